@@ -43,7 +43,7 @@ from llmpq.plan import Plan
 from llmpq.precision import KVPrecision, Precision
 from llmpq.runtime.engine.scheduler import Scheduler
 from llmpq.runtime.engine.slot_limits import Limits
-from llmpq.runtime.launch.hand_plan import hand_plan
+from llmpq.runtime.launch.plans.hand_plan import hand_plan
 from llmpq.runtime.models.linear import Weight
 from llmpq.runtime.request import Request
 from llmpq.runtime.tools.open_stages import OpenStages

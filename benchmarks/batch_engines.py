@@ -23,9 +23,9 @@ from rows import write_row
 from llmpq.model_spec import ModelSpec
 from llmpq.runtime.engine.paged_scheduler import PagedScheduler
 from llmpq.runtime.engine.scheduler import Scheduler
-from llmpq.runtime.launch.hand_plan import hand_plan
-from llmpq.runtime.launch.pool_plan import PoolPlan
-from llmpq.runtime.launch.stage_settings import StageSettings, limits_of
+from llmpq.runtime.launch.plans.hand_plan import hand_plan
+from llmpq.runtime.launch.plans.pool_plan import PoolPlan
+from llmpq.runtime.launch.stages.stage_settings import StageSettings, limits_of
 from llmpq.runtime.request import Request
 from llmpq.runtime.tools.open_stages import OpenStages
 from llmpq.runtime.weights.sources import CheckpointSource

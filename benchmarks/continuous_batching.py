@@ -32,8 +32,8 @@ from llmpq.plan import Plan
 from llmpq.runtime.engine.schedule_replay import Replay, StageCost, replay
 from llmpq.runtime.engine.scheduler import Scheduler
 from llmpq.runtime.engine.slot_limits import Limits
-from llmpq.runtime.launch.hand_plan import hand_plan
-from llmpq.runtime.launch.stage_settings import limits_of
+from llmpq.runtime.launch.plans.hand_plan import hand_plan
+from llmpq.runtime.launch.stages.stage_settings import limits_of
 from llmpq.runtime.request import MicroBatch, Request, StepKind
 from llmpq.runtime.tools.open_stages import OpenRun, OpenStages
 from llmpq.runtime.trace import TraceEvent

@@ -35,10 +35,8 @@ from rows import write_row
 from torch import Tensor
 
 from llmpq.kernels.native import library
-from llmpq.kv_format import BLOCK_TOKENS, packed_blocks
 from llmpq.memory import Quantization, default_head_bits
 from llmpq.model_spec import ModelSpec
-from llmpq.pool_size import PoolSize
 from llmpq.precision import KVPrecision, Precision
 from llmpq.runtime.cache.kv_cache import PagedKV
 from llmpq.runtime.cache.paged_by_precision import make_paged_kv
@@ -49,6 +47,8 @@ from llmpq.runtime.ragged_step import RaggedStep
 from llmpq.runtime.request import PagedRow
 from llmpq.runtime.weights.dummy import CopiedLayers
 from llmpq.runtime.weights.sources import RandomSource
+from llmpq.sizes.kv_format import BLOCK_TOKENS, packed_blocks
+from llmpq.sizes.pool_size import PoolSize
 
 KINDS = {16: "F16", 8: "Q8_0", 4: "Q4_0"}
 """llmpq's bits -> llama.cpp's kind of file."""

@@ -35,7 +35,7 @@ from llmpq.model_spec import ModelSpec
 from llmpq.plan import QuantizationForm
 from llmpq.precision import Precision
 from llmpq.runtime.backends.build_stage import build_stage
-from llmpq.runtime.launch.hand_plan import hand_plan
+from llmpq.runtime.launch.plans.hand_plan import hand_plan
 from llmpq.runtime.weights.layer_cache import KeptLayers
 from llmpq.runtime.weights.sources import CheckpointSource
 from llmpq.workload import Workload

@@ -26,20 +26,19 @@ from pathlib import Path
 import torch
 
 from llmpq.cost_model import Phase
-from llmpq.device_spec import canonical_kind, device_specs
+from llmpq.devices.device_spec import canonical_kind, device_specs
 from llmpq.kernels.formats.kv_block import KVFormat
 from llmpq.kernels.formats.quantized_weight import QuantizedWeight
 from llmpq.kernels.formats.round_to_nearest import quantize_weight
 from llmpq.kernels.formats.table_weight import E8M0, Values, table_weight
-from llmpq.kernels.gemm.expert_sent import assign
-from llmpq.kernels.gemm.expert_stack import ExpertStack
-from llmpq.kernels.gemm.gated import GateRule
+from llmpq.kernels.gemm.experts.expert_sent import assign
+from llmpq.kernels.gemm.experts.expert_stack import ExpertStack
+from llmpq.kernels.gemm.experts.gated import GateRule
 from llmpq.kernels.kv import ruled_attend
-from llmpq.kernels.kv.any_size_attend import attend_any_size
-from llmpq.kernels.kv.low_bit_cache import QuantizedKVCache
+from llmpq.kernels.kv.low_bit.any_size_attend import attend_any_size
+from llmpq.kernels.kv.low_bit.low_bit_cache import QuantizedKVCache
 from llmpq.kernels.kv.reference import ScoreRule
 from llmpq.kernels.tools.gpu_timing import copies_for, time_launches, write_row
-from llmpq.kv_format import BLOCK_TOKENS, block_bytes
 from llmpq.memory import Quantization, layer_weight_bytes
 from llmpq.model_spec import ModelSpec
 from llmpq.planner.costs.roofline import experts_hit
@@ -49,6 +48,7 @@ from llmpq.profiler.timing.stopwatch import Effort
 from llmpq.profiler.timing.timed_layers import TimedModel
 from llmpq.runtime.models.layer_tensors import LayerTensors
 from llmpq.runtime.models.linear import Linear
+from llmpq.sizes.kv_format import BLOCK_TOKENS, block_bytes
 
 AS_PLANNED = LayerTensors.linear
 EFFORT = Effort(seconds=0.3, min_repeats=10)

@@ -22,12 +22,12 @@ import numpy as np
 from rows import write_row
 from scipy.optimize import least_squares
 
-from llmpq.kernels.gemm import predict
-from llmpq.kernels.gemm.candidates import GLUON_FORMS, ROWS_FORMS, TILE_FORMS, candidates
 from llmpq.kernels.gemm.config import Config
-from llmpq.kernels.gemm.gluon_plan import tile_rows
-from llmpq.kernels.gemm.machine import REFERENCE
-from llmpq.kernels.gemm.predict import (
+from llmpq.kernels.gemm.gluon.gluon_plan import tile_rows
+from llmpq.kernels.gemm.ranking import predict
+from llmpq.kernels.gemm.ranking.candidates import GLUON_FORMS, ROWS_FORMS, TILE_FORMS, candidates
+from llmpq.kernels.gemm.ranking.machine import REFERENCE
+from llmpq.kernels.gemm.ranking.predict import (
     Product,
     StepTime,
     expected_us,

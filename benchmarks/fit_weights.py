@@ -21,12 +21,19 @@ from pathlib import Path
 import numpy as np
 from scipy.optimize import least_squares
 
-from llmpq.device_spec import canonical_kind, device_specs
-from llmpq.kernels.gemm import predict
-from llmpq.kernels.gemm.candidates import TILE_FORMS, candidates
+from llmpq.devices.device_spec import canonical_kind, device_specs
 from llmpq.kernels.gemm.config import Config
-from llmpq.kernels.gemm.machine import REACHED, REFERENCE, Machine
-from llmpq.kernels.gemm.predict import Product, StepTime, bounds_us, form_key, resident, work
+from llmpq.kernels.gemm.ranking import predict
+from llmpq.kernels.gemm.ranking.candidates import TILE_FORMS, candidates
+from llmpq.kernels.gemm.ranking.machine import REACHED, REFERENCE, Machine
+from llmpq.kernels.gemm.ranking.predict import (
+    Product,
+    StepTime,
+    bounds_us,
+    form_key,
+    resident,
+    work,
+)
 
 TIMES = Path(predict.__file__).with_name("step_times.json")
 REGISTERS = (96, 128, 168)

@@ -22,11 +22,11 @@ from torch import Tensor
 
 from llmpq.kernels.formats.fp8_weight import Fp8Weight
 from llmpq.kernels.formats.round_to_nearest import quantize_weight
-from llmpq.kernels.gemm import fp8_products
-from llmpq.kernels.gemm.expert_sent import assign
-from llmpq.kernels.gemm.expert_stack import ExpertStack
-from llmpq.kernels.gemm.fp8_products import Tile
-from llmpq.kernels.gemm.gated import GateRule
+from llmpq.kernels.gemm.experts.expert_sent import assign
+from llmpq.kernels.gemm.experts.expert_stack import ExpertStack
+from llmpq.kernels.gemm.experts.gated import GateRule
+from llmpq.kernels.gemm.float_codes import fp8_products
+from llmpq.kernels.gemm.float_codes.fp8_products import Tile
 from llmpq.kernels.linear import linear
 from llmpq.kernels.tools.gpu_timing import copies_for, time_launches
 from llmpq.model_spec import ModelSpec

@@ -27,7 +27,7 @@ from pathlib import Path
 import psutil
 from rows import write_row
 
-from llmpq.this_machine import this_machine
+from llmpq.devices.this_machine import this_machine
 
 ROOT = Path(__file__).parents[1]
 PROMPTS = ROOT / "examples" / "prompts.jsonl"

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from llmpq.kernels.gemm.config import Config
-from llmpq.kernels.gemm.gluon_plan import shared_bytes, suits, tile_rows, tiles_of
+from llmpq.kernels.gemm.gluon.gluon_plan import shared_bytes, suits, tile_rows, tiles_of
 
 FEW_ROWS = 8
 """Most rows of x that `rows_kernel` multiplies."""

@@ -25,8 +25,8 @@ from torch.nn import functional
 from llmpq.kernels.gemm import choice
 from llmpq.kernels.gemm.choice import choose, rounded_rows
 from llmpq.kernels.gemm.config import Config
-from llmpq.kernels.gemm.machine import machine_of
-from llmpq.kernels.gemm.predict import Product, expected_us, form_key
+from llmpq.kernels.gemm.ranking.machine import machine_of
+from llmpq.kernels.gemm.ranking.predict import Product, expected_us, form_key
 from llmpq.kernels.linear import linear
 from llmpq.kernels.tools.gpu_timing import copies_for, time_launches
 

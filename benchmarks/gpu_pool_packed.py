@@ -21,22 +21,22 @@ from llmpq.kernels.fused.rope_append import rope_append_pages
 from llmpq.kernels.gemm.reference import relative_error
 from llmpq.kernels.kv import ops
 from llmpq.kernels.kv.launch_plan import plan_attend
-from llmpq.kernels.kv.packed_pages import PackedPages, PackedRows, attend_packed_pages
-from llmpq.kernels.kv.packed_pages_plan import PackedPlan
-from llmpq.kernels.kv.packed_pages_reference import attend_packed_pages_reference
-from llmpq.kernels.kv.paged_attend import paged_attend
-from llmpq.kernels.kv.paged_plan import PagedPlan
-from llmpq.kernels.kv.paged_rows import dealt_out, row_table, spread
+from llmpq.kernels.kv.paged.packed_pages import PackedPages, PackedRows, attend_packed_pages
+from llmpq.kernels.kv.paged.packed_pages_plan import PackedPlan
+from llmpq.kernels.kv.paged.packed_pages_reference import attend_packed_pages_reference
+from llmpq.kernels.kv.paged.paged_attend import paged_attend
+from llmpq.kernels.kv.paged.paged_plan import PagedPlan
+from llmpq.kernels.kv.paged.paged_rows import dealt_out, row_table, spread
 from llmpq.kernels.kv.reference import pack_block
 from llmpq.kernels.kv.storage import DeviceRows, KVLayer, allocate_layer
 from llmpq.kernels.tools.gpu_timing import copies_for, time_launches
-from llmpq.kv_format import BLOCK_TOKENS, RING_TOKENS, TAIL_TOKENS, packed_end
 from llmpq.model_spec import ModelSpec
 from llmpq.precision import KVPrecision
 from llmpq.runtime.cache.paged_packed_kv import new_places, turned
-from llmpq.runtime.launch.hand_plan import hand_plan, on_gpu
+from llmpq.runtime.launch.plans.hand_plan import hand_plan, on_gpu
 from llmpq.runtime.llm import LLM
 from llmpq.runtime.sampling_params import SamplingParams
+from llmpq.sizes.kv_format import BLOCK_TOKENS, RING_TOKENS, TAIL_TOKENS, packed_end
 from llmpq.workload import Workload
 
 Row = dict[str, Any]

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from llmpq.model_spec import ModelSpec
-from llmpq.runtime.launch.hand_plan import hand_plan, on_gpu
+from llmpq.runtime.launch.plans.hand_plan import hand_plan, on_gpu
 from llmpq.runtime.llm import LLM
 from llmpq.runtime.sampling_params import SamplingParams
 from llmpq.workload import Workload

@@ -31,8 +31,8 @@ from llmpq.runtime.drafts.drafters import FixedDrafter
 from llmpq.runtime.engine.plain_loop import LocalPipeline
 from llmpq.runtime.engine.scheduler import Scheduler
 from llmpq.runtime.engine.slot_limits import Limits
-from llmpq.runtime.launch.hand_plan import hand_plan
-from llmpq.runtime.launch.stage_settings import limits_of
+from llmpq.runtime.launch.plans.hand_plan import hand_plan
+from llmpq.runtime.launch.stages.stage_settings import limits_of
 from llmpq.runtime.request import Request
 from llmpq.runtime.text.tokenizer import Tokenizer
 from llmpq.runtime.tools.evaluate import longest_window, perplexity

@@ -194,7 +194,7 @@ def make_engine(plan: Plan, args: argparse.Namespace) -> Any:
     """Start the processes of a plan's stages."""
     from llmpq.runtime.launch.engine import Engine
     from llmpq.runtime.launch.launcher import Deadlines, Launch
-    from llmpq.runtime.launch.stage_settings import StageSettings
+    from llmpq.runtime.launch.stages.stage_settings import StageSettings
 
     settings = StageSettings(model_dir=plan.model.name, load_format="copies", links=args.links)
     gpus = [int(gpu) for gpu in args.gpus.split(",")] if args.gpus else range(len(plan.stages))

@@ -26,7 +26,7 @@ from llmpq.kernels.tools.gpu_timing import write_row
 from llmpq.model_spec import ModelSpec
 from llmpq.precision import Precision
 from llmpq.runtime.backends.build_stage import build_stage
-from llmpq.runtime.launch.hand_plan import hand_plan
+from llmpq.runtime.launch.plans.hand_plan import hand_plan
 from llmpq.runtime.models.stage_model import DTYPES
 from llmpq.runtime.weights.sources import CheckpointSource
 from llmpq.units import format_size

@@ -9,8 +9,8 @@ import torch
 from llmpq.model_spec import ModelSpec
 from llmpq.plan import Plan
 from llmpq.precision import KVPrecision, Precision
-from llmpq.runtime.launch.hand_plan import hand_plan, on_gpu
-from llmpq.runtime.launch.pool_room import with_pool_room
+from llmpq.runtime.launch.plans.hand_plan import hand_plan, on_gpu
+from llmpq.runtime.launch.plans.pool_room import with_pool_room
 from llmpq.workload import Workload
 
 SHARE = 0.9

@@ -22,8 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from llmpq.device_spec import DeviceSpec, canonical_kind, device_specs
-from llmpq.gpu_workspace import OUTPUTS_LEAVING
+from llmpq.devices.device_spec import DeviceSpec, canonical_kind, device_specs
 from llmpq.kernels.tools.gpu_timing import write_row
 from llmpq.memory import StageMemory, stage_memory
 from llmpq.model_spec import ModelSpec
@@ -31,13 +30,14 @@ from llmpq.plan import Plan
 from llmpq.precision import KVPrecision, Precision
 from llmpq.runtime.backends.build_stage import build_stage
 from llmpq.runtime.backends.stage_compute import StageCompute
-from llmpq.runtime.launch.hand_plan import hand_plan
+from llmpq.runtime.launch.plans.hand_plan import hand_plan
 from llmpq.runtime.links.peer_links import Room
 from llmpq.runtime.pending import arrived
 from llmpq.runtime.request import StepKind
 from llmpq.runtime.sampling_params import TokenChoice
 from llmpq.runtime.step_message import StepMessage
 from llmpq.runtime.weights.sources import RandomSource
+from llmpq.sizes.gpu_workspace import OUTPUTS_LEAVING
 from llmpq.units import format_size
 from llmpq.workload import Workload
 

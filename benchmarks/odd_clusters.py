@@ -36,14 +36,14 @@ from planner_tables import FAR, MARGIN_S, WORSE, summary
 from rows import RESULTS, commit, write_row
 
 from llmpq.errors import BadPlanError, DoesNotFitError
-from llmpq.planner import isolated
 from llmpq.planner.answer import Answer, Wish, answer
-from llmpq.planner.check import check_plan
-from llmpq.planner.outcome import BUDGET_ROUNDING, Assignment, Unfinished
+from llmpq.planner.checked_plan.check import check_plan
+from llmpq.planner.formulation.outcome import BUDGET_ROUNDING, Assignment, Unfinished
+from llmpq.planner.formulation.problem import Problem
 from llmpq.planner.predict.pipeline_time import job_time, sum_omega, value
 from llmpq.planner.predict.replay import replay
 from llmpq.planner.predict.step_by_step import told_time
-from llmpq.planner.problem import Problem
+from llmpq.planner.solving import isolated
 from llmpq.planner.tools.random_cases import RandomCase
 
 FILE = "odd_clusters.jsonl"

@@ -32,13 +32,13 @@ from rows import write_row
 from llmpq.planner.baselines.flexgen import estimate_flexgen
 from llmpq.planner.cli.arguments import plan_request
 from llmpq.planner.exact.search import solve_exact
+from llmpq.planner.formulation.outcome import Infeasible, Outcome
+from llmpq.planner.formulation.problem import Problem
 from llmpq.planner.ilp.solve import solve_ilp
 from llmpq.planner.inputs.make_problem import make_problem
-from llmpq.planner.methods import PLANNERS, solve
-from llmpq.planner.outcome import Infeasible, Outcome
 from llmpq.planner.predict.pipeline_time import StageTimes, makespan, published_code_time, sum_omega
 from llmpq.planner.predict.replay import replay
-from llmpq.planner.problem import Problem
+from llmpq.planner.solving.methods import PLANNERS, solve
 from llmpq.planner.tools.random_problems import random_problem
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -30,7 +30,7 @@ from rows import RESULTS, commit, write_row
 
 from llmpq.errors import DoesNotFitError, LlmpqError
 from llmpq.planner.answer import Answer, Wish, answer
-from llmpq.planner.outcome import Unfinished
+from llmpq.planner.formulation.outcome import Unfinished
 from llmpq.planner.predict.replay import replay
 from llmpq.planner.tools.all_plans import best_of_all
 from llmpq.planner.tools.random_cases import RandomCase, random_case

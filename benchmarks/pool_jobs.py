@@ -27,9 +27,9 @@ from llmpq.model_spec import ModelSpec
 from llmpq.plan import Plan
 from llmpq.precision import Precision
 from llmpq.runtime.launch.engine import Engine
-from llmpq.runtime.launch.hand_plan import hand_plan, on_gpu
 from llmpq.runtime.launch.launcher import Launch
-from llmpq.runtime.launch.stage_settings import StageSettings
+from llmpq.runtime.launch.plans.hand_plan import hand_plan, on_gpu
+from llmpq.runtime.launch.stages.stage_settings import StageSettings
 from llmpq.runtime.request import Request
 from llmpq.workload import Workload
 

@@ -17,10 +17,10 @@ from collections import OrderedDict
 from rows import write_row
 from traces import Arrival, read_trace
 
-from llmpq.kv_format import BLOCK_TOKENS
 from llmpq.runtime.engine.paged_scheduler import PagedScheduler
 from llmpq.runtime.engine.pool_limits import PoolLimits
 from llmpq.runtime.request import Request
+from llmpq.sizes.kv_format import BLOCK_TOKENS
 
 VOCAB = 1 << 20
 POOLS = (2_000, 10_000, 50_000)

@@ -38,7 +38,7 @@ from llmpq.runtime.engine.mailbox import Mailbox
 from llmpq.runtime.engine.scheduler import Scheduler, max_ahead
 from llmpq.runtime.engine.slot_limits import Limits
 from llmpq.runtime.engine.stage_loop import FirstStage, run_following_stage
-from llmpq.runtime.launch.stage_host import talk_over
+from llmpq.runtime.launch.stages.stage_host import talk_over
 from llmpq.runtime.links.transport import (
     CONNECTIONS,
     GlooTransport,

@@ -33,8 +33,8 @@ from llmpq.model_spec import ModelSpec
 from llmpq.precision import Precision
 from llmpq.runtime.drafts.drafters import Acceptance, FixedDrafter
 from llmpq.runtime.engine.scheduler import Scheduler
-from llmpq.runtime.launch.hand_plan import hand_plan
-from llmpq.runtime.launch.stage_settings import limits_of
+from llmpq.runtime.launch.plans.hand_plan import hand_plan
+from llmpq.runtime.launch.stages.stage_settings import limits_of
 from llmpq.runtime.request import Request
 from llmpq.runtime.text.tokenizer import Tokenizer
 from llmpq.runtime.tools.open_stages import OpenStages

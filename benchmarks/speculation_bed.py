@@ -31,9 +31,9 @@ from llmpq.memory import Quantization
 from llmpq.model_spec import ModelSpec
 from llmpq.precision import KVPrecision, Precision
 from llmpq.runtime.backends.backend import backend_of
-from llmpq.runtime.backends.cuda_speculate import look_up_drafts
-from llmpq.runtime.backends.cuda_stage import CudaStageCompute
-from llmpq.runtime.backends.cuda_step_times import (
+from llmpq.runtime.backends.gpu.cuda_speculate import look_up_drafts
+from llmpq.runtime.backends.gpu.cuda_stage import CudaStageCompute
+from llmpq.runtime.backends.gpu.cuda_step_times import (
     measure,
     seconds_of,
     step_message,

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from llmpq.runtime.backends.cuda_stage import CudaStageCompute
+from llmpq.runtime.backends.gpu.cuda_stage import CudaStageCompute
 from llmpq.runtime.cache.low_bit_kv import LowBitKV
 from llmpq.runtime.cache.plain_kv import PlainKVCache
 from llmpq.runtime.drafts.drafters import FixedDrafter

@@ -32,13 +32,13 @@ from speculation_replay import (
 
 from llmpq.model_spec import ModelSpec
 from llmpq.precision import Precision
-from llmpq.runtime.backends.cuda_stage import CudaStageCompute
+from llmpq.runtime.backends.gpu.cuda_stage import CudaStageCompute
 from llmpq.runtime.cache.dual_kv import DualKV
 from llmpq.runtime.cache.plain_kv import PlainKVCache
 from llmpq.runtime.drafts.drafters import FixedDrafter
 from llmpq.runtime.engine.scheduler import Scheduler
-from llmpq.runtime.launch.hand_plan import hand_plan
-from llmpq.runtime.launch.stage_settings import limits_of
+from llmpq.runtime.launch.plans.hand_plan import hand_plan
+from llmpq.runtime.launch.stages.stage_settings import limits_of
 from llmpq.runtime.request import MicroBatch, Request, StepKind
 from llmpq.runtime.tools.open_stages import OpenStages
 from llmpq.runtime.weights.sources import RandomSource

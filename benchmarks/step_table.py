@@ -33,10 +33,10 @@ from llmpq.kernels.kv import plain_attend
 from llmpq.memory import Quantization
 from llmpq.model_spec import ModelSpec
 from llmpq.precision import Precision
-from llmpq.runtime.backends import cuda_graphs, cuda_layers
 from llmpq.runtime.backends.backend import backend_of
-from llmpq.runtime.backends.cuda_graphs import DecodeGraphs
-from llmpq.runtime.backends.cuda_step_times import seconds_of, step_message
+from llmpq.runtime.backends.gpu import cuda_graphs, cuda_layers
+from llmpq.runtime.backends.gpu.cuda_graphs import DecodeGraphs
+from llmpq.runtime.backends.gpu.cuda_step_times import seconds_of, step_message
 from llmpq.runtime.cache.plain_kv import PlainKVCache
 from llmpq.runtime.models.layers import Linear
 from llmpq.runtime.models.stage_model import DTYPES, StageModel

@@ -22,13 +22,13 @@ import torch
 from llmpq.kernels.gemm import choice as gemm_config
 from llmpq.kernels.gemm.choice import form_name
 from llmpq.kernels.gemm.config import Config, config_entry
-from llmpq.kernels.gemm.machine import machine_of
+from llmpq.kernels.gemm.ranking.machine import machine_of
 from llmpq.memory import Quantization
 from llmpq.model_spec import LinearShape, ModelSpec
 from llmpq.precision import Precision
 from llmpq.runtime.backends.backend import backend_of
-from llmpq.runtime.backends.cuda_graphs import DecodeGraphs
-from llmpq.runtime.backends.cuda_step_times import seconds_of, step_message
+from llmpq.runtime.backends.gpu.cuda_graphs import DecodeGraphs
+from llmpq.runtime.backends.gpu.cuda_step_times import seconds_of, step_message
 from llmpq.runtime.cache.plain_kv import PlainKVCache
 from llmpq.runtime.drafts.draft_model import build_draft
 from llmpq.runtime.models.stage_model import DTYPES, StageModel

@@ -24,10 +24,10 @@ from typing import Any
 import psutil
 import rows
 
+from llmpq.devices.this_machine import read_gpus, visible
 from llmpq.model_spec import ModelSpec
 from llmpq.plan import ClusterRef, ModelRef, NodePlan, Plan, StagePlan
 from llmpq.precision import Precision
-from llmpq.this_machine import read_gpus, visible
 from llmpq.workload import Workload
 
 FILE = "links.jsonl"

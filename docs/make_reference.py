@@ -19,7 +19,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from llmpq.cluster import Cluster
-from llmpq.command_line import CommandParser
+from llmpq.commands.command_line import CommandParser
 from llmpq.kernels.tools.flags import COMMANDS as KERNEL_TOOLS
 from llmpq.plan import Plan
 from llmpq.planner.cli import arguments

@@ -6,7 +6,7 @@ import importlib
 import logging
 import sys
 
-from llmpq.command_line import end_of
+from llmpq.commands.command_line import end_of
 from llmpq.kernels.tools.flags import COMMANDS, PROGRAM
 
 # Imported only when asked for: each needs torch and Triton, `--help` needs neither.

@@ -35,11 +35,11 @@ def linear(
     flat = None if residual is None else residual.reshape(-1, qweight.out_features)
     if x.is_cuda and isinstance(qweight, Fp8Weight):
         # Triton is not imported where there is no GPU.
-        from llmpq.kernels.gemm.fp8_products import fp8_linear_gpu
+        from llmpq.kernels.gemm.float_codes.fp8_products import fp8_linear_gpu
 
         y = fp8_linear_gpu(x_MK, qweight, bias, flat)
     elif x.is_cuda and isinstance(qweight, TableWeight):
-        from llmpq.kernels.gemm.table_products import table_linear_gpu
+        from llmpq.kernels.gemm.float_codes.table_products import table_linear_gpu
 
         y = table_linear_gpu(x_MK, qweight, bias, flat)
     elif x.is_cuda and isinstance(qweight, QuantizedWeight):

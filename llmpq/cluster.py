@@ -17,7 +17,7 @@ from typing import Any, Self
 import yaml
 from pydantic import Field, model_validator
 
-from llmpq.device_spec import DeviceSpec, canonical_kind, device_specs
+from llmpq.devices.device_spec import DeviceSpec, canonical_kind, device_specs
 from llmpq.errors import nearest, unknown_name
 from llmpq.file_form import FileForm
 from llmpq.units import Size

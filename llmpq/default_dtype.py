@@ -16,8 +16,8 @@ import functools
 from pathlib import Path
 
 from llmpq.cluster import Cluster
+from llmpq.devices.this_machine import NAME
 from llmpq.model_spec import ModelSpec
-from llmpq.this_machine import NAME
 from llmpq.workload import Dtype
 
 _INSTRUCTIONS = {"bfloat16": ("avx512_bf16", "amx_bf16"), "float16": ("avx512_fp16", "amx_fp16")}

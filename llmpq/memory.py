@@ -14,11 +14,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
-from llmpq.kv_format import kv_cache_bytes
 from llmpq.model_spec import ModelSpec
 from llmpq.precision import KVPrecision, Precision, WeightScheme, default_scheme
+from llmpq.sizes.kv_format import kv_cache_bytes
+from llmpq.sizes.workspace import workspace_bytes
 from llmpq.workload import Workload
-from llmpq.workspace import workspace_bytes
 
 INDEX_BYTES = 4
 """One entry of a channel order, int32."""

@@ -18,10 +18,10 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal
 
+from llmpq.checkpoints.gguf_file import is_gguf
+from llmpq.checkpoints.model_config import read_config, spec_fields
 from llmpq.errors import unknown_name
 from llmpq.families.spec_values import Latent, RopeScaling, Router
-from llmpq.gguf_file import is_gguf
-from llmpq.model_config import read_config, spec_fields
 from llmpq.shipped_table import shipped_table
 
 Positions = Literal["learned", "alibi", "rotary"]

@@ -14,7 +14,7 @@ from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
-from llmpq.device_spec import device_specs
+from llmpq.devices.device_spec import device_specs
 from llmpq.errors import BadPlanError, PlanMismatchError, short_repr
 from llmpq.file_form import FileForm
 from llmpq.memory import CpuActivations, Quantization, default_head_bits

@@ -13,7 +13,7 @@ from pydantic import Field
 
 from llmpq.cluster import Device, Emulate
 from llmpq.cost_model import MAX_S, LatencyEntry, Part, Phase
-from llmpq.device_spec import DeviceSpec
+from llmpq.devices.device_spec import DeviceSpec
 from llmpq.file_form import FileForm
 from llmpq.model_spec import ModelSpec
 from llmpq.precision import KVPrecision, Precision

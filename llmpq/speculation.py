@@ -17,10 +17,10 @@ from functools import cached_property
 from typing import Literal, Protocol, get_args
 
 from llmpq.cost_model import CostModel, LatencyEntry, Phase
-from llmpq.kv_format import kv_cache_bytes
 from llmpq.model_spec import ModelSpec
 from llmpq.plan import MAX_GAMMA, Plan, StagePlan
 from llmpq.precision import KVPrecision, Precision, WeightScheme
+from llmpq.sizes.kv_format import kv_cache_bytes
 
 SpeculationMode = Literal["qspec", "w4kv4", "planes", "kv4", "ngram"]
 MODES: tuple[SpeculationMode, ...] = get_args(SpeculationMode)

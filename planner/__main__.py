@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from llmpq.command_line import end_of
+from llmpq.commands.command_line import end_of
 from llmpq.planner.cli import arguments as flags
 from llmpq.planner.inputs import requests
 

@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING
 from llmpq.errors import DoesNotFitError
 from llmpq.plan import Plan
 from llmpq.planner import limits
+from llmpq.planner.formulation.outcome import OPTIMAL_GAP, Outcome, Unfinished
+from llmpq.planner.formulation.problem import Problem
 from llmpq.planner.inputs.make_problem import parse_kv
 from llmpq.planner.inputs.requests import PlanRequest
-from llmpq.planner.isolated import Beside, solve_isolated
-from llmpq.planner.methods import NO_PLAN, How
-from llmpq.planner.outcome import OPTIMAL_GAP, Outcome, Unfinished
 from llmpq.planner.predict.advice import explain_infeasible, too_big
-from llmpq.planner.problem import Problem
-from llmpq.planner.tries import Tries
+from llmpq.planner.solving.isolated import Beside, solve_isolated
+from llmpq.planner.solving.methods import NO_PLAN, How
+from llmpq.planner.solving.tries import Tries
 from llmpq.precision import KVPrecision
 
 if TYPE_CHECKING:
@@ -162,8 +162,8 @@ def _raise_unless_smaller(problem: Problem, refusal: str) -> None:
 
 def checked_plan(problem: Problem, outcome: Outcome, path: str | None) -> Plan:
     """Build the plan and have it checked by code that shares nothing with the solver."""
-    from llmpq.planner.build_plan import build_plan
-    from llmpq.planner.check import check_plan
+    from llmpq.planner.checked_plan.build_plan import build_plan
+    from llmpq.planner.checked_plan.check import check_plan
 
     plan = build_plan(problem, outcome, model_path=path)
     check_plan(plan, spec=problem.spec, cluster=problem.cluster, costs=problem.costs)

@@ -20,6 +20,8 @@ from llmpq.plan import Plan
 from llmpq.planner.answer import Answer, Wish, answer, read_wish
 from llmpq.planner.cli.arguments import DTYPES, METHODS, plan_request
 from llmpq.planner.costs.probed import book_of
+from llmpq.planner.formulation.positions import positions_note
+from llmpq.planner.formulation.problem import Problem
 from llmpq.planner.inputs.cpu_here import rates_for
 from llmpq.planner.inputs.kept_grid import kept_grid
 from llmpq.planner.inputs.make_problem import (
@@ -29,9 +31,7 @@ from llmpq.planner.inputs.make_problem import (
     open_head,
 )
 from llmpq.planner.inputs.stored_precisions import offered, stored_layers
-from llmpq.planner.positions import positions_note
 from llmpq.planner.predict.step_by_step import step_note
-from llmpq.planner.problem import Problem
 from llmpq.precision import Precision
 from llmpq.workload import Workload
 

@@ -12,8 +12,8 @@ import logging
 import sys
 from collections.abc import Callable, Sequence
 
-from llmpq.command_line import end_of
-from llmpq.output_paths import check_files
+from llmpq.commands.command_line import end_of
+from llmpq.commands.output_paths import check_files
 from llmpq.profiler.cli import flags
 
 COMMANDS = ("run", "indicator", "merge", "tune")

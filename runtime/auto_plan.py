@@ -21,12 +21,12 @@ from llmpq.cluster import Cluster
 from llmpq.cost_model import CostModel
 from llmpq.costs_cache import cache_folder, cached_costs, store_costs
 from llmpq.default_dtype import default_dtype
+from llmpq.devices.this_machine import assumed, this_machine, useful_threads
 from llmpq.errors import ExitCode, StageLostError
 from llmpq.model_spec import ModelSpec
 from llmpq.plan import Plan
 from llmpq.precision import KVPrecision
-from llmpq.stated_pool import stated_pool
-from llmpq.this_machine import assumed, this_machine, useful_threads
+from llmpq.sizes.stated_pool import stated_pool
 from llmpq.workload import DTYPE_BYTES, Dtype, Workload
 
 if TYPE_CHECKING:

@@ -23,8 +23,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from llmpq.gguf_file import is_gguf, open_gguf
-from llmpq.gguf_tokenizer import tokenizer_of
+from llmpq.checkpoints.gguf_file import is_gguf, open_gguf
+from llmpq.checkpoints.gguf_tokenizer import tokenizer_of
 from llmpq.runtime.token_rules import Guide
 
 _JSON_STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}

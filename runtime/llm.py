@@ -27,9 +27,9 @@ from llmpq.runtime.entrance import LoopEntrance, LoopInbox
 from llmpq.runtime.launch.engine import Engine
 from llmpq.runtime.launch.engine_thread import EngineThread, RequestNews
 from llmpq.runtime.launch.launcher import Backend, Deadlines, Launch
-from llmpq.runtime.launch.planned_kv import AUTO, with_kv
-from llmpq.runtime.launch.pool_plan import PoolPlan
-from llmpq.runtime.launch.stage_settings import LinkChoice, StageSettings, limits_of
+from llmpq.runtime.launch.plans.planned_kv import AUTO, with_kv
+from llmpq.runtime.launch.plans.pool_plan import PoolPlan
+from llmpq.runtime.launch.stages.stage_settings import LinkChoice, StageSettings, limits_of
 from llmpq.runtime.plan_choice import Chosen, Wishes, choose_plan
 from llmpq.runtime.request_output import CompletionOutput, RequestOutput
 from llmpq.runtime.sampling_params import SamplingParams, StructuredOutputsParams

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from llmpq.kernels.kv.paged_rows import TokenPlaces
+from llmpq.kernels.kv.paged.paged_rows import TokenPlaces
 from llmpq.runtime.step import Step
 
 
@@ -22,7 +22,7 @@ class PagedStep(Step):
     """The rows of one forward, packed as [1, T]; `q_len` counts all places."""
 
     rows_FR: Tensor
-    """The rows as kernels read them (kernels/kv/paged_rows.py)."""
+    """The rows as kernels read them (kernels/kv/paged/paged_rows.py)."""
     dealt: Tensor
     """What each program of attention takes of them, as far as the cache tells it."""
     where: TokenPlaces

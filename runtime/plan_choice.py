@@ -13,19 +13,19 @@ from pathlib import Path
 from typing import Literal, cast
 
 from llmpq.capabilities import gpu_pool_lack
+from llmpq.checkpoints.gguf_file import is_model
+from llmpq.checkpoints.model_config import read_config
 from llmpq.cluster import Cluster
 from llmpq.default_dtype import default_dtype
+from llmpq.devices.this_machine import this_machine
 from llmpq.errors import DoesNotFitError
-from llmpq.gguf_file import is_model
-from llmpq.model_config import read_config
 from llmpq.model_spec import ModelSpec
 from llmpq.plan import Plan
 from llmpq.precision import KVPrecision
 from llmpq.runtime.auto_plan import plan_job
-from llmpq.runtime.launch.device_plan import device_plan
-from llmpq.runtime.launch.planned_kv import AUTO
+from llmpq.runtime.launch.plans.device_plan import device_plan
+from llmpq.runtime.launch.plans.planned_kv import AUTO
 from llmpq.speculation import SpeculationMode
-from llmpq.this_machine import this_machine
 from llmpq.workload import DTYPE_BYTES, Dtype, Workload
 
 _log = logging.getLogger("llmpq.run")

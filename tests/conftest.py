@@ -183,7 +183,7 @@ def make_plan() -> Callable[..., Any]:
     """Return a maker of hand-written plans over CPU stages between `splits`."""
     from llmpq.model_spec import ModelSpec
     from llmpq.precision import Precision
-    from llmpq.runtime.launch.hand_plan import hand_plan
+    from llmpq.runtime.launch.plans.hand_plan import hand_plan
     from llmpq.workload import Workload
 
     def make(model: Path, splits: tuple[int, ...] = (), *, bits: str = "w16a16", **shape: Any):
@@ -207,7 +207,7 @@ def ray_session() -> Iterator[str]:
     """Start one Ray for all cluster tests; return its address for commands that join it."""
     import ray
 
-    from llmpq.runtime.launch.placement import ray_cluster
+    from llmpq.runtime.launch.on_ray.placement import ray_cluster
 
     with ray_cluster(None):
         yield ray.get_runtime_context().gcs_address

@@ -31,14 +31,13 @@ kernels/formats <- kernels/cpu
 kernels/gemm, kernels/cpu <- kernels/linear
 kernels/linear, kernels/fused, kernels/kv <- kernels/tools <- kernels/__main__
 
-planner/microbatch, planner/costs <- planner/numbers <- planner/problem
-planner/limits, planner/positions, planner/microbatch, planner/costs <- planner/problem
-planner/quiet_highs <- planner/ilp, planner/exact
-planner/costs <- planner/symmetry <- planner/problem <- planner/outcome <- planner/predict
+planner/costs, planner/limits <- planner/formulation <- planner/predict
 planner/predict <- planner/baselines, planner/ilp (one level) <- planner/exact <- planner/front
+planner/predict <- planner/checked_plan
 planner/predict <- planner/inputs <- planner/export
 planner/predict, planner/ilp <- planner/tools
-planner/front, planner/inputs <- planner <- planner/cli <- planner/make, planner/__main__
+planner/front, planner/checked_plan <- planner/solving
+planner/solving, planner/inputs <- planner <- planner/cli <- planner/make, planner/__main__
 planner/export <- planner/cli
 
 profiler/timing, profiler/quality, profiler/quantize <- profiler/cli <- profiler/__main__
@@ -244,12 +243,12 @@ def test_planner_and_nouns_leave_torch_alone() -> None:
     [
         ("llmpq.planner.make", "llmpq.runtime.step"),
         ("llmpq.kernels.linear", "llmpq.runtime.step"),
-        ("llmpq.planner.exact.search", "llmpq.planner.isolated"),
+        ("llmpq.planner.exact.search", "llmpq.planner.solving.isolated"),
         ("llmpq.planner.predict.fits", "llmpq.planner.cli.report"),
         ("llmpq.runtime.links.message", "llmpq.runtime.tools.open_stages"),
         ("llmpq.runtime.models.llama", "llmpq.runtime.drafts.ngram"),
-        ("llmpq.kernels.formats.kv_block", "llmpq.kernels.kv.attend"),
-        ("llmpq.kernels.kv.attend", "llmpq"),
+        ("llmpq.kernels.formats.kv_block", "llmpq.kernels.kv.low_bit.attend"),
+        ("llmpq.kernels.kv.low_bit.attend", "llmpq"),
         ("llmpq.precision", "llmpq.kernels.linear"),
     ],
 )

@@ -1,7 +1,7 @@
 """W4A4 for many tokens on Hopper, in Gluon: fp8 tensor cores fed by one warp, two groups of four.
 
     program   128 rows of w x BM tokens, tile after tile; with SPLIT the K of the last tiles, which
-              fill no wave of programs, is shared out (gemm/gluon_shares.py)
+              fill no wave of programs, is shared out (gemm/gluon/gluon_shares.py)
     warp      fetches k-groups of 128 into a ring through the copy engine: A, w, A's scales
     4 warps   64 rows of w: nibbles -> e4m3 in registers -> wgmma -> acc += part * scales
     4 warps   the other 64 rows; while one group of warps scales, the other one multiplies
@@ -52,7 +52,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from llmpq.kernels.gemm.gluon_shares import add_shares, segment_of, work
+from llmpq.kernels.gemm.gluon.gluon_shares import add_shares, segment_of, work
 
 # Triton renamed these between 3.6 and 3.9.
 _barrier = getattr(gl, "thread_barrier", None) or gl.barrier

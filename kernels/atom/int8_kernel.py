@@ -36,7 +36,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from llmpq.kernels.atom.fp8_kernel import _barrier, _bytes, _copy, _halves, _operand
-from llmpq.kernels.gemm.gluon_shares import segment_of, work
+from llmpq.kernels.gemm.gluon.gluon_shares import segment_of, work
 
 
 @gluon.jit

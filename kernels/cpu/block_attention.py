@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from llmpq.kernels.native.library import NUMBERS, address, call, library
-from llmpq.kv_format import BLOCK_TOKENS
+from llmpq.sizes.kv_format import BLOCK_TOKENS
 
 NEG_INF = float("-inf")
 

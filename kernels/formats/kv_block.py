@@ -46,8 +46,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from llmpq.kv_format import BLOCK_TOKENS, block_bytes, padded_head_dim
 from llmpq.precision import KVPrecision
+from llmpq.sizes.kv_format import BLOCK_TOKENS, block_bytes, padded_head_dim
 
 TILE_TOKENS = 64
 """Tokens of one tile, two to a block."""

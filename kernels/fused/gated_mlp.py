@@ -1,6 +1,6 @@
 """act(gate) * up of a fused [M, 2 F] product, as one pass.
 
-    gate_up [M, 2 F] = [g | u]   ->   out [M, F]          act: kernels/gemm/gated.py
+    gate_up [M, 2 F] = [g | u]   ->   out [M, F]          act: kernels/gemm/experts/gated.py
 
 Bytes: 2 F read and F written per row; arithmetic in float32, one rounding. A program takes BLOCK
 columns of one row.
@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn import functional
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from llmpq.kernels.gemm.gated import gated
+from llmpq.kernels.gemm.experts.gated import gated
 from llmpq.kernels.overlap import overlaps
 
 BLOCK = 2048

@@ -15,12 +15,12 @@ from pathlib import Path
 import torch
 
 from llmpq.kernels.formats.weight_layout import BLOCK_ROWS
-from llmpq.kernels.gemm.candidates import candidates
 from llmpq.kernels.gemm.config import DENSE, Config, ProductPlan, make_plan
-from llmpq.kernels.gemm.gluon_plan import suits
-from llmpq.kernels.gemm.learned import learned
-from llmpq.kernels.gemm.machine import Machine, machine_of
-from llmpq.kernels.gemm.predict import Product, expected_us
+from llmpq.kernels.gemm.gluon.gluon_plan import suits
+from llmpq.kernels.gemm.ranking.candidates import candidates
+from llmpq.kernels.gemm.ranking.learned import learned
+from llmpq.kernels.gemm.ranking.machine import Machine, machine_of
+from llmpq.kernels.gemm.ranking.predict import Product, expected_us
 
 TENSOR_CORE_CAPABILITY = (8, 0)
 """Oldest compute capability for which Triton emits tensor-core code."""

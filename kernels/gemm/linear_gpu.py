@@ -27,10 +27,11 @@ from torch.nn import functional
 from llmpq.kernels.arrivals import arrivals
 from llmpq.kernels.formats.quantized_weight import QuantizedWeight
 from llmpq.kernels.formats.weight_layout import BLOCK_ROWS
-from llmpq.kernels.gemm import gluon_launch, small_groups
+from llmpq.kernels.gemm import small_groups
 from llmpq.kernels.gemm.choice import plan, rounded_rows
 from llmpq.kernels.gemm.config import Config, ProductPlan
 from llmpq.kernels.gemm.dequantize import dequantize_triton
+from llmpq.kernels.gemm.gluon import gluon_launch
 from llmpq.kernels.gemm.rows_kernel import rows_kernel
 from llmpq.kernels.gemm.tile_kernel import tile_kernel
 

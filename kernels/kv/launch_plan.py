@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 
 from llmpq.kernels.multiprocessors import multiprocessors
-from llmpq.kv_format import BLOCK_TOKENS, HOLDBACK_TOKENS, packed_end
+from llmpq.sizes.kv_format import BLOCK_TOKENS, HOLDBACK_TOKENS, packed_end
 
 MAX_Q_LEN = HOLDBACK_TOKENS
 """New tokens of one step that the decode kernels take."""

@@ -16,13 +16,13 @@ import triton
 from torch import Tensor
 
 from llmpq.kernels.formats.kv_block import KVFormat
-from llmpq.kernels.kv.append import append_step, pack_blocks, write_ring
-from llmpq.kernels.kv.attend import attend_split
-from llmpq.kernels.kv.combine import combine_parts
 from llmpq.kernels.kv.launch_plan import MAX_Q_LEN, AttendPlan, capability, combine_steps
+from llmpq.kernels.kv.low_bit.append import append_step, pack_blocks, write_ring
+from llmpq.kernels.kv.low_bit.attend import attend_split
+from llmpq.kernels.kv.low_bit.combine import combine_parts
 from llmpq.kernels.kv.reference import EVERYTHING, ScoreRule
 from llmpq.kernels.kv.storage import DeviceRows, KVLayer
-from llmpq.kv_format import BLOCK_TOKENS, RING_TOKENS
+from llmpq.sizes.kv_format import BLOCK_TOKENS, RING_TOKENS
 
 WORD_K_WIDTH = 4 if tuple(map(int, triton.__version__.split(".")[:2])) < (3, 7) else 2
 """Consecutive columns of an operand a thread holds, as Triton picks them for unpacked words. The

@@ -1,7 +1,7 @@
 """Low-bit attention recomputed from the whole 16-bit history: the oracle of cache and kernels.
 
 Uses neither pages nor rings nor packing: each query's keys are quantised anew, from the definition
-(llmpq/kv_format.py). Slow, float64, for tests and `python -m llmpq.kernels check kv`.
+(llmpq/sizes/kv_format.py). Slow, float64, for tests and `python -m llmpq.kernels check kv`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from llmpq.kernels.formats.kv_block import KVFormat, quantize
 from llmpq.kernels.kv.reference import EVERYTHING, ScoreRule
-from llmpq.kv_format import BLOCK_TOKENS, packed_end
+from llmpq.sizes.kv_format import BLOCK_TOKENS, packed_end
 
 
 def dequantised(fmt: KVFormat, x_TGD: Tensor, *, keys: bool) -> Tensor:

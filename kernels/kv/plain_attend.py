@@ -26,7 +26,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from llmpq.kernels.kv.launch_plan import shared_memory
-from llmpq.kernels.kv.register_operands import prefetch
+from llmpq.kernels.kv.low_bit.register_operands import prefetch
 from llmpq.kernels.multiprocessors import multiprocessors
 from llmpq.kernels.overlap import overlaps
 

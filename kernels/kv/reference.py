@@ -31,7 +31,7 @@ from llmpq.kernels.formats.kv_block import (
 )
 from llmpq.kernels.kv.step_view import Rows, StepView, look
 from llmpq.kernels.kv.storage import KVLayer
-from llmpq.kv_format import BLOCK_TOKENS
+from llmpq.sizes.kv_format import BLOCK_TOKENS
 
 PIECE_ELEMENTS = 1 << 19
 """Elements of keys, or of values, that are dequantised or packed at a time."""

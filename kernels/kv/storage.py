@@ -17,7 +17,7 @@ from torch import Tensor
 
 from llmpq.kernels.formats.kv_block import KVFormat
 from llmpq.kernels.native import huge_pages
-from llmpq.kv_format import BLOCK_TOKENS, RING_TOKENS
+from llmpq.sizes.kv_format import BLOCK_TOKENS, RING_TOKENS
 
 
 @dataclass(frozen=True, kw_only=True)

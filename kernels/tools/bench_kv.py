@@ -26,6 +26,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from llmpq.kernels.formats.kv_block import KVFormat, channel_gain, to_thread_order, token_gain
+from llmpq.kernels.kv import launch_plan
 from llmpq.kernels.kv.launch_plan import (
     AHEAD,
     AttendPlan,
@@ -39,8 +40,8 @@ from llmpq.kernels.kv.ops import run_append, run_attend
 from llmpq.kernels.kv.storage import DeviceRows, KVLayer, allocate_layer, contiguous_table
 from llmpq.kernels.tools.flags import BenchKV
 from llmpq.kernels.tools.gpu_timing import copies_for, time_launches
-from llmpq.kv_format import BLOCK_TOKENS, HOLDBACK_TOKENS, packed_blocks, packed_end
 from llmpq.precision import KVPrecision
+from llmpq.sizes.kv_format import BLOCK_TOKENS, HOLDBACK_TOKENS, packed_blocks, packed_end
 
 BANDWIDTH = 4.3e12
 """Bytes/s an H200 copies (read + written), the ceiling that floors are given against."""
@@ -299,7 +300,9 @@ def tune_all(device: torch.device, only: str) -> None:
         sys.stdout.flush()
         torch.cuda.empty_cache()
     lines = ",\n".join(json.dumps(entry) for entry in entries)
-    Path(__file__).with_name("kv/tuning.json").write_text(f"[\n{lines}\n]\n", encoding="utf-8")
+    Path(launch_plan.__file__).with_name("tuning.json").write_text(
+        f"[\n{lines}\n]\n", encoding="utf-8"
+    )
 
 
 def suite() -> Iterator[KVCase]:

@@ -25,8 +25,8 @@ from llmpq.kernels.kv.oracle import attend_from_history, relative_error
 from llmpq.kernels.kv.step_view import Rows
 from llmpq.kernels.kv.storage import DeviceRows, KVLayer, allocate_layer
 from llmpq.kernels.tools.flags import CheckKV, share
-from llmpq.kv_format import BLOCK_TOKENS, packed_blocks, packed_end
 from llmpq.precision import KVPrecision
+from llmpq.sizes.kv_format import BLOCK_TOKENS, packed_blocks, packed_end
 
 TOLERANCE = {torch.float16: 2e-3, torch.bfloat16: 2e-3}
 """fp16 operands round at 2**-11; a bf16 output rounds at 2**-9 / sqrt(3) = 1.1e-3 by itself."""

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from llmpq.cpu_rates import ProductRate, rates_of
+from llmpq.devices.cpu_rates import ProductRate, rates_of
 from llmpq.kernels.cpu.dense import dense_linear, pack_dense
 from llmpq.kernels.formats.round_to_nearest import quantize_weight
 from llmpq.kernels.linear import linear

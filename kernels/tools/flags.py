@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from llmpq.command_line import CommandParser, Section
+from llmpq.commands.command_line import CommandParser, Section
 
 T = TypeVar("T")
 

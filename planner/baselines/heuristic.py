@@ -14,10 +14,10 @@ from collections.abc import Iterator
 import numpy as np
 
 from llmpq.planner.baselines.adabits import adabits_plans
-from llmpq.planner.outcome import Assignment, Infeasible, Outcome, Stage, Unfinished
+from llmpq.planner.formulation.outcome import Assignment, Infeasible, Outcome, Stage, Unfinished
+from llmpq.planner.formulation.problem import Problem
 from llmpq.planner.predict.fits import fits, spare_bytes
 from llmpq.planner.predict.pipeline_time import stage_times, value
-from llmpq.planner.problem import Problem
 
 SHIFTS = (1, 2, 4)
 """Layers moved at once."""

@@ -11,10 +11,10 @@ import math
 import time
 from collections.abc import Iterator, Sequence
 
-from llmpq.planner.outcome import Assignment, Infeasible, Outcome, Stage, Unfinished
+from llmpq.planner.formulation.outcome import Assignment, Infeasible, Outcome, Stage, Unfinished
+from llmpq.planner.formulation.problem import Problem
 from llmpq.planner.predict.fits import fitting, spare_bytes
 from llmpq.planner.predict.pipeline_time import job_time, value
-from llmpq.planner.problem import Problem
 from llmpq.units import format_size
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from argparse import Namespace
 from collections.abc import Sequence
 
-from llmpq.command_line import CommandParser, Only, Section
+from llmpq.commands.command_line import CommandParser, Only, Section
 from llmpq.planner.inputs.requests import PlanRequest
 from llmpq.planner.limits import MAX_BATCH
 

@@ -47,7 +47,7 @@ def _plan(request: PlanRequest) -> None:
 
 def _check(request: CheckRequest) -> None:
     from llmpq.plan import Plan
-    from llmpq.planner.check import check_alone, check_plan
+    from llmpq.planner.checked_plan.check import check_alone, check_plan
     from llmpq.planner.inputs.named_inputs import model_of_plan, names_devices, read_cluster
 
     plan = Plan.load(request.plan)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from llmpq.planner.isolated import solve_isolated
-from llmpq.planner.methods import How
-from llmpq.planner.outcome import Assignment, Outcome, Unfinished
+from llmpq.planner.formulation.outcome import Assignment, Outcome, Unfinished
+from llmpq.planner.formulation.problem import Problem
 from llmpq.planner.predict.fits import spare_bytes
 from llmpq.planner.predict.pipeline_time import stage_times, value
-from llmpq.planner.problem import Problem
+from llmpq.planner.solving.isolated import solve_isolated
+from llmpq.planner.solving.methods import How
 from llmpq.units import format_size
 
 

@@ -15,12 +15,12 @@ from llmpq.plan import Plan
 from llmpq.planner.answer import Wish, checked_plan
 from llmpq.planner.cli.arguments import DEFAULT_POINTS
 from llmpq.planner.cli.show_plan import open_console
+from llmpq.planner.formulation.outcome import Infeasible, Unfinished
+from llmpq.planner.formulation.problem import Problem
 from llmpq.planner.front.front import FrontPoint
 from llmpq.planner.inputs.requests import PlanRequest
-from llmpq.planner.isolated import front_isolated
-from llmpq.planner.outcome import Infeasible, Unfinished
 from llmpq.planner.predict.advice import explain_infeasible, too_big
-from llmpq.planner.problem import Problem
+from llmpq.planner.solving.isolated import front_isolated
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from llmpq.capabilities import WAYS, Way, lacks
+from llmpq.checkpoints.gguf_config import ARCHITECTURES
+from llmpq.checkpoints.gguf_file import BLOCKS
 from llmpq.families import FAMILIES
-from llmpq.gguf_config import ARCHITECTURES
-from llmpq.gguf_file import BLOCKS
 from llmpq.model_spec import ModelSpec, builtin_configs
 
 COLUMNS: dict[Way, str] = {

@@ -10,15 +10,15 @@ from llmpq.errors import DoesNotFitError
 from llmpq.file_form import check_writable
 from llmpq.plan import Plan
 from llmpq.planner.answer import Answer, Wish, answer, read_wish
+from llmpq.planner.formulation.outcome import Infeasible, Unfinished
+from llmpq.planner.formulation.problem import Problem
 from llmpq.planner.inputs.make_problem import make_problem
 from llmpq.planner.inputs.requests import PlanRequest
 from llmpq.planner.inputs.stored_precisions import stored_line
-from llmpq.planner.methods import PLANNERS
-from llmpq.planner.outcome import Infeasible, Unfinished
 from llmpq.planner.predict.advice import explain_infeasible, too_big
-from llmpq.planner.problem import Problem
+from llmpq.planner.solving.methods import PLANNERS
+from llmpq.sizes.stated_pool import with_pool
 from llmpq.speculation import SpeculationMode
-from llmpq.stated_pool import with_pool
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -116,7 +116,7 @@ def open_console() -> Console:
 def _compare(request: PlanRequest, problem: Problem, wish: Wish, path: str | None) -> Answer:
     """Solve with every method, print them side by side, return the best."""
     from llmpq.planner.cli.report import comparison_table
-    from llmpq.planner.isolated import offload_isolated
+    from llmpq.planner.solving.isolated import offload_isolated
 
     answers: dict[str, Answer | str] = {}
     unfinished: Unfinished | None = None

@@ -1,4 +1,4 @@
-"""Costs of a CPU that nobody has profiled, from rates that a probe measured (llmpq/cpu_rates.py).
+"""Costs of a CPU that nobody has profiled, from probed rates (llmpq/devices/cpu_rates.py).
 
 Per decoder layer, r rows through its matrices (v*s in a prefill, v in a decode step), w weights:
 
@@ -15,7 +15,7 @@ from itertools import chain
 
 from llmpq.cluster import Device
 from llmpq.cost_model import CostModel, LatencyEntry, Phase, Regime
-from llmpq.cpu_rates import CpuRates, ProductRate
+from llmpq.devices.cpu_rates import CpuRates, ProductRate
 from llmpq.memory import Quantization
 from llmpq.model_spec import ModelSpec
 from llmpq.planner.costs.cost_book import CostBook

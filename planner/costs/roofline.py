@@ -18,11 +18,11 @@ from functools import cache
 
 from llmpq.cluster import Device
 from llmpq.cost_model import CostModel, LatencyEntry, Part, Phase, Regime
-from llmpq.device_spec import DeviceSpec
-from llmpq.kv_format import kv_cache_bytes
+from llmpq.devices.device_spec import DeviceSpec
 from llmpq.memory import Quantization, expert_weight_bytes, layer_weight_bytes
 from llmpq.model_spec import ModelSpec
 from llmpq.precision import KVPrecision, Precision, WeightScheme
+from llmpq.sizes.kv_format import kv_cache_bytes
 from llmpq.workload import DTYPE_BYTES, Dtype
 
 GPU_FLOOR_S = 40e-6

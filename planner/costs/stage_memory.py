@@ -19,14 +19,14 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from llmpq.kv_format import kv_cache_bytes
 from llmpq.memory import embedding_bytes, kinds_of_layers, layer_weight_bytes
 from llmpq.precision import Precision
-from llmpq.workspace import workspace_bytes
+from llmpq.sizes.kv_format import kv_cache_bytes
+from llmpq.sizes.workspace import workspace_bytes
 
 if TYPE_CHECKING:
     from llmpq.model_spec import ModelSpec
-    from llmpq.planner.problem import DeviceClass, Problem
+    from llmpq.planner.formulation.problem import DeviceClass, Problem
 
 DENSE, PACKED, MIXED = 0, 1, 2
 """Sorts of stages: every layer of 16 bits, every layer of fewer, both."""

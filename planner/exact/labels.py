@@ -23,11 +23,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from llmpq.planner.exact.columns import assigned
-from llmpq.planner.exact.completion import Completion
+from llmpq.planner.exact.bounds.columns import assigned
+from llmpq.planner.exact.bounds.completion import Completion
 from llmpq.planner.exact.wanted import WORTH_COMPARING, Live, TooMany, live_columns, useful
-from llmpq.planner.outcome import Assignment, Stage
-from llmpq.planner.problem import Floats, Problem
+from llmpq.planner.formulation.outcome import Assignment, Stage
+from llmpq.planner.formulation.problem import Floats, Problem
 
 Key = tuple[int, int, int]
 """(first class, state, last class)."""

@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from llmpq.planner.exact.completion import Completion
-from llmpq.planner.exact.form import EVERYWHERE, Box, Form
-from llmpq.planner.exact.relaxation import Prices
-from llmpq.planner.problem import Floats
+from llmpq.planner.exact.bounds.completion import Completion
+from llmpq.planner.exact.bounds.form import EVERYWHERE, Box, Form
+from llmpq.planner.exact.bounds.relaxation import Prices
+from llmpq.planner.formulation.problem import Floats
 
 
 @dataclass(kw_only=True)

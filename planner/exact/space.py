@@ -2,7 +2,7 @@
 
 Few devices or kinds: every state is listed, and bounds know exactly which devices are left. Many:
 states are numbered as the search meets them, and bounds charge a rent for each device instead
-(planner/exact/completion.py).
+(planner/exact/bounds/completion.py).
 
 Nodes that are twins are used in one order: the second only once the first has a stage.
 """
@@ -14,7 +14,7 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from llmpq.planner.problem import Problem
+from llmpq.planner.formulation.problem import Problem
 
 MAX_STATES = 3000
 """Most states that are listed."""

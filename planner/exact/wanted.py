@@ -20,17 +20,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llmpq.planner.costs.stage_memory import MIXED, choices_of, sort_of
-from llmpq.planner.exact.columns import priced
-from llmpq.planner.exact.completion import Completion
-from llmpq.planner.exact.dominance import undominated
-from llmpq.planner.exact.stages import (
+from llmpq.planner.exact.bounds.columns import priced
+from llmpq.planner.exact.bounds.completion import Completion
+from llmpq.planner.exact.bounds.stages import (
     column_costs,
     ends_costs,
     layer_costs,
     priced_layers,
     priced_times,
 )
-from llmpq.planner.problem import Floats
+from llmpq.planner.exact.dominance import undominated
+from llmpq.planner.formulation.problem import Floats
 
 MAX_LIVE = 150_000
 """Vectors of a class at one length, or of all that can be used; beyond it a part is split."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from itertools import groupby
 
-from llmpq.device_spec import device_specs
+from llmpq.devices.device_spec import device_specs
 from llmpq.plan import Plan, StagePlan
 
 OLDEST_BFLOAT16 = (8, 0)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from llmpq.device_spec import device_specs
+from llmpq.devices.device_spec import device_specs
 from llmpq.model_spec import ModelSpec
 from llmpq.plan import Plan, StagePlan
 from llmpq.planner.export.module_names import numbers_pattern

@@ -17,10 +17,10 @@ import time
 from dataclasses import dataclass, field, replace
 
 from llmpq.planner.exact.search import solve_exact
+from llmpq.planner.formulation.outcome import OPTIMAL_GAP, Infeasible, Outcome
+from llmpq.planner.formulation.problem import Problem
 from llmpq.planner.front.quality import solve_budget
-from llmpq.planner.outcome import OPTIMAL_GAP, Infeasible, Outcome
 from llmpq.planner.predict.pipeline_time import sum_omega, value
-from llmpq.planner.problem import Problem
 
 SAME = 1e-6
 """Relative difference below which two sums of omega, or widths, are taken as equal."""

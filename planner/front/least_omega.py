@@ -12,10 +12,10 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from llmpq.planner.exact.columns import Columns, assigned, columns_if_few
+from llmpq.planner.exact.bounds.columns import Columns, assigned, columns_if_few
 from llmpq.planner.exact.space import Space
-from llmpq.planner.outcome import Assignment, Stage
-from llmpq.planner.problem import Floats, Problem
+from llmpq.planner.formulation.outcome import Assignment, Stage
+from llmpq.planner.formulation.problem import Floats, Problem
 
 ROUNDING = 1e-9
 """Relative difference of sums in another order."""

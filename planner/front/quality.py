@@ -16,13 +16,11 @@ from dataclasses import replace
 
 import numpy as np
 
-from llmpq.planner.exact.form import make_form
-from llmpq.planner.exact.pairs import PairTables, quick_bound
-from llmpq.planner.exact.relaxation import ClassRelaxation
+from llmpq.planner.exact.bounds.form import make_form
+from llmpq.planner.exact.bounds.pairs import PairTables, quick_bound
+from llmpq.planner.exact.bounds.relaxation import ClassRelaxation
 from llmpq.planner.exact.search import Search, solve_exact
-from llmpq.planner.front.least_omega import least_omega
-from llmpq.planner.ilp.solve import no_plan_fits, solve_ilp
-from llmpq.planner.outcome import (
+from llmpq.planner.formulation.outcome import (
     BUDGET_ROUNDING,
     OPTIMAL_GAP,
     Assignment,
@@ -30,8 +28,10 @@ from llmpq.planner.outcome import (
     Outcome,
     Unfinished,
 )
+from llmpq.planner.formulation.problem import Problem
+from llmpq.planner.front.least_omega import least_omega
+from llmpq.planner.ilp.solve import no_plan_fits, solve_ilp
 from llmpq.planner.predict.pipeline_time import value
-from llmpq.planner.problem import Problem
 
 MOST_SOLVED = 30
 """Pairs whose relaxation is solved, to find the one that promises most within the budget."""

@@ -15,7 +15,7 @@ from typing import Any, Literal
 import numpy as np
 
 from llmpq.planner.ilp.linear_model import LinearModel
-from llmpq.planner.quiet_highs import make_highs
+from llmpq.planner.ilp.quiet_highs import make_highs
 
 Backend = Literal["highs", "pulp-highs", "cbc", "gurobi"]
 BACKENDS: tuple[Backend, ...] = ("highs", "pulp-highs", "cbc", "gurobi")

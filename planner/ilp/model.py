@@ -15,10 +15,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from llmpq.planner.costs.stage_memory import DENSE, MIXED, NEVER, PACKED
+from llmpq.planner.formulation.numbers import PairNumbers
+from llmpq.planner.formulation.outcome import Assignment, Stage
+from llmpq.planner.formulation.problem import Problem
 from llmpq.planner.ilp.linear_model import LinearModel
-from llmpq.planner.numbers import PairNumbers
-from llmpq.planner.outcome import Assignment, Stage
-from llmpq.planner.problem import Problem
 
 MIB = float(2**20)
 """Memory rows are in MiB: a solver's tolerance of 1e-6 is then one byte."""

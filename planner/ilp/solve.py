@@ -14,10 +14,7 @@ import time
 from collections.abc import Iterator
 
 from llmpq.planner.baselines.adabits import adabits_plans, kind_orders
-from llmpq.planner.ilp.backends import Backend, solve_milp
-from llmpq.planner.ilp.model import StageIlp, build_ilp
-from llmpq.planner.ilp.orders import device_orders
-from llmpq.planner.outcome import (
+from llmpq.planner.formulation.outcome import (
     BUDGET_ROUNDING,
     OPTIMAL_GAP,
     Assignment,
@@ -25,9 +22,12 @@ from llmpq.planner.outcome import (
     Outcome,
     Unfinished,
 )
+from llmpq.planner.formulation.problem import Problem
+from llmpq.planner.ilp.backends import Backend, solve_milp
+from llmpq.planner.ilp.model import StageIlp, build_ilp
+from llmpq.planner.ilp.orders import device_orders
 from llmpq.planner.predict.fits import fits
 from llmpq.planner.predict.pipeline_time import sum_omega, value
-from llmpq.planner.problem import Problem
 
 MAX_PROGRAMS = 3000
 """Programs to relax at most; with more, devices of a kind stay together, as in the paper's code."""

@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from llmpq.cluster import Cluster
-from llmpq.cpu_rates import CpuRates, kept_rates, probe
-from llmpq.this_machine import NAME
+from llmpq.devices.cpu_rates import CpuRates, kept_rates, probe
+from llmpq.devices.this_machine import NAME
 from llmpq.workload import Dtype
 
 

@@ -15,10 +15,10 @@ from typing import Any
 import yaml
 
 from llmpq.cluster import Cluster
-from llmpq.device_spec import device_specs
+from llmpq.commands.ray_address import named_ray, on_loopback, require_ray, signals_kept
+from llmpq.devices.device_spec import device_specs
+from llmpq.devices.this_machine import MIB, Gpu, kind_of, read_gpus, read_host, visible
 from llmpq.planner.inputs.requests import ListRequest
-from llmpq.ray_address import named_ray, on_loopback, require_ray, signals_kept
-from llmpq.this_machine import MIB, Gpu, kind_of, read_gpus, read_host, visible
 from llmpq.units import format_size
 
 

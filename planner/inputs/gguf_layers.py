@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 
-from llmpq.gguf_file import GgufFile, open_gguf
+from llmpq.checkpoints.gguf_file import GgufFile, open_gguf
 from llmpq.memory import Quantization
 from llmpq.precision import Precision
 

@@ -14,8 +14,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from llmpq.checkpoints.gguf_file import is_gguf
 from llmpq.cluster import Device
-from llmpq.gguf_file import is_gguf
 from llmpq.memory import Quantization
 from llmpq.planner.inputs import gguf_layers
 from llmpq.planner.inputs.stored_precisions import nvfp4_grid, small_groups

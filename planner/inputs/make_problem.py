@@ -16,20 +16,20 @@ from llmpq.cluster import Cluster
 from llmpq.cost_model import CostModel
 from llmpq.costs_cache import cache_folder, cached_costs
 from llmpq.default_dtype import default_dtype
+from llmpq.devices.this_machine import NAME, assumed
 from llmpq.memory import Quantization
 from llmpq.model_spec import ModelSpec
 from llmpq.planner import limits
 from llmpq.planner.costs.probed import book_of
+from llmpq.planner.formulation.positions import positions_note
+from llmpq.planner.formulation.problem import Problem
 from llmpq.planner.inputs.cpu_here import rates_for
 from llmpq.planner.inputs.kept_grid import kept_grid
 from llmpq.planner.inputs.named_inputs import assumed_of_devices, read_cluster, read_model
 from llmpq.planner.inputs.requests import PlanRequest
 from llmpq.planner.inputs.stored_precisions import has_weights, offered, stored_layers
-from llmpq.planner.positions import positions_note
-from llmpq.planner.problem import Problem
 from llmpq.precision import K_PADDING, WEIGHT_ONLY, KVPrecision, Precision, default_outliers
 from llmpq.sensitivity import Sensitivity
-from llmpq.this_machine import NAME, assumed
 from llmpq.workload import Workload
 
 GENERIC_NOTE = (

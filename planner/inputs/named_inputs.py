@@ -5,15 +5,15 @@ Knows nothing of jobs and solvers. Every error names the flag and what to do.
 
 from __future__ import annotations
 
+from llmpq.checkpoints.gguf_file import is_model
 from llmpq.cluster import Cluster
-from llmpq.device_list import read_devices
+from llmpq.devices.device_list import read_devices
+from llmpq.devices.this_machine import this_machine
 from llmpq.errors import nearest, shortened
-from llmpq.gguf_file import is_model
 from llmpq.model_spec import ModelSpec, builtin_configs, builtin_name
 from llmpq.plan import Plan
 from llmpq.planner import limits
 from llmpq.planner.inputs.requests import DevicesRequest, ModelRequest
-from llmpq.this_machine import this_machine
 from llmpq.units import parse_size
 
 

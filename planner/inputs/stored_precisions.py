@@ -25,15 +25,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from llmpq.families.config_values import section, size
-from llmpq.file_form import read_json
-from llmpq.gguf_file import is_gguf, open_gguf
-from llmpq.memory import Quantization
-from llmpq.model_config import read_config
-from llmpq.model_spec import ModelSpec
-from llmpq.planner.inputs.gguf_layers import StoredLayer, stored_in_gguf
-from llmpq.precision import Precision
-from llmpq.quantization_config import (
+from llmpq.checkpoints.gguf_file import is_gguf, open_gguf
+from llmpq.checkpoints.model_config import read_config
+from llmpq.checkpoints.quantization_config import (
     BITSANDBYTES,
     LAYER,
     fp8_block,
@@ -41,6 +35,12 @@ from llmpq.quantization_config import (
     is_kept_block,
     require_read,
 )
+from llmpq.families.config_values import section, size
+from llmpq.file_form import read_json
+from llmpq.memory import Quantization
+from llmpq.model_spec import ModelSpec
+from llmpq.planner.inputs.gguf_layers import StoredLayer, stored_in_gguf
+from llmpq.precision import Precision
 
 QUANTIZATION = "config.json, quantization_config"
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"

@@ -12,6 +12,7 @@ from llmpq.cost_model import CostModel
 from llmpq.errors import DoesNotFitError
 from llmpq.model_spec import ModelSpec
 from llmpq.plan import MAX_GAMMA, Plan, Speculation
+from llmpq.sizes.workspace import workspace_bytes
 from llmpq.speculation import (
     PRIOR_ACCEPTANCE,
     PlanTimes,
@@ -21,7 +22,6 @@ from llmpq.speculation import (
     usable_modes,
 )
 from llmpq.units import format_size
-from llmpq.workspace import workspace_bytes
 
 
 def with_speculation(

@@ -11,7 +11,7 @@ from itertools import product
 
 from llmpq.cluster import Device
 from llmpq.planner.costs.stage_memory import layer_bytes
-from llmpq.planner.problem import Problem
+from llmpq.planner.formulation.problem import Problem
 from llmpq.precision import WEIGHT_ONLY, KVPrecision
 from llmpq.units import format_size
 

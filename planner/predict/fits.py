@@ -9,8 +9,8 @@ from collections.abc import Iterable
 import numpy as np
 
 from llmpq.planner.costs.stage_memory import sort_of
-from llmpq.planner.outcome import Assignment
-from llmpq.planner.problem import Problem
+from llmpq.planner.formulation.outcome import Assignment
+from llmpq.planner.formulation.problem import Problem
 
 
 def fits(p: Problem, a: Assignment) -> bool:

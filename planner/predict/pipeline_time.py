@@ -24,8 +24,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from llmpq.planner.costs.links import Floats
-from llmpq.planner.outcome import Assignment
-from llmpq.planner.problem import Problem
+from llmpq.planner.formulation.outcome import Assignment
+from llmpq.planner.formulation.problem import Problem
 
 
 @dataclass(frozen=True, kw_only=True)

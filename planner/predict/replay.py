@@ -10,11 +10,11 @@ import numpy as np
 from llmpq.cost_model import Phase
 from llmpq.planner.costs.cost_book import decode_times
 from llmpq.planner.costs.links import Floats, Hops
-from llmpq.planner.microbatch import sizes_of
-from llmpq.planner.outcome import Assignment, Stage
+from llmpq.planner.formulation.microbatch import sizes_of
+from llmpq.planner.formulation.outcome import Assignment, Stage
+from llmpq.planner.formulation.problem import Problem
 from llmpq.planner.predict.pipeline_time import PhaseTimes
 from llmpq.planner.predict.simulate import simulate
-from llmpq.planner.problem import Problem
 
 
 def replay(p: Problem, a: Assignment) -> PhaseTimes:

@@ -14,11 +14,11 @@ from __future__ import annotations
 import numpy as np
 
 from llmpq.planner.costs.links import Floats
-from llmpq.planner.microbatch import sizes_of
-from llmpq.planner.outcome import Assignment
+from llmpq.planner.formulation.microbatch import sizes_of
+from llmpq.planner.formulation.outcome import Assignment
+from llmpq.planner.formulation.problem import Problem
 from llmpq.planner.predict.pipeline_time import PhaseTimes, job_time
 from llmpq.planner.predict.replay import decode_ring, prefill_ring
-from llmpq.planner.problem import Problem
 
 TOLD = 0.005
 """Relative distance of the closed form above which a plan predicts its time step by step."""

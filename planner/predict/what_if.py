@@ -12,12 +12,12 @@ from __future__ import annotations
 from dataclasses import replace
 
 from llmpq.cluster import Cluster, Device, DeviceGroup, Node
-from llmpq.device_spec import canonical_kind
+from llmpq.devices.device_spec import canonical_kind
 from llmpq.plan import Predicted
 from llmpq.planner import limits
 from llmpq.planner.costs.roofline import estimate_costs
-from llmpq.planner.positions import positions_note
-from llmpq.planner.problem import Problem
+from llmpq.planner.formulation.positions import positions_note
+from llmpq.planner.formulation.problem import Problem
 
 WORKLOAD_KEYS = {
     "batch": ("batch", limits.MAX_BATCH),

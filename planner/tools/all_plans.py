@@ -17,11 +17,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llmpq.cost_model import Phase
+from llmpq.planner.formulation.outcome import BUDGET_ROUNDING, Assignment, Stage
+from llmpq.planner.formulation.problem import Floats, Problem
 from llmpq.planner.ilp.orders import device_orders
-from llmpq.planner.outcome import BUDGET_ROUNDING, Assignment, Stage
 from llmpq.planner.predict.fits import fits
 from llmpq.planner.predict.pipeline_time import StageTimes, stage_times
-from llmpq.planner.problem import Floats, Problem
 
 Key = tuple[int, int, int, bool, bool]
 """Class, first layer, end, whether it is the first stage, whether the last."""

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from llmpq.command_line import CommandParser, Only
+from llmpq.commands.command_line import CommandParser, Only
 from llmpq.precision import WEIGHT_ONLY
 
 if TYPE_CHECKING:  # --help opens without what sizes need

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.progress import Progress
 
+from llmpq.checkpoints.gguf_file import is_model
 from llmpq.errors import ExitCode
-from llmpq.gguf_file import is_model
 from llmpq.memory import Quantization
 from llmpq.model_spec import ModelSpec
 from llmpq.precision import KVPrecision, Precision

@@ -12,7 +12,7 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from llmpq.command_line import end_of
+from llmpq.commands.command_line import end_of
 from llmpq.errors import ExitCode
 from llmpq.memory import Quantization
 from llmpq.model_spec import ModelSpec

@@ -9,11 +9,11 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from llmpq.cluster import Cluster, Device
+from llmpq.commands.output_paths import check_files
 from llmpq.cost_model import CostModel
 from llmpq.default_dtype import default_dtype
 from llmpq.errors import ExitCode
 from llmpq.model_spec import ModelSpec
-from llmpq.output_paths import check_files
 from llmpq.precision import KVPrecision, Precision
 from llmpq.profiler.cli.flags import MergeRequest, ProfileRequest
 from llmpq.profiler.cli.tables import links_table, profile_tables

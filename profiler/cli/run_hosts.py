@@ -29,12 +29,12 @@ from llmpq.profiler.cli.tables import links_table, node_links_table
 from llmpq.profiler.timing.cases import LinkJob, LinkTimings, model_spec
 from llmpq.profiler.timing.host_actor import HostActor
 from llmpq.profiler.timing.latency_fit import fit_link, fit_rounds
-from llmpq.runtime.launch.node_match import RayNode, WantedNode
-from llmpq.runtime.launch.node_questions import ask_nodes
-from llmpq.runtime.launch.placement import ray_cluster, wait_for_nodes
-from llmpq.runtime.launch.ray_stage import failure_of
-from llmpq.runtime.launch.stage_host import addresses_of
-from llmpq.runtime.launch.stage_place import interfaces
+from llmpq.runtime.launch.nodes.node_match import RayNode, WantedNode
+from llmpq.runtime.launch.nodes.node_questions import ask_nodes
+from llmpq.runtime.launch.on_ray.placement import ray_cluster, wait_for_nodes
+from llmpq.runtime.launch.on_ray.ray_stage import failure_of
+from llmpq.runtime.launch.stages.stage_host import addresses_of
+from llmpq.runtime.launch.stages.stage_place import interfaces
 
 _LINK_S = 300.0
 """How long a pair of hosts may take: their largest messages take seconds where networks are slow.

@@ -11,9 +11,9 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from llmpq.kv_format import BLOCK_TOKENS
 from llmpq.precision import KVPrecision
 from llmpq.profiler.quality.variance import Rounding, share
+from llmpq.sizes.kv_format import BLOCK_TOKENS
 
 KEY_BLOCK = BLOCK_TOKENS
 """Tokens that share a key channel's step."""

@@ -11,9 +11,9 @@ from typing import Literal
 
 from pydantic import Field
 
+from llmpq.checkpoints.gguf_file import is_model
 from llmpq.cost_model import Part, Phase
 from llmpq.file_form import FileForm
-from llmpq.gguf_file import is_model
 from llmpq.memory import CpuActivations
 from llmpq.model_spec import ModelSpec
 from llmpq.precision import KVPrecision, Precision

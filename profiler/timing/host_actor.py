@@ -13,7 +13,7 @@ from llmpq.profiler.timing.cases import LinkJob
 from llmpq.profiler.timing.link_times import run_link
 from llmpq.profiler.timing.profile_host import ProfileJob, run
 from llmpq.profiler.timing.sample_file import SampleLog
-from llmpq.runtime.launch.stage_host import address_on
+from llmpq.runtime.launch.stages.stage_host import address_on
 
 
 class HostActor:

@@ -13,7 +13,7 @@ from itertools import combinations_with_replacement
 
 from llmpq.cluster import Device
 from llmpq.cost_model import LinkCost
-from llmpq.device_spec import canonical_kind, siblings
+from llmpq.devices.device_spec import canonical_kind, siblings
 from llmpq.profiler.timing.cases import LinkTimings, Ready, SetUp
 from llmpq.profiler.timing.latency_fit import fit_link
 from llmpq.profiler.timing.worker_processes import (

@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from llmpq.profiler.timing.cases import LinkJob, LinkTimings
 from llmpq.profiler.timing.gpu_link_times import room, run_rounds
-from llmpq.runtime.launch.stage_host import talk_over
+from llmpq.runtime.launch.stages.stage_host import talk_over
 from llmpq.runtime.links.device_links import connect_devices
 from llmpq.runtime.links.transport import GlooTransport, join_gloo, more_connections
 from llmpq.runtime.pending import arrived

@@ -15,7 +15,6 @@ from itertools import groupby
 from llmpq.cluster import Cluster, Device
 from llmpq.cost_model import CostModel, LatencyEntry, LinkCost, taken_length
 from llmpq.errors import StageLostError, unknown_name
-from llmpq.gpu_workspace import PROMPT_WIDTH
 from llmpq.memory import CpuActivations
 from llmpq.model_spec import ModelSpec
 from llmpq.precision import KVPrecision, Precision
@@ -39,6 +38,7 @@ from llmpq.profiler.timing.worker_processes import (
     set_up_for,
     visible_gpus,
 )
+from llmpq.sizes.gpu_workspace import PROMPT_WIDTH
 from llmpq.version import __version__
 from llmpq.workload import Dtype
 

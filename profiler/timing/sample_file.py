@@ -12,7 +12,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from llmpq.output_paths import naming
+from llmpq.commands.output_paths import naming
 from llmpq.profiler.timing.cases import Conditions, Sample, TimedCase
 
 

@@ -17,10 +17,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from llmpq.cost_model import Phase
-from llmpq.gpu_workspace import padded_prompt
 from llmpq.model_spec import ModelSpec
 from llmpq.precision import KVPrecision, Precision
 from llmpq.profiler.timing.cases import Target, TimedCase
+from llmpq.sizes.gpu_workspace import padded_prompt
 from llmpq.workload import Dtype
 
 CACHED = 16

@@ -17,14 +17,13 @@ import torch
 from torch import Tensor
 
 from llmpq.cost_model import Phase
-from llmpq.gpu_workspace import padded_prompt
 from llmpq.memory import Quantization, layer_weight_bytes
 from llmpq.model_spec import ModelSpec
 from llmpq.precision import Precision
 from llmpq.profiler.timing.cases import CaseTime, Sampling, Target, TimedCase
 from llmpq.profiler.timing.stopwatch import Effort, capture, time_call
 from llmpq.runtime.backends.backend import backend_of
-from llmpq.runtime.backends.cuda_stage import CudaStageCompute, widened
+from llmpq.runtime.backends.gpu.cuda_stage import CudaStageCompute, widened
 from llmpq.runtime.backends.stage_compute import StageCompute
 from llmpq.runtime.cache.kv_by_precision import make_kv_cache
 from llmpq.runtime.cache.kv_cache import KVCache
@@ -37,6 +36,7 @@ from llmpq.runtime.sampling_params import TokenChoice
 from llmpq.runtime.step import Step
 from llmpq.runtime.step_message import StepMessage
 from llmpq.runtime.weights.sources import RandomSource
+from llmpq.sizes.gpu_workspace import padded_prompt
 from llmpq.workload import DTYPE_BYTES, Workload
 
 MAX_LAYERS = 4

@@ -13,7 +13,7 @@ from typing import Any, TextIO
 
 import torch
 
-from llmpq.child_lines import read_lines, take_answers, write_line
+from llmpq.commands.child_lines import read_lines, take_answers, write_line
 from llmpq.file_form import FileForm
 from llmpq.memory import Quantization
 from llmpq.profiler.timing.cases import Failed, LinkJob, Ready, SetUp, TimedCase, model_spec

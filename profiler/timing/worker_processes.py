@@ -17,8 +17,8 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import Self, TypeVar
 
-from llmpq.child_lines import write_line
 from llmpq.cluster import Device
+from llmpq.commands.child_lines import write_line
 from llmpq.errors import DeadlineError, StageLostError
 from llmpq.file_form import FileForm
 from llmpq.memory import CpuActivations

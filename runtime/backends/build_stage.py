@@ -13,7 +13,6 @@ from llmpq.errors import DoesNotFitError
 from llmpq.model_spec import ModelSpec
 from llmpq.out_of_memory import out_of_memory
 from llmpq.plan import Plan
-from llmpq.pool_size import CHUNK_TOKENS, PoolSize
 from llmpq.runtime.backends.backend import backend_of
 from llmpq.runtime.backends.paged_compute import PagedStageCompute
 from llmpq.runtime.backends.stage_compute import StageCompute
@@ -24,6 +23,7 @@ from llmpq.runtime.models.linear import round_activations
 from llmpq.runtime.models.stage_model import DTYPES, StageModel
 from llmpq.runtime.trace import LoadReport
 from llmpq.runtime.weights.sources import TensorSource
+from llmpq.sizes.pool_size import CHUNK_TOKENS, PoolSize
 from llmpq.units import format_size
 
 MEMORY_TOLERANCE = 0.05

@@ -5,12 +5,12 @@ from __future__ import annotations
 import torch
 
 from llmpq.plan import Plan
-from llmpq.pool_size import PoolSize
 from llmpq.runtime.backends.native_layers import NativeLayers
 from llmpq.runtime.backends.paged_compute import PagedStageCompute
 from llmpq.runtime.backends.stage_compute import StageCompute
 from llmpq.runtime.cache.kv_cache import KVCache, PagedKV
 from llmpq.runtime.models.stage_model import StageModel
+from llmpq.sizes.pool_size import PoolSize
 
 
 class CpuBackend:

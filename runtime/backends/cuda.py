@@ -5,14 +5,14 @@ from __future__ import annotations
 import torch
 
 from llmpq.plan import Plan
-from llmpq.pool_size import PoolSize
-from llmpq.runtime.backends.cuda_layers import CudaLayers
-from llmpq.runtime.backends.cuda_paged import CudaPagedCompute
-from llmpq.runtime.backends.cuda_stage import CudaStageCompute
+from llmpq.runtime.backends.gpu.cuda_layers import CudaLayers
+from llmpq.runtime.backends.gpu.cuda_paged import CudaPagedCompute
+from llmpq.runtime.backends.gpu.cuda_stage import CudaStageCompute
 from llmpq.runtime.backends.stage_compute import StageCompute
 from llmpq.runtime.cache.device_pages import DevicePages
 from llmpq.runtime.cache.kv_cache import KVCache, PagedKV
 from llmpq.runtime.models.stage_model import StageModel
+from llmpq.sizes.pool_size import PoolSize
 
 
 class CudaBackend:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from llmpq.kernels.kv.paged_rows import TokenPlaces
+from llmpq.kernels.kv.paged.paged_rows import TokenPlaces
 from llmpq.kernels.kv.reference import EVERYTHING, ScoreRule
 from llmpq.runtime.cache.kv_cache import PagedKV
 from llmpq.runtime.step import Step
@@ -34,7 +34,7 @@ class DevicePages(PagedKV):
         num_rows: int,
         num_places: int,
     ) -> list[list[int]]:
-        """Return a step's rows as this pool's kernels read them (kernels/kv/paged_rows.py)."""
+        """Return a step's rows as this pool's kernels read them (paged_rows.py)."""
 
     num_dealt = 0
     """Numbers that `dealt` returns."""

@@ -15,13 +15,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from llmpq.kv_format import HOLDBACK_TOKENS
 from llmpq.precision import KVPrecision
 from llmpq.runtime.cache.kv_cache import KVCache
 from llmpq.runtime.cache.low_bit_kv import LowBitKV
 from llmpq.runtime.cache.plain_kv import PlainKVCache
 from llmpq.runtime.models.stage_model import StageModel
 from llmpq.runtime.step import Step
+from llmpq.sizes.kv_format import HOLDBACK_TOKENS
 from llmpq.speculation import MAX_GAMMA
 from llmpq.workload import Workload
 
@@ -89,7 +89,7 @@ class DualKV(KVCache):
     def catch_up(self, step: Step) -> None:
         """Append to the copy what a step has left in all layers of the 16-bit cache."""
         # Imported here: Triton is not needed where there is no GPU.
-        from llmpq.kernels.kv.catch_up import catch_up
+        from llmpq.kernels.kv.low_bit.catch_up import catch_up
 
         inner, cache = self.inner.plain, self.copy.cache
         assert inner is not None
@@ -106,7 +106,7 @@ class DualKV(KVCache):
     @cached_property
     def _addresses(self) -> Tensor:
         """Where the copy's tensors are, layer by layer."""
-        from llmpq.kernels.kv.catch_up import addresses
+        from llmpq.kernels.kv.low_bit.catch_up import addresses
 
         return addresses(self.copy.cache.layers, self.copy.cache.device)
 

@@ -27,7 +27,7 @@ class KVCache(ABC):
     @property
     @abstractmethod
     def nbytes(self) -> int:
-        """Bytes held; equal to what `llmpq.kv_format` predicts, times layers."""
+        """Bytes held; equal to what `llmpq.sizes.kv_format` predicts, times layers."""
 
     @abstractmethod
     def attend(

@@ -16,9 +16,9 @@ from torch import Tensor
 
 from llmpq.kernels.cpu.block_attention import BlockRows
 from llmpq.kernels.native import huge_pages
-from llmpq.kv_format import BLOCK_TOKENS, first_seen_block
 from llmpq.model_spec import ModelSpec
 from llmpq.runtime.ragged_step import RaggedStep, Span
+from llmpq.sizes.kv_format import BLOCK_TOKENS, first_seen_block
 
 
 class BlockLists:

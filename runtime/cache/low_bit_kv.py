@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from llmpq.kernels.formats.kv_block import KVFormat
-from llmpq.kernels.kv.low_bit_cache import QuantizedKVCache, StepPlan
+from llmpq.kernels.kv.low_bit.low_bit_cache import QuantizedKVCache, StepPlan
 from llmpq.kernels.kv.reference import EVERYTHING, ScoreRule
 from llmpq.model_spec import ModelSpec
 from llmpq.precision import KVPrecision
@@ -51,7 +51,7 @@ class LowBitKV(KVCache):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all layers; equal to `llmpq.kv_format.kv_cache_bytes` times layers."""
+        """Bytes of all layers; equal to `llmpq.sizes.kv_format.kv_cache_bytes` times layers."""
         return self.cache.nbytes
 
     def attend(

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 import torch
 
 from llmpq.model_spec import ModelSpec
-from llmpq.pool_size import PoolSize
 from llmpq.precision import KVPrecision
 from llmpq.runtime.cache.kv_cache import PagedKV
 from llmpq.runtime.cache.paged_kv import PagedPlainKV
 from llmpq.runtime.cache.paged_low_bit_kv import PagedLowBitKV
+from llmpq.sizes.pool_size import PoolSize
 
 
 def make_paged_kv(

@@ -20,20 +20,20 @@ import torch
 from torch import Tensor
 
 from llmpq.kernels.fused.rope_append import rope_append_pages
-from llmpq.kernels.kv.paged_attend import paged_attend
-from llmpq.kernels.kv.paged_plan import PagedPlan
-from llmpq.kernels.kv.paged_rows import DEALT, TokenPlaces, dealt_out, row_table, spread
+from llmpq.kernels.kv.paged.paged_attend import paged_attend
+from llmpq.kernels.kv.paged.paged_plan import PagedPlan
+from llmpq.kernels.kv.paged.paged_rows import DEALT, TokenPlaces, dealt_out, row_table, spread
 from llmpq.kernels.kv.prompt_attend import prompt_attend
 from llmpq.kernels.kv.reference import EVERYTHING, ScoreRule
-from llmpq.kv_format import BLOCK_TOKENS, pool_blocks
 from llmpq.model_spec import ModelSpec
-from llmpq.pool_size import PoolSize
 from llmpq.precision import KVPrecision
 from llmpq.runtime.cache.device_pages import DevicePages, write_blocks
 from llmpq.runtime.cache.host_blocks import HostBlocks
 from llmpq.runtime.paged_step import PagedStep
 from llmpq.runtime.request import PagedRow
 from llmpq.runtime.step import Step
+from llmpq.sizes.kv_format import BLOCK_TOKENS, pool_blocks
+from llmpq.sizes.pool_size import PoolSize
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,7 +2,7 @@
 
 Which block a request has is the scheduler's to say (runtime/engine/block_tables.py); it comes with
 the step, as numbers, and is the same on every stage. What a query sees packed and what in 16 bits
-depends on its position alone (llmpq/kv_format.py), never on how its prompt was cut into chunks.
+depends on its position alone (llmpq/sizes/kv_format.py), never on how its prompt was cut up.
 
 Legend: T tokens of a step, H query heads, G key/value heads, R = H / G, D head_dim.
 """
@@ -21,13 +21,13 @@ from llmpq.kernels.cpu.block_attention import attend_blocks, native_takes
 from llmpq.kernels.cpu.native_layer import PoolPlace
 from llmpq.kernels.kv.reference import EVERYTHING, ScoreRule
 from llmpq.model_spec import ModelSpec
-from llmpq.pool_size import PoolSize
 from llmpq.runtime.cache.kv_cache import PagedKV
 from llmpq.runtime.cache.layer_pool import LayerPool
 from llmpq.runtime.models.attention import NEG_INF, sinks_of, with_scores
 from llmpq.runtime.ragged_step import RaggedStep, Span
 from llmpq.runtime.request import PagedRow
 from llmpq.runtime.step import Step
+from llmpq.sizes.pool_size import PoolSize
 
 PIECE_ELEMENTS = 1 << 22
 """Elements of keys that rows gather together."""

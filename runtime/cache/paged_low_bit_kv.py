@@ -15,16 +15,16 @@ import torch
 from torch import Tensor
 
 from llmpq.kernels.formats.kv_block import KVFormat
-from llmpq.kernels.kv.low_bit_cache import QuantizedKVCache, StepPlan
+from llmpq.kernels.kv.low_bit.low_bit_cache import QuantizedKVCache, StepPlan
 from llmpq.kernels.kv.reference import EVERYTHING, ScoreRule
 from llmpq.kernels.kv.step_view import completed_blocks
-from llmpq.kv_format import BLOCK_TOKENS, RING_TOKENS, TAIL_TOKENS, packed_blocks
 from llmpq.model_spec import ModelSpec
 from llmpq.precision import KVPrecision
 from llmpq.runtime.cache.kv_cache import PagedKV
 from llmpq.runtime.ragged_step import RaggedStep, Span
 from llmpq.runtime.request import PagedRow
 from llmpq.runtime.step import Step
+from llmpq.sizes.kv_format import BLOCK_TOKENS, RING_TOKENS, TAIL_TOKENS, packed_blocks
 
 
 class PagedLowBitKV(PagedKV):

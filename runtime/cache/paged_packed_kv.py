@@ -21,20 +21,20 @@ from torch import Tensor
 
 from llmpq.kernels.formats.kv_block import KVFormat
 from llmpq.kernels.fused.rope_append import rope_append_pages
-from llmpq.kernels.kv.packed_pages import PackedPages, PackedRows, attend_packed_pages
-from llmpq.kernels.kv.packed_pages_plan import PackedPlan
-from llmpq.kernels.kv.paged_rows import TokenPlaces, spread
+from llmpq.kernels.kv.paged.packed_pages import PackedPages, PackedRows, attend_packed_pages
+from llmpq.kernels.kv.paged.packed_pages_plan import PackedPlan
+from llmpq.kernels.kv.paged.paged_rows import TokenPlaces, spread
 from llmpq.kernels.kv.reference import EVERYTHING, ScoreRule
 from llmpq.kernels.kv.storage import KVLayer
-from llmpq.kv_format import BLOCK_TOKENS, RING_TOKENS, TAIL_TOKENS, pool_blocks
 from llmpq.model_spec import ModelSpec
-from llmpq.pool_size import PoolSize
 from llmpq.precision import KVPrecision
 from llmpq.runtime.cache.device_pages import DevicePages, write_blocks
 from llmpq.runtime.paged_step import PagedStep
 from llmpq.runtime.request import PagedRow
 from llmpq.runtime.step import Step
 from llmpq.runtime.upload import upload
+from llmpq.sizes.kv_format import BLOCK_TOKENS, RING_TOKENS, TAIL_TOKENS, pool_blocks
+from llmpq.sizes.pool_size import PoolSize
 
 
 class PagedPackedKV(DevicePages):

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
-from llmpq.command_line import CommandParser, end_of
+from llmpq.commands.command_line import CommandParser, end_of
 from llmpq.errors import unknown_name
 from llmpq.runtime.cli import tool_flags
 from llmpq.runtime.cli.run_flags import RunOptions, run_parser

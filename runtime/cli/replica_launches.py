@@ -6,13 +6,13 @@ from dataclasses import replace
 from typing import Any
 
 from llmpq.cluster import Cluster
+from llmpq.devices.this_machine import read_gpus, this_machine, visible
 from llmpq.runtime.cli.plan_file import load_plan
 from llmpq.runtime.cli.serve_flags import ServeOptions, engine_options
-from llmpq.runtime.launch.planned_kv import AUTO
+from llmpq.runtime.launch.plans.planned_kv import AUTO
 from llmpq.runtime.plan_choice import Chosen, Wishes, choose_plan
 from llmpq.runtime.serve.replicas.device_shares import gpus_of_copies, shares_of
 from llmpq.runtime.serve.replicas.replica_server import ReplicaLaunch
-from llmpq.this_machine import read_gpus, this_machine, visible
 
 
 def launches_of(options: ServeOptions) -> list[ReplicaLaunch]:

@@ -20,10 +20,10 @@ from typing import Any
 from rich.console import Console
 
 from llmpq.cluster import Cluster
+from llmpq.commands.output_paths import check_files, naming, require_folder
 from llmpq.errors import ExitCode
 from llmpq.file_form import replace_text
 from llmpq.model_spec import ModelSpec
-from llmpq.output_paths import check_files, naming, require_folder
 from llmpq.plan import Plan
 from llmpq.precision import KVPrecision
 from llmpq.runtime.auto_plan import DEFAULT_NEW_TOKENS, Lengths, plan_for
@@ -39,9 +39,9 @@ from llmpq.runtime.cli.run_flags import (
 from llmpq.runtime.cli.speculation_choice import choose_speculation
 from llmpq.runtime.launch.choose_launcher import choose_backend
 from llmpq.runtime.launch.engine import Engine, Update
-from llmpq.runtime.launch.planned_kv import AUTO, with_kv
-from llmpq.runtime.launch.pool_plan import RequestLimits, request_limits
-from llmpq.runtime.launch.stage_settings import StageSettings
+from llmpq.runtime.launch.plans.planned_kv import AUTO, with_kv
+from llmpq.runtime.launch.plans.pool_plan import RequestLimits, request_limits
+from llmpq.runtime.launch.stages.stage_settings import StageSettings
 from llmpq.runtime.report.job_report import JobResult, build_report, print_summary
 from llmpq.runtime.report.progress import ProgressReporter
 from llmpq.runtime.request import Finished, Request

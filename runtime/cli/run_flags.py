@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from llmpq.command_line import CommandParser, Only, Section
+from llmpq.commands.command_line import CommandParser, Only, Section
 from llmpq.runtime.auto_plan import DEFAULT_NEW_TOKENS
 from llmpq.runtime.launch.launcher import (
     BACKEND_HELP,
@@ -18,8 +18,8 @@ from llmpq.runtime.launch.launcher import (
     Deadlines,
     Launch,
 )
-from llmpq.runtime.launch.planned_kv import AUTO
-from llmpq.runtime.launch.stage_settings import LINK_CHOICES, LinkChoice
+from llmpq.runtime.launch.plans.planned_kv import AUTO
+from llmpq.runtime.launch.stages.stage_settings import LINK_CHOICES, LinkChoice
 from llmpq.runtime.sampling_params import TokenChoice
 from llmpq.runtime.text.batch_rows import Defaults
 from llmpq.speculation import MAX_GAMMA, MODES

@@ -6,7 +6,7 @@ import logging
 from pathlib import Path
 from typing import Any
 
-from llmpq.output_paths import check_files
+from llmpq.commands.output_paths import check_files
 from llmpq.runtime.cli.plan_file import load_plan
 from llmpq.runtime.cli.serve_flags import ServeOptions, engine_options
 from llmpq.runtime.llm import LLM

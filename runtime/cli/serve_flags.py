@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
-from llmpq.command_line import CommandParser, Only, Section
+from llmpq.commands.command_line import CommandParser, Only, Section
 from llmpq.runtime.cli.run_flags import add_kv_pool, add_plan, kv_pool_wish
 from llmpq.runtime.launch.launcher import BACKENDS, Backend
-from llmpq.runtime.launch.planned_kv import AUTO
+from llmpq.runtime.launch.plans.planned_kv import AUTO
 from llmpq.runtime.serve.settings import ServeSettings, ToolFormat
 
 DEFAULTS = ServeSettings(model_names=())

@@ -6,7 +6,7 @@ import logging
 from dataclasses import dataclass
 from pathlib import Path
 
-from llmpq.command_line import refuse_without_effect
+from llmpq.commands.command_line import refuse_without_effect
 from llmpq.cost_model import CostModel
 from llmpq.errors import unknown_name
 from llmpq.plan import Plan

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from llmpq.command_line import CommandParser, Only, Section
+from llmpq.commands.command_line import CommandParser, Only, Section
 from llmpq.precision import Precision
 from llmpq.runtime.cli.run_flags import (
     add_kv_pool,
@@ -21,7 +21,7 @@ from llmpq.runtime.cli.run_flags import (
     add_wait_nodes,
 )
 from llmpq.runtime.launch.launcher import BACKEND_HELP, BACKENDS, Backend, Deadlines
-from llmpq.runtime.launch.stage_settings import LINK_CHOICES, LinkChoice
+from llmpq.runtime.launch.stages.stage_settings import LINK_CHOICES, LinkChoice
 
 if TYPE_CHECKING:
     from llmpq.memory import CpuActivations

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from llmpq.kv_format import BLOCK_TOKENS, HOLDBACK_TOKENS, pool_blocks
 from llmpq.runtime.engine.block_pool import BlockPool
 from llmpq.runtime.engine.pool_limits import PoolLimits
 from llmpq.runtime.engine.prefix_keys import PrefixKeys, chain_root
 from llmpq.runtime.engine.window_tables import WindowTable, WindowTables
 from llmpq.runtime.request import PagedRow, Request
+from llmpq.sizes.kv_format import BLOCK_TOKENS, HOLDBACK_TOKENS, pool_blocks
 
 WATERMARK = 0.01
 """Share of the pool that stays free when a request is let in beside others."""

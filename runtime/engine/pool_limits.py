@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from llmpq.kv_format import BLOCK_TOKENS, HOLDBACK_TOKENS, TAIL_TOKENS, spanned_blocks
 from llmpq.precision import KVPrecision
 from llmpq.runtime.request import Request
+from llmpq.sizes.kv_format import BLOCK_TOKENS, HOLDBACK_TOKENS, TAIL_TOKENS, spanned_blocks
 
 
 @dataclass(frozen=True, kw_only=True)

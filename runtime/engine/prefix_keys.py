@@ -11,7 +11,7 @@ from array import array
 from collections.abc import Callable, Sequence
 from hashlib import blake2b
 
-from llmpq.kv_format import BLOCK_TOKENS
+from llmpq.sizes.kv_format import BLOCK_TOKENS
 
 _DIGEST_BYTES = 16
 
@@ -25,7 +25,7 @@ class PrefixKeys:
     """The keys of one request's blocks, made as its tokens become known.
 
     Block m counts as full `tail` tokens after its last: a packed block comes with the 16-bit
-    tokens behind it, without which nobody can go on from it (TAIL_TOKENS of llmpq/kv_format.py).
+    tokens behind it, without which nobody goes on from it (TAIL_TOKENS, llmpq/sizes/kv_format.py).
     """
 
     def __init__(self, root: bytes, *, tail: int = 0) -> None:

@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from llmpq.kv_format import BLOCK_TOKENS, first_seen_block, pool_blocks, spanned_blocks
 from llmpq.runtime.engine.block_pool import BlockPool
 from llmpq.runtime.engine.pool_limits import PoolLimits
+from llmpq.sizes.kv_format import BLOCK_TOKENS, first_seen_block, pool_blocks, spanned_blocks
 
 
 @dataclass(eq=False)

@@ -27,7 +27,7 @@ def make_launcher(plan: Plan, launch: Launch, deadlines: Deadlines) -> Launcher:
     """Return the launcher; only what it needs is imported."""
     backend = choose_backend(plan, launch)
     if backend == "ray":
-        from llmpq.runtime.launch.ray_launcher import RayLauncher
+        from llmpq.runtime.launch.on_ray.ray_launcher import RayLauncher
 
         return RayLauncher(launch, deadlines)
     if backend == "processes":

@@ -33,10 +33,10 @@ from llmpq.runtime.launch.launcher import (
     StageFailure,
     StageHandle,
 )
-from llmpq.runtime.launch.load_watch import LoadWatch
-from llmpq.runtime.launch.stage_host import meeting_host, process_space
-from llmpq.runtime.launch.stage_place import StagePlace, settings_of_stages
-from llmpq.runtime.launch.stage_settings import StageSettings, write_request
+from llmpq.runtime.launch.stages.load_watch import LoadWatch
+from llmpq.runtime.launch.stages.stage_host import meeting_host, process_space
+from llmpq.runtime.launch.stages.stage_place import StagePlace, settings_of_stages
+from llmpq.runtime.launch.stages.stage_settings import StageSettings, write_request
 from llmpq.runtime.request import Finished, Progress, Request
 from llmpq.runtime.token_rules import Noted
 from llmpq.runtime.trace import LoadReport, StageRecord

@@ -15,7 +15,7 @@ from typing import Any, Literal, Protocol, Self
 
 from llmpq.cluster import Cluster
 from llmpq.plan import Plan
-from llmpq.runtime.launch.stage_settings import StageSettings
+from llmpq.runtime.launch.stages.stage_settings import StageSettings
 
 Backend = Literal["auto", "threads", "processes", "ray"]
 BACKENDS: tuple[Backend, ...] = ("auto", "threads", "processes", "ray")

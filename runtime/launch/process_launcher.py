@@ -21,7 +21,7 @@ from llmpq import errors
 from llmpq.cluster import Cluster
 from llmpq.plan import Plan, StagePlan
 from llmpq.runtime.launch.launcher import StageFailure
-from llmpq.runtime.launch.stage_settings import StageSettings
+from llmpq.runtime.launch.stages.stage_settings import StageSettings
 
 _KEPT_LINES = 20
 """Of what a process writes to stderr: the last line may say why it died."""
@@ -80,7 +80,7 @@ class ProcessStage:
 
     def __init__(self, first: dict[str, Any], environment: dict[str, str]) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "llmpq.runtime.launch.stage_process"],
+            [sys.executable, "-m", "llmpq.runtime.launch.stages.stage_process"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

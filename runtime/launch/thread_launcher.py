@@ -14,8 +14,8 @@ from llmpq.cluster import Cluster
 from llmpq.out_of_memory import first_line
 from llmpq.plan import Plan
 from llmpq.runtime.launch.launcher import StageFailure
-from llmpq.runtime.launch.stage_actor import StageActor
-from llmpq.runtime.launch.stage_settings import StageSettings
+from llmpq.runtime.launch.stages.stage_actor import StageActor
+from llmpq.runtime.launch.stages.stage_settings import StageSettings
 from llmpq.runtime.links.thread_links import ThreadMeeting
 
 _END_S = 10.0

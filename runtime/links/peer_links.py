@@ -27,10 +27,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from llmpq.gpu_workspace import OUTPUTS_LEAVING
 from llmpq.out_of_memory import first_line
 from llmpq.runtime.links.cuda_driver import SHARED_BYTES, CudaDriver
 from llmpq.runtime.pending import Pending
+from llmpq.sizes.gpu_workspace import OUTPUTS_LEAVING
 
 SLOTS = 2
 """Messages of hidden states that may lie in an inbox: one being read, one arriving."""

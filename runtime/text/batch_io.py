@@ -16,7 +16,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from llmpq.output_paths import cannot_write
+from llmpq.commands.output_paths import cannot_write
 from llmpq.runtime.text.batch_rows import (
     MADE_WITH,
     PROMPT_HASH,

@@ -12,7 +12,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from llmpq.gguf_file import is_gguf, open_gguf
+from llmpq.checkpoints.gguf_file import is_gguf, open_gguf
 from llmpq.plan import Plan
 from llmpq.precision import Precision
 from llmpq.runtime.text.batch_rows import BatchRow

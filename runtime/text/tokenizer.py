@@ -8,8 +8,8 @@ from pathlib import Path
 from threading import Lock
 from typing import Any
 
-from llmpq.gguf_file import is_gguf, open_gguf
-from llmpq.gguf_tokenizer import tokenizer_of
+from llmpq.checkpoints.gguf_file import is_gguf, open_gguf
+from llmpq.checkpoints.gguf_tokenizer import tokenizer_of
 
 TOKENIZER, SETTINGS = "tokenizer.json", "tokenizer_config.json"
 _TEMPLATE_ARGUMENTS = frozenset((

@@ -20,23 +20,23 @@ import torch
 from pydantic import ValidationError
 from rich.console import Console
 
+from llmpq.checkpoints.gguf_file import is_model
+from llmpq.commands.output_paths import check_files, naming
+from llmpq.devices.this_machine import read_host, useful_threads
 from llmpq.errors import ExitCode
 from llmpq.file_form import explain
-from llmpq.gguf_file import is_model
 from llmpq.model_spec import ModelSpec
-from llmpq.output_paths import check_files, naming
 from llmpq.plan import Plan, QuantizationForm
 from llmpq.precision import KVPrecision, Precision
 from llmpq.runtime.cli.plan_file import load_plan
 from llmpq.runtime.cli.run_flags import kv_pool_wish
 from llmpq.runtime.cli.speculation_choice import Drafts, choose_speculation
 from llmpq.runtime.cli.tool_flags import JOB, BenchOptions
-from llmpq.runtime.launch.hand_plan import hand_plan, on_gpu
 from llmpq.runtime.launch.launcher import Launch
+from llmpq.runtime.launch.plans.hand_plan import hand_plan, on_gpu
 from llmpq.runtime.report.job_report import print_summary
 from llmpq.runtime.tools.bench_jobs import Bench, run_jobs
 from llmpq.runtime.tools.bench_rows import add_rows, read_baselines, summary
-from llmpq.this_machine import read_host, useful_threads
 from llmpq.workload import DTYPE_BYTES, Workload
 
 _log = logging.getLogger("llmpq.bench")

@@ -10,13 +10,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from llmpq.gguf_file import is_model
+from llmpq.checkpoints.gguf_file import is_model
 from llmpq.model_spec import ModelSpec
 from llmpq.plan import Plan
 from llmpq.runtime.cli.speculation_choice import Drafts
 from llmpq.runtime.launch.engine import Engine
 from llmpq.runtime.launch.launcher import Launch
-from llmpq.runtime.launch.stage_settings import LinkChoice, StageSettings
+from llmpq.runtime.launch.stages.stage_settings import LinkChoice, StageSettings
 from llmpq.runtime.report.job_report import JobResult, build_report
 from llmpq.runtime.request import Finished, Request
 from llmpq.runtime.trace import LoadReport, StageRecord

@@ -26,10 +26,10 @@ from llmpq.plan_nodes import nodes_of
 from llmpq.runtime.cli.plan_file import load_plan
 from llmpq.runtime.cli.run_flags import check_timeouts, check_wait
 from llmpq.runtime.cli.tool_flags import CheckOptions
-from llmpq.runtime.launch.placement import Placement, ray_cluster, reserve
-from llmpq.runtime.launch.ray_stage import failure_of
-from llmpq.runtime.launch.stage_host import meeting_host
-from llmpq.runtime.launch.stage_probe import StageProbe
+from llmpq.runtime.launch.nodes.stage_probe import StageProbe
+from llmpq.runtime.launch.on_ray.placement import Placement, ray_cluster, reserve
+from llmpq.runtime.launch.on_ray.ray_stage import failure_of
+from llmpq.runtime.launch.stages.stage_host import meeting_host
 from llmpq.units import format_size
 
 _log = logging.getLogger("llmpq.check")

@@ -25,7 +25,7 @@ from llmpq.out_of_memory import first_line
 from llmpq.runtime.cli.run_flags import check_timeouts
 from llmpq.runtime.cli.tool_flags import DoctorOptions
 from llmpq.runtime.launch.launcher import StageHandle
-from llmpq.runtime.launch.stage_host import LOCAL_HOST, meeting_host
+from llmpq.runtime.launch.stages.stage_host import LOCAL_HOST, meeting_host
 from llmpq.runtime.tools.diagnosis import Finding, device_lines, differences, findings
 
 _log = logging.getLogger("llmpq.doctor")
@@ -75,9 +75,9 @@ def _of_ray(stack: ExitStack, address: str) -> tuple[list[StageHandle], list[str
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-    from llmpq.runtime.launch.node_survey import NodeSurvey
-    from llmpq.runtime.launch.placement import ray_cluster
-    from llmpq.runtime.launch.ray_stage import RayStage
+    from llmpq.runtime.launch.nodes.node_survey import NodeSurvey
+    from llmpq.runtime.launch.on_ray.placement import ray_cluster
+    from llmpq.runtime.launch.on_ray.ray_stage import RayStage
 
     stack.enter_context(ray_cluster(address))
     nodes = [node for node in ray.nodes() if node["Alive"]]

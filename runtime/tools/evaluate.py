@@ -26,7 +26,8 @@ from typing import Literal
 
 import torch
 
-from llmpq.command_line import refuse_without_effect
+from llmpq.commands.command_line import refuse_without_effect
+from llmpq.devices.this_machine import read_host, useful_threads
 from llmpq.memory import CpuActivations, Quantization
 from llmpq.model_spec import ModelSpec
 from llmpq.plan import Plan, QuantizationForm
@@ -34,7 +35,7 @@ from llmpq.precision import KVPrecision, Precision
 from llmpq.runtime.backends.backend import usable_device
 from llmpq.runtime.cli.plan_file import load_plan
 from llmpq.runtime.cli.tool_flags import EvalOptions
-from llmpq.runtime.launch.hand_plan import hand_plan, on_gpu
+from llmpq.runtime.launch.plans.hand_plan import hand_plan, on_gpu
 from llmpq.runtime.llm import LLM
 from llmpq.runtime.sampling_params import SamplingParams
 from llmpq.runtime.weights.quantized_checkpoint import (
@@ -42,7 +43,6 @@ from llmpq.runtime.weights.quantized_checkpoint import (
     open_checkpoint,
     stored_kv,
 )
-from llmpq.this_machine import read_host, useful_threads
 from llmpq.workload import DTYPE_BYTES, Dtype, Workload
 
 MAX_WINDOW = 2048

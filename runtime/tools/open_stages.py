@@ -16,7 +16,6 @@ import torch
 
 from llmpq.model_spec import ModelSpec
 from llmpq.plan import Plan
-from llmpq.pool_size import PoolSize
 from llmpq.runtime.backends.build_stage import build_paged_stage, build_stage
 from llmpq.runtime.backends.paged_compute import PagedStageCompute
 from llmpq.runtime.backends.stage_compute import StageCompute
@@ -28,6 +27,7 @@ from llmpq.runtime.links.thread_links import ThreadMeeting
 from llmpq.runtime.request import Finished, Request
 from llmpq.runtime.trace import LoadReport, Recorder, StageRecord
 from llmpq.runtime.weights.sources import TensorSource
+from llmpq.sizes.pool_size import PoolSize
 from llmpq.speculation import SpeculationMode
 
 

@@ -3,7 +3,7 @@
 For decode steps a product is timed where it runs, in captured steps of a few layers with random
 weights: small kernels run while its weights are on their way, and timed alone another configuration
 may win. Products of prompts are long, and are timed alone. What wins is kept for this card, driver
-and version of the kernels (kernels/gemm/learned.py); `run` uses it.
+and version of the kernels (kernels/gemm/ranking/learned.py); `run` uses it.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from llmpq.gpu_workspace import padded_prompt
 from llmpq.kernels.formats.quantized_weight import QuantizedWeight
-from llmpq.kernels.gemm import choice, learned
+from llmpq.kernels.gemm import choice
 from llmpq.kernels.gemm.config import Config, config_entry
-from llmpq.kernels.gemm.machine import machine_of
-from llmpq.kernels.gemm.predict import Product
-from llmpq.kernels.gemm.tune import TunedProduct, search
+from llmpq.kernels.gemm.ranking import learned
+from llmpq.kernels.gemm.ranking.machine import machine_of
+from llmpq.kernels.gemm.ranking.predict import Product
+from llmpq.kernels.gemm.ranking.tune import TunedProduct, search
 from llmpq.kernels.linear import linear
 from llmpq.kernels.tools.gpu_timing import copies_for, time_launches
 from llmpq.model_spec import ModelSpec
@@ -36,6 +36,7 @@ from llmpq.runtime.models.layers import Linear
 from llmpq.runtime.models.stage_model import DTYPES, StageModel
 from llmpq.runtime.weights.dummy import CopiedLayers
 from llmpq.runtime.weights.sources import RandomSource
+from llmpq.sizes.gpu_workspace import padded_prompt
 from llmpq.workload import Workload
 
 _log = logging.getLogger("llmpq.tune")
@@ -220,8 +221,8 @@ class StepTimer:
             raise RuntimeError(f"its result differs by {error:.1e}")
 
     def _step_us(self, rows: int) -> float:
-        from llmpq.runtime.backends.cuda_graphs import DecodeGraphs
-        from llmpq.runtime.backends.cuda_step_times import seconds_of, step_message
+        from llmpq.runtime.backends.gpu.cuda_graphs import DecodeGraphs
+        from llmpq.runtime.backends.gpu.cuda_step_times import seconds_of, step_message
 
         work = self._job.workload
         context = max(1, min(work.prompt_len + work.gen_len // 2, work.max_len - 1))

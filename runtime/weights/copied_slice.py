@@ -18,8 +18,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
+from llmpq.checkpoints.gguf_file import is_gguf
 from llmpq.families import FAMILIES
-from llmpq.gguf_file import is_gguf
 from llmpq.model_spec import ModelSpec
 from llmpq.runtime.weights.sources import ATOM_ROOT, INDEX, SINGLE
 from llmpq.runtime.weights.weight_map import read_weight_map

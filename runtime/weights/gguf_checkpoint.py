@@ -19,9 +19,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from llmpq.checkpoints.gguf_config import UNREAD, architecture_of
+from llmpq.checkpoints.gguf_file import GgufTensor, open_gguf
 from llmpq.families.record import AS_IT_IS
-from llmpq.gguf_config import UNREAD, architecture_of
-from llmpq.gguf_file import GgufTensor, open_gguf
 from llmpq.kernels.formats.quantized_weight import QuantizedWeight
 from llmpq.kernels.formats.round_to_nearest import quantize_weight
 from llmpq.kernels.formats.table_weight import TableWeight, ordered

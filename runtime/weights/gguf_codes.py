@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from llmpq.gguf_file import GgufTensor
+from llmpq.checkpoints.gguf_file import GgufTensor
 from llmpq.kernels.formats.quantized_weight import QuantizedWeight, from_codes
 from llmpq.precision import WeightScheme, padded_k
 

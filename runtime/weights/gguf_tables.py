@@ -16,7 +16,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from llmpq.gguf_file import GgufTensor
+from llmpq.checkpoints.gguf_file import GgufTensor
 from llmpq.kernels.formats.table_weight import TableWeight, Values, table_weight
 from llmpq.precision import WeightScheme
 from llmpq.runtime.weights.gguf_codes import GROUP, BlockCodes, halves, nibbles

@@ -5,9 +5,9 @@ from __future__ import annotations
 import logging
 from pathlib import Path
 
+from llmpq.checkpoints.gguf_file import is_gguf
+from llmpq.checkpoints.model_config import read_config
 from llmpq.families.config_values import section
-from llmpq.gguf_file import is_gguf
-from llmpq.model_config import read_config
 from llmpq.model_spec import ModelSpec
 from llmpq.runtime.weights.gguf_checkpoint import GgufCheckpoint
 from llmpq.runtime.weights.quantized_checkpoint import QuantizedCheckpoint

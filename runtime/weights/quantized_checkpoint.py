@@ -10,8 +10,7 @@ What a tensor is called tells its form, so that every layer may have another one
                                    or 8 bits
     float_forms.py                 FP8, MXFP4, NVFP4, integers in other groups or orders: numbers,
                                    which the plan's precision rounds as it would the original's;
-                                   FP8 where the plan has 8 bits, and groups of 32 or 64 where it
-                                   has such groups, stay codes
+                                   FP8 at 8 bits, and small groups of the plan's, stay codes
     NAME.qweight                   GPTQ or AWQ, as config.json says: qzeros, scales, g_idx
     llmpq.layers.I.LINEAR.codes    Atom (atom_weight.py): scale, outliers, outlier_scale,
                                    index_K; schemes in the file's metadata; the layer's norms and
@@ -33,26 +32,28 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from llmpq.checkpoints.gguf_file import is_gguf
+from llmpq.checkpoints.model_config import read_config
+from llmpq.checkpoints.quantization_config import (
+    LAYER,
+    fp8_block,
+    is_centred,
+    is_kept_block,
+    require_read,
+)
 from llmpq.families.config_values import section, size
 from llmpq.families.record import AS_IT_IS
-from llmpq.gguf_file import is_gguf
 from llmpq.kernels.formats.atom_weight import AtomWeight
 from llmpq.kernels.formats.fp8_weight import Fp8Weight
 from llmpq.kernels.formats.interchange import from_awq, from_compressed_tensors, from_gptq
 from llmpq.kernels.formats.quantized_weight import QuantizedWeight, from_codes
 from llmpq.kernels.formats.table_weight import TableWeight, Values, ordered
 from llmpq.kernels.formats.weight_layout import GROUP, GROUPS, Layout
-from llmpq.model_config import read_config
 from llmpq.model_spec import ModelSpec
 from llmpq.precision import KVPrecision, WeightScheme
-from llmpq.quantization_config import LAYER, fp8_block, is_centred, is_kept_block, require_read
 from llmpq.runtime.models.part_shapes import Shapes
 from llmpq.runtime.weights.atom_form import atom_parts, channel_weight, is_field
-from llmpq.runtime.weights.float_forms import (
-    fp8_codes,
-    fp8_numbers,
-    integer_numbers,
-)
+from llmpq.runtime.weights.float_forms import fp8_codes, fp8_numbers, integer_numbers
 from llmpq.runtime.weights.gguf_checkpoint import GgufCheckpoint
 from llmpq.runtime.weights.sources import ATOM_ROOT, FLOATING, CheckpointSource
 from llmpq.runtime.weights.stored_fields import DTYPES, FIELDS

@@ -16,14 +16,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from llmpq.checkpoints.gguf_file import is_gguf, open_gguf
+from llmpq.checkpoints.gguf_tokenizer import tokenizer_of
+from llmpq.checkpoints.model_config import read_config
 from llmpq.families import FAMILIES
-from llmpq.gguf_file import is_gguf, open_gguf
-from llmpq.gguf_tokenizer import tokenizer_of
 from llmpq.kernels.formats.atom_weight import AtomWeight
 from llmpq.kernels.formats.interchange import to_compressed_tensors
 from llmpq.kernels.formats.quantized_weight import QuantizedWeight, from_codes
 from llmpq.kernels.formats.weight_layout import Layout
-from llmpq.model_config import read_config
 from llmpq.model_spec import ModelSpec
 from llmpq.precision import KVPrecision, Precision
 from llmpq.runtime.models.linear import Weight

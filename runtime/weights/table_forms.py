@@ -19,9 +19,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from llmpq.checkpoints.quantization_config import BITSANDBYTES
 from llmpq.kernels.formats.table_weight import E4M3, E8M0, TableWeight, Values, of_pairs, stacked
 from llmpq.precision import WeightScheme
-from llmpq.quantization_config import BITSANDBYTES
 from llmpq.runtime.weights.sources import ROW
 
 Read = Callable[[str], Tensor]

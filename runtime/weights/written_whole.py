@@ -16,8 +16,8 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
+from llmpq.commands.output_paths import cannot_write
 from llmpq.file_form import NO_SPACE
-from llmpq.output_paths import cannot_write
 from llmpq.units import format_size
 
 _REFUSED = re.compile(r"I/O error: (.*) \(os error ([0-9]+)\)")

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from llmpq.cluster import Cluster
-from llmpq.device_spec import canonical_kind, device_specs
+from llmpq.devices.device_spec import canonical_kind, device_specs
 from llmpq.model_spec import ModelSpec
 from llmpq.sensitivity import Sensitivity
 

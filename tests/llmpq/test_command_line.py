@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from llmpq.command_line import CUT_SHORT, CommandParser, Only, end_of
+from llmpq.commands.command_line import CUT_SHORT, CommandParser, Only, end_of
 from llmpq.errors import DoesNotFitError
 from llmpq.version import __version__
 
@@ -143,7 +143,7 @@ def test_a_request_gets_only_what_was_declared() -> None:
 @pytest.mark.parametrize("unbuffered", ["", "1"])
 def test_a_reader_that_has_enough_is_no_error(unbuffered: str) -> None:
     """`llmpq-... | head -1` says nothing and ends as other commands do."""
-    code = "import sys; from llmpq.command_line import end_of\n"
+    code = "import sys; from llmpq.commands.command_line import end_of\n"
     code += "def run():\n    [print(k) for k in range(100_000)]\n    return 0\n"
     code += "sys.exit(end_of('x', run))"
     env = {**os.environ, "PYTHONUNBUFFERED": unbuffered}

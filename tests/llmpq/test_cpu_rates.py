@@ -6,8 +6,8 @@ import subprocess
 
 import pytest
 
-from llmpq import cpu_rates
-from llmpq.cpu_rates import CpuRates, ProductRate, kept_rates, probe, rates_of
+from llmpq.devices import cpu_rates
+from llmpq.devices.cpu_rates import CpuRates, ProductRate, kept_rates, probe, rates_of
 
 pytestmark = pytest.mark.pure
 FOUR = ProductRate(bits=4, per_weight=((1, 1e-10), (4, 1e-10), (16, 4e-10)))

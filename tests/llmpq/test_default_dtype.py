@@ -9,8 +9,8 @@ import pytest
 from llmpq import default_dtype as module
 from llmpq.cluster import Cluster
 from llmpq.default_dtype import default_dtype, quick_by_flags
+from llmpq.devices.this_machine import NAME
 from llmpq.model_spec import ModelSpec
-from llmpq.this_machine import NAME
 
 pytestmark = pytest.mark.pure
 

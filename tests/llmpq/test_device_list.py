@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from llmpq.device_list import CPU_THREADS, read_devices
-from llmpq.device_spec import canonical_kind, device_specs, known_kind, siblings
+from llmpq.devices.device_list import CPU_THREADS, read_devices
+from llmpq.devices.device_spec import canonical_kind, device_specs, known_kind, siblings
 
 pytestmark = pytest.mark.pure
 

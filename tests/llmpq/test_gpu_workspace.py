@@ -4,14 +4,14 @@ import dataclasses
 
 import pytest
 
-from llmpq.gpu_workspace import (
+from llmpq.model_spec import ModelSpec
+from llmpq.precision import KVPrecision, Precision
+from llmpq.sizes.gpu_workspace import (
     LIBRARY_BYTES,
     SHARES_BYTES,
     gpu_workspace_bytes,
     padded_prompt,
 )
-from llmpq.model_spec import ModelSpec
-from llmpq.precision import KVPrecision, Precision
 from llmpq.workload import Workload
 
 pytestmark = pytest.mark.pure

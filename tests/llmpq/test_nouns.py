@@ -15,12 +15,12 @@ from hypothesis import strategies as st
 from llmpq.cluster import Cluster
 from llmpq.cost_model import CostModel, LatencyEntry, Phase
 from llmpq.errors import BadPlanError, PlanMismatchError
-from llmpq.kv_format import kv_cache_bytes
 from llmpq.memory import Quantization, embedding_bytes, layer_weight_bytes
 from llmpq.model_spec import ModelSpec, builtin_configs, builtin_ids, builtin_name
 from llmpq.plan import MemoryForm, Plan
 from llmpq.precision import KVPrecision, Precision, WeightScheme
 from llmpq.sensitivity import Sensitivity
+from llmpq.sizes.kv_format import kv_cache_bytes
 from llmpq.units import format_size, parse_size
 
 pytestmark = pytest.mark.pure

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from llmpq.quantization_config import METHODS, require_read
+from llmpq.checkpoints.quantization_config import METHODS, require_read
 
 pytestmark = pytest.mark.pure
 

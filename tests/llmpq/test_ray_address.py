@@ -9,8 +9,8 @@ from contextlib import contextmanager
 
 import pytest
 
-from llmpq import ray_address
-from llmpq.ray_address import require_ray
+from llmpq.commands import ray_address
+from llmpq.commands.ray_address import require_ray
 
 pytestmark = pytest.mark.cpu
 

@@ -4,11 +4,20 @@ from __future__ import annotations
 
 import pytest
 
-from llmpq import costs_cache, this_machine
+from llmpq import costs_cache
 from llmpq.cost_model import CostModel, LatencyEntry, LinkCost, Phase, Regime
-from llmpq.device_spec import device_specs
+from llmpq.devices import this_machine
+from llmpq.devices.device_spec import device_specs
+from llmpq.devices.this_machine import (
+    GIB,
+    Host,
+    assumed,
+    free_cores,
+    parse_gpus,
+    useful_threads,
+    visible,
+)
 from llmpq.precision import Precision
-from llmpq.this_machine import GIB, Host, assumed, free_cores, parse_gpus, useful_threads, visible
 
 pytestmark = pytest.mark.pure
 

@@ -11,17 +11,17 @@ from typing import Any
 
 import pytest
 
-from llmpq.planner import alone, isolated
 from llmpq.planner.answer import Wish, _tried
 from llmpq.planner.exact.search import solve_exact
-from llmpq.planner.isolated import Beside
-from llmpq.planner.methods import How
-from llmpq.planner.outcome import Infeasible, Outcome, Unfinished
+from llmpq.planner.formulation.outcome import Infeasible, Outcome, Unfinished
+from llmpq.planner.formulation.problem import Problem
 from llmpq.planner.predict.fits import fits
 from llmpq.planner.predict.pipeline_time import sum_omega, value
-from llmpq.planner.problem import Problem
+from llmpq.planner.solving import alone, isolated
+from llmpq.planner.solving.isolated import Beside
+from llmpq.planner.solving.methods import How
+from llmpq.planner.solving.tries import Tries
 from llmpq.planner.tools.random_problems import random_problem
-from llmpq.planner.tries import Tries
 
 HOW = How(method="exact", time_limit_s=1.0)
 

@@ -14,10 +14,10 @@ import pytest
 from llmpq.errors import BadPlanError, LlmpqError, PlanMismatchError
 from llmpq.plan import Plan
 from llmpq.planner.__main__ import main
-from llmpq.planner.build_plan import build_plan
-from llmpq.planner.check import check_alone
-from llmpq.planner.methods import solve
-from llmpq.planner.outcome import Infeasible
+from llmpq.planner.checked_plan.build_plan import build_plan
+from llmpq.planner.checked_plan.check import check_alone
+from llmpq.planner.formulation.outcome import Infeasible
+from llmpq.planner.solving.methods import solve
 from llmpq.planner.tools.random_problems import random_problem
 
 pytestmark = pytest.mark.pure

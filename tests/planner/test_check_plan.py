@@ -12,13 +12,13 @@ from hypothesis import strategies as st
 
 from llmpq.errors import BadPlanError, DoesNotFitError, PlanMismatchError
 from llmpq.plan import Plan, Speculation
-from llmpq.planner.build_plan import build_plan
-from llmpq.planner.check import check_plan
-from llmpq.planner.methods import PLANNERS, solve
-from llmpq.planner.outcome import Infeasible
+from llmpq.planner.checked_plan.build_plan import build_plan
+from llmpq.planner.checked_plan.check import check_plan
+from llmpq.planner.formulation.outcome import Infeasible
+from llmpq.planner.formulation.problem import Problem
 from llmpq.planner.predict.add_drafts import round_bytes
 from llmpq.planner.predict.pipeline_time import value
-from llmpq.planner.problem import Problem
+from llmpq.planner.solving.methods import PLANNERS, solve
 from llmpq.planner.tools.random_problems import random_problem
 from llmpq.speculation import draft_bytes
 from llmpq.units import format_size

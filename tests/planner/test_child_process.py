@@ -16,12 +16,15 @@ from typing import Any
 
 import pytest
 
-from llmpq.planner import isolated
 from llmpq.planner.__main__ import main
 from llmpq.planner.answer import Wish, _tried
 from llmpq.planner.baselines.flexgen import estimate_flexgen
+from llmpq.planner.formulation.outcome import Infeasible, Outcome
+from llmpq.planner.formulation.problem import Problem
+from llmpq.planner.formulation.problem_form import parse_problem, problem_data
 from llmpq.planner.front.front import Front, pareto_front
-from llmpq.planner.isolated import (
+from llmpq.planner.solving import isolated
+from llmpq.planner.solving.isolated import (
     SolverCrashed,
     answer_forked,
     answer_spawned,
@@ -29,10 +32,7 @@ from llmpq.planner.isolated import (
     offload_isolated,
     solve_isolated,
 )
-from llmpq.planner.methods import How, solve
-from llmpq.planner.outcome import Infeasible, Outcome
-from llmpq.planner.problem import Problem
-from llmpq.planner.problem_form import parse_problem, problem_data
+from llmpq.planner.solving.methods import How, solve
 from llmpq.planner.tools.random_problems import random_problem
 
 pytestmark = pytest.mark.pure

@@ -13,16 +13,16 @@ import pytest
 
 from llmpq.plan import Plan
 from llmpq.planner.__main__ import main
-from llmpq.planner.check import check_plan
+from llmpq.planner.checked_plan.check import check_plan
 from llmpq.planner.cli import show_front
 from llmpq.planner.cli.arguments import plan_request
 from llmpq.planner.cli.show_front import ListedFront, coverage
+from llmpq.planner.formulation.outcome import Unfinished
+from llmpq.planner.formulation.problem import Problem
 from llmpq.planner.front.front import Front, pareto_front
 from llmpq.planner.inputs.make_problem import make_problem
-from llmpq.planner.outcome import Unfinished
 from llmpq.planner.predict.fits import fits
 from llmpq.planner.predict.pipeline_time import sum_omega, value
-from llmpq.planner.problem import Problem
 from llmpq.planner.tools.brute_force import assignments
 from llmpq.planner.tools.random_problems import random_problem
 from llmpq.precision import KVPrecision

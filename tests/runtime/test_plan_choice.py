@@ -8,9 +8,9 @@ from llmpq.cluster import Cluster
 from llmpq.errors import DoesNotFitError
 from llmpq.model_spec import ModelSpec
 from llmpq.precision import KVPrecision
-from llmpq.runtime.launch import pool_room
-from llmpq.runtime.launch.pool_plan import PoolPlan
-from llmpq.runtime.launch.stage_settings import StageSettings
+from llmpq.runtime.launch.plans import pool_room
+from llmpq.runtime.launch.plans.pool_plan import PoolPlan
+from llmpq.runtime.launch.stages.stage_settings import StageSettings
 from llmpq.runtime.plan_choice import POOL_ROWS, SLOTS, Wishes, choose_plan
 
 pytestmark = pytest.mark.cpu

@@ -17,7 +17,7 @@ from typing import Any
 
 from llmpq.plan import Plan
 from llmpq.runtime.lasting import keep_loaded
-from llmpq.runtime.launch.stage_host import LOCAL_HOST
+from llmpq.runtime.launch.stages.stage_host import LOCAL_HOST
 from llmpq.runtime.llm import LLM
 from llmpq.runtime.serve.app import make_app
 from llmpq.runtime.serve.arrival import ARRIVED, ARRIVED_S, REQUEST_ID

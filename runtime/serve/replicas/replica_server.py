@@ -17,7 +17,7 @@ from ray import serve as ray_serve
 
 from llmpq import errors
 from llmpq.errors import StageLostError
-from llmpq.runtime.launch.own_ray import own_ray
+from llmpq.runtime.launch.on_ray.own_ray import own_ray
 from llmpq.runtime.serve.app import add_gate
 from llmpq.runtime.serve.errors import handle_errors
 from llmpq.runtime.serve.page import add_page, state_of

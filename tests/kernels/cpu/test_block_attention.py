@@ -6,7 +6,7 @@ import torch
 from llmpq.kernels.cpu import block_attention
 from llmpq.kernels.cpu.block_attention import BlockRows, attend_blocks, attend_gathered
 from llmpq.kernels.native.library import library
-from llmpq.kv_format import BLOCK_TOKENS
+from llmpq.sizes.kv_format import BLOCK_TOKENS
 
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 1e-2, torch.float16: 2e-3}
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from llmpq.cpu_rates import CpuRates
+from llmpq.devices.cpu_rates import CpuRates
 from llmpq.kernels.tools import cpu_probe
 
 pytestmark = pytest.mark.cpu

@@ -13,7 +13,8 @@ from llmpq.kernels.formats.kv_block import (
     unpack_values,
 )
 from llmpq.kernels.kv.storage import allocate_layer
-from llmpq.kv_format import (
+from llmpq.precision import KVPrecision
+from llmpq.sizes.kv_format import (
     BLOCK_TOKENS,
     HOLDBACK_TOKENS,
     RING_TOKENS,
@@ -21,7 +22,6 @@ from llmpq.kv_format import (
     packed_blocks,
     packed_end,
 )
-from llmpq.precision import KVPrecision
 
 pytestmark = pytest.mark.cpu
 LOW_BIT = [KVPrecision.KV8, KVPrecision.KV4, KVPrecision.KV2]

@@ -16,7 +16,7 @@ from llmpq.kernels.fused.rms_norm import rms_norm_kernel
 from llmpq.kernels.fused.rope_append import rope_append_kernel
 from llmpq.kernels.fused.round_inputs import round_kernel
 from llmpq.kernels.fused.weighted_sum import weighted_sum_kernel
-from llmpq.kernels.kv.catch_up import catch_up_kernel
+from llmpq.kernels.kv.low_bit.catch_up import catch_up_kernel
 from llmpq.kernels.kv.plain_attend import attend_kernel, combine_kernel
 from llmpq.kernels.tools.cubin import ARCHITECTURES, SHARED_LIMIT, compile_kernel
 

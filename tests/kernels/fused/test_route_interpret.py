@@ -7,8 +7,8 @@ from triton import knobs
 from llmpq.families.spec_values import Router
 from llmpq.kernels.fused import norm_route
 from llmpq.kernels.fused.route import fits
-from llmpq.kernels.gemm.expert_sent import assign
-from llmpq.runtime.backends.cuda_experts import _routed, norm_and_send
+from llmpq.kernels.gemm.experts.expert_sent import assign
+from llmpq.runtime.backends.gpu.cuda_experts import _routed, norm_and_send
 from llmpq.runtime.models.experts import Routing
 from llmpq.runtime.models.norms import Norm
 

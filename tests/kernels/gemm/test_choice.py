@@ -13,8 +13,8 @@ from llmpq.kernels.gemm import choice as gemm_config
 from llmpq.kernels.gemm import linear_gpu
 from llmpq.kernels.gemm.choice import M_BUCKETS, bucket, rounded_rows
 from llmpq.kernels.gemm.config import Config, config_entry
-from llmpq.kernels.gemm.machine import REFERENCE, Machine
-from llmpq.kernels.gemm.predict import Product
+from llmpq.kernels.gemm.ranking.machine import REFERENCE, Machine
+from llmpq.kernels.gemm.ranking.predict import Product
 
 pytestmark = pytest.mark.cpu
 

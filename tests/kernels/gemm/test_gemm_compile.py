@@ -8,8 +8,8 @@ import pytest
 from llmpq.kernels.gemm.choice import choose
 from llmpq.kernels.gemm.config import make_plan
 from llmpq.kernels.gemm.dequantize import fragment_dequantize_kernel, rows_dequantize_kernel
-from llmpq.kernels.gemm.machine import REFERENCE
-from llmpq.kernels.gemm.predict import Product, shared_estimate
+from llmpq.kernels.gemm.ranking.machine import REFERENCE
+from llmpq.kernels.gemm.ranking.predict import Product, shared_estimate
 from llmpq.kernels.gemm.rows_kernel import rows_kernel
 from llmpq.kernels.gemm.tile_kernel import tile_kernel
 from llmpq.kernels.tools.cubin import (

@@ -4,10 +4,10 @@ import re
 
 import pytest
 
-from llmpq.kernels.kv import append as kv_append
-from llmpq.kernels.kv import attend as kv_attend
-from llmpq.kernels.kv import combine as kv_combine
 from llmpq.kernels.kv.launch_plan import LOOP_SHAPE
+from llmpq.kernels.kv.low_bit import append as kv_append
+from llmpq.kernels.kv.low_bit import attend as kv_attend
+from llmpq.kernels.kv.low_bit import combine as kv_combine
 from llmpq.kernels.kv.ops import WORD_K_WIDTH
 
 pytest.importorskip("triton")

@@ -12,7 +12,7 @@ if not torch.cuda.is_available():
 
 from llmpq.kernels.formats.kv_block import KVFormat
 from llmpq.kernels.fused import rope_append
-from llmpq.kernels.kv.low_bit_cache import QuantizedKVCache
+from llmpq.kernels.kv.low_bit.low_bit_cache import QuantizedKVCache
 from llmpq.kernels.kv.oracle import relative_error
 from llmpq.kernels.tools.check_kv import (
     TOLERANCE,

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from llmpq.kernels.formats.kv_block import KVFormat
-from llmpq.kernels.kv.low_bit_cache import QuantizedKVCache
+from llmpq.kernels.kv.low_bit.low_bit_cache import QuantizedKVCache
 from llmpq.kernels.kv.oracle import relative_error
 from llmpq.kernels.kv.storage import DeviceRows, allocate_layer
 from llmpq.model_spec import ModelSpec
@@ -22,9 +22,10 @@ if not triton.knobs.runtime.interpret:
     pytest.skip("needs TRITON_INTERPRET=1", allow_module_level=True)
 
 from llmpq.kernels.fused import rope_append  # noqa: E402
-from llmpq.kernels.kv import attend as kv_attend  # noqa: E402
-from llmpq.kernels.kv import launch_plan, oracle, reference, ring_attend, step_view  # noqa: E402
+from llmpq.kernels.kv import launch_plan, oracle, reference, step_view  # noqa: E402
 from llmpq.kernels.kv import ops as kv_ops  # noqa: E402
+from llmpq.kernels.kv.low_bit import attend as kv_attend  # noqa: E402
+from llmpq.kernels.kv.low_bit import ring_attend  # noqa: E402
 from llmpq.kernels.tools.check_kv import TOLERANCE, WORDS_EQUAL, KvCase, random_steps, run_case  # noqa: E402
 
 pytestmark = pytest.mark.interpret

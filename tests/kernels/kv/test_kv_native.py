@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from llmpq.kernels.formats.kv_block import KVFormat
-from llmpq.kernels.kv import native_attend
-from llmpq.kernels.kv.low_bit_cache import QuantizedKVCache
+from llmpq.kernels.kv.low_bit import native_attend
+from llmpq.kernels.kv.low_bit.low_bit_cache import QuantizedKVCache
 from llmpq.kernels.kv.oracle import attend_from_history, relative_error
 from llmpq.kernels.kv.reference import EVERYTHING, ScoreRule
 from llmpq.kernels.native import library

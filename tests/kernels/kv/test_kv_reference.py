@@ -11,8 +11,8 @@ from llmpq.kernels.kv.oracle import attend_from_history, relative_error
 from llmpq.kernels.kv.reference import append, append_and_attend
 from llmpq.kernels.kv.step_view import Rows
 from llmpq.kernels.kv.storage import allocate_layer, contiguous_table
-from llmpq.kv_format import packed_blocks, packed_end
 from llmpq.precision import KVPrecision
+from llmpq.sizes.kv_format import packed_blocks, packed_end
 
 pytestmark = pytest.mark.cpu
 TOLERANCE = (

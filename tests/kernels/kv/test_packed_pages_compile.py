@@ -4,11 +4,11 @@ import pytest
 import torch
 
 from llmpq.kernels.formats.kv_block import KVFormat
-from llmpq.kernels.kv.packed_pages_append import append_packed, write_rings
-from llmpq.kernels.kv.packed_pages_chunk import chunk_packed
-from llmpq.kernels.kv.packed_pages_decode import combine_packed, decode_packed
-from llmpq.kernels.kv.packed_pages_plan import PackedPlan
-from llmpq.kernels.kv.paged_plan import Scores
+from llmpq.kernels.kv.paged.packed_pages_append import append_packed, write_rings
+from llmpq.kernels.kv.paged.packed_pages_chunk import chunk_packed
+from llmpq.kernels.kv.paged.packed_pages_decode import combine_packed, decode_packed
+from llmpq.kernels.kv.paged.packed_pages_plan import PackedPlan
+from llmpq.kernels.kv.paged.paged_plan import Scores
 from llmpq.kernels.tools.cubin import (
     ARCHITECTURES,
     CONSUMER_BLACKWELL,

@@ -3,17 +3,17 @@
 import pytest
 import torch
 
-from llmpq.kernels.kv import paged_plan
-from llmpq.kernels.kv.paged_attend import chunk_kernel, combine_kernel, decode_kernel
-from llmpq.kernels.kv.paged_plan import PagedPlan, Scores
-from llmpq.kernels.kv.paged_rows import SPREAD_TOKENS, spread_kernel
+from llmpq.kernels.kv.paged import paged_plan
+from llmpq.kernels.kv.paged.paged_attend import chunk_kernel, combine_kernel, decode_kernel
+from llmpq.kernels.kv.paged.paged_plan import PagedPlan, Scores
+from llmpq.kernels.kv.paged.paged_rows import SPREAD_TOKENS, spread_kernel
 from llmpq.kernels.tools.cubin import (
     ARCHITECTURES,
     CONSUMER_BLACKWELL,
     SHARED_LIMIT,
     compile_kernel,
 )
-from llmpq.kv_format import BLOCK_TOKENS
+from llmpq.sizes.kv_format import BLOCK_TOKENS
 
 pytestmark = pytest.mark.compile
 

@@ -7,10 +7,10 @@ import torch
 from triton import knobs
 
 from llmpq.kernels.fused.rope_append import rope_append_pages, rope_append_pages_reference
-from llmpq.kernels.kv import paged_plan
-from llmpq.kernels.kv.paged_attend import paged_attend
-from llmpq.kernels.kv.paged_plan import PagedPlan
-from llmpq.kernels.kv.paged_rows import (
+from llmpq.kernels.kv.paged import paged_plan
+from llmpq.kernels.kv.paged.paged_attend import paged_attend
+from llmpq.kernels.kv.paged.paged_plan import PagedPlan
+from llmpq.kernels.kv.paged.paged_rows import (
     DEALT,
     dealt_out,
     row_table,
@@ -19,7 +19,7 @@ from llmpq.kernels.kv.paged_rows import (
     spread_reference,
 )
 from llmpq.kernels.kv.reference import ScoreRule, paged_attend_reference
-from llmpq.kv_format import BLOCK_TOKENS
+from llmpq.sizes.kv_format import BLOCK_TOKENS
 
 pytestmark = [
     pytest.mark.interpret,

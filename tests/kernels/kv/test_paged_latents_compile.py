@@ -4,8 +4,8 @@ import pytest
 import torch
 
 pytest.importorskip("triton")
-from llmpq.kernels.kv import paged_latents  # noqa: E402
-from llmpq.kernels.kv.paged_latents import (  # noqa: E402
+from llmpq.kernels.kv.paged import paged_latents  # noqa: E402
+from llmpq.kernels.kv.paged.paged_latents import (  # noqa: E402
     LatentPlan,
     chunk_latents,
     combine_latents,

@@ -6,9 +6,9 @@ import pytest
 import torch
 from triton import knobs
 
-from llmpq.kernels.kv.paged_latents import LatentPlan, attend_latent_pages
+from llmpq.kernels.kv.paged.paged_latents import LatentPlan, attend_latent_pages
 from llmpq.kernels.kv.reference import paged_attend_reference
-from llmpq.kv_format import BLOCK_TOKENS
+from llmpq.sizes.kv_format import BLOCK_TOKENS
 
 pytestmark = [
     pytest.mark.interpret,

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from llmpq.device_spec import device_specs
+from llmpq.devices.device_spec import device_specs
 from llmpq.memory import Quantization, stage_memory
 from llmpq.model_spec import ModelSpec
 from llmpq.plan import Plan
@@ -147,12 +147,12 @@ def test_budget_is_kept_and_proven(capsys: pytest.CaptureFixture[str], tmp_path:
 
 
 def test_waiting_stages_are_named() -> None:
-    from llmpq.planner.build_plan import build_plan
+    from llmpq.planner.checked_plan.build_plan import build_plan
     from llmpq.planner.cli.arguments import plan_request
     from llmpq.planner.cli.explain import explain_plan
     from llmpq.planner.inputs.make_problem import make_problem
-    from llmpq.planner.methods import solve
     from llmpq.planner.predict.pipeline_time import stage_times
+    from llmpq.planner.solving.methods import solve
 
     words = ["--cluster", str(PAPER / "09.yaml"), "--model", "opt-30b", "--global_bz", "32"]
     problem, _, _ = make_problem(plan_request(words))

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from llmpq import device_spec, model_spec
+from llmpq import model_spec
+from llmpq.devices import device_spec
 from llmpq.planner.__main__ import main
 
 pytestmark = pytest.mark.pure

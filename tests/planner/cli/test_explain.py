@@ -15,10 +15,10 @@ from llmpq.planner.__main__ import main
 from llmpq.planner.cli import explain
 from llmpq.planner.cli.explain import Regret, regret_lines
 from llmpq.planner.cli.report import quality_of
-from llmpq.planner.methods import solve
-from llmpq.planner.outcome import Unfinished
+from llmpq.planner.formulation.outcome import Unfinished
 from llmpq.planner.predict.pipeline_time import StageTimes
 from llmpq.planner.predict.what_if import changed_problem, compared
+from llmpq.planner.solving.methods import solve
 from llmpq.planner.tools.random_problems import random_problem
 
 pytestmark = pytest.mark.pure

@@ -9,8 +9,8 @@ import pytest
 from llmpq.model_spec import ModelSpec
 from llmpq.plan import Plan
 from llmpq.planner.__main__ import main
-from llmpq.runtime.launch.pool_plan import PoolPlan
-from llmpq.runtime.launch.stage_settings import StageSettings
+from llmpq.runtime.launch.plans.pool_plan import PoolPlan
+from llmpq.runtime.launch.stages.stage_settings import StageSettings
 
 pytestmark = pytest.mark.pure
 JOB = ["--global_bz", "8", "--s", "512", "--n", "100"]

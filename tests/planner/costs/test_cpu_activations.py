@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from llmpq.device_list import read_devices
+from llmpq.devices.device_list import read_devices
 from llmpq.memory import Quantization
 from llmpq.model_spec import ModelSpec
 from llmpq.plan import Plan

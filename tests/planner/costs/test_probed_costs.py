@@ -6,8 +6,9 @@ import pytest
 
 from llmpq.cluster import Cluster
 from llmpq.cost_model import Phase
-from llmpq.cpu_rates import CpuRates, ProductRate
-from llmpq.device_list import read_devices
+from llmpq.devices.cpu_rates import CpuRates, ProductRate
+from llmpq.devices.device_list import read_devices
+from llmpq.devices.this_machine import NAME
 from llmpq.memory import Quantization
 from llmpq.model_spec import ModelSpec
 from llmpq.plan import Plan
@@ -16,7 +17,6 @@ from llmpq.planner.costs.probed import probed_costs
 from llmpq.planner.inputs import cpu_here
 from llmpq.planner.inputs.cpu_here import rates_for
 from llmpq.precision import KVPrecision, Precision
-from llmpq.this_machine import NAME
 
 pytestmark = pytest.mark.pure
 ONE_S = {16: 4e-10, 8: 2e-10, 4: 1e-10, 3: 0.9e-10}

@@ -10,17 +10,17 @@ from pathlib import Path
 import pytest
 
 from llmpq.planner.cli.arguments import plan_request
-from llmpq.planner.exact.form import make_form
-from llmpq.planner.exact.pairs import PairTables
-from llmpq.planner.exact.relaxation import ClassRelaxation
+from llmpq.planner.exact.bounds.form import make_form
+from llmpq.planner.exact.bounds.pairs import PairTables
+from llmpq.planner.exact.bounds.relaxation import ClassRelaxation
 from llmpq.planner.exact.search import solve_exact
+from llmpq.planner.formulation.outcome import Infeasible
+from llmpq.planner.formulation.problem import Objective, Problem
 from llmpq.planner.front.front import pareto_front
 from llmpq.planner.inputs.make_problem import make_problem
-from llmpq.planner.methods import PLANNERS, How, solve, solve_as
-from llmpq.planner.outcome import Infeasible
 from llmpq.planner.predict.fits import fits
 from llmpq.planner.predict.pipeline_time import sum_omega, value
-from llmpq.planner.problem import Objective, Problem
+from llmpq.planner.solving.methods import PLANNERS, How, solve, solve_as
 from llmpq.planner.tools.brute_force import assignments
 from llmpq.planner.tools.random_problems import random_problem
 

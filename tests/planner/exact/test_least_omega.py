@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from llmpq.planner.formulation.outcome import Infeasible
 from llmpq.planner.front.least_omega import least_by_memory, least_omega
 from llmpq.planner.front.quality import refuse_unreachable
-from llmpq.planner.outcome import Infeasible
 from llmpq.planner.predict.fits import fits
 from llmpq.planner.predict.pipeline_time import sum_omega
 from llmpq.planner.tools.all_plans import best_of_all

@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 
 from llmpq.errors import BadPlanError
 from llmpq.plan import Plan
-from llmpq.planner.build_plan import build_plan
-from llmpq.planner.check import check_plan
+from llmpq.planner.checked_plan.build_plan import build_plan
+from llmpq.planner.checked_plan.check import check_plan
 from llmpq.planner.exact.search import solve_exact
-from llmpq.planner.outcome import Infeasible
-from llmpq.planner.problem import Problem
+from llmpq.planner.formulation.outcome import Infeasible
+from llmpq.planner.formulation.problem import Problem
 from llmpq.planner.tools.random_problems import random_problem
 
 pytestmark = pytest.mark.pure

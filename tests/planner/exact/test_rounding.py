@@ -8,9 +8,9 @@ import random
 import numpy as np
 import pytest
 
-from llmpq.planner.exact.pairs import PairTables, quick_bound
-from llmpq.planner.exact.relaxation import ClassRelaxation
-from llmpq.planner.exact.rounding import rounded_plans
+from llmpq.planner.exact.bounds.pairs import PairTables, quick_bound
+from llmpq.planner.exact.bounds.relaxation import ClassRelaxation
+from llmpq.planner.exact.incumbents.rounding import rounded_plans
 from llmpq.planner.predict.fits import fits
 from llmpq.planner.predict.pipeline_time import value
 from llmpq.planner.tools.brute_force import brute_force

@@ -12,13 +12,13 @@ import pytest
 from llmpq.cluster import Cluster
 from llmpq.cost_model import LinkCost
 from llmpq.plan import ClusterRef, ModelRef, Plan, StagePlan
-from llmpq.planner.build_plan import build_plan
-from llmpq.planner.check import check_plan, recomputed
+from llmpq.planner.checked_plan.build_plan import build_plan
+from llmpq.planner.checked_plan.check import check_plan, recomputed
+from llmpq.planner.checked_plan.plan_entries import used_inputs
 from llmpq.planner.costs.cost_book import CostBook
-from llmpq.planner.methods import solve
-from llmpq.planner.plan_entries import used_inputs
+from llmpq.planner.formulation.problem import Problem
 from llmpq.planner.predict.what_if import changed_problem
-from llmpq.planner.problem import Problem
+from llmpq.planner.solving.methods import solve
 from llmpq.planner.tools.random_problems import random_problem
 
 pytestmark = pytest.mark.pure

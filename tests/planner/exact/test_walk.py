@@ -9,16 +9,16 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from llmpq.planner.exact.neighbours import moved_layers, other_orders
-from llmpq.planner.exact.pairs import PairTables
+from llmpq.planner.exact.bounds.pairs import PairTables
+from llmpq.planner.exact.incumbents.neighbours import moved_layers, other_orders
+from llmpq.planner.exact.incumbents.shapes import Shapes, ShapeScales, shape_of
+from llmpq.planner.exact.incumbents.starts import Incumbent
+from llmpq.planner.exact.incumbents.walk import Walk
 from llmpq.planner.exact.search import solve_exact
-from llmpq.planner.exact.shapes import Shapes, ShapeScales, shape_of
-from llmpq.planner.exact.starts import Incumbent
-from llmpq.planner.exact.walk import Walk
-from llmpq.planner.outcome import Assignment, Infeasible
+from llmpq.planner.formulation.outcome import Assignment, Infeasible
+from llmpq.planner.formulation.problem import Problem
 from llmpq.planner.predict.fits import fits
 from llmpq.planner.predict.pipeline_time import sum_omega, value
-from llmpq.planner.problem import Problem
 from llmpq.planner.tools.brute_force import assignments, brute_force
 from llmpq.planner.tools.random_problems import random_problem
 

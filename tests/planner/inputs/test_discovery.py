@@ -8,10 +8,10 @@ import pytest
 import yaml
 
 from llmpq.cluster import Cluster
+from llmpq.devices.this_machine import kind_of, parse_gpus
 from llmpq.planner.__main__ import main
 from llmpq.planner.inputs import discovery
 from llmpq.planner.inputs.discovery import FoundDevices, cluster_of_nodes, cluster_yaml, grouped
-from llmpq.this_machine import kind_of, parse_gpus
 
 pytestmark = pytest.mark.pure
 

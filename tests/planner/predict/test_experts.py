@@ -13,12 +13,12 @@ from llmpq.memory import Quantization, expert_weight_bytes, layer_weight_bytes
 from llmpq.model_spec import ModelSpec
 from llmpq.plan import Plan
 from llmpq.planner.__main__ import main
-from llmpq.planner.check import check_plan
+from llmpq.planner.checked_plan.check import check_plan
 from llmpq.planner.cli.arguments import plan_request
 from llmpq.planner.costs.cost_book import CostBook
 from llmpq.planner.costs.roofline import GPU_FLOOR_S, bandwidth, estimate_costs, experts_hit
+from llmpq.planner.formulation.outcome import Assignment, Stage
 from llmpq.planner.inputs.make_problem import make_problem
-from llmpq.planner.outcome import Assignment, Stage
 from llmpq.planner.predict.pipeline_time import job_time
 from llmpq.planner.predict.replay import replay
 from llmpq.precision import Precision

@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 
 from llmpq.planner.cli.arguments import plan_request
+from llmpq.planner.formulation.microbatch import distinct_sizes, microbatch_pairs, sizes_of
+from llmpq.planner.formulation.outcome import Assignment, Stage
+from llmpq.planner.formulation.problem import Problem
 from llmpq.planner.inputs.make_problem import make_problem
-from llmpq.planner.microbatch import distinct_sizes, microbatch_pairs, sizes_of
-from llmpq.planner.outcome import Assignment, Stage
 from llmpq.planner.predict.fits import fits
 from llmpq.planner.predict.pipeline_time import (
     StageTimes,
@@ -23,7 +24,6 @@ from llmpq.planner.predict.pipeline_time import (
 from llmpq.planner.predict.replay import replay
 from llmpq.planner.predict.simulate import simulate
 from llmpq.planner.predict.step_by_step import step_by_step_time, step_note, told_time
-from llmpq.planner.problem import Problem
 from llmpq.planner.tools.random_problems import random_problem
 
 pytestmark = pytest.mark.pure

@@ -8,12 +8,12 @@ import random
 import numpy as np
 import pytest
 
-from llmpq.planner.exact.pairs import Floor, PairTables
-from llmpq.planner.exact.plan_cases import Case, in_memory, least_slowest, most_priced
-from llmpq.planner.outcome import Assignment
+from llmpq.planner.exact.bounds.pairs import Floor, PairTables
+from llmpq.planner.exact.bounds.plan_cases import Case, in_memory, least_slowest, most_priced
+from llmpq.planner.formulation.outcome import Assignment
+from llmpq.planner.formulation.problem import Problem
 from llmpq.planner.predict.fits import fits
 from llmpq.planner.predict.pipeline_time import stage_times
-from llmpq.planner.problem import Problem
 from llmpq.planner.tools.brute_force import assignments
 from llmpq.planner.tools.random_cases import random_case
 

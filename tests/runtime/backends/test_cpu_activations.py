@@ -8,14 +8,14 @@ import torch
 from llmpq.kernels.formats.quantized_weight import QuantizedWeight
 from llmpq.model_spec import ModelSpec
 from llmpq.plan import QuantizationForm
-from llmpq.pool_size import PoolSize
 from llmpq.precision import Precision
 from llmpq.runtime.backends.build_stage import build_paged_stage
-from llmpq.runtime.launch.hand_plan import hand_plan
+from llmpq.runtime.launch.plans.hand_plan import hand_plan
 from llmpq.runtime.models.linear import Linear
 from llmpq.runtime.ragged_step import RaggedStep
 from llmpq.runtime.request import PagedRow
 from llmpq.runtime.weights.sources import CheckpointSource
+from llmpq.sizes.pool_size import PoolSize
 from llmpq.workload import Workload
 
 DEMO = Path(__file__).resolve().parents[3] / "examples/demo-7m"

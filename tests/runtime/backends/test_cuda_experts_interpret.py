@@ -6,7 +6,7 @@ import pytest
 import torch
 from triton import knobs
 
-from llmpq.runtime.backends.cuda_experts import GroupedMLP, sparse_mlp
+from llmpq.runtime.backends.gpu.cuda_experts import GroupedMLP, sparse_mlp
 from llmpq.runtime.models.experts import Routing, SparseMLP
 from llmpq.runtime.models.linear import Linear
 from llmpq.runtime.models.mlps import MLP, GatedMLP, GateFunction

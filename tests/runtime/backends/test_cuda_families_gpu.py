@@ -9,7 +9,7 @@ import torch
 
 from llmpq.model_spec import ModelSpec
 from llmpq.runtime.backends.build_stage import build_stage
-from llmpq.runtime.backends.cuda_stage import CudaStageCompute
+from llmpq.runtime.backends.gpu.cuda_stage import CudaStageCompute
 from llmpq.runtime.weights.sources import CheckpointSource
 
 pytestmark = [

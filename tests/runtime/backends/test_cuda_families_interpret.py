@@ -10,9 +10,9 @@ from triton import knobs
 
 from llmpq.kernels.kv.reference import ScoreRule
 from llmpq.model_spec import ModelSpec
-from llmpq.runtime.backends import cuda_experts, cuda_layers, cuda_rules
 from llmpq.runtime.backends.build_stage import build_stage
-from llmpq.runtime.backends.cuda_stage import CudaStageCompute
+from llmpq.runtime.backends.gpu import cuda_experts, cuda_layers, cuda_rules
+from llmpq.runtime.backends.gpu.cuda_stage import CudaStageCompute
 from llmpq.runtime.models import layer_tensors
 from llmpq.runtime.models.layers import DecoderLayer, PlainLayers
 from llmpq.runtime.models.rotary import Rotary

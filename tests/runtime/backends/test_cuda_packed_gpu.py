@@ -10,7 +10,7 @@ import torch
 from llmpq.model_spec import ModelSpec
 from llmpq.precision import KVPrecision
 from llmpq.runtime.backends.build_stage import build_stage
-from llmpq.runtime.backends.cuda_stage import CudaStageCompute
+from llmpq.runtime.backends.gpu.cuda_stage import CudaStageCompute
 from llmpq.runtime.cache.kv_by_precision import make_kv_cache
 from llmpq.runtime.drafts.drafters import FixedDrafter
 from llmpq.runtime.engine.mailbox import Mailbox

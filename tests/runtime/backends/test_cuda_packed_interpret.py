@@ -8,10 +8,10 @@ import pytest
 import torch
 from triton import knobs
 
-from llmpq.kernels.kv.low_bit_cache import KERNEL_HEAD_DIMS, QuantizedKVCache
+from llmpq.kernels.kv.low_bit.low_bit_cache import KERNEL_HEAD_DIMS, QuantizedKVCache
 from llmpq.kernels.kv.reference import ScoreRule
 from llmpq.precision import KVPrecision
-from llmpq.runtime.backends import cuda_experts, cuda_layers, cuda_rules
+from llmpq.runtime.backends.gpu import cuda_experts, cuda_layers, cuda_rules
 from llmpq.runtime.cache.kv_by_precision import make_kv_cache
 from llmpq.runtime.engine.plain_loop import LocalPipeline, pad
 from llmpq.runtime.models import layer_tensors

@@ -4,13 +4,13 @@ import pytest
 import torch
 
 from llmpq.model_spec import ModelSpec
-from llmpq.pool_size import PoolSize
 from llmpq.runtime.drafts.drafters import FixedDrafter
 from llmpq.runtime.engine.paged_scheduler import PagedScheduler
 from llmpq.runtime.engine.pool_limits import PoolLimits
 from llmpq.runtime.request import Request
 from llmpq.runtime.tools.open_stages import OpenStages
 from llmpq.runtime.weights.sources import CheckpointSource
+from llmpq.sizes.pool_size import PoolSize
 
 pytestmark = [
     pytest.mark.gpu,

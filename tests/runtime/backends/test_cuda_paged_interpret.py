@@ -7,18 +7,17 @@ import torch
 from triton import knobs
 
 from llmpq.kernels.fused.rope_append import rope_append_pages_reference
-from llmpq.kernels.kv import packed_pages_plan, paged_plan, prompt_attend
-from llmpq.kernels.kv.packed_pages_plan import PackedPlan
-from llmpq.kernels.kv.paged_plan import PagedPlan
+from llmpq.kernels.kv import prompt_attend
+from llmpq.kernels.kv.paged import packed_pages_plan, paged_plan
+from llmpq.kernels.kv.paged.packed_pages_plan import PackedPlan
+from llmpq.kernels.kv.paged.paged_plan import PagedPlan
 from llmpq.kernels.kv.reference import EVERYTHING
-from llmpq.kv_format import RING_TOKENS, TAIL_TOKENS
 from llmpq.model_spec import ModelSpec
-from llmpq.pool_size import PoolSize
 from llmpq.precision import KVPrecision
-from llmpq.runtime.backends import cuda_experts, cuda_graphs, cuda_layers
 from llmpq.runtime.backends.build_stage import build_stage
-from llmpq.runtime.backends.cuda_paged import CudaPagedCompute
-from llmpq.runtime.backends.paged_graphs import LONGEST, rung, rungs
+from llmpq.runtime.backends.gpu import cuda_experts, cuda_graphs, cuda_layers
+from llmpq.runtime.backends.gpu.cuda_paged import CudaPagedCompute
+from llmpq.runtime.backends.gpu.paged_graphs import LONGEST, rung, rungs
 from llmpq.runtime.cache import paged_device_kv, paged_latent_kv, paged_packed_kv
 from llmpq.runtime.cache.paged_device_kv import PagedDeviceKV
 from llmpq.runtime.cache.paged_latent_kv import PagedLatents
@@ -38,6 +37,8 @@ from llmpq.runtime.token_rules import Guide, TokenRules
 from llmpq.runtime.tools.open_stages import OpenStages
 from llmpq.runtime.trace import Recorder
 from llmpq.runtime.weights.sources import CheckpointSource
+from llmpq.sizes.kv_format import RING_TOKENS, TAIL_TOKENS
+from llmpq.sizes.pool_size import PoolSize
 
 pytestmark = [
     pytest.mark.interpret,

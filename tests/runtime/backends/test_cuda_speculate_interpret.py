@@ -8,16 +8,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from triton import knobs
 
-from llmpq import gpu_workspace
 from llmpq.kernels.formats.atom_scheme import AtomScheme
 from llmpq.kernels.fused import round_inputs
 from llmpq.kernels.fused.ngram_lookup import look_up
-from llmpq.kernels.kv.low_bit_cache import QuantizedKVCache
+from llmpq.kernels.kv.low_bit.low_bit_cache import QuantizedKVCache
 from llmpq.model_spec import ModelSpec
 from llmpq.precision import KVPrecision
-from llmpq.runtime.backends import cuda_experts, cuda_layers
 from llmpq.runtime.backends.build_stage import build_stage
-from llmpq.runtime.backends.cuda_stage import CudaStageCompute
+from llmpq.runtime.backends.gpu import cuda_experts, cuda_layers
+from llmpq.runtime.backends.gpu.cuda_stage import CudaStageCompute
 from llmpq.runtime.cache.dual_kv import DualKV
 from llmpq.runtime.cache.low_bit_kv import LowBitKV
 from llmpq.runtime.cache.plain_kv import PlainKVCache
@@ -28,7 +27,7 @@ from llmpq.runtime.engine.plain_loop import LocalPipeline
 from llmpq.runtime.engine.scheduler import Scheduler
 from llmpq.runtime.engine.slot_limits import Limits
 from llmpq.runtime.engine.stage_loop import FirstStage, result_tokens
-from llmpq.runtime.launch.stage_settings import limits_of
+from llmpq.runtime.launch.stages.stage_settings import limits_of
 from llmpq.runtime.models import layer_tensors
 from llmpq.runtime.models.layers import DecoderLayer, PlainLayers
 from llmpq.runtime.models.sampling import TokenChoice
@@ -38,6 +37,7 @@ from llmpq.runtime.step import Step
 from llmpq.runtime.step_message import describe
 from llmpq.runtime.trace import Recorder
 from llmpq.runtime.weights.sources import CheckpointSource
+from llmpq.sizes import gpu_workspace
 
 pytestmark = [
     pytest.mark.interpret,

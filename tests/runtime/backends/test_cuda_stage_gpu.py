@@ -19,7 +19,7 @@ pytestmark = [
 @pytest.mark.parametrize("graphs", [False, True])
 @pytest.mark.parametrize("kind", ["opt", "bloom", "llama", "qwen3"])
 def test_tokens_equal_the_cpus(kind, graphs, tiny_models, random_prompts, make_plan):
-    from llmpq.runtime.launch.stage_settings import limits_of
+    from llmpq.runtime.launch.stages.stage_settings import limits_of
 
     model, prompts = tiny_models.directory(kind), random_prompts(9, 30, 3, 17, 24, 5)
     plan = make_plan(model, batch=4, decode_microbatch=4)
@@ -35,7 +35,7 @@ def test_tokens_equal_the_cpus(kind, graphs, tiny_models, random_prompts, make_p
 def test_stages_of_one_process_capture_their_graphs_in_turn(
     demo_model, random_prompts, make_plan, caplog
 ):
-    from llmpq.runtime.launch.stage_settings import limits_of
+    from llmpq.runtime.launch.stages.stage_settings import limits_of
 
     plan = make_plan(demo_model, (2, 4, 6), batch=4, decode_microbatch=1)
     spec, prompts = ModelSpec.from_directory(demo_model), random_prompts(9, 30, 3, 17)

@@ -6,10 +6,10 @@ from triton import knobs
 
 from llmpq.model_spec import ModelSpec
 from llmpq.precision import KVPrecision
-from llmpq.runtime.backends import cuda_graphs, cuda_layers
 from llmpq.runtime.backends.build_stage import build_stage
-from llmpq.runtime.backends.cuda_graphs import rounded_rows
-from llmpq.runtime.backends.cuda_stage import CudaStageCompute
+from llmpq.runtime.backends.gpu import cuda_graphs, cuda_layers
+from llmpq.runtime.backends.gpu.cuda_graphs import rounded_rows
+from llmpq.runtime.backends.gpu.cuda_stage import CudaStageCompute
 from llmpq.runtime.engine.mailbox import Mailbox
 from llmpq.runtime.engine.plain_loop import LocalPipeline
 from llmpq.runtime.engine.scheduler import Scheduler

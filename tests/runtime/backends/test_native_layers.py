@@ -4,8 +4,6 @@ import pytest
 import torch
 
 from llmpq.kernels.native import library
-from llmpq.kv_format import packed_blocks
-from llmpq.pool_size import PoolSize
 from llmpq.precision import KVPrecision, Precision
 from llmpq.runtime.backends.native_layers import NativeLayers
 from llmpq.runtime.cache.paged_by_precision import make_paged_kv
@@ -15,6 +13,8 @@ from llmpq.runtime.models.linear import round_activations
 from llmpq.runtime.ragged_step import RaggedStep
 from llmpq.runtime.request import PagedRow
 from llmpq.runtime.step import Step
+from llmpq.sizes.kv_format import packed_blocks
+from llmpq.sizes.pool_size import PoolSize
 
 pytestmark = pytest.mark.cpu
 LEVELS = [level.name for level in library.usable_levels()]

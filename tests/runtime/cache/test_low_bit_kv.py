@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from llmpq.kernels.kv.oracle import attend_from_history, relative_error
-from llmpq.kv_format import kv_cache_bytes
 from llmpq.model_spec import ModelSpec
 from llmpq.precision import KVPrecision
 from llmpq.runtime.cache.dual_kv import DualKV
@@ -15,6 +14,7 @@ from llmpq.runtime.cache.low_bit_kv import LowBitKV
 from llmpq.runtime.cache.plain_kv import PlainKVCache
 from llmpq.runtime.engine.plain_loop import LocalPipeline
 from llmpq.runtime.step import Step
+from llmpq.sizes.kv_format import kv_cache_bytes
 
 pytestmark = pytest.mark.cpu
 LOW_BIT = [KVPrecision.KV8, KVPrecision.KV4, KVPrecision.KV2]

@@ -8,8 +8,8 @@ import pytest
 from llmpq.model_spec import ModelSpec
 from llmpq.plan import Speculation
 from llmpq.runtime.cli.main import main
-from llmpq.runtime.launch.emulate import memory_share
-from llmpq.runtime.launch.hand_plan import hand_plan
+from llmpq.runtime.launch.plans.hand_plan import hand_plan
+from llmpq.runtime.launch.stages.emulate import memory_share
 from llmpq.runtime.tools import bench_rows
 from llmpq.runtime.tools.bench_rows import summary
 from llmpq.workload import Workload

@@ -21,7 +21,7 @@ from llmpq.errors import DoesNotFitError, ExitCode, StageLostError
 from llmpq.runtime.cli.main import main
 from llmpq.runtime.launch.engine import Engine
 from llmpq.runtime.launch.launcher import Deadlines, Launch
-from llmpq.runtime.launch.stage_settings import StageSettings
+from llmpq.runtime.launch.stages.stage_settings import StageSettings
 from llmpq.runtime.request import Request
 
 pytestmark = pytest.mark.cluster

@@ -21,7 +21,7 @@ from llmpq.profiler.cli.quantize import main as quantize
 from llmpq.runtime.cli import main as command_line
 from llmpq.runtime.cli.main import main
 from llmpq.runtime.cli.run import make_job
-from llmpq.runtime.launch.stage_settings import limits_of
+from llmpq.runtime.launch.stages.stage_settings import limits_of
 from llmpq.runtime.text.batch_rows import Defaults, json_row
 from llmpq.runtime.text.tokenizer import Tokenizer
 
@@ -342,7 +342,7 @@ def test_another_error_is_not_taken_for_a_lack_of_memory(monkeypatch):
 def test_without_an_address_ray_is_started_here_whatever_the_environment_says(monkeypatch):
     import ray
 
-    from llmpq.runtime.launch.placement import ray_cluster
+    from llmpq.runtime.launch.on_ray.placement import ray_cluster
 
     given: list[dict[str, object]] = []
     monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")

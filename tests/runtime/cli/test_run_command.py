@@ -17,9 +17,9 @@ from llmpq.runtime.cli.main import COMMANDS, main
 from llmpq.runtime.cli.plan_file import load_plan
 from llmpq.runtime.cli.run import _answer, make_job
 from llmpq.runtime.drafts.drafters import AutoDrafter, FixedDrafter, speculation_report
-from llmpq.runtime.launch.pool_plan import request_limits
-from llmpq.runtime.launch.stage_loading import make_drafter
-from llmpq.runtime.launch.stage_settings import StageSettings
+from llmpq.runtime.launch.plans.pool_plan import request_limits
+from llmpq.runtime.launch.stages.stage_loading import make_drafter
+from llmpq.runtime.launch.stages.stage_settings import StageSettings
 from llmpq.runtime.report.job_report import JobResult, build_report, precision_runs, print_summary
 from llmpq.runtime.request import Finished, Request
 from llmpq.runtime.text.batch_rows import BatchRow, Defaults, json_row, text_row

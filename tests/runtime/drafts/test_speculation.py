@@ -10,7 +10,6 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from llmpq.kv_format import packed_end
 from llmpq.model_spec import ModelSpec
 from llmpq.runtime.backends.stage_compute import StageCompute
 from llmpq.runtime.cache.dual_kv import DualKV
@@ -18,13 +17,14 @@ from llmpq.runtime.drafts import acceptance, ngram
 from llmpq.runtime.drafts.draft_model import upper_plane
 from llmpq.runtime.drafts.drafters import FixedDrafter
 from llmpq.runtime.engine.scheduler import Scheduler
-from llmpq.runtime.launch.stage_settings import limits_of
+from llmpq.runtime.launch.stages.stage_settings import limits_of
 from llmpq.runtime.models.sampling import probabilities
 from llmpq.runtime.request import Request, StepKind
 from llmpq.runtime.sampling_params import TokenChoice
 from llmpq.runtime.step_message import StepMessage
 from llmpq.runtime.tools.open_stages import OpenStages
 from llmpq.runtime.weights.sources import CheckpointSource
+from llmpq.sizes.kv_format import packed_end
 from llmpq.speculation import draft_bytes
 
 pytestmark = pytest.mark.cpu
@@ -339,7 +339,7 @@ def test_prompt_lookup_sees_prompt_and_output_as_far_back_as_it_looks(monkeypatc
 
 
 def test_steps_are_timed_with_a_half_full_ring():
-    from llmpq.runtime.backends.cuda_step_times import typical_context
+    from llmpq.runtime.backends.gpu.cuda_step_times import typical_context
 
     for context in (0, 30, 80, 81, 207, 208, 1024, 32896):
         length = typical_context(context)
@@ -349,7 +349,7 @@ def test_steps_are_timed_with_a_half_full_ring():
 
 
 def test_steps_are_timed_within_their_slots():
-    from llmpq.runtime.backends.cuda_step_times import POSITIONS, contexts_of
+    from llmpq.runtime.backends.gpu.cuda_step_times import POSITIONS, contexts_of
 
     for max_len in range(1, 300):
         contexts = contexts_of(max_len)

@@ -14,8 +14,9 @@ from llmpq.plan import MemoryForm
 from llmpq.precision import KVPrecision, Precision
 from llmpq.runtime.cli.speculation_choice import Drafts, choose_speculation
 from llmpq.runtime.drafts.drafters import AutoDrafter, FixedDrafter, speculation_report
-from llmpq.runtime.launch.planned_kv import with_kv
+from llmpq.runtime.launch.plans.planned_kv import with_kv
 from llmpq.runtime.request import Request
+from llmpq.sizes.workspace import workspace_bytes
 from llmpq.speculation import (
     MAX_GAMMA,
     PRIOR_ACCEPTANCE,
@@ -27,7 +28,6 @@ from llmpq.speculation import (
     predicted_speedup,
     usable_modes,
 )
-from llmpq.workspace import workspace_bytes
 
 pytestmark = pytest.mark.pure
 

@@ -12,7 +12,7 @@ import torch
 from llmpq.model_spec import ModelSpec
 from llmpq.plan import Plan
 from llmpq.runtime.engine.scheduler import Scheduler
-from llmpq.runtime.launch.stage_settings import limits_of, read_request, write_request
+from llmpq.runtime.launch.stages.stage_settings import limits_of, read_request, write_request
 from llmpq.runtime.links.message import pack_header, unpack_header
 from llmpq.runtime.request import MicroBatch, Request, StepKind
 from llmpq.runtime.sampling_params import TokenChoice

@@ -11,9 +11,7 @@ import torch
 import llmpq
 from llmpq.errors import DoesNotFitError
 from llmpq.families.spec_values import RopeScaling
-from llmpq.kv_format import kv_pool_bytes
 from llmpq.model_spec import ModelSpec
-from llmpq.pool_size import PoolSize
 from llmpq.precision import KVPrecision
 from llmpq.runtime.cache.low_bit_kv import LowBitKV
 from llmpq.runtime.cache.paged_by_precision import make_paged_kv
@@ -21,8 +19,8 @@ from llmpq.runtime.drafts.drafters import FixedDrafter
 from llmpq.runtime.engine.paged_scheduler import PagedScheduler
 from llmpq.runtime.engine.plain_loop import LocalPipeline
 from llmpq.runtime.engine.pool_limits import PoolLimits
-from llmpq.runtime.launch.pool_plan import PoolPlan
-from llmpq.runtime.launch.stage_settings import StageSettings, read_request, write_request
+from llmpq.runtime.launch.plans.pool_plan import PoolPlan
+from llmpq.runtime.launch.stages.stage_settings import StageSettings, read_request, write_request
 from llmpq.runtime.links.message import pack_paging, unpack_paging
 from llmpq.runtime.request import Finished, PagedRow, Request, StepKind
 from llmpq.runtime.sampling_params import TokenChoice
@@ -30,6 +28,8 @@ from llmpq.runtime.step import Step
 from llmpq.runtime.step_message import StepMessage
 from llmpq.runtime.tools.open_stages import OpenStages
 from llmpq.runtime.weights.sources import CheckpointSource
+from llmpq.sizes.kv_format import kv_pool_bytes
+from llmpq.sizes.pool_size import PoolSize
 
 pytestmark = pytest.mark.cpu
 KINDS = ("opt", "bloom", "llama", "qwen2", "qwen3", "mixtral")

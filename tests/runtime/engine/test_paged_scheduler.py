@@ -13,12 +13,18 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from llmpq.kv_format import BLOCK_TOKENS, HOLDBACK_TOKENS, TAIL_TOKENS, packed_end, spanned_blocks
 from llmpq.precision import KVPrecision
 from llmpq.runtime.engine.paged_scheduler import PagedScheduler
 from llmpq.runtime.engine.pool_limits import PoolLimits
 from llmpq.runtime.engine.scheduler import UNKNOWN
 from llmpq.runtime.request import MicroBatch, PagedRow, Request, StepKind
+from llmpq.sizes.kv_format import (
+    BLOCK_TOKENS,
+    HOLDBACK_TOKENS,
+    TAIL_TOKENS,
+    packed_end,
+    spanned_blocks,
+)
 
 pytestmark = pytest.mark.pure
 

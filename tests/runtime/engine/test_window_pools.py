@@ -11,9 +11,8 @@ import pytest
 import torch
 
 import llmpq
-from llmpq.kernels.kv.low_bit_cache import QuantizedKVCache
+from llmpq.kernels.kv.low_bit.low_bit_cache import QuantizedKVCache
 from llmpq.model_spec import ModelSpec
-from llmpq.pool_size import CHUNK_TOKENS, PoolSize, wanted_pool
 from llmpq.precision import KVPrecision
 from llmpq.runtime.cache.kv_by_precision import make_kv_cache
 from llmpq.runtime.cache.low_bit_kv import LowBitKV
@@ -21,12 +20,13 @@ from llmpq.runtime.cache.paged_by_precision import make_paged_kv
 from llmpq.runtime.engine.paged_scheduler import PagedScheduler
 from llmpq.runtime.engine.plain_loop import LocalPipeline, pad
 from llmpq.runtime.engine.pool_limits import PoolLimits
-from llmpq.runtime.launch.pool_plan import PoolPlan
-from llmpq.runtime.launch.stage_settings import StageSettings
+from llmpq.runtime.launch.plans.pool_plan import PoolPlan
+from llmpq.runtime.launch.stages.stage_settings import StageSettings
 from llmpq.runtime.request import Request
 from llmpq.runtime.step import Step
 from llmpq.runtime.tools.open_stages import OpenStages
 from llmpq.runtime.weights.sources import CheckpointSource
+from llmpq.sizes.pool_size import CHUNK_TOKENS, PoolSize, wanted_pool
 from llmpq.workload import Workload
 
 pytestmark = pytest.mark.cpu

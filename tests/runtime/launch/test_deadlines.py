@@ -10,11 +10,11 @@ import pytest
 import torch.distributed as dist
 
 from llmpq.errors import DeadlineError
-from llmpq.runtime.launch import ray_launcher
 from llmpq.runtime.launch.engine import Engine
 from llmpq.runtime.launch.launcher import Deadlines, Launch
-from llmpq.runtime.launch.stage_actor import StageActor
-from llmpq.runtime.launch.stage_settings import StageSettings
+from llmpq.runtime.launch.on_ray import ray_launcher
+from llmpq.runtime.launch.stages.stage_actor import StageActor
+from llmpq.runtime.launch.stages.stage_settings import StageSettings
 from llmpq.runtime.links.transport import join_gloo
 from llmpq.runtime.request import Request
 

@@ -11,7 +11,7 @@ import torch
 
 from llmpq.runtime.launch.engine import Engine
 from llmpq.runtime.launch.launcher import Launch
-from llmpq.runtime.launch.stage_settings import StageSettings
+from llmpq.runtime.launch.stages.stage_settings import StageSettings
 from llmpq.runtime.request import Request
 from llmpq.runtime.trace import chrome_trace
 
@@ -168,7 +168,7 @@ import sys
 sys.modules["ray"] = None
 import llmpq.runtime.launch.engine, llmpq.runtime.launch.process_launcher
 assert "torch" not in sys.modules
-import llmpq.runtime.launch.stage_process, llmpq.runtime.launch.thread_launcher
+import llmpq.runtime.launch.stages.stage_process, llmpq.runtime.launch.thread_launcher
 """
 
 

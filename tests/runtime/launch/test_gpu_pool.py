@@ -5,13 +5,13 @@ from dataclasses import replace
 import pytest
 
 from llmpq.capabilities import require, ways_of
-from llmpq.kv_format import packed_blocks
 from llmpq.model_spec import ModelSpec
 from llmpq.precision import KVPrecision
-from llmpq.runtime.launch.hand_plan import hand_plan
-from llmpq.runtime.launch.pool_plan import PoolPlan, request_limits
-from llmpq.runtime.launch.stage_settings import StageSettings
-from llmpq.stated_pool import stated_pool
+from llmpq.runtime.launch.plans.hand_plan import hand_plan
+from llmpq.runtime.launch.plans.pool_plan import PoolPlan, request_limits
+from llmpq.runtime.launch.stages.stage_settings import StageSettings
+from llmpq.sizes.kv_format import packed_blocks
+from llmpq.sizes.stated_pool import stated_pool
 from llmpq.workload import Workload
 
 pytestmark = pytest.mark.cpu

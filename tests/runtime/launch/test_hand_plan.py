@@ -5,7 +5,7 @@ import pytest
 from llmpq.model_spec import ModelSpec
 from llmpq.plan import QuantizationForm
 from llmpq.precision import Precision
-from llmpq.runtime.launch.hand_plan import hand_plan
+from llmpq.runtime.launch.plans.hand_plan import hand_plan
 from llmpq.runtime.text.made_with import made_by
 from llmpq.workload import Workload
 

@@ -18,9 +18,9 @@ from llmpq.kernels.native.one_at_a_time import one_at_a_time
 from llmpq.runtime.launch import thread_launcher
 from llmpq.runtime.launch.engine import Engine
 from llmpq.runtime.launch.launcher import Deadlines, Launch
-from llmpq.runtime.launch.load_watch import LoadSigns, LoadWatch
-from llmpq.runtime.launch.stage_actor import StageActor
-from llmpq.runtime.launch.stage_settings import StageSettings
+from llmpq.runtime.launch.stages.load_watch import LoadSigns, LoadWatch
+from llmpq.runtime.launch.stages.stage_actor import StageActor
+from llmpq.runtime.launch.stages.stage_settings import StageSettings
 
 pytestmark = pytest.mark.cpu
 

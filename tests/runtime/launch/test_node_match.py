@@ -6,7 +6,7 @@ import pytest
 
 from llmpq.plan import NodePlan, StagePlan
 from llmpq.precision import Precision
-from llmpq.runtime.launch.node_match import (
+from llmpq.runtime.launch.nodes.node_match import (
     RayNode,
     Unmatched,
     WantedNode,

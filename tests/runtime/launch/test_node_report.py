@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from llmpq.errors import PlanMismatchError
-from llmpq.runtime.launch.node_report import SAME, report, require_alike
+from llmpq.runtime.launch.nodes.node_report import SAME, report, require_alike
 
 pytestmark = pytest.mark.pure
 

@@ -21,7 +21,7 @@ LIMIT_S = 100
 SIGNALS = (signal.SIGTERM, signal.SIGHUP)
 STOPPED = """
 import contextlib, os, signal, sys, threading, time
-from llmpq.runtime.launch.placement import ray_cluster
+from llmpq.runtime.launch.on_ray.placement import ray_cluster
 
 heard = []
 
@@ -197,7 +197,7 @@ def test_a_start_that_is_cut_short_leaves_a_sentence_and_nothing_else(folder, vi
 HOLD_RAY = """
 import sys, time
 from llmpq.errors import StageLostError
-from llmpq.runtime.launch.placement import ray_cluster
+from llmpq.runtime.launch.on_ray.placement import ray_cluster
 
 if sys.argv[1:]:  # a busy machine: a thread of Ray's asks its server late, for a minute
     import ray._private.worker as worker

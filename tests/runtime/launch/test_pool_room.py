@@ -6,10 +6,10 @@ from llmpq.cluster import Cluster
 from llmpq.errors import DoesNotFitError
 from llmpq.model_spec import ModelSpec
 from llmpq.precision import KVPrecision
-from llmpq.runtime.launch.device_plan import device_plan
-from llmpq.runtime.launch.pool_plan import PoolPlan
-from llmpq.runtime.launch.pool_room import with_pool_room
-from llmpq.runtime.launch.stage_settings import StageSettings
+from llmpq.runtime.launch.plans.device_plan import device_plan
+from llmpq.runtime.launch.plans.pool_plan import PoolPlan
+from llmpq.runtime.launch.plans.pool_room import with_pool_room
+from llmpq.runtime.launch.stages.stage_settings import StageSettings
 
 pytestmark = pytest.mark.cpu
 GIB = 1 << 30

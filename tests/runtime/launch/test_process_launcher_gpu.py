@@ -3,11 +3,11 @@
 import pytest
 import torch
 
-from llmpq.device_spec import canonical_kind
+from llmpq.devices.device_spec import canonical_kind
 from llmpq.runtime.engine.plain_loop import LocalPipeline
 from llmpq.runtime.launch.engine import Engine
 from llmpq.runtime.launch.launcher import Deadlines, Launch
-from llmpq.runtime.launch.stage_settings import StageSettings
+from llmpq.runtime.launch.stages.stage_settings import StageSettings
 from llmpq.runtime.request import Request
 
 pytestmark = [

@@ -8,8 +8,8 @@ import pytest
 
 from llmpq.errors import StageLostError
 from llmpq.plan import NodePlan
-from llmpq.runtime.launch import placement
-from llmpq.runtime.launch.node_match import RayNode
+from llmpq.runtime.launch.nodes.node_match import RayNode
+from llmpq.runtime.launch.on_ray import placement
 
 pytestmark = pytest.mark.cpu
 

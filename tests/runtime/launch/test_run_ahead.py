@@ -12,7 +12,6 @@ import torch.distributed as dist
 
 from llmpq.model_spec import ModelSpec
 from llmpq.plan import Plan
-from llmpq.pool_size import PoolSize
 from llmpq.runtime.backends.build_stage import build_paged_stage, build_stage
 from llmpq.runtime.backends.paged_compute import PagedStageCompute
 from llmpq.runtime.backends.stage_compute import StageCompute
@@ -23,13 +22,14 @@ from llmpq.runtime.engine.pool_limits import PoolLimits
 from llmpq.runtime.engine.scheduler import Scheduler
 from llmpq.runtime.engine.slot_limits import Limits
 from llmpq.runtime.engine.stage_loop import FirstStage, run_following_stage
-from llmpq.runtime.launch.stage_settings import limits_of
+from llmpq.runtime.launch.stages.stage_settings import limits_of
 from llmpq.runtime.links.device_links import DeviceTransport, connect_devices
 from llmpq.runtime.links.transport import join_gloo
 from llmpq.runtime.pending import Pending
 from llmpq.runtime.request import Request, StepKind
 from llmpq.runtime.trace import Recorder
 from llmpq.runtime.weights.sources import CheckpointSource
+from llmpq.sizes.pool_size import PoolSize
 
 pytestmark = pytest.mark.cluster
 NEW = (9, 4, 9, 7, 9, 5)

@@ -10,7 +10,7 @@ import sys
 import pytest
 
 from llmpq.errors import StageLostError
-from llmpq.runtime.launch.stage_host import (
+from llmpq.runtime.launch.stages.stage_host import (
     LOCAL_HOST,
     address_on,
     listening_socket,
@@ -18,7 +18,7 @@ from llmpq.runtime.launch.stage_host import (
     process_space,
     talk_over,
 )
-from llmpq.runtime.launch.stage_place import interfaces
+from llmpq.runtime.launch.stages.stage_place import interfaces
 
 pytestmark = pytest.mark.cpu
 
@@ -32,7 +32,7 @@ def test_stages_on_several_hosts_meet_at_the_first_ones_address() -> None:
 
 def test_libraries_are_told_the_interface_of_the_own_address(monkeypatch) -> None:
     there = {"lo": ["127.0.0.1"], "eth0": ["10.0.0.1", "fd00::1"], "wg0": ["10.9.0.1"]}
-    monkeypatch.setattr("llmpq.runtime.launch.stage_host.own_addresses", lambda: there)
+    monkeypatch.setattr("llmpq.runtime.launch.stages.stage_host.own_addresses", lambda: there)
     for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         monkeypatch.setenv(name, "before")
     talk_over("127.0.0.1", "10.0.0.1")
@@ -87,12 +87,14 @@ def test_two_that_bind_one_port_at_once_both_get_an_answer(monkeypatch) -> None:
                 taken.bind(self.getsockname())
                 taken.listen()
 
-    monkeypatch.setattr("llmpq.runtime.launch.stage_host.socket.socket", Raced)
+    monkeypatch.setattr("llmpq.runtime.launch.stages.stage_host.socket.socket", Raced)
     with taken, pytest.raises(StageLostError, match="Address already in use"):
         listening_socket(LOCAL_HOST, 0)
 
 
 def test_a_child_shares_its_parents_process_space() -> None:
-    code = "from llmpq.runtime.launch.stage_host import process_space; print(process_space())"
+    code = (
+        "from llmpq.runtime.launch.stages.stage_host import process_space; print(process_space())"
+    )
     child = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert child.stdout.strip() == process_space()

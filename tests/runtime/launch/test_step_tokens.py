@@ -4,9 +4,9 @@ import pytest
 
 from llmpq.model_spec import ModelSpec
 from llmpq.plan import Predicted
-from llmpq.runtime.launch.hand_plan import hand_plan
-from llmpq.runtime.launch.pool_plan import LEAST_TOKENS, STEP_TOKENS, PoolPlan
-from llmpq.runtime.launch.stage_settings import StageSettings
+from llmpq.runtime.launch.plans.hand_plan import hand_plan
+from llmpq.runtime.launch.plans.pool_plan import LEAST_TOKENS, STEP_TOKENS, PoolPlan
+from llmpq.runtime.launch.stages.stage_settings import StageSettings
 from llmpq.workload import Workload
 
 pytestmark = pytest.mark.cpu

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from llmpq.runtime.launch.stage_settings import LINK_CHOICES
+from llmpq.runtime.launch.stages.stage_settings import LINK_CHOICES
 from llmpq.runtime.links import peer_links
 from llmpq.runtime.links.device_links import KINDS, DeviceTransport, connect_devices
 from llmpq.runtime.links.peer_links import Room

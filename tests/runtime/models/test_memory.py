@@ -14,13 +14,12 @@ from torch.utils._pytree import tree_leaves
 
 from llmpq.errors import StageLostError
 from llmpq.kernels.cpu import dense
-from llmpq.kernels.kv import native_attend, reference
+from llmpq.kernels.kv import reference
+from llmpq.kernels.kv.low_bit import native_attend
 from llmpq.kernels.native import library
-from llmpq.kv_format import kv_cache_bytes, kv_pool_bytes
 from llmpq.memory import Quantization, embedding_bytes, layer_weight_bytes, stage_memory
 from llmpq.model_spec import ModelSpec
 from llmpq.out_of_memory import out_of_memory
-from llmpq.pool_size import PoolSize
 from llmpq.precision import KVPrecision, Precision
 from llmpq.runtime.cache.kv_by_precision import make_kv_cache
 from llmpq.runtime.cache.kv_cache import KVCache
@@ -31,8 +30,10 @@ from llmpq.runtime.models.experts import Routing, SparseMLP
 from llmpq.runtime.models.stage_model import DTYPES, StageModel
 from llmpq.runtime.step import Step
 from llmpq.runtime.weights.sources import RandomSource
+from llmpq.sizes.kv_format import kv_cache_bytes, kv_pool_bytes
+from llmpq.sizes.pool_size import PoolSize
+from llmpq.sizes.workspace import DEQUANTIZE_WEIGHTS, KV_PIECE_ELEMENTS, workspace_bytes
 from llmpq.workload import Workload
-from llmpq.workspace import DEQUANTIZE_WEIGHTS, KV_PIECE_ELEMENTS, workspace_bytes
 
 pytestmark = [pytest.mark.cpu, pytest.mark.usefixtures("without_tiles")]
 MODELS = ("opt-13b", "bloom-560m", "llama-3.1-8b", "qwen3-8b", "mixtral-8x7b")

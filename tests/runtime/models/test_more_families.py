@@ -15,7 +15,6 @@ import pytest
 import torch
 
 from llmpq.model_spec import ModelSpec
-from llmpq.pool_size import PoolSize
 from llmpq.precision import KVPrecision, Precision
 from llmpq.profiler.quantize.layer_walk import CalibrationRun, random_windows
 from llmpq.profiler.quantize.smooth_channels import smoothed
@@ -25,12 +24,13 @@ from llmpq.runtime.engine.plain_loop import LocalPipeline, pad
 from llmpq.runtime.engine.pool_limits import PoolLimits
 from llmpq.runtime.launch.engine import Engine
 from llmpq.runtime.launch.launcher import Launch
-from llmpq.runtime.launch.stage_settings import StageSettings
+from llmpq.runtime.launch.stages.stage_settings import StageSettings
 from llmpq.runtime.models.part_shapes import embedding_shapes, head_shapes, layer_shapes
 from llmpq.runtime.request import Request
 from llmpq.runtime.step import Step
 from llmpq.runtime.tools.open_stages import OpenStages
 from llmpq.runtime.weights.sources import CheckpointSource, RandomSource
+from llmpq.sizes.pool_size import PoolSize
 
 pytestmark = pytest.mark.cpu
 VOCAB, TRAINED, NEW = 199, 32, 12

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from llmpq.gguf_tokenizer import PATTERNS
+from llmpq.checkpoints.gguf_tokenizer import PATTERNS
 from llmpq.runtime.text.tokenizer import Tokenizer
 
 gguf = pytest.importorskip("gguf")

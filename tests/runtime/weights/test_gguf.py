@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from llmpq.gguf_file import BLOCKS, open_gguf
+from llmpq.checkpoints.gguf_file import BLOCKS, open_gguf
 from llmpq.kernels.formats.table_weight import TableWeight
 from llmpq.memory import Quantization
 from llmpq.model_spec import ModelSpec

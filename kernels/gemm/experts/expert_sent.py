@@ -1,0 +1,103 @@
+"""Which (token, expert) pairs go to which expert, found on the device: nothing comes to the host.
+
+Few pairs: one launch of `expert_kernel.assign_kernel`. Many, a prompt's: the two of
+`expert_blocks.py`, which also write the blocks of rows that `expert_wide.py` goes by.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+from torch import Tensor
+
+from llmpq.kernels.gemm.experts.expert_blocks import (
+    BLOCK,
+    MOST_EXPERTS,
+    SHORT,
+    WIDE,
+    count_kernel,
+    place_kernel,
+)
+from llmpq.kernels.gemm.experts.expert_kernel import assign_kernel
+from llmpq.kernels.overlap import overlaps
+
+ASSIGN_STEP = 8192
+"""Pairs that a program counts at a time: a prompt's take a few waits for memory, not dozens."""
+MANY = 64
+"""Pairs of an even routing's expert beyond which they come in blocks: half of one is filled."""
+
+
+@dataclass(frozen=True)
+class Sent:
+    """Which pairs go to which expert."""
+
+    order_C: Tensor
+    """Numbers of pairs, sorted by expert."""
+    runs_E: Tensor
+    """[E, 3]: an expert, its first row among these and its end; of few pairs, who has any first."""
+    per_token: int
+    blocks: Tensor | None = None
+    """[most there can be, 4]: expert, first row, end row, its first block; of many pairs only."""
+    apart: Tensor | None = None
+    """The same, short blocks behind all others."""
+    broad: Tensor | None = None
+    """The same, of 256 rows."""
+    count: Tensor | None = None
+    """Blocks that there are, two zeros, broad blocks."""
+
+    @property
+    def most_runs(self) -> int:
+        """Runs, from the first on, that can have rows."""
+        experts = self.runs_E.shape[0]
+        return experts if self.blocks is not None else min(experts, self.order_C.numel())
+
+
+def assign(expert_TK: Tensor, experts: int) -> Sent:
+    """Sort the pairs [T, k] by expert."""
+    device, pairs = expert_TK.device, expert_TK.numel()
+    order = torch.empty(pairs, dtype=torch.int32, device=device)
+    runs = torch.empty(experts, 3, dtype=torch.int32, device=device)
+    sent = Sent(order, runs, expert_TK.shape[1])
+    if pairs > MANY * experts and experts <= MOST_EXPERTS:
+        return _assign_many(expert_TK.contiguous(), experts, sent)
+    step = min(ASSIGN_STEP, max(16, triton.next_power_of_2(pairs)))
+    pdl = overlaps(device)
+    assign_kernel[(experts,)](
+        *(expert_TK.contiguous(), order, runs, pairs, experts),
+        EP=_padded(experts),
+        STEP=step,
+        PDL=pdl,
+        num_warps=1 if step <= 256 else 8 if step > 1024 else 4,
+        launch_pdl=pdl,
+    )
+    return sent
+
+
+def _assign_many(expert_TK: Tensor, experts: int, sent: Sent) -> Sent:
+    pairs, device = expert_TK.numel(), expert_TK.device
+    programs, padded = triton.cdiv(pairs, BLOCK), _padded(experts)
+    counts = torch.empty(programs, padded, dtype=torch.int32, device=device)
+    most = pairs // WIDE + min(experts, pairs)
+    blocks, apart, broad = (
+        torch.empty(most, 4, dtype=torch.int32, device=device) for _ in range(3)
+    )
+    count = torch.empty(4, dtype=torch.int32, device=device)
+    pdl = overlaps(device)
+    launch = {"PDL": pdl, "num_warps": 8, "launch_pdl": pdl}
+    count_kernel[(programs,)](expert_TK, counts, pairs, EP=padded, BLOCK=BLOCK, **launch)
+    place_kernel[(max(programs, experts),)](
+        *(expert_TK, counts, sent.order_C, sent.runs_E, blocks, apart, broad, count),
+        *(pairs, experts, programs),
+        EP=padded,
+        BLOCK=BLOCK,
+        WIDE=WIDE,
+        SHORT=SHORT,
+        **launch,
+    )
+    return Sent(sent.order_C, sent.runs_E, sent.per_token, blocks, apart, broad, count)
+
+
+def _padded(experts: int) -> int:
+    return max(16, triton.next_power_of_2(experts))

@@ -1,0 +1,394 @@
+"""The experts of one layer as one product: weights stacked, pairs assigned on the device.
+
+    stack = ExpertStack(E)                 weights are put in as they are read, come back as views
+    sent = assign(expert_TK, E)            who goes where (expert_sent.py)
+    up = stack.product(x_TK, sent)         [C, N] sorted by expert, x gathered
+    hidden = stack.product(x, sent, gate=gate)     [C, N / 2] gated, where stack.gates(x, sent)
+    y = stack.product(hidden_CK, sent, back=True)     [C, N], every pair at its own number
+
+`reference.experts_reference` is the twin.
+
+Legend: T tokens, k experts of a token, C = T k pairs, E experts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TypeGuard
+
+import torch
+import triton
+from torch import Tensor
+from triton import knobs
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from llmpq.kernels.formats.fp8_weight import Fp8Weight
+from llmpq.kernels.formats.quantized_weight import QuantizedWeight
+from llmpq.kernels.formats.table_weight import TableWeight
+from llmpq.kernels.formats.weight_layout import BLOCK_ROWS, Layout
+from llmpq.kernels.gemm.config import Config, make_plan
+from llmpq.kernels.gemm.experts import expert_rows_launch, expert_wide, gluon_expert_launch
+from llmpq.kernels.gemm.experts.e4m3_experts import Fp8Stack, alike
+from llmpq.kernels.gemm.experts.expert_blocks import WIDE
+from llmpq.kernels.gemm.experts.expert_kernel import dense_expert_kernel, packed_expert_kernel
+from llmpq.kernels.gemm.experts.expert_sent import Sent
+from llmpq.kernels.gemm.experts.gated import GateRule
+from llmpq.kernels.gemm.ranking.machine import machine_of
+from llmpq.kernels.multiprocessors import multiprocessors
+from llmpq.kernels.overlap import overlaps
+
+Stackable = Tensor | QuantizedWeight | Fp8Weight | TableWeight
+"""One expert's weight."""
+ROW_BLOCKS = 4
+"""Blocks of pairs of an even routing that one program takes, its weight in the L2 meanwhile."""
+
+
+class ExpertStack:
+    """One linear of all experts [E, N, K], packed or dense, with or without biases."""
+
+    def __init__(self, experts: int) -> None:
+        self._experts = experts
+        self._dense: Tensor | None = None
+        self._packed: QuantizedWeight | None = None
+        self._table: TableWeight | None = None
+        self._fp8: Fp8Stack | None = None
+        self._bias: Tensor | None = None
+        self.first: Stackable | None = None
+        """Expert 0's weight as it was given back: who holds another one is not of this stack."""
+
+    def takes(self, weight: object, bias: Tensor | None) -> bool:
+        """Whether a weight can be the next of this stack: as wide and as packed as those before."""
+        first = self.first
+        if not stackable(weight):
+            return False
+        if first is None:
+            return True
+        if (bias is None) != (self._bias is None):
+            return False
+        if isinstance(weight, Tensor):
+            return isinstance(first, Tensor) and weight.shape == first.shape
+        if isinstance(weight, Fp8Weight):
+            return isinstance(first, Fp8Weight) and alike(weight, first)
+        if isinstance(first, Tensor | Fp8Weight):
+            return False
+        return form_of(weight) == form_of(first)
+
+    def put(
+        self, index: int, weight: Stackable, bias: Tensor | None
+    ) -> tuple[Stackable, Tensor | None]:
+        """Copy expert `index` in; return it as a view of the stack."""
+        made: Stackable
+        if isinstance(weight, Fp8Weight):
+            self._fp8 = self._fp8 or Fp8Stack(weight, self._experts)
+            made = self._fp8.put(index, weight)
+        elif isinstance(weight, TableWeight):
+            made = self._put_table(index, weight.in_fragments())
+        elif isinstance(weight, QuantizedWeight):
+            made = self._put_packed(index, weight)
+        else:
+            made = self._put_dense(index, weight)
+        if index == 0:
+            self.first = made
+        if bias is not None:
+            if self._bias is None:
+                self._bias = bias.new_empty(self._experts, *bias.shape)
+            bias = self._bias[index].copy_(bias)
+        return made, bias
+
+    def _put_dense(self, index: int, weight: Tensor) -> Tensor:
+        if self._dense is None:
+            self._dense = weight.new_empty(self._experts, *weight.shape)
+        return self._dense[index].copy_(weight)
+
+    def _put_packed(self, index: int, weight: QuantizedWeight) -> QuantizedWeight:
+        if self._packed is None:
+            self._packed = replace(
+                weight,
+                planes=tuple(self._room(plane) for plane in weight.planes),
+                scale=self._room(weight.scale),
+                zero=None if weight.zero is None else self._room(weight.zero),
+            )
+        whole = self._packed
+
+        def copied(stack: Tensor, given: Tensor) -> Tensor:
+            return stack[index].copy_(given)
+
+        return replace(
+            weight,
+            planes=tuple(map(copied, whole.planes, weight.planes)),
+            scale=copied(whole.scale, weight.scale),
+            zero=None if whole.zero is None or weight.zero is None
+            else copied(whole.zero, weight.zero),
+        )  # fmt: skip
+
+    def _put_table(self, index: int, weight: TableWeight) -> TableWeight:
+        if self._table is None:
+            plane, scale = self._room(weight.plane), self._room(weight.scale)
+            self._table = replace(weight, plane=plane, scale=scale)
+        whole = self._table
+        return replace(
+            weight,
+            plane=whole.plane[index].copy_(weight.plane),
+            scale=whole.scale[index].copy_(weight.scale),
+        )
+
+    def _room(self, given: Tensor) -> Tensor:
+        return given.new_empty(self._experts, *given.shape)
+
+    def gates(self, x: Tensor, sent: Sent) -> bool:
+        """Whether the product can be gated as it is made: w's first half the gate's rows."""
+        few = rows_of(sent.order_C.numel(), self._experts)[0] <= MOST_GATED
+        deep = self._flows(x, sent) or few
+        return self._wide(x, sent) or (deep and self._halves())
+
+    def _halves(self) -> bool:
+        """Whether gate and up each are whole blocks of rows; float32 has no tiles for both."""
+        if self._fp8 is not None:
+            return self._fp8.gates()
+        coded = self._packed or self._table
+        if coded is not None:
+            return coded.out_features % (2 * BLOCK_ROWS) == 0
+        return self._dense is not None and self._dense.element_size() == 2
+
+    def _flows(self, x: Tensor, sent: Sent) -> bool:
+        """Whether the Gluon programs of gluon_expert_launch.py are to be taken."""
+        if self._fp8 is not None:
+            return False
+        packed = self._packed is None or self._packed.bits in gluon_expert_launch.BITS
+        return packed and gluon_expert_launch.fits(x, sent)
+
+    def _wide(self, x: Tensor, sent: Sent) -> bool:
+        """Whether expert_wide.py's tiles are to be taken."""
+        if self._dense is None or x.element_size() != 2 or sent.blocks is None:
+            return False
+        return bool(knobs.runtime.interpret) or wide_fits(machine_of(x.device).shared_block)
+
+    def product(
+        self,
+        x: Tensor,
+        sent: Sent,
+        *,
+        back: bool = False,
+        gate: GateRule | None = None,
+    ) -> Tensor:
+        """Return every pair's row times its expert's weight.
+
+        x [T, K] and y [C, N] sorted by expert, or with `back` x [C, K] so sorted and y in the
+        order of the pairs' numbers; with `gate`, where `gates`, y [C, N / 2].
+        """
+        if self._flows(x, sent):
+            weight = (self._packed or self._table) if self._dense is None else self._dense
+            assert weight is not None
+            return gluon_expert_launch.product(weight, self._bias, x, sent, back=back, gate=gate)
+        if self._wide(x, sent):
+            return self._launch_wide(x.contiguous(), sent, back, gate)
+        assert gate is None or self.gates(x, sent)
+        if self._fp8 is not None:
+            pairs = rows_of(sent.order_C.numel(), self._experts)
+            told = (x.contiguous(), sent, self._bias, pairs)
+            return self._fp8.product(*told, back=back, gate=gate)
+        launch = self._launch_packed if self._dense is None else self._launch_dense
+        return launch(x.contiguous(), sent, back, gate)
+
+    def _launch_wide(self, x: Tensor, sent: Sent, back: bool, gate: GateRule | None) -> Tensor:
+        w, tile = self._dense, expert_wide
+        assert w is not None and sent.blocks is not None
+        experts, n, k = w.shape
+        leave, own = (n, tile.BN) if gate is None else (n // 2, tile.BN // 2)
+        y, tiles = x.new_empty(sent.order_C.numel(), leave), triton.cdiv(leave, own)
+        interpret, pdl = bool(knobs.runtime.interpret), overlaps(x.device)
+        tma = not interpret and tensor_memory(x.device, k)
+        box = TensorDescriptor(w, [experts * n, k], [k, 1], [own, tile.BK]) if tma else w
+        numbers = gate or GateRule()
+        expert_wide.wide_expert_kernel[(sent.blocks.shape[0] * tiles,)](
+            *(x, w, box, x if self._bias is None else self._bias, y),
+            *(sent.order_C, sent.blocks, sent.count, n, k, sent.per_token, tiles),
+            *(float(numbers.limit), float(numbers.slope)),
+            BM=WIDE,
+            BN=tile.BN,
+            BK=tile.BK,
+            TAIL=tile.TAIL,
+            STAGES=tile.STAGES,
+            GATHER=not back,
+            FUSE=gate is not None,
+            ACT=numbers.activation,
+            HAS_BIAS=self._bias is not None,
+            TMA=tma,
+            EVEN_K=k % tile.BK == 0,
+            EVEN_N=leave % own == 0,
+            PDL=pdl,
+            INTERPRET=interpret,
+            num_warps=tile.WARPS,
+            launch_pdl=pdl,
+        )
+        return y
+
+    def _launch_packed(self, x: Tensor, sent: Sent, back: bool, gate: GateRule | None) -> Tensor:
+        q, pairs = self._packed or self._table, sent.order_C.numel()
+        assert q is not None
+        bm, shares = rows_of(pairs, self._experts)
+        fused = gate is not None
+        if fused and q.bits == 4 and pairs <= FEW * self._experts:
+            bm = FEW_ROWS
+        interpret = bool(knobs.runtime.interpret)
+        capability = (9, 0) if interpret else torch.cuda.get_device_capability(x.device)
+        blocks, groups = q.out_features // BLOCK_ROWS, -(-q.in_features // 128)
+        high, warps, stages = packed_tiles(bm, groups, fused=fused)
+        tiles = triton.cdiv(blocks, (1 + fused) * high * warps)
+        walking = min(pairs, self._experts) * tiles // multiprocessors(x.device)
+        table = isinstance(q, TableWeight)
+        if table and x.element_size() != 2 and not interpret:
+            raise ValueError(f"MXFP4 experts on a GPU: got x in {x.dtype}, expected 16 bits")
+        if isinstance(q, QuantizedWeight):
+            form = expert_rows_launch.form_of(q, pairs, self._experts, walking, fused=fused)
+            if form is not None:
+                return expert_rows_launch.product(
+                    q, form, self._bias, x, sent, back=back, gate=gate
+                )
+        config = Config(kernel="tile", blocks=high, warps=warps, bm=bm, stages=stages)
+        plan = make_plan(config, capability, interpret=interpret)
+        parts, rule = 1 if gate is None else 2, gate or GateRule()
+        y = x.new_empty(pairs, q.out_features // parts)
+        packed_expert_kernel[(tiles, sent.most_runs, shares)](
+            *(x, *_words(q), x if self._bias is None else self._bias, y),
+            *(sent.order_C, sent.runs_E),
+            *(q.out_features, q.in_features, blocks, groups, sent.per_token, shares),
+            *(float(rule.limit), float(rule.slope)),
+            BITS=q.bits,
+            GROUPED=q.group_size is not None,
+            SYMMETRIC=isinstance(q, TableWeight) or q.symmetric,
+            EVEN_K=q.in_features % 128 == 0,
+            HAS_BIAS=self._bias is not None,
+            GATHER=not back,
+            BH=high,
+            WM=config.warps,
+            BM=bm,
+            STAGES=config.stages,
+            FUSE=gate is not None,
+            ACT=rule.activation,
+            PDL=plan.pdl,
+            KWIDTH4=plan.kwidth4 or bm < WGMMA,
+            INTERPRET=interpret,
+            E2M1=table,
+            num_warps=config.warps,
+            num_stages=config.stages,
+            maxnreg=table_registers(bm, fused=fused) if table and capability == (9, 0) else None,
+            launch_pdl=plan.pdl,
+        )
+        return y
+
+    def _launch_dense(self, x: Tensor, sent: Sent, back: bool, gate: GateRule | None) -> Tensor:
+        w, pairs = self._dense, sent.order_C.numel()
+        assert w is not None
+        bm, shares = rows_of(pairs, self._experts)
+        rows, stages, warps = dense_tiles(bm, x.element_size(), fused=gate is not None)
+        rule, leave = gate or GateRule(), w.shape[1] if gate is None else w.shape[1] // 2
+        y, pdl = x.new_empty(pairs, leave), overlaps(x.device)
+        dense_expert_kernel[(triton.cdiv(leave, rows), sent.most_runs, shares)](
+            *(x, w, x if self._bias is None else self._bias, y),
+            *(sent.order_C, sent.runs_E),
+            *(w.shape[1], w.shape[2], sent.per_token, shares, float(rule.limit), float(rule.slope)),
+            HAS_BIAS=self._bias is not None,
+            GATHER=not back,
+            BN=rows,
+            BM=bm,
+            BK=DENSE_DEPTH,
+            STAGES=stages,
+            FUSE=gate is not None,
+            ACT=rule.activation,
+            PDL=pdl,
+            INTERPRET=bool(knobs.runtime.interpret),
+            num_warps=warps,
+            launch_pdl=pdl,
+        )
+        return y
+
+
+def wide_fits(shared: int) -> bool:
+    """Whether so much shared memory of a program holds expert_wide.py's tiles on their way."""
+    tile = expert_wide
+    return shared >= tile.STAGES * (WIDE + tile.BN) * tile.BK * 2 + WIDE_BARRIERS
+
+
+def tensor_memory(device: torch.device, columns: int) -> bool:
+    """Whether w's tiles come by TMA: its rows have to begin at multiples of 16 bytes."""
+    return torch.cuda.get_device_capability(device) >= (9, 0) and columns % 8 == 0
+
+
+FEW, FEW_ROWS = 2, 8
+"""Pairs of an expert, of an even routing, up to which a gated product of 4 bits takes as many pairs
+at a time: by mma.sync, which Triton takes below WGMMA of them, on Hopper, too."""
+WGMMA = 16
+WIDE_BARRIERS = 1024
+MOST_GATED = 64
+"""Pairs at a time up to which a program has registers for the sums of gate and up."""
+DENSE_DEPTH = 64
+"""Columns of w that a dense product takes at a time."""
+
+
+def packed_tiles(bm: int, groups: int, *, fused: bool = False) -> tuple[int, int, int]:
+    """Return blocks of 16 rows of w that a warp takes, warps and stages of a packed product.
+
+    `fused`: of gate rows; as many up rows beside them. `groups` of K: few make short loops, which
+    more rows are the better for (benchmarks/families_gpu.py, H200).
+    """
+    if bm > 32:
+        return 1, 4, 3
+    if fused:
+        return (1, 4, 3) if bm <= 16 else (2, 4, 3)
+    if bm > 16:
+        return 2, 4, 4
+    return (2, 4, 3) if groups <= 8 else (1, 4, 4)
+
+
+def table_registers(bm: int, *, fused: bool) -> int | None:
+    """Return the registers of a thread of a product of E2M1 on Hopper; None: as many as it takes.
+
+    So many programs to a multiprocessor as of linear codes: 5, 4 and 3 instead of 4, 3 and 2.
+    """
+    return {(8, True): 128, (16, False): 96, (16, True): 128, (32, False): 168}.get((bm, fused))
+
+
+def dense_tiles(bm: int, item: int, *, fused: bool = False) -> tuple[int, int, int]:
+    """Return rows of w, stages and warps of a dense product: 96 KiB shared at most."""
+    if item == 4:
+        return 64, 2, 4
+    if fused:
+        return 64, 5 if bm <= 16 else 4 if bm <= 32 else 3, 4
+    return (64, 5, 4) if bm <= 32 else (128, 3, 4)
+
+
+def rows_of(pairs: int, experts: int) -> tuple[int, int]:
+    """Return the pairs a program takes at a time, and the programs that share an expert's."""
+    even = -(-pairs // experts)
+    # Room for half as many again: the weight of an expert that has more pairs is read again.
+    bm = next((size for size in (16, 32, 64) if 3 * even <= 2 * size), 128)
+    return bm, max(1, -(-even // (bm * ROW_BLOCKS)))
+
+
+def _words(q: QuantizedWeight | TableWeight) -> list[Tensor]:
+    """Return planes, scales and zeros of all experts as int32; others stand in for what is not."""
+    if isinstance(q, TableWeight):
+        planes = (q.plane, q.plane, q.scale, q.scale)
+    else:
+        planes = (q.planes[0], q.planes[-1], q.scale, q.scale if q.zero is None else q.zero)
+    return [t.view(t.shape[0], -1).view(torch.int32) for t in planes]
+
+
+def form_of(weight: QuantizedWeight | TableWeight) -> tuple[object, ...]:
+    """Return what the packed weights of a stack have in common."""
+    shape = (weight.out_features, weight.in_features, weight.bits, weight.group_size)
+    if isinstance(weight, TableWeight):
+        return (*shape, weight.values, weight.scale.dtype)
+    return (*shape, weight.symmetric, weight.scale.dtype)
+
+
+def stackable(weight: object) -> TypeGuard[Stackable]:
+    """Whether a weight can be one of a stack: dense, E4M3, or packed in whole blocks of rows."""
+    if isinstance(weight, Fp8Weight):
+        return weight.dtype in (torch.float16, torch.bfloat16)
+    if isinstance(weight, TableWeight):
+        return weight.has_fragments()
+    if isinstance(weight, QuantizedWeight):
+        return weight.layout is Layout.FRAGMENT and weight.out_features % BLOCK_ROWS == 0
+    return isinstance(weight, Tensor) and not weight.is_mkldnn

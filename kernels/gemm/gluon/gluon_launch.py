@@ -1,0 +1,153 @@
+"""Host side of `gluon_kernel` (Hopper, more than 64 rows of x): what fits it, sizes, the launch.
+
+No interpreter runs Gluon, and Triton compiles this kernel for sm_90 only: everywhere else, and
+where `fits` says no, linear_gpu.py takes another path.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from llmpq.kernels.formats.quantized_weight import QuantizedWeight
+from llmpq.kernels.formats.weight_layout import BLOCK_ROWS
+from llmpq.kernels.gemm.config import Config
+from llmpq.kernels.gemm.gluon.gluon_plan import parts_of, schedule, slot_columns, tile_rows
+from llmpq.kernels.multiprocessors import multiprocessors
+
+_TOGETHER_BYTES = 16 << 20
+_FAR = 4  # k-groups between the L2's request for words and their use
+
+
+def fits(x_MK: Tensor, n: int, residual_MN: Tensor | None = None) -> bool:
+    """Whether TMA can read x and write y: rows must start on multiples of 16 bytes."""
+    aligned = x_MK.data_ptr() % 16 == 0 and x_MK.shape[1] % 8 == 0 and n % 8 == 0
+    return aligned and (residual_MN is None or residual_MN.is_contiguous())
+
+
+def launch(
+    config: Config,
+    x_MK: Tensor,
+    q: QuantizedWeight,
+    bias: Tensor | None,
+    residual_MN: Tensor | None,
+    y_MN: Tensor,
+    counters: Callable[[torch.device, int], Tensor],
+    *,
+    pdl: bool = True,
+) -> None:
+    """Write y = x w^T (+ bias) (+ residual) of the full 16-row blocks of w.
+
+    y may be the residual's memory: each tile reads its part before it writes it. `counters` gives
+    int32 zeros that the kernel leaves zero (used where tiles are cut).
+    """
+    from llmpq.kernels.gemm.gluon.gluon_kernel import gluon_kernel
+
+    m, k = x_MK.shape
+    bt, extra = parts_of(config)
+    planes, scale, zero = q.block_words()
+    blocks, groups = q.out_features // BLOCK_ROWS, -(-k // 128)
+    m_tiles = -(-m // config.bm)
+    n_tiles = -(-blocks * BLOCK_ROWS // tile_rows(config))
+    tiles = m_tiles * n_tiles
+    programs, whole = schedule(config, tiles, groups, multiprocessors(x_MK.device))
+    shares = 2 * programs * tile_rows(config) * config.bm if whole < tiles else 1
+    arrivals = (tiles - whole) * tile_rows(config) // 64 * (2 if extra else 1)
+    gluon_kernel[(programs,)](
+        *_described(config, x_MK, y_MN, bt),
+        *(_described(config, x_MK, y_MN, extra) if extra else (None, None, None)),
+        planes[0],
+        planes[-1],
+        scale,
+        zero,
+        x_MK if bias is None else bias,
+        x_MK if residual_MN is None else residual_MN,
+        x_MK.new_empty(shares, dtype=torch.float32),
+        counters(x_MK.device, arrivals) if arrivals else scale,
+        m,
+        q.out_features,
+        m_tiles,
+        n_tiles,
+        blocks,
+        groups,
+        whole,
+        _tiles_together(k, config.bm),
+        HAS_BIAS=bias is not None,
+        HAS_RESIDUAL=residual_MN is not None,
+        SPLIT=whole < tiles,
+        PDL=pdl,
+        **_constants(config, q),
+        num_warps=4,
+        maxnreg=config.registers,
+        launch_pdl=pdl,
+    )
+
+
+def _described(config: Config, x_MK: Tensor, y_MN: Tensor, box: int) -> tuple[Any, ...]:
+    """Return x, y, and the rows of y that the first tile stores, in boxes of `box` rows."""
+    (m, k), n, columns = x_MK.shape, y_MN.shape[1], slot_columns(config)
+    rows, head = n // BLOCK_ROWS * BLOCK_ROWS, m - (-(-m // config.bm) - 1) * config.bm
+    dtype, x, y = x_MK.dtype, x_MK.data_ptr(), y_MN.data_ptr()
+    return (
+        _descriptor(x, dtype, (m, k), k, (box, columns)),
+        _descriptor(y, dtype, (m, rows), n, (box, 64)),
+        _descriptor(y, dtype, (head, rows), n, (box, 64)),
+    )
+
+
+@dataclass(frozen=True)
+class _Place:
+    """What a descriptor reads of its tensor: remembering this keeps no memory from being freed."""
+
+    address: int
+    dtype: torch.dtype
+
+    def data_ptr(self) -> int:
+        """As a tensor's."""
+        return self.address
+
+
+@functools.lru_cache(maxsize=4096)
+def _descriptor(
+    address: int, dtype: torch.dtype, shape: tuple[int, int], stride: int, box: tuple[int, int]
+) -> Any:
+    """Return a descriptor; layers find their memory where the layer before had it."""
+    from triton.experimental.gluon import language as gl
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+    layout = gl.NVMMASharedLayout(128, 16, 2)
+    place: Any = _Place(address, dtype)
+    return TensorDescriptor(place, list(shape), [stride, 1], list(box), layout)
+
+
+def _constants(config: Config, q: QuantizedWeight) -> dict[str, int | bool]:
+    """Return the kernel's constants that the weight's form and the tiles decide."""
+    return {
+        "BITS": q.bits,
+        "GROUPED": q.group_size is not None,
+        "SYMMETRIC": q.symmetric,
+        "BH": config.blocks,
+        "BT": parts_of(config)[0],
+        "EXTRA": parts_of(config)[1],
+        "KS": slot_columns(config),
+        "STAGES": config.stages,
+        "FAR": _FAR,
+        "LATE": _late(config),
+        "WGS": config.warpgroups,
+        "ASKER": config.asker,
+    }
+
+
+def _late(config: Config) -> bool:
+    """Whether x is asked for between products; ptxas serialises those of two row blocks then."""
+    return config.blocks == 1
+
+
+def _tiles_together(k: int, bt: int) -> int:
+    """Tiles of x that take turns under a tile of w: what stays in the L2 beside the words."""
+    return max(4, _TOGETHER_BYTES // (2 * k * bt))

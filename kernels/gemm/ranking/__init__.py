@@ -1,0 +1,1 @@
+"""How quick a configuration will be: a model of the machine, and what was found by trying."""

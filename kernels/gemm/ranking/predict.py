@@ -1,0 +1,294 @@
+"""How long a product takes in a configuration: a model of the machine, fitted once on one card.
+
+    programs, spread over the multiprocessors, R of them resident on each (registers, shared memory)
+        latency   waves of resident programs * (start + k-groups * step)
+        issue     k-groups of the fullest multiprocessor * share
+        memory    bytes / bandwidth;  L2: what programs read of x / the L2's rate
+    time = launch + the largest of these (smoothly) + what shared tiles cost
+
+`step_times.json` holds, for every form of the kernels, start, step and share in microseconds on
+the reference machine (`machine.REFERENCE`) and the registers of a thread; benchmarks/fit_gemm.py
+writes it from timings of every configuration (benchmarks/gemm_search.py) and says what the choice
+loses against the best of them. Entries with `weights` were fitted to that form of weights
+(benchmarks/fit_weights.py): bfloat16 with zeros takes more registers and instructions than
+float16. On another machine steps take as many clocks, and as much longer as its tensor cores need
+for their products.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+from llmpq.kernels.formats.weight_layout import BLOCK_ROWS, GROUP
+from llmpq.kernels.gemm.config import Config
+from llmpq.kernels.gemm.gluon.gluon_plan import schedule, tile_rows, tiles_of
+from llmpq.kernels.gemm.ranking.machine import REFERENCE, Machine
+
+SHARPNESS = 6.0
+"""Of the largest of the bounds: near each other they add up a little."""
+THREE_BIT_STEPS = 1.15
+"""Of 4 bits': planes of 2 and 1 bits take more instructions."""
+PAST_ROWS = 0.4
+"""Of a step, were all rows past the end."""
+X_IN_L2 = 0.25
+"""Of the L2: where x is larger, tiles cut at other k-groups than their neighbours read it again."""
+
+
+@dataclass(frozen=True)
+class Product:
+    """What is multiplied: y [rows, n] = x [rows, k] w^T, w of `bits`."""
+
+    bits: int
+    n: int
+    k: int
+    rows: int
+    form: str = "fp16"
+    """dtype and zeros, as in `choice.form_name`."""
+
+    @property
+    def groups(self) -> int:
+        """K in k-groups."""
+        return -(-self.k // GROUP)
+
+    @property
+    def moved_bytes(self) -> float:
+        """Words and scales once, x and y once."""
+        words = self.n * self.k * self.bits / 8 + 2 * self.n * self.groups
+        return words + 2 * self.rows * (self.k + self.n)
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Of one form of a kernel, in microseconds on the reference machine."""
+
+    start_us: float
+    step_us: float
+    share_us: float
+    registers: dict[str, int]
+    """Of a thread, by the form of the weight."""
+
+    def of(self, form: str) -> int:
+        """Return the registers of a form of weights; the most known for one that is not."""
+        return self.registers.get(form) or max(self.registers.values(), default=128)
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a configuration makes of a product, in counts."""
+
+    steps: int
+    """k-groups of a program, one after the other."""
+    turns: float
+    """Starts of a program or its tiles on the fullest multiprocessor, one after the other."""
+    issued: int
+    """k-groups of the fullest multiprocessor."""
+    l2_bytes: float
+    again_bytes: float = 0.0
+    """Of x, read again from memory."""
+    pieces: float = 0.0
+    """gluon: pieces of a program's run of shared tiles."""
+    sharers: float = 0.0
+    """gluon: programs that share a tile."""
+
+
+def form_key(config: Config, bits: int) -> str:
+    """Return the name of a configuration's form in `step_times.json`."""
+    if config.kernel == "rows":
+        return f"rows w{bits} {config.warps} warps, {config.depth} ahead"
+    if config.kernel == "gluon":
+        name = f"gluon w{bits} {config.warpgroups}x{64 * config.blocks}x{config.bm} "
+        name += f"{config.stages} stages" + (", asker" if config.asker else "")
+        return name + (f", {config.registers} registers" if config.registers else "")
+    name = f"tile w{bits} {config.warps}x{BLOCK_ROWS * config.blocks}x{config.bm} "
+    name += f"{config.depth} ahead" if config.stages == 1 else f"{config.stages} stages"
+    return name + (f", {config.registers} registers" if config.registers else "")
+
+
+def step_time(config: Config, bits: int, weights: str | None = None) -> StepTime | None:
+    """Return what was fitted of a configuration's form; None if nothing was.
+
+    `weights`: their form, as in `choice.form_name`; its own timings come before float16's.
+    """
+    key, table = form_key(config, 4 if bits == 3 else bits), _table()[1]
+    found = table.get((key, weights)) or table.get((key, None))
+    if found is None or bits != 3:
+        return found
+    return StepTime(
+        found.start_us,
+        found.step_us * THREE_BIT_STEPS,
+        found.share_us * THREE_BIT_STEPS,
+        found.registers,
+    )
+
+
+def resident(config: Config, product: Product, machine: Machine, registers: int) -> int:
+    """Return the programs of a configuration that fit a multiprocessor; 0: not even one."""
+    shared = shared_estimate(config, product.bits, machine)
+    if shared > machine.shared_block:
+        return 0
+    by_registers = machine.registers // (32 * config.warps * (-(-registers // 8) * 8))
+    return max(1, min(by_registers, machine.shared_all // (shared + 1024), 64 // config.warps))
+
+
+def shared_estimate(config: Config, bits: int, machine: Machine) -> int:
+    """Return an upper bound of a Triton form's shared memory: stages or operands, or its sums.
+
+    Other than Hopper's, tensor cores take w from where a warp's lanes have exchanged it.
+    """
+    if config.kernel == "rows":
+        return 1024 * config.warps
+    x = config.bm * GROUP * 2
+    rows = BLOCK_ROWS * config.blocks * config.warps
+    exchanged = 0 if machine.capability == (9, 0) else rows * GROUP * 2
+    if config.stages == 1:
+        loop = x * config.depth + exchanged
+    else:
+        loop = config.stages * (rows * GROUP * bits // 8 + 4 * rows + x) + exchanged
+    return max(loop, 4 * rows * config.bm) + 2048
+
+
+def work(config: Config, product: Product, machine: Machine, residents: int) -> Work:
+    """Count what a configuration makes of a product."""
+    groups, rows = product.groups, product.rows
+    if config.kernel == "gluon":
+        return _gluon_work(config, product, machine)
+    if config.kernel == "rows":
+        programs = -(-product.n // (BLOCK_ROWS * config.blocks))
+        steps = -(-groups // config.warps)
+        l2_bytes = float(programs * product.k * 2 * 8)
+    else:
+        tile = BLOCK_ROWS * config.blocks * config.warps
+        programs = -(-rows // config.bm) * -(-product.n // tile) * config.split
+        depth = config.depth if config.stages == 1 and groups % config.depth == 0 else 1
+        steps = -(-(groups // depth) // config.split) * depth
+        l2_bytes = float(programs * steps * config.bm * 2 * GROUP)
+    fullest = -(-programs // machine.multiprocessors)
+    return Work(
+        steps=steps,
+        turns=-(-fullest // residents),
+        issued=fullest * steps,
+        l2_bytes=l2_bytes,
+    )
+
+
+def _gluon_work(config: Config, product: Product, machine: Machine) -> Work:
+    tiles, groups = tiles_of(config, product.n, product.rows), product.groups
+    programs, whole = schedule(config, tiles, groups, machine.multiprocessors)
+    rest, waves = tiles - whole, -(-whole // programs)
+    run = -(-rest * groups // programs)
+    pieces = 0.0
+    if rest:
+        aligned = (rest * groups) % programs == 0 and programs % rest == 0
+        pieces = run / groups + (0 if aligned else 1)
+    steps = waves * groups + run
+    large = 2 * product.rows * product.k > X_IN_L2 * machine.l2_bytes
+    x_bytes = config.bm * 2 * GROUP * programs
+    return Work(
+        steps=steps,
+        turns=waves + pieces,
+        issued=steps,
+        l2_bytes=float(x_bytes * steps),
+        again_bytes=float(x_bytes * run) if large else 0.0,
+        pieces=pieces,
+        sharers=programs / rest if rest else 0.0,
+    )
+
+
+def past_the_end(config: Config, rows: int) -> float:
+    """Return what a step of `gluon_kernel` takes longer for rows that TMA fills with zeros.
+
+    Of one tile with 96 rows of 128: up to a fifth in two warpgroups, nothing in three (H200).
+    """
+    if config.kernel != "gluon" or config.warpgroups > 2 or rows >= config.bm:
+        return 1.0
+    return 1 + PAST_ROWS * (1 - rows / config.bm)
+
+
+def expected_us(config: Config, product: Product, machine: Machine) -> float:
+    """Return the microseconds that the model expects; infinite where a form does not fit."""
+    if config.kernel == "dense":
+        return dense_us(product, machine)
+    time = step_time(config, product.bits, product.form)
+    if time is None:
+        return math.inf
+    residents = 1
+    if config.kernel != "gluon":
+        residents = resident(config, product, machine, time.of(product.form))
+        if residents == 0:
+            return math.inf
+    made = work(config, product, machine, residents)
+    return bounds_us(config, product, machine, time, made)
+
+
+def bounds_us(
+    config: Config, product: Product, machine: Machine, time: StepTime, made: Work
+) -> float:
+    """Return the time of counted work."""
+    c = _table()[0]
+    clock = REFERENCE.clock_hz / machine.clock_hz
+    slower_us = _slower_us(config, machine)
+    step_us, share_us = time.step_us * clock + slower_us, time.share_us * clock + slower_us
+    sharing_us = 0.0
+    if config.kernel == "gluon":
+        step_us *= past_the_end(config, product.rows)
+        issue_us = made.issued * step_us + made.turns * time.start_us * clock
+        latency_us = 0.0
+        if made.pieces:
+            one = tile_rows(config) * config.bm * 4
+            sharing_us = c["cut_us"] + made.pieces * one / (c["share_bytes_us"] * 1e6)
+            sharing_us += c["sharer_us"] * max(0.0, made.sharers - 1) * one / 65536
+            sharing_us *= clock
+        sharing_us += made.again_bytes / (machine.bandwidth * c["again_rate"]) * 1e6
+        launch_us = c["gluon_launch_us"]
+        read = c["gluon_read"]
+    else:
+        more = 1 + c["rows_more"] * (product.rows - 1) if config.kernel == "rows" else 1.0
+        latency_us = made.turns * (time.start_us * clock + made.steps * step_us * more)
+        issue_us = made.issued * share_us * more
+        sharing_us = c["split_us"] if config.split > 1 else 0.0
+        launch_us, read = c["rows_launch_us" if config.kernel == "rows" else "launch_us"], 1.0
+    memory_us = product.moved_bytes / (machine.bandwidth * read) * 1e6
+    scale = machine.multiprocessors * machine.clock_hz
+    l2_rate = c["gluon_l2" if config.kernel == "gluon" else "l2"]
+    scale /= REFERENCE.multiprocessors * REFERENCE.clock_hz
+    parts = (latency_us, issue_us, memory_us, 1e6 * made.l2_bytes / (l2_rate * scale))
+    return launch_us + sum(p**SHARPNESS for p in parts) ** (1 / SHARPNESS) + sharing_us
+
+
+def _slower_us(config: Config, machine: Machine) -> float:
+    """Return what a k-group's products take longer than on the reference machine."""
+    if config.kernel == "rows":
+        flops = 2 * BLOCK_ROWS * config.blocks * config.warps * 8 * GROUP
+    elif config.kernel == "gluon":
+        flops = 2 * tile_rows(config) * config.bm * GROUP
+    else:
+        flops = 2 * BLOCK_ROWS * config.blocks * config.warps * config.bm * GROUP
+    here = flops / (machine.flops_a_clock * machine.clock_hz)
+    there = flops / (REFERENCE.flops_a_clock * REFERENCE.clock_hz)
+    return max(0.0, here - there) * 1e6
+
+
+def dense_us(product: Product, machine: Machine) -> float:
+    """Return the time of dequantising, then cuBLAS: the copy is written and read once."""
+    copy = 2 * product.n * product.k
+    rate = machine.flops_a_clock * machine.clock_hz * machine.multiprocessors * 0.75
+    flops = 2 * product.rows * product.n * product.k
+    reads = max(flops / rate, (copy + 2 * product.rows * product.k) / machine.bandwidth)
+    return 6.0 + 1e6 * ((product.moved_bytes + copy) / machine.bandwidth + reads)
+
+
+@functools.cache
+def _table() -> tuple[dict[str, float], dict[tuple[str, str | None], StepTime]]:
+    """Return the constants and every form's times, by form and kind of weights, None for any."""
+    data = json.loads(Path(__file__).with_name("step_times.json").read_text())
+    forms = {
+        (e["form"], e.get("weights")): StepTime(
+            e["start_us"], e["step_us"], e["share_us"], e.get("registers") or {}
+        )
+        for e in data["forms"]
+    }
+    return data["constants"], forms

@@ -1,0 +1,192 @@
+"""Attention of rows of several tokens over a pool of packed blocks, causal inside.
+
+    scores [M, 64] = (q scale) [M, D] K^T [D, 64] + q zero         M = 64: TILE new tokens of a row
+    out    [M, D] += (p scale) [M, 64] V [64, D] + p zero          times a group's query heads
+
+A query sees the keys below its own line packed and the others in 16 bits: old ones in the ring,
+which nobody has written since, new ones where the step has left them. Key scales are folded into
+queries once a block, value scales into probabilities, so that unpacked codes (subnormals, see
+unpack.py) go to the tensor cores as they are, by way of shared memory. Columns of keys and rows of
+values come out of a word in an order of their own (kv_block.py): queries are loaded in it, and the
+output is put in order once, between the packed and the 16-bit keys.
+
+Cost: D * bits / 4 bytes of packed keys and values per token and tile, 4 D operations per query
+head, new token and key, 1.3 integer instructions per 4-bit element and tile.
+
+R rows.  H query heads.  G key/value heads.  D head_dim.  m r g t o h: see kv_block.py.
+"""
+
+# Triton kernels take no annotations.
+# mypy: allow-untyped-defs, allow-incomplete-defs
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from llmpq.kernels.kv.low_bit.attend import P_SHIFT, TILE
+from llmpq.kernels.kv.low_bit.register_operands import words
+from llmpq.kernels.kv.low_bit.ring_attend import BLOCK, LOG2_E, RING, capped, packed_line
+from llmpq.kernels.kv.low_bit.unpack import TWO_24, unpack
+
+
+@triton.jit
+def _softmax_step(x, seen, m_i, l_i):
+    """Take scores into a running softmax: probabilities times 2**P_SHIFT, the old ones' factor."""
+    x = tl.where(seen, x, -1.0e30)
+    m_new = tl.maximum(m_i, tl.max(x, 1))
+    alpha = tl.exp2(m_i - m_new)
+    p = tl.where(seen, tl.exp2(x - m_new[:, None] + P_SHIFT), 0.0)
+    return p, alpha, m_new, l_i * alpha + tl.sum(p, 1)
+
+
+@triton.jit
+def _packed_keys(
+    q, k_words, k_params, v_words, v_params, own_table, head, first, blocks, line, position, slope,
+    score_scale, cap, window, m_i, l_i, acc,
+    G: tl.constexpr, D: tl.constexpr, BITS: tl.constexpr, ALIBI: tl.constexpr,
+    CAPPED: tl.constexpr, WINDOWED: tl.constexpr, STAGES: tl.constexpr, EMULATE: tl.constexpr,
+):  # fmt: skip
+    """Take packed blocks into the softmax of M queries, which have the keys' order of channels."""
+    VECS: tl.constexpr = D * BITS // 64
+    UNIT: tl.constexpr = TWO_24 / 2 ** (8 - BITS)
+    OPERAND: tl.constexpr = tl.float32 if (q.dtype == tl.float32) & (D <= 128) else tl.float16
+    c = tl.arange(0, D)
+    channel = c // 2 % 4 * (D // 4) + (c // 16 * 2 + c // 8 % 2) * 2 + c % 2
+    row = tl.arange(0, 64)
+    m, r, g = row // 16, row // 8 % 2, row % 8
+    token = 16 * m + 2 * g + r
+    in_memory = 8 * g + 2 * m + r
+    q = q.to(tl.float32)
+    z_i = tl.zeros_like(m_i)
+    for block in tl.range(first, blocks, num_stages=STAGES):
+        at = tl.load(own_table + block).to(tl.int64) * G + head
+        kp_at = k_params + at * (2 * D)
+        scale = tl.load(kp_at + channel).to(tl.float32)
+        zero = tl.load(kp_at + D + channel).to(tl.float32)
+        q_codes = (q * scale[None, :]).to(OPERAND)
+        q_zero = tl.sum(q * zero[None, :], 1)[:, None]
+        seen = (line > block * BLOCK)[:, None] & (row >= 0)[None, :]
+        for half in tl.static_range(2):
+            tile_at = (2 * at + half) * (VECS * 128)
+            vp_at = v_params + at * (2 * BLOCK) + half * TILE + in_memory
+            k = unpack(words(k_words + tile_at, VECS), 4, D // 16, BITS, 2, EMULATE)
+            x = tl.dot(q_codes, tl.trans(k.to(OPERAND)), input_precision="ieee")
+            x = (x * UNIT + q_zero) * score_scale
+            if CAPPED:
+                x = capped(x, cap)
+            behind = position[:, None] - (token + half * TILE + block * BLOCK)[None, :]
+            if ALIBI:
+                x -= slope[:, None] * behind.to(tl.float32)
+            within = seen & (behind < window) if WINDOWED else seen
+            p, alpha, m_i, l_i = _softmax_step(x, within, m_i, l_i)
+            z_i = z_i * alpha + tl.sum(p * tl.load(vp_at + BLOCK).to(tl.float32)[None, :], 1)
+            p *= tl.load(vp_at).to(tl.float32)[None, :]
+            v = unpack(words(v_words + tile_at, VECS), D // 16, 4, BITS, 2, EMULATE)
+            acc = tl.dot(
+                p.to(OPERAND), tl.trans(v.to(OPERAND)), acc * alpha[:, None],
+                input_precision="ieee",
+            )  # fmt: skip
+    acc = acc * UNIT + z_i[:, None]
+    acc = tl.permute(tl.reshape(acc, (acc.shape[0], D // 16, 2, 8)), (0, 3, 1, 2))
+    return m_i, l_i, tl.reshape(acc, (acc.shape[0], D))
+
+
+@triton.jit
+def _newest_keys(
+    q, k_new, v_new, k_ring, v_ring, since, start, end, new_at, ring_at, kv_stride, line, position,
+    slope, score_scale, cap, window, m_i, l_i, acc,
+    D: tl.constexpr, N: tl.constexpr, ALIBI: tl.constexpr, CAPPED: tl.constexpr,
+    WINDOWED: tl.constexpr,
+):  # fmt: skip
+    """Take 16-bit tokens since..end-1 into the softmax: below `start` the ring's, then new ones."""
+    OPERAND: tl.constexpr = tl.float32 if (q.dtype == tl.float32) & (D <= 128) else tl.float16
+    q = q.to(OPERAND)
+    d = tl.arange(0, D)[None, :]
+    for t0 in tl.range(since, end, N, num_stages=2):
+        t = t0 + tl.arange(0, N)
+        old = (t < start)[:, None] & (d >= 0)
+        new = ((t >= start) & (t < end))[:, None] & (d >= 0)
+        old_at = ring_at + (t % RING)[:, None] * D + d
+        at = new_at + (t - start)[:, None] * kv_stride + d
+        k = tl.load(k_ring + old_at, mask=old, other=0.0)
+        k = tl.where(old, k, tl.load(k_new + at, mask=new, other=0.0)).to(OPERAND)
+        v = tl.load(v_ring + old_at, mask=old, other=0.0)
+        v = tl.where(old, v, tl.load(v_new + at, mask=new, other=0.0)).to(OPERAND)
+        x = tl.dot(q, tl.trans(k), input_precision="ieee") * score_scale
+        if CAPPED:
+            x = capped(x, cap)
+        behind = position[:, None] - t[None, :]
+        if ALIBI:
+            x -= slope[:, None] * behind.to(tl.float32)
+        seen = (behind >= 0) & (t[None, :] >= line[:, None])
+        if WINDOWED:
+            seen &= behind < window
+        p, alpha, m_i, l_i = _softmax_step(x, seen, m_i, l_i)
+        acc = tl.dot(p.to(OPERAND), v, acc * alpha[:, None], input_precision="ieee")
+    return l_i, acc
+
+
+@triton.jit(do_not_specialize=["num_rows", "columns", "cap", "window"])
+def chunk_packed(
+    q_ptr, k_new, v_new, k_words, k_params, v_words, v_params, k_ring, v_ring, rows, table, slopes,
+    sinks, out_ptr, score_scale, num_rows, columns, cap, window, kv_stride,
+    H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, BITS: tl.constexpr, M: tl.constexpr,
+    N: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr, ALIBI: tl.constexpr,
+    CAPPED: tl.constexpr, WINDOWED: tl.constexpr, SINKS: tl.constexpr, STAGES: tl.constexpr,
+    PDL: tl.constexpr, EMULATE: tl.constexpr,
+):  # fmt: skip
+    """TILE new tokens of a row of several, times the query heads of one key/value head."""
+    C: tl.constexpr = H // G
+    tile = tl.program_id(0)
+    head = tl.program_id(1)
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    sums = rows + 4 * num_rows
+    if tile < tl.load(sums + num_rows - 1):
+        r = tl.arange(0, ROWS)
+        ends = tl.load(sums + r, mask=r < num_rows, other=2147483647)
+        row = tl.sum((ends <= tile).to(tl.int32), 0)
+        slot = tl.load(rows + row).to(tl.int64)
+        start = tl.load(rows + num_rows + row)
+        count = tl.load(rows + 2 * num_rows + row)
+        place = tl.load(rows + 3 * num_rows + row).to(tl.int64)
+        begin = (tile - tl.load(sums + row - 1, mask=row > 0, other=0)) * TILE
+        end = start + tl.minimum(count, begin + TILE)
+
+        # ---- queries: row m is head m % C of the group, new token begin + m // C
+        m = tl.arange(0, M)
+        new = begin + m // C
+        used = (m < TILE * C) & (new < count)
+        position = start + tl.minimum(new, count - 1)
+        line = packed_line(position)
+        at = ((place + new) * H + head * C + m % C)[:, None] * D
+        d = tl.arange(0, D)
+        slope = tl.zeros([M], tl.float32)
+        if ALIBI:
+            slope = tl.load(slopes + head * C + m % C, mask=used, other=0.0) * LOG2_E
+        m_i = tl.full([M], -1.0e30, tl.float32)
+        l_i = tl.zeros([M], tl.float32)
+        if SINKS:  # one more score, of a key without a value
+            m_i = tl.load(sinks + head * C + m % C).to(tl.float32) * LOG2_E
+            l_i += tl.exp2(P_SHIFT)
+        acc = tl.zeros([M, D], tl.float32)
+        channel = d // 2 % 4 * (D // 4) + (d // 16 * 2 + d // 8 % 2) * 2 + d % 2
+        q = tl.load(q_ptr + at + channel[None, :], mask=used[:, None], other=0.0)
+        since = tl.maximum(start + begin - window + 1, 0) if WINDOWED else 0
+        m_i, l_i, acc = _packed_keys(
+            q, k_words, k_params, v_words, v_params, table + slot * columns, head, since // BLOCK,
+            packed_line(end - 1) // BLOCK, line, position, slope, score_scale, cap, window, m_i,
+            l_i, acc, G, D, BITS, ALIBI, CAPPED, WINDOWED, STAGES, EMULATE,
+        )  # fmt: skip
+        q = tl.load(q_ptr + at + d[None, :], mask=used[:, None], other=0.0)
+        l_i, acc = _newest_keys(
+            q, k_new, v_new, k_ring, v_ring, tl.maximum(packed_line(start + begin), since // N * N),
+            start, end, place * kv_stride + head * D, (slot * G + head) * (RING * D), kv_stride,
+            line, position, slope, score_scale, cap, window, m_i, l_i, acc,
+            D, N, ALIBI, CAPPED, WINDOWED,
+        )  # fmt: skip
+        out = acc / tl.maximum(l_i, 1e-30)[:, None]
+        tl.store(out_ptr + at + d[None, :], out.to(out_ptr.dtype.element_ty), mask=used[:, None])

@@ -1,0 +1,204 @@
+"""How attention over a pool of packed blocks is launched, and its rows as kernels read them.
+
+    rows [7, R]   as paged_rows.py says; the last two running sums are, of rows of one token, the
+                  steps over packed tiles (of `tiles` tiles) and those over the 16-bit ring
+
+Nothing here depends on the rows of a step, so that a captured step serves any.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import triton
+
+from llmpq.kernels.formats.kv_block import TILE_TOKENS, KVFormat
+from llmpq.kernels.kv.launch_plan import AHEAD, LOOP_SHAPE, programs_per_sm, shared_memory
+from llmpq.kernels.kv.paged.paged_plan import Scores
+from llmpq.kernels.kv.paged.paged_rows import summed_rows
+from llmpq.kernels.multiprocessors import multiprocessors
+from llmpq.precision import KVPrecision
+from llmpq.sizes.kv_format import BLOCK_TOKENS, TAIL_TOKENS, packed_end
+
+RING_STEP = 32
+"""Tokens of a step over the ring (attend.py)."""
+CHUNK_ROWS = 64
+"""Query rows of a chunk's program: what a warp group of tensor cores multiplies at once."""
+CHUNK_KEYS = 32
+"""16-bit keys that a chunk's program takes at once, of the ring and new ones; wide heads: half."""
+WORD_K_WIDTH = 4 if tuple(map(int, triton.__version__.split(".")[:2])) < (3, 7) else 2
+"""As ops.py."""
+MERGED = 16
+"""Parts that the combine loads at once."""
+HEAD_DIMS = (32, 64, 128, 256)
+"""What heads may have: reshapes of registers know powers of two."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PackedPlan:
+    """How steps over a pool of packed blocks are launched, whatever their rows."""
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    bits: int
+    item: int
+    """Bytes of an element of queries and rings."""
+    columns: int
+    """Query heads that a decoding program takes."""
+    tiles: int
+    """Packed tiles of a step of its loop."""
+    stages: int
+    programs: int
+    """Programs of a key/value head (and of `columns` of its query heads) that share the rows."""
+    ahead: int = AHEAD
+    """Packed tiles that a program asks the L2 for before the kernel in front ends."""
+
+    @classmethod
+    @functools.cache
+    def of(
+        cls, fmt: KVFormat, heads: int, kv_heads: int, dtype: torch.dtype, device: torch.device
+    ) -> PackedPlan:
+        """Choose as many programs as a device holds at once; `ValueError` for other formats."""
+        if fmt.key_group != BLOCK_TOKENS or fmt.head_dim not in HEAD_DIMS:
+            raise ValueError(
+                f"a pool of packed blocks takes heads of {HEAD_DIMS} channels and key groups of "
+                f"{BLOCK_TOKENS} tokens, got {fmt.head_dim} and {fmt.key_group}"
+            )
+        columns = 8 if heads // kv_heads <= 8 else 16
+        tiles, stages = LOOP_SHAPE[fmt.bits]
+        resident = programs_per_sm(
+            *(fmt.bits, fmt.head_dim, columns, tiles, stages), shared=shared_memory(device)[1]
+        )
+        plan = cls(
+            heads=heads,
+            kv_heads=kv_heads,
+            head_dim=fmt.head_dim,
+            bits=fmt.bits,
+            item=dtype.itemsize,
+            columns=columns,
+            tiles=tiles,
+            stages=stages,
+            programs=1,
+        )
+        programs = max(1, resident * multiprocessors(device) // plan.head_parts)
+        return cls(**{**vars(plan), "programs": programs})
+
+    @property
+    def fmt(self) -> KVFormat:
+        """The format of blocks."""
+        return KVFormat(precision=KVPrecision(f"kv{self.bits}"), head_dim=self.head_dim)
+
+    @property
+    def head_parts(self) -> int:
+        """Key/value heads times the programs that share one's query heads."""
+        return self.kv_heads * -(-self.group_heads // self.columns)
+
+    @property
+    def group_heads(self) -> int:
+        """Query heads of a key/value head."""
+        return self.heads // self.kv_heads
+
+    @property
+    def chunk_rows(self) -> int:
+        """Query rows of a chunk's program: fewer where wide heads take the memory.
+
+        Float32 takes more of it and no tensor core; wide heads of float32 are rounded to fp16.
+        """
+        most = CHUNK_ROWS if self.head_dim <= 128 else CHUNK_ROWS // 2
+        most = 16 if self.item == 4 else most
+        return max(most, triton.next_power_of_2(self.group_heads))
+
+    @property
+    def tile_queries(self) -> int:
+        """New tokens that a chunk's program takes."""
+        return self.chunk_rows // self.group_heads
+
+    def table(
+        self,
+        slots: Sequence[int],
+        starts: Sequence[int],
+        counts: Sequence[int],
+        *,
+        num_rows: int,
+        num_places: int,
+    ) -> list[list[int]]:
+        """Return the rows' table, padding behind them."""
+        step = self.tiles * TILE_TOKENS
+
+        def steps_of(position: int) -> tuple[int, int]:
+            line = packed_end(position)
+            return line // step, -(-(position + 1 - line) // RING_STEP)
+
+        return summed_rows(
+            *(slots, starts, counts, steps_of),
+            num_rows=num_rows,
+            num_places=num_places,
+            tile_queries=self.tile_queries,
+        )
+
+    def decode_options(self, rows: int, scores: Scores, *, pdl: bool) -> dict[str, int | bool]:
+        """Return the constants of `decode_packed` for steps of so many rows."""
+        return (
+            self._options(rows, pdl=pdl)
+            | {
+                "BITS": self.bits,
+                "R": self.columns,
+                "PROGRAMS": self.programs,
+                "TILES": self.tiles,
+                "STAGES": self.stages,
+                "AHEAD": min(8, self.ahead),
+                "KW": WORD_K_WIDTH,
+                "KW0": 2,
+                "num_warps": 1,
+            }
+            | {name: scores.options[name] for name in ("ALIBI", "CAPPED", "WINDOWED")}
+        )
+
+    def combine_options(self, scores: Scores, *, pdl: bool) -> dict[str, int | bool]:
+        """Return the constants of `combine_packed`."""
+        options = self._options(1, pdl=pdl)
+        del options["ROWS"]
+        own = {"R": self.columns, "PROGRAMS": self.programs, "X": MERGED, "num_warps": 4}
+        return options | own | {"SINKS": scores.sinks}
+
+    def chunk_options(self, rows: int, scores: Scores, *, pdl: bool) -> dict[str, int | bool]:
+        """Return the constants of `chunk_packed` for steps of so many rows."""
+        return (
+            self._options(rows, pdl=pdl)
+            | {
+                "BITS": self.bits,
+                "M": self.chunk_rows,
+                "N": CHUNK_KEYS if self.head_dim <= 128 else CHUNK_KEYS // 2,
+                "TILE": self.tile_queries,
+                "STAGES": 2 if self.head_dim <= 128 else 1,
+                "num_warps": 8,
+            }
+            | scores.options
+        )
+
+    def append_options(
+        self, rows: int, *, rotary: bool, chunks: bool, behind: bool, pdl: bool
+    ) -> dict[str, int | bool]:
+        """Return the constants of `append_packed` for steps of so many rows."""
+        options = self._options(rows, pdl=pdl) | {"BITS": self.bits, "KEY_GROUP": BLOCK_TOKENS}
+        own = {"ROTARY": rotary, "CHUNKS": chunks, "BEHIND": TAIL_TOKENS if behind else 0}
+        return options | own | {"num_warps": 8}
+
+    def ring_options(self, *, pdl: bool) -> dict[str, int | bool]:
+        """Return the constants of `write_rings`."""
+        return {
+            "G": self.kv_heads, "D": self.head_dim, "TOKENS": RING_STEP, "PDL": pdl, "num_warps": 4
+        }  # fmt: skip
+
+    def _options(self, rows: int, *, pdl: bool) -> dict[str, int | bool]:
+        return {
+            "H": self.heads,
+            "G": self.kv_heads,
+            "D": self.head_dim,
+            "ROWS": triton.next_power_of_2(rows),
+            "PDL": pdl,
+        }

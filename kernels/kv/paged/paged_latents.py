@@ -1,0 +1,341 @@
+"""Attention of a step's rows of any lengths over latents (MLA) in blocks of a pool.
+
+    pool [blocks, 1, PAGE, D]    token p of a request: p % PAGE of block table[slot, p // PAGE];
+                                 its first V channels are its values as well
+    scores [R, N] = q [R, D] C^T [D, N]      D = MAIN + REST, a power of two and the rest
+    out    [R, V] += p [R, N] C[:, :V]
+
+    decode   rows of one token: program = HEADS query heads of a row, one of SPLITS shares of its
+             keys; `combine` merges a row's parts and gives padding zeros
+    chunk    rows of several: program = TILE new tokens times HEADS query heads over all they see
+
+Lengths and tables are read on the device (paged_rows.py), so a captured step serves any mix of as
+many rows and places. Cost: D elements of the pool a token, once for HEADS heads; 4 D operations per
+query head, new token and key.
+
+H query heads, D channels, V of them values, T places, R rows.
+"""
+
+# Triton kernels take no annotations.
+# mypy: allow-untyped-defs, allow-incomplete-defs
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from llmpq.kernels.kv.launch_plan import shared_memory
+from llmpq.kernels.kv.paged.paged_rows import summed_rows
+from llmpq.kernels.kv.plain_attend import choose_splits
+from llmpq.kernels.kv.ruled_attend import halves
+from llmpq.kernels.multiprocessors import multiprocessors
+from llmpq.sizes.kv_format import BLOCK_TOKENS
+
+BESIDE = 8192
+"""Bytes of shared memory that a program takes beside its tiles, at most."""
+
+
+@triton.jit
+def _attended(
+    q, q_rest, pool, own_table, position, first, end, scale,
+    D: tl.constexpr, V: tl.constexpr, MAIN: tl.constexpr, REST: tl.constexpr, R: tl.constexpr,
+    N: tl.constexpr, PAGE: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """The softmax of some query rows over keys first..end-1; first is a multiple of N."""
+    d = tl.arange(0, MAIN)
+    e = MAIN + tl.arange(0, REST if REST > 0 else 16)
+    m_i = tl.full([R], -1.0e30, tl.float32)
+    l_i = tl.zeros([R], tl.float32)
+    acc = tl.zeros([R, MAIN], tl.float32)
+    acc_rest = tl.zeros([R, REST if REST > 0 else 16], tl.float32)
+    for t0 in tl.range(first, end, N, num_stages=STAGES):
+        t = t0 + tl.arange(0, N)
+        block = tl.load(own_table + t0 // PAGE).to(tl.int64)
+        at = (block * PAGE + t % PAGE) * D
+        live = t < end
+        c = tl.load(
+            pool + at[:, None] + d[None, :], mask=live[:, None] & (d < D)[None, :], other=0.0
+        )
+        x = tl.dot(q, tl.trans(c), input_precision="ieee")
+        if REST > 0:
+            c_rest = tl.load(
+                pool + at[:, None] + e[None, :], mask=live[:, None] & (e < D)[None, :], other=0.0
+            )
+            x = tl.dot(q_rest, tl.trans(c_rest), x, input_precision="ieee")
+        seen = (t[None, :] <= position[:, None]) & live[None, :]
+        x = tl.where(seen, x * (scale * 1.4426950408889634), -1.0e30)
+        m_new = tl.maximum(m_i, tl.max(x, 1))
+        alpha = tl.exp2(m_i - m_new)
+        p = tl.where(seen, tl.exp2(x - m_new[:, None]), 0.0)
+        m_i = m_new
+        l_i = l_i * alpha + tl.sum(p, 1)
+        acc = tl.dot(p.to(c.dtype), c, acc * alpha[:, None], input_precision="ieee")
+        if V > MAIN:
+            acc_rest = tl.dot(
+                p.to(c.dtype), c_rest, acc_rest * alpha[:, None], input_precision="ieee"
+            )
+    whole = tl.maximum(l_i, 1e-30)
+    lse = tl.where(l_i > 0, m_i + tl.log2(whole), -1.0e30)
+    return acc / whole[:, None], acc_rest / whole[:, None], lse
+
+
+@triton.jit
+def _queries(q_ptr, row, used, D: tl.constexpr, MAIN: tl.constexpr, REST: tl.constexpr):
+    """Queries [R, MAIN] and what is left of them."""
+    d = tl.arange(0, MAIN)
+    e = MAIN + tl.arange(0, REST if REST > 0 else 16)
+    q = tl.load(
+        q_ptr + row[:, None] * D + d[None, :], mask=used[:, None] & (d < D)[None, :], other=0.0
+    )
+    q_rest = tl.load(
+        q_ptr + row[:, None] * D + e[None, :], mask=used[:, None] & (e < D)[None, :], other=0.0
+    )
+    return q, q_rest
+
+
+@triton.jit
+def _store(
+    to, stride: tl.constexpr, row, used, out, out_rest, V: tl.constexpr, MAIN: tl.constexpr,
+    REST: tl.constexpr,
+):  # fmt: skip
+    """Write rows of `stride` channels."""
+    d = tl.arange(0, MAIN)
+    at = to + row[:, None] * stride
+    kind = to.dtype.element_ty
+    tl.store(at + d[None, :], out.to(kind), mask=used[:, None] & (d < V)[None, :])
+    if V > MAIN:
+        e = MAIN + tl.arange(0, REST)
+        tl.store(at + e[None, :], out_rest.to(kind), mask=used[:, None] & (e < V)[None, :])
+
+
+@triton.jit(do_not_specialize=["num_rows", "columns"])
+def decode_latents(
+    q_ptr, pool, rows, table, part_ptr, lse_ptr, scale, num_rows, columns,
+    H: tl.constexpr, D: tl.constexpr, V: tl.constexpr, MAIN: tl.constexpr, REST: tl.constexpr,
+    R: tl.constexpr, HEADS: tl.constexpr, N: tl.constexpr, PAGE: tl.constexpr,
+    SPLITS: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """One share of the keys of a row of one token, for HEADS query heads."""
+    split = tl.program_id(0)
+    row = tl.program_id(2)
+    slot = tl.load(rows + row)
+    count = tl.load(rows + 2 * num_rows + row)
+    if (slot >= 0) & (count == 1):
+        start = tl.load(rows + num_rows + row)
+        place = tl.load(rows + 3 * num_rows + row).to(tl.int64)
+        r = tl.arange(0, R)
+        head = tl.program_id(1) * HEADS + r
+        used = (r < HEADS) & (head < H)
+        q, q_rest = _queries(q_ptr, place * H + head, used, D, MAIN, REST)
+        end = start + 1
+        share = ((end + N - 1) // N + SPLITS - 1) // SPLITS * N
+        first = split * share
+        out, out_rest, lse = _attended(
+            q, q_rest, pool, table + slot.to(tl.int64) * columns, tl.zeros([R], tl.int32) + start,
+            first, tl.minimum(end, first + share), scale, D, V, MAIN, REST, R, N, PAGE, STAGES,
+        )  # fmt: skip
+        part = (row.to(tl.int64) * H + head) * SPLITS + split
+        tl.store(lse_ptr + part, lse, mask=used)
+        _store(part_ptr, V, part, used, out, out_rest, V, MAIN, REST)
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def combine_latents(
+    part_ptr, lse_ptr, rows, out_ptr, num_rows,
+    H: tl.constexpr, V: tl.constexpr, PADDED: tl.constexpr, SPLITS: tl.constexpr,
+    X: tl.constexpr,
+):  # fmt: skip
+    """Merge the parts of one query head of a row of one token; padding gets zeros."""
+    row = tl.program_id(0)
+    head = tl.program_id(1)
+    slot = tl.load(rows + row)
+    count = tl.load(rows + 2 * num_rows + row)
+    place = tl.load(rows + 3 * num_rows + row).to(tl.int64)
+    v = tl.arange(0, PADDED)
+    if slot < 0:
+        nothing = tl.zeros([PADDED], out_ptr.dtype.element_ty)
+        for i in range(count):
+            tl.store(out_ptr + ((place + i) * H + head) * V + v, nothing, mask=v < V)
+    elif count == 1:
+        x = tl.arange(0, X)
+        at = (row.to(tl.int64) * H + head) * SPLITS + x
+        lse = tl.load(lse_ptr + at, mask=x < SPLITS, other=-1.0e30)
+        weight = tl.where(lse > -1.0e29, tl.exp2(lse - tl.max(lse, 0)), 0.0)
+        live = (x < SPLITS)[:, None] & (v < V)[None, :]
+        part = tl.load(part_ptr + at[:, None] * V + v[None, :], mask=live, other=0.0)
+        out = tl.sum(part * weight[:, None], 0) / tl.maximum(tl.sum(weight, 0), 1e-30)
+        tl.store(out_ptr + (place * H + head) * V + v, out.to(out_ptr.dtype.element_ty), mask=v < V)
+
+
+@triton.jit(do_not_specialize=["num_rows", "columns"])
+def chunk_latents(
+    q_ptr, pool, rows, table, out_ptr, scale, num_rows, columns,
+    H: tl.constexpr, D: tl.constexpr, V: tl.constexpr, MAIN: tl.constexpr, REST: tl.constexpr,
+    R: tl.constexpr, HEADS: tl.constexpr, N: tl.constexpr, PAGE: tl.constexpr,
+    ROWS: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """TILE new tokens of a row of several, times HEADS query heads."""
+    TILE: tl.constexpr = R // HEADS
+    tile = tl.program_id(0)
+    sums = rows + 4 * num_rows
+    if tile < tl.load(sums + num_rows - 1):
+        r = tl.arange(0, ROWS)
+        ends = tl.load(sums + r, mask=r < num_rows, other=2147483647)
+        row = tl.sum((ends <= tile).to(tl.int32), 0)
+        slot = tl.load(rows + row).to(tl.int64)
+        start = tl.load(rows + num_rows + row)
+        count = tl.load(rows + 2 * num_rows + row)
+        place = tl.load(rows + 3 * num_rows + row).to(tl.int64)
+        begin = (tile - tl.load(sums + row - 1, mask=row > 0, other=0)) * TILE
+        m = tl.arange(0, R)
+        new = begin + m // HEADS
+        head = tl.program_id(1) * HEADS + m % HEADS
+        used = (m < TILE * HEADS) & (new < count) & (head < H)
+        at = (place + new) * H + head
+        q, q_rest = _queries(q_ptr, at, used, D, MAIN, REST)
+        out, out_rest, _ = _attended(
+            q, q_rest, pool, table + slot * columns, start + tl.minimum(new, count - 1), 0,
+            start + tl.minimum(count, begin + TILE), scale, D, V, MAIN, REST, R, N, PAGE, STAGES,
+        )  # fmt: skip
+        _store(out_ptr, V, at, used, out, out_rest, V, MAIN, REST)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LatentPlan:
+    """How steps over a pool of latents are launched, whatever their rows."""
+
+    heads: int
+    dim: int
+    value_dim: int
+    rows: int
+    """Query rows of a program: some heads, of a chunk's program times new tokens."""
+    tile_keys: int
+    stages: int
+    warps: int
+    sms: int
+
+    @classmethod
+    @functools.cache
+    def of(
+        cls, heads: int, dim: int, value_dim: int, dtype: torch.dtype, device: torch.device
+    ) -> LatentPlan:
+        """Choose tiles that fit a program's shared memory."""
+        (main, rest), block = halves(dim), shared_memory(device)[0]
+        width, rows = (main + rest) * dtype.itemsize, 16
+        fits = (
+            (keys, stages)
+            for keys, stages in ((64, 3), (32, 3), (32, 2), (16, 2))
+            if width * (rows + (stages - 1) * keys) + 4 * rows * keys + BESIDE <= block
+        )
+        keys, stages = next(fits, (16, 1))
+        return cls(
+            heads=heads,
+            dim=dim,
+            value_dim=value_dim,
+            rows=rows,
+            tile_keys=keys,
+            stages=stages,
+            warps=8 if main >= 256 else 4,
+            sms=multiprocessors(device),
+        )
+
+    @property
+    def program_heads(self) -> int:
+        """Query heads of a program."""
+        return min(self.rows, triton.next_power_of_2(self.heads))
+
+    @property
+    def tile_queries(self) -> int:
+        """New tokens that a chunk's program takes."""
+        return self.rows // self.program_heads
+
+    def splits(self, rows: int, longest: int) -> int:
+        """Return the shares of a decoding row's keys; the same for all steps of so many rows."""
+        programs = rows * triton.cdiv(self.heads, self.program_heads)
+        return choose_splits(programs, longest, self.tile_keys, self.sms, per_sm=1)
+
+    def options(self) -> dict[str, int]:
+        """Return the constants of either kernel."""
+        main, rest = halves(self.dim)
+        return {
+            "H": self.heads,
+            "D": self.dim,
+            "V": self.value_dim,
+            "MAIN": main,
+            "REST": rest,
+            "R": self.rows,
+            "HEADS": self.program_heads,
+            "N": self.tile_keys,
+            "PAGE": BLOCK_TOKENS,
+            "STAGES": self.stages,
+            "num_warps": self.warps,
+        }
+
+    def table(
+        self,
+        slots: Sequence[int],
+        starts: Sequence[int],
+        counts: Sequence[int],
+        *,
+        num_rows: int,
+        num_places: int,
+    ) -> list[list[int]]:
+        """Return a step's rows as the kernels read them."""
+        return summed_rows(
+            *(slots, starts, counts, lambda _: (0, 0)),
+            num_rows=num_rows,
+            num_places=num_places,
+            tile_queries=self.tile_queries,
+        )
+
+
+def attend_latent_pages(
+    q_THD: Tensor,
+    pool: Tensor,
+    rows_FR: Tensor,
+    table_SM: Tensor,
+    plan: LatentPlan,
+    *,
+    scale: float,
+    chunks: bool,
+) -> Tensor:
+    """Return o [T, H, V]; the step's own latents are in the pool already, padding gets zeros."""
+    q_THD = q_THD.contiguous()
+    if tuple(pool.shape[1:]) != (1, BLOCK_TOKENS, plan.dim) or not pool.is_contiguous():
+        raise ValueError(
+            f"latents must be [blocks, 1, {BLOCK_TOKENS}, {plan.dim}] without gaps, got "
+            f"{list(pool.shape)} with strides {pool.stride()}"
+        )
+    places, num_rows, columns = len(q_THD), rows_FR.shape[1], table_SM.shape[1]
+    out = q_THD.new_empty(places, plan.heads, plan.value_dim)
+    splits = plan.splits(num_rows, columns * BLOCK_TOKENS)
+    parts = num_rows * plan.heads * splits
+    part = q_THD.new_empty(parts * plan.value_dim, dtype=torch.float32)
+    lse = q_THD.new_empty(parts, dtype=torch.float32)
+    groups = triton.cdiv(plan.heads, plan.program_heads)
+    told = (q_THD, pool, rows_FR, table_SM)
+    decode_latents[(splits, groups, num_rows)](
+        *(*told, part, lse, float(scale), num_rows, columns), **plan.options(), SPLITS=splits
+    )
+    combine_latents[(num_rows, plan.heads)](
+        *(part, lse, rows_FR, out, num_rows),
+        H=plan.heads,
+        V=plan.value_dim,
+        PADDED=triton.next_power_of_2(plan.value_dim),
+        SPLITS=splits,
+        X=triton.next_power_of_2(splits),
+        num_warps=4,
+    )
+    if chunks:
+        chunk_latents[(places // plan.tile_queries + num_rows, groups)](
+            *(*told, out, float(scale), num_rows, columns),
+            **plan.options(),
+            ROWS=triton.next_power_of_2(num_rows),
+        )
+    return out

@@ -1,0 +1,1 @@
+"""What a model's files say of it: config.json and GGUF, without reading a weight."""

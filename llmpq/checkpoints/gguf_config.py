@@ -1,0 +1,280 @@
+"""From a GGUF file's metadata to what the model's `config.json` would say.
+
+A key that no line here reads, and that may change what a layer computes, is refused. What the
+format leaves out is taken as llama.cpp takes it (`ARCHITECTURES`): files are made for that.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from llmpq.checkpoints.gguf_file import GgufFile
+from llmpq.checkpoints.gguf_metadata import REAL, Metadata
+from llmpq.checkpoints.gguf_mixtures import deepseek2, glm4moe, gpt_oss
+from llmpq.errors import shortened
+
+FACTORS = {"long": "rope_factors_long.weight", "short": "rope_factors_short.weight"}
+FREQUENCIES = "rope_freqs.weight"
+NUMBERS = ("F32", "F16", "BF16")
+"""Types whose values are the weights."""
+UNREAD = frozenset([FREQUENCIES, *FACTORS.values()])
+"""Tensors that say how positions turn; the config carries their numbers."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Architecture:
+    """What a value of `general.architecture` means."""
+
+    model_type: str
+    also: Callable[[Metadata, dict[str, Any]], None] = lambda told, config: None
+    """Adds what only this one has."""
+    pairs: bool = False
+    """Whether rows of queries and keys lie in pairs of turned channels, llama.cpp's order."""
+    above_one: bool = False
+    """Whether norms are stored as 1 + w."""
+    latent: bool = False
+    """Whether attention is over latents, whose keys and values differ in size."""
+
+
+def config_of_gguf(file: GgufFile) -> dict[str, Any]:
+    """Return a config with Hugging Face's keys; `ValueError` for what llmpq does not run."""
+    name, architecture = architecture_of(file)
+    told = Metadata(file, name)
+    config = _common(told, architecture)
+    architecture.also(told, config)
+    scaling = _scaling(told, config)
+    config.pop("yarn", None)
+    if scaling is not None:
+        config["rope_scaling"] = scaling
+    told.require_known()
+    return config
+
+
+def is_quantised(file: GgufFile) -> bool:
+    """Whether any tensor's numbers stand for others."""
+    return any(tensor.kind not in NUMBERS for tensor in file.tensors.values())
+
+
+def architecture_of(file: GgufFile) -> tuple[str, Architecture]:
+    """Return what the file calls its architecture, and what that means."""
+    name = file.metadata.get("general.architecture")
+    found = ARCHITECTURES.get(name) if isinstance(name, str) else None
+    if found is None or not isinstance(name, str):
+        raise ValueError(
+            f"'{file.path}': architecture {shortened(repr(name))} is not read from GGUF files; "
+            f"llmpq reads {', '.join(ARCHITECTURES)}. Get the model as safetensors"
+        )
+    return name, found
+
+
+def _common(told: Metadata, architecture: Architecture) -> dict[str, Any]:
+    """Return what all architectures have."""
+    file = told.file
+    vocabulary = file.tensors.get("token_embd.weight")
+    if vocabulary is None:
+        raise ValueError(
+            f"'{file.path}' has no tensor 'token_embd.weight': it is not a whole language model; "
+            "give the model's own file (of a model in parts, any of them)"
+        )
+    hidden, heads = told.number("embedding_length"), told.number("attention.head_count")
+    head_dim = told.number("attention.key_length", default=_head_dim(told, hidden, heads))
+    values = told.number("attention.value_length", default=head_dim)
+    if values != head_dim and not architecture.latent:
+        raise ValueError(f"'{file.path}': keys and values of different sizes are not supported")
+    config = {
+        "model_type": architecture.model_type,
+        "num_hidden_layers": told.number("block_count"),
+        "hidden_size": hidden,
+        "num_attention_heads": heads,
+        "num_key_value_heads": told.number("attention.head_count_kv", default=heads),
+        "head_dim": head_dim,
+        "max_position_embeddings": told.number("context_length"),
+        "rms_norm_eps": told.number("attention.layer_norm_rms_epsilon", REAL),
+        "vocab_size": vocabulary.shape[0],
+        "rope_theta": told.number("rope.freq_base", REAL, default=10000.0),
+        "tie_word_embeddings": "output.weight" not in file.tensors,
+        "torch_dtype": _dtype(file),
+        "eos_token_id": _ends(file) or None,
+        "bos_token_id": file.metadata.get("tokenizer.ggml.bos_token_id"),
+    }
+    if is_quantised(file):
+        config["quantization_config"] = {"quant_method": "gguf"}
+    turned = told.number("rope.dimension_count", default=head_dim)
+    if turned != head_dim:
+        config["partial_rotary_factor"] = turned / head_dim
+    if "blk.0.attn_q.bias" in file.tensors and architecture.model_type != "qwen2":
+        config["attention_bias"] = True
+    if "blk.0.ffn_down.bias" in file.tensors:
+        config["mlp_bias"] = True
+    # Mixtures may have no such key: their experts' size is another.
+    experts = told.get("expert_feed_forward_length")
+    config["intermediate_size"] = told.number("feed_forward_length", default=experts)
+    return config
+
+
+def _head_dim(told: Metadata, hidden: int, heads: int) -> int:
+    if hidden % heads:
+        raise ValueError(
+            f"'{told.file.path}': embedding_length={hidden} is not a multiple of "
+            f"head_count={heads} and attention.key_length is not given; the file is damaged"
+        )
+    return hidden // heads
+
+
+def _dtype(file: GgufFile) -> str:
+    """Return the dtype to compute in: that of most stored numbers, bfloat16 for quantised ones."""
+    bytes_of: Counter[str] = Counter()
+    for tensor in file.tensors.values():
+        bytes_of[tensor.kind] += tensor.nbytes
+    ((kind, _),) = bytes_of.most_common(1)
+    return {"F32": "float32", "F16": "float16"}.get(kind, "bfloat16")
+
+
+def _ends(file: GgufFile) -> list[int]:
+    """Return the tokens that end an answer: of a text, of a turn."""
+    found = [file.metadata.get(f"tokenizer.ggml.{end}_token_id") for end in ("eos", "eot")]
+    return list(dict.fromkeys(token for token in found if type(token) is int))
+
+
+def _scaling(told: Metadata, config: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Return `rope_scaling`, None where positions turn as they are."""
+    file, scaled = told.file, "rope.scaling."
+    kind = told.get(scaled + "type")
+    asked = ("factor", "original_context_length", "attn_factor", "yarn_beta_fast", "yarn_beta_slow")
+    factor, original, attention, fast, slow = (told.get(scaled + key) for key in asked)
+    longest = config["max_position_embeddings"]
+    if FREQUENCIES in file.tensors:  # what Llama 3 stretches its positions by, worked out already
+        factors = file.floats(FREQUENCIES)
+        return _stretched(factors, factors, longest, 1.0)
+    if FACTORS["long"] in file.tensors and FACTORS["short"] in file.tensors:
+        long, short = (file.floats(FACTORS[end]) for end in ("long", "short"))
+        return _stretched(short, long, original or longest, attention)
+    if kind in (None, "none"):
+        if factor not in (None, 0, 1, 1.0):
+            raise ValueError(
+                f"'{file.path}': rope.scaling.factor={factor} without rope.scaling.type; the file "
+                "does not say how its positions are stretched"
+            )
+        return None
+    if kind == "linear":
+        return {"rope_type": "linear", "factor": factor}
+    if kind != "yarn":
+        raise ValueError(
+            f"'{file.path}': rope scaling {shortened(repr(kind))} is not supported; expected "
+            "'none', 'linear' or 'yarn', or the tensors of longrope"
+        )
+    found = {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": original}
+    found |= config.get("yarn") or {}
+    over = told.get(scaled + "yarn_log_multiplier")
+    if over and "mscale" not in found:
+        found |= {"mscale": over, "mscale_all_dim": over}
+    if attention not in (None, 0, 1, 1.0):
+        raise ValueError(f"'{file.path}': yarn with rope.scaling.attn_factor is not supported")
+    ends = {"beta_fast": fast, "beta_slow": slow}
+    return found | {key: value for key, value in ends.items() if value is not None}
+
+
+def _stretched(
+    short: list[float], long: list[float], original: int, attention: float | None
+) -> dict[str, Any]:
+    found = {
+        "rope_type": "longrope",
+        "short_factor": short,
+        "long_factor": long,
+        "original_max_position_embeddings": original,
+    }
+    return found if attention is None else {**found, "attention_factor": attention}
+
+
+def _llama(told: Metadata, config: dict[str, Any]) -> None:
+    """Llama, Mistral and, with experts, Mixtral."""
+    if told.get("attention.sliding_window"):
+        config |= {"model_type": "mistral", "sliding_window": told.get("attention.sliding_window")}
+    if told.get("expert_count"):
+        config |= {
+            "model_type": "mixtral",
+            "num_local_experts": told.number("expert_count"),
+            "num_experts_per_tok": told.number("expert_used_count"),
+        }
+
+
+def _qwen3moe(told: Metadata, config: dict[str, Any]) -> None:
+    _require_softmax(told)
+    config |= {
+        "num_experts": told.number("expert_count"),
+        "num_experts_per_tok": told.number("expert_used_count"),
+        "moe_intermediate_size": told.number("expert_feed_forward_length"),
+        "norm_topk_prob": told.get("expert_weights_norm") is not False,
+    }
+
+
+def _require_softmax(told: Metadata) -> None:
+    if told.get("expert_gating_func") not in (None, 1):
+        raise ValueError(f"'{told.file.path}': experts are not chosen by softmax, as Qwen3's are")
+
+
+GEMMA_27B = {"gemma2": 46, "gemma3": 62}
+"""Layers of the one size whose scores are scaled by hidden / heads, not by a head's channels."""
+
+
+def _gemma(kind: str) -> Callable[[Metadata, dict[str, Any]], None]:
+    def also(told: Metadata, config: dict[str, Any]) -> None:
+        largest = config["num_hidden_layers"] == GEMMA_27B[kind]
+        whole = config["hidden_size"] // config["num_attention_heads"]
+        config["query_pre_attn_scalar"] = whole if largest else config["head_dim"]
+        scale = told.get("attention.scale")
+        if scale:
+            config["query_pre_attn_scalar"] = float(scale) ** -2
+        config["sliding_window"] = told.number("attention.sliding_window")
+        config |= {
+            f"{short}_logit_softcapping": told.get(f"{short}_logit_softcapping")
+            for short in ("attn", "final")
+        }
+        pattern = told.get("attention.sliding_window_pattern")
+        if type(pattern) is int:
+            config["sliding_window_pattern"] = pattern
+        elif isinstance(pattern, list):
+            names = {True: "sliding_attention", False: "full_attention"}
+            config["layer_types"] = [names[bool(windowed)] for windowed in pattern]
+        if kind == "gemma3":
+            local = told.number("rope.freq_base_swa", REAL, default=10000.0)
+            config["rope_local_base_freq"] = local
+            config["rope_theta"] = told.number("rope.freq_base", REAL, default=1e6)
+
+    return also
+
+
+def _window(told: Metadata, config: dict[str, Any]) -> None:
+    """Phi 3; Ministral 3 without a temperature that grows with the length, refused as unknown."""
+    config["sliding_window"] = told.get("attention.sliding_window")
+
+
+def _granite(told: Metadata, config: dict[str, Any]) -> None:
+    config |= {
+        "embedding_multiplier": told.number("embedding_scale", REAL, default=1.0),
+        "attention_multiplier": told.number("attention.scale", REAL, default=1.0),
+        "residual_multiplier": told.number("residual_scale", REAL, default=1.0),
+        "logits_scaling": told.number("logit_scale", REAL, default=1.0),
+    }
+
+
+ARCHITECTURES: Mapping[str, Architecture] = {
+    "llama": Architecture(model_type="llama", also=_llama, pairs=True),
+    "qwen2": Architecture(model_type="qwen2"),
+    "qwen3": Architecture(model_type="qwen3"),
+    "qwen3moe": Architecture(model_type="qwen3_moe", also=_qwen3moe),
+    "gemma2": Architecture(model_type="gemma2", also=_gemma("gemma2"), above_one=True),
+    "gemma3": Architecture(model_type="gemma3_text", also=_gemma("gemma3"), above_one=True),
+    "phi3": Architecture(model_type="phi3", also=_window),
+    "glm4": Architecture(model_type="glm4"),
+    "granite": Architecture(model_type="granite", also=_granite, pairs=True),
+    "olmo2": Architecture(model_type="olmo2"),
+    "mistral3": Architecture(model_type="mistral", also=_window, pairs=True),
+    "gpt-oss": Architecture(model_type="gpt_oss", also=gpt_oss),
+    "glm4moe": Architecture(model_type="glm4_moe", also=glm4moe),
+    "deepseek2": Architecture(model_type="deepseek_v2", also=deepseek2, latent=True),
+}
+"""`general.architecture` -> what it means."""

@@ -1,0 +1,105 @@
+"""GGUF files of mixtures: gpt-oss, GLM-4.5 and DeepSeek, from metadata to `config.json`'s keys.
+
+A key that old files lack is taken as llama.cpp takes it: no groups of experts, no scale.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from llmpq.checkpoints.gguf_metadata import Metadata
+
+SOFTMAX, SIGMOID = 1, 2
+"""Values of `expert_gating_func`."""
+YARN_STEP = 0.1
+"""deepseek2's yarn_log_multiplier is this times `mscale_all_dim`."""
+
+
+def gpt_oss(told: Metadata, config: dict[str, Any]) -> None:
+    """gpt-oss; its yarn does not round its ends, of which the format says nothing."""
+    config |= {
+        "num_local_experts": told.number("expert_count"),
+        "num_experts_per_tok": told.number("expert_used_count"),
+        "intermediate_size": told.number("expert_feed_forward_length"),
+        "sliding_window": told.number("attention.sliding_window"),
+        "yarn": {"truncate": False},
+    }
+    config.pop("mlp_bias", None)
+
+
+def glm4moe(told: Metadata, config: dict[str, Any]) -> None:
+    """GLM-4.5 and 4.6."""
+    _require_gate(told, SIGMOID, default=SIGMOID)
+    turned = told.number("rope.dimension_count", default=config["head_dim"])
+    config |= {
+        **_experts(told),
+        "norm_topk_prob": told.get("expert_weights_norm") is not False,
+        "use_qk_norm": "blk.0.attn_q_norm.weight" in told.file.tensors,
+        "partial_rotary_factor": turned / config["head_dim"],
+    }
+    further = told.get("nextn_predict_layers")
+    if further:
+        config["num_hidden_layers"] -= told.number("nextn_predict_layers")
+        config["num_nextn_predict_layers"] = further
+
+
+def deepseek2(told: Metadata, config: dict[str, Any]) -> None:
+    """DeepSeek-V2 and V3, R1 and others of their kind.
+
+    Newer files give the sizes of a cached latent as those of keys and values, and a head's beside.
+    """
+    sigmoid = told.get("expert_gating_func") == SIGMOID
+    if not sigmoid:
+        _require_gate(told, SOFTMAX, default=SOFTMAX)
+    heads, turned = config["num_attention_heads"], told.number("rope.dimension_count")
+    keys = told.number("attention.key_length_mla", default=config["head_dim"])
+    values = told.number("attention.value_length", default=config["head_dim"])
+    kv_rank = told.number("attention.kv_lora_rank")
+    if keys <= turned:
+        raise ValueError(
+            f"'{told.file.path}': heads of {keys} channels of which {turned} are turned; expected "
+            "more than those: the file is damaged"
+        )
+    small = told.get("attention.q_lora_rank")
+    config |= {
+        **_experts(told),
+        "model_type": "deepseek_v3" if sigmoid else "deepseek_v2",
+        "num_key_value_heads": heads,
+        "head_dim": turned,
+        "q_lora_rank": told.number("attention.q_lora_rank") if small else None,
+        "kv_lora_rank": kv_rank,
+        "qk_nope_head_dim": keys - turned,
+        "qk_rope_head_dim": turned,
+        "v_head_dim": told.number("attention.value_length_mla", default=values),
+        "norm_topk_prob": told.get("expert_weights_norm") is True,
+    }
+    config.pop("partial_rotary_factor", None)
+    if not sigmoid and config["n_group"] > 1:
+        config["topk_method"] = "group_limited_greedy"
+    over = told.get("rope.scaling.yarn_log_multiplier")
+    if over:
+        mscale = round(float(over) / YARN_STEP, 6)
+        config["yarn"] = {"mscale": mscale, "mscale_all_dim": mscale}
+
+
+def _experts(told: Metadata) -> dict[str, Any]:
+    """Return what mixtures with shared experts behind dense layers have."""
+    return {
+        "n_routed_experts": told.number("expert_count"),
+        "num_experts_per_tok": told.number("expert_used_count"),
+        "moe_intermediate_size": told.number("expert_feed_forward_length"),
+        "n_shared_experts": told.number("expert_shared_count"),
+        "first_k_dense_replace": told.get("leading_dense_block_count") or 0,
+        "routed_scaling_factor": told.get("expert_weights_scale") or 1.0,
+        "n_group": told.number("expert_group_count", default=1),
+        "topk_group": told.number("expert_group_used_count", default=1),
+    }
+
+
+def _require_gate(told: Metadata, gate: int, *, default: int) -> None:
+    got = told.get("expert_gating_func")
+    if (default if got in (None, 0) else got) != gate:
+        raise ValueError(
+            f"'{told.file.path}': expert_gating_func={got!r}, expected {gate}: llmpq does not "
+            "choose this model's experts in that way; get the model as safetensors"
+        )

@@ -1,0 +1,212 @@
+"""The tokenizer that a GGUF file carries, built with the tokenizers library.
+
+    tokenizer.ggml.model "gpt2"    byte-level BPE: tokens, merges, and by `tokenizer.ggml.pre` the
+                                   pattern that text is cut by first
+    tokenizer.ggml.model "llama"   SentencePiece's BPE: tokens and scores; merges follow from those
+
+Token types: 1 normal, 2 unknown, 3 control, 4 user defined, 5 unused, 6 byte. Control tokens are
+special: decoding leaves them out. A pattern's name that is not known here is refused: other cuts
+give other tokens, in silence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from llmpq.checkpoints.gguf_file import GgufFile
+from llmpq.errors import shortened
+
+KEY = "tokenizer.ggml."
+UNKNOWN, CONTROL, USER_DEFINED, BYTE = 2, 3, 4, 6
+_WORDS = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_APOSTROPHES = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|"
+GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+_CASED = (
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+%s|"
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*%s|"
+    r"\p{N}%s| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_MARKED = (
+    r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+|"
+    r" ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_ENDINGS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+_BY_THREE = _APOSTROPHES + _WORDS % "{1,3}"
+PATTERNS: Mapping[str, tuple[str, ...]] = {
+    **dict.fromkeys(("gpt-2", "olmo", "phi-2"), (GPT2,)),
+    **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "dbrx", "smaug-bpe"), (_BY_THREE,)),
+    **dict.fromkeys(("glm4", "chatglm-bpe"), (_BY_THREE,)),
+    **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "stablelm2"), (_APOSTROPHES + _WORDS % "",)),
+    **dict.fromkeys(("smollm", "refact", "starcoder"), (r"\p{N}", GPT2)),
+    "gpt-4o": (_CASED % (_ENDINGS, _ENDINGS, "{1,3}"),),
+    "deepseek-v3": (r"\p{N}{1,3}", "[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+", _MARKED),
+    "tekken": (_CASED % ("", "", ""),),
+}
+"""`tokenizer.ggml.pre` -> the patterns that text is cut by, one after the other."""
+WHOLE_WORDS_FIRST = ("llama-bpe", "llama3", "llama-v3", "tekken")
+"""Where a word that is a token is not merged from parts (`ignore_merges`)."""
+NFC = ("qwen2", "deepseek-r1-qwen")
+"""Where characters are composed first, as the models' own tokenizers do."""
+
+
+def tokenizer_of(file: GgufFile) -> Any:
+    """Return Transformers' fast tokenizer of a GGUF file; `ValueError` for a form not known."""
+    from transformers import PreTrainedTokenizerFast
+
+    told = file.metadata
+    tokens = told.get(KEY + "tokens")
+    kind = told.get(KEY + "model")
+    if kind not in BUILDERS or not isinstance(tokens, list):
+        raise ValueError(
+            f"'{file.path}' carries a tokenizer of the kind {shortened(repr(kind))}; llmpq reads "
+            f"{' and '.join(repr(known) for known in BUILDERS)}. Get the model's directory from "
+            "its author instead, or give token ids"
+        )
+    types = told.get(KEY + "token_type") or [1] * len(tokens)
+    if len(types) != len(tokens) or len(set(tokens)) != len(tokens):
+        raise ValueError(
+            f"'{file.path}': {len(set(tokens))} different tokens of {len(tokens)}, and "
+            f"{len(types)} token types; the file is damaged. Download it again"
+        )
+    backend = BUILDERS[kind](file, tokens, types)
+    _add_special(backend, tokens, types, normalized=kind == "llama")
+    _add_ends(backend, file, tokens, default_bos=kind == "llama")
+    names = {
+        f"{name}_token": tokens[place]
+        for name, key in (("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding"))
+        if type(place := told.get(f"{KEY}{key}_token_id")) is int and 0 <= place < len(tokens)
+    }
+    made = PreTrainedTokenizerFast(
+        tokenizer_object=backend, clean_up_tokenization_spaces=False, **names
+    )
+    template = told.get("tokenizer.chat_template")
+    made.chat_template = template if isinstance(template, str) else None
+    return made
+
+
+def _byte_level(file: GgufFile, tokens: Sequence[str], types: Sequence[int]) -> Any:
+    """Return a byte-level BPE."""
+    from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
+
+    told = file.metadata
+    merges = told.get(KEY + "merges")
+    pre = str(told.get(KEY + "pre"))
+    if pre not in PATTERNS or not isinstance(merges, list):
+        raise ValueError(
+            f"'{file.path}': its tokenizer cuts text as {shortened(repr(pre))}, which llmpq does "
+            f"not know; it knows {', '.join(PATTERNS)}. Get the model's directory from its author "
+            "instead, or give token ids"
+        )
+    pairs = [tuple(merge.split(" ", 1)) for merge in merges]
+    vocabulary = {token: place for place, token in enumerate(tokens)}
+    _require_merges(file, pairs, vocabulary)
+    made = Tokenizer(
+        models.BPE(
+            vocab=vocabulary,
+            merges=pairs,
+            ignore_merges=pre in WHOLE_WORDS_FIRST,
+        )
+    )
+    if pre in NFC:
+        made.normalizer = normalizers.NFC()
+    cuts: list[Any] = [pre_tokenizers.Split(Regex(p), "isolated") for p in PATTERNS[pre]]
+    level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    made.pre_tokenizer = pre_tokenizers.Sequence([*cuts, level])
+    made.decoder = decoders.ByteLevel()
+    return made
+
+
+def _require_merges(
+    file: GgufFile, pairs: Sequence[Sequence[str]], tokens: Mapping[str, int]
+) -> None:
+    for pair in pairs:
+        if len(pair) != 2 or not {*pair, "".join(pair)} <= tokens.keys():
+            raise ValueError(
+                f"'{file.path}': merge {shortened(repr(' '.join(pair)))} is of tokens that the "
+                "vocabulary lacks; the file is damaged. Download it again"
+            )
+
+
+def _sentencepiece(file: GgufFile, tokens: Sequence[str], types: Sequence[int]) -> Any:
+    """Return SentencePiece's BPE, whose next merge is the pair that makes the best-scored token."""
+    from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
+
+    told = file.metadata
+    scores = told.get(KEY + "scores")
+    if not isinstance(scores, list) or len(scores) != len(tokens):
+        raise ValueError(f"'{file.path}': its tokenizer has no score for each of its tokens")
+    vocabulary = {token: place for place, token in enumerate(tokens)}
+    plain = {t: i for t, i in vocabulary.items() if types[i] not in (UNKNOWN, CONTROL, BYTE)}
+    unknown = told.get(KEY + "unknown_token_id", 0)
+    made = Tokenizer(
+        models.BPE(
+            vocab=vocabulary,
+            merges=_merges(plain, scores),
+            unk_token=tokens[unknown] if 0 <= unknown < len(tokens) else None,
+            fuse_unk=True,
+            byte_fallback=True,
+        )
+    )
+    begins = bool(told.get(KEY + "add_space_prefix", True))
+    space = "\u2581"
+    made.normalizer = normalizers.Replace(" ", space)
+    steps: list[Any] = [decoders.Replace(space, " "), decoders.ByteFallback(), decoders.Fuse()]
+    if begins:
+        made.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
+        steps.append(decoders.Strip(" ", 1, 0))
+    made.decoder = decoders.Sequence(steps)
+    return made
+
+
+def _merges(tokens: Mapping[str, int], scores: Sequence[float]) -> list[tuple[str, str]]:
+    """Return every pair of tokens that makes another one, best score first."""
+    found = [
+        (-scores[place], tokens[token[:cut]], tokens[token[cut:]], token[:cut], token[cut:])
+        for token, place in tokens.items()
+        for cut in range(1, len(token))
+        if token[:cut] in tokens and token[cut:] in tokens
+    ]
+    return [(left, right) for _, _, _, left, right in sorted(found)]
+
+
+def _add_special(
+    backend: Any, tokens: Sequence[str], types: Sequence[int], *, normalized: bool
+) -> None:
+    """Add the tokens that text is searched for before it is cut; `normalized`: spaces as U+2581."""
+    from tokenizers import AddedToken
+
+    added = [
+        AddedToken(
+            token,
+            special=kind in (UNKNOWN, CONTROL),
+            normalized=normalized and kind == USER_DEFINED,
+        )
+        for token, kind in zip(tokens, types, strict=True)
+        if kind in (UNKNOWN, CONTROL, USER_DEFINED)
+    ]
+    backend.add_tokens([token for token in added if not token.special])
+    backend.add_special_tokens([token for token in added if token.special])
+
+
+def _add_ends(backend: Any, file: GgufFile, tokens: Sequence[str], *, default_bos: bool) -> None:
+    """Put the beginning and end of a text around it, where the file asks for it."""
+    from tokenizers import processors
+
+    def asked(end: str, default: bool) -> tuple[str, int] | None:
+        place = file.metadata.get(f"{KEY}{end}_token_id")
+        wanted = file.metadata.get(f"{KEY}add_{end}_token", default)
+        if not wanted or not isinstance(place, int) or not 0 <= place < len(tokens):
+            return None
+        return tokens[place], place
+
+    begin, end = asked("bos", default_bos), asked("eos", False)
+    if begin or end:
+        single = [*([begin[0]] if begin else []), "$A", *([end[0]] if end else [])]
+        backend.post_processor = processors.TemplateProcessing(
+            single=single, special_tokens=[found for found in (begin, end) if found]
+        )
+
+
+BUILDERS = {"gpt2": _byte_level, "llama": _sentencepiece}
+"""`tokenizer.ggml.model` -> what builds it."""

@@ -1,0 +1,316 @@
+"""The one way in which every command of llmpq declares, shows and refuses its flags.
+
+A room's `cli/` declares each flag once, with whatever makes it say nothing beside it, and turns the
+parsed words into a frozen request; behind `cli/` nobody sees argparse. Standard library only.
+
+    parser = CommandParser("llmpq-profile run", "Time the layers of a model on this machine.",
+                           example="llmpq-profile --model llama-3.1-8b --cluster my.yaml -o c.json")
+    job = parser.section("job")
+    job.flag("--model", required=True, daily=True, help="model directory, or a built-in name")
+    job.flag("--temperature", type=float, default=0.0, help="above 0: time sampled tokens")
+    job.flag("--top-k", type=int, help="draw from the K likeliest",
+             only=Only(lambda a: a.temperature > 0, "on greedy tokens", "add --temperature T"))
+    request = parser.read_as(ProfileRequest, argv)     # fields are named as the flags
+
+`daily` flags are what `--help` shows (at most 14, on one screen); `--help-all` shows every one.
+`--a-b` is also accepted as `--a_b` and the other way round; `also=` names further spellings (the
+paper's), which are accepted and not listed. `--version` is everywhere. A flag that was given though
+its `only` does not hold is refused with one sentence: what has no effect, when, and what to do.
+What a user got wrong is a `ValueError`; `end_of` turns every outcome into a sentence and exit code.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import select
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import IO, Any, TypeVar
+
+from llmpq.commands.output_paths import refusal
+from llmpq.errors import ExitCode, LlmpqError, nearest
+from llmpq.out_of_memory import first_line, out_of_memory
+from llmpq.version import __version__
+
+T = TypeVar("T")
+
+CUT_SHORT = 141
+"""Exit code where nobody reads the output any more: as if by SIGPIPE, as other commands have it."""
+_NOT_GIVEN: Any = object()
+"""Stands for a flag until the command line is read: a default may also be given explicitly."""
+
+
+@dataclass(frozen=True)
+class Only:
+    """When a flag has an effect, and what to say where it has none."""
+
+    holds: Callable[[argparse.Namespace], object]
+    """Of all parsed flags, defaults filled in."""
+    otherwise: str
+    """Where the flag has no effect: "on greedy tokens", "with --pareto"."""
+    remedy: str
+    """What gives it one: "add --temperature T"."""
+
+
+class Section:
+    """Flags that stand together in `--help-all`."""
+
+    def __init__(self, parser: CommandParser, group: argparse._ArgumentGroup) -> None:
+        self._parser, self._group = parser, group
+
+    def flag(
+        self,
+        *names: str,
+        daily: bool = False,
+        also: Sequence[str] = (),
+        only: Only | Sequence[Only] = (),
+        **options: Any,
+    ) -> None:
+        """Declare a flag: listed names, whether `--help` shows it, what makes it have an effect.
+
+        `options` are argparse's own (type, default, choices, action, metavar, help, required).
+        """
+        listed = list(names)
+        spellings = [s for name in (*names, *also) for s in _spellings(name)]
+        hidden = [s for s in dict.fromkeys(spellings) if s not in listed]
+        if "dest" not in options:
+            options["dest"] = _dest(names)
+        action = self._group.add_argument(*listed, *hidden, **options)
+        conditions = (only,) if isinstance(only, Only) else tuple(only)
+        self._parser.declared(action, tuple(listed), daily=daily, only=conditions)
+
+
+class CommandParser:
+    """The flags of one command: declared in sections, shown on one screen, read into a request."""
+
+    def __init__(self, program: str, summary: str, *, example: str, notes: str = "") -> None:
+        self.program, self._summary, self._example, self._notes = program, summary, example, notes
+        self._parser = _Parser(prog=program, add_help=False, allow_abbrev=False)
+        self._parser.shown = {}
+        self._help_all = argparse._StoreTrueAction(
+            ["--help-all"], "help_all", help="all flags (--version: which llmpq this is)"
+        )
+        self._daily: set[str] = set()
+        self._only: list[tuple[argparse.Action, Only]] = []
+        self._positionals: list[argparse.Action] = []
+
+    def section(self, title: str) -> Section:
+        """Start a group of flags."""
+        return Section(self, self._parser.add_argument_group(title))
+
+    def positional(self, name: str, **options: Any) -> None:
+        """Declare a word that needs no flag; `--help` shows it."""
+        self._positionals.append(self._parser.add_argument(name, **options))
+
+    def declared(
+        self,
+        action: argparse.Action,
+        listed: tuple[str, ...],
+        *,
+        daily: bool,
+        only: tuple[Only, ...],
+    ) -> None:
+        """Note what `Section.flag` was told."""
+        self._parser.shown[action.dest] = listed
+        if daily or action.required:
+            self._daily.add(action.dest)
+        self._only += [(action, condition) for condition in only]
+
+    def read(self, argv: Sequence[str]) -> argparse.Namespace:
+        """Return the flags' values; ends the process after `--help`, `--help-all`, `--version`.
+
+        `ValueError` for words that are no flag of this command, and for flags without an effect.
+        """
+        self._show_and_leave(argv)
+        actions = [a for a in self._parser._actions if a.option_strings]
+        blank = argparse.Namespace(**{
+            a.dest: None if isinstance(a, argparse._AppendAction) else _NOT_GIVEN for a in actions
+        })  # fmt: skip
+        found, unknown = self._parser.parse_known_args(list(argv), blank)
+        if unknown:
+            raise self._unknown(unknown[0])
+        given = set()
+        for action in actions:
+            value = getattr(found, action.dest)
+            if value is _NOT_GIVEN or (
+                value is None and isinstance(action, argparse._AppendAction)
+            ):
+                setattr(found, action.dest, action.default)
+            else:
+                given.add(action.dest)
+        for _, only in self._only:
+            if not only.holds(found):
+                names = {
+                    self._parser.shown[action.dest][-1]: action.dest in given
+                    for action, other in self._only
+                    if other is only
+                }
+                refuse_without_effect(names, only.otherwise, only.remedy)
+        return found
+
+    def read_as(self, request: type[T], argv: Sequence[str]) -> T:
+        """Return a frozen request whose fields are named as the flags."""
+        values = vars(self.read(argv))
+        return request(**{f.name: values[f.name] for f in fields(request)})  # type: ignore[arg-type]
+
+    def help_text(self, *, everything: bool = False) -> str:
+        """Return what `--help` prints, or, `everything`, `--help-all`."""
+        parser = self._parser
+        lines = [f"usage: {self._usage()}", "", self._summary, ""]
+        formatter = _HelpFormatter(self.program, parser.shown)
+        for group in parser._action_groups:
+            actions = [
+                a
+                for a in group._group_actions
+                if everything or a.dest in self._daily or not a.option_strings
+            ]
+            if actions:
+                formatter.start_section(group.title if everything else None)
+                formatter.add_arguments(actions)
+                formatter.end_section()
+        if not everything and self._hides():
+            formatter.start_section(None)
+            formatter.add_arguments([self._help_all])
+            formatter.end_section()
+        text = formatter.format_help().strip("\n")
+        lines += [line for line in text.splitlines() if everything or line.strip()]
+        lines += ["", *self._notes.splitlines()] if self._notes else []
+        return "\n".join([*lines, "", f"example: {self._example}", ""])
+
+    def _hides(self) -> bool:
+        return any(dest not in self._daily for dest in self._parser.shown)
+
+    def _usage(self) -> str:
+        words = [self.program]
+        for action in self._parser._actions:
+            if not action.option_strings:
+                words.append(str(action.metavar or action.dest).upper())
+            elif action.required:
+                name = self._parser.shown[action.dest][0]
+                words.append(f"{name} {action.metavar or action.dest.upper()}")
+        return " ".join([*words, "[flags]"])
+
+    def _show_and_leave(self, argv: Sequence[str]) -> None:
+        if "--version" in argv:
+            name = self.program.split()[0].replace("python", "llmpq")  # python -m llmpq.kernels
+            self._leave(f"{name} {__version__}\n")
+        if "--help-all" in argv or "--help_all" in argv:
+            self._leave(self.help_text(everything=True))
+        if "--help" in argv or "-h" in argv:
+            self._leave(self.help_text())
+
+    @staticmethod
+    def _leave(text: str) -> None:
+        sys.stdout.write(text)
+        sys.exit(ExitCode.DONE)
+
+    def _unknown(self, word: str) -> ValueError:
+        if not word.startswith("-"):
+            return ValueError(f"'{word}' belongs to no flag; see {self.program} --help-all")
+        known = [name for names in self._parser.shown.values() for name in names]
+        hint = nearest(word.partition("=")[0], known)
+        return ValueError(f"unknown flag '{word}': {hint}see {self.program} --help-all")
+
+
+def refuse_without_effect(given: Mapping[str, bool], otherwise: str, remedy: str) -> None:
+    """`ValueError` for flags that were given though they have no effect.
+
+    For what a declared `Only` cannot know, since it depends on a file that a flag names.
+    `given`: flag -> whether it was; the other two as in `Only`.
+    """
+    idle = [flag for flag, was in given.items() if was]
+    if idle:
+        verb, them = ("has", "it") if len(idle) == 1 else ("have", "them")
+        raise ValueError(
+            f"{', '.join(idle)} {verb} no effect {otherwise}: {remedy}, or leave {them} out"
+        )
+
+
+def end_of(
+    program: str,
+    run: Callable[[], int],
+    *,
+    interrupted: str = "stopped; run it again",
+    no_memory: str = "take less at a time, or another device",
+    err: IO[str] | None = None,
+) -> int:
+    """Run a command and return its exit code; whatever ends it early is one sentence on stderr."""
+    try:
+        code = int(run())
+        sys.stdout.flush()
+        return code
+    except LlmpqError as error:
+        message, code = str(error), error.exit_code
+    except ValueError as error:
+        message, code = str(error), ExitCode.USAGE
+    except OSError as error:
+        if isinstance(error, BrokenPipeError) and _nobody_reads(sys.stdout):
+            return CUT_SHORT
+        message, code = refusal(error), ExitCode.USAGE
+    except (RuntimeError, MemoryError) as error:
+        if not out_of_memory(error):
+            raise
+        message, code = f"out of memory: {first_line(error)}; {no_memory}", ExitCode.DOES_NOT_FIT
+    except KeyboardInterrupt:
+        message, code = interrupted, ExitCode.INTERRUPTED
+    (err or sys.stderr).write(f"{program}: {' '.join(message.split())}\n")
+    return int(code)
+
+
+def _nobody_reads(out: IO[str]) -> bool:
+    """Whether a pipe's reader is gone (`| head`); what is left for it is dropped in silence."""
+    try:
+        ends = select.poll()
+        ends.register(out.fileno(), 0)  # errors are told unasked
+    except (AttributeError, OSError):  # Windows has no poll; not every stream is a file
+        return False
+    if not any(event & select.POLLERR for _, event in ends.poll(0)):
+        return False
+    os.dup2(os.open(os.devnull, os.O_WRONLY), out.fileno())
+    return True
+
+
+class _Parser(argparse.ArgumentParser):
+    """Raises `ValueError` where argparse would print a page of usage and end the process."""
+
+    shown: dict[str, tuple[str, ...]]
+
+    def error(self, message: str) -> Any:
+        for action in self._actions:  # named as listed, not by every spelling
+            listed = self.shown.get(action.dest)
+            if listed:
+                message = message.replace("/".join(action.option_strings), "/".join(listed))
+        raise ValueError(f"{message}; see {self.prog} --help")
+
+
+class _HelpFormatter(argparse.HelpFormatter):
+    """One line a flag where it fits: listed names only, the value's name once."""
+
+    def __init__(self, program: str, shown: dict[str, tuple[str, ...]]) -> None:
+        super().__init__(program, max_help_position=26, width=96)
+        self._shown = shown
+
+    def _format_action_invocation(self, action: argparse.Action) -> str:
+        if not action.option_strings:
+            return str(action.metavar or action.dest)
+        names = ", ".join(self._shown.get(action.dest, action.option_strings))
+        if action.nargs == 0:
+            return names
+        if action.metavar is not None or not action.choices:
+            return f"{names} {self._format_args(action, action.dest.upper())}"
+        one_of = "|".join(map(str, action.choices))
+        return f"{names} {one_of if len(one_of) < 40 else action.dest.upper()}"
+
+
+def _spellings(name: str) -> tuple[str, ...]:
+    """A long flag with dashes and with underscores; a short one as it is."""
+    if not name.startswith("--"):
+        return (name,)
+    return name, "--" + name[2:].replace("-", "_"), "--" + name[2:].replace("_", "-")
+
+
+def _dest(names: Sequence[str]) -> str:
+    long = next((name for name in names if name.startswith("--")), names[0])
+    return long.lstrip("-").replace("-", "_")

@@ -1,0 +1,1 @@
+"""What devices are, and which ones this machine has."""

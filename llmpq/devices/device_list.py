@@ -1,0 +1,261 @@
+"""Devices as one says them: `4090,3090:2,cpu`, in one text, for a machine without a cluster YAML.
+
+    DEVICES   one device or several, separated by commas: 4090,3090:2,cpu
+    device    NAME, NAME:COUNT or COUNTxNAME; a card's name in any common spelling
+    a card that is not in the table        mycard=24GB+936GB/s+71TFLOPS
+    a card whose memory was changed        4090=48GB
+    the host's cores                       cpu=64GB+16threads
+
+Knows nothing of this machine: what the text leaves open is assumed, and `assumptions` says what.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from llmpq.cluster import Cluster, Links
+from llmpq.devices.device_spec import device_specs, known_kind, siblings, unknown_card
+from llmpq.errors import shortened
+from llmpq.units import MAX_SIZE, format_size, parse_size
+
+CPU_THREADS = 8
+"""Threads of a `cpu` that states none."""
+CONTEXT = "0.5 GiB"
+"""Memory that the framework takes on a card described in the text: what most cards' entries say."""
+INLINE = "NAME=MEMORY+BANDWIDTH+RATE, such as {}=24GB+936GB/s+71TFLOPS"
+MAX_COUNT = 1000
+MAX_WORDS = 12
+"""Words of the longest name of a card."""
+_COUNTED = (
+    re.compile(r"(?P<name>.*?)\s*:\s*(?P<count>\d{1,9})"),
+    re.compile(r"(?P<name>.*?)\s*[xX*]\s*(?P<count>\d{1,9})"),
+    re.compile(r"(?P<count>\d{1,9})(?:\s*[xX*]\s*|\s+)(?P<name>[^=|].*)"),
+)
+"""Ways to say how many: `3090:2`, `3090x2` and `RTX 3090 x2`, `2x3090` and `2 x RTX 3090`."""
+_NUMBER = re.compile(r"(\d+(?:\.\d+)?)\s*([a-z/]+)", re.IGNORECASE)
+_BANDWIDTH = {"gb/s": 1.0, "gbps": 1.0, "gbs": 1.0, "tb/s": 1e3, "tbps": 1e3, "tbs": 1e3}
+_RATE = ("tflops", "tflop/s", "tflop", "tf", "tflops/s")
+_MOST = {"memory": MAX_SIZE, "mem_gbps": 1e6, "tflops": 1e6, "threads": 65536}
+_THREADS = ("threads", "thread", "t", "cores", "core")
+
+
+@dataclass(frozen=True)
+class DeviceList:
+    """The cluster that a text describes, and what was assumed for what it leaves open."""
+
+    cluster: Cluster
+    assumptions: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class _Facts:
+    """What stands after the `=` of a device; None where it is not said."""
+
+    memory: int | None = None
+    mem_gbps: float | None = None
+    tflops: float | None = None
+    threads: int | None = None
+
+
+def read_devices(text: str, *, where: str = "--devices") -> DeviceList:
+    """Read `4090,3090:2,cpu`: devices of one machine; `ValueError` offers the nearest names."""
+    groups, assumed = [], []
+    for item in _items(text.replace("\u00d7", "x")):
+        group, notes = _group(item, where)
+        groups.append(group)
+        assumed += notes
+    if not groups:
+        raise ValueError(f"{where} is empty, expected devices such as 4090,3090:2,cpu")
+    counts = [f"{g['kind']}:{g['count']}" if g["count"] > 1 else g["kind"] for g in groups]
+    data = {"name": ",".join(counts), "nodes": [{"name": "here", "devices": groups}]}
+    cluster = Cluster.parse_data(data, where=where)
+    if len(cluster.devices) > MAX_COUNT:
+        raise ValueError(
+            f"{where}: got {len(cluster.devices):,} devices, expected at most {MAX_COUNT:,}"
+        )
+    return DeviceList(cluster, (*_machine(cluster), *dict.fromkeys(assumed)))
+
+
+def _machine(cluster: Cluster) -> Iterator[str]:
+    """Yield what is assumed of the machine as a whole."""
+    link = Links().within_node
+    if len(cluster.devices) > 1:
+        yield (
+            f"one machine, {link.gbps:g} Gb/s and {link.latency_us:g} us between any two devices "
+            "(as PCIe 4.0 x4); describe other links or several machines in a cluster YAML"
+        )
+
+
+def _items(text: str) -> Iterator[str]:
+    """Yield one device each: between commas, or words that are several devices without them."""
+    for part in text.split(","):
+        if part.strip():
+            yield from _several(part.split()) or [part.strip()]
+
+
+def _several(words: list[str]) -> list[str]:
+    """Return the devices that words name one after the other, nothing if they do not."""
+    items: list[str] = []
+    while words:
+        longest = min(len(words), MAX_WORDS)
+        takes = next((n for n in range(longest, 0, -1) if _readable(" ".join(words[:n]))), 0)
+        if not takes:
+            return []
+        items.append(" ".join(words[:takes]))
+        words = words[takes:]
+    return items
+
+
+def _readable(item: str) -> bool:
+    name, _, described = _parts(item)
+    return bool(described) or known_kind(name) is not None
+
+
+def _parts(item: str) -> tuple[str, int, str]:
+    """Return name, count and what stands after the `=`; the count is where a known name is left."""
+    likely = _COUNTED[0].fullmatch(item)
+    for pattern in _COUNTED:
+        match = pattern.fullmatch(item)
+        if match is None:
+            continue
+        name, _, described = match["name"].partition("=")
+        if described or known_kind(name.strip()) is not None:
+            likely = match
+            break
+    if known_kind(item) is not None or likely is None:
+        name, _, described = item.partition("=")
+        return name.strip(), 1, described.strip()
+    name, _, described = likely["name"].partition("=")
+    return name.strip(), int(likely["count"]), described.strip()
+
+
+def _group(item: str, where: str) -> tuple[dict[str, Any], list[str]]:
+    """Return the device group of one item, and what is assumed for it."""
+    name, count, described = _parts(item)
+    item = shortened(item)
+    if not 1 <= count <= MAX_COUNT:
+        raise ValueError(f"{where} {item}: expected 1 to {MAX_COUNT:,} devices, got {count:,}")
+    facts = _facts(described, item, where) if "=" in item else _Facts()
+    kind = known_kind(name)
+    if kind is None and ":" in name:
+        got = shortened(name.split(":", 1)[1])
+        raise ValueError(
+            f"{where} {item}: expected NAME:COUNT, such as 3090:2, got '{got}' for a count"
+        )
+    if kind is None:
+        return _own_card(name, count, facts, item, where)
+    if device_specs()[kind].is_cpu:
+        return _cpu(kind, count, facts)
+    if facts.mem_gbps or facts.tflops or facts.threads:
+        raise ValueError(
+            f"{where} {item}: '{name}' is the {kind} of the table, of which only the memory can be "
+            f"changed, such as {name}=48GB; give a card of your own another name"
+        )
+    group: dict[str, Any] = {"kind": kind, "count": count}
+    if facts.memory is not None:
+        return {**group, "memory": facts.memory}, []
+    return group, _which_version(name, kind)
+
+
+def _which_version(name: str, kind: str) -> list[str]:
+    """Say which of several cards of a name is meant, where the name leaves it open."""
+    others = siblings(kind)
+    if not others or known_kind(name) == kind == known_kind(f"{name} {_sold_gb(kind)}GB") is None:
+        return []
+    if any(known_kind(f"{name} {_sold_gb(other)}GB") == other for other in others):
+        return [f"{name} is the {kind}; the other is {' or '.join(others)}"]
+    return []
+
+
+def _sold_gb(kind: str) -> str:
+    size = re.search(r"-(\d+)GB$", kind)
+    return size[1] if size else str(round(device_specs()[kind].memory / 2**30))
+
+
+def _cpu(kind: str, count: int, facts: _Facts) -> tuple[dict[str, Any], list[str]]:
+    """Return stages on the host's cores; what the text does not say is assumed."""
+    spec = device_specs()[kind]
+    threads = facts.threads or CPU_THREADS
+    group: dict[str, Any] = {"kind": kind, "count": count, "threads": threads}
+    group["memory"] = spec.memory if facts.memory is None else facts.memory
+    if facts.mem_gbps or facts.tflops:
+        change: dict[str, Any] = {"mem_gbps": facts.mem_gbps or spec.mem_gbps}
+        if facts.tflops:
+            change |= dict.fromkeys(("fp16_tflops", "fp32_tflops"), facts.tflops / threads)
+        group["spec"] = spec.model_copy(update=change).model_dump(mode="json")
+    said = {
+        f"{threads} threads": facts.threads,
+        format_size(group["memory"]): facts.memory,
+        f"{spec.mem_gbps:g} GB/s": facts.mem_gbps,
+    }
+    each = "cpu" if count == 1 else f"each of {count} cpu devices"
+    open_facts = [text for text, given in said.items() if not given]
+    example = "cpu=64GB+60GB/s+16threads"
+    return group, [f"{each} has {', '.join(open_facts)}; or say {example}"] if open_facts else []
+
+
+def _own_card(
+    name: str, count: int, facts: _Facts, item: str, where: str
+) -> tuple[dict[str, Any], list[str]]:
+    """Return a card that the table does not have, as the text describes it."""
+    word = re.sub(r"[^A-Za-z0-9.]+", "-", name).strip("-")[:40] or "mycard"
+    given = {
+        "memory (24GB)": facts.memory,
+        "bandwidth (936GB/s)": facts.mem_gbps,
+        "16-bit rate (71TFLOPS)": facts.tflops,
+    }
+    missing = [what for what, value in given.items() if not value]
+    if len(missing) == len(given):
+        raise ValueError(
+            f"{where} {item}: {unknown_card(name)}; describe a card that is not in the table as "
+            f"{INLINE.format(word.lower())}"
+        )
+    if missing or not name or facts.threads:
+        wrong = f"no {' and no '.join(missing)}" if missing else "a card has a name and no threads"
+        raise ValueError(f"{where} {item}: {wrong}; expected {INLINE.format(word.lower())}")
+    spec = {
+        "memory": facts.memory,
+        "mem_gbps": facts.mem_gbps,
+        "fp16_tflops": facts.tflops,
+        "context": CONTEXT,
+        "source": f"{where} {item}",
+    }
+    note = f"{word} is as described, with {CONTEXT} for its driver and libraries"
+    return {"kind": word, "count": count, "spec": spec}, [note]
+
+
+def _facts(described: str, item: str, where: str) -> _Facts:
+    """Read `24GB+936GB/s+71TFLOPS`, in any order."""
+    found: dict[str, Any] = {}
+    for part in described.split("+"):
+        match = _NUMBER.fullmatch(part.strip())
+        key, value = _fact(match) if match else ("", None)
+        if value is None or not 0 < value <= _MOST[key]:
+            raise ValueError(
+                f"{where} {item}: got '{shortened(part.strip())}', expected memory, bandwidth or a "
+                "rate with its unit: 24GB, 936GB/s, 71TFLOPS (of a cpu also 16threads)"
+            )
+        if key in found:
+            raise ValueError(f"{where} {item}: '{part.strip()}' says {key} a second time")
+        found[key] = value
+    return _Facts(**found)
+
+
+def _fact(match: re.Match[str]) -> tuple[str, Any]:
+    """Return which fact a number with a unit is, and its value; None if it is none."""
+    number, unit = float(match[1]), match[2].lower()
+    if re.match("[GT]b", match[2]):  # bits: links have them, memory does not
+        return "", None
+    if unit in _BANDWIDTH:
+        return "mem_gbps", number * _BANDWIDTH[unit]
+    if unit in _RATE:
+        return "tflops", number
+    if unit in _THREADS:
+        return "threads", int(number)
+    try:
+        return "memory", parse_size(match[0])
+    except ValueError:
+        return "", None

@@ -1,0 +1,117 @@
+"""What one kind of device is: its memory, its peak rates and where the figures come from.
+
+The table is `clusters/gpus.yaml`; a cluster may also describe a device inline.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import lru_cache
+
+from pydantic import Field
+
+from llmpq.devices.card_names import card_name, find_kind, nearest_kinds
+from llmpq.errors import shortened
+from llmpq.file_form import FileForm
+from llmpq.shipped_table import shipped_table
+from llmpq.units import Size, format_size
+
+GIB = 2**30
+MAX_RATE = 1e6
+"""Bandwidths in GB/s and rates in 1e12 per second: beyond it a number is a slip."""
+
+
+class DeviceSpec(FileForm):
+    """Memory and peak rates of one device kind; a rate it has no units for is None."""
+
+    memory: Size
+    """Memory the driver reports as total."""
+    mem_gbps: float = Field(ge=1e-3, le=MAX_RATE)
+    """Memory bandwidth, 1e9 bytes per second."""
+    fp16_tflops: float = Field(ge=1e-6, le=MAX_RATE)
+    """Dense 16-bit matrix rate (tensor cores where present), 1e12 per second."""
+    fp32_tflops: float | None = Field(default=None, ge=1e-6, le=MAX_RATE)
+    int8_tops: float | None = Field(default=None, ge=1e-6, le=MAX_RATE)
+    fp8_tflops: float | None = Field(default=None, ge=1e-6, le=MAX_RATE)
+    int4_tops: float | None = Field(default=None, ge=1e-6, le=MAX_RATE)
+    capability: str | None = None
+    """CUDA compute capability such as `8.0`; None where it is not an NVIDIA GPU."""
+    context: Size = 0
+    """Memory the framework takes before the first tensor (CUDA context, libraries)."""
+    matmul_efficiency: float = Field(default=0.55, ge=1e-6, le=1)
+    """Share of the peak rate that large matrix products reach; used by the roofline estimate."""
+    memory_efficiency: float = Field(default=0.7, ge=1e-6, le=1)
+    """Share of the bandwidth that reading weights reaches; used by the roofline estimate."""
+    sms: int | None = Field(default=None, gt=0, le=65536)
+    """Streaming multiprocessors (compute units on AMD); an emulated share is scaled by it."""
+    aliases: tuple[str, ...] = ()
+    """Other names of the same card, as drivers, clouds and papers spell it."""
+    source: str = ""
+
+    @property
+    def is_cpu(self) -> bool:
+        """Whether stages of this kind run on the host's cores."""
+        return self.capability is None and "cpu" in self.aliases
+
+    @property
+    def unpacks_weights(self) -> bool:
+        """Whether long prompts meet a packed weight as one dense matrix (not on Hopper)."""
+        return self.capability != "9.0"
+
+
+@lru_cache(maxsize=1)
+def device_specs() -> Mapping[str, DeviceSpec]:
+    """Return the shipped table, by canonical name."""
+    table = shipped_table("llmpq.clusters", "gpus.yaml")
+    return {k: DeviceSpec.parse_data(v, where=f"gpus.yaml: {k}") for k, v in table.items()}
+
+
+def canonical_kind(name: str, memory_bytes: int | None = None) -> str:
+    """Return the table's name of a device kind; `ValueError` offers the nearest ones.
+
+    `memory_bytes` is what a driver reports: it tells cards of one name apart (RTX 4060 Ti).
+    """
+    kind = known_kind(name, memory_bytes)
+    if kind is None:
+        raise ValueError(
+            f"{unknown_card(name)}; describe a card that is not in the table by 'spec' in a "
+            "cluster YAML: spec: {memory: 24 GiB, mem_gbps: 936, fp16_tflops: 71}"
+        )
+    return kind
+
+
+def known_kind(name: str, memory_bytes: int | None = None) -> str | None:
+    """Return the table's name of a device kind, None where it has none of this name."""
+    specs = device_specs()
+    sizes = {kind: spec.memory / GIB for kind, spec in specs.items()}
+    kind = find_kind(name, _spellings(), sizes)
+    if kind is None or memory_bytes is None:
+        return kind
+    alike = [other for other in siblings(kind) if not specs[other].is_cpu]
+    return min([kind, *alike], key=lambda other: abs(specs[other].memory - memory_bytes))
+
+
+def siblings(kind: str) -> tuple[str, ...]:
+    """Return the other kinds that differ from one in their memory's size by name: A100-40GB."""
+    own = {card_name(name).core for name in (kind, *device_specs()[kind].aliases)}
+    return tuple(
+        other
+        for other, names in _spellings().items()
+        if other != kind and own & {card_name(name).core for name in (other, *names)}
+    )
+
+
+def unknown_card(name: str) -> str:
+    """Return what is wrong with a name that the table does not have, and the nearest names."""
+    stated, shown = card_name(name).memory_gb, shortened(name)
+    bare = None if stated is None else known_kind(card_name(name).core)
+    if bare is not None:
+        sizes = [format_size(device_specs()[k].memory) for k in (bare, *siblings(bare))]
+        return f"unknown device '{shown}': the {bare} of the table has {' or '.join(sizes)}"
+    near = nearest_kinds(name, _spellings())
+    hint = f"nearest: {', '.join(near)}" if near else "no name of the table is like it"
+    return f"unknown device '{shown}': {hint} (all: llmpq-algo devices --known)"
+
+
+def _spellings() -> Mapping[str, tuple[str, ...]]:
+    return {kind: spec.aliases for kind, spec in device_specs().items()}

@@ -1,0 +1,1 @@
+"""Bytes beside the weights: temporaries, KV cache, the pool's blocks."""

@@ -1,0 +1,207 @@
+"""The largest temporary of a stage on a GPU, as runtime/backends/gpu/cuda_layers.py runs.
+
+Other moments than a CPU's (llmpq/sizes/workspace.py): products add the residual stream themselves,
+attention's output lives until its layer ends, a packed weight meets many rows as one dense matrix.
+Besides there are what libraries keep, a decode graph's input and output, the inbox that a stage
+before writes into, and outputs that are still on their way to the stage behind.
+
+Symbols: v rows, s tokens of a row with its padding, t = v s tokens, e bytes of an element; of
+`ModelSpec`: h hidden, q = H D query and g = G D key or value features, F ffn, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+from llmpq.model_spec import ModelSpec
+from llmpq.precision import KVPrecision, Precision
+from llmpq.workload import Workload
+
+DENSE_ROWS = 256
+"""Rows from which a product may unpack its whole weight (linear_gpu.py's crossover)."""
+
+SHARES_BYTES = 34 << 20
+"""Float32 shares of the tiles that the Hopper kernel cuts, in place of an unpacked weight."""
+
+PROMPT_WIDTH = 64
+"""Prompts of so many tokens or more are padded to a multiple: libraries plan anew for every other
+length; below, padding would be a good part of the prompt."""
+
+INBOX_SLOTS = 2
+"""Messages an inbox has room for (runtime/links/peer_links.py)."""
+
+OUTPUTS_LEAVING = 2
+"""Outputs of the largest size that may be on their way while the next one is made: a stage waits
+for a slower one behind it (runtime/links/device_links.py, runtime/links/peer_links.py)."""
+
+LIBRARY_BYTES = 66 << 20
+"""cuBLAS takes 32 MiB on each of two streams, prompts' and graphs'; the rest is rounding (H200)."""
+
+
+def padded_prompt(tokens: int, *, longest: int | None = None) -> int:
+    """Return the tokens a row of a fresh prompt takes on a GPU, `longest` at most."""
+    if tokens < PROMPT_WIDTH:
+        return tokens
+    width = -(-tokens // PROMPT_WIDTH) * PROMPT_WIDTH
+    return max(tokens, width if longest is None else min(width, longest))
+
+
+def gpu_workspace_bytes(
+    spec: ModelSpec,
+    workload: Workload,
+    *,
+    precisions: Sequence[Precision],
+    first: bool,
+    last: bool,
+    prefill_microbatch: int,
+    decode_microbatch: int,
+    unpacks: bool = True,
+) -> int:
+    """Return the bytes beside weights and cache when a stage's prompts and tokens need most.
+
+    `unpacks`: whether long prompts meet a packed weight as one dense matrix; Hopper does without.
+    """
+    e, kv = workload.dtype_bytes, workload.kv
+    longest = workload.max_len
+    if spec.positions == "learned":
+        longest = min(longest, spec.max_positions)
+    width = padded_prompt(workload.prompt_len, longest=longest)
+    prefill = _Shape(prefill_microbatch, width, e, kv, fresh=True)
+    decode = _Shape(decode_microbatch, 1, e, kv, fresh=False)
+    # Messages between stages carry no padding.
+    rows = (prefill_microbatch * workload.prompt_len, decode_microbatch)
+    hidden = [tokens * spec.hidden * e for tokens in rows]
+    inbox = 0 if first else INBOX_SLOTS * max(hidden)
+    moments = []
+    for shape, output in zip((prefill, decode), hidden, strict=True):
+        # The ids of the step's tokens where there is no inbox; the outputs before, on their way.
+        held = (8 * shape.tokens if first else 0) + (0 if last else OUTPUTS_LEAVING * output)
+        moments.append(held + _phase_bytes(spec, shape, precisions, last=last, unpacks=unpacks))
+    # Packed weights meet kernels of our own; cuBLAS multiplies dense ones and the head's.
+    dense = last or unpacks or any(p.weight_bits == 16 for p in precisions)
+    libraries = LIBRARY_BYTES if dense else 0
+    return libraries + inbox + _graph_bytes(spec, decode, first=first, last=last) + max(moments)
+
+
+@lru_cache(maxsize=1 << 14)  # planners ask for every pair of sizes
+def _widest_moment(spec: ModelSpec, shape: _Shape, quantized: bool, unpacks: bool) -> int:
+    """Return the most that lives at once while one micro-batch passes through a layer."""
+    return max(_layer_moments(spec, shape, quantized=quantized, unpacks=unpacks))
+
+
+@dataclass(frozen=True)
+class _Shape:
+    """One micro-batch."""
+
+    rows: int
+    row_tokens: int
+    element_bytes: int
+    kv: KVPrecision
+    fresh: bool
+
+    @property
+    def tokens(self) -> int:
+        return self.rows * self.row_tokens
+
+    @property
+    def unit(self) -> int:
+        """Bytes of one feature of all tokens."""
+        return self.tokens * self.element_bytes
+
+
+def _phase_bytes(
+    spec: ModelSpec,
+    shape: _Shape,
+    precisions: Sequence[Precision],
+    *,
+    last: bool,
+    unpacks: bool,
+) -> int:
+    """Return the most that lives at once while one micro-batch passes through the layers."""
+    moments = [0]
+    for quantized in {p.weight_bits < 16 for p in precisions}:
+        moments.append(_widest_moment(spec, shape, quantized, unpacks))
+    if last:
+        e = shape.element_bytes
+        moments.append(head_bytes(spec, tokens=shape.tokens, rows=shape.rows, element_bytes=e))
+    return max(moments)
+
+
+def _graph_bytes(spec: ModelSpec, shape: _Shape, *, first: bool, last: bool) -> int:
+    """Return what a decode graph holds on to: its input, and its output or logits."""
+    given = 0 if first else shape.unit * spec.hidden
+    return given + (shape.unit * spec.vocab if last else shape.unit * spec.hidden)
+
+
+def _layer_moments(
+    spec: ModelSpec, shape: _Shape, *, quantized: bool, unpacks: bool
+) -> Iterator[int]:
+    """Yield the bytes alive at each wide moment of a layer, its input x counted.
+
+    Attention: x, its norm, qkv, rotated queries (and keys, for a low-bit cache), the result and a
+    float32 per head. MLP: x, attention's result, the new residual stream y, and what is wide.
+    """
+    unit = shape.unit
+    h, f = spec.hidden, spec.ffn
+    q, g = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
+    sums = 4 * shape.tokens * spec.heads if shape.fresh else 0
+    rotated = q + (g if shape.kv is not KVPrecision.KV16 else 0)
+
+    def product(n: int, k: int, *, adds: bool = False) -> int:
+        """Bytes of y [t, n]: a whole packed weight beside it, and y again plus the residual."""
+        if not quantized or shape.tokens <= DENSE_ROWS:
+            return unit * n
+        if not unpacks:
+            return SHARES_BYTES + unit * n
+        return max(n * k * shape.element_bytes + unit * n, unit * 2 * n if adds else 0)
+
+    if spec.latent is not None:
+        yield unit * (2 * h + g + _latent_features(spec))
+    else:
+        yield unit * 2 * h + product(q + 2 * g, h)
+        yield unit * (2 * h + q + 2 * g + rotated + q) + sums
+    yield unit * (h + q) + product(h, q, adds=True)
+    if spec.norm_order != "pre":
+        yield unit * 4 * h  # what a norm behind is given and gives
+    if spec.shared_ffn:
+        yield unit * (5 * h + q + 3 * spec.shared_ffn)
+    if spec.experts:
+        # Beside x, attention's result, y and its norm live the sum over experts and who goes where;
+        # of every pair of token and expert its hidden features, then what it adds. Experts that
+        # cannot be stacked run one by one, and all tokens may go to one.
+        k = spec.experts_per_token
+        held = unit * (5 * h + q) + shape.tokens * (4 * spec.experts + k * 36)
+        yield held + unit * k * 3 * f
+        yield held + unit * k * (f + h)
+        yield held + product(2 * f, h)
+        yield held + unit * f + product(h, f)
+        return
+    if spec.gated:
+        yield unit * (3 * h + q) + product(2 * f, h)
+        yield unit * (3 * h + q + 3 * f)
+    else:
+        yield unit * (3 * h + q) + product(f, h)
+        yield unit * (3 * h + q + (f if spec.activation == "relu" else 2 * f))
+    # A dense product without a bias adds to y in place.
+    in_place = not quantized and spec.gated
+    yield unit * (2 * h + q + f) + (0 if in_place else product(h, f, adds=True))
+
+
+def _latent_features(spec: ModelSpec) -> int:
+    """Return the most features of a token that latent attention holds beside x and the latent.
+
+    Queries as they come, through the keys' matrix, and that beside their turned part; then these
+    and the sums of latents, and values made of them.
+    """
+    latent = spec.latent
+    assert latent is not None
+    absorbed, wide = spec.heads * latent.kv_rank, spec.heads * spec.head_dim
+    made = spec.heads * latent.q_head_dim + absorbed + wide
+    return max(made, wide + absorbed + spec.heads * latent.v_dim)
+
+
+def head_bytes(spec: ModelSpec, *, tokens: int, rows: int, element_bytes: int) -> int:
+    """Return the last layer's output, each row's last token of it, its norm, and the logits."""
+    return element_bytes * (tokens * spec.hidden + rows * (2 * spec.hidden + spec.vocab))

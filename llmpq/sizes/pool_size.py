@@ -1,0 +1,126 @@
+"""How many blocks of KV cache a plan's stages have room for: one definition for plan and runtime.
+
+A plan counts its KV as requests of one length. A pool gives the same requests as many blocks as
+they need at their longest, and fewer where the plan leaves a device no room for what is rounded up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from llmpq.errors import DoesNotFitError
+from llmpq.model_spec import ModelSpec
+from llmpq.precision import KVPrecision
+from llmpq.sizes.kv_format import BLOCK_TOKENS, kv_pool_bytes, pool_blocks, spanned_blocks
+from llmpq.workload import Workload
+
+if TYPE_CHECKING:
+    from llmpq.plan import StagePlan
+
+CHUNK_TOKENS = 512
+"""Tokens of a prompt that a step may compute beside its window, whatever the requests' number."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PoolSize:
+    """The pool of every stage: as many blocks on each."""
+
+    num_blocks: int
+    slots: int
+    """Requests at once."""
+    max_len: int
+    """Tokens of the longest request."""
+    prefix_cache: bool = True
+    window: int = 0
+    """Tokens that the layers with a window see; 0 where all layers share one pool."""
+    window_blocks: int = 0
+    """Blocks of the pool of the layers with a window."""
+
+    def nbytes(
+        self, spec: ModelSpec, kv: KVPrecision, *, layers: Sequence[int], dtype_bytes: int
+    ) -> int:
+        """Return the bytes of a stage's pool; `make_paged_kv` allocates exactly those."""
+        windowed = sum(spec.is_windowed(layer) for layer in layers) if self.window else 0
+
+        def layer_bytes(num_blocks: int) -> int:
+            return kv_pool_bytes(
+                kv,
+                num_blocks=num_blocks,
+                slots=self.slots,
+                kv_heads=spec.kv_heads,
+                vectors=spec.kv_vectors,
+                head_dim=spec.head_dim,
+                dtype_bytes=dtype_bytes,
+                prefix_cache=self.prefix_cache,
+            )
+
+        whole = (len(layers) - windowed) * layer_bytes(self.num_blocks)
+        return whole + windowed * layer_bytes(self.window_blocks)
+
+    def of_blocks(self, num_blocks: int) -> PoolSize:
+        """Return a smaller pool of as many blocks, those of windows in proportion."""
+        share = self.window_blocks * num_blocks // self.num_blocks
+        return replace(self, num_blocks=num_blocks)._with_window(self.window, share)
+
+    def _with_window(self, window: int, window_blocks: int) -> PoolSize:
+        """Return the pool with blocks for a window, as many as one request needs at least.
+
+        One pool serves all layers where that would take no more.
+        """
+        blocks = max(window_blocks, spanned_blocks(window, CHUNK_TOKENS)) if window else 0
+        if blocks >= self.num_blocks:
+            window = blocks = 0
+        return replace(self, window=window, window_blocks=blocks)
+
+
+def wanted_pool(
+    spec: ModelSpec, workload: Workload, *, max_len: int, prefix_cache: bool = True
+) -> PoolSize:
+    """Return the pool of all requests that are planned to be under way at once.
+
+    On layers with a window each has its window's blocks, and one of them those of a chunk, too.
+    """
+    each = max(1, pool_blocks(workload.kv, workload.max_len))
+    whole = PoolSize(
+        num_blocks=workload.batch * each,
+        slots=workload.batch,
+        max_len=max_len,
+        prefix_cache=prefix_cache,
+    )
+    # Packed caches keep all blocks, a quarter of the bytes or less: their tables are one.
+    window = spec.widest_window if workload.kv is KVPrecision.KV16 else 0
+    own = min(each, spanned_blocks(window, 1)) if window else 0
+    return whole._with_window(window, workload.batch * own + CHUNK_TOKENS // BLOCK_TOKENS)
+
+
+def fits(size: PoolSize, stages: Sequence[StagePlan], spec: ModelSpec, workload: Workload) -> bool:
+    """Whether every stage's device has room for a pool."""
+    return all(_excess(size, stage, spec, workload) <= 0 for stage in stages)
+
+
+def fitting_pool(
+    size: PoolSize, stages: Sequence[StagePlan], spec: ModelSpec, workload: Workload
+) -> PoolSize:
+    """Return the pool, smaller where a stage has no room for it; `DoesNotFitError` without any."""
+    while not fits(size, stages, spec, workload):
+        if size.num_blocks == 1:
+            raise DoesNotFitError(
+                "the plan leaves no room for a block of 128 tokens of KV cache on every stage; "
+                "re-plan with a larger --n or a smaller reserve"
+            )
+        size = size.of_blocks(max(1, size.num_blocks * 15 // 16))
+    return size
+
+
+def _excess(size: PoolSize, stage: StagePlan, spec: ModelSpec, workload: Workload) -> int:
+    """Return the bytes by which a stage's pool exceeds what its device has left for it."""
+    if stage.memory is None:
+        return 0
+    memory = stage.memory
+    room = memory.limit_bytes - (memory.total_bytes - memory.kv_bytes)
+    nbytes = size.nbytes(
+        spec, workload.kv, layers=range(*stage.layers), dtype_bytes=workload.dtype_bytes
+    )
+    return nbytes - max(room, memory.kv_bytes)

@@ -1,0 +1,1 @@
+"""Good plans found before and beside the proof: what a search prunes by."""

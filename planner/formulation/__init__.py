@@ -1,0 +1,1 @@
+"""From nouns to numbers: what a solver sees; first file: problem.py."""

@@ -1,0 +1,1 @@
+"""Layers, captured steps and stages on CUDA devices; seen from outside by cuda.py."""

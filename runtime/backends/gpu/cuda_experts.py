@@ -1,0 +1,186 @@
+"""A mixture's experts on a GPU: all of a layer in two products, nothing asked of the device.
+
+    weight, expert [T, k]    the router's               kernels/fused/route.py, norm_route.py
+    sent                     pairs sorted by expert     kernels/gemm/experts/expert_stack.py
+    hidden [C, F]            act(gate_up of every pair)
+    y [T, k, h]              down, each pair back at its own number
+    sum_j weight[t, j] y[t, j]  kernels/fused/weighted_sum.py, which adds the residual stream too
+
+Weights are put into stacks as they are read, one expert beside the stack at a time; linears hold
+views of it. Where a linear holds another weight (a draft's view) or is watched (calibration), the
+experts run one after the other, as on a CPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from llmpq.kernels.fused import gated_mlp, norm_route, route
+from llmpq.kernels.fused.rms_norm import MAX_COLUMNS, rms_norm
+from llmpq.kernels.fused.route import RouterRule
+from llmpq.kernels.fused.weighted_sum import weighted_sum
+from llmpq.kernels.gemm.experts.expert_sent import Sent, assign
+from llmpq.kernels.gemm.experts.expert_stack import ExpertStack, stackable
+from llmpq.kernels.gemm.experts.gated import GateRule
+from llmpq.runtime.models.experts import Routing, SparseMLP
+from llmpq.runtime.models.linear import Linear
+from llmpq.runtime.models.mlps import MLP, GatedMLP
+from llmpq.runtime.models.norms import Norm
+
+OLDEST = (8, 0)
+"""Compute capability from which Triton drives the tensor cores."""
+
+
+def sparse_mlp(
+    routing: Routing,
+    experts: Iterable[MLP | GatedMLP],
+    count: int,
+    shared: MLP | GatedMLP | None,
+) -> SparseMLP:
+    """Return the mixture of `count` experts, stacked where their weights allow it."""
+    up, down = ExpertStack(count), ExpertStack(count)
+    made: list[nn.Module] = []
+    stacked = True
+    for index, expert in enumerate(experts):
+        stacked = stacked and isinstance(expert, GatedMLP) and _fit(up, down, expert)
+        if stacked and isinstance(expert, GatedMLP):
+            parts = _put(up, index, expert.gate_up), _put(down, index, expert.down)
+            expert = GatedMLP(*parts, expert.gate)
+        made.append(expert)
+    if not stacked:
+        return SparseMLP(routing, made, shared)
+    return GroupedMLP(routing, made, shared, up, down)
+
+
+def _put(stack: ExpertStack, index: int, part: Linear) -> Linear:
+    """Return a linear that holds its place in the stack."""
+    weight = part.weight
+    assert stackable(weight)
+    return Linear(*stack.put(index, weight, part.bias))
+
+
+def _fit(up: ExpertStack, down: ExpertStack, expert: GatedMLP) -> bool:
+    weight = expert.down.weight
+    if weight.device.type == "cuda" and torch.cuda.get_device_capability(weight.device) < OLDEST:
+        return False
+    parts = ((up, expert.gate_up), (down, expert.down))
+    return all(stack.takes(part.weight, part.bias) for stack, part in parts)
+
+
+def _choice(routing: Routing) -> RouterRule:
+    """Return a router's rule as the kernels take it."""
+    rule = routing.rule
+    return RouterRule(
+        per_token=routing.per_token,
+        score=rule.score,
+        groups=rule.groups,
+        groups_kept=rule.groups_kept,
+        group_score=rule.group_score,
+        normalise=rule.normalise,
+        scale=rule.scale,
+    )
+
+
+def _routed(routing: Routing, x_Th: Tensor) -> tuple[Tensor, Tensor]:
+    """Return weights and numbers [T, k] of each token's experts; `Routing.forward` is the twin."""
+    if not route.fits(routing.weight_Eh.shape[0], routing.rule.groups):
+        weight_Tk, expert_Tk = routing(x_Th)
+        return weight_Tk, expert_Tk
+    return route.route(routing.logits(x_Th), _choice(routing), routing.correction_E)
+
+
+@dataclass(frozen=True)
+class Sending:
+    """Rows that experts take, the weights [T, k] of what they make, and who takes what."""
+
+    x_Th: Tensor
+    weight_Tk: Tensor
+    sent: Sent
+
+
+def send(routing: Routing, x_Th: Tensor) -> Sending:
+    """Choose the experts of rows that are normed already."""
+    weight_Tk, expert_Tk = _routed(routing, x_Th)
+    return Sending(x_Th, weight_Tk, assign(expert_Tk, routing.weight_Eh.shape[0]))
+
+
+def norm_and_send(routing: Routing, between: Norm, x_Th: Tensor) -> Sending:
+    """Norm rows and choose their experts: of few rows in two launches."""
+    experts, rule = routing.weight_Eh.shape[0], routing.rule
+    plain = between.bias is None and between.shape == x_Th.shape[1:]
+    if not plain or not norm_route.takes(x_Th, experts, rule.groups):
+        return send(routing, _normed(between, x_Th))
+    normed_Th, weight_Tk, expert_Tk = norm_route.norm_route(
+        *(x_Th, between.weight, between.eps, routing.weight_Eh, _choice(routing)),
+        bias_E=routing.bias_E,
+        correction_E=routing.correction_E,
+    )
+    return Sending(normed_Th, weight_Tk, assign(expert_Tk, experts))
+
+
+def _normed(part: Norm, x_Th: Tensor) -> Tensor:
+    if part.bias is not None or part.shape != x_Th.shape[1:] or x_Th.shape[1] > MAX_COLUMNS:
+        normed: Tensor = part(x_Th)
+        return normed
+    return rms_norm(x_Th, part.weight, part.eps)
+
+
+class GroupedMLP(SparseMLP):
+    """Routing, stacked experts, and an MLP that all tokens share, if any."""
+
+    def __init__(
+        self,
+        routing: Routing,
+        experts: Sequence[nn.Module],
+        shared: nn.Module | None,
+        up: ExpertStack,
+        down: ExpertStack,
+    ) -> None:
+        super().__init__(routing, experts, shared)
+        self._up, self._down = up, down
+
+    @property
+    def asks_host(self) -> bool:
+        """Whether a step waits for the device: where the experts are not those of the stacks."""
+        first = self.experts[0]
+        assert isinstance(first, GatedMLP)
+        parts = ((first.gate_up, self._up), (first.down, self._down))
+        return any(part.weight is not s.first or part._forward_pre_hooks for part, s in parts)
+
+    def _hidden(self, x_Th: Tensor, sent: Sent) -> Tensor:
+        """Return act(gate) * up of every pair [C, F], gated in the product where it can be."""
+        gate = self.experts[0].gate
+        assert not isinstance(gate, (Tensor, nn.Module))
+        if self._up.gates(x_Th, sent):
+            made = GateRule(gate.activation, gate.limit, gate.slope)
+            return self._up.product(x_Th, sent, gate=made)
+        wide = self._up.product(x_Th, sent)
+        return gated_mlp.gate_mul(wide, gate.activation, limit=gate.limit, slope=gate.slope)
+
+    def forward(self, x_BQh: Tensor) -> Tensor:
+        """Return [B, Q, h]."""
+        if self.asks_host:
+            return super().forward(x_BQh)
+        x_Th = x_BQh.reshape(-1, x_BQh.shape[-1])
+        return self._summed(send(self.routing, x_Th), None).view(x_BQh.shape)
+
+    def added(self, residual_BQh: Tensor, between: Norm) -> Tensor:
+        """Return r + experts(norm(r)); r may have lost its values then."""
+        residual_Th = residual_BQh.reshape(-1, residual_BQh.shape[-1])
+        if self.asks_host:
+            made = super().forward(_normed(between, residual_Th)[None])
+            return residual_BQh.add_(made.view(residual_BQh.shape))
+        made = self._summed(norm_and_send(self.routing, between, residual_Th), residual_Th)
+        return made.view(residual_BQh.shape)
+
+    def _summed(self, rows: Sending, residual_Th: Tensor | None) -> Tensor:
+        hidden_CF = self._hidden(rows.x_Th, rows.sent)
+        y_Ch = self._down.product(hidden_CF, rows.sent, back=True)
+        y_Th = weighted_sum(rows.weight_Tk, y_Ch, residual_Th)
+        if self.shared is not None:
+            y_Th.add_(self.shared(rows.x_Th))
+        return y_Th

@@ -1,0 +1,291 @@
+"""Decode steps of one stage as CUDA graphs: one launch instead of ten a layer.
+
+A graph is captured per number of rows, over the static KV pool and static buffers. What changes
+from step to step (slots, positions, tokens) is copied to the device from pinned memory before the
+replay; numbers of rows in between are rounded up, the extra rows repeating the last one, which
+writes the same values to the same places.
+
+A token of -1 stands for the one its slot produced last: it is read from a table on the device, so
+the host may issue a step before it knows the tokens of the one before.
+
+Legend: B rows, h hidden, V vocabulary, S slots.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from llmpq.kernels.fused.argmax import argmax
+from llmpq.runtime.cache.kv_cache import KVCache
+from llmpq.runtime.models.stage_model import StageModel
+from llmpq.runtime.step import Step
+from llmpq.runtime.step_message import StepMessage
+
+_log = logging.getLogger("llmpq.graphs")
+
+RING = 8
+"""Steps whose inputs may be on their way to the device at once."""
+
+_CAPTURING = threading.Lock()
+"""Stages that share a process and a GPU capture in turn: torch begins a capture by waiting for the
+whole device, which the driver refuses, and ends another thread's capture for, while one goes on."""
+
+KEPT_ROWS = 32
+"""Rows up to which a graph keeps logits of its own. A shrinking batch captures a graph for every
+eighth row: those of 228 rows of Llama-3.1-8B would keep 0.9 GB, which no plan counts."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepOutput:
+    """What a step left on the device; overwritten by the next step of as many rows."""
+
+    hidden_BQh: Tensor | None = None
+    logits_BV: Tensor | None = None
+    tokens_B: Tensor | None = None
+    """The most likely tokens (last stage)."""
+    table_BK: Tensor | None = None
+    """What a round or a verify of several positions yields (see cuda_speculate.py)."""
+
+
+@dataclass(frozen=True)
+class _Captured:
+    graph: torch.cuda.CUDAGraph
+    hidden_BQh: Tensor | None
+    output: StepOutput
+
+
+class DecodeGraphs:
+    """Runs decode steps of a stage, captured when a number of rows is first seen.
+
+    Subclasses capture other steps: they say what a row is told and what a step computes.
+    """
+
+    fields = 3
+    """Numbers a row is told each step: slot, position and token."""
+    told_as = torch.long
+
+    def __init__(
+        self,
+        model: StageModel,
+        kv: KVCache,
+        *,
+        num_slots: int,
+        max_len: int,
+        max_rows: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        capture: bool = True,
+        last_token_S: Tensor | None = None,
+    ) -> None:
+        """`last_token_S`: another's table of last tokens, to share it."""
+        self._model, self._kv, self._dtype, self._device = model, kv, dtype, device
+        self._max_rows = rounded_rows(max_rows, max_rows)
+        positions = model.spec.max_positions if model.spec.positions == "learned" else max_len
+        self.max_end = min(max_len, positions)
+        if last_token_S is None:
+            last_token_S = torch.zeros(num_slots, dtype=torch.long, device=device)
+        self.last_token_S = last_token_S
+        # Flat, so that the rows of any step are one piece: only such copies are asynchronous.
+        self._rows = torch.zeros(self._most_values, dtype=self.told_as, device=device)
+        self._ones = torch.ones(self._max_rows, dtype=torch.long, device=device)
+        pinned = device.type == "cuda"
+        shape = (RING, self._most_values)
+        self._staging = torch.zeros(shape, dtype=self.told_as, pin_memory=pinned)
+        self._copied: list[torch.cuda.Event | None] = [None] * RING
+        self._next = 0
+        self._captured: dict[int, _Captured] = {}
+        # One for all graphs: cuBLAS keeps 32 MiB for every stream it has worked on.
+        self._capturing: torch.cuda.Stream | None = None
+        self._logits_BV: Tensor | None = None
+        # Experts that are not stacked ask the device how many tokens each gets (SparseMLP).
+        self._capture_failed = not capture or model.asks_host or device.type != "cuda"
+        self._pool = None if self._capture_failed else torch.cuda.graph_pool_handle()
+
+    def share(self, other: DecodeGraphs) -> None:
+        """Capture on another's stream into its memory: their steps never run at once."""
+        if not self._capture_failed and not other._capture_failed:
+            other._capturing = other._capturing or _capturing_stream(self._device)
+            self._pool, self._capturing = other._pool, other._capturing
+
+    @property
+    def captured_rows(self) -> list[int]:
+        """Numbers of rows that have a graph."""
+        return sorted(self._captured)
+
+    def run(self, message: StepMessage, hidden_BQh: Tensor | None) -> StepOutput:
+        """Run one decode step; only as many rows as the message has mean anything."""
+        self.stage(message)
+        return self.run_staged(message, hidden_BQh)
+
+    def stage(self, message: StepMessage) -> None:
+        """Tell the device a step's rows, behind all it was given so far."""
+        self._stage(message, self._size(message))
+
+    def run_staged(self, message: StepMessage, hidden_BQh: Tensor | None) -> StepOutput:
+        """Run the step that was staged last."""
+        num_rows = self._size(message)
+        if hidden_BQh is not None:
+            hidden_BQh = self._widened(hidden_BQh.to(self._device), num_rows)
+        if not self._captures(num_rows):
+            return self._forward(num_rows, hidden_BQh)
+        if num_rows not in self._captured and not self._capture(num_rows, hidden_BQh):
+            return self._forward(num_rows, hidden_BQh)
+        captured = self._captured[num_rows]
+        if captured.hidden_BQh is not None and hidden_BQh is not None:
+            captured.hidden_BQh.copy_(hidden_BQh)
+        captured.graph.replay()
+        return captured.output
+
+    def remember(self, slots_B: Tensor, tokens_B: Tensor) -> None:
+        """Keep tokens that were sampled elsewhere (after a prompt, or not greedily)."""
+        self.last_token_S[slots_B] = tokens_B
+
+    def slots_B(self, num_rows: int) -> Tensor:
+        """Return the slots of the step that ran last."""
+        return self._rows[:num_rows]
+
+    @property
+    def _most_values(self) -> int:
+        """Numbers that the largest step is told."""
+        return self.fields * self._max_rows
+
+    def _size(self, message: StepMessage) -> int:
+        """Return the rows that a step is padded to, by which graphs are told apart."""
+        return rounded_rows(message.num_rows, self._max_rows)
+
+    def _captures(self, num_rows: int) -> bool:
+        """Whether steps of so many rows run from graphs."""
+        return not self._capture_failed
+
+    def _widened(self, hidden_BQh: Tensor, num_rows: int) -> Tensor:
+        """Return hidden states of `num_rows` rows, the last one repeated."""
+        extra = num_rows - hidden_BQh.shape[0]
+        if extra == 0:
+            return hidden_BQh
+        return torch.cat((hidden_BQh, hidden_BQh[-1:].expand(extra, -1, -1)))
+
+    def _table(self, message: StepMessage) -> list[Sequence[int]]:
+        """Return what the rows are told, a list per field."""
+        tokens = [row[0] for row in message.tokens] or [0] * message.num_rows
+        return [message.slots, message.starts, tokens]
+
+    def _state(self) -> list[Tensor]:
+        """Return what a step changes beside the cache: put back after a capture."""
+        return [self.last_token_S]
+
+    def _stage(self, message: StepMessage, num_rows: int) -> None:
+        """Copy slots, positions and tokens to the device without waiting for it."""
+        place, self._next = self._next, (self._next + 1) % RING
+        copied = self._copied[place]
+        if copied is not None:
+            copied.synchronize()
+        values = self._values(message, num_rows)
+        staging = self._staging[place, : len(values)]
+        staging.copy_(torch.tensor(values, dtype=self.told_as))
+        self._rows[: len(values)].copy_(staging, non_blocking=True)
+        if self._device.type == "cuda":
+            event = copied or torch.cuda.Event()
+            event.record()
+            self._copied[place] = event
+
+    def _values(self, message: StepMessage, num_rows: int) -> list[int]:
+        """Return the numbers that a step is told, field by field, the last row repeated."""
+        extra = num_rows - message.num_rows
+        return [v for row in self._table(message) for v in (*row, *[row[-1]] * extra)]
+
+    def _given(self, num_rows: int) -> Tensor:
+        """Return what the rows were told [fields, B]."""
+        return self._rows[: self.fields * num_rows].view(self.fields, num_rows)
+
+    def _forward(self, num_rows: int, hidden_BQh: Tensor | None) -> StepOutput:
+        """Run the stage on the static buffers; what a graph records."""
+        slots_B, start_B, given_B = self._given(num_rows)
+        step = Step(
+            slots_B=slots_B,
+            start_B=start_B,
+            num_new_B=self._ones[:num_rows],
+            q_len=1,
+            max_end=self.max_end,
+            fresh=False,
+            runs=(),
+        )
+        x = hidden_BQh
+        if x is None:
+            x = torch.where(given_B < 0, self.last_token_S[slots_B], given_B)[:, None]
+        y = self._model(x, step, self._kv)
+        if self._model.head is None:
+            return StepOutput(hidden_BQh=y)
+        logits_BV = self._model.logits(y, step)
+        tokens_B = argmax(logits_BV, slots_B=slots_B, table_S=self.last_token_S)
+        return StepOutput(logits_BV=self._shared(logits_BV), tokens_B=tokens_B)
+
+    def _shared(self, logits_BV: Tensor) -> Tensor:
+        """Return the logits of many rows where every graph leaves them."""
+        if logits_BV.shape[0] <= KEPT_ROWS:
+            return logits_BV
+        if self._logits_BV is None:
+            self._logits_BV = logits_BV.new_empty(self._max_rows, logits_BV.shape[1])
+        return self._logits_BV[: logits_BV.shape[0]].copy_(logits_BV)
+
+    def _capture(self, num_rows: int, hidden_BQh: Tensor | None) -> bool:
+        """Record a graph of this many rows; False, for good, if the driver or a kernel refuses.
+
+        Steps before the recording compile kernels and make library handles. They compute what the
+        replay computes again; only what they change beside the cache must be put back.
+        """
+        static = None if hidden_BQh is None else hidden_BQh.clone()
+        before = [state.clone() for state in self._state()]
+        stream = self._capturing = self._capturing or _capturing_stream(self._device)
+        stream.wait_stream(torch.cuda.current_stream(self._device))
+        graph = torch.cuda.CUDAGraph()
+        try:
+            with torch.cuda.stream(stream):
+                for _ in range(2):
+                    self._forward(num_rows, static)
+                    self._put_back(before)
+                stream.synchronize()
+                # Other threads (a communicator's watchdog) may go on asking the driver.
+                with (
+                    _CAPTURING,
+                    torch.cuda.graph(
+                        graph, pool=self._pool, stream=stream, capture_error_mode="thread_local"
+                    ),
+                ):
+                    output = self._forward(num_rows, static)
+        except RuntimeError as error:
+            _log.warning("steps run without CUDA graphs: %s", str(error).partition("\n")[0])
+            self._capture_failed = True
+            return False
+        finally:
+            torch.cuda.current_stream(self._device).wait_stream(stream)
+            self._put_back(before)
+        self._captured[num_rows] = _Captured(graph, static, output)
+        return True
+
+    def _put_back(self, values: Sequence[Tensor]) -> None:
+        for state, value in zip(self._state(), values, strict=True):
+            state.copy_(value)
+
+
+def _capturing_stream(device: torch.device) -> torch.cuda.Stream:
+    """Return the thread's stream, or another where that is the default one, which cannot capture.
+
+    Kernels of a graph run on the SMs of the stream they were captured on (stages/emulate.py).
+    """
+    current = torch.cuda.current_stream(device)
+    default = current == torch.cuda.default_stream(device)
+    return torch.cuda.Stream(device) if default else current
+
+
+def rounded_rows(num_rows: int, max_rows: int) -> int:
+    """Return the rows a step is padded to: 1, 2, 4, multiples of 8, or the plan's own number."""
+    for size in (1, 2, 4):
+        if num_rows <= size:
+            return min(size, max(num_rows, max_rows))
+    return min(-(-num_rows // 8) * 8, max(num_rows, max_rows))

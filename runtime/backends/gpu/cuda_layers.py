@@ -1,0 +1,340 @@
+"""Decoder layers on a GPU: the same parts and sums as layers.py, in fewer and fused launches.
+
+    norm        one kernel a row                                   cuda_norms.py
+    qkv         one product
+    positions   rotation and the cache's append in one kernel      rope_append.py, kv_append
+                norms of heads with them, over 16-bit slots
+    attention   prompts: torch's; up to 16 new tokens: one kernel that reads lengths from the device
+    o, down     products that add the residual stream themselves
+    gate        act(gate) * up in one kernel                       kernels/fused/gated_mlp.py
+    rules       windows, soft caps, sinks, latents                 cuda_rules.py
+
+    experts     all of a layer in two products                     cuda_experts.py
+
+Nothing here asks the device for a value, so a step of one new token can be captured in a graph;
+experts that run one after the other do (a mixture whose weights cannot be stacked).
+
+Legend: B rows, Q new tokens, h hidden, H query heads, G key/value heads, D head_dim, S slots.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from llmpq.kernels.fused import gated_mlp
+from llmpq.kernels.fused import layer_norm as fused_layer_norm
+from llmpq.kernels.fused import rope_append as fused_rope
+from llmpq.kernels.kv import plain_attend
+from llmpq.kernels.kv.prompt_attend import causal_attend
+from llmpq.kernels.linear import Fp8Weight, QuantizedWeight, TableWeight, linear
+from llmpq.runtime.backends.gpu import cuda_atom_layers, cuda_experts, cuda_rules
+from llmpq.runtime.backends.gpu.cuda_norms import added_behind, late_norms, norm, norm_heads
+from llmpq.runtime.cache.device_pages import DevicePages
+from llmpq.runtime.cache.kv_cache import KVCache
+from llmpq.runtime.cache.low_bit_kv import LowBitKV
+from llmpq.runtime.cache.plain_kv import PlainKVCache
+from llmpq.runtime.models.attention import attend_cached, score_bias
+from llmpq.runtime.models.experts import Routing, SparseMLP
+from llmpq.runtime.models.latent_attention import LatentAttention
+from llmpq.runtime.models.layers import Attention, DecoderLayer
+from llmpq.runtime.models.linear import Linear
+from llmpq.runtime.models.mlps import ACTIVATIONS, MLP, GatedMLP, require_activation
+from llmpq.runtime.models.norms import Norm
+from llmpq.runtime.step import Step
+
+
+class CudaLayers:
+    """The functions below as a `LayerRunner`."""
+
+    def decoder_layer(
+        self,
+        layer: DecoderLayer,
+        x_BQh: Tensor,
+        index: int,
+        step: Step,
+        kv: KVCache,
+        *,
+        last_only: bool = False,
+        in_place: bool = False,
+    ) -> Tensor:
+        """Return the layer's new residual stream."""
+        return decoder_layer(layer, x_BQh, index, step, kv, last_only=last_only, in_place=in_place)
+
+    def norm(self, part: Norm, x: Tensor) -> Tensor:
+        """Return x normalised."""
+        return norm(part, x)
+
+    def sparse_mlp(
+        self,
+        routing: Routing,
+        experts: Iterable[MLP | GatedMLP],
+        count: int,
+        shared: MLP | GatedMLP | None,
+    ) -> SparseMLP:
+        """Return experts that are two products together."""
+        return cuda_experts.sparse_mlp(routing, experts, count, shared)
+
+
+def decoder_layer(
+    layer: DecoderLayer,
+    x_BQh: Tensor,
+    index: int,
+    step: Step,
+    kv: KVCache,
+    *,
+    last_only: bool = False,
+    in_place: bool = False,
+) -> Tensor:
+    """Return the layer's new residual stream; `layers.DecoderLayer.forward` is its twin.
+
+    `last_only`: after attention go on with the last valid token of each row, [B, 1, h].
+    `in_place`: it may take the input's place, which saves a dense o the copying.
+    """
+    part = layer.attention
+    _require_known(layer)
+    last = partial(_last_tokens, step) if last_only and step.q_len > 1 else None
+    if cuda_atom_layers.rounds_inputs(layer):
+        assert isinstance(part, Attention)
+        inner = partial(attend, part, index=index, step=step, kv=kv)
+        return cuda_atom_layers.decoder_layer(layer, x_BQh, inner, last=last)
+    normed = norm(layer.attn_norm, x_BQh)
+    if isinstance(part, LatentAttention):
+        attended = cuda_rules.attend_latents(part, normed, index, step, kv)
+    else:
+        attended = attention(part, normed, index, step, kv)
+    del normed
+    if last is not None:
+        attended, x_BQh = last(attended), last(x_BQh)
+    if layer.adds_plainly:
+        return _plainly_added(layer, attended, x_BQh, in_place=in_place)
+    behind = layer.attn_out_norm, layer.mlp_out_norm
+    y, wide = added_behind(layer, product(part.o, attended), x_BQh, behind[0], layer.mlp_norm)
+    return added_behind(layer, _mlp_output(layer.mlp, wide), y, behind[1], None)[0]
+
+
+def _plainly_added(
+    layer: DecoderLayer, attended: Tensor, x_BQh: Tensor, *, in_place: bool
+) -> Tensor:
+    """Return x + o(attended), plus the MLP of that: products add to the stream themselves."""
+    o, mlp, between = layer.attention.o, layer.mlp, layer.mlp_norm
+    if isinstance(mlp, SparseMLP):
+        y = product(o, attended, residual=x_BQh)
+        if isinstance(mlp, cuda_experts.GroupedMLP):
+            return mlp.added(y, between)
+        return y.add_(mlp(norm(between, y)))
+    early, late = (_bias_for(between, part) for part in (o, mlp.down))
+    y = product(o, attended, residual=x_BQh, into_residual=in_place, with_bias=early is None)
+    wide = norm(between, y, before=early, after=late)
+    hidden = _hidden(mlp, wide)
+    del wide
+    return product(mlp.down, hidden, residual=y, into_residual=True, with_bias=late is None)
+
+
+def _mlp_output(mlp: MLP | GatedMLP | SparseMLP, wide: Tensor) -> Tensor:
+    """Return mlp(wide)."""
+    if isinstance(mlp, SparseMLP):
+        summed: Tensor = mlp(wide)
+        return summed
+    return product(mlp.down, _hidden(mlp, wide))
+
+
+def _hidden(mlp: MLP | GatedMLP, wide: Tensor) -> Tensor:
+    """Return what `down` takes."""
+    if not isinstance(mlp, GatedMLP):
+        return _activated(mlp, wide)
+    gate, made = mlp.gate, product(mlp.gate_up, wide)
+    return gated_mlp.gate_mul(made, gate.activation, limit=gate.limit, slope=gate.slope)
+
+
+def _require_known(layer: DecoderLayer) -> None:
+    """Refuse what the kernels do not know; `llmpq/capabilities.py` refuses it before.
+
+    Whatever reaches a GPU unplanned stops here, in place of giving other text without a word.
+    """
+    rotary = layer.attention.rotary
+    if rotary is not None and rotary.by_length and not rotary.is_dynamic:
+        raise ValueError("a layer's rotary positions are of a kind that no GPU kernel computes yet")
+    if cuda_atom_layers.rounds_inputs(layer) and not layer.adds_plainly:
+        raise ValueError("a layer of rounded activations has norms that no GPU kernel computes yet")
+
+
+def _bias_for(between: Norm, part: Linear) -> Tensor | None:
+    """Return the bias of a dense o or down that the norm between them adds, None without one."""
+    fused = between.bias is not None and between.weight.numel() <= fused_layer_norm.MAX_COLUMNS
+    return part.bias if fused and _dense(part) is not None else None
+
+
+def _dense(part: nn.Module) -> Tensor | None:
+    """Return the weight of a plain dense product, None of any other part.
+
+    A watched linear (profiler/quantize/layer_walk.py) is called as a module.
+    """
+    if type(part) is not Linear or part._forward_pre_hooks:
+        return None
+    weight = part.weight
+    return weight if isinstance(weight, Tensor) and not weight.is_mkldnn else None
+
+
+def _activated(mlp: MLP, wide: Tensor) -> Tensor:
+    """Return the activation of up(x); cuBLAS adds a dense bias and applies ReLU as it stores."""
+    weight, bias = _dense(mlp.up), mlp.up.bias
+    if mlp.activation == "relu" and weight is not None and bias is not None:
+        x_MK = wide.reshape(-1, wide.shape[-1])
+        return torch._addmm_activation(bias, x_MK, weight.t()).view(*wide.shape[:-1], -1)
+    require_activation(mlp.activation, ACTIVATIONS, "the GPU's MLP")
+    return ACTIVATIONS[mlp.activation](product(mlp.up, wide))
+
+
+def _last_tokens(step: Step, x_BQh: Tensor) -> Tensor:
+    return step.last_valid(x_BQh)[:, None].contiguous()
+
+
+def product(
+    part: nn.Module,
+    x: Tensor,
+    *,
+    residual: Tensor | None = None,
+    into_residual: bool = False,
+    with_bias: bool = True,
+) -> Tensor:
+    """Return part(x) + residual; where the product can add it, that costs no extra pass.
+
+    `into_residual`: the sum may take the residual's place, which saves copying it. Without
+    `with_bias` the bias of a dense part is left out.
+    """
+    if residual is not None and type(part) is Linear and not part._forward_pre_hooks:
+        weight = part.weight
+        if isinstance(weight, (QuantizedWeight, Fp8Weight, TableWeight)):
+            return linear(x, weight, part.bias, residual, into_residual=into_residual)
+        dense = _dense(part)
+        if dense is not None and (part.bias is None or not with_bias):
+            flat, x_MK = residual.reshape(-1, dense.shape[0]), x.reshape(-1, dense.shape[1])
+            add = flat.addmm_ if into_residual else partial(torch.addmm, flat)
+            y: Tensor = add(x_MK, dense.t())
+            return y.view(residual.shape)
+    y_plain: Tensor = part(x)
+    return y_plain if residual is None else y_plain.add_(residual)
+
+
+def attention(part: Attention, x_BQh: Tensor, index: int, step: Step, kv: KVCache) -> Tensor:
+    """Return attention(q, k, v) [B, Q, H * D] of cache layer `index`, before the output product."""
+    return attend(part, product(part.qkv, x_BQh), index, step, kv)
+
+
+def attend(part: Attention, qkv_BQN: Tensor, index: int, step: Step, kv: KVCache) -> Tensor:
+    """Return attention(q, k, v) of the product with qkv."""
+    batch, q_len, _ = qkv_BQN.shape
+    qkv = qkv_BQN.view(batch, q_len, -1, part.head_dim)
+    q, k, v = qkv.split([part.heads, part.kv_heads, part.kv_heads], dim=2)
+    rotary, norms = part.rotary, None
+    if part.q_norm is not None and part.k_norm is not None:
+        norms = late_norms(part) if kv.plain is not None and kv.dual is None else None
+        if norms is None:
+            q, k = norm_heads(part, qkv)
+    whole = rotary is not None and rotary.is_plain(part.head_dim)
+    if kv.plain is not None:
+        out = _plain(part, q, k, v, index, step, kv.plain, norms)
+        if kv.dual is not None:
+            kv.dual.keep(index, step, partial(_append_to_copy, part, k, v, index, step))
+    elif kv.pages is not None:
+        out = _paged(part, q, k, v, index, step, kv.pages)
+    elif whole and rotary is not None and (rotating := kv.rotating(step)) is not None:
+        rule, turned = cuda_rules.rule_of(part.rule, step), {"inv_freq": rotary.inv_freq}
+        out = rotating.attend(index, q, k, v, step, scale=part.scale, rule=rule, **turned)
+    else:
+        if rotary is not None:
+            q, k = fused_rope.rope(q, k, step.start_B, rotary.turning(step), rotary.factor)
+        rule, slopes = cuda_rules.rule_of(part.rule, step), part.alibi_slopes_H
+        out = cuda_rules.attend_packed(kv, index, q, k, v, step, part.scale, rule, slopes)
+    return out.reshape(batch, q_len, part.heads * part.head_dim)
+
+
+def _append_to_copy(
+    part: Attention, k: Tensor, v: Tensor, index: int, step: Step, copy: LowBitKV
+) -> None:
+    """Append a layer's keys, not rotated yet, and values to the 4-bit copy."""
+    rotary, inv_freq = part.rotary, None
+    if rotary is not None and rotary.is_plain(part.head_dim) and copy.rotates(step):
+        inv_freq = rotary.inv_freq
+    elif rotary is not None:
+        k, _ = fused_rope.rope(k, k, step.start_B, rotary.turning(step), rotary.factor)
+    copy.append(index, k, v, step, inv_freq)
+
+
+def _plain(
+    part: Attention,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    index: int,
+    step: Step,
+    kv: PlainKVCache,
+    norms: fused_rope.HeadNorms | None,
+) -> Tensor:
+    """Append to the 16-bit cache, then attend to it; prompts attend to the tokens just written."""
+    kv.check_room(step)
+    k_SGTD, v_SGTD = kv.k[index], kv.v[index]
+    rows = (step.slots_B, step.start_B, step.num_new_B)
+    rotary, slopes = part.rotary, part.alibi_slopes_H
+    inv_freq, factor = (None, 1.0) if rotary is None else (rotary.turning(step), rotary.factor)
+    q_BQHD = fused_rope.rope_append(q, k, v, k_SGTD, v_SGTD, *rows, inv_freq, factor, norms)
+    rule = cuda_rules.rule_of(part.rule, step)
+    if not rule.is_plain:
+        return cuda_rules.attend(q_BQHD, k_SGTD, v_SGTD, step, part.scale, rule)
+    if step.fresh:
+        return _fresh(q_BQHD, k_SGTD, v_SGTD, step, part.scale, slopes)
+    if step.q_len <= plain_attend.MAX_Q_LEN:
+        return plain_attend.plain_attend(
+            q_BQHD,
+            k_SGTD,
+            v_SGTD,
+            *rows,
+            max_end=step.max_end,
+            scale=part.scale,
+            alibi_slopes_H=slopes,
+        )
+    return attend_cached(q_BQHD, k_SGTD, v_SGTD, step, scale=part.scale, alibi_slopes_H=slopes)
+
+
+def _paged(
+    part: Attention, q: Tensor, k: Tensor, v: Tensor, index: int, step: Step, kv: DevicePages
+) -> Tensor:
+    """Append to the pool of blocks, then attend to it."""
+    rotary = part.rotary
+    return kv.attend(
+        *(index, q, k, v, step),
+        scale=part.scale,
+        alibi_slopes_H=part.alibi_slopes_H,
+        rule=cuda_rules.rule_of(part.rule, step),
+        inv_freq=None if rotary is None else rotary.turning(step),
+        factor=1.0 if rotary is None else rotary.factor,
+    )
+
+
+def _fresh(
+    q_BQHD: Tensor,
+    k_SGTD: Tensor,
+    v_SGTD: Tensor,
+    step: Step,
+    scale: float,
+    alibi_slopes_H: Tensor | None,
+) -> Tensor:
+    """Causal attention of prompts, keys and values read where they were just written."""
+    bias = None
+    if alibi_slopes_H is not None:
+        bias = step.once("bias", lambda: score_bias(step, alibi_slopes_H, 1, q_BQHD.dtype))
+    q, k, v = q_BQHD.transpose(1, 2), _rows_of(k_SGTD, step), _rows_of(v_SGTD, step)
+    return causal_attend(q, k, v, scale=scale, bias=bias).transpose(1, 2)
+
+
+def _rows_of(cache_SGTD: Tensor, step: Step) -> Tensor:
+    """Return the new tokens' keys or values [B, G, Q, D], in place where slots are consecutive."""
+    tokens = cache_SGTD[:, :, : step.q_len]
+    if len(step.runs) == 1:
+        _, slot, count = step.runs[0]
+        return tokens[slot : slot + count]
+    return tokens[step.slots_B]

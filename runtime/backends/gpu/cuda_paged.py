@@ -1,0 +1,236 @@
+"""A stage of the paged engine on a GPU: steps of any rows through graphs, answers that come late.
+
+    steps       runtime/backends/gpu/paged_graphs.py
+    results     of a whole model on one device: copied behind the step, and a request's next token
+                may be asked for as -1, "the one this slot produced last" (cuda_stage.py)
+    several     hidden states and tokens stay on the device where links take them from there, and
+    stages      steps may be issued ahead of their tokens; else they go through the hosts
+
+Legend: B rows, T tokens, h hidden, R rows that sample.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from llmpq.runtime.backends.gpu.cuda_graphs import StepOutput
+from llmpq.runtime.backends.gpu.device_times import DeviceTimes
+from llmpq.runtime.backends.gpu.late_tokens import LateTokens
+from llmpq.runtime.backends.gpu.paged_graphs import PagedGraphs, rungs
+from llmpq.runtime.backends.paged_compute import PagedStageCompute, num_wanted, rows_of
+from llmpq.runtime.cache.device_pages import DevicePages
+from llmpq.runtime.models.stage_model import StageModel
+from llmpq.runtime.pending import Pending, on_its_way
+from llmpq.runtime.request import PagedRow, StepKind
+from llmpq.runtime.sampling_params import TokenChoice
+from llmpq.runtime.step_message import StepMessage
+from llmpq.runtime.trace import KindTotals
+from llmpq.runtime.upload import upload
+from llmpq.sizes.kv_format import BLOCK_TOKENS
+from llmpq.sizes.pool_size import PoolSize
+from llmpq.speculation import MAX_GAMMA
+
+
+class CudaPagedCompute(PagedStageCompute):
+    """One stage on a GPU, ready to run the steps of a `PagedScheduler`."""
+
+    def __init__(
+        self,
+        model: StageModel,
+        kv: DevicePages,
+        device: torch.device,
+        dtype: torch.dtype,
+        *,
+        size: PoolSize,
+        step_tokens: int,
+        graphs: bool = True,
+    ) -> None:
+        """`step_tokens`: of a step at most; `graphs`: capture steps."""
+        super().__init__(model, kv, device, dtype)
+        self._whole = model.embedding is not None and model.head is not None
+        self._times, self._columns = DeviceTimes(device), kv.columns
+        last_token_S = torch.zeros(size.slots + 1, dtype=torch.long, device=device)
+        make = partial(
+            PagedGraphs,
+            model,
+            kv,
+            num_slots=size.slots,
+            most_tokens=max(step_tokens, size.slots * (MAX_GAMMA + 1)) + 1,
+            max_len=size.max_len,
+            dtype=dtype,
+            device=device,
+            capture=graphs,
+            last_token_S=last_token_S,
+        )
+        self._hidden_stay = self._tokens_stay = False
+        self._late: LateTokens | None = None
+        """The last step's tokens, if they are still to be drawn."""
+        self._decode, self._mixed = make(chunks=False), make(chunks=True)
+        self._verify = make(chunks=True, verifies=True)
+        for others in (self._mixed, self._verify):
+            others.share(self._decode)
+
+    @property
+    def runs_ahead(self) -> bool:
+        """Whether a step may name tokens by -1 that the step before has yet to produce."""
+        return self._whole
+
+    @property
+    def captured(self) -> tuple[list[int], list[int]]:
+        """Numbers of rows that decode from a graph, and of places of steps with chunks."""
+        return self._decode.captured_rows, self._mixed.captured_rows
+
+    def device_totals(self) -> dict[str, KindTotals]:
+        """Return the steps so far by kind, timed by the device, and forget them."""
+        return self._times.totals()
+
+    def leave_on_device(self, *, hidden: bool, tokens: bool = False) -> None:
+        """As of `PagedStageCompute`."""
+        self._hidden_stay, self._tokens_stay = hidden, tokens
+
+    @torch.inference_mode()
+    def take_tokens(self, slots: Sequence[int], tokens_B1: Tensor) -> None:
+        """Note tokens of slots, sampled elsewhere, for steps that name them by -1."""
+        slots_B = upload(slots, torch.long, self._device)
+        self._decode.remember(slots_B, tokens_B1[:, 0].to(self._device))
+
+    @torch.inference_mode()
+    def run(self, message: StepMessage, hidden_BQH: Tensor | None) -> Tensor | Pending:
+        """Return hidden states [1, T, h] on the host, or the token of each row [B, 1].
+
+        What a row gets that samples nothing means nothing.
+        """
+        self.kv.take_rows(message.paged, message.starts)
+        graphs = self._mixed if max(message.num_new) > 1 else self._decode
+        if self.model.head is not None and any(row.drafts for row in message.paged):
+            graphs = self._verify
+        graphs.stage(message)
+        if self._late is not None:
+            self._late.draw()  # in front of this step, which may build on its tokens
+        run = partial(self._run, graphs, message, hidden_BQH)
+        return self._times.of(message.kind, message.num_rows, run)
+
+    def _run(
+        self, graphs: PagedGraphs, message: StepMessage, hidden_BQH: Tensor | None
+    ) -> Tensor | Pending:
+        scored = self.model.head is not None and self.sampler.scores_prompts(message)
+        every = scored and graphs is not self._verify
+        out = (graphs.run_every_place if every else graphs.run_staged)(message, hidden_BQH)
+        if self.model.head is None:
+            assert out.hidden_BQh is not None
+            hidden_BQh = out.hidden_BQh[:, : sum(message.num_new)]
+            return hidden_BQh.clone() if self._hidden_stay else hidden_BQh.cpu()
+        if scored:
+            self._score_places(out.hidden_BQh, message)
+        if graphs is self._verify:
+            return self._verified(out, message)
+        if self._whole and self._looks_ahead(out, message):
+            self._late = LateTokens(
+                self._device, message.num_rows, partial(self._draw, out, message)
+            )
+            return self._late.result
+        tokens_B1 = self._tokens_B(out, message)[:, None]
+        if self._tokens_stay:
+            return tokens_B1.clone()
+        return on_its_way(tokens_B1) if self._whole else tokens_B1.cpu()
+
+    def _verified(self, out: StepOutput, message: StepMessage) -> Tensor:
+        """Return the rows' new tokens where some have drafts: counts and tokens, on the host."""
+        assert self.model.head is not None and out.hidden_BQh is not None
+        places: list[int] = []
+        end = 0
+        for row, count in zip(message.paged, message.num_new, strict=True):
+            end += count
+            places += range(end - num_wanted(row), end)
+        hidden_Nh = out.hidden_BQh[0, upload(places, torch.long, self._device)]
+        return self._result(self.model.head(hidden_Nh), message)
+
+    def _looks_ahead(self, out: StepOutput, message: StepMessage) -> bool:
+        """Have others find what guided rows may go on with, if there are any; return whether."""
+        rows = [number for number, row in enumerate(message.paged) if row.samples]
+        if not rows or not self.sampler.knows(message):
+            return False
+        assert out.logits_BV is not None
+        return self.sampler.look_ahead(rows_of(message, rows), out.logits_BV)
+
+    def _draw(self, out: StepOutput, message: StepMessage) -> Tensor:
+        """Return the tokens [B, 1] of a step that was left to be drawn."""
+        self._late = None
+        tokens_B = self._chosen_B(out, message)
+        self._times.goes_on()
+        return tokens_B[:, None]
+
+    def _tokens_B(self, out: StepOutput, message: StepMessage) -> Tensor:
+        """Return the rows' tokens: the most likely ones, or drawn and ruled where that is asked."""
+        assert out.tokens_B is not None and out.logits_BV is not None
+        tokens_B = out.tokens_B[: message.num_rows]
+        rows = [number for number, row in enumerate(message.paged) if row.samples]
+        greedy = all(message.sampling[row].greedy for row in rows)
+        if not rows or (greedy and not self.sampler.knows(message)):
+            return tokens_B
+        return self._chosen_B(out, message)
+
+    def _chosen_B(self, out: StepOutput, message: StepMessage) -> Tensor:
+        """Return the rows' tokens, those that are sampled drawn and ruled."""
+        assert out.tokens_B is not None and out.logits_BV is not None
+        rows = [number for number, row in enumerate(message.paged) if row.samples]
+        slots = [message.slots[row] for row in rows]
+        rows_R, slots_R = upload([rows, slots], torch.long, self._device)
+        alike = rows == list(range(len(rows)))
+        logits_RV = out.logits_BV[: len(rows)] if alike else out.logits_BV[rows_R]
+        drawn_R = self.sampler.pick(logits_RV, rows_of(message, rows))
+        self._decode.remember(slots_R, drawn_R)
+        if len(rows) == message.num_rows:
+            return drawn_R
+        return out.tokens_B[: message.num_rows].index_copy(0, rows_R, drawn_R)
+
+    def _score_places(self, hidden_BQh: Tensor | None, message: StepMessage) -> None:
+        """Note scores of prompts' tokens, of one row after the other."""
+        assert self.model.head is not None and hidden_BQh is not None
+        first = 0
+        for row, count in enumerate(message.num_new):
+            own = hidden_BQh[:, first : first + count]
+            self.sampler.score_prompts(self.model.head, own, rows_of(message, [row]))
+            first += count
+
+    def warm_up(self, rows: int, step_tokens: int, *, gamma: int = 0) -> None:
+        """Capture steps of chunks and decode steps of up to so many rows, the largest first.
+
+        None is left to be captured while requests wait. What they leave in the cache belongs to
+        nobody.
+        """
+        longest = self._columns * BLOCK_TOKENS
+        for places in rungs(max(step_tokens, rows + 1)):
+            self._run_rows(StepKind.PREFILL, [min(places, longest)])
+        for count in self._decode.sizes(rows):
+            self._run_rows(StepKind.DECODE, [1] * count)
+        if gamma and self.model.head is not None:
+            drafts = (0,) * gamma
+            for places in rungs(max(step_tokens, rows * (gamma + 1))):
+                counts = [gamma + 1] * max(1, min(rows, places // (gamma + 1)))
+                counts[0] = min(longest, places - sum(counts[1:]))
+                self._run_rows(StepKind.MIXED, counts, drafts)
+        self._times.forget()
+
+    def _run_rows(self, kind: StepKind, counts: list[int], drafts: Sequence[int] = ()) -> None:
+        """Run rows of zeros that all stand at the start of slot 0, in block 0."""
+        count = len(counts)
+        blocks = (0,) * -(-max(counts) // BLOCK_TOKENS)
+        told = StepMessage(
+            kind=kind,
+            slots=[0] * count,
+            starts=[0] * count,
+            num_new=counts,
+            sample_steps=[0] * count,
+            sampling=[TokenChoice()] * count,
+            tokens=[[0] * own for own in counts],
+            paged=[PagedRow(slot=0, new_blocks=blocks, drafts=tuple(drafts))] * count,
+        )
+        hidden = None
+        if self.model.embedding is None:
+            hidden = torch.zeros((1, sum(counts), self.model.spec.hidden), dtype=self._dtype)
+        self.run(told, hidden)

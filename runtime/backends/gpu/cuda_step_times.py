@@ -1,0 +1,96 @@
+"""What drafts, verifies and plain steps take on this very device: timed at the start, for `auto`.
+
+A cost model knows kinds of devices and layers on their own; whether drafting pays is decided by
+differences of a few percent. Steps are timed as the engine runs them (replayed graphs), at two
+context lengths and some numbers of positions; between those, times are straight lines. Attention
+over a packed cache takes longer the fuller the ring of newest tokens is: it is half full here.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Sequence
+
+import torch
+
+from llmpq.runtime.backends.gpu.cuda_graphs import DecodeGraphs
+from llmpq.runtime.backends.gpu.cuda_speculate import CudaSpeculation
+from llmpq.runtime.request import StepKind
+from llmpq.runtime.sampling_params import TokenChoice
+from llmpq.runtime.step_message import StepMessage
+from llmpq.sizes.kv_format import BLOCK_TOKENS, HOLDBACK_TOKENS
+from llmpq.speculation import MAX_GAMMA, Line, MeasuredTimes
+
+POSITIONS = (1, 2, 3, 4, 6, MAX_GAMMA + 1)
+"""New tokens a row at which verifies are timed; drafts of one less are those `auto` chooses from,
+so that few graphs are captured."""
+REPEATS = 8
+
+
+def measure(
+    speculation: CudaSpeculation, rows: Sequence[int], contexts: Sequence[int], *, max_len: int
+) -> MeasuredTimes:
+    """Time the steps of a stage whose slots of `max_len` are free; what they write is overwritten.
+
+    Where rounds are whole, verifies are captured here alone: their graphs would keep the logits of
+    every number of rows and positions, so they go once they are timed.
+    """
+
+    def line(graphs: DecodeGraphs, num_rows: int, q_len: int) -> Line:
+        def at(context: int) -> float:
+            message = step_message(num_rows, context, min(q_len, max_len - context))
+            return seconds_of(lambda: graphs.run(message, None))
+
+        return tuple((float(length), at(length)) for length in contexts)
+
+    draft = speculation.draft_graphs
+    verify: dict[tuple[int, int], Line] = {}
+    for q in POSITIONS:
+        verify |= {(r, q): line(speculation.verify_graphs(q), r, q) for r in rows}
+        if speculation.whole_rounds:
+            speculation.forget_verifies()
+    return MeasuredTimes(
+        draft={} if draft is None else {r: line(draft, r, 1) for r in rows},
+        verify=verify,
+        plain={r: line(speculation.plain, r, 1) for r in rows},
+    )
+
+
+def contexts_of(max_len: int) -> list[int]:
+    """Return the context lengths to time in slots of `max_len` tokens, verifies included."""
+    longest = max(0, max_len - MAX_GAMMA - 1)
+    return sorted({typical_context(context) for context in (min(max_len // 8, longest), longest)})
+
+
+def typical_context(context: int) -> int:
+    """Return the longest context up to `context` that half fills the ring of a packed cache."""
+    half = HOLDBACK_TOKENS + BLOCK_TOKENS // 2
+    return max(0, (context - half) // BLOCK_TOKENS) * BLOCK_TOKENS + min(context, half)
+
+
+@torch.inference_mode()
+def seconds_of(step: Callable[[], object], repeats: int = REPEATS) -> float:
+    """Return the median device time of a step that has run before."""
+    for _ in range(2):
+        step()
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(repeats + 1)]
+    events[0].record()
+    for event in events[1:]:
+        step()
+        event.record()
+    events[-1].synchronize()
+    pairs = zip(events[:-1], events[1:], strict=True)
+    return statistics.median(a.elapsed_time(b) for a, b in pairs) / 1e3
+
+
+def step_message(rows: int, context: int, q_len: int) -> StepMessage:
+    """Return the message of a step through the slots from 0 on."""
+    return StepMessage(
+        kind=StepKind.VERIFY,
+        slots=range(rows),
+        starts=[context] * rows,
+        num_new=[q_len] * rows,
+        sample_steps=[1] * rows,
+        sampling=[TokenChoice()] * rows,
+        tokens=[[1] * q_len] * rows,
+    )

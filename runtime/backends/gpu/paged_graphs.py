@@ -1,0 +1,156 @@
+"""Steps of the paged engine as CUDA graphs: any rows, told by tables that are read on the device.
+
+Two sets: steps in which every row has one token, a graph for every number of rows as in
+cuda_graphs.py; and steps with chunks, a graph for every rung of a ladder of places. Places beyond
+the tokens belong to nobody. A longer step keeps the GPU busy as it comes.
+
+Legend: T places, R rows, h hidden, V vocabulary, S slots.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from llmpq.kernels.fused.argmax import argmax
+from llmpq.kernels.kv.paged.paged_rows import FIELDS
+from llmpq.kernels.kv.prompt_attend import prompt_runs
+from llmpq.runtime.backends.gpu.cuda_graphs import DecodeGraphs, StepOutput, rounded_rows
+from llmpq.runtime.cache.device_pages import DevicePages
+from llmpq.runtime.models.stage_model import StageModel
+from llmpq.runtime.paged_step import PagedStep
+from llmpq.runtime.step_message import StepMessage
+
+LONGEST = 1024
+"""Places from which a GPU needs longer for a step than the host."""
+
+
+def rung(tokens: int) -> int:
+    """Return the places of a step with chunks: few numbers, since each is captured."""
+    if tokens <= 64:
+        return max(8, 1 << (tokens - 1).bit_length())
+    width = 64 if tokens <= 512 else 256
+    return -(-tokens // width) * width
+
+
+def rungs(most: int) -> list[int]:
+    """Return the captured numbers of places of steps of up to `most` tokens, largest first."""
+    found = {rung(tokens) for tokens in range(2, min(most, LONGEST) + 1)}
+    return sorted(found, reverse=True)
+
+
+class PagedGraphs(DecodeGraphs):
+    """Runs steps of a stage over its pool; `size` of a step is its number of places."""
+
+    told_as = torch.int32
+    """What attention reads: no kernel of a step may write it, it is read early."""
+
+    def __init__(
+        self,
+        model: StageModel,
+        kv: DevicePages,
+        *,
+        chunks: bool,
+        most_tokens: int,
+        num_slots: int,
+        verifies: bool = False,
+        **options: Any,
+    ) -> None:
+        """`chunks`: rows may have several tokens; `most_tokens`: of a step.
+
+        `verifies`: hidden states of every place are the outcome, for whoever asks several of a row.
+        """
+        self._chunks, self._nobody, self._verifies = chunks, num_slots, verifies
+        self._places = rung(most_tokens) if chunks else rounded_rows(num_slots, num_slots)
+        self._pages = kv
+        self._prompts: tuple[tuple[int, int], ...] = ()
+        rows = num_slots + 1 if chunks else num_slots
+        super().__init__(model, kv, num_slots=num_slots, max_rows=rows, **options)
+
+    def sizes(self, most_rows: int) -> list[int]:
+        """Return the sizes of steps of up to so many rows that are captured, largest first.
+
+        Without captures the largest alone.
+        """
+        least = 1 if self._captures(most_rows) else most_rows
+        found = {rounded_rows(rows, self._places) for rows in range(least, most_rows + 1)}
+        return sorted(found, reverse=True)
+
+    def run_every_place(self, message: StepMessage, hidden_BQh: Tensor | None) -> StepOutput:
+        """As `run_staged`, with hidden states of all places behind the last layer."""
+        size = self._size(message)
+        if hidden_BQh is not None:
+            hidden_BQh = self._widened(hidden_BQh.to(self._device), size)
+        return self._forward(size, hidden_BQh, every_place=True)
+
+    @property
+    def _most_values(self) -> int:
+        return self._pages.num_dealt + self._places + FIELDS * self._num_rows(self._places)
+
+    def _num_rows(self, size: int) -> int:
+        """Return the rows of a step's table; with chunks one more, which is padding."""
+        return self._nobody + 1 if self._chunks else size
+
+    def _size(self, message: StepMessage) -> int:
+        if self._chunks:
+            return rung(sum(message.num_new))
+        return rounded_rows(message.num_rows, self._places)
+
+    def _captures(self, size: int) -> bool:
+        return not self._capture_failed and (not self._chunks or size <= LONGEST)
+
+    def _widened(self, hidden_BQh: Tensor, size: int) -> Tensor:
+        return functional.pad(hidden_BQh, (0, 0, 0, size - hidden_BQh.shape[1]))
+
+    def _values(self, message: StepMessage, size: int) -> list[int]:
+        # What a graph does must not hang on the rows.
+        captured = self._captures(size)
+        self._prompts = () if captured else prompt_runs(message.starts, message.num_new)
+        tokens = [token for row in message.tokens for token in row]
+        table = self._pages.table(
+            *(message.slots, message.starts, message.num_new),
+            num_rows=self._num_rows(size),
+            num_places=size,
+        )
+        rows = [value for row in table for value in row]
+        return [*self._pages.dealt(table), *rows, *tokens, *[0] * (size - len(tokens))]
+
+    def _forward(
+        self, size: int, hidden_BQh: Tensor | None, *, every_place: bool = False
+    ) -> StepOutput:
+        """Run the stage on the static buffers; what a graph records."""
+        num_rows = self._num_rows(size)
+        parts = [self._pages.num_dealt, FIELDS * num_rows, size]
+        dealt, told, tokens_T = self._rows[: sum(parts)].split(parts)
+        rows_FR = told.view(FIELDS, num_rows)
+        where, windowed = self._pages.places(rows_FR, size, nobody=self._nobody)
+        step = PagedStep(
+            slots_B=where.slots_R,
+            start_B=rows_FR[1],
+            num_new_B=rows_FR[2],
+            q_len=size,
+            max_end=self.max_end,
+            fresh=False,
+            runs=(),
+            rows_FR=rows_FR,
+            dealt=dealt,
+            where=where,
+            where_windowed=windowed,
+            chunks=self._chunks,
+            prompts=self._prompts if self._chunks else (),
+        )
+        x = hidden_BQh
+        if x is None:
+            x = torch.where(tokens_T < 0, self.last_token_S[where.slots_T], tokens_T)[None]
+        every_place = every_place or self._verifies
+        last_only = self._chunks and self._model.head is not None and not every_place
+        y = self._model(x, step, self._kv, last_only=last_only)
+        if self._model.head is None or self._verifies:
+            return StepOutput(hidden_BQh=y)
+        logits_RV = self._model.logits(y, step)
+        tokens_R = argmax(logits_RV, slots_B=where.slots_R, table_S=self.last_token_S)
+        hidden = y if every_place else None
+        return StepOutput(hidden_BQh=hidden, logits_BV=self._shared(logits_RV), tokens_B=tokens_R)

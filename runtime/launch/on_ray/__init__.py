@@ -1,0 +1,1 @@
+"""Stages as Ray actors; first file: ray_launcher.py."""

@@ -1,0 +1,116 @@
+"""Stages as Ray actors: placed by Ray, on this machine or on several. Nothing else is Ray's."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, replace
+from types import TracebackType
+from typing import Self
+
+import ray
+from ray.util.placement_group import PlacementGroup, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from llmpq.cluster import Cluster
+from llmpq.errors import StageLostError
+from llmpq.plan import Plan
+from llmpq.runtime.launch.launcher import Deadlines, Launch
+from llmpq.runtime.launch.nodes.node_questions import require_same
+from llmpq.runtime.launch.on_ray.placement import ray_cluster, reserve
+from llmpq.runtime.launch.on_ray.ray_giver import RayGiver
+from llmpq.runtime.launch.on_ray.ray_stage import RayStage
+from llmpq.runtime.launch.on_ray.ray_watch import SILENCE, RayWatch
+from llmpq.runtime.launch.stages.stage_actor import StageActor
+from llmpq.runtime.launch.stages.stage_settings import StageSettings
+
+_THREADS = 7
+"""Threads of an actor: the loop, a poll, health checks, a submission and a beat."""
+
+
+class RayLauncher:
+    """One actor per stage, in a placement group with one bundle each."""
+
+    meets_by_address = True
+
+    def __init__(self, launch: Launch, deadlines: Deadlines) -> None:
+        """`launch` names a running Ray; else this process's is used, or one started for the job."""
+        self._address, self._deadlines = launch.ray_address, deadlines
+        self._stack = ExitStack()
+        self._watch: RayWatch | None = None
+
+    def __enter__(self) -> Self:
+        self._stack.enter_context(ray_cluster(self._address))
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._watch is not None:
+            self._watch.close()
+        self._stack.__exit__(kind, error, trace)
+
+    def lost(self) -> StageLostError | None:
+        """Return what to say once Ray's head is gone."""
+        return None if self._watch is None else self._watch.lost()
+
+    def start(
+        self, plan: Plan, settings: Sequence[StageSettings], cluster: Cluster | None
+    ) -> list[RayStage]:
+        """Reserve the bundles and start an actor in each; nodes of other versions are refused."""
+        joined = self._address is not None
+        placed = reserve(
+            plan,
+            cluster,
+            joined=joined,
+            wait_s=self._deadlines.wait_nodes_s,
+            timeout_s=self._deadlines.placement_s,
+        )
+        self._stack.callback(self._unless_lost, _remove, placed.group)
+        if joined:  # first: a worker that is idle answers at once
+            require_same(placed.nodes, settings)
+        actor_class, plan_json = ray.remote(StageActor), plan.dump_json()
+        stages: list[RayStage] = []
+        giver: RayGiver | None = None
+        for index, stage in enumerate(plan.stages):
+            options = actor_class.options(
+                num_cpus=0,
+                num_gpus=0 if stage.is_cpu else 1,
+                max_concurrency=_THREADS,
+                max_restarts=0,
+                scheduling_strategy=PlacementGroupSchedulingStrategy(
+                    placement_group=placed.group, placement_group_bundle_index=index
+                ),
+            )
+            node = placed.nodes[index]
+            own = replace(settings[index], address=node.address)
+            copies = own.copy_weights and not node.is_here
+            if copies and giver is None:
+                giver = RayGiver.start(own.driver_model_dir or own.model_dir)
+                self._stack.callback(giver.close)
+            given = giver if copies else None
+            stages.append(RayStage(options.remote(index, plan_json, asdict(own), weights=given)))
+            self._stack.callback(self._end, stages[-1])
+        if joined:
+            head = ray.get_runtime_context().gcs_address
+            self._watch = RayWatch(head, stages, SILENCE * self._deadlines.step_s)
+        return stages
+
+    def _end(self, stage: RayStage) -> None:
+        if self.lost() is None:
+            stage.kill()
+        else:  # whoever would end it is gone
+            stage.call("end")
+
+    def _unless_lost(self, undo: Callable[[PlacementGroup], None], group: PlacementGroup) -> None:
+        if self.lost() is None:
+            undo(group)
+
+
+def _remove(group: PlacementGroup) -> None:
+    with contextlib.suppress(Exception):
+        remove_placement_group(group)

@@ -1,0 +1,105 @@
+"""A joined Ray, watched: its head must answer, and its stages must hear from the driver.
+
+Ray itself waits a minute for a head that is gone, and then ends the process without a word. A host
+that is cut off cannot be told that the job is over, so a stage that has heard nothing for a while
+ends itself.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import Any, Protocol
+
+from llmpq.commands.ray_address import require_ray
+from llmpq.errors import StageLostError
+
+BEAT_S = 2.0
+"""How often the driver tells the stages that it is there."""
+SILENCE = 0.8
+"""Of a step's deadline: how long the driver may be silent; stages are gone soon after it."""
+HEAD_S = 15.0
+"""How long Ray's head may be silent; a cable may be out for a few seconds."""
+
+_log = logging.getLogger("llmpq.ray")
+
+
+class Hearer(Protocol):
+    """Whoever can be called: a stage."""
+
+    def call(self, method: str, *args: object) -> Future[Any]:
+        """Call a method of its actor."""
+        ...
+
+
+class RayWatch:
+    """The driver's side: a thread that beats for the stages and looks at the head."""
+
+    def __init__(self, head: str, stages: Sequence[Hearer], silence_s: float) -> None:
+        """`head`: address of Ray's head, HOST:PORT; `silence_s`: after which a stage ends."""
+        self._head, self._stages, self._silence_s = head, stages, silence_s
+        self._lost: StageLostError | None = None
+        self._over = threading.Event()
+        self._threads = [
+            threading.Thread(target=target, daemon=True, name="llmpq ray watch")
+            for target in (self._beat, self._look)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def lost(self) -> StageLostError | None:
+        """Return what to say once the head is gone."""
+        return self._lost
+
+    def close(self) -> None:
+        """Stop watching."""
+        self._over.set()
+
+    def _beat(self) -> None:
+        open_calls: dict[int, Future[Any]] = {}
+        while not self._over.wait(BEAT_S):
+            for index, stage in enumerate(self._stages):
+                if index not in open_calls or open_calls[index].done():
+                    open_calls[index] = stage.call("beat", self._silence_s)
+
+    def _look(self) -> None:
+        seen_s = time.monotonic()
+        while not self._over.wait(BEAT_S):
+            try:
+                require_ray(self._head)
+                seen_s = time.monotonic()
+            except ValueError as error:
+                silent_s = time.monotonic() - seen_s
+                if silent_s >= HEAD_S:
+                    reason = str(error).partition("(")[2].partition(")")[0]
+                    self._lost = StageLostError(
+                        f"Ray's head at {self._head} has not answered for {silent_s:.0f} s "
+                        f"({reason}): it was killed, or its network is down; start it again with: "
+                        "ray start --head, and continue with: llmpq-dist run --resume"
+                    )
+                    return
+
+
+class Listening:
+    """The stage's side: ends the process when the driver has not been heard for a while."""
+
+    def __init__(self, end: Callable[[], None] = lambda: os._exit(1)) -> None:
+        self._end, self._heard_s, self._limit_s = end, time.monotonic(), 0.0
+        self._thread: threading.Thread | None = None
+
+    def heard(self, limit_s: float) -> None:
+        """Note that the driver lives and may be silent for so long; the first starts the watch."""
+        self._heard_s, self._limit_s = time.monotonic(), limit_s
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._watch, daemon=True, name="llmpq listening")
+            self._thread.start()
+
+    def _watch(self) -> None:
+        while time.monotonic() - self._heard_s < self._limit_s:
+            time.sleep(BEAT_S / 2)
+        _log.error("the driver has not been heard for %.0f s: this stage ends", self._limit_s)
+        self._end()

@@ -1,0 +1,223 @@
+"""Whether, and with what limits, the paged engine serves a plan (llmpq/sizes/pool_size.py)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from llmpq.capabilities import gpu_pool_lack, lacking_sentence, require_gpu_pool, ways_of
+from llmpq.devices.device_spec import device_specs
+from llmpq.errors import DoesNotFitError
+from llmpq.model_spec import ModelSpec
+from llmpq.plan import Plan, StagePlan
+from llmpq.precision import KVPrecision
+from llmpq.runtime.engine.pool_limits import PoolLimits
+from llmpq.runtime.engine.slot_limits import Limits
+from llmpq.runtime.launch.stages.stage_settings import StageSettings, limits_of
+from llmpq.sizes.kv_format import BLOCK_TOKENS, pool_blocks
+from llmpq.sizes.pool_size import PoolSize, fits, fitting_pool, wanted_pool
+from llmpq.speculation import MAX_GAMMA
+
+RequestLimits = PoolLimits | Limits
+
+STEP_TOKENS = 512
+"""Tokens of a step at most, where nobody says: a long prompt holds answers up for no longer."""
+HOST_BYTES, HOST_BYTES_PER_S = 4 << 30, 12e9
+"""What a stage's host keeps of preempted requests at most, and how fast it is copied (PCIe 3)."""
+LEAST_TOKENS = 32
+STEP_S = 0.1
+"""What a step should take at most, unless rows that decode take half of it alone: who reads an
+answer waits for one step (MLPerf's servers have 100 ms for a token)."""
+
+
+@dataclass(frozen=True)
+class PoolPlan:
+    """The pool of a plan's stages, for stages and for the scheduler."""
+
+    plan: Plan
+    spec: ModelSpec
+    settings: StageSettings
+
+    @property
+    def serves(self) -> bool:
+        """Whether the paged engine serves the plan; else requests have the plan's slots.
+
+        On CPUs it does, on GPUs as `StageSettings.gpu_pool` says: `ValueError` where they are told
+        to and cannot. Slots remain for drafts by the model's own weights, which keep caches of
+        their own, and for jobs known beforehand with drafts, or of which fewer requests would be
+        under way at once than planned, since blocks round their lengths up. On GPUs drafts found in
+        the text have slots, too, where steps need not wait for the host, unless a pool is told.
+        """
+        if self._has_gpus and not self._gpus_have_it:
+            return False
+        if self.settings.live:
+            return self.settings.speculate in (None, "ngram")
+        return self.settings.speculate is None and fits(
+            self._wanted, self.plan.stages, self.spec, self.plan.workload
+        )
+
+    @property
+    def _gpus_have_it(self) -> bool:
+        """Whether GPUs keep a pool, as they are told, or as they can if they are told nothing."""
+        told, workload = self.settings.gpu_pool, self.plan.workload
+        if told is False:
+            return False
+        run = self.spec, workload.kv, workload.dtype
+        drafts = self.settings.speculate
+        if told is None:
+            wanted = self.settings.live or self.plan.pool is not None
+            return wanted and not gpu_pool_lack(*run, drafts=drafts is not None)
+        found = drafts == "ngram" and self.settings.live
+        require_gpu_pool(*run, drafts=drafts is not None and not found)
+        if found and self.settings.gamma is None:
+            raise ValueError(
+                f"drafts over a pool of KV blocks on GPUs need gamma=1..{MAX_GAMMA}, tokens "
+                "drafted at once; give it, or leave the pool out (kv_pool, --kv-pool)"
+            )
+        return True
+
+    @property
+    def _has_gpus(self) -> bool:
+        return not all(stage.is_cpu for stage in self.plan.stages)
+
+    @property
+    def size(self) -> PoolSize:
+        """Return what every stage allocates, which is what the plan states if it states a pool.
+
+        `DoesNotFitError` if a stage has no room for a block, or the plan states another number.
+        """
+        size = fitting_pool(self._wanted, self.plan.stages, self.spec, self.plan.workload)
+        stated = self.plan.pool
+        if stated and self.settings.prefix_cache and stated.num_blocks != size.num_blocks:
+            raise DoesNotFitError(
+                f"the plan states a pool of {stated.num_blocks} blocks of KV cache, its stages "
+                f"have room for {size.num_blocks}; re-plan with this version of llmpq-algo"
+            )
+        return size
+
+    @property
+    def _wanted(self) -> PoolSize:
+        """Return the pool of all that is planned to be under way at once."""
+        return wanted_pool(
+            self.spec,
+            self.plan.workload,
+            max_len=self.settings.max_model_len or self._longest + 1,
+            prefix_cache=self.settings.prefix_cache,
+        )
+
+    @property
+    def limits(self) -> PoolLimits:
+        """Return what the scheduler may do."""
+        workload, plan = self.plan.workload, self.plan
+        size = self.size
+        return PoolLimits(
+            num_blocks=size.num_blocks,
+            kv=workload.kv,
+            window=size.window,
+            window_blocks=size.window_blocks,
+            max_rows=size.slots,
+            max_len=size.max_len,
+            step_tokens=self._step_tokens,
+            decode_rows=min(plan.decode_microbatch, size.slots),
+            num_stages=len(plan.stages),
+            tokens_ahead=2 if self._runs_ahead and len(plan.stages) == 1 else 1,
+            prefix_cache=size.prefix_cache,
+            host_blocks=self._host_blocks(size),
+            batching="static" if self.settings.batching == "static" else "continuous",
+        )
+
+    def limits_over(self, links: object | None) -> PoolLimits:
+        """Return the limits of stages that are met; links between GPUs bring tokens by themselves.
+
+        Then the first stage, too, is told the next step before the last one's tokens are known.
+        """
+        ahead = links is not None and self._runs_ahead
+        return replace(self.limits, tokens_ahead=2) if ahead else self.limits
+
+    @property
+    def _runs_ahead(self) -> bool:
+        """Whether a device that samples by itself is told a step before the last one's tokens.
+
+        Not where tokens are looked up in the text for drafts of the next.
+        """
+        return self._has_gpus and self.settings.speculate is None
+
+    @property
+    def _step_tokens(self) -> int:
+        """Return the tokens of a step: of a job known beforehand, the plan's prompts together."""
+        if self.settings.step_tokens is not None:
+            return self.settings.step_tokens
+        if self.settings.live:
+            return self._live_tokens
+        return max(STEP_TOKENS, self.plan.prefill_microbatch * self.plan.workload.prompt_len)
+
+    def _host_blocks(self, size: PoolSize) -> int:
+        """Return how many blocks of preempted requests hosts keep: none where it takes longer.
+
+        There and back, beside computing a block's tokens again, by the plan's times or the table's
+        rates. GPUs alone, 16 bits without windows; what is drafted may be taken back.
+        """
+        plan, kv = self.plan, self.plan.workload.kv
+        gpus = not any(stage.is_cpu for stage in plan.stages)
+        if not gpus or kv is not KVPrecision.KV16 or size.window or self.settings.speculate:
+            return 0
+        most = size.num_blocks
+        for stage in plan.stages:
+            one = replace(size, num_blocks=1).nbytes(
+                *(self.spec, kv), layers=range(*stage.layers),
+                dtype_bytes=plan.workload.dtype_bytes,
+            )  # fmt: skip
+            if 2 * one / HOST_BYTES_PER_S > BLOCK_TOKENS * self._token_s(stage):
+                return 0
+            most = min(most, HOST_BYTES // one)
+        return most
+
+    def _token_s(self, stage: StagePlan) -> float:
+        """Return the seconds that a stage computes a prompt's token in, 0 where nobody knows."""
+        if stage.prefill_s:
+            return stage.prefill_s / (self.plan.prefill_microbatch * self.plan.workload.prompt_len)
+        card = device_specs().get(stage.kind)
+        if card is None:
+            return 0.0
+        share = stage.num_layers / self.spec.num_layers
+        rate = card.fp16_tflops * 1e12 * card.matmul_efficiency
+        return 2 * self.spec.num_params * share / rate
+
+    @property
+    def _live_tokens(self) -> int:
+        """Return the tokens of a step of live requests, as many as every stage computes in time.
+
+        By the plan's cost model, if it knows: of CPUs that nobody has measured it does not.
+        """
+        plan, most = self.plan, STEP_TOKENS
+        measured = plan.predicted is not None and not plan.predicted.estimated
+        for stage in plan.stages:
+            if stage.prefill_s and stage.decode_s and (measured or not stage.is_cpu):
+                in_time = max(STEP_S, 2 * stage.decode_s) / self._token_s(stage)
+                most = min(most, int(in_time))
+        return max(LEAST_TOKENS, most - most % LEAST_TOKENS)
+
+    @property
+    def max_blocks(self) -> int:
+        """Return how many blocks a request's tables have at most."""
+        limits = self.limits
+        longest = pool_blocks(limits.kv, limits.room)
+        return min(limits.num_blocks, longest) + min(limits.window_blocks, longest)
+
+    @property
+    def _longest(self) -> int:
+        """Return the positions that requests may have where nobody says.
+
+        All of the model's, unless it computes otherwise, or needs what this plan cannot, at that
+        length: then what the plan was made for. The last token of an answer needs no position.
+        """
+        planned, most = self.plan.workload.max_len, self.spec.max_positions
+        ways = ways_of(gpu=self._has_gpus, kv=self.plan.workload.kv, drafts=False, pool=True)
+        alike = self.spec.at_length(most) == self.spec.at_length(planned)
+        able = lacking_sentence(self.spec, ways, max_len=most) is None
+        return most if alike and able else min(planned, most)
+
+
+def request_limits(plan: Plan, spec: ModelSpec, settings: StageSettings) -> RequestLimits:
+    """Return what says which requests can never run, of the engine that serves the plan."""
+    pool = PoolPlan(plan, spec, settings)
+    return pool.limits if pool.serves else limits_of(plan)

@@ -1,0 +1,387 @@
+"""One stage, whatever a launcher makes of it: a thread, a process or a Ray actor.
+
+Loads its slice, joins the others, runs its loop, answers the driver, who starts it, watches it and
+reads results; between stages nothing passes through the driver or Ray. The loop runs in one thread
+while others answer `poll` and `health`.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, replace
+from functools import cached_property, partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from llmpq.checkpoints.gguf_file import is_model
+from llmpq.commands.output_paths import require_folder
+from llmpq.costs_cache import cache_folder
+from llmpq.model_spec import ModelSpec
+from llmpq.plan import Plan, StagePlan
+from llmpq.precision import WeightScheme
+from llmpq.runtime.backends.paged_compute import PagedStageCompute
+from llmpq.runtime.backends.stage_compute import StageCompute
+from llmpq.runtime.drafts.drafters import speculation_report
+from llmpq.runtime.engine.mailbox import Abort, Mailbox
+from llmpq.runtime.engine.paged_scheduler import PagedScheduler
+from llmpq.runtime.engine.scheduler import Scheduler, max_ahead
+from llmpq.runtime.engine.stage_loop import FirstStage, run_following_stage
+from llmpq.runtime.guides import Guides
+from llmpq.runtime.launch.nodes.rendezvous import Rendezvous
+from llmpq.runtime.launch.on_ray.ray_watch import Listening
+from llmpq.runtime.launch.plans.pool_plan import PoolPlan
+from llmpq.runtime.launch.stages.emulate import Emulation
+from llmpq.runtime.launch.stages.load_watch import LoadSigns
+from llmpq.runtime.launch.stages.stage_host import address_on, talk_over
+from llmpq.runtime.launch.stages.stage_loading import (
+    load_with_pool,
+    load_with_slots,
+    make_drafter,
+    timed_drafter,
+)
+from llmpq.runtime.launch.stages.stage_place import place_of
+from llmpq.runtime.launch.stages.stage_settings import StageSettings, limits_of, read_request
+from llmpq.runtime.links.device_links import (
+    KINDS,
+    DeviceTransport,
+    StageLinks,
+    connect_devices,
+)
+from llmpq.runtime.links.peer_links import Room
+from llmpq.runtime.links.thread_links import ThreadMeeting
+from llmpq.runtime.links.transport import (
+    GlooTransport,
+    Transport,
+    join_gloo,
+    more_connections,
+)
+from llmpq.runtime.models.stage_model import DTYPES
+from llmpq.runtime.text.stop_texts import StopTexts
+from llmpq.runtime.token_rules import TokenRules
+from llmpq.runtime.trace import Recorder
+from llmpq.runtime.weights.copied_slice import Giver, copied_slice
+from llmpq.runtime.weights.dummy import CopiedLayers
+from llmpq.runtime.weights.layer_cache import KeptLayers
+from llmpq.runtime.weights.quantized_checkpoint import open_checkpoint
+from llmpq.runtime.weights.sources import CheckpointSource, RandomSource, TensorSource
+from llmpq.speculation import MAX_GAMMA
+
+STORE_LIMIT = datetime.timedelta(seconds=60)
+"""How long a stage may look for the first one's store; `join_gloo` then waits for all of them."""
+
+
+class StageActor:
+    """Holds one stage; every method answers with plain values or JSON text."""
+
+    def __init__(
+        self,
+        index: int,
+        plan_json: str,
+        settings: dict[str, Any],
+        *,
+        meeting: ThreadMeeting | None = None,
+        weights: Giver | None = None,
+    ) -> None:
+        """`meeting`: where the stages meet that are threads of one process; else by address.
+
+        `weights`: who gives the stage's slice of the checkpoint, if it is not on this host.
+        """
+        # Streams that wait for a neighbour must not hold others up in a shared queue (default: 8).
+        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
+        self._index = index
+        self._plan = Plan.parse_data(json.loads(plan_json), where="plan")
+        self._settings = StageSettings(**settings)
+        self._recorder = Recorder(keep_events=self._settings.trace)
+        self._mailbox = Mailbox()
+        self._compute: StageCompute | PagedStageCompute | None = None
+        self._pool: PoolPlan | None = None
+        self._listening = Listening()
+        self._signs: LoadSigns | None = None
+        self._rendezvous = Rendezvous(STORE_LIMIT)
+        self._gpu: torch.device | None = None
+        self._emulation: Emulation | None = None
+        self._stream: torch.cuda.Stream | None = None
+        self._links: StageLinks | None = None
+        self._more: list[dist.ProcessGroup] = []
+        self._meeting, self._weights = meeting, weights
+        self._drafter = make_drafter(self._plan, self._settings) if index == 0 else None
+
+    @cached_property
+    def _guides(self) -> Guides:
+        spec = ModelSpec.from_directory(self._settings.model_dir)
+        vocab, ends = spec.vocab, spec.eos_token_ids
+        return Guides(self._settings.model_dir, vocab=vocab, end_ids=ends)
+
+    @property
+    def _stage(self) -> StagePlan:
+        return self._plan.stages[self._index]
+
+    def identity(self) -> dict[str, Any]:
+        """Return where this stage is, as `StagePlace`'s fields; refuse a device of another kind."""
+        own = address_on(self._settings.network_interface, self._settings.address)
+        number = None if self._stage.is_cpu else self._gpu_number()
+        return asdict(place_of(self._stage, number, own))
+
+    def beat(self, silence_s: float) -> None:
+        """Hear that the driver lives; a silence of so many seconds ends this process."""
+        self._listening.heard(silence_s)
+
+    def end(self) -> None:
+        """End this process at once."""
+        os._exit(1)
+
+    def load(self) -> dict[str, Any]:
+        """Check the device, load the stage's slice, warm it up; returns what it allocated."""
+        self._signs = LoadSigns()
+        device = self._device()
+        self._use_threads()
+        spec, source = self._model(device)
+        self._plan.require_model(spec)
+        pool = PoolPlan(self._plan, spec, self._settings)
+        if pool.serves:
+            self._pool = pool
+            self._compute, report = load_with_pool(self._pool, self._index, source, device)
+        else:
+            self._compute, report = load_with_slots(
+                self._plan, self._index, self._settings, spec, source, device
+            )
+            if self._index == 0 and self._drafter is None:
+                self._drafter = timed_drafter(self._compute, self._settings)
+        self._signs = None
+        return asdict(report)
+
+    def open_rendezvous(self, host: str, port: int) -> int:
+        """Open the meeting point of the stages (first stage only) and return its port."""
+        return self._rendezvous.open(host, port)
+
+    def join(self, host: str, port: int) -> None:
+        """Join the stages' process group."""
+        talk_over(host, address_on(self._settings.network_interface, self._settings.address))
+        store = self._rendezvous.store(host, port)
+        join_gloo(dist.PrefixStore("stages", store), self._index, len(self._plan.stages))
+        on_gpus = not any(stage.is_cpu for stage in self._plan.stages)
+        if on_gpus and self._gpu is not None:
+            self._use_threads()
+            wanted = self._settings.links
+            kinds = {"auto": KINDS, "gloo": ()}.get(wanted, (wanted,))
+            self._links = connect_devices(self._gpu, self._room(), kinds=kinds)
+        if self._settings.address is not None and self._links is None:
+            self._more = more_connections()
+
+    def run(self) -> None:
+        """Run the stage's loop until the job ends."""
+        self._use_threads()
+        assert self._compute is not None
+        if self._stage.is_cpu:
+            self._compute.warm_up(1, 1)  # what libraries keep per thread
+        num_stages = len(self._plan.stages)
+        transport = self._transport() if num_stages > 1 else None
+        if self._index == 0:
+            FirstStage(
+                self._scheduler(),
+                self._compute,
+                transport,
+                self._mailbox,
+                self._recorder,
+                num_stages=num_stages,
+            ).run()
+        else:
+            assert transport is not None
+            last = self._index == num_stages - 1
+            run_following_stage(self._compute, transport, self._recorder, last=last)
+
+    def _scheduler(self) -> Scheduler | PagedScheduler:
+        ends = StopTexts(self._settings.model_dir)
+        if self._pool is not None:
+            return PagedScheduler(
+                self._pool.limits_over(self._links),
+                drafter=self._drafter,
+                ends_in_stop_text=ends,
+                salt=self._plan.model.fingerprint,
+            )
+        limits = limits_of(self._plan, self._settings.batching)
+        return Scheduler(limits, drafter=self._drafter, ends_in_stop_text=ends)
+
+    def submit(self, requests_json: str) -> None:
+        """Queue requests (first stage only)."""
+        for request in [read_request(fields) for fields in json.loads(requests_json)]:
+            self._mailbox.requests.put(request)  # all or, if one cannot be read, none
+
+    def abort(self, request_ids: Sequence[int]) -> None:
+        """End requests as soon as their steps under way have (first stage only)."""
+        for request_id in request_ids:
+            self._mailbox.requests.put(Abort(request_id))
+
+    def stop(self) -> None:
+        """End the loop as soon as the steps under way have."""
+        self._mailbox.requests.put(Abort(None))
+        self._mailbox.requests.put(None)
+
+    def take_rules(self, requests_json: str) -> None:
+        """Learn what requests ask of their tokens, before they begin (last stage only)."""
+        assert self._compute is not None
+        for number, data in json.loads(requests_json):
+            rules = TokenRules.from_data(data)
+            automaton = None if rules.guide is None else self._guides.compile(rules.guide)
+            self._compute.sampler.take_rules(number, rules, automaton)
+
+    def noted(self, request_ids: Sequence[int], ended: Sequence[int]) -> str:
+        """Return requests' scores since the last call, and forget those that ended (last stage)."""
+        assert self._compute is not None
+        sampler = self._compute.sampler
+        found = json.dumps([[n, sampler.noted(n).to_data()] for n in request_ids])
+        for number in ended:
+            sampler.forget(number)
+        return found
+
+    def finish_submitting(self) -> None:
+        """Let the loop end once all submitted requests have."""
+        self._mailbox.requests.put(None)
+
+    def poll(self, timeout_s: float) -> str:
+        """Return requests that ended since the last poll, streamed tokens, and counters."""
+        news = self._mailbox.collect(timeout_s)
+        finished = [vars(ended) for ended in news.finished]
+        return json.dumps(vars(news) | {"finished": finished, "progress": vars(news.progress)})
+
+    def health(self) -> dict[str, Any]:
+        """Return what the loop is doing and for how long; while it loads, signs of that."""
+        current = self._recorder.current
+        return {
+            "kind": current[0] if current is not None else None,
+            "num_begun": self._recorder.num_begun,
+            "stuck_s": self._recorder.stuck_s(),
+            "loading": self._signs.read() if self._signs is not None else None,
+        }
+
+    def work(self) -> dict[str, Any]:
+        """Return how long the stage has computed since its loop began, and its steps by kind."""
+        return self._recorder.work()
+
+    def record(self) -> str:
+        """Return what the stage recorded since the last call."""
+        totals = self._compute.device_totals() if self._compute is not None else None
+        sending_s = self._links.sending_s() if self._links is not None else 0.0
+        return self._recorder.record(totals, sending_s=sending_s).to_json()
+
+    def peak_memory(self) -> int:
+        """Return the most bytes torch had on this stage's GPU at once; 0 on a CPU."""
+        return 0 if self._gpu is None else torch.cuda.max_memory_allocated(self._gpu)
+
+    def speculation(self) -> str:
+        """Return what came of the drafts, JSON null without any (first stage only)."""
+        return json.dumps(speculation_report(self._drafter) if self._drafter else None)
+
+    def _transport(self) -> Transport:
+        """Return this stage's links: from device to device where that works for all stages."""
+        assert self._compute is not None
+        if self._meeting is not None:
+            if isinstance(self._compute, StageCompute):
+                self._compute.leave_on_device(hidden=self._gpu is not None)
+            return self._meeting.transport(self._index, max_rows=self._max_rows)
+        make: Callable[..., GlooTransport] = partial(GlooTransport, more=self._more)
+        if self._links is not None:
+            # Speculation's tables are made and read by hosts.
+            on_device = self._settings.speculate is None
+            make = partial(DeviceTransport, self._links, tokens_on_device=on_device)
+            last = self._index == len(self._plan.stages) - 1
+            self._compute.leave_on_device(hidden=True, tokens=on_device and last)
+        return make(
+            hidden=self._compute.model.spec.hidden,
+            dtype=DTYPES[self._plan.workload.dtype],
+            max_rows=self._max_rows,
+            max_tokens=self._max_tokens,
+            max_pending=max_ahead(len(self._plan.stages)),
+            max_blocks=0 if self._pool is None else self._pool.max_blocks,
+        )
+
+    @property
+    def _max_rows(self) -> int:
+        if self._pool is not None:
+            return self._pool.limits.max_rows
+        return max(self._plan.prefill_microbatch, self._plan.decode_microbatch)
+
+    @property
+    def _max_tokens(self) -> int:
+        """Tokens of the largest micro-batch, padding included."""
+        plan, workload = self._plan, self._plan.workload
+        if self._pool is not None:
+            limits = self._pool.limits
+            return max(limits.step_tokens, limits.decode_rows * (MAX_GAMMA + 1) + 1)
+        drafts = self._settings.speculate is not None
+        longest_round = min(workload.max_len, MAX_GAMMA + 1) if drafts else 1
+        return max(
+            plan.prefill_microbatch * workload.prompt_len, plan.decode_microbatch * longest_round
+        )
+
+    def _room(self) -> Room:
+        """Return the largest messages of the plan."""
+        assert self._compute is not None
+        hidden_bytes = self._compute.model.spec.hidden * self._plan.workload.dtype_bytes
+        return Room(
+            hidden_bytes=self._max_tokens * hidden_bytes,
+            max_rows=self._max_rows,
+            tickets=max_ahead(len(self._plan.stages)) + 2,
+        )
+
+    def _use_threads(self) -> None:
+        """Prepare a thread: the plan's threads (OpenMP keeps them per thread), the GPU's stream."""
+        if self._gpu is not None:
+            assert self._emulation is not None
+            torch.cuda.set_device(self._gpu)
+            # Not the default stream, which others of the process wait for. One for all threads:
+            # each stream keeps memory of its own.
+            self._stream = self._stream or self._emulation.stream()
+            torch.cuda.set_stream(self._stream)
+        if self._stage.threads is not None and torch.get_num_threads() != self._stage.threads:
+            torch.set_num_threads(self._stage.threads)
+
+    def _model(self, device: torch.device) -> tuple[ModelSpec, TensorSource]:
+        """Return the architecture and where its weights come from."""
+        if self._weights is not None:
+            folder = self._settings.layer_cache or str(cache_folder().parent / "layers")
+            copied = copied_slice(self._weights, folder, self._stage.layers)
+            self._settings = replace(self._settings, model_dir=str(copied))
+        model = self._settings.model_dir
+        if self._settings.load_format == "auto":
+            spec = ModelSpec.from_directory(model)
+            return spec, self._kept(open_checkpoint(model, spec), device)
+        known = is_model(model)
+        spec = ModelSpec.from_directory(model) if known else ModelSpec.by_name(model)
+        source = RandomSource(spec, device=device)
+        if self._settings.load_format == "dummy":
+            return spec, source
+        return spec, CopiedLayers(source, self._schemes(), device)
+
+    def _kept(self, source: CheckpointSource, device: torch.device) -> TensorSource:
+        """Return the checkpoint behind the layers kept on disk, if that was asked for."""
+        if self._settings.layer_cache is None or type(source) is not CheckpointSource:
+            return source
+        require_folder("--layer-cache", self._settings.layer_cache)
+        return KeptLayers(source, self._settings.layer_cache, self._schemes(), device)
+
+    def _schemes(self) -> dict[int, WeightScheme | None]:
+        """Return how each layer of the stage is stored."""
+        scheme, stage = self._plan.settings().scheme, self._stage
+        numbers = range(*stage.layers)
+        return {i: scheme(p) for i, p in zip(numbers, stage.precisions, strict=True)}
+
+    def _device(self) -> torch.device:
+        """Return the device this stage was given, or refuse a plan made for another kind."""
+        stage = self._stage
+        if stage.is_cpu:
+            return torch.device("cpu")
+        number = self._gpu_number()
+        place_of(stage, number, None)
+        self._gpu = torch.device("cuda", number)
+        self._emulation = Emulation(stage, self._gpu)
+        return self._gpu
+
+    def _gpu_number(self) -> int:
+        """Return the number of the stage's GPU among those that its process sees."""
+        return 0 if self._meeting is None else self._meeting.devices[self._index].index
