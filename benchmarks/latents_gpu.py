@@ -15,14 +15,15 @@ import statistics
 import torch
 from rows import write_row
 
-from llmpq.device_spec import canonical_kind, device_specs
+from llmpq.devices.device_spec import canonical_kind, device_specs
 from llmpq.kernels.formats.kv_block import KVFormat
-from llmpq.kernels.kv import latent_codes, ruled_attend
-from llmpq.kernels.kv.any_size_attend import attend_any_size
-from llmpq.kernels.kv.low_bit_cache import QuantizedKVCache
+from llmpq.kernels.kv import ruled_attend
+from llmpq.kernels.kv.low_bit import latent_codes
+from llmpq.kernels.kv.low_bit.any_size_attend import attend_any_size
+from llmpq.kernels.kv.low_bit.low_bit_cache import QuantizedKVCache
 from llmpq.kernels.tools.gpu_timing import copies_for, time_launches
-from llmpq.kv_format import BLOCK_TOKENS
 from llmpq.precision import KVPrecision
+from llmpq.sizes.kv_format import BLOCK_TOKENS
 
 RANK, DIM = 512, 576
 CASES = ((16, 32, 8192), (128, 8, 8192))

@@ -11,9 +11,9 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Literal
 
-from llmpq.kv_format import padded_head_dim
 from llmpq.model_spec import ModelSpec
 from llmpq.precision import KVPrecision, Precision
+from llmpq.sizes.kv_format import padded_head_dim
 from llmpq.workload import Dtype
 
 Way = Literal["gpu", "packed_kv", "drafts", "rounded", "gpu_pool", "gpu_rounded"]

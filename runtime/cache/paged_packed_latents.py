@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from llmpq.kernels.formats.kv_block import KVFormat
-from llmpq.kernels.kv.packed_latent_pages import attend_packed_latents
-from llmpq.kernels.kv.packed_pages import PackedRows
-from llmpq.kernels.kv.paged_latents import LatentPlan
+from llmpq.kernels.kv.paged.packed_latent_pages import attend_packed_latents
+from llmpq.kernels.kv.paged.packed_pages import PackedRows
+from llmpq.kernels.kv.paged.paged_latents import LatentPlan
 from llmpq.kernels.kv.reference import EVERYTHING, ScoreRule
 from llmpq.model_spec import ModelSpec
 from llmpq.runtime.cache.paged_packed_kv import PagedPackedKV

@@ -340,7 +340,7 @@ def _attend_any_size() -> ModuleType:
 
 
 def _latent_codes() -> ModuleType:
-    return importlib.import_module("llmpq.kernels.kv.latent_codes")
+    return importlib.import_module("llmpq.kernels.kv.low_bit.latent_codes")
 
 
 def prompt_attention(

@@ -3,9 +3,9 @@
 import pytest
 
 pytest.importorskip("triton")
-from llmpq.kernels.kv import packed_latent_append, packed_latent_pages  # noqa: E402
-from llmpq.kernels.kv.latent_codes import COLUMNS, WARPS, latent_codes_kernel  # noqa: E402
+from llmpq.kernels.kv.low_bit.latent_codes import COLUMNS, WARPS, latent_codes_kernel  # noqa: E402
 from llmpq.kernels.kv.ops import WORD_K_WIDTH  # noqa: E402
+from llmpq.kernels.kv.paged import packed_latent_append, packed_latent_pages  # noqa: E402
 from llmpq.kernels.tools.cubin import (  # noqa: E402
     ARCHITECTURES,
     CONSUMER_BLACKWELL,

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from llmpq.kernels.formats.kv_block import KVFormat
-from llmpq.kernels.kv.low_bit_cache import QuantizedKVCache
+from llmpq.kernels.kv.low_bit.low_bit_cache import QuantizedKVCache
 from llmpq.kernels.kv.oracle import relative_error
 from llmpq.precision import KVPrecision
 
@@ -19,7 +19,7 @@ P = KVPrecision
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize(("heads", "q_len"), [(16, 1), (16, 3), (40, 1)])
 def test_latents(kv, dtype, heads, q_len):
-    from llmpq.kernels.kv import any_size_attend, latent_codes
+    from llmpq.kernels.kv.low_bit import any_size_attend, latent_codes
 
     torch.manual_seed(0)
     fmt = KVFormat(precision=kv, head_dim=576)

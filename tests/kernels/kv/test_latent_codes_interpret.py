@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from llmpq.kernels.formats.kv_block import KVFormat
-from llmpq.kernels.kv.low_bit_cache import QuantizedKVCache
+from llmpq.kernels.kv.low_bit.low_bit_cache import QuantizedKVCache
 from llmpq.kernels.kv.oracle import relative_error
 from llmpq.precision import KVPrecision
 
@@ -12,7 +12,7 @@ triton = pytest.importorskip("triton")
 if not triton.knobs.runtime.interpret:
     pytest.skip("needs TRITON_INTERPRET=1", allow_module_level=True)
 
-from llmpq.kernels.kv import latent_codes  # noqa: E402
+from llmpq.kernels.kv.low_bit import latent_codes  # noqa: E402
 
 pytestmark = pytest.mark.interpret
 P = KVPrecision

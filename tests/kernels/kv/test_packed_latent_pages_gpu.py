@@ -5,8 +5,8 @@ import torch
 
 from llmpq.kernels.formats.kv_block import KVFormat
 from llmpq.kernels.kv.storage import allocate_layer
-from llmpq.kv_format import TAIL_TOKENS
 from llmpq.precision import KVPrecision
+from llmpq.sizes.kv_format import TAIL_TOKENS
 
 pytestmark = [
     pytest.mark.gpu,
@@ -23,10 +23,10 @@ STEPS = (
 @pytest.mark.parametrize("kv", [KVPrecision.KV4, KVPrecision.KV8])
 @pytest.mark.parametrize("heads", [16, 40])
 def test_chunks_and_decoding_rows(kv, heads):
-    from llmpq.kernels.kv.packed_latent_pages import attend_packed_latents
-    from llmpq.kernels.kv.packed_pages import PackedPages, PackedRows
-    from llmpq.kernels.kv.packed_pages_reference import attend_packed_pages_reference
-    from llmpq.kernels.kv.paged_latents import LatentPlan
+    from llmpq.kernels.kv.paged.packed_latent_pages import attend_packed_latents
+    from llmpq.kernels.kv.paged.packed_pages import PackedPages, PackedRows
+    from llmpq.kernels.kv.paged.packed_pages_reference import attend_packed_pages_reference
+    from llmpq.kernels.kv.paged.paged_latents import LatentPlan
 
     torch.manual_seed(0)
     device, dtype, dim, rank = torch.device("cuda"), torch.bfloat16, 576, 512

@@ -21,11 +21,11 @@ import triton.language as tl
 from torch import Tensor
 
 from llmpq.kernels.formats.kv_block import KVFormat
-from llmpq.kernels.kv.any_size_append import CHANNELS, WORDS, _rounded, _ungained
-from llmpq.kernels.kv.pack import _gained, _grid
-from llmpq.kernels.kv.packed_pages import PackedPages, PackedRows
-from llmpq.kernels.kv.ring_attend import BLOCK, HOLDBACK, RING
-from llmpq.kv_format import BLOCK_TOKENS, RING_TOKENS, TAIL_TOKENS
+from llmpq.kernels.kv.low_bit.any_size_append import CHANNELS, WORDS, _rounded, _ungained
+from llmpq.kernels.kv.low_bit.pack import _gained, _grid
+from llmpq.kernels.kv.low_bit.ring_attend import BLOCK, HOLDBACK, RING
+from llmpq.kernels.kv.paged.packed_pages import PackedPages, PackedRows
+from llmpq.sizes.kv_format import BLOCK_TOKENS, RING_TOKENS, TAIL_TOKENS
 
 
 @triton.jit

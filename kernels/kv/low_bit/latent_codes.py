@@ -29,14 +29,14 @@ from torch import Tensor
 
 from llmpq.kernels.formats.kv_block import KVFormat
 from llmpq.kernels.kv.launch_plan import MAX_Q_LEN, capability
+from llmpq.kernels.kv.low_bit.register_operands import prefetch, words
+from llmpq.kernels.kv.low_bit.ring_attend import BLOCK, LOG2_E, LOWEST, RING, packed_line
+from llmpq.kernels.kv.low_bit.unpack import TWO_24, _fields
 from llmpq.kernels.kv.ops import WORD_K_WIDTH
 from llmpq.kernels.kv.plain_attend import choose_splits, merge_splits
-from llmpq.kernels.kv.register_operands import prefetch, words
-from llmpq.kernels.kv.ring_attend import BLOCK, LOG2_E, LOWEST, RING, packed_line
 from llmpq.kernels.kv.storage import DeviceRows, KVLayer
-from llmpq.kernels.kv.unpack import TWO_24, _fields
 from llmpq.kernels.multiprocessors import multiprocessors
-from llmpq.kv_format import BLOCK_TOKENS
+from llmpq.sizes.kv_format import BLOCK_TOKENS
 
 CHUNK = 64
 """Channels of an operand."""
@@ -89,7 +89,7 @@ def _in_columns(x, KW: tl.constexpr):
     """[.., 4 t, 16] by channel -> columns [.., 64] as `_right` has them."""
     R: tl.constexpr = x.shape[0]
     x = tl.reshape(x, (R, 4, 4, 2, 2))  # t s half h
-    if KW == 4:
+    if KW == 4:  # noqa: SIM108  (a constexpr branch)
         x = tl.permute(x, (0, 2, 1, 3, 4))
     else:
         x = tl.permute(x, (0, 2, 3, 1, 4))
@@ -101,7 +101,7 @@ def _by_token(p, KW: tl.constexpr):
     """Probabilities [R, 64] in rows' order (r m g) -> in the columns' that values have."""
     R: tl.constexpr = p.shape[0]
     p = tl.reshape(p, (R, 2, 4, 4, 2))  # r m t h
-    if KW == 4:
+    if KW == 4:  # noqa: SIM108  (a constexpr branch)
         p = tl.permute(p, (0, 2, 3, 1, 4))
     else:
         p = tl.permute(p, (0, 2, 1, 3, 4))

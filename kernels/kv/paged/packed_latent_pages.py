@@ -22,20 +22,20 @@ import triton.language as tl
 from torch import Tensor
 
 from llmpq.kernels.formats.kv_block import KVFormat
-from llmpq.kernels.kv.latent_codes import (
+from llmpq.kernels.kv.low_bit.latent_codes import (
     P_SHIFT,
     _block,
     _by_channel,
     _take_newest,
     _value_channel,
 )
+from llmpq.kernels.kv.low_bit.ring_attend import BLOCK, LOG2_E, LOWEST, RING, packed_line
+from llmpq.kernels.kv.low_bit.unpack import TWO_24
 from llmpq.kernels.kv.ops import WORD_K_WIDTH
-from llmpq.kernels.kv.packed_latent_append import append_latents, keep_newest, sizes_of
-from llmpq.kernels.kv.packed_pages import PackedPages, PackedRows
-from llmpq.kernels.kv.paged_latents import LatentPlan, combine_latents
-from llmpq.kernels.kv.ring_attend import BLOCK, LOG2_E, LOWEST, RING, packed_line
-from llmpq.kernels.kv.unpack import TWO_24
-from llmpq.kv_format import BLOCK_TOKENS
+from llmpq.kernels.kv.paged.packed_latent_append import append_latents, keep_newest, sizes_of
+from llmpq.kernels.kv.paged.packed_pages import PackedPages, PackedRows
+from llmpq.kernels.kv.paged.paged_latents import LatentPlan, combine_latents
+from llmpq.sizes.kv_format import BLOCK_TOKENS
 
 
 @triton.jit(do_not_specialize=["num_rows", "columns"])
