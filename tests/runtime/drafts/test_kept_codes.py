@@ -15,8 +15,8 @@ from llmpq.kernels.formats.table_weight import Values, table_weight
 from llmpq.precision import Precision
 from llmpq.runtime.cli.speculation_choice import choose_speculation
 from llmpq.runtime.drafts.draft_model import build_draft
-from llmpq.runtime.models.linear import Linear
 from llmpq.runtime.engine.plain_loop import LocalPipeline
+from llmpq.runtime.models.linear import Linear
 from llmpq.speculation import usable_modes
 
 pytestmark = pytest.mark.cpu
