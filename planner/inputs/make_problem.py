@@ -24,7 +24,7 @@ from llmpq.planner.costs.probed import book_of
 from llmpq.planner.formulation.positions import positions_note
 from llmpq.planner.formulation.problem import Problem
 from llmpq.planner.inputs.cpu_here import rates_for
-from llmpq.planner.inputs.kept_grid import kept_grid
+from llmpq.planner.inputs.kept_grid import kept_grid, require_counted
 from llmpq.planner.inputs.named_inputs import assumed_of_devices, read_cluster, read_model
 from llmpq.planner.inputs.requests import PlanRequest
 from llmpq.planner.inputs.stored_precisions import has_weights, offered, stored_layers
@@ -54,6 +54,8 @@ def make_problem(request: PlanRequest) -> tuple[Problem, str | None, list[str]]:
     choices = _all_of(layers) or asked or default_bits(listed, profile, cluster)
     sensitivity = listed or generic_sensitivity(spec, choices, parse_kv(request.kv))
     grid = _grid(request, kept)
+    if path is not None and has_weights(path):
+        require_counted(path, grid)
     outliers = _outliers(request.outliers, choices, spec)
     quantization = replace(
         grid,

@@ -245,6 +245,16 @@ def _table_layers(file_of: Mapping[str, _Header]) -> set[int]:
     return found
 
 
+def has_tables(path: str | Path) -> bool:
+    """Whether a checkpoint has 4-bit codes of MXFP4 or bitsandbytes, which any plan keeps."""
+    if is_gguf(path):
+        return any(tensor.kind == "MXFP4" for tensor in open_gguf(path).tensors.values())
+    if section(read_config(path), "quantization_config") is None:
+        return False
+    headers = map(_read_header, _files(Path(path)))
+    return bool(_table_layers({name: header for header in headers for name in header.tensors}))
+
+
 def nvfp4_grid(directory: str | Path) -> Quantization | None:
     """Return the grid of a directory with NVFP4 codes, which counts what those take: half a bit a
     weight for scales."""
