@@ -27,7 +27,12 @@ from llmpq.planner.inputs.cpu_here import rates_for
 from llmpq.planner.inputs.kept_grid import kept_grid, require_counted
 from llmpq.planner.inputs.named_inputs import assumed_of_devices, read_cluster, read_model
 from llmpq.planner.inputs.requests import PlanRequest
-from llmpq.planner.inputs.stored_precisions import has_weights, offered, stored_layers
+from llmpq.planner.inputs.stored_precisions import (
+    fp8_note,
+    has_weights,
+    offered,
+    stored_layers,
+)
 from llmpq.precision import K_PADDING, WEIGHT_ONLY, KVPrecision, Precision, default_outliers
 from llmpq.sensitivity import Sensitivity
 from llmpq.workload import Workload
@@ -50,7 +55,7 @@ def make_problem(request: PlanRequest) -> tuple[Problem, str | None, list[str]]:
     listed = read_omega(omega, spec) if omega else None
     asked = None if request.bits is None else parse_bits(request.bits)
     kept = _kept(request, path, cluster)
-    layers = _offered(path, spec, asked, kept)
+    layers, rounded = _offered(path, spec, asked, kept)
     choices = _all_of(layers) or asked or default_bits(listed, profile, cluster)
     sensitivity = listed or generic_sensitivity(spec, choices, parse_kv(request.kv))
     grid = _grid(request, kept)
@@ -96,7 +101,7 @@ def make_problem(request: PlanRequest) -> tuple[Problem, str | None, list[str]]:
     )
     _require_groups_agree(problem)
     notes = remarks + assumed_of_devices(request) + ([too_long] if too_long else [])
-    notes += _not_run(spec, cluster, workload)
+    notes += rounded + _not_run(spec, cluster, workload)
     notes += [*([] if listed else [GENERIC_NOTE]), *(found.text() for found in rates)]
     notes += costs.unprofiled(cluster.devices) + costs.warnings(cluster.devices, workload)
     return problem, path, notes
@@ -161,12 +166,16 @@ def _offered(
     spec: ModelSpec,
     asked: Sequence[Precision] | None,
     kept: Quantization | None,
-) -> tuple[tuple[Precision, ...], ...]:
-    """Return what each layer of a quantised directory may have; nothing where all may have all."""
+) -> tuple[tuple[tuple[Precision, ...], ...], list[str]]:
+    """Return what each layer of a quantised directory may have, nothing where all may have all;
+    and notes on it."""
     if path is None or (asked is not None and not has_weights(path)):
-        return ()
+        return (), []
     layers = stored_layers(path, spec, kept=kept)
-    return () if layers is None else offered(layers, asked)
+    if layers is None:
+        return (), []
+    note = fp8_note(layers)
+    return offered(layers, asked), [] if note is None else [note]
 
 
 def _all_of(layers: Sequence[Sequence[Precision]]) -> tuple[Precision, ...]:

@@ -322,7 +322,20 @@ def _layer(
         return StoredLayer(stored=kept, served=tuple(Precision))
     (stored,) = found
     weight_only = Precision(f"w{stored.weight_bits}a16")
-    return StoredLayer(stored=stored, served=tuple(dict.fromkeys((stored, weight_only))))
+    served = tuple(dict.fromkeys((stored, weight_only)))
+    rounds = kept is Precision.W8A16 and stored.weight_bits < 8
+    return StoredLayer(stored=stored, served=served, rounds_fp8=rounds)
+
+
+def fp8_note(layers: Sequence[StoredLayer]) -> str | None:
+    """Return a sentence on layers whose FP8 linears are rounded, None without such."""
+    rounded = [str(index) for index, layer in enumerate(layers) if layer.rounds_fp8]
+    if not rounded:
+        return None
+    return (
+        f"layers {', '.join(rounded)} hold FP8 linears beside integers of fewer bits: a layer has "
+        "one precision, so the FP8 numbers are rounded to the integers' bits"
+    )
 
 
 def offered(
