@@ -111,9 +111,9 @@ def checked(kv: KVPrecision):
 
 def one(args: argparse.Namespace) -> None:
     """Print the error and the time of one launch."""
-    ahead, registers, splits, bits = map(int, args.launch.split(","))
+    look, ahead, registers, splits, bits = map(int, args.launch.split(","))
     kv = KVPrecision.parse(str(bits))
-    told = {"ahead": ahead, "registers": registers or None, "splits": splits or None}
+    told = {"look": look, "ahead": ahead, "registers": registers or None, "splits": splits or None}
     given, own, want = checked(kv)
     got = latent_codes.attend_latent_codes(*given, **own, **told).double()
     error = float((got - want).norm() / want.norm())
@@ -134,7 +134,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("parts")
     parser.add_argument("--file", default="latents_gpu.jsonl")
-    parser.add_argument("--launch", default="1,0,0,4")
+    parser.add_argument("--launch", default="4,1,0,0,4")
     args = parser.parse_args()
     torch.manual_seed(0)
     for part in args.parts.split(","):

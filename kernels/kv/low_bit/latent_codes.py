@@ -29,7 +29,7 @@ from torch import Tensor
 
 from llmpq.kernels.formats.kv_block import KVFormat
 from llmpq.kernels.kv.launch_plan import MAX_Q_LEN, capability
-from llmpq.kernels.kv.low_bit.register_operands import prefetch, words
+from llmpq.kernels.kv.low_bit.register_operands import prefetch
 from llmpq.kernels.kv.low_bit.ring_attend import BLOCK, LOG2_E, LOWEST, RING, packed_line
 from llmpq.kernels.kv.low_bit.unpack import TWO_24, _fields
 from llmpq.kernels.kv.ops import WORD_K_WIDTH
@@ -43,57 +43,68 @@ CHUNK = 64
 COLUMNS = 16
 WARPS = 4
 """One for each 16 rows of a tile's 64."""
+LOOK = 4
+"""Operands that loads are ahead of products."""
 P_SHIFT = tl.constexpr(4.0)
 """Probabilities are kept times 2**4: fp16 keeps its precision down to 2**-14."""
 
 
 @triton.jit
-def _key_halves(at, chunk: tl.constexpr, C: tl.constexpr, BITS: tl.constexpr):
-    """Words of a tile's 64 tokens and one chunk's channels, as halves [32 BITS, 8]."""
-    ROW: tl.constexpr = C * BITS // 64  # words of a thread for 16 tokens
-    halves = at.to(tl.pointer_type(tl.int16))
-    i = tl.arange(0, 32 * BITS)
-    vector, lane = i // 32, i % 32
-    j = tl.arange(0, 8)[None, :]
-    if BITS >= 4 and ROW % 4 == 0:  # whole vectors of four words
-        PART: tl.constexpr = BITS // 4
-        number = vector // PART * (ROW // 4) + chunk * PART + vector % PART
-        return tl.load(halves + ((number * 32 + lane) * 8)[:, None] + j)
+def _wide(BITS: tl.constexpr):
+    """Columns of an operand that a load of four words a thread, or of 2 bits two, holds."""
+    return 32 if BITS == 8 else 64
+
+
+@triton.jit
+def _load(kw, vw, i: tl.constexpr, C: tl.constexpr, BITS: tl.constexpr):
+    """The i-th operand of a tile's keys, and behind them of its values: halves of 128 threads."""
+    WIDE: tl.constexpr = _wide(BITS)
+    WORDS: tl.constexpr = WIDE * BITS // 64  # of a thread
+    KEYS: tl.constexpr = C // WIDE
+    thread = tl.arange(0, 128)
+    m, lane = thread // 32, thread % 32
+    if i < KEYS:
+        halves = kw.to(tl.pointer_type(tl.int16))
+        number = m * (C * BITS // 64) + i * WORDS
     else:
-        word = (vector * 4)[:, None] + j // 2
-        number = word // BITS * ROW + chunk * BITS + word % BITS
-        where = number // 4 * 128 + (lane * 4)[:, None] + number % 4
-        return tl.load(halves + where * 2 + j % 2)
+        halves = vw.to(tl.pointer_type(tl.int16))
+        j: tl.constexpr = i - KEYS
+        number = (j // (64 // WIDE) * 4 + m) * BITS + j % (64 // WIDE) * WORDS
+    at = number // 4 * 256 + lane * 8
+    if WORDS == 2:
+        at += number // 2 % 2 * 4
+    return tl.load(halves + at[:, None] + tl.arange(0, 2 * WORDS)[None, :])
 
 
 @triton.jit
 def _right(halves, BITS: tl.constexpr, KW: tl.constexpr, EMULATE: tl.constexpr):
-    """Words of 64 rows, 64 columns (kv_block.py) -> right operand [64 columns, 64 rows], fp16.
+    """Words of 64 rows, some columns (kv_block.py) -> right operand [columns, 64 rows], fp16.
 
     Rows lie as (r m g), so that warp m has those of its words.
     """
     PLANES: tl.constexpr = 8 // BITS
+    WORDS: tl.constexpr = halves.shape[1] // 2
+    S: tl.constexpr = WORDS * PLANES // 2
     x = _fields(halves, BITS, EMULATE)
-    x = tl.reshape(x, (BITS, 8, 4, 4, 2, 2, PLANES))  # v g t w h r i
-    x = tl.permute(x, (0, 3, 1, 2, 4, 5, 6))  # v w g t h r i
-    x = tl.reshape(x, (4, BITS, 8, 4, 2, 2, PLANES))  # m o g t h r i
-    x = tl.permute(x, (1, 6, 3, 4, 5, 0, 2))  # o i t h r m g
-    x = tl.reshape(x, (4, 2, 4, 2, 2, 4, 8))  # s half t h r m g
+    x = tl.reshape(x, (4, 8, 4, WORDS, 2, 2, PLANES))  # m g t w h r i
+    x = tl.permute(x, (3, 6, 2, 4, 5, 0, 1))  # w i t h r m g
+    x = tl.reshape(x, (S, 2, 4, 2, 2, 4, 8))  # s half t h r m g
     if KW == 4:
         x = tl.permute(x, (0, 2, 1, 3, 4, 5, 6))
-    return tl.reshape(x, (64, 64))
+    return tl.reshape(x, (16 * S, 64))
 
 
 @triton.jit
 def _in_columns(x, KW: tl.constexpr):
-    """[.., 4 t, 16] by channel -> columns [.., 64] as `_right` has them."""
+    """[.., 4 t, 4 S] by channel -> columns [.., 16 S] as `_right` has them."""
     R: tl.constexpr = x.shape[0]
-    x = tl.reshape(x, (R, 4, 4, 2, 2))  # t s half h
+    S: tl.constexpr = x.shape[2] // 4
+    x = tl.reshape(x, (R, 4, S, 2, 2))  # t s half h
     if KW == 4:  # noqa: SIM108  (a constexpr branch)
         x = tl.permute(x, (0, 2, 1, 3, 4))
     else:
         x = tl.permute(x, (0, 2, 3, 1, 4))
-    return tl.reshape(x, (R, 64))
+    return tl.reshape(x, (R, 16 * S))
 
 
 @triton.jit
@@ -109,9 +120,10 @@ def _by_token(p, KW: tl.constexpr):
 
 
 @triton.jit
-def _key_channel(chunk: tl.constexpr, C: tl.constexpr):
-    """Channels [4 t, 16] of a chunk of keys."""
-    return tl.arange(0, 4)[:, None] * (C // 4) + 16 * chunk + tl.arange(0, 16)[None, :]
+def _key_channel(i: tl.constexpr, C: tl.constexpr, WIDE: tl.constexpr):
+    """Channels [4 t, WIDE / 4] of an operand of keys."""
+    EACH: tl.constexpr = WIDE // 4
+    return tl.arange(0, 4)[:, None] * (C // 4) + EACH * i + tl.arange(0, EACH)[None, :]
 
 
 @triton.jit
@@ -135,27 +147,69 @@ def _queries(q_ptr, row, used, channel, D: tl.constexpr):
 
 
 @triton.jit
+def _again(q_ptr, EMULATE: tl.constexpr):
+    """q_ptr, and no compiler keeps what it loaded from there for the next block."""
+    if EMULATE:
+        return q_ptr
+    else:
+        return q_ptr + tl.inline_asm_elementwise(
+            "mov.b32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1
+        )
+
+
+@triton.jit
+def _scaled(q_ptr, row, used, kp, i: tl.constexpr, D: tl.constexpr, C: tl.constexpr,
+            WIDE: tl.constexpr):  # fmt: skip
+    """Queries of an operand's channels, with their scales and zeros."""
+    channel = _key_channel(i, C, WIDE)
+    return (
+        _queries(q_ptr, row, used, channel, D),
+        tl.load(kp + channel)[None, :, :],
+        tl.load(kp + C + channel).to(tl.float32)[None, :, :],
+    )
+
+
+@triton.jit
 def _block(
     q_ptr, row, used, kw, kp, vw, vp, hidden, state, unit, score_unit,
     D: tl.constexpr, C: tl.constexpr, BITS: tl.constexpr, R: tl.constexpr, Q: tl.constexpr,
-    KW: tl.constexpr, EMULATE: tl.constexpr,
+    LOOK: tl.constexpr, KW: tl.constexpr, EMULATE: tl.constexpr,
 ):  # fmt: skip
-    """Both tiles of a packed block; state: maximum, sums of p and of p zero, sums of values."""
+    """Both tiles of a packed block; state: maximum, sums of p and of p zero, sums of values.
+
+    Loads go LOOK operands ahead of products, values' behind keys', so that nothing waits for them.
+    """
     m_i, l_p, z_p, accs = state
     TILE_WORDS: tl.constexpr = 2 * C * BITS
+    WIDE: tl.constexpr = _wide(BITS)
+    KEYS: tl.constexpr = C // WIDE
+    PARTS: tl.constexpr = 64 // WIDE
+    ahead = ()
+    for i in tl.static_range(LOOK):
+        ahead += (_load(kw, vw, i, C, BITS),)
+        ahead += (_load(kw + TILE_WORDS, vw + TILE_WORDS, i, C, BITS),)
+    q_ptr = _again(q_ptr, EMULATE)
+    given = ()
+    for i in tl.static_range(2):
+        given += (_scaled(q_ptr, row, used, kp, i, D, C, WIDE),)
+    token = _tokens()
+    token = token % 16 // 2 * 8 + token // 16 * 2 + token % 2  # in thread order
+    scale0, scale1 = tl.load(vp + token), tl.load(vp + 64 + token)
+    zero0, zero1 = tl.load(vp + 128 + token), tl.load(vp + 192 + token)
     x0 = tl.zeros([R, 64], tl.float32)
     x1 = tl.zeros([R, 64], tl.float32)
-    zero = tl.zeros([R, 4, 16], tl.float32)
-    for c in tl.static_range(C // 64):
-        k0 = _key_halves(kw, c, C, BITS)
-        k1 = _key_halves(kw + TILE_WORDS, c, C, BITS)
-        channel = _key_channel(c, C)
-        q = _queries(q_ptr, row, used, channel, D)
-        zero += q.to(tl.float32) * tl.load(kp + C + channel).to(tl.float32)[None, :, :]
-        q = _in_columns(q * tl.load(kp + channel)[None, :, :], KW)
-        x0 = tl.dot(q, _right(k0, BITS, KW, EMULATE), x0)
-        x1 = tl.dot(q, _right(k1, BITS, KW, EMULATE), x1)
-    start = (tl.sum(tl.reshape(zero, (R, 64)), 1) * score_unit)[:, None]
+    zero = tl.zeros([R, 4, WIDE // 4], tl.float32)
+    for i in tl.static_range(KEYS):
+        ahead += (_load(kw, vw, i + LOOK, C, BITS),)
+        ahead += (_load(kw + TILE_WORDS, vw + TILE_WORDS, i + LOOK, C, BITS),)
+        if i + 2 < KEYS:
+            given += (_scaled(q_ptr, row, used, kp, i + 2, D, C, WIDE),)
+        q = given[i][0]
+        zero += q.to(tl.float32) * given[i][2]
+        q = _in_columns(q * given[i][1], KW)
+        x0 = tl.dot(q, _right(ahead[2 * i], BITS, KW, EMULATE), x0)
+        x1 = tl.dot(q, _right(ahead[2 * i + 1], BITS, KW, EMULATE), x1)
+    start = (tl.sum(tl.reshape(zero, (R, WIDE)), 1) * score_unit)[:, None]
     x0 = x0 * unit + start
     x1 = x1 * unit + start
     top = tl.max(tl.maximum(x0, x1), 1)
@@ -168,23 +222,33 @@ def _block(
     if Q > 1:
         p0 = tl.where(hidden[:, None], 0.0, p0)
         p1 = tl.where(hidden[:, None], 0.0, p1)
-    token = _tokens()
-    token = token % 16 // 2 * 8 + token // 16 * 2 + token % 2  # in thread order
-    late = vp + 128 + token
     l_p = l_p * alpha[:, None] + (p0 + p1)
-    z_p = z_p * alpha[:, None] + p0 * tl.load(late).to(tl.float32)[None, :]
-    z_p += p1 * tl.load(late + 64).to(tl.float32)[None, :]
-    p0 *= tl.load(vp + token).to(tl.float32)[None, :]
-    p1 *= tl.load(vp + 64 + token).to(tl.float32)[None, :]
-    w0 = _by_token(p0.to(tl.float16), KW)
-    w1 = _by_token(p1.to(tl.float16), KW)
+    z_p = z_p * alpha[:, None] + p0 * zero0.to(tl.float32)[None, :]
+    z_p += p1 * zero1.to(tl.float32)[None, :]
+    w0 = _parts(_by_token((p0 * scale0.to(tl.float32)[None, :]).to(tl.float16), KW), PARTS)
+    w1 = _parts(_by_token((p1 * scale1.to(tl.float32)[None, :]).to(tl.float16), KW), PARTS)
     made = ()
     for c in tl.static_range(C // 64):
-        v0 = words(vw + c * (BITS * 128), BITS)
-        v1 = words(vw + TILE_WORDS + c * (BITS * 128), BITS)
-        acc = tl.dot(w0, _right(v0, BITS, KW, EMULATE), accs[c] * alpha[:, None])
-        made += (tl.dot(w1, _right(v1, BITS, KW, EMULATE), acc),)
+        acc = accs[c] * alpha[:, None]
+        for part in tl.static_range(PARTS):
+            i: tl.constexpr = KEYS + c * PARTS + part
+            if i + LOOK < 2 * KEYS:
+                ahead += (_load(kw, vw, i + LOOK, C, BITS),)
+                ahead += (_load(kw + TILE_WORDS, vw + TILE_WORDS, i + LOOK, C, BITS),)
+            acc = tl.dot(w0[part], _right(ahead[2 * i], BITS, KW, EMULATE), acc)
+            acc = tl.dot(w1[part], _right(ahead[2 * i + 1], BITS, KW, EMULATE), acc)
+        made += (acc,)
     return m_new, l_p, z_p, made
+
+
+@triton.jit
+def _parts(w, PARTS: tl.constexpr):
+    """Columns [R, 64] in one part, or in two."""
+    if PARTS == 1:
+        return (w,)
+    else:
+        R: tl.constexpr = w.shape[0]
+        return tl.split(tl.permute(tl.reshape(w, (R, 2, 32)), (0, 2, 1)))
 
 
 @triton.jit
@@ -198,7 +262,7 @@ def _take_newest(
     x = tl.zeros([R, 64], tl.float32)
     live = (t < end)[:, None, None]
     for c in tl.static_range(C // 64):
-        channel = _key_channel(c, C)
+        channel = _key_channel(c, C, 64)
         k = _recent(k_ring, new, t[:, None, None], start, stride, channel[None, :, :], live, D, NEW)
         q = tl.reshape(_queries(q_ptr, row, used, channel, D), (R, 64))
         x = tl.dot(q, tl.trans(tl.reshape(k.to(tl.float16), (64, 64))), x)
@@ -254,7 +318,7 @@ def latent_codes_kernel(
     q_ptr, k_words, k_params, v_words, v_params, k_ring, v_ring, table, slots, starts, counts,
     part_ptr, lse_ptr, scale, table_width, splits,
     Q: tl.constexpr, H: tl.constexpr, D: tl.constexpr, C: tl.constexpr, BITS: tl.constexpr,
-    R: tl.constexpr, PADDED: tl.constexpr, STAGES: tl.constexpr, AHEAD: tl.constexpr,
+    R: tl.constexpr, PADDED: tl.constexpr, LOOK: tl.constexpr, AHEAD: tl.constexpr,
     KW: tl.constexpr, EMULATE: tl.constexpr,
 ):  # fmt: skip
     """One share of the tokens of one request, for R of its columns; grid (splits, columns, B)."""
@@ -281,7 +345,7 @@ def latent_codes_kernel(
     m_i = tl.full([R], LOWEST, tl.float32)
     l_p = tl.zeros([R, 64], tl.float32)
     z_p = tl.zeros([R, 64], tl.float32)
-    for block in tl.range(first, tl.minimum(last, blocks), num_stages=STAGES):
+    for block in tl.range(first, tl.minimum(last, blocks), num_stages=1):
         page = tl.load(table + slot * table_width + block).to(tl.int64)
         if AHEAD > 0:
             then = block + AHEAD
@@ -292,7 +356,7 @@ def latent_codes_kernel(
             q_ptr, row, used, k_words + page * (4 * C * BITS), k_params + page * (2 * C),
             v_words + page * (4 * C * BITS), v_params + page * (2 * BLOCK),
             line <= block * BLOCK, (m_i, l_p, z_p, accs), unit, score_unit,
-            D, C, BITS, R, Q, KW, EMULATE,
+            D, C, BITS, R, Q, LOOK, KW, EMULATE,
         )  # fmt: skip
     made = ()
     for c in tl.static_range(C // 64):
@@ -345,6 +409,7 @@ def attend_latent_codes(
     scale: float,
     splits: int | None = None,
     ahead: int = 1,
+    look: int = LOOK,
     registers: int | None = None,
     columns: int = COLUMNS,
 ) -> Tensor:
@@ -370,7 +435,7 @@ def attend_latent_codes(
         BITS=fmt.bits,
         R=columns,
         PADDED=padded,
-        STAGES=1,
+        LOOK=look,
         AHEAD=ahead if asks_ahead(q_BQHD.device) else 0,
         KW=WORD_K_WIDTH,
         EMULATE=bool(triton.knobs.runtime.interpret),

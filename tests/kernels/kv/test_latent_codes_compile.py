@@ -3,7 +3,7 @@
 import pytest
 
 pytest.importorskip("triton")
-from llmpq.kernels.kv.low_bit.latent_codes import COLUMNS, WARPS, latent_codes_kernel  # noqa: E402
+from llmpq.kernels.kv.low_bit.latent_codes import COLUMNS, LOOK, WARPS, latent_codes_kernel  # noqa: E402
 from llmpq.kernels.kv.ops import WORD_K_WIDTH  # noqa: E402
 from llmpq.kernels.kv.paged import packed_latent_append, packed_latent_pages  # noqa: E402
 from llmpq.kernels.tools.cubin import (  # noqa: E402
@@ -56,7 +56,7 @@ def test_a_pool_fits(arch, chunks):
         "SPLITS": 1 if chunks else 8,
         "CHUNKS": chunks,
         "ROWS": 64,
-        "STAGES": 1,
+        "LOOK": LOOK,
         "KW": WORD_K_WIDTH,
         "EMULATE": False,
     }
@@ -77,7 +77,7 @@ def test_it_fits(arch, bits):
         "BITS": bits,
         "R": COLUMNS,
         "PADDED": 1024,
-        "STAGES": 1,
+        "LOOK": LOOK,
         "AHEAD": int(arch >= 90),
         "KW": WORD_K_WIDTH,
         "EMULATE": False,
