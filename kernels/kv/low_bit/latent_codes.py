@@ -50,15 +50,12 @@ P_SHIFT = tl.constexpr(4.0)
 
 
 @triton.jit
-def _wide(BITS: tl.constexpr):
-    """Columns of an operand that a load of four words a thread, or of 2 bits two, holds."""
-    return 32 if BITS == 8 else 64
-
-
-@triton.jit
 def _load(kw, vw, i: tl.constexpr, C: tl.constexpr, BITS: tl.constexpr):
-    """The i-th operand of a tile's keys, and behind them of its values: halves of 128 threads."""
-    WIDE: tl.constexpr = _wide(BITS)
+    """The i-th operand of a tile's keys, and behind them of its values: halves of 128 threads.
+
+    Four words a thread, of 2 bits two: of WIDE columns.
+    """
+    WIDE: tl.constexpr = 32 if BITS == 8 else 64
     WORDS: tl.constexpr = WIDE * BITS // 64  # of a thread
     KEYS: tl.constexpr = C // WIDE
     thread = tl.arange(0, 128)
@@ -152,7 +149,7 @@ def _again(q_ptr, EMULATE: tl.constexpr):
     if EMULATE:
         return q_ptr
     else:
-        return q_ptr + tl.inline_asm_elementwise(
+        return q_ptr + 16 * tl.inline_asm_elementwise(
             "mov.b32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1
         )
 
@@ -160,13 +157,11 @@ def _again(q_ptr, EMULATE: tl.constexpr):
 @triton.jit
 def _scaled(q_ptr, row, used, kp, i: tl.constexpr, D: tl.constexpr, C: tl.constexpr,
             WIDE: tl.constexpr):  # fmt: skip
-    """Queries of an operand's channels, with their scales and zeros."""
+    """Queries of an operand's channels, with their scales and zeros, as every thread needs them."""
     channel = _key_channel(i, C, WIDE)
-    return (
-        _queries(q_ptr, row, used, channel, D),
-        tl.load(kp + channel)[None, :, :],
-        tl.load(kp + C + channel).to(tl.float32)[None, :, :],
-    )
+    q = _queries(q_ptr, row, used, channel, D)
+    at = kp + tl.broadcast_to(channel[None, :, :], q.shape)
+    return q, tl.load(at), tl.load(at + C)
 
 
 @triton.jit
@@ -181,7 +176,7 @@ def _block(
     """
     m_i, l_p, z_p, accs = state
     TILE_WORDS: tl.constexpr = 2 * C * BITS
-    WIDE: tl.constexpr = _wide(BITS)
+    WIDE: tl.constexpr = 32 if BITS == 8 else 64
     KEYS: tl.constexpr = C // WIDE
     PARTS: tl.constexpr = 64 // WIDE
     ahead = ()
@@ -205,7 +200,7 @@ def _block(
         if i + 2 < KEYS:
             given += (_scaled(q_ptr, row, used, kp, i + 2, D, C, WIDE),)
         q = given[i][0]
-        zero += q.to(tl.float32) * given[i][2]
+        zero += q.to(tl.float32) * given[i][2].to(tl.float32)
         q = _in_columns(q * given[i][1], KW)
         x0 = tl.dot(q, _right(ahead[2 * i], BITS, KW, EMULATE), x0)
         x1 = tl.dot(q, _right(ahead[2 * i + 1], BITS, KW, EMULATE), x1)
@@ -228,16 +223,17 @@ def _block(
     w0 = _parts(_by_token((p0 * scale0.to(tl.float32)[None, :]).to(tl.float16), KW), PARTS)
     w1 = _parts(_by_token((p1 * scale1.to(tl.float32)[None, :]).to(tl.float16), KW), PARTS)
     made = ()
-    for c in tl.static_range(C // 64):
-        acc = accs[c] * alpha[:, None]
-        for part in tl.static_range(PARTS):
-            i: tl.constexpr = KEYS + c * PARTS + part
-            if i + LOOK < 2 * KEYS:
-                ahead += (_load(kw, vw, i + LOOK, C, BITS),)
-                ahead += (_load(kw + TILE_WORDS, vw + TILE_WORDS, i + LOOK, C, BITS),)
-            acc = tl.dot(w0[part], _right(ahead[2 * i], BITS, KW, EMULATE), acc)
-            acc = tl.dot(w1[part], _right(ahead[2 * i + 1], BITS, KW, EMULATE), acc)
-        made += (acc,)
+    acc = accs[0]
+    for i in tl.static_range(KEYS, 2 * KEYS):
+        if i + LOOK < 2 * KEYS:
+            ahead += (_load(kw, vw, i + LOOK, C, BITS),)
+            ahead += (_load(kw + TILE_WORDS, vw + TILE_WORDS, i + LOOK, C, BITS),)
+        if i % PARTS == 0:
+            acc = accs[(i - KEYS) // PARTS] * alpha[:, None]
+        acc = tl.dot(w0[i % PARTS], _right(ahead[2 * i], BITS, KW, EMULATE), acc)
+        acc = tl.dot(w1[i % PARTS], _right(ahead[2 * i + 1], BITS, KW, EMULATE), acc)
+        if i % PARTS == PARTS - 1:
+            made += (acc,)
     return m_new, l_p, z_p, made
 
 
@@ -305,12 +301,15 @@ def _by_channel(acc, z_i, norm, R: tl.constexpr):
 
 @triton.jit
 def _ask(k_words, v_words, page, live, C: tl.constexpr, BITS: tl.constexpr):
-    """Ask the L2 for a block's words: each of 128 lanes for a part."""
-    PART: tl.constexpr = C * BITS // 4
-    lane = tl.arange(0, 128)
-    at = page * (16 * C * BITS) + lane % 64 * PART
-    at += tl.where(lane < 64, k_words.to(tl.int64), v_words.to(tl.int64))
-    prefetch(at, tl.where(live, PART, 0) + lane * 0)
+    """Ask the L2 for a block's words: two lanes of each of four warps for a quarter of either.
+
+    The instruction takes one address a warp: lanes go one after the other.
+    """
+    PART: tl.constexpr = 4 * C * BITS
+    thread = tl.arange(0, 128)
+    at = page * (4 * PART) + thread // 32 * PART
+    at += tl.where(thread % 32 == 0, k_words.to(tl.int64), v_words.to(tl.int64))
+    prefetch(at, tl.where(live & (thread % 32 < 2), PART, 0))
 
 
 @triton.jit(do_not_specialize=["table_width", "splits"])
