@@ -110,23 +110,25 @@ def checked(kv: KVPrecision):
 
 
 def one(args: argparse.Namespace) -> None:
-    """Print the error and the time of one launch."""
-    look, ahead, registers, splits, bits = map(int, args.launch.split(","))
-    kv = KVPrecision.parse(str(bits))
-    told = {"look": look, "ahead": ahead, "registers": registers or None, "splits": splits or None}
-    given, own, want = checked(kv)
-    got = latent_codes.attend_latent_codes(*given, **own, **told).double()
-    error = float((got - want).norm() / want.norm())
-    cache, (q, where), _ = packed(kv, *CASES[0])
-    took = time_launches(
-        lambda i: latent_codes.attend_latent_codes(
-            *(cache.fmt, cache.layers[i], cache.table_SN, q, where),
-            **{"max_end": CASES[0][2], "scale": DIM**-0.5, **told},
-        ),
-        len(cache.layers),
-        repeats=5,
-    )
-    print(f"one {args.launch}: error {error:.2g}, {statistics.median(took):.1f} us", flush=True)
+    """Print the errors and the times of some launches."""
+    for words in args.launch.split():
+        look, move, ahead, registers, splits, bits = map(int, words.split(","))
+        kv = KVPrecision.parse(str(bits))
+        told = {"look": look, "move": bool(move), "ahead": ahead, "registers": registers or None}
+        told["splits"] = splits or None
+        given, own, want = checked(kv)
+        got = latent_codes.attend_latent_codes(*given, **own, **told).double()
+        error = float((got - want).norm() / want.norm())
+        cache, (q, where), _ = packed(kv, *CASES[0])
+
+        def attend(i: int) -> torch.Tensor:
+            layer = cache.layers[i]  # noqa: B023
+            given = (cache.fmt, layer, cache.table_SN, q, where)  # noqa: B023
+            own = {"max_end": CASES[0][2], "scale": DIM**-0.5, **told}  # noqa: B023
+            return latent_codes.attend_latent_codes(*given, **own)
+
+        took = time_launches(attend, len(cache.layers), repeats=5)
+        print(f"one {words}: error {error:.2g}, {statistics.median(took):.1f} us", flush=True)
 
 
 def main() -> None:
@@ -134,7 +136,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("parts")
     parser.add_argument("--file", default="latents_gpu.jsonl")
-    parser.add_argument("--launch", default="4,1,0,0,4")
+    parser.add_argument("--launch", default="3,1,1,0,0,4")
     args = parser.parse_args()
     torch.manual_seed(0)
     for part in args.parts.split(","):

@@ -45,6 +45,7 @@ WARPS = 4
 """One for each 16 rows of a tile's 64."""
 LOOK = 4
 """Operands that loads are ahead of products."""
+MUL = tl.constexpr("mul.rn.f16x2 $0, $1, $2;")
 P_SHIFT = tl.constexpr(4.0)
 """Probabilities are kept times 2**4: fp16 keeps its precision down to 2**-14."""
 
@@ -160,15 +161,30 @@ def _scaled(q_ptr, row, used, kp, i: tl.constexpr, D: tl.constexpr, C: tl.conste
     """Queries of an operand's channels, with their scales and zeros, as every thread needs them."""
     channel = _key_channel(i, C, WIDE)
     q = _queries(q_ptr, row, used, channel, D)
-    at = kp + tl.broadcast_to(channel[None, :, :], q.shape)
-    return q, tl.load(at), tl.load(at + C)
+    return q, tl.load(kp + channel)[None, :, :], tl.load(kp + C + channel)[None, :, :]
+
+
+@triton.jit
+def _times(q, scale, MOVE: tl.constexpr, EMULATE: tl.constexpr):
+    """q scale, where q lies: else both went to all four warps first, and were multiplied there."""
+    if EMULATE or not MOVE:
+        return q * scale
+    else:
+        return tl.inline_asm_elementwise(
+            "mul.rn.f16x2 $0, $1, $2;",
+            "=r,r,r",
+            [q, scale],
+            dtype=tl.float16,
+            is_pure=False,
+            pack=2,
+        )
 
 
 @triton.jit
 def _block(
     q_ptr, row, used, kw, kp, vw, vp, hidden, state, unit, score_unit,
     D: tl.constexpr, C: tl.constexpr, BITS: tl.constexpr, R: tl.constexpr, Q: tl.constexpr,
-    LOOK: tl.constexpr, KW: tl.constexpr, EMULATE: tl.constexpr,
+    LOOK: tl.constexpr, MOVE: tl.constexpr, KW: tl.constexpr, EMULATE: tl.constexpr,
 ):  # fmt: skip
     """Both tiles of a packed block; state: maximum, sums of p and of p zero, sums of values.
 
@@ -201,7 +217,7 @@ def _block(
             given += (_scaled(q_ptr, row, used, kp, i + 2, D, C, WIDE),)
         q = given[i][0]
         zero += q.to(tl.float32) * given[i][2].to(tl.float32)
-        q = _in_columns(q * given[i][1], KW)
+        q = _in_columns(_times(q, given[i][1], MOVE, EMULATE), KW)
         x0 = tl.dot(q, _right(ahead[2 * i], BITS, KW, EMULATE), x0)
         x1 = tl.dot(q, _right(ahead[2 * i + 1], BITS, KW, EMULATE), x1)
     start = (tl.sum(tl.reshape(zero, (R, WIDE)), 1) * score_unit)[:, None]
@@ -318,7 +334,7 @@ def latent_codes_kernel(
     part_ptr, lse_ptr, scale, table_width, splits,
     Q: tl.constexpr, H: tl.constexpr, D: tl.constexpr, C: tl.constexpr, BITS: tl.constexpr,
     R: tl.constexpr, PADDED: tl.constexpr, LOOK: tl.constexpr, AHEAD: tl.constexpr,
-    KW: tl.constexpr, EMULATE: tl.constexpr,
+    MOVE: tl.constexpr, KW: tl.constexpr, EMULATE: tl.constexpr,
 ):  # fmt: skip
     """One share of the tokens of one request, for R of its columns; grid (splits, columns, B)."""
     split, b = tl.program_id(0), tl.program_id(2)
@@ -355,7 +371,7 @@ def latent_codes_kernel(
             q_ptr, row, used, k_words + page * (4 * C * BITS), k_params + page * (2 * C),
             v_words + page * (4 * C * BITS), v_params + page * (2 * BLOCK),
             line <= block * BLOCK, (m_i, l_p, z_p, accs), unit, score_unit,
-            D, C, BITS, R, Q, LOOK, KW, EMULATE,
+            D, C, BITS, R, Q, LOOK, MOVE, KW, EMULATE,
         )  # fmt: skip
     made = ()
     for c in tl.static_range(C // 64):
@@ -409,6 +425,7 @@ def attend_latent_codes(
     splits: int | None = None,
     ahead: int = 1,
     look: int = LOOK,
+    move: bool = True,
     registers: int | None = None,
     columns: int = COLUMNS,
 ) -> Tensor:
@@ -435,6 +452,7 @@ def attend_latent_codes(
         R=columns,
         PADDED=padded,
         LOOK=look,
+        MOVE=move,
         AHEAD=ahead if asks_ahead(q_BQHD.device) else 0,
         KW=WORD_K_WIDTH,
         EMULATE=bool(triton.knobs.runtime.interpret),

@@ -92,7 +92,7 @@ def attend(
                 q_ptr, at, used, k_words + page * (4 * C * BITS), k_params + page * (2 * C),
                 v_words + page * (4 * C * BITS), v_params + page * (2 * BLOCK),
                 line <= block * BLOCK, (m_i, l_p, z_p, accs), score_unit * (TWO_24 / GAIN),
-                score_unit, D, C, BITS, R, TILE if CHUNKS else 1, LOOK, KW, EMULATE,
+                score_unit, D, C, BITS, R, TILE if CHUNKS else 1, LOOK, True, KW, EMULATE,
             )  # fmt: skip
         made = ()
         for c in tl.static_range(C // 64):

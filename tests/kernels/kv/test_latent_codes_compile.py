@@ -78,6 +78,7 @@ def test_it_fits(arch, bits):
         "R": COLUMNS,
         "PADDED": 1024,
         "LOOK": LOOK,
+        "MOVE": True,
         "AHEAD": int(arch >= 90),
         "KW": WORD_K_WIDTH,
         "EMULATE": False,
