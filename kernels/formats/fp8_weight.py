@@ -20,14 +20,24 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
 GROUP, BLOCK_ROWS = 128, 16
 """Columns and rows of a fragment's block."""
+LARGEST = 448.0
+"""E4M3's largest number."""
 STEP = 64
 """What the columns that share a scale are a multiple of, if not all of K: a product's step."""
+
+
+class _Codes(Protocol):
+    def dequantize(self, dtype: torch.dtype) -> Tensor: ...
+
+
+Kept = TypeVar("Kept", bound=_Codes)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,17 +161,33 @@ def fp8_weight(
     wide = scale.float()
     if not bool(wide.isfinite().all()) or bool((wide < 0).any()):
         raise ValueError("FP8 scales that are negative or no numbers; download it again")
+    most = LARGEST * float(wide.max())
     if block is not None:
-        return Fp8Weight(
-            codes_NK=raw, scale=wide, rows=block[0], columns=min(block[1], k), dtype=dtype
-        )
+        told = {"rows": block[0], "columns": min(block[1], k)}
+        return in_range(Fp8Weight(codes_NK=raw, scale=wide, dtype=dtype, **told), dtype, most)
     if scale.numel() not in (1, n):
         raise ValueError(
             f"FP8 weight [{n}, {k}] with scales {list(scale.shape)}: expected one, {n} or blocks "
             "that config.json describes"
         )
     rows = n if scale.numel() == 1 else 1
-    return Fp8Weight(codes_NK=raw, scale=wide.reshape(-1, 1), rows=rows, columns=k, dtype=dtype)
+    made = Fp8Weight(codes_NK=raw, scale=wide.reshape(-1, 1), rows=rows, columns=k, dtype=dtype)
+    return in_range(made, dtype, most)
+
+
+def in_range(weight: Kept, dtype: torch.dtype, most: float) -> Kept:
+    """Return a weight whose numbers float16 has, if it is to meet that; `ValueError` else.
+
+    `most`: what no number exceeds.
+    """
+    if dtype == torch.float16 and most > torch.finfo(dtype).max:
+        largest = float(weight.dequantize(torch.float32).abs().max())
+        if largest > torch.finfo(dtype).max:
+            raise ValueError(
+                f"its scales make numbers of up to {largest:.3g}, beyond float16's 65504; run it "
+                "in bfloat16"
+            )
+    return weight
 
 
 def stacked(pieces: Sequence[Fp8Weight]) -> Fp8Weight:

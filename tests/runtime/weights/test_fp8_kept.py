@@ -208,6 +208,20 @@ def test_lying_tensors_are_refused(tmp_path: Path, last: str, change: Any, messa
         logits(form, precisions=[Precision.W8A16] * 2)
 
 
+@pytest.mark.parametrize("kind", ["channel", "blocks"])
+def test_numbers_beyond_float16_are_refused(kind: str) -> None:
+    codes = torch.tensor([[448.0, 1.0], [2.0, 3.0]]).repeat(1, 64).to(torch.float8_e4m3fn)
+    block = (1, 128) if kind == "blocks" else None
+    scale = torch.tensor([[147.0], [1.0]])
+    with pytest.raises(ValueError, match="up to 6.59e.04, beyond float16's 65504; run it in bf"):
+        fp8_weight(codes, scale, block, torch.float16)
+    assert (
+        fp8_weight(codes, scale, block, torch.bfloat16).dequantize(torch.bfloat16).isfinite().all()
+    )
+    fine = fp8_weight(codes, scale.flip(0), block, torch.float16)  # of small codes
+    assert fine.dequantize(torch.float16).isfinite().all()
+
+
 def test_stacked_scales_stay_shared_where_rows_line_up() -> None:
     codes = torch.randn(256, 128).to(torch.float8_e4m3fn)
     piece = fp8_weight(codes, torch.rand(2, 1) + 1, (128, 128), torch.bfloat16)
