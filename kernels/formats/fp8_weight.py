@@ -163,8 +163,10 @@ def fp8_weight(
         raise ValueError("FP8 scales that are negative or no numbers; download it again")
     most = LARGEST * float(wide.max())
     if block is not None:
-        told = {"rows": block[0], "columns": min(block[1], k)}
-        return in_range(Fp8Weight(codes_NK=raw, scale=wide, dtype=dtype, **told), dtype, most)
+        made = Fp8Weight(
+            codes_NK=raw, scale=wide, rows=block[0], columns=min(block[1], k), dtype=dtype
+        )
+        return in_range(made, dtype, most)
     if scale.numel() not in (1, n):
         raise ValueError(
             f"FP8 weight [{n}, {k}] with scales {list(scale.shape)}: expected one, {n} or blocks "

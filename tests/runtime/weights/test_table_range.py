@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from llmpq.kernels.formats.table_weight import Values, table_weight
+from llmpq.kernels.formats.table_weight import E8M0, Values, table_weight
 from llmpq.runtime.weights.table_forms import bounded
 
 pytestmark = pytest.mark.cpu
@@ -12,7 +12,7 @@ pytestmark = pytest.mark.cpu
 @pytest.mark.parametrize(
     ("values", "scale", "factor"),
     [
-        (Values.E2M1, torch.full((2, 2), 127 + 14, dtype=torch.uint8).view(torch.float8_e8m0fnu), None),
+        (Values.E2M1, torch.full((2, 2), 141, dtype=torch.uint8).view(E8M0), None),
         (Values.E2M1, torch.full((2, 2), 400.0).to(torch.float8_e4m3fn), torch.full((2,), 90.0)),
         (Values.NF4, torch.full((2, 2), 7e4), None),
     ],
