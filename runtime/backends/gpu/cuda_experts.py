@@ -14,7 +14,8 @@ experts run one after the other, as on a CPU.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -46,14 +47,43 @@ def sparse_mlp(
     made: list[nn.Module] = []
     stacked = True
     for index, expert in enumerate(experts):
-        stacked = stacked and isinstance(expert, GatedMLP) and _fit(up, down, expert)
-        if stacked and isinstance(expert, GatedMLP):
+        fits = stacked and isinstance(expert, GatedMLP) and _fit(up, down, expert)
+        if fits and isinstance(expert, GatedMLP):
             parts = _put(up, index, expert.gate_up), _put(down, index, expert.down)
             expert = GatedMLP(*parts, expert.gate)
+        elif stacked and made:  # rooms for all experts would stay beside what does not fit them
+            device = made[0].down.weight.device
+            _move(made, "cpu")
+            up, down = ExpertStack(count), ExpertStack(count)
+            _move(made, device)
+        stacked = fits
         made.append(expert)
     if not stacked:
         return SparseMLP(routing, made, shared)
     return GroupedMLP(routing, made, shared, up, down)
+
+
+def _move(experts: Sequence[nn.Module], device: torch.device | str) -> None:
+    """Copy experts' weights to a device, each into memory of its own."""
+    for expert in experts:
+        for part in (expert.gate_up, expert.down):
+            assert isinstance(part, Linear)
+            part.weight = _copied(part.weight, device)
+            if part.bias is not None:
+                part.bias = part.bias.to(device, copy=True)
+
+
+def _copied(weight: Any, device: torch.device | str) -> Any:
+    """Return a weight with all its tensors copied to a device, laid out as they are."""
+
+    def moved(value: object) -> object:
+        if isinstance(value, tuple):
+            return tuple(map(moved, value))
+        return value.to(device, copy=True) if isinstance(value, Tensor) else value
+
+    if isinstance(weight, Tensor):
+        return moved(weight)
+    return replace(weight, **{f.name: moved(getattr(weight, f.name)) for f in fields(weight)})
 
 
 def _put(stack: ExpertStack, index: int, part: Linear) -> Linear:
