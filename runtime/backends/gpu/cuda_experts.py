@@ -45,17 +45,19 @@ def sparse_mlp(
     """Return the mixture of `count` experts, stacked where their weights allow it."""
     up, down = ExpertStack(count), ExpertStack(count)
     made: list[nn.Module] = []
+    own: list[Linear] = []
     stacked = True
     for index, expert in enumerate(experts):
         fits = stacked and isinstance(expert, GatedMLP) and _fit(up, down, expert)
         if fits and isinstance(expert, GatedMLP):
             parts = _put(up, index, expert.gate_up), _put(down, index, expert.down)
             expert = GatedMLP(*parts, expert.gate)
-        elif stacked and made:  # rooms for all experts would stay beside what does not fit them
-            device = made[0].down.weight.device
-            _move(made, "cpu")
+            own += parts
+        elif stacked and own:  # rooms for all experts would stay beside what does not fit them
+            device = own[0].weight.device
+            _move(own, "cpu")
             up, down = ExpertStack(count), ExpertStack(count)
-            _move(made, device)
+            _move(own, device)
         stacked = fits
         made.append(expert)
     if not stacked:
@@ -63,14 +65,12 @@ def sparse_mlp(
     return GroupedMLP(routing, made, shared, up, down)
 
 
-def _move(experts: Sequence[nn.Module], device: torch.device | str) -> None:
-    """Copy experts' weights to a device, each into memory of its own."""
-    for expert in experts:
-        for part in (expert.gate_up, expert.down):
-            assert isinstance(part, Linear)
-            part.weight = _copied(part.weight, device)
-            if part.bias is not None:
-                part.bias = part.bias.to(device, copy=True)
+def _move(parts: Sequence[Linear], device: torch.device | str) -> None:
+    """Copy weights to a device, each into memory of its own."""
+    for part in parts:
+        part.weight = _copied(part.weight, device)
+        if part.bias is not None:
+            part.bias = part.bias.to(device, copy=True)
 
 
 def _copied(weight: Any, device: torch.device | str) -> Any:
