@@ -8,6 +8,7 @@ from triton import knobs
 
 from llmpq.kernels.formats.fp8_weight import fp8_weight
 from llmpq.kernels.formats.round_to_nearest import quantize_weight
+from llmpq.kernels.formats.table_weight import E8M0, Values, table_weight
 from llmpq.precision import WeightScheme
 from llmpq.runtime.backends.gpu.cuda_experts import GroupedMLP, sparse_mlp
 from llmpq.runtime.models.experts import Routing, SparseMLP
@@ -87,6 +88,26 @@ def test_another_weight_or_a_watcher_is_heeded():
     torch.testing.assert_close(stacked(x), before, rtol=1e-4, atol=1e-5)
     handle.remove()
     assert not stacked.asks_host
+
+
+@pytest.mark.parametrize("rows", [1, 9])
+def test_experts_of_gpt_oss_keep_their_codes(rows):
+    """MXFP4, biases and clamped gates, as its checkpoint has them."""
+    seeded = torch.Generator().manual_seed(5)
+
+    def linear(n, k):
+        codes = torch.randint(0, 16, (n, k), dtype=torch.uint8, generator=seeded)
+        scale = torch.randint(118, 123, (n, k // 32), dtype=torch.uint8, generator=seeded)
+        weight = table_weight(codes, scale.view(E8M0), values=Values.E2M1, group_size=32)
+        return Linear(weight, torch.randn(n, generator=seeded))
+
+    gate = GateFunction("clamped_silu", limit=1.0, slope=1.7)
+    experts = [GatedMLP(linear(256, 128), linear(128, 128), gate) for _ in range(4)]
+    routing = Routing(matrix(4, 128, 99), 2)
+    stacked = sparse_mlp(routing, iter(experts), 4, None)
+    assert isinstance(stacked, GroupedMLP) and not stacked.asks_host
+    x = matrix(rows, 128, 7)[:, None]
+    torch.testing.assert_close(stacked(x), SparseMLP(routing, experts)(x), rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("kind", ["dense", "fp8", "4 bits"])
