@@ -152,7 +152,9 @@ def fp8_weight(
 ) -> Fp8Weight:
     """Return a weight of float8_e4m3fn [N, K] and a checkpoint's scales; `ValueError`: they lie.
 
-    `block`: rows and columns of a table of scales; else there is one scale, or one a row.
+    `block`: rows and columns of a table of scales; else there is one scale, or one a row. On a CPU
+    the weight is a view of `codes`, which a checkpoint maps from its file: a copy would take memory
+    that mapped pages, which the system drops and reads again at need, do not.
     """
     n, k = codes.shape
     raw = codes.view(torch.uint8)

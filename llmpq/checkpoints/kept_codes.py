@@ -19,6 +19,11 @@ from llmpq.precision import Precision
 
 TABLES = ("MXFP4", "IQ4_NL", "IQ4_XS")
 """GGUF's types whose codes stand for numbers of a table."""
+KEPT = {
+    Precision.W8A16: ("FP8 (E4M3)",),
+    Precision.W4A16: ("MXFP4", "NVFP4", "NF4", "FP4", "IQ4_NL", "IQ4_XS"),
+}
+"""Forms whose codes layers of a precision keep, on every device."""
 _PLAIN = ("F32", "F16", "BF16")
 
 

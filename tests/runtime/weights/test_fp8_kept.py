@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -232,3 +233,15 @@ def test_stacked_scales_stay_shared_where_rows_line_up() -> None:
     assert apart.rows == 1 and apart.scale.shape == (320, 1)
     want = torch.cat([short.dequantize(torch.float32), piece.dequantize(torch.float32)])
     assert torch.equal(apart.dequantize(torch.float32), want)
+
+
+def test_codes_of_a_cpu_stay_those_of_the_file(tmp_path: Path) -> None:
+    """A view: no memory beside the mapped shard; what is stacked is a copy."""
+    save_file({"w": torch.ones(4, 128).to(torch.float8_e4m3fn)}, tmp_path / "one.safetensors")
+    with safe_open(tmp_path / "one.safetensors", "pt") as shard:
+        codes = shard.get_tensor("w")
+    for block in (None, (1, 128)):
+        made = fp8_weight(codes, torch.ones(4, 1), block, torch.float32).to("cpu")
+        assert made.codes_NK.data_ptr() == codes.data_ptr()
+    two = stacked([made, made])
+    assert two.codes_NK.untyped_storage().nbytes() == two.codes_NK.nbytes
