@@ -112,10 +112,9 @@ def checked(kv: KVPrecision):
 def one(args: argparse.Namespace) -> None:
     """Print the errors and the times of some launches."""
     for words in args.launch.split():
-        look, move, ahead, registers, splits, bits = map(int, words.split(","))
+        stages, splits, bits = map(int, words.split(","))
         kv = KVPrecision.parse(str(bits))
-        told = {"look": look, "move": bool(move), "ahead": ahead, "registers": registers or None}
-        told["splits"] = splits or None
+        told = {"stages": stages or None, "splits": splits or None}
         given, own, want = checked(kv)
         got = latent_codes.attend_latent_codes(*given, **own, **told).double()
         error = float((got - want).norm() / want.norm())
@@ -136,7 +135,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("parts")
     parser.add_argument("--file", default="latents_gpu.jsonl")
-    parser.add_argument("--launch", default="3,1,1,0,0,4")
+    parser.add_argument("--launch", default="3,0,4")
     args = parser.parse_args()
     torch.manual_seed(0)
     for part in args.parts.split(","):

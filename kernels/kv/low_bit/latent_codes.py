@@ -28,8 +28,7 @@ import triton.language as tl
 from torch import Tensor
 
 from llmpq.kernels.formats.kv_block import KVFormat
-from llmpq.kernels.kv.launch_plan import MAX_Q_LEN, capability
-from llmpq.kernels.kv.low_bit.register_operands import prefetch
+from llmpq.kernels.kv.launch_plan import MAX_Q_LEN, capability, shared_memory
 from llmpq.kernels.kv.low_bit.ring_attend import BLOCK, LOG2_E, LOWEST, RING, packed_line
 from llmpq.kernels.kv.low_bit.unpack import TWO_24, _fields
 from llmpq.kernels.kv.ops import WORD_K_WIDTH
@@ -43,9 +42,8 @@ CHUNK = 64
 COLUMNS = 16
 WARPS = 4
 """One for each 16 rows of a tile's 64."""
-LOOK = 4
-"""Operands that loads are ahead of products."""
-MUL = tl.constexpr("mul.rn.f16x2 $0, $1, $2;")
+BESIDE = 16384
+"""Bytes of shared memory that a program takes beside words, at most."""
 P_SHIFT = tl.constexpr(4.0)
 """Probabilities are kept times 2**4: fp16 keeps its precision down to 2**-14."""
 
@@ -145,81 +143,29 @@ def _queries(q_ptr, row, used, channel, D: tl.constexpr):
 
 
 @triton.jit
-def _again(q_ptr, EMULATE: tl.constexpr):
-    """q_ptr, and no compiler keeps what it loaded from there for the next block."""
-    if EMULATE:
-        return q_ptr
-    else:
-        return q_ptr + 16 * tl.inline_asm_elementwise(
-            "mov.b32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1
-        )
-
-
-@triton.jit
-def _scaled(q_ptr, row, used, kp, i: tl.constexpr, D: tl.constexpr, C: tl.constexpr,
-            WIDE: tl.constexpr):  # fmt: skip
-    """Queries of an operand's channels, with their scales and zeros, as every thread needs them."""
-    channel = _key_channel(i, C, WIDE)
-    q = _queries(q_ptr, row, used, channel, D)
-    return q, tl.load(kp + channel)[None, :, :], tl.load(kp + C + channel)[None, :, :]
-
-
-@triton.jit
-def _times(q, scale, MOVE: tl.constexpr, EMULATE: tl.constexpr):
-    """q scale, where q lies: else both went to all four warps first, and were multiplied there."""
-    if EMULATE or not MOVE:
-        return q * scale
-    else:
-        return tl.inline_asm_elementwise(
-            "mul.rn.f16x2 $0, $1, $2;",
-            "=r,r,r",
-            [q, scale],
-            dtype=tl.float16,
-            is_pure=False,
-            pack=2,
-        )
-
-
-@triton.jit
 def _block(
     q_ptr, row, used, kw, kp, vw, vp, hidden, state, unit, score_unit,
     D: tl.constexpr, C: tl.constexpr, BITS: tl.constexpr, R: tl.constexpr, Q: tl.constexpr,
-    LOOK: tl.constexpr, MOVE: tl.constexpr, KW: tl.constexpr, EMULATE: tl.constexpr,
+    KW: tl.constexpr, EMULATE: tl.constexpr,
 ):  # fmt: skip
-    """Both tiles of a packed block; state: maximum, sums of p and of p zero, sums of values.
-
-    Loads go LOOK operands ahead of products, values' behind keys', so that nothing waits for them.
-    """
+    """Both tiles of a packed block; state: maximum, sums of p and of p zero, sums of values."""
     m_i, l_p, z_p, accs = state
     TILE_WORDS: tl.constexpr = 2 * C * BITS
     WIDE: tl.constexpr = 32 if BITS == 8 else 64
     KEYS: tl.constexpr = C // WIDE
     PARTS: tl.constexpr = 64 // WIDE
-    ahead = ()
-    for i in tl.static_range(LOOK):
-        ahead += (_load(kw, vw, i, C, BITS),)
-        ahead += (_load(kw + TILE_WORDS, vw + TILE_WORDS, i, C, BITS),)
-    q_ptr = _again(q_ptr, EMULATE)
-    given = ()
-    for i in tl.static_range(2):
-        given += (_scaled(q_ptr, row, used, kp, i, D, C, WIDE),)
-    token = _tokens()
-    token = token % 16 // 2 * 8 + token // 16 * 2 + token % 2  # in thread order
-    scale0, scale1 = tl.load(vp + token), tl.load(vp + 64 + token)
-    zero0, zero1 = tl.load(vp + 128 + token), tl.load(vp + 192 + token)
     x0 = tl.zeros([R, 64], tl.float32)
     x1 = tl.zeros([R, 64], tl.float32)
     zero = tl.zeros([R, 4, WIDE // 4], tl.float32)
     for i in tl.static_range(KEYS):
-        ahead += (_load(kw, vw, i + LOOK, C, BITS),)
-        ahead += (_load(kw + TILE_WORDS, vw + TILE_WORDS, i + LOOK, C, BITS),)
-        if i + 2 < KEYS:
-            given += (_scaled(q_ptr, row, used, kp, i + 2, D, C, WIDE),)
-        q = given[i][0]
-        zero += q.to(tl.float32) * given[i][2].to(tl.float32)
-        q = _in_columns(_times(q, given[i][1], MOVE, EMULATE), KW)
-        x0 = tl.dot(q, _right(ahead[2 * i], BITS, KW, EMULATE), x0)
-        x1 = tl.dot(q, _right(ahead[2 * i + 1], BITS, KW, EMULATE), x1)
+        k0 = _load(kw, vw, i, C, BITS)
+        k1 = _load(kw + TILE_WORDS, vw + TILE_WORDS, i, C, BITS)
+        channel = _key_channel(i, C, WIDE)
+        q = _queries(q_ptr, row, used, channel, D)
+        zero += q.to(tl.float32) * tl.load(kp + C + channel).to(tl.float32)[None, :, :]
+        q = _in_columns(q * tl.load(kp + channel)[None, :, :], KW)
+        x0 = tl.dot(q, _right(k0, BITS, KW, EMULATE), x0)
+        x1 = tl.dot(q, _right(k1, BITS, KW, EMULATE), x1)
     start = (tl.sum(tl.reshape(zero, (R, WIDE)), 1) * score_unit)[:, None]
     x0 = x0 * unit + start
     x1 = x1 * unit + start
@@ -233,21 +179,25 @@ def _block(
     if Q > 1:
         p0 = tl.where(hidden[:, None], 0.0, p0)
         p1 = tl.where(hidden[:, None], 0.0, p1)
+    token = _tokens()
+    token = token % 16 // 2 * 8 + token // 16 * 2 + token % 2  # in thread order
+    late = vp + 128 + token
     l_p = l_p * alpha[:, None] + (p0 + p1)
-    z_p = z_p * alpha[:, None] + p0 * zero0.to(tl.float32)[None, :]
-    z_p += p1 * zero1.to(tl.float32)[None, :]
-    w0 = _parts(_by_token((p0 * scale0.to(tl.float32)[None, :]).to(tl.float16), KW), PARTS)
-    w1 = _parts(_by_token((p1 * scale1.to(tl.float32)[None, :]).to(tl.float16), KW), PARTS)
+    z_p = z_p * alpha[:, None] + p0 * tl.load(late).to(tl.float32)[None, :]
+    z_p += p1 * tl.load(late + 64).to(tl.float32)[None, :]
+    p0 *= tl.load(vp + token).to(tl.float32)[None, :]
+    p1 *= tl.load(vp + 64 + token).to(tl.float32)[None, :]
+    w0 = _parts(_by_token(p0.to(tl.float16), KW), PARTS)
+    w1 = _parts(_by_token(p1.to(tl.float16), KW), PARTS)
     made = ()
     acc = accs[0]
     for i in tl.static_range(KEYS, 2 * KEYS):
-        if i + LOOK < 2 * KEYS:
-            ahead += (_load(kw, vw, i + LOOK, C, BITS),)
-            ahead += (_load(kw + TILE_WORDS, vw + TILE_WORDS, i + LOOK, C, BITS),)
+        v0 = _load(kw, vw, i, C, BITS)
+        v1 = _load(kw + TILE_WORDS, vw + TILE_WORDS, i, C, BITS)
         if i % PARTS == 0:
             acc = accs[(i - KEYS) // PARTS] * alpha[:, None]
-        acc = tl.dot(w0[i % PARTS], _right(ahead[2 * i], BITS, KW, EMULATE), acc)
-        acc = tl.dot(w1[i % PARTS], _right(ahead[2 * i + 1], BITS, KW, EMULATE), acc)
+        acc = tl.dot(w0[i % PARTS], _right(v0, BITS, KW, EMULATE), acc)
+        acc = tl.dot(w1[i % PARTS], _right(v1, BITS, KW, EMULATE), acc)
         if i % PARTS == PARTS - 1:
             made += (acc,)
     return m_new, l_p, z_p, made
@@ -315,26 +265,13 @@ def _by_channel(acc, z_i, norm, R: tl.constexpr):
     return tl.reshape(out, (R, 8, 8))
 
 
-@triton.jit
-def _ask(k_words, v_words, page, live, C: tl.constexpr, BITS: tl.constexpr):
-    """Ask the L2 for a block's words: two lanes of each of four warps for a quarter of either.
-
-    The instruction takes one address a warp: lanes go one after the other.
-    """
-    PART: tl.constexpr = 4 * C * BITS
-    thread = tl.arange(0, 128)
-    at = page * (4 * PART) + thread // 32 * PART
-    at += tl.where(thread % 32 == 0, k_words.to(tl.int64), v_words.to(tl.int64))
-    prefetch(at, tl.where(live & (thread % 32 < 2), PART, 0))
-
-
 @triton.jit(do_not_specialize=["table_width", "splits"])
 def latent_codes_kernel(
     q_ptr, k_words, k_params, v_words, v_params, k_ring, v_ring, table, slots, starts, counts,
     part_ptr, lse_ptr, scale, table_width, splits,
     Q: tl.constexpr, H: tl.constexpr, D: tl.constexpr, C: tl.constexpr, BITS: tl.constexpr,
-    R: tl.constexpr, PADDED: tl.constexpr, LOOK: tl.constexpr, AHEAD: tl.constexpr,
-    MOVE: tl.constexpr, KW: tl.constexpr, EMULATE: tl.constexpr,
+    R: tl.constexpr, PADDED: tl.constexpr, STAGES: tl.constexpr, KW: tl.constexpr,
+    EMULATE: tl.constexpr,
 ):  # fmt: skip
     """One share of the tokens of one request, for R of its columns; grid (splits, columns, B)."""
     split, b = tl.program_id(0), tl.program_id(2)
@@ -360,18 +297,13 @@ def latent_codes_kernel(
     m_i = tl.full([R], LOWEST, tl.float32)
     l_p = tl.zeros([R, 64], tl.float32)
     z_p = tl.zeros([R, 64], tl.float32)
-    for block in tl.range(first, tl.minimum(last, blocks), num_stages=1):
+    for block in tl.range(first, tl.minimum(last, blocks), num_stages=STAGES):
         page = tl.load(table + slot * table_width + block).to(tl.int64)
-        if AHEAD > 0:
-            then = block + AHEAD
-            live = then < tl.minimum(last, blocks)
-            after = tl.load(table + slot * table_width + then, mask=live, other=0).to(tl.int64)
-            _ask(k_words, v_words, after, live, C, BITS)
         m_i, l_p, z_p, accs = _block(
             q_ptr, row, used, k_words + page * (4 * C * BITS), k_params + page * (2 * C),
             v_words + page * (4 * C * BITS), v_params + page * (2 * BLOCK),
             line <= block * BLOCK, (m_i, l_p, z_p, accs), unit, score_unit,
-            D, C, BITS, R, Q, LOOK, MOVE, KW, EMULATE,
+            D, C, BITS, R, Q, KW, EMULATE,
         )  # fmt: skip
     made = ()
     for c in tl.static_range(C // 64):
@@ -408,9 +340,13 @@ def takes(fmt: KVFormat, layer: KVLayer, q_BQHD: Tensor) -> bool:
     return one and sixteen and new and fmt.channels % CHUNK == 0 and fmt.key_group == BLOCK_TOKENS
 
 
-def asks_ahead(device: torch.device) -> bool:
-    """Whether a GPU has the instruction that asks the L2 for many bytes at once."""
-    return device.type == "cuda" and capability(device) >= (9, 0)
+def stages_of(fmt: KVFormat, block: int) -> int:
+    """Return the stages of a program of `block` bytes of shared memory at most.
+
+    With three, a block's words wait there while those before them are multiplied (H200, 4 bits).
+    """
+    words = 2 * 4 * fmt.block_words
+    return 3 if words + BESIDE <= block else 1
 
 
 def attend_latent_codes(
@@ -423,10 +359,7 @@ def attend_latent_codes(
     max_end: int,
     scale: float,
     splits: int | None = None,
-    ahead: int = 1,
-    look: int = LOOK,
-    move: bool = True,
-    registers: int | None = None,
+    stages: int | None = None,
     columns: int = COLUMNS,
 ) -> Tensor:
     """Return o [B, Q, H, D]; the step's own latents are in the cache already."""
@@ -451,13 +384,10 @@ def attend_latent_codes(
         BITS=fmt.bits,
         R=columns,
         PADDED=padded,
-        LOOK=look,
-        MOVE=move,
-        AHEAD=ahead if asks_ahead(q_BQHD.device) else 0,
+        STAGES=stages or stages_of(fmt, shared_memory(q_BQHD.device)[0]),
         KW=WORD_K_WIDTH,
         EMULATE=bool(triton.knobs.runtime.interpret),
         num_warps=WARPS,
-        maxnreg=registers,
     )
     same = {"H": heads, "G": 1, "PADDED": padded, "R": columns, "PDL": False}
     merge_splits(part, lse, out, splits, same)

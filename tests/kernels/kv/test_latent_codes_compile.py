@@ -3,7 +3,13 @@
 import pytest
 
 pytest.importorskip("triton")
-from llmpq.kernels.kv.low_bit.latent_codes import COLUMNS, LOOK, WARPS, latent_codes_kernel  # noqa: E402
+from llmpq.kernels.formats.kv_block import KVFormat  # noqa: E402
+from llmpq.kernels.kv.low_bit.latent_codes import (  # noqa: E402
+    COLUMNS,
+    WARPS,
+    latent_codes_kernel,
+    stages_of,
+)
 from llmpq.kernels.kv.ops import WORD_K_WIDTH  # noqa: E402
 from llmpq.kernels.kv.paged import packed_latent_append, packed_latent_pages  # noqa: E402
 from llmpq.kernels.tools.cubin import (  # noqa: E402
@@ -12,6 +18,7 @@ from llmpq.kernels.tools.cubin import (  # noqa: E402
     SHARED_LIMIT,
     compile_kernel,
 )
+from llmpq.precision import KVPrecision  # noqa: E402
 
 pytestmark = pytest.mark.compile
 KINDS = (
@@ -23,6 +30,10 @@ KINDS = (
     | dict.fromkeys(("num_rows", "columns", "stride"), "i32")
 )
 SHAPE = {"D": 576, "C": 576, "BITS": 4}
+
+
+def format_of(bits):
+    return KVFormat(precision=KVPrecision.parse(f"kv{bits}"), head_dim=576)
 
 
 def compiled(kernel, arch, constants, warps):
@@ -56,7 +67,7 @@ def test_a_pool_fits(arch, chunks):
         "SPLITS": 1 if chunks else 8,
         "CHUNKS": chunks,
         "ROWS": 64,
-        "LOOK": LOOK,
+        "STAGES": stages_of(format_of(4), SHARED_LIMIT[arch]),
         "KW": WORD_K_WIDTH,
         "EMULATE": False,
     }
@@ -77,9 +88,7 @@ def test_it_fits(arch, bits):
         "BITS": bits,
         "R": COLUMNS,
         "PADDED": 1024,
-        "LOOK": LOOK,
-        "MOVE": True,
-        "AHEAD": int(arch >= 90),
+        "STAGES": stages_of(format_of(bits), SHARED_LIMIT[arch]),
         "KW": WORD_K_WIDTH,
         "EMULATE": False,
     }
