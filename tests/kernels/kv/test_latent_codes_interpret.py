@@ -12,6 +12,8 @@ triton = pytest.importorskip("triton")
 if not triton.knobs.runtime.interpret:
     pytest.skip("needs TRITON_INTERPRET=1", allow_module_level=True)
 
+from triton import language as tl  # noqa: E402
+
 from llmpq.kernels.kv.low_bit import latent_codes  # noqa: E402
 
 pytestmark = pytest.mark.interpret
@@ -86,5 +88,5 @@ def test_a_fault_is_seen(monkeypatch):
 
 @triton.jit
 def _rolled(i, C, WIDE):
-    t = triton.language.arange(0, 4)[:, None]
-    return t * (C // 4) + WIDE // 4 * i + (triton.language.arange(0, WIDE // 4)[None, :] + 2) % 16
+    t = tl.arange(0, 4)[:, None]
+    return t * (C // 4) + WIDE // 4 * i + (tl.arange(0, WIDE // 4)[None, :] + 2) % 16
