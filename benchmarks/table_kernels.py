@@ -118,6 +118,15 @@ KERNEL_TABLES = {
         index=("rows",),
         column="product",
         show=us_beside,
+        newest=True,
+    ),
+    "fp8_experts": Pivot(
+        file="fp8_gpu.jsonl",
+        bench="fp8 experts",
+        index=("tokens",),
+        column="product",
+        show=us_beside,
+        newest=True,
     ),
     "fp8_by_rows": Pivot(
         file="fp8_gpu.jsonl",
