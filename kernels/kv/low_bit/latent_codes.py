@@ -3,17 +3,24 @@
     what a step sees   |0 ....... packed blocks ....... line|line .. ring, 16 bits .. end - 1|
     programs           |   split 0   |   split 1   |    split 2     |   equal shares of both
 
-    scores^T [64 tokens, R] = sum of chunks of 64 channels K_c [64, 64] (q_c scale_c) [64, R]
-    out_c^T [64 channels, R] += V_c [64, 64 tokens] (p scale) [64, R]
+    scores [R, 64 tokens] = sum of operands of 64 channels (q_c scale_c) [R, 64] K_c^T [64, 64]
+    out_c [R, 64 channels] += (p scale) [R, 64 tokens] V_c^T [64, 64]
 
-K_c and V_c are left operands as kv_block.py draws them, fp16 subnormals of one `and` a pair
-(unpack.py); scales fold into the other operand, zeros are one sum a column each, as attend.py's.
-What attend.py does with one warp for heads of up to 256 channels this does with several for one
-key/value head of any multiple of 64: the sums of 576 channels need more registers than one has.
+K_c^T and V_c^T are right operands whose registers are those of kv_block.py's left ones: rows of a
+drawing are columns here, in the order (r m g), so that each of four warps has the words of 16 of
+them. Codes are fp16 subnormals of one `and` a pair (unpack.py); scales fold into the other operand,
+zeros are one sum a row each, as attend.py's. What attend.py does with one warp for heads of up to
+256 channels this does with four for one key/value head of any multiple of 64: the sums of 576
+channels need more registers than one has. Heads are the rows of products, 16 at a time, so that
+Triton takes mma and not wgmma, whose operands in registers it forgets to wait for (3.6).
 
-Cost per output: C * bits / 4 bytes a token, 0.63 integer operations an element, once per R columns.
+Triton's pipeline brings a block's words to shared memory while those before them are multiplied:
+loads straight into registers wait for one another, however far ahead they are (H200, 32 x 8k, 4
+bits: TIMES).
 
-B requests, Q new tokens, H query heads of the one latent, D channels, C padded ones, R columns
+Cost per output: C * bits / 4 bytes a token, 0.63 integer operations an element, once per R rows.
+
+B requests, Q new tokens, H query heads of the one latent, D channels, C padded ones, R rows
 (query heads x new tokens).  KW: see unpack.py.
 """
 
@@ -39,7 +46,8 @@ from llmpq.sizes.kv_format import BLOCK_TOKENS
 
 CHUNK = 64
 """Channels of an operand."""
-COLUMNS = 16
+ROWS = 16
+"""Query heads and new tokens of a product."""
 WARPS = 4
 """One for each 16 rows of a tile's 64."""
 BESIDE = 16384
@@ -273,15 +281,15 @@ def latent_codes_kernel(
     R: tl.constexpr, PADDED: tl.constexpr, STAGES: tl.constexpr, KW: tl.constexpr,
     EMULATE: tl.constexpr,
 ):  # fmt: skip
-    """One share of the tokens of one request, for R of its columns; grid (splits, columns, B)."""
+    """One share of the tokens of one request, for R of its rows; grid (splits, rows / R, B)."""
     split, b = tl.program_id(0), tl.program_id(2)
     start = tl.load(starts + b)
     end = start + tl.load(counts + b)
     slot = tl.load(slots + b).to(tl.int64)
-    column = tl.program_id(1) * R + tl.arange(0, R)
-    used = column < H * Q
-    row = (b * Q + column // H).to(tl.int64) * H + column % H
-    position = tl.minimum(start + column // H, end - 1)
+    at = tl.program_id(1) * R + tl.arange(0, R)
+    used = at < H * Q
+    row = (b * Q + at // H).to(tl.int64) * H + at % H
+    position = tl.minimum(start + at // H, end - 1)
     line = packed_line(position)
     GAIN: tl.constexpr = 2 ** (8 - BITS)
     score_unit = scale * LOG2_E
@@ -360,16 +368,16 @@ def attend_latent_codes(
     scale: float,
     splits: int | None = None,
     stages: int | None = None,
-    columns: int = COLUMNS,
+    height: int = ROWS,
 ) -> Tensor:
     """Return o [B, Q, H, D]; the step's own latents are in the cache already."""
     (batch, q_len, heads, dim), q_BQHD = q_BQHD.shape, q_BQHD.contiguous()
-    chunks = triton.cdiv(heads * q_len, columns)
+    chunks = triton.cdiv(heads * q_len, height)
     if splits is None:
         sms = multiprocessors(q_BQHD.device)
         splits = choose_splits(batch * chunks, max_end, BLOCK_TOKENS, sms)
     out, q_BQHD = torch.empty_like(q_BQHD), q_BQHD.to(torch.float16)
-    padded, parts = triton.next_power_of_2(dim), batch * chunks * splits * columns
+    padded, parts = triton.next_power_of_2(dim), batch * chunks * splits * height
     part = q_BQHD.new_empty(parts * padded, dtype=torch.float32)
     lse = part.new_empty(parts)
     packed = (layer.k_words_PGW, layer.k_params_PG, layer.v_words_PGW, layer.v_params_PG)
@@ -382,13 +390,13 @@ def attend_latent_codes(
         D=dim,
         C=fmt.channels,
         BITS=fmt.bits,
-        R=columns,
+        R=height,
         PADDED=padded,
         STAGES=stages or stages_of(fmt, shared_memory(q_BQHD.device)[0]),
         KW=WORD_K_WIDTH,
         EMULATE=bool(triton.knobs.runtime.interpret),
         num_warps=WARPS,
     )
-    same = {"H": heads, "G": 1, "PADDED": padded, "R": columns, "PDL": False}
+    same = {"H": heads, "G": 1, "PADDED": padded, "R": height, "PDL": False}
     merge_splits(part, lse, out, splits, same)
     return out

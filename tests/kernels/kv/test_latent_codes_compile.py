@@ -5,7 +5,7 @@ import pytest
 pytest.importorskip("triton")
 from llmpq.kernels.formats.kv_block import KVFormat  # noqa: E402
 from llmpq.kernels.kv.low_bit.latent_codes import (  # noqa: E402
-    COLUMNS,
+    ROWS,
     WARPS,
     latent_codes_kernel,
     stages_of,
@@ -86,7 +86,7 @@ def test_it_fits(arch, bits):
         "D": 576,
         "C": 576,
         "BITS": bits,
-        "R": COLUMNS,
+        "R": ROWS,
         "PADDED": 1024,
         "STAGES": stages_of(format_of(bits), SHARED_LIMIT[arch]),
         "KW": WORD_K_WIDTH,
