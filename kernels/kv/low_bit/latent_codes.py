@@ -3,24 +3,17 @@
     what a step sees   |0 ....... packed blocks ....... line|line .. ring, 16 bits .. end - 1|
     programs           |   split 0   |   split 1   |    split 2     |   equal shares of both
 
-    scores [R, 64 tokens] = sum of operands of 64 channels (q_c scale_c) [R, 64] K_c^T [64, 64]
-    out_c [R, 64 channels] += (p scale) [R, 64 tokens] V_c^T [64, 64]
+    scores^T [64 tokens, R] = sum of chunks of 64 channels K_c [64, 64] (q_c scale_c) [64, R]
+    out_c^T [64 channels, R] += V_c [64, 64 tokens] (p scale) [64, R]
 
-K_c^T and V_c^T are right operands whose registers are those of kv_block.py's left ones: rows of a
-drawing are columns here, in the order (r m g), so that each of four warps has the words of 16 of
-them. Codes are fp16 subnormals of one `and` a pair (unpack.py); scales fold into the other operand,
-zeros are one sum a row each, as attend.py's. What attend.py does with one warp for heads of up to
-256 channels this does with four for one key/value head of any multiple of 64: the sums of 576
-channels need more registers than one has. Heads are the rows of products, 16 at a time, so that
-Triton takes mma and not wgmma, whose operands in registers it forgets to wait for (3.6).
+K_c and V_c are left operands as kv_block.py draws them, fp16 subnormals of one `and` a pair
+(unpack.py); scales fold into the other operand, zeros are one sum a column each, as attend.py's.
+What attend.py does with one warp for heads of up to 256 channels this does with several for one
+key/value head of any multiple of 64: the sums of 576 channels need more registers than one has.
 
-Triton's pipeline brings a block's words to shared memory while those before them are multiplied:
-loads straight into registers wait for one another, however far ahead they are (H200, 32 x 8k, 4
-bits: TIMES).
+Cost per output: C * bits / 4 bytes a token, 0.63 integer operations an element, once per R columns.
 
-Cost per output: C * bits / 4 bytes a token, 0.63 integer operations an element, once per R rows.
-
-B requests, Q new tokens, H query heads of the one latent, D channels, C padded ones, R rows
+B requests, Q new tokens, H query heads of the one latent, D channels, C padded ones, R columns
 (query heads x new tokens).  KW: see unpack.py.
 """
 
@@ -35,7 +28,7 @@ import triton.language as tl
 from torch import Tensor
 
 from llmpq.kernels.formats.kv_block import KVFormat
-from llmpq.kernels.kv.launch_plan import MAX_Q_LEN, capability, shared_memory
+from llmpq.kernels.kv.launch_plan import MAX_Q_LEN, capability
 from llmpq.kernels.kv.low_bit.ring_attend import BLOCK, LOG2_E, LOWEST, RING, packed_line
 from llmpq.kernels.kv.low_bit.unpack import TWO_24, _fields
 from llmpq.kernels.kv.ops import WORD_K_WIDTH
@@ -47,51 +40,110 @@ from llmpq.sizes.kv_format import BLOCK_TOKENS
 CHUNK = 64
 """Channels of an operand."""
 ROWS = 16
-"""Query heads and new tokens of a product."""
-WARPS = 4
+WARPS = 8
 """One for each 16 rows of a tile's 64."""
-BESIDE = 16384
-"""Bytes of shared memory that a program takes beside words, at most."""
+LOOK = 4
+"""Operands that loads are ahead of products."""
+MUL = tl.constexpr("mul.rn.f16x2 $0, $1, $2;")
+HALF_8 = tl.constexpr("{.reg .b32 y; shr.b32 y, $1, $2; and.b32 $0, y, 0x00ff00ff;}")
+HALF_4 = tl.constexpr(
+    "{.reg .b32 y; shr.b32 y, $2, $3; and.b32 $0, y, 0x000f000f; and.b32 $1, y, 0x00f000f0;}"
+)
+HALF_2 = tl.constexpr(
+    "{.reg .b32 y; shr.b32 y, $4, $5; and.b32 $0, y, 0x00030003; and.b32 $1, y, 0x000c000c;"
+    "and.b32 $2, y, 0x00300030; and.b32 $3, y, 0x00c000c0;}"
+)
 P_SHIFT = tl.constexpr(4.0)
 """Probabilities are kept times 2**4: fp16 keeps its precision down to 2**-14."""
 
 
 @triton.jit
-def _load(kw, vw, i: tl.constexpr, C: tl.constexpr, BITS: tl.constexpr):
-    """The i-th operand of a tile's keys, and behind them of its values: halves of 128 threads.
-
-    Four words a thread, of 2 bits two: of WIDE columns.
-    """
-    WIDE: tl.constexpr = 32 if BITS == 8 else 64
-    WORDS: tl.constexpr = WIDE * BITS // 64  # of a thread
-    KEYS: tl.constexpr = C // WIDE
-    thread = tl.arange(0, 128)
-    m, lane = thread // 32, thread % 32
-    if i < KEYS:
-        halves = kw.to(tl.pointer_type(tl.int16))
-        number = m * (C * BITS // 64) + i * WORDS
-    else:
-        halves = vw.to(tl.pointer_type(tl.int16))
-        j: tl.constexpr = i - KEYS
-        number = (j // (64 // WIDE) * 4 + m) * BITS + j % (64 // WIDE) * WORDS
-    at = number // 4 * 256 + lane * 8
+def _keys_at(kw, i: tl.constexpr, C: tl.constexpr, BITS: tl.constexpr):
+    """Words of both tiles' i-th operand of keys: halves of 256 threads, warp (tile m)."""
+    WORDS: tl.constexpr = 2 if BITS == 2 else 4  # of a thread
+    thread = tl.arange(0, 256)
+    number = thread // 32 % 4 * (C * BITS // 64) + i * WORDS
+    at = thread // 128 * (4 * C * BITS) + number // 4 * 256 + thread % 32 * 8
     if WORDS == 2:
         at += number // 2 % 2 * 4
+    halves = kw.to(tl.pointer_type(tl.int16))
     return tl.load(halves + at[:, None] + tl.arange(0, 2 * WORDS)[None, :])
 
 
 @triton.jit
-def _right(halves, BITS: tl.constexpr, KW: tl.constexpr, EMULATE: tl.constexpr):
-    """Words of 64 rows, some columns (kv_block.py) -> right operand [columns, 64 rows], fp16.
+def _values_at(vw, i: tl.constexpr, BITS: tl.constexpr):
+    """Words of a tile's i-th operand of values: halves of 256 threads, warp (r m)."""
+    WORDS: tl.constexpr = 2 if BITS == 2 else 4
+    PARTS: tl.constexpr = 2 if BITS == 8 else 1
+    thread = tl.arange(0, 256)
+    number = (i // PARTS * 4 + thread // 32 % 4) * BITS + i % PARTS * WORDS
+    at = number // 4 * 256 + thread % 32 * 8
+    if WORDS == 2:
+        at += number // 2 % 2 * 4
+    halves = vw.to(tl.pointer_type(tl.int16))
+    return tl.load(halves + at[:, None] + tl.arange(0, 2 * WORDS)[None, :])
 
-    Rows lie as (r m g), so that warp m has those of its words.
-    """
+
+@triton.jit
+def _key_operand(halves, BITS: tl.constexpr, KW: tl.constexpr, EMULATE: tl.constexpr):
+    """Words of 128 tokens, some channels -> right operand [channels, 128 (r tile m g)], fp16."""
     PLANES: tl.constexpr = 8 // BITS
     WORDS: tl.constexpr = halves.shape[1] // 2
     S: tl.constexpr = WORDS * PLANES // 2
     x = _fields(halves, BITS, EMULATE)
-    x = tl.reshape(x, (4, 8, 4, WORDS, 2, 2, PLANES))  # m g t w h r i
-    x = tl.permute(x, (3, 6, 2, 4, 5, 0, 1))  # w i t h r m g
+    x = tl.reshape(x, (2, 4, 8, 4, WORDS, 2, 2, PLANES))  # tile m g t w h r i
+    x = tl.permute(x, (4, 7, 3, 5, 6, 0, 1, 2))  # w i t h r tile m g
+    x = tl.reshape(x, (S, 2, 4, 2, 2, 2, 4, 8))  # s half t h r tile m g
+    if KW == 4:
+        x = tl.permute(x, (0, 2, 1, 3, 4, 5, 6, 7))
+    return tl.reshape(x, (16 * S, 128))
+
+
+@triton.jit
+def _half_plane(x, shift, PLANE: tl.constexpr, BITS: tl.constexpr):
+    """Emulate one plane of one row r."""
+    MASK: tl.constexpr = (2**BITS - 1) << (BITS * PLANE)
+    return ((x >> shift) & MASK).to(tl.int16).to(tl.float16, bitcast=True)
+
+
+@triton.jit
+def _half_fields(x, shift, BITS: tl.constexpr, EMULATE: tl.constexpr):
+    """[...] int16 halves of words -> fp16 [..., 8 / BITS planes] of the row that `shift` says."""
+    if BITS == 8:
+        if EMULATE:
+            return _half_plane(x, shift, 0, 8)
+        return tl.inline_asm_elementwise(
+            HALF_8, "=&r,r,r,r", [x, shift], dtype=tl.float16, is_pure=True, pack=2
+        )
+    elif BITS == 4:
+        if EMULATE:
+            return tl.join(_half_plane(x, shift, 0, 4), _half_plane(x, shift, 1, 4))
+        a, b = tl.inline_asm_elementwise(
+            HALF_4, "=&r,=&r,r,r,r", [x, shift], dtype=(tl.float16, tl.float16), is_pure=True,
+            pack=2,
+        )  # fmt: skip
+        return tl.join(a, b)
+    else:
+        if EMULATE:
+            even = tl.join(_half_plane(x, shift, 0, 2), _half_plane(x, shift, 2, 2))
+            return tl.join(even, tl.join(_half_plane(x, shift, 1, 2), _half_plane(x, shift, 3, 2)))
+        a, b, c, d = tl.inline_asm_elementwise(
+            HALF_2, "=&r,=&r,=&r,=&r,r,r,r", [x, shift],
+            dtype=(tl.float16, tl.float16, tl.float16, tl.float16), is_pure=True, pack=2,
+        )  # fmt: skip
+        return tl.join(tl.join(a, c), tl.join(b, d))
+
+
+@triton.jit
+def _value_operand(halves, BITS: tl.constexpr, KW: tl.constexpr, EMULATE: tl.constexpr):
+    """Words of 64 channels, some tokens -> right operand [tokens, 64 channels (r m g)], fp16."""
+    PLANES: tl.constexpr = 8 // BITS
+    WORDS: tl.constexpr = halves.shape[1] // 2
+    S: tl.constexpr = WORDS * PLANES // 2
+    shift = tl.arange(0, 256)[:, None] // 128 * 8 + tl.zeros([256, 2 * WORDS], tl.int32)
+    x = _half_fields(halves, shift, BITS, EMULATE)
+    x = tl.reshape(x, (2, 4, 8, 4, WORDS, 2, PLANES))  # r m g t w h i
+    x = tl.permute(x, (4, 6, 3, 5, 0, 1, 2))  # w i t h r m g
     x = tl.reshape(x, (S, 2, 4, 2, 2, 4, 8))  # s half t h r m g
     if KW == 4:
         x = tl.permute(x, (0, 2, 1, 3, 4, 5, 6))
@@ -113,14 +165,14 @@ def _in_columns(x, KW: tl.constexpr):
 
 @triton.jit
 def _by_token(p, KW: tl.constexpr):
-    """Probabilities [R, 64] in rows' order (r m g) -> in the columns' that values have."""
+    """Probabilities [R, 128 (r tile m g)] -> either tile's [R, 64] as values' columns are."""
     R: tl.constexpr = p.shape[0]
-    p = tl.reshape(p, (R, 2, 4, 4, 2))  # r m t h
+    p = tl.reshape(p, (R, 2, 2, 4, 4, 2))  # r tile m t h
     if KW == 4:  # noqa: SIM108  (a constexpr branch)
-        p = tl.permute(p, (0, 2, 3, 1, 4))
+        p = tl.permute(p, (0, 3, 4, 1, 5, 2))  # m t r h tile
     else:
-        p = tl.permute(p, (0, 2, 1, 3, 4))
-    return tl.reshape(p, (R, 64))
+        p = tl.permute(p, (0, 3, 1, 4, 5, 2))  # m r t h tile
+    return tl.split(tl.reshape(p, (R, 64, 2)))
 
 
 @triton.jit
@@ -138,9 +190,9 @@ def _value_channel(chunk: tl.constexpr, C: tl.constexpr):
 
 @triton.jit
 def _tokens():
-    """A tile's tokens in rows' order (r m g)."""
-    i = tl.arange(0, 64)
-    return i // 8 % 4 * 16 + i % 8 * 2 + i // 32
+    """Where a block's tokens are in thread order, in scores' order (r tile m g)."""
+    i = tl.arange(0, 128)
+    return i // 32 % 2 * 64 + i % 8 * 8 + i // 8 % 4 * 2 + i // 64
 
 
 @triton.jit
@@ -151,61 +203,104 @@ def _queries(q_ptr, row, used, channel, D: tl.constexpr):
 
 
 @triton.jit
+def _again(q_ptr, EMULATE: tl.constexpr):
+    """q_ptr, and no compiler keeps what it loaded from there for the next block."""
+    if EMULATE:
+        return q_ptr
+    else:
+        return q_ptr + 16 * tl.inline_asm_elementwise(
+            "mov.b32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1
+        )
+
+
+@triton.jit
+def _scaled(q_ptr, row, used, kp, i: tl.constexpr, D: tl.constexpr, C: tl.constexpr,
+            WIDE: tl.constexpr):  # fmt: skip
+    """Queries of an operand's channels, with their scales and zeros, as every thread needs them."""
+    channel = _key_channel(i, C, WIDE)
+    q = _queries(q_ptr, row, used, channel, D)
+    return q, tl.load(kp + channel)[None, :, :], tl.load(kp + C + channel)[None, :, :]
+
+
+@triton.jit
+def _times(q, scale, MOVE: tl.constexpr, EMULATE: tl.constexpr):
+    """q scale, where q lies: else both went to all four warps first, and were multiplied there."""
+    if EMULATE or not MOVE:
+        return q * scale
+    else:
+        return tl.inline_asm_elementwise(
+            "mul.rn.f16x2 $0, $1, $2;",
+            "=r,r,r",
+            [q, scale],
+            dtype=tl.float16,
+            is_pure=False,
+            pack=2,
+        )
+
+
+@triton.jit
 def _block(
     q_ptr, row, used, kw, kp, vw, vp, hidden, state, unit, score_unit,
     D: tl.constexpr, C: tl.constexpr, BITS: tl.constexpr, R: tl.constexpr, Q: tl.constexpr,
-    KW: tl.constexpr, EMULATE: tl.constexpr,
+    LOOK: tl.constexpr, MOVE: tl.constexpr, KW: tl.constexpr, EMULATE: tl.constexpr,
 ):  # fmt: skip
-    """Both tiles of a packed block; state: maximum, sums of p and of p zero, sums of values."""
+    """Both tiles of a packed block; state: maximum, sums of p and of p zero, sums of values.
+
+    Loads go LOOK operands ahead of products, values' behind keys', so that nothing waits for them.
+    """
     m_i, l_p, z_p, accs = state
     TILE_WORDS: tl.constexpr = 2 * C * BITS
     WIDE: tl.constexpr = 32 if BITS == 8 else 64
     KEYS: tl.constexpr = C // WIDE
     PARTS: tl.constexpr = 64 // WIDE
-    x0 = tl.zeros([R, 64], tl.float32)
-    x1 = tl.zeros([R, 64], tl.float32)
+    ahead = ()
+    for i in tl.static_range(LOOK):
+        ahead += (_keys_at(kw, i, C, BITS),)
+    q_ptr = _again(q_ptr, EMULATE)
+    given = ()
+    for i in tl.static_range(2):
+        given += (_scaled(q_ptr, row, used, kp, i, D, C, WIDE),)
+    token = _tokens()
+    scale, late = tl.load(vp + token), tl.load(vp + 128 + token)
+    x = tl.zeros([R, 128], tl.float32)
     zero = tl.zeros([R, 4, WIDE // 4], tl.float32)
+    later = ()
     for i in tl.static_range(KEYS):
-        k0 = _load(kw, vw, i, C, BITS)
-        k1 = _load(kw + TILE_WORDS, vw + TILE_WORDS, i, C, BITS)
-        channel = _key_channel(i, C, WIDE)
-        q = _queries(q_ptr, row, used, channel, D)
-        zero += q.to(tl.float32) * tl.load(kp + C + channel).to(tl.float32)[None, :, :]
-        q = _in_columns(q * tl.load(kp + channel)[None, :, :], KW)
-        x0 = tl.dot(q, _right(k0, BITS, KW, EMULATE), x0)
-        x1 = tl.dot(q, _right(k1, BITS, KW, EMULATE), x1)
-    start = (tl.sum(tl.reshape(zero, (R, WIDE)), 1) * score_unit)[:, None]
-    x0 = x0 * unit + start
-    x1 = x1 * unit + start
-    top = tl.max(tl.maximum(x0, x1), 1)
+        if i + LOOK < KEYS:
+            ahead += (_keys_at(kw, i + LOOK, C, BITS),)
+        else:
+            later += (_values_at(vw, i + LOOK - KEYS, BITS),)
+            later += (_values_at(vw + TILE_WORDS, i + LOOK - KEYS, BITS),)
+        if i + 2 < KEYS:
+            given += (_scaled(q_ptr, row, used, kp, i + 2, D, C, WIDE),)
+        q = given[i][0]
+        zero += q.to(tl.float32) * given[i][2].to(tl.float32)
+        q = _in_columns(_times(q, given[i][1], MOVE, EMULATE), KW)
+        x = tl.dot(q, _key_operand(ahead[i], BITS, KW, EMULATE), x)
+    x = x * unit + (tl.sum(tl.reshape(zero, (R, WIDE)), 1) * score_unit)[:, None]
+    top = tl.max(x, 1)
     if Q > 1:  # the last block may lie beyond the line of the first queries
         top = tl.where(hidden, LOWEST, top)
     m_new = tl.maximum(m_i, top)
     alpha = tl.exp2(m_i - m_new)
-    p0 = tl.exp2(x0 - (m_new - P_SHIFT)[:, None])
-    p1 = tl.exp2(x1 - (m_new - P_SHIFT)[:, None])
+    p = tl.exp2(x - (m_new - P_SHIFT)[:, None])
     if Q > 1:
-        p0 = tl.where(hidden[:, None], 0.0, p0)
-        p1 = tl.where(hidden[:, None], 0.0, p1)
-    token = _tokens()
-    token = token % 16 // 2 * 8 + token // 16 * 2 + token % 2  # in thread order
-    late = vp + 128 + token
-    l_p = l_p * alpha[:, None] + (p0 + p1)
-    z_p = z_p * alpha[:, None] + p0 * tl.load(late).to(tl.float32)[None, :]
-    z_p += p1 * tl.load(late + 64).to(tl.float32)[None, :]
-    p0 *= tl.load(vp + token).to(tl.float32)[None, :]
-    p1 *= tl.load(vp + 64 + token).to(tl.float32)[None, :]
-    w0 = _parts(_by_token(p0.to(tl.float16), KW), PARTS)
-    w1 = _parts(_by_token(p1.to(tl.float16), KW), PARTS)
+        p = tl.where(hidden[:, None], 0.0, p)
+    l_p = l_p * alpha[:, None] + tl.sum(tl.reshape(p, (R, 2, 64)), 1)
+    zero_p = p * late.to(tl.float32)[None, :]
+    z_p = z_p * alpha[:, None] + tl.sum(tl.reshape(zero_p, (R, 2, 64)), 1)
+    w0, w1 = _by_token((p * scale.to(tl.float32)[None, :]).to(tl.float16), KW)
+    t0, t1 = _parts(w0, PARTS), _parts(w1, PARTS)
     made = ()
     acc = accs[0]
-    for i in tl.static_range(KEYS, 2 * KEYS):
-        v0 = _load(kw, vw, i, C, BITS)
-        v1 = _load(kw + TILE_WORDS, vw + TILE_WORDS, i, C, BITS)
+    for i in tl.static_range(KEYS):
+        if i + LOOK < KEYS:
+            later += (_values_at(vw, i + LOOK, BITS),)
+            later += (_values_at(vw + TILE_WORDS, i + LOOK, BITS),)
         if i % PARTS == 0:
-            acc = accs[(i - KEYS) // PARTS] * alpha[:, None]
-        acc = tl.dot(w0[i % PARTS], _right(v0, BITS, KW, EMULATE), acc)
-        acc = tl.dot(w1[i % PARTS], _right(v1, BITS, KW, EMULATE), acc)
+            acc = accs[i // PARTS] * alpha[:, None]
+        acc = tl.dot(t0[i % PARTS], _value_operand(later[2 * i], BITS, KW, EMULATE), acc)
+        acc = tl.dot(t1[i % PARTS], _value_operand(later[2 * i + 1], BITS, KW, EMULATE), acc)
         if i % PARTS == PARTS - 1:
             made += (acc,)
     return m_new, l_p, z_p, made
@@ -278,18 +373,18 @@ def latent_codes_kernel(
     q_ptr, k_words, k_params, v_words, v_params, k_ring, v_ring, table, slots, starts, counts,
     part_ptr, lse_ptr, scale, table_width, splits,
     Q: tl.constexpr, H: tl.constexpr, D: tl.constexpr, C: tl.constexpr, BITS: tl.constexpr,
-    R: tl.constexpr, PADDED: tl.constexpr, STAGES: tl.constexpr, KW: tl.constexpr,
-    EMULATE: tl.constexpr,
+    R: tl.constexpr, PADDED: tl.constexpr, LOOK: tl.constexpr, MOVE: tl.constexpr,
+    KW: tl.constexpr, EMULATE: tl.constexpr,
 ):  # fmt: skip
-    """One share of the tokens of one request, for R of its rows; grid (splits, rows / R, B)."""
+    """One share of the tokens of one request, for R of its columns; grid (splits, columns, B)."""
     split, b = tl.program_id(0), tl.program_id(2)
     start = tl.load(starts + b)
     end = start + tl.load(counts + b)
     slot = tl.load(slots + b).to(tl.int64)
-    at = tl.program_id(1) * R + tl.arange(0, R)
-    used = at < H * Q
-    row = (b * Q + at // H).to(tl.int64) * H + at % H
-    position = tl.minimum(start + at // H, end - 1)
+    column = tl.program_id(1) * R + tl.arange(0, R)
+    used = column < H * Q
+    row = (b * Q + column // H).to(tl.int64) * H + column % H
+    position = tl.minimum(start + column // H, end - 1)
     line = packed_line(position)
     GAIN: tl.constexpr = 2 ** (8 - BITS)
     score_unit = scale * LOG2_E
@@ -305,13 +400,13 @@ def latent_codes_kernel(
     m_i = tl.full([R], LOWEST, tl.float32)
     l_p = tl.zeros([R, 64], tl.float32)
     z_p = tl.zeros([R, 64], tl.float32)
-    for block in tl.range(first, tl.minimum(last, blocks), num_stages=STAGES):
+    for block in tl.range(first, tl.minimum(last, blocks), num_stages=1):
         page = tl.load(table + slot * table_width + block).to(tl.int64)
         m_i, l_p, z_p, accs = _block(
             q_ptr, row, used, k_words + page * (4 * C * BITS), k_params + page * (2 * C),
             v_words + page * (4 * C * BITS), v_params + page * (2 * BLOCK),
             line <= block * BLOCK, (m_i, l_p, z_p, accs), unit, score_unit,
-            D, C, BITS, R, Q, KW, EMULATE,
+            D, C, BITS, R, Q, LOOK, MOVE, KW, EMULATE,
         )  # fmt: skip
     made = ()
     for c in tl.static_range(C // 64):
@@ -348,15 +443,6 @@ def takes(fmt: KVFormat, layer: KVLayer, q_BQHD: Tensor) -> bool:
     return one and sixteen and new and fmt.channels % CHUNK == 0 and fmt.key_group == BLOCK_TOKENS
 
 
-def stages_of(fmt: KVFormat, block: int) -> int:
-    """Return the stages of a program of `block` bytes of shared memory at most.
-
-    With three, a block's words wait there while those before them are multiplied (H200, 4 bits).
-    """
-    words = 2 * 4 * fmt.block_words
-    return 3 if words + BESIDE <= block else 1
-
-
 def attend_latent_codes(
     fmt: KVFormat,
     layer: KVLayer,
@@ -367,7 +453,9 @@ def attend_latent_codes(
     max_end: int,
     scale: float,
     splits: int | None = None,
-    stages: int | None = None,
+    look: int = LOOK,
+    move: bool = True,
+    registers: int | None = None,
     height: int = ROWS,
 ) -> Tensor:
     """Return o [B, Q, H, D]; the step's own latents are in the cache already."""
@@ -392,10 +480,12 @@ def attend_latent_codes(
         BITS=fmt.bits,
         R=height,
         PADDED=padded,
-        STAGES=stages or stages_of(fmt, shared_memory(q_BQHD.device)[0]),
+        LOOK=look,
+        MOVE=move,
         KW=WORD_K_WIDTH,
         EMULATE=bool(triton.knobs.runtime.interpret),
         num_warps=WARPS,
+        maxnreg=registers,
     )
     same = {"H": heads, "G": 1, "PADDED": padded, "R": height, "PDL": False}
     merge_splits(part, lse, out, splits, same)

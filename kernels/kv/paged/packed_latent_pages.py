@@ -22,14 +22,12 @@ import triton.language as tl
 from torch import Tensor
 
 from llmpq.kernels.formats.kv_block import KVFormat
-from llmpq.kernels.kv.launch_plan import shared_memory
 from llmpq.kernels.kv.low_bit.latent_codes import (
     P_SHIFT,
     _block,
     _by_channel,
     _take_newest,
     _value_channel,
-    stages_of,
 )
 from llmpq.kernels.kv.low_bit.ring_attend import BLOCK, LOG2_E, LOWEST, RING, packed_line
 from llmpq.kernels.kv.low_bit.unpack import TWO_24
@@ -46,7 +44,7 @@ def attend(
     scale, num_rows, columns, stride,
     H: tl.constexpr, D: tl.constexpr, C: tl.constexpr, V: tl.constexpr, BITS: tl.constexpr,
     R: tl.constexpr, HEADS: tl.constexpr, SPLITS: tl.constexpr, CHUNKS: tl.constexpr,
-    ROWS: tl.constexpr, STAGES: tl.constexpr, KW: tl.constexpr, EMULATE: tl.constexpr,
+    ROWS: tl.constexpr, LOOK: tl.constexpr, KW: tl.constexpr, EMULATE: tl.constexpr,
 ):  # fmt: skip
     """CHUNKS: grid (tiles, head groups), sums leave; else (splits, head groups, rows), parts do."""
     TILE: tl.constexpr = R // HEADS
@@ -87,13 +85,13 @@ def attend(
         m_i = tl.full([R], LOWEST, tl.float32)
         l_p = tl.zeros([R, 64], tl.float32)
         z_p = tl.zeros([R, 64], tl.float32)
-        for block in tl.range(first, tl.minimum(last, blocks), num_stages=STAGES):
+        for block in tl.range(first, tl.minimum(last, blocks), num_stages=1):
             page = tl.load(table + slot * columns + block).to(tl.int64)
             m_i, l_p, z_p, accs = _block(
                 q_ptr, at, used, k_words + page * (4 * C * BITS), k_params + page * (2 * C),
                 v_words + page * (4 * C * BITS), v_params + page * (2 * BLOCK),
                 line <= block * BLOCK, (m_i, l_p, z_p, accs), score_unit * (TWO_24 / GAIN),
-                score_unit, D, C, BITS, R, TILE if CHUNKS else 1, KW, EMULATE,
+                score_unit, D, C, BITS, R, TILE if CHUNKS else 1, LOOK, True, KW, EMULATE,
             )  # fmt: skip
         made = ()
         for c in tl.static_range(C // 64):
@@ -149,12 +147,7 @@ def attend_packed_latents(
     given = (q, new_TD, *packed, *rings, rows_FR, step.table_SM)
     last = (float(scale), num_rows, columns, new_TD.stride(0))
     same = sizes_of(fmt, num_rows) | {"H": plan.heads, "V": plan.value_dim, "R": plan.rows}
-    same |= {
-        "HEADS": plan.program_heads,
-        "STAGES": stages_of(fmt, shared_memory(q.device)[0]),
-        "KW": WORD_K_WIDTH,
-        "num_warps": 4,
-    }
+    same |= {"HEADS": plan.program_heads, "LOOK": LOOK, "KW": WORD_K_WIDTH, "num_warps": WARPS}
     same["EMULATE"] = bool(triton.knobs.runtime.interpret)
     attend[(splits, groups, num_rows)](
         *(*given, part, lse, *last), **same, SPLITS=splits, CHUNKS=False

@@ -3,12 +3,11 @@
 import pytest
 
 pytest.importorskip("triton")
-from llmpq.kernels.formats.kv_block import KVFormat  # noqa: E402
 from llmpq.kernels.kv.low_bit.latent_codes import (  # noqa: E402
+    LOOK,
     ROWS,
     WARPS,
     latent_codes_kernel,
-    stages_of,
 )
 from llmpq.kernels.kv.ops import WORD_K_WIDTH  # noqa: E402
 from llmpq.kernels.kv.paged import packed_latent_append, packed_latent_pages  # noqa: E402
@@ -18,7 +17,6 @@ from llmpq.kernels.tools.cubin import (  # noqa: E402
     SHARED_LIMIT,
     compile_kernel,
 )
-from llmpq.precision import KVPrecision  # noqa: E402
 
 pytestmark = pytest.mark.compile
 KINDS = (
@@ -30,10 +28,6 @@ KINDS = (
     | dict.fromkeys(("num_rows", "columns", "stride"), "i32")
 )
 SHAPE = {"D": 576, "C": 576, "BITS": 4}
-
-
-def format_of(bits):
-    return KVFormat(precision=KVPrecision.parse(f"kv{bits}"), head_dim=576)
 
 
 def compiled(kernel, arch, constants, warps):
@@ -67,11 +61,11 @@ def test_a_pool_fits(arch, chunks):
         "SPLITS": 1 if chunks else 8,
         "CHUNKS": chunks,
         "ROWS": 64,
-        "STAGES": stages_of(format_of(4), SHARED_LIMIT[arch]),
+        "LOOK": LOOK,
         "KW": WORD_K_WIDTH,
         "EMULATE": False,
     }
-    made = compiled(packed_latent_pages.attend, arch, constants, 4)
+    made = compiled(packed_latent_pages.attend, arch, constants, WARPS)
     assert made.cubin and made.shared_bytes <= SHARED_LIMIT[arch]
 
 
@@ -88,7 +82,8 @@ def test_it_fits(arch, bits):
         "BITS": bits,
         "R": ROWS,
         "PADDED": 1024,
-        "STAGES": stages_of(format_of(bits), SHARED_LIMIT[arch]),
+        "LOOK": LOOK,
+        "MOVE": True,
         "KW": WORD_K_WIDTH,
         "EMULATE": False,
     }
