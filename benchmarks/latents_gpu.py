@@ -112,9 +112,10 @@ def checked(kv: KVPrecision):
 def one(args: argparse.Namespace) -> None:
     """Print the errors and the times of some launches."""
     for words in args.launch.split():
-        look, move, splits, bits = map(int, words.split(","))
+        look, move, registers, splits, bits = map(int, words.split(","))
         kv = KVPrecision.parse(str(bits))
         told = {"look": look, "move": bool(move), "splits": splits or None}
+        told["registers"] = registers or None
         given, own, want = checked(kv)
         got = latent_codes.attend_latent_codes(*given, **own, **told).double()
         error = float((got - want).norm() / want.norm())
@@ -135,7 +136,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("parts")
     parser.add_argument("--file", default="latents_gpu.jsonl")
-    parser.add_argument("--launch", default="3,1,0,4")
+    parser.add_argument("--launch", default="3,1,128,0,4")
     args = parser.parse_args()
     torch.manual_seed(0)
     for part in args.parts.split(","):

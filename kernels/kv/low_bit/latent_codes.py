@@ -42,7 +42,9 @@ CHUNK = 64
 ROWS = 16
 WARPS = 8
 """One for each 16 rows of a tile's 64."""
-LOOK = 4
+REGISTERS = 128
+"""Of a thread: two programs to a multiprocessor."""
+LOOK = 3
 """Operands that loads are ahead of products."""
 MUL = tl.constexpr("mul.rn.f16x2 $0, $1, $2;")
 HALF_8 = tl.constexpr("{.reg .b32 y; shr.b32 y, $1, $2; and.b32 $0, y, 0x00ff00ff;}")
@@ -455,7 +457,7 @@ def attend_latent_codes(
     splits: int | None = None,
     look: int = LOOK,
     move: bool = True,
-    registers: int | None = None,
+    registers: int | None = REGISTERS,
     height: int = ROWS,
 ) -> Tensor:
     """Return o [B, Q, H, D]; the step's own latents are in the cache already."""

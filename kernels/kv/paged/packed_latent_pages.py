@@ -24,6 +24,7 @@ from torch import Tensor
 from llmpq.kernels.formats.kv_block import KVFormat
 from llmpq.kernels.kv.low_bit.latent_codes import (
     P_SHIFT,
+    REGISTERS,
     _block,
     _by_channel,
     _take_newest,
@@ -148,6 +149,7 @@ def attend_packed_latents(
     last = (float(scale), num_rows, columns, new_TD.stride(0))
     same = sizes_of(fmt, num_rows) | {"H": plan.heads, "V": plan.value_dim, "R": plan.rows}
     same |= {"HEADS": plan.program_heads, "LOOK": LOOK, "KW": WORD_K_WIDTH, "num_warps": WARPS}
+    same["maxnreg"] = REGISTERS
     same["EMULATE"] = bool(triton.knobs.runtime.interpret)
     attend[(splits, groups, num_rows)](
         *(*given, part, lse, *last), **same, SPLITS=splits, CHUNKS=False
