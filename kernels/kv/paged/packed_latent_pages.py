@@ -23,6 +23,7 @@ from torch import Tensor
 
 from llmpq.kernels.formats.kv_block import KVFormat
 from llmpq.kernels.kv.low_bit.latent_codes import (
+    LOOK,
     P_SHIFT,
     REGISTERS,
     _block,
