@@ -26,6 +26,7 @@ from llmpq.kernels.kv.low_bit.latent_codes import (
     LOOK,
     P_SHIFT,
     REGISTERS,
+    WARPS,
     _block,
     _by_channel,
     _take_newest,
