@@ -3,18 +3,22 @@
     what a step sees   |0 ....... packed blocks ....... line|line .. ring, 16 bits .. end - 1|
     programs           |   split 0   |   split 1   |    split 2     |   equal shares of both
 
-    scores^T [64 tokens, R] = sum of chunks of 64 channels K_c [64, 64] (q_c scale_c) [64, R]
-    out_c^T [64 channels, R] += V_c [64, 64 tokens] (p scale) [64, R]
+    scores [R, 128 tokens] = sum of operands of 64 channels (q_c scale_c) [R, 64] K_c^T [64, 128]
+    out_c [R, 64 channels] += (p scale) [R, 64 tokens] V_c^T [64, 64], of either tile
 
-K_c and V_c are left operands as kv_block.py draws them, fp16 subnormals of one `and` a pair
-(unpack.py); scales fold into the other operand, zeros are one sum a column each, as attend.py's.
-What attend.py does with one warp for heads of up to 256 channels this does with several for one
-key/value head of any multiple of 64: the sums of 576 channels need more registers than one has.
+K_c^T and V_c^T are right operands, whose registers are those of kv_block.py's left ones: rows of a
+drawing are columns here, in such an order that each of eight warps has the words of its own: keys
+(r tile m g), warp (tile m); values (r m g), warp (r m), two warps reading the same words. Codes are
+fp16 subnormals of one `and` a pair (unpack.py); scales fold into the other operand, zeros are one
+sum a row each, as attend.py's. What attend.py does with one warp for heads of up to 256 channels
+this does with eight for one key/value head of any multiple of 64: the sums of 576 channels need
+more registers than one has. Heads are the rows of products, 16 at a time, so that Triton takes mma:
+it forgets to wait for wgmma with operands in registers (3.6).
 
-Cost per output: C * bits / 4 bytes a token, 0.63 integer operations an element, once per R columns.
+Cost per output: C * bits / 4 bytes a token, 0.63 integer operations an element, once per R rows.
 
-B requests, Q new tokens, H query heads of the one latent, D channels, C padded ones, R columns
-(query heads x new tokens).  KW: see unpack.py.
+B requests, Q new tokens, H query heads of the one latent, D channels, C padded ones, R rows
+(query heads x new tokens).  n m r g t s half h: see kv_block.py.  KW: see unpack.py.
 """
 
 # Triton functions are typed by tl.constexpr alone.
