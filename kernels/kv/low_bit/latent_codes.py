@@ -33,8 +33,20 @@ from torch import Tensor
 
 from llmpq.kernels.formats.kv_block import KVFormat
 from llmpq.kernels.kv.launch_plan import MAX_Q_LEN, capability
+from llmpq.kernels.kv.low_bit.latent_operands import (
+    by_token,
+    in_columns,
+    in_parts,
+    key_channel,
+    key_operand,
+    keys_at,
+    tokens_of_scores,
+    value_channel,
+    value_operand,
+    values_at,
+)
 from llmpq.kernels.kv.low_bit.ring_attend import BLOCK, LOG2_E, LOWEST, RING, packed_line
-from llmpq.kernels.kv.low_bit.unpack import TWO_24, _fields
+from llmpq.kernels.kv.low_bit.unpack import TWO_24
 from llmpq.kernels.kv.ops import WORD_K_WIDTH
 from llmpq.kernels.kv.plain_attend import choose_splits, merge_splits
 from llmpq.kernels.kv.storage import DeviceRows, KVLayer
@@ -51,154 +63,8 @@ REGISTERS = 128
 LOOK = 3
 """Operands that loads are ahead of products."""
 MUL = tl.constexpr("mul.rn.f16x2 $0, $1, $2;")
-HALF_8 = tl.constexpr("{.reg .b32 y; shr.b32 y, $1, $2; and.b32 $0, y, 0x00ff00ff;}")
-HALF_4 = tl.constexpr(
-    "{.reg .b32 y; shr.b32 y, $2, $3; and.b32 $0, y, 0x000f000f; and.b32 $1, y, 0x00f000f0;}"
-)
-HALF_2 = tl.constexpr(
-    "{.reg .b32 y; shr.b32 y, $4, $5; and.b32 $0, y, 0x00030003; and.b32 $1, y, 0x000c000c;"
-    "and.b32 $2, y, 0x00300030; and.b32 $3, y, 0x00c000c0;}"
-)
 P_SHIFT = tl.constexpr(4.0)
 """Probabilities are kept times 2**4: fp16 keeps its precision down to 2**-14."""
-
-
-@triton.jit
-def _keys_at(kw, i: tl.constexpr, C: tl.constexpr, BITS: tl.constexpr):
-    """Words of both tiles' i-th operand of keys: halves of 256 threads, warp (tile m)."""
-    WORDS: tl.constexpr = 2 if BITS == 2 else 4  # of a thread
-    thread = tl.arange(0, 256)
-    number = thread // 32 % 4 * (C * BITS // 64) + i * WORDS
-    at = thread // 128 * (4 * C * BITS) + number // 4 * 256 + thread % 32 * 8
-    if WORDS == 2:
-        at += number // 2 % 2 * 4
-    halves = kw.to(tl.pointer_type(tl.int16))
-    return tl.load(halves + at[:, None] + tl.arange(0, 2 * WORDS)[None, :])
-
-
-@triton.jit
-def _values_at(vw, i: tl.constexpr, BITS: tl.constexpr):
-    """Words of a tile's i-th operand of values: halves of 256 threads, warp (r m)."""
-    WORDS: tl.constexpr = 2 if BITS == 2 else 4
-    PARTS: tl.constexpr = 2 if BITS == 8 else 1
-    thread = tl.arange(0, 256)
-    number = (i // PARTS * 4 + thread // 32 % 4) * BITS + i % PARTS * WORDS
-    at = number // 4 * 256 + thread % 32 * 8
-    if WORDS == 2:
-        at += number // 2 % 2 * 4
-    halves = vw.to(tl.pointer_type(tl.int16))
-    return tl.load(halves + at[:, None] + tl.arange(0, 2 * WORDS)[None, :])
-
-
-@triton.jit
-def _key_operand(halves, BITS: tl.constexpr, KW: tl.constexpr, EMULATE: tl.constexpr):
-    """Words of 128 tokens, some channels -> right operand [channels, 128 (r tile m g)], fp16."""
-    PLANES: tl.constexpr = 8 // BITS
-    WORDS: tl.constexpr = halves.shape[1] // 2
-    S: tl.constexpr = WORDS * PLANES // 2
-    x = _fields(halves, BITS, EMULATE)
-    x = tl.reshape(x, (2, 4, 8, 4, WORDS, 2, 2, PLANES))  # tile m g t w h r i
-    x = tl.permute(x, (4, 7, 3, 5, 6, 0, 1, 2))  # w i t h r tile m g
-    x = tl.reshape(x, (S, 2, 4, 2, 2, 2, 4, 8))  # s half t h r tile m g
-    if KW == 4:
-        x = tl.permute(x, (0, 2, 1, 3, 4, 5, 6, 7))
-    return tl.reshape(x, (16 * S, 128))
-
-
-@triton.jit
-def _half_plane(x, shift, PLANE: tl.constexpr, BITS: tl.constexpr):
-    """Emulate one plane of one row r."""
-    MASK: tl.constexpr = (2**BITS - 1) << (BITS * PLANE)
-    return ((x >> shift) & MASK).to(tl.int16).to(tl.float16, bitcast=True)
-
-
-@triton.jit
-def _half_fields(x, shift, BITS: tl.constexpr, EMULATE: tl.constexpr):
-    """[...] int16 halves of words -> fp16 [..., 8 / BITS planes] of the row that `shift` says."""
-    if BITS == 8:
-        if EMULATE:
-            return _half_plane(x, shift, 0, 8)
-        return tl.inline_asm_elementwise(
-            HALF_8, "=&r,r,r,r", [x, shift], dtype=tl.float16, is_pure=True, pack=2
-        )
-    elif BITS == 4:
-        if EMULATE:
-            return tl.join(_half_plane(x, shift, 0, 4), _half_plane(x, shift, 1, 4))
-        a, b = tl.inline_asm_elementwise(
-            HALF_4, "=&r,=&r,r,r,r", [x, shift], dtype=(tl.float16, tl.float16), is_pure=True,
-            pack=2,
-        )  # fmt: skip
-        return tl.join(a, b)
-    else:
-        if EMULATE:
-            even = tl.join(_half_plane(x, shift, 0, 2), _half_plane(x, shift, 2, 2))
-            return tl.join(even, tl.join(_half_plane(x, shift, 1, 2), _half_plane(x, shift, 3, 2)))
-        a, b, c, d = tl.inline_asm_elementwise(
-            HALF_2, "=&r,=&r,=&r,=&r,r,r,r", [x, shift],
-            dtype=(tl.float16, tl.float16, tl.float16, tl.float16), is_pure=True, pack=2,
-        )  # fmt: skip
-        return tl.join(tl.join(a, c), tl.join(b, d))
-
-
-@triton.jit
-def _value_operand(halves, BITS: tl.constexpr, KW: tl.constexpr, EMULATE: tl.constexpr):
-    """Words of 64 channels, some tokens -> right operand [tokens, 64 channels (r m g)], fp16."""
-    PLANES: tl.constexpr = 8 // BITS
-    WORDS: tl.constexpr = halves.shape[1] // 2
-    S: tl.constexpr = WORDS * PLANES // 2
-    shift = tl.arange(0, 256)[:, None] // 128 * 8 + tl.zeros([256, 2 * WORDS], tl.int32)
-    x = _half_fields(halves, shift, BITS, EMULATE)
-    x = tl.reshape(x, (2, 4, 8, 4, WORDS, 2, PLANES))  # r m g t w h i
-    x = tl.permute(x, (4, 6, 3, 5, 0, 1, 2))  # w i t h r m g
-    x = tl.reshape(x, (S, 2, 4, 2, 2, 4, 8))  # s half t h r m g
-    if KW == 4:
-        x = tl.permute(x, (0, 2, 1, 3, 4, 5, 6))
-    return tl.reshape(x, (16 * S, 64))
-
-
-@triton.jit
-def _in_columns(x, KW: tl.constexpr):
-    """[.., 4 t, 4 S] by channel -> columns [.., 16 S] as `_right` has them."""
-    R: tl.constexpr = x.shape[0]
-    S: tl.constexpr = x.shape[2] // 4
-    x = tl.reshape(x, (R, 4, S, 2, 2))  # t s half h
-    if KW == 4:  # noqa: SIM108  (a constexpr branch)
-        x = tl.permute(x, (0, 2, 1, 3, 4))
-    else:
-        x = tl.permute(x, (0, 2, 3, 1, 4))
-    return tl.reshape(x, (R, 16 * S))
-
-
-@triton.jit
-def _by_token(p, KW: tl.constexpr):
-    """Probabilities [R, 128 (r tile m g)] -> either tile's [R, 64] as values' columns are."""
-    R: tl.constexpr = p.shape[0]
-    p = tl.reshape(p, (R, 2, 2, 4, 4, 2))  # r tile m t h
-    if KW == 4:  # noqa: SIM108  (a constexpr branch)
-        p = tl.permute(p, (0, 3, 4, 1, 5, 2))  # m t r h tile
-    else:
-        p = tl.permute(p, (0, 3, 1, 4, 5, 2))  # m r t h tile
-    return tl.split(tl.reshape(p, (R, 64, 2)))
-
-
-@triton.jit
-def _key_channel(i: tl.constexpr, C: tl.constexpr, WIDE: tl.constexpr):
-    """Channels [4 t, WIDE / 4] of an operand of keys."""
-    EACH: tl.constexpr = WIDE // 4
-    return tl.arange(0, 4)[:, None] * (C // 4) + EACH * i + tl.arange(0, EACH)[None, :]
-
-
-@triton.jit
-def _value_channel(chunk: tl.constexpr, C: tl.constexpr):
-    """Channels [8 g, 8 (m r)] of a chunk of values."""
-    return tl.arange(0, 8)[:, None] * (C // 8) + 8 * chunk + tl.arange(0, 8)[None, :]
-
-
-@triton.jit
-def _tokens():
-    """Where a block's tokens are in thread order, in scores' order (r tile m g)."""
-    i = tl.arange(0, 128)
-    return i // 32 % 2 * 64 + i % 8 * 8 + i // 8 % 4 * 2 + i // 64
 
 
 @triton.jit
@@ -223,7 +89,7 @@ def _again(q_ptr, EMULATE: tl.constexpr):
 def _scaled(q_ptr, row, used, kp, i: tl.constexpr, D: tl.constexpr, C: tl.constexpr,
             WIDE: tl.constexpr):  # fmt: skip
     """Queries of an operand's channels, with their scales and zeros, as every thread needs them."""
-    channel = _key_channel(i, C, WIDE)
+    channel = key_channel(i, C, WIDE)
     q = _queries(q_ptr, row, used, channel, D)
     return q, tl.load(kp + channel)[None, :, :], tl.load(kp + C + channel)[None, :, :]
 
@@ -261,28 +127,28 @@ def _block(
     PARTS: tl.constexpr = 64 // WIDE
     ahead = ()
     for i in tl.static_range(LOOK):
-        ahead += (_keys_at(kw, i, C, BITS),)
+        ahead += (keys_at(kw, i, C, BITS),)
     q_ptr = _again(q_ptr, EMULATE)
     given = ()
     for i in tl.static_range(2):
         given += (_scaled(q_ptr, row, used, kp, i, D, C, WIDE),)
-    token = _tokens()
+    token = tokens_of_scores()
     scale, late = tl.load(vp + token), tl.load(vp + 128 + token)
     x = tl.zeros([R, 128], tl.float32)
     zero = tl.zeros([R, 4, WIDE // 4], tl.float32)
     later = ()
     for i in tl.static_range(KEYS):
         if i + LOOK < KEYS:
-            ahead += (_keys_at(kw, i + LOOK, C, BITS),)
+            ahead += (keys_at(kw, i + LOOK, C, BITS),)
         else:
-            later += (_values_at(vw, i + LOOK - KEYS, BITS),)
-            later += (_values_at(vw + TILE_WORDS, i + LOOK - KEYS, BITS),)
+            later += (values_at(vw, i + LOOK - KEYS, BITS),)
+            later += (values_at(vw + TILE_WORDS, i + LOOK - KEYS, BITS),)
         if i + 2 < KEYS:
             given += (_scaled(q_ptr, row, used, kp, i + 2, D, C, WIDE),)
         q = given[i][0]
         zero += q.to(tl.float32) * given[i][2].to(tl.float32)
-        q = _in_columns(_times(q, given[i][1], MOVE, EMULATE), KW)
-        x = tl.dot(q, _key_operand(ahead[i], BITS, KW, EMULATE), x)
+        q = in_columns(_times(q, given[i][1], MOVE, EMULATE), KW)
+        x = tl.dot(q, key_operand(ahead[i], BITS, KW, EMULATE), x)
     x = x * unit + (tl.sum(tl.reshape(zero, (R, WIDE)), 1) * score_unit)[:, None]
     top = tl.max(x, 1)
     if Q > 1:  # the last block may lie beyond the line of the first queries
@@ -295,31 +161,21 @@ def _block(
     l_p = l_p * alpha[:, None] + tl.sum(tl.reshape(p, (R, 2, 64)), 1)
     zero_p = p * late.to(tl.float32)[None, :]
     z_p = z_p * alpha[:, None] + tl.sum(tl.reshape(zero_p, (R, 2, 64)), 1)
-    w0, w1 = _by_token((p * scale.to(tl.float32)[None, :]).to(tl.float16), KW)
-    t0, t1 = _parts(w0, PARTS), _parts(w1, PARTS)
+    w0, w1 = by_token((p * scale.to(tl.float32)[None, :]).to(tl.float16), KW)
+    t0, t1 = in_parts(w0, PARTS), in_parts(w1, PARTS)
     made = ()
     acc = accs[0]
     for i in tl.static_range(KEYS):
         if i + LOOK < KEYS:
-            later += (_values_at(vw, i + LOOK, BITS),)
-            later += (_values_at(vw + TILE_WORDS, i + LOOK, BITS),)
+            later += (values_at(vw, i + LOOK, BITS),)
+            later += (values_at(vw + TILE_WORDS, i + LOOK, BITS),)
         if i % PARTS == 0:
             acc = accs[i // PARTS] * alpha[:, None]
-        acc = tl.dot(t0[i % PARTS], _value_operand(later[2 * i], BITS, KW, EMULATE), acc)
-        acc = tl.dot(t1[i % PARTS], _value_operand(later[2 * i + 1], BITS, KW, EMULATE), acc)
+        acc = tl.dot(t0[i % PARTS], value_operand(later[2 * i], BITS, KW, EMULATE), acc)
+        acc = tl.dot(t1[i % PARTS], value_operand(later[2 * i + 1], BITS, KW, EMULATE), acc)
         if i % PARTS == PARTS - 1:
             made += (acc,)
     return m_new, l_p, z_p, made
-
-
-@triton.jit
-def _parts(w, PARTS: tl.constexpr):
-    """Columns [R, 64] in one part, or in two."""
-    if PARTS == 1:
-        return (w,)
-    else:
-        R: tl.constexpr = w.shape[0]
-        return tl.split(tl.permute(tl.reshape(w, (R, 2, 32)), (0, 2, 1)))
 
 
 @triton.jit
@@ -333,7 +189,7 @@ def _take_newest(
     x = tl.zeros([R, 64], tl.float32)
     live = (t < end)[:, None, None]
     for c in tl.static_range(C // 64):
-        channel = _key_channel(c, C, 64)
+        channel = key_channel(c, C, 64)
         k = _recent(k_ring, new, t[:, None, None], start, stride, channel[None, :, :], live, D, NEW)
         q = tl.reshape(_queries(q_ptr, row, used, channel, D), (R, 64))
         x = tl.dot(q, tl.trans(tl.reshape(k.to(tl.float16), (64, 64))), x)
@@ -344,7 +200,7 @@ def _take_newest(
     p = tl.where(seen, tl.exp2(x - (m_new - P_SHIFT)[:, None]), 0.0)
     made = ()
     for c in tl.static_range(C // 64):
-        channel = _value_channel(c, C)
+        channel = value_channel(c, C)
         v = _recent(v_ring, new, t[:, None, None], start, stride, channel[None, :, :], live, D, NEW)
         v = tl.permute(tl.reshape(v.to(tl.float16), (64, 8, 4, 2)), (0, 3, 2, 1))  # g m r -> r m g
         v = tl.reshape(v, (64, 64))
@@ -434,7 +290,7 @@ def latent_codes_kernel(
     to += tl.arange(0, R)
     tl.store(lse_ptr + to, lse)
     for c in tl.static_range(C // 64):
-        channel = _value_channel(c, C)[None, :, :]
+        channel = value_channel(c, C)[None, :, :]
         live = used[:, None, None] & (channel < D)
         out = _by_channel(accs[c], z_i, norm, R)
         tl.store(part_ptr + to[:, None, None] * PADDED + channel, out, mask=live)

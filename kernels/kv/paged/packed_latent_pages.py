@@ -30,7 +30,7 @@ from llmpq.kernels.kv.low_bit.latent_codes import (
     _block,
     _by_channel,
     _take_newest,
-    _value_channel,
+    value_channel,
 )
 from llmpq.kernels.kv.low_bit.ring_attend import BLOCK, LOG2_E, LOWEST, RING, packed_line
 from llmpq.kernels.kv.low_bit.unpack import TWO_24
@@ -118,7 +118,7 @@ def attend(
             out_at = (row.to(tl.int64) * H + head) * SPLITS + split
             tl.store(lse_ptr + out_at, lse, mask=used)
         for c in tl.static_range(C // 64):
-            channel = _value_channel(c, C)[None, :, :]
+            channel = value_channel(c, C)[None, :, :]
             live = used[:, None, None] & (channel < V)
             out = _by_channel(accs[c], z_i, norm, R).to(to_ptr.dtype.element_ty)
             tl.store(to_ptr + out_at[:, None, None] * V + channel, out, mask=live)

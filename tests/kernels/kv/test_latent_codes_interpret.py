@@ -79,10 +79,10 @@ def test_a_fault_is_seen(monkeypatch):
     fmt = KVFormat(precision=P.KV4, head_dim=320)
     told = {"heads": 3, "dtype": torch.float16, "splits": 1, "monkeypatch": monkeypatch}
     want = run(False, fmt, **told)
-    channels = latent_codes._key_channel
-    monkeypatch.setattr(latent_codes, "_key_channel", _rolled)
+    channels = latent_codes.key_channel
+    monkeypatch.setattr(latent_codes, "key_channel", _rolled)
     got = run(True, fmt, **told)
-    monkeypatch.setattr(latent_codes, "_key_channel", channels)
+    monkeypatch.setattr(latent_codes, "key_channel", channels)
     assert max(relative_error(g, w) for g, w in zip(got, want, strict=True)) > 0.05
 
 
