@@ -112,6 +112,14 @@ KERNEL_TABLES = {
         column="kv",
         show=us_of_floor,
     ),
+    "packed_latents": Pivot(
+        file="latents_gpu.jsonl",
+        bench="packed latents",
+        index=("heads", "batch", "context"),
+        column="kv",
+        show=us_beside,
+        newest=True,
+    ),
     "fp8_products": Pivot(
         file="fp8_gpu.jsonl",
         bench="fp8 product",
