@@ -1,10 +1,10 @@
 """A decode step's attention over latents (MLA) on a GPU: packed ones beside those of 16 bits.
 
-python benchmarks/latents_gpu.py rows,sweep [--file latents_gpu.jsonl]
+python benchmarks/latents_gpu.py rows,one [--file latents_gpu.jsonl]
 
 rows      deepseek-v2-lite (16 heads) and v3 (128): 8, 4 and 2 bits, the kernel for heads of any
           size beside it, and 16 bits; the floor is what is read, once
-sweep     shares of the tokens, warps, stages, orders of columns; no rows
+one       errors and times of some launches: operands ahead, splits, bits; no rows
 """
 
 from __future__ import annotations
@@ -112,10 +112,9 @@ def checked(kv: KVPrecision):
 def one(args: argparse.Namespace) -> None:
     """Print the errors and the times of some launches."""
     for words in args.launch.split():
-        look, move, registers, splits, bits = map(int, words.split(","))
+        look, splits, bits = map(int, words.split(","))
         kv = KVPrecision.parse(str(bits))
-        told = {"look": look, "move": bool(move), "splits": splits or None}
-        told["registers"] = registers or None
+        told = {"look": look, "splits": splits or None}
         given, own, want = checked(kv)
         got = latent_codes.attend_latent_codes(*given, **own, **told).double()
         error = float((got - want).norm() / want.norm())
@@ -136,7 +135,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("parts")
     parser.add_argument("--file", default="latents_gpu.jsonl")
-    parser.add_argument("--launch", default="3,1,128,0,4")
+    parser.add_argument("--launch", default="3,0,4")
     args = parser.parse_args()
     torch.manual_seed(0)
     for part in args.parts.split(","):

@@ -3,22 +3,21 @@
     what a step sees   |0 ....... packed blocks ....... line|line .. ring, 16 bits .. end - 1|
     programs           |   split 0   |   split 1   |    split 2     |   equal shares of both
 
-    scores [R, 128 tokens] = sum of operands of 64 channels (q_c scale_c) [R, 64] K_c^T [64, 128]
-    out_c [R, 64 channels] += (p scale) [R, 64 tokens] V_c^T [64, 64], of either tile
+    scores [R, 64 tokens] = sum of operands of 64 channels (q_c scale_c) [R, 64] K_c^T [64, 64]
+    out_c [R, 64 channels] += (p scale) [R, 64 tokens] V_c^T [64, 64]
 
 K_c^T and V_c^T are right operands, whose registers are those of kv_block.py's left ones: rows of a
-drawing are columns here, in such an order that each of eight warps has the words of its own: keys
-(r tile m g), warp (tile m); values (r m g), warp (r m), two warps reading the same words. Codes are
-fp16 subnormals of one `and` a pair (unpack.py); scales fold into the other operand, zeros are one
-sum a row each, as attend.py's. What attend.py does with one warp for heads of up to 256 channels
-this does with eight for one key/value head of any multiple of 64: the sums of 576 channels need
-more registers than one has. Heads are the rows of products, 16 at a time, so that Triton takes mma:
-it forgets to wait for wgmma with operands in registers (3.6).
+drawing are columns here, in the order (r m g), so that each of four warps has the words of its own
+(latent_operands.py). Codes are fp16 subnormals of one `and` a pair (unpack.py); scales fold into
+the other operand, zeros are one sum a row each, as attend.py's. What attend.py does with one warp
+for heads of up to 256 channels this does with four for one key/value head of any multiple of 64:
+the sums of 576 channels need more registers than one has. Heads are the rows of products, 16 at a
+time, so that Triton takes mma: it forgets to wait for wgmma with operands in registers (3.6).
 
 Cost per output: C * bits / 4 bytes a token, 0.63 integer operations an element, once per R rows.
 
 B requests, Q new tokens, H query heads of the one latent, D channels, C padded ones, R rows
-(query heads x new tokens).  n m r g t s half h: see kv_block.py.  KW: see unpack.py.
+(query heads x new tokens).  KW: see unpack.py.
 """
 
 # Triton functions are typed by tl.constexpr alone.
@@ -38,12 +37,10 @@ from llmpq.kernels.kv.low_bit.latent_operands import (
     in_columns,
     in_parts,
     key_channel,
-    key_operand,
-    keys_at,
-    tokens_of_scores,
+    operand_at,
+    right_operand_of,
+    tokens_of_rows,
     value_channel,
-    value_operand,
-    values_at,
 )
 from llmpq.kernels.kv.low_bit.ring_attend import BLOCK, LOG2_E, LOWEST, RING, packed_line
 from llmpq.kernels.kv.low_bit.unpack import TWO_24
@@ -56,10 +53,9 @@ from llmpq.sizes.kv_format import BLOCK_TOKENS
 CHUNK = 64
 """Channels of an operand."""
 ROWS = 16
-WARPS = 8
+"""Query heads and new tokens of a product."""
+WARPS = 4
 """One for each 16 rows of a tile's 64."""
-REGISTERS = 128
-"""Of a thread: two programs to a multiprocessor."""
 LOOK = 3
 """Operands that loads are ahead of products."""
 MUL = tl.constexpr("mul.rn.f16x2 $0, $1, $2;")
@@ -95,9 +91,9 @@ def _scaled(q_ptr, row, used, kp, i: tl.constexpr, D: tl.constexpr, C: tl.conste
 
 
 @triton.jit
-def _times(q, scale, MOVE: tl.constexpr, EMULATE: tl.constexpr):
+def _times(q, scale, EMULATE: tl.constexpr):
     """q scale, where q lies: else both went to all four warps first, and were multiplied there."""
-    if EMULATE or not MOVE:
+    if EMULATE:
         return q * scale
     else:
         return tl.inline_asm_elementwise(
@@ -114,7 +110,7 @@ def _times(q, scale, MOVE: tl.constexpr, EMULATE: tl.constexpr):
 def _block(
     q_ptr, row, used, kw, kp, vw, vp, hidden, state, unit, score_unit,
     D: tl.constexpr, C: tl.constexpr, BITS: tl.constexpr, R: tl.constexpr, Q: tl.constexpr,
-    LOOK: tl.constexpr, MOVE: tl.constexpr, KW: tl.constexpr, EMULATE: tl.constexpr,
+    LOOK: tl.constexpr, KW: tl.constexpr, EMULATE: tl.constexpr,
 ):  # fmt: skip
     """Both tiles of a packed block; state: maximum, sums of p and of p zero, sums of values.
 
@@ -127,52 +123,57 @@ def _block(
     PARTS: tl.constexpr = 64 // WIDE
     ahead = ()
     for i in tl.static_range(LOOK):
-        ahead += (keys_at(kw, i, C, BITS),)
+        ahead += (operand_at(kw, vw, i, C, BITS),)
+        ahead += (operand_at(kw + TILE_WORDS, vw + TILE_WORDS, i, C, BITS),)
     q_ptr = _again(q_ptr, EMULATE)
     given = ()
     for i in tl.static_range(2):
         given += (_scaled(q_ptr, row, used, kp, i, D, C, WIDE),)
-    token = tokens_of_scores()
-    scale, late = tl.load(vp + token), tl.load(vp + 128 + token)
-    x = tl.zeros([R, 128], tl.float32)
+    token = tokens_of_rows()
+    token = token % 16 // 2 * 8 + token // 16 * 2 + token % 2  # in thread order
+    scale0, scale1 = tl.load(vp + token), tl.load(vp + 64 + token)
+    zero0, zero1 = tl.load(vp + 128 + token), tl.load(vp + 192 + token)
+    x0 = tl.zeros([R, 64], tl.float32)
+    x1 = tl.zeros([R, 64], tl.float32)
     zero = tl.zeros([R, 4, WIDE // 4], tl.float32)
-    later = ()
     for i in tl.static_range(KEYS):
-        if i + LOOK < KEYS:
-            ahead += (keys_at(kw, i + LOOK, C, BITS),)
-        else:
-            later += (values_at(vw, i + LOOK - KEYS, BITS),)
-            later += (values_at(vw + TILE_WORDS, i + LOOK - KEYS, BITS),)
+        ahead += (operand_at(kw, vw, i + LOOK, C, BITS),)
+        ahead += (operand_at(kw + TILE_WORDS, vw + TILE_WORDS, i + LOOK, C, BITS),)
         if i + 2 < KEYS:
             given += (_scaled(q_ptr, row, used, kp, i + 2, D, C, WIDE),)
         q = given[i][0]
         zero += q.to(tl.float32) * given[i][2].to(tl.float32)
-        q = in_columns(_times(q, given[i][1], MOVE, EMULATE), KW)
-        x = tl.dot(q, key_operand(ahead[i], BITS, KW, EMULATE), x)
-    x = x * unit + (tl.sum(tl.reshape(zero, (R, WIDE)), 1) * score_unit)[:, None]
-    top = tl.max(x, 1)
+        q = in_columns(_times(q, given[i][1], EMULATE), KW)
+        x0 = tl.dot(q, right_operand_of(ahead[2 * i], BITS, KW, EMULATE), x0)
+        x1 = tl.dot(q, right_operand_of(ahead[2 * i + 1], BITS, KW, EMULATE), x1)
+    start = (tl.sum(tl.reshape(zero, (R, WIDE)), 1) * score_unit)[:, None]
+    x0 = x0 * unit + start
+    x1 = x1 * unit + start
+    top = tl.max(tl.maximum(x0, x1), 1)
     if Q > 1:  # the last block may lie beyond the line of the first queries
         top = tl.where(hidden, LOWEST, top)
     m_new = tl.maximum(m_i, top)
     alpha = tl.exp2(m_i - m_new)
-    p = tl.exp2(x - (m_new - P_SHIFT)[:, None])
+    p0 = tl.exp2(x0 - (m_new - P_SHIFT)[:, None])
+    p1 = tl.exp2(x1 - (m_new - P_SHIFT)[:, None])
     if Q > 1:
-        p = tl.where(hidden[:, None], 0.0, p)
-    l_p = l_p * alpha[:, None] + tl.sum(tl.reshape(p, (R, 2, 64)), 1)
-    zero_p = p * late.to(tl.float32)[None, :]
-    z_p = z_p * alpha[:, None] + tl.sum(tl.reshape(zero_p, (R, 2, 64)), 1)
-    w0, w1 = by_token((p * scale.to(tl.float32)[None, :]).to(tl.float16), KW)
-    t0, t1 = in_parts(w0, PARTS), in_parts(w1, PARTS)
+        p0 = tl.where(hidden[:, None], 0.0, p0)
+        p1 = tl.where(hidden[:, None], 0.0, p1)
+    l_p = l_p * alpha[:, None] + (p0 + p1)
+    z_p = z_p * alpha[:, None] + p0 * zero0.to(tl.float32)[None, :]
+    z_p += p1 * zero1.to(tl.float32)[None, :]
+    w0 = in_parts(by_token((p0 * scale0.to(tl.float32)[None, :]).to(tl.float16), KW), PARTS)
+    w1 = in_parts(by_token((p1 * scale1.to(tl.float32)[None, :]).to(tl.float16), KW), PARTS)
     made = ()
     acc = accs[0]
-    for i in tl.static_range(KEYS):
-        if i + LOOK < KEYS:
-            later += (values_at(vw, i + LOOK, BITS),)
-            later += (values_at(vw + TILE_WORDS, i + LOOK, BITS),)
+    for i in tl.static_range(KEYS, 2 * KEYS):
+        if i + LOOK < 2 * KEYS:
+            ahead += (operand_at(kw, vw, i + LOOK, C, BITS),)
+            ahead += (operand_at(kw + TILE_WORDS, vw + TILE_WORDS, i + LOOK, C, BITS),)
         if i % PARTS == 0:
-            acc = accs[i // PARTS] * alpha[:, None]
-        acc = tl.dot(t0[i % PARTS], value_operand(later[2 * i], BITS, KW, EMULATE), acc)
-        acc = tl.dot(t1[i % PARTS], value_operand(later[2 * i + 1], BITS, KW, EMULATE), acc)
+            acc = accs[(i - KEYS) // PARTS] * alpha[:, None]
+        acc = tl.dot(w0[i % PARTS], right_operand_of(ahead[2 * i], BITS, KW, EMULATE), acc)
+        acc = tl.dot(w1[i % PARTS], right_operand_of(ahead[2 * i + 1], BITS, KW, EMULATE), acc)
         if i % PARTS == PARTS - 1:
             made += (acc,)
     return m_new, l_p, z_p, made
@@ -235,18 +236,18 @@ def latent_codes_kernel(
     q_ptr, k_words, k_params, v_words, v_params, k_ring, v_ring, table, slots, starts, counts,
     part_ptr, lse_ptr, scale, table_width, splits,
     Q: tl.constexpr, H: tl.constexpr, D: tl.constexpr, C: tl.constexpr, BITS: tl.constexpr,
-    R: tl.constexpr, PADDED: tl.constexpr, LOOK: tl.constexpr, MOVE: tl.constexpr,
+    R: tl.constexpr, PADDED: tl.constexpr, LOOK: tl.constexpr,
     KW: tl.constexpr, EMULATE: tl.constexpr,
 ):  # fmt: skip
-    """One share of the tokens of one request, for R of its columns; grid (splits, columns, B)."""
+    """One share of the tokens of one request, for R of its rows; grid (splits, rows / R, B)."""
     split, b = tl.program_id(0), tl.program_id(2)
     start = tl.load(starts + b)
     end = start + tl.load(counts + b)
     slot = tl.load(slots + b).to(tl.int64)
-    column = tl.program_id(1) * R + tl.arange(0, R)
-    used = column < H * Q
-    row = (b * Q + column // H).to(tl.int64) * H + column % H
-    position = tl.minimum(start + column // H, end - 1)
+    at = tl.program_id(1) * R + tl.arange(0, R)
+    used = at < H * Q
+    row = (b * Q + at // H).to(tl.int64) * H + at % H
+    position = tl.minimum(start + at // H, end - 1)
     line = packed_line(position)
     GAIN: tl.constexpr = 2 ** (8 - BITS)
     score_unit = scale * LOG2_E
@@ -268,7 +269,7 @@ def latent_codes_kernel(
             q_ptr, row, used, k_words + page * (4 * C * BITS), k_params + page * (2 * C),
             v_words + page * (4 * C * BITS), v_params + page * (2 * BLOCK),
             line <= block * BLOCK, (m_i, l_p, z_p, accs), unit, score_unit,
-            D, C, BITS, R, Q, LOOK, MOVE, KW, EMULATE,
+            D, C, BITS, R, Q, LOOK, KW, EMULATE,
         )  # fmt: skip
     made = ()
     for c in tl.static_range(C // 64):
@@ -316,8 +317,6 @@ def attend_latent_codes(
     scale: float,
     splits: int | None = None,
     look: int = LOOK,
-    move: bool = True,
-    registers: int | None = REGISTERS,
     height: int = ROWS,
 ) -> Tensor:
     """Return o [B, Q, H, D]; the step's own latents are in the cache already."""
@@ -343,11 +342,9 @@ def attend_latent_codes(
         R=height,
         PADDED=padded,
         LOOK=look,
-        MOVE=move,
         KW=WORD_K_WIDTH,
         EMULATE=bool(triton.knobs.runtime.interpret),
         num_warps=WARPS,
-        maxnreg=registers,
     )
     same = {"H": heads, "G": 1, "PADDED": padded, "R": height, "PDL": False}
     merge_splits(part, lse, out, splits, same)

@@ -25,7 +25,6 @@ from llmpq.kernels.formats.kv_block import KVFormat
 from llmpq.kernels.kv.low_bit.latent_codes import (
     LOOK,
     P_SHIFT,
-    REGISTERS,
     WARPS,
     _block,
     _by_channel,
@@ -94,7 +93,7 @@ def attend(
                 q_ptr, at, used, k_words + page * (4 * C * BITS), k_params + page * (2 * C),
                 v_words + page * (4 * C * BITS), v_params + page * (2 * BLOCK),
                 line <= block * BLOCK, (m_i, l_p, z_p, accs), score_unit * (TWO_24 / GAIN),
-                score_unit, D, C, BITS, R, TILE if CHUNKS else 1, LOOK, True, KW, EMULATE,
+                score_unit, D, C, BITS, R, TILE if CHUNKS else 1, LOOK, KW, EMULATE,
             )  # fmt: skip
         made = ()
         for c in tl.static_range(C // 64):
@@ -151,7 +150,6 @@ def attend_packed_latents(
     last = (float(scale), num_rows, columns, new_TD.stride(0))
     same = sizes_of(fmt, num_rows) | {"H": plan.heads, "V": plan.value_dim, "R": plan.rows}
     same |= {"HEADS": plan.program_heads, "LOOK": LOOK, "KW": WORD_K_WIDTH, "num_warps": WARPS}
-    same["maxnreg"] = REGISTERS
     same["EMULATE"] = bool(triton.knobs.runtime.interpret)
     attend[(splits, groups, num_rows)](
         *(*given, part, lse, *last), **same, SPLITS=splits, CHUNKS=False

@@ -83,7 +83,6 @@ def test_it_fits(arch, bits):
         "R": ROWS,
         "PADDED": 1024,
         "LOOK": LOOK,
-        "MOVE": True,
         "KW": WORD_K_WIDTH,
         "EMULATE": False,
     }
