@@ -1,8 +1,10 @@
-"""Tiny random models of every family, made with transformers, the oracle of the runtime."""
+"""What all tests share: tiers, seeds, the interpreter, and tiny random models of every family."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import inspect
+import os
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,8 @@ from hypothesis import settings
 settings.register_profile("seeded", derandomize=True, deadline=None)
 settings.load_profile("seeded")
 
+ALL = "LLMPQ_ALL_TESTS" in os.environ
+"""Whether every drawn problem is tried, at every level of a CPU's instructions: `make test-all`."""
 VOCAB, HIDDEN, LAYERS, POSITIONS = 199, 64, 3, 128
 ALONE = {
     "quick": ("pure", "quick"),
@@ -33,6 +37,69 @@ LONGEST = (
 """Files whose tests take longest, the longest first."""
 
 
+@pytest.fixture(scope="session")
+def seeds() -> Callable[[Sequence[int]], Sequence[int]]:
+    """Every third of the seeds of a test, or all of them."""
+    return lambda whole: whole[:: 1 if ALL else 3]
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _interpreter() -> Iterator[None]:
+    """Triton's interpreter, rounding as a GPU rounds, and without what only costs time.
+
+    By itself it cuts the lower bits of bfloat16 off, twice the error, all of it towards zero: the
+    tests' limits are those of rounding. It also adds every sum a second time in 64 bits, to see
+    whether 32 hold it (a fifth of the time), and makes the language its own anew for each function
+    that a kernel calls (a sixth).
+    """
+    if os.environ.get("TRITON_INTERPRET") != "1":
+        yield
+        return
+    import numpy as np
+    import triton.language as tl
+    from triton.runtime import interpreter
+
+    builder = interpreter.InterpreterBuilder
+    plain_cast, plain_patch = builder.cast_impl, interpreter._patch_lang
+    scope_class = interpreter._LangPatchScope
+    plain_restore = scope_class.restore
+    patched: set[tuple[bool, bool]] = set()
+    keys: dict[Any, tuple[bool, bool]] = {}
+
+    def cast_impl(self: Any, src: Any, dst_type: Any) -> Any:
+        if (src.dtype.scalar, dst_type.scalar) != (tl.float32, tl.bfloat16):
+            return plain_cast(self, src, dst_type)
+        values = np.ascontiguousarray(src.data, dtype=np.float32)
+        bits = values.view(np.uint32).astype(np.uint64)
+        rounded = (bits + 0x7FFF + (bits >> 16 & 1)) >> 16
+        kept = np.where(np.isnan(values), bits >> 16 | 0x40, rounded).astype(np.uint16)
+        return interpreter.TensorHandle(kept, dst_type.scalar)
+
+    def patch_lang(fn: Any) -> Any:
+        """Nothing where what `fn` calls the language is patched already, by its kernel's launch."""
+        key = keys.get(fn)
+        if key is None:
+            seen = [v for v in fn.__globals__.values() if inspect.ismodule(v)]
+            key = keys[fn] = (any(v is tl for v in seen), any(v is tl.core for v in seen))
+        if key in patched:
+            return scope_class()
+        scope = plain_patch(fn)
+        patched.add(key)
+        return scope
+
+    def restore(self: Any) -> None:
+        patched.clear()
+        plain_restore(self)
+
+    options = interpreter.InterpreterOptions(sanitize_overflow=False)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(builder, "cast_impl", cast_impl)
+        patch.setattr(interpreter, "_patch_lang", patch_lang)
+        patch.setattr(scope_class, "restore", restore)
+        patch.setattr(interpreter.interpreter_builder, "options", options)
+        yield
+
+
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """Import no file that has no test of the tier asked for: torch alone takes seconds."""
     wanted = ALONE.get(config.option.markexpr)
@@ -42,12 +109,21 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     return None if any(f"mark.{name}" in text for name in wanted) else True
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Begin with the files that take longest: two processes then end at about the same time."""
     places = {name: place for place, name in enumerate(LONGEST)}
     items.sort(
         key=lambda item: places.get(f"{item.path.parent.name}/{item.path.name}", len(places))
     )
+    if not ALL and any(_level(item) == "avx512_bf16" for item in items):
+        # All that a CPU with VNNI runs, one with bfloat16 products runs, too.
+        config.hook.pytest_deselected(items=[i for i in items if _level(i) == "avx512_vnni"])
+        items[:] = [item for item in items if _level(item) != "avx512_vnni"]
+
+
+def _level(item: pytest.Item) -> object:
+    """Return the CPU's instructions that a test is of, if it is of some."""
+    return item.callspec.params.get("level") if hasattr(item, "callspec") else None
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:

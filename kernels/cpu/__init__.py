@@ -1,1 +1,1 @@
-"""Products on the CPU: torch's packed operators where they win, else dequantise and multiply."""
+"""Work of the CPU: our own C++ (native_linear.py, native_layer.py), else torch's operators."""

@@ -55,7 +55,8 @@ def attend_blocks(
 ) -> Tensor:
     """Return [B, H, D] of each row's query over its blocks of the pool [places, G, D].
 
-    The query sees its row's last `window` tokens, all for 0. Slopes: as models/attention.py says.
+    The query sees its row's last `window` tokens, all for 0. Slopes: as in
+    runtime/models/attention.py.
     """
     if not native_takes(q_BHD, k_NGD):
         return attend_gathered(

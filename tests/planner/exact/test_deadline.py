@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -23,6 +24,8 @@ from llmpq.planner.predict.pipeline_time import sum_omega, value
 from llmpq.planner.solving.methods import PLANNERS, How, solve, solve_as
 from llmpq.planner.tools.brute_force import assignments
 from llmpq.planner.tools.random_problems import random_problem
+
+Seeds = Callable[[Sequence[int]], Sequence[int]]
 
 pytestmark = [pytest.mark.pure, pytest.mark.slow]
 
@@ -77,10 +80,10 @@ def test_a_front_keeps_to_its_time_limit() -> None:
     assert front.points and not front.complete
 
 
-def test_without_time_there_is_a_plan_where_one_fits() -> None:
+def test_without_time_there_is_a_plan_where_one_fits(seeds: Seeds) -> None:
     """Memory is tight: often only the smallest micro-batches fit."""
     found = 0
-    for seed in range(20):
+    for seed in seeds(range(20)):
         p = random_problem(random.Random(seed), layers=(3, 8), devices=(1, 3), batch=8)
         try:
             whole = solve_exact(p)
@@ -90,7 +93,7 @@ def test_without_time_there_is_a_plan_where_one_fits() -> None:
         assert hurried.bound is not None and hurried.bound <= whole.value * (1 + 1e-9)
         assert hurried.value >= whole.value * (1 - 1e-9)
         found += 1
-    assert found > 7
+    assert found > 2
 
 
 def _least_by_pair(p: Problem) -> dict[tuple[int, int], float]:
@@ -104,10 +107,12 @@ def _least_by_pair(p: Problem) -> dict[tuple[int, int], float]:
 
 
 @pytest.mark.parametrize("objective", ["makespan", "paper"])
-def test_no_plan_of_a_pair_is_below_what_other_pairs_prove_of_it(objective: Objective) -> None:
+def test_no_plan_of_a_pair_is_below_what_other_pairs_prove_of_it(
+    objective: Objective, seeds: Seeds
+) -> None:
     """Bounds of layers by themselves, and those by the multipliers of any other pair's program."""
     close = 0
-    for seed in range(25):
+    for seed in seeds(range(25)):
         rng = random.Random(seed)
         p = random_problem(rng, layers=(3, 4), kinds=(1, 2), devices=(1, 2), objective=objective)
         least = _least_by_pair(p)

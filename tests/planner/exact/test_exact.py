@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 import time
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import pytest
@@ -23,6 +24,8 @@ from llmpq.planner.predict.fits import fits
 from llmpq.planner.predict.pipeline_time import sum_omega, value
 from llmpq.planner.tools.brute_force import assignments, brute_force
 from llmpq.planner.tools.random_problems import random_problem
+
+Seeds = Callable[[Sequence[int]], Sequence[int]]
 
 pytestmark = pytest.mark.pure
 TINY = {"layers": (3, 5), "kinds": (1, 2), "devices": (1, 2), "precisions": 2}
@@ -43,9 +46,9 @@ def _exact(p: Problem, gap: float = 1e-9) -> Outcome | None:
 
 
 @pytest.mark.slow
-def test_exact_is_brute_force_on_tiny_problems() -> None:
+def test_exact_is_brute_force_on_tiny_problems(seeds: Seeds) -> None:
     infeasible = 0
-    for seed in range(100):
+    for seed in seeds(range(100)):
         p = _problem(seed, **TINY)
         best, _ = brute_force(p)
         found = _exact(p)
@@ -53,13 +56,13 @@ def test_exact_is_brute_force_on_tiny_problems() -> None:
         got = math.inf if found is None else found.value
         assert got == pytest.approx(best, rel=1e-8), f"seed {seed}"
         assert found is None or (found.bound is not None and found.bound <= best * (1 + 1e-9))
-    assert 0 < infeasible < 50
+    assert 0 < infeasible < 17
 
 
 @pytest.mark.slow
-def test_exact_is_the_integer_program() -> None:
+def test_exact_is_the_integer_program(seeds: Seeds) -> None:
     """Thousands more: `benchmarks/planner_proofs.py`."""
-    for seed in range(1000, 1150):
+    for seed in seeds(range(1000, 1150)):
         p = _problem(seed, layers=(3, 6), kinds=(1, 2), devices=(1, 2), batch=2)
         found = _exact(p)
         try:
@@ -84,7 +87,7 @@ def test_a_planted_bug_would_be_caught(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(labels, "_dominated", careless)
     wrong = 0
-    for seed in range(300):
+    for seed in range(90, 300):
         p = _problem(seed, layers=(4, 6), kinds=(2, 2), devices=(1, 2), precisions=2)
         found = _exact(p)
         monkeypatch.setattr(labels, "_dominated", honest)
@@ -107,10 +110,10 @@ def test_same_problem_same_plan(monkeypatch: pytest.MonkeyPatch) -> None:
         assert first is None or other is None or first.value == pytest.approx(other.value, rel=2e-6)
 
 
-def test_budget_is_brute_force_within_the_budget() -> None:
+def test_budget_is_brute_force_within_the_budget(seeds: Seeds) -> None:
     rng = random.Random(5)
     solved = 0
-    for seed in range(25):
+    for seed in seeds(range(25)):
         p = _problem(seed, **TINY).with_changes(objective="makespan", theta=0.0)
         plans = [a for a in assignments(p) if fits(p, a)]
         if not plans:
@@ -122,7 +125,7 @@ def test_budget_is_brute_force_within_the_budget() -> None:
         assert found.value == pytest.approx(best, rel=1e-7), f"seed {seed}"
         assert found.bound is not None and found.bound <= best * (1 + 1e-9)
         solved += 1
-    assert solved >= 15
+    assert solved >= 5
 
 
 @pytest.mark.parametrize("seed", [3, 19, 50, 65])
@@ -140,8 +143,8 @@ def test_a_plan_that_uses_the_whole_budget_is_found(seed: int) -> None:
             least = loss
 
 
-def test_pins_and_device_limits_are_kept() -> None:
-    for seed in range(40):
+def test_pins_and_device_limits_are_kept(seeds: Seeds) -> None:
+    for seed in seeds(range(40)):
         p = _problem(seed, layers=(4, 6), kinds=(2, 2), devices=(1, 2), precisions=2, batch=2)
         device = p.cluster.devices[-1].name
         pinned = p.with_changes(pins={device: (1, 2)}, max_devices=2)
@@ -178,9 +181,9 @@ def _at_large(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.usefixtures("_at_large")
-def test_ways_of_large_problems_are_brute_force_on_small_ones() -> None:
+def test_ways_of_large_problems_are_brute_force_on_small_ones(seeds: Seeds) -> None:
     solved = 0
-    for seed in range(2000, 2030):
+    for seed in seeds(range(2000, 2030)):
         p = _problem(seed, **TINY)
         best, _ = brute_force(p)
         found = _exact(p)
@@ -188,14 +191,16 @@ def test_ways_of_large_problems_are_brute_force_on_small_ones() -> None:
         assert got == pytest.approx(best, rel=1e-8), f"seed {seed}"
         assert found is None or (found.bound is not None and found.bound <= best * (1 + 1e-9))
         solved += found is not None
-    assert solved > 15
+    assert solved > 5
 
 
-def test_the_nearest_links_bound_the_true_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_nearest_links_bound_the_true_ones(
+    monkeypatch: pytest.MonkeyPatch, seeds: Seeds
+) -> None:
     """Equal cards in two nodes over a slow network: searched as one class, valued as two."""
     monkeypatch.setattr(exact_space, "MAX_STATES", 0)
     solved = 0
-    for seed in range(20):
+    for seed in seeds(range(20)):
         p = _split_in_nodes(_problem(seed, layers=(3, 4), kinds=(1, 1), devices=(4, 4), batch=2))
         assert len(p.classes) == 2 and len(p.with_changes(nearest_links=True).classes) == 1
         best, _ = brute_force(p)
@@ -205,7 +210,7 @@ def test_the_nearest_links_bound_the_true_ones(monkeypatch: pytest.MonkeyPatch) 
             assert found.bound is not None and found.bound <= best * (1 + 1e-9)
             assert best * (1 - 1e-9) <= found.value == value(p, found.assignment)
             solved += 1
-    assert solved > 8
+    assert solved > 2
 
 
 def _split_in_nodes(p: Problem) -> Problem:
@@ -218,7 +223,7 @@ def _split_in_nodes(p: Problem) -> Problem:
 
 
 @pytest.mark.slow
-def test_splitting_parts_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_splitting_parts_changes_nothing(monkeypatch: pytest.MonkeyPatch, seeds: Seeds) -> None:
     """With no patience every part is split by the range of D and P; the optimum is the same."""
     monkeypatch.setattr(exact_search, "PATIENCE", (0, 0, 0))
     splits = 0
@@ -230,7 +235,7 @@ def test_splitting_parts_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> Non
         return honest(self, part)
 
     monkeypatch.setattr(exact_search.Search, "_split", counted)
-    for seed in range(15):
+    for seed in seeds(range(15)):
         p = _problem(seed, **TINY)
         best, _ = brute_force(p)
         found = _exact(p)

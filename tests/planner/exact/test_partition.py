@@ -62,7 +62,7 @@ def _faults(p: Problem, stages: list[dict[str, Any]]) -> list[str]:
     return faults
 
 
-@settings(max_examples=150, suppress_health_check=list(HealthCheck))
+@settings(max_examples=60, suppress_health_check=list(HealthCheck))
 @given(seed=st.integers(0, 10**9), layers=st.integers(*LAYERS), kinds=st.integers(*KINDS))
 def test_every_layer_exactly_once(seed: int, layers: int, kinds: int) -> None:
     p = _problem(seed, layers, kinds)
@@ -83,7 +83,7 @@ def test_all_sizes_are_met_and_most_have_a_plan() -> None:
     assert {len(plan.stages) for plan in found} >= {1, 2, 3}
 
 
-@settings(max_examples=40, suppress_health_check=list(HealthCheck))
+@settings(max_examples=15, suppress_health_check=list(HealthCheck))
 @given(seed=st.integers(0, 10**9), shift=st.sampled_from([-1, 1]), which=st.integers(0, 100))
 def test_a_moved_boundary_is_seen_and_refused(seed: int, shift: int, which: int) -> None:
     p = _problem(seed, 12, 3)

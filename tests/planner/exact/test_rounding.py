@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import pytest
@@ -16,13 +17,15 @@ from llmpq.planner.predict.pipeline_time import value
 from llmpq.planner.tools.brute_force import brute_force
 from llmpq.planner.tools.random_problems import random_problem
 
+Seeds = Callable[[Sequence[int]], Sequence[int]]
+
 pytestmark = pytest.mark.pure
 TINY = {"layers": (3, 5), "kinds": (1, 2), "devices": (1, 2), "precisions": 2}
 
 
-def test_plans_of_the_relaxation_are_whole_and_often_near_the_best() -> None:
+def test_plans_of_the_relaxation_are_whole_and_often_near_the_best(seeds: Seeds) -> None:
     made = near = 0
-    for seed in range(24):
+    for seed in seeds(range(24)):
         p = random_problem(random.Random(seed), objective="makespan", separable=True, **TINY)
         best, _ = brute_force(p)
         if math.isinf(best):
@@ -38,16 +41,16 @@ def test_plans_of_the_relaxation_are_whole_and_often_near_the_best() -> None:
         worths = [value(p, plan) for plan in plans if fits(p, plan)]
         made += 1
         near += bool(worths) and min(worths) <= 1.2 * best
-    assert made >= 10 and near >= made // 2
+    assert made >= 3 and near >= made // 2
 
 
-def test_the_quick_bound_is_a_bound() -> None:
+def test_the_quick_bound_is_a_bound(seeds: Seeds) -> None:
     checked = 0
-    for seed in range(24):
+    for seed in seeds(range(24)):
         p = random_problem(random.Random(seed), objective="makespan", separable=True, **TINY)
         best, _ = brute_force(p)
         if math.isinf(best):
             continue
         assert 0 < quick_bound(p) <= best * (1 + 1e-9)
         checked += 1
-    assert checked >= 10
+    assert checked >= 3

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 from collections import Counter
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import pytest
@@ -21,6 +22,8 @@ from llmpq.planner.predict.fits import fits
 from llmpq.planner.predict.pipeline_time import sum_omega, value
 from llmpq.planner.tools.brute_force import assignments, brute_force
 from llmpq.planner.tools.random_problems import random_problem
+
+Seeds = Callable[[Sequence[int]], Sequence[int]]
 
 pytestmark = pytest.mark.pure
 TINY = {"layers": (3, 5), "kinds": (1, 2), "devices": (1, 2), "precisions": 2}
@@ -110,8 +113,8 @@ def test_of_many_stages_some_neighbours_are_drawn() -> None:
     assert (moved.layers.sum(axis=1) == 200).all()
 
 
-def test_walks_from_any_plan_end_at_the_best_of_one_precision_a_stage() -> None:
-    for seed in range(12):
+def test_walks_from_any_plan_end_at_the_best_of_one_precision_a_stage(seeds: Seeds) -> None:
+    for seed in seeds(range(12)):
         p = _problem(seed, **TINY)
         uniform = [
             value(p, a)
