@@ -58,9 +58,7 @@ def make_problem(request: PlanRequest) -> tuple[Problem, str | None, list[str]]:
     layers, rounded = _offered(path, spec, asked, kept)
     choices = _all_of(layers) or asked or default_bits(listed, profile, cluster)
     sensitivity = listed or generic_sensitivity(spec, choices, parse_kv(request.kv))
-    grid = _grid(request, kept)
-    if path is not None and has_weights(path):
-        require_counted(path, grid)
+    grid = _grid(request, kept, path)
     outliers = _outliers(request.outliers, choices, spec)
     quantization = replace(
         grid,
@@ -200,7 +198,7 @@ def _kept(request: PlanRequest, path: str | None, cluster: Cluster) -> Quantizat
     return kept_grid(path, cluster.devices, request.weight_group_size)
 
 
-def _grid(request: PlanRequest, kept: Quantization | None) -> Quantization:
+def _grid(request: PlanRequest, kept: Quantization | None, path: str | None) -> Quantization:
     """Return how weights are stored: as asked, or as a checkpoint's codes are kept."""
     asked, symmetric = request.weight_group_size, request.symmetric
     if kept is not None:
@@ -208,7 +206,10 @@ def _grid(request: PlanRequest, kept: Quantization | None) -> Quantization:
     size = K_PADDING if asked is None else asked
     if size not in (0, 32, 64, K_PADDING):
         raise ValueError(f"--weight-group-size {size}: expected 128, 64, 32, or 0 for a channel")
-    return Quantization(group_size=size or None, symmetric=symmetric)
+    grid = Quantization(group_size=size or None, symmetric=symmetric)
+    if path is not None and has_weights(path):
+        require_counted(path, grid)
+    return grid
 
 
 def _outliers(asked: int | None, choices: Sequence[Precision], spec: ModelSpec) -> int:
