@@ -121,13 +121,15 @@ def _block(
     WIDE: tl.constexpr = 32 if BITS == 8 else 64
     KEYS: tl.constexpr = C // WIDE
     PARTS: tl.constexpr = 64 // WIDE
+    NEAR: tl.constexpr = LOOK if LOOK < KEYS else KEYS
+    SCALES: tl.constexpr = 2 if KEYS > 1 else 1
     ahead = ()
-    for i in tl.static_range(LOOK):
+    for i in tl.static_range(NEAR):
         ahead += (operand_at(kw, vw, i, C, BITS),)
         ahead += (operand_at(kw + TILE_WORDS, vw + TILE_WORDS, i, C, BITS),)
     q_ptr = _again(q_ptr, EMULATE)
     given = ()
-    for i in tl.static_range(2):
+    for i in tl.static_range(SCALES):
         given += (_scaled(q_ptr, row, used, kp, i, D, C, WIDE),)
     token = tokens_of_rows()
     token = token % 16 // 2 * 8 + token // 16 * 2 + token % 2  # in thread order
@@ -137,8 +139,8 @@ def _block(
     x1 = tl.zeros([R, 64], tl.float32)
     zero = tl.zeros([R, 4, WIDE // 4], tl.float32)
     for i in tl.static_range(KEYS):
-        ahead += (operand_at(kw, vw, i + LOOK, C, BITS),)
-        ahead += (operand_at(kw + TILE_WORDS, vw + TILE_WORDS, i + LOOK, C, BITS),)
+        ahead += (operand_at(kw, vw, i + NEAR, C, BITS),)
+        ahead += (operand_at(kw + TILE_WORDS, vw + TILE_WORDS, i + NEAR, C, BITS),)
         if i + 2 < KEYS:
             given += (_scaled(q_ptr, row, used, kp, i + 2, D, C, WIDE),)
         q = given[i][0]
@@ -167,9 +169,9 @@ def _block(
     made = ()
     acc = accs[0]
     for i in tl.static_range(KEYS, 2 * KEYS):
-        if i + LOOK < 2 * KEYS:
-            ahead += (operand_at(kw, vw, i + LOOK, C, BITS),)
-            ahead += (operand_at(kw + TILE_WORDS, vw + TILE_WORDS, i + LOOK, C, BITS),)
+        if i + NEAR < 2 * KEYS:
+            ahead += (operand_at(kw, vw, i + NEAR, C, BITS),)
+            ahead += (operand_at(kw + TILE_WORDS, vw + TILE_WORDS, i + NEAR, C, BITS),)
         if i % PARTS == 0:
             acc = accs[(i - KEYS) // PARTS] * alpha[:, None]
         acc = tl.dot(w0[i % PARTS], right_operand_of(ahead[2 * i], BITS, KW, EMULATE), acc)
