@@ -58,8 +58,6 @@ WARPS = 4
 """One for each 16 rows of a tile's 64."""
 LOOK = 3
 """Operands that loads are ahead of products."""
-RING_LOOK = tl.constexpr(3)
-"""... and of the ring."""
 MUL = tl.constexpr("mul.rn.f16x2 $0, $1, $2;")
 P_SHIFT = tl.constexpr(4.0)
 """Probabilities are kept times 2**4: fp16 keeps its precision down to 2**-14."""
@@ -184,28 +182,6 @@ def _block(
 
 
 @triton.jit
-def _new_keys(
-    ring, new, t, start, end, stride, c: tl.constexpr, D: tl.constexpr, C: tl.constexpr,
-    NEW: tl.constexpr,
-):  # fmt: skip
-    """64 tokens' keys of 64 channels [64, 4, 16]."""
-    at, live = t[:, None, None], (t < end)[:, None, None]
-    channel = key_channel(c, C, 64)[None, :, :]
-    return _recent(ring, new, at, start, stride, channel, live, D, NEW)
-
-
-@triton.jit
-def _new_values(
-    ring, new, t, start, end, stride, c: tl.constexpr, D: tl.constexpr, C: tl.constexpr,
-    NEW: tl.constexpr,
-):  # fmt: skip
-    """... and values [64, 8, 8]."""
-    at, live = t[:, None, None], (t < end)[:, None, None]
-    channel = value_channel(c, C)[None, :, :]
-    return _recent(ring, new, at, start, stride, channel, live, D, NEW)
-
-
-@triton.jit
 def _take_newest(
     q_ptr, row, used, k_ring, v_ring, new, t, start, end, stride, position, line, state,
     score_unit, D: tl.constexpr, C: tl.constexpr, R: tl.constexpr, KW: tl.constexpr,
@@ -213,33 +189,24 @@ def _take_newest(
 ):  # fmt: skip
     """64 tokens in 16 bits, of the ring or (NEW) behind `start` of a step's own."""
     m_i, l_p, z_p, accs = state
-    CHUNKS: tl.constexpr = C // 64
-    NEAR: tl.constexpr = RING_LOOK if RING_LOOK < CHUNKS else CHUNKS
-    keys, values = (), ()
-    for c in tl.static_range(NEAR):
-        keys += (_new_keys(k_ring, new, t, start, end, stride, c, D, C, NEW),)
     x = tl.zeros([R, 64], tl.float32)
-    for c in tl.static_range(CHUNKS):
-        if c + NEAR < CHUNKS:
-            keys += (_new_keys(k_ring, new, t, start, end, stride, c + NEAR, D, C, NEW),)
-        else:
-            values += (
-                _new_values(v_ring, new, t, start, end, stride, c + NEAR - CHUNKS, D, C, NEW),
-            )
-        k = tl.reshape(keys[c].to(tl.float16), (64, 64))
-        q = _queries(q_ptr, row, used, key_channel(c, C, 64), D)
-        x = tl.dot(tl.reshape(q, (R, 64)), tl.trans(k), x)
+    live = (t < end)[:, None, None]
+    for c in tl.static_range(C // 64):
+        channel = key_channel(c, C, 64)
+        k = _recent(k_ring, new, t[:, None, None], start, stride, channel[None, :, :], live, D, NEW)
+        q = tl.reshape(_queries(q_ptr, row, used, channel, D), (R, 64))
+        x = tl.dot(q, tl.trans(tl.reshape(k.to(tl.float16), (64, 64))), x)
     seen = (t < end)[None, :] & (t[None, :] <= position[:, None]) & (t[None, :] >= line[:, None])
     x = tl.where(seen, x * score_unit, LOWEST)
     m_new = tl.maximum(m_i, tl.max(x, 1))
     alpha = tl.exp2(m_i - m_new)
     p = tl.where(seen, tl.exp2(x - (m_new - P_SHIFT)[:, None]), 0.0)
     made = ()
-    for c in tl.static_range(CHUNKS):
-        if c + NEAR < CHUNKS:
-            values += (_new_values(v_ring, new, t, start, end, stride, c + NEAR, D, C, NEW),)
-        v = tl.reshape(values[c].to(tl.float16), (64, 8, 4, 2))
-        v = tl.reshape(tl.permute(v, (0, 3, 2, 1)), (64, 64))  # g m r -> r m g
+    for c in tl.static_range(C // 64):
+        channel = value_channel(c, C)
+        v = _recent(v_ring, new, t[:, None, None], start, stride, channel[None, :, :], live, D, NEW)
+        v = tl.permute(tl.reshape(v.to(tl.float16), (64, 8, 4, 2)), (0, 3, 2, 1))  # g m r -> r m g
+        v = tl.reshape(v, (64, 64))
         made += (tl.dot(p.to(tl.float16), v, accs[c] * alpha[:, None]),)
     return m_new, l_p * alpha[:, None] + p, z_p * alpha[:, None], made
 
