@@ -20,6 +20,7 @@ from __future__ import annotations
 import argparse
 import functools
 import json
+import os
 import statistics
 import subprocess
 import tempfile
@@ -42,6 +43,7 @@ from llmpq.runtime.cache.kv_cache import PagedKV
 from llmpq.runtime.cache.paged_by_precision import make_paged_kv
 from llmpq.runtime.engine.plain_loop import LocalPipeline
 from llmpq.runtime.models.linear import round_activations
+from llmpq.runtime.models.sampling import likeliest
 from llmpq.runtime.models.stage_model import DTYPES
 from llmpq.runtime.ragged_step import RaggedStep
 from llmpq.runtime.request import PagedRow
@@ -184,7 +186,7 @@ def one_step(
     (stage,) = model.stages
     slots, wanted = list(range(len(starts))), [1] * len(starts)
     step = RaggedStep.of_rows(slots, starts, counts, wanted=wanted, width=sum(counts))
-    stage.logits(stage(tokens, step, pool), step).argmax(-1)
+    likeliest(stage.logits(stage(tokens, step, pool), step))
 
 
 def transformers_model(spec: ModelSpec, dtype: str) -> Any:
@@ -310,7 +312,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--dtype", choices=sorted(DTYPES), default="bfloat16", help="of ours")
     parser.add_argument("--level", choices=sorted(library.LEVELS), help="force our dispatch")
-    parser.add_argument("--head-bits", type=int, choices=(8, 16), help="of ours (as plans have)")
+    parser.add_argument("--head-bits", type=int, choices=(4, 8, 16), help="of ours (plans: 8, 16)")
     parser.add_argument("--llama-build", default="", help="what llama.cpp was compiled for")
     parser.add_argument("--fill-threads", type=int, help="of llama.cpp with --depth (--threads)")
     parser.add_argument("--head", choices=("same", "f16", "q6_k"), default="same")
@@ -387,7 +389,7 @@ def _case(
         "threads": args.threads, "level": used.name if used else "torch",
         "llama build": args.llama_build,
         "llama head": args.head, "head bits": _head_bits(args, bits),
-        "cpu activations": args.cpu_activations,
+        "cpu activations": args.cpu_activations, "onednn": os.environ.get("ONEDNN_MAX_CPU_ISA"),
     }  # fmt: skip
 
 

@@ -44,7 +44,7 @@ CPU_TABLES = {
         file="cpu.jsonl",
         bench=f"cpu {name}",
         index=("model", *CASE, *(("prompt",) if name == "prefill" else ())),
-        where={"llama head": "same", "cpu activations": "exact"},
+        where={"llama head": "same", "cpu activations": "exact", "onednn": None},
         value_title=f"{name} (llama.cpp / ours)",
         show=beside_llama,
     )

@@ -75,7 +75,7 @@ KERNEL_TABLES = {
         column="rows",
         where={"way": None},
         show=ratio_to_baseline("16 bits"),
-        order=("1", "8", "32", "128", "1024"),
+        order=("1", "8", "32", "128", "512", "2048"),
     ),
     "family_layers_h100": family_layers("NVIDIA H100 80GB HBM3"),
     "family_steps": Pivot(

@@ -83,6 +83,8 @@ TERMS: Mapping[Phase, tuple[str, ...]] = {
     Phase.VERIFY: ("1", "v", "v*q", "v*(t+s)", "t+s"),
 }
 
+ATTENTION_TERMS = ("v*s^2", "v*(t+s)", "t+s")
+
 
 def taken_length(phase: Phase, length: float, padded_to: int) -> float:
     """Return the tokens that a row of `length` takes where longer prompts are padded."""
@@ -159,6 +161,22 @@ class LatencyEntry(FileForm):
             regime.curve_s(tokens) + sum(c * values[t] for t, c in regime.terms.items())
             for regime in self.regimes
         )
+
+    def with_products(self, factor: float) -> LatencyEntry:
+        """Return a layer's entry whose products take `factor` times as long; attention does not."""
+        regimes = tuple(
+            regime.model_copy(
+                update={
+                    "terms": {
+                        term: value * (1.0 if term in ATTENTION_TERMS else factor)
+                        for term, value in regime.terms.items()
+                    },
+                    "curve": tuple((tokens, value * factor) for tokens, value in regime.curve),
+                }
+            )
+            for regime in self.regimes
+        )
+        return self.model_copy(update={"regimes": regimes})
 
     def extrapolates(self, *, v: int, length: float) -> bool:
         """Whether a shape lies outside the sampled range."""

@@ -40,6 +40,9 @@ class Quantization:
 
     cpu_activations: CpuActivations = "exact"
     """What 3-, 4- and 8-bit weights meet on CPUs: rounded to 16 bits a group, or to `int8`."""
+    codes: str | None = None
+    """What a checkpoint's own codes are that layers keep, where they are no integers: `mxfp4`,
+    `nvfp4`, `nf4`, `fp4`, `iq4`, `e4m3`. For what a plan costs; it is not part of its file."""
 
     def head(self, *, on_cpu: bool) -> Precision:
         """Return the precision of the output matrix on a device."""

@@ -121,8 +121,8 @@ def usable_modes(
 ) -> tuple[SpeculationMode, ...]:
     """Return the modes that make something of this plan cheaper.
 
-    `kept`: precisions whose layers keep a checkpoint's own codes (checkpoints/kept_codes.py), which
-    qspec and planes would draft with at the target's cost.
+    `kept`: precisions whose layers keep a checkpoint's own codes (checkpoints/stored_codes.py),
+    which qspec and planes would draft with at the target's cost.
     """
     plain_cache = plan.workload.kv is KVPrecision.KV16
 

@@ -23,6 +23,7 @@ from llmpq.planner.costs.probed import book_of
 from llmpq.planner.formulation.positions import positions_note
 from llmpq.planner.formulation.problem import Problem
 from llmpq.planner.inputs.cpu_here import rates_for
+from llmpq.planner.inputs.kept_codes import kept_codes
 from llmpq.planner.inputs.kept_grid import kept_grid
 from llmpq.planner.inputs.make_problem import (
     default_bits,
@@ -134,6 +135,7 @@ def plan_workload(
     grid = kept_grid(model_dir, cluster.devices)
     stored = stored_layers(str(model_dir), spec, kept=grid)
     layers = () if stored is None else offered(stored, bits)
+    own = replace(grid or Quantization(), codes=kept_codes(model_dir, grid) if layers else None)
     wish = Wish(
         method="exact",
         time_limit_s=time_limit_s,
@@ -145,7 +147,7 @@ def plan_workload(
 
     def solved(choices: Sequence[Precision], theta: float, batch: int) -> Answer:
         work = workload.model_copy(update={"batch": batch})
-        problem = _problem(spec, cluster, work, costs, choices, theta, layers, grid)
+        problem = _problem(spec, cluster, work, costs, choices, theta, layers, own)
         return answer(problem, wish, str(Path(model_dir)))
 
     ways = _ways(solved, spec, bits, layers, default_bits(None, costs, cluster))
@@ -221,10 +223,10 @@ def _problem(
     choices: Sequence[Precision],
     theta: float,
     layers: tuple[tuple[Precision, ...], ...],
-    quantization: Quantization | None,
+    quantization: Quantization,
 ) -> Problem:
     kvs = (workload.kv,)
-    quantization = replace(quantization or Quantization(), head_bits=open_head(choices))
+    quantization = replace(quantization, head_bits=open_head(choices))
     known = () if costs is None else costs.device_kinds
     book = book_of(
         *(spec, cluster.devices, costs, rates_for(cluster, workload.dtype, profiled=known)),

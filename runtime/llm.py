@@ -20,7 +20,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self, cast
 
-from llmpq.checkpoints.kept_codes import kept_codes
+from llmpq.checkpoints.stored_codes import stored_codes
 from llmpq.cluster import Cluster
 from llmpq.plan import MAX_GAMMA, Plan
 from llmpq.runtime.answers import Answers
@@ -382,7 +382,7 @@ def _drafts(
     if mode is None:
         assert planned is not None
         return planned.mode, planned.gamma if gamma is None else gamma
-    modes = usable_modes(plan, kept_codes(path))
+    modes = usable_modes(plan, stored_codes(path))
     if mode not in modes:
         usable = ", ".join(modes)
         raise ValueError(f"speculate='{mode}' cannot draft for this plan; choose one of {usable}")

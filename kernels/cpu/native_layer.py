@@ -4,7 +4,8 @@
 
 A user's step is hundreds of small operators; called one by one from Python they take longer than
 their arithmetic. The order and the roundings are those of separate calls: results are the same.
-Attention runs in the call over a pool of 16-bit blocks, else the caller's between two halves.
+Attention runs in the call over a pool of 16-bit blocks, and then several layers are one call, too
+(`NativeStack`); else it is the caller's between two halves.
 
 Legend: M rows of tokens, h hidden, H query heads, G key/value heads, D head_dim, A angles.
 """
@@ -114,6 +115,18 @@ class PoolPlace:
     rows: BlockRows
 
 
+@dataclass(frozen=True, eq=False)
+class PoolPlaces:
+    """`PoolPlace` of all layers of a stage, which lie in one pool or two."""
+
+    k_L: ctypes.Array[ctypes.c_size_t]
+    v_L: ctypes.Array[ctypes.c_size_t]
+    """Addresses."""
+    pool_L: ctypes.Array[ctypes.c_int64]
+    pools: Sequence[tuple[Tensor, BlockRows] | None]
+    """Where a pool's tokens go, and which blocks rows read; None of one without layers."""
+
+
 class NativeLayer:
     """A layer whose parts the library takes (`native_layer`)."""
 
@@ -145,14 +158,20 @@ class NativeLayer:
 
     def whole(self, x: Tensor, y: Tensor, angles: Angles | None, place: PoolPlace) -> None:
         """Write the layer's output to y (x, if nobody reads that again); keys go to the pool."""
-        tables_BM, ends_B = place.rows.tables_BM, place.rows.ends_B
-        rows = _Rows(
+        rows = self._rows(x, y, angles, place.places_T, place.rows)
+        rows.k, rows.v = place.k_NGD.data_ptr(), place.v_NGD.data_ptr()
+        call("llmpq_layer", self._at, ctypes.addressof(rows), _BEFORE | _ATTENTION | _BEHIND)
+
+    def _rows(
+        self, x: Tensor, y: Tensor, angles: Angles | None, places_T: Tensor, rows: BlockRows
+    ) -> _Rows:
+        tables_BM, ends_B = rows.tables_BM, rows.ends_B
+        return _Rows(
             *(x.numel() // self._layer.hidden, torch.get_num_threads(), x.data_ptr(), y.data_ptr()),
-            *(0, 0, 0, *_angles(angles), place.k_NGD.data_ptr(), place.v_NGD.data_ptr()),
-            *(place.places_T.data_ptr(), tables_BM.data_ptr(), ends_B.data_ptr()),
+            *(0, 0, 0, *_angles(angles), 0, 0),
+            *(places_T.data_ptr(), tables_BM.data_ptr(), ends_B.data_ptr()),
             *(ends_B.shape[0], tables_BM.shape[1]),
         )
-        call("llmpq_layer", self._at, ctypes.addressof(rows), _BEFORE | _ATTENTION | _BEHIND)
 
     def before(self, x: Tensor, angles: Angles | None) -> tuple[Tensor, Tensor, Tensor]:
         """Return queries [..., H, D], keys and values [..., G, D] of rows [..., h]."""
@@ -194,6 +213,30 @@ class NativeLayer:
             *(self._address(bias), weight.out_features, k, padded_k(k) // GROUP, weight.groups),
             *(NUMBERS[weight.scale.dtype], weight.activation_bits),
         )
+
+
+class NativeStack:
+    """Layers one after the other as one call: nothing of Python's between two of them."""
+
+    def __init__(self, layers: Sequence[NativeLayer]) -> None:
+        self.layers = layers
+        self._at = (ctypes.c_size_t * len(layers))(*(layer._at for layer in layers))
+
+    def takes(self, x: Tensor) -> bool:
+        """Whether every layer does."""
+        return all(layer.takes(x) for layer in self.layers)
+
+    def whole(self, x: Tensor, y: Tensor, angles: Angles | None, places: PoolPlaces) -> None:
+        """Write the last layer's output to y; keys go to the pools."""
+        first = self.layers[0]
+        rows = (_Rows * len(places.pools))(
+            *(
+                _Rows() if pool is None else first._rows(x, y, angles, *pool)
+                for pool in places.pools
+            )
+        )
+        arrays = (self._at, rows, places.pool_L, places.k_L, places.v_L)
+        call("llmpq_layers", *(ctypes.addressof(array) for array in arrays), len(self.layers))
 
 
 def native_layer(form: LayerForm) -> NativeLayer | None:

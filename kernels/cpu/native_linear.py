@@ -23,63 +23,69 @@ AMX (busy: CPU time, not wall), codes / dequantise and oneDNN: bfloat16, 64 rows
 rows 2.43 / 1.31; float32, 64 rows 2.49 / 1.88; below 32 rows codes win.
 """
 
-_TILED_ROWS = 128
-"""Rows of x that tiles (kernels/native/tiles.h) take at a time: a few MB hold them as tiles.
-
-AMX multiplies codes of any number of rows sooner than dequantised weights. 8192 x 2048 at 4 bits,
-bfloat16, two busy threads of an Intel Xeon, ms, tiles / dequantise and oneDNN (its AMX, too):
-
-    rows    64           128          512
-            1.8 / 7.1    3.5 / 8.6    21.2 / 26.2
-"""
+_LAYER_ROWS = 128
+"""Rows of x up to which a layer is one call where tiles multiply any number of them."""
 
 
 def native_linear(x_MK: Tensor, qweight: QuantizedWeight, bias: Tensor | None) -> Tensor:
     """Multiply x [M, K] by a weight in the layout `Layout.CPU`."""
-    if x_MK.shape[0] <= _FEW_ROWS[x_MK.dtype] or _has_tiles(qweight):
+    if x_MK.shape[0] <= _FEW_ROWS[x_MK.dtype] or _has_tiles(qweight, x_MK.dtype):
         return few_rows(x_MK, qweight, bias)
     if qweight.activation_bits == 8:
         x_MK = in_eight_bits(x_MK)
-    shape = qweight.out_features, qweight.in_features
-    return dense_in_pieces(
-        x_MK, shape, lambda *rows: dequantize_rows(qweight, x_MK.dtype, *rows), bias
-    )
+    held: list[Tensor] = []
+
+    def rows_of(start: int, stop: int) -> Tensor:
+        # Pieces follow one another in the same memory: fresh pages would cost more than numbers.
+        if not held:
+            held.append(torch.empty(stop - start, qweight.in_features, dtype=x_MK.dtype))
+        return dequantize_rows(qweight, x_MK.dtype, start, stop, out=held[0][: stop - start])
+
+    return dense_in_pieces(x_MK, (qweight.out_features, qweight.in_features), rows_of, bias)
 
 
 def few_rows(x_MK: Tensor, qweight: QuantizedWeight, bias: Tensor | None) -> Tensor:
-    """Multiply codes and x, rounded to 16 or 8 bits a k-group, as integers (few_rows.h)."""
+    """Multiply by our own code alone.
+
+    Codes and x, rounded to 16 or 8 bits a k-group, as integers (few_rows.h, tiles.h); with AMX more
+    rows of bfloat16 meet the weight as bfloat16, made block by block in a core's cache
+    (many_rows.h).
+    """
     x_MK = x_MK.contiguous()
     m, n = x_MK.shape[0], qweight.out_features
     y = x_MK.new_empty(m, n)
     bias = bias if bias is None else bias.to(x_MK.dtype)
-    row_bytes = x_MK.shape[1] * x_MK.itemsize, n * y.itemsize
-    for start in range(0, m, _TILED_ROWS):
-        call(
-            "llmpq_few_rows",
-            address(x_MK) + start * row_bytes[0],
-            *_addresses(qweight),
-            address(bias),
-            address(y) + start * row_bytes[1],
-            min(_TILED_ROWS, m - start),
-            *_sizes(qweight),
-            NUMBERS[x_MK.dtype],
-            NUMBERS[qweight.scale.dtype],
-            qweight.activation_bits,
-            torch.get_num_threads(),
-        )
+    call(
+        "llmpq_multiply",
+        address(x_MK),
+        *_addresses(qweight),
+        address(bias),
+        address(y),
+        m,
+        *_sizes(qweight),
+        NUMBERS[x_MK.dtype],
+        NUMBERS[qweight.scale.dtype],
+        qweight.activation_bits,
+        torch.get_num_threads(),
+    )
     return y
 
 
 def rows_at_once(qweight: QuantizedWeight, dtype: torch.dtype) -> int:
     """Return the rows of x [M, K] up to which one call of `few_rows` is the way to multiply."""
-    return _TILED_ROWS if _has_tiles(qweight) else _FEW_ROWS[dtype]
+    return _LAYER_ROWS if _has_tiles(qweight, dtype) else _FEW_ROWS[dtype]
 
 
-def _has_tiles(qweight: QuantizedWeight) -> bool:
-    """Whether products of this weight run in tiles here: groups of a k-group or more."""
+def _has_tiles(qweight: QuantizedWeight, dtype: torch.dtype) -> bool:
+    """Whether any number of rows is multiplied in tiles here.
+
+    Codes in groups smaller than a k-group are not, weights made bfloat16 are.
+    """
     found = library()
+    if found is None or not found.llmpq_tiles():
+        return False
     fine = qweight.groups > padded_k(qweight.in_features) // GROUP
-    return not fine and found is not None and bool(found.llmpq_tiles())
+    return not fine or (dtype == torch.bfloat16 and qweight.activation_bits == 16)
 
 
 def in_eight_bits(x_MK: Tensor) -> Tensor:
@@ -90,9 +96,16 @@ def in_eight_bits(x_MK: Tensor) -> Tensor:
     return groups.div_(step).round_().mul_(step).flatten(1)[:, :k].to(x_MK.dtype)
 
 
-def dequantize_rows(qweight: QuantizedWeight, dtype: torch.dtype, start: int, stop: int) -> Tensor:
-    """Return rows start..stop of w [N, K], computed in float32."""
-    w = torch.empty(stop - start, qweight.in_features, dtype=dtype)
+def dequantize_rows(
+    qweight: QuantizedWeight,
+    dtype: torch.dtype,
+    start: int,
+    stop: int,
+    *,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Return rows start..stop of w [N, K], computed in float32, in `out` if there is one."""
+    w = torch.empty(stop - start, qweight.in_features, dtype=dtype) if out is None else out
     call(
         "llmpq_dequantize",
         *_addresses(qweight),

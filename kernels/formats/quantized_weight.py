@@ -228,7 +228,8 @@ def from_codes(
         )
     if layout is None:
         layout = best_layout(codes_NK.device, bits, n, scale_NG.dtype, group_size)
-    if group_size not in (None, GROUP) and layout not in (Layout.CPU, Layout.ROWS):
+    small, free = group_size not in (None, GROUP), (Layout.CPU, Layout.ROWS)
+    if small and layout not in (free if bits == 3 else (*free, Layout.FRAGMENT)):
         raise ValueError(
             f"weights in groups of {group_size} in layout {layout.value}: expected {GROUP} or a "
             "channel there, or rows"
@@ -268,7 +269,8 @@ def best_layout(
 ) -> Layout:
     """Return the layout that `linear` is fastest with on this device."""
     if device.type != "cpu":
-        return Layout.ROWS if group_size not in (None, GROUP) else Layout.FRAGMENT
+        small = group_size not in (None, GROUP)
+        return Layout.ROWS if small and (bits == 3 or dtype == torch.float32) else Layout.FRAGMENT
     if library() is not None:
         return Layout.CPU
     if group_size not in (None, GROUP):

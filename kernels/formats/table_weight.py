@@ -10,11 +10,16 @@
     iq4      -127 -104 -83 ... 89 113                   32      float16, 32      GGUF's IQ4
 
 ROWS       bytes as weight_layout.py draws them; scales [N, G]
-FRAGMENT   E2M1 with E8M0 scales: words as weight_layout.py draws them, but each half's four codes
-           i = 0..3 (h0r0, h0r1, h1r0, h1r1) of a sign s and three bits m lie as
-               [ s0 s2 s3 s1 | m2 | m0 | m1 | m3 ]
-           so that few masks bring sign and bits to where a 16-bit float has them;
-           scales [N/16, Kp/128, r (8), part (4), r3 (2)]: a lane's are eight bytes
+FRAGMENT   (GPU) words as weight_layout.py draws them, but for the order of bits in a word:
+           E2M1      each half's four codes i = 0..3 (h0r0, h0r1, h1r0, h1r1) of a sign s and three
+                     bits m lie as [ s0 s2 s3 s1 | m2 | m0 | m1 | m3 ], so that few masks bring
+                     them to where a 16-bit float has them; scales of MXFP4 [N/16, Kp/128, r (8),
+                     part (4), r3 (2)], of NVFP4 [N/16, Kp/128, r (8), jj (4), h (2), r3 (2)]: a
+                     lane's are 8 and 16 bytes
+           others    float16 scales, groups of 32 and 64; scales as there. The lower three bits
+                     of codes (h, r3, k0), k0 fastest, in nibbles; their top bits fill the nibbles'
+                     so that those of a half are the top bits of bytes: h = 0 as they are, h = 1
+                     once the word is shifted by 4
 Padding behind K has code 0 of E2M1 and FP4, and scale 0 elsewhere.
 """
 
@@ -94,6 +99,11 @@ class TableWeight:
     layout: Layout = Layout.ROWS
 
     @property
+    def is_mxfp4(self) -> bool:
+        """Whether it is E2M1 with a power of two for 32."""
+        return self.values is Values.E2M1 and self.scale.dtype is E8M0
+
+    @property
     def bits(self) -> int:
         """Bits of a weight."""
         return BITS
@@ -114,13 +124,14 @@ class TableWeight:
         return sum(t.nbytes for t in (self.plane, self.scale, self.factor) if t is not None)
 
     def to(self, device: torch.device | str) -> TableWeight:
-        """Return the weight on a device."""
-        return replace(
+        """Return the weight on a device, in the layout that device computes with fastest."""
+        moved = replace(
             self,
             plane=self.plane.to(device),
             scale=self.scale.to(device),
             factor=None if self.factor is None else self.factor.to(device),
         )
+        return moved.in_fragments() if moved.plane.is_cuda and moved.has_fragments() else moved
 
     def codes(self, start: int = 0, stop: int | None = None) -> Tensor:
         """Return the uint8 codes [stop - start, Kp] of some rows; in FRAGMENT, of whole blocks."""
@@ -128,15 +139,22 @@ class TableWeight:
         row = self.plane.numel() // self.out_features
         flat = self.plane.view(-1)[start * row : stop * row]
         if self.layout is Layout.FRAGMENT:
-            flat = _unfolded(flat)
+            e2m1 = self.values is Values.E2M1
+            flat = _unfolded(flat) if e2m1 else _unpaired(flat)
         return weight_layout.unpack((flat,), BITS, self.layout, stop - start)
 
     def scale_NG(self) -> Tensor:
         """Return the scales [N, G] as they are stored."""
         if self.layout is Layout.ROWS:
             return self.scale.view(self.out_features, -1)
-        blocks = self.scale.view(self.out_features // BLOCK_ROWS, -1, 8, _PARTS, 2)
-        return blocks.permute(0, 4, 2, 1, 3).reshape(self.out_features, -1)
+        n, blocks = self.out_features, self.out_features // BLOCK_ROWS
+        if self.is_mxfp4:
+            by_lane = self.scale.view(blocks, -1, 8, _PARTS, 2)
+            return by_lane.permute(0, 4, 2, 1, 3).reshape(n, -1)
+        if self.values is Values.E2M1:
+            by_lane = self.scale.view(blocks, -1, 8, 4, 2, 2)
+            return by_lane.permute(0, 5, 2, 1, 4, 3).reshape(n, -1)
+        return weight_layout.unpack_scales(self.scale, self.layout, n)
 
     def dequantize(self, dtype: torch.dtype, start: int = 0, stop: int | None = None) -> Tensor:
         """Return rows of w in float32 (float64 if asked for), rounded once to `dtype`."""
@@ -150,20 +168,38 @@ class TableWeight:
         return w.view(stop - start, -1)[:, : self.in_features].to(dtype)
 
     def in_fragments(self) -> TableWeight:
-        """Return an E2M1 weight in FRAGMENT, where `has_fragments`."""
+        """Return the weight in FRAGMENT, where `has_fragments`."""
         if self.layout is Layout.FRAGMENT:
             return self
         assert self.has_fragments()
         (plane,) = weight_layout.pack(self.codes(), BITS, Layout.FRAGMENT)
-        blocks = self.scale_NG().view(-1, 2, 8, self.groups // _PARTS, _PARTS)
-        scale = blocks.permute(0, 3, 2, 4, 1).reshape(-1)
-        return replace(self, plane=_folded(plane), scale=scale, layout=Layout.FRAGMENT)
+        if self.is_mxfp4:
+            rows = self.scale_NG().view(-1, 2, 8, self.groups // _PARTS, _PARTS)
+            scale = rows.permute(0, 3, 2, 4, 1).reshape(-1)
+        elif self.values is Values.E2M1:
+            rows = self.scale_NG().view(-1, 2, 8, self.groups // 8, 2, 4)
+            scale = rows.permute(0, 3, 2, 5, 4, 1).reshape(-1)
+        else:
+            scale = weight_layout.pack_scales(self.scale_NG(), Layout.FRAGMENT)
+        e2m1 = self.values is Values.E2M1
+        plane = _folded(plane) if e2m1 else _paired(plane)
+        return replace(self, plane=plane, scale=scale, layout=Layout.FRAGMENT)
 
     def has_fragments(self) -> bool:
-        """Whether it is MXFP4 in whole blocks of rows, no scale above 2; asks the device."""
-        mx = self.values is Values.E2M1 and self.scale.dtype is E8M0 and self.factor is None
-        whole = self.group_size * _PARTS == GROUP and self.out_features % BLOCK_ROWS == 0
-        return mx and whole and int(self.scale.max()) <= LARGEST
+        """Whether kernels take its words: whole blocks of rows, no MXFP4 scale above 2.
+
+        Asks the device for the largest one.
+        """
+        if self.layout is Layout.FRAGMENT:
+            return True
+        if self.out_features % BLOCK_ROWS:
+            return False
+        if self.is_mxfp4:
+            return self.group_size * _PARTS == GROUP and int(self.scale.max()) <= LARGEST
+        if self.values is Values.E2M1:
+            nvfp4 = self.group_size == 16 and self.scale.dtype is E4M3
+            return nvfp4 and self.factor is not None
+        return self.group_size in (32, 64) and self.scale.dtype == torch.float16
 
 
 def scale_numbers(scale: Tensor) -> Tensor:
@@ -270,6 +306,34 @@ def _unfolded(plane: Tensor) -> Tensor:
     for i in range(4):
         whole |= (sign[i] << 3 | rest[i]) << 4 * i
     return _bytes(whole)
+
+
+def _places() -> list[tuple[int, int, int]]:
+    """Return of a word's codes j = (h, r3, k0), k0 fastest: where weight_layout.py has their bits,
+    where their lower three go, and where their top one goes."""
+    codes = ((h, r3, k0) for h in range(2) for r3 in range(2) for k0 in range(2))
+    return [
+        (16 * k0 + 8 * h + 4 * r3, 16 * h + 8 * r3 + 4 * k0, 16 * r3 + 8 * k0 + 7 - 4 * h)
+        for h, r3, k0 in codes
+    ]
+
+
+def _paired(plane: Tensor) -> Tensor:
+    """Return words of codes whose bits lie where the file's head draws them for lookups."""
+    given = plane.view(torch.int32)
+    made = torch.zeros_like(given)
+    for old, low, top in _places():
+        made |= (given >> old & 7) << low | (given >> (old + 3) & 1) << top
+    return made.view(torch.uint8)
+
+
+def _unpaired(plane: Tensor) -> Tensor:
+    """Undo `_paired`."""
+    given = plane.view(torch.int32)
+    made = torch.zeros_like(given)
+    for old, low, top in _places():
+        made |= (given >> low & 7 | (given >> top & 1) << 3) << old
+    return made.view(torch.uint8)
 
 
 def _bytes(half: Tensor) -> Tensor:

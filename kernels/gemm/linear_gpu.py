@@ -6,7 +6,8 @@
     above, sm_90       gluon_kernel: wgmma fed from registers, x by TMA
     above              dequantise, then cuBLAS
     GPU before sm_80   dequantise, then cuBLAS, always: Triton drives no older tensor core
-    groups of 32, 64   kernels of their own (small_groups.py)
+    groups of 32, 64, codes of a table     the same, with operands that are numbers times scales
+                                           (scaled/); 3 bits in such groups: small_groups.py
 
 Which configuration: choice.py, by a model of the machine with measured corrections.
 Rows of w past the last full 16 go through cuBLAS. Nothing here synchronises or allocates more than
@@ -27,12 +28,15 @@ from torch.nn import functional
 from llmpq.kernels.arrivals import arrivals
 from llmpq.kernels.formats.quantized_weight import QuantizedWeight
 from llmpq.kernels.formats.weight_layout import BLOCK_ROWS
-from llmpq.kernels.gemm import small_groups
-from llmpq.kernels.gemm.choice import plan, rounded_rows
+from llmpq.kernels.gemm.choice import TENSOR_CORE_CAPABILITY, plan, rounded_rows
 from llmpq.kernels.gemm.config import Config, ProductPlan
 from llmpq.kernels.gemm.dequantize import dequantize_triton
 from llmpq.kernels.gemm.gluon import gluon_launch
 from llmpq.kernels.gemm.rows_kernel import rows_kernel
+from llmpq.kernels.gemm.scaled import small_groups
+from llmpq.kernels.gemm.scaled.choice_of_form import for_form, is_narrow
+from llmpq.kernels.gemm.scaled.forms import Coded, form_constants, form_of, words_of
+from llmpq.kernels.gemm.scaled.scaled_numbers import numbers_of
 from llmpq.kernels.gemm.tile_kernel import tile_kernel
 
 TRITON_CAPABILITY = (7, 5)
@@ -42,7 +46,7 @@ TRITON_CAPABILITY = (7, 5)
 def run(
     plan: ProductPlan,
     x_MK: Tensor,
-    q: QuantizedWeight,
+    q: Coded,
     bias: Tensor | None = None,
     residual_MN: Tensor | None = None,
     *,
@@ -52,9 +56,10 @@ def run(
 
     `into_residual`: y may take the residual's place, which saves a dense product a copy of it.
     """
-    if x_MK.dtype != q.scale.dtype or x_MK.dtype not in (torch.float16, torch.bfloat16):
+    own = q.scale.dtype if isinstance(q, QuantizedWeight) else x_MK.dtype
+    if x_MK.dtype != own or x_MK.dtype not in (torch.float16, torch.bfloat16):
         raise ValueError(
-            f"linear on a GPU: got x in {x_MK.dtype}, expected {q.scale.dtype}, the 16-bit dtype "
+            f"linear on a GPU: got x in {x_MK.dtype}, expected {own}, the 16-bit dtype "
             "the weight was quantised for. Quantise with dtype=x.dtype."
         )
     x_MK = x_MK.contiguous()
@@ -76,25 +81,55 @@ def run(
         launch(plan, x_MK, q, bias, residual_MN, y_MN)
     full = q.out_features // BLOCK_ROWS * BLOCK_ROWS
     if full < q.out_features:
-        tail = q.row_slice(full, q.out_features)
-        part = None if bias is None else bias[full:]
-        more = None if residual_MN is None else residual_MN[:, full:]
-        y_MN[:, full:] = _dense(x_MK, tail, part, more, plan.interpret)
+        y_MN[:, full:] = _tail(x_MK, q, full, bias, residual_MN, plan.interpret)
     return y_MN
+
+
+def _tail(
+    x: Tensor, q: Coded, full: int, bias: Tensor | None, residual: Tensor | None, interpret: bool
+) -> Tensor:
+    """Return the columns of y past the last whole block of rows of w."""
+    assert isinstance(q, QuantizedWeight), "tables lie in whole blocks"
+    tail = q.row_slice(full, q.out_features)
+    part = None if bias is None else bias[full:]
+    more = None if residual is None else residual[:, full:]
+    if small_groups.takes(tail) and interpret:  # which multiplies bfloat16 as if it were integers
+        y = functional.linear(x, tail.dequantize(x.dtype), part)
+        return y if more is None else y + more
+    if small_groups.takes(tail):
+        return small_groups.multiply(x, tail, part, more)
+    return _dense(x, tail, part, more, interpret)
+
+
+def _numbers(q: Coded, dtype: torch.dtype, interpret: bool) -> Tensor:
+    """Return w [N, K] in x's dtype."""
+    old = (0, 0) if interpret else torch.cuda.get_device_capability(q.device)
+    if form_of(q):
+        if not interpret and old < TENSOR_CORE_CAPABILITY:
+            return q.dequantize(dtype)
+        w, full = (
+            numbers_of(q, dtype, interpret=interpret),
+            q.out_features // BLOCK_ROWS * BLOCK_ROWS,
+        )
+        if full == q.out_features:
+            return w
+        assert isinstance(q, QuantizedWeight), "tables lie in whole blocks"
+        return torch.cat((w, q.row_slice(full, q.out_features).dequantize(dtype)))
+    assert isinstance(q, QuantizedWeight)
+    if interpret or old >= TRITON_CAPABILITY:
+        return dequantize_triton(q, interpret=interpret)
+    return q.dequantize(dtype)
 
 
 def _dense(
     x: Tensor,
-    q: QuantizedWeight,
+    q: Coded,
     bias: Tensor | None,
     residual: Tensor | None,
     interpret: bool,
     into_residual: bool = False,
 ) -> Tensor:
-    if interpret or torch.cuda.get_device_capability(x.device) >= TRITON_CAPABILITY:
-        w = dequantize_triton(q, interpret=interpret)
-    else:
-        w = q.dequantize(x.dtype)
+    w = _numbers(q, x.dtype, interpret)
     with _float32_sums():
         if residual is not None and bias is None and not interpret:
             return (residual.addmm_ if into_residual else partial(torch.addmm, residual))(x, w.t())
@@ -126,13 +161,13 @@ def _float32_sums() -> Iterator[None]:
 def _launch_rows(
     plan: ProductPlan,
     x: Tensor,
-    q: QuantizedWeight,
+    q: Coded,
     bias: Tensor | None,
     residual: Tensor | None,
     y: Tensor,
 ) -> None:
     config, (m, k) = plan.config, x.shape
-    planes, scale, zero = q.block_words()
+    planes, scale, zero = words_of(q)
     blocks, groups = q.out_features // BLOCK_ROWS, -(-k // 128)
     warps = min(config.warps, 1 << (groups.bit_length() - 1))
     rows_kernel[(triton.cdiv(blocks, config.blocks),)](
@@ -149,9 +184,7 @@ def _launch_rows(
         k,
         blocks,
         groups,
-        BITS=q.bits,
-        GROUPED=q.group_size is not None,
-        SYMMETRIC=q.symmetric,
+        **form_constants(q, x.dtype),
         EVEN_K=k % 128 == 0,
         EVEN_G=groups % warps == 0,
         HAS_BIAS=bias is not None,
@@ -172,13 +205,13 @@ def _launch_rows(
 def _launch_tiles(
     plan: ProductPlan,
     x: Tensor,
-    q: QuantizedWeight,
+    q: Coded,
     bias: Tensor | None,
     residual: Tensor | None,
     y: Tensor,
 ) -> None:
     config, (m, k) = plan.config, x.shape
-    planes, scale, zero = q.block_words()
+    planes, scale, zero = words_of(q)
     blocks, groups = q.out_features // BLOCK_ROWS, -(-k // 128)
     bn = BLOCK_ROWS * config.blocks * config.warps
     m_tiles, tiles, split = (
@@ -205,9 +238,7 @@ def _launch_tiles(
         blocks,
         groups,
         split,
-        BITS=q.bits,
-        GROUPED=q.group_size is not None,
-        SYMMETRIC=q.symmetric,
+        **form_constants(q, x.dtype),
         EVEN_K=k % 128 == 0,
         HAS_BIAS=bias is not None,
         HAS_RESIDUAL=residual is not None,
@@ -260,10 +291,27 @@ def quantized_linear(
     return run(_plan_of(x, q), x, q, bias, residual)
 
 
-def _plan_of(x_MK: Tensor, q: QuantizedWeight) -> ProductPlan:
+def _plan_of(x_MK: Tensor, q: Coded) -> ProductPlan:
     rows, k = x_MK.shape
-    form = (x_MK.dtype, q.symmetric)
-    return plan(q.bits, q.out_features, k, rounded_rows(rows), x_MK.device, *form)
+    form = (x_MK.dtype, q.symmetric if isinstance(q, QuantizedWeight) else True)
+    own = plan(q.bits, q.out_features, k, rounded_rows(rows), x_MK.device, *form)
+    if not form_of(q):
+        return own
+    if is_narrow(own, q):
+        own = plan(q.bits, q.out_features, k, 8, x_MK.device, *form)
+    return for_form(own, q, rows)
+
+
+def scaled_linear(
+    x_MK: Tensor,
+    q: Coded,
+    bias: Tensor | None,
+    residual_MN: Tensor | None,
+    *,
+    into_residual: bool = False,
+) -> Tensor:
+    """Multiply by a weight whose words `scaled_operand` takes."""
+    return run(_plan_of(x_MK, q), x_MK, q, bias, residual_MN, into_residual=into_residual)
 
 
 @quantized_linear.register_fake
@@ -296,6 +344,8 @@ def linear_gpu(
     """
     if small_groups.takes(q):
         return small_groups.multiply(x_MK, q, bias, residual_MN)
+    if form_of(q):
+        return scaled_linear(x_MK, q, bias, residual_MN, into_residual=into_residual)
     if not torch.compiler.is_compiling():
         return run(_plan_of(x_MK, q), x_MK, q, bias, residual_MN, into_residual=into_residual)
     return quantized_linear(

@@ -28,6 +28,7 @@ from llmpq.kernels.gemm.packed_operands import (
     unpack,
     zero_constants,
 )
+from llmpq.kernels.gemm.scaled.scaled_operand import SHARE, load_scaled, scale_words, scaled_operand
 
 
 @triton.jit
@@ -39,13 +40,26 @@ def _first(group, groups, WM: tl.constexpr, EVEN_G: tl.constexpr):
         return tl.minimum(group, groups - WM)
 
 
+@triton.jit
+def _load(
+    P0, P1, S, Z, left, groups, g, BITS: tl.constexpr, GROUPED: tl.constexpr,
+    SYMMETRIC: tl.constexpr, BH: tl.constexpr, WM: tl.constexpr, FORM: tl.constexpr,
+):  # fmt: skip
+    if FORM == "":
+        return load_tile(P0, P1, S, Z, left, groups, g, BITS, GROUPED, SYMMETRIC, BH, WM, True)
+    else:
+        return load_scaled(
+            P0, P1, S, Z, left, groups, g, FORM, BITS, GROUPED, SYMMETRIC, BH, WM, True
+        )
+
+
 @triton.jit(do_not_specialize=["M"])
 def rows_kernel(
     X, P0, P1, S, Z, BIAS, RESIDUAL, Y, M, N, K, blocks, groups,
     BITS: tl.constexpr, GROUPED: tl.constexpr, SYMMETRIC: tl.constexpr, EVEN_K: tl.constexpr,
     EVEN_G: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
     BH: tl.constexpr, WM: tl.constexpr, STEPS: tl.constexpr, D: tl.constexpr, XD: tl.constexpr,
-    PDL: tl.constexpr, INTERPRET: tl.constexpr,
+    PDL: tl.constexpr, INTERPRET: tl.constexpr, FORM: tl.constexpr = "", ASM: tl.constexpr = "",
 ):  # fmt: skip
     """y = x w^T for M <= 8: STEPS * WM >= groups; steps past the last group are multiplied by 0."""
     DT: tl.constexpr = X.dtype.element_ty
@@ -55,15 +69,16 @@ def rows_kernel(
     S_GROUPS = groups if GROUPED else 1
     P0 += block.to(tl.int64) * groups * WORDS
     P1 += block.to(tl.int64) * groups * WORDS
-    S += block * S_GROUPS * 8
-    Z += block * S_GROUPS * 8
+    S += block * S_GROUPS * scale_words(FORM, GROUPED)
+    if FORM != "nvfp4":
+        Z += block * S_GROUPS * scale_words(FORM, GROUPED)
 
     # Weights: D steps ahead of their use. A step that would start past the last group re-reads
     # the last WM groups' start; x is zero there.
     tiles = ()
     for i in tl.static_range(min(D, STEPS)):
         tiles += (
-            load_tile(
+            _load(
                 P0,
                 P1,
                 S,
@@ -76,7 +91,7 @@ def rows_kernel(
                 SYMMETRIC,
                 BH,
                 WM,
-                True,
+                FORM,
             ),
         )
     if not GROUPED:
@@ -94,7 +109,7 @@ def rows_kernel(
     for i in tl.static_range(STEPS):
         if i + D < STEPS:
             tiles += (
-                load_tile(
+                _load(
                     P0,
                     P1,
                     S,
@@ -107,27 +122,35 @@ def rows_kernel(
                     SYMMETRIC,
                     BH,
                     WM,
-                    True,
+                    FORM,
                 ),
             )
         if i + XD < STEPS:
             xs += (_x_step(X, i + XD, M, K, groups, WM, EVEN_K, EVEN_G),)
         words, scale, zero = tiles[i]
         zeros = ()
-        if not SYMMETRIC:
-            if GROUPED:
-                zeros = zero_constants(zero, BITS, DT, INTERPRET)
-            else:
-                wide = tl.broadcast_to(tl.reshape(channel_zero, (BH, 1, 32)), (BH, WM, 32))
-                zeros = zero_constants(tl.reshape(wide, (BH * WM * 32,)), BITS, DT, INTERPRET)
-        w = unpack(words, zeros, BITS, DT, SYMMETRIC, BH, WM, True, True, INTERPRET)
-        if GROUPED:
+        if FORM != "":
+            w = scaled_operand(
+                tiles[i], FORM, ASM, BITS, GROUPED, SYMMETRIC, DT, BH, WM, True, True, INTERPRET
+            )
+        else:
+            if not SYMMETRIC:
+                if GROUPED:
+                    zeros = zero_constants(zero, BITS, DT, INTERPRET)
+                else:
+                    wide = tl.broadcast_to(tl.reshape(channel_zero, (BH, 1, 32)), (BH, WM, 32))
+                    zeros = zero_constants(tl.reshape(wide, (BH * WM * 32,)), BITS, DT, INTERPRET)
+            w = unpack(words, zeros, BITS, DT, SYMMETRIC, BH, WM, True, True, INTERPRET)
+        if GROUPED and FORM == "":
             t = dot(w, xs[i], tl.zeros([WM, BH * 16, 8], tl.float32), INTERPRET)
             t = tl.reshape(t, (WM, BH * 16, 1, 4, 2))
             acc += tl.reshape(t * accumulator_scale(scale, DT, BH, WM, True), (WM, BH * 16, 8))
         else:
             acc = dot(w, xs[i], acc, INTERPRET)
     total = tl.sum(acc, axis=0)
+    if FORM == "nvfp4":
+        row = tl.minimum(block * 16 + tl.arange(0, BH * 16), N - 1)
+        total *= tl.load(Z + row)[:, None] * SHARE
     if not GROUPED:
         s = tl.reshape(accumulator_scale(channel_scale, DT, BH, 1, True), (BH * 16, 1, 4, 1))
         total = tl.reshape(tl.reshape(total, (BH * 16, 1, 4, 2)) * s, (BH * 16, 8))

@@ -22,6 +22,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from llmpq.kernels.gemm.float_codes.e2m1_operand import own_sum
 from llmpq.kernels.gemm.packed_operands import (
     accumulator_scale,
     dot,
@@ -32,6 +33,7 @@ from llmpq.kernels.gemm.packed_operands import (
     unpack,
     zero_constants,
 )
+from llmpq.kernels.gemm.scaled.scaled_operand import SHARE, load_scaled, scale_words, scaled_operand
 
 
 @triton.jit
@@ -63,6 +65,33 @@ def _scaled(
 
 
 @triton.jit
+def _add_scaled(
+    acc, tile, x, FORM: tl.constexpr, ASM: tl.constexpr, BITS: tl.constexpr, GROUPED: tl.constexpr,
+    SYMMETRIC: tl.constexpr, DT: tl.constexpr, BH: tl.constexpr, WM: tl.constexpr,
+    BM: tl.constexpr, KWIDTH4: tl.constexpr, INTERPRET: tl.constexpr,
+):  # fmt: skip
+    """acc += w x of one k-group of scaled numbers; a sum of its own, as in expert_kernel.py."""
+    w = scaled_operand(
+        tile, FORM, ASM, BITS, GROUPED, SYMMETRIC, DT, BH, WM, False, KWIDTH4, INTERPRET
+    )
+    t = dot(w, x, tl.zeros([BH * WM * 16, BM], tl.float32), INTERPRET)
+    return acc + own_sum(t, INTERPRET)
+
+
+@triton.jit
+def _load(
+    P0, P1, S, Z, left, groups, g, BITS: tl.constexpr, GROUPED: tl.constexpr,
+    SYMMETRIC: tl.constexpr, BH: tl.constexpr, WM: tl.constexpr, FORM: tl.constexpr,
+):  # fmt: skip
+    if FORM == "":
+        return load_tile(P0, P1, S, Z, left, groups, g, BITS, GROUPED, SYMMETRIC, BH, WM, False)
+    else:
+        return load_scaled(
+            P0, P1, S, Z, left, groups, g, FORM, BITS, GROUPED, SYMMETRIC, BH, WM, False
+        )
+
+
+@triton.jit
 def _accumulate(
     acc,
     tile,
@@ -78,25 +107,32 @@ def _accumulate(
     BM: tl.constexpr,
     KWIDTH4: tl.constexpr,
     INTERPRET: tl.constexpr,
+    FORM: tl.constexpr = "",
+    ASM: tl.constexpr = "",
 ):
     """acc += scale * (code - zero) x of one k-group; not GROUPED, the scale waits for the end."""
-    words, scale, zero = tile
-    zeros = ()
-    if not SYMMETRIC:
-        if GROUPED:
-            zeros = zero_constants(zero, BITS, DT, INTERPRET)
-        else:
-            zeros = zero_constants(channel_zero, BITS, DT, INTERPRET)
-    w = unpack(words, zeros, BITS, DT, SYMMETRIC, BH, WM, False, KWIDTH4, INTERPRET)
-    BN: tl.constexpr = BH * WM * 16
-    if not GROUPED:
-        acc = dot(w, x, acc, INTERPRET)
-    elif SCALE_W:
-        acc = dot(_scaled(w, scale, DT, BH, WM, INTERPRET), x, acc, INTERPRET)
+    if FORM != "":
+        acc = _add_scaled(
+            acc, tile, x, FORM, ASM, BITS, GROUPED, SYMMETRIC, DT, BH, WM, BM, KWIDTH4, INTERPRET
+        )
     else:
-        t = dot(w, x, tl.zeros([BN, BM], tl.float32), INTERPRET)
-        t = tl.reshape(t, (BN, BM // 8, 4, 2))
-        acc += tl.reshape(t * accumulator_scale(scale, DT, BH, WM, False), (BN, BM))
+        words, scale, zero = tile
+        zeros = ()
+        if not SYMMETRIC:
+            if GROUPED:
+                zeros = zero_constants(zero, BITS, DT, INTERPRET)
+            else:
+                zeros = zero_constants(channel_zero, BITS, DT, INTERPRET)
+        w = unpack(words, zeros, BITS, DT, SYMMETRIC, BH, WM, False, KWIDTH4, INTERPRET)
+        BN: tl.constexpr = BH * WM * 16
+        if not GROUPED:
+            acc = dot(w, x, acc, INTERPRET)
+        elif SCALE_W:
+            acc = dot(_scaled(w, scale, DT, BH, WM, INTERPRET), x, acc, INTERPRET)
+        else:
+            t = dot(w, x, tl.zeros([BN, BM], tl.float32), INTERPRET)
+            t = tl.reshape(t, (BN, BM // 8, 4, 2))
+            acc += tl.reshape(t * accumulator_scale(scale, DT, BH, WM, False), (BN, BM))
     return acc
 
 
@@ -115,6 +151,7 @@ def tile_kernel(
     HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, SPLIT: tl.constexpr, SCALE_W: tl.constexpr,
     BH: tl.constexpr, WM: tl.constexpr, BM: tl.constexpr, D: tl.constexpr, STAGES: tl.constexpr,
     XS: tl.constexpr, PDL: tl.constexpr, KWIDTH4: tl.constexpr, INTERPRET: tl.constexpr,
+    FORM: tl.constexpr = "", ASM: tl.constexpr = "",
 ):  # fmt: skip
     """y = x w^T, grid (tiles of BM rows of x, tiles of rows of w, split).
 
@@ -130,8 +167,9 @@ def tile_kernel(
     S_GROUPS = groups if GROUPED else 1
     P0 += block.to(tl.int64) * groups * WORDS
     P1 += block.to(tl.int64) * groups * WORDS
-    S += block * S_GROUPS * 8
-    Z += block * S_GROUPS * 8
+    S += block * S_GROUPS * scale_words(FORM, GROUPED)
+    if FORM != "nvfp4":
+        Z += block * S_GROUPS * scale_words(FORM, GROUPED)
     steps = groups // D
     first, last = part * steps // split, (part + 1) * steps // split
 
@@ -152,7 +190,7 @@ def tile_kernel(
             gdc_launch_dependents()
             gdc_wait()
         for g in tl.range(first, last, num_stages=STAGES):
-            now = load_tile(P0, P1, S, Z, left, groups, g, BITS, GROUPED, SYMMETRIC, BH, WM, False)
+            now = _load(P0, P1, S, Z, left, groups, g, BITS, GROUPED, SYMMETRIC, BH, WM, FORM)
             if not GROUPED:
                 # Scaled here all the same: Triton 3.6 pipelines a sum that wgmma itself carries on
                 # without waiting for it to have read the operand that the next step unpacks.
@@ -165,7 +203,7 @@ def tile_kernel(
                 channel_zero,
                 BITS,
                 DT,
-                True,
+                GROUPED if GROUPED else 1,
                 SYMMETRIC,
                 SCALE_W,
                 BH,
@@ -173,12 +211,14 @@ def tile_kernel(
                 BM,
                 KWIDTH4,
                 INTERPRET,
+                FORM,
+                ASM,
             )
     else:
         ahead = ()
         for i in tl.static_range(D):
             ahead += (
-                load_tile(
+                _load(
                     P0,
                     P1,
                     S,
@@ -191,7 +231,7 @@ def tile_kernel(
                     SYMMETRIC,
                     BH,
                     WM,
-                    False,
+                    FORM,
                 ),
             )
         if PDL:
@@ -206,7 +246,7 @@ def tile_kernel(
             ahead = ()
             for i in tl.static_range(D):
                 ahead += (
-                    load_tile(
+                    _load(
                         P0,
                         P1,
                         S,
@@ -219,7 +259,7 @@ def tile_kernel(
                         SYMMETRIC,
                         BH,
                         WM,
-                        False,
+                        FORM,
                     ),
                 )
             for i in tl.static_range(D):
@@ -238,11 +278,16 @@ def tile_kernel(
                     BM,
                     KWIDTH4,
                     INTERPRET,
+                    FORM,
+                    ASM,
                 )
 
     if not GROUPED and STAGES == 1:
         s = accumulator_scale(channel_scale, DT, BH, WM, False)
         acc = tl.reshape(tl.reshape(acc, (BN, BM // 8, 4, 2)) * s, (BN, BM))
+    if FORM == "nvfp4":
+        row = tl.minimum(block * 16 + tl.arange(0, BN), N - 1)
+        acc *= tl.load(Z + row)[:, None] * SHARE
     if not SPLIT:
         finish(
             acc,

@@ -6,7 +6,7 @@
 #include "threads.h"
 
 extern "C" {
-void llmpq_few_rows(const void* x, const uint8_t* codes, const void* scale, const void* zero, const void* bias,
+void llmpq_multiply(const void* x, const uint8_t* codes, const void* scale, const void* zero, const void* bias,
                     void* y, int64_t M, int64_t N, int64_t K, int64_t k_groups, int64_t groups, int64_t bits,
                     int64_t number, int64_t scale_number, int64_t x_bits, int64_t threads);
 void llmpq_dense(const void* x, const void* w, const void* bias, void* y, int64_t M, int64_t N, int64_t K,
@@ -60,7 +60,7 @@ static int64_t lines(int64_t bytes) { return (bytes + 63) / 64 * 64; }
 
 static void multiply(const Product& p, const void* x, void* y, const Layer& layer, const Rows& rows) {
   if (p.bits)
-    llmpq_few_rows(x, (const uint8_t*)p.codes, p.scale, p.zero, p.bias, y, rows.M, p.N, p.K, p.k_groups, p.groups,
+    llmpq_multiply(x, (const uint8_t*)p.codes, p.scale, p.zero, p.bias, y, rows.M, p.N, p.K, p.k_groups, p.groups,
                    p.bits, layer.number, p.scale_number, p.x_bits, rows.threads);
   else
     llmpq_dense(x, p.codes, p.bias, y, rows.M, p.N, p.K, layer.number, rows.threads);
@@ -141,4 +141,15 @@ extern "C" void llmpq_layer(const Layer* layer, const Rows* rows, int64_t parts)
   if (parts & BEFORE) before_attention(*layer, r);
   if (parts & ATTENTION) attend_in_pool(*layer, r);
   if (parts & BEHIND) behind_attention(*layer, r);
+}
+
+// All parts of n layers, one after the other: `rows` of each pool, `pools` which of them a layer's k and v are in.
+extern "C" void llmpq_layers(const Layer* const* layers, const Rows* rows, const int64_t* pools, void* const* k,
+                             void* const* v, int64_t n) {
+  for (int64_t i = 0; i < n; ++i) {
+    Rows r = rows[pools[i]];
+    r.k = k[i], r.v = v[i];
+    if (i) r.x = r.y;
+    llmpq_layer(layers[i], &r, BEFORE | ATTENTION | BEHIND);
+  }
 }

@@ -7,21 +7,19 @@
 #include "dense_tiles.h"
 #include "dequantize.h"
 #include "few_rows.h"
+#include "many_rows.h"
 #include "search.h"
 #include "threads.h"
 #include "tiles.h"
 
-extern "C" {
+// Rows of x at a time: a few MB hold them as tiles.
+constexpr int64_t CODE_ROWS = 128, BLOCKED_ROWS = 512;
 
-// y [M, N] = x [M, K] w^T + bias for few rows, x rounded to x_bits; x, bias and y are of one number, scales of another.
-void llmpq_few_rows(const void* x, const uint8_t* codes, const void* scale, const void* zero, const void* bias,
-                    void* y, int64_t M, int64_t N, int64_t K, int64_t k_groups, int64_t groups, int64_t bits,
-                    int64_t number, int64_t scale_number, int64_t x_bits, int64_t threads) {
-  Weight w{codes, scale, zero, N, K, k_groups, groups, bits, scale_number};
-  Output out{y, bias, number};
+// y [M, N] = x [M, K] w^T + bias, x rounded to x_bits: codes as they are.
+static void multiply_codes(const Weight& w, const void* x, const Output& out, int64_t M, int64_t x_bits, int64_t threads) {
   static thread_local RoundedRows held;
   RoundedRows& rounded = held;  // of the calling thread, for all
-  rounded.reset(M, number == FLOAT32 && x_bits == 16 ? 2 : 1, w, x_bits);
+  rounded.reset(M, out.number == FLOAT32 && x_bits == 16 ? 2 : 1, w, x_bits);
   constexpr int64_t block = 32;
   auto run = [&](auto product, int64_t n0, int64_t n1, float* s) {
     float* z = s + block * w.grid_size();
@@ -34,25 +32,43 @@ void llmpq_few_rows(const void* x, const uint8_t* codes, const void* scale, cons
   TiledRows& tiled = held_tiles;
   if (tiles) tiled.reset(M * rounded.parts, w, rounded);
 #endif
-#pragma omp parallel num_threads(threads_for(M * N * K, threads))
+#pragma omp parallel num_threads(threads_for(M * w.N * w.K, threads))
   {
     std::vector<float> grid(2 * block * w.grid_size());
 #pragma omp for schedule(static)
-    for (int64_t i = 0; i < M * k_groups; ++i) round_row_group(x, number, w, i / k_groups, i % k_groups, rounded);
+    for (int64_t i = 0; i < M * w.k_groups; ++i) round_row_group(x, out.number, w, i / w.k_groups, i % w.k_groups, rounded);
 #ifdef __AMX_INT8__
     if (tiles) multiply_by_tiles(w, rounded, tiled, out, M);
-    const int64_t blocks = tiles ? 0 : (N + block - 1) / block;
+    const int64_t blocks = tiles ? 0 : (w.N + block - 1) / block;
 #else
-    const int64_t blocks = (N + block - 1) / block;
+    const int64_t blocks = (w.N + block - 1) / block;
 #endif
 #pragma omp for schedule(dynamic, 4)
     for (int64_t n = 0; n < blocks; ++n) {
-      int64_t n0 = n * block, n1 = n0 + block < N ? n0 + block : N;
+      int64_t n0 = n * block, n1 = n0 + block < w.N ? n0 + block : w.N;
       bool two = rounded.parts == 2;
-      if (bits == 3) run(two ? few_rows<3, 2> : few_rows<3, 1>, n0, n1, grid.data());
-      else if (bits == 4) run(two ? few_rows<4, 2> : few_rows<4, 1>, n0, n1, grid.data());
+      if (w.bits == 3) run(two ? few_rows<3, 2> : few_rows<3, 1>, n0, n1, grid.data());
+      else if (w.bits == 4) run(two ? few_rows<4, 2> : few_rows<4, 1>, n0, n1, grid.data());
       else run(two ? few_rows<8, 2> : few_rows<8, 1>, n0, n1, grid.data());
     }
+  }
+}
+
+extern "C" {
+
+// y [M, N] = x [M, K] w^T + bias, x rounded to x_bits; x, bias and y are of one number, scales of another.
+void llmpq_multiply(const void* x, const uint8_t* codes, const void* scale, const void* zero, const void* bias,
+                    void* y, int64_t M, int64_t N, int64_t K, int64_t k_groups, int64_t groups, int64_t bits,
+                    int64_t number, int64_t scale_number, int64_t x_bits, int64_t threads) {
+  const Weight w{codes, scale, zero, N, K, k_groups, groups, bits, scale_number};
+  const bool blocks = takes_blocks(w, M, number, x_bits);
+  const int64_t most = blocks ? BLOCKED_ROWS : CODE_ROWS;
+  for (int64_t m = 0; m < M; m += most) {
+    const int64_t rows = std::min(most, M - m);
+    const void* from = (const uint8_t*)x + m * K * size_of(number);
+    const Output out{(uint8_t*)y + m * N * size_of(number), bias, number};
+    if (blocks) multiply_by_blocks(w, from, out, rows, threads_for(rows * N * K, threads));
+    else multiply_codes(w, from, out, rows, x_bits, threads);
   }
 }
 

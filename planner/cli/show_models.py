@@ -14,7 +14,7 @@ from typing import Any
 from llmpq.capabilities import WAYS, Way, lacks
 from llmpq.checkpoints.gguf_config import ARCHITECTURES
 from llmpq.checkpoints.gguf_file import BLOCKS
-from llmpq.checkpoints.kept_codes import KEPT
+from llmpq.checkpoints.stored_codes import KEPT
 from llmpq.families import FAMILIES
 from llmpq.model_spec import ModelSpec, builtin_configs
 

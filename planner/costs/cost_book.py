@@ -13,6 +13,7 @@ from llmpq.cluster import Cluster, Device
 from llmpq.cost_model import CostModel, LatencyEntry, Part, Phase
 from llmpq.errors import nearest
 from llmpq.memory import Quantization
+from llmpq.planner.costs.code_forms import priced
 from llmpq.precision import KVPrecision, Precision
 from llmpq.workload import Workload
 
@@ -70,7 +71,13 @@ class CostBook:
         work: Workload,
         precision: Precision = Precision.W16A16,
     ) -> LatencyEntry:
-        """Return the measured entry of a key, else the estimated one."""
+        """Return the measured entry of a key, else the estimated one, as its codes' form has it."""
+        found = self._found(device, part, phase, work, precision)
+        return priced(found, device.spec, self.quantization) if part == "layer" else found
+
+    def _found(
+        self, device: Device, part: Part, phase: Phase, work: Workload, precision: Precision
+    ) -> LatencyEntry:
         if part == "head":
             precision = self.quantization.head(on_cpu=device.spec.is_cpu)
         kinds = [work.kv] if work.kv is KVPrecision.KV16 else [work.kv, KVPrecision.KV16]

@@ -4,8 +4,8 @@
     GPTQ, AWQ, compressed-tensors    groups of 32 or 64, where all linears have the same
     NVFP4                            groups of 16, scales of a byte: as much as 32 without zeros
 
-CPUs keep them, and GPUs NVFP4. GPUs' products are quickest in groups of 128: there, other codes are
-numbers that are rounded anew, unless `--weight-group-size` asks for groups as they are stored.
+CPUs keep them, and GPUs NVFP4. On GPUs, other codes are numbers that are rounded anew in groups of
+128, which take fewer bytes, unless `--weight-group-size` asks for groups as they are stored.
 Codes of MXFP4 and bitsandbytes are kept on any grid (runtime/weights/table_forms.py) that counts
 the quarter of a bit a weight that their scales take.
 """

@@ -24,6 +24,7 @@ from llmpq.planner.costs.probed import book_of
 from llmpq.planner.formulation.positions import positions_note
 from llmpq.planner.formulation.problem import Problem
 from llmpq.planner.inputs.cpu_here import rates_for
+from llmpq.planner.inputs.kept_codes import kept_codes
 from llmpq.planner.inputs.kept_grid import kept_grid, require_counted
 from llmpq.planner.inputs.named_inputs import assumed_of_devices, read_cluster, read_model
 from llmpq.planner.inputs.requests import PlanRequest
@@ -65,6 +66,7 @@ def make_problem(request: PlanRequest) -> tuple[Problem, str | None, list[str]]:
         outliers=outliers,
         head_bits=open_head(choices, request.head_bits),
         cpu_activations=request.cpu_activations,
+        codes=kept_codes(path, kept) if layers else None,
     )
     too_long = positions_note(spec, workload)
     known = () if profile is None else profile.device_kinds

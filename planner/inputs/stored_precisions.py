@@ -94,7 +94,7 @@ def stored_layers(
             f"'{directory}' is quantised but has no {SINGLE}, whose header says at how many bits "
             "each layer is stored; get its weights, or say it with --bits"
         )
-    file_of = {name: header for header in map(_read_header, files) for name in header.tensors}
+    file_of = headers_of(directory)
     found: dict[int, set[Precision]] = {}
     for layer, precision in _quantised(file_of, described, small):
         found.setdefault(layer, set()).add(precision)
@@ -112,8 +112,7 @@ def small_groups(directory: str | Path) -> Quantization | None:
     described = section(read_config(directory), "quantization_config") or {}
     if described.get("quant_method") not in ("gptq", "awq", "compressed-tensors"):
         return None
-    headers = map(_read_header, _files(Path(directory)))
-    file_of = {name: header for header in headers for name in header.tensors}
+    file_of = headers_of(directory)
     sizes, has_zeros = set(), False
     for name in file_of:
         stem, _, kind = name.rpartition(".")
@@ -144,6 +143,12 @@ def _group_size(
         groups = _groups(file_of, f"{stem}.weight_scale", 1)
     found = [each for each in (GROUP, *SMALL) if k and groups == -(-k // each)]
     return found[0] if found else None
+
+
+def headers_of(directory: str | Path) -> dict[str, _Header]:
+    """Return every tensor's file, by its name."""
+    headers = map(_read_header, _files(Path(directory)))
+    return {name: header for header in headers for name in header.tensors}
 
 
 def has_weights(directory: str | Path) -> bool:
@@ -261,9 +266,7 @@ def nvfp4_grid(directory: str | Path) -> Quantization | None:
     described = section(read_config(directory), "quantization_config") or {}
     if described.get("quant_method") != "compressed-tensors":
         return None
-    headers = map(_read_header, _files(Path(directory)))
-    names = {name for header in headers for name in header.tensors}
-    coded = any(name.endswith(".weight_global_scale") for name in names)
+    coded = any(name.endswith(".weight_global_scale") for name in headers_of(directory))
     return Quantization(group_size=min(SMALL), symmetric=True) if coded else None
 
 

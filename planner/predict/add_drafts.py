@@ -7,7 +7,7 @@ stage on every device; the speed-up is that of the formulas the runtime obeys
 
 from __future__ import annotations
 
-from llmpq.checkpoints.kept_codes import kept_codes
+from llmpq.checkpoints.stored_codes import stored_codes
 from llmpq.cluster import Cluster, Device
 from llmpq.cost_model import CostModel
 from llmpq.errors import DoesNotFitError
@@ -35,7 +35,7 @@ def with_speculation(
     """
     context = plan.workload.prompt_len + plan.workload.gen_len / 2
     rows = plan.decode_microbatch
-    usable = usable_modes(plan, kept_codes(plan.model.path))
+    usable = usable_modes(plan, stored_codes(plan.model.path))
 
     def best(mode: SpeculationMode) -> tuple[int, float]:
         return best_gamma(

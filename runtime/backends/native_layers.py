@@ -1,10 +1,17 @@
 """Decoder layers of few rows by one call of our own code on a CPU, the others by torch's operators.
 
+Where a step is a token a row and KV a pool of 16 bits, all layers of a stage are one call: Python
+between two layers takes 50 to 100 us, in which memory rests.
+
 The calls are kernels/cpu/native_layer.py's; here is which layers and steps they serve. Results are
 those of `PlainLayers`, whose products, norms and turns are the same functions one by one.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -13,6 +20,7 @@ from llmpq.kernels.cpu.native_layer import (
     LayerForm,
     Matrix,
     NativeLayer,
+    NativeStack,
     PoolPlace,
     native_layer,
 )
@@ -27,11 +35,19 @@ from llmpq.runtime.models.norms import Norm
 from llmpq.runtime.step import Step
 
 
+@dataclass(frozen=True, eq=False)
+class _Stack:
+    weights: list[tuple[Linear, Weight]]
+    """As they were when it was made."""
+    stack: NativeStack | None
+
+
 class NativeLayers(PlainLayers):
     """A CPU's layers."""
 
     def __init__(self) -> None:
         self._known: dict[DecoderLayer, tuple[tuple[Weight, ...], NativeLayer | None]] = {}
+        self._stacks: WeakKeyDictionary[object, _Stack] = WeakKeyDictionary()
 
     def decoder_layer(
         self,
@@ -64,6 +80,43 @@ class NativeLayers(PlainLayers):
         )
         native.behind(out, x_BQh, y)
         return y
+
+    def all_layers(
+        self, layers: Sequence[DecoderLayer], x_BQh: Tensor, step: Step, kv: KVCache
+    ) -> Tensor | None:
+        """Return what one call makes of a token a row; None where it cannot."""
+        if not isinstance(kv, PagedPlainKV):
+            return None
+        stack = self._stack(layers)
+        places = None if stack is None or not stack.takes(x_BQh) else kv.places_of_tokens(step)
+        if stack is None or places is None:
+            return None
+        attention = layers[0].attention
+        assert isinstance(attention, Attention)
+        rotary = attention.rotary
+        angles = None if rotary is None else rotary.angles(step, x_BQh)
+        y = torch.empty_like(x_BQh)
+        stack.whole(x_BQh, y, angles, places)
+        return y
+
+    def _stack(self, layers: Sequence[DecoderLayer]) -> NativeStack | None:
+        known = self._stacks.get(layers)
+        if known is None or any(part.weight is not held for part, held in known.weights):
+            known = self._stacks[layers] = self._make_stack(layers)
+        return known.stack
+
+    def _make_stack(self, layers: Sequence[DecoderLayer]) -> _Stack:
+        natives = [self._native(layer) for layer in layers]
+        weights = [(linear, linear.weight) for layer in layers for linear in _linears(layer)]
+        first, whole = layers[0].attention, []
+        for layer, native in zip(layers, natives, strict=True):
+            attention = layer.attention
+            if native is None or not isinstance(attention, Attention):
+                continue
+            explicit = attention.rule is not None and attention.rule.is_explicit
+            if isinstance(first, Attention) and attention.rotary is first.rotary and not explicit:
+                whole.append(native)
+        return _Stack(weights, NativeStack(whole) if len(whole) == len(layers) else None)
 
     def _native(self, layer: DecoderLayer) -> NativeLayer | None:
         weights, known = self._known.get(layer, ((), None))

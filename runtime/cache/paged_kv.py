@@ -9,16 +9,18 @@ Legend: T tokens of a step, H query heads, G key/value heads, R = H / G, D head_
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from llmpq.kernels.cpu.block_attention import attend_blocks, native_takes
-from llmpq.kernels.cpu.native_layer import PoolPlace
+from llmpq.kernels.cpu.block_attention import BlockRows, attend_blocks, native_takes
+from llmpq.kernels.cpu.native_layer import PoolPlace, PoolPlaces
 from llmpq.kernels.kv.reference import EVERYTHING, ScoreRule
 from llmpq.model_spec import ModelSpec
 from llmpq.runtime.cache.kv_cache import PagedKV
@@ -86,9 +88,34 @@ class PagedPlainKV(PagedKV):
             return None
         if not step.once("all single", lambda: all(span.count == 1 for span in step.spans)):
             return None
+        return PoolPlace(pool.k[place], pool.v[place], *self._places_and_rows(pool, step))
+
+    def places_of_tokens(self, step: Step) -> PoolPlaces | None:
+        """Return the same of all layers, whose scores are plain or windows'."""
+        pools = [self._whole, self._windowed]
+        if self._whole.v is self._whole.k or not isinstance(step, RaggedStep):
+            return None
+        if not step.once("all single", lambda: all(span.count == 1 for span in step.spans)):
+            return None
+        taken: list[tuple[Tensor, BlockRows] | None] = [None, None]
+        k_L, v_L, pool_L, used = self._addresses
+        for number in used:
+            taken[number] = self._places_and_rows(pools[number], step)
+        return PoolPlaces(k_L, v_L, pool_L, taken)
+
+    @cached_property
+    def _addresses(self) -> tuple[Any, Any, Any, set[int]]:
+        """Where each layer's keys and values lie, in which of the two pools, and which are used."""
+        array = ctypes.c_size_t * len(self._layers)
+        k_L = array(*(pool.k[place].data_ptr() for pool, place in self._layers))
+        v_L = array(*(pool.v[place].data_ptr() for pool, place in self._layers))
+        numbers = [int(pool is self._windowed) for pool, _ in self._layers]
+        return k_L, v_L, (ctypes.c_int64 * len(numbers))(*numbers), set(numbers)
+
+    @staticmethod
+    def _places_and_rows(pool: LayerPool, step: RaggedStep) -> tuple[Tensor, BlockRows]:
         places_T = step.once(f"places {pool.window}", lambda: pool.places(step))
-        rows = step.once(f"blocks 0 {pool.window}", lambda: pool.rows(step.spans))
-        return PoolPlace(pool.k[place], pool.v[place], places_T, rows)
+        return places_T, step.once(f"blocks 0 {pool.window}", lambda: pool.rows(step.spans))
 
     def attend(
         self,

@@ -7,7 +7,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
-from llmpq.checkpoints.kept_codes import kept_codes
+from llmpq.checkpoints.stored_codes import stored_codes
 from llmpq.commands.command_line import refuse_without_effect
 from llmpq.cost_model import CostModel
 from llmpq.errors import unknown_name
@@ -62,7 +62,7 @@ def choose_speculation(
         mode = plan.speculation.mode
         if gamma is None and costs is None:
             length = plan.speculation.gamma
-    kept = kept_codes(model or plan.model.path)
+    kept = stored_codes(model or plan.model.path)
     if mode == "auto":
         return _automatic(plan, costs, length, kept)
     if mode not in MODES:

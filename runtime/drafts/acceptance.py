@@ -18,7 +18,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from llmpq.runtime.models.sampling import draw, probabilities, uniform
+from llmpq.runtime.models.sampling import draw, likeliest, probabilities, uniform
 from llmpq.runtime.sampling_params import TokenChoice
 
 _ELEMENTS_AT_ONCE, _ELEMENTS_ON_GPU = 1 << 20, 1 << 25
@@ -31,7 +31,7 @@ def draft_tokens(
     logits_BV: Tensor, params: Sequence[TokenChoice], steps: Sequence[int]
 ) -> tuple[Tensor, list[Tensor | None]]:
     """Return drafted tokens [B] and each sampled row's distribution q [V], None for greedy rows."""
-    tokens_B = logits_BV.argmax(dim=-1)
+    tokens_B = likeliest(logits_BV)
     kept: list[Tensor | None] = [None] * len(params)
     rows = [row for row, p in enumerate(params) if not p.greedy]
     if rows:
@@ -55,7 +55,7 @@ def accept(
     `draft_probs` are the distributions the drafts were drawn from; None where they were not drawn
     (n-gram drafts), which counts as certainty. `steps` is the index of each row's first new token.
     """
-    choices: list[list[int]] = logits_BQV.argmax(dim=-1).tolist()
+    choices: list[list[int]] = likeliest(logits_BQV).tolist()
     results = [_accept_greedy(choices[row], list(drafts[row])) for row in range(len(params))]
     sampled = [row for row, sampling in enumerate(params) if not sampling.greedy]
     elements = _ELEMENTS_ON_GPU if logits_BQV.is_cuda else _ELEMENTS_AT_ONCE

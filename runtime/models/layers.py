@@ -8,7 +8,7 @@ Legend: B rows, Q new tokens, h hidden, H query heads, G key/value heads, D head
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -171,6 +171,12 @@ class LayerRunner(Protocol):
         """Return the new residual stream of a layer (see `DecoderLayer.forward`)."""
         ...
 
+    def all_layers(
+        self, layers: Sequence[DecoderLayer], x_BQh: Tensor, step: Step, kv: KVCache
+    ) -> Tensor | None:
+        """Return the residual stream behind a stage's layers; None: they run one by one."""
+        ...
+
     def norm(self, part: Norm, x: Tensor) -> Tensor:
         """Return x normalised."""
         ...
@@ -206,6 +212,12 @@ class PlainLayers:
         del attended
         y.add_(x_BQh)
         return y.add_(layer.added(layer.mlp(layer.mlp_norm(y)), layer.mlp_out_norm))
+
+    def all_layers(
+        self, layers: Sequence[DecoderLayer], x_BQh: Tensor, step: Step, kv: KVCache
+    ) -> Tensor | None:
+        """Return None: layers run one by one."""
+        return None
 
     def norm(self, part: Norm, x: Tensor) -> Tensor:
         """Return x normalised."""

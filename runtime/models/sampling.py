@@ -21,6 +21,7 @@ from llmpq.runtime.upload import upload
 __all__ = [
     "TokenChoice",
     "draw",
+    "likeliest",
     "probabilities",
     "sample",
     "sample_with_torch",
@@ -64,7 +65,7 @@ def sample_with_torch(
     logits_BV: Tensor, params: Sequence[TokenChoice], steps: Sequence[int]
 ) -> Tensor:
     """As `sample`, on any device; logits may be -inf, not all of a row's."""
-    tokens_B = logits_BV.argmax(dim=-1)
+    tokens_B = likeliest(logits_BV)
     rows = [row for row, p in enumerate(params) if not p.greedy]
     at_once = max(1, _ELEMENTS_AT_ONCE // logits_BV.shape[-1])
     for start in range(0, len(rows), at_once):
@@ -74,6 +75,15 @@ def sample_with_torch(
         numbers = [uniform(params[row].seed, steps[row]) for row in some]
         tokens_B[places] = draw(probs, upload(numbers, torch.float64, probs.device))
     return tokens_B
+
+
+def likeliest(logits: Tensor) -> Tensor:
+    """Return the first of the largest logits [..., V] as torch.argmax does.
+
+    Of bfloat16 on CPUs that is a loop over single numbers: 8 x 128,256 on one core of a Xeon take
+    2.4 ms of a step's 55, by `max` 0.3.
+    """
+    return logits.max(dim=-1).indices if logits.device.type == "cpu" else logits.argmax(dim=-1)
 
 
 def told_rows(

@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
-from typing import TypeVar
+from typing import TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -120,10 +120,17 @@ class StageModel(nn.Module):
         self._check_positions(step)
         if self.embedding is not None:
             x = self.embedding(x, step)
+        done = self._all_layers(x, step, kv)
+        if done is not None:
+            return done
         for index, layer in enumerate(self.layers):
             options = {"last_only": True} if last_only and index + 1 == len(self.layers) else {}
             x = layer(x, index, step, kv, in_place=index > 0, **options)
         return x
+
+    def _all_layers(self, x: Tensor, step: Step, kv: KVCache) -> Tensor | None:
+        layers = cast("Sequence[DecoderLayer]", self.layers)
+        return layers[0].runner.all_layers(layers, x, step, kv) if len(layers) > 0 else None
 
     @torch.inference_mode()
     def logits(self, hidden_BQh: Tensor, step: Step, *, all_positions: bool = False) -> Tensor:

@@ -25,7 +25,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from llmpq.kernels.formats.fp8_weight import Fp8Weight
 from llmpq.kernels.formats.quantized_weight import QuantizedWeight
 from llmpq.kernels.formats.table_weight import TableWeight
-from llmpq.kernels.formats.weight_layout import BLOCK_ROWS, Layout
+from llmpq.kernels.formats.weight_layout import BLOCK_ROWS, GROUP, Layout
 from llmpq.kernels.gemm.config import Config, make_plan
 from llmpq.kernels.gemm.experts import expert_rows_launch, expert_wide, gluon_expert_launch
 from llmpq.kernels.gemm.experts.e4m3_experts import Fp8Stack, alike
@@ -388,7 +388,8 @@ def stackable(weight: object) -> TypeGuard[Stackable]:
     if isinstance(weight, Fp8Weight):
         return weight.dtype in (torch.float16, torch.bfloat16)
     if isinstance(weight, TableWeight):
-        return weight.has_fragments()
+        return weight.is_mxfp4 and weight.has_fragments()
     if isinstance(weight, QuantizedWeight):
-        return weight.layout is Layout.FRAGMENT and weight.out_features % BLOCK_ROWS == 0
+        whole = weight.out_features % BLOCK_ROWS == 0 and weight.group_size in (None, GROUP)
+        return whole and weight.layout is Layout.FRAGMENT
     return isinstance(weight, Tensor) and not weight.is_mkldnn

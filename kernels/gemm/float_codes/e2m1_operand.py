@@ -88,13 +88,32 @@ F_SCALES = tl.constexpr(  # e << 23 is the power in float32
 )
 
 
+B_FLOATS, F_FLOATS = (  # E4M3 is 2^-120 of a float32: 2^118 and 2^6 of it
+    tl.constexpr(
+        _scales(
+            "prmt.b32 t, $4, z, 0x444{i};shl.b32 t, t, 20;mov.b32 f, t;mul.f32 f, f, 0f7b800000;"
+            f"mul.f32 f, f, {times};cvt.rn.{kind}.f32 ${{i}}, f, f;"
+        )
+    )
+    for kind, times in (("bf16x2", "0f7a800000"), ("f16x2", "0f42800000"))
+)
+NVFP4_SHARE = 256.0
+"""Of NVFP4's numbers, what `unpack_nvfp4` makes: a row's factor is so much larger."""
+
+
 @triton.jit
-def load_e2m1(P, S, blocks, groups, group, BH: tl.constexpr, WM: tl.constexpr):
+def load_e2m1(
+    P, S, blocks, groups, group, BH: tl.constexpr, WM: tl.constexpr, BATCH: tl.constexpr = False
+):
     """A tile's words and, (bh, warp, r, c, h), the eight bytes of scales of every lane."""
-    words = load_words(P, blocks, groups, group, 256, 0, BH, WM, False)
+    words = load_words(P, blocks, groups, group, 256, 0, BH, WM, BATCH)
     f = tl.arange(0, BH * WM * 64)
-    block = tl.minimum(f // (64 * WM) * WM + f // 64 % WM, blocks - 1)
-    at = block * groups * 16 + f // 8 % 8 * 2 + f % 2
+    if BATCH:
+        at = tl.minimum(f // (64 * WM), blocks - 1) * groups * 16 + f // 64 % WM * 16
+    else:
+        block = tl.minimum(f // (64 * WM) * WM + f // 64 % WM, blocks - 1)
+        at = block * groups * 16
+    at += f // 8 % 8 * 2 + f % 2
     return words, tl.load(S + group * 16 + at)
 
 
@@ -127,6 +146,52 @@ def _multipliers(bytes4, DT: tl.constexpr, INTERPRET: tl.constexpr):
 
 
 @triton.jit
+def load_nvfp4(
+    P, S, blocks, groups, group, BH: tl.constexpr, WM: tl.constexpr, BATCH: tl.constexpr = False
+):
+    """A tile's words and, (bh, warp, r, c, jj), the sixteen bytes of scales of every lane."""
+    words = load_words(P, blocks, groups, group, 256, 0, BH, WM, BATCH)
+    f = tl.arange(0, BH * WM * 128)
+    if BATCH:
+        at = tl.minimum(f // (128 * WM), blocks - 1) * groups * 32 + f // 128 % WM * 32
+    else:
+        block = tl.minimum(f // (128 * WM) * WM + f // 128 % WM, blocks - 1)
+        at = block * groups * 32
+    at += f // 16 % 8 * 4 + f % 4
+    return words, tl.load(S + group * 32 + at)
+
+
+@triton.jit
+def _floats(byte, SHIFT: tl.constexpr):
+    b = byte >> SHIFT & 127
+    return (b << 20).to(tl.float32, bitcast=True) * 1.329227995784916e36 * 0.00390625
+
+
+@triton.jit
+def _float_multipliers(bytes4, DT: tl.constexpr, INTERPRET: tl.constexpr):
+    """Four E4M3 bytes (h, r3) as pairs, or in the interpreter as float32."""
+    if INTERPRET:
+        return _floats(bytes4, 0), _floats(bytes4, 8), _floats(bytes4, 16), _floats(bytes4, 24)
+    elif DT == tl.float16:
+        return tl.inline_asm_elementwise(
+            F_FLOATS, "=r,=r,=r,=r,r", [bytes4], dtype=(tl.int32,) * 4, is_pure=True, pack=1
+        )
+    else:
+        return tl.inline_asm_elementwise(
+            B_FLOATS, "=r,=r,=r,=r,r", [bytes4], dtype=(tl.int32,) * 4, is_pure=True, pack=1
+        )
+
+
+@triton.jit
+def _spread_words(a, b, c, d, BH: tl.constexpr, WM: tl.constexpr):
+    """Values (bh, warp, r, c) of jj = 0, 1, 2, 3 as one for each word of the lane."""
+    t = tl.join(tl.join(a, b), tl.join(c, d))  # jj%2, jj/2
+    t = tl.permute(tl.reshape(t, (BH, WM, 8, 4, 2, 2)), (0, 5, 1, 2, 3, 4))
+    t = tl.reshape(t, (BH, 2, WM, 8, 4, 2, 1))
+    return tl.reshape(tl.broadcast_to(t, (BH, 2, WM, 8, 4, 2, 2)), (BH * WM * 256,))
+
+
+@triton.jit
 def _number(word, scale, SIGN: tl.constexpr, REST: tl.constexpr, DT: tl.constexpr):
     """Sign at bit SIGN and three bits from REST on, times the scale."""
     m = word >> REST & 7
@@ -147,13 +212,40 @@ def _interpreted(w, s, DT: tl.constexpr):
 @triton.jit
 def unpack_e2m1(
     words, exponents, DT: tl.constexpr, BH: tl.constexpr, WM: tl.constexpr,
-    KWIDTH4: tl.constexpr, INTERPRET: tl.constexpr,
+    KWIDTH4: tl.constexpr, INTERPRET: tl.constexpr, BATCH: tl.constexpr = False,
 ):  # fmt: skip
     """`load_e2m1` to w as an operand [rows, 128 k], k ordered as packed_operands.unpack says."""
     h0, h1 = tl.split(tl.reshape(exponents, (BH * WM * 32, 2)))
     m0, m1 = _multipliers(h0, DT, INTERPRET), _multipliers(h1, DT, INTERPRET)
     s0, s1 = _spread_parts(m0[0], m0[2], BH, WM), _spread_parts(m0[1], m0[3], BH, WM)
     s2, s3 = _spread_parts(m1[0], m1[2], BH, WM), _spread_parts(m1[1], m1[3], BH, WM)
+    return _times(words, s0, s1, s2, s3, DT, BH, WM, KWIDTH4, INTERPRET, BATCH)
+
+
+@triton.jit
+def unpack_nvfp4(
+    words, scales, DT: tl.constexpr, BH: tl.constexpr, WM: tl.constexpr,
+    KWIDTH4: tl.constexpr, INTERPRET: tl.constexpr, BATCH: tl.constexpr = False,
+):  # fmt: skip
+    """`load_nvfp4` to 1 / NVFP4_SHARE of w, without a row's factor: exact in 16 bits."""
+    even, odd = tl.split(tl.reshape(scales, (BH * WM * 32, 2, 2)))
+    j0, j2 = tl.split(even)
+    j1, j3 = tl.split(odd)
+    m0, m1 = _float_multipliers(j0, DT, INTERPRET), _float_multipliers(j1, DT, INTERPRET)
+    m2, m3 = _float_multipliers(j2, DT, INTERPRET), _float_multipliers(j3, DT, INTERPRET)
+    s0 = _spread_words(m0[0], m1[0], m2[0], m3[0], BH, WM)
+    s1 = _spread_words(m0[1], m1[1], m2[1], m3[1], BH, WM)
+    s2 = _spread_words(m0[2], m1[2], m2[2], m3[2], BH, WM)
+    s3 = _spread_words(m0[3], m1[3], m2[3], m3[3], BH, WM)
+    return _times(words, s0, s1, s2, s3, DT, BH, WM, KWIDTH4, INTERPRET, BATCH)
+
+
+@triton.jit
+def _times(
+    words, s0, s1, s2, s3, DT: tl.constexpr, BH: tl.constexpr, WM: tl.constexpr,
+    KWIDTH4: tl.constexpr, INTERPRET: tl.constexpr, BATCH: tl.constexpr = False,
+):  # fmt: skip
+    """Codes times multipliers of (h, r3), one for each word, as an operand [rows, 128 k]."""
     if INTERPRET:
         t = _interpreted(words, (s0, s1, s2, s3), DT)
     else:
@@ -168,12 +260,23 @@ def unpack_e2m1(
                 pack=1,
             )  # fmt: skip
         t = join8(o[0], o[1], o[2], o[3], o[4], o[5], o[6], o[7])
+    return placed(t, BH, WM, KWIDTH4, BATCH)
+
+
+@triton.jit
+def placed(
+    t, BH: tl.constexpr, WM: tl.constexpr, KWIDTH4: tl.constexpr, BATCH: tl.constexpr
+):  # fmt: skip
+    """Joined numbers of words as an operand [(warp,) rows, 128 k]."""
     # bh, jj/2, warp, r, c, jj%2, k3 | k0, r3, h
     t = tl.permute(tl.reshape(t, (BH, 2, WM, 8, 4, 2, 2, 2, 2, 2)), (2, 0, 8, 3, 9, 1, 5, 6, 4, 7))
     if KWIDTH4:
         t = tl.permute(t, (0, 1, 2, 3, 4, 5, 6, 8, 7, 9))
-    t = tl.permute(t, (1, 0, 2, 3, 4, 5, 6, 7, 8, 9))
-    return tl.reshape(t, (BH * WM * 16, 128))
+    if BATCH:
+        return tl.reshape(t, (WM, BH * 16, 128))
+    else:
+        t = tl.permute(t, (1, 0, 2, 3, 4, 5, 6, 7, 8, 9))
+        return tl.reshape(t, (BH * WM * 16, 128))
 
 
 @triton.jit

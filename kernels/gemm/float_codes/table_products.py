@@ -1,4 +1,7 @@
-"""y = x w^T on a GPU with 4-bit codes of a table (formats/table_weight.py), as bytes of ROWS.
+"""y = x w^T on a GPU with 4-bit codes of a table (formats/table_weight.py).
+
+Words of FRAGMENT are multiplied as W4's are (scaled/). Here are bytes of ROWS: rows that are no
+whole blocks, groups of 128, float32 scales, MXFP4 with scales above 2.
 
     k-group of 128, one row of w     byte j:  [ k=j+64 | k=j ]        (weight_layout.py, ROWS)
     product      E2M1: program = BM rows of x, BN of w, every `splits`-th k-group: two products of
@@ -26,6 +29,7 @@ from torch.nn import functional
 
 from llmpq.kernels.formats.table_weight import E4M3, E8M0, TableWeight, Values
 from llmpq.kernels.formats.weight_layout import GROUP, Layout
+from llmpq.kernels.gemm.linear_gpu import scaled_linear
 from llmpq.kernels.multiprocessors import multiprocessors
 
 FEW = 16
@@ -113,6 +117,8 @@ def table_linear_gpu(
 ) -> Tensor:
     """Return y [M, N] = x w^T (+ bias) (+ residual), in x's dtype."""
     rows = x_MK.shape[0]
+    if q.layout is Layout.FRAGMENT and x_MK.dtype in (torch.float16, torch.bfloat16):
+        return scaled_linear(x_MK, q, bias, residual_MN)
     product = q.values is Values.E2M1 and 0 < rows <= FEW
     if not product or not _has_programs(q, OLDEST):
         y_MN = functional.linear(x_MK, dequantized(q, x_MK.dtype), bias)

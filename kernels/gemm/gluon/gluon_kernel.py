@@ -33,8 +33,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from llmpq.kernels.gemm.gluon.gluon_load import ask_ahead, load, load_first
+from llmpq.kernels.gemm.gluon.gluon_parts import operand_of
 from llmpq.kernels.gemm.gluon.gluon_shares import add_shares, segment_of, work
-from llmpq.kernels.gemm.gluon.gluon_unpack import operand, splat, zero_constants
 
 # Triton's names since 3.9, else those of 3.6.
 _barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
@@ -234,13 +234,10 @@ def _multiply(
                         )  # fmt: skip
                     mbarrier.wait(ready.index(step % STAGES), step // STAGES % 2)
                 words, scale, zero = now[_rows_of(c, BH, KS)]
-                scales = splat(scale)
-                zeros = zero_constants(zero, BITS, DT, SYMMETRIC)
-                a = gl.convert_layout(
-                    operand(words, scales, zeros, _half_of(c, BH, KS), BITS, DT, SYMMETRIC),
-                    LEFT,
-                    assert_trivial=True,
+                w = operand_of(
+                    words, scale, zero, _half_of(c, BH, KS), BITS, DT, SYMMETRIC, GROUPED
                 )
+                a = gl.convert_layout(w, LEFT, assert_trivial=True)
                 right = ring.index(step % STAGES)
                 if KS == 128:
                     right = right.slice(_half_of(c, BH, KS) * 64, 64, dim=1)

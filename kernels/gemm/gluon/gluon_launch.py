@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from llmpq.kernels.formats.quantized_weight import QuantizedWeight
-from llmpq.kernels.formats.weight_layout import BLOCK_ROWS
+from llmpq.kernels.formats.table_weight import TableWeight, Values
+from llmpq.kernels.formats.weight_layout import BLOCK_ROWS, GROUP
 from llmpq.kernels.gemm.config import Config
 from llmpq.kernels.gemm.gluon.gluon_plan import parts_of, schedule, slot_columns, tile_rows
 from llmpq.kernels.multiprocessors import multiprocessors
@@ -33,7 +34,7 @@ def fits(x_MK: Tensor, n: int, residual_MN: Tensor | None = None) -> bool:
 def launch(
     config: Config,
     x_MK: Tensor,
-    q: QuantizedWeight,
+    q: QuantizedWeight | TableWeight,
     bias: Tensor | None,
     residual_MN: Tensor | None,
     y_MN: Tensor,
@@ -50,7 +51,7 @@ def launch(
 
     m, k = x_MK.shape
     bt, extra = parts_of(config)
-    planes, scale, zero = q.block_words()
+    planes, scale, zero = _words(q)
     blocks, groups = q.out_features // BLOCK_ROWS, -(-k // 128)
     m_tiles = -(-m // config.bm)
     n_tiles = -(-blocks * BLOCK_ROWS // tile_rows(config))
@@ -125,12 +126,21 @@ def _descriptor(
     return TensorDescriptor(place, list(shape), [stride, 1], list(box), layout)
 
 
-def _constants(config: Config, q: QuantizedWeight) -> dict[str, int | bool]:
+def _words(q: QuantizedWeight | TableWeight) -> tuple[tuple[Tensor, ...], Tensor, Tensor]:
+    """Return planes, scales and zeros as words."""
+    if isinstance(q, QuantizedWeight):
+        return q.block_words()
+    scale = q.scale.view(torch.int32)
+    return (q.plane.view(torch.int32),), scale, scale
+
+
+def _constants(config: Config, q: QuantizedWeight | TableWeight) -> dict[str, int | bool | str]:
     """Return the kernel's constants that the weight's form and the tiles decide."""
+    e2m1 = isinstance(q, TableWeight) and q.values is Values.E2M1
     return {
         "BITS": q.bits,
-        "GROUPED": q.group_size is not None,
-        "SYMMETRIC": q.symmetric,
+        "GROUPED": 0 if q.group_size is None else 1 if e2m1 else GROUP // q.group_size,
+        "SYMMETRIC": q.values.value if isinstance(q, TableWeight) else q.symmetric,
         "BH": config.blocks,
         "BT": parts_of(config)[0],
         "EXTRA": parts_of(config)[1],

@@ -2,7 +2,8 @@
 
 Registers bridge one k-group of time and the L2 the latency behind it: lines are asked of the L2
 several k-groups before registers load them. Legend as in gluon_kernel.py. SYMMETRIC "e2m1" are
-MXFP4's words and exponents (e2m1_operand.py): a thread's scale is two times four bytes.
+MXFP4's words and exponents (e2m1_operand.py): a thread's scale is two times four bytes. GROUPED:
+scales of a k-group; of more than one, tuples.
 """
 
 # mypy: ignore-errors
@@ -12,6 +13,12 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+
+
+@gluon.constexpr_function
+def has_zeros(symmetric):
+    """Whether zeros lie beside the scales; `symmetric` is a bool or a table's name."""
+    return not symmetric
 
 
 @gluon.jit
@@ -42,8 +49,9 @@ def load(
     thread = gl.arange(0, 128, layout=gl.SliceLayout(1, LANES))
     lane = thread % 32
     start = (block.to(gl.int64) * groups + group) * WORDS
-    s_groups = groups if GROUPED else 1
-    s_start = (block * s_groups + (group if GROUPED else 0)) * 8
+    EACH: gl.constexpr = GROUPED if GROUPED > 1 else 1
+    s_groups = groups * EACH if GROUPED else 1
+    s_start = (block * s_groups + (group * EACH if GROUPED else 0)) * 8
     out = ()
     for bh in gl.static_range(BH):
         inner = gl.minimum((WG * BH + bh) * 4 + thread // 32, blocks - 1 - block)
@@ -53,6 +61,13 @@ def load(
             eight = S + (s_start + inner * s_groups * 8 + lane // 4) * 2
             scale = (gl.load(eight), gl.load(eight + 1))
             zero = 0
+        elif GROUPED > 1:
+            scale, zero = (), ()
+            for part in gl.static_range(GROUPED):
+                scale = scale + (gl.load(S + s_start + pair + 8 * part),)
+                zero = zero + (
+                    (gl.load(Z + s_start + pair + 8 * part) if has_zeros(SYMMETRIC) else 0),
+                )
         else:
             scale = gl.load(S + s_start + pair)
             zero = scale if SYMMETRIC else gl.load(Z + s_start + pair)
@@ -84,6 +99,7 @@ def ask_ahead(
     LANES: gl.constexpr = gl.BlockedLayout([1, OWN], [32, 1], [4, 1], [1, 0])
     thread = gl.arange(0, 128, layout=gl.SliceLayout(1, LANES))
     start = block.to(gl.int64) * groups + group
+    EACH: gl.constexpr = GROUPED if GROUPED > 1 else 1
     for bh in gl.static_range(BH):
         inner = gl.minimum((WG * BH + bh) * 4 + thread // 32, blocks - 1 - block) * groups
         at = inner * WORDS + thread % 32 * (WORDS // 32)
@@ -93,9 +109,9 @@ def ask_ahead(
         if SYMMETRIC == "e2m1":
             _ask(S + start * 16 + inner * 16)
         elif GROUPED:
-            _ask(S + start * 8 + inner * 8)
-            if not SYMMETRIC:
-                _ask(Z + start * 8 + inner * 8)
+            _ask(S + (start + inner) * (8 * EACH))
+            if has_zeros(SYMMETRIC):
+                _ask(Z + (start + inner) * (8 * EACH))
 
 
 @gluon.jit

@@ -19,7 +19,7 @@ Legend: B rows, Q new tokens, h hidden, H query heads, G key/value heads, D head
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import partial
 
 import torch
@@ -63,6 +63,12 @@ class CudaLayers:
     ) -> Tensor:
         """Return the layer's new residual stream."""
         return decoder_layer(layer, x_BQh, index, step, kv, last_only=last_only, in_place=in_place)
+
+    def all_layers(
+        self, layers: Sequence[DecoderLayer], x_BQh: Tensor, step: Step, kv: KVCache
+    ) -> Tensor | None:
+        """Return None: layers run one by one, or a graph holds them."""
+        return None
 
     def norm(self, part: Norm, x: Tensor) -> Tensor:
         """Return x normalised."""

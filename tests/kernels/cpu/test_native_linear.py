@@ -91,6 +91,19 @@ def test_rows_dequantise_to_the_nearest_number(level, bits, dtype):
             assert torch.equal(got, q.dequantize(dtype)[start:stop])
 
 
+def test_rows_of_a_prompt_equal_their_twin_on_odd_shapes(level):
+    torch.manual_seed(0)
+    for (bits, group, symmetric), (n, k) in itertools.product(SCHEMES, SHAPES):
+        q = _weight(n, k, bits, group, symmetric, torch.bfloat16)
+        for m in (17, 33, 70) if n < 100 else (545,):
+            x, bias = torch.randn(m, k).bfloat16(), torch.randn(n).bfloat16()
+            exact = linear_reference(x, q, bias, exact=True)
+            y = linear(x, q, bias)
+            assert y.dtype == torch.bfloat16 and y.shape == (m, n)
+            error = relative_error(y, exact)
+            assert error < TOLERANCE[torch.bfloat16], (bits, group, symmetric, n, k, m, error)
+
+
 def test_many_rows_take_the_weight_in_pieces(level, monkeypatch):
     monkeypatch.setattr("llmpq.kernels.cpu.dense.CHUNK_WEIGHTS", 64 * 256)
     q = _weight(200, 256, 4, 128, False, torch.float32)
@@ -98,15 +111,16 @@ def test_many_rows_take_the_weight_in_pieces(level, monkeypatch):
     assert relative_error(linear(x, q, bias), linear_reference(x, q, bias, exact=True)) < 2e-6
 
 
+@pytest.mark.parametrize("m", [3, 40])
 @pytest.mark.parametrize("bits", [3, 4, 8])
-def test_planted_faults_exceed_the_tolerance(level, bits):
+def test_planted_faults_exceed_the_tolerance(level, bits, m):
     torch.manual_seed(bits)
     q = _weight(3, 256, bits, 128, False, torch.bfloat16)
-    x = torch.randn(3, 256).to(torch.bfloat16)
+    x = torch.randn(m, 256).to(torch.bfloat16)
     exact = linear_reference(x, q, exact=True)
 
     def error():
-        return relative_error(few_rows(x, q, None), exact)
+        return relative_error(linear(x, q, None), exact)
 
     assert error() < TOLERANCE[torch.bfloat16]
     faults = ((q.scale, lambda t: t * 2), (q.zero, lambda t: t + 8), (q.planes[0], lambda t: ~t))
@@ -141,14 +155,16 @@ def test_the_largest_numbers_of_a_group_fit_in_two_bytes(level, bits, m):
     assert relative_error(few_rows(x, q, None), exact) < TOLERANCE[torch.bfloat16]
 
 
+@pytest.mark.parametrize("m", [2, 40])
 @pytest.mark.parametrize("wrong", [float("nan"), float("inf"), -float("inf")])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_what_is_not_finite_is_seen(level, wrong, dtype):
+def test_what_is_not_finite_is_seen(level, wrong, dtype, m):
     q = _weight(64, 256, 4, 128, False, dtype)
-    x = torch.ones(2, 256, dtype=dtype)
+    x = torch.ones(m, 256, dtype=dtype)
     x[1, 200] = wrong
-    y = few_rows(x, q, None)
+    y = linear(x, q, None)
     assert torch.isfinite(y[0]).all() and not torch.isfinite(y[1]).any()
+    assert torch.isfinite(y[2:]).all()
 
 
 def test_rows_with_gaps_and_no_rows(level):

@@ -56,6 +56,8 @@ def _constants(bits, symmetric, arch):
         "SPLIT": True,
         "PDL": arch >= 90,
         "KWIDTH4": arch < 90,
+        "FORM": "",
+        "ASM": "",
         "INTERPRET": False,
     }
 
@@ -105,6 +107,8 @@ def test_every_tile_that_may_be_chosen_compiles_and_fits(arch):
         constants = _constants(bits, False, arch) | {
             "SCALE_W": False,
             "KWIDTH4": make_plan(config, machine.capability).kwidth4,
+            "FORM": "",
+            "ASM": "",
             "BH": config.blocks,
             "WM": config.warps,
             "BM": config.bm,

@@ -11,7 +11,9 @@ import numpy as np
 import pytest
 import torch
 
+from llmpq.kernels.formats.table_weight import Values, _paired
 from llmpq.kernels.gemm import unpack_assembly as texts
+from llmpq.kernels.gemm.scaled.code_assembly import word_assembly
 
 pytestmark = pytest.mark.cpu
 
@@ -32,8 +34,15 @@ def _words(values, kind):
 
 
 def _permute_bytes(a, b, selector):
-    pool = [(source >> 8 * i) & 255 for source in (a, b) for i in range(4)]
-    return sum(pool[selector >> 4 * i & 7] << np.uint32(8 * i) for i in range(4))
+    """A selector's bit 3 asks for the byte's sign instead, eight times."""
+    pool = np.stack([(source >> 8 * i) & 255 for source in (a, b) for i in range(4)])
+    made = np.zeros_like(a)
+    for i in range(4):
+        field = selector >> np.uint32(4 * i)
+        byte = np.take_along_axis(pool, (field & 7).astype(np.int64)[None], 0)[0]
+        byte = np.where(field & 8, (byte >> 7) * 255, byte)
+        made |= byte.astype(np.uint32) << np.uint32(8 * i)
+    return made
 
 
 def execute(text, inputs, outputs):
@@ -47,7 +56,7 @@ def execute(text, inputs, outputs):
         return registers[name]
 
     for line in text.strip("{}").replace("{$", "$").replace("},", ",").split(";"):
-        line = line.strip().lstrip("{").strip()
+        line = line.strip().lstrip("}").lstrip("{").strip()
         if not line or line.startswith(".reg"):
             continue
         name, _, rest = line.partition(" ")
@@ -70,13 +79,15 @@ def execute(text, inputs, outputs):
         elif operation == "or":
             result = values[0] | values[1]
         elif operation == "lop3":
-            assert sources[3] == "0xea"  # (a & b) | c
-            result = values[0] & values[1] | values[2]
+            a, b, c = values[:3]
+            result = {"0xea": a & b | c, "0xd8": c & b | ~c & a}[sources[3]]
         elif operation == "prmt":
-            result = _permute_bytes(values[0], values[1], int(sources[2], 0))
+            result = _permute_bytes(*values)
         elif operation == "cvt":
             assert name == "cvt.rzi.u32.f32"
             result = values[0].view(np.float32).astype(np.uint32)
+        elif operation == "mul":
+            result = _words(_halves(values[0], kind) * _halves(values[1], kind), kind)
         elif operation == "sub":
             result = _words(_halves(values[0], kind) - _halves(values[1], kind), kind)
         elif operation == "fma":
@@ -158,3 +169,53 @@ def test_every_zero_is_exact(bits, letter):
 def test_a_wrong_mask_or_constant_is_seen(old, new):
     got, expected = _unpacked(4, "F", spoil=lambda text: text.replace(old, new))
     assert not np.array_equal(got, expected)
+
+
+def _scaled_words(form, bits, kind, cases):
+    """Words of random codes, and these codes (h, r3, k0)."""
+    codes = _random((cases, 8), 1 << bits, seed=3)
+    if form != "parts":
+        plane = torch.from_numpy(_words_and_rows(4, codes)[0][0])
+        packed = _paired(plane.view(torch.int32).view(torch.uint8)).view(torch.int32)
+        return [packed.numpy().view(np.uint32)], codes
+    return _words_and_rows(bits, codes)[0], codes
+
+
+@pytest.mark.parametrize("kind", ["f16", "bf16"])
+@pytest.mark.parametrize("form", ["nf4", "fp4", "iq4"])
+def test_codes_of_tables(form, kind):
+    """Exact numbers of the table in 16 bits, times scales that the product rounds once."""
+    words, codes = _scaled_words(form, 4, kind, 512)
+    scales = np.random.default_rng(1).uniform(0.1, 3, 4).astype(np.float16).astype(np.float64)
+    dtype = torch.float16 if kind == "f16" else torch.bfloat16
+    whole = torch.from_numpy(scales).to(dtype).double().numpy()
+    given = []
+    for half in range(2):  # scales of r3, and of bfloat16 what they lack
+        for part in (whole, scales - whole)[: 1 if kind == "f16" else 2]:
+            given += [np.full(512, v) for v in part[2 * half : 2 * half + 2]]
+    pairs = [_words(np.stack((v, v), 1).reshape(-1), f"{kind}x2") for v in given]
+    text = word_assembly(form, 4, kind, True)
+    made = _outputs_as_numbers(execute(text, [*words, *pairs], 8), 8, f"{kind}x2")
+    table = torch.tensor(Values(form).table).to(dtype).double().numpy()
+    expected = table[codes] * scales[[0, 0, 1, 1, 2, 2, 3, 3]]
+    assert (
+        np.abs(made - expected).max() <= np.abs(expected).max() * 2.0 ** (-11, -8)[kind == "bf16"]
+    )
+    assert np.allclose(made, expected, rtol=2.0 ** (-11, -8)[kind == "bf16"], atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["f16", "bf16"])
+@pytest.mark.parametrize("bits,symmetric", itertools.product((4, 8), (True, False)))
+def test_codes_of_small_groups(bits, symmetric, kind):
+    """Scales of 1, 2, 4 and 8 and zeros of whole numbers: nothing is rounded."""
+    words, codes = _scaled_words("parts", bits, kind, 512)
+    zeros = np.array([3, 0, (1 << bits) - 1, 7] if not symmetric else [1 << bits - 1] * 4)
+    scales, given = np.array([1.0, 2.0, 4.0, 8.0]), []
+    for half in range(2):
+        for values in ([] if symmetric else [zeros]) + [scales]:
+            given += [np.full(512, float(v)) for v in values[2 * half : 2 * half + 2]]
+    pairs = [_words(np.stack((v, v), 1).reshape(-1), f"{kind}x2") for v in given]
+    text = word_assembly("parts", bits, kind, symmetric)
+    made = _outputs_as_numbers(execute(text, [*words, *pairs], 8), 8, f"{kind}x2")
+    rows = [0, 0, 1, 1, 2, 2, 3, 3]
+    assert np.array_equal(made, (codes.astype(np.int64) - zeros[rows]) * scales[rows])

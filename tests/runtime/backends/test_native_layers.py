@@ -29,11 +29,17 @@ def level(request, monkeypatch):
 
 
 class Counted(NativeLayers):
-    """Counts the layers that the one call served, whole or in halves."""
+    """Counts the layers that the one call served, whole, in halves or all of a stage."""
 
-    def __init__(self):
+    def __init__(self, stacks=True):
         super().__init__()
-        self.whole = self.halves = 0
+        self.whole = self.halves = self.stacked = 0
+        self.stacks = stacks
+
+    def all_layers(self, layers, x, step, kv):
+        y = super().all_layers(layers, x, step, kv) if self.stacks else None
+        self.stacked += len(layers) * (y is not None)
+        return y
 
     def _native(self, layer):
         native = super()._native(layer)
@@ -111,17 +117,19 @@ def slot_steps(pipeline, stage, rows):
 @pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3"])
 def test_one_call_gives_what_the_parts_give(level, tiny_models, kind, bits, dtype, rows):
     pipeline, stage = model_of(tiny_models.directory(kind), bits, dtype)
-    counted = Counted()
+    counted, alone = Counted(), Counted(stacks=False)
     for way in (
         lambda: pool_steps(pipeline, stage, KVPrecision.KV16, rows),
         lambda: slot_steps(pipeline, stage, rows),
     ):
         set_runner(stage, PlainLayers())
         wanted = way()
-        set_runner(stage, counted)
-        assert torch.equal(way(), wanted)
+        for runner in (counted, alone):
+            set_runner(stage, runner)
+            assert torch.equal(way(), wanted)
     num = pipeline.spec.num_layers
-    assert counted.whole == 3 * num and counted.halves >= 3 * num
+    assert counted.stacked == 3 * num and counted.whole == 0 and counted.halves >= 3 * num
+    assert alone.whole == 3 * num and alone.stacked == 0
 
 
 @torch.inference_mode()
@@ -132,7 +140,7 @@ def test_low_bit_caches_take_the_two_halves(level, demo_model):
     counted = Counted()
     set_runner(stage, counted)
     assert torch.equal(pool_steps(pipeline, stage, KVPrecision.KV4, 2), wanted)
-    assert counted.whole == 0 and counted.halves
+    assert counted.whole == counted.stacked == 0 and counted.halves
 
 
 @torch.inference_mode()
@@ -158,4 +166,4 @@ def test_other_layers_run_by_their_parts(tiny_models, kind):
     counted = Counted()
     set_runner(stage, counted)
     slot_steps(pipeline, stage, 2)
-    assert counted.whole == counted.halves == 0
+    assert counted.whole == counted.stacked == counted.halves == 0

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from llmpq.kernels.formats.table_weight import E4M3, E8M0, TableWeight, Values, table_weight
+from llmpq.kernels.formats.weight_layout import Layout
 from llmpq.kernels.fused.gated_mlp import gate_mul_reference
 from llmpq.kernels.gemm.experts.expert_sent import assign
 from llmpq.kernels.gemm.experts.expert_stack import ExpertStack
@@ -89,11 +90,11 @@ def test_every_code_comes_out_as_it_is():
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
-@pytest.mark.parametrize("form", ["mxfp4", "nvfp4", "nf4", "iq4"])
+@pytest.mark.parametrize("form", ["mxfp4", "nvfp4", "nf4", "fp4", "iq4"])
 def test_dense_products(form, dtype):
-    n, k = 1000, 1536
+    n, k = 1008, 1568
     codes = torch.randint(0, 16, (n, k), dtype=torch.uint8, device="cuda")
-    size = {"nvfp4": 16, "nf4": 64}.get(form, 32)
+    size = {"nvfp4": 16, "nf4": 64, "fp4": 64, "iq4": 32}.get(form, 32)
     scale, factor = torch.rand(n, k // size, device="cuda") + 0.1, None
     if form == "mxfp4":
         scale = torch.randint(116, 122, scale.shape, dtype=E8M0, device="cuda")
@@ -104,12 +105,19 @@ def test_dense_products(form, dtype):
         scale = scale.half() / 100
     values = Values.E2M1 if form in ("mxfp4", "nvfp4") else Values(form)
     q = table_weight(codes, scale, values=values, group_size=size, factor=factor)
-    for rows in (1, 5, 64, 300):
+    words = q.to("cuda")
+    assert q.layout is Layout.ROWS and words.layout is Layout.FRAGMENT
+    assert torch.equal(words.dequantize(torch.float64), q.dequantize(torch.float64))
+    for rows in (1, 5, 17, 33, 64, 100, 200, 300):
         x = torch.randn(rows, k, device="cuda", dtype=dtype)
         bias = torch.randn(n, device="cuda", dtype=dtype)
-        want = x.double() @ q.dequantize(torch.float64).T + bias.double()
-        # Numbers are rounded after their scale.
-        assert relative_error(linear(x, q, bias), want) < 1.5 * TOLERANCE[dtype]
+        residual = torch.randn(rows, n, device="cuda", dtype=dtype)
+        want = x.double() @ q.dequantize(torch.float64).T + bias.double() + residual
+        # Numbers are rounded, of the table or after their scale.
+        for held in (q, words):
+            for _ in range(3):
+                made = linear(x, held, bias, residual)
+                assert relative_error(made, want) < 1.5 * TOLERANCE[dtype], (rows, held.layout)
 
 
 def test_products_are_the_same_every_time():

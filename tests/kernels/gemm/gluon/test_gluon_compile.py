@@ -38,7 +38,7 @@ PARTS = Config(kernel="gluon", bm=192, stages=7)
 BROAD_PARTS = Config(kernel="gluon", bm=160, stages=7, warpgroups=3)
 
 
-def _compile(config, bits, dtype, symmetric, split, **options):
+def _compile(config, bits, dtype, symmetric, split, grouped=1, **options):
     columns = slot_columns(config)
     layout = gl.NVMMASharedLayout(128, 16, 2)
     types = dict.fromkeys(("P0", "P1", "S", "Z", "ARRIVED"), "*i32") | {"PARTIAL": "*fp32"}
@@ -56,7 +56,7 @@ def _compile(config, bits, dtype, symmetric, split, **options):
     sizes = ("M", "N", "m_tiles", "n_tiles", "blocks", "groups", "whole", "together")
     constants |= {
         "BITS": bits,
-        "GROUPED": True,
+        "GROUPED": grouped,
         "SYMMETRIC": symmetric,
         "HAS_BIAS": True,
         "HAS_RESIDUAL": False,
@@ -83,25 +83,45 @@ def _compile(config, bits, dtype, symmetric, split, **options):
 
 
 @pytest.mark.parametrize(
-    "config,bits,dtype,symmetric,split",
+    "config,bits,dtype,symmetric,split,grouped",
     [
-        (WIDE, 4, "fp16", True, True),
-        (TALL, 4, "fp16", True, False),
-        (SMALL, 4, "bf16", False, True),
-        (WIDE, 3, "bf16", False, False),
-        (WIDE, 8, "fp16", False, True),
-        (BROAD, 4, "fp16", True, True),
-        (ASKER, 4, "bf16", False, True),
-        (PARTS, 4, "bf16", False, True),
-        (BROAD_PARTS, 4, "fp16", True, False),
+        (WIDE, 4, "fp16", True, True, 1),
+        (TALL, 4, "fp16", True, False, 1),
+        (SMALL, 4, "bf16", False, True, 1),
+        (WIDE, 3, "bf16", False, False, 1),
+        (WIDE, 8, "fp16", False, True, 1),
+        (BROAD, 4, "fp16", True, True, 1),
+        (ASKER, 4, "bf16", False, True, 1),
+        (PARTS, 4, "bf16", False, True, 1),
+        (BROAD_PARTS, 4, "fp16", True, False, 1),
+        (WIDE, 4, "bf16", True, True, 4),
+        (WIDE, 4, "bf16", False, True, 4),
+        (SMALL, 4, "bf16", False, True, 4),
+        (SMALL, 8, "bf16", True, True, 4),
+        (BROAD, 4, "bf16", False, True, 2),
+        (ASKER, 4, "fp16", True, True, 4),
+        (PARTS, 8, "bf16", False, True, 2),
+        (WIDE, 4, "bf16", "e2m1", True, 1),
+        (TALL, 4, "fp16", "e2m1", False, 1),
+        (SMALL, 4, "bf16", "e2m1", True, 1),
+        (BROAD_PARTS, 4, "bf16", "e2m1", True, 1),
+        (WIDE, 4, "bf16", "nf4", True, 2),
+        (SMALL, 4, "bf16", "iq4", True, 4),
+        (BROAD, 4, "fp16", "fp4", True, 2),
+        (BROAD_PARTS, 4, "bf16", "nf4", True, 2),
+        (ASKER, 4, "bf16", "nf4", True, 2),
+        (PARTS, 4, "bf16", "iq4", True, 4),
+        (TALL, 4, "bf16", "nf4", True, 2),
     ],
 )
-def test_every_form_compiles_and_a_product_stays_in_flight(config, bits, dtype, symmetric, split):
+def test_every_form_compiles_and_a_product_stays_in_flight(
+    config, bits, dtype, symmetric, split, grouped
+):
     """ptxas turns every wgmma into a synchronous one when it fails to follow its registers.
 
     It forgets them at the end of a loop if a wait leaves two products in flight (Triton 3.6, 3.9).
     """
-    made = _compile(config, bits, dtype, symmetric, split)
+    made = _compile(config, bits, dtype, symmetric, split, grouped)
     assert made.cubin and made.shared_bytes <= min(SHARED_BYTES, shared_bytes(config))
     code = made.machine_code()
     products, waits = code.count("HGMMA"), code.count("WARPGROUP.DEPBAR")

@@ -11,7 +11,7 @@ triton = pytest.importorskip("triton")
 if not triton.knobs.runtime.interpret:
     pytest.skip("needs TRITON_INTERPRET=1", allow_module_level=True)
 
-from llmpq.kernels.gemm import small_groups  # noqa: E402
+from llmpq.kernels.gemm.scaled import small_groups  # noqa: E402
 
 pytestmark = pytest.mark.interpret
 

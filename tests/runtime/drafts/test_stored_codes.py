@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from llmpq.checkpoints.kept_codes import kept_codes
+from llmpq.checkpoints.stored_codes import stored_codes
 from llmpq.kernels.formats.table_weight import Values, table_weight
 from llmpq.precision import Precision
 from llmpq.runtime.cli.speculation_choice import choose_speculation
@@ -54,8 +54,8 @@ def described(folder: Path, quantization: dict[str, Any] | None) -> Path:
 
 @pytest.mark.parametrize(("quantization", "kept"), DESCRIBED)
 def test_what_a_directory_keeps(tmp_path, quantization, kept):
-    assert kept_codes(described(tmp_path, quantization)) == kept
-    assert kept_codes(None) == kept_codes(tmp_path / "nowhere") == frozenset()
+    assert stored_codes(described(tmp_path, quantization)) == kept
+    assert stored_codes(None) == stored_codes(tmp_path / "nowhere") == frozenset()
 
 
 @pytest.mark.parametrize(
@@ -71,7 +71,7 @@ def test_modes_that_cannot_gain_are_refused(
     plan = make_plan(demo_model, bits=bits)
     model = str(described(tmp_path, quantization))
     assert mode in usable_modes(plan)
-    assert mode not in usable_modes(plan, kept_codes(model))
+    assert mode not in usable_modes(plan, stored_codes(model))
     with pytest.raises(ValueError, match="would draft at the target's cost: the model's layers"):
         choose_speculation(plan, mode, "2", None, model=model)
     assert choose_speculation(plan, mode, "2", None, model=str(demo_model)).mode == mode

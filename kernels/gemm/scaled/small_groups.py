@@ -1,5 +1,7 @@
 """y = x w^T on a GPU where 32 or 64 weights share a scale: ROWS bytes, a kernel for few rows of x.
 
+Whole blocks of 16 rows are words (scaled_operand.py); here are the rows behind them, and 3 bits.
+
     k-group of 128, one row of w     byte j:  [ k=j+64 | k=j ]        (weight_layout.py, ROWS)
     halves of it                     64 weights: 2 groups of 32, or 1 of 64, each scaled by itself
     product      program = BM rows of x, BN of w, every SPLITS-th k-group: two products of K = 64

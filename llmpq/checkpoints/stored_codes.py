@@ -27,7 +27,7 @@ KEPT = {
 _PLAIN = ("F32", "F16", "BF16")
 
 
-def kept_codes(path: str | Path | None) -> frozenset[Precision]:
+def stored_codes(path: str | Path | None) -> frozenset[Precision]:
     """Return the precisions whose linears all keep such codes; none for what is not there."""
     if path is None:
         return frozenset()

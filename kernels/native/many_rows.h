@@ -1,0 +1,252 @@
+// Rows of bfloat16 x times a quantised weight, by AMX: the weight becomes bfloat16 tiles, a unit of 32 rows and 256 of
+// k at a time, in a core's L1, where it meets all rows of x; the next unit is unpacked meanwhile, a few rows of it
+// between two products of tiles, so that vectors and tiles work at the same time.
+//
+// A weight's numbers are dequantize.h's, sums are in float32.
+//
+// ns a row of w and k-group, two cores of a Xeon from memory, beside codes (few_rows.h, tiles.h), codes / this, K 2048
+// and 8192: 4 bits, 1 row 6.7, 6.8 / 12.5, 11.3; 8 rows 11.5, 9.0 / 12.6, 11.1; 16 rows 15.3, 11.5 / 15.0, 13.6; 24 rows
+// 21.0, 26.1 / 21.5, 17.7; 32 rows 22.5, 24.1 / 19.2, 17.9. 8 bits, K 2048: 8 rows 16.3 / 19.8; 16 rows 21.4 / 20.0; 32
+// rows 27.8 / 26.0. So fewer rows are codes'. 8192 x 2048 times 512 rows, 4 bits: 20.4 / 10.3 ms.
+// Tried: all of K of a panel unpacked row by row, then multiplied (stores 2 KB apart leave L1: 15.6 at 32 rows, one core,
+// where this takes 10.3); tables of bytes instead of words (no sooner).
+#pragma once
+#include "dense_tiles.h"
+#include "dequantize.h"
+
+#if defined(__AMX_BF16__) && defined(__AMX_INT8__) && WIDE
+constexpr int64_t PAIR = 2 * TILE, PAIR_BYTES = 2 * TILE_BYTES, PAIR_SUMS = 4 * TILE * TILE;
+constexpr int64_t STEPS = GROUP / STEP;       // of a k-group
+constexpr int64_t UNIT_STEPS = 2 * STEPS;     // of w's pair that are in L1, twice
+constexpr int64_t WIDE_PAIRS = 8;             // of w that meet the same part of x, which stays in L2:
+constexpr int64_t PART_BYTES = 512 << 10;
+
+// 16 rows of 16 words, `apart` words from each other, as columns.
+static inline void transpose(const __m512i* row, __m512i* column) {
+  __m512i t[16], u[16];
+  for (int i = 0; i < 8; ++i) {
+    t[2 * i] = _mm512_unpacklo_epi32(row[2 * i], row[2 * i + 1]);
+    t[2 * i + 1] = _mm512_unpackhi_epi32(row[2 * i], row[2 * i + 1]);
+  }
+  for (int i = 0; i < 4; ++i)
+    for (int j = 0; j < 2; ++j) {
+      u[4 * i + 2 * j] = _mm512_unpacklo_epi64(t[4 * i + j], t[4 * i + 2 + j]);
+      u[4 * i + 2 * j + 1] = _mm512_unpackhi_epi64(t[4 * i + j], t[4 * i + 2 + j]);
+    }
+  for (int j = 0; j < 4; ++j) {
+    const __m512i a = _mm512_shuffle_i32x4(u[j], u[4 + j], 0x88), b = _mm512_shuffle_i32x4(u[8 + j], u[12 + j], 0x88);
+    const __m512i c = _mm512_shuffle_i32x4(u[j], u[4 + j], 0xdd), d = _mm512_shuffle_i32x4(u[8 + j], u[12 + j], 0xdd);
+    column[j] = _mm512_shuffle_i32x4(a, b, 0x88);
+    column[8 + j] = _mm512_shuffle_i32x4(a, b, 0xdd);
+    column[4 + j] = _mm512_shuffle_i32x4(c, d, 0x88);
+    column[12 + j] = _mm512_shuffle_i32x4(c, d, 0xdd);
+  }
+}
+
+// x [M, K] as pairs of tiles, one tile if there are no more rows: [pairs, steps, 1 or 2, 16 pairs of k, 16 rows],
+// zeros past M and K.
+struct PairedRows {
+  int64_t pairs = 0, steps = 0, tiles = 0;
+  std::vector<uint8_t> held;
+  void reset(int64_t M, int64_t groups) {
+    pairs = (M + PAIR - 1) / PAIR, steps = groups * STEPS, tiles = M > TILE ? 2 : 1;
+    const int64_t size = pairs * steps * bytes() + 64;
+    if ((int64_t)held.size() < size) held.resize(size);
+  }
+  int64_t bytes() const { return tiles * TILE_BYTES; }
+  uint8_t* at(int64_t pair, int64_t step) {
+    return held.data() + (64 - (uintptr_t)held.data() % 64) % 64 + (pair * steps + step) * bytes();
+  }
+};
+
+static void to_pair(const uint16_t* x, int64_t M, int64_t K, int64_t pair, int64_t step, PairedRows& t) {
+  const int64_t k = step * STEP, count = K - k;
+  const __mmask32 there = count >= STEP ? ~0u : count > 0 ? (1u << count) - 1 : 0;
+  for (int64_t tile = 0; tile < t.tiles; ++tile) {
+    __m512i row[TILE], column[TILE];
+    for (int64_t i = 0; i < TILE; ++i) {
+      const int64_t m = pair * PAIR + tile * TILE + i;
+      row[i] = m < M && there ? _mm512_maskz_loadu_epi16(there, x + m * K + k) : _mm512_setzero_si512();
+    }
+    transpose(row, column);
+    for (int64_t i = 0; i < TILE; ++i) _mm512_store_si512(t.at(pair, step) + tile * TILE_BYTES + i * 64, column[i]);
+  }
+}
+
+// The order of units: 8 steps of a pair of w's tiles, all of a part of k, then the next pair's, then the next part.
+struct Unit {
+  int64_t pairs, steps, part;  // of the block; of all of k, of a part
+  int64_t pair = 0, step = 0, first = 0;
+  Unit(int64_t pairs, const PairedRows& x)
+      : pairs(pairs), steps(x.steps),
+        part(x.pairs == 1 ? x.steps : std::max<int64_t>(1, PART_BYTES / (x.pairs * x.bytes() * UNIT_STEPS)) * UNIT_STEPS) {}
+  int64_t count() const { return std::min(UNIT_STEPS, steps - step); }
+  bool ended() const { return first >= steps; }
+  void next() {
+    step += count();
+    if (step < std::min(steps, first + part)) return;
+    if (++pair == pairs) pair = 0, first += part;
+    step = first;
+  }
+};
+
+// What a thread works in: two units of w as tiles [steps, 2, 16, 32], sums [pairs, pairs of x, 4, 16, 16], a pair's grids.
+struct BlockRoom {
+  int64_t x_pairs;
+  std::vector<uint8_t> held;
+  std::vector<float> grid;
+  void reset(const Weight& w, int64_t pairs, const PairedRows& x) {
+    x_pairs = x.pairs;
+    const int64_t size = 2 * UNIT_STEPS * PAIR_BYTES + pairs * x_pairs * PAIR_SUMS * 4 + 64;
+    if ((int64_t)held.size() < size) held.resize(size);
+    grid.resize(2 * PAIR * w.grid_size());
+  }
+  uint8_t* tiles(int64_t unit) {
+    return held.data() + (64 - (uintptr_t)held.data() % 64) % 64 + unit % 2 * UNIT_STEPS * PAIR_BYTES;
+  }
+  float* sums(int64_t pair, int64_t x_pair) {
+    return (float*)(tiles(0) + 2 * UNIT_STEPS * PAIR_BYTES) + (pair * x_pairs + x_pair) * PAIR_SUMS;
+  }
+};
+
+// Makes a block's units of w, eight rows of a k-group at a time; behind the last row that row's again.
+template <int BITS>
+struct Unpacker {
+  const Weight& w;
+  BlockRoom& room;
+  Unit unit;
+  const int64_t n0, pitch = w.grid_size(), parts = w.parts(), apart = w.k_groups * 16 * BITS;
+  int64_t made = 0, pair = -1, rows = 0, left = 0, g = 0;  // rows: of the pair; left: of the unit's, each k-group by itself
+  const uint8_t *p = nullptr, *next = nullptr;             // next: what is wanted a pair later, in the order of memory
+  uint8_t* to = nullptr;
+  Unpacker(const Weight& w, BlockRoom& room, const Unit& first, int64_t n0) : w(w), room(room), unit(first), n0(n0) {}
+
+  void begin() {
+    if (unit.ended()) return;
+    const int64_t from = n0 + unit.pair * PAIR;
+    if (pair != unit.pair) w.grids(from, from + PAIR, room.grid.data(), room.grid.data() + PAIR * pitch);
+    pair = unit.pair, rows = std::min(PAIR, w.N - from), g = unit.step / STEPS;
+    left = unit.count() / STEPS * PAIR, to = room.tiles(made++), p = w.row(from) + g * 16 * BITS;
+    next = w.row(from + PAIR) + g * PAIR * 16 * BITS;
+    unit.next();
+  }
+  inline void eight() {
+    if (left == 0) return;
+    const int64_t first = (PAIR - left % PAIR) % PAIR;
+    const float* s = room.grid.data() + first * pitch + g * parts;
+    for (int64_t row = first; row < first + 8; ++row, s += pitch, to += 64, next += 16 * BITS) {
+      for (int64_t line = 0; line < 16 * BITS; line += 64) _mm_prefetch((const char*)next + line, _MM_HINT_T1);
+      numbers_of_group<BITS>(p, s, s + PAIR * pitch, parts > 1, BFLOAT16, PAIR_BYTES, to);
+      p += row + 1 < rows ? apart : 0;
+    }
+    left -= 8;
+    if (left % PAIR == 0) to += (STEPS - 1) * PAIR_BYTES, p = w.row(n0 + pair * PAIR) + ++g * 16 * BITS;
+  }
+  void rest() {
+    while (left > 0) eight();
+  }
+};
+
+static inline void load_sums(const float* sums) {
+  _tile_loadd(0, sums, 64);
+  _tile_loadd(1, sums + 256, 64);
+  _tile_loadd(2, sums + 512, 64);
+  _tile_loadd(3, sums + 768, 64);
+}
+
+// A unit of w's tiles times as many of x's, whose sums are in tiles 0-3; each `every` steps some of the next unit's
+// rows are made, `turn` counts the steps.
+template <int BITS, int TILES>
+static inline void add_unit(const uint8_t* w, const uint8_t* x, int64_t steps, Unpacker<BITS>& ahead, int64_t every, int64_t& turn) {
+  for (int64_t i = 0; i < steps; ++i, w += PAIR_BYTES, x += TILES * TILE_BYTES) {
+    _tile_loadd(6, x, 64);
+    _tile_loadd(4, w, 64);
+    if constexpr (TILES == 2) _tile_loadd(7, x + TILE_BYTES, 64);
+    _tile_loadd(5, w + TILE_BYTES, 64);
+    _tile_dpbf16ps(0, 4, 6);
+    if constexpr (TILES == 2) _tile_dpbf16ps(1, 4, 7);
+    _tile_dpbf16ps(2, 5, 6);
+    if constexpr (TILES == 2) _tile_dpbf16ps(3, 5, 7);
+    if (--turn == 0) ahead.eight(), turn = every;
+  }
+}
+
+// y of 16 rows of w and up to 16 of x from m on, from their sums.
+static void put_tile(const float* sums, int64_t m, int64_t M, int64_t n0, int64_t N, const Output& out) {
+  __m512i row[TILE], column[TILE];
+  const int64_t count = std::min(TILE, N - n0);
+  const __mmask16 there = (__mmask16)((1u << count) - 1);
+  alignas(64) float bias[TILE] = {};
+  if (out.bias) copy_floats(bias, out.bias, n0, count, out.number);
+  for (int64_t i = 0; i < TILE; ++i) row[i] = _mm512_load_si512(sums + i * TILE);
+  transpose(row, column);
+  for (int64_t i = 0; i < TILE && m + i < M; ++i) {
+    const __m256i y = (__m256i)_mm512_cvtneps_pbh(add(_mm512_castsi512_ps(column[i]), load(bias)));
+    _mm256_mask_storeu_epi16((uint16_t*)out.y + (m + i) * N + n0, there, y);
+  }
+}
+
+// Rows n0 on of w, a block of pairs, times all rows of x.
+template <int BITS, int TILES>
+static void multiply_block(const Weight& w, PairedRows& x, const Output& out, int64_t M, int64_t n0, int64_t most, BlockRoom& room) {
+  const int64_t pairs = std::min(most, (w.N - n0 + PAIR - 1) / PAIR), every = x.pairs;
+  Unit unit(pairs, x);
+  Unpacker<BITS> ahead(w, room, unit, n0);
+  ahead.begin();
+  ahead.rest();
+  for (int64_t number = 0; !unit.ended(); ++number, unit.next()) {
+    ahead.begin();
+    int64_t turn = 1;
+    const bool last = unit.step + unit.count() == x.steps;
+    for (int64_t i = 0; i < x.pairs; ++i) {
+      float* sums = room.sums(unit.pair, i);
+      if (unit.step == 0) zero_sums();
+      else if (x.pairs > 1) load_sums(sums);
+      add_unit<BITS, TILES>(room.tiles(number), x.at(i, unit.step), unit.count(), ahead, every, turn);
+      if (x.pairs > 1 || last) store_sums(sums, sums + 256, sums + 512, sums + 768);
+    }
+    ahead.rest();
+    asm volatile("" : : : "memory");  // tiles are read from what was written above
+    const int64_t n = n0 + unit.pair * PAIR;
+    for (int64_t t = 0; last && t < 4 * x.pairs; ++t)
+      if (n + t % 4 / 2 * TILE < w.N)
+        put_tile(room.sums(unit.pair, t / 4) + t % 4 * TILE * TILE, t / 4 * PAIR + t % 2 * TILE, M, n + t % 4 / 2 * TILE, w.N, out);
+  }
+}
+
+template <int TILES>
+static auto multiply_block_of(int64_t bits) {
+  return bits == 3 ? multiply_block<3, TILES> : bits == 4 ? multiply_block<4, TILES> : multiply_block<8, TILES>;
+}
+
+// y = x w^T + bias of bfloat16 rows.
+static void multiply_by_blocks(const Weight& w, const void* x, const Output& out, int64_t M, int threads) {
+  static thread_local PairedRows held;
+  PairedRows& paired = held;  // of the calling thread, for all
+  paired.reset(M, w.k_groups);
+  const int64_t all = (w.N + PAIR - 1) / PAIR, pairs = std::max<int64_t>(1, std::min(WIDE_PAIRS, all / (4 * threads)));
+  auto run = paired.tiles == 1 ? multiply_block_of<1>(w.bits) : multiply_block_of<2>(w.bits);
+#pragma omp parallel num_threads(threads)
+  {
+#pragma omp for schedule(static)
+    for (int64_t i = 0; i < paired.pairs * paired.steps; ++i)
+      to_pair((const uint16_t*)x, M, w.K, i / paired.steps, i % paired.steps, paired);
+    static thread_local BlockRoom room;
+    room.reset(w, pairs, paired);
+    const TileShape shape(TILE);
+    asm volatile("" : : "m"(shape));  // g++ 12 takes the shape for unread
+    _tile_loadconfig(&shape);
+#pragma omp for schedule(dynamic)
+    for (int64_t n = 0; n < all; n += pairs) run(w, paired, out, M, n * PAIR, pairs, room);
+    _tile_release();
+  }
+}
+
+// Whether these rows are more than their codes are multiplied for (tiles.h).
+static bool takes_blocks(const Weight& w, int64_t rows, int64_t number, int64_t x_bits) {
+  return number == BFLOAT16 && x_bits == 16 && rows > TILE && tiles_allowed();
+}
+#else
+static bool takes_blocks(const Weight&, int64_t, int64_t, int64_t) { return false; }
+static void multiply_by_blocks(const Weight&, const void*, const Output&, int64_t, int) {}
+#endif

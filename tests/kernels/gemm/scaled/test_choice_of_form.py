@@ -1,0 +1,73 @@
+"""What of W4's and W8's plans a weight with more scales or of a table takes."""
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+from llmpq.kernels.formats.quantized_weight import from_codes  # noqa: E402
+from llmpq.kernels.formats.table_weight import E4M3, E8M0, Values, table_weight  # noqa: E402
+from llmpq.kernels.formats.weight_layout import Layout  # noqa: E402
+from llmpq.kernels.gemm.config import DENSE, Config, make_plan  # noqa: E402
+from llmpq.kernels.gemm.scaled.choice_of_form import (  # noqa: E402
+    BROAD,
+    MOST_ROWS,
+    NARROW,
+    for_form,
+    is_narrow,
+)
+from llmpq.kernels.gemm.scaled.forms import form_of  # noqa: E402
+
+pytestmark = pytest.mark.cpu
+N, K = 64, 256
+TALL = Config(kernel="gluon", blocks=2, bm=128, stages=5)
+
+
+def weight(form: str):
+    codes = torch.zeros(N, K, dtype=torch.uint8)
+    if form == "w4 in 32":
+        scale = torch.ones(N, K // 32, dtype=torch.float16)
+        return from_codes(
+            codes, scale, None, bits=4, group_size=32, in_features=K, layout=Layout.FRAGMENT
+        )
+    if form == "nvfp4":
+        scale, factor = torch.ones(N, K // 16).to(E4M3), torch.ones(N)
+        q = table_weight(codes, scale, values=Values.E2M1, group_size=16, factor=factor)
+    elif form == "mxfp4":
+        scale = torch.full((N, K // 32), 127, dtype=E8M0)
+        q = table_weight(codes, scale, values=Values.E2M1, group_size=32)
+    else:
+        q = table_weight(codes, torch.ones(N, K // 64).half(), values=Values.NF4, group_size=64)
+    return q.in_fragments()
+
+
+def chosen(form: str, config: Config, rows: int) -> Config:
+    return for_form(make_plan(config, (9, 0)), weight(form), rows).config
+
+
+def test_forms():
+    names = {"mxfp4": "e2m1", "nvfp4": "nvfp4", "nf4": "nf4", "w4 in 32": "parts"}
+    assert {form: form_of(weight(form)) for form in names} == names
+
+
+@pytest.mark.parametrize("form", ["mxfp4", "nvfp4", "nf4", "w4 in 32"])
+def test_few_rows_are_multiplied_as_w4(form):
+    tile = Config(kernel="tile", bm=16, split=2)
+    assert chosen(form, tile, 16) == tile
+    assert not chosen(form, Config(kernel="tile", scale_w=True), 16).scale_w
+
+
+def test_prompts():
+    """Two blocks of rows a warp have no registers for scales; NVFP4 has no program of wgmma."""
+    assert chosen("w4 in 32", TALL, 128) == NARROW and chosen("nf4", TALL, 128) == NARROW
+    assert chosen("mxfp4", TALL, 128) == TALL
+    assert chosen("nvfp4", TALL, 128).kernel == "tile"
+    assert chosen("nvfp4", TALL, MOST_ROWS + 1) == DENSE
+    # Two multiprocessors stand in for a GPU's: 40 k-groups of each are 40 tiles of 256 rows.
+    assert chosen("mxfp4", TALL, 256 * 39) == TALL and chosen("mxfp4", TALL, 256 * 40) == BROAD
+
+
+def test_programs_of_all_of_k_must_be_enough():
+    rows = Config(kernel="rows", warps=8)
+    many, few = (make_plan(c, (9, 0)) for c in (rows, Config(kernel="rows", blocks=4)))
+    assert not is_narrow(many, weight("nf4")) and is_narrow(few, weight("nf4"))
+    assert not is_narrow(make_plan(Config(kernel="tile"), (9, 0)), weight("nf4"))

@@ -1,0 +1,99 @@
+"""What a checkpoint's own codes cost on GPUs, and that a plan knows what they are."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from llmpq.cluster import Cluster
+from llmpq.cost_model import Phase
+from llmpq.memory import Quantization
+from llmpq.model_spec import ModelSpec
+from llmpq.planner.costs.code_forms import FACTORS, form_of
+from llmpq.planner.costs.cost_book import CostBook
+from llmpq.planner.costs.roofline import estimate_costs
+from llmpq.planner.inputs.kept_codes import kept_codes
+from llmpq.precision import KVPrecision, Precision
+from llmpq.workload import Workload
+
+pytestmark = pytest.mark.pure
+LLAMA = ModelSpec.by_name("llama-3.1-8b")
+DEVICES = Cluster.parse_data(
+    {
+        "name": "two",
+        "nodes": [{"name": "a", "accelerators": "H200:1"}, {"name": "b", "accelerators": "CPU:1"}],
+    },
+    where="test",
+).devices
+W4, W8 = Precision.W4A16, Precision.W8A16
+
+
+def book(quantization: Quantization) -> CostBook:
+    estimate = estimate_costs(
+        LLAMA, DEVICES, dtype="bfloat16", precisions=(W4, W8), quantization=quantization
+    )
+    return CostBook(estimate=estimate, quantization=quantization)
+
+
+def test_forms_of_codes() -> None:
+    plain = Quantization()
+    assert form_of(plain, W4) is None and form_of(plain, Precision.W16A16) is None
+    assert form_of(replace(plain, group_size=32), W8) == "small"
+    assert form_of(replace(plain, group_size=32, codes="nf4"), W4) == "nf4"
+    assert form_of(replace(plain, codes="nf4"), W8) is None
+    assert form_of(replace(plain, codes="e4m3"), W8) == "e4m3"
+    assert form_of(replace(plain, codes="e4m3"), Precision.W8A8) is None
+
+
+def _header(path: Path, tensors: dict[str, str], config: dict[str, Any]) -> None:
+    told = {
+        name: {"dtype": dtype, "shape": [0], "data_offsets": [0, 0]}
+        for name, dtype in tensors.items()
+    }
+    text = json.dumps(told).encode()
+    path.mkdir()
+    (path / "model.safetensors").write_bytes(len(text).to_bytes(8, "little") + text)
+    (path / "config.json").write_text(json.dumps({"quantization_config": config}))
+
+
+def test_what_the_codes_of_a_directory_are(tmp_path: Path) -> None:
+    stem = "model.layers.0.mlp.up_proj"
+    packed, state = f"{stem}.weight_packed", f"{stem}.weight.quant_state.bitsandbytes__nf4"
+    some: dict[str, tuple[dict[str, str], str | None]] = {
+        "nf4": ({f"{stem}.weight": "U8", state: "U8"}, "nf4"),
+        "mxfp4": ({packed: "U8", f"{stem}.weight_scale": "U8"}, "mxfp4"),
+        "nvfp4": ({packed: "U8", f"{stem}.weight_global_scale": "F32"}, "nvfp4"),
+        "fp8": ({f"{stem}.weight": "F8_E4M3", f"{stem}.weight_scale": "F32"}, "e4m3"),
+        "w4": ({packed: "I32"}, None),
+        "embedding": ({"model.embed_tokens.weight": "F8_E4M3"}, None),
+    }
+    for name, (tensors, wanted) in some.items():
+        _header(tmp_path / name, tensors, {"quant_method": "any"})
+        assert kept_codes(tmp_path / name, None) == wanted, name
+    assert kept_codes(None, None) is None
+
+
+@pytest.mark.parametrize("form", FACTORS)
+def test_layers_are_priced_by_their_form(form: str) -> None:
+    """The products' share of a time grows by the factor, attention and 16 bits stay; CPUs too."""
+    grid = Quantization(group_size=32 if form == "small" else 128)
+    plain = book(Quantization())
+    codes = None if form == "small" else form
+    own = replace(plain, quantization=replace(grid, codes=codes))
+    b = W8 if form == "e4m3" else W4
+    work = Workload(batch=8, prompt_len=512, gen_len=8, dtype="bfloat16", kv=KVPrecision.KV16)
+    for phase, factor in FACTORS[form].items():
+        for device in DEVICES:
+            before = plain.entry(device, "layer", phase, work, b)
+            after = own.entry(device, "layer", phase, work, b)
+            times = 1.0 if device.spec.is_cpu else factor
+            for old, new in zip(before.regimes, after.regimes, strict=True):
+                for term, value in old.terms.items():
+                    still = term in ("v*s^2", "v*(t+s)", "t+s")
+                    assert new.terms[term] == pytest.approx(value * (1 if still else times))
+            ends = plain.entry(device, "head", Phase.DECODE, work)
+            assert own.entry(device, "head", Phase.DECODE, work) == ends
