@@ -58,7 +58,8 @@ def row(
 
 def dense(args: argparse.Namespace) -> None:
     """Rows of linears."""
-    for name, (n, k) in SHAPES.items():
+    for name in args.products.split(","):
+        n, k = SHAPES[name]
         sets = copies_for(n * k)
         codes = [blocks(n, k) for _ in range(sets)]
         scheme = WeightScheme(bits=8, group_size=128, symmetric=False, clip_search=False)
@@ -255,6 +256,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("parts")
     parser.add_argument("--file", default="fp8_gpu.jsonl")
+    parser.add_argument("--products", default=",".join(SHAPES), help="of `dense`")
     parser.add_argument("--seconds", type=float, default=200)
     args = parser.parse_args()
     torch.manual_seed(0)

@@ -13,6 +13,7 @@ from typing import Literal
 
 from llmpq.model_spec import ModelSpec
 from llmpq.precision import KVPrecision, Precision
+from llmpq.sizes.kv_format import padded_head_dim
 from llmpq.workload import Dtype
 
 Way = Literal["gpu", "packed_kv", "drafts", "rounded", "gpu_pool", "gpu_rounded"]
@@ -121,10 +122,15 @@ GPU_POOL_HEAD_DIMS = (32, 64, 128, 256)
 """What heads may have where a pool on a GPU holds 8, 4 or 2 bits: kernels know powers of two."""
 
 
+LATENT_CHANNELS = 64
+"""... and latents a multiple of, whose kernels take so many at a time."""
+
+
 def gpu_pool_lack(spec: ModelSpec, kv: KVPrecision, dtype: Dtype, *, drafts: bool) -> str:
     """Return what a pool of KV blocks on a GPU does not go with; empty where it serves a run."""
     lack = " and ".join(lacks(spec, "gpu_pool"))
-    if kv is not KVPrecision.KV16 and spec.head_dim not in GPU_POOL_HEAD_DIMS:
+    latents = spec.latent is not None and padded_head_dim(spec.head_dim) % LATENT_CHANNELS == 0
+    if kv is not KVPrecision.KV16 and spec.head_dim not in GPU_POOL_HEAD_DIMS and not latents:
         lack = f"a KV cache of {kv.bits} bits and heads of {spec.head_dim} channels"
     if kv is not KVPrecision.KV16 and dtype == "float32":  # wrong on an H200 (gpu_pool.py)
         lack = f"a KV cache of {kv.bits} bits in a model of float32"

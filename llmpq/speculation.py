@@ -11,7 +11,7 @@ Times come from a cost model, summed over the stages of a plan. Standard library
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Literal, Protocol, get_args
@@ -44,6 +44,8 @@ DRAFT_PRECISION: Mapping[SpeculationMode, Mapping[Precision, Precision]] = {
 }
 """Mode -> what a layer of a precision is drafted as; others run as they are."""
 READS_KV4 = ("w4kv4", "kv4")
+LINEAR_CODES = ("qspec", "planes")
+"""Drafts that read the target's own codes, which have to be linear for that."""
 COPIES_HEAD = ("w4kv4", "planes")
 """Drafts that read a 4-bit copy of the output matrix, which else would be a quarter of theirs."""
 
@@ -114,8 +116,14 @@ def choose_mode(
     return best
 
 
-def usable_modes(plan: Plan) -> tuple[SpeculationMode, ...]:
-    """Return the modes that make something of this plan cheaper."""
+def usable_modes(
+    plan: Plan, kept: Collection[Precision] = frozenset()
+) -> tuple[SpeculationMode, ...]:
+    """Return the modes that make something of this plan cheaper.
+
+    `kept`: precisions whose layers keep a checkpoint's own codes (checkpoints/stored_codes.py),
+    which qspec and planes would draft with at the target's cost.
+    """
     plain_cache = plan.workload.kv is KVPrecision.KV16
 
     def usable(mode: SpeculationMode) -> bool:
@@ -123,7 +131,8 @@ def usable_modes(plan: Plan) -> tuple[SpeculationMode, ...]:
             return True
         if mode in READS_KV4 and not plain_cache:
             return False
-        return mode == "kv4" or any(p in DRAFT_PRECISION[mode] for p in plan.precisions)
+        linear = plan.precisions if mode not in LINEAR_CODES else set(plan.precisions) - set(kept)
+        return mode == "kv4" or any(p in DRAFT_PRECISION[mode] for p in linear)
 
     return tuple(mode for mode in MODES if usable(mode))
 

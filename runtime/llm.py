@@ -20,6 +20,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self, cast
 
+from llmpq.checkpoints.stored_codes import stored_codes
 from llmpq.cluster import Cluster
 from llmpq.plan import MAX_GAMMA, Plan
 from llmpq.runtime.answers import Answers
@@ -94,7 +95,7 @@ class LLM:
         chosen = choose_plan(model, plan, cluster, wishes)
         self._plan = with_kv(chosen.plan, chosen.spec, kv_cache_dtype)
         self._trace = None if trace is None else Path(trace)
-        mode, length = _drafts(self._plan, speculate, gamma)
+        mode, length = _drafts(self._plan, speculate, gamma, str(chosen.directory))
         settings = StageSettings(
             model_dir=str(chosen.directory),
             speculate=mode, gamma=length, links=links,
@@ -370,7 +371,7 @@ def _give_up(made: asyncio.Future[Answers]) -> None:
 
 
 def _drafts(
-    plan: Plan, mode: SpeculationMode | Literal["off"] | None, gamma: int | None
+    plan: Plan, mode: SpeculationMode | Literal["off"] | None, gamma: int | None, path: str
 ) -> tuple[SpeculationMode | None, int | None]:
     """Return who drafts and how many tokens; `ValueError` for a wish that cannot be met."""
     planned = plan.speculation
@@ -381,8 +382,9 @@ def _drafts(
     if mode is None:
         assert planned is not None
         return planned.mode, planned.gamma if gamma is None else gamma
-    if mode not in usable_modes(plan):
-        usable = ", ".join(usable_modes(plan))
+    modes = usable_modes(plan, stored_codes(path))
+    if mode not in modes:
+        usable = ", ".join(modes)
         raise ValueError(f"speculate='{mode}' cannot draft for this plan; choose one of {usable}")
     alone_on_gpu = len(plan.stages) == 1 and not plan.stages[0].is_cpu
     if gamma is None and not alone_on_gpu:

@@ -20,14 +20,24 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
 GROUP, BLOCK_ROWS = 128, 16
 """Columns and rows of a fragment's block."""
+LARGEST = 448.0
+"""E4M3's largest number."""
 STEP = 64
 """What the columns that share a scale are a multiple of, if not all of K: a product's step."""
+
+
+class _Codes(Protocol):
+    def dequantize(self, dtype: torch.dtype) -> Tensor: ...
+
+
+Kept = TypeVar("Kept", bound=_Codes)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,7 +152,9 @@ def fp8_weight(
 ) -> Fp8Weight:
     """Return a weight of float8_e4m3fn [N, K] and a checkpoint's scales; `ValueError`: they lie.
 
-    `block`: rows and columns of a table of scales; else there is one scale, or one a row.
+    `block`: rows and columns of a table of scales; else there is one scale, or one a row. On a CPU
+    the weight is a view of `codes`, which a checkpoint maps from its file: a copy would take memory
+    that mapped pages, which the system drops and reads again at need, do not.
     """
     n, k = codes.shape
     raw = codes.view(torch.uint8)
@@ -151,17 +163,35 @@ def fp8_weight(
     wide = scale.float()
     if not bool(wide.isfinite().all()) or bool((wide < 0).any()):
         raise ValueError("FP8 scales that are negative or no numbers; download it again")
+    most = LARGEST * float(wide.max())
     if block is not None:
-        return Fp8Weight(
+        made = Fp8Weight(
             codes_NK=raw, scale=wide, rows=block[0], columns=min(block[1], k), dtype=dtype
         )
+        return in_range(made, dtype, most)
     if scale.numel() not in (1, n):
         raise ValueError(
             f"FP8 weight [{n}, {k}] with scales {list(scale.shape)}: expected one, {n} or blocks "
             "that config.json describes"
         )
     rows = n if scale.numel() == 1 else 1
-    return Fp8Weight(codes_NK=raw, scale=wide.reshape(-1, 1), rows=rows, columns=k, dtype=dtype)
+    made = Fp8Weight(codes_NK=raw, scale=wide.reshape(-1, 1), rows=rows, columns=k, dtype=dtype)
+    return in_range(made, dtype, most)
+
+
+def in_range(weight: Kept, dtype: torch.dtype, most: float) -> Kept:
+    """Return a weight whose numbers float16 has, if it is to meet that; `ValueError` else.
+
+    `most`: what no number exceeds.
+    """
+    if dtype == torch.float16 and most > torch.finfo(dtype).max:
+        largest = float(weight.dequantize(torch.float32).abs().max())
+        if largest > torch.finfo(dtype).max:
+            raise ValueError(
+                f"its scales make numbers of up to {largest:.3g}, beyond float16's 65504; run it "
+                "in bfloat16"
+            )
+    return weight
 
 
 def stacked(pieces: Sequence[Fp8Weight]) -> Fp8Weight:

@@ -14,6 +14,7 @@ from typing import Any
 from llmpq.capabilities import WAYS, Way, lacks
 from llmpq.checkpoints.gguf_config import ARCHITECTURES
 from llmpq.checkpoints.gguf_file import BLOCKS
+from llmpq.checkpoints.stored_codes import KEPT
 from llmpq.families import FAMILIES
 from llmpq.model_spec import ModelSpec, builtin_configs
 
@@ -57,12 +58,15 @@ def show_models(*, as_json: bool) -> None:
             for kind, rows in (("families", families), ("models", models))
         }
         found["gguf"] = _gguf()
+        found["kept"] = {precision.value: list(forms) for precision, forms in KEPT.items()}
         sys.stdout.write(json.dumps(found, indent=1) + "\n")
         return
     sys.stdout.write(_table("family", "model_type in config.json", families))
     sys.stdout.write("\n" + _table("built-in model", "parameters", models))
     for what, names in _gguf().items():
         sys.stdout.write(f"\n{GGUF[what]}: {' '.join(names)}")
+    for precision, forms in KEPT.items():
+        sys.stdout.write(f"\ncodes kept as stored at {precision.value}: {', '.join(forms)}")
     sys.stdout.write("\n\n" + _why(families))
 
 

@@ -36,6 +36,8 @@ class StoredLayer:
 
     stored: Precision
     served: tuple[Precision, ...]
+    rounds_fp8: bool = False
+    """Whether it has FP8 linears beside codes of fewer bits, to which their numbers are rounded."""
 
 
 CENTRED = ("Q8_0", "Q4_0", "Q5_0", "MXFP4", "IQ4_NL", "IQ4_XS")

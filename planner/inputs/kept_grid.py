@@ -6,7 +6,8 @@
 
 CPUs keep them, and GPUs NVFP4. On GPUs, other codes are numbers that are rounded anew in groups of
 128, which take fewer bytes, unless `--weight-group-size` asks for groups as they are stored.
-Codes of MXFP4 and bitsandbytes are kept on any grid (runtime/weights/table_forms.py).
+Codes of MXFP4 and bitsandbytes are kept on any grid (runtime/weights/table_forms.py) that counts
+the quarter of a bit a weight that their scales take.
 """
 
 from __future__ import annotations
@@ -18,7 +19,10 @@ from llmpq.checkpoints.gguf_file import is_gguf
 from llmpq.cluster import Device
 from llmpq.memory import Quantization
 from llmpq.planner.inputs import gguf_layers
-from llmpq.planner.inputs.stored_precisions import nvfp4_grid, small_groups
+from llmpq.planner.inputs.stored_precisions import has_tables, nvfp4_grid, small_groups
+
+TABLE_GROUP = 64
+"""Of MXFP4's and bitsandbytes' scales: what groups of so many without zeros take, at most."""
 
 
 def kept_grid(
@@ -40,3 +44,16 @@ def kept_grid(
     if kept is None:
         kept = gguf_layers.kept_grid(path) if is_gguf(path) else small_groups(path)
     return kept if kept is None or asked in (None, kept.group_size) else None
+
+
+def require_counted(path: str | Path, grid: Quantization) -> None:
+    """Raise `ValueError` for an explicit grid that counts less than a table's kept codes take."""
+    size = grid.group_size
+    counted = size is not None and size * (1 + grid.symmetric) <= 2 * TABLE_GROUP
+    if counted or not has_tables(path):
+        return
+    wish = "--weight-group-size 0" if size is None else f"--symmetric with groups of {size}"
+    raise ValueError(
+        f"'{path}' has 4-bit codes of MXFP4 or bitsandbytes, which are kept and take a quarter of "
+        f"a bit a weight for scales; {wish} would count less: leave it out"
+    )

@@ -25,10 +25,15 @@ from llmpq.planner.formulation.positions import positions_note
 from llmpq.planner.formulation.problem import Problem
 from llmpq.planner.inputs.cpu_here import rates_for
 from llmpq.planner.inputs.kept_codes import kept_codes
-from llmpq.planner.inputs.kept_grid import kept_grid
+from llmpq.planner.inputs.kept_grid import kept_grid, require_counted
 from llmpq.planner.inputs.named_inputs import assumed_of_devices, read_cluster, read_model
 from llmpq.planner.inputs.requests import PlanRequest
-from llmpq.planner.inputs.stored_precisions import has_weights, offered, stored_layers
+from llmpq.planner.inputs.stored_precisions import (
+    fp8_note,
+    has_weights,
+    offered,
+    stored_layers,
+)
 from llmpq.precision import K_PADDING, WEIGHT_ONLY, KVPrecision, Precision, default_outliers
 from llmpq.sensitivity import Sensitivity
 from llmpq.workload import Workload
@@ -51,10 +56,10 @@ def make_problem(request: PlanRequest) -> tuple[Problem, str | None, list[str]]:
     listed = read_omega(omega, spec) if omega else None
     asked = None if request.bits is None else parse_bits(request.bits)
     kept = _kept(request, path, cluster)
-    layers = _offered(path, spec, asked, kept)
+    layers, rounded = _offered(path, spec, asked, kept)
     choices = _all_of(layers) or asked or default_bits(listed, profile, cluster)
     sensitivity = listed or generic_sensitivity(spec, choices, parse_kv(request.kv))
-    grid = _grid(request, kept)
+    grid = _grid(request, kept, path)
     outliers = _outliers(request.outliers, choices, spec)
     quantization = replace(
         grid,
@@ -96,7 +101,7 @@ def make_problem(request: PlanRequest) -> tuple[Problem, str | None, list[str]]:
     )
     _require_groups_agree(problem)
     notes = remarks + assumed_of_devices(request) + ([too_long] if too_long else [])
-    notes += _not_run(spec, cluster, workload)
+    notes += rounded + _not_run(spec, cluster, workload)
     notes += [*([] if listed else [GENERIC_NOTE]), *(found.text() for found in rates)]
     notes += costs.unprofiled(cluster.devices) + costs.warnings(cluster.devices, workload)
     return problem, path, notes
@@ -161,12 +166,16 @@ def _offered(
     spec: ModelSpec,
     asked: Sequence[Precision] | None,
     kept: Quantization | None,
-) -> tuple[tuple[Precision, ...], ...]:
-    """Return what each layer of a quantised directory may have; nothing where all may have all."""
+) -> tuple[tuple[tuple[Precision, ...], ...], list[str]]:
+    """Return what each layer of a quantised directory may have, nothing where all may have all;
+    and notes on it."""
     if path is None or (asked is not None and not has_weights(path)):
-        return ()
+        return (), []
     layers = stored_layers(path, spec, kept=kept)
-    return () if layers is None else offered(layers, asked)
+    if layers is None:
+        return (), []
+    note = fp8_note(layers)
+    return offered(layers, asked), [] if note is None else [note]
 
 
 def _all_of(layers: Sequence[Sequence[Precision]]) -> tuple[Precision, ...]:
@@ -191,7 +200,7 @@ def _kept(request: PlanRequest, path: str | None, cluster: Cluster) -> Quantizat
     return kept_grid(path, cluster.devices, request.weight_group_size)
 
 
-def _grid(request: PlanRequest, kept: Quantization | None) -> Quantization:
+def _grid(request: PlanRequest, kept: Quantization | None, path: str | None) -> Quantization:
     """Return how weights are stored: as asked, or as a checkpoint's codes are kept."""
     asked, symmetric = request.weight_group_size, request.symmetric
     if kept is not None:
@@ -199,7 +208,10 @@ def _grid(request: PlanRequest, kept: Quantization | None) -> Quantization:
     size = K_PADDING if asked is None else asked
     if size not in (0, 32, 64, K_PADDING):
         raise ValueError(f"--weight-group-size {size}: expected 128, 64, 32, or 0 for a channel")
-    return Quantization(group_size=size or None, symmetric=symmetric)
+    grid = Quantization(group_size=size or None, symmetric=symmetric)
+    if path is not None and has_weights(path):
+        require_counted(path, grid)
+    return grid
 
 
 def _outliers(asked: int | None, choices: Sequence[Precision], spec: ModelSpec) -> int:

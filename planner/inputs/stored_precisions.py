@@ -250,6 +250,16 @@ def _table_layers(file_of: Mapping[str, _Header]) -> set[int]:
     return found
 
 
+def has_tables(path: str | Path) -> bool:
+    """Whether a checkpoint has 4-bit codes of MXFP4 or bitsandbytes, which any plan keeps."""
+    if is_gguf(path):
+        return any(tensor.kind == "MXFP4" for tensor in open_gguf(path).tensors.values())
+    if section(read_config(path), "quantization_config") is None:
+        return False
+    headers = map(_read_header, _files(Path(path)))
+    return bool(_table_layers({name: header for header in headers for name in header.tensors}))
+
+
 def nvfp4_grid(directory: str | Path) -> Quantization | None:
     """Return the grid of a directory with NVFP4 codes, which counts what those take: half a bit a
     weight for scales."""
@@ -315,7 +325,20 @@ def _layer(
         return StoredLayer(stored=kept, served=tuple(Precision))
     (stored,) = found
     weight_only = Precision(f"w{stored.weight_bits}a16")
-    return StoredLayer(stored=stored, served=tuple(dict.fromkeys((stored, weight_only))))
+    served = tuple(dict.fromkeys((stored, weight_only)))
+    rounds = kept is Precision.W8A16 and stored.weight_bits < 8
+    return StoredLayer(stored=stored, served=served, rounds_fp8=rounds)
+
+
+def fp8_note(layers: Sequence[StoredLayer]) -> str | None:
+    """Return a sentence on layers whose FP8 linears are rounded, None without such."""
+    rounded = [str(index) for index, layer in enumerate(layers) if layer.rounds_fp8]
+    if not rounded:
+        return None
+    return (
+        f"layers {', '.join(rounded)} hold FP8 linears beside integers of fewer bits: a layer has "
+        "one precision, so the FP8 numbers are rounded to the integers' bits"
+    )
 
 
 def offered(

@@ -7,6 +7,7 @@ stage on every device; the speed-up is that of the formulas the runtime obeys
 
 from __future__ import annotations
 
+from llmpq.checkpoints.stored_codes import stored_codes
 from llmpq.cluster import Cluster, Device
 from llmpq.cost_model import CostModel
 from llmpq.errors import DoesNotFitError
@@ -34,7 +35,7 @@ def with_speculation(
     """
     context = plan.workload.prompt_len + plan.workload.gen_len / 2
     rows = plan.decode_microbatch
-    usable = usable_modes(plan)
+    usable = usable_modes(plan, stored_codes(plan.model.path))
 
     def best(mode: SpeculationMode) -> tuple[int, float]:
         return best_gamma(
@@ -67,7 +68,7 @@ def with_speculation(
             return _added(plan, spec, mode, gamma, speedup)
     raise ValueError(
         f"--speculate {wish}: this plan can use auto, {', '.join(usable)}; other modes need layers "
-        "it does not have"
+        "it does not have, or whose codes drafts cannot read at less cost"
     )
 
 

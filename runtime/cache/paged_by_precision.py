@@ -32,11 +32,16 @@ def make_paged_kv(
         from llmpq.runtime.cache.paged_device_kv import PagedDeviceKV
         from llmpq.runtime.cache.paged_latent_kv import PagedLatents
         from llmpq.runtime.cache.paged_packed_kv import PagedPackedKV
+        from llmpq.runtime.cache.paged_packed_latents import PagedPackedLatents
 
         if kv is KVPrecision.KV16 and spec.latent is not None:
             return PagedLatents(spec, layers=layers, size=size, dtype=dtype, device=device)
         if kv is KVPrecision.KV16:
             return PagedDeviceKV(spec, layers=layers, size=size, dtype=dtype, device=device)
+        if spec.latent is not None:
+            return PagedPackedLatents(
+                spec, kv, layers=layers, size=size, dtype=dtype, device=device
+            )
         return PagedPackedKV(spec, kv, layers=layers, size=size, dtype=dtype, device=device)
     if kv is KVPrecision.KV16:
         return PagedPlainKV(spec, layers=layers, size=size, dtype=dtype, device=device)

@@ -14,6 +14,7 @@ Legend: T tokens of a step, H query heads, G key/value heads, D head_dim, S slot
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -50,7 +51,7 @@ class PagedPackedKV(DevicePages):
         device: torch.device | str,
     ) -> None:
         """`layers`: their numbers in the model."""
-        assert spec.kv_vectors == 2 and not size.window, "llmpq/capabilities.py refuses before"
+        assert not size.window, "llmpq/capabilities.py refuses before"
         fmt = KVFormat(precision=kv, head_dim=spec.head_dim)
         self._device = torch.device(device)
         # A column for the newest tokens, too, which no block holds yet: `spread` looks them up.
@@ -75,7 +76,11 @@ class PagedPackedKV(DevicePages):
         self._behind = pair((*behind, spec.head_dim), dtype)
         self._rings = pair(ring, dtype)
         self._layers = [self._layer(index) for index in range(len(layers))]
-        self.launches = PackedPlan.of(fmt, spec.heads, spec.kv_heads, dtype, self._device)
+        self.launches = self._planned(spec, fmt, dtype)
+
+    def _planned(self, spec: ModelSpec, fmt: KVFormat, dtype: torch.dtype) -> Any:
+        """Return how steps are launched."""
+        return PackedPlan.of(fmt, spec.heads, spec.kv_heads, dtype, self._device)
 
     @property
     def nbytes(self) -> int:
@@ -102,7 +107,10 @@ class PagedPackedKV(DevicePages):
         num_places: int,
     ) -> list[list[int]]:
         """Return a step's rows as packed_pages.py reads them."""
-        return self.launches.table(slots, starts, counts, num_rows=num_rows, num_places=num_places)
+        rows: list[list[int]] = self.launches.table(
+            slots, starts, counts, num_rows=num_rows, num_places=num_places
+        )
+        return rows
 
     def places(
         self, rows_FR: Tensor, num_places: int, *, nobody: int

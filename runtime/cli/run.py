@@ -297,9 +297,8 @@ def _report_of_nothing(job: Job) -> dict[str, Any]:
 
 
 def _settings(options: RunOptions, plan: Plan) -> StageSettings:
-    drafts = choose_speculation(
-        plan, options.speculate, options.gamma, options.costs, compare=options.compare_plain
-    )
+    wish = (options.speculate, options.gamma, options.costs)
+    drafts = choose_speculation(plan, *wish, compare=options.compare_plain, model=options.model)
     return StageSettings(
         model_dir=str(Path(options.model or plan.model.path or "").resolve()),
         trace=options.trace is not None,

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
+from llmpq.checkpoints.stored_codes import stored_codes
 from llmpq.commands.command_line import refuse_without_effect
 from llmpq.cost_model import CostModel
 from llmpq.errors import unknown_name
 from llmpq.plan import Plan
+from llmpq.precision import Precision
 from llmpq.speculation import (
     MAX_GAMMA,
     MODES,
@@ -40,8 +43,12 @@ def choose_speculation(
     costs: str | None,
     *,
     compare: bool = False,
+    model: str | None = None,
 ) -> Drafts:
-    """Return the decision; `ValueError` says why a wish cannot be met, or has no effect."""
+    """Return the decision; `ValueError` says why a wish cannot be met, or has no effect.
+
+    `model`: whose weights are run, where it is not the plan's own.
+    """
     if mode == "off" or (mode is None and plan.speculation is None):
         _refuse_without_drafts(mode, gamma, costs, compare)
         return Drafts()
@@ -55,12 +62,13 @@ def choose_speculation(
         mode = plan.speculation.mode
         if gamma is None and costs is None:
             length = plan.speculation.gamma
+    kept = stored_codes(model or plan.model.path)
     if mode == "auto":
-        return _automatic(plan, costs, length)
+        return _automatic(plan, costs, length, kept)
     if mode not in MODES:
         raise unknown_name("speculation mode", str(mode), [*MODES, "auto", "off"])
     known = mode
-    _require_usable(plan, known)
+    _require_usable(plan, known, kept)
     if length is None and costs is None and not times_itself(plan):
         raise ValueError(
             f"--gamma auto needs a cost model to weigh drafts of {known}: add --costs costs.json "
@@ -74,7 +82,9 @@ def times_itself(plan: Plan) -> bool:
     return len(plan.stages) == 1 and not plan.stages[0].is_cpu
 
 
-def _automatic(plan: Plan, costs: str | None, length: int | None) -> Drafts:
+def _automatic(
+    plan: Plan, costs: str | None, length: int | None, kept: Collection[Precision]
+) -> Drafts:
     """Choose the mode with the highest predicted speed-up in the middle of the job.
 
     A length that was given stays: only the mode is chosen.
@@ -83,7 +93,7 @@ def _automatic(plan: Plan, costs: str | None, length: int | None) -> Drafts:
         raise ValueError("--speculate auto needs --costs costs.json (llmpq-profile)")
     model = CostModel.load_json(costs)
     times: dict[SpeculationMode, StepTimes] = {
-        mode: PlanTimes(plan, model, mode) for mode in usable_modes(plan)
+        mode: PlanTimes(plan, model, mode) for mode in usable_modes(plan, kept)
     }
     context = plan.workload.prompt_len + plan.workload.gen_len / 2
     best = choose_mode(times, rows=plan.decode_microbatch, context=context)
@@ -115,9 +125,16 @@ def _refuse_without_drafts(
     )
 
 
-def _require_usable(plan: Plan, mode: SpeculationMode) -> None:
-    if mode in usable_modes(plan):
+def _require_usable(plan: Plan, mode: SpeculationMode, kept: Collection[Precision]) -> None:
+    usable = ", ".join(usable_modes(plan, kept))
+    if mode in usable_modes(plan, kept):
         return
+    if mode in usable_modes(plan):
+        raise ValueError(
+            f"--speculate {mode} would draft at the target's cost: the model's layers keep codes "
+            "of its checkpoint (FP8, or 4 bits that stand for a table's numbers), which such "
+            f"drafts cannot read at less; choose one of {usable}"
+        )
     held = ", ".join(sorted({precision.value for precision in plan.precisions}))
     needs = {
         "qspec": "4-bit layers (w4a16)",
@@ -127,8 +144,7 @@ def _require_usable(plan: Plan, mode: SpeculationMode) -> None:
     }[mode]
     also = f" with {plan.workload.kv.value}" if mode in READS_KV4 else ""
     raise ValueError(
-        f"--speculate {mode} needs {needs}, the plan has {held}{also}; choose one of "
-        f"{', '.join(usable_modes(plan))}"
+        f"--speculate {mode} needs {needs}, the plan has {held}{also}; choose one of {usable}"
     )
 
 

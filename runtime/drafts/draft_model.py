@@ -14,6 +14,7 @@ overwrites the KV that a draft leaves.
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Literal, TypeVar
@@ -29,6 +30,7 @@ from llmpq.kernels.formats.atom_scheme import AtomScheme
 from llmpq.kernels.formats.atom_weight import AtomWeight
 from llmpq.kernels.formats.fp8_weight import Fp8Weight
 from llmpq.kernels.formats.quantized_weight import QuantizedWeight, from_codes
+from llmpq.kernels.formats.table_weight import TableWeight
 from llmpq.kernels.formats.weight_layout import GROUP, Layout
 from llmpq.kernels.linear import linear
 from llmpq.precision import padded_k
@@ -42,6 +44,7 @@ _CPU_CHUNK, _GPU_CHUNK = 1 << 17, 1 << 25
 """Weights per step: the temporaries stay in a CPU core's cache, or fill a GPU."""
 _ACTIVATIONS = AtomScheme(weight_bits=4, activation_bits=4)
 
+_log = logging.getLogger(__name__)
 _Module = TypeVar("_Module", bound=nn.Module)
 
 
@@ -90,9 +93,29 @@ def build_draft(mode: DraftMode, model: StageModel, kv: KVCache) -> DraftModel:
     view = copy.copy(model)
     view._modules = dict(model._modules)
     view.layers = nn.ModuleList([_with_linears(layer, swaps[mode]) for layer in model.layers])
+    _say_what_drafts_cost(mode, model)
     if mode in COPIES_HEAD and model.head is not None:
         view.head = _with_linears(model.head, lambda part: to_four_bits(part, keep))
     return DraftModel(view, kv, sum(weight.nbytes for weight in held))
+
+
+def _say_what_drafts_cost(mode: DraftMode, model: StageModel) -> None:
+    """Name the linears whose own codes a mode reads only at the target's cost."""
+    kinds: dict[str, tuple[type, int]] = {"qspec": (TableWeight, 4), "planes": (Fp8Weight, 8)}
+    if mode not in kinds:
+        return
+    kind, bits = kinds[mode]
+    linears = [part for part in model.layers.modules() if isinstance(part, Linear)]
+    kept = sum(isinstance(part.weight, kind) for part in linears)
+    if kept:
+        _log.warning(
+            "drafts of %s: %d of %d linears keep the checkpoint's own %d-bit codes and are drafted "
+            "at the target's cost; other drafts may gain more (--speculate auto with --costs)",
+            mode,
+            kept,
+            len(linears),
+            bits,
+        )
 
 
 def round_input(part: Linear) -> nn.Module:

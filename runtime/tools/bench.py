@@ -152,9 +152,8 @@ def _drafts(plan: Plan, options: BenchOptions) -> Drafts:
                 plan.speculation.gamma,
             )
         return Drafts()
-    drafts = choose_speculation(
-        plan, options.speculate, options.gamma, options.costs, compare=options.compare_plain
-    )
+    wish = (options.speculate, options.gamma, options.costs)
+    drafts = choose_speculation(plan, *wish, compare=options.compare_plain, model=options.model)
     if drafts.mode is not None:
         _log.warning(
             "drafts of %s: prompts are random tokens, text may be accepted more or less often "

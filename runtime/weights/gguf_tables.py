@@ -20,7 +20,7 @@ from llmpq.checkpoints.gguf_file import GgufTensor
 from llmpq.kernels.formats.table_weight import TableWeight, Values, table_weight
 from llmpq.precision import WeightScheme
 from llmpq.runtime.weights.gguf_codes import GROUP, BlockCodes, halves, nibbles
-from llmpq.runtime.weights.table_forms import has_halves, keeps_tables
+from llmpq.runtime.weights.table_forms import bounded, has_halves, keeps_tables
 
 KINDS = ("MXFP4", "IQ4_NL", "IQ4_XS")
 SIZES = {"MXFP4": 17, "IQ4_NL": 18, "IQ4_XS": 136}
@@ -40,12 +40,14 @@ def table_of_blocks(
     """Return a matrix's codes, or one expert's; None where float16 does not hold its scales."""
     codes_NK, scale_NG = _codes(tensor, expert)
     if tensor.kind == "MXFP4":
-        return table_weight(codes_NK, scale_NG, values=Values.E2M1, group_size=GROUP)
+        made = table_weight(codes_NK, scale_NG, values=Values.E2M1, group_size=GROUP)
+        return bounded(made, dtype)
     if dtype != torch.float32:
         if not has_halves(scale_NG):
             return None
         scale_NG = scale_NG.half()
-    return table_weight(codes_NK, scale_NG, values=Values.IQ4, group_size=GROUP)
+    made = table_weight(codes_NK, scale_NG, values=Values.IQ4, group_size=GROUP)
+    return bounded(made, dtype)
 
 
 def whole_numbers(tensor: GgufTensor, expert: int | None) -> BlockCodes:

@@ -20,7 +20,16 @@ import torch
 from torch import Tensor
 
 from llmpq.checkpoints.quantization_config import BITSANDBYTES
-from llmpq.kernels.formats.table_weight import E4M3, E8M0, TableWeight, Values, of_pairs, stacked
+from llmpq.kernels.formats.fp8_weight import in_range
+from llmpq.kernels.formats.table_weight import (
+    E4M3,
+    E8M0,
+    TableWeight,
+    Values,
+    of_pairs,
+    scale_numbers,
+    stacked,
+)
 from llmpq.precision import WeightScheme
 from llmpq.runtime.weights.sources import ROW
 
@@ -67,11 +76,22 @@ def stored_table(
     row = ROW.fullmatch(name)
     if row is not None:
         kept = f"{row['name']}_blocks" in held
-        return expert_weight(row["name"], int(row["index"]), read_row) if kept else None
+        if not kept:
+            return None
+        return bounded(expert_weight(row["name"], int(row["index"]), read_row), dtype)
     stem = name.removesuffix(".weight")
     if form == "fp4":
-        return fp4_weight(stem, held, read)
-    return bitsandbytes_weight(stem, held, read, dtype) if form == "bitsandbytes" else None
+        return bounded(fp4_weight(stem, held, read), dtype)
+    found = bitsandbytes_weight(stem, held, read, dtype) if form == "bitsandbytes" else None
+    return None if found is None else bounded(found, dtype)
+
+
+def bounded(weight: TableWeight, dtype: torch.dtype) -> TableWeight:
+    """Return a weight whose numbers a stage's type has; `ValueError` else."""
+    most = float(scale_numbers(weight.scale).abs().max()) * max(map(abs, weight.values.table))
+    if weight.factor is not None:
+        most *= float(weight.factor.abs().max())
+    return in_range(weight, dtype, most)
 
 
 def fp4_weight(stem: str, held: Mapping[str, str], read: Read) -> TableWeight:

@@ -278,8 +278,12 @@ class QuantizedKVCache:
         alibi_slopes_H: Tensor | None,
         rule: reference.ScoreRule,
     ) -> Tensor:
+        given = (self.fmt, self.layers[layer], self.table_SN, q_BQHD, plan.device_rows)
+        plain, own = rule.is_plain and alibi_slopes_H is None, _latent_codes()
+        if plain and own.takes(self.fmt, self.layers[layer], q_BQHD):
+            return own.attend_latent_codes(*given, max_end=plan.max_end, scale=scale)
         return _attend_any_size().attend_any_size(
-            *(self.fmt, self.layers[layer], self.table_SN, q_BQHD, plan.device_rows),
+            *given,
             max_end=plan.max_end,
             scale=scale,
             alibi_slopes_H=alibi_slopes_H,
@@ -333,6 +337,10 @@ def _append_any_size() -> ModuleType:
 
 def _attend_any_size() -> ModuleType:
     return importlib.import_module("llmpq.kernels.kv.low_bit.any_size_attend")
+
+
+def _latent_codes() -> ModuleType:
+    return importlib.import_module("llmpq.kernels.kv.low_bit.latent_codes")
 
 
 def prompt_attention(

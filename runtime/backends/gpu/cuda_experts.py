@@ -14,7 +14,8 @@ experts run one after the other, as on a CPU.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -44,16 +45,45 @@ def sparse_mlp(
     """Return the mixture of `count` experts, stacked where their weights allow it."""
     up, down = ExpertStack(count), ExpertStack(count)
     made: list[nn.Module] = []
+    own: list[Linear] = []
     stacked = True
     for index, expert in enumerate(experts):
-        stacked = stacked and isinstance(expert, GatedMLP) and _fit(up, down, expert)
-        if stacked and isinstance(expert, GatedMLP):
+        fits = stacked and isinstance(expert, GatedMLP) and _fit(up, down, expert)
+        if fits and isinstance(expert, GatedMLP):
             parts = _put(up, index, expert.gate_up), _put(down, index, expert.down)
             expert = GatedMLP(*parts, expert.gate)
+            own += parts
+        elif stacked and own:  # rooms for all experts would stay beside what does not fit them
+            device = own[0].weight.device
+            _move(own, "cpu")
+            up, down = ExpertStack(count), ExpertStack(count)
+            _move(own, device)
+        stacked = fits
         made.append(expert)
     if not stacked:
         return SparseMLP(routing, made, shared)
     return GroupedMLP(routing, made, shared, up, down)
+
+
+def _move(parts: Sequence[Linear], device: torch.device | str) -> None:
+    """Copy weights to a device, each into memory of its own."""
+    for part in parts:
+        part.weight = _copied(part.weight, device)
+        if part.bias is not None:
+            part.bias = part.bias.to(device, copy=True)
+
+
+def _copied(weight: Any, device: torch.device | str) -> Any:
+    """Return a weight with all its tensors copied to a device, laid out as they are."""
+
+    def moved(value: object) -> object:
+        if isinstance(value, tuple):
+            return tuple(map(moved, value))
+        return value.to(device, copy=True) if isinstance(value, Tensor) else value
+
+    if isinstance(weight, Tensor):
+        return moved(weight)
+    return replace(weight, **{f.name: moved(getattr(weight, f.name)) for f in fields(weight)})
 
 
 def _put(stack: ExpertStack, index: int, part: Linear) -> Linear:

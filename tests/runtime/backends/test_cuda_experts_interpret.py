@@ -6,6 +6,10 @@ import pytest
 import torch
 from triton import knobs
 
+from llmpq.kernels.formats.fp8_weight import fp8_weight
+from llmpq.kernels.formats.round_to_nearest import quantize_weight
+from llmpq.kernels.formats.table_weight import E8M0, Values, table_weight
+from llmpq.precision import WeightScheme
 from llmpq.runtime.backends.gpu.cuda_experts import GroupedMLP, sparse_mlp
 from llmpq.runtime.models.experts import Routing, SparseMLP
 from llmpq.runtime.models.linear import Linear
@@ -17,6 +21,7 @@ pytestmark = [
     pytest.mark.skipif(not knobs.runtime.interpret, reason="needs TRITON_INTERPRET=1"),
 ]
 EXPERTS, HIDDEN, FFN = 5, 32, 24
+FOUR = WeightScheme(bits=4, group_size=128, symmetric=False)
 
 
 def matrix(rows, columns, seed):
@@ -83,6 +88,56 @@ def test_another_weight_or_a_watcher_is_heeded():
     torch.testing.assert_close(stacked(x), before, rtol=1e-4, atol=1e-5)
     handle.remove()
     assert not stacked.asks_host
+
+
+@pytest.mark.parametrize("rows", [1, 9])
+def test_experts_of_gpt_oss_keep_their_codes(rows):
+    """MXFP4, biases and clamped gates, as its checkpoint has them."""
+    seeded = torch.Generator().manual_seed(5)
+
+    def linear(n, k):
+        codes = torch.randint(0, 16, (n, k), dtype=torch.uint8, generator=seeded)
+        scale = torch.randint(118, 123, (n, k // 32), dtype=torch.uint8, generator=seeded)
+        weight = table_weight(codes, scale.view(E8M0), values=Values.E2M1, group_size=32)
+        return Linear(weight, torch.randn(n, generator=seeded))
+
+    gate = GateFunction("clamped_silu", limit=1.0, slope=1.7)
+    experts = [GatedMLP(linear(256, 128), linear(128, 128), gate) for _ in range(4)]
+    routing = Routing(matrix(4, 128, 99), 2)
+    stacked = sparse_mlp(routing, iter(experts), 4, None)
+    assert isinstance(stacked, GroupedMLP) and not stacked.asks_host
+    x = matrix(rows, 128, 7)[:, None]
+    torch.testing.assert_close(stacked(x), SparseMLP(routing, experts)(x), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["dense", "fp8", "4 bits"])
+def test_a_stack_that_some_do_not_fit_is_given_up(kind):
+    """Its rooms for all experts are no weight's memory in the end."""
+
+    def weight(rows, columns, seed):
+        w = matrix(rows, columns, seed)
+        if kind == "4 bits":
+            return quantize_weight(w, FOUR, dtype=torch.float32)
+        codes = (w * 99).to(torch.float8_e4m3fn)
+        return w if kind == "dense" else fp8_weight(codes, torch.ones(1), None, torch.float32)
+
+    experts = [
+        GatedMLP(Linear(weight(2 * f, 128, f), None), Linear(weight(128, f, f), torch.ones(128)))
+        for f in (128, 128, 128, 256)
+    ]
+    routing = Routing(matrix(4, 128, 99), 2)
+    x = matrix(4, 128, 3)[:, None]
+    want = SparseMLP(routing, experts)(x)
+    made = sparse_mlp(routing, iter(experts), 4, None)
+    assert not isinstance(made, GroupedMLP)
+    torch.testing.assert_close(made(x), want)
+    for expert in made.experts:
+        for held in (expert.gate_up.weight, expert.down.weight):
+            tensors = [held] if kind == "dense" else [
+                t for v in vars(held).values() for t in (v if isinstance(v, tuple) else (v,))
+                if isinstance(t, torch.Tensor)
+            ]  # fmt: skip
+            assert tensors and all(t.untyped_storage().nbytes() == t.nbytes for t in tensors)
 
 
 def test_what_cannot_be_stacked_runs_in_turn():

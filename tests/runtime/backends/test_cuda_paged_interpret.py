@@ -4,8 +4,10 @@ import threading
 
 import pytest
 import torch
+import transformers
 from triton import knobs
 
+from llmpq.capabilities import gpu_pool_lack
 from llmpq.kernels.fused.rope_append import rope_append_pages_reference
 from llmpq.kernels.kv import prompt_attend
 from llmpq.kernels.kv.paged import packed_pages_plan, paged_plan
@@ -22,6 +24,7 @@ from llmpq.runtime.cache import paged_device_kv, paged_latent_kv, paged_packed_k
 from llmpq.runtime.cache.paged_device_kv import PagedDeviceKV
 from llmpq.runtime.cache.paged_latent_kv import PagedLatents
 from llmpq.runtime.cache.paged_packed_kv import PagedPackedKV
+from llmpq.runtime.cache.paged_packed_latents import PagedPackedLatents
 from llmpq.runtime.drafts.drafters import FixedDrafter
 from llmpq.runtime.engine.mailbox import Mailbox
 from llmpq.runtime.engine.paged_scheduler import PagedScheduler
@@ -88,7 +91,8 @@ def paged(base, size=POOL, step_tokens=64, first=0, kv=KVPrecision.KV16):
         kind = PagedDeviceKV if model.spec.latent is None else PagedLatents
         pages = kind(model.spec, dtype=torch.float32, **given)
     else:
-        pages = PagedPackedKV(model.spec, kv, dtype=torch.float32, **given)
+        kind = PagedPackedKV if model.spec.latent is None else PagedPackedLatents
+        pages = kind(model.spec, kv, dtype=torch.float32, **given)
     return Counting(model, pages, CPU, torch.float32, size=size, step_tokens=step_tokens)
 
 
@@ -316,6 +320,45 @@ def test_latents(kind, models, random_prompts, make_plan, on_gpu_path, monkeypat
     got = serve(compute, asked(prompts))
     assert got == [row[:NEW] for row in models.greedy(kind, prompts)]
     assert compute.mixed_steps > 0
+
+
+@pytest.fixture(scope="module")
+def latent_model(tmp_path_factory):
+    """A DeepSeek whose latents have 64 channels."""
+    config = transformers.DeepseekV3Config(
+        vocab_size=199, hidden_size=48, intermediate_size=64, moe_intermediate_size=32,
+        num_hidden_layers=2, first_k_dense_replace=1, num_attention_heads=3,
+        n_routed_experts=4, num_experts_per_tok=2, n_group=1, topk_group=1, n_shared_experts=1,
+        num_key_value_heads=3, kv_lora_rank=48, q_lora_rank=24, qk_rope_head_dim=16,
+        qk_nope_head_dim=16, v_head_dim=16, max_position_embeddings=512,
+    )  # fmt: skip
+    torch.manual_seed(3)
+    folder = tmp_path_factory.mktemp("latents")
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    return folder
+
+
+def test_packed_latents_give_the_tokens_of_a_cpu(
+    latent_model, random_prompts, make_plan, on_gpu_path, monkeypatch
+):
+    """One request after the other, for want of blocks: the second goes on from the first's."""
+    monkeypatch.setattr(
+        PlainLayers, "sparse_mlp", lambda _, *given: cuda_experts.sparse_mlp(*given)
+    )
+    kv, size = KVPrecision.KV4, PoolSize(num_blocks=1, slots=3, max_len=300)
+    trunk, *tails = random_prompts(147, 9, 30, seed=5)
+    prompts = [trunk + tail for tail in tails]
+    plan, spec = make_plan(latent_model, batch=3, kv=kv), ModelSpec.from_directory(latent_model)
+    assert not gpu_pool_lack(spec, kv, "bfloat16", drafts=False)
+    own = {"size": size, "kv": kv, "num_blocks": 1, "step_tokens": 100}
+    on_cpu = OpenStages(plan, spec, CheckpointSource(latent_model, spec), pool=size)
+    want = on_cpu.run(PagedScheduler(limits(**own, tokens_ahead=1)), asked(prompts, 3)).tokens
+    compute = stage(plan, latent_model, size=size, kv=kv, step_tokens=100)
+    requests = asked(prompts, 3)
+    assert isinstance(compute.kv, PagedPackedLatents)
+    assert compute.kv.nbytes == size.nbytes(spec, kv, layers=range(2), dtype_bytes=4)
+    assert serve(compute, requests, **own) == [want[0], want[1]]
+    assert requests[1].num_prefix_hits == 128 + TAIL_TOKENS
 
 
 @pytest.mark.parametrize("windowed_model", ["mistral"], indirect=True)

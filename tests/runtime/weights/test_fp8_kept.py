@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -208,6 +209,20 @@ def test_lying_tensors_are_refused(tmp_path: Path, last: str, change: Any, messa
         logits(form, precisions=[Precision.W8A16] * 2)
 
 
+@pytest.mark.parametrize("kind", ["channel", "blocks"])
+def test_numbers_beyond_float16_are_refused(kind: str) -> None:
+    codes = torch.tensor([[448.0, 1.0], [2.0, 3.0]]).repeat(1, 64).to(torch.float8_e4m3fn)
+    block = (1, 128) if kind == "blocks" else None
+    scale = torch.tensor([[147.0], [1.0]])
+    with pytest.raises(ValueError, match="up to 6.59e.04, beyond float16's 65504; run it in bf"):
+        fp8_weight(codes, scale, block, torch.float16)
+    assert (
+        fp8_weight(codes, scale, block, torch.bfloat16).dequantize(torch.bfloat16).isfinite().all()
+    )
+    fine = fp8_weight(codes, scale.flip(0), block, torch.float16)  # of small codes
+    assert fine.dequantize(torch.float16).isfinite().all()
+
+
 def test_stacked_scales_stay_shared_where_rows_line_up() -> None:
     codes = torch.randn(256, 128).to(torch.float8_e4m3fn)
     piece = fp8_weight(codes, torch.rand(2, 1) + 1, (128, 128), torch.bfloat16)
@@ -218,3 +233,15 @@ def test_stacked_scales_stay_shared_where_rows_line_up() -> None:
     assert apart.rows == 1 and apart.scale.shape == (320, 1)
     want = torch.cat([short.dequantize(torch.float32), piece.dequantize(torch.float32)])
     assert torch.equal(apart.dequantize(torch.float32), want)
+
+
+def test_codes_of_a_cpu_stay_those_of_the_file(tmp_path: Path) -> None:
+    """A view: no memory beside the mapped shard; what is stacked is a copy."""
+    save_file({"w": torch.ones(4, 128).to(torch.float8_e4m3fn)}, tmp_path / "one.safetensors")
+    with safe_open(tmp_path / "one.safetensors", "pt") as shard:
+        codes = shard.get_tensor("w")
+    for block in (None, (1, 128)):
+        made = fp8_weight(codes, torch.ones(4, 1), block, torch.float32).to("cpu")
+        assert made.codes_NK.data_ptr() == codes.data_ptr()
+    two = stacked([made, made])
+    assert two.codes_NK.untyped_storage().nbytes() == two.codes_NK.nbytes

@@ -1,0 +1,55 @@
+"""The pool of packed latents (MLA) of a stage on a GPU: 8, 4 or 2 bits (paged_packed_kv.py).
+
+A latent is key and value at once; both are kept, each rounded on a grid of its own, as slots do.
+
+Legend: T tokens of a step, H query heads, D channels of a latent.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from llmpq.kernels.formats.kv_block import KVFormat
+from llmpq.kernels.kv.paged.packed_latent_pages import attend_packed_latents
+from llmpq.kernels.kv.paged.packed_pages import PackedRows
+from llmpq.kernels.kv.paged.paged_latents import LatentPlan
+from llmpq.kernels.kv.reference import EVERYTHING, ScoreRule
+from llmpq.model_spec import ModelSpec
+from llmpq.runtime.cache.paged_packed_kv import PagedPackedKV
+from llmpq.runtime.paged_step import PagedStep
+from llmpq.runtime.step import Step
+
+
+class PagedPackedLatents(PagedPackedKV):
+    """Packed latents of one stage in blocks."""
+
+    def _planned(self, spec: ModelSpec, fmt: KVFormat, dtype: torch.dtype) -> LatentPlan:
+        assert spec.latent is not None
+        self._fmt = fmt
+        rank = spec.latent.kv_rank
+        return LatentPlan.of(spec.heads, spec.head_dim, rank, dtype, self._device)
+
+    def attend(
+        self,
+        layer: int,
+        q_BQHD: Tensor,
+        k_BQGD: Tensor,
+        v_BQGD: Tensor,
+        step: Step,
+        *,
+        scale: float,
+        alibi_slopes_H: Tensor | None = None,
+        rule: ScoreRule = EVERYTHING,
+        inv_freq: Tensor | None = None,
+        factor: float = 1.0,
+    ) -> Tensor:
+        """Append the step's latents (their positions are in them), return sums [1, T, H, rank]."""
+        assert isinstance(step, PagedStep) and inv_freq is None and rule.is_plain
+        out_THV = attend_packed_latents(
+            *(q_BQHD[0], k_BQGD[0, :, 0], self._layers[layer]),
+            PackedRows(rows_FR=step.rows_FR, table_SM=self._table_SM, chunks=step.chunks),
+            *(self.launches, self._fmt),
+            scale=scale,
+        )
+        return out_THV[None]

@@ -1,0 +1,92 @@
+"""Codes of a checkpoint that no draft reads at less cost: such modes are not offered, and said."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from llmpq.checkpoints.stored_codes import stored_codes
+from llmpq.kernels.formats.table_weight import Values, table_weight
+from llmpq.precision import Precision
+from llmpq.runtime.cli.speculation_choice import choose_speculation
+from llmpq.runtime.drafts.draft_model import build_draft
+from llmpq.runtime.engine.plain_loop import LocalPipeline
+from llmpq.runtime.models.linear import Linear
+from llmpq.speculation import usable_modes
+
+pytestmark = pytest.mark.cpu
+FLOATS = {"type": "float", "strategy": "group"}
+W4, W8 = frozenset({Precision.W4A16}), frozenset({Precision.W8A16})
+DESCRIBED: list[tuple[dict[str, Any] | None, frozenset[Precision]]] = [
+    (None, frozenset()),
+    ({"quant_method": "fp8", "weight_block_size": [128, 128]}, W8),
+    ({"quant_method": "fp8", "weight_block_size": [128, 48]}, frozenset()),
+    ({"quant_method": "bitsandbytes", "load_in_4bit": True}, W4),
+    ({"quant_method": "gptq", "bits": 4}, frozenset()),
+    ({"quant_method": "mxfp4"}, frozenset()),  # gpt-oss: its experts alone
+    *(
+        (
+            {
+                "quant_method": "compressed-tensors",
+                "config_groups": {"group_0": {"weights": {"num_bits": bits, **more}}},
+            },
+            kept,
+        )
+        for bits, more, kept in (
+            (8, FLOATS, W8),
+            (4, FLOATS, W4),
+            (4, {"type": "int"}, frozenset()),
+        )
+    ),
+]
+
+
+def described(folder: Path, quantization: dict[str, Any] | None) -> Path:
+    more = {} if quantization is None else {"quantization_config": quantization}
+    (folder / "config.json").write_text(json.dumps({"model_type": "llama", **more}))
+    return folder
+
+
+@pytest.mark.parametrize(("quantization", "kept"), DESCRIBED)
+def test_what_a_directory_keeps(tmp_path, quantization, kept):
+    assert stored_codes(described(tmp_path, quantization)) == kept
+    assert stored_codes(None) == stored_codes(tmp_path / "nowhere") == frozenset()
+
+
+@pytest.mark.parametrize(
+    ("bits", "mode", "quantization"),
+    [
+        ("w4a16", "qspec", {"quant_method": "bitsandbytes", "load_in_4bit": True}),
+        ("w8a16", "planes", {"quant_method": "fp8"}),
+    ],
+)
+def test_modes_that_cannot_gain_are_refused(
+    tmp_path, demo_model, make_plan, bits, mode, quantization
+):
+    plan = make_plan(demo_model, bits=bits)
+    model = str(described(tmp_path, quantization))
+    assert mode in usable_modes(plan)
+    assert mode not in usable_modes(plan, stored_codes(model))
+    with pytest.raises(ValueError, match="would draft at the target's cost: the model's layers"):
+        choose_speculation(plan, mode, "2", None, model=model)
+    assert choose_speculation(plan, mode, "2", None, model=str(demo_model)).mode == mode
+
+
+def test_a_stage_says_which_linears_it_drafts_at_the_targets_cost(demo_model, caplog):
+    pipeline = LocalPipeline.from_directory(demo_model)
+    model = pipeline.stages[0]
+    first = next(part for part in model.layers.modules() if isinstance(part, Linear))
+    n, k = first.weight.shape
+    codes = torch.randint(0, 16, (n, k), dtype=torch.uint8)
+    first.weight = table_weight(codes, torch.ones(n, k // 32), values=Values.NF4, group_size=32)
+    with caplog.at_level(logging.WARNING):
+        build_draft("qspec", model, None)
+    assert "drafts of qspec: 1 of" in caplog.text and "4-bit codes" in caplog.text
+    caplog.clear()
+    build_draft("kv4", model, None)
+    assert not caplog.text
