@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from llmpq.kernels.formats.quantized_weight import QuantizedWeight
 from llmpq.kernels.formats.table_weight import TableWeight, Values
 from llmpq.kernels.formats.weight_layout import BLOCK_ROWS, GROUP
 from llmpq.kernels.gemm.config import DENSE, Config, ProductPlan
@@ -21,6 +22,7 @@ MOST_ROWS, PROGRAMS = 256, 3
 LONG, LEAST_STEPS = 448, 40
 """Rows of x from which tiles of 256 are the quickest where a multiprocessor has so many k-groups
 to do (H200: 28672 x 4096, 512 rows, MXFP4 155 us, by W4's plan 170; 4096 x 4096 33 and 25)."""
+MOST_OF_HEAVY = 192
 WGMMA_ROWS = 64
 """Rows of x above which Gluon's programs hide looking up better (H200: 2048 x 11008, 128 rows, NF4
 23.7 us, in tiles 32.1)."""
@@ -61,9 +63,16 @@ def _gluon(config: Config, q: Coded, rows: int) -> Config:
     form = form_of(q)
     if form == "nvfp4":
         return DENSE if rows > MOST_ROWS else _tile(q, rows)
-    if q.bits == 4 and rows >= LONG and _steps(q, rows) >= LEAST_STEPS:
+    if q.bits == 4 and rows >= LONG and _steps(q, rows) >= LEAST_STEPS and not _is_heavy(q):
         return BROAD  # words are unpacked half as often
+    if _is_heavy(q) and config.bm > MOST_OF_HEAVY:
+        return NARROW
     return NARROW if config.blocks > 1 and form != "e2m1" else config
+
+
+def _is_heavy(q: Coded) -> bool:
+    """Whether scales and zeros of four parts leave no registers for tiles of 256 rows of x."""
+    return isinstance(q, QuantizedWeight) and not q.symmetric and q.group_size == 32
 
 
 def _steps(q: Coded, rows: int) -> int:

@@ -24,10 +24,11 @@ TALL = Config(kernel="gluon", blocks=2, bm=128, stages=5)
 
 def weight(form: str):
     codes = torch.zeros(N, K, dtype=torch.uint8)
-    if form == "w4 in 32":
+    if form.startswith("w4 in 32"):
         scale = torch.ones(N, K // 32, dtype=torch.float16)
+        zero = scale if form.endswith("zeros") else None
         return from_codes(
-            codes, scale, None, bits=4, group_size=32, in_features=K, layout=Layout.FRAGMENT
+            codes, scale, zero, bits=4, group_size=32, in_features=K, layout=Layout.FRAGMENT
         )
     if form == "nvfp4":
         scale, factor = torch.ones(N, K // 16).to(E4M3), torch.ones(N)
@@ -60,6 +61,8 @@ def test_prompts():
     """Two blocks of rows a warp have no registers for scales; NVFP4 has no program of wgmma."""
     assert chosen("w4 in 32", TALL, 128) == NARROW and chosen("nf4", TALL, 128) == NARROW
     assert chosen("mxfp4", TALL, 128) == TALL
+    assert chosen("w4 in 32", BROAD, 300) == BROAD
+    assert chosen("w4 in 32, zeros", BROAD, 300) == NARROW
     assert chosen("nvfp4", TALL, 128).kernel == "tile"
     assert chosen("nvfp4", TALL, MOST_ROWS + 1) == DENSE
     # Two multiprocessors stand in for a GPU's: 40 k-groups of each are 40 tiles of 256 rows.
