@@ -95,7 +95,7 @@ def test_dense_products(form, dtype):
     n, k = 1008, 1568
     codes = torch.randint(0, 16, (n, k), dtype=torch.uint8, device="cuda")
     size = {"nvfp4": 16, "nf4": 64, "fp4": 64, "iq4": 32}.get(form, 32)
-    scale, factor = torch.rand(n, k // size, device="cuda") + 0.1, None
+    scale, factor = torch.rand(n, -(-k // size), device="cuda") + 0.1, None
     if form == "mxfp4":
         scale = torch.randint(116, 122, scale.shape, dtype=E8M0, device="cuda")
     elif form == "nvfp4":
