@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import statistics
+from typing import Any
 
 import torch
 from rows import write_row
@@ -30,7 +31,7 @@ CASES = ((16, 32, 8192), (128, 8, 8192))
 """Query heads, requests, tokens of each."""
 
 
-def packed(kv: KVPrecision, heads: int, batch: int, context: int):
+def packed(kv: KVPrecision, heads: int, batch: int, context: int) -> tuple[Any, ...]:
     """Return a cache of random codes, what attention over one of its layers is given, and bytes."""
     fmt = KVFormat(precision=kv, head_dim=DIM)
     nbytes = int(batch * context * fmt.block_bytes(1) / BLOCK_TOKENS)
@@ -75,7 +76,7 @@ def rows(args: argparse.Namespace) -> None:
             cache, (q, where), nbytes = packed(kv, heads, batch, context)
             own = {"max_end": context, "scale": DIM**-0.5}
 
-            def given(i: int):
+            def given(i: int) -> tuple[Any, ...]:
                 return cache.fmt, cache.layers[i], cache.table_SN, q, where  # noqa: B023
 
             samples, gathered = (
@@ -91,7 +92,7 @@ def rows(args: argparse.Namespace) -> None:
                   + ", ".join(f"{w} {us:.1f}" for w, us in told.items()), flush=True)  # fmt: skip
 
 
-def checked(kv: KVPrecision):
+def checked(kv: KVPrecision) -> tuple[Any, ...]:
     """Return what attention over a small cache of true latents is given, and should give."""
     fmt, lengths = KVFormat(precision=kv, head_dim=DIM), torch.tensor([900, 129, 20, 512, 1331])
     cache = QuantizedKVCache(

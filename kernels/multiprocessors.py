@@ -1,4 +1,4 @@
-"""How many multiprocessors a device has: what launches are cut to."""
+"""What a device is to those who launch on it: how many multiprocessors, and how old."""
 
 from __future__ import annotations
 
@@ -13,3 +13,10 @@ def multiprocessors(device: torch.device) -> int:
     if device.type != "cuda":
         return 2
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+def older_than(device: torch.device, capability: tuple[int, int]) -> bool:
+    """Whether a device is a CUDA GPU of less than a compute capability."""
+    if device.type != "cuda" or not torch.cuda.is_available():
+        return False
+    return torch.cuda.get_device_capability(device) < capability

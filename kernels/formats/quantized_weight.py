@@ -13,6 +13,7 @@ from torch import Tensor
 from llmpq.kernels.formats import cpu_layout
 from llmpq.kernels.formats import weight_layout as formats
 from llmpq.kernels.formats.weight_layout import GROUP, Layout
+from llmpq.kernels.multiprocessors import older_than
 from llmpq.kernels.native.library import library
 from llmpq.precision import padded_k
 
@@ -270,7 +271,8 @@ def best_layout(
     """Return the layout that `linear` is fastest with on this device."""
     if device.type != "cpu":
         small = group_size not in (None, GROUP)
-        return Layout.ROWS if small and (bits == 3 or dtype == torch.float32) else Layout.FRAGMENT
+        by_rows = bits == 3 or dtype == torch.float32 or older_than(device, (8, 0))
+        return Layout.ROWS if small and by_rows else Layout.FRAGMENT
     if library() is not None:
         return Layout.CPU
     if group_size not in (None, GROUP):

@@ -35,6 +35,7 @@ from torch.nn import functional
 
 from llmpq.kernels.formats import weight_layout
 from llmpq.kernels.formats.weight_layout import BLOCK_ROWS, GROUP, Layout
+from llmpq.kernels.multiprocessors import older_than
 from llmpq.precision import padded_k
 
 BITS = 4
@@ -131,7 +132,8 @@ class TableWeight:
             scale=self.scale.to(device),
             factor=None if self.factor is None else self.factor.to(device),
         )
-        return moved.in_fragments() if moved.plane.is_cuda and moved.has_fragments() else moved
+        quick = moved.plane.is_cuda and not older_than(moved.plane.device, (8, 0))
+        return moved.in_fragments() if quick and moved.has_fragments() else moved
 
     def codes(self, start: int = 0, stop: int | None = None) -> Tensor:
         """Return the uint8 codes [stop - start, Kp] of some rows; in FRAGMENT, of whole blocks."""

@@ -194,6 +194,7 @@ static void multiply_block(const Weight& w, PairedRows& x, const Output& out, in
   Unpacker<BITS> ahead(w, room, unit, n0);
   ahead.begin();
   ahead.rest();
+  asm volatile("" : : : "memory");  // tiles are read from what was written above
   for (int64_t number = 0; !unit.ended(); ++number, unit.next()) {
     ahead.begin();
     int64_t turn = 1;
@@ -206,7 +207,7 @@ static void multiply_block(const Weight& w, PairedRows& x, const Output& out, in
       if (x.pairs > 1 || last) store_sums(sums, sums + 256, sums + 512, sums + 768);
     }
     ahead.rest();
-    asm volatile("" : : : "memory");  // tiles are read from what was written above
+    asm volatile("" : : : "memory");
     const int64_t n = n0 + unit.pair * PAIR;
     for (int64_t t = 0; last && t < 4 * x.pairs; ++t)
       if (n + t % 4 / 2 * TILE < w.N)

@@ -4,7 +4,8 @@ Costs are measured and estimated for those. What a checkpoint's own codes take b
 products' affair: their times on an H200 at N x K of Llama-3.1-8B, as medians of shapes
 (`python benchmarks/table_products_gpu.py`, docs/results/kernels.md), decode of 1 to 32 rows,
 prompts of 512 rows and more. All of a layer but its attention is priced so, its launches too: near
-the truth where it matters. CPUs take all forms alike.
+the truth where it matters. CPUs take all forms alike. Prompts that are quicker than integers in
+groups of 128 are so on Hopper alone, whose kernel reads the codes; others make numbers of them.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ FACTORS: dict[str, dict[Phase, float]] = {
     "iq4": {Phase.DECODE: 1.69, Phase.PREFILL: 1.13},
     "e4m3": {Phase.DECODE: 1.13, Phase.PREFILL: 1.09},
 }
-"""Form -> phase -> time over that of integers of as many bits in groups of 128."""
+"""Form -> phase -> time over that of integers of as many bits in groups of 128 (H200)."""
 BITS = {"e4m3": 8}
 """Bits of a form; of others 4."""
 
@@ -43,5 +44,10 @@ def form_of(quantization: Quantization, precision: Precision) -> str | None:
 def priced(entry: LatencyEntry, device: DeviceSpec, quantization: Quantization) -> LatencyEntry:
     """Return a layer's entry as its codes' form has it."""
     form = None if device.is_cpu else form_of(quantization, entry.precision)
-    factor = 1.0 if form is None else FACTORS[form][entry.phase]
+    if form is None:
+        return entry
+    own = FACTORS[form]
+    factor = own[Phase.PREFILL if entry.phase is Phase.PREFILL else Phase.DECODE]
+    if device.unpacks_weights:
+        factor = max(factor, 1.0)
     return entry if factor == 1.0 else entry.with_products(factor)

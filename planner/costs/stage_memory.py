@@ -103,7 +103,7 @@ def capacity(p: Problem, eta: int, xi: int) -> NDArray[np.int64]:
     NEVER where the choices allow no stage of that sort.
     """
     table = np.full((len(p.classes), 2, 2, 3), NEVER, dtype=np.int64)
-    kinds = {_memory_kind(cls) for cls in p.classes}
+    kinds = {_memory_kind(p, cls) for cls in p.classes}
     sorts = _sorts(p.choices)
     for first, last in product((False, True), repeat=2):
         ends = {
@@ -136,7 +136,7 @@ def capacity(p: Problem, eta: int, xi: int) -> NDArray[np.int64]:
                 fixed = (
                     cls.first.spec.context
                     + ends[not cls.first.spec.is_cpu]
-                    + workspace[_memory_kind(cls)]
+                    + workspace[_memory_kind(p, cls)]
                 )
                 room = cls.first.limit_bytes - fixed
                 room += _smaller_layers(p, room, sort) if first else 0
@@ -152,7 +152,10 @@ def _sorts(choices: Sequence[Precision]) -> dict[int, tuple[Precision, ...]]:
     return {sort: precisions for sort, precisions in found.items() if precisions}
 
 
-def _memory_kind(cls: DeviceClass) -> tuple[bool, bool]:
-    """Return whether a class's stages run on a GPU, and whether it unpacks whole weights."""
+def _memory_kind(p: Problem, cls: DeviceClass) -> tuple[bool, bool]:
+    """Return whether a class's stages run on a GPU, and whether it unpacks whole weights.
+
+    Of NVFP4 every GPU does: no kernel of Hopper's reads it for a prompt.
+    """
     spec = cls.first.spec
-    return not spec.is_cpu, spec.unpacks_weights
+    return not spec.is_cpu, spec.unpacks_weights or p.quantization.codes == "nvfp4"

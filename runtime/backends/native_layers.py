@@ -185,6 +185,8 @@ def _form(layer: DecoderLayer) -> LayerForm | None:
 
 
 def _matrix(linear: Linear) -> Matrix | None:
+    if not isinstance(linear, Linear):
+        return None  # a draft's, which rounds its input
     if not isinstance(linear.weight, (Tensor, QuantizedWeight)):
         return None
     return Matrix(linear.weight, linear.bias)

@@ -29,6 +29,8 @@ from llmpq.runtime.weights.gguf_checkpoint import GgufCheckpoint
 from llmpq.runtime.weights.quantized_checkpoint import QuantizedCheckpoint
 from llmpq.runtime.weights.sources import CheckpointSource, weight_files
 
+LAYOUTS = 2
+"""Which layouts weights are kept in: one more when those of a device change."""
 _SHAPES = "llmpq_weights"
 """Metadata key: linear -> what its tensors do not say of themselves, as JSON."""
 
@@ -94,6 +96,7 @@ class KeptLayers:
             str(dtype),
             self._device.type,
             *(["codes kept"] if self._keeps else []),
+            LAYOUTS,
         ]
         mark = hashlib.sha256(json.dumps(what).encode()).hexdigest()[:16]
         return self._folder / mark / f"{index}.safetensors"

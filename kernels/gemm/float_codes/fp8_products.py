@@ -24,7 +24,7 @@ from llmpq.kernels.gemm.float_codes.e4m3_fragments import (
     e4m3_tile_kernel,
 )
 from llmpq.kernels.gemm.float_codes.e4m3_kernel import e4m3_dequantize_kernel, e4m3_kernel
-from llmpq.kernels.multiprocessors import multiprocessors
+from llmpq.kernels.multiprocessors import multiprocessors, older_than
 from llmpq.kernels.overlap import overlaps
 
 MOST_ROWS = 256
@@ -102,7 +102,7 @@ def fp8_linear_gpu(
     """Return y [M, N] = x w^T (+ bias) (+ residual), in x's dtype."""
     m = x_MK.shape[0]
     sixteen = x_MK.dtype in (torch.float16, torch.bfloat16)
-    few = sixteen and 0 < m <= MOST_ROWS and not _older_than(x_MK.device, OLDEST)
+    few = sixteen and 0 < m <= MOST_ROWS and not older_than(x_MK.device, OLDEST)
     if few and weight.fragment:
         return multiply_fragments(x_MK, weight, bias, residual_MN)
     if few:
@@ -223,7 +223,7 @@ def multiply(
 
 def dequantized(weight: Fp8Weight, dtype: torch.dtype) -> Tensor:
     """Return w [N, K]; where Triton may not run, by torch."""
-    if _older_than(weight.device, OLDEST_TRITON):
+    if older_than(weight.device, OLDEST_TRITON):
         return weight.dequantize(dtype)
     n, k = weight.out_features, weight.in_features
     out = torch.empty(n, k, dtype=dtype, device=weight.device)
@@ -254,7 +254,3 @@ def on_hopper(device: torch.device) -> bool:
     if device.type != "cuda":
         return False
     return (9, 0) <= torch.cuda.get_device_capability(device) < (12, 0)
-
-
-def _older_than(device: torch.device, wanted: tuple[int, int]) -> bool:
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) < wanted

@@ -25,7 +25,7 @@ from torch.nn import functional
 
 from llmpq.kernels.formats.quantized_weight import QuantizedWeight
 from llmpq.kernels.formats.weight_layout import GROUP, SMALL, Layout
-from llmpq.kernels.multiprocessors import multiprocessors
+from llmpq.kernels.multiprocessors import multiprocessors, older_than
 
 FEW = 16
 """Rows of x that the product takes; more are multiplied by cuBLAS, sooner (H200: 32 rows, 28672 x
@@ -114,7 +114,7 @@ def multiply(
 ) -> Tensor:
     """Return y [M, N] = x w^T (+ bias) (+ residual), in x's dtype."""
     rows = x_MK.shape[0]
-    if q.bits == 3 or not 0 < rows <= FEW or _older_than(q.device, (8, 0)):
+    if q.bits == 3 or not 0 < rows <= FEW or older_than(q.device, (8, 0)):
         y_MN = functional.linear(x_MK, dequantized(q, x_MK.dtype), bias)
         return y_MN if residual_MN is None else y_MN + residual_MN
     x_MK, (n, k) = x_MK.contiguous(), (q.out_features, q.in_features)
@@ -135,7 +135,7 @@ def multiply(
 
 def dequantized(q: QuantizedWeight, dtype: torch.dtype) -> Tensor:
     """Return w [N, K]; 3 bits, and all where Triton may not run, by torch."""
-    if q.bits == 3 or _older_than(q.device, (7, 5)):
+    if q.bits == 3 or older_than(q.device, (7, 5)):
         return q.dequantize(dtype)
     n, k = q.out_features, q.in_features
     out = q.scale.new_empty(n, k, dtype=dtype)
@@ -144,10 +144,6 @@ def dequantized(q: QuantizedWeight, dtype: torch.dtype) -> Tensor:
         *(*_operands(q), out, n, k, groups), **_constants(q) | {"BN": 16}, num_warps=2
     )
     return out
-
-
-def _older_than(device: torch.device, wanted: tuple[int, int]) -> bool:
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) < wanted
 
 
 def _operands(q: QuantizedWeight) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -116,3 +116,14 @@ def test_a_compiler_that_fails_is_said(anew, monkeypatch, tmp_path, caplog):
     (line,) = caplog.messages
     assert "out of order" in line and "torch" in line
     assert not list(anew.glob("*.so"))
+
+
+@pytest.mark.parametrize(
+    ("capability", "layout"), [((7, 5), Layout.ROWS), ((8, 0), Layout.FRAGMENT)]
+)
+def test_small_groups_lie_in_rows_where_no_tensor_core_reads_words(monkeypatch, capability, layout):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    device = torch.device("cuda")
+    assert best_layout(device, 4, 64, torch.float16, 32) is layout
+    assert best_layout(device, 4, 64, torch.float16, 128) is Layout.FRAGMENT

@@ -7,6 +7,7 @@ from llmpq.kernels.native import library
 from llmpq.precision import KVPrecision, Precision
 from llmpq.runtime.backends.native_layers import NativeLayers
 from llmpq.runtime.cache.paged_by_precision import make_paged_kv
+from llmpq.runtime.drafts.draft_model import RoundedLinear
 from llmpq.runtime.engine.plain_loop import LocalPipeline
 from llmpq.runtime.models.layers import PlainLayers
 from llmpq.runtime.models.linear import round_activations
@@ -157,6 +158,19 @@ def test_weights_that_change_are_noticed(demo_model):
     held = stage.layers[0].attn_norm
     held.weight = held.weight * 1.02  # a fault in one part shows
     assert not torch.equal(pool_steps(pipeline, stage, KVPrecision.KV16, 2), rounded)
+
+
+@torch.inference_mode()
+def test_a_draft_rounds_its_inputs_here_too(demo_model):
+    pipeline, stage = model_of(demo_model, "4", torch.bfloat16)
+    set_runner(stage, PlainLayers())
+    exact = pool_steps(pipeline, stage, KVPrecision.KV16, 2)
+    for layer in stage.layers:
+        layer.mlp.down = RoundedLinear(layer.mlp.down.weight, layer.mlp.down.bias)
+    rounded = pool_steps(pipeline, stage, KVPrecision.KV16, 2)
+    assert not torch.equal(exact, rounded)
+    set_runner(stage, NativeLayers())
+    assert torch.equal(pool_steps(pipeline, stage, KVPrecision.KV16, 2), rounded)
 
 
 @torch.inference_mode()
