@@ -1,7 +1,7 @@
 """y = x w^T on a GPU: `plan` decides which kernel and how, `run` launches it, one op wraps both.
 
     M rows of x        path
-    1, 2               rows_kernel: all of K in one program
+    1, 2 (to 8)        rows_kernel: all of K in one program
     up to a crossover  tile_kernel: BM rows of x at a time, K split over programs
     above, sm_90       gluon_kernel: wgmma fed from registers, x by TMA
     above              dequantise, then cuBLAS
