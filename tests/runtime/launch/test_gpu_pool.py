@@ -62,7 +62,6 @@ def test_packed_precisions_have_a_pool_that_counts_what_is_ever_packed(kv):
         (KVPrecision.KV8, "opt-2.7b", None, "a KV cache of 8 bits and heads of 80 channels"),
         (KVPrecision.KV16, "llama-3.1-8b", "kv4", "speculation"),
         (KVPrecision.KV4, "llama-3.1-8b", "w4kv4", "speculation"),
-        (KVPrecision.KV4, "deepseek-v3", None, "a KV cache of 4 bits and heads of 576 channels"),
     ],
 )
 def test_what_a_gpu_does_not_page_has_slots_and_is_refused_a_pool(kv, model, speculate, why):
@@ -110,7 +109,17 @@ def test_packed_blocks_of_a_model_in_float32_are_refused():
         _ = pool.serves
 
 
-@pytest.mark.parametrize("model", ["gpt-oss-20b", "gemma-2-9b", "mistral-7b", "deepseek-v3"])
-def test_windows_caps_sinks_and_latents_go_over_a_pool(model):
-    pool = ways_of(gpu=True, kv=KVPrecision.KV16, drafts=False, pool=True)
+@pytest.mark.parametrize(
+    "model,kv",
+    [
+        ("gpt-oss-20b", KVPrecision.KV16),
+        ("gemma-2-9b", KVPrecision.KV16),
+        ("mistral-7b", KVPrecision.KV16),
+        ("deepseek-v3", KVPrecision.KV16),
+        ("deepseek-v3", KVPrecision.KV8),
+        ("deepseek-v3", KVPrecision.KV4),
+    ],
+)
+def test_windows_caps_sinks_and_latents_go_over_a_pool(model, kv):
+    pool = ways_of(gpu=True, kv=kv, drafts=False, pool=True)
     require(ModelSpec.by_name(model), pool, max_len=8000)
