@@ -1,5 +1,7 @@
 """Scaled operands compile for every listed architecture; shared memory fits, operands stay."""
 
+import os
+
 import pytest
 
 pytest.importorskip("triton")
@@ -58,8 +60,16 @@ def tiles(arch, form, dtype, bm, stages, depth=1):
     return build(tile_kernel, arch, form, dtype, own, num_warps=4, num_stages=stages)
 
 
-@pytest.mark.parametrize("arch", (*ARCHITECTURES, CONSUMER_BLACKWELL))
-@pytest.mark.parametrize("form", FORMS)
+def cases():
+    """Every form for the oldest, Hopper and the newest, the others in turn (all: make test-all)."""
+    every = "LLMPQ_ALL_TESTS" in os.environ
+    others = [arch for arch in ARCHITECTURES if arch not in (80, 90)]
+    for place, form in enumerate(FORMS):
+        here = others if every else others[place % len(others) :][:1]
+        yield from ((arch, form) for arch in (80, 90, *here, CONSUMER_BLACKWELL))
+
+
+@pytest.mark.parametrize(("arch", "form"), cases())
 def test_everything_compiles(arch, form):
     for dtype, bm, stages, depth in (("bf16", 8, 1, 2), ("fp16", 32, 3, 1)):
         tiles(arch, form, dtype, bm, stages, depth)
