@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from llmpq.kernels.cpu.dense import dense_in_pieces
 from llmpq.kernels.formats.quantized_weight import QuantizedWeight
-from llmpq.kernels.formats.weight_layout import GROUP
+from llmpq.kernels.formats.weight_layout import GROUP, NATIVE, Layout
 from llmpq.kernels.native.library import NUMBERS, address, call, library
 from llmpq.precision import padded_k
 
@@ -28,7 +28,7 @@ _LAYER_ROWS = 128
 
 
 def native_linear(x_MK: Tensor, qweight: QuantizedWeight, bias: Tensor | None) -> Tensor:
-    """Multiply x [M, K] by a weight in the layout `Layout.CPU`."""
+    """Multiply x [M, K] by a weight in a layout of `NATIVE`."""
     if x_MK.shape[0] <= _FEW_ROWS[x_MK.dtype] or _has_tiles(qweight, x_MK.dtype):
         return few_rows(x_MK, qweight, bias)
     if qweight.activation_bits == 8:
@@ -47,7 +47,7 @@ def native_linear(x_MK: Tensor, qweight: QuantizedWeight, bias: Tensor | None) -
 def few_rows(x_MK: Tensor, qweight: QuantizedWeight, bias: Tensor | None) -> Tensor:
     """Multiply by our own code alone.
 
-    Codes and x, rounded to 16 or 8 bits a k-group, as integers (few_rows.h, tiles.h); with AMX more
+    Codes and x, rounded to 16 or 8 bits a k-group, as integers (panel_rows.h, few_rows.h, tiles.h); with AMX more
     rows of bfloat16 meet the weight as bfloat16, made block by block in a core's cache
     (many_rows.h).
     """
@@ -71,6 +71,14 @@ def few_rows(x_MK: Tensor, qweight: QuantizedWeight, bias: Tensor | None) -> Ten
     return y
 
 
+def multiplies(qweight: QuantizedWeight) -> bool:
+    """Whether this machine's library knows the weight's layout."""
+    found = library()
+    if found is None or qweight.layout not in NATIVE:
+        return False
+    return qweight.layout is Layout.CPU or bool(found.llmpq_panels())
+
+
 def rows_at_once(qweight: QuantizedWeight, dtype: torch.dtype) -> int:
     """Return the rows of x [M, K] up to which one call of `few_rows` is the way to multiply."""
     return _LAYER_ROWS if _has_tiles(qweight, dtype) else _FEW_ROWS[dtype]
@@ -79,13 +87,12 @@ def rows_at_once(qweight: QuantizedWeight, dtype: torch.dtype) -> int:
 def _has_tiles(qweight: QuantizedWeight, dtype: torch.dtype) -> bool:
     """Whether any number of rows is multiplied in tiles here.
 
-    Codes in groups smaller than a k-group are not, weights made bfloat16 are.
+    Codes are if they lie in panels, any weights made bfloat16.
     """
     found = library()
     if found is None or not found.llmpq_tiles():
         return False
-    fine = qweight.groups > padded_k(qweight.in_features) // GROUP
-    return not fine or (dtype == torch.bfloat16 and qweight.activation_bits == 16)
+    return qweight.layout is Layout.CPU_PANELS or (dtype == torch.bfloat16 and qweight.activation_bits == 16)
 
 
 def in_eight_bits(x_MK: Tensor) -> Tensor:
@@ -126,4 +133,5 @@ def _addresses(qweight: QuantizedWeight) -> tuple[int, int, int]:
 
 def _sizes(qweight: QuantizedWeight) -> tuple[int, ...]:
     k = qweight.in_features
-    return qweight.out_features, k, padded_k(k) // GROUP, qweight.groups, qweight.bits
+    panels = int(qweight.layout is Layout.CPU_PANELS)
+    return qweight.out_features, k, padded_k(k) // GROUP, qweight.groups, qweight.bits, panels

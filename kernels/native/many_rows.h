@@ -21,28 +21,6 @@ constexpr int64_t UNIT_STEPS = 2 * STEPS;     // of w's pair that are in L1, twi
 constexpr int64_t WIDE_PAIRS = 8;             // of w that meet the same part of x, which stays in L2:
 constexpr int64_t PART_BYTES = 512 << 10;
 
-// 16 rows of 16 words, `apart` words from each other, as columns.
-static inline void transpose(const __m512i* row, __m512i* column) {
-  __m512i t[16], u[16];
-  for (int i = 0; i < 8; ++i) {
-    t[2 * i] = _mm512_unpacklo_epi32(row[2 * i], row[2 * i + 1]);
-    t[2 * i + 1] = _mm512_unpackhi_epi32(row[2 * i], row[2 * i + 1]);
-  }
-  for (int i = 0; i < 4; ++i)
-    for (int j = 0; j < 2; ++j) {
-      u[4 * i + 2 * j] = _mm512_unpacklo_epi64(t[4 * i + j], t[4 * i + 2 + j]);
-      u[4 * i + 2 * j + 1] = _mm512_unpackhi_epi64(t[4 * i + j], t[4 * i + 2 + j]);
-    }
-  for (int j = 0; j < 4; ++j) {
-    const __m512i a = _mm512_shuffle_i32x4(u[j], u[4 + j], 0x88), b = _mm512_shuffle_i32x4(u[8 + j], u[12 + j], 0x88);
-    const __m512i c = _mm512_shuffle_i32x4(u[j], u[4 + j], 0xdd), d = _mm512_shuffle_i32x4(u[8 + j], u[12 + j], 0xdd);
-    column[j] = _mm512_shuffle_i32x4(a, b, 0x88);
-    column[8 + j] = _mm512_shuffle_i32x4(a, b, 0xdd);
-    column[4 + j] = _mm512_shuffle_i32x4(c, d, 0x88);
-    column[12 + j] = _mm512_shuffle_i32x4(c, d, 0xdd);
-  }
-}
-
 // x [M, K] as pairs of tiles, one tile if there are no more rows: [pairs, steps, 1 or 2, 16 pairs of k, 16 rows],
 // zeros past M and K.
 struct PairedRows {
@@ -95,6 +73,7 @@ struct BlockRoom {
   int64_t x_pairs;
   std::vector<uint8_t> held;
   std::vector<float> grid;
+  uint8_t rows[TILE * GROUP];  // a k-group of a panel's rows by themselves
   void reset(const Weight& w, int64_t pairs, const PairedRows& x) {
     x_pairs = x.pairs;
     const int64_t size = 2 * UNIT_STEPS * PAIR_BYTES + pairs * x_pairs * PAIR_SUMS * 4 + 64;
@@ -134,8 +113,14 @@ struct Unpacker {
     if (left == 0) return;
     const int64_t first = (PAIR - left % PAIR) % PAIR;
     const float* s = room.grid.data() + first * pitch + g * parts;
+    if (w.panels && first % TILE == 0) rows_of_unit<BITS>(w, n0 + pair * PAIR + first, g, room.rows, FORM_BYTES<BITS>);
     for (int64_t row = first; row < first + 8; ++row, s += pitch, to += 64, next += 16 * BITS) {
       for (int64_t line = 0; line < 16 * BITS; line += 64) _mm_prefetch((const char*)next + line, _MM_HINT_T1);
+      if (w.panels) {
+        const uint8_t* alone = room.rows + row % TILE * FORM_BYTES<BITS>;
+        numbers_of_group<BITS == 3 ? 4 : BITS>(alone, s, s + PAIR * pitch, false, BFLOAT16, PAIR_BYTES, to);
+        continue;
+      }
       numbers_of_group<BITS>(p, s, s + PAIR * pitch, parts > 1, BFLOAT16, PAIR_BYTES, to);
       p += row + 1 < rows ? apart : 0;
     }
