@@ -21,7 +21,7 @@ from torch import Tensor
 
 from llmpq.kernels.cpu.block_attention import BlockRows
 from llmpq.kernels.cpu.dense import native_rows
-from llmpq.kernels.cpu.native_linear import rows_at_once
+from llmpq.kernels.cpu.native_linear import multiplies, rows_at_once
 from llmpq.kernels.formats.quantized_weight import QuantizedWeight
 from llmpq.kernels.formats.weight_layout import GROUP, Layout
 from llmpq.kernels.native.library import NUMBERS, address, call, library
