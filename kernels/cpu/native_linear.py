@@ -92,7 +92,9 @@ def _has_tiles(qweight: QuantizedWeight, dtype: torch.dtype) -> bool:
     found = library()
     if found is None or not found.llmpq_tiles():
         return False
-    return qweight.layout is Layout.CPU_PANELS or (dtype == torch.bfloat16 and qweight.activation_bits == 16)
+    return qweight.layout is Layout.CPU_PANELS or (
+        dtype == torch.bfloat16 and qweight.activation_bits == 16
+    )
 
 
 def in_eight_bits(x_MK: Tensor) -> Tensor:
