@@ -47,9 +47,9 @@ def native_linear(x_MK: Tensor, qweight: QuantizedWeight, bias: Tensor | None) -
 def few_rows(x_MK: Tensor, qweight: QuantizedWeight, bias: Tensor | None) -> Tensor:
     """Multiply by our own code alone.
 
-    Codes and x, rounded to 16 or 8 bits a k-group, as integers (panel_rows.h, few_rows.h, tiles.h); with AMX more
-    rows of bfloat16 meet the weight as bfloat16, made block by block in a core's cache
-    (many_rows.h).
+    Codes and x, rounded to 16 or 8 bits a k-group, as integers (panel_rows.h, few_rows.h, tiles.h);
+    with AMX more rows of bfloat16 meet the weight as bfloat16, made block by block in a core's
+    cache (many_rows.h).
     """
     x_MK = x_MK.contiguous()
     m, n = x_MK.shape[0], qweight.out_features
