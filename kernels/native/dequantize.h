@@ -25,8 +25,18 @@ static inline __m512i values_of(int64_t bits, float scale, float zero, int64_t n
   return _mm512_broadcast_i64x4(sixteen_of(mul(sub(code, floats(zero)), floats(scale)), number));
 }
 
-// A k-group of a row as numbers of 16 bits, 32 of them, then 32 `apart` bytes on; s and z: of its parts. Below 8 bits
-// a group has at most 16 values, each computed once: a permutation of words looks them up by the words' low bits.
+// 32 words of four codes as numbers of 16 bits, 32 of them, then 32 `apart` bytes on; s and z: of their parts. A group
+// has at most 16 values, each computed once: a permutation of words looks them up by the words' low bits.
+template <int BITS>
+static inline void numbers_of_words(__m512i w, const float* s, const float* z, bool fine, int64_t number, int64_t apart, uint8_t* to) {
+  __m512i values = values_of(BITS, *s, *z, number);
+  for (int64_t v = 0; v < 4; ++v) {
+    if (fine && v) values = values_of(BITS, s[v], z[v], number);
+    _mm512_storeu_si512(to + v * apart, _mm512_permutexvar_epi16(_mm512_srli_epi16(w, BITS * v), values));
+  }
+}
+
+// The same of a row's k-group as it lies.
 template <int BITS>
 static inline void numbers_of_group(const uint8_t* p, const float* s, const float* z, bool fine, int64_t number,
                                     int64_t apart, uint8_t* to) {
@@ -47,12 +57,7 @@ static inline void numbers_of_group(const uint8_t* p, const float* s, const floa
       for (int64_t i = 0; i < 2; ++i) _mm256_storeu_si256((__m256i*)(to + v * apart) + i, sixteen_of(half(16 * i), number));
     }
   } else {
-    const __m512i w = BITS == 4 ? _mm512_loadu_si512(p) : words12(p);
-    __m512i values = values_of(BITS, *s, *z, number);
-    for (int64_t v = 0; v < TIMES; ++v) {
-      if (fine && v) values = values_of(BITS, s[v], z[v], number);
-      _mm512_storeu_si512(to + v * apart, _mm512_permutexvar_epi16(_mm512_srli_epi16(w, BITS * v), values));
-    }
+    numbers_of_words<BITS>(BITS == 4 ? _mm512_loadu_si512(p) : words12(p), s, z, fine, number, apart, to);
   }
 }
 #endif
@@ -107,7 +112,10 @@ static void dequantize_rows(const Weight& w, int64_t n, int64_t n0, int64_t n1, 
   w.grids(n, std::min(w.N, n + PANEL), s, z);
 #if HAS_BYTE_DOT
   constexpr int64_t BYTES = FORM_BYTES<BITS>;
-  for (int64_t g = 0; w.panels && g < w.k_groups; ++g) rows_of_unit<BITS>(w, n, g, room.rows.data() + g * BYTES, w.k_groups * BYTES);
+  for (int64_t g = 0; w.panels && g < w.k_groups; ++g)
+    rows_of_unit<BITS>(w, n, PANEL, g, [&](int64_t r, int half, Ints words) {
+      _mm512_storeu_si512(room.rows.data() + (r * w.k_groups + g) * BYTES + half * 64, words);
+    });
 #endif
   for (int64_t row = std::max(n, n0); row < end; ++row) {
     const float *scale = s + (row - n) * pitch, *zero = z + (row - n) * pitch;

@@ -73,7 +73,7 @@ struct BlockRoom {
   int64_t x_pairs;
   std::vector<uint8_t> held;
   std::vector<float> grid;
-  uint8_t rows[TILE * GROUP];  // a k-group of a panel's rows by themselves
+  uint8_t rows[8 * GROUP];  // a k-group of a panel's rows by themselves
   void reset(const Weight& w, int64_t pairs, const PairedRows& x) {
     x_pairs = x.pairs;
     const int64_t size = 2 * UNIT_STEPS * PAIR_BYTES + pairs * x_pairs * PAIR_SUMS * 4 + 64;
@@ -113,14 +113,23 @@ struct Unpacker {
     if (left == 0) return;
     const int64_t first = (PAIR - left % PAIR) % PAIR;
     const float* s = room.grid.data() + first * pitch + g * parts;
-    if (w.panels && first % TILE == 0) rows_of_unit<BITS>(w, n0 + pair * PAIR + first, g, room.rows, FORM_BYTES<BITS>);
-    for (int64_t row = first; row < first + 8; ++row, s += pitch, to += 64, next += 16 * BITS) {
+    auto ask = [&] {
       for (int64_t line = 0; line < 16 * BITS; line += 64) _mm_prefetch((const char*)next + line, _MM_HINT_T1);
-      if (w.panels) {
-        const uint8_t* alone = room.rows + row % TILE * FORM_BYTES<BITS>;
-        numbers_of_group<BITS == 3 ? 4 : BITS>(alone, s, s + PAIR * pitch, false, BFLOAT16, PAIR_BYTES, to);
-        continue;
-      }
+      next += 16 * BITS;
+    };
+    if (w.panels) {
+      const int64_t half = first / TILE * TILE;
+      next = w.row(n0 + (pair + 1) * PAIR + half) + (g * TILE + first - half) * 16 * BITS;
+      rows_of_unit<BITS>(w, n0 + pair * PAIR + first, 8, g, [&](int64_t r, int half, Ints words) __attribute__((always_inline)) {
+        if constexpr (BITS == 8) _mm512_storeu_si512(room.rows + r * GROUP + half * 64, words);
+        else ask(), numbers_of_words<4>(words, s + r * pitch, s + (r + PAIR) * pitch, false, BFLOAT16, PAIR_BYTES, to + r * 64);
+      });
+      for (int64_t r = 0; BITS == 8 && r < 8; ++r)
+        ask(), numbers_of_group<8>(room.rows + r * GROUP, s + r * pitch, s + (r + PAIR) * pitch, false, BFLOAT16, PAIR_BYTES, to + r * 64);
+      to += 8 * 64;
+    }
+    for (int64_t row = first; !w.panels && row < first + 8; ++row, s += pitch, to += 64) {
+      ask();
       numbers_of_group<BITS>(p, s, s + PAIR * pitch, parts > 1, BFLOAT16, PAIR_BYTES, to);
       p += row + 1 < rows ? apart : 0;
     }

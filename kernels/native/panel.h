@@ -139,30 +139,51 @@ static inline void four_bits_of_three(const Ints* low, const Ints* top, Ints* to
 template <int BITS>
 constexpr int64_t FORM_BYTES = BITS == 8 ? GROUP : GROUP / 2;
 
-// A k-group of 16 rows from n0 on, each by itself, as `unpack<BITS>` knows them, those of 3 bits in the form of 4;
-// behind the last row that row's again. They are `apart` bytes from each other.
-template <int BITS>
-static void rows_of_unit(const Weight& w, int64_t n0, int64_t g, uint8_t* to, int64_t apart) {
+// 16 lines of 16 words as columns 4 part .. 4 part + 3: words of four lines meet as they are loaded.
+static inline void four_columns(const uint8_t* lines, int part, Ints* column) {
+  Ints w[4];
+#pragma GCC unroll 4
+  for (int j = 0; j < 4; ++j) {
+    auto words = [&](int line) { return _mm_loadu_si128((const __m128i*)(lines + 64 * (line + j) + 16 * part)); };
+    w[j] = _mm512_maskz_broadcast_i32x4(0x000f, words(0));
+    w[j] = _mm512_mask_broadcast_i32x4(w[j], 0x00f0, words(4));
+    w[j] = _mm512_mask_broadcast_i32x4(w[j], 0x0f00, words(8));
+    w[j] = _mm512_mask_broadcast_i32x4(w[j], 0xf000, words(12));
+  }
+  const Ints a = _mm512_unpacklo_epi32(w[0], w[1]), b = _mm512_unpackhi_epi32(w[0], w[1]);
+  const Ints c = _mm512_unpacklo_epi32(w[2], w[3]), d = _mm512_unpackhi_epi32(w[2], w[3]);
+  column[0] = _mm512_unpacklo_epi64(a, c), column[1] = _mm512_unpackhi_epi64(a, c);
+  column[2] = _mm512_unpacklo_epi64(b, d), column[3] = _mm512_unpackhi_epi64(b, d);
+}
+
+// A k-group of `count` (8 or 16) rows from n0 on, each by itself, as `unpack<BITS>` knows them, those of 3 bits in
+// the form of 4; behind the last row that row's again. take(r, half, words): 64 bytes of row n0 + r.
+template <int BITS, class Take>
+static inline __attribute__((always_inline)) void rows_of_unit(const Weight& w, int64_t n0, int64_t count, int64_t g, Take take) {
   constexpr int LINES = 4 * BITS;
-  Ints lines[32], words[32];
-  if (n0 < w.in_panels()) {
-    const uint8_t* p = w.row(n0) + g * PANEL * w.group_bytes();
-    for (int i = 0; i < LINES; ++i) lines[i] = _mm512_loadu_si512(p + 64 * i);
-  } else {
-    uint32_t flat[LINES][PANEL];
+  alignas(64) uint8_t held[BITS == 3 ? 16 : LINES][64];
+  const uint8_t* lines = w.row(n0 / PANEL * PANEL) + g * PANEL * w.group_bytes();
+  if (n0 >= w.in_panels()) {
     for (int64_t r = 0; r < PANEL; ++r) {
-      const uint8_t* p = w.row(std::min(n0 + r, w.N - 1)) + g * w.group_bytes();
-      for (int i = 0; i < LINES; ++i) std::memcpy(&flat[i][r], p + 4 * i, 4);
+      const uint8_t* p = w.row(std::min(n0 / PANEL * PANEL + r, w.N - 1)) + g * w.group_bytes();
+      for (int i = 0; i < LINES; ++i) std::memcpy(held[i] + 4 * r, p + 4 * i, 4);
     }
-    for (int i = 0; i < LINES; ++i) lines[i] = _mm512_loadu_si512(flat[i]);
+    lines = held[0];
   }
-  if constexpr (BITS == 3) four_bits_of_three(lines, lines + 8, words);
-  const Ints* from = BITS == 3 ? words : lines;
-  for (int half = 0; half < FORM_BYTES<BITS> / 64; ++half) {
-    Ints row[PANEL];
-    transpose(from + half * PANEL, row);
-    for (int64_t r = 0; r < PANEL; ++r) _mm512_storeu_si512(to + r * apart + half * 64, row[r]);
+  if constexpr (BITS == 3) {
+    Ints three[12], four[16];
+    for (int i = 0; i < 12; ++i) three[i] = _mm512_loadu_si512(lines + 64 * i);
+    four_bits_of_three(three, three + 8, four);
+    for (int i = 0; i < 16; ++i) _mm512_store_si512(held[i], four[i]);
+    lines = held[0];
   }
+  for (int half = 0; half < FORM_BYTES<BITS> / 64; ++half)
+    for (int64_t r = 0; r < count; r += 4) {
+      Ints row[4];
+      four_columns(lines + half * 1024, (int)(n0 % PANEL + r) / 4, row);
+#pragma GCC unroll 4
+      for (int64_t i = 0; i < 4; ++i) take(r + i, half, row[i]);
+    }
 }
 #endif
 
