@@ -11,6 +11,7 @@
 // Tried: all of K of a panel unpacked row by row, then multiplied (stores 2 KB apart leave L1: 15.6 at 32 rows, one core,
 // where this takes 10.3); tables of bytes instead of words (no sooner).
 #pragma once
+#include "columns.h"
 #include "dense_tiles.h"
 #include "dequantize.h"
 
@@ -20,28 +21,6 @@ constexpr int64_t STEPS = GROUP / STEP;       // of a k-group
 constexpr int64_t UNIT_STEPS = 2 * STEPS;     // of w's pair that are in L1, twice
 constexpr int64_t WIDE_PAIRS = 8;             // of w that meet the same part of x, which stays in L2:
 constexpr int64_t PART_BYTES = 512 << 10;
-
-// 16 rows of 16 words, `apart` words from each other, as columns.
-static inline void transpose(const __m512i* row, __m512i* column) {
-  __m512i t[16], u[16];
-  for (int i = 0; i < 8; ++i) {
-    t[2 * i] = _mm512_unpacklo_epi32(row[2 * i], row[2 * i + 1]);
-    t[2 * i + 1] = _mm512_unpackhi_epi32(row[2 * i], row[2 * i + 1]);
-  }
-  for (int i = 0; i < 4; ++i)
-    for (int j = 0; j < 2; ++j) {
-      u[4 * i + 2 * j] = _mm512_unpacklo_epi64(t[4 * i + j], t[4 * i + 2 + j]);
-      u[4 * i + 2 * j + 1] = _mm512_unpackhi_epi64(t[4 * i + j], t[4 * i + 2 + j]);
-    }
-  for (int j = 0; j < 4; ++j) {
-    const __m512i a = _mm512_shuffle_i32x4(u[j], u[4 + j], 0x88), b = _mm512_shuffle_i32x4(u[8 + j], u[12 + j], 0x88);
-    const __m512i c = _mm512_shuffle_i32x4(u[j], u[4 + j], 0xdd), d = _mm512_shuffle_i32x4(u[8 + j], u[12 + j], 0xdd);
-    column[j] = _mm512_shuffle_i32x4(a, b, 0x88);
-    column[8 + j] = _mm512_shuffle_i32x4(a, b, 0xdd);
-    column[4 + j] = _mm512_shuffle_i32x4(c, d, 0x88);
-    column[12 + j] = _mm512_shuffle_i32x4(c, d, 0xdd);
-  }
-}
 
 // x [M, K] as pairs of tiles, one tile if there are no more rows: [pairs, steps, 1 or 2, 16 pairs of k, 16 rows],
 // zeros past M and K.

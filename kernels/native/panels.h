@@ -1,0 +1,185 @@
+// Many rows of x times a quantised weight without AMX: codes of 64 rows of w and a k-group are unpacked once into a
+// panel in a core's L1, columns side by side, where they meet all rows of x, six at a time.
+//
+// The numbers are few_rows.h's: x rounded to 16 bits a k-group, codes as they are, sums of a k-group (or of 32 k with
+// finer grids) whole numbers. Rounded to 8 bits, x and codes meet as bytes.
+#pragma once
+#include "columns.h"
+#include "few_rows.h"
+
+#if HAS_BYTE_DOT
+constexpr int64_t COLUMNS = 4, WIDTH = COLUMNS * LANES;  // of a panel: vectors, rows of w
+constexpr int64_t ROWS_AT_ONCE = 6;                      // 24 sums, 4 vectors of w and one of x are 29 registers
+
+// How x lies: [k_groups, M, a k-group's words], a word two or four neighbours in the order of a panel's steps.
+struct PanelRows {
+  int64_t steps = 0, parts = 0;  // of a k-group: words; grids
+  Lined<int32_t> held;
+  void reset(const Weight& w, int64_t M, const RoundedRows& r) {
+    steps = r.bytes.empty() ? GROUP / 2 : GROUP / 4, parts = w.parts();
+    held.resize(w.k_groups * M * steps);
+  }
+  int32_t* at(int64_t M, int64_t g, int64_t m) { return held.data() + (g * M + m) * steps; }
+};
+
+static void to_panel_row(const RoundedRows& r, const Weight& w, int64_t M, int64_t m, int64_t g, PanelRows& x) {
+  const int64_t from = (m * w.k_groups + g) * GROUP;
+  int32_t* to = x.at(M, g, m);
+  if (!r.bytes.empty()) {
+    std::memcpy(to, r.bytes.data() + from, GROUP);
+    return;
+  }
+  const int16_t* q = r.q.data() + from;
+  if (w.bits < 8) {
+    std::memcpy(to, q, 2 * GROUP);
+    return;
+  }
+  // Even ones of 64, then odd ones: as 32 k each, for finer grids.
+  for (int64_t half = 0; half < GROUP; half += 64)
+    for (int64_t i = 0; i < 4; ++i) std::memcpy(to + half / 2 + i * 8, q + half + (i % 2 * 2 + i / 2) * 16, 32);
+}
+
+// 16 words of as many rows of w, as what meets x: vectors of a panel, COLUMNS apart.
+template <int BITS, bool BYTES>
+static inline void put_codes(Ints w, int64_t part, int64_t i, Ints* to) {
+  auto put_step = [&](int64_t step, Ints v) { _mm512_store_si512(to + step * COLUMNS, v); };
+  if constexpr (BITS == 8 && BYTES) {
+    put_step(16 * part + i, w);
+  } else if constexpr (BITS == 8) {
+    const int64_t step = 32 * part + i / 8 * 16 + i % 8;
+    put_step(step, _mm512_and_si512(w, _mm512_set1_epi16(255)));
+    put_step(step + 8, _mm512_srli_epi16(w, 8));
+  } else if constexpr (BYTES) {
+    const Ints mask = _mm512_set1_epi8((1 << BITS) - 1);
+    if (BITS == 3) {  // (a, b, c, d) of 3 bits: a + 8 b in a byte, c + 8 d in the next
+      const Ints low = _mm512_set1_epi16(0x3f), high = _mm512_set1_epi16(0x3f00);
+      w = _mm512_or_si512(_mm512_and_si512(w, low), _mm512_and_si512(_mm512_slli_epi16(w, 2), high));
+    }
+    put_step(i, _mm512_and_si512(w, mask));
+    put_step(16 + i, _mm512_and_si512(_mm512_srli_epi16(w, BITS), mask));
+  } else {
+    const Ints mask = _mm512_set1_epi16((1 << BITS) - 1);
+    for (int64_t v = 0; v < 4; ++v) put_step(16 * v + i, _mm512_and_si512(_mm512_srli_epi16(w, BITS * v), mask));
+  }
+}
+
+// A k-group of WIDTH rows of w from n0 on; behind the last row that row's again. What comes next is asked for.
+template <int BITS, bool BYTES>
+static void unpack_panel(const Weight& w, int64_t n0, int64_t g, Ints* panel) {
+  constexpr int64_t PARTS = BITS == 8 ? 2 : 1;
+  for (int64_t column = 0; column < COLUMNS; ++column)
+    for (int64_t part = 0; part < PARTS; ++part) {
+      Ints row[LANES], words[LANES];
+      for (int64_t i = 0; i < LANES; ++i) {
+        const uint8_t* p = w.row(std::min(n0 + column * LANES + i, w.N - 1)) + g * 16 * BITS + part * 64;
+        _mm_prefetch((const char*)p + 16 * BITS, _MM_HINT_T0);
+        row[i] = BITS == 3 ? words12(p) : _mm512_loadu_si512(p);
+      }
+      transpose(row, words);
+      for (int64_t i = 0; i < LANES; ++i) put_codes<BITS, BYTES>(words[i], part, i, panel + column);
+    }
+}
+
+// What a thread works in.
+struct PanelRoom {
+  Lined<int32_t> panel;
+  Lined<float> sums, s, z;  // [M, WIDTH]; grids [parts of all k-groups, WIDTH]
+  std::vector<float> grid;
+  void reset(const Weight& w, int64_t M) {
+    panel.resize(GROUP / 2 * COLUMNS * LANES), sums.resize(M * WIDTH);
+    s.resize(w.grid_size() * WIDTH), z.resize(w.grid_size() * WIDTH), grid.resize(2 * w.grid_size());
+  }
+  void take_grids(const Weight& w, int64_t n0) {
+    const int64_t count = w.parts() * w.k_groups;
+    float *scale = grid.data(), *zero = scale + w.grid_size();
+    for (int64_t i = 0; i < WIDTH; ++i) {
+      if (n0 + i < w.N) w.grid(n0 + i, scale, zero);
+      for (int64_t g = 0; g < count; ++g) s.data()[g * WIDTH + i] = scale[g], z.data()[g * WIDTH + i] = zero[g];
+    }
+  }
+};
+
+// ROWS rows of x from m on times a panel: sums += s (x's scale d - z x's sum).
+template <int ROWS, bool BYTES, int PARTS>
+static void add_panel(const RoundedRows& r, PanelRows& x, int64_t M, int64_t m, int64_t g, PanelRoom& room) {
+  constexpr int64_t STEPS = (BYTES ? GROUP / 4 : GROUP / 2) / PARTS, PITCH = STEPS * PARTS;
+  const int32_t* from = x.at(M, g, m);
+  const Ints* w = (const Ints*)room.panel.data();
+  for (int part = 0; part < PARTS; ++part, from += STEPS) {
+    Ints d[ROWS][COLUMNS];
+    for (auto& row : d)
+      for (Ints& sum : row) sum = no_ints();
+    for (int64_t step = 0; step < STEPS; ++step, w += COLUMNS) {
+      Ints v[COLUMNS];
+      for (int c = 0; c < COLUMNS; ++c) v[c] = _mm512_load_si512(w + c);
+#pragma GCC unroll 8
+      for (int i = 0; i < ROWS; ++i) {
+        Ints xv = _mm512_set1_epi32(from[i * PITCH + step]);
+        asm("" : "+v"(xv));  // loaded once, not by each product
+        for (int c = 0; c < COLUMNS; ++c)
+          d[i][c] = BYTES ? _mm512_dpbusd_epi32(d[i][c], v[c], xv) : _mm512_dpwssd_epi32(d[i][c], v[c], xv);
+      }
+    }
+    const float *s = room.s.data() + (g * PARTS + part) * WIDTH, *z = room.z.data() + (g * PARTS + part) * WIDTH;
+    float* sums = room.sums.data() + m * WIDTH;
+    for (int i = 0; i < ROWS; ++i) {
+      const int64_t at = (m + i) * r.padded + g;
+      const Floats step = floats(r.scale[at]), sum = floats(r.sum[at * PARTS + part]);
+      for (int c = 0; c < COLUMNS; ++c, sums += LANES) {
+        const Floats y = _mm512_fnmadd_ps(load(z + c * LANES), sum, mul(to_floats(d[i][c]), step));
+        store(sums, fma(load(s + c * LANES), y, load(sums)));
+      }
+    }
+  }
+}
+
+using AddPanel = void (*)(const RoundedRows&, PanelRows&, int64_t, int64_t, int64_t, PanelRoom&);
+
+template <bool BYTES, int PARTS>
+static AddPanel add_panel_of(int64_t rows) {
+  static constexpr AddPanel run[ROWS_AT_ONCE] = {add_panel<1, BYTES, PARTS>, add_panel<2, BYTES, PARTS>,
+                                                 add_panel<3, BYTES, PARTS>, add_panel<4, BYTES, PARTS>,
+                                                 add_panel<5, BYTES, PARTS>, add_panel<6, BYTES, PARTS>};
+  return run[rows - 1];
+}
+
+static void put_panel_rows(const Weight& w, const PanelRoom& room, const Output& out, int64_t M, int64_t n0) {
+  const int64_t count = std::min(WIDTH, w.N - n0);
+  alignas(64) float bias[WIDTH] = {};
+  if (out.bias) copy_floats(bias, out.bias, n0, count, out.number);
+  const float* sums = room.sums.data();
+  for (int64_t m = 0; m < M; ++m, sums += WIDTH) {
+    int64_t i = 0, to = m * w.N + n0;
+    for (; i + 8 <= count; i += 8)
+      put_eight(out.y, to + i, out.number, _mm256_add_ps(_mm256_loadu_ps(sums + i), _mm256_load_ps(bias + i)));
+    for (; i < count; ++i) put(out.y, to + i, out.number, sums[i] + bias[i]);
+  }
+}
+
+// y = x w^T + bias of rows that were rounded to one row each; called by every thread of a team.
+static void multiply_by_panels(const Weight& w, const RoundedRows& r, PanelRows& x, const Output& out, int64_t M) {
+#pragma omp for schedule(static)
+  for (int64_t i = 0; i < M * w.k_groups; ++i) to_panel_row(r, w, M, i % M, i / M, x);
+  static thread_local PanelRoom room;
+  room.reset(w, M);
+  const bool bytes = !r.bytes.empty();
+  auto unpack = w.bits == 3 ? (bytes ? unpack_panel<3, true> : unpack_panel<3, false>)
+              : w.bits == 4 ? (bytes ? unpack_panel<4, true> : unpack_panel<4, false>)
+                            : (bytes ? unpack_panel<8, true> : unpack_panel<8, false>);
+  auto add = bytes ? add_panel_of<true, 1> : w.fine() ? add_panel_of<false, FINE_PARTS> : add_panel_of<false, 1>;
+  const int64_t blocks = (M + ROWS_AT_ONCE - 1) / ROWS_AT_ONCE;  // of rows, as many as equal in size
+#pragma omp for schedule(dynamic)
+  for (int64_t n0 = 0; n0 < w.N; n0 += WIDTH) {
+    room.take_grids(w, n0);
+    std::memset(room.sums.data(), 0, M * WIDTH * sizeof(float));
+    for (int64_t g = 0; g < w.k_groups; ++g) {
+      unpack(w, n0, g, (Ints*)room.panel.data());
+      for (int64_t b = 0; b < blocks; ++b) {
+        const int64_t m = b * M / blocks, end = (b + 1) * M / blocks;
+        add(end - m)(r, x, M, m, g, room);
+      }
+    }
+    put_panel_rows(w, room, out, M, n0);
+  }
+}
+#endif
