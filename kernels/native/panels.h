@@ -9,6 +9,7 @@
 
 #if HAS_BYTE_DOT
 constexpr int64_t COLUMNS = 4, WIDTH = COLUMNS * LANES;  // of a panel: vectors, rows of w
+constexpr int64_t LEAST_WORDS = 24, LEAST_BYTES = 12;    // rows of x from which this is sooner than few_rows.h
 constexpr int64_t ROWS_AT_ONCE = 6;                      // 24 sums, 4 vectors of w and one of x are 29 registers
 
 // How x lies: [k_groups, M, a k-group's words], a word two or four neighbours in the order of a panel's steps.
@@ -182,4 +183,15 @@ static void multiply_by_panels(const Weight& w, const RoundedRows& r, PanelRows&
     put_panel_rows(w, room, out, M, n0);
   }
 }
+
+// Whether rows are so many that unpacking once for all of them pays.
+static bool takes_panels(const RoundedRows& r, int64_t rows) {
+  return r.parts == 1 && !r.planes && rows >= (r.bytes.empty() ? LEAST_WORDS : LEAST_BYTES);
+}
+#else
+struct PanelRows {
+  void reset(const Weight&, int64_t, const RoundedRows&) {}
+};
+static bool takes_panels(const RoundedRows&, int64_t) { return false; }
+static void multiply_by_panels(const Weight&, const RoundedRows&, PanelRows&, const Output&, int64_t) {}
 #endif

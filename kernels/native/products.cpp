@@ -8,12 +8,13 @@
 #include "dequantize.h"
 #include "few_rows.h"
 #include "many_rows.h"
+#include "panels.h"
 #include "search.h"
 #include "threads.h"
 #include "tiles.h"
 
 // Rows of x at a time: a few MB hold them as tiles.
-constexpr int64_t CODE_ROWS = 128, BLOCKED_ROWS = 512;
+constexpr int64_t CODE_ROWS = 128, BLOCKED_ROWS = 512, PANEL_ROWS = 512;
 
 // y [M, N] = x [M, K] w^T + bias, x rounded to x_bits: codes as they are.
 static void multiply_codes(const Weight& w, const void* x, const Output& out, int64_t M, int64_t x_bits, int64_t threads) {
@@ -31,7 +32,13 @@ static void multiply_codes(const Weight& w, const void* x, const Output& out, in
   static thread_local TiledRows held_tiles;
   TiledRows& tiled = held_tiles;
   if (tiles) tiled.reset(M * rounded.parts, w, rounded);
+#else
+  constexpr bool tiles = false;
 #endif
+  static thread_local PanelRows held_panels;
+  PanelRows& paneled = held_panels;
+  const bool panels = !tiles && takes_panels(rounded, M);
+  if (panels) paneled.reset(w, M, rounded);
 #pragma omp parallel num_threads(threads_for(M * w.N * w.K, threads))
   {
     std::vector<float> grid(2 * block * w.grid_size());
@@ -39,10 +46,9 @@ static void multiply_codes(const Weight& w, const void* x, const Output& out, in
     for (int64_t i = 0; i < M * w.k_groups; ++i) round_row_group(x, out.number, w, i / w.k_groups, i % w.k_groups, rounded);
 #ifdef __AMX_INT8__
     if (tiles) multiply_by_tiles(w, rounded, tiled, out, M);
-    const int64_t blocks = tiles ? 0 : (w.N + block - 1) / block;
-#else
-    const int64_t blocks = (w.N + block - 1) / block;
 #endif
+    if (panels) multiply_by_panels(w, rounded, paneled, out, M);
+    const int64_t blocks = tiles || panels ? 0 : (w.N + block - 1) / block;
 #pragma omp for schedule(dynamic, 4)
     for (int64_t n = 0; n < blocks; ++n) {
       int64_t n0 = n * block, n1 = n0 + block < w.N ? n0 + block : w.N;
@@ -56,22 +62,6 @@ static void multiply_codes(const Weight& w, const void* x, const Output& out, in
 
 extern "C" {
 
-// y [M, N] = x [M, K] w^T + bias, x rounded to x_bits; x, bias and y are of one number, scales of another.
-void llmpq_multiply(const void* x, const uint8_t* codes, const void* scale, const void* zero, const void* bias,
-                    void* y, int64_t M, int64_t N, int64_t K, int64_t k_groups, int64_t groups, int64_t bits,
-                    int64_t number, int64_t scale_number, int64_t x_bits, int64_t threads) {
-  const Weight w{codes, scale, zero, N, K, k_groups, groups, bits, scale_number};
-  const bool blocks = takes_blocks(w, M, number, x_bits);
-  const int64_t most = blocks ? BLOCKED_ROWS : CODE_ROWS;
-  for (int64_t m = 0; m < M; m += most) {
-    const int64_t rows = std::min(most, M - m);
-    const void* from = (const uint8_t*)x + m * K * size_of(number);
-    const Output out{(uint8_t*)y + m * N * size_of(number), bias, number};
-    if (blocks) multiply_by_blocks(w, from, out, rows, threads_for(rows * N * K, threads));
-    else multiply_codes(w, from, out, rows, x_bits, threads);
-  }
-}
-
 // Whether this build and this process have tiles for several rows.
 int64_t llmpq_tiles() {
 #ifdef __AMX_INT8__
@@ -79,6 +69,25 @@ int64_t llmpq_tiles() {
 #else
   return 0;
 #endif
+}
+
+// Whether this build multiplies any number of rows, rounded to one row each, by panels.
+int64_t llmpq_panels() { return HAS_BYTE_DOT; }
+
+// y [M, N] = x [M, K] w^T + bias, x rounded to x_bits; x, bias and y are of one number, scales of another.
+void llmpq_multiply(const void* x, const uint8_t* codes, const void* scale, const void* zero, const void* bias,
+                    void* y, int64_t M, int64_t N, int64_t K, int64_t k_groups, int64_t groups, int64_t bits,
+                    int64_t number, int64_t scale_number, int64_t x_bits, int64_t threads) {
+  const Weight w{codes, scale, zero, N, K, k_groups, groups, bits, scale_number};
+  const bool blocks = takes_blocks(w, M, number, x_bits);
+  const int64_t most = blocks ? BLOCKED_ROWS : llmpq_tiles() ? CODE_ROWS : PANEL_ROWS;
+  for (int64_t m = 0; m < M; m += most) {
+    const int64_t rows = std::min(most, M - m);
+    const void* from = (const uint8_t*)x + m * K * size_of(number);
+    const Output out{(uint8_t*)y + m * N * size_of(number), bias, number};
+    if (blocks) multiply_by_blocks(w, from, out, rows, threads_for(rows * N * K, threads));
+    else multiply_codes(w, from, out, rows, x_bits, threads);
+  }
 }
 
 // Rows n0 .. n1 of w as out [n1 - n0, K] of `number`.
