@@ -100,6 +100,13 @@ struct PanelRoom {
   }
 };
 
+// The instruction by name: g++ 12 copies every sum and stores it, each step, where it is given the intrinsic.
+template <bool BYTES>
+static inline void add_products(Ints& sum, Ints w, Ints x) {
+  if constexpr (BYTES) asm("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"(w), "v"(x));
+  else asm("vpdpwssd %2, %1, %0" : "+v"(sum) : "v"(w), "v"(x));
+}
+
 // ROWS rows of x from m on times a panel: sums += s (x's scale d - z x's sum).
 template <int ROWS, bool BYTES, int PARTS>
 static void add_panel(const RoundedRows& r, PanelRows& x, int64_t M, int64_t m, int64_t g, PanelRoom& room) {
@@ -107,25 +114,31 @@ static void add_panel(const RoundedRows& r, PanelRows& x, int64_t M, int64_t m, 
   const int32_t* from = x.at(M, g, m);
   const Ints* w = (const Ints*)room.panel.data();
   for (int part = 0; part < PARTS; ++part, from += STEPS) {
-    Ints d[ROWS][COLUMNS];
-    for (auto& row : d)
-      for (Ints& sum : row) sum = no_ints();
+    Ints d[ROWS][COLUMNS];  // in registers only where every loop over them is unrolled
+#pragma GCC unroll 8
+    for (int i = 0; i < ROWS; ++i)
+#pragma GCC unroll 4
+      for (int c = 0; c < COLUMNS; ++c) d[i][c] = no_ints();
     for (int64_t step = 0; step < STEPS; ++step, w += COLUMNS) {
       Ints v[COLUMNS];
+#pragma GCC unroll 4
       for (int c = 0; c < COLUMNS; ++c) v[c] = _mm512_load_si512(w + c);
 #pragma GCC unroll 8
       for (int i = 0; i < ROWS; ++i) {
         Ints xv = _mm512_set1_epi32(from[i * PITCH + step]);
         asm("" : "+v"(xv));  // loaded once, not by each product
+#pragma GCC unroll 4
         for (int c = 0; c < COLUMNS; ++c)
-          d[i][c] = BYTES ? _mm512_dpbusd_epi32(d[i][c], v[c], xv) : _mm512_dpwssd_epi32(d[i][c], v[c], xv);
+          add_products<BYTES>(d[i][c], v[c], xv);
       }
     }
     const float *s = room.s.data() + (g * PARTS + part) * WIDTH, *z = room.z.data() + (g * PARTS + part) * WIDTH;
     float* sums = room.sums.data() + m * WIDTH;
+#pragma GCC unroll 8
     for (int i = 0; i < ROWS; ++i) {
       const int64_t at = (m + i) * r.padded + g;
       const Floats step = floats(r.scale[at]), sum = floats(r.sum[at * PARTS + part]);
+#pragma GCC unroll 4
       for (int c = 0; c < COLUMNS; ++c, sums += LANES) {
         const Floats y = _mm512_fnmadd_ps(load(z + c * LANES), sum, mul(to_floats(d[i][c]), step));
         store(sums, fma(load(s + c * LANES), y, load(sums)));
