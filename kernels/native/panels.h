@@ -111,15 +111,17 @@ static inline void add_products(Ints& sum, Ints w, Ints x) {
 template <int ROWS, bool BYTES, int PARTS>
 static void add_panel(const RoundedRows& r, PanelRows& x, int64_t M, int64_t m, int64_t g, PanelRoom& room) {
   constexpr int64_t STEPS = (BYTES ? GROUP / 4 : GROUP / 2) / PARTS, PITCH = STEPS * PARTS;
-  const int32_t* from = x.at(M, g, m);
+  constexpr int64_t LINES = ROWS * PITCH / LANES / PARTS, FAR = 16 << 10;  // of x, asked for from far ahead
+  const int32_t *from = x.at(M, g, m), *next = from + FAR / 4;
   const Ints* w = (const Ints*)room.panel.data();
-  for (int part = 0; part < PARTS; ++part, from += STEPS) {
+  for (int part = 0; part < PARTS; ++part, from += STEPS, next += LINES * LANES) {
     Ints d[ROWS][COLUMNS];  // in registers only where every loop over them is unrolled
 #pragma GCC unroll 8
     for (int i = 0; i < ROWS; ++i)
 #pragma GCC unroll 4
       for (int c = 0; c < COLUMNS; ++c) d[i][c] = no_ints();
     for (int64_t step = 0; step < STEPS; ++step, w += COLUMNS) {
+      if (step % 2 == 0 && step / 2 < LINES) _mm_prefetch((const char*)(next + step / 2 * LANES), _MM_HINT_T1);
       Ints v[COLUMNS];
 #pragma GCC unroll 4
       for (int c = 0; c < COLUMNS; ++c) v[c] = _mm512_load_si512(w + c);
