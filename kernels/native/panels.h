@@ -81,22 +81,29 @@ static void unpack_panel(const Weight& w, int64_t n0, int64_t g, Ints* panel) {
     }
 }
 
-// What a thread works in.
+// What a thread works in: a panel, and of `most` neighbours the sums [panels, M, WIDTH] and the grids [panels, parts of
+// all k-groups, WIDTH].
 struct PanelRoom {
-  Lined<int32_t> panel;
-  Lined<float> sums, s, z;  // [M, WIDTH]; grids [parts of all k-groups, WIDTH]
+  int64_t rows, grids;
+  Lined<int32_t> codes;
+  Lined<float> all_sums, scales, zeros;
   std::vector<float> grid;
-  void reset(const Weight& w, int64_t M) {
-    panel.resize(GROUP / 2 * COLUMNS * LANES), sums.resize(M * WIDTH);
-    s.resize(w.grid_size() * WIDTH), z.resize(w.grid_size() * WIDTH), grid.resize(2 * w.grid_size());
+  void reset(const Weight& w, int64_t M, int64_t most) {
+    rows = M, grids = w.parts() * w.k_groups;
+    codes.resize(GROUP / 2 * WIDTH), all_sums.resize(most * M * WIDTH);
+    scales.resize(most * grids * WIDTH), zeros.resize(most * grids * WIDTH), grid.resize(2 * w.grid_size());
   }
-  void take_grids(const Weight& w, int64_t n0) {
-    const int64_t count = w.parts() * w.k_groups;
-    float *scale = grid.data(), *zero = scale + w.grid_size();
+  Ints* panel() { return (Ints*)codes.data(); }
+  float* sums(int64_t panel) { return all_sums.data() + panel * rows * WIDTH; }
+  float* s(int64_t panel) { return scales.data() + panel * grids * WIDTH; }
+  float* z(int64_t panel) { return zeros.data() + panel * grids * WIDTH; }
+  void begin(const Weight& w, int64_t panel, int64_t n0) {
+    float *scale = grid.data(), *zero = scale + w.grid_size(), *to_s = s(panel), *to_z = z(panel);
     for (int64_t i = 0; i < WIDTH; ++i) {
       if (n0 + i < w.N) w.grid(n0 + i, scale, zero);
-      for (int64_t g = 0; g < count; ++g) s.data()[g * WIDTH + i] = scale[g], z.data()[g * WIDTH + i] = zero[g];
+      for (int64_t g = 0; g < grids; ++g) to_s[g * WIDTH + i] = scale[g], to_z[g * WIDTH + i] = zero[g];
     }
+    std::memset(sums(panel), 0, rows * WIDTH * sizeof(float));
   }
 };
 
@@ -109,12 +116,13 @@ static inline void add_products(Ints& sum, Ints w, Ints x) {
 
 // ROWS rows of x from m on times a panel: sums += s (x's scale d - z x's sum).
 template <int ROWS, bool BYTES, int PARTS>
-static void add_panel(const RoundedRows& r, PanelRows& x, int64_t M, int64_t m, int64_t g, PanelRoom& room) {
+static void add_panel(const RoundedRows& r, PanelRows& x, int64_t m, int64_t g, int64_t panel, PanelRoom& room) {
   constexpr int64_t STEPS = (BYTES ? GROUP / 4 : GROUP / 2) / PARTS, PITCH = STEPS * PARTS;
   constexpr int64_t LINES = ROWS * PITCH / LANES / PARTS, FAR = 16 << 10;  // of x, asked for from far ahead
-  const int32_t *from = x.at(M, g, m), *next = from + FAR / 4;
-  const Ints* w = (const Ints*)room.panel.data();
-  for (int part = 0; part < PARTS; ++part, from += STEPS, next += LINES * LANES) {
+  const int32_t *from = x.at(room.rows, g, m), *next = from + FAR / 4;
+  const Ints* w = room.panel();
+  const float *s = room.s(panel) + g * PARTS * WIDTH, *z = room.z(panel) + g * PARTS * WIDTH;
+  for (int part = 0; part < PARTS; ++part, from += STEPS, next += LINES * LANES, s += WIDTH, z += WIDTH) {
     Ints d[ROWS][COLUMNS];  // in registers only where every loop over them is unrolled
 #pragma GCC unroll 8
     for (int i = 0; i < ROWS; ++i)
@@ -134,8 +142,7 @@ static void add_panel(const RoundedRows& r, PanelRows& x, int64_t M, int64_t m, 
           add_products<BYTES>(d[i][c], v[c], xv);
       }
     }
-    const float *s = room.s.data() + (g * PARTS + part) * WIDTH, *z = room.z.data() + (g * PARTS + part) * WIDTH;
-    float* sums = room.sums.data() + m * WIDTH;
+    float* sums = room.sums(panel) + m * WIDTH;
 #pragma GCC unroll 8
     for (int i = 0; i < ROWS; ++i) {
       const int64_t at = (m + i) * r.padded + g;
@@ -159,11 +166,10 @@ static AddPanel add_panel_of(int64_t rows) {
   return run[rows - 1];
 }
 
-static void put_panel_rows(const Weight& w, const PanelRoom& room, const Output& out, int64_t M, int64_t n0) {
+static void put_panel_rows(const Weight& w, const float* sums, const Output& out, int64_t M, int64_t n0) {
   const int64_t count = std::min(WIDTH, w.N - n0);
   alignas(64) float bias[WIDTH] = {};
   if (out.bias) copy_floats(bias, out.bias, n0, count, out.number);
-  const float* sums = room.sums.data();
   for (int64_t m = 0; m < M; ++m, sums += WIDTH) {
     int64_t i = 0, to = m * w.N + n0;
     for (; i + 8 <= count; i += 8)
@@ -172,30 +178,39 @@ static void put_panel_rows(const Weight& w, const PanelRoom& room, const Output&
   }
 }
 
+// Panels that meet the same part of x, which stays in a core's L2 beside their sums.
+constexpr int64_t MOST_PANELS = 8, PANEL_PART = 512 << 10;
+
 // y = x w^T + bias of rows that were rounded to one row each; called by every thread of a team.
 static void multiply_by_panels(const Weight& w, const RoundedRows& r, PanelRows& x, const Output& out, int64_t M) {
 #pragma omp for schedule(static)
   for (int64_t i = 0; i < M * w.k_groups; ++i) to_panel_row(r, w, M, i % M, i / M, x);
-  static thread_local PanelRoom room;
-  room.reset(w, M);
   const bool bytes = !r.bytes.empty();
   auto unpack = w.bits == 3 ? (bytes ? unpack_panel<3, true> : unpack_panel<3, false>)
               : w.bits == 4 ? (bytes ? unpack_panel<4, true> : unpack_panel<4, false>)
                             : (bytes ? unpack_panel<8, true> : unpack_panel<8, false>);
   auto add = bytes ? add_panel_of<true, 1> : w.fine() ? add_panel_of<false, FINE_PARTS> : add_panel_of<false, 1>;
-  const int64_t blocks = (M + ROWS_AT_ONCE - 1) / ROWS_AT_ONCE;  // of rows, as many as equal in size
+  const int64_t blocks = (M + ROWS_AT_ONCE - 1) / ROWS_AT_ONCE;  // of rows, about equal in size
+  const int64_t all = (w.N + WIDTH - 1) / WIDTH, fit = std::min(MOST_PANELS, PANEL_PART / (M * WIDTH * 4));
+  const int64_t most = std::max<int64_t>(1, std::min(fit, all / (4 * omp_get_num_threads())));
+  const int64_t part = std::max<int64_t>(1, PANEL_PART / (M * x.steps * 4));  // k-groups
+  static thread_local PanelRoom room;
+  room.reset(w, M, most);
 #pragma omp for schedule(dynamic)
-  for (int64_t n0 = 0; n0 < w.N; n0 += WIDTH) {
-    room.take_grids(w, n0);
-    std::memset(room.sums.data(), 0, M * WIDTH * sizeof(float));
-    for (int64_t g = 0; g < w.k_groups; ++g) {
-      unpack(w, n0, g, (Ints*)room.panel.data());
-      for (int64_t b = 0; b < blocks; ++b) {
-        const int64_t m = b * M / blocks, end = (b + 1) * M / blocks;
-        add(end - m)(r, x, M, m, g, room);
-      }
-    }
-    put_panel_rows(w, room, out, M, n0);
+  for (int64_t first = 0; first < all; first += most) {
+    const int64_t panels = std::min(most, all - first);
+    for (int64_t panel = 0; panel < panels; ++panel) room.begin(w, panel, (first + panel) * WIDTH);
+    for (int64_t g0 = 0; g0 < w.k_groups; g0 += part)
+      for (int64_t panel = 0; panel < panels; ++panel)
+        for (int64_t g = g0; g < std::min(w.k_groups, g0 + part); ++g) {
+          unpack(w, (first + panel) * WIDTH, g, room.panel());
+          for (int64_t b = 0; b < blocks; ++b) {
+            const int64_t m = b * M / blocks, end = (b + 1) * M / blocks;
+            add(end - m)(r, x, m, g, panel, room);
+          }
+        }
+    for (int64_t panel = 0; panel < panels; ++panel)
+      put_panel_rows(w, room.sums(panel), out, M, (first + panel) * WIDTH);
   }
 }
 
