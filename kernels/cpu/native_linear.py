@@ -47,7 +47,7 @@ def native_linear(x_MK: Tensor, qweight: QuantizedWeight, bias: Tensor | None) -
 def few_rows(x_MK: Tensor, qweight: QuantizedWeight, bias: Tensor | None) -> Tensor:
     """Multiply by our own code alone.
 
-    Codes and x, rounded to 16 or 8 bits a k-group, as integers (few_rows.h, tiles.h, panels.h);
+    Codes and x, rounded to 16 or 8 bits a k-group, as integers (few_rows.h, tiles.h, sheets.h);
     with AMX more rows of bfloat16 meet the weight as bfloat16, made block by block in a core's
     cache (many_rows.h).
     """
@@ -80,7 +80,7 @@ def _takes_any_rows(qweight: QuantizedWeight, dtype: torch.dtype) -> bool:
     """Whether our own code multiplies any number of rows here.
 
     In tiles: all but codes in groups smaller than a k-group, weights made bfloat16 those, too. In
-    panels: rows that are rounded to one row of whole numbers, which float32's are to 8 bits.
+    sheets: rows that are rounded to one row of whole numbers, which float32's are to 8 bits.
     """
     found = library()
     if found is None:
@@ -90,7 +90,7 @@ def _takes_any_rows(qweight: QuantizedWeight, dtype: torch.dtype) -> bool:
         fine = qweight.groups > padded_k(qweight.in_features) // GROUP
         if not fine or (dtype == torch.bfloat16 and exact):
             return True
-    return bool(found.llmpq_panels()) and not (dtype == torch.float32 and exact)
+    return bool(found.llmpq_sheets()) and not (dtype == torch.float32 and exact)
 
 
 def in_eight_bits(x_MK: Tensor) -> Tensor:

@@ -8,13 +8,13 @@
 #include "dequantize.h"
 #include "few_rows.h"
 #include "many_rows.h"
-#include "panels.h"
+#include "sheets.h"
 #include "search.h"
 #include "threads.h"
 #include "tiles.h"
 
 // Rows of x at a time: a few MB hold them as tiles.
-constexpr int64_t CODE_ROWS = 128, BLOCKED_ROWS = 512, PANEL_ROWS = 512;
+constexpr int64_t CODE_ROWS = 128, BLOCKED_ROWS = 512, SHEET_ROWS = 512;
 
 // y [M, N] = x [M, K] w^T + bias, x rounded to x_bits: codes as they are.
 static void multiply_codes(const Weight& w, const void* x, const Output& out, int64_t M, int64_t x_bits, int64_t threads) {
@@ -35,10 +35,10 @@ static void multiply_codes(const Weight& w, const void* x, const Output& out, in
 #else
   constexpr bool tiles = false;
 #endif
-  static thread_local PanelRows held_panels;
-  PanelRows& paneled = held_panels;
-  const bool panels = !tiles && takes_panels(rounded, M);
-  if (panels) paneled.reset(w, M, rounded);
+  static thread_local SheetRows held_sheets;
+  SheetRows& x_sheets = held_sheets;
+  const bool sheets = !tiles && takes_sheets(rounded, M);
+  if (sheets) x_sheets.reset(w, M, rounded);
 #pragma omp parallel num_threads(threads_for(M * w.N * w.K, threads))
   {
     std::vector<float> grid(2 * block * w.grid_size());
@@ -47,8 +47,8 @@ static void multiply_codes(const Weight& w, const void* x, const Output& out, in
 #ifdef __AMX_INT8__
     if (tiles) multiply_by_tiles(w, rounded, tiled, out, M);
 #endif
-    if (panels) multiply_by_panels(w, rounded, paneled, out, M);
-    const int64_t blocks = tiles || panels ? 0 : (w.N + block - 1) / block;
+    if (sheets) multiply_by_sheets(w, rounded, x_sheets, out, M);
+    const int64_t blocks = tiles || sheets ? 0 : (w.N + block - 1) / block;
 #pragma omp for schedule(dynamic, 4)
     for (int64_t n = 0; n < blocks; ++n) {
       int64_t n0 = n * block, n1 = n0 + block < w.N ? n0 + block : w.N;
@@ -71,8 +71,8 @@ int64_t llmpq_tiles() {
 #endif
 }
 
-// Whether this build multiplies any number of rows, rounded to one row each, by panels.
-int64_t llmpq_panels() { return HAS_BYTE_DOT; }
+// Whether this build multiplies any number of rows, rounded to one row each, by sheets.
+int64_t llmpq_sheets() { return HAS_BYTE_DOT; }
 
 // y [M, N] = x [M, K] w^T + bias, x rounded to x_bits; x, bias and y are of one number, scales of another.
 void llmpq_multiply(const void* x, const uint8_t* codes, const void* scale, const void* zero, const void* bias,
@@ -80,7 +80,7 @@ void llmpq_multiply(const void* x, const uint8_t* codes, const void* scale, cons
                     int64_t number, int64_t scale_number, int64_t x_bits, int64_t threads) {
   const Weight w{codes, scale, zero, N, K, k_groups, groups, bits, scale_number};
   const bool blocks = takes_blocks(w, M, number, x_bits);
-  const int64_t most = blocks ? BLOCKED_ROWS : llmpq_tiles() ? CODE_ROWS : PANEL_ROWS;
+  const int64_t most = blocks ? BLOCKED_ROWS : llmpq_tiles() ? CODE_ROWS : SHEET_ROWS;
   for (int64_t m = 0; m < M; m += most) {
     const int64_t rows = std::min(most, M - m);
     const void* from = (const uint8_t*)x + m * K * size_of(number);

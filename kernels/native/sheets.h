@@ -1,5 +1,5 @@
 // Many rows of x times a quantised weight without AMX: codes of 64 rows of w and a k-group are unpacked once into a
-// panel in a core's L1, columns side by side, where they meet all rows of x, six at a time.
+// sheet in a core's L1, columns side by side, where they meet all rows of x, six at a time.
 //
 // The numbers are few_rows.h's: x rounded to 16 bits a k-group, codes as they are, sums of a k-group (or of 32 k with
 // finer grids) whole numbers. Rounded to 8 bits, x and codes meet as bytes.
@@ -8,12 +8,12 @@
 #include "few_rows.h"
 
 #if HAS_BYTE_DOT
-constexpr int64_t COLUMNS = 4, WIDTH = COLUMNS * LANES;  // of a panel: vectors, rows of w
+constexpr int64_t COLUMNS = 4, WIDTH = COLUMNS * LANES;  // of a sheet: vectors, rows of w
 constexpr int64_t LEAST_WORDS = 24, LEAST_BYTES = 12;    // rows of x from which this is sooner than few_rows.h
 constexpr int64_t ROWS_AT_ONCE = 6;                      // 24 sums, 4 vectors of w and one of x are 29 registers
 
-// How x lies: [k_groups, M, a k-group's words], a word two or four neighbours in the order of a panel's steps.
-struct PanelRows {
+// How x lies: [k_groups, M, a k-group's words], a word two or four neighbours in the order of a sheet's steps.
+struct SheetRows {
   int64_t steps = 0, parts = 0;  // of a k-group: words; grids
   Lined<int32_t> held;
   void reset(const Weight& w, int64_t M, const RoundedRows& r) {
@@ -23,7 +23,7 @@ struct PanelRows {
   int32_t* at(int64_t M, int64_t g, int64_t m) { return held.data() + (g * M + m) * steps; }
 };
 
-static void to_panel_row(const RoundedRows& r, const Weight& w, int64_t M, int64_t m, int64_t g, PanelRows& x) {
+static void to_sheet_row(const RoundedRows& r, const Weight& w, int64_t M, int64_t m, int64_t g, SheetRows& x) {
   const int64_t from = (m * w.k_groups + g) * GROUP;
   int32_t* to = x.at(M, g, m);
   if (!r.bytes.empty()) {
@@ -40,7 +40,7 @@ static void to_panel_row(const RoundedRows& r, const Weight& w, int64_t M, int64
     for (int64_t i = 0; i < 4; ++i) std::memcpy(to + half / 2 + i * 8, q + half + (i % 2 * 2 + i / 2) * 16, 32);
 }
 
-// 16 words of as many rows of w, as what meets x: vectors of a panel, COLUMNS apart.
+// 16 words of as many rows of w, as what meets x: vectors of a sheet, COLUMNS apart.
 template <int BITS, bool BYTES>
 static inline void put_codes(Ints w, int64_t part, int64_t i, Ints* to) {
   auto put_step = [&](int64_t step, Ints v) { _mm512_store_si512(to + step * COLUMNS, v); };
@@ -66,7 +66,7 @@ static inline void put_codes(Ints w, int64_t part, int64_t i, Ints* to) {
 
 // A k-group of WIDTH rows of w from n0 on; behind the last row that row's again. What comes next is asked for.
 template <int BITS, bool BYTES>
-static void unpack_panel(const Weight& w, int64_t n0, int64_t g, Ints* panel) {
+static void unpack_sheet(const Weight& w, int64_t n0, int64_t g, Ints* sheet) {
   constexpr int64_t PARTS = BITS == 8 ? 2 : 1;
   for (int64_t column = 0; column < COLUMNS; ++column)
     for (int64_t part = 0; part < PARTS; ++part) {
@@ -77,13 +77,13 @@ static void unpack_panel(const Weight& w, int64_t n0, int64_t g, Ints* panel) {
         row[i] = BITS == 3 ? words12(p) : _mm512_loadu_si512(p);
       }
       transpose(row, words);
-      for (int64_t i = 0; i < LANES; ++i) put_codes<BITS, BYTES>(words[i], part, i, panel + column);
+      for (int64_t i = 0; i < LANES; ++i) put_codes<BITS, BYTES>(words[i], part, i, sheet + column);
     }
 }
 
-// What a thread works in: a panel, and of `most` neighbours the sums [panels, M, WIDTH] and the grids [panels, parts of
+// What a thread works in: a sheet, and of `most` neighbours the sums [sheets, M, WIDTH] and the grids [sheets, parts of
 // all k-groups, WIDTH].
-struct PanelRoom {
+struct SheetRoom {
   int64_t rows, grids;
   Lined<int32_t> codes;
   Lined<float> all_sums, scales, zeros;
@@ -93,17 +93,17 @@ struct PanelRoom {
     codes.resize(GROUP / 2 * WIDTH), all_sums.resize(most * M * WIDTH);
     scales.resize(most * grids * WIDTH), zeros.resize(most * grids * WIDTH), grid.resize(2 * w.grid_size());
   }
-  Ints* panel() { return (Ints*)codes.data(); }
-  float* sums(int64_t panel) { return all_sums.data() + panel * rows * WIDTH; }
-  float* s(int64_t panel) { return scales.data() + panel * grids * WIDTH; }
-  float* z(int64_t panel) { return zeros.data() + panel * grids * WIDTH; }
-  void begin(const Weight& w, int64_t panel, int64_t n0) {
-    float *scale = grid.data(), *zero = scale + w.grid_size(), *to_s = s(panel), *to_z = z(panel);
+  Ints* sheet() { return (Ints*)codes.data(); }
+  float* sums(int64_t sheet) { return all_sums.data() + sheet * rows * WIDTH; }
+  float* s(int64_t sheet) { return scales.data() + sheet * grids * WIDTH; }
+  float* z(int64_t sheet) { return zeros.data() + sheet * grids * WIDTH; }
+  void begin(const Weight& w, int64_t sheet, int64_t n0) {
+    float *scale = grid.data(), *zero = scale + w.grid_size(), *to_s = s(sheet), *to_z = z(sheet);
     for (int64_t i = 0; i < WIDTH; ++i) {
       if (n0 + i < w.N) w.grid(n0 + i, scale, zero);
       for (int64_t g = 0; g < grids; ++g) to_s[g * WIDTH + i] = scale[g], to_z[g * WIDTH + i] = zero[g];
     }
-    std::memset(sums(panel), 0, rows * WIDTH * sizeof(float));
+    std::memset(sums(sheet), 0, rows * WIDTH * sizeof(float));
   }
 };
 
@@ -114,14 +114,14 @@ static inline void add_products(Ints& sum, Ints w, Ints x) {
   else asm("vpdpwssd %2, %1, %0" : "+v"(sum) : "v"(w), "v"(x));
 }
 
-// ROWS rows of x from m on times a panel: sums += s (x's scale d - z x's sum).
+// ROWS rows of x from m on times a sheet: sums += s (x's scale d - z x's sum).
 template <int ROWS, bool BYTES, int PARTS>
-static void add_panel(const RoundedRows& r, PanelRows& x, int64_t m, int64_t g, int64_t panel, PanelRoom& room) {
+static void add_sheet(const RoundedRows& r, SheetRows& x, int64_t m, int64_t g, int64_t sheet, SheetRoom& room) {
   constexpr int64_t STEPS = (BYTES ? GROUP / 4 : GROUP / 2) / PARTS, PITCH = STEPS * PARTS;
   constexpr int64_t LINES = ROWS * PITCH / LANES / PARTS, FAR = 16 << 10;  // of x, asked for from far ahead
   const int32_t *from = x.at(room.rows, g, m), *next = from + FAR / 4;
-  const Ints* w = room.panel();
-  const float *s = room.s(panel) + g * PARTS * WIDTH, *z = room.z(panel) + g * PARTS * WIDTH;
+  const Ints* w = room.sheet();
+  const float *s = room.s(sheet) + g * PARTS * WIDTH, *z = room.z(sheet) + g * PARTS * WIDTH;
   for (int part = 0; part < PARTS; ++part, from += STEPS, next += LINES * LANES, s += WIDTH, z += WIDTH) {
     Ints d[ROWS][COLUMNS];  // in registers only where every loop over them is unrolled
 #pragma GCC unroll 8
@@ -142,7 +142,7 @@ static void add_panel(const RoundedRows& r, PanelRows& x, int64_t m, int64_t g, 
           add_products<BYTES>(d[i][c], v[c], xv);
       }
     }
-    float* sums = room.sums(panel) + m * WIDTH;
+    float* sums = room.sums(sheet) + m * WIDTH;
 #pragma GCC unroll 8
     for (int i = 0; i < ROWS; ++i) {
       const int64_t at = (m + i) * r.padded + g;
@@ -156,17 +156,17 @@ static void add_panel(const RoundedRows& r, PanelRows& x, int64_t m, int64_t g, 
   }
 }
 
-using AddPanel = void (*)(const RoundedRows&, PanelRows&, int64_t, int64_t, int64_t, PanelRoom&);
+using AddSheet = void (*)(const RoundedRows&, SheetRows&, int64_t, int64_t, int64_t, SheetRoom&);
 
 template <bool BYTES, int PARTS>
-static AddPanel add_panel_of(int64_t rows) {
-  static constexpr AddPanel run[ROWS_AT_ONCE] = {add_panel<1, BYTES, PARTS>, add_panel<2, BYTES, PARTS>,
-                                                 add_panel<3, BYTES, PARTS>, add_panel<4, BYTES, PARTS>,
-                                                 add_panel<5, BYTES, PARTS>, add_panel<6, BYTES, PARTS>};
+static AddSheet add_sheet_of(int64_t rows) {
+  static constexpr AddSheet run[ROWS_AT_ONCE] = {add_sheet<1, BYTES, PARTS>, add_sheet<2, BYTES, PARTS>,
+                                                 add_sheet<3, BYTES, PARTS>, add_sheet<4, BYTES, PARTS>,
+                                                 add_sheet<5, BYTES, PARTS>, add_sheet<6, BYTES, PARTS>};
   return run[rows - 1];
 }
 
-static void put_panel_rows(const Weight& w, const float* sums, const Output& out, int64_t M, int64_t n0) {
+static void put_sheet_rows(const Weight& w, const float* sums, const Output& out, int64_t M, int64_t n0) {
   const int64_t count = std::min(WIDTH, w.N - n0);
   alignas(64) float bias[WIDTH] = {};
   if (out.bias) copy_floats(bias, out.bias, n0, count, out.number);
@@ -178,50 +178,50 @@ static void put_panel_rows(const Weight& w, const float* sums, const Output& out
   }
 }
 
-// Panels that meet the same part of x, which stays in a core's L2 beside their sums.
-constexpr int64_t MOST_PANELS = 8, PANEL_PART = 512 << 10;
+// Sheets that meet the same part of x, which stays in a core's L2 beside their sums.
+constexpr int64_t MOST_SHEETS = 8, SHEET_PART = 512 << 10;
 
 // y = x w^T + bias of rows that were rounded to one row each; called by every thread of a team.
-static void multiply_by_panels(const Weight& w, const RoundedRows& r, PanelRows& x, const Output& out, int64_t M) {
+static void multiply_by_sheets(const Weight& w, const RoundedRows& r, SheetRows& x, const Output& out, int64_t M) {
 #pragma omp for schedule(static)
-  for (int64_t i = 0; i < M * w.k_groups; ++i) to_panel_row(r, w, M, i % M, i / M, x);
+  for (int64_t i = 0; i < M * w.k_groups; ++i) to_sheet_row(r, w, M, i % M, i / M, x);
   const bool bytes = !r.bytes.empty();
-  auto unpack = w.bits == 3 ? (bytes ? unpack_panel<3, true> : unpack_panel<3, false>)
-              : w.bits == 4 ? (bytes ? unpack_panel<4, true> : unpack_panel<4, false>)
-                            : (bytes ? unpack_panel<8, true> : unpack_panel<8, false>);
-  auto add = bytes ? add_panel_of<true, 1> : w.fine() ? add_panel_of<false, FINE_PARTS> : add_panel_of<false, 1>;
+  auto unpack = w.bits == 3 ? (bytes ? unpack_sheet<3, true> : unpack_sheet<3, false>)
+              : w.bits == 4 ? (bytes ? unpack_sheet<4, true> : unpack_sheet<4, false>)
+                            : (bytes ? unpack_sheet<8, true> : unpack_sheet<8, false>);
+  auto add = bytes ? add_sheet_of<true, 1> : w.fine() ? add_sheet_of<false, FINE_PARTS> : add_sheet_of<false, 1>;
   const int64_t blocks = (M + ROWS_AT_ONCE - 1) / ROWS_AT_ONCE;  // of rows, about equal in size
-  const int64_t all = (w.N + WIDTH - 1) / WIDTH, fit = std::min(MOST_PANELS, PANEL_PART / (M * WIDTH * 4));
+  const int64_t all = (w.N + WIDTH - 1) / WIDTH, fit = std::min(MOST_SHEETS, SHEET_PART / (M * WIDTH * 4));
   const int64_t most = std::max<int64_t>(1, std::min(fit, all / (4 * omp_get_num_threads())));
-  const int64_t part = std::max<int64_t>(1, PANEL_PART / (M * x.steps * 4));  // k-groups
-  static thread_local PanelRoom room;
+  const int64_t part = std::max<int64_t>(1, SHEET_PART / (M * x.steps * 4));  // k-groups
+  static thread_local SheetRoom room;
   room.reset(w, M, most);
 #pragma omp for schedule(dynamic)
   for (int64_t first = 0; first < all; first += most) {
-    const int64_t panels = std::min(most, all - first);
-    for (int64_t panel = 0; panel < panels; ++panel) room.begin(w, panel, (first + panel) * WIDTH);
+    const int64_t sheets = std::min(most, all - first);
+    for (int64_t sheet = 0; sheet < sheets; ++sheet) room.begin(w, sheet, (first + sheet) * WIDTH);
     for (int64_t g0 = 0; g0 < w.k_groups; g0 += part)
-      for (int64_t panel = 0; panel < panels; ++panel)
+      for (int64_t sheet = 0; sheet < sheets; ++sheet)
         for (int64_t g = g0; g < std::min(w.k_groups, g0 + part); ++g) {
-          unpack(w, (first + panel) * WIDTH, g, room.panel());
+          unpack(w, (first + sheet) * WIDTH, g, room.sheet());
           for (int64_t b = 0; b < blocks; ++b) {
             const int64_t m = b * M / blocks, end = (b + 1) * M / blocks;
-            add(end - m)(r, x, m, g, panel, room);
+            add(end - m)(r, x, m, g, sheet, room);
           }
         }
-    for (int64_t panel = 0; panel < panels; ++panel)
-      put_panel_rows(w, room.sums(panel), out, M, (first + panel) * WIDTH);
+    for (int64_t sheet = 0; sheet < sheets; ++sheet)
+      put_sheet_rows(w, room.sums(sheet), out, M, (first + sheet) * WIDTH);
   }
 }
 
 // Whether rows are so many that unpacking once for all of them pays.
-static bool takes_panels(const RoundedRows& r, int64_t rows) {
+static bool takes_sheets(const RoundedRows& r, int64_t rows) {
   return r.parts == 1 && !r.planes && rows >= (r.bytes.empty() ? LEAST_WORDS : LEAST_BYTES);
 }
 #else
-struct PanelRows {
+struct SheetRows {
   void reset(const Weight&, int64_t, const RoundedRows&) {}
 };
-static bool takes_panels(const RoundedRows&, int64_t) { return false; }
-static void multiply_by_panels(const Weight&, const RoundedRows&, PanelRows&, const Output&, int64_t) {}
+static bool takes_sheets(const RoundedRows&, int64_t) { return false; }
+static void multiply_by_sheets(const Weight&, const RoundedRows&, SheetRows&, const Output&, int64_t) {}
 #endif
