@@ -1,0 +1,107 @@
+"""The tables of what tried to catch the planner out: odd clusters, and proofs by brute force.
+
+Of the newest commit that has rows of each; `-dirty` there means that rows came while it ran.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from report.table_cells import Row, load, markdown
+
+WORSE = 1e-6
+"""Relative distance above another method's value that counts as worse."""
+MARGIN_S = 1.0
+"""Seconds beyond the limit that reading, checking and writing a plan may take."""
+FAR = 0.005
+"""Relative distance of a replay that counts."""
+ODD_HEAD = (
+    "limit",
+    "problems",
+    "exact worse",
+    "gap p50",
+    "gap p95",
+    "proven",
+    "over the limit",
+    "replay over 0.5 %",
+    "of the search",
+    "not accepted",
+    "slowest",
+)
+
+
+class OddTable:
+    """A line for each time limit of the seeded problems."""
+
+    def render(self) -> str:
+        """Return the table and which seeds are worse, as Markdown."""
+        rows = [r for r in load("odd_clusters.jsonl", "odd_clusters", {}) if "seed" in r["case"]]
+        newest = {row["case"]["limit_s"]: _clean(row) for row in rows}  # the last row's
+        own = [row for row in rows if _clean(row) == newest[row["case"]["limit_s"]]]
+        told = ", ".join(f"{newest[limit]} ({limit:g} s)" for limit in sorted(newest))
+        return f"{summary(own)}\n\nCommits: {told}."
+
+
+class ProofsTable:
+    """A line for each part: its blocks of seeds at the newest commit that has some."""
+
+    def render(self) -> str:
+        """Return the table as Markdown."""
+        rows = load("planner.jsonl", "planner_proofs", {})
+        body = []
+        for part in ("same", "stopped", "more"):
+            mine = [row for row in rows if row["case"]["part"] == part]
+            newest = _clean(mine[-1]) if mine else ""
+            blocks = {r["case"]["seeds"]: r for r in mine if _clean(r) == newest}
+            told = [row["baselines"] for row in blocks.values()]
+            body.append(
+                [
+                    part,
+                    str(sum(_count(seeds) for seeds in blocks)),
+                    str(sum(int(base["compared"]) for base in told)),
+                    str(sum(int(base["proven"]) for base in told)),
+                    str(sum(int(row["value"]) for row in blocks.values())),
+                    newest,
+                ]
+            )
+        return markdown(("part", "seeds", "with a plan", "proven", "failed", "commit"), body)
+
+
+def summary(rows: Sequence[Row]) -> str:
+    """Return the table of rows of seeded problems; of one problem and limit the newest counts."""
+    found = {(row["case"]["seed"], row["case"]["limit_s"]): row for row in rows}
+    limits = sorted({limit for _, limit in found})
+    body = [_line(limit, [r for (_, at), r in found.items() if at == limit]) for limit in limits]
+    worse = [r["case"]["name"] for r in found.values() if r["value"] > 1 + WORSE]
+    return f"{markdown(ODD_HEAD, body)}\n\nWorse: {', '.join(worse) or 'none'}."
+
+
+def _line(limit_s: float, rows: Sequence[Row]) -> list[str]:
+    planned = [r["baselines"] for r in rows if "exact" in r["baselines"]]
+    gaps = sorted(base.get("gap", math.inf) for base in planned) or [math.nan]
+    seconds = [r["baselines"]["seconds"] for r in rows]
+    of_search = [base["search_difference"] for base in planned if "search_difference" in base]
+    cells = [
+        f"{limit_s:g} s",
+        f"{len(rows)} ({len(rows) - len(planned)} without a plan)",
+        sum(r["value"] > 1 + WORSE for r in rows),
+        f"{gaps[len(gaps) // 2]:.2%}",
+        f"{gaps[min(len(gaps) - 1, int(0.95 * len(gaps)))]:.2%}",
+        f"{sum(base['proven'] for base in planned) / max(1, len(planned)):.0%}",
+        sum(s > limit_s + MARGIN_S for s in seconds),
+        sum(abs(base["replay_difference"]) > FAR for base in planned),
+        sum(abs(d) > FAR for d in of_search) if of_search else "",
+        sum(not base["checked"] for base in planned),
+        f"{max(seconds):.1f} s",
+    ]
+    return [str(cell) for cell in cells]
+
+
+def _clean(row: Row) -> str:
+    return str(row["commit"]).removesuffix("-dirty")
+
+
+def _count(seeds: str) -> int:
+    low, high = seeds.split("-")
+    return int(high) - int(low) + 1

@@ -1,0 +1,250 @@
+"""The tables of kernels: products, decoder layers of families, attention over caches."""
+
+from __future__ import annotations
+
+from report.table_cells import (
+    Pivot,
+    Row,
+    over_cublas,
+    ratio_to_baseline,
+    us_and_dense_rate,
+    us_and_launches,
+    us_of_floor,
+    us_over_cublas,
+)
+
+KV_32K = {"heads": 32, "kv_heads": 8, "batch": 8, "context": 32768, "kv": "kv4", "op": "attend"}
+
+POWERS_OF_TWO = frozenset(1 << i for i in range(14))
+
+
+def us_beside(row: Row) -> str:
+    """Return microseconds, and those of what stands beside."""
+    others = ", ".join(f"{us:.1f}" for us in row["baselines"].values())
+    return f"{row['value']:.1f} ({others})"
+
+
+def us_and_error(row: Row) -> str:
+    """Return microseconds beside 16 bits', and the error beside theirs."""
+    case, plain = row["case"], row["baselines"]["torch, 16 bits"]
+    return f"{row['value']:.0f} ({plain:.0f}), {case['error']:.3f} ({case['error in 16 bits']:.3f})"
+
+
+def family_layers(device: str) -> Pivot:
+    """Return the table of layers' decode steps on a card."""
+    return Pivot(
+        file="families.jsonl",
+        bench="family layer",
+        index=("model", "precision"),
+        column="batch",
+        where={"experts": None},
+        show=us_of_floor,
+        order=("1", "8", "32", "128"),
+        device=device,
+    )
+
+
+def family_grouped(device: str) -> Pivot:
+    """Return the table of a prompt's products of experts on a card."""
+    return Pivot(
+        file="families.jsonl",
+        bench="grouped product",
+        index=("model", "product"),
+        column="precision",
+        where={"product": frozenset({"up", "down"})},
+        show=us_and_dense_rate,
+        device=device,
+    )
+
+
+KERNEL_TABLES = {
+    "family_layers": family_layers("NVIDIA H200"),
+    "family_mxfp4": Pivot(
+        file="families.jsonl",
+        bench="family layer",
+        index=("model", "precision", "experts"),
+        column="batch",
+        where={"experts": "mxfp4"},
+        show=us_of_floor,
+        order=("1", "8", "32", "128"),
+    ),
+    "table_products": Pivot(
+        file="families.jsonl",
+        bench="table product",
+        index=("n", "k", "form"),
+        column="rows",
+        where={"way": None},
+        show=ratio_to_baseline("16 bits"),
+        order=("1", "8", "32", "128", "512", "2048"),
+    ),
+    "family_layers_h100": family_layers("NVIDIA H100 80GB HBM3"),
+    "family_steps": Pivot(
+        file="families.jsonl",
+        bench="family kernels",
+        index=("kernel",),
+        column=("model", "batch"),
+        where={"precision": "w4a16", "model": frozenset({"gemma-3-12b", "qwen2.5-32b"})},
+        show=us_and_launches,
+        newest=True,
+    ),
+    "family_kernels": Pivot(
+        file="families.jsonl",
+        bench="family kernels",
+        index=("kernel",),
+        column=("model", "precision"),
+        where={"batch": 1},
+        show=us_and_launches,
+        newest=True,
+    ),
+    "family_grouped": family_grouped("NVIDIA H200"),
+    "family_grouped_h100": family_grouped("NVIDIA H100 80GB HBM3"),
+    "family_latents": Pivot(
+        file="families.jsonl",
+        bench="latent attention",
+        index=("model", "batch"),
+        column="context",
+        show=us_of_floor,
+    ),
+    "family_packed": Pivot(
+        file="families.jsonl",
+        bench="packed attention",
+        index=("model", "batch", "context", "window"),
+        column="kv",
+        show=us_of_floor,
+    ),
+    "packed_latents": Pivot(
+        file="latents_gpu.jsonl",
+        bench="packed latents",
+        index=("heads", "batch", "context"),
+        column="kv",
+        show=us_beside,
+        newest=True,
+    ),
+    "fp8_products": Pivot(
+        file="fp8_gpu.jsonl",
+        bench="fp8 product",
+        index=("rows",),
+        column="product",
+        show=us_beside,
+        newest=True,
+    ),
+    "fp8_experts": Pivot(
+        file="fp8_gpu.jsonl",
+        bench="fp8 experts",
+        index=("tokens",),
+        column="product",
+        show=us_beside,
+        newest=True,
+    ),
+    "fp8_by_rows": Pivot(
+        file="fp8_gpu.jsonl",
+        bench="fp8 product by rows",
+        index=("rows",),
+        column="product",
+        show=us_beside,
+        newest=True,
+    ),
+    "fp8_experts_by_rows": Pivot(
+        file="fp8_gpu.jsonl",
+        bench="fp8 experts by rows",
+        index=("tokens",),
+        column="product",
+        show=us_beside,
+        newest=True,
+    ),
+    "fp8_native": Pivot(
+        file="fp8_gpu.jsonl",
+        bench="fp8 times fp8",
+        index=("rows",),
+        column="product",
+        show=us_and_error,
+    ),
+    "gemm_layer": Pivot(
+        file="gemm.jsonl",
+        bench="gemm",
+        index=("precision", "dtype", "symmetric"),
+        column="m",
+        where={"model": "llama-3.1-8b", "shape": "layer", "m": POWERS_OF_TWO},
+        show=us_over_cublas,
+        order=tuple(map(str, sorted(POWERS_OF_TWO))),
+    ),
+    "gemm_products": Pivot(
+        file="gemm.jsonl",
+        bench="gemm",
+        index=("m",),
+        column="shape",
+        where={
+            "model": "llama-3.1-8b",
+            "precision": "w4a16",
+            "dtype": "fp16",
+            "symmetric": True,
+        },
+        show=us_over_cublas,
+        order=("qkv", "o", "gate_up", "down", "layer"),
+    ),
+    "gemm_single": Pivot(
+        file="gemm.jsonl",
+        bench="gemm",
+        index=("shape", "precision"),
+        column="m",
+        where={"model": None},
+        show=us_over_cublas,
+    ),
+    "kv_attend": Pivot(
+        file="kv.jsonl",
+        bench="kv",
+        index=("heads", "kv_heads", "batch", "context"),
+        column="kv",
+        where={"op": "attend", "q_len": 1, "layout": "contiguous", "keys": "kc128"},
+        show=us_of_floor,
+        order=("kv16", "kv8", "kv4", "kv2"),
+    ),
+    "kv_variants": Pivot(
+        file="kv.jsonl",
+        bench="kv",
+        index=("keys", "q_len", "layout"),
+        where=KV_32K,
+        show=us_of_floor,
+        value_title="us",
+    ),
+    "kv_append": Pivot(
+        file="kv.jsonl",
+        bench="kv",
+        index=("batch", "context", "kv"),
+        column="op",
+        where={"context": 2048},
+        show=lambda row: f"{row['value']:.1f}",
+    ),
+    "kv_prefill": Pivot(
+        file="kv.jsonl",
+        bench="kv",
+        index=("batch", "context", "kv"),
+        where={"op": "prefill"},
+        value_title="us",
+        show=lambda row: f"{row['value']:.1f}",
+    ),
+    "step_kernels": Pivot(
+        file="step.jsonl",
+        bench="step_kernel",
+        index=("place", "kernel"),
+        column=("model", "precision", "rows"),
+        where={"model": "llama-3.1-8b"},
+        show=lambda row: f"{row['value']:.1f}",
+        newest=True,
+    ),
+    "tune": Pivot(
+        file="tune.jsonl",
+        bench="tune",
+        index=("model", "product", "timed"),
+        column="rows",
+        show=lambda row: f"{row['baselines']['before']:.1f} -> {row['value']:.1f}",
+    ),
+    "gemm_untuned": Pivot(
+        file="gemm_choice.jsonl",
+        bench="gemm",
+        index=("precision", "shape"),
+        column="m",
+        where={"table": False},
+        show=over_cublas,
+    ),
+}

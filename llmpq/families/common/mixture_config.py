@@ -1,0 +1,62 @@
+"""What configs and checkpoints of mixtures have in common."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from llmpq.families.common.config_values import Config, size
+from llmpq.families.record import linear_names
+
+
+def counts(config: Config, *keys: str) -> dict[str, int]:
+    """Return how many experts a layer has and how many a token goes to; `keys`: of the former."""
+    experts = size(config, *keys)
+    per_token = size(config, "num_experts_per_tok")
+    if per_token > experts:
+        raise ValueError(
+            f"config.json: num_experts_per_tok={per_token} of {keys[0]}={experts}; "
+            "expected at most all of them"
+        )
+    return {"experts": experts, "experts_per_token": per_token}
+
+
+def first_layers(config: Config, ffn: int) -> dict[str, Any]:
+    """Return the fields of a model whose first layers have one MLP of width `ffn` each."""
+    dense = config.get("first_k_dense_replace") or 0
+    if type(dense) is not int or not 0 <= dense < size(config, "num_hidden_layers"):
+        raise ValueError(
+            f"config.json: 'first_k_dense_replace' must be a number of layers, got {dense!r}"
+        )
+    return {"dense_layers": tuple(range(dense)), "dense_ffn": ffn} if dense else {}
+
+
+def groups(config: Config, experts: int) -> tuple[int, int]:
+    """Return in how many groups experts stand and how many of them a token keeps."""
+    found = size(config, "n_group", default=1)
+    kept = size(config, "topk_group", default=1)
+    if experts % found or kept > found:
+        raise ValueError(
+            f"config.json: {experts} experts in n_group={found} groups of which topk_group={kept} "
+            "are kept; expected equal groups, and at most all of them kept"
+        )
+    return found, kept
+
+
+def expert_names(mlp: str, *, shared: bool = False) -> dict[str, tuple[str, ...]]:
+    """Return the entries of a router and experts below `mlp`, each expert's matrices apart."""
+    one = f"{mlp}.experts.{{e}}"
+    names = {
+        "router.weight": (f"{mlp}.gate.weight",),
+        **linear_names(
+            ("experts.{e}.gate_up", (f"{one}.gate_proj", f"{one}.up_proj")),
+            ("experts.{e}.down", (f"{one}.down_proj",)),
+        ),
+    }
+    if shared:
+        both = f"{mlp}.shared_experts"
+        names["router.correction"] = (f"{mlp}.gate.e_score_correction_bias",)
+        names |= linear_names(
+            ("shared.gate_up", (f"{both}.gate_proj", f"{both}.up_proj")),
+            ("shared.down", (f"{both}.down_proj",)),
+        )
+    return names

@@ -1,0 +1,232 @@
+"""Reading a config's rotary positions: theta, scaling, and which channels are turned."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+from llmpq.families.common.config_values import (
+    Config,
+    bounded,
+    flag,
+    head_size,
+    is_given,
+    number,
+    section,
+    size,
+)
+from llmpq.families.common.spec_values import RopeScaling
+
+THETAS = (100.0, 1e11)
+"""Models in use have 10,000 (Llama 2) to 1e8 (Mistral Small); others are slips of the pen."""
+FACTORS = (1.0, 1e4)
+KNOWN = {
+    "rope_theta",
+    "rope_type",
+    "type",
+    "factor",
+    "partial_rotary_factor",
+    "original_max_position_embeddings",
+}
+KEYS_OF = {
+    "default": frozenset({"original_max_position_embeddings"}),
+    "linear": frozenset({"factor"}),
+    "dynamic": frozenset({"factor", "original_max_position_embeddings"}),
+    "llama3": frozenset({"low_freq_factor", "high_freq_factor"}),
+    "yarn": frozenset(
+        {"attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"}
+    ),
+    "longrope": frozenset({"attention_factor", "short_factor", "long_factor"}),
+}
+
+
+def rope_fields(config: Config, *, theta: float = 10000.0) -> dict[str, Any]:
+    """Return the spec's rope fields; `theta` where the config gives none."""
+    rope = rope_section(config)
+    given = bounded(rope, "rope_theta", THETAS, default=theta)
+    return {
+        "rope_theta": bounded(config, "rope_theta", THETAS, default=given),
+        "rope_scaling": scaling_of(config, rope),
+        "rotary_dim": _rotary_dim(config, rope),
+    }
+
+
+def rope_section(config: Config, layers: str = "full_attention") -> Config:
+    """Return `rope_parameters` and `rope_scaling` as one, the latter counts; of a kind of layers.
+
+    A model whose layers differ gives its parameters by the kind of layer.
+    """
+    parameters, scaling = (section(config, key) for key in ("rope_parameters", "rope_scaling"))
+    if parameters is not None and isinstance(parameters.get(layers), dict):
+        parameters = parameters[layers]
+    return {**(parameters or {}), **(scaling or {})}
+
+
+def window_theta(config: Config, *, beside: str, default: float) -> float:
+    """Return the theta of windowed layers: of their own parameters, or of the key `beside`."""
+    own = (section(config, "rope_parameters") or {}).get("sliding_attention")
+    if not isinstance(own, dict):
+        return bounded(config, beside, THETAS, default=default)
+    if own.get("rope_type", "default") != "default":
+        raise ValueError(
+            f"config.json: rope scaling '{own['rope_type']}' of windowed layers is not supported; "
+            "expected 'default'"
+        )
+    return bounded(own, "rope_theta", THETAS, default=default)
+
+
+def scaling_of(config: Config, rope: Config) -> RopeScaling | None:
+    """Return how the frequencies are scaled, None where they are not."""
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind == "default":
+        _require_known(rope, "default")
+        return None
+    kind = str(kind)
+    if kind == "su":  # what Phi-3's first configs call it
+        kind = "longrope"
+    if kind not in READERS:
+        raise ValueError(
+            f"rope scaling '{kind}' is not supported; expected 'default', "
+            + ", ".join(f"'{name}'" for name in sorted(READERS))
+        )
+    _require_known(rope, kind)
+    return READERS[kind](config, rope, f"config.json, {kind} rope scaling")
+
+
+def _require_known(rope: Config, kind: str) -> None:
+    unknown = sorted(k for k in rope if k not in KNOWN | KEYS_OF[kind] and is_given(rope[k]))
+    if unknown:
+        raise ValueError(
+            f"config.json, rope scaling '{kind}': '{unknown[0]}'={rope[unknown[0]]!r} is not known "
+            "to llmpq and may change what the model computes; remove it if it does not"
+        )
+
+
+def _rotary_dim(config: Config, rope: Config) -> int | None:
+    """Return how many of a head's first channels are turned, None for all."""
+    share = number(rope, "partial_rotary_factor", default=1.0)
+    share = number(config, "partial_rotary_factor", default=share)
+    if share > 1:
+        raise ValueError(f"config.json: partial_rotary_factor={share} must be at most 1")
+    if share == 1:
+        return None
+    turned = int(head_size(config) * share)
+    if turned < 2 or turned % 2:
+        raise ValueError(
+            f"config.json: partial_rotary_factor={share} turns {turned} channels of a head of "
+            f"{head_size(config)}; expected an even number"
+        )
+    return turned
+
+
+def _llama3(config: Config, rope: Config, where: str) -> RopeScaling:
+    low, high = (number(rope, f"{end}_freq_factor", where=where) for end in ("low", "high"))
+    if high <= low:
+        raise ValueError(
+            f"{where}: high_freq_factor={high} must be above low_freq_factor={low}; correct them "
+            "or download config.json again"
+        )
+    return RopeScaling(
+        factor=number(rope, "factor", where=where),
+        low_freq_factor=low,
+        high_freq_factor=high,
+        original_max_positions=size(rope, "original_max_position_embeddings", where=where),
+    )
+
+
+def _linear(config: Config, rope: Config, where: str) -> RopeScaling:
+    factor = bounded(rope, "factor", FACTORS, where=where)
+    return RopeScaling(kind="linear", factor=factor)
+
+
+def _dynamic(config: Config, rope: Config, where: str) -> RopeScaling:
+    return RopeScaling(
+        kind="dynamic",
+        factor=bounded(rope, "factor", FACTORS, where=where),
+        original_max_positions=size(config, "max_position_embeddings"),
+    )
+
+
+def _yarn(config: Config, rope: Config, where: str) -> RopeScaling:
+    original = _original(config, rope, where)
+    stretched = max(1.0, size(config, "max_position_embeddings") / original)
+    factor = bounded(rope, "factor", FACTORS, default=stretched, where=where)
+    over = {key: number(rope, key, default=0.0) for key in ("mscale", "mscale_all_dim")}
+    if all(over.values()):
+        larger = _yarn_mscale(factor, over["mscale"]) / _yarn_mscale(factor, over["mscale_all_dim"])
+    else:
+        larger = _yarn_mscale(factor, 1.0)
+    fast, slow = (
+        number(rope, f"beta_{end}", default=default, where=where)
+        for end, default in (("fast", 32.0), ("slow", 1.0))
+    )
+    if fast <= slow:
+        raise ValueError(f"{where}: beta_fast={fast} must be above beta_slow={slow}; correct them")
+    return RopeScaling(
+        kind="yarn",
+        factor=factor,
+        original_max_positions=original,
+        attention_factor=number(rope, "attention_factor", default=larger, where=where),
+        beta_fast=fast,
+        beta_slow=slow,
+        truncate=flag(rope, "truncate", default=True),
+    )
+
+
+def _longrope(config: Config, rope: Config, where: str) -> RopeScaling:
+    original = _original(config, rope, where)
+    stretched = size(config, "max_position_embeddings") / original
+    factor = number(rope, "factor", default=stretched, where=where)
+    larger = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
+    half = (_rotary_dim(config, rope) or head_size(config)) // 2
+    short, long = (_factors(rope, f"{end}_factor", half, where) for end in ("short", "long"))
+    return RopeScaling(
+        kind="longrope",
+        factor=factor,
+        original_max_positions=original,
+        attention_factor=number(rope, "attention_factor", default=larger, where=where),
+        short_factors=short,
+        long_factors=long,
+    )
+
+
+def _original(config: Config, rope: Config, where: str) -> int:
+    """Return the length before stretching; Phi-3 keeps it beside the section."""
+    key = "original_max_position_embeddings"
+    beside = config.get(key)
+    return size(rope, key, default=beside if type(beside) is int else None, where=where)
+
+
+def _factors(rope: Config, key: str, count: int, where: str) -> tuple[float, ...]:
+    found = rope.get(key)
+    factors = found if isinstance(found, list) else []
+    if len(factors) != count or not all(type(f) in (int, float) and 0 < f < 1e6 for f in factors):
+        raise ValueError(
+            f"{where}: '{key}' must be {count} positive numbers, one for each pair of a head's "
+            "turned channels; correct it or download config.json again"
+        )
+    return tuple(float(f) for f in factors)
+
+
+def _yarn_mscale(factor: float, mscale: float) -> float:
+    return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
+
+
+def yarn_score_factor(config: Config) -> float:
+    """Return what DeepSeek multiplies the scores by beside 1 / sqrt(head size): mscale squared."""
+    rope = rope_section(config)
+    over = number(rope, "mscale_all_dim", default=0.0)
+    scaling = scaling_of(config, rope)
+    if scaling is None or scaling.kind != "yarn" or not over:
+        return 1.0
+    return _yarn_mscale(scaling.factor, over) ** 2
+
+
+READERS: dict[str, Callable[[Config, Config, str], RopeScaling]] = {
+    "llama3": _llama3,
+    "linear": _linear,
+    "dynamic": _dynamic,
+    "yarn": _yarn,
+    "longrope": _longrope,
+}

@@ -1,0 +1,115 @@
+"""What the families since Llama share: RMSNorm, rotary positions, grouped heads, gated MLPs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from llmpq.families.common.config_values import Config, epsilon, expect, flag, is_given, size
+from llmpq.families.common.rope import rope_fields
+
+SLIDING, FULL = "sliding_attention", "full_attention"
+"""Transformers' `layer_types`."""
+
+
+def rotary_fields(
+    config: Config,
+    *,
+    activation: str = "silu",
+    tied: bool = False,
+    norm_eps: float = 1e-6,
+    turns_in_part: bool = False,
+) -> dict[str, Any]:
+    """Return the fields that these families share; keyword arguments are a family's defaults.
+
+    `turns_in_part`: whether `partial_rotary_factor` means something to the family.
+    """
+    known = {"silu": "silu", "gelu_tanh": "gelu_pytorch_tanh"}[activation]
+    key = "hidden_activation" if config.get("hidden_activation") is not None else "hidden_act"
+    expect(config, key, known, default=known)
+    heads = size(config, "num_attention_heads")
+    rope = rope_fields(config)
+    if rope["rotary_dim"] is not None and not turns_in_part:
+        raise ValueError(
+            f"config.json: model_type '{config.get('model_type')}' turns whole heads, "
+            "partial_rotary_factor says that only a part is turned; remove it if the model was "
+            "trained without it"
+        )
+    return {
+        "num_layers": size(config, "num_hidden_layers"),
+        "hidden": size(config, "hidden_size"),
+        "heads": heads,
+        "kv_heads": size(config, "num_key_value_heads", default=heads),
+        "ffn": size(config, "intermediate_size"),
+        "vocab": size(config, "vocab_size"),
+        "max_positions": size(config, "max_position_embeddings"),
+        "positions": "rotary",
+        "norm": "rmsnorm",
+        "norm_eps": epsilon(config, "rms_norm_eps", default=norm_eps),
+        "activation": activation,
+        "gated": True,
+        "qkv_bias": False,
+        "linear_bias": False,
+        "tied_embeddings": flag(config, "tie_word_embeddings", default=tied),
+        **rope,
+    }
+
+
+def window_size(config: Config) -> int:
+    """Return the tokens that a windowed layer sees, itself included; 0 where all are seen."""
+    if not is_given(config.get("sliding_window")):
+        return 0
+    return size(config, "sliding_window")
+
+
+def layer_kinds(config: Config, default: list[str]) -> list[str]:
+    """Return `layer_types`, one per layer, each sliding or full."""
+    kinds = config.get("layer_types")
+    if kinds is None:
+        return default
+    count = size(config, "num_hidden_layers")
+    if not isinstance(kinds, list) or len(kinds) != count:
+        raise ValueError(
+            f"config.json: 'layer_types' must name the kind of each of {count} layers; correct it "
+            "or download config.json again"
+        )
+    other = sorted({str(kind) for kind in kinds} - {SLIDING, FULL})
+    if other:
+        raise ValueError(
+            f"config.json: layers of type '{other[0]}' are not supported; expected '{SLIDING}' or "
+            f"'{FULL}'"
+        )
+    return kinds
+
+
+def alternating(config: Config, every: int) -> list[str]:
+    """Return kinds of layers of which every `every`-th sees all tokens, the others a window."""
+    count = size(config, "num_hidden_layers")
+    return [SLIDING if (i + 1) % every else FULL for i in range(count)]
+
+
+def windows(config: Config, kinds: list[str]) -> tuple[int, ...]:
+    """Return each layer's window, 0 for all tokens; nothing where no layer has one."""
+    window = window_size(config)
+    found = tuple(window if kind == SLIDING else 0 for kind in kinds)
+    return found if any(found) else ()
+
+
+def everywhere(config: Config) -> tuple[int, ...]:
+    """Return the windows of a model whose layers all have the config's."""
+    return windows(config, layer_kinds(config, [SLIDING] * size(config, "num_hidden_layers")))
+
+
+def pairs_to_halves(rows: Any, heads: int, head_dim: int, turned: int) -> Any:
+    """Return rows [heads * head_dim, ...] of queries or keys whose turned channels lie in pairs.
+
+    Checkpoints that turn (0, 1), (2, 3), ... get channels 0, 2, ... first and 1, 3, ... behind, so
+    that halves are turned; what queries and keys give together is the same.
+    """
+    by_head = rows.view(heads, head_dim, *rows.shape[1:])
+    order = [*range(0, turned, 2), *range(1, turned, 2), *range(turned, head_dim)]
+    return by_head[:, order].reshape(rows.shape)
+
+
+def turned_channels(spec: Any) -> int:
+    """Return how many channels of a head are turned."""
+    return spec.rotary_dim or spec.head_dim

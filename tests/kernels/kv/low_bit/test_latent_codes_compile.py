@@ -1,0 +1,89 @@
+"""Attention over packed latents compiles for every listed architecture; shared memory fits."""
+
+import pytest
+
+pytest.importorskip("triton")
+from llmpq.kernels.kv.low_bit.latent_codes import (  # noqa: E402
+    LOOK,
+    ROWS,
+    WARPS,
+    latent_codes_kernel,
+)
+from llmpq.kernels.kv.ops import WORD_K_WIDTH  # noqa: E402
+from llmpq.kernels.kv.paged import packed_latent_append, packed_latent_pages  # noqa: E402
+from llmpq.kernels.tools.cubin import (  # noqa: E402
+    ARCHITECTURES,
+    CONSUMER_BLACKWELL,
+    SHARED_LIMIT,
+    compile_kernel,
+)
+
+pytestmark = pytest.mark.compile
+KINDS = (
+    dict.fromkeys(("k_words", "v_words", "table", "slots", "starts", "counts"), "*i32")
+    | dict.fromkeys(("k_params", "v_params"), "*fp16")
+    | dict.fromkeys(("part_ptr", "lse_ptr"), "*fp32")
+    | dict.fromkeys(("table_width", "splits"), "i32")
+    | {"scale": "fp32", "rows": "*i32", "to_ptr": "*fp32", "q_ptr": "*fp16"}
+    | dict.fromkeys(("num_rows", "columns", "stride"), "i32")
+)
+SHAPE = {"D": 576, "C": 576, "BITS": 4}
+
+
+def compiled(kernel, arch, constants, warps):
+    names = [name for name in kernel.arg_names if name not in constants]
+    given = {name: KINDS.get(name, "*bf16") for name in names}
+    aligned = tuple(name for name, kind in given.items() if kind.startswith("*"))
+    options = {"num_warps": warps}
+    return compile_kernel(kernel, arch, given, constants, aligned=aligned, options=options)
+
+
+@pytest.mark.parametrize("arch", (*ARCHITECTURES, CONSUMER_BLACKWELL))
+def test_what_a_pool_keeps_is_made(arch):
+    pages, rows = packed_latent_append, {"ROWS": 64}
+    for kernel, own in (
+        (pages.append_ring, {"D": 576, "PADDED": 1024}),
+        (pages.make_scales, SHAPE | rows | {"PADDED": 1024, "TAIL": 17}),
+        (pages.make_words, SHAPE | rows | {"PIECES": 18}),
+        (pages.keep_rings, {"D": 576, "PADDED": 1024}),
+    ):
+        made = compiled(kernel, arch, own, 8)
+        assert made.cubin and made.shared_bytes <= SHARED_LIMIT[arch]
+
+
+@pytest.mark.parametrize(("arch", "chunks"), [(80, True), (86, False), (90, True), (90, False)])
+def test_a_pool_fits(arch, chunks):
+    constants = SHAPE | {
+        "H": 16,
+        "V": 512,
+        "R": 16,
+        "HEADS": 16,
+        "CHUNKS": chunks,
+        "ROWS": 64,
+        "LOOK": LOOK,
+        "KW": WORD_K_WIDTH,
+        "EMULATE": False,
+    }
+    made = compiled(packed_latent_pages.attend, arch, constants, WARPS)
+    assert made.cubin and made.shared_bytes <= SHARED_LIMIT[arch]
+
+
+@pytest.mark.parametrize(
+    ("arch", "bits"),
+    [*((arch, 4) for arch in (*ARCHITECTURES, CONSUMER_BLACKWELL)), (86, 8), (90, 8), (90, 2)],
+)
+def test_it_fits(arch, bits):
+    constants = {
+        "Q": 1,
+        "H": 16,
+        "D": 576,
+        "C": 576,
+        "BITS": bits,
+        "R": ROWS,
+        "PADDED": 1024,
+        "LOOK": LOOK,
+        "KW": WORD_K_WIDTH,
+        "EMULATE": False,
+    }
+    made = compiled(latent_codes_kernel, arch, constants, WARPS)
+    assert made.cubin and made.shared_bytes <= SHARED_LIMIT[arch]

@@ -1,0 +1,247 @@
+"""The front: every non-dominated plan of tiny problems; a proven resolution of larger ones."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from llmpq.plan import Plan
+from llmpq.planner.__main__ import main
+from llmpq.planner.checked_plan.check import check_plan
+from llmpq.planner.cli import show_front
+from llmpq.planner.cli.arguments import plan_request
+from llmpq.planner.cli.show_front import ListedFront, coverage
+from llmpq.planner.formulation.outcome import Unfinished
+from llmpq.planner.formulation.problem import Problem
+from llmpq.planner.front.front import Front, pareto_front
+from llmpq.planner.inputs.make_problem import make_problem
+from llmpq.planner.predict.fits import fits
+from llmpq.planner.predict.pipeline_time import sum_omega, value
+from llmpq.planner.tools.brute_force import assignments
+from llmpq.planner.tools.random_problems import random_problem
+from llmpq.precision import KVPrecision
+
+Seeds = Callable[[Sequence[int]], Sequence[int]]
+
+pytestmark = pytest.mark.pure
+PAPER = Path(__file__).resolve().parents[3] / "clusters" / "paper"
+Points = list[tuple[float, float]]
+
+
+def _tiny(seed: int) -> tuple[Problem, Points]:
+    """A problem and (time, sum of omega) of all its plans, non-dominated first."""
+    rng = random.Random(seed)
+    separable = rng.random() < 0.5
+    p = random_problem(
+        rng,
+        objective="makespan",
+        separable=separable,
+        layers=(3, 5),
+        kinds=(1, 2),
+        devices=(1, 2),
+        precisions=2,
+    ).with_changes(theta=0.0)
+    return p, sorted({(value(p, a), sum_omega(p, a)) for a in assignments(p) if fits(p, a)})
+
+
+def _undominated(plans: Points) -> Points:
+    kept: Points = []
+    for seconds, omega in plans:
+        if kept and omega >= kept[-1][1] * (1 - 1e-5):
+            continue
+        if kept and seconds <= kept[-1][0] * (1 + 1e-9):
+            kept.pop()  # as fast but for rounding, and more precise
+        kept.append((seconds, omega))
+    return kept
+
+
+def _listed(front: Front) -> Points:
+    return [(point.time_s, point.omega) for point in front.points]
+
+
+def _covered(plan: tuple[float, float], points: Points, width: float) -> bool:
+    """What `coverage` says in words."""
+    seconds, omega = plan
+    loose, tight = 1 + width + 1e-5, 1 + 1e-5
+    return any(
+        (t <= seconds * loose and w <= omega * tight + 1e-12)
+        or (t <= seconds * tight and w <= omega * loose + 1e-12)
+        for t, w in points
+    )
+
+
+@pytest.mark.slow
+def test_whole_front_is_brute_force(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of problems whose whole front takes seconds; limits count this process's own time."""
+    monkeypatch.setattr(time, "perf_counter", time.process_time)
+    solved, between = 0, 0
+    for seed in (0, 1, 2, 7, 8, 9, 11, 13, 15):
+        p, plans = _tiny(seed)
+        front = pareto_front(p, points=200, time_limit_s=600)
+        assert front.complete, f"seed {seed}: {front.width}"
+        expected, got = _undominated(plans), _listed(front)
+        assert len(got) == len(expected), f"seed {seed}"
+        for one, other in zip(got, expected, strict=True):
+            assert one == pytest.approx(other, rel=1e-5, abs=1e-9), f"seed {seed}"
+        between += sum(not point.supported for point in front.points)
+        solved += 1
+    assert solved == 9
+    assert between >= 3, "plans that no theta finds are part of the front"
+
+
+def test_what_is_not_listed_is_within_the_stated_resolution(seeds: Seeds) -> None:
+    short = 0
+    for seed in seeds(range(15)):
+        p, plans = _tiny(seed)
+        if not plans:
+            continue
+        front = pareto_front(p, points=4)
+        points = _listed(front)
+        assert len(points) <= 4 and points == sorted(points)
+        assert all(_covered(plan, points, front.width) for plan in plans), f"seed {seed}"
+        if len(_undominated(plans)) > 4:
+            assert not front.complete
+            short += 1
+            # A resolution that is too good to be true is found out.
+            assert not all(_covered(plan, points, 1e-4) for plan in plans), f"seed {seed}"
+    assert short >= 1
+
+
+def test_each_point_has_a_valid_bound_of_its_own() -> None:
+    p, plans = _tiny(11)
+    for point in pareto_front(p).points:
+        best = min(seconds for seconds, omega in plans if omega <= point.omega * (1 + 1e-9))
+        assert point.bound_s <= best * (1 + 1e-9) and point.time_s >= best * (1 - 1e-9)
+        assert point.outcome.status == "optimal"
+
+
+def _run(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:
+    code = main(list(words))
+    shown = capsys.readouterr()
+    return code, shown.out, shown.err
+
+
+SMALL = ["--cluster", str(PAPER / "02.yaml"), "--model", "opt-13b", "--global_bz", "8"]
+
+
+def test_command_writes_a_plan_per_point(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    out = tmp_path / "plan.json"
+    words = [*SMALL, "--pareto", "--pareto-points", "7", "-o", str(out)]
+    code, text, _ = _run(capsys, *words)
+    assert code == 0 and not out.exists()
+    files = sorted(tmp_path.iterdir())
+    assert [file.name for file in files] == [f"plan.{k}.json" for k in range(1, 8)]
+    plans = [Plan.load(file) for file in files]
+    points = [(q.predicted.total_s, q.predicted.sum_omega) for q in plans if q.predicted]
+    assert points == sorted(points) and len(points) == 7
+    assert [w for _, w in points] == sorted((w for _, w in points), reverse=True)
+    for plan, (seconds, omega) in zip(plans, points, strict=True):
+        assert plan.solver.status == "optimal"
+        assert plan.solver.gap is not None and plan.solver.gap <= 2e-6
+        assert plan.solver.value == pytest.approx(seconds) and plan.solver.theta == 0.0
+        assert f"{seconds:.3f} s" in text and f" {omega:.4g} " in text
+    notes = [plan.solver.note for plan in plans]
+    assert notes[-1] == "the smallest sum of omega there is"
+    assert {f"fastest with sum omega <= {omega:g}" for _, omega in points} & set(notes)
+    assert f"wrote {files[0]} ... {files[-1]}\n" in text
+
+
+def test_json_is_the_whole_list(capsys: pytest.CaptureFixture[str]) -> None:
+    code, text, _ = _run(capsys, *SMALL, "--pareto", "--pareto-points", "3", "--json")
+    content = json.loads(text)
+    assert code == 0 and sorted(content) == ["complete", "plans", "resolution", "schema"]
+    assert len(content["plans"]) == 3 and 0 < content["resolution"] < 1
+    code, text, _ = _run(capsys, *SMALL, "--pareto", "--pareto-points", "3")
+    line = next(row for row in text.splitlines() if row.startswith("3 points"))
+    share = f"{content['resolution']:.2%}"
+    assert line == (
+        f"3 points; proven: for every plan there is one listed here that is at most {share} slower "
+        f"with no more sum omega, or no slower with at most {share} more sum omega; for a finer "
+        "list give more --pareto-points or a longer --time-limit"
+    )
+
+
+def test_coverage_is_said_in_one_sentence() -> None:
+    p, _ = _tiny(11)
+    points = pareto_front(p).points[:1]
+
+    def said(width: float, complete: bool) -> str:
+        return coverage(ListedFront(points=points, plans=(), width=width, complete=complete))
+
+    assert said(1e-6, True) == "1 point, proven to be the whole front"
+    assert said(math.inf, False) == (
+        "1 point; what lies between them is not proven; give a longer --time-limit"
+    )
+
+
+FRONT_ERRORS = {
+    "another method": (["--method", "ilp"], "--pareto is for --method exact, not ilp"),
+    "a budget": (
+        ["--quality-budget", "1"],
+        "--pareto lists every budget; leave --quality-budget out",
+    ),
+    "one point": (["--pareto-points", "1"], "--pareto-points must be at least 2, got 1"),
+}
+
+
+@pytest.mark.parametrize("name", FRONT_ERRORS)
+def test_errors(capsys: pytest.CaptureFixture[str], name: str) -> None:
+    words, text = FRONT_ERRORS[name]
+    assert _run(capsys, *SMALL, "--pareto", *words) == (2, "", f"llmpq-algo: {text}\n")
+
+
+def test_a_kv_precision_out_of_time_is_said(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slow = {KVPrecision.KV8}
+
+    def late(p: Problem, **how: Any) -> Front:
+        if p.kv in slow:
+            raise Unfinished("no plan found within 1 s; give a longer --time-limit")
+        return pareto_front(p, **how)
+
+    monkeypatch.setattr(show_front, "front_isolated", late)
+    words = [*SMALL, "--pareto", "--pareto-points", "2", "--kv", "16,8"]
+    code, text, _ = _run(capsys, *words)
+    assert code == 0 and "what lies between them is not proven" in text
+    slow.add(KVPrecision.KV16)
+    text = "llmpq-algo: no plan found within 1 s; give a longer --time-limit\n"
+    assert _run(capsys, *words) == (5, "", text)
+
+
+def test_front_of_two_kv_precisions_is_merged(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--pareto", "--pareto-points", "3", "--kv", "16,8", "--json"]
+    code, text, _ = _run(capsys, *SMALL, *words)
+    plans = json.loads(text)["plans"]
+    assert code == 0 and {plan["workload"]["kv"] for plan in plans} <= {"kv16", "kv8"}
+    omegas = [plan["predicted"]["sum_omega"] for plan in plans]
+    assert omegas == sorted(set(omegas), reverse=True)
+
+
+def test_a_home_machine_and_a_laptop_list_a_front_in_time(tmp_path: Path) -> None:
+    """2 x 4090, a 3090 and a CPU over a slow link: each plan is feasible, none is dominated."""
+    cluster = PAPER.parents[1] / "benchmarks" / "clusters" / "home-4090-3090-cpu.yaml"
+    words = f"--cluster {cluster} --model llama-2-13b --global-bz 4 --s 128 --n 16 --bits 8,4"
+    limit_s, out = 4.0, tmp_path / "plan.json"
+    start = time.perf_counter()
+    assert main([*words.split(), "--pareto", "--time-limit", str(limit_s), "-o", str(out)]) == 0
+    assert time.perf_counter() - start < limit_s + 40.0  # a busy machine
+    plans = [Plan.load(path) for path in sorted(tmp_path.iterdir())]
+    assert plans
+    p = make_problem(plan_request(words.split()))[0]
+    points = []
+    for plan in plans:
+        check_plan(plan, spec=p.spec, cluster=p.cluster, costs=p.costs)
+        assert plan.predicted is not None
+        points.append((plan.predicted.total_s, plan.predicted.sum_omega))
+    points.sort()
+    assert all(a[1] > b[1] for a, b in zip(points, points[1:], strict=False))

@@ -1,0 +1,76 @@
+"""Sensitivity -> plan with w4a4 and w8a8 layers -> llmpq-quantize -> stages, byte for byte."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from llmpq.model_spec import ModelSpec
+from llmpq.plan import Plan
+from llmpq.planner.__main__ import main as plan_main
+from llmpq.precision import Precision
+from llmpq.profiler.__main__ import main as profile_main
+from llmpq.profiler.cli.quantize import main as quantize_main
+from llmpq.runtime.backends.build_stage import build_stage
+from llmpq.runtime.engine.plain_loop import LocalPipeline
+from llmpq.runtime.weights.quantized_checkpoint import open_checkpoint
+
+pytestmark = pytest.mark.cpu
+TEXT = Path(__file__).parents[3] / "examples" / "heldout.txt"
+
+
+@pytest.fixture(scope="module")
+def omega(demo_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("omega") / "omega.json"
+    words = f"--model {demo_model} --text {TEXT} --kind output --bits w4a4,w8a8,w16a16"
+    assert (
+        profile_main(["indicator", *words.split(), *f"--windows 2 --window 128 -o {out}".split()])
+        == 0
+    )
+    return out
+
+
+def plan(demo_model: Path, omega: Path, folder: Path, *more: str) -> Plan:
+    """Plan two CPU stages that have no room for 16 bits and little for 8."""
+    cluster, out = folder / "cluster.yaml", folder / "plan.json"
+    cluster.write_text(
+        "schema: 1\nname: small\nnodes:\n  - name: here\n    devices:\n"
+        "      - {kind: CPU, threads: 1, memory: 9.4 MiB}\n"
+        "      - {kind: CPU, threads: 1, memory: 7.8 MiB}\n"
+    )
+    words = f"--model {demo_model} --cluster {cluster} --global-bz 4 --s 32 --n 16 --theta 0.0001"
+    words += f" --bits w4a4,w8a8,w16a16 --omega-file {omega} -o {out}"
+    words += " --prefill-microbatch 2 --decode-microbatch 2"
+    assert plan_main([*words.split(), *more]) == 0
+    return Plan.load(out)
+
+
+def test_a_planned_mix_has_the_planned_bytes(demo_model: Path, omega: Path, tmp_path: Path) -> None:
+    made = plan(demo_model, omega, tmp_path)
+    assert {Precision.W4A4, Precision.W8A8} == set(made.precisions)
+    assert made.quantization.outliers == 8
+    words = f"{demo_model} {tmp_path / 'q'} --strat_file_name {tmp_path / 'plan.json'}"
+    words += f" --text {TEXT} --windows 2 --window 128"
+    assert quantize_main(words.split()) == 0
+    spec = ModelSpec.from_directory(tmp_path / "q")
+    source = open_checkpoint(tmp_path / "q", spec)
+    for index, stage in enumerate(made.stages):
+        compute, report = build_stage(made, index, spec, source, torch.device("cpu"))
+        assert stage.memory is not None
+        planned = stage.memory.weights_bytes + stage.memory.embedding_bytes
+        assert report.weights_bytes == planned
+    prompts = [[5, 6, 7, 8], [9, 10, 11]]
+    mixed = LocalPipeline.from_directory(tmp_path / "q").generate(prompts, max_new=6)
+    assert all(len(row) == 6 for row in mixed)
+
+
+def test_the_number_of_outliers_is_planned(
+    demo_model: Path, omega: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    few, many = (plan(demo_model, omega, tmp_path, "--outliers", n) for n in ("0", "16"))
+    assert (few.quantization.outliers, many.quantization.outliers) == (0, 16)
+    with pytest.raises(AssertionError):
+        plan(demo_model, omega, tmp_path, "--outliers", "256")
+    assert "--outliers 256: expected 0 to 255" in capsys.readouterr().err
