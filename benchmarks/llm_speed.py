@@ -34,7 +34,8 @@ with LLM(model) as llm:
         started = time.perf_counter()
         answers = llm.generate(prompts, greedy)
         seconds.append(time.perf_counter() - started)
-        assert all(len(answer.token_ids) == new for answer in answers)
+        made = [getattr(answer, "outputs", [answer])[0].token_ids for answer in answers]
+        assert all(len(tokens) == new for tokens in made)
 print("seconds", statistics.median(seconds[1:]))
 """
 
