@@ -21,7 +21,7 @@ from torch import Tensor
 
 from llmpq.kernels.cpu.block_attention import BlockRows
 from llmpq.kernels.cpu.dense import native_rows
-from llmpq.kernels.cpu.native_linear import rows_at_once
+from llmpq.kernels.cpu.native_linear import multiplies, rows_at_once
 from llmpq.kernels.formats.quantized_weight import QuantizedWeight
 from llmpq.kernels.formats.weight_layout import GROUP, Layout
 from llmpq.kernels.native.library import NUMBERS, address, call, library
@@ -40,8 +40,7 @@ class Matrix:
     def most_rows(self, dtype: torch.dtype) -> int:
         """Return the rows up to which our own code multiplies in one call; 0: never."""
         if isinstance(self.weight, QuantizedWeight):
-            on_cpu = self.weight.layout is Layout.CPU
-            return rows_at_once(self.weight, dtype) if on_cpu else 0
+            return rows_at_once(self.weight, dtype) if multiplies(self.weight) else 0
         return native_rows(self.weight) if self.weight.dtype == dtype else 0
 
 
@@ -75,7 +74,7 @@ class _Product(ctypes.Structure):
     ]
     _fields_ += [
         (name, ctypes.c_int64)
-        for name in ("n", "k", "k_groups", "groups", "scale_number", "x_bits")
+        for name in ("n", "k", "k_groups", "groups", "panels", "scale_number", "x_bits")
     ]
 
 
@@ -206,12 +205,13 @@ class NativeLayer:
         weight = matrix.weight
         if isinstance(weight, Tensor):
             n, k = weight.shape
-            return _Product(0, address(weight), 0, 0, self._address(bias), n, k, 0, 0, 0, 16)
+            return _Product(0, address(weight), 0, 0, self._address(bias), n, k, 0, 0, 0, 0, 16)
         k = weight.in_features
         return _Product(
             *(weight.bits, address(weight.planes[0]), address(weight.scale), address(weight.zero)),
             *(self._address(bias), weight.out_features, k, padded_k(k) // GROUP, weight.groups),
-            *(NUMBERS[weight.scale.dtype], weight.activation_bits),
+            *(int(weight.layout is Layout.CPU_PANELS), NUMBERS[weight.scale.dtype]),
+            weight.activation_bits,
         )
 
 

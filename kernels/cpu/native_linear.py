@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from llmpq.kernels.cpu.dense import dense_in_pieces
 from llmpq.kernels.formats.quantized_weight import QuantizedWeight
-from llmpq.kernels.formats.weight_layout import GROUP
+from llmpq.kernels.formats.weight_layout import GROUP, NATIVE, Layout
 from llmpq.kernels.native.library import NUMBERS, address, call, library
 from llmpq.precision import padded_k
 
@@ -28,7 +28,7 @@ _LAYER_ROWS = 128
 
 
 def native_linear(x_MK: Tensor, qweight: QuantizedWeight, bias: Tensor | None) -> Tensor:
-    """Multiply x [M, K] by a weight in the layout `Layout.CPU`."""
+    """Multiply x [M, K] by a weight in a layout of `NATIVE`."""
     if x_MK.shape[0] <= _FEW_ROWS[x_MK.dtype] or _takes_any_rows(qweight, x_MK.dtype):
         return few_rows(x_MK, qweight, bias)
     if qweight.activation_bits == 8:
@@ -47,9 +47,9 @@ def native_linear(x_MK: Tensor, qweight: QuantizedWeight, bias: Tensor | None) -
 def few_rows(x_MK: Tensor, qweight: QuantizedWeight, bias: Tensor | None) -> Tensor:
     """Multiply by our own code alone.
 
-    Codes and x, rounded to 16 or 8 bits a k-group, as integers (few_rows.h, tiles.h, sheets.h);
-    with AMX more rows of bfloat16 meet the weight as bfloat16, made block by block in a core's
-    cache (many_rows.h).
+    Codes and x, rounded to 16 or 8 bits a k-group, as integers (panel_rows.h, few_rows.h, tiles.h,
+    sheets.h); with AMX more rows of bfloat16 meet the weight as bfloat16, made block by block in a
+    core's cache (many_rows.h).
     """
     x_MK = x_MK.contiguous()
     m, n = x_MK.shape[0], qweight.out_features
@@ -71,6 +71,14 @@ def few_rows(x_MK: Tensor, qweight: QuantizedWeight, bias: Tensor | None) -> Ten
     return y
 
 
+def multiplies(qweight: QuantizedWeight) -> bool:
+    """Whether this machine's library knows the weight's layout."""
+    found = library()
+    if found is None or qweight.layout not in NATIVE:
+        return False
+    return qweight.layout is Layout.CPU or bool(found.llmpq_panels())
+
+
 def rows_at_once(qweight: QuantizedWeight, dtype: torch.dtype) -> int:
     """Return the rows of x [M, K] up to which one call of `few_rows` is the way to multiply."""
     return _LAYER_ROWS if _takes_any_rows(qweight, dtype) else _FEW_ROWS[dtype]
@@ -79,18 +87,17 @@ def rows_at_once(qweight: QuantizedWeight, dtype: torch.dtype) -> int:
 def _takes_any_rows(qweight: QuantizedWeight, dtype: torch.dtype) -> bool:
     """Whether our own code multiplies any number of rows here.
 
-    In tiles: all but codes in groups smaller than a k-group, weights made bfloat16 those, too. In
-    sheets: rows that are rounded to one row of whole numbers, which float32's are to 8 bits.
+    In tiles: codes that lie in panels, any weight made bfloat16. In sheets: rows that are rounded
+    to one row of whole numbers, which float32's are to 8 bits.
     """
     found = library()
     if found is None:
         return False
     exact = qweight.activation_bits == 16
-    if found.llmpq_tiles():
-        fine = qweight.groups > padded_k(qweight.in_features) // GROUP
-        if not fine or (dtype == torch.bfloat16 and exact):
-            return True
-    return bool(found.llmpq_sheets()) and not (dtype == torch.float32 and exact)
+    in_panels = qweight.layout is Layout.CPU_PANELS
+    if found.llmpq_tiles() and (in_panels or (dtype == torch.bfloat16 and exact)):
+        return True
+    return bool(found.llmpq_panels()) and not (dtype == torch.float32 and exact)
 
 
 def in_eight_bits(x_MK: Tensor) -> Tensor:
@@ -131,4 +138,5 @@ def _addresses(qweight: QuantizedWeight) -> tuple[int, int, int]:
 
 def _sizes(qweight: QuantizedWeight) -> tuple[int, ...]:
     k = qweight.in_features
-    return qweight.out_features, k, padded_k(k) // GROUP, qweight.groups, qweight.bits
+    panels = int(qweight.layout is Layout.CPU_PANELS)
+    return qweight.out_features, k, padded_k(k) // GROUP, qweight.groups, qweight.bits, panels

@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from llmpq.kernels.cpu.dense import CHUNK_WEIGHTS, dense_in_pieces
-from llmpq.kernels.cpu.native_linear import native_linear
+from llmpq.kernels.cpu.native_linear import multiplies, native_linear
 from llmpq.kernels.formats.quantized_weight import QuantizedWeight
 from llmpq.kernels.formats.weight_layout import GROUP, Layout
 from llmpq.kernels.native.library import library
@@ -40,7 +40,7 @@ _CAST_ROWS = 32
 
 def linear_cpu(x_MK: Tensor, qweight: QuantizedWeight, bias: Tensor | None) -> Tensor:
     """Multiply x [M, K] by a weight whose planes are on the CPU."""
-    if qweight.layout is Layout.CPU and (library() is not None):
+    if multiplies(qweight):
         return native_linear(x_MK, qweight, bias)
     rows = x_MK.shape[0] if x_MK.dtype == torch.bfloat16 else _NEVER
     int8_rows = _INT8_ROWS if qweight.groups == 1 else _INT8_GROUPED_ROWS

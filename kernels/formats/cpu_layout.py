@@ -1,9 +1,16 @@
-"""The weight layouts of CPUs: our own, and the two that torch's operators read; there and back.
+"""The weight layouts of CPUs: our own two, and two that torch's operators read; there and back.
 
 CPU (ours, kernels/native/weight.h)   [N, Kp/128, 16 bits bytes]; a row's k-group is
     4 bit   32 words of 16 bits   word i:  [ k=i+96 | k=i+64 | k=i+32 | k=i ]     four bits each
     3 bit   32 words of 12 bits   the same, three bits each; two words to three bytes, low one first
     8 bit   128 bytes             byte k
+CPU_PANELS (ours where bytes meet in one instruction, kernels/native/panel.h)   the rows above, 16
+at a time, 32-bit word by word in turn: [N/16, Kp/128, 4 bits words, 16 rows]; scales and zeros
+[N/16, G, 16 rows]. Rows past the last full 16 keep the form above. 3 bits have other words, so that
+each code is a byte after a shift and a mask. With k in the order p = 0 .. 127 in which the 4-bit
+words hold it (the low nibbles of bytes 0 .. 63, then the high ones):
+    8 words   byte j    [ p=j+96 | p=j+64 | p=j+32 | p=j ]          low two bits each
+    4 words   byte j    third bits of those fields of byte j (bits 0, 2, 4, 6) and of byte j+16
 CPU_INT4 (torch's int4pack on x86), 64 rows (AVX-512) or 32 (AVX2) to a block, one byte a k and row
 pair:        [N/64, Kp, 32]:  byte j = [ row j+32 | row j ]          (AVX2: [N/32, Kp, 16])
              a last block of 16, 32 or 48 rows:  byte j = [ row 2j+1 | row 2j ]
@@ -14,13 +21,59 @@ CPU_INT8     [groups, N, group size] int8, code - 128: each group is a matrix to
 from __future__ import annotations
 
 import functools
+import itertools
 
 import torch
 from torch import Tensor
 
+from llmpq.kernels.formats.weight_layout import BLOCK_ROWS
+
+
+def pack_panels(codes_NK: Tensor, bits: int) -> Tensor:
+    """Pack codes [N, Kp] into panels of 16 rows, flat uint8."""
+    rows = _pack_thirds(codes_NK) if bits == 3 else pack_cpu(codes_NK, bits)
+    return _interleave(rows, bits, codes_NK.shape[0], False)
+
+
+def unpack_panels(flat: Tensor, bits: int, out_features: int) -> Tensor:
+    """Return the codes [N, Kp] of `pack_panels`."""
+    rows = _interleave(flat, bits, out_features, True)
+    return _unpack_thirds(rows, out_features) if bits == 3 else unpack_cpu(rows, bits, out_features)
+
+
+def _interleave(flat: Tensor, bits: int, out_features: int, back: bool) -> Tensor:
+    """Put the words of 16 rows in turn, or each row's together again."""
+    full = out_features // BLOCK_ROWS * BLOCK_ROWS
+    split = flat.numel() // max(out_features, 1) * full
+    groups = flat.numel() // (max(out_features, 1) * 16 * bits)
+    words = (4 * bits, BLOCK_ROWS) if back else (BLOCK_ROWS, groups, 4 * bits)
+    shape = (-1, groups, *words) if back else (-1, *words)
+    order = (0, 3, 1, 2) if back else (0, 2, 3, 1)
+    panels = flat[:split].clone().view(torch.int32).view(shape).permute(order)
+    return torch.cat((panels.reshape(-1).view(torch.uint8), flat[split:]))
+
+
+def _pack_thirds(codes_NK: Tensor) -> Tensor:
+    ordered = torch.stack(codes_NK.reshape(-1, 2, 2, 32).unbind(1), dim=3)  # k + 64 beside k
+    fields = ordered.reshape(-1, 4, 32)
+    low, top = fields & 3, fields >> 2
+    pairs = low[:, 0] | low[:, 1] << 2 | low[:, 2] << 4 | low[:, 3] << 6
+    thirds = torch.zeros_like(pairs[:, :16])
+    for field, second in itertools.product(range(4), range(2)):
+        thirds |= top[:, field, 16 * second : 16 * second + 16] << 2 * field + second
+    return torch.cat((pairs, thirds), dim=1).view(-1)
+
+
+def _unpack_thirds(flat: Tensor, out_features: int) -> Tensor:
+    pairs, thirds = flat.view(-1, 48).split((32, 16), dim=1)
+    thirds = torch.cat((thirds, thirds >> 1), dim=1)
+    fields = [pairs >> 2 * f & 3 | (thirds >> 2 * f & 1) << 2 for f in range(4)]
+    ordered = torch.stack(fields, dim=1).view(-1, 2, 32, 2)  # halves of k, then k and k + 64
+    return ordered.permute(0, 3, 1, 2).reshape(out_features, -1)
+
 
 def pack_cpu(codes_NK: Tensor, bits: int) -> Tensor:
-    """Pack codes [N, Kp] into our own layout, flat uint8."""
+    """Pack codes [N, Kp] into rows of our own, flat uint8."""
     if bits == 8:
         return codes_NK.reshape(-1)
     quarters = codes_NK.reshape(-1, 4, 32)

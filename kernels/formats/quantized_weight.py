@@ -12,7 +12,7 @@ from torch import Tensor
 
 from llmpq.kernels.formats import cpu_layout
 from llmpq.kernels.formats import weight_layout as formats
-from llmpq.kernels.formats.weight_layout import GROUP, Layout
+from llmpq.kernels.formats.weight_layout import GROUP, NATIVE, Layout
 from llmpq.kernels.multiprocessors import older_than
 from llmpq.kernels.native.library import library
 from llmpq.precision import padded_k
@@ -67,6 +67,8 @@ class QuantizedWeight:
         rows = tuple(p.view(-1)[self._row_run(p, start, stop)] for p in self.planes)
         if self.layout is Layout.CPU:
             return cpu_layout.unpack_cpu(rows[0], self.bits, stop - start)
+        if self.layout is Layout.CPU_PANELS:
+            return cpu_layout.unpack_panels(rows[0], self.bits, stop - start)
         if self.layout is Layout.CPU_INT4:
             return cpu_layout.unpack_int4(rows[0], stop - start)
         return formats.unpack(rows, self.bits, self.layout, stop - start)
@@ -193,11 +195,11 @@ class QuantizedWeight:
         )
 
     def _better_on(self, device: torch.device) -> bool:
-        """Whether rows, as others' checkpoints are read, are not what a CPU is fastest with."""
-        if device.type != "cpu" or self.layout is not Layout.ROWS:
+        """Whether a CPU is not fastest with rows of a checkpoint, or another CPU's layout."""
+        if device.type != "cpu" or self.layout not in (Layout.ROWS, *NATIVE):
             return False
         best = best_layout(device, self.bits, self.out_features, self.scale.dtype, self.group_size)
-        return best is Layout.CPU
+        return best in NATIVE and best is not self.layout
 
     def _unflatten(self, flat: Tensor) -> Tensor:
         if self.layout in (Layout.CPU_INT4, Layout.CPU_INT8):
@@ -237,6 +239,8 @@ def from_codes(
         )
     if layout is Layout.CPU:
         planes: tuple[Tensor, ...] = (cpu_layout.pack_cpu(codes_NK, bits),)
+    elif layout is Layout.CPU_PANELS:
+        planes = (cpu_layout.pack_panels(codes_NK, bits),)
     elif layout is Layout.CPU_INT4:
         planes = (cpu_layout.pack_int4(codes_NK),)
     elif layout is Layout.CPU_INT8:
@@ -261,6 +265,13 @@ def from_codes(
     )
 
 
+def native_layout(group_size: int | None) -> Layout:
+    """Return which of our own layouts the library of this CPU is quickest with."""
+    found = library()
+    panels = found is not None and group_size in (None, GROUP) and bool(found.llmpq_panels())
+    return Layout.CPU_PANELS if panels else Layout.CPU
+
+
 def best_layout(
     device: torch.device,
     bits: int,
@@ -274,7 +285,7 @@ def best_layout(
         by_rows = bits == 3 or dtype == torch.float32 or older_than(device, (8, 0))
         return Layout.ROWS if small and by_rows else Layout.FRAGMENT
     if library() is not None:
-        return Layout.CPU
+        return native_layout(group_size)
     if group_size not in (None, GROUP):
         return Layout.ROWS
     if bits == 8:

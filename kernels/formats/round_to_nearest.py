@@ -13,8 +13,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from llmpq.kernels.formats.quantized_weight import QuantizedWeight, from_codes
-from llmpq.kernels.formats.weight_layout import GROUP, GROUPS, Layout
+from llmpq.kernels.formats.quantized_weight import QuantizedWeight, from_codes, native_layout
+from llmpq.kernels.formats.weight_layout import GROUP, GROUPS, NATIVE, Layout
 from llmpq.kernels.native import huge_pages
 from llmpq.kernels.native.library import NUMBERS, address, call, library
 from llmpq.precision import WeightScheme, padded_k
@@ -50,8 +50,8 @@ def quantize_weight(
     `layout` defaults to the one that the weight's device computes with fastest. `plane_aligned`
     (8 bits, asymmetric) keeps zeros 8 above multiples of 16, so that `high_plane` is exact.
     """
-    if layout in (None, Layout.CPU) and _native_has(w_NK, scheme, dtype):
-        return _quantize_native(w_NK, scheme, dtype)
+    if layout in (None, *NATIVE) and _native_has(w_NK, scheme, dtype):
+        return _quantize_native(w_NK, scheme, dtype, layout or native_layout(GROUP))
     codes, scale, zero = quantize_codes(
         w_NK, scheme, scale_dtype=dtype, plane_aligned=plane_aligned
     )
@@ -79,7 +79,9 @@ def _native_has(w_NK: Tensor, scheme: WeightScheme, dtype: torch.dtype) -> bool:
     )
 
 
-def _quantize_native(w_NK: Tensor, scheme: WeightScheme, dtype: torch.dtype) -> QuantizedWeight:
+def _quantize_native(
+    w_NK: Tensor, scheme: WeightScheme, dtype: torch.dtype, layout: Layout
+) -> QuantizedWeight:
     """Search in C++ (kernels/native/search.h): what `quantize_codes` finds, ten times sooner."""
     w_NK = w_NK.contiguous()
     n, k = w_NK.shape
@@ -98,7 +100,7 @@ def _quantize_native(w_NK: Tensor, scheme: WeightScheme, dtype: torch.dtype) -> 
     call(
         "llmpq_quantize",
         *map(address, (w_NK, codes, scale, zero)),
-        *(n, k, groups, scheme.bits, int(scheme.symmetric)),
+        *(n, k, groups, scheme.bits, int(layout is Layout.CPU_PANELS), int(scheme.symmetric)),
         *(NUMBERS[w_NK.dtype], NUMBERS[dtype]),
         *(address(clip), address(factor), len(clips), address(least)),
         _SUM_LANES[torch.backends.cpu.get_cpu_capability()],
@@ -112,7 +114,7 @@ def _quantize_native(w_NK: Tensor, scheme: WeightScheme, dtype: torch.dtype) -> 
         planes=(codes,),
         scale=scale,
         zero=zero,
-        layout=Layout.CPU,
+        layout=layout,
     )
 
 

@@ -57,9 +57,14 @@ class Layout(Enum):
     ROWS = "rows"
     FRAGMENT = "fragment"
     CPU = "cpu"
-    """This and the two below are drawn in cpu_layout.py, which packs them."""
+    """This and the three below are drawn in cpu_layout.py, which packs them."""
+    CPU_PANELS = "cpu_panels"
     CPU_INT4 = "cpu_int4"
     CPU_INT8 = "cpu_int8"
+
+
+NATIVE = (Layout.CPU, Layout.CPU_PANELS)
+"""Layouts that our own code for CPUs multiplies."""
 
 
 def row_bytes(bits: int) -> tuple[int, ...]:
@@ -100,12 +105,13 @@ def unpack(planes: tuple[Tensor, ...], bits: int, layout: Layout, out_features: 
 
 
 def pack_scales(scale_NG: Tensor, layout: Layout) -> Tensor:
-    """Flatten scales or zeros [N, G]; FRAGMENT puts the 16 rows of a block together."""
+    """Flatten scales or zeros [N, G]; FRAGMENT and CPU_PANELS put the 16 rows of a block together."""
     if layout in (Layout.ROWS, Layout.CPU):
         return scale_NG.reshape(-1)
     out_features, groups = scale_NG.shape
     full = out_features // BLOCK_ROWS * BLOCK_ROWS
-    blocks = scale_NG[:full].reshape(-1, 2, 8, groups).permute(0, 3, 2, 1)
+    halves = (1, 16) if layout is Layout.CPU_PANELS else (2, 8)
+    blocks = scale_NG[:full].reshape(-1, *halves, groups).permute(0, 3, 2, 1)
     return torch.cat((blocks.reshape(-1), scale_NG[full:].reshape(-1)))
 
 
@@ -115,7 +121,8 @@ def unpack_scales(flat: Tensor, layout: Layout, out_features: int) -> Tensor:
     if layout in (Layout.ROWS, Layout.CPU):
         return flat.view(out_features, groups)
     full = out_features // BLOCK_ROWS * BLOCK_ROWS
-    blocks = flat[: full * groups].view(-1, groups, 8, 2).permute(0, 3, 2, 1)
+    halves = (16, 1) if layout is Layout.CPU_PANELS else (8, 2)
+    blocks = flat[: full * groups].view(-1, groups, *halves).permute(0, 3, 2, 1)
     tail = flat[full * groups :].view(-1, groups)
     return torch.cat((blocks.reshape(full, groups), tail))
 

@@ -110,7 +110,7 @@ static void dense_panel(const uint16_t* w, DenseRows& x, const Output& out, int6
     else store_sums(a, a + 256, b, b + 256);
   }
   for (int64_t i = 0; i < rows / TILE && n0 + i * TILE < N; ++i)
-    put_panel(sums + i * x.tiles * TILE * TILE, M, 1, n0 + i * TILE, N, out);
+    put_panel(sums + i * x.tiles * TILE * TILE, M, n0 + i * TILE, N, out);
 }
 
 static void dense_by_tiles(const void* x, const void* w, const void* bias, void* y, int64_t M, int64_t N, int64_t K,

@@ -1,6 +1,8 @@
 // Rows of a quantised weight as numbers, for the many rows of x that a dense product is best at.
 #pragma once
-#include "weight.h"
+#include <vector>
+
+#include "panel.h"
 
 #if WIDE
 // Rounded as `put_eight` does.
@@ -55,11 +57,9 @@ static inline void numbers_of_group(const uint8_t* p, const float* s, const floa
 }
 #endif
 
-// out[k] = (code - zero) scale for k < K, computed in float32 and rounded once.
+// out[k] = (code - zero) scale for k < K, computed in float32 and rounded once; p: the row by itself.
 template <int BITS>
-static void dequantize_row(const Weight& w, int64_t n, void* out, int64_t at, int64_t number, float* s, float* z) {
-  w.grid(n, s, z);
-  const uint8_t* p = w.row(n);
+static void dequantize_row(const Weight& w, const uint8_t* p, void* out, int64_t at, int64_t number, const float* s, const float* z) {
   for (int64_t g = 0; g < w.k_groups; ++g, p += 16 * BITS) {
     int64_t count = w.K - g * GROUP < GROUP ? w.K - g * GROUP : GROUP;
 #if WIDE
@@ -88,5 +88,34 @@ static void dequantize_row(const Weight& w, int64_t n, void* out, int64_t at, in
     alignas(32) float rest[8];
     if (k < count) _mm256_store_ps(rest, eight(k));
     for (int64_t i = 0; k < count; ++k, ++i) put(out, to + k, number, rest[i]);
+  }
+}
+
+// What a thread works in: a panel's rows by themselves, a row's grid.
+struct DequantizeRoom {
+  std::vector<uint8_t> rows;
+  std::vector<float> grid;
+  explicit DequantizeRoom(const Weight& w)
+      : rows(w.panels ? PANEL * w.k_groups * GROUP + 64 : 0), grid(2 * PANEL * w.grid_size()) {}
+};
+
+// Those of rows n .. n + 16 that are among n0 .. n1, which `out` begins with.
+template <int BITS>
+static void dequantize_rows(const Weight& w, int64_t n, int64_t n0, int64_t n1, void* out, int64_t number, DequantizeRoom& room) {
+  const int64_t end = std::min(n1, n + PANEL), pitch = w.grid_size();
+  float *s = room.grid.data(), *z = s + PANEL * pitch;
+  w.grids(n, std::min(w.N, n + PANEL), s, z);
+#if HAS_BYTE_DOT
+  constexpr int64_t BYTES = FORM_BYTES<BITS>;
+  for (int64_t g = 0; w.panels && g < w.k_groups; ++g) rows_of_unit<BITS>(w, n, g, room.rows.data() + g * BYTES, w.k_groups * BYTES);
+#endif
+  for (int64_t row = std::max(n, n0); row < end; ++row) {
+    const float *scale = s + (row - n) * pitch, *zero = z + (row - n) * pitch;
+    const int64_t to = (row - n0) * w.K;
+#if HAS_BYTE_DOT
+    const uint8_t* p = room.rows.data() + (row - n) * w.k_groups * BYTES;
+    if (w.panels) { dequantize_row<BITS == 3 ? 4 : BITS>(w, p, out, to, number, scale, zero); continue; }
+#endif
+    dequantize_row<BITS>(w, w.row(row), out, to, number, scale, zero);
   }
 }

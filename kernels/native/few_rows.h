@@ -9,21 +9,13 @@
 // 1e-3). float32 x takes two such rows, the second what the first left: 30 bits.
 // Rounded to 8 bits (`--cpu-activations int8`): xs is the group's largest / 127, one row whatever x is; codes
 // and x meet as bytes where the instructions take them and groups are of 128 or more, else as above.
-// One row of x of 16 bits with AVX512-VNNI: 3- and 4-bit codes meet its two bytes, high ones first; a shift by 8
-// between makes the sum theirs: 10 operations a k-group instead of 12. Two rows of w are read at once, half a block
-// apart.
+// With AVX512-VNNI groups of 128 or more are panel_rows.h's and tiles.h's.
 // AVX2 has no instruction that adds up products of 16-bit integers: there codes of 3 and 4 bits meet x as two bytes,
 // or float32 x as three (24 bits), each by four products of 32 bytes whose sums 16 bits hold.
 // Cost a k-group of 128 weights: 16 bits bytes read, 4-bit codes by 6 shifts and masks (AVX-512); for
 // each row of x 4 dot products (of bytes 2), a conversion and an fma.
 #pragma once
 #include "rounded_rows.h"
-
-struct Output {
-  void* y;           // [M, N]
-  const void* bias;  // [N] or null
-  int64_t number;
-};
 
 // How codes and x meet: as 16-bit integers, the same with a grid each 32 weights, as bytes; x's two or three bytes.
 enum class Meet { WHOLE, FINE, BYTES, TWO_PLANES, THREE_PLANES };
@@ -118,55 +110,6 @@ static void few_rows(const Weight& w, const RoundedRows& x, const Output& out, i
     }
   }
 }
-
-#if HAS_BYTE_DOT
-// One row of x, as two bytes, times COLUMNS rows of w from n on, `apart` rows from each other.
-template <int BITS, int COLUMNS>
-static inline void one_row(const Weight& w, const RoundedRows& x, const Output& out, int64_t n, int64_t apart,
-                           const float* s, const float* z) {
-  const int64_t pitch = apart * w.grid_size();
-  const uint8_t* p[COLUMNS];
-  Floats acc[COLUMNS], off[COLUMNS];
-  for (int c = 0; c < COLUMNS; ++c) p[c] = w.row(n + c * apart), acc[c] = off[c] = floats(0);
-  for (int64_t g0 = 0; g0 < w.k_groups; g0 += LANES) {
-    alignas(64) float factor[COLUMNS][LANES];
-    const Floats step = load(x.scale.data() + g0), sum = load(x.sum.data() + g0);
-    for (int c = 0; c < COLUMNS; ++c) {
-      const Floats scale = load(s + c * pitch + g0);
-      store(factor[c], mul(scale, step));
-      off[c] = fma(mul(scale, load(z + c * pitch + g0)), sum, off[c]);
-    }
-    const int64_t g1 = g0 + LANES < w.k_groups ? g0 + LANES : w.k_groups;
-    for (int64_t g = g0; g < g1; ++g) {
-      const int8_t* q = x.bytes.data() + g * 2 * GROUP;
-#pragma GCC unroll 4
-      for (int c = 0; c < COLUMNS; ++c, p[c - 1] += 16 * BITS) {
-        Ints codes[2];
-        unpack_bytes<BITS>(p[c], codes);
-        _mm_prefetch((const char*)(p[c] + 2048), _MM_HINT_T0);
-        Ints d = _mm512_dpbusd_epi32(no_ints(), codes[0], _mm512_loadu_si512(q));
-        d = _mm512_slli_epi32(_mm512_dpbusd_epi32(d, codes[1], _mm512_loadu_si512(q + 64)), 8);
-        d = _mm512_dpbusd_epi32(d, _mm512_loadu_si512(q + 128), codes[0]);  // those without a sign first
-        d = _mm512_dpbusd_epi32(d, _mm512_loadu_si512(q + 192), codes[1]);
-        acc[c] = fma(to_floats(d), floats(factor[c][g - g0]), acc[c]);
-      }
-    }
-  }
-  for (int c = 0; c < COLUMNS; ++c) {
-    const int64_t at = n + c * apart;
-    const float bias = out.bias ? float_of(out.bias, at, out.number) : 0;
-    put(out.y, at, out.number, total(sub(acc[c], off[c])) + bias);
-  }
-}
-
-template <int BITS>
-static void one_row_in_bytes(const Weight& w, const RoundedRows& x, const Output& out, int64_t, int64_t n0, int64_t n1,
-                             const float* s, const float* z) {
-  const int64_t half = (n1 - n0) / 2, pitch = w.grid_size();
-  for (int64_t i = 0; i < half; ++i) one_row<BITS, 2>(w, x, out, n0 + i, half, s + i * pitch, z + i * pitch);
-  for (int64_t i = 2 * half; i < n1 - n0; ++i) one_row<BITS, 1>(w, x, out, n0 + i, 0, s + i * pitch, z + i * pitch);
-}
-#endif
 
 // The same of two rows of codes: x is loaded once for both, which compilers take for two operands in memory else
 // (24.8 cycles of the clock a k-group of eight rows, 20.0 so; the products alone take 17.8).
@@ -297,9 +240,5 @@ static void few_rows(const Weight& w, const RoundedRows& x, const Output& out, i
     if (x.planes == 2) run = few_rows_of<BITS, 1, Meet::TWO_PLANES>;
     if (x.planes == 3) run = few_rows_of<BITS, 1, Meet::THREE_PLANES>;
   }
-#if HAS_BYTE_DOT
-  if constexpr (BITS < 8)
-    if (x.planes == 2) run = one_row_in_bytes<BITS>;
-#endif
   run(w, x, out, M, n0, n1, s, z);
 }

@@ -8,7 +8,7 @@
 extern "C" {
 void llmpq_multiply(const void* x, const uint8_t* codes, const void* scale, const void* zero, const void* bias,
                     void* y, int64_t M, int64_t N, int64_t K, int64_t k_groups, int64_t groups, int64_t bits,
-                    int64_t number, int64_t scale_number, int64_t x_bits, int64_t threads);
+                    int64_t panels, int64_t number, int64_t scale_number, int64_t x_bits, int64_t threads);
 void llmpq_dense(const void* x, const void* w, const void* bias, void* y, int64_t M, int64_t N, int64_t K,
                  int64_t number, int64_t threads);
 void llmpq_attend_blocks(const void* q, const void* k, const void* v, void* o, const int64_t* tables,
@@ -23,7 +23,7 @@ void llmpq_gate(const void* x, void* y, int64_t M, int64_t n, int64_t number, in
 struct Product {
   int64_t bits;  // 0: not quantised, `codes` the weight
   const void *codes, *scale, *zero, *bias;
-  int64_t N, K, k_groups, groups, scale_number, x_bits;
+  int64_t N, K, k_groups, groups, panels, scale_number, x_bits;
 };
 struct Layer {
   int64_t number, hidden, heads, groups, dim, ffn, turned, window;
@@ -61,7 +61,7 @@ static int64_t lines(int64_t bytes) { return (bytes + 63) / 64 * 64; }
 static void multiply(const Product& p, const void* x, void* y, const Layer& layer, const Rows& rows) {
   if (p.bits)
     llmpq_multiply(x, (const uint8_t*)p.codes, p.scale, p.zero, p.bias, y, rows.M, p.N, p.K, p.k_groups, p.groups,
-                   p.bits, layer.number, p.scale_number, p.x_bits, rows.threads);
+                   p.bits, p.panels, layer.number, p.scale_number, p.x_bits, rows.threads);
   else
     llmpq_dense(x, p.codes, p.bias, y, rows.M, p.N, p.K, layer.number, rows.threads);
 }

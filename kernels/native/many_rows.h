@@ -11,7 +11,6 @@
 // Tried: all of K of a panel unpacked row by row, then multiplied (stores 2 KB apart leave L1: 15.6 at 32 rows, one core,
 // where this takes 10.3); tables of bytes instead of words (no sooner).
 #pragma once
-#include "columns.h"
 #include "dense_tiles.h"
 #include "dequantize.h"
 
@@ -74,6 +73,7 @@ struct BlockRoom {
   int64_t x_pairs;
   std::vector<uint8_t> held;
   std::vector<float> grid;
+  uint8_t rows[TILE * GROUP];  // a k-group of a panel's rows by themselves
   void reset(const Weight& w, int64_t pairs, const PairedRows& x) {
     x_pairs = x.pairs;
     const int64_t size = 2 * UNIT_STEPS * PAIR_BYTES + pairs * x_pairs * PAIR_SUMS * 4 + 64;
@@ -113,8 +113,14 @@ struct Unpacker {
     if (left == 0) return;
     const int64_t first = (PAIR - left % PAIR) % PAIR;
     const float* s = room.grid.data() + first * pitch + g * parts;
+    if (w.panels && first % TILE == 0) rows_of_unit<BITS>(w, n0 + pair * PAIR + first, g, room.rows, FORM_BYTES<BITS>);
     for (int64_t row = first; row < first + 8; ++row, s += pitch, to += 64, next += 16 * BITS) {
       for (int64_t line = 0; line < 16 * BITS; line += 64) _mm_prefetch((const char*)next + line, _MM_HINT_T1);
+      if (w.panels) {
+        const uint8_t* alone = room.rows + row % TILE * FORM_BYTES<BITS>;
+        numbers_of_group<BITS == 3 ? 4 : BITS>(alone, s, s + PAIR * pitch, false, BFLOAT16, PAIR_BYTES, to);
+        continue;
+      }
       numbers_of_group<BITS>(p, s, s + PAIR * pitch, parts > 1, BFLOAT16, PAIR_BYTES, to);
       p += row + 1 < rows ? apart : 0;
     }

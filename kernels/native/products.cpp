@@ -8,6 +8,7 @@
 #include "dequantize.h"
 #include "few_rows.h"
 #include "many_rows.h"
+#include "panel_rows.h"
 #include "sheets.h"
 #include "search.h"
 #include "threads.h"
@@ -20,7 +21,14 @@ constexpr int64_t CODE_ROWS = 128, BLOCKED_ROWS = 512, SHEET_ROWS = 512;
 static void multiply_codes(const Weight& w, const void* x, const Output& out, int64_t M, int64_t x_bits, int64_t threads) {
   static thread_local RoundedRows held;
   RoundedRows& rounded = held;  // of the calling thread, for all
-  rounded.reset(M, out.number == FLOAT32 && x_bits == 16 ? 2 : 1, w, x_bits);
+  const int64_t parts = out.number == FLOAT32 && x_bits == 16 ? 2 : 1;
+#ifdef __AMX_INT8__
+  const bool tiles = takes_tiles(w, M);
+#else
+  constexpr bool tiles = false;
+#endif
+  const bool sheets = !tiles && parts == 1 && takes_sheets(w, M, x_bits);
+  rounded.reset(M, parts, w, x_bits, sheets);
   constexpr int64_t block = 32;
   auto run = [&](auto product, int64_t n0, int64_t n1, float* s) {
     float* z = s + block * w.grid_size();
@@ -28,27 +36,30 @@ static void multiply_codes(const Weight& w, const void* x, const Output& out, in
     product(w, rounded, out, M, n0, n1, s, z);
   };
 #ifdef __AMX_INT8__
-  const bool tiles = takes_tiles(w, M);
   static thread_local TiledRows held_tiles;
   TiledRows& tiled = held_tiles;
   if (tiles) tiled.reset(M * rounded.parts, w, rounded);
-#else
-  constexpr bool tiles = false;
 #endif
   static thread_local SheetRows held_sheets;
   SheetRows& x_sheets = held_sheets;
-  const bool sheets = !tiles && takes_sheets(rounded, M);
   if (sheets) x_sheets.reset(w, M, rounded);
 #pragma omp parallel num_threads(threads_for(M * w.N * w.K, threads))
   {
-    std::vector<float> grid(2 * block * w.grid_size());
 #pragma omp for schedule(static)
-    for (int64_t i = 0; i < M * w.k_groups; ++i) round_row_group(x, out.number, w, i / w.k_groups, i % w.k_groups, rounded);
+    for (int64_t i = 0; i < M * w.k_groups; ++i) {
+      const int64_t m = i / w.k_groups, g = i % w.k_groups;
+      round_row_group(x, out.number, w, m, g, rounded);
 #ifdef __AMX_INT8__
-    if (tiles) multiply_by_tiles(w, rounded, tiled, out, M);
+      for (int64_t part = 0; tiles && part < rounded.parts; ++part) to_tiles(rounded, m * rounded.parts + part, g, tiled);
+#endif
+    }
+#ifdef __AMX_INT8__
+    if (tiles) multiply_by_tiles(w, tiled, rounded.parts, out, M);
 #endif
     if (sheets) multiply_by_sheets(w, rounded, x_sheets, out, M);
-    const int64_t blocks = tiles || sheets ? 0 : (w.N + block - 1) / block;
+    else if (w.panels && !tiles) multiply_panels(w, rounded, out, M);
+    std::vector<float> grid(w.panels ? 0 : 2 * block * w.grid_size());
+    const int64_t blocks = w.panels || sheets ? 0 : (w.N + block - 1) / block;
 #pragma omp for schedule(dynamic, 4)
     for (int64_t n = 0; n < blocks; ++n) {
       int64_t n0 = n * block, n1 = n0 + block < w.N ? n0 + block : w.N;
@@ -71,14 +82,14 @@ int64_t llmpq_tiles() {
 #endif
 }
 
-// Whether this build multiplies any number of rows, rounded to one row each, by sheets.
-int64_t llmpq_sheets() { return HAS_BYTE_DOT; }
+// Whether this build multiplies weights in panels, and any number of rows by sheets.
+int64_t llmpq_panels() { return HAS_BYTE_DOT; }
 
 // y [M, N] = x [M, K] w^T + bias, x rounded to x_bits; x, bias and y are of one number, scales of another.
 void llmpq_multiply(const void* x, const uint8_t* codes, const void* scale, const void* zero, const void* bias,
                     void* y, int64_t M, int64_t N, int64_t K, int64_t k_groups, int64_t groups, int64_t bits,
-                    int64_t number, int64_t scale_number, int64_t x_bits, int64_t threads) {
-  const Weight w{codes, scale, zero, N, K, k_groups, groups, bits, scale_number};
+                    int64_t panels, int64_t number, int64_t scale_number, int64_t x_bits, int64_t threads) {
+  const Weight w{codes, scale, zero, N, K, k_groups, groups, bits, scale_number, panels != 0};
   const bool blocks = takes_blocks(w, M, number, x_bits);
   const int64_t most = blocks ? BLOCKED_ROWS : llmpq_tiles() ? CODE_ROWS : SHEET_ROWS;
   for (int64_t m = 0; m < M; m += most) {
@@ -92,32 +103,33 @@ void llmpq_multiply(const void* x, const uint8_t* codes, const void* scale, cons
 
 // Rows n0 .. n1 of w as out [n1 - n0, K] of `number`.
 void llmpq_dequantize(const uint8_t* codes, const void* scale, const void* zero, void* out, int64_t n0, int64_t n1,
-                      int64_t N, int64_t K, int64_t k_groups, int64_t groups, int64_t bits, int64_t number,
-                      int64_t scale_number, int64_t threads) {
-  Weight w{codes, scale, zero, N, K, k_groups, groups, bits, scale_number};
+                      int64_t N, int64_t K, int64_t k_groups, int64_t groups, int64_t bits, int64_t panels,
+                      int64_t number, int64_t scale_number, int64_t threads) {
+  const Weight w{codes, scale, zero, N, K, k_groups, groups, bits, scale_number, panels != 0};
 #pragma omp parallel num_threads(threads_for((n1 - n0) * K, threads))
   {
-    std::vector<float> grid(2 * w.grid_size());
-    auto row = bits == 3 ? dequantize_row<3> : bits == 4 ? dequantize_row<4> : dequantize_row<8>;
+    auto run = bits == 3 ? dequantize_rows<3> : bits == 4 ? dequantize_rows<4> : dequantize_rows<8>;
+    DequantizeRoom room(w);
 #pragma omp for schedule(static)
-    for (int64_t n = n0; n < n1; ++n) row(w, n, out, (n - n0) * K, number, grid.data(), grid.data() + w.grid_size());
+    for (int64_t n = n0 / PANEL; n < (n1 + PANEL - 1) / PANEL; ++n) run(w, n * PANEL, n0, n1, out, number, room);
   }
 }
 
 // Codes, scales and zeros (null if symmetric) of w [N, K] in k-groups.
 void llmpq_quantize(const void* w, uint8_t* codes, void* scale, void* zero, int64_t N, int64_t K, int64_t k_groups,
-                    int64_t bits, int64_t symmetric, int64_t number, int64_t scale_number, const float* clip,
-                    const float* factor, int64_t clips, const float* least_scale, int64_t sum_lanes, int64_t threads) {
+                    int64_t bits, int64_t panels, int64_t symmetric, int64_t number, int64_t scale_number,
+                    const float* clip, const float* factor, int64_t clips, const float* least_scale, int64_t sum_lanes, int64_t threads) {
+  const Weight to{codes, scale, zero, N, K, k_groups, k_groups, bits, scale_number, panels != 0};
   Search how{bits, symmetric, clips, sum_lanes, clip, factor, *least_scale, scale_number};
-#pragma omp parallel for schedule(dynamic, 8) num_threads(threads_for(N * K, threads))
+#pragma omp parallel for schedule(dynamic, PANEL) num_threads(threads_for(N * K, threads))
   for (int64_t n = 0; n < N; ++n) {
     for (int64_t g = 0; g < k_groups; ++g) {
       alignas(64) float values[GROUP] = {}, found[GROUP];
       copy_floats(values, w, n * K + g * GROUP, K - g * GROUP < GROUP ? K - g * GROUP : GROUP, number);
       Grid grid = search_group(values, how, found);
-      pack_group(found, bits, codes + (n * k_groups + g) * 16 * bits);
-      put(scale, n * k_groups + g, scale_number, grid.scale);
-      if (zero) put(zero, n * k_groups + g, scale_number, grid.zero);
+      put_group(found, to, codes, n, g);
+      put(scale, to.grid_at(n, g), scale_number, grid.scale);
+      if (zero) put(zero, to.grid_at(n, g), scale_number, grid.zero);
     }
   }
 }

@@ -1,5 +1,5 @@
-// Rows of x as whole numbers, a power of two (or a largest number's share) a k-group: what few_rows.h and tiles.h
-// multiply codes by, and says how.
+// Rows of x as whole numbers, a power of two (or a largest number's share) a k-group: what few_rows.h, panel_rows.h
+// and tiles.h multiply codes by, and the first says how.
 #pragma once
 #include <vector>
 
@@ -8,10 +8,8 @@
 // Whether rows rounded to 8 bits meet w as bytes: AVX2's sums of two products of bytes hold 4-bit codes.
 static inline bool as_bytes(const Weight& w) { return !w.fine() && (HAS_BYTE_DOT || w.bits < 8); }
 
-// Whether `rows` of 16 bits, or of more in `parts`, meet w byte by byte: one of 16 bits, or all of them with AVX2.
-static inline bool in_planes(const Weight& w, int64_t rows, int64_t parts) {
-  return !w.fine() && w.bits < 8 && (WIDE ? HAS_BYTE_DOT && rows == 1 && parts == 1 : true);
-}
+// Whether rows of 16 bits or more meet w byte by byte: all of them where w is panels, those of AVX2.
+static inline bool in_planes(const Weight& w) { return w.panels || (!WIDE && !w.fine() && w.bits < 8); }
 
 // Numbers from the start of a cache line on: a load of 64 bytes that crosses lines takes two.
 template <class Number>
@@ -33,13 +31,16 @@ struct RoundedRows {
   Lined<int8_t> bytes;           // or these
   std::vector<float> scale;      // [R, padded groups]
   std::vector<float> sum;        // [R, padded groups, parts of the weight's k-groups]
+  std::vector<float> low;        // [R, padded groups]: 128 times the sum of low bytes, for panels of 8 bits
   int64_t parts, padded, x_bits;
   int64_t planes;                // bytes of a number, the highest first, each k-group's side by side; 0: not so
   // A thread's calls follow one another in the same memory: new pages would cost more than the rounding.
-  void reset(int64_t M, int64_t of, const Weight& w, int64_t bits) {
+  // `whole`: as 16-bit integers whatever the weight's layout.
+  void reset(int64_t M, int64_t of, const Weight& w, int64_t bits, bool whole = false) {
     parts = of, padded = w.padded_groups(), x_bits = bits;
-    planes = x_bits == 16 && in_planes(w, M, parts) ? parts + 1 : 0;
-    if (planes) parts = 1;
+    planes = x_bits < 16 || whole || !in_planes(w) ? 0 : w.panels ? 2 : parts + 1;
+    if (planes && !w.panels) parts = 1;
+    if (w.panels) low.assign(M * parts * padded, 0);
     scale.assign(M * parts * padded, 0);
     sum.assign(M * parts * w.grid_size(), 0);
     const int64_t numbers = M * parts * w.k_groups * GROUP;
@@ -83,6 +84,31 @@ static inline void put_bytes(const int16_t* flat, int64_t bits, int8_t* to) {
       words[32 * half + i] = (uint16_t)((flat[32 * half + i] & 0xff) | flat[32 * half + i + 64] << 8);
   std::memcpy(to, words, sizeof words);
 }
+
+#if HAS_BYTE_DOT
+// High and low bytes of numbers of 16 bits, GROUP each, in the order of `put_bytes`; the low ones' sum.
+static inline int64_t put_planes(const int16_t* flat, int64_t bits, int8_t* to) {
+  Ints sum = no_ints();
+  for (int half = 0; half < 2; ++half) {
+    const int16_t* first = flat + half * (bits == 8 ? 64 : 32);
+    const Ints a = load(first), b = load(first + (bits == 8 ? 32 : 64)), upper = _mm512_set1_epi16((short)0xff00);
+    Ints high, low;
+    if (bits == 8) {
+      auto both = [](Ints x, Ints y) {
+        return _mm512_inserti64x4(_mm512_castsi256_si512(_mm512_cvtepi16_epi8(x)), _mm512_cvtepi16_epi8(y), 1);
+      };
+      high = both(_mm512_srli_epi16(a, 8), _mm512_srli_epi16(b, 8)), low = both(a, b);
+    } else {
+      high = _mm512_or_si512(_mm512_srli_epi16(a, 8), _mm512_and_si512(b, upper));
+      low = _mm512_or_si512(_mm512_andnot_si512(upper, a), _mm512_slli_epi16(b, 8));
+    }
+    _mm512_storeu_si512(to + half * 64, high);
+    _mm512_storeu_si512(to + GROUP + half * 64, low);
+    sum = _mm512_add_epi64(sum, _mm512_sad_epu8(low, no_ints()));
+  }
+  return _mm512_reduce_add_epi64(sum);
+}
+#endif
 
 // Numbers in the order of `unpack<8>`: even ones of 64, then odd ones.
 static inline void put_halves(const int16_t* flat, int16_t* to) {
@@ -155,6 +181,10 @@ static inline void round_group(const float* x, const Weight& w, int64_t row, int
       _mm_store_si128((__m128i*)(flat + i), half);
     }
     const int64_t to_q = (at * w.k_groups + g) * GROUP;
+#if HAS_BYTE_DOT
+    if (r.planes) r.low[at * r.padded + g] = 128 * step * (float)put_planes(flat, w.bits, r.bytes.data() + 2 * to_q);
+    else
+#endif
     if (!r.bytes.empty()) put_bytes(flat, w.bits, r.bytes.data() + to_q);
     else if (w.bits == 8) put_halves(flat, r.q.data() + to_q);
     else std::memcpy(r.q.data() + to_q, flat, sizeof flat);
@@ -173,5 +203,5 @@ static void round_row_group(const void* x, int64_t number, const Weight& w, int6
   float values[GROUP] = {};
   int64_t count = w.K - g * GROUP < GROUP ? w.K - g * GROUP : GROUP;
   copy_floats(values, x, m * w.K + g * GROUP, count, number);
-  (r.planes ? round_in_planes : round_group)(values, w, m, g, r);
+  (r.planes && !w.panels ? round_in_planes : round_group)(values, w, m, g, r);
 }

@@ -4,7 +4,8 @@
 // as four columns of vectors, then the lanes one by one), so that codes, scales and zeros are the same.
 // Built with -ffp-contract=off. Cost: some 12 vector operations a weight and clip, 17 clips at 4 bits.
 #pragma once
-#include "weight.h"
+#include "panel.h"
+#include "rounded_rows.h"
 
 struct Search {
   int64_t bits, symmetric, clips, sum_lanes;
@@ -142,4 +143,23 @@ static void pack_group(const float* codes, int64_t bits, uint8_t* p) {
     p[3 * i + 1] = (uint8_t)(pair >> 8);
     p[3 * i + 2] = (uint8_t)(pair >> 16);
   }
+}
+
+// k-group g of row n where a weight has it.
+static void put_group(const float* found, const Weight& w, uint8_t* codes, int64_t n, int64_t g) {
+  const int64_t bytes = w.group_bytes();
+  if (!w.panels) return pack_group(found, w.bits, codes + (n * w.k_groups + g) * bytes);
+  uint8_t form[GROUP];
+  if (w.bits == 3) {
+    int16_t flat[GROUP];
+    int8_t order[GROUP];
+    for (int k = 0; k < GROUP; ++k) flat[k] = (int16_t)found[k];
+    put_bytes(flat, w.bits, order);
+    words_of_three((const uint8_t*)order, form);
+  } else {
+    pack_group(found, w.bits, form);
+  }
+  if (n >= w.in_panels()) { std::memcpy(codes + (n * w.k_groups + g) * bytes, form, bytes); return; }
+  uint8_t* to = codes + ((n / PANEL * w.k_groups + g) * PANEL * bytes) + n % PANEL * 4;
+  for (int64_t i = 0; i < bytes; i += 4) std::memcpy(to + i * PANEL, form + i, 4);
 }

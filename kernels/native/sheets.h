@@ -4,8 +4,8 @@
 // The numbers are few_rows.h's: x rounded to 16 bits a k-group, codes as they are, sums of a k-group (or of 32 k with
 // finer grids) whole numbers. Rounded to 8 bits, x and codes meet as bytes.
 #pragma once
-#include "columns.h"
-#include "few_rows.h"
+#include "panel.h"
+#include "rounded_rows.h"
 
 #if HAS_BYTE_DOT
 constexpr int64_t COLUMNS = 4, WIDTH = COLUMNS * LANES;  // of a sheet: vectors, rows of w
@@ -66,7 +66,7 @@ static inline void put_codes(Ints w, int64_t part, int64_t i, Ints* to) {
 
 // A k-group of WIDTH rows of w from n0 on; behind the last row that row's again. What comes next is asked for.
 template <int BITS, bool BYTES>
-static void unpack_sheet(const Weight& w, int64_t n0, int64_t g, Ints* sheet) {
+static void unpack_rows_of_sheet(const Weight& w, int64_t n0, int64_t g, const uint8_t* const*, Ints* sheet) {
   constexpr int64_t PARTS = BITS == 8 ? 2 : 1;
   for (int64_t column = 0; column < COLUMNS; ++column)
     for (int64_t part = 0; part < PARTS; ++part) {
@@ -81,18 +81,46 @@ static void unpack_sheet(const Weight& w, int64_t n0, int64_t g, Ints* sheet) {
     }
 }
 
+// The same of panels, whose memory has columns: a line's codes are bytes 4u .. of x in the order of `put_bytes`.
+template <int BITS, bool BYTES>
+static void unpack_panels(const Weight&, int64_t, int64_t g, const uint8_t* const* panels, Ints* sheet) {
+  constexpr int64_t UNIT = PANEL * 16 * BITS;
+  for (int64_t column = 0; column < COLUMNS; ++column) {
+    const uint8_t* p = panels[column] + g * UNIT;
+    ask_ahead<BITS>(p, UNIT);
+    for_codes<BITS>(p, [&](int u, Ints codes) __attribute__((always_inline)) {
+      auto put_step = [&](int64_t step, Ints v) { _mm512_store_si512(sheet + step * COLUMNS + column, v); };
+      if (BYTES) return put_step(u, codes);
+      const int64_t step = BITS == 8 ? u / 8 * 16 + u % 8 : u;
+      put_step(step, _mm512_and_si512(codes, _mm512_set1_epi16(255)));
+      put_step(step + (BITS == 8 ? 8 : 32), _mm512_srli_epi16(codes, 8));
+    });
+  }
+}
+
+using Unpack = void (*)(const Weight&, int64_t, int64_t, const uint8_t* const*, Ints*);
+
+template <int BITS>
+static Unpack unpack_of(bool panels, bool bytes) {
+  if (panels) return bytes ? unpack_panels<BITS, true> : unpack_panels<BITS, false>;
+  return bytes ? unpack_rows_of_sheet<BITS, true> : unpack_rows_of_sheet<BITS, false>;
+}
+
 // What a thread works in: a sheet, and of `most` neighbours the sums [sheets, M, WIDTH] and the grids [sheets, parts of
 // all k-groups, WIDTH].
 struct SheetRoom {
   int64_t rows, grids;
+  std::vector<const uint8_t*> places;  // of panels
+  Tail tail;
   Lined<int32_t> codes;
   Lined<float> all_sums, scales, zeros;
   std::vector<float> grid;
   void reset(const Weight& w, int64_t M, int64_t most) {
-    rows = M, grids = w.parts() * w.k_groups;
+    rows = M, grids = w.parts() * w.k_groups, places.resize(most * COLUMNS);
     codes.resize(GROUP / 2 * WIDTH), all_sums.resize(most * M * WIDTH);
     scales.resize(most * grids * WIDTH), zeros.resize(most * grids * WIDTH), grid.resize(2 * w.grid_size());
   }
+  const uint8_t* const* codes_of(int64_t sheet) { return places.data() + sheet * COLUMNS; }
   Ints* sheet() { return (Ints*)codes.data(); }
   float* sums(int64_t sheet) { return all_sums.data() + sheet * rows * WIDTH; }
   float* s(int64_t sheet) { return scales.data() + sheet * grids * WIDTH; }
@@ -104,6 +132,8 @@ struct SheetRoom {
       for (int64_t g = 0; g < grids; ++g) to_s[g * WIDTH + i] = scale[g], to_z[g * WIDTH + i] = zero[g];
     }
     std::memset(sums(sheet), 0, rows * WIDTH * sizeof(float));
+    for (int64_t column = 0; w.panels && column < COLUMNS; ++column)
+      places[sheet * COLUMNS + column] = panel_of(w, std::min(n0 / PANEL + column, (w.N - 1) / PANEL), tail).codes;
   }
 };
 
@@ -186,9 +216,7 @@ static void multiply_by_sheets(const Weight& w, const RoundedRows& r, SheetRows&
 #pragma omp for schedule(static)
   for (int64_t i = 0; i < M * w.k_groups; ++i) to_sheet_row(r, w, M, i % M, i / M, x);
   const bool bytes = !r.bytes.empty();
-  auto unpack = w.bits == 3 ? (bytes ? unpack_sheet<3, true> : unpack_sheet<3, false>)
-              : w.bits == 4 ? (bytes ? unpack_sheet<4, true> : unpack_sheet<4, false>)
-                            : (bytes ? unpack_sheet<8, true> : unpack_sheet<8, false>);
+  const Unpack unpack = (w.bits == 3 ? unpack_of<3> : w.bits == 4 ? unpack_of<4> : unpack_of<8>)(w.panels, bytes);
   auto add = bytes ? add_sheet_of<true, 1> : w.fine() ? add_sheet_of<false, FINE_PARTS> : add_sheet_of<false, 1>;
   const int64_t blocks = (M + ROWS_AT_ONCE - 1) / ROWS_AT_ONCE;  // of rows, about equal in size
   const int64_t all = (w.N + WIDTH - 1) / WIDTH, fit = std::min(MOST_SHEETS, SHEET_PART / (M * WIDTH * 4));
@@ -203,7 +231,7 @@ static void multiply_by_sheets(const Weight& w, const RoundedRows& r, SheetRows&
     for (int64_t g0 = 0; g0 < w.k_groups; g0 += part)
       for (int64_t sheet = 0; sheet < sheets; ++sheet)
         for (int64_t g = g0; g < std::min(w.k_groups, g0 + part); ++g) {
-          unpack(w, (first + sheet) * WIDTH, g, room.sheet());
+          unpack(w, (first + sheet) * WIDTH, g, room.codes_of(sheet), room.sheet());
           for (int64_t b = 0; b < blocks; ++b) {
             const int64_t m = b * M / blocks, end = (b + 1) * M / blocks;
             add(end - m)(r, x, m, g, sheet, room);
@@ -214,14 +242,14 @@ static void multiply_by_sheets(const Weight& w, const RoundedRows& r, SheetRows&
   }
 }
 
-// Whether rows are so many that unpacking once for all of them pays.
-static bool takes_sheets(const RoundedRows& r, int64_t rows) {
-  return r.parts == 1 && !r.planes && rows >= (r.bytes.empty() ? LEAST_WORDS : LEAST_BYTES);
+// Whether rows, rounded to one row each, are so many that unpacking once for all of them pays.
+static bool takes_sheets(const Weight& w, int64_t rows, int64_t x_bits) {
+  return rows >= (x_bits == 8 && as_bytes(w) ? LEAST_BYTES : LEAST_WORDS);
 }
 #else
 struct SheetRows {
   void reset(const Weight&, int64_t, const RoundedRows&) {}
 };
-static bool takes_sheets(const RoundedRows&, int64_t) { return false; }
+static bool takes_sheets(const Weight&, int64_t, int64_t) { return false; }
 static void multiply_by_sheets(const Weight&, const RoundedRows&, SheetRows&, const Output&, int64_t) {}
 #endif

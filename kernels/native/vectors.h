@@ -77,6 +77,30 @@ static inline void totals(const Floats* a, float* sums) {
 #endif
 }
 
+#if WIDE
+// 16 rows of 16 words as columns.
+static inline void transpose(const __m512i* row, __m512i* column) {
+  __m512i t[16], u[16];
+  for (int i = 0; i < 8; ++i) {
+    t[2 * i] = _mm512_unpacklo_epi32(row[2 * i], row[2 * i + 1]);
+    t[2 * i + 1] = _mm512_unpackhi_epi32(row[2 * i], row[2 * i + 1]);
+  }
+  for (int i = 0; i < 4; ++i)
+    for (int j = 0; j < 2; ++j) {
+      u[4 * i + 2 * j] = _mm512_unpacklo_epi64(t[4 * i + j], t[4 * i + 2 + j]);
+      u[4 * i + 2 * j + 1] = _mm512_unpackhi_epi64(t[4 * i + j], t[4 * i + 2 + j]);
+    }
+  for (int j = 0; j < 4; ++j) {
+    const __m512i a = _mm512_shuffle_i32x4(u[j], u[4 + j], 0x88), b = _mm512_shuffle_i32x4(u[8 + j], u[12 + j], 0x88);
+    const __m512i c = _mm512_shuffle_i32x4(u[j], u[4 + j], 0xdd), d = _mm512_shuffle_i32x4(u[8 + j], u[12 + j], 0xdd);
+    column[j] = _mm512_shuffle_i32x4(a, b, 0x88);
+    column[8 + j] = _mm512_shuffle_i32x4(a, b, 0xdd);
+    column[4 + j] = _mm512_shuffle_i32x4(c, d, 0x88);
+    column[12 + j] = _mm512_shuffle_i32x4(c, d, 0xdd);
+  }
+}
+#endif
+
 // Whether bytes of any value meet in one instruction.
 #if WIDE && defined(__AVX512VNNI__)
 #define HAS_BYTE_DOT 1
@@ -104,6 +128,15 @@ static inline __m256 eight_of(const void* p, int64_t i, int64_t number) {
   if (number == FLOAT16) return _mm256_cvtph_ps(half);
   return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(half), 16));
 }
+
+#if WIDE
+static inline Floats sixteen_floats(const void* p, int64_t i, int64_t number) {
+  if (number == FLOAT32) return load((const float*)p + i);
+  const __m256i half = _mm256_loadu_si256((const __m256i*)((const uint16_t*)p + i));
+  if (number == FLOAT16) return _mm512_cvtph_ps(half);
+  return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(half), 16));
+}
+#endif
 
 // Rounded to nearest, halves to even; NaN stays NaN.
 static inline uint16_t bfloat16_of(float value) {

@@ -4,7 +4,7 @@
 
 #include "vectors.h"
 
-constexpr int64_t GROUP = 128;
+constexpr int64_t GROUP = 128, PANEL = 16;
 constexpr int64_t FINE_PARTS = 4;  // parts of 32 weights
 constexpr int VECTORS = GROUP / (2 * LANES);  // of 16-bit integers, a k-group
 
@@ -13,6 +13,8 @@ struct Weight {
   const void* scale;     // [N, groups]: one, a k-group's, or two or four of each k-group
   const void* zero;      // the same, or null: 2^(bits-1)
   int64_t N, K, k_groups, groups, bits, number;
+  bool panels;  // 16 rows' k-groups lie word by word in turn (panel.h), the rows past the last 16 by themselves
+  int64_t in_panels() const { return panels ? N / PANEL * PANEL : 0; }
   int64_t group_bytes() const { return 16 * bits; }
   const uint8_t* row(int64_t n) const { return codes + n * k_groups * group_bytes(); }
   int64_t padded_groups() const { return (k_groups + 15) / 16 * 16; }
@@ -20,12 +22,19 @@ struct Weight {
   int64_t parts() const { return fine() ? FINE_PARTS : 1; }    // of a k-group, each with its grid
   int64_t grid_size() const { return parts() * padded_groups(); }
 
+  // Where the scale of group g of row n is.
+  int64_t grid_at(int64_t n, int64_t g) const {
+    return n < in_panels() ? (n / PANEL * groups + g) * PANEL + n % PANEL : n * groups + g;
+  }
+
   // scale and zero of row n for every part of every k-group; from there to grid_size() 0.
   void grid(int64_t n, float* s, float* z) const {
     int64_t count = groups, whole = parts() * k_groups;
-    copy_floats(s, scale, n * groups, count, number);
-    if (zero) copy_floats(z, zero, n * groups, count, number);
-    else for (int64_t g = 0; g < count; ++g) z[g] = (float)(1 << (bits - 1));
+    for (int64_t g = 0; panels && g < count; ++g) s[g] = float_of(scale, grid_at(n, g), number);
+    for (int64_t g = 0; panels && zero && g < count; ++g) z[g] = float_of(zero, grid_at(n, g), number);
+    if (!panels) copy_floats(s, scale, n * groups, count, number);
+    if (!panels && zero) copy_floats(z, zero, n * groups, count, number);
+    for (int64_t g = 0; !zero && g < count; ++g) z[g] = (float)(1 << (bits - 1));
     if (count < whole)
       for (int64_t g = whole - 1, each = whole / count; g > 0; --g) { s[g] = s[g / each]; z[g] = z[g / each]; }
     for (int64_t g = whole; g < grid_size(); ++g) s[g] = z[g] = 0;
@@ -34,7 +43,14 @@ struct Weight {
   // The same of rows n0 .. n1, `grid_size()` apart; behind the last row that row's again, up to n1.
   void grids(int64_t n0, int64_t n1, float* s, float* z) const {
     const int64_t pitch = grid_size();
-    if (groups == pitch && n1 <= N) {  // they lie as they are wanted
+#if WIDE
+    for (; panels && groups == k_groups && n0 % PANEL == 0 && n0 + PANEL <= n1 && n0 < in_panels(); n0 += PANEL) {
+      sixteen_grids(scale, n0, 0, s);
+      sixteen_grids(zero, n0, (float)(1 << (bits - 1)), z);
+      s += PANEL * pitch, z += PANEL * pitch;
+    }
+#endif
+    if (!panels && groups == pitch && n1 <= N) {  // they lie as they are wanted
       copy_floats(s, scale, n0 * groups, (n1 - n0) * groups, number);
       if (zero) copy_floats(z, zero, n0 * groups, (n1 - n0) * groups, number);
       else std::fill(z, z + (n1 - n0) * groups, (float)(1 << (bits - 1)));
@@ -42,6 +58,19 @@ struct Weight {
     }
     for (int64_t n = n0; n < n1; ++n) grid(n < N ? n : N - 1, s + (n - n0) * pitch, z + (n - n0) * pitch);
   }
+
+#if WIDE
+  // Those of a panel from row n0 on, a row after the other; `none` where there are none.
+  void sixteen_grids(const void* from, int64_t n0, float none, float* to) const {
+    for (int64_t g0 = 0; g0 < grid_size(); g0 += LANES, to += LANES) {
+      Ints row[PANEL], column[PANEL];
+      for (int64_t g = 0; g < PANEL; ++g)
+        row[g] = g0 + g >= groups ? no_ints() : _mm512_castps_si512(from ? sixteen_floats(from, grid_at(n0, g0 + g), number) : floats(none));
+      transpose(row, column);
+      for (int64_t n = 0; n < PANEL; ++n) _mm512_storeu_si512(to + n * grid_size(), column[n]);
+    }
+  }
+#endif
 };
 
 // The scales of a k-group's four parts `s`, as the lanes of dot products of `unpack`'s vector v need them.
@@ -177,3 +206,9 @@ static inline Ints dot_bytes(const Ints* c, const int8_t* x) {
 static inline int byte_place(int64_t bits, int k) {
   return bits == 8 ? k : k / 32 % 2 * 64 + 2 * (k % 32) + k / 64;
 }
+
+struct Output {
+  void* y;           // [M, N]
+  const void* bias;  // [N] or null
+  int64_t number;
+};

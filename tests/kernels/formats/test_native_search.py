@@ -6,9 +6,8 @@ import pytest
 import torch
 
 from llmpq.kernels.formats import round_to_nearest
-from llmpq.kernels.formats.quantized_weight import from_codes
+from llmpq.kernels.formats.quantized_weight import from_codes, native_layout
 from llmpq.kernels.formats.round_to_nearest import quantize_codes, quantize_weight
-from llmpq.kernels.formats.weight_layout import Layout
 from llmpq.kernels.native import library
 from llmpq.precision import WeightScheme
 
@@ -33,10 +32,10 @@ def _same(w, scheme, dtype):
     codes, scale, zero = quantize_codes(w, scheme, scale_dtype=dtype)
     twin = from_codes(
         codes, scale, zero, bits=scheme.bits, group_size=128, in_features=w.shape[1],
-        layout=Layout.CPU,
+        layout=native_layout(128),
     )  # fmt: skip
     found = quantize_weight(w, scheme, dtype=dtype)
-    assert found.layout is Layout.CPU
+    assert found.layout is twin.layout
     same = torch.equal(found.planes[0], twin.planes[0]) and torch.equal(found.scale, twin.scale)
     return same and (zero is None or torch.equal(found.zero, twin.zero))
 

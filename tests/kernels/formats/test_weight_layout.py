@@ -5,6 +5,7 @@ import itertools
 import pytest
 import torch
 
+from llmpq.kernels.formats import cpu_layout
 from llmpq.kernels.formats import weight_layout as formats
 from llmpq.kernels.formats.quantized_weight import best_layout
 from llmpq.kernels.formats.round_to_nearest import quantize_weight
@@ -33,6 +34,36 @@ def test_codes_survive_packing(bits, layout):
     planes = formats.pack(codes, bits, layout)
     assert sum(p.numel() for p in planes) == 37 * 256 * bits // 8
     assert torch.equal(formats.unpack(planes, bits, layout, 37), codes)
+
+
+@pytest.mark.parametrize("bits", [3, 4, 8])
+@pytest.mark.parametrize("rows", [5, 37, 48])
+def test_codes_and_scales_survive_panels(bits, rows):
+    codes = torch.randint(0, 2**bits, (rows, 256), dtype=torch.uint8)
+    flat = cpu_layout.pack_panels(codes, bits)
+    assert flat.numel() == rows * 256 * bits // 8
+    assert torch.equal(cpu_layout.unpack_panels(flat, bits, rows), codes)
+    scale = torch.randn(rows, 2)
+    stored = formats.pack_scales(scale, Layout.CPU_PANELS)
+    assert torch.equal(formats.unpack_scales(stored, Layout.CPU_PANELS, rows), scale)
+    if rows >= 16:
+        assert torch.equal(stored[:16], scale[:16, 0])
+
+
+def test_panels_lie_as_drawn():
+    """Word by word of 16 rows; a code's place p among 4-bit words is k in another order."""
+    codes = torch.randint(0, 8, (19, 256), dtype=torch.uint8)
+    kept = {bits: cpu_layout.pack_panels(codes, bits) for bits in (3, 4, 8)}
+    bytes_of = {b: flat[: 16 * 32 * b].view(2, -1, 16, 4) for b, flat in kept.items()}
+    for p, r in itertools.product(range(128), (0, 5, 15)):
+        k = p // 64 * 32 + p % 64 // 2 + p % 2 * 64
+        j, field, code = p % 32, p // 32, codes[r, 128 + k]
+        assert bytes_of[8][1, k // 4, r, k % 4] == codes[r, 128 + k]
+        assert bytes_of[4][1, p % 64 // 4, r, p % 4] >> (p // 64 * 4) & 15 == code
+        low = bytes_of[3][1, j // 4, r, j % 4] >> (2 * field) & 3
+        third = bytes_of[3][1, 8 + j % 16 // 4, r, j % 4] >> (2 * field + j // 16) & 1
+        assert low | third << 2 == code
+    assert torch.equal(kept[8][16 * 256 :].view(3, 256), codes[16:])
 
 
 def test_fragment_words_lie_as_drawn():

@@ -1,0 +1,177 @@
+// Panels: 16 rows of a weight whose k-groups lie word by word in turn, so that a line of 64 bytes has a word of each
+// row: dot products of bytes add up 16 rows at once, and 8-bit codes are AMX's right operand as they lie.
+//
+// A unit is a k-group of a panel, its words those of a row's form (cpu_layout.py draws it); scales and zeros of a
+// group are 16 neighbours. Words of codes, `u` of 32: bytes 4u .. 4u + 3 of a row in the order of x (`put_bytes`,
+// rounded_rows.h). Rows past the last 16 lie one after the other and are made a panel when they are multiplied.
+#pragma once
+#include <omp.h>
+
+#include <vector>
+
+#include "weight.h"
+
+#if HAS_BYTE_DOT
+// The words of a unit as codes, in turn: take(u, codes), u known when compiled.
+template <int BITS, class Take>
+static inline __attribute__((always_inline)) void for_codes(const uint8_t* p, Take take) {
+  auto line = [&](int i) { return _mm512_loadu_si512(p + 64 * i); };
+  if constexpr (BITS == 8) {
+#pragma GCC unroll 32
+    for (int u = 0; u < 32; ++u) take(u, line(u));
+  } else if constexpr (BITS == 4) {
+    const Ints low = _mm512_set1_epi8(15);
+#pragma GCC unroll 16
+    for (int u = 0; u < 16; ++u) {
+      const Ints w = line(u);
+      take(u, _mm512_and_si512(w, low));
+      take(u + 16, _mm512_and_si512(_mm512_srli_epi16(w, 4), low));
+    }
+  } else {
+    const Ints two = _mm512_set1_epi8(3), third = _mm512_set1_epi8(4);
+#pragma GCC unroll 4
+    for (int h = 0; h < 4; ++h) {
+      const Ints top = line(8 + h);
+#pragma GCC unroll 2
+      for (int i = 0; i < 2; ++i) {
+        const Ints w = line(h + 4 * i);
+#pragma GCC unroll 4
+        for (int f = 0; f < 4; ++f) {
+          const int bit = 2 * f + i;  // of `top`, to be the third
+          const Ints bits = bit < 2 ? _mm512_slli_epi16(top, 2 - bit) : _mm512_srli_epi16(top, bit - 2);
+          const Ints pair = _mm512_and_si512(f ? _mm512_srli_epi16(w, 2 * f) : w, two);
+          take(h + 4 * i + 8 * f, _mm512_ternarylogic_epi32(pair, bits, third, 0xf8));  // pair | bits & third
+        }
+      }
+    }
+  }
+}
+
+// Asks for the unit that begins so many bytes on.
+template <int BITS>
+static inline __attribute__((always_inline)) void ask_ahead(const uint8_t* p, int64_t bytes) {
+#pragma GCC unroll 32
+  for (int64_t at = 0; at < 256 * BITS; at += 64) _mm_prefetch((const char*)p + bytes + at, _MM_HINT_T1);
+}
+
+// A panel, its grids one group after the other; `count` rows of it are w's.
+struct Panel {
+  const uint8_t* codes;
+  const void *scale, *zero;
+  int64_t first, count;
+};
+
+// A panel's memory where w has none: of the rows past the last 16.
+struct Tail {
+  std::vector<uint8_t> codes, scale, zero;
+  Panel of(const Weight& w) {
+    const int64_t first = w.in_panels(), count = w.N - first, words = 4 * w.bits, size = size_of(w.number);
+    codes.assign(PANEL * w.k_groups * w.group_bytes(), 0);
+    scale.assign(PANEL * w.groups * size, 0);
+    if (w.zero) zero.assign(scale.size(), 0);
+    for (int64_t r = 0; r < count; ++r) {
+      for (int64_t i = 0; i < w.k_groups * words; ++i)
+        std::memcpy(codes.data() + (i * PANEL + r) * 4, w.row(first + r) + i * 4, 4);
+      for (int64_t g = 0; g < w.groups; ++g) {
+        const int64_t to = (g * PANEL + r) * size, from = ((first + r) * w.groups + g) * size;
+        std::memcpy(scale.data() + to, (const uint8_t*)w.scale + from, size);
+        if (w.zero) std::memcpy(zero.data() + to, (const uint8_t*)w.zero + from, size);
+      }
+    }
+    return {codes.data(), scale.data(), w.zero ? zero.data() : nullptr, first, count};
+  }
+};
+
+static inline Panel panel_of(const Weight& w, int64_t panel, Tail& tail) {
+  const int64_t first = panel * PANEL, at = first * w.groups * size_of(w.number);
+  if (first >= w.in_panels()) return tail.of(w);
+  const void* zero = w.zero ? (const uint8_t*)w.zero + at : nullptr;
+  return {w.row(first), (const uint8_t*)w.scale + at, zero, first, PANEL};
+}
+
+// Scales and zeros of a panel's k-groups.
+struct PanelGrid {
+  const void *scale, *zero;
+  int64_t number, step;  // groups to a k-group: one, or one for all
+  Floats none;
+  PanelGrid(const Weight& w, const Panel& p)
+      : scale(p.scale), zero(p.zero), number(w.number), step(w.groups == w.k_groups ? PANEL : 0), none(floats((float)(1 << (w.bits - 1)))) {}
+  Floats scales(int64_t g) const { return sixteen_floats(scale, g * step, number); }
+  Floats zeros(int64_t g) const { return zero ? sixteen_floats(zero, g * step, number) : none; }
+};
+
+// Panels that a thread takes at a time: about 128 KB of codes, a part of what each thread has.
+static inline int64_t panels_together(const Weight& w, int64_t panels, int64_t threads) {
+  const int64_t most = std::max<int64_t>(1, (128 << 10) / (PANEL * w.k_groups * w.group_bytes()));
+  return std::max<int64_t>(1, std::min(most, panels / (4 * threads)));
+}
+
+// y of 16 rows of w from `first` on, `count` of them there, of a row of x.
+static inline void put_sixteen(const Output& out, int64_t m, int64_t N, int64_t first, int64_t count, Floats y) {
+  const int64_t to = m * N + first;
+  if (count == PANEL) {
+    if (out.bias) y = add(y, sixteen_floats(out.bias, first, out.number));
+    put_eight(out.y, to, out.number, _mm512_castps512_ps256(y));
+    put_eight(out.y, to + 8, out.number, _mm512_extractf32x8_ps(y, 1));
+    return;
+  }
+  alignas(64) float flat[PANEL];
+  store(flat, y);
+  for (int64_t i = 0; i < count; ++i)
+    put(out.y, to + i, out.number, flat[i] + (out.bias ? float_of(out.bias, first + i, out.number) : 0));
+}
+
+// A row of words of 2 bits, then of third bits, as the words of 4 bits that `unpack<4>` knows: 8 and 4 words there.
+static inline void four_bits_of_three(const Ints* low, const Ints* top, Ints* to) {
+  const Ints two = _mm512_set1_epi8(3), one = _mm512_set1_epi8(1);
+  for (int u = 0; u < 16; ++u) {
+    auto codes = [&](int at) {
+      const int j = at % 8, bit = at / 8 * 2 + j / 4;
+      const Ints pair = _mm512_and_si512(_mm512_srli_epi16(low[j], at / 8 * 2), two);
+      const Ints up = _mm512_and_si512(_mm512_srli_epi16(top[j % 4], bit), one);
+      return _mm512_or_si512(pair, _mm512_slli_epi16(up, 2));
+    };
+    to[u] = _mm512_or_si512(codes(u), _mm512_slli_epi16(codes(u + 16), 4));
+  }
+}
+
+// Bytes of a row's k-group as `rows_of_unit` writes it.
+template <int BITS>
+constexpr int64_t FORM_BYTES = BITS == 8 ? GROUP : GROUP / 2;
+
+// A k-group of 16 rows from n0 on, each by itself, as `unpack<BITS>` knows them, those of 3 bits in the form of 4;
+// behind the last row that row's again. They are `apart` bytes from each other.
+template <int BITS>
+static void rows_of_unit(const Weight& w, int64_t n0, int64_t g, uint8_t* to, int64_t apart) {
+  constexpr int LINES = 4 * BITS;
+  Ints lines[32], words[32];
+  if (n0 < w.in_panels()) {
+    const uint8_t* p = w.row(n0) + g * PANEL * w.group_bytes();
+    for (int i = 0; i < LINES; ++i) lines[i] = _mm512_loadu_si512(p + 64 * i);
+  } else {
+    uint32_t flat[LINES][PANEL];
+    for (int64_t r = 0; r < PANEL; ++r) {
+      const uint8_t* p = w.row(std::min(n0 + r, w.N - 1)) + g * w.group_bytes();
+      for (int i = 0; i < LINES; ++i) std::memcpy(&flat[i][r], p + 4 * i, 4);
+    }
+    for (int i = 0; i < LINES; ++i) lines[i] = _mm512_loadu_si512(flat[i]);
+  }
+  if constexpr (BITS == 3) four_bits_of_three(lines, lines + 8, words);
+  const Ints* from = BITS == 3 ? words : lines;
+  for (int half = 0; half < FORM_BYTES<BITS> / 64; ++half) {
+    Ints row[PANEL];
+    transpose(from + half * PANEL, row);
+    for (int64_t r = 0; r < PANEL; ++r) _mm512_storeu_si512(to + r * apart + half * 64, row[r]);
+  }
+}
+#endif
+
+// A row's k-group of codes, in the order of `put_bytes`, as panels have its words, 16 or 3 x 16 bits: fields of four bits, or of two and one.
+static inline void words_of_three(const uint8_t* codes, uint8_t* p) {
+  std::memset(p, 0, 48);
+  for (int at = 0; at < GROUP; ++at) {
+    const int u = at / 4, byte = at % 4, j = u % 8, code = codes[at];
+    p[4 * j + byte] |= (uint8_t)((code & 3) << u / 8 * 2);
+    p[32 + 4 * (j % 4) + byte] |= (uint8_t)((code >> 2) << (u / 8 * 2 + j / 4));
+  }
+}

@@ -1,0 +1,97 @@
+// Few rows of x times a weight in panels, by dot products of bytes in registers: a line of codes meets four bytes of
+// each row of x, and a k-group's sums of 16 rows of w are made numbers together.
+//
+// The numbers are those of few_rows.h: x of 16 bits is 256 high + low, bytes with and without a sign; codes of 8 bits
+// meet low ones 128 less, which `RoundedRows::low` puts right.
+// Cost of a line of 64 bytes at 4 bits: 3 operations to unpack it, 4 dot products for each row of x (8 bits: 1 and 2); of
+// a k-group of 16 rows about 10 more.
+#pragma once
+#include "panel.h"
+#include "rounded_rows.h"
+
+#if HAS_BYTE_DOT
+static inline Ints four_bytes(const void* p) { return _mm512_set1_epi32(*(const int32_t*)p); }
+
+// A k-group of 16 rows of w times ROWS of x, PLANES bytes to a number: whole sums.
+template <int BITS, int ROWS, int PLANES>
+static inline __attribute__((always_inline)) void dot_unit(const uint8_t* p, const int8_t* x, int64_t apart, Ints* sums) {
+  constexpr int CHAINS = ROWS == 1 ? 2 : 1;  // one alone would wait for itself
+  Ints high[ROWS][CHAINS], low[ROWS][CHAINS];
+#pragma GCC unroll 8
+  for (int m = 0; m < ROWS; ++m)
+    for (int c = 0; c < CHAINS; ++c) high[m][c] = low[m][c] = no_ints();
+  const Ints top = _mm512_set1_epi8((char)128);
+  for_codes<BITS>(p, [&](int u, Ints codes) __attribute__((always_inline)) {
+    const Ints less = BITS == 8 ? _mm512_xor_si512(codes, top) : codes;
+    const int c = CHAINS == 1 ? 0 : BITS == 4 ? u / 16 : u % 2;
+#pragma GCC unroll 8
+    for (int m = 0; m < ROWS; ++m) {
+      high[m][c] = _mm512_dpbusd_epi32(high[m][c], codes, four_bytes(x + m * apart + 4 * u));
+      if (PLANES == 2) low[m][c] = _mm512_dpbusd_epi32(low[m][c], four_bytes(x + m * apart + GROUP + 4 * u), less);
+    }
+  });
+#pragma GCC unroll 8
+  for (int m = 0; m < ROWS; ++m) {
+    Ints h = high[m][0], l = low[m][0];
+    if (CHAINS == 2) h = _mm512_add_epi32(h, high[m][CHAINS - 1]), l = _mm512_add_epi32(l, low[m][CHAINS - 1]);
+    sums[m] = PLANES == 2 ? _mm512_add_epi32(_mm512_slli_epi32(h, 8), l) : h;
+  }
+}
+
+// Rows first .. first + ROWS of the rounded x (PARTS to a row of y) times a panel.
+template <int BITS, int ROWS, int PLANES, int PARTS>
+static void panel_rows(const Weight& w, const Panel& panel, const RoundedRows& x, const Output& out, int64_t first) {
+  // To L2 and far ahead: MEASURED.
+  constexpr int64_t UNIT = PANEL * 16 * BITS, FAR = 4096;
+  const PanelGrid grid(w, panel);
+  const uint8_t* p = panel.codes;
+  const int64_t apart = w.k_groups * PLANES * GROUP;
+  const int8_t* q = x.bytes.data() + first * apart;
+  const float *step = x.scale.data() + first * x.padded, *sum = x.sum.data() + first * x.padded;
+  const float* low = x.low.data() + first * x.padded;
+  Floats acc[ROWS];
+  for (Floats& a : acc) a = floats(0);
+  for (int64_t g = 0; g < w.k_groups; ++g, p += UNIT, q += PLANES * GROUP) {
+    Ints d[ROWS];
+    ask_ahead<BITS>(p, FAR);
+    dot_unit<BITS, ROWS, PLANES>(p, q, apart, d);
+    const Floats scale = grid.scales(g), zero = grid.zeros(g);
+#pragma GCC unroll 8
+    for (int m = 0; m < ROWS; ++m) {
+      Floats y = mul(to_floats(d[m]), floats(step[m * x.padded + g]));
+      y = _mm512_fnmadd_ps(zero, floats(sum[m * x.padded + g]), y);
+      if (BITS == 8 && PLANES == 2) y = add(y, floats(low[m * x.padded + g]));
+      acc[m] = fma(y, scale, acc[m]);
+    }
+  }
+  for (int m = 0; m < ROWS; m += PARTS)
+    put_sixteen(out, (first + m) / PARTS, w.N, panel.first, panel.count, PARTS == 2 ? add(acc[m], acc[m + PARTS - 1]) : acc[m]);
+}
+
+template <int BITS, int PLANES, int PARTS>
+static void all_rows(const Weight& w, const Panel& panel, const RoundedRows& x, const Output& out, int64_t M) {
+  int64_t first = 0, rows = M * PARTS;
+  for (; rows - first >= 8; first += 8) panel_rows<BITS, 8, PLANES, PARTS>(w, panel, x, out, first);
+  for (; rows - first >= 4; first += 4) panel_rows<BITS, 4, PLANES, PARTS>(w, panel, x, out, first);
+  for (; rows - first >= 2; first += 2) panel_rows<BITS, 2, PLANES, PARTS>(w, panel, x, out, first);
+  if constexpr (PARTS == 1)
+    if (first < rows) panel_rows<BITS, 1, PLANES, PARTS>(w, panel, x, out, first);
+}
+
+template <int BITS>
+static auto all_rows_of(const RoundedRows& x) {
+  return x.planes == 0 ? all_rows<BITS, 1, 1> : x.parts == 1 ? all_rows<BITS, 2, 1> : all_rows<BITS, 2, 2>;
+}
+
+// y = x w^T + bias of rows that were rounded; called by every thread of a team.
+static void multiply_panels(const Weight& w, const RoundedRows& x, const Output& out, int64_t M) {
+  auto run = w.bits == 3 ? all_rows_of<3>(x) : w.bits == 4 ? all_rows_of<4>(x) : all_rows_of<8>(x);
+  const int64_t panels = (w.N + PANEL - 1) / PANEL, together = panels_together(w, panels, omp_get_num_threads());
+  static thread_local Tail tail;
+#pragma omp for schedule(dynamic)
+  for (int64_t n = 0; n < panels; n += together)
+    for (int64_t p = n; p < n + together && p < panels; ++p) run(w, panel_of(w, p, tail), x, out, M);
+}
+#else
+static void multiply_panels(const Weight&, const RoundedRows&, const Output&, int64_t) {}
+#endif
