@@ -28,7 +28,6 @@ from llmpq.kernels.cpu.dense import CHUNK_WEIGHTS, dense_in_pieces
 from llmpq.kernels.cpu.native_linear import multiplies, native_linear
 from llmpq.kernels.formats.quantized_weight import QuantizedWeight
 from llmpq.kernels.formats.weight_layout import GROUP, Layout
-from llmpq.kernels.native.library import library
 from llmpq.precision import padded_k
 
 _NEVER = 1 << 62

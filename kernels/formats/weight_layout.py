@@ -105,7 +105,7 @@ def unpack(planes: tuple[Tensor, ...], bits: int, layout: Layout, out_features: 
 
 
 def pack_scales(scale_NG: Tensor, layout: Layout) -> Tensor:
-    """Flatten scales or zeros [N, G]; FRAGMENT and CPU_PANELS put the 16 rows of a block together."""
+    """Flatten scales or zeros [N, G]; FRAGMENT and CPU_PANELS put a block's 16 rows together."""
     if layout in (Layout.ROWS, Layout.CPU):
         return scale_NG.reshape(-1)
     out_features, groups = scale_NG.shape

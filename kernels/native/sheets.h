@@ -9,7 +9,7 @@
 
 #if HAS_BYTE_DOT
 constexpr int64_t COLUMNS = 4, WIDTH = COLUMNS * LANES;  // of a sheet: vectors, rows of w
-constexpr int64_t LEAST_WORDS = 24, LEAST_BYTES = 12;    // rows of x from which this is sooner than few_rows.h
+constexpr int64_t LEAST_WORDS = 20, LEAST_BYTES = 32;    // rows of x from which this is sooner than panel_rows.h
 constexpr int64_t ROWS_AT_ONCE = 6;                      // 24 sums, 4 vectors of w and one of x are 29 registers
 
 // How x lies: [k_groups, M, a k-group's words], a word two or four neighbours in the order of a sheet's steps.

@@ -46,10 +46,10 @@ struct TiledRows {
     const bool beside = rows <= BESIDE_ROWS && of.parts == 1;
     halves = of.planes == 0 ? Halves::HIGH : beside ? Halves::BESIDE : Halves::APART;
     tiles = (rows + TILE - 1) / TILE, k_groups = w.k_groups;
-    held.resize(tiles * k_groups * slot() + 64);
-    if (rows % TILE) std::memset(held.data(), 0, held.size());
-    scale.assign(tiles * k_groups * TILE, 0);
-    sum.assign(tiles * k_groups * TILE, 0);
+    // What rows that are not there hold is never read out.
+    if ((int64_t)held.size() < tiles * k_groups * slot() + 64) held.resize(tiles * k_groups * slot() + 64);
+    scale.resize(tiles * k_groups * TILE);
+    sum.resize(tiles * k_groups * TILE);
   }
   int64_t slot() const { return (halves == Halves::APART ? 4 : 2) * TILE_BYTES; }
   // The tiles of a k-group: of its halves high, then both of low bytes.
