@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from llmpq.kernels.cpu.native_linear import dequantize_rows, few_rows
+from llmpq.kernels.formats.quantized_weight import native_layout
 from llmpq.kernels.formats.round_to_nearest import quantize_weight
 from llmpq.kernels.formats.weight_layout import GROUP, NATIVE, Layout
 from llmpq.kernels.gemm.reference import linear_reference, relative_error, rounded_to_bytes
@@ -201,6 +202,23 @@ def test_rows_with_gaps_and_no_rows(level):
     x = torch.randn(3, 512)[:, ::2]
     assert relative_error(few_rows(x, q, None), linear_reference(x, q, exact=True)) < 2e-6
     assert few_rows(torch.empty(0, 256), q, None).shape == (0, 64)
+
+
+@pytest.mark.parametrize("layout", NATIVE)
+@pytest.mark.parametrize("bits", [3, 4, 8])
+def test_a_weight_of_another_cpu_is_multiplied_and_moves(level, bits, layout):
+    """Rows by themselves where panels are quicker, and panels where no code knows them."""
+    scheme = WeightScheme(bits=bits, clip_search=False)
+    w = torch.randn(33, 200, generator=torch.Generator().manual_seed(bits))
+    stored = quantize_weight(w, scheme, dtype=torch.bfloat16, layout=layout)
+    assert stored.layout is layout
+    for m in (1, 5, 40):
+        x = torch.randn(m, 200).bfloat16()
+        exact = linear_reference(x, stored, exact=True)
+        assert relative_error(linear(x, stored, None), exact) < TOLERANCE[torch.bfloat16]
+    moved = stored.to("cpu")
+    assert moved.layout is native_layout(128)
+    assert torch.equal(moved.dequantize(torch.float32), stored.dequantize(torch.float32))
 
 
 @pytest.mark.parametrize("bits", [3, 4, 8])
