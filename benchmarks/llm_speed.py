@@ -34,7 +34,8 @@ with LLM(model) as llm:
         started = time.perf_counter()
         answers = llm.generate(prompts, greedy)
         seconds.append(time.perf_counter() - started)
-        assert all(len(answer.token_ids) == new for answer in answers)
+        made = [getattr(answer, "outputs", [answer])[0].token_ids for answer in answers]
+        assert all(len(tokens) == new for tokens in made)
 print("seconds", statistics.median(seconds[1:]))
 """
 
@@ -71,9 +72,10 @@ def main() -> None:
 
 def seconds(tree: Path, rows: int, new: int) -> float:
     """Return the seconds one tree takes for prompts at once."""
+    path = os.pathsep.join([str(tree), *filter(None, [os.environ.get("PYTHONPATH")])])
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM, str(MODEL), str(rows), str(new), *PROMPTS],
-        env=os.environ | {"PYTHONPATH": str(tree), "CUDA_VISIBLE_DEVICES": ""},
+        env=os.environ | {"PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": ""},
         capture_output=True, text=True, check=True, cwd=tree,
     )  # fmt: skip
     return float(done.stdout.split()[-1])

@@ -18,6 +18,7 @@ from pathlib import Path
 import torch
 from lib.rows import write_row
 
+from llmpq.kernels.native import library
 from llmpq.model_spec import ModelSpec
 from llmpq.precision import Precision, WeightScheme
 from llmpq.runtime.engine.plain_loop import LocalPipeline
@@ -67,9 +68,13 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--only-head", action="store_true")
     parser.add_argument("--only-activations", action="store_true")
+    parser.add_argument("--level", choices=sorted(library.LEVELS), help="force the CPU's dispatch")
     parser.add_argument("--tokens", type=int, help="of the text, from its start; all of it")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
+    if args.level is not None:
+        level = library.LEVELS[args.level]
+        library.best_level = lambda: level  # type: ignore[assignment]
     spec = ModelSpec.from_directory(args.model)
     tokens = Tokenizer(args.model).encode(Path(args.text).read_text(), special=False)[: args.tokens]
 
@@ -86,6 +91,7 @@ def main() -> None:
 
     if args.only_activations:
         case = {"model": spec.name, "text": Path(args.text).name, "dtype": args.dtype}
+        case |= {} if args.level is None else {"level": args.level}
         for bits in BITS:
             pair = _exact_and_rounded(spec, args.model, bits, DTYPES[args.dtype], tokens)
             precision = Precision.parse(str(bits)).value

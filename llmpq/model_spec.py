@@ -21,7 +21,7 @@ from typing import Any, Literal
 from llmpq.checkpoints.gguf_file import is_gguf
 from llmpq.checkpoints.model_config import read_config, spec_fields
 from llmpq.errors import unknown_name
-from llmpq.families.spec_values import Latent, RopeScaling, Router
+from llmpq.families.common.spec_values import Latent, RopeScaling, Router
 from llmpq.shipped_table import shipped_table
 
 Positions = Literal["learned", "alibi", "rotary"]

@@ -49,4 +49,14 @@ CPU_TABLES = {
         show=beside_llama,
     )
     for name in ("decode step", "prefill")
+} | {
+    f"cpu_{name.split()[0]}_without_amx": Pivot(
+        file="cpu.jsonl",
+        bench=f"cpu {name}",
+        index=("model", "bits", "cpu activations", "batch", "prompt", "threads", "level"),
+        where={"llama head": "same", "onednn": "AVX512_CORE_BF16"},
+        value_title=f"{name} (llama.cpp / ours)",
+        show=beside_llama,
+    )
+    for name in ("decode step", "prefill")
 }

@@ -24,12 +24,12 @@ rows 2.43 / 1.31; float32, 64 rows 2.49 / 1.88; below 32 rows codes win.
 """
 
 _LAYER_ROWS = 128
-"""Rows of x up to which a layer is one call where tiles multiply any number of them."""
+"""Rows of x up to which a layer is one call where our own code multiplies any number of them."""
 
 
 def native_linear(x_MK: Tensor, qweight: QuantizedWeight, bias: Tensor | None) -> Tensor:
     """Multiply x [M, K] by a weight in a layout of `NATIVE`."""
-    if x_MK.shape[0] <= _FEW_ROWS[x_MK.dtype] or _has_tiles(qweight, x_MK.dtype):
+    if x_MK.shape[0] <= _FEW_ROWS[x_MK.dtype] or _takes_any_rows(qweight, x_MK.dtype):
         return few_rows(x_MK, qweight, bias)
     if qweight.activation_bits == 8:
         x_MK = in_eight_bits(x_MK)
@@ -47,9 +47,9 @@ def native_linear(x_MK: Tensor, qweight: QuantizedWeight, bias: Tensor | None) -
 def few_rows(x_MK: Tensor, qweight: QuantizedWeight, bias: Tensor | None) -> Tensor:
     """Multiply by our own code alone.
 
-    Codes and x, rounded to 16 or 8 bits a k-group, as integers (panel_rows.h, few_rows.h, tiles.h);
-    with AMX more rows of bfloat16 meet the weight as bfloat16, made block by block in a core's
-    cache (many_rows.h).
+    Codes and x, rounded to 16 or 8 bits a k-group, as integers (panel_rows.h, few_rows.h, tiles.h,
+    sheets.h); with AMX more rows of bfloat16 meet the weight as bfloat16, made block by block in a
+    core's cache (many_rows.h).
     """
     x_MK = x_MK.contiguous()
     m, n = x_MK.shape[0], qweight.out_features
@@ -81,20 +81,23 @@ def multiplies(qweight: QuantizedWeight) -> bool:
 
 def rows_at_once(qweight: QuantizedWeight, dtype: torch.dtype) -> int:
     """Return the rows of x [M, K] up to which one call of `few_rows` is the way to multiply."""
-    return _LAYER_ROWS if _has_tiles(qweight, dtype) else _FEW_ROWS[dtype]
+    return _LAYER_ROWS if _takes_any_rows(qweight, dtype) else _FEW_ROWS[dtype]
 
 
-def _has_tiles(qweight: QuantizedWeight, dtype: torch.dtype) -> bool:
-    """Whether any number of rows is multiplied in tiles here.
+def _takes_any_rows(qweight: QuantizedWeight, dtype: torch.dtype) -> bool:
+    """Whether our own code multiplies any number of rows here.
 
-    Codes are if they lie in panels, any weights made bfloat16.
+    In tiles: codes that lie in panels, any weight made bfloat16. In sheets: rows that are rounded
+    to one row of whole numbers, which float32's are to 8 bits.
     """
     found = library()
-    if found is None or not found.llmpq_tiles():
+    if found is None:
         return False
-    return qweight.layout is Layout.CPU_PANELS or (
-        dtype == torch.bfloat16 and qweight.activation_bits == 16
-    )
+    exact = qweight.activation_bits == 16
+    in_panels = qweight.layout is Layout.CPU_PANELS
+    if found.llmpq_tiles() and (in_panels or (dtype == torch.bfloat16 and exact)):
+        return True
+    return bool(found.llmpq_panels()) and not (dtype == torch.float32 and exact)
 
 
 def in_eight_bits(x_MK: Tensor) -> Tensor:

@@ -9,18 +9,26 @@
 #include "few_rows.h"
 #include "many_rows.h"
 #include "panel_rows.h"
+#include "sheets.h"
 #include "search.h"
 #include "threads.h"
 #include "tiles.h"
 
 // Rows of x at a time: a few MB hold them as tiles.
-constexpr int64_t CODE_ROWS = 128, BLOCKED_ROWS = 512;
+constexpr int64_t CODE_ROWS = 128, BLOCKED_ROWS = 512, SHEET_ROWS = 512;
 
 // y [M, N] = x [M, K] w^T + bias, x rounded to x_bits: codes as they are.
 static void multiply_codes(const Weight& w, const void* x, const Output& out, int64_t M, int64_t x_bits, int64_t threads) {
   static thread_local RoundedRows held;
   RoundedRows& rounded = held;  // of the calling thread, for all
-  rounded.reset(M, out.number == FLOAT32 && x_bits == 16 ? 2 : 1, w, x_bits);
+  const int64_t parts = out.number == FLOAT32 && x_bits == 16 ? 2 : 1;
+#ifdef __AMX_INT8__
+  const bool tiles = takes_tiles(w, M);
+#else
+  constexpr bool tiles = false;
+#endif
+  const bool sheets = !tiles && parts == 1 && takes_sheets(w, M, x_bits);
+  rounded.reset(M, parts, w, x_bits, sheets);
   constexpr int64_t block = 32;
   auto run = [&](auto product, int64_t n0, int64_t n1, float* s) {
     float* z = s + block * w.grid_size();
@@ -28,13 +36,13 @@ static void multiply_codes(const Weight& w, const void* x, const Output& out, in
     product(w, rounded, out, M, n0, n1, s, z);
   };
 #ifdef __AMX_INT8__
-  const bool tiles = takes_tiles(w, M);
   static thread_local TiledRows held_tiles;
   TiledRows& tiled = held_tiles;
   if (tiles) tiled.reset(M * rounded.parts, w, rounded);
-#else
-  constexpr bool tiles = false;
 #endif
+  static thread_local SheetRows held_sheets;
+  SheetRows& x_sheets = held_sheets;
+  if (sheets) x_sheets.reset(w, M, rounded);
 #pragma omp parallel num_threads(threads_for(M * w.N * w.K, threads))
   {
 #pragma omp for schedule(static)
@@ -48,9 +56,10 @@ static void multiply_codes(const Weight& w, const void* x, const Output& out, in
 #ifdef __AMX_INT8__
     if (tiles) multiply_by_tiles(w, tiled, rounded.parts, out, M);
 #endif
-    if (w.panels && !tiles) multiply_panels(w, rounded, out, M);
+    if (sheets) multiply_by_sheets(w, rounded, x_sheets, out, M);
+    else if (w.panels && !tiles) multiply_panels(w, rounded, out, M);
     std::vector<float> grid(w.panels ? 0 : 2 * block * w.grid_size());
-    const int64_t blocks = w.panels ? 0 : (w.N + block - 1) / block;
+    const int64_t blocks = w.panels || sheets ? 0 : (w.N + block - 1) / block;
 #pragma omp for schedule(dynamic, 4)
     for (int64_t n = 0; n < blocks; ++n) {
       int64_t n0 = n * block, n1 = n0 + block < w.N ? n0 + block : w.N;
@@ -64,22 +73,6 @@ static void multiply_codes(const Weight& w, const void* x, const Output& out, in
 
 extern "C" {
 
-// y [M, N] = x [M, K] w^T + bias, x rounded to x_bits; x, bias and y are of one number, scales of another.
-void llmpq_multiply(const void* x, const uint8_t* codes, const void* scale, const void* zero, const void* bias,
-                    void* y, int64_t M, int64_t N, int64_t K, int64_t k_groups, int64_t groups, int64_t bits,
-                    int64_t panels, int64_t number, int64_t scale_number, int64_t x_bits, int64_t threads) {
-  const Weight w{codes, scale, zero, N, K, k_groups, groups, bits, scale_number, panels != 0};
-  const bool blocks = takes_blocks(w, M, number, x_bits);
-  const int64_t most = blocks ? BLOCKED_ROWS : CODE_ROWS;
-  for (int64_t m = 0; m < M; m += most) {
-    const int64_t rows = std::min(most, M - m);
-    const void* from = (const uint8_t*)x + m * K * size_of(number);
-    const Output out{(uint8_t*)y + m * N * size_of(number), bias, number};
-    if (blocks) multiply_by_blocks(w, from, out, rows, threads_for(rows * N * K, threads));
-    else multiply_codes(w, from, out, rows, x_bits, threads);
-  }
-}
-
 // Whether this build and this process have tiles for several rows.
 int64_t llmpq_tiles() {
 #ifdef __AMX_INT8__
@@ -89,8 +82,24 @@ int64_t llmpq_tiles() {
 #endif
 }
 
-// Whether this build multiplies weights in panels.
+// Whether this build multiplies weights in panels, and any number of rows by sheets.
 int64_t llmpq_panels() { return HAS_BYTE_DOT; }
+
+// y [M, N] = x [M, K] w^T + bias, x rounded to x_bits; x, bias and y are of one number, scales of another.
+void llmpq_multiply(const void* x, const uint8_t* codes, const void* scale, const void* zero, const void* bias,
+                    void* y, int64_t M, int64_t N, int64_t K, int64_t k_groups, int64_t groups, int64_t bits,
+                    int64_t panels, int64_t number, int64_t scale_number, int64_t x_bits, int64_t threads) {
+  const Weight w{codes, scale, zero, N, K, k_groups, groups, bits, scale_number, panels != 0};
+  const bool blocks = takes_blocks(w, M, number, x_bits);
+  const int64_t most = blocks ? BLOCKED_ROWS : llmpq_tiles() ? CODE_ROWS : SHEET_ROWS;
+  for (int64_t m = 0; m < M; m += most) {
+    const int64_t rows = std::min(most, M - m);
+    const void* from = (const uint8_t*)x + m * K * size_of(number);
+    const Output out{(uint8_t*)y + m * N * size_of(number), bias, number};
+    if (blocks) multiply_by_blocks(w, from, out, rows, threads_for(rows * N * K, threads));
+    else multiply_codes(w, from, out, rows, x_bits, threads);
+  }
+}
 
 // Rows n0 .. n1 of w as out [n1 - n0, K] of `number`.
 void llmpq_dequantize(const uint8_t* codes, const void* scale, const void* zero, void* out, int64_t n0, int64_t n1,

@@ -35,9 +35,10 @@ struct RoundedRows {
   int64_t parts, padded, x_bits;
   int64_t planes;                // bytes of a number, the highest first, each k-group's side by side; 0: not so
   // A thread's calls follow one another in the same memory: new pages would cost more than the rounding.
-  void reset(int64_t M, int64_t of, const Weight& w, int64_t bits) {
+  // `whole`: as 16-bit integers whatever the weight's layout.
+  void reset(int64_t M, int64_t of, const Weight& w, int64_t bits, bool whole = false) {
     parts = of, padded = w.padded_groups(), x_bits = bits;
-    planes = x_bits < 16 || !in_planes(w) ? 0 : w.panels ? 2 : parts + 1;
+    planes = x_bits < 16 || whole || !in_planes(w) ? 0 : w.panels ? 2 : parts + 1;
     if (planes && !w.panels) parts = 1;
     if (w.panels) low.assign(M * parts * padded, 0);
     scale.assign(M * parts * padded, 0);

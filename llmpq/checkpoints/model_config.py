@@ -15,7 +15,14 @@ from llmpq.checkpoints.gguf_config import config_of_gguf
 from llmpq.checkpoints.gguf_file import is_gguf, open_gguf
 from llmpq.errors import short_repr, shortened
 from llmpq.families import BY_MODEL_TYPE
-from llmpq.families.config_values import Config, head_size, is_given, section, size, token_ids
+from llmpq.families.common.config_values import (
+    Config,
+    head_size,
+    is_given,
+    section,
+    size,
+    token_ids,
+)
 from llmpq.families.not_run import FURTHER_LAYERS, LEFT_OUT, WITHOUT_EQUATION, lacking
 
 HARMLESS = frozenset(

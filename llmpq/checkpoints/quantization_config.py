@@ -10,7 +10,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from llmpq.families.config_values import is_given
+from llmpq.families.common.config_values import is_given
 
 METHODS = (
     *("compressed-tensors", "gptq", "awq", "llmpq", "fp8", "fbgemm_fp8", "mxfp4"),

@@ -14,7 +14,7 @@ from typing import Any
 from llmpq.checkpoints.gguf_file import is_gguf, open_gguf
 from llmpq.checkpoints.model_config import read_config
 from llmpq.checkpoints.quantization_config import fp8_block, is_kept_block
-from llmpq.families.config_values import section
+from llmpq.families.common.config_values import section
 from llmpq.precision import Precision
 
 TABLES = ("MXFP4", "IQ4_NL", "IQ4_XS")

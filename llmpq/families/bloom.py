@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from llmpq.families.config_values import Config, expect, flag, number, size
+from llmpq.families.common.config_values import Config, expect, flag, number, size
 from llmpq.families.record import Arrange, Family, NameTable, linear_names, norm_names
 
 

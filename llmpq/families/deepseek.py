@@ -15,13 +15,13 @@ from dataclasses import replace
 from typing import Any
 
 from llmpq.families import llama
-from llmpq.families.config_values import Config, expect, number, size
+from llmpq.families.common.config_values import Config, expect, number, size
+from llmpq.families.common.mixture_config import counts, expert_names, first_layers, groups
+from llmpq.families.common.rope import yarn_score_factor
+from llmpq.families.common.rotary_families import pairs_to_halves, rotary_fields
+from llmpq.families.common.spec_values import Latent, Router
 from llmpq.families.glm4_moe import mixture
-from llmpq.families.mixture_config import counts, expert_names, first_layers, groups
 from llmpq.families.record import Arrange, linear_names
-from llmpq.families.rope import yarn_score_factor
-from llmpq.families.rotary_families import pairs_to_halves, rotary_fields
-from llmpq.families.spec_values import Latent, Router
 
 
 def fields(config: Config) -> dict[str, Any]:

@@ -14,10 +14,17 @@ from dataclasses import replace
 from typing import Any
 
 from llmpq.families import llama
-from llmpq.families.config_values import Config, expect, is_given, number, size, with_defaults
+from llmpq.families.common.config_values import (
+    Config,
+    expect,
+    is_given,
+    number,
+    size,
+    with_defaults,
+)
+from llmpq.families.common.rope import rope_section, window_theta
+from llmpq.families.common.rotary_families import alternating, layer_kinds, rotary_fields, windows
 from llmpq.families.record import ABOVE_ONE, norm_names
-from llmpq.families.rope import rope_section, window_theta
-from llmpq.families.rotary_families import alternating, layer_kinds, rotary_fields, windows
 
 THETA = {"gemma2": 1e4, "gemma3": 1e6}
 LOCAL_THETA = 1e4

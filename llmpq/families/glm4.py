@@ -11,9 +11,9 @@ from dataclasses import replace
 from typing import Any
 
 from llmpq.families import llama
-from llmpq.families.config_values import Config, flag, with_defaults
+from llmpq.families.common.config_values import Config, flag, with_defaults
+from llmpq.families.common.rotary_families import pairs_to_halves, rotary_fields, turned_channels
 from llmpq.families.record import Arrange, linear_names, norm_names
-from llmpq.families.rotary_families import pairs_to_halves, rotary_fields, turned_channels
 
 PARTIAL = 0.5
 """The share of a head's channels that is turned where the config does not say."""

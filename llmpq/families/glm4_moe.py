@@ -12,11 +12,11 @@ from dataclasses import replace
 from typing import Any
 
 from llmpq.families import llama
-from llmpq.families.config_values import Config, flag, number, size
+from llmpq.families.common.config_values import Config, flag, number, size
+from llmpq.families.common.mixture_config import counts, expert_names, first_layers, groups
+from llmpq.families.common.rotary_families import rotary_fields
+from llmpq.families.common.spec_values import Router
 from llmpq.families.glm4 import half_turned
-from llmpq.families.mixture_config import counts, expert_names, first_layers, groups
-from llmpq.families.rotary_families import rotary_fields
-from llmpq.families.spec_values import Router
 
 
 def fields(config: Config) -> dict[str, Any]:

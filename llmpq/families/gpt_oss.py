@@ -14,11 +14,11 @@ from dataclasses import replace
 from typing import Any
 
 from llmpq.families import llama
-from llmpq.families.config_values import Config, flag, number, with_defaults
-from llmpq.families.mixture_config import counts
+from llmpq.families.common.config_values import Config, flag, number, with_defaults
+from llmpq.families.common.mixture_config import counts
+from llmpq.families.common.rotary_families import alternating, layer_kinds, rotary_fields, windows
+from llmpq.families.common.spec_values import Router
 from llmpq.families.record import Arrange, linear_names
-from llmpq.families.rotary_families import alternating, layer_kinds, rotary_fields, windows
-from llmpq.families.spec_values import Router
 
 FULL_EVERY = 2
 THETA = 150000.0

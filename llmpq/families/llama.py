@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from llmpq.families.config_values import Config, flag, with_defaults
+from llmpq.families.common.config_values import Config, flag, with_defaults
+from llmpq.families.common.rotary_families import everywhere, rotary_fields
 from llmpq.families.record import Family, NameTable, linear_names, norm_names
-from llmpq.families.rotary_families import everywhere, rotary_fields
 
 MISTRAL_WINDOW = 4096
 """What Transformers takes where a Mistral config says nothing; null means no window."""

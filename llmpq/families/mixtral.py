@@ -6,10 +6,10 @@ from dataclasses import replace
 from typing import Any
 
 from llmpq.families import llama
-from llmpq.families.config_values import Config
-from llmpq.families.mixture_config import counts
+from llmpq.families.common.config_values import Config
+from llmpq.families.common.mixture_config import counts
+from llmpq.families.common.rotary_families import everywhere, rotary_fields
 from llmpq.families.record import linear_names
-from llmpq.families.rotary_families import everywhere, rotary_fields
 
 _MOE = "layers.{i}.block_sparse_moe"
 _EXPERT = f"{_MOE}.experts.{{e}}"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from llmpq.families.config_values import Config, is_given
+from llmpq.families.common.config_values import Config, is_given
 
 LEFT_OUT = {
     "vision_config": "the vision tower: text only",

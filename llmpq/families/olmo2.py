@@ -11,10 +11,10 @@ from dataclasses import replace
 from typing import Any
 
 from llmpq.families import llama
-from llmpq.families.config_values import Config, expect
+from llmpq.families.common.config_values import Config, expect
+from llmpq.families.common.rope import window_theta
+from llmpq.families.common.rotary_families import alternating, layer_kinds, rotary_fields, windows
 from llmpq.families.record import norm_names
-from llmpq.families.rope import window_theta
-from llmpq.families.rotary_families import alternating, layer_kinds, rotary_fields, windows
 
 FULL_EVERY = 4
 

@@ -10,9 +10,9 @@ from dataclasses import replace
 from typing import Any
 
 from llmpq.families import llama
-from llmpq.families.config_values import Config, expect
+from llmpq.families.common.config_values import Config, expect
+from llmpq.families.common.rotary_families import everywhere, rotary_fields
 from llmpq.families.record import linear_names
-from llmpq.families.rotary_families import everywhere, rotary_fields
 
 
 def fields(config: Config) -> dict[str, Any]:

@@ -9,9 +9,9 @@ from dataclasses import replace
 from typing import Any
 
 from llmpq.families import llama
-from llmpq.families.config_values import Config, flag, size
+from llmpq.families.common.config_values import Config, flag, size
+from llmpq.families.common.rotary_families import FULL, SLIDING, layer_kinds, rotary_fields, windows
 from llmpq.families.record import Family
-from llmpq.families.rotary_families import FULL, SLIDING, layer_kinds, rotary_fields, windows
 
 
 def fields(config: Config) -> dict[str, Any]:

@@ -6,9 +6,9 @@ from dataclasses import replace
 from typing import Any
 
 from llmpq.families import llama
-from llmpq.families.config_values import Config
+from llmpq.families.common.config_values import Config
+from llmpq.families.common.rotary_families import rotary_fields
 from llmpq.families.qwen2 import late_windows
-from llmpq.families.rotary_families import rotary_fields
 
 
 def fields(config: Config) -> dict[str, Any]:

@@ -9,10 +9,10 @@ from dataclasses import replace
 from typing import Any
 
 from llmpq.families import llama, qwen3
-from llmpq.families.config_values import Config, expect, flag, size
-from llmpq.families.mixture_config import counts, expert_names
-from llmpq.families.rotary_families import SLIDING, windows
-from llmpq.families.spec_values import Router
+from llmpq.families.common.config_values import Config, expect, flag, size
+from llmpq.families.common.mixture_config import counts, expert_names
+from llmpq.families.common.rotary_families import SLIDING, windows
+from llmpq.families.common.spec_values import Router
 
 
 def fields(config: Config) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from llmpq.families.config_values import Config
+from llmpq.families.common.config_values import Config
 
 Rows = Callable[[Any, Any], Any]
 """A tensor and the spec to the tensor with its rows in our order."""

@@ -10,6 +10,8 @@ groups of 128 are so on Hopper alone, whose kernel reads the codes; others make 
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from llmpq.cost_model import LatencyEntry, Phase
 from llmpq.devices.device_spec import DeviceSpec
 from llmpq.memory import Quantization
@@ -39,6 +41,18 @@ def form_of(quantization: Quantization, precision: Precision) -> str | None:
         return codes
     small = quantization.group_size is not None and quantization.group_size < GROUP
     return "small" if small else None
+
+
+def as_measured(
+    quantization: Quantization, precision: Precision, device: DeviceSpec
+) -> Quantization:
+    """Return what is estimated of a layer before it is `priced`: integers in groups of 128.
+
+    Bytes of scales are in the measured times; they are not to be counted twice.
+    """
+    if device.is_cpu or form_of(quantization, precision) is None:
+        return quantization
+    return replace(quantization, group_size=GROUP, codes=None)
 
 
 def priced(entry: LatencyEntry, device: DeviceSpec, quantization: Quantization) -> LatencyEntry:

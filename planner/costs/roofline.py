@@ -21,6 +21,7 @@ from llmpq.cost_model import CostModel, LatencyEntry, Part, Phase, Regime
 from llmpq.devices.device_spec import DeviceSpec
 from llmpq.memory import Quantization, expert_weight_bytes, layer_weight_bytes
 from llmpq.model_spec import ModelSpec
+from llmpq.planner.costs.code_forms import as_measured
 from llmpq.precision import KVPrecision, Precision, WeightScheme
 from llmpq.sizes.kv_format import kv_cache_bytes
 from llmpq.workload import DTYPE_BYTES, Dtype
@@ -51,8 +52,9 @@ def estimate_costs(
             continue
         seen.add(device.profile_kind)
         for precision in precisions:
-            entries.append(_prefill(spec, device, precision, dtype, quantization))
-            entries += [_decode(spec, device, precision, kv, dtype, quantization) for kv in kvs]
+            stored = as_measured(quantization, precision, device.spec)
+            entries.append(_prefill(spec, device, precision, dtype, stored))
+            entries += [_decode(spec, device, precision, kv, dtype, stored) for kv in kvs]
         entries += _ends(spec, device, dtype, quantization)
     return CostModel(model=spec.name, model_fingerprint=spec.fingerprint(), entries=tuple(entries))
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from llmpq.checkpoints.gguf_file import is_gguf, open_gguf
 from llmpq.checkpoints.model_config import read_config
 from llmpq.checkpoints.quantization_config import BITSANDBYTES, LAYER
-from llmpq.families.config_values import section
+from llmpq.families.common.config_values import section
 from llmpq.memory import Quantization
 from llmpq.planner.inputs import gguf_layers
 from llmpq.planner.inputs.stored_precisions import SMALL, headers_of

@@ -35,7 +35,7 @@ from llmpq.checkpoints.quantization_config import (
     is_kept_block,
     require_read,
 )
-from llmpq.families.config_values import section, size
+from llmpq.families.common.config_values import section, size
 from llmpq.file_form import read_json
 from llmpq.memory import Quantization
 from llmpq.model_spec import ModelSpec

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from llmpq.families.spec_values import Router
+from llmpq.families.common.spec_values import Router
 
 
 class Routing(nn.Module):

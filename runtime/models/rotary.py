@@ -18,7 +18,7 @@ import math
 import torch
 from torch import Tensor
 
-from llmpq.families.spec_values import RopeScaling
+from llmpq.families.common.spec_values import RopeScaling
 from llmpq.kernels.cpu import row_wise
 from llmpq.runtime.step import Step
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from llmpq.checkpoints.gguf_file import is_gguf
 from llmpq.checkpoints.model_config import read_config
-from llmpq.families.config_values import section
+from llmpq.families.common.config_values import section
 from llmpq.model_spec import ModelSpec
 from llmpq.runtime.weights.gguf_checkpoint import GgufCheckpoint
 from llmpq.runtime.weights.quantized_checkpoint import QuantizedCheckpoint

@@ -41,7 +41,7 @@ from llmpq.checkpoints.quantization_config import (
     is_kept_block,
     require_read,
 )
-from llmpq.families.config_values import section, size
+from llmpq.families.common.config_values import section, size
 from llmpq.families.record import AS_IT_IS
 from llmpq.kernels.formats.atom_weight import AtomWeight
 from llmpq.kernels.formats.fp8_weight import Fp8Weight

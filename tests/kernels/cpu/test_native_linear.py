@@ -99,12 +99,39 @@ def test_rows_of_a_prompt_equal_their_twin_on_odd_shapes(level):
     for (bits, group, symmetric), (n, k) in itertools.product(SCHEMES, wanted):
         q = _weight(n, k, bits, group, symmetric, torch.bfloat16)
         for m in wanted[n, k]:
-            x, bias = torch.randn(m, k).bfloat16(), torch.randn(n).bfloat16()
-            exact = linear_reference(x, q, bias, exact=True)
-            y = linear(x, q, bias)
-            assert y.dtype == torch.bfloat16 and y.shape == (m, n)
-            error = relative_error(y, exact)
-            assert error < TOLERANCE[torch.bfloat16], (bits, group, symmetric, n, k, m, error)
+            _check_rows(q, torch.randn(m, k).bfloat16(), (bits, group, symmetric, n, k, m))
+
+
+@pytest.mark.parametrize("dtype", list(TOLERANCE))
+def test_rows_of_a_prompt_in_other_numbers_equal_their_twin(level, dtype):
+    torch.manual_seed(0)
+    for bits, group, symmetric in SCHEMES:
+        q = _weight(81, 333, bits, group, symmetric, dtype)
+        x = torch.randint(-126, 127, (50, 333)).float()
+        x[:, ::GROUP] = 127
+        _check_rows(q, (torch.randn(43, 333)).to(dtype), (bits, group, symmetric))
+        in_bytes = replace(q, activation_bits=8)
+        _check_rows(in_bytes, (x / 16).to(dtype), (bits, group, symmetric, "bytes"))
+
+
+def _check_rows(q, x, case):
+    bias = torch.randn(q.out_features).to(x.dtype)
+    exact = linear_reference(x, q, bias, exact=True)
+    y = linear(x, q, bias)
+    assert y.dtype == x.dtype and y.shape == exact.shape
+    error = relative_error(y, exact)
+    assert error < TOLERANCE[x.dtype], (case, error)
+
+
+def test_a_prompt_is_as_exact_as_a_weight_of_bfloat16(level):
+    torch.manual_seed(1)
+    for bits, group in itertools.product((3, 4, 8), (32, 128)):
+        q = _weight(64, 1024, bits, group, False, torch.bfloat16)
+        x = torch.randn(40, 1024).bfloat16()
+        exact = linear_reference(x, q, exact=True)
+        rounded = x.double() @ q.dequantize(torch.bfloat16).double().t()
+        lost = relative_error(rounded.bfloat16(), exact)
+        assert relative_error(linear(x, q, None), exact) < 1.05 * lost, (bits, group)
 
 
 def test_many_rows_take_the_weight_in_pieces(level, monkeypatch):
@@ -114,7 +141,7 @@ def test_many_rows_take_the_weight_in_pieces(level, monkeypatch):
     assert relative_error(linear(x, q, bias), linear_reference(x, q, bias, exact=True)) < 2e-6
 
 
-@pytest.mark.parametrize("m", [3, 40])
+@pytest.mark.parametrize("m", [3, 40, 145])
 @pytest.mark.parametrize("bits", [3, 4, 8])
 def test_planted_faults_exceed_the_tolerance(level, bits, m):
     torch.manual_seed(bits)

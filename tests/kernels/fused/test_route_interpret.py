@@ -4,7 +4,7 @@ import pytest
 import torch
 from triton import knobs
 
-from llmpq.families.spec_values import Router
+from llmpq.families.common.spec_values import Router
 from llmpq.kernels.fused import norm_route
 from llmpq.kernels.fused.route import fits
 from llmpq.kernels.gemm.experts.expert_sent import assign

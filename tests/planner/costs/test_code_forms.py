@@ -53,6 +53,21 @@ def test_forms_of_codes() -> None:
     assert form_of(replace(plain, codes="e4m3"), Precision.W8A8) is None
 
 
+def test_scales_of_small_groups_are_counted_once_on_gpus_and_whole_on_cpus() -> None:
+    plain, small = (book(Quantization(group_size=size)).estimate for size in (128, 32))
+    assert plain is not None and small is not None
+    for device in DEVICES:
+        same = [
+            plain.find(device.profile_kind, **key) == small.find(device.profile_kind, **key)
+            for key in (
+                {"part": "layer", "phase": phase, "precision": W4, "dtype": "bfloat16",
+                 "kv": KVPrecision.KV16}
+                for phase in Phase
+            )
+        ]  # fmt: skip
+        assert all(same) != device.spec.is_cpu
+
+
 def _header(path: Path, tensors: dict[str, str], config: dict[str, Any]) -> None:
     told = {
         name: {"dtype": dtype, "shape": [0], "data_offsets": [0, 0]}

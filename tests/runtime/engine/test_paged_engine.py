@@ -10,7 +10,7 @@ import torch
 
 import llmpq
 from llmpq.errors import DoesNotFitError
-from llmpq.families.spec_values import RopeScaling
+from llmpq.families.common.spec_values import RopeScaling
 from llmpq.model_spec import ModelSpec
 from llmpq.precision import KVPrecision
 from llmpq.runtime.cache.low_bit_kv import LowBitKV

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from llmpq.families.spec_values import RopeScaling
+from llmpq.families.common.spec_values import RopeScaling
 from llmpq.runtime.models.rotary import Rotary
 from llmpq.runtime.paged_step import PagedStep
 from llmpq.runtime.step import Step

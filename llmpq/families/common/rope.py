@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from llmpq.families.config_values import (
+from llmpq.families.common.config_values import (
     Config,
     bounded,
     flag,
@@ -16,7 +16,7 @@ from llmpq.families.config_values import (
     section,
     size,
 )
-from llmpq.families.spec_values import RopeScaling
+from llmpq.families.common.spec_values import RopeScaling
 
 THETAS = (100.0, 1e11)
 """Models in use have 10,000 (Llama 2) to 1e8 (Mistral Small); others are slips of the pen."""

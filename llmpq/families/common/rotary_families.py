@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from llmpq.families.config_values import Config, epsilon, expect, flag, is_given, size
-from llmpq.families.rope import rope_fields
+from llmpq.families.common.config_values import Config, epsilon, expect, flag, is_given, size
+from llmpq.families.common.rope import rope_fields
 
 SLIDING, FULL = "sliding_attention", "full_attention"
 """Transformers' `layer_types`."""

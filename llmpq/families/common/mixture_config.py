@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from llmpq.families.config_values import Config, size
+from llmpq.families.common.config_values import Config, size
 from llmpq.families.record import linear_names
 
 
