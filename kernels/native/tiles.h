@@ -5,9 +5,10 @@
 // with a sign, too. Codes of 8 bits are tiles as they lie (panel.h), fewer bits are unpacked.
 // Tiles are loaded from memory only once stores have left the core for it: what a k-group needs is unpacked two
 // k-groups ahead and its sums are taken two behind, or every step would wait for all of the one before it.
-// Cost of a k-group of 16 rows of w, 8 rows of x: 4 loads of tiles, 2 products of 16 cycles, a store, 5 vector
-// operations for each row of x. ns a row of w and k-group, in cache, one core, 8 rows of x: 2.9 (4 bits), 2.6 (8 bits)
-// where rows of w that lay by themselves, unpacked as the left operand, took 6.6 and 9.2.
+// Cost of a k-group of 16 rows of w, 8 rows of x: 4 loads of tiles, 2 products of 16 cycles, a store, 6 vector
+// operations for each row of x. Of 700 MB of codes, two cores of a Xeon, 8 rows of x (kept as panels, all k-groups of one
+// first), ms at 4 and 8 bits: 50.5 and 34.2 asking 4 KB ahead, 50.4 and 35.2 2 KB ahead, 56.7 and 39.0 without; two panels
+// to a load of x's tiles 53.5 and 34.5; each product a step behind its loads 52.7 and 35.2; plain reads take 27.2 and 26.1.
 #pragma once
 #include "panel.h"
 #include "rounded_rows.h"
@@ -136,20 +137,44 @@ static inline void multiply_tiles(const uint8_t* codes, const uint8_t* x, int32_
   _tile_stored(0, products, 64);
 }
 
-// A panel times a tile of x's rows, y as sums [16 (8 of BESIDE), 16 rows of w].
+// Panels that are multiplied together: as many of x's k-groups as stay in a core's L1 meet all of them before the next
+// ones do.
+constexpr int64_t PANELS = 8, X_BYTES = 16 << 10;
+
+// A k-group of a panel, and which comes next.
+struct TileUnit {
+  int64_t panels, k_groups, together;  // of the work; k-groups that stay
+  int64_t panel = 0, g = 0, first = 0;
+  TileUnit(int64_t panels, const TiledRows& x)
+      : panels(panels), k_groups(x.k_groups), together(std::max<int64_t>(1, X_BYTES / x.slot())) {}
+  int64_t end() const { return std::min(first + together, k_groups); }
+  void next() {
+    if (++g < end()) return;
+    if (++panel == panels) panel = 0, first = end();
+    g = first;
+  }
+};
+
+// Panels times a tile of x's rows, y as sums [panels, 16 (8 of BESIDE), 16 rows of w].
 template <int BITS, Halves HALVES>
-static void tile_panel(const Weight& w, const Panel& panel, TiledRows& x, int64_t tile, TileRing& ring, float* y) {
-  // 8 rows, the same (panel_rows.h): 50.5 and 34.2 so, 50.4 and 35.2 2048 ahead, 56.7 and 39.0 without; two panels to a
-  // load of x's tiles 53.5 and 34.5; each product a step behind its loads 52.7 and 35.2.
-  constexpr int64_t UNIT = PANEL * 16 * BITS, FAR = 4096, ROWS = HALVES == Halves::BESIDE ? TILE / 2 : TILE;
-  const PanelGrid grid(w, panel);
+static void tile_panels(const Weight& w, const Panel* panels, int64_t count, TiledRows& x, int64_t tile, TileRing& ring, float* y) {
+  constexpr int64_t UNIT = PANEL * 16 * BITS, ROWS = HALVES == Halves::BESIDE ? TILE / 2 : TILE;
+  constexpr int64_t ASKED = BITS == 8 ? 2 : 4;  // units ahead of what is unpacked
+  const int64_t units = count * w.k_groups;
+  TileUnit asked(count, x), ahead = asked, now = asked, behind = asked;
   Floats acc[ROWS];
   for (Floats& a : acc) a = floats(0);
-  auto add_products = [&](int64_t g) __attribute__((always_inline)) {
-    const int64_t at = (tile * x.k_groups + g) * TILE;
+  auto add_products = [&](int64_t unit) __attribute__((always_inline)) {
+    const int64_t at = (tile * x.k_groups + behind.g) * TILE;
     const float *step = x.scale.data() + at, *sum = x.sum.data() + at;
-    const int32_t* d = ring.products[g % TileRing::UNITS];
-    const Floats scale = grid.scales(g), zero = grid.zeros(g);
+    const int32_t* d = ring.products[unit % TileRing::UNITS];
+    const PanelGrid grid(w, panels[behind.panel]);
+    const Floats scale = grid.scales(behind.g), zero = grid.zeros(behind.g);
+    float* sums = y + behind.panel * ROWS * PANEL;
+    if (behind.g == behind.first) {
+#pragma GCC unroll 16
+      for (int64_t m = 0; m < ROWS; ++m) acc[m] = behind.first ? load(sums + m * PANEL) : floats(0);
+    }
 #pragma GCC unroll 16
     for (int64_t m = 0; m < ROWS; ++m) {
       Ints v = _mm512_load_si512(d + m * TILE);
@@ -157,24 +182,35 @@ static void tile_panel(const Weight& w, const Panel& panel, TiledRows& x, int64_
         v = _mm512_add_epi32(_mm512_slli_epi32(v, 8), _mm512_load_si512(d + m * TILE + (HALVES == Halves::APART ? TILE : TILE / 2) * TILE));
       acc[m] = fma(_mm512_fnmadd_ps(zero, floats(sum[m]), mul(to_floats(v), floats(step[m]))), scale, acc[m]);
     }
+    if (behind.g + 1 == behind.end()) {
+#pragma GCC unroll 16
+      for (int64_t m = 0; m < ROWS; ++m) store(sums + m * PANEL, acc[m]);
+    }
+    behind.next();
   };
-  auto unpack = [&](int64_t g) __attribute__((always_inline)) {
-    if (g >= w.k_groups) return;
-    ask_ahead<BITS>(panel.codes + g * UNIT, FAR);
-    if constexpr (BITS < 8) unpack_unit<BITS>(panel.codes + g * UNIT, ring.codes[g % TileRing::UNITS]);
+  auto ask = [&](int64_t unit) __attribute__((always_inline)) {
+    if (unit >= units) return ask_ahead<BITS>(panels[0].codes, (count * w.k_groups + unit - units) * UNIT);  // what follows
+    ask_ahead<BITS>(panels[asked.panel].codes + asked.g * UNIT, 0);
+    asked.next();
   };
-  for (int64_t g = 0; g < AHEAD; ++g) unpack(g);
-  for (int64_t g = 0; g < w.k_groups; ++g) {
+  auto unpack = [&](int64_t unit) __attribute__((always_inline)) {
+    if (unit >= units) return;
+    if constexpr (BITS < 8) unpack_unit<BITS>(panels[ahead.panel].codes + ahead.g * UNIT, ring.codes[unit % TileRing::UNITS]);
+    ahead.next();
+  };
+  for (int64_t unit = 0; unit < AHEAD + ASKED; ++unit) ask(unit);
+  for (int64_t unit = 0; unit < AHEAD; ++unit) unpack(unit);
+  for (int64_t unit = 0; unit < units; ++unit, now.next()) {
     asm volatile("" : : : "memory");  // tiles are read from what was written, and the other way about
-    multiply_tiles<HALVES>(BITS == 8 ? panel.codes + g * UNIT : ring.codes[g % TileRing::UNITS], x.at(tile, g), ring.products[g % TileRing::UNITS]);
+    const uint8_t* codes = BITS == 8 ? panels[now.panel].codes + now.g * UNIT : ring.codes[unit % TileRing::UNITS];
+    multiply_tiles<HALVES>(codes, x.at(tile, now.g), ring.products[unit % TileRing::UNITS]);
     asm volatile("" : : : "memory");
-    if (g >= AHEAD) add_products(g - AHEAD);
-    unpack(g + AHEAD);
+    if (unit >= AHEAD) add_products(unit - AHEAD);
+    ask(unit + AHEAD + ASKED);
+    unpack(unit + AHEAD);
   }
   asm volatile("" : : : "memory");
-  for (int64_t g = std::max<int64_t>(0, w.k_groups - AHEAD); g < w.k_groups; ++g) add_products(g);
-#pragma GCC unroll 16
-  for (int64_t m = 0; m < ROWS; ++m) store(y + m * PANEL, acc[m]);
+  for (int64_t unit = std::max<int64_t>(0, units - AHEAD); unit < units; ++unit) add_products(unit);
 }
 
 // y of 16 rows of w from sums with a column for each of M rows of x (dense_tiles.h).
@@ -189,14 +225,14 @@ static void put_panel(const float* sums, int64_t M, int64_t n0, int64_t N, const
 static bool takes_tiles(const Weight& w, int64_t rows) { return rows >= 3 && w.panels && tiles_allowed(); }
 
 template <Halves HALVES>
-static auto tile_panel_of(int64_t bits) {
-  return bits == 3 ? tile_panel<3, HALVES> : bits == 4 ? tile_panel<4, HALVES> : tile_panel<8, HALVES>;
+static auto tile_panels_of(int64_t bits) {
+  return bits == 3 ? tile_panels<3, HALVES> : bits == 4 ? tile_panels<4, HALVES> : tile_panels<8, HALVES>;
 }
 
 // y = x w^T + bias of rows that were rounded; called by every thread of a team.
 static void multiply_by_tiles(const Weight& w, TiledRows& x, int64_t parts, const Output& out, int64_t M) {
-  auto run = x.halves == Halves::HIGH ? tile_panel_of<Halves::HIGH>(w.bits)
-           : x.halves == Halves::APART ? tile_panel_of<Halves::APART>(w.bits) : tile_panel_of<Halves::BESIDE>(w.bits);
+  auto run = x.halves == Halves::HIGH ? tile_panels_of<Halves::HIGH>(w.bits)
+           : x.halves == Halves::APART ? tile_panels_of<Halves::APART>(w.bits) : tile_panels_of<Halves::BESIDE>(w.bits);
   TileRing ring;
   static thread_local Tail tail;
   const TileShape shape(TILE);
@@ -205,13 +241,19 @@ static void multiply_by_tiles(const Weight& w, TiledRows& x, int64_t parts, cons
   const int64_t panels = (w.N + PANEL - 1) / PANEL, together = panels_together(w, panels, omp_get_num_threads());
 #pragma omp for schedule(dynamic)
   for (int64_t n = 0; n < panels; n += together)
-    for (int64_t p = n; p < n + together && p < panels; ++p) {
-      const Panel panel = panel_of(w, p, tail);
+    for (int64_t p = n; p < n + together && p < panels; p += PANELS) {
+      const int64_t count = std::min(PANELS, std::min(n + together, panels) - p);
+      Panel of[PANELS];
+      for (int64_t i = 0; i < count; ++i) of[i] = panel_of(w, p + i, tail);
       for (int64_t tile = 0; tile < x.tiles; ++tile) {
-        alignas(64) float y[TILE][PANEL];
-        run(w, panel, x, tile, ring, y[0]);
+        alignas(64) float y[PANELS][TILE][PANEL];
+        run(w, of, count, x, tile, ring, y[0][0]);
+        const int64_t lines = x.halves == Halves::BESIDE ? TILE / 2 : TILE;
         for (int64_t r = 0; r < TILE && tile * TILE + r < M * parts; r += parts)
-          put_sixteen(out, (tile * TILE + r) / parts, w.N, panel.first, panel.count, parts == 2 ? add(load(y[r]), load(y[r + 1])) : load(y[r]));
+          for (int64_t i = 0; i < count; ++i) {
+            const float* sums = y[0][0] + (i * lines + r) * PANEL;
+            put_sixteen(out, (tile * TILE + r) / parts, w.N, of[i].first, of[i].count, parts == 2 ? add(load(sums), load(sums + PANEL)) : load(sums));
+          }
       }
     }
   _tile_release();
