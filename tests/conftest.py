@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import inspect
 import os
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -115,10 +117,54 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items.sort(
         key=lambda item: places.get(f"{item.path.parent.name}/{item.path.name}", len(places))
     )
-    if not ALL and any(_level(item) == "avx512_bf16" for item in items):
+    if ALL:
+        return
+    left_out = {item for item in items if item.get_closest_marker("seldom")}
+    thin: dict[tuple[Path, str], list[pytest.Item]] = {}
+    for item in items:
+        if item.get_closest_marker("thin") and hasattr(item, "callspec") and item not in left_out:
+            thin.setdefault((item.path, item.originalname), []).append(item)
+    for group in thin.values():
+        left_out |= _not_needed(group)
+    if any(_level(item) == "avx512_bf16" for item in items):
         # All that a CPU with VNNI runs, one with bfloat16 products runs, too.
-        config.hook.pytest_deselected(items=[i for i in items if _level(i) == "avx512_vnni"])
-        items[:] = [item for item in items if _level(item) != "avx512_vnni"]
+        left_out |= {item for item in items if _level(item) == "avx512_vnni"}
+    config.hook.pytest_deselected(items=[item for item in items if item in left_out])
+    items[:] = [item for item in items if item not in left_out]
+
+
+def _not_needed(items: list[pytest.Item]) -> set[pytest.Item]:
+    """Return those without whom every value of each parameter still occurs, or every few of values.
+
+    `@pytest.mark.thin` keeps every value, `thin(2)` every pair of values of two parameters. Values
+    that one `parametrize` lists together count as one, unless told `apart=True`.
+    """
+    mark = items[0].get_closest_marker("thin")
+    few, lists = (*mark.args, 1)[0], [mark.args[0] for mark in items[0].iter_markers("parametrize")]
+    if mark.kwargs.get("apart"):
+        lists = []
+    lists = [n.replace(" ", "").split(",") if isinstance(n, str) else n for n in lists]
+    values = [_values(item, lists) for item in items]
+    wanted = [set(combinations(own, min(few, len(own)))) for own in values]
+    left = set().union(*wanted)
+    used, kept = Counter(), set()
+    while left:
+        # What adds most; of several, that whose values came least often.
+        place = max(
+            range(len(items)),
+            key=lambda i: (len(wanted[i] & left), -sum(used[v] for v in values[i]), -i),
+        )
+        left -= wanted[place]
+        used.update(values[place])
+        kept.add(place)
+    return {item for place, item in enumerate(items) if place not in kept}
+
+
+def _values(item: pytest.Item, lists: Sequence[Sequence[str]]) -> list[tuple[str, str]]:
+    """Return a test's values of the lists of parameters, and of every parameter in none of them."""
+    given = {name: repr(value) for name, value in item.callspec.params.items()}
+    whole = [tuple(given.pop(name) for name in names if name in given) for names in lists]
+    return [*((names[0], str(v)) for names, v in zip(lists, whole, strict=True)), *given.items()]
 
 
 def _level(item: pytest.Item) -> object:

@@ -48,6 +48,7 @@ def compiled(kernel, arch, constants, element, warps):
     return made
 
 
+@pytest.mark.thin(apart=True)
 @pytest.mark.parametrize("model,arch", CASES, ids=lambda value: str(value).replace("torch.", ""))
 def test_attention_and_append_fit(model, arch):
     kv, heads, groups, dim, dtype = model

@@ -83,6 +83,7 @@ CASES += [((64, 8, 64, torch.bfloat16), arch, RULED) for arch in (86, 90)]
 CASES += [((16, 8, 256, torch.bfloat16), 90, RULED)]
 
 
+@pytest.mark.thin(apart=True)
 @pytest.mark.parametrize(
     "model,arch,scores", CASES, ids=lambda value: str(value).replace("torch.", "")
 )
