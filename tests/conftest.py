@@ -95,11 +95,67 @@ def _interpreter() -> Iterator[None]:
 
     options = interpreter.InterpreterOptions(sanitize_overflow=False)
     with pytest.MonkeyPatch.context() as patch:
+        _remember_types(patch)
         patch.setattr(builder, "cast_impl", cast_impl)
         patch.setattr(interpreter, "_patch_lang", patch_lang)
         patch.setattr(scope_class, "restore", restore)
         patch.setattr(interpreter.interpreter_builder, "options", options)
         yield
+
+
+def _remember_types(patch: pytest.MonkeyPatch) -> None:
+    """Have types of the language made once, not at every operation: half of the interpreter's time.
+
+    Blocks of one shape and element share what they are made of, as do tensors of one type.
+    """
+    import triton.language as tl
+    from triton.runtime import interpreter
+
+    core, semantic = tl.core, tl.semantic.TritonSemantic
+    plain_block, plain_tensor = core.block_type.__init__, core.tensor.__init__
+    plain_unwrap, plain_broadcast = core._unwrap_if_constexpr, semantic.broadcast_impl_value
+    plain_numpy = interpreter._get_np_dtype
+    blocks: dict[Any, dict[str, Any]] = {}
+
+    def make_block(self: Any, element_ty: Any, shape: Any) -> None:
+        key = (id(element_ty), *(s if type(s) is int else s.value for s in shape))
+        if key not in blocks:
+            plain_block(self, element_ty, shape)
+            blocks[key] = self.__dict__  # holds the element: its id stays its own
+        self.__dict__ = blocks[key]
+
+    def make_tensor(self: Any, handle: Any, type: Any) -> None:
+        made = type.__dict__.get("made_tensor")
+        if made is None:
+            plain_tensor(self, handle, type)
+            own = self.__dict__.items()
+            type.made_tensor = {k: v for k, v in own if k not in ("handle", "type")}
+        else:
+            self.__dict__.update(made)
+            self.handle, self.type = handle, type
+
+    def unwrap(value: Any) -> Any:
+        kind = type(value)
+        return (
+            value if kind is int else value.value if kind is tl.constexpr else plain_unwrap(value)
+        )
+
+    def broadcast(self: Any, lhs: Any, rhs: Any) -> Any:
+        mine, other = lhs.type, rhs.type
+        if mine.is_block() and other.is_block() and mine.shape.values == other.shape.values:
+            return lhs, rhs
+        return plain_broadcast(self, lhs, rhs)
+
+    def numpy_type(kind: Any) -> Any:
+        if "numpy_type" not in kind.__dict__:
+            kind.numpy_type = plain_numpy(kind)
+        return kind.numpy_type
+
+    patch.setattr(core.block_type, "__init__", make_block)
+    patch.setattr(core.tensor, "__init__", make_tensor)
+    patch.setattr(core, "_unwrap_if_constexpr", unwrap)
+    patch.setattr(semantic, "broadcast_impl_value", broadcast)
+    patch.setattr(interpreter, "_get_np_dtype", numpy_type)
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
