@@ -99,11 +99,11 @@ def test_a_planted_bug_would_be_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     assert wrong
 
 
-def test_same_problem_same_plan(monkeypatch: pytest.MonkeyPatch) -> None:
-    hurried = [_exact(_problem(seed), 1e-6) for seed in range(20)]
+def test_same_problem_same_plan(monkeypatch: pytest.MonkeyPatch, seeds: Seeds) -> None:
+    hurried = [(seed, _exact(_problem(seed), 1e-6)) for seed in seeds(range(20))]
     # Where the clock ends no try early, of two plans of one value it is always the same.
     monkeypatch.setattr(time, "perf_counter", lambda: 0.0)
-    for seed, other in enumerate(hurried):
+    for seed, other in hurried:
         first, second = _exact(_problem(seed), 1e-6), _exact(_problem(seed), 1e-6)
         assert (first and first.assignment) == (second and second.assignment)
         assert (first is None) == (other is None)
