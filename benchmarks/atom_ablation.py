@@ -15,14 +15,14 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
-from atom_models import (
+from lib.atom_models import (
     CachedPipeline,
     Subject,
     add_arguments,
     quantized,
     subjects,
 )
-from rows import write_row
+from lib.rows import write_row
 
 from llmpq.kernels.formats.atom_scheme import W8A8, AtomScheme
 from llmpq.model_spec import ModelSpec

@@ -14,8 +14,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
-from atom_models import ReadyLayers, Subject, add_arguments, quantized, subjects
-from rows import write_row
+from lib.atom_models import ReadyLayers, Subject, add_arguments, quantized, subjects
+from lib.rows import write_row
 
 from llmpq.kernels.formats.atom_scheme import AtomScheme
 from llmpq.kernels.formats.atom_weight import AtomWeight

@@ -30,7 +30,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from rows import RESULTS
+from lib.rows import RESULTS
 from torch import Tensor
 
 from llmpq.errors import DoesNotFitError

@@ -15,7 +15,7 @@ import time
 from pathlib import Path
 
 import torch
-from rows import RESULTS
+from lib.rows import RESULTS
 from torch import Tensor
 
 from llmpq.kernels.tools.gpu_timing import write_row

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import torch
 from continuous_batching import MODEL, requests
-from rows import write_row
+from lib.rows import write_row
 
 from llmpq.model_spec import ModelSpec
 from llmpq.runtime.engine.paged_scheduler import PagedScheduler

@@ -22,10 +22,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import batching_gpu
 import numpy as np
 import torch
-from rows import write_row
+from lib import batching_gpu
+from lib.rows import write_row
 
 from llmpq.model_spec import ModelSpec
 from llmpq.plan import Plan

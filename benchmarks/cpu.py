@@ -32,7 +32,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from rows import write_row
+from lib.rows import write_row
 from torch import Tensor
 
 from llmpq.kernels.native import library

@@ -27,7 +27,7 @@ from typing import Any
 
 import torch
 from host_memory import write_checkpoint
-from rows import write_row
+from lib.rows import write_row
 
 from llmpq.kernels.native.library import best_level, library
 from llmpq.memory import Quantization, default_head_bits

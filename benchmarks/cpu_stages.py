@@ -20,7 +20,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from rows import write_row
+from lib.rows import write_row
 
 from llmpq.plan import Plan
 

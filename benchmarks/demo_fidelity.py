@@ -21,7 +21,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from rows import write_row
+from lib.rows import write_row
 
 from llmpq.plan import Plan
 from llmpq.runtime.text.tokenizer import Tokenizer

@@ -17,7 +17,7 @@ import sys
 import time
 from pathlib import Path
 
-from rows import write_row
+from lib.rows import write_row
 
 ROOT = Path(__file__).resolve().parents[1]
 CLUSTERS = ROOT / "docs" / "clusters"

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from rows import write_row
+from lib.rows import write_row
 from scipy.optimize import least_squares
 
 from llmpq.kernels.gemm.config import Config

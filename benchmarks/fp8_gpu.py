@@ -17,7 +17,7 @@ import time
 from typing import Any
 
 import torch
-from rows import write_row
+from lib.rows import write_row
 from torch import Tensor
 
 from llmpq.kernels.formats.fp8_weight import Fp8Weight

@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
-from rows import write_row
+from lib.rows import write_row
 
 from llmpq.devices.this_machine import this_machine
 

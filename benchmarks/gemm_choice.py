@@ -19,7 +19,7 @@ from collections import defaultdict
 
 import torch
 from gemm_search import OTHERS, SHAPES, Products, compile_some
-from rows import write_row
+from lib.rows import write_row
 from torch.nn import functional
 
 from llmpq.kernels.gemm import choice

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from gemm_candidates import (
+from lib.gemm_candidates import (
     FEW_ROWS,
     GLUON_FROM,
     TILE_ROWS,

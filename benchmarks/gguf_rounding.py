@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf.quants import dequantize
-from rows import write_row
+from lib.rows import write_row
 
 from llmpq.kernels.formats.round_to_nearest import quantize_weight
 from llmpq.precision import WeightScheme

@@ -27,8 +27,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from gpu_pool_packed import packed_kernels, packed_tokens
-from gpu_pool_stages import stages_tokens
+from lib.gpu_pool_packed import packed_kernels, packed_tokens
+from lib.gpu_pool_stages import stages_tokens
 from torch import Tensor
 
 from llmpq.kernels.fused.rope_append import rope_append_pages, rope_append_pages_reference

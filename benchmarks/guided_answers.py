@@ -23,7 +23,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
 from guides import schema, valid
-from rows import write_row
+from lib.rows import write_row
 
 from llmpq import LLM, SamplingParams, StructuredOutputsParams
 from llmpq.model_spec import ModelSpec

@@ -24,7 +24,7 @@ import jsonschema
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parent))
-from rows import write_row
+from lib.rows import write_row
 
 END, LONGEST_WALK = 0, 400
 LETTERS = "etaoinshrdlucmfwypvbgkqjxz"

@@ -31,7 +31,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from heterogeneous_plans import make_plans
+from lib.heterogeneous_plans import make_plans
 
 from llmpq.errors import ExitCode, LlmpqError
 from llmpq.plan import Plan

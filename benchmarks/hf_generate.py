@@ -18,7 +18,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from rows import write_row
+from lib.rows import write_row
 from transformers import AutoModelForCausalLM
 
 from llmpq.runtime.engine.plain_loop import LocalPipeline

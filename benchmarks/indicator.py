@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
-from rows import write_row
+from lib.rows import write_row
 from scipy.stats import spearmanr
 
 from llmpq.memory import Quantization

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
-from rows import write_row
+from lib.rows import write_row
 from torch import Tensor
 
 from llmpq.kernels.formats.kv_block import KVFormat

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from rows import write_row
+from lib.rows import write_row
 
 from llmpq.precision import KVPrecision
 from llmpq.runtime.cache.kv_cache import KVCache

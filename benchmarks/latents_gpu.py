@@ -14,7 +14,7 @@ import statistics
 from typing import Any
 
 import torch
-from rows import write_row
+from lib.rows import write_row
 
 from llmpq.devices.device_spec import canonical_kind, device_specs
 from llmpq.kernels.formats.kv_block import KVFormat

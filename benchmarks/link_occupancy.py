@@ -35,10 +35,10 @@ from datetime import timedelta
 from typing import Any
 
 import numpy as np
-import rows
 import torch
 import torch.distributed as dist
-from delayed_network import DEVICE, DelayedNetwork
+from lib import rows
+from lib.delayed_network import DEVICE, DelayedNetwork
 
 from llmpq.profiler.timing.gpu_link_times import DTYPE, room, run_rounds
 from llmpq.profiler.timing.gpu_link_times import TOKENS as GPU_TOKENS

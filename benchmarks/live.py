@@ -35,9 +35,9 @@ from pathlib import Path
 
 import psutil
 import torch
-from live_plans import by_hand
-from rows import write_row
-from traces import Arrival, names, read_trace
+from lib.live_plans import by_hand
+from lib.rows import write_row
+from lib.traces import Arrival, names, read_trace
 
 from llmpq import LLM, SamplingParams
 from llmpq.precision import KVPrecision

@@ -16,7 +16,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from rows import write_row
+from lib.rows import write_row
 
 ROOT = Path(__file__).parents[1]
 MODEL = ROOT / "examples" / "demo-7m"

@@ -31,9 +31,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from lib.rows import RESULTS, commit, write_row
 from odd_problems import OddProblem, odd_problem, read_case
-from planner_tables import FAR, MARGIN_S, WORSE, summary
-from rows import RESULTS, commit, write_row
+from report.planner_tables import FAR, MARGIN_S, WORSE, summary
 
 from llmpq.errors import BadPlanError, DoesNotFitError
 from llmpq.planner.answer import Answer, Wish, answer

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
-from rows import write_row
+from lib.rows import write_row
 
 from llmpq.model_spec import ModelSpec
 from llmpq.precision import Precision, WeightScheme

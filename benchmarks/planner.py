@@ -27,7 +27,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from rows import write_row
+from lib.rows import write_row
 
 from llmpq.planner.baselines.flexgen import estimate_flexgen
 from llmpq.planner.cli.arguments import plan_request

@@ -25,8 +25,8 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from lib.rows import RESULTS, commit, write_row
 from odd_problems import larger_pair
-from rows import RESULTS, commit, write_row
 
 from llmpq.errors import DoesNotFitError, LlmpqError
 from llmpq.planner.answer import Answer, Wish, answer

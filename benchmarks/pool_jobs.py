@@ -21,7 +21,7 @@ from pathlib import Path
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
-from rows import write_row
+from lib.rows import write_row
 
 from llmpq.model_spec import ModelSpec
 from llmpq.plan import Plan

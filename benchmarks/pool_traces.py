@@ -14,8 +14,8 @@ import argparse
 import time
 from collections import OrderedDict
 
-from rows import write_row
-from traces import Arrival, read_trace
+from lib.rows import write_row
+from lib.traces import Arrival, read_trace
 
 from llmpq.runtime.engine.paged_scheduler import PagedScheduler
 from llmpq.runtime.engine.pool_limits import PoolLimits

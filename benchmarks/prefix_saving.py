@@ -18,8 +18,8 @@ from pathlib import Path
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
-from live_plans import by_hand
-from rows import write_row
+from lib.live_plans import by_hand
+from lib.rows import write_row
 
 from llmpq import LLM, SamplingParams
 from llmpq.precision import KVPrecision

@@ -23,7 +23,7 @@ from typing import Any
 from prometheus_client.parser import text_string_to_metric_families
 
 sys.path.insert(0, str(Path(__file__).parent))
-from rows import write_row
+from lib.rows import write_row
 from serve_load import free_port, wait_until_ready
 
 COUNTS = {

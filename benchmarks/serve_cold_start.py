@@ -23,7 +23,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import psutil
-from rows import write_row
+from lib.rows import write_row
 
 ROOT = Path(__file__).parents[1]
 BUSY = 0.1

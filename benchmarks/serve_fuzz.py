@@ -32,7 +32,7 @@ import schemathesis
 import yaml
 
 sys.path.insert(0, str(Path(__file__).parent))
-from rows import write_row
+from lib.rows import write_row
 
 ANSWERS = {
     "/completions": ("CreateCompletionResponse", "CreateCompletionResponse"),

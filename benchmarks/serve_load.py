@@ -39,7 +39,7 @@ import psutil
 from prometheus_client.parser import text_string_to_metric_families
 
 sys.path.insert(0, str(Path(__file__).parent))
-from rows import write_row
+from lib.rows import write_row
 
 ROOT = Path(__file__).parents[1]
 MAX_TOKENS = 32

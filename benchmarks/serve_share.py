@@ -30,7 +30,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
 from guides import vocabulary
-from rows import write_row
+from lib.rows import write_row
 from serve_load import asked, buckets, free_port, quantile_s, wait_until_ready
 
 TAIL_BYTES = 4096

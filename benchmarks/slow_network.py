@@ -23,10 +23,10 @@ from dataclasses import asdict, dataclass
 from datetime import timedelta
 from typing import Any
 
-import rows
 import torch
 import torch.distributed as dist
-from delayed_network import DelayedNetwork
+from lib import rows
+from lib.delayed_network import DelayedNetwork
 from torch import Tensor
 
 from llmpq.planner.costs.cost_book import LinkTerms

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rows import write_row
+from lib.rows import write_row
 
 from llmpq.kernels.tools import gpu_timing
 from llmpq.model_spec import ModelSpec

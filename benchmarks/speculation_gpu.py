@@ -29,8 +29,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from speculation_bed import TIMED_ROUNDS, Bed, Target, Times, collect
-from speculation_replay import ROOM, add_arguments, measured_acceptance
+from lib.speculation_bed import TIMED_ROUNDS, Bed, Target, Times, collect
+from lib.speculation_replay import ROOM, add_arguments, measured_acceptance
 
 from llmpq.kernels.tools.gpu_timing import write_row
 from llmpq.runtime.drafts.drafters import AutoDrafter, FixedDrafter

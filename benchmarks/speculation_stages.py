@@ -15,9 +15,8 @@ import time
 from collections.abc import Sequence
 
 import torch
-from speculation_bed import PLAIN_STEPS
-from speculation_gpu import add
-from speculation_replay import (
+from lib.speculation_bed import PLAIN_STEPS
+from lib.speculation_replay import (
     ROOM,
     Guesser,
     Replayed,
@@ -29,6 +28,7 @@ from speculation_replay import (
     prompts,
     rates,
 )
+from speculation_gpu import add
 
 from llmpq.model_spec import ModelSpec
 from llmpq.precision import Precision

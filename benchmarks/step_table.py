@@ -25,7 +25,7 @@ from dataclasses import replace
 from unittest import mock
 
 import torch
-from rows import write_row
+from lib.rows import write_row
 
 from llmpq.kernels.formats.quantized_weight import QuantizedWeight
 from llmpq.kernels.fused import gated_mlp, rope_append

@@ -13,10 +13,10 @@ import re
 import sys
 from pathlib import Path
 
-from table_cells import ROOT
-from table_cpu import CPU_TABLES
-from table_kernels import KERNEL_TABLES
-from table_list import TABLES as OTHERS
+from report.table_cells import ROOT
+from report.table_cpu import CPU_TABLES
+from report.table_kernels import KERNEL_TABLES
+from report.table_list import TABLES as OTHERS
 
 TABLES = {**OTHERS, **KERNEL_TABLES, **CPU_TABLES}
 

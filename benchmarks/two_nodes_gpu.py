@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-import rows
+from lib import rows
 
 from llmpq.devices.this_machine import read_gpus, visible
 from llmpq.model_spec import ModelSpec

@@ -26,13 +26,13 @@ ALONE = {
 """What `-m` may ask for alone, and the marks that a file of it has."""
 LONGEST = (
     "exact/test_exact.py",
-    "planner/test_front.py",
-    "serve/test_replicas.py",
+    "front/test_front.py",
+    "replicas/test_replicas.py",
     "cli/test_dist_errors.py",
     "exact/test_deadline.py",
     "tests/test_readme.py",
     "hosts/test_how_to.py",
-    "launch/test_own_ray.py",
+    "on_ray/test_own_ray.py",
     "launch/test_engine_parity.py",
     "hosts/test_placement.py",
 )

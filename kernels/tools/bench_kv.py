@@ -381,7 +381,7 @@ def _report(
     sys.stdout.write(f"{name:38} {more:22} {us:8.2f} us {share} {speed} {others}\n")
     sys.stdout.flush()
     if asked.rows:
-        write_row: Callable[..., object] = importlib.import_module("benchmarks.rows").write_row
+        write_row: Callable[..., object] = importlib.import_module("benchmarks.lib.rows").write_row
         write_row(
             "kv.jsonl",
             bench="kv",

@@ -18,12 +18,13 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from math import prod
 from pathlib import Path
-from typing import Any
-
-import numpy as np
-from numpy.typing import NDArray
+from typing import TYPE_CHECKING, Any
 
 from llmpq.errors import shortened
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
 
 MAGIC, VERSIONS = b"GGUF", (2, 3)
 BLOCKS: Mapping[int, tuple[str, int, int]] = {
@@ -77,6 +78,8 @@ class GgufTensor:
 
     def blocks(self) -> NDArray[np.uint8]:
         """Return its bytes, mapped from the file; what is written to them stays in memory."""
+        import numpy as np
+
         return np.memmap(self.path, np.uint8, "c", self.offset, (self.nbytes,))
 
 
@@ -266,9 +269,10 @@ class _Reader:
             return [self._text(f"'{shortened(key)}'") for _ in range(self._fitting(count, 8, key))]
         if inner not in NUMBERS:
             raise self._broken(f"'{shortened(key)}' is a list of the unknown type {inner}")
-        form = np.dtype(NUMBERS[inner]).newbyteorder("<")
-        size = self._fitting(count, form.itemsize, key) * form.itemsize
-        return np.frombuffer(self._take(size, f"'{shortened(key)}'"), form).tolist()
+        one = struct.calcsize(f"<{NUMBERS[inner]}")
+        size = self._fitting(count, one, key) * one
+        form = f"<{size // one}{NUMBERS[inner]}"
+        return list(struct.unpack(form, self._take(size, f"'{shortened(key)}'")))
 
     def _fitting(self, count: int, least_bytes: int, key: str) -> int:
         if count * least_bytes > len(self._data) - self._at:

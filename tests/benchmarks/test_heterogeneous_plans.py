@@ -22,7 +22,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def load_script() -> ModuleType:
-    path = ROOT / "benchmarks" / "heterogeneous_plans.py"
+    path = ROOT / "benchmarks" / "lib" / "heterogeneous_plans.py"
     spec = importlib.util.spec_from_file_location("heterogeneous_plans", path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)

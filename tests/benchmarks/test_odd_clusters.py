@@ -21,7 +21,7 @@ BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 def modules(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[ModuleType, ModuleType]]:
     monkeypatch.syspath_prepend(str(BENCHMARKS))  # as for a script: its folder comes first
     yield importlib.import_module("odd_problems"), importlib.import_module("odd_clusters")
-    for name in ("odd_problems", "odd_clusters", "rows"):
+    for name in ("odd_problems", "odd_clusters", "lib.rows"):
         sys.modules.pop(name, None)
 
 

@@ -60,3 +60,10 @@ def test_the_front_page_has_one_full_table(tables: ModuleType) -> None:
     for line in lines:
         cells = [cell.strip() for cell in line.strip("|").split("|")]
         assert all(cells) and float(cells[-1].removesuffix("x")) > 0
+
+
+def test_the_index_names_every_script() -> None:
+    index = (ROOT / "benchmarks" / "README.md").read_text()
+    scripts = sorted((ROOT / "benchmarks").glob("*.py"))
+    assert scripts
+    assert [p.name for p in scripts if f"`{p.name}" not in index and p.name != "tables.py"] == []

@@ -1,7 +1,7 @@
 """A pool of blocks of packed latents (MLA) on a GPU: a step's rows brought in and attended.
 
     packed_latent_append.py   rings, and the blocks that rows complete
-    attend          rows of one token: program = HEADS query heads, one of SPLITS shares of the
+    attend          rows of one token: program = HEADS query heads, one of `splits` shares of the
                     tokens, merged by paged_latents.combine_latents; rows of several: program = TILE
                     new tokens times HEADS query heads over all they see
 
@@ -40,12 +40,12 @@ from llmpq.kernels.kv.paged.paged_latents import LatentPlan, combine_latents
 from llmpq.sizes.kv_format import BLOCK_TOKENS
 
 
-@triton.jit(do_not_specialize=["num_rows", "columns"])
+@triton.jit(do_not_specialize=["num_rows", "columns", "splits"])
 def attend(
     q_ptr, new, k_words, k_params, v_words, v_params, k_ring, v_ring, rows, table, to_ptr, lse_ptr,
-    scale, num_rows, columns, stride,
+    scale, num_rows, columns, splits, stride,
     H: tl.constexpr, D: tl.constexpr, C: tl.constexpr, V: tl.constexpr, BITS: tl.constexpr,
-    R: tl.constexpr, HEADS: tl.constexpr, SPLITS: tl.constexpr, CHUNKS: tl.constexpr,
+    R: tl.constexpr, HEADS: tl.constexpr, CHUNKS: tl.constexpr,
     ROWS: tl.constexpr, LOOK: tl.constexpr, KW: tl.constexpr, EMULATE: tl.constexpr,
 ):  # fmt: skip
     """CHUNKS: grid (tiles, head groups), sums leave; else (splits, head groups, rows), parts do."""
@@ -79,7 +79,7 @@ def attend(
         score_unit = scale * LOG2_E
         blocks = packed_line(end - 1) // BLOCK
         since = packed_line(start + begin)
-        share = (blocks + (end - since + BLOCK - 1) // BLOCK + SPLITS - 1) // SPLITS
+        share = (blocks + (end - since + BLOCK - 1) // BLOCK + splits - 1) // splits
         first, last = split * share, split * share + share
         accs = ()
         for _ in tl.static_range(C // 64):
@@ -114,7 +114,7 @@ def attend(
         if CHUNKS:
             out_at = at
         else:
-            out_at = (row.to(tl.int64) * H + head) * SPLITS + split
+            out_at = (row.to(tl.int64) * H + head) * splits + split
             tl.store(lse_ptr + out_at, lse, mask=used)
         for c in tl.static_range(C // 64):
             channel = value_channel(c, C)[None, :, :]
@@ -147,25 +147,24 @@ def attend_packed_latents(
     packed = (layer.k_words_PGW, layer.k_params_PG, layer.v_words_PGW, layer.v_params_PG)
     rings = (layer.k_ring_SGRD, layer.v_ring_SGRD)
     given = (q, new_TD, *packed, *rings, rows_FR, step.table_SM)
-    last = (float(scale), num_rows, columns, new_TD.stride(0))
+    told = (float(scale), num_rows, columns)
     same = sizes_of(fmt, num_rows) | {"H": plan.heads, "V": plan.value_dim, "R": plan.rows}
     same |= {"HEADS": plan.program_heads, "LOOK": LOOK, "KW": WORD_K_WIDTH, "num_warps": WARPS}
     same["EMULATE"] = bool(triton.knobs.runtime.interpret)
     attend[(splits, groups, num_rows)](
-        *(*given, part, lse, *last), **same, SPLITS=splits, CHUNKS=False
+        *(*given, part, lse, *told, splits, new_TD.stride(0)), **same, CHUNKS=False
     )
     combine_latents[(num_rows, plan.heads)](
-        *(part, lse, rows_FR, out, num_rows),
+        *(part, lse, rows_FR, out, num_rows, splits),
         H=plan.heads,
         V=plan.value_dim,
         PADDED=triton.next_power_of_2(plan.value_dim),
-        SPLITS=splits,
         X=triton.next_power_of_2(splits),
         num_warps=4,
     )
     if step.chunks:
         attend[(places // plan.tile_queries + num_rows, groups)](
-            *(*given, out, lse, *last), **same, SPLITS=1, CHUNKS=True
+            *(*given, out, lse, *told, 1, new_TD.stride(0)), **same, CHUNKS=True
         )
         keep_newest(new_TD, pages, step)
     return out

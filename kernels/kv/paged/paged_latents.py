@@ -5,7 +5,7 @@
     scores [R, N] = q [R, D] C^T [D, N]      D = MAIN + REST, a power of two and the rest
     out    [R, V] += p [R, N] C[:, :V]
 
-    decode   rows of one token: program = HEADS query heads of a row, one of SPLITS shares of its
+    decode   rows of one token: program = HEADS query heads of a row, one of `splits` shares of its
              keys; `combine` merges a row's parts and gives padding zeros
     chunk    rows of several: program = TILE new tokens times HEADS query heads over all they see
 
@@ -114,12 +114,12 @@ def _store(
         tl.store(at + e[None, :], out_rest.to(kind), mask=used[:, None] & (e < V)[None, :])
 
 
-@triton.jit(do_not_specialize=["num_rows", "columns"])
+@triton.jit(do_not_specialize=["num_rows", "columns", "splits"])
 def decode_latents(
-    q_ptr, pool, rows, table, part_ptr, lse_ptr, scale, num_rows, columns,
+    q_ptr, pool, rows, table, part_ptr, lse_ptr, scale, num_rows, columns, splits,
     H: tl.constexpr, D: tl.constexpr, V: tl.constexpr, MAIN: tl.constexpr, REST: tl.constexpr,
     R: tl.constexpr, HEADS: tl.constexpr, N: tl.constexpr, PAGE: tl.constexpr,
-    SPLITS: tl.constexpr, STAGES: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
     """One share of the keys of a row of one token, for HEADS query heads."""
     split = tl.program_id(0)
@@ -134,22 +134,21 @@ def decode_latents(
         used = (r < HEADS) & (head < H)
         q, q_rest = _queries(q_ptr, place * H + head, used, D, MAIN, REST)
         end = start + 1
-        share = ((end + N - 1) // N + SPLITS - 1) // SPLITS * N
+        share = ((end + N - 1) // N + splits - 1) // splits * N
         first = split * share
         out, out_rest, lse = _attended(
             q, q_rest, pool, table + slot.to(tl.int64) * columns, tl.zeros([R], tl.int32) + start,
             first, tl.minimum(end, first + share), scale, D, V, MAIN, REST, R, N, PAGE, STAGES,
         )  # fmt: skip
-        part = (row.to(tl.int64) * H + head) * SPLITS + split
+        part = (row.to(tl.int64) * H + head) * splits + split
         tl.store(lse_ptr + part, lse, mask=used)
         _store(part_ptr, V, part, used, out, out_rest, V, MAIN, REST)
 
 
-@triton.jit(do_not_specialize=["num_rows"])
+@triton.jit(do_not_specialize=["num_rows", "splits"])
 def combine_latents(
-    part_ptr, lse_ptr, rows, out_ptr, num_rows,
-    H: tl.constexpr, V: tl.constexpr, PADDED: tl.constexpr, SPLITS: tl.constexpr,
-    X: tl.constexpr,
+    part_ptr, lse_ptr, rows, out_ptr, num_rows, splits,
+    H: tl.constexpr, V: tl.constexpr, PADDED: tl.constexpr, X: tl.constexpr,
 ):  # fmt: skip
     """Merge the parts of one query head of a row of one token; padding gets zeros."""
     row = tl.program_id(0)
@@ -164,10 +163,10 @@ def combine_latents(
             tl.store(out_ptr + ((place + i) * H + head) * V + v, nothing, mask=v < V)
     elif count == 1:
         x = tl.arange(0, X)
-        at = (row.to(tl.int64) * H + head) * SPLITS + x
-        lse = tl.load(lse_ptr + at, mask=x < SPLITS, other=-1.0e30)
+        at = (row.to(tl.int64) * H + head) * splits + x
+        lse = tl.load(lse_ptr + at, mask=x < splits, other=-1.0e30)
         weight = tl.where(lse > -1.0e29, tl.exp2(lse - tl.max(lse, 0)), 0.0)
-        live = (x < SPLITS)[:, None] & (v < V)[None, :]
+        live = (x < splits)[:, None] & (v < V)[None, :]
         part = tl.load(part_ptr + at[:, None] * V + v[None, :], mask=live, other=0.0)
         out = tl.sum(part * weight[:, None], 0) / tl.maximum(tl.sum(weight, 0), 1e-30)
         tl.store(out_ptr + (place * H + head) * V + v, out.to(out_ptr.dtype.element_ty), mask=v < V)
@@ -321,14 +320,13 @@ def attend_latent_pages(
     groups = triton.cdiv(plan.heads, plan.program_heads)
     told = (q_THD, pool, rows_FR, table_SM)
     decode_latents[(splits, groups, num_rows)](
-        *(*told, part, lse, float(scale), num_rows, columns), **plan.options(), SPLITS=splits
+        *(*told, part, lse, float(scale), num_rows, columns, splits), **plan.options()
     )
     combine_latents[(num_rows, plan.heads)](
-        *(part, lse, rows_FR, out, num_rows),
+        *(part, lse, rows_FR, out, num_rows, splits),
         H=plan.heads,
         V=plan.value_dim,
         PADDED=triton.next_power_of_2(plan.value_dim),
-        SPLITS=splits,
         X=triton.next_power_of_2(splits),
         num_warps=4,
     )

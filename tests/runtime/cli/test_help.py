@@ -44,9 +44,8 @@ def said(command: str, *words: str) -> str:
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-2000:]
     loaded = set(done.stderr.split())
-    assert not loaded & {"torch", "ray", "triton", "transformers"}, (
-        "help imports what takes seconds"
-    )
+    heavy_modules = {"torch", "ray", "triton", "transformers", "numpy", "scipy"}
+    assert not loaded & heavy_modules, "help imports what takes a tenth of a second and more"
     return done.stdout
 
 

@@ -29,7 +29,7 @@ from llmpq.runtime.pending import Pending
 from llmpq.runtime.request import Request, StepKind
 from llmpq.runtime.step_message import StepMessage
 
-ACCEPTANCE = Path(__file__).parent / "results" / "speculation.jsonl"
+ACCEPTANCE = Path(__file__).parents[1] / "results" / "speculation.jsonl"
 ROUNDS = 1024
 """Rounds before replayed draws repeat."""
 WARM_ROUNDS = 4

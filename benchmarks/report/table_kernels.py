@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from table_cells import (
+from report.table_cells import (
     Pivot,
     Row,
     over_cublas,

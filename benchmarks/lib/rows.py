@@ -20,7 +20,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-HERE = Path(__file__).parent
+HERE = Path(__file__).parents[1]
 RESULTS = Path(os.environ.get("LLMPQ_ROWS") or HERE / "results")
 
 

@@ -22,7 +22,7 @@ from llmpq.planner.tools.random_problems import random_problem
 
 pytestmark = pytest.mark.pure
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 
 
 def _plan_of(seed: int) -> Plan | None:

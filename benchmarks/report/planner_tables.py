@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from table_cells import Row, load, markdown
+from report.table_cells import Row, load, markdown
 
 WORSE = 1e-6
 """Relative distance above another method's value that counts as worse."""

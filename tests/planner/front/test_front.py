@@ -31,7 +31,7 @@ from llmpq.precision import KVPrecision
 Seeds = Callable[[Sequence[int]], Sequence[int]]
 
 pytestmark = pytest.mark.pure
-PAPER = Path(__file__).resolve().parents[2] / "clusters" / "paper"
+PAPER = Path(__file__).resolve().parents[3] / "clusters" / "paper"
 Points = list[tuple[float, float]]
 
 

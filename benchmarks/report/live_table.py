@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 
-from table_cells import RESULTS, Row, markdown
+from report.table_cells import RESULTS, Row, markdown
 
 SHOWN = {
     "throughput": "tokens/s",

@@ -70,7 +70,6 @@ def test_a_pool_fits(arch, chunks):
         "V": 512,
         "R": 16,
         "HEADS": 16,
-        "SPLITS": 1 if chunks else 8,
         "CHUNKS": chunks,
         "ROWS": 64,
         "LOOK": LOOK,

@@ -22,7 +22,7 @@ from llmpq.runtime.text.tokenizer import Tokenizer
 from llmpq.runtime.weights.sources import CheckpointSource
 
 pytestmark = pytest.mark.cpu
-TEXT = Path(__file__).parents[2] / "examples" / "heldout.txt"
+TEXT = Path(__file__).parents[3] / "examples" / "heldout.txt"
 
 
 @pytest.fixture(autouse=True)

@@ -18,7 +18,7 @@ from llmpq.runtime.engine.plain_loop import LocalPipeline
 from llmpq.runtime.weights.quantized_checkpoint import open_checkpoint
 
 pytestmark = pytest.mark.cpu
-TEXT = Path(__file__).parents[2] / "examples" / "heldout.txt"
+TEXT = Path(__file__).parents[3] / "examples" / "heldout.txt"
 
 
 @pytest.fixture(scope="module")

@@ -18,7 +18,7 @@ from llmpq.profiler.timing.cases import CaseTime, Ready, SetUp, TimedCase
 from llmpq.profiler.timing.worker_processes import Group, JobFailedError
 
 pytestmark = pytest.mark.cpu
-CLUSTER = Path(__file__).parents[2] / "examples" / "cpu-two-stages.yaml"
+CLUSTER = Path(__file__).parents[3] / "examples" / "cpu-two-stages.yaml"
 
 
 class _Child:

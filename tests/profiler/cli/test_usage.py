@@ -12,7 +12,7 @@ from llmpq.profiler.cli import indicator
 from llmpq.profiler.timing.sample_file import SampleLog
 
 pytestmark = pytest.mark.cpu
-CLUSTER = Path(__file__).parents[2] / "examples" / "cpu-two-stages.yaml"
+CLUSTER = Path(__file__).parents[3] / "examples" / "cpu-two-stages.yaml"
 
 
 @pytest.mark.parametrize(

@@ -32,7 +32,7 @@ from llmpq.runtime.step import Step
 from llmpq.runtime.text.tokenizer import Tokenizer
 from llmpq.runtime.weights.sources import CheckpointSource, TensorSource
 
-EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 INJECTED_FACTOR = 50.0
 INJECTED_SHARE = 32
 """One channel in 32 behind every norm: as many as Atom keeps in 8 bits."""

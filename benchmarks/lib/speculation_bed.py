@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 from atom_end_to_end import AtomSource
-from speculation_replay import (
+from lib.speculation_replay import (
     ROOM,
     Replayed,
     TimedLoop,

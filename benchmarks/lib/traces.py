@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-FOLDER = Path(__file__).parent / "data" / "traces"
+FOLDER = Path(__file__).parents[1] / "data" / "traces"
 MOONCAKE_BLOCK = 512
 """Tokens that a block number of Mooncake's stands for."""
 

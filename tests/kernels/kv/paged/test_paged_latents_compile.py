@@ -20,7 +20,7 @@ from llmpq.kernels.tools.cubin import (  # noqa: E402
 
 pytestmark = pytest.mark.compile
 KINDS = {
-    **dict.fromkeys(("rows", "table", "num_rows", "columns"), "i32"),
+    **dict.fromkeys(("rows", "table", "num_rows", "columns", "splits"), "i32"),
     **dict.fromkeys(("rows", "table"), "*i32"),
     **dict.fromkeys(("part_ptr", "lse_ptr"), "*fp32"),
     "scale": "fp32",
@@ -46,7 +46,7 @@ def test_kernels_fit(monkeypatch, arch, model):
     monkeypatch.setattr(paged_latents, "shared_memory", lambda _: (SHARED_LIMIT[arch], 0))
     plan = LatentPlan.of(*model, torch.bfloat16, torch.device("cpu"))
     LatentPlan.of.__func__.cache_clear()
-    compiled(decode_latents, arch, plan.options() | {"SPLITS": 4})
+    compiled(decode_latents, arch, plan.options())
     compiled(chunk_latents, arch, plan.options() | {"ROWS": 64})
-    combine = {"H": plan.heads, "V": plan.value_dim, "PADDED": 512, "SPLITS": 4, "X": 4}
+    combine = {"H": plan.heads, "V": plan.value_dim, "PADDED": 512, "X": 4}
     compiled(combine_latents, arch, combine | {"num_warps": 4})

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from front_table import FrontTable
-from live_table import LiveTable
-from planner_tables import OddTable, ProofsTable
-from table_cells import (
+from report.front_table import FrontTable
+from report.live_table import LiveTable
+from report.planner_tables import OddTable, ProofsTable
+from report.table_cells import (
     Pivot,
     beside_predicted,
     draft_and_verify,

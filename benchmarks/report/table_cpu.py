@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from table_cells import Pivot, Row
+from report.table_cells import Pivot, Row
 
 CASE = (
     "layers",

@@ -15,7 +15,7 @@ from llmpq.profiler.cli.quantize import main
 from llmpq.runtime.weights.quantized_writer import layer_file
 
 pytestmark = pytest.mark.cpu
-TEXT = Path(__file__).parents[2] / "examples" / "heldout.txt"
+TEXT = Path(__file__).parents[3] / "examples" / "heldout.txt"
 KILLED = """
 import os, signal, sys
 from llmpq.profiler.cli.quantize import main

@@ -25,7 +25,7 @@ from llmpq.planner.tools.brute_force import assignments
 from llmpq.planner.tools.random_problems import random_problem
 
 pytestmark = pytest.mark.pure
-PAPER = Path(__file__).resolve().parents[2] / "clusters" / "paper"
+PAPER = Path(__file__).resolve().parents[3] / "clusters" / "paper"
 
 
 def _paper(number: int, model: str) -> Problem:

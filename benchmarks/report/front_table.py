@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from table_cells import Row, load, markdown
+from report.table_cells import Row, load, markdown
 
 HEAD = ("device", "model", "llmpq", "peer", "ratio")
 
