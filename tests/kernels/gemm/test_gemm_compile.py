@@ -123,7 +123,7 @@ def test_every_tile_that_may_be_chosen_compiles_and_fits(arch, seeds):
         assert made.shared_bytes <= shared_estimate(config, bits, machine), config
 
 
-@pytest.mark.thin(2)
+@pytest.mark.thin
 @pytest.mark.parametrize("bits,dtype,symmetric", [*VARIANTS, (4, "bf16", False)])
 @pytest.mark.parametrize("grouped", [True, False], ids=["grouped", "channel"])
 @pytest.mark.parametrize("bm,stages", [(16, 4), (64, 3), (128, 3), (32, 1)])

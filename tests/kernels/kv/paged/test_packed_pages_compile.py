@@ -41,11 +41,18 @@ MODELS = [
 RULED_MODELS = [(P.KV4, 64, 8, 64, torch.bfloat16), (P.KV8, 16, 8, 256, torch.bfloat16)]
 RULED = Scores(capped=True, windowed=True, sinks=True)
 ALL = (*ARCHITECTURES, CONSUMER_BLACKWELL)
-CASES = [(model, arch) for model in MODELS for arch in (86, 90)]
-CASES += [pytest.param(MODELS[0], arch, marks=pytest.mark.seldom) for arch in (80, 89, 100, 120)]
-"""The most common shape everywhere, others where memory is least and where it is most."""
-RULED_ARCHITECTURES = [pytest.param(arch, marks=pytest.mark.seldom) for arch in (86, 90)]
-RULED_ARCHITECTURES += [arch for arch in ALL if arch not in (86, 90)]
+
+
+def seldom(*case):
+    """In `make test-all` only: its like is in `make test`."""
+    return pytest.param(*case, marks=pytest.mark.seldom)
+
+
+CASES = [(model, 86) for model in MODELS] + [(MODELS[0], 80), (MODELS[-1], 90)]
+CASES += [seldom(MODELS[0], arch) for arch in (89, 90, 100, CONSUMER_BLACKWELL)]
+CASES += [seldom(model, 90) for model in MODELS[1:-1]]
+"""Each where memory is least, others where it is most; the most common shape everywhere."""
+RULED_ARCHITECTURES = [89, 100, CONSUMER_BLACKWELL, *map(seldom, (80, 86, 90))]
 
 
 def compiled(kernel, arch, constants, element, **options):
@@ -65,7 +72,6 @@ def plan_of(kv, heads, groups, dim, dtype):
     return PackedPlan.of(fmt, heads, groups, dtype, torch.device("cpu"))
 
 
-@pytest.mark.thin(apart=True)
 @pytest.mark.parametrize("model,arch", CASES, ids=lambda value: str(value).replace("torch.", ""))
 def test_attention_fits(model, arch):
     plan, element = plan_of(*model), NAMES[model[-1]]
