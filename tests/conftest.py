@@ -38,6 +38,10 @@ LONGEST = (
     "on_ray/test_own_ray.py",
     "launch/test_engine_parity.py",
     "hosts/test_placement.py",
+    "backends/test_cuda_paged_interpret.py",
+    "backends/test_cuda_speculate_interpret.py",
+    "low_bit/test_latent_codes_compile.py",
+    "paged/test_packed_pages_compile.py",
 )
 """Files whose tests take longest, the longest first."""
 
