@@ -82,6 +82,7 @@ def _compile(config, bits, dtype, symmetric, split, grouped=1, **options):
     )
 
 
+@pytest.mark.thin(apart=True)
 @pytest.mark.parametrize(
     "config,bits,dtype,symmetric,split,grouped",
     [
@@ -109,7 +110,8 @@ def _compile(config, bits, dtype, symmetric, split, grouped=1, **options):
         (WIDE, 4, "bf16", "nf4", True, 2),
         (SMALL, 4, "bf16", "iq4", True, 4),
         (BROAD, 4, "fp16", "fp4", True, 2),
-        (BROAD_PARTS, 4, "bf16", "nf4", True, 2),
+        (Config(kernel="gluon", bm=160, stages=8), 4, "bf16", "nf4", True, 2),
+        (Config(kernel="gluon", bm=128, stages=5, warpgroups=3), 4, "bf16", "nf4", True, 2),
         (ASKER, 4, "bf16", "nf4", True, 2),
         (PARTS, 4, "bf16", "iq4", True, 4),
         (TALL, 4, "bf16", "nf4", True, 2),
