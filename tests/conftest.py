@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import inspect
 import os
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,9 @@ settings.load_profile("seeded")
 
 ALL = "LLMPQ_ALL_TESTS" in os.environ
 """Whether every drawn problem is tried, at every level of a CPU's instructions: `make test-all`."""
+if not ALL:
+    # Code for one level of a CPU's instructions takes 12 s of a core, not 24; commands have it too.
+    os.environ.setdefault("LLMPQ_NATIVE_OPTIMISED", "-O2")
 VOCAB, HIDDEN, LAYERS, POSITIONS = 199, 64, 3, 128
 ALONE = {
     "quick": ("pure", "quick"),
@@ -33,14 +38,18 @@ LONGEST = (
     "on_ray/test_own_ray.py",
     "launch/test_engine_parity.py",
     "hosts/test_placement.py",
+    "backends/test_cuda_paged_interpret.py",
+    "backends/test_cuda_speculate_interpret.py",
+    "low_bit/test_latent_codes_compile.py",
+    "paged/test_packed_pages_compile.py",
 )
 """Files whose tests take longest, the longest first."""
 
 
 @pytest.fixture(scope="session")
 def seeds() -> Callable[[Sequence[int]], Sequence[int]]:
-    """Every third of the seeds of a test, or all of them."""
-    return lambda whole: whole[:: 1 if ALL else 3]
+    """Every third of the seeds of a test, a dozen of many; or all of them."""
+    return lambda whole: whole[:: 1 if ALL else max(3, len(whole) // 12)]
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -93,11 +102,67 @@ def _interpreter() -> Iterator[None]:
 
     options = interpreter.InterpreterOptions(sanitize_overflow=False)
     with pytest.MonkeyPatch.context() as patch:
+        _remember_types(patch)
         patch.setattr(builder, "cast_impl", cast_impl)
         patch.setattr(interpreter, "_patch_lang", patch_lang)
         patch.setattr(scope_class, "restore", restore)
         patch.setattr(interpreter.interpreter_builder, "options", options)
         yield
+
+
+def _remember_types(patch: pytest.MonkeyPatch) -> None:
+    """Have types of the language made once, not at every operation: half of the interpreter's time.
+
+    Blocks of one shape and element share what they are made of, as do tensors of one type.
+    """
+    import triton.language as tl
+    from triton.runtime import interpreter
+
+    core, semantic = tl.core, tl.semantic.TritonSemantic
+    plain_block, plain_tensor = core.block_type.__init__, core.tensor.__init__
+    plain_unwrap, plain_broadcast = core._unwrap_if_constexpr, semantic.broadcast_impl_value
+    plain_numpy = interpreter._get_np_dtype
+    blocks: dict[Any, dict[str, Any]] = {}
+
+    def make_block(self: Any, element_ty: Any, shape: Any) -> None:
+        key = (id(element_ty), *(s if type(s) is int else s.value for s in shape))
+        if key not in blocks:
+            plain_block(self, element_ty, shape)
+            blocks[key] = self.__dict__  # holds the element: its id stays its own
+        self.__dict__ = blocks[key]
+
+    def make_tensor(self: Any, handle: Any, type: Any) -> None:
+        made = type.__dict__.get("made_tensor")
+        if made is None:
+            plain_tensor(self, handle, type)
+            own = self.__dict__.items()
+            type.made_tensor = {k: v for k, v in own if k not in ("handle", "type")}
+        else:
+            self.__dict__.update(made)
+            self.handle, self.type = handle, type
+
+    def unwrap(value: Any) -> Any:
+        kind = type(value)
+        if kind is int:
+            return value
+        return value.value if kind is tl.constexpr else plain_unwrap(value)
+
+    def broadcast(self: Any, lhs: Any, rhs: Any) -> Any:
+        mine, other = lhs.type, rhs.type
+        if mine.is_block() and other.is_block() and mine.shape.values == other.shape.values:
+            return lhs, rhs
+        return plain_broadcast(self, lhs, rhs)
+
+    def numpy_type(kind: Any) -> Any:
+        if "numpy_type" not in kind.__dict__:
+            kind.numpy_type = plain_numpy(kind)
+        return kind.numpy_type
+
+    patch.setattr(core.block_type, "__init__", make_block)
+    patch.setattr(core.tensor, "__init__", make_tensor)
+    patch.setattr(core, "_unwrap_if_constexpr", unwrap)
+    patch.setattr(semantic, "broadcast_impl_value", broadcast)
+    patch.setattr(interpreter, "_get_np_dtype", numpy_type)
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
@@ -115,10 +180,54 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items.sort(
         key=lambda item: places.get(f"{item.path.parent.name}/{item.path.name}", len(places))
     )
-    if not ALL and any(_level(item) == "avx512_bf16" for item in items):
+    if ALL:
+        return
+    left_out = {item for item in items if item.get_closest_marker("seldom")}
+    thin: dict[tuple[Path, str], list[pytest.Item]] = {}
+    for item in items:
+        if item.get_closest_marker("thin") and hasattr(item, "callspec") and item not in left_out:
+            thin.setdefault((item.path, item.originalname), []).append(item)
+    for group in thin.values():
+        left_out |= _not_needed(group)
+    if any(_level(item) == "avx512_bf16" for item in items):
         # All that a CPU with VNNI runs, one with bfloat16 products runs, too.
-        config.hook.pytest_deselected(items=[i for i in items if _level(i) == "avx512_vnni"])
-        items[:] = [item for item in items if _level(item) != "avx512_vnni"]
+        left_out |= {item for item in items if _level(item) == "avx512_vnni"}
+    config.hook.pytest_deselected(items=[item for item in items if item in left_out])
+    items[:] = [item for item in items if item not in left_out]
+
+
+def _not_needed(items: list[pytest.Item]) -> set[pytest.Item]:
+    """Return those without whom every value of each parameter still occurs, or every few of values.
+
+    `@pytest.mark.thin` keeps every value, `thin(2)` every pair of values of two parameters. Values
+    that one `parametrize` lists together count as one, unless told `apart=True`.
+    """
+    mark = items[0].get_closest_marker("thin")
+    few, lists = (*mark.args, 1)[0], [mark.args[0] for mark in items[0].iter_markers("parametrize")]
+    if mark.kwargs.get("apart"):
+        lists = []
+    lists = [n.replace(" ", "").split(",") if isinstance(n, str) else n for n in lists]
+    values = [_values(item, lists) for item in items]
+    wanted = [set(combinations(own, min(few, len(own)))) for own in values]
+    left = set().union(*wanted)
+    used, kept = Counter(), set()
+    while left:
+        # What adds most; of several, that whose values came least often.
+        place = max(
+            range(len(items)),
+            key=lambda i: (len(wanted[i] & left), -sum(used[v] for v in values[i]), -i),
+        )
+        left -= wanted[place]
+        used.update(values[place])
+        kept.add(place)
+    return {item for place, item in enumerate(items) if place not in kept}
+
+
+def _values(item: pytest.Item, lists: Sequence[Sequence[str]]) -> list[tuple[str, str]]:
+    """Return a test's values of the lists of parameters, and of every parameter in none of them."""
+    given = {name: repr(value) for name, value in item.callspec.params.items()}
+    whole = [tuple(given.pop(name) for name in names if name in given) for names in lists]
+    return [*((names[0], str(v)) for names, v in zip(lists, whole, strict=True)), *given.items()]
 
 
 def _level(item: pytest.Item) -> object:

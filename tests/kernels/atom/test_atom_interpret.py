@@ -21,6 +21,7 @@ from llmpq.kernels.formats.atom_scheme import W8A8, AtomScheme
 from llmpq.kernels.formats.atom_weight import AtomWeight, quantize_atom
 
 pytestmark = [
+    pytest.mark.thin(2),
     pytest.mark.interpret,
     pytest.mark.skipif(not knobs.runtime.interpret, reason="needs TRITON_INTERPRET=1"),
 ]

@@ -190,6 +190,7 @@ def test_activation_and_rounding_compile(form: int) -> None:
     assert form == 0 or made.shared_bytes == 0  # a warp turns its group by shuffles
 
 
+@pytest.mark.thin
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 @pytest.mark.parametrize("columns", [64, 128])
 def test_gptqs_loop_compiles(arch: int, columns: int) -> None:

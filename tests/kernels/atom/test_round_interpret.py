@@ -22,6 +22,7 @@ from llmpq.kernels.formats.weight_layout import Layout
 from llmpq.kernels.gemm.reference import relative_error
 
 pytestmark = [
+    pytest.mark.thin(2),
     pytest.mark.interpret,
     pytest.mark.skipif(not knobs.runtime.interpret, reason="needs TRITON_INTERPRET=1"),
 ]

@@ -101,6 +101,7 @@ KERNELS = {
 }
 
 
+@pytest.mark.thin
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 @pytest.mark.parametrize("name", KERNELS)
 def test_compiles_within_shared_memory(name, arch):
@@ -140,6 +141,7 @@ def test_compiles_within_shared_memory(name, arch):
         assert "ld.global.v4" in made.ptx, "accesses are not 16 bytes wide"
 
 
+@pytest.mark.thin
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 @pytest.mark.parametrize("dtype", KEY_BITS)
 def test_sampling_compiles(dtype, arch):
@@ -154,6 +156,7 @@ def test_sampling_compiles(dtype, arch):
     assert made.cubin and made.shared_bytes <= SHARED_LIMIT[arch]
 
 
+@pytest.mark.thin
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 @pytest.mark.parametrize("element", ["bf16", "fp32"])
 def test_forbidding_tokens_compiles(element, arch):

@@ -15,6 +15,7 @@ from llmpq.kernels.kv import plain_attend
 from llmpq.kernels.tools.cubin import SHARED_LIMIT
 
 pytestmark = [
+    pytest.mark.thin(2),
     pytest.mark.interpret,
     pytest.mark.skipif(not knobs.runtime.interpret, reason="needs TRITON_INTERPRET=1"),
 ]

@@ -54,6 +54,7 @@ def test_choice_and_weights(kind):
     assert not torch.equal(_routed(routing, x.flip(0))[1], chosen)
 
 
+@pytest.mark.thin
 @pytest.mark.parametrize("kind", RULES)
 @pytest.mark.parametrize("tokens", [1, 5, 19])
 def test_norm_and_choice_together(kind, tokens, monkeypatch):

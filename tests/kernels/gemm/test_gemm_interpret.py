@@ -17,6 +17,7 @@ from llmpq.kernels.gemm.reference import linear_reference, relative_error
 from llmpq.precision import WeightScheme
 
 pytestmark = [
+    pytest.mark.thin(2),
     pytest.mark.interpret,
     pytest.mark.skipif(not knobs.runtime.interpret, reason="needs TRITON_INTERPRET=1"),
 ]
@@ -56,6 +57,7 @@ SCALED = Config(kernel="tile", warps=1, blocks=2, depth=1, bm=8, scale_w=True)
 CONFIGS = {"rows": ROWS, "tile": TILE, "pipe": PIPE, "scaled": SCALED, "dense": DENSE}
 
 
+@pytest.mark.thin
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS.keys())
 @pytest.mark.parametrize("bits,symmetric", itertools.product((3, 4, 8), (True, False)))
 def test_products_match_their_twin(config, bits, symmetric):

@@ -56,10 +56,20 @@ def attend(arch, bits=4, dtype="fp16", **changes):
     return build(kv_attend.attend_split, arch, {**constants, **changes}, dtype, num_warps=1)
 
 
+@pytest.mark.thin
 @pytest.mark.parametrize("arch", ARCHITECTURES)
-def test_attention_compiles_everywhere(arch):
-    assert attend(arch).cubin
-    combine = {
+@pytest.mark.parametrize(
+    "bits,changes", [(4, {}), (8, {"D": 256, "CAPPED": True, "WINDOWED": True})]
+)
+def test_attention_compiles_everywhere(arch, bits, changes):
+    assert attend(arch, bits, **changes).cubin
+
+
+@pytest.mark.thin
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize("ruled", [False, True])
+def test_sums_of_parts_compile_everywhere(arch, ruled):
+    constants = {
         "H": 32,
         "G": 8,
         "Q": 1,
@@ -72,11 +82,10 @@ def test_attention_compiles_everywhere(arch):
         "TILES": 1,
         "EARLY": True,
         "PDL": arch >= 90,
+        "WINDOWED": ruled,
+        "SINKS": ruled,
     }
-    for ruled in (False, True):
-        constants = combine | {"WINDOWED": ruled, "SINKS": ruled}
-        assert build(kv_combine.combine_parts, arch, constants, num_warps=4).cubin
-    assert attend(arch, 8, D=256, Q=1, CAPPED=True, WINDOWED=True).cubin
+    assert build(kv_combine.combine_parts, arch, constants, num_warps=4).cubin
 
 
 @pytest.mark.parametrize(
@@ -98,12 +107,15 @@ def test_variants_compile(bits, changes):
     assert attend(90, bits, **changes).cubin
 
 
+@pytest.mark.thin
 @pytest.mark.parametrize("arch", ARCHITECTURES)
-def test_packing_compiles_everywhere(arch):
+@pytest.mark.parametrize(
+    "kernel", [kv_append.append_step, kv_append.pack_blocks, kv_append.write_ring]
+)
+def test_packing_compiles_everywhere(arch, kernel):
     shape = {"G": 8, "D": 128, "BITS": 4, "KEY_GROUP": 128, "PAGED": False, "S": 1, "TOKENS": 32}
     shape |= {"H": 32, "ROTARY": True, "PDL": arch >= 90}
-    for kernel in (kv_append.append_step, kv_append.pack_blocks, kv_append.write_ring):
-        assert build(kernel, arch, shape, num_warps=4).cubin
+    assert build(kernel, arch, shape, num_warps=4).cubin
 
 
 @pytest.mark.parametrize("bits", [8, 4, 2])

@@ -28,7 +28,7 @@ from llmpq.kernels.kv.low_bit import attend as kv_attend  # noqa: E402
 from llmpq.kernels.kv.low_bit import ring_attend  # noqa: E402
 from llmpq.kernels.tools.check_kv import TOLERANCE, WORDS_EQUAL, KvCase, random_steps, run_case  # noqa: E402
 
-pytestmark = pytest.mark.interpret
+pytestmark = [pytest.mark.interpret, pytest.mark.thin(2)]
 STEPS = [[(0, 280), (0, 20)], [(280, 1), (20, 1)]]
 P = KVPrecision
 
@@ -40,6 +40,7 @@ def check(fmt, *, heads, kv_heads, steps, dtype=torch.float16, tolerance=None, *
     assert outcome.error < (tolerance or TOLERANCE[dtype])
 
 
+@pytest.mark.thin
 @pytest.mark.parametrize("precision", [P.KV8, P.KV4, P.KV2], ids=lambda p: p.value)
 @pytest.mark.parametrize("key_group", [128, 64, 32, None])
 def test_every_format(precision, key_group):
@@ -131,6 +132,7 @@ RULES = {
 }
 
 
+@pytest.mark.thin
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("programs", [0, 2])
 def test_windows_caps_and_sinks(rule, programs):
@@ -141,6 +143,7 @@ def test_windows_caps_and_sinks(rule, programs):
     check(fmt, heads=4, kv_heads=2, steps=steps, programs=programs, **RULES[rule])
 
 
+@pytest.mark.thin
 @pytest.mark.parametrize("precision", [P.KV8, P.KV4, P.KV2], ids=lambda p: p.value)
 @pytest.mark.parametrize("key_group", [128, 64, 32, None])
 def test_rules_in_every_format(precision, key_group):

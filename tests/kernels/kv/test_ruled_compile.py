@@ -51,6 +51,7 @@ SMALLEST = 89
 """Of the least shared memory; one kind is compiled everywhere, the others there and for Hopper."""
 
 
+@pytest.mark.thin(apart=True)
 @pytest.mark.parametrize(
     ("arch", "kind"),
     [(a, k) for a in ARCHITECTURES for k in KINDS if k == "gpt-oss" or a in (SMALLEST, 90)],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 from typing import Any
 
@@ -24,9 +25,10 @@ from llmpq.speculation import draft_bytes
 from llmpq.units import format_size
 
 pytestmark = pytest.mark.pure
+ALL = "LLMPQ_ALL_TESTS" in os.environ
 
 
-@settings(max_examples=30, suppress_health_check=list(HealthCheck))
+@settings(max_examples=30 if ALL else 12, suppress_health_check=list(HealthCheck))
 @given(seed=st.integers(0, 10**9), method=st.sampled_from(PLANNERS))
 def test_no_method_makes_a_plan_that_does_not_check(seed: int, method: str) -> None:
     p = random_problem(random.Random(seed), layers=(3, 7), kinds=(1, 2), devices=(1, 2), batch=2)
@@ -44,7 +46,7 @@ def test_no_method_makes_a_plan_that_does_not_check(seed: int, method: str) -> N
         assert stage.memory.total_bytes <= stage.memory.limit_bytes
 
 
-@settings(max_examples=20, suppress_health_check=list(HealthCheck))
+@settings(max_examples=20 if ALL else 8, suppress_health_check=list(HealthCheck))
 @given(seed=st.integers(0, 10**9))
 def test_exact_is_at_least_as_good_as_every_method(seed: int) -> None:
     p = random_problem(random.Random(seed), layers=(3, 6), kinds=(1, 2), devices=(1, 2), batch=2)

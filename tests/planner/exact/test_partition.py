@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 from typing import Any
 
@@ -22,6 +23,7 @@ from llmpq.planner.tools.random_problems import random_problem
 pytestmark = pytest.mark.pure
 
 LAYERS, KINDS, DEVICES = (1, 12), (1, 4), (1, 3)
+ALL = "LLMPQ_ALL_TESTS" in os.environ
 
 
 def _problem(seed: int, layers: int, kinds: int) -> Problem:
@@ -62,7 +64,7 @@ def _faults(p: Problem, stages: list[dict[str, Any]]) -> list[str]:
     return faults
 
 
-@settings(max_examples=60, suppress_health_check=list(HealthCheck))
+@settings(max_examples=60 if ALL else 20, suppress_health_check=list(HealthCheck))
 @given(seed=st.integers(0, 10**9), layers=st.integers(*LAYERS), kinds=st.integers(*KINDS))
 def test_every_layer_exactly_once(seed: int, layers: int, kinds: int) -> None:
     p = _problem(seed, layers, kinds)
@@ -77,13 +79,14 @@ def test_all_sizes_are_met_and_most_have_a_plan() -> None:
         (layers, kinds): _plan(_problem(1000 * layers + kinds, layers, kinds))
         for layers in range(LAYERS[0], LAYERS[1] + 1)
         for kinds in range(KINDS[0], KINDS[1] + 1)
+        if ALL or (layers + kinds) % 3 == 0
     }
     found = [plan for plan in planned.values() if plan is not None]
     assert len(found) > len(planned) / 2
     assert {len(plan.stages) for plan in found} >= {1, 2, 3}
 
 
-@settings(max_examples=15, suppress_health_check=list(HealthCheck))
+@settings(max_examples=15 if ALL else 5, suppress_health_check=list(HealthCheck))
 @given(seed=st.integers(0, 10**9), shift=st.sampled_from([-1, 1]), which=st.integers(0, 100))
 def test_a_moved_boundary_is_seen_and_refused(seed: int, shift: int, which: int) -> None:
     p = _problem(seed, 12, 3)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -145,7 +146,8 @@ def test_local_tasks_run_through_the_harness(tasks: Path, demo_model: Path) -> N
         capture_output=True,
         text=True,
         timeout=200,
-        env={"PATH": "/usr/bin:/bin", "HF_HUB_OFFLINE": "1", "HF_HOME": str(tasks / "home")},
+        env={name: text for name, text in os.environ.items() if name.startswith("LLMPQ_")}
+        | {"PATH": "/usr/bin:/bin", "HF_HUB_OFFLINE": "1", "HF_HOME": str(tasks / "home")},
         cwd=Path(__file__).parents[3],
     )
     assert run.returncode == 0, run.stderr[-2000:]

@@ -70,59 +70,78 @@ def packed(arch, bits, bm, *, dtype="bf16", gather=True, fuse=False, groups=16):
     return build(packed_expert_kernel, arch, dtype, constants, **options)
 
 
+def dense(arch, dtype, bm, fuse):
+    rows, stages, warps = dense_tiles(bm, 4 if dtype == "fp32" else 2, fused=fuse)
+    constants = {"HAS_BIAS": False, "GATHER": True, "BN": rows, "BM": bm, "BK": DENSE_DEPTH}
+    constants |= {"STAGES": stages, "INTERPRET": False, "FUSE": fuse, "ACT": "gelu_tanh"}
+    build(dense_expert_kernel, arch, dtype, constants, num_warps=warps)
+
+
+@pytest.mark.thin
 @pytest.mark.parametrize("arch", ARCHITECTURES)
-def test_everything_compiles(arch):
-    for bits, bm in ((4, 16), (8, 64), (3, 128)):
-        packed(arch, bits, bm, gather=bm != 16)
-        if bm <= MOST_GATED:
-            packed(arch, bits, bm, fuse=True)
-    packed(arch, 4, FEW_ROWS, fuse=True)
-    for dtype, bm, fuse in (
+@pytest.mark.parametrize(
+    ("bits", "bm", "fuse"),
+    [
+        (4, 16, False), (8, 64, False), (3, 128, False), (4, FEW_ROWS, True),
+        *((bits, bm, True) for bits, bm in ((4, 16), (8, 64), (3, 128)) if bm <= MOST_GATED),
+    ],
+)  # fmt: skip
+def test_packed_products_compile(arch, bits, bm, fuse):
+    packed(arch, bits, bm, gather=fuse or bm != 16, fuse=fuse)
+
+
+@pytest.mark.thin
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize(
+    ("dtype", "bm", "fuse"),
+    [
         ("bf16", 16, False), ("bf16", 128, False), ("fp32", 64, False), ("bf16", 16, True),
         ("bf16", 32, True), ("fp16", MOST_GATED, True),
-    ):  # fmt: skip
-        rows, stages, warps = dense_tiles(bm, 4 if dtype == "fp32" else 2, fused=fuse)
-        constants = {"HAS_BIAS": False, "GATHER": True, "BN": rows, "BM": bm, "BK": DENSE_DEPTH}
-        constants |= {"STAGES": stages, "INTERPRET": False, "FUSE": fuse, "ACT": "gelu_tanh"}
-        build(dense_expert_kernel, arch, dtype, constants, num_warps=warps)
+    ],
+)  # fmt: skip
+def test_dense_products_compile(arch, dtype, bm, fuse):
+    dense(arch, dtype, bm, fuse)
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_places_compile(arch):
     for step, warps in ((256, 4), (ASSIGN_STEP, 8)):
         build(assign_kernel, arch, "bf16", {"STEP": step, "EP": 128}, num_warps=warps)
 
 
+@pytest.mark.thin
 @pytest.mark.parametrize("arch", ARCHITECTURES)
-def test_programs_of_all_k_compile_and_keep_words_in_registers(arch):
-    forms = (
+@pytest.mark.parametrize(
+    ("bits", "groups", "fuse", "high", "warps", "registers"),
+    [
         (4, 16, True, 1, 4, 168), (4, 16, True, 1, 2, 168), (4, 6, False, 1, 2, 128),
         (4, 6, False, 2, 1, 128),
-    )  # fmt: skip
-    for bits, groups, fuse, high, warps, registers in forms:
-        constants = {
-            "BITS": bits, "SYMMETRIC": False, "EVEN_K": True, "HAS_BIAS": fuse,
-            "GATHER": fuse, "BH": high, "WM": warps,
-            "STEPS": groups // warps, "D": 4, "FUSE": fuse, "ACT": "silu",
-            "INTERPRET": False,
-        }  # fmt: skip
-        options = {"num_warps": warps, "maxnreg": registers}
-        made = build(rows_expert_kernel, arch, "bf16", constants, **options)
-        # Shared memory is where the warps' sums meet.
-        assert made.shared_bytes <= 2 * warps * high * 16 * 8 * 4
-        assert "cp.async" not in made.ptx
+    ],
+)  # fmt: skip
+def test_programs_of_all_k_compile_and_keep_words_in_registers(
+    arch, bits, groups, fuse, high, warps, registers
+):
+    constants = {
+        "BITS": bits, "SYMMETRIC": False, "EVEN_K": True, "HAS_BIAS": fuse, "GATHER": fuse,
+        "BH": high, "WM": warps, "STEPS": groups // warps, "D": 4, "FUSE": fuse, "ACT": "silu",
+        "INTERPRET": False,
+    }  # fmt: skip
+    options = {"num_warps": warps, "maxnreg": registers}
+    made = build(rows_expert_kernel, arch, "bf16", constants, **options)
+    # Shared memory is where the warps' sums meet.
+    assert made.shared_bytes <= 2 * warps * high * 16 * 8 * 4
+    assert "cp.async" not in made.ptx
 
 
+@pytest.mark.thin
 @pytest.mark.parametrize("arch", ARCHITECTURES)
-def test_sorting_of_many_compiles(arch):
+@pytest.mark.parametrize("padded", [16, MOST_EXPERTS])
+def test_sorting_of_many_compiles(arch, padded):
     blocks = dict.fromkeys(("blocks", "apart", "broad"), "*i32")
-    for padded in (16, MOST_EXPERTS):
-        constants = {"EP": padded, "BLOCK": BLOCK}
-        build(count_kernel, arch, "bf16", constants, num_warps=8)
-        build(
-            place_kernel,
-            arch,
-            "bf16",
-            constants | {"WIDE": WIDE, "SHORT": SHORT},
-            blocks,
-            num_warps=8,
-        )
+    constants = {"EP": padded, "BLOCK": BLOCK}
+    build(count_kernel, arch, "bf16", constants, num_warps=8)
+    constants |= {"WIDE": WIDE, "SHORT": SHORT}
+    build(place_kernel, arch, "bf16", constants, blocks, num_warps=8)
 
 
 def wide(arch, *, dtype, tma, fuse, even=True):

@@ -17,6 +17,7 @@ from llmpq.kernels.gemm.reference import experts_reference, relative_error
 from llmpq.precision import WeightScheme
 
 pytestmark = [
+    pytest.mark.thin(2),
     pytest.mark.interpret,
     pytest.mark.skipif(not knobs.runtime.interpret, reason="needs TRITON_INTERPRET=1"),
 ]
@@ -181,6 +182,7 @@ def test_a_prompts_gated_product(gate, shape):
     assert error < TOLERANCE[torch.float16]
 
 
+@pytest.mark.thin
 @pytest.mark.parametrize("gate", GATES)
 @pytest.mark.parametrize("bits", [16, 8, 4, 3])
 def test_a_decode_steps_gated_product(gate, bits):

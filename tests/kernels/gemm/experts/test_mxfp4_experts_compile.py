@@ -40,13 +40,17 @@ def build(arch, bm, *, dtype="bf16", fuse=False, groups=23):
     return made
 
 
+@pytest.mark.thin
 @pytest.mark.parametrize("arch", (*ARCHITECTURES, CONSUMER_BLACKWELL))
-def test_everything_compiles(arch):
-    for dtype, bm, fuse in (
+@pytest.mark.parametrize(
+    ("dtype", "bm", "fuse"),
+    [
         ("bf16", FEW_ROWS, True), ("bf16", 16, False), ("bf16", MOST_GATED, True),
         ("fp16", 128, False), ("fp16", 16, True),
-    ):  # fmt: skip
-        build(arch, bm, dtype=dtype, fuse=fuse)
+    ],
+)  # fmt: skip
+def test_everything_compiles(arch, dtype, bm, fuse):
+    build(arch, bm, dtype=dtype, fuse=fuse)
 
 
 @pytest.mark.parametrize(

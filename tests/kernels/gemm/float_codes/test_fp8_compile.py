@@ -35,6 +35,7 @@ def compiled(kernel, arch, constants, dtype, w="*u8", **options):
     return compile_kernel(kernel, arch, given, constants, aligned=aligned, options=options)
 
 
+@pytest.mark.thin
 @pytest.mark.parametrize("arch", (*ARCHITECTURES, CONSUMER_BLACKWELL))
 @pytest.mark.parametrize(
     ("m", "shared", "dtype"),
@@ -61,6 +62,7 @@ def test_products_fit(arch, m, shared, dtype):
     assert made.cubin and made.shared_bytes <= SHARED_LIMIT[arch]
 
 
+@pytest.mark.thin
 @pytest.mark.parametrize("arch", (*ARCHITECTURES, CONSUMER_BLACKWELL))
 @pytest.mark.parametrize(("m", "shared", "dtype"), [(1, False, "bf16"), (8, True, "fp16"),
                                                     (16, False, "bf16"), (64, True, "fp16"),
@@ -86,6 +88,7 @@ def test_products_of_fragments_fit(arch, m, shared, dtype):
     assert made.cubin and made.shared_bytes <= SHARED_LIMIT[arch]
 
 
+@pytest.mark.thin
 @pytest.mark.parametrize("arch", (*ARCHITECTURES, CONSUMER_BLACKWELL))
 @pytest.mark.parametrize(("bm", "fused", "shared"), [(16, True, False), (64, True, True),
                                                      (128, False, False)])  # fmt: skip
@@ -110,6 +113,7 @@ def test_experts_fit(arch, bm, fused, shared):
     assert made.cubin and made.shared_bytes <= SHARED_LIMIT[arch]
 
 
+@pytest.mark.thin
 @pytest.mark.parametrize("arch", (*ARCHITECTURES, CONSUMER_BLACKWELL))
 @pytest.mark.parametrize(("bm", "fused", "shared"), [(16, True, False), (64, True, True),
                                                      (128, False, False)])  # fmt: skip

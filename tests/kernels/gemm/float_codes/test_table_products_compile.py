@@ -26,6 +26,7 @@ FORMS = {
 }
 
 
+@pytest.mark.thin
 @pytest.mark.parametrize("arch", (*ARCHITECTURES, CONSUMER_BLACKWELL))
 @pytest.mark.parametrize("form", FORMS)
 def test_products_fit(arch, form):

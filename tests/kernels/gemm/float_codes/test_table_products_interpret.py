@@ -34,6 +34,7 @@ def weight(form: str, n: int, k: int) -> TableWeight:
     return table_weight(codes, scale, values=values, group_size=size, factor=factor)
 
 
+@pytest.mark.thin
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("rows", [1, 7, 70])
 def test_products(form, rows):

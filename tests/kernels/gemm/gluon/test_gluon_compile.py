@@ -82,6 +82,7 @@ def _compile(config, bits, dtype, symmetric, split, grouped=1, **options):
     )
 
 
+@pytest.mark.thin(apart=True)
 @pytest.mark.parametrize(
     "config,bits,dtype,symmetric,split,grouped",
     [

@@ -1,6 +1,6 @@
 """Scaled operands compile for every listed architecture; shared memory fits, operands stay."""
 
-import os
+from itertools import product
 
 import pytest
 
@@ -60,27 +60,32 @@ def tiles(arch, form, dtype, bm, stages, depth=1):
     return build(tile_kernel, arch, form, dtype, own, num_warps=4, num_stages=stages)
 
 
-def cases():
-    """Every form for the oldest, Hopper and the newest, the others in turn (all: make test-all)."""
-    every = "LLMPQ_ALL_TESTS" in os.environ
-    others = [arch for arch in ARCHITECTURES if arch not in (80, 90)]
-    for place, form in enumerate(FORMS):
-        here = others if every else others[place % len(others) :][:1]
-        yield from ((arch, form) for arch in (80, 90, *here, CONSUMER_BLACKWELL))
-
-
-@pytest.mark.parametrize(("arch", "form"), cases())
-def test_everything_compiles(arch, form):
-    for dtype, bm, stages, depth in (("bf16", 8, 1, 2), ("fp16", 32, 3, 1)):
-        tiles(arch, form, dtype, bm, stages, depth)
+def rows(arch, form):
     own = {
         "HAS_BIAS": True, "HAS_RESIDUAL": True, "EVEN_G": True, "BH": 1, "WM": 8, "STEPS": 4,
         "D": 4, "XD": 2, "PDL": arch >= 90,
     }  # fmt: skip
     build(rows_kernel, arch, form, "bf16", own, num_warps=8, num_stages=1)
-    build(numbers_kernel, arch, form, "bf16", {"WM": WARPS}, num_warps=WARPS)
 
 
+KINDS = {
+    "few rows": lambda arch, form: tiles(arch, form, "bf16", 8, 1, 2),
+    "32 rows": lambda arch, form: tiles(arch, form, "fp16", 32, 3),
+    "rows": rows,
+    "numbers": lambda arch, form: build(
+        numbers_kernel, arch, form, "bf16", {"WM": WARPS}, num_warps=WARPS
+    ),
+}
+
+
+@pytest.mark.thin
+@pytest.mark.parametrize("arch", (*ARCHITECTURES, CONSUMER_BLACKWELL))
+@pytest.mark.parametrize(("form", "kind"), list(product(FORMS, KINDS)))
+def test_everything_compiles(arch, form, kind):
+    KINDS[kind](arch, form)
+
+
+@pytest.mark.thin
 @pytest.mark.parametrize("bm", [16, 32, 64, 128])
 @pytest.mark.parametrize("form", FORMS)
 def test_products_in_flight_keep_their_operands(form, bm):

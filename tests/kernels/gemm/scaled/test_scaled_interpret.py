@@ -74,6 +74,7 @@ def errors(q, dtype: torch.dtype, twin=None) -> list[float]:
     return found
 
 
+@pytest.mark.thin
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("form", TABLES)
 def test_tables(form, dtype):
@@ -84,6 +85,7 @@ def test_tables(form, dtype):
     assert max(errors(words, dtype, q)) < TOLERANCE[dtype]
 
 
+@pytest.mark.thin
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("bits,size,zeros", GROUPS)
 def test_small_groups(bits, size, zeros, dtype):

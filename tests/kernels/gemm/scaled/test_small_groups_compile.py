@@ -15,6 +15,7 @@ pytestmark = pytest.mark.compile
 NUMBERS = ("M", "N", "K", "groups", "splits")
 
 
+@pytest.mark.thin
 @pytest.mark.parametrize("arch", (*ARCHITECTURES, CONSUMER_BLACKWELL))
 @pytest.mark.parametrize(("bits", "group", "symmetric"), [(4, 32, False), (8, 64, True)])
 def test_products_fit(arch, bits, group, symmetric):

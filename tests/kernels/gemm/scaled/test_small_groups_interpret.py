@@ -13,7 +13,7 @@ if not triton.knobs.runtime.interpret:
 
 from llmpq.kernels.gemm.scaled import small_groups  # noqa: E402
 
-pytestmark = pytest.mark.interpret
+pytestmark = [pytest.mark.interpret, pytest.mark.thin(2)]
 
 
 def weight(n, k, *, bits, group, symmetric, dtype=torch.float16) -> QuantizedWeight:

@@ -9,7 +9,6 @@ from llmpq.kernels.kv.low_bit.any_size_append import append_rows, pack_rows  # n
 from llmpq.kernels.kv.low_bit.any_size_attend import attend_rows, tile_of  # noqa: E402
 from llmpq.kernels.kv.ruled_attend import halves  # noqa: E402
 from llmpq.kernels.tools.cubin import (  # noqa: E402
-    ARCHITECTURES,
     CONSUMER_BLACKWELL,
     SHARED_LIMIT,
     compile_kernel,
@@ -17,7 +16,6 @@ from llmpq.kernels.tools.cubin import (  # noqa: E402
 from llmpq.precision import KVPrecision  # noqa: E402
 
 pytestmark = pytest.mark.compile
-ALL = (*ARCHITECTURES, CONSUMER_BLACKWELL)
 KINDS = {
     **dict.fromkeys(("k_words", "v_words", "table", "slots", "starts", "counts"), "*i32"),
     **dict.fromkeys(("k_params", "v_params"), "*fp16"),
@@ -33,7 +31,17 @@ MODELS = [
     (KVPrecision.KV4, 32, 8, 80, torch.float32),
     (KVPrecision.KV8, 8, 2, 192, torch.bfloat16),
 ]
-CASES = [(model, arch) for model in MODELS for arch in (ALL if model is MODELS[0] else (86, 90))]
+
+
+def seldom(*case):
+    """In `make test-all` only: its like is in `make test`."""
+    return pytest.param(*case, marks=pytest.mark.seldom)
+
+
+# Each where memory is least, the most common one everywhere.
+CASES = [(model, 86) for model in MODELS] + [(MODELS[0], 80), (MODELS[0], 100), (MODELS[1], 90)]
+CASES += [seldom(MODELS[0], arch) for arch in (89, 90, CONSUMER_BLACKWELL)]
+CASES += [seldom(model, 90) for model in MODELS[2:]]
 NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 
 

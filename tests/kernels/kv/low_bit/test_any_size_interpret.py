@@ -58,6 +58,7 @@ def check(monkeypatch, fmt, *, heads=4, groups=2, dtype=torch.float32, splits=No
     return got
 
 
+@pytest.mark.thin
 @pytest.mark.parametrize("kv", [P.KV8, P.KV4, P.KV2], ids=lambda p: p.value)
 @pytest.mark.parametrize("key_group", [128, 64, 32, None])
 def test_every_format(monkeypatch, kv, key_group):

@@ -27,6 +27,13 @@ KINDS = (
     | {"scale": "fp32", "rows": "*i32", "to_ptr": "*fp32", "q_ptr": "*fp16"}
     | dict.fromkeys(("num_rows", "columns", "stride"), "i32")
 )
+
+
+def seldom(case):
+    """In `make test-all` only: its like is in `make test`."""
+    return pytest.param(*case, marks=pytest.mark.seldom)
+
+
 SHAPE = {"D": 576, "C": 576, "BITS": 4}
 
 
@@ -38,20 +45,25 @@ def compiled(kernel, arch, constants, warps):
     return compile_kernel(kernel, arch, given, constants, aligned=aligned, options=options)
 
 
+@pytest.mark.thin
 @pytest.mark.parametrize("arch", (*ARCHITECTURES, CONSUMER_BLACKWELL))
-def test_what_a_pool_keeps_is_made(arch):
-    pages, rows = packed_latent_append, {"ROWS": 64}
-    for kernel, own in (
-        (pages.append_ring, {"D": 576, "PADDED": 1024}),
-        (pages.make_scales, SHAPE | rows | {"PADDED": 1024, "TAIL": 17}),
-        (pages.make_words, SHAPE | rows | {"PIECES": 18}),
-        (pages.keep_rings, {"D": 576, "PADDED": 1024}),
-    ):
-        made = compiled(kernel, arch, own, 8)
-        assert made.cubin and made.shared_bytes <= SHARED_LIMIT[arch]
+@pytest.mark.parametrize(
+    ("kernel", "own"),
+    [
+        (packed_latent_append.append_ring, {"D": 576, "PADDED": 1024}),
+        (packed_latent_append.make_scales, SHAPE | {"ROWS": 64, "PADDED": 1024, "TAIL": 17}),
+        (packed_latent_append.make_words, SHAPE | {"ROWS": 64, "PIECES": 18}),
+        (packed_latent_append.keep_rings, {"D": 576, "PADDED": 1024}),
+    ],
+)
+def test_what_a_pool_keeps_is_made(arch, kernel, own):
+    made = compiled(kernel, arch, own, 8)
+    assert made.cubin and made.shared_bytes <= SHARED_LIMIT[arch]
 
 
-@pytest.mark.parametrize(("arch", "chunks"), [(80, True), (86, False), (90, True), (90, False)])
+@pytest.mark.parametrize(
+    ("arch", "chunks"), [(86, False), (90, True), *map(seldom, ((80, True), (90, False)))]
+)
 def test_a_pool_fits(arch, chunks):
     constants = SHAPE | {
         "H": 16,
@@ -70,7 +82,10 @@ def test_a_pool_fits(arch, chunks):
 
 @pytest.mark.parametrize(
     ("arch", "bits"),
-    [*((arch, 4) for arch in (*ARCHITECTURES, CONSUMER_BLACKWELL)), (86, 8), (90, 8), (90, 2)],
+    [
+        *((86, 8), (90, 2)),
+        *map(seldom, ((80, 4), (86, 4), (89, 4), (90, 4), (100, 4), (120, 4), (90, 8))),
+    ],
 )
 def test_it_fits(arch, bits):
     constants = {

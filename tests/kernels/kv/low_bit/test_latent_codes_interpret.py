@@ -16,7 +16,7 @@ from triton import language as tl  # noqa: E402
 
 from llmpq.kernels.kv.low_bit import latent_codes  # noqa: E402
 
-pytestmark = pytest.mark.interpret
+pytestmark = [pytest.mark.interpret, pytest.mark.thin(2)]
 P = KVPrecision
 STEPS = [
     [(0, 269), (0, 20), (0, 141)],

@@ -92,6 +92,7 @@ def parts(pages):
     return {**vars(pages.layer), "k_behind": pages.k_behind_PGTD, "v_behind": pages.v_behind_PGTD}
 
 
+@pytest.mark.thin
 @pytest.mark.parametrize("kv", [KVPrecision.KV8, KVPrecision.KV4, KVPrecision.KV2])
 @pytest.mark.parametrize("mix", MIXES)
 def test_every_precision_and_mix(kv, mix):

@@ -41,8 +41,18 @@ MODELS = [
 RULED_MODELS = [(P.KV4, 64, 8, 64, torch.bfloat16), (P.KV8, 16, 8, 256, torch.bfloat16)]
 RULED = Scores(capped=True, windowed=True, sinks=True)
 ALL = (*ARCHITECTURES, CONSUMER_BLACKWELL)
-CASES = [(model, arch) for model in MODELS for arch in (ALL if model is MODELS[0] else (86, 90))]
-"""The most common shape everywhere, others where memory is least and where it is most."""
+
+
+def seldom(*case):
+    """In `make test-all` only: its like is in `make test`."""
+    return pytest.param(*case, marks=pytest.mark.seldom)
+
+
+CASES = [(model, 86) for model in MODELS] + [(MODELS[0], 80), (MODELS[-1], 90)]
+CASES += [seldom(MODELS[0], arch) for arch in (89, 90, 100, CONSUMER_BLACKWELL)]
+CASES += [seldom(model, 90) for model in MODELS[1:-1]]
+"""Each where memory is least, others where it is most; the most common shape everywhere."""
+RULED_ARCHITECTURES = [89, 100, CONSUMER_BLACKWELL, *map(seldom, (80, 86, 90))]
 
 
 def compiled(kernel, arch, constants, element, **options):
@@ -77,7 +87,8 @@ def test_attention_fits(model, arch):
         assert "mma" in made.ptx, "no tensor core multiplies"
 
 
-@pytest.mark.parametrize("arch", ALL)
+@pytest.mark.thin
+@pytest.mark.parametrize("arch", RULED_ARCHITECTURES)
 @pytest.mark.parametrize("model", RULED_MODELS, ids=["gpt-oss", "gemma-2"])
 def test_attention_with_rules_fits(model, arch):
     plan, pdl = plan_of(*model), arch >= 90
@@ -88,12 +99,20 @@ def test_attention_with_rules_fits(model, arch):
     assert "mma" in compiled(chunk_packed, arch, chunk, "bf16").ptx
 
 
+@pytest.mark.thin
 @pytest.mark.parametrize("arch", ALL)
-def test_the_rest_compiles(arch):
+@pytest.mark.parametrize("chunks", [False, True])
+def test_appending_compiles(arch, chunks):
     plan, pdl = plan_of(*MODELS[0]), arch >= 90
-    for chunks in (False, True):
-        options = plan.append_options(33, rotary=not chunks, chunks=chunks, behind=True, pdl=pdl)
-        assert compiled(append_packed, arch, {**options, "HALF": 64}, "bf16")
-    for scores in (Scores(), RULED):
-        assert compiled(combine_packed, arch, plan.combine_options(scores, pdl=pdl), "bf16")
-    assert compiled(write_rings, arch, plan.ring_options(pdl=pdl), "bf16")
+    options = plan.append_options(33, rotary=not chunks, chunks=chunks, behind=True, pdl=pdl)
+    assert compiled(append_packed, arch, {**options, "HALF": 64}, "bf16")
+
+
+@pytest.mark.thin
+@pytest.mark.parametrize("arch", ALL)
+@pytest.mark.parametrize("scores", [Scores(), RULED], ids=["plain", "ruled"])
+def test_the_rest_compiles(arch, scores):
+    plan, pdl = plan_of(*MODELS[0]), arch >= 90
+    assert compiled(combine_packed, arch, plan.combine_options(scores, pdl=pdl), "bf16")
+    if scores == RULED:
+        assert compiled(write_rings, arch, plan.ring_options(pdl=pdl), "bf16")

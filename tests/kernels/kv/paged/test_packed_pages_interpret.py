@@ -16,6 +16,7 @@ from llmpq.precision import KVPrecision
 from llmpq.sizes.kv_format import TAIL_TOKENS
 
 pytestmark = [
+    pytest.mark.thin(2),
     pytest.mark.interpret,
     pytest.mark.skipif(not knobs.runtime.interpret, reason="needs TRITON_INTERPRET=1"),
 ]
@@ -154,6 +155,7 @@ def singles(step):
 KVS = [KVPrecision.KV8, KVPrecision.KV4, KVPrecision.KV2]
 
 
+@pytest.mark.thin
 @pytest.mark.parametrize("kv", KVS, ids=lambda kv: kv.value)
 @pytest.mark.parametrize("mix", MIXES)
 def test_every_precision_and_mix(kv, mix):
@@ -186,6 +188,7 @@ RULES = {
 }
 
 
+@pytest.mark.thin
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("mix", ["decode", "chunks", "mixed"])
 def test_windows_caps_and_sinks(mix, rule):

@@ -72,15 +72,27 @@ def plan_for(arch, model, monkeypatch):
 
 
 ALL = (*ARCHITECTURES, CONSUMER_BLACKWELL)
-CASES = [(model, arch) for model in MODELS for arch in (ALL if model is MODELS[0] else (86, 90))]
-"""The most common shapes everywhere, others where memory is least and where it is most."""
-
-
 PLAIN, RULED = Scores(), Scores(capped=True, windowed=True, sinks=True)
-CASES = [(model, arch, Scores(alibi=model[1] == model[0])) for model, arch in CASES]
+
+
+def case(model, arch, scores=None):
+    return model, arch, scores or Scores(alibi=model[1] == model[0])
+
+
+def seldom(model, arch, scores=None):
+    """In `make test-all` only: its like is in `make test`."""
+    return pytest.param(*case(model, arch, scores), marks=pytest.mark.seldom)
+
+
+# Each where memory is least, others where it is most; the most common shape everywhere.
+CASES = [case(model, 86) for model in MODELS]
+CASES += [case(MODELS[0], arch) for arch in (80, 100)] + [case(MODELS[-1], 90)]
+CASES += [seldom(MODELS[0], arch) for arch in (89, 90, CONSUMER_BLACKWELL)]
+CASES += [seldom(model, 90) for model in MODELS[1:-1]]
 # gpt-oss and Gemma 2.
-CASES += [((64, 8, 64, torch.bfloat16), arch, RULED) for arch in (86, 90)]
-CASES += [((16, 8, 256, torch.bfloat16), 90, RULED)]
+CASES += [case((64, 8, 64, torch.bfloat16), 86, RULED)]
+CASES += [seldom((64, 8, 64, torch.bfloat16), 90, RULED)]
+CASES += [case((16, 8, 256, torch.bfloat16), 90, RULED)]
 
 
 @pytest.mark.parametrize(

@@ -22,6 +22,7 @@ from llmpq.kernels.kv.reference import ScoreRule, paged_attend_reference
 from llmpq.sizes.kv_format import BLOCK_TOKENS
 
 pytestmark = [
+    pytest.mark.thin(2),
     pytest.mark.interpret,
     pytest.mark.skipif(not knobs.runtime.interpret, reason="needs TRITON_INTERPRET=1"),
 ]
@@ -111,6 +112,7 @@ def batched(values, size):
     return [values[at : at + size] for at in range(0, len(values), size)]
 
 
+@pytest.mark.thin
 @pytest.mark.parametrize(
     "mix,programs,counted",
     [("decode", 3, True), ("one", 7, False), ("one", 7, True), ("chunks", 1, False),
@@ -159,6 +161,7 @@ def rules(heads):
     }
 
 
+@pytest.mark.thin
 @pytest.mark.parametrize("kind", rules(1))
 @pytest.mark.parametrize(
     "mix,programs,dtype,widest",

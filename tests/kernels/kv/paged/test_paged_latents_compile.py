@@ -38,6 +38,7 @@ def compiled(kernel, arch, constants):
     assert made.cubin and made.shared_bytes <= SHARED_LIMIT[arch]
 
 
+@pytest.mark.thin
 @pytest.mark.parametrize("arch", (*ARCHITECTURES, CONSUMER_BLACKWELL))
 @pytest.mark.parametrize("model", MODELS)
 def test_kernels_fit(monkeypatch, arch, model):

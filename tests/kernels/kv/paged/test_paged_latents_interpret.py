@@ -54,6 +54,7 @@ def error(got, want):
     return float((got.double() - want.double()).norm() / want.double().norm())
 
 
+@pytest.mark.thin
 @pytest.mark.parametrize("mix", MIXES)
 @pytest.mark.parametrize(
     ("heads", "dim", "value_dim", "dtype"),
