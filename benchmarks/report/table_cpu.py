@@ -31,32 +31,36 @@ def beside_before(row: Row) -> str:
     return f"{row['value']:.4g} ({row['value'] / before:.2f}x {commit})"
 
 
-CPU_TABLES = {
-    "cpu_llm": Pivot(
-        file="cpu.jsonl",
-        bench="cpu LLM",
-        index=("model", "rows", "new"),
-        value_title="tokens/s",
-        show=beside_before,
-    ),
-} | {
-    f"cpu_{name.split()[0]}": Pivot(
-        file="cpu.jsonl",
-        bench=f"cpu {name}",
-        index=("model", *CASE, *(("prompt",) if name == "prefill" else ())),
-        where={"llama head": "same", "cpu activations": "exact", "onednn": None},
-        value_title=f"{name} (llama.cpp / ours)",
-        show=beside_llama,
-    )
-    for name in ("decode step", "prefill")
-} | {
-    f"cpu_{name.split()[0]}_without_amx": Pivot(
-        file="cpu.jsonl",
-        bench=f"cpu {name}",
-        index=("model", "bits", "cpu activations", "batch", "prompt", "threads", "level"),
-        where={"llama head": "same", "onednn": "AVX512_CORE_BF16"},
-        value_title=f"{name} (llama.cpp / ours)",
-        show=beside_llama,
-    )
-    for name in ("decode step", "prefill")
-}
+CPU_TABLES = (
+    {
+        "cpu_llm": Pivot(
+            file="cpu.jsonl",
+            bench="cpu LLM",
+            index=("model", "rows", "new"),
+            value_title="tokens/s",
+            show=beside_before,
+        ),
+    }
+    | {
+        f"cpu_{name.split()[0]}": Pivot(
+            file="cpu.jsonl",
+            bench=f"cpu {name}",
+            index=("model", *CASE, *(("prompt",) if name == "prefill" else ())),
+            where={"llama head": "same", "cpu activations": "exact", "onednn": None},
+            value_title=f"{name} (llama.cpp / ours)",
+            show=beside_llama,
+        )
+        for name in ("decode step", "prefill")
+    }
+    | {
+        f"cpu_{name.split()[0]}_without_amx": Pivot(
+            file="cpu.jsonl",
+            bench=f"cpu {name}",
+            index=("model", "bits", "cpu activations", "batch", "prompt", "threads", "level"),
+            where={"llama head": "same", "onednn": "AVX512_CORE_BF16"},
+            value_title=f"{name} (llama.cpp / ours)",
+            show=beside_llama,
+        )
+        for name in ("decode step", "prefill")
+    }
+)

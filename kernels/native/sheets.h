@@ -3,6 +3,13 @@
 //
 // The numbers are few_rows.h's: x rounded to 16 bits a k-group, codes as they are, sums of a k-group (or of 32 k with
 // finer grids) whole numbers. Rounded to 8 bits, x and codes meet as bytes.
+//
+// GMAC/s of one core of a Xeon held to AVX-512, 4 bits, K 2048, 128 rows, unpacking included (most of the instruction):
+// words 95 to 125 (149), two planes of bytes 124 (146), float32 77 (88), bfloat16 pairs 42 (29 to 57), one plane of x in
+// 8 bits 152 to 204 (292). By rows of x, sheets / panel_rows.h on another: 16 118 / 115, 24 124 / 115, 64 147 / 125, 128
+// 147 / 111; 8-bit x 16 181 / 203, 32 210 / 203, 128 241 / 196.
+// Where x is more than a megabyte, one sheet after the other through all of it took half as long again (K 8192, 128 rows:
+// 83 where 150 stayed in L2), so neighbours meet a part of k first, and x is asked for from far ahead.
 #pragma once
 #include "panel.h"
 #include "rounded_rows.h"
