@@ -238,7 +238,7 @@ static void multiply_by_blocks(const Weight& w, const void* x, const Output& out
 }
 
 // Whether these rows are more than their codes are multiplied for (tiles.h). ns a row of w and k-group at 32 rows, from
-// memory, so / by codes in panels, one and two threads: 4 bits 12.5, 15.4 / 14.5, 14.7; 8 bits 21.5, 25.1 / 23.0, 22.3.
+// memory, so / by codes in panels, one and two threads: 4 bits 12.5, 15.4 / 14.5, 14.7; 8 bits 22.8, 25.1 / 21.6, 22.3.
 static bool takes_blocks(const Weight& w, int64_t rows, int64_t number, int64_t x_bits) {
   return number == BFLOAT16 && x_bits == 16 && rows > (w.panels && w.bits == 8 ? 2 * TILE : TILE) && tiles_allowed();
 }

@@ -189,6 +189,7 @@ static void tile_panels(const Weight& w, const Panel* panels, int64_t count, Til
     behind.next();
   };
   auto ask = [&](int64_t unit) __attribute__((always_inline)) {
+    if (tile) return;  // the first has left them in L2
     if (unit >= units) return ask_ahead<BITS>(panels[0].codes, (count * w.k_groups + unit - units) * UNIT);  // what follows
     ask_ahead<BITS>(panels[asked.panel].codes + asked.g * UNIT, 0);
     asked.next();
