@@ -241,8 +241,9 @@ CASES += [("llama-3.1-8b", "w16a16", 60_000)]
 
 @pytest.fixture
 def without_tiles(monkeypatch):
-    """CPUs without AMX dequantise for many rows, and that is what plans count everywhere."""
-    levels = [level for level in library.usable_levels() if level.name != "amx_int8"]
+    """CPUs without dot products of bytes dequantise for many rows; plans count that everywhere."""
+    own = ("amx_int8", "avx512_bf16", "avx512_vnni")
+    levels = [level for level in library.usable_levels() if level.name not in own]
     if levels:
         monkeypatch.setattr(library, "best_level", lambda: levels[-1])
 
@@ -260,10 +261,13 @@ def whole_stage(spec, workload, precision):
     )
 
 
+@pytest.mark.parametrize("level", ["best", "avx512_bf16"])
 @pytest.mark.parametrize("precision", ["w3a16", "w4a16", "w8a16"])
-def test_tiles_need_less_than_is_predicted(precision, monkeypatch):
+def test_tiles_and_sheets_need_less_than_is_predicted(precision, level, monkeypatch):
     levels = library.usable_levels()
-    monkeypatch.setattr(library, "best_level", lambda: levels[-1] if levels else None)
+    of_name = [own for own in levels if own.name == level]
+    chosen = (of_name or levels)[-1] if levels else None
+    monkeypatch.setattr(library, "best_level", lambda: chosen)
     spec = small("llama-3.1-8b", vocab=700)
     workload = Workload(batch=BATCH, prompt_len=PROMPT, gen_len=NEW, dtype="bfloat16")
     predicted = whole_stage(spec, workload, precision)
