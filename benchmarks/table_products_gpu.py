@@ -1,8 +1,8 @@
 """Dense products with codes of a table and of small groups on a GPU, beside W4 and 16 bits.
 
-    python benchmarks/table_products_gpu.py --rows FILE [--commit HASH]
+    python benchmarks/table_products_gpu.py --rows FILE [--commit HASH] [--forms FORM,...]
 
-As `linear` multiplies them; W4 and W8 in groups of 128, with zeros, and FP8 in blocks of 128 x 128.
+As `linear` multiplies them; W3, W4 and W8 in groups of 128 with zeros, FP8 in blocks of 128 x 128.
 A launch of a replayed graph,
 microseconds, weights that are not in the L2.
 """
@@ -32,6 +32,9 @@ ROWS = (1, 8, 32, 128, 512, 2048)
 MOST_COPIES = 24
 Weight = QuantizedWeight | TableWeight | Fp8Weight
 SCHEMES = {
+    "w3": WeightScheme(bits=3, clip_search=False),
+    "w3 in 64": WeightScheme(bits=3, group_size=64, clip_search=False),
+    "w3 in 32": WeightScheme(bits=3, group_size=32, symmetric=True, clip_search=False),
     "w4": WeightScheme(bits=4, clip_search=False),
     "w4 in 32": WeightScheme(bits=4, group_size=32, symmetric=True, clip_search=False),
     "w8": WeightScheme(bits=8, clip_search=False),
@@ -44,11 +47,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--rows", type=Path, required=True)
     parser.add_argument("--commit", help="where git is not at hand")
+    parser.add_argument("--forms", default="", help="comma-separated; without, all")
     args = parser.parse_args()
+    wanted = [form for form in args.forms.split(",") if form]
     for n, k in SHAPES:
         w = torch.randn(n, k, device="cuda").bfloat16() * 0.02
         plain = [w.clone() for _ in range(min(MOST_COPIES, copies_for(w.nbytes)))]
-        weights = {form: copies_of(q) for form, q in forms_of(w).items()}
+        weights = {
+            form: copies_of(q) for form, q in forms_of(w).items() if not wanted or form in wanted
+        }
         for rows in ROWS:
             x = torch.randn(rows, k, device="cuda").bfloat16()
             dense = statistics.median(timed(torch.mm, x, [each.t() for each in plain]))
