@@ -298,6 +298,7 @@ def _names(text: str) -> list[str]:
 
 def main() -> None:
     """Measure and append rows to results/cpu.jsonl."""
+    levels = [level.name for level in library.usable_levels()]
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--llama-bench", type=Path, help="llama.cpp's program; left out without")
     parser.add_argument("--model", default="llama-3.2-1b", help="a built-in model's shape")
@@ -311,7 +312,7 @@ def main() -> None:
     parser.add_argument("--cpu-activations", choices=("exact", "int8"), default="exact")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--dtype", choices=sorted(DTYPES), default="bfloat16", help="of ours")
-    parser.add_argument("--level", choices=sorted(library.LEVELS), help="force our dispatch")
+    parser.add_argument("--level", choices=levels, help="force our dispatch")
     parser.add_argument("--head-bits", type=int, choices=(4, 8, 16), help="of ours (plans: 8, 16)")
     parser.add_argument("--llama-build", default="", help="what llama.cpp was compiled for")
     parser.add_argument("--fill-threads", type=int, help="of llama.cpp with --depth (--threads)")

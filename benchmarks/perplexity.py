@@ -61,6 +61,7 @@ def _exact_and_rounded(
 
 def main() -> None:
     """Measure and append the rows."""
+    levels = [level.name for level in library.usable_levels()]
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", default=str(EXAMPLES / "demo-7m"))
     parser.add_argument("--text", default=str(EXAMPLES / "heldout.txt"))
@@ -68,7 +69,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--only-head", action="store_true")
     parser.add_argument("--only-activations", action="store_true")
-    parser.add_argument("--level", choices=sorted(library.LEVELS), help="force the CPU's dispatch")
+    parser.add_argument("--level", choices=levels, help="force the CPU's dispatch")
     parser.add_argument("--tokens", type=int, help="of the text, from its start; all of it")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
@@ -89,9 +90,9 @@ def main() -> None:
         )
         return perplexity(pipeline.scores, tokens, window=longest_window(spec)).value
 
+    case = {"model": spec.name, "text": Path(args.text).name, "dtype": args.dtype}
+    case |= {} if args.level is None else {"level": args.level}
     if args.only_activations:
-        case = {"model": spec.name, "text": Path(args.text).name, "dtype": args.dtype}
-        case |= {} if args.level is None else {"level": args.level}
         for bits in BITS:
             pair = _exact_and_rounded(spec, args.model, bits, DTYPES[args.dtype], tokens)
             precision = Precision.parse(str(bits)).value
@@ -112,7 +113,6 @@ def main() -> None:
         unit="perplexity",
         baselines={"w16a16": base},
     )
-    case = {"model": spec.name, "text": Path(args.text).name, "dtype": args.dtype}
     if args.only_head:
         value = measure(16, None, head=True)
         rounding = "output matrix in 8 bits"

@@ -3,7 +3,8 @@
     $XDG_CACHE_HOME/llmpq/costs/FINGERPRINT/KIND.json      (~/.cache where it is not set)
 
 FINGERPRINT is the model's, KIND what a device's costs are stored under. A file holds one kind of
-device; links lie with their first end.
+device; links lie with their first end. Costs of other kernels are still the closest there is; a
+note says so.
 """
 
 from __future__ import annotations
@@ -15,7 +16,10 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from llmpq.cost_model import CostModel
+from llmpq.devices.kernel_sources import kernels_mark
 
+_KERNELS = "kernels"
+"""Key of `versions`: kernel_sources.py's mark."""
 _UNSAFE = re.compile(r"[^A-Za-z0-9._@-]+")
 
 
@@ -40,6 +44,11 @@ def cached_costs(fingerprint: str, kinds: Iterable[str]) -> tuple[CostModel | No
         except ValueError as error:
             notes.append(f"costs in the cache are not used: {error}; measure them with --profile")
             continue
+        if model.versions.get(_KERNELS) != kernels_mark():
+            notes.append(
+                f"the costs of {kind} were measured with other kernels than these; "
+                "llmpq-dist run --profile measures them anew"
+            )
         found = model if found is None else found.merged(model)
     return found, notes
 
@@ -53,15 +62,24 @@ def store_costs(costs: CostModel) -> list[Path]:
             model_fingerprint=costs.model_fingerprint,
             entries=tuple(entry for entry in costs.entries if entry.device_kind == kind),
             links=tuple(link for link in costs.links if link.source_kind == kind),
-            versions=costs.versions,
+            versions={**costs.versions, _KERNELS: kernels_mark()},
         )
         path = _path(costs.model_fingerprint, kind)
         if path.is_file():
             with contextlib.suppress(ValueError):  # of another form: replaced
-                own = CostModel.load_json(path).merged(own)
+                own = _added(CostModel.load_json(path), own)
         own.save_json(path)
         written.append(path)
     return written
+
+
+def _added(kept: CostModel, new: CostModel) -> CostModel:
+    """Return both; what is kept of other kernels stays marked, as long as one entry is left."""
+    both = kept.merged(new)
+    left = len(both.entries) > len(new.entries)
+    if left and kept.versions.get(_KERNELS) != kernels_mark():
+        both = both.model_copy(update={"versions": {**both.versions, _KERNELS: "mixed"}})
+    return both
 
 
 def _path(fingerprint: str, kind: str) -> Path:

@@ -22,7 +22,7 @@ from llmpq.planner.cli.arguments import DTYPES, METHODS, plan_request
 from llmpq.planner.costs.probed import book_of
 from llmpq.planner.formulation.positions import positions_note
 from llmpq.planner.formulation.problem import Problem
-from llmpq.planner.inputs.cpu_here import rates_for
+from llmpq.planner.inputs.cpu_here import outdated_rates, rates_for
 from llmpq.planner.inputs.kept_codes import kept_codes
 from llmpq.planner.inputs.kept_grid import kept_grid
 from llmpq.planner.inputs.make_problem import (
@@ -157,6 +157,7 @@ def plan_workload(
     notes.append(step_note(best.problem, best.outcome.assignment))
     known = () if costs is None else costs.device_kinds
     notes += [rates.text() for rates in rates_for(cluster, work.dtype, profiled=known)]
+    notes += outdated_rates(cluster, work.dtype, profiled=known)
     notes += book.unprofiled(cluster.devices) + book.warnings(cluster.devices, work)
     return MadePlan(
         plan=best.plan,

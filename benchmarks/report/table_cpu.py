@@ -45,7 +45,7 @@ CPU_TABLES = (
         f"cpu_{name.split()[0]}": Pivot(
             file="cpu.jsonl",
             bench=f"cpu {name}",
-            index=("model", *CASE, *(("prompt",) if name == "prefill" else ())),
+            index=("model", *CASE, "prompt"),
             where={"llama head": "same", "cpu activations": "exact", "onednn": None},
             value_title=f"{name} (llama.cpp / ours)",
             show=beside_llama,

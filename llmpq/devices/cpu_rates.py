@@ -4,6 +4,7 @@
 
 A plan for a CPU that nobody has profiled is estimated from these rates, if there are any, instead
 of the table's placeholder. They hold for every model; a profile of the model itself is closer.
+Rates of other kernels than these are not taken.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from typing import Self
 from pydantic import Field, model_validator
 
 from llmpq.costs_cache import cache_folder
+from llmpq.devices.kernel_sources import CPU, kernels_mark
 from llmpq.devices.this_machine import processor_name, usable_cores
 from llmpq.file_form import FileForm
 from llmpq.memory import CpuActivations
@@ -73,6 +75,8 @@ class CpuRates(FileForm):
     mem_gbps: float = Field(gt=0)
     """Reading, 1e9 bytes per second."""
     products: tuple[ProductRate, ...]
+    kernels: str = ""
+    """kernel_sources.py's mark of what was measured."""
 
     def product(self, bits: int, activations: CpuActivations) -> ProductRate | None:
         """Return the rate of a weight's bits; dense weights know one kind of activations."""
@@ -98,6 +102,22 @@ class CpuRates(FileForm):
 
 def kept_rates(threads: int, dtype: Dtype) -> CpuRates | None:
     """Return what was measured here before with so many threads; None without a usable file."""
+    found = _kept(threads, dtype)
+    return None if found is None or found.kernels != kernels_mark(CPU) else found
+
+
+def outdated(threads: int, dtype: Dtype) -> str | None:
+    """Return that the rates kept for so many threads are not taken; None without such."""
+    found = _kept(threads, dtype)
+    if found is None or found.kernels == kernels_mark(CPU):
+        return None
+    return (
+        f"this CPU's rates ({threads} threads, {dtype}) were measured on {found.day} with other "
+        "kernels than these and are not taken; --probe-cpu measures them anew, in seconds"
+    )
+
+
+def _kept(threads: int, dtype: Dtype) -> CpuRates | None:
     try:
         found = CpuRates.load_json(_path(threads, dtype))
     except ValueError:
@@ -143,6 +163,7 @@ def rates_of(
         busy=os.getloadavg()[0] > threads + 1,
         mem_gbps=mem_gbps,
         products=tuple(products),
+        kernels=kernels_mark(CPU),
     )
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from llmpq.cluster import Cluster
-from llmpq.devices.cpu_rates import CpuRates, kept_rates, probe
+from llmpq.devices.cpu_rates import CpuRates, kept_rates, outdated, probe
 from llmpq.devices.this_machine import NAME
 from llmpq.workload import Dtype
 
@@ -22,10 +22,9 @@ def rates_for(
 
     `ValueError` where `probing` (`--probe-cpu`) has nothing to measure.
     """
-    cpus = [device for device in cluster.devices if device.spec.is_cpu]
-    open_ones = [device for device in cpus if device.profile_kind not in profiled]
-    threads = sorted({device.threads or 1 for device in open_ones})
-    if probing and not open_ones:
+    threads = _threads(cluster, profiled)
+    if probing and not threads:
+        cpus = any(device.spec.is_cpu for device in cluster.devices)
         why = "their costs are measured already" if cpus else "there is no CPU among the devices"
         raise ValueError(f"--probe-cpu: {why}, nothing to measure; leave it out")
     if probing:
@@ -36,3 +35,17 @@ def rates_for(
         return []
     kept = [kept_rates(number, dtype) for number in threads]
     return [rates for rates in kept if rates is not None]
+
+
+def outdated_rates(cluster: Cluster, dtype: Dtype, *, profiled: Collection[str] = ()) -> list[str]:
+    """Return a note for each kept rate of this machine that `rates_for` no longer takes."""
+    if cluster.name != NAME or cluster.planning.probe_cpu:
+        return []
+    notes = [outdated(number, dtype) for number in _threads(cluster, profiled)]
+    return [note for note in notes if note is not None]
+
+
+def _threads(cluster: Cluster, profiled: Collection[str]) -> list[int]:
+    """Return what numbers of threads the CPUs have that are not profiled."""
+    cpus = (device for device in cluster.devices if device.spec.is_cpu)
+    return sorted({cpu.threads or 1 for cpu in cpus if cpu.profile_kind not in profiled})

@@ -23,7 +23,7 @@ from llmpq.planner import limits
 from llmpq.planner.costs.probed import book_of
 from llmpq.planner.formulation.positions import positions_note
 from llmpq.planner.formulation.problem import Problem
-from llmpq.planner.inputs.cpu_here import rates_for
+from llmpq.planner.inputs.cpu_here import outdated_rates, rates_for
 from llmpq.planner.inputs.kept_codes import kept_codes
 from llmpq.planner.inputs.kept_grid import kept_grid, require_counted
 from llmpq.planner.inputs.named_inputs import assumed_of_devices, read_cluster, read_model
@@ -103,6 +103,8 @@ def make_problem(request: PlanRequest) -> tuple[Problem, str | None, list[str]]:
     notes = remarks + assumed_of_devices(request) + ([too_long] if too_long else [])
     notes += rounded + _not_run(spec, cluster, workload)
     notes += [*([] if listed else [GENERIC_NOTE]), *(found.text() for found in rates)]
+    if not request.probe_cpu:
+        notes += outdated_rates(cluster, workload.dtype, profiled=known)
     notes += costs.unprofiled(cluster.devices) + costs.warnings(cluster.devices, workload)
     return problem, path, notes
 

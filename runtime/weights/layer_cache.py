@@ -20,7 +20,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from llmpq.kernels.formats.fp8_weight import Fp8Weight
-from llmpq.kernels.formats.quantized_weight import QuantizedWeight
+from llmpq.kernels.formats.quantized_weight import QuantizedWeight, best_layout
 from llmpq.kernels.formats.table_weight import TableWeight
 from llmpq.kernels.formats.weight_layout import Layout
 from llmpq.precision import WeightScheme
@@ -30,7 +30,7 @@ from llmpq.runtime.weights.quantized_checkpoint import QuantizedCheckpoint
 from llmpq.runtime.weights.sources import CheckpointSource, weight_files
 
 LAYOUTS = 3
-"""Which layouts weights are kept in: one more when those of a device change."""
+"""One more when a layout's bytes change; which one this device has is in the mark, too."""
 _SHAPES = "llmpq_weights"
 """Metadata key: linear -> what its tensors do not say of themselves, as JSON."""
 
@@ -89,14 +89,17 @@ class KeptLayers:
         return tensors | {name: parts.linear(stem).weight for name, stem in linears.items()}
 
     def _path(self, index: int, scheme: WeightScheme, dtype: torch.dtype) -> Path:
+        spec = self._source.spec
+        layout = best_layout(self._device, scheme.bits, spec.hidden, dtype, scheme.group_size)
         what = [
-            self._source.spec.fingerprint(),
+            spec.fingerprint(),
             weight_files(self._source),
             repr(scheme),
             str(dtype),
             self._device.type,
             *(["codes kept"] if self._keeps else []),
             LAYOUTS,
+            layout.value,
         ]
         mark = hashlib.sha256(json.dumps(what).encode()).hexdigest()[:16]
         return self._folder / mark / f"{index}.safetensors"

@@ -27,6 +27,12 @@ def compiled() -> Path:
     return Path(library.library()._name)
 
 
+def test_another_way_to_optimise_is_refused_by_its_name(monkeypatch):
+    monkeypatch.setenv(library.OPTIMISED, "")
+    with pytest.raises(ValueError, match=r"LLMPQ_NATIVE_OPTIMISED: got '', expected -O2 or -O3"):
+        library._optimised()
+
+
 @pytest.fixture
 def packed():
     """A weight that this machine's library has packed."""

@@ -7,7 +7,7 @@ import subprocess
 import pytest
 
 from llmpq.devices import cpu_rates
-from llmpq.devices.cpu_rates import CpuRates, ProductRate, kept_rates, probe, rates_of
+from llmpq.devices.cpu_rates import CpuRates, ProductRate, kept_rates, outdated, probe, rates_of
 
 pytestmark = pytest.mark.pure
 FOUR = ProductRate(bits=4, per_weight=((1, 1e-10), (4, 1e-10), (16, 4e-10)))
@@ -44,6 +44,15 @@ def test_what_a_probe_finds_is_kept_for_its_threads_and_dtype(monkeypatch):
     assert kept_rates(2, "float32") is None and kept_rates(1, "bfloat16") is None
     monkeypatch.setattr(cpu_rates, "processor_name", lambda: "another")
     assert kept_rates(1, "float32") is None, "another processor's rates are not this one's"
+
+
+def test_rates_of_other_kernels_are_named_and_not_taken(monkeypatch):
+    answering(monkeypatch, rates_of(1, "float32", [FOUR], 20.0).dump_json())
+    probe(1, "float32")
+    assert outdated(1, "float32") is None and outdated(2, "float32") is None
+    monkeypatch.setattr(cpu_rates, "kernels_mark", lambda folders: "another")
+    assert kept_rates(1, "float32") is None
+    assert "--probe-cpu" in (outdated(1, "float32") or "")
 
 
 def test_a_damaged_file_is_as_none(monkeypatch):

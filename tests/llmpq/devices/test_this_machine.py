@@ -134,6 +134,27 @@ def test_a_newer_measurement_replaces_an_older_one(cache):
     assert found is not None and [e.seconds(v=1, length=1) for e in found.entries] == [2e-3]
 
 
+def test_costs_of_other_kernels_are_named_until_all_are_measured_anew(cache, monkeypatch):
+    first, second = costs("T4"), costs("T4", seconds=2e-3)
+    (entry,) = first.entries
+    both = CostModel(
+        model="m",
+        model_fingerprint="f1",
+        entries=(entry, entry.model_copy(update={"dtype": "float16"})),
+    )
+    with monkeypatch.context() as older:
+        older.setattr(costs_cache, "kernels_mark", lambda: "older")
+        costs_cache.store_costs(both)
+        assert costs_cache.cached_costs("f1", ["T4"])[1] == []
+    found, (note,) = costs_cache.cached_costs("f1", ["T4"])
+    assert found is not None and "T4" in note and "--profile" in note
+    costs_cache.store_costs(second)
+    found, notes = costs_cache.cached_costs("f1", ["T4"])
+    assert found is not None and len(found.entries) == 2 and len(notes) == 1, "one is old still"
+    costs_cache.store_costs(both)
+    assert costs_cache.cached_costs("f1", ["T4"])[1] == []
+
+
 def test_a_file_that_cannot_be_read_is_named_and_passed_over(cache):
     (path,) = costs_cache.store_costs(costs("T4"))
     path.write_text("{")

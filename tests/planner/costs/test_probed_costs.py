@@ -15,7 +15,7 @@ from llmpq.plan import Plan
 from llmpq.planner.__main__ import main
 from llmpq.planner.costs.probed import probed_costs
 from llmpq.planner.inputs import cpu_here
-from llmpq.planner.inputs.cpu_here import rates_for
+from llmpq.planner.inputs.cpu_here import outdated_rates, rates_for
 from llmpq.precision import KVPrecision, Precision
 
 pytestmark = pytest.mark.pure
@@ -101,6 +101,15 @@ def test_kept_rates_are_taken_for_this_machine_alone(monkeypatch):
     assert rates_for(elsewhere, "float32") == []
     assert rates_for(here, "float32") == [made_rates()]
     assert rates_for(here, "float32", profiled=[here.devices[0].profile_kind]) == []
+
+
+def test_rates_of_other_kernels_have_a_note_for_this_machine(monkeypatch):
+    monkeypatch.setattr(cpu_here, "outdated", lambda threads, dtype: f"{threads} {dtype} are old")
+    elsewhere = read_devices("cpu=64GB+4threads,cpu=64GB+4threads").cluster
+    here = Cluster(name=NAME, nodes=elsewhere.nodes)
+    assert outdated_rates(elsewhere, "float32") == []
+    assert outdated_rates(here, "float32") == ["4 float32 are old"]
+    assert outdated_rates(here, "float32", profiled=[here.devices[0].profile_kind]) == []
 
 
 def test_a_probe_needs_a_cpu_that_is_not_measured():

@@ -7,6 +7,7 @@ import pytest
 import torch
 from safetensors import SafetensorError
 
+from llmpq.kernels.formats.weight_layout import Layout
 from llmpq.memory import Quantization
 from llmpq.model_spec import ModelSpec
 from llmpq.precision import Precision
@@ -69,6 +70,15 @@ def test_a_second_start_reads_what_the_first_one_quantised(model, tmp_path):
     assert first[:2] == second[:2] == plain[:2]
     dense = BITS[: plain[2]].count(Precision.W16A16)
     assert first[2] == plain[2] and second[2] == dense, "only dense layers are read again"
+
+
+def test_each_layout_is_kept_by_itself(model, tmp_path, monkeypatch):
+    folder, where = tmp_path / "kept", "llmpq.runtime.weights.layer_cache.best_layout"
+    first = build(model, folder)
+    with monkeypatch.context() as elsewhere:
+        elsewhere.setattr(where, lambda *_: Layout.ROWS)
+        assert build(model, folder)[2] == first[2], "made anew as another CPU has it"
+    assert build(model, folder)[2] < first[2], "what this CPU has stays"
 
 
 @pytest.mark.parametrize("change", ["truncated", "checkpoint", "scheme"])
