@@ -156,8 +156,9 @@ def plan_workload(
     notes = [positions_note(spec, work), best.outcome.note]
     notes.append(step_note(best.problem, best.outcome.assignment))
     known = () if costs is None else costs.device_kinds
-    notes += [rates.text() for rates in rates_for(cluster, work.dtype, profiled=known)]
-    notes += outdated_rates(cluster, work.dtype, profiled=known)
+    rates = rates_for(cluster, work.dtype, profiled=known)
+    notes += [found.text() for found in rates]
+    notes += outdated_rates(cluster, work.dtype, profiled=known, taken=rates)
     notes += book.unprofiled(cluster.devices) + book.warnings(cluster.devices, work)
     return MadePlan(
         plan=best.plan,

@@ -37,11 +37,19 @@ def rates_for(
     return [rates for rates in kept if rates is not None]
 
 
-def outdated_rates(cluster: Cluster, dtype: Dtype, *, profiled: Collection[str] = ()) -> list[str]:
-    """Return a note for each kept rate of this machine that `rates_for` no longer takes."""
-    if cluster.name != NAME or cluster.planning.probe_cpu:
+def outdated_rates(
+    cluster: Cluster,
+    dtype: Dtype,
+    *,
+    profiled: Collection[str] = (),
+    taken: Collection[CpuRates] = (),
+) -> list[str]:
+    """Return a note for each kept rate of this machine that `rates_for` has not `taken`."""
+    if cluster.name != NAME:
         return []
-    notes = [outdated(number, dtype) for number in _threads(cluster, profiled)]
+    known = {rates.threads for rates in taken}
+    open_ones = [number for number in _threads(cluster, profiled) if number not in known]
+    notes = [outdated(number, dtype) for number in open_ones]
     return [note for note in notes if note is not None]
 
 

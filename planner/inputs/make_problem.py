@@ -59,10 +59,9 @@ def make_problem(request: PlanRequest) -> tuple[Problem, str | None, list[str]]:
     layers, rounded = _offered(path, spec, asked, kept)
     choices = _all_of(layers) or asked or default_bits(listed, profile, cluster)
     sensitivity = listed or generic_sensitivity(spec, choices, parse_kv(request.kv))
-    grid = _grid(request, kept, path)
     outliers = _outliers(request.outliers, choices, spec)
     quantization = replace(
-        grid,
+        _grid(request, kept, path),
         outliers=outliers,
         head_bits=open_head(choices, request.head_bits),
         cpu_activations=request.cpu_activations,
@@ -100,11 +99,10 @@ def make_problem(request: PlanRequest) -> tuple[Problem, str | None, list[str]]:
         offered=layers,
     )
     _require_groups_agree(problem)
-    notes = remarks + assumed_of_devices(request) + ([too_long] if too_long else [])
-    notes += rounded + _not_run(spec, cluster, workload)
+    notes = remarks + assumed_of_devices(request) + ([too_long] if too_long else []) + rounded
+    notes += _not_run(spec, cluster, workload)
     notes += [*([] if listed else [GENERIC_NOTE]), *(found.text() for found in rates)]
-    if not request.probe_cpu:
-        notes += outdated_rates(cluster, workload.dtype, profiled=known)
+    notes += outdated_rates(cluster, workload.dtype, profiled=known, taken=rates)
     notes += costs.unprofiled(cluster.devices) + costs.warnings(cluster.devices, workload)
     return problem, path, notes
 
