@@ -231,8 +231,8 @@ def from_codes(
         )
     if layout is None:
         layout = best_layout(codes_NK.device, bits, n, scale_NG.dtype, group_size)
-    small, free = group_size not in (None, GROUP), (Layout.CPU, Layout.ROWS)
-    if small and layout not in (free if bits == 3 else (*free, Layout.FRAGMENT)):
+    small = group_size not in (None, GROUP)
+    if small and layout not in (Layout.CPU, Layout.ROWS, Layout.FRAGMENT):
         raise ValueError(
             f"weights in groups of {group_size} in layout {layout.value}: expected {GROUP} or a "
             "channel there, or rows"
@@ -282,7 +282,7 @@ def best_layout(
     """Return the layout that `linear` is fastest with on this device."""
     if device.type != "cpu":
         small = group_size not in (None, GROUP)
-        by_rows = bits == 3 or dtype == torch.float32 or older_than(device, (8, 0))
+        by_rows = dtype == torch.float32 or older_than(device, (8, 0))
         return Layout.ROWS if small and by_rows else Layout.FRAGMENT
     if library() is not None:
         return native_layout(group_size)

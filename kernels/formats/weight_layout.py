@@ -45,8 +45,8 @@ from llmpq.precision import K_PADDING
 
 GROUP = K_PADDING
 GROUPS = (32, 64, GROUP)
-"""Weights that may share a scale, beside a channel's; where those are fewer than a k-group, 3 bits
-and float32 stages lie in ROWS on GPUs (kernels/gemm/scaled/small_groups.py)."""
+"""Weights that may share a scale, beside a channel's; where those are fewer than a k-group,
+float32 stages lie in ROWS on GPUs (kernels/gemm/scaled/small_groups.py)."""
 SMALL = tuple(size for size in GROUPS if size < GROUP)
 BLOCK_ROWS = 16
 

@@ -7,7 +7,7 @@
     above              dequantise, then cuBLAS
     GPU before sm_80   dequantise, then cuBLAS, always: Triton drives no older tensor core
     groups of 32, 64, codes of a table     the same, with operands that are numbers times scales
-                                           (scaled/); 3 bits in such groups: small_groups.py
+                                           (scaled/)
 
 Which configuration: choice.py, by a model of the machine with measured corrections.
 Rows of w past the last full 16 go through cuBLAS. Nothing here synchronises or allocates more than

@@ -294,6 +294,15 @@ def unpack(
                     pack=1,
                 )
         t = join8(o[0], o[1], o[2], o[3], o[4], o[5], o[6], o[7])
+    return placed(t, BITS, BH, WM, KWIDTH4, BATCH)
+
+
+@triton.jit
+def placed(
+    t, BITS: tl.constexpr, BH: tl.constexpr, WM: tl.constexpr, KWIDTH4: tl.constexpr,
+    BATCH: tl.constexpr,
+):  # fmt: skip
+    """Joined numbers of words as an operand [(warp,) rows, 128 k]."""
     # To (warp, bh, r3, r | h, jj/2, jj%2, k3, c, k0), then the warp and k3 where they belong.
     if BITS == 3:  # bh, warp, r, c, h | k0, r3, k3, jj%2, jj/2
         t = tl.permute(

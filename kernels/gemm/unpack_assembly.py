@@ -34,7 +34,8 @@ def _constants(names: str, first: int | None, values: list[int]) -> str:
     )
 
 
-def _pick(target: str, source: str, mask: int, magic: str) -> str:
+def pick(target: str, source: str, mask: int, magic: str) -> str:
+    """Return the instruction that takes a code of both halves and its magic number."""
     return f"lop3.b32 {target}, {source}, {mask * 0x10001:#010x}, {magic}, 0xea;"
 
 
@@ -44,8 +45,8 @@ _F16, _B16 = "0x64006400", "0x43004300"
 def _float16_4(first: int | None) -> str:
     body = _constants("z0 y1", first, [0x64086408, 0xD480D480])  # 1024 + 8, -(64 + 8)
     body += "mov.b32 k, 0x2c002c00;shr.b32 t, $8, 8;"  # 1/16
-    body += _pick("p0", "$8", 0xF, _F16) + _pick("p1", "$8", 0xF0, _F16)
-    body += _pick("p2", "t", 0xF, _F16) + _pick("p3", "t", 0xF0, _F16)
+    body += pick("p0", "$8", 0xF, _F16) + pick("p1", "$8", 0xF0, _F16)
+    body += pick("p2", "t", 0xF, _F16) + pick("p3", "t", 0xF0, _F16)
     body += "sub.f16x2 p0, p0, z0;fma.rn.f16x2 p1, p1, k, y1;"
     body += "sub.f16x2 p2, p2, z0;fma.rn.f16x2 p3, p3, k, y1;"
     return _assembly(body, 4)
@@ -55,15 +56,15 @@ def _bfloat16_4(first: int | None) -> str:
     body = _constants("z0 z1", first, [0xC308C308] * 2)  # -(128 + 8)
     body += "mov.b32 k, 0x3f803f80;shr.b32 t, $8, 4;shr.b32 u, $8, 8;shr.b32 v, $8, 12;"  # 1
     for i, source in enumerate(("$8", "t", "u", "v")):
-        body += _pick(f"p{i}", source, 0xF, _B16)
+        body += pick(f"p{i}", source, 0xF, _B16)
     return _assembly(body + "".join(f"fma.rn.bf16x2 p{i}, p{i}, k, z{i % 2};" for i in range(4)), 4)
 
 
-def _last_pair(magic: str) -> str:
+def last_pair(magic: str) -> str:
     """Pair 15 of a 3-bit triple: one bit from the top of each half of each word."""
     body = "shr.b32 s, $32, 15;shr.b32 t, $33, 14;shr.b32 u, $34, 13;"
-    body += _pick("p15", "s", 1, magic)
-    return body + _pick("p15", "t", 2, "p15") + _pick("p15", "u", 4, "p15")
+    body += pick("p15", "s", 1, magic)
+    return body + pick("p15", "t", 2, "p15") + pick("p15", "u", 4, "p15")
 
 
 def _float16_3(first: int | None) -> str:
@@ -75,13 +76,13 @@ def _float16_3(first: int | None) -> str:
         for field in range(5):
             p, row = f"p{5 * word + field}", (5 * word + field) % 2
             source = f"${32 + word}" if field < 3 else "t"
-            body += _pick(p, source, 7 << 3 * (field % 3), _F16)
+            body += pick(p, source, 7 << 3 * (field % 3), _F16)
             body += (
                 f"sub.f16x2 {p}, {p}, z{row};",
                 f"fma.rn.f16x2 {p}, {p}, k, y{row};",
                 f"fma.rn.f16x2 {p}, {p}, v, {('y2', 'z2')[row]};",
             )[field % 3]
-    return _assembly(body + _last_pair(_F16) + "sub.f16x2 p15, p15, z1;", 16)
+    return _assembly(body + last_pair(_F16) + "sub.f16x2 p15, p15, z1;", 16)
 
 
 def _bfloat16_3(first: int | None) -> str:
@@ -92,10 +93,10 @@ def _bfloat16_3(first: int | None) -> str:
         body += f"shr.b32 t, ${32 + word}, 6;shr.b32 u, ${32 + word}, 12;"
         for field in range(5):
             p, row = f"p{5 * word + field}", (5 * word + field) % 2
-            body += _pick(p, (f"${32 + word}", "t", "u")[field // 2], 7 << 3 * (field % 2), _B16)
+            body += pick(p, (f"${32 + word}", "t", "u")[field // 2], 7 << 3 * (field % 2), _B16)
             scale, zero = ("k", "z") if field % 2 == 0 else ("v", "y")
             body += f"fma.rn.bf16x2 {p}, {p}, {scale}, {zero}{row};"
-    return _assembly(body + _last_pair(_B16) + "fma.rn.bf16x2 p15, p15, k, z1;", 16)
+    return _assembly(body + last_pair(_B16) + "fma.rn.bf16x2 p15, p15, k, z1;", 16)
 
 
 def _float16_8(first: int | None) -> str:
@@ -107,8 +108,8 @@ def _float16_8(first: int | None) -> str:
             body += high.replace("shl ", "shl.b32 ").replace("shr ", "shr.b32 ").format("t") + ";"
         if low:
             body += f"shr.b32 u, $9, {low};"
-        body += _pick(f"p{i}", "t" if high else "$8", 0xF0, _F16)
-        body += _pick(f"p{i}", "u" if low else "$9", 0xF, f"p{i}")
+        body += pick(f"p{i}", "t" if high else "$8", 0xF0, _F16)
+        body += pick(f"p{i}", "u" if low else "$9", 0xF, f"p{i}")
         body += f"sub.f16x2 p{i}, p{i}, z{i % 2};"
     return _assembly(body, 4)
 
@@ -121,7 +122,7 @@ def _bfloat16_8(first: int | None) -> str:
     body += "mov.b32 k, 0x3f803f80;mov.b32 v, 0x41804180;"  # 1, 16
     for i in range(4):
         body += f"shr.b32 t, $8, {4 * i};shr.b32 u, $9, {4 * i};"
-        body += _pick("t", "t", 0xF, _B16) + _pick("u", "u", 0xF, _B16)
+        body += pick("t", "t", 0xF, _B16) + pick("u", "u", 0xF, _B16)
         body += f"fma.rn.bf16x2 t, t, v, y{i % 2};fma.rn.bf16x2 u, u, k, z{i % 2};"
         body += f"fma.rn.bf16x2 p{i}, t, k, u;"
     return _assembly(body, 4)

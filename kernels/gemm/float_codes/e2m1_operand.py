@@ -19,7 +19,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from llmpq.kernels.gemm.packed_operands import load_words
+from llmpq.kernels.gemm.packed_operands import load_words, placed
 from llmpq.kernels.gemm.unpack_assembly import O8I5, _assembly
 from llmpq.kernels.gemm.unpack_shifts import join8
 
@@ -260,23 +260,7 @@ def _times(
                 pack=1,
             )  # fmt: skip
         t = join8(o[0], o[1], o[2], o[3], o[4], o[5], o[6], o[7])
-    return placed(t, BH, WM, KWIDTH4, BATCH)
-
-
-@triton.jit
-def placed(
-    t, BH: tl.constexpr, WM: tl.constexpr, KWIDTH4: tl.constexpr, BATCH: tl.constexpr
-):  # fmt: skip
-    """Joined numbers of words as an operand [(warp,) rows, 128 k]."""
-    # bh, jj/2, warp, r, c, jj%2, k3 | k0, r3, h
-    t = tl.permute(tl.reshape(t, (BH, 2, WM, 8, 4, 2, 2, 2, 2, 2)), (2, 0, 8, 3, 9, 1, 5, 6, 4, 7))
-    if KWIDTH4:
-        t = tl.permute(t, (0, 1, 2, 3, 4, 5, 6, 8, 7, 9))
-    if BATCH:
-        return tl.reshape(t, (WM, BH * 16, 128))
-    else:
-        t = tl.permute(t, (1, 0, 2, 3, 4, 5, 6, 7, 8, 9))
-        return tl.reshape(t, (BH * WM * 16, 128))
+    return placed(t, 4, BH, WM, KWIDTH4, BATCH)
 
 
 @triton.jit

@@ -16,13 +16,9 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from llmpq.kernels.gemm.unpack_assembly import B3, B3Z, BZ3, BZ4, BZ8, F3, F3Z, FZ3, FZ4, FZ8
+from llmpq.kernels.gemm.unpack_assembly import B3, B3Z, BZ3, BZ4, BZ8, F3, F3Z, FZ3, FZ4, FZ8, pick
 
 _MAGIC = {"f16": "0x64006400", "bf16": "0x43004300"}
-
-
-def _pick(target: str, source: str, mask: int, magic: str) -> str:
-    return f"lop3.b32 {target}, {source}, {mask * 0x10001:#010x}, {magic}, 0xea;"
 
 
 def _scale(kind: str, pair: str, scale: str) -> str:
@@ -43,13 +39,13 @@ def _four(kind: str, half: int) -> str:
     word, s, z = "$4", ("$5", "$6"), ("$7", "$8")
     if kind == "f16":
         body = f"shr.b32 t, {word}, 8;" if half else f"mov.b32 t, {word};"
-        body += _pick("p0", "t", 0xF, magic) + _pick("p1", "t", 0xF0, magic)
+        body += pick("p0", "t", 0xF, magic) + pick("p1", "t", 0xF0, magic)
         body += f"mov.b32 k, 0x2c002c00;sub.rn.f16x2 p0, p0, {z[0]};"
         body += f"fma.rn.f16x2 p1, p1, k, {z[1]};"
     else:
         body = f"mov.b32 k, 0x3f803f80;shr.b32 t, {word}, {8 * half};"
         body += f"shr.b32 u, {word}, {8 * half + 4};"
-        body += _pick("p0", "t", 0xF, magic) + _pick("p1", "u", 0xF, magic)
+        body += pick("p0", "t", 0xF, magic) + pick("p1", "u", 0xF, magic)
         body += "".join(f"fma.rn.bf16x2 p{i}, p{i}, k, {z[i]};" for i in range(2))
     return _wrap(body + _scale(kind, "p0", s[0]) + _scale(kind, "p1", s[1]), 2)
 
@@ -63,11 +59,11 @@ def _eight(kind: str, half: int) -> str:
         i, p = 2 * half + r, f"p{r}"
         if kind == "f16":
             body += f"shl.b32 t, {high}, 4;" if i == 0 else f"shr.b32 t, {high}, {4 * i - 4};"
-            body += f"shr.b32 u, {low}, {4 * i};" + _pick(p, "t", 0xF0, magic)
-            body += _pick(p, "u", 0xF, p) + f"sub.rn.f16x2 {p}, {p}, ${8 + r};"
+            body += f"shr.b32 u, {low}, {4 * i};" + pick(p, "t", 0xF0, magic)
+            body += pick(p, "u", 0xF, p) + f"sub.rn.f16x2 {p}, {p}, ${8 + r};"
         else:
             body += f"shr.b32 t, {high}, {4 * i};shr.b32 u, {low}, {4 * i};"
-            body += _pick("t", "t", 0xF, magic) + _pick("u", "u", 0xF, magic)
+            body += pick("t", "t", 0xF, magic) + pick("u", "u", 0xF, magic)
             body += "mov.b32 k, 0x3f803f80;mov.b32 v, 0x41804180;"
             body += f"fma.rn.bf16x2 t, t, v, ${8 + r};fma.rn.bf16x2 u, u, k, ${10 + r};"
             body += f"fma.rn.bf16x2 {p}, t, k, u;"

@@ -4,10 +4,12 @@
                zero is no whole number
     lookup     a number of 16 is found by bytes: two permutations pick from the lower and the upper
                eight entries, the code's top bit chooses (bits lie as formats/table_weight.py says)
+    thirds     the same of 3 bits: three words, sixteen pairs of one half h
     scaled     times a scale of r3, rounded once; of a table in bfloat16 times a pair of numbers
                whose sum is the float16 scale
 
-A text makes four codes of a half h of a word, (r3, k0); `word_assembly` both halves.
+A text makes four codes of a half h of a word, (r3, k0); `word_assembly` both halves. Of 3 bits it
+makes 32, (jj, k3, r3, k0).
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ import re
 import struct
 
 from llmpq.kernels.formats.table_weight import Values
+from llmpq.kernels.gemm.unpack_assembly import last_pair, pick
 
 _MAGIC = {"f16": "0x64006400", "bf16": "0x43004300"}
 
@@ -56,10 +59,6 @@ def _bfloat16(value: float) -> int:
     return (word + 0x7FFF + (word >> 16 & 1)) >> 16
 
 
-def _pick(target: str, source: str, mask: int, magic: str) -> str:
-    return f"lop3.b32 {target}, {source}, {mask * 0x10001:#010x}, {magic}, 0xea;"
-
-
 @functools.cache
 def linear_assembly(
     bits: int, kind: str, half: int, symmetric: bool, *, scaled: bool = False
@@ -76,11 +75,11 @@ def linear_assembly(
         p, i = f"p{r}", 2 * half + r
         if kind == "f16":
             if bits == 4:
-                body += f"shr.b32 t, $4, {8 * half};" + _pick(p, "t", 0xF << 4 * r, magic)
+                body += f"shr.b32 t, $4, {8 * half};" + pick(p, "t", 0xF << 4 * r, magic)
             else:
                 body += "shl.b32 t, $4, 4;" if i == 0 else f"shr.b32 t, $4, {4 * i - 4};"
-                body += f"shr.b32 u, $5, {4 * i};" + _pick(p, "t", 0xF0, magic)
-                body += _pick(p, "u", 0xF, p)
+                body += f"shr.b32 u, $5, {4 * i};" + pick(p, "t", 0xF0, magic)
+                body += pick(p, "u", 0xF, p)
             if bits == 4 and r == 1:  # (1024 + 16 code) / 16 - (64 + zero)
                 body += f"mov.b32 v, {_float16(-64.0 - z):#010x};mov.b32 u, 0x2c002c00;"
                 body += f"fma.rn.f16x2 {p}, {p}, u, v;"
@@ -89,13 +88,13 @@ def linear_assembly(
             if not symmetric:
                 body += f"sub.rn.f16x2 {p}, {p}, ${4 + bits // 4 + r};"
         else:
-            body += f"shr.b32 t, $4, {4 * i};" + _pick(p, "t", 0xF, magic)
+            body += f"shr.b32 t, $4, {4 * i};" + pick(p, "t", 0xF, magic)
             if bits == 4:
                 body += f"mov.b32 v, {_pair(-128.0 - z):#010x};fma.rn.bf16x2 {p}, {p}, k, v;"
             else:  # 16 (128 + high) - 16 (128 + zero / 16), and the low nibble
                 body += f"mov.b32 v, {_pair(-2048.0 - z):#010x};mov.b32 u, 0x41804180;"
                 body += f"fma.rn.bf16x2 {p}, {p}, u, v;"
-                body += f"shr.b32 t, $5, {4 * i};" + _pick("t", "t", 0xF, magic)
+                body += f"shr.b32 t, $5, {4 * i};" + pick("t", "t", 0xF, magic)
                 body += f"mov.b32 v, {_pair(-128.0):#010x};fma.rn.bf16x2 t, t, k, v;"
                 body += f"fma.rn.bf16x2 {p}, t, k, {p};"
             if not symmetric:
@@ -111,6 +110,38 @@ def linear_assembly(
     return "{.reg .b32 t, u, k, v, o, p0, p1;" + body + "}"
 
 
+@functools.cache
+def thirds_assembly(kind: str, symmetric: bool, shares: int) -> str:
+    """Return the text that makes the 32 codes of three words scaled numbers: (jj, k3, r3, k0).
+
+    `shares`: groups of a half h (64 k). Operands: words, then, not symmetric, zeros by (share, r3),
+    then scales.
+    """
+    z, float16 = 4 if symmetric else 0, kind == "f16"
+    wide, fields, step = (1024, (1, 8, 64), 3) if float16 else (128, (1, 8), 2)
+    number, magic = _float16 if float16 else _pair, _MAGIC[kind]
+    body = f"mov.b32 n, 0x80008000;mov.b32 o, {number(-1.0):#010x};"
+    for i, field in enumerate(fields):  # a code that sits higher counts so many times
+        body += f"mov.b32 k{i}, {number(1 / field):#010x};"
+        body += f"mov.b32 z{i}, {number(-wide / field - z):#010x};"
+    for i in range(15):
+        word, (shift, place) = f"${32 + i // 5}", divmod(i % 5, step)
+        if place == 0:
+            body += f"shr.b32 t, {word}, {3 * step * shift};"
+        body += pick(f"p{i}", "t", 7 << 3 * place, magic)
+        body += f"fma.rn.{kind}x2 p{i}, p{i}, k{place}, z{place};"
+    body += last_pair(magic) + f"fma.rn.{kind}x2 p15, p15, k0, z0;"
+    for i in range(16):
+        at = 35 + 2 * (i // 8 if shares == 2 else 0) + i % 2
+        if not symmetric:
+            body += f"fma.rn.{kind}x2 p{i}, ${at}, o, p{i};"
+        at += 0 if symmetric else 2 * shares
+        body += f"fma.rn.{kind}x2 p{i}, p{i}, ${at}, n;"
+    body += "".join(f"mov.b32 {{${2 * i}, ${2 * i + 1}}}, p{i};" for i in range(16))
+    registers = ", ".join(f"p{i}" for i in range(16))
+    return f"{{.reg .b32 s, t, u, n, o, k0, k1, k2, z0, z1, z2, {registers};{body}}}"
+
+
 def _float16(value: float) -> int:
     return int(struct.unpack("<H", struct.pack("<e", value))[0]) * 0x10001
 
@@ -120,11 +151,14 @@ def _pair(value: float) -> int:
 
 
 @functools.cache
-def word_assembly(form: str, bits: int, kind: str, symmetric: bool) -> str:
+def word_assembly(form: str, bits: int, kind: str, symmetric: bool, parts: int) -> str:
     """Return the text that makes eight codes of a lane's word scaled numbers: (h, r3, k0).
 
-    Operands: words, then of each half h what `linear_assembly` and `lookup_assembly` take.
+    Operands: words, then of each half h what `linear_assembly` and `lookup_assembly` take. 3 bits
+    in `parts` of a k-group: `thirds_assembly`.
     """
+    if bits == 3:
+        return thirds_assembly(kind, symmetric, parts // 2)
     words, body = max(1, bits // 4), ""
     for half in range(2):
         if form == "parts":

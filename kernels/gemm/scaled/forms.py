@@ -35,7 +35,7 @@ def form_constants(q: Coded, dtype: torch.dtype) -> Constants:
     if floats:
         return made | {"FORM": form}
     kind = "f16" if dtype == torch.float16 else "bf16"
-    return made | {"FORM": form, "ASM": word_assembly(form, bits, kind, symmetric)}
+    return made | {"FORM": form, "ASM": word_assembly(form, bits, kind, symmetric, parts)}
 
 
 def words_of(q: Coded) -> tuple[tuple[Tensor, ...], Tensor, Tensor]:

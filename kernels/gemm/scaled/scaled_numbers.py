@@ -33,7 +33,7 @@ def numbers_kernel(
     DT: tl.constexpr = OUT.dtype.element_ty
     block, g = tl.program_id(0) * WM, tl.program_id(1)
     at = block.to(tl.int64) * groups
-    P0 += at * 256
+    P0 += at * (192 if BITS == 3 else 256)
     P1 += at * 256
     S += at * scale_words(FORM, GROUPED)
     if FORM != "nvfp4":

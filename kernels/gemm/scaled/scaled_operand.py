@@ -2,7 +2,7 @@
 tile_kernel.py multiply where a k-group of a row has more scales than one, or codes of a table.
 
     FORM     numbers                                     scales
-    parts    code - zero of 4 or 8 bits                  GROUPED of a k-group, in x's dtype
+    parts    code - zero of 3, 4 or 8 bits               GROUPED of a k-group, in x's dtype
     nf4 ...  of a table, in x's dtype                    GROUPED of a k-group, float16
     e2m1     E2M1                                        4 exponents (MXFP4)
     nvfp4    E2M1                                        8 of E4M3, and a factor of every row
@@ -25,13 +25,12 @@ from llmpq.kernels.gemm.float_codes.e2m1_operand import (
     _spread_parts,
     load_e2m1,
     load_nvfp4,
-    placed,
     unpack_e2m1,
     unpack_nvfp4,
 )
-from llmpq.kernels.gemm.packed_operands import load_words, pair_floats
+from llmpq.kernels.gemm.packed_operands import load_words, pair_floats, placed
 from llmpq.kernels.gemm.scaled.code_assembly import SUMS
-from llmpq.kernels.gemm.unpack_shifts import join8
+from llmpq.kernels.gemm.unpack_shifts import interpret3, join8, join32
 
 NF4, FP4, IQ4 = (tl.constexpr(v.table) for v in (Values.NF4, Values.FP4, Values.IQ4))
 SHARE = tl.constexpr(NVFP4_SHARE)
@@ -77,9 +76,13 @@ def load_scaled(
         words, scales = load_nvfp4(P0, S, blocks, groups, group, BH, WM, BATCH)
         return (words,), (scales,), ()
     else:
-        words = (load_words(P0, blocks, groups, group, 256, 0, BH, WM, BATCH),)
-        if BITS == 8:
-            words += (load_words(P1, blocks, groups, group, 256, 0, BH, WM, BATCH),)
+        WORDS: tl.constexpr = 192 if BITS == 3 else 256
+        words = (load_words(P0, blocks, groups, group, WORDS, 0, BH, WM, BATCH),)
+        if BITS == 3:
+            words += (load_words(P0, blocks, groups, group, WORDS, 1, BH, WM, BATCH),)
+            words += (load_words(P0, blocks, groups, group, WORDS, 2, BH, WM, BATCH),)
+        elif BITS == 8:
+            words += (load_words(P1, blocks, groups, group, WORDS, 0, BH, WM, BATCH),)
         zeros = ()
         if not SYMMETRIC:
             zeros = load_parts(Z, blocks, groups, group, GROUPED, BH, WM, BATCH)
@@ -198,6 +201,59 @@ def _made(
 
 
 @triton.jit
+def _of_thirds(
+    pairs, PARTS: tl.constexpr, DT: tl.constexpr, BH: tl.constexpr, WM: tl.constexpr,
+    INTERPRET: tl.constexpr,
+):  # fmt: skip
+    """Scales (or zeros) of a lane's three words: (share of a half h, r3)."""
+    SHARES: tl.constexpr = PARTS // 2
+    out = ()
+    for share in tl.static_range(SHARES):
+        lower = _each(pairs[share], False, DT, INTERPRET)
+        upper = _each(pairs[SHARES + share], False, DT, INTERPRET)
+        for r3 in tl.static_range(2):
+            out += (tl.reshape(tl.join(lower[r3], upper[r3]), (BH * WM * 64,)),)
+    return out
+
+
+@triton.jit
+def _thirds_by_shifts(words, scales, zeros, PARTS: tl.constexpr, DT: tl.constexpr):
+    """What `thirds_assembly` does, for the interpreter; no zeros: symmetric."""
+    codes = interpret3(words, (0.0, 0.0), tl.float32)
+    out = ()
+    for i in tl.static_range(32):
+        own: tl.constexpr = 2 * (i // 16 if PARTS == 4 else 0) + i // 2 % 2
+        number = codes[i] - (zeros[own] if len(zeros) else 4)
+        out += (_rounded(_rounded(number, DT).to(tl.float32) * scales[own], DT),)
+    return out
+
+
+@triton.jit
+def _thirds(
+    words, scales, zeros, ASM: tl.constexpr, PARTS: tl.constexpr, SYMMETRIC: tl.constexpr,
+    DT: tl.constexpr, BH: tl.constexpr, WM: tl.constexpr, INTERPRET: tl.constexpr,
+):  # fmt: skip
+    """32 scaled numbers (jj, k3, r3, k0) of every three words."""
+    s = _of_thirds(scales, PARTS, DT, BH, WM, INTERPRET)
+    z = ()
+    if not SYMMETRIC:
+        z = _of_thirds(zeros, PARTS, DT, BH, WM, INTERPRET)
+    if INTERPRET:
+        return _thirds_by_shifts(words, s, z, PARTS, DT)
+    else:
+        given = words + z + s
+        KINDS: tl.constexpr = "=h" + ",=h" * 31 + ",r" * len(given)
+        if DT == tl.float16:
+            return tl.inline_asm_elementwise(
+                ASM, KINDS, given, dtype=(tl.float16,) * 32, is_pure=True, pack=1
+            )
+        else:
+            return tl.inline_asm_elementwise(
+                ASM, KINDS, given, dtype=(tl.bfloat16,) * 32, is_pure=True, pack=1
+            )
+
+
+@triton.jit
 def scaled_operand(
     tile, FORM: tl.constexpr, ASM: tl.constexpr, BITS: tl.constexpr, GROUPED: tl.constexpr,
     SYMMETRIC: tl.constexpr, DT: tl.constexpr, BH: tl.constexpr, WM: tl.constexpr,
@@ -209,7 +265,10 @@ def scaled_operand(
         return unpack_e2m1(words[0], scales[0], DT, BH, WM, KWIDTH4, INTERPRET, BATCH)
     elif FORM == "nvfp4":
         return unpack_nvfp4(words[0], scales[0], DT, BH, WM, KWIDTH4, INTERPRET, BATCH)
+    elif BITS == 3:
+        o = _thirds(words, scales, zeros, ASM, GROUPED, SYMMETRIC, DT, BH, WM, INTERPRET)
+        return placed(join32(o), BITS, BH, WM, KWIDTH4, BATCH)
     else:
         o = _made(words, scales, zeros, FORM, ASM, BITS, GROUPED, SYMMETRIC, DT, BH, WM, INTERPRET)
         t = join8(o[0], o[1], o[2], o[3], o[4], o[5], o[6], o[7])
-        return placed(t, BH, WM, KWIDTH4, BATCH)
+        return placed(t, BITS, BH, WM, KWIDTH4, BATCH)

@@ -1,8 +1,8 @@
 """y = x w^T on a GPU where 32 or 64 weights share a scale: ROWS bytes, a kernel for few rows of x.
 
-Whole blocks of 16 rows are words (scaled_operand.py); here are the rows behind them, and 3 bits.
+Whole blocks of 16 rows are words (scaled_operand.py); here are the rows behind them.
 
-    k-group of 128, one row of w     byte j:  [ k=j+64 | k=j ]        (weight_layout.py, ROWS)
+    k-group of 128, one row of w     ROWS of weight_layout.py; 4 bits: byte j [ k=j+64 | k=j ]
     halves of it                     64 weights: 2 groups of 32, or 1 of 64, each scaled by itself
     product      program = BM rows of x, BN of w, every SPLITS-th k-group: two products of K = 64
     dequantise   program = 16 rows of w x one k-group; then cuBLAS, for more rows of x
@@ -43,11 +43,20 @@ def half_weights(
 ):  # fmt: skip
     """w [BN, 64] of the lower or upper half of a k-group, float32."""
     PER: tl.constexpr = HALF // G
-    at = (row.to(tl.int64) * groups + group)[:, None] * HALF + tl.arange(0, HALF)[None, :]
-    code = tl.load(P0 + at, mask=inside[:, None], other=0).to(tl.int32) >> (4 * UPPER) & 15
-    if BITS == 8:
-        low = tl.load(P1 + at, mask=inside[:, None], other=0).to(tl.int32)
-        code = code * 16 + (low >> (4 * UPPER) & 15)
+    k_group = (row.to(tl.int64) * groups + group)[:, None]
+    k = tl.arange(0, HALF)[None, :]
+    if BITS == 3:
+        field = k // 16
+        at = k_group * (3 * HALF // 4) + k % 16
+        code = tl.load(P0 + at + 16 * UPPER, mask=inside[:, None], other=0).to(tl.int32)
+        third = tl.load(P0 + at + 32, mask=inside[:, None], other=0).to(tl.int32)
+        code = (code >> (2 * field) & 3) | (third >> (2 * field + UPPER) & 1) << 2
+    else:
+        at = k_group * HALF + k
+        code = tl.load(P0 + at, mask=inside[:, None], other=0).to(tl.int32) >> (4 * UPPER) & 15
+        if BITS == 8:
+            low = tl.load(P1 + at, mask=inside[:, None], other=0).to(tl.int32)
+            code = code * 16 + (low >> (4 * UPPER) & 15)
     s_at = (row.to(tl.int64) * groups + group)[:, None] * (2 * PER) + UPPER * PER
     s_at += tl.arange(0, PER)[None, :]
     scale = tl.load(S + s_at, mask=inside[:, None], other=0.0).to(tl.float32)
@@ -114,7 +123,7 @@ def multiply(
 ) -> Tensor:
     """Return y [M, N] = x w^T (+ bias) (+ residual), in x's dtype."""
     rows = x_MK.shape[0]
-    if q.bits == 3 or not 0 < rows <= FEW or older_than(q.device, (8, 0)):
+    if not 0 < rows <= FEW or older_than(q.device, (8, 0)):
         y_MN = functional.linear(x_MK, dequantized(q, x_MK.dtype), bias)
         return y_MN if residual_MN is None else y_MN + residual_MN
     x_MK, (n, k) = x_MK.contiguous(), (q.out_features, q.in_features)
@@ -134,8 +143,8 @@ def multiply(
 
 
 def dequantized(q: QuantizedWeight, dtype: torch.dtype) -> Tensor:
-    """Return w [N, K]; 3 bits, and all where Triton may not run, by torch."""
-    if q.bits == 3 or older_than(q.device, (7, 5)):
+    """Return w [N, K]; where Triton may not run by torch."""
+    if older_than(q.device, (7, 5)):
         return q.dequantize(dtype)
     n, k = q.out_features, q.in_features
     out = q.scale.new_empty(n, k, dtype=dtype)

@@ -194,7 +194,7 @@ def test_codes_of_tables(form, kind):
         for part in (whole, scales - whole)[: 1 if kind == "f16" else 2]:
             given += [np.full(512, v) for v in part[2 * half : 2 * half + 2]]
     pairs = [_words(np.stack((v, v), 1).reshape(-1), f"{kind}x2") for v in given]
-    text = word_assembly(form, 4, kind, True)
+    text = word_assembly(form, 4, kind, True, 4)
     made = _outputs_as_numbers(execute(text, [*words, *pairs], 8), 8, f"{kind}x2")
     table = torch.tensor(Values(form).table).to(dtype).double().numpy()
     expected = table[codes] * scales[[0, 0, 1, 1, 2, 2, 3, 3]]
@@ -215,7 +215,23 @@ def test_codes_of_small_groups(bits, symmetric, kind):
         for values in ([] if symmetric else [zeros]) + [scales]:
             given += [np.full(512, float(v)) for v in values[2 * half : 2 * half + 2]]
     pairs = [_words(np.stack((v, v), 1).reshape(-1), f"{kind}x2") for v in given]
-    text = word_assembly("parts", bits, kind, symmetric)
+    text = word_assembly("parts", bits, kind, symmetric, 4)
     made = _outputs_as_numbers(execute(text, [*words, *pairs], 8), 8, f"{kind}x2")
     rows = [0, 0, 1, 1, 2, 2, 3, 3]
     assert np.array_equal(made, (codes.astype(np.int64) - zeros[rows]) * scales[rows])
+
+
+@pytest.mark.parametrize("kind", ["f16", "bf16"])
+@pytest.mark.parametrize("parts,symmetric", itertools.product((2, 4), (True, False)))
+def test_three_bits_of_small_groups(parts, symmetric, kind):
+    """A half h of a k-group, whose first and second 32 weights have groups of their own, or one."""
+    codes, shares = _random((512, 32), 8, seed=5), parts // 2
+    words, rows = _words_and_rows(3, codes)
+    zeros = np.array([3, 0, 7, 5][: 2 * shares] if not symmetric else [4] * (2 * shares))
+    scales = np.array([1.0, 2.0, 4.0, 8.0])[: 2 * shares]
+    given = [np.full(512, float(v)) for v in ([] if symmetric else [*zeros]) + [*scales]]
+    pairs = [_words(np.stack((v, v), 1).reshape(-1), f"{kind}x2") for v in given]
+    text = word_assembly("parts", 3, kind, symmetric, parts)
+    made = _outputs_as_numbers(execute(text, [*words, *pairs], 32), 32, f"{kind}x2")
+    own = [2 * (o // 16 if shares == 2 else 0) + row for o, row in enumerate(rows)]
+    assert np.array_equal(made, (codes.astype(np.int64) - zeros[own]) * scales[own])

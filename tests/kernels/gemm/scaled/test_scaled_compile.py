@@ -26,6 +26,8 @@ FORMS = {
     "iq4": ("iq4", 4, 4, True),
     "w4 in 32": ("parts", 4, 4, True),
     "w4 in 64, zeros": ("parts", 4, 2, False),
+    "w3 in 32, zeros": ("parts", 3, 4, False),
+    "w3 in 64": ("parts", 3, 2, True),
     "w8 in 32, zeros": ("parts", 8, 4, False),
 }
 
@@ -34,7 +36,7 @@ def build(kernel, arch, form, dtype, own, **options):
     name, bits, parts, symmetric = FORMS[form]
     text = ""
     if name not in ("e2m1", "nvfp4"):
-        text = word_assembly(name, bits, "f16" if dtype == "fp16" else "bf16", symmetric)
+        text = word_assembly(name, bits, "f16" if dtype == "fp16" else "bf16", symmetric, parts)
     constants = {
         "FORM": name, "ASM": text, "BITS": bits, "GROUPED": parts, "SYMMETRIC": symmetric,
         "EVEN_K": True, "INTERPRET": False,

@@ -23,7 +23,7 @@ K = 672
 """Five k-groups and a quarter."""
 TOLERANCE = {torch.float16: 6e-4, torch.bfloat16: 5e-3}
 TABLES = ("mxfp4", "nvfp4", "nf4", "fp4", "iq4")
-GROUPS = tuple((bits, g, zeros) for bits in (4, 8) for g in (32, 64) for zeros in (False, True))
+GROUPS = tuple((bits, g, zeros) for bits in (3, 4, 8) for g in (32, 64) for zeros in (False, True))
 WAYS = (
     (1, Config(kernel="rows", warps=4)),
     (7, Config(kernel="rows", blocks=2, warps=2)),

@@ -27,7 +27,7 @@ def weight(n, k, *, bits, group, symmetric, dtype=torch.float16) -> QuantizedWei
     )
 
 
-@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("bits", [3, 4, 8])
 @pytest.mark.parametrize("group", [32, 64])
 @pytest.mark.parametrize("symmetric", [True, False])
 @pytest.mark.parametrize("rows", [1, 7, 70])
@@ -41,15 +41,11 @@ def test_products(bits, group, symmetric, rows):
     assert torch.equal(small_groups.dequantized(q, torch.float16), q.dequantize(torch.float16))
 
 
-def test_float16_scales_of_a_float32_stage_and_three_bits():
+def test_float16_scales_of_a_float32_stage():
     q = weight(33, 128, bits=8, group=32, symmetric=True)
     x = torch.randn(2, 128)
     want = x.double() @ q.dequantize(torch.float64).T
     assert relative_error(small_groups.multiply(x, q, None, None), want) < 2e-6
-    q = weight(32, 256, bits=3, group=64, symmetric=False)
-    x = torch.randn(3, 256).half()
-    want = x.double() @ q.dequantize(torch.float64).T
-    assert relative_error(small_groups.multiply(x, q, None, None), want) < 1e-3
 
 
 def test_another_groups_scale_is_seen():
