@@ -20,6 +20,7 @@ from llmpq.precision import Precision
 GROUP = 128
 FACTORS: dict[str, dict[Phase, float]] = {
     "small": {Phase.DECODE: 1.06, Phase.PREFILL: 0.95},
+    "small3": {Phase.DECODE: 1.10, Phase.PREFILL: 1.20},
     "mxfp4": {Phase.DECODE: 1.06, Phase.PREFILL: 0.93},
     "nvfp4": {Phase.DECODE: 1.18, Phase.PREFILL: 1.18},
     "nf4": {Phase.DECODE: 1.62, Phase.PREFILL: 1.11},
@@ -34,13 +35,15 @@ BITS = {"e4m3": 8}
 
 def form_of(quantization: Quantization, precision: Precision) -> str | None:
     """Return the form of a layer's codes; None for 16 bits and integers in groups of 128."""
-    if precision.activation_bits != 16 or precision.weight_bits not in (4, 8):
+    if precision.activation_bits != 16 or precision.weight_bits not in (3, 4, 8):
         return None
     codes = quantization.codes
     if codes is not None and BITS.get(codes, 4) == precision.weight_bits:
         return codes
     small = quantization.group_size is not None and quantization.group_size < GROUP
-    return "small" if small else None
+    if not small:
+        return None
+    return "small3" if precision.weight_bits == 3 else "small"
 
 
 def as_measured(

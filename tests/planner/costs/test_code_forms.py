@@ -47,6 +47,8 @@ def test_forms_of_codes() -> None:
     plain = Quantization()
     assert form_of(plain, W4) is None and form_of(plain, Precision.W16A16) is None
     assert form_of(replace(plain, group_size=32), W8) == "small"
+    assert form_of(replace(plain, group_size=64), Precision.W3A16) == "small3"
+    assert form_of(plain, Precision.W3A16) is None
     assert form_of(replace(plain, group_size=32, codes="nf4"), W4) == "nf4"
     assert form_of(replace(plain, codes="nf4"), W8) is None
     assert form_of(replace(plain, codes="e4m3"), W8) == "e4m3"
