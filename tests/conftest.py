@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import os
+import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from itertools import combinations
@@ -27,22 +28,16 @@ ALONE = {
     **{name: (name,) for name in ("interpret", "compile", "cluster", "hosts_long")},
 }
 """What `-m` may ask for alone, and the marks that a file of it has."""
+APART = frozenset((*ALONE, "hosts")) - {"quick"}
+"""Tiers that are asked for alone: a file of nothing else has no test of another."""
 LONGEST = (
-    "exact/test_exact.py",
-    "front/test_front.py",
-    "replicas/test_replicas.py",
-    "cli/test_dist_errors.py",
-    "exact/test_deadline.py",
-    "tests/test_readme.py",
-    "hosts/test_how_to.py",
-    "on_ray/test_own_ray.py",
-    "launch/test_engine_parity.py",
-    "hosts/test_placement.py",
-    "backends/test_cuda_paged_interpret.py",
-    "backends/test_cuda_speculate_interpret.py",
-    "low_bit/test_latent_codes_compile.py",
-    "paged/test_packed_pages_compile.py",
-)
+    "exact/test_exact.py", "front/test_front.py", "cli/test_eval_command.py",
+    "engine/test_window_pools.py", "replicas/test_replicas.py", "cli/test_dist_errors.py",
+    "exact/test_deadline.py", "tests/test_readme.py", "hosts/test_how_to.py",
+    "on_ray/test_own_ray.py", "launch/test_engine_parity.py", "hosts/test_placement.py",
+    "backends/test_cuda_paged_interpret.py", "backends/test_cuda_speculate_interpret.py",
+    "low_bit/test_latent_codes_compile.py", "paged/test_packed_pages_compile.py",
+)  # fmt: skip
 """Files whose tests take longest, the longest first."""
 
 
@@ -167,11 +162,14 @@ def _remember_types(patch: pytest.MonkeyPatch) -> None:
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """Import no file that has no test of the tier asked for: torch alone takes seconds."""
-    wanted = ALONE.get(config.option.markexpr)
-    if wanted is None or not collection_path.name.startswith("test_"):
+    asked = config.option.markexpr
+    if not asked or not collection_path.name.startswith("test_"):
         return None
-    text = collection_path.read_text(encoding="utf-8")
-    return None if any(f"mark.{name}" in text for name in wanted) else True
+    found = set(re.findall(r"\bmark\.(\w+)", collection_path.read_text(encoding="utf-8")))
+    if asked in ALONE:
+        return None if found & {*ALONE[asked]} else True
+    apart = asked.startswith("not interpret") and found & APART
+    return True if apart and not found & {"pure", "cpu", "gpu", "quick"} else None
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

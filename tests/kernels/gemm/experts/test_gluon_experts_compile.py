@@ -69,6 +69,7 @@ def test_packed_programs(bits, fuse, dtype):
         assert sum(op.startswith(("STL", "LDL")) for op, _ in loop) <= 12
 
 
+@pytest.mark.seldom  # those of mxfp4 are below
 def test_broad_packed_programs():
     """Blocks of 256, 128 and 64 rows, an operand of 64 k a slot."""
     constants = common(False) | {"BITS": 4, "GROUPED": True, "SYMMETRIC": False}
