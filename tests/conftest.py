@@ -84,7 +84,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     left_out = {item for item in items if item.get_closest_marker("seldom")}
     thin: dict[tuple[Path, str], list[pytest.Item]] = {}
     for item in items:
-        if item.get_closest_marker("thin") and hasattr(item, "callspec") and item not in left_out:
+        if item in left_out or item.get_closest_marker("dealt"):
+            continue
+        if item.get_closest_marker("thin") and hasattr(item, "callspec"):
             thin.setdefault((item.path, item.originalname), []).append(item)
     for group in thin.values():
         left_out |= _not_needed(group)
