@@ -14,7 +14,8 @@ WORKERS := -n 2 --dist loadfile --no-loadscope-reorder
 WAITING := $(subst -n 2,-n 3,$(WORKERS))
 TIMES := .test-seconds
 BESIDE := .test-beside
-# Before and behind a tier's tests, which are a line of their own: so a signal to make ends them.
+# Before and behind a tier's tests, which are a line of their own without
+# a shell: so a signal to make ends them.
 begun = @date +%s > .test-$@
 noted = @echo "$(@:test-%=%) $$(($$(date +%s) - $$(cat .test-$@)))" >> $(TIMES); rm .test-$@
 
@@ -57,11 +58,11 @@ test-all: test
 # `gpu` tests skip themselves with the reason where there is no CUDA device.
 test-cpu: setup
 	$(begun)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q $(WORKERS) -m "not interpret and not compile and not cluster and not hosts_long"
+	env OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q $(WORKERS) -m 'not interpret and not compile and not cluster and not hosts_long'
 	$(noted)
 test-interpret: setup
 	$(begun)
-	OMP_NUM_THREADS=1 TRITON_INTERPRET=1 $(BIN)/python -m pytest -q $(WORKERS) -m interpret
+	env OMP_NUM_THREADS=1 TRITON_INTERPRET=1 $(BIN)/python -m pytest -q $(WORKERS) -m interpret
 	$(noted)
 test-compile: setup
 	$(begun)
@@ -75,7 +76,7 @@ test-cluster: setup
 test-hosts: setup
 	$(BIN)/python -m pytest -q -m hosts_long
 test-quick: setup
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q $(WORKERS) -m quick
+	env OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q $(WORKERS) -m quick
 
 # Of benchmarks what a change elsewhere breaks is found: modules, names, attributes, overrides.
 LOOSE := arg-type assignment call-arg misc return-value union-attr var-annotated
