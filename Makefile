@@ -14,8 +14,10 @@ WORKERS := -n 2 --dist loadfile --no-loadscope-reorder
 WAITING := $(subst -n 2,-n 3,$(WORKERS))
 TIMES := .test-seconds
 BESIDE := .test-beside
-# Runs $(2), and notes the seconds it took as tier $(1).
-timed = start=$$(date +%s); $(2) && echo "$(1) $$(($$(date +%s) - start))" >> $(TIMES)
+# Before and behind a tier's tests, which are a line of their own without
+# a shell: so a signal to make ends them.
+begun = @date +%s > .test-$@
+noted = @echo "$(@:test-%=%) $$(($$(date +%s) - $$(cat .test-$@)))" >> $(TIMES); rm .test-$@
 
 .PHONY: demo test test-all test-quick test-cpu test-interpret test-compile test-cluster test-hosts lint clean setup
 setup: $(VENV)/.installed
@@ -38,12 +40,16 @@ demo: setup
 # Threads of torch spin while another process has their core: one each where two processes test.
 # A file's tests stay together: they share models. In `cluster` each process has one Ray of its own.
 # While `cluster` waits, two tiers that heed no clock compute, at the lowest priority.
+# A signal reaches every tier: `&` alone would have the two ignore Ctrl-C, and `wait` ends early.
+HEARS := env --default-signal=INT,QUIT
 test: test-cpu
-	start=$$(date +%s); \
-	nice -n 19 $(MAKE) test-interpret test-compile > $(BESIDE) 2>&1 & beside=$$!; \
-	$(MAKE) test-cluster; here=$$?; wait $$beside; there=$$?; cat $(BESIDE); rm -f $(BESIDE); \
+	@start=$$(date +%s); \
+	$(HEARS) nice -n 19 $(MAKE) test-interpret test-compile > $(BESIDE) 2>&1 & beside=$$!; \
+	$(HEARS) $(MAKE) test-cluster & here=$$!; \
+	trap 'kill $$here $$beside 2>/dev/null' TERM HUP; trap : INT; \
+	wait $$here; one=$$?; wait $$beside; two=$$?; wait; cat $(BESIDE); rm -f $(BESIDE); \
 	echo "the last three together $$(($$(date +%s) - start))" >> $(TIMES); \
-	exit $$((here ? here : there))
+	exit $$((one ? one : two))
 	@echo "every tier passed; seconds: $$(cat $(TIMES) | tr '\n' ' ')"; rm -f $(TIMES)
 
 test-all: export LLMPQ_ALL_TESTS = 1
@@ -51,18 +57,26 @@ test-all: test
 
 # `gpu` tests skip themselves with the reason where there is no CUDA device.
 test-cpu: setup
-	$(call timed,cpu,OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q $(WORKERS) -m "not interpret and not compile and not cluster and not hosts_long")
+	$(begun)
+	env OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q $(WORKERS) -m 'not interpret and not compile and not cluster and not hosts_long'
+	$(noted)
 test-interpret: setup
-	$(call timed,interpret,OMP_NUM_THREADS=1 TRITON_INTERPRET=1 $(BIN)/python -m pytest -q $(WORKERS) -m interpret)
+	$(begun)
+	env OMP_NUM_THREADS=1 TRITON_INTERPRET=1 $(BIN)/python -m pytest -q $(WORKERS) -m interpret
+	$(noted)
 test-compile: setup
-	$(call timed,compile,$(BIN)/python -m pytest -q $(WORKERS) -m compile)
+	$(begun)
+	$(BIN)/python -m pytest -q $(WORKERS) -m compile
+	$(noted)
 test-cluster: setup
-	$(call timed,cluster,$(BIN)/python -m pytest -q $(WAITING) -m cluster)
+	$(begun)
+	$(BIN)/python -m pytest -q $(WAITING) -m cluster
+	$(noted)
 # Not in `test`: a quarter of an hour of hosts that are lost on purpose.
 test-hosts: setup
 	$(BIN)/python -m pytest -q -m hosts_long
 test-quick: setup
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q $(WORKERS) -m quick
+	env OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q $(WORKERS) -m quick
 
 # Of benchmarks what a change elsewhere breaks is found: modules, names, attributes, overrides.
 LOOSE := arg-type assignment call-arg misc return-value union-attr var-annotated
@@ -74,4 +88,4 @@ lint: setup
 	  --no-warn-unused-ignores $(LOOSE:%=--disable-error-code=%) *.py
 
 clean:
-	rm -rf $(VENV) $(TIMES) $(BESIDE) out build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .test-* out build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import inspect
 import os
+import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from importlib.util import module_from_spec, spec_from_file_location
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -27,22 +28,16 @@ ALONE = {
     **{name: (name,) for name in ("interpret", "compile", "cluster", "hosts_long")},
 }
 """What `-m` may ask for alone, and the marks that a file of it has."""
+APART = frozenset((*ALONE, "hosts")) - {"quick"}
+"""Tiers that are asked for alone: a file of nothing else has no test of another."""
 LONGEST = (
-    "exact/test_exact.py",
-    "front/test_front.py",
-    "replicas/test_replicas.py",
-    "cli/test_dist_errors.py",
-    "exact/test_deadline.py",
-    "tests/test_readme.py",
-    "hosts/test_how_to.py",
-    "on_ray/test_own_ray.py",
-    "launch/test_engine_parity.py",
-    "hosts/test_placement.py",
-    "backends/test_cuda_paged_interpret.py",
-    "backends/test_cuda_speculate_interpret.py",
-    "low_bit/test_latent_codes_compile.py",
-    "paged/test_packed_pages_compile.py",
-)
+    "exact/test_exact.py", "front/test_front.py", "cli/test_eval_command.py",
+    "engine/test_window_pools.py", "replicas/test_replicas.py", "cli/test_dist_errors.py",
+    "exact/test_deadline.py", "tests/test_readme.py", "hosts/test_how_to.py",
+    "on_ray/test_own_ray.py", "launch/test_engine_parity.py", "hosts/test_placement.py",
+    "backends/test_cuda_paged_interpret.py", "backends/test_cuda_speculate_interpret.py",
+    "low_bit/test_latent_codes_compile.py", "paged/test_packed_pages_compile.py",
+)  # fmt: skip
 """Files whose tests take longest, the longest first."""
 
 
@@ -54,124 +49,28 @@ def seeds() -> Callable[[Sequence[int]], Sequence[int]]:
 
 @pytest.fixture(scope="session", autouse=True)
 def _interpreter() -> Iterator[None]:
-    """Triton's interpreter, rounding as a GPU rounds, and without what only costs time.
-
-    By itself it cuts the lower bits of bfloat16 off, twice the error, all of it towards zero: the
-    tests' limits are those of rounding. It also adds every sum a second time in 64 bits, to see
-    whether 32 hold it (a fifth of the time), and makes the language its own anew for each function
-    that a kernel calls (a sixth).
-    """
+    """Triton's interpreter, where it is asked for, as tests/interpreter.py has it."""
     if os.environ.get("TRITON_INTERPRET") != "1":
         yield
         return
-    import numpy as np
-    import triton.language as tl
-    from triton.runtime import interpreter
-
-    builder = interpreter.InterpreterBuilder
-    plain_cast, plain_patch = builder.cast_impl, interpreter._patch_lang
-    scope_class = interpreter._LangPatchScope
-    plain_restore = scope_class.restore
-    patched: set[tuple[bool, bool]] = set()
-    keys: dict[Any, tuple[bool, bool]] = {}
-
-    def cast_impl(self: Any, src: Any, dst_type: Any) -> Any:
-        if (src.dtype.scalar, dst_type.scalar) != (tl.float32, tl.bfloat16):
-            return plain_cast(self, src, dst_type)
-        values = np.ascontiguousarray(src.data, dtype=np.float32)
-        bits = values.view(np.uint32).astype(np.uint64)
-        rounded = (bits + 0x7FFF + (bits >> 16 & 1)) >> 16
-        kept = np.where(np.isnan(values), bits >> 16 | 0x40, rounded).astype(np.uint16)
-        return interpreter.TensorHandle(kept, dst_type.scalar)
-
-    def patch_lang(fn: Any) -> Any:
-        """Nothing where what `fn` calls the language is patched already, by its kernel's launch."""
-        key = keys.get(fn)
-        if key is None:
-            seen = [v for v in fn.__globals__.values() if inspect.ismodule(v)]
-            key = keys[fn] = (any(v is tl for v in seen), any(v is tl.core for v in seen))
-        if key in patched:
-            return scope_class()
-        scope = plain_patch(fn)
-        patched.add(key)
-        return scope
-
-    def restore(self: Any) -> None:
-        patched.clear()
-        plain_restore(self)
-
-    options = interpreter.InterpreterOptions(sanitize_overflow=False)
-    with pytest.MonkeyPatch.context() as patch:
-        _remember_types(patch)
-        patch.setattr(builder, "cast_impl", cast_impl)
-        patch.setattr(interpreter, "_patch_lang", patch_lang)
-        patch.setattr(scope_class, "restore", restore)
-        patch.setattr(interpreter.interpreter_builder, "options", options)
+    found = spec_from_file_location("interpreter", Path(__file__).with_name("interpreter.py"))
+    assert found is not None and found.loader is not None
+    module = module_from_spec(found)
+    found.loader.exec_module(module)
+    with module.quickened():
         yield
-
-
-def _remember_types(patch: pytest.MonkeyPatch) -> None:
-    """Have types of the language made once, not at every operation: half of the interpreter's time.
-
-    Blocks of one shape and element share what they are made of, as do tensors of one type.
-    """
-    import triton.language as tl
-    from triton.runtime import interpreter
-
-    core, semantic = tl.core, tl.semantic.TritonSemantic
-    plain_block, plain_tensor = core.block_type.__init__, core.tensor.__init__
-    plain_unwrap, plain_broadcast = core._unwrap_if_constexpr, semantic.broadcast_impl_value
-    plain_numpy = interpreter._get_np_dtype
-    blocks: dict[Any, dict[str, Any]] = {}
-
-    def make_block(self: Any, element_ty: Any, shape: Any) -> None:
-        key = (id(element_ty), *(s if type(s) is int else s.value for s in shape))
-        if key not in blocks:
-            plain_block(self, element_ty, shape)
-            blocks[key] = self.__dict__  # holds the element: its id stays its own
-        self.__dict__ = blocks[key]
-
-    def make_tensor(self: Any, handle: Any, type: Any) -> None:
-        made = type.__dict__.get("made_tensor")
-        if made is None:
-            plain_tensor(self, handle, type)
-            own = self.__dict__.items()
-            type.made_tensor = {k: v for k, v in own if k not in ("handle", "type")}
-        else:
-            self.__dict__.update(made)
-            self.handle, self.type = handle, type
-
-    def unwrap(value: Any) -> Any:
-        kind = type(value)
-        if kind is int:
-            return value
-        return value.value if kind is tl.constexpr else plain_unwrap(value)
-
-    def broadcast(self: Any, lhs: Any, rhs: Any) -> Any:
-        mine, other = lhs.type, rhs.type
-        if mine.is_block() and other.is_block() and mine.shape.values == other.shape.values:
-            return lhs, rhs
-        return plain_broadcast(self, lhs, rhs)
-
-    def numpy_type(kind: Any) -> Any:
-        if "numpy_type" not in kind.__dict__:
-            kind.numpy_type = plain_numpy(kind)
-        return kind.numpy_type
-
-    patch.setattr(core.block_type, "__init__", make_block)
-    patch.setattr(core.tensor, "__init__", make_tensor)
-    patch.setattr(core, "_unwrap_if_constexpr", unwrap)
-    patch.setattr(semantic, "broadcast_impl_value", broadcast)
-    patch.setattr(interpreter, "_get_np_dtype", numpy_type)
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """Import no file that has no test of the tier asked for: torch alone takes seconds."""
-    wanted = ALONE.get(config.option.markexpr)
-    if wanted is None or not collection_path.name.startswith("test_"):
+    asked = config.option.markexpr
+    if not asked or not collection_path.name.startswith("test_"):
         return None
-    text = collection_path.read_text(encoding="utf-8")
-    return None if any(f"mark.{name}" in text for name in wanted) else True
+    found = set(re.findall(r"\bmark\.(\w+)", collection_path.read_text(encoding="utf-8")))
+    if asked in ALONE:
+        return None if found & {*ALONE[asked]} else True
+    apart = asked.startswith("not interpret") and found & APART
+    return True if apart and not found & {"pure", "cpu", "gpu", "quick"} else None
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -185,7 +84,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     left_out = {item for item in items if item.get_closest_marker("seldom")}
     thin: dict[tuple[Path, str], list[pytest.Item]] = {}
     for item in items:
-        if item.get_closest_marker("thin") and hasattr(item, "callspec") and item not in left_out:
+        if item in left_out or item.get_closest_marker("dealt"):
+            continue
+        if item.get_closest_marker("thin") and hasattr(item, "callspec"):
             thin.setdefault((item.path, item.originalname), []).append(item)
     for group in thin.values():
         left_out |= _not_needed(group)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,11 @@ MAX_FILE_LINES, MAX_FUNCTION_LINES = 400, 60
 def sources() -> list[Path]:
     folders = [ROOT / room for room in ROOMS] + [ROOT / "llmpq", ROOT / "clusters"]
     return sorted(p for f in folders for p in f.rglob("*.py") if not p.parent.is_symlink())
+
+
+@cache
+def tree_of(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
 
 
 def imported_modules(tree: ast.AST) -> Iterator[str]:
@@ -44,7 +50,7 @@ def test_files_and_functions_stay_short(path: Path) -> None:
     source = path.read_text()
     assert source.isascii(), f"{path} has non-ASCII text"
     assert len(source.splitlines()) <= MAX_FILE_LINES
-    for node in ast.walk(ast.parse(source)):
+    for node in ast.walk(tree_of(path)):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and not is_kernel(node):
             length = (node.end_lineno or node.lineno) - node.lineno + 1
             assert length <= MAX_FUNCTION_LINES, f"{node.name} has {length} lines"
@@ -54,7 +60,7 @@ def test_nine_functions_of_ten_are_short() -> None:
     lengths = sorted(
         (node.end_lineno or node.lineno) - node.lineno + 1
         for path in sources()
-        for node in ast.walk(ast.parse(path.read_text()))
+        for node in ast.walk(tree_of(path))
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and not is_kernel(node)
     )
     assert len(lengths) > 1000 and lengths[len(lengths) * 9 // 10] <= 30
@@ -62,7 +68,7 @@ def test_nine_functions_of_ten_are_short() -> None:
 
 @pytest.mark.parametrize("path", sources(), ids=lambda p: str(p.relative_to(ROOT)))
 def test_nothing_unpickles_or_evaluates(path: Path) -> None:
-    tree = ast.parse(path.read_text())
+    tree = tree_of(path)
     assert not {m.split(".")[0] for m in imported_modules(tree)} & {"pickle", "cloudpickle", "dill"}
     calls = {
         n.func.id
@@ -103,7 +109,7 @@ def test_a_name_of_a_public_class_means_one_thing() -> None:
     classes = (
         (node.name, path)
         for path in sources()
-        for node in ast.parse(path.read_text()).body
+        for node in tree_of(path).body
         if isinstance(node, ast.ClassDef) and not node.name.startswith("_")
     )
     found = twice(classes)

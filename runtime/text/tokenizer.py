@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property, partial
 from pathlib import Path
@@ -12,6 +13,11 @@ from llmpq.checkpoints.gguf_file import is_gguf, open_gguf
 from llmpq.checkpoints.gguf_tokenizer import tokenizer_of
 
 TOKENIZER, SETTINGS = "tokenizer.json", "tokenizer_config.json"
+_PLAIN_CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend")
+"""Names of one class, before and since Transformers 5."""
+PLAIN_TYPES = ("llama", "qwen3", "qwen3_moe", "gpt_oss", "deepseek_v2", "deepseek_v3", "opt",
+               "bloom", "falcon")  # fmt: skip
+"""Types of models of which Transformers has no class that it prefers to the one that is named."""
 _TEMPLATE_ARGUMENTS = frozenset((
     "conversation", "messages", "tools", "documents", "chat_template", "add_generation_prompt",
     "continue_final_message", "tokenize", "padding", "truncation", "max_length", "return_tensors",
@@ -168,11 +174,20 @@ def _load(directory: Path) -> Any:
         return _loaded(directory)
 
 
+def _is_plain(directory: Path) -> bool:
+    """Return whether `AutoTokenizer`, whose import takes two seconds, has nothing to choose."""
+    settings = json.loads((directory / SETTINGS).read_text(encoding="utf-8"))
+    config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+    if settings.get("tokenizer_class") not in _PLAIN_CLASSES or "auto_map" in settings:
+        return False
+    return config.get("model_type") in PLAIN_TYPES
+
+
 def _loaded(directory: Path) -> Any:
     if is_gguf(directory):
         return tokenizer_of(open_gguf(directory))
     # transformers takes a second to import; commands that need no text do not pay for it.
-    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+    from transformers import PreTrainedTokenizerFast
 
     if not (directory / TOKENIZER).exists():
         raise ValueError(
@@ -180,9 +195,13 @@ def _loaded(directory: Path) -> Any:
             "transformers: AutoTokenizer.from_pretrained(DIR).save_pretrained(DIR)"
         )
     try:
-        if (directory / SETTINGS).exists():
-            return AutoTokenizer.from_pretrained(directory, local_files_only=True)
-        return PreTrainedTokenizerFast(tokenizer_file=str(directory / TOKENIZER))
+        if not (directory / SETTINGS).exists():
+            return PreTrainedTokenizerFast(tokenizer_file=str(directory / TOKENIZER))
+        if _is_plain(directory):
+            return PreTrainedTokenizerFast.from_pretrained(directory, local_files_only=True)
+        from transformers import AutoTokenizer
+
+        return AutoTokenizer.from_pretrained(directory, local_files_only=True)
     except Exception as error:  # the tokenizers library raises bare Exception, KeyError and more
         raise ValueError(
             f"'{directory / TOKENIZER}' or the {SETTINGS} beside it cannot be read "

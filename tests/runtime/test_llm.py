@@ -221,7 +221,8 @@ def test_wishes_that_cannot_be_met_are_refused(demo_model, make_plan, options, s
 
 
 @pytest.mark.cluster
-@pytest.mark.parametrize("backend", ["threads", "auto"])
+# Three processes: test_front_door.py.
+@pytest.mark.parametrize("backend", ["threads", pytest.param("auto", marks=pytest.mark.seldom)])
 def test_three_stages_give_the_answers_of_one(demo_model, make_plan, wanted, tmp_path, backend):
     path = tmp_path / "plan.json"
     make_plan(demo_model, (2, 5), batch=4, prompt_len=64, gen_len=512).save_json(path)

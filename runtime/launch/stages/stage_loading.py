@@ -11,7 +11,6 @@ from llmpq.cost_model import CostModel
 from llmpq.model_spec import ModelSpec
 from llmpq.plan import Plan
 from llmpq.runtime.backends.build_stage import build_paged_stage, build_stage
-from llmpq.runtime.backends.gpu.cuda_stage import CudaStageCompute
 from llmpq.runtime.backends.paged_compute import PagedStageCompute
 from llmpq.runtime.backends.stage_compute import StageCompute
 from llmpq.runtime.drafts.drafters import AutoDrafter, FixedDrafter
@@ -89,6 +88,8 @@ def timed_drafter(compute: StageCompute, settings: StageSettings) -> AutoDrafter
     """Return a drafter that goes by the device's own times; None for plain decoding."""
     if settings.speculate is None:
         return None
+    from llmpq.runtime.backends.gpu.cuda_stage import CudaStageCompute  # Triton: half a second
+
     assert isinstance(compute, CudaStageCompute), "draft lengths need a cost model"
     times = compute.step_times()
     return AutoDrafter(

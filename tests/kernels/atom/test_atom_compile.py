@@ -63,14 +63,15 @@ def test_product_compiles_to_tensor_cores(arch: int, bits: int, parts: int) -> N
         assert any(unit in made.ptx for unit in ("mma.sync", "wgmma", "tcgen05.mma"))
 
 
+@pytest.mark.everywhere
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_every_tile_of_w8a8_fits_every_architecture(
-    arch: int, seeds: Callable[[Sequence[int]], Sequence[int]]
+    arch: int, share: Callable[..., Sequence[GemmPlan]]
 ) -> None:
     many = {channel_plan(rows, columns) for rows in (129, 4096) for columns in (WIDE, WIDE + 1)}
     assert all(isinstance(tiles, GemmPlan) for tiles in many)
     every = sorted(many | set(FEW_TILES.values()), key=str)
-    for tiles in seeds(every[ARCHITECTURES.index(arch) :] + every[: ARCHITECTURES.index(arch)]):
+    for tiles in share(every, arch, ARCHITECTURES):
         constants = {
             "K": 4096,
             "HAS_BIAS": True,

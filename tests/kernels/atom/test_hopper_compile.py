@@ -57,6 +57,7 @@ def box(element: str, shape: list[int], swizzle: int) -> str:
     return f"tensordesc<{element}[{','.join(map(str, shape))}],{layout!r}>"
 
 
+@pytest.mark.thin
 @pytest.mark.parametrize("split", [False, True])
 @pytest.mark.parametrize("tokens", [64, 128])
 def test_the_product_runs_on_fp8_tensor_cores_and_keeps_its_sums_in_registers(

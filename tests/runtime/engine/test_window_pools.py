@@ -31,6 +31,8 @@ from llmpq.workload import Workload
 
 pytestmark = pytest.mark.cpu
 NEW = 24
+SPLITS = [((), 64), ((1, 3), 1000), ((1,), 200)]
+"""Where stages are split, with the tokens of a step; the last in `make test-all`."""
 
 
 class Interrupting(PagedScheduler):
@@ -46,7 +48,7 @@ class Interrupting(PagedScheduler):
 
 
 def test_tokens_beyond_the_window_equal_transformers_over_stages_chunks_and_found_prefixes(
-    windowed_model: Any, random_prompts: Any, make_plan: Any
+    windowed_model: Any, random_prompts: Any, make_plan: Any, seeds: Any
 ) -> None:
     directory = windowed_model.directory
     trunk, *tails = random_prompts(420, 4, 60, 130, seed=5)
@@ -56,7 +58,7 @@ def test_tokens_beyond_the_window_equal_transformers_over_stages_chunks_and_foun
     window = windowed_model.window
     size = PoolSize(num_blocks=8, slots=4, max_len=900, window=window, window_blocks=5)
     hits = preempted = 0
-    for splits, step_tokens in (((), 64), ((1,), 200), ((1, 3), 1000)):
+    for splits, step_tokens in SPLITS[: 1 + len(seeds(SPLITS))]:
         plan = make_plan(directory, splits, batch=4)
         limits = PoolLimits(
             num_blocks=size.num_blocks,

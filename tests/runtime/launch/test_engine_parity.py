@@ -99,7 +99,7 @@ def test_three_stages_serve_jobs_in_turn_and_abort_between_steps(
 
 @pytest.mark.parametrize(
     ("splits", "backend"),
-    [((), "threads"), ((), "processes"), ((3,), "threads")],
+    [((), "threads"), pytest.param((), "processes", marks=pytest.mark.seldom), ((3,), "threads")],
     ids=["1 stage as a thread", "1 stage as a process", "2 stages as threads"],
 )
 def test_fewer_stages_give_the_tokens_of_transformers(
@@ -125,7 +125,10 @@ def test_micro_batches_may_be_larger_in_either_phase(demo_model, make_plan, expe
     assert [tokens[i] for i in range(len(prompts))] == outputs
 
 
-@pytest.mark.parametrize("backend", ["threads", "processes"])
+# Over processes: test_bench_command.py has Ray's.
+@pytest.mark.parametrize(
+    "backend", ["threads", pytest.param("processes", marks=pytest.mark.seldom)]
+)
 def test_speculation_over_stages_gives_the_same_tokens(demo_model, make_plan, expected, backend):
     prompts, outputs = expected
     plan = make_plan(demo_model, (2, 5), batch=4, prompt_len=24, gen_len=MAX_NEW)

@@ -43,6 +43,11 @@ SIZES = ("N", "K", "blocks", "groups", "top", "shares", "C", "E", "B", "tiles")
 GATE = {"limit": "fp32", "slope": "fp32"}
 
 
+def seldom(*case):
+    """In `make test-all` only: its like is in `make test`."""
+    return pytest.param(*case, marks=pytest.mark.seldom)
+
+
 def build(kernel, arch, dtype, constants, given=None, **options):
     """`given`: types of arguments that are not as elsewhere."""
     types = dict.fromkeys(("X", "W", "Y", "BIAS"), f"*{dtype}") | POINTERS
@@ -114,7 +119,7 @@ def test_places_compile(arch):
 @pytest.mark.parametrize(
     ("bits", "groups", "fuse", "high", "warps", "registers"),
     [
-        (4, 16, True, 1, 4, 168), (4, 16, True, 1, 2, 168), (4, 6, False, 1, 2, 128),
+        (4, 16, True, 1, 4, 168), seldom(4, 16, True, 1, 2, 168), (4, 6, False, 1, 2, 128),
         (4, 6, False, 2, 1, 128),
     ],
 )  # fmt: skip
@@ -160,7 +165,11 @@ def wide(arch, *, dtype, tma, fuse, even=True):
     )
 
 
-@pytest.mark.parametrize("arch", [a for a in ARCHITECTURES if wide_fits(SHARED_LIMIT[a])])
+WIDE_FITS = [a for a in ARCHITECTURES if wide_fits(SHARED_LIMIT[a])]
+
+
+@pytest.mark.everywhere
+@pytest.mark.parametrize("arch", [a if a <= 90 else seldom(a) for a in WIDE_FITS])
 def test_wide_tiles_compile_where_they_fit(arch):
     for dtype, fuse, even in (("bf16", True, True), ("fp16", False, False)):
         made = wide(arch, dtype=dtype, tma=arch >= 90, fuse=fuse, even=even)
@@ -187,8 +196,8 @@ def test_routers_compile(arch):
 @pytest.mark.parametrize(
     ("bm", "groups", "fuse"),
     [
-        (16, 6, False), (16, 16, False), (32, 16, False), (64, 16, False), (128, 16, False),
-        (16, 16, True), (32, 16, True), (MOST_GATED, 16, True),
+        (16, 6, False), (64, 16, False), (128, 16, False), (32, 16, True), (MOST_GATED, 16, True),
+        *(seldom(*case) for case in ((16, 16, False), (32, 16, False), (16, 16, True))),
     ],
 )  # fmt: skip
 def test_products_in_flight_keep_their_operands(bm, groups, fuse):

@@ -18,6 +18,11 @@ POINTERS = dict.fromkeys(("order", "blocks", "count", "P0", "P1", "S", "Z"), "*i
 SIZES = ("N", "F", "K", "top", "slots", "tiles", "height", "every", "groups")
 
 
+def seldom(*case):
+    """In `make test-all` only: its like is in `make test`."""
+    return pytest.param(*case, marks=pytest.mark.seldom)
+
+
 def build(kernel, dtype, constants):
     rows = 256 if constants.get("BROAD") else 128
     types = {
@@ -50,7 +55,7 @@ def test_16_bit_programs(fuse, dtype):
 
 
 @pytest.mark.parametrize(
-    ("bits", "fuse", "dtype"), [(4, True, "bf16"), (4, False, "fp16"), (3, True, "bf16")]
+    ("bits", "fuse", "dtype"), [(4, True, "bf16"), seldom(4, False, "fp16"), (3, True, "bf16")]
 )
 def test_packed_programs(bits, fuse, dtype):
     """The same, four operands unpacked a k-group."""
@@ -64,6 +69,7 @@ def test_packed_programs(bits, fuse, dtype):
         assert sum(op.startswith(("STL", "LDL")) for op, _ in loop) <= 12
 
 
+@pytest.mark.seldom  # those of mxfp4 are below
 def test_broad_packed_programs():
     """Blocks of 256, 128 and 64 rows, an operand of 64 k a slot."""
     constants = common(False) | {"BITS": 4, "GROUPED": True, "SYMMETRIC": False}
@@ -72,7 +78,7 @@ def test_broad_packed_programs():
     assert code.count("WARPGROUP.DEPBAR") == 3 * 2 * (2 + 1)
 
 
-@pytest.mark.parametrize(("fuse", "dtype"), [(True, "bf16"), (False, "fp16")])
+@pytest.mark.parametrize(("fuse", "dtype"), [seldom(True, "bf16"), (False, "fp16")])
 def test_mxfp4_programs(fuse, dtype):
     """As packed ones; and in blocks of 256."""
     constants = common(fuse) | {"BITS": 4, "GROUPED": True, "SYMMETRIC": "e2m1"}

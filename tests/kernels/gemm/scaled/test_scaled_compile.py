@@ -80,9 +80,16 @@ KINDS = {
 }
 
 
+# `make test` has two kinds of each form: words are unpacked alike in all of a form's.
+CASES = [
+    pytest.param(form, kind, marks=[pytest.mark.seldom] if (i + j) % 2 else [])
+    for (i, form), (j, kind) in product(enumerate(FORMS), enumerate(KINDS))
+]
+
+
 @pytest.mark.thin
 @pytest.mark.parametrize("arch", (*ARCHITECTURES, CONSUMER_BLACKWELL))
-@pytest.mark.parametrize(("form", "kind"), list(product(FORMS, KINDS)))
+@pytest.mark.parametrize(("form", "kind"), CASES)
 def test_everything_compiles(arch, form, kind):
     KINDS[kind](arch, form)
 

@@ -48,11 +48,19 @@ def seldom(*case):
     return pytest.param(*case, marks=pytest.mark.seldom)
 
 
-CASES = [(model, 86) for model in MODELS] + [(MODELS[0], 80), (MODELS[-1], 90)]
-CASES += [seldom(MODELS[0], arch) for arch in (89, 90, 100, CONSUMER_BLACKWELL)]
-CASES += [seldom(model, 90) for model in MODELS[1:-1]]
-"""Each where memory is least, others where it is most; the most common shape everywhere."""
-RULED_ARCHITECTURES = [89, 100, CONSUMER_BLACKWELL, *map(seldom, (80, 86, 90))]
+CASES = [(MODELS[0], 89), (MODELS[1], 120), (MODELS[2], 100), (MODELS[3], 86), (MODELS[4], 120)]
+CASES += [(MODELS[6], 86)]
+CASES += [seldom(model, 86) for model in MODELS if (model, 86) not in CASES]
+CASES += [seldom(MODELS[0], arch) for arch in (80, 90, 100, CONSUMER_BLACKWELL)]
+CASES += [seldom(model, 90) for model in MODELS[1:]]
+"""In `make test` where memory is least; then where it is most, the most common everywhere."""
+RULED_CASES = [(RULED_MODELS[0], 86), (RULED_MODELS[1], 89)]
+RULED_CASES += [
+    seldom(model, arch)
+    for model in RULED_MODELS
+    for arch in (*ARCHITECTURES, CONSUMER_BLACKWELL)
+    if (model, arch) not in RULED_CASES
+]
 
 
 def compiled(kernel, arch, constants, element, **options):
@@ -87,9 +95,9 @@ def test_attention_fits(model, arch):
         assert "mma" in made.ptx, "no tensor core multiplies"
 
 
-@pytest.mark.thin
-@pytest.mark.parametrize("arch", RULED_ARCHITECTURES)
-@pytest.mark.parametrize("model", RULED_MODELS, ids=["gpt-oss", "gemma-2"])
+@pytest.mark.parametrize(
+    "model,arch", RULED_CASES, ids=lambda value: str(value).replace("torch.", "")
+)
 def test_attention_with_rules_fits(model, arch):
     plan, pdl = plan_of(*model), arch >= 90
     cap = {"maxnreg": 168} if plan.columns == 8 and plan.head_dim <= 128 else {}

@@ -26,6 +26,8 @@ pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
 PROMPT = "def main():\n    import"
 KEY = "sesame"
 READY_S = 120.0
+LONG = 100
+"""Tokens of an answer that is under way for a while."""
 
 
 class Started:
@@ -267,16 +269,21 @@ def test_sixty_four_at_once_are_each_their_own_answer(started, twin):
     assert {kind for kind, _ in ends} == {"whole", "streamed"}
 
 
+@pytest.fixture(scope="module")
+def long_answers(twin) -> list[str]:
+    """Return what `_under_load` is answered by 40 requests where nobody is lost."""
+    params = SamplingParams(temperature=0, max_tokens=LONG, ignore_eos=True)
+    return [answer.text for answer in twin.generate([f"x{i} = " for i in range(40)], params)]
+
+
 @pytest.mark.parametrize("victim", ["ServeReplica", "stage_process"])
-def test_a_replica_lost_under_load_is_told_and_replaced(started, twin, victim):
+def test_a_replica_lost_under_load_is_told_and_replaced(started, long_answers, victim):
     before = {one.pid for one in started.named("ServeReplica")}
     assert len(before) == 2
-    ends = _under_load(started, (24, 16), 150, started.named(victim)[0].kill)
-    params = SamplingParams(temperature=0, max_tokens=150, ignore_eos=True)
-    wanted = [answer.text for answer in twin.generate([f"x{i} = " for i in range(40)], params)]
+    ends = _under_load(started, (24, 16), LONG, started.named(victim)[0].kill)
     kinds = [kind for kind, _ in ends]
     assert "cut off" not in kinds and "refused" in kinds and "ended early" in kinds
-    for (kind, text), whole in zip(ends, wanted, strict=True):
+    for (kind, text), whole in zip(ends, long_answers, strict=True):
         if kind in ("whole", "streamed"):
             assert text == whole
         elif kind == "ended early":

@@ -1,0 +1,78 @@
+"""Deals architectures out to what is compiled: `make test` compiles a form for one or two."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ALL = "LLMPQ_ALL_TESTS" in os.environ
+LEAST = (86, 120, 89)
+"""Where a block may use the least shared memory: what fits there fits everywhere."""
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave each form of a kernel to one of those with the least memory, in turn.
+
+    A family of kernels is a folder: each other architecture meets some form of it. A test marked
+    `everywhere` keeps all of its own. Runs before the root's hook, which thins the rest.
+    """
+    if ALL:
+        return
+    families: dict[Path, list[pytest.Item]] = {}
+    for item in items:
+        if _dealt(item):
+            families.setdefault(item.path.parent, []).append(item)
+    left_out = {item for family in families.values() for item in _not_dealt(family)}
+    config.hook.pytest_deselected(items=[item for item in items if item in left_out])
+    items[:] = [item for item in items if item not in left_out]
+
+
+def _dealt(item: pytest.Item) -> bool:
+    """Return whether a test compiles for an architecture that may be chosen for it."""
+    if not item.get_closest_marker("compile") or "arch" not in _parameters(item):
+        return False
+    return not any(item.get_closest_marker(name) for name in ("seldom", "everywhere"))
+
+
+def _parameters(item: pytest.Item) -> dict[str, Any]:
+    return item.callspec.params if hasattr(item, "callspec") else {}
+
+
+def _not_dealt(family: Sequence[pytest.Item]) -> set[pytest.Item]:
+    """Return those whose form meets another architecture."""
+    forms: dict[tuple[object, ...], list[pytest.Item]] = {}
+    for item in family:
+        others = sorted((k, repr(v)) for k, v in _parameters(item).items() if k != "arch")
+        forms.setdefault((item.path, item.originalname, *others), []).append(item)
+    met: Counter[int] = Counter()
+
+    def place(item: pytest.Item) -> tuple[bool, int, int]:
+        arch = _arch(item)
+        return arch not in LEAST, met[arch], LEAST.index(arch) if arch in LEAST else arch
+
+    kept = set()
+    for items in sorted(forms.values(), key=len):  # those that have no choice go first
+        item = min(items, key=place)
+        met[_arch(item)] += 1
+        kept.add(item)
+    for number, arch in enumerate(sorted({_arch(item) for item in family} - {*met})):
+        able = [item for item in family if _arch(item) == arch]
+        more = able[number * len(able) // 4]  # not always the first test's
+        more.add_marker("dealt")
+        kept.add(more)
+    return set(family) - kept
+
+
+def _arch(item: pytest.Item) -> int:
+    return int(_parameters(item)["arch"])
+
+
+@pytest.fixture(scope="session")
+def share() -> Callable[[Sequence[Any], int, Sequence[int]], Sequence[Any]]:
+    """Return an architecture's share of forms that are the same for all; or all of them."""
+    return lambda whole, arch, every: whole if ALL else whole[every.index(arch) :: len(every)]

@@ -1,0 +1,31 @@
+"""The class of tokenizers that is chosen without Transformers' help is the one it would choose."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from llmpq.runtime.text.tokenizer import PLAIN_TYPES, Tokenizer
+
+pytestmark = pytest.mark.cpu
+TEXT = "def main():\n    print('größer', 17)  "
+
+
+@pytest.mark.parametrize("declared", ["PreTrainedTokenizerFast", "Qwen2Tokenizer"])
+@pytest.mark.parametrize("kind", [*PLAIN_TYPES, "qwen2", "phi3", "gemma2"])
+def test_a_class_is_that_of_transformers(demo_model: Path, tmp_path: Path, kind, declared):
+    from transformers import AutoTokenizer
+
+    shutil.copy(demo_model / "tokenizer.json", tmp_path)
+    settings = json.loads((demo_model / "tokenizer_config.json").read_text())
+    settings["tokenizer_class"] = declared
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": kind}))
+    theirs = AutoTokenizer.from_pretrained(tmp_path, local_files_only=True)
+    ours = Tokenizer(tmp_path)
+    assert type(ours._inner) is type(theirs)
+    assert ours.encode(TEXT) == theirs.encode(TEXT)
+    assert ours._inner.init_kwargs == theirs.init_kwargs
