@@ -104,11 +104,11 @@ static void to_tiles(const RoundedRows& r, int64_t row, int64_t g, TiledRows& t)
   }
 }
 
-// Codes and products of a few steps.
+// Codes and products of a few steps, the latter of two tiles of x at most.
 struct alignas(64) TileRing {
   static constexpr int64_t UNITS = 4;
   uint8_t codes[UNITS][2 * TILE_BYTES];
-  int32_t products[UNITS][2 * TILE * TILE];
+  int32_t products[UNITS][4 * TILE * TILE];
 };
 
 template <int BITS>
@@ -116,25 +116,30 @@ static inline void unpack_unit(const uint8_t* p, uint8_t* to) {
   for_codes<BITS>(p, [&](int u, Ints codes) __attribute__((always_inline)) { _mm512_store_si512(to + u * 64, codes); });
 }
 
-// Sums of a k-group: tiles of x times those of codes.
-template <Halves HALVES>
-static inline void multiply_tiles(const uint8_t* codes, const uint8_t* x, int32_t* products) {
+// Sums of a k-group: tiles of x, the second `apart` bytes from the first, times those of codes. A sum's second product
+// waits for its first, so the others' lie between.
+template <Halves HALVES, int TILES>
+static inline void multiply_tiles(const uint8_t* codes, const uint8_t* x, int64_t apart, int32_t* products) {
+  constexpr bool LOW = HALVES == Halves::APART;
+  constexpr int64_t SUMS = TILE * TILE, PLANES = LOW ? 2 : 1;
+  const uint8_t *low = x + 2 * TILE_BYTES, *other = x + apart, *other_low = other + 2 * TILE_BYTES;
   _tile_zero(0);
-  _tile_loadd(4, x, 64);
   _tile_loadd(6, codes, 64);
+  _tile_loadd(4, x, 64);
   _tile_dpbsud(0, 4, 6);
-  _tile_loadd(5, x + TILE_BYTES, 64);
+  if constexpr (LOW) { _tile_zero(1); _tile_loadd(5, low, 64); _tile_dpbuud(1, 5, 6); }
+  if constexpr (TILES == 2) { _tile_zero(2); _tile_loadd(4, other, 64); _tile_dpbsud(2, 4, 6); }
+  if constexpr (LOW && TILES == 2) { _tile_zero(3); _tile_loadd(5, other_low, 64); _tile_dpbuud(3, 5, 6); }
   _tile_loadd(7, codes + TILE_BYTES, 64);
-  _tile_dpbsud(0, 5, 7);
-  if constexpr (HALVES == Halves::APART) {
-    _tile_zero(1);
-    _tile_loadd(4, x + 2 * TILE_BYTES, 64);
-    _tile_dpbuud(1, 4, 6);
-    _tile_loadd(5, x + 3 * TILE_BYTES, 64);
-    _tile_dpbuud(1, 5, 7);
-    _tile_stored(1, products + TILE * TILE, 64);
-  }
+  _tile_loadd(4, x + TILE_BYTES, 64);
+  _tile_dpbsud(0, 4, 7);
+  if constexpr (LOW) { _tile_loadd(5, low + TILE_BYTES, 64); _tile_dpbuud(1, 5, 7); }
+  if constexpr (TILES == 2) { _tile_loadd(4, other + TILE_BYTES, 64); _tile_dpbsud(2, 4, 7); }
+  if constexpr (LOW && TILES == 2) { _tile_loadd(5, other_low + TILE_BYTES, 64); _tile_dpbuud(3, 5, 7); }
   _tile_stored(0, products, 64);
+  if constexpr (LOW) _tile_stored(1, products + SUMS, 64);
+  if constexpr (TILES == 2) _tile_stored(2, products + PLANES * SUMS, 64);
+  if constexpr (LOW && TILES == 2) _tile_stored(3, products + 3 * SUMS, 64);
 }
 
 // Panels that are multiplied together: as many of x's k-groups as stay in a core's L1 meet all of them before the next
@@ -145,8 +150,8 @@ constexpr int64_t PANELS = 8, X_BYTES = 16 << 10;
 struct TileUnit {
   int64_t panels, k_groups, together;  // of the work; k-groups that stay
   int64_t panel = 0, g = 0, first = 0;
-  TileUnit(int64_t panels, const TiledRows& x)
-      : panels(panels), k_groups(x.k_groups), together(std::max<int64_t>(1, X_BYTES / x.slot())) {}
+  TileUnit(int64_t panels, int64_t tiles, const TiledRows& x)
+      : panels(panels), k_groups(x.k_groups), together(std::max<int64_t>(1, X_BYTES / (tiles * x.slot()))) {}
   int64_t end() const { return std::min(first + together, k_groups); }
   void next() {
     if (++g < end()) return;
@@ -155,33 +160,50 @@ struct TileUnit {
   }
 };
 
-// Panels times a tile of x's rows, y as sums [panels, 16 (8 of BESIDE), 16 rows of w].
-template <int BITS, Halves HALVES>
+// A k-group's share of `rows` sums: products times step and scale, of which zeros are taken. KEPT: sums in registers.
+template <Halves HALVES, int ROWS, class Sums>
+static inline __attribute__((always_inline)) void add_rows(const int32_t* d, const float* step, const float* sum, Floats scale, Floats zero, Sums sums) {
+#pragma GCC unroll 16
+  for (int64_t m = 0; m < ROWS; ++m) {
+    Ints v = _mm512_load_si512(d + m * TILE);
+    if (HALVES != Halves::HIGH)
+      v = _mm512_add_epi32(_mm512_slli_epi32(v, 8), _mm512_load_si512(d + m * TILE + (HALVES == Halves::APART ? TILE : TILE / 2) * TILE));
+    sums(m, _mm512_fnmadd_ps(zero, floats(sum[m]), mul(to_floats(v), floats(step[m]))), scale);
+  }
+}
+
+// Panels times one or two tiles of x's rows, y as sums [panels, 16 (8 of BESIDE) a tile, 16 rows of w].
+template <int BITS, Halves HALVES, int TILES>
 static void tile_panels(const Weight& w, const Panel* panels, int64_t count, TiledRows& x, int64_t tile, TileRing& ring, float* y) {
   constexpr int64_t UNIT = PANEL * 16 * BITS, ROWS = HALVES == Halves::BESIDE ? TILE / 2 : TILE;
   constexpr int64_t ASKED = BITS == 8 ? 2 : 4;  // units ahead of what is unpacked
-  const int64_t units = count * w.k_groups;
-  TileUnit asked(count, x), ahead = asked, now = asked, behind = asked;
+  constexpr int64_t SUMS = (HALVES == Halves::APART ? 2 : 1) * TILE * TILE;  // of a tile of x
+  const int64_t units = count * w.k_groups, apart = x.k_groups * x.slot();
+  TileUnit asked(count, TILES, x), ahead = asked, now = asked, behind = asked;
   Floats acc[ROWS];
   for (Floats& a : acc) a = floats(0);
   auto add_products = [&](int64_t unit) __attribute__((always_inline)) {
-    const int64_t at = (tile * x.k_groups + behind.g) * TILE;
+    const int64_t at = (tile * x.k_groups + behind.g) * TILE, next = x.k_groups * TILE;
     const float *step = x.scale.data() + at, *sum = x.sum.data() + at;
     const int32_t* d = ring.products[unit % TileRing::UNITS];
     const PanelGrid grid(w, panels[behind.panel]);
     const Floats scale = grid.scales(behind.g), zero = grid.zeros(behind.g);
-    float* sums = y + behind.panel * ROWS * PANEL;
+    float* sums = y + behind.panel * TILES * ROWS * PANEL;
+    if constexpr (TILES == 2) {  // more sums than registers
+      const bool first = behind.g == 0;
+      for (int64_t t = 0; t < 2; ++t)
+        add_rows<HALVES, TILE>(d + t * SUMS, step + t * next, sum + t * next, scale, zero, [&](int64_t m, Floats v, Floats s) __attribute__((always_inline)) {
+          float* to = sums + (t * TILE + m) * PANEL;
+          store(to, fma(v, s, first ? floats(0) : load(to)));
+        });
+      behind.next();
+      return;
+    }
     if (behind.g == behind.first) {
 #pragma GCC unroll 16
       for (int64_t m = 0; m < ROWS; ++m) acc[m] = behind.first ? load(sums + m * PANEL) : floats(0);
     }
-#pragma GCC unroll 16
-    for (int64_t m = 0; m < ROWS; ++m) {
-      Ints v = _mm512_load_si512(d + m * TILE);
-      if (HALVES != Halves::HIGH)
-        v = _mm512_add_epi32(_mm512_slli_epi32(v, 8), _mm512_load_si512(d + m * TILE + (HALVES == Halves::APART ? TILE : TILE / 2) * TILE));
-      acc[m] = fma(_mm512_fnmadd_ps(zero, floats(sum[m]), mul(to_floats(v), floats(step[m]))), scale, acc[m]);
-    }
+    add_rows<HALVES, ROWS>(d, step, sum, scale, zero, [&](int64_t m, Floats v, Floats s) __attribute__((always_inline)) { acc[m] = fma(v, s, acc[m]); });
     if (behind.g + 1 == behind.end()) {
 #pragma GCC unroll 16
       for (int64_t m = 0; m < ROWS; ++m) store(sums + m * PANEL, acc[m]);
@@ -204,7 +226,7 @@ static void tile_panels(const Weight& w, const Panel* panels, int64_t count, Til
   for (int64_t unit = 0; unit < units; ++unit, now.next()) {
     asm volatile("" : : : "memory");  // tiles are read from what was written, and the other way about
     const uint8_t* codes = BITS == 8 ? panels[now.panel].codes + now.g * UNIT : ring.codes[unit % TileRing::UNITS];
-    multiply_tiles<HALVES>(codes, x.at(tile, now.g), ring.products[unit % TileRing::UNITS]);
+    multiply_tiles<HALVES, TILES>(codes, x.at(tile, now.g), apart, ring.products[unit % TileRing::UNITS]);
     asm volatile("" : : : "memory");
     if (unit >= AHEAD) add_products(unit - AHEAD);
     ask(unit + AHEAD + ASKED);
@@ -225,15 +247,16 @@ static void put_panel(const float* sums, int64_t M, int64_t n0, int64_t N, const
 // Whether tiles are what multiplies these rows.
 static bool takes_tiles(const Weight& w, int64_t rows) { return rows >= 3 && w.panels && tiles_allowed(); }
 
-template <Halves HALVES>
+template <Halves HALVES, int TILES>
 static auto tile_panels_of(int64_t bits) {
-  return bits == 3 ? tile_panels<3, HALVES> : bits == 4 ? tile_panels<4, HALVES> : tile_panels<8, HALVES>;
+  return bits == 3 ? tile_panels<3, HALVES, TILES> : bits == 4 ? tile_panels<4, HALVES, TILES> : tile_panels<8, HALVES, TILES>;
 }
 
 // y = x w^T + bias of rows that were rounded; called by every thread of a team.
 static void multiply_by_tiles(const Weight& w, TiledRows& x, int64_t parts, const Output& out, int64_t M) {
-  auto run = x.halves == Halves::HIGH ? tile_panels_of<Halves::HIGH>(w.bits)
-           : x.halves == Halves::APART ? tile_panels_of<Halves::APART>(w.bits) : tile_panels_of<Halves::BESIDE>(w.bits);
+  auto one = x.halves == Halves::HIGH ? tile_panels_of<Halves::HIGH, 1>(w.bits)
+           : x.halves == Halves::APART ? tile_panels_of<Halves::APART, 1>(w.bits) : tile_panels_of<Halves::BESIDE, 1>(w.bits);
+  auto two = x.halves == Halves::HIGH ? tile_panels_of<Halves::HIGH, 2>(w.bits) : tile_panels_of<Halves::APART, 2>(w.bits);
   TileRing ring;
   static thread_local Tail tail;
   const TileShape shape(TILE);
@@ -246,11 +269,12 @@ static void multiply_by_tiles(const Weight& w, TiledRows& x, int64_t parts, cons
       const int64_t count = std::min(PANELS, std::min(n + together, panels) - p);
       Panel of[PANELS];
       for (int64_t i = 0; i < count; ++i) of[i] = panel_of(w, p + i, tail);
-      for (int64_t tile = 0; tile < x.tiles; ++tile) {
-        alignas(64) float y[PANELS][TILE][PANEL];
-        run(w, of, count, x, tile, ring, y[0][0]);
-        const int64_t lines = x.halves == Halves::BESIDE ? TILE / 2 : TILE;
-        for (int64_t r = 0; r < TILE && tile * TILE + r < M * parts; r += parts)
+      for (int64_t tile = 0, tiles; tile < x.tiles; tile += tiles) {
+        tiles = std::min<int64_t>(2, x.tiles - tile);
+        alignas(64) float y[PANELS][2 * TILE][PANEL];
+        (tiles == 2 ? two : one)(w, of, count, x, tile, ring, y[0][0]);
+        const int64_t lines = x.halves == Halves::BESIDE ? TILE / 2 : tiles * TILE;
+        for (int64_t r = 0; r < tiles * TILE && tile * TILE + r < M * parts; r += parts)
           for (int64_t i = 0; i < count; ++i) {
             const float* sums = y[0][0] + (i * lines + r) * PANEL;
             put_sixteen(out, (tile * TILE + r) / parts, w.N, of[i].first, of[i].count, parts == 2 ? add(load(sums), load(sums + PANEL)) : load(sums));
