@@ -104,6 +104,9 @@ static void to_tiles(const RoundedRows& r, int64_t row, int64_t g, TiledRows& t)
   }
 }
 
+template <int I>
+using Step = std::integral_constant<int, I>;
+
 // Codes and products of a few steps, the latter of two tiles of x at most.
 struct alignas(64) TileRing {
   static constexpr int64_t UNITS = 4;
@@ -117,25 +120,28 @@ static inline void unpack_unit(const uint8_t* p, uint8_t* to) {
 }
 
 // Sums of a k-group: tiles of x, the second `apart` bytes from the first, times those of codes. A sum's second product
-// waits for its first, so the others' lie between.
-template <Halves HALVES, int TILES>
-static inline void multiply_tiles(const uint8_t* codes, const uint8_t* x, int64_t apart, int32_t* products) {
+// waits for its first, so the others' lie between; behind each one `turn` does a part of what vectors have to do.
+template <Halves HALVES, int TILES, class Turn>
+static inline __attribute__((always_inline)) void multiply_tiles(const uint8_t* codes, const uint8_t* x, int64_t apart, int32_t* products, Turn turn) {
   constexpr bool LOW = HALVES == Halves::APART;
   constexpr int64_t SUMS = TILE * TILE, PLANES = LOW ? 2 : 1;
+  constexpr int SECOND = PLANES * TILES;
   const uint8_t *low = x + 2 * TILE_BYTES, *other = x + apart, *other_low = other + 2 * TILE_BYTES;
   _tile_zero(0);
   _tile_loadd(6, codes, 64);
   _tile_loadd(4, x, 64);
   _tile_dpbsud(0, 4, 6);
-  if constexpr (LOW) { _tile_zero(1); _tile_loadd(5, low, 64); _tile_dpbuud(1, 5, 6); }
-  if constexpr (TILES == 2) { _tile_zero(2); _tile_loadd(4, other, 64); _tile_dpbsud(2, 4, 6); }
-  if constexpr (LOW && TILES == 2) { _tile_zero(3); _tile_loadd(5, other_low, 64); _tile_dpbuud(3, 5, 6); }
+  turn(Step<0>());
+  if constexpr (LOW) { _tile_zero(1); _tile_loadd(5, low, 64); _tile_dpbuud(1, 5, 6); turn(Step<1>()); }
+  if constexpr (TILES == 2) { _tile_zero(2); _tile_loadd(4, other, 64); _tile_dpbsud(2, 4, 6); turn(Step<PLANES>()); }
+  if constexpr (LOW && TILES == 2) { _tile_zero(3); _tile_loadd(5, other_low, 64); _tile_dpbuud(3, 5, 6); turn(Step<3>()); }
   _tile_loadd(7, codes + TILE_BYTES, 64);
   _tile_loadd(4, x + TILE_BYTES, 64);
   _tile_dpbsud(0, 4, 7);
-  if constexpr (LOW) { _tile_loadd(5, low + TILE_BYTES, 64); _tile_dpbuud(1, 5, 7); }
-  if constexpr (TILES == 2) { _tile_loadd(4, other + TILE_BYTES, 64); _tile_dpbsud(2, 4, 7); }
-  if constexpr (LOW && TILES == 2) { _tile_loadd(5, other_low + TILE_BYTES, 64); _tile_dpbuud(3, 5, 7); }
+  turn(Step<SECOND>());
+  if constexpr (LOW) { _tile_loadd(5, low + TILE_BYTES, 64); _tile_dpbuud(1, 5, 7); turn(Step<SECOND + 1>()); }
+  if constexpr (TILES == 2) { _tile_loadd(4, other + TILE_BYTES, 64); _tile_dpbsud(2, 4, 7); turn(Step<SECOND + PLANES>()); }
+  if constexpr (LOW && TILES == 2) { _tile_loadd(5, other_low + TILE_BYTES, 64); _tile_dpbuud(3, 5, 7); turn(Step<7>()); }
   _tile_stored(0, products, 64);
   if constexpr (LOW) _tile_stored(1, products + SUMS, 64);
   if constexpr (TILES == 2) _tile_stored(2, products + PLANES * SUMS, 64);
@@ -160,53 +166,52 @@ struct TileUnit {
   }
 };
 
-// A k-group's share of `rows` sums: products times step and scale, of which zeros are taken. KEPT: sums in registers.
-template <Halves HALVES, int ROWS, class Sums>
-static inline __attribute__((always_inline)) void add_rows(const int32_t* d, const float* step, const float* sum, Floats scale, Floats zero, Sums sums) {
-#pragma GCC unroll 16
-  for (int64_t m = 0; m < ROWS; ++m) {
-    Ints v = _mm512_load_si512(d + m * TILE);
-    if (HALVES != Halves::HIGH)
-      v = _mm512_add_epi32(_mm512_slli_epi32(v, 8), _mm512_load_si512(d + m * TILE + (HALVES == Halves::APART ? TILE : TILE / 2) * TILE));
-    sums(m, _mm512_fnmadd_ps(zero, floats(sum[m]), mul(to_floats(v), floats(step[m]))), scale);
-  }
-}
-
 // Panels times one or two tiles of x's rows, y as sums [panels, 16 (8 of BESIDE) a tile, 16 rows of w].
 template <int BITS, Halves HALVES, int TILES>
 static void tile_panels(const Weight& w, const Panel* panels, int64_t count, TiledRows& x, int64_t tile, TileRing& ring, float* y) {
   constexpr int64_t UNIT = PANEL * 16 * BITS, ROWS = HALVES == Halves::BESIDE ? TILE / 2 : TILE;
   constexpr int64_t ASKED = BITS == 8 ? 2 : 4;  // units ahead of what is unpacked
-  constexpr int64_t SUMS = (HALVES == Halves::APART ? 2 : 1) * TILE * TILE;  // of a tile of x
+  constexpr int64_t PLANES = HALVES == Halves::APART ? 2 : 1, SUMS = PLANES * TILE * TILE;  // of a tile of x
+  constexpr int64_t LOW = HALVES == Halves::APART ? TILE * TILE : TILE / 2 * TILE;          // from the high bytes' sums
+  constexpr int STEPS = 2 * PLANES * TILES, PART = TILES * ROWS / STEPS;  // products of a k-group; sums taken behind each
+  constexpr bool KEPT = TILES == 1;                                       // sums in registers
   const int64_t units = count * w.k_groups, apart = x.k_groups * x.slot();
   TileUnit asked(count, TILES, x), ahead = asked, now = asked, behind = asked;
   Floats acc[ROWS];
   for (Floats& a : acc) a = floats(0);
-  auto add_products = [&](int64_t unit) __attribute__((always_inline)) {
-    const int64_t at = (tile * x.k_groups + behind.g) * TILE, next = x.k_groups * TILE;
-    const float *step = x.scale.data() + at, *sum = x.sum.data() + at;
-    const int32_t* d = ring.products[unit % TileRing::UNITS];
+  struct {
+    const int32_t* d;
+    const float *step, *sum;
+    Floats scale, zero;
+    float* sums;
+  } of;  // the unit whose products are added
+  auto begin = [&](int64_t unit) __attribute__((always_inline)) {
+    const int64_t at = (tile * x.k_groups + behind.g) * TILE;
     const PanelGrid grid(w, panels[behind.panel]);
-    const Floats scale = grid.scales(behind.g), zero = grid.zeros(behind.g);
-    float* sums = y + behind.panel * TILES * ROWS * PANEL;
-    if constexpr (TILES == 2) {  // more sums than registers
-      const bool first = behind.g == 0;
-      for (int64_t t = 0; t < 2; ++t)
-        add_rows<HALVES, TILE>(d + t * SUMS, step + t * next, sum + t * next, scale, zero, [&](int64_t m, Floats v, Floats s) __attribute__((always_inline)) {
-          float* to = sums + (t * TILE + m) * PANEL;
-          store(to, fma(v, s, first ? floats(0) : load(to)));
-        });
-      behind.next();
-      return;
-    }
-    if (behind.g == behind.first) {
+    of = {ring.products[unit % TileRing::UNITS], x.scale.data() + at, x.sum.data() + at, grid.scales(behind.g), grid.zeros(behind.g),
+          y + behind.panel * TILES * ROWS * PANEL};
+    if (!KEPT || behind.g != behind.first) return;
 #pragma GCC unroll 16
-      for (int64_t m = 0; m < ROWS; ++m) acc[m] = behind.first ? load(sums + m * PANEL) : floats(0);
-    }
-    add_rows<HALVES, ROWS>(d, step, sum, scale, zero, [&](int64_t m, Floats v, Floats s) __attribute__((always_inline)) { acc[m] = fma(v, s, acc[m]); });
-    if (behind.g + 1 == behind.end()) {
+    for (int64_t m = 0; m < ROWS; ++m) acc[m] = behind.first ? load(of.sums + m * PANEL) : floats(0);
+  };
+  auto add = [&](auto number) __attribute__((always_inline)) {
+    constexpr int64_t first = decltype(number)::value * PART, t = first / TILE;
+    const float *step = of.step + t * x.k_groups * TILE, *sum = of.sum + t * x.k_groups * TILE;
 #pragma GCC unroll 16
-      for (int64_t m = 0; m < ROWS; ++m) store(sums + m * PANEL, acc[m]);
+    for (int64_t m = first % TILE; m < first % TILE + PART; ++m) {
+      const int32_t* d = of.d + t * SUMS + m * TILE;
+      Ints v = _mm512_load_si512(d);
+      if (HALVES != Halves::HIGH) v = _mm512_add_epi32(_mm512_slli_epi32(v, 8), _mm512_load_si512(d + LOW));
+      const Floats p = _mm512_fnmadd_ps(of.zero, floats(sum[m]), mul(to_floats(v), floats(step[m])));
+      float* to = of.sums + (t * TILE + m) * PANEL;
+      if constexpr (KEPT) acc[m] = fma(p, of.scale, acc[m]);
+      else store(to, fma(p, of.scale, behind.g ? load(to) : floats(0)));
+    }
+  };
+  auto end = [&]() __attribute__((always_inline)) {
+    if (KEPT && behind.g + 1 == behind.end()) {
+#pragma GCC unroll 16
+      for (int64_t m = 0; m < ROWS; ++m) store(of.sums + m * PANEL, acc[m]);
     }
     behind.next();
   };
@@ -223,17 +228,26 @@ static void tile_panels(const Weight& w, const Panel* panels, int64_t count, Til
   };
   for (int64_t unit = 0; unit < AHEAD + ASKED; ++unit) ask(unit);
   for (int64_t unit = 0; unit < AHEAD; ++unit) unpack(unit);
-  for (int64_t unit = 0; unit < units; ++unit, now.next()) {
+  auto multiply = [&](int64_t unit, auto turn) __attribute__((always_inline)) {
     asm volatile("" : : : "memory");  // tiles are read from what was written, and the other way about
     const uint8_t* codes = BITS == 8 ? panels[now.panel].codes + now.g * UNIT : ring.codes[unit % TileRing::UNITS];
-    multiply_tiles<HALVES, TILES>(codes, x.at(tile, now.g), apart, ring.products[unit % TileRing::UNITS]);
+    multiply_tiles<HALVES, TILES>(codes, x.at(tile, now.g), apart, ring.products[unit % TileRing::UNITS], turn);
     asm volatile("" : : : "memory");
-    if (unit >= AHEAD) add_products(unit - AHEAD);
+    now.next();
     ask(unit + AHEAD + ASKED);
     unpack(unit + AHEAD);
+  };
+  for (int64_t unit = 0; unit < std::min(AHEAD, units); ++unit) multiply(unit, [](auto) {});
+  for (int64_t unit = AHEAD; unit < units; ++unit) {
+    begin(unit - AHEAD);
+    multiply(unit, add);
+    end();
   }
-  asm volatile("" : : : "memory");
-  for (int64_t unit = std::max<int64_t>(0, units - AHEAD); unit < units; ++unit) add_products(unit);
+  for (int64_t unit = std::max<int64_t>(0, units - AHEAD); unit < units; ++unit) {
+    begin(unit);
+    [&]<int... I>(std::integer_sequence<int, I...>) { (add(Step<I>()), ...); }(std::make_integer_sequence<int, STEPS>());
+    end();
+  }
 }
 
 // y of 16 rows of w from sums with a column for each of M rows of x (dense_tiles.h).
