@@ -157,7 +157,7 @@ struct TileUnit {
   int64_t panels, k_groups, together;  // of the work; k-groups that stay
   int64_t panel = 0, g = 0, first = 0;
   TileUnit(int64_t panels, int64_t tiles, const TiledRows& x)
-      : panels(panels), k_groups(x.k_groups), together(std::max<int64_t>(1, X_BYTES / (tiles * x.slot()))) {}
+      : panels(panels), k_groups(x.k_groups), together(std::max<int64_t>(1, X_BYTES / (tiles * tiles * x.slot()))) {}
   int64_t end() const { return std::min(first + together, k_groups); }
   void next() {
     if (++g < end()) return;
@@ -277,20 +277,21 @@ static void multiply_by_tiles(const Weight& w, TiledRows& x, int64_t parts, cons
   asm volatile("" : : "m"(shape));  // g++ 12 takes the shape for unread
   _tile_loadconfig(&shape);
   const int64_t panels = (w.N + PANEL - 1) / PANEL, together = panels_together(w, panels, omp_get_num_threads());
+  const int64_t most = x.tiles == 1 ? PANELS : PANELS / 2;
 #pragma omp for schedule(dynamic)
   for (int64_t n = 0; n < panels; n += together)
-    for (int64_t p = n; p < n + together && p < panels; p += PANELS) {
-      const int64_t count = std::min(PANELS, std::min(n + together, panels) - p);
+    for (int64_t p = n; p < n + together && p < panels; p += most) {
+      const int64_t count = std::min(most, std::min(n + together, panels) - p);
       Panel of[PANELS];
       for (int64_t i = 0; i < count; ++i) of[i] = panel_of(w, p + i, tail);
       for (int64_t tile = 0, tiles; tile < x.tiles; tile += tiles) {
         tiles = std::min<int64_t>(2, x.tiles - tile);
-        alignas(64) float y[PANELS][2 * TILE][PANEL];
-        (tiles == 2 ? two : one)(w, of, count, x, tile, ring, y[0][0]);
+        alignas(64) float y[PANELS * TILE][PANEL];
+        (tiles == 2 ? two : one)(w, of, count, x, tile, ring, y[0]);
         const int64_t lines = x.halves == Halves::BESIDE ? TILE / 2 : tiles * TILE;
         for (int64_t r = 0; r < tiles * TILE && tile * TILE + r < M * parts; r += parts)
           for (int64_t i = 0; i < count; ++i) {
-            const float* sums = y[0][0] + (i * lines + r) * PANEL;
+            const float* sums = y[0] + (i * lines + r) * PANEL;
             put_sixteen(out, (tile * TILE + r) / parts, w.N, of[i].first, of[i].count, parts == 2 ? add(load(sums), load(sums + PANEL)) : load(sums));
           }
       }
