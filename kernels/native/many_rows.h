@@ -17,23 +17,28 @@
 #if defined(__AMX_BF16__) && defined(__AMX_INT8__) && WIDE
 constexpr int64_t PAIR = 2 * TILE, PAIR_BYTES = 2 * TILE_BYTES, PAIR_SUMS = 4 * TILE * TILE;
 constexpr int64_t STEPS = GROUP / STEP;       // of a k-group
-constexpr int64_t UNIT_STEPS = 2 * STEPS;     // of w's pair that are in L1, twice
+constexpr int64_t UNIT_STEPS = 4 * STEPS;     // of w's pair that are in L1, half of them where the next half is made meanwhile
+constexpr int64_t MANY_PAIRS = 3;             // of x, from which on units are made one by one
 constexpr int64_t WIDE_PAIRS = 8;             // of w that meet the same part of x, which stays in L2:
 constexpr int64_t PART_BYTES = 512 << 10;
 
-// x [M, K] as pairs of tiles, one tile if there are no more rows: [pairs, steps, 1 or 2, 16 pairs of k, 16 rows],
-// zeros past M and K.
+// x [M, K] as pairs of tiles, one tile if there are no more rows: [parts, pairs, steps, 1 or 2, 16 pairs of k, 16
+// rows], zeros past M and K.
 struct PairedRows {
-  int64_t pairs = 0, steps = 0, tiles = 0;
+  int64_t pairs = 0, steps = 0, tiles = 0, unit = 0, part = 0;  // steps: of all of k; of a unit of w, of a part of k
   std::vector<uint8_t> held;
   void reset(int64_t M, int64_t groups) {
     pairs = (M + PAIR - 1) / PAIR, steps = groups * STEPS, tiles = M > TILE ? 2 : 1;
+    unit = many() ? UNIT_STEPS : UNIT_STEPS / 2;
+    part = pairs == 1 ? steps : std::min(steps, std::max<int64_t>(1, PART_BYTES / (pairs * bytes() * unit)) * unit);
     const int64_t size = pairs * steps * bytes() + 64;
     if ((int64_t)held.size() < size) held.resize(size);
   }
+  bool many() const { return pairs >= MANY_PAIRS; }
   int64_t bytes() const { return tiles * TILE_BYTES; }
   uint8_t* at(int64_t pair, int64_t step) {
-    return held.data() + (64 - (uintptr_t)held.data() % 64) % 64 + (pair * steps + step) * bytes();
+    const int64_t first = step / part * part, there = std::min(part, steps - first);
+    return held.data() + (64 - (uintptr_t)held.data() % 64) % 64 + (first * pairs + pair * there + step - first) * bytes();
   }
 };
 
@@ -51,14 +56,12 @@ static void to_pair(const uint16_t* x, int64_t M, int64_t K, int64_t pair, int64
   }
 }
 
-// The order of units: 8 steps of a pair of w's tiles, all of a part of k, then the next pair's, then the next part.
+// The order of units: steps of a pair of w's tiles, all of a part of k, then the next pair's, then the next part.
 struct Unit {
-  int64_t pairs, steps, part;  // of the block; of all of k, of a part
+  int64_t pairs, steps, most, part;  // of the block; of all of k, of a unit, of a part
   int64_t pair = 0, step = 0, first = 0;
-  Unit(int64_t pairs, const PairedRows& x)
-      : pairs(pairs), steps(x.steps),
-        part(x.pairs == 1 ? x.steps : std::max<int64_t>(1, PART_BYTES / (x.pairs * x.bytes() * UNIT_STEPS)) * UNIT_STEPS) {}
-  int64_t count() const { return std::min(UNIT_STEPS, steps - step); }
+  Unit(int64_t pairs, const PairedRows& x) : pairs(pairs), steps(x.steps), most(x.unit), part(x.part) {}
+  int64_t count() const { return std::min(most, std::min(steps, first + part) - step); }
   bool ended() const { return first >= steps; }
   void next() {
     step += count();
@@ -76,15 +79,15 @@ struct BlockRoom {
   uint8_t rows[8 * GROUP];  // a k-group of a panel's rows by themselves
   void reset(const Weight& w, int64_t pairs, const PairedRows& x) {
     x_pairs = x.pairs;
-    const int64_t size = 2 * UNIT_STEPS * PAIR_BYTES + pairs * x_pairs * PAIR_SUMS * 4 + 64;
+    const int64_t size = UNIT_STEPS * PAIR_BYTES + pairs * x_pairs * PAIR_SUMS * 4 + 64;
     if ((int64_t)held.size() < size) held.resize(size);
     grid.resize(2 * PAIR * w.grid_size());
   }
   uint8_t* tiles(int64_t unit) {
-    return held.data() + (64 - (uintptr_t)held.data() % 64) % 64 + unit % 2 * UNIT_STEPS * PAIR_BYTES;
+    return held.data() + (64 - (uintptr_t)held.data() % 64) % 64 + unit % 2 * UNIT_STEPS / 2 * PAIR_BYTES;
   }
   float* sums(int64_t pair, int64_t x_pair) {
-    return (float*)(tiles(0) + 2 * UNIT_STEPS * PAIR_BYTES) + (pair * x_pairs + x_pair) * PAIR_SUMS;
+    return (float*)(tiles(0) + UNIT_STEPS * PAIR_BYTES) + (pair * x_pairs + x_pair) * PAIR_SUMS;
   }
 };
 
@@ -98,14 +101,15 @@ struct Unpacker {
   int64_t made = 0, pair = -1, rows = 0, left = 0, g = 0;  // rows: of the pair; left: of the unit's, each k-group by itself
   const uint8_t *p = nullptr, *next = nullptr;             // next: what is wanted a pair later, in the order of memory
   uint8_t* to = nullptr;
-  Unpacker(const Weight& w, BlockRoom& room, const Unit& first, int64_t n0) : w(w), room(room), unit(first), n0(n0) {}
+  const bool many;
+  Unpacker(const Weight& w, BlockRoom& room, const Unit& first, int64_t n0, bool many) : w(w), room(room), unit(first), n0(n0), many(many) {}
 
   void begin() {
     if (unit.ended()) return;
     const int64_t from = n0 + unit.pair * PAIR;
     if (pair != unit.pair) w.grids(from, from + PAIR, room.grid.data(), room.grid.data() + PAIR * pitch);
     pair = unit.pair, rows = std::min(PAIR, w.N - from), g = unit.step / STEPS;
-    left = unit.count() / STEPS * PAIR, to = room.tiles(made++), p = w.row(from) + g * 16 * BITS;
+    left = unit.count() / STEPS * PAIR, to = room.tiles(many ? 0 : made++), p = w.row(from) + g * 16 * BITS;
     next = w.row(from + PAIR) + g * PAIR * 16 * BITS;
     unit.next();
   }
@@ -148,35 +152,39 @@ static inline void load_sums(const float* sums) {
   _tile_loadd(3, sums + 768, 64);
 }
 
-// A unit of w's tiles times as many of x's, whose sums are in tiles 0-3; each `every` steps some of the next unit's
-// rows are made, `turn` counts the steps.
-template <int BITS, int TILES>
-static inline void add_unit(const uint8_t* w, const uint8_t* x, int64_t steps, Unpacker<BITS>& ahead, int64_t every, int64_t& turn) {
+// A unit of w's tiles times as many of x's, whose sums are in tiles 0-3; `turn` is called behind each step. Where w
+// is to stay in L1, x passes it by.
+template <int TILES, bool PASSING, class Turn>
+static inline __attribute__((always_inline)) void add_unit(const uint8_t* w, const uint8_t* x, int64_t steps, Turn turn) {
   for (int64_t i = 0; i < steps; ++i, w += PAIR_BYTES, x += TILES * TILE_BYTES) {
-    _tile_loadd(6, x, 64);
+    if constexpr (PASSING) _tile_stream_loadd(6, x, 64);
+    else _tile_loadd(6, x, 64);
     _tile_loadd(4, w, 64);
-    if constexpr (TILES == 2) _tile_loadd(7, x + TILE_BYTES, 64);
+    if constexpr (TILES == 2 && PASSING) _tile_stream_loadd(7, x + TILE_BYTES, 64);
+    if constexpr (TILES == 2 && !PASSING) _tile_loadd(7, x + TILE_BYTES, 64);
     _tile_loadd(5, w + TILE_BYTES, 64);
     _tile_dpbf16ps(0, 4, 6);
     if constexpr (TILES == 2) _tile_dpbf16ps(1, 4, 7);
     _tile_dpbf16ps(2, 5, 6);
     if constexpr (TILES == 2) _tile_dpbf16ps(3, 5, 7);
-    if (--turn == 0) ahead.eight(), turn = every;
+    turn();
   }
 }
 
-// y of 16 rows of w and up to 16 of x from m on, from their sums.
-static void put_tile(const float* sums, int64_t m, int64_t M, int64_t n0, int64_t N, const Output& out) {
-  __m512i row[TILE], column[TILE];
-  const int64_t count = std::min(TILE, N - n0);
-  const __mmask16 there = (__mmask16)((1u << count) - 1);
-  alignas(64) float bias[TILE] = {};
+// y of a pair's 32 rows of w and up to 16 of x from m on, from the sums of two tiles: 64 bytes of a row at once.
+static void put_pair(const float* sums, int64_t m, int64_t M, int64_t n0, int64_t N, const Output& out) {
+  __m512i row[TILE], column[2][TILE];
+  const int64_t count = std::min(PAIR, N - n0);
+  const __mmask32 there = (__mmask32)(((uint64_t)1 << count) - 1);
+  alignas(64) float bias[PAIR] = {};
   if (out.bias) copy_floats(bias, out.bias, n0, count, out.number);
-  for (int64_t i = 0; i < TILE; ++i) row[i] = _mm512_load_si512(sums + i * TILE);
-  transpose(row, column);
+  for (int64_t t = 0; t < 2; ++t) {
+    for (int64_t i = 0; i < TILE; ++i) row[i] = _mm512_load_si512(sums + (2 * t * TILE + i) * TILE);
+    transpose(row, column[t]);
+  }
   for (int64_t i = 0; i < TILE && m + i < M; ++i) {
-    const __m256i y = (__m256i)_mm512_cvtneps_pbh(add(_mm512_castsi512_ps(column[i]), load(bias)));
-    _mm256_mask_storeu_epi16((uint16_t*)out.y + (m + i) * N + n0, there, y);
+    const Floats a = add(_mm512_castsi512_ps(column[0][i]), load(bias)), b = add(_mm512_castsi512_ps(column[1][i]), load(bias + TILE));
+    _mm512_mask_storeu_epi16((uint16_t*)out.y + (m + i) * N + n0, there, (__m512i)_mm512_cvtne2ps_pbh(b, a));
   }
 }
 
@@ -184,29 +192,36 @@ static void put_tile(const float* sums, int64_t m, int64_t M, int64_t n0, int64_
 template <int BITS, int TILES>
 static void multiply_block(const Weight& w, PairedRows& x, const Output& out, int64_t M, int64_t n0, int64_t most, BlockRoom& room) {
   const int64_t pairs = std::min(most, (w.N - n0 + PAIR - 1) / PAIR), every = x.pairs;
+  const bool many = x.many();
   Unit unit(pairs, x);
-  Unpacker<BITS> ahead(w, room, unit, n0);
+  Unpacker<BITS> ahead(w, room, unit, n0, many);
+  auto make = [&] {
+    ahead.rest();
+    asm volatile("" : : : "memory");  // tiles are read from what was written above
+  };
   ahead.begin();
-  ahead.rest();
-  asm volatile("" : : : "memory");  // tiles are read from what was written above
+  make();
   for (int64_t number = 0; !unit.ended(); ++number, unit.next()) {
-    ahead.begin();
+    if (!many || number > 0) ahead.begin();
+    if (many) make();
     int64_t turn = 1;
     const bool last = unit.step + unit.count() == x.steps;
     for (int64_t i = 0; i < x.pairs; ++i) {
       float* sums = room.sums(unit.pair, i);
       if (unit.step == 0) zero_sums();
       else if (x.pairs > 1) load_sums(sums);
-      add_unit<BITS, TILES>(room.tiles(number), x.at(i, unit.step), unit.count(), ahead, every, turn);
+      const uint8_t *of = room.tiles(many ? 0 : number), *from = x.at(i, unit.step);
+      if (many) add_unit<TILES, true>(of, from, unit.count(), []() {});
+      else add_unit<TILES, false>(of, from, unit.count(), [&]() __attribute__((always_inline)) {
+        if (--turn == 0) ahead.eight(), turn = every;
+      });
       if (x.pairs > 1 || last) store_sums(sums, sums + 256, sums + 512, sums + 768);
     }
-    ahead.rest();
-    asm volatile("" : : : "memory");
-    const int64_t n = n0 + unit.pair * PAIR;
-    for (int64_t t = 0; last && t < 4 * x.pairs; ++t)
-      if (n + t % 4 / 2 * TILE < w.N)
-        put_tile(room.sums(unit.pair, t / 4) + t % 4 * TILE * TILE, t / 4 * PAIR + t % 2 * TILE, M, n + t % 4 / 2 * TILE, w.N, out);
+    make();
   }
+  for (int64_t m = 0; m < M; m += TILE)  // neighbours of a row together: rows of y are pages apart
+    for (int64_t pair = 0; pair < pairs; ++pair)
+      put_pair(room.sums(pair, m / PAIR) + m % PAIR * TILE, m, M, n0 + pair * PAIR, w.N, out);
 }
 
 template <int TILES>
