@@ -98,7 +98,7 @@ struct Unpacker {
   BlockRoom& room;
   Unit unit;
   const int64_t n0, pitch = w.grid_size(), parts = w.parts(), apart = w.k_groups * 16 * BITS;
-  int64_t made = 0, pair = -1, rows = 0, left = 0, g = 0;  // rows: of the pair; left: of the unit's, each k-group by itself
+  int64_t made = 0, pair = -1, rows = 0, left = 0, g = 0, first_g = 0;  // rows: of the pair; left: of the unit's, each k-group by itself
   const uint8_t *p = nullptr, *next = nullptr;             // next: what is wanted a pair later, in the order of memory
   uint8_t* to = nullptr;
   const bool many;
@@ -108,7 +108,7 @@ struct Unpacker {
     if (unit.ended()) return;
     const int64_t from = n0 + unit.pair * PAIR;
     if (pair != unit.pair) w.grids(from, from + PAIR, room.grid.data(), room.grid.data() + PAIR * pitch);
-    pair = unit.pair, rows = std::min(PAIR, w.N - from), g = unit.step / STEPS;
+    pair = unit.pair, rows = std::min(PAIR, w.N - from), g = unit.step / STEPS, first_g = g;
     left = unit.count() / STEPS * PAIR, to = room.tiles(many ? 0 : made++), p = w.row(from) + g * 16 * BITS;
     next = w.row(from + PAIR) + g * PAIR * 16 * BITS;
     unit.next();
@@ -123,7 +123,8 @@ struct Unpacker {
     };
     if (w.panels) {
       const int64_t half = first / TILE * TILE;
-      next = w.row(n0 + (pair + 1) * PAIR + half) + (g * TILE + first - half) * 16 * BITS;
+      const int64_t of = many ? unit.pair : pair + 1, at = many ? unit.step / STEPS + g - first_g : g;
+      next = w.row(n0 + of * PAIR + half) + (at * TILE + first - half) * 16 * BITS;
       rows_of_unit<BITS>(w, n0 + pair * PAIR + first, 8, g, [&](int64_t r, int half, Ints words) __attribute__((always_inline)) {
         if constexpr (BITS == 8) _mm512_storeu_si512(room.rows + r * GROUP + half * 64, words);
         else ask(), numbers_of_words<4>(words, s + r * pitch, s + (r + PAIR) * pitch, false, BFLOAT16, PAIR_BYTES, to + r * 64);
@@ -201,7 +202,10 @@ static void multiply_block(const Weight& w, PairedRows& x, const Output& out, in
   };
   ahead.begin();
   make();
+  const int64_t lines = 0;
+  const uint8_t* coming = nullptr;
   for (int64_t number = 0; !unit.ended(); ++number, unit.next()) {
+    if (unit.pair == 0 && unit.step == unit.first) coming = x.at(0, unit.first + x.part < x.steps ? unit.first + x.part : 0);
     if (!many || number > 0) ahead.begin();
     if (many) make();
     int64_t turn = 1;
@@ -211,7 +215,9 @@ static void multiply_block(const Weight& w, PairedRows& x, const Output& out, in
       if (unit.step == 0) zero_sums();
       else if (x.pairs > 1) load_sums(sums);
       const uint8_t *of = room.tiles(many ? 0 : number), *from = x.at(i, unit.step);
-      if (many) add_unit<TILES, true>(of, from, unit.count(), []() {});
+      if (many) add_unit<TILES, true>(of, from, unit.count(), [&]() __attribute__((always_inline)) {
+        for (int64_t line = 0; line < lines; ++line, coming += 64) _mm_prefetch((const char*)coming, _MM_HINT_T1);
+      });
       else add_unit<TILES, false>(of, from, unit.count(), [&]() __attribute__((always_inline)) {
         if (--turn == 0) ahead.eight(), turn = every;
       });
