@@ -91,58 +91,72 @@ struct BlockRoom {
   }
 };
 
-// Makes a block's units of w, eight rows of a k-group at a time; behind the last row that row's again.
+// Makes a block's units of w, some rows of a k-group at a time; behind the last row that row's again.
 template <int BITS>
 struct Unpacker {
+  static constexpr int64_t ROWS = BITS == 3 ? TILE : 8;  // all of a panel where its words are first made those of 4 bits
   const Weight& w;
   BlockRoom& room;
   Unit unit;
   const int64_t n0, pitch = w.grid_size(), parts = w.parts(), apart = w.k_groups * 16 * BITS;
-  int64_t made = 0, pair = -1, rows = 0, left = 0, g = 0, first_g = 0;  // rows: of the pair; left: of the unit's, each k-group by itself
-  const uint8_t *p = nullptr, *next = nullptr;             // next: what is wanted a pair later, in the order of memory
-  uint8_t* to = nullptr;
   const bool many;
+  int64_t made = 0, pair = -1, rows = 0, left = 0, g = 0, first_g = 0;  // rows: of the pair; left: of the unit's, each k-group by itself
+  const uint8_t *p = nullptr, *next = nullptr;  // next: what is wanted a pair later, in the order of memory
+  uint8_t* to = nullptr;
+  bool whole = false;  // the pair's rows are in panels
   Unpacker(const Weight& w, BlockRoom& room, const Unit& first, int64_t n0, bool many) : w(w), room(room), unit(first), n0(n0), many(many) {}
 
   void begin() {
     if (unit.ended()) return;
     const int64_t from = n0 + unit.pair * PAIR;
-    if (pair != unit.pair) w.grids(from, from + PAIR, room.grid.data(), room.grid.data() + PAIR * pitch);
-    pair = unit.pair, rows = std::min(PAIR, w.N - from), g = unit.step / STEPS, first_g = g;
+    whole = from + PAIR <= w.in_panels();
+    if (!whole && pair != unit.pair) w.grids(from, from + PAIR, room.grid.data(), room.grid.data() + PAIR * pitch);
+    pair = unit.pair, rows = std::min(PAIR, w.N - from), g = first_g = unit.step / STEPS;
     left = unit.count() / STEPS * PAIR, to = room.tiles(many ? 0 : made++), p = w.row(from) + g * 16 * BITS;
     next = w.row(from + PAIR) + g * PAIR * 16 * BITS;
     unit.next();
   }
-  inline void eight() {
+  inline void ask() {
+    for (int64_t line = 0; line < 16 * BITS; line += 64) _mm_prefetch((const char*)next + line, _MM_HINT_T1);
+    next += 16 * BITS;
+  }
+  // Rows of panels, their grids at s and z, `step` apart.
+  inline void from_panels(int64_t first) {
+    const int64_t n = n0 + pair * PAIR + first, half = first / TILE * TILE;
+    const int64_t of = many ? unit.pair : pair + 1, at = many ? unit.step / STEPS + g - first_g : g;
+    next = w.row(n0 + of * PAIR + half) + (at * TILE + first - half) * 16 * BITS;
+    const float *s = room.grid.data() + first * pitch + g, *z = s + PAIR * pitch;
+    int64_t step = pitch;
+    alignas(64) float grid[2][PANEL];
+    if (whole) {
+      const int64_t place = w.grid_at(n / PANEL * PANEL, w.groups == w.k_groups ? g : 0);
+      store(grid[0], sixteen_floats(w.scale, place, w.number));
+      store(grid[1], w.zero ? sixteen_floats(w.zero, place, w.number) : floats((float)(1 << (BITS - 1))));
+      s = grid[0] + first - half, z = grid[1] + first - half, step = 1;
+    }
+    rows_of_unit<BITS>(w, n, ROWS, g, [&](int64_t r, int half, Ints words) __attribute__((always_inline)) {
+      if constexpr (BITS == 8) _mm512_storeu_si512(room.rows + r * GROUP + half * 64, words);
+      else ask(), numbers_of_words<4>(words, s + r * step, z + r * step, false, BFLOAT16, PAIR_BYTES, to + r * 64);
+    });
+    for (int64_t r = 0; BITS == 8 && r < ROWS; ++r)
+      ask(), numbers_of_group<8>(room.rows + r * GROUP, s + r * step, z + r * step, false, BFLOAT16, PAIR_BYTES, to + r * 64);
+    to += ROWS * 64;
+  }
+  inline void some() {
     if (left == 0) return;
     const int64_t first = (PAIR - left % PAIR) % PAIR;
-    const float* s = room.grid.data() + first * pitch + g * parts;
-    auto ask = [&] {
-      for (int64_t line = 0; line < 16 * BITS; line += 64) _mm_prefetch((const char*)next + line, _MM_HINT_T1);
-      next += 16 * BITS;
-    };
-    if (w.panels) {
-      const int64_t half = first / TILE * TILE;
-      const int64_t of = many ? unit.pair : pair + 1, at = many ? unit.step / STEPS + g - first_g : g;
-      next = w.row(n0 + of * PAIR + half) + (at * TILE + first - half) * 16 * BITS;
-      rows_of_unit<BITS>(w, n0 + pair * PAIR + first, 8, g, [&](int64_t r, int half, Ints words) __attribute__((always_inline)) {
-        if constexpr (BITS == 8) _mm512_storeu_si512(room.rows + r * GROUP + half * 64, words);
-        else ask(), numbers_of_words<4>(words, s + r * pitch, s + (r + PAIR) * pitch, false, BFLOAT16, PAIR_BYTES, to + r * 64);
-      });
-      for (int64_t r = 0; BITS == 8 && r < 8; ++r)
-        ask(), numbers_of_group<8>(room.rows + r * GROUP, s + r * pitch, s + (r + PAIR) * pitch, false, BFLOAT16, PAIR_BYTES, to + r * 64);
-      to += 8 * 64;
-    }
-    for (int64_t row = first; !w.panels && row < first + 8; ++row, s += pitch, to += 64) {
+    if (w.panels) from_panels(first);
+    const float *s = room.grid.data() + first * pitch + g * parts, *z = s + PAIR * pitch;
+    for (int64_t row = first; !w.panels && row < first + ROWS; ++row, s += pitch, z += pitch, to += 64) {
       ask();
-      numbers_of_group<BITS>(p, s, s + PAIR * pitch, parts > 1, BFLOAT16, PAIR_BYTES, to);
+      numbers_of_group<BITS>(p, s, z, parts > 1, BFLOAT16, PAIR_BYTES, to);
       p += row + 1 < rows ? apart : 0;
     }
-    left -= 8;
+    left -= ROWS;
     if (left % PAIR == 0) to += (STEPS - 1) * PAIR_BYTES, p = w.row(n0 + pair * PAIR) + ++g * 16 * BITS;
   }
   void rest() {
-    while (left > 0) eight();
+    while (left > 0) some();
   }
 };
 
@@ -219,7 +233,7 @@ static void multiply_block(const Weight& w, PairedRows& x, const Output& out, in
         for (int64_t line = 0; line < lines; ++line, coming += 64) _mm_prefetch((const char*)coming, _MM_HINT_T1);
       });
       else add_unit<TILES, false>(of, from, unit.count(), [&]() __attribute__((always_inline)) {
-        if (--turn == 0) ahead.eight(), turn = every;
+        if (--turn == 0) ahead.some(), turn = every;
       });
       if (x.pairs > 1 || last) store_sums(sums, sums + 256, sums + 512, sums + 768);
     }
