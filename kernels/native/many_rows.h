@@ -1,15 +1,25 @@
-// Rows of bfloat16 x times a quantised weight, by AMX: the weight becomes bfloat16 tiles, a unit of 32 rows and 256 of
-// k at a time, in a core's L1, where it meets all rows of x; the next unit is unpacked meanwhile, a few rows of it
-// between two products of tiles, so that vectors and tiles work at the same time.
+// Rows of bfloat16 x times a quantised weight, by AMX: the weight becomes bfloat16 tiles, a unit of 32 rows and some k
+// at a time, in a core's L1, where it meets all rows of x. Up to 64 rows of x the unit is 256 of k and the next one is
+// unpacked meanwhile, a few rows of it between two products of tiles, so that vectors and tiles work at the same time;
+// with more rows it is 512, made at once: sums are taken up and put down half as often, and x passes L1 by, or w would
+// leave it. Parts of x that meet eight units lie together, y is written 512 bytes of a row at a time: its rows are pages
+// apart.
 //
 // A weight's numbers are dequantize.h's, sums are in float32.
 //
-// ns a row of w and k-group, two cores of a Xeon from memory, beside codes (few_rows.h, tiles.h), codes / this, K 2048
-// and 8192: 4 bits, 1 row 6.7, 6.8 / 12.5, 11.3; 8 rows 11.5, 9.0 / 12.6, 11.1; 16 rows 15.3, 11.5 / 15.0, 13.6; 24 rows
-// 21.0, 26.1 / 21.5, 17.7; 32 rows 22.5, 24.1 / 19.2, 17.9. 8 bits, K 2048: 8 rows 16.3 / 19.8; 16 rows 21.4 / 20.0; 32
-// rows 27.8 / 26.0. So fewer rows are codes'. 8192 x 2048 times 512 rows, 4 bits: 20.4 / 10.3 ms.
-// Tried: all of K of a panel unpacked row by row, then multiplied (stores 2 KB apart leave L1: 15.6 at 32 rows, one core,
-// where this takes 10.3); tables of bytes instead of words (no sooner).
+// ns (of CPU time) a row of w and k-group, one core of a busy Xeon, 4 MB of codes, this / codes in tiles (tiles.h): 4
+// bits, K 2048: 16 rows 7.9 / 6.4; 24 rows 10.1 / 11.4; 32 rows 10.3 / 11.3; 64 rows 16.8 / 21.8; K 8192: 32 rows 10.1 /
+// 12.4. 8 bits, K 2048: 32 rows 15.8 / 10.7; 64 rows 23.8 / 21.0; 96 rows 29.3 / 27.7; 128 rows 35.7 / 38.9; K 8192: 64
+// rows 29.7 / 30.4. 3 bits: 24 rows 12.1 / 10.1; 32 rows 13.2 / 11.5; 64 rows 19.5 / 22.8. `takes_blocks` says so.
+// 128 and 512 rows at 4 bits: 28.7 and 117 (K 8192: 34.5 and 114), of which products of tiles take 16 and 80 (10.4 and
+// 41.6 at the rate of tiles of zeros, a fifth more of numbers), unpacking 7 and 9, sums 4 and 18, y 2.5 and 15. Before, with
+// units of 256 made meanwhile at any number of rows and y by halves of a line, 33 and 148. Unpacking alone takes 5.2 (4
+// bits), 11.3 (8 bits), 7.5 (3 bits).
+// Tried at 512 rows: units of 256 (132), parts of 256 with sixteen units (112 to 125), of 1024 (127 to 146), four units
+// (129), asking for x's next part (126), for lines of y (as soon). All of K of a panel unpacked row by row, then multiplied
+// (stores 2 KB apart leave L1: 15.6 at 32 rows, one core, where this took 10.3); tables of bytes instead of words (no
+// sooner). The weight as the right operand, so that panels need no other order: each number is then computed, not looked up
+// (a table is a row's, lanes are 16 rows): some 59 instructions a row and k-group at 4 bits by count, 27 as it is; not built.
 #pragma once
 #include "dense_tiles.h"
 #include "dequantize.h"
@@ -17,7 +27,7 @@
 #if defined(__AMX_BF16__) && defined(__AMX_INT8__) && WIDE
 constexpr int64_t PAIR = 2 * TILE, PAIR_BYTES = 2 * TILE_BYTES, PAIR_SUMS = 4 * TILE * TILE;
 constexpr int64_t STEPS = GROUP / STEP;       // of a k-group
-constexpr int64_t UNIT_STEPS = 4 * STEPS;     // of w's pair that are in L1, half of them where the next half is made meanwhile
+constexpr int64_t UNIT_STEPS = 4 * STEPS;     // of w's pair: all at once, or half while the next half is made
 constexpr int64_t MANY_PAIRS = 3;             // of x, from which on units are made one by one
 constexpr int64_t WIDE_PAIRS = 8;             // of w that meet the same part of x, which stays in L2:
 constexpr int64_t PART_BYTES = 512 << 10;
@@ -272,10 +282,11 @@ static void multiply_by_blocks(const Weight& w, const void* x, const Output& out
   }
 }
 
-// Whether these rows are more than their codes are multiplied for (tiles.h). ns a row of w and k-group at 32 rows, from
-// memory, so / by codes in panels, one and two threads: 4 bits 12.5, 15.4 / 14.5, 14.7; 8 bits 22.8, 25.1 / 21.6, 22.3.
+// Whether these rows are more than their codes are multiplied for (tiles.h): of panels, whose codes of 8 bits are tiles
+// as they lie, and of which 3 bits take long to become bfloat16.
 static bool takes_blocks(const Weight& w, int64_t rows, int64_t number, int64_t x_bits) {
-  return number == BFLOAT16 && x_bits == 16 && rows > (w.panels && w.bits == 8 ? 2 * TILE : TILE) && tiles_allowed();
+  const int64_t least = !w.panels || w.bits == 4 ? TILE : w.bits == 3 ? 2 * TILE : 4 * TILE;
+  return number == BFLOAT16 && x_bits == 16 && rows > least && tiles_allowed();
 }
 #else
 static bool takes_blocks(const Weight&, int64_t, int64_t, int64_t) { return false; }
