@@ -5,6 +5,8 @@ Shapes: x [M, K], w [N, K].
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -32,7 +34,9 @@ def native_linear(x_MK: Tensor, qweight: QuantizedWeight, bias: Tensor | None) -
     if x_MK.shape[0] <= _FEW_ROWS[x_MK.dtype] or _takes_any_rows(qweight, x_MK.dtype):
         return few_rows(x_MK, qweight, bias)
     if qweight.activation_bits == 8:
-        x_MK = in_eight_bits(x_MK)
+        x_MK, qweight = in_eight_bits(x_MK), replace(qweight, activation_bits=16)
+        if _takes_any_rows(qweight, x_MK.dtype):
+            return few_rows(x_MK, qweight, bias)
     held: list[Tensor] = []
 
     def rows_of(start: int, stop: int) -> Tensor:
@@ -87,16 +91,17 @@ def rows_at_once(qweight: QuantizedWeight, dtype: torch.dtype) -> int:
 def _takes_any_rows(qweight: QuantizedWeight, dtype: torch.dtype) -> bool:
     """Whether our own code multiplies any number of rows here.
 
-    In tiles: codes that lie in panels, any weight made bfloat16. In sheets: rows that are rounded
-    to one row of whole numbers, which float32's are to 8 bits.
+    In tiles: codes that lie in panels, any weight made bfloat16 (of rows in 8 bits `native_linear`
+    makes bfloat16 first). In sheets: rows that are rounded to one row of whole numbers, which
+    float32's are to 8 bits.
     """
     found = library()
     if found is None:
         return False
     exact = qweight.activation_bits == 16
     in_panels = qweight.layout is Layout.CPU_PANELS
-    if found.llmpq_tiles() and (in_panels or (dtype == torch.bfloat16 and exact)):
-        return True
+    if found.llmpq_tiles() and (in_panels or dtype == torch.bfloat16):
+        return in_panels or exact
     return bool(found.llmpq_panels()) and not (dtype == torch.float32 and exact)
 
 
