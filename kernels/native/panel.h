@@ -54,6 +54,12 @@ static inline __attribute__((always_inline)) void ask_ahead(const uint8_t* p, in
   for (int64_t at = 0; at < 256 * BITS; at += 64) _mm_prefetch((const char*)p + bytes + at, _MM_HINT_T1);
 }
 
+// Asks for a line of codes to be in L1 when it is `near` bytes on, in L2 when `far`.
+static inline __attribute__((always_inline)) void ask_twice(const uint8_t* line, int64_t near, int64_t far) {
+  _mm_prefetch((const char*)line + near, _MM_HINT_T0);
+  _mm_prefetch((const char*)line + far, _MM_HINT_T1);
+}
+
 // A panel, its grids one group after the other; `count` rows of it are w's.
 struct Panel {
   const uint8_t* codes;

@@ -22,6 +22,7 @@ static inline __attribute__((always_inline)) void dot_unit(const uint8_t* p, con
     for (int c = 0; c < CHAINS; ++c) high[m][c] = low[m][c] = no_ints();
   const Ints top = _mm512_set1_epi8((char)128);
   for_codes<BITS>(p, [&](int u, Ints codes) __attribute__((always_inline)) {
+    if (u < 4 * BITS) ask_twice(p + 64 * u, BITS == 8 ? 2048 : 1024, BITS == 8 ? 6144 : 4096);
     const Ints less = BITS == 8 ? _mm512_xor_si512(codes, top) : codes;
     const int c = CHAINS == 1 ? 0 : BITS == 4 ? u / 16 : u % 2;
 #pragma GCC unroll 8
@@ -44,7 +45,7 @@ static void panel_rows(const Weight& w, const Panel& panel, const RoundedRows& x
   // To L2 and far ahead. ms for 700 MB of codes, two cores of a Xeon with AMX, 4 and 8 bits: 34.9 and 30.4 so, 35.3 and
   // 30.4 16384 ahead, 39.2 and 34.0 to L1 2048 ahead, 46.7 and 38.3 without; two panels at once 37.0 and 30.7, four 38.7
   // and 31.4; plain reads of as much 27.2 and 26.1.
-  constexpr int64_t UNIT = PANEL * 16 * BITS, FAR = 4096;
+  constexpr int64_t UNIT = PANEL * 16 * BITS;
   const PanelGrid grid(w, panel);
   const uint8_t* p = panel.codes;
   const int64_t apart = w.k_groups * PLANES * GROUP;
@@ -55,7 +56,6 @@ static void panel_rows(const Weight& w, const Panel& panel, const RoundedRows& x
   for (Floats& a : acc) a = floats(0);
   for (int64_t g = 0; g < w.k_groups; ++g, p += UNIT, q += PLANES * GROUP) {
     Ints d[ROWS];
-    ask_ahead<BITS>(p, FAR);
     dot_unit<BITS, ROWS, PLANES>(p, q, apart, d);
     const Floats scale = grid.scales(g), zero = grid.zeros(g);
 #pragma GCC unroll 8
