@@ -162,7 +162,7 @@ static inline void round_in_planes(const float* x, const Weight& w, int64_t row,
 static inline void round_group(const float* x, const Weight& w, int64_t row, int64_t g, RoundedRows& r) {
   float most, not_finite;
   const int exponent = top_exponent(x, &most, &not_finite);
-  float step = power_of_two(exponent - 14);
+  float step = power_of_two(std::max(exponent, r.parts == 2 ? -97 : -100) - 14);  // the second part's has an inverse
   if (r.x_bits == 8) step = exponent > -100 ? most / 127 : 1;
   alignas(32) float rest[GROUP];
   std::memcpy(rest, x, sizeof rest);
