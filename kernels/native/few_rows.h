@@ -79,9 +79,8 @@ static void few_rows(const Weight& w, const RoundedRows& x, const Output& out, i
         // To L2 and far ahead: one row, small pages, 4 and 8 bits on a busy thread 5.7 and 6.7 GB/s; to L1, 2048
         // ahead 4.6 and 5.4, 4096 ahead 4.6 and 5.3; none 3.9 and 5.2. 8 bits, large pages, two quiet cores: 20.0
         // and 22.1 (K 2048, 8192) 8192 ahead, 19.5 and 20.5 4096 ahead; two rows of w at once 19.8 and 21.5, four 18 to 20.
-        constexpr int FAR = BITS == 8 ? 8192 : 4096;
-        _mm_prefetch((const char*)(p + FAR), _MM_HINT_T1);
-        if (BITS == 8) _mm_prefetch((const char*)(p + FAR + 64), _MM_HINT_T1);
+        constexpr int NEAR = BITS == 8 ? 2048 : 1024, FAR = 4096;
+        for (int line = 0; line < (BITS == 8 ? 2 : 1); ++line) ask_twice(p + 64 * line, NEAR, FAR);
         for (int m = 0; m < ROWS; ++m) {
           const int64_t at = ((first + m) * w.k_groups + g) * GROUP;
           const int16_t* q = x.q.data() + at;

@@ -12,8 +12,9 @@
 #include "weight.h"
 
 #if HAS_BYTE_DOT
-// The words of a unit as codes, in turn: take(u, codes), u known when compiled.
-template <int BITS, class Take>
+// The words of a unit as codes, in turn: take(u, codes), u known when compiled. AS_IT_LIES: of 4 bits the upper 16
+// words' codes 16 times.
+template <int BITS, bool AS_IT_LIES = false, class Take>
 static inline __attribute__((always_inline)) void for_codes(const uint8_t* p, Take take) {
   auto line = [&](int i) { return _mm512_loadu_si512(p + 64 * i); };
   if constexpr (BITS == 8) {
@@ -25,7 +26,7 @@ static inline __attribute__((always_inline)) void for_codes(const uint8_t* p, Ta
     for (int u = 0; u < 16; ++u) {
       const Ints w = line(u);
       take(u, _mm512_and_si512(w, low));
-      take(u + 16, _mm512_and_si512(_mm512_srli_epi16(w, 4), low));
+      take(u + 16, AS_IT_LIES ? _mm512_andnot_si512(low, w) : _mm512_and_si512(_mm512_srli_epi16(w, 4), low));
     }
   } else {
     const Ints two = _mm512_set1_epi8(3), third = _mm512_set1_epi8(4);

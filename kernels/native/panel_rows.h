@@ -1,40 +1,49 @@
 // Few rows of x times a weight in panels, by dot products of bytes in registers: a line of codes meets four bytes of
 // each row of x, and a k-group's sums of 16 rows of w are made numbers together.
 //
-// The numbers are those of few_rows.h: x of 16 bits is 256 high + low, bytes with and without a sign; codes of 8 bits
-// meet low ones 128 less, which `RoundedRows::low` puts right.
-// Cost of a line of 64 bytes at 4 bits: 3 operations to unpack it, 4 dot products for each row of x (8 bits: 1 and 2); of
-// a k-group of 16 rows about 10 more.
+// The numbers are those of few_rows.h: x of 16 bits is 256 high + low, bytes with a sign each; where a group's largest
+// were more than 127 in both its step is twice as long.
+// Cost of a line of 64 bytes at 4 bits: 2 operations to unpack it (8 rows: 3), 4 dot products for each row of x (8 bits: 0
+// and 2); of a k-group of 16 rows about 10 more.
 #pragma once
 #include "panel.h"
 #include "rounded_rows.h"
 
 #if HAS_BYTE_DOT
-static inline Ints four_bytes(const void* p) { return _mm512_set1_epi32(*(const int32_t*)p); }
+// sum + products of codes with four bytes that all 16 rows meet; g++ 12 loads those by themselves, a step more.
+static inline __attribute__((always_inline)) void add_dot(Ints& sum, Ints codes, const int8_t* four) {
+  asm("vpdpbusd %2%{1to16%}, %1, %0" : "+v"(sum) : "v"(codes), "m"(*(const int32_t*)four));
+}
 
 // A k-group of 16 rows of w times ROWS of x, PLANES bytes to a number: whole sums.
 template <int BITS, int ROWS, int PLANES>
-static inline __attribute__((always_inline)) void dot_unit(const uint8_t* p, const int8_t* x, int64_t apart, Ints* sums) {
-  constexpr int CHAINS = ROWS == 1 ? 2 : 1;  // one alone would wait for itself
-  Ints high[ROWS][CHAINS], low[ROWS][CHAINS];
+static inline __attribute__((always_inline)) void dot_unit(const uint8_t* p, const int8_t* x, Ints* sums) {
+  constexpr bool UPPER = BITS == 4 && ROWS <= 4;           // upper codes as they lie, 16 times, in a chain of their own
+  constexpr int CHAINS = ROWS == 1 || UPPER ? 2 : 1;       // one row's alone would wait for itself
+  constexpr int64_t NEAR = 2048, FAR = 6144;
+  Ints d[PLANES][ROWS][CHAINS];
 #pragma GCC unroll 8
   for (int m = 0; m < ROWS; ++m)
-    for (int c = 0; c < CHAINS; ++c) high[m][c] = low[m][c] = no_ints();
-  const Ints top = _mm512_set1_epi8((char)128);
-  for_codes<BITS>(p, [&](int u, Ints codes) __attribute__((always_inline)) {
-    const Ints less = BITS == 8 ? _mm512_xor_si512(codes, top) : codes;
+    for (int c = 0; c < CHAINS; ++c)
+      for (int plane = 0; plane < PLANES; ++plane) d[plane][m][c] = no_ints();
+  for_codes<BITS, UPPER>(p, [&](int u, Ints codes) __attribute__((always_inline)) {
+    if (u < 4 * BITS) ask_twice(p + 64 * u, NEAR, FAR);
     const int c = CHAINS == 1 ? 0 : BITS == 4 ? u / 16 : u % 2;
 #pragma GCC unroll 8
-    for (int m = 0; m < ROWS; ++m) {
-      high[m][c] = _mm512_dpbusd_epi32(high[m][c], codes, four_bytes(x + m * apart + 4 * u));
-      if (PLANES == 2) low[m][c] = _mm512_dpbusd_epi32(low[m][c], four_bytes(x + m * apart + GROUP + 4 * u), less);
-    }
+    for (int m = 0; m < ROWS; ++m)
+#pragma GCC unroll 2
+      for (int plane = 0; plane < PLANES; ++plane)
+        add_dot(d[plane][m][c], codes, x + (m * PLANES + plane) * GROUP + 4 * u);
   });
 #pragma GCC unroll 8
   for (int m = 0; m < ROWS; ++m) {
-    Ints h = high[m][0], l = low[m][0];
-    if (CHAINS == 2) h = _mm512_add_epi32(h, high[m][CHAINS - 1]), l = _mm512_add_epi32(l, low[m][CHAINS - 1]);
-    sums[m] = PLANES == 2 ? _mm512_add_epi32(_mm512_slli_epi32(h, 8), l) : h;
+    Ints both[PLANES];
+#pragma GCC unroll 2
+    for (int plane = 0; plane < PLANES; ++plane) {
+      const Ints last = d[plane][m][CHAINS - 1];
+      both[plane] = CHAINS == 1 ? last : _mm512_add_epi32(d[plane][m][0], UPPER ? _mm512_srai_epi32(last, 4) : last);
+    }
+    sums[m] = PLANES == 2 ? _mm512_add_epi32(_mm512_slli_epi32(both[0], 8), both[PLANES - 1]) : both[0];
   }
 }
 
@@ -44,25 +53,22 @@ static void panel_rows(const Weight& w, const Panel& panel, const RoundedRows& x
   // To L2 and far ahead. ms for 700 MB of codes, two cores of a Xeon with AMX, 4 and 8 bits: 34.9 and 30.4 so, 35.3 and
   // 30.4 16384 ahead, 39.2 and 34.0 to L1 2048 ahead, 46.7 and 38.3 without; two panels at once 37.0 and 30.7, four 38.7
   // and 31.4; plain reads of as much 27.2 and 26.1.
-  constexpr int64_t UNIT = PANEL * 16 * BITS, FAR = 4096;
+  constexpr int64_t UNIT = PANEL * 16 * BITS;
   const PanelGrid grid(w, panel);
   const uint8_t* p = panel.codes;
-  const int64_t apart = w.k_groups * PLANES * GROUP;
-  const int8_t* q = x.bytes.data() + first * apart;
+  const int64_t next = x.rows * PLANES * GROUP;
+  const int8_t* q = x.bytes.data() + first * PLANES * GROUP;
   const float *step = x.scale.data() + first * x.padded, *sum = x.sum.data() + first * x.padded;
-  const float* low = x.low.data() + first * x.padded;
   Floats acc[ROWS];
   for (Floats& a : acc) a = floats(0);
-  for (int64_t g = 0; g < w.k_groups; ++g, p += UNIT, q += PLANES * GROUP) {
+  for (int64_t g = 0; g < w.k_groups; ++g, p += UNIT, q += next) {
     Ints d[ROWS];
-    ask_ahead<BITS>(p, FAR);
-    dot_unit<BITS, ROWS, PLANES>(p, q, apart, d);
+    dot_unit<BITS, ROWS, PLANES>(p, q, d);
     const Floats scale = grid.scales(g), zero = grid.zeros(g);
 #pragma GCC unroll 8
     for (int m = 0; m < ROWS; ++m) {
       Floats y = mul(to_floats(d[m]), floats(step[m * x.padded + g]));
       y = _mm512_fnmadd_ps(zero, floats(sum[m * x.padded + g]), y);
-      if (BITS == 8 && PLANES == 2) y = add(y, floats(low[m * x.padded + g]));
       acc[m] = fma(y, scale, acc[m]);
     }
   }

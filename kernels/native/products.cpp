@@ -28,7 +28,7 @@ static void multiply_codes(const Weight& w, const void* x, const Output& out, in
   constexpr bool tiles = false;
 #endif
   const bool sheets = !tiles && parts == 1 && takes_sheets(w, M, x_bits);
-  rounded.reset(M, parts, w, x_bits, sheets);
+  rounded.reset(M, parts, w, x_bits, sheets, tiles);
   constexpr int64_t block = 32;
   auto run = [&](auto product, int64_t n0, int64_t n1, float* s) {
     float* z = s + block * w.grid_size();

@@ -31,16 +31,18 @@ struct RoundedRows {
   Lined<int8_t> bytes;           // or these
   std::vector<float> scale;      // [R, padded groups]
   std::vector<float> sum;        // [R, padded groups, parts of the weight's k-groups]
-  std::vector<float> low;        // [R, padded groups]: 128 times the sum of low bytes, for panels of 8 bits
   int64_t parts, padded, x_bits;
   int64_t planes;                // bytes of a number, the highest first, each k-group's side by side; 0: not so
+  // For panel_rows.h: rows of a k-group side by side, and the lower byte of two has a sign, too.
+  bool together;
+  int64_t rows;
   // A thread's calls follow one another in the same memory: new pages would cost more than the rounding.
-  // `whole`: as 16-bit integers whatever the weight's layout.
-  void reset(int64_t M, int64_t of, const Weight& w, int64_t bits, bool whole = false) {
+  // `whole`: as 16-bit integers whatever the weight's layout; `tiles`: for tiles.h.
+  void reset(int64_t M, int64_t of, const Weight& w, int64_t bits, bool whole = false, bool tiles = false) {
     parts = of, padded = w.padded_groups(), x_bits = bits;
     planes = x_bits < 16 || whole || !in_planes(w) ? 0 : w.panels ? 2 : parts + 1;
     if (planes && !w.panels) parts = 1;
-    if (w.panels) low.assign(M * parts * padded, 0);
+    together = w.panels && !tiles && !whole, rows = M * parts;
     scale.assign(M * parts * padded, 0);
     sum.assign(M * parts * w.grid_size(), 0);
     const int64_t numbers = M * parts * w.k_groups * GROUP;
@@ -48,6 +50,9 @@ struct RoundedRows {
     bytes.resize(short_ones ? numbers * std::max<int64_t>(planes, 1) : 0);
     q.resize(short_ones ? 0 : numbers);
   }
+  bool low_signed() const { return together && planes == 2; }
+  // Where k-group g of a row is, in k-groups.
+  int64_t place_of(int64_t row, int64_t g, int64_t k_groups) const { return together ? g * rows + row : row * k_groups + g; }
 };
 
 static inline int exponent_of(float v) {
@@ -86,27 +91,27 @@ static inline void put_bytes(const int16_t* flat, int64_t bits, int8_t* to) {
 }
 
 #if HAS_BYTE_DOT
-// High and low bytes of numbers of 16 bits, GROUP each, in the order of `put_bytes`; the low ones' sum.
-static inline int64_t put_planes(const int16_t* flat, int64_t bits, int8_t* to) {
-  Ints sum = no_ints();
-  for (int half = 0; half < 2; ++half) {
-    const int16_t* first = flat + half * (bits == 8 ? 64 : 32);
-    const Ints a = load(first), b = load(first + (bits == 8 ? 32 : 64)), upper = _mm512_set1_epi16((short)0xff00);
+// High and low bytes of numbers of 16 bits, GROUP each, in the order of `put_bytes`. The low ones with a sign, the high
+// one more where that is set: numbers up to 0x7f7f.
+static inline void put_planes(const int16_t* flat, int64_t bits, bool low_signed, int8_t* to) {
+  const Ints half = _mm512_set1_epi16(low_signed ? 128 : 0), upper = _mm512_set1_epi16((short)0xff00);
+  for (int part = 0; part < 2; ++part) {
+    const int16_t* first = flat + part * (bits == 8 ? 64 : 32);
+    const Ints a = load(first), b = load(first + (bits == 8 ? 32 : 64));
+    const Ints above_a = _mm512_add_epi16(a, half), above_b = _mm512_add_epi16(b, half);
     Ints high, low;
     if (bits == 8) {
       auto both = [](Ints x, Ints y) {
         return _mm512_inserti64x4(_mm512_castsi256_si512(_mm512_cvtepi16_epi8(x)), _mm512_cvtepi16_epi8(y), 1);
       };
-      high = both(_mm512_srli_epi16(a, 8), _mm512_srli_epi16(b, 8)), low = both(a, b);
+      high = both(_mm512_srli_epi16(above_a, 8), _mm512_srli_epi16(above_b, 8)), low = both(a, b);
     } else {
-      high = _mm512_or_si512(_mm512_srli_epi16(a, 8), _mm512_and_si512(b, upper));
+      high = _mm512_or_si512(_mm512_srli_epi16(above_a, 8), _mm512_and_si512(above_b, upper));
       low = _mm512_or_si512(_mm512_andnot_si512(upper, a), _mm512_slli_epi16(b, 8));
     }
-    _mm512_storeu_si512(to + half * 64, high);
-    _mm512_storeu_si512(to + GROUP + half * 64, low);
-    sum = _mm512_add_epi64(sum, _mm512_sad_epu8(low, no_ints()));
+    _mm512_storeu_si512(to + part * 64, high);
+    _mm512_storeu_si512(to + GROUP + part * 64, low);
   }
-  return _mm512_reduce_add_epi64(sum);
 }
 #endif
 
@@ -162,7 +167,8 @@ static inline void round_in_planes(const float* x, const Weight& w, int64_t row,
 static inline void round_group(const float* x, const Weight& w, int64_t row, int64_t g, RoundedRows& r) {
   float most, not_finite;
   const int exponent = top_exponent(x, &most, &not_finite);
-  float step = power_of_two(exponent - 14);
+  float step = power_of_two(std::max(exponent, r.parts == 2 ? -97 : -100) - 14);  // the second part's has an inverse
+  if (r.low_signed() && most >= 32639.5f * step) step *= 2;  // or it would be more than 0x7f7f
   if (r.x_bits == 8) step = exponent > -100 ? most / 127 : 1;
   alignas(32) float rest[GROUP];
   std::memcpy(rest, x, sizeof rest);
@@ -180,9 +186,9 @@ static inline void round_group(const float* x, const Weight& w, int64_t row, int
       _mm256_store_ps(rest + i, _mm256_fnmadd_ps(_mm256_cvtepi32_ps(whole), back, v));
       _mm_store_si128((__m128i*)(flat + i), half);
     }
-    const int64_t to_q = (at * w.k_groups + g) * GROUP;
+    const int64_t to_q = r.place_of(at, g, w.k_groups) * GROUP;
 #if HAS_BYTE_DOT
-    if (r.planes) r.low[at * r.padded + g] = 128 * step * (float)put_planes(flat, w.bits, r.bytes.data() + 2 * to_q);
+    if (r.planes) put_planes(flat, w.bits, r.low_signed(), r.bytes.data() + 2 * to_q);
     else
 #endif
     if (!r.bytes.empty()) put_bytes(flat, w.bits, r.bytes.data() + to_q);

@@ -124,41 +124,32 @@ static Grid search_group(const float* w, const Search& how, float* codes) {
   return best;
 }
 
-static void pack_group(const float* codes, int64_t bits, uint8_t* p) {
-  uint16_t words[32];
+// A k-group's codes, in the order of `put_bytes`, as a row of 3 bits by itself has them.
+static void pack_threes(const uint8_t* codes, uint8_t* p) {
+  for (int j = 0; j < 32; ++j) p[j] = (uint8_t)(codes[j] | codes[32 + j] << 3 | (codes[96 + j] & 3) << 6);
+  for (int j = 0; j < 16; ++j)
+    p[32 + j] = (uint8_t)(codes[64 + j] | codes[80 + j] << 3 | codes[96 + j] >> 2 << 6 | codes[112 + j] >> 2 << 7);
+}
+
+static void pack_group(const float* codes, int64_t bits, bool panels, uint8_t* p) {
   if (bits == 8) {
     for (int k = 0; k < GROUP; ++k) p[k] = (uint8_t)codes[k];
     return;
   }
-  for (int i = 0; i < 32; ++i)
-    words[i] = (uint16_t)((int)codes[i] | (int)codes[i + 32] << bits | (int)codes[i + 64] << 2 * bits |
-                          (int)codes[i + 96] << 3 * bits);
-  if (bits == 4) {
-    std::memcpy(p, words, sizeof words);
-    return;
-  }
-  for (int i = 0; i < 16; ++i) {
-    uint32_t pair = words[2 * i] | (uint32_t)words[2 * i + 1] << 12;
-    p[3 * i] = (uint8_t)pair;
-    p[3 * i + 1] = (uint8_t)(pair >> 8);
-    p[3 * i + 2] = (uint8_t)(pair >> 16);
-  }
+  int16_t flat[GROUP];
+  int8_t order[GROUP];
+  for (int k = 0; k < GROUP; ++k) flat[k] = (int16_t)codes[k];
+  put_bytes(flat, bits, order);
+  const uint8_t* found = (const uint8_t*)order;
+  if (bits == 3) return (panels ? words_of_three : pack_threes)(found, p);
+  for (int j = 0; j < GROUP / 2; ++j) p[j] = (uint8_t)(found[j] | found[GROUP / 2 + j] << 4);
 }
 
 // k-group g of row n where a weight has it.
 static void put_group(const float* found, const Weight& w, uint8_t* codes, int64_t n, int64_t g) {
   const int64_t bytes = w.group_bytes();
-  if (!w.panels) return pack_group(found, w.bits, codes + (n * w.k_groups + g) * bytes);
   uint8_t form[GROUP];
-  if (w.bits == 3) {
-    int16_t flat[GROUP];
-    int8_t order[GROUP];
-    for (int k = 0; k < GROUP; ++k) flat[k] = (int16_t)found[k];
-    put_bytes(flat, w.bits, order);
-    words_of_three((const uint8_t*)order, form);
-  } else {
-    pack_group(found, w.bits, form);
-  }
+  pack_group(found, w.bits, w.panels, form);
   if (n >= w.in_panels()) { std::memcpy(codes + (n * w.k_groups + g) * bytes, form, bytes); return; }
   uint8_t* to = codes + ((n / PANEL * w.k_groups + g) * PANEL * bytes) + n % PANEL * 4;
   for (int64_t i = 0; i < bytes; i += 4) std::memcpy(to + i * PANEL, form + i, 4);

@@ -88,13 +88,24 @@ static inline Floats part_scales(const float* s, int v) {
 }
 
 #if WIDE
-// 32 words of 12 bits: three bytes hold two; a 128-bit lane gets the 12 bytes of eight.
+// Codes of 3 bits as bytes, in the order of `put_bytes`.
+static inline void bytes_of_three(const uint8_t* p, Ints* c) {
+  const __m512i pairs = _mm512_broadcast_i64x4(_mm256_loadu_si256((const __m256i*)p));
+  const __m512i rest = _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i*)(p + 32)));
+  const __m512i halves = _mm512_setr_epi32(0, 0, 0, 0, 0, 0, 0, 0, 3, 3, 3, 3, 3, 3, 3, 3);
+  const __m512i lanes = _mm512_setr_epi32(0, 0, 0, 0, 3, 3, 3, 3, 4, 4, 4, 4, 5, 5, 5, 5);
+  const __m512i kept = _mm512_inserti64x4(_mm512_set1_epi8(4), _mm256_set1_epi8(7), 0);
+  const __m512i two = _mm512_inserti64x4(_mm512_set1_epi8(3), _mm256_setzero_si256(), 0);
+  c[0] = _mm512_and_si512(_mm512_srlv_epi32(pairs, halves), _mm512_set1_epi8(7));
+  const __m512i low = _mm512_and_si512(_mm512_srli_epi16(pairs, 6), two);
+  c[1] = _mm512_ternarylogic_epi32(low, _mm512_srlv_epi32(rest, lanes), kept, 0xf8);  // low | rest & kept
+}
+// 32 words of four codes each, those of 4 bits with three.
 static inline __m512i words12(const uint8_t* p) {
-  const __m512i spread = _mm512_setr_epi32(0, 1, 2, 2, 3, 4, 5, 5, 6, 7, 8, 8, 9, 10, 11, 11);
-  const __m512i pair = _mm512_broadcast_i32x4(
-      _mm_setr_epi8(0, 1, 1, 2, 3, 4, 4, 5, 6, 7, 7, 8, 9, 10, 10, 11));
-  __m512i v = _mm512_permutexvar_epi32(spread, _mm512_maskz_loadu_epi32(0x0fff, p));
-  return _mm512_srlv_epi16(_mm512_shuffle_epi8(v, pair), _mm512_set1_epi32(4 << 16));
+  Ints c[2];
+  bytes_of_three(p, c);
+  const __m512i w = _mm512_or_si512(c[0], _mm512_slli_epi16(c[1], 3));
+  return _mm512_or_si512(_mm512_and_si512(w, _mm512_set1_epi16(0x3f)), _mm512_and_si512(_mm512_srli_epi16(w, 2), _mm512_set1_epi16(0xfc0)));
 }
 template <int BITS>
 static inline void unpack(const uint8_t* p, Ints* c) {
@@ -104,41 +115,51 @@ static inline void unpack(const uint8_t* p, Ints* c) {
       c[2 * h] = _mm512_and_si512(w, _mm512_set1_epi16(255));
       c[2 * h + 1] = _mm512_srli_epi16(w, 8);
     }
-  } else {
-    const __m512i low = _mm512_set1_epi16((1 << BITS) - 1);
-    __m512i w = BITS == 4 ? _mm512_loadu_si512(p) : words12(p);
+  } else if constexpr (BITS == 4) {
+    const __m512i low = _mm512_set1_epi16(15), w = _mm512_loadu_si512(p);
     c[0] = _mm512_and_si512(w, low);
-    c[1] = _mm512_and_si512(_mm512_srli_epi16(w, BITS), low);
-    c[2] = _mm512_and_si512(_mm512_srli_epi16(w, 2 * BITS), low);
-    c[3] = _mm512_srli_epi16(w, 3 * BITS);
-    if (BITS == 3) c[3] = _mm512_and_si512(c[3], low);
+    c[1] = _mm512_and_si512(_mm512_srli_epi16(w, 4), low);
+    c[2] = _mm512_and_si512(_mm512_srli_epi16(w, 8), low);
+    c[3] = _mm512_srli_epi16(w, 12);
+  } else {
+    Ints bytes[2];
+    bytes_of_three(p, bytes);
+    for (int h = 0; h < 2; ++h) c[h] = _mm512_and_si512(bytes[h], _mm512_set1_epi16(255)), c[2 + h] = _mm512_srli_epi16(bytes[h], 8);
   }
 }
 #else
-static inline __m256i words12(const uint8_t* p, int half) {
-  const __m256i pair = _mm256_broadcastsi128_si256(_mm_setr_epi8(0, 1, 1, 2, 3, 4, 4, 5, 6, 7, 7, 8, 9, 10, 10, 11));
-  // The last 24 bytes are read as the end of 32: nothing beyond the weight is touched.
-  const __m256i spread = half ? _mm256_setr_epi32(2, 3, 4, 4, 5, 6, 7, 7) : _mm256_setr_epi32(0, 1, 2, 2, 3, 4, 5, 5);
-  __m256i v = _mm256_permutevar8x32_epi32(_mm256_loadu_si256((const __m256i*)(p + 16 * half)), spread);
-  v = _mm256_shuffle_epi8(v, pair);
-  return _mm256_blend_epi16(v, _mm256_srli_epi16(v, 4), 0xaa);
+static inline void bytes_of_three(const uint8_t* p, Ints* c) {
+  const __m256i pairs = _mm256_loadu_si256((const __m256i*)p), seven = _mm256_set1_epi8(7);
+  const __m256i rest = _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i*)(p + 32)));
+  auto shifted = [&](int low, int high) {
+    return _mm256_srlv_epi32(rest, _mm256_setr_epi32(low, low, low, low, high, high, high, high));
+  };
+  c[0] = _mm256_and_si256(pairs, seven);
+  c[1] = _mm256_and_si256(_mm256_srli_epi16(pairs, 3), seven);
+  c[2] = _mm256_and_si256(shifted(0, 3), seven);
+  c[3] = _mm256_or_si256(_mm256_and_si256(_mm256_srli_epi16(pairs, 6), _mm256_set1_epi8(3)),
+                         _mm256_and_si256(shifted(4, 5), _mm256_set1_epi8(4)));
 }
 template <int BITS>
 static inline void unpack(const uint8_t* p, Ints* c) {
+  const __m256i byte = _mm256_set1_epi16(255), low = _mm256_set1_epi16(15);
+  Ints bytes[4];
+  if constexpr (BITS == 3) bytes_of_three(p, bytes);
   for (int j = 0; j < (BITS == 8 ? 4 : 2); ++j) {
     if constexpr (BITS == 8) {
       __m256i w = _mm256_loadu_si256((const __m256i*)(p + 32 * j));
       int at = 4 * (j / 2) + j % 2;
-      c[at] = _mm256_and_si256(w, _mm256_set1_epi16(255));
+      c[at] = _mm256_and_si256(w, byte);
       c[at + 2] = _mm256_srli_epi16(w, 8);
+    } else if constexpr (BITS == 4) {
+      __m256i w = _mm256_loadu_si256((const __m256i*)(p + 32 * j));
+      for (int f = 0; f < 3; ++f) c[2 * f + j] = _mm256_and_si256(_mm256_srli_epi16(w, 4 * f), low);
+      c[6 + j] = _mm256_srli_epi16(w, 12);
     } else {
-      const __m256i low = _mm256_set1_epi16((1 << BITS) - 1);
-      __m256i w = BITS == 4 ? _mm256_loadu_si256((const __m256i*)(p + 32 * j)) : words12(p, j);
-      c[j] = _mm256_and_si256(w, low);
-      c[2 + j] = _mm256_and_si256(_mm256_srli_epi16(w, BITS), low);
-      c[4 + j] = _mm256_and_si256(_mm256_srli_epi16(w, 2 * BITS), low);
-      c[6 + j] = _mm256_srli_epi16(w, 3 * BITS);
-      if (BITS == 3) c[6 + j] = _mm256_and_si256(c[6 + j], low);
+      for (int h = 0; h < 2; ++h) {
+        c[2 * h + j] = _mm256_and_si256(bytes[2 * h + j], byte);
+        c[4 + 2 * h + j] = _mm256_srli_epi16(bytes[2 * h + j], 8);
+      }
     }
   }
 }
@@ -157,30 +178,16 @@ static inline void unpack_bytes(const uint8_t* p, Ints* c) {
     for (int v = 0; v < N; ++v) c[v] = load((const int16_t*)(p + v * 4 * LANES));
     return;
   }
+  if constexpr (BITS == 3) return bytes_of_three(p, c);
   for (int v = 0; v < HALF; ++v) {
 #if WIDE
-    __m512i w = BITS == 4 ? _mm512_loadu_si512(p) : words12(p);
-    if constexpr (BITS == 4) {
-      c[v] = _mm512_and_si512(w, _mm512_set1_epi8(15));
-      c[HALF + v] = _mm512_and_si512(_mm512_srli_epi16(w, 4), _mm512_set1_epi8(15));
-    } else {
-      // (a, b, c, d) of 3 bits: a + 8 b in a byte, c + 8 d in the next.
-      const __m512i low = _mm512_set1_epi16(0x3f), high = _mm512_set1_epi16(0x3f00), codes = _mm512_set1_epi8(7);
-      w = _mm512_or_si512(_mm512_and_si512(w, low), _mm512_and_si512(_mm512_slli_epi16(w, 2), high));
-      c[v] = _mm512_and_si512(w, codes);
-      c[HALF + v] = _mm512_and_si512(_mm512_srli_epi16(w, 3), codes);
-    }
+    const __m512i w = _mm512_loadu_si512(p), low = _mm512_set1_epi8(15);
+    c[v] = _mm512_and_si512(w, low);
+    c[HALF + v] = _mm512_and_si512(_mm512_srli_epi16(w, 4), low);
 #else
-    __m256i w = BITS == 4 ? _mm256_loadu_si256((const __m256i*)(p + 32 * v)) : words12(p, v);
-    if constexpr (BITS == 4) {
-      c[v] = _mm256_and_si256(w, _mm256_set1_epi8(15));
-      c[HALF + v] = _mm256_and_si256(_mm256_srli_epi16(w, 4), _mm256_set1_epi8(15));
-    } else {
-      const __m256i low = _mm256_set1_epi16(0x3f), high = _mm256_set1_epi16(0x3f00), codes = _mm256_set1_epi8(7);
-      w = _mm256_or_si256(_mm256_and_si256(w, low), _mm256_and_si256(_mm256_slli_epi16(w, 2), high));
-      c[v] = _mm256_and_si256(w, codes);
-      c[HALF + v] = _mm256_and_si256(_mm256_srli_epi16(w, 3), codes);
-    }
+    const __m256i w = _mm256_loadu_si256((const __m256i*)(p + 32 * v)), low = _mm256_set1_epi8(15);
+    c[v] = _mm256_and_si256(w, low);
+    c[HALF + v] = _mm256_and_si256(_mm256_srli_epi16(w, 4), low);
 #endif
   }
 }

@@ -29,7 +29,7 @@ from llmpq.runtime.weights.gguf_checkpoint import GgufCheckpoint
 from llmpq.runtime.weights.quantized_checkpoint import QuantizedCheckpoint
 from llmpq.runtime.weights.sources import CheckpointSource, weight_files
 
-LAYOUTS = 3
+LAYOUTS = 4
 """One more when a layout's bytes change; which one this device has is in the mark, too."""
 _SHAPES = "llmpq_weights"
 """Metadata key: linear -> what its tensors do not say of themselves, as JSON."""
