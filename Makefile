@@ -40,8 +40,9 @@ demo: setup
 # Threads of torch spin while another process has their core: one each where two processes test.
 # A file's tests stay together: they share models. In `cluster` each process has one Ray of its own.
 # While `cluster` waits, two tiers that heed no clock compute, at the lowest priority.
-# A signal reaches every tier: `&` alone would have the two ignore Ctrl-C, and `wait` ends early.
-HEARS := env --default-signal=INT,QUIT
+# Ctrl-C, and TERM to make, reach every tier: `&` alone would have the two ignore Ctrl-C, and `wait`
+# ends early. (An `env` that cannot say so, as macOS's, runs them as they are.)
+HEARS := $(shell env --default-signal=INT,QUIT true 2>/dev/null && echo env --default-signal=INT,QUIT)
 test: test-cpu
 	@start=$$(date +%s); \
 	$(HEARS) nice -n 19 $(MAKE) test-interpret test-compile > $(BESIDE) 2>&1 & beside=$$!; \

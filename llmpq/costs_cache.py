@@ -16,6 +16,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from llmpq.cost_model import CostModel
+from llmpq.devices.device_spec import device_specs
 from llmpq.devices.kernel_sources import kernels_mark
 
 _KERNELS = "kernels"
@@ -44,7 +45,7 @@ def cached_costs(fingerprint: str, kinds: Iterable[str]) -> tuple[CostModel | No
         except ValueError as error:
             notes.append(f"costs in the cache are not used: {error}; measure them with --profile")
             continue
-        if model.versions.get(_KERNELS) != kernels_mark():
+        if model.versions.get(_KERNELS) != _mark(kind):
             notes.append(
                 f"the costs of {kind} were measured with other kernels than these; "
                 "llmpq-dist run --profile measures them anew"
@@ -62,22 +63,27 @@ def store_costs(costs: CostModel) -> list[Path]:
             model_fingerprint=costs.model_fingerprint,
             entries=tuple(entry for entry in costs.entries if entry.device_kind == kind),
             links=tuple(link for link in costs.links if link.source_kind == kind),
-            versions={**costs.versions, _KERNELS: kernels_mark()},
+            versions={**costs.versions, _KERNELS: _mark(kind)},
         )
         path = _path(costs.model_fingerprint, kind)
         if path.is_file():
             with contextlib.suppress(ValueError):  # of another form: replaced
-                own = _added(CostModel.load_json(path), own)
+                own = _added(CostModel.load_json(path), own, _mark(kind))
         own.save_json(path)
         written.append(path)
     return written
 
 
-def _added(kept: CostModel, new: CostModel) -> CostModel:
+def _mark(kind: str) -> str:
+    spec = device_specs().get(kind.partition("@")[0])
+    return kernels_mark(on_cpu=spec is not None and spec.is_cpu)
+
+
+def _added(kept: CostModel, new: CostModel, mark: str) -> CostModel:
     """Return both; what is kept of other kernels stays marked, as long as one entry is left."""
     both = kept.merged(new)
     left = len(both.entries) > len(new.entries)
-    if left and kept.versions.get(_KERNELS) != kernels_mark():
+    if left and kept.versions.get(_KERNELS) != mark:
         both = both.model_copy(update={"versions": {**both.versions, _KERNELS: "mixed"}})
     return both
 

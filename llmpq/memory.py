@@ -14,8 +14,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
+from llmpq.devices.device_spec import DeviceSpec
 from llmpq.model_spec import ModelSpec
-from llmpq.precision import KVPrecision, Precision, WeightScheme, default_scheme
+from llmpq.precision import K_PADDING, KVPrecision, Precision, WeightScheme, default_scheme
 from llmpq.sizes.kv_format import kv_cache_bytes
 from llmpq.sizes.workspace import workspace_bytes
 from llmpq.workload import Workload
@@ -152,6 +153,20 @@ def embedding_bytes(
         shared = matrix if first and last and spec.tied_embeddings else 0
         return (params - shared) * dtype_bytes
     return (params - matrix) * dtype_bytes + scheme.nbytes(spec.vocab, spec.hidden, dtype_bytes)
+
+
+def unpacks_prompts(
+    spec: DeviceSpec | None, precisions: Iterable[Precision], quantization: Quantization
+) -> bool:
+    """Return whether long prompts meet a packed weight as one dense matrix; unknown kinds do.
+
+    Of NVFP4 and of 3 bits in small groups every GPU does: no kernel of Hopper's reads those for a
+    prompt.
+    """
+    group = quantization.group_size
+    small = group is not None and group < K_PADDING
+    thirds = small and any(precision.weight_bits == 3 for precision in precisions)
+    return spec is None or spec.unpacks_weights or thirds or quantization.codes == "nvfp4"
 
 
 def stage_memory(

@@ -57,7 +57,7 @@ static inline void numbers_of_group(const uint8_t* p, const float* s, const floa
       for (int64_t i = 0; i < 2; ++i) _mm256_storeu_si256((__m256i*)(to + v * apart) + i, sixteen_of(half(16 * i), number));
     }
   } else {
-    numbers_of_words<BITS>(BITS == 4 ? _mm512_loadu_si512(p) : words12(p), s, z, fine, number, apart, to);
+    numbers_of_words<BITS>(BITS == 4 ? _mm512_loadu_si512(p) : words_of_threes(p), s, z, fine, number, apart, to);
   }
 }
 #endif

@@ -76,9 +76,9 @@ static void few_rows(const Weight& w, const RoundedRows& x, const Output& out, i
         constexpr int64_t PLANES = MEET == Meet::TWO_PLANES ? 2 : MEET == Meet::THREE_PLANES ? 3 : 0;
         if constexpr (MEET == Meet::BYTES || PLANES) unpack_bytes<BITS>(p, c);
         else unpack<BITS>(p, c);
-        // To L2 and far ahead: one row, small pages, 4 and 8 bits on a busy thread 5.7 and 6.7 GB/s; to L1, 2048
-        // ahead 4.6 and 5.4, 4096 ahead 4.6 and 5.3; none 3.9 and 5.2. 8 bits, large pages, two quiet cores: 20.0
-        // and 22.1 (K 2048, 8192) 8192 ahead, 19.5 and 20.5 4096 ahead; two rows of w at once 19.8 and 21.5, four 18 to 20.
+        // Near to L1 and far to L2 (panel_rows.h has figures). One request to L2 alone: one row, small pages, 4 and 8
+        // bits on a busy thread 5.7 and 6.7 GB/s; to L1 alone, 2048 ahead 4.6 and 5.4, 4096 ahead 4.6 and 5.3; none 3.9
+        // and 5.2. Two rows of w at once, 8 bits, two quiet cores: 19.8 and 21.5 where one took 20.0 and 22.1.
         constexpr int NEAR = BITS == 8 ? 2048 : 1024, FAR = 4096;
         for (int line = 0; line < (BITS == 8 ? 2 : 1); ++line) ask_twice(p + 64 * line, NEAR, FAR);
         for (int m = 0; m < ROWS; ++m) {

@@ -226,10 +226,7 @@ static void multiply_block(const Weight& w, PairedRows& x, const Output& out, in
   };
   ahead.begin();
   make();
-  const int64_t lines = 0;
-  const uint8_t* coming = nullptr;
   for (int64_t number = 0; !unit.ended(); ++number, unit.next()) {
-    if (unit.pair == 0 && unit.step == unit.first) coming = x.at(0, unit.first + x.part < x.steps ? unit.first + x.part : 0);
     if (!many || number > 0) ahead.begin();
     if (many) make();
     int64_t turn = 1;
@@ -239,9 +236,7 @@ static void multiply_block(const Weight& w, PairedRows& x, const Output& out, in
       if (unit.step == 0) zero_sums();
       else if (x.pairs > 1) load_sums(sums);
       const uint8_t *of = room.tiles(many ? 0 : number), *from = x.at(i, unit.step);
-      if (many) add_unit<TILES, true>(of, from, unit.count(), [&]() __attribute__((always_inline)) {
-        for (int64_t line = 0; line < lines; ++line, coming += 64) _mm_prefetch((const char*)coming, _MM_HINT_T1);
-      });
+      if (many) add_unit<TILES, true>(of, from, unit.count(), [] {});
       else add_unit<TILES, false>(of, from, unit.count(), [&]() __attribute__((always_inline)) {
         if (--turn == 0) ahead.some(), turn = every;
       });

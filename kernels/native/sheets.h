@@ -81,7 +81,7 @@ static void unpack_rows_of_sheet(const Weight& w, int64_t n0, int64_t g, const u
       for (int64_t i = 0; i < LANES; ++i) {
         const uint8_t* p = w.row(std::min(n0 + column * LANES + i, w.N - 1)) + g * 16 * BITS + part * 64;
         _mm_prefetch((const char*)p + 16 * BITS, _MM_HINT_T0);
-        row[i] = BITS == 3 ? words12(p) : _mm512_loadu_si512(p);
+        row[i] = BITS == 3 ? words_of_threes(p) : _mm512_loadu_si512(p);
       }
       transpose(row, words);
       for (int64_t i = 0; i < LANES; ++i) put_codes<BITS, BYTES>(words[i], part, i, sheet + column);

@@ -101,7 +101,7 @@ static inline void bytes_of_three(const uint8_t* p, Ints* c) {
   c[1] = _mm512_ternarylogic_epi32(low, _mm512_srlv_epi32(rest, lanes), kept, 0xf8);  // low | rest & kept
 }
 // 32 words of four codes each, those of 4 bits with three.
-static inline __m512i words12(const uint8_t* p) {
+static inline __m512i words_of_threes(const uint8_t* p) {
   Ints c[2];
   bytes_of_three(p, c);
   const __m512i w = _mm512_or_si512(c[0], _mm512_slli_epi16(c[1], 3));

@@ -22,7 +22,7 @@ from typing import Self
 from pydantic import Field, model_validator
 
 from llmpq.costs_cache import cache_folder
-from llmpq.devices.kernel_sources import CPU, kernels_mark
+from llmpq.devices.kernel_sources import kernels_mark
 from llmpq.devices.this_machine import processor_name, usable_cores
 from llmpq.file_form import FileForm
 from llmpq.memory import CpuActivations
@@ -103,13 +103,13 @@ class CpuRates(FileForm):
 def kept_rates(threads: int, dtype: Dtype) -> CpuRates | None:
     """Return what was measured here before with so many threads; None without a usable file."""
     found = _kept(threads, dtype)
-    return None if found is None or found.kernels != kernels_mark(CPU) else found
+    return None if found is None or found.kernels != kernels_mark(on_cpu=True) else found
 
 
 def outdated(threads: int, dtype: Dtype) -> str | None:
     """Return that the rates kept for so many threads are not taken; None without such."""
     found = _kept(threads, dtype)
-    if found is None or found.kernels == kernels_mark(CPU):
+    if found is None or found.kernels == kernels_mark(on_cpu=True):
         return None
     return (
         f"this CPU's rates ({threads} threads, {dtype}) were measured on {found.day} with other "
@@ -163,7 +163,7 @@ def rates_of(
         busy=os.getloadavg()[0] > threads + 1,
         mem_gbps=mem_gbps,
         products=tuple(products),
-        kernels=kernels_mark(CPU),
+        kernels=kernels_mark(on_cpu=True),
     )
 
 

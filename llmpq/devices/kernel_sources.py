@@ -12,16 +12,18 @@ from pathlib import Path
 
 _ROOM = Path(__file__).parent.parent / "kernels"
 _OF_A_KERNEL = {".py", ".h", ".cpp", ".json"}
-CPU = ("cpu", "native", "formats")
-"""Folders that decide how quick a CPU's products are."""
+_CPU, _BOTH, _NEITHER = {"cpu", "native"}, {"formats"}, {"tools"}
 
 
 @functools.cache
-def kernels_mark(folders: tuple[str, ...] = ("",)) -> str:
-    """Return a mark of the sources in some of the room's folders; without, in all of them."""
+def kernels_mark(*, on_cpu: bool) -> str:
+    """Return a mark of the sources that decide how quick products are on a CPU, or on a GPU."""
     found = hashlib.sha256()
-    for folder in folders:
-        for path in sorted((_ROOM / folder).rglob("*")):
-            if path.suffix in _OF_A_KERNEL and "tools" not in path.relative_to(_ROOM).parts:
-                found.update(str(path.relative_to(_ROOM)).encode() + b"\0" + path.read_bytes())
+    for path in sorted(_ROOM.rglob("*")):
+        place = path.relative_to(_ROOM)
+        folder = place.parts[0]
+        if path.suffix not in _OF_A_KERNEL or _NEITHER & set(place.parts):
+            continue
+        if folder in _BOTH or (folder in _CPU) == on_cpu:
+            found.update(str(place).encode() + b"\0" + path.read_bytes())
     return found.hexdigest()[:12]

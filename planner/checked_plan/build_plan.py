@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Literal
 
 from llmpq.cluster import Device
-from llmpq.memory import stage_memory
+from llmpq.memory import stage_memory, unpacks_prompts
 from llmpq.plan import (
     ClusterRef,
     MemoryForm,
@@ -122,7 +122,7 @@ def _stage_plan(
         kv=p.workload.kv,
         context_bytes=device.spec.context,
         on_gpu=not device.spec.is_cpu,
-        unpacks=device.spec.unpacks_weights,
+        unpacks=unpacks_prompts(device.spec, precisions, p.quantization),
         first_layer=p.groups[stage.start][0],
     )
     return StagePlan(

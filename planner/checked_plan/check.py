@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from llmpq.cluster import Cluster, Device
 from llmpq.errors import BadPlanError, DoesNotFitError
-from llmpq.memory import stage_memory
+from llmpq.memory import stage_memory, unpacks_prompts
 from llmpq.model_spec import ModelSpec
 from llmpq.plan import Plan
 from llmpq.planner.checked_plan.plan_entries import used_inputs
@@ -112,7 +112,7 @@ def _check_memory(plan: Plan, spec: ModelSpec, position: int, device: Device) ->
         kv=plan.workload.kv,
         context_bytes=device.spec.context,
         on_gpu=not device.spec.is_cpu,
-        unpacks=device.spec.unpacks_weights,
+        unpacks=unpacks_prompts(device.spec, stage.precisions, plan.settings()),
         first_layer=stage.layers[0],
     )
     needed = memory.total_bytes

@@ -19,8 +19,13 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from llmpq.memory import embedding_bytes, kinds_of_layers, layer_weight_bytes
-from llmpq.precision import K_PADDING, Precision
+from llmpq.memory import (
+    embedding_bytes,
+    kinds_of_layers,
+    layer_weight_bytes,
+    unpacks_prompts,
+)
+from llmpq.precision import Precision
 from llmpq.sizes.kv_format import kv_cache_bytes
 from llmpq.sizes.workspace import workspace_bytes
 
@@ -153,11 +158,6 @@ def _sorts(choices: Sequence[Precision]) -> dict[int, tuple[Precision, ...]]:
 
 
 def _memory_kind(p: Problem, cls: DeviceClass) -> tuple[bool, bool]:
-    """Return whether a class's stages run on a GPU, and whether it unpacks whole weights.
-
-    Of NVFP4 and of 3 bits in small groups every GPU does: no kernel of Hopper's reads those for a
-    prompt.
-    """
-    spec, group = cls.first.spec, p.quantization.group_size
-    thirds = group is not None and group < K_PADDING and any(c.weight_bits == 3 for c in p.choices)
-    return not spec.is_cpu, spec.unpacks_weights or thirds or p.quantization.codes == "nvfp4"
+    """Return whether a class's stages run on a GPU, and whether one may unpack whole weights."""
+    spec = cls.first.spec
+    return not spec.is_cpu, unpacks_prompts(spec, p.choices, p.quantization)

@@ -11,6 +11,7 @@ from llmpq.checkpoints.stored_codes import stored_codes
 from llmpq.cluster import Cluster, Device
 from llmpq.cost_model import CostModel
 from llmpq.errors import DoesNotFitError
+from llmpq.memory import unpacks_prompts
 from llmpq.model_spec import ModelSpec
 from llmpq.plan import MAX_GAMMA, Plan, Speculation
 from llmpq.sizes.workspace import workspace_bytes
@@ -118,7 +119,7 @@ def round_bytes(
             prefill_microbatch=plan.prefill_microbatch,
             decode_microbatch=rows,
             on_gpu=not device.spec.is_cpu,
-            unpacks=device.spec.unpacks_weights,
+            unpacks=unpacks_prompts(device.spec, plan.stages[index].precisions, plan.settings()),
         )
 
     rows = plan.decode_microbatch

@@ -177,7 +177,10 @@ def _load(directory: Path) -> Any:
 def _is_plain(directory: Path) -> bool:
     """Return whether `AutoTokenizer`, whose import takes two seconds, has nothing to choose."""
     settings = json.loads((directory / SETTINGS).read_text(encoding="utf-8"))
-    config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+    described = directory / "config.json"
+    if not described.is_file():
+        return False
+    config = json.loads(described.read_text(encoding="utf-8"))
     if settings.get("tokenizer_class") not in _PLAIN_CLASSES or "auto_map" in settings:
         return False
     return config.get("model_type") in PLAIN_TYPES

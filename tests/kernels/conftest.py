@@ -13,13 +13,16 @@ import pytest
 ALL = "LLMPQ_ALL_TESTS" in os.environ
 LEAST = (86, 120, 89)
 """Where a block may use the least shared memory: what fits there fits everywhere."""
+BEHIND = (90, 100)
+"""Where kernels take branches of their own (launches that overlap, operands of wgmma)."""
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave each form of a kernel to one of those with the least memory, in turn.
 
-    A family of kernels is a folder: each other architecture meets some form of it. A test marked
-    `everywhere` keeps all of its own. Runs before the root's hook, which thins the rest.
+    A family of kernels is a folder: each other architecture meets some form of it, and of each test
+    one form is compiled for one of BEHIND. A test marked `everywhere` keeps all of its own. Runs
+    before the root's hook, which thins the rest.
     """
     if ALL:
         return
@@ -65,7 +68,22 @@ def _not_dealt(family: Sequence[pytest.Item]) -> set[pytest.Item]:
         more = able[number * len(able) // 4]  # not always the first test's
         more.add_marker("dealt")
         kept.add(more)
-    return set(family) - kept
+    return set(family) - kept - _behind(family, kept)
+
+
+def _behind(family: Sequence[pytest.Item], kept: set[pytest.Item]) -> set[pytest.Item]:
+    """Return a form for one of BEHIND of each test that has none of `kept` there."""
+    tests: dict[tuple[object, ...], list[pytest.Item]] = {}
+    for item in family:
+        if _arch(item) in BEHIND:
+            tests.setdefault((item.path, item.originalname), []).append(item)
+    found = set()
+    for number, items in enumerate(tests.values()):
+        if kept.isdisjoint(items):
+            able = [i for i in items if _arch(i) == BEHIND[number % 2]] or items
+            able[number % len(able)].add_marker("dealt")
+            found.add(able[number % len(able)])
+    return found
 
 
 def _arch(item: pytest.Item) -> int:

@@ -6,6 +6,7 @@ import logging
 
 from llmpq.devices.device_spec import device_specs
 from llmpq.errors import DoesNotFitError
+from llmpq.memory import unpacks_prompts
 from llmpq.model_spec import ModelSpec
 from llmpq.plan import MemoryForm, Plan, StagePlan
 from llmpq.precision import KVPrecision
@@ -68,7 +69,7 @@ def _workspace_bytes(plan: Plan, spec: ModelSpec, stage: StagePlan, workload: Wo
         prefill_microbatch=plan.prefill_microbatch,
         decode_microbatch=plan.decode_microbatch,
         on_gpu=not stage.is_cpu,
-        unpacks=device is None or device.unpacks_weights,
+        unpacks=unpacks_prompts(device, stage.precisions, plan.settings()),
     )
 
 

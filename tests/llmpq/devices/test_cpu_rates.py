@@ -50,7 +50,7 @@ def test_rates_of_other_kernels_are_named_and_not_taken(monkeypatch):
     answering(monkeypatch, rates_of(1, "float32", [FOUR], 20.0).dump_json())
     probe(1, "float32")
     assert outdated(1, "float32") is None and outdated(2, "float32") is None
-    monkeypatch.setattr(cpu_rates, "kernels_mark", lambda folders: "another")
+    monkeypatch.setattr(cpu_rates, "kernels_mark", lambda on_cpu: "another")
     assert kept_rates(1, "float32") is None
     assert "--probe-cpu" in (outdated(1, "float32") or "")
 

@@ -427,8 +427,8 @@ def test_a_placement_that_stays_pending_is_given_up(ray_session, demo_model, mak
     ("how", "backend"),
     [
         (signal.SIGTERM, "processes"),
-        (signal.SIGINT, "processes"),
-        pytest.param(signal.SIGINT, "ray", marks=pytest.mark.seldom),  # as in test_own_ray.py
+        pytest.param(signal.SIGINT, "processes", marks=pytest.mark.seldom),
+        (signal.SIGINT, "ray"),
     ],
 )
 def test_a_stop_keeps_what_is_done_and_resume_finishes_it(job, whole_rows, how, backend):

@@ -29,3 +29,9 @@ def test_a_class_is_that_of_transformers(demo_model: Path, tmp_path: Path, kind,
     assert type(ours._inner) is type(theirs)
     assert ours.encode(TEXT) == theirs.encode(TEXT)
     assert ours._inner.init_kwargs == theirs.init_kwargs
+
+
+def test_a_directory_of_a_tokenizer_alone_is_read(demo_model: Path, tmp_path: Path):
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(demo_model / name, tmp_path)
+    assert Tokenizer(tmp_path).encode(TEXT) == Tokenizer(demo_model).encode(TEXT)

@@ -90,4 +90,6 @@ def test_mxfp4_programs(fuse, dtype):
         assert sum(op.startswith(("STL", "LDL")) for op, _ in loop) <= 12
     if not fuse:
         constants |= {"STAGES": BROAD_STAGES, "BROAD": True}
-        assert build(packed_kernel, "bf16", constants).count("HGMMA") == 3 * 2 * 2 * 4
+        code = build(packed_kernel, "bf16", constants)
+        assert code.count("HGMMA") == 3 * 2 * 2 * 4
+        assert code.count("WARPGROUP.DEPBAR") == 3 * 2 * (2 + 1)

@@ -99,6 +99,7 @@ CASES += [seldom((64, 8, 64, torch.bfloat16), 86, RULED)]
 CASES += [seldom((16, 8, 256, torch.bfloat16), 90, RULED)]
 
 
+@pytest.mark.everywhere
 @pytest.mark.parametrize(
     "model,arch,scores", CASES, ids=lambda value: str(value).replace("torch.", "")
 )
