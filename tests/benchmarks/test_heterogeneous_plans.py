@@ -16,7 +16,7 @@ import pytest
 from llmpq.errors import StageLostError
 from llmpq.plan import Plan
 
-pytestmark = pytest.mark.pure
+pytestmark = [pytest.mark.pure, pytest.mark.slow]
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -12,7 +12,7 @@ from llmpq.cluster import Cluster
 from llmpq.plan import Plan
 from llmpq.planner.__main__ import main
 
-pytestmark = pytest.mark.pure
+pytestmark = [pytest.mark.pure, pytest.mark.slow]
 
 ROOT = Path(__file__).resolve().parents[2]
 CLUSTERS = ROOT / "docs" / "clusters"

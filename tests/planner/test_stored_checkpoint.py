@@ -29,7 +29,7 @@ from llmpq.precision import Precision
 
 Seeds = Callable[[Sequence[int]], Sequence[int]]
 
-pytestmark = pytest.mark.pure
+pytestmark = [pytest.mark.pure, pytest.mark.slow]
 
 ROOT = Path(__file__).resolve().parents[2]
 DEMO = ROOT / "examples" / "demo-7m"

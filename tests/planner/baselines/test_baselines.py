@@ -24,7 +24,7 @@ from llmpq.planner.solving.methods import solve
 from llmpq.planner.tools.brute_force import assignments
 from llmpq.planner.tools.random_problems import random_problem
 
-pytestmark = pytest.mark.pure
+pytestmark = [pytest.mark.pure, pytest.mark.slow]
 PAPER = Path(__file__).resolve().parents[3] / "clusters" / "paper"
 
 

@@ -24,7 +24,7 @@ from llmpq.planner.tools.random_problems import random_problem
 from llmpq.speculation import draft_bytes
 from llmpq.units import format_size
 
-pytestmark = pytest.mark.pure
+pytestmark = [pytest.mark.pure, pytest.mark.slow]
 ALL = "LLMPQ_ALL_TESTS" in os.environ
 
 

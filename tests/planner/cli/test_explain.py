@@ -21,7 +21,7 @@ from llmpq.planner.predict.what_if import changed_problem, compared
 from llmpq.planner.solving.methods import solve
 from llmpq.planner.tools.random_problems import random_problem
 
-pytestmark = pytest.mark.pure
+pytestmark = [pytest.mark.pure, pytest.mark.slow]
 CARDS = """
 name: pair
 nodes:

@@ -17,7 +17,7 @@ from llmpq.planner.inputs.make_problem import make_problem
 from llmpq.planner.predict.fits import spare_bytes
 from llmpq.precision import Precision
 
-pytestmark = pytest.mark.pure
+pytestmark = [pytest.mark.pure, pytest.mark.slow]
 
 
 def problem(bits: str, memory: int | None = None, model: str = "deepseek-v3") -> Problem:

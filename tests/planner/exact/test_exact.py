@@ -27,7 +27,7 @@ from llmpq.planner.tools.random_problems import random_problem
 
 Seeds = Callable[[Sequence[int]], Sequence[int]]
 
-pytestmark = pytest.mark.pure
+pytestmark = [pytest.mark.pure, pytest.mark.slow]
 TINY = {"layers": (3, 5), "kinds": (1, 2), "devices": (1, 2), "precisions": 2}
 
 

@@ -20,7 +20,7 @@ from llmpq.planner.formulation.outcome import Infeasible
 from llmpq.planner.formulation.problem import Problem
 from llmpq.planner.tools.random_problems import random_problem
 
-pytestmark = pytest.mark.pure
+pytestmark = [pytest.mark.pure, pytest.mark.slow]
 
 LAYERS, KINDS, DEVICES = (1, 12), (1, 4), (1, 3)
 ALL = "LLMPQ_ALL_TESTS" in os.environ

@@ -30,7 +30,7 @@ from llmpq.precision import KVPrecision
 
 Seeds = Callable[[Sequence[int]], Sequence[int]]
 
-pytestmark = pytest.mark.pure
+pytestmark = [pytest.mark.pure, pytest.mark.slow]
 PAPER = Path(__file__).resolve().parents[3] / "clusters" / "paper"
 Points = list[tuple[float, float]]
 

@@ -26,7 +26,7 @@ from llmpq.planner.predict.simulate import simulate
 from llmpq.planner.predict.step_by_step import step_by_step_time, step_note, told_time
 from llmpq.planner.tools.random_problems import random_problem
 
-pytestmark = pytest.mark.pure
+pytestmark = [pytest.mark.pure, pytest.mark.slow]
 
 DATA = Path(__file__).resolve().parents[3] / "benchmarks" / "data"
 REAL = {

@@ -25,7 +25,7 @@ from llmpq.planner.tools.random_problems import random_problem
 
 HOW = How(method="exact", time_limit_s=1.0)
 
-pytestmark = pytest.mark.pure
+pytestmark = [pytest.mark.pure, pytest.mark.slow]
 
 
 def _seeds(count: int) -> list[int]:

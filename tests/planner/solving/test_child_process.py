@@ -35,7 +35,7 @@ from llmpq.planner.solving.isolated import (
 from llmpq.planner.solving.methods import How, solve
 from llmpq.planner.tools.random_problems import random_problem
 
-pytestmark = pytest.mark.pure
+pytestmark = [pytest.mark.pure, pytest.mark.slow]
 
 DIED = (
     "the solver of --method ilp died (signal 11); try --method exact, ilp with --solver cbc, "

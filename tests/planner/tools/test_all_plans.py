@@ -14,7 +14,7 @@ from llmpq.planner.tools.all_plans import best_of_all
 from llmpq.planner.tools.brute_force import assignments, brute_force
 from llmpq.planner.tools.random_problems import random_problem
 
-pytestmark = pytest.mark.pure
+pytestmark = [pytest.mark.pure, pytest.mark.slow]
 
 
 @pytest.mark.parametrize("objective", ["makespan", "paper"])

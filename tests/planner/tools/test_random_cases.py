@@ -14,7 +14,7 @@ from llmpq.planner.formulation.problem_form import problem_data
 from llmpq.planner.tools.all_plans import best_of_all
 from llmpq.planner.tools.random_cases import random_case
 
-pytestmark = pytest.mark.pure
+pytestmark = [pytest.mark.pure, pytest.mark.slow]
 
 
 def test_a_seed_is_one_case() -> None:
