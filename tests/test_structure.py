@@ -56,6 +56,16 @@ def test_files_and_functions_stay_short(path: Path) -> None:
             assert length <= MAX_FUNCTION_LINES, f"{node.name} has {length} lines"
 
 
+def test_no_function_for_triton_has_a_string_as_default() -> None:
+    """Triton 3.6 cannot call one from another: it takes the string for a tensor."""
+    for path in (ROOT / "kernels").rglob("*.py"):
+        for node in ast.walk(tree_of(path)):
+            if isinstance(node, ast.FunctionDef) and is_kernel(node):
+                values = [*node.args.defaults, *node.args.kw_defaults]
+                texts = [v for v in values if isinstance(v, ast.Constant) and type(v.value) is str]
+                assert not texts, f"{path}: {node.name} has a default in quotes"
+
+
 def test_nine_functions_of_ten_are_short() -> None:
     lengths = sorted(
         (node.end_lineno or node.lineno) - node.lineno + 1

@@ -59,7 +59,7 @@ def rows_kernel(
     BITS: tl.constexpr, GROUPED: tl.constexpr, SYMMETRIC: tl.constexpr, EVEN_K: tl.constexpr,
     EVEN_G: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
     BH: tl.constexpr, WM: tl.constexpr, STEPS: tl.constexpr, D: tl.constexpr, XD: tl.constexpr,
-    PDL: tl.constexpr, INTERPRET: tl.constexpr, FORM: tl.constexpr = "", ASM: tl.constexpr = "",
+    PDL: tl.constexpr, INTERPRET: tl.constexpr, FORM: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """y = x w^T for M <= 8: STEPS * WM >= groups; steps past the last group are multiplied by 0."""
     DT: tl.constexpr = X.dtype.element_ty

@@ -107,8 +107,8 @@ def _accumulate(
     BM: tl.constexpr,
     KWIDTH4: tl.constexpr,
     INTERPRET: tl.constexpr,
-    FORM: tl.constexpr = "",
-    ASM: tl.constexpr = "",
+    FORM: tl.constexpr,
+    ASM: tl.constexpr,
 ):
     """acc += scale * (code - zero) x of one k-group; not GROUPED, the scale waits for the end."""
     if FORM != "":
@@ -151,7 +151,7 @@ def tile_kernel(
     HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, SPLIT: tl.constexpr, SCALE_W: tl.constexpr,
     BH: tl.constexpr, WM: tl.constexpr, BM: tl.constexpr, D: tl.constexpr, STAGES: tl.constexpr,
     XS: tl.constexpr, PDL: tl.constexpr, KWIDTH4: tl.constexpr, INTERPRET: tl.constexpr,
-    FORM: tl.constexpr = "", ASM: tl.constexpr = "",
+    FORM: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """y = x w^T, grid (tiles of BM rows of x, tiles of rows of w, split).
 

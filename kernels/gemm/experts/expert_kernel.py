@@ -125,7 +125,7 @@ def _add_group(
         return acc + own_sum(t, INTERPRET)
     else:
         return _accumulate(
-            acc, now, x, 0, BITS, DT, True, SYMMETRIC, False, BH, WM, BM, KWIDTH4, INTERPRET
+            acc, now, x, 0, BITS, DT, True, SYMMETRIC, False, BH, WM, BM, KWIDTH4, INTERPRET, "", ""
         )
 
 

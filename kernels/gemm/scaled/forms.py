@@ -30,10 +30,8 @@ def form_constants(q: Coded, dtype: torch.dtype) -> Constants:
     floats = form in ("e2m1", "nvfp4")
     parts = 0 if q.group_size is None else 1 if floats else max(1, GROUP // q.group_size)
     made: Constants = {"BITS": bits, "GROUPED": parts, "SYMMETRIC": symmetric}
-    if not form:
-        return made
-    if floats:
-        return made | {"FORM": form}
+    if not form or floats:
+        return made | {"FORM": form, "ASM": ""}
     kind = "f16" if dtype == torch.float16 else "bf16"
     return made | {"FORM": form, "ASM": word_assembly(form, bits, kind, symmetric, parts)}
 

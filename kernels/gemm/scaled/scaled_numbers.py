@@ -61,7 +61,7 @@ def numbers_of(q: Coded, dtype: torch.dtype, *, interpret: bool = False) -> Tens
     blocks, groups = n // BLOCK_ROWS, triton.cdiv(k, GROUP)
     numbers_kernel[(triton.cdiv(blocks, WARPS), groups)](
         *(planes[0], planes[-1], scale, zero, out, k, blocks, groups),
-        **{"ASM": ""} | form_constants(q, dtype),
+        **form_constants(q, dtype),
         EVEN_K=k % GROUP == 0,
         WM=WARPS,
         INTERPRET=interpret,
