@@ -20,8 +20,8 @@ settings.load_profile("seeded")
 ALL = "LLMPQ_ALL_TESTS" in os.environ
 """Whether every drawn problem is tried, at every level of a CPU's instructions: `make test-all`."""
 if not ALL:
-    # Code for one level of a CPU's instructions takes 12 s of a core, not 24; commands have it too.
-    os.environ.setdefault("LLMPQ_NATIVE_OPTIMISED", "-O2")
+    # Code for one level of a CPU's instructions takes 9 s of a core, not 24; commands have it too.
+    os.environ.setdefault("LLMPQ_NATIVE_OPTIMISED", "-O1")
 VOCAB, HIDDEN, LAYERS, POSITIONS = 199, 64, 3, 128
 ALONE = {
     "quick": ("pure", "quick"),
