@@ -4,7 +4,7 @@
 
 Two Ray nodes on this machine with a GPU each, which may share no memory (NCCL_P2P_DISABLE,
 NCCL_SHM_DISABLE): stages talk as between two hosts. The same plan runs again as two processes with
-peer memory. Not measured yet: it needs two GPUs.
+peer memory.
 """
 
 from __future__ import annotations

@@ -125,8 +125,8 @@ def test_the_preflight_finds_the_gpus_and_their_link(address, write):
 
 def test_a_plan_for_another_gpu_is_refused(address, write):
     done = run(command(write(kind="A100-80GB"), "out.jsonl", "--address", address))
-    assert done.returncode == 4, done.stderr
-    assert "was planned for A100-80GB, got 'NVIDIA H200'" in done.stderr
+    assert done.returncode == 6, done.stderr
+    assert "no Ray node has A100-80GB" in done.stderr and "2 x H200" in done.stderr
 
 
 def test_a_stage_that_runs_out_of_memory_at_start_is_named(address, write, make_plan, demo_model):
