@@ -3,6 +3,7 @@
 #                   independent (make test WORKERS= for one)
 # make test-all     the same with every drawn problem, CPU level and product of parameters whole
 # make test-quick   what needs no torch, and one model on the CPU: a minute, for people at work
+# make test-oldest  what is compiled for GPUs, by the oldest Triton that is supported
 # make lint   ruff and mypy          make clean   remove what make made
 PYTHON ?= python3
 VENV := .venv
@@ -14,12 +15,13 @@ WORKERS := -n 2 --dist loadfile --no-loadscope-reorder
 WAITING := $(subst -n 2,-n 3,$(WORKERS))
 TIMES := .test-seconds
 BESIDE := .test-beside
+OLDEST := .oldest
 # Before and behind a tier's tests, which are a line of their own without
 # a shell: so a signal to make ends them.
 begun = @date +%s > .test-$@
 noted = @echo "$(@:test-%=%) $$(($$(date +%s) - $$(cat .test-$@)))" >> $(TIMES); rm .test-$@
 
-.PHONY: demo test test-all test-quick test-cpu test-interpret test-compile test-cluster test-hosts lint clean setup
+.PHONY: demo test test-all test-quick test-cpu test-interpret test-compile test-cluster test-hosts test-oldest lint clean setup
 setup: $(VENV)/.installed
 
 # torch first and pinned: an unpinned install pulls gigabytes of CUDA on a machine without a GPU.
@@ -73,6 +75,10 @@ test-cluster: setup
 	$(begun)
 	$(BIN)/python -m pytest -q $(WAITING) -m cluster
 	$(noted)
+# Not in `test`: what is compiled, by the oldest Triton that pyproject.toml allows.
+test-oldest: setup
+	test -d $(OLDEST)/triton || $(BIN)/python -m pip install -q --no-deps --target $(OLDEST) triton==3.6.0
+	env PYTHONPATH=$(OLDEST) $(BIN)/python -m pytest -q $(WORKERS) -m compile
 # Not in `test`: a quarter of an hour of hosts that are lost on purpose.
 test-hosts: setup
 	$(BIN)/python -m pytest -q -m hosts_long
@@ -89,4 +95,4 @@ lint: setup
 	  --no-warn-unused-ignores $(LOOSE:%=--disable-error-code=%) *.py
 
 clean:
-	rm -rf $(VENV) .test-* out build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(OLDEST) .test-* out build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
