@@ -12,7 +12,8 @@ the search makes the few vectors that it needs (planner/exact/wanted.py).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
@@ -42,6 +43,20 @@ class Columns:
     """[m] -> [K] sort of weights (planner/costs/stage_memory.py)."""
     least: tuple[Floats, ...]
     """[m] -> [L - m + 1, K] least sum of omega of layers [a, a + m), infinite if none may be so."""
+    _priced: dict[float, tuple[Floats, ...]] = field(default_factory=dict, compare=False)
+
+    @cached_property
+    def lengths(self) -> NDArray[np.int64]:
+        """[N] layers of each of all count vectors of one layer and more, side by side."""
+        sizes = [len(counts) for counts in self.counts[1:]]
+        return np.repeat(np.arange(1, self.most + 1), sizes)
+
+    def priced_omega(self, theta: float) -> tuple[Floats, ...]:
+        """[m] -> [L - m + 1, K] theta times the least omegas, kept for the theta asked of last."""
+        if theta not in self._priced:
+            self._priced.clear()
+            self._priced[theta] = tuple(priced(omega, theta) for omega in self.least)
+        return self._priced[theta]
 
     @property
     def most(self) -> int:
