@@ -46,5 +46,5 @@ def spare_bytes(p: Problem, a: Assignment, position: int) -> int:
     first, last = int(position == 0), int(position == len(a.stages) - 1)
     layers = range(stage.start, stage.end)
     used = sum(int(x.layer_bytes[i, b]) for i, b in zip(layers, stage.choices, strict=True))
-    sort = int(sort_of(p.choices, np.bincount(stage.choices, minlength=len(p.choices))))
+    sort = int(sort_of(p.packed, np.bincount(stage.choices, minlength=len(p.choices))))
     return int(x.capacity[stage.cls, first, last, sort]) - used

@@ -81,7 +81,7 @@ def make_columns(p: Problem, *, longest: int | None = None) -> Columns:
     vectors_made = entries = 0
     for m in range(1, min(num_layers, longest or num_layers) + 1):
         vectors = _next_vectors(counts[-1], base)
-        vectors = vectors[vectors @ layer_bytes <= room[sort_of(p.choices, vectors)]]
+        vectors = vectors[vectors @ layer_bytes <= room[sort_of(p.packed, vectors)]]
         starts = 1 if only_whole else num_layers - m + 1
         vectors_made += len(vectors)
         entries += len(vectors) * starts
@@ -101,7 +101,7 @@ def make_columns(p: Problem, *, longest: int | None = None) -> Columns:
     return Columns(
         counts=tuple(counts),
         num_bytes=tuple(k @ layer_bytes for k in counts),
-        sorts=tuple(sort_of(p.choices, k) for k in counts),
+        sorts=tuple(sort_of(p.packed, k) for k in counts),
         least=tuple(least),
     )
 

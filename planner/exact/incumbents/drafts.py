@@ -59,7 +59,7 @@ class Scales:
         count = len(draft.order)
         first, last = np.zeros(count, dtype=int), np.zeros(count, dtype=int)
         first[0], last[-1] = 1, 1
-        sorts = sort_of(self.p.choices, counts)
+        sorts = sort_of(self.p.packed, counts)
         room = self.room[np.array(draft.order), first, last, sorts]
         return np.asarray(room - counts @ self.sizes)
 
