@@ -47,6 +47,12 @@ def sort_of(packed: NDArray[np.bool_], counts: NDArray[np.int64]) -> NDArray[np.
     return np.asarray(_SORTS[2 * some_packed + some_dense])
 
 
+def sort_of_stage(packed: NDArray[np.bool_], choices: Sequence[int]) -> int:
+    """Return the sort of a stage whose layers have these choices."""
+    some = {bool(packed[b]) for b in choices}
+    return MIXED if len(some) == 2 else PACKED if True in some else DENSE
+
+
 def packed_of(choices: Sequence[Precision]) -> NDArray[np.bool_]:
     """[B] which choices are of packed weights."""
     return np.array([choice.weight_bits < 16 for choice in choices])

@@ -160,7 +160,7 @@ class Completion:
         onward = np.empty((classes, layers + 1, states))
         hops, each, next_state = self.hops[:, :, None], np.arange(classes)[:, None], after.T
         stage = self.stage + rents[:, None, None]
-        ends, some = _ends(stage), np.asarray(np.isfinite(stage)).any(axis=2)
+        ends, some = _ends(stage), np.asarray(np.isfinite(stage).any(axis=2))
         for a in range(layers, -1, -1):
             if a < layers:
                 for c in np.flatnonzero(some[:, a]).tolist():
