@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Literal
 
 from llmpq.devices.device_spec import DeviceSpec
@@ -94,6 +95,7 @@ class StageMemory:
         )
 
 
+@lru_cache(maxsize=512)
 def expert_weight_bytes(
     spec: ModelSpec, precision: Precision, quantization: Quantization, dtype_bytes: int
 ) -> int:
@@ -105,6 +107,7 @@ def expert_weight_bytes(
     return sum(scheme.nbytes(s.out_features, s.in_features, dtype_bytes) for s in own)
 
 
+@lru_cache(maxsize=512)
 def layer_weight_bytes(
     spec: ModelSpec, precision: Precision, quantization: Quantization, dtype_bytes: int
 ) -> int:

@@ -14,7 +14,7 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import MISSING, asdict, dataclass, field, fields, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any, Literal
 
@@ -230,7 +230,7 @@ class ModelSpec:
         whole = sum(math.prod(shape) for shape in self.kept_whole.values())
         return linear + len(self.layer_norms) * self.norm_params + whole
 
-    @property
+    @cached_property
     def weights_per_token(self) -> int:
         """Weights of a layer that one token is multiplied with: those of its experts only."""
         shares = [

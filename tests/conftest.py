@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from importlib.util import module_from_spec, spec_from_file_location
@@ -134,6 +135,31 @@ def _values(item: pytest.Item, lists: Sequence[Sequence[str]]) -> list[tuple[str
 def _level(item: pytest.Item) -> object:
     """Return the CPU's instructions that a test is of, if it is of some."""
     return item.callspec.params.get("level") if hasattr(item, "callspec") else None
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skip what needs our own code for CPUs where there is none; let no progress bar watch."""
+    if item.get_closest_marker("native"):
+        # Compiled when a test first asks, not while tests are collected.
+        from llmpq.kernels.native.library import library
+
+        if library() is None:
+            pytest.skip("needs an x86-64 CPU with AVX2 and a C++ compiler")
+    _end_watch()
+
+
+def _end_watch() -> None:
+    """End the thread that a progress bar of a test before has left, and let none begin.
+
+    Beside any other thread the planner forks no search: it starts an interpreter for each.
+    """
+    bars = getattr(sys.modules.get("tqdm"), "tqdm", None)
+    if bars is None:
+        return
+    bars.monitor_interval = 0
+    if bars.monitor is not None:
+        bars.monitor.exit()
+        bars.monitor = None
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:

@@ -97,6 +97,12 @@ def executed(node: ast.AST) -> Iterator[ast.AST]:
             yield from executed(child)
 
 
+@functools.cache
+def imported_by(path: Path) -> frozenset[str]:
+    """What a file imports, read once."""
+    return frozenset(imported(path.read_text()))
+
+
 def imported(source: str) -> Iterator[str]:
     """Every module, or name in a module, that a source imports, wherever it does so."""
     named, dynamic = [], False
@@ -127,7 +133,7 @@ def graph() -> Graph:
     known = modules()
     edges = {}
     for name, path in known.items():
-        whole = {module_of(target, known) for target in imported(path.read_text())}
+        whole = {module_of(target, known) for target in imported_by(path)}
         edges[name] = frozenset(whole) - {name, ""}
     return edges
 
@@ -233,9 +239,9 @@ def test_no_files_in_a_circle(edges: Graph) -> None:
 def test_planner_and_nouns_leave_torch_alone() -> None:
     for name, path in modules().items():
         if parts_of(name)[0] in ("llmpq", "planner"):
-            roots = {target.split(".")[0] for target in imported(path.read_text())}
+            roots = {target.split(".")[0] for target in imported_by(path)}
             assert not roots & {"torch", "triton"}, name
-        assert not {t.split(".")[0] for t in imported(path.read_text())} & set(ROOMS), name
+        assert not {t.split(".")[0] for t in imported_by(path)} & set(ROOMS), name
 
 
 @pytest.mark.parametrize(

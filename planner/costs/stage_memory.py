@@ -12,7 +12,6 @@ both has the larger of each.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache
 from itertools import product
 from typing import TYPE_CHECKING
 
@@ -39,22 +38,29 @@ NEVER = -(2**60)
 """Bytes left for a stage that cannot be."""
 
 
-def sort_of(choices: Sequence[Precision], counts: NDArray[np.int64]) -> NDArray[np.int64]:
+_SORTS = np.array([DENSE, DENSE, PACKED, MIXED])
+
+
+def sort_of(packed: NDArray[np.bool_], counts: NDArray[np.int64]) -> NDArray[np.int64]:
     """Return the sort of stages with `counts[..., b]` layers at each choice."""
-    packed, sorts = _packed(tuple(choices)), np.array([DENSE, DENSE, PACKED, MIXED])
     some_packed, some_dense = counts @ packed > 0, counts @ ~packed > 0
-    return np.asarray(sorts[2 * some_packed + some_dense])
+    return np.asarray(_SORTS[2 * some_packed + some_dense])
 
 
-@cache
-def _packed(choices: tuple[Precision, ...]) -> NDArray[np.bool_]:
+def sort_of_stage(packed: NDArray[np.bool_], choices: Sequence[int]) -> int:
+    """Return the sort of a stage whose layers have these choices."""
+    some = {bool(packed[b]) for b in choices}
+    return MIXED if len(some) == 2 else PACKED if True in some else DENSE
+
+
+def packed_of(choices: Sequence[Precision]) -> NDArray[np.bool_]:
     """[B] which choices are of packed weights."""
     return np.array([choice.weight_bits < 16 for choice in choices])
 
 
 def choices_of(choices: Sequence[Precision], sort: int) -> NDArray[np.bool_]:
     """[B] which choices a stage of a sort may have."""
-    packed = _packed(tuple(choices))
+    packed = packed_of(choices)
     return {DENSE: ~packed, PACKED: packed, MIXED: np.ones(len(packed), dtype=bool)}[sort]
 
 

@@ -21,10 +21,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from llmpq.planner.exact.bounds.columns import columns_if_few
 from llmpq.planner.exact.bounds.completion import Completion
 from llmpq.planner.exact.bounds.cutting import cut_boxes, in_steps
 from llmpq.planner.exact.bounds.form import EVERYWHERE, Box, Form, make_form
+from llmpq.planner.exact.bounds.pair_columns import KeptPairs
 from llmpq.planner.exact.bounds.pairs import PairTables
 from llmpq.planner.exact.bounds.relaxation import ClassRelaxation, Prices
 from llmpq.planner.exact.incumbents.greedy import greedy_plan
@@ -96,7 +96,7 @@ class Search:
         self.p, self.space = searched(p)
         self.tables = self.true_tables if self.p is p else PairTables(self.p)
         self.relaxation = ClassRelaxation(self.p)
-        self.columns = columns_if_few(self.p)
+        self.kept = KeptPairs.of(self.p)
         self.stuck: list[float] = []
         self.overtime = False
         self.hasty = False
@@ -217,7 +217,7 @@ class Search:
         bound, self.deadline = self._run(), end
         if bound < self.target and time.perf_counter() < end:
             self.p, self.space, self.tables = self.true, Space(self.true), self.true_tables
-            self.relaxation, self.columns = ClassRelaxation(self.p), columns_if_few(self.p)
+            self.relaxation, self.kept = ClassRelaxation(self.p), KeptPairs.of(self.p)
             self.stuck, self.open = [], None
             bound = max(bound, self._run())
         return bound
@@ -290,7 +290,7 @@ class Search:
             p=self.p,
             form=part.form,
             prices=prices,
-            columns=self.columns,
+            kept=self.kept,
             space=self.space,
             box=part.box,
             islands=self.tables.islands,

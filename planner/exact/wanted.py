@@ -240,7 +240,7 @@ def _grown(bound: Completion, c: int, reach: Floats, late: Callable[[], bool]) -
         end = grown.start + m
         first, last = (grown.start == 0).astype(int), (end == layers).astype(int)
         sizes = grown.counts @ p.all_layer_bytes[0]
-        sorts = sort_of(p.choices, grown.counts)
+        sorts = sort_of(p.packed, grown.counts)
         cost = column_costs(bound.form, bound.weights, bound.box, grown.counts, c)
         cost = cost + p.theta * grown.omega
         ends = ends_costs(bound.form, bound.weights)
@@ -330,7 +330,7 @@ def _best_of_each(bound: Completion, grown: _Growing, c: int) -> _Growing:
     columns = [grown.counts @ table[0, c] for table in tables]
     columns += [grown.omega, (grown.counts @ p.all_layer_bytes[0]).astype(float)]
     worse = np.stack(columns, axis=1)
-    sorts = sort_of(p.choices, grown.counts)
+    sorts = sort_of(p.packed, grown.counts)
     keep = np.zeros(len(grown.start), dtype=bool)
     group = grown.start * 3 + sorts
     for g in np.unique(group):

@@ -22,7 +22,7 @@ from llmpq.memory import Quantization
 from llmpq.model_spec import ModelSpec
 from llmpq.planner.costs.cost_book import CostBook
 from llmpq.planner.costs.links import ClassLinks, Floats, LinkTables, link_tables
-from llmpq.planner.costs.stage_memory import capacity, layer_bytes
+from llmpq.planner.costs.stage_memory import capacity, layer_bytes, packed_of
 from llmpq.planner.formulation.microbatch import distinct_sizes, microbatch_pairs
 from llmpq.planner.formulation.numbers import PairNumbers, SizeNumbers, pair_numbers, size_numbers
 from llmpq.planner.formulation.symmetry import alike_devices, device_key, twin_nodes
@@ -165,6 +165,11 @@ class Problem:
         """Largest number of stages a plan may have."""
         most = min(len(self.cluster.devices), self.num_layers)
         return most if self.max_devices is None else min(most, self.max_devices)
+
+    @cached_property
+    def packed(self) -> NDArray[np.bool_]:
+        """[B] which choices are of packed weights."""
+        return packed_of(self.choices)
 
     @cached_property
     def omega(self) -> Floats:

@@ -6,9 +6,7 @@ import time
 from collections import Counter
 from collections.abc import Iterable
 
-import numpy as np
-
-from llmpq.planner.costs.stage_memory import sort_of
+from llmpq.planner.costs.stage_memory import sort_of_stage
 from llmpq.planner.formulation.outcome import Assignment
 from llmpq.planner.formulation.problem import Problem
 
@@ -46,5 +44,4 @@ def spare_bytes(p: Problem, a: Assignment, position: int) -> int:
     first, last = int(position == 0), int(position == len(a.stages) - 1)
     layers = range(stage.start, stage.end)
     used = sum(int(x.layer_bytes[i, b]) for i, b in zip(layers, stage.choices, strict=True))
-    sort = int(sort_of(p.choices, np.bincount(stage.choices, minlength=len(p.choices))))
-    return int(x.capacity[stage.cls, first, last, sort]) - used
+    return int(x.capacity[stage.cls, first, last, sort_of_stage(p.packed, stage.choices)]) - used

@@ -6,6 +6,7 @@ import json
 import math
 import random
 from collections.abc import Callable, Mapping, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -389,7 +390,7 @@ def test_no_method_gives_a_layer_what_it_may_not_have(seeds: Seeds) -> None:
 @pytest.mark.slow
 def test_the_front_of_layers_that_have_no_choice_is_one_sum_of_omega() -> None:
     seeds = (seed for seed in range(40) if brute_force(_restricted(seed))[1] is not None)
-    for seed in list(seeds)[:4]:
+    for seed in islice(seeds, 4):
         p = _restricted(seed)
         own = tuple((choices[0],) for choices in p.offered)
         try:

@@ -12,7 +12,8 @@ the search makes the few vectors that it needs (planner/exact/wanted.py).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
@@ -42,6 +43,20 @@ class Columns:
     """[m] -> [K] sort of weights (planner/costs/stage_memory.py)."""
     least: tuple[Floats, ...]
     """[m] -> [L - m + 1, K] least sum of omega of layers [a, a + m), infinite if none may be so."""
+    _priced: dict[float, tuple[Floats, ...]] = field(default_factory=dict, compare=False)
+
+    @cached_property
+    def lengths(self) -> NDArray[np.int64]:
+        """[N] layers of each of all count vectors of one layer and more, side by side."""
+        sizes = [len(counts) for counts in self.counts[1:]]
+        return np.repeat(np.arange(1, self.most + 1), sizes)
+
+    def priced_omega(self, theta: float) -> tuple[Floats, ...]:
+        """[m] -> [L - m + 1, K] theta times the least omegas, kept for the theta asked of last."""
+        if theta not in self._priced:
+            self._priced.clear()
+            self._priced[theta] = tuple(priced(omega, theta) for omega in self.least)
+        return self._priced[theta]
 
     @property
     def most(self) -> int:
@@ -66,7 +81,7 @@ def make_columns(p: Problem, *, longest: int | None = None) -> Columns:
     vectors_made = entries = 0
     for m in range(1, min(num_layers, longest or num_layers) + 1):
         vectors = _next_vectors(counts[-1], base)
-        vectors = vectors[vectors @ layer_bytes <= room[sort_of(p.choices, vectors)]]
+        vectors = vectors[vectors @ layer_bytes <= room[sort_of(p.packed, vectors)]]
         starts = 1 if only_whole else num_layers - m + 1
         vectors_made += len(vectors)
         entries += len(vectors) * starts
@@ -86,7 +101,7 @@ def make_columns(p: Problem, *, longest: int | None = None) -> Columns:
     return Columns(
         counts=tuple(counts),
         num_bytes=tuple(k @ layer_bytes for k in counts),
-        sorts=tuple(sort_of(p.choices, k) for k in counts),
+        sorts=tuple(sort_of(p.packed, k) for k in counts),
         least=tuple(least),
     )
 

@@ -27,6 +27,7 @@ from numpy.typing import NDArray
 from llmpq.planner.exact.bounds.columns import Columns
 from llmpq.planner.exact.bounds.form import EVERYWHERE, Box, Form
 from llmpq.planner.exact.bounds.islands import Islands
+from llmpq.planner.exact.bounds.pair_columns import KeptPairs
 from llmpq.planner.exact.bounds.plan_cases import most_priced
 from llmpq.planner.exact.bounds.relaxation import Prices
 from llmpq.planner.exact.bounds.stages import (
@@ -58,13 +59,19 @@ class Completion:
     p: Problem
     form: Form
     prices: Prices
-    columns: Columns | None
+    kept: KeptPairs | None
+    """The table of columns, None where it would be too large."""
     space: Space
     box: Box = EVERYWHERE
     islands: Islands | None = None
     aim: float = math.inf
     """A value that the bound had better reach: what steps towards good rents go by."""
     _rests: dict[int, Rest] = field(default_factory=dict)
+
+    @property
+    def columns(self) -> Columns | None:
+        """The table of columns, if there is one."""
+        return None if self.kept is None else self.kept.columns
 
     @cached_property
     def weights(self) -> Weights:
@@ -89,8 +96,8 @@ class Completion:
     @cached_property
     def stage(self) -> Floats:
         """[C, L+1, L+1] T: cheapest stage of layers [a, a'), infinite where nothing fits."""
-        if self.columns is not None:
-            table = stages_by_table(self.p, self.form, self.weights, self.box, self.columns)
+        if self.kept is not None:
+            table = stages_by_table(self.p, self.form, self.weights, self.box, self.kept)
         else:
             rho = self.prices.memory
             table = stages_by_price(self.p, self.form, self.weights, self.box, rho)
@@ -150,22 +157,20 @@ class Completion:
         table = np.full((classes, layers + 1, states + 1), np.inf)
         table[:, layers, :states] = self._ended[None]
         enter = np.full((classes, layers, states), np.inf)
-        onward = np.full((classes, layers + 1, states), np.inf)
-        hops = self.hops
+        onward = np.empty((classes, layers + 1, states))
+        hops, each, next_state = self.hops[:, :, None], np.arange(classes)[:, None], after.T
+        stage = self.stage + rents[:, None, None]
+        ends, some = _ends(stage), np.asarray(np.isfinite(stage).any(axis=2))
         for a in range(layers, -1, -1):
-            for c in range(classes if a < layers else 0):
-                ahead = self.stage[c, a, a + 1 :] + rents[c]
-                near = np.flatnonzero(np.isfinite(ahead))
-                if len(near):
-                    low, high = int(near[0]), int(near[-1]) + 1
-                    rest = onward[c, a + 1 + low : a + 1 + high]
-                    enter[c, a] = (rest + ahead[low:high, None]).min(axis=0)
             if a < layers:
-                table[:, a, :states] = (hops[:, :, None] + enter[None, :, a]).min(axis=1)
+                for c in np.flatnonzero(some[:, a]).tolist():
+                    near = slice(*ends[c][a])
+                    ahead = onward[c, near] + stage[c, a, near, None]
+                    np.minimum.reduce(ahead, axis=0, out=enter[c, a])
+                table[:, a, :states] = (hops + enter[:, a]).min(axis=1)
             if not self.space.listed:
                 table[:, a, states] = table[:, a, 0]
-            for c in range(classes):
-                onward[c, a] = table[c, a, after[:, c]]
+            onward[:, a] = table[each, a, next_state]
         return np.ascontiguousarray(table.transpose(2, 0, 1)), enter.transpose(2, 0, 1)
 
     @property
@@ -300,3 +305,11 @@ class Completion:
             found.append((best[1], a, best[2]))
             state, last, a = best[3], best[1], best[2]
         return found
+
+
+def _ends(stage: Floats) -> list[list[tuple[int, int]]]:
+    """[C][L+1] the least and one beyond the most of the ends that stages [C, L+1, L+1] may have."""
+    finite = np.isfinite(stage)
+    low = finite.argmax(axis=2)
+    high = stage.shape[2] - finite[:, :, ::-1].argmax(axis=2)
+    return [list(zip(*both, strict=True)) for both in zip(low.tolist(), high.tolist(), strict=True)]

@@ -343,7 +343,7 @@ class PairTables:
         """Return the quickest pair (eta, xi) at which stages fit, below a time `most`."""
         counts = np.array([np.bincount(s.choices, minlength=len(self.p.choices)) for s in stages])
         needed = counts @ self.p.all_layer_bytes[0]
-        sorts = sort_of(self.p.choices, counts)
+        sorts = sort_of(self.p.packed, counts)
         last = len(stages) - 1
         held = [(s.cls, int(j == 0), int(j == last), int(sorts[j])) for j, s in enumerate(stages)]
         by_eta, by_xi = (

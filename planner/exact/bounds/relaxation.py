@@ -29,11 +29,14 @@ from numpy.typing import NDArray
 from llmpq.planner.exact.bounds.form import EVERYWHERE, Box, Form
 from llmpq.planner.exact.bounds.islands import find_islands
 from llmpq.planner.exact.bounds.plan_cases import most_priced
+from llmpq.planner.formulation.numbers import PairNumbers
 from llmpq.planner.formulation.problem import Floats, Problem
 from llmpq.planner.ilp.quiet_highs import make_highs
 
 MAX_GROUPS = 20
 """Groups of layers in the program."""
+MOST_KEPT = 64
+"""Pairs whose rows are kept."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,6 +116,20 @@ def whole_layers(p: Problem, capacity: NDArray[np.int64]) -> NDArray[np.int64]:
     return np.asarray(np.minimum(np.clip(capacity.max(axis=-1), 0, None) // smallest, p.num_layers))
 
 
+@dataclass(frozen=True, kw_only=True)
+class PairRows:
+    """Rows of the program that differ from box to box in one limit at most."""
+
+    index: NDArray[np.int64]
+    value: Floats
+    lengths: list[int]
+    """Entries of each row."""
+    lower: list[float]
+    upper: list[float]
+    period: int
+    """The row whose lower limit is what the box's hops take."""
+
+
 class ClassRelaxation:
     """Solves the program for any pair and, if given, a fixed kappa.
 
@@ -132,6 +149,8 @@ class ClassRelaxation:
         self.everywhere = np.array([min(c.count, p.max_stages) for c in p.classes], dtype=float)
         self.islands = find_islands(p)
         self._budget_row = 0
+        self._kept: dict[tuple[int, int, bytes], tuple[PairNumbers, PairRows]] = {}
+        """Rows of the pairs asked of last; numbers beside them, so that no others have their id."""
 
     def counts(self, box: Box) -> Floats:
         """[C] devices that the plans of a box may use."""
@@ -224,7 +243,28 @@ class ClassRelaxation:
         return lp
 
     def _rows(self, form: Form, box: Box, ny: int, width: int) -> tuple[np.ndarray, ...]:
+        """Return index, value and start of all rows, and their lower and upper limits."""
         x, counts = form.numbers, self.counts(box)
+        key = id(x), form.md, counts.tobytes()
+        if key not in self._kept:
+            if len(self._kept) == MOST_KEPT:
+                self._kept.clear()
+            self._kept[key] = x, self._rows_of_pair(form, counts, ny, width)
+        pair = self._kept[key][1]
+        capped = self._rows_at_most(form, box, np.arange(ny).reshape(self.shape), len(pair.lower))
+        few = self._rows_of_few(form, box, width)
+        more = [(k, v) for k, v, _ in capped] + few
+        lower = [*pair.lower, *[-np.inf] * len(capped), *[0.0] * len(few)]
+        lower[pair.period] = box.hops_decode_s
+        upper = [*pair.upper, *(most for _, _, most in capped), *[np.inf] * len(few)]
+        start = np.cumsum([0, *pair.lengths, *(len(k) for k, _ in more)])
+        index = np.concatenate([pair.index, *(k for k, _ in more)])
+        value = np.concatenate([pair.value, *(v for _, v in more)])
+        return index, value, start, np.array(lower), np.array(upper)
+
+    def _rows_of_pair(self, form: Form, counts: Floats, ny: int, width: int) -> PairRows:
+        """Return the rows that every box of as many devices of each class has."""
+        x = form.numbers
         groups, classes, choices = self.shape
         y = np.arange(ny).reshape(self.shape)
         index: list[np.ndarray] = [y[g].ravel() for g in range(groups)]
@@ -266,17 +306,16 @@ class ClassRelaxation:
         for which in (0, 1):
             index.append(np.arange(ny + which * classes, ny + (which + 1) * classes))
             value.append(np.ones(classes))
-        lower += [0.0, box.hops_decode_s, 1.0, 1.0]
+        lower += [0.0, 0.0, 1.0, 1.0]
         upper += [np.inf, np.inf, 1.0, 1.0]
-        capped = self._rows_at_most(form, box, y, len(index))
-        index, value = index + [k for k, _, _ in capped], value + [v for _, v, _ in capped]
-        lower, upper = lower + [-np.inf] * len(capped), upper + [most for _, _, most in capped]
-        few = self._rows_of_few(form, box, width)
-        index, value = index + [k for k, _ in few], value + [v for _, v in few]
-        lower, upper = lower + [0.0] * len(few), upper + [np.inf] * len(few)
-        start = np.cumsum([0] + [len(part) for part in index])
-        joined = np.concatenate(index), np.concatenate(value)
-        return *joined, start, np.array(lower), np.array(upper)
+        return PairRows(
+            index=np.concatenate(index),
+            value=np.concatenate(value),
+            lengths=[len(part) for part in index],
+            lower=lower,
+            upper=upper,
+            period=len(lower) - 3,
+        )
 
     def _most_layers(self, form: Form, box: Box) -> list[int]:
         """[C] whole layers that one stage of a class may have: by time within a box, by memory."""

@@ -18,8 +18,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llmpq.planner.costs.stage_memory import DENSE, MIXED, NEVER, PACKED, choices_of
-from llmpq.planner.exact.bounds.columns import Columns, priced
 from llmpq.planner.exact.bounds.form import Box, Form
+from llmpq.planner.exact.bounds.pair_columns import KeptPairs
 from llmpq.planner.formulation.problem import Floats, Problem
 
 RHOS = 10
@@ -145,26 +145,32 @@ def _ranges(made: PricedLayers, room: NDArray[np.int64], smallest: int, most: in
     return table
 
 
-def stages_by_table(p: Problem, form: Form, weights: Weights, box: Box, columns: Columns) -> Floats:
+def stages_by_table(p: Problem, form: Form, weights: Weights, box: Box, kept: KeptPairs) -> Floats:
     """[C, L+1, L+1] T from every count vector."""
-    layers, x = p.num_layers, form.numbers
-    ends = ends_costs(form, weights)
+    layers, columns = p.num_layers, kept.columns
     table = np.full((len(p.classes), layers + 1, layers + 1), np.inf)
-    for m in range(1, columns.most + 1):
-        omega = priced(columns.least[m], p.theta)
-        starts = np.arange(len(omega))
-        for c in range(len(p.classes)):
-            base = column_costs(form, weights, box, columns.counts[m], c)
-            room = x.capacity[c]
-            fits = columns.fitting(m, room[0, 0])
-            if fits.any():
-                table[c, starts, starts + m] = (omega[:, fits] + base[fits]).min(axis=1)
-            last = int(m == layers)
-            fits = columns.fitting(m, room[1, last])
-            table[c, 0, m] = _least(omega[0], base, fits) + ends[c, 0] + last * ends[c, 1]
-            if not last and len(omega) > 1:
-                fits = columns.fitting(m, room[0, 1])
-                table[c, layers - m, layers] = _least(omega[-1], base, fits) + ends[c, 1]
+    if not columns.most:
+        return table
+    pair, ends = kept.at(form.numbers), ends_costs(form, weights)
+    omega = columns.priced_omega(p.theta)
+    inside = (pair.prefill_s <= box.p_high) & (pair.decode_s <= box.d_high)
+    prices = np.array([priced_times(form, weights, c) for c in range(len(p.classes))])
+    base = pair.priced(prices, inside & (pair.middle | pair.first | pair.last))
+    middle = np.where(pair.middle, base, np.inf)
+    for c, m in zip(*np.nonzero(np.isfinite(pair.least(middle))), strict=True):
+        costs, here = omega[m + 1], pair.of_length(int(m))
+        starts = np.arange(len(costs))
+        table[c, starts, starts + m + 1] = (costs + middle[c, here]).min(axis=1)
+    first = np.concatenate([of_length[0] for of_length in omega[1:]])
+    table[:, 0, 1 : columns.most + 1] = pair.least(first + np.where(pair.first, base, np.inf))
+    table[:, 0] += ends[:, 0, None]
+    table[:, 0, layers] += ends[:, 1]
+    for_last = [of_length[-1] for of_length in omega[1:]]
+    if len(omega[1]) > 1:
+        last = np.concatenate(for_last)
+        found = pair.least(last + np.where(pair.last, base, np.inf)) + ends[:, 1, None]
+        most = min(columns.most, layers - 1)
+        table[:, layers - 1 - np.arange(most), layers] = found[:, :most]
     return table
 
 
@@ -176,8 +182,3 @@ def column_costs(
     tp, td = counts @ x.held_prefill_s[0, c], counts @ x.held_decode_s[0, c]
     inside = (tp <= box.p_high) & (td <= box.d_high)
     return np.where(inside, counts @ priced_times(form, weights, c), np.inf)
-
-
-def _least(omega: Floats, base: Floats, fits: NDArray[np.bool_]) -> float:
-    """Cheapest of the columns that fit, infinite if there is none."""
-    return float((omega[fits] + base[fits]).min()) if fits.any() else float("inf")

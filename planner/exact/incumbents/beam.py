@@ -83,7 +83,7 @@ def _roomy(p: Problem, b: int) -> NDArray[np.int64]:
     counts = np.zeros(len(p.choices), dtype=np.int64)
     counts[b] = 1
     room = p.capacity(p.prefill_sizes[0], p.decode_sizes[0])[
-        :, 0, 0, int(sort_of(p.choices, counts))
+        :, 0, 0, int(sort_of(p.packed, counts))
     ]
     return np.asarray(np.clip(room, 0, None) // int(p.all_layer_bytes[0, b]))
 
@@ -234,7 +234,7 @@ class _Beam:
 
     def _most(self, first: int, last: int) -> NDArray[np.int64]:
         x, p = self.form.numbers, self.p
-        sorts = [int(sort_of(p.choices, row)) for row in np.eye(len(p.choices), dtype=np.int64)]
+        sorts = [int(sort_of(p.packed, row)) for row in np.eye(len(p.choices), dtype=np.int64)]
         room = np.clip(x.capacity[:, first, last][:, sorts], 0, None) // p.all_layer_bytes[0]
         found = np.minimum(room, p.num_layers).astype(float)
         counted = (float(self.strict), float(self.strict or not self.guess.waits))

@@ -59,7 +59,7 @@ class Scales:
         count = len(draft.order)
         first, last = np.zeros(count, dtype=int), np.zeros(count, dtype=int)
         first[0], last[-1] = 1, 1
-        sorts = sort_of(self.p.choices, counts)
+        sorts = sort_of(self.p.packed, counts)
         room = self.room[np.array(draft.order), first, last, sorts]
         return np.asarray(room - counts @ self.sizes)
 
@@ -108,12 +108,14 @@ class Scales:
 
     def squeezed(self, draft: Draft) -> Draft | None:
         """Lower precisions on stages that are too full, least omega a byte first."""
-        choices = np.array(draft.choices)
-        for j in np.flatnonzero(self.spare(draft, self.counts(draft)) < 0):
+        spare = self.spare(draft, self.counts(draft))
+        if (spare >= 0).all():
+            return draft
+        choices, last = np.array(draft.choices), len(draft.order) - 1
+        for j in np.flatnonzero(spare < 0).tolist():
             low, high = draft.bounds[j], draft.bounds[j + 1]
-            now = Draft(order=draft.order, bounds=draft.bounds, choices=tuple(choices.tolist()))
-            while (short := -int(self.spare(now, self.counts(now))[j])) > 0:
-                held = choices[low:high]
+            held, room = choices[low:high], self.room[draft.order[j], int(j == 0), int(j == last)]
+            while (short := -self._spare_of(held, room)) > 0:
                 saved = self.sizes[held][:, None] - self.sizes[None]
                 had = np.nan_to_num(self.omega[np.arange(low, high), held], posinf=1e300)
                 lost = self.omega[low:high] - had[:, None]
@@ -124,10 +126,13 @@ class Scales:
                 # As many layers at once as are needed, cheapest first.
                 same = np.flatnonzero((held == held[layer]) & np.isfinite(rate[:, b]))
                 needed = -(-short // int(saved[layer, b]))
-                change = same[np.argsort(rate[same, b], kind="stable")][:needed]
-                choices[low + change] = b
-                now = Draft(order=draft.order, bounds=draft.bounds, choices=tuple(choices.tolist()))
+                held[same[np.argsort(rate[same, b], kind="stable")][:needed]] = b
         return Draft(order=draft.order, bounds=draft.bounds, choices=tuple(choices.tolist()))
+
+    def _spare_of(self, held: np.ndarray, room: np.ndarray) -> int:
+        """Return the bytes that a stage with a choice of every layer leaves of `room` by sort."""
+        counts = np.bincount(held, minlength=len(self.sizes))
+        return int(room[sort_of(self.p.packed, counts)] - counts @ self.sizes)
 
     def within_budget(self, draft: Draft) -> Draft:
         """Raise precisions until the budget is kept, most omega a second first, where it fits."""

@@ -91,7 +91,7 @@ class ShapeScales:
         """[B, L+1] of the layers before; choices that some layer may not have are not met."""
         self.omega[:, 1:] = np.cumsum(p.omega, axis=0).T
         unit = np.eye(len(p.choices), dtype=np.int64)
-        self.sorts = sort_of(p.choices, unit[:, None] + unit[None])
+        self.sorts = sort_of(p.packed, unit[:, None] + unit[None])
         """[B, B] of a stage of two choices."""
         self.next = self._next_below()
         closed = np.where(p.open.all(axis=0), 0, np.iinfo(np.int64).max // 2)

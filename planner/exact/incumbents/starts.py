@@ -143,7 +143,7 @@ def _split(
     layer = int(p.all_layer_bytes[0, b])
     counts = np.zeros(len(p.choices), dtype=np.int64)
     counts[b] = 1
-    sort = int(sort_of(p.choices, counts))
+    sort = int(sort_of(p.packed, counts))
     table = p.capacity(p.prefill_sizes[0], p.decode_sizes[0])
     last = len(order) - 1
     most = np.array(

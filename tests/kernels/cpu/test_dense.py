@@ -34,7 +34,7 @@ def test_products_equal_float64(dtype, n, k, rows, biased):
     assert error(weight.roll(1, dims=0)) > limit, "rows in another order must not pass"
 
 
-@pytest.mark.skipif(library.library() is None, reason="needs AVX2 and a C++ compiler")
+@pytest.mark.native
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("level", [level.name for level in library.usable_levels()])
 def test_our_own_product_equals_float64(dtype, level, monkeypatch):

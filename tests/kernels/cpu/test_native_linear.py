@@ -15,7 +15,7 @@ from llmpq.kernels.linear import linear
 from llmpq.kernels.native import library
 from llmpq.precision import WeightScheme
 
-pytestmark = pytest.mark.cpu
+pytestmark = [pytest.mark.cpu, pytest.mark.native]
 
 SCHEMES = list(itertools.product((3, 4, 8), (32, 64, 128, None), (True, False)))
 SHAPES = [(1, 1), (33, 200), (80, 256), (65, 2176), (129, 5000)]
@@ -23,9 +23,6 @@ SHAPES = [(1, 1), (33, 200), (80, 256), (65, 2176), (129, 5000)]
 # x off by 2^-16 of its group's largest.
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 4e-3, torch.float16: 5.5e-4}
 LEVELS = [level.name for level in library.usable_levels()]
-
-if library.library() is None:
-    pytest.skip("needs an x86-64 CPU with AVX2 and a C++ compiler", allow_module_level=True)
 
 
 @pytest.fixture(params=LEVELS)

@@ -7,15 +7,12 @@ from torch.nn import functional
 from llmpq.kernels.cpu import row_wise
 from llmpq.kernels.native import library
 
-pytestmark = pytest.mark.cpu
+pytestmark = [pytest.mark.cpu, pytest.mark.native]
 LEVELS = [level.name for level in library.usable_levels()]
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
-if library.library() is None:
-    pytest.skip("needs an x86-64 CPU with AVX2 and a C++ compiler", allow_module_level=True)
 
-
-@pytest.fixture(params=sorted({LEVELS[0], LEVELS[-1]}))
+@pytest.fixture(params=sorted({*LEVELS[:1], *LEVELS[-1:]}))
 def level(request, monkeypatch):
     monkeypatch.setattr(library, "best_level", lambda: library.LEVELS[request.param])
 

@@ -11,12 +11,9 @@ from llmpq.kernels.formats.round_to_nearest import quantize_codes, quantize_weig
 from llmpq.kernels.native import library
 from llmpq.precision import WeightScheme
 
-pytestmark = pytest.mark.cpu
+pytestmark = [pytest.mark.cpu, pytest.mark.native]
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-
-if library.library() is None:
-    pytest.skip("needs an x86-64 CPU with AVX2 and a C++ compiler", allow_module_level=True)
 
 
 def _weights():

@@ -15,10 +15,7 @@ from llmpq.kernels.linear import linear
 from llmpq.kernels.native import library
 from llmpq.precision import WeightScheme
 
-pytestmark = pytest.mark.cpu
-
-if library.library() is None:
-    pytest.skip("needs an x86-64 CPU with AVX2 and a C++ compiler", allow_module_level=True)
+pytestmark = [pytest.mark.cpu, pytest.mark.native]
 
 
 @pytest.fixture

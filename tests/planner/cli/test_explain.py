@@ -134,8 +134,8 @@ def test_what_if_shrinks_fixed_microbatches_with_the_batch(
 
 
 def test_pins_follow_their_devices(capsys: pytest.CaptureFixture[str], words: list[str]) -> None:
-    job = ["--global_bz", "8", "--bits", "4"]
-    slow = [*job, "--pin", "0-30=small-1"]
+    job = ["--global_bz", "8", "--bits", "4", "--model", "opt-1.3b"]
+    slow = [*job, "--pin", "0-15=small-1"]
     code, text, _ = _run(capsys, *words, *slow, "--what-if", "-small-0")
     assert code == 0
     there = next(line for line in text.splitlines() if line.startswith("what if -small-0: "))

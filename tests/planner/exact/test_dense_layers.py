@@ -20,11 +20,15 @@ from llmpq.precision import Precision
 pytestmark = [pytest.mark.pure, pytest.mark.slow]
 
 
-def problem(bits: str, memory: int | None = None, model: str = "deepseek-v3") -> Problem:
-    words = f"--device-names H100 --device-numbers 3 --model {model} --bits {bits}"
-    p = make_problem(plan_request([*words.split(), "--s", "64", "--n", "8", "--global_bz", "4"]))[0]
-    if memory is None:
-        return p
+def problem(bits: str) -> Problem:
+    words = f"--device-names H100 --device-numbers 3 --model deepseek-v3 --bits {bits}"
+    return make_problem(
+        plan_request([*words.split(), "--s", "64", "--n", "8", "--global_bz", "4"])
+    )[0]
+
+
+def sized_to(memory: int, p: Problem) -> Problem:
+    """Return the problem on devices of so many bytes."""
     (node,) = p.cluster.nodes
     (group,) = node.devices
     sized = node.model_copy(update={"devices": (group.model_copy(update={"memory": memory}),)})
@@ -81,7 +85,7 @@ def test_what_the_search_takes_to_fit_does_and_dense_layers_do_not_count_as_rout
         choices = tuple(rng.randrange(len(p.choices)) for _ in range(count))
         need = needed(p, choices, last=False)
         memory = int(need * rng.choice((0.7, 0.95, 1.0, 1.05, 1.5)))
-        sized = problem(bits, memory)
+        sized = sized_to(memory, p)
         fits = spare_bytes(sized, first_stage(choices), 0) >= 0
         assert not fits or need <= memory
         tight += fits and memory == need
@@ -95,5 +99,5 @@ def test_a_device_of_just_that_size_holds_the_first_layers() -> None:
     p = problem("4")
     need = needed(p, (0,) * 4, last=False)
     routed = layer_weight_bytes(p.spec, Precision.W4A16, p.quantization, 2)
-    assert spare_bytes(problem("4", need), first_stage((0,) * 4), 0) == 0
+    assert spare_bytes(sized_to(need, p), first_stage((0,) * 4), 0) == 0
     assert need < 3 * routed, "four routed layers would not have fitted"

@@ -100,11 +100,12 @@ def test_a_planted_bug_would_be_caught(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_same_problem_same_plan(monkeypatch: pytest.MonkeyPatch, seeds: Seeds) -> None:
-    hurried = [(seed, _exact(_problem(seed), 1e-6)) for seed in seeds(range(20))]
+    sizes = {"layers": (3, 7), "kinds": (1, 2)}
+    hurried = [(seed, _exact(_problem(seed, **sizes), 1e-6)) for seed in seeds(range(20))]
     # Where the clock ends no try early, of two plans of one value it is always the same.
     monkeypatch.setattr(time, "perf_counter", lambda: 0.0)
     for seed, other in hurried:
-        first, second = _exact(_problem(seed), 1e-6), _exact(_problem(seed), 1e-6)
+        first, second = (_exact(_problem(seed, **sizes), 1e-6) for _ in range(2))
         assert (first and first.assignment) == (second and second.assignment)
         assert (first is None) == (other is None)
         assert first is None or other is None or first.value == pytest.approx(other.value, rel=2e-6)
@@ -201,7 +202,8 @@ def test_the_nearest_links_bound_the_true_ones(
     monkeypatch.setattr(exact_space, "MAX_STATES", 0)
     solved = 0
     for seed in seeds(range(20)):
-        p = _split_in_nodes(_problem(seed, layers=(3, 4), kinds=(1, 1), devices=(4, 4), batch=2))
+        sizes = {"layers": (3, 4), "kinds": (1, 1), "devices": (4, 4), "precisions": 2}
+        p = _split_in_nodes(_problem(seed, **sizes, batch=2))
         assert len(p.classes) == 2 and len(p.with_changes(nearest_links=True).classes) == 1
         best, _ = brute_force(p)
         found = _exact(p)
@@ -294,7 +296,7 @@ def test_kinds_that_are_nearer_to_each_other_than_to_themselves_are_brute_force(
 def test_a_part_stopped_in_its_widest_window_is_gone_on_with(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    p = _problem(7, layers=(5, 6), kinds=(2, 2), devices=(2, 2), precisions=2)
+    p = _problem(7, layers=(4, 4), kinds=(2, 2), devices=(1, 2), precisions=2)
     search = exact_search.Search(p, math.inf, 1e-9)
     form = exact_search.make_form(p, *p.pairs[0])
     part = search._part(form, exact_search.EVERYWHERE, 2)

@@ -89,13 +89,13 @@ def test_all_sizes_are_met_and_most_have_a_plan() -> None:
 @settings(max_examples=15 if ALL else 5, suppress_health_check=list(HealthCheck))
 @given(seed=st.integers(0, 10**9), shift=st.sampled_from([-1, 1]), which=st.integers(0, 100))
 def test_a_moved_boundary_is_seen_and_refused(seed: int, shift: int, which: int) -> None:
-    p = _problem(seed, 12, 3)
+    p = _problem(seed, 6, 2)
     plan = _plan(p)
     if plan is None:
         return
     data = plan.model_dump(mode="json", by_alias=True)
     stage = data["stages"][which % len(data["stages"])]
-    stage["layers"][1] = min(12, stage["layers"][1] + shift)
+    stage["layers"][1] = min(6, stage["layers"][1] + shift)
     if stage["layers"] == [*plan.stages[which % len(plan.stages)].layers]:
         stage["layers"][1] -= 1  # the last stage cannot end later
     assert _faults(p, data["stages"])

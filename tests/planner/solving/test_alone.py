@@ -42,7 +42,7 @@ def _seeds(count: int) -> list[int]:
 
 @functools.cache
 def _problem(seed: int) -> Problem:
-    return random_problem(random.Random(seed))
+    return random_problem(random.Random(seed), layers=(3, 6), kinds=(1, 2), devices=(1, 2))
 
 
 @functools.cache

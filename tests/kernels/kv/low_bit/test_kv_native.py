@@ -12,7 +12,7 @@ from llmpq.kernels.native import library
 from llmpq.kernels.native.library import usable_levels
 from llmpq.precision import KVPrecision
 
-pytestmark = pytest.mark.skipif(library.library() is None, reason="no compiler here")
+pytestmark = pytest.mark.native
 TOLERANCE = {torch.float32: 3e-6, torch.bfloat16: 1.2e-2, torch.float16: 2e-3}
 LENGTHS = (1, 143, 145, 300, 1200)
 ENDS = sorted({level.name for level in (*usable_levels()[:1], *usable_levels()[-1:])})
