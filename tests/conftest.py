@@ -22,7 +22,9 @@ ALL = "LLMPQ_ALL_TESTS" in os.environ
 if not ALL:
     # Code for one level of a CPU's instructions takes 12 s of a core, not 24; commands have it too.
     os.environ.setdefault("LLMPQ_NATIVE_OPTIMISED", "-O2")
-VOCAB, HIDDEN, LAYERS, POSITIONS = 199, 64, 3, 128
+VOCAB, HIDDEN, POSITIONS = 199, 64, 128
+LAYERS = 2 if os.environ.get("TRITON_INTERPRET") == "1" else 3
+"""Of a first model: the interpreter takes seconds for each."""
 ALONE = {
     "quick": ("pure", "quick"),
     **{name: (name,) for name in ("interpret", "compile", "cluster", "hosts_long")},

@@ -193,7 +193,7 @@ def test_packed_blocks_give_the_tokens_of_a_cpu(
     on_cpu = OpenStages(plan, spec, CheckpointSource(model, spec), pool=size)
     want = on_cpu.run(PagedScheduler(limits(**own, tokens_ahead=1)), asked(prompts, 3)).tokens
     compute, requests = stage(plan, model, size=size, kv=kv, step_tokens=100), asked(prompts, 3)
-    assert compute.kv.nbytes == size.nbytes(spec, kv, layers=range(3), dtype_bytes=4)
+    assert compute.kv.nbytes == size.nbytes(spec, kv, layers=range(spec.num_layers), dtype_bytes=4)
     assert serve(compute, requests, **own) == [want[0], want[1]]
     assert requests[1].num_prefix_hits == 128 + TAIL_TOKENS
     assert compute.blind_steps > 0, "no step ran ahead of the host"

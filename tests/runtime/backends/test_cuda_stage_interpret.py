@@ -4,6 +4,7 @@ import pytest
 import torch
 from triton import knobs
 
+from llmpq.kernels.fused import rope_append
 from llmpq.model_spec import ModelSpec
 from llmpq.precision import KVPrecision
 from llmpq.runtime.backends.build_stage import build_stage
@@ -32,9 +33,14 @@ NEW = 4
 
 
 @pytest.fixture
-def on_gpu_path(monkeypatch):
-    """Send decoder layers through the GPU's code, their weights plain as on a GPU."""
+def on_gpu_path(monkeypatch, request):
+    """Send decoder layers through the GPU's code, their weights plain as on a GPU.
+
+    Appending is half of the interpreter's work: its twin does it in tests of one model's steps.
+    """
     torch.set_num_threads(1)
+    if "transformers" not in request.node.name:
+        monkeypatch.setattr(rope_append, "rope_append", rope_append.rope_append_reference)
     monkeypatch.setattr(parts, "pack_dense", lambda weight_NK: weight_NK)
     monkeypatch.setattr(
         DecoderLayer,
