@@ -19,8 +19,8 @@ def quickened() -> Iterator[None]:
 
     By itself it cuts the lower bits of bfloat16 off, twice the error, all of it towards zero: the
     tests' limits are those of rounding. It also adds every sum a second time in 64 bits, to see
-    whether 32 hold it (a fifth of the time), and makes the language its own anew for each launch and
-    each function that a kernel calls (a quarter).
+    whether 32 hold it (a fifth of the time), and makes the language its own anew for each launch
+    and each function that a kernel calls (a quarter).
     """
     builder = interpreter.InterpreterBuilder
     plain_cast, plain_patch = builder.cast_impl, interpreter._patch_lang

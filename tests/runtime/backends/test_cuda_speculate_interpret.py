@@ -222,7 +222,7 @@ def test_requests_end_at_the_end_of_their_slot(mode, tiny_models, random_prompts
 def test_sampled_and_stopping_requests_beside_greedy_ones(
     mode, tiny_models, random_prompts, make_plan
 ):
-    model, prompts = tiny_models.directory("llama"), random_prompts(8, 8, 6)
+    model, prompts = tiny_models.directory("llama"), random_prompts(8, 8, 6, seed=2)
     plan = make_plan(model, batch=3, decode_microbatch=3, prefill_microbatch=3)
     sampled = TokenChoice(temperature=0.8, top_p=0.9, seed=3)
     params = [TokenChoice(), sampled, TokenChoice()]
@@ -346,12 +346,12 @@ def test_n_grams_found_on_the_device_are_those_of_the_host(texts, gamma, look_ba
 
 def test_drafts_are_looked_up_in_prompt_and_output(tiny_models, make_plan):
     """A greedy text that falls into loops: drafts are kept as the host would find them."""
-    model, prompt = tiny_models.directory("llama"), [5, 9, 2, 7]
-    plan = make_plan(model, batch=1, decode_microbatch=1, prompt_len=4, gen_len=40)
-    want = tiny_models.greedy("llama", [prompt], 40)[0]
+    model, prompt = tiny_models.directory("qwen2"), [5, 9, 2, 7]
+    plan = make_plan(model, batch=1, decode_microbatch=1, prompt_len=4, gen_len=24)
+    want = tiny_models.greedy("qwen2", [prompt], 24)[0]
     compute = stage(plan, model, "ngram")
     drafter = FixedDrafter("ngram", 3)
-    request = Request(id=0, prompt=tuple(prompt), max_new=40)
+    request = Request(id=0, prompt=tuple(prompt), max_new=24)
     assert serve(plan, compute, [request], drafter) == [want]
     text = [*prompt, *want]
     assert compute.speculation.history_ST[0, : len(text)].tolist() == text
@@ -366,4 +366,4 @@ def test_drafts_are_looked_up_in_prompt_and_output(tiny_models, make_plan):
         drafted = min(3, len(left) - 1)
         seen.add(drafted, min(kept, drafted))
         known += kept + 1
-    assert drafter.acceptance == seen and seen.rate > 0.3
+    assert drafter.acceptance == seen and 0.3 < seen.rate < 1

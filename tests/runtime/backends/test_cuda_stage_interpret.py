@@ -120,7 +120,7 @@ def test_sampled_and_stopping_requests_beside_greedy_ones(
     kept_rows, tiny_models, random_prompts, make_plan, on_gpu_path, monkeypatch
 ):
     monkeypatch.setattr(cuda_graphs, "KEPT_ROWS", kept_rows)
-    model, prompts = tiny_models.directory("llama"), random_prompts(8, 8, 6)
+    model, prompts = tiny_models.directory("llama"), random_prompts(8, 8, 6, seed=2)
     plan = make_plan(model, batch=3, decode_microbatch=3, prefill_microbatch=3)
     sampled = TokenChoice(temperature=0.8, top_p=0.9, seed=3)
     params = [TokenChoice(), sampled, TokenChoice()]
