@@ -115,10 +115,12 @@ def _remember_types(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(core, "_unwrap_if_constexpr", unwrap)
     patch.setattr(semantic, "broadcast_impl_value", broadcast)
     patch.setattr(interpreter, "_get_np_dtype", numpy_type)
+    # Whether numpy's numbers are no wider than the type's: the interpreter's own affair.
+    patch.setattr(interpreter.TensorHandle, "__post_init__", lambda handle: None)
 
 
 def _check_types_once(patch: pytest.MonkeyPatch) -> None:
-    """Have operands of one type taken as they are, and constants beside blocks made once.
+    """Have operands that keep their numbers typed as before, and constants beside blocks made once.
 
     Blocks of one type share what they are made of, see above: its identity is that of the type.
     """
@@ -126,16 +128,26 @@ def _check_types_once(patch: pytest.MonkeyPatch) -> None:
     plain, plain_equal = semantic.binary_op_type_checking_impl, dtype.__eq__
     tensor, block_type = tl.core.tensor, tl.core.block_type
     constants: dict[Any, Any] = {}
+    pairs: dict[Any, Any] = {}
     check = _spread_by_numpy(patch, plain)
 
     def checked(self: Any, lhs: Any, rhs: Any, *how: Any, **more: Any) -> Any:
         if type(lhs) is not tensor:
             return check(self, lhs, rhs, *how, **more)
         mine, other = lhs.type, type(rhs)
-        if other is tensor and (mine is rhs.type or mine.__dict__ is rhs.type.__dict__):
-            element = mine.scalar
-            if element.is_int() or (element.is_fp32() and not element.is_ptr()):
-                return lhs, rhs
+        if other is tensor:
+            theirs = rhs.type
+            key = (id(mine.__dict__), id(theirs.__dict__), how, *more.items())
+            if key not in pairs:
+                found = check(self, lhs, rhs, *how, **more)
+                if found[0].handle is not lhs.handle or found[1].handle is not rhs.handle:
+                    return found
+                pairs[key] = found[0].type, found[1].type, mine, theirs  # their ids stay their own
+            one, two, *_ = pairs[key]
+            return (
+                lhs if one.__dict__ is mine.__dict__ else tensor(lhs.handle, one),
+                rhs if two.__dict__ is theirs.__dict__ else tensor(rhs.handle, two),
+            )
         elif type(mine) is block_type and (other is int or other is float):
             number = rhs if other is int else repr(rhs)
             key = (id(mine.__dict__), number, how, *more.items())
@@ -162,7 +174,6 @@ def _spread_by_numpy(patch: pytest.MonkeyPatch, plain: Any) -> Any:
     """
     semantic, tensor = tl.semantic.TritonSemantic, tl.core.tensor
     spread = semantic.broadcast_impl_value
-    pairs: dict[Any, Any] = {}
     asked: list[bool] = []
 
     def check(*given: Any, **more: Any) -> Any:
@@ -173,16 +184,12 @@ def _spread_by_numpy(patch: pytest.MonkeyPatch, plain: Any) -> Any:
             asked.pop()
 
     def broadcast(self: Any, lhs: Any, rhs: Any) -> Any:
-        mine, other = lhs.type, rhs.type
-        if not asked or mine.is_block() is other.is_block() is False:
-            return spread(self, lhs, rhs)
-        key = id(mine.__dict__), id(other.__dict__)
-        if key not in pairs:  # the types are held, so that their ids stay their own
-            pairs[key] = *(x.type for x in spread(self, lhs, rhs)), mine, other
-        one, two, *_ = pairs[key]
+        one, two = spread(self, lhs, rhs)
+        if not asked:
+            return one, two
         return (
-            lhs if one.__dict__ is mine.__dict__ else tensor(lhs.handle, one),
-            rhs if two.__dict__ is other.__dict__ else tensor(rhs.handle, two),
+            lhs if one.type.__dict__ is lhs.type.__dict__ else tensor(lhs.handle, one.type),
+            rhs if two.type.__dict__ is rhs.type.__dict__ else tensor(rhs.handle, two.type),
         )
 
     patch.setattr(semantic, "broadcast_impl_value", broadcast)
