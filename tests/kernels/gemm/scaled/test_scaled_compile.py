@@ -64,8 +64,8 @@ def tiles(arch, form, dtype, bm, stages, depth=1):
 
 def rows(arch, form):
     own = {
-        "HAS_BIAS": True, "HAS_RESIDUAL": True, "EVEN_G": True, "BH": 1, "WM": 8, "STEPS": 4,
-        "D": 4, "XD": 2, "PDL": arch >= 90,
+        "HAS_BIAS": True, "HAS_RESIDUAL": True, "EVEN_G": True, "BH": 1, "WM": 8, "STEPS": 2,
+        "D": 2, "XD": 2, "PDL": arch >= 90,
     }  # fmt: skip
     build(rows_kernel, arch, form, "bf16", own, num_warps=8, num_stages=1)
 

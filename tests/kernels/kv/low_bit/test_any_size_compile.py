@@ -58,7 +58,7 @@ def compiled(kernel, arch, constants, element, warps):
 
 
 @pytest.mark.parametrize("model,arch", CASES, ids=lambda value: str(value).replace("torch.", ""))
-def test_attention_and_append_fit(model, arch):
+def test_attention_and_append_fit(model, arch, seeds):
     kv, heads, groups, dim, dtype = model
     fmt = KVFormat(precision=kv, head_dim=dim)
     same = {"G": groups, "D": dim, "C": fmt.channels, "BITS": fmt.bits, "KEY_GROUP": 128}
@@ -68,6 +68,11 @@ def test_attention_and_append_fit(model, arch):
     padded = max(16, 1 << (dim - 1).bit_length())
     ruled = {"ALIBI": False, "CAPPED": dim == 192, "SINKS": dim == 192, "SPLIT": dim != 96}
     element = NAMES[dtype]
-    compiled(attend_rows, arch, same | shape | ruled | {"PADDED": padded}, element, warps)
-    compiled(append_rows, arch, same | {"Q": 1, "PADDED": padded}, element, 8)
-    compiled(pack_rows, arch, same | {"PIECES": -(-fmt.block_words // 512)}, element, 4)
+    kernels = [
+        (attend_rows, same | shape | ruled | {"PADDED": padded}, warps),
+        (append_rows, same | {"Q": 1, "PADDED": padded}, 8),
+        (pack_rows, same | {"PIECES": -(-fmt.block_words // 512)}, 4),
+    ]
+    # In `make test` what appends is compiled once for each number of bits.
+    for kernel, constants, num_warps in seeds(kernels) if model in MODELS[3:] else kernels:
+        compiled(kernel, arch, constants, element, num_warps)
