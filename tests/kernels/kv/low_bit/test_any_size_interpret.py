@@ -71,7 +71,6 @@ def test_sizes(monkeypatch, dim):
     check(monkeypatch, fmt, heads=2, groups=1, dtype=torch.float16, splits=2)
 
 
-@pytest.mark.thin
 @pytest.mark.parametrize("splits", [1, 5])
 @pytest.mark.parametrize(
     "options",
