@@ -103,6 +103,5 @@ def test_many_heads_bfloat16_and_no_prefix_cache():
     check(KVPrecision.KV4, "decode", heads=20, dtype=torch.bfloat16, prefix_cache=False)
 
 
-@pytest.mark.seldom  # as 320, and 576 by the same code in low_bit/
 def test_576_channels():
     check(KVPrecision.KV4, "mixed", heads=2, dim=576, rank=512)
