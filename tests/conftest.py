@@ -23,7 +23,11 @@ ALL = "LLMPQ_ALL_TESTS" in os.environ
 if not ALL:
     # Code for one level of a CPU's instructions takes 9 s of a core, not 24; commands have it too.
     os.environ.setdefault("LLMPQ_NATIVE_OPTIMISED", "-O1")
-VOCAB, HIDDEN, LAYERS, POSITIONS = 199, 64, 3, 128
+VOCAB, HIDDEN, POSITIONS = 199, 64, 128
+LAYERS = 2 if os.environ.get("TRITON_INTERPRET") == "1" else 3
+"""Of a first model: the interpreter takes seconds for each."""
+LOUD = ("opt", "bloom") if LAYERS == 2 else ()
+"""Kinds that would repeat a prompt's last token, whatever two layers of small weights attend to."""
 ALONE = {
     "quick": ("pure", "quick"),
     **{name: (name,) for name in ("interpret", "compile", "cluster", "hosts_long")},
@@ -239,7 +243,7 @@ class TinyModels:
             with torch.inference_mode(False), torch.no_grad():
                 model = transformers.AutoModelForCausalLM.from_config(_config(kind)).eval()
                 for parameter in model.parameters():
-                    noise = torch.randn_like(parameter) * 0.1
+                    noise = torch.randn_like(parameter) * (0.3 if kind in LOUD else 0.1)
                     parameter.copy_(noise if parameter.ndim > 1 else parameter + noise)
             model.save_pretrained(self._folder / kind)
             self._made[kind] = model

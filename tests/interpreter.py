@@ -19,14 +19,13 @@ def quickened() -> Iterator[None]:
 
     By itself it cuts the lower bits of bfloat16 off, twice the error, all of it towards zero: the
     tests' limits are those of rounding. It also adds every sum a second time in 64 bits, to see
-    whether 32 hold it (a fifth of the time), and makes the language its own anew for each function
-    that a kernel calls (a sixth).
+    whether 32 hold it (a fifth of the time), and makes the language its own anew for each launch
+    and each function that a kernel calls (a quarter).
     """
     builder = interpreter.InterpreterBuilder
     plain_cast, plain_patch = builder.cast_impl, interpreter._patch_lang
     scope_class = interpreter._LangPatchScope
-    plain_restore = scope_class.restore
-    patched: set[tuple[bool, bool]] = set()
+    patched: dict[tuple[bool, bool], Any] = {}
     keys: dict[Any, tuple[bool, bool]] = {}
 
     def cast_impl(self: Any, src: Any, dst_type: Any) -> Any:
@@ -39,20 +38,14 @@ def quickened() -> Iterator[None]:
         return interpreter.TensorHandle(kept, dst_type.scalar)
 
     def patch_lang(fn: Any) -> Any:
-        """Nothing where what `fn` calls the language is patched already, by its kernel's launch."""
+        """Nothing where what `fn` calls the language is patched already, for good."""
         key = keys.get(fn)
         if key is None:
             seen = [v for v in fn.__globals__.values() if inspect.ismodule(v)]
             key = keys[fn] = (any(v is tl for v in seen), any(v is tl.core for v in seen))
-        if key in patched:
-            return scope_class()
-        scope = plain_patch(fn)
-        patched.add(key)
-        return scope
-
-    def restore(self: Any) -> None:
-        patched.clear()
-        plain_restore(self)
+        if key not in patched:
+            patched[key] = plain_patch(fn)
+        return scope_class()
 
     options = interpreter.InterpreterOptions(sanitize_overflow=False)
     with pytest.MonkeyPatch.context() as patch:
@@ -61,9 +54,10 @@ def quickened() -> Iterator[None]:
         _call_directly(patch)
         patch.setattr(builder, "cast_impl", cast_impl)
         patch.setattr(interpreter, "_patch_lang", patch_lang)
-        patch.setattr(scope_class, "restore", restore)
         patch.setattr(interpreter.interpreter_builder, "options", options)
         yield
+        for scope in reversed(patched.values()):
+            scope.restore()
 
 
 def _remember_types(patch: pytest.MonkeyPatch) -> None:
@@ -121,10 +115,12 @@ def _remember_types(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(core, "_unwrap_if_constexpr", unwrap)
     patch.setattr(semantic, "broadcast_impl_value", broadcast)
     patch.setattr(interpreter, "_get_np_dtype", numpy_type)
+    # Whether numpy's numbers are no wider than the type's: the interpreter's own affair.
+    patch.setattr(interpreter.TensorHandle, "__post_init__", lambda handle: None)
 
 
 def _check_types_once(patch: pytest.MonkeyPatch) -> None:
-    """Have operands of one type taken as they are, and constants beside blocks made once.
+    """Have operands that keep their numbers typed as before, and constants beside blocks made once.
 
     Blocks of one type share what they are made of, see above: its identity is that of the type.
     """
@@ -132,32 +128,72 @@ def _check_types_once(patch: pytest.MonkeyPatch) -> None:
     plain, plain_equal = semantic.binary_op_type_checking_impl, dtype.__eq__
     tensor, block_type = tl.core.tensor, tl.core.block_type
     constants: dict[Any, Any] = {}
+    pairs: dict[Any, Any] = {}
+    check = _spread_by_numpy(patch, plain)
 
     def checked(self: Any, lhs: Any, rhs: Any, *how: Any, **more: Any) -> Any:
         if type(lhs) is not tensor:
-            return plain(self, lhs, rhs, *how, **more)
+            return check(self, lhs, rhs, *how, **more)
         mine, other = lhs.type, type(rhs)
-        if other is tensor and (mine is rhs.type or mine.__dict__ is rhs.type.__dict__):
-            element = mine.scalar
-            if element.is_int() or (element.is_fp32() and not element.is_ptr()):
-                return lhs, rhs
+        if other is tensor:
+            theirs = rhs.type
+            key = (id(mine.__dict__), id(theirs.__dict__), how, *more.items())
+            if key not in pairs:
+                found = check(self, lhs, rhs, *how, **more)
+                if found[0].handle is not lhs.handle or found[1].handle is not rhs.handle:
+                    return found
+                pairs[key] = found[0].type, found[1].type, mine, theirs  # their ids stay their own
+            one, two, *_ = pairs[key]
+            return (
+                lhs if one.__dict__ is mine.__dict__ else tensor(lhs.handle, one),
+                rhs if two.__dict__ is theirs.__dict__ else tensor(rhs.handle, two),
+            )
         elif type(mine) is block_type and (other is int or other is float):
             number = rhs if other is int else repr(rhs)
             key = (id(mine.__dict__), number, how, *more.items())
             if key not in constants:
-                found = plain(self, lhs, rhs, *how, **more)
+                found = check(self, lhs, rhs, *how, **more)
                 if found[0] is not lhs:
                     return found
                 found[1].handle.data.flags.writeable = False  # it is everybody's
                 constants[key] = found[1]
             return lhs, constants[key]
-        return plain(self, lhs, rhs, *how, **more)
+        return check(self, lhs, rhs, *how, **more)
 
     def equal(self: Any, other: Any) -> bool:
         return self is other or plain_equal(self, other)
 
     patch.setattr(semantic, "binary_op_type_checking_impl", checked)
     patch.setattr(dtype, "__eq__", equal)
+
+
+def _spread_by_numpy(patch: pytest.MonkeyPatch, plain: Any) -> Any:
+    """Return `plain` with operands of unlike shapes typed as one, their numbers left as they are.
+
+    numpy spreads them as it computes. What is asked for elsewhere (`tl.where`) is spread for real.
+    """
+    semantic, tensor = tl.semantic.TritonSemantic, tl.core.tensor
+    spread = semantic.broadcast_impl_value
+    asked: list[bool] = []
+
+    def check(*given: Any, **more: Any) -> Any:
+        asked.append(True)
+        try:
+            return plain(*given, **more)
+        finally:
+            asked.pop()
+
+    def broadcast(self: Any, lhs: Any, rhs: Any) -> Any:
+        one, two = spread(self, lhs, rhs)
+        if not asked:
+            return one, two
+        return (
+            lhs if one.type.__dict__ is lhs.type.__dict__ else tensor(lhs.handle, one.type),
+            rhs if two.type.__dict__ is rhs.type.__dict__ else tensor(rhs.handle, two.type),
+        )
+
+    patch.setattr(semantic, "broadcast_impl_value", broadcast)
+    return check
 
 
 def _call_directly(patch: pytest.MonkeyPatch) -> None:

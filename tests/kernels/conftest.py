@@ -13,6 +13,8 @@ import pytest
 ALL = "LLMPQ_ALL_TESTS" in os.environ
 LEAST = (86, 120, 89)
 """Where a block may use the least shared memory: what fits there fits everywhere."""
+Forms = dict[tuple[object, ...], list[pytest.Item]]
+"""Of each form of a test its items, one for each architecture."""
 BEHIND = (90, 100)
 """Where kernels take branches of their own (launches that overlap, operands of wgmma)."""
 
@@ -21,8 +23,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """Leave each form of a kernel to one of those with the least memory, in turn.
 
     A family of kernels is a folder: each other architecture meets some form of it, and of each test
-    one form is compiled for one of BEHIND. A test marked `everywhere` keeps all of its own. Runs
-    before the root's hook, which thins the rest.
+    one form is compiled for one of BEHIND, of three forms or more the first, the smallest, for it
+    alone. A test marked `everywhere` keeps all of its own. Runs before the root's hook, which thins
+    the rest.
     """
     if ALL:
         return
@@ -48,27 +51,41 @@ def _parameters(item: pytest.Item) -> dict[str, Any]:
 
 def _not_dealt(family: Sequence[pytest.Item]) -> set[pytest.Item]:
     """Return those whose form meets another architecture."""
-    forms: dict[tuple[object, ...], list[pytest.Item]] = {}
+    forms: Forms = {}
     for item in family:
         others = sorted((k, repr(v)) for k, v in _parameters(item).items() if k != "arch")
         forms.setdefault((item.path, item.originalname, *others), []).append(item)
-    met: Counter[int] = Counter()
+    kept = _smallest_behind(forms)
+    forms = {form: items for form, items in forms.items() if kept.isdisjoint(items)}
+    met: Counter[int] = Counter(map(_arch, kept))
 
     def place(item: pytest.Item) -> tuple[bool, int, int]:
         arch = _arch(item)
         return arch not in LEAST, met[arch], LEAST.index(arch) if arch in LEAST else arch
 
-    kept = set()
     for items in sorted(forms.values(), key=len):  # those that have no choice go first
         item = min(items, key=place)
         met[_arch(item)] += 1
         kept.add(item)
     for number, arch in enumerate(sorted({_arch(item) for item in family} - {*met})):
         able = [item for item in family if _arch(item) == arch]
-        more = able[number * len(able) // 4]  # not always the first test's
+        more = able[number * len(able) // 4 % len(able)]  # not always the first test's
         more.add_marker("dealt")
         kept.add(more)
     return set(family) - kept - _behind(family, kept)
+
+
+def _smallest_behind(forms: Forms) -> set[pytest.Item]:
+    """Return the first form of each test of three or more, for one of BEHIND."""
+    tests: dict[tuple[object, ...], list[list[pytest.Item]]] = {}
+    for form, items in forms.items():
+        tests.setdefault(form[:2], []).append(items)
+    found = set()
+    for number, own in enumerate(tests.values()):
+        able = [item for item in own[0] if _arch(item) in BEHIND]
+        if len(own) > 2 and able:
+            found.add(able[number % len(able)])
+    return found
 
 
 def _behind(family: Sequence[pytest.Item], kept: set[pytest.Item]) -> set[pytest.Item]:

@@ -89,7 +89,7 @@ def test_the_product_runs_on_fp8_tensor_cores_and_keeps_its_sums_in_registers(
     assert "vabsdiff4" in made.ptx and "setmaxnreg" in made.ptx
 
 
-@pytest.mark.parametrize("outliers", [False, True])
+@pytest.mark.parametrize("outliers", [pytest.param(False, marks=pytest.mark.seldom), True])
 def test_the_product_of_integer_scales_runs_on_int8_tensor_cores(outliers: bool) -> None:
     constants = {
         "G": 31,

@@ -148,7 +148,7 @@ def test_dequantise_compiles(arch):
     _compile(rows_dequantize_kernel, arch, "fp16", _constants(3, True, arch))
 
 
-@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("bits", [4, pytest.param(8, marks=pytest.mark.seldom)])
 def test_weights_reach_the_tensor_core_without_shared_memory(bits):
     """The layout's whole point: rows_kernel has no shared-memory load before the final sum."""
     constants = _constants(bits, True, 90) | {"BH": 1, "WM": 4, "STEPS": 4, "D": 4, "XD": 2}

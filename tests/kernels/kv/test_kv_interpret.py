@@ -114,7 +114,15 @@ def test_the_runtime_cache_rotates_where_its_kernels_do(tiny_models, monkeypatch
     assert relative_error(*outs) < 1e-3
 
 
-@pytest.mark.parametrize(("programs", "first"), [(1, 0), (2, 0), (2, 4), (3, 2), (50, 2)])
+@pytest.mark.parametrize(
+    ("programs", "first"),
+    [
+        (1, 0),
+        (2, 4),
+        (50, 2),
+        *(pytest.param(*c, marks=pytest.mark.seldom) for c in ((2, 0), (3, 2))),
+    ],
+)
 def test_programs_that_draw_their_share(programs, first):
     """Requests of very unequal length; one launch after another finds the counters at zero."""
     fmt = KVFormat(precision=P.KV4, head_dim=32)

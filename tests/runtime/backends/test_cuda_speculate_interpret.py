@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from triton import knobs
 
 from llmpq.kernels.formats.atom_scheme import AtomScheme
-from llmpq.kernels.fused import round_inputs
+from llmpq.kernels.fused import rope_append, round_inputs
 from llmpq.kernels.fused.ngram_lookup import look_up
 from llmpq.kernels.kv.low_bit.low_bit_cache import QuantizedKVCache
 from llmpq.model_spec import ModelSpec
@@ -47,9 +47,15 @@ NEW = 6
 
 
 @pytest.fixture(autouse=True)
-def on_gpu_path(monkeypatch):
-    """Send decoder layers through the GPU's code."""
+def on_gpu_path(monkeypatch, request):
+    """Send decoder layers through the GPU's code.
+
+    Appending to a plain cache is half of the interpreter's work, so its twin appends unless the
+    test says `whole` in its name; tests/kernels/fused/ compare the two.
+    """
     torch.set_num_threads(1)
+    if "whole" not in request.node.name:
+        monkeypatch.setattr(rope_append, "rope_append", rope_append.rope_append_reference)
     monkeypatch.setattr(
         DecoderLayer,
         "forward",
@@ -100,7 +106,10 @@ def serve(plan, compute, requests, drafter):
     return [tokens for _, tokens in sorted((done.id, done.tokens) for done in mailbox.finished)]
 
 
-@pytest.mark.parametrize("kind,mode", [("llama", "w4kv4"), ("bloom", "kv4"), ("llama", "ngram")])
+@pytest.mark.parametrize(
+    "kind,mode",
+    [("llama", "w4kv4"), ("bloom", "kv4"), pytest.param("llama", "ngram", id="llama-ngram-whole")],
+)
 def test_greedy_tokens_are_those_of_plain_decoding(
     mode, kind, tiny_models, random_prompts, make_plan, monkeypatch
 ):
@@ -194,7 +203,7 @@ def test_stages_draft_and_verify_step_by_step(tiny_models, random_prompts, make_
     assert StepKind.VERIFY in stages[1].kinds
 
 
-@pytest.mark.parametrize("mode", ["kv4", "ngram"])
+@pytest.mark.parametrize("mode", ["kv4", pytest.param("ngram", id="ngram-whole")])
 def test_requests_end_at_the_end_of_their_slot(mode, tiny_models, random_prompts, make_plan):
     """A round issued ahead for a request that has filled its slot writes nowhere else."""
     model, prompts = tiny_models.directory("llama"), random_prompts(8, 8)
@@ -213,7 +222,7 @@ def test_requests_end_at_the_end_of_their_slot(mode, tiny_models, random_prompts
 def test_sampled_and_stopping_requests_beside_greedy_ones(
     mode, tiny_models, random_prompts, make_plan
 ):
-    model, prompts = tiny_models.directory("llama"), random_prompts(8, 8, 6)
+    model, prompts = tiny_models.directory("llama"), random_prompts(8, 8, 6, seed=2)
     plan = make_plan(model, batch=3, decode_microbatch=3, prefill_microbatch=3)
     sampled = TokenChoice(temperature=0.8, top_p=0.9, seed=3)
     params = [TokenChoice(), sampled, TokenChoice()]
@@ -337,12 +346,12 @@ def test_n_grams_found_on_the_device_are_those_of_the_host(texts, gamma, look_ba
 
 def test_drafts_are_looked_up_in_prompt_and_output(tiny_models, make_plan):
     """A greedy text that falls into loops: drafts are kept as the host would find them."""
-    model, prompt = tiny_models.directory("llama"), [5, 9, 2, 7]
-    plan = make_plan(model, batch=1, decode_microbatch=1, prompt_len=4, gen_len=40)
-    want = tiny_models.greedy("llama", [prompt], 40)[0]
+    model, prompt = tiny_models.directory("qwen2"), [5, 9, 2, 7]
+    plan = make_plan(model, batch=1, decode_microbatch=1, prompt_len=4, gen_len=24)
+    want = tiny_models.greedy("qwen2", [prompt], 24)[0]
     compute = stage(plan, model, "ngram")
     drafter = FixedDrafter("ngram", 3)
-    request = Request(id=0, prompt=tuple(prompt), max_new=40)
+    request = Request(id=0, prompt=tuple(prompt), max_new=24)
     assert serve(plan, compute, [request], drafter) == [want]
     text = [*prompt, *want]
     assert compute.speculation.history_ST[0, : len(text)].tolist() == text
@@ -357,4 +366,4 @@ def test_drafts_are_looked_up_in_prompt_and_output(tiny_models, make_plan):
         drafted = min(3, len(left) - 1)
         seen.add(drafted, min(kept, drafted))
         known += kept + 1
-    assert drafter.acceptance == seen and seen.rate > 0.3
+    assert drafter.acceptance == seen and 0.3 < seen.rate < 1

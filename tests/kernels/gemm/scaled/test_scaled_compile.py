@@ -64,8 +64,8 @@ def tiles(arch, form, dtype, bm, stages, depth=1):
 
 def rows(arch, form):
     own = {
-        "HAS_BIAS": True, "HAS_RESIDUAL": True, "EVEN_G": True, "BH": 1, "WM": 8, "STEPS": 4,
-        "D": 4, "XD": 2, "PDL": arch >= 90,
+        "HAS_BIAS": True, "HAS_RESIDUAL": True, "EVEN_G": True, "BH": 1, "WM": 8, "STEPS": 2,
+        "D": 2, "XD": 2, "PDL": arch >= 90,
     }  # fmt: skip
     build(rows_kernel, arch, form, "bf16", own, num_warps=8, num_stages=1)
 
@@ -80,19 +80,21 @@ KINDS = {
 }
 
 
-# `make test` has two kinds of most forms: words are unpacked alike in all of a form's.
-BY_TILES = ("nvfp4", "iq4", "w4 in 64, zeros")
-BY_ROWS = ("mxfp4", "nf4", "w4 in 32", "w8 in 32, zeros")
-
-
-def in_all_alone(form, kind):
-    """Whether another kind of this form stands for it."""
-    tiles = kind in ("32 rows", "numbers")
-    return form in BY_ROWS and tiles or form in BY_TILES and not tiles
-
-
+# `make test` has a kind or two of a form: words are unpacked alike in all of a form's, and every
+# form's tiles of three stages are compiled below.
+TURNS = {
+    "mxfp4": ("rows",),
+    "nvfp4": ("few rows", "numbers"),
+    "nf4": ("rows",),
+    "iq4": ("numbers",),
+    "w4 in 32": ("rows",),
+    "w4 in 64, zeros": ("numbers",),
+    "w3 in 32, zeros": ("few rows", "rows"),
+    "w3 in 64": ("32 rows", "numbers"),
+    "w8 in 32, zeros": ("rows",),
+}
 CASES = [
-    pytest.param(form, kind, marks=[pytest.mark.seldom] if in_all_alone(form, kind) else [])
+    pytest.param(form, kind, marks=[] if kind in TURNS[form] else [pytest.mark.seldom])
     for form, kind in product(FORMS, KINDS)
 ]
 

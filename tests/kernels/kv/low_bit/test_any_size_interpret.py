@@ -65,7 +65,7 @@ def test_every_format(monkeypatch, kv, key_group):
     check(monkeypatch, KVFormat(precision=kv, head_dim=48, key_group=key_group))
 
 
-@pytest.mark.parametrize("dim", [8, 80, 96, 192, 576])
+@pytest.mark.parametrize("dim", [8, 80, 96, 192, pytest.param(576, marks=pytest.mark.seldom)])
 def test_sizes(monkeypatch, dim):
     fmt = KVFormat(precision=P.KV4, head_dim=dim)
     check(monkeypatch, fmt, heads=2, groups=1, dtype=torch.float16, splits=2)

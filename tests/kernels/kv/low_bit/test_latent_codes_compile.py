@@ -35,6 +35,13 @@ def seldom(case):
 
 
 SHAPE = {"D": 576, "C": 576, "BITS": 4}
+FEWER = pytest.mark.parametrize("channels", [192, pytest.param(576, marks=pytest.mark.seldom)])
+"""Of latents: every channel is in the code by itself, of 576 a compiler needs six times longer."""
+
+
+def fits(made, arch, channels):
+    """Whether memory is enough for 576 channels: what a row of queries needs grows as they do."""
+    return made.cubin and made.shared_bytes * 576 <= SHARED_LIMIT[arch] * channels
 
 
 def compiled(kernel, arch, constants, warps):
@@ -61,13 +68,17 @@ def test_what_a_pool_keeps_is_made(arch, kernel, own):
     assert made.cubin and made.shared_bytes <= SHARED_LIMIT[arch]
 
 
+@FEWER
 @pytest.mark.parametrize(
     ("arch", "chunks"), [(86, False), (90, True), *map(seldom, ((80, True), (90, False)))]
 )
-def test_a_pool_fits(arch, chunks):
-    constants = SHAPE | {
+def test_a_pool_fits(arch, chunks, channels):
+    constants = {
+        "D": channels,
+        "C": channels,
+        "BITS": 4,
         "H": 16,
-        "V": 512,
+        "V": channels - 64,
         "R": 16,
         "HEADS": 16,
         "CHUNKS": chunks,
@@ -76,10 +87,10 @@ def test_a_pool_fits(arch, chunks):
         "KW": WORD_K_WIDTH,
         "EMULATE": False,
     }
-    made = compiled(packed_latent_pages.attend, arch, constants, WARPS)
-    assert made.cubin and made.shared_bytes <= SHARED_LIMIT[arch]
+    assert fits(compiled(packed_latent_pages.attend, arch, constants, WARPS), arch, channels)
 
 
+@FEWER
 @pytest.mark.parametrize(
     ("arch", "bits"),
     [
@@ -87,18 +98,17 @@ def test_a_pool_fits(arch, chunks):
         *map(seldom, ((90, 2), (80, 4), (86, 4), (90, 4), (100, 4), (120, 4), (90, 8))),
     ],
 )
-def test_it_fits(arch, bits):
+def test_it_fits(arch, bits, channels):
     constants = {
         "Q": 1,
         "H": 16,
-        "D": 576,
-        "C": 576,
+        "D": channels,
+        "C": channels,
         "BITS": bits,
         "R": ROWS,
-        "PADDED": 1024,
+        "PADDED": 1 << channels.bit_length(),
         "LOOK": LOOK,
         "KW": WORD_K_WIDTH,
         "EMULATE": False,
     }
-    made = compiled(latent_codes_kernel, arch, constants, WARPS)
-    assert made.cubin and made.shared_bytes <= SHARED_LIMIT[arch]
+    assert fits(compiled(latent_codes_kernel, arch, constants, WARPS), arch, channels)

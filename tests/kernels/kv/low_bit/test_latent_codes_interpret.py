@@ -55,6 +55,7 @@ def run(own, fmt, *, heads, dtype, splits, monkeypatch):
     return outs
 
 
+@pytest.mark.thin
 @pytest.mark.parametrize("kv", [P.KV8, P.KV4, P.KV2], ids=lambda p: p.value)
 @pytest.mark.parametrize("dim", [320, 576])
 @pytest.mark.parametrize("splits", [1, 3])

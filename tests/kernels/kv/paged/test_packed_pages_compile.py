@@ -48,18 +48,26 @@ def seldom(*case):
     return pytest.param(*case, marks=pytest.mark.seldom)
 
 
-CASES = [(MODELS[0], 89), (MODELS[1], 120), (MODELS[2], 100), (MODELS[3], 86), (MODELS[4], 120)]
-CASES += [(MODELS[6], 86)]
-CASES += [seldom(model, 86) for model in MODELS if (model, 86) not in CASES]
-CASES += [seldom(MODELS[0], arch) for arch in (80, 90, 100, CONSUMER_BLACKWELL)]
-CASES += [seldom(model, 90) for model in MODELS[1:]]
-"""In `make test` where memory is least; then where it is most, the most common everywhere."""
-RULED_CASES = [(RULED_MODELS[0], 86), (RULED_MODELS[1], 89)]
+DECODE, CHUNK = "decode", "chunk"
+CASES = [
+    (MODELS[0], 89, DECODE), (MODELS[1], 120, CHUNK), (MODELS[2], 100, DECODE),
+    (MODELS[3], 86, DECODE), (MODELS[4], 120, CHUNK), (MODELS[6], 86, CHUNK),
+]  # fmt: skip
+"""In `make test` where memory is least, of a model the kernel that needs more or its turn."""
+PLACES = [(model, 86) for model in MODELS]
+PLACES += [(MODELS[0], arch) for arch in (80, 89, 90, 100, CONSUMER_BLACKWELL)]
+PLACES += [(MODELS[1], CONSUMER_BLACKWELL), (MODELS[2], 100), (MODELS[4], CONSUMER_BLACKWELL)]
+PLACES += [(model, 90) for model in MODELS[1:]]
+MORE = [(*place, kernel) for place in PLACES for kernel in (DECODE, CHUNK)]
+CASES += [seldom(*case) for case in MORE if case not in CASES]
+"""Then where it is most, the most common everywhere."""
+RULED_CASES = [(RULED_MODELS[0], 86, DECODE), (RULED_MODELS[1], 89, CHUNK)]
 RULED_CASES += [
-    seldom(model, arch)
+    seldom(model, arch, kernel)
     for model in RULED_MODELS
     for arch in (*ARCHITECTURES, CONSUMER_BLACKWELL)
-    if (model, arch) not in RULED_CASES
+    for kernel in (DECODE, CHUNK)
+    if (model, arch, kernel) not in RULED_CASES
 ]
 
 
@@ -80,31 +88,37 @@ def plan_of(kv, heads, groups, dim, dtype):
     return PackedPlan.of(fmt, heads, groups, dtype, torch.device("cpu"))
 
 
-@pytest.mark.parametrize("model,arch", CASES, ids=lambda value: str(value).replace("torch.", ""))
-def test_attention_fits(model, arch):
+@pytest.mark.parametrize(
+    "model,arch,kernel", CASES, ids=lambda value: str(value).replace("torch.", "")
+)
+def test_attention_fits(model, arch, kernel):
     plan, element = plan_of(*model), NAMES[model[-1]]
     how, pdl = Scores(alibi=model[1] == model[2]), arch >= 90
-    cap = {"maxnreg": 168} if plan.columns == 8 and plan.head_dim <= 128 else {}
-    decode = {**plan.decode_options(33, how, pdl=pdl), "EMULATE": False}
-    made = compiled(decode_packed, arch, decode, element, **cap)
-    assert "mma.sync" in made.ptx and "cp.async" in made.ptx
-    assert ("griddepcontrol.wait" in made.ptx) == (arch >= 90)
-    chunk = {**plan.chunk_options(33, how, pdl=pdl), "EMULATE": False}
-    made = compiled(chunk_packed, arch, chunk, element)
-    if element != "fp32":
-        assert "mma" in made.ptx, "no tensor core multiplies"
+    if kernel == DECODE:
+        cap = {"maxnreg": 168} if plan.columns == 8 and plan.head_dim <= 128 else {}
+        decode = {**plan.decode_options(33, how, pdl=pdl), "EMULATE": False}
+        made = compiled(decode_packed, arch, decode, element, **cap)
+        assert "mma.sync" in made.ptx and "cp.async" in made.ptx
+        assert ("griddepcontrol.wait" in made.ptx) == (arch >= 90)
+    else:
+        chunk = {**plan.chunk_options(33, how, pdl=pdl), "EMULATE": False}
+        made = compiled(chunk_packed, arch, chunk, element)
+        if element != "fp32":
+            assert "mma" in made.ptx, "no tensor core multiplies"
 
 
 @pytest.mark.parametrize(
-    "model,arch", RULED_CASES, ids=lambda value: str(value).replace("torch.", "")
+    "model,arch,kernel", RULED_CASES, ids=lambda value: str(value).replace("torch.", "")
 )
-def test_attention_with_rules_fits(model, arch):
+def test_attention_with_rules_fits(model, arch, kernel):
     plan, pdl = plan_of(*model), arch >= 90
-    cap = {"maxnreg": 168} if plan.columns == 8 and plan.head_dim <= 128 else {}
-    decode = {**plan.decode_options(33, RULED, pdl=pdl), "EMULATE": False}
-    assert compiled(decode_packed, arch, decode, "bf16", **cap)
-    chunk = {**plan.chunk_options(33, RULED, pdl=pdl), "EMULATE": False}
-    assert "mma" in compiled(chunk_packed, arch, chunk, "bf16").ptx
+    if kernel == DECODE:
+        cap = {"maxnreg": 168} if plan.columns == 8 and plan.head_dim <= 128 else {}
+        decode = {**plan.decode_options(33, RULED, pdl=pdl), "EMULATE": False}
+        assert compiled(decode_packed, arch, decode, "bf16", **cap)
+    else:
+        chunk = {**plan.chunk_options(33, RULED, pdl=pdl), "EMULATE": False}
+        assert "mma" in compiled(chunk_packed, arch, chunk, "bf16").ptx
 
 
 @pytest.mark.thin
