@@ -22,8 +22,8 @@ MODULES = {
     "llmpq-profile": "llmpq.profiler",
     "ray": "ray.scripts.scripts",
 }
-SMALL = ["--num-cpus=1", "--object-store-memory=80000000"]
-"""A Ray node that leaves the machine to the others."""
+FEW_SHAPES = ["--bits", "16", "--max-batch", "4", "--max-len", "48"]
+"""Of a profile, whose numbers are not looked at here."""
 
 
 def blocks(language: str) -> list[str]:
@@ -55,8 +55,9 @@ def bed(make_bed) -> Iterator:
         yield two
 
 
-def run(host, words: list[str], folder: Path, exported: dict[str, str]):
-    small = SMALL if words[:2] == ["ray", "start"] else []
+def run(bed, host, words: list[str], folder: Path, exported: dict[str, str]):
+    small = bed.small(host) if words[:2] == ["ray", "start"] else []
+    small += FEW_SHAPES if words[0] == "llmpq-profile" else []
     variables = [f"{name}={value}" for name, value in exported.items()]
     command = ("env", *variables, sys.executable, "-m", MODULES[words[0]], *words[1:], *small)
     done = host.run(*command, folder=folder)
@@ -78,16 +79,16 @@ def test_every_command_of_the_page_runs(bed, demo_model, tmp_path):
     box, server = bed.hosts
     exported, starts = commands(first)
     for words in starts:
-        run(box, words, tmp_path, exported)
+        run(bed, box, words, tmp_path, exported)
     shutil.copy(box.home / ".ray/auth_token", server.home / ".ray/auth_token")
     exported, starts = commands(second)
     for words in starts:
-        run(server, words, tmp_path, exported)
+        run(bed, server, words, tmp_path, exported)
     exported = {"RAY_AUTH_MODE": "token"}
     (doctor,) = commands(look)[1]
-    assert "server" in run(box, doctor, tmp_path, exported).stdout
+    assert "server" in run(bed, box, doctor, tmp_path, exported).stdout
     for words in commands(job)[1]:
-        run(box, words, tmp_path, exported)
+        run(bed, box, words, tmp_path, exported)
     answers = [json.loads(line) for line in (tmp_path / "answers.jsonl").read_text().splitlines()]
     assert [answer["error"] for answer in answers] == [None] * 3
     costs = json.loads((tmp_path / "costs.json").read_text())
@@ -97,6 +98,6 @@ def test_every_command_of_the_page_runs(bed, demo_model, tmp_path):
     assert inline is not None
     words = shlex.split(translated(inline[1].replace("\n", " "), demo_model))
     words[words.index("answers.jsonl")] = "others.jsonl"
-    run(box, words, tmp_path, exported)
+    run(bed, box, words, tmp_path, exported)
     others = [json.loads(line) for line in (tmp_path / "others.jsonl").read_text().splitlines()]
     assert [answer["error"] for answer in others] == [None] * 3
