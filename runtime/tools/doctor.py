@@ -29,7 +29,7 @@ from llmpq.runtime.launch.stages.stage_host import LOCAL_HOST, meeting_host
 from llmpq.runtime.tools.diagnosis import Finding, device_lines, differences, findings
 
 _log = logging.getLogger("llmpq.doctor")
-_ASKED = ("look", "try_gpus", "try_copies", "open_rendezvous", "try_links")
+ASKED = ("look", "try_gpus", "try_copies", "open_rendezvous", "try_links")
 """What a node's `NodeSurvey` is asked."""
 
 
@@ -84,7 +84,7 @@ def _of_ray(stack: ExitStack, address: str) -> tuple[list[StageHandle], list[str
     stack.enter_context(ray_cluster(address))
     nodes = [node for node in ray.nodes() if node["Alive"]]
     places = nodes if len(nodes) > 1 else nodes * 2
-    survey = late_class("llmpq.runtime.launch.nodes.node_survey", "NodeSurvey", _ASKED)
+    survey = late_class("llmpq.runtime.launch.nodes.node_survey", "NodeSurvey", ASKED)
     actor_class, started = ray.remote(survey), list[StageHandle]()
     for index, node in enumerate(places):
         placed = actor_class.options(
