@@ -1,4 +1,4 @@
-"""Linear latency models from samples, by SciPy: non-negative, on relative error, held out.
+"""Linear latency models from samples, by scikit-learn: non-negative, on relative error, held out.
 
 One regime is tried first. Where its held-out error misses the target, two regimes are fitted whose
 maximum is the time (a floor and a slope, say), then a polyline in the new tokens beside the terms
@@ -161,12 +161,13 @@ def _regime(names: Sequence[str], c_K: Array) -> Regime:
 
 def _solve(x_SK: Array, y_S: Array) -> Array:
     """Return the c >= 0 with the least sum of ((x c - y) / y)^2."""
-    from scipy.optimize import nnls
+    from sklearn.linear_model import LinearRegression
 
     scale_K = x_SK.max(axis=0)
     scale_K[scale_K == 0] = 1.0
     relative = x_SK / scale_K / y_S[:, None]
-    coefficients: Array = nnls(relative, np.ones(len(y_S)))[0] / scale_K
+    fitted = LinearRegression(fit_intercept=False, positive=True).fit(relative, np.ones(len(y_S)))
+    coefficients: Array = fitted.coef_ / scale_K
     return coefficients
 
 
