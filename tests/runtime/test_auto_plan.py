@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 
 import pytest
 
@@ -79,7 +80,12 @@ def test_rows_that_cannot_be_served_do_not_count(demo_model):
 
 
 def test_measured_costs_are_kept_and_used_again(tiny_models, monkeypatch):
-    model = tiny_models.directory("qwen3")
+    model, started = tiny_models.directory("qwen3"), subprocess.run
+    few = ["--bits", "16,4", "--max-batch", "4", "--max-len", "48"]
+    # The command as it is made, for fewer shapes.
+    monkeypatch.setattr(
+        auto_plan.subprocess, "run", lambda words, **how: started([*words, *few], **how)
+    )
     devices = Cluster.parse_data(
         {"name": "c", "nodes": [{"name": "n", "devices": [{"kind": "CPU", "threads": 1}]}]},
         where="test",
