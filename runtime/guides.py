@@ -16,16 +16,17 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from llmpq.checkpoints.gguf_file import is_gguf, open_gguf
 from llmpq.checkpoints.gguf_tokenizer import tokenizer_of
 from llmpq.runtime.token_rules import Guide
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _JSON_STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 _MAKERS = 4
@@ -183,6 +184,8 @@ class Automaton:
         Bits of bytes, on the host; `pinned`: in memory from which a GPU copies on its own.
         `meanwhile`: by other threads, from now on.
         """
+        import torch  # a server checks guides without it
+
         words = -(-vocab // 32)
         bits_GW = torch.empty((len(answers), words), dtype=torch.int32, pin_memory=pinned)
         # numpy: torch wakes all threads of the host for 0.5 MB (19 ms a step on busy cores).

@@ -27,10 +27,10 @@ from llmpq.profiler.cli.flags import ProfileRequest
 from llmpq.profiler.cli.run import make_job
 from llmpq.profiler.cli.tables import links_table, node_links_table
 from llmpq.profiler.timing.cases import LinkJob, LinkTimings, model_spec
-from llmpq.profiler.timing.host_actor import HostActor
 from llmpq.profiler.timing.latency_fit import fit_link, fit_rounds
 from llmpq.runtime.launch.nodes.node_match import RayNode, WantedNode
 from llmpq.runtime.launch.nodes.node_questions import ask_nodes
+from llmpq.runtime.launch.on_ray.late_class import late_class
 from llmpq.runtime.launch.on_ray.placement import ray_cluster, wait_for_nodes
 from llmpq.runtime.launch.on_ray.ray_stage import failure_of
 from llmpq.runtime.launch.stages.stage_host import addresses_of
@@ -41,6 +41,9 @@ _LINK_S = 300.0
 """
 
 log = logging.getLogger(__name__)
+HostActor = late_class(
+    "llmpq.profiler.timing.host_actor", "HostActor", ("profile", "address", "port", "link")
+)
 
 
 def main(request: ProfileRequest) -> int:
@@ -67,7 +70,7 @@ def main(request: ProfileRequest) -> int:
             CostModel.merged,
             [CostModel.parse_data(json.loads(f["costs"]), where="costs") for f in found],
         )
-        seconds = 5.0 if request.quick else 20.0
+        seconds = 2.0 if request.quick else 20.0
         links = _links(cluster, nodes, own, actors, spec.hidden, seconds)
     costs = costs.model_copy(update={"node_links": tuple(links)})
     costs.save_json(request.output)

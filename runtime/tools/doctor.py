@@ -29,6 +29,8 @@ from llmpq.runtime.launch.stages.stage_host import LOCAL_HOST, meeting_host
 from llmpq.runtime.tools.diagnosis import Finding, device_lines, differences, findings
 
 _log = logging.getLogger("llmpq.doctor")
+ASKED = ("look", "try_gpus", "try_copies", "open_rendezvous", "try_links")
+"""What a node's `NodeSurvey` is asked."""
 
 
 def main(options: DoctorOptions) -> int:
@@ -75,14 +77,15 @@ def _of_ray(stack: ExitStack, address: str) -> tuple[list[StageHandle], list[str
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-    from llmpq.runtime.launch.nodes.node_survey import NodeSurvey
+    from llmpq.runtime.launch.on_ray.late_class import late_class
     from llmpq.runtime.launch.on_ray.placement import ray_cluster
     from llmpq.runtime.launch.on_ray.ray_stage import RayStage
 
     stack.enter_context(ray_cluster(address))
     nodes = [node for node in ray.nodes() if node["Alive"]]
     places = nodes if len(nodes) > 1 else nodes * 2
-    actor_class, started = ray.remote(NodeSurvey), list[StageHandle]()
+    survey = late_class("llmpq.runtime.launch.nodes.node_survey", "NodeSurvey", ASKED)
+    actor_class, started = ray.remote(survey), list[StageHandle]()
     for index, node in enumerate(places):
         placed = actor_class.options(
             num_cpus=0,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from llmpq.runtime.backends import paged_compute, stage_compute
 from llmpq.runtime.engine.mailbox import Mailbox
 from llmpq.runtime.engine.scheduler import Scheduler
 from llmpq.runtime.engine.slot_limits import Limits
@@ -273,6 +274,15 @@ class Models:
             return tokens[0, len(prompt) :].tolist()
 
         return [one(prompt) for prompt in prompts]
+
+
+@pytest.fixture(scope="session", autouse=True)
+def warm_up() -> Iterator[None]:
+    """Have stages of this process run one shape ahead, not all for 2 s (test_warm_up.py does)."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(stage_compute, "WARM_UP_S", 0.0)
+        patch.setattr(paged_compute, "WARM_UP_S", 0.0)
+        yield
 
 
 @pytest.fixture(scope="session")

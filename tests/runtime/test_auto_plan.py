@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 
 import pytest
 
@@ -78,22 +79,28 @@ def test_rows_that_cannot_be_served_do_not_count(demo_model):
     assert lengths_of(rows[1:2], tokenizer, spec) == Lengths(prompts=[1], new_tokens=[1])
 
 
-def test_measured_costs_are_kept_and_used_again(demo_model, monkeypatch, tmp_path):
+def test_measured_costs_are_kept_and_used_again(tiny_models, monkeypatch):
+    model, started = tiny_models.directory("qwen3"), subprocess.run
+    few = ["--bits", "16,4", "--max-batch", "4", "--max-len", "48"]
+    # The command as it is made, for fewer shapes.
+    monkeypatch.setattr(
+        auto_plan.subprocess, "run", lambda words, **how: started([*words, *few], **how)
+    )
     devices = Cluster.parse_data(
         {"name": "c", "nodes": [{"name": "n", "devices": [{"kind": "CPU", "threads": 1}]}]},
         where="test",
     )
     lengths = Lengths(prompts=[8], new_tokens=[4])
-    before = plan_for(demo_model, lengths, cluster=devices)
+    before = plan_for(model, lengths, cluster=devices)
     assert before.plan.predicted.estimated and "estimated" in before.text()
-    made = plan_for(demo_model, lengths, cluster=devices, profile=True)
+    made = plan_for(model, lengths, cluster=devices, profile=True)
     assert not made.plan.predicted.estimated and "estimated" not in made.text()
     assert any("measured here before" in note for note in made.notes)
-    spec = ModelSpec.from_directory(demo_model)
+    spec = ModelSpec.from_directory(model)
     kept, _ = cached_costs(spec.fingerprint(), ["CPU@1t"])
     assert kept is not None
     monkeypatch.setattr(auto_plan, "measure", lambda *_: pytest.fail("measured again"))
-    again = plan_for(demo_model, lengths, cluster=devices)
+    again = plan_for(model, lengths, cluster=devices)
     assert not again.plan.predicted.estimated
 
 

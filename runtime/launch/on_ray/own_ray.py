@@ -46,6 +46,8 @@ _NEWS = signal.SIGUSR1
 """How the watching thread interrupts the main one."""
 _WATCH_S = 1.0
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_NOT_NEEDED = ("start_monitor", "start_api_server", "start_log_monitor")
+"""What Ray's head starts for an autoscaler, for its dashboard, for printing what workers print."""
 _SUBREAPER = 36
 """PR_SET_CHILD_SUBREAPER of prctl(2)."""
 _SOCKET_FOLDER_LIMIT = 24
@@ -93,7 +95,7 @@ def joined_ray(address: str) -> Iterator[None]:
 def _start(folder: Path) -> None:
     import ray
 
-    with on_loopback(True):
+    with on_loopback(True), _without_helpers():
         _read_settings_again(ray)
         ray.init(
             address="local",  # whatever RAY_ADDRESS says
@@ -131,6 +133,25 @@ def _read_settings_again(ray: ModuleType) -> None:
         raylet: Any = ray._raylet
         raylet.Config.initialize("")
         raylet.AuthenticationTokenLoader.instance().reset_cache()
+
+
+@contextmanager
+def _without_helpers() -> Iterator[None]:
+    """Let Ray start no process that the job of one machine has no use for.
+
+    They are three programs of Python, 1.5 s of a core together; Ray waits for the dashboard's even
+    where it is to show nothing.
+    """
+    from ray._private.node import Node
+
+    kept = {name: vars(Node)[name] for name in _NOT_NEEDED if name in vars(Node)}
+    for name in kept:
+        setattr(Node, name, lambda *_, **__: None)
+    try:
+        yield
+    finally:
+        for name, start in kept.items():
+            setattr(Node, name, start)
 
 
 @contextmanager

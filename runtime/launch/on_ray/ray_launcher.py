@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, replace
 from types import TracebackType
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 import ray
 from ray.util.placement_group import PlacementGroup, remove_placement_group
@@ -18,15 +18,27 @@ from llmpq.errors import StageLostError
 from llmpq.plan import Plan
 from llmpq.runtime.launch.launcher import Deadlines, Launch
 from llmpq.runtime.launch.nodes.node_questions import require_same
+from llmpq.runtime.launch.on_ray.late_class import late_class
 from llmpq.runtime.launch.on_ray.placement import ray_cluster, reserve
-from llmpq.runtime.launch.on_ray.ray_giver import RayGiver
 from llmpq.runtime.launch.on_ray.ray_stage import RayStage
 from llmpq.runtime.launch.on_ray.ray_watch import SILENCE, RayWatch
-from llmpq.runtime.launch.stages.stage_actor import StageActor
 from llmpq.runtime.launch.stages.stage_settings import StageSettings
+
+if TYPE_CHECKING:
+    from llmpq.runtime.launch.on_ray.ray_giver import RayGiver
 
 _THREADS = 7
 """Threads of an actor: the loop, a poll, health checks, a submission and a beat."""
+
+StageActor = late_class(
+    "llmpq.runtime.launch.stages.stage_actor",
+    "StageActor",
+    (
+        *("identity", "beat", "end", "load", "open_rendezvous", "join", "run", "submit", "abort"),
+        *("stop", "take_rules", "noted", "finish_submitting", "poll", "health", "work", "record"),
+        *("peak_memory", "speculation"),
+    ),
+)
 
 
 class RayLauncher:
@@ -90,6 +102,8 @@ class RayLauncher:
             own = replace(settings[index], address=node.address)
             copies = own.copy_weights and not node.is_here
             if copies and giver is None:
+                from llmpq.runtime.launch.on_ray.ray_giver import RayGiver
+
                 giver = RayGiver.start(own.driver_model_dir or own.model_dir)
                 self._stack.callback(giver.close)
             given = giver if copies else None

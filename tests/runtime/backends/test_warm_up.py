@@ -9,7 +9,8 @@ import torch
 
 from llmpq.model_spec import ModelSpec
 from llmpq.precision import KVPrecision, Precision
-from llmpq.runtime.backends import stage_compute
+from llmpq.runtime.backends import paged_compute, stage_compute
+from llmpq.runtime.backends.paged_compute import PagedStageCompute
 from llmpq.runtime.backends.stage_compute import StageCompute
 from llmpq.runtime.cache.kv_by_precision import make_kv_cache
 from llmpq.runtime.models.stage_model import StageModel
@@ -21,6 +22,13 @@ from llmpq.workload import Workload
 
 pytestmark = pytest.mark.cpu
 ROWS, PROMPT, NEW = 3, 40, 4
+
+
+@pytest.fixture(autouse=True)
+def whole_warm_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Give it the time that it has outside tests."""
+    monkeypatch.setattr(stage_compute, "WARM_UP_S", 2.0)
+    monkeypatch.setattr(paged_compute, "WARM_UP_S", 2.0)
 
 
 @dataclasses.dataclass
@@ -128,3 +136,14 @@ def test_time_is_bounded_and_does_not_decide_how_prompts_are_padded(monkeypatch)
     assert len(run) == 1
     widths, _ = logits(compute, pytest.MonkeyPatch())
     assert widths[0] == 24
+
+
+@pytest.mark.parametrize(("limit_s", "counts"), [(2.0, [3, 2, 1, 20, 18]), (0.0, [3])])
+def test_steps_of_a_pool_are_run_ahead_as_far_as_there_is_time(monkeypatch, limit_s, counts):
+    """Every count of rows, then the ladder's places, the largest first."""
+    monkeypatch.setattr(paged_compute, "WARM_UP_S", limit_s)
+    compute, run = object.__new__(PagedStageCompute), []
+    monkeypatch.setattr(compute, "_run_zeros", lambda kind, n: run.append((kind, n)) or 1e-3)
+    compute.warm_up(3, 19)
+    assert [count for _, count in run] == counts
+    assert all((kind is StepKind.DECODE) == (count <= 3) for kind, count in run)

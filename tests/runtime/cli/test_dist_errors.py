@@ -234,12 +234,9 @@ def test_memory_that_differs_from_the_plan_is_refused(demo_model, make_plan):
 
 
 def long_job(make_plan, demo_model) -> tuple[object, list[Request]]:
-    """Return a job of seconds: many prompts, then many tokens."""
-    plan = make_plan(
-        demo_model, (4,), batch=24, prompt_len=96, gen_len=200, prefill_microbatch=1,
-        decode_microbatch=12,
-    )  # fmt: skip
-    requests = [Request(id=i, prompt=tuple(range(3, 99)), max_new=200) for i in range(24)]
+    """Return a job that is not over when the first token is heard of: 900 steps follow it."""
+    plan = make_plan(demo_model, (4,), batch=4, prompt_len=8, gen_len=900)
+    requests = [Request(id=i, prompt=tuple(range(3, 11)), max_new=900) for i in range(4)]
     return plan, requests
 
 
@@ -258,6 +255,8 @@ def test_a_killed_stage_is_named_with_its_cause(
         Engine.start(plan, settings, launch=launch) as pipeline,
     ):
         pids = pipeline.stage_pids()
+        if phase == "prefill":  # which does not end before somebody looks
+            os.kill(pids[1 - victim], signal.SIGSTOP)
         pipeline.submit(requests)
         for update in pipeline.updates():
             if not killed_s and update.progress.phase in (

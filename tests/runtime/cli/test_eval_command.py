@@ -110,7 +110,7 @@ def test_quantised_demo_model_keeps_its_quality(demo_model, tokens):
         precisions = [Precision.parse(name)] * 8
         return perplexity(
             LocalPipeline.from_directory(demo_model, precisions=precisions).scores,
-            tokens,
+            tokens[-8192:],
             window=1024,
         ).value
 
@@ -159,13 +159,13 @@ def test_the_command_prints_value_and_protocol(demo_model, short_text, capsys):
 
 def test_a_plan_says_precisions_and_dtype(demo_model, short_text, tmp_path, capsys):
     w4, w8 = Precision.W4A16, Precision.W8A16
-    plan = plan_for(ModelSpec.from_directory(demo_model), (w8, w8, w4, w4, w4, w4, w4, w8))
+    plan = plan_for(ModelSpec.from_directory(demo_model), (w8, w8, w4, w8, w8, w8, w8, w8))
     plan.save_json(tmp_path / "plan.json")
     common = ["--model", str(demo_model), "--text", str(short_text), "--json"]
     planned = json.loads(run(capsys, *common, "--strat_file_name", str(tmp_path / "plan.json")))
-    assert planned["precision"] == "w8a16 x2, w4a16 x5, w8a16 x1"
+    assert planned["precision"] == "w8a16 x2, w4a16 x1, w8a16 x5"
     assert planned["dtype"] == "bfloat16"
-    named = "8,8,4,4,4,4,4,8"
+    named = "8,8,4,8,8,8,8,8"
     same = json.loads(run(capsys, *common, "--precision", named, "--dtype", "bfloat16"))
     assert same["value"] == planned["value"]
     by_name = json.loads(run(capsys, *common, "--strat_file_name", str(tmp_path / "plan")))
@@ -273,7 +273,7 @@ def test_agreement_counts_equal_first_choices(demo_model, short_text, tmp_path, 
     same = json.loads(run(capsys, *common))
     eight, three = (json.loads(run(capsys, *common, "--precision", p)) for p in ("8", "3"))
     assert same["agreement"] == 1.0 > eight["agreement"] > three["agreement"] > 0.5
-    words = ["--model", str(demo_model), "--text", str(short_text), "--precision", "w4a16"]
+    words = ["--model", str(demo_model), "--text", str(short_text), "--precision", "w8a16"]
     assert "greedy agreement with 16 bits: " in run(capsys, *words, "--agreement")
     (tmp_path / "q").mkdir()
     for name in ("model.safetensors", "tokenizer.json"):

@@ -98,6 +98,17 @@ def test_generation_stops_at_its_texts(model: LlmpqModel, reference: Any) -> Non
     assert cut[0] == text[: text.index(stop)] and "\n" not in cut[1]
 
 
+COMMAND = """
+import functools, runpy
+import lm_eval.tasks
+
+# Some twenty seconds go into reading the thousands of tasks that the harness brings along.
+lm_eval.tasks.TaskManager = functools.partial(lm_eval.tasks.TaskManager, include_defaults=False)
+runpy.run_module("llmpq.runtime.tools.lm_eval", run_name="__main__", alter_sys=True)
+"""
+"""`python -m llmpq.runtime.tools.lm_eval`, which finds the tasks of `--include_path` alone."""
+
+
 @pytest.fixture
 def tasks(tmp_path: Path) -> Path:
     """Three tasks over four documents of this file's making."""
@@ -132,7 +143,7 @@ def tasks(tmp_path: Path) -> Path:
 def test_local_tasks_run_through_the_harness(tasks: Path, demo_model: Path) -> None:
     """The command, as a user runs it: the class is found by its name."""
     run = subprocess.run(
-        [sys.executable, "-m", "llmpq.runtime.tools.lm_eval", "run", "--model", "llmpq"]
+        [sys.executable, "-c", COMMAND, "run", "--model", "llmpq"]
         + [
             "--model_args",
             f"pretrained={demo_model},precision=w8a16",

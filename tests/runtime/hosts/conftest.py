@@ -227,14 +227,20 @@ class Bed:
         """Put a host's cable back."""
         self.switch("link", "set", f"p{self.hosts.index(host) + 1}", "up")
 
+    def small(self, host: Host) -> list[str]:
+        """Return how `ray start` leaves the machine to others: no programs that nobody asks."""
+        small = ["--num-cpus=1", "--object-store-memory=80000000", "--include-log-monitor=false"]
+        head = ["--include-dashboard=false", "--no-monitor"]
+        return small + (head if host is self.hosts[0] else [])
+
     def start_ray(self, host: Host, *words: object) -> None:
         """Start a Ray node; the first host's is the head, and its token goes to the others."""
-        common = ("--num-cpus=1", "--object-store-memory=80000000", *words)
+        common = (*self.small(host), *words)
         head, token = self.hosts[0], Path(".ray/auth_token")
         if host is head:
             if not (head.home / token).exists():
                 host.ray("get-auth-token", "--generate")
-            host.ray("start", "--head", f"--port={PORT}", "--include-dashboard=false", *common)
+            host.ray("start", "--head", f"--port={PORT}", *common)
         else:
             shutil.copy(head.home / token, host.home / token)
             host.ray("start", f"--address={self.address}", *common)

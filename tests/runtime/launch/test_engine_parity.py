@@ -5,14 +5,23 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from llmpq.profiler.cli import run_hosts
+from llmpq.profiler.timing.host_actor import HostActor
 from llmpq.runtime.launch.engine import Engine
 from llmpq.runtime.launch.launcher import Launch
+from llmpq.runtime.launch.nodes.node_survey import NodeSurvey
+from llmpq.runtime.launch.nodes.stage_probe import StageProbe
+from llmpq.runtime.launch.on_ray import ray_launcher
+from llmpq.runtime.launch.on_ray.late_class import late_class
+from llmpq.runtime.launch.stages.stage_actor import StageActor
 from llmpq.runtime.launch.stages.stage_settings import StageSettings
 from llmpq.runtime.request import Request
+from llmpq.runtime.tools import check, doctor
 from llmpq.runtime.trace import chrome_trace
 
 pytestmark = pytest.mark.cluster
@@ -158,7 +167,7 @@ def test_speculation_over_stages_gives_the_same_tokens(demo_model, make_plan, ex
 def test_a_stage_that_cannot_load_is_named_by_what_is_wrong(
     demo_model, make_plan, tmp_path, backend
 ):
-    plan, settings = make_plan(demo_model, (4,)), StageSettings(model_dir=str(tmp_path))
+    plan, settings = make_plan(demo_model), StageSettings(model_dir=str(tmp_path))
     with (
         pytest.raises(ValueError, match="config.json"),
         Engine.start(plan, settings, launch=Launch(backend=backend)),
@@ -173,7 +182,50 @@ import llmpq.runtime.launch.engine, llmpq.runtime.launch.process_launcher
 assert "torch" not in sys.modules
 import llmpq.runtime.launch.stages.stage_process, llmpq.runtime.launch.thread_launcher
 """
+NO_TORCH = """
+import sys
+sys.modules["torch"] = None
+import llmpq.runtime.launch.on_ray.ray_launcher, llmpq.runtime.llm, llmpq.runtime.tools.check
+import llmpq.profiler.cli.run_hosts, llmpq.runtime.serve.app
+"""
 
 
 def test_stages_as_threads_and_processes_need_no_ray_and_a_driver_of_processes_no_torch():
     subprocess.run([sys.executable, "-c", NO_RAY], check=True)
+
+
+def test_a_driver_of_ray_and_a_server_need_no_torch():
+    subprocess.run([sys.executable, "-c", NO_TORCH], check=True)
+
+
+@pytest.mark.parametrize(
+    ("held", "late"),
+    [
+        (StageActor, ray_launcher.StageActor),
+        (StageProbe, check.StageProbe),
+        (HostActor, run_hosts.HostActor),
+        (NodeSurvey, late_class(NodeSurvey.__module__, "NodeSurvey", doctor.ASKED)),
+    ],
+)
+def test_a_late_class_has_every_method_of_the_one_it_holds(held, late):
+    def methods(kind):
+        return {name for name in vars(kind) if not name.startswith("_")}
+
+    assert late.__name__ == held.__name__ and methods(late) == methods(held)
+
+
+class Held:
+    """Counts what it is told."""
+
+    def __init__(self, start, *, step=1):
+        self.count, self.step = start, step
+
+    def more(self, times, *, less=0):
+        self.count += self.step * times - less
+        return self.count
+
+
+def test_a_late_class_calls_what_it_holds(monkeypatch):
+    monkeypatch.setitem(sys.modules, "a_module", SimpleNamespace(Held=Held))
+    counting = late_class("a_module", "Held", ("more",))(5, step=2)
+    assert (counting.more(3), counting.more(1, less=4)) == (11, 9)

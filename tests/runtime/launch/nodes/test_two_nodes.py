@@ -2,6 +2,7 @@
 
 import json
 import os
+import secrets
 import socket
 import subprocess
 import sys
@@ -24,12 +25,15 @@ nodes:
      model_dir: copy}
 """
 LIMIT_S = 150
+NOT_ASKED = ("--include-dashboard=false", "--no-monitor")
+"""Programs of Ray's head that nobody here talks to."""
+LOCKED = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
 JOB = ("--strat_file_name", "plan.json", "-i", "in.jsonl", "-o", "out.jsonl")
 
 
 def ray(*arguments: object) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "ray.scripts.scripts", *map(str, arguments)]
-    environment = os.environ | {"RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_MODE": "token"}
+    environment = os.environ | LOCKED | {"RAY_USAGE_STATS_ENABLED": "0"}
     environment |= {"RAY_agent_register_timeout_ms": "60000", "RAY_worker_niceness": "0"}
     return subprocess.run(
         command, env=environment, capture_output=True, text=True, check=True, timeout=LIMIT_S
@@ -43,9 +47,10 @@ def address(tmp_path_factory) -> Iterator[str]:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     before = {process.pid for process in psutil.process_iter()}
-    common = ("--num-cpus=1", "--node-ip-address=127.0.0.1", "--object-store-memory=80000000")
+    common = ("--num-cpus=1", "--node-ip-address=127.0.0.1", "--object-store-memory=80000000",
+              "--include-log-monitor=false")  # fmt: skip
     folder = Path("/tmp") / f"llmpq-{port}"
-    head = ("--head", f"--port={port}", "--include-dashboard=false", f"--temp-dir={folder}")
+    head = ("--head", f"--port={port}", f"--temp-dir={folder}", *NOT_ASKED)
     ray("start", *head, "--labels=place=here", *common)
     try:
         ray("start", f"--address=127.0.0.1:{port}", "--labels=place=there", *common)
@@ -75,7 +80,7 @@ def files(tmp_path, make_plan, demo_model) -> Path:
 
 def dist(folder: Path, *arguments: object) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "llmpq.runtime", *map(str, arguments)]
-    environment = os.environ | {"RAY_AUTH_MODE": "token"}
+    environment = os.environ | LOCKED
     return subprocess.run(
         command, cwd=folder, env=environment, capture_output=True, text=True, check=False,
         timeout=LIMIT_S,

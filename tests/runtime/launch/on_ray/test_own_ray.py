@@ -70,9 +70,13 @@ LIST_SOCKETS = """
         for link in process.net_connections("inet"):
             if link.status == psutil.CONN_LISTEN:
                 print(process.name(), link.laddr.ip)
+    words = [word for process in me.children(recursive=True) for word in process.cmdline()]
+    print("runs", *(name for name in ("monitor", "dashboard") if f"{name}.py" in str(words)))
     print("token", len(os.environ["RAY_AUTH_TOKEN"]), os.environ["RAY_AUTH_MODE"])
 """
 LIST_LEFT = """
+from ray._private.node import Node
+print(Node.start_monitor.__name__, Node.start_log_monitor.__name__)
 print("after", os.environ.get("RAY_AUTH_TOKEN"), len(me.children(recursive=True)))
 """
 JOIN_WITHOUT_TOKEN = """
@@ -105,11 +109,13 @@ def _stopped(folder: Path, where: str, meanwhile: str = "pass", later: str = "")
 
 
 def test_what_listens_is_on_loopback_and_wants_a_token_and_has_time_to_stop(folder):
-    *sockets, token, after = _stopped(folder, "ray_cluster(None)", LIST_SOCKETS, LIST_LEFT)
+    *sockets, runs, token, starts, after = _stopped(folder, "ray_cluster(None)", LIST_SOCKETS, LIST_LEFT)
     hosts = {line.split()[-1].removeprefix("::ffff:") for line in sockets}
     assert any(line.startswith("gcs_server") for line in sockets)
     assert any(line.startswith("raylet") for line in sockets)
     assert hosts == {"127.0.0.1"}, sockets
+    assert runs == "runs", "nothing of Ray's that a job on one machine does not use"
+    assert starts == "start_monitor start_log_monitor", "another Ray of this process has them"
     assert token.split()[1:] == ["64", "token"]
     assert after == "after None 0", "neither the token nor a process outlives the block"
 

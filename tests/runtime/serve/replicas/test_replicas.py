@@ -26,8 +26,10 @@ pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
 PROMPT = "def main():\n    import"
 KEY = "sesame"
 READY_S = 120.0
-LONG = 100
-"""Tokens of an answer that is under way for a while."""
+LONG, SHORT = 100, 16
+"""Tokens of an answer that is under way for a while, and of one that is asked for later."""
+ASKED = (15, 14)
+"""Requests before and after a replica is lost."""
 
 
 class Started:
@@ -236,10 +238,12 @@ async def _asked(
     return ("streamed" if finished == "length" else "cut off"), text
 
 
-def _under_load(started: Started, counts: tuple[int, int], length: int, during) -> list:
+def _under_load(
+    started: Started, counts: tuple[int, int], during, lengths: tuple[int, int] = (LONG, SHORT)
+) -> list:
     """Ends of requests asked before and after `during` was called.
 
-    It is called once five streams have begun: more than one replica of two serves of eight.
+    It is called once five streams have begun, which is every stream of fifteen requests.
     """
     begun: set[int] = set()
 
@@ -248,13 +252,14 @@ def _under_load(started: Started, counts: tuple[int, int], length: int, during) 
             base_url=f"{started.url}/v1", api_key=KEY, max_retries=0
         ) as client:
             asked = [
-                asyncio.ensure_future(_asked(client, i, length, begun)) for i in range(counts[0])
+                asyncio.ensure_future(_asked(client, i, lengths[0], begun))
+                for i in range(counts[0])
             ]
             while len(begun) < 5 and not all(one.done() for one in asked):
                 await asyncio.sleep(0.005)
             during()
             for i in range(counts[0], sum(counts)):
-                asked.append(asyncio.ensure_future(_asked(client, i, length, begun)))
+                asked.append(asyncio.ensure_future(_asked(client, i, lengths[1], begun)))
                 await asyncio.sleep(0.05)
             return await asyncio.gather(*asked)
 
@@ -262,7 +267,7 @@ def _under_load(started: Started, counts: tuple[int, int], length: int, during) 
 
 
 def test_sixty_four_at_once_are_each_their_own_answer(started, twin):
-    ends = _under_load(started, (64, 0), 8, lambda: None)
+    ends = _under_load(started, (64, 0), lambda: None, (8, 0))
     params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
     wanted = [answer.text for answer in twin.generate([f"x{i} = " for i in range(64)], params)]
     assert [text for _, text in ends] == wanted
@@ -271,16 +276,20 @@ def test_sixty_four_at_once_are_each_their_own_answer(started, twin):
 
 @pytest.fixture(scope="module")
 def long_answers(twin) -> list[str]:
-    """Return what `_under_load` is answered by 40 requests where nobody is lost."""
-    params = SamplingParams(temperature=0, max_tokens=LONG, ignore_eos=True)
-    return [answer.text for answer in twin.generate([f"x{i} = " for i in range(40)], params)]
+    """Return what `_under_load` is answered where nobody is lost."""
+    lengths = [
+        length for count, length in zip(ASKED, (LONG, SHORT), strict=True) for _ in range(count)
+    ]
+    params = [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True) for n in lengths]
+    prompts = [f"x{i} = " for i in range(len(lengths))]
+    return [answer.text for answer in twin.generate(prompts, params)]
 
 
 @pytest.mark.parametrize("victim", ["ServeReplica", "stage_process"])
 def test_a_replica_lost_under_load_is_told_and_replaced(started, long_answers, victim):
     before = {one.pid for one in started.named("ServeReplica")}
     assert len(before) == 2
-    ends = _under_load(started, (24, 16), LONG, started.named(victim)[0].kill)
+    ends = _under_load(started, ASKED, started.named(victim)[0].kill)
     kinds = [kind for kind, _ in ends]
     assert "cut off" not in kinds and "refused" in kinds and "ended early" in kinds
     for (kind, text), whole in zip(ends, long_answers, strict=True):
@@ -288,7 +297,7 @@ def test_a_replica_lost_under_load_is_told_and_replaced(started, long_answers, v
             assert text == whole
         elif kind == "ended early":
             assert whole.startswith(text)
-    late = kinds[32:]
+    late = kinds[ASKED[0] + 8 :]
     assert set(late) <= {"whole", "streamed"}, "the other replica answers what comes later"
     started.wait_until_ready()
     after = {one.pid for one in started.named("ServeReplica")}

@@ -4,22 +4,23 @@ from __future__ import annotations
 
 import datetime
 import json
+import threading
 import time
 
 import pytest
 import torch.distributed as dist
 
 from llmpq.errors import DeadlineError
+from llmpq.runtime.launch import thread_launcher
 from llmpq.runtime.launch.engine import Engine
 from llmpq.runtime.launch.launcher import Deadlines, Launch
-from llmpq.runtime.launch.on_ray import ray_launcher
 from llmpq.runtime.launch.stages.stage_actor import StageActor
 from llmpq.runtime.launch.stages.stage_settings import StageSettings
 from llmpq.runtime.links.transport import join_gloo
 from llmpq.runtime.request import Request
 
 pytestmark = pytest.mark.cluster
-RAY = Launch(backend="ray")
+THREADS = Launch(backend="threads")
 
 
 def test_a_stage_that_never_joins_is_given_up(tmp_path):
@@ -32,27 +33,31 @@ def test_a_stage_that_never_joins_is_given_up(tmp_path):
 
 
 @pytest.mark.parametrize("closing", [False, True], ids=["a row", "the end"])
-def test_a_lost_message_ends_the_run(ray_session, demo_model, make_plan, monkeypatch, closing):
+def test_a_lost_message_ends_the_run(demo_model, make_plan, monkeypatch, closing):
     """Every stage is well and waits for its neighbour: no step is too long, nobody is silent."""
+    over = threading.Event()
 
     class Waiting(StageActor):
         def load(self):
             return {"weights_bytes": 0, "kv_bytes": 0, "seconds": 0.0}
 
         def run(self):
-            time.sleep(60)
+            over.wait(60)
+
+        def stop(self):
+            over.set()
 
         def poll(self, timeout_s):
             time.sleep(timeout_s)
             progress = {"finished": 1} if closing else {"running": 1}
             return json.dumps({"finished": [], "progress": progress})
 
-    monkeypatch.setattr(ray_launcher, "StageActor", Waiting)
+    monkeypatch.setattr(thread_launcher, "StageActor", Waiting)
     plan, settings = make_plan(demo_model, (4,)), StageSettings(model_dir=str(demo_model))
     started_s = time.monotonic()
     with (
         pytest.raises(DeadlineError, match=r"no stage has computed for 4 s during .*--resume"),
-        Engine.start(plan, settings, deadlines=Deadlines(step_s=1), launch=RAY) as pipeline,
+        Engine.start(plan, settings, deadlines=Deadlines(step_s=1), launch=THREADS) as pipeline,
     ):
         pipeline.submit([Request(id=0, prompt=(5,), max_new=2)])
         started_s = time.monotonic()
@@ -61,11 +66,11 @@ def test_a_lost_message_ends_the_run(ray_session, demo_model, make_plan, monkeyp
     assert 4 <= time.monotonic() - started_s < 15
 
 
-def test_a_reader_who_takes_long_is_not_the_stages_fault(ray_session, demo_model, make_plan):
+def test_a_reader_who_takes_long_is_not_the_stages_fault(demo_model, make_plan):
     settings = StageSettings(model_dir=str(demo_model))
     finished = []
     with Engine.start(
-        make_plan(demo_model, (4,)), settings, deadlines=Deadlines(step_s=1), launch=RAY
+        make_plan(demo_model, (4,)), settings, deadlines=Deadlines(step_s=1), launch=THREADS
     ) as pipeline:
         pipeline.submit([Request(id=0, prompt=(5,), max_new=9)], more=True)
         updates = pipeline.updates()
