@@ -15,6 +15,8 @@ WORKERS := -n 2 --dist loadfile --no-loadscope-reorder
 WAITING := $(subst -n 2,-n 3,$(WORKERS))
 TIMES := .test-seconds
 BESIDE := .test-beside
+# Modules are compiled once, not by each of hundreds of processes.
+unexport PYTHONDONTWRITEBYTECODE
 OLDEST := .oldest
 # Before and behind a tier's tests, which are a line of their own without
 # a shell: so a signal to make ends them.
@@ -95,4 +97,5 @@ lint: setup
 	  --no-warn-unused-ignores $(LOOSE:%=--disable-error-code=%) *.py
 
 clean:
+	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +
 	rm -rf $(VENV) $(OLDEST) .test-* out build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

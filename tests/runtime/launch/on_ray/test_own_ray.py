@@ -109,7 +109,9 @@ def _stopped(folder: Path, where: str, meanwhile: str = "pass", later: str = "")
 
 
 def test_what_listens_is_on_loopback_and_wants_a_token_and_has_time_to_stop(folder):
-    *sockets, runs, token, starts, after = _stopped(folder, "ray_cluster(None)", LIST_SOCKETS, LIST_LEFT)
+    *sockets, runs, token, starts, after = _stopped(
+        folder, "ray_cluster(None)", LIST_SOCKETS, LIST_LEFT
+    )
     hosts = {line.split()[-1].removeprefix("::ffff:") for line in sockets}
     assert any(line.startswith("gcs_server") for line in sockets)
     assert any(line.startswith("raylet") for line in sockets)
