@@ -56,9 +56,9 @@ def test_everything_compiles(arch, dtype, bm, fuse):
 @pytest.mark.parametrize(
     ("bm", "fuse"),
     [
-        (32, False), (128, False), (16, True), (64, True),
+        (128, False), (16, True),
         *(pytest.param(*case, marks=pytest.mark.seldom) for case in (
-            (16, False), (64, False), (32, True))),
+            (16, False), (32, False), (64, False), (32, True), (64, True))),
     ],
 )  # fmt: skip
 def test_products_in_flight_keep_their_operands(bm, fuse):

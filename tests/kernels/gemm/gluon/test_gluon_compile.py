@@ -113,12 +113,12 @@ def seldom(*case):
         (SMALL, 4, "bf16", "e2m1", True, 1),
         (BROAD_PARTS, 4, "bf16", "e2m1", True, 1),
         (WIDE, 4, "bf16", "nf4", True, 2),
-        (SMALL, 4, "bf16", "iq4", True, 4),
-        (BROAD, 4, "fp16", "fp4", True, 2),
+        seldom(SMALL, 4, "bf16", "iq4", True, 4),  # tables differ in their numbers alone
+        seldom(BROAD, 4, "fp16", "fp4", True, 2),
         seldom(Config(kernel="gluon", bm=160, stages=8), 4, "bf16", "nf4", True, 2),
         (Config(kernel="gluon", bm=128, stages=5, warpgroups=3), 4, "bf16", "nf4", True, 2),
         (ASKER, 4, "bf16", "nf4", True, 2),
-        (PARTS, 4, "bf16", "iq4", True, 4),
+        seldom(PARTS, 4, "bf16", "iq4", True, 4),
         (TALL, 4, "bf16", "nf4", True, 2),
     ],
 )
