@@ -34,6 +34,7 @@ def main() -> int:
     workload = f"--global_bz {BATCH} --s {PROMPT_LEN} --n {GEN_LEN}"
     steps = (
         f"llmpq-profile --model {model} --cluster {cluster} --dtype float32 --quick"
+        f" --max-batch {BATCH} --max-len {PROMPT_LEN + GEN_LEN}"
         f" --bits 16,4 {SAMPLING}"
         f" --samples {out}/samples.jsonl -o {out}/costs.json",
         f"llmpq-profile indicator --kind variance --model {model} --text {HERE}/heldout.txt"

@@ -241,7 +241,7 @@ def test_a_cluster_is_planned_and_drafts_change_nothing(demo_model, wanted, tmp_
         "memory: 20 MiB}]}]\n"
     )
     options = {"max_model_len": 128, "max_num_seqs": 2, "dtype": "float32"}
-    with LLM(demo_model, cluster=cluster, **options) as llm:
+    with LLM(demo_model, cluster=cluster, backend="threads", **options) as llm:
         assert len(llm.plan.stages) == 2 and llm.plan.predicted is not None
         plain = [answer.text for answer in llm.generate(PROMPTS, GREEDY)]
         plan = llm.plan

@@ -334,6 +334,7 @@ def require_resumed(job: Job, whole_rows: list[str]) -> None:
     assert job.rows() == whole_rows and job.rows()[: len(kept)] == kept
 
 
+@pytest.mark.seldom
 def test_the_command_names_a_killed_stage_and_ends_with_its_code(job, whole_rows):
     process = job.started("--backend", "processes")
     pids = job.stage_pids()
@@ -425,7 +426,7 @@ def test_a_placement_that_stays_pending_is_given_up(ray_session, demo_model, mak
 @pytest.mark.parametrize(
     ("how", "backend"),
     [
-        (signal.SIGTERM, "processes"),
+        pytest.param(signal.SIGTERM, "processes", marks=pytest.mark.seldom),
         pytest.param(signal.SIGINT, "processes", marks=pytest.mark.seldom),
         (signal.SIGINT, "ray"),
     ],

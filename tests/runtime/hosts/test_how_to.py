@@ -78,7 +78,9 @@ def run(bed, host, words: list[str], folder: Path, exported: dict[str, str]):
     return done
 
 
-def test_every_command_of_the_page_runs(bed, demo_model, tmp_path):
+@pytest.fixture
+def page(demo_model, tmp_path) -> tuple[str, list[list[str]]]:
+    """Write the files that the page has; return its look at both hosts, and its job's commands."""
     install, _, _, look, job = (translated(b, demo_model) for b in blocks("sh"))
     extra = re.fullmatch(r"pip install 'llmpq\[(\w+)\]'", install.strip())
     assert extra is not None and f"\n{extra[1]} = [" in (ROOT / "pyproject.toml").read_text()
@@ -88,23 +90,42 @@ def test_every_command_of_the_page_runs(bed, demo_model, tmp_path):
     (tmp_path / "two-machines.yaml").write_text(translated(described, demo_model))
     rows = [json.dumps({"prompt": text}) for text in ("import os\n", "def ", "class A")]
     (tmp_path / "prompts.jsonl").write_text("\n".join(rows) + "\n")
+    return look, commands(job)[1]
 
-    box, _ = bed.hosts
-    exported = {"RAY_AUTH_MODE": "token"}
-    (doctor,) = commands(look)[1]
-    assert "hostb" in run(bed, box, doctor, tmp_path, exported).stdout
-    for words in commands(job)[1]:
-        run(bed, box, words, tmp_path, exported)
-    answers = [json.loads(line) for line in (tmp_path / "answers.jsonl").read_text().splitlines()]
-    assert [answer["error"] for answer in answers] == [None] * 3
+
+EXPORTED = {"RAY_AUTH_MODE": "token"}
+
+
+def test_both_hosts_of_the_page_are_measured_and_planned_for(bed, page, tmp_path):
+    for words in page[1]:
+        if words[0] != "llmpq-dist":
+            run(bed, bed.hosts[0], words, tmp_path, EXPORTED)
+    plan = json.loads((tmp_path / "plan.json").read_text())
+    assert plan["stages"] and {s["node"] for s in plan["stages"]} <= {"box", "server"}
     costs = json.loads((tmp_path / "costs.json").read_text())
     ways = {(link["source"], link["target"]) for link in costs["node_links"]}
     assert ways == {("box", "server"), ("server", "box")}
+
+
+# On one host: test_two_nodes.py and test_from_ray.py; a plan that runs over two: below.
+@pytest.mark.seldom
+def test_other_commands_of_the_page_run(bed, page, demo_model, make_plan, tmp_path):
+    look, job = page
+    box, _ = bed.hosts
+    (doctor,) = commands(look)[1]
+    assert "hostb" in run(bed, box, doctor, tmp_path, EXPORTED).stdout
+    nodes = {"box": "host: 10.77.0.1, ", "server": "host: 10.77.0.2, "}
+    write(tmp_path, nodes, make_plan, demo_model, keep=True)
+    for words in job:
+        if words[0] == "llmpq-dist":
+            run(bed, box, words, tmp_path, EXPORTED)
+    answered = [json.loads(line) for line in (tmp_path / "answers.jsonl").read_text().splitlines()]
+    assert [answer["error"] for answer in answered] == [None] * 3
     inline = re.search(r"`(llmpq-dist run --model DIR --from-ray [^`]*)`", PAGE.read_text())
     assert inline is not None
     words = shlex.split(translated(inline[1].replace("\n", " "), demo_model))
     words[words.index("answers.jsonl")] = "others.jsonl"
-    run(bed, box, words, tmp_path, exported)
+    run(bed, box, words, tmp_path, EXPORTED)
     others = [json.loads(line) for line in (tmp_path / "others.jsonl").read_text().splitlines()]
     assert [answer["error"] for answer in others] == [None] * 3
 
@@ -184,12 +205,14 @@ A, B = ("hosta", "10.77.0.1"), ("hostb", "10.77.0.2")
 @pytest.mark.parametrize(
     ("nodes", "keep", "flags", "where"),
     [
-        # A name that Debian's hosts file puts on 127.0.1.1, and an address.
-        (
+        # A name that Debian's hosts file puts on 127.0.1.1, and an address. By name and by address
+        # hosts are found below, too.
+        pytest.param(
             {"a": "host: hosta, ", "b": "host: 10.77.0.2, "},
             False,
             ("--cluster", "cluster.yaml"),
             [A, B],
+            marks=pytest.mark.seldom,
         ),
         # Labels that are the other way round than the names; the plan alone.
         (

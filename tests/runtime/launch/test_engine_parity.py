@@ -49,7 +49,8 @@ def expected(demo_model, random_prompts):
     return prompts, outputs
 
 
-@pytest.fixture(params=["threads", "processes", "ray"])
+# Over processes: test_front_door.py and serve/test_server.py.
+@pytest.fixture(params=["threads", pytest.param("processes", marks=pytest.mark.seldom), "ray"])
 def launch(request):
     """Return each way to start stages."""
     if request.param == "ray":

@@ -285,7 +285,10 @@ def long_answers(twin) -> list[str]:
     return [answer.text for answer in twin.generate(prompts, params)]
 
 
-@pytest.mark.parametrize("victim", ["ServeReplica", "stage_process"])
+# What a server makes of a lost replica: test_replica_front.py.
+@pytest.mark.parametrize(
+    "victim", [pytest.param("ServeReplica", marks=pytest.mark.seldom), "stage_process"]
+)
 def test_a_replica_lost_under_load_is_told_and_replaced(started, long_answers, victim):
     before = {one.pid for one in started.named("ServeReplica")}
     assert len(before) == 2

@@ -1,0 +1,141 @@
+"""Before several engines: a replica that dies takes no request, or loses the answer it gives."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from llmpq.runtime.serve.errors import ApiError
+from llmpq.runtime.serve.replicas.replica_front import ReplicaFront, ReplicaHandle
+from llmpq.runtime.serve.settings import ServeSettings
+
+pytestmark = pytest.mark.pure
+START = {"type": "http.response.start", "status": 200}
+STREAM = START | {"headers": [(b"content-type", b"text/event-stream")]}
+JSON = START | {"headers": [(b"content-type", b"application/json")]}
+
+
+def part(text: bytes, more: bool) -> dict:
+    return {"type": "http.response.body", "body": text, "more_body": more}
+
+
+class Parts:
+    """What a replica says, as it comes; then it dies, where that is asked for."""
+
+    def __init__(self, said: list, dies: bool) -> None:
+        self.said, self.dies, self.cancelled = iter(said), dies, False
+
+    def __aiter__(self):
+        return self
+
+    async def __anext__(self):
+        for messages in self.said:
+            return messages
+        raise RuntimeError("the actor died") if self.dies else StopAsyncIteration
+
+    def __await__(self):
+        yield from ()
+        if self.dies:
+            raise RuntimeError("the actor died")
+        return {"ready": True, "failure": None}
+
+    def cancel(self) -> None:
+        self.cancelled = True
+
+
+class Replica:
+    """Ray Serve's handle of a replica: `handle.answer.remote(...)`."""
+
+    def __init__(self, *said: list, dies: bool = False) -> None:
+        self.said, self.dies = said, dies
+        self.answer = self.state = self
+
+    def options(self, *, stream: bool) -> Replica:
+        assert stream
+        return self
+
+    def remote(self, *request: object) -> Parts:
+        self.asked = bool(request)
+        return Parts(list(self.said), self.dies)
+
+
+def front_of(*replicas: Replica) -> ReplicaFront:
+    handles = [ReplicaHandle(number, one, 1.0) for number, one in enumerate(replicas)]
+    for handle in handles:
+        handle.ready = True
+    front = ReplicaFront(ServeSettings(model_names=("m",)), handles)
+    front._turn = len(replicas) - 1  # the first comes first
+    return front
+
+
+def answered(front: ReplicaFront) -> list:
+    """Return what a client is sent."""
+    sent: list = []
+
+    async def ask() -> None:
+        first = True
+
+        async def receive() -> dict:
+            nonlocal first
+            if not first:
+                await asyncio.Event().wait()
+            first = False
+            return {"type": "http.request", "body": b"{}", "more_body": False}
+
+        async def send(message: dict) -> None:
+            sent.append(message)
+
+        scope = {"type": "http", "path": "/v1/completions", "method": "POST", "headers": [],
+                 "query_string": b"", "http_version": "1.1", "raw_path": b"/v1/completions",
+                 "scheme": "http", "client": ("::1", 1), "server": ("::1", 2)}  # fmt: skip
+        await asyncio.wait_for(front(scope, receive, send), 10)
+
+    asyncio.run(ask())
+    return sent
+
+
+WHOLE = ([], [JSON], [part(b"all", False)])
+
+
+@pytest.mark.parametrize("first", [Replica(dies=True), Replica(None)], ids=["dead", "no engine"])
+def test_another_replica_takes_what_one_does_not(first):
+    front = front_of(first, Replica(*WHOLE))
+    assert answered(front) == [JSON, part(b"all", False)]
+    assert first.asked and [one.ready for one in front.replicas] == [False, True]
+    assert [one.num_under_way for one in front.replicas] == [0, 0] and front.num_under_way == 0
+
+
+def test_a_stream_whose_replica_dies_ends_with_an_error():
+    front = front_of(Replica([], [STREAM, part(b"data: a\n\n", True)], dies=True), Replica(*WHOLE))
+    *begun, last = answered(front)
+    assert begun == [STREAM, part(b"data: a\n\n", True)]
+    assert b"was lost; try again" in last["body"] and not last.get("more_body")
+    assert [one.ready for one in front.replicas] == [False, True], "and is not chosen again"
+
+
+def test_an_answer_not_begun_is_refused_and_one_half_sent_is_cut():
+    with pytest.raises(ApiError, match="was lost; try again") as refused:
+        answered(front_of(Replica([], dies=True), Replica(*WHOLE)))
+    assert refused.value.status == 503
+    with pytest.raises(ConnectionError, match="was lost"):
+        answered(front_of(Replica([], [JSON, part(b"al", True)], dies=True)))
+
+
+def test_a_replica_that_dies_once_all_is_said_has_answered():
+    front = front_of(Replica(*WHOLE, dies=True))
+    assert answered(front) == [JSON, part(b"all", False)] and front.replicas[0].ready
+
+
+def test_nobody_left_is_a_refusal():
+    with pytest.raises(ApiError, match="try again in a moment"):
+        answered(front_of(Replica(dies=True), Replica(dies=True)))
+
+
+def test_a_replica_is_ready_once_it_says_so_and_not_where_it_is_dead():
+    dead, other = front_of(Replica(dies=True), Replica()).replicas
+    other.ready = False
+    for one in (dead, other):
+        asyncio.run(one.look())
+    assert [one.ready for one in (dead, other)] == [False, True]
+    assert [one.silent for one in (dead, other)] == [True, False]
