@@ -44,8 +44,8 @@ _OPENMP = ("libgomp*.so*", "libiomp5*.so*", "libomp*.so*")
 
 
 OPTIMISED = "LLMPQ_NATIVE_OPTIMISED"
-"""Environment variable, "-O3" where it is not set: "-O1" compiles in a third of the time, "-O0" in a
-sixth, to the same numbers (`make test` does)."""
+"""Environment variable, "-O3" where it is not set: "-O1" compiles in a third of the time, "-O0" in
+a sixth, to the same numbers (`make test` does)."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
