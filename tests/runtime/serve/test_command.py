@@ -103,7 +103,7 @@ def test_replicas_need_the_extra(demo_model, monkeypatch, capsys):
 def test_a_plans_pool_takes_a_limit_of_length(demo_model, make_plan, tmp_path):
     from llmpq.runtime.cli.replica_launches import launches_of
 
-    (tmp_path / "plan.json").write_text(make_plan(demo_model, splits=(2,)).dump_json())
+    (tmp_path / "plan.json").write_text(make_plan(demo_model).dump_json())
     words = ["--plan", str(tmp_path / "plan.json"), "--max-model-len", "48"]
     options = serve_parser().read_as(ServeOptions, words)
     (launch,) = launches_of(options)
