@@ -22,7 +22,7 @@ ALL = "LLMPQ_ALL_TESTS" in os.environ
 """Whether every drawn problem is tried, at every level of a CPU's instructions: `make test-all`."""
 OPTIMISED = "LLMPQ_NATIVE_OPTIMISED"
 TOLD = ALL or os.environ.get(OPTIMISED, "-O1") != "-O1"
-"""Whether native code is compiled as somebody asked for; a second process has "-O1" of the first."""
+"""Whether native code is compiled as asked for; a second process has "-O1" of the first."""
 if not TOLD:
     # Code for one level of a CPU's instructions takes 9 s of a core, not 24; commands have it too.
     os.environ[OPTIMISED] = "-O1"
