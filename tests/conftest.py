@@ -20,9 +20,12 @@ settings.load_profile("seeded")
 
 ALL = "LLMPQ_ALL_TESTS" in os.environ
 """Whether every drawn problem is tried, at every level of a CPU's instructions: `make test-all`."""
-if not ALL:
+OPTIMISED = "LLMPQ_NATIVE_OPTIMISED"
+TOLD = ALL or os.environ.get(OPTIMISED, "-O1") != "-O1"
+"""Whether native code is compiled as asked for; a second process has "-O1" of the first."""
+if not TOLD:
     # Code for one level of a CPU's instructions takes 9 s of a core, not 24; commands have it too.
-    os.environ.setdefault("LLMPQ_NATIVE_OPTIMISED", "-O1")
+    os.environ[OPTIMISED] = "-O1"
 VOCAB, HIDDEN, POSITIONS = 199, 64, 128
 LAYERS = 2 if os.environ.get("TRITON_INTERPRET") == "1" else 3
 """Of a first model: the interpreter takes seconds for each."""
@@ -141,6 +144,17 @@ def _level(item: pytest.Item) -> object:
     return item.callspec.params.get("level") if hasattr(item, "callspec") else None
 
 
+def _is_of_a_lesser_level(item: pytest.Item) -> bool:
+    """Whether a test is of a level of instructions that is not the best of this CPU."""
+    level = _level(item)
+    if level is None:
+        return False
+    from llmpq.kernels.native.library import LEVELS, best_level
+
+    best = best_level()
+    return level in LEVELS and best is not None and level != best.name
+
+
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Skip what needs our own code for CPUs where there is none; let no progress bar watch."""
     if item.get_closest_marker("native"):
@@ -149,6 +163,9 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
         if library() is None:
             pytest.skip("needs an x86-64 CPU with AVX2 and a C++ compiler")
+    if not TOLD:
+        # Only the tests of a lesser level run its code, on small shapes: 4 s of a core.
+        os.environ[OPTIMISED] = "-O0" if _is_of_a_lesser_level(item) else "-O1"
     _end_watch()
 
 

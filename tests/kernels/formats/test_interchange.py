@@ -4,7 +4,6 @@ import itertools
 
 import pytest
 import torch
-from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32
 
 from llmpq.kernels.formats import interchange
 from llmpq.kernels.formats.round_to_nearest import quantize_weight
@@ -73,6 +72,8 @@ def test_awq_words_as_published():
 
 @pytest.mark.parametrize("bits", [3, 4, 8])
 def test_compressed_tensors_agrees_with_its_own_packer(bits):
+    from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32
+
     q = _weight(48, 200, bits, False)
     ours = interchange.to_compressed_tensors(q)
     signed = (q.codes()[:, :200].int() - 2 ** (bits - 1)).to(torch.int8)

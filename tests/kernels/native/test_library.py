@@ -26,7 +26,7 @@ def compiled() -> Path:
 
 def test_another_way_to_optimise_is_refused_by_its_name(monkeypatch):
     monkeypatch.setenv(library.OPTIMISED, "")
-    with pytest.raises(ValueError, match="LLMPQ_NATIVE_OPTIMISED: got '', expected -O1"):
+    with pytest.raises(ValueError, match="LLMPQ_NATIVE_OPTIMISED: got '', expected -O0"):
         library._optimised()
 
 

@@ -30,7 +30,7 @@ Seeds = Callable[[Sequence[int]], Sequence[int]]
 pytestmark = [pytest.mark.pure, pytest.mark.slow]
 
 CLUSTERS = Path(__file__).resolve().parents[3] / "clusters"
-LIMIT_S = 0.5
+LIMIT_S = 0.3
 MARGIN_S = 8.0
 """What a slow machine may take beyond the limit; setting up every pair took 30 s and more."""
 

@@ -64,7 +64,7 @@ def _faults(p: Problem, stages: list[dict[str, Any]]) -> list[str]:
     return faults
 
 
-@settings(max_examples=60 if ALL else 8, suppress_health_check=list(HealthCheck))
+@settings(max_examples=60 if ALL else 5, suppress_health_check=list(HealthCheck))
 @given(seed=st.integers(0, 10**9), layers=st.integers(*LAYERS), kinds=st.integers(*KINDS))
 def test_every_layer_exactly_once(seed: int, layers: int, kinds: int) -> None:
     p = _problem(seed, layers, kinds)

@@ -78,11 +78,11 @@ def _covered(plan: tuple[float, float], points: Points, width: float) -> bool:
 
 
 @pytest.mark.slow
-def test_whole_front_is_brute_force(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_whole_front_is_brute_force(monkeypatch: pytest.MonkeyPatch, seeds: Seeds) -> None:
     """Of problems whose whole front takes seconds; limits count this process's own time."""
     monkeypatch.setattr(time, "perf_counter", time.process_time)
-    solved, between = 0, 0
-    for seed in (0, 1, 2, 7, 8, 9, 11, 13, 15):
+    tried, between = seeds((0, 1, 2, 7, 8, 9, 11, 13, 15)), 0
+    for seed in tried:
         p, plans = _tiny(seed)
         front = pareto_front(p, points=200, time_limit_s=600)
         assert front.complete, f"seed {seed}: {front.width}"
@@ -91,9 +91,7 @@ def test_whole_front_is_brute_force(monkeypatch: pytest.MonkeyPatch) -> None:
         for one, other in zip(got, expected, strict=True):
             assert one == pytest.approx(other, rel=1e-5, abs=1e-9), f"seed {seed}"
         between += sum(not point.supported for point in front.points)
-        solved += 1
-    assert solved == 9
-    assert between >= 3, "plans that no theta finds are part of the front"
+    assert between >= len(tried) // 3, "plans that no theta finds are part of the front"
 
 
 def test_what_is_not_listed_is_within_the_stated_resolution(seeds: Seeds) -> None:

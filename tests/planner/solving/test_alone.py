@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
 import random
 import time
 from dataclasses import replace
@@ -23,6 +24,7 @@ from llmpq.planner.solving.methods import How
 from llmpq.planner.solving.tries import Tries
 from llmpq.planner.tools.random_problems import random_problem
 
+ALL = "LLMPQ_ALL_TESTS" in os.environ
 HOW = How(method="exact", time_limit_s=1.0)
 
 pytestmark = [pytest.mark.pure, pytest.mark.slow]
@@ -74,7 +76,7 @@ def test_the_best_plan_of_one_precision() -> None:
 
 
 def test_the_best_of_several_problems() -> None:
-    for seed in _seeds(3):
+    for seed in _seeds(3 if ALL else 2):
         p = _problem(seed)
         best = alone.solve_alone([p], HOW).outcome.value
         for problems in ([_slower(p), p], [p, _slower(p)]):

@@ -107,6 +107,8 @@ lm_eval.tasks.TaskManager = functools.partial(lm_eval.tasks.TaskManager, include
 runpy.run_module("llmpq.runtime.tools.lm_eval", run_name="__main__", alter_sys=True)
 """
 """`python -m llmpq.runtime.tools.lm_eval`, which finds the tasks of `--include_path` alone."""
+KEPT = ("LLMPQ_", "HOME", "XDG_CACHE_HOME")
+"""Variables that it sees, too: where native code lies that is compiled already."""
 
 
 @pytest.fixture
@@ -157,7 +159,7 @@ def test_local_tasks_run_through_the_harness(tasks: Path, demo_model: Path) -> N
         capture_output=True,
         text=True,
         timeout=200,
-        env={name: text for name, text in os.environ.items() if name.startswith("LLMPQ_")}
+        env={name: text for name, text in os.environ.items() if name.startswith(KEPT)}
         | {"PATH": "/usr/bin:/bin", "HF_HUB_OFFLINE": "1", "HF_HOME": str(tasks / "home")},
         cwd=Path(__file__).parents[3],
     )

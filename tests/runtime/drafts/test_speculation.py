@@ -114,6 +114,7 @@ class ShortLived(FixedDrafter):
         return self._gamma if self.rounds <= 4 else 0
 
 
+@pytest.mark.thin
 @pytest.mark.parametrize("more", [{}, {"sampling": TokenChoice(temperature=0.8, seed=3)}])
 @pytest.mark.parametrize("mode", ["w4kv4", "ngram"])
 def test_drafts_end_for_good_and_tokens_go_on(demo_model, make_plan, texts, mode, more):

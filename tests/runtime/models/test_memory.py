@@ -294,6 +294,7 @@ LOW_BIT_STEPS = {
 }
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize("phase", LOW_BIT_STEPS)
 @pytest.mark.parametrize(
     ("kv", "dtype"),

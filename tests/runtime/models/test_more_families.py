@@ -55,6 +55,7 @@ def test_greedy_tokens_equal_transformers_whatever_the_split(
             assert pipeline.generate(prompts, max_new=NEW) == expected
 
 
+@pytest.mark.thin
 @pytest.mark.parametrize("kind", BY_RULE)
 @pytest.mark.parametrize("speculate", [None, "ngram"])
 def test_an_engine_gives_the_same_tokens(

@@ -15,7 +15,6 @@ import psutil
 import pytest
 
 from llmpq.runtime.cli.main import main
-from llmpq.runtime.cli.replica_launches import launches_of
 from llmpq.runtime.cli.serve import open_engine
 from llmpq.runtime.cli.serve_flags import ServeOptions, serve_parser
 
@@ -102,7 +101,9 @@ def test_replicas_need_the_extra(demo_model, monkeypatch, capsys):
 
 
 def test_a_plans_pool_takes_a_limit_of_length(demo_model, make_plan, tmp_path):
-    (tmp_path / "plan.json").write_text(make_plan(demo_model, splits=(2,)).dump_json())
+    from llmpq.runtime.cli.replica_launches import launches_of
+
+    (tmp_path / "plan.json").write_text(make_plan(demo_model).dump_json())
     words = ["--plan", str(tmp_path / "plan.json"), "--max-model-len", "48"]
     options = serve_parser().read_as(ServeOptions, words)
     (launch,) = launches_of(options)

@@ -7,7 +7,6 @@ import json
 import threading
 import time
 
-import openai
 import pytest
 
 from llmpq import SamplingParams
@@ -18,6 +17,8 @@ PROMPT = "def main():\n    import"
 
 @pytest.fixture(scope="module")
 def client(server):
+    import openai
+
     with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as made:
         yield made
 
@@ -186,6 +187,8 @@ def test_structured_output_and_forced_tools(client):
     ],
 )
 def test_errors_are_openais(client, options, status, said, param):
+    import openai
+
     values = {"model": "demo-7m", "prompt": "a", "max_tokens": 1} | options
     for stream in (False, True):
         with pytest.raises(openai.APIStatusError) as caught:
@@ -196,6 +199,8 @@ def test_errors_are_openais(client, options, status, said, param):
 
 
 def test_chat_errors(client):
+    import openai
+
     ask = {"model": "demo-7m", "messages": [{"role": "user", "content": "a"}], "max_tokens": 1}
     image = [{"type": "image_url", "image_url": {"url": "x"}}]
     for options, said in (
@@ -215,6 +220,8 @@ def test_chat_errors(client):
 
 
 def test_models_have_their_names(client):
+    import openai
+
     assert [m.id for m in client.models.list()] == ["demo-7m", "gpt-test"]
     assert client.models.retrieve("gpt-test").id == "gpt-test"
     with pytest.raises(openai.NotFoundError):
@@ -229,6 +236,8 @@ def until_free(server):
 
 
 def test_a_client_asks_again_when_it_is_told_to_wait(two_stages, running):
+    import openai
+
     asked = {"model": "demo-7m", "prompt": PROMPT, "temperature": 0}
     with (
         running(two_stages, max_requests=1) as server,
@@ -248,6 +257,8 @@ def test_a_client_asks_again_when_it_is_told_to_wait(two_stages, running):
 
 
 def test_a_client_that_waits_no_longer_frees_what_it_held(server, client):
+    import openai
+
     with pytest.raises(openai.APITimeoutError):
         client.with_options(timeout=0.2).completions.create(
             model="demo-7m", prompt=PROMPT, n=4, max_tokens=190, extra_body={"ignore_eos": True}
@@ -256,6 +267,8 @@ def test_a_client_that_waits_no_longer_frees_what_it_held(server, client):
 
 
 def test_sixty_four_at_once_are_each_their_own_answer(server):
+    import openai
+
     prompts = [f"x{i} = " for i in range(64)]
     params = SamplingParams(temperature=0, max_tokens=6)
     wanted = [answer.text for answer in server.llm.generate(prompts, params)]

@@ -6,7 +6,6 @@ import json
 import urllib.error
 import urllib.request
 
-import openai
 import pytest
 
 from llmpq import SamplingParams
@@ -120,6 +119,8 @@ def test_errors_are_anthropics(server):
 
 
 def test_a_response_is_a_chat(server):
+    import openai
+
     with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none") as client:
         ask = {"model": "demo-7m", "input": "hi", "instructions": "You code.", "temperature": 0}
         whole = client.responses.create(**ask, max_output_tokens=8)

@@ -81,6 +81,7 @@ def logits(directory: Path, **options: Any) -> torch.Tensor:
     return pipeline.logits(pad([tokens]), step, pipeline.caches(1, 20), all_positions=True)
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("group", [32, 64])
 @pytest.mark.parametrize("symmetric", [True, False])
