@@ -1,4 +1,4 @@
-"""The walls of the house: links to the rooms, file and function length, what may not appear."""
+"""The rooms' links, and what may not appear in them. Size is a reader's judgement, not a test's."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ pytestmark = pytest.mark.pure
 
 ROOT = Path(__file__).resolve().parents[1]
 ROOMS = ("planner", "profiler", "kernels", "runtime")
-MAX_FILE_LINES, MAX_FUNCTION_LINES = 400, 60
 
 
 @cache
@@ -38,8 +37,8 @@ def imported_modules(tree: ast.AST) -> Iterator[str]:
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
 
-def is_kernel(node: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
-    """Whether a function is compiled by Triton, and so may be long."""
+def is_kernel(node: ast.FunctionDef) -> bool:
+    """Whether a function is compiled by Triton."""
     return any(ast.unparse(d).split("(")[0].endswith(".jit") for d in node.decorator_list)
 
 
@@ -49,24 +48,10 @@ def test_rooms_are_linked() -> None:
         assert link.is_symlink() and not link.readlink().is_absolute(), room
 
 
-def long_or_odd(path: Path) -> Iterator[str]:
-    source = path.read_text()
-    name, count = path.relative_to(ROOT), len(source.splitlines())
-    if not source.isascii():
-        yield f"{name} has non-ASCII text"
-    if count > MAX_FILE_LINES:
-        yield f"{name} has {count} lines"
-    for node in ast.walk(tree_of(path)):
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and not is_kernel(node):
-            length = (node.end_lineno or node.lineno) - node.lineno + 1
-            if length > MAX_FUNCTION_LINES:
-                yield f"{name}: {node.name} has {length} lines"
-
-
 @pytest.mark.parametrize("room", [*ROOMS, "llmpq", "clusters"])
-def test_files_and_functions_stay_short(room: str) -> None:
+def test_sources_are_ascii(room: str) -> None:
     assert sources_of(room), "no file was read"
-    assert [fault for path in sources_of(room) for fault in long_or_odd(path)] == []
+    assert [str(path) for path in sources_of(room) if not path.read_text().isascii()] == []
 
 
 def test_no_function_for_triton_has_a_string_as_default() -> None:
@@ -77,16 +62,6 @@ def test_no_function_for_triton_has_a_string_as_default() -> None:
                 values = [*node.args.defaults, *node.args.kw_defaults]
                 texts = [v for v in values if isinstance(v, ast.Constant) and type(v.value) is str]
                 assert not texts, f"{path}: {node.name} has a default in quotes"
-
-
-def test_nine_functions_of_ten_are_short() -> None:
-    lengths = sorted(
-        (node.end_lineno or node.lineno) - node.lineno + 1
-        for path in sources()
-        for node in ast.walk(tree_of(path))
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and not is_kernel(node)
-    )
-    assert len(lengths) > 1000 and lengths[len(lengths) * 9 // 10] <= 30
 
 
 def unsafe(tree: ast.AST) -> set[str]:
