@@ -78,6 +78,12 @@ def findings(survey: Survey) -> list[Finding]:
                 f"{_install(survey, gpu['capability'])}, or leave the card out with "
                 "CUDA_VISIBLE_DEVICES"
             ))  # fmt: skip
+        failed = _failed_product(survey, number)
+        if _gpu_runs(survey, gpu)[1] and failed is not None:
+            found.append(_error(
+                f"{name} computes wrongly: {failed}; see dmesg and nvidia-smi -q for its errors, "
+                "reset or replace the card, or leave it out with CUDA_VISIBLE_DEVICES"
+            ))  # fmt: skip
         if gpu["kind"] is None:
             found.append(_advice(
                 f"{name} is not in the table of cards, its speed is a guess: measure it with "
@@ -117,9 +123,9 @@ def differences(surveys: Sequence[Survey]) -> list[Finding]:
 
 def _gpu_line(survey: Survey, number: int, gpu: Mapping[str, Any]) -> DeviceLine:
     text, usable = _gpu_runs(survey, gpu)
-    tried = {look["gpu"]: look["problem"] for look in survey.get("tried", ())}
-    if usable and tried.get(number) is not None:
-        text, usable = f"nothing: a product on it failed ({tried[number]})", False
+    failed = _failed_product(survey, number)
+    if usable and failed is not None:
+        text, usable = f"nothing: a product on it failed ({failed})", False
     return DeviceLine(
         node=str(survey["host"]),
         device=f"GPU {number}: {gpu['reported']}, sm_{gpu['capability'].replace('.', '')}, "
@@ -128,6 +134,12 @@ def _gpu_line(survey: Survey, number: int, gpu: Mapping[str, Any]) -> DeviceLine
         runs=text,
         usable=usable,
     )
+
+
+def _failed_product(survey: Survey, number: int) -> str | None:
+    """Return what went wrong with the product that was tried on a GPU, None if nothing did."""
+    tried = {look["gpu"]: look["problem"] for look in survey.get("tried", ())}
+    return tried.get(number)
 
 
 def _gpu_runs(survey: Survey, gpu: Mapping[str, Any]) -> tuple[str, bool]:
@@ -183,10 +195,15 @@ def _of_versions(survey: Survey) -> list[Finding]:
 
 def _of_torch(survey: Survey) -> list[Finding]:
     """Return why torch cannot use the GPUs that the driver has."""
-    if not survey["gpus"] or _torch_serves(survey):
-        return []
     host, torch = survey["host"], survey["packages"].get("torch")
-    count = len(survey["gpus"])
+    count, seen = len(survey["gpus"]), survey["torch_sees"]
+    if not survey["gpus"] or seen >= count:
+        return []
+    if _torch_serves(survey):
+        return [_error(
+            f"{host}: torch sees {seen} of the driver's {count} GPUs: a card that nvidia-smi lists "
+            "cannot be opened; see dmesg for its errors, or leave it out with CUDA_VISIBLE_DEVICES"
+        )]  # fmt: skip
     if survey["torch_cuda"] is None:
         return [_error(f"{host}: torch {torch} has no CUDA, its {count} GPUs lie idle: "
                        f"{_install(survey)}")]  # fmt: skip

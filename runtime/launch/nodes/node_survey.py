@@ -14,6 +14,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ import torch
 import torch.distributed as dist
 
 from llmpq.devices.this_machine import SMI_S, read_gpus, read_host, visible
+from llmpq.out_of_memory import first_line
 from llmpq.runtime.launch.nodes.rendezvous import Rendezvous
 from llmpq.runtime.launch.nodes.stage_probe import LIMIT, nccl_version, package_versions
 from llmpq.runtime.launch.stages.stage_host import process_space, talk_over
@@ -30,6 +32,8 @@ from llmpq.runtime.links.transport import join_gloo
 _SMALL, _LARGE = 1 << 10, 4 << 20
 _ROUNDS = {_SMALL: 30, _LARGE: 4}
 _COPY_BYTES = 64 << 20
+_SIDE = 64
+"""Rows and columns of the matrices whose product is tried."""
 
 
 class NodeSurvey:
@@ -39,6 +43,7 @@ class NodeSurvey:
         """`see_all`: also the GPUs that Ray hides from actors that reserve none."""
         if see_all and os.environ.get("CUDA_VISIBLE_DEVICES") == "":
             del os.environ["CUDA_VISIBLE_DEVICES"]
+        os.environ["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"  # torch counts GPUs as nvidia-smi does
         self._index, self._num_nodes = index, num_nodes
         self._rendezvous = Rendezvous(LIMIT)
 
@@ -63,7 +68,7 @@ class NodeSurvey:
         }
 
     def try_gpus(self) -> list[dict[str, Any]]:
-        """Return per GPU whether a product on it ends well, or why not."""
+        """Return per GPU what is wrong with products on it, None if nothing is."""
         return [{"gpu": i, "problem": _try_gpu(i)} for i in range(_num_seen())]
 
     def try_copies(self) -> list[dict[str, Any]]:
@@ -144,12 +149,40 @@ def _driver_cuda() -> str | None:
 
 def _try_gpu(index: int) -> str | None:
     try:
-        device = torch.device("cuda", index)
-        ones = torch.ones(64, 64, device=device, dtype=torch.float16)
-        total = float((ones @ ones).sum())
-    except RuntimeError as error:
-        return str(error).splitlines()[0]
-    return None if total == 64.0**3 else f"a product of ones gave {total}, expected {64**3}"
+        return try_products(torch.device("cuda", index), _gpu_dtypes(index))
+    except RuntimeError as error:  # the driver does not even say what the card is
+        return first_line(error)
+
+
+def try_products(device: torch.device, dtypes: Sequence[torch.dtype]) -> str | None:
+    """Return what is wrong with products on a device, None if those of every dtype are exact.
+
+    The factors are -1, 0 and 1: every sum is a whole number that each dtype holds exactly.
+    """
+    entries = torch.arange(_SIDE * _SIDE).reshape(_SIDE, _SIDE)
+    left, right = (entries * 7 + entries // 5) % 3 - 1, (entries * 5 + entries // 11) % 3 - 1
+    expected = left @ right
+    for dtype in dtypes:
+        name = str(dtype).removeprefix("torch.")
+        try:
+            product = left.to(device, dtype) @ right.to(device, dtype)
+            found = product.cpu().double()
+        except RuntimeError as error:
+            return f"{name}: {first_line(error)}"
+        wrong = found != expected
+        if wrong.any():
+            row, column = (int(index) for index in wrong.nonzero()[0])
+            return (
+                f"{name}: {int(wrong.sum())} of {wrong.numel()} sums of a product are wrong, "
+                f"the first is {found[row, column]:g}, expected {expected[row, column]}"
+            )
+    return None
+
+
+def _gpu_dtypes(index: int) -> list[torch.dtype]:
+    """Return the dtypes that a GPU multiplies by instructions of its own."""
+    newer = torch.cuda.get_device_capability(index) >= (8, 0)
+    return [torch.float32, torch.float16, *([torch.bfloat16] if newer else [])]
 
 
 def _copy(source: int, target: int) -> dict[str, Any]:

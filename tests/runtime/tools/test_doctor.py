@@ -6,8 +6,10 @@ import json
 from concurrent.futures import Future
 
 import pytest
+import torch
 
 from llmpq.runtime.cli.main import main
+from llmpq.runtime.launch.nodes.node_survey import try_products
 from llmpq.runtime.tools.diagnosis import device_lines, differences, findings
 from llmpq.runtime.tools.doctor import examine
 
@@ -110,9 +112,41 @@ def test_versions_that_differ_between_nodes_are_named():
 
 
 def test_a_card_that_computes_nonsense_runs_nothing():
-    node = survey(gpu(), tried=[{"gpu": 0, "problem": "an illegal memory access"}])
-    line = device_lines(node)[0]
-    assert not line.usable and "illegal memory access" in line.runs
+    node = survey(gpu(), gpu(), tried=[
+        {"gpu": 0, "problem": None}, {"gpu": 1, "problem": "an illegal memory access"}
+    ])  # fmt: skip
+    well, line, _ = device_lines(node)
+    assert well.usable and not line.usable and "illegal memory access" in line.runs
+    (found,) = findings(node)
+    assert found.level == "error" and "GPU 1" in found.text and "illegal" in found.text
+
+
+def test_a_card_that_torch_cannot_open_is_an_error():
+    (found,) = findings(survey(gpu(), gpu(), torch_sees=1))
+    assert found.level == "error" and "1 of the driver's 2 GPUs" in found.text
+
+
+DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+
+
+def test_products_that_are_right_are_no_problem_in_any_dtype():
+    assert try_products(torch.device("cpu"), DTYPES) is None
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_one_sum_that_is_wrong_is_found(monkeypatch, dtype):
+    true = torch.Tensor.__matmul__
+
+    def broken(left, right):
+        product = true(left, right)
+        if left.dtype == dtype:
+            product[40, 3] += 1  # a bit of one sum
+        return product
+
+    monkeypatch.setattr(torch.Tensor, "__matmul__", broken)
+    problem = try_products(torch.device("cpu"), DTYPES)
+    assert problem is not None and str(dtype).removeprefix("torch.") in problem
+    assert "1 of 4096 sums" in problem
 
 
 class Node:
