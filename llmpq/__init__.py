@@ -15,6 +15,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING
 
+from llmpq.missing_packages import missing_package
 from llmpq.version import __version__ as __version__
 
 if TYPE_CHECKING:
@@ -48,7 +49,13 @@ __all__ = [
 def __getattr__(name: str) -> object:
     if name not in _DOOR:
         raise AttributeError(f"module 'llmpq' has no attribute '{name}'")
-    value = getattr(importlib.import_module(_DOOR[name]), name)
+    try:
+        value = getattr(importlib.import_module(_DOOR[name]), name)
+    except ModuleNotFoundError as error:
+        missing = missing_package(error)
+        if missing is None:
+            raise
+        raise ModuleNotFoundError(f"llmpq.{name}: {missing}", name=error.name) from None
     globals()[name] = value
     return value
 

@@ -263,6 +263,6 @@ def _llguidance() -> Any:
         import llguidance
     except ImportError:
         raise ValueError(
-            "structured_outputs need llguidance, which is not installed: pip install llguidance"
+            "structured_outputs need llguidance, which is not installed: pip install 'llmpq[run]'"
         ) from None
     return llguidance

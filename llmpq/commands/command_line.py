@@ -31,6 +31,7 @@ from typing import IO, Any, TypeVar
 
 from llmpq.commands.output_paths import refusal
 from llmpq.errors import ExitCode, LlmpqError, nearest
+from llmpq.missing_packages import missing_package
 from llmpq.out_of_memory import first_line, out_of_memory
 from llmpq.version import __version__
 
@@ -234,9 +235,13 @@ def end_of(
     *,
     interrupted: str = "stopped; run it again",
     no_memory: str = "take less at a time, or another device",
+    extras: Sequence[str] = ("run",),
     err: IO[str] | None = None,
 ) -> int:
-    """Run a command and return its exit code; whatever ends it early is one sentence on stderr."""
+    """Run a command and return its exit code; whatever ends it early is one sentence on stderr.
+
+    `extras`: those of pyproject.toml that the command needs.
+    """
     try:
         code = int(run())
         sys.stdout.flush()
@@ -245,6 +250,11 @@ def end_of(
         message, code = str(error), error.exit_code
     except ValueError as error:
         message, code = str(error), ExitCode.USAGE
+    except ModuleNotFoundError as error:
+        missing = missing_package(error, extras)
+        if missing is None:
+            raise
+        message, code = missing, ExitCode.USAGE
     except OSError as error:
         if isinstance(error, BrokenPipeError) and _nobody_reads(sys.stdout):
             return CUT_SHORT

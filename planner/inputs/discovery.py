@@ -73,10 +73,8 @@ def cluster_yaml(found: list[FoundDevices]) -> str:
 def cluster_from_ray(address: str) -> Cluster:
     """Return the cluster of a running Ray: a node per Ray node, GPUs by accelerator type."""
     require_ray(address)
-    try:
-        import ray
-    except ImportError:
-        raise ValueError("--from-ray needs Ray: pip install 'llmpq[run]'") from None
+    import ray
+
     try:
         named, local = named_ray(address)
         with on_loopback(local), signals_kept():

@@ -13,6 +13,7 @@ from llmpq.commands.output_paths import check_files
 from llmpq.cost_model import CostModel
 from llmpq.default_dtype import default_dtype
 from llmpq.errors import ExitCode
+from llmpq.missing_packages import require_modules
 from llmpq.model_spec import ModelSpec
 from llmpq.precision import KVPrecision, Precision
 from llmpq.profiler.cli.flags import MergeRequest, ProfileRequest
@@ -40,6 +41,7 @@ NOISY = 0.15
 
 def main(request: ProfileRequest) -> int:
     """Profile and write costs.json; exit 8 if a case or a link could not be measured."""
+    require_modules("torch", "sklearn")  # of the processes that measure, and of the fit at the end
     job = make_job(request)
     samples_path = request.samples or request.output.with_suffix(".samples.jsonl")
     check_files(

@@ -34,6 +34,8 @@ class Command:
     module: str
     """Imported once the flags are read: torch and Ray take seconds."""
     function: str = "main"
+    extras: tuple[str, ...] = ("run",)
+    """Of pyproject.toml: what the command needs installed."""
 
 
 COMMANDS = {
@@ -49,7 +51,9 @@ COMMANDS = {
         "convert_and_say",
     ),
     "bench": Command(tool_flags.bench_parser, tool_flags.BenchOptions, "llmpq.runtime.tools.bench"),
-    "serve": Command(serve_parser, ServeOptions, "llmpq.runtime.cli.serve"),
+    "serve": Command(
+        serve_parser, ServeOptions, "llmpq.runtime.cli.serve", extras=("run", "serve")
+    ),
     "eval": Command(tool_flags.eval_parser, tool_flags.EvalOptions, "llmpq.runtime.tools.evaluate"),
 }
 
@@ -69,6 +73,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         lambda: _run(name, words),
         interrupted=_interrupted(name),
         no_memory="take fewer or shorter rows, lower precisions or a device with more",
+        extras=COMMANDS[name].extras if name in COMMANDS else (),
     )
 
 

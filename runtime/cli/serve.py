@@ -17,15 +17,10 @@ def main(options: ServeOptions) -> int:
     """Serve; 0 once it has ended in order."""
     settings = settings_of(options)
     _check_replicas(options)
-    try:
-        from llmpq.runtime.serve.log_thread import lines_apart
-        from llmpq.runtime.serve.server import serve
-        from llmpq.runtime.serve.service import Service
-    except ImportError as error:
-        raise ValueError(
-            f"llmpq-dist serve needs {error.name}, which is not installed: pip install "
-            "'llmpq[run,serve]'"
-        ) from None
+    from llmpq.runtime.serve.log_thread import lines_apart
+    from llmpq.runtime.serve.server import serve
+    from llmpq.runtime.serve.service import Service
+
     if options.no_access_log:
         logging.getLogger("llmpq.serve.access").setLevel(logging.WARNING)
     if not 0 < options.port < 65536:

@@ -21,6 +21,7 @@ from rich.console import Console
 from rich.table import Table
 
 from llmpq.errors import ExitCode
+from llmpq.missing_packages import require_modules
 from llmpq.out_of_memory import first_line
 from llmpq.runtime.cli.run_flags import check_timeouts
 from llmpq.runtime.cli.tool_flags import DoctorOptions
@@ -36,6 +37,7 @@ ASKED = ("look", "try_gpus", "try_copies", "open_rendezvous", "try_links")
 def main(options: DoctorOptions) -> int:
     """Look, print, and return 0 if every device that there is can run stages."""
     check_timeouts({"--timeout": options.timeout})
+    require_modules("torch")  # of the processes that look
     with _nodes(options.ray_address) as (handles, addresses):
         report = examine(handles, addresses, options.timeout)
     if options.json:

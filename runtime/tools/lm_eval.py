@@ -9,19 +9,22 @@ max_length=N shortens the context.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from typing import Any
 
-import torch
+from llmpq.missing_packages import missing_package
 
 try:
+    import torch
     from lm_eval.api.model import TemplateLM
     from lm_eval.api.registry import register_model
     from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
-except ImportError as error:
-    raise ImportError(
-        f"lm-evaluation-harness is not installed ({error}): pip install 'llmpq[eval]'"
-    ) from None
+except ModuleNotFoundError as error:
+    missing = missing_package(error, ("run", "eval"))
+    if __name__ == "__main__" and missing is not None:
+        sys.exit(missing)
+    raise ModuleNotFoundError(missing or str(error), name=error.name) from None
 
 from llmpq.model_spec import ModelSpec
 from llmpq.runtime.backends.backend import usable_device
