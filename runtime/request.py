@@ -30,7 +30,7 @@ class StepKind(IntEnum):
     """Chunks of prompts beside decoding rows."""
 
 
-@dataclass(kw_only=True, slots=True, eq=False)
+@dataclass(kw_only=True, slots=True, eq=False, weakref_slot=True)
 class Request:
     """A prompt and what has been generated for it so far."""
 

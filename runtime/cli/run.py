@@ -352,6 +352,7 @@ def _answer(request: Request, result: Finished, tokenizer: Tokenizer) -> AnswerT
         tokens,
         stop_ids=request.stop_ids,
         stop_texts=request.stop_texts,
+        min_tokens=request.min_new,
     )
     return AnswerText(
         text=text,

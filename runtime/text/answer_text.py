@@ -2,7 +2,8 @@
 
 Both give the same text: the decoded tokens behind the prompt, without the token that ended them, up
 to the first stop text. A piece is held back while it may be the beginning of a stop text, or half a
-character.
+character. The scheduler ends a request with the same class (stop_texts.py), so that a stop text
+ends the request where it ends the text.
 """
 
 from __future__ import annotations
@@ -22,54 +23,11 @@ class Decoder(Protocol):
     """What this needs of a tokenizer."""
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """Return the text of tokens."""
+        """Return the text of tokens; of more tokens, a text that begins with it.
+
+        But for half a character at its end, which is U+FFFD until its other bytes are there.
+        """
         ...
-
-
-def answer_text(
-    decoder: Decoder,
-    prompt: Sequence[int],
-    tokens: Sequence[int],
-    *,
-    stop_ids: Collection[int] = (),
-    stop_texts: Sequence[str] = (),
-) -> str:
-    """Return the text of a finished answer."""
-    shown = tokens[:-1] if tokens and tokens[-1] in stop_ids else tokens
-    return before_stop(_text_behind(decoder, prompt[-_CONTEXT:], shown), stop_texts)
-
-
-def before_stop(text: str, stop_texts: Sequence[str]) -> str:
-    """Return the text before the first stop text, all of it if it has none."""
-    found = first_stop(text, stop_texts)
-    return text if found is None else text[: found[0]]
-
-
-def first_stop(text: str, stop_texts: Sequence[str], behind: int = 0) -> tuple[int, str] | None:
-    """Return the first stop text that ends behind a place, and where it begins."""
-    found = [
-        (at, stop)
-        for stop in stop_texts
-        if (at := text.find(stop, max(0, behind - len(stop) + 1))) >= 0
-    ]
-    return min(found, default=None)
-
-
-def settled_length(text: str) -> int:
-    """Return the characters of a text that no further token changes."""
-    return len(text.rstrip(_HALF))
-
-
-def _text_behind(
-    decoder: Decoder, context: Sequence[int], tokens: Sequence[int], before: str | None = None
-) -> str:
-    """Return the text of tokens as it is behind others; `before`: theirs, where it is known.
-
-    Some tokenizers drop a leading space at the start of what they decode.
-    """
-    before = decoder.decode(context) if before is None else before
-    whole = decoder.decode([*context, *tokens])
-    return whole[len(before) :] if whole.startswith(before) else decoder.decode(tokens)
 
 
 class TextStream:
@@ -88,16 +46,17 @@ class TextStream:
         """`min_tokens`: stop texts that end within so many do not count; `with_stop`: kept."""
         self._decoder, self._stop_ids, self._stop_texts = decoder, stop_ids, stop_texts
         self._uncounted, self._with_stop = min_tokens, with_stop
-        self._behind = 0
-        """Characters within which a stop text must not end."""
+        self._searched = 0
+        """Characters within which no stop text ends, or none that counts."""
         self.stopped_at: str | None = None
         """The stop text that ended the answer."""
+        self._stop_begins = 0
         self._context = list(prompt[-_CONTEXT:])
         self._before = decoder.decode(self._context)
         self._tokens: list[int] = []
         """Those whose text is not settled."""
         self._settled = ""
-        self._told = 0
+        self._num_sent = 0
         """Characters handed out."""
 
     def push(self, tokens: Sequence[int]) -> str:
@@ -106,45 +65,86 @@ class TextStream:
         if free:
             self._uncounted -= free
             self._tokens += tokens[:free]
-            self._behind = settled_length(self._whole())
+            self._searched = len(self._whole().rstrip(_HALF))
         self._tokens += tokens[free:]
-        text = self._text()
-        certain = text[: len(text) - _held_back(text, self._stop_texts)]
-        if text.endswith(_HALF):
-            certain = certain.rstrip(_HALF)
-        elif len(self._tokens) > _WINDOW and not (
-            self.stopped_at or self._tokens[-1] in self._stop_ids
-        ):
-            self._settle(text)
-        return self._hand_out(certain)
+        whole = self._whole()
+        complete = whole.rstrip(_HALF)
+        text = self._before_stop(complete)
+        if self.stopped_at is None:
+            text = text[: len(text) - _held_back(text, self._stop_texts)]
+            ended = bool(self._tokens) and self._tokens[-1] in self._stop_ids
+            if len(self._tokens) > _WINDOW and not ended and whole == complete:
+                self._settle(whole)
+        return self._hand_out(text)
 
     def finish(self) -> str:
         """Return the rest of the text once no token will come."""
-        return self._hand_out(self._text())
+        return self._hand_out(self._before_stop(self._whole()))
 
-    def _text(self) -> str:
-        text = self._whole()
-        found = first_stop(text, self._stop_texts, self._behind)
-        if found is None:
-            return text
-        at, self.stopped_at = found
-        return text[: at + (len(self.stopped_at) if self._with_stop else 0)]
+    def _before_stop(self, text: str) -> str:
+        """Return a text up to its first stop text, all of it if it has none."""
+        if self.stopped_at is None:
+            found = _first_stop(text, self._stop_texts, self._searched)
+            if found is None:
+                self._searched = max(self._searched, len(text))
+                return text
+            self._stop_begins, self.stopped_at = found
+        kept = len(self.stopped_at) if self._with_stop else 0
+        return text[: self._stop_begins + kept]
 
     def _whole(self) -> str:
-        """Return the text of all tokens but the one that ended them."""
+        """Return the text of all tokens but the one that ended them, as it is behind the context.
+
+        Some tokenizers drop a leading space at the start of what they decode.
+        """
         tokens = self._tokens
         shown = tokens[:-1] if tokens and tokens[-1] in self._stop_ids else tokens
-        return self._settled + _text_behind(self._decoder, self._context, shown, self._before)
+        whole = self._decoder.decode([*self._context, *shown])
+        if whole.startswith(self._before):
+            return self._settled + whole[len(self._before) :]
+        return self._settled + self._decoder.decode(shown)
 
     def _hand_out(self, text: str) -> str:
-        new, self._told = text[self._told :], max(self._told, len(text))
+        new, self._num_sent = text[self._num_sent :], max(self._num_sent, len(text))
         return new
 
     def _settle(self, text: str) -> None:
         """Keep the text so far instead of tokens, but for the last few as context."""
-        self._settled = text
-        self._context, self._tokens = self._tokens[-_CONTEXT:], []
-        self._before = self._decoder.decode(self._context)
+        if text == self._settled:  # of special tokens, which have no text and are no context
+            self._tokens = []
+            return
+        context = self._tokens[-_CONTEXT:]
+        before = self._decoder.decode(context)
+        if not before:
+            context = self._tokens
+            before = self._decoder.decode(context)
+        self._settled, self._context, self._before, self._tokens = text, context, before, []
+
+
+def answer_text(
+    decoder: Decoder,
+    prompt: Sequence[int],
+    tokens: Sequence[int],
+    *,
+    stop_ids: Collection[int] = (),
+    stop_texts: Sequence[str] = (),
+    min_tokens: int = 0,
+) -> str:
+    """Return the text of a finished answer."""
+    stream = TextStream(
+        decoder, prompt, stop_ids=stop_ids, stop_texts=stop_texts, min_tokens=min_tokens
+    )
+    return stream.push(tokens) + stream.finish()
+
+
+def _first_stop(text: str, stop_texts: Sequence[str], behind: int) -> tuple[int, str] | None:
+    """Return where the first stop text begins that ends behind so many characters, and which."""
+    found = [
+        (at, stop)
+        for stop in stop_texts
+        if (at := text.find(stop, max(0, behind - len(stop) + 1))) >= 0
+    ]
+    return min(found, default=None)
 
 
 def _held_back(text: str, stop_texts: Sequence[str]) -> int:

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 from functools import cached_property
 from pathlib import Path
+from weakref import WeakKeyDictionary
 
 from llmpq.runtime.request import Request
-from llmpq.runtime.text.answer_text import first_stop, settled_length
+from llmpq.runtime.text.answer_text import TextStream
 from llmpq.runtime.text.tokenizer import Tokenizer
-
-_BYTES_PER_CHARACTER = 4
-"""A byte-level token may be a quarter of a character."""
 
 
 class StopTexts:
-    """Looks at the last tokens of a request; the tokenizer is read when first needed."""
+    """Decodes running requests that have stop texts; the tokenizer is read when first needed."""
 
     def __init__(self, model_dir: str | Path) -> None:
         self._model_dir = model_dir
+        self._streams: WeakKeyDictionary[Request, tuple[TextStream, int]] = WeakKeyDictionary()
+        """Of each request: its text, and how many of its tokens that has."""
 
     @cached_property
     def _tokenizer(self) -> Tokenizer:
@@ -25,9 +25,16 @@ class StopTexts:
 
     def __call__(self, request: Request) -> bool:
         """Return whether the newest token completed a stop text."""
-        longest = max(len(text) for text in request.stop_texts)
-        tail = request.output[-_BYTES_PER_CHARACTER * (longest + 1) :]
-        behind = 0
-        if request.min_new:  # then there may be stop texts that did not count
-            behind = settled_length(self._tokenizer.decode(tail[:-1]))
-        return first_stop(self._tokenizer.decode(tail), request.stop_texts, behind) is not None
+        stream, num_pushed = self._streams.get(request) or (self._begun(request), 0)
+        stream.push(request.output[num_pushed:])
+        self._streams[request] = stream, len(request.output)
+        return stream.stopped_at is not None
+
+    def _begun(self, request: Request) -> TextStream:
+        return TextStream(
+            self._tokenizer,
+            request.prompt,
+            stop_ids=request.stop_ids,
+            stop_texts=request.stop_texts,
+            min_tokens=request.min_new,
+        )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property, partial
 from pathlib import Path
@@ -41,6 +42,28 @@ _BYTE_OF = _byte_of_character()
 
 
 _LOADING = Lock()
+_BYTE = re.compile("<0x[0-9A-F]{2}>")
+
+
+def _mark_broken(pieces: list[str]) -> bool:
+    """Put U+FFFD for each byte piece that is part of no character; whether there were any."""
+    end, found = 0, False
+    while end < len(pieces):
+        begin = end
+        while end < len(pieces) and _BYTE.fullmatch(pieces[end]):
+            end += 1
+        run = bytes(int(piece[3:5], 16) for piece in pieces[begin:end])
+        place = 0
+        while place < len(run):
+            try:
+                run[place:].decode()
+                break
+            except UnicodeDecodeError as error:
+                for broken in range(place + error.start, place + error.end):
+                    pieces[begin + broken] = "\ufffd"
+                found, place = True, place + error.end
+        end += 1
+    return found
 
 
 class Tokenizer:
@@ -62,8 +85,41 @@ class Tokenizer:
         return tokens
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """Return the text of tokens, special ones left out, spaces as they were generated."""
-        return self._plain_decode([*tokens])
+        """Return the text of tokens, special ones left out, spaces as they were generated.
+
+        Bytes that are no character are U+FFFD each. SentencePiece's decoder would write that for
+        all bytes that stand together, whole characters among them: what is cut off within a
+        character, as a stream always is, would lose those before it.
+        """
+        ids = [*tokens]
+        if not self._byte_tokens.keys().isdisjoint(ids):
+            pieces = [piece for token in ids if (piece := self._piece(token)) is not None]
+            if _mark_broken(pieces):
+                return str(self._backend.decoder.decode(pieces))
+        return self._plain_decode(ids)
+
+    @property
+    def _backend(self) -> Any:
+        return self._inner.backend_tokenizer
+
+    @cached_property
+    def _byte_tokens(self) -> Mapping[int, str]:
+        """Tokens that are one byte (`<0xE3>`), where the decoder makes characters of them."""
+        if "ByteFallback" not in repr(self._backend.decoder):
+            return {}
+        pieces = [f"<0x{byte:02X}>" for byte in range(256)]
+        ids = {piece: self._backend.token_to_id(piece) for piece in pieces}
+        return {token: piece for piece, token in ids.items() if token is not None}
+
+    @cached_property
+    def _special_ids(self) -> frozenset[int]:
+        added = self._backend.get_added_tokens_decoder()
+        return frozenset(token for token, own in added.items() if own.special)
+
+    def _piece(self, token: int) -> str | None:
+        """Return a token as the vocabulary spells it; None of special and of unknown ones."""
+        piece: str | None = None if token in self._special_ids else self._backend.id_to_token(token)
+        return piece
 
     @cached_property
     def _plain_decode(self) -> Callable[[list[int]], str]:
