@@ -15,11 +15,17 @@ import logging
 import queue
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import ExitStack, aclosing
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self, cast
 
+from llmpq.checkpoints.generation_config import (
+    IGNORE,
+    GenerationConfig,
+    read_generation_config,
+)
 from llmpq.checkpoints.stored_codes import stored_codes
 from llmpq.cluster import Cluster
 from llmpq.plan import MAX_GAMMA, Plan
@@ -68,6 +74,7 @@ class LLM:
         speculate: SpeculationMode | Literal["off"] | None = None,
         gamma: int | None = None,
         links: LinkChoice = "auto",
+        generation_config: str = "auto",
         layer_cache: str | Path | None = None,
         kv_pool: bool | None = None,
         packed_prompts: bool = False,
@@ -85,6 +92,8 @@ class LLM:
         prompts hold no answers up), `enable_prefix_caching` has shared beginnings computed once.
         `packed_prompts`: on GPUs, too, prompts attend to low-bit keys and values as they are kept.
         `speculate` and `gamma` (tokens drafted per verify) are the plan's unless they are given.
+        `generation_config`: whose generation_config.json says which tokens end answers and how they
+        are sampled by default: the model's ("auto"), none ("vllm"), or that of a directory.
         `trace`: a file for what every stage did when and for which requests, written by `close`.
         `stages_apart`: a single stage, too, is a process, at nice 19 on a CPU, as servers have it.
         """
@@ -93,12 +102,15 @@ class LLM:
             kv_cache_dtype=kv_cache_dtype, kv_pool=kv_pool, speculate=speculate,
         )  # fmt: skip
         chosen = choose_plan(model, plan, cluster, wishes)
+        self.generation_config = read_generation_config(chosen.directory, generation_config)
+        self._default_sampling = _default_sampling(self.generation_config)
+        chosen = replace(chosen, spec=self.generation_config.with_ends(chosen.spec))
         self._plan = with_kv(chosen.plan, chosen.spec, kv_cache_dtype)
         self._trace = None if trace is None else Path(trace)
         mode, length = _drafts(self._plan, speculate, gamma, str(chosen.directory))
         settings = StageSettings(
             model_dir=str(chosen.directory),
-            speculate=mode, gamma=length, links=links,
+            speculate=mode, gamma=length, links=links, end_ids=chosen.spec.eos_token_ids,
             layer_cache=None if layer_cache is None else str(Path(layer_cache).resolve()),
             trace=trace is not None,
             live=True,
@@ -160,6 +172,10 @@ class LLM:
         """The model's tokenizer; `ValueError` where there is none."""
         return self._prompts.tokenizer
 
+    def get_default_sampling_params(self) -> SamplingParams:
+        """Return how answers are sampled where nothing else is said: as generation_config.json."""
+        return self._default_sampling
+
     @property
     def max_model_len(self) -> int:
         """Tokens that a prompt and its answer may have."""
@@ -199,7 +215,7 @@ class LLM:
     ) -> list[RequestOutput]:
         """Return the answers to prompts, in their order; `ValueError` if one can never run."""
         several = listed(prompts)
-        params = SamplingParams() if sampling_params is None else sampling_params
+        params = self._default_sampling if sampling_params is None else sampling_params
         each = [params] * len(several) if isinstance(params, SamplingParams) else list(params)
         if len(each) != len(several):
             raise ValueError(
@@ -219,7 +235,7 @@ class LLM:
             raise ValueError("a conversation needs at least one message")
         alone = isinstance(messages[0], Mapping)
         several = cast(Sequence[Messages], [messages] if alone else messages)
-        params = sampling_params or SamplingParams()
+        params = sampling_params or self._default_sampling
         prompts = [self._prompts.conversation(one) for one in several]
         return self._serve([self._prompts.ask(prompt, params) for prompt in prompts])
 
@@ -234,7 +250,7 @@ class LLM:
 
         Leaving the loop early aborts the request, and so does `abort(request_id)`.
         """
-        params = sampling_params or SamplingParams()
+        params = sampling_params or self._default_sampling
         if params.n != 1:
             raise ValueError(f"a stream has one answer, got n={params.n}; leave n out")
         answers = await self.submit(prompt, params, request_id=request_id)
@@ -257,7 +273,7 @@ class LLM:
         `ValueError` if they can never run. Lower `priority` goes first. The prefix cache finds
         again only what came with the same `cache_salt`.
         """
-        params = sampling_params or SamplingParams()
+        params = sampling_params or self._default_sampling
         asked = partial(
             self._prompts.ask, prompt, params, name=request_id, stream=True, priority=priority,
             cache_salt=cache_salt,
@@ -357,6 +373,13 @@ def _prompts(chosen: Chosen, plan: Plan, settings: StageSettings) -> Prompts:
         return Prompts(directory, spec, max_len=pool.room - 1, check=pool.check)
     slots = limits_of(plan)
     return Prompts(directory, spec, max_len=slots.max_len, check=slots.check)
+
+
+def _default_sampling(generation: GenerationConfig) -> SamplingParams:
+    try:
+        return SamplingParams(**generation.sampling)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"'{generation.path}': {error}; {IGNORE}") from None
 
 
 def _at_least_one(name: str, value: int | None) -> int | None:

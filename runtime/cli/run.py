@@ -19,6 +19,7 @@ from typing import Any
 
 from rich.console import Console
 
+from llmpq.checkpoints.generation_config import read_generation_config
 from llmpq.cluster import Cluster
 from llmpq.commands.output_paths import check_files, naming, require_folder
 from llmpq.errors import ExitCode
@@ -76,7 +77,8 @@ def main(options: RunOptions) -> int:
     model_dir = options.model or (plan.model.path if plan is not None else None)
     if model_dir is None:
         raise ValueError("the plan names no model directory; give one with --model DIR")
-    spec = ModelSpec.from_directory(model_dir)
+    generation = read_generation_config(model_dir, options.generation_config)
+    spec = generation.with_ends(ModelSpec.from_directory(model_dir))
     cluster = None if options.cluster is None else Cluster.load(options.cluster)
     if plan is not None:
         plan.require_model(spec)

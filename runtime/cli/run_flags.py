@@ -38,6 +38,7 @@ class RunOptions:
     model: str | None
     input: str
     output: str
+    generation_config: str
     kv_cache_dtype: str
     kv_pool: bool
     no_kv_pool: bool
@@ -123,6 +124,7 @@ def run_parser() -> CommandParser:
     kv = "kv16, kv8, kv4 or kv2 (int8, int4, int2) instead of what the plan says"
     job.flag("--kv-cache-dtype", default=AUTO, metavar="KV", help=kv)
     add_kv_pool(job)
+    add_generation_config(job, "ends of answers")
     _add_sampling(parser.section("tokens (rows may say otherwise)"))
     add_speculation(parser.section("speculation"), daily=True)
     _add_launch(parser.section("launch"))
@@ -135,6 +137,17 @@ def add_kv_pool(section: Section) -> None:
     section.flag("--kv-pool", action="store_true", help=pool)
     slots = "on GPUs a slot of the plan's length for every request, as drafts have it"
     section.flag("--no-kv-pool", action="store_true", help=slots)
+
+
+def add_generation_config(section: Section, what: str) -> None:
+    """Declare `--generation-config`; `what` is read of it."""
+    section.flag(
+        "--generation-config",
+        default=AUTO,
+        metavar="DIR",
+        help=f"whose generation_config.json says {what}: auto (the model's, default), vllm (none) "
+        "or a directory",
+    )
 
 
 def kv_pool_wish(kv_pool: bool, no_kv_pool: bool) -> bool | None:

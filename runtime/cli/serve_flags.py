@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 from llmpq.commands.command_line import CommandParser, Only, Section
-from llmpq.runtime.cli.run_flags import add_kv_pool, add_plan, kv_pool_wish
+from llmpq.runtime.cli.run_flags import add_generation_config, add_kv_pool, add_plan, kv_pool_wish
 from llmpq.runtime.launch.launcher import BACKENDS, Backend
 from llmpq.runtime.launch.plans.planned_kv import AUTO
 from llmpq.runtime.serve.settings import ServeSettings, ToolFormat
@@ -29,6 +29,7 @@ class ServeOptions:
     max_num_seqs: int | None
     dtype: str
     kv_cache_dtype: str
+    generation_config: str
     backend: Backend
     ray_address: str | None
     speculate: str | None
@@ -62,6 +63,7 @@ def engine_options(options: ServeOptions) -> dict[str, Any]:
     return {
         "backend": options.backend,
         "kv_cache_dtype": options.kv_cache_dtype,
+        "generation_config": options.generation_config,
         "speculate": options.speculate,
         "gamma": options.gamma,
         "max_num_batched_tokens": options.max_num_batched_tokens,
@@ -100,6 +102,7 @@ def serve_parser() -> CommandParser:
         "--max-num-seqs", daily=True, type=int, metavar="N", only=unplanned, help="answers at once"
     )
     add_kv_pool(what)
+    add_generation_config(what, "ends of answers and default sampling")
     step = "tokens of a step over a pool: a long prompt holds answers up no longer (default: 512, "
     step += "or what the plan's costs have ready in 0.1 s)"
     what.flag("--max-num-batched-tokens", type=int, metavar="N", help=step)

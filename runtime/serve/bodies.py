@@ -99,23 +99,34 @@ class SamplingBody(Body):
     """Answers tell `token_ids` beside their text, and `prompt_token_ids` once."""
 
     def params(
-        self, *, max_tokens: int | None, logprobs: int | None, tokens_of: TokensOf
+        self,
+        *,
+        max_tokens: int | None,
+        logprobs: int | None,
+        tokens_of: TokensOf,
+        defaults: SamplingParams,
     ) -> SamplingParams:
         """Return the engine's parameters; `ValueError` for values that cannot be.
 
-        `tokens_of` is asked for the tokens of texts in `logit_bias`.
+        `tokens_of` is asked for the tokens of texts in `logit_bias`. `defaults` has what a body
+        leaves out of temperature, top_p, top_k, min_p and repetition_penalty.
         """
+
+        def value(name: str) -> Any:
+            return getattr(self if name in self.model_fields_set else defaults, name)
+
+        temperature, top_p = value("temperature"), value("top_p")
         # The likeliest alone: what OpenAI's top_p of 0 means, too.
-        greedy = 0 <= self.temperature < 1e-5 or self.top_p == 0
+        greedy = 0 <= temperature < 1e-5 or top_p == 0
         # Several greedy answers are the same one: the engine makes them of the likeliest token.
         same = greedy and self.n > 1
         return SamplingParams(
             n=self.n,
             max_tokens=max_tokens,
-            temperature=1.0 if same else 0.0 if greedy else self.temperature,
-            top_p=self.top_p or 1.0,
-            top_k=1 if same else self.top_k,
-            min_p=self.min_p,
+            temperature=1.0 if same else 0.0 if greedy else temperature,
+            top_p=top_p or 1.0,
+            top_k=1 if same else value("top_k"),
+            min_p=value("min_p"),
             seed=self.seed,
             stop=_marks(self.stop),
             stop_token_ids=self.stop_token_ids,
@@ -124,7 +135,7 @@ class SamplingBody(Body):
             min_tokens=self.min_tokens,
             presence_penalty=self.presence_penalty,
             frequency_penalty=self.frequency_penalty,
-            repetition_penalty=self.repetition_penalty,
+            repetition_penalty=value("repetition_penalty"),
             logit_bias=_biases(self.logit_bias, tokens_of),
             bad_words=self.bad_words,
             logprobs=logprobs,

@@ -37,10 +37,14 @@ class Chat:
             body.structured_outputs = guide
         limit = body.max_completion_tokens
         limit = body.max_tokens if limit is None else limit
+        limit = service.default_max_tokens if limit is None else limit
         if limit == 0:
             raise ApiError(400, "max_tokens must be at least 1, got 0", param="max_tokens")
-        self._params = body.params(
-            max_tokens=limit, logprobs=self._most, tokens_of=service.tokens_of
+        self.params = body.params(
+            max_tokens=limit,
+            logprobs=self._most,
+            tokens_of=service.tokens_of,
+            defaults=service.default_sampling,
         )
         self._head = {
             "id": f"chatcmpl-{uuid.uuid4().hex}",
@@ -52,7 +56,7 @@ class Chat:
         """Queue the conversation."""
         tokens, body = self.prompt(), self._body
         return await self._service.begin(
-            [tokens], self._params, priority=body.priority, cache_salt=body.cache_salt
+            [tokens], self.params, priority=body.priority, cache_salt=body.cache_salt
         )
 
     def prompt(self) -> list[int]:
@@ -83,7 +87,7 @@ class Chat:
     async def whole(self) -> dict[str, Any]:
         """Return the answer."""
         begun = await self.begin()
-        choices = await self._service.gather(begun, self._params.n)
+        choices = await self._service.gather(begun, self.params.n)
         answered = sum(len(choice.token_ids) for choice in choices)
         return {
             **self._head,
@@ -100,7 +104,7 @@ class Chat:
         running = options is not None and options.continuous_usage_stats
         head = {**self._head, "object": "chat.completion.chunk"}
         none = {"usage": None} if with_usage else {}
-        for index in range(self._params.n):
+        for index in range(self.params.n):
             role = {"role": "assistant", "content": ""}
             ids = self._prompt_ids(begun) if index == 0 else {}
             yield event({**head, **none, "choices": [_part(index, role)], **ids})
@@ -116,7 +120,7 @@ class Chat:
         self, begun: list[Answers]
     ) -> AsyncGenerator[tuple[dict[str, Any], dict[str, Any]]]:
         """Yield what is new of each answer, and what all took so far."""
-        n, answered, length = self._params.n, 0, len(begun[0].prompt_token_ids)
+        n, answered, length = self.params.n, 0, len(begun[0].prompt_token_ids)
         cached = 0
         readers = [self._reader() for _ in range(n)]
         async with aclosing(self._service.choices(begun, n)) as choices:

@@ -36,13 +36,18 @@ class TextCompletion:
         wanted = int(body.logprobs) if body.logprobs else body.logprobs
         self._logprobs = None if wanted is None or wanted is False else int(wanted)
         max_tokens = body.max_tokens
+        if "max_tokens" not in body.model_fields_set:
+            max_tokens = service.default_max_tokens or max_tokens
         if max_tokens == 0 or (body.echo and self._logprobs is not None):
             body.prompt_logprobs = self._logprobs or 0
         body.n = self._best_of
         ranked = 0 if self._best_of > self._n else None
         asked = ranked if self._logprobs is None else self._logprobs
         self._params = body.params(
-            max_tokens=max_tokens, logprobs=asked, tokens_of=service.tokens_of
+            max_tokens=max_tokens,
+            logprobs=asked,
+            tokens_of=service.tokens_of,
+            defaults=service.default_sampling,
         )
         self._head = {
             "id": f"cmpl-{uuid.uuid4().hex}",

@@ -42,7 +42,7 @@ class MessagesBody(Body):
     messages: list[AnthropicMessage] = Field(min_length=1)
     system: str | list[dict[str, Any]] | None = None
     stream: bool = False
-    temperature: float = Field(default=1.0, ge=0, le=1)
+    temperature: float | None = Field(default=None, ge=0, le=1)
     top_p: float | None = None
     top_k: Whole | None = None
     stop_sequences: list[str] | None = None

@@ -26,8 +26,8 @@ class ResponsesBody(Body):
     input: str | list[dict[str, Any]]
     instructions: str | None = None
     max_output_tokens: Whole | None = Field(default=None, ge=1)
-    temperature: float = 1.0
-    top_p: float = 1.0
+    temperature: float | None = None
+    top_p: float | None = None
     stream: bool = False
     text: dict[str, Any] | None = None
     tools: list[dict[str, Any]] | None = None
@@ -167,8 +167,8 @@ class Responses:
             "instructions": self._body.instructions,
             "metadata": {},
             "parallel_tool_calls": True,
-            "temperature": self._body.temperature,
-            "top_p": self._body.top_p,
+            "temperature": self._chat.params.temperature,
+            "top_p": self._chat.params.top_p,
             "tool_choice": "auto",
             "tools": [],
         }

@@ -198,6 +198,12 @@ def serve(
         try:
             service.llm = open_llm()
             keep_loaded()
+            if sampling := dict(service.llm.generation_config.sampling):
+                _log.info(
+                    "default sampling of %s: %s (--generation-config vllm ignores it)",
+                    service.llm.generation_config.path,
+                    sampling,
+                )
             _log.info("ready: http://%s:%d serves %s", host, port, service.model_name)
         except BaseException as error:
             failed.append(error)

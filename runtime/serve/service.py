@@ -100,6 +100,19 @@ class Service:
         assert self.llm is not None
         return self.llm.tokenizer
 
+    @property
+    def default_sampling(self) -> SamplingParams:
+        """What requests are sampled by that say nothing."""
+        return SamplingParams() if self.llm is None else self.llm.get_default_sampling_params()
+
+    @property
+    def default_max_tokens(self) -> int | None:
+        """Tokens of an answer of which nothing else is said; None: as many as there is room for."""
+        if self.llm is None:
+            return None
+        said: int | None = self.llm.generation_config.sampling.get("max_tokens")
+        return said
+
     def tokens_of(self, text: str) -> list[int]:
         """Return the tokens of a text alone."""
         return self.ready().tokenizer.encode(text, special=False)

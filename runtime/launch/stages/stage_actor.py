@@ -114,8 +114,9 @@ class StageActor:
     @cached_property
     def _guides(self) -> Guides:
         spec = ModelSpec.from_directory(self._settings.model_dir)
-        vocab, ends = spec.vocab, spec.eos_token_ids
-        return Guides(self._settings.model_dir, vocab=vocab, end_ids=ends)
+        told = self._settings.end_ids
+        ends = spec.eos_token_ids if told is None else tuple(told)
+        return Guides(self._settings.model_dir, vocab=spec.vocab, end_ids=ends)
 
     @property
     def _stage(self) -> StagePlan:

@@ -35,6 +35,8 @@ class StageSettings:
     load_format: Literal["auto", "dummy", "copies"] = "auto"
     """`dummy`: random weights made on the device; the model may be a built-in name. `copies`:
     likewise, but all layers of a precision are alike, which takes a moment."""
+    end_ids: tuple[int, ...] | None = None
+    """Tokens that end an answer, which guides choose, too; None: those of config.json."""
     graphs: bool = True
     """Capture decode steps in CUDA graphs, on a GPU."""
     layer_cache: str | None = None
