@@ -17,7 +17,12 @@ from typing import Any, Self
 import yaml
 from pydantic import Field, model_validator
 
-from llmpq.devices.device_spec import DeviceSpec, canonical_kind, device_specs
+from llmpq.devices.device_spec import (
+    DeviceSpec,
+    canonical_kind,
+    device_specs,
+    which_memory,
+)
 from llmpq.errors import nearest, unknown_name
 from llmpq.file_form import FileForm
 from llmpq.units import Size
@@ -39,8 +44,8 @@ class DeviceGroup(FileForm):
     count: int = Field(default=1, gt=0, le=1000)
     memory: Size | None = None
     """Memory of each device, instead of the table's."""
-    reserve: Size = 0
-    """Memory of each device that stays free for others."""
+    reserve: Size | None = None
+    """Memory of each device that stays free for others; left out, what the table says of it."""
     threads: int | None = Field(default=None, gt=0, le=65536)
     """Threads of a CPU stage; the field is an error on a GPU."""
     emulate: Emulate | None = None
@@ -335,8 +340,12 @@ def _resolve(node: Node, group: DeviceGroup, index: int, counts: dict[str, int])
     threads = (group.threads or 1) if spec.is_cpu else None
     emulate = group.emulate
     suffix = f"@{threads}t" if threads else f"@{emulate.sms}sm" if emulate and emulate.sms else ""
-    memory = (emulate.memory if emulate else None) or group.memory or spec.memory
-    if group.reserve >= memory:
+    memory = (emulate.memory if emulate else None) or group.memory
+    if memory is None and spec.sold_with:
+        raise ValueError(f"node '{node.name}': {which_memory(kind)}, by 'memory'")
+    memory = memory or spec.memory
+    reserve = spec.default_reserve(memory) if group.reserve is None else group.reserve
+    if reserve >= memory:
         raise ValueError(f"node '{node.name}': reserve leaves nothing of {kind}'s memory")
     number = counts.get(kind, 0)
     counts[kind] = number + 1
@@ -348,7 +357,7 @@ def _resolve(node: Node, group: DeviceGroup, index: int, counts: dict[str, int])
         index=index,
         spec=spec,
         memory_bytes=memory,
-        reserve_bytes=group.reserve,
+        reserve_bytes=reserve,
         threads=threads,
         emulate=emulate,
     )

@@ -16,7 +16,7 @@ import functools
 from pathlib import Path
 
 from llmpq.cluster import Cluster
-from llmpq.devices.this_machine import NAME
+from llmpq.devices.this_machine import is_this_machine
 from llmpq.model_spec import ModelSpec
 from llmpq.workload import Dtype
 
@@ -31,7 +31,7 @@ def default_dtype(spec: ModelSpec, cluster: Cluster) -> Dtype:
     """
     if not all(device.spec.is_cpu for device in cluster.devices):
         return spec.dtype
-    quick = cluster.name == NAME and spec.dtype in quick_dtypes()
+    quick = is_this_machine(cluster) and spec.dtype in quick_dtypes()
     return spec.dtype if quick else "float32"
 
 

@@ -30,7 +30,7 @@ MAX_COUNT, MAX_BYTES, MAX_FLOAT = 2**24, 2**60, 1e15
 SIGNED = ("value", "bound", "gap", "sum_omega")
 """What may be below zero: a solver's objective and what it is made of."""
 
-SIZES = ("memory", "context")
+SIZES = ("memory", "context", "reserve")
 """Bytes, as cluster files name them."""
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 _EMPTY_WORDS = frozenset((
-    *("nvidia", "geforce", "tesla", "amd", "radeon", "instinct", "corporation", "inc"),
+    *("nvidia", "geforce", "tesla", "amd", "radeon", "instinct", "intel", "corporation", "inc"),
     *("gpu", "graphics", "card", "video", "edition", "founders", "fe", "generation"),
     *("workstation", "server", "blackwell"),
 ))  # fmt: skip
@@ -97,13 +97,52 @@ def sold_as(reported_gib: float, sold_gb: float) -> bool:
     return 0.9 <= reported_gib / sold_gb <= 1.01 if sold_gb > 0 else False
 
 
-def nearest_kinds(spelling: str, names: Mapping[str, Iterable[str]], most: int = 3) -> list[str]:
-    """Return the kinds spelled most like a name, nearest first; none that is unlike."""
+_BRANDS = {
+    "NVIDIA": {"nvidia", "geforce", "rtx", "gtx", "quadro", "tesla", "titan"},
+    "AMD": {"amd", "radeon", "rx", "instinct", "ryzen"},
+    "Intel": {"intel", "arc"},
+    "Apple": {"apple"},
+}
+"""Words that say who made a card."""
+
+
+def nearest_kinds(
+    spelling: str,
+    names: Mapping[str, Iterable[str]],
+    makers: Mapping[str, str],
+    most: int = 3,
+) -> list[str]:
+    """Return the kinds spelled most like a name, nearest first; none that is unlike.
+
+    Where a name says its maker, only that maker's; a series counts more than a number: `gb300` is
+    nearer to `GB10` than to an `RTX-3050`.
+    """
+    words = set(re.findall(r"[a-z]+", spelling.lower()))
+    own = {maker for maker, brand in _BRANDS.items() if brand & words}
     wanted = card_name(spelling).core
     best: dict[str, float] = {}
     for kind, spellings in names.items():
+        if own and makers[kind] not in own:
+            continue
         for known in (kind, *spellings):
-            ratio = difflib.SequenceMatcher(None, wanted, card_name(known).core).ratio()
-            best[kind] = max(best.get(kind, 0.0), ratio)
+            best[kind] = max(best.get(kind, 0.0), _likeness(wanted, card_name(known).core))
     near = sorted((kind for kind in best if best[kind] >= 0.5), key=lambda kind: -best[kind])
     return near[:most]
+
+
+def _likeness(wanted: str, known: str) -> float:
+    """Return how like two names are, 0 to 1: alike in series and number, in series, in spelling."""
+    ratio = difflib.SequenceMatcher(None, wanted, known).ratio()
+    (series, number), (other, others) = (_series(wanted), _series(known))
+    if series != other:
+        return 0.6 * ratio
+    if number and number == others:
+        return 0.9 + 0.1 * ratio
+    return (ratio + 0.9) / 2 if series else ratio
+
+
+def _series(core: str) -> tuple[str, str]:
+    """Return the letters and the number that a name begins with: `gb`, `10`."""
+    match = re.match(r"([a-z]*)(\d*)", core)
+    assert match is not None, "matches the empty text"
+    return match[1], match[2]

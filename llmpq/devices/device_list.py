@@ -6,7 +6,8 @@
     a card whose memory was changed        4090=48GB
     the host's cores                       cpu=64GB+16threads
 
-Knows nothing of this machine: what the text leaves open is assumed, and `assumptions` says what.
+Devices that this machine has are this machine's: `cpu` is then its cores and memory. What the text
+leaves open of others is assumed, and `assumptions` says what.
 """
 
 from __future__ import annotations
@@ -17,7 +18,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from llmpq.cluster import Cluster, Links
-from llmpq.devices.device_spec import device_specs, known_kind, siblings, unknown_card
+from llmpq.devices.device_spec import (
+    device_specs,
+    known_kind,
+    siblings,
+    unknown_card,
+    which_memory,
+)
+from llmpq.devices.this_machine import NODE, Host, Machine, cpu_group
 from llmpq.errors import shortened
 from llmpq.units import MAX_SIZE, format_size, parse_size
 
@@ -25,7 +33,9 @@ CPU_THREADS = 8
 """Threads of a `cpu` that states none."""
 CONTEXT = "0.5 GiB"
 """Memory that the framework takes on a card described in the text: what most cards' entries say."""
-INLINE = "NAME=MEMORY+BANDWIDTH+RATE, such as {}=24GB+936GB/s+71TFLOPS"
+INLINE = "{}=...GB+...GB/s+...TFLOPS, its memory, bandwidth and dense 16-bit rate"
+ELSEWHERE = "machine"
+"""Name of the node of devices that are not this machine's."""
 MAX_COUNT = 1000
 MAX_WORDS = 12
 """Words of the longest name of a card."""
@@ -60,8 +70,13 @@ class _Facts:
     threads: int | None = None
 
 
-def read_devices(text: str, *, where: str = "--devices") -> DeviceList:
-    """Read `4090,3090:2,cpu`: devices of one machine; `ValueError` offers the nearest names."""
+def read_devices(
+    text: str, *, machine: Machine | None = None, where: str = "--devices"
+) -> DeviceList:
+    """Read `4090,3090:2,cpu`: devices of one machine; `ValueError` offers the nearest names.
+
+    `machine`: this one. The devices are taken to be its own where it has all of them.
+    """
     groups, assumed = [], []
     for item in _items(text.replace("\u00d7", "x")):
         group, notes = _group(item, where)
@@ -69,14 +84,38 @@ def read_devices(text: str, *, where: str = "--devices") -> DeviceList:
         assumed += notes
     if not groups:
         raise ValueError(f"{where} is empty, expected devices such as 4090,3090:2,cpu")
+    here = machine is not None and _has(machine, groups)
+    host = machine.host if machine is not None and here else None
+    for group in filter(_is_cpu, groups):
+        assumed.append(_complete_cpu(group, host))
     counts = [f"{g['kind']}:{g['count']}" if g["count"] > 1 else g["kind"] for g in groups]
-    data = {"name": ",".join(counts), "nodes": [{"name": "here", "devices": groups}]}
+    node = {"name": NODE if here else ELSEWHERE, "devices": groups}
+    data = {"name": ",".join(counts), "nodes": [node]}
     cluster = Cluster.parse_data(data, where=where)
     if len(cluster.devices) > MAX_COUNT:
         raise ValueError(
             f"{where}: got {len(cluster.devices):,} devices, expected at most {MAX_COUNT:,}"
         )
-    return DeviceList(cluster, (*_machine(cluster), *dict.fromkeys(assumed)))
+    return DeviceList(cluster, (*_machine(cluster), *filter(None, dict.fromkeys(assumed))))
+
+
+def _has(machine: Machine, groups: list[dict[str, Any]]) -> bool:
+    """Whether the groups are a machine's devices: its GPUs, and no more cores than it has."""
+    cpus = [group for group in groups if _is_cpu(group)]
+    gpus = [group for group in groups if not _is_cpu(group)]
+    stated = sum(group["count"] * group.get("threads", 1) for group in cpus)
+    memory = sum(group["count"] * group.get("memory", 0) for group in cpus)
+    return (
+        machine.has([kind for group in gpus for kind in [group["kind"]] * group["count"]])
+        and stated <= machine.host.cores
+        and memory <= machine.host.total_bytes
+        and not any("spec" in group for group in groups)
+    )
+
+
+def _is_cpu(group: dict[str, Any]) -> bool:
+    spec = device_specs().get(group["kind"])
+    return spec is not None and spec.is_cpu
 
 
 def _machine(cluster: Cluster) -> Iterator[str]:
@@ -147,17 +186,40 @@ def _group(item: str, where: str) -> tuple[dict[str, Any], list[str]]:
         )
     if kind is None:
         return _own_card(name, count, facts, item, where)
-    if device_specs()[kind].is_cpu:
-        return _cpu(kind, count, facts)
-    if facts.mem_gbps or facts.tflops or facts.threads:
-        raise ValueError(
-            f"{where} {item}: '{name}' is the {kind} of the table, of which only the memory can be "
-            f"changed, such as {name}=48GB; give a card of your own another name"
-        )
+    spec = device_specs()[kind]
+    if spec.is_cpu:
+        return _cpu(kind, count, facts), []
+    if facts.threads:
+        raise ValueError(f"{where} {item}: '{name}' is the {kind}, a card, which has no threads")
+    if facts.mem_gbps or facts.tflops:
+        return _described_anew(kind, name, count, facts, f"{where} {item}")
+    if spec.sold_with and facts.memory is None:
+        example = f"{name}={spec.sold_with[-1].replace(' ', '')}"
+        raise ValueError(f"{where} {item}: {which_memory(kind)}, such as {example}")
     group: dict[str, Any] = {"kind": kind, "count": count}
     if facts.memory is not None:
         return {**group, "memory": facts.memory}, []
     return group, _which_version(name, kind)
+
+
+def _described_anew(
+    kind: str, name: str, count: int, facts: _Facts, source: str
+) -> tuple[dict[str, Any], list[str]]:
+    """Return a card of the table with other figures, as a kind of its own."""
+    word = _word(name)
+    word = f"{word}-as-described" if word.lower() == kind.lower() else word
+    given = {
+        "memory": facts.memory,
+        "mem_gbps": facts.mem_gbps,
+        "fp16_tflops": facts.tflops,
+        "fp32_tflops": None if facts.tflops is None else facts.tflops / 2,
+    }
+    change: dict[str, Any] = {key: value for key, value in given.items() if value is not None}
+    if facts.memory is not None:
+        change |= {"memory_source": source, "sold_with": ()}
+    spec = device_specs()[kind].model_copy(update={**change, "aliases": (), "source": source})
+    note = f"{word} is as described, what the text leaves open as the {kind}"
+    return {"kind": word, "count": count, "spec": spec.model_dump(mode="json")}, [note]
 
 
 def _which_version(name: str, kind: str) -> list[str]:
@@ -175,43 +237,70 @@ def _sold_gb(kind: str) -> str:
     return size[1] if size else str(round(device_specs()[kind].memory / 2**30))
 
 
-def _cpu(kind: str, count: int, facts: _Facts) -> tuple[dict[str, Any], list[str]]:
-    """Return stages on the host's cores; what the text does not say is assumed."""
+def _cpu(kind: str, count: int, facts: _Facts) -> dict[str, Any]:
+    """Return stages on the host's cores, with what the text says of them."""
     spec = device_specs()[kind]
-    threads = facts.threads or CPU_THREADS
-    group: dict[str, Any] = {"kind": kind, "count": count, "threads": threads}
-    group["memory"] = spec.memory if facts.memory is None else facts.memory
+    said = {"threads": facts.threads, "memory": facts.memory}
+    group: dict[str, Any] = {"kind": kind, "count": count}
+    group |= {key: value for key, value in said.items() if value is not None}
     if facts.mem_gbps or facts.tflops:
         change: dict[str, Any] = {"mem_gbps": facts.mem_gbps or spec.mem_gbps}
         if facts.tflops:
-            change |= dict.fromkeys(("fp16_tflops", "fp32_tflops"), facts.tflops / threads)
+            rate = facts.tflops / (facts.threads or CPU_THREADS)
+            change |= dict.fromkeys(("fp16_tflops", "fp32_tflops"), rate)
         group["spec"] = spec.model_copy(update=change).model_dump(mode="json")
-    said = {
-        f"{threads} threads": facts.threads,
-        format_size(group["memory"]): facts.memory,
-        f"{spec.mem_gbps:g} GB/s": facts.mem_gbps,
-    }
+    return group
+
+
+def _complete_cpu(group: dict[str, Any], host: Host | None) -> str:
+    """Fill in what a text leaves open of a `cpu`, from this machine's host or by assumption.
+
+    Returns what was filled in, nothing where the text says all.
+    """
+    spec, count = device_specs()[group["kind"]], group["count"]
     each = "cpu" if count == 1 else f"each of {count} cpu devices"
-    open_facts = [text for text, given in said.items() if not given]
     example = "cpu=64GB+60GB/s+16threads"
-    return group, [f"{each} has {', '.join(open_facts)}; or say {example}"] if open_facts else []
+    speed = [] if "spec" in group else [f"{spec.mem_gbps:g} GB/s"]
+    if host is None:
+        taken = {"threads": CPU_THREADS, "memory": spec.memory}
+    else:
+        whole = cpu_group(host)
+        taken = {"threads": max(1, whole["threads"] // count), "memory": whole["memory"] // count}
+        if "memory" not in group:
+            taken["reserve"] = whole["reserve"] // count
+    open_facts = {key: value for key, value in taken.items() if key not in group}
+    group |= open_facts
+    shown = [f"{group['threads']} threads"] if "threads" in open_facts else []
+    if "memory" in open_facts:
+        free = group["memory"] - group.get("reserve", 0)
+        shown.append(f"{format_size(free)} of memory")
+    if not shown and not speed:
+        return ""
+    if host is None:
+        return f"{each} has {', '.join(shown + speed)}; or say {example}"
+    own = f"{each} is this machine's: {', '.join(shown)} free; " if shown else ""
+    return own + (f"it reads {speed[0]} unless measured" if speed else "")
+
+
+def _word(name: str) -> str:
+    """Return a card's name as one word."""
+    return re.sub(r"[^A-Za-z0-9.]+", "-", name).strip("-")[:40] or "mycard"
 
 
 def _own_card(
     name: str, count: int, facts: _Facts, item: str, where: str
 ) -> tuple[dict[str, Any], list[str]]:
     """Return a card that the table does not have, as the text describes it."""
-    word = re.sub(r"[^A-Za-z0-9.]+", "-", name).strip("-")[:40] or "mycard"
+    word = _word(name)
     given = {
-        "memory (24GB)": facts.memory,
-        "bandwidth (936GB/s)": facts.mem_gbps,
-        "16-bit rate (71TFLOPS)": facts.tflops,
+        "memory": facts.memory,
+        "bandwidth": facts.mem_gbps,
+        "16-bit rate": facts.tflops,
     }
     missing = [what for what, value in given.items() if not value]
     if len(missing) == len(given):
         raise ValueError(
-            f"{where} {item}: {unknown_card(name)}; describe a card that is not in the table as "
-            f"{INLINE.format(word.lower())}"
+            f"{where} {item}: {unknown_card(name)}; describe it as {INLINE.format(word.lower())}"
         )
     if missing or not name or facts.threads:
         wrong = f"no {' and no '.join(missing)}" if missing else "a card has a name and no threads"

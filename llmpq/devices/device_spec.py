@@ -17,6 +17,8 @@ from llmpq.shipped_table import shipped_table
 from llmpq.units import Size, format_size
 
 GIB = 2**30
+OLDEST_BFLOAT16 = (8, 0)
+"""Oldest CUDA compute capability with bfloat16."""
 MAX_RATE = 1e6
 """Bandwidths in GB/s and rates in 1e12 per second: beyond it a number is a slip."""
 
@@ -25,7 +27,15 @@ class DeviceSpec(FileForm):
     """Memory and peak rates of one device kind; a rate it has no units for is None."""
 
     memory: Size
-    """Memory the driver reports as total."""
+    """Memory that programs see as the device's total."""
+    memory_source: str = ""
+    """Where `memory` was read."""
+    reserve: Size = 0
+    """Memory left free unless a cluster or `--reserve` says otherwise: of a screen, mostly."""
+    host_share: float | None = Field(default=None, gt=0, le=1)
+    """Share that the GPU may use of memory that is the host's, too; None: it has its own."""
+    sold_with: tuple[str, ...] = ()
+    """Sizes of the memory of machines with this device, where they differ: a plan must say one."""
     mem_gbps: float = Field(ge=1e-3, le=MAX_RATE)
     """Memory bandwidth, 1e9 bytes per second."""
     fp16_tflops: float = Field(ge=1e-6, le=MAX_RATE)
@@ -34,7 +44,7 @@ class DeviceSpec(FileForm):
     int8_tops: float | None = Field(default=None, ge=1e-6, le=MAX_RATE)
     fp8_tflops: float | None = Field(default=None, ge=1e-6, le=MAX_RATE)
     int4_tops: float | None = Field(default=None, ge=1e-6, le=MAX_RATE)
-    capability: str | None = None
+    capability: str | None = Field(default=None, pattern=r"^\d+\.\d+$")
     """CUDA compute capability such as `8.0`; None where it is not an NVIDIA GPU."""
     context: Size = 0
     """Memory the framework takes before the first tensor (CUDA context, libraries)."""
@@ -44,6 +54,11 @@ class DeviceSpec(FileForm):
     """Share of the bandwidth that reading weights reaches; used by the roofline estimate."""
     sms: int | None = Field(default=None, gt=0, le=65536)
     """Streaming multiprocessors (compute units on AMD); an emulated share is scaled by it."""
+    maker: str = "NVIDIA"
+    """Of a GPU: NVIDIA, AMD, Intel or Apple."""
+    export_only: str | None = None
+    """The engine that runs a plan on the device (`llmpq-algo export --to`) where llmpq-dist does
+    not; None: llmpq-dist runs it."""
     aliases: tuple[str, ...] = ()
     """Other names of the same card, as drivers, clouds and papers spell it."""
     source: str = ""
@@ -54,9 +69,24 @@ class DeviceSpec(FileForm):
         return self.capability is None and "cpu" in self.aliases
 
     @property
+    def has_bfloat16(self) -> bool:
+        """Whether the device computes in bfloat16: of NVIDIA's GPUs, those from Ampere on."""
+        return self.capability is None or _version(self.capability) >= OLDEST_BFLOAT16
+
+    def default_reserve(self, memory_bytes: int) -> int:
+        """Return the bytes of its memory that a plan leaves free where nobody says how many."""
+        shared = 0 if self.host_share is None else round(memory_bytes * (1 - self.host_share))
+        return min(self.reserve + shared, memory_bytes // 2)
+
+    @property
     def unpacks_weights(self) -> bool:
         """Whether long prompts meet a packed weight as one dense matrix (not on Hopper)."""
         return self.capability != "9.0"
+
+
+def _version(capability: str) -> tuple[int, int]:
+    major, minor = capability.split(".")
+    return int(major), int(minor)
 
 
 @lru_cache(maxsize=1)
@@ -75,7 +105,7 @@ def canonical_kind(name: str, memory_bytes: int | None = None) -> str:
     if kind is None:
         raise ValueError(
             f"{unknown_card(name)}; describe a card that is not in the table by 'spec' in a "
-            "cluster YAML: spec: {memory: 24 GiB, mem_gbps: 936, fp16_tflops: 71}"
+            "cluster YAML: spec: {memory: ... GiB, mem_gbps: ..., fp16_tflops: ...}"
         )
     return kind
 
@@ -101,6 +131,12 @@ def siblings(kind: str) -> tuple[str, ...]:
     )
 
 
+def which_memory(kind: str) -> str:
+    """Return that a machine with this device is sold with several sizes of memory."""
+    *sizes, last = (size.removesuffix(" GB") for size in device_specs()[kind].sold_with)
+    return f"a machine with {kind} has {', '.join(sizes)} or {last} GB of memory: say which"
+
+
 def unknown_card(name: str) -> str:
     """Return what is wrong with a name that the table does not have, and the nearest names."""
     stated, shown = card_name(name).memory_gb, shortened(name)
@@ -108,7 +144,8 @@ def unknown_card(name: str) -> str:
     if bare is not None:
         sizes = [format_size(device_specs()[k].memory) for k in (bare, *siblings(bare))]
         return f"unknown device '{shown}': the {bare} of the table has {' or '.join(sizes)}"
-    near = nearest_kinds(name, _spellings())
+    makers = {kind: spec.maker for kind, spec in device_specs().items()}
+    near = nearest_kinds(name, _spellings(), makers)
     hint = f"nearest: {', '.join(near)}" if near else "no name of the table is like it"
     return f"unknown device '{shown}': {hint} (all: llmpq-algo devices --known)"
 

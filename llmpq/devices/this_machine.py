@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +19,7 @@ from llmpq.devices.device_spec import device_specs, known_kind
 
 MIB, GIB = 2**20, 2**30
 NAME, NODE = "this-machine", "here"
+"""The names of this machine's cluster and of its one node: no other machine's node is so called."""
 QUERY = ("index", "uuid", "name", "memory.total", "memory.free", "driver_version", "compute_cap")
 """What nvidia-smi is asked, in the order of `Gpu`'s fields."""
 SMI_S = 20.0
@@ -55,16 +57,42 @@ class Host:
     """The cores and memory that this process may use."""
 
     reported: str
+    cores: int
+    """Cores that this process may use."""
     threads: int
     """Cores that are not busy now, one at least: more threads than that wait for each other."""
     total_bytes: int
     free_bytes: int
 
 
+@dataclass(frozen=True, kw_only=True)
+class Machine:
+    """What this machine has."""
+
+    gpus: tuple[Gpu, ...]
+    host: Host
+
+    def has(self, kinds: Sequence[str]) -> bool:
+        """Whether it has these GPUs, named as in the table, one for each name."""
+        own = Counter(gpu.kind for gpu in self.gpus)
+        return all(own[kind] >= count for kind, count in Counter(kinds).items())
+
+
+def read_machine() -> Machine:
+    """Return this machine's visible GPUs and its host."""
+    return Machine(gpus=tuple(visible(read_gpus())), host=read_host())
+
+
+def is_this_machine(cluster: Cluster) -> bool:
+    """Whether a cluster's devices are this machine's."""
+    return cluster.name == NAME or all(node.name == NODE for node in cluster.nodes)
+
+
 def this_machine() -> Cluster:
     """Return this machine's GPUs, or its CPU when it has none, as a cluster."""
-    host = read_host()
-    groups = [_gpu_group(gpu, host) for gpu in visible(read_gpus())] or [_cpu_group(host)]
+    machine = read_machine()
+    host = machine.host
+    groups = [_gpu_group(gpu, host) for gpu in machine.gpus] or [cpu_group(host)]
     node = {"name": NODE, "devices": groups}
     return Cluster.parse_data({"schema": 1, "name": NAME, "nodes": [node]}, where="this machine")
 
@@ -135,9 +163,11 @@ def read_host() -> Host:
     limit, used = _group_memory()
     if limit is not None and limit < total:
         total, free = limit, min(free, max(0, limit - used))
+    cores = usable_cores()
     return Host(
         reported=processor_name(),
-        threads=free_cores(usable_cores(), os.getloadavg()[0]),
+        cores=cores,
+        threads=free_cores(cores, os.getloadavg()[0]),
         total_bytes=total,
         free_bytes=free,
     )
@@ -209,7 +239,8 @@ def _gpu_group(gpu: Gpu, host: Host) -> dict[str, Any]:
     return group
 
 
-def _cpu_group(host: Host) -> dict[str, Any]:
+def cpu_group(host: Host) -> dict[str, Any]:
+    """Return the host's free cores and memory as a device group of a cluster."""
     total = host.total_bytes
     reserve = _in_use(total, host.free_bytes)
     return {"kind": "CPU", "threads": host.threads, "memory": total, "reserve": reserve}

@@ -146,7 +146,7 @@ def _how_to_choose(section: Section) -> None:
 
 
 def _limits(section: Section) -> None:
-    reserve = "memory to leave free on every device, such as 1GiB"
+    reserve = "left free on each device, such as 1GiB (0.5GiB of cards that may drive a screen)"
     section.flag("--reserve", metavar="SIZE", help=reserve)
     section.flag(
         "--pin", action="append", default=[], metavar="LAYERS=DEVICE", help="0-3=T4-0 (may repeat)"

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from itertools import groupby
 from typing import TYPE_CHECKING
 
+from llmpq.devices.device_list import ELSEWHERE
 from llmpq.plan import Plan, StagePlan
 from llmpq.units import format_size
 
@@ -61,7 +62,7 @@ def stage_table(plan: Plan) -> Table:
         memory = stage.memory
         table.add_row(
             str(index),
-            f"{stage.device} ({stage.node})",
+            stage.device if stage.node == ELSEWHERE else f"{stage.device} ({stage.node})",
             f"{stage.layers[0]}-{stage.layers[1] - 1}",
             bits_text(stage) + rounding_text(plan, stage) + head_text(plan, stage),
             f"{format_size(memory.total_bytes)} / {format_size(memory.limit_bytes)}"

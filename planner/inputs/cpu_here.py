@@ -11,7 +11,7 @@ from collections.abc import Collection
 
 from llmpq.cluster import Cluster
 from llmpq.devices.cpu_rates import CpuRates, kept_rates, outdated, probe
-from llmpq.devices.this_machine import NAME
+from llmpq.devices.this_machine import is_this_machine
 from llmpq.workload import Dtype
 
 
@@ -31,7 +31,7 @@ def rates_for(
         return [probe(number, dtype) for number in threads]
     if cluster.planning.probe_cpu:
         return [kept_rates(number, dtype) or probe(number, dtype) for number in threads]
-    if cluster.name != NAME:
+    if not is_this_machine(cluster):
         return []
     kept = [kept_rates(number, dtype) for number in threads]
     return [rates for rates in kept if rates is not None]
@@ -45,7 +45,7 @@ def outdated_rates(
     taken: Collection[CpuRates] = (),
 ) -> list[str]:
     """Return a note for each kept rate of this machine that `rates_for` has not `taken`."""
-    if cluster.name != NAME:
+    if not is_this_machine(cluster):
         return []
     known = {rates.threads for rates in taken}
     open_ones = [number for number in _threads(cluster, profiled) if number not in known]

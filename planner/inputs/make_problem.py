@@ -16,7 +16,7 @@ from llmpq.cluster import Cluster
 from llmpq.cost_model import CostModel
 from llmpq.costs_cache import cache_folder, cached_costs
 from llmpq.default_dtype import default_dtype
-from llmpq.devices.this_machine import NAME, assumed
+from llmpq.devices.this_machine import assumed, is_this_machine
 from llmpq.memory import Quantization
 from llmpq.model_spec import ModelSpec
 from llmpq.planner import limits
@@ -26,7 +26,7 @@ from llmpq.planner.formulation.problem import Problem
 from llmpq.planner.inputs.cpu_here import outdated_rates, rates_for
 from llmpq.planner.inputs.kept_codes import kept_codes
 from llmpq.planner.inputs.kept_grid import kept_grid, require_counted
-from llmpq.planner.inputs.named_inputs import assumed_of_devices, read_cluster, read_model
+from llmpq.planner.inputs.named_inputs import read_devices_of, read_model
 from llmpq.planner.inputs.requests import PlanRequest
 from llmpq.planner.inputs.stored_precisions import (
     fp8_note,
@@ -48,7 +48,8 @@ GENERIC_NOTE = (
 def make_problem(request: PlanRequest) -> tuple[Problem, str | None, list[str]]:
     """Return the problem, the model's directory, and notes for the user."""
     spec, path = read_model(request)
-    cluster = read_cluster(request)
+    named = read_devices_of(request)
+    cluster = named.cluster
     limits.check_job(request.global_bz, request.s, request.n)
     workload = _workload(request, cluster, spec)
     profile, remarks = _measured(request, cluster, spec)
@@ -99,7 +100,12 @@ def make_problem(request: PlanRequest) -> tuple[Problem, str | None, list[str]]:
         offered=layers,
     )
     _require_groups_agree(problem)
-    notes = remarks + assumed_of_devices(request) + ([too_long] if too_long else []) + rounded
+    notes = (
+        remarks
+        + [f"assumed: {line}" for line in named.assumptions]
+        + ([too_long] if too_long else [])
+        + rounded
+    )
     notes += _not_run(spec, cluster, workload)
     notes += [*([] if listed else [GENERIC_NOTE]), *(found.text() for found in rates)]
     notes += outdated_rates(cluster, workload.dtype, profiled=known, taken=rates)
@@ -110,6 +116,11 @@ def make_problem(request: PlanRequest) -> tuple[Problem, str | None, list[str]]:
 def _not_run(spec: ModelSpec, cluster: Cluster, workload: Workload) -> list[str]:
     """Return what of the model is left out, and what this version's runtime does not run yet."""
     notes = [f"left out: {part}" for part in spec.left_out]
+    notes += [
+        f"llmpq-dist does not run on {kind}: export the plan (llmpq-algo export --to {engine})"
+        for kind, engine in dict.fromkeys((d.kind, d.spec.export_only) for d in cluster.devices)
+        if engine is not None
+    ]
     ways = ways_of(
         gpu=any(not d.spec.is_cpu for d in cluster.devices), kv=workload.kv, drafts=False
     )
@@ -138,7 +149,7 @@ def _measured(
     if request.costs is not None:
         profile = read_costs(request.costs, spec)
         return profile, _timed_exactly(request, cluster, profile)
-    if cluster.name != NAME:
+    if not is_this_machine(cluster):
         return None, []
     kept, notes = cached_costs(spec.fingerprint(), {d.profile_kind for d in cluster.devices})
     notes += assumed(cluster)

@@ -5,16 +5,19 @@ Knows nothing of jobs and solvers. Every error names the flag and what to do.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from llmpq.checkpoints.gguf_file import is_model
-from llmpq.cluster import Cluster
-from llmpq.devices.device_list import read_devices
-from llmpq.devices.this_machine import this_machine
+from llmpq.cluster import Cluster, Device, DeviceGroup
+from llmpq.devices.device_list import DeviceList, read_devices
+from llmpq.devices.device_spec import canonical_kind
+from llmpq.devices.this_machine import read_machine, this_machine
 from llmpq.errors import nearest, shortened
 from llmpq.model_spec import ModelSpec, builtin_configs, builtin_name
 from llmpq.plan import Plan
 from llmpq.planner import limits
 from llmpq.planner.inputs.requests import DevicesRequest, ModelRequest
-from llmpq.units import parse_size
+from llmpq.units import format_size, parse_size
 
 
 def read_model(request: ModelRequest) -> tuple[ModelSpec, str | None]:
@@ -67,6 +70,19 @@ def names_devices(request: DevicesRequest) -> bool:
 
 def read_cluster(request: DevicesRequest) -> Cluster:
     """Return the cluster, with `--reserve` taken off every device."""
+    return read_devices_of(request).cluster
+
+
+def read_devices_of(request: DevicesRequest) -> DeviceList:
+    """Return the cluster, and what is assumed of its devices."""
+    found = _named_devices(request)
+    reserve = getattr(request, "reserve", None)
+    if reserve is not None:
+        return replace(found, cluster=with_reserve(found.cluster, _reserve_bytes(reserve)))
+    return replace(found, assumptions=(*found.assumptions, *_left_free(found.cluster)))
+
+
+def _named_devices(request: DevicesRequest) -> DeviceList:
     if request.device_numbers and not request.device_names:
         raise ValueError(
             "--device-numbers does nothing without --device-names; add it or leave "
@@ -78,12 +94,12 @@ def read_cluster(request: DevicesRequest) -> Cluster:
             "give the devices in one way: --devices 4090,3090:2,cpu, --cluster FILE, "
             "--device-names with --device-numbers, or --from-ray"
         )
+    if request.devices is not None:
+        return read_devices(request.devices, machine=read_machine())
     if request.from_ray:
         from llmpq.planner.inputs.discovery import cluster_from_ray
 
         cluster = cluster_from_ray(request.from_ray)
-    elif request.devices is not None:
-        cluster = read_devices(request.devices).cluster
     elif request.device_names:
         numbers = request.device_numbers or ()
         for name, number in zip(request.device_names, numbers, strict=False):
@@ -91,15 +107,33 @@ def read_cluster(request: DevicesRequest) -> Cluster:
         cluster = Cluster.from_counts(request.device_names, numbers)
     else:
         cluster = this_machine() if request.cluster is None else Cluster.load(request.cluster)
-    reserve = getattr(request, "reserve", None)
-    return cluster if reserve is None else with_reserve(cluster, _reserve_bytes(reserve))
+    return DeviceList(cluster, ())
 
 
-def assumed_of_devices(request: DevicesRequest) -> list[str]:
-    """Return what `--devices` leaves open and the plan assumes."""
-    if request.devices is None:
-        return []
-    return [f"assumed: {line}" for line in read_devices(request.devices).assumptions]
+def _left_free(cluster: Cluster) -> list[str]:
+    """Say which devices' memory is left free by default, and whose."""
+    screens: dict[str, int] = {}
+    lines = []
+    groups = [group for node in cluster.nodes for group in node.groups() if group.reserve is None]
+    for device in cluster.devices:
+        if not device.reserve_bytes or not any(_is_of(device, group) for group in groups):
+            continue
+        size = format_size(device.reserve_bytes)
+        if device.spec.host_share is not None:
+            whole = format_size(device.memory_bytes)
+            lines.append(f"{size} of the {whole} that {device.kind} shares with the host stay free")
+        else:
+            screens[device.kind] = device.reserve_bytes
+    if screens:
+        size = format_size(max(screens.values()))
+        lines.append(f"{size} of {', '.join(screens)} stay free for a screen (--reserve 0: none)")
+    return list(dict.fromkeys(lines))
+
+
+def _is_of(device: Device, group: DeviceGroup) -> bool:
+    """Whether a device may be of a group."""
+    kind = group.kind if group.spec is not None else canonical_kind(group.kind)
+    return device.kind == kind
 
 
 def _reserve_bytes(text: str) -> int:
@@ -110,11 +144,14 @@ def _reserve_bytes(text: str) -> int:
 
 
 def with_reserve(cluster: Cluster, extra_bytes: int) -> Cluster:
-    """Return the cluster with this much memory kept free on every device."""
+    """Return the cluster with this much memory left free on every device.
+
+    What a cluster states to be in use comes on top; what the table would leave free does not.
+    """
     nodes = []
     for node in cluster.nodes:
         groups = tuple(
-            group.model_copy(update={"reserve": group.reserve + extra_bytes})
+            group.model_copy(update={"reserve": (group.reserve or 0) + extra_bytes})
             for group in node.groups()
         )
         nodes.append(node.model_copy(update={"devices": groups, "accelerators": None}))

@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from llmpq.devices.device_list import CPU_THREADS, read_devices
-from llmpq.devices.device_spec import canonical_kind, device_specs, known_kind, siblings
+from llmpq.devices.device_spec import (
+    canonical_kind,
+    device_specs,
+    known_kind,
+    siblings,
+    unknown_card,
+)
+from llmpq.devices.this_machine import Host, Machine, parse_gpus
 
 pytestmark = pytest.mark.pure
 
@@ -21,6 +30,15 @@ SPELLINGS = {
     "RTX-4060-Ti-16GB": "4060 Ti 16GB;RTX 4060 Ti (16 GB);4060ti-16gb",
     "RTX-3080-12GB": "3080 12GB;3080-12g",
     "RTX-3080-10GB": "3080;RTX 3080 10GB",
+    "RTX-4090-Laptop": "RTX 4090 Laptop GPU;4090 laptop;NVIDIA GeForce RTX 4090 Laptop GPU",
+    "RTX-3080-Laptop-16GB": "RTX 3080 Laptop 16GB",
+    "RTX-5070-Ti-Laptop": "NVIDIA GeForce RTX 5070 Ti Laptop GPU;rtx-5070-ti-laptop",
+    "GB10": "gb10;DGX Spark;dgx-spark;NVIDIA GB10",
+    "Strix-Halo": "strix-halo;Strix Halo;Radeon 8060S Graphics;Ryzen AI Max+ 395",
+    "Arc-B580": "Arc B580;b580;Intel(R) Arc(TM) B580 Graphics",
+    "Arc-Pro-B60": "Arc B60;Intel(R) Arc(TM) Pro B60 Graphics",
+    "M3-Ultra": "m3-ultra;M3 Ultra;Apple M3 Ultra",
+    "M1": "m1;Apple M1",
     "RX-7900-XTX": "7900 XTX;RX 7900 XTX;AMD Radeon RX 7900 XTX;7900xtx",
     "RTX-A6000": "A6000;RTX A6000;NVIDIA RTX A6000 48GB",
     "RTX-6000-Ada": "RTX 6000 Ada;NVIDIA RTX 6000 Ada Generation;6000 ada",
@@ -41,7 +59,17 @@ def test_cards_are_known_by_the_names_people_give_them(kind: str) -> None:
 
 @pytest.mark.parametrize(
     "spelling",
-    ["RTX 4090 Laptop GPU", "4090D", "RTX 4090 48GB", "RTX 6000", "3060 8GB", "4095", "", "RTX"],
+    [
+        "RTX 5095 Laptop GPU",
+        "4090D",
+        "M3 Ultra Laptop",
+        "RTX 4090 48GB",
+        "RTX 6000",
+        "3060 8GB",
+        "4095",
+        "",
+        "RTX",
+    ],
 )
 def test_another_card_is_not_taken_for_a_known_one(spelling: str) -> None:
     assert known_kind(spelling) is None
@@ -95,16 +123,26 @@ def test_memory_tells_cards_of_one_name_apart() -> None:
 def test_a_line_is_read_as_devices_of_one_machine(text: str, names: str) -> None:
     cluster = read_devices(text).cluster
     assert [device.name for device in cluster.devices] == names.split()
-    assert {device.node for device in cluster.devices} == {"here"}
+    assert {device.node for device in cluster.devices} == {"machine"}, "no other is here"
 
 
 def test_a_card_is_described_inline() -> None:
-    devices = read_devices("arc b580=456GB/s+12GB+98 TFLOPS:2,4090=48GB").cluster.devices
-    assert [d.name for d in devices] == ["arc-b580-0", "arc-b580-1", "RTX-4090-0"]
+    devices = read_devices("arc b770=456GB/s+12GB+98 TFLOPS:2,4090=48GB").cluster.devices
+    assert [d.name for d in devices] == ["arc-b770-0", "arc-b770-1", "RTX-4090-0"]
     spec = devices[0].spec
     assert (spec.memory, spec.mem_gbps, spec.fp16_tflops) == (12 * 10**9, 456, 98)
     assert spec.context == 2**29 and not spec.is_cpu
     assert devices[2].memory_bytes == 48 * 10**9
+
+
+def test_a_card_of_the_table_is_described_anew() -> None:
+    found = read_devices("gb10=119GB+273GB/s+100TFLOPS,GB10,4090=900GB/s")
+    mine, known, slower = found.cluster.devices
+    assert (mine.kind, known.kind, slower.kind) == ("gb10-as-described", "GB10", "4090")
+    assert (mine.memory_bytes, mine.spec.fp16_tflops) == (119 * 10**9, 100)
+    assert (slower.spec.mem_gbps, slower.spec.fp16_tflops) == (900, 165.2), "the rest as the table"
+    assert mine.spec.capability == known.spec.capability
+    assert any("gb10-as-described is as described" in line for line in found.assumptions)
 
 
 def test_the_hosts_cores_have_threads_and_memory() -> None:
@@ -130,6 +168,92 @@ def test_what_is_assumed_is_said() -> None:
 
 
 @pytest.mark.parametrize(
+    ("spelling", "maker", "first"),
+    [
+        ("rtx-6090", "NVIDIA", None),
+        ("rx 6800 xt", "AMD", "RX-7800-XT"),
+        ("arc b770", "Intel", "Arc-B570"),
+        ("m5-max", "Apple", None),
+        ("rtx 5070 super", "NVIDIA", "RTX-5070"),
+        ("b300", None, "B200"),
+    ],
+)
+def test_near_names_are_of_the_same_sort(spelling: str, maker: str, first: str | None) -> None:
+    message = unknown_card(spelling)
+    near = re.search(r"nearest: (.*) \(all", message)
+    assert near is not None, message
+    kinds = near[1].split(", ")
+    assert first in (None, kinds[0])
+    assert maker is None or {device_specs()[kind].maker for kind in kinds} == {maker}
+
+
+SOLD = re.compile(r"rule, (\d+) GiB( with ECC)?")
+
+
+def test_cards_without_a_source_have_the_memory_of_the_stated_rule() -> None:
+    ruled = 0
+    for kind, spec in device_specs().items():
+        if spec.is_cpu:
+            continue
+        assert spec.memory_source, kind
+        sold = SOLD.fullmatch(spec.memory_source)
+        if sold is not None:
+            ruled += 1
+            left = float(sold[1]) * (15 / 16 if sold[2] else 1)
+            assert spec.memory / 2**30 == pytest.approx(0.988 * left - 0.25, abs=0.006), kind
+    assert ruled >= 20
+
+
+def test_memory_is_what_programs_see_on_linux() -> None:
+    seen = {"3090": 23.68, "4090": 23.64, "3080": 9.78, "4060": 7.75, "5090": 31.37, "T4": 14.56}
+    seen |= {"V100 16GB": 15.77, "A100": 79.25, "A6000": 47.53, "L4": 22.03, "GB10": 119.63}
+    for name, gib in seen.items():
+        spec = device_specs()[canonical_kind(name)]
+        assert spec.memory / 2**30 == pytest.approx(gib, abs=0.005), name
+    for kind, spec in device_specs().items():
+        sold = re.search(r"-(\d+)GB", kind)
+        assert sold is None or spec.memory < int(sold[1]) * 2**30, kind
+
+
+def test_a_card_that_may_drive_a_screen_leaves_it_half_a_gib() -> None:
+    mine, server = read_devices("4090,a6000").cluster.devices
+    assert (mine.reserve_bytes, server.reserve_bytes) == (2**29, 0)
+    (mac,) = read_devices("m4-max=128GB").cluster.devices
+    assert mac.limit_bytes == pytest.approx(96e9), "what macOS gives a GPU"
+
+
+MACHINE = Machine(
+    gpus=tuple(parse_gpus("0, GPU-a, NVIDIA GeForce RTX 4090, 24564, 24000, 570.1, 8.9")),
+    host=Host(reported="a CPU", cores=8, threads=6, total_bytes=2**36, free_bytes=2**35),
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "node", "cpus"),
+    [
+        ("cpu", "here", [(6, 2**36, 2**35)]),
+        ("4090,cpu", "here", [(6, 2**36, 2**35)]),
+        ("cpu:2", "here", [(3, 2**35, 2**34)] * 2),
+        ("4090,cpu=16GiB", "here", [(6, 2**34, 2**34)]),
+        ("cpu=4threads", "here", [(4, 2**36, 2**35)]),
+        ("4090", "here", []),
+        ("4090:2,cpu", "machine", [(CPU_THREADS, 2**34, 2**34)]),
+        ("3090,cpu", "machine", [(CPU_THREADS, 2**34, 2**34)]),
+        ("cpu=128GiB", "machine", [(CPU_THREADS, 2**37, 2**37)]),
+        ("cpu=64threads", "machine", [(64, 2**34, 2**34)]),
+    ],
+)
+def test_devices_that_this_machine_has_are_its_own(text, node, cpus) -> None:
+    found = read_devices(text, machine=MACHINE)
+    assert {device.node for device in found.cluster.devices} == {node}
+    own = [d for d in found.cluster.devices if d.spec.is_cpu]
+    assert [(d.threads, d.memory_bytes, d.limit_bytes) for d in own] == cpus
+    said = [line for line in found.assumptions if line.startswith(("cpu", "each"))]
+    assert bool(said) == bool(cpus)
+    assert all(("this machine" in line) == (node == "here") for line in said)
+
+
+@pytest.mark.parametrize(
     ("text", "message"),
     [
         ("", "--devices is empty, expected devices such as 4090,3090:2,cpu"),
@@ -139,13 +263,23 @@ def test_what_is_assumed_is_said() -> None:
         ("1000x4090,4090", "--devices: got 1,001 devices, expected at most 1,000"),
         (
             "foo=24GB",
-            "--devices foo=24GB: no bandwidth (936GB/s) and no 16-bit rate (71TFLOPS); expected "
-            "NAME=MEMORY+BANDWIDTH+RATE, such as foo=24GB+936GB/s+71TFLOPS",
+            "--devices foo=24GB: no bandwidth and no 16-bit rate; expected foo=...GB+...GB/s+..."
+            "TFLOPS, its memory, bandwidth and dense 16-bit rate",
         ),
         (
-            "4090=900GB/s",
-            "--devices 4090=900GB/s: '4090' is the RTX-4090 of the table, of which only the memory "
-            "can be changed, such as 4090=48GB; give a card of your own another name",
+            "4090=8threads",
+            "--devices 4090=8threads: '4090' is the RTX-4090, a card, which has no threads",
+        ),
+        (
+            "m3 ultra",
+            "--devices m3 ultra: a machine with M3-Ultra has 96, 256 or 512 GB of memory: say "
+            "which, such as m3 ultra=512GB",
+        ),
+        (
+            "gb300",
+            "--devices gb300: unknown device 'gb300': nearest: GB10 (all: llmpq-algo devices "
+            "--known); describe it as gb300=...GB+...GB/s+...TFLOPS, its memory, bandwidth and "
+            "dense 16-bit rate",
         ),
         (
             "4090=24",
@@ -155,8 +289,8 @@ def test_what_is_assumed_is_said() -> None:
         (
             "RTX 3060 8GB",
             "--devices RTX 3060 8GB: unknown device 'RTX 3060 8GB': the RTX-3060 of the table has "
-            "12.0 GiB; describe a card that is not in the table as NAME=MEMORY+BANDWIDTH+RATE, "
-            "such as rtx-3060-8gb=24GB+936GB/s+71TFLOPS",
+            "11.6 GiB; describe it as rtx-3060-8gb=...GB+...GB/s+...TFLOPS, its memory, bandwidth "
+            "and dense 16-bit rate",
         ),
     ],
 )

@@ -24,9 +24,9 @@ pytestmark = pytest.mark.pure
 SMI = """\
 0, GPU-aa11, NVIDIA H200, 143771, 143000, 570.1, 9.0
 1, GPU-aa22, Tesla T4, 15360, 9000, 570.1, 7.5
-2, GPU-bb33, NVIDIA GB10, [N/A], [N/A], 580.2, 12.1
+2, GPU-bb33, NVIDIA GB99, [N/A], [N/A], 580.2, 12.1
 """
-HOST = Host(reported="a CPU", threads=6, total_bytes=64 * GIB, free_bytes=40 * GIB)
+HOST = Host(reported="a CPU", cores=8, threads=6, total_bytes=64 * GIB, free_bytes=40 * GIB)
 
 
 def machine(monkeypatch: pytest.MonkeyPatch, smi: str = "", wanted: str | None = None):
@@ -42,7 +42,7 @@ def machine(monkeypatch: pytest.MonkeyPatch, smi: str = "", wanted: str | None =
 
 def test_gpus_are_taken_with_the_memory_that_nobody_uses(monkeypatch):
     h200, t4, gb10 = machine(monkeypatch, SMI).devices
-    assert (h200.kind, t4.kind, gb10.kind) == ("H200", "T4", "NVIDIA GB10")
+    assert (h200.kind, t4.kind, gb10.kind) == ("H200", "T4", "NVIDIA GB99")
     assert t4.memory_bytes == 15360 * 2**20
     assert t4.reserve_bytes == 6400 * 2**20, "6360 MiB in use, in steps of 256"
     assert gb10.memory_bytes == HOST.total_bytes, "it shares the host's"
@@ -52,7 +52,7 @@ def test_gpus_are_taken_with_the_memory_that_nobody_uses(monkeypatch):
 
 def test_what_is_guessed_is_said(monkeypatch):
     (said,) = assumed(machine(monkeypatch, SMI))
-    assert "NVIDIA GB10" in said and "assumed" in said
+    assert "NVIDIA GB99" in said and "assumed" in said
     assert assumed(machine(monkeypatch, SMI, "0,1")) == []
 
 

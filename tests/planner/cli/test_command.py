@@ -118,8 +118,7 @@ def test_reserve_leaves_memory_free(capsys: pytest.CaptureFixture[str], tmp_path
     assert _run(capsys, *SMALL, "--reserve", "8GiB", "-o", str(out))[0] == 0
     for stage in Plan.load(out).stages:
         assert stage.memory is not None and stage.kind in ("T4", "V100-32GB")
-        table = {"T4": 14.76, "V100-32GB": 31.74}
-        assert stage.memory.limit_bytes == int(table[stage.kind] * 2**30) - 8 * 2**30
+        assert stage.memory.limit_bytes == device_specs()[stage.kind].memory - 8 * 2**30
         assert stage.memory.total_bytes <= stage.memory.limit_bytes
 
 

@@ -35,15 +35,15 @@ ERRORS = {
         ["--device-names", "V10", "--device-numbers", "1", "--model", "opt-13b"],
         2,
         "llmpq-algo: unknown device 'V10': nearest: V100-32GB (all: llmpq-algo devices --known); "
-        "describe a card that is not in the table by 'spec' in a cluster YAML: spec: {memory: 24 "
-        "GiB, mem_gbps: 936, fp16_tflops: 71}\n",
+        "describe a card that is not in the table by 'spec' in a cluster YAML: spec: {memory: ... "
+        "GiB, mem_gbps: ..., fp16_tflops: ...}\n",
     ),
     "unknown card": (
         ["--devices", "V100,T5:2", "--model", "opt-13b"],
         2,
         "llmpq-algo: --devices T5:2: unknown device 'T5': nearest: T4 (all: llmpq-algo devices "
-        "--known); describe a card that is not in the table as NAME=MEMORY+BANDWIDTH+RATE, such as "
-        "t5=24GB+936GB/s+71TFLOPS\n",
+        "--known); describe it as t5=...GB+...GB/s+...TFLOPS, its memory, bandwidth and dense "
+        "16-bit rate\n",
     ),
     "unknown model": (
         ["--device-names", "T4", "--device-numbers", "1", "--model", "opt-31b"],
@@ -71,7 +71,7 @@ ERRORS = {
     "does not fit": (
         ["--device-names", "T4", "--device-numbers", "1", "--model", "opt-30b"],
         5,
-        "llmpq-algo: opt-30b does not fit T4x1: T4-0 is short by 13.7 GiB: add a device or take a "
+        "llmpq-algo: opt-30b does not fit T4x1: T4-0 is short by 13.9 GiB: add a device or take a "
         "smaller model\n",
     ),
     "bad pin": (
@@ -144,8 +144,8 @@ ERRORS = {
         [*SMALL, "--what-if", "+V10"],
         2,
         "llmpq-algo: unknown device 'V10': nearest: V100-32GB (all: llmpq-algo devices --known); "
-        "describe a card that is not in the table by 'spec' in a cluster YAML: spec: {memory: 24 "
-        "GiB, mem_gbps: 936, fp16_tflops: 71}\n",
+        "describe a card that is not in the table by 'spec' in a cluster YAML: spec: {memory: ... "
+        "GiB, mem_gbps: ..., fp16_tflops: ...}\n",
     ),
     "what-if without any device": (
         ["--device-names", "V100", "--device-numbers", "1", "--model", "opt-13b", *JOB]

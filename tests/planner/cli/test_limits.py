@@ -217,7 +217,7 @@ def test_too_big_is_never_said_of_what_fits() -> None:
 def test_a_device_that_holds_the_model_alone_is_enough(capsys: pytest.CaptureFixture[str]) -> None:
     """A first stage that is also the last keeps no outputs on their way to another."""
     words = ["--device-names", "T4", "--device-numbers", "2", "--model", "opt-1.3b", "--bits", "16"]
-    job = ["--global_bz", "4", "--s", "1900", "--n", "100", "--reserve", "10972000000"]
+    job = ["--global_bz", "4", "--s", "1900", "--n", "100", "--reserve", "10757000000"]
     sizes = ["--max-devices", "1", "--prefill-microbatch", "1", "--decode-microbatch", "1"]
     code, text, err = _run(capsys, *words, *job, *sizes)
     assert (code, err) == (0, "") and "0-23" in text

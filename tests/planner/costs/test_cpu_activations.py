@@ -20,7 +20,10 @@ pytestmark = pytest.mark.pure
 def planned(folder: Path, *how: str) -> Plan:
     path = folder / f"{len(how)}.json"
     job = ["--global-bz", "4", "--s", "128", "--n", "64", "--bits", "4", *how]
-    assert main(["--model", "llama-3.2-1b", "--devices", "cpu", *job, "-o", str(path)]) == 0
+    assert (
+        main(["--model", "llama-3.2-1b", "--devices", "cpu=16GB+8threads", *job, "-o", str(path)])
+        == 0
+    )
     return Plan.load(path)
 
 
@@ -42,7 +45,7 @@ def test_the_table_names_it_where_weights_have_few_bits(tmp_path, capsys):
 
 
 def test_measured_costs_say_that_they_are_of_exact_activations(tmp_path, capsys):
-    spec, cluster = ModelSpec.by_name("llama-3.2-1b"), read_devices("cpu").cluster
+    spec, cluster = ModelSpec.by_name("llama-3.2-1b"), read_devices("cpu=16GB+8threads").cluster
     costs = estimate_costs(
         spec, cluster.devices, dtype="float32", precisions=[Precision.W4A16],
         quantization=Quantization(),

@@ -56,14 +56,14 @@ def test_smi_lines_become_groups_and_a_cluster() -> None:
 def test_a_gpu_that_shares_the_hosts_memory_is_listed(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found = gpus(("NVIDIA GB10", "[N/A]"), ("NVIDIA T4", "[N/A]"))
+    found = gpus(("NVIDIA GB99", "[N/A]"), ("NVIDIA T4", "[N/A]"))
     assert [(f.kind, f.memory_bytes) for f in found] == [(None, None), ("T4", None)]
     cluster = Cluster.parse_data(yaml.safe_load(cluster_yaml(found)), where="test")
     assert [d.name for d in cluster.devices] == ["T4-0"], "its memory is the table's"
     monkeypatch.setattr(discovery, "local_devices", lambda: found)
     assert main(["devices"]) == 0
     assert capsys.readouterr().out == (
-        "1 x NVIDIA GB10, memory not reported: not in the table: describe it with 'spec' in a "
+        "1 x NVIDIA GB99, memory not reported: not in the table: describe it with 'spec' in a "
         "cluster YAML\n"
         "1 x NVIDIA T4, memory not reported: T4\n"
     )
