@@ -25,7 +25,7 @@ from llmpq.devices.device_spec import (
     unknown_card,
     which_memory,
 )
-from llmpq.devices.this_machine import NODE, Host, Machine, cpu_group
+from llmpq.devices.this_machine import NODE, Host, MachineDevices, cpu_group
 from llmpq.errors import shortened
 from llmpq.units import MAX_SIZE, format_size, parse_size
 
@@ -71,7 +71,7 @@ class _Facts:
 
 
 def read_devices(
-    text: str, *, machine: Machine | None = None, where: str = "--devices"
+    text: str, *, machine: MachineDevices | None = None, where: str = "--devices"
 ) -> DeviceList:
     """Read `4090,3090:2,cpu`: devices of one machine; `ValueError` offers the nearest names.
 
@@ -99,7 +99,7 @@ def read_devices(
     return DeviceList(cluster, (*_machine(cluster), *filter(None, dict.fromkeys(assumed))))
 
 
-def _has(machine: Machine, groups: list[dict[str, Any]]) -> bool:
+def _has(machine: MachineDevices, groups: list[dict[str, Any]]) -> bool:
     """Whether the groups are a machine's devices: its GPUs, and no more cores than it has."""
     cpus = [group for group in groups if _is_cpu(group)]
     gpus = [group for group in groups if not _is_cpu(group)]

@@ -66,7 +66,7 @@ class Host:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Machine:
+class MachineDevices:
     """What this machine has."""
 
     gpus: tuple[Gpu, ...]
@@ -78,9 +78,9 @@ class Machine:
         return all(own[kind] >= count for kind, count in Counter(kinds).items())
 
 
-def read_machine() -> Machine:
+def read_machine() -> MachineDevices:
     """Return this machine's visible GPUs and its host."""
-    return Machine(gpus=tuple(visible(read_gpus())), host=read_host())
+    return MachineDevices(gpus=tuple(visible(read_gpus())), host=read_host())
 
 
 def is_this_machine(cluster: Cluster) -> bool:

@@ -14,7 +14,7 @@ from llmpq.devices.device_spec import (
     siblings,
     unknown_card,
 )
-from llmpq.devices.this_machine import Host, Machine, parse_gpus
+from llmpq.devices.this_machine import Host, MachineDevices, parse_gpus
 
 pytestmark = pytest.mark.pure
 
@@ -222,7 +222,7 @@ def test_a_card_that_may_drive_a_screen_leaves_it_half_a_gib() -> None:
     assert mac.limit_bytes == pytest.approx(96e9), "what macOS gives a GPU"
 
 
-MACHINE = Machine(
+MACHINE = MachineDevices(
     gpus=tuple(parse_gpus("0, GPU-a, NVIDIA GeForce RTX 4090, 24564, 24000, 570.1, 8.9")),
     host=Host(reported="a CPU", cores=8, threads=6, total_bytes=2**36, free_bytes=2**35),
 )
