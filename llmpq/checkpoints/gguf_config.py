@@ -45,10 +45,13 @@ def config_of_gguf(file: GgufFile) -> dict[str, Any]:
     told = Metadata(file, name)
     config = _common(told, architecture)
     architecture.also(told, config)
-    scaling = _scaling(told, config)
+    # What the file does not say is said here, or the config class's default would count.
+    scaling = _scaling(told, config) or {"rope_type": "default"}
     config.pop("yarn", None)
-    if scaling is not None:
-        config["rope_scaling"] = scaling
+    config["rope_scaling"] = scaling
+    if "original_max_position_embeddings" in scaling:
+        key = "original_max_position_embeddings"
+        config[key] = scaling[key]
     told.require_known()
     return config
 
@@ -103,12 +106,10 @@ def _common(told: Metadata, architecture: Architecture) -> dict[str, Any]:
     if is_quantised(file):
         config["quantization_config"] = {"quant_method": "gguf"}
     turned = told.number("rope.dimension_count", default=head_dim)
-    if turned != head_dim:
-        config["partial_rotary_factor"] = turned / head_dim
-    if "blk.0.attn_q.bias" in file.tensors and architecture.model_type != "qwen2":
-        config["attention_bias"] = True
-    if "blk.0.ffn_down.bias" in file.tensors:
-        config["mlp_bias"] = True
+    config["partial_rotary_factor"] = turned / head_dim
+    if architecture.model_type != "qwen2":
+        config["attention_bias"] = "blk.0.attn_q.bias" in file.tensors
+    config["mlp_bias"] = "blk.0.ffn_down.bias" in file.tensors
     # Mixtures may have no such key: their experts' size is another.
     experts = told.get("expert_feed_forward_length")
     config["intermediate_size"] = told.number("feed_forward_length", default=experts)

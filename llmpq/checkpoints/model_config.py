@@ -1,7 +1,8 @@
 """From a Hugging Face `config.json` to the fields of `ModelSpec`, by its family's record.
 
-Nothing in a config is passed over in silence: what no family reads must be known to change nothing
-(`HARMLESS`), be switched off, or it is refused. What is known to be left out is named.
+A config is read as Transformers' class of its `model_type` reads it. A key that neither the class
+nor its model reads changes nothing; one that they read and the family's record does not is refused,
+unless it is switched off, has the class's default or is `BOOKKEEPING`. What is left out is named.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ from typing import Any
 from llmpq.checkpoints.gguf_config import config_of_gguf
 from llmpq.checkpoints.gguf_file import is_gguf, open_gguf
 from llmpq.errors import short_repr, shortened
-from llmpq.families import BY_MODEL_TYPE
+from llmpq.families import BY_MODEL_TYPE, WRAPPERS
+from llmpq.families.common.class_defaults import ConfigClass, config_class
 from llmpq.families.common.config_values import (
     Config,
     head_size,
@@ -25,162 +27,117 @@ from llmpq.families.common.config_values import (
 )
 from llmpq.families.not_run import FURTHER_LAYERS, LEFT_OUT, WITHOUT_EQUATION, lacking
 
-HARMLESS = frozenset(
+BOOKKEEPING = frozenset(
     [
-        "_name_or_path",
-        "_attn_implementation",
-        "attn_implementation",
-        "architectures",
-        "auto_map",
-        "model_type",
-        "name",
-        "transformers_version",
-        "torch_dtype",
-        "dtype",
-        "torchscript",
-        "use_cache",
-        "cache_implementation",
-        "use_bfloat16",
-        "initializer_range",
-        "initializer_factor",
-        "init_std",
-        "pretraining_tp",
-        "quantization_config",
-        "attention_dropout",
-        "hidden_dropout",
-        "hidden_dropout_prob",
-        "attention_probs_dropout_prob",
-        "dropout",
-        "activation_dropout",
-        "attn_pdrop",
-        "resid_pdrop",
-        "embd_pdrop",
-        "layerdrop",
-        "classifier_dropout",
-        "bos_token_id",
-        "eos_token_id",
-        "pad_token_id",
-        "sep_token_id",
-        "unk_token_id",
-        "cls_token_id",
-        "decoder_start_token_id",
-        "mask_token_id",
-        "forced_bos_token_id",
-        "forced_eos_token_id",
-        "output_attentions",
-        "output_hidden_states",
-        "return_dict",
-        "output_scores",
-        "return_dict_in_generate",
-        "output_router_logits",
-        "router_aux_loss_coef",
-        "aux_loss_alpha",
-        "seq_aux",
-        "router_jitter_noise",
-        "router_z_loss_coef",
-        "ep_size",
-        "is_decoder",
-        "is_encoder_decoder",
-        "chunk_size_feed_forward",
-        "id2label",
-        "label2id",
-        "num_labels",
-        "problem_type",
-        "finetuning_task",
-        "tokenizer_class",
-        "task_specific_params",
-        "prefix",
-        "max_length",
-        "min_length",
-        "do_sample",
-        "early_stopping",
-        "num_beams",
-        "num_beam_groups",
-        "diversity_penalty",
-        "temperature",
-        "top_k",
-        "top_p",
-        "typical_p",
-        "repetition_penalty",
-        "length_penalty",
-        "no_repeat_ngram_size",
-        "encoder_no_repeat_ngram_size",
-        "bad_words_ids",
-        "num_return_sequences",
-        "exponential_decay_length_penalty",
-        "suppress_tokens",
-        "begin_suppress_tokens",
-        "remove_invalid_values",
-        "num_hidden_layers_original",
-        "attention_softmax_in_fp32",
-        "masked_softmax_fusion",
-        "bias_dropout_fusion",
-        "skip_bias_add",
-        "skip_bias_add_qkv",
-        "slow_but_exact",
-        "unk_id",
-        "offset_alibi",
-        "use_flash_attn",
-        "flash_attn",
-        "gradient_checkpointing",
-        "vocab_size_original",
-        "max_window_layers",
+        *("initializer_range", "initializer_factor", "init_std", "use_cache", "pretraining_tp"),
+        *("dropout", "attention_dropout", "hidden_dropout", "activation_dropout", "layerdrop"),
+        *("attn_pdrop", "resid_pdrop", "embd_pdrop", "classifier_dropout", "residual_dropout"),
+        *("bos_token_id", "eos_token_id", "pad_token_id"),
+        *("output_router_logits", "router_aux_loss_coef", "router_jitter_noise"),
+        *("slow_but_exact", "max_window_layers", "vision_config", "text_config"),
     ]
 )
-"""Keys that say nothing of what a layer computes: training, generation, bookkeeping."""
+"""Keys that config classes read and that change nothing of what a trained model computes."""
+
+CHANGING = frozenset(
+    [
+        *("is_bidirectional", "bidirectional", "use_bidirectional_attention"),
+        *("alibi", "use_alibi", "attention_sinks", "attention_chunk_size"),
+        *("attn_logit_softcapping", "final_logit_softcapping", "logit_scale", "clip_qkv"),
+        *("embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling"),
+        *("attn_temperature_tuning", "no_rope_layers", "qk_layernorm", "use_parallel_residual"),
+        *("parallel_attn", "num_kv_shared_layers", "index_topk", "kv_lora_rank"),
+    ]
+)
+"""Keys that change the arithmetic of the families that read them; refused in others' configs."""
+
+NOT_CAUSAL = ("is_causal", "causal", "use_causal_mask")
+"""Keys whose false switches the causal mask off."""
 
 
-class _Heard(Mapping[str, Any]):
-    """A config that remembers which of its keys were asked for."""
+class _Read(Mapping[str, Any]):
+    """A config as Transformers' class of its `model_type` reads it.
 
-    def __init__(self, config: Config) -> None:
-        self._config = config
+    An absent key has the class's default. It remembers which of its keys were asked for.
+    """
+
+    def __init__(self, config: Config, kind: ConfigClass) -> None:
+        self._config, self._kind = config, kind
         self.asked: set[str] = set()
 
     def __getitem__(self, key: str) -> Any:
         self.asked.add(key)
-        return self._config[key]
+        defaults = self._kind.defaults
+        if key in self._config:
+            given = self._config[key]
+            if given is not None or key not in defaults or key in self._kind.nullable:
+                return given
+        if any(self._config.get(other) is not None for other in self._kind.same_as(key)):
+            raise KeyError(key)
+        return defaults[key]
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._config)
+        return iter({**self._kind.defaults, **self._config})
 
     def __len__(self) -> int:
-        return len(self._config)
+        return len({**self._kind.defaults, **self._config})
 
 
 def spec_fields(config: Config, name: str) -> dict[str, Any]:
     """Return the `ModelSpec` fields for a config; `ValueError` if it is not supported."""
-    model_type = str(config.get("model_type"))
+    model_type, inner = _language_model(config)
     family = BY_MODEL_TYPE.get(model_type)
     if family is None:
-        raise _unknown_family(model_type, config)
+        raise _unknown_family(model_type, config, inner)
     section(config, "quantization_config")  # The runtime reads it; a plan is refused already.
-    inner = config
-    if family.text_section is not None:
-        inner = {**(section(config, family.text_section) or config)}
-        if "tie_word_embeddings" in config:  # the whole model's word counts
-            inner["tie_word_embeddings"] = config["tie_word_embeddings"]
-    heard = _Heard(inner)
-    fields = family.fields(heard)
-    _require_sound(heard, fields)
-    own_head = {} if "head_dim" in fields else {"head_dim": head_size(heard)}
+    kind = config_class(model_type)
+    read = _Read(inner, kind)
+    _require_agreement(inner, kind)
+    fields = family.fields(read)
+    _require_sound(read, fields)
+    own_head = {} if "head_dim" in fields else {"head_dim": head_size(read)}
     left_out = _left_out(config, inner)
-    _require_known(inner, heard.asked, family.name)
+    _require_known(inner, read.asked, kind, model_type)
+    ends = token_ids(inner if inner.get("eos_token_id") else config, "eos_token_id")
     found = {
         "name": name,
         "family": family.name,
         "dtype": _dtype(config, inner),
-        "eos_token_ids": token_ids(inner if inner.get("eos_token_id") else config, "eos_token_id"),
+        "eos_token_ids": ends,
         "left_out": left_out,
         "further_layers": _further_layers(config, inner),
     }
     return {**found, **own_head, **fields}
 
 
-def _unknown_family(model_type: str, config: Config) -> ValueError:
+def _language_model(config: Config) -> tuple[str, dict[str, Any]]:
+    """Return the `model_type` and the keys of the language model: a section's, or the whole's."""
+    model_type = str(config.get("model_type"))
+    if model_type not in WRAPPERS:
+        return model_type, dict(config)
+    inner = {**(section(config, "text_config") or config)}
+    own = inner.get("model_type", model_type)
+    model_type = str(config_class(model_type).text if own == model_type else own)
+    if "tie_word_embeddings" in config:  # the whole model's word counts
+        inner["tie_word_embeddings"] = config["tie_word_embeddings"]
+    return model_type, {**inner, "model_type": model_type}
+
+
+def _require_agreement(config: Config, kind: ConfigClass) -> None:
+    """Refuse a config whose key and alias say different things."""
+    for alias, key in kind.aliases.items():
+        both = [config.get(alias), config.get(key)]
+        if None not in both and both[0] != both[1]:
+            raise ValueError(
+                f"config.json: '{alias}'={short_repr(both[0])} and '{key}'={short_repr(both[1])} "
+                "are two names of one value; remove the wrong one or download config.json again"
+            )
+
+
+def _unknown_family(model_type: str, config: Config, inner: Config) -> ValueError:
     """Say which family it is and what of it llmpq lacks; a name that looks alike helps nobody."""
-    known = ", ".join(sorted(BY_MODEL_TYPE))
-    feature = lacking(model_type, config) or WITHOUT_EQUATION
+    known = ", ".join(sorted([*BY_MODEL_TYPE, *WRAPPERS]))
+    feature = lacking(model_type, {**config, **inner}) or WITHOUT_EQUATION
     return ValueError(
         f"config.json: model_type '{shortened(model_type)}' is not supported: llmpq lacks "
         f"{feature}; it runs {known}. See `llmpq-algo models`"
@@ -206,17 +163,30 @@ def _further_layers(config: Config, inner: Config) -> int:
     return 0
 
 
-def _require_known(config: Config, asked: set[str], family: str) -> None:
-    """Refuse a key that nobody reads and that may change what the model computes."""
-    known = asked | HARMLESS | set(LEFT_OUT)
-    unknown = sorted(k for k in config if k not in known and is_given(config[k]))
-    if unknown:
-        key = unknown[0]
-        raise ValueError(
-            f"config.json: '{shortened(key)}'={short_repr(config[key])} is not known to llmpq's "
-            f"{family} and may change what the model computes; remove it from config.json if it "
-            "does not"
-        )
+def _require_known(config: Config, asked: set[str], kind: ConfigClass, model_type: str) -> None:
+    """Refuse a key that changes what the model computes and that its family does not read.
+
+    A key that Transformers' class and model do not read changes nothing.
+    """
+    left = {k: v for k, v in config.items() if k not in asked and k not in BOOKKEEPING}
+    for key, value in left.items():
+        read = key in kind.reads and key not in LEFT_OUT
+        changing = read or key in CHANGING or key in NOT_CAUSAL
+        if changing and not _is_neutral(key, value, kind):
+            raise ValueError(
+                f"config.json: '{shortened(key)}'={short_repr(value)} changes what a model "
+                f"computes, and llmpq does not run {model_type} with it; remove it from "
+                "config.json if the model was trained without it"
+            )
+
+
+def _is_neutral(key: str, value: Any, kind: ConfigClass) -> bool:
+    """Whether a key that its family does not read says what the family is run with."""
+    if key in NOT_CAUSAL:
+        return value is not False
+    if key == "layer_types":
+        return value in (None, []) or set(value) == {"full_attention"}
+    return not is_given(value) or (key in kind.defaults and value == kind.defaults[key])
 
 
 def _require_sound(config: Config, fields: Mapping[str, Any]) -> None:

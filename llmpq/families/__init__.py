@@ -43,5 +43,8 @@ FAMILIES: dict[str, Family] = {
 }
 """Name -> record."""
 
+WRAPPERS = ("gemma3", "mistral3")
+"""`model_type` of models whose `text_config` is a language model; the rest of them is left out."""
+
 BY_MODEL_TYPE = {kind: family for family in FAMILIES.values() for kind in family.model_types}
 """`model_type` of `config.json` -> record."""

@@ -11,7 +11,7 @@ from llmpq.families.record import Arrange, Family, NameTable, linear_names, norm
 def fields(config: Config) -> dict[str, Any]:
     """Return the fields of `ModelSpec`."""
     expect(config, "apply_residual_connection_post_layernorm", False, default=False)
-    hidden = size(config, "hidden_size", "n_embed")
+    hidden = size(config, "n_embed", "hidden_size")
     heads = size(config, "n_head", "num_attention_heads")
     return {
         "num_layers": size(config, "n_layer", "num_hidden_layers"),
@@ -23,7 +23,7 @@ def fields(config: Config) -> dict[str, Any]:
         "max_positions": size(config, "seq_length", default=2048),
         "positions": "alibi",
         "norm": "layernorm",
-        "norm_eps": number(config, "layer_norm_epsilon", default=1e-5),
+        "norm_eps": number(config, "layer_norm_epsilon"),
         "activation": "gelu",
         "gated": False,
         "qkv_bias": True,

@@ -68,8 +68,8 @@ def _v2(config: Config, ffn: int) -> dict[str, Any]:
         number_of = kept = 1
     else:
         expect(config, "topk_method", "group_limited_greedy", default="greedy")
-    shared = size(config, "n_shared_experts", default=2)
-    scale = number(config, "routed_scaling_factor", default=1.0)
+    shared = size(config, "n_shared_experts")
+    scale = number(config, "routed_scaling_factor")
     return {
         **found,
         "ffn": wide,
@@ -118,7 +118,6 @@ FAMILY = replace(
     llama.FAMILY,
     name="deepseek",
     model_types=("deepseek_v2", "deepseek_v3"),
-    text_section=None,
     fields=fields,
     names=replace(
         llama.FAMILY.names,

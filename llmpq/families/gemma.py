@@ -14,25 +14,12 @@ from dataclasses import replace
 from typing import Any
 
 from llmpq.families import llama
-from llmpq.families.common.config_values import (
-    Config,
-    expect,
-    is_given,
-    number,
-    size,
-    with_defaults,
-)
-from llmpq.families.common.rope import rope_section, window_theta
+from llmpq.families.common.config_values import Config, expect, is_given, number, size
+from llmpq.families.common.rope import window_theta
 from llmpq.families.common.rotary_families import alternating, layer_kinds, rotary_fields, windows
 from llmpq.families.record import ABOVE_ONE, norm_names
 
-THETA = {"gemma2": 1e4, "gemma3": 1e6}
-LOCAL_THETA = 1e4
 FULL_EVERY = {"gemma2": 2, "gemma3": 6}
-WINDOW = 4096
-"""What Transformers takes where a config names none."""
-CAPS = {"gemma2": (50.0, 30.0), "gemma3": (0.0, 0.0)}
-"""Of scores and of logits, where the config does not say."""
 
 
 def fields(config: Config) -> dict[str, Any]:
@@ -44,18 +31,12 @@ def fields(config: Config) -> dict[str, Any]:
     every = size(
         config, "sliding_window_pattern", "_sliding_window_pattern", default=FULL_EVERY[kind]
     )
-    given = rope_section(config).get("rope_theta", THETA[kind])
-    told = with_defaults(config, rope_theta=given, sliding_window=WINDOW)
-    score_cap, logit_cap = (
-        _cap(config, f"{what}_logit_softcapping", default)
-        for what, default in zip(("attn", "final"), CAPS[kind], strict=True)
-    )
+    score_cap, logit_cap = (_cap(config, f"{what}_logit_softcapping") for what in ("attn", "final"))
     found = {
-        **rotary_fields(told, activation="gelu_tanh", tied=True),
-        "head_dim": size(config, "head_dim", default=256),
+        **rotary_fields(config, activation="gelu_tanh"),
         "norm_order": "both",
-        "windows": windows(told, layer_kinds(config, alternating(config, every))),
-        "score_factor": number(config, "query_pre_attn_scalar", default=256) ** -0.5,
+        "windows": windows(config, layer_kinds(config, alternating(config, every))),
+        "score_factor": number(config, "query_pre_attn_scalar") ** -0.5,
         "score_cap": score_cap,
         "logit_cap": logit_cap,
         "embedding_factor": hidden**0.5,
@@ -63,17 +44,13 @@ def fields(config: Config) -> dict[str, Any]:
     if kind == "gemma3":
         _refuse_score_cap(score_cap)
         found["qk_norm"] = True
-        found["window_rope_theta"] = window_theta(
-            config, beside="rope_local_base_freq", default=LOCAL_THETA
-        )
+        found["window_rope_theta"] = window_theta(config, beside="rope_local_base_freq")
     return found
 
 
-def _cap(config: Config, key: str, default: float) -> float:
-    """Return a soft cap, 0 for none; null and silence differ."""
-    if key in config and not is_given(config[key]):
-        return 0.0
-    return number(config, key, default=default) if key in config or default else 0.0
+def _cap(config: Config, key: str) -> float:
+    """Return a soft cap, 0 for none."""
+    return number(config, key) if is_given(config.get(key)) else 0.0
 
 
 def _refuse_score_cap(cap: float) -> None:
@@ -95,8 +72,7 @@ _ABOVE_ONE = ("attn_norm", "attn_out_norm", "mlp_norm", "mlp_out_norm", "q_norm"
 FAMILY = replace(
     llama.FAMILY,
     name="gemma",
-    model_types=("gemma2", "gemma3_text", "gemma3"),
-    text_section="text_config",
+    model_types=("gemma2", "gemma3_text"),
     fields=fields,
     names=replace(
         llama.FAMILY.names,

@@ -11,29 +11,19 @@ from dataclasses import replace
 from typing import Any
 
 from llmpq.families import llama
-from llmpq.families.common.config_values import Config, flag, with_defaults
+from llmpq.families.common.config_values import Config, flag
 from llmpq.families.common.rotary_families import pairs_to_halves, rotary_fields, turned_channels
 from llmpq.families.record import Arrange, linear_names, norm_names
-
-PARTIAL = 0.5
-"""The share of a head's channels that is turned where the config does not say."""
 
 
 def fields(config: Config) -> dict[str, Any]:
     """Return the fields of `ModelSpec`."""
     has_two = config.get("model_type") == "glm4"
-    bias = flag(config, "attention_bias", default=has_two)
     return {
-        **rotary_fields(half_turned(config), norm_eps=1.5625e-7, turns_in_part=True),
-        "qkv_bias": bias,
+        **rotary_fields(config, turns_in_part=True),
+        "qkv_bias": flag(config, "attention_bias"),
         "norm_order": "both" if has_two else "pre",
     }
-
-
-def half_turned(config: Config) -> Config:
-    """Return a config that says how much of a head is turned."""
-    given = (config.get("rope_parameters") or {}).get("partial_rotary_factor", PARTIAL)
-    return with_defaults(config, partial_rotary_factor=given)
 
 
 def _halves(qkv: Any, spec: Any) -> Any:
@@ -66,7 +56,6 @@ FAMILY = replace(
     llama.FAMILY,
     name="glm4",
     model_types=("glm4", "glm"),
-    text_section=None,
     fields=fields,
     names=replace(
         llama.FAMILY.names,

@@ -16,16 +16,15 @@ from llmpq.families.common.config_values import Config, flag, number, size
 from llmpq.families.common.mixture_config import counts, expert_names, first_layers, groups
 from llmpq.families.common.rotary_families import rotary_fields
 from llmpq.families.common.spec_values import Router
-from llmpq.families.glm4 import half_turned
 
 
 def fields(config: Config) -> dict[str, Any]:
     """Return the fields of `ModelSpec`."""
-    base = rotary_fields(half_turned(config), norm_eps=1e-5, turns_in_part=True)
+    base = rotary_fields(config, turns_in_part=True)
     return {
         **base,
-        "qkv_bias": flag(config, "attention_bias", default=False),
-        "qk_norm": flag(config, "use_qk_norm", default=False),
+        "qkv_bias": flag(config, "attention_bias"),
+        "qk_norm": flag(config, "use_qk_norm"),
         **mixture(config, base["ffn"]),
     }
 
@@ -38,11 +37,11 @@ def mixture(config: Config, ffn: int) -> dict[str, Any]:
     return {
         **found,
         "ffn": wide,
-        "shared_ffn": wide * size(config, "n_shared_experts", default=1),
+        "shared_ffn": wide * size(config, "n_shared_experts"),
         "router": Router(
             score="sigmoid",
-            normalise=flag(config, "norm_topk_prob", default=True),
-            scale=number(config, "routed_scaling_factor", default=1.0),
+            normalise=flag(config, "norm_topk_prob"),
+            scale=number(config, "routed_scaling_factor"),
             group_score="top2",
             correction=True,
             groups=number_of,
@@ -57,7 +56,6 @@ FAMILY = replace(
     llama.FAMILY,
     name="glm4_moe",
     model_types=("glm4_moe",),
-    text_section=None,
     fields=fields,
     names=replace(
         llama.FAMILY.names,

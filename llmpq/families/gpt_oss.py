@@ -14,29 +14,24 @@ from dataclasses import replace
 from typing import Any
 
 from llmpq.families import llama
-from llmpq.families.common.config_values import Config, flag, number, with_defaults
+from llmpq.families.common.config_values import Config, flag, number
 from llmpq.families.common.mixture_config import counts
 from llmpq.families.common.rotary_families import alternating, layer_kinds, rotary_fields, windows
 from llmpq.families.common.spec_values import Router
 from llmpq.families.record import Arrange, linear_names
 
 FULL_EVERY = 2
-THETA = 150000.0
 
 
 def fields(config: Config) -> dict[str, Any]:
     """Return the fields of `ModelSpec`."""
-    for key in ("initial_context_length", "experts_per_token"):
-        config.get(key)  # said again elsewhere
-    given = (config.get("rope_parameters") or {}).get("rope_theta", THETA)
-    told = with_defaults(config, rope_theta=given)
-    bias = flag(config, "attention_bias", default=True)
+    bias = flag(config, "attention_bias")
     return {
-        **rotary_fields(told, norm_eps=1e-5),
+        **rotary_fields(config),
         **counts(config, "num_local_experts", "num_experts"),
         "activation": "clamped_silu",
-        "activation_limit": number(config, "swiglu_limit", default=7.0),
-        "activation_slope": number(config, "swiglu_alpha", default=1.702),
+        "activation_limit": number(config, "swiglu_limit"),
+        "activation_slope": number(config, "swiglu_alpha"),
         "qkv_bias": bias,
         "linear_bias": True,
         "o_bias": None if bias else False,
@@ -57,7 +52,6 @@ FAMILY = replace(
     llama.FAMILY,
     name="gpt_oss",
     model_types=("gpt_oss",),
-    text_section=None,
     fields=fields,
     names=replace(
         llama.FAMILY.names,

@@ -18,7 +18,7 @@ def fields(config: Config) -> dict[str, Any]:
     """Return the fields of `ModelSpec`."""
 
     def factor(key: str) -> float:
-        return number(config, key, default=1.0)
+        return number(config, key)
 
     return {
         **rotary_fields(config),
@@ -30,6 +30,4 @@ def fields(config: Config) -> dict[str, Any]:
     }
 
 
-FAMILY = replace(
-    llama.FAMILY, name="granite", model_types=("granite",), text_section=None, fields=fields
-)
+FAMILY = replace(llama.FAMILY, name="granite", model_types=("granite",), fields=fields)

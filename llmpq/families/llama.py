@@ -9,21 +9,16 @@ from __future__ import annotations
 
 from typing import Any
 
-from llmpq.families.common.config_values import Config, flag, with_defaults
+from llmpq.families.common.config_values import Config, flag
 from llmpq.families.common.rotary_families import everywhere, rotary_fields
 from llmpq.families.record import Family, NameTable, linear_names, norm_names
-
-MISTRAL_WINDOW = 4096
-"""What Transformers takes where a Mistral config says nothing; null means no window."""
 
 
 def fields(config: Config) -> dict[str, Any]:
     """Return the fields of `ModelSpec`."""
     found = {**rotary_fields(config), **bias_fields(config)}
     if config.get("model_type") == "mistral":
-        silent = "sliding_window" not in config
-        told = with_defaults(config, sliding_window=MISTRAL_WINDOW) if silent else config
-        found["windows"] = everywhere(told)
+        found["windows"] = everywhere(config)
     return found
 
 
@@ -60,8 +55,7 @@ ROOTS = ("model.", "model.language_model.", "language_model.model.", "")
 
 FAMILY = Family(
     name="llama",
-    model_types=("llama", "mistral", "mistral3"),
-    text_section="text_config",
+    model_types=("llama", "mistral"),
     fields=fields,
     names=NameTable(
         roots=ROOTS,

@@ -23,15 +23,14 @@ def fields(config: Config) -> dict[str, Any]:
     """Return the fields of `ModelSpec`."""
     expect(config, "attention_bias", False, default=False)
     found = {
-        **rotary_fields(config, norm_eps=1e-5),
+        **rotary_fields(config),
         "norm_order": "post",
         "qk_norm": True,
         "qk_norm_whole": True,
     }
     if config.get("model_type") == "olmo3":
         found["windows"] = windows(config, layer_kinds(config, alternating(config, FULL_EVERY)))
-        theta = found["rope_theta"]
-        found["window_rope_theta"] = window_theta(config, beside="rope_theta", default=theta)
+        found["window_rope_theta"] = window_theta(config, beside="rope_theta")
     return found
 
 
@@ -39,7 +38,6 @@ FAMILY = replace(
     llama.FAMILY,
     name="olmo2",
     model_types=("olmo2", "olmo3"),
-    text_section=None,
     fields=fields,
     names=replace(
         llama.FAMILY.names,

@@ -20,7 +20,7 @@ def fields(config: Config) -> dict[str, Any]:
     for key in ("attention_bias", "mlp_bias", "lm_head_bias"):
         expect(config, key, False, default=False)
     config.get("original_max_position_embeddings")  # longrope reads it
-    base = rotary_fields(config, norm_eps=1e-5, turns_in_part=True)
+    base = rotary_fields(config, turns_in_part=True)
     return {**base, "windows": everywhere(config)}
 
 
@@ -28,7 +28,6 @@ FAMILY = replace(
     llama.FAMILY,
     name="phi3",
     model_types=("phi3",),
-    text_section=None,
     fields=fields,
     names=replace(
         llama.FAMILY.names,

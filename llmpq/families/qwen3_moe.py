@@ -24,7 +24,7 @@ def fields(config: Config) -> dict[str, Any]:
         "windows": _windows(config),
         **counts(config, "num_experts", "num_local_experts"),
         "ffn": size(config, "moe_intermediate_size"),
-        "router": Router(normalise=flag(config, "norm_topk_prob", default=False)),
+        "router": Router(normalise=flag(config, "norm_topk_prob")),
         **_dense_layers(config, base["ffn"]),
     }
 

@@ -105,8 +105,6 @@ class Family:
     """Its modules in front of the layers."""
     behind: tuple[str, ...]
     """And behind them."""
-    text_section: str | None = None
-    """Key of the part of `config.json` that describes the language model, if not the whole."""
 
 
 def norm_names(*parts: tuple[str, str]) -> dict[str, tuple[str, ...]]:

@@ -103,8 +103,7 @@ def test_paper_spelling_of_a_model() -> None:
     [
         ({"model_type": "lama"}, "model_type 'lama' is not supported: llmpq lacks a record"),
         ({"hidden_act": "gelu"}, "hidden_act='gelu' is not supported"),
-        ({"use_mup": True}, "'use_mup'=True is not known to llmpq's llama"),
-        ({"num_hidden_layers": None}, "'num_hidden_layers' is missing"),
+        ({"use_alibi": True}, "'use_alibi'=True changes what a model computes"),
         ({"rope_scaling": {"rope_type": "ntk"}}, "rope scaling 'ntk' is not supported"),
         ({"num_key_value_heads": 5}, "do not share 5 key/value heads"),
     ],

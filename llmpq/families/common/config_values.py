@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import reprlib
 import sys
-from collections import ChainMap
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -60,9 +59,9 @@ def bounded(
     return found
 
 
-def epsilon(config: Config, key: str, *, default: float) -> float:
+def epsilon(config: Config, key: str) -> float:
     """Return the small number a norm adds to what it divides by."""
-    return bounded(config, key, EPSILONS, default=default)
+    return bounded(config, key, EPSILONS)
 
 
 def head_size(config: Config) -> int:
@@ -73,18 +72,12 @@ def head_size(config: Config) -> int:
     return size(config, "hidden_size", "n_embed") // size(config, *heads)
 
 
-def with_defaults(config: Config, **defaults: Any) -> Config:
-    """Return a config with a family's own defaults for keys that are absent or null."""
-    missing = {key: value for key, value in defaults.items() if config.get(key) is None}
-    return ChainMap(missing, config)  # type: ignore[arg-type]
-
-
 def is_given(value: object) -> bool:
     """Whether a value switches anything on: null, false, zero and empty ones do not."""
     return value is not None and value is not False and value not in (0, "", [], {})
 
 
-def flag(config: Config, key: str, *, default: bool) -> bool:
+def flag(config: Config, key: str, *, default: bool | None = None) -> bool:
     """Return the truth value of a key."""
     return bool(_value(config, [key], _is_flag, "true or false", default))
 

@@ -21,66 +21,86 @@ from llmpq.families.common.spec_values import RopeScaling
 THETAS = (100.0, 1e11)
 """Models in use have 10,000 (Llama 2) to 1e8 (Mistral Small); others are slips of the pen."""
 FACTORS = (1.0, 1e4)
-KNOWN = {
-    "rope_theta",
-    "rope_type",
-    "type",
-    "factor",
-    "partial_rotary_factor",
-    "original_max_position_embeddings",
+CHANGING = {
+    "alpha": None,
+    "extrapolation_factor": 1,
+    "attn_factor": 1,
+    "short_mscale": None,
+    "long_mscale": None,
+    "llama_4_scaling_beta": 0,
 }
-KEYS_OF = {
-    "default": frozenset({"original_max_position_embeddings"}),
-    "linear": frozenset({"factor"}),
-    "dynamic": frozenset({"factor", "original_max_position_embeddings"}),
-    "llama3": frozenset({"low_freq_factor", "high_freq_factor"}),
-    "yarn": frozenset(
-        {"attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"}
-    ),
-    "longrope": frozenset({"attention_factor", "short_factor", "long_factor"}),
-}
+"""Keys that other engines or other families compute with -> the value that changes nothing."""
 
 
-def rope_fields(config: Config, *, theta: float = 10000.0) -> dict[str, Any]:
-    """Return the spec's rope fields; `theta` where the config gives none."""
+def rope_fields(config: Config) -> dict[str, Any]:
+    """Return the spec's rope fields; what stands inside the rope section wins over what is beside.
+
+    As in Transformers 5, which moves what is beside it into the section where that has none.
+    """
     rope = rope_section(config)
-    given = bounded(rope, "rope_theta", THETAS, default=theta)
+    scaling = scaling_of(config, rope)
     return {
-        "rope_theta": bounded(config, "rope_theta", THETAS, default=given),
-        "rope_scaling": scaling_of(config, rope),
+        "rope_theta": bounded({**_beside(config), **rope}, "rope_theta", THETAS),
+        "rope_scaling": scaling,
         "rotary_dim": _rotary_dim(config, rope),
+        "max_positions": _reach(size(config, "max_position_embeddings"), rope, scaling),
     }
 
 
-def rope_section(config: Config, layers: str = "full_attention") -> Config:
-    """Return `rope_parameters` and `rope_scaling` as one, the latter counts; of a kind of layers.
+def _beside(config: Config) -> dict[str, Any]:
+    """Return what stands beside the rope section."""
+    found = {key: config.get(key) for key in ("rope_theta", "partial_rotary_factor")}
+    return {key: value for key, value in found.items() if value is not None}
 
-    A model whose layers differ gives its parameters by the kind of layer.
+
+def _reach(longest: int, rope: Config, scaling: RopeScaling | None) -> int:
+    """Return the positions that a model runs with: yarn and dynamic stretch the original ones.
+
+    Cards switch them on and leave `max_position_embeddings` as it is; vLLM reads them so, too.
+    """
+    if scaling is None or scaling.kind not in ("yarn", "dynamic"):
+        return longest
+    original = scaling.original_max_positions
+    if scaling.kind == "dynamic":
+        original = size(rope, "original_max_position_embeddings", default=original)
+    return round(original * scaling.factor)
+
+
+def rope_section(config: Config, layers: str = "full_attention") -> Config:
+    """Return how a kind of layers turns: `rope_scaling` where it says anything, which is older.
+
+    A model whose layers differ gives `rope_parameters` by the kind of layer, and `rope_scaling`
+    changes those of full attention.
     """
     parameters, scaling = (section(config, key) for key in ("rope_parameters", "rope_scaling"))
     if parameters is not None and isinstance(parameters.get(layers), dict):
-        parameters = parameters[layers]
-    return {**(parameters or {}), **(scaling or {})}
+        return _without_null({**parameters[layers], **(scaling or {})})
+    return _without_null(scaling or parameters or {})
 
 
-def window_theta(config: Config, *, beside: str, default: float) -> float:
+def _without_null(rope: Config) -> Config:
+    return {key: value for key, value in rope.items() if value is not None}
+
+
+def window_theta(config: Config, *, beside: str) -> float:
     """Return the theta of windowed layers: of their own parameters, or of the key `beside`."""
     own = (section(config, "rope_parameters") or {}).get("sliding_attention")
     if not isinstance(own, dict):
-        return bounded(config, beside, THETAS, default=default)
+        return bounded(config, beside, THETAS)
     if own.get("rope_type", "default") != "default":
         raise ValueError(
             f"config.json: rope scaling '{own['rope_type']}' of windowed layers is not supported; "
             "expected 'default'"
         )
-    return bounded(own, "rope_theta", THETAS, default=default)
+    theta = own.get("rope_theta", config.get(beside))
+    return bounded({"rope_theta": theta}, "rope_theta", THETAS)
 
 
 def scaling_of(config: Config, rope: Config) -> RopeScaling | None:
     """Return how the frequencies are scaled, None where they are not."""
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind == "default":
-        _require_known(rope, "default")
+        _require_no_other(rope, "default")
         return None
     kind = str(kind)
     if kind == "su":  # what Phi-3's first configs call it
@@ -90,23 +110,23 @@ def scaling_of(config: Config, rope: Config) -> RopeScaling | None:
             f"rope scaling '{kind}' is not supported; expected 'default', "
             + ", ".join(f"'{name}'" for name in sorted(READERS))
         )
-    _require_known(rope, kind)
+    _require_no_other(rope, kind)
     return READERS[kind](config, rope, f"config.json, {kind} rope scaling")
 
 
-def _require_known(rope: Config, kind: str) -> None:
-    unknown = sorted(k for k in rope if k not in KNOWN | KEYS_OF[kind] and is_given(rope[k]))
-    if unknown:
-        raise ValueError(
-            f"config.json, rope scaling '{kind}': '{unknown[0]}'={rope[unknown[0]]!r} is not known "
-            "to llmpq and may change what the model computes; remove it if it does not"
-        )
+def _require_no_other(rope: Config, kind: str) -> None:
+    """Refuse keys that change the frequencies elsewhere; what nobody computes with is no matter."""
+    for key, neutral in CHANGING.items():
+        if is_given(rope.get(key)) and rope[key] != neutral:
+            raise ValueError(
+                f"config.json, rope scaling '{kind}': '{key}'={rope[key]!r} changes how positions "
+                "turn, and llmpq does not compute it; remove it if the model was trained without it"
+            )
 
 
 def _rotary_dim(config: Config, rope: Config) -> int | None:
     """Return how many of a head's first channels are turned, None for all."""
-    share = number(rope, "partial_rotary_factor", default=1.0)
-    share = number(config, "partial_rotary_factor", default=share)
+    share = number({**_beside(config), **rope}, "partial_rotary_factor", default=1.0)
     if share > 1:
         raise ValueError(f"config.json: partial_rotary_factor={share} must be at most 1")
     if share == 1:
@@ -131,7 +151,7 @@ def _llama3(config: Config, rope: Config, where: str) -> RopeScaling:
         factor=number(rope, "factor", where=where),
         low_freq_factor=low,
         high_freq_factor=high,
-        original_max_positions=size(rope, "original_max_position_embeddings", where=where),
+        original_max_positions=_original(config, rope, where),
     )
 
 
@@ -161,8 +181,8 @@ def _yarn(config: Config, rope: Config, where: str) -> RopeScaling:
         number(rope, f"beta_{end}", default=default, where=where)
         for end, default in (("fast", 32.0), ("slow", 1.0))
     )
-    if fast <= slow:
-        raise ValueError(f"{where}: beta_fast={fast} must be above beta_slow={slow}; correct them")
+    if fast < slow:
+        raise ValueError(f"{where}: beta_fast={fast} is below beta_slow={slow}; correct them")
     return RopeScaling(
         kind="yarn",
         factor=factor,
@@ -192,10 +212,11 @@ def _longrope(config: Config, rope: Config, where: str) -> RopeScaling:
 
 
 def _original(config: Config, rope: Config, where: str) -> int:
-    """Return the length before stretching; Phi-3 keeps it beside the section."""
+    """Return the length before stretching: beside the section, in it, or the model's own."""
     key = "original_max_position_embeddings"
-    beside = config.get(key)
-    return size(rope, key, default=beside if type(beside) is int else None, where=where)
+    if config.get(key) is not None:
+        return size(config, key)
+    return size(rope, key, default=size(config, "max_position_embeddings"), where=where)
 
 
 def _factors(rope: Config, key: str, count: int, where: str) -> tuple[float, ...]:

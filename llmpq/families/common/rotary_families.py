@@ -15,11 +15,9 @@ def rotary_fields(
     config: Config,
     *,
     activation: str = "silu",
-    tied: bool = False,
-    norm_eps: float = 1e-6,
     turns_in_part: bool = False,
 ) -> dict[str, Any]:
-    """Return the fields that these families share; keyword arguments are a family's defaults.
+    """Return the fields that these families share.
 
     `turns_in_part`: whether `partial_rotary_factor` means something to the family.
     """
@@ -41,15 +39,14 @@ def rotary_fields(
         "kv_heads": size(config, "num_key_value_heads", default=heads),
         "ffn": size(config, "intermediate_size"),
         "vocab": size(config, "vocab_size"),
-        "max_positions": size(config, "max_position_embeddings"),
         "positions": "rotary",
         "norm": "rmsnorm",
-        "norm_eps": epsilon(config, "rms_norm_eps", default=norm_eps),
+        "norm_eps": epsilon(config, "rms_norm_eps"),
         "activation": activation,
         "gated": True,
         "qkv_bias": False,
         "linear_bias": False,
-        "tied_embeddings": flag(config, "tie_word_embeddings", default=tied),
+        "tied_embeddings": flag(config, "tie_word_embeddings", default=False),
         **rope,
     }
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from llmpq.families.common.class_defaults import config_class
 from llmpq.model_spec import ModelSpec, RopeScaling, builtin_configs
 
 pytestmark = pytest.mark.pure
@@ -71,11 +72,14 @@ def test_a_constant_is_a_positive_number(model: str, key: str, value: object) ->
         spec_of(model, {key: value})
 
 
-@pytest.mark.parametrize("key", ["intermediate_size", "hidden_size", "vocab_size"])
+@pytest.mark.parametrize(
+    ("key", "field"),
+    [("intermediate_size", "ffn"), ("hidden_size", "hidden"), ("vocab_size", "vocab")],
+)
 @pytest.mark.parametrize("value", [ABSENT, None])
-def test_a_missing_size_is_named(key: str, value: object) -> None:
-    with pytest.raises(ValueError, match=f"config.json: '{key}' is missing"):
-        spec_of("llama-3.1-8b", {key: value})
+def test_a_missing_size_is_that_of_the_config_class(key: str, field: str, value: object) -> None:
+    own = getattr(spec_of("llama-3.1-8b", {key: value}), field)
+    assert own == config_class("llama").defaults[key]
 
 
 @pytest.mark.parametrize("key", ["rope_scaling", "rope_parameters", "quantization_config"])
@@ -88,6 +92,11 @@ def test_a_section_is_an_object(key: str, value: object) -> None:
 @pytest.mark.parametrize("key", [key for key in LLAMA3 if key != "rope_type"])
 @pytest.mark.parametrize("value", [ABSENT, "8", float("nan"), 0, -2])
 def test_llama3_scaling_names_the_value_it_lacks(key: str, value: object) -> None:
+    if value is ABSENT and key == "original_max_position_embeddings":  # the model's own
+        scaling = {k: v for k, v in LLAMA3.items() if k != key}
+        found = spec_of("llama-3.1-8b", {"rope_scaling": scaling}).rope_scaling
+        assert found is not None and found.original_max_positions == 131072
+        return
     scaling = {k: v for k, v in {**LLAMA3, key: value}.items() if v is not ABSENT}
     problem = "is missing" if value is ABSENT else "must be a positive"
     with pytest.raises(ValueError, match=f"config.json, llama3 rope scaling: '{key}' {problem}"):

@@ -58,12 +58,61 @@ def test_no_family_is_both_run_and_refused() -> None:
 
 
 @pytest.mark.parametrize("model", ["llama-3-8b", "opt-125m", "gpt-oss-20b", "deepseek-v3"])
-def test_a_key_that_nobody_reads_is_refused_unless_it_is_off(model: str) -> None:
-    with pytest.raises(ValueError, match="'attention_temperature'=2.0 is not known to llmpq's"):
-        spec_of(model, attention_temperature=2.0)
+def test_a_key_that_changes_the_arithmetic_is_refused_unless_it_is_off(model: str) -> None:
+    with pytest.raises(ValueError, match="'clip_qkv'=8.0 changes what a model computes"):
+        spec_of(model, clip_qkv=8.0)
+    with pytest.raises(ValueError, match="'is_causal'=False changes what a model computes"):
+        spec_of(model, is_causal=False)
     for off in (None, False, 0, "", [], {}):
-        assert spec_of(model, attention_temperature=off) == spec_of(model)
-    assert spec_of(model, initializer_range=0.5, transformers_version="9") == spec_of(model)
+        assert spec_of(model, clip_qkv=off) == spec_of(model)
+    assert spec_of(model, initializer_range=0.5, is_causal=True) == spec_of(model)
+
+
+@pytest.mark.parametrize(
+    ("model", "keys"),
+    [
+        ("llama-3-8b", {"unsloth_fixed": True, "_flash_attn_2_enabled": True}),
+        ("llama-3-8b", {"is_llama_config": True, "rope_interleaved": False}),
+        ("llama-3-8b", {"_attn_implementation_autoset": True, "neftune_noise_alpha": 5}),
+        ("qwen3-30b-a3b", {"use_qk_norm": True, "shared_expert_intermediate_size": 5632}),
+        ("mistral-7b", {"max_sequence_length": 9, "unsloth_version": "2026.1"}),
+        ("deepseek-v3", {"moe_layer_freq": 1, "ep_size": 8, "num_nextn_predict_layers": 1}),
+        ("phi-4", {"embd_layer": {"a": 1}, "transformers.js_config": {"dtype": "q4"}}),
+        ("gemma-2-9b", {"hidden_act": "gelu_pytorch_tanh", "mystery": 7}),
+        ("gpt-oss-20b", {"experts_per_token": 4, "initial_context_length": 4096}),
+        ("opt-125m", {"_remove_final_layer_norm": False, "prefix": "</s>"}),
+    ],
+)
+def test_a_key_that_the_config_class_does_not_read_changes_nothing(model: str, keys: dict) -> None:  # type: ignore[type-arg]
+    assert spec_of(model, **keys).fingerprint() == spec_of(model).fingerprint()
+
+
+@pytest.mark.parametrize(
+    ("config", "found"),
+    [
+        ({"model_type": "mixtral"}, {"norm_eps": 1e-5, "rope_theta": 1e6, "windows": ()}),
+        ({"model_type": "olmo3"}, {"rope_theta": 5e5, "windows": (4096, 4096, 4096, 0) * 8}),
+        ({"model_type": "mistral"}, {"windows": (4096,) * 32, "kv_heads": 8}),
+        ({"model_type": "mistral", "sliding_window": None}, {"windows": ()}),
+        ({"model_type": "gemma3_text"}, {"heads": 8, "vocab": 262208, "window_rope_theta": 1e4}),
+        ({"model_type": "gemma2"}, {"score_cap": 50.0, "logit_cap": 30.0, "tied_embeddings": True}),
+        ({"model_type": "glm4"}, {"qkv_bias": True, "rotary_dim": 64, "norm_eps": 1.5625e-7}),
+        ({"model_type": "qwen3"}, {"head_dim": 128, "kv_heads": 32}),
+        ({"model_type": "gpt_oss"}, {"windows": (128, 0) * 18, "max_positions": 131072}),
+        ({"model_type": "deepseek_v3"}, {"dense_layers": (0, 1, 2), "shared_ffn": 2048}),
+        ({"model_type": "glm4_moe", "head_dim": 128}, {"dense_layers": (0,), "rotary_dim": 64}),
+    ],
+)
+def test_an_absent_key_has_the_default_of_the_config_class(config: dict, found: dict) -> None:  # type: ignore[type-arg]
+    spec = ModelSpec.from_config(config, name="silent")
+    assert {key: getattr(spec, key) for key in found} == found
+
+
+def test_gpt_oss_and_deepseek_have_their_classes_scalings() -> None:
+    oss = ModelSpec.from_config({"model_type": "gpt_oss"}, name="silent")
+    assert oss.rope_scaling is not None and oss.rope_scaling.factor == 32.0
+    assert not oss.rope_scaling.truncate and oss.rope_theta == 150000.0
+    assert ModelSpec.from_config({"model_type": "deepseek_v3"}, name="m").router.scale == 2.5
 
 
 @pytest.mark.parametrize(
@@ -75,15 +124,15 @@ def test_a_key_that_nobody_reads_is_refused_unless_it_is_off(model: str) -> None
         ({"rms_norm_eps": 1e-30}, "is absurd"),
         ({"rope_scaling": {"rope_type": "linear", "factor": 0.5}}, "'factor'=0.5 is absurd"),
         (
-            {"rope_scaling": {"rope_type": "linear", "factor": 4, "bend": 2}},
-            "'bend'=2 is not known",
+            {"rope_scaling": {"rope_type": "yarn", "factor": 4, "attn_factor": 2}},
+            "'attn_factor'=2 changes how positions turn",
         ),
         ({"partial_rotary_factor": 1.5}, "must be at most 1"),
         ({"partial_rotary_factor": 0.5}, "turns whole heads"),
         ({"partial_rotary_factor": 0.01}, "turns 1 channels of a head of 128"),
         (
-            {"rope_scaling": {"rope_type": "yarn", "factor": 4}},
-            "'original_max_position_embeddings'",
+            {"rope_scaling": {"rope_type": "yarn", "beta_fast": 1, "beta_slow": 2}},
+            "beta_fast=1.0 is below beta_slow=2.0",
         ),
         (
             {"rope_scaling": {"rope_type": "longrope", "original_max_position_embeddings": 4096}},

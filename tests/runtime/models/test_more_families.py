@@ -184,7 +184,7 @@ def test_rope_of_a_run_is_decided_once(models: Any, random_prompts: Any) -> None
         ("granite", {"residual_multiplier": 0.9}),
         ("deepseek_v3", {"topk_group": 1}),
         ("deepseek_v3", {"routed_scaling_factor": 0.1}),
-        ("glm4", {"partial_rotary_factor": 0.25}),
+        ("glm4", {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.25}}),
         ("llama with yarn", {"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}),
     ],
 )

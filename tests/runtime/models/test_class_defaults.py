@@ -1,0 +1,50 @@
+"""The shipped table of config classes is that of the installed Transformers."""
+
+from __future__ import annotations
+
+import json
+from importlib import resources, util
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from llmpq.families import BY_MODEL_TYPE, WRAPPERS
+from llmpq.families.common.class_defaults import SAME_CLASS, TABLE, config_class
+from llmpq.model_spec import ModelSpec
+
+pytestmark = pytest.mark.cpu
+SCRIPT = Path(__file__).parents[3] / "docs" / "make_class_defaults.py"
+KINDS = sorted({*BY_MODEL_TYPE, *WRAPPERS} - set(SAME_CLASS))
+SAID = {"glm4_moe": {"head_dim": 128}, "deepseek_v2": {"num_experts_per_tok": 2}}
+"""What a class takes no sound default for."""
+
+
+@pytest.fixture(scope="module")
+def script() -> ModuleType:
+    spec = util.spec_from_file_location("make_class_defaults", SCRIPT)
+    assert spec is not None and spec.loader is not None
+    module = util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_table_is_current(script: ModuleType) -> None:
+    shipped = json.loads(resources.files("llmpq.families").joinpath(TABLE).read_text())
+    made = json.loads(json.dumps(script.table()))
+    assert made["classes"] == shipped["classes"], "run python docs/make_class_defaults.py"
+    assert made["read_by_all"] == shipped["read_by_all"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_silent_config_is_the_class_without_arguments(kind: str) -> None:
+    """What the class fills in at last, layer by layer, is what the family fills in."""
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    said = {"num_hidden_layers": 8, **SAID.get(kind, {})}
+    if kind in WRAPPERS:
+        text = {**said, "model_type": config_class(kind).text}
+        said = {"text_config": text, "tie_word_embeddings": False}
+    spelled_out = json.loads(CONFIG_MAPPING[kind](**said).to_json_string(False))
+    spec = ModelSpec.from_config(spelled_out, name="spelled out")
+    assert ModelSpec.from_config({"model_type": kind, **said}, name="spelled out") == spec
