@@ -23,6 +23,8 @@ from llmpq.plan_inputs import PlanInputs
 from llmpq.precision import Precision
 from llmpq.workload import Workload
 
+Prefer = Literal["quality", "balanced", "speed"]
+"""Which plan of the front of time and quality loss to take."""
 MAX_GAMMA = 7
 """Most tokens that may be drafted for one verify."""
 MAX_COUNT, MAX_BYTES, MAX_FLOAT = 2**24, 2**60, 1e15
@@ -183,8 +185,10 @@ class SolverReport(FileForm):
     method: str
     status: Literal["optimal", "feasible", "heuristic", "baseline", "hand-written"]
     objective: Literal["makespan", "paper"] = "makespan"
+    prefer: Prefer | None = None
+    """Which plan of the front of time and quality loss was asked for; none: a theta or a budget."""
     theta: float = 0.0
-    """Seconds that one unit of omega was worth."""
+    """Seconds that one unit of omega was worth; of `prefer`, the slope of the front at the plan."""
     value: float | None = None
     """Seconds plus theta times sum of omega."""
     bound: float | None = None

@@ -73,6 +73,18 @@ class Sensitivity(FileForm):
             return 0.0
         raise ValueError(f"the omega file has no entry for {kv.value}; re-make it to trade KV bits")
 
+    def four_bit_omega(self) -> float:
+        """Return the sum of omega of all layers at 4 bits: the scale of this indicator.
+
+        Where w4a16 is not listed, the nearest precision's by the variance of rounding.
+        """
+        for precision in sorted(self.weights, key=lambda p: abs(p.weight_bits - 4)):
+            bits = min(precision.weight_bits, precision.activation_bits)
+            total = sum(self.weights[precision])
+            if bits < 16 and total > 0:
+                return total / ((2**4 - 1) / (2**bits - 1)) ** 2
+        return 0.0
+
     @classmethod
     def load(cls, path: str | Path, *, num_layers: int) -> Sensitivity:
         """Read an omega JSON and check that it fits a model of `num_layers`."""

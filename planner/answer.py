@@ -8,14 +8,17 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from llmpq.cluster import Cluster
 from llmpq.errors import DoesNotFitError
-from llmpq.plan import Plan
+from llmpq.plan import Plan, Prefer
 from llmpq.planner import limits
 from llmpq.planner.formulation.outcome import OPTIMAL_GAP, Outcome, Unfinished
 from llmpq.planner.formulation.problem import Problem
-from llmpq.planner.inputs.make_problem import parse_kv
+from llmpq.planner.front.preference import WEIGHTS, Scored, look_around, preferred
+from llmpq.planner.inputs.make_problem import parse_kv, stated_theta
 from llmpq.planner.inputs.requests import PlanRequest
 from llmpq.planner.predict.advice import explain_infeasible, too_big
+from llmpq.planner.predict.pipeline_time import sum_omega
 from llmpq.planner.solving.isolated import Beside, solve_isolated
 from llmpq.planner.solving.methods import NO_PLAN, How
 from llmpq.planner.solving.tries import Tries
@@ -25,6 +28,9 @@ if TYPE_CHECKING:
     from llmpq.planner.ilp.backends import Backend
 
 
+DEFAULT_PREFER: Prefer = "balanced"
+SOLVE_SHARE = 0.6
+"""Share of the time left that one solve may take, where a preference takes several."""
 HEAD_SHARE = 0.3
 """Share of the time that a search has, at least, if it has to go on with another output matrix."""
 
@@ -39,6 +45,8 @@ class Wish:
     backend: Backend
     budget: float | None
     kvs: tuple[KVPrecision, ...]
+    prefer: Prefer | None = None
+    """Which plan of the front to take; none: the best for the problem's theta, or a budget."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,8 +58,8 @@ class Answer:
     plan: Plan
 
 
-def read_wish(request: PlanRequest) -> Wish:
-    """Return how to solve, from the flags."""
+def read_wish(request: PlanRequest, cluster: Cluster) -> Wish:
+    """Return how to solve, from the flags and what the cluster's author recommends."""
     method, budget = "heuristic" if request.shaq_efficient else request.method or "exact", None
     if method == "flexgen":
         raise ValueError(NO_PLAN)
@@ -69,21 +77,67 @@ def read_wish(request: PlanRequest) -> Wish:
         backend=request.solver or "highs",
         budget=budget,
         kvs=parse_kv(request.kv),
+        prefer=None
+        if budget is not None or stated_theta(request, cluster) is not None
+        else request.prefer or DEFAULT_PREFER,
     )
 
 
-def answer(
-    problem: Problem, wish: Wish, path: str | None, *, other_bound: float = math.inf
-) -> Answer:
+def answer(problem: Problem, wish: Wish, path: str | None) -> Answer:
+    """Return the checked plan that is best as wished, over the KV precisions allowed."""
+    priced, outcome = _by_preference(problem, wish) if wish.prefer else solved(problem, wish)
+    # Under a budget the value is time alone.
+    valued = priced if wish.budget is None else priced.with_changes(theta=0.0)
+    plan = checked_plan(valued, outcome, path, wish.prefer)
+    return Answer(problem=priced, outcome=outcome, plan=plan)
+
+
+def _by_preference(problem: Problem, wish: Wish) -> tuple[Problem, Outcome]:
+    """Return the plan of the front that a preference takes, and the problem with its theta."""
+    assert wish.prefer is not None, "there is a preference"
+    start_s, deadline_s = time.perf_counter(), time.perf_counter() + wish.time_limit_s
+    unit = problem.sensitivity.four_bit_omega()
+    price = WEIGHTS[wish.prefer] / unit if unit else 0.0
+
+    def solve(theta: float) -> Scored[tuple[Problem, Outcome]]:
+        share = SOLVE_SHARE * (deadline_s - time.perf_counter())
+        limit = share if math.isfinite(share) else wish.time_limit_s
+        how = replace(wish, time_limit_s=max(0.0, limit))
+        priced, outcome = solved(problem.with_changes(theta=theta), how)
+        omega = sum_omega(priced, outcome.assignment)
+        return Scored(
+            plan=(priced, outcome),
+            theta=theta,
+            time_s=outcome.value - theta * omega,
+            omega=omega,
+            bound=outcome.bound,
+        )
+
+    problems = [p for p in _of_kvs(problem, wish) if not too_big(p)]
+    if not problems:
+        raise DoesNotFitError(explain_infeasible(problem))
+    guess, corner = look_around(problems, price)
+    best = preferred(
+        solve,
+        price=price,
+        guess=guess,
+        corner=corner if wish.method == "exact" else None,
+        late=lambda: time.perf_counter() > deadline_s,
+    )
+    priced, outcome = best.plan
+    return priced, replace(outcome, seconds=time.perf_counter() - start_s)
+
+
+def solved(
+    problem: Problem, wish: Wish, *, other_bound: float = math.inf
+) -> tuple[Problem, Outcome]:
     """Return the best plan over the KV precisions allowed; explain it when nothing fits.
 
     The bound is the least of all KV precisions, and of `other_bound`: that of plans of the same
     request that this problem does not have.
     """
     start_s, limit = time.perf_counter(), wish.time_limit_s
-    works = [problem.workload.model_copy(update={"kv": kv}) for kv in wish.kvs]
-    of_kvs = [problem.with_changes(workload=work) for work in works]
-    tries = _tried([priced for priced in of_kvs if not too_big(priced)], wish)
+    tries = _tried([p for p in _of_kvs(problem, wish) if not too_big(p)], wish)
     if tries.best is None and tries.unfinished is not None and tries.bounds:
         raise tries.unfinished
     if tries.best is None:
@@ -97,11 +151,14 @@ def answer(
         with suppress(DoesNotFitError, Unfinished):
             # Plans that mix precisions go on with a rounded output matrix: their bound stands.
             wish = replace(wish, time_limit_s=left)
-            return answer(_with_whole_head(problem), wish, path, other_bound=bound)
-    outcome = _over_all(outcome, bound)
-    # Under a budget the value is time alone.
-    valued = priced if wish.budget is None else priced.with_changes(theta=0.0)
-    return Answer(problem=priced, outcome=outcome, plan=checked_plan(valued, outcome, path))
+            return solved(_with_whole_head(problem), wish, other_bound=bound)
+    return priced, _over_all(outcome, bound)
+
+
+def _of_kvs(problem: Problem, wish: Wish) -> list[Problem]:
+    """Return the problem at every KV precision allowed."""
+    works = [problem.workload.model_copy(update={"kv": kv}) for kv in wish.kvs]
+    return [problem.with_changes(workload=work) for work in works]
 
 
 def _rounds_head_alone(p: Problem, outcome: Outcome) -> bool:
@@ -160,11 +217,13 @@ def _raise_unless_smaller(problem: Problem, refusal: str) -> None:
         raise DoesNotFitError(refusal)
 
 
-def checked_plan(problem: Problem, outcome: Outcome, path: str | None) -> Plan:
+def checked_plan(
+    problem: Problem, outcome: Outcome, path: str | None, prefer: Prefer | None = None
+) -> Plan:
     """Build the plan and have it checked by code that shares nothing with the solver."""
     from llmpq.planner.checked_plan.build_plan import build_plan
     from llmpq.planner.checked_plan.check import check_plan
 
-    plan = build_plan(problem, outcome, model_path=path)
+    plan = build_plan(problem, outcome, model_path=path, prefer=prefer)
     check_plan(plan, spec=problem.spec, cluster=problem.cluster, costs=problem.costs)
     return plan

@@ -1,8 +1,8 @@
 """Makes a plan: by names, as `llmpq-algo` does (`make_plan`), or from values (`plan_workload`).
 
-`plan_workload` is what a run without a plan asks for. Without `bits`, layers keep the precision
-they are stored in where they fit; where they do not, they give up as little as they must: a plan
-may lower no layer from 8 to 4 bits unless that halves the job's time (`_careful_theta`).
+`plan_workload` is what a run without a plan asks for. With `prefer="quality"`, its default, layers
+keep the precision they are stored in where they fit; where they do not, they lose as little as
+they must (planner/front/preference.py).
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from llmpq.cost_model import CostModel
 from llmpq.errors import DoesNotFitError, unknown_name
 from llmpq.memory import Quantization
 from llmpq.model_spec import ModelSpec
-from llmpq.plan import Plan
+from llmpq.plan import Plan, Prefer
 from llmpq.planner.answer import Answer, Wish, answer, read_wish
-from llmpq.planner.cli.arguments import DTYPES, METHODS, plan_request
+from llmpq.planner.cli.arguments import DTYPES, METHODS, PREFERENCES, plan_request
 from llmpq.planner.costs.probed import book_of
 from llmpq.planner.formulation.positions import positions_note
 from llmpq.planner.formulation.problem import Problem
@@ -52,6 +52,7 @@ def make_plan(
     dtype: str = "auto",
     costs: str | Path | None = None,
     omega_file: str | Path | None = None,
+    prefer: Prefer | None = None,
     theta: float | None = None,
     quality_budget: float | None = None,
     method: str | None = None,
@@ -63,6 +64,8 @@ def make_plan(
     """
     if dtype not in DTYPES:
         raise unknown_name("dtype", dtype, DTYPES)
+    if prefer is not None and prefer not in PREFERENCES:
+        raise unknown_name("prefer", prefer, PREFERENCES)
     if method is not None and method not in METHODS:
         raise unknown_name("method", method, METHODS)
     wishes: dict[str, object] = {
@@ -77,6 +80,7 @@ def make_plan(
         "--dtype": dtype,
         "--costs": costs,
         "--omega-file": omega_file,
+        "--prefer": prefer,
         "--theta": theta,
         "--quality-budget": quality_budget,
         "--method": method,
@@ -85,7 +89,7 @@ def make_plan(
     words = [str(word) for pair in wishes.items() if pair[1] is not None for word in pair]
     request = plan_request(words)
     problem, path, _ = make_problem(request)
-    return answer(problem, read_wish(request), path).plan
+    return answer(problem, read_wish(request, problem.cluster), path).plan
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,6 +127,7 @@ def plan_workload(
     *,
     costs: CostModel | None = None,
     bits: Sequence[Precision] | None = None,
+    prefer: Prefer = "quality",
     windows: Sequence[int] = (),
     time_limit_s: float = TIME_LIMIT_S,
 ) -> MadePlan:
@@ -143,14 +148,16 @@ def plan_workload(
         backend="highs",
         budget=None,
         kvs=(workload.kv,),
+        prefer=prefer,
     )
 
-    def solved(choices: Sequence[Precision], theta: float, batch: int) -> Answer:
+    def solved(choices: Sequence[Precision], batch: int) -> Answer:
         work = workload.model_copy(update={"batch": batch})
-        problem = _problem(spec, cluster, work, costs, choices, theta, layers, own)
+        problem = _problem(spec, cluster, work, costs, choices, layers, own)
         return answer(problem, wish, str(Path(model_dir)))
 
-    ways = _ways(solved, spec, bits, layers, default_bits(None, costs, cluster))
+    usual = default_bits(None, costs, cluster)
+    ways = _ways(solved, bits, layers, usual, whole_first=prefer == "quality")
     best = _first_that_fits(ways, windows or (workload.batch,))
     work, book = best.problem.workload, best.problem.costs
     notes = [positions_note(spec, work), best.outcome.note]
@@ -176,26 +183,22 @@ class _Way:
 
 
 def _ways(
-    solved: Callable[[Sequence[Precision], float, int], Answer],
-    spec: ModelSpec,
+    solved: Callable[[Sequence[Precision], int], Answer],
     bits: Sequence[Precision] | None,
     layers: Sequence[Sequence[Precision]],
     usual: Sequence[Precision],
+    *,
+    whole_first: bool,
 ) -> list[_Way]:
     """Return how precisions may be chosen, best first."""
     if layers:
         stored = tuple(p for p in Precision if any(p in own for own in layers))
-        return [_Way(solve=lambda batch: solved(stored, 0.0, batch))]
+        return [_Way(solve=lambda batch: solved(stored, batch))]
     if bits is not None:
-        return [_Way(solve=lambda batch: solved(bits, 1.0, batch))]
-
-    def least_loss(batch: int) -> Answer:
-        quick = solved(usual, 1.0, batch).plan.predicted
-        assert quick is not None, "the planner always predicts"
-        return solved(usual, _careful_theta(spec, quick.total_s), batch)
-
-    own = [_Way(solve=lambda batch: solved((Precision.W16A16,), 0.0, batch), least_window=8)]
-    return (own if Precision.W16A16 in usual else []) + [_Way(solve=least_loss)]
+        return [_Way(solve=lambda batch: solved(bits, batch))]
+    whole = _Way(solve=lambda batch: solved((Precision.W16A16,), batch), least_window=8)
+    some = _Way(solve=lambda batch: solved(usual, batch))
+    return [whole, some] if whole_first and Precision.W16A16 in usual else [some]
 
 
 def _first_that_fits(ways: Sequence[_Way], windows: Sequence[int]) -> Answer:
@@ -212,18 +215,12 @@ def _first_that_fits(ways: Sequence[_Way], windows: Sequence[int]) -> Answer:
     raise refusal
 
 
-def _careful_theta(spec: ModelSpec, total_s: float) -> float:
-    """Seconds per unit of omega at which a layer's step from 8 to 4 bits costs the whole job."""
-    return spec.num_layers * total_s
-
-
 def _problem(
     spec: ModelSpec,
     cluster: Cluster,
     workload: Workload,
     costs: CostModel | None,
     choices: Sequence[Precision],
-    theta: float,
     layers: tuple[tuple[Precision, ...], ...],
     quantization: Quantization,
 ) -> Problem:
@@ -244,7 +241,7 @@ def _problem(
         choices=tuple(choices),
         sensitivity=generic_sensitivity(spec, choices, kvs),
         costs=book,
-        theta=theta,
+        theta=0.0,
         quantization=quantization,
         offered=layers,
     )

@@ -24,7 +24,7 @@ from llmpq.default_dtype import default_dtype
 from llmpq.devices.this_machine import assumed, this_machine, useful_threads
 from llmpq.errors import ExitCode, StageLostError
 from llmpq.model_spec import ModelSpec
-from llmpq.plan import Plan
+from llmpq.plan import Plan, Prefer
 from llmpq.precision import KVPrecision
 from llmpq.sizes.stated_pool import stated_pool
 from llmpq.workload import DTYPE_BYTES, Dtype, Workload
@@ -86,6 +86,7 @@ def plan_for(
     from_ray: str | None = None,
     kv: KVPrecision = KVPrecision.KV16,
     profile: bool = False,
+    prefer: Prefer = "quality",
 ) -> MadePlan:
     """Return a plan for rows of these lengths on the devices there are, and what to say about it.
 
@@ -99,11 +100,16 @@ def plan_for(
     work = workload_of(lengths, dtype=dtype, window=MAX_CPU_WINDOW if on_cpu else MAX_WINDOW, kv=kv)
     if cluster is None and from_ray is None and on_cpu:
         devices = _with_useful_threads(devices, spec.num_params * DTYPE_BYTES[dtype], work.batch)
-    return plan_job(model_dir, devices, work, profile=profile)
+    return plan_job(model_dir, devices, work, profile=profile, prefer=prefer)
 
 
 def plan_job(
-    model_dir: str | Path, cluster: Cluster, work: Workload, *, profile: bool = False
+    model_dir: str | Path,
+    cluster: Cluster,
+    work: Workload,
+    *,
+    profile: bool = False,
+    prefer: Prefer = "quality",
 ) -> MadePlan:
     """Return a plan of a job on a cluster's devices; a batch that does not fit is halved."""
     from llmpq.planner.make import plan_workload
@@ -115,7 +121,8 @@ def plan_job(
     costs, notes = cached_costs(spec.fingerprint(), kinds)
     if costs is not None:
         notes.append(f"costs measured here before: {cache_folder() / spec.fingerprint()}")
-    made = plan_workload(model_dir, cluster, work, costs=costs, windows=halved(work.batch))
+    windows = halved(work.batch)
+    made = plan_workload(model_dir, cluster, work, costs=costs, prefer=prefer, windows=windows)
     made = replace(made, plan=_with_pool(made.plan, spec))
     return made.with_notes([*assumed(cluster), *notes])
 

@@ -28,7 +28,7 @@ from llmpq.checkpoints.generation_config import (
 )
 from llmpq.checkpoints.stored_codes import stored_codes
 from llmpq.cluster import Cluster
-from llmpq.plan import MAX_GAMMA, Plan
+from llmpq.plan import MAX_GAMMA, Plan, Prefer
 from llmpq.runtime.answers import Answers
 from llmpq.runtime.entrance import LoopEntrance, LoopInbox
 from llmpq.runtime.launch.engine import Engine
@@ -71,6 +71,7 @@ class LLM:
         enable_prefix_caching: bool = True,
         dtype: str = AUTO,
         kv_cache_dtype: str = AUTO,
+        prefer: Prefer | None = None,
         speculate: SpeculationMode | Literal["off"] | None = None,
         gamma: int | None = None,
         links: LinkChoice = "auto",
@@ -91,6 +92,8 @@ class LLM:
         drafts found in the text). `max_num_batched_tokens` bounds a step over a pool (512: long
         prompts hold no answers up), `enable_prefix_caching` has shared beginnings computed once.
         `packed_prompts`: on GPUs, too, prompts attend to low-bit keys and values as they are kept.
+        `prefer`: of plans made here, `quality` (bits as stored where they fit; the default),
+        `balanced` or `speed`.
         `speculate` and `gamma` (tokens drafted per verify) are the plan's unless they are given.
         `generation_config`: whose generation_config.json says which tokens end answers and how they
         are sampled by default: the model's ("auto"), none ("vllm"), or that of a directory.
@@ -99,7 +102,7 @@ class LLM:
         """
         wishes = Wishes(
             max_model_len=max_model_len, max_num_seqs=max_num_seqs, dtype=dtype,
-            kv_cache_dtype=kv_cache_dtype, kv_pool=kv_pool, speculate=speculate,
+            kv_cache_dtype=kv_cache_dtype, kv_pool=kv_pool, speculate=speculate, prefer=prefer,
         )  # fmt: skip
         chosen = choose_plan(model, plan, cluster, wishes)
         self.generation_config = read_generation_config(chosen.directory, generation_config)

@@ -1,8 +1,8 @@
 """Which plan a model is run by: the one that was given, or one made for the devices there are.
 
-One device needs no planner: a whole, unquantised model, if it fits.
-Several devices, a directory that is stored quantised, or a model that one device cannot hold are
-planned.
+One device needs no planner: a whole, unquantised model, if it fits and quality is preferred.
+Several devices, a directory that is stored quantised, a model that one device cannot hold, or
+another preference are planned.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, cast
+from typing import Literal, cast, get_args
 
 from llmpq.capabilities import gpu_pool_lack
 from llmpq.checkpoints.gguf_file import is_model
@@ -20,7 +20,7 @@ from llmpq.default_dtype import default_dtype
 from llmpq.devices.this_machine import this_machine
 from llmpq.errors import DoesNotFitError
 from llmpq.model_spec import ModelSpec
-from llmpq.plan import Plan
+from llmpq.plan import Plan, Prefer
 from llmpq.precision import KVPrecision
 from llmpq.runtime.auto_plan import plan_job
 from llmpq.runtime.launch.plans.device_plan import device_plan
@@ -51,6 +51,8 @@ class Wishes:
     """Whether GPUs, too, keep KV in a pool of blocks; None: where they can."""
     speculate: SpeculationMode | Literal["off"] | None = None
     """Who drafts; None: the plan says it."""
+    prefer: Prefer | None = None
+    """Which plan of time and quality to make; None: `quality`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,6 +74,8 @@ def choose_plan(
     wishes: Wishes,
 ) -> Chosen:
     """Return the plan to run; `LlmpqError` or `ValueError` says why there is none."""
+    if wishes.prefer is not None and wishes.prefer not in get_args(Prefer):
+        raise ValueError(f"prefer must be {', '.join(get_args(Prefer))}, got '{wishes.prefer}'")
     if plan is None:
         if model is None:
             raise ValueError("nothing to run: give a model directory, or plan= that names one")
@@ -89,6 +93,7 @@ def choose_plan(
         ("max_model_len", None if pooled else wishes.max_model_len),
         ("max_num_seqs", wishes.max_num_seqs),
         ("dtype", None if wishes.dtype == AUTO else wishes.dtype),
+        ("prefer", wishes.prefer),
     ):
         if value is not None:
             raise ValueError(f"{name} has no effect with plan=, which says it; leave it out")
@@ -134,7 +139,9 @@ def _made(
     cpus = all(device.spec.is_cpu for device in known.devices)
     max_len = _max_len(spec, wishes)
     slots = SLOTS[cpus] if wishes.max_num_seqs is None else _at_least_one("max_num_seqs", wishes)
-    if len(known.devices) == 1 and read_config(directory).get("quantization_config") is None:
+    prefer = wishes.prefer or "quality"
+    stored = read_config(directory).get("quantization_config") is not None
+    if len(known.devices) == 1 and not stored and prefer == "quality":
         whole = _whole(directory, spec, known, wishes, max_len=max_len, slots=slots)
         if whole is not None:
             return whole, known
@@ -146,7 +153,7 @@ def _made(
         kv=_kv(wishes),
         dtype=_dtype(spec, wishes, known),
     )
-    made = plan_job(directory, known, work)
+    made = plan_job(directory, known, work, prefer=prefer)
     for note in made.notes:
         _log.info("%s", note)
     return made.plan, known

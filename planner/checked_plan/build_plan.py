@@ -20,6 +20,7 @@ from llmpq.plan import (
     Plan,
     PoolForm,
     Predicted,
+    Prefer,
     QuantizationForm,
     SolverReport,
     StagePlan,
@@ -36,7 +37,13 @@ from llmpq.sizes.stated_pool import stated_pool
 from llmpq.version import __version__
 
 
-def build_plan(p: Problem, outcome: Outcome, *, model_path: str | None = None) -> Plan:
+def build_plan(
+    p: Problem,
+    outcome: Outcome,
+    *,
+    model_path: str | None = None,
+    prefer: Prefer | None = None,
+) -> Plan:
     """Return the plan of an outcome."""
     a = outcome.assignment
     times = stage_times(p, a)
@@ -73,7 +80,7 @@ def build_plan(p: Problem, outcome: Outcome, *, model_path: str | None = None) -
             p.workload,
             [(d, s.precisions) for d, s in zip(devices, stages, strict=True)],
         ),
-        solver=_solver_report(p, outcome),
+        solver=_solver_report(p, outcome, prefer),
     )
 
 
@@ -188,7 +195,7 @@ def _as_told(p: Problem, outcome: Outcome) -> Outcome:
     return replace(outcome, value=outcome.value + late, status=status)
 
 
-def _solver_report(p: Problem, outcome: Outcome) -> SolverReport:
+def _solver_report(p: Problem, outcome: Outcome, prefer: Prefer | None) -> SolverReport:
     """Return what the plan says of its solver; a bound of zero or less says nothing of a time."""
     outcome = _as_told(p, outcome)
     notes = (
@@ -201,6 +208,7 @@ def _solver_report(p: Problem, outcome: Outcome) -> SolverReport:
         method=outcome.method,
         status=outcome.status,
         objective=p.objective,
+        prefer=prefer,
         theta=p.theta,
         value=outcome.value,
         bound=outcome.bound if bounded else None,

@@ -13,6 +13,7 @@ from llmpq.planner.inputs.requests import PlanRequest
 from llmpq.planner.limits import MAX_BATCH
 
 DTYPES = ("auto", "float16", "bfloat16", "float32")
+PREFERENCES = ("quality", "balanced", "speed")
 METHODS = ("exact", "ilp", "heuristic", "adabits", "uniform", "pipeedge", "flexgen", "all")
 EXPORTS = ("vllm", "sglang", "llamacpp", "accelerate", "compressed-tensors", "gptqmodel", "svg")
 DEFAULT_POINTS = 25
@@ -20,6 +21,7 @@ DEFAULT_POINTS = 25
 COMMANDS = ("plan", "check", "export", "devices", "models")
 CPU_ACTIVATIONS = "CPUs: int8 rounds what meets 3-, 4- and 8-bit weights (exact)"
 HEAD_BITS = "of the output matrix (8 on CPUs with --bits of 8 or fewer, else 16), not in omega"
+THETA_OUT = "leave one of them out"
 GROUP_SIZES = "weights that share a scale: 128, 64, 32 (slower on GPUs), or 0 for a channel"
 NOTES = """\
 commands (flags alone mean `plan`): plan, check, export, devices, models; each has
@@ -126,11 +128,17 @@ def _how_to_choose(section: Section) -> None:
     omega = "omega.json of llmpq-profile indicator: what each layer loses at each precision"
     section.flag("--omega-file", daily=True, metavar="FILE", help=omega)
     section.flag(
-        "--theta",
+        "--prefer",
         daily=True,
+        choices=PREFERENCES,
+        only=(no_front, no_budget, Only(lambda a: a.theta is None, "with --theta", THETA_OUT)),
+        help="quality, balanced (the knee of time and quality; default) or speed",
+    )
+    section.flag(
+        "--theta",
         type=float,
         only=(no_front, no_budget),
-        help="seconds one unit of omega is worth (default 1)",
+        help="paper's form, instead: seconds one unit of omega is worth, in the indicator's unit",
     )
     budget = "the fastest plan with sum omega at most this"
     section.flag("--quality-budget", daily=True, type=float, metavar="OMEGA", help=budget)

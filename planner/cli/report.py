@@ -151,7 +151,8 @@ def loss_lines(plan: Plan) -> list[str]:
     if worst is not None and predicted.sum_omega > worst * (1 + 1e-9):
         lines.append(
             "warning: the plan loses more quality than all layers at 4 bits; allow more memory, a "
-            "smaller batch or more bits (--bits), or raise --theta"
+            "smaller batch or more bits (--bits), or "
+            + ("raise --theta" if plan.solver.prefer is None else "take --prefer quality")
         )
     return lines
 
@@ -161,7 +162,11 @@ def quality_of(plan: Plan) -> str:
     solver = plan.solver
     if solver.value is None:
         return solver.status
-    value = f"objective {solver.value:.6g} (theta {solver.theta:g}, {solver.objective})"
+    if solver.prefer is not None and solver.status == "optimal":
+        return f"--prefer {solver.prefer}, proven optimal: no plan is faster without losing more quality"
+    how = f"theta {solver.theta:.4g}, {solver.objective}"
+    how = how if solver.prefer is None else f"--prefer {solver.prefer}: {how}"
+    value = f"objective {solver.value:.6g} ({how})"
     if solver.gap is None:
         return f"{value}, no bound"
     if solver.status == "optimal":
@@ -169,9 +174,15 @@ def quality_of(plan: Plan) -> str:
     return f"{value}, at most {solver.gap:.2%} above the optimum (bound {solver.bound:.6g})"
 
 
-def print_plan(console: Console, plan: Plan, *, seconds: float | None = None) -> None:
-    """Print headline, stages and memory."""
-    for line in headline(plan):
+def print_plan(
+    console: Console,
+    plan: Plan,
+    *,
+    seconds: float | None = None,
+    alternatives: Sequence[str] = (),
+) -> None:
+    """Print headline, alternatives, stages and memory."""
+    for line in (*headline(plan), *alternatives):
         console.print(line, highlight=False, soft_wrap=True, markup=False)
     if seconds is not None:
         console.print(f"solved in {seconds:.2f} s", highlight=False)

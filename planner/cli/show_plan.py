@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, get_args
 from llmpq.errors import DoesNotFitError
 from llmpq.file_form import check_writable
 from llmpq.plan import Plan
+from llmpq.planner.alternatives import bits_lines
 from llmpq.planner.answer import Answer, Wish, answer, read_wish
 from llmpq.planner.formulation.outcome import Infeasible, Unfinished
 from llmpq.planner.formulation.problem import Problem
@@ -38,7 +39,7 @@ def read_job(request: PlanRequest) -> PlanJob:
     """Check a request and read its files; say which precisions a stored model keeps."""
     _check_mode(request.speculate)
     problem, path, notes = make_problem(request)
-    wish = read_wish(request)
+    wish = read_wish(request, problem.cluster)
     if problem.offered and request.bits is None:
         stored = [precisions[0] for precisions in problem.offered]
         sys.stderr.write(f"llmpq-algo: {stored_line(str(path), stored)}\n")
@@ -71,7 +72,8 @@ def make_and_show(request: PlanRequest, job: PlanJob) -> None:
     from llmpq.planner.cli.report import print_plan
     from llmpq.planner.predict.step_by_step import step_note
 
-    print_plan(console, best.plan, seconds=best.outcome.seconds)
+    beside = bits_lines(best, wish)
+    print_plan(console, best.plan, seconds=best.outcome.seconds, alternatives=beside)
     if request.explain:
         _explain(console, best, wish.budget)
     for change in request.what_if:

@@ -85,7 +85,7 @@ def make_problem(request: PlanRequest) -> tuple[Problem, str | None, list[str]]:
         choices=choices,
         sensitivity=sensitivity,
         costs=costs,
-        theta=_theta(request, cluster),
+        theta=stated_theta(request, cluster) or 0.0,
         objective=request.objective,
         quantization=quantization,
         group=limits.positive("--group", request.group),
@@ -366,11 +366,14 @@ def _omega_path(request: PlanRequest, cluster: Cluster, spec: ModelSpec) -> Path
     return None
 
 
-def _theta(request: PlanRequest, cluster: Cluster) -> float:
-    """Return seconds per unit of omega: the flag, or the cluster's hint, or 1."""
+def stated_theta(request: PlanRequest, cluster: Cluster) -> float | None:
+    """Return seconds per unit of omega: the flag, or the cluster's hint; None if neither says."""
     asked, hint = request.theta, cluster.planning.theta
+    if asked is None and (hint is None or request.prefer is not None):
+        return None
     where = "--theta" if asked is not None else f"'{request.cluster}': planning.theta"
-    theta = asked if asked is not None else 1.0 if hint is None else hint
+    theta = hint if asked is None else asked
+    assert theta is not None, "one of the two says it"
     return limits.within(where, float(theta), limits.MAX_THETA, " seconds per unit of omega")
 
 

@@ -41,6 +41,8 @@ class PlanRequest(DevicesRequest):
     costs: str | None
     probe_cpu: bool
     omega_file: str | None
+    prefer: Any
+    """A name of `PREFERENCES`."""
     theta: float | None
     quality_budget: float | None
     pareto: bool

@@ -49,6 +49,7 @@ def _wishes(options: ServeOptions) -> Wishes:
         kv_cache_dtype=options.kv_cache_dtype,
         kv_pool=engine["kv_pool"],
         speculate=engine["speculate"],
+        prefer=options.prefer,
     )
 
 

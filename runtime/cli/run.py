@@ -132,6 +132,7 @@ def _made_plan(
         from_ray=options.from_ray,
         kv=KVPrecision.KV16 if wish == AUTO else KVPrecision.parse(wish),
         profile=options.profile,
+        prefer=options.prefer or "quality",
     )
     if not options.json and sys.stdout is not None:
         sys.stdout.write(f"{lengths.text()}\n{made.text(shutil.get_terminal_size((110, 0))[0])}\n")

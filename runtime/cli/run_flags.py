@@ -7,8 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import get_args
 
 from llmpq.commands.command_line import CommandParser, Only, Section
+from llmpq.plan import Prefer
 from llmpq.runtime.auto_plan import DEFAULT_NEW_TOKENS
 from llmpq.runtime.launch.launcher import (
     BACKEND_HELP,
@@ -45,6 +47,7 @@ class RunOptions:
     cluster: str | None
     from_ray: str | None
     profile: bool
+    prefer: Prefer | None
     tune: bool
     resume: bool
     trace: str | None
@@ -121,6 +124,7 @@ def run_parser() -> CommandParser:
         action="store_true",
         help="find the fastest products on this machine's GPU first (90 s at most); kept",
     )
+    add_prefer(job)
     kv = "kv16, kv8, kv4 or kv2 (int8, int4, int2) instead of what the plan says"
     job.flag("--kv-cache-dtype", default=AUTO, metavar="KV", help=kv)
     add_kv_pool(job)
@@ -129,6 +133,16 @@ def run_parser() -> CommandParser:
     add_speculation(parser.section("speculation"), daily=True)
     _add_launch(parser.section("launch"))
     return parser
+
+
+def add_prefer(section: Section) -> None:
+    """Declare `--prefer`, of the plan that is made where none is given."""
+    section.flag(
+        "--prefer",
+        choices=get_args(Prefer),
+        only=Only(lambda a: a.plan is None, "with a plan", "give no plan"),
+        help="plan for quality (default: bits as stored where they fit), balanced or speed",
+    )
 
 
 def add_kv_pool(section: Section) -> None:

@@ -6,7 +6,14 @@ from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 from llmpq.commands.command_line import CommandParser, Only, Section
-from llmpq.runtime.cli.run_flags import add_generation_config, add_kv_pool, add_plan, kv_pool_wish
+from llmpq.plan import Prefer
+from llmpq.runtime.cli.run_flags import (
+    add_generation_config,
+    add_kv_pool,
+    add_plan,
+    add_prefer,
+    kv_pool_wish,
+)
 from llmpq.runtime.launch.launcher import BACKENDS, Backend
 from llmpq.runtime.launch.plans.planned_kv import AUTO
 from llmpq.runtime.serve.settings import ServeSettings, ToolFormat
@@ -30,6 +37,7 @@ class ServeOptions:
     dtype: str
     kv_cache_dtype: str
     generation_config: str
+    prefer: Prefer | None
     backend: Backend
     ray_address: str | None
     speculate: str | None
@@ -103,6 +111,7 @@ def serve_parser() -> CommandParser:
     )
     add_kv_pool(what)
     add_generation_config(what, "ends of answers and default sampling")
+    add_prefer(what)
     step = "tokens of a step over a pool: a long prompt holds answers up no longer (default: 512, "
     step += "or what the plan's costs have ready in 0.1 s)"
     what.flag("--max-num-batched-tokens", type=int, metavar="N", help=step)

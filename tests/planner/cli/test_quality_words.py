@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parents[3]
 JOB = ["--global_bz", "1", "--s", "64", "--n", "8"]
 WARNING = (
     "warning: the plan loses more quality than all layers at 4 bits; allow more memory, a smaller "
-    "batch or more bits (--bits), or raise --theta"
+    "batch or more bits (--bits), or take --prefer quality"
 )
 
 
