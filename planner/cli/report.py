@@ -163,7 +163,8 @@ def quality_of(plan: Plan) -> str:
     if solver.value is None:
         return solver.status
     if solver.prefer is not None and solver.status == "optimal":
-        return f"--prefer {solver.prefer}, proven optimal: no plan is faster without losing more quality"
+        proof = "no plan is faster without losing more quality"
+        return f"--prefer {solver.prefer}, proven optimal: {proof}"
     how = f"theta {solver.theta:.4g}, {solver.objective}"
     how = how if solver.prefer is None else f"--prefer {solver.prefer}: {how}"
     value = f"objective {solver.value:.6g} ({how})"

@@ -18,8 +18,8 @@ from llmpq.planner.front.preference import (
     TOLERANCE,
     WEIGHTS,
     Corner,
-    StartPoint,
     Scored,
+    StartPoint,
     preferred,
 )
 from llmpq.planner.inputs.make_problem import generic_sensitivity
