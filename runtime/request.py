@@ -177,6 +177,8 @@ class Finished:
     num_prefix_hits: int = 0
     """Tokens of its prompt that were found in the prefix cache."""
     num_preemptions: int = 0
+    failure: str | None = None
+    """Why its guide could not be followed to its end; `finish_reason` is `error` then."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -27,7 +27,8 @@ class CompletionOutput:
     text: str
     token_ids: Sequence[int]
     finish_reason: str
-    """`stop` (end-of-text, a stop text or token), `length` or `abort`."""
+    """`stop` (end-of-text, a stop text or token), `length`, `abort`, or `error`: what was asked
+    of the text could not be followed to its end, and `stop_reason` says why."""
     first_token_s: float
     """From submission to the first token."""
     total_s: float

@@ -52,20 +52,28 @@ class TokenChoice:
         return self.temperature == 0.0
 
 
+GUIDES = ("json", "regex", "choice", "grammar", "calls")
+
+
 @dataclass(frozen=True, kw_only=True)
 class StructuredOutputsParams:
-    """What an answer's text must be: one of the three."""
+    """What an answer's text must be: one of these."""
 
     json: str | Mapping[str, Any] | bool | None = None
     """A JSON schema, as data or text."""
     regex: str | None = None
     choice: Sequence[str] | None = None
+    grammar: str | None = None
+    """A context-free grammar: llguidance's Lark, or GBNF."""
+    calls: Sequence[tuple[str, Mapping[str, Any] | bool]] | None = None
+    """Names of tools and schemas of their arguments: one of them is called, as JSON of `name` and
+    `arguments` (not one of vLLM's)."""
 
     def __post_init__(self) -> None:
-        given = [name for name in ("json", "regex", "choice") if getattr(self, name) is not None]
+        given = [name for name in GUIDES if getattr(self, name) is not None]
         if len(given) != 1:
             raise ValueError(
-                f"structured_outputs needs one of json, regex, choice, got {given or 'none'}"
+                f"structured_outputs needs one of {', '.join(GUIDES)}, got {given or 'none'}"
             )
         self.guide()
 
@@ -74,9 +82,12 @@ class StructuredOutputsParams:
         if self.json is not None:
             return Guide(kind="json", text=_schema_text(self.json))
         if self.regex is not None:
-            if not isinstance(self.regex, str):
-                raise ValueError(f"regex must be a text, got {self.regex!r:.100}")
-            return Guide(kind="regex", text=self.regex)
+            return Guide(kind="regex", text=_text("regex", self.regex))
+        if self.grammar is not None:
+            return Guide(kind="grammar", text=_text("grammar", self.grammar))
+        if self.calls is not None:
+            calls = [f"[{json.dumps(name)}, {_schema_text(tool)}]" for name, tool in self.calls]
+            return Guide(kind="calls", text=f"[{', '.join(calls)}]")
         choice = self.choice
         if (
             not isinstance(choice, Sequence)
@@ -88,6 +99,12 @@ class StructuredOutputsParams:
         return Guide(kind="choice", text=json.dumps(list(choice)))
 
 
+def _text(name: str, given: object) -> str:
+    if not isinstance(given, str):
+        raise ValueError(f"{name} must be a text, got {given!r:.100}")
+    return given
+
+
 def _schema_text(schema: str | Mapping[str, Any] | bool) -> str:
     """Return a JSON schema as text."""
     if isinstance(schema, str):
@@ -95,12 +112,16 @@ def _schema_text(schema: str | Mapping[str, Any] | bool) -> str:
             schema = json.loads(schema)
         except ValueError as error:
             raise ValueError(f"the JSON schema is not JSON: {error}") from None
+        except RecursionError:
+            raise ValueError("the JSON schema is nested too deep") from None
     if not isinstance(schema, (Mapping, bool)):
         raise ValueError(f"a JSON schema is an object or a boolean, got {schema!r:.100}")
     try:
         return json.dumps(schema)
     except (TypeError, ValueError) as error:
         raise ValueError(f"the JSON schema cannot be written as JSON: {error}") from None
+    except RecursionError:
+        raise ValueError("the JSON schema is nested too deep") from None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,7 +170,7 @@ class SamplingParams:
     truncate_prompt_tokens: int | None = None
     """Only the last so many tokens of the prompt; -1 for as many as there is room for."""
     structured_outputs: StructuredOutputsParams | None = None
-    """What the text must be: JSON of a schema, a match of a regex, or one of some texts."""
+    """What the text must be: JSON of a schema, a match of a regex, one of some texts, ..."""
 
     def __post_init__(self) -> None:
         _check_counts(self)

@@ -7,22 +7,27 @@ be of any size. Standard library only; the arithmetic is in models/ruled_samplin
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
-GuideKind = Literal["json", "regex", "choice"]
+GuideKind = Literal["json", "regex", "choice", "grammar", "calls"]
 NO_RULES = -1
 """Stands for the number of a request that has none."""
 
 
+class GuideError(ValueError):
+    """A guide that cannot be followed."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Guide:
-    """What an answer's text must be: JSON of a schema, matched by a regex, or one of some texts."""
+    """What an answer's text must be: JSON of a schema, one of some texts, a call of a tool, ..."""
 
     kind: GuideKind
     text: str
-    """The schema as JSON, the regular expression, or the texts as a JSON list."""
+    """The schema as JSON, the regular expression, the texts as a JSON list, the grammar, or tools
+    as a JSON list of names and schemas."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,24 +105,28 @@ TokenScores = tuple[TokenScore, ...]
 
 @dataclass(kw_only=True)
 class Noted:
-    """Scores of one request, by the order of its tokens."""
+    """Scores of one request, by the order of its tokens, and what became of its guide."""
 
     output: list[TokenScores] = field(default_factory=list)
     prompt: list[TokenScores] = field(default_factory=list)
     """Of the prompt's tokens from the second on."""
+    failure: str | None = None
+    """Why its guide could not be followed to its end."""
 
     def to_data(self) -> dict[str, Any]:
-        """Return the scores as JSON data."""
+        """Return what was noted as JSON data."""
         parts = {"output": self.output, "prompt": self.prompt}
-        return {
+        scores = {
             key: [[[s.token, s.logprob, s.rank] for s in scores] for scores in part]
             for key, part in parts.items()
         }
+        return {**scores, "failure": self.failure}
 
     @classmethod
-    def from_data(cls, data: Mapping[str, Sequence[Sequence[Sequence[Any]]]]) -> Noted:
-        """Return the scores that `to_data` wrote."""
-        return cls(**{
-            key: [tuple(TokenScore(*score) for score in scores) for scores in part]
-            for key, part in data.items()
-        })  # fmt: skip
+    def from_data(cls, data: Mapping[str, Any]) -> Noted:
+        """Return what `to_data` wrote."""
+        scores: dict[str, list[TokenScores]] = {
+            key: [tuple(TokenScore(*score) for score in scores) for scores in data[key]]
+            for key in ("output", "prompt")
+        }
+        return cls(**scores, failure=data["failure"])

@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from llmpq.errors import StageLostError
@@ -123,6 +123,8 @@ class EngineThread:
                 for finished in update.finished:
                     number = finished.id
                     own = noted.get(number)
+                    if own is not None and own.failure is not None:
+                        finished = replace(finished, finish_reason="error", failure=own.failure)
                     news = RequestNews(id=number, finished=finished, noted=own, heard_s=now_s)
                     self._tell(news, last=True)
         except BaseException as error:

@@ -37,6 +37,9 @@ _POSITIONS_AT_ONCE = 64
 class TokenAutomaton(Protocol):
     """What a guide allows next."""
 
+    failure: str | None
+    """Why the guide could not be followed to its end, once that is so."""
+
     def allowed_of(
         self,
         answers: Sequence[tuple[Self, Sequence[int]]],
@@ -174,7 +177,9 @@ class RuledSampler:
         ruled = self._known.get(number)
         if ruled is None:
             return Noted()
-        new = Noted(output=ruled.noted.output[ruled.num_told :], prompt=ruled.noted.prompt)
+        failure = None if ruled.automaton is None else ruled.automaton.failure
+        scored = ruled.noted
+        new = Noted(output=scored.output[ruled.num_told :], prompt=scored.prompt, failure=failure)
         ruled.num_told += len(new.output)
         ruled.noted.prompt = []
         return new

@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
-from llmpq.runtime.sampling_params import MAX_BIAS, SamplingParams, StructuredOutputsParams
+from llmpq.runtime.sampling_params import GUIDES, MAX_BIAS, SamplingParams, StructuredOutputsParams
 
 
 def _whole(value: Any) -> Any:
@@ -27,7 +27,7 @@ TokensOf = Callable[[str], Sequence[int]]
 _ID = re.compile(r"\s*[+-]?[0-9]+\s*")
 IGNORED = frozenset((
     "user", "store", "metadata", "service_tier", "modalities", "prediction", "audio", "verbosity",
-    "reasoning_effort", "parallel_tool_calls", "prompt_cache_key", "safety_identifier",
+    "reasoning_effort", "prompt_cache_key", "safety_identifier",
     "background", "include", "reasoning", "truncation", "web_search_options",
     "prompt_cache_retention", "moderation", "prompt_cache_options", "stream_id", "function_call",
     "functions", "include_reasoning",
@@ -95,6 +95,7 @@ class SamplingBody(Body):
     guided_json: str | dict[str, Any] | bool | None = None
     guided_regex: str | None = None
     guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
     return_token_ids: bool = False
     """Answers tell `token_ids` beside their text, and `prompt_token_ids` once."""
 
@@ -144,16 +145,22 @@ class SamplingBody(Body):
             structured_outputs=self.guide(),
         )
 
+    @property
+    def guided_by(self) -> str:
+        """The field that says what the text must be, "" without any."""
+        names = ("structured_outputs", *(f"guided_{name}" for name in GUIDES if name != "calls"))
+        return next((name for name in names if getattr(self, name) is not None), "")
+
     def guide(self) -> StructuredOutputsParams | None:
         """Return what the text must be, under either of vLLM's names."""
         given = dict(self.structured_outputs or {})
-        for name in ("json", "regex", "choice"):
+        for name in ("json", "regex", "choice", "grammar"):
             value = getattr(self, f"guided_{name}")
             if value is not None:
                 given[name] = value
-        unknown = sorted(set(given) - {"json", "regex", "choice"})
+        unknown = sorted(set(given) - {*GUIDES})
         if unknown:
-            raise ValueError(f"structured_outputs takes json, regex or choice, got '{unknown[0]}'")
+            raise ValueError(f"structured_outputs takes {', '.join(GUIDES)}, got '{unknown[0]}'")
         return StructuredOutputsParams(**given) if given else None
 
 
@@ -277,6 +284,8 @@ class ChatBody(SamplingBody):
     response_format: ResponseFormat | None = None
     tools: list[Tool] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    parallel_tool_calls: bool = True
+    """False: calls after the first are dropped."""
     add_generation_prompt: bool = True
     chat_template_kwargs: dict[str, Any] | None = None
 

@@ -17,8 +17,8 @@ from llmpq.runtime.serve.bodies import ChatBody, Message, NamedTool, ToolCall
 from llmpq.runtime.serve.completions import LEAST_LOGPROB
 from llmpq.runtime.serve.errors import ApiError
 from llmpq.runtime.serve.service import Choice, Service, usage
-from llmpq.runtime.serve.tool_forms import Calls
-from llmpq.runtime.serve.tools import ToolReader, forced_schema
+from llmpq.runtime.serve.tool_forms import THOUGHTS, Calls
+from llmpq.runtime.serve.tools import ToolReader, forced_call
 
 
 class Chat:
@@ -28,11 +28,13 @@ class Chat:
         service.check_model(body.model)
         self._service, self._body = service, body
         self._forced = self._forced_tools()
+        self._thinking = False
+        """Whether the prompt ends inside a thought."""
         if body.top_logprobs and body.logprobs is False:
             raise ApiError(400, "'top_logprobs' needs 'logprobs': true", param="top_logprobs")
         told = body.logprobs or body.top_logprobs  # the second alone asks for the first
         self._most = (body.top_logprobs or 0) if told else None
-        guide = self._guide()
+        self._guided_by, guide = self._guide()
         if guide is not None:
             body.structured_outputs = guide
         limit = body.max_completion_tokens
@@ -55,8 +57,13 @@ class Chat:
     async def begin(self) -> list[Answers]:
         """Queue the conversation."""
         tokens, body = self.prompt(), self._body
+        self._thinking = self._opens_thought(tokens)
         return await self._service.begin(
-            [tokens], self.params, priority=body.priority, cache_salt=body.cache_salt
+            [tokens],
+            self.params,
+            priority=body.priority,
+            cache_salt=body.cache_salt,
+            guided_by=self._guided_by,
         )
 
     def prompt(self) -> list[int]:
@@ -127,7 +134,8 @@ class Chat:
             async for new in choices:
                 answered += len(new.token_ids)
                 ended = new.finish_reason is not None
-                deltas = readers[new.index].push(new.text, ended=ended)
+                cut = new.finish_reason == "length"
+                deltas = readers[new.index].push(new.text, ended=ended, cut=cut)
                 logprobs = self._logprobs(new)
                 ids = self._ids(new)
                 if not deltas and (new.logprobs or ids.get("token_ids")):
@@ -143,7 +151,7 @@ class Chat:
 
     def _choice(self, choice: Choice) -> dict[str, Any]:
         reader = self._reader()
-        content, calls = reader.whole(choice.text)
+        content, calls = reader.whole(choice.text, cut=choice.finish_reason == "length")
         message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
         if calls:
             message["tool_calls"] = calls
@@ -179,7 +187,17 @@ class Chat:
         functions = [tool.function.model_dump() for tool in self._body.tools or []]
         settings = self._service.settings
         template = settings.chat_template or self._service.tokenizer.chat_template or ""
-        return ToolReader(Calls.of(settings.tool_format, template), tools=functions)
+        return ToolReader(
+            Calls.of(settings.tool_format, template),
+            tools=functions,
+            thinking=self._thinking,
+            one_call=self._body.parallel_tool_calls is False,
+        )
+
+    def _opens_thought(self, tokens: Sequence[int]) -> bool:
+        """Whether a prompt ends where the model is to think."""
+        end = "".join(map(self._service.tokenizer.text_of, tokens[-8:])).rstrip()
+        return end.endswith(tuple(opened for opened, _ in THOUGHTS))
 
     def _tools(self) -> list[dict[str, Any]] | None:
         if not self._body.tools or self._body.tool_choice == "none":
@@ -206,23 +224,40 @@ class Chat:
             )
         return choice.function.name
 
-    def _guide(self) -> dict[str, Any] | None:
-        """Return what the text must be by `tool_choice` or `response_format`."""
+    def _guide(self) -> tuple[str, dict[str, Any] | None]:
+        """Return the field that says what the text must be, and what, unless by vLLM's names."""
+        body, own = self._body, self._body.guided_by
+        wanted = body.response_format
+        formatted = wanted is not None and wanted.type != "text"
         if self._forced is not None:
-            functions = [tool.function.model_dump() for tool in self._body.tools or []]
-            return {"json": forced_schema(functions, self._forced)}
-        wanted = self._body.response_format
-        if wanted is None or wanted.type == "text":
-            return None
+            if own or formatted:
+                raise ApiError(
+                    400,
+                    f"'tool_choice' forces a call, and '{own or 'response_format'}' asks for "
+                    "another text; leave one of them out",
+                    param="tool_choice",
+                )
+            functions = [tool.function.model_dump() for tool in body.tools or []]
+            return "tools", forced_call(functions, self._forced)
+        if wanted is None or not formatted:
+            return own or "structured_outputs", None
+        if own:
+            raise ApiError(
+                400,
+                f"'response_format' and '{own}' both say what the text must be; leave one of "
+                "them out",
+                param=own,
+            )
         if wanted.type == "json_object":
-            return {"json": {"type": "object"}}
+            return "response_format", {"json": {"type": "object"}}
         if wanted.json_schema is None or wanted.json_schema.schema_ is None:
             raise ApiError(
-                400, "'response_format' of type json_schema needs 'json_schema.schema'",
+                400,
+                "'response_format' of type json_schema needs 'json_schema.schema'",
                 param="response_format",
-            )  # fmt: skip
+            )
         StructuredOutputsParams(json=wanted.json_schema.schema_)
-        return {"json": wanted.json_schema.schema_}
+        return "response_format", {"json": wanted.json_schema.schema_}
 
     def _logprobs(self, choice: Choice) -> dict[str, Any] | None:
         if self._most is None:
@@ -257,16 +292,21 @@ def plain_message(message: Message) -> dict[str, Any]:
 
 
 def _plain_calls(calls: Sequence[ToolCall]) -> list[dict[str, Any]]:
-    """Return calls as templates take them: arguments as data."""
+    """Return calls as templates take them: arguments as data; `ApiError` for what is no JSON."""
     plain = []
     for call in calls:
         given = call.function.arguments
         arguments: Any = given
         if isinstance(given, str):
             try:
-                arguments = json.loads(given)
+                arguments = json.loads(given) if given.strip() else {}
             except (ValueError, RecursionError):
-                arguments = {}
+                raise ApiError(
+                    400,
+                    f"the arguments of a call of {call.function.name!r:.100} must be JSON, "
+                    f"got {given!r:.100}",
+                    param="messages",
+                ) from None
         function = {"name": call.function.name, "arguments": arguments}
         plain.append({**call.model_dump(exclude_none=True), "function": function})
     return plain

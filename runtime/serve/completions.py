@@ -62,7 +62,11 @@ class TextCompletion:
         prompts = [self._started(prompt) for prompt in self._body.prompts()]
         body = self._body
         return await self._service.begin(
-            prompts, self._params, priority=body.priority, cache_salt=body.cache_salt
+            prompts,
+            self._params,
+            priority=body.priority,
+            cache_salt=body.cache_salt,
+            guided_by=body.guided_by,
         )
 
     async def whole(self) -> dict[str, Any]:

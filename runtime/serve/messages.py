@@ -69,6 +69,7 @@ class MessagesBody(Body):
             "stop": self.stop_sequences or None,
             "tools": self._tools(),
             "tool_choice": self._tool_choice(),
+            "parallel_tool_calls": not (self.tool_choice or {}).get("disable_parallel_tool_use"),
             "response_format": self._format(),
         }
         return ChatBody.model_validate(chat)
@@ -182,7 +183,9 @@ class Messages:
         stopped = choice.get("stop_reason")
         if stopped in self._stops:
             return {"stop_reason": "stop_sequence", "stop_sequence": stopped}
-        reason = "tool_use" if called else _REASONS.get(choice["finish_reason"], "end_turn")
+        reason = _REASONS.get(choice["finish_reason"], "end_turn")
+        if called and reason == "end_turn":
+            reason = "tool_use"
         return {"stop_reason": reason, "stop_sequence": None}
 
 
@@ -241,7 +244,14 @@ def _plain(message: AnthropicMessage) -> list[dict[str, Any]]:
             result = {"role": "tool", "tool_call_id": str(block.get("tool_use_id", ""))}
             told.append({**result, "content": _text(block.get("content") or "")})
         elif kind == "tool_use":
-            function = {"name": block.get("name"), "arguments": json.dumps(block.get("input", {}))}
+            given = block.get("input") or {}
+            if not isinstance(given, dict):
+                raise ApiError(
+                    400,
+                    f"the input of a tool_use block must be an object, got {given!r:.100}",
+                    param="messages",
+                )
+            function = {"name": block.get("name"), "arguments": given}
             calls.append({"id": block.get("id"), "type": "function", "function": function})
         else:
             texts.append(_text([block]))

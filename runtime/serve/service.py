@@ -22,6 +22,7 @@ from llmpq.runtime.serve.metrics import AnswerClock, Metrics
 from llmpq.runtime.serve.settings import ServeSettings
 from llmpq.runtime.text.prompts import Prompt
 from llmpq.runtime.text.tokenizer import Tokenizer
+from llmpq.runtime.token_rules import GuideError
 
 _log = logging.getLogger("llmpq.serve.prompts")
 
@@ -156,8 +157,12 @@ class Service:
         *,
         priority: int = 0,
         cache_salt: str | None = None,
+        guided_by: str = "structured_outputs",
     ) -> list[Answers]:
-        """Begin the answers to prompts; all or none."""
+        """Begin the answers to prompts; all or none.
+
+        `guided_by`: the field of the request that says what the text must be.
+        """
         llm, limits = self.ready(), self.settings
         if not 1 <= len(prompts) <= limits.max_prompts:
             raise ApiError(
@@ -192,9 +197,11 @@ class Service:
                     )
                 )
                 self.metrics.asked(params.n, params.max_tokens)
-        except BaseException:
+        except BaseException as error:
             for answers in begun:
                 answers.give_up()
+            if isinstance(error, GuideError):
+                raise ApiError(400, f"{guided_by}: {error}", param=guided_by) from None
             raise
         return begun
 
@@ -227,6 +234,10 @@ class Service:
                     clocks[index].tokens(len(delta.token_ids))
                     new = Choice(index)
                     new.take(delta)
+                    if delta.finish_reason == "error":
+                        raise ApiError(
+                            400, f"what the text must be cannot be followed: {delta.stop_reason}"
+                        )
                     if delta.finish_reason is not None:
                         open_clocks.pop(index).end(delta)
                         self.num_under_way -= 1

@@ -8,7 +8,7 @@
     deepseek          <T calls begin><T call begin>name<T sep>{...}<T call end> ... <T calls end>
 
 Marks of mistral and granite are special tokens of some tokenizers, so that an answer's text may
-lack them. What does not read as a call stays text.
+lack them. What does not read as a call stays text, and so does what stands inside a thought.
 """
 
 from __future__ import annotations
@@ -73,14 +73,63 @@ MARKS: Mapping[Calls, tuple[str, str]] = {
     Calls.DEEPSEEK: (_deepseek("tool calls begin"), _deepseek("tool calls end")),
 }
 """What is before and behind calls; nothing is behind Mistral's, which go to the answer's end."""
+THOUGHTS = (
+    ("<think>", "</think>"),
+    ("[THINK]", "[/THINK]"),
+    ("<seed:think>", "</seed:think>"),
+)
+"""What is before and behind what a model says to itself."""
+_VALUE, _VALUE_END = "<arg_value>", "</arg_value>"
 
 
-def read_calls(text: str, schemas: Schemas) -> list[Call]:
-    """Return the calls that a text is; none if it is something else."""
+class Inside:
+    """Looks through what follows a call's mark, as it comes, for the mark that ends it.
+
+    One inside a JSON string or a value of GLM's belongs to an argument.
+    """
+
+    def __init__(self, end: str) -> None:
+        self._end = end
+        self._at = self._depth = 0
+        self._in_string = self._in_value = False
+
+    def find_end(self, text: str) -> int:
+        """Return where the ending mark is; -1 while it has not come. `text` may have grown."""
+        while self._at < len(text):
+            at, sign = self._at, text[self._at]
+            step = 1
+            if self._in_value:
+                at = text.find(_VALUE_END, at)
+                if at < 0:
+                    self._at = max(self._at, len(text) - len(_VALUE_END) + 1)
+                    return -1
+                self._in_value, step = False, at - self._at + len(_VALUE_END)
+            elif self._in_string:
+                step = 2 if sign == "\\" else 1
+                self._in_string = sign != '"'
+            elif sign == '"' and self._depth:
+                self._in_string = True
+            elif sign in "{}":
+                self._depth = max(0, self._depth + (1 if sign == "{" else -1))
+            elif text.startswith(self._end, at):
+                return at
+            elif text.startswith(_VALUE, at):
+                self._in_value, step = True, len(_VALUE)
+            elif self._end.startswith(text[at:]) or _VALUE.startswith(text[at:]):
+                return -1  # the beginning of one of them, or not
+            self._at += step
+        return -1
+
+
+def read_calls(text: str, schemas: Schemas, *, cut: bool = False) -> list[Call]:
+    """Return the calls that a text is; none if it is something else.
+
+    `cut`: it may lack its end, so that values without one are none.
+    """
     try:
         data = json.loads(text)
-    except ValueError:
-        found = [*_marked(text), *_pairs(text, schemas)]
+    except (ValueError, RecursionError):
+        found = [*_marked(text), *([] if cut else _pairs(text, schemas))]
         return found or _named(text)
     several = data if isinstance(data, list) else [data]
     calls = [call for call in map(_of_json, several) if call is not None]
@@ -139,7 +188,7 @@ def _named(text: str) -> list[Call]:
             return []
         try:
             arguments, place = json.JSONDecoder().raw_decode(text, found.end())
-        except ValueError:
+        except (ValueError, RecursionError):
             return []
         calls.append((found[1], json.dumps(arguments)))
     return calls
@@ -149,5 +198,5 @@ def _json_of(text: str) -> Any:
     """Return what a text says as JSON, itself where it is none."""
     try:
         return json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return text

@@ -179,7 +179,9 @@ class Prompts:
         return "length" if ask.params.max_tokens == 0 else finished.finish_reason
 
     def stop_reason(self, ask: Ask, finished: Finished, text: TextStream) -> int | str | None:
-        """Return the stop token or text that ended an answer, None for other ends."""
+        """Return the stop token or text that ended an answer, or what failed; else None."""
+        if finished.failure is not None:
+            return finished.failure
         if self.finish_reason(ask, finished) != "stop":
             return None
         last = finished.tokens[-1]

@@ -85,6 +85,73 @@ def test_regexes_and_choices_are_met_beside_free_answers(llm):
     assert found <= set(names) and len(found) > 1
 
 
+NODE = {
+    "type": "object",
+    "properties": {
+        "v": {"type": "integer", "minimum": 0, "maximum": 9},
+        "next": {"anyOf": [{"$ref": "#/$defs/node"}, {"type": "null"}]},
+    },
+    "required": ["v", "next"],
+    "additionalProperties": False,
+}
+LIST = {"$ref": "#/$defs/node", "$defs": {"node": NODE}}
+TREE = {
+    "type": "object",
+    "properties": {"c": {"type": "array", "items": {"$ref": "#"}, "maxItems": 2}},
+    "required": ["c"],
+    "additionalProperties": False,
+}
+
+
+def test_one_of_some_tools_is_called_with_arguments_of_its_own_schema(llm):
+    schemas = {"list": LIST, "tree": TREE, "none": {"type": "object", "maxProperties": 0}}
+    calls = StructuredOutputsParams(calls=[*schemas.items()])
+    params = [asked(calls, seed) for seed in range(12)]
+    answers = [answer.outputs[0] for answer in llm.generate(["call: "] * 12, params)]
+    told = [json.loads(a.text) for a in answers if a.finish_reason == "stop"]
+    assert len(told) > 6 and len({call["name"] for call in told}) > 1
+    for call in told:
+        assert sorted(call) == ["arguments", "name"]
+        jsonschema.validate(call["arguments"], schemas[call["name"]])
+
+
+@pytest.mark.parametrize(
+    "grammar",
+    ['start: "yes" " " NUMBER\nNUMBER: /[0-9]{2}/', 'root ::= "yes " [0-9] [0-9]'],
+    ids=["Lark", "GBNF"],
+)
+def test_grammars_are_followed(llm, grammar):
+    (answer,) = llm.generate("a", asked(StructuredOutputsParams(grammar=grammar), 1))
+    assert re.fullmatch("yes [0-9]{2}", answer.text)
+
+
+def test_a_regex_may_say_that_it_is_of_a_whole_text(llm):
+    for regex, wanted in ((r"^[ab]{3}$", "[ab]{3}"), (r"^a\$", r"a\$"), (r"^a|b$", "a|b")):
+        (answer,) = llm.generate("a", asked(StructuredOutputsParams(regex=regex), 1))
+        assert re.fullmatch(wanted, answer.text), regex
+
+
+def test_one_of_thousands_of_choices_is_made(llm):
+    names = [f"entry {n} of the list" for n in range(3000)]
+    for guide in (
+        StructuredOutputsParams(choice=names),
+        StructuredOutputsParams(json={"enum": names}),
+    ):
+        text = llm.generate("pick: ", asked(guide, 3))[0].text
+        assert (json.loads(text) if guide.json else text) in names
+
+
+def test_a_guide_that_gives_up_is_an_error_not_an_end(llm, monkeypatch):
+    monkeypatch.setattr("llmpq.runtime.guides._LIMITS", {"max_items_in_row": 60})
+    inner = {"type": "object", "properties": {f"p{i}": {"type": "null"} for i in range(100)}}
+    schema = {"type": "object", "properties": {"in": inner}, "required": ["in"]}
+    params = [asked(StructuredOutputsParams(json=schema), 1), SamplingParams(max_tokens=4, seed=1)]
+    failed, other = (answer.outputs[0] for answer in llm.generate(["a", "b"], params))
+    assert failed.text and '{"in": {'.startswith(failed.text)
+    assert failed.finish_reason == "error" and "too many ways open" in failed.stop_reason
+    assert other.finish_reason == "length"
+
+
 def test_a_guide_does_not_change_a_text_that_fits(llm):
     free = llm.generate("def main():", SamplingParams(temperature=0, max_tokens=12))[0].text
     params = asked(StructuredOutputsParams(choice=[free, free + "!"]), 0, temperature=0)
@@ -95,8 +162,14 @@ def test_a_guide_does_not_change_a_text_that_fits(llm):
     ("guide", "said"),
     [
         ({"json": {"type": "nonsense"}}, "Invalid type: nonsense"),
-        ({"json": False}, "json cannot be followed"),
-        ({"json": {"not": {"type": "string"}}}, "not"),
+        ({"json": False}, "JSON schema cannot be followed"),
+        ({"json": {"not": {"type": "string"}}}, "keywords not; leave them out"),
+        ({"json": {"$ref": "#/$defs/A", "$defs": {"A": {"$ref": "#/$defs/A"}}}}, "back to itself"),
+        ({"json": {"oneOf": [{"minimum": 1}, {"maximum": 5}]}}, "write anyOf"),
+        ({"grammar": "start: other"}, "grammar cannot be followed: .*other"),
+        ({"grammar": 'root ::= "a'}, "grammar cannot be followed"),
+        ({"calls": [("a", True), ("b", {"type": "odd"})]}, "parameters of the tool 'b' .*: odd"),
+        ({"calls": [("a", {"$ref": "#"})]}, "parameters of the tool 'a' .* back to itself"),
         ({"regex": "(["}, "unclosed character class"),
         ({"regex": "a" * (1 << 20) + "a"}, "is too long"),
     ],

@@ -68,12 +68,13 @@ def test_bad_values_are_refused_in_one_sentence(options, said):
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({}, "one of json, regex, choice, got none"),
+        ({}, "one of json, regex, choice, grammar, calls, got none"),
         ({"json": {}, "regex": "a"}, "got ['json', 'regex']"),
         ({"json": "{"}, "the JSON schema is not JSON"),
         ({"json": "3"}, "an object or a boolean"),
         ({"json": {"a": {1, 2}}}, "cannot be written as JSON"),
         ({"regex": 3}, "regex must be a text"),
+        ({"grammar": 3}, "grammar must be a text"),
         ({"choice": []}, "choice must be a list of texts"),
         ({"choice": "yes"}, "choice must be a list of texts"),
         ({"choice": ["a", ""]}, "none empty"),

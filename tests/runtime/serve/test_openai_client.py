@@ -183,7 +183,7 @@ def test_structured_output_and_forced_tools(client):
         ({"prompt": ["a"] * 64, "n": 9}, 400, "may ask for 512 answers, got 64 prompts", "n"),
         ({"logit_bias": {"-1": 1}}, 400, "names token -1", "logit_bias"),
         ({"extra_body": {"temprature": 1}}, 400, "did you mean 'temperature'", None),
-        ({"extra_body": {"guided_regex": "(["}}, 400, "cannot be followed", "structured_outputs"),
+        ({"extra_body": {"guided_regex": "(["}}, 400, "cannot be followed", "guided_regex"),
     ],
 )
 def test_errors_are_openais(client, options, status, said, param):

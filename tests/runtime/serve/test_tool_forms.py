@@ -35,6 +35,8 @@ def _deepseek(*calls):
     return mark("tool calls begin") + told + mark("tool calls end")
 
 
+SAYS = '{"name": "clock", "arguments": {"say": "%s"}}'
+QUOTED = '\\\\"}</tool_call>'.replace("\\\\", "\\")
 SCRIPTS = [
     ("hermes", "Just text.", "Just text.", []),
     ("hermes", f"<tool_call>\n{WEATHER}\n</tool_call>", None, [("weather", ARGUMENTS)]),
@@ -74,6 +76,38 @@ SCRIPTS = [
     ("deepseek", "Wait." + _deepseek(f"weather%s{GIVEN}"), "Wait.", [("weather", ARGUMENTS)]),
     ("deepseek", _deepseek("weather%sno JSON"), _deepseek("weather%sno JSON"), []),
     ("llama3", '{"name": "cut', '{"name": "cut', []),
+    # A mark inside an argument ends nothing.
+    ("hermes", f"<tool_call>{SAYS % '</tool_call> and <tool_call>'}</tool_call>done", "done",
+     [("clock", {"say": "</tool_call> and <tool_call>"})]),
+    ("hermes", f"<tool_call>{SAYS % QUOTED}</tool_call>", None,
+     [("clock", {"say": '"}</tool_call>'})]),
+    ("hermes", "<tool_call>clock<arg_key>say</arg_key><arg_value></tool_call></arg_value>"
+     f"</tool_call>\n<tool_call>{CLOCK}</tool_call>", None,
+     [("clock", {"say": "</tool_call>"}), ("clock", {})]),
+    ("mistral", f"[TOOL_CALLS][{SAYS % '[TOOL_CALLS]'}]", None,
+     [("clock", {"say": "[TOOL_CALLS]"})]),
+    ("mistral", '[TOOL_CALLS]clock[ARGS]{"say": "[TOOL_CALLS]a"}[TOOL_CALLS]clock[ARGS]{}', None,
+     [("clock", {"say": "[TOOL_CALLS]a"}), ("clock", {})]),
+    ("granite", f"<|tool_call|>[{SAYS % '<|/tool_call|>'}]<|/tool_call|>", None,
+     [("clock", {"say": "<|/tool_call|>"})]),
+    ("deepseek", _deepseek('clock%s{"say": "<\uff5ctool\u2581calls\u2581end\uff5c>"}'), None,
+     [("clock", {"say": "<\uff5ctool\u2581calls\u2581end\uff5c>"})]),
+    # An argument that is not closed hides no end.
+    ("hermes", f'<tool_call>{{"name": "clock</tool_call><tool_call>{CLOCK}</tool_call>',
+     '<tool_call>{"name": "clock</tool_call>', [("clock", {})]),
+    # Thoughts are text, whatever stands in them.
+    ("hermes", f"<think>or <tool_call>{CLOCK}</tool_call>?</think>done",
+     f"<think>or <tool_call>{CLOCK}</tool_call>?</think>done", []),
+    ("hermes", f"<think>a <tool_call>{CLOCK}</tool_call></think>\n<tool_call>{WEATHER}</tool_call>",
+     f"<think>a <tool_call>{CLOCK}</tool_call></think>\n", [("weather", ARGUMENTS)]),
+    ("hermes", f"Hm. <think>a <tool_call>{CLOCK}</tool_call>",
+     f"Hm. <think>a <tool_call>{CLOCK}</tool_call>", []),
+    ("hermes", f"<tool_call>{SAYS % '<think>'}</tool_call><tool_call>{CLOCK}</tool_call>", None,
+     [("clock", {"say": "<think>"}), ("clock", {})]),
+    ("llama3", f"<think>{CLOCK}</think>\n\n{CLOCK}", f"<think>{CLOCK}</think>", [("clock", {})]),
+    ("mistral", f"[THINK][TOOL_CALLS]clock[ARGS]{{}}[/THINK][TOOL_CALLS][{CLOCK}]",
+     "[THINK][TOOL_CALLS]clock[ARGS]{}[/THINK]", [("clock", {})]),
+    ("granite", f"<think>[{CLOCK}]</think>no", f"<think>[{CLOCK}]</think>no", []),
 ]  # fmt: skip
 
 
@@ -105,6 +139,47 @@ def test_scripts_read_the_same_whole_and_cut_anywhere(form, script, content, cal
     assert gathered([*script], form) == wanted
     for cut in range(1, len(script)):
         assert gathered([script[:cut], script[cut:]], form) == wanted
+
+
+def test_calls_begin_behind_the_thought_that_a_prompt_has_opened():
+    script = f"is it <tool_call>{CLOCK}</tool_call>?</think>\n<tool_call>{WEATHER}</tool_call>"
+    for cut in range(len(script)):
+        reader = ToolReader(Calls.HERMES, tools=TOOLS, thinking=True)
+        deltas = reader.push(script[:cut]) + reader.push(script[cut:], ended=True)
+        text = "".join(delta.get("content", "") for delta in deltas)
+        calls = [call["function"]["name"] for d in deltas for call in d.get("tool_calls", ())]
+        assert text.strip() == script[: script.index("\n")] and calls == ["weather"]
+
+
+@pytest.mark.parametrize(
+    ("form", "script", "called"),
+    [
+        ("hermes", f"<tool_call>{WEATHER}", 1),
+        ("hermes", f"<tool_call>{WEATHER[:-1]}", 0),
+        ("hermes", GLM.removesuffix("</tool_call>"), 0),
+        ("hermes", "<tool_call>clock", 0),
+        ("hermes", f"<tool_call>{CLOCK}</tool_call><tool_call>{WEATHER[:-9]}", 1),
+        ("llama3", WEATHER[:-1], 0),
+        ("mistral", '[TOOL_CALLS]clock[ARGS]{"a": 1', 0),
+        ("granite", f"<|tool_call|>[{WEATHER}", 0),
+        ("deepseek", _deepseek(f"weather%s{GIVEN}")[:-30], 0),
+        ("whole", WEATHER, 0),
+        ("arguments", GIVEN, 0),
+    ],
+)
+def test_what_the_token_limit_cuts_is_no_call(form, script, called):
+    content, calls = ToolReader(Calls(form), "weather", TOOLS).whole(script, cut=True)
+    assert len(calls) == called
+    if form in ("whole", "arguments"):
+        assert content is None
+    else:
+        assert called or content == script
+
+
+def test_one_call_is_read_where_no_more_are_wanted():
+    script = f"a<tool_call>{CLOCK}</tool_call>\n<tool_call>{WEATHER}</tool_call>"
+    content, calls = ToolReader(Calls.HERMES, tools=TOOLS, one_call=True).whole(script)
+    assert content == "a" and [call["function"]["name"] for call in calls] == ["clock"]
 
 
 def test_a_text_of_digits_stays_one_where_the_schema_says_so():

@@ -1,0 +1,268 @@
+"""Calls of tools through the server: forced ones fit, cut ones are none, histories are read."""
+
+from __future__ import annotations
+
+import json
+import urllib.error
+import urllib.request
+
+import jsonschema
+import pytest
+
+pytestmark = pytest.mark.cpu
+CHATS, MESSAGES = "/v1/chat/completions", "/v1/messages"
+CLOCK = '<tool_call>{"name": "clock", "arguments": {"zone": "UTC"}}</tool_call>'
+LIST = {
+    "type": "object",
+    "properties": {"head": {"$ref": "#/$defs/node"}},
+    "required": ["head"],
+    "additionalProperties": False,
+    "$defs": {
+        "node": {
+            "type": "object",
+            "properties": {
+                "v": {"type": "integer", "minimum": 0, "maximum": 9},
+                "next": {"anyOf": [{"type": "null"}, {"$ref": "#/$defs/node"}]},
+            },
+            "required": ["v", "next"],
+            "additionalProperties": False,
+        }
+    },
+}
+TREE = {
+    "type": "object",
+    "properties": {"kids": {"type": "array", "items": {"$ref": "#"}, "maxItems": 1}},
+    "required": ["kids"],
+    "additionalProperties": False,
+}
+SCHEMAS = {"list": LIST, "tree": TREE}
+
+
+@pytest.fixture(scope="module")
+def hermes(two_stages, running):
+    with running(two_stages, tool_format="hermes") as made:
+        yield made
+
+
+def post(server, path, body):
+    data = json.dumps(body).encode()
+    request = urllib.request.Request(server.url + path, data, {"Content-Type": "application/json"})
+    try:
+        with urllib.request.urlopen(request, timeout=60) as answer:
+            return answer.status, answer.read().decode()
+    except urllib.error.HTTPError as error:
+        return error.code, error.read().decode()
+
+
+def tool(name, schema=None):
+    return {"type": "function", "function": {"name": name, "parameters": schema}}
+
+
+def chat(**more):
+    return {"messages": [{"role": "user", "content": "a"}], "max_tokens": 150} | more
+
+
+def test_any_of_several_tools_is_called_with_arguments_of_its_own_schema(hermes):
+    tools, called = [tool(name, schema) for name, schema in SCHEMAS.items()], set()
+    for seed in range(6):
+        body = chat(tools=tools, tool_choice="required", seed=seed, temperature=1.5)
+        status, text = post(hermes, CHATS, body)
+        (choice,) = json.loads(text)["choices"]
+        assert status == 200
+        if choice["finish_reason"] == "length":
+            assert choice["message"]["content"] is None and "tool_calls" not in choice["message"]
+            continue
+        function = choice["message"]["tool_calls"][0]["function"]
+        jsonschema.validate(json.loads(function["arguments"]), SCHEMAS[function["name"]])
+        called.add(function["name"])
+    assert called
+    digit = {
+        "type": "object",
+        "properties": {"v": {"$ref": "#/$defs/d"}},
+        "required": ["v"],
+        "additionalProperties": False,
+        "$defs": {"d": {"enum": [1, 2]}},
+    }
+    body = {
+        "model": "demo-7m",
+        "max_tokens": 150,
+        "tool_choice": {"type": "any"},
+        "messages": [{"role": "user", "content": "a"}],
+        "tools": [{"name": name, "input_schema": digit} for name in ("one", "other")],
+    }
+    (block,) = json.loads(post(hermes, MESSAGES, body)[1])["content"]
+    assert block["name"] in ("one", "other") and block["input"]["v"] in (1, 2)
+
+
+@pytest.mark.parametrize(
+    ("change", "field", "said"),
+    [
+        (
+            {"tools": [tool("a"), tool("b", {"$ref": "#"})], "tool_choice": "required"},
+            "tools",
+            "parameters of the tool 'b' cannot be followed: .* back to itself",
+        ),
+        ({"tools": [tool("a", {"not": {}})], "tool_choice": tool("a")}, "tools", "keywords not"),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"schema": {"$ref": "#"}}}},
+            "response_format",
+            "back to itself",
+        ),
+        ({"guided_json": {"oneOf": [{"minimum": 1}, {"maximum": 3}]}}, "guided_json", "anyOf"),
+        ({"structured_outputs": {"grammar": "start: b"}}, "structured_outputs", "grammar cannot"),
+        (
+            {"guided_choice": ["a"], "response_format": {"type": "json_object"}},
+            "guided_choice",
+            "both say what the text must be",
+        ),
+        (
+            {"guided_choice": ["a"], "tools": [tool("a")], "tool_choice": "required"},
+            "tool_choice",
+            "leave one of them out",
+        ),
+    ],
+)
+def test_what_cannot_be_followed_is_refused_by_the_fields_name(hermes, change, field, said):
+    import re
+
+    for stream in (False, True):
+        status, text = post(hermes, CHATS, chat(**change, stream=stream))
+        error = json.loads(text)["error"]
+        assert status == 400 and error["param"] == field, text
+        assert re.search(said, error["message"])
+
+
+@pytest.mark.parametrize("kind", ["named", "required"])
+def test_a_forced_call_that_the_limit_cuts_is_none(hermes, kind):
+    choice = tool("list") if kind == "named" else "required"
+    body = chat(tools=[tool("list", LIST)], tool_choice=choice, max_tokens=3)
+    (told,) = json.loads(post(hermes, CHATS, body)[1])["choices"]
+    assert told["finish_reason"] == "length"
+    assert told["message"]["content"] is None and "tool_calls" not in told["message"]
+    anthropic = {"type": "tool", "name": "list"} if kind == "named" else {"type": "any"}
+    body = {
+        "model": "demo-7m",
+        "max_tokens": 3,
+        "messages": [{"role": "user", "content": "a"}],
+        "tools": [{"name": "list", "input_schema": LIST}],
+        "tool_choice": anthropic,
+    }
+    told = json.loads(post(hermes, MESSAGES, body)[1])
+    assert told["stop_reason"] == "max_tokens" and told["content"] == []
+    events = post(hermes, MESSAGES, body | {"stream": True})[1]
+    assert '"stop_reason":"max_tokens"' in events and "tool_use" not in events.split("delta")[-1]
+
+
+def says(text, **more):
+    return chat(guided_choice=[text], tools=[tool("clock")], **more)
+
+
+def streamed(text):
+    data = [line[6:] for line in text.split("\n\n") if line.startswith("data: {")]
+    return [json.loads(one) for one in data]
+
+
+def test_calls_in_thoughts_are_text_whole_and_streamed(hermes):
+    said = f"<think>I could write {CLOCK} here</think>done"
+    for choice in ("auto", "none"):
+        (told,) = json.loads(post(hermes, CHATS, says(said, tool_choice=choice))[1])["choices"]
+        assert told["message"]["content"] == said and told["finish_reason"] == "stop"
+        assert "tool_calls" not in told["message"]
+        parts = streamed(post(hermes, CHATS, says(said, tool_choice=choice, stream=True))[1])
+        deltas = [choice["delta"] for part in parts for choice in part["choices"]]
+        assert "".join(d.get("content") or "" for d in deltas) == said
+        assert not any("tool_calls" in delta for delta in deltas)
+
+
+def test_deltas_of_calls_are_what_clients_join(hermes):
+    import openai
+
+    said = f"two: {CLOCK}\n{CLOCK}"
+    with openai.OpenAI(base_url=f"{hermes.url}/v1", api_key="none") as client:
+        ask = {
+            "model": "demo-7m",
+            "messages": [{"role": "user", "content": "a"}],
+            "tools": [tool("clock", {"type": "object", "properties": {}})],
+            "extra_body": {"guided_choice": [said]},
+        }
+        whole = client.chat.completions.create(**ask).choices[0]
+        with client.chat.completions.stream(**ask) as stream:
+            joined = stream.get_final_completion().choices[0]
+    assert joined.message.content.strip() == whole.message.content.strip() == "two:"
+    calls = [[c.function.arguments for c in m.message.tool_calls] for m in (joined, whole)]
+    assert calls[0] == calls[1] == ['{"zone": "UTC"}'] * 2
+    assert joined.finish_reason == whole.finish_reason == "tool_calls"
+    parts = streamed(post(hermes, CHATS, says(said, stream=True))[1])
+    assert len({part["id"] for part in parts}) == 1
+    deltas = [choice["delta"] for part in parts for choice in part["choices"]]
+    assert deltas[0]["role"] == "assistant" and deltas[-1] == {}
+    seen = [call for delta in deltas for call in delta.get("tool_calls", ())]
+    assert [call["index"] for call in seen] == [0, 1]
+    assert len({call["id"] for call in seen}) == 2
+    named = chat(tools=[tool("list", LIST)], tool_choice=tool("list"), stream=True, seed=1)
+    parts = streamed(post(hermes, CHATS, named)[1])
+    first, *later = [
+        call
+        for part in parts
+        for choice in part["choices"]
+        for call in choice["delta"].get("tool_calls", ())
+    ]
+    assert first["id"] and first["type"] == "function" and first["function"]["name"] == "list"
+    assert later and all([*call] == ["index", "function"] for call in later)
+    assert all([*call["function"]] == ["arguments"] for call in later)
+
+
+def test_one_call_is_answered_where_no_more_are_wanted(hermes):
+    said = f"{CLOCK}{CLOCK}"
+    for wanted, count in ((False, 1), (True, 2)):
+        body = says(said, parallel_tool_calls=wanted)
+        message = json.loads(post(hermes, CHATS, body)[1])["choices"][0]["message"]
+        assert len(message["tool_calls"]) == count
+
+
+@pytest.mark.parametrize(
+    ("message", "status"),
+    [
+        ({"content": None, "tool_calls": []}, 200),
+        ({"content": "x", "tool_calls": None}, 200),
+        ({"tool_calls": [{"function": {"name": "clock", "arguments": '{"a": 1}'}}]}, 200),
+        ({"tool_calls": [{"function": {"name": "clock", "arguments": {"a": 1}}}]}, 200),
+        ({"tool_calls": [{"function": {"name": "clock", "arguments": ""}}]}, 200),
+        ({"tool_calls": [{"function": {"name": "clock"}}]}, 200),
+        ({"tool_calls": [{"function": {"name": "clock", "arguments": "{"}}]}, 400),
+        ({"tool_calls": [{"function": {"name": "clock", "arguments": "zone=UTC"}}]}, 400),
+        ({"tool_calls": [{"function": {"name": "clock", "arguments": "[" * 9999}}]}, 400),
+        ({"tool_calls": [{"function": {"name": "clock", "arguments": "{'a': 1}"}}]}, 400),
+    ],
+)
+def test_calls_of_a_history_are_read_or_refused(hermes, message, status):
+    talk = [
+        {"role": "user", "content": "a"},
+        {"role": "assistant", **message},
+        {"role": "tool", "content": "5", "tool_call_id": "x"},
+    ]
+    for stream in (False, True):
+        got, text = post(hermes, CHATS, chat(messages=talk, max_tokens=1, stream=stream))
+        assert got == status, text
+        if status == 400:
+            assert "must be JSON, got" in json.loads(text)["error"]["message"]
+    inputs = {"role": "assistant", "content": [{"type": "tool_use", "name": "a", "input": "{"}]}
+    body = {"model": "demo-7m", "max_tokens": 1, "messages": [inputs]}
+    assert post(hermes, MESSAGES, body)[0] == 400
+
+
+def test_a_template_that_raises_is_a_refusal_and_the_next_is_answered(two_stages, running):
+    template = (
+        "{%- for m in messages %}{%- if (m['role'] == 'user') != (loop.index0 % 2 == 0) %}"
+        "{{ raise_exception('roles must alternate') }}{%- endif %}{{ m['content'] }}{%- endfor %}"
+    )
+    with running(two_stages, chat_template=template) as server:
+        twice = [{"role": "user", "content": "a"}] * 2
+        for stream in (False, True):
+            status, text = post(server, CHATS, chat(messages=twice, stream=stream))
+            error = json.loads(text)["error"]
+            assert status == 400 and error["type"] == "invalid_request_error"
+            assert "roles must alternate" in error["message"]
+        assert post(server, CHATS, chat(max_tokens=1))[0] == 200
+        broken = chat(messages=[{"role": "user", "content": "a"}], max_tokens=1)
+        assert post(server, CHATS, broken | {"chat_template_kwargs": {"a": 1}})[0] == 200

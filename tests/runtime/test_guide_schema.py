@@ -1,0 +1,119 @@
+"""JSON schemas before they guide: references that lead nowhere, formats that nobody knows."""
+
+from __future__ import annotations
+
+import pytest
+
+from llmpq.runtime.guide_schema import followable, in_our_terms
+
+pytestmark = pytest.mark.pure
+
+
+def ref(name):
+    return {"$ref": f"#/$defs/{name}"}
+
+
+def needs(schema):
+    return {"type": "object", "properties": {"a": schema}, "required": ["a"]}
+
+
+NULL = {"type": "null"}
+ENDLESS = {
+    "itself": {**ref("A"), "$defs": {"A": ref("A")}},
+    "the root": {"$ref": "#"},
+    "two in turn": {**ref("A"), "$defs": {"A": ref("B"), "B": ref("A")}},
+    "through allOf": {**ref("A"), "$defs": {"A": {"allOf": [{"type": "object"}, ref("A")]}}},
+    "through every branch": {**ref("A"), "$defs": {"A": {"anyOf": [ref("A"), needs(ref("A"))]}}},
+    "a property that must be there": needs({"$ref": "#"}),
+    "any property that must be there": {
+        "type": "object",
+        "required": ["b"],
+        "additionalProperties": {"$ref": "#"},
+    },
+    "an array of at least one": {"type": "array", "items": {"$ref": "#"}, "minItems": 1},
+    "the first of an array": {"type": "array", "prefixItems": [{"$ref": "#"}], "minItems": 1},
+    "of an older draft": {"type": "array", "items": [{"$ref": "#"}], "minItems": 1},
+    "behind one that ends": {"anyOf": [NULL, ref("A")], "$defs": {"A": needs(ref("A"))}},
+    "an escaped name": {"$ref": "#/$defs/a~1b%20c", "$defs": {"a/b c": {"$ref": "#"}}},
+}
+ENDING = {
+    "a list": {**ref("N"), "$defs": {"N": needs({"anyOf": [ref("N"), NULL]})}},
+    "a tree": {
+        "type": "object",
+        "properties": {"c": {"type": "array", "items": {"$ref": "#"}}},
+        "required": ["c"],
+    },
+    "an optional property": {"type": "object", "properties": {"next": {"$ref": "#"}}},
+    "an array or a text": {"type": ["array", "string"], "items": {"$ref": "#"}, "minItems": 1},
+    "one that nothing reaches": {"type": "string", "$defs": {"A": ref("A")}},
+    "another document's": needs({"$ref": "https://example.com/a"}),
+    "into a list": {
+        "type": "object",
+        "properties": {
+            "a": {"anyOf": [NULL, {"type": "integer"}]},
+            "b": {"$ref": "#/properties/a/anyOf/1"},
+        },
+    },
+    "a property called $ref": needs({"type": "object", "properties": {"$ref": NULL}}),
+    "an enum": {"enum": [1, 2], **needs({"$ref": "#"})},
+    "true": True,
+}
+
+
+@pytest.mark.parametrize("schema", ENDLESS.values(), ids=ENDLESS)
+def test_references_that_no_text_can_finish_are_refused(schema):
+    with pytest.raises(ValueError, match="leads back to itself"):
+        followable(schema, lambda _: True)
+
+
+@pytest.mark.parametrize("schema", ENDING.values(), ids=ENDING)
+def test_references_that_end_somewhere_are_left_alone(schema):
+    assert followable(schema, lambda _: True) == schema
+
+
+def test_formats_that_are_not_known_are_left_out_of_schemas_only():
+    date, phone = {"type": "string", "format": "date"}, {"type": "string", "format": "phone"}
+    schema = {
+        "properties": {"format": date, "a": {"items": phone}, "b": {"$ref": "#/own/phone"}},
+        "anyOf": [phone, date],
+        "default": {"format": "phone"},
+        "own": {"phone": phone, "format": "phone"},
+    }
+    got = followable(schema, "date".__eq__)
+    assert got["properties"]["format"] == date and got["default"] == {"format": "phone"}
+    assert got["properties"]["a"]["items"] == got["anyOf"][0] == {"type": "string"}
+    assert got["own"] == {"phone": {"type": "string"}, "format": "phone"}
+    assert schema["anyOf"][0] == phone, "the given one was changed"
+
+
+@pytest.mark.parametrize(
+    "wrap",
+    [lambda s: {"type": "array", "items": s}, lambda s: {"anyOf": [s]}, lambda s: {"default": [s]}],
+)
+def test_a_schema_of_thousands_of_levels_is_refused(wrap):
+    schema = NULL
+    for _ in range(3000):
+        schema = wrap(schema)
+    with pytest.raises(ValueError, match="more than 120 levels"):
+        followable(schema, lambda _: True)
+
+
+@pytest.mark.parametrize(
+    ("said", "told"),
+    [
+        ('Unimplemented keys: ["uniqueItems", "not"]', "keywords not, uniqueItems; leave them out"),
+        ("oneOf constraints are not supported. Enable 'coerce_one_of'", "write anyOf"),
+        (
+            "at 3(5): failed to compile JSON schema: Invalid type: x\n   1 | start: a",
+            "^Invalid type: x$",
+        ),
+        (
+            "Parser Error: Current row has 12 items; max is 2; consider making\n<state>\nTokens",
+            r"too many ways open at once \(Current row has 12 items; max is 2\)$",
+        ),
+    ],
+)
+def test_the_librarys_sentences_are_told_in_a_schemas_terms(said, told):
+    import re
+
+    assert re.search(told, in_our_terms(said))
