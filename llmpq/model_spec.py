@@ -185,6 +185,12 @@ class ModelSpec:
         return tuple(f"experts.{number}." for number in range(self.experts)) or ("",)
 
     @property
+    def overflows_float16(self) -> bool:
+        """Whether values leave float16's range: a norm behind each sublayer, as well as one before
+        it, lets what sublayers add up to grow (Gemma 2 and 3, GLM-4-0414; vLLM refuses those)."""
+        return self.norm_order == "both"
+
+    @property
     def norm_params(self) -> int:
         """Parameters of one norm over the hidden size: weight, and bias where it has one."""
         return self.hidden * (2 if self.norm == "layernorm" else 1)

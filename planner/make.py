@@ -13,6 +13,7 @@ from pathlib import Path
 
 from llmpq.cluster import Cluster
 from llmpq.cost_model import CostModel
+from llmpq.default_dtype import dtype_note
 from llmpq.errors import DoesNotFitError, unknown_name
 from llmpq.memory import Quantization
 from llmpq.model_spec import ModelSpec
@@ -160,7 +161,7 @@ def plan_workload(
     ways = _ways(solved, bits, layers, usual, whole_first=prefer == "quality")
     best = _first_that_fits(ways, windows or (workload.batch,))
     work, book = best.problem.workload, best.problem.costs
-    notes = [positions_note(spec, work), best.outcome.note]
+    notes = [dtype_note(spec, cluster, work.dtype), positions_note(spec, work), best.outcome.note]
     notes.append(step_note(best.problem, best.outcome.assignment))
     known = () if costs is None else costs.device_kinds
     rates = rates_for(cluster, work.dtype, profiled=known)

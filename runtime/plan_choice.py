@@ -16,7 +16,7 @@ from llmpq.capabilities import gpu_pool_lack
 from llmpq.checkpoints.gguf_file import is_model
 from llmpq.checkpoints.model_config import read_config
 from llmpq.cluster import Cluster
-from llmpq.default_dtype import default_dtype
+from llmpq.default_dtype import default_dtype, require_dtype
 from llmpq.devices.this_machine import this_machine
 from llmpq.errors import DoesNotFitError
 from llmpq.model_spec import ModelSpec
@@ -221,6 +221,7 @@ def _dtype(spec: ModelSpec, wishes: Wishes, known: Cluster) -> Dtype:
         return default_dtype(spec, known)
     if wishes.dtype not in DTYPE_BYTES:
         raise ValueError(f"dtype must be auto, {', '.join(DTYPE_BYTES)}, got '{wishes.dtype}'")
+    require_dtype(known, wishes.dtype)
     return cast(Dtype, wishes.dtype)
 
 

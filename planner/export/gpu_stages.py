@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from itertools import groupby
 
-from llmpq.devices.device_spec import device_specs
+from llmpq.devices.device_spec import OLDEST_BFLOAT16, DeviceSpec, device_specs
 from llmpq.plan import Plan, StagePlan
 
-OLDEST_BFLOAT16 = (8, 0)
 OLDEST_WHEEL = (7, 5)
 """Oldest compute capability that vLLM's wheel has code for, and that SGLang starts on."""
 
@@ -20,7 +19,7 @@ def require_gpus(plan: Plan, engine: str) -> None:
             f"{engine} runs no stage on a CPU beside GPUs, the plan has {', '.join(cpus)}; plan "
             "with a cluster of the GPUs alone, or export with --to llamacpp or --to accelerate"
         )
-    makers = {_maker(stage): stage.device for stage in plan.stages}
+    makers = {_maker(plan, stage): stage.device for stage in plan.stages}
     if len(makers) > 1:
         raise ValueError(
             f"{engine} is built for one maker's GPUs, the plan has {' and '.join(makers)} "
@@ -29,21 +28,23 @@ def require_gpus(plan: Plan, engine: str) -> None:
     if plan.workload.dtype != "bfloat16":
         return
     for stage in plan.stages:
-        capability = _capability(stage)
-        if capability is not None and capability < OLDEST_BFLOAT16:
+        spec = spec_of(plan, stage)
+        if spec is not None and not spec.has_bfloat16:
             raise ValueError(
                 f"{engine} has no bfloat16 on {stage.device} ({stage.kind}, compute capability "
-                f"{_text(capability)}): it asks for {_text(OLDEST_BFLOAT16)} at least; plan with "
+                f"{spec.capability}): it asks for {_text(OLDEST_BFLOAT16)} at least; plan with "
                 "--dtype float16, or leave the device out"
             )
 
 
 def old_line(plan: Plan, engine: str) -> str | None:
     """Say which devices the engine's present release has no code for."""
-    old = [s for s in plan.stages if (_capability(s) or OLDEST_WHEEL) < OLDEST_WHEEL]
+    old = [s for s in plan.stages if (_capability(plan, s) or OLDEST_WHEEL) < OLDEST_WHEEL]
     if not old:
         return None
-    names = ", ".join(f"{s.device} ({s.kind}, {_text(_capability(s) or (0, 0))})" for s in old)
+    names = ", ".join(
+        f"{s.device} ({s.kind}, {_text(_capability(plan, s) or (0, 0))})" for s in old
+    )
     return (
         f"{names}: {engine} runs on compute capability {_text(OLDEST_WHEEL)} and newer; an older "
         "release may still have code for them, llama.cpp has"
@@ -75,14 +76,21 @@ def pipeline_comment(engine: str, version: str, plan: Plan) -> str:
     return f"# {engine} {version}: stages on {stages}"
 
 
-def _maker(stage: StagePlan) -> str:
-    spec = device_specs().get(stage.kind)
-    return "AMD" if spec is not None and spec.capability is None else "NVIDIA"
+def spec_of(plan: Plan, stage: StagePlan) -> DeviceSpec | None:
+    """Return what the plan, or else the table, says of a stage's kind of device."""
+    own = () if plan.inputs is None else plan.inputs.devices
+    found = next((device.spec for device in own if device.name == stage.device), None)
+    return found or device_specs().get(stage.kind)
 
 
-def _capability(stage: StagePlan) -> tuple[int, int] | None:
+def _maker(plan: Plan, stage: StagePlan) -> str:
+    spec = spec_of(plan, stage)
+    return "NVIDIA" if spec is None else spec.maker
+
+
+def _capability(plan: Plan, stage: StagePlan) -> tuple[int, int] | None:
     """Return a GPU's compute capability, None where it is not NVIDIA's or not known."""
-    spec = device_specs().get(stage.kind)
+    spec = spec_of(plan, stage)
     if spec is None or spec.capability is None:
         return None
     major, _, minor = spec.capability.partition(".")

@@ -15,7 +15,7 @@ from llmpq.capabilities import lacking_sentence, ways_of
 from llmpq.cluster import Cluster
 from llmpq.cost_model import CostModel
 from llmpq.costs_cache import cache_folder, cached_costs
-from llmpq.default_dtype import default_dtype
+from llmpq.default_dtype import default_dtype, dtype_note, require_dtype
 from llmpq.devices.this_machine import assumed, is_this_machine
 from llmpq.memory import Quantization
 from llmpq.model_spec import ModelSpec
@@ -103,7 +103,7 @@ def make_problem(request: PlanRequest) -> tuple[Problem, str | None, list[str]]:
     notes = (
         remarks
         + [f"assumed: {line}" for line in named.assumptions]
-        + ([too_long] if too_long else [])
+        + [note for note in (dtype_note(spec, cluster, workload.dtype), too_long) if note]
         + rounded
     )
     notes += _not_run(spec, cluster, workload)
@@ -133,6 +133,7 @@ def _workload(request: PlanRequest, cluster: Cluster, spec: ModelSpec) -> Worklo
     dtype = request.dtype
     if dtype == "auto":
         dtype = default_dtype(spec, cluster)
+    require_dtype(cluster, dtype)
     return Workload(
         batch=request.global_bz,
         prompt_len=request.s,

@@ -8,7 +8,7 @@ import pytest
 
 from llmpq import default_dtype as module
 from llmpq.cluster import Cluster
-from llmpq.default_dtype import default_dtype, quick_by_flags
+from llmpq.default_dtype import default_dtype, dtype_note, quick_by_flags, require_dtype
 from llmpq.devices.this_machine import NAME
 from llmpq.model_spec import ModelSpec
 
@@ -48,3 +48,37 @@ def test_this_machines_cpu_keeps_the_dtypes_it_is_quick_in(dtype, quick, monkeyp
     assert default_dtype(spec, cluster("CPU")) == (dtype if dtype in quick else "float32")
     assert default_dtype(spec, cluster("CPU", name="elsewhere")) == "float32"
     assert default_dtype(spec, cluster("CPU", "A100-40GB", name="mixed")) == dtype
+
+
+@pytest.mark.parametrize(
+    ("kinds", "model", "dtype", "note"),
+    [
+        (["V100", "T4"], "qwen3-8b", "float16", "V100-32GB, T4 have no bfloat16"),
+        (["GTX-1080-Ti"], "llama-3.1-8b", "float16", "GTX-1080-Ti has no bfloat16"),
+        (["P40", "RTX-3090"], "qwen3-8b", "float16", "(bfloat16 without P40)"),
+        (["RTX-2080-Ti", "CPU"], "qwen3-8b", "float16", "all stages compute in float16"),
+        (["T4", "A100"], "gemma-2-9b", "float32", "leave float16's range"),
+        (["V100"], "glm-4-9b", "float32", "leave float16's range"),
+        (["V100"], "opt-13b", "float16", None),
+        (["A100", "RTX-3090"], "gemma-2-9b", "bfloat16", None),
+        (["RX-7900-XTX"], "qwen3-8b", "bfloat16", None),
+        (["M4-Max"], "qwen3-8b", "bfloat16", None),
+    ],
+)
+def test_a_plan_has_a_dtype_that_every_gpu_computes_in(kinds, model, dtype, note):
+    spec = ModelSpec.by_name(model)
+    groups = [{"kind": kind, "memory": "40 GiB"} for kind in kinds]
+    data = {"schema": 1, "name": "lab", "nodes": [{"name": "n", "devices": groups}]}
+    lab = Cluster.parse_data(data, where="a test")
+    assert default_dtype(spec, lab) == dtype
+    said = dtype_note(spec, lab, dtype)
+    assert (said is None) == (note is None) and (note or "") in (said or "")
+
+
+def test_a_dtype_that_a_gpu_lacks_is_refused():
+    with pytest.raises(ValueError, match="dtype bfloat16: T4 has no bfloat16; leave the dtype out"):
+        require_dtype(cluster("T4", "A100"), "bfloat16")
+    require_dtype(cluster("T4", "A100"), "float16")
+    require_dtype(cluster("A100", "CPU"), "bfloat16")
+    gemma = ModelSpec.by_name("gemma-2-9b")
+    assert "answers may be wrong" in (dtype_note(gemma, cluster("A100"), "float16") or "")
