@@ -2,8 +2,10 @@
 
 All stages of a plan compute in one dtype, which every GPU of it must have: a model stored in
 bfloat16 is computed in float16 where a GPU has no bfloat16 (older than Ampere), or in float32 where
-its values leave float16's range. A CPU's instructions decide. Without those for a 16-bit dtype its products are
-made of float32 ones and conversions. CPU time of one product 2048 x 2048 by torch 2.13 on an Intel
+its values leave float16's range.
+
+A CPU's instructions decide. Without those for a 16-bit dtype its products are made of float32 ones
+and conversions. CPU time of one product 2048 x 2048 by torch 2.13 on an Intel
 Xeon with AMX and AVX512-FP16, one thread (busy), ms:
 
     rows        1       8       32      128
@@ -53,13 +55,13 @@ def require_dtype(cluster: Cluster, dtype: str) -> None:
     lacking = without_bfloat16(cluster) if dtype == "bfloat16" else []
     if lacking:
         raise ValueError(
-            f"dtype bfloat16: {', '.join(lacking)} {_has(lacking)} no bfloat16; leave the dtype out "
-            "or give float16 or float32"
+            f"dtype bfloat16: {', '.join(lacking)} {_has(lacking)} no bfloat16; leave the dtype "
+            "out or give float16 or float32"
         )
 
 
 def dtype_note(spec: ModelSpec, cluster: Cluster, dtype: Dtype) -> str | None:
-    """Return why a plan's dtype is not the checkpoint's, or that it is a bad one; None if neither."""
+    """Say why a plan's dtype is not the checkpoint's, or that it is a bad one; None if neither."""
     lacking = without_bfloat16(cluster)
     if dtype == "float16" and spec.overflows_float16:
         return (
