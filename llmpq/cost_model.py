@@ -152,6 +152,28 @@ class LatencyEntry(FileForm):
         """Return the time of one micro-batch of v requests: the device's, or the host's."""
         return max(self.launch_s, self.device_s(v=v, length=length, q_len=q_len))
 
+    def chunk_lines(self, *, v: int, length: float) -> list[tuple[float, float]]:
+        """Return (seconds, seconds per position) of each regime, for `length` tokens of v prompts.
+
+        Attention of s tokens that begin at position p takes as long as that of p + s less that of
+        p: 2 p s more products than a prompt of s.
+        """
+        length = taken_length(self.phase, length, self.padded_to)
+        values = term_values(self.phase, v=v, length=length)
+        tokens = new_tokens(self.phase, v=v, length=length)
+        return [
+            (
+                regime.curve_s(tokens) + sum(c * values[t] for t, c in regime.terms.items()),
+                regime.terms.get("v*s^2", 0.0) * 2 * v * length,
+            )
+            for regime in self.regimes
+        ]
+
+    def chunk_s(self, *, v: int, start: int, length: float) -> float:
+        """Return the time of `length` tokens from position `start` on of v prompts."""
+        lines = self.chunk_lines(v=v, length=length)
+        return max(self.launch_s, *(base + slope * start for base, slope in lines))
+
     def device_s(self, *, v: int, length: float, q_len: int = 1) -> float:
         """Return the time the device takes for one micro-batch of v requests."""
         length = taken_length(self.phase, length, self.padded_to)

@@ -182,6 +182,7 @@ def stage_memory(
     prefill_microbatch: int,
     decode_microbatch: int,
     quantization: Quantization,
+    prefill_chunk: int | None = None,
     kv: KVPrecision = KVPrecision.KV16,
     context_bytes: int = 0,
     on_gpu: bool = False,
@@ -190,7 +191,8 @@ def stage_memory(
 ) -> StageMemory:
     """Return the memory of a stage that holds layers of the given precisions.
 
-    `first_layer`: its first one's number, which decides of what kind a mixture's layers are.
+    `prefill_chunk`: tokens of a prompt in a step at most, None for whole prompts. `first_layer`:
+    the number of its first layer, which decides of what kind a mixture's layers are.
     """
     layers = tuple(precisions)
     dtype_bytes = workload.dtype_bytes
@@ -225,6 +227,7 @@ def stage_memory(
             first=first,
             last=last,
             prefill_microbatch=prefill_microbatch,
+            prefill_chunk=prefill_chunk,
             decode_microbatch=decode_microbatch,
             on_gpu=on_gpu,
             unpacks=unpacks,

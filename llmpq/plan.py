@@ -21,7 +21,7 @@ from llmpq.memory import CpuActivations, Quantization, default_head_bits
 from llmpq.model_spec import ModelSpec
 from llmpq.plan_inputs import PlanInputs
 from llmpq.precision import Precision
-from llmpq.workload import Workload
+from llmpq.workload import Workload, prompt_chunks
 
 Prefer = Literal["quality", "balanced", "speed"]
 """Which plan of the front of time and quality loss to take."""
@@ -129,7 +129,8 @@ class StagePlan(FileForm):
     """One for each layer of the stage."""
     memory: MemoryForm | None = None
     prefill_s: float | None = None
-    """Predicted time of one prefill micro-batch, the hop to the next stage not included."""
+    """Predicted mean time of one step of prefill, a chunk of every prompt of a micro-batch; the hop
+    to the next stage is not included."""
     decode_s: float | None = None
     """Predicted mean time of one decode micro-batch, hops not included."""
 
@@ -227,6 +228,9 @@ class Plan(FileForm):
     quantization: QuantizationForm = QuantizationForm()
     prefill_microbatch: int = Field(gt=0)
     """Requests whose prompts go through a stage at a time."""
+    prefill_chunk: int | None = Field(default=None, gt=0, le=MAX_COUNT)
+    """Tokens of each of these prompts in a step, at most: a longer prompt takes several steps
+    (chunked prefill). None: a step takes whole prompts."""
     decode_microbatch: int = Field(gt=0)
     """Requests that get one more token in a step of a stage."""
     stages: tuple[StagePlan, ...] = Field(min_length=1)
@@ -298,6 +302,16 @@ class Plan(FileForm):
         """Precision of every layer, in order."""
         return tuple(p for stage in self.stages for p in stage.precisions)
 
+    @property
+    def chunks(self) -> tuple[tuple[int, int], ...]:
+        """(First position, tokens) of each step that a planned prompt takes."""
+        return prompt_chunks(self.workload.prompt_len, self.prefill_chunk)
+
+    @property
+    def prefill_step_tokens(self) -> int:
+        """Prompt tokens of the largest planned step."""
+        return self.prefill_microbatch * self.chunks[0][1]
+
     def settings(self) -> Quantization:
         """Return how weights are stored, as the byte formulas take it."""
         bits = self.quantization.head_bits
@@ -306,10 +320,10 @@ class Plan(FileForm):
         return replace(self.quantization.settings(), head_bits=bits)
 
     def promised_steps(self, stage: StagePlan) -> dict[str, dict[str, float]]:
-        """Return what is predicted of a stage's micro-batches: seconds, and of how many rows.
+        """Return what is predicted of a stage's steps: seconds, and of how many rows.
 
-        Prompts are of the workload's length, contexts of decoding rows its mean; empty where
-        nothing is predicted.
+        Rows of prefill are chunks of prompts of the workload's length, contexts of decoding rows
+        have its mean; empty where nothing is predicted.
         """
         told = {
             "prefill": (stage.prefill_s, self.prefill_microbatch),

@@ -13,8 +13,20 @@ from pydantic import Field
 from llmpq.file_form import FileForm
 from llmpq.precision import KVPrecision
 
+CHUNK_TOKENS = 512
+"""Tokens of one prompt that a step computes, where nothing else is chosen."""
+
 Dtype = Literal["float16", "bfloat16", "float32"]
 DTYPE_BYTES: dict[str, int] = {"float16": 2, "bfloat16": 2, "float32": 4}
+
+
+def prompt_chunks(prompt_len: int, chunk: int | None) -> tuple[tuple[int, int], ...]:
+    """Return (first position, tokens) of each step that a prompt takes (chunked prefill).
+
+    `chunk`: tokens of a step at most, none for whole prompts.
+    """
+    size = prompt_len if chunk is None else min(chunk, prompt_len)
+    return tuple((at, min(size, prompt_len - at)) for at in range(0, prompt_len, size))
 
 
 class Workload(FileForm):

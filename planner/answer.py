@@ -12,6 +12,7 @@ from llmpq.cluster import Cluster
 from llmpq.errors import DoesNotFitError
 from llmpq.plan import Plan, Prefer
 from llmpq.planner import limits
+from llmpq.planner.formulation.microbatch import chunk_sizes
 from llmpq.planner.formulation.outcome import OPTIMAL_GAP, Outcome, Unfinished
 from llmpq.planner.formulation.problem import Problem
 from llmpq.planner.front.preference import WEIGHTS, Scored, look_around, preferred
@@ -113,7 +114,7 @@ def _by_preference(problem: Problem, wish: Wish) -> tuple[Problem, Outcome]:
             bound=outcome.bound,
         )
 
-    problems = [p for p in _of_kvs(problem, wish) if not too_big(p)]
+    problems = [p for p in _allowed(problem, wish) if not too_big(p)]
     if not problems:
         raise DoesNotFitError(explain_infeasible(problem))
     guess, corner = look_around(problems, price)
@@ -131,13 +132,13 @@ def _by_preference(problem: Problem, wish: Wish) -> tuple[Problem, Outcome]:
 def solved(
     problem: Problem, wish: Wish, *, other_bound: float = math.inf
 ) -> tuple[Problem, Outcome]:
-    """Return the best plan over the KV precisions allowed; explain it when nothing fits.
+    """Return the best plan over the KV precisions allowed and over chunks of prompts.
 
-    The bound is the least of all KV precisions, and of `other_bound`: that of plans of the same
-    request that this problem does not have.
+    Explains it when nothing fits. The bound is the least of all of them, and of `other_bound`: that
+    of plans of the same request that this problem does not have.
     """
     start_s, limit = time.perf_counter(), wish.time_limit_s
-    tries = _tried([p for p in _of_kvs(problem, wish) if not too_big(p)], wish)
+    tries = _tried([p for p in _allowed(problem, wish) if not too_big(p)], wish)
     if tries.best is None and tries.unfinished is not None and tries.bounds:
         raise tries.unfinished
     if tries.best is None:
@@ -155,10 +156,16 @@ def solved(
     return priced, _over_all(outcome, bound)
 
 
-def _of_kvs(problem: Problem, wish: Wish) -> list[Problem]:
-    """Return the problem at every KV precision allowed."""
-    works = [problem.workload.model_copy(update={"kv": kv}) for kv in wish.kvs]
-    return [problem.with_changes(workload=work) for work in works]
+def _allowed(problem: Problem, wish: Wish) -> list[Problem]:
+    """Return the problem at every KV precision allowed, with every chunk that is worth trying."""
+    found = []
+    for kv in wish.kvs:
+        work = problem.workload.model_copy(update={"kv": kv})
+        priced = problem.with_changes(workload=work)
+        # Without a pool prompts are computed whole.
+        sizes = chunk_sizes(work.batch, work.prompt_len) if priced.pooled else (priced.chunk,)
+        found += [priced.with_changes(chunk=size) for size in sizes]
+    return found
 
 
 def _rounds_head_alone(p: Problem, outcome: Outcome) -> bool:

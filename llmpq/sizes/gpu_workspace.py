@@ -17,7 +17,7 @@ from functools import lru_cache
 
 from llmpq.model_spec import ModelSpec
 from llmpq.precision import KVPrecision, Precision
-from llmpq.workload import Workload
+from llmpq.workload import Workload, prompt_chunks
 
 DENSE_ROWS = 256
 """Rows from which a product may unpack its whole weight (linear_gpu.py's crossover)."""
@@ -57,22 +57,25 @@ def gpu_workspace_bytes(
     last: bool,
     prefill_microbatch: int,
     decode_microbatch: int,
+    prefill_chunk: int | None = None,
     unpacks: bool = True,
 ) -> int:
     """Return the bytes beside weights and cache when a stage's prompts and tokens need most.
 
-    `unpacks`: whether long prompts meet a packed weight as one dense matrix; Hopper does without.
+    `prefill_chunk`: tokens of a prompt in a step at most. `unpacks`: whether long prompts meet a
+    packed weight as one dense matrix; Hopper does without.
     """
     e, kv = workload.dtype_bytes, workload.kv
     longest = workload.max_len
     if spec.positions == "learned":
         longest = min(longest, spec.max_positions)
-    width = padded_prompt(workload.prompt_len, longest=longest)
+    tokens = prompt_chunks(workload.prompt_len, prefill_chunk)[0][1]
+    width = padded_prompt(tokens, longest=longest)
     prefill = _Shape(prefill_microbatch, width, e, kv, fresh=True)
     decode = _Shape(decode_microbatch, 1, e, kv, fresh=False)
     # Messages between stages carry no padding.
-    rows = (prefill_microbatch * workload.prompt_len, decode_microbatch)
-    hidden = [tokens * spec.hidden * e for tokens in rows]
+    rows = (prefill_microbatch * tokens, decode_microbatch)
+    hidden = [count * spec.hidden * e for count in rows]
     inbox = 0 if first else INBOX_SLOTS * max(hidden)
     moments = []
     for shape, output in zip((prefill, decode), hidden, strict=True):

@@ -14,13 +14,10 @@ from llmpq.errors import DoesNotFitError
 from llmpq.model_spec import ModelSpec
 from llmpq.precision import KVPrecision
 from llmpq.sizes.kv_format import BLOCK_TOKENS, kv_pool_bytes, pool_blocks, spanned_blocks
-from llmpq.workload import Workload
+from llmpq.workload import CHUNK_TOKENS, Workload
 
 if TYPE_CHECKING:
     from llmpq.plan import StagePlan
-
-CHUNK_TOKENS = 512
-"""Tokens of a prompt that a step may compute beside its window, whatever the requests' number."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -25,7 +25,7 @@ from llmpq.sizes.kv_format import (
     packed_blocks,
     padded_head_dim,
 )
-from llmpq.workload import Workload
+from llmpq.workload import Workload, prompt_chunks
 
 DEQUANTIZE_WEIGHTS = 1 << 20
 """Weights a CPU dequantises at a time (kernels/cpu/native_linear.py)."""
@@ -43,13 +43,15 @@ def workspace_bytes(
     last: bool,
     prefill_microbatch: int,
     decode_microbatch: int,
+    prefill_chunk: int | None = None,
     first: bool = False,
     on_gpu: bool = False,
     unpacks: bool = True,
 ) -> int:
     """Return the bytes of the largest temporary over both phases.
 
-    It depends on the set of precisions only. A stage that is not the first also holds the hidden
+    `prefill_chunk`: tokens of a prompt in a step at most, None for whole prompts. It depends on the
+    set of precisions only. A stage that is not the first also holds the hidden
     states it received. GPUs have moments of their own (llmpq/sizes/gpu_workspace.py).
     """
     if on_gpu:
@@ -60,12 +62,15 @@ def workspace_bytes(
             first=first,
             last=last,
             prefill_microbatch=prefill_microbatch,
+            prefill_chunk=prefill_chunk,
             decode_microbatch=decode_microbatch,
             unpacks=unpacks,
         )
     e = workload.dtype_bytes
     kv, prompt_len = workload.kv, workload.prompt_len
-    prefill = _Shape(prefill_microbatch, prompt_len, prompt_len, e, kv, fresh=True)
+    tokens = prompt_chunks(prompt_len, prefill_chunk)[0][1]
+    whole = tokens == prompt_len
+    prefill = _Shape(prefill_microbatch, tokens, prompt_len, e, kv, fresh=whole)
     decode = _Shape(decode_microbatch, 1, workload.max_len, e, kv, fresh=False)
     peaks = []
     for shape in (prefill, decode):

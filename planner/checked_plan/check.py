@@ -107,6 +107,7 @@ def _check_memory(plan: Plan, spec: ModelSpec, position: int, device: Device) ->
         first=position == 0,
         last=position == len(plan.stages) - 1,
         prefill_microbatch=plan.prefill_microbatch,
+        prefill_chunk=plan.prefill_chunk,
         decode_microbatch=plan.decode_microbatch,
         quantization=plan.settings(),
         kv=plan.workload.kv,

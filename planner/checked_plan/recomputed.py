@@ -47,12 +47,12 @@ class _Ring:
     """
 
     held_s: Floats
-    """[T, R] seconds that each keeps the next micro-batch waiting, at every token."""
+    """[T, R] seconds that each keeps the next one waiting, at every chunk or token."""
     total_s: Floats
     """[T, R] seconds until the micro-batch has passed it."""
 
     def mean(self) -> _Ring:
-        """Return the ring of the mean token."""
+        """Return the ring of the mean chunk or token."""
         held, total = (table.mean(axis=0, keepdims=True) for table in (self.held_s, self.total_s))
         return _Ring(held_s=held, total_s=total)
 
@@ -79,8 +79,15 @@ class _Times:
         return found
 
     def _ring(self, phase: Phase, size: int) -> _Ring:
-        """Every stage's time at every length of the cache, and the messages'."""
-        plan, inputs, lengths = self.plan, self.inputs, self._lengths(phase)
+        """Every stage's time at every chunk or length of the cache, and the messages'."""
+        plan, inputs = self.plan, self.inputs
+        # (Tokens in the cache, new tokens) of each step of a request.
+        start = plan.workload.prompt_len + 1
+        steps = (
+            plan.chunks
+            if phase is Phase.PREFILL
+            else tuple((length, 1) for length in range(start, start + max(self.n - 1, 1)))
+        )
         names = [stage.device for stage in plan.stages]
         known: dict[tuple[object, ...], Floats] = {}
 
@@ -88,7 +95,7 @@ class _Times:
             key = (kind, part, precision)
             if key not in known:
                 entry = inputs.cost(kind, part, phase, precision, plan.workload.kv)
-                known[key] = _seconds(entry, size, lengths)
+                known[key] = np.array([_seconds(entry, size, *step) for step in steps])
             return known[key]
 
         held: list[Floats] = []
@@ -103,24 +110,19 @@ class _Times:
             held.append(time * device.time_factor)
             total.append(time * device.time_factor)
             if len(names) > 1:
-                tokens = plan.workload.prompt_len if phase is Phase.PREFILL else 1
                 row = inputs.model.hidden * plan.workload.dtype_bytes
                 link = inputs.link(names[j], names[0 if last else j + 1])
-                sent = size * (8 if last else tokens * row)
-                held.append(np.full(len(lengths), link.busy_s(sent)))
-                total.append(np.full(len(lengths), link.seconds(sent)))
+                sent = [size * (8 if last else count * row) for _, count in steps]
+                held.append(np.array([link.busy_s(num_bytes) for num_bytes in sent]))
+                total.append(np.array([link.seconds(num_bytes) for num_bytes in sent]))
         return _Ring(held_s=np.stack(held, axis=1), total_s=np.stack(total, axis=1))
-
-    def _lengths(self, phase: Phase) -> Sequence[int]:
-        """The prompt's length, or the cache's at each decode step t = 1..n-1 (one, if none)."""
-        start = self.plan.workload.prompt_len
-        return (start,) if phase is Phase.PREFILL else range(start + 1, start + max(self.n, 2))
 
     def closed_form(self) -> tuple[float, float]:
         """Seconds of prefill and of decode by the closed form."""
         several = len(self.plan.stages) > 1
         slow, way, back = {}, {}, {}
-        for phase, passes in ((Phase.PREFILL, 1), (Phase.DECODE, self.n - 1)):
+        chunks = len(self.plan.chunks)
+        for phase, passes in ((Phase.PREFILL, chunks), (Phase.DECODE, self.n - 1)):
             whole, last = (ring.mean() for ring in self.rings[phase])
             count, held = self.counts[phase], whole.held_s[0]
             if count > 1 and passes > 0:
@@ -131,7 +133,7 @@ class _Times:
             slow[phase] = float(held[: len(held) - (several and not returns)].max())
             back[phase] = float(whole.total_s[0, -1]) if several else 0.0
             way[phase] = float(whole.total_s[0].sum()) - back[phase]
-        mp, md = self.counts[Phase.PREFILL], self.counts[Phase.DECODE]
+        mp, md = self.counts[Phase.PREFILL] * chunks, self.counts[Phase.DECODE]
         prefill = (mp - 1) * slow[Phase.PREFILL] + way[Phase.PREFILL]
         if self.n < 2:
             return prefill, 0.0
@@ -146,26 +148,31 @@ class _Times:
         whole, last = self.rings[Phase.PREFILL]
         ways = whole.held_s.shape[1]
         used = ways - (several and self.n < 2)
-        prefill = self._through(Phase.PREFILL, 0, used)
+        prefill = self._through(Phase.PREFILL, range(len(self.plan.chunks)), used)
         if self.n < 2:
             return prefill, 0.0
         whole, last = self.rings[Phase.DECODE]
         held = (self.counts[Phase.DECODE] - 1) * whole.held_s + last.held_s
         periods = np.maximum(held.max(axis=1), whole.total_s.sum(axis=1))
-        end = self._through(Phase.DECODE, len(periods) - 1, ways - several)
+        end = self._through(Phase.DECODE, [len(periods) - 1], ways - several)
         return prefill, float(periods[:-1].sum()) + end
 
-    def _through(self, phase: Phase, token: int, used: int) -> float:
-        """When the last of all micro-batches has passed the first `used` columns of its ring."""
+    def _through(self, phase: Phase, steps: Sequence[int], used: int) -> float:
+        """When the last of all micro-batches has passed the first `used` columns of its ring.
+
+        Each takes the `steps`, one behind the other.
+        """
         whole, last = self.rings[phase]
         free, done = [0.0] * used, 0.0
         for i in range(self.counts[phase]):
             ring = last if i == self.counts[phase] - 1 else whole
-            done = 0.0
-            for k in range(used):
-                begin = max(done, free[k])
-                free[k] = begin + float(ring.held_s[token, k])
-                done = begin + float(ring.total_s[token, k])
+            for step in steps:
+                now = 0.0
+                for k in range(used):
+                    begin = max(now, free[k])
+                    free[k] = begin + float(ring.held_s[step, k])
+                    now = begin + float(ring.total_s[step, k])
+                done = max(done, now)
         return done
 
 
@@ -186,6 +193,8 @@ def recomputed(plan: Plan, inputs: PlanInputs) -> Recomputed:
     )
 
 
-def _seconds(entry: LatencyEntry, size: int, lengths: Sequence[int]) -> Floats:
-    """[T] an entry's time at every length."""
-    return np.array([entry.seconds(v=size, length=length) for length in lengths])
+def _seconds(entry: LatencyEntry, size: int, cached: int, new: int) -> float:
+    """Return an entry's time for a chunk of prompts, or for a token."""
+    if entry.phase is Phase.PREFILL:
+        return entry.chunk_s(v=size, start=cached, length=new)
+    return entry.seconds(v=size, length=cached)

@@ -19,7 +19,8 @@ def explain_plan(p: Problem, a: Assignment, names: list[str]) -> list[str]:
     mp, md = p.counts(a.prefill_microbatch, a.decode_microbatch)
     count = len(names)
     held_p, held_d = times.paces()
-    lines = [_prefill_line(held_p[:count], held_p[count:], names, mp)]
+    steps = _batches(mp) if p.chunks_of_prompt == 1 else f"{mp} steps of chunks"
+    lines = [_prefill_line(held_p[:count], held_p[count:], names, steps)]
     n = p.workload.gen_len
     if n > 1:
         once = sum(times.decode_s) + sum(times.hop_decode_s) + times.back_decode_s
@@ -51,7 +52,7 @@ def explain_plan(p: Problem, a: Assignment, names: list[str]) -> list[str]:
 
 
 def _prefill_line(
-    stages: tuple[float, ...], hops: tuple[float, ...], names: list[str], mp: int
+    stages: tuple[float, ...], hops: tuple[float, ...], names: list[str], steps: str
 ) -> str:
     j = max(range(len(names)), key=lambda k: stages[k])
     if hops and max(hops) > stages[j]:
@@ -59,7 +60,7 @@ def _prefill_line(
         return (
             f"prefill is bound by the link {names[k]} -> {names[k + 1]}: {_ms(hops[k])} a message"
         )
-    return f"prefill is bound by {names[j]}: {_batches(mp)} x {_ms(stages[j])}"
+    return f"prefill is bound by {names[j]}: {steps} x {_ms(stages[j])}"
 
 
 def _memory_lines(p: Problem, a: Assignment, names: list[str]) -> list[str]:

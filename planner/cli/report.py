@@ -108,7 +108,8 @@ def headline(plan: Plan) -> list[str]:
     lines = [
         f"{plan.model.name} on {plan.cluster.name}: {work.batch} requests of {work.prompt_len} + "
         f"{work.gen_len} tokens, {work.dtype}, {work.kv.value}",
-        f"micro-batches: prefill {plan.prefill_microbatch}, decode {plan.decode_microbatch}",
+        f"micro-batches: prefill {plan.prefill_microbatch}, decode {plan.decode_microbatch}"
+        + (f"; {chunks_line(plan)}" if plan.prefill_chunk is not None else ""),
     ]
     if plan.pool is not None:
         most = format_size(max(plan.pool.stage_bytes))
@@ -126,6 +127,13 @@ def headline(plan: Plan) -> list[str]:
         lines += loss_lines(plan)
     lines.append(f"{solver.method}: {quality_of(plan)}")
     return lines
+
+
+def chunks_line(plan: Plan) -> str:
+    """Return in what chunks prompts are computed."""
+    count = len(plan.chunks)
+    steps = "whole" if count == 1 else f"in {count} steps"
+    return f"prompts {steps}, chunks of {plan.prefill_chunk} tokens"
 
 
 GUESSES = {

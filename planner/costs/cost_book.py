@@ -15,7 +15,7 @@ from llmpq.errors import nearest
 from llmpq.memory import Quantization
 from llmpq.planner.costs.code_forms import priced
 from llmpq.precision import KVPrecision, Precision
-from llmpq.workload import Workload
+from llmpq.workload import Workload, prompt_chunks
 
 OCCUPYING_SHARE = {"cpu": 0.5, "gpu": 0.0}
 """Share of a link's latency that keeps the sender from computing, and messages from one another.
@@ -114,24 +114,28 @@ class CostBook:
         """Return the factor on a device's times."""
         return self.scale.get(device.profile_kind, 1.0)
 
-    def layer_prefill_s(self, device: Device, b: Precision, work: Workload, eta: int) -> float:
-        """Time of one layer for one prefill micro-batch."""
+    def layer_prefill_s(
+        self, device: Device, b: Precision, work: Workload, eta: int, chunk: int | None
+    ) -> float:
+        """Mean time of one layer for a step of a prefill micro-batch."""
         entry = self.entry(device, "layer", Phase.PREFILL, work, b)
-        return entry.seconds(v=eta, length=work.prompt_len) * self.factor(device)
+        return float(np.mean(chunk_times(entry, work, eta, chunk))) * self.factor(device)
 
     def layer_decode_s(self, device: Device, b: Precision, work: Workload, xi: int) -> float:
         """Mean time of one layer for one decode micro-batch over t = 1..n-1."""
         entry = self.entry(device, "layer", Phase.DECODE, work, b)
         return mean_decode_s(entry, work, xi) * self.factor(device)
 
-    def ends_prefill_s(self, device: Device, work: Workload, eta: int) -> tuple[float, float]:
-        """Times of the embedding and of the head for one prefill micro-batch."""
+    def ends_prefill_s(
+        self, device: Device, work: Workload, eta: int, chunk: int | None
+    ) -> tuple[float, float]:
+        """Mean times of the embedding and of the head for a step of a prefill micro-batch."""
         embedding = self.entry(device, "embedding", Phase.PREFILL, work)
         head = self.entry(device, "head", Phase.PREFILL, work)
-        factor, length = self.factor(device), work.prompt_len
+        factor = self.factor(device)
         return (
-            embedding.seconds(v=eta, length=length) * factor,
-            head.seconds(v=eta, length=length) * factor,
+            float(np.mean(chunk_times(embedding, work, eta, chunk))) * factor,
+            float(np.mean(chunk_times(head, work, eta, chunk))) * factor,
         )
 
     def ends_decode_s(self, device: Device, work: Workload, xi: int) -> tuple[float, float]:
@@ -191,6 +195,18 @@ class CostBook:
             f"the profile has no '{kind}': {nearest(kind, known)}its times are estimated"
             for kind in sorted({d.profile_kind for d in devices} - set(known))
         ]
+
+
+def chunk_times(entry: LatencyEntry, work: Workload, eta: int, chunk: int | None) -> np.ndarray:
+    """Return the time of each step that the prompts of a micro-batch take."""
+    chunks = prompt_chunks(work.prompt_len, chunk)
+    starts, lengths = np.array(chunks, dtype=np.float64).T
+    times = np.empty(len(chunks))
+    for length in {chunks[0][1], chunks[-1][1]}:
+        own = lengths == length
+        lines = entry.chunk_lines(v=eta, length=length)
+        times[own] = np.max([base + slope * starts[own] for base, slope in lines], axis=0)
+    return np.maximum(times, entry.launch_s)
 
 
 def mean_decode_s(entry: LatencyEntry, work: Workload, xi: int) -> float:

@@ -137,6 +137,7 @@ def capacity(p: Problem, eta: int, xi: int) -> NDArray[np.int64]:
                     first=first,
                     last=last,
                     prefill_microbatch=eta,
+                    prefill_chunk=p.prefill_chunk,
                     decode_microbatch=xi,
                     on_gpu=on_gpu,
                     unpacks=unpacks,

@@ -6,6 +6,8 @@ never slower and never takes more memory, so it stands for all (66 pairs at B = 
 
 from __future__ import annotations
 
+from llmpq.workload import CHUNK_TOKENS
+
 
 def distinct_sizes(batch: int) -> tuple[int, ...]:
     """Return the smallest micro-batch size for each possible number of micro-batches, ascending."""
@@ -18,6 +20,22 @@ def microbatch_pairs(
     """Return every (prefill, decode) size; `ordered` leaves out prefill > decode, as the paper."""
     pairs = [(eta, xi) for xi in decode for eta in prefill if eta <= xi or not ordered]
     return tuple(pairs) or tuple((eta, xi) for xi in decode for eta in prefill)
+
+
+LARGEST_STEP = 8192
+"""Prompt tokens of a step from which on more make no device quicker."""
+
+
+def chunk_sizes(batch: int, prompt_len: int) -> tuple[int, ...]:
+    """Return the chunks worth trying: larger ones only where few prompts make no large step.
+
+    A step of several prompts' chunks costs what one of as many tokens of one prompt does, but for
+    attention.
+    """
+    sizes = [CHUNK_TOKENS]
+    while sizes[-1] < prompt_len and batch * sizes[-1] < LARGEST_STEP:
+        sizes.append(4 * sizes[-1])
+    return tuple(sizes)
 
 
 def last_share(count: int, steps: int) -> float:

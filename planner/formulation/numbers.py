@@ -46,7 +46,7 @@ class PairNumbers:
     eta: int
     xi: int
     prefill_s: Floats
-    """[L, C, B] one layer, one prefill micro-batch."""
+    """[L, C, B] one layer, one step of a prefill micro-batch, mean over its chunks."""
     decode_s: Floats
     """[L, C, B] one layer, one decode micro-batch, mean over t = 1..n-1."""
     ends_prefill_s: Floats
@@ -114,11 +114,12 @@ def size_numbers(p: Problem, phase: Phase, size: int) -> SizeNumbers:
     held_layer_s, held_ends_s, share = layer_s, ends_s, 0.0
     rest = work.batch % size
     if rest and p.objective == "makespan":
-        share = last_share(-(-work.batch // size), 1 if prefill else work.gen_len - 1)
+        passes = p.chunks_of_prompt if prefill else work.gen_len - 1
+        share = last_share(-(-work.batch // size), passes)
         last_layer_s, last_ends_s = _one_size(p, phase, rest)
         held_layer_s = layer_s + share * (last_layer_s - layer_s)
         held_ends_s = ends_s + share * (last_ends_s - ends_s)
-    tokens = work.prompt_len if prefill else 1
+    tokens = work.prompt_len / p.chunks_of_prompt if prefill else 1
     row = tokens * p.spec.hidden * work.dtype_bytes
     return SizeNumbers(
         layer_s=layer_s,
@@ -134,8 +135,12 @@ def _one_size(p: Problem, phase: Phase, size: int) -> tuple[Floats, Floats]:
     """[L, C, B] and [C, 2] of micro-batches of one size."""
     work, costs, prefill = p.workload, p.costs, phase is Phase.PREFILL
     firsts = [c.first for c in p.classes]
-    layer_s = costs.layer_prefill_s if prefill else costs.layer_decode_s
-    ends_s = costs.ends_prefill_s if prefill else costs.ends_decode_s
     layers = np.array([end - start for start, end in p.groups], dtype=np.int64)
-    once = np.array([[layer_s(d, b, work, size) for b in p.choices] for d in firsts])
-    return layers[:, None, None] * once, np.array([ends_s(d, work, size) for d in firsts])
+    if prefill:
+        step = (work, size, p.prefill_chunk)
+        once = [[costs.layer_prefill_s(d, b, *step) for b in p.choices] for d in firsts]
+        ends = [costs.ends_prefill_s(d, *step) for d in firsts]
+    else:
+        once = [[costs.layer_decode_s(d, b, work, size) for b in p.choices] for d in firsts]
+        ends = [costs.ends_decode_s(d, work, size) for d in firsts]
+    return layers[:, None, None] * np.array(once), np.array(ends)

@@ -16,6 +16,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from llmpq.capabilities import gpu_pool_lack
 from llmpq.cluster import Cluster, Device
 from llmpq.cost_model import Phase
 from llmpq.memory import Quantization
@@ -28,7 +29,7 @@ from llmpq.planner.formulation.numbers import PairNumbers, SizeNumbers, pair_num
 from llmpq.planner.formulation.symmetry import alike_devices, device_key, twin_nodes
 from llmpq.precision import KVPrecision, Precision
 from llmpq.sensitivity import Sensitivity
-from llmpq.workload import Workload
+from llmpq.workload import CHUNK_TOKENS, Workload, prompt_chunks
 
 Objective = Literal["makespan", "paper"]
 MANY_DEVICES = 256
@@ -78,6 +79,8 @@ class Problem:
     """Device name -> layers `[start, end)` it must hold."""
     prefill_microbatch: int | None = None
     decode_microbatch: int | None = None
+    chunk: int = CHUNK_TOKENS
+    """Tokens of a prompt that a step computes at most (chunked prefill)."""
     offered: tuple[tuple[Precision, ...], ...] = ()
     """What each layer may have of `choices`, for a model that is stored quantised; empty: all."""
     nearest_links: bool = False
@@ -225,9 +228,27 @@ class Problem:
         ordered = self.objective == "paper" and not fixed
         return microbatch_pairs(self.prefill_sizes, self.decode_sizes, ordered=ordered)
 
+    @cached_property
+    def pooled(self) -> bool:
+        """Whether stages keep their KV in a pool of blocks; else in a slot a request."""
+        work = self.workload
+        on_cpus = all(device.spec.is_cpu for device in self.cluster.devices)
+        return on_cpus or not gpu_pool_lack(self.spec, work.kv, work.dtype, drafts=False)
+
+    @property
+    def prefill_chunk(self) -> int | None:
+        """Tokens of a prompt in a step at most; None for whole prompts, as slots have them."""
+        return self.chunk if self.pooled else None
+
+    @property
+    def chunks_of_prompt(self) -> int:
+        """Number of steps that a prompt takes."""
+        return len(prompt_chunks(self.workload.prompt_len, self.prefill_chunk))
+
     def counts(self, eta: int, xi: int) -> tuple[int, int]:
-        """Return the numbers of prefill and decode micro-batches."""
-        return -(-self.workload.batch // eta), -(-self.workload.batch // xi)
+        """Return the numbers of steps of prefill (chunks of micro-batches) and of a token."""
+        batch = self.workload.batch
+        return -(-batch // eta) * self.chunks_of_prompt, -(-batch // xi)
 
     @property
     def kv(self) -> KVPrecision:

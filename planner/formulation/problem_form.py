@@ -15,7 +15,15 @@ from llmpq.precision import Precision
 from llmpq.sensitivity import Sensitivity
 from llmpq.workload import Workload
 
-PLAIN = ("theta", "objective", "group", "max_devices", "prefill_microbatch", "decode_microbatch")
+PLAIN = (
+    "theta",
+    "objective",
+    "group",
+    "max_devices",
+    "prefill_microbatch",
+    "decode_microbatch",
+    "chunk",
+)
 """Fields that JSON holds as they are."""
 
 

@@ -106,10 +106,10 @@ def round_bytes(
     """Return what rounds of gamma drafts take beside a stage: their own bytes and the verify's.
 
     A verify of gamma + 1 tokens a request works with what a decode step of so many times as many
-    requests does: on the last stage, with as many logits.
+    requests does: on the last stage, with as many logits. With drafts prompts are computed whole.
     """
 
-    def workspace(rows: int) -> int:
+    def workspace(rows: int, chunk: int | None) -> int:
         return workspace_bytes(
             spec,
             plan.workload,
@@ -117,13 +117,14 @@ def round_bytes(
             first=index == 0,
             last=index == len(plan.stages) - 1,
             prefill_microbatch=plan.prefill_microbatch,
+            prefill_chunk=chunk,
             decode_microbatch=rows,
             on_gpu=not device.spec.is_cpu,
             unpacks=unpacks_prompts(device.spec, plan.stages[index].precisions, plan.settings()),
         )
 
     rows = plan.decode_microbatch
-    verify = max(0, workspace(rows * (gamma + 1)) - workspace(rows))
+    verify = max(0, workspace(rows * (gamma + 1), None) - workspace(rows, plan.prefill_chunk))
     return draft_bytes(plan, spec, index, mode) + verify
 
 

@@ -1,10 +1,12 @@
 """How long a pipeline takes: the closed forms every solver minimises.
 
-tp, td   each stage's time per prefill and decode micro-batch
+tp, td   each stage's time per prefill step (a chunk of every prompt of a micro-batch, the mean over
+         chunks) and per decode micro-batch
 hp, hd   each hop's time to the next stage (sent while the next micro-batch computes)
 rp, rd   the sampled tokens' way from the last stage back to the first
 bhp ...  the part of each of these that occupies the link: the rest only delays the message
-mp, md   numbers of prefill and decode micro-batches; n tokens a request
+mp, md   numbers of prefill steps (micro-batches times the chunks of a prompt) and of decode
+         micro-batches; n tokens a request
 x'       the mean of x over micro-batches, of which the last may be smaller (microbatch.py)
 
     P = max(tp', bhp', brp')   D = max(td', bhd', brd')   S = sum td + sum hd
@@ -14,9 +16,13 @@ x'       the mean of x over micro-batches, of which the last may be smaller (mic
 
 brp counts in P only if n >= 2, brd in D only if n > 2: nothing travels back after the last token.
 
+Chunks fill the pipeline one behind the other as micro-batches do: with C chunks over D stages a
+prompt's first token takes (C-1) P + sum tp, not C sum tp.
+
 Exact for equal micro-batches (simulate.py agrees), but for a way back that is slower than every
-stage. With a smaller last one it is exact where the pipeline is full; it is off by less than what
-the last one takes of two stages more or less, once a job.
+stage. With a smaller last one, or chunks of which the later ones see more keys, it is exact where
+the pipeline is full; it is off by less than what the last one takes of two stages more or less,
+once a job. Where that is much, a plan predicts its time step by step (step_by_step.py).
 """
 
 from __future__ import annotations

@@ -8,13 +8,14 @@ from functools import cache
 import numpy as np
 
 from llmpq.cost_model import Phase
-from llmpq.planner.costs.cost_book import decode_times
+from llmpq.planner.costs.cost_book import chunk_times, decode_times
 from llmpq.planner.costs.links import Floats, Hops
 from llmpq.planner.formulation.microbatch import sizes_of
 from llmpq.planner.formulation.outcome import Assignment, Stage
 from llmpq.planner.formulation.problem import Problem
 from llmpq.planner.predict.pipeline_time import PhaseTimes
 from llmpq.planner.predict.simulate import simulate
+from llmpq.workload import prompt_chunks
 
 
 def replay(p: Problem, a: Assignment) -> PhaseTimes:
@@ -22,12 +23,13 @@ def replay(p: Problem, a: Assignment) -> PhaseTimes:
     work = p.workload
     prefill_sizes = sizes_of(work.batch, a.prefill_microbatch)
     decode_sizes = sizes_of(work.batch, a.decode_microbatch)
-    prefill = cache(lambda size: prefill_ring(p, a, size))
+    prefill = cache(lambda size: prefill_rings(p, a, size))
+    chunks = p.chunks_of_prompt
     decode = cache(lambda size: _rings_by_step(p, a, size))
     return simulate(
-        lambda i, t: prefill(prefill_sizes[i]),
+        lambda i, t: prefill(prefill_sizes[i // chunks])[i % chunks],
         lambda i, t: decode(decode_sizes[i])[t - 1],
-        mp=len(prefill_sizes),
+        mp=len(prefill_sizes) * chunks,
         md=len(decode_sizes),
         n=work.gen_len,
     )
@@ -37,13 +39,24 @@ Ring = list[tuple[float, float]]
 """(occupied, total) seconds of every stage and of the hop behind it."""
 
 
-def prefill_ring(p: Problem, a: Assignment, size: int) -> Ring:
-    """Return the times of a prefill micro-batch of `size` requests."""
-    x = p.numbers(size, a.decode_microbatch)
-    stages = [sum(float(x.prefill_s[i, s.cls, b]) for i, b in _layers(s)) for s in a.stages]
-    stages[0] += float(x.ends_prefill_s[a.stages[0].cls, 0])
-    stages[-1] += float(x.ends_prefill_s[a.stages[-1].cls, 1])
-    return _ring(stages, _ways(a, x.hop_prefill, x.back_prefill))
+def prefill_rings(p: Problem, a: Assignment, size: int) -> list[Ring]:
+    """Return the times of each step that the prompts of `size` requests take together."""
+    work, last = p.workload, len(a.stages) - 1
+    chunks = prompt_chunks(work.prompt_len, p.prefill_chunk)
+    rows = np.zeros((len(a.stages), len(chunks)))
+    for position, stage in enumerate(a.stages):
+        device = p.classes[stage.cls].first
+        ends = [part for part, at in (("embedding", 0), ("head", last)) if at == position]
+        entries = [p.costs.entry(device, part, Phase.PREFILL, work) for part in ends]  # type: ignore[arg-type]
+        for group, b in _layers(stage):
+            layer = p.costs.entry(device, "layer", Phase.PREFILL, work, p.choices[b])
+            entries += [layer] * (p.groups[group][1] - p.groups[group][0])
+        times = {id(entry): chunk_times(entry, work, size, p.prefill_chunk) for entry in entries}
+        rows[position] = sum(times[id(entry)] for entry in entries) * p.costs.factor(device)
+    row, back = p.spec.hidden * work.dtype_bytes, p.class_links.hops(size * 8)
+    hops = [p.class_links.hops(size * tokens * row) for _, tokens in chunks]
+    rings = zip(rows.T.tolist(), hops, strict=True)
+    return [_ring(stages, _ways(a, hop, back)) for stages, hop in rings]
 
 
 def decode_ring(p: Problem, a: Assignment, size: int) -> tuple[Floats, Ring]:

@@ -4,12 +4,14 @@ The search takes a stage's mean time over all tokens, and a smaller last micro-b
 most (pipeline_time.py). Here every token has the slowest stage of its own cache length - a mean of
 the slowest is not below the slowest mean - and the last micro-batch its true size everywhere.
 
-    prefill  the longest way through micro-batches and stages: along whole ones to stage k, and
-             along the last one from there
-    decode   for every token the larger of a round trip and the fullest stage's work for all
+    prefill  every chunk of every micro-batch through the stages, first come first served
+    decode   for every token the larger of a round trip and the fullest stage's work for all; the
+             last token of every micro-batch as chunks are
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -18,7 +20,7 @@ from llmpq.planner.formulation.microbatch import sizes_of
 from llmpq.planner.formulation.outcome import Assignment
 from llmpq.planner.formulation.problem import Problem
 from llmpq.planner.predict.pipeline_time import PhaseTimes, job_time
-from llmpq.planner.predict.replay import decode_ring, prefill_ring
+from llmpq.planner.predict.replay import decode_ring, prefill_rings
 
 TOLD = 0.005
 """Relative distance of the closed form above which a plan predicts its time step by step."""
@@ -28,16 +30,16 @@ def step_by_step_time(p: Problem, a: Assignment) -> PhaseTimes:
     """Return the times of an assignment with its true micro-batch sizes and cache lengths."""
     n, batch = p.workload.gen_len, p.workload.batch
     sizes = sizes_of(batch, a.prefill_microbatch)
-    whole, last = (np.array(prefill_ring(p, a, size)) for size in (sizes[0], sizes[-1]))
+    whole, last = (np.array(prefill_rings(p, a, size)) for size in (sizes[0], sizes[-1]))
     ways = slice(None) if n > 1 else slice(-1)
-    prefill = _drained(whole[ways], last[ways], len(sizes))
+    prefill = _drained([*[whole[:, ways]] * (len(sizes) - 1), last[:, ways]])
     if n < 2:
         return PhaseTimes(prefill_s=prefill, decode_s=0.0)
     sizes = sizes_of(batch, a.decode_microbatch)
     whole_t, last_t = (_by_step(p, a, size) for size in (sizes[0], sizes[-1]))
     held = (len(sizes) - 1) * whole_t[..., 0] + last_t[..., 0]
     periods = np.maximum(held.max(axis=1), whole_t[..., 1].sum(axis=1))[:-1]
-    drained = _drained(whole_t[-1, :-1], last_t[-1, :-1], len(sizes))
+    drained = _drained([*[whole_t[-1:, :-1]] * (len(sizes) - 1), last_t[-1:, :-1]])
     return PhaseTimes(prefill_s=prefill, decode_s=float(periods.sum()) + drained)
 
 
@@ -57,7 +59,7 @@ def step_note(p: Problem, a: Assignment) -> str:
     why = (
         "which stage is the slowest changes as the cache grows"
         if above
-        else "the last micro-batch is smaller"
+        else "the last micro-batch or chunk is smaller"
     )
     return (
         f"the time is predicted step by step, {abs(told / predicted - 1):.1%} "
@@ -74,11 +76,15 @@ def _by_step(p: Problem, a: Assignment, size: int) -> Floats:
     return ring
 
 
-def _drained(whole: Floats, last: Floats, count: int) -> float:
-    """Return when the last of `count` micro-batches is through: [2 J, 2] occupied and total."""
-    if count == 1:
-        return float(last[:, 1].sum())
-    before = np.cumsum(whole[:, 1]) - whole[:, 1]
-    behind = np.cumsum(last[::-1, 1])[::-1]
-    slowest = np.maximum.accumulate(whole[:, 0])
-    return float((before + (count - 2) * slowest + whole[:, 0] + behind).max())
+def _drained(rings: Sequence[Floats]) -> float:
+    """Return when the last of many steps is through: each [steps, 2 J, 2] occupied and total.
+
+    A resource is free again after step i at  max over j <= i of (j's arrival + occupied j to i).
+    """
+    steps = np.concatenate(rings)
+    arrival = np.zeros(len(steps))
+    for occupied, total in steps.transpose(1, 2, 0):
+        until = np.cumsum(occupied)
+        free = until + np.maximum.accumulate(arrival - until + occupied)
+        arrival = free - occupied + total
+    return float(arrival.max())

@@ -1,4 +1,4 @@
-"""Solves one job at several KV precisions, within one limit."""
+"""Solves one job at several KV precisions and chunks of prompts, within one limit."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ AGAIN_SHARE = 0.1
 
 
 class Tries:
-    """What is found of problems that differ by their KV precision, and what is proven of each.
+    """What is found of problems that differ by KV precision or chunk, and what is proven of each.
 
     The time is shared out among them, the most promising first; what some leave of theirs is for
     the one whose bound is the least.

@@ -102,7 +102,7 @@ def _held_s(p: Problem, key: Key, table: Floats, phase: Phase, size: int) -> Flo
     """[K] mean time of a stage for a micro-batch, the last one at its own size."""
     whole = _stage_s(p, key, table, phase, size)
     count, rest = divmod(p.workload.batch, size)
-    passes = 1 if phase is Phase.PREFILL else p.workload.gen_len - 1
+    passes = p.chunks_of_prompt if phase is Phase.PREFILL else p.workload.gen_len - 1
     if not (count and rest and passes) or p.objective == "paper":
         return whole
     # Of all passes, one whole micro-batch less: it is in the sum over stages.

@@ -23,8 +23,9 @@ from llmpq.runtime.models.linear import round_activations
 from llmpq.runtime.models.stage_model import DTYPES, StageModel
 from llmpq.runtime.trace import LoadReport
 from llmpq.runtime.weights.sources import TensorSource
-from llmpq.sizes.pool_size import CHUNK_TOKENS, PoolSize
+from llmpq.sizes.pool_size import PoolSize
 from llmpq.units import format_size
+from llmpq.workload import CHUNK_TOKENS
 
 MEMORY_TOLERANCE = 0.05
 """Weights and KV cache may differ from the plan's prediction by this share."""

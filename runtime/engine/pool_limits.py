@@ -27,6 +27,8 @@ class PoolLimits:
     """Tokens of a prompt and its answer (the model's positions or less)."""
     step_tokens: int
     """Tokens of a step, unless rows that decode, and their drafts, are more."""
+    prompt_tokens: int | None = None
+    """Tokens of one prompt in a step at most, if fewer: other prompts go beside it."""
     decode_rows: int
     """Decoding rows of a step at most."""
     num_stages: int = 1
@@ -48,9 +50,10 @@ class PoolLimits:
     @property
     def row_tokens(self) -> int:
         """Tokens of one row of a step at most: beside its window, a request's fit the pool."""
+        most = min(self.step_tokens, self.prompt_tokens or self.step_tokens)
         if not self.window:
-            return self.step_tokens
-        return min(self.step_tokens, (self.window_blocks - 1) * BLOCK_TOKENS + 2 - self.window)
+            return most
+        return min(most, (self.window_blocks - 1) * BLOCK_TOKENS + 2 - self.window)
 
     @property
     def room(self) -> int:

@@ -8,7 +8,7 @@ from llmpq.devices.device_spec import canonical_kind
 from llmpq.model_spec import ModelSpec
 from llmpq.plan import ClusterRef, ModelRef, Plan, QuantizationForm, StagePlan
 from llmpq.precision import Precision
-from llmpq.workload import Workload
+from llmpq.workload import CHUNK_TOKENS, Workload
 
 
 def hand_plan(
@@ -19,6 +19,7 @@ def hand_plan(
     precision: Precision | Sequence[Precision] = Precision.W16A16,
     quantization: QuantizationForm | None = None,
     prefill_microbatch: int = 1,
+    prefill_chunk: int | None = CHUNK_TOKENS,
     decode_microbatch: int = 1,
     model_dir: str | None = None,
     threads: int = 1,
@@ -53,6 +54,7 @@ def hand_plan(
         workload=workload,
         quantization=quantization or QuantizationForm(),
         prefill_microbatch=prefill_microbatch,
+        prefill_chunk=prefill_chunk,
         decode_microbatch=decode_microbatch,
         stages=tuple(stages),
     )

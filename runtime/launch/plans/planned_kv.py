@@ -67,6 +67,7 @@ def _workspace_bytes(plan: Plan, spec: ModelSpec, stage: StagePlan, workload: Wo
         first=stage is plan.stages[0],
         last=stage is plan.stages[-1],
         prefill_microbatch=plan.prefill_microbatch,
+        prefill_chunk=plan.prefill_chunk,
         decode_microbatch=plan.decode_microbatch,
         on_gpu=not stage.is_cpu,
         unpacks=unpacks_prompts(device, stage.precisions, plan.settings()),

@@ -16,11 +16,10 @@ from llmpq.runtime.launch.stages.stage_settings import StageSettings, limits_of
 from llmpq.sizes.kv_format import BLOCK_TOKENS, pool_blocks
 from llmpq.sizes.pool_size import PoolSize, fits, fitting_pool, wanted_pool
 from llmpq.speculation import MAX_GAMMA
+from llmpq.workload import CHUNK_TOKENS
 
 RequestLimits = PoolLimits | Limits
 
-STEP_TOKENS = 512
-"""Tokens of a step at most, where nobody says: a long prompt holds answers up for no longer."""
 HOST_BYTES, HOST_BYTES_PER_S = 4 << 30, 12e9
 """What a stage's host keeps of preempted requests at most, and how fast it is copied (PCIe 3)."""
 LEAST_TOKENS = 32
@@ -117,6 +116,7 @@ class PoolPlan:
             max_rows=size.slots,
             max_len=size.max_len,
             step_tokens=self._step_tokens,
+            prompt_tokens=self._prompt_tokens,
             decode_rows=min(plan.decode_microbatch, size.slots),
             num_stages=len(plan.stages),
             tokens_ahead=2 if self._runs_ahead and len(plan.stages) == 1 else 1,
@@ -143,12 +143,19 @@ class PoolPlan:
 
     @property
     def _step_tokens(self) -> int:
-        """Return the tokens of a step: of a job known beforehand, the plan's prompts together."""
+        """Return the tokens of a step: of a job known beforehand, the plan's chunks together."""
         if self.settings.step_tokens is not None:
             return self.settings.step_tokens
         if self.settings.live:
             return self._live_tokens
-        return max(STEP_TOKENS, self.plan.prefill_microbatch * self.plan.workload.prompt_len)
+        return max(CHUNK_TOKENS, self.plan.prefill_step_tokens)
+
+    @property
+    def _prompt_tokens(self) -> int:
+        """Return the tokens of one prompt in a step at most: the plan's chunk."""
+        if self.settings.step_tokens is not None or self.settings.live:
+            return self._step_tokens
+        return self.plan.prefill_chunk or self._step_tokens
 
     def _host_blocks(self, size: PoolSize) -> int:
         """Return how many blocks of preempted requests hosts keep: none where it takes longer.
@@ -174,7 +181,8 @@ class PoolPlan:
     def _token_s(self, stage: StagePlan) -> float:
         """Return the seconds that a stage computes a prompt's token in, 0 where nobody knows."""
         if stage.prefill_s:
-            return stage.prefill_s / (self.plan.prefill_microbatch * self.plan.workload.prompt_len)
+            tokens = self.plan.prefill_microbatch * self.plan.workload.prompt_len
+            return stage.prefill_s * len(self.plan.chunks) / tokens
         card = device_specs().get(stage.kind)
         if card is None:
             return 0.0
@@ -186,14 +194,17 @@ class PoolPlan:
     def _live_tokens(self) -> int:
         """Return the tokens of a step of live requests, as many as every stage computes in time.
 
-        By the plan's cost model, if it knows: of CPUs that nobody has measured it does not.
+        At most the plan's chunk. By its cost model, if that knows: of CPUs that nobody has measured
+        it does not.
         """
-        plan, most = self.plan, STEP_TOKENS
+        plan, most = self.plan, self.plan.prefill_chunk or CHUNK_TOKENS
         measured = plan.predicted is not None and not plan.predicted.estimated
         for stage in plan.stages:
             if stage.prefill_s and stage.decode_s and (measured or not stage.is_cpu):
                 in_time = max(STEP_S, 2 * stage.decode_s) / self._token_s(stage)
                 most = min(most, int(in_time))
+            else:
+                most = min(most, CHUNK_TOKENS)
         return max(LEAST_TOKENS, most - most % LEAST_TOKENS)
 
     @property

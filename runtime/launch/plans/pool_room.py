@@ -30,6 +30,7 @@ def with_pool_room(plan: Plan, spec: ModelSpec, memory_bytes: int, *, share: flo
             first=index == 0,
             last=index == len(plan.stages) - 1,
             prefill_microbatch=plan.prefill_microbatch,
+            prefill_chunk=plan.prefill_chunk,
             decode_microbatch=plan.decode_microbatch,
             quantization=plan.settings(),
             kv=plan.workload.kv,

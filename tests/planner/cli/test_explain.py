@@ -283,6 +283,7 @@ def _explained(monkeypatch: pytest.MonkeyPatch, **times: object) -> list[str]:
     problem = SimpleNamespace(
         workload=SimpleNamespace(gen_len=9),
         counts=lambda *_: (2, 2),
+        chunks_of_prompt=1,
         cluster=SimpleNamespace(devices=[SimpleNamespace(name=n) for n in [*names, "d"]]),
     )
     plan = SimpleNamespace(prefill_microbatch=4, decode_microbatch=4)

@@ -288,6 +288,7 @@ def make_requests(rng: random.Random, count: int, longest: int) -> list[Request]
     num_blocks=st.integers(5, 24),
     max_rows=st.integers(1, 6),
     step_tokens=st.sampled_from([1, 7, 64, 129, 1000]),
+    prompt_tokens=st.sampled_from([None, 5, 64]),
     stages=st.integers(1, 3),
     mode=st.sampled_from(["plain", "ahead", "drafts"]),
     prefix_cache=st.booleans(),
@@ -302,6 +303,7 @@ def test_random_schedules_equal_the_simple_one(
     num_blocks,
     max_rows,
     step_tokens,
+    prompt_tokens,
     stages,
     mode,
     prefix_cache,
@@ -319,6 +321,7 @@ def test_random_schedules_equal_the_simple_one(
         window_blocks=spanned_blocks(window, BLOCK_TOKENS) + rng.randint(0, 4) if window else 0,
         max_rows=max_rows,
         step_tokens=step_tokens,
+        prompt_tokens=prompt_tokens,
         decode_rows=rng.randint(1, max_rows),
         num_stages=stages,
         prefix_cache=prefix_cache,
@@ -339,6 +342,28 @@ def test_random_schedules_equal_the_simple_one(
         else:
             assert request.output == expected[request.id], request.id
     assert scheduler.num_running == scheduler.num_waiting == 0
+
+
+def test_prompts_share_a_step_chunk_by_chunk():
+    allowed = limits(num_blocks=40, max_rows=4, step_tokens=96, prompt_tokens=32)
+    scheduler = PagedScheduler(allowed)
+    for number in range(4):
+        scheduler.submit(Request(id=number, prompt=(1,) * 70, max_new=1))
+    steps = []
+    while (step := scheduler.next_micro_batch()) is not None:
+        steps.append(
+            [
+                (request.id, len(tokens))
+                for request, tokens in zip(step.requests, step.tokens, strict=True)
+            ]
+        )
+    assert steps == [
+        [(0, 32), (1, 32), (2, 32)],
+        [(0, 32), (1, 32), (2, 32)],
+        [(0, 6), (1, 6), (2, 6), (3, 32)],
+        [(3, 32)],
+        [(3, 6)],
+    ]
 
 
 def test_a_long_prompt_goes_in_chunks_beside_decoding_rows():

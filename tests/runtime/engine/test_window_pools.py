@@ -26,8 +26,8 @@ from llmpq.runtime.request import Request
 from llmpq.runtime.step import Step
 from llmpq.runtime.tools.open_stages import OpenStages
 from llmpq.runtime.weights.sources import CheckpointSource
-from llmpq.sizes.pool_size import CHUNK_TOKENS, PoolSize, wanted_pool
-from llmpq.workload import Workload
+from llmpq.sizes.pool_size import PoolSize, wanted_pool
+from llmpq.workload import CHUNK_TOKENS, Workload
 
 pytestmark = pytest.mark.cpu
 NEW = 24

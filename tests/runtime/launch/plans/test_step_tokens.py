@@ -1,13 +1,15 @@
 """How many tokens a step of live requests has: as many as no stage takes too long for."""
 
+from dataclasses import replace
+
 import pytest
 
 from llmpq.model_spec import ModelSpec
 from llmpq.plan import Predicted
 from llmpq.runtime.launch.plans.hand_plan import hand_plan
-from llmpq.runtime.launch.plans.pool_plan import LEAST_TOKENS, STEP_TOKENS, PoolPlan
+from llmpq.runtime.launch.plans.pool_plan import LEAST_TOKENS, PoolPlan
 from llmpq.runtime.launch.stages.stage_settings import StageSettings
-from llmpq.workload import Workload
+from llmpq.workload import CHUNK_TOKENS, Workload
 
 pytestmark = pytest.mark.cpu
 SPEC = ModelSpec.by_name("llama-3.1-8b")
@@ -37,9 +39,23 @@ def step_tokens(times, *, gpu=False, estimated=False, **settings):
     ).limits.step_tokens
 
 
+def test_a_job_runs_the_chunks_that_its_plan_states():
+    work = Workload(batch=4, prompt_len=3000, gen_len=100)
+    settings = StageSettings(model_dir="")
+    for chunk, tokens, of_one in ((512, 1024, 512), (2048, 4096, 2048), (None, 6000, 6000)):
+        plan = hand_plan(SPEC, work, prefill_microbatch=2, prefill_chunk=chunk)
+        limits = PoolPlan(plan, SPEC, settings).limits
+        assert (limits.step_tokens, limits.row_tokens) == (tokens, of_one)
+        live = PoolPlan(plan, SPEC, replace(settings, live=True)).limits
+        assert live.step_tokens == live.row_tokens == CHUNK_TOKENS  # times are not known
+    told = replace(settings, step_tokens=300)
+    limits = PoolPlan(hand_plan(SPEC, work), SPEC, told).limits
+    assert (limits.step_tokens, limits.row_tokens) == (300, 300)
+
+
 def test_quick_devices_take_as_many_as_there_are():
-    assert step_tokens([(0.01, 0.004)]) == STEP_TOKENS
-    assert step_tokens([(None, None)]) == STEP_TOKENS
+    assert step_tokens([(0.01, 0.004)]) == CHUNK_TOKENS
+    assert step_tokens([(None, None)]) == CHUNK_TOKENS
 
 
 def test_a_step_takes_a_tenth_of_a_second_or_two_plain_steps():
@@ -53,7 +69,7 @@ def test_the_slowest_stage_counts():
 
 
 def test_placeholders_of_cpus_say_nothing_and_cards_in_the_table_do():
-    assert step_tokens([(0.4, 0.01)], estimated=True) == STEP_TOKENS
+    assert step_tokens([(0.4, 0.01)], estimated=True) == CHUNK_TOKENS
     assert step_tokens([(0.4, 0.01)], estimated=True, gpu=True) == 96
 
 
