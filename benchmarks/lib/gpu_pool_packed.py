@@ -117,7 +117,9 @@ def _told(mix: Rows, plan: PackedPlan) -> tuple[PackedRows, int, int]:
     for slot, own in zip(slots, needed, strict=True):
         tables[slot, :own] = torch.tensor([free.pop() for _ in range(own)])
     rows_FR = torch.tensor(table, dtype=torch.int32).cuda()
-    return PackedRows(rows_FR=rows_FR, table_SM=tables.cuda(), chunks=chunks), places, sum(needed)
+    dealt = torch.tensor(plan.dealt(table), dtype=torch.int32).cuda()
+    step = PackedRows(rows_FR=rows_FR, dealt=dealt, table_SM=tables.cuda(), chunks=chunks)
+    return step, places, sum(needed)
 
 
 def _step(

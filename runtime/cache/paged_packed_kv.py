@@ -77,6 +77,7 @@ class PagedPackedKV(DevicePages):
         self._rings = pair(ring, dtype)
         self._layers = [self._layer(index) for index in range(len(layers))]
         self.launches = self._planned(spec, fmt, dtype)
+        self.num_dealt = self.launches.num_dealt
 
     def _planned(self, spec: ModelSpec, fmt: KVFormat, dtype: torch.dtype) -> Any:
         """Return how steps are launched."""
@@ -112,6 +113,11 @@ class PagedPackedKV(DevicePages):
         )
         return rows
 
+    def dealt(self, table: Sequence[Sequence[int]]) -> list[int]:
+        """Return what each of attention's programs takes of a rows' table."""
+        values: list[int] = self.launches.dealt(table)
+        return values
+
     def places(
         self, rows_FR: Tensor, num_places: int, *, nobody: int
     ) -> tuple[TokenPlaces, TokenPlaces | None]:
@@ -142,7 +148,12 @@ class PagedPackedKV(DevicePages):
             inv_freq = None
         out_THD = attend_packed_pages(
             *(q_THD, k_TGD, v_TGD, self._layers[layer]),
-            PackedRows(rows_FR=step.rows_FR, table_SM=self._table_SM, chunks=step.chunks),
+            PackedRows(
+                rows_FR=step.rows_FR,
+                dealt=step.dealt,
+                table_SM=self._table_SM,
+                chunks=step.chunks,
+            ),
             self.launches,
             scale=scale,
             alibi_slopes_H=alibi_slopes_H,

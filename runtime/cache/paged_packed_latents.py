@@ -48,7 +48,12 @@ class PagedPackedLatents(PagedPackedKV):
         assert isinstance(step, PagedStep) and inv_freq is None and rule.is_plain
         out_THV = attend_packed_latents(
             *(q_BQHD[0], k_BQGD[0, :, 0], self._layers[layer]),
-            PackedRows(rows_FR=step.rows_FR, table_SM=self._table_SM, chunks=step.chunks),
+            PackedRows(
+                rows_FR=step.rows_FR,
+                dealt=step.dealt,
+                table_SM=self._table_SM,
+                chunks=step.chunks,
+            ),
             *(self.launches, self._fmt),
             scale=scale,
         )

@@ -57,6 +57,8 @@ class PackedRows:
 
     rows_FR: Tensor
     """As `PackedPlan.table` says."""
+    dealt: Tensor
+    """As `PackedPlan.dealt` says; latents need none."""
     table_SM: Tensor
     """Every slot's blocks."""
     chunks: bool
@@ -155,24 +157,26 @@ def _attend(
     out, num_rows, pdl = torch.empty_like(q_THD), rows_FR.shape[1], overlaps(q_THD.device)
     packed = (layer.k_words_PGW, layer.k_params_PG, layer.v_words_PGW, layer.v_params_PG)
     rings = (layer.k_ring_SGRD, layer.v_ring_SGRD)
-    told = (rows_FR, table_SM, q_THD if slopes is None else slopes)
+    alibi = slopes is not None
+    slopes = q_THD if slopes is None else slopes
     numbers = (scale * LOG2_E, num_rows, table_SM.shape[1], float(rule.cap or 1.0), rule.window)
     sinks = q_THD if rule.sinks_H is None else rule.sinks_H
     how = Scores(
-        alibi=slopes is not None,
+        alibi=alibi,
         capped=rule.cap > 0,
         windowed=rule.window > 0,
         sinks=rule.sinks_H is not None,
     )
     emulate = q_THD.device.type == "cpu"
+    # A part is a program's first, or a row's: of packed tiles and of rings.
     num_parts = 2 * (num_rows + plan.programs) * plan.head_parts * plan.columns
     part = q_THD.new_empty(num_parts * plan.head_dim, dtype=torch.float32)
     lse = q_THD.new_empty(num_parts, dtype=torch.float32)
     # As in ops.py: left alone, ptxas takes registers that keep a twelfth program off an SM.
     cap = {"maxnreg": 168} if plan.columns == 8 and plan.head_dim <= 128 and not emulate else {}
     decode_packed[(plan.programs, plan.head_parts)](
-        *(q_THD, *packed, *rings, *told, part, lse, *numbers),
-        **plan.decode_options(num_rows, how, pdl=pdl),
+        *(q_THD, *packed, *rings, rows_FR, step.dealt, table_SM, slopes, part, lse, *numbers),
+        **plan.decode_options(how, pdl=pdl),
         EMULATE=emulate,
         launch_pdl=pdl,
         **cap,
@@ -180,14 +184,17 @@ def _attend(
     if step.chunks:
         tiles = len(q_THD) // plan.tile_queries + num_rows
         chunk_packed[(tiles, plan.kv_heads)](
-            *(q_THD, k_TGD, v_TGD, *packed, *rings, *told, sinks, out, *numbers, k_TGD.stride(0)),
+            *(q_THD, k_TGD, v_TGD, *packed, *rings, rows_FR, table_SM, slopes, sinks, out),
+            *(*numbers, k_TGD.stride(0)),
             **plan.chunk_options(num_rows, how, pdl=pdl),
             EMULATE=emulate,
             launch_pdl=pdl,
         )
-    combine_packed[(num_rows, plan.heads)](
+    combine = plan.combine_options(num_rows, how, pdl=pdl)
+    grid = (num_rows, -(-plan.heads // combine["N_STEP"]), plan.head_dim // combine["D_STEP"])
+    combine_packed[grid](
         *(part, lse, rows_FR, sinks, out, num_rows),
-        **plan.combine_options(how, pdl=pdl),
+        **combine,
         launch_pdl=pdl,
     )
     return out

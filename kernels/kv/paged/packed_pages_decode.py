@@ -1,15 +1,10 @@
-"""Attention of rows of one token over a pool of packed blocks: equal shares of all rows' tiles.
+"""Attention of rows of one token over a pool of packed blocks.
 
-What a row reads is two kinds of tile: those of its packed blocks, and 32 tokens each of its 16-bit
-ring. Either stands in a line of its own, of all rows; a program of a key/value head takes an equal
-run of each, whatever the rows' lengths. The ring's line is dealt from the last program on, so that
-where tiles are few those without packed ones take it:
-
-    packed     |0 0 0 0 0 0 0 0|1 1 1 1|2 2|            ring    |0 0 0|1 1 1 1|2|
-    programs   |0 0 0|1 1 1|2 2 2|3 3 3|4 4|            programs |5 5|4 4|3 3|2 2|
-
-A program's run over a row is a part, normalised, with its log2-sum-exp; `combine_packed` merges a
-row's. The loops are attend.py's, one warp a program; their cost is drawn there.
+A row reads two kinds of tile: those of its packed blocks, and 32 tokens each of its 16-bit ring.
+packed_pages_deal.py cuts either into parts and deals the parts to the programs of a key/value head;
+a program's entry says what it takes, so that it can ask for its first tiles at once. A part is
+normalised, with its log2-sum-exp; `combine_packed` merges a row's. The loops are attend.py's, one
+warp a program; their cost is drawn there.
 
 R rows.  H query heads.  G key/value heads.  D head_dim.
 """
@@ -35,20 +30,6 @@ from llmpq.kernels.kv.low_bit.ring_attend import (
     packed_line,
 )
 from llmpq.kernels.kv.low_bit.unpack import TWO_24
-
-
-@triton.jit
-def _share(sums, num_rows, program, PROGRAMS: tl.constexpr, ROWS: tl.constexpr):
-    """A program's run of a line, the rows it runs over, and where each row ends."""
-    r = tl.arange(0, ROWS)
-    ends = tl.load(sums + r, mask=r < num_rows, other=2147483647)
-    total = tl.load(sums + num_rows - 1)
-    share = (total + PROGRAMS - 1) // PROGRAMS
-    first = program * share
-    last = tl.minimum(total, first + share)
-    row_first = tl.sum((ends <= first).to(tl.int32), 0)
-    row_last = tl.where(first < last, tl.sum((ends < last).to(tl.int32), 0), -1)
-    return ends, first, last, row_first, row_last
 
 
 @triton.jit
@@ -94,14 +75,14 @@ def _packed_part(
 
 @triton.jit(do_not_specialize=["num_rows", "columns", "cap", "window"])
 def decode_packed(
-    q_ptr, k_words, k_params, v_words, v_params, k_ring, v_ring, rows, table, slopes, part_ptr,
-    lse_ptr, score_scale, num_rows, columns, cap, window,
+    q_ptr, k_words, k_params, v_words, v_params, k_ring, v_ring, rows, dealt, table, slopes,
+    part_ptr, lse_ptr, score_scale, num_rows, columns, cap, window,
     H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, BITS: tl.constexpr, R: tl.constexpr,
-    ROWS: tl.constexpr, PROGRAMS: tl.constexpr, TILES: tl.constexpr, STAGES: tl.constexpr,
-    AHEAD: tl.constexpr, ALIBI: tl.constexpr, CAPPED: tl.constexpr, WINDOWED: tl.constexpr,
-    KW: tl.constexpr, KW0: tl.constexpr, PDL: tl.constexpr, EMULATE: tl.constexpr,
+    PROGRAMS: tl.constexpr, TILES: tl.constexpr, STAGES: tl.constexpr, AHEAD: tl.constexpr,
+    ALIBI: tl.constexpr, CAPPED: tl.constexpr, WINDOWED: tl.constexpr, KW: tl.constexpr,
+    KW0: tl.constexpr, PDL: tl.constexpr, EMULATE: tl.constexpr,
 ):  # fmt: skip
-    """An equal share of all rows' packed tiles and of their rings, of one key/value head."""
+    """What a program's entries say of the rows' packed tiles and rings, of one key/value head."""
     C: tl.constexpr = H // G
     CHUNKS: tl.constexpr = (C + R - 1) // R
     program = tl.program_id(0)
@@ -111,135 +92,144 @@ def decode_packed(
     c = tl.arange(0, R)
     d = tl.arange(0, D)
     used = first_col + c < C
-    r = tl.arange(0, ROWS)
 
     # ---- packed tiles
-    sums = rows + 5 * num_rows
-    ends, first, last, row_first, row_last = _share(sums, num_rows, program, PROGRAMS, ROWS)
+    entry = dealt + program * 8
+    row = tl.load(entry)
+    row_last = tl.load(entry + 1)
+    begin = tl.load(entry + 2)
+    stop = tl.load(entry + 3)
+    last_stop = tl.load(entry + 4)
+    part = tl.load(entry + 5)
+    slot = tl.load(entry + 6).to(tl.int64)
+    position = tl.load(entry + 7)
     if PDL:
         # Rows and tables are older than the kernel in front; what it may write is asked for only.
-        if (AHEAD > 0) & (not WINDOWED) & (row_first <= row_last):
-            before = tl.max(tl.where(r < row_first, ends, 0), 0)
-            stop = tl.minimum(last, tl.load(sums + row_first))
+        if (AHEAD > 0) & (not WINDOWED) & (row <= row_last):
             prefetch_tiles(
-                k_words, k_params, v_words, v_params, table, tl.load(rows + row_first).to(tl.int64),
-                columns, head, (first - before) * TILES,
-                tl.minimum((first - before) * TILES + AHEAD, (stop - before) * TILES),
-                G, D, BITS, 128, True,
+                k_words, k_params, v_words, v_params, table, slot, columns, head, begin * TILES,
+                tl.minimum(begin * TILES + AHEAD, stop * TILES), G, D, BITS, 128, True,
             )  # fmt: skip
         gdc_wait()
         gdc_launch_dependents()
-    for row in range(row_first, row_last + 1):
-        row_begin = tl.max(tl.where(r < row, ends, 0), 0)
-        begin = tl.maximum(first, row_begin)
-        stop = tl.minimum(last, tl.load(sums + row))
+    while row <= row_last:
         if begin < stop:
-            slot = tl.load(rows + row).to(tl.int64)
-            position = tl.load(rows + num_rows + row)
             place = tl.load(rows + 3 * num_rows + row)
-            # Steps before the window stand in the line, too: their programs have less to do.
-            seen = row_begin + first_step(position, window, TILES * TILE, WINDOWED)
+            # Steps before the window are dealt, too: their programs have less to do.
+            seen = first_step(position, window, TILES * TILE, WINDOWED)
             out, lse = _packed_part(
                 q_ptr, k_words, k_params, v_words, v_params, table, slopes,
-                tl.maximum(begin, seen) - row_begin, stop - row_begin, slot, position, place,
-                columns, head, first_col, score_scale, cap, window,
+                tl.maximum(begin, seen), stop, slot, position, place, columns, head, first_col,
+                score_scale, cap, window,
                 H, G, D, BITS, R, TILES, STAGES, ALIBI, CAPPED, WINDOWED, KW, KW0, EMULATE,
             )  # fmt: skip
-            part = ((row + program).to(tl.int64) * (G * CHUNKS) + head_part) * R
-            tl.store(lse_ptr + part + c, lse, mask=used)
-            tl.store(part_ptr + (part + c)[:, None] * D + d[None, :], out, mask=used[:, None])
+            to = (part.to(tl.int64) * (G * CHUNKS) + head_part) * R
+            tl.store(lse_ptr + to + c, lse, mask=used)
+            tl.store(part_ptr + (to + c)[:, None] * D + d[None, :], out, mask=used[:, None])
+            part += 1
+        row += 1
+        if row <= row_last:
+            slot, position, one = _next_row(rows, row, num_rows)
+            begin = 0
+            stop = tl.where(one, packed_line(position) // (TILES * TILE), 0)
+            stop = tl.where(row == row_last, last_stop, stop)
 
-    # ---- rings; their parts come behind all packed ones
-    program = PROGRAMS - 1 - program
-    sums = rows + 6 * num_rows
-    ends, first, last, row_first, row_last = _share(sums, num_rows, program, PROGRAMS, ROWS)
-    for row in range(row_first, row_last + 1):
-        row_begin = tl.max(tl.where(r < row, ends, 0), 0)
-        begin = tl.maximum(first, row_begin)
-        stop = tl.minimum(last, tl.load(sums + row))
+    # ---- rings, from the last program on; their parts come behind all packed ones
+    entry = dealt + (2 * PROGRAMS - 1 - program) * 8
+    row = tl.load(entry)
+    row_last = tl.load(entry + 1)
+    begin = tl.load(entry + 2)
+    stop = tl.load(entry + 3)
+    last_stop = tl.load(entry + 4)
+    part = tl.load(entry + 5) + tl.load(rows + 6 * num_rows - 1)
+    slot = tl.load(entry + 6).to(tl.int64)
+    position = tl.load(entry + 7)
+    while row <= row_last:
         if begin < stop:
-            slot = tl.load(rows + row).to(tl.int64)
-            position = tl.load(rows + num_rows + row)
             place = tl.load(rows + 3 * num_rows + row)
             out, lse = attend_ring(
-                q_ptr, k_ring, v_ring, slopes,
-                packed_line(position) + (begin - row_begin) * RING_STEP, stop - begin, position,
-                position + 1, (slot * G + head) * (RING * D), place, head, first_col, score_scale,
-                cap, window, H, G, 1, D, R, ALIBI, CAPPED, WINDOWED,
+                q_ptr, k_ring, v_ring, slopes, packed_line(position) + begin * RING_STEP,
+                stop - begin, position, position + 1, (slot * G + head) * (RING * D), place, head,
+                first_col, score_scale, cap, window, H, G, 1, D, R, ALIBI, CAPPED, WINDOWED,
             )  # fmt: skip
-            part = (num_rows + PROGRAMS + row + program).to(tl.int64)
-            part = (part * (G * CHUNKS) + head_part) * R
-            tl.store(lse_ptr + part + c, lse, mask=used)
-            tl.store(part_ptr + (part + c)[None, :] * D + d[:, None], out, mask=used[None, :])
+            to = (part.to(tl.int64) * (G * CHUNKS) + head_part) * R
+            tl.store(lse_ptr + to + c, lse, mask=used)
+            tl.store(part_ptr + (to + c)[None, :] * D + d[:, None], out, mask=used[None, :])
+            part += 1
+        row += 1
+        if row <= row_last:
+            slot, position, one = _next_row(rows, row, num_rows)
+            begin = 0
+            stop = (position + RING_STEP - packed_line(position)) // RING_STEP
+            stop = tl.where(row == row_last, last_stop, tl.where(one, stop, 0))
 
 
 @triton.jit
-def _merged(
-    part_ptr, lse_ptr, sums, row, num_rows, offset, at_head, top, total, acc,
-    PARTS: tl.constexpr, R: tl.constexpr, D: tl.constexpr, X: tl.constexpr, PROGRAMS: tl.constexpr,
-):  # fmt: skip
-    """Take the parts of a row from one line into a running softmax."""
-    begin = tl.load(sums + row - 1, mask=row > 0, other=0)
-    end = tl.load(sums + row)
-    share = tl.maximum((tl.load(sums + num_rows - 1) + PROGRAMS - 1) // PROGRAMS, 1)
-    first = begin // share
-    last = tl.where(begin < end, (end - 1) // share, first - 1)
-    d = tl.arange(0, D)
-    for program in range(first, last + 1, X):
-        number = program + tl.arange(0, X)
-        live = number <= last
-        part = (offset + row + number).to(tl.int64) * PARTS + at_head
-        lse = tl.load(lse_ptr + part, mask=live, other=-1.0e30)
-        out = tl.load(part_ptr + part[:, None] * D + d[None, :], mask=live[:, None], other=0.0)
-        higher = tl.maximum(top, tl.max(lse, 0))
-        kept = tl.exp2(top - higher)
-        weight = tl.where(live, tl.exp2(lse - higher), 0.0)
-        total = total * kept + tl.sum(weight, 0)
-        acc = acc * kept + tl.sum(out * weight[:, None], 0)
-        top = higher
-    return top, total, acc
+def _next_row(rows, row, num_rows):
+    """A row's slot and position, and whether it has one token."""
+    slot = tl.load(rows + row)
+    position = tl.load(rows + num_rows + row)
+    one = (slot >= 0) & (tl.load(rows + 2 * num_rows + row) == 1)
+    return slot.to(tl.int64), position, one
 
 
 @triton.jit(do_not_specialize=["num_rows"])
 def combine_packed(
     part_ptr, lse_ptr, rows, sinks, out_ptr, num_rows,
-    H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, R: tl.constexpr, X: tl.constexpr,
-    PROGRAMS: tl.constexpr, SINKS: tl.constexpr, PDL: tl.constexpr,
+    H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, R: tl.constexpr, N_STEP: tl.constexpr,
+    D_STEP: tl.constexpr, X_STEP: tl.constexpr, SINKS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Merge the parts of one query head of a row of one token; padding gets zeros."""
+    """Merge the parts of a row of one token for N_STEP query heads and D_STEP channels.
+
+    X_STEP parts are loaded at once, packed ones and then the ring's. Padding gets zeros.
+    """
     C: tl.constexpr = H // G
     CHUNKS: tl.constexpr = (C + R - 1) // R
     PARTS: tl.constexpr = G * CHUNKS * R
     row = tl.program_id(0)
-    head = tl.program_id(1)
+    n = tl.program_id(1) * N_STEP + tl.arange(0, N_STEP)
+    d = tl.program_id(2) * D_STEP + tl.arange(0, D_STEP)
     if PDL:
         gdc_launch_dependents()
-        gdc_wait()
+    # The rows' table is older than the kernel in front.
     slot = tl.load(rows + row)
     count = tl.load(rows + 2 * num_rows + row)
     place = tl.load(rows + 3 * num_rows + row).to(tl.int64)
-    d = tl.arange(0, D)
+    ends = rows + 5 * num_rows + row
+    packed_first = tl.load(ends - 1, mask=row > 0, other=0)
+    packed = tl.load(ends) - packed_first
+    ring_first = tl.load(ends + num_rows - 1, mask=row > 0, other=0)
+    ring = tl.load(ends + num_rows) - ring_first
+    ring_first += tl.load(rows + 6 * num_rows - 1)
+    if PDL:
+        gdc_wait()
+    used = n < H
+    to = out_ptr + (n * D)[:, None] + d[None, :]
     if slot < 0:
-        nothing = tl.zeros([D], out_ptr.dtype.element_ty)
+        nothing = tl.zeros([N_STEP, D_STEP], out_ptr.dtype.element_ty)
         for i in range(count):
-            tl.store(out_ptr + ((place + i) * H + head) * D + d, nothing)
+            tl.store(to + (place + i) * (H * D), nothing, mask=used[:, None])
     elif count == 1:
-        at_head = (head // C * CHUNKS + head % C // R) * R + head % C % R
-        packed, ring = rows + 5 * num_rows, rows + 6 * num_rows
-        acc = tl.zeros([D], tl.float32)
-        top = tl.full([], -1.0e30, tl.float32)
-        total = tl.full([], 0.0, tl.float32)
+        at_head = ((n // C * CHUNKS + n % C // R) * R + n % C % R)[:, None]
+        m_i = tl.full([N_STEP], LOWEST, tl.float32)
+        l_i = tl.zeros([N_STEP], tl.float32)
         if SINKS:  # one more part, without output
-            top = tl.load(sinks + head).to(tl.float32) * LOG2_E
-            total += 1.0
-        top, total, acc = _merged(
-            part_ptr, lse_ptr, packed, row, num_rows, 0, at_head, top, total, acc,
-            PARTS, R, D, X, PROGRAMS,
-        )  # fmt: skip
-        # the ring is dealt from the last program on: its parts count from there
-        top, total, acc = _merged(
-            part_ptr, lse_ptr, ring, row, num_rows, num_rows + PROGRAMS, at_head, top, total, acc,
-            PARTS, R, D, X, PROGRAMS,
-        )  # fmt: skip
-        out_at = out_ptr + (place * H + head) * D + d
-        tl.store(out_at, (acc / total).to(out_ptr.dtype.element_ty))
+            m_i = tl.load(sinks + n, mask=used, other=0.0).to(tl.float32) * LOG2_E
+            l_i += 1.0
+        acc = tl.zeros([N_STEP, D_STEP], tl.float32)
+        for x0 in range(0, packed + ring, X_STEP):
+            x = x0 + tl.arange(0, X_STEP)
+            part = tl.where(x < packed, packed_first + x, ring_first + x - packed)
+            live = (x < packed + ring)[None, :] & used[:, None]
+            at = part.to(tl.int64)[None, :] * PARTS + at_head
+            lse = tl.load(lse_ptr + at, mask=live, other=MASKED)
+            o_at = part_ptr + at[:, :, None] * D + d[None, None, :]
+            out = tl.load(o_at, mask=live[:, :, None], other=0.0)
+            m_new = tl.maximum(m_i, tl.max(lse, 1))
+            alpha = tl.exp2(m_i - m_new)
+            weight = tl.exp2(lse - m_new[:, None])
+            l_i = l_i * alpha + tl.sum(weight, 1)
+            acc = acc * alpha[:, None] + tl.sum(out * weight[:, :, None], 1)
+            m_i = m_new
+        out = acc / tl.maximum(l_i, 1e-30)[:, None]
+        tl.store(to + place * (H * D), out.to(out_ptr.dtype.element_ty), mask=used[:, None])

@@ -1,7 +1,8 @@
 """How attention over a pool of packed blocks is launched, and its rows as kernels read them.
 
     rows [7, R]   as paged_rows.py says; the last two running sums are, of rows of one token, the
-                  steps over packed tiles (of `tiles` tiles) and those over the 16-bit ring
+                  parts of their packed tiles and those of their 16-bit rings
+    dealt         what each program takes of them (packed_pages_deal.py)
 
 Nothing here depends on the rows of a step, so that a captured step serves any.
 """
@@ -17,6 +18,7 @@ import triton
 
 from llmpq.kernels.formats.kv_block import TILE_TOKENS, KVFormat
 from llmpq.kernels.kv.launch_plan import AHEAD, LOOP_SHAPE, programs_per_sm, shared_memory
+from llmpq.kernels.kv.paged.packed_pages_deal import ENTRY, Deal, deal
 from llmpq.kernels.kv.paged.paged_plan import Scores
 from llmpq.kernels.kv.paged.paged_rows import summed_rows
 from llmpq.kernels.multiprocessors import multiprocessors
@@ -31,8 +33,10 @@ CHUNK_KEYS = 32
 """16-bit keys that a chunk's program takes at once, of the ring and new ones; wide heads: half."""
 WORD_K_WIDTH = 4 if tuple(map(int, triton.__version__.split(".")[:2])) < (3, 7) else 2
 """As ops.py."""
-MERGED = 16
-"""Parts that the combine loads at once."""
+MERGED = 4096
+"""Values of parts (parts x heads x channels) that a program of the combine loads at once."""
+RING_PARTS = 5
+"""Parts of a row's 16-bit ring at most."""
 HEAD_DIMS = (32, 64, 128, 256)
 """What heads may have: reshapes of registers know powers of two."""
 
@@ -127,23 +131,43 @@ class PackedPlan:
         num_places: int,
     ) -> list[list[int]]:
         """Return the rows' table, padding behind them."""
-        step = self.tiles * TILE_TOKENS
-
-        def steps_of(position: int) -> tuple[int, int]:
-            line = packed_end(position)
-            return line // step, -(-(position + 1 - line) // RING_STEP)
-
-        return summed_rows(
-            *(slots, starts, counts, steps_of),
+        table = summed_rows(
+            *(slots, starts, counts, self._steps),
             num_rows=num_rows,
             num_places=num_places,
             tile_queries=self.tile_queries,
         )
+        parts = self._deal(table)
+        return [*table[:5], parts.packed.ends, parts.ring.ends]
 
-    def decode_options(self, rows: int, scores: Scores, *, pdl: bool) -> dict[str, int | bool]:
-        """Return the constants of `decode_packed` for steps of so many rows."""
+    @property
+    def num_dealt(self) -> int:
+        """Values that `dealt` returns."""
+        return 2 * self.programs * ENTRY
+
+    def dealt(self, table: Sequence[Sequence[int]]) -> list[int]:
+        """Return what each program takes of a rows' table."""
+        return self._deal(table).entries(self.programs, table[0], table[1])
+
+    def _steps(self, position: int) -> tuple[int, int]:
+        """Return the steps over packed tiles and over the ring of a query at a position."""
+        line = packed_end(position)
+        return line // (self.tiles * TILE_TOKENS), -(-(position + 1 - line) // RING_STEP)
+
+    def _deal(self, table: Sequence[Sequence[int]]) -> Deal:
+        own = [
+            self._steps(start) if slot >= 0 and count == 1 else (0, 0)
+            for slot, start, count in zip(*table[:3], strict=True)
+        ]
+        packed, rings = zip(*own, strict=True)
+        return deal(packed, rings, self.programs)
+
+    def decode_options(self, scores: Scores, *, pdl: bool) -> dict[str, int | bool]:
+        """Return the constants of `decode_packed`."""
+        options = self._options(1, pdl=pdl)
+        del options["ROWS"]
         return (
-            self._options(rows, pdl=pdl)
+            options
             | {
                 "BITS": self.bits,
                 "R": self.columns,
@@ -158,12 +182,20 @@ class PackedPlan:
             | {name: scores.options[name] for name in ("ALIBI", "CAPPED", "WINDOWED")}
         )
 
-    def combine_options(self, scores: Scores, *, pdl: bool) -> dict[str, int | bool]:
-        """Return the constants of `combine_packed`."""
+    def combine_options(self, rows: int, scores: Scores, *, pdl: bool) -> dict[str, int | bool]:
+        """Return the constants of `combine_packed` for steps of so many rows.
+
+        The programs' parts are dealt over the rows: few rows have many each, of which a program
+        loads all at once and takes few channels; many rows have few, so it takes several heads.
+        """
+        parts = -(-self.programs // rows) + RING_PARTS
+        x_step = min(256, triton.next_power_of_2(parts))
+        d_step = min(self.head_dim, max(16, MERGED // x_step))
+        n_step = max(1, min(MERGED // (x_step * d_step), triton.next_power_of_2(self.heads)))
         options = self._options(1, pdl=pdl)
         del options["ROWS"]
-        own = {"R": self.columns, "PROGRAMS": self.programs, "X": MERGED, "num_warps": 4}
-        return options | own | {"SINKS": scores.sinks}
+        own = {"R": self.columns, "SINKS": scores.sinks, "num_warps": 4}
+        return options | own | {"X_STEP": x_step, "D_STEP": d_step, "N_STEP": n_step}
 
     def chunk_options(self, rows: int, scores: Scores, *, pdl: bool) -> dict[str, int | bool]:
         """Return the constants of `chunk_packed` for steps of so many rows."""

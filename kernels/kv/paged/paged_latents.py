@@ -293,6 +293,13 @@ class LatentPlan:
             tile_queries=self.tile_queries,
         )
 
+    num_dealt = 0
+    """Values that `dealt` returns."""
+
+    def dealt(self, table: Sequence[Sequence[int]]) -> list[int]:
+        """Return what each program takes of a rows' table: nothing, programs have rows."""
+        return []
+
 
 def attend_latent_pages(
     q_THD: Tensor,

@@ -96,7 +96,7 @@ def test_attention_fits(model, arch, kernel):
     how, pdl = Scores(alibi=model[1] == model[2]), arch >= 90
     if kernel == DECODE:
         cap = {"maxnreg": 168} if plan.columns == 8 and plan.head_dim <= 128 else {}
-        decode = {**plan.decode_options(33, how, pdl=pdl), "EMULATE": False}
+        decode = {**plan.decode_options(how, pdl=pdl), "EMULATE": False}
         made = compiled(decode_packed, arch, decode, element, **cap)
         assert "mma.sync" in made.ptx and "cp.async" in made.ptx
         assert ("griddepcontrol.wait" in made.ptx) == (arch >= 90)
@@ -114,7 +114,7 @@ def test_attention_with_rules_fits(model, arch, kernel):
     plan, pdl = plan_of(*model), arch >= 90
     if kernel == DECODE:
         cap = {"maxnreg": 168} if plan.columns == 8 and plan.head_dim <= 128 else {}
-        decode = {**plan.decode_options(33, RULED, pdl=pdl), "EMULATE": False}
+        decode = {**plan.decode_options(RULED, pdl=pdl), "EMULATE": False}
         assert compiled(decode_packed, arch, decode, "bf16", **cap)
     else:
         chunk = {**plan.chunk_options(33, RULED, pdl=pdl), "EMULATE": False}
@@ -135,6 +135,6 @@ def test_appending_compiles(arch, chunks):
 @pytest.mark.parametrize("scores", [Scores(), RULED], ids=["plain", "ruled"])
 def test_the_rest_compiles(arch, scores):
     plan, pdl = plan_of(*MODELS[0]), arch >= 90
-    assert compiled(combine_packed, arch, plan.combine_options(scores, pdl=pdl), "bf16")
+    assert compiled(combine_packed, arch, plan.combine_options(33, scores, pdl=pdl), "bf16")
     if scores == RULED:
         assert compiled(write_rings, arch, plan.ring_options(pdl=pdl), "bf16")
