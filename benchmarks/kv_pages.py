@@ -55,7 +55,7 @@ class Step:
             tiles, stages, programs = map(int, loop.split("x"))
             parts = self.plan.head_parts
             self.plan = replace(
-                self.plan, tiles=tiles, stages=stages,
+                self.plan, tiles=tiles, stages=stages, many_rows=None,
                 programs=programs * multiprocessors(device) // parts,
             )  # fmt: skip
         needed = [-(-end // BLOCK_TOKENS) for end in ends]

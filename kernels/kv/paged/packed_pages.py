@@ -155,6 +155,7 @@ def _attend(
     """Launch attention of rows of one token, of chunks, and the merge of parts."""
     layer, rows_FR, table_SM = pages.layer, step.rows_FR, step.table_SM
     out, num_rows, pdl = torch.empty_like(q_THD), rows_FR.shape[1], overlaps(q_THD.device)
+    plan = plan.for_rows(num_rows)
     packed = (layer.k_words_PGW, layer.k_params_PG, layer.v_words_PGW, layer.v_params_PG)
     rings = (layer.k_ring_SGRD, layer.v_ring_SGRD)
     alibi = slopes is not None
@@ -174,7 +175,7 @@ def _attend(
     lse = q_THD.new_empty(num_parts, dtype=torch.float32)
     # As in ops.py: left alone, ptxas takes registers that keep a twelfth program off an SM.
     cap = {"maxnreg": 168} if plan.columns == 8 and plan.head_dim <= 128 and not emulate else {}
-    decode_packed[(plan.programs, plan.head_parts)](
+    decode_packed[(plan.head_parts, plan.programs)](
         *(q_THD, *packed, *rings, rows_FR, step.dealt, table_SM, slopes, part, lse, *numbers),
         **plan.decode_options(how, pdl=pdl),
         EMULATE=emulate,

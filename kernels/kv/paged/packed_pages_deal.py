@@ -6,13 +6,13 @@
 
 A part costs PART_START tiles before its first (finding the row, loading queries, filling the
 pipeline, writing the output): few long rows go best in a line, many short ones apart. Ring steps
-are dealt in the same way, to programs without packed tiles if there are any left, else, from the
-last program on, to those that have some.
+are dealt in the same way, to programs without packed tiles if enough are left, else to the last
+programs.
 
-    entry    [row, last row, begin, stop, last stop, part, slot, position] of one program: from step
-             `begin` of its first row (to `stop` if that is not its last row's end), through whole
-             rows, to `last stop` of its last row; its first part's index, its first row's slot and
-             position. A program without work has -1 as its last row
+    entry    [row, last row, begin, stop, part, slot, position, place] of one program: from step
+             `begin` of its first row, through whole rows, to step `stop` of its last row; its first
+             part's index; its first row's slot, position and place in the step. A program without
+             work has -1 as its last row
     parts    are counted in the order of rows, so those of a row follow each other
 """
 
@@ -45,7 +45,6 @@ class Cut:
     row_last: Ints
     begin: Ints
     stop: Ints
-    last_stop: Ints
     part: Ints
     ends: list[int]
     """Running sums over rows of their parts."""
@@ -63,17 +62,21 @@ class Deal:
     packed: Cut
     ring: Cut
 
-    def entries(self, programs: int, slots: Sequence[int], positions: Sequence[int]) -> list[int]:
-        """Return the entries [2, programs, ENTRY] of packed tiles and of rings, flat."""
+    def entries(self, programs: int, rows: Sequence[Sequence[int]]) -> list[int]:
+        """Return the entries [2, programs, ENTRY] of packed tiles and of rings, flat.
+
+        `rows`: each row's slot, its position and its place.
+        """
         found = np.zeros((2, programs, ENTRY), dtype=np.int64)
         found[:, :, 1] = -1
-        for entry, cut in zip(found, (self.packed, self.ring), strict=True):
+        # Rings begin behind the packed tiles' programs, or end with the last program.
+        ring_first = min(self.packed.programs, programs - self.ring.programs)
+        for entry, cut in ((found[0], self.packed), (found[1, ring_first:], self.ring)):
             used = cut.programs
-            own = (cut.row, cut.row_last, cut.begin, cut.stop, cut.last_stop, cut.part)
+            own = (cut.row, cut.row_last, cut.begin, cut.stop, cut.part)
+            own += tuple(np.asarray(values)[cut.row] for values in rows)
             for field, values in enumerate(own):
                 entry[:used, field] = values
-            entry[:used, 6] = np.asarray(slots)[cut.row]
-            entry[:used, 7] = np.asarray(positions)[cut.row]
         values: list[int] = found.ravel().tolist()
         return values
 
@@ -95,8 +98,7 @@ def _line(tiles: Ints, programs: int) -> Cut:
         row=row,
         row_last=row_last,
         begin=first - begins[row],
-        stop=np.minimum(last, ends[row]) - begins[row],
-        last_stop=last - begins[row_last],
+        stop=last - begins[row_last],
         part=np.cumsum(parts) - parts,
         ends=np.cumsum(pieces).tolist(),
     )
@@ -111,7 +113,7 @@ def _apart(tiles: Ints, share: int) -> Cut:
     index = part - (ends - pieces)[row]
     begin, stop = tiles[row] * index // pieces[row], tiles[row] * (index + 1) // pieces[row]
     cost = int((stop - begin).max()) + PART_START
-    return Cut(cost, row, row, begin, stop, stop, part, ends.tolist())
+    return Cut(cost, row, row, begin, stop, part, ends.tolist())
 
 
 def _least_share(tiles: Ints, programs: int) -> int:
@@ -132,7 +134,7 @@ def _cut(tiles: Ints, programs: int) -> Cut:
     """Cut rows in the way whose dearest program has least."""
     if not tiles.any():
         none = np.zeros(0, dtype=np.int64)
-        return Cut(0, none, none, none, none, none, none, [0] * len(tiles))
+        return Cut(0, none, none, none, none, none, [0] * len(tiles))
     line, share = _line(tiles, programs), _least_share(tiles, programs)
     apart = _apart(tiles, share) if share else line
     return min(apart, line, key=lambda cut: cut.cost)

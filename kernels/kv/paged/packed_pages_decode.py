@@ -19,7 +19,11 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from llmpq.kernels.kv.low_bit.attend import P_SHIFT, TILE, _tiles, first_step, score_unit
-from llmpq.kernels.kv.low_bit.register_operands import prefetch_tiles, right_operand
+from llmpq.kernels.kv.low_bit.register_operands import (
+    prefetch_ring,
+    prefetch_tiles,
+    right_operand,
+)
 from llmpq.kernels.kv.low_bit.ring_attend import (
     LOG2_E,
     LOWEST,
@@ -85,99 +89,139 @@ def decode_packed(
     """What a program's entries say of the rows' packed tiles and rings, of one key/value head."""
     C: tl.constexpr = H // G
     CHUNKS: tl.constexpr = (C + R - 1) // R
-    program = tl.program_id(0)
-    head_part = tl.program_id(1)
+    head_part = tl.program_id(0)
+    program = tl.program_id(1)
     head = head_part // CHUNKS
     first_col = head_part % CHUNKS * R
     c = tl.arange(0, R)
     d = tl.arange(0, D)
     used = first_col + c < C
+    row, row_last, begin, last_stop, part, slot, position, place = _entry(dealt + program * 8)
+    stop = tl.where(row == row_last, last_stop, packed_line(position) // (TILES * TILE))
+    ring_row, ring_last, ring_begin, ring_stop, ring_part, ring_slot, ring_position, ring_place = (
+        _entry(dealt + (PROGRAMS + program) * 8)
+    )
+    ring_part += tl.load(rows + 6 * num_rows - 1)
+    # Programs without work leave at once; one waits in any case, so that this kernel's end is also
+    # the end of the one in front.
+    if (program == 0) | (row <= row_last) | (ring_row <= ring_last):
+        if PDL:
+            # Rows and tables are older than the kernel in front; what it may write is asked for
+            # only.
+            if (AHEAD > 0) & (not WINDOWED) & (row <= row_last):
+                prefetch_tiles(
+                    k_words, k_params, v_words, v_params, table, slot, columns, head,
+                    begin * TILES, tl.minimum(begin * TILES + AHEAD, stop * TILES),
+                    G, D, BITS, 128, True,
+                )  # fmt: skip
+            if (AHEAD > 0) & (ring_row <= ring_last):
+                ring_at = (ring_slot * G + head) * (RING * D)
+                since = packed_line(ring_position) + ring_begin * RING_STEP
+                prefetch_ring(
+                    k_ring + ring_at, v_ring + ring_at, since,
+                    tl.minimum(since + RING_STEP, ring_position + 1), RING, RING_STEP, D,
+                )  # fmt: skip
+            gdc_wait()
+            gdc_launch_dependents()
+        while row <= row_last:
+            if begin < stop:
+                # Steps before the window are dealt, too: their programs have less to do.
+                seen = first_step(position, window, TILES * TILE, WINDOWED)
+                out, lse = _packed_part(
+                    q_ptr, k_words, k_params, v_words, v_params, table, slopes,
+                    tl.maximum(begin, seen), stop, slot, position, place, columns, head, first_col,
+                    score_scale, cap, window,
+                    H, G, D, BITS, R, TILES, STAGES, ALIBI, CAPPED, WINDOWED, KW, KW0, EMULATE,
+                )  # fmt: skip
+                to = (part.to(tl.int64) * (G * CHUNKS) + head_part) * R
+                tl.store(lse_ptr + to + c, lse, mask=used)
+                tl.store(part_ptr + (to + c)[:, None] * D + d[None, :], out, mask=used[:, None])
+                part += 1
+            row += 1
+            if row <= row_last:
+                slot, position, place, one = _next_row(rows, row, num_rows)
+                begin = 0
+                stop = tl.where(one, packed_line(position) // (TILES * TILE), 0)
+                stop = tl.where(row == row_last, last_stop, stop)
 
-    # ---- packed tiles
-    entry = dealt + program * 8
-    row = tl.load(entry)
-    row_last = tl.load(entry + 1)
-    begin = tl.load(entry + 2)
-    stop = tl.load(entry + 3)
-    last_stop = tl.load(entry + 4)
-    part = tl.load(entry + 5)
-    slot = tl.load(entry + 6).to(tl.int64)
-    position = tl.load(entry + 7)
-    if PDL:
-        # Rows and tables are older than the kernel in front; what it may write is asked for only.
-        if (AHEAD > 0) & (not WINDOWED) & (row <= row_last):
-            prefetch_tiles(
-                k_words, k_params, v_words, v_params, table, slot, columns, head, begin * TILES,
-                tl.minimum(begin * TILES + AHEAD, stop * TILES), G, D, BITS, 128, True,
-            )  # fmt: skip
-        gdc_wait()
-        gdc_launch_dependents()
-    while row <= row_last:
-        if begin < stop:
-            place = tl.load(rows + 3 * num_rows + row)
-            # Steps before the window are dealt, too: their programs have less to do.
-            seen = first_step(position, window, TILES * TILE, WINDOWED)
-            out, lse = _packed_part(
-                q_ptr, k_words, k_params, v_words, v_params, table, slopes,
-                tl.maximum(begin, seen), stop, slot, position, place, columns, head, first_col,
-                score_scale, cap, window,
-                H, G, D, BITS, R, TILES, STAGES, ALIBI, CAPPED, WINDOWED, KW, KW0, EMULATE,
-            )  # fmt: skip
-            to = (part.to(tl.int64) * (G * CHUNKS) + head_part) * R
-            tl.store(lse_ptr + to + c, lse, mask=used)
-            tl.store(part_ptr + (to + c)[:, None] * D + d[None, :], out, mask=used[:, None])
-            part += 1
-        row += 1
-        if row <= row_last:
-            slot, position, one = _next_row(rows, row, num_rows)
-            begin = 0
-            stop = tl.where(one, packed_line(position) // (TILES * TILE), 0)
-            stop = tl.where(row == row_last, last_stop, stop)
-
-    # ---- rings, from the last program on; their parts come behind all packed ones
-    entry = dealt + (2 * PROGRAMS - 1 - program) * 8
-    row = tl.load(entry)
-    row_last = tl.load(entry + 1)
-    begin = tl.load(entry + 2)
-    stop = tl.load(entry + 3)
-    last_stop = tl.load(entry + 4)
-    part = tl.load(entry + 5) + tl.load(rows + 6 * num_rows - 1)
-    slot = tl.load(entry + 6).to(tl.int64)
-    position = tl.load(entry + 7)
-    while row <= row_last:
-        if begin < stop:
-            place = tl.load(rows + 3 * num_rows + row)
-            out, lse = attend_ring(
-                q_ptr, k_ring, v_ring, slopes, packed_line(position) + begin * RING_STEP,
-                stop - begin, position, position + 1, (slot * G + head) * (RING * D), place, head,
-                first_col, score_scale, cap, window, H, G, 1, D, R, ALIBI, CAPPED, WINDOWED,
-            )  # fmt: skip
-            to = (part.to(tl.int64) * (G * CHUNKS) + head_part) * R
-            tl.store(lse_ptr + to + c, lse, mask=used)
-            tl.store(part_ptr + (to + c)[None, :] * D + d[:, None], out, mask=used[None, :])
-            part += 1
-        row += 1
-        if row <= row_last:
-            slot, position, one = _next_row(rows, row, num_rows)
-            begin = 0
+        # ---- rings; their parts come behind all packed ones
+        row, begin, part, place = ring_row, ring_begin, ring_part, ring_place
+        slot, position = ring_slot, ring_position
+        while row <= ring_last:
             stop = (position + RING_STEP - packed_line(position)) // RING_STEP
-            stop = tl.where(row == row_last, last_stop, tl.where(one, stop, 0))
+            stop = tl.where(row == ring_last, ring_stop, stop)
+            if begin < stop:
+                out, lse = attend_ring(
+                    q_ptr, k_ring, v_ring, slopes, packed_line(position) + begin * RING_STEP,
+                    stop - begin, position, position + 1, (slot * G + head) * (RING * D), place,
+                    head, first_col, score_scale, cap, window,
+                    H, G, 1, D, R, ALIBI, CAPPED, WINDOWED,
+                )  # fmt: skip
+                to = (part.to(tl.int64) * (G * CHUNKS) + head_part) * R
+                tl.store(lse_ptr + to + c, lse, mask=used)
+                tl.store(part_ptr + (to + c)[None, :] * D + d[:, None], out, mask=used[None, :])
+                part += 1
+            row += 1
+            begin = 0
+            if row <= ring_last:
+                slot, position, place, one = _next_row(rows, row, num_rows)
+                begin = tl.where(one, 0, 2 * RING)  # others have no steps here
+
+
+@triton.jit
+def _entry(at):
+    """A program's entry (packed_pages_deal.py)."""
+    row = tl.load(at)
+    row_last = tl.load(at + 1)
+    begin = tl.load(at + 2)
+    stop = tl.load(at + 3)
+    part = tl.load(at + 4)
+    slot = tl.load(at + 5).to(tl.int64)
+    position = tl.load(at + 6)
+    place = tl.load(at + 7)
+    return row, row_last, begin, stop, part, slot, position, place
 
 
 @triton.jit
 def _next_row(rows, row, num_rows):
-    """A row's slot and position, and whether it has one token."""
+    """A row's slot, position and place, and whether it has one token."""
     slot = tl.load(rows + row)
     position = tl.load(rows + num_rows + row)
     one = (slot >= 0) & (tl.load(rows + 2 * num_rows + row) == 1)
-    return slot.to(tl.int64), position, one
+    return slot.to(tl.int64), position, tl.load(rows + 3 * num_rows + row), one
+
+
+@triton.jit
+def _merge(
+    part_ptr, lse_ptr, packed_first, packed, ring_first, ring, at_head, d, used, m_i, l_i,
+    D: tl.constexpr, PARTS: tl.constexpr, N_STEP: tl.constexpr, D_STEP: tl.constexpr,
+    X_STEP: tl.constexpr,
+):  # fmt: skip
+    """The sum of weights [N] and of weighted outputs [N, D_STEP], X_STEP parts at a time."""
+    acc = tl.zeros([N_STEP, D_STEP], tl.float32)
+    for x0 in range(0, packed + ring, X_STEP):
+        x = x0 + tl.arange(0, X_STEP)
+        part = tl.where(x < packed, packed_first + x, ring_first + x - packed)
+        live = (x < packed + ring)[None, :] & used[:, None]
+        at = part.to(tl.int64)[None, :] * PARTS + at_head
+        lse = tl.load(lse_ptr + at, mask=live, other=MASKED)
+        o_at = part_ptr + at[:, :, None] * D + d[None, None, :]
+        out = tl.load(o_at, mask=live[:, :, None], other=0.0)
+        m_new = tl.maximum(m_i, tl.max(lse, 1))
+        alpha = tl.exp2(m_i - m_new)
+        weight = tl.exp2(lse - m_new[:, None])
+        l_i = l_i * alpha + tl.sum(weight, 1)
+        acc = acc * alpha[:, None] + tl.sum(out * weight[:, :, None], 1)
+        m_i = m_new
+    return l_i, acc
 
 
 @triton.jit(do_not_specialize=["num_rows"])
 def combine_packed(
     part_ptr, lse_ptr, rows, sinks, out_ptr, num_rows,
     H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, R: tl.constexpr, N_STEP: tl.constexpr,
-    D_STEP: tl.constexpr, X_STEP: tl.constexpr, SINKS: tl.constexpr, PDL: tl.constexpr,
+    D_STEP: tl.constexpr, X_STEP: tl.constexpr, X_FEW: tl.constexpr, SINKS: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """Merge the parts of a row of one token for N_STEP query heads and D_STEP channels.
 
@@ -216,20 +260,15 @@ def combine_packed(
         if SINKS:  # one more part, without output
             m_i = tl.load(sinks + n, mask=used, other=0.0).to(tl.float32) * LOG2_E
             l_i += 1.0
-        acc = tl.zeros([N_STEP, D_STEP], tl.float32)
-        for x0 in range(0, packed + ring, X_STEP):
-            x = x0 + tl.arange(0, X_STEP)
-            part = tl.where(x < packed, packed_first + x, ring_first + x - packed)
-            live = (x < packed + ring)[None, :] & used[:, None]
-            at = part.to(tl.int64)[None, :] * PARTS + at_head
-            lse = tl.load(lse_ptr + at, mask=live, other=MASKED)
-            o_at = part_ptr + at[:, :, None] * D + d[None, None, :]
-            out = tl.load(o_at, mask=live[:, :, None], other=0.0)
-            m_new = tl.maximum(m_i, tl.max(lse, 1))
-            alpha = tl.exp2(m_i - m_new)
-            weight = tl.exp2(lse - m_new[:, None])
-            l_i = l_i * alpha + tl.sum(weight, 1)
-            acc = acc * alpha[:, None] + tl.sum(out * weight[:, :, None], 1)
-            m_i = m_new
+        if packed + ring <= X_FEW:
+            l_i, acc = _merge(
+                part_ptr, lse_ptr, packed_first, packed, ring_first, ring, at_head, d, used, m_i,
+                l_i, D, PARTS, N_STEP, D_STEP, X_FEW,
+            )  # fmt: skip
+        else:
+            l_i, acc = _merge(
+                part_ptr, lse_ptr, packed_first, packed, ring_first, ring, at_head, d, used, m_i,
+                l_i, D, PARTS, N_STEP, D_STEP, X_STEP,
+            )  # fmt: skip
         out = acc / tl.maximum(l_i, 1e-30)[:, None]
         tl.store(to + place * (H * D), out.to(out_ptr.dtype.element_ty), mask=used[:, None])

@@ -14,20 +14,20 @@ def parts_of(entries, tiles, programs):
     found = []
     for program in range(programs):
         entry = entries[program * ENTRY : (program + 1) * ENTRY]
-        row, row_last, begin, stop, last_stop, part = entry[:6]
+        row, row_last, begin, last_stop, part = entry[:5]
         while row <= row_last:
+            stop = last_stop if row == row_last else tiles[row]
             if begin < stop:
                 found.append((row, begin, stop, part, program))
                 part += 1
-            row += 1
-            if row <= row_last:
-                begin, stop = 0, last_stop if row == row_last else tiles[row]
+            row, begin = row + 1, 0
     return found
 
 
 def check(tiles, rings, programs):
     made = deal(tuple(tiles), tuple(rings), programs)
-    entries = made.entries(programs, range(len(tiles)), [7 * row for row in range(len(tiles))])
+    rows = range(len(tiles))
+    entries = made.entries(programs, (rows, [7 * row for row in rows], [row + 5 for row in rows]))
     half = programs * ENTRY
     for cut, own, values in (
         (made.packed, tiles, entries[:half]),
@@ -43,7 +43,7 @@ def check(tiles, rings, programs):
             assert [begin for begin, *_ in mine] == edges[:-1] and edges[-1] == steps
         for program in {program for *_, program in found}:
             row = values[program * ENTRY]
-            assert values[program * ENTRY + 6 : program * ENTRY + 8] == [row, 7 * row]
+            assert values[program * ENTRY + 5 : program * ENTRY + 8] == [row, 7 * row, row + 5]
     return made
 
 
