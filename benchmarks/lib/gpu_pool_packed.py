@@ -1,7 +1,7 @@
-"""What gpu_pool.py shows of packed blocks: kernels against the twin, tokens, times beside slots'.
+"""What gpu_pool.py shows of packed blocks: kernels against the twin, tokens, times of chunks.
 
-A step is timed as a layer has it: append and attention, keys and queries rotated on the way, from
-graphs whose calls find keys and values in device memory (kernels/tools/gpu_timing.py).
+A chunk is timed as a layer has it: append and attention, keys and queries rotated on the way
+(kv_pages.py times steps of one token a row).
 """
 
 from __future__ import annotations
@@ -19,8 +19,6 @@ from torch import Tensor
 from llmpq.kernels.formats.kv_block import KVFormat
 from llmpq.kernels.fused.rope_append import rope_append_pages
 from llmpq.kernels.gemm.reference import relative_error
-from llmpq.kernels.kv import ops
-from llmpq.kernels.kv.launch_plan import plan_attend
 from llmpq.kernels.kv.paged.packed_pages import PackedPages, PackedRows, attend_packed_pages
 from llmpq.kernels.kv.paged.packed_pages_plan import PackedPlan
 from llmpq.kernels.kv.paged.packed_pages_reference import attend_packed_pages_reference
@@ -28,15 +26,15 @@ from llmpq.kernels.kv.paged.paged_attend import paged_attend
 from llmpq.kernels.kv.paged.paged_plan import PagedPlan
 from llmpq.kernels.kv.paged.paged_rows import dealt_out, row_table, spread
 from llmpq.kernels.kv.reference import pack_block
-from llmpq.kernels.kv.storage import DeviceRows, KVLayer, allocate_layer
-from llmpq.kernels.tools.gpu_timing import copies_for, time_launches
+from llmpq.kernels.kv.storage import KVLayer, allocate_layer
+from llmpq.kernels.tools.gpu_timing import time_launches
 from llmpq.model_spec import ModelSpec
 from llmpq.precision import KVPrecision
 from llmpq.runtime.cache.paged_packed_kv import new_places, turned
 from llmpq.runtime.launch.plans.hand_plan import hand_plan, on_gpu
 from llmpq.runtime.llm import LLM
 from llmpq.runtime.sampling_params import SamplingParams
-from llmpq.sizes.kv_format import BLOCK_TOKENS, RING_TOKENS, TAIL_TOKENS, packed_end
+from llmpq.sizes.kv_format import BLOCK_TOKENS, TAIL_TOKENS
 from llmpq.workload import Workload
 
 Row = dict[str, Any]
@@ -58,21 +56,15 @@ SHAPES = [
     (P.KV8, 16, 8, 256, torch.bfloat16, False),
     (P.KV4, 16, 2, 32, torch.float16, False),
 ]
-MOST_SETS = 100
-"""Of pools that a timing goes through; of one short request they exceed an H200's L2, too."""
 TIE = 0.05
 """Where the best two tokens differ by less in log probability, either may be a step's."""
 
 
 def packed_kernels(mixes: dict[str, Rows]) -> list[Row]:
-    """Compare steps with the twin's, then time them beside slots' and beside 16-bit blocks."""
+    """Compare steps with the twin's, then time chunks beside 16-bit blocks."""
     lines = [(slot, 143 + 128 * (slot % 4), 1) for slot in range(SLOTS)]
     mixes = {**mixes, "packing": [(row, at + (row % 2), count) for row, at, count in lines]}
     rows = [_step(name, mix, *shape) for shape in SHAPES for name, mix in mixes.items()]
-    alike = ((32, 562), (32, 4096), (1, 562), (8, 32_768))
-    steps = {f"{batch} x {length}": [length] * batch for batch, length in alike}
-    steps["16000 beside 31 x 300"] = [16_000, *[300] * 31]
-    rows += [_timed_decode(kv, name, ends) for kv in PACKED for name, ends in steps.items()]
     return rows + [_timed_chunk(kv, start) for kv in PACKED for start in (0, 3584)]
 
 
@@ -158,68 +150,6 @@ def _step(
     shape = f"{heads}/{groups} heads of {dim}, {str(dtype)[6:]}{', alibi' if alibi else ''}"
     what = f"{name:7} {kv.value} {shape}: error {error:.1e}, words equal {equal:.5f}"
     return {"what": what, "holds": bool(holds and equal > WORDS_EQUAL), "error": error}
-
-
-def _timed_decode(kv: KVPrecision, name: str, ends: list[int]) -> Row:
-    """Time append and attention of rows of one token over blocks and over slots (Llama-3.1-8B)."""
-    device, dtype = torch.device("cuda", 0), torch.bfloat16
-    fmt = KVFormat(precision=kv, head_dim=128)
-    plan = PackedPlan.of(fmt, 32, 8, dtype, device)
-    batch, longest = len(ends), max(ends)
-    step, _, blocks = _told([(row, end - 1, 1) for row, end in enumerate(ends)], plan)
-    columns = step.table_SM.shape[1]
-    ring_bytes = 2 * RING_TOKENS * 8 * 128 * 2
-    num_sets = min(MOST_SETS, copies_for(blocks * fmt.block_bytes(8) + batch * ring_bytes))
-    pools = [_pool(fmt, 8, dtype, blocks, batch) for _ in range(num_sets)]
-    qkv = torch.randn(batch, 48, 128, device=device, dtype=dtype)
-    q, k, v = qkv.split([32, 8, 8], dim=1)
-    inv_freq, scale = 5e5 ** (-torch.arange(64, device=device) / 64), 128**-0.5
-    # Slots read the pool's own tensors through a table, which costs them nothing (`bench kv`).
-    rows = DeviceRows(slots=step.rows_FR[0], starts=step.rows_FR[1], counts=step.rows_FR[2])
-    attend = plan_attend(
-        batch=batch,
-        q_len=1,
-        heads=32,
-        kv_heads=8,
-        max_end=longest + 50,
-        device=device,
-        bits=fmt.bits,
-    )
-    tickets = torch.zeros(batch * 8 * 4, dtype=torch.int32, device=device)
-    table_SM = step.table_SM[:batch, :columns].contiguous()
-
-    def over_blocks(i: int) -> Tensor:
-        pages = PackedPages(
-            layer=pools[i].layer,
-            k_behind_PGTD=pools[i].k_behind_PGTD[:0],
-            v_behind_PGTD=pools[i].v_behind_PGTD[:0],
-        )
-        return attend_packed_pages(q, k, v, pages, step, plan, scale=scale, inv_freq=inv_freq)
-
-    def over_slots(i: int) -> Tensor:
-        layer, new = pools[i].layer, (k[:, None], v[:, None], rows)
-        turned = ops.run_append(
-            fmt, layer, table_SM, *new, paged=True, q=q[:, None], inv_freq=inv_freq
-        )
-        assert turned is not None
-        return ops.run_attend(
-            *(fmt, layer, table_SM, turned, rows, attend),
-            scale=scale,
-            paged=True,
-            tickets=tickets,
-        )
-
-    alike = relative_error(over_blocks(0), over_slots(0)[:, 0])
-    packed = sum(packed_end(end - 1) // BLOCK_TOKENS for end in ends)
-    case = {"kv": kv.value, "rows": name, "heads": "32/8 of 128", "blocks": packed}
-    return _timed(
-        f"{kv.value} step of {name}",
-        case,
-        alike,
-        ("slots", over_slots),
-        over_blocks,
-        num_sets,
-    )
 
 
 def _timed_chunk(kv: KVPrecision, start: int) -> Row:

@@ -24,6 +24,13 @@ def us_beside(row: Row) -> str:
     return f"{row['value']:.1f} ({others})"
 
 
+def us_slots_and_sixteen_bits(row: Row) -> str:
+    """Return microseconds, those of slots, and the best of torch's 16-bit attentions."""
+    peers = {name: us for name, us in row["baselines"].items() if name != "slots"}
+    best = f", {min(peers.values()):.1f}" if peers else ""
+    return f"{row['value']:.1f} ({row['baselines']['slots']:.1f}{best})"
+
+
 def us_and_error(row: Row) -> str:
     """Return microseconds beside 16 bits', and the error beside theirs."""
     case, plain = row["case"], row["baselines"]["torch, 16 bits"]
@@ -111,6 +118,15 @@ KERNEL_TABLES = {
         index=("model", "batch", "context", "window"),
         column="kv",
         show=us_of_floor,
+    ),
+    "kv_pages": Pivot(
+        file="kv_pages.jsonl",
+        bench="kv_pages",
+        index=("heads", "kv_heads", "head_dim", "kv", "rows"),
+        column="tokens",
+        where={"kv": frozenset({"kv8", "kv4"}), "rows": frozenset({1, 8, 96})},
+        show=us_slots_and_sixteen_bits,
+        newest=True,
     ),
     "packed_latents": Pivot(
         file="latents_gpu.jsonl",
