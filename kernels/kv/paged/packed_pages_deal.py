@@ -74,11 +74,11 @@ class Deal:
         for entry, cut in ((found[0], self.packed), (found[1, ring_first:], self.ring)):
             used = cut.programs
             own = (cut.row, cut.row_last, cut.begin, cut.stop, cut.part)
-            own += tuple(np.asarray(values)[cut.row] for values in rows)
+            own += tuple(np.asarray(of_row)[cut.row] for of_row in rows)
             for field, values in enumerate(own):
                 entry[:used, field] = values
-        values: list[int] = found.ravel().tolist()
-        return values
+        entries: list[int] = found.ravel().tolist()
+        return entries
 
 
 def _line(tiles: Ints, programs: int) -> Cut:
