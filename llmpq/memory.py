@@ -11,12 +11,12 @@ where embedding and head really live.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Literal
 
 from llmpq.devices.device_spec import DeviceSpec
-from llmpq.model_spec import ModelSpec
+from llmpq.model_spec import LinearShape, ModelSpec
 from llmpq.precision import K_PADDING, KVPrecision, Precision, WeightScheme, default_scheme
 from llmpq.sizes.kv_format import kv_cache_bytes
 from llmpq.sizes.workspace import workspace_bytes
@@ -27,6 +27,16 @@ INDEX_BYTES = 4
 
 
 CpuActivations = Literal["exact", "int8"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoredBytes:
+    """What a checkpoint's own codes take in layers `[start, end)` of a precision."""
+
+    layers: tuple[int, int]
+    precision: Precision
+    linears: tuple[tuple[str, int], ...]
+    """`LinearShape.kind` and bytes, of every linear that takes others than the grid says."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,6 +55,8 @@ class Quantization:
     codes: str | None = None
     """What a checkpoint's own codes are that layers keep, where they are no integers: `mxfp4`,
     `nvfp4`, `nf4`, `fp4`, `iq4`, `e4m3`. For what a plan costs; it is not part of its file."""
+    stored: tuple[StoredBytes, ...] = ()
+    """What linears take whose codes are the checkpoint's own, where the grid says other bytes."""
 
     def head(self, *, on_cpu: bool) -> Precision:
         """Return the precision of the output matrix on a device."""
@@ -56,6 +68,26 @@ class Quantization:
         own = self.head(on_cpu=on_cpu)
         chosen = self.head_bits is not None or own is Precision.W16A16
         return (own,) if chosen else (own, Precision.W16A16)
+
+    def of_layer(self, index: int) -> Quantization:
+        """Return what holds for one layer: of `stored`, what is said of it."""
+        if not self.stored:
+            return self
+        own = (one for one in self.stored if one.layers[0] <= index < one.layers[1])
+        return replace(self, stored=tuple(own))
+
+    def linear_bytes(self, linear: LinearShape, precision: Precision, dtype_bytes: int) -> int:
+        """Return the bytes of one matrix of a layer; of many layers, as the most have it."""
+        found = [one for one in self.stored if one.precision is precision]
+        if found:
+            most = max(found, key=lambda one: one.layers[1] - one.layers[0])
+            stored = dict(most.linears).get(linear.kind)
+            if stored is not None:
+                return stored
+        scheme = self.scheme(precision)
+        if scheme is None:
+            return linear.num_weights * dtype_bytes
+        return scheme.nbytes(linear.out_features, linear.in_features, dtype_bytes)
 
     def scheme(self, precision: Precision) -> WeightScheme | None:
         """Return the scheme of a precision, None for unquantised weights."""
@@ -100,11 +132,8 @@ def expert_weight_bytes(
     spec: ModelSpec, precision: Precision, quantization: Quantization, dtype_bytes: int
 ) -> int:
     """Return the bytes of one expert's matrices; zero for a model without experts."""
-    scheme = quantization.scheme(precision)
     own = [s for s in spec.linears() if s.name.startswith("experts.0.")]
-    if scheme is None:
-        return sum(s.num_weights for s in own) * dtype_bytes
-    return sum(scheme.nbytes(s.out_features, s.in_features, dtype_bytes) for s in own)
+    return sum(quantization.linear_bytes(s, precision, dtype_bytes) for s in own)
 
 
 @lru_cache(maxsize=512)
@@ -115,20 +144,13 @@ def layer_weight_bytes(
     scheme = quantization.scheme(precision)
     if scheme is None:
         return spec.layer_params * dtype_bytes + _wide_bytes(spec, dtype_bytes)
-    packed = sum(scheme.nbytes(s.out_features, s.in_features, dtype_bytes) for s in spec.linears())
+    packed = sum(quantization.linear_bytes(s, precision, dtype_bytes) for s in spec.linears())
     if scheme.outliers:
         # The order of the input channels; `down` needs none, the rows before it are reordered.
         ordered = [s for s in spec.linears() if not s.name.endswith("down")]
         packed += sum(INDEX_BYTES * s.in_features for s in ordered)
     unquantised = spec.layer_params - sum(s.num_weights for s in spec.linears())
     return packed + unquantised * dtype_bytes + _wide_bytes(spec, dtype_bytes)
-
-
-def kinds_of_layers(spec: ModelSpec) -> tuple[ModelSpec, ...]:
-    """Return a spec for every kind of layer that a model has: routed ones, and dense ones."""
-    if not spec.dense_layers:
-        return (spec,)
-    return (spec, spec.of_layer(spec.dense_layers[0]))
 
 
 def _wide_bytes(spec: ModelSpec, dtype_bytes: int) -> int:
@@ -197,7 +219,7 @@ def stage_memory(
     layers = tuple(precisions)
     dtype_bytes = workload.dtype_bytes
     weights = sum(
-        layer_weight_bytes(spec.of_layer(index), p, quantization, dtype_bytes)
+        layer_weight_bytes(spec.of_layer(index), p, quantization.of_layer(index), dtype_bytes)
         for index, p in enumerate(layers, start=first_layer)
     )
     return StageMemory(

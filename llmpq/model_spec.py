@@ -54,6 +54,11 @@ class LinearShape:
         """Whether it belongs to an MLP that only some tokens go through."""
         return self.name.startswith("experts.")
 
+    @property
+    def kind(self) -> str:
+        """Its name without the number of its expert: `experts.down`."""
+        return f"experts.{self.name.split('.', 2)[2]}" if self.of_expert else self.name
+
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSpec:

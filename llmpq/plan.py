@@ -17,7 +17,7 @@ from pydantic import Field, model_validator
 from llmpq.devices.device_spec import device_specs
 from llmpq.errors import BadPlanError, PlanMismatchError, short_repr
 from llmpq.file_form import FileForm
-from llmpq.memory import CpuActivations, Quantization, default_head_bits
+from llmpq.memory import CpuActivations, Quantization, StoredBytes, default_head_bits
 from llmpq.model_spec import ModelSpec
 from llmpq.plan_inputs import PlanInputs
 from llmpq.precision import Precision
@@ -55,6 +55,26 @@ class ClusterRef(FileForm):
     """Hash of devices and links."""
 
 
+class StoredForm(FileForm):
+    """What linears take whose codes are the checkpoint's own, where the grid says other bytes."""
+
+    layers: tuple[int, int]
+    """The first layer, and the one behind the last."""
+    precision: Precision
+    bytes: dict[str, int]
+    """Linear (of one expert of a mixture) -> bytes."""
+
+    @classmethod
+    def of(cls, stored: StoredBytes) -> StoredForm:
+        """Return the file form of a value."""
+        return cls(layers=stored.layers, precision=stored.precision, bytes=dict(stored.linears))
+
+    def value(self) -> StoredBytes:
+        """Return the value the byte formulas take."""
+        linears = tuple(self.bytes.items())
+        return StoredBytes(layers=self.layers, precision=self.precision, linears=linears)
+
+
 class QuantizationForm(FileForm):
     """File form of `Quantization`."""
 
@@ -68,6 +88,8 @@ class QuantizationForm(FileForm):
     """Of the output matrix; none: 8 where a CPU has it and layers of 8 bits or fewer, else 16."""
     cpu_activations: CpuActivations = "exact"
     """What weights of few bits meet on CPUs; the loss of `int8` is not part of omega."""
+    stored: tuple[StoredForm, ...] = ()
+    """Bytes of the checkpoint's own codes, where layers keep them."""
 
     def settings(self) -> Quantization:
         """Return the value the byte formulas take."""
@@ -77,6 +99,7 @@ class QuantizationForm(FileForm):
             outliers=self.outliers,
             head_bits=self.head_bits,
             cpu_activations=self.cpu_activations,
+            stored=tuple(one.value() for one in self.stored),
         )
 
 

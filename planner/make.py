@@ -24,7 +24,6 @@ from llmpq.planner.costs.probed import book_of
 from llmpq.planner.formulation.positions import positions_note
 from llmpq.planner.formulation.problem import Problem
 from llmpq.planner.inputs.cpu_here import outdated_rates, rates_for
-from llmpq.planner.inputs.kept_codes import kept_codes
 from llmpq.planner.inputs.kept_grid import kept_grid
 from llmpq.planner.inputs.make_problem import (
     default_bits,
@@ -32,6 +31,7 @@ from llmpq.planner.inputs.make_problem import (
     make_problem,
     open_head,
 )
+from llmpq.planner.inputs.own_codes import with_own_codes
 from llmpq.planner.inputs.stored_precisions import offered, stored_layers
 from llmpq.planner.predict.step_by_step import step_note
 from llmpq.precision import Precision
@@ -141,7 +141,10 @@ def plan_workload(
     grid = kept_grid(model_dir, cluster.devices)
     stored = stored_layers(str(model_dir), spec, kept=grid)
     layers = () if stored is None else offered(stored, bits)
-    own = replace(grid or Quantization(), codes=kept_codes(model_dir, grid) if layers else None)
+    own = grid or Quantization()
+    if layers:
+        allowed = tuple({precision for layer in layers for precision in layer})
+        own = with_own_codes(own, model_dir, spec, allowed, workload.dtype_bytes)
     wish = Wish(
         method="exact",
         time_limit_s=time_limit_s,

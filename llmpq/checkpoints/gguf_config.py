@@ -20,6 +20,12 @@ FACTORS = {"long": "rope_factors_long.weight", "short": "rope_factors_short.weig
 FREQUENCIES = "rope_freqs.weight"
 NUMBERS = ("F32", "F16", "BF16")
 """Types whose values are the weights."""
+NOT_MODELS = {
+    "adapter": "a LoRA adapter, not a model (general.type 'adapter'): merge it into its model",
+    "mmproj": "a projector of images or sound, not a language model (general.type 'mmproj')",
+    "imatrix": "a table of activations for quantising, not a model (general.type 'imatrix')",
+}
+"""`general.type` of files that hold something else -> what they are."""
 UNREAD = frozenset([FREQUENCIES, *FACTORS.values()])
 """Tensors that say how positions turn; the config carries their numbers."""
 
@@ -63,6 +69,9 @@ def is_quantised(file: GgufFile) -> bool:
 
 def architecture_of(file: GgufFile) -> tuple[str, Architecture]:
     """Return what the file calls its architecture, and what that means."""
+    kind = file.metadata.get("general.type", "model")
+    if kind in NOT_MODELS:
+        raise ValueError(f"'{file.path}' is {NOT_MODELS[kind]}; give the model's own file")
     name = file.metadata.get("general.architecture")
     found = ARCHITECTURES.get(name) if isinstance(name, str) else None
     if found is None or not isinstance(name, str):
@@ -89,7 +98,7 @@ def _common(told: Metadata, architecture: Architecture) -> dict[str, Any]:
         raise ValueError(f"'{file.path}': keys and values of different sizes are not supported")
     config = {
         "model_type": architecture.model_type,
-        "num_hidden_layers": told.number("block_count"),
+        "num_hidden_layers": _layers(told),
         "hidden_size": hidden,
         "num_attention_heads": heads,
         "num_key_value_heads": told.number("attention.head_count_kv", default=heads),
@@ -114,6 +123,19 @@ def _common(told: Metadata, architecture: Architecture) -> dict[str, Any]:
     experts = told.get("expert_feed_forward_length")
     config["intermediate_size"] = told.number("feed_forward_length", default=experts)
     return config
+
+
+def _layers(told: Metadata) -> int:
+    """Return how many layers there are; `ValueError` for more than the file has tensors of."""
+    count: int = told.number("block_count")
+    numbers = (name.split(".", 2)[1] for name in told.file.tensors if name.startswith("blk."))
+    held = 1 + max((int(number) for number in numbers if number.isdigit()), default=-1)
+    if count > held:
+        raise ValueError(
+            f"'{told.file.path}': metadata 'block_count' is {count}, its tensors are of {held} "
+            "layers; the file is damaged or not whole: download it again"
+        )
+    return count
 
 
 def _head_dim(told: Metadata, hidden: int, heads: int) -> int:

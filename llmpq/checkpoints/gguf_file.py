@@ -13,6 +13,7 @@ from __future__ import annotations
 import mmap
 import re
 import struct
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -62,6 +63,8 @@ NUMBERS = {
 """Number of a value's type -> how `struct` and numpy call it."""
 TEXT, ARRAY = 8, 9
 MAX_KEY_BYTES, MAX_DIMENSIONS = 1 << 16, 4
+MAX_VALUES, MAX_TEXT_BYTES = 1 << 21, 1 << 24
+"""Of a list (tokens, merges), and of a text: more is damage, and would fill the memory."""
 PART = re.compile(r"(?P<stem>.*)-(?P<number>[0-9]{5})-of-(?P<count>[0-9]{5})\.gguf")
 
 
@@ -199,10 +202,16 @@ class _Reader:
         metadata: dict[str, Any] = {}
         for _ in range(num_keys):
             key = self._text("a key", MAX_KEY_BYTES)
+            if not key:
+                raise self._broken("a key has no name")
             if key in metadata:
                 raise self._broken(f"key '{shortened(key)}' is there twice")
             metadata[key] = self._value(self._number("I"), key)
         infos = [self._info() for _ in range(num_tensors)]
+        names = Counter(name for name, _, _, _ in infos)
+        twice = next((name for name, count in names.items() if count > 1), None)
+        if twice is not None:
+            raise self._broken(f"tensor '{shortened(twice)}' is there twice")
         alignment = metadata.get("general.alignment", 32)
         if type(alignment) is not int or not 0 < alignment <= 1 << 20 or alignment % 8:
             raise self._broken(f"general.alignment={alignment!r} is not a multiple of 8")
@@ -275,13 +284,13 @@ class _Reader:
         return list(struct.unpack(form, self._take(size, f"'{shortened(key)}'")))
 
     def _fitting(self, count: int, least_bytes: int, key: str) -> int:
-        if count * least_bytes > len(self._data) - self._at:
+        if count > MAX_VALUES or count * least_bytes > len(self._data) - self._at:
             raise self._broken(f"'{shortened(key)}' is said to have {count} values")
         return count
 
-    def _text(self, what: str, most: int | None = None) -> str:
+    def _text(self, what: str, most: int = MAX_TEXT_BYTES) -> str:
         length = self._number("Q")
-        if most is not None and length > most:
+        if length > most:
             raise self._broken(f"{what} is said to have {length} bytes")
         return self._take(length, what).decode("utf-8", errors="replace")
 

@@ -30,6 +30,11 @@ class Metadata:
     def number(self, key: str, kinds: tuple[type, ...] = WHOLE, default: Any = None) -> Any:
         """Return a positive number; `ValueError` where there is none."""
         value = self.get(key)
+        if value is None and default is None:
+            raise ValueError(
+                f"'{self.file.path}': metadata '{self._prefix}{key}', which the model needs, is "
+                "missing; download the file again, or convert the model again"
+            )
         if value is None:
             value = default
         if isinstance(value, list) and len(set(value)) == 1:  # one for each layer, all alike
@@ -44,7 +49,12 @@ class Metadata:
         return value
 
     def require_known(self) -> None:
-        """Refuse a key that nobody asked for."""
+        """Refuse keys that change what the model computes: those that nothing here reads, too."""
+        if self.get("attention.causal") is False:
+            raise ValueError(
+                f"'{self.file.path}': metadata '{self._prefix}attention.causal' is false: tokens "
+                "see those behind them (an embedding model), which llmpq does not run"
+            )
         known = self.asked | SAYS_NOTHING
         mine = [k.removeprefix(self._prefix) for k in self.file.metadata if self._is_mine(k)]
         for key in sorted(set(mine) - known):

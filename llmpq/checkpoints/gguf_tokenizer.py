@@ -18,6 +18,9 @@ from llmpq.checkpoints.gguf_file import GgufFile
 from llmpq.errors import shortened
 
 KEY = "tokenizer.ggml."
+NEEDED = {"gpt2": ("tokens", "merges"), "llama": ("tokens", "scores")}
+"""`tokenizer.ggml.model` -> the lists without which it cannot be built."""
+ELSEWHERE = "Get the model's directory from its author instead, or give token ids"
 UNKNOWN, CONTROL, USER_DEFINED, BYTE = 2, 3, 4, 6
 _WORDS = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _APOSTROPHES = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|"
@@ -50,19 +53,39 @@ NFC = ("qwen2", "deepseek-r1-qwen")
 """Where characters are composed first, as the models' own tokenizers do."""
 
 
+def require_tokenizer(file: GgufFile) -> None:
+    """Raise `ValueError`, by the name of a key, for a tokenizer that is not whole or not known."""
+    told = file.metadata
+    kind = told.get(KEY + "model")
+    if kind is None:
+        raise ValueError(f"'{file.path}' carries no tokenizer (no '{KEY}model'). {ELSEWHERE}")
+    if kind not in BUILDERS:
+        raise ValueError(
+            f"'{file.path}' carries a tokenizer of the kind {shortened(repr(kind))}; llmpq reads "
+            f"{' and '.join(repr(known) for known in BUILDERS)}. {ELSEWHERE}"
+        )
+    for key in NEEDED[kind]:
+        if not isinstance(told.get(KEY + key), list):
+            raise ValueError(
+                f"'{file.path}': its tokenizer is not whole: '{KEY}{key}', which a tokenizer of "
+                f"the kind '{kind}' needs, is missing. {ELSEWHERE}"
+            )
+    pre = told.get(KEY + "pre")
+    if kind == "gpt2" and pre not in PATTERNS:
+        how = f"as {shortened(repr(pre))}" if pre else f"in a way that it does not say ('{KEY}pre')"
+        raise ValueError(
+            f"'{file.path}': its tokenizer cuts text {how}, which llmpq does not know; it knows "
+            f"{', '.join(PATTERNS)}. {ELSEWHERE}"
+        )
+
+
 def tokenizer_of(file: GgufFile) -> Any:
     """Return Transformers' fast tokenizer of a GGUF file; `ValueError` for a form not known."""
     from transformers import PreTrainedTokenizerFast
 
+    require_tokenizer(file)
     told = file.metadata
-    tokens = told.get(KEY + "tokens")
-    kind = told.get(KEY + "model")
-    if kind not in BUILDERS or not isinstance(tokens, list):
-        raise ValueError(
-            f"'{file.path}' carries a tokenizer of the kind {shortened(repr(kind))}; llmpq reads "
-            f"{' and '.join(repr(known) for known in BUILDERS)}. Get the model's directory from "
-            "its author instead, or give token ids"
-        )
+    tokens, kind = told[KEY + "tokens"], told[KEY + "model"]
     types = told.get(KEY + "token_type") or [1] * len(tokens)
     if len(types) != len(tokens) or len(set(tokens)) != len(tokens):
         raise ValueError(
@@ -90,15 +113,8 @@ def _byte_level(file: GgufFile, tokens: Sequence[str], types: Sequence[int]) -> 
     from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
     told = file.metadata
-    merges = told.get(KEY + "merges")
-    pre = str(told.get(KEY + "pre"))
-    if pre not in PATTERNS or not isinstance(merges, list):
-        raise ValueError(
-            f"'{file.path}': its tokenizer cuts text as {shortened(repr(pre))}, which llmpq does "
-            f"not know; it knows {', '.join(PATTERNS)}. Get the model's directory from its author "
-            "instead, or give token ids"
-        )
-    pairs = [tuple(merge.split(" ", 1)) for merge in merges]
+    pre = told[KEY + "pre"]
+    pairs = [tuple(merge.split(" ", 1)) for merge in told[KEY + "merges"]]
     vocabulary = {token: place for place, token in enumerate(tokens)}
     _require_merges(file, pairs, vocabulary)
     made = Tokenizer(
@@ -130,11 +146,11 @@ def _require_merges(
 
 def _sentencepiece(file: GgufFile, tokens: Sequence[str], types: Sequence[int]) -> Any:
     """Return SentencePiece's BPE, whose next merge is the pair that makes the best-scored token."""
-    from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
+    from tokenizers import Tokenizer, decoders, models, normalizers
 
     told = file.metadata
-    scores = told.get(KEY + "scores")
-    if not isinstance(scores, list) or len(scores) != len(tokens):
+    scores = told[KEY + "scores"]
+    if len(scores) != len(tokens):
         raise ValueError(f"'{file.path}': its tokenizer has no score for each of its tokens")
     vocabulary = {token: place for place, token in enumerate(tokens)}
     plain = {t: i for t, i in vocabulary.items() if types[i] not in (UNKNOWN, CONTROL, BYTE)}
@@ -148,13 +164,14 @@ def _sentencepiece(file: GgufFile, tokens: Sequence[str], types: Sequence[int]) 
             byte_fallback=True,
         )
     )
-    begins = bool(told.get(KEY + "add_space_prefix", True))
     space = "\u2581"
-    made.normalizer = normalizers.Replace(" ", space)
+    spaces: list[Any] = [normalizers.Replace(" ", space)]
     steps: list[Any] = [decoders.Replace(space, " "), decoders.ByteFallback(), decoders.Fuse()]
-    if begins:
-        made.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
+    if told.get(KEY + "add_space_prefix", True):
+        # One more than the text has, before and behind special tokens: as llama.cpp does it.
+        spaces.insert(0, normalizers.Prepend(space))
         steps.append(decoders.Strip(" ", 1, 0))
+    made.normalizer = normalizers.Sequence(spaces)
     made.decoder = decoders.Sequence(steps)
     return made
 

@@ -24,6 +24,7 @@ from llmpq.plan import (
     QuantizationForm,
     SolverReport,
     StagePlan,
+    StoredForm,
 )
 from llmpq.plan_nodes import node_plans
 from llmpq.planner.checked_plan.plan_entries import used_inputs
@@ -66,6 +67,7 @@ def build_plan(
             outliers=p.quantization.outliers,
             head_bits=_head_bits(p, devices[-1]),
             cpu_activations=p.quantization.cpu_activations,
+            stored=_stored(p, stages),
         ),
         prefill_microbatch=a.prefill_microbatch,
         prefill_chunk=p.prefill_chunk,
@@ -83,6 +85,12 @@ def build_plan(
         ),
         solver=_solver_report(p, outcome, prefer),
     )
+
+
+def _stored(p: Problem, stages: Sequence[StagePlan]) -> tuple[StoredForm, ...]:
+    """Return what the plan's layers keep of the checkpoint's own codes."""
+    used = {precision for stage in stages for precision in stage.precisions}
+    return tuple(StoredForm.of(one) for one in p.quantization.stored if one.precision in used)
 
 
 def _head_bits(p: Problem, last: Device) -> Literal[8, 16]:

@@ -55,7 +55,7 @@ def as_measured(
     """
     if device.is_cpu or form_of(quantization, precision) is None:
         return quantization
-    return replace(quantization, group_size=GROUP, codes=None)
+    return replace(quantization, group_size=GROUP, codes=None, stored=())
 
 
 def priced(entry: LatencyEntry, device: DeviceSpec, quantization: Quantization) -> LatencyEntry:

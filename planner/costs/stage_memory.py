@@ -11,7 +11,7 @@ both has the larger of each.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import product
 from typing import TYPE_CHECKING
 
@@ -20,7 +20,6 @@ from numpy.typing import NDArray
 
 from llmpq.memory import (
     embedding_bytes,
-    kinds_of_layers,
     layer_weight_bytes,
     unpacks_prompts,
 )
@@ -29,7 +28,6 @@ from llmpq.sizes.kv_format import kv_cache_bytes
 from llmpq.sizes.workspace import workspace_bytes
 
 if TYPE_CHECKING:
-    from llmpq.model_spec import ModelSpec
     from llmpq.planner.formulation.problem import DeviceClass, Problem
 
 DENSE, PACKED, MIXED = 0, 1, 2
@@ -76,15 +74,16 @@ def layer_bytes(p: Problem) -> NDArray[np.int64]:
         head_dim=p.spec.head_dim,
         dtype_bytes=work.dtype_bytes,
     )
-    return _weights(p, kinds_of_layers(p.spec)).max(axis=0) + kv
+    return _weights(p, range(p.spec.num_layers)).max(axis=0) + kv
 
 
-def _weights(p: Problem, kinds: Sequence[ModelSpec]) -> NDArray[np.int64]:
-    """[kinds, B] weights of one layer of each kind."""
+def _weights(p: Problem, layers: Iterable[int]) -> NDArray[np.int64]:
+    """[kinds, B] weights of the layers, one of each kind."""
+    kinds = dict.fromkeys((p.spec.of_layer(i), p.quantization.of_layer(i)) for i in layers)
     return np.array(
         [
-            [layer_weight_bytes(k, b, p.quantization, p.workload.dtype_bytes) for b in p.choices]
-            for k in kinds
+            [layer_weight_bytes(spec, b, grid, p.workload.dtype_bytes) for b in p.choices]
+            for spec, grid in kinds
         ],
         dtype=np.int64,
     )
@@ -100,9 +99,9 @@ def _smaller_layers(p: Problem, room: int, sort: int) -> int:
     if not dense or room <= 0:
         return 0
     allowed = choices_of(p.choices, sort)
-    own = _weights(p, [p.spec.of_layer(0)])[0]
+    own = _weights(p, dense).max(axis=0)
     whole = layer_bytes(p)
-    largest = _weights(p, kinds_of_layers(p.spec)).max(axis=0)
+    largest = _weights(p, range(p.spec.num_layers)).max(axis=0)
     alone = whole - largest + own
     count = min(len(dense), room // int(alone[allowed].max()))
     return count * int((largest - own)[allowed].min())

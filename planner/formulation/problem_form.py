@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 from llmpq.cluster import Cluster
 from llmpq.cost_model import CostModel
 from llmpq.memory import Quantization
 from llmpq.model_spec import ModelSpec
+from llmpq.plan import StoredForm
 from llmpq.planner.costs.cost_book import CostBook
 from llmpq.planner.formulation.problem import Problem
 from llmpq.precision import Precision
@@ -40,7 +41,8 @@ def problem_data(p: Problem) -> dict[str, Any]:
         "estimate": p.costs.estimate.model_dump(mode="json", by_alias=True),
         "profile": None if profile is None else profile.model_dump(mode="json", by_alias=True),
         "scale": p.costs.scale,
-        "quantization": asdict(p.quantization),
+        "quantization": asdict(replace(p.quantization, stored=())),
+        "stored": [StoredForm.of(one).model_dump(mode="json") for one in p.quantization.stored],
         "pins": {name: list(layers) for name, layers in p.pins.items()},
         "offered": [[choice.value for choice in layer] for layer in p.offered],
     }
@@ -50,7 +52,8 @@ def parse_problem(data: dict[str, Any]) -> Problem:
     """Return the problem that `problem_data` wrote."""
     where = "problem"
     profile = data["profile"]
-    quantization = Quantization(**data["quantization"])
+    stored = (StoredForm.parse_data(one, where=where).value() for one in data["stored"])
+    quantization = replace(Quantization(**data["quantization"]), stored=tuple(stored))
     costs = CostBook(
         estimate=CostModel.parse_data(data["estimate"], where=where),
         profile=None if profile is None else CostModel.parse_data(profile, where=where),

@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import Literal
 
 from llmpq.capabilities import lacking_sentence, ways_of
+from llmpq.checkpoints.gguf_file import is_gguf, open_gguf
+from llmpq.checkpoints.gguf_tokenizer import require_tokenizer
 from llmpq.cluster import Cluster
 from llmpq.cost_model import CostModel
 from llmpq.costs_cache import cache_folder, cached_costs
@@ -24,9 +26,9 @@ from llmpq.planner.costs.probed import book_of
 from llmpq.planner.formulation.positions import positions_note
 from llmpq.planner.formulation.problem import Problem
 from llmpq.planner.inputs.cpu_here import outdated_rates, rates_for
-from llmpq.planner.inputs.kept_codes import kept_codes
-from llmpq.planner.inputs.kept_grid import kept_grid, require_counted
+from llmpq.planner.inputs.kept_grid import kept_grid
 from llmpq.planner.inputs.named_inputs import read_devices_of, read_model
+from llmpq.planner.inputs.own_codes import with_own_codes
 from llmpq.planner.inputs.requests import PlanRequest
 from llmpq.planner.inputs.stored_precisions import (
     fp8_note,
@@ -62,12 +64,13 @@ def make_problem(request: PlanRequest) -> tuple[Problem, str | None, list[str]]:
     sensitivity = listed or generic_sensitivity(spec, choices, parse_kv(request.kv))
     outliers = _outliers(request.outliers, choices, spec)
     quantization = replace(
-        _grid(request, kept, path),
+        _grid(request, kept),
         outliers=outliers,
         head_bits=open_head(choices, request.head_bits),
         cpu_activations=request.cpu_activations,
-        codes=kept_codes(path, kept) if layers else None,
     )
+    if layers and path is not None:
+        quantization = with_own_codes(quantization, path, spec, choices, workload.dtype_bytes)
     too_long = positions_note(spec, workload)
     known = () if profile is None else profile.device_kinds
     rates = rates_for(cluster, workload.dtype, profiled=known, probing=request.probe_cpu)
@@ -106,7 +109,7 @@ def make_problem(request: PlanRequest) -> tuple[Problem, str | None, list[str]]:
         + [note for note in (dtype_note(spec, cluster, workload.dtype), too_long) if note]
         + rounded
     )
-    notes += _not_run(spec, cluster, workload)
+    notes += _not_run(spec, cluster, workload) + _tokenizer_lack(path)
     notes += [*([] if listed else [GENERIC_NOTE]), *(found.text() for found in rates)]
     notes += outdated_rates(cluster, workload.dtype, profiled=known, taken=rates)
     notes += costs.unprofiled(cluster.devices) + costs.warnings(cluster.devices, workload)
@@ -126,6 +129,17 @@ def _not_run(spec: ModelSpec, cluster: Cluster, workload: Workload) -> list[str]
     )
     lacking = lacking_sentence(spec, ways, max_len=workload.max_len)
     return notes + ([lacking] if lacking is not None else [])
+
+
+def _tokenizer_lack(path: str | None) -> list[str]:
+    """Return why a GGUF file's texts cannot be run, nothing where they can."""
+    if path is None or not is_gguf(path):
+        return []
+    try:
+        require_tokenizer(open_gguf(path))
+    except ValueError as error:
+        return [str(error)]
+    return []
 
 
 def _workload(request: PlanRequest, cluster: Cluster, spec: ModelSpec) -> Workload:
@@ -212,7 +226,7 @@ def _kept(request: PlanRequest, path: str | None, cluster: Cluster) -> Quantizat
     return kept_grid(path, cluster.devices, request.weight_group_size)
 
 
-def _grid(request: PlanRequest, kept: Quantization | None, path: str | None) -> Quantization:
+def _grid(request: PlanRequest, kept: Quantization | None) -> Quantization:
     """Return how weights are stored: as asked, or as a checkpoint's codes are kept."""
     asked, symmetric = request.weight_group_size, request.symmetric
     if kept is not None:
@@ -220,10 +234,7 @@ def _grid(request: PlanRequest, kept: Quantization | None, path: str | None) -> 
     size = K_PADDING if asked is None else asked
     if size not in (0, 32, 64, K_PADDING):
         raise ValueError(f"--weight-group-size {size}: expected 128, 64, 32, or 0 for a channel")
-    grid = Quantization(group_size=size or None, symmetric=symmetric)
-    if path is not None and has_weights(path):
-        require_counted(path, grid)
-    return grid
+    return Quantization(group_size=size or None, symmetric=symmetric)
 
 
 def _outliers(asked: int | None, choices: Sequence[Precision], spec: ModelSpec) -> int:

@@ -55,7 +55,7 @@ MAX_HEADER_BYTES = 100_000_000
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Header:
+class Header:
     """The header of one safetensors file."""
 
     path: Path
@@ -117,7 +117,7 @@ def small_groups(directory: str | Path) -> Quantization | None:
     for name in file_of:
         stem, _, kind = name.rpartition(".")
         if kind in ("weight_packed", "qweight") and LAYER.search(name):
-            sizes.add(_group_size(file_of, name, described))
+            sizes.add(group_size(file_of, name, described))
             has_zeros |= f"{stem}.weight_zero_point" in file_of
     size = sizes.pop() if len(sizes) == 1 else None
     if size not in SMALL:
@@ -125,27 +125,50 @@ def small_groups(directory: str | Path) -> Quantization | None:
     return Quantization(group_size=size, symmetric=is_centred(described, has_zeros))
 
 
-def _group_size(
-    file_of: Mapping[str, _Header], name: str, described: Mapping[str, Any]
+def group_size(
+    file_of: Mapping[str, Header], name: str, described: Mapping[str, Any]
 ) -> int | None:
-    """Return how many weights share a scale in a linear; None where nobody can tell."""
+    """Return how many weights share a scale in a linear of integers, by the name of its codes.
+
+    0 for a whole row; None for groups of other sizes, in another order, or that nothing tells.
+    """
     stem, _, kind = name.rpartition(".")
     ordered = described.get("desc_act") or f"{stem}.weight_g_idx" in file_of
-    if ordered or file_of[name].tensors[name]["dtype"] == "U8":
+    bits = None if ordered else integer_bits(file_of, name, described)
+    if bits is None:
         return None
     if kind == "qweight":
         awq, rows = described["quant_method"] == "awq", file_of[name].tensors[name]["shape"][0]
-        k = rows if awq else rows * 32 // size(described, "bits", where=QUANTIZATION)
+        k = rows if awq else rows * 32 // bits
         groups = _groups(file_of, f"{stem}.scales", 0)
     else:
-        shape = f"{stem}.weight_shape"
-        k = file_of[shape].whole_numbers(shape)[1] if shape in file_of else 0
+        k = _in_features(file_of, stem)
         groups = _groups(file_of, f"{stem}.weight_scale", 1)
     found = [each for each in (GROUP, *SMALL) if k and groups == -(-k // each)]
-    return found[0] if found else None
+    return found[0] if found else 0 if groups == 1 else None
 
 
-def headers_of(directory: str | Path) -> dict[str, _Header]:
+def integer_bits(
+    file_of: Mapping[str, Header], name: str, described: Mapping[str, Any]
+) -> int | None:
+    """Return the bits of a linear's integers, by the name of its codes; None for other codes."""
+    stem, _, kind = name.rpartition(".")
+    if file_of[name].tensors[name]["dtype"] == "U8":
+        return None
+    if kind == "qweight":
+        awq = described["quant_method"] == "awq"
+        return 4 if awq else size(described, "bits", where=QUANTIZATION)
+    k = _in_features(file_of, stem)
+    return file_of[name].tensors[name]["shape"][1] * 32 // k if k else None
+
+
+def _in_features(file_of: Mapping[str, Header], stem: str) -> int:
+    """Return K of a compressed-tensors linear of integers; 0 where nothing tells."""
+    shape = f"{stem}.weight_shape"
+    return file_of[shape].whole_numbers(shape)[1] if shape in file_of else 0
+
+
+def headers_of(directory: str | Path) -> dict[str, Header]:
     """Return every tensor's file, by its name."""
     headers = map(_read_header, _files(Path(directory)))
     return {name: header for header in headers for name in header.tensors}
@@ -168,7 +191,7 @@ def _files(directory: Path) -> list[Path]:
     return [directory / str(name) for name in sorted({*weight_map.values()}, key=str)]
 
 
-def _read_header(path: Path) -> _Header:
+def _read_header(path: Path) -> Header:
     """Return the header of a safetensors file; `ValueError` where it has none."""
     try:
         with path.open("rb") as file:
@@ -184,11 +207,11 @@ def _read_header(path: Path) -> _Header:
         raise ValueError(
             f"'{path}' is not a safetensors file ({error}); get the directory's files anew"
         ) from None
-    return _Header(path=path, tensors=tensors, metadata=metadata, data_start=8 + length)
+    return Header(path=path, tensors=tensors, metadata=metadata, data_start=8 + length)
 
 
 def _quantised(
-    file_of: Mapping[str, _Header], described: Mapping[str, Any], small: Sequence[int]
+    file_of: Mapping[str, Header], described: Mapping[str, Any], small: Sequence[int]
 ) -> Iterator[tuple[int, Precision]]:
     """Yield layer and precision of every quantised linear; its tensors may be in several files."""
     for name, header in file_of.items():
@@ -206,7 +229,7 @@ def _quantised(
 
 
 def _precision(
-    file_of: Mapping[str, _Header], name: str, described: Mapping[str, Any], small: Sequence[int]
+    file_of: Mapping[str, Header], name: str, described: Mapping[str, Any], small: Sequence[int]
 ) -> Precision | None:
     """Return the precision that a tensor stands for; None for one that tells nothing."""
     header = file_of[name]
@@ -239,7 +262,7 @@ def _precision(
     return None
 
 
-def _table_layers(file_of: Mapping[str, _Header]) -> set[int]:
+def _table_layers(file_of: Mapping[str, Header]) -> set[int]:
     """Return the layers with 4-bit codes of a table, which one of 4 bits keeps."""
     ends = ("_blocks", ".weight_packed", *(f".weight.{name}" for name in BITSANDBYTES))
     found = set()
@@ -250,27 +273,7 @@ def _table_layers(file_of: Mapping[str, _Header]) -> set[int]:
     return found
 
 
-def has_tables(path: str | Path) -> bool:
-    """Whether a checkpoint has 4-bit codes of MXFP4 or bitsandbytes, which any plan keeps."""
-    if is_gguf(path):
-        return any(tensor.kind == "MXFP4" for tensor in open_gguf(path).tensors.values())
-    if section(read_config(path), "quantization_config") is None:
-        return False
-    headers = map(_read_header, _files(Path(path)))
-    return bool(_table_layers({name: header for header in headers for name in header.tensors}))
-
-
-def nvfp4_grid(directory: str | Path) -> Quantization | None:
-    """Return the grid of a directory with NVFP4 codes, which counts what those take: half a bit a
-    weight for scales."""
-    described = section(read_config(directory), "quantization_config") or {}
-    if described.get("quant_method") != "compressed-tensors":
-        return None
-    coded = any(name.endswith(".weight_global_scale") for name in headers_of(directory))
-    return Quantization(group_size=min(SMALL), symmetric=True) if coded else None
-
-
-def _fp8_layers(file_of: Mapping[str, _Header], described: Mapping[str, Any]) -> set[int]:
+def _fp8_layers(file_of: Mapping[str, Header], described: Mapping[str, Any]) -> set[int]:
     """Return the layers with linears in E4M3, whose codes an 8-bit layer keeps."""
     found = set()
     for name, header in file_of.items():
@@ -280,7 +283,7 @@ def _fp8_layers(file_of: Mapping[str, _Header], described: Mapping[str, Any]) ->
     return found if is_kept_block(fp8_block(described)) else set()
 
 
-def _groups(file_of: Mapping[str, _Header], scales: str, dimension: int) -> int | None:
+def _groups(file_of: Mapping[str, Header], scales: str, dimension: int) -> int | None:
     """Return how many groups a matrix has, None where its scales are not there to tell."""
     found = file_of.get(scales)
     return None if found is None else int(found.tensors[scales]["shape"][dimension])

@@ -28,7 +28,7 @@ from llmpq.units import format_size
 from llmpq.workload import CHUNK_TOKENS
 
 MEMORY_TOLERANCE = 0.05
-"""Weights and KV cache may differ from the plan's prediction by this share."""
+"""By what share weights and KV cache may exceed the plan's prediction; less always fits."""
 
 
 def build_stage(
@@ -180,7 +180,7 @@ def _blaming_memory(plan: Plan, index: int) -> Iterator[None]:
 def check_memory(
     plan: Plan, index: int, spec: ModelSpec, report: LoadReport, *, pool: PoolSize | None = None
 ) -> None:
-    """Compare what was allocated with what was predicted, within `MEMORY_TOLERANCE`.
+    """Refuse a stage that took more than was predicted by more than `MEMORY_TOLERANCE`.
 
     The plan predicts slots; a `pool` says itself what it takes.
     """
@@ -201,7 +201,7 @@ def check_memory(
         ("KV cache", report.kv_bytes, kv_bytes),
     )
     for name, got, predicted in parts:
-        if abs(got - predicted) > MEMORY_TOLERANCE * predicted:
+        if got - predicted > MEMORY_TOLERANCE * predicted:
             raise DoesNotFitError(
                 f"stage {stage.device}: the {name} of layers {stage.layers[0]} to "
                 f"{stage.layers[1]} take {format_size(got)}, the plan predicts "

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -16,7 +15,7 @@ from llmpq.model_spec import ModelSpec
 from llmpq.planner.costs.code_forms import FACTORS, form_of, priced
 from llmpq.planner.costs.cost_book import CostBook
 from llmpq.planner.costs.roofline import estimate_costs
-from llmpq.planner.inputs.kept_codes import kept_codes
+from llmpq.planner.inputs.own_codes import with_own_codes
 from llmpq.precision import KVPrecision, Precision
 from llmpq.workload import Workload
 
@@ -70,32 +69,40 @@ def test_scales_of_small_groups_are_counted_once_on_gpus_and_whole_on_cpus() -> 
         assert all(same) != device.spec.is_cpu
 
 
-def _header(path: Path, tensors: dict[str, str], config: dict[str, Any]) -> None:
+def _header(path: Path, tensors: dict[str, tuple[str, list[int]]], method: str) -> Path:
+    """Write a checkpoint's headers alone: names, dtypes and shapes."""
     told = {
-        name: {"dtype": dtype, "shape": [0], "data_offsets": [0, 0]}
-        for name, dtype in tensors.items()
+        name: {"dtype": dtype, "shape": shape, "data_offsets": [0, 0]}
+        for name, (dtype, shape) in tensors.items()
     }
     text = json.dumps(told).encode()
     path.mkdir()
     (path / "model.safetensors").write_bytes(len(text).to_bytes(8, "little") + text)
-    (path / "config.json").write_text(json.dumps({"quantization_config": config}))
+    described = {"quant_method": method, "bits": 4, "sym": True}
+    (path / "config.json").write_text(json.dumps({"quantization_config": described}))
+    return path
 
 
 def test_what_the_codes_of_a_directory_are(tmp_path: Path) -> None:
-    stem = "model.layers.0.mlp.up_proj"
-    packed, state = f"{stem}.weight_packed", f"{stem}.weight.quant_state.bitsandbytes__nf4"
-    some: dict[str, tuple[dict[str, str], str | None]] = {
-        "nf4": ({f"{stem}.weight": "U8", state: "U8"}, "nf4"),
-        "mxfp4": ({packed: "U8", f"{stem}.weight_scale": "U8"}, "mxfp4"),
-        "nvfp4": ({packed: "U8", f"{stem}.weight_global_scale": "F32"}, "nvfp4"),
-        "fp8": ({f"{stem}.weight": "F8_E4M3", f"{stem}.weight_scale": "F32"}, "e4m3"),
-        "w4": ({packed: "I32"}, None),
-        "embedding": ({"model.embed_tokens.weight": "F8_E4M3"}, None),
+    """By what most weights have: `gate_up` is more than half of a layer, `down` is less."""
+    layer, nk = "model.layers.0.mlp", [LLAMA.ffn, LLAMA.hidden // 2]
+    state, blocks = "weight.quant_state.bitsandbytes__nf4", [LLAMA.ffn * LLAMA.hidden // 64]
+    mxfp4 = {"weight_packed": ("U8", nk), "weight_scale": ("U8", nk)}
+    some: dict[str, tuple[dict[str, tuple[str, list[int]]], str | None]] = {
+        "nf4": ({"weight.absmax": ("F32", blocks), state: ("U8", [9])}, "nf4"),
+        "mxfp4": (mxfp4, "mxfp4"),
+        "nvfp4": ({**mxfp4, "weight_global_scale": ("F32", [1])}, "nvfp4"),
+        "fp8": ({"weight": ("F8_E4M3", nk), "weight_scale": ("F32", [1])}, "e4m3"),
+        "w4": ({"weight_packed": ("I32", nk)}, None),
+        "down alone": (mxfp4, None),
     }
+    one = replace(LLAMA, num_layers=1)
     for name, (tensors, wanted) in some.items():
-        _header(tmp_path / name, tensors, {"quant_method": "any"})
-        assert kept_codes(tmp_path / name, None) == wanted, name
-    assert kept_codes(None, None) is None
+        linears = ("down_proj",) if name == "down alone" else ("gate_proj", "up_proj")
+        held = {f"{layer}.{one}.{last}": t for one in linears for last, t in tensors.items()}
+        path = _header(tmp_path / name, held, "any")
+        found = with_own_codes(Quantization(), path, one, (W4, W8), 2)
+        assert found.codes == wanted, name
 
 
 @pytest.mark.parametrize("form", FACTORS)

@@ -82,13 +82,17 @@ def test_the_beginning_is_added_where_the_file_asks(tmp_path: Path) -> None:
 def spm() -> Any:
     """A SentencePiece-like BPE of the held-out text, with bytes for what it lacks."""
     from tokenizers import Tokenizer as Raw
-    from tokenizers import decoders, models, pre_tokenizers, trainers
+    from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 
     raw = Raw(models.BPE(unk_token="<unk>", byte_fallback=True, fuse_unk=True))
     raw.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=True)
     special = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
     trainer = trainers.BpeTrainer(vocab_size=900, special_tokens=special, show_progress=False)
     raw.train_from_iterator([(EXAMPLES / "heldout.txt").read_text()[:50000]], trainer)
+    raw.normalizer = normalizers.Sequence(
+        [normalizers.Prepend(SPACE), normalizers.Replace(" ", SPACE)]
+    )  # as published tokenizer.json files of Llama 2, Mistral and Phi-3 have it
+    raw.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="never", split=False)
     raw.decoder = decoders.Sequence(
         [
             decoders.Replace(SPACE, " "),
@@ -120,17 +124,21 @@ def spm_metadata(raw: Any) -> dict[str, Any]:
 
 def test_sentencepiece_tokens_follow_the_scores(spm: Any, tmp_path: Path) -> None:
     ours = Tokenizer(write(tmp_path / "t.gguf", spm_metadata(spm)))
-    for text in ("Hello world, it is late", "na\u00efve \u4f60 \U0001f600", "a b  c"):
+    for text in (
+        *("Hello world, it is late", "na\u00efve \u4f60 \U0001f600", "a b  c"),
+        *(" a  b\n", "   three", "\n x", " ", "\t tab ", SPACE, " \u4f60", ""),
+    ):
         want = spm.encode(text, add_special_tokens=False).ids
         assert ours.encode(text) == [1, *want]
-        assert ours.decode(ours.encode(text)) == text
+        assert ours.decode(ours.encode(text)) == text.replace(SPACE, " ")
     assert ours.bytes_of(ours.encode("\u4f60", special=False)[-1]) == "\u4f60".encode()[-1:]
 
 
 def test_no_space_is_put_in_front_where_the_file_says_so(spm: Any, tmp_path: Path) -> None:
     told = spm_metadata(spm) | {"tokenizer.ggml.add_space_prefix": False}
     ours = Tokenizer(write(tmp_path / "t.gguf", told))
-    assert ours.decode(ours.encode("hello")) == "hello"
+    for text in ("hello", " a  b\n", "   ", ""):
+        assert ours.decode(ours.encode(text)) == text
     assert SPACE not in "".join(ours.text_of(t) for t in ours.encode("hello", special=False))
 
 
@@ -149,6 +157,19 @@ def test_what_gives_other_tokens_is_refused(
 ) -> None:
     with pytest.raises(ValueError, match=message):
         Tokenizer(write(tmp_path / "t.gguf", demo_metadata() | change))
+
+
+@pytest.mark.parametrize("key", ["model", "tokens", "merges", "pre", "scores"])
+def test_what_is_missing_is_named_at_planning_too(key: str, spm: Any, tmp_path: Path) -> None:
+    from llmpq.planner.inputs.make_problem import _tokenizer_lack
+
+    told = spm_metadata(spm) if key == "scores" else demo_metadata()
+    whole = write(tmp_path / "whole.gguf", told)
+    assert _tokenizer_lack(str(whole)) == []
+    path = write(tmp_path / "t.gguf", {k: v for k, v in told.items() if not k.endswith(key)})
+    with pytest.raises(ValueError, match=f"t.gguf'.*'tokenizer.ggml.{key}'") as error:
+        Tokenizer(path)
+    assert _tokenizer_lack(str(path)) == [str(error.value)]
 
 
 @pytest.mark.parametrize("pre", PATTERNS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -30,3 +31,42 @@ def dense(tmp_path_factory: pytest.TempPathFactory) -> Path:
             parameter.add_(torch.randn_like(parameter) * 0.1)
     model.save_pretrained(folder)
     return folder
+
+
+@pytest.fixture
+def planned_and_loaded() -> Callable[..., tuple[int, int]]:
+    """The bytes of a checkpoint's layers on a CPU as a plan counts them, and as they are held.
+
+    Every layer is at the precision that the planner allows with the fewest bits.
+    """
+    from llmpq.memory import stage_memory
+    from llmpq.planner.cli.arguments import plan_request
+    from llmpq.planner.inputs.make_problem import make_problem
+    from llmpq.runtime.models.stage_model import DTYPES, StageModel
+    from llmpq.runtime.weights.quantized_checkpoint import open_checkpoint
+
+    def both(path: Path, *words: str) -> tuple[int, int]:
+        job = f"--model {path} --devices cpu --batch 2 --prompt-len 16 --gen-len 8".split()
+        problem, _, _ = make_problem(plan_request([*job, *words]))
+        spec, grid = problem.spec, problem.quantization
+        precisions = [min(own, key=lambda p: p.weight_bits) for own in problem.offered]
+        precisions = precisions or [problem.choices[0]] * spec.num_layers
+        told = {"first": False, "last": False, "prefill_microbatch": 1, "decode_microbatch": 1}
+        counted = stage_memory(spec, problem.workload, precisions, quantization=grid, **told)
+        source = open_checkpoint(path, spec)
+        if hasattr(source, "keep_codes"):
+            source.keep_codes({i: grid.scheme(p) for i, p in enumerate(precisions)})
+        model = StageModel.build(
+            spec,
+            range(spec.num_layers),
+            precisions,
+            first=False,
+            last=False,
+            dtype=DTYPES[problem.workload.dtype],
+            device=torch.device("cpu"),
+            scheme=grid.scheme,
+            source=source,
+        )
+        return counted.weights_bytes, model.weight_nbytes
+
+    return both

@@ -245,3 +245,11 @@ def test_codes_of_a_cpu_stay_those_of_the_file(tmp_path: Path) -> None:
         assert made.codes_NK.data_ptr() == codes.data_ptr()
     two = stacked([made, made])
     assert two.codes_NK.untyped_storage().nbytes() == two.codes_NK.nbytes
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_plans_count_what_codes_take(tmp_path: Path, planned_and_loaded: Any, kind: str) -> None:
+    form, _ = write(llama(), tmp_path, kind)
+    for dtype in ("bfloat16", "float32"):
+        planned, loaded = planned_and_loaded(form, "--dtype", dtype)
+        assert loaded == planned, dtype

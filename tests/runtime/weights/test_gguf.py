@@ -408,6 +408,15 @@ def test_codes_of_a_table_are_kept(form: str, tmp_path: Path) -> None:
     assert isinstance(kept.layer(0, torch.float32)["down.weight"], TableWeight)
 
 
+@pytest.mark.parametrize("form", [*FORMS, "F16"])
+def test_plans_count_what_codes_take(form: str, tmp_path: Path, planned_and_loaded: Any) -> None:
+    path = tmp_path / "model.gguf"
+    write_model("llama", path, form, wide_llama())
+    for words in (["--dtype", "bfloat16"], ["--dtype", "float32"], ["--bits", "8"]):
+        planned, loaded = planned_and_loaded(path, *words)
+        assert loaded == planned, words
+
+
 def test_layers_kept_on_disk_have_the_files_codes(tmp_path: Path) -> None:
     path, cpu = tmp_path / "model.gguf", torch.device("cpu")
     scheme = Quantization(group_size=32).scheme(Precision.W4A16)

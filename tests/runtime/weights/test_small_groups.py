@@ -54,7 +54,7 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def write(source: Path, target: Path, form: str, group: int, *, symmetric: bool) -> Path:
+def write(source: Path, target: Path, form: str, group: int | None, *, symmetric: bool) -> Path:
     """Write a model's linears in a form; zeros are whole numbers in all of them."""
     shutil.copytree(source, target)
     tensors = load_file(source / "model.safetensors")
@@ -125,6 +125,19 @@ def test_a_plan_for_a_cpu_has_the_groups_and_its_bytes(
     assert set(plan.stages[0].precisions) == {Precision.W4A16}
     spec = ModelSpec.from_directory(target)
     build_stage(plan, 0, spec, open_checkpoint(target, spec), torch.device("cpu"))
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_plans_count_what_codes_take(
+    llama: Path, tmp_path: Path, planned_and_loaded: Any, form: str, symmetric: bool
+) -> None:
+    """Groups of 128 and of whole rows, with zero points and without."""
+    for group in (128, None, 64):
+        target = write(llama, tmp_path / f"q{group}", form, group, symmetric=symmetric)
+        for dtype in ("bfloat16", "float32"):
+            planned, loaded = planned_and_loaded(target, "--dtype", dtype)
+            assert loaded == planned, (group, dtype)
 
 
 def test_zeros_that_config_denies_are_refused(llama: Path, tmp_path: Path) -> None:

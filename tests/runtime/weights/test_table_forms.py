@@ -15,10 +15,9 @@ from torch import Tensor
 from llmpq.cluster import Cluster
 from llmpq.kernels.formats.round_to_nearest import quantize_weight
 from llmpq.kernels.formats.table_weight import TableWeight, Values
-from llmpq.memory import Quantization
 from llmpq.model_spec import ModelSpec
 from llmpq.planner.inputs.kept_grid import kept_grid
-from llmpq.planner.inputs.stored_precisions import nvfp4_grid, stored_layers
+from llmpq.planner.inputs.stored_precisions import stored_layers
 from llmpq.precision import Precision, WeightScheme
 from llmpq.profiler.quantize.layer_walk import random_windows
 from llmpq.profiler.quantize.recipes import Settings
@@ -367,19 +366,16 @@ def test_plans_keep_four_bits(dense: Path, tmp_path: Path, name: str) -> None:
     layers = stored_layers(form, ModelSpec.from_directory(form))
     assert layers is not None and all(layer.stored is Precision.W4A16 for layer in layers)
     assert all(layer.served == tuple(Precision) for layer in layers)
-    grid, cards = nvfp4_grid(form), Cluster.from_counts(["T4"], [1]).devices
-    assert (grid is None) == (name != "nvfp4")
-    assert kept_grid(form, cards) == grid
-    if name == "nvfp4":
-        with pytest.raises(ValueError, match="got --weight-group-size 128: leave it out"):
-            kept_grid(form, cards, 128)
-    source = open_checkpoint(form, ModelSpec.from_directory(form))
-    source.keep_codes({0: FOUR})
-    for dtype, scale_bytes in ((torch.bfloat16, 2), (torch.float32, 4)):
-        for part in source.layer(0, dtype).values():
-            if isinstance(part, TableWeight):
-                scheme = (grid or Quantization()).scheme(Precision.W4A16)
-                assert scheme is not None
-                shape = part.out_features, part.in_features
-                extra = 0 if part.factor is None else part.factor.nbytes
-                assert part.nbytes - extra <= scheme.nbytes(*shape, scale_bytes)
+    assert kept_grid(form, Cluster.from_counts(["T4"], [1]).devices) is None
+
+
+@pytest.mark.parametrize("name", [*FORMS, "experts"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_plans_count_what_codes_take(
+    dense: Path, tmp_path: Path, planned_and_loaded: Any, name: str, dtype: str
+) -> None:
+    """At 4 and at 8 bits, and on grids that say more and less."""
+    form, _ = gpt_oss(tmp_path) if name == "experts" else write(dense, tmp_path, name)
+    for words in ([], ["--bits", "8"], ["--symmetric"], ["--weight-group-size", "0"]):
+        planned, loaded = planned_and_loaded(form, "--dtype", dtype, *words)
+        assert loaded == planned, words
