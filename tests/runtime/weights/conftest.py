@@ -34,20 +34,22 @@ def dense(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def planned_and_loaded() -> Callable[..., tuple[int, int]]:
+def planned_and_loaded(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[int, int]]:
     """The bytes of a checkpoint's layers on a CPU as a plan counts them, and as they are held.
 
     Every layer is at the precision that the planner allows with the fewest bits.
     """
     from llmpq.memory import stage_memory
     from llmpq.planner.cli.arguments import plan_request
-    from llmpq.planner.inputs.make_problem import make_problem
+    from llmpq.planner.inputs import make_problem
     from llmpq.runtime.models.stage_model import DTYPES, StageModel
     from llmpq.runtime.weights.quantized_checkpoint import open_checkpoint
 
+    monkeypatch.setattr(make_problem, "rates_for", lambda *_, **__: [])  # bytes, not times
+
     def both(path: Path, *words: str) -> tuple[int, int]:
         job = f"--model {path} --devices cpu --batch 2 --prompt-len 16 --gen-len 8".split()
-        problem, _, _ = make_problem(plan_request([*job, *words]))
+        problem, _, _ = make_problem.make_problem(plan_request([*job, *words]))
         spec, grid = problem.spec, problem.quantization
         precisions = [min(own, key=lambda p: p.weight_bits) for own in problem.offered]
         precisions = precisions or [problem.choices[0]] * spec.num_layers

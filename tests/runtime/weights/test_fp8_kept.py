@@ -247,6 +247,7 @@ def test_codes_of_a_cpu_stay_those_of_the_file(tmp_path: Path) -> None:
     assert two.codes_NK.untyped_storage().nbytes() == two.codes_NK.nbytes
 
 
+@pytest.mark.thin
 @pytest.mark.parametrize("kind", KINDS)
 def test_plans_count_what_codes_take(tmp_path: Path, planned_and_loaded: Any, kind: str) -> None:
     form, _ = write(llama(), tmp_path, kind)

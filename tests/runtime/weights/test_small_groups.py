@@ -127,6 +127,7 @@ def test_a_plan_for_a_cpu_has_the_groups_and_its_bytes(
     build_stage(plan, 0, spec, open_checkpoint(target, spec), torch.device("cpu"))
 
 
+@pytest.mark.thin
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("symmetric", [True, False])
 def test_plans_count_what_codes_take(

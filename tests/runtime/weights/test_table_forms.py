@@ -369,6 +369,7 @@ def test_plans_keep_four_bits(dense: Path, tmp_path: Path, name: str) -> None:
     assert kept_grid(form, Cluster.from_counts(["T4"], [1]).devices) is None
 
 
+@pytest.mark.thin
 @pytest.mark.parametrize("name", [*FORMS, "experts"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_plans_count_what_codes_take(
