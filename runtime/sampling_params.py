@@ -163,6 +163,8 @@ class SamplingParams:
     """Added to the logits of tokens, -100..100."""
     bad_words: Sequence[str] | None = None
     """Texts whose tokens are never completed."""
+    allowed_token_ids: Sequence[int] | None = None
+    """The only tokens that may be chosen; an end is, if it is among them."""
     logprobs: int | None = None
     """Most likely tokens told beside each chosen one, which is told with 0, too."""
     prompt_logprobs: int | None = None
@@ -180,6 +182,7 @@ class SamplingParams:
         words = self.bad_words or ()
         if isinstance(words, str) or not all(isinstance(w, str) and w for w in words):
             raise ValueError(f"bad_words must be texts, none empty, got {self.bad_words!r}")
+        _check_allowed(self)
         if self.n > 1 and self.temperature == 0:
             raise ValueError(
                 f"n={self.n} greedy answers would all be the same; set a temperature or leave n out"
@@ -266,6 +269,19 @@ def _check_numbers(params: SamplingParams) -> None:
             )
 
 
+def _check_allowed(params: SamplingParams) -> None:
+    allowed = params.allowed_token_ids
+    if allowed is None:
+        return
+    if isinstance(allowed, str) or not allowed or not all(type(token) is int for token in allowed):
+        raise ValueError(f"allowed_token_ids must be token ids, at least one, got {allowed!r:.100}")
+    if params.bad_words or params.min_tokens:
+        name = "bad_words" if params.bad_words else "min_tokens"
+        raise ValueError(
+            f"{name} may forbid the only tokens of allowed_token_ids; leave one of them out"
+        )
+
+
 def _check_guided(params: SamplingParams) -> None:
     """Refuse what would leave a guide no token to choose."""
     if not isinstance(params.structured_outputs, StructuredOutputsParams):
@@ -277,6 +293,7 @@ def _check_guided(params: SamplingParams) -> None:
         ("ignore_eos", params.ignore_eos, False),
         ("min_tokens", params.min_tokens, 0),
         ("bad_words", tuple(params.bad_words or ()), ()),
+        ("allowed_token_ids", tuple(params.allowed_token_ids or ()), ()),
     ):
         if value != neutral:
             raise ValueError(

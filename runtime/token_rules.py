@@ -46,6 +46,8 @@ class TokenRules:
     end_ids: tuple[int, ...] = ()
     bad_tokens: tuple[tuple[int, ...], ...] = ()
     """Runs of tokens none of which may be completed."""
+    allowed_tokens: tuple[int, ...] = ()
+    """The only tokens that may be chosen; empty for any."""
     guide: Guide | None = None
     logprobs: int | None = None
     """Most likely tokens told beside each chosen one; None tells nothing."""
@@ -68,6 +70,7 @@ class TokenRules:
             or self.logit_bias
             or self.min_tokens
             or self.bad_tokens
+            or self.allowed_tokens
         )
 
     def to_data(self) -> dict[str, Any]:
@@ -83,6 +86,7 @@ class TokenRules:
             "logit_bias": {token: bias for token, bias in data["logit_bias"]},
             "end_ids": tuple(data["end_ids"]),
             "bad_tokens": tuple(tuple(run) for run in data["bad_tokens"]),
+            "allowed_tokens": tuple(data["allowed_tokens"]),
             "guide": None if guide is None else Guide(**guide),
             "prompt": tuple(data["prompt"]),
         })  # fmt: skip

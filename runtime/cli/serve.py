@@ -78,6 +78,10 @@ def settings_of(options: ServeOptions) -> ServeSettings:
         value = getattr(options, name)
         if value < 1:
             raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {value}")
+    if options.max_stored_responses < 0:
+        raise ValueError(
+            f"--max-stored-responses must be 0 or more, got {options.max_stored_responses}"
+        )
     for name in ("request_timeout", "read_timeout", "write_timeout", "drain_timeout"):
         seconds = getattr(options, name)
         if seconds is not None and not 0 <= seconds < float("inf"):
@@ -89,6 +93,8 @@ def settings_of(options: ServeOptions) -> ServeSettings:
         max_prompts=options.max_prompts,
         max_n=options.max_n,
         max_requests=options.max_requests,
+        # Each replica would have its own.
+        max_stored_responses=0 if options.ray_serve else options.max_stored_responses,
         request_timeout_s=options.request_timeout,
         read_timeout_s=options.read_timeout,
         write_timeout_s=options.write_timeout,

@@ -55,6 +55,7 @@ class ServeOptions:
     max_prompts: int
     max_n: int
     max_requests: int
+    max_stored_responses: int
     request_timeout: float | None
     read_timeout: float
     write_timeout: float
@@ -178,6 +179,11 @@ def _add_limits(limits: Section) -> None:
         ("--max-prompts", DEFAULTS.max_prompts, "prompts in one request"),
         ("--max-n", DEFAULTS.max_n, "answers to one prompt"),
         ("--max-body-bytes", DEFAULTS.max_body_bytes, "bytes of a request's body"),
+        (
+            "--max-stored-responses",
+            DEFAULTS.max_stored_responses,
+            "answers of /v1/responses in memory, to go on from; none with --ray-serve",
+        ),
     ):
         limits.flag(name, type=int, default=value, metavar="N", help=f"{text} ({value})")
     limits.flag(

@@ -304,6 +304,10 @@ def apply_rules(known: _Ruled, logits_V: Tensor, step: int) -> None:
         logits_V[tokens] += known.once("bias", tuple(rules.logit_bias.values()), logits_V)
     if step < rules.min_tokens and rules.end_ids:
         logits_V[known.once("ends", rules.end_ids, answer_N)] = -math.inf
+    if rules.allowed_tokens:
+        allowed = known.once("allowed", rules.allowed_tokens, answer_N)
+        chosen = logits_V[allowed]
+        logits_V.fill_(-math.inf)[allowed] = chosen
     for index, run in enumerate(rules.bad_tokens):
         if len(run) - 1 <= step:
             run_N = known.once(f"bad {index}", run, answer_N)

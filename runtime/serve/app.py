@@ -87,7 +87,7 @@ def add_gate(app: FastAPI, service: Gated) -> None:
         app.add_middleware(
             CORSMiddleware,
             allow_origins=list(service.settings.cors_origins),
-            allow_methods=["GET", "POST"],
+            allow_methods=["GET", "POST", "DELETE"],
             allow_headers=["*"],
         )
 
@@ -109,6 +109,21 @@ def _add_answers(app: FastAPI, service: Service) -> None:
     async def responses(request: Request, body: ResponsesBody) -> Response:
         return await answer(request, Responses(service, body), streamed=body.stream)
 
+    @app.get("/v1/responses/{name}")
+    async def stored_response(name: str) -> Response:
+        return AsciiJson(service.responses.get(name).response)
+
+    @app.get("/v1/responses/{name}/input_items")
+    async def stored_input(name: str) -> Response:
+        items = service.responses.get(name).items[::-1]
+        ends = {"first_id": items[0]["id"], "last_id": items[-1]["id"]} if items else {}
+        return AsciiJson({"object": "list", "data": items, "has_more": False, **ends})
+
+    @app.delete("/v1/responses/{name}")
+    async def forget_response(name: str) -> dict[str, Any]:
+        service.responses.delete(name)
+        return {"id": name, "object": "response", "deleted": True}
+
     @app.post("/v1/embeddings", responses={501: {"description": "not made here"}})
     async def embeddings() -> Response:
         raise ApiError(501, "this server generates text; it makes no embeddings")
@@ -123,11 +138,29 @@ def _add_texts(app: FastAPI, service: Service) -> None:
             raise ApiError(400, "expected either 'prompt' or 'messages'")
         if body.messages is not None:
             messages = [plain_message(message) for message in body.messages]
-            template = service.settings.chat_template
-            tokens = llm.tokenizer.encode_chat(messages, template=template)
+            if body.add_special_tokens:
+                raise ApiError(
+                    400,
+                    "'add_special_tokens' is for a prompt: a chat template writes its own",
+                    param="add_special_tokens",
+                )
+            tools = [tool.model_dump(exclude_none=True) for tool in body.tools or ()]
+            tokens = llm.tokenizer.encode_chat(
+                messages,
+                tools=tools or None,
+                template=service.settings.chat_template,
+                add_generation_prompt=body.opens_answer,
+                continue_final_message=body.continue_final_message,
+                options=body.chat_template_kwargs,
+            )
         else:
-            tokens = llm.tokenizer.encode(body.prompt or "", special=body.add_special_tokens)
-        return {"tokens": tokens, "count": len(tokens), "max_model_len": llm.max_model_len}
+            special = body.add_special_tokens is not False
+            tokens = llm.tokenizer.encode(body.prompt or "", special=special)
+        names: dict[str, Any] = {}
+        if body.return_token_strs:
+            names = {"token_strs": [llm.tokenizer.text_of(token) for token in tokens]}
+        count = {"count": len(tokens), "max_model_len": llm.max_model_len}
+        return {"tokens": tokens, **count, **names}
 
     @app.post("/v1/messages/count_tokens")
     async def count_messages(body: CountBody) -> dict[str, int]:

@@ -1,7 +1,7 @@
 """What requests bring: OpenAI's fields, and the engine's further ones under vLLM's names.
 
-Fields without a meaning here (`user`, `store`, ...) are taken and change nothing, as are unknown
-ones, unless one is nearly the name of a known field: then it is a mistake and refused.
+A field that a path does not obey is refused (fields.py), unless it asks for nothing. Unknown ones
+are ignored, unless one is nearly the name of a known field: then it is a mistake and refused.
 """
 
 from __future__ import annotations
@@ -9,11 +9,13 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Sequence
 from difflib import get_close_matches
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from llmpq.runtime.sampling_params import GUIDES, MAX_BIAS, SamplingParams, StructuredOutputsParams
+from llmpq.runtime.serve.errors import ApiError
+from llmpq.runtime.serve.fields import HINTS, REFUSED
 
 
 def _whole(value: Any) -> Any:
@@ -25,14 +27,6 @@ Whole = Annotated[int, BeforeValidator(_whole)]
 Tokens = list[Whole]
 TokensOf = Callable[[str], Sequence[int]]
 _ID = re.compile(r"\s*[+-]?[0-9]+\s*")
-IGNORED = frozenset((
-    "user", "store", "metadata", "service_tier", "modalities", "prediction", "audio", "verbosity",
-    "reasoning_effort", "prompt_cache_key", "safety_identifier",
-    "background", "include", "reasoning", "truncation", "web_search_options",
-    "prompt_cache_retention", "moderation", "prompt_cache_options", "stream_id", "function_call",
-    "functions", "include_reasoning",
-))  # fmt: skip
-"""Fields of the APIs that say nothing to a model of text."""
 
 
 class Body(BaseModel):
@@ -47,7 +41,7 @@ class Body(BaseModel):
             return data
         known = [field.alias or name for name, field in cls.model_fields.items()]
         for name in data:
-            if name in known or name in IGNORED:
+            if name in known or name in HINTS or name in REFUSED:
                 continue
             near = get_close_matches(name, known, n=1, cutoff=0.88)
             if near:
@@ -60,21 +54,37 @@ class StreamOptions(Body):
 
     include_usage: bool = False
     continuous_usage_stats: bool = False
+    include_obfuscation: Literal[False] | None = None
 
 
-class SamplingBody(Body):
-    """How tokens are chosen: what completions and chats have in common."""
+class RequestBody(Body):
+    """A body that asks for an answer: what it asks for is done or refused."""
 
-    model: str | None = None
-    stream: bool = False
-    stream_options: StreamOptions | None = None
-    n: Whole = 1
-    temperature: float = 1.0
-    top_p: float = 1.0
+    @model_validator(mode="before")
+    @classmethod
+    def _obeyed_or_refused(cls, data: Any) -> Any:
+        known = {field.alias or name for name, field in cls.model_fields.items()}
+        for name, value in data.items() if isinstance(data, dict) else ():
+            if name in REFUSED and name not in known and value is not None:
+                neutral, instead = REFUSED[name]
+                if not any(value == same and type(value) is type(same) for same in neutral):
+                    raise ApiError(400, f"'{name}' is not obeyed here: {instead}", param=name)
+        return data
+
+    @model_validator(mode="after")
+    def _streams_have_options(self) -> Self:
+        streamed = getattr(self, "stream", False)
+        if getattr(self, "stream_options", None) is not None and not streamed:
+            raise ApiError(400, "'stream_options' needs 'stream': true", param="stream_options")
+        return self
+
+
+class ChoiceBody(RequestBody):
+    """How tokens are chosen, beyond what every API has: obeyed on every path."""
+
     frequency_penalty: float = 0.0
     presence_penalty: float = 0.0
     seed: Whole | None = None
-    stop: str | list[str] | None = None
     logit_bias: dict[str, float] | None = None
     """By token id, or by text: each of its tokens gets the bias."""
     # The engine's further ones.
@@ -86,7 +96,7 @@ class SamplingBody(Body):
     stop_token_ids: Tokens | None = None
     include_stop_str_in_output: bool = False
     bad_words: list[str] | None = None
-    prompt_logprobs: Whole | None = None
+    allowed_token_ids: Tokens | None = None
     truncate_prompt_tokens: Whole | None = None
     priority: Whole = 0
     cache_salt: str | None = Field(None, min_length=1)
@@ -96,8 +106,89 @@ class SamplingBody(Body):
     guided_regex: str | None = None
     guided_choice: list[str] | None = None
     guided_grammar: str | None = None
+
+    def choice_fields(self) -> dict[str, Any]:
+        """Return what was given of these fields."""
+        given = self.model_fields_set & ChoiceBody.model_fields.keys()
+        return {name: getattr(self, name) for name in sorted(given)}
+
+    @property
+    def guided_by(self) -> str:
+        """The field that says what the text must be, "" without any."""
+        names = ("structured_outputs", *(f"guided_{name}" for name in GUIDES if name != "calls"))
+        return next((name for name in names if getattr(self, name) is not None), "")
+
+
+class JsonSchema(Body):
+    """A schema of `response_format`."""
+
+    name: str = ""
+    schema_: dict[str, Any] | bool | None = Field(default=None, alias="schema")
+    strict: bool | None = None
+    description: str | None = None
+
+
+class ResponseFormat(Body):
+    """What an answer's text must be."""
+
+    type: Literal["text", "json_object", "json_schema"] = "text"
+    json_schema: JsonSchema | None = None
+
+    def guide(self) -> dict[str, Any] | None:
+        """Return it as `structured_outputs`, None where any text will do."""
+        if self.type == "text":
+            return None
+        if self.type == "json_object":
+            return {"json": {"type": "object"}}
+        if self.json_schema is None or self.json_schema.schema_ is None:
+            raise ApiError(
+                400,
+                "'response_format' of type json_schema needs 'json_schema.schema'",
+                param="response_format",
+            )
+        StructuredOutputsParams(json=self.json_schema.schema_)
+        return {"json": self.json_schema.schema_}
+
+
+class SamplingBody(ChoiceBody):
+    """What completions and chats have in common."""
+
+    model: str | None = None
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    n: Whole = 1
+    temperature: float = 1.0
+    top_p: float = 1.0
+    stop: str | list[str] | None = None
+    prompt_logprobs: Whole | None = None
     return_token_ids: bool = False
     """Answers tell `token_ids` beside their text, and `prompt_token_ids` once."""
+    response_format: ResponseFormat | None = None
+
+    @model_validator(mode="after")
+    def _no_scores_in_streams(self) -> Self:
+        if self.stream and self.prompt_logprobs is not None:
+            raise ApiError(
+                400,
+                "'prompt_logprobs' are told in whole answers; leave 'stream' out",
+                param="prompt_logprobs",
+            )
+        return self
+
+    def wanted_format(self) -> tuple[str, dict[str, Any] | None]:
+        """Return the field that says what the text must be, and what, unless by vLLM's names."""
+        own = self.guided_by
+        wanted = None if self.response_format is None else self.response_format.guide()
+        if wanted is None:
+            return own or "structured_outputs", None
+        if own:
+            raise ApiError(
+                400,
+                f"'response_format' and '{own}' both say what the text must be; leave one of "
+                "them out",
+                param=own,
+            )
+        return "response_format", wanted
 
     def params(
         self,
@@ -139,17 +230,12 @@ class SamplingBody(Body):
             repetition_penalty=value("repetition_penalty"),
             logit_bias=_biases(self.logit_bias, tokens_of),
             bad_words=self.bad_words,
+            allowed_token_ids=self.allowed_token_ids,
             logprobs=logprobs,
             prompt_logprobs=self.prompt_logprobs,
             truncate_prompt_tokens=self.truncate_prompt_tokens,
             structured_outputs=self.guide(),
         )
-
-    @property
-    def guided_by(self) -> str:
-        """The field that says what the text must be, "" without any."""
-        names = ("structured_outputs", *(f"guided_{name}" for name in GUIDES if name != "calls"))
-        return next((name for name in names if getattr(self, name) is not None), "")
 
     def guide(self) -> StructuredOutputsParams | None:
         """Return what the text must be, under either of vLLM's names."""
@@ -234,22 +320,6 @@ class Message(Body):
     tool_call_id: str | None = None
 
 
-class JsonSchema(Body):
-    """A schema of `response_format`."""
-
-    name: str = ""
-    schema_: dict[str, Any] | bool | None = Field(default=None, alias="schema")
-    strict: bool | None = None
-    description: str | None = None
-
-
-class ResponseFormat(Body):
-    """What an answer's text must be."""
-
-    type: Literal["text", "json_object", "json_schema"] = "text"
-    json_schema: JsonSchema | None = None
-
-
 class Function(Body):
     """A function that the model may call."""
 
@@ -281,13 +351,43 @@ class ChatBody(SamplingBody):
     max_completion_tokens: Whole | None = None
     logprobs: bool | None = None
     top_logprobs: Whole | None = None
-    response_format: ResponseFormat | None = None
     tools: list[Tool] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool = True
     """False: calls after the first are dropped."""
     add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    """The answer goes on with the last message, which is the assistant's."""
+    echo: bool = False
+    """The answer's text begins with the message that it goes on with."""
+    reasoning_effort: str | None = None
+    """For templates that ask for it."""
     chat_template_kwargs: dict[str, Any] | None = None
+
+    @model_validator(mode="after")
+    def _goes_on(self) -> Self:
+        if self.continue_final_message:
+            if self.messages[-1].role != "assistant" or self.messages[-1].tool_calls:
+                raise ApiError(
+                    400,
+                    "'continue_final_message' needs a text of the assistant as last message",
+                    param="continue_final_message",
+                )
+            if self.add_generation_prompt and "add_generation_prompt" in self.model_fields_set:
+                raise ApiError(
+                    400,
+                    "'continue_final_message' and 'add_generation_prompt' exclude each other",
+                    param="continue_final_message",
+                )
+            self.add_generation_prompt = False
+        if self.echo and not self.continue_final_message:
+            raise ApiError(400, "'echo' needs 'continue_final_message': true", param="echo")
+        return self
+
+    def template_options(self) -> dict[str, Any]:
+        """Return what the template may ask for."""
+        own = {} if self.reasoning_effort is None else {"reasoning_effort": self.reasoning_effort}
+        return own | (self.chat_template_kwargs or {})
 
 
 class TokenizeBody(Body):
@@ -296,7 +396,18 @@ class TokenizeBody(Body):
     model: str | None = None
     prompt: str | None = None
     messages: list[Message] | None = None
-    add_special_tokens: bool = True
+    tools: list[Tool] | None = None
+    add_special_tokens: bool | None = None
+    """Where nothing is said: those of a text are, a template writes its own."""
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    chat_template_kwargs: dict[str, Any] | None = None
+    return_token_strs: bool = False
+
+    @property
+    def opens_answer(self) -> bool:
+        """Whether what opens an answer is part of it."""
+        return self.add_generation_prompt and not self.continue_final_message
 
 
 class DetokenizeBody(Body):

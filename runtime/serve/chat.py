@@ -11,10 +11,9 @@ from typing import Any
 
 from llmpq.runtime.answers import Answers
 from llmpq.runtime.request_output import Logprob
-from llmpq.runtime.sampling_params import StructuredOutputsParams
 from llmpq.runtime.serve.answering import DONE, event
 from llmpq.runtime.serve.bodies import ChatBody, Message, NamedTool, ToolCall
-from llmpq.runtime.serve.completions import LEAST_LOGPROB
+from llmpq.runtime.serve.completions import LEAST_LOGPROB, prompt_scores
 from llmpq.runtime.serve.errors import ApiError
 from llmpq.runtime.serve.service import Choice, Service, usage
 from llmpq.runtime.serve.tool_forms import THOUGHTS, Calls
@@ -88,7 +87,8 @@ class Chat:
             tools=self._tools(),
             template=self._service.settings.chat_template,
             add_generation_prompt=self._body.add_generation_prompt,
-            options=self._body.chat_template_kwargs,
+            continue_final_message=self._body.continue_final_message,
+            options=self._body.template_options(),
         )
 
     async def whole(self) -> dict[str, Any]:
@@ -102,6 +102,7 @@ class Chat:
             "choices": [self._choice(choice) for choice in choices],
             "usage": usage(len(begun[0].prompt_token_ids), answered, choices[0].num_cached_tokens),
             **self._prompt_ids(begun),
+            **prompt_scores(self._body, begun[0]),
         }
 
     async def events(self, begun: list[Answers]) -> AsyncIterator[str]:
@@ -112,7 +113,7 @@ class Chat:
         head = {**self._head, "object": "chat.completion.chunk"}
         none = {"usage": None} if with_usage else {}
         for index in range(self.params.n):
-            role = {"role": "assistant", "content": ""}
+            role = {"role": "assistant", "content": self._echo() if self._body.echo else ""}
             ids = self._prompt_ids(begun) if index == 0 else {}
             yield event({**head, **none, "choices": [_part(index, role)], **ids})
         used = usage(len(begun[0].prompt_token_ids), 0)
@@ -152,6 +153,8 @@ class Chat:
     def _choice(self, choice: Choice) -> dict[str, Any]:
         reader = self._reader()
         content, calls = reader.whole(choice.text, cut=choice.finish_reason == "length")
+        if self._body.echo:
+            content = self._echo() + (content or "")
         message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
         if calls:
             message["tool_calls"] = calls
@@ -163,6 +166,10 @@ class Chat:
             "stop_reason": choice.stop_reason,
             **self._ids(choice),
         }
+
+    def _echo(self) -> str:
+        """Return the text that the answer goes on with."""
+        return str(plain_message(self._body.messages[-1])["content"])
 
     def _ids(self, choice: Choice) -> dict[str, Any]:
         """Return the tokens of an answer, or what is new of them, if they are asked for."""
@@ -226,38 +233,18 @@ class Chat:
 
     def _guide(self) -> tuple[str, dict[str, Any] | None]:
         """Return the field that says what the text must be, and what, unless by vLLM's names."""
-        body, own = self._body, self._body.guided_by
-        wanted = body.response_format
-        formatted = wanted is not None and wanted.type != "text"
-        if self._forced is not None:
-            if own or formatted:
-                raise ApiError(
-                    400,
-                    f"'tool_choice' forces a call, and '{own or 'response_format'}' asks for "
-                    "another text; leave one of them out",
-                    param="tool_choice",
-                )
-            functions = [tool.function.model_dump() for tool in body.tools or []]
-            return "tools", forced_call(functions, self._forced)
-        if wanted is None or not formatted:
-            return own or "structured_outputs", None
-        if own:
+        field, wanted = self._body.wanted_format()
+        if self._forced is None:
+            return field, wanted
+        if wanted is not None or self._body.guided_by:
             raise ApiError(
                 400,
-                f"'response_format' and '{own}' both say what the text must be; leave one of "
+                f"'tool_choice' forces a call, and '{field}' asks for another text; leave one of "
                 "them out",
-                param=own,
+                param="tool_choice",
             )
-        if wanted.type == "json_object":
-            return "response_format", {"json": {"type": "object"}}
-        if wanted.json_schema is None or wanted.json_schema.schema_ is None:
-            raise ApiError(
-                400,
-                "'response_format' of type json_schema needs 'json_schema.schema'",
-                param="response_format",
-            )
-        StructuredOutputsParams(json=wanted.json_schema.schema_)
-        return "response_format", {"json": wanted.json_schema.schema_}
+        functions = [tool.function.model_dump() for tool in self._body.tools or []]
+        return "tools", forced_call(functions, self._forced)
 
     def _logprobs(self, choice: Choice) -> dict[str, Any] | None:
         if self._most is None:

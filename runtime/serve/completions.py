@@ -12,7 +12,7 @@ from typing import Any
 from llmpq.runtime.answers import Answers
 from llmpq.runtime.request_output import Logprob
 from llmpq.runtime.serve.answering import DONE, event
-from llmpq.runtime.serve.bodies import CompletionBody
+from llmpq.runtime.serve.bodies import CompletionBody, SamplingBody
 from llmpq.runtime.serve.errors import ApiError
 from llmpq.runtime.serve.service import Choice, Service, usage
 from llmpq.runtime.text.tokenizer import Tokenizer
@@ -31,6 +31,10 @@ class TextCompletion:
                 400, "'suffix' is not supported: the model continues text", param="suffix"
             )
         self._service, self._body = service, body
+        self._scores_prompt = body.prompt_logprobs is not None
+        self._guided_by, guide = body.wanted_format()
+        if guide is not None:
+            body.structured_outputs = guide
         # OpenAI's default of best_of is 1: clients send it along with any n.
         self._n, self._best_of = body.n, max(body.n, body.best_of or 0)
         wanted = int(body.logprobs) if body.logprobs else body.logprobs
@@ -66,7 +70,7 @@ class TextCompletion:
             self._params,
             priority=body.priority,
             cache_salt=body.cache_salt,
-            guided_by=body.guided_by,
+            guided_by=self._guided_by,
         )
 
     async def whole(self) -> dict[str, Any]:
@@ -160,12 +164,33 @@ class TextCompletion:
             "finish_reason": choice.finish_reason,
             "stop_reason": choice.stop_reason,
             **ids,
+            **(prompt_scores(self._body, answers) if self._scores_prompt else {}),
         }
 
     def _echo(self, answers: Answers) -> str:
         if answers.prompt is not None:
             return answers.prompt
         return self._service.tokenizer.decode(answers.prompt_token_ids)
+
+
+def prompt_scores(body: SamplingBody, answers: Answers) -> dict[str, Any]:
+    """Return how likely a prompt's tokens were, where that was asked for, in vLLM's form."""
+    if body.prompt_logprobs is None:
+        return {}
+    rows = [
+        None
+        if row is None
+        else {
+            str(token): {
+                "logprob": max(score.logprob, LEAST_LOGPROB),
+                "rank": score.rank,
+                "decoded_token": score.decoded_token,
+            }
+            for token, score in row.items()
+        }
+        for row in answers.prompt_logprobs or []
+    ]
+    return {"prompt_logprobs": rows}
 
 
 def mean_logprob(choice: Choice) -> float:

@@ -11,7 +11,7 @@ from pydantic import Field
 
 from llmpq.runtime.answers import Answers
 from llmpq.runtime.serve.answering import event
-from llmpq.runtime.serve.bodies import Body, ChatBody, Whole
+from llmpq.runtime.serve.bodies import Body, ChatBody, ChoiceBody, Whole
 from llmpq.runtime.serve.chat import Chat
 from llmpq.runtime.serve.errors import ApiError
 from llmpq.runtime.serve.service import Service, usage
@@ -27,14 +27,23 @@ class AnthropicMessage(Body):
 
 
 class AnthropicTool(Body):
-    """A tool."""
+    """A tool that the client runs."""
 
+    type: Literal["custom"] = "custom"
     name: str
     description: str | None = None
     input_schema: dict[str, Any] | None = None
 
 
-class MessagesBody(Body):
+class OutputConfig(Body):
+    """What an answer must be."""
+
+    format: dict[str, Any] | None = None
+    effort: str | None = None
+    """For templates that ask for it."""
+
+
+class MessagesBody(ChoiceBody):
     """A body of /v1/messages."""
 
     model: str
@@ -44,11 +53,11 @@ class MessagesBody(Body):
     stream: bool = False
     temperature: float | None = Field(default=None, ge=0, le=1)
     top_p: float | None = None
-    top_k: Whole | None = None
     stop_sequences: list[str] | None = None
     tools: list[AnthropicTool] | None = None
     tool_choice: dict[str, Any] | None = None
-    output_config: dict[str, Any] | None = None
+    thinking: dict[str, Any] | None = None
+    output_config: OutputConfig | None = None
     output_format: dict[str, Any] | None = None
     """What `output_config` holds now, as clients sent it before."""
 
@@ -59,24 +68,31 @@ class MessagesBody(Body):
             messages.append({"role": "system", "content": _text(self.system)})
         for message in self.messages:
             messages += _plain(message)
+        if not messages:
+            raise ApiError(400, "'messages' must hold a text", param="messages")
+        goes_on = messages[-1]["role"] == "assistant" and "tool_calls" not in messages[-1]
+        config = self.output_config or OutputConfig()
         chat: dict[str, Any] = {
+            **self.choice_fields(),
             "model": self.model,
             "messages": messages,
             "max_tokens": self.max_tokens,
             "temperature": self.temperature,
             "top_p": self.top_p,
-            "top_k": self.top_k,
             "stop": self.stop_sequences or None,
             "tools": self._tools(),
             "tool_choice": self._tool_choice(),
             "parallel_tool_calls": not (self.tool_choice or {}).get("disable_parallel_tool_use"),
             "response_format": self._format(),
+            "continue_final_message": goes_on,
+            "reasoning_effort": config.effort,
+            "chat_template_kwargs": self._thinks(),
         }
         return ChatBody.model_validate(chat)
 
     def _format(self) -> dict[str, Any] | None:
         """Return what the text must be, in OpenAI's form."""
-        wanted = (self.output_config or {}).get("format") or self.output_format
+        wanted = (self.output_config or OutputConfig()).format or self.output_format
         if wanted is None:
             return None
         if not isinstance(wanted, dict) or wanted.get("type") != "json_schema":
@@ -85,6 +101,19 @@ class MessagesBody(Body):
                 param="output_config",
             )  # fmt: skip
         return {"type": "json_schema", "json_schema": {"schema": wanted.get("schema")}}
+
+    def _thinks(self) -> dict[str, Any] | None:
+        """Return what the template is asked where thoughts are switched off."""
+        if self.thinking is None:
+            return None
+        if self.thinking.get("type") != "disabled":
+            raise ApiError(
+                400,
+                "'thinking' is not obeyed here: thoughts are part of the text and have no limit of "
+                "their own; leave it out, or send {'type': 'disabled'}",
+                param="thinking",
+            )
+        return {"enable_thinking": False}
 
     def _tools(self) -> list[dict[str, Any]] | None:
         told = [
@@ -237,9 +266,12 @@ def _plain(message: AnthropicMessage) -> list[dict[str, Any]]:
     if isinstance(message.content, str):
         return [{"role": message.role, "content": message.content}]
     told: list[dict[str, Any]] = []
-    texts, calls = [], []
+    texts, calls, thoughts = [], [], []
     for block in message.content:
         kind = block.get("type")
+        if kind in ("thinking", "redacted_thinking"):
+            thoughts.append(str(block.get("thinking", "")))
+            continue
         if kind == "tool_result":
             result = {"role": "tool", "tool_call_id": str(block.get("tool_use_id", ""))}
             told.append({**result, "content": _text(block.get("content") or "")})
@@ -257,6 +289,8 @@ def _plain(message: AnthropicMessage) -> list[dict[str, Any]]:
             texts.append(_text([block]))
     if texts or calls:
         own: dict[str, Any] = {"role": message.role, "content": "".join(texts)}
+        if any(thoughts):
+            own["reasoning_content"] = "".join(thoughts)
         told.append(own | ({"tool_calls": calls} if calls else {}))
     return told
 

@@ -1,25 +1,31 @@
-"""/v1/responses: OpenAI's newer form of a chat, for text; nothing is stored."""
+"""/v1/responses: OpenAI's newer form of a chat: text, JSON schemas, calls of tools, a memory."""
 
 from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from contextlib import aclosing
 from typing import Any, Literal
 
 from pydantic import Field
 
 from llmpq.runtime.answers import Answers
 from llmpq.runtime.serve.answering import event
-from llmpq.runtime.serve.bodies import Body, ChatBody, Whole
+from llmpq.runtime.serve.bodies import ChatBody, ChoiceBody, StreamOptions, Whole
 from llmpq.runtime.serve.chat import Chat
 from llmpq.runtime.serve.errors import ApiError
+from llmpq.runtime.serve.response_store import ResponseStore
 from llmpq.runtime.serve.service import Service
 
 _SCHEMA_KEYS = ("name", "schema", "strict", "description")
+_LOGPROBS = "message.output_text.logprobs"
+_NOTHING_TO_INCLUDE = frozenset(("reasoning.encrypted_content",))
+"""Parts of items that no answer of a model of text has."""
+Data = dict[str, Any]
 
 
-class ResponsesBody(Body):
+class ResponsesBody(ChoiceBody):
     """A body of /v1/responses."""
 
     model: str | None = None
@@ -28,46 +34,79 @@ class ResponsesBody(Body):
     max_output_tokens: Whole | None = Field(default=None, ge=1)
     temperature: float | None = None
     top_p: float | None = None
+    stop: str | list[str] | None = None
     stream: bool = False
+    stream_options: StreamOptions | None = None
     text: dict[str, Any] | None = None
     tools: list[dict[str, Any]] | None = None
     tool_choice: Literal["none", "auto", "required"] | dict[str, Any] | None = None
+    parallel_tool_calls: bool = True
+    include: list[str] | None = None
+    top_logprobs: Whole | None = None
+    reasoning: dict[str, Any] | None = None
+    metadata: dict[str, Any] | None = None
+    store: bool = True
     previous_response_id: str | None = None
-    conversation: str | dict[str, Any] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
 
-    def as_chat(self) -> ChatBody:
-        """Return the same request as a chat; `ApiError` for what needs a memory of others."""
-        for name in ("previous_response_id", "conversation"):
-            if getattr(self, name) is not None:
-                raise ApiError(
-                    400, f"'{name}' is not supported: nothing is stored; send the whole input",
-                    param=name,
-                )  # fmt: skip
-        if self.tools and self.tool_choice != "none":
-            raise ApiError(
-                400, "'tools' are not supported here; use /v1/chat/completions", param="tools"
-            )
-        messages: list[dict[str, Any]] = []
-        if self.instructions:
-            messages.append({"role": "system", "content": self.instructions})
+    @property
+    def tells_logprobs(self) -> bool:
+        """Whether tokens are told with their logprobs."""
+        return _LOGPROBS in (self.include or ()) or bool(self.top_logprobs)
+
+    def items(self) -> list[Data]:
+        """Return the input as items."""
         if isinstance(self.input, str):
-            messages.append({"role": "user", "content": self.input})
-        else:
-            messages += [_message(item) for item in self.input]
+            return [{"type": "message", "role": "user", "content": self.input}]
+        return self.input
+
+    def messages(self, store: ResponseStore) -> list[Data]:
+        """Return the conversation so far as a chat's, without instructions."""
+        earlier: Sequence[Mapping[str, Any]] = ()
+        if self.previous_response_id is not None:
+            earlier = store.get(self.previous_response_id, field="previous_response_id").messages
+        messages = [*map(dict, earlier), *messages_of(self.items(), store)]
         if not messages:
             raise ApiError(400, "'input' must be a text or at least one message, got []",
                            param="input")  # fmt: skip
+        return messages
+
+    def as_chat(self, messages: list[Data]) -> ChatBody:
+        """Return the same request as a chat; `ApiError` for what is not obeyed."""
+        for wanted in self.include or ():
+            if wanted != _LOGPROBS and wanted not in _NOTHING_TO_INCLUDE:
+                raise ApiError(
+                    400, f"'include' knows {_LOGPROBS}, got {wanted!r:.100}", param="include"
+                )
+        thinking = self.reasoning or {}
+        for name in thinking.keys() - {"effort"}:
+            if thinking[name] is not None:
+                raise ApiError(
+                    400,
+                    f"'reasoning.{name}' is not obeyed here: thoughts are part of the text",
+                    param="reasoning",
+                )
+        system = [{"role": "system", "content": self.instructions}] if self.instructions else []
         chat = {
+            **self.choice_fields(),
             "model": self.model,
-            "messages": messages,
+            "messages": system + messages,
             "max_completion_tokens": self.max_output_tokens,
             "temperature": self.temperature,
             "top_p": self.top_p,
+            "stop": self.stop,
             "response_format": self._format(),
+            "tools": self._tools(),
+            "tool_choice": self._tool_choice(),
+            "parallel_tool_calls": self.parallel_tool_calls,
+            "logprobs": True if self.tells_logprobs else None,
+            "top_logprobs": self.top_logprobs,
+            "reasoning_effort": thinking.get("effort"),
+            "chat_template_kwargs": self.chat_template_kwargs,
         }
         return ChatBody.model_validate(chat)
 
-    def _format(self) -> dict[str, Any] | None:
+    def _format(self) -> Data | None:
         wanted = (self.text or {}).get("format")
         if not isinstance(wanted, dict) or wanted.get("type") in (None, "text"):
             return None
@@ -76,15 +115,55 @@ class ResponsesBody(Body):
         schema = {key: wanted[key] for key in _SCHEMA_KEYS if key in wanted}
         return {"type": "json_schema", "json_schema": schema}
 
+    def _tools(self) -> list[Data] | None:
+        """Return the functions that may be called, in a chat's form."""
+        allowed = self._allowed()
+        told = []
+        for tool in self.tools or ():
+            if tool.get("type") != "function":
+                raise ApiError(
+                    400,
+                    f"tools of type {tool.get('type')!r:.100} are run by OpenAI; this server takes "
+                    "functions, which the client runs",
+                    param="tools",
+                )
+            function = tool.get("function", {k: v for k, v in tool.items() if k != "type"})
+            if allowed is None or function.get("name") in allowed:
+                told.append({"type": "function", "function": function})
+        return told or None
+
+    def _allowed(self) -> set[str] | None:
+        """Return the tools that `tool_choice` allows, None for all."""
+        choice = self.tool_choice
+        if not isinstance(choice, dict) or choice.get("type") != "allowed_tools":
+            return None
+        return {tool.get("name", "") for tool in choice.get("tools", ())}
+
+    def _tool_choice(self) -> Any:
+        choice = self.tool_choice
+        if not isinstance(choice, dict):
+            return choice
+        if choice.get("type") == "allowed_tools":
+            return choice.get("mode", "auto")
+        if choice.get("type") == "function":
+            return {"type": "function", "function": {"name": choice.get("name", "")}}
+        raise ApiError(
+            400,
+            "'tool_choice' must be none, auto, required, a function or allowed_tools, got "
+            f"{choice!r:.100}",
+            param="tool_choice",
+        )
+
 
 class Responses:
     """One request of /v1/responses."""
 
     def __init__(self, service: Service, body: ResponsesBody) -> None:
-        self._chat, self._body = Chat(service, body.as_chat()), body
+        self._messages = body.messages(service.responses)
+        self._chat, self._body = Chat(service, body.as_chat(self._messages)), body
         self._model = body.model or service.model_name
-        self._id, self._message_id = f"resp_{uuid.uuid4().hex}", f"msg_{uuid.uuid4().hex}"
-        self._created = int(time.time())
+        self._store = service.responses
+        self._id, self._created = _new("resp"), int(time.time())
 
     async def begin(self) -> list[Answers]:
         """Queue the conversation."""
@@ -94,57 +173,57 @@ class Responses:
         """Return how many tokens the conversation has."""
         return len(self._chat.prompt())
 
-    async def whole(self) -> dict[str, Any]:
+    async def whole(self) -> Data:
         """Return the answer."""
         told = await self._chat.whole()
         choice = told["choices"][0]
-        text = choice["message"]["content"] or ""
-        return self._response(text, choice["finish_reason"], told["usage"])
+        message, output = choice["message"], []
+        calls = message.get("tool_calls", ())
+        status = _status(choice["finish_reason"])
+        if message["content"] or (not calls and message["content"] is not None):
+            logprobs = (choice["logprobs"] or {}).get("content", [])
+            output.append(_message(_new("msg"), message["content"], logprobs, status))
+        for call in calls:
+            output.append(_call(_new("fc"), call["id"], call["function"], "completed"))
+        return self._ended(output, choice["finish_reason"], told["usage"])
 
     async def events(self, begun: list[Answers]) -> AsyncIterator[str]:
         """Yield the answer as it comes, in numbered events."""
-        text, reason, used, number = "", "stop", None, 0
-        place = {"item_id": self._message_id, "output_index": 0, "content_index": 0}
+        number = 0
 
-        def told(name: str, **data: Any) -> str:
+        def told(name: str, data: Data) -> str:
             nonlocal number
             number += 1
             return event({"type": name, "sequence_number": number - 1, **data}, name)
 
-        empty = self._response("", None, None)
-        yield told("response.created", response=empty)
-        yield told("response.in_progress", response=empty)
-        item = {**self._item("", "in_progress"), "content": []}
-        yield told("response.output_item.added", output_index=0, item=item)
-        yield told("response.content_part.added", **place, part=_part(""))
-        async for choice, now in self._chat.parts(begun):
-            used = now
-            piece = choice["delta"].get("content")
-            reason = choice["finish_reason"] or reason
-            if piece:
-                text += piece
-                yield told("response.output_text.delta", **place, delta=piece, logprobs=[])
-        yield told("response.output_text.done", **place, text=text, logprobs=[])
-        yield told("response.content_part.done", **place, part=_part(text))
-        status = "incomplete" if reason == "length" else "completed"
-        item = self._item(text, status)
-        yield told("response.output_item.done", output_index=0, item=item)
-        yield told(f"response.{status}", response=self._response(text, reason, used))
+        empty = self._response([], None, None)
+        yield told("response.created", {"response": empty})
+        yield told("response.in_progress", {"response": empty})
+        reason, used = "stop", None
+        output = _Output(with_logprobs=self._body.tells_logprobs)
+        async with aclosing(self._chat.parts(begun)) as parts:
+            async for choice, now in parts:
+                used, reason = now, choice["finish_reason"] or reason
+                for name, data in output.take(choice):
+                    yield told(name, data)
+        for name, data in output.end(_status(reason)):
+            yield told(name, data)
+        response = self._ended(output.items, reason, used)
+        yield told(f"response.{response['status']}", {"response": response})
 
-    def _item(self, text: str, status: str) -> dict[str, Any]:
-        return {
-            "id": self._message_id,
-            "type": "message",
-            "role": "assistant",
-            "status": status,
-            "content": [_part(text)],
-        }
+    def _ended(self, output: list[Data], reason: str, used: Mapping[str, Any] | None) -> Data:
+        """Return the response at its end; it is stored if it is to be."""
+        response = self._response(output, reason, used)
+        if self._body.store and self._store.most:
+            answer = messages_of(output, self._store)
+            self._store.put(response, _with_ids(self._body.items()), [*self._messages, *answer])
+        return response
 
     def _response(
-        self, text: str, reason: str | None, used: Mapping[str, Any] | None
-    ) -> dict[str, Any]:
+        self, output: list[Data], reason: str | None, used: Mapping[str, Any] | None
+    ) -> Data:
+        body = self._body
         cut = reason == "length"
-        status = "in_progress" if reason is None else "incomplete" if cut else "completed"
         usage = {}  # left out until it is known
         if used is not None:
             usage["usage"] = {
@@ -158,31 +237,173 @@ class Responses:
             "id": self._id,
             "object": "response",
             "created_at": self._created,
-            "status": status,
+            "status": "in_progress" if reason is None else _status(reason),
+            "background": False,
             "model": self._model,
-            "output": [] if reason is None else [self._item(text, status)],
+            "output": output,
             **usage,
             "error": None,
             "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
-            "instructions": self._body.instructions,
-            "metadata": {},
-            "parallel_tool_calls": True,
+            "instructions": body.instructions,
+            "max_output_tokens": body.max_output_tokens,
+            "metadata": body.metadata or {},
+            "parallel_tool_calls": body.parallel_tool_calls,
+            "previous_response_id": body.previous_response_id,
+            "store": body.store and self._store.most > 0,
             "temperature": self._chat.params.temperature,
+            "text": body.text or {"format": {"type": "text"}},
+            "tool_choice": body.tool_choice or "auto",
+            "tools": body.tools or [],
             "top_p": self._chat.params.top_p,
-            "tool_choice": "auto",
-            "tools": [],
+            "truncation": "disabled",
         }
 
 
-def _part(text: str) -> dict[str, Any]:
-    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+class _Output:
+    """The items of a streamed answer: one open at a time."""
+
+    def __init__(self, *, with_logprobs: bool) -> None:
+        self.items: list[Data] = []
+        self._open = False
+        self._with_logprobs = with_logprobs
+
+    def take(self, choice: Mapping[str, Any]) -> Iterator[tuple[str, Data]]:
+        """Yield the events of a chat's delta."""
+        delta = choice["delta"]
+        scores = (choice["logprobs"] or {}).get("content", [])
+        if delta.get("content") or scores:
+            yield from self._write(delta.get("content") or "", scores)
+        for call in delta.get("tool_calls", ()):
+            if "id" in call:
+                function = {"name": call["function"]["name"], "arguments": ""}
+                item = _call(_new("fc"), call["id"], function, "in_progress")
+                yield from self._begin(item)
+            piece = call["function"]["arguments"]
+            self.items[-1]["arguments"] += piece
+            yield "response.function_call_arguments.delta", {**self._where(), "delta": piece}
+
+    def end(self, status: str) -> Iterator[tuple[str, Data]]:
+        """Yield how the last item ends; an answer of nothing is a message of nothing."""
+        if not self.items and status == "completed":
+            yield from self._write("", [])
+        yield from self._close(status)
+
+    def _write(self, text: str, scores: Sequence[Data]) -> Iterator[tuple[str, Data]]:
+        if not self._open or self.items[-1]["type"] != "message":
+            yield from self._begin(_message(_new("msg"), "", [], "in_progress"))
+            place = {**self._where(), "content_index": 0, "part": _part("", [])}
+            yield "response.content_part.added", place
+        part = self.items[-1]["content"][0]
+        part["text"] += text
+        if self._with_logprobs:
+            part["logprobs"] += scores
+        if text or scores:
+            shown = {"delta": text, "logprobs": scores if self._with_logprobs else []}
+            yield "response.output_text.delta", {**self._where(), "content_index": 0, **shown}
+
+    def _begin(self, item: Data) -> Iterator[tuple[str, Data]]:
+        yield from self._close("completed")
+        self.items.append(item)
+        self._open = True
+        shown = {**item, "content": []} if item["type"] == "message" else {**item}
+        place = {"output_index": len(self.items) - 1}
+        yield "response.output_item.added", {**place, "item": shown}
+
+    def _close(self, status: str) -> Iterator[tuple[str, Data]]:
+        if not self._open:
+            return
+        self._open, item = False, self.items[-1]
+        item["status"] = status
+        place = self._where()
+        if item["type"] == "message":
+            (part,) = item["content"]
+            own = {**place, "content_index": 0}
+            done = {"text": part["text"], "logprobs": part["logprobs"]}
+            yield "response.output_text.done", {**own, **done}
+            yield "response.content_part.done", {**own, "part": part}
+        else:
+            done = {"name": item["name"], "arguments": item["arguments"]}
+            yield "response.function_call_arguments.done", {**place, **done}
+        yield "response.output_item.done", {"output_index": place["output_index"], "item": item}
+
+    def _where(self) -> Data:
+        return {"item_id": self.items[-1]["id"], "output_index": len(self.items) - 1}
 
 
-def _message(item: Mapping[str, Any]) -> dict[str, Any]:
-    """Return an item of the input as a message."""
-    if item.get("type", "message") != "message" or "role" not in item:
-        raise ApiError(
-            400, f"the model reads messages only, got an item of type {item.get('type')!r}",
-            param="input",
-        )  # fmt: skip
-    return {"role": item["role"], "content": item.get("content")}
+def messages_of(items: Sequence[Mapping[str, Any]], store: ResponseStore) -> list[Data]:
+    """Return items as a chat's messages: calls of one turn go together, thoughts with what follows.
+
+    References to items of stored answers are followed.
+    """
+    messages: list[Data] = []
+    thought = ""
+    for item in items:
+        kind = item.get("type", "message")
+        if kind == "item_reference":
+            item = store.item(str(item.get("id")))
+            kind = item["type"]
+        if kind == "message" and "role" in item:
+            messages.append({"role": item["role"], "content": item.get("content")})
+        elif kind == "function_call":
+            function = {"name": item.get("name"), "arguments": item.get("arguments") or "{}"}
+            call = {"id": item.get("call_id"), "type": "function", "function": function}
+            if not messages or messages[-1]["role"] != "assistant" or thought:
+                messages.append({"role": "assistant", "content": None})
+            messages[-1].setdefault("tool_calls", []).append(call)
+        elif kind == "function_call_output":
+            output = item.get("output")
+            result = {"role": "tool", "tool_call_id": item.get("call_id"), "content": output}
+            messages.append(result)
+        elif kind == "reasoning":
+            parts = [*(item.get("content") or ()), *(item.get("summary") or ())]
+            thought += "".join(part.get("text", "") for part in parts if isinstance(part, dict))
+            continue
+        else:
+            raise ApiError(
+                400,
+                "the model reads messages, function calls and their outputs, got an item of type "
+                f"{item.get('type')!r:.100}",
+                param="input",
+            )
+        if thought and messages[-1]["role"] == "assistant":
+            messages[-1]["reasoning_content"] = thought
+        thought = ""
+    return messages
+
+
+def _with_ids(items: Sequence[Mapping[str, Any]]) -> list[Data]:
+    """Return a request's input as it is listed: every item has an id."""
+    return [{"type": "message", "id": _new("msg"), **item} for item in items]
+
+
+def _new(kind: str) -> str:
+    return f"{kind}_{uuid.uuid4().hex}"
+
+
+def _status(reason: str | None) -> str:
+    return "incomplete" if reason == "length" else "completed"
+
+
+def _part(text: str, logprobs: Sequence[Data]) -> Data:
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": [*logprobs]}
+
+
+def _message(name: str, text: str, logprobs: Sequence[Data], status: str) -> Data:
+    return {
+        "id": name,
+        "type": "message",
+        "role": "assistant",
+        "status": status,
+        "content": [_part(text, logprobs)],
+    }
+
+
+def _call(name: str, call_id: str, function: Mapping[str, Any], status: str) -> Data:
+    return {
+        "id": name,
+        "type": "function_call",
+        "call_id": call_id,
+        "name": function["name"],
+        "arguments": function["arguments"],
+        "status": status,
+    }

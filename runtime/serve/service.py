@@ -19,6 +19,7 @@ from llmpq.runtime.sampling_params import SamplingParams
 from llmpq.runtime.serve.arrival import REQUEST_ID
 from llmpq.runtime.serve.errors import ApiError
 from llmpq.runtime.serve.metrics import AnswerClock, Metrics
+from llmpq.runtime.serve.response_store import ResponseStore
 from llmpq.runtime.serve.settings import ServeSettings
 from llmpq.runtime.text.prompts import Prompt
 from llmpq.runtime.text.tokenizer import Tokenizer
@@ -66,6 +67,7 @@ class Service:
         self._cut_off = False
         self._num_named = 0
         self.began_s = time.time()
+        self.responses = ResponseStore(settings.max_stored_responses)
         self.metrics = Metrics(self.model_name, settings.metrics_prefix, self.stats, engine)
 
     @property

@@ -23,6 +23,8 @@ class ServeSettings:
     """Answers to one prompt."""
     max_requests: int = 512
     """Requests under way; beyond them 429."""
+    max_stored_responses: int = 1000
+    """Answers of /v1/responses in memory, for later ones to go on from; 64 MiB at most."""
     request_timeout_s: float | None = None
     """How long an answer may take; 504 then."""
     read_timeout_s: float = 20.0

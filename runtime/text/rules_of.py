@@ -19,11 +19,13 @@ def rules_of(
 ) -> TokenRules | None:
     """Return a request's rules, None where it has none; `ValueError` for tokens that are not."""
     bias = dict(params.logit_bias or {})
-    wrong = [token for token in bias if not 0 <= token < spec.vocab]
-    if wrong:
-        raise ValueError(
-            f"logit_bias names token {wrong[0]}, which is not in the vocabulary of {spec.vocab}"
-        )
+    allowed = tuple(sorted({*(params.allowed_token_ids or ())}))
+    for name, tokens in (("logit_bias", bias), ("allowed_token_ids", allowed)):
+        wrong = [token for token in tokens if not 0 <= token < spec.vocab]
+        if wrong:
+            raise ValueError(
+                f"{name} names token {wrong[0]}, which is not in the vocabulary of {spec.vocab}"
+            )
     guided = params.structured_outputs
     told = params.repetition_penalty != 1.0 or params.prompt_logprobs is not None
     rules = TokenRules(
@@ -36,6 +38,7 @@ def rules_of(
         bad_tokens=tuple(
             run for word in params.bad_words or () for run in _spellings(word, tokenizer())
         ),
+        allowed_tokens=allowed,
         guide=None if guided is None else guided.guide(),
         logprobs=params.logprobs,
         prompt_logprobs=params.prompt_logprobs,

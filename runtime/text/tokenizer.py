@@ -194,12 +194,14 @@ class Tokenizer:
         tools: Sequence[Mapping[str, Any]] | None = None,
         template: str | None = None,
         add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
         options: Mapping[str, Any] | None = None,
     ) -> list[int]:
         """Return the tokens of a conversation (`role`, `content`), ready for the answer.
 
-        `template` instead of the model's; `options` are what it may ask for. `ValueError` for
-        messages or options that it refuses.
+        `continue_final_message`: up to the end of the last message's text, without what a template
+        writes behind it. `template` instead of the model's; `options` are what it may ask for.
+        `ValueError` for messages or options that it refuses.
         """
         if template is None and not self.has_chat_template:
             raise ValueError(
@@ -217,6 +219,7 @@ class Tokenizer:
                 chat_template=template,
                 tokenize=False,
                 add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
                 **(options or {}),
             )
         except Exception as error:  # a template is the model's program: it raises what it likes

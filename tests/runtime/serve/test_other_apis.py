@@ -134,5 +134,5 @@ def test_a_response_is_a_chat(server):
         schema = {"type": "json_schema", "name": "x", "schema": PERSON, "strict": True}
         fits = client.responses.create(model="demo-7m", input="a", text={"format": schema})
         assert 0 <= json.loads(fits.output_text)["age"] <= 9
-        with pytest.raises(openai.BadRequestError, match="nothing is stored"):
+        with pytest.raises(openai.BadRequestError, match="no response .resp_1. is stored"):
             client.responses.create(**ask, previous_response_id="resp_1")

@@ -1,0 +1,368 @@
+"""Every field of every body is obeyed, is refused, or asks for nothing."""
+
+from __future__ import annotations
+
+import json
+import re
+import typing
+import urllib.error
+import urllib.request
+
+import pytest
+
+pytestmark = pytest.mark.cpu
+CHATS, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+MESSAGES, RESPONSES = "/v1/messages", "/v1/responses"
+DOORS = (CHATS, COMPLETIONS, MESSAGES, RESPONSES)
+ANTHROPIC = {
+    "model",
+    "max_tokens",
+    "messages",
+    "system",
+    "stream",
+    "temperature",
+    "top_p",
+    "top_k",
+    "stop_sequences",
+    "tools",
+    "tool_choice",
+    "metadata",
+    "service_tier",
+    "thinking",
+    "container",
+    "mcp_servers",
+    "context_management",
+    "output_config",
+    "cache_control",
+    "inference_geo",
+}
+VLLM = {
+    "thinking_token_budget",
+    "include_reasoning",
+    "parallel_tool_calls",
+    "use_beam_search",
+    "top_k",
+    "min_p",
+    "repetition_penalty",
+    "watermarking",
+    "length_penalty",
+    "stop_token_ids",
+    "include_stop_str_in_output",
+    "ignore_eos",
+    "min_tokens",
+    "skip_special_tokens",
+    "spaces_between_special_tokens",
+    "truncate_prompt_tokens",
+    "truncation_side",
+    "bad_words",
+    "prompt_logprobs",
+    "logprob_token_ids",
+    "allowed_token_ids",
+    "echo",
+    "add_generation_prompt",
+    "continue_final_message",
+    "add_special_tokens",
+    "documents",
+    "chat_template",
+    "request_id",
+    "chat_template_kwargs",
+    "media_io_kwargs",
+    "mm_processor_kwargs",
+    "structured_outputs",
+    "priority",
+    "session_id",
+    "return_tokens_as_token_ids",
+    "return_token_ids",
+    "cache_salt",
+    "return_prompt_text",
+    "kv_transfer_params",
+    "vllm_xargs",
+    "repetition_detection",
+    "best_of",
+    "guided_json",
+    "guided_regex",
+    "guided_choice",
+    "guided_grammar",
+    "response_format",
+    "guided_decoding_backend",
+    "guided_whitespace_pattern",
+    "logits_processors",
+    "n",
+    "logprobs",
+}
+
+
+def bodies():
+    from llmpq.runtime.serve.bodies import ChatBody, CompletionBody
+    from llmpq.runtime.serve.messages import MessagesBody
+    from llmpq.runtime.serve.responses import ResponsesBody
+
+    return {CHATS: ChatBody, COMPLETIONS: CompletionBody, MESSAGES: MessagesBody,
+            RESPONSES: ResponsesBody}  # fmt: skip
+
+
+def published():
+    """Return the fields that each API publishes; vLLM's further ones are asked of every path."""
+    from openai.types import completion_create_params
+    from openai.types.chat import completion_create_params as chat_params
+    from openai.types.responses import response_create_params
+
+    def names(kind):
+        return {*typing.get_type_hints(kind)}
+
+    return {
+        CHATS: names(chat_params.CompletionCreateParamsStreaming),
+        COMPLETIONS: names(completion_create_params.CompletionCreateParamsStreaming),
+        MESSAGES: ANTHROPIC,
+        RESPONSES: names(response_create_params.ResponseCreateParamsStreaming),
+    }
+
+
+def asked(door, **fields):
+    """Return a least body of a path, with these fields."""
+    messages = [{"role": "user", "content": "def f(x): "}]
+    least = {
+        CHATS: {"messages": messages, "max_tokens": 6},
+        COMPLETIONS: {"prompt": "def f(x): ", "max_tokens": 6},
+        MESSAGES: {"model": "demo-7m", "messages": messages, "max_tokens": 6},
+        RESPONSES: {"input": "def f(x): ", "max_output_tokens": 6},
+    }[door]
+    return least | fields
+
+
+@pytest.mark.parametrize("door", DOORS)
+def test_every_published_field_is_known(door):
+    from llmpq.runtime.serve.fields import HINTS, REFUSED
+
+    declared = {field.alias or name for name, field in bodies()[door].model_fields.items()}
+    every = {name for body in bodies().values() for name in body.model_fields}
+    unknown = (published()[door] | VLLM | every) - declared - HINTS - REFUSED.keys()
+    assert not unknown
+    assert not HINTS & REFUSED.keys()
+
+
+@pytest.mark.parametrize("door", DOORS)
+def test_what_is_not_obeyed_is_refused_by_name_unless_it_changes_nothing(door):
+    from llmpq.runtime.serve.errors import ApiError
+    from llmpq.runtime.serve.fields import HINTS, REFUSED
+
+    kind = bodies()[door]
+    for name in sorted(HINTS - kind.model_fields.keys()):
+        kind.model_validate(asked(door, **{name: {"any": "thing"}}))
+    for name, (neutral, instead) in REFUSED.items():
+        if name in kind.model_fields:
+            continue
+        for value in neutral:
+            kind.model_validate(asked(door, **{name: value}))
+        kind.model_validate(asked(door, **{name: None}))
+        for value in ({"some": "thing"}, "other", 7):
+            with pytest.raises(ApiError, match=f"'{name}' is not obeyed here: ") as caught:
+                kind.model_validate(asked(door, **{name: value}))
+            assert caught.value.status == 400 and caught.value.param == name
+            assert instead in caught.value.message
+
+
+def post(server, door, body):
+    data = json.dumps(body).encode()
+    request = urllib.request.Request(server.url + door, data, {"Content-Type": "application/json"})
+    try:
+        with urllib.request.urlopen(request, timeout=60) as answer:
+            return answer.status, json.load(answer)
+    except urllib.error.HTTPError as error:
+        return error.code, json.load(error)
+
+
+def said(server, door, **fields):
+    """Return an answer's text and how many tokens its prompt and it have."""
+    status, told = post(server, door, asked(door, **fields))
+    assert status == 200, told
+    if door == CHATS:
+        text = told["choices"][0]["message"]["content"]
+    elif door == COMPLETIONS:
+        text = told["choices"][0]["text"]
+    else:
+        blocks = told["content"] if door == MESSAGES else told["output"][0]["content"]
+        text = "".join(block["text"] for block in blocks)
+    used, older = told["usage"], door in (CHATS, COMPLETIONS)
+    length = used["prompt_tokens" if older else "input_tokens"]
+    return text, length, used["completion_tokens" if older else "output_tokens"]
+
+
+GREEDY = {"temperature": 0}
+GUIDES = [
+    ({"guided_choice": ["red", "blue"]}, "red|blue"),
+    ({"guided_regex": "[xyz]{4}"}, "[xyz]{4}"),
+    ({"guided_json": {"enum": [12, 34]}}, "12|34"),
+    ({"guided_grammar": 'start: "q" "r"'}, "qr"),
+    ({"structured_outputs": {"choice": ["green"]}}, "green"),
+    ({"structured_outputs": {"grammar": 'root ::= "a" [0-3]'}}, "a[0-3]"),
+]
+
+
+@pytest.mark.parametrize("door", DOORS)
+def test_every_path_obeys_how_tokens_are_chosen(server, door):
+    from llmpq.runtime.serve.bodies import ChoiceBody
+
+    plain, length, count = said(server, door, **GREEDY)
+    assert count == 6
+    tokens = server.llm.tokenizer.encode(plain, special=False)
+    named = server.llm.tokenizer.text_of
+    seen = {name for fields, _ in GUIDES for name in fields}
+    for fields, wanted in GUIDES:
+        assert re.fullmatch(wanted, said(server, door, **fields)[0]), fields
+
+    def check(right, **fields):
+        seen.update(fields)
+        text, prompt, answer = said(server, door, **fields)
+        assert right(text, prompt, answer), (fields, text, prompt, answer)
+
+    same, other = lambda text, *_: text == plain, lambda text, *_: text != plain
+    end = server.llm.tokenizer.encode("", special=False) or [0]
+    check(lambda t, p, n: t == named(50) * 6, logit_bias={"50": 100}, **GREEDY)
+    check(lambda t, p, n: t == named(51) * 6, allowed_token_ids=[51])
+    check(same, top_k=1)
+    check(same, min_p=1.0)
+    check(other, bad_words=[named(tokens[0]).strip() or named(tokens[0])], **GREEDY)
+    for penalty in ("frequency_penalty", "presence_penalty"):
+        more = {"logit_bias": {"50": 30, "51": 29.5}}
+        check(lambda t, p, n: named(51) in t, **{penalty: 2.0}, **more, **GREEDY)
+    more = {"logit_bias": {"50": 30, "51": 29}}
+    check(lambda t, p, n: named(51) in t, repetition_penalty=3.0, **more, **GREEDY)
+    check(lambda t, p, n: n == 1, stop_token_ids=[tokens[0]], **GREEDY)
+    check(lambda t, p, n: n > 1, stop_token_ids=[tokens[0]], min_tokens=3, **GREEDY)
+    check(lambda t, p, n: n == 1 and t == "", logit_bias={str(end[0]): 100}, **GREEDY)
+    check(lambda t, p, n: n == 6, logit_bias={str(end[0]): 100}, ignore_eos=True, **GREEDY)
+    check(lambda t, p, n: p == 3, truncate_prompt_tokens=3)
+    drawn = said(server, door, seed=4)[0]
+    check(lambda t, p, n: t == drawn, seed=4)
+    assert len({said(server, door, seed=seed)[0] for seed in range(4)}) > 1
+    stop = {"stop_sequences" if door == MESSAGES else "stop": [plain[2]]}
+    assert said(server, door, **stop, **GREEDY)[0] == plain[: plain.index(plain[2])]
+    seen.update(stop)
+    check(
+        lambda t, p, n: t == plain[: plain.index(plain[2]) + 1],
+        include_stop_str_in_output=True,
+        **stop,
+        **GREEDY,
+    )
+    long = " ".join(["word"] * 200)
+    body = {
+        CHATS: {"messages": [{"role": "user", "content": long}]},
+        COMPLETIONS: {"prompt": long},
+        MESSAGES: {"messages": [{"role": "user", "content": long}]},
+        RESPONSES: {"input": long},
+    }[door]
+    used = [
+        post(server, door, asked(door, **body, cache_salt=salt))[1]["usage"]
+        for salt in (door, door, "another" + door)
+    ]
+    cached = [json.dumps(one) for one in used]
+    found = [max(map(int, re.findall(r'cache[a-z_]*": (\d+)', one))) for one in cached]
+    assert found[0] == found[2] == 0 < found[1]
+    check(same, priority=-5, **GREEDY)  # no other request is there to overtake
+    assert ChoiceBody.model_fields.keys() <= seen | {"cache_salt"}
+
+
+@pytest.mark.parametrize("door", [CHATS, COMPLETIONS])
+def test_scores_of_a_prompt_are_told(server, door):
+    status, told = post(server, door, asked(door, prompt_logprobs=2, **GREEDY))
+    rows = (told if door == CHATS else told["choices"][0])["prompt_logprobs"]
+    assert status == 200 and rows[0] is None and len(rows) == told["usage"]["prompt_tokens"]
+    for row in rows[1:]:
+        assert 2 <= len(row) <= 3
+        assert {score["rank"] for score in row.values()} >= {1, 2}
+        assert all(score["logprob"] <= 0 and score["decoded_token"] for score in row.values())
+    status, told = post(server, door, asked(door, prompt_logprobs=2, stream=True))
+    assert status == 400 and told["error"]["param"] == "prompt_logprobs"
+    status, told = post(server, door, asked(door))
+    assert "prompt_logprobs" not in json.dumps(told)
+
+
+@pytest.mark.parametrize("door", [CHATS, COMPLETIONS, RESPONSES])
+def test_options_of_a_stream_need_a_stream(server, door):
+    for options in ({"include_usage": True}, {}):
+        status, told = post(server, door, asked(door, stream_options=options))
+        assert status == 400 and told["error"]["param"] == "stream_options"
+    assert post(server, door, asked(door, stream_options=None))[0] == 200
+
+
+def test_a_completions_format_is_kept(server):
+    schema = {"type": "json_schema", "json_schema": {"schema": {"enum": [77]}}}
+    assert said(server, COMPLETIONS, response_format=schema)[0] == "77"
+    both = asked(COMPLETIONS, response_format=schema, guided_choice=["a"])
+    status, told = post(server, COMPLETIONS, both)
+    assert status == 400 and "both say what the text must be" in told["error"]["message"]
+
+
+def test_an_answer_goes_on_with_the_last_message(server):
+    talk = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "I say"}]
+    encode = server.llm.tokenizer.encode_chat
+    wanted = encode(talk, add_generation_prompt=False, continue_final_message=True)
+    assert wanted != encode(talk) and server.llm.tokenizer.decode(wanted).endswith("I say")
+    ask = {"messages": talk, "guided_choice": [" so"], "max_tokens": 9}
+    text, length, _ = said(server, CHATS, **ask, continue_final_message=True)
+    assert (text, length) == (" so", len(wanted))
+    echoed = said(server, CHATS, **ask, continue_final_message=True, echo=True)
+    assert echoed[0] == "I say so"
+    assert said(server, MESSAGES, **ask)[:2] == (" so", len(wanted))
+    counted = post(server, "/tokenize", {"messages": talk, "continue_final_message": True})[1]
+    assert counted["tokens"] == wanted
+    for change in (
+        {"echo": True},
+        {"messages": talk[:1], "continue_final_message": True},
+        {"continue_final_message": True, "add_generation_prompt": True},
+    ):
+        assert post(server, CHATS, asked(CHATS, **ask | change))[0] == 400
+
+
+def test_tokens_of_messages_are_counted_as_a_chat_has_them(server):
+    tool = {"type": "function", "function": {"name": "find", "description": "finds"}}
+    talk = [{"role": "user", "content": "hello"}]
+    for more in ({}, {"tools": [tool]}, {"add_generation_prompt": False}):
+        chat = post(server, CHATS, asked(CHATS, messages=talk, **more))[1]
+        told = post(server, "/tokenize", {"messages": talk, **more, "return_token_strs": True})[1]
+        assert told["count"] == chat["usage"]["prompt_tokens"] == len(told["token_strs"])
+    assert post(server, "/tokenize", {"messages": talk, "add_special_tokens": True})[0] == 400
+
+
+@pytest.mark.parametrize(
+    ("door", "fields", "param"),
+    [
+        (CHATS, {"functions": [{"name": "a"}]}, "functions"),
+        (CHATS, {"modalities": ["text", "audio"]}, "modalities"),
+        (CHATS, {"allowed_token_ids": []}, "allowed_token_ids"),
+        (COMPLETIONS, {"allowed_token_ids": [10**6]}, "allowed_token_ids"),
+        (COMPLETIONS, {"allowed_token_ids": [5], "min_tokens": 2}, "min_tokens"),
+        (COMPLETIONS, {"messages": [{"role": "user", "content": "a"}]}, "messages"),
+        (COMPLETIONS, {"skip_special_tokens": False}, "skip_special_tokens"),
+        (RESPONSES, {"background": True}, "background"),
+        (RESPONSES, {"max_tokens": 5}, "max_tokens"),
+        (RESPONSES, {"n": 2}, "n"),
+        (RESPONSES, {"include": ["file_search_call.results"]}, "include"),
+        (RESPONSES, {"reasoning": {"summary": "auto"}}, "reasoning"),
+        (RESPONSES, {"tools": [{"type": "web_search"}]}, "tools"),
+    ],
+)
+def test_refusals_are_openais(server, door, fields, param):
+    for stream in (False, True):
+        status, told = post(server, door, asked(door, **fields, stream=stream))
+        assert status == 400 and told["error"]["param"] == param, told
+
+
+def test_thoughts_may_be_switched_off_but_not_measured(server):
+    assert post(server, MESSAGES, asked(MESSAGES, thinking={"type": "disabled"}))[0] == 200
+    on = asked(MESSAGES, thinking={"type": "enabled", "budget_tokens": 1024})
+    assert post(server, MESSAGES, on)[0] == 400
+    blocks = [
+        {"type": "thinking", "thinking": "hm", "signature": "x"},
+        {"type": "redacted_thinking", "data": "x"},
+        {"type": "text", "text": "yes"},
+    ]
+    talk = [
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "content": blocks},
+        {"role": "user", "content": "b"},
+    ]
+    assert post(server, MESSAGES, asked(MESSAGES, messages=talk))[0] == 200
+    server_tool = {"type": "web_search_20250305", "name": "web_search"}
+    assert post(server, MESSAGES, asked(MESSAGES, tools=[server_tool]))[0] == 400

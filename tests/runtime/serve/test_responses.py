@@ -1,0 +1,208 @@
+"""/v1/responses: calls of tools, and conversations that go on from a stored one."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+pytestmark = pytest.mark.cpu
+CALL = '<tool_call>{"name": "clock", "arguments": {"zone": "UTC"}}</tool_call>'
+CLOCK = {
+    "type": "function",
+    "name": "clock",
+    "description": "tells the time",
+    "strict": None,
+    "parameters": {
+        "type": "object",
+        "properties": {"zone": {"enum": ["UTC", "CET"]}},
+        "required": ["zone"],
+        "additionalProperties": False,
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def server(two_stages, running):
+    with running(two_stages, tool_format="hermes", max_stored_responses=3) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def client(server):
+    import openai
+
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as made:
+        yield made
+
+
+def says(text, **more):
+    ask = {"model": "demo-7m", "input": "what time is it?", "tools": [CLOCK]}
+    return ask | {"extra_body": {"guided_choice": [text]}} | more
+
+
+def told(response):
+    """Return an answer's items as what they say."""
+    return [
+        (item.type, item.content[0].text)
+        if item.type == "message"
+        else (item.type, item.name, json.loads(item.arguments))
+        for item in response.output
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "wanted"),
+    [
+        ("just text", [("message", "just text")]),
+        (CALL, [("function_call", "clock", {"zone": "UTC"})]),
+        (
+            f"I look: {CALL}{CALL}",
+            [("message", "I look: "), *[("function_call", "clock", {"zone": "UTC"})] * 2],
+        ),
+        (f"<think>or {CALL}?</think>no", [("message", f"<think>or {CALL}?</think>no")]),
+    ],
+)
+def test_items_are_the_same_whole_and_streamed(client, text, wanted):
+    whole = client.responses.create(**says(text))
+    assert told(whole) == wanted and whole.status == "completed"
+    with client.responses.stream(**says(text)) as stream:
+        events = [*stream]
+        assert told(stream.get_final_response()) == wanted
+    assert [event.sequence_number for event in events] == [*range(len(events))]
+    added = [e.item.id for e in events if e.type == "response.output_item.added"]
+    done = [e.item.id for e in events if e.type == "response.output_item.done"]
+    assert added == done == [item.id for item in events[-1].response.output]
+    assert len({*added}) == len(wanted)
+    assert all(item.status == "completed" for item in events[-1].response.output)
+    assert whole.tools[0].name == "clock" and whole.tool_choice == "auto"
+
+
+@pytest.mark.parametrize(
+    "choice",
+    [
+        "required",
+        {"type": "function", "name": "clock"},
+        {
+            "type": "allowed_tools",
+            "mode": "required",
+            "tools": [{"type": "function", "name": "clock"}],
+        },
+    ],
+    ids=["any", "named", "allowed"],
+)
+def test_a_forced_tool_is_called(client, choice):
+    other = {"type": "function", "name": "other", "parameters": {"type": "object"}}
+    tools = [CLOCK, other] if isinstance(choice, dict) else [CLOCK]
+    ask = {"model": "demo-7m", "input": "a", "tools": tools, "tool_choice": choice}
+    (call,) = client.responses.create(**ask).output
+    assert call.name == "clock" and json.loads(call.arguments)["zone"] in ("UTC", "CET")
+    last = [*client.responses.create(**ask, stream=True)][-1].response
+    assert last.output[0].name == "clock" and json.loads(last.output[0].arguments)
+    cut = client.responses.create(**ask, max_output_tokens=2)
+    assert cut.status == "incomplete" and cut.output == []
+
+
+def test_results_of_tools_are_read_as_a_chat_reads_them(server, client):
+    call = client.responses.create(**says(f"<think>hm</think>{CALL}")).output
+    result = {"type": "function_call_output", "call_id": call[1].call_id, "output": "noon"}
+    talk = [
+        {"role": "user", "content": "what time is it?"},
+        {"type": "reasoning", "id": "rs_1", "summary": [{"type": "summary_text", "text": "x"}]},
+        *[item.model_dump(exclude_none=True) for item in call],
+        result,
+    ]
+    whole = client.responses.create(**says("noon", input=talk))
+    chat = [
+        {"role": "user", "content": "what time is it?"},
+        {
+            "role": "assistant",
+            "content": "<think>hm</think>",
+            "tool_calls": [
+                {
+                    "id": call[1].call_id,
+                    "type": "function",
+                    "function": {"name": "clock", "arguments": '{"zone": "UTC"}'},
+                }
+            ],
+        },
+        {"role": "tool", "tool_call_id": call[1].call_id, "content": "noon"},
+    ]
+    tools = [{"type": "function", "function": {k: v for k, v in CLOCK.items() if k != "type"}}]
+    same = client.chat.completions.create(
+        model="demo-7m", messages=chat, tools=tools, extra_body={"guided_choice": ["noon"]}
+    )
+    assert whole.output_text == "noon"
+    assert whole.usage.input_tokens == same.usage.prompt_tokens
+
+
+def test_conversations_go_on_from_what_is_stored(client):
+    import openai
+
+    first = client.responses.create(**says(CALL), instructions="Be short.", metadata={"a": "b"})
+    assert first.metadata == {"a": "b"} and first.store is True
+    got = client.responses.retrieve(first.id)
+    assert got.output == first.output and got.usage == first.usage
+    result = {"type": "function_call_output", "call_id": first.output[0].call_id, "output": "noon"}
+    then = client.responses.create(**says("ok", input=[result], previous_response_id=first.id))
+    talk = [{"role": "user", "content": "what time is it?"}, first.output[0].to_dict(), result]
+    same = client.responses.create(**says("ok", input=talk))
+    assert then.usage.input_tokens == same.usage.input_tokens  # instructions do not go on
+    assert then.previous_response_id == first.id
+    references = [talk[0], {"type": "item_reference", "id": first.output[0].id}, result]
+    again = client.responses.create(**says("ok", input=references), store=False)
+    assert again.usage.input_tokens == same.usage.input_tokens and again.store is False
+    items = client.responses.input_items.list(then.id).data
+    assert [item.type for item in items] == ["function_call_output"]
+    # Three are stored: a fourth makes room by the oldest.
+    (streamed,) = [
+        e.response
+        for e in client.responses.create(**says("new"), stream=True)
+        if e.type == "response.completed"
+    ]
+    assert client.responses.retrieve(streamed.id).output_text == "new"
+    for gone in (first.id, again.id, "resp_0"):
+        with pytest.raises(openai.NotFoundError):
+            client.responses.retrieve(gone)
+        with pytest.raises(openai.BadRequestError, match="max-stored-responses") as caught:
+            client.responses.create(**says("x"), previous_response_id=gone)
+        assert caught.value.code == "previous_response_not_found"
+    with pytest.raises(openai.BadRequestError, match="no item"):
+        client.responses.create(**says("x", input=references))
+    client.responses.delete(then.id)
+    with pytest.raises(openai.NotFoundError):
+        client.responses.retrieve(then.id)
+
+
+def test_tokens_are_told_with_their_logprobs(client):
+    ask = {
+        "model": "demo-7m",
+        "input": "a",
+        "max_output_tokens": 4,
+        "top_logprobs": 2,
+        "include": ["message.output_text.logprobs", "reasoning.encrypted_content"],
+    }
+    part = client.responses.create(**ask, temperature=0).output[0].content[0]
+    assert len(part.logprobs) == 4 and all(len(t.top_logprobs) == 2 for t in part.logprobs)
+    assert "".join(token.token for token in part.logprobs) == part.text
+    events = [*client.responses.create(**ask, temperature=0, stream=True)]
+    scores = [s for e in events if e.type == "response.output_text.delta" for s in e.logprobs]
+    assert [s.token for s in scores] == [s.token for s in part.logprobs]
+    assert client.responses.create(model="demo-7m", input="a", max_output_tokens=1).output
+
+
+def test_a_store_holds_no_more_than_its_bytes(monkeypatch):
+    from llmpq.runtime.serve.errors import ApiError
+    from llmpq.runtime.serve.response_store import ResponseStore
+
+    monkeypatch.setattr("llmpq.runtime.serve.response_store._MOST_BYTES", 1000)
+    store = ResponseStore(100)
+    for number in range(9):
+        store.put({"id": f"r{number}", "output": [{"id": f"i{number}"}]}, [{"text": "x" * 400}], [])
+    assert [*store._stored] == ["r7", "r8"] and [*store._items] == ["i7", "i8"]
+    assert store.item("i8") == {"id": "i8"} and 0 < store._num_bytes <= 1000
+    store.delete("r7")
+    store.delete("r8")
+    assert store._num_bytes == 0 and not store._items
+    with pytest.raises(ApiError, match="max-stored-responses is 0"):
+        ResponseStore(0).get("r1", field="previous_response_id")
