@@ -15,7 +15,7 @@ _MOST_BYTES = 64 << 20
 
 
 @dataclass(frozen=True)
-class Stored:
+class StoredResponse:
     """A response, and the conversation up to its end."""
 
     response: Mapping[str, Any]
@@ -32,7 +32,7 @@ class ResponseStore:
     def __init__(self, most: int) -> None:
         """`most`: responses; 0: nothing is stored."""
         self.most = most
-        self._stored: OrderedDict[str, Stored] = OrderedDict()
+        self._stored: OrderedDict[str, StoredResponse] = OrderedDict()
         self._items: dict[str, tuple[str, Mapping[str, Any]]] = {}
         """By their own ids: items of answers, and whose they are."""
         self._num_bytes = 0
@@ -45,14 +45,14 @@ class ResponseStore:
     ) -> None:
         """Store a response; the oldest ones make room."""
         size = len(json.dumps([response["output"], items]))
-        stored = Stored(response, items, messages, size)
+        stored = StoredResponse(response, items, messages, size)
         self._stored[response["id"]] = stored
         self._items |= {item["id"]: (response["id"], item) for item in response["output"]}
         self._num_bytes += size
         while len(self._stored) > self.most or self._num_bytes > _MOST_BYTES:
             self._forget(next(iter(self._stored)))
 
-    def get(self, response_id: str, *, field: str | None = None) -> Stored:
+    def get(self, response_id: str, *, field: str | None = None) -> StoredResponse:
         """Return a stored response; `ApiError` for others. `field` of a request names it."""
         found = self._stored.get(response_id)
         if found is not None:
