@@ -140,7 +140,6 @@ def check_tokens() -> bool:
 BF16_DRAFTS: tuple[tuple[SpeculationMode, str], ...] = (
     ("w4kv4", "w16a16"),
     ("w4kv4", "w8a16"),
-    ("planes", "w8a16"),
     ("qspec", "w4a16"),
     ("kv4", "w4a16"),
 )

@@ -69,7 +69,6 @@ MODES = (
     Mode("qspec", Precision.W4A16),
     Mode("w4kv4", Precision.W16A16),
     Mode("w4kv4", Precision.W8A16),
-    Mode("planes", Precision.W8A16),
     Mode("kv4", Precision.W16A16),
     Mode("ngram", Precision.W16A16),
 )

@@ -22,12 +22,11 @@ from llmpq.plan import MAX_GAMMA, Plan, StagePlan
 from llmpq.precision import KVPrecision, Precision, WeightScheme
 from llmpq.sizes.kv_format import kv_cache_bytes
 
-SpeculationMode = Literal["qspec", "w4kv4", "planes", "kv4", "ngram"]
+SpeculationMode = Literal["qspec", "w4kv4", "kv4", "ngram"]
 MODES: tuple[SpeculationMode, ...] = get_args(SpeculationMode)
 PRIOR_ACCEPTANCE: Mapping[SpeculationMode, float] = {
     "qspec": 0.8,
     "w4kv4": 0.9,
-    "planes": 0.95,
     "kv4": 0.97,
     "ngram": 0.3,
 }
@@ -38,16 +37,11 @@ WORTHWHILE = 1.02
 DRAFT_PRECISION: Mapping[SpeculationMode, Mapping[Precision, Precision]] = {
     "qspec": {Precision.W4A16: Precision.W4A4},
     "w4kv4": {Precision.W16A16: Precision.W4A16, Precision.W8A16: Precision.W4A16},
-    "planes": {Precision.W8A16: Precision.W4A16},
     "kv4": {},
     "ngram": {},
 }
 """Mode -> what a layer of a precision is drafted as; others run as they are."""
 READS_KV4 = ("w4kv4", "kv4")
-LINEAR_CODES = ("qspec", "planes")
-"""Drafts that read the target's own codes, which have to be linear for that."""
-COPIES_HEAD = ("w4kv4", "planes")
-"""Drafts that read a 4-bit copy of the output matrix, which else would be a quarter of theirs."""
 
 FOUR_BIT_COPY = WeightScheme(bits=4, group_size=128, symmetric=True)
 """How drafts copy what they cannot read from the stage itself."""
@@ -122,7 +116,7 @@ def usable_modes(
     """Return the modes that make something of this plan cheaper.
 
     `kept`: precisions whose layers keep a checkpoint's own codes (checkpoints/stored_codes.py),
-    which qspec and planes would draft with at the target's cost.
+    which qspec would draft with at the target's cost.
     """
     plain_cache = plan.workload.kv is KVPrecision.KV16
 
@@ -131,7 +125,7 @@ def usable_modes(
             return True
         if mode in READS_KV4 and not plain_cache:
             return False
-        linear = plan.precisions if mode not in LINEAR_CODES else set(plan.precisions) - set(kept)
+        linear = plan.precisions if mode != "qspec" else set(plan.precisions) - set(kept)
         return mode == "kv4" or any(p in DRAFT_PRECISION[mode] for p in linear)
 
     return tuple(mode for mode in MODES if usable(mode))
@@ -284,21 +278,19 @@ def _next_above(rows: int, known: Sequence[int] | Mapping[int, Line]) -> int:
 def draft_bytes(plan: Plan, spec: ModelSpec, index: int, mode: SpeculationMode) -> int:
     """Return what a stage's drafts hold beyond the stage itself.
 
-    A 4-bit copy of its 16- and 8-bit layers (w4kv4), of its output matrix (w4kv4, planes), of its
-    KV cache (w4kv4, kv4). The upper nibbles of an 8-bit weight (planes) are part of it on a GPU
-    if it has zeros, which are chosen for that; else there is a copy of them.
+    A 4-bit copy of its 16- and 8-bit layers and of its output matrix (w4kv4), of its KV cache
+    (w4kv4, kv4).
     """
     stage, workload = plan.stages[index], plan.workload
-    scheme = _copy_scheme(plan, stage, mode)
     weights = 0
-    if scheme is not None:
+    if mode == "w4kv4":
         of_a_layer = sum(
-            scheme.nbytes(s.out_features, s.in_features, workload.dtype_bytes)
+            FOUR_BIT_COPY.nbytes(s.out_features, s.in_features, workload.dtype_bytes)
             for s in spec.linears()
         )
         weights = of_a_layer * sum(p in DRAFT_PRECISION[mode] for p in stage.precisions)
-    if mode in COPIES_HEAD and index == len(plan.stages) - 1:
-        weights += FOUR_BIT_COPY.nbytes(spec.vocab, spec.hidden, workload.dtype_bytes)
+        if index == len(plan.stages) - 1:
+            weights += FOUR_BIT_COPY.nbytes(spec.vocab, spec.hidden, workload.dtype_bytes)
     if mode not in READS_KV4:
         return weights
     cache = kv_cache_bytes(
@@ -311,12 +303,3 @@ def draft_bytes(plan: Plan, spec: ModelSpec, index: int, mode: SpeculationMode) 
         dtype_bytes=workload.dtype_bytes,
     )
     return weights + stage.num_layers * cache
-
-
-def _copy_scheme(plan: Plan, stage: StagePlan, mode: SpeculationMode) -> WeightScheme | None:
-    """Return what a stage's drafts copy its layers as, None where they copy none."""
-    if mode == "planes" and stage.is_cpu:
-        return WeightScheme(bits=4, group_size=plan.quantization.group_size)
-    if mode == "w4kv4" or (mode == "planes" and plan.quantization.symmetric):
-        return FOUR_BIT_COPY
-    return None

@@ -115,30 +115,6 @@ class QuantizedWeight:
             layout=Layout.ROWS if start >= full else self.layout,
         )
 
-    @property
-    def has_whole_high_plane(self) -> bool:
-        """Whether the high nibbles alone have whole zeros: see `quantize_weight(plane_aligned)`."""
-        return self.zero is not None and not bool(((self.zero - 8) % 16 != 0).any())
-
-    def high_plane(self) -> QuantizedWeight:
-        """Return the 4-bit weight that an 8-bit weight's high nibbles are, sharing its memory.
-
-        A code 16 h + l stands for 16 h + 8, so w ~ (h - (zero - 8) / 16) * 16 scale: a draft of
-        the full weight for the 4-bit kernels, whose zeros are whole numbers.
-        """
-        if self.bits != 8 or self.layout not in (Layout.ROWS, Layout.FRAGMENT):
-            raise ValueError(
-                f"high plane: got {self.bits} bits in layout {self.layout.value}, expected 8 bits "
-                "in rows or fragment"
-            )
-        if self.zero is None or not self.has_whole_high_plane:
-            raise ValueError(
-                "high plane: zeros are not 8 more than a multiple of 16, so the high nibbles alone "
-                "have no whole zero. Quantise with plane_aligned=True."
-            )
-        zero = (self.zero - 8) / 16
-        return replace(self, bits=4, planes=self.planes[:1], scale=self.scale * 16, zero=zero)
-
     def block_words(self) -> tuple[tuple[Tensor, ...], Tensor, Tensor]:
         """Return planes, scales and zeros of the full 16-row blocks of a FRAGMENT weight as int32.
 

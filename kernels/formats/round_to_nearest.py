@@ -43,18 +43,14 @@ def quantize_weight(
     *,
     dtype: torch.dtype,
     layout: Layout | None = None,
-    plane_aligned: bool = False,
 ) -> QuantizedWeight:
     """Quantise w [N, K] by `scheme`; `dtype` is the activations' and the stored scales' dtype.
 
-    `layout` defaults to the one that the weight's device computes with fastest. `plane_aligned`
-    (8 bits, asymmetric) keeps zeros 8 above multiples of 16, so that `high_plane` is exact.
+    `layout` defaults to the one that the weight's device computes with fastest.
     """
     if layout in (None, *NATIVE) and _native_has(w_NK, scheme, dtype):
         return _quantize_native(w_NK, scheme, dtype, layout or native_layout(GROUP))
-    codes, scale, zero = quantize_codes(
-        w_NK, scheme, scale_dtype=dtype, plane_aligned=plane_aligned
-    )
+    codes, scale, zero = quantize_codes(w_NK, scheme, scale_dtype=dtype)
     return from_codes(
         codes,
         scale,
@@ -119,7 +115,7 @@ def _quantize_native(
 
 
 def quantize_codes(
-    w_NK: Tensor, scheme: WeightScheme, *, scale_dtype: torch.dtype, plane_aligned: bool = False
+    w_NK: Tensor, scheme: WeightScheme, *, scale_dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Return codes uint8 [N, Kp], scales [N, G] and, if asymmetric, zeros [N, G]."""
     if w_NK.ndim != 2 or not w_NK.is_floating_point():
@@ -131,8 +127,6 @@ def quantize_codes(
             f"group size: got {scheme.group_size}, expected {', '.join(map(str, GROUPS))} or None "
             "(per channel): the packed kernels know no other"
         )
-    if plane_aligned and (scheme.bits != 8 or scheme.symmetric):
-        raise ValueError("plane_aligned: expected an asymmetric 8-bit scheme, it moves the zeros")
     n, k = w_NK.shape
     k_padded = padded_k(k)
     group = scheme.group_size or k_padded
@@ -143,7 +137,7 @@ def quantize_codes(
     for start in range(0, n, chunk):
         rows = slice(start, min(n, start + chunk))
         w = torch.nn.functional.pad(w_NK[rows].float(), (0, k_padded - k)).view(-1, group)
-        s, z = _search_grid(w, scheme, scale_dtype, plane_aligned)
+        s, z = _search_grid(w, scheme, scale_dtype)
         codes[rows] = _round(w, s, z, scheme.bits).to(torch.uint8).view(-1, k_padded)
         scale[rows] = s.view(-1, k_padded // group).to(scale_dtype)
         if zero is not None:
@@ -152,15 +146,15 @@ def quantize_codes(
 
 
 def _search_grid(
-    w: Tensor, scheme: WeightScheme, scale_dtype: torch.dtype, plane_aligned: bool
+    w: Tensor, scheme: WeightScheme, scale_dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
     """Scale and zero [groups, 1] of each group of w [groups, size]; the best clip if searched."""
-    best_s, best_z = _grid(w, scheme, 1.0, scale_dtype, plane_aligned)
+    best_s, best_z = _grid(w, scheme, 1.0, scale_dtype)
     if not scheme.clip_search:
         return best_s, best_z
     best_error = torch.full_like(best_s, float("inf"))
     for clip in _CLIPS[scheme.bits]:
-        s, z = _grid(w, scheme, clip, scale_dtype, plane_aligned)
+        s, z = _grid(w, scheme, clip, scale_dtype)
         error = _round(w, s, z, scheme.bits).sub_(z).mul_(s).sub_(w).square_().sum(1, keepdim=True)
         better = error < best_error
         best_s = torch.where(better, s, best_s)
@@ -170,7 +164,7 @@ def _search_grid(
 
 
 def _grid(
-    w: Tensor, scheme: WeightScheme, clip: float, scale_dtype: torch.dtype, plane_aligned: bool
+    w: Tensor, scheme: WeightScheme, clip: float, scale_dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
     levels = 2**scheme.bits - 1
     low, high = w.aminmax(dim=1, keepdim=True)
@@ -179,16 +173,10 @@ def _grid(
     else:
         low, high = low.clamp(max=0), high.clamp(min=0)
         s = (high - low) * (clip / levels)
-    if plane_aligned:
-        # The nearest zero 16 j + 8, then the least scale that still reaches both ends.
-        z = (-low * clip / s.clamp(min=1e-30) / 16 - 0.5).round_().clamp_(0, 15) * 16 + 8
-        s = torch.maximum(-low / z, high / (levels - z)) * clip
     # A group of zeros, or one whose scale underflows the stored dtype, gets the least usable scale.
     s = s.to(scale_dtype).float().clamp(min=float(torch.finfo(scale_dtype).tiny))
     if scheme.symmetric:
         return s, torch.full_like(s, 2 ** (scheme.bits - 1))
-    if plane_aligned:
-        return s, z
     return s, (-low * clip / s).round_().clamp_(0, levels)
 
 

@@ -33,20 +33,6 @@ def rounded_to_bytes(x: Tensor) -> Tensor:
     return ((groups * (127 / largest)).round() * (largest / 127)).flatten(1)[:, : x.shape[1]]
 
 
-def high_plane_reference(x: Tensor, qweight: QuantizedWeight, bias: Tensor | None = None) -> Tensor:
-    """What an 8-bit weight's high nibble plane alone computes, in float64.
-
-    A code 16 h + l becomes 16 h + 7.5: the middle of the codes that share the nibble.
-    """
-    if qweight.bits != 8:
-        raise ValueError(f"high plane: got a {qweight.bits}-bit weight, expected 8 bits")
-    codes = (qweight.codes() >> 4).double() * 16 + 7.5
-    w = codes.view(qweight.out_features, qweight.groups, -1)
-    w = (w - qweight.zero_NG().double()[:, :, None]) * qweight.scale_NG().double()[:, :, None]
-    y = x.double() @ w.view(qweight.out_features, -1)[:, : qweight.in_features].t()
-    return y if bias is None else y + bias.double()
-
-
 def relative_error(got: Tensor, exact: Tensor) -> float:
     """Frobenius norm of the error over that of `exact`; NaN if anything is NaN."""
     exact = exact.double()

@@ -1,8 +1,8 @@
 """Which layers of a checkpoint keep codes of its own, that no draft reads at less cost.
 
 FP8 (w8a16), and 4-bit codes that stand for numbers of a table (w4a16): MXFP4, NVFP4, NF4, FP4, IQ4.
-A draft of qspec rounds what linear 4-bit codes meet, one of planes reads the upper half of linear
-8-bit codes; both leave these as they are, at the target's cost. Reads config.json or GGUF's index.
+A draft of qspec rounds the inputs of linear 4-bit codes; it leaves these as they are, at the
+target's cost. Reads config.json or GGUF's index.
 """
 
 from __future__ import annotations

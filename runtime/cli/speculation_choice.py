@@ -139,7 +139,6 @@ def _require_usable(plan: Plan, mode: SpeculationMode, kept: Collection[Precisio
     needs = {
         "qspec": "4-bit layers (w4a16)",
         "w4kv4": "16- or 8-bit layers and a 16-bit KV cache",
-        "planes": "8-bit layers (w8a16)",
         "kv4": "a 16-bit KV cache",
     }[mode]
     also = f" with {plan.workload.kv.value}" if mode in READS_KV4 else ""

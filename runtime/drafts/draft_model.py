@@ -3,7 +3,6 @@
     qspec   4-bit weights meet activations rounded to 4 bits (the target: 16-bit activations)
     w4kv4   16- and 8-bit layers, and the output matrix, get a 4-bit copy; the KV cache is read at
             4 bits
-    planes  8-bit weights are read by their upper nibbles only; the output matrix gets a 4-bit copy
     kv4     the same weights; the KV cache is read at 4 bits
 
 A view shares norms, embedding and (of qspec and kv4) head with its stage; what it adds in bytes is
@@ -31,15 +30,14 @@ from llmpq.kernels.formats.atom_weight import AtomWeight
 from llmpq.kernels.formats.fp8_weight import Fp8Weight
 from llmpq.kernels.formats.quantized_weight import QuantizedWeight, from_codes
 from llmpq.kernels.formats.table_weight import TableWeight
-from llmpq.kernels.formats.weight_layout import GROUP, Layout
+from llmpq.kernels.formats.weight_layout import GROUP
 from llmpq.kernels.linear import linear
 from llmpq.precision import padded_k
 from llmpq.runtime.cache.kv_cache import KVCache
 from llmpq.runtime.models.linear import Linear
 from llmpq.runtime.models.stage_model import StageModel
-from llmpq.speculation import COPIES_HEAD
 
-DraftMode = Literal["qspec", "w4kv4", "planes", "kv4"]
+DraftMode = Literal["qspec", "w4kv4", "kv4"]
 _CPU_CHUNK, _GPU_CHUNK = 1 << 17, 1 << 25
 """Weights per step: the temporaries stay in a CPU core's cache, or fill a GPU."""
 _ACTIVATIONS = AtomScheme(weight_bits=4, activation_bits=4)
@@ -87,34 +85,30 @@ def build_draft(mode: DraftMode, model: StageModel, kv: KVCache) -> DraftModel:
     swaps: dict[str, Callable[[Linear], nn.Module]] = {
         "qspec": round_input,
         "w4kv4": lambda part: to_four_bits(part, keep),
-        "planes": lambda part: upper_plane(part, keep),
         "kv4": lambda part: part,
     }
     view = copy.copy(model)
     view._modules = dict(model._modules)
     view.layers = nn.ModuleList([_with_linears(layer, swaps[mode]) for layer in model.layers])
     _say_what_drafts_cost(mode, model)
-    if mode in COPIES_HEAD and model.head is not None:
+    if mode == "w4kv4" and model.head is not None:
         view.head = _with_linears(model.head, lambda part: to_four_bits(part, keep))
     return DraftModel(view, kv, sum(weight.nbytes for weight in held))
 
 
 def _say_what_drafts_cost(mode: DraftMode, model: StageModel) -> None:
     """Name the linears whose own codes a mode reads only at the target's cost."""
-    kinds: dict[str, tuple[type, int]] = {"qspec": (TableWeight, 4), "planes": (Fp8Weight, 8)}
-    if mode not in kinds:
+    if mode != "qspec":
         return
-    kind, bits = kinds[mode]
     linears = [part for part in model.layers.modules() if isinstance(part, Linear)]
-    kept = sum(isinstance(part.weight, kind) for part in linears)
+    kept = sum(isinstance(part.weight, TableWeight) for part in linears)
     if kept:
         _log.warning(
-            "drafts of %s: %d of %d linears keep the checkpoint's own %d-bit codes and are drafted "
+            "drafts of %s: %d of %d linears keep the checkpoint's own 4-bit codes and are drafted "
             "at the target's cost; other drafts may gain more (--speculate auto with --costs)",
             mode,
             kept,
             len(linears),
-            bits,
         )
 
 
@@ -157,31 +151,6 @@ def draft_weight(w_NK: Tensor, dtype: torch.dtype) -> QuantizedWeight:
         codes[rows] = (grid.round(wide, found) + 8).to(torch.uint8).view(-1, codes.shape[1])
         scale[rows] = found.view(-1, groups).to(dtype)
     return from_codes(codes, scale, None, bits=4, group_size=GROUP, in_features=k)
-
-
-def upper_plane(part: Linear, keep: Callable[[QuantizedWeight], QuantizedWeight]) -> nn.Module:
-    """Return an 8-bit linear read by its upper nibbles.
-
-    Code 16 h + l is taken as 16 h + 7.5, so w = (h - (z - 7.5) / 16) * 16 s: a 4-bit weight. On
-    the CPU it is a copy. Where weights are stored as two planes it is one of them, l taken as 8, if
-    their zeros allow it (`plane_aligned`); else there is a 4-bit copy.
-    """
-    weight = part.weight
-    if not isinstance(weight, QuantizedWeight) or weight.bits != 8:
-        return part
-    if weight.layout in (Layout.FRAGMENT, Layout.ROWS):
-        if weight.has_whole_high_plane:
-            return Linear(weight.high_plane(), part.bias)
-        return to_four_bits(part, keep)
-    half = from_codes(
-        weight.codes() >> 4,
-        weight.scale_NG() * 16,
-        (weight.zero_NG() - 7.5) / 16,
-        bits=4,
-        group_size=weight.group_size,
-        in_features=weight.in_features,
-    )
-    return Linear(keep(half), part.bias)
 
 
 def _with_linears(module: _Module, swap: Callable[[Linear], nn.Module]) -> _Module:

@@ -67,7 +67,4 @@ class LayerTensors:
         if self.scheme.activation_bits < 16:
             rounded = quantize_atom(weight_NK, atom_scheme(self.scheme), dtype=self.dtype)
             return Linear(best_form(rounded), bias)
-        # Stored as two planes, whose upper one alone may serve as a draft.
-        aligned = weight_NK.is_cuda and self.scheme.bits == 8 and not self.scheme.symmetric
-        weight = quantize_weight(weight_NK, self.scheme, dtype=self.dtype, plane_aligned=aligned)
-        return Linear(weight, bias)
+        return Linear(quantize_weight(weight_NK, self.scheme, dtype=self.dtype), bias)

@@ -10,7 +10,7 @@ from llmpq.kernels.formats import weight_layout as formats
 from llmpq.kernels.formats.quantized_weight import best_layout
 from llmpq.kernels.formats.round_to_nearest import quantize_weight
 from llmpq.kernels.formats.weight_layout import Layout
-from llmpq.kernels.gemm.reference import high_plane_reference, linear_reference, relative_error
+from llmpq.kernels.gemm.reference import linear_reference, relative_error
 from llmpq.kernels.linear import linear
 from llmpq.precision import WeightScheme
 
@@ -83,7 +83,7 @@ def test_fragment_words_lie_as_drawn():
             assert (halves >> 15 & 1) @ torch.tensor([1, 2, 4], dtype=torch.int32) == code
 
 
-def test_high_plane_of_8_bits_is_a_4_bit_weight():
+def test_8_bits_are_two_planes_of_4():
     codes = torch.randint(0, 256, (16, 128), dtype=torch.uint8)
     high, low = formats.pack(codes, 8, Layout.FRAGMENT)
     assert torch.equal(high, formats.pack(codes >> 4, 4, Layout.FRAGMENT)[0])
@@ -164,27 +164,6 @@ def test_layouts_agree_and_cpu_ones_are_chosen():
         for other in (fragment, best):
             assert torch.equal(other.codes(), rows.codes())
             assert torch.equal(other.dequantize(torch.float32), rows.dequantize(torch.float32))
-
-
-def test_high_plane_is_a_coarser_weight():
-    _, _, q = _weight(64, 256, 8)
-    x = torch.randn(2, 256)
-    exact = linear_reference(x, q, exact=True)
-    assert 0.01 < relative_error(high_plane_reference(x, q), exact) < 0.2
-
-
-def test_aligned_zeros_make_the_high_plane_a_4_bit_weight():
-    w = torch.randn(48, 256)
-    scheme = WeightScheme(bits=8, symmetric=False)
-    q = quantize_weight(w, scheme, dtype=torch.float16, layout=Layout.FRAGMENT, plane_aligned=True)
-    assert relative_error(q.dequantize(torch.float32), w) < 0.008
-    draft = q.high_plane()
-    assert draft.bits == 4 and draft.planes[0].data_ptr() == q.planes[0].data_ptr()
-    assert torch.equal(draft.codes(), q.codes() >> 4)
-    assert relative_error(draft.dequantize(torch.float32), w) < 0.13
-    _, _, plain = _weight(32, 128, 8, layout=Layout.FRAGMENT)
-    with pytest.raises(ValueError, match="plane_aligned=True"):
-        plain.high_plane()
 
 
 def test_errors_say_what_to_do():

@@ -158,7 +158,7 @@ def test_an_unknown_draft_is_refused_before_planning(
 ) -> None:
     monkeypatch.setattr("llmpq.planner.answer.solve_isolated", None)
     code, _, err = _run(capsys, *SMALL, *JOB, "--speculate", "medusa")
-    known = "auto, qspec, w4kv4, planes, kv4, ngram"
+    known = "auto, qspec, w4kv4, kv4, ngram"
     assert (code, err) == (2, f"llmpq-algo: --speculate medusa: expected one of {known}\n")
 
 

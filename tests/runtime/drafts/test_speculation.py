@@ -14,7 +14,6 @@ from llmpq.model_spec import ModelSpec
 from llmpq.runtime.backends.stage_compute import StageCompute
 from llmpq.runtime.cache.dual_kv import DualKV
 from llmpq.runtime.drafts import acceptance, ngram
-from llmpq.runtime.drafts.draft_model import upper_plane
 from llmpq.runtime.drafts.drafters import FixedDrafter
 from llmpq.runtime.engine.scheduler import Scheduler
 from llmpq.runtime.launch.stages.stage_settings import limits_of
@@ -31,7 +30,6 @@ pytestmark = pytest.mark.cpu
 TARGET_BITS = {
     "qspec": "w4a16",
     "w4kv4": "w16a16",
-    "planes": "w8a16",
     "kv4": "w16a16",
     "ngram": "w16a16",
 }
@@ -188,7 +186,7 @@ def relative(got: torch.Tensor, wanted: torch.Tensor) -> float:
 
 @given(
     st.lists(st.tuples(st.integers(0, 4), st.integers(0, 4)), min_size=1, max_size=6),
-    st.sampled_from(["qspec", "w4kv4", "planes", "kv4"]),
+    st.sampled_from(["qspec", "w4kv4", "kv4"]),
 )
 @settings(max_examples=16, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_any_sequence_of_drafts_and_verifies_leaves_the_plain_cache(engines, texts, rounds, mode):
@@ -358,16 +356,6 @@ def test_steps_are_timed_within_their_slots():
         assert contexts == sorted(set(contexts)) and contexts[0] >= 0
         assert contexts[-1] + min(max(POSITIONS), max_len) <= max_len
     assert contexts_of(2048) == [208, 2000]
-
-
-def test_the_upper_plane_is_that_of_the_kernels_reference(engines):
-    from llmpq.kernels.gemm.reference import high_plane_reference, relative_error
-
-    part = engines("w8a16").computes[0].model.layers[0].mlp.down
-    x = torch.randn(5, part.weight.in_features, generator=torch.Generator().manual_seed(0))
-    exact = high_plane_reference(x, part.weight, part.bias)
-    assert relative_error(upper_plane(part, lambda weight: weight)(x), exact) < 1e-5
-    assert relative_error(part(x), exact) > 1e-3, "one plane is not the whole weight"
 
 
 @pytest.mark.parametrize("bits", ["w16a16", "w8a16", "w4a16"])

@@ -336,7 +336,7 @@ def test_no_mode_is_chosen_that_does_not_pay():
     assert choose_mode({"qspec": slow, "kv4": slow}, **rows) is None
     chosen = choose_mode({"qspec": slow, "w4kv4": fast}, **rows)
     assert chosen is not None and chosen[0] == "w4kv4" and chosen[2] > 1.5
-    assert set(PRIOR_ACCEPTANCE) == {"qspec", "w4kv4", "planes", "kv4", "ngram"}
+    assert set(PRIOR_ACCEPTANCE) == {"qspec", "w4kv4", "kv4", "ngram"}
 
 
 def entry(precision: str, phase: Phase, seconds: float, kv: str = "kv16") -> LatencyEntry:
@@ -376,7 +376,7 @@ def test_step_times_of_a_plan(costs, demo_model, make_plan):
     unprofiled = PlanTimes(plan, costs, "kv4")
     assert unprofiled.draft_s(2, 50) == unprofiled.decode_s(2, 50), "never flattered"
     with pytest.raises(ValueError, match=r"no decode time of w8a16 .* llmpq-profile"):
-        PlanTimes(make_plan(demo_model, bits="w8a16"), costs, "planes").decode_s(1, 1)
+        PlanTimes(make_plan(demo_model, bits="w8a16"), costs, "w4kv4").decode_s(1, 1)
 
 
 def test_the_command_line_decides(costs, demo_model, make_plan, tmp_path):
@@ -418,7 +418,7 @@ def test_the_command_line_decides(costs, demo_model, make_plan, tmp_path):
             "3",
             "needs 4-bit layers .* the plan has w16a16; choose one of w4kv4, kv4, ngram",
         ),
-        ("planes", "3", "needs 8-bit layers"),
+        ("planes", "3", "unknown speculation mode 'planes': known: auto, kv4"),
     ],
 )
 def test_wishes_that_cannot_be_met(demo_model, make_plan, mode, gamma, message):
@@ -444,7 +444,7 @@ def test_flags_without_effect_are_refused(
 
 
 def test_usable_modes_by_plan(demo_model, make_plan):
-    assert usable_modes(make_plan(demo_model, bits="w8a16")) == ("w4kv4", "planes", "kv4", "ngram")
+    assert usable_modes(make_plan(demo_model, bits="w8a16")) == ("w4kv4", "kv4", "ngram")
     assert usable_modes(make_plan(demo_model, bits="w4a16")) == ("qspec", "kv4", "ngram")
     assert usable_modes(make_plan(demo_model, kv="kv4")) == ("ngram",)
 

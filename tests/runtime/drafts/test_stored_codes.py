@@ -62,7 +62,6 @@ def test_what_a_directory_keeps(tmp_path, quantization, kept):
     ("bits", "mode", "quantization"),
     [
         ("w4a16", "qspec", {"quant_method": "bitsandbytes", "load_in_4bit": True}),
-        ("w8a16", "planes", {"quant_method": "fp8"}),
     ],
 )
 def test_modes_that_cannot_gain_are_refused(
