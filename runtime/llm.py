@@ -16,10 +16,9 @@ import queue
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import ExitStack, aclosing
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, Self, cast
+from typing import Any, Literal, Self, TypeVar, cast
 
 from llmpq.checkpoints.generation_config import (
     IGNORE,
@@ -49,6 +48,7 @@ from llmpq.speculation import SpeculationMode, usable_modes
 __all__ = ["LLM", "CompletionOutput", "RequestOutput", "SamplingParams", "StructuredOutputsParams"]
 
 _log = logging.getLogger("llmpq.runtime")
+_T = TypeVar("_T")
 
 
 class LLM:
@@ -277,21 +277,18 @@ class LLM:
         again only what came with the same `cache_salt`.
         """
         params = sampling_params or self._default_sampling
-        asked = partial(
-            self._prompts.ask, prompt, params, name=request_id, stream=True, priority=priority,
-            cache_salt=cache_salt,
-        )  # fmt: skip
-        quick = self._prompts.is_quick(prompt, params)
-        made = asyncio.ensure_future(self._submit(asked, quick=quick))
+        ask = await self._prompts.ask_beside(
+            prompt, params, name=request_id, stream=True, priority=priority, cache_salt=cache_salt
+        )
+        made = asyncio.ensure_future(self._submit(ask))
         try:
             return await asyncio.shield(made)
         except asyncio.CancelledError:
             made.add_done_callback(_give_up)  # it may still become one that nobody reads
             raise
 
-    async def _submit(self, asked: Callable[[], Ask], *, quick: bool) -> Answers:
-        """Begin the answers to what is asked, in the loop if that is `quick`."""
-        ask = asked() if quick else await asyncio.to_thread(asked)
+    async def _submit(self, ask: Ask) -> Answers:
+        """Begin the answers to what is asked."""
         loop = asyncio.get_running_loop()
         if self._inbox is None or self._inbox.loop is not loop:
             self._inbox, self._entrance = LoopInbox(loop), LoopEntrance(loop, self._engine)
@@ -305,6 +302,10 @@ class LLM:
             self._end([ask])
             raise
         return answers
+
+    async def read_text(self, work: Callable[[], _T], length: int) -> _T:
+        """Return what `work` returns, which tokenises or detokenises so much, beside the loop."""
+        return await self._prompts.threads.run(work, length)
 
     def abort(self, request_id: str) -> None:
         """End a prompt's answers between two steps; what there is of them is the result.

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import suppress
 from typing import Any, TypeVar
 
 from fastapi import Request
 from fastapi.responses import StreamingResponse
+from starlette.types import Receive, Scope, Send
 
 from llmpq.runtime.serve.errors import ApiError, as_api_error
 
@@ -24,7 +25,24 @@ def event(data: Any, name: str | None = None) -> str:
     return f"data: {text}\n\n" if name is None else f"event: {name}\ndata: {text}\n\n"
 
 
-def stream(events: AsyncIterator[str], path: str) -> StreamingResponse:
+class _Ended(StreamingResponse):
+    """A stream that says when it has ended, also where it never began: its client had gone."""
+
+    def __init__(self, *args: Any, ended: Callable[[], None], **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._when_ended = ended
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send the stream."""
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._when_ended()
+
+
+def stream(
+    events: AsyncIterator[str], path: str, *, ended: Callable[[], None]
+) -> StreamingResponse:
     """Return a stream of events; an error in it is its last event, without `[DONE]`."""
 
     async def guarded() -> AsyncIterator[str]:
@@ -36,7 +54,7 @@ def stream(events: AsyncIterator[str], path: str) -> StreamingResponse:
             yield event(as_api_error(error).body(path), name)
 
     headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
-    return StreamingResponse(guarded(), media_type="text/event-stream", headers=headers)
+    return _Ended(guarded(), media_type="text/event-stream", headers=headers, ended=ended)
 
 
 async def while_connected(request: Request, work: Coroutine[Any, Any, _T]) -> _T:

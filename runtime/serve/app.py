@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
+from functools import partial
 from typing import Any, Protocol
 
 from fastapi import FastAPI, Request
@@ -12,7 +13,7 @@ from starlette.middleware.cors import CORSMiddleware
 from llmpq.runtime.answers import Answers
 from llmpq.runtime.serve.answering import stream, while_connected
 from llmpq.runtime.serve.bodies import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
-from llmpq.runtime.serve.chat import Chat, plain_message
+from llmpq.runtime.serve.chat import Chat, conversation_length, plain_message
 from llmpq.runtime.serve.completions import TextCompletion
 from llmpq.runtime.serve.errors import ApiError, AsciiJson, handle_errors
 from llmpq.runtime.serve.gate import Gate, Gated
@@ -57,11 +58,14 @@ class Answering(Protocol):
         ...
 
 
-async def answer(request: Request, asked: Answering, *, streamed: bool) -> Response:
+async def _answer(
+    request: Request, service: Service, asked: Answering, *, streamed: bool
+) -> Response:
     """Answer a request, whole or as it comes; whatever can be refused is, before a stream."""
     if streamed:
         begun = await while_connected(request, asked.begin())
-        return stream(asked.events(begun), request.url.path)
+        ended = partial(service.give_up, begun)
+        return stream(asked.events(begun), request.url.path, ended=ended)
     return AsciiJson(await while_connected(request, asked.whole()))
 
 
@@ -95,19 +99,19 @@ def add_gate(app: FastAPI, service: Gated) -> None:
 def _add_answers(app: FastAPI, service: Service) -> None:
     @app.post("/v1/completions", responses=_STREAMS)
     async def completions(request: Request, body: CompletionBody) -> Response:
-        return await answer(request, TextCompletion(service, body), streamed=body.stream)
+        return await _answer(request, service, TextCompletion(service, body), streamed=body.stream)
 
     @app.post("/v1/chat/completions", responses=_STREAMS)
     async def chat(request: Request, body: ChatBody) -> Response:
-        return await answer(request, Chat(service, body), streamed=body.stream)
+        return await _answer(request, service, Chat(service, body), streamed=body.stream)
 
     @app.post("/v1/messages", responses=_STREAMS)
     async def messages(request: Request, body: MessagesBody) -> Response:
-        return await answer(request, Messages(service, body), streamed=body.stream)
+        return await _answer(request, service, Messages(service, body), streamed=body.stream)
 
     @app.post("/v1/responses", responses=_STREAMS)
     async def responses(request: Request, body: ResponsesBody) -> Response:
-        return await answer(request, Responses(service, body), streamed=body.stream)
+        return await _answer(request, service, Responses(service, body), streamed=body.stream)
 
     @app.get("/v1/responses/{name}")
     async def stored_response(name: str) -> Response:
@@ -131,55 +135,50 @@ def _add_answers(app: FastAPI, service: Service) -> None:
 
 def _add_texts(app: FastAPI, service: Service) -> None:
     @app.post("/tokenize")
-    async def tokenize(body: TokenizeBody) -> dict[str, Any]:
+    async def tokenize(body: TokenizeBody) -> Response:
         service.check_model(body.model)
         llm = service.ready()
         if (body.prompt is None) == (body.messages is None):
             raise ApiError(400, "expected either 'prompt' or 'messages'")
         if body.messages is not None:
             messages = [plain_message(message) for message in body.messages]
-            if body.add_special_tokens:
-                raise ApiError(
-                    400,
-                    "'add_special_tokens' is for a prompt: a chat template writes its own",
-                    param="add_special_tokens",
-                )
-            tools = [tool.model_dump(exclude_none=True) for tool in body.tools or ()]
-            tokens = llm.tokenizer.encode_chat(
-                messages,
-                tools=tools or None,
-                template=service.settings.chat_template,
-                add_generation_prompt=body.opens_answer,
-                continue_final_message=body.continue_final_message,
-                options=body.chat_template_kwargs,
-            )
+            template = service.settings.chat_template
+            encode = partial(llm.tokenizer.encode_chat, messages, template=template)
+            length = conversation_length(messages)
         else:
-            special = body.add_special_tokens is not False
-            tokens = llm.tokenizer.encode(body.prompt or "", special=special)
-        names: dict[str, Any] = {}
-        if body.return_token_strs:
-            names = {"token_strs": [llm.tokenizer.text_of(token) for token in tokens]}
-        count = {"count": len(tokens), "max_model_len": llm.max_model_len}
-        return {"tokens": tokens, **count, **names}
+            text = body.prompt or ""
+            encode = partial(llm.tokenizer.encode, text, special=body.add_special_tokens)
+            length = len(text)
+
+        def told() -> Response:
+            tokens = encode()
+            count = {"count": len(tokens), "max_model_len": llm.max_model_len}
+            return AsciiJson({"tokens": tokens, **count})
+
+        return await service.read_text(told, length)
 
     @app.post("/v1/messages/count_tokens")
     async def count_messages(body: CountBody) -> dict[str, int]:
-        return {"input_tokens": Messages(service, body).num_tokens()}
+        return {"input_tokens": await Messages(service, body).num_tokens()}
 
     @app.post("/v1/responses/input_tokens")
     async def count_input(body: ResponsesBody) -> dict[str, Any]:
-        count = Responses(service, body).num_tokens()
+        count = await Responses(service, body).num_tokens()
         return {"object": "response.input_tokens", "input_tokens": count}
 
     @app.post("/detokenize")
-    async def detokenize(body: DetokenizeBody) -> dict[str, Any]:
+    async def detokenize(body: DetokenizeBody) -> Response:
         service.check_model(body.model)
         tokenizer = service.ready().tokenizer
-        most = tokenizer.num_tokens - 1
-        wrong = [token for token in body.tokens if not 0 <= token <= most]
-        if wrong:
-            raise ApiError(400, f"tokens must be from 0 to {most}, got {wrong[0]}", param="tokens")
-        return {"prompt": tokenizer.decode(body.tokens)}
+
+        def told() -> Response:
+            most, tokens = tokenizer.num_tokens - 1, body.tokens
+            wrong = next((token for token in tokens if not 0 <= token <= most), None)
+            if wrong is not None:
+                raise ApiError(400, f"tokens must be from 0 to {most}, got {wrong}", param="tokens")
+            return AsciiJson({"prompt": tokenizer.decode(tokens)})
+
+        return await service.read_text(told, len(body.tokens))
 
 
 def _add_state(app: FastAPI, service: Service) -> None:

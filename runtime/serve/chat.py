@@ -55,20 +55,27 @@ class Chat:
 
     async def begin(self) -> list[Answers]:
         """Queue the conversation."""
-        tokens, body = self.prompt(), self._body
-        self._thinking = self._opens_thought(tokens)
+        body = self._body
         return await self._service.begin(
-            [tokens],
+            [self._prompted],
             self.params,
             priority=body.priority,
             cache_salt=body.cache_salt,
             guided_by=self._guided_by,
         )
 
-    def prompt(self) -> list[int]:
+    async def _prompted(self) -> list[int]:
+        tokens = await self.prompt()
+        self._thinking = self._opens_thought(tokens)
+        return tokens
+
+    async def prompt(self) -> list[int]:
         """Return the conversation's tokens."""
-        self._service.ready()
         messages = [plain_message(message) for message in self._body.messages]
+        length = conversation_length(messages, self._tools(), self._body.chat_template_kwargs)
+        return await self._service.read_text(lambda: self._tokens(messages), length)
+
+    def _tokens(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
         try:
             return self._encoded(messages)
         except ValueError as error:
@@ -264,6 +271,13 @@ class Chat:
             "logprob": max(score.logprob, LEAST_LOGPROB),
             "bytes": list(self._service.tokenizer.bytes_of(token)),
         }
+
+
+def conversation_length(messages: Sequence[Mapping[str, Any]], *more: Any) -> int:
+    """Return about how many characters a conversation has, and what templates get beside it."""
+    length = sum(len(text) for message in messages for text in message.values() if text)
+    further = [message["tool_calls"] for message in messages if "tool_calls" in message]
+    return length + sum(len(str(data)) for data in (*further, *more) if data)
 
 
 def plain_message(message: Message) -> dict[str, Any]:

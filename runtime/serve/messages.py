@@ -159,9 +159,9 @@ class Messages:
         """Queue the conversation."""
         return await self._chat.begin()
 
-    def num_tokens(self) -> int:
+    async def num_tokens(self) -> int:
         """Return how many tokens the conversation has."""
-        return len(self._chat.prompt())
+        return len(await self._chat.prompt())
 
     async def whole(self) -> dict[str, Any]:
         """Return the answer."""

@@ -169,9 +169,9 @@ class Responses:
         """Queue the conversation."""
         return await self._chat.begin()
 
-    def num_tokens(self) -> int:
+    async def num_tokens(self) -> int:
         """Return how many tokens the conversation has."""
-        return len(self._chat.prompt())
+        return len(await self._chat.prompt())
 
     async def whole(self) -> Data:
         """Return the answer."""

@@ -6,10 +6,10 @@ import asyncio
 import json
 import logging
 import time
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from llmpq.errors import LlmpqError
 from llmpq.runtime.answers import Answers
@@ -22,10 +22,12 @@ from llmpq.runtime.serve.metrics import AnswerClock, Metrics
 from llmpq.runtime.serve.response_store import ResponseStore
 from llmpq.runtime.serve.settings import ServeSettings
 from llmpq.runtime.text.prompts import Prompt
+from llmpq.runtime.text.text_threads import TooManyTextsError
 from llmpq.runtime.text.tokenizer import Tokenizer
 from llmpq.runtime.token_rules import GuideError
 
 _log = logging.getLogger("llmpq.serve.prompts")
+_T = TypeVar("_T")
 
 
 @dataclass
@@ -62,6 +64,9 @@ class Service:
         """Why there is no engine."""
         self.draining = False
         self.num_under_way = 0
+        """Answers that were begun, or are about to be, and have not ended."""
+        self._left: dict[Answers, int] = {}
+        """Prompts under way, and how many of their answers have not ended."""
         self._deadlines: set[asyncio.Timeout] = set()
         """Of the answers under way."""
         self._cut_off = False
@@ -154,7 +159,7 @@ class Service:
 
     async def begin(
         self,
-        prompts: Sequence[Prompt],
+        prompts: Sequence[Prompt | Callable[[], Awaitable[Prompt]]],
         params: SamplingParams,
         *,
         priority: int = 0,
@@ -163,6 +168,8 @@ class Service:
     ) -> list[Answers]:
         """Begin the answers to prompts; all or none.
 
+        A prompt may be what makes it, which is asked once there is room for its answers. Whoever
+        begins them reads them by `choices`, or gives them up by `give_up`.
         `guided_by`: the field of the request that says what the text must be.
         """
         llm, limits = self.ready(), self.settings
@@ -190,8 +197,10 @@ class Service:
                 code="rate_limit_exceeded",
             )
         begun: list[Answers] = []
+        self.num_under_way += asked
         try:
-            for prompt in prompts:
+            for given in prompts:
+                prompt = await given() if callable(given) else given
                 name = self._named(prompt)
                 begun.append(
                     await llm.submit(
@@ -200,12 +209,29 @@ class Service:
                 )
                 self.metrics.asked(params.n, params.max_tokens)
         except BaseException as error:
+            self.num_under_way -= asked
             for answers in begun:
                 answers.give_up()
             if isinstance(error, GuideError):
                 raise ApiError(400, f"{guided_by}: {error}", param=guided_by) from None
             raise
+        self._left |= dict.fromkeys(begun, params.n)
         return begun
+
+    def give_up(self, begun: Sequence[Answers]) -> None:
+        """End what has not ended of answers that were begun; again does nothing."""
+        for answers in begun:
+            answers.give_up()
+            self.num_under_way -= self._left.pop(answers, 0)
+
+    async def read_text(self, work: Callable[[], _T], length: int) -> _T:
+        """Return what `work` on a text returns, beside the event loop if that takes long."""
+        try:
+            return await self.ready().read_text(work, length)
+        except TooManyTextsError as error:
+            raise ApiError(
+                429, f"{error}; try again in a moment", code="rate_limit_exceeded"
+            ) from None
 
     def _named(self, prompt: Prompt) -> str:
         """Return what a prompt's answers are called in the engine: the HTTP request's id first."""
@@ -228,7 +254,6 @@ class Service:
                 # A prompt with several answers counts once.
                 length = len(answers.prompt_token_ids) if j == 0 else 0
                 clocks[place * n + j] = AnswerClock(self.metrics, length, streamed=streamed)
-        self.num_under_way += len(clocks)
         open_clocks = dict(clocks)
         try:
             async with self._in_time(), aclosing(_merged(begun, n)) as deltas:
@@ -242,18 +267,17 @@ class Service:
                         )
                     if delta.finish_reason is not None:
                         open_clocks.pop(index).end(delta)
+                        self._left[begun[index // n]] -= 1
                         self.num_under_way -= 1
                     yield new
                     if streamed:
                         clocks[index].sent(delta)
         finally:
-            for answers in begun:
-                answers.give_up()
+            self.give_up(begun)
             for clock in open_clocks.values():
                 clock.abort()
             for first in range(0, len(clocks), n):
                 self.metrics.longest(max(clocks[first + j].num_tokens for j in range(n)))
-            self.num_under_way -= len(open_clocks)
 
     async def gather(self, begun: Sequence[Answers], n: int) -> list[Choice]:
         """Return all answers once they have ended."""

@@ -17,6 +17,7 @@ from llmpq.runtime.request_output import CompletionOutput, Logprob
 from llmpq.runtime.sampling_params import SamplingParams
 from llmpq.runtime.text.answer_text import TextStream
 from llmpq.runtime.text.rules_of import rules_of
+from llmpq.runtime.text.text_threads import QUICK_LENGTH, TextThreads
 from llmpq.runtime.text.tokenizer import Tokenizer
 from llmpq.runtime.token_rules import Noted, TokenScores
 
@@ -25,8 +26,6 @@ Prompt = str | Sequence[int] | Mapping[str, Any]
 Messages = Sequence[Mapping[str, str]]
 """A conversation: `role` and `content` of each message."""
 _KEYS = ("prompt", "prompt_token_ids")
-_QUICK_LENGTH = 4096
-"""Characters or token ids that are read in less than a millisecond or two."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,6 +53,7 @@ class Prompts:
         """Tokens of a prompt and its answer that are run: all but the answer's last."""
         self._tokenizer: Future[Tokenizer] = _begun(directory)
         self._guides = Guides(directory, vocab=spec.vocab, end_ids=spec.eos_token_ids)
+        self.threads = TextThreads()
         self._lock = Lock()
         self._num_requests = 0
 
@@ -85,14 +85,12 @@ class Prompts:
         """Return the tokens of a conversation by the model's chat template."""
         return self.tokenizer.encode_chat(messages)
 
-    def is_quick(self, prompt: Prompt, params: SamplingParams) -> bool:
-        """Whether `ask` takes less time than handing it to another thread would."""
-        return (
-            isinstance(prompt, str | Sequence)
-            and len(prompt) <= _QUICK_LENGTH
-            and params.structured_outputs is None
-            and not params.bad_words
-        )
+    async def ask_beside(self, prompt: Prompt, params: SamplingParams, **more: Any) -> Ask:
+        """Return what `ask` does; the event loop goes on meanwhile if that takes long."""
+        length = _length(prompt)
+        if params.structured_outputs is not None or params.bad_words:
+            length = max(length, QUICK_LENGTH + 1)
+        return await self.threads.run(lambda: self.ask(prompt, params, **more), length)
 
     def ask(
         self,
@@ -242,6 +240,13 @@ class Prompts:
         if wrong:
             raise ValueError(f"token {wrong[0]} is not in the vocabulary of {self._spec.vocab}")
         return None, tokens
+
+
+def _length(prompt: Prompt) -> int:
+    """Return the characters or token ids of a prompt, whatever it is."""
+    if isinstance(prompt, Mapping):
+        return sum(map(_length, prompt.values()))
+    return len(prompt) if isinstance(prompt, Sequence) else 0
 
 
 def listed(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

@@ -12,6 +12,7 @@ from typing import Any
 
 from llmpq.checkpoints.gguf_file import is_gguf, open_gguf
 from llmpq.checkpoints.gguf_tokenizer import tokenizer_of
+from llmpq.runtime.text.text_threads import QUICK_LENGTH
 
 TOKENIZER, SETTINGS = "tokenizer.json", "tokenizer_config.json"
 _PLAIN_CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend")
@@ -71,6 +72,8 @@ class Tokenizer:
 
     def __init__(self, directory: str | Path) -> None:
         self._inner = _load(Path(directory))
+        self._backend.no_truncation()  # as a tokenizer.json may have it
+        self._backend.no_padding()
 
     def encode(self, text: str, *, special: bool = True) -> list[int]:
         """Return the tokens of a text, with the special tokens the model expects around it."""
@@ -81,7 +84,9 @@ class Tokenizer:
                 f"the text has half a character (a lone surrogate) at position {error.start}: it "
                 "is not valid Unicode and has no tokens"
             ) from None
-        tokens: list[int] = self._inner.encode(text, add_special_tokens=special)
+        # A batch, as Transformers does: other threads go on meanwhile, which `encode` has wait.
+        [found] = self._backend.encode_batch_fast([text], add_special_tokens=special)
+        tokens: list[int] = found.ids
         return tokens
 
     def decode(self, tokens: Sequence[int]) -> str:
@@ -97,6 +102,12 @@ class Tokenizer:
             if _mark_broken(pieces):
                 return str(self._backend.decoder.decode(pieces))
         return self._plain_decode(ids)
+
+    def _backend_decode(self, tokens: list[int]) -> str:
+        if len(tokens) <= QUICK_LENGTH:
+            return str(self._backend.decode(tokens, skip_special_tokens=True))
+        [text] = self._backend.decode_batch([tokens], skip_special_tokens=True)
+        return str(text)
 
     @property
     def _backend(self) -> Any:
@@ -135,7 +146,7 @@ class Tokenizer:
             name for kind in type(inner).__mro__ if kind not in PreTrainedTokenizerFast.__mro__
             for name in vars(kind)
         ):  # fmt: skip
-            return partial(inner.backend_tokenizer.decode, skip_special_tokens=True)
+            return self._backend_decode
         return partial(inner.decode, skip_special_tokens=True, clean_up_tokenization_spaces=False)
 
     def text_of(self, token: int) -> str:

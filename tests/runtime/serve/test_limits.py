@@ -1,0 +1,105 @@
+"""--max-requests holds however requests come together; what goes away frees its part."""
+
+from __future__ import annotations
+
+import asyncio
+import http.client
+import json
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+pytestmark = pytest.mark.cpu
+TALK = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 4}
+ASKED = [
+    ("/v1/completions", {"prompt": "def", "max_tokens": 4}),
+    ("/v1/completions", {"prompt": "def", "max_tokens": 4, "stream": True}),
+    ("/v1/completions", {"prompt": "a b " * 40, "max_tokens": 4}),
+    ("/v1/chat/completions", TALK),
+    ("/v1/chat/completions", {**TALK, "stream": True}),
+    ("/v1/messages", {**TALK, "model": "demo-7m"}),
+    ("/v1/responses", {"input": "hi", "max_output_tokens": 4}),
+]
+
+
+def post(server, path, body):
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
+    connection.request("POST", path, json.dumps(body), {"Content-Type": "application/json"})
+    answer = connection.getresponse()
+    told = answer.read()
+    connection.close()
+    return answer.status, answer.headers, told
+
+
+def test_no_more_than_the_limit_are_under_way(two_stages, running):
+    with running(two_stages, max_requests=3) as server:
+        llm, opened, seen = server.llm, threading.Event(), []
+        submit = llm.submit
+
+        async def late(*args, **options):
+            seen.append(server.service.num_under_way)
+            while not opened.is_set():
+                await asyncio.sleep(0.01)
+            return await submit(*args, **options)
+
+        llm.submit = late
+        refused = threading.Semaphore(0)
+
+        def ask(number):
+            status, headers, told = post(server, *ASKED[number % len(ASKED)])
+            if status == 429:
+                refused.release()
+            return status, headers, told
+
+        with ThreadPoolExecutor(14) as pool:
+            asked = [pool.submit(ask, number) for number in range(14)]
+            for _ in range(14 - 3):
+                assert refused.acquire(timeout=60)
+            opened.set()
+            answers = [one.result() for one in asked]
+        statuses = [status for status, _, _ in answers]
+        assert statuses.count(200) == 3 and statuses.count(429) == 11 and max(seen) == 3
+        for status, headers, told in answers:
+            if status == 429:
+                assert int(headers["Retry-After"]) >= 1
+                assert b"3 requests are under way and 3 may be" in told
+        assert server.service.num_under_way == 0
+        for path, body in ASKED:
+            assert post(server, path, body)[0] == 200
+        two = {"prompt": "def", "max_tokens": 4, "n": 2, "temperature": 1}
+        assert post(server, "/v1/completions", two)[0] == 200
+        assert post(server, "/v1/completions", {"prompt": "def", "stop": [3]})[0] == 400
+        assert server.service.num_under_way == 0
+        over = {"prompt": "def", "n": 4, "temperature": 1}
+        assert post(server, "/v1/completions", over)[0] == 400
+
+
+def test_a_client_that_goes_before_its_stream_begins_frees_its_part(server):
+    from llmpq.runtime.serve.app import _answer
+    from llmpq.runtime.serve.bodies import CompletionBody
+    from llmpq.runtime.serve.completions import TextCompletion
+
+    service = server.service
+    loop = server.server.servers[0].get_loop()
+
+    async def gone() -> int:
+        async def receive():
+            await asyncio.sleep(60)
+
+        async def send(message):
+            raise OSError("the client has gone")
+
+        class Request:
+            url = type("Url", (), {"path": "/v1/completions"})
+
+        Request.receive = staticmethod(receive)
+        body = CompletionBody(prompt="def", max_tokens=100, stream=True, n=2)
+        asked = TextCompletion(service, body)
+        response = await _answer(Request(), service, asked, streamed=True)
+        assert service.num_under_way == 2
+        with pytest.raises(OSError):
+            await response({"type": "http", "asgi": {"spec_version": "2.4"}}, receive, send)
+        return service.num_under_way
+
+    assert asyncio.run_coroutine_threadsafe(gone(), loop).result(60) == 0
