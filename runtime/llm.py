@@ -13,12 +13,12 @@ from __future__ import annotations
 import asyncio
 import logging
 import queue
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import ExitStack, aclosing
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, Self, TypeVar, cast
+from typing import Any, Literal, Self, cast
 
 from llmpq.checkpoints.generation_config import (
     IGNORE,
@@ -48,7 +48,6 @@ from llmpq.speculation import SpeculationMode, usable_modes
 __all__ = ["LLM", "CompletionOutput", "RequestOutput", "SamplingParams", "StructuredOutputsParams"]
 
 _log = logging.getLogger("llmpq.runtime")
-_T = TypeVar("_T")
 
 
 class LLM:
@@ -302,10 +301,6 @@ class LLM:
             self._end([ask])
             raise
         return answers
-
-    async def read_text(self, work: Callable[[], _T], length: int) -> _T:
-        """Return what `work` returns, which tokenises or detokenises so much, beside the loop."""
-        return await self._prompts.threads.run(work, length)
 
     def abort(self, request_id: str) -> None:
         """End a prompt's answers between two steps; what there is of them is the result.

@@ -103,8 +103,13 @@ def tokenizer_of(file: GgufFile) -> Any:
     made = PreTrainedTokenizerFast(
         tokenizer_object=backend, clean_up_tokenization_spaces=False, **names
     )
-    template = told.get("tokenizer.chat_template")
-    made.chat_template = template if isinstance(template, str) else None
+    key = "tokenizer.chat_template"
+    named = {
+        name.removeprefix(key).removeprefix(".") or "default": template
+        for name, template in told.items()
+        if (name == key or name.startswith(f"{key}.")) and isinstance(template, str)
+    }
+    made.chat_template = named if named.keys() - {"default"} else named.get("default")
     return made
 
 

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+import json
+from collections.abc import AsyncIterator, Callable
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from fastapi import FastAPI, Request
 from fastapi.responses import PlainTextResponse, Response
+from pydantic import BaseModel
 from starlette.middleware.cors import CORSMiddleware
 
 from llmpq.runtime.answers import Answers
 from llmpq.runtime.serve.answering import stream, while_connected
 from llmpq.runtime.serve.bodies import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
+from llmpq.runtime.serve.body_reading import PARSED_AT_ONCE, body_of, describe_bodies, parsed
 from llmpq.runtime.serve.chat import Chat, conversation_length, plain_message
 from llmpq.runtime.serve.completions import TextCompletion
 from llmpq.runtime.serve.errors import ApiError, AsciiJson, handle_errors
@@ -42,6 +45,14 @@ _STREAMS: dict[int | str, dict[str, Any]] = {
 }
 
 
+BODIES = (
+    CompletionBody, ChatBody, MessagesBody, ResponsesBody, TokenizeBody, CountBody, DetokenizeBody
+)  # fmt: skip
+
+
+LONG_LIST = 1 << 16
+
+
 class Answering(Protocol):
     """A request of any form that may be streamed."""
 
@@ -58,10 +69,25 @@ class Answering(Protocol):
         ...
 
 
+_T = TypeVar("_T")
+Body = TypeVar("Body", bound=BaseModel)
+
+
+async def _read(
+    service: Service, request: Request, form: type[Body], make: Callable[[Body], _T]
+) -> _T:
+    """Return what `make` makes of a request's body, a long one beside the event loop."""
+    raw = await request.body()
+    return await service.read_text(lambda: make(parsed(form, raw)), len(raw) // PARSED_AT_ONCE)
+
+
 async def _answer(
-    request: Request, service: Service, asked: Answering, *, streamed: bool
+    request: Request, service: Service, form: type[Body], kind: Callable[[Service, Body], Answering]
 ) -> Response:
     """Answer a request, whole or as it comes; whatever can be refused is, before a stream."""
+    streamed, asked = await _read(
+        service, request, form, lambda body: (getattr(body, "stream", False), kind(service, body))
+    )
     if streamed:
         begun = await while_connected(request, asked.begin())
         ended = partial(service.give_up, begun)
@@ -75,6 +101,7 @@ def make_app(service: Service, *, alone: bool = True) -> FastAPI:
         title="llmpq", version=__version__, docs_url=None, redoc_url=None, responses=_REFUSALS
     )
     handle_errors(app)
+    describe_bodies(app, BODIES)
     _add_answers(app, service)
     _add_texts(app, service)
     _add_state(app, service)
@@ -97,21 +124,21 @@ def add_gate(app: FastAPI, service: Gated) -> None:
 
 
 def _add_answers(app: FastAPI, service: Service) -> None:
-    @app.post("/v1/completions", responses=_STREAMS)
-    async def completions(request: Request, body: CompletionBody) -> Response:
-        return await _answer(request, service, TextCompletion(service, body), streamed=body.stream)
+    @app.post("/v1/completions", responses=_STREAMS, openapi_extra=body_of(CompletionBody))
+    async def completions(request: Request) -> Response:
+        return await _answer(request, service, CompletionBody, TextCompletion)
 
-    @app.post("/v1/chat/completions", responses=_STREAMS)
-    async def chat(request: Request, body: ChatBody) -> Response:
-        return await _answer(request, service, Chat(service, body), streamed=body.stream)
+    @app.post("/v1/chat/completions", responses=_STREAMS, openapi_extra=body_of(ChatBody))
+    async def chat(request: Request) -> Response:
+        return await _answer(request, service, ChatBody, Chat)
 
-    @app.post("/v1/messages", responses=_STREAMS)
-    async def messages(request: Request, body: MessagesBody) -> Response:
-        return await _answer(request, service, Messages(service, body), streamed=body.stream)
+    @app.post("/v1/messages", responses=_STREAMS, openapi_extra=body_of(MessagesBody))
+    async def messages(request: Request) -> Response:
+        return await _answer(request, service, MessagesBody, Messages)
 
-    @app.post("/v1/responses", responses=_STREAMS)
-    async def responses(request: Request, body: ResponsesBody) -> Response:
-        return await _answer(request, service, Responses(service, body), streamed=body.stream)
+    @app.post("/v1/responses", responses=_STREAMS, openapi_extra=body_of(ResponsesBody))
+    async def responses(request: Request) -> Response:
+        return await _answer(request, service, ResponsesBody, Responses)
 
     @app.get("/v1/responses/{name}")
     async def stored_response(name: str) -> Response:
@@ -134,40 +161,59 @@ def _add_answers(app: FastAPI, service: Service) -> None:
 
 
 def _add_texts(app: FastAPI, service: Service) -> None:
-    @app.post("/tokenize")
-    async def tokenize(body: TokenizeBody) -> Response:
+    @app.post("/tokenize", openapi_extra=body_of(TokenizeBody))
+    async def tokenize(request: Request) -> Response:
+        body = await _read(service, request, TokenizeBody, lambda body: body)
         service.check_model(body.model)
         llm = service.ready()
         if (body.prompt is None) == (body.messages is None):
             raise ApiError(400, "expected either 'prompt' or 'messages'")
-        if body.messages is not None:
-            messages = [plain_message(message) for message in body.messages]
-            template = service.settings.chat_template
-            encode = partial(llm.tokenizer.encode_chat, messages, template=template)
-            length = conversation_length(messages)
-        else:
-            text = body.prompt or ""
-            encode = partial(llm.tokenizer.encode, text, special=body.add_special_tokens)
-            length = len(text)
+        if body.messages is not None and body.add_special_tokens:
+            raise ApiError(
+                400,
+                "'add_special_tokens' is for a prompt: a chat template writes its own",
+                param="add_special_tokens",
+            )
 
         def told() -> Response:
-            tokens = encode()
-            count = {"count": len(tokens), "max_model_len": llm.max_model_len}
-            return AsciiJson({"tokens": tokens, **count})
+            if body.messages is not None:
+                tools = [tool.model_dump(exclude_none=True) for tool in body.tools or ()]
+                tokens = llm.tokenizer.encode_chat(
+                    [plain_message(message) for message in body.messages],
+                    tools=tools or None,
+                    template=service.settings.chat_template,
+                    add_generation_prompt=body.opens_answer,
+                    continue_final_message=body.continue_final_message,
+                    options=body.chat_template_kwargs,
+                )
+            else:
+                special = body.add_special_tokens is not False
+                tokens = llm.tokenizer.encode(body.prompt or "", special=special)
+            # Pieces: one call for millions of ids would not let the event loop go on.
+            pieces = [tokens[at : at + LONG_LIST] for at in range(0, len(tokens), LONG_LIST)]
+            ids = ",".join(",".join(map(str, piece)) for piece in pieces)
+            more = f'"count":{len(tokens)},"max_model_len":{llm.max_model_len}'
+            if body.return_token_strs:
+                names = [llm.tokenizer.text_of(token) for token in tokens]
+                more += f',"token_strs":{json.dumps(names)}'
+            return Response(f'{{"tokens":[{ids}],{more}}}', media_type="application/json")
 
+        length = conversation_length(body.messages or (), body.tools) + len(body.prompt or "")
         return await service.read_text(told, length)
 
-    @app.post("/v1/messages/count_tokens")
-    async def count_messages(body: CountBody) -> dict[str, int]:
-        return {"input_tokens": await Messages(service, body).num_tokens()}
+    @app.post("/v1/messages/count_tokens", openapi_extra=body_of(CountBody))
+    async def count_messages(request: Request) -> dict[str, int]:
+        asked = await _read(service, request, CountBody, partial(Messages, service))
+        return {"input_tokens": await asked.num_tokens()}
 
-    @app.post("/v1/responses/input_tokens")
-    async def count_input(body: ResponsesBody) -> dict[str, Any]:
-        count = await Responses(service, body).num_tokens()
-        return {"object": "response.input_tokens", "input_tokens": count}
+    @app.post("/v1/responses/input_tokens", openapi_extra=body_of(ResponsesBody))
+    async def count_input(request: Request) -> dict[str, Any]:
+        asked = await _read(service, request, ResponsesBody, partial(Responses, service))
+        return {"object": "response.input_tokens", "input_tokens": await asked.num_tokens()}
 
-    @app.post("/detokenize")
-    async def detokenize(body: DetokenizeBody) -> Response:
+    @app.post("/detokenize", openapi_extra=body_of(DetokenizeBody))
+    async def detokenize(request: Request) -> Response:
+        body = await _read(service, request, DetokenizeBody, lambda body: body)
         service.check_model(body.model)
         tokenizer = service.ready().tokenizer
 

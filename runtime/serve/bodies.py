@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from difflib import get_close_matches
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, FailFast, Field, model_validator
 
 from llmpq.runtime.sampling_params import GUIDES, MAX_BIAS, SamplingParams, StructuredOutputsParams
 from llmpq.runtime.serve.errors import ApiError
@@ -23,8 +23,24 @@ def _whole(value: Any) -> Any:
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
+def _wholes(value: Any) -> Any:
+    """Return whole numbers of a list as such; most lists, which may be long, need none of it."""
+    if isinstance(value, list) and any(type(one) is float for one in value):
+        return [_whole(one) for one in value]
+    return value
+
+
+class _FirstError(FailFast):
+    """Ends at a list's first error, and has a hash, which unions need before Python 3.13."""
+
+    __hash__ = object.__hash__
+
+
+FIRST_ERROR = _FirstError()
+"""On lists that may be long: an error for each of a million items takes minutes."""
 Whole = Annotated[int, BeforeValidator(_whole)]
-Tokens = list[Whole]
+Tokens = Annotated[list[int], FIRST_ERROR, BeforeValidator(_wholes)]
+Texts = Annotated[list[str], FIRST_ERROR]
 TokensOf = Callable[[str], Sequence[int]]
 _ID = re.compile(r"\s*[+-]?[0-9]+\s*")
 
@@ -95,7 +111,7 @@ class ChoiceBody(RequestBody):
     min_tokens: Whole = 0
     stop_token_ids: Tokens | None = None
     include_stop_str_in_output: bool = False
-    bad_words: list[str] | None = None
+    bad_words: Texts | None = None
     allowed_token_ids: Tokens | None = None
     truncate_prompt_tokens: Whole | None = None
     priority: Whole = 0
@@ -104,7 +120,7 @@ class ChoiceBody(RequestBody):
     structured_outputs: dict[str, Any] | None = None
     guided_json: str | dict[str, Any] | bool | None = None
     guided_regex: str | None = None
-    guided_choice: list[str] | None = None
+    guided_choice: Texts | None = None
     guided_grammar: str | None = None
 
     def choice_fields(self) -> dict[str, Any]:
@@ -159,7 +175,7 @@ class SamplingBody(ChoiceBody):
     n: Whole = 1
     temperature: float = 1.0
     top_p: float = 1.0
-    stop: str | list[str] | None = None
+    stop: str | Texts | None = None
     prompt_logprobs: Whole | None = None
     return_token_ids: bool = False
     """Answers tell `token_ids` beside their text, and `prompt_token_ids` once."""
@@ -250,7 +266,7 @@ class SamplingBody(ChoiceBody):
         return StructuredOutputsParams(**given) if given else None
 
 
-def _marks(given: str | list[str] | None) -> list[str]:
+def _marks(given: str | Texts | None) -> list[str]:
     """Return what ends an answer: forms send an empty text where nothing does."""
     return [mark for mark in ([given] if isinstance(given, str) else given or []) if mark]
 
@@ -279,7 +295,7 @@ def _biased(key: str, tokens_of: TokensOf) -> Iterable[int]:
 class CompletionBody(SamplingBody):
     """A body of /v1/completions."""
 
-    prompt: str | list[str] | Tokens | list[Tokens] = ""
+    prompt: str | Texts | Tokens | Annotated[list[Tokens], FIRST_ERROR] = ""
     max_tokens: Whole | None = 16
     logprobs: Whole | bool | None = None
     echo: bool = False
@@ -316,6 +332,9 @@ class Message(Body):
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
     content: str | list[dict[str, Any]] | None = None
     name: str | None = None
+    reasoning_content: str | None = None
+    """What an earlier turn thought, beside its content; `reasoning` is vLLM's newer name of it."""
+    reasoning: str | None = None
     tool_calls: list[ToolCall] | None = None
     tool_call_id: str | None = None
 
@@ -346,7 +365,7 @@ class NamedTool(Body):
 class ChatBody(SamplingBody):
     """A body of /v1/chat/completions."""
 
-    messages: list[Message] = Field(min_length=1)
+    messages: Annotated[list[Message], FIRST_ERROR] = Field(min_length=1)
     max_tokens: Whole | None = None
     max_completion_tokens: Whole | None = None
     logprobs: bool | None = None

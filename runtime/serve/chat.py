@@ -47,6 +47,7 @@ class Chat:
             tokens_of=service.tokens_of,
             defaults=service.default_sampling,
         )
+        self._length = conversation_length(body.messages, self._tools(), body.chat_template_kwargs)
         self._head = {
             "id": f"chatcmpl-{uuid.uuid4().hex}",
             "created": int(time.time()),
@@ -71,11 +72,11 @@ class Chat:
 
     async def prompt(self) -> list[int]:
         """Return the conversation's tokens."""
-        messages = [plain_message(message) for message in self._body.messages]
-        length = conversation_length(messages, self._tools(), self._body.chat_template_kwargs)
-        return await self._service.read_text(lambda: self._tokens(messages), length)
+        self._service.ready()
+        return await self._service.read_text(self._tokens, self._length)
 
-    def _tokens(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+    def _tokens(self) -> list[int]:
+        messages = [plain_message(message) for message in self._body.messages]
         try:
             return self._encoded(messages)
         except ValueError as error:
@@ -200,7 +201,7 @@ class Chat:
             return ToolReader(Calls.NONE)
         functions = [tool.function.model_dump() for tool in self._body.tools or []]
         settings = self._service.settings
-        template = settings.chat_template or self._service.tokenizer.chat_template or ""
+        template = settings.chat_template or self._service.tokenizer.chat_template(tools=True) or ""
         return ToolReader(
             Calls.of(settings.tool_format, template),
             tools=functions,
@@ -273,11 +274,14 @@ class Chat:
         }
 
 
-def conversation_length(messages: Sequence[Mapping[str, Any]], *more: Any) -> int:
+def conversation_length(messages: Sequence[Message], *more: Any) -> int:
     """Return about how many characters a conversation has, and what templates get beside it."""
-    length = sum(len(text) for message in messages for text in message.values() if text)
-    further = [message["tool_calls"] for message in messages if "tool_calls" in message]
-    return length + sum(len(str(data)) for data in (*further, *more) if data)
+    length = sum(len(str(data)) for data in more if data)
+    for message in messages:
+        content = message.content or ""
+        parts = (content,) if isinstance(content, str) else map(str, content)
+        length += sum(map(len, (*parts, str(message.tool_calls or ""))))
+    return length
 
 
 def plain_message(message: Message) -> dict[str, Any]:
@@ -287,6 +291,9 @@ def plain_message(message: Message) -> dict[str, Any]:
         content = "".join(_text_of(part) for part in content)
     told = message.model_dump(exclude_none=True, include={"role", "name", "tool_call_id"})
     told["content"] = content or ""
+    thought = message.reasoning_content or message.reasoning
+    if thought:  # templates know it by either name
+        told |= {"reasoning_content": thought, "reasoning": thought}
     if message.tool_calls:
         told["tool_calls"] = _plain_calls(message.tool_calls)
     return told

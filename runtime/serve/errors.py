@@ -32,7 +32,8 @@ _KINDS = {
     504: "timeout_error",
 }
 RETRY_AFTER_S = 1
-_UNREAD = "the body cannot be read: it must be JSON in UTF-8, not nested hundreds of levels deep"
+UNREAD = "the body cannot be read: it must be JSON in UTF-8, not nested hundreds of levels deep"
+"""What is said of a body that is no JSON that can be read."""
 
 
 class AsciiJson(JSONResponse):
@@ -83,9 +84,9 @@ def as_api_error(error: BaseException) -> ApiError:
         return _of_fields(error.errors()[0])
     if isinstance(error, HTTPException):
         unread = error.status_code == 400 and "parsing the body" in str(error.detail)
-        return ApiError(error.status_code, _UNREAD if unread else str(error.detail))
+        return ApiError(error.status_code, UNREAD if unread else str(error.detail))
     if isinstance(error, RecursionError):
-        return ApiError(400, _UNREAD)
+        return ApiError(400, UNREAD)
     if isinstance(error, ValueError):
         return ApiError(400, str(error), param=_named_first(str(error)))
     if isinstance(error, TimeoutError):

@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import uuid
 from collections.abc import AsyncIterator
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
 from llmpq.runtime.answers import Answers
 from llmpq.runtime.serve.answering import event
-from llmpq.runtime.serve.bodies import Body, ChatBody, ChoiceBody, Whole
+from llmpq.runtime.serve.bodies import FIRST_ERROR, Body, ChatBody, ChoiceBody, Whole
 from llmpq.runtime.serve.chat import Chat
 from llmpq.runtime.serve.errors import ApiError
 from llmpq.runtime.serve.service import Service, usage
@@ -48,7 +48,7 @@ class MessagesBody(ChoiceBody):
 
     model: str
     max_tokens: Whole = Field(ge=1)
-    messages: list[AnthropicMessage] = Field(min_length=1)
+    messages: Annotated[list[AnthropicMessage], FIRST_ERROR] = Field(min_length=1)
     system: str | list[dict[str, Any]] | None = None
     stream: bool = False
     temperature: float | None = Field(default=None, ge=0, le=1)

@@ -22,7 +22,7 @@ from llmpq.runtime.serve.metrics import AnswerClock, Metrics
 from llmpq.runtime.serve.response_store import ResponseStore
 from llmpq.runtime.serve.settings import ServeSettings
 from llmpq.runtime.text.prompts import Prompt
-from llmpq.runtime.text.text_threads import TooManyTextsError
+from llmpq.runtime.text.text_threads import TextThreads, TooManyTextsError
 from llmpq.runtime.text.tokenizer import Tokenizer
 from llmpq.runtime.token_rules import GuideError
 
@@ -71,6 +71,7 @@ class Service:
         """Of the answers under way."""
         self._cut_off = False
         self._num_named = 0
+        self._threads = TextThreads()
         self.began_s = time.time()
         self.responses = ResponseStore(settings.max_stored_responses)
         self.metrics = Metrics(self.model_name, settings.metrics_prefix, self.stats, engine)
@@ -227,7 +228,7 @@ class Service:
     async def read_text(self, work: Callable[[], _T], length: int) -> _T:
         """Return what `work` on a text returns, beside the event loop if that takes long."""
         try:
-            return await self.ready().read_text(work, length)
+            return await self._threads.run(work, length)
         except TooManyTextsError as error:
             raise ApiError(
                 429, f"{error}; try again in a moment", code="rate_limit_exceeded"

@@ -170,11 +170,15 @@ class Tokenizer:
     def _byte_level(self) -> bool:
         return "ByteLevel" in repr(self._inner.backend_tokenizer.decoder)
 
-    @property
-    def chat_template(self) -> str | None:
-        """The model's format for conversations, as Jinja; None without any."""
-        template = getattr(self._inner, "chat_template", None)
-        return template if isinstance(template, str) else None
+    def chat_template(self, *, tools: bool = False) -> str | None:
+        """Return the model's format for conversations, as Jinja; None without any.
+
+        Of several under names, the one of tools where there are `tools`, else the default.
+        """
+        known = getattr(self._inner, "chat_template", None)
+        if not isinstance(known, Mapping):
+            return known or None
+        return (known.get("tool_use") if tools else None) or known.get("default")
 
     @property
     def bos_token_id(self) -> int | None:
@@ -196,7 +200,7 @@ class Tokenizer:
     @property
     def has_chat_template(self) -> bool:
         """Whether the model knows a format for conversations."""
-        return bool(getattr(self._inner, "chat_template", None))
+        return bool(self.chat_template() or self.chat_template(tools=True))
 
     def encode_chat(
         self,

@@ -76,6 +76,8 @@ def test_no_more_than_the_limit_are_under_way(two_stages, running):
 
 
 def test_a_client_that_goes_before_its_stream_begins_frees_its_part(server):
+    from starlette.requests import ClientDisconnect
+
     from llmpq.runtime.serve.app import _answer
     from llmpq.runtime.serve.bodies import CompletionBody
     from llmpq.runtime.serve.completions import TextCompletion
@@ -93,12 +95,17 @@ def test_a_client_that_goes_before_its_stream_begins_frees_its_part(server):
         class Request:
             url = type("Url", (), {"path": "/v1/completions"})
 
-        Request.receive = staticmethod(receive)
-        body = CompletionBody(prompt="def", max_tokens=100, stream=True, n=2)
-        asked = TextCompletion(service, body)
-        response = await _answer(Request(), service, asked, streamed=True)
+            async def receive(self):
+                await asyncio.sleep(60)
+
+            async def body(self):
+                return json.dumps(
+                    {"prompt": "def", "max_tokens": 99, "stream": True, "n": 2}
+                ).encode()
+
+        response = await _answer(Request(), service, CompletionBody, TextCompletion)
         assert service.num_under_way == 2
-        with pytest.raises(OSError):
+        with pytest.raises(ClientDisconnect):
             await response({"type": "http", "asgi": {"spec_version": "2.4"}}, receive, send)
         return service.num_under_way
 

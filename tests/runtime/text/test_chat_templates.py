@@ -1,0 +1,106 @@
+"""Chat templates: several under names, and what of earlier turns reaches them."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from llmpq.runtime.serve.bodies import ChatBody
+from llmpq.runtime.serve.chat import Chat, plain_message
+from llmpq.runtime.serve.service import Service
+from llmpq.runtime.serve.settings import ServeSettings
+from llmpq.runtime.serve.tool_forms import Calls
+from llmpq.runtime.text.tokenizer import Tokenizer
+
+pytestmark = pytest.mark.cpu
+PLAIN = "{% for m in messages %}[{{ m.content }}]{% endfor %}"
+TOOLS = "<tool_call>{{ tools[0].function.name }}" + PLAIN
+MISTRAL = "[TOOL_CALLS]" + PLAIN
+NAMED = [{"name": "default", "template": PLAIN}, {"name": "tool_use", "template": TOOLS}]
+TOOL = {"type": "function", "function": {"name": "find"}}
+TALK = [{"role": "user", "content": "hi"}]
+
+
+def tokenizer_of(demo_model: Path, folder: Path, template) -> Tokenizer:
+    shutil.copy(demo_model / "tokenizer.json", folder)
+    settings = json.loads((demo_model / "tokenizer_config.json").read_text())
+    settings.pop("chat_template", None)
+    settings |= {} if template is None else {"chat_template": template}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    return Tokenizer(folder)
+
+
+@pytest.mark.parametrize(
+    ("template", "plain", "with_tools"),
+    [
+        (PLAIN, PLAIN, PLAIN),
+        (NAMED, PLAIN, TOOLS),
+        (NAMED[:1], PLAIN, PLAIN),
+        ([{"name": "tool_use", "template": TOOLS}], None, TOOLS),
+        ([*NAMED, {"name": "rag", "template": "x"}], PLAIN, TOOLS),
+        (None, None, None),
+    ],
+)
+def test_the_template_of_tools_is_the_one_used_for_them(
+    demo_model, tmp_path, template, plain, with_tools
+):
+    tokenizer = tokenizer_of(demo_model, tmp_path, template)
+    assert tokenizer.chat_template() == plain
+    assert tokenizer.chat_template(tools=True) == with_tools
+    assert tokenizer.has_chat_template == (template is not None)
+    for tools, own in ((None, plain), ([TOOL], with_tools)):
+        if own is not None:
+            shown = tokenizer.decode(tokenizer.encode_chat(TALK, tools=tools))
+            assert shown == ("<tool_call>find[hi]" if own is TOOLS else "[hi]")
+        elif template is not None:
+            with pytest.raises(ValueError, match="chat template"):
+                tokenizer.encode_chat(TALK, tools=tools)
+
+
+@pytest.mark.parametrize(
+    ("template", "form"),
+    [
+        (NAMED, Calls.HERMES),
+        ([NAMED[0], {"name": "tool_use", "template": MISTRAL}], Calls.MISTRAL),
+        (MISTRAL, Calls.MISTRAL),
+        ([{"name": "default", "template": MISTRAL}, NAMED[1]], Calls.HERMES),
+        (PLAIN, Calls.NONE),
+    ],
+)
+def test_the_form_of_calls_is_that_of_the_named_template(demo_model, tmp_path, template, form):
+    service = Service(ServeSettings(model_names=("demo",)))
+    service.llm = SimpleNamespace(
+        tokenizer=tokenizer_of(demo_model, tmp_path, template),
+        generation_config=SimpleNamespace(sampling={}),
+        get_default_sampling_params=lambda: SimpleNamespace(
+            temperature=1.0, top_p=1.0, top_k=0, min_p=0.0, repetition_penalty=1.0
+        ),
+    )
+    chat = Chat(service, ChatBody.model_validate({"messages": TALK, "tools": [TOOL]}))
+    assert chat._reader()._form is form
+
+
+def test_a_gguf_files_named_templates_are_read():
+    from llmpq.checkpoints import gguf_tokenizer
+
+    told = {
+        "tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": "gpt-2",
+        "tokenizer.ggml.tokens": ["a", "b", "ab"], "tokenizer.ggml.merges": ["a b"],
+        "tokenizer.chat_template": PLAIN, "tokenizer.chat_template.tool_use": TOOLS,
+        "tokenizer.chat_templates": ["tool_use"],
+    }  # fmt: skip
+    made = gguf_tokenizer.tokenizer_of(SimpleNamespace(metadata=told, path="a.gguf"))
+    assert made.chat_template == {"default": PLAIN, "tool_use": TOOLS}
+
+
+@pytest.mark.parametrize("name", ["reasoning_content", "reasoning"])
+def test_what_earlier_turns_thought_reaches_the_template(name):
+    turn = {"role": "assistant", "content": "4", name: "2 + 2"}
+    body = ChatBody.model_validate({"messages": [*TALK, turn, *TALK]})
+    plain = [plain_message(message) for message in body.messages]
+    assert plain[1]["reasoning_content"] == plain[1]["reasoning"] == "2 + 2"
+    assert "reasoning" not in plain[0] and "reasoning_content" not in plain[2]
