@@ -19,8 +19,10 @@ EXPORTS = ("vllm", "sglang", "llamacpp", "accelerate", "compressed-tensors", "gp
 DEFAULT_POINTS = 25
 """Points of a front, unless `--pareto-points` says."""
 COMMANDS = ("plan", "check", "export", "devices", "models")
-CPU_ACTIVATIONS = "CPUs: int8 rounds what meets 3-, 4- and 8-bit weights (exact)"
-HEAD_BITS = "of the output matrix (8 on CPUs with --bits of 8 or fewer, else 16), not in omega"
+CPU_ACTIVATIONS = (
+    "on CPUs, inputs of 3-, 4- and 8-bit weights: exact (16 bits) or rounded to int8 (exact)"
+)
+HEAD_BITS = "bits of the output matrix (8 on CPUs with --bits of 8 or fewer, else 16); not in omega"
 THETA_OUT = "leave one of them out"
 GROUP_SIZES = "weights that share a scale: 128, 64, 32 (slower on GPUs), or 0 for a channel"
 NOTES = """\
@@ -94,7 +96,12 @@ def _what_to_plan(section: Section) -> None:
         default="auto",
         help="auto: the model's own, but float32 on CPUs not known to be quick in it",
     )
-    section.flag("--fit", also=("--fit-cost-model",), action="store_true", help="always on")
+    section.flag(
+        "--fit",
+        also=("--fit-cost-model",),
+        action="store_true",
+        help="paper's flag; costs are always fitted",
+    )
 
 
 def add_model(section: Section) -> None:
@@ -161,7 +168,11 @@ def _limits(section: Section) -> None:
     )
     section.flag("--max-devices", type=int, help="use at most this many devices")
     section.flag(
-        "--group", also=("--group-size",), type=int, default=1, help="layers that share a choice"
+        "--group",
+        also=("--group-size",),
+        type=int,
+        default=1,
+        help="consecutive layers that get one precision (1)",
     )
     section.flag("--prefill-microbatch", type=int, help="fix the prefill micro-batch")
     section.flag("--decode-microbatch", type=int, help="fix the decode micro-batch")

@@ -138,17 +138,28 @@ def run_parser() -> CommandParser:
     what.flag("--bits", default=BITS, daily=True, help=f"precisions to time (default {BITS})")
     what.flag("--kv", default="kv16", daily=True, help="KV precisions to time (default kv16)")
     what.flag(
-        "--job", daily=True, metavar="512/100", help="only what such prompts and new tokens need"
+        "--job",
+        daily=True,
+        metavar="512/100",
+        help="time only shapes of such a job: prompt tokens / new tokens",
     )
     what.flag("--dtype", choices=DTYPES, help="default: the model's, but float32 on a file's CPUs")
-    rounded = "what 3-, 4- and 8-bit weights meet on CPUs, as in the plan (exact)"
+    rounded = "on CPUs, inputs of 3-, 4- and 8-bit weights, as in the plan: exact or int8 (exact)"
     choices = ("exact", "int8")
     what.flag("--cpu-activations", choices=choices, default="exact", help=rounded)
     what.flag("--verify", default="", help="also time verifying of this many tokens: 2,4")
     sampled = Only(lambda a: a.temperature > 0, "on greedy tokens", "add --temperature T")
     what.flag("--temperature", type=float, default=0.0, help="above 0: time sampled tokens")
-    what.flag("--top-k", type=int, only=sampled, help="sample of the K likeliest (default all)")
-    what.flag("--top-p", type=float, default=1.0, only=sampled, help="sample of this probability")
+    what.flag(
+        "--top-k", type=int, only=sampled, help="sample among the K likeliest tokens (default all)"
+    )
+    what.flag(
+        "--top-p",
+        type=float,
+        default=1.0,
+        only=sampled,
+        help="sample among the likeliest tokens of this total probability",
+    )
     much = parser.section("how much")
     much.flag("--quick", action="store_true", daily=True, help="few shapes, short repeats")
     much.flag("--max-batch", type=int, help="largest micro-batch (default 32, 16 with --quick)")
@@ -163,12 +174,18 @@ def run_parser() -> CommandParser:
     there = Only(lambda a: a.ray_address, "without --ray-address", "add --ray-address HOST:PORT")
     seconds = "seconds for hosts that have not joined the Ray (30; 0: none)"
     much.flag("--wait-nodes", type=float, default=30.0, metavar="S", only=there, help=seconds)
-    network = "over which hosts talk: a name for all, or NODE=NAME,... (default: Ray's own)"
+    network = "network interface between hosts: one name, or NODE=NAME,... (default: Ray's own)"
     much.flag("--network-interface", metavar="NAME", only=there, help=network)
-    much.flag("--copies", type=int, help="processes that time at once (default: as will run)")
+    much.flag(
+        "--copies",
+        type=int,
+        help="processes timed side by side (default: as many as will run on the device)",
+    )
     files = parser.section("files")
     files.flag("-o", "--output", type=Path, required=True, help="costs.json to write")
-    files.flag("--samples", type=Path, help="samples.jsonl to go on from and append to")
+    files.flag(
+        "--samples", type=Path, help="samples.jsonl: its timings are reused, new ones appended"
+    )
     return parser
 
 
@@ -189,7 +206,9 @@ def tune_parser() -> CommandParser:
     what.flag("--job", default="512/100", metavar="512/100", only=unplanned, help=job)
     bfloat16 = "default: bfloat16"
     what.flag("--dtype", choices=DTYPES[:2], default="bfloat16", only=unplanned, help=bfloat16)
-    what.flag("--symmetric", action="store_true", only=unplanned, help="weights without zeros")
+    what.flag(
+        "--symmetric", action="store_true", only=unplanned, help="weights without zero points"
+    )
     much = parser.section("how long")
     much.flag("--seconds", type=float, default=90.0, daily=True, help="at most (default 90)")
     return parser
@@ -217,8 +236,14 @@ def indicator_parser() -> CommandParser:
     what.flag("--bits", default=BITS, daily=True, help=f"{BITS} (default), w8a8, w4a4")
     what.flag("--kv", default="kv8,kv4,kv2", daily=True, help="KV precisions (all by default)")
     what.flag("--device", default="cpu", daily=True, only=observed, help="cpu (default) or cuda")
-    what.flag("--windows", type=int, default=16, only=observed, help="of the text (default 16)")
-    what.flag("--window", type=int, default=256, only=observed, help="tokens of one (256)")
+    what.flag(
+        "--windows",
+        type=int,
+        default=16,
+        only=observed,
+        help="windows of the text to use (default 16)",
+    )
+    what.flag("--window", type=int, default=256, only=observed, help="tokens of a window (256)")
     what.flag(
         "--symmetric", action="store_true", only=observed, help="roundings without zero points"
     )
@@ -248,7 +273,9 @@ def merge_parser() -> CommandParser:
         "Join the cost files of several hosts; where two say the same, the later one counts.",
         example="llmpq-profile merge a.json b.json -o costs.json",
     )
-    parser.positional("files", nargs="+", type=Path, metavar="costs.json...", help="to join")
+    parser.positional(
+        "files", nargs="+", type=Path, metavar="costs.json...", help="cost files to join"
+    )
     parser.section("files").flag(
         "-o", "--output", type=Path, required=True, help="costs.json to write"
     )
@@ -266,7 +293,7 @@ def quantize_parser() -> CommandParser:
     parser.positional("model", type=Path, help="Hugging Face model directory, or GGUF file")
     parser.positional("output", type=Path, help="directory to write; a stopped run continues")
     what = parser.section("what to write")
-    what.flag("--scheme", daily=True, help="of all layers, or one per layer with commas")
+    what.flag("--scheme", daily=True, help="precision of all layers, or one per layer with commas")
     what.flag(
         "--plan",
         also=("--strat-file-name",),

@@ -97,7 +97,12 @@ def run_parser() -> CommandParser:
     )
     job.flag("-i", "--input", required=True, metavar="FILE", help="prompts: JSONL, or a line each")
     job.flag("-o", "--output", required=True, metavar="FILE", help="answers, JSONL")
-    job.flag("--resume", daily=True, action="store_true", help="keep the rows that --output has")
+    job.flag(
+        "--resume",
+        daily=True,
+        action="store_true",
+        help="keep finished rows of --output and run the others",
+    )
     job.flag("--report", daily=True, metavar="FILE", help="write the report as JSON")
     job.flag("--json", daily=True, action="store_true", help="print the report as JSON")
     job.flag("--trace", metavar="FILE", help="write a Chrome/Perfetto trace")
@@ -201,9 +206,15 @@ def _add_sampling(section: Section) -> None:
         default=defaults.temperature,
         help=f"0: greedy (default {defaults.temperature:g})",
     )
-    section.flag("--top-k", type=int, metavar="K", help="of the K likeliest (default: of all)")
     section.flag(
-        "--top-p", type=float, default=defaults.top_p, metavar="P", help="of this probability"
+        "--top-k", type=int, metavar="K", help="sample among the K likeliest tokens (default: all)"
+    )
+    section.flag(
+        "--top-p",
+        type=float,
+        default=defaults.top_p,
+        metavar="P",
+        help="sample among the likeliest tokens of this total probability (1)",
     )
     section.flag("--seed", type=int, default=defaults.seed, help="row i draws from seed + i")
     section.flag("--ignore-eos", action="store_true", help="always generate N tokens")
@@ -259,7 +270,7 @@ def _add_launch(section: Section) -> None:
         metavar="PORT",
         help="default: a free one",
     )
-    network = "over which hosts talk: a name for all, or NODE=NAME,... (default: Ray's own)"
+    network = "network interface between hosts: one name, or NODE=NAME,... (default: Ray's own)"
     section.flag("--network-interface", metavar="NAME", help=network)
     copies = "send each host its stage's slice of --model; kept in --layer-cache (default ~/.cache)"
     section.flag("--copy-weights", action="store_true", help=copies)
@@ -284,7 +295,7 @@ def add_master_addr(section: Section, only: Only | tuple[()] = ()) -> None:
         "--master-addr",
         metavar="IP",
         only=only,
-        help="where the stages meet (default: the first stage's address where they are on several "
+        help="address for stages to connect (default: the first stage's where they are on several "
         "hosts, else 127.0.0.1)",
     )
 

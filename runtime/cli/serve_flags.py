@@ -108,7 +108,12 @@ def serve_parser() -> CommandParser:
     )
     what.flag("--max-model-len", daily=True, type=int, metavar="N", help=length)
     what.flag(
-        "--max-num-seqs", daily=True, type=int, metavar="N", only=unplanned, help="answers at once"
+        "--max-num-seqs",
+        daily=True,
+        type=int,
+        metavar="N",
+        only=unplanned,
+        help="requests that run at once",
     )
     add_kv_pool(what)
     add_generation_config(what, "ends of answers and default sampling")
@@ -116,13 +121,19 @@ def serve_parser() -> CommandParser:
     step = "tokens of a step over a pool: a long prompt holds answers up no longer (default: 512, "
     step += "or what the plan's costs have ready in 0.1 s)"
     what.flag("--max-num-batched-tokens", type=int, metavar="N", help=step)
-    what.flag("--no-prefix-cache", action="store_true", help="compute anew what prompts share")
+    what.flag(
+        "--no-prefix-cache", action="store_true", help="do not reuse KV blocks of earlier prompts"
+    )
     what.flag(
         "--dtype", default=AUTO, only=unplanned, help="float16, bfloat16, float32 or a precision"
     )
     what.flag("--kv-cache-dtype", default=AUTO, metavar="KV", help="kv16, kv8, kv4 or kv2")
-    what.flag("--speculate", metavar="MODE", help="who drafts: off, or a mode of the plan")
-    what.flag("--gamma", type=int, metavar="N", help="tokens drafted at once")
+    what.flag(
+        "--speculate",
+        metavar="MODE",
+        help="speculative decoding: off, or a draft mode such as ngram",
+    )
+    what.flag("--gamma", type=int, metavar="N", help="tokens drafted per verify")
     what.flag(
         "--backend", choices=BACKENDS, default="auto",
         help="how stages run; auto: as processes of this host, those of several nodes through Ray",
@@ -148,18 +159,29 @@ def _add_server(server: Section) -> None:
     server.flag("--host", daily=True, default="127.0.0.1", help="address (default 127.0.0.1)")
     server.flag("--port", daily=True, type=int, default=8000, metavar="N", help="port (8000)")
     server.flag(
-        "--api-key", daily=True, action="append", metavar="KEY", help="open with it only; several"
+        "--api-key",
+        daily=True,
+        action="append",
+        metavar="KEY",
+        help="require this key (may repeat)",
     )
-    server.flag("--api-key-file", metavar="FILE", help="keys, one a line: others see no arguments")
-    server.flag("--cors-origin", action="append", metavar="URL", help="let pages of it ask")
+    server.flag(
+        "--api-key-file", metavar="FILE", help="keys, one per line, which process lists do not show"
+    )
+    server.flag(
+        "--cors-origin",
+        action="append",
+        metavar="URL",
+        help="allow pages of this origin (may repeat)",
+    )
     server.flag(
         "--metrics-prefix",
         choices=("vllm", "llmpq"),
         default=DEFAULTS.metrics_prefix,
-        help="of metrics that vLLM has, too (default vllm, for its dashboards)",
+        help="prefix of metrics that vLLM also has (default vllm, for its dashboards)",
     )
     server.flag("--no-access-log", action="store_true", help="no JSON line for each request")
-    server.flag("--log-prompts", action="store_true", help="a JSON line with every prompt, too")
+    server.flag("--log-prompts", action="store_true", help="log every prompt as a JSON line")
     alone = Only(lambda a: not a.ray_serve, "with --ray-serve", "trace a server of one engine")
     text = "write a Chrome/Perfetto trace at the end: every stage's steps, and for which requests"
     server.flag("--trace", metavar="FILE", only=alone, help=text)
@@ -169,13 +191,17 @@ def _add_server(server: Section) -> None:
         type=float,
         default=DEFAULTS.drain_timeout_s,
         metavar="S",
-        help="seconds that answers under way get once SIGTERM came (30)",
+        help="seconds that running requests get to finish after SIGTERM (30)",
     )
 
 
 def _add_limits(limits: Section) -> None:
     for name, value, text in (
-        ("--max-requests", DEFAULTS.max_requests, "answers under way; beyond them 429"),
+        (
+            "--max-requests",
+            DEFAULTS.max_requests,
+            "requests taken at once, running or waiting; more get 429",
+        ),
         ("--max-prompts", DEFAULTS.max_prompts, "prompts in one request"),
         ("--max-n", DEFAULTS.max_n, "answers to one prompt"),
         ("--max-body-bytes", DEFAULTS.max_body_bytes, "bytes of a request's body"),
@@ -191,7 +217,7 @@ def _add_limits(limits: Section) -> None:
     )
     for name, seconds, text in (
         ("--read-timeout", DEFAULTS.read_timeout_s, "a request's head, and its body, may take"),
-        ("--write-timeout", DEFAULTS.write_timeout_s, "a client may read nothing of its answer"),
+        ("--write-timeout", DEFAULTS.write_timeout_s, "a client may stop reading its answer"),
     ):
         help_text = f"seconds {text} ({seconds:g})"
         limits.flag(name, type=float, default=seconds, metavar="S", help=help_text)

@@ -32,9 +32,11 @@ JOB: Mapping[str, Any] = {
 """What a job of `bench` without a plan is, unless flags say otherwise."""
 DTYPES = ("float16", "bfloat16", "float32")
 Dtype = Literal["float16", "bfloat16", "float32"]
-CPU_ACTIVATIONS = "CPUs: int8 rounds what meets 3-, 4- and 8-bit weights (exact)"
-HEAD_BITS = "of the output matrix (8 on CPUs where layers have 8 or fewer, else 16)"
-EVAL_HEAD_BITS = "of the output matrix (16): layers are measured alone unless a plan says otherwise"
+CPU_ACTIVATIONS = (
+    "on CPUs, inputs of 3-, 4- and 8-bit weights: exact (16 bits) or rounded to int8 (exact)"
+)
+HEAD_BITS = "bits of the output matrix (8 on CPUs where layers have 8 or fewer, else 16)"
+EVAL_HEAD_BITS = "bits of the output matrix (the plan's, or 16: only layers are quantised)"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,7 +136,7 @@ def check_parser() -> CommandParser:
     """Return the flags of `llmpq-dist check`."""
     parser = CommandParser(
         "llmpq-dist check",
-        "Look whether a plan can run here: places, memory, model, versions, links. Loads nothing.",
+        "Check that a plan can run here: devices, memory, model, versions, links. Loads nothing.",
         example="llmpq-dist check plan.json --model DIR",
     )
     parser.positional("plan", metavar="PLAN", help="plan.json of llmpq-algo")
@@ -152,7 +154,9 @@ def check_parser() -> CommandParser:
     add_wait_nodes(flags)
     seconds = Deadlines().placement_s
     flags.flag("--placement-timeout", type=float, default=seconds, metavar="S", help="seconds")
-    flags.flag("--timeout", type=float, default=90.0, metavar="S", help="seconds for each look")
+    flags.flag(
+        "--timeout", type=float, default=90.0, metavar="S", help="seconds for each check (90)"
+    )
     return parser
 
 
@@ -167,7 +171,7 @@ def doctor_parser() -> CommandParser:
     address = "look at every node of this Ray ('auto': of this machine); default: this machine"
     flags.flag("--ray-address", also=("--address", "--from-ray"), daily=True, help=address)
     flags.flag("--json", daily=True, action="store_true", help="print what was found as JSON")
-    seconds = "seconds for each look (default 60)"
+    seconds = "seconds for each check (default 60)"
     flags.flag("--timeout", daily=True, type=float, default=60.0, metavar="S", help=seconds)
     return parser
 
@@ -212,7 +216,7 @@ def bench_parser() -> CommandParser:
     out.flag("--json", daily=True, action="store_true", help="print the report as JSON")
     out.flag("--rows", daily=True, metavar="FILE", help="append a result row (JSONL)")
     row = Only(lambda a: a.rows is not None, "without a row to write", "add --rows FILE")
-    out.flag("--commit", only=row, help="commit a row names, where git cannot tell")
+    out.flag("--commit", only=row, help="commit to name in the row, where git is not at hand")
     baseline = "tokens/s of another engine on the same job, for the row"
     out.flag(
         "--baseline", action="append", default=[], metavar="NAME=VALUE", only=row, help=baseline
@@ -225,7 +229,10 @@ def _add_job(job: Section) -> None:
     rounded = Only(_rounds_weights, "on weights that are not rounded", "add --bits w4a16")
     job.flag("--bits", daily=True, metavar="PRECISION", only=unplanned, help=_default("bits"))
     job.flag(
-        "--symmetric", action="store_true", only=(unplanned, rounded), help="weights without zeros"
+        "--symmetric",
+        action="store_true",
+        only=(unplanned, rounded),
+        help="weights without zero points",
     )
     job.flag("--head-bits", type=int, choices=(8, 16), only=unplanned, help=HEAD_BITS)
     job.flag("--cpu-activations", choices=("exact", "int8"), only=unplanned, help=CPU_ACTIVATIONS)
@@ -278,7 +285,7 @@ def eval_parser() -> CommandParser:
         "--precision",
         daily=True,
         only=unplanned,
-        help="of all layers, or one per layer with commas (default w16a16)",
+        help="one for all layers, or one per layer with commas (default w16a16)",
     )
     add_plan(flags, text="take precisions and quantisation from this plan")
     flags.flag(

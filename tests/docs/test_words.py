@@ -1,0 +1,23 @@
+"""Pages and --help use the terms of the field, none of a few private ones."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.pure
+
+ROOT = Path(__file__).resolve().parents[2]
+PRIVATE = re.compile(r"\b(nobody|whoever|let in|lasting|wishes)\b", re.IGNORECASE)
+PAGES = [
+    ROOT / "README.md",
+    *(ROOT / "docs").glob("*.md"),
+    *(ROOT / "docs" / "how-to").glob("*.md"),
+    ROOT / "docs" / "reference" / "commands.md",
+]
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
+def test_pages_and_help_use_the_fields_words(path: Path) -> None:
+    lines = path.read_text().splitlines()
+    assert [line for line in lines if PRIVATE.search(line)] == []
