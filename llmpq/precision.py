@@ -6,6 +6,7 @@ K = in_features, N = out_features of a linear layer.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 
@@ -49,6 +50,19 @@ class Precision(Enum):
     def activation_bits(self) -> int:
         """Bits of one activation as the matrix product reads it."""
         return int(self.value[self.value.index("a") + 1 :])
+
+    @property
+    def title(self) -> str:
+        """Return `8 bits`, or `w8a8` where activations are rounded, too."""
+        return self.value if self.activation_bits < 16 else f"{self.weight_bits} bits"
+
+
+def bits_of(precisions: Sequence[Precision]) -> str:
+    """Return what layers have: `8 bits`, or `40 x 8 bits + 24 x 4 bits`."""
+    kinds = sorted(set(precisions), key=lambda p: (-p.weight_bits, -p.activation_bits))
+    if len(kinds) == 1:
+        return kinds[0].title
+    return " + ".join(f"{list(precisions).count(p)} x {p.title}" for p in kinds)
 
 
 WEIGHT_ONLY = (Precision.W16A16, Precision.W8A16, Precision.W4A16, Precision.W3A16)

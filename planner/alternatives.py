@@ -13,7 +13,6 @@ from llmpq.planner.answer import Answer, Wish, solved
 from llmpq.planner.formulation.problem import Problem
 from llmpq.planner.predict.pipeline_time import sum_omega
 from llmpq.planner.predict.step_by_step import told_time
-from llmpq.precision import Precision
 
 GAP = 0.01
 """Relative gap to which an alternative is solved."""
@@ -68,7 +67,7 @@ def _line(best: Answer, wish: Wish, b: int, own: Rated) -> tuple[str, Rated | No
         gap=max(GAP, wish.gap),
         time_limit_s=min(LONGEST_S, wish.time_limit_s),
     )
-    everywhere = f"{bits_name(precision)} everywhere"
+    everywhere = f"{precision.title} everywhere"
     try:
         priced, outcome = solved(problem, how)
     except DoesNotFitError:
@@ -82,13 +81,6 @@ def _line(best: Answer, wish: Wish, b: int, own: Rated) -> tuple[str, Rated | No
         f"quality loss {rated.omega:.4g} instead of {own.omega:.4g}",
         rated,
     )
-
-
-def bits_name(precision: Precision) -> str:
-    """`8 bits`, or `w8a8` where activations are rounded, too."""
-    if precision.activation_bits < 16:
-        return precision.value
-    return f"{precision.weight_bits} bits"
 
 
 def _rate(p: Problem, seconds: float) -> float:

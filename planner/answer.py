@@ -66,11 +66,6 @@ def read_wish(request: PlanRequest, cluster: Cluster) -> Wish:
         raise ValueError(NO_PLAN)
     if request.quality_budget is not None:
         budget = limits.within("--quality-budget", request.quality_budget, limits.MAX_BUDGET)
-    if budget is not None and method not in ("exact", "ilp"):
-        raise ValueError(
-            f"--quality-budget is for --method exact or ilp, not {method}: the others cannot "
-            "keep a budget"
-        )
     return Wish(
         method=method,
         time_limit_s=limits.within("--time-limit", request.time_limit, math.inf),
@@ -114,7 +109,7 @@ def _by_preference(problem: Problem, wish: Wish) -> tuple[Problem, Outcome]:
             bound=outcome.bound,
         )
 
-    problems = [p for p in _allowed(problem, wish) if not too_big(p)]
+    problems = [p for p in allowed_problems(problem, wish) if not too_big(p)]
     if not problems:
         raise DoesNotFitError(explain_infeasible(problem))
     guess, corner = look_around(problems, price)
@@ -138,7 +133,7 @@ def solved(
     of plans of the same request that this problem does not have.
     """
     start_s, limit = time.perf_counter(), wish.time_limit_s
-    tries = _tried([p for p in _allowed(problem, wish) if not too_big(p)], wish)
+    tries = _tried([p for p in allowed_problems(problem, wish) if not too_big(p)], wish)
     if tries.best is None and tries.unfinished is not None and tries.bounds:
         raise tries.unfinished
     if tries.best is None:
@@ -156,7 +151,7 @@ def solved(
     return priced, _over_all(outcome, bound)
 
 
-def _allowed(problem: Problem, wish: Wish) -> list[Problem]:
+def allowed_problems(problem: Problem, wish: Wish) -> list[Problem]:
     """Return the problem at every KV precision allowed, with every chunk that is worth trying."""
     found = []
     for kv in wish.kvs:

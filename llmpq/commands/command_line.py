@@ -125,6 +125,24 @@ class CommandParser:
         `ValueError` for words that are no flag of this command, and for flags without an effect.
         """
         self._show_and_leave(argv)
+        found, given = self._parsed(argv)
+        for _, only in self._only:
+            if not only.holds(found):
+                names = {
+                    self._parser.shown[action.dest][-1]: action.dest in given
+                    for action, other in self._only
+                    if other is only
+                }
+                refuse_without_effect(names, only.otherwise, only.remedy)
+        return found
+
+    def read_given(self, argv: Sequence[str]) -> dict[str, Any]:
+        """Return the values of the flags that are among the words, and of no other."""
+        found, given = self._parsed(argv)
+        return {dest: getattr(found, dest) for dest in given}
+
+    def _parsed(self, argv: Sequence[str]) -> tuple[argparse.Namespace, set[str]]:
+        """Return the values of all flags, and which were given."""
         actions = [a for a in self._parser._actions if a.option_strings]
         blank = argparse.Namespace(**{
             a.dest: None if isinstance(a, argparse._AppendAction) else _NOT_GIVEN for a in actions
@@ -141,15 +159,7 @@ class CommandParser:
                 setattr(found, action.dest, action.default)
             else:
                 given.add(action.dest)
-        for _, only in self._only:
-            if not only.holds(found):
-                names = {
-                    self._parser.shown[action.dest][-1]: action.dest in given
-                    for action, other in self._only
-                    if other is only
-                }
-                refuse_without_effect(names, only.otherwise, only.remedy)
-        return found
+        return found, given
 
     def read_as(self, request: type[T], argv: Sequence[str]) -> T:
         """Return a frozen request whose fields are named as the flags."""

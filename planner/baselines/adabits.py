@@ -18,16 +18,22 @@ from llmpq.planner.costs.stage_memory import DENSE, MIXED, NEVER, PACKED
 from llmpq.planner.formulation.outcome import Assignment, Infeasible, Outcome, Stage, Unfinished
 from llmpq.planner.formulation.problem import Problem
 from llmpq.planner.predict.fits import fitting
-from llmpq.planner.predict.pipeline_time import value
+from llmpq.planner.predict.pipeline_time import keeps_budget, value
 
 MAX_ORDERS = 24
 """Orders of device kinds tried: 4! of them; more kinds keep the first 24."""
 
 
-def solve_adabits(p: Problem, *, time_limit_s: float = math.inf) -> Outcome:
+def solve_adabits(
+    p: Problem, *, time_limit_s: float = math.inf, budget: float | None = None
+) -> Outcome:
     """Return the best-quality plan, with its fastest micro-batches and order of kinds."""
     start = time.perf_counter()
     starts = adabits_plans(p, start + time_limit_s)
+    if starts and budget is not None:
+        starts = [a for a in starts if keeps_budget(p, a, budget)]
+        if not starts:
+            raise Infeasible(f"adabits: its plans lose more than {budget:g}; use --method exact")
     if not starts and time.perf_counter() > start + time_limit_s:
         raise Unfinished(f"adabits: no plan within {time_limit_s:g} s; give a longer --time-limit")
     if not starts:

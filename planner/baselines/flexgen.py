@@ -1,7 +1,7 @@
 """`flexgen`: what offloading would take, estimated; not a plan this project runs.
 
 Layers are split evenly over the devices in the order given, at the most precise choice there is (16
-bits, unless --bits leaves them out). What does not fit a device
+bits, unless --bits leaves them out) or the fastest within a budget. What does not fit a device
 lives in host memory or on disk; a linear program chooses which share of weights and KV is where, so
 that the slowest of computing, reading over PCIe and reading from disk is fastest (they overlap).
 Generation goes through a layer for the whole block of requests before the next (FlexGen's zig-zag),
@@ -45,11 +45,20 @@ class OffloadEstimate:
     sum_omega: float
 
 
-def estimate_flexgen(p: Problem) -> OffloadEstimate:
-    """Return the estimate: prefill and n-1 decode steps of an even, offloading pipeline."""
+def estimate_flexgen(p: Problem, budget: float | None = None) -> OffloadEstimate:
+    """Return the estimate: prefill and n-1 decode steps of an even, offloading pipeline.
+
+    With a `budget` of the sum of omega, at the precision within it that is the fastest.
+    """
+    if budget is None:
+        return _estimate(p, by_precision(p)[0])
+    each = [_estimate(p, choice) for choice in by_precision(p, budget)]
+    return min(each, key=lambda estimate: estimate.total_s)
+
+
+def _estimate(p: Problem, choice: int) -> OffloadEstimate:
     devices = p.cluster.devices
     share = -(-p.spec.num_layers // len(devices))
-    choice = by_precision(p)[0]
     each = [_stage(p, cls.first, share, p.choices[choice]) for cls in p.classes]
     stages = [each[c] for c, cls in enumerate(p.classes) for _ in cls.devices]
     mp = md = len(devices)  # the batch is cut by the number of stages, as in the paper

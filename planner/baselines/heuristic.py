@@ -17,19 +17,24 @@ from llmpq.planner.baselines.adabits import adabits_plans
 from llmpq.planner.formulation.outcome import Assignment, Infeasible, Outcome, Stage, Unfinished
 from llmpq.planner.formulation.problem import Problem
 from llmpq.planner.predict.fits import fits, spare_bytes
-from llmpq.planner.predict.pipeline_time import stage_times, value
+from llmpq.planner.predict.pipeline_time import keeps_budget, stage_times, value
 
 SHIFTS = (1, 2, 4)
 """Layers moved at once."""
 
 
-def solve_heuristic(p: Problem, *, time_limit_s: float = 60.0) -> Outcome:
-    """Return the best plan that transfers reach from any start."""
+def solve_heuristic(
+    p: Problem, *, time_limit_s: float = 60.0, budget: float | None = None
+) -> Outcome:
+    """Return the best plan that transfers reach from any start, within a `budget` of omega."""
     start = time.perf_counter()
     best: Assignment | None = None
     worth = float("inf")
     deadline = start + time_limit_s
-    plans = adabits_plans(p, start + time_limit_s / 2)
+    every = adabits_plans(p, start + time_limit_s / 2)
+    plans = [plan for plan in every if keeps_budget(p, plan, budget)]
+    if every and not plans:
+        raise Infeasible(f"heuristic: its starts lose more than {budget:g}; use --method exact")
     for plan in plans:
         if value(p, plan) < worth:
             best, worth = plan, value(p, plan)
@@ -42,7 +47,7 @@ def solve_heuristic(p: Problem, *, time_limit_s: float = 60.0) -> Outcome:
             )
             if not fits(p, moved) or value(p, moved) > 1.5 * worth:
                 continue
-            found = _transfer(p, moved, deadline)
+            found = _transfer(p, moved, deadline, budget)
             if value(p, found) < worth:
                 best, worth = found, value(p, found)
     if best is None and time.perf_counter() > start + time_limit_s / 2:
@@ -61,7 +66,7 @@ def solve_heuristic(p: Problem, *, time_limit_s: float = 60.0) -> Outcome:
     )
 
 
-def _transfer(p: Problem, a: Assignment, deadline: float) -> Assignment:
+def _transfer(p: Problem, a: Assignment, deadline: float, budget: float | None) -> Assignment:
     """Improve a plan until no transfer does."""
     worth = value(p, a)
     while time.perf_counter() < deadline:
@@ -69,7 +74,7 @@ def _transfer(p: Problem, a: Assignment, deadline: float) -> Assignment:
         for candidate in _neighbours(p, a):
             if time.perf_counter() > deadline:
                 break
-            if fits(p, candidate):
+            if keeps_budget(p, candidate, budget) and fits(p, candidate):
                 new = value(p, candidate)
                 if new < worth - 1e-12:
                     better, worth = candidate, new

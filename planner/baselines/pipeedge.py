@@ -26,15 +26,22 @@ from llmpq.planner.predict.pipeline_time import job_time, value
 MAX_SETS = 1500
 
 
-def solve_pipeedge(p: Problem, *, time_limit_s: float = math.inf) -> Outcome:
-    """Return the balanced plan at the highest precision that fits."""
+def solve_pipeedge(
+    p: Problem, *, time_limit_s: float = math.inf, budget: float | None = None
+) -> Outcome:
+    """Return the balanced plan at the highest precision that fits.
+
+    With a `budget` of the sum of omega, at the precision within it that is the fastest.
+    """
     start = time.perf_counter()
     deadline = start + time_limit_s
     sets = every_set(p) if num_sets(p) <= MAX_SETS else in_a_row(p)
     allowed = _allowed(p)
     equal = [pair for pair in p.pairs if pair[0] == pair[1]] or list(p.pairs)
-    for b in by_precision(p):
-        found: list[Assignment] = []
+    found: list[Assignment] = []
+    for b in by_precision(p, budget):
+        if found and budget is None:
+            break
         for eta, xi in equal:
             for phase in ("prefill", "decode"):
                 if time.perf_counter() > deadline:
@@ -42,20 +49,18 @@ def solve_pipeedge(p: Problem, *, time_limit_s: float = math.inf) -> Outcome:
                 plan = _balanced(p, sets, allowed, p.numbers(eta, xi), b, phase, deadline)
                 if plan is not None and fits(p, plan):
                     found.append(plan)
-        if found:
-            best = min(found, key=lambda a: job_time(p, a).total_s)
-            return Outcome(
-                method="pipeedge",
-                status="baseline",
-                assignment=best,
-                value=value(p, best),
-                bound=None,
-                seconds=time.perf_counter() - start,
-            )
-        if time.perf_counter() > deadline:
-            raise Unfinished(
-                f"pipeedge: no plan within {time_limit_s:g} s; give a longer --time-limit"
-            )
+    if found:
+        best = min(found, key=lambda a: job_time(p, a).total_s)
+        return Outcome(
+            method="pipeedge",
+            status="baseline",
+            assignment=best,
+            value=value(p, best),
+            bound=None,
+            seconds=time.perf_counter() - start,
+        )
+    if time.perf_counter() > deadline:
+        raise Unfinished(f"pipeedge: no plan within {time_limit_s:g} s; give a longer --time-limit")
     raise Infeasible("pipeedge: no precision fits; use --method exact")
 
 

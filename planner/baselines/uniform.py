@@ -11,33 +11,47 @@ import math
 import time
 from collections.abc import Iterator, Sequence
 
-from llmpq.planner.formulation.outcome import Assignment, Infeasible, Outcome, Stage, Unfinished
+from llmpq.planner.formulation.outcome import (
+    BUDGET_ROUNDING,
+    Assignment,
+    Infeasible,
+    Outcome,
+    Stage,
+    Unfinished,
+)
 from llmpq.planner.formulation.problem import Problem
 from llmpq.planner.predict.fits import fitting, spare_bytes
 from llmpq.planner.predict.pipeline_time import job_time, value
 from llmpq.units import format_size
 
 
-def solve_uniform(p: Problem, *, time_limit_s: float = math.inf) -> Outcome:
-    """Return the even split at the highest precision that fits, with its fastest micro-batches."""
+def solve_uniform(
+    p: Problem, *, time_limit_s: float = math.inf, budget: float | None = None
+) -> Outcome:
+    """Return the even split at the highest precision that fits, with its fastest micro-batches.
+
+    With a `budget` of the sum of omega, at the precision within it that is the fastest.
+    """
     start = time.perf_counter()
     deadline = start + time_limit_s
     order = [index for index, cls in enumerate(p.classes) for _ in cls.devices][: p.max_stages]
-    for b in by_precision(p):
-        found = fitting(p, _even(p, order, b), deadline)
-        if found:
-            best = min(found, key=lambda a: job_time(p, a).total_s)
-            return Outcome(
-                method="uniform",
-                status="baseline",
-                assignment=best,
-                value=value(p, best),
-                bound=None,
-                seconds=time.perf_counter() - start,
-            )
+    found: list[Assignment] = []
+    for b in by_precision(p, budget):
+        if not found or budget is not None:
+            found += fitting(p, _even(p, order, b), deadline)
+    if found:
+        best = min(found, key=lambda a: job_time(p, a).total_s)
+        return Outcome(
+            method="uniform",
+            status="baseline",
+            assignment=best,
+            value=value(p, best),
+            bound=None,
+            seconds=time.perf_counter() - start,
+        )
     if time.perf_counter() > deadline:
         raise Unfinished(f"uniform: no plan within {time_limit_s:g} s; give a longer --time-limit")
-    least = by_precision(p)[-1]
+    least = by_precision(p, budget)[-1]
     raise Infeasible(
         f"uniform: an even split of {p.spec.num_layers} layers over {len(order)} devices does not "
         f"fit at {p.choices[least].value}: {_shortage(p, order, least)}; use --method exact"
@@ -54,8 +68,11 @@ def _shortage(p: Problem, order: Sequence[int], b: int) -> str:
     return f"{devices[spare.index(min(spare))].name} is short by {format_size(-min(spare))}"
 
 
-def by_precision(p: Problem) -> list[int]:
-    """Return the choices that all layers may have, from the most bits to the fewest."""
+def by_precision(p: Problem, budget: float | None = None) -> list[int]:
+    """Return the choices that all layers may have, from the most bits to the fewest.
+
+    With a `budget`, those whose sum of omega is within it.
+    """
     bits = [(c.weight_bits, c.activation_bits) for c in p.choices]
     common = [b for b in range(len(p.choices)) if p.open[:, b].all()]
     if not common:
@@ -63,7 +80,14 @@ def by_precision(p: Problem) -> list[int]:
             f"no precision is one that all layers of {p.spec.name} are stored at, which methods "
             "of one precision need; use --method exact"
         )
-    return sorted(common, key=lambda b: bits[b], reverse=True)
+    losses = {b: float(p.omega[:, b].sum()) for b in common}
+    within = [b for b in common if budget is None or losses[b] <= budget * (1 + BUDGET_ROUNDING)]
+    if not within:
+        raise Infeasible(
+            f"no precision that all layers may have loses at most {budget:g}: the least is "
+            f"{min(losses.values()):.6g}; give a larger --quality-budget, or use --method exact"
+        )
+    return sorted(within, key=lambda b: bits[b], reverse=True)
 
 
 def _even(p: Problem, order: Sequence[int], b: int) -> Iterator[Assignment]:

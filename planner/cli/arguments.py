@@ -37,6 +37,11 @@ def plan_request(words: Sequence[str]) -> PlanRequest:
     return plan_parser().read_as(PlanRequest, words)
 
 
+def read_flag(name: str, value: str) -> dict[str, object]:
+    """Return what one flag of `llmpq-algo plan` sets, by its field of a request."""
+    return plan_parser().read_given([f"--{name}={value}"])
+
+
 def plan_parser() -> CommandParser:
     """Return the flags of `llmpq-algo [plan]`."""
     parser = CommandParser(
@@ -231,7 +236,13 @@ def _what_to_print(section: Section) -> None:
         Only(lambda a: not a.pareto, "with --pareto", "leave --pareto out"),
         Only(lambda a: not a.json, "with --json", "leave --json out"),
     )
-    section.flag("-o", "--output", daily=True, metavar="FILE", help="plan JSON to write")
+    section.flag(
+        "-o",
+        "--output",
+        daily=True,
+        metavar="FILE",
+        help="plan JSON to write (of --pareto: all its plans)",
+    )
     section.flag(
         "--explain",
         daily=True,
@@ -245,7 +256,7 @@ def _what_to_print(section: Section) -> None:
         default=[],
         metavar="CHANGE",
         only=tables,
-        help="re-plan with +V100, -T4-0 or batch=16 and compare (may repeat)",
+        help="re-plan with +V100, -T4:2, prompt-len=8000 or bits=8 and compare (may repeat)",
     )
     section.flag("--json", action="store_true", help="print the plan as JSON, nothing else")
     section.flag("--debug", action="store_true", help="log what the solver does")

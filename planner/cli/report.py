@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import groupby
 from typing import TYPE_CHECKING
 
 from llmpq.devices.device_list import ELSEWHERE
 from llmpq.plan import Plan, StagePlan
+from llmpq.planner.formulation.outcome import rounded_up
+from llmpq.precision import bits_of
 from llmpq.units import format_size
 
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-    from llmpq.planner.baselines.flexgen import OffloadEstimate
-    from llmpq.planner.front.front import FrontPoint
+    from llmpq.planner.cli.method_row import MethodRow
 
 
 def bits_text(stage: StagePlan) -> str:
@@ -205,71 +206,62 @@ def _ms(seconds: float | None) -> str:
     return f"{seconds * 1e3:.2f} ms" if seconds < 10 else f"{seconds:.1f} s"
 
 
-def comparison_table(
-    rows: dict[str, Plan | str], seconds: dict[str, float], offload: OffloadEstimate | None
-) -> Table:
-    """Return the methods side by side, as plans or why there is none; flexgen is an estimate."""
+def comparison_table(rows: Mapping[str, MethodRow | str], *, budget: float | None) -> Table:
+    """Return the methods side by side, as plans or why there is none.
+
+    Each is compared with the exact method at no more quality loss than its own, or than a budget.
+    """
     from rich import box
     from rich.table import Table
 
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("method")
-    for name in ("objective", "time", "sum omega", "tokens/s", "against best", "solved in"):
-        table.add_column(name, justify="right")
-    values = [
-        plan.solver.value
-        for plan in rows.values()
-        if isinstance(plan, Plan) and plan.solver.value is not None
-    ]
-    best = min(values)
-    for method, plan in rows.items():
-        if isinstance(plan, str):
-            table.add_row(method, plan, "", "", "", "", "")
+    exact = "exact at its loss" if budget is None else f"exact at {budget:g}"
+    columns = ("bits", "quality loss", "time", "tokens/s", exact, "slower", "solved in")
+    for name in columns:
+        table.add_column(name, justify="left" if name == "bits" else "right")
+    for method, row in rows.items():
+        if isinstance(row, str):
+            table.add_row(method, row)
             continue
-        assert plan.predicted is not None and plan.solver.value is not None, "planners predict"
         table.add_row(
             method,
-            f"{plan.solver.value:.4f}",
-            f"{plan.predicted.total_s:.3f} s",
-            f"{plan.predicted.sum_omega:.4g}",
-            f"{plan.predicted.output_tokens_per_s:.1f}",
-            f"{plan.solver.value / best:.3f}x",
-            f"{seconds[method]:.2f} s",
+            row.bits,
+            f"{row.omega:.4g}",
+            f"{row.time_s:.3f} s",
+            f"{row.tokens_per_s:.1f}",
+            "-" if row.exact_s is None else f"{row.exact_s:.3f} s",
+            "-" if row.exact_s is None else f"{row.time_s / row.exact_s:.3f}x",
+            "" if row.solved_in_s is None else f"{row.solved_in_s:.2f} s",
         )
-    if offload is None:
-        return table
-    table.add_row(
-        f"flexgen (estimate, {offload.precision})",
-        "",
-        f"{offload.total_s:.3f} s",
-        f"{offload.sum_omega:.4g}",
-        "",
-        "",
-        "",
-    )
     return table
 
 
-def front_table(plans: Sequence[Plan], points: Sequence[FrontPoint]) -> Table:
-    """Return the front of time against sum omega, fastest first, numbered as its files are."""
+def front_table(plans: Sequence[Plan]) -> Table:
+    """Return the front of time against quality loss, fastest first.
+
+    Losses are rounded up, so that each is a `--quality-budget` that its plan is within.
+    """
     from rich import box
     from rich.table import Table
 
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for name in ("", "time", "gap", "sum omega", "theta", "tokens/s", "micro-batches", "stages"):
-        table.add_column(name, justify="left" if name == "stages" else "right")
-    for number, (plan, point) in enumerate(zip(plans, points, strict=True), start=1):
-        if plan.predicted is None:
-            continue
-        stages = " | ".join(f"{s.device} {s.layers[0]}-{s.layers[1] - 1}" for s in plan.stages)
+    columns = ("", "time", "tokens/s", "quality loss", "bits", "KV", "micro-batches", "stages")
+    for name in columns:
+        left = name in ("bits", "stages")
+        table.add_column(name, justify="left" if left else "right")
+    for number, plan in enumerate(plans, start=1):
+        predicted = plan.predicted
+        assert predicted is not None, "the planner always predicts"
+        proven = "" if plan.solver.status == "optimal" else " (not proven)"
         table.add_row(
             str(number),
-            f"{plan.predicted.total_s:.3f} s",
-            "none" if plan.solver.gap is None else f"{plan.solver.gap:.1e}",
-            f"{plan.predicted.sum_omega:.4g}",
-            f"{point.theta:.3g}" if point.supported else "-",
-            f"{plan.predicted.output_tokens_per_s:.1f}",
+            f"{predicted.total_s:.3f} s{proven}",
+            f"{predicted.output_tokens_per_s:.1f}",
+            f"{rounded_up(predicted.sum_omega):g}",
+            bits_of(plan.precisions),
+            str(plan.workload.kv.bits),
             f"{plan.prefill_microbatch}, {plan.decode_microbatch}",
-            stages,
+            " | ".join(f"{s.device} {s.layers[0]}-{s.layers[1] - 1}" for s in plan.stages),
         )
     return table

@@ -1,4 +1,4 @@
-"""`--pareto`: the front's plans as files or one JSON, and as a table with what it leaves out."""
+"""`--pareto`: the front's plans as one file, and as a table with what it leaves out."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json
 import math
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,27 +15,30 @@ from llmpq.file_form import check_writable
 from llmpq.plan import Plan
 from llmpq.planner.answer import Wish, checked_plan
 from llmpq.planner.cli.arguments import DEFAULT_POINTS
-from llmpq.planner.cli.show_plan import open_console
+from llmpq.planner.cli.show_plan import open_console, say
 from llmpq.planner.formulation.outcome import Infeasible, Unfinished
 from llmpq.planner.formulation.problem import Problem
 from llmpq.planner.front.front import FrontPoint
+from llmpq.planner.front.preference import WEIGHTS
 from llmpq.planner.inputs.requests import PlanRequest
 from llmpq.planner.predict.advice import explain_infeasible, too_big
+from llmpq.planner.predict.step_by_step import told_time
 from llmpq.planner.solving.isolated import front_isolated
 
 
 @dataclass(frozen=True, kw_only=True)
 class ListedFront:
-    """The undominated points over all KV precisions, their plans, and how much they leave out."""
+    """The plans worth listing over all KV precisions, and how much is known of the others."""
 
-    points: tuple[FrontPoint, ...]
     plans: tuple[Plan, ...]
+    left_out: int
+    """Points that are not dominated and yet buy nothing (`worth_listing`)."""
     width: float
     complete: bool
 
 
 def show_front(request: PlanRequest, problem: Problem, wish: Wish, path: str | None) -> None:
-    """Write the plans of the front next to `-o`, print the table (or all of it as JSON)."""
+    """Write the plans of the front to `-o`, print the table (or all of it as JSON)."""
     if wish.method != "exact":
         raise ValueError(f"--pareto is for --method exact, not {wish.method}")
     if wish.budget is not None:
@@ -43,27 +47,29 @@ def show_front(request: PlanRequest, problem: Problem, wish: Wish, path: str | N
     if points < 2:
         raise ValueError(f"--pareto-points must be at least 2, got {points}")
     if request.output:
-        check_writable(_numbered(Path(request.output), 1))
+        check_writable(request.output)
     front = list_front(problem, wish, path, points)
-    written = []
-    for number, plan in enumerate(front.plans if request.output else (), start=1):
-        written.append(_numbered(Path(str(request.output)), number))
-        plan.save_json(written[-1])
+    text = json.dumps(_content(front), indent=1) + "\n"
+    if request.output:
+        Path(request.output).write_text(text)
     if request.json:
-        sys.stdout.write(json.dumps(_content(front), indent=1) + "\n")
+        sys.stdout.write(text)
         return
     from llmpq.planner.cli.report import front_table
 
     console = open_console()
-    console.print(front_table(front.plans, front.points))
-    console.print(coverage(front), highlight=False, soft_wrap=True)
-    if written:
-        console.print(f"wrote {written[0]} ... {written[-1]}", highlight=False, soft_wrap=True)
+    console.print(front_table(front.plans))
+    say(console, coverage(front))
+    say(
+        console, "one of these plans: the same command with --quality-budget LOSS, without --pareto"
+    )
+    if request.output:
+        say(console, f"wrote {request.output}: {len(front.plans)} plans")
 
 
 def list_front(problem: Problem, wish: Wish, path: str | None, points: int) -> ListedFront:
-    """Return the undominated plans of the fronts of every KV precision, fastest first."""
-    found: list[tuple[float, float, int, FrontPoint, Problem]] = []
+    """Return the plans of the fronts of every KV precision that buy something, fastest first."""
+    found: list[tuple[FrontPoint, Problem]] = []
     width, complete = 0.0, True
     unfinished: Unfinished | None = None
     deadline = time.perf_counter() + wish.time_limit_s
@@ -81,33 +87,84 @@ def list_front(problem: Problem, wish: Wish, path: str | None, points: int) -> L
         except Infeasible:
             continue
         width, complete = max(width, front.width), complete and front.complete
-        found += [
-            (q.time_s, q.omega, len(found) + k, q, priced) for k, q in enumerate(front.points)
-        ]
+        found += [(point, priced) for point in front.points]
     if not found and unfinished is not None:
         raise unfinished
     if not found:
         raise DoesNotFitError(explain_infeasible(problem))
-    kept, plans, least = [], [], math.inf
-    for _, omega, _, point, priced in sorted(found, key=lambda row: row[:3]):
-        if omega < least:
-            least = omega
-            kept.append(point)
-            plans.append(checked_plan(priced, point.outcome, path))
-    return ListedFront(points=tuple(kept), plans=tuple(plans), width=width, complete=complete)
+    rows = [
+        FrontRow(time_s=told_time(p, q.outcome.assignment).total_s, omega=q.omega, number=number)
+        for number, (q, p) in enumerate(found)
+    ]
+    kept = worth_listing(rows, problem.sensitivity.four_bit_omega())
+    plans = [checked_plan(found[r.number][1], found[r.number][0].outcome, path) for r in kept]
+    undominated = len(worth_listing(rows, 0.0))
+    return ListedFront(
+        plans=tuple(plans),
+        left_out=undominated - len(kept),
+        width=width,
+        complete=complete,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class FrontRow:
+    """A plan's predicted time and quality loss."""
+
+    time_s: float
+    omega: float
+    number: int
+
+
+def worth_listing(rows: Sequence[FrontRow], unit: float) -> list[FrontRow]:
+    """Return the rows that are not dominated and that buy something, fastest first.
+
+    A row buys nothing where even `--prefer quality` would rather have the faster one before it, or
+    `--prefer speed` the slower one behind it. `unit`: the loss of 4 bits everywhere; 0 leaves out
+    the dominated ones alone.
+    """
+    kept: list[FrontRow] = []
+    for row in sorted(rows, key=lambda row: (row.time_s, row.omega)):
+        while (
+            kept
+            and unit
+            and _slower(kept[-1], row) <= WEIGHTS["speed"] * _saved(kept[-1], row, unit)
+        ):
+            kept.pop()
+        if not kept or (
+            row.omega < kept[-1].omega
+            and (
+                not unit
+                or _slower(kept[-1], row) < WEIGHTS["quality"] * _saved(kept[-1], row, unit)
+            )
+        ):
+            kept.append(row)
+    return kept
+
+
+def _slower(fast: FrontRow, slow: FrontRow) -> float:
+    """Return the logarithm of how many times as long the slower one takes."""
+    return math.log(slow.time_s / fast.time_s)
+
+
+def _saved(fast: FrontRow, slow: FrontRow, unit: float) -> float:
+    return (fast.omega - slow.omega) / unit
 
 
 def coverage(front: ListedFront) -> str:
     """Return one sentence: what is proven of the plans that are not listed."""
-    count = f"{len(front.points)} point{'s' * (len(front.points) != 1)}"
+    listed = len(front.plans) + front.left_out
+    count = f"{listed} point{'s' * (listed != 1)}"
+    if front.left_out:
+        count += f" ({front.left_out} that buy nothing not shown)"
     if front.complete:
         return f"{count}, proven to be the whole front"
     if not math.isfinite(front.width):
         return f"{count}; what lies between them is not proven; give a longer --time-limit"
     share = f"{front.width:.2%}"
     return (
-        f"{count}; proven: for every plan there is one listed here that is at most {share} slower "
-        f"with no more sum omega, or no slower with at most {share} more sum omega; for a finer "
+        f"{count}; proven: for every plan there is one of these that is at most {share} slower "
+        f"without more loss, or no slower with at most {share} more loss; for a finer "
         "list give more --pareto-points or a longer --time-limit"
     )
 
@@ -119,8 +176,3 @@ def _content(front: ListedFront) -> dict[str, object]:
         "complete": front.complete,
         "plans": [json.loads(plan.dump_json()) for plan in front.plans],
     }
-
-
-def _numbered(path: Path, number: int) -> Path:
-    """`plan.json` -> `plan.3.json`."""
-    return path.with_name(f"{path.stem}.{number}{path.suffix or '.json'}")

@@ -10,19 +10,27 @@ from llmpq.errors import DoesNotFitError
 from llmpq.file_form import check_writable
 from llmpq.plan import Plan
 from llmpq.planner.alternatives import bits_lines
-from llmpq.planner.answer import Answer, Wish, answer, read_wish
+from llmpq.planner.answer import Answer, Wish, allowed_problems, answer, read_wish, solved
+from llmpq.planner.cli.arguments import read_flag
+from llmpq.planner.cli.method_row import MethodRow
 from llmpq.planner.formulation.outcome import Infeasible, Unfinished
 from llmpq.planner.formulation.problem import Problem
 from llmpq.planner.inputs.make_problem import make_problem
 from llmpq.planner.inputs.requests import PlanRequest
 from llmpq.planner.inputs.stored_precisions import stored_line
 from llmpq.planner.predict.advice import explain_infeasible, too_big
+from llmpq.planner.predict.step_by_step import told_time
 from llmpq.planner.solving.methods import PLANNERS
+from llmpq.precision import Precision, bits_of
 from llmpq.sizes.stated_pool import with_pool
 from llmpq.speculation import SpeculationMode
 
 if TYPE_CHECKING:
     from rich.console import Console
+
+
+COMPARED_GAP, COMPARED_S = 1e-3, 10.0
+"""Relative gap to which a comparison's plans of the exact method are solved, and for how long."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,9 +61,14 @@ def make_and_show(request: PlanRequest, job: PlanJob) -> None:
     problem, wish, path, notes = job.problem, job.wish, job.path, job.notes
     if request.output:
         check_writable(request.output)
-    _check_changes(request, problem)
+    changes = _changed(request, problem)
     everything = wish.method == "all"
-    best = answer(problem, wish, path) if not everything else _compare(request, problem, wish, path)
+    try:
+        best = _compare(request, problem, wish, path) if everything else answer(problem, wish, path)
+    except DoesNotFitError:
+        for line in _what_if(changes, None, path):
+            say(open_console(), line)
+        raise
     if request.speculate is not None:
         best = replace(best, plan=_drafting(best.plan, problem, request.speculate))
         from llmpq.planner.predict.add_drafts import describe
@@ -76,22 +89,29 @@ def make_and_show(request: PlanRequest, job: PlanJob) -> None:
     print_plan(console, best.plan, seconds=best.outcome.seconds, alternatives=beside)
     if request.explain:
         _explain(console, best, wish.budget)
-    for change in request.what_if:
-        _what_if(console, change, best, wish, path)
+    for line in _what_if(changes, best, path):
+        say(console, line)
     own = [best.outcome.note, step_note(best.problem, best.outcome.assignment)]
     for note in [*notes, *filter(None, own)]:
-        console.print(f"note: {note}", highlight=False, soft_wrap=True, markup=False)
+        say(console, f"note: {note}")
     if request.output:
-        console.print(f"wrote {request.output}", highlight=False, soft_wrap=True, markup=False)
+        say(console, f"wrote {request.output}")
 
 
-def _check_changes(request: PlanRequest, problem: Problem) -> None:
-    """Refuse a change that cannot be, before anything is solved."""
-    if request.what_if:
-        from llmpq.planner.predict.what_if import changed_problem
+def _changed(request: PlanRequest, problem: Problem) -> list[tuple[str, Problem, Wish]]:
+    """Return the job after every `--what-if`; refuse a change that cannot be."""
+    from llmpq.planner.predict.what_if import changed_devices, changed_request
 
-        for change in request.what_if:
-            changed_problem(problem, change)
+    found = []
+    for change in request.what_if:
+        if change[:1] in ("+", "-") and not change.startswith("--"):
+            changed, devices = changed_devices(request, problem.cluster, change)
+            other, _, _ = make_problem(changed, devices)
+        else:
+            changed = changed_request(request, change, read_flag)
+            other, _, _ = make_problem(changed)
+        found.append((change, other, read_wish(changed, other.cluster)))
+    return found
 
 
 def _check_mode(speculate: str | None) -> None:
@@ -108,6 +128,11 @@ def _drafting(plan: Plan, problem: Problem, wish: str) -> Plan:
     return with_speculation(plan, problem.spec, problem.cluster, costs, wish)
 
 
+def say(console: Console, line: str) -> None:
+    """Print a line as it is, however long."""
+    console.print(line, highlight=False, soft_wrap=True, markup=False)
+
+
 def open_console() -> Console:
     """Return the console of results: wide where no terminal says how wide it is."""
     from rich.console import Console
@@ -116,36 +141,102 @@ def open_console() -> Console:
 
 
 def _compare(request: PlanRequest, problem: Problem, wish: Wish, path: str | None) -> Answer:
-    """Solve with every method, print them side by side, return the best."""
-    from llmpq.planner.cli.report import comparison_table
-    from llmpq.planner.solving.isolated import offload_isolated
+    """Solve with every method, print them side by side, return the best.
 
+    After a preference all of them minimise time + theta omega at the exact method's theta.
+    """
     answers: dict[str, Answer | str] = {}
     unfinished: Unfinished | None = None
-    works = [problem.workload.model_copy(update={"kv": kv}) for kv in wish.kvs]
-    may_fit = not all(too_big(problem.with_changes(workload=work)) for work in works)
+    may_fit = not all(too_big(p) for p in allowed_problems(problem, wish))
     for method in PLANNERS:
         try:
-            answers[method] = answer(problem, replace(wish, method=method), path)
+            answers[method] = found = answer(problem, replace(wish, method=method), path)
         except Unfinished as error:
             unfinished = error
             answers[method] = "no plan in time"
         except DoesNotFitError:
             answers[method] = "found no plan" if may_fit else "does not fit"
-    found = [a for a in answers.values() if isinstance(a, Answer)]
-    if not found and unfinished is not None:
+        else:
+            if wish.prefer is not None:
+                problem = problem.with_changes(theta=found.problem.theta)
+                wish = replace(wish, prefer=None)
+    made = {method: a for method, a in answers.items() if isinstance(a, Answer)}
+    if not made and unfinished is not None:
         raise unfinished
-    if not found:
+    if not made:
         raise DoesNotFitError(explain_infeasible(problem))
     if not request.json:
-        try:
-            offload = offload_isolated(problem)
-        except Infeasible:  # no precision that all layers may have
-            offload = None
-        rows = {m: a.plan if isinstance(a, Answer) else a for m, a in answers.items()}
-        seconds = {m: a.outcome.seconds for m, a in answers.items() if isinstance(a, Answer)}
-        open_console().print(comparison_table(rows, seconds, offload))
-    return min(found, key=lambda a: a.outcome.value)
+        from llmpq.planner.cli.report import comparison_table
+
+        rows = [
+            a if isinstance(a, str) else _row(a.plan, a.outcome.seconds) for a in answers.values()
+        ]
+        named = dict(zip(answers, rows, strict=True))
+        named |= _offloading(problem, wish)
+        exact = made.get("exact")
+        reference = None if exact is None else _row(exact.plan, exact.outcome.seconds)
+        seen: dict[str, MethodRow] = {}
+        for name, row in named.items():
+            if isinstance(row, MethodRow):
+                loss = f"{row.omega:.9g}"
+                seen[loss] = seen.get(loss) or _beside_exact(row, reference, problem, wish)
+                named[name] = replace(row, exact_s=seen[loss].exact_s)
+        open_console().print(comparison_table(named, budget=wish.budget))
+    return min(made.values(), key=lambda a: a.outcome.value)
+
+
+def _row(plan: Plan, seconds: float) -> MethodRow:
+    predicted = plan.predicted
+    assert predicted is not None, "the planner always predicts"
+    return MethodRow(
+        bits=bits_of(plan.precisions),
+        omega=predicted.sum_omega,
+        time_s=predicted.total_s,
+        tokens_per_s=predicted.output_tokens_per_s,
+        solved_in_s=seconds,
+    )
+
+
+def _offloading(problem: Problem, wish: Wish) -> dict[str, MethodRow | str]:
+    """Return the row of what FlexGen would take; none where no precision is one of all layers."""
+    from llmpq.planner.solving.isolated import offload_isolated
+
+    try:
+        found = offload_isolated(problem, wish.budget)
+    except Infeasible:
+        return {}
+    work = problem.workload
+    row = MethodRow(
+        bits=Precision(found.precision).title,
+        omega=found.sum_omega,
+        time_s=found.total_s,
+        tokens_per_s=work.batch * work.gen_len / found.total_s,
+    )
+    return {"flexgen (estimate)": row}
+
+
+def _beside_exact(
+    row: MethodRow, exact: MethodRow | None, problem: Problem, wish: Wish
+) -> MethodRow:
+    """Return a row with the time of the exact method at no more loss: within a budget, its plan's.
+
+    Without a budget methods lose more or less than the exact one's plan: it is then solved again,
+    within what this method's plan loses.
+    """
+    if exact is not None and (wish.budget is not None or row.omega == exact.omega):
+        return replace(row, exact_s=exact.time_s)
+    how = replace(
+        wish,
+        method="exact",
+        budget=row.omega,
+        gap=max(wish.gap, COMPARED_GAP),
+        time_limit_s=min(wish.time_limit_s, COMPARED_S),
+    )
+    try:
+        priced, outcome = solved(problem, how)
+    except DoesNotFitError:
+        return row
+    return replace(row, exact_s=told_time(priced, outcome.assignment).total_s)
 
 
 def _explain(console: Console, best: Answer, budget: float | None) -> None:
@@ -155,21 +246,27 @@ def _explain(console: Console, best: Answer, budget: float | None) -> None:
     lines = explain_plan(best.problem, best.outcome.assignment, names)
     lines += regret_lines(cost_error_study(best.problem, best.outcome, budget=budget))
     for line in lines:
-        console.print(f"- {line}", highlight=False, soft_wrap=True, markup=False)
+        say(console, f"- {line}")
 
 
-def _what_if(console: Console, change: str, best: Answer, wish: Wish, path: str | None) -> None:
-    """Print what a change would do, planned by the same method: of all, by the best one."""
-    from llmpq.planner.predict.what_if import changed_problem, compared
+def _what_if(
+    changes: list[tuple[str, Problem, Wish]], best: Answer | None, path: str | None
+) -> list[str]:
+    """Return what each change would do, planned by the same method: of all, by the best one.
 
-    if wish.method == "all":
-        wish = replace(wish, method=best.outcome.method)
-    try:
-        other = answer(changed_problem(best.problem, change), wish, path)
-    except DoesNotFitError as error:
-        console.print(f"what if {change}: {error}", highlight=False, soft_wrap=True, markup=False)
-        return
-    before, after = best.plan.predicted, other.plan.predicted
-    assert before is not None and after is not None, "the planner always predicts"
-    line = f"what if {change}: {compared(before, after)}"
-    console.print(line, highlight=False, soft_wrap=True, markup=False)
+    Without a plan of the job as it is: what it would make possible.
+    """
+    from llmpq.planner.predict.what_if import compared, made_possible
+
+    lines = []
+    for change, problem, wish in changes:
+        if wish.method == "all":
+            wish = replace(wish, method="exact" if best is None else best.outcome.method)
+        try:
+            other = answer(problem, wish, path).plan
+        except DoesNotFitError as error:
+            lines.append(f"what if {change}: {error}")
+            continue
+        said = made_possible(other) if best is None else compared(best.plan, other)
+        lines.append(f"what if {change}: {said}")
+    return lines

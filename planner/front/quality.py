@@ -27,6 +27,7 @@ from llmpq.planner.formulation.outcome import (
     Infeasible,
     Outcome,
     Unfinished,
+    rounded_up,
 )
 from llmpq.planner.formulation.problem import Problem
 from llmpq.planner.front.least_omega import least_omega
@@ -129,17 +130,9 @@ def refuse_unreachable(p: Problem, budget: float) -> Assignment | None:
     raise Infeasible(
         f"no plan has a sum of omega of at most {budget:g}: the smallest that these devices "
         f"and precisions allow is {least.omega:.6g}; give --quality-budget "
-        f"{_rounded_up(least.omega):g} or more",
+        f"{rounded_up(least.omega):g} or more",
         least=least.omega,
     )
-
-
-def _rounded_up(loss: float) -> float:
-    """Return a number of four digits that is not below a loss."""
-    if loss <= 0:
-        return 0.0
-    step = 10.0 ** (math.floor(math.log10(loss)) - 3)
-    return math.ceil(loss / step) * step
 
 
 def _offer_priced(p: Problem, search: Search, theta: float) -> None:

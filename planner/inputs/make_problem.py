@@ -47,11 +47,16 @@ GENERIC_NOTE = (
 )
 
 
-def make_problem(request: PlanRequest) -> tuple[Problem, str | None, list[str]]:
-    """Return the problem, the model's directory, and notes for the user."""
+def make_problem(
+    request: PlanRequest, devices: Cluster | None = None
+) -> tuple[Problem, str | None, list[str]]:
+    """Return the problem, the model's directory, and notes for the user.
+
+    `devices`: instead of those that the request names, what was to be left free taken off.
+    """
     spec, path = read_model(request)
     named = read_devices_of(request)
-    cluster = named.cluster
+    cluster = devices or named.cluster
     limits.check_job(request.global_bz, request.s, request.n)
     workload = _workload(request, cluster, spec)
     profile, remarks = _measured(request, cluster, spec)

@@ -30,7 +30,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from llmpq.planner.costs.links import Floats
-from llmpq.planner.formulation.outcome import Assignment
+from llmpq.planner.formulation.outcome import BUDGET_ROUNDING, Assignment
 from llmpq.planner.formulation.problem import Problem
 
 
@@ -166,6 +166,11 @@ def sum_omega(p: Problem, a: Assignment) -> float:
         for i, b in zip(range(stage.start, stage.end), stage.choices, strict=True):
             total += float(p.omega[i, b])
     return total
+
+
+def keeps_budget(p: Problem, a: Assignment, budget: float | None) -> bool:
+    """Whether the quality loss is within a budget, however its sum rounds; None: no budget."""
+    return budget is None or sum_omega(p, a) <= budget * (1 + BUDGET_ROUNDING / 2)
 
 
 def job_time(p: Problem, a: Assignment) -> PhaseTimes:

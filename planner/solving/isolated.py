@@ -143,11 +143,11 @@ def front_isolated(problem: Problem, *, points: int, time_limit_s: float) -> Fro
     return Front(**{**answer, "points": tuple(listed)})
 
 
-def offload_isolated(problem: Problem) -> OffloadEstimate:
-    """Return the estimate of offloading a problem's job."""
+def offload_isolated(problem: Problem, budget: float | None = None) -> OffloadEstimate:
+    """Return the estimate of offloading a problem's job, within a budget of the sum of omega."""
     from llmpq.planner.baselines.flexgen import OffloadEstimate
 
-    return OffloadEstimate(**_answered(problem, "offload", {}, what="flexgen"))
+    return OffloadEstimate(**_answered(problem, "offload", {"budget": budget}, what="flexgen"))
 
 
 def run_job(
@@ -167,7 +167,7 @@ def run_job(
         return pareto_front(problem, **options)
     from llmpq.planner.baselines.flexgen import estimate_flexgen
 
-    return estimate_flexgen(problem)
+    return estimate_flexgen(problem, **options)
 
 
 def _answered(problem: Problem, job: Task, options: dict[str, Any], *, what: str) -> dict[str, Any]:

@@ -49,12 +49,17 @@ def solve_as(p: Problem, how: How) -> Outcome:
             known=how.known,
             again=how.again,
         )
-    if how.budget is None:
-        return solve(p, how.method, backend=how.backend, time_limit_s=limit, gap=gap)
-    if how.method == "ilp":
-        from llmpq.planner.ilp.solve import solve_ilp
-
-        return solve_ilp(p, backend=how.backend, budget=how.budget, time_limit_s=limit, gap=gap)
+    if how.method != "exact":
+        p = p if how.budget is None else p.with_changes(theta=0.0)
+        return solve(
+            p,
+            how.method,
+            backend=how.backend,
+            time_limit_s=limit,
+            gap=gap,
+            budget=how.budget,
+        )
+    assert how.budget is not None, "without one, solve_exact has the answer"
     from llmpq.planner.front.quality import solve_budget
 
     return solve_budget(
@@ -75,31 +80,36 @@ def solve(
     time_limit_s: float = 60.0,
     gap: float = 1e-6,
     backend: Backend = "highs",
+    budget: float | None = None,
 ) -> Outcome:
-    """Return the outcome of one method; `Infeasible` if it finds no plan."""
+    """Return the outcome of one method; `Infeasible` if it finds no plan.
+
+    With a `budget`, of plans whose sum of omega is within it (for the exact method: `solve_as`).
+    """
     if method == "exact":
+        assert budget is None, "solve_as takes the search within a budget"
         from llmpq.planner.exact.search import solve_exact
 
         return solve_exact(p, time_limit_s=time_limit_s, gap=gap)
     if method == "ilp":
         from llmpq.planner.ilp.solve import solve_ilp
 
-        return solve_ilp(p, backend=backend, time_limit_s=time_limit_s, gap=gap)
+        return solve_ilp(p, backend=backend, time_limit_s=time_limit_s, gap=gap, budget=budget)
     if method == "heuristic":
         from llmpq.planner.baselines.heuristic import solve_heuristic
 
-        return solve_heuristic(p, time_limit_s=time_limit_s)
+        return solve_heuristic(p, time_limit_s=time_limit_s, budget=budget)
     if method == "adabits":
         from llmpq.planner.baselines.adabits import solve_adabits
 
-        return solve_adabits(p, time_limit_s=time_limit_s)
+        return solve_adabits(p, time_limit_s=time_limit_s, budget=budget)
     if method == "pipeedge":
         from llmpq.planner.baselines.pipeedge import solve_pipeedge
 
-        return solve_pipeedge(p, time_limit_s=time_limit_s)
+        return solve_pipeedge(p, time_limit_s=time_limit_s, budget=budget)
     if method == "uniform":
         from llmpq.planner.baselines.uniform import solve_uniform
 
-        return solve_uniform(p, time_limit_s=time_limit_s)
+        return solve_uniform(p, time_limit_s=time_limit_s, budget=budget)
     assert method == "flexgen", method
     raise ValueError(NO_PLAN)

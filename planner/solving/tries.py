@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from llmpq.planner.formulation.outcome import (
-    BUDGET_ROUNDING,
     Assignment,
     Infeasible,
     Outcome,
@@ -134,11 +133,10 @@ class Tries:
 def _worth(p: Problem, a: Assignment, budget: float | None) -> float:
     """Return what a plan is worth, under a budget its time; infinite where it does not fit."""
     from llmpq.planner.predict.fits import fits
-    from llmpq.planner.predict.pipeline_time import sum_omega, value
+    from llmpq.planner.predict.pipeline_time import keeps_budget, value
 
     if not fits(p, a):
         return math.inf
     if budget is None:
         return value(p, a)
-    within = sum_omega(p, a) <= budget * (1 + BUDGET_ROUNDING / 2)
-    return value(p.with_changes(theta=0.0), a) if within else math.inf
+    return value(p.with_changes(theta=0.0), a) if keeps_budget(p, a, budget) else math.inf

@@ -129,7 +129,9 @@ def test_folders_in_the_place_of_files(
         code, _, err = _run(capsys, *TINY, *JOB, "--model", "opt-1.3b", "-o", str(place))
         assert (code, err) == (2, f"llmpq-algo: cannot write '{place}': {why}\n")
     code, _, err = _run(capsys, *TINY, *JOB, "--model", "opt-1.3b", "--what-if", "banana")
-    assert code == 2 and err.startswith("llmpq-algo: --what-if banana: expected +KIND, -DEVICE")
+    assert code == 2 and err.startswith(
+        "llmpq-algo: --what-if banana: expected +KIND, +KIND:2, -KIND, -DEVICE"
+    )
 
 
 def test_notes_keep_their_brackets(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -177,6 +178,33 @@ def test_all_methods_side_by_side(capsys: pytest.CaptureFixture[str]) -> None:
     assert code == 0
     for method in ("exact", "ilp", "heuristic", "adabits", "pipeedge", "uniform", "flexgen"):
         assert method in text
+
+
+def test_methods_are_compared_at_equal_quality(capsys: pytest.CaptureFixture[str]) -> None:
+    """Each beside the exact method at no more loss: than its own, or than a budget."""
+    words = ["--devices", "4090,3090", "--model", "opt-13b", "--batch", "8", "--method", "all"]
+    budget, names = 0.2, ("exact", "ilp", "heuristic", "pipeedge", "uniform", "flexgen (estimate)")
+    for extra in ([], ["--quality-budget", str(budget)]):
+        code, text, _ = _run(capsys, *words, *extra)
+        assert code == 0
+        rows = {}
+        for line in text.splitlines():
+            cells = re.split(r" {2,}", line.strip())
+            if cells[0] in names:
+                seconds, exact_s = (float(cells[k].split()[0]) for k in (3, 5))
+                rows[cells[0]] = (cells[1], float(cells[2]), seconds, exact_s, float(cells[6][:-1]))
+        assert set(rows) == set(names)
+        for name, (bits, loss, seconds, exact_s, slower) in rows.items():
+            assert slower == pytest.approx(seconds / exact_s, abs=2e-3) and slower >= 0.999
+            assert loss <= budget or not extra
+            assert bits == "16 bits" or loss > 0
+            if name != "uniform":
+                continue
+            code, text, _ = _run(
+                capsys, *words[:-2], "--quality-budget", str(budget if extra else loss), "--json"
+            )
+            predicted = Plan.model_validate_json(text).predicted
+            assert predicted is not None and exact_s <= predicted.total_s * 1.002
 
 
 @pytest.mark.parametrize(

@@ -97,8 +97,8 @@ ERRORS = {
     "bad what-if": (
         [*SMALL, "--what-if", "rows=3"],
         2,
-        "llmpq-algo: --what-if rows=3: expected +KIND, -DEVICE, batch=N, s=N or n=N, such as "
-        "+V100\n",
+        "llmpq-algo: --what-if rows=3: expected +KIND, +KIND:2, -KIND, -DEVICE, or another value "
+        "of a flag, such as batch=16, prompt-len=8000, bits=8 or kv=8\n",
     ),
     "negative theta": (
         [*SMALL, "--theta", "-1"],
@@ -110,12 +110,6 @@ ERRORS = {
         5,
         "llmpq-algo: no plan has a sum of omega of at most 0.1: the smallest that these devices "
         "and precisions allow is 4.59184; give --quality-budget 4.592 or more\n",
-    ),
-    "budget for a method without": (
-        [*SMALL, "--method", "uniform", "--quality-budget", "1"],
-        2,
-        "llmpq-algo: --quality-budget is for --method exact or ilp, not uniform: the others cannot "
-        "keep a budget\n",
     ),
     "flexgen has no plan": (
         [*SMALL, "--method", "flexgen"],
@@ -138,14 +132,15 @@ ERRORS = {
     "what-if without a known device": (
         [*SMALL, "--what-if", "-T4-7"],
         2,
-        "llmpq-algo: unknown device 'T4-7': did you mean 'T4-0'? known: T4-0, V100-32GB-0\n",
+        "llmpq-algo: --what-if -T4-7: unknown device 'T4-7': did you mean 'T4-0'? known: T4-0, "
+        "V100-32GB-0\n",
     ),
     "what-if of an unknown kind": (
         [*SMALL, "--what-if", "+V10"],
         2,
-        "llmpq-algo: unknown device 'V10': nearest: V100-32GB (all: llmpq-algo devices --known); "
-        "describe a card that is not in the table by 'spec' in a cluster YAML: spec: {memory: ... "
-        "GiB, mem_gbps: ..., fp16_tflops: ...}\n",
+        "llmpq-algo: --what-if V10: unknown device 'V10': nearest: V100-32GB (all: llmpq-algo "
+        "devices --known); describe it as v10=...GB+...GB/s+...TFLOPS, its memory, bandwidth and "
+        "dense 16-bit rate\n",
     ),
     "what-if without any device": (
         ["--device-names", "V100", "--device-numbers", "1", "--model", "opt-13b", *JOB]

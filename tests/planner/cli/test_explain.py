@@ -17,7 +17,7 @@ from llmpq.planner.cli.explain import Regret, regret_lines
 from llmpq.planner.cli.report import quality_of
 from llmpq.planner.formulation.outcome import Unfinished
 from llmpq.planner.predict.pipeline_time import StageTimes
-from llmpq.planner.predict.what_if import changed_problem, compared
+from llmpq.planner.predict.what_if import compared, loss_change, without
 from llmpq.planner.solving.methods import solve
 from llmpq.planner.tools.random_problems import random_problem
 
@@ -44,6 +44,17 @@ def _run(capsys: pytest.CaptureFixture[str], *flags: str) -> tuple[int, str, str
     code = main(list(flags))
     shown = capsys.readouterr()
     return code, shown.out, shown.err
+
+
+def _planned(capsys: pytest.CaptureFixture[str], *flags: str) -> Plan:
+    code, text, _ = _run(capsys, *flags, "--json")
+    assert code == 0
+    return Plan.model_validate_json(text)
+
+
+def _seconds(plan: Plan) -> float:
+    assert plan.predicted is not None
+    return plan.predicted.total_s
 
 
 def _predicted(capsys: pytest.CaptureFixture[str], *flags: str) -> Predicted:
@@ -100,14 +111,22 @@ def test_what_if_is_the_plan_of_the_changed_cluster_or_job(
     capsys: pytest.CaptureFixture[str], words: list[str], tmp_path: Path
 ) -> None:
     flags = ["--global_bz", "8", "--bits", "4,8", "--theta", "9"]
-    before = _predicted(capsys, *words, *flags)
+    before = _planned(capsys, *words, *flags)
     fewer, more = tmp_path / "fewer.yaml", tmp_path / "more.yaml"
     fewer.write_text(CARDS[: CARDS.index("      - {kind: large")])
     more.write_text(CARDS.replace("kind: large, count: 1", "kind: large, count: 2"))
+    large, cards = tmp_path / "large.yaml", tmp_path / "cards.yaml"
+    large.write_text("".join(line for line in CARDS.splitlines(True) if "small" not in line))
+    cards.write_text(CARDS + "      - {kind: T4, count: 2}\n")
     changes = {
-        "-large-0": _predicted(capsys, *words, *flags, "--cluster", str(fewer)),
-        "+large": _predicted(capsys, *words, *flags, "--cluster", str(more)),
-        "n=50": _predicted(capsys, *words, *flags, "--n", "50"),
+        "-large-0": _planned(capsys, *words, *flags, "--cluster", str(fewer)),
+        "+large": _planned(capsys, *words, *flags, "--cluster", str(more)),
+        "gen-len=50": _planned(capsys, *words, *flags, "--n", "50"),
+        "prompt_len=1000": _planned(capsys, *words, *flags, "--s", "1000"),
+        "bits=4": _planned(capsys, *words, *flags, "--bits", "4"),
+        "kv=8": _planned(capsys, *words, *flags, "--kv", "8"),
+        "-small:2": _planned(capsys, *words, *flags, "--cluster", str(large)),
+        "+t4:2": _planned(capsys, *words, *flags, "--cluster", str(cards)),
     }
     asked = [flag for change in changes for flag in ("--what-if", change)]
     code, text, _ = _run(capsys, *words, *flags, *asked, "--what-if", "batch=100")
@@ -118,8 +137,10 @@ def test_what_if_is_the_plan_of_the_changed_cluster_or_job(
         "what if batch=100: opt-30b does not fit pair: small-0 is short by 41.4 GiB: KV at 2 bit "
         "(--kv 2), or batch 47 (--global-bz 47)",
     ]
-    assert changes["-large-0"].total_s > before.total_s * 1.1
-    assert changes["+large"].total_s < before.total_s
+    assert _seconds(changes["-large-0"]) > _seconds(before) * 1.1
+    assert _seconds(changes["+large"]) < _seconds(before)
+    (line,) = [line for line in lines if line.startswith("what if bits=4")]
+    assert line.endswith(" 4 bits, quality loss 1 instead of 0.00346, 289 times more")
 
 
 def test_what_if_shrinks_fixed_microbatches_with_the_batch(
@@ -128,8 +149,8 @@ def test_what_if_shrinks_fixed_microbatches_with_the_batch(
     fixed = ["--global_bz", "8", "--bits", "4", "--decode-microbatch", "8"]
     code, text, err = _run(capsys, *words, *fixed, "--what-if", "batch=4")
     assert (code, err) == (0, "")
-    before = _predicted(capsys, *words, *fixed)
-    after = _predicted(capsys, *words, "--global_bz", "4", *fixed[2:-1], "4")
+    before = _planned(capsys, *words, *fixed)
+    after = _planned(capsys, *words, "--global_bz", "4", *fixed[2:-1], "4")
     assert f"what if batch=4: {compared(before, after)}\n" in text
 
 
@@ -139,9 +160,9 @@ def test_pins_follow_their_devices(capsys: pytest.CaptureFixture[str], words: li
     code, text, _ = _run(capsys, *words, *slow, "--what-if", "-small-0")
     assert code == 0
     there = next(line for line in text.splitlines() if line.startswith("what if -small-0: "))
-    pinned = _predicted(capsys, *words, *slow)
+    pinned = _planned(capsys, *words, *slow)
     assert there == f"what if -small-0: {compared(pinned, pinned)}", "small-0 has no layers"
-    assert _predicted(capsys, *words, *job).total_s < 0.9 * pinned.total_s
+    assert _seconds(_planned(capsys, *words, *job)) < 0.9 * _seconds(pinned)
     code, text, err = _run(capsys, *words, *slow, "--what-if", "-small-1")
     assert (code, text) == (2, "")
     assert err == ("llmpq-algo: --what-if -small-1: a --pin needs small-1; leave one of them out\n")
@@ -151,22 +172,32 @@ def test_a_device_is_taken_from_its_own_group() -> None:
     """Of two equal groups of a node, the one that has it: the others keep their order."""
     groups = [{"kind": "T4", "count": 2}, {"kind": "V100"}, {"kind": "T4", "count": 2}]
     data = {"name": "x", "nodes": [{"name": "box", "devices": groups}]}
-    p = random_problem(random.Random(0)).with_changes(
-        cluster=Cluster.parse_data(data, where="test"), pins={"T4-2": (0, 1), "V100-32GB-0": (1, 2)}
-    )
-    assert changed_problem(p, "-T4-3").pins == p.pins
-    assert changed_problem(p, "-T4-0").pins == {"T4-1": (0, 1), "V100-32GB-0": (1, 2)}
-    kinds = [d.kind for d in changed_problem(p, "-T4-3").cluster.devices]
-    assert kinds == ["T4", "T4", "V100-32GB", "T4"]
+    cluster = Cluster.parse_data(data, where="test")
+    less, names = without(cluster, cluster.device("T4-3"))
+    assert all(old == new for old, new in names.items())
+    assert [d.kind for d in less.devices] == ["T4", "T4", "V100-32GB", "T4"]
+    _, names = without(cluster, cluster.device("T4-0"))
+    assert (names["T4-2"], names["V100-32GB-0"]) == ("T4-1", "V100-32GB-0")
 
 
-def test_what_if_compares_time_rate_and_quality() -> None:
-    numbers = {"prefill_s": 1.0, "decode_s": 1.0, "bottleneck": "small-0", "estimated": True}
-    before = Predicted(total_s=8.0, output_tokens_per_s=100.0, sum_omega=0.5, **numbers)  # type: ignore[arg-type]
-    after = Predicted(total_s=6.0, output_tokens_per_s=133.33, sum_omega=0.25, **numbers)  # type: ignore[arg-type]
-    assert compared(before, after) == (
-        "6.000 s (-25.0%), 133.3 tokens/s (+33.3%), sum omega 0.25 (now 0.5)"
-    )
+def test_what_if_says_what_a_change_makes_possible(
+    capsys: pytest.CaptureFixture[str], words: list[str]
+) -> None:
+    job = [*words, "--global_bz", "4", "--bits", "16"]
+    changes = {"bits=4": True, "+a100": True, "--kv=8": False, "-large": False}
+    asked = [flag for change in changes for flag in ("--what-if", change)]
+    code, text, err = _run(capsys, *job, *asked)
+    assert code == 5 and err.startswith("llmpq-algo: opt-30b does not fit pair: ")
+    for line, (change, fits) in zip(text.splitlines(), changes.items(), strict=True):
+        assert line.startswith(f"what if {change}: {'fits: ' if fits else 'opt-30b does not fit'}")
+    assert " tokens/s, 4 bits, quality loss 1" in text.splitlines()[0]
+
+
+def test_quality_change_in_words() -> None:
+    assert loss_change(0.5, 0.25) == "quality loss 0.25 instead of 0.5, 2 times less"
+    assert loss_change(0.25, 0.5) == "quality loss 0.5 instead of 0.25, 2 times more"
+    assert loss_change(0.5, 0.0) == "quality loss 0 instead of 0.5"
+    assert loss_change(0.5, 0.5 + 1e-9) == "quality loss as now (0.5)"
 
 
 def test_cost_error_study_in_words() -> None:

@@ -17,7 +17,7 @@ from llmpq.planner.checked_plan.check import check_plan, recomputed
 from llmpq.planner.checked_plan.plan_entries import used_inputs
 from llmpq.planner.costs.cost_book import CostBook
 from llmpq.planner.formulation.problem import Problem
-from llmpq.planner.predict.what_if import changed_problem
+from llmpq.planner.predict.what_if import with_added, without
 from llmpq.planner.solving.methods import solve
 from llmpq.planner.tools.random_problems import random_problem
 
@@ -168,9 +168,10 @@ def test_what_if_takes_links_along() -> None:
         {"between": ["K0-1", "K1-0"], "gbps": 9, "latency_us": 0},
     ]
     p = p.with_changes(cluster=Cluster.parse_data(data, where="test"))
-    less = changed_problem(p, "-K0-1").cluster
+    less, names = without(p.cluster, p.cluster.device("K0-1"))
+    assert (names["K0-0"], names["K0-2"], names["K1-0"]) == ("K0-0", "K0-1", "K1-0")
     first, third = less.devices[:2]
     assert less.link(first, third).gbps == 7 and len(less.links.pairs) == 1
-    more = changed_problem(p, "+K0").cluster
+    more = with_added(p.cluster, "K0")
     assert [more.link(more.devices[i], more.devices[2]).gbps for i in (0, 3)] == [7, 800]
-    assert len(changed_problem(p, "-K0-0").cluster.links.pairs) == 1
+    assert len(without(p.cluster, p.cluster.device("K0-0"))[0].links.pairs) == 1

@@ -17,7 +17,7 @@ from llmpq.planner.__main__ import main
 from llmpq.planner.checked_plan.check import check_plan
 from llmpq.planner.cli import show_front
 from llmpq.planner.cli.arguments import plan_request
-from llmpq.planner.cli.show_front import ListedFront, coverage
+from llmpq.planner.cli.show_front import FrontRow, ListedFront, coverage, worth_listing
 from llmpq.planner.formulation.outcome import Unfinished
 from llmpq.planner.formulation.problem import Problem
 from llmpq.planner.front.front import Front, pareto_front
@@ -26,7 +26,7 @@ from llmpq.planner.predict.fits import fits
 from llmpq.planner.predict.pipeline_time import sum_omega, value
 from llmpq.planner.tools.brute_force import assignments
 from llmpq.planner.tools.random_problems import random_problem
-from llmpq.precision import KVPrecision
+from llmpq.precision import KVPrecision, bits_of
 
 Seeds = Callable[[Sequence[int]], Sequence[int]]
 
@@ -129,54 +129,70 @@ def _run(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str
 SMALL = ["--cluster", str(PAPER / "02.yaml"), "--model", "opt-13b", "--global_bz", "8"]
 
 
-def test_command_writes_a_plan_per_point(
+def _plans(path: Path) -> list[Plan]:
+    return [Plan.model_validate(data) for data in json.loads(path.read_text())["plans"]]
+
+
+def test_command_writes_every_plan_to_one_file(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    out = tmp_path / "plan.json"
-    words = [*SMALL, "--pareto", "--pareto-points", "7", "-o", str(out)]
-    code, text, _ = _run(capsys, *words)
-    assert code == 0 and not out.exists()
-    files = sorted(tmp_path.iterdir())
-    assert [file.name for file in files] == [f"plan.{k}.json" for k in range(1, 8)]
-    plans = [Plan.load(file) for file in files]
+    out = tmp_path / "front.json"
+    words = [*SMALL, "--pareto", "--pareto-points", "7"]
+    code, text, _ = _run(capsys, *words, "-o", str(out))
+    assert code == 0 and list(tmp_path.iterdir()) == [out]
+    plans = _plans(out)
     points = [(q.predicted.total_s, q.predicted.sum_omega) for q in plans if q.predicted]
-    assert points == sorted(points) and len(points) == 7
+    assert points == sorted(points) and 3 <= len(points) <= 7
     assert [w for _, w in points] == sorted((w for _, w in points), reverse=True)
-    for plan, (seconds, omega) in zip(plans, points, strict=True):
+    rows = [line for line in text.splitlines() if " s " in line and " bits" in line]
+    assert len(rows) == len(plans)
+    for plan, row, (seconds, omega) in zip(plans, rows, points, strict=True):
         assert plan.solver.status == "optimal"
         assert plan.solver.gap is not None and plan.solver.gap <= 2e-6
         assert plan.solver.value == pytest.approx(seconds) and plan.solver.theta == 0.0
-        assert f"{seconds:.3f} s" in text and f" {omega:.4g} " in text
-    notes = [plan.solver.note for plan in plans]
-    assert notes[-1] == "the smallest sum of omega there is"
-    assert {f"fastest with sum omega <= {omega:g}" for _, omega in points} & set(notes)
-    assert f"wrote {files[0]} ... {files[-1]}\n" in text
+        assert f"{seconds:.3f} s" in row and bits_of(plan.precisions) in row
+        assert any(omega <= float(word) <= omega * 1.01 + 1e-12 for word in row.split()[3:5])
+    assert plans[-1].solver.note == "the smallest sum of omega there is"
+    assert f"wrote {out}: {len(plans)} plans\n" in text
+    code, text, _ = _run(capsys, *SMALL, "--quality-budget", rows[1].split()[4], "--json")
+    assert code == 0
+    again = Plan.model_validate_json(text).predicted
+    assert again is not None and again.total_s == pytest.approx(points[1][0], rel=1e-5)
+
+
+def test_rows_that_buy_nothing_are_not_listed() -> None:
+    times = (1.0, 1.001, 1.2, 1.3, 1.2999, 2.0, 2.1)
+    losses = (1.0, 0.5, 0.5, 0.1, 0.2, 0.0999, 0.0)
+    pairs = zip(times, losses, strict=True)
+    rows = [FrontRow(time_s=t, omega=w, number=k) for k, (t, w) in enumerate(pairs)]
+    # 0 is 0.1 % faster than 1 for half the loss; 2 and 5 lose as much as 1 and 3; 4 saves nothing.
+    assert [row.number for row in worth_listing(rows, 1.0)] == [1, 3, 6]
+    assert [row.number for row in worth_listing(rows, 0.0)] == [0, 1, 4, 3, 5, 6]
 
 
 def test_json_is_the_whole_list(capsys: pytest.CaptureFixture[str]) -> None:
     code, text, _ = _run(capsys, *SMALL, "--pareto", "--pareto-points", "3", "--json")
     content = json.loads(text)
     assert code == 0 and sorted(content) == ["complete", "plans", "resolution", "schema"]
-    assert len(content["plans"]) == 3 and 0 < content["resolution"] < 1
+    assert 2 <= len(content["plans"]) <= 3 and 0 < content["resolution"] < 1
     code, text, _ = _run(capsys, *SMALL, "--pareto", "--pareto-points", "3")
     line = next(row for row in text.splitlines() if row.startswith("3 points"))
     share = f"{content['resolution']:.2%}"
     assert line == (
-        f"3 points; proven: for every plan there is one listed here that is at most {share} slower "
-        f"with no more sum omega, or no slower with at most {share} more sum omega; for a finer "
+        f"3 points; proven: for every plan there is one of these that is at most {share} slower "
+        f"without more loss, or no slower with at most {share} more loss; for a finer "
         "list give more --pareto-points or a longer --time-limit"
     )
 
 
 def test_coverage_is_said_in_one_sentence() -> None:
-    p, _ = _tiny(11)
-    points = pareto_front(p).points[:1]
+    def said(width: float, complete: bool, left_out: int = 1) -> str:
+        return coverage(ListedFront(plans=(), left_out=left_out, width=width, complete=complete))
 
-    def said(width: float, complete: bool) -> str:
-        return coverage(ListedFront(points=points, plans=(), width=width, complete=complete))
-
-    assert said(1e-6, True) == "1 point, proven to be the whole front"
-    assert said(math.inf, False) == (
+    assert said(1e-6, True, 5) == (
+        "5 points (5 that buy nothing not shown), proven to be the whole front"
+    )
+    assert said(math.inf, False).replace(" (1 that buy nothing not shown)", "") == (
         "1 point; what lies between them is not proven; give a longer --time-limit"
     )
 
@@ -233,7 +249,7 @@ def test_a_home_machine_and_a_laptop_list_a_front_in_time(tmp_path: Path) -> Non
     start = time.perf_counter()
     assert main([*words.split(), "--pareto", "--time-limit", str(limit_s), "-o", str(out)]) == 0
     assert time.perf_counter() - start < limit_s + 40.0  # a busy machine
-    plans = [Plan.load(path) for path in sorted(tmp_path.iterdir())]
+    plans = _plans(out)
     assert plans
     p = make_problem(plan_request(words.split()))[0]
     points = []
