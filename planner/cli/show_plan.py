@@ -100,7 +100,7 @@ def make_and_show(request: PlanRequest, job: PlanJob) -> None:
 
 def _changed(request: PlanRequest, problem: Problem) -> list[tuple[str, Problem, Wish]]:
     """Return the job after every `--what-if`; refuse a change that cannot be."""
-    from llmpq.planner.predict.what_if import changed_devices, changed_request
+    from llmpq.planner.inputs.what_if import changed_devices, changed_request
 
     found = []
     for change in request.what_if:
@@ -256,7 +256,7 @@ def _what_if(
 
     Without a plan of the job as it is: what it would make possible.
     """
-    from llmpq.planner.predict.what_if import compared, made_possible
+    from llmpq.planner.inputs.what_if import compared, made_possible
 
     lines = []
     for change, problem, wish in changes:

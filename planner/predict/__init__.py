@@ -1,1 +1,1 @@
-"""What only evaluates: how long a plan takes, whether it fits, what a change would do."""
+"""What only evaluates: how long a plan takes, and whether it fits."""

@@ -17,7 +17,7 @@ from llmpq.planner.checked_plan.check import check_plan, recomputed
 from llmpq.planner.checked_plan.plan_entries import used_inputs
 from llmpq.planner.costs.cost_book import CostBook
 from llmpq.planner.formulation.problem import Problem
-from llmpq.planner.predict.what_if import with_added, without
+from llmpq.planner.inputs.what_if import with_added, without
 from llmpq.planner.solving.methods import solve
 from llmpq.planner.tools.random_problems import random_problem
 
