@@ -13,9 +13,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import queue
+import weakref
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import ExitStack, aclosing
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self, cast
@@ -51,7 +53,7 @@ _log = logging.getLogger("llmpq.runtime")
 
 
 class LLM:
-    """A model that is loaded and answers prompts; a context manager, or end it with `close`."""
+    """A model that is loaded and answers prompts; `with`, `close` or `del` ends it."""
 
     _inbox: LoopInbox | None = None
     _entrance: LoopEntrance
@@ -108,7 +110,7 @@ class LLM:
         self._default_sampling = _default_sampling(self.generation_config)
         chosen = replace(chosen, spec=self.generation_config.with_ends(chosen.spec))
         self._plan = with_kv(chosen.plan, chosen.spec, kv_cache_dtype)
-        self._trace = None if trace is None else Path(trace)
+        self._traces = trace is not None
         mode, length = _drafts(self._plan, speculate, gamma, str(chosen.directory))
         settings = StageSettings(
             model_dir=str(chosen.directory),
@@ -125,6 +127,9 @@ class LLM:
         self._traced: dict[int, str] = {}  # requests that the trace may tell of: their names
         launch = Launch(backend=backend, ray_address=ray_address, stages_apart=stages_apart)
         self._engine = self._started(settings, chosen.cluster, deadlines, launch)
+        # Ended by `close`, by `del`, or when the interpreter ends: nothing of it refers to the LLM.
+        write = None if trace is None else partial(_write_trace, Path(trace), self._traced)
+        self._end_engine = weakref.finalize(self, self._engine.close, write)
 
     def _started(
         self,
@@ -153,16 +158,11 @@ class LLM:
         self.close()
 
     def close(self) -> None:
-        """End what is under way and take the stages down; again does nothing."""
-        self._engine.close(self._write_trace if self._trace is not None else None)
+        """End what is under way and take the stages down; again does nothing.
 
-    def _write_trace(self, engine: Engine) -> None:
-        names = [f"stage {i} {stage.device}" for i, stage in enumerate(self._plan.stages)]
-        assert self._trace is not None
-        try:
-            write_chrome_trace(self._trace, names, engine.records(), self._traced)
-        except OSError as error:
-            _log.warning("the trace '%s' could not be written: %s", self._trace, error)
+        `del llm` does the same once nothing else refers to it, and so does the script's end.
+        """
+        self._end_engine()
 
     @property
     def plan(self) -> Plan:
@@ -355,7 +355,7 @@ class LLM:
             if ask.name in self._asked:
                 raise ValueError(f"request_id '{ask.name}' is under way; take another one")
             self._asked[ask.name] = tuple(request.id for request in ask.requests)
-            if self._trace is not None and len(self._traced) < MAX_EVENTS:
+            if self._traces and len(self._traced) < MAX_EVENTS:
                 self._traced |= dict.fromkeys(self._asked[ask.name], ask.name)
 
     def _end(self, asks: Sequence[Ask]) -> None:
@@ -379,6 +379,15 @@ def _default_sampling(generation: GenerationConfig) -> SamplingParams:
         return SamplingParams(**generation.sampling)
     except (TypeError, ValueError) as error:
         raise ValueError(f"'{generation.path}': {error}; {IGNORE}") from None
+
+
+def _write_trace(path: Path, asked: Mapping[int, str], engine: Engine) -> None:
+    """Write what every stage did; `asked`: the names of requests."""
+    names = [f"stage {i} {stage.device}" for i, stage in enumerate(engine.plan.stages)]
+    try:
+        write_chrome_trace(path, names, engine.records(), asked)
+    except OSError as error:
+        _log.warning("the trace '%s' could not be written: %s", path, error)
 
 
 def _at_least_one(name: str, value: int | None) -> int | None:

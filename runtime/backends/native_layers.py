@@ -46,7 +46,10 @@ class NativeLayers(PlainLayers):
     """A CPU's layers."""
 
     def __init__(self) -> None:
-        self._known: dict[DecoderLayer, tuple[tuple[Weight, ...], NativeLayer | None]] = {}
+        # Weak: a layer holds its runner, and a circle would keep weights until Python looks for it.
+        self._known: WeakKeyDictionary[
+            DecoderLayer, tuple[tuple[Weight, ...], NativeLayer | None]
+        ] = WeakKeyDictionary()
         self._stacks: WeakKeyDictionary[object, _Stack] = WeakKeyDictionary()
 
     def decoder_layer(

@@ -83,6 +83,15 @@ class EngineThread:
             if self._closed:
                 return
             self._closed = True
+        if (
+            threading.current_thread() is self._thread
+        ):  # the last caller was dropped by its listener
+            threading.Thread(target=self._take_down, args=(last,), name="llmpq end").start()
+        else:
+            self._take_down(last)
+
+    def _take_down(self, last: Callable[[Engine], None] | None) -> None:
+        with self._lock:
             left = list(self._listeners)
         try:
             if self._error is None:
@@ -95,6 +104,7 @@ class EngineThread:
             self._fail(error)
         finally:
             self._stack.close()
+            self._thread.join(_END_S)
             self._fail(StageLostError("the engine was closed"))
 
     def check_alive(self) -> None:
