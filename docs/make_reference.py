@@ -25,6 +25,7 @@ from llmpq.plan import Plan
 from llmpq.planner.cli import arguments
 from llmpq.profiler.cli import flags as profiler_flags
 from llmpq.runtime.cli import tool_flags
+from llmpq.runtime.cli.chat_flags import chat_parser
 from llmpq.runtime.cli.run_flags import run_parser
 from llmpq.runtime.cli.serve_flags import serve_parser
 
@@ -163,7 +164,7 @@ def parsers() -> Iterator[CommandParser]:
     yield from (arguments.plan_parser(), arguments.check_parser(), arguments.export_parser())
     yield arguments.devices_parser()
     yield arguments.models_parser()
-    yield from (run_parser(), serve_parser(), tool_flags.check_parser())
+    yield from (run_parser(), serve_parser(), chat_parser(), tool_flags.check_parser())
     yield tool_flags.bench_parser()
     yield from (tool_flags.eval_parser(), tool_flags.convert_parser(), tool_flags.doctor_parser())
     yield from (profiler_flags.run_parser(), profiler_flags.indicator_parser())

@@ -1,7 +1,7 @@
 """`llmpq-dist`: run or serve a plan, look at its places, time it, evaluate it.
 
     llmpq-dist [run] --plan plan.json --model DIR -i prompts.jsonl -o outputs.jsonl
-    llmpq-dist serve | doctor | check plan.json | bench ... | convert ... | eval ...
+    llmpq-dist chat DIR | serve | doctor | check plan.json | bench ... | convert ... | eval ...
 
 Every failure ends with one sentence on stderr and the exit code of its outcome.
 """
@@ -21,6 +21,7 @@ from typing import Any
 from llmpq.commands.command_line import CommandParser, end_of
 from llmpq.errors import unknown_name
 from llmpq.runtime.cli import tool_flags
+from llmpq.runtime.cli.chat_flags import ChatOptions, chat_parser
 from llmpq.runtime.cli.run_flags import RunOptions, run_parser
 from llmpq.runtime.cli.serve_flags import ServeOptions, serve_parser
 
@@ -54,6 +55,7 @@ COMMANDS = {
     "serve": Command(
         serve_parser, ServeOptions, "llmpq.runtime.cli.serve", extras=("run", "serve")
     ),
+    "chat": Command(chat_parser, ChatOptions, "llmpq.runtime.cli.chat"),
     "eval": Command(tool_flags.eval_parser, tool_flags.EvalOptions, "llmpq.runtime.tools.evaluate"),
 }
 

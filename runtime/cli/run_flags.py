@@ -27,7 +27,7 @@ from llmpq.runtime.text.batch_rows import Defaults
 from llmpq.speculation import MAX_GAMMA, MODES
 
 NOTES = """\
-commands (flags alone mean `run`): run, serve, check, doctor, bench, eval, convert; each has
+commands (flags alone mean `run`): run, serve, chat, check, doctor, bench, eval, convert; each has
 its own --help.
 Make a plan: llmpq-algo --model DIR --cluster my.yaml -o plan.json"""
 
