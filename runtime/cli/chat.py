@@ -29,7 +29,7 @@ A line that ends in a backslash goes on in the next one; Ctrl-C ends an answer.
 _NO_TALK = "the model has no chat template: it continues each text, and there is no conversation"
 
 
-class Chat:
+class Talk:
     """What was said so far, and what of it the model is asked to continue."""
 
     def __init__(self, llm: LLM, template: str | None, system: str | None) -> None:
@@ -88,7 +88,7 @@ def main(options: ChatOptions) -> int:
     except ValueError as error:
         raise ValueError(f"--{str(error).replace('_', '-')}") from None
     with _open(options) as llm:
-        chat = Chat(llm, told, options.system)
+        chat = Talk(llm, told, options.system)
         talks = sys.stdin.isatty()
         if talks:
             kind = "Chat with" if chat.is_talk else "Give a text, which is continued by"
@@ -133,7 +133,7 @@ def _sampling(llm: LLM, given: dict[str, Any]) -> SamplingParams:
 
 
 def _talk(
-    chat: Chat, llm: LLM, runner: asyncio.Runner, params: SamplingParams, *, talks: bool
+    chat: Talk, llm: LLM, runner: asyncio.Runner, params: SamplingParams, *, talks: bool
 ) -> bool:
     """Answer line after line; return whether one was refused."""
     failed = False
@@ -185,7 +185,7 @@ def _lines(talks: bool) -> Iterator[str]:
             yield whole
 
 
-def _obey(chat: Chat, line: str) -> tuple[str | None, bool]:
+def _obey(chat: Talk, line: str) -> tuple[str | None, bool]:
     """Do what a command says; return a text to answer, if any, and whether to end."""
     word, _, rest = line.partition(" ")
     if word in ("/exit", "/quit", "/bye"):
@@ -211,7 +211,7 @@ def _obey(chat: Chat, line: str) -> tuple[str | None, bool]:
 
 
 def _answer(
-    chat: Chat, llm: LLM, runner: asyncio.Runner, text: str, params: SamplingParams
+    chat: Talk, llm: LLM, runner: asyncio.Runner, text: str, params: SamplingParams
 ) -> None:
     """Write the answer to a text as it comes; Ctrl-C ends it, and what there is of it counts."""
     pieces: list[str] = []
