@@ -22,7 +22,7 @@ import yaml
 from llmpq.planner.cli.arguments import plan_request
 from llmpq.planner.formulation.problem import Problem
 from llmpq.planner.inputs.make_problem import make_problem, parse_kv
-from llmpq.planner.predict.advice import too_big
+from llmpq.planner.refusal import too_big
 from llmpq.planner.tools.random_cases import RandomCase
 
 KINDS = (

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -12,14 +13,14 @@ from llmpq.cluster import Cluster
 from llmpq.errors import DoesNotFitError
 from llmpq.plan import Plan, Prefer
 from llmpq.planner import limits
-from llmpq.planner.formulation.microbatch import chunk_sizes
+from llmpq.planner.formulation.microbatch import chunk_sizes, small_chunks
 from llmpq.planner.formulation.outcome import OPTIMAL_GAP, Outcome, Unfinished
 from llmpq.planner.formulation.problem import Problem
 from llmpq.planner.front.preference import WEIGHTS, Scored, look_around, preferred
 from llmpq.planner.inputs.make_problem import parse_kv, stated_theta
 from llmpq.planner.inputs.requests import PlanRequest
-from llmpq.planner.predict.advice import explain_infeasible, too_big
 from llmpq.planner.predict.pipeline_time import sum_omega
+from llmpq.planner.refusal import NothingFitsError, too_big
 from llmpq.planner.solving.isolated import Beside, solve_isolated
 from llmpq.planner.solving.methods import NO_PLAN, How
 from llmpq.planner.solving.tries import Tries
@@ -48,6 +49,8 @@ class Wish:
     kvs: tuple[KVPrecision, ...]
     prefer: Prefer | None = None
     """Which plan of the front to take; none: the best for the problem's theta, or a budget."""
+    typed: bool = True
+    """Whether flags of llmpq-algo ask for this: a refusal then names flags, else words."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,9 +112,9 @@ def _by_preference(problem: Problem, wish: Wish) -> tuple[Problem, Outcome]:
             bound=outcome.bound,
         )
 
-    problems = [p for p in allowed_problems(problem, wish) if not too_big(p)]
+    problems = with_room(problem, wish)
     if not problems:
-        raise DoesNotFitError(explain_infeasible(problem))
+        raise NothingFitsError(problem, wish.kvs, budget=wish.budget, typed=wish.typed)
     guess, corner = look_around(problems, price)
     best = preferred(
         solve,
@@ -133,13 +136,13 @@ def solved(
     of plans of the same request that this problem does not have.
     """
     start_s, limit = time.perf_counter(), wish.time_limit_s
-    tries = _tried([p for p in allowed_problems(problem, wish) if not too_big(p)], wish)
+    tries = _tried(with_room(problem, wish), wish)
     if tries.best is None and tries.unfinished is not None and tries.bounds:
         raise tries.unfinished
     if tries.best is None:
         if wish.method not in ("exact", "ilp") or wish.budget is not None:
             _raise_unless_smaller(problem, str(tries.refusal))
-        raise DoesNotFitError(explain_infeasible(problem)) from None
+        raise NothingFitsError(problem, wish.kvs, budget=wish.budget, typed=wish.typed)
     priced, outcome = tries.problems[tries.best[0]], tries.best[1]
     bound = min(*tries.bounds.values(), other_bound)
     if _rounds_head_alone(priced, outcome):
@@ -151,14 +154,25 @@ def solved(
     return priced, _over_all(outcome, bound)
 
 
-def allowed_problems(problem: Problem, wish: Wish) -> list[Problem]:
-    """Return the problem at every KV precision allowed, with every chunk that is worth trying."""
+def with_room(problem: Problem, wish: Wish) -> list[Problem]:
+    """Return what of the problem is not too big: with usual chunks, or else with smaller ones."""
+    usual = [p for p in _allowed(problem, wish, chunk_sizes) if not too_big(p)]
+    if usual:
+        return usual
+    small = _allowed(problem, wish, lambda _, prompt_len: small_chunks(prompt_len))
+    return [p for p in small if not too_big(p)]
+
+
+def _allowed(
+    problem: Problem, wish: Wish, chunks: Callable[[int, int], tuple[int, ...]]
+) -> list[Problem]:
+    """Return the problem at every KV precision allowed, with these chunks of batch and prompt."""
     found = []
     for kv in wish.kvs:
         work = problem.workload.model_copy(update={"kv": kv})
         priced = problem.with_changes(workload=work)
         # Without a pool prompts are computed whole.
-        sizes = chunk_sizes(work.batch, work.prompt_len) if priced.pooled else (priced.chunk,)
+        sizes = chunks(work.batch, work.prompt_len) if priced.pooled else (priced.chunk,)
         found += [priced.with_changes(chunk=size) for size in sizes]
     return found
 

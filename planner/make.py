@@ -152,6 +152,7 @@ def plan_workload(
         backend="highs",
         budget=None,
         kvs=(workload.kv,),
+        typed=False,
         prefer=prefer,
     )
 

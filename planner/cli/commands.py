@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+from llmpq.errors import DoesNotFitError
 from llmpq.planner.inputs.requests import (
     CheckRequest,
     ExportRequest,
@@ -37,12 +38,18 @@ def _plan(request: PlanRequest) -> None:
     from llmpq.planner.cli.show_plan import make_and_show, read_job
 
     job = read_job(request)
-    if request.pareto:
-        from llmpq.planner.cli.show_front import show_front
+    try:
+        if request.pareto:
+            from llmpq.planner.cli.show_front import show_front
 
-        show_front(request, job.problem, job.wish, job.path)
-    else:
-        make_and_show(request, job)
+            show_front(request, job.problem, job.wish, job.path)
+        else:
+            make_and_show(request, job)
+    except DoesNotFitError:
+        for note in job.notes:
+            if note.startswith("assumed: "):
+                sys.stderr.write(f"llmpq-algo: {note}\n")
+        raise
 
 
 def _check(request: CheckRequest) -> None:

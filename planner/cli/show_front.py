@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from llmpq.errors import DoesNotFitError
 from llmpq.file_form import check_writable
 from llmpq.plan import Plan
 from llmpq.planner.answer import Wish, checked_plan
@@ -21,8 +20,8 @@ from llmpq.planner.formulation.problem import Problem
 from llmpq.planner.front.front import FrontPoint
 from llmpq.planner.front.preference import WEIGHTS
 from llmpq.planner.inputs.requests import PlanRequest
-from llmpq.planner.predict.advice import explain_infeasible, too_big
 from llmpq.planner.predict.step_by_step import told_time
+from llmpq.planner.refusal import NothingFitsError, too_big
 from llmpq.planner.solving.isolated import front_isolated
 
 
@@ -91,7 +90,7 @@ def list_front(problem: Problem, wish: Wish, path: str | None, points: int) -> L
     if not found and unfinished is not None:
         raise unfinished
     if not found:
-        raise DoesNotFitError(explain_infeasible(problem))
+        raise NothingFitsError(problem, wish.kvs)
     rows = [
         FrontRow(time_s=told_time(p, q.outcome.assignment).total_s, omega=q.omega, number=number)
         for number, (q, p) in enumerate(found)

@@ -10,7 +10,7 @@ from llmpq.errors import DoesNotFitError
 from llmpq.file_form import check_writable
 from llmpq.plan import Plan
 from llmpq.planner.alternatives import bits_lines
-from llmpq.planner.answer import Answer, Wish, allowed_problems, answer, read_wish, solved
+from llmpq.planner.answer import Answer, Wish, answer, read_wish, solved, with_room
 from llmpq.planner.cli.arguments import read_flag
 from llmpq.planner.cli.method_row import MethodRow
 from llmpq.planner.formulation.outcome import Infeasible, Unfinished
@@ -18,8 +18,8 @@ from llmpq.planner.formulation.problem import Problem
 from llmpq.planner.inputs.make_problem import make_problem
 from llmpq.planner.inputs.requests import PlanRequest
 from llmpq.planner.inputs.stored_precisions import stored_line
-from llmpq.planner.predict.advice import explain_infeasible, too_big
 from llmpq.planner.predict.step_by_step import told_time
+from llmpq.planner.refusal import NothingFitsError
 from llmpq.planner.solving.methods import PLANNERS
 from llmpq.precision import Precision, bits_of
 from llmpq.sizes.stated_pool import with_pool
@@ -147,7 +147,7 @@ def _compare(request: PlanRequest, problem: Problem, wish: Wish, path: str | Non
     """
     answers: dict[str, Answer | str] = {}
     unfinished: Unfinished | None = None
-    may_fit = not all(too_big(p) for p in allowed_problems(problem, wish))
+    may_fit = bool(with_room(problem, wish))
     for method in PLANNERS:
         try:
             answers[method] = found = answer(problem, replace(wish, method=method), path)
@@ -164,7 +164,7 @@ def _compare(request: PlanRequest, problem: Problem, wish: Wish, path: str | Non
     if not made and unfinished is not None:
         raise unfinished
     if not made:
-        raise DoesNotFitError(explain_infeasible(problem))
+        raise NothingFitsError(problem, wish.kvs, budget=wish.budget)
     if not request.json:
         from llmpq.planner.cli.report import comparison_table
 

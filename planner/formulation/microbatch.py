@@ -38,6 +38,14 @@ def chunk_sizes(batch: int, prompt_len: int) -> tuple[int, ...]:
     return tuple(sizes)
 
 
+def small_chunks(prompt_len: int) -> tuple[int, ...]:
+    """Return smaller chunks, for jobs that fit with no other: their steps need less workspace.
+
+    From 256 tokens down no step makes a dense copy of packed weights.
+    """
+    return tuple(size for size in (256, 128) if size < prompt_len)
+
+
 def last_share(count: int, steps: int) -> float:
     """Return for how much the last of `count` micro-batches counts in the slowest stage's time.
 

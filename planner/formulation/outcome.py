@@ -68,7 +68,7 @@ class Outcome:
 
 
 class Infeasible(DoesNotFitError):
-    """No plan fits; the command explains it with `planner/predict/advice.py`.
+    """No plan fits; the command explains it with `planner/refusal.py`.
 
     `least`: the sum of omega that a budget would have to be, where that is why.
     """

@@ -146,14 +146,21 @@ def _reserve_bytes(text: str) -> int:
 def with_reserve(cluster: Cluster, extra_bytes: int) -> Cluster:
     """Return the cluster with this much memory left free on every device.
 
-    What a cluster states to be in use comes on top; what the table would leave free does not.
+    It comes on top of what a cluster states to be in use and of the host's share of memory in
+    common, and replaces what would be left to a screen.
     """
+    taken = {
+        device.kind: device.spec.default_reserve(device.memory_bytes)
+        for device in cluster.devices
+        if device.spec.host_share is not None
+    }
     nodes = []
     for node in cluster.nodes:
-        groups = tuple(
-            group.model_copy(update={"reserve": (group.reserve or 0) + extra_bytes})
-            for group in node.groups()
-        )
-        nodes.append(node.model_copy(update={"devices": groups, "accelerators": None}))
+        groups = []
+        for group in node.groups():
+            kind = group.kind if group.spec is not None else canonical_kind(group.kind)
+            own = taken.get(kind, 0) if group.reserve is None else group.reserve
+            groups.append(group.model_copy(update={"reserve": own + extra_bytes}))
+        nodes.append(node.model_copy(update={"devices": tuple(groups), "accelerators": None}))
     data = cluster.model_copy(update={"nodes": tuple(nodes)})
     return Cluster.parse_data(data.model_dump(by_alias=True), where="--reserve")

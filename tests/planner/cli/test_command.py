@@ -83,6 +83,7 @@ def test_infeasible_text_is_exact(capsys: pytest.CaptureFixture[str]) -> None:
         first=True,
         last=True,
         prefill_microbatch=1,
+        prefill_chunk=128,
         decode_microbatch=1,
         quantization=Quantization(),
         context_bytes=device_specs()["T4"].context,
@@ -92,12 +93,16 @@ def test_infeasible_text_is_exact(capsys: pytest.CaptureFixture[str]) -> None:
     words = "--device-names T4 --device-numbers 1 --model opt-30b --bits 3 --global_bz 8"
     code, _, err = _run(capsys, *words.split(), "--s", "512", "--n", "100")
     assert code == 5
-    text = f"llmpq-algo: opt-30b does not fit T4x1: T4-0 is short by {format_size(short)}: "
-    assert err.startswith(text)
-    for batch in (1, 2, 3, 4):
-        if _run(capsys, *words.split()[:-1], str(batch), "--s", "512", "--n", "100")[0] == 0:
-            largest = batch
-    assert err == f"{text}batch {largest} (--global-bz {largest})\n"
+    found = re.fullmatch(
+        rf"llmpq-algo: opt-30b does not fit T4x1: at w3a16 and kv16, T4-0 is short by "
+        rf"{format_size(short)}; what fits: --prompt-len (\d+), or --batch (\d), or cpu=16GB among "
+        r"the devices, or one more T4\n",
+        err,
+    )
+    assert found is not None, err
+    for flag, most in (("--s", int(found[1])), ("--global_bz", int(found[2]))):
+        for value, expected in ((most, 0), (most + 1, 5)):
+            assert _run(capsys, *words.split(), "--n", "100", flag, str(value))[0] == expected
 
 
 def test_pin_max_devices_and_reserve_are_kept(

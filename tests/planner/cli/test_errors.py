@@ -71,8 +71,8 @@ ERRORS = {
     "does not fit": (
         ["--device-names", "T4", "--device-numbers", "1", "--model", "opt-30b"],
         5,
-        "llmpq-algo: opt-30b does not fit T4x1: T4-0 is short by 13.9 GiB: add a device or take a "
-        "smaller model\n",
+        "llmpq-algo: opt-30b does not fit T4x1: even at w4a16 and kv16, T4-0 is short by 13.9 GiB, "
+        "whatever the context; what fits: 2 more T4\n",
     ),
     "bad pin": (
         [*SMALL, "--pin", "0-99=T4-0"],
@@ -183,8 +183,7 @@ ERRORS = {
     "only the constraints forbid it": (
         [*SMALL, "--bits", "8", "--pin", "0-39=T4-0"],
         5,
-        "llmpq-algo: opt-13b fits T4x1-V100x1 only without the --pin, --max-devices, --group or "
-        "--quality-budget given; loosen one of them\n",
+        "llmpq-algo: opt-13b fits T4x1-V100x1 only without --pin; leave it out\n",
     ),
 }
 

@@ -11,8 +11,8 @@ import pytest
 
 from llmpq.plan import Plan
 from llmpq.planner.__main__ import main
-from llmpq.planner.predict.advice import too_big
 from llmpq.planner.predict.fits import fits
+from llmpq.planner.refusal import too_big
 from llmpq.planner.tools.brute_force import assignments
 from llmpq.planner.tools.random_problems import random_problem
 
@@ -109,7 +109,7 @@ def test_a_batch_beyond_all_memory_is_refused_before_any_search(
     words = ["--global-bz", "10000", "--s", "512", "--n", "100", "--kv", "16,8", *flags.split()]
     code, _, err = _run(capsys, *SMALL, *words)
     assert code == 5 and time.perf_counter() - start < 5
-    assert err.startswith("llmpq-algo: opt-1.3b does not fit T4x1-V100x1: V100-32GB-0 is short by ")
+    assert err.startswith("llmpq-algo: opt-1.3b does not fit T4x1-V100x1: even at w4a16 and kv8, ")
 
 
 def test_a_thousand_devices_are_refused_as_fast(
@@ -120,7 +120,7 @@ def test_a_thousand_devices_are_refused_as_fast(
     words = ["--device-names", "T4", "V100", "--device-numbers", "1000", "1000", *JOB]
     code, _, err = _run(capsys, *words, "--model", "llama-3.1-405b", "--max-devices", "2")
     assert code == 5 and time.perf_counter() - start < 5
-    assert "does not fit T4x1000-V100x1000: V100-32GB-" in err
+    assert "does not fit T4x1000-V100x1000: even at w4a16 and kv16, V100-32GB-" in err
 
 
 IDLE = {

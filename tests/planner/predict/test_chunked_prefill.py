@@ -17,10 +17,10 @@ from llmpq.planner.formulation.microbatch import chunk_sizes
 from llmpq.planner.formulation.outcome import Assignment, Infeasible, Stage
 from llmpq.planner.formulation.problem import Problem
 from llmpq.planner.inputs.make_problem import make_problem
-from llmpq.planner.predict.advice import room, too_big
 from llmpq.planner.predict.pipeline_time import job_time, stage_times
 from llmpq.planner.predict.replay import replay
 from llmpq.planner.predict.step_by_step import step_by_step_time
+from llmpq.planner.refusal import room, too_big
 from llmpq.planner.tools.brute_force import brute_force
 from llmpq.planner.tools.random_problems import random_problem
 from llmpq.precision import Precision

@@ -1,0 +1,547 @@
+"""What to say when nothing fits: by how much it is short, and what would fit.
+
+Fitting is counted, not searched: layers of the fewest bytes allowed, micro-batches of one, stages
+filled one after the other. A plan made so (`fitting`) proves that a change is enough: nothing is
+named that has not been planned so, and checked as every plan is. Looks at bytes only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import product
+from typing import Any
+
+import numpy as np
+
+from llmpq.cluster import Cluster, Device, DeviceGroup
+from llmpq.devices.device_spec import known_kind
+from llmpq.errors import DoesNotFitError
+from llmpq.planner import limits
+from llmpq.planner.checked_plan.build_plan import build_plan
+from llmpq.planner.checked_plan.check import check_plan
+from llmpq.planner.costs.roofline import estimate_costs
+from llmpq.planner.costs.stage_memory import (
+    DENSE,
+    MIXED,
+    PACKED,
+    choices_of,
+    layer_bytes,
+    sort_of_stage,
+)
+from llmpq.planner.formulation.microbatch import small_chunks
+from llmpq.planner.formulation.outcome import Assignment, Outcome, Stage
+from llmpq.planner.formulation.problem import Problem
+from llmpq.planner.inputs.make_problem import generic_sensitivity
+from llmpq.planner.inputs.named_inputs import with_reserve
+from llmpq.precision import WEIGHT_ONLY, KVPrecision, Precision
+from llmpq.units import format_size
+
+GB = 10**9
+CPU_SIZES = (16, 32, 64, 128, 256, 512)
+"""Memory of a CPU that is offered as a way out, GB."""
+MANY_DEVICES = 64
+"""Devices up to which all changes are tried."""
+MOST_CARDS = 4
+"""Cards of one kind that are offered as a way out."""
+
+
+class NothingFitsError(DoesNotFitError):
+    """No plan fits; the text is worked out when it is read."""
+
+    def __init__(
+        self,
+        problem: Problem,
+        kvs: Sequence[KVPrecision],
+        *,
+        budget: float | None = None,
+        typed: bool = True,
+    ) -> None:
+        super().__init__()
+        self._told = problem, kvs, budget, typed
+
+    @cached_property
+    def _text(self) -> str:
+        problem, kvs, budget, typed = self._told
+        return explain_infeasible(problem, kvs, budget=budget, typed=typed)
+
+    def __str__(self) -> str:
+        return self._text
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageRoom:
+    """How many layers fit at most, and what the rest would take."""
+
+    layers: int
+    device: Device
+    """The device that is closest to holding what is missing."""
+    missing_bytes: int
+
+
+def too_big(p: Problem) -> bool:
+    """Whether no plan can fit, at any precision, order and micro-batches: nothing to search."""
+    return _room(p, None).layers < p.spec.num_layers
+
+
+def _room(p: Problem, choice: int | None) -> StageRoom:
+    """Return how much of the model fits at a choice of precision and the smallest micro-batches.
+
+    Without a choice no plan has more room: every stage has layers of the fewest bytes that its sort
+    of weights may have.
+    """
+    table, sizes = p.capacity(*_smallest(p)), layer_bytes(p)
+    if choice is None:
+        units = {
+            sort: int(sizes[some].min())
+            for sort in (DENSE, PACKED, MIXED)
+            if (some := choices_of(p.choices, sort)).any()
+        }
+    else:
+        units = {sort_of_stage(p.packed, [choice]): int(sizes[choice])}
+    devices = [(index, d) for index, cls in enumerate(p.classes) for d in cls.devices]
+    most = min(len(devices), p.max_devices or len(devices))
+    found: StageRoom | None = None
+    for first, last in _ends([index for index, _ in devices]):
+        rooms = [
+            {sort: int(table[index, int(k == first), int(k == last), sort]) for sort in units}
+            for k, (index, _) in enumerate(devices)
+        ]
+        held = [max(0, *(room[sort] // units[sort] for sort in units)) for room in rooms]
+        some_devices = [first] if first == last else list(range(len(devices)))
+        used = sorted(some_devices, key=lambda k: -held[k])[:most]
+        total = sum(held[k] for k in used)
+        lacking = max(0, p.spec.num_layers - total)
+        needs = {
+            k: min((held[k] + lacking) * units[sort] - rooms[k][sort] for sort in units)
+            for k in used
+        }
+        nearest = min(used, key=lambda k: needs[k])
+        if found is None or total > found.layers:
+            missing = max(0, needs[nearest]) if lacking else 0
+            found = StageRoom(layers=total, device=devices[nearest][1], missing_bytes=missing)
+    assert found is not None, "a cluster has at least one device"
+    return found
+
+
+def _smallest(p: Problem) -> tuple[int, int]:
+    """Return the micro-batch sizes that leave the most room: one, or what is fixed."""
+    return p.prefill_microbatch or 1, p.decode_microbatch or 1
+
+
+def _ends(class_of: list[int]) -> list[tuple[int, int]]:
+    """Return which devices can be first and last stage, one pair of devices per pair of classes.
+
+    A device that is both is the only stage, for which it may have more room than for either.
+    """
+    members: dict[int, list[int]] = {}
+    for device, cls in enumerate(class_of):
+        members.setdefault(cls, []).append(device)
+    several = [
+        (a[-1], b[-1] if a is not b else b[-2])
+        for a, b in product(members.values(), repeat=2)
+        if a is not b or len(a) > 1
+    ]
+    return several + [(a[-1], a[-1]) for a in members.values()]
+
+
+def fitting(p: Problem) -> tuple[Problem, Assignment] | None:
+    """Return the job, with the chunks of prompts that it needs, and a plan of it that fits."""
+    for size in (p.chunk, *_smaller_chunks(p)):
+        of_size = p.with_changes(chunk=size)
+        found = _least_plan(of_size)
+        if found is not None:
+            return of_size, found
+    return None
+
+
+def _smaller_chunks(p: Problem) -> list[int]:
+    sizes = small_chunks(p.workload.prompt_len) if p.pooled else ()
+    return [size for size in sizes if size < p.chunk]
+
+
+def _in_least_chunks(p: Problem) -> Problem:
+    return p.with_changes(chunk=min([p.chunk, *_smaller_chunks(p)]))
+
+
+def _least_plan(p: Problem) -> Assignment | None:
+    """Return a plan of the fewest bytes, None where this way of filling stages finds none.
+
+    Stages hold as many layers as they have room for, one after the other.
+    """
+    class_of = [index for index, cls in enumerate(p.classes) for _ in cls.devices]
+    for choices in _least_choices(p):
+        held = _layers_held(p, choices)
+        for first, last in _ends(class_of):
+            inner = [k for k in range(len(class_of)) if k not in (first, last)]
+            inner = sorted(inner, key=lambda k: -held[class_of[k]])[: max(0, p.max_stages - 2)]
+            inner.sort(key=lambda k: (p.classes[class_of[k]].pinned or (0, 0))[0])
+            order = [class_of[k] for k in ([first] if first == last else [first, *inner, last])]
+            found = _filled(p, choices, order) if len(order) <= p.max_stages else None
+            if found is not None:
+                return found
+    return None
+
+
+def _least_choices(p: Problem) -> Iterator[list[int]]:
+    """Yield choices of all layers that take the fewest bytes, of each sort of weights.
+
+    Where no choice is one that all layers may have, each layer has its own least.
+    """
+    sizes = p.all_layer_bytes
+    common = [b for b in range(len(p.choices)) if p.open[:, b].all()]
+    for packed in (True, False):
+        some = [b for b in common if p.packed[b] == packed]
+        if some:
+            yield [min(some, key=lambda b: int(sizes[0, b]))] * p.num_layers
+    if not common:
+        own = np.where(p.open, sizes, np.iinfo(np.int64).max)
+        yield [int(b) for b in own.argmin(axis=1)]
+
+
+def _layers_held(p: Problem, choices: Sequence[int]) -> list[int]:
+    """Return how many layers each class of devices holds between other stages, about."""
+    sort = sort_of_stage(p.packed, choices)
+    unit = max(int(p.all_layer_bytes[i, b]) for i, b in enumerate(choices))
+    rooms = p.capacity(*_smallest(p))[:, 0, 0, sort]
+    return [max(0, int(room) // unit) for room in rooms]
+
+
+def _filled(p: Problem, choices: Sequence[int], order: Sequence[int]) -> Assignment | None:
+    """Return the plan whose stages, of these classes in turn, hold all that they have room for."""
+    eta, xi = _smallest(p)
+    table, sizes = p.capacity(eta, xi), p.all_layer_bytes
+    stages: list[Stage] = []
+    start, total = 0, p.num_layers
+
+    def holds(cls: int, low: int, high: int, *, last: bool) -> bool:
+        some = choices[low:high]
+        room = table[cls, int(low == 0), int(last), sort_of_stage(p.packed, some)]
+        return sum(int(sizes[low + k, b]) for k, b in enumerate(some)) <= int(room)
+
+    final = order[-1]
+    for cls in order[:-1]:
+        if start and holds(final, start, total, last=True):
+            break
+        end = start
+        while end < total - 1 and holds(cls, start, end + 1, last=False):
+            end += 1
+        if end > start:
+            stages.append(Stage(cls=cls, start=start, end=end, choices=tuple(choices[start:end])))
+            start = end
+        elif not stages:
+            return None
+    if (len(order) > 1 and not stages) or not holds(final, start, total, last=True):
+        return None
+    stages.append(Stage(cls=final, start=start, end=total, choices=tuple(choices[start:])))
+    if not all(p.allowed(stage.cls, stage.start, stage.end) for stage in stages):
+        return None
+    return Assignment(prefill_microbatch=eta, decode_microbatch=xi, stages=tuple(stages))
+
+
+def explain_infeasible(
+    p: Problem, kvs: Sequence[KVPrecision], *, budget: float | None = None, typed: bool = True
+) -> str:
+    """Return one sentence: what is short of the best form allowed, and changes that fit.
+
+    `typed`: changes are flags of llmpq-algo, else words.
+    """
+    problems = [_changed(p, kv=kv) for kv in kvs]
+    given = _limits_given(p, budget)
+    dropped = [flag for flag, change in given.items() if _some_fit(problems, **change)]
+    short = [q for q in problems if _room(_in_least_chunks(q), None).layers < q.spec.num_layers]
+    if given and len(short) < len(problems):
+        which = " or ".join(dropped) if dropped else ", ".join(given)
+        verb = "leave it out" if len(given) == 1 else f"leave out {which}"
+        return f"{p.spec.name} fits {p.cluster.name} only without {', '.join(given)}; {verb}"
+    said = f"{p.spec.name} does not fit {p.cluster.name}: {_shortfall(p, problems)}"
+    if not _some_fit(problems, prompt_len=1, gen_len=1):
+        said += ", whatever the context"
+    ways = [f"leaving out {flag}" for flag in dropped] + _Ways(p, kvs, typed).found()
+    if not ways:
+        return f"{said}; take more devices or a smaller model"
+    return f"{said}; what fits: {', or '.join(ways)}"
+
+
+_NO_LIMITS: dict[str, Any] = {
+    "pins": {},
+    "max_devices": None,
+    "group": 1,
+    "prefill_microbatch": None,
+    "decode_microbatch": None,
+}
+
+
+def _limits_given(p: Problem, budget: float | None) -> dict[str, dict[str, Any]]:
+    """Return the flags that were given and forbid plans, each with the change that drops it."""
+    given = {
+        "--pin": ("pins", bool(p.pins)),
+        "--max-devices": ("max_devices", p.max_devices is not None),
+        "--group": ("group", p.group > 1),
+        "--prefill-microbatch": ("prefill_microbatch", p.prefill_microbatch is not None),
+        "--decode-microbatch": ("decode_microbatch", p.decode_microbatch is not None),
+    }
+    flags = {flag: {name: _NO_LIMITS[name]} for flag, (name, was) in given.items() if was}
+    return flags if budget is None else {**flags, "--quality-budget": {}}
+
+
+def _some_fit(problems: Sequence[Problem], **change: Any) -> bool:
+    return any(fitting(_changed(q, **change)) is not None for q in problems)
+
+
+def _shortfall(p: Problem, problems: Sequence[Problem]) -> str:
+    """Return what the form that is nearest to fitting lacks: `at w4a16, T4-0 is short by 1 GiB`."""
+    problems = [_in_least_chunks(q) for q in problems]
+    forms = [
+        (_room(q, b).missing_bytes, -k, q, b)
+        for k, q in enumerate(problems)
+        for b in range(len(q.choices))
+        if q.open[:, b].all()
+    ]
+    if not forms:
+        return "with every layer as it is stored, " + _short(_room(problems[-1], None))
+    _, _, q, b = min(forms, key=lambda form: form[:2])
+    even = "even " if len(forms) > 1 else ""
+    return f"{even}at {q.choices[b].value} and {q.kv.value}, {_short(_room(q, b))}"
+
+
+def _short(room: StageRoom) -> str:
+    if not room.missing_bytes:
+        return "its layers do not share out over the devices"
+    return f"{room.device.name} is short by {format_size(room.missing_bytes)}"
+
+
+def _changed(p: Problem, **changes: Any) -> Problem:
+    """Return the problem after changes of its own fields and its workload's.
+
+    A smaller batch makes fixed micro-batches smaller.
+    """
+    fields = {"kv", "batch", "prompt_len", "gen_len"}
+    work = {key: changes.pop(key) for key in fields & set(changes)}
+    if work:
+        changes["workload"] = p.workload.model_copy(update=work)
+    batch = work.get("batch")
+    for name in ("prefill_microbatch", "decode_microbatch"):
+        fixed = changes.get(name, getattr(p, name))
+        if batch is not None and fixed is not None:
+            changes[name] = min(fixed, batch)
+    return p.with_changes(**changes) if changes else p
+
+
+class _Ways:
+    """Changes of a job that does not fit that make it fit, smallest first."""
+
+    def __init__(self, p: Problem, kvs: Sequence[KVPrecision], typed: bool) -> None:
+        self.p, self.typed = p, typed
+        self.kv = min(kvs, key=lambda kv: kv.bits)
+        """The fewest bits allowed."""
+        self.job = _changed(p, kv=self.kv)
+
+    def found(self) -> list[str]:
+        """Return the ways out, each planned: together only where none is enough alone."""
+        ways = [way for way in (self._bits(), self._kv()) if way] or [self._bits_and_kv()]
+        if len(self.p.cluster.devices) > MANY_DEVICES:  # the rest takes minutes
+            return [way for way in ways if way]
+        ways += [self._length(), self._batch()]
+        if not any(ways):
+            ways = [self._least_and_length()]
+        reserve = self._reserve() if self.typed else ""
+        return [way for way in (reserve, *ways, self._cpu(), self._cards()) if way]
+
+    def _fewer_bits(self) -> list[Precision]:
+        """Return the precisions below those allowed, most bits first."""
+        if self.p.offered:  # stored bits stay as they are
+            return []
+        least = min(choice.weight_bits for choice in self.p.choices)
+        below = [c for c in WEIGHT_ONLY if c.weight_bits < least]
+        return sorted(below, key=lambda c: -c.weight_bits)
+
+    def _fewer_kv(self) -> list[KVPrecision]:
+        below = [kv for kv in KVPrecision if kv.bits < self.kv.bits]
+        return sorted(below, key=lambda kv: -kv.bits)
+
+    def _bits(self) -> str:
+        for bits in self._fewer_bits():
+            if _planned(self.job, choices=(bits,)):
+                return self._said(bits=bits)
+        return ""
+
+    def _kv(self) -> str:
+        for kv in self._fewer_kv():
+            if _planned(self.job, kv=kv):
+                return self._said(kv=kv)
+        return ""
+
+    def _bits_and_kv(self) -> str:
+        """Return fewer bits of both: of what fits, the most bits of weights, then of the cache."""
+        for bits, kv in product(self._fewer_bits(), self._fewer_kv()):
+            if _planned(self.job, choices=(bits,), kv=kv):
+                return self._said(bits=bits, kv=kv)
+        return ""
+
+    def _length(self) -> str:
+        """Return the longest context that fits."""
+        longest = self._longest()
+        return self._said(**longest) if longest else ""
+
+    def _longest(self, **change: Any) -> dict[str, Any]:
+        """Return the longest context that fits after a change: the longer of prompt and answer is
+        cut; nothing where none fits."""
+        work = self.p.workload
+        name = "prompt_len" if work.prompt_len >= work.gen_len else "gen_len"
+        most = _largest(
+            lambda length: _planned(self.job, **change, **{name: length}), getattr(work, name)
+        )
+        return {name: most} if most else {}
+
+    def _batch(self) -> str:
+        most = _largest(lambda batch: _planned(self.job, batch=batch), self.p.workload.batch)
+        return self._said(batch=most) if most else ""
+
+    def _least_and_length(self) -> str:
+        """Return the longest context at the fewest bits of weights and cache."""
+        bits, kvs = self._fewer_bits(), self._fewer_kv()
+        if not bits and not kvs:
+            return ""
+        choices = (bits[-1],) if bits else self.p.choices
+        kv = kvs[-1] if kvs else self.kv
+        longest = self._longest(choices=choices, kv=kv)
+        own: dict[str, Any] = {"bits": bits[-1] if bits else None, "kv": kv if kvs else None}
+        return self._said(**own, **longest) if longest else ""
+
+    def _reserve(self) -> str:
+        """Return that the memory which is left free by default would do."""
+        groups = [group for node in self.p.cluster.nodes for group in node.groups()]
+        if all(group.reserve is not None for group in groups):
+            return ""
+        whole = with_reserve(self.p.cluster, 0)
+        more = whole.fingerprint() != self.p.cluster.fingerprint()
+        return "--reserve 0" if more and _planned(self.job, cluster=whole) else ""
+
+    def _cpu(self) -> str:
+        """Return the memory of a CPU beside the devices, or instead of that of the one there is."""
+        for size in CPU_SIZES:
+            cluster = _with_cpu(self.p.cluster, size * GB)
+            if cluster is not None and _planned(self.job, cluster=cluster):
+                return f"cpu={size}GB among the devices"
+        return ""
+
+    def _cards(self) -> str:
+        """Return the fewest cards more, of a kind there is."""
+        gpus = {d.kind: d.memory_bytes for d in self.p.cluster.devices if not d.spec.is_cpu}
+        room = limits.MAX_DEVICES - len(self.p.cluster.devices)
+        for count in range(1, min(MOST_CARDS, room) + 1):
+            for kind in sorted(gpus, key=lambda kind: gpus[kind]):
+                if _planned(self.job, cluster=_with_cards(self.p.cluster, kind, count)):
+                    return f"{count} more {kind}" if count > 1 else f"one more {kind}"
+        return ""
+
+    def _said(
+        self,
+        bits: Precision | None = None,
+        kv: KVPrecision | None = None,
+        prompt_len: int | None = None,
+        gen_len: int | None = None,
+        batch: int | None = None,
+    ) -> str:
+        """Return a change as it is typed, or in words."""
+        allowed = min(self.p.choices, key=lambda choice: choice.weight_bits)
+        both = "" if bits is None else f"{_spelled(bits)},{_spelled(allowed)}"
+        parts = {
+            f"--bits {both}": f"{bits and bits.weight_bits}-bit weights",
+            f"--kv {kv and kv.bits}": f"a KV cache of {kv and kv.bits} bits",
+            f"--prompt-len {prompt_len}": f"prompts of {prompt_len} tokens",
+            f"--gen-len {gen_len}": f"{gen_len} tokens of answer",
+            f"--batch {batch}": f"{batch} at once",
+        }
+        given = [value is not None for value in (bits, kv, prompt_len, gen_len, batch)]
+        some = [pair for pair, is_given in zip(parts.items(), given, strict=True) if is_given]
+        return " ".join(f for f, _ in some) if self.typed else " with ".join(w for _, w in some)
+
+
+def _spelled(precision: Precision) -> str:
+    """Return a precision as --bits takes it: `4`, `w8a8`."""
+    plain = precision.activation_bits == 16
+    return str(precision.weight_bits) if plain else precision.value
+
+
+def _largest(fits: Callable[[int], bool], below: int) -> int:
+    """Return the largest number under `below` that fits, 0 where none does; fewer fit better."""
+    low, high = 0, below
+    while low < high - 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low
+
+
+def _planned(p: Problem, **changes: Any) -> bool:
+    """Whether a changed job fits; its plan has been made and checked as every plan is."""
+    found = fitting(_changed(p, **changes))
+    if found is None:
+        return False
+    changed, assignment = found
+    sensitivity = changed.sensitivity
+    if sensitivity.indicator == "generic":
+        sensitivity = generic_sensitivity(changed.spec, changed.choices, (changed.kv,))
+    with suppress(ValueError):  # a profile or an omega file that does not know a precision
+        estimate = estimate_costs(
+            changed.spec,
+            changed.cluster.devices,
+            dtype=changed.workload.dtype,
+            precisions=changed.choices,
+            kvs=(changed.kv,),
+            quantization=changed.quantization,
+        )
+        costs = replace(changed.costs, estimate=estimate)
+        whole = changed.with_changes(costs=costs, sensitivity=sensitivity)
+        outcome = Outcome(
+            method="exact",
+            status="feasible",
+            assignment=assignment,
+            value=0.0,
+            bound=None,
+            seconds=0.0,
+        )
+        plan = build_plan(whole, outcome)
+        check_plan(plan, spec=whole.spec, cluster=whole.cluster, costs=costs)
+        return True
+    return False
+
+
+def _with_cpu(cluster: Cluster, memory_bytes: int) -> Cluster | None:
+    """Return a cluster with a CPU of this memory on its first node; None where it has as much."""
+    cpus = [device for device in cluster.devices if device.spec.is_cpu]
+    if known_kind("cpu") is None or any(device.memory_bytes >= memory_bytes for device in cpus):
+        return None
+    node = next(n for n in cluster.nodes if not cpus or n.name == cpus[0].node)
+    own = [g for g in node.groups() if g.kind.lower() != "cpu"]
+    kept = [g for g in node.groups() if g.kind.lower() == "cpu"][:1]
+    cpu = kept[0] if kept else DeviceGroup(kind="CPU", threads=8)
+    groups = (*own, cpu.model_copy(update={"memory": memory_bytes, "reserve": 0, "count": 1}))
+    return _with_groups(cluster, node.name, groups)
+
+
+def _with_cards(cluster: Cluster, kind: str, count: int) -> Cluster:
+    """Return a cluster with more cards of a kind, on the node that has one."""
+    node = next(d.node for d in cluster.devices if d.kind == kind)
+    number = next(d.index for d in cluster.devices if d.kind == kind)
+    groups, before = [], 0
+    for group in next(n for n in cluster.nodes if n.name == node).groups():
+        more = count if before <= number < before + group.count else 0
+        groups.append(group.model_copy(update={"count": group.count + more}))
+        before += group.count
+    return _with_groups(cluster, node, groups)
+
+
+def _with_groups(cluster: Cluster, node: str, groups: Sequence[DeviceGroup]) -> Cluster:
+    nodes = [
+        n.model_copy(update={"devices": tuple(groups), "accelerators": None})
+        if n.name == node
+        else n
+        for n in cluster.nodes
+    ]
+    data = cluster.model_copy(update={"nodes": tuple(nodes)}).model_dump(by_alias=True)
+    data["links"]["pairs"] = []  # of devices, whose numbers change
+    return Cluster.parse_data(data, where="a change that would fit")

@@ -1,0 +1,87 @@
+"""What a refusal names fits: every change is typed and planned."""
+
+from __future__ import annotations
+
+import re
+import time
+
+import pytest
+
+from llmpq.planner.__main__ import main
+
+pytestmark = pytest.mark.pure
+
+JOB = "--time-limit 5"
+REFUSED = {
+    "a big model, two small cards": "--devices 4090,3060 --model llama-3.3-70b --bits 4 --batch 1",
+    "one card": "--devices 3060 --model qwen3-14b --bits 8 --batch 4",
+    "a long answer": "--devices 4060 --model qwen3-8b --bits 4 --batch 1 --gen-len 30000",
+    "many requests": "--devices 3060,4060 --model qwen3-8b --bits 4,8 --kv 16,8 --batch 400",
+    "a mixture": "--devices 4060:2 --model gpt-oss-20b --batch 2",
+    "no bfloat16": "--devices t4:2 --model qwen3-32b --batch 1",
+    "a CPU too small": "--devices 4060,cpu=8GB+4threads --model qwen3-32b --bits 4 --batch 1",
+    "a fixed micro-batch": "--devices 3060 --model qwen3-14b --batch 200 --decode-microbatch 200",
+}
+FEW = ("one card", "a big model, two small cards")
+
+
+def refusal(capsys: pytest.CaptureFixture[str], words: list[str]) -> str:
+    code = main(words)
+    err = capsys.readouterr().err.strip().splitlines()
+    assert code == 5, err
+    return err[-1]
+
+
+def typed(words: list[str], way: str) -> list[str]:
+    """Return the words of a command after a change that a refusal names."""
+    at = words.index("--devices") + 1
+    cpu, more = re.match(r"cpu=\d+GB", way), re.match(r"(one|\d+) more (.*)", way)
+    if cpu is not None:
+        devices = [name for name in words[at].split(",") if not name.startswith("cpu")]
+        return [*words[:at], ",".join([*devices, f"{cpu[0]}+4threads"]), *words[at + 1 :]]
+    if more is not None:
+        count = "1" if more[1] == "one" else more[1]
+        return [*words[:at], f"{words[at]},{more[2]}:{count}", *words[at + 1 :]]
+    return [*words, *way.split()]
+
+
+@pytest.mark.parametrize(
+    "name", [n if n in FEW else pytest.param(n, marks=pytest.mark.seldom) for n in REFUSED]
+)
+def test_every_change_that_a_refusal_names_fits(
+    capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    words = [*REFUSED[name].split(), *JOB.split()]
+    line = refusal(capsys, words)
+    ways = line.partition("what fits: ")[2].split(", or ")
+    assert len(ways) >= 2, line
+    for way in ways:
+        assert main(typed(words, way)) == 0, (way, capsys.readouterr().err)
+    given = set(re.findall(r"--[a-z-]+", line.partition("what fits")[0]))
+    assert given <= set(words), "no flag that was not typed"
+
+
+def test_a_refusal_takes_no_search(capsys: pytest.CaptureFixture[str]) -> None:
+    words = "--devices 4090,3060 --model llama-3.3-70b --bits 4 --batch 1 --time-limit 60"
+    start = time.process_time()
+    line = refusal(capsys, words.split())
+    assert time.process_time() - start < 5, "the fewest bits are counted, not searched"
+    assert "--bits 3,4" in line and "cpu=" in line
+
+
+@pytest.mark.parametrize(
+    ("flags", "text"),
+    [
+        ("--max-devices 1", "; what fits: leaving out --max-devices, or --bits "),
+        ("--pin 0-31=RTX-4060-0", "only without --pin; leave it out"),
+        ("--group 32", "only without --group; leave it out"),
+        ("--max-devices 1 --group 2", "; what fits: leaving out --max-devices, or --bits "),
+    ],
+)
+def test_limits_that_were_given_are_named_and_no_other(
+    capsys: pytest.CaptureFixture[str], flags: str, text: str
+) -> None:
+    words = "--devices 4060:2 --model llama-3.1-8b --bits 8 --batch 64 --prompt-len 180 --gen-len 8"
+    line = refusal(capsys, [*words.split(), *flags.split()])
+    assert text in line
+    assert set(re.findall(r"--[a-z-]+", line)) <= {*flags.split(), "--bits", "--kv"}
