@@ -90,6 +90,7 @@ function draw(state, now) {
   byId("waiting").textContent = state.waiting;
   byId("kv").textContent = `${Math.round(100 * state.blocks_held / Math.max(1, state.blocks))} %`;
   drawPlan(state.plan);
+  offer(state.asks);
   if (before) {
     const seconds = (now - before.now) / 1000, sums = state.sums, old = before.state.sums;
     const mean = (sum, count) =>
@@ -133,31 +134,94 @@ async function beat() {
   setTimeout(beat, EVERY_MS);
 }
 
-let running = null;
+let running = null, example = null;
+const said = [];
+
+// Offer what the model can do, once that is known: a chat by its template, else texts to continue.
+function offer(asks) {
+  if (!asks || example !== null) return;
+  example = asks.example;
+  byId("form").value = asks.chat ? "chat" : "text";
+  byId("form").disabled = !asks.chat;
+  show();
+}
+
+function show() {
+  const chat = byId("form").value === "chat", prompt = byId("prompt");
+  byId("turns").hidden = byId("anew").hidden = !chat;
+  byId("continued").hidden = chat;
+  byId("prompt-label").textContent = chat ? "Message" : "Text to continue";
+  if (chat && prompt.value === example) prompt.value = "";
+  if (!chat && prompt.value === "") prompt.value = example || "";
+}
+
+function addTurn(turn) {
+  const item = text("li", turn.content);
+  item.className = turn.role;
+  byId("turns").append(item);
+  return item;
+}
+
+function anew() {
+  if (running) running.abort();
+  said.length = 0;
+  byId("turns").replaceChildren();
+  byId("problem").textContent = "";
+}
 
 async function ask(event) {
   event.preventDefault();
+  const chat = byId("form").value === "chat", prompt = byId("prompt").value;
+  if (chat && !prompt.trim()) return;
   if (running) running.abort();
   const own = running = new AbortController();
-  byId("answer").textContent = byId("problem").textContent = "";
+  byId("problem").textContent = "";
   byId("stop").disabled = false;
   const headers = { "Content-Type": "application/json" };
   if (byId("key").value) headers.Authorization = `Bearer ${byId("key").value}`;
-  const body = JSON.stringify({
-    prompt: byId("prompt").value, max_tokens: Number(byId("max-tokens").value),
-    temperature: Number(byId("temperature").value), stream: true,
-  });
-  try {
-    const answer = await fetch("/v1/completions", { method: "POST", headers, body, signal: own.signal });
-    if (!answer.ok) throw new Error((await answer.json()).error.message);
-    await read(answer.body.getReader());
-  } catch (error) {
-    if (error.name !== "AbortError") byId("problem").textContent = error.message;
+  const body = { max_tokens: Number(byId("max-tokens").value), stream: true };
+  if (byId("temperature").value !== "") body.temperature = Number(byId("temperature").value);
+  const question = { role: "user", content: prompt }, reply = { role: "assistant", content: "" };
+  let shown = byId("answer"), items = [];
+  if (chat) {
+    body.messages = [...said, question];
+    said.push(question, reply);
+    items = [addTurn(question), addTurn(reply)];
+    shown = items[1];
+    byId("prompt").value = "";
+    byId("turns").scrollTop = byId("turns").scrollHeight;
+  } else {
+    body.prompt = prompt;
+    shown.textContent = "";
   }
-  if (running === own) byId("stop").disabled = true;
+  try {
+    const path = chat ? "/v1/chat/completions" : "/v1/completions";
+    const answer = await fetch(path, { method: "POST", headers, body: JSON.stringify(body), signal: own.signal });
+    if (!answer.ok) throw new Error((await answer.json()).error.message);
+    await read(answer.body.getReader(), (choice) => {
+      const piece = (chat ? choice.delta.content : choice.text) || "";
+      if (!piece) return;
+      reply.content += piece;
+      shown.append(piece);
+    });
+  } catch (error) {
+    if (error.name !== "AbortError") {
+      byId("problem").textContent = error.message;
+      if (chat && !reply.content) forget(question, reply, items, prompt);
+    }
+  }
+  if (running === own) { running = null; byId("stop").disabled = true; }
 }
 
-async function read(reader) {
+// A turn that was refused is none: its text goes back to where it can be corrected.
+function forget(question, reply, items, prompt) {
+  const place = said.indexOf(question);
+  if (place >= 0) said.splice(place, 2);
+  items.forEach((item) => item.remove());
+  if (byId("prompt").value === "") byId("prompt").value = prompt;
+}
+
+async function read(reader, take) {
   const decoder = new TextDecoder();
   let held = "";
   for (;;) {
@@ -171,11 +235,19 @@ async function read(reader) {
       if (data === "[DONE]") continue;
       const told = JSON.parse(data);
       if (told.error) throw new Error(told.error.message);
-      byId("answer").append(told.choices.map((choice) => choice.text).join(""));
+      told.choices.forEach(take);
     }
   }
 }
 
 byId("ask").addEventListener("submit", ask);
 byId("stop").addEventListener("click", () => running && running.abort());
+byId("anew").addEventListener("click", anew);
+byId("form").addEventListener("change", show);
+byId("prompt").addEventListener("keydown", (event) => {
+  if (byId("form").value !== "chat" || event.key !== "Enter" || event.shiftKey || event.isComposing) return;
+  event.preventDefault();
+  byId("ask").requestSubmit();
+});
+show();
 beat();

@@ -9,6 +9,10 @@ from typing import Any
 from fastapi import FastAPI
 from fastapi.responses import Response
 
+from llmpq.errors import LlmpqError
+from llmpq.runtime.llm import LLM
+from llmpq.runtime.request_output import RequestOutput
+from llmpq.runtime.sampling_params import SamplingParams
 from llmpq.runtime.serve.service import Service
 from llmpq.version import __version__
 
@@ -17,6 +21,8 @@ _FILES = {
     "/page/page.js": ("page.js", "text/javascript"),
     "/page/page.css": ("page.css", "text/css"),
 }
+EXAMPLES = ("Once upon a time, there was", "def main():\n    parser =", "The capital of France is")
+"""Beginnings of the texts that most models were trained on."""
 _HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; "
     "connect-src 'self'; img-src 'self' data:; base-uri 'none'; form-action 'none'; "
@@ -55,6 +61,7 @@ def state_of(service: Service) -> dict[str, Any]:
         "model": service.model_name,
         "status": "loading" if service.llm is None and not gone else status,
         "plan": None if service.llm is None else _plan(service),
+        "asks": _asks(service),
         "stages": [
             {
                 key: stage[key]
@@ -71,6 +78,39 @@ def state_of(service: Service) -> dict[str, Any]:
         "blocks_held": told.get("gauges", {}).get("blocks_held", 0),
         "sums": service.metrics.sums,
     }
+
+
+def _asks(service: Service) -> dict[str, Any] | None:
+    """Return what `asks_of` does, asked once."""
+    if service.asks is None and service.llm is not None and not service.draining:
+        service.asks = asks_of(service.llm, service.settings.chat_template)
+    return service.asks
+
+
+def asks_of(llm: LLM, template: str | None) -> dict[str, Any]:
+    """Return whether a model can chat, and a text that suits it to continue."""
+    try:
+        chat = template is not None or llm.tokenizer.has_chat_template
+    except ValueError:  # no tokenizer
+        return {"chat": False, "example": ""}
+    return {"chat": chat, "example": _likeliest(llm)}
+
+
+def _likeliest(llm: LLM) -> str:
+    """Return the example that the model itself finds the likeliest, by the character."""
+    score = SamplingParams(max_tokens=0, prompt_logprobs=0)
+    try:
+        scored = llm.generate(list(EXAMPLES), score)
+    except (ValueError, LlmpqError, RuntimeError, OSError):
+        return EXAMPLES[0]
+
+    def mean(output: RequestOutput) -> float:
+        rows = output.prompt_logprobs or ()
+        pairs = zip(output.prompt_token_ids, rows, strict=True)
+        told = [row[token].logprob for token, row in pairs if row]
+        return sum(told) / len(output.prompt or " ")
+
+    return EXAMPLES[max(range(len(scored)), key=lambda place: mean(scored[place]))]
 
 
 def _plan(service: Service) -> dict[str, Any]:

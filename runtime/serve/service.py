@@ -62,6 +62,8 @@ class Service:
         """None while it loads."""
         self.failure: str | None = None
         """Why there is no engine."""
+        self.asks: dict[str, Any] | None = None
+        """What the page offers to ask; None until it was opened."""
         self.draining = False
         self.num_under_way = 0
         """Answers that were begun, or are about to be, and have not ended."""

@@ -40,6 +40,7 @@ def merged_page(told: Sequence[dict[str, Any]], nothing: dict[str, Any]) -> dict
         name: sum(one["sums"][name] for one in told) for name in nothing["sums"]
     }  # fmt: skip
     whole["stages"] = [stage for one in told for stage in one["stages"]]
+    whole["asks"] = next((one["asks"] for one in told if one["asks"] is not None), None)
     plans = [one["plan"] for one in told if one["plan"] is not None]
     if plans:
         rates = [plan["tokens_per_s"] for plan in plans]
