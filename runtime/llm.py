@@ -45,6 +45,7 @@ from llmpq.runtime.text.prompts import Ask, Messages, Prompt, Prompts, listed
 from llmpq.runtime.text.tokenizer import Tokenizer
 from llmpq.runtime.token_rules import Noted
 from llmpq.runtime.trace import MAX_EVENTS, write_chrome_trace
+from llmpq.sizes.kv_format import BLOCK_TOKENS
 from llmpq.speculation import SpeculationMode, usable_modes
 
 __all__ = ["LLM", "CompletionOutput", "RequestOutput", "SamplingParams", "StructuredOutputsParams"]
@@ -122,6 +123,7 @@ class LLM:
             step_tokens=_at_least_one("max_num_batched_tokens", max_num_batched_tokens),
             prefix_cache=enable_prefix_caching, gpu_pool=kv_pool, packed_prompts=packed_prompts,
         )  # fmt: skip
+        self._settings = settings
         self._prompts = _prompts(chosen, self._plan, settings)
         self._asked: dict[str, tuple[int, ...]] = {}  # prompts under way: their requests
         self._traced: dict[int, str] = {}  # requests that the trace may tell of: their names
@@ -208,7 +210,14 @@ class LLM:
             }
             for stage, pid, load in parts
         ]
-        return {**self._engine.stats(), "requests": list(self._asked), "stages": stages}
+        told = self._engine.stats()
+        cache = {
+            "block_size": BLOCK_TOKENS,
+            "cache_dtype": self._plan.workload.kv.value,
+            "enable_prefix_caching": self._settings.prefix_cache,
+            "num_gpu_blocks": told["gauges"].get("blocks", 0),
+        }
+        return {**told, "requests": list(self._asked), "stages": stages, "cache": cache}
 
     def generate(
         self,

@@ -16,6 +16,10 @@ from llmpq.runtime.token_rules import TokenRules
 FinishReason = Literal["stop", "length", "abort"]
 
 
+class ContextLengthError(ValueError):
+    """A prompt, or a prompt and its answer, for which there is no room."""
+
+
 class StepKind(IntEnum):
     """What a micro-batch does; the number travels in message headers and names trace events."""
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import time
+from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
@@ -15,6 +16,8 @@ from typing import Any
 
 from llmpq.runtime.request import StepKind
 
+STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
+"""Bounds by which steps are counted: tokens that they compute."""
 MAX_EVENTS = 200_000
 """Events one stage keeps; later ones only count in the totals."""
 
@@ -102,6 +105,10 @@ class Recorder:
     """Micro-batches begun, also those that a device has yet to compute."""
     busy_s: float = 0.0
     """Time the stage computed, by the host's clock, since it was made."""
+    tokens: int = 0
+    """Tokens of all steps, of prompts and answers; on the first stage only."""
+    steps_by_tokens: list[int] = field(default_factory=lambda: [0] * (len(STEP_TOKENS) + 1))
+    """How many steps had so many tokens; the last ones more than all bounds."""
     _epoch_s: float = field(default_factory=lambda: time.time() - time.perf_counter())
 
     @contextmanager
@@ -125,10 +132,16 @@ class Recorder:
             start_s, end_s = start_s + self._epoch_s, end_s + self._epoch_s
             self.events.append(TraceEvent(name, seq, rows, q_len, start_s, end_s, requests))
 
+    def count_tokens(self, count: int) -> None:
+        """Note how many tokens a step computes."""
+        self.tokens += count
+        self.steps_by_tokens[bisect_left(STEP_TOKENS, count)] += 1
+
     def work(self) -> dict[str, Any]:
         """Return how long the stage has computed, and its steps by kind; for metrics."""
         kinds = {kind: asdict(total) for kind, total in tuple(self.totals.items())}
-        return {"busy_s": self.busy_s, "kinds": kinds}
+        tokens = {"tokens": self.tokens, "steps_by_tokens": [*self.steps_by_tokens]}
+        return {"busy_s": self.busy_s, "kinds": kinds, **tokens}
 
     @contextmanager
     def waiting(self, kind: StepKind, num_stages: int = 1) -> Iterator[None]:

@@ -25,7 +25,10 @@ def main(options: ServeOptions) -> int:
         logging.getLogger("llmpq.serve.access").setLevel(logging.WARNING)
     if not 0 < options.port < 65536:
         raise ValueError(f"--port must be 1 to 65535, got {options.port}")
-    _require_free(options.host, options.port)
+    if options.uds is None:
+        _require_free(options.host, options.port)
+    else:
+        _require_free_socket(options.uds)
     if options.trace is not None:
         check_files({"--plan": options.plan}, {"--trace": options.trace})
     where: dict[str, Any] = {"host": options.host, "port": options.port}
@@ -99,6 +102,9 @@ def settings_of(options: ServeOptions) -> ServeSettings:
         read_timeout_s=options.read_timeout,
         write_timeout_s=options.write_timeout,
         drain_timeout_s=options.drain_timeout,
+        uds=options.uds,
+        root_path=_root_path(options.root_path),
+        **_tls(options),
         cors_origins=tuple(options.cors_origin or ()),
         log_prompts=options.log_prompts,
         metrics_prefix=options.metrics_prefix,
@@ -131,6 +137,70 @@ def open_engine(options: ServeOptions) -> LLM:
         **engine_options(options),
         **more,
     )
+
+
+def _root_path(given: str) -> str:
+    path = given.rstrip("/")
+    if path and not path.startswith("/"):
+        raise ValueError(f"--root-path must begin with /, got '{given}'")
+    return path
+
+
+def _tls(options: ServeOptions) -> dict[str, Any]:
+    """Return the settings of TLS; `ValueError` for files that cannot be used, before a model is."""
+    import ssl
+
+    certificate, key = options.ssl_certfile, options.ssl_keyfile
+    if certificate is None:
+        for name in ("ssl_keyfile", "ssl_ca_certs", "ssl_cert_reqs"):
+            if getattr(options, name) is not None:
+                raise ValueError(f"--{name.replace('_', '-')} needs --ssl-certfile")
+        return {}
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    try:
+        # No one is asked for a password: a server starts on its own.
+        context.load_cert_chain(certificate, key, password=lambda: "")
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"--ssl-certfile '{certificate}'{f' with --ssl-keyfile {key!r}' if key else ''} cannot "
+            f"be used: {error}; expected a PEM certificate and its key without a password"
+        ) from None
+    authorities = options.ssl_ca_certs
+    if authorities is not None:
+        try:
+            context.load_verify_locations(authorities)
+        except (OSError, ValueError) as error:
+            raise ValueError(f"--ssl-ca-certs '{authorities}' cannot be used: {error}") from None
+    wanted = options.ssl_cert_reqs
+    if wanted and authorities is None:
+        raise ValueError(f"--ssl-cert-reqs {wanted} needs --ssl-ca-certs")
+    return {
+        "ssl_certfile": certificate,
+        "ssl_keyfile": key,
+        "ssl_ca_certs": authorities,
+        "ssl_cert_reqs": wanted if wanted is not None else 0 if authorities is None else 2,
+    }
+
+
+def _require_free_socket(path: str) -> None:
+    """Refuse a socket that cannot be made, or at which another server listens."""
+    import socket
+    import stat
+
+    if not hasattr(socket, "AF_UNIX") or len(path.encode()) > 107:
+        raise ValueError(f"--uds '{path}' is longer than the 107 bytes of a socket's path")
+    if not Path(path).parent.is_dir():
+        raise ValueError(f"--uds '{path}': there is no folder '{Path(path).parent}'")
+    if not Path(path).exists():
+        return
+    if not stat.S_ISSOCK(Path(path).stat().st_mode):
+        raise ValueError(f"--uds '{path}' is a file and no socket; choose another path")
+    with socket.socket(socket.AF_UNIX) as probe:
+        try:
+            probe.connect(path)
+        except OSError:
+            return  # one that a server has left behind
+    raise ValueError(f"another server listens at --uds '{path}'; choose another path")
 
 
 def _require_free(host: str, port: int) -> None:

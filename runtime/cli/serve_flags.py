@@ -46,6 +46,12 @@ class ServeOptions:
     replicas: int
     host: str
     port: int
+    uds: str | None
+    root_path: str
+    ssl_certfile: str | None
+    ssl_keyfile: str | None
+    ssl_ca_certs: str | None
+    ssl_cert_reqs: int | None
     served_model_name: list[str] | None
     api_key: list[str] | None
     api_key_file: str | None
@@ -87,8 +93,7 @@ def serve_parser() -> CommandParser:
         "llmpq-dist serve",
         "Answer OpenAI's API over HTTP: through a plan, or planned for the devices there are.",
         example="llmpq-dist serve --model DIR --port 8000",
-        notes="TLS is a proxy's to add; the server listens on this machine only unless --host says "
-        "otherwise.",
+        notes="The server listens on this machine only unless --host says otherwise.",
     )
     what = parser.section("what to serve")
     add_plan(what, text="plan.json of llmpq-algo (default: plan for the devices there are)")
@@ -158,6 +163,16 @@ def _add_server(server: Section) -> None:
     server.flag("--replicas", type=int, default=1, metavar="N", help=text)
     server.flag("--host", daily=True, default="127.0.0.1", help="address (default 127.0.0.1)")
     server.flag("--port", daily=True, type=int, default=8000, metavar="N", help="port (8000)")
+    server.flag("--uds", metavar="FILE", help="listen at this socket instead of host and port")
+    text = "path under which a proxy shows the server (/llm); it is answered with and without it"
+    server.flag("--root-path", default="", metavar="PATH", help=text)
+    server.flag("--ssl-certfile", metavar="FILE", help="speak TLS with this certificate (PEM)")
+    text = "its key (default: in the same file)"
+    server.flag("--ssl-keyfile", metavar="FILE", help=text)
+    text = "clients must show a certificate signed by one of these"
+    server.flag("--ssl-ca-certs", metavar="FILE", help=text)
+    text = "0: they need not; 1: it must be right if they do; 2: they must (default with a CA)"
+    server.flag("--ssl-cert-reqs", type=int, choices=(0, 1, 2), metavar="N", help=text)
     server.flag(
         "--api-key",
         daily=True,

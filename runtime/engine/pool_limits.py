@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from llmpq.precision import KVPrecision
-from llmpq.runtime.request import Request
+from llmpq.runtime.request import ContextLengthError, Request
 from llmpq.sizes.kv_format import BLOCK_TOKENS, HOLDBACK_TOKENS, TAIL_TOKENS, spanned_blocks
 
 
@@ -79,13 +79,13 @@ class PoolLimits:
         if request.max_new < 1:
             raise ValueError(f"max_tokens must be at least 1, got {request.max_new}")
         if length >= self.room:
-            raise ValueError(
-                f"the prompt has {length} tokens; the model and its KV cache have room for "
-                f"{self.room} with the answer: shorten it, or give more with max_model_len or "
-                "another plan"
+            raise ContextLengthError(
+                f"the prompt is too long: it has {length} tokens, and the maximum context length "
+                f"of the model and its KV cache is {self.room} with the answer; shorten it, or "
+                "give more with max_model_len or another plan"
             )
         if length + request.max_new > self.room:
-            raise ValueError(
+            raise ContextLengthError(
                 f"a prompt of {length} tokens and {request.max_new} new ones exceed the {self.room}"
                 f" there is room for; ask for at most {self.room - length} tokens"
             )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from llmpq.runtime.request import Request
+from llmpq.runtime.request import ContextLengthError, Request
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,14 +29,14 @@ class Limits:
         if length == 0:
             raise ValueError("the prompt has no tokens; expected at least one")
         if length > self.prompt_len:
-            raise ValueError(
-                f"the prompt has {length} tokens, the plan was made for prompts of at most "
-                f"{self.prompt_len}; re-plan with llmpq-algo --s {length}"
+            raise ContextLengthError(
+                f"the prompt is too long: it has {length} tokens, the plan was made for prompts of "
+                f"at most {self.prompt_len}; re-plan with llmpq-algo --s {length}"
             )
         if request.max_new < 1:
             raise ValueError(f"max_tokens must be at least 1, got {request.max_new}")
         if length + request.max_new - 1 > self.max_len:
-            raise ValueError(
+            raise ContextLengthError(
                 f"a prompt of {length} tokens and {request.max_new} new ones need "
                 f"{length + request.max_new - 1} cache positions, the plan has {self.max_len} a "
                 f"slot; ask for at most {self.max_len - length + 1} tokens or re-plan with a "

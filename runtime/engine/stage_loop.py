@@ -215,6 +215,7 @@ class FirstStage:
         message = describe(micro_batch)
         numbers = tuple(request.id for request in micro_batch.requests)
         shape = message.num_rows, message.q_len
+        self._recorder.count_tokens(sum(message.num_new))
         with self._recorder.step(message.kind, message.seq, *shape, numbers):
             output = self._compute.run(message, None)
         if self._transport is None:

@@ -98,7 +98,12 @@ async def _answer(
 def make_app(service: Service, *, alone: bool = True) -> FastAPI:
     """Return the application of a service; not `alone`, another one listens and keeps the gate."""
     app = FastAPI(
-        title="llmpq", version=__version__, docs_url=None, redoc_url=None, responses=_REFUSALS
+        title="llmpq",
+        version=__version__,
+        docs_url=None,
+        redoc_url=None,
+        responses=_REFUSALS,
+        servers=[{"url": service.settings.root_path}] if service.settings.root_path else None,
     )
     handle_errors(app)
     describe_bodies(app, BODIES)
@@ -251,6 +256,8 @@ def _add_state(app: FastAPI, service: Service) -> None:
         return described(name)
 
     @app.get("/health")
+    @app.get("/ping")
+    @app.post("/ping")
     async def health() -> dict[str, str]:
         return {"status": "ok"}
 
@@ -258,6 +265,10 @@ def _add_state(app: FastAPI, service: Service) -> None:
     async def ready() -> dict[str, str]:
         service.ready().check_alive()
         return {"status": "ready"}
+
+    @app.get("/load")
+    async def load() -> dict[str, int]:
+        return {"server_load": service.num_under_way}
 
     @app.get("/version")
     async def version() -> dict[str, str]:

@@ -14,6 +14,7 @@ from starlette.exceptions import HTTPException
 from starlette.routing import Route
 
 from llmpq.errors import CONTINUE, DeadlineError, StageLostError
+from llmpq.runtime.request import ContextLengthError
 from llmpq.runtime.sampling_params import SamplingParams
 
 _KINDS = {
@@ -87,6 +88,8 @@ def as_api_error(error: BaseException) -> ApiError:
         return ApiError(error.status_code, UNREAD if unread else str(error.detail))
     if isinstance(error, RecursionError):
         return ApiError(400, UNREAD)
+    if isinstance(error, ContextLengthError):
+        return ApiError(400, str(error), code="context_length_exceeded")
     if isinstance(error, ValueError):
         return ApiError(400, str(error), param=_named_first(str(error)))
     if isinstance(error, TimeoutError):

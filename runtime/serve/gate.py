@@ -26,7 +26,7 @@ Send = Callable[[Message], Awaitable[None]]
 App = Callable[[Message, Receive, Send], Awaitable[None]]
 
 _log = logging.getLogger("llmpq.serve.access")
-_OPEN = ("/health", "/ready", "/version", "/metrics", "/")
+_OPEN = ("/health", "/ready", "/ping", "/load", "/version", "/metrics", "/")
 """Paths that need no key: they tell nothing of requests."""
 
 
@@ -105,6 +105,7 @@ class Gate:
             await self._app(scope, receive, send)
             return
         started_s, status, begun = time.perf_counter(), 0, False
+        self._leave_root(scope)
         ARRIVED_S.set(scope.get(ARRIVED, started_s))
         body = _Body(scope)
         name = _header(scope, b"x-request-id")[:64].decode("latin-1") or uuid.uuid4().hex
@@ -141,6 +142,13 @@ class Gate:
                 "method": scope["method"], "path": scope["path"], "status": status or 499,
                 "seconds": round(time.perf_counter() - started_s, 4),
             }))  # fmt: skip
+
+    def _leave_root(self, scope: Message) -> None:
+        """Take a proxy's prefix from a request's path, which some leave there."""
+        root, path = self._service.settings.root_path, scope["path"]
+        if root and (path == root or path.startswith(root + "/")):
+            scope["path"] = path[len(root) :] or "/"
+            scope["raw_path"] = scope["raw_path"].removeprefix(root.encode()) or b"/"
 
     def _check_key(self, scope: Message) -> None:
         if not self._keys or _open(scope["path"]) or scope["method"] == "OPTIONS":

@@ -23,6 +23,7 @@ from prometheus_client.utils import floatToGoString
 
 from llmpq.runtime.request_output import CompletionDelta
 from llmpq.runtime.serve.arrival import ARRIVED_S
+from llmpq.runtime.trace import STEP_TOKENS
 
 SECONDS = (
     *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5),
@@ -271,7 +272,28 @@ class _EngineState:
             counter = CounterMetricFamily(f"{prefix}:{name}", about, labels=LABELS)
             counter.add_metric(values, float(held.get(key, 0)))
             yield counter
+        yield from _of_steps(prefix, labels, stats.get("stages", ()))
+        if "cache" in stats:
+            told = {**labels, **{key: str(value) for key, value in stats["cache"].items()}}
+            about = "How keys and values are kept."
+            info = GaugeMetricFamily(f"{prefix}:cache_config_info", about, labels=[*told])
+            info.add_metric([*told.values()], 1.0)
+            yield info
         yield from _of_stages(stats.get("stages", ()), labels["engine"], held)
+
+
+def _of_steps(
+    prefix: str, labels: Mapping[str, str], stages: Sequence[Mapping[str, Any]]
+) -> Iterator[Metric]:
+    """Yield how many tokens the engine's steps have had: the first stage knows."""
+    if stages:
+        names = [*map(floatToGoString, STEP_TOKENS), "+Inf"]
+        totals = accumulate(stages[0]["steps_by_tokens"])
+        about = "Tokens of a step of the engine, of prompts and answers."
+        made = HistogramMetricFamily(f"{prefix}:iteration_tokens_total", about, labels=[*labels])
+        buckets = [*zip(names, totals, strict=True)]
+        made.add_metric([*labels.values()], buckets, stages[0]["tokens"])
+        yield made
 
 
 def kv_usage(held: Mapping[str, int]) -> float:

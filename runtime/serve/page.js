@@ -125,7 +125,7 @@ function stepTime(stage, was) {
 
 async function beat() {
   try {
-    const answer = await fetch("/page/state");
+    const answer = await fetch("page/state");
     draw(await answer.json(), performance.now());
   } catch (error) {
     byId("status").textContent = "not reachable";
@@ -195,7 +195,7 @@ async function ask(event) {
     shown.textContent = "";
   }
   try {
-    const path = chat ? "/v1/chat/completions" : "/v1/completions";
+    const path = chat ? "v1/chat/completions" : "v1/completions";
     const answer = await fetch(path, { method: "POST", headers, body: JSON.stringify(body), signal: own.signal });
     if (!answer.ok) throw new Error((await answer.json()).error.message);
     await read(answer.body.getReader(), (choice) => {

@@ -43,8 +43,9 @@ class _Watched(H11Protocol):
 
     def connection_made(self, transport: Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        # What the system does not take at once is known at once.
-        transport.set_write_buffer_limits(high=0)
+        # What the system does not take at once is known at once. TLS waits at a limit, not above.
+        encrypted = transport.get_extra_info("sslcontext") is not None
+        transport.set_write_buffer_limits(high=1 if encrypted else 0)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._resumed()
@@ -136,12 +137,17 @@ class Server(uvicorn.Server):
     """Ends in order: what is under way is answered, nothing new begun."""
 
     def __init__(self, service: Served, app: FastAPI, host: str, port: int) -> None:
-        self.service = service
+        self.service, settings = service, service.settings
         config = uvicorn.Config(
             app,
             host=host,
             port=port,
-            http=protocol(service.settings.read_timeout_s, service.settings.write_timeout_s),
+            uds=settings.uds,
+            ssl_certfile=settings.ssl_certfile,
+            ssl_keyfile=settings.ssl_keyfile,
+            ssl_ca_certs=settings.ssl_ca_certs,
+            ssl_cert_reqs=settings.ssl_cert_reqs,
+            http=protocol(settings.read_timeout_s, settings.write_timeout_s),
             ws="none",
             loop="asyncio",
             lifespan="off",
@@ -204,7 +210,8 @@ def serve(
                     service.llm.generation_config.path,
                     sampling,
                 )
-            _log.info("ready: http://%s:%d serves %s", host, port, service.model_name)
+            url = service.settings.url(host, port)
+            _log.info("ready: %s serves %s", url, service.model_name)
         except BaseException as error:
             failed.append(error)
             server.should_exit = True

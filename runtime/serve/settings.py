@@ -33,6 +33,17 @@ class ServeSettings:
     """How long a client may take nothing of an answer that waits for it."""
     drain_timeout_s: float = 30.0
     """How long answers under way may take once the server is told to end."""
+    uds: str | None = None
+    """A socket of the file system to listen at, instead of host and port."""
+    root_path: str = ""
+    """Under which a proxy shows the server; paths are answered with and without it."""
+    ssl_certfile: str | None = None
+    ssl_keyfile: str | None = None
+    """None: the key is in the certificate's file."""
+    ssl_ca_certs: str | None = None
+    """Who signs the clients' certificates."""
+    ssl_cert_reqs: int = 0
+    """Whether clients must show one: 0 no, 1 a right one if any, 2 yes."""
     cors_origins: tuple[str, ...] = ()
     log_prompts: bool = False
     """Whether the log tells what was asked."""
@@ -40,3 +51,11 @@ class ServeSettings:
     tool_format: ToolFormat = "auto"
     chat_template: str | None = None
     """A template's text instead of the model's own."""
+
+    def url(self, host: str, port: int) -> str:
+        """Return where the server is to be found."""
+        if self.uds is not None:
+            return f"unix:{self.uds}"
+        shown = f"[{host}]" if ":" in host else host
+        kind = "http" if self.ssl_certfile is None else "https"
+        return f"{kind}://{shown}:{port}{self.root_path}"

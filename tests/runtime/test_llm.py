@@ -166,7 +166,7 @@ def test_parameters_that_cannot_be_met_are_refused(options, said):
 def test_prompts_that_can_never_run_are_refused_and_leave_the_engine_well(one, wanted):
     for prompt, said in (
         ("", "no tokens"),
-        ("x y " * 900, "have room for 1025 with the answer"),
+        ("x y " * 900, "cache is 1025 with the answer"),
         ([5, 99999], "token 99999 is not in the vocabulary"),
         ({"text": "a"}, "prompt_token_ids, got"),
         (3.5, "a text or a list of token ids"),
@@ -283,7 +283,7 @@ def test_a_limit_of_length_goes_with_a_plan_on_cpus(demo_model, make_plan):
     with LLM(plan=plan, max_model_len=40) as llm:
         (answer,) = llm.generate([[5] * 30], SamplingParams(max_tokens=None, ignore_eos=True))
         assert len(answer.outputs[0].token_ids) == 10
-        with pytest.raises(ValueError, match="have room for 40 with the answer"):
+        with pytest.raises(ValueError, match="cache is 40 with the answer"):
             llm.generate([[5] * 40], GREEDY)
 
 

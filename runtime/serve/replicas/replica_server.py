@@ -104,7 +104,7 @@ class ReplicaServer(Server):
     def __init__(self, front: ReplicaFront, host: str, port: int) -> None:
         super().__init__(front, front_app(front), host, port)
         self.failure: BaseException | None = None
-        self._front, self._url = front, f"http://{host}:{port}"
+        self._front, self._url = front, front.settings.url(host, port)
         self._watching: asyncio.Task[None] | None = None
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
@@ -137,6 +137,8 @@ def front_app(front: ReplicaFront) -> FastAPI:
     handle_errors(app)
 
     @app.get("/health")
+    @app.get("/ping")
+    @app.post("/ping")
     async def health() -> dict[str, str]:
         return {"status": "ok"}
 
@@ -144,6 +146,10 @@ def front_app(front: ReplicaFront) -> FastAPI:
     async def ready() -> dict[str, str]:
         front.check_ready()
         return {"status": "ready"}
+
+    @app.get("/load")
+    async def load() -> dict[str, int]:
+        return {"server_load": front.num_under_way}
 
     @app.get("/version")
     async def version() -> dict[str, str]:

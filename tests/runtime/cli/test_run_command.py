@@ -75,7 +75,7 @@ def test_rows_become_requests(job, tokenizer):
     [
         ('{"prompt": [5, 4096]}', "token 4096 is not in the vocabulary of 4096"),
         ('{"prompt": []}', "no tokens"),
-        (json.dumps({"prompt": [7] * 513}), "513 tokens; the model and its KV cache have room for"),
+        (json.dumps({"prompt": [7] * 513}), "513 tokens, and the maximum context length"),
         ('{"prompt": [7], "max_tokens": 513}', "ask for at most 512 tokens"),
         (CHAT, "no chat template"),
     ],

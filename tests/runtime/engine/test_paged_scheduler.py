@@ -520,7 +520,7 @@ def test_other_models_salts_and_precisions_share_nothing():
     [
         (0, 1, "no tokens"),
         (10, 0, "at least 1"),
-        (1025, 1, "has 1025 tokens; .* room for 1025"),
+        (1025, 1, "has 1025 tokens, .* is 1025 with"),
         (1000, 40, "at most 25"),
     ],
 )

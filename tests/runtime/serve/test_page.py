@@ -124,9 +124,9 @@ def test_the_page_needs_nothing_from_elsewhere(server):
     headers, page = read(server, "/")
     assert headers["content-type"].startswith("text/html")
     assert "default-src 'none'" in headers["Content-Security-Policy"]
-    files = re.findall(r'(?:src|href)="(/page/[^"]+)"', page)
-    assert sorted(files) == ["/page/page.css", "/page/page.js"]
-    whole = page + "".join(read(server, path)[1] for path in files)
+    files = re.findall(r'(?:src|href)="(page/[^"]+)"', page)  # beside it, wherever a proxy shows it
+    assert sorted(files) == ["page/page.css", "page/page.js"]
+    whole = page + "".join(read(server, "/" + path)[1] for path in files)
     hosts = set(re.findall(r"https?://[^\"'\s/]+", whole))
     assert hosts == {"http://www.w3.org"}, "the name of SVG's space, which nobody fetches"
     assert "onclick=" not in whole and "innerHTML" not in whole

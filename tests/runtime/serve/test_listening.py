@@ -1,0 +1,153 @@
+"""Where a server listens: a socket of the file system, TLS, a proxy's path; what its owners ask."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import socket
+import ssl
+import subprocess
+import urllib.error
+import urllib.request
+
+import pytest
+
+pytestmark = pytest.mark.cpu
+ASK = {"prompt": "def", "max_tokens": 3, "ignore_eos": True}
+
+
+@pytest.fixture(scope="module")
+def certificate(tmp_path_factory):
+    """Return files of a certificate for this host, signed by itself, and of its key."""
+    folder = tmp_path_factory.mktemp("tls")
+    files = str(folder / "cert.pem"), str(folder / "key.pem")
+    words = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256"]
+    words += ["-nodes", "-days", "2", "-subj", "/CN=localhost", "-out", files[0]]
+    more = ["-keyout", files[1], "-addext", "subjectAltName=IP:127.0.0.1"]
+    subprocess.run([*words, *more], check=True, capture_output=True)
+    return files
+
+
+class _Unix(http.client.HTTPConnection):
+    """A connection to a socket of the file system."""
+
+    def __init__(self, path):
+        super().__init__("localhost")
+        self._path = path
+
+    def connect(self):
+        self.sock = socket.socket(socket.AF_UNIX)
+        self.sock.connect(self._path)
+
+
+def asked(connection, method, path, body=None, headers=()):
+    data = None if body is None else json.dumps(body)
+    connection.request(method, path, data, {"Content-Type": "application/json", **dict(headers)})
+    answer = connection.getresponse()
+    return answer.status, answer.read().decode()
+
+
+def test_a_socket_of_the_file_system_answers(two_stages, running, tmp_path):
+    from llmpq.runtime.cli.serve import _require_free_socket
+
+    path = str(tmp_path / "llmpq.sock")
+    with running(two_stages, uds=path) as server:
+        connection = _Unix(path)
+        assert asked(connection, "GET", "/health")[0] == 200
+        status, text = asked(connection, "POST", "/v1/completions", ASK)
+        assert status == 200 and json.loads(text)["usage"]["completion_tokens"] == 3
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection(("127.0.0.1", server.port), timeout=5)
+        with pytest.raises(ValueError, match="another server listens"):
+            _require_free_socket(path)
+    _require_free_socket(path)
+
+
+def test_tls_answers_and_asks_clients_for_certificates(two_stages, running, certificate):
+    files, key = certificate
+    mutual = {"ssl_ca_certs": files, "ssl_cert_reqs": 2}
+    with running(two_stages, ssl_certfile=files, ssl_keyfile=key, **mutual) as server:
+        trusting = ssl.create_default_context(cafile=files)
+        place = ("127.0.0.1", server.port)
+        with pytest.raises((ssl.SSLError, OSError)):
+            asked(http.client.HTTPSConnection(*place, context=trusting), "GET", "/health")
+        trusting.load_cert_chain(files, key)
+        connection = http.client.HTTPSConnection(*place, context=trusting)
+        status, text = asked(connection, "POST", "/v1/completions", {**ASK, "stream": True})
+        assert status == 200 and text.endswith("data: [DONE]\n\n")
+        with pytest.raises((http.client.BadStatusLine, ConnectionError)):
+            asked(http.client.HTTPConnection(*place), "GET", "/health")
+
+
+def test_a_proxys_path_is_answered_with_and_without_it(two_stages, running):
+    with running(two_stages, root_path="/llm", api_keys=("sesame",)) as server:
+        connection = http.client.HTTPConnection("127.0.0.1", server.port)
+        key = {"Authorization": "Bearer sesame"}
+        for root in ("", "/llm"):
+            assert asked(connection, "GET", f"{root}/health")[0] == 200
+            assert asked(connection, "GET", f"{root}/")[0] == 200
+            assert asked(connection, "GET", f"{root}/v1/models")[0] == 401
+            assert asked(connection, "GET", f"{root}/v1/models", headers=key)[0] == 200
+            assert asked(connection, "POST", f"{root}/v1/completions", ASK, key)[0] == 200
+        told = json.loads(asked(connection, "GET", "/llm/openapi.json", headers=key)[1])
+        assert told["servers"] == [{"url": "/llm"}]
+        assert asked(connection, "GET", "/llmx/health", headers=key)[0] == 404
+        assert server.service.settings.url("127.0.0.1", 80) == "http://127.0.0.1:80/llm"
+
+
+def test_watchers_paths_and_metrics(server):
+    connection = http.client.HTTPConnection("127.0.0.1", server.port)
+    for method in ("GET", "POST"):
+        assert asked(connection, method, "/ping")[0] == 200
+    assert json.loads(asked(connection, "GET", "/load")[1]) == {"server_load": 0}
+    held = http.client.HTTPConnection("127.0.0.1", server.port)
+    body = {"prompt": ["def", "class"], "max_tokens": 190, "ignore_eos": True, "stream": True}
+    held.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
+    answer = held.getresponse()
+    answer.readline()
+    assert json.loads(asked(connection, "GET", "/load")[1]) == {"server_load": 2}
+    answer.read()
+    assert json.loads(asked(connection, "GET", "/load")[1]) == {"server_load": 0}
+
+    text = asked(connection, "GET", "/metrics")[1]
+    lines = dict(line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
+    labels = 'engine="0",model_name="demo-7m"'
+
+    def value(name):
+        (found,) = (v for key, v in lines.items() if key.split("{")[0] == f"vllm:{name}")
+        return float(found)
+
+    tokens, steps = value("iteration_tokens_total_sum"), value("iteration_tokens_total_count")
+    told = server.llm.stats()
+    # Every token but each answer's last is computed once; those found in the prefix cache are not.
+    least = told["prompt_tokens"] + told["generated_tokens"] - told["finished"]
+    assert steps > 100 and least - 64 <= tokens <= least + 64
+    info = next(key for key in lines if key.startswith("vllm:cache_config_info"))
+    assert 'block_size="128"' in info and 'enable_prefix_caching="True"' in info
+    assert 'cache_dtype="kv16"' in info and labels.split(",")[0] in info
+    below = [
+        float(v) for key, v in lines.items() if key.startswith("vllm:iteration_tokens_total_b")
+    ]
+    assert below == sorted(below) and below[-1] == steps
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/v1/messages"])
+def test_a_prompt_too_long_is_said_as_clients_look_for_it(server, path):
+    long = "word " * 3000
+    body = {"model": "demo-7m", "max_tokens": 5}
+    talk = [{"role": "user", "content": long}]
+    body |= {"prompt": long} if path == "/v1/completions" else {"messages": talk}
+    for stream in (False, True):
+        request = urllib.request.Request(
+            server.url + path,
+            json.dumps({**body, "stream": stream}).encode(),
+            {"Content-Type": "application/json"},
+        )
+        with pytest.raises(urllib.error.HTTPError) as caught:
+            urllib.request.urlopen(request)
+        error = json.load(caught.value)["error"]
+        assert caught.value.code == 400 and error["type"] == "invalid_request_error"
+        assert "prompt is too long" in error["message"]
+        assert "maximum context length" in error["message"]
+        if path != "/v1/messages":
+            assert error["code"] == "context_length_exceeded"
