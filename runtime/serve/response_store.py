@@ -27,7 +27,7 @@ class StoredResponse:
 
 
 class ResponseStore:
-    """The newest responses, by id; for one event loop."""
+    """The newest responses, by id; changed in the event loop, read by any thread."""
 
     def __init__(self, most: int) -> None:
         """`most`: responses; 0: nothing is stored."""
