@@ -39,7 +39,8 @@ def followable(schema: Schema, knows_format: Callable[[str], bool]) -> Schema:
         name = node.get("format")
         if isinstance(name, str) and not knows_format(name):
             del node["format"]
-    endless = [pointer for pointer in references if pointer not in _finite(references)]
+    finite = _finite(references)
+    endless = [pointer for pointer in references if pointer not in finite]
     if endless:
         raise ValueError(
             f"'$ref': {endless[0]!r:.100} leads back to itself, so that no text can be finished; "

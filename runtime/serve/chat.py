@@ -241,10 +241,10 @@ class Chat:
 
     def _guide(self) -> tuple[str, dict[str, Any] | None]:
         """Return the field that says what the text must be, and what, unless by vLLM's names."""
-        field, wanted = self._body.wanted_format()
         if self._forced is None:
-            return field, wanted
-        if wanted is not None or self._body.guided_by:
+            return self._body.wanted_format()
+        field = self._body.guided_by  # `response_format` is of texts, and a call has none
+        if field:
             raise ApiError(
                 400,
                 f"'tool_choice' forces a call, and '{field}' asks for another text; leave one of "

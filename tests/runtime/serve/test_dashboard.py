@@ -15,7 +15,7 @@ DASHBOARD = Path(__file__).resolve().parents[3] / "examples" / "grafana.json"
 STAGE = {
     "device": "cpu", "node": "here", "weights_bytes": 1, "kv_bytes": 1, "busy_s": 0.5,
     "kinds": {"decode": {"steps": 2, "rows": 3, "busy_s": 0.5}},
-    "predicted": {"decode": {"seconds": 0.2, "rows": 4}},
+    "predicted": {"decode": {"seconds": 0.2, "rows": 4}}, "tokens": 3, "steps_by_tokens": [1] * 14,
 }  # fmt: skip
 
 

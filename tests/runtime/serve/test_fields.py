@@ -278,6 +278,39 @@ def test_scores_of_a_prompt_are_told(server, door):
     assert "prompt_logprobs" not in json.dumps(told)
 
 
+@pytest.mark.parametrize("door", [CHATS, COMPLETIONS])
+def test_a_streams_usage_comes_once_at_its_end_where_it_is_asked_for(server, door):
+    for options in (None, {"include_usage": True}):
+        body = asked(door, n=2, stream=True, stream_options=options, ignore_eos=True)
+        request = urllib.request.Request(
+            server.url + door, json.dumps(body).encode(), {"Content-Type": "application/json"}
+        )
+        with urllib.request.urlopen(request, timeout=60) as answer:
+            *chunks, done, nothing = answer.read().decode().split("\n\n")
+        assert (done, nothing) == ("data: [DONE]", "")
+        told = [json.loads(chunk.removeprefix("data: ")) for chunk in chunks]
+        empty = [chunk for chunk in told if not chunk["choices"]]
+        assert empty == ([] if options is None else told[-1:])
+        if options is not None:
+            assert empty[0]["usage"]["completion_tokens"] == 12
+            assert all(chunk["usage"] is None for chunk in told[:-1])
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"n": 129}, "n"),
+        ({"best_of": 129}, "best_of"),
+        ({"prompt": ["a"] * 64, "n": 9}, "n"),
+        ({"prompt": ["a"] * 64, "best_of": 9}, "n"),
+        ({"prompt": ["a"] * 65}, "prompt"),
+    ],
+)
+def test_answers_of_one_request_are_bounded_together(server, fields, param):
+    status, told = post(server, COMPLETIONS, asked(COMPLETIONS, **fields))
+    assert status == 400 and told["error"]["param"] == param
+
+
 @pytest.mark.parametrize("door", [CHATS, COMPLETIONS, RESPONSES])
 def test_options_of_a_stream_need_a_stream(server, door):
     for options in ({"include_usage": True}, {}):

@@ -83,6 +83,10 @@ def test_any_of_several_tools_is_called_with_arguments_of_its_own_schema(hermes)
         "additionalProperties": False,
         "$defs": {"d": {"enum": [1, 2]}},
     }
+    formatted = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"enum": [1]}}}
+    both = chat(tools=[tool("go")], tool_choice="required", response_format=formatted)
+    message = json.loads(post(hermes, CHATS, both)[1])["choices"][0]["message"]
+    assert message["tool_calls"][0]["function"] == {"name": "go", "arguments": "{}"}
     body = {
         "model": "demo-7m",
         "max_tokens": 150,
