@@ -141,7 +141,8 @@ class SamplingParams:
     min_p: float = 0.0
     """Only tokens with at least this share of the most likely one's probability."""
     seed: int | None = None
-    """None draws one; answer j of a prompt draws from seed + j."""
+    """None draws one; answer j of a prompt draws from seed + j. Other rows in a step may change the
+    last bits of what it draws from."""
     stop: str | Sequence[str] | None = None
     """Texts at which an answer ends, without them."""
     stop_token_ids: Sequence[int] | None = None

@@ -318,3 +318,13 @@ def test_transformers_is_imported_once_it_is_open(demo_model, monkeypatch):
     with LLM(str(demo_model), backend="threads") as llm:
         assert len(read) == 1
         assert len(llm.generate([[5, 6]], GREEDY)[0].outputs[0].token_ids) > 0
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_a_seed_gives_its_tokens_where_steps_are_the_requests_own(demo_model, dtype):
+    prompts = ["def f(x):\n"[: 3 + i] + "a " * i for i in range(8)]
+    params = [SamplingParams(max_tokens=16, temperature=1.0, seed=i) for i in range(8)]
+    with LLM(demo_model, dtype=dtype, max_num_seqs=1, enable_prefix_caching=False) as llm:
+        together = [answer.outputs[0].token_ids for answer in llm.generate(prompts, params)]
+        for i in (5, 2, 7, 0):
+            assert llm.generate(prompts[i], params[i])[0].outputs[0].token_ids == together[i]
