@@ -84,7 +84,7 @@ class RequestBody(Body):
             if name in REFUSED and name not in known and value is not None:
                 neutral, instead = REFUSED[name]
                 if not any(value == same and type(value) is type(same) for same in neutral):
-                    raise ApiError(400, f"'{name}' is not obeyed here: {instead}", param=name)
+                    raise ApiError(400, f"'{name}' is not supported here: {instead}", param=name)
         return data
 
     @model_validator(mode="after")

@@ -23,7 +23,10 @@ from llmpq.runtime.serve.tools import ToolReader, forced_call
 class Chat:
     """One request of /v1/chat/completions."""
 
-    def __init__(self, service: Service, body: ChatBody) -> None:
+    def __init__(
+        self, service: Service, body: ChatBody, *, format_field: str = "response_format"
+    ) -> None:
+        """`format_field`: what the client calls `response_format`."""
         service.check_model(body.model)
         self._service, self._body = service, body
         self._forced = self._forced_tools()
@@ -36,6 +39,8 @@ class Chat:
         self._guided_by, guide = self._guide()
         if guide is not None:
             body.structured_outputs = guide
+        if self._guided_by == "response_format":
+            self._guided_by = format_field
         limit = body.max_completion_tokens
         limit = body.max_tokens if limit is None else limit
         limit = service.default_max_tokens if limit is None else limit

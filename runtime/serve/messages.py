@@ -109,8 +109,8 @@ class MessagesBody(ChoiceBody):
         if self.thinking.get("type") != "disabled":
             raise ApiError(
                 400,
-                "'thinking' is not obeyed here: thoughts are part of the text and have no limit of "
-                "their own; leave it out, or send {'type': 'disabled'}",
+                "'thinking' is not supported here: thoughts are part of the text and have no limit "
+                "of their own; leave it out, or send {'type': 'disabled'}",
                 param="thinking",
             )
         return {"enable_thinking": False}
@@ -151,7 +151,10 @@ class Messages:
     """One request of /v1/messages."""
 
     def __init__(self, service: Service, body: MessagesBody) -> None:
-        self._chat, self._model = Chat(service, body.as_chat()), body.model
+        self._chat, self._model = (
+            Chat(service, body.as_chat(), format_field="output_config"),
+            body.model,
+        )
         self._id = f"msg_{uuid.uuid4().hex}"
         self._stops = set(body.stop_sequences or ())
 

@@ -83,7 +83,7 @@ class ResponsesBody(ChoiceBody):
             if thinking[name] is not None:
                 raise ApiError(
                     400,
-                    f"'reasoning.{name}' is not obeyed here: thoughts are part of the text",
+                    f"'reasoning.{name}' is not supported here: thoughts are part of the text",
                     param="reasoning",
                 )
         system = [{"role": "system", "content": self.instructions}] if self.instructions else []
@@ -160,7 +160,8 @@ class Responses:
 
     def __init__(self, service: Service, body: ResponsesBody) -> None:
         self._messages = body.messages(service.responses)
-        self._chat, self._body = Chat(service, body.as_chat(self._messages)), body
+        self._chat = Chat(service, body.as_chat(self._messages), format_field="text")
+        self._body = body
         self._model = body.model or service.model_name
         self._store = service.responses
         self._id, self._created = _new("resp"), int(time.time())

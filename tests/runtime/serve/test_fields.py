@@ -156,7 +156,7 @@ def test_what_is_not_obeyed_is_refused_by_name_unless_it_changes_nothing(door):
             kind.model_validate(asked(door, **{name: value}))
         kind.model_validate(asked(door, **{name: None}))
         for value in ({"some": "thing"}, "other", 7):
-            with pytest.raises(ApiError, match=f"'{name}' is not obeyed here: ") as caught:
+            with pytest.raises(ApiError, match=f"'{name}' is not supported here: ") as caught:
                 kind.model_validate(asked(door, **{name: value}))
             assert caught.value.status == 400 and caught.value.param == name
             assert instead in caught.value.message
@@ -374,6 +374,8 @@ def test_tokens_of_messages_are_counted_as_a_chat_has_them(server):
         (RESPONSES, {"include": ["file_search_call.results"]}, "include"),
         (RESPONSES, {"reasoning": {"summary": "auto"}}, "reasoning"),
         (RESPONSES, {"tools": [{"type": "web_search"}]}, "tools"),
+        (RESPONSES, {"text": {"format": {"type": "json_schema", "schema": {"not": {}}}}}, "text"),
+        (CHATS, {"guided_json": {"$ref": "#"}}, "guided_json"),
     ],
 )
 def test_refusals_are_openais(server, door, fields, param):
