@@ -42,10 +42,17 @@ def head_text(plan: Plan, stage: StagePlan) -> str:
 
 
 def stage_table(plan: Plan) -> Table:
-    """Return stage, device, layers, bits, memory and times."""
+    """Return stage, device, layers, bits, memory and times.
+
+    Times are of the same requests in either phase, all of the batch: of their prompts, and of one
+    more token each. A stage waits for others besides.
+    """
     from rich import box
     from rich.table import Table
 
+    work = plan.workload
+    prompts = -(-work.batch // plan.prefill_microbatch) * len(plan.chunks)
+    tokens = -(-work.batch // plan.decode_microbatch)
     table = Table(box=box.SIMPLE_HEAD, title=None, pad_edge=False)
     for name, justify in (
         ("stage", "right"),
@@ -53,8 +60,8 @@ def stage_table(plan: Plan) -> Table:
         ("layers", "left"),
         ("bits", "left"),
         ("memory", "right"),
-        ("prefill", "right"),
-        ("decode", "right"),
+        (f"prompts of {work.batch}", "right"),
+        (f"a token of {work.batch}", "right"),
         ("", "left"),
     ):
         table.add_column(name, justify=justify)  # type: ignore[arg-type]
@@ -69,8 +76,8 @@ def stage_table(plan: Plan) -> Table:
             f"{format_size(memory.total_bytes)} / {format_size(memory.limit_bytes)}"
             if memory
             else "",
-            _ms(stage.prefill_s),
-            _ms(stage.decode_s),
+            "" if stage.prefill_s is None else _ms(prompts * stage.prefill_s),
+            "" if stage.decode_s is None else _ms(tokens * stage.decode_s),
             "<- bottleneck" if bottleneck else "",
         )
     return table
@@ -125,9 +132,23 @@ def headline(plan: Plan) -> list[str]:
             f"{predicted.decode_s:.3f}), {predicted.output_tokens_per_s:.1f} tokens/s, sum omega "
             f"{predicted.sum_omega:.4g}; times {source}"
         )
+        lines.append(speed_line(plan))
         lines += loss_lines(plan)
     lines.append(f"{solver.method}: {quality_of(plan)}")
     return lines
+
+
+def speed_line(plan: Plan) -> str:
+    """Return what one request waits and gets, and what the whole job does."""
+    work, predicted = plan.workload, plan.predicted
+    assert predicted is not None, "a prediction is shown"
+    together = f" (all {work.batch} sent at once)" if work.batch > 1 else ""
+    first = f"first token of the last request after {predicted.prefill_s:.3f} s{together}"
+    if work.batch == 1:
+        first = f"first token after {predicted.prefill_s:.3f} s"
+    steps = work.gen_len - 1
+    each = f", then {steps / predicted.decode_s:.1f} tokens/s a request" if steps else ""
+    return f"{first}{each}; the job {predicted.output_tokens_per_s:.1f} tokens/s"
 
 
 def chunks_line(plan: Plan) -> str:
@@ -200,9 +221,7 @@ def print_plan(
     console.print(memory_table(plan))
 
 
-def _ms(seconds: float | None) -> str:
-    if seconds is None:
-        return ""
+def _ms(seconds: float) -> str:
     return f"{seconds * 1e3:.2f} ms" if seconds < 10 else f"{seconds:.1f} s"
 
 

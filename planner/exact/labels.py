@@ -33,6 +33,10 @@ Key = tuple[int, int, int]
 """(first class, state, last class)."""
 
 
+COVER_BLOCK = 512
+"""Labels that others are compared with at a time, so that comparisons stay in cache."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class SearchLimits:
     """When to give up on a pair."""
@@ -361,15 +365,35 @@ def _dominated(
     Rows are P, D, cost at kappa = 1, cost at kappa = 0, omega that a budget counts. `strict`: the
     same rows are compared with themselves; of equal ones the first stays.
     """
-    if not len(by) or not len(part):
-        return np.zeros(len(part), dtype=bool)
-    worse_p = a * np.clip(by[None, :, 0] - part[:, None, 0], 0, None)
-    worse_d = np.clip(by[None, :, 1] - part[:, None, 1], 0, None)
-    full = by[None, :, 2] - part[:, None, 2] + worse_p + weights[0] * worse_d
-    empty = by[None, :, 3] - part[:, None, 3] + worse_p + weights[1] * worse_d
-    covered = (full <= 0) & (empty <= 0) & (by[None, :, 4] <= part[:, None, 4])
+    found = np.zeros(len(part), dtype=bool)
     if strict:
+        covered = _covered(part, part, a, weights)
         number = np.arange(len(part))
-        mutual = covered & covered.T & (number[:, None] <= number[None, :])
-        covered &= ~mutual
-    return np.asarray(covered.any(axis=1))
+        covered &= ~(covered.T & (number[:, None] <= number[None, :]))
+        found |= covered.any(axis=1)
+        return found
+    left = np.arange(len(part))
+    for start in range(0, len(by), COVER_BLOCK):
+        if not len(left):
+            break
+        covered = _covered(part[left], by[start : start + COVER_BLOCK], a, weights)
+        some = covered.any(axis=1)
+        found[left[some]] = True
+        left = left[~some]
+    return found
+
+
+def _covered(part: Floats, by: Floats, a: float, weights: tuple[float, float]) -> np.ndarray:
+    """[n, m] whether each row of `by` is as good as each row of `part` for every completion."""
+    worse_p = by[None, :, 0] - part[:, None, 0]
+    np.maximum(worse_p, 0.0, out=worse_p)
+    worse_p *= a
+    worse_d = by[None, :, 1] - part[:, None, 1]
+    np.maximum(worse_d, 0.0, out=worse_d)
+    covered = by[None, :, 4] <= part[:, None, 4]
+    for cost, weight in ((2, weights[0]), (3, weights[1])):
+        total = by[None, :, cost] - part[:, None, cost]
+        total += worse_p
+        total += weight * worse_d
+        covered &= total <= 0
+    return covered

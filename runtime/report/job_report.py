@@ -79,6 +79,7 @@ def build_report(job: JobResult) -> dict[str, Any]:
         "total_output_tokens": job.generated_tokens,
         "startup_s": job.startup_s,
         "predicted": predicted,
+        "predicted_of_run": predicted_of_run(plan, job),
         "measured": {"prefill_s": prefill_s, "decode_s": decode_s, "total_s": wall_s},
         "request_throughput": len(job.finished) * per_s,
         "output_throughput": job.generated_tokens * per_s,
@@ -96,6 +97,22 @@ def build_report(job: JobResult) -> dict[str, Any]:
             )
         ],
     }
+
+
+def predicted_of_run(plan: Plan, job: JobResult) -> dict[str, float] | None:
+    """Return the plan's times for as many requests and tokens as ran, None where it has none.
+
+    More requests than the plan's batch follow as others end, at the plan's rate; fewer take as many
+    decode steps as the batch would.
+    """
+    work, predicted, count = plan.workload, plan.predicted, len(job.finished)
+    if predicted is None or not count:
+        return None
+    prompts = job.prompt_tokens / (work.batch * work.prompt_len)
+    batches = max(1.0, count / work.batch)
+    answers = batches * job.generated_tokens / (count * work.gen_len)
+    prefill_s, decode_s = predicted.prefill_s * prompts, predicted.decode_s * answers
+    return {"prefill_s": prefill_s, "decode_s": decode_s, "total_s": prefill_s + decode_s}
 
 
 def _speculation(job: JobResult) -> dict[str, Any] | None:
@@ -216,12 +233,13 @@ def print_summary(report: Mapping[str, Any], console: Console) -> None:
             *("-" if share is None else f"{share:.0%}" for share in shares),
         )
     console.print(table)
-    predicted, measured = report["predicted"] or {}, report["measured"]
+    predicted, measured = report["predicted_of_run"] or {}, report["measured"]
     parts = [
         f"{name} {_pair(predicted.get(key), measured[key], _seconds)}"
         for name, key in (("prefill", "prefill_s"), ("decode", "decode_s"), ("total", "total_s"))
     ]
-    console.print("time (predicted / measured): " + ", ".join(parts))
+    requests = f"{report['completed']} request{'s' * (report['completed'] != 1)}"
+    console.print(f"time of {requests} (predicted / measured): " + ", ".join(parts))
     if report["speculation"] is not None:
         console.print(_speculation_line(report["speculation"]))
     console.print(

@@ -15,7 +15,7 @@ from llmpq.planner.formulation.problem import Problem
 
 WINDOWS = (0.004, 0.02, 0.1)
 """Widths of the windows above the part's bound, relative, in which labels are set."""
-MOST_WORK = 4e6
+MOST_WORK = 2.5e5
 """Label-column pairs that may be looked at in one."""
 BEAM = 24
 """Labels kept of each state at each boundary."""

@@ -137,7 +137,7 @@ def test_command_writes_every_plan_to_one_file(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     out = tmp_path / "front.json"
-    words = [*SMALL, "--pareto", "--pareto-points", "7"]
+    words = [*SMALL, "--pareto", "--pareto-points", "7", "--time-limit", "600"]
     code, text, _ = _run(capsys, *words, "-o", str(out))
     assert code == 0 and list(tmp_path.iterdir()) == [out]
     plans = _plans(out)

@@ -1,0 +1,49 @@
+"""The speeds that people compare: first token, tokens/s of a request and of the job, busy times."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from llmpq.plan import Plan
+from llmpq.planner.cli.report import speed_line, stage_table
+from llmpq.planner.make import make_plan
+
+pytestmark = pytest.mark.pure
+
+
+@pytest.fixture(scope="module")
+def plan() -> Plan:
+    return make_plan("llama-3.1-8b", devices="4090,3090", batch=8, prompt_len=512, gen_len=50)
+
+
+def test_a_request_s_rate_times_the_batch_is_the_rate_of_decoding(plan: Plan) -> None:
+    predicted = plan.predicted
+    assert predicted is not None
+    found = re.fullmatch(
+        r"first token of the last request after ([\d.]+) s \(all 8 sent at once\), then ([\d.]+) "
+        r"tokens/s a request; the job ([\d.]+) tokens/s",
+        speed_line(plan),
+    )
+    assert found is not None
+    first_s, rate, job = map(float, found.groups())
+    assert first_s + 49 / rate == pytest.approx(predicted.total_s, rel=2e-3)
+    assert job == pytest.approx(8 * 50 / predicted.total_s, rel=1e-3)
+    alone = make_plan("llama-3.1-8b", devices="4090", batch=1, gen_len=1)
+    assert speed_line(alone).startswith("first token after ") and "a request" not in speed_line(
+        alone
+    )
+
+
+def test_both_phases_are_of_the_same_requests(plan: Plan) -> None:
+    """The slowest stage is busy for nearly all of a phase: with its time for the whole batch."""
+    table, predicted = stage_table(plan), plan.predicted
+    assert predicted is not None
+    names = [str(column.header) for column in table.columns]
+    assert names[-3:-1] == ["prompts of 8", "a token of 8"]
+    prompts, token = ([*table.columns[k].cells] for k in (-3, -2))
+    busiest = max(float(str(cell).split()[0]) for cell in prompts) / 1e3
+    assert 0.5 * predicted.prefill_s < busiest <= predicted.prefill_s
+    slowest = max(float(str(cell).split()[0]) for cell in token) / 1e3
+    assert slowest * 49 <= predicted.decode_s * 1.01
