@@ -1,7 +1,7 @@
 """Fields of requests that this server does not obey: those that ask for nothing, and the refused.
 
 What a request asks for is done or refused. Names are those of OpenAI, Anthropic, vLLM, SGLang,
-llama.cpp and Ollama; what none of them has, nobody expects to be obeyed, and it is ignored.
+llama.cpp and Ollama; names that none of them has are ignored.
 """
 
 from __future__ import annotations
@@ -9,13 +9,31 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-HINTS = frozenset((
-    "user", "metadata", "service_tier", "safety_identifier", "prompt_cache_key",
-    "prompt_cache_retention", "prompt_cache_options", "prediction", "verbosity", "cache_control",
-    "cache_prompt", "inference_geo", "session_id", "stream_id", "max_tool_calls",
-    "spaces_between_special_tokens", "media_io_kwargs", "mm_processor_kwargs", "access_programs",
-    "guided_decoding_backend", "background_options",
-))  # fmt: skip
+HINTS = frozenset(
+    (
+        "user",
+        "metadata",
+        "service_tier",
+        "safety_identifier",
+        "prompt_cache_key",
+        "prompt_cache_retention",
+        "prompt_cache_options",
+        "prediction",
+        "verbosity",
+        "cache_control",
+        "cache_prompt",
+        "inference_geo",
+        "session_id",
+        "stream_id",
+        "max_tool_calls",
+        "spaces_between_special_tokens",
+        "media_io_kwargs",
+        "mm_processor_kwargs",
+        "access_programs",
+        "guided_decoding_backend",
+        "background_options",
+    )
+)
 """Labels and hints: no answer could show that they were ignored."""
 
 _NO_SAMPLER = "this server samples by temperature, top_k, top_p, min_p and penalties; leave it out"
@@ -24,7 +42,7 @@ _TOOLS = "send 'tools' and 'tool_choice'"
 _GUIDE = "say what the text must be with 'response_format' or 'structured_outputs'"
 _WHOLE = "thoughts are part of the text here; leave it out"
 _FIXED = "it is set when the server starts (--chat-template)"
-_KWARGS = "write {\"chat_template_kwargs\": {\"enable_thinking\": true or false}}"  # fmt: skip
+_KWARGS = 'write {"chat_template_kwargs": {"enable_thinking": true or false}}'
 _MEDIA = "the model reads and writes text only; leave it out"
 _OUTSIDE = "this server runs no tools of its own; leave it out"
 

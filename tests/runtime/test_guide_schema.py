@@ -1,4 +1,4 @@
-"""JSON schemas before they guide: references that lead nowhere, formats that nobody knows."""
+"""JSON schemas before they guide: references that lead nowhere, formats that are not known."""
 
 from __future__ import annotations
 
