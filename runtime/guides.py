@@ -21,9 +21,8 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from llmpq.checkpoints.gguf_file import is_gguf, open_gguf
-from llmpq.checkpoints.gguf_tokenizer import tokenizer_of
 from llmpq.runtime.guide_schema import Schema, followable, in_our_terms
+from llmpq.runtime.text.tokenizer import backend_json
 from llmpq.runtime.token_rules import Guide, GuideError
 
 if TYPE_CHECKING:
@@ -121,19 +120,15 @@ class Guides:
 
     @cached_property
     def _tokenizer(self) -> Any:
-        in_gguf = is_gguf(self._path)
-        path = self._path if in_gguf else self._path / "tokenizer.json"
         try:
-            if in_gguf:
-                text = tokenizer_of(open_gguf(path)).backend_tokenizer.to_str()
-            else:
-                text = path.read_text(encoding="utf-8")
+            text = backend_json(self._path)
             # Versions before 1.7 take one end only.
             ends = self._end_ids[0] if len(self._end_ids) == 1 else self._end_ids
             return _llguidance().LLTokenizer(text, n_vocab=self._vocab, eos_token=ends)
         except (OSError, ValueError) as error:
             raise ValueError(
-                f"'{path}' cannot be used for structured_outputs: {str(error)[:200]}"
+                f"the tokenizer of '{self._path}' cannot be used for structured_outputs: "
+                f"{str(error)[:200]}"
             ) from None
 
 

@@ -26,6 +26,7 @@ from llmpq.families.common.config_values import (
     token_ids,
 )
 from llmpq.families.not_run import FURTHER_LAYERS, LEFT_OUT, WITHOUT_EQUATION, lacking
+from llmpq.file_form import read_json
 
 BOOKKEEPING = frozenset(
     [
@@ -245,4 +246,40 @@ def _nothing_to_read(path: Path) -> str:
     found = sorted(path.glob("*.gguf")) if path.is_dir() else []
     if found:
         return f"no config.json in '{path}', but GGUF files: give one itself, '{found[0]}'"
-    return f"no config.json in '{path}': expected a local Hugging Face model directory"
+    return (
+        other_form(path)
+        or f"no config.json in '{path}': expected a local Hugging Face model directory"
+    )
+
+
+THEIR_OWN = {
+    "consolidated*.safetensors": "Mistral",
+    "consolidated.*.pth": "Meta",
+    "weights*.npz": "MLX",
+    "*.onnx": "ONNX",
+    "tf_model.h5": "TensorFlow",
+    "flax_model.msgpack": "Flax",
+}
+"""Files of weights that are no Hugging Face safetensors -> whose form that is."""
+
+
+def other_form(path: Path) -> str | None:
+    """Say what a directory holds where that is no model in Hugging Face's form."""
+    described = path / "adapter_config.json"
+    if described.is_file():
+        told = read_json(described)
+        base = told.get("base_model_name_or_path") if isinstance(told, dict) else None
+        of = f" of '{shortened(str(base))}'" if base else ""
+        return (
+            f"'{path}' is a LoRA adapter{of}, not a model: merge it into its model (peft: "
+            "merge_and_unload, then save_pretrained) and give that directory"
+        )
+    for pattern, whose in THEIR_OWN.items():
+        held = sorted(path.glob(pattern))
+        if held:
+            return (
+                f"'{path}' has its weights in {whose}'s own form ('{held[0].name}'); llmpq reads "
+                "Hugging Face's (config.json and model.safetensors): download that, or convert "
+                "with the script that Transformers has for the model"
+            )
+    return None

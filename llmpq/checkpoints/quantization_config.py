@@ -8,19 +8,37 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
-from llmpq.families.common.config_values import is_given
+from llmpq.checkpoints.model_config import read_config
+from llmpq.families.common.config_values import is_given, section
+from llmpq.file_form import read_json
 
 METHODS = (
     *("compressed-tensors", "gptq", "awq", "llmpq", "fp8", "fbgemm_fp8", "mxfp4"),
-    "bitsandbytes",
+    *("bitsandbytes", "modelopt"),
 )
-"""Values of `quant_method` that are read."""
+"""Values of `quant_method` that are read; AutoRound's becomes GPTQ's or AWQ's."""
 FORMATS = {"gptq": ("gptq", "gptq_v2"), "awq": ("gemm",)}
 """Method -> the layouts of codes that are read."""
-LAYOUT_KEYS = {"gptq": "checkpoint_format", "awq": "version"}
-"""Method -> the key that names a layout."""
+LAYOUT_KEYS = {"gptq": ("checkpoint_format", "format"), "awq": ("version", "format")}
+"""Method -> the keys that name a layout, an older and a newer one."""
+AUTO_ROUND = {
+    "auto_round": {"quant_method": "gptq", "checkpoint_format": "gptq_v2"},
+    "auto_round:gptqmodel": {"quant_method": "gptq", "checkpoint_format": "gptq_v2"},
+    "auto_round:auto_gptq": {"quant_method": "gptq", "checkpoint_format": "gptq"},
+    "auto_round:gptq": {"quant_method": "gptq", "checkpoint_format": "gptq"},
+    "auto_round:auto_awq": {"quant_method": "awq", "version": "gemm"},
+    "auto_round:awq": {"quant_method": "awq", "version": "gemm"},
+}
+"""AutoRound's `packing_format` -> the form that it is: zero points less one, or as they are."""
+MODELOPT = {"NVFP4": 4, "FP8": 8, "FP8_PER_CHANNEL_PER_TOKEN": 8}
+"""ModelOpt's `quant_algo` that are read -> bits."""
+OWN_FORM = "llmpq"
+"""`format` of a model with Atom's layers, which has no `quant_method`."""
+BESIDE = "hf_quant_config.json"
+"""Where ModelOpt says how a model is quantised, if config.json does not."""
 CHANGES = {
     "transform_config": "rotations of activations while it runs",
     "rotation": "rotations of activations while it runs",
@@ -38,6 +56,76 @@ BITSANDBYTES = tuple(f"quant_state.bitsandbytes__{kind}" for kind in ("nf4", "fp
 
 LAYER = re.compile(r"(?:^|\.)(?:layers|h)\.(\d+)\.")
 """Where a tensor's name says which layer it is of."""
+
+
+def quantization_of(directory: str | Path) -> dict[str, Any] | None:
+    """Return what a model says of how it is quantised, in the words of a form that is read.
+
+    None for a model that is not; `ValueError` for other forms of AutoRound and ModelOpt.
+    """
+    described = section(read_config(directory), "quantization_config")
+    beside = Path(directory) / BESIDE
+    if described is None and beside.is_file():
+        told = read_json(beside)
+        inner = told.get("quantization") if isinstance(told, dict) else None
+        if not isinstance(inner, dict):
+            raise ValueError(f"'{beside}' has no 'quantization'; download it again")
+        described = {"quant_method": "modelopt", **inner}
+    if described is None:
+        return None
+    method = described.get("quant_method")
+    if method is None and described.get("format") == OWN_FORM:
+        return {**described, "quant_method": OWN_FORM}
+    if method in ("auto-round", "intel/auto-round"):
+        return _of_auto_round(described, directory)
+    if method in ("modelopt", "modelopt_fp4"):
+        return _of_modelopt(described, directory)
+    return dict(described)
+
+
+def _of_auto_round(described: Mapping[str, Any], directory: object) -> dict[str, Any]:
+    """Return AutoRound's words as those of GPTQ or AWQ."""
+    packing, kind = described.get("packing_format"), described.get("data_type", "int")
+    inputs = described.get("act_bits")
+    if packing not in AUTO_ROUND or kind != "int" or (inputs or 16) < 16:
+        raise ValueError(
+            f"'{directory}': config.json, quantization_config: AutoRound with packing_format="
+            f"{packing!r}, data_type={kind!r} and act_bits={inputs!r} is not supported; expected "
+            f"integers in one of {', '.join(AUTO_ROUND)}, inputs of 16 bits. Export the model in "
+            "the form auto_gptq, auto_awq or llm_compressor"
+        )
+    bits, others = described.get("bits"), described.get("extra_config") or {}
+    for name, own in others.items():
+        if own.get("bits", bits) not in (bits, 16, 32):
+            raise ValueError(
+                f"'{directory}': config.json, quantization_config: AutoRound gives '{name}' "
+                f"{own['bits']} bits, others {bits}; llmpq reads one number of bits. Quantise the "
+                "model with one"
+            )
+    return {**described, **AUTO_ROUND[packing], "zero_point": described.get("sym") is not True}
+
+
+def _of_modelopt(described: Mapping[str, Any], directory: object) -> dict[str, Any]:
+    """Return ModelOpt's words with its `quant_algo` in capitals."""
+    algorithm = str(described.get("quant_algo")).upper()
+    if algorithm not in MODELOPT:
+        raise ValueError(
+            f"'{directory}': ModelOpt's quant_algo={described.get('quant_algo')!r} is not "
+            f"supported; expected {' or '.join(MODELOPT)}. Quantise the model with one of these"
+        )
+    return {**described, "quant_method": "modelopt", "quant_algo": algorithm}
+
+
+def layout_of(described: Mapping[str, Any]) -> str | None:
+    """Return what GPTQ's or AWQ's codes are said to lie like; None where nothing is said.
+
+    The older key counts where it is given, as in Transformers.
+    """
+    method = str(described.get("quant_method"))
+    if method == "awq" and described.get("backend") == "llm-awq":
+        return "llm-awq"
+    given = (described.get(key) for key in LAYOUT_KEYS.get(method, ()))
+    return next((str(layout).lower() for layout in given if layout is not None), None)
 
 
 def is_centred(described: Mapping[str, Any], has_zeros: bool) -> bool:
@@ -70,6 +158,11 @@ def is_kept_block(block: Any) -> bool:
 def require_read(described: Mapping[str, Any], directory: object) -> None:
     """Raise `ValueError` for a quantised form that nobody here reads, by what it is."""
     method = described.get("quant_method")
+    if method is None and {"bits", "group_size"} <= described.keys():
+        raise ValueError(
+            f"'{directory}' is quantised in MLX's form (config.json, 'quantization'), which llmpq "
+            "does not read; start from the unquantised model"
+        )
     if method not in METHODS:
         raise ValueError(
             f"'{directory}': quantization method '{method}' is not supported; expected one of "
@@ -81,12 +174,15 @@ def require_read(described: Mapping[str, Any], directory: object) -> None:
                 f"'{directory}': config.json, quantization_config: '{key}' asks for {what}, which "
                 "llmpq does not know; quantise without, or with llmpq-quantize"
             )
-    layouts, key = FORMATS.get(method), LAYOUT_KEYS.get(method, "")
-    layout = described.get(key)
-    if layouts and layout is not None and str(layout).lower() not in layouts:
+    layouts, layout = FORMATS.get(method), layout_of(described)
+    given = {key: described.get(key) for key in LAYOUT_KEYS.get(method, ())}
+    told = {str(value).lower() for value in given.values() if value is not None}
+    if layouts and (len(told) > 1 or not {layout or layouts[0]} <= set(layouts)):
+        words = ", ".join(f"{key}='{value}'" for key, value in given.items() if value is not None)
         raise ValueError(
-            f"'{directory}': config.json, quantization_config: {key}='{layout}' is not supported; "
-            f"expected {' or '.join(layouts)}. Convert the checkpoint, or quantise it anew"
+            f"'{directory}': config.json, quantization_config: {method.upper()}'s "
+            f"{words or layout} is not supported; expected {' or '.join(layouts)}. Convert "
+            "the checkpoint, or quantise it anew"
         )
     if method == "bitsandbytes" and is_given(described.get("load_in_8bit")):
         raise ValueError(

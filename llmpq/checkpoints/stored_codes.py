@@ -12,9 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from llmpq.checkpoints.gguf_file import is_gguf, open_gguf
-from llmpq.checkpoints.model_config import read_config
-from llmpq.checkpoints.quantization_config import fp8_block, is_kept_block
-from llmpq.families.common.config_values import section
+from llmpq.checkpoints.quantization_config import (
+    MODELOPT,
+    fp8_block,
+    is_kept_block,
+    quantization_of,
+)
 from llmpq.precision import Precision
 
 TABLES = ("MXFP4", "IQ4_NL", "IQ4_XS")
@@ -38,9 +41,11 @@ def stored_codes(path: str | Path | None) -> frozenset[Precision]:
         return frozenset({Precision.W4A16} if coded else ())
     if not (Path(path) / "config.json").is_file():
         return frozenset()
-    described = section(read_config(path), "quantization_config") or {}
+    described = quantization_of(path) or {}
     method = described.get("quant_method")
     bits = _float_bits(described) if method == "compressed-tensors" else 0
+    if method == "modelopt":
+        bits = MODELOPT[described["quant_algo"]]
     if method in ("fp8", "fbgemm_fp8") or bits == 8:
         return frozenset({Precision.W8A16} if is_kept_block(fp8_block(described)) else ())
     if method == "bitsandbytes" or bits == 4:

@@ -23,15 +23,14 @@ from pathlib import Path
 from typing import Any
 
 from llmpq.checkpoints.gguf_file import GgufFile, is_gguf, open_gguf
-from llmpq.checkpoints.model_config import read_config
 from llmpq.checkpoints.quantization_config import (
     BITSANDBYTES,
     fp8_block,
     is_centred,
     is_kept_block,
+    quantization_of,
 )
 from llmpq.families import FAMILIES
-from llmpq.families.common.config_values import section
 from llmpq.families.record import AS_IT_IS
 from llmpq.memory import Quantization, StoredBytes
 from llmpq.model_spec import LinearShape, ModelSpec
@@ -153,7 +152,7 @@ def _layers(path: str | Path, spec: ModelSpec) -> Iterator[dict[str, OwnCodes]]:
         for index in range(spec.num_layers):
             yield dict(_of_gguf(file, spec.of_layer(index), index))
         return
-    described = section(read_config(path), "quantization_config")
+    described = quantization_of(path)
     if described is None:
         yield from ({} for _ in range(spec.num_layers))
         return
@@ -257,6 +256,9 @@ class _Directory:
         packed = self._header(f"{stem}.weight_packed")
         if packed is not None and packed[0] == "U8":
             return "nvfp4" if f"{stem}.weight_global_scale" in self._held else "mxfp4"
+        plain = self._header(f"{stem}.weight")
+        if plain is not None and plain[0] == "U8" and f"{stem}.weight_scale_2" in self._held:
+            return "nvfp4"
         if f"{stem.partition('[')[0]}_blocks" in self._held:
             return "mxfp4"
         states = zip(("nf4", "fp4"), BITSANDBYTES, strict=True)

@@ -26,16 +26,16 @@ from pathlib import Path
 from typing import Any
 
 from llmpq.checkpoints.gguf_file import is_gguf, open_gguf
-from llmpq.checkpoints.model_config import read_config
 from llmpq.checkpoints.quantization_config import (
     BITSANDBYTES,
     LAYER,
     fp8_block,
     is_centred,
     is_kept_block,
+    quantization_of,
     require_read,
 )
-from llmpq.families.common.config_values import section, size
+from llmpq.families.common.config_values import size
 from llmpq.file_form import read_json
 from llmpq.memory import Quantization
 from llmpq.model_spec import ModelSpec
@@ -83,7 +83,7 @@ def stored_layers(
     """
     if is_gguf(directory):
         return stored_in_gguf(open_gguf(directory), spec.num_layers)
-    described = section(read_config(directory), "quantization_config")
+    described = quantization_of(directory)
     if described is None:
         return None
     require_read(described, directory)
@@ -109,7 +109,7 @@ def stored_layers(
 
 def small_groups(directory: str | Path) -> Quantization | None:
     """Return the grid of a directory whose integer codes all have groups of 32, or all of 64."""
-    described = section(read_config(directory), "quantization_config") or {}
+    described = quantization_of(directory) or {}
     if described.get("quant_method") not in ("gptq", "awq", "compressed-tensors"):
         return None
     file_of = headers_of(directory)
@@ -256,6 +256,8 @@ def _precision(
         return _named(name, bits)
     if kind == "weight" and header.tensors[name]["dtype"].startswith("F8"):
         return None  # of `_fp8_layers`
+    if kind == "weight" and f"{stem}.weight_scale_2" in file_of:
+        return None  # of `_table_layers`
     if kind == "weight" and f"{stem}.weight_scale" in file_of:
         _require_int8(name, header.tensors[name]["dtype"])
         return Precision.W8A8
@@ -268,7 +270,8 @@ def _table_layers(file_of: Mapping[str, Header]) -> set[int]:
     found = set()
     for name, header in file_of.items():
         layer = LAYER.search(name)
-        if layer is not None and name.endswith(ends):
+        nvfp4 = name.endswith(".weight") and f"{name}_scale_2" in file_of
+        if layer is not None and (nvfp4 or name.endswith(ends)):
             found |= {int(layer[1])} if header.tensors[name]["dtype"] == "U8" else set()
     return found
 

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from llmpq.checkpoints.quantization_config import OWN_FORM
 from llmpq.file_form import read_json
 from llmpq.kernels.formats.atom_scheme import AtomScheme
 from llmpq.model_spec import ModelSpec
@@ -108,13 +109,17 @@ def quantize_model(
 
 
 def quantization_config(job: QuantizeJob) -> dict[str, Any]:
-    """Return config.json's `quantization_config`: compressed-tensors' where it can say it all."""
+    """Return config.json's `quantization_config`: compressed-tensors' where it can say it all.
+
+    With W4A4 layers it has no `quant_method`: Transformers refuses that, and would run a method
+    that it does not know with random weights.
+    """
     settings = job.settings
     if Precision.W4A4 in job.precisions:
         chosen = recipe(Precision.W4A4, job.spec, settings)
         assert chosen is not None and isinstance(chosen.scheme, AtomScheme)
         return {
-            "quant_method": "llmpq",
+            "format": OWN_FORM,
             "precisions": [precision.value for precision in job.precisions],
             "group_size": settings.group_size,
             "symmetric": settings.symmetric,

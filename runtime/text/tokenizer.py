@@ -14,6 +14,7 @@ from llmpq.checkpoints.gguf_file import is_gguf, open_gguf
 from llmpq.checkpoints.gguf_tokenizer import tokenizer_of
 from llmpq.runtime.text.text_threads import QUICK_LENGTH
 
+MERGES = ("vocab.json", "merges.txt")
 TOKENIZER, SETTINGS = "tokenizer.json", "tokenizer_config.json"
 _PLAIN_CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend")
 """Names of one class, before and since Transformers 5."""
@@ -242,6 +243,15 @@ class Tokenizer:
         return self.encode(text, special=False)
 
 
+def backend_json(path: Path) -> str:
+    """Return the tokenizer of a model as tokenizer.json has it, made where there is none."""
+    file = path / TOKENIZER
+    if not is_gguf(path) and file.is_file():
+        return file.read_text(encoding="utf-8")
+    made: str = _load(path).backend_tokenizer.to_str()
+    return made
+
+
 def _load(directory: Path) -> Any:
     # Transformers' names come as they are asked for, which two threads must not do at once.
     with _LOADING:
@@ -260,18 +270,42 @@ def _is_plain(directory: Path) -> bool:
     return config.get("model_type") in PLAIN_TYPES
 
 
+def has_merges(directory: Path) -> bool:
+    """Whether a directory has a byte-level BPE as its two lists, as before tokenizer.json."""
+    return all((directory / name).is_file() for name in MERGES)
+
+
+def _of_merges(directory: Path) -> Any:
+    """Return the fast tokenizer that Transformers makes of vocab.json and merges.txt."""
+    from transformers import AutoTokenizer
+
+    try:
+        made = AutoTokenizer.from_pretrained(directory, local_files_only=True)
+    except ValueError:
+        raise ValueError(
+            f"{' and '.join(MERGES)} are there, but no class of tokenizers that is made of them is "
+            f"named: add tokenizer_class to {SETTINGS}"
+        ) from None
+    if not hasattr(made, "backend_tokenizer"):
+        raise ValueError(f"Transformers' {type(made).__name__} is no fast tokenizer")
+    return made
+
+
 def _loaded(directory: Path) -> Any:
     if is_gguf(directory):
         return tokenizer_of(open_gguf(directory))
     # transformers takes a second to import; commands that need no text do not pay for it.
     from transformers import PreTrainedTokenizerFast
 
-    if not (directory / TOKENIZER).exists():
+    if not (directory / TOKENIZER).exists() and not has_merges(directory):
         raise ValueError(
-            f"no {TOKENIZER} in '{directory}': llmpq uses fast tokenizers. Save one with "
+            f"no {TOKENIZER}, nor {' and '.join(MERGES)}, in '{directory}': llmpq uses fast "
+            "tokenizers. Save one with "
             "transformers: AutoTokenizer.from_pretrained(DIR).save_pretrained(DIR)"
         )
     try:
+        if not (directory / TOKENIZER).exists():
+            return _of_merges(directory)
         if not (directory / SETTINGS).exists():
             return PreTrainedTokenizerFast(tokenizer_file=str(directory / TOKENIZER))
         if _is_plain(directory):
@@ -281,6 +315,7 @@ def _loaded(directory: Path) -> Any:
         return AutoTokenizer.from_pretrained(directory, local_files_only=True)
     except Exception as error:  # the tokenizers library raises bare Exception, KeyError and more
         raise ValueError(
-            f"'{directory / TOKENIZER}' or the {SETTINGS} beside it cannot be read "
-            f"({type(error).__name__}: {str(error)[:200]}); copy them from the model again"
+            f"the tokenizer of '{directory}' ({TOKENIZER}, {SETTINGS}) cannot be read "
+            f"({type(error).__name__}: {' '.join(str(error).split())[:200]}); copy them from the "
+            "model again"
         ) from None

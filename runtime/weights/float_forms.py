@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from llmpq.checkpoints.quantization_config import layout_of
 from llmpq.kernels.formats.float_codes import from_fp8
 from llmpq.kernels.formats.fp8_weight import Fp8Weight, fp8_weight, stacked
 from llmpq.kernels.formats.integer_numbers import (
@@ -93,4 +94,4 @@ def integer_numbers(
         return numbers_of_packed(tensors, bits=bits)
     if described.get("quant_method") == "awq":
         return numbers_of_awq(tensors)
-    return numbers_of_gptq(tensors, bits=bits, v2=described.get("checkpoint_format") == "gptq_v2")
+    return numbers_of_gptq(tensors, bits=bits, v2=layout_of(described) == "gptq_v2")

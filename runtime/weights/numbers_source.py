@@ -6,8 +6,7 @@ import logging
 from pathlib import Path
 
 from llmpq.checkpoints.gguf_file import is_gguf
-from llmpq.checkpoints.model_config import read_config
-from llmpq.families.common.config_values import section
+from llmpq.checkpoints.quantization_config import quantization_of
 from llmpq.model_spec import ModelSpec
 from llmpq.runtime.weights.gguf_checkpoint import GgufCheckpoint
 from llmpq.runtime.weights.quantized_checkpoint import QuantizedCheckpoint
@@ -24,7 +23,7 @@ def open_numbers(directory: str | Path, spec: ModelSpec) -> CheckpointSource:
     """
     if is_gguf(directory):
         return GgufCheckpoint(directory, spec)
-    described = section(read_config(directory), "quantization_config")
+    described = quantization_of(directory)
     if described is not None:
         stored = QuantizedCheckpoint(directory, spec, described)
         if stored.has_numbers():

@@ -33,12 +33,13 @@ import torch
 from torch import Tensor
 
 from llmpq.checkpoints.gguf_file import is_gguf
-from llmpq.checkpoints.model_config import read_config
 from llmpq.checkpoints.quantization_config import (
     LAYER,
     fp8_block,
     is_centred,
     is_kept_block,
+    layout_of,
+    quantization_of,
     require_read,
 )
 from llmpq.families.common.config_values import section, size
@@ -76,7 +77,7 @@ def open_checkpoint(directory: str | Path, spec: ModelSpec) -> CheckpointSource:
     """Return the source of a model directory, quantised or not, or of a GGUF file."""
     if is_gguf(directory):
         return GgufCheckpoint(directory, spec)
-    described = section(read_config(directory), "quantization_config")
+    described = quantization_of(directory)
     if described is None:
         return CheckpointSource(directory, spec)
     return QuantizedCheckpoint(directory, spec, described)
@@ -84,7 +85,7 @@ def open_checkpoint(directory: str | Path, spec: ModelSpec) -> CheckpointSource:
 
 def stored_kv(directory: str | Path) -> KVPrecision:
     """Return the KV precision a directory was quantised for; kv16 where it names none of ours."""
-    described = section(read_config(directory), "quantization_config") or {}
+    described = quantization_of(directory) or {}
     scheme = section(described, "kv_cache_scheme", where=QUANTIZATION) or {}
     bits = scheme.get("num_bits") if scheme.get("type", "int") == "int" else None
     return KVPrecision.parse(str(bits)) if bits in (2, 4, 8) else KVPrecision.KV16
@@ -228,7 +229,10 @@ class QuantizedCheckpoint(CheckpointSource):
         if weight in self.file_of and state_of(stem, self.file_of) is not None:
             return "bitsandbytes"
         if weight in self.file_of:
-            return "fp8" if self._header(weight)[0].startswith("F8") else None
+            stored = self._header(weight)[0]
+            if stored == "U8" and f"{stem}.weight_scale_2" in self.file_of:
+                return "fp4"
+            return "fp8" if stored.startswith("F8") else None
         if packed in self.file_of and self._header(packed)[0] == "U8":
             return "fp4"
         codes = packed if packed in self.file_of else f"{stem}.qweight"
@@ -361,7 +365,7 @@ class QuantizedCheckpoint(CheckpointSource):
             return from_compressed_tensors(tensors, bits=bits, layout=Layout.ROWS)
         if self._described["quant_method"] == "awq":
             return from_awq(tensors, layout=Layout.ROWS)
-        v2 = self._described.get("checkpoint_format") == "gptq_v2"
+        v2 = layout_of(self._described) == "gptq_v2"
         bits = size(self._described, "bits", where=QUANTIZATION)
         return from_gptq(tensors, bits=bits, v2=v2, layout=Layout.ROWS)
 

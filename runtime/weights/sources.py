@@ -18,6 +18,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from llmpq.checkpoints.model_config import other_form
 from llmpq.families import FAMILIES
 from llmpq.model_spec import ModelSpec
 from llmpq.runtime.models.part_shapes import Shapes, embedding_shapes, head_shapes, layer_shapes
@@ -302,6 +303,9 @@ class CheckpointSource:
                 f"'{self.directory}' has {pickled[0]} but no safetensors; llmpq reads no pickle "
                 f"files. Run: llmpq-dist convert {self.directory} {self.directory}-safetensors"
             )
+        other = other_form(self.directory)
+        if other is not None:
+            return other
         return f"no {SINGLE} or {INDEX} in '{self.directory}': expected a local model directory"
 
 

@@ -17,6 +17,7 @@ FIELDS = frozenset(DTYPES) | {
     "scales",
     "weight_scale_inv",
     "weight_global_scale",
+    "weight_scale_2",
     "input_scale",
     "input_global_scale",
 }

@@ -1,6 +1,8 @@
 """Stored forms of 4 bits whose codes stand for 16 numbers: kept as TableWeight, or as numbers.
 
     NAME.weight_packed uint8     MXFP4 (weight_scale uint8) or NVFP4 (and weight_global_scale)
+    NAME.weight uint8 [N, K/2]   NVFP4 of ModelOpt: weight_scale, and weight_scale_2, the inverse
+                                 of weight_global_scale
     NAME_blocks, NAME_scales     MXFP4 of gpt-oss's experts, [E, N, K / 32, 16] and [E, N, K / 32]
     NAME.weight uint8 [N K/2, 1] bitsandbytes, the first code in the upper half: absmax of 64
                                  weights each, quant_map, quant_state.bitsandbytes__nf4 or __fp4
@@ -95,16 +97,21 @@ def bounded(weight: TableWeight, dtype: torch.dtype) -> TableWeight:
 
 
 def fp4_weight(stem: str, held: Mapping[str, str], read: Read) -> TableWeight:
-    """Return a linear's E2M1 codes as compressed-tensors stores them."""
-    packed, scale = read(f"{stem}.weight_packed"), read(f"{stem}.weight_scale")
-    whole = f"{stem}.weight_global_scale"
-    if whole not in held:
+    """Return a linear's E2M1 codes as compressed-tensors or ModelOpt stores them."""
+    name = f"{stem}.weight_packed"
+    packed, scale = read(name if name in held else f"{stem}.weight"), read(f"{stem}.weight_scale")
+    inverse, whole = f"{stem}.weight_global_scale", f"{stem}.weight_scale_2"
+    if inverse not in held and whole not in held:
         _require(scale, E8M0, f"{stem}.weight_scale")
         return of_pairs(packed, scale, values=Values.E2M1, group_size=MXFP4_GROUP)
     _require(scale, E4M3, f"{stem}.weight_scale")
-    factor = (1 / read(whole).double()).float().reshape(-1)
+    if inverse in held:
+        factor = (1 / read(inverse).double()).float().reshape(-1)
+    else:
+        factor = read(whole).float().reshape(-1)
     if factor.numel() != 1:
-        raise ValueError(f"{whole} has shape {list(factor.shape)}, expected one number")
+        name = inverse if inverse in held else whole
+        raise ValueError(f"{name} has shape {list(factor.shape)}, expected one number")
     rows = factor.repeat(packed.shape[0])
     return of_pairs(packed, scale, values=Values.E2M1, group_size=NVFP4_GROUP, factor=rows)
 

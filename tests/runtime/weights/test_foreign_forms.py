@@ -1,0 +1,178 @@
+"""Forms of GPTQ, AWQ, AutoRound and ModelOpt that config.json tells apart: right, or refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from llmpq.kernels.formats.interchange import to_awq, to_gptq
+from llmpq.kernels.formats.round_to_nearest import quantize_weight
+from llmpq.kernels.formats.table_weight import Values
+from llmpq.kernels.formats.weight_layout import Layout
+from llmpq.model_spec import ModelSpec
+from llmpq.planner.inputs.stored_precisions import stored_layers
+from llmpq.precision import Precision, WeightScheme
+from llmpq.runtime.engine.plain_loop import LocalPipeline, pad
+from llmpq.runtime.step import Step
+from llmpq.runtime.weights.quantized_checkpoint import open_checkpoint
+
+pytestmark = pytest.mark.cpu
+TOKENS = [5, 30, 77, 120, 9, 61, 62, 63, 64]
+GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 64, "desc_act": False, "sym": False}
+AWQ = {"quant_method": "awq", "bits": 4, "group_size": 64, "zero_point": True}
+ROUND = {"quant_method": "auto-round", "bits": 4, "group_size": 64, "sym": False}
+
+
+def logits(directory: Path, **options: Any) -> torch.Tensor:
+    pipeline = LocalPipeline.from_directory(directory, **options)
+    step = Step.of([0], [0], [len(TOKENS)])
+    return pipeline.logits(pad([TOKENS]), step, pipeline.caches(1, len(TOKENS)), all_positions=True)
+
+
+def relative(got: torch.Tensor, want: torch.Tensor) -> float:
+    return float((got - want).norm() / want.norm())
+
+
+def directory_of(dense: Path, folder: Path, form: str, described: dict[str, Any]) -> Path:
+    """Write the linears of a model in a form; `numbers` as what the codes stand for."""
+    folder.mkdir()
+    scheme = WeightScheme(bits=4, group_size=64, clip_search=False)
+    tensors = load_file(dense / "model.safetensors")
+    for name in [name for name in tensors if "_proj.weight" in name]:
+        weight, stem = tensors.pop(name).float(), name.removesuffix(".weight")
+        made = quantize_weight(weight, scheme, dtype=torch.float32, layout=Layout.ROWS)
+        fields = {
+            "numbers": lambda made=made: {"weight": made.dequantize(torch.float32)},
+            "v1": lambda made=made: to_gptq(made),
+            "v2": lambda made=made: to_gptq(made, v2=True),
+            "awq": lambda made=made: to_awq(made),
+        }[form]()
+        tensors |= {f"{stem}.{field}": tensor.contiguous() for field, tensor in fields.items()}
+    save_file({k: v.clone() for k, v in tensors.items()}, folder / "model.safetensors")
+    config = json.loads((dense / "config.json").read_text())
+    if described:
+        config["quantization_config"] = described
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+READ = {
+    "gptq, nothing said": ("v1", GPTQ),
+    "gptq, checkpoint_format": ("v2", {**GPTQ, "checkpoint_format": "gptq_v2"}),
+    "gptq, format": ("v2", {**GPTQ, "format": "gptq_v2"}),
+    "gptq, capitals": ("v2", {**GPTQ, "format": "GPTQ_V2"}),
+    "gptq, both": ("v2", {**GPTQ, "format": "gptq_v2", "checkpoint_format": "gptq_v2"}),
+    "gptq, the first": ("v1", {**GPTQ, "format": "gptq"}),
+    "awq": ("awq", {**AWQ, "format": "gemm"}),
+    "awq, version": ("awq", {**AWQ, "version": "GEMM"}),
+    "AutoRound": ("v2", {**ROUND, "packing_format": "auto_round"}),
+    "AutoRound, gptqmodel": ("v2", {**ROUND, "packing_format": "auto_round:gptqmodel"}),
+    "AutoRound, auto_gptq": ("v1", {**ROUND, "packing_format": "auto_round:auto_gptq"}),
+    "AutoRound, awq": ("awq", {**ROUND, "packing_format": "auto_round:auto_awq"}),
+}
+
+
+@pytest.mark.parametrize("name", READ)
+def test_zero_points_are_those_of_the_form(dense: Path, tmp_path: Path, name: str) -> None:
+    form, described = READ[name]
+    path = directory_of(dense, tmp_path / "form", form, described)
+    want = logits(directory_of(dense, tmp_path / "numbers", "numbers", {}))
+    assert relative(logits(path), want) < 1e-5
+    if form in ("v1", "v2"):
+        wrong = directory_of(dense, tmp_path / "wrong", {"v1": "v2", "v2": "v1"}[form], described)
+        assert relative(logits(wrong), want) > 0.05, "the other zero points must be seen"
+
+
+@pytest.mark.parametrize(
+    ("described", "message"),
+    [
+        ({**GPTQ, "format": "marlin"}, "GPTQ's format='marlin' is not supported"),
+        ({**GPTQ, "format": "gptq", "checkpoint_format": "gptq_v2"}, "is not supported"),
+        ({**AWQ, "format": "gemv"}, "AWQ's format='gemv' is not supported; expected gemm"),
+        ({**AWQ, "version": "gemv_fast"}, "AWQ's version='gemv_fast'"),
+        ({**AWQ, "version": "gemm", "format": "gemv"}, "AWQ's version='gemm', format='gemv'"),
+        ({**AWQ, "backend": "llm-awq"}, "AWQ's llm-awq is not supported"),
+        (ROUND, "AutoRound with packing_format=None"),
+        ({**ROUND, "packing_format": "auto_round", "data_type": "mx_fp"}, "data_type='mx_fp'"),
+        ({**ROUND, "packing_format": "auto_round", "act_bits": 8}, "act_bits=8"),
+        (
+            {**ROUND, "packing_format": "auto_round", "extra_config": {"lm_head": {"bits": 8}}},
+            "AutoRound gives 'lm_head' 8 bits, others 4",
+        ),
+        ({"quant_method": "modelopt", "quant_algo": "W4A8_AWQ"}, "quant_algo='W4A8_AWQ'"),
+        ({"bits": 4, "group_size": 64}, "in MLX's form"),
+    ],
+)
+def test_other_forms_are_refused_by_name(
+    dense: Path, tmp_path: Path, described: dict[str, Any], message: str
+) -> None:
+    form = "awq" if described.get("quant_method") == "awq" else "v1"
+    path = directory_of(dense, tmp_path / "form", form, described)
+    spec = ModelSpec.from_directory(path)
+    for ask in (lambda: stored_layers(path, spec), lambda: open_checkpoint(path, spec)):
+        with pytest.raises(ValueError, match=message) as error:
+            ask()
+        assert str(path) in str(error.value)
+
+
+def modelopt(dense: Path, folder: Path, algorithm: str, *, beside: bool) -> tuple[Path, Path]:
+    """Write a directory as ModelOpt does, and one of the numbers that its codes are."""
+    stored = load_file(dense / "model.safetensors")
+    numbers = dict(stored)
+    for name in [name for name in stored if "_proj.weight" in name]:
+        weight, stem = stored.pop(name).float(), name.removesuffix(".weight")
+        if algorithm == "FP8":
+            scale = weight.abs().max() / 448
+            codes = (weight / scale).to(torch.float8_e4m3fn)
+            numbers[name] = codes.float() * scale
+            stored |= {f"{stem}.weight": codes, f"{stem}.weight_scale": scale}
+        else:
+            table, whole = torch.tensor(Values.E2M1.table), weight.abs().max() / (448 * 6)
+            groups = weight.view(weight.shape[0], -1, 16)
+            scales = (groups.abs().amax(2) / 6 / whole).to(torch.float8_e4m3fn)
+            wide = (scales.float() * whole)[:, :, None]
+            codes = (groups / wide)[..., None].sub(table).abs().argmin(-1).flatten(1)
+            numbers[name] = (table[codes].view_as(groups) * wide).flatten(1)
+            codes = codes.to(torch.uint8)
+            stored |= {
+                f"{stem}.weight": codes[:, ::2] | codes[:, 1::2] << 4,
+                f"{stem}.weight_scale": scales,
+                f"{stem}.weight_scale_2": whole,
+            }
+        stored[f"{stem}.input_scale"] = torch.tensor(0.5)
+    told = {"quant_algo": algorithm, "kv_cache_quant_algo": "FP8", "exclude_modules": ["lm_head"]}
+    config = json.loads((dense / "config.json").read_text())
+    own = (
+        config
+        if beside
+        else {**config, "quantization_config": {"quant_method": "modelopt", **told}}
+    )
+    for path, tensors, words in ((folder / "f", stored, own), (folder / "n", numbers, config)):
+        path.mkdir(parents=True)
+        save_file({k: v.clone() for k, v in tensors.items()}, path / "model.safetensors")
+        (path / "config.json").write_text(json.dumps(words))
+    if beside:
+        content = {"producer": {"name": "modelopt"}, "quantization": told}
+        (folder / "f" / "hf_quant_config.json").write_text(json.dumps(content))
+    return folder / "f", folder / "n"
+
+
+@pytest.mark.parametrize("beside", [True, False])
+@pytest.mark.parametrize("algorithm", ["NVFP4", "FP8"])
+def test_modelopts_codes_are_kept(
+    dense: Path, tmp_path: Path, planned_and_loaded: Any, algorithm: str, beside: bool
+) -> None:
+    form, numbers = modelopt(dense, tmp_path, algorithm, beside=beside)
+    bits = Precision.W4A16 if algorithm == "NVFP4" else Precision.W8A16
+    layers = stored_layers(form, ModelSpec.from_directory(form))
+    assert layers is not None and {layer.stored for layer in layers} == {bits}
+    want = logits(numbers)
+    assert relative(logits(form, precisions=[bits] * 2), want) < 1e-5
+    assert relative(logits(numbers, precisions=[bits] * 2), want) > 1e-3
+    planned, loaded = planned_and_loaded(form)
+    assert planned == loaded
