@@ -329,7 +329,7 @@ def test_groups_that_weight_only_layers_cannot_have_are_refused(
     assert not (tmp_path / "q").exists()
 
 
-def test_a_directory_with_integer_scales_says_so(
+def test_a_directory_with_integer_scales_says_so_and_transformers_refuses_it(
     demo_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     text = tmp_path / "text.txt"
@@ -348,3 +348,7 @@ def test_a_directory_with_integer_scales_says_so(
     for weight in weights:
         steps, unit = stored_integers(weight.scale)
         assert torch.allclose(steps * unit, weight.scale.float(), rtol=8e-3)
+    import transformers
+
+    with pytest.raises(ValueError, match="no `quant_method`"):  # else: random weights
+        transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "q")

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from llmpq.runtime.text.tokenizer import PLAIN_TYPES, Tokenizer
+from llmpq.runtime.text.tokenizer import PLAIN_TYPES, Tokenizer, backend_json
 
 pytestmark = pytest.mark.cpu
 TEXT = "def main():\n    print('größer', 17)  "
@@ -35,3 +35,28 @@ def test_a_directory_of_a_tokenizer_alone_is_read(demo_model: Path, tmp_path: Pa
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(demo_model / name, tmp_path)
     assert Tokenizer(tmp_path).encode(TEXT) == Tokenizer(demo_model).encode(TEXT)
+
+
+@pytest.mark.parametrize("named", ["GPT2Tokenizer", "model_type gpt2", "nothing"])
+def test_vocab_and_merges_are_read_as_tokenizer_json_is(
+    demo_model: Path, tmp_path: Path, named: str
+) -> None:
+    """Where tokenizer_config.json or the model's type says of which class they are."""
+    model = json.loads((demo_model / "tokenizer.json").read_text())["model"]
+    (tmp_path / "vocab.json").write_text(json.dumps(model["vocab"]))
+    merges = "\n".join(" ".join(pair) for pair in model["merges"])
+    (tmp_path / "merges.txt").write_text(f"#version: 0.2\n{merges}\n")
+    kind = "gpt2" if named.startswith("model_type") else "llama"
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": kind}))
+    if named == "GPT2Tokenizer":
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": named}))
+    if named == "nothing":
+        with pytest.raises(ValueError, match="add tokenizer_class to tokenizer_config.json"):
+            Tokenizer(tmp_path)
+        return
+    ours, theirs = Tokenizer(tmp_path), Tokenizer(demo_model)
+    for text in (TEXT, " a  b\n", "\u4f60\u597d \U0001f600"):
+        assert ours.encode(text) == theirs.encode(text)
+        assert ours.decode(ours.encode(text)) == text
+    made = json.loads(backend_json(tmp_path))["model"]
+    assert made["vocab"] == model["vocab"]

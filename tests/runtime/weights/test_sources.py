@@ -363,3 +363,28 @@ def test_a_part_that_is_used_as_stored_is_the_files_pages(copy, monkeypatch):
     assert not mapped_at(path), "files are let go with the last part that is kept of them"
     rounded = source.embedding(torch.bfloat16)["tokens.weight"]
     assert rounded.dtype == torch.bfloat16 and not mapped_at(path), "another dtype is a copy"
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "message"),
+    [
+        (
+            "adapter_config.json",
+            '{"base_model_name_or_path": "some/base"}',
+            "is a LoRA adapter of 'some/base', not a model",
+        ),
+        ("consolidated.safetensors", "", "in Mistral's own form .'consolidated.safetensors'"),
+        ("consolidated.00.pth", "", "in Meta's own form"),
+        ("model.onnx", "", "in ONNX's own form"),
+    ],
+)
+def test_directories_that_hold_something_else_say_what(copy, file, content, message):
+    directory = copy("llama")
+    spec = ModelSpec.from_directory(directory)
+    (directory / "model.safetensors").unlink()
+    (directory / file).write_text(content)
+    with pytest.raises(ValueError, match=message):
+        CheckpointSource(directory, spec)
+    (directory / "config.json").unlink()
+    with pytest.raises(ValueError, match=message):
+        ModelSpec.from_directory(directory)
