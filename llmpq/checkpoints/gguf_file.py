@@ -105,11 +105,27 @@ class GgufFile:
 
 
 def is_gguf(path: str | Path) -> bool:
-    """Whether a path is a GGUF file by its name; what is in it, `open_gguf` says."""
+    """Whether a path is a GGUF model: a file by its name, or a folder of one such model's files.
+
+    What is in them, `open_gguf` says.
+    """
+    return _file_at(Path(path)) is not None
+
+
+def _file_at(path: Path) -> Path | None:
+    """Return the GGUF file that a path is, or the first of the only model in a folder."""
     try:
-        return Path(path).suffix == ".gguf" and Path(path).is_file()
+        if path.suffix == ".gguf" and path.is_file():
+            return path
+        if not path.is_dir() or (path / "config.json").exists():
+            return None
+        files = sorted(path.glob("*.gguf"))
     except (OSError, ValueError):  # too long for a path, or with a zero byte
-        return False
+        return None
+    parts = [PART.fullmatch(file.name) for file in files]
+    models = {match and (match["stem"], match["count"]) for match in parts}
+    one = len(files) == 1 or (len(models) == 1 and None not in models)
+    return files[0] if one else None
 
 
 def is_model(path: str | Path) -> bool:
@@ -122,8 +138,15 @@ def is_model(path: str | Path) -> bool:
 
 def open_gguf(path: str | Path) -> GgufFile:
     """Read the header of a model's GGUF file and of its other parts; `ValueError` if it lies."""
-    found = Path(path).resolve()
-    parts = _parts(found)
+    given = (_file_at(Path(path)) or Path(path)).absolute()
+    try:
+        parts = _parts(given)
+    except ValueError:  # a link to one part, the others beside what it leads to
+        if PART.fullmatch(given.resolve().name) is None or not given.is_symlink():
+            raise
+        parts = _parts(given.resolve())
+    if len(parts) == 1 and given.is_symlink() and PART.fullmatch(given.resolve().name):
+        parts = _parts(given.resolve())
     try:
         return _opened(tuple((p, p.stat().st_size, p.stat().st_mtime_ns) for p in parts))
     except OSError as error:

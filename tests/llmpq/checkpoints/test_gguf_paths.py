@@ -16,10 +16,12 @@ def test_missing_files_and_folders_of_files_are_named(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="no such file: .*nothing.gguf"):
         ModelSpec.from_directory(tmp_path / "nothing.gguf")
     (tmp_path / "model.gguf").write_bytes(b"GGUF")
+    for path in (tmp_path, tmp_path / "model.gguf"):
+        with pytest.raises(ValueError, match="model.gguf' is not a GGUF file"):
+            ModelSpec.from_directory(path)
+    (tmp_path / "other.gguf").write_bytes(b"GGUF")
     with pytest.raises(ValueError, match="no config.json .* give one itself, .*model.gguf"):
         ModelSpec.from_directory(tmp_path)
-    with pytest.raises(ValueError, match="is not a GGUF file"):
-        ModelSpec.from_directory(tmp_path / "model.gguf")
 
 
 def test_the_planner_refuses_a_missing_file(capsys: pytest.CaptureFixture[str]) -> None:

@@ -514,17 +514,43 @@ def split(path: Path, into: Path, count: int = 2) -> list[Path]:
 
 
 def test_a_model_in_parts_is_read_from_any_of_them(tmp_path: Path) -> None:
+    """From a part, a folder, links to one part and a folder of links, as Hugging Face's cache."""
+    whole, real = tmp_path / "model.gguf", tmp_path / "real"
+    write_model("llama", whole)
+    real.mkdir()
+    parts = split(whole, real, 3)
+    (tmp_path / "links").mkdir()
+    (tmp_path / "link.gguf").symlink_to(parts[1])
+    (tmp_path / parts[1].name).symlink_to(parts[1])
+    for index, part in enumerate(parts):
+        (tmp_path / f"blob{index}").write_bytes(part.read_bytes())
+        (tmp_path / "links" / part.name).symlink_to(tmp_path / f"blob{index}")
+    want = logits(whole)
+    for given in (*(parts[0], parts[2], real), tmp_path / "links", tmp_path / "link.gguf"):
+        assert torch.equal(logits(given), want), given
+    for given in (tmp_path / parts[1].name, tmp_path / "links" / parts[2].name):
+        assert len(open_gguf(given).parts) == 3
+
+
+def test_a_part_that_is_missing_or_another_is_named(tmp_path: Path) -> None:
     write_model("llama", tmp_path / "model.gguf")
-    parts = split(tmp_path / "model.gguf", tmp_path)
-    want = logits(tmp_path / "model.gguf")
-    assert torch.equal(logits(parts[0]), want) and torch.equal(logits(parts[1]), want)
-    parts[0].rename(tmp_path / "kept")
-    with pytest.raises(ValueError, match="one of 2 parts and 'm-00001-of-00002.gguf' is not"):
-        open_gguf(parts[1])
-    parts[1].rename(parts[0])
-    (tmp_path / "kept").rename(parts[1])
-    with pytest.raises(ValueError, match="says it is part 1"):
-        open_gguf(parts[0])
+    folder = tmp_path / "parts"
+    folder.mkdir()
+    parts = split(tmp_path / "model.gguf", folder, 3)
+    second = parts[1].read_bytes()
+    parts[1].unlink()
+    for given in (parts[0], folder):
+        with pytest.raises(ValueError, match="of 3 parts and 'm-00002-of-00003.gguf' is not"):
+            ModelSpec.from_directory(given)
+    parts[1].write_bytes(parts[2].read_bytes())
+    with pytest.raises(ValueError, match="m-00002-of-00003.gguf' says it is part 2 .from 0. of 3"):
+        ModelSpec.from_directory(folder)
+    key = b"split.count" + (2).to_bytes(4, "little")
+    assert second.count(key + (3).to_bytes(2, "little")) == 1
+    four = second.replace(key + (3).to_bytes(2, "little"), key + (4).to_bytes(2, "little"))
+    parts[1].write_bytes(four)
+    with pytest.raises(ValueError, match="m-00002-of-00003.gguf' says it is part 1 .from 0. of 4"):
+        ModelSpec.from_directory(folder)
 
 
 def rewritten(path: Path, change: Callable[[bytearray], bytes | bytearray]) -> Path:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from pathlib import Path
 
@@ -388,3 +389,35 @@ def test_directories_that_hold_something_else_say_what(copy, file, content, mess
     (directory / "config.json").unlink()
     with pytest.raises(ValueError, match=message):
         ModelSpec.from_directory(directory)
+
+
+def test_layers_that_are_left_out_are_neither_counted_nor_read(
+    tiny_models, copy, planned_and_loaded
+):
+    """Multi-token prediction (MTP): a shard of its own, half of whose data is gone."""
+    directory = copy("deepseek_v3")
+    path = directory / "config.json"
+    config = json.loads(path.read_text())
+    last = ModelSpec.from_directory(directory).num_layers
+    path.write_text(json.dumps({**config, "num_nextn_predict_layers": 1}))
+    tensors = load_file(directory / "model.safetensors")
+    before = f"model.layers.{last - 1}."
+    further = {
+        name.replace(before, f"model.layers.{last}."): tensor.clone()
+        for name, tensor in tensors.items()
+        if name.startswith(before)
+    }
+    files = {"one.safetensors": tensors, "two.safetensors": further}
+    for file, held in files.items():
+        save_file(held, directory / file)
+    (directory / "model.safetensors").unlink()
+    weight_map = {name: file for file, held in files.items() for name in held}
+    index = directory / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": weight_map}))
+    second = directory / "two.safetensors"
+    os.truncate(second, second.stat().st_size - sum(t.nbytes for t in further.values()) // 2)
+    spec = ModelSpec.from_directory(directory)
+    assert spec.num_layers == last and spec.left_out
+    assert torch.equal(logits_of(directory), logits_of(tiny_models.directory("deepseek_v3")))
+    planned, loaded = planned_and_loaded(directory)
+    assert planned == loaded
