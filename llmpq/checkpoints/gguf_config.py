@@ -73,6 +73,11 @@ def architecture_of(file: GgufFile) -> tuple[str, Architecture]:
     if kind in NOT_MODELS:
         raise ValueError(f"'{file.path}' is {NOT_MODELS[kind]}; give the model's own file")
     name = file.metadata.get("general.architecture")
+    if name is None:
+        raise ValueError(
+            f"'{file.path}' has no metadata 'general.architecture': it is not a language model, or "
+            "not whole; download it again"
+        )
     found = ARCHITECTURES.get(name) if isinstance(name, str) else None
     if found is None or not isinstance(name, str):
         raise ValueError(

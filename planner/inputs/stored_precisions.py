@@ -20,6 +20,7 @@ activations.
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -35,6 +36,7 @@ from llmpq.checkpoints.quantization_config import (
     quantization_of,
     require_read,
 )
+from llmpq.errors import shortened
 from llmpq.families.common.config_values import size
 from llmpq.file_form import read_json
 from llmpq.memory import Quantization
@@ -196,18 +198,41 @@ def _read_header(path: Path) -> Header:
     try:
         with path.open("rb") as file:
             length = int.from_bytes(file.read(8), "little")
-            if length > MAX_HEADER_BYTES:
+            if length > min(MAX_HEADER_BYTES, path.stat().st_size):
                 raise ValueError(f"a header of {length} bytes")
-            content = json.loads(file.read(length))
-        tensors = {name: at for name, at in content.items() if name != "__metadata__"}
-        metadata = content.get("__metadata__", {})
+            content = json.loads(file.read(length), object_pairs_hook=_each_once)
+        if not isinstance(content, dict):
+            raise ValueError(f"its header is a {type(content).__name__}")
+        metadata = content.pop("__metadata__", {})
+        for name, entry in content.items():
+            _require_entry(name, entry)
     except FileNotFoundError:
         raise ValueError(f"no such file: '{path}'; get the directory's files anew") from None
-    except (ValueError, AttributeError) as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(
             f"'{path}' is not a safetensors file ({error}); get the directory's files anew"
         ) from None
-    return Header(path=path, tensors=tensors, metadata=metadata, data_start=8 + length)
+    return Header(path=path, tensors=content, metadata=metadata, data_start=8 + length)
+
+
+def _each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return a JSON object; `ValueError` where a key is there twice."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = Counter(name for name, _ in pairs)
+        twice = next(name for name, count in names.items() if count > 1)
+        raise ValueError(f"'{shortened(twice)}' is there twice")
+    return found
+
+
+def _require_entry(name: str, entry: Any) -> None:
+    """Raise `ValueError` for a tensor without dtype, shape and bytes."""
+    told = entry if isinstance(entry, dict) else {}
+    shape, at = told.get("shape"), told.get("data_offsets")
+    sizes = [*shape, *at] if isinstance(shape, list) and isinstance(at, list) else [None]
+    whole = all(type(size) is int and size >= 0 for size in sizes) and len(at or ()) == 2
+    if not whole or not isinstance(told.get("dtype"), str):
+        raise ValueError(f"'{shortened(name)}' has no dtype, shape and bytes")
 
 
 def _quantised(
