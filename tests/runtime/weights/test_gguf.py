@@ -334,6 +334,19 @@ def test_every_architecture_gives_transformers_tokens(kind: str, tmp_path: Path)
     assert relative(logits(path, max_len=64)[0], want) < 2e-5
 
 
+def test_factors_of_positions_that_no_rule_makes_are_heeded(tmp_path: Path) -> None:
+    path, model = tmp_path / "model.gguf", random_model("llama")
+    factors = torch.linspace(1.0, 3.7, model.config.head_dim // 2)
+    tensors = converted(model, "llama") | {"rope_freqs.weight": factors}
+    write(path, "llama", common(model.config, "llama"), tensors)
+    with torch.no_grad():
+        plain = model(torch.tensor([TOKENS])).logits[0]
+        model.model.rotary_emb.inv_freq /= factors
+        want = model(torch.tensor([TOKENS])).logits[0]
+    assert relative(logits(path, max_len=64)[0], want) < 2e-5
+    assert relative(plain, want) > 1e-2
+
+
 FORMS = [kind for kind, weights, _ in BLOCKS.values() if weights > 1]
 COUNTED = ("MXFP4", "IQ4_NL", "IQ4_XS", "Q4_K", "Q8_0")
 WIDE = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4}
