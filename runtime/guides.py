@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from llmpq.checkpoints.tokenizer_files import backend_json
 from llmpq.runtime.guide_schema import Schema, followable, in_our_terms
-from llmpq.runtime.text.tokenizer import backend_json
 from llmpq.runtime.token_rules import Guide, GuideError
 
 if TYPE_CHECKING:

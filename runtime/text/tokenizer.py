@@ -12,10 +12,15 @@ from typing import Any
 
 from llmpq.checkpoints.gguf_file import is_gguf, open_gguf
 from llmpq.checkpoints.gguf_tokenizer import tokenizer_of
+from llmpq.checkpoints.tokenizer_files import (
+    MERGES,
+    SETTINGS,
+    TOKENIZER,
+    has_merges,
+    tokenizer_of_merges,
+)
 from llmpq.runtime.text.text_threads import QUICK_LENGTH
 
-MERGES = ("vocab.json", "merges.txt")
-TOKENIZER, SETTINGS = "tokenizer.json", "tokenizer_config.json"
 _PLAIN_CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend")
 """Names of one class, before and since Transformers 5."""
 PLAIN_TYPES = ("llama", "qwen3", "qwen3_moe", "gpt_oss", "deepseek_v2", "deepseek_v3", "opt",
@@ -243,15 +248,6 @@ class Tokenizer:
         return self.encode(text, special=False)
 
 
-def backend_json(path: Path) -> str:
-    """Return the tokenizer of a model as tokenizer.json has it, made where there is none."""
-    file = path / TOKENIZER
-    if not is_gguf(path) and file.is_file():
-        return file.read_text(encoding="utf-8")
-    made: str = _load(path).backend_tokenizer.to_str()
-    return made
-
-
 def _load(directory: Path) -> Any:
     # Transformers' names come as they are asked for, which two threads must not do at once.
     with _LOADING:
@@ -270,27 +266,6 @@ def _is_plain(directory: Path) -> bool:
     return config.get("model_type") in PLAIN_TYPES
 
 
-def has_merges(directory: Path) -> bool:
-    """Whether a directory has a byte-level BPE as its two lists, as before tokenizer.json."""
-    return all((directory / name).is_file() for name in MERGES)
-
-
-def _of_merges(directory: Path) -> Any:
-    """Return the fast tokenizer that Transformers makes of vocab.json and merges.txt."""
-    from transformers import AutoTokenizer
-
-    try:
-        made = AutoTokenizer.from_pretrained(directory, local_files_only=True)
-    except ValueError:
-        raise ValueError(
-            f"{' and '.join(MERGES)} are there, but no class of tokenizers that is made of them is "
-            f"named: add tokenizer_class to {SETTINGS}"
-        ) from None
-    if not hasattr(made, "backend_tokenizer"):
-        raise ValueError(f"Transformers' {type(made).__name__} is no fast tokenizer")
-    return made
-
-
 def _loaded(directory: Path) -> Any:
     if is_gguf(directory):
         return tokenizer_of(open_gguf(directory))
@@ -305,7 +280,7 @@ def _loaded(directory: Path) -> Any:
         )
     try:
         if not (directory / TOKENIZER).exists():
-            return _of_merges(directory)
+            return tokenizer_of_merges(directory)
         if not (directory / SETTINGS).exists():
             return PreTrainedTokenizerFast(tokenizer_file=str(directory / TOKENIZER))
         if _is_plain(directory):

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from llmpq.runtime.text.tokenizer import PLAIN_TYPES, Tokenizer, backend_json
+from llmpq.checkpoints.tokenizer_files import backend_json
+from llmpq.runtime.text.tokenizer import PLAIN_TYPES, Tokenizer
 
 pytestmark = pytest.mark.cpu
 TEXT = "def main():\n    print('größer', 17)  "

@@ -1,0 +1,46 @@
+"""Where a model's tokenizer is: tokenizer.json, vocab.json with merges.txt, or a GGUF file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from llmpq.checkpoints.gguf_file import is_gguf, open_gguf
+from llmpq.checkpoints.gguf_tokenizer import tokenizer_of
+
+TOKENIZER, SETTINGS = "tokenizer.json", "tokenizer_config.json"
+MERGES = ("vocab.json", "merges.txt")
+
+
+def has_merges(directory: Path) -> bool:
+    """Whether a directory has a byte-level BPE as its two lists, as before tokenizer.json."""
+    return all((directory / name).is_file() for name in MERGES)
+
+
+def tokenizer_of_merges(directory: Path) -> Any:
+    """Return the fast tokenizer that Transformers makes of vocab.json and merges.txt."""
+    from transformers import AutoTokenizer
+
+    try:
+        made = AutoTokenizer.from_pretrained(directory, local_files_only=True)
+    except ValueError:
+        raise ValueError(
+            f"{' and '.join(MERGES)} are there, but no class of tokenizers that is made of them is "
+            f"named: add tokenizer_class to {SETTINGS}"
+        ) from None
+    if not hasattr(made, "backend_tokenizer"):
+        raise ValueError(f"Transformers' {type(made).__name__} is no fast tokenizer")
+    return made
+
+
+def backend_json(path: Path) -> str:
+    """Return the tokenizer of a model as tokenizer.json has it, made where there is none."""
+    file = path / TOKENIZER
+    if is_gguf(path):
+        made = tokenizer_of(open_gguf(path))
+    elif file.is_file() or not has_merges(path):
+        return file.read_text(encoding="utf-8")
+    else:
+        made = tokenizer_of_merges(path)
+    text: str = made.backend_tokenizer.to_str()
+    return text
