@@ -86,8 +86,9 @@ def short_repr(value: object) -> str:
         return "a number of thousands of digits"
 
 
-def unknown_name(what: str, name: str, options: Iterable[str]) -> ValueError:
-    """Build the error for a name that is not among `options`."""
+def unknown_name(what: str, name: str, options: Iterable[str], see: str = "") -> ValueError:
+    """Build the error for a name that is not among `options`; `see`: where all are listed."""
     known = sorted(options)
-    shown = ", ".join(known[:40]) + (", ..." if len(known) > 40 else "")
+    more = len(known) - 40
+    shown = ", ".join(known[:40]) + (f" and {more} more{see}" if more > 0 else "")
     return ValueError(f"unknown {what} '{shortened(name)}': {nearest(name, known)}known: {shown}")

@@ -337,7 +337,8 @@ class ModelSpec:
         full = f"{name}-{size}" if size else name
         known, found = builtin_configs(), builtin_name(full)
         if found is None:
-            raise unknown_name("model", full.lower().rsplit("/", 1)[-1], known)
+            see = "; all: llmpq-algo models"
+            raise unknown_name("model", full.lower().rsplit("/", 1)[-1], known, see)
         return cls.from_config(known[found], name=found)
 
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from typing import Any
 
-from llmpq.commands.command_line import end_of
+from llmpq.commands.command_line import CommandParser, end_of
 from llmpq.planner.cli import arguments as flags
 from llmpq.planner.inputs import requests
 
@@ -14,18 +15,27 @@ def main(argv: list[str] | None = None) -> int:
     """Run one command and return its exit code."""
     words = _joined(list(sys.argv[1:] if argv is None else argv))
     command = words.pop(0) if words and words[0] in flags.COMMANDS else "plan"
-    return end_of("llmpq-algo", lambda: _run(command, words), interrupted="interrupted")
+    return end_of(
+        "llmpq-algo",
+        lambda: _run(command, words),
+        interrupted="interrupted",
+        spelled=lambda text: PARSERS[command][0]().as_typed(text, words),
+    )
+
+
+PARSERS: dict[str, tuple[Callable[[], CommandParser], type[Any]]] = {
+    "plan": (flags.plan_parser, requests.PlanRequest),
+    "check": (flags.check_parser, requests.CheckRequest),
+    "export": (flags.export_parser, requests.ExportRequest),
+    "devices": (flags.devices_parser, requests.ListRequest),
+    "models": (flags.models_parser, requests.ModelsRequest),
+}
+"""The flags of each command, and what they are read into."""
 
 
 def _run(command: str, words: list[str]) -> int:
     """Read the flags, then import what does the work."""
-    parser, request = {
-        "plan": (flags.plan_parser, requests.PlanRequest),
-        "check": (flags.check_parser, requests.CheckRequest),
-        "export": (flags.export_parser, requests.ExportRequest),
-        "devices": (flags.devices_parser, requests.ListRequest),
-        "models": (flags.models_parser, requests.ModelsRequest),
-    }[command]
+    parser, request = PARSERS[command]
     asked: Any = parser().read_as(request, words)
     from llmpq.planner.cli import commands
 

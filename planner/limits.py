@@ -22,9 +22,9 @@ MAX_BUDGET = 1e9
 
 def check_job(batch: int, prompt_len: int, gen_len: int) -> None:
     """Check the sizes of a job; `ValueError` names the flag."""
-    whole("--global-bz", batch, MAX_BATCH, why=IN_FLIGHT)
-    whole("--s", prompt_len, MAX_TOKENS)
-    whole("--n", gen_len, MAX_TOKENS)
+    whole("--batch", batch, MAX_BATCH, why=IN_FLIGHT)
+    whole("--prompt-len", prompt_len, MAX_TOKENS)
+    whole("--gen-len", gen_len, MAX_TOKENS)
 
 
 def whole(flag: str, value: int, most: int, *, least: int = 1, why: str = "") -> int:

@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import select
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -53,6 +54,16 @@ class Only:
     """Where the flag has no effect: "on greedy tokens", "with --pareto"."""
     remedy: str
     """What gives it one: "add --temperature T"."""
+
+
+def token_count(text: str) -> int:
+    """Read a number of tokens: `512`, `32k` (32 x 1,024), `1.5k`."""
+    found = re.fullmatch(r"([+-]?\d+)|(\d+(?:\.\d+)?)[kK]", text.strip().replace(",", ""))
+    if found is None or len(text) > 30:
+        raise argparse.ArgumentTypeError(
+            f"expected a number of tokens such as 512 or 32k, got '{text[:40]}'"
+        )
+    return int(found[1]) if found[1] else round(float(found[2]) * 1024)
 
 
 class Section:
@@ -166,6 +177,17 @@ class CommandParser:
         values = vars(self.read(argv))
         return request(**{f.name: values[f.name] for f in fields(request)})  # type: ignore[arg-type]
 
+    def as_typed(self, text: str, argv: Sequence[str]) -> str:
+        """Return a message with flags as these words spell them, not as they are listed."""
+        typed = {word.partition("=")[0] for word in argv if word.startswith("-")}
+        for action in self._parser._actions:
+            listed = self._parser.shown.get(action.dest, ())
+            own = sorted(typed & set(action.option_strings))
+            if len(own) == 1 and own[0] not in listed:
+                for name in listed:
+                    text = re.sub(rf"(?<![\w-]){re.escape(name)}(?![\w-])", own[0], text)
+        return text
+
     def help_text(self, *, everything: bool = False) -> str:
         """Return what `--help` prints, or, `everything`, `--help-all`."""
         parser = self._parser
@@ -246,11 +268,13 @@ def end_of(
     interrupted: str = "stopped; run it again",
     no_memory: str = "take less at a time, or another device",
     extras: Sequence[str] = ("run",),
+    spelled: Callable[[str], str] = str,
     err: IO[str] | None = None,
 ) -> int:
     """Run a command and return its exit code; whatever ends it early is one sentence on stderr.
 
-    `extras`: those of pyproject.toml that the command needs.
+    `extras`: those of pyproject.toml that the command needs. `spelled` brings the sentence's flags
+    to the spelling that the user typed.
     """
     try:
         code = int(run())
@@ -275,7 +299,7 @@ def end_of(
         message, code = f"out of memory: {first_line(error)}; {no_memory}", ExitCode.DOES_NOT_FIT
     except KeyboardInterrupt:
         message, code = interrupted, ExitCode.INTERRUPTED
-    (err or sys.stderr).write(f"{program}: {' '.join(message.split())}\n")
+    (err or sys.stderr).write(f"{program}: {spelled(' '.join(message.split()))}\n")
     return int(code)
 
 

@@ -105,7 +105,7 @@ def fitting_pool(
         if size.num_blocks == 1:
             raise DoesNotFitError(
                 "the plan leaves no room for a block of 128 tokens of KV cache on every stage; "
-                "re-plan with a larger --n or a smaller reserve"
+                "re-plan with a larger --gen-len or a smaller reserve"
             )
         size = size.of_blocks(max(1, size.num_blocks * 15 // 16))
     return size

@@ -8,7 +8,7 @@ from __future__ import annotations
 from argparse import Namespace
 from collections.abc import Sequence
 
-from llmpq.commands.command_line import CommandParser, Only, Section
+from llmpq.commands.command_line import CommandParser, Only, Section, token_count
 from llmpq.planner.inputs.requests import PlanRequest
 from llmpq.planner.limits import MAX_BATCH
 
@@ -71,6 +71,7 @@ def _what_to_plan(section: Section) -> None:
         metavar="N",
         help=f"requests in flight, at most {MAX_BATCH:,} (16)",
     )
+    whole = Only(lambda a: a.context is None, "with --context", "leave --context out")
     for name, paper, default, what in (
         ("prompt", "s", 512, "prompt tokens per request"),
         ("gen", "n", 100, "tokens to generate per request"),
@@ -80,11 +81,14 @@ def _what_to_plan(section: Section) -> None:
             also=(f"--{paper}",),
             dest=paper,
             daily=True,
-            type=int,
+            type=token_count,
             default=default,
+            only=whole if name == "prompt" else (),
             metavar="N",
             help=f"{what} ({default})",
         )
+    context = "prompt and answer together, such as 32k (k: 1,024); --gen-len of it is answer"
+    section.flag("--context", type=token_count, metavar="N", help=context)
     section.flag(
         "--costs",
         daily=True,

@@ -201,7 +201,7 @@ def quality_of(plan: Plan) -> str:
     if solver.gap is None:
         return f"{value}, no bound"
     if solver.status == "optimal":
-        return f"{value}, proven optimal (gap {solver.gap:.1e})"
+        return f"{value}, proven optimal"
     return f"{value}, at most {solver.gap:.2%} above the optimum (bound {solver.bound:.6g})"
 
 

@@ -54,7 +54,7 @@ def _outcome(plan: Plan) -> str:
         how = "estimated" if plan.predicted.estimated else "predicted"
         said.append(f"{plan.predicted.output_tokens_per_s:.0f} tokens/s {how}")
     if plan.solver.gap is not None:
-        said.append(f"{plan.solver.status} (gap {plan.solver.gap:.0e})")
+        said.append(plan.solver.status)
     return ", ".join(said) or plan.solver.status
 
 

@@ -14,11 +14,11 @@ def positions_note(spec: ModelSpec, work: Workload) -> str:
     if work.max_len <= spec.max_positions:
         return ""
     beyond = (
-        f"--s {work.prompt_len} plus --n {work.gen_len} is beyond the {spec.max_positions} "
-        f"positions of {spec.name}"
+        f"--prompt-len {work.prompt_len} and --gen-len {work.gen_len} are beyond the "
+        f"{spec.max_positions} positions of {spec.name}"
     )
     if spec.positions == "learned":
-        raise ValueError(f"{beyond}; give a smaller --s or --n")
+        raise ValueError(f"{beyond}; give a smaller --prompt-len or --gen-len")
     if spec.positions == "alibi":
         return f"{beyond}; ALiBi extrapolates, but check the text's quality"
     return f"warning: {beyond}; text past what rotary positions were trained for is often unusable"

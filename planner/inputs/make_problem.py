@@ -57,6 +57,7 @@ def make_problem(
     spec, path = read_model(request)
     named = read_devices_of(request)
     cluster = devices or named.cluster
+    request = _with_prompt_of_context(request)
     limits.check_job(request.global_bz, request.s, request.n)
     workload = _workload(request, cluster, spec)
     profile, remarks = _measured(request, cluster, spec)
@@ -119,6 +120,18 @@ def make_problem(
     notes += outdated_rates(cluster, workload.dtype, profiled=known, taken=rates)
     notes += costs.unprofiled(cluster.devices) + costs.warnings(cluster.devices, workload)
     return problem, path, notes
+
+
+def _with_prompt_of_context(request: PlanRequest) -> PlanRequest:
+    """Return the request with the prompt that `--context` and `--gen-len` leave."""
+    if request.context is None:
+        return request
+    if request.context <= request.n:
+        raise ValueError(
+            f"--context {request.context} has no room for a prompt before the {request.n} tokens "
+            "of --gen-len; give a larger --context or a smaller --gen-len"
+        )
+    return replace(request, s=request.context - request.n)
 
 
 def _not_run(spec: ModelSpec, cluster: Cluster, workload: Workload) -> list[str]:

@@ -36,6 +36,7 @@ class PlanRequest(DevicesRequest):
     global_bz: int
     s: int
     n: int
+    context: int | None
     dtype: Any
     """A name of `DTYPES`."""
     costs: str | None

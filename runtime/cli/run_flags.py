@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import get_args
 
-from llmpq.commands.command_line import CommandParser, Only, Section
+from llmpq.commands.command_line import CommandParser, Only, Section, token_count
 from llmpq.plan import Prefer
 from llmpq.runtime.auto_plan import DEFAULT_NEW_TOKENS
 from llmpq.runtime.launch.launcher import (
@@ -194,7 +194,7 @@ def _add_sampling(section: Section) -> None:
         "--max-tokens",
         also=("--max-tokens-to-generate",),
         daily=True,
-        type=int,
+        type=token_count,
         metavar="N",
         help=f"new tokens a row (default: the plan's, without a plan {DEFAULT_NEW_TOKENS})",
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
-from llmpq.commands.command_line import CommandParser, Only, Section
+from llmpq.commands.command_line import CommandParser, Only, Section, token_count
 from llmpq.plan import Prefer
 from llmpq.runtime.cli.run_flags import (
     add_generation_config,
@@ -111,7 +111,7 @@ def serve_parser() -> CommandParser:
         "tokens of a prompt and its answer (default: the model's positions; with --no-kv-pool a "
         "plan says it on GPUs)"
     )
-    what.flag("--max-model-len", daily=True, type=int, metavar="N", help=length)
+    what.flag("--max-model-len", daily=True, type=token_count, metavar="N", help=length)
     what.flag(
         "--max-num-seqs",
         daily=True,
@@ -125,7 +125,7 @@ def serve_parser() -> CommandParser:
     add_prefer(what)
     step = "tokens of a step over a pool: a long prompt holds answers up no longer (default: 512, "
     step += "or what the plan's costs have ready in 0.1 s)"
-    what.flag("--max-num-batched-tokens", type=int, metavar="N", help=step)
+    what.flag("--max-num-batched-tokens", type=token_count, metavar="N", help=step)
     what.flag(
         "--no-prefix-cache", action="store_true", help="do not reuse KV blocks of earlier prompts"
     )

@@ -31,7 +31,7 @@ class Limits:
         if length > self.prompt_len:
             raise ContextLengthError(
                 f"the prompt is too long: it has {length} tokens, the plan was made for prompts of "
-                f"at most {self.prompt_len}; re-plan with llmpq-algo --s {length}"
+                f"at most {self.prompt_len}; re-plan with llmpq-algo --prompt-len {length}"
             )
         if request.max_new < 1:
             raise ValueError(f"max_tokens must be at least 1, got {request.max_new}")

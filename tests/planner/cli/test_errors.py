@@ -126,8 +126,8 @@ ERRORS = {
     "too long": (
         ["--device-names", "V100", "--device-numbers", "1", "--model", "opt-13b", "--s", "2048"],
         2,
-        "llmpq-algo: --s 2048 plus --n 100 is beyond the 2048 positions of opt-13b; "
-        "give a smaller --s or --n\n",
+        "llmpq-algo: --s 2048 and --gen-len 100 are beyond the 2048 positions of opt-13b; "
+        "give a smaller --s or --gen-len\n",
     ),
     "what-if without a known device": (
         [*SMALL, "--what-if", "-T4-7"],
@@ -172,7 +172,7 @@ ERRORS = {
     "no requests": (
         [*SMALL, "--global_bz", "0"],
         2,
-        "llmpq-algo: --global-bz must be between 1 and 10,000, got 0; it counts the requests in "
+        "llmpq-algo: --global_bz must be between 1 and 10,000, got 0; it counts the requests in "
         "flight, and a plan runs any number of them\n",
     ),
     "micro-batch beyond the batch": (

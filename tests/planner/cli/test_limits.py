@@ -69,7 +69,7 @@ NUMBERS = {
     "--reserve=": "--reserve: expected a size such as '14.8 GiB', got ''",
     f"--what-if batch={HUGE}": f"--what-if batch must be between 1 and 10,000, got {HUGE}",
     f"--what-if s={HUGE}": f"--what-if s {TOKENS} {HUGE}",
-    "--what-if batch=\u00b2": "--what-if batch=\u00b2: argument --batch: invalid int value: "
+    "--what-if batch=\u00b2": "--what-if batch=\u00b2: argument --global-bz: invalid int value: "
     "'\u00b2'; see llmpq-algo plan --help",
     "--pin \u00b2=T4-0": "--pin \u00b2=T4-0: expected LAYERS=DEVICE, such as 0-3=T4-0",
     "--pin 5-3=T4-0": "--pin 5-3=T4-0: expected the first layer before the last",
