@@ -110,3 +110,44 @@ def test_a_client_that_goes_before_its_stream_begins_frees_its_part(server):
         return service.num_under_way
 
     assert asyncio.run_coroutine_threadsafe(gone(), loop).result(60) == 0
+
+
+TEXT = "ab " * 2000
+LONG = [
+    ("/tokenize", {"prompt": TEXT}, 200),
+    ("/tokenize", {"messages": [{"role": "user", "content": TEXT}]}, 200),
+    ("/detokenize", {"tokens": [5] * 5000}, 200),
+    ("/v1/messages/count_tokens", {**TALK, "model": "demo-7m", "system": TEXT}, 200),
+    ("/v1/responses/input_tokens", {"input": TEXT}, 200),
+    ("/v1/completions", {"prompt": TEXT}, 400),
+    ("/v1/chat/completions", {**TALK, "messages": [{"role": "user", "content": TEXT}]}, 400),
+    ("/v1/messages", {**TALK, "model": "demo-7m", "system": TEXT}, 400),
+    ("/v1/responses", {"input": TEXT}, 400),
+]
+
+
+@pytest.mark.parametrize(("path", "body", "status"), LONG)
+def test_long_texts_do_not_hold_the_others_up(server, monkeypatch, path, body, status):
+    from llmpq.runtime.text.tokenizer import Tokenizer
+
+    reading, read_on = threading.Event(), threading.Event()
+
+    def slowly(work):
+        def work_slowly(*args, **options):
+            reading.set()
+            assert read_on.wait(60)
+            return work(*args, **options)
+
+        return work_slowly
+
+    for name in ("encode", "decode"):
+        monkeypatch.setattr(Tokenizer, name, slowly(getattr(Tokenizer, name)))
+    with ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(post, server, path, body)
+        assert reading.wait(60)
+        connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=30)
+        connection.request("GET", "/health")
+        assert connection.getresponse().status == 200 and not asked.done()
+        connection.close()
+        read_on.set()
+        assert asked.result()[0] == status
