@@ -200,6 +200,7 @@ def run_job(
         prompt_len=plan.workload.prompt_len,
         max_len=plan.workload.max_len,
         prefill_microbatch=plan.prefill_microbatch,
+        prefill_chunk=plan.prefill_chunk,
         decode_microbatch=plan.decode_microbatch,
         num_stages=1,
     )
@@ -255,7 +256,7 @@ def largest_batch(spec: ModelSpec, precision: Precision, args: argparse.Namespac
             prefill_microbatch=plan.prefill_microbatch,
             decode_microbatch=plan.decode_microbatch,
             quantization=plan.settings(),
-            kv=plan.workload.kv,
+            pooled=plan.pooled,
             context_bytes=parse_size(args.context) + parse_size(args.slack),
             on_gpu=True,
         )

@@ -17,8 +17,8 @@ from typing import Literal
 
 from llmpq.devices.device_spec import DeviceSpec
 from llmpq.model_spec import LinearShape, ModelSpec
-from llmpq.precision import K_PADDING, KVPrecision, Precision, WeightScheme, default_scheme
-from llmpq.sizes.kv_format import kv_cache_bytes
+from llmpq.precision import K_PADDING, Precision, WeightScheme, default_scheme
+from llmpq.sizes.pool_size import planned_kv_bytes
 from llmpq.sizes.workspace import workspace_bytes
 from llmpq.workload import Workload
 
@@ -205,7 +205,7 @@ def stage_memory(
     decode_microbatch: int,
     quantization: Quantization,
     prefill_chunk: int | None = None,
-    kv: KVPrecision = KVPrecision.KV16,
+    pooled: bool = False,
     context_bytes: int = 0,
     on_gpu: bool = False,
     unpacks: bool = True,
@@ -213,8 +213,9 @@ def stage_memory(
 ) -> StageMemory:
     """Return the memory of a stage that holds layers of the given precisions.
 
-    `prefill_chunk`: tokens of a prompt in a step at most, None for whole prompts. `first_layer`:
-    the number of its first layer, which decides of what kind a mixture's layers are.
+    `prefill_chunk`: tokens of a prompt in a step at most, None for whole prompts. `pooled`: whether
+    KV is in a pool of blocks, or in a slot a request. `first_layer`: the number of its first layer,
+    which decides what kind of MLP and which window its layers have.
     """
     layers = tuple(precisions)
     dtype_bytes = workload.dtype_bytes
@@ -232,15 +233,13 @@ def stage_memory(
             quantization=quantization,
             on_gpu=on_gpu,
         ),
-        kv_bytes=len(layers)
-        * kv_cache_bytes(
-            kv,
-            slots=workload.batch,
-            max_len=workload.max_len,
-            kv_heads=spec.kv_heads,
-            vectors=spec.kv_vectors,
-            head_dim=spec.head_dim,
-            dtype_bytes=dtype_bytes,
+        kv_bytes=planned_kv_bytes(
+            spec,
+            workload,
+            range(first_layer, first_layer + len(layers)),
+            pooled=pooled,
+            chunk=prefill_chunk,
+            prefill_microbatch=prefill_microbatch,
         ),
         workspace_bytes=workspace_bytes(
             spec,

@@ -126,6 +126,8 @@ class PoolForm(FileForm):
     """Blocks of 128 tokens, as many on every stage."""
     tokens: int = Field(ge=1, le=MAX_COUNT)
     """Tokens of all requests under way that the blocks hold together."""
+    window_blocks: int = Field(default=0, ge=0, le=MAX_COUNT)
+    """Blocks of layers with a window, where those take fewer; 0: all layers have as many."""
     stage_bytes: tuple[int, ...]
     """Of each stage, in their order."""
 
@@ -261,7 +263,8 @@ class Plan(FileForm):
     nodes: tuple[NodePlan, ...] = ()
     """How to find the stages' machines; one that is not listed is told by its devices."""
     pool: PoolForm | None = None
-    """What a run keeps instead of `kv_bytes`; checked at its start."""
+    """The KV cache of a run. None: a slot of the longest request for each, as GPUs have it where
+    their pool lacks something."""
     speculation: Speculation | None = None
     predicted: Predicted | None = None
     inputs: PlanInputs | None = None
@@ -324,6 +327,11 @@ class Plan(FileForm):
     def precisions(self) -> tuple[Precision, ...]:
         """Precision of every layer, in order."""
         return tuple(p for stage in self.stages for p in stage.precisions)
+
+    @property
+    def pooled(self) -> bool:
+        """Whether the stages' KV is counted as a pool of blocks; older plans count slots."""
+        return self.pool is not None and self.prefill_chunk is not None
 
     @property
     def chunks(self) -> tuple[tuple[int, int], ...]:

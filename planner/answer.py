@@ -156,23 +156,28 @@ def solved(
 
 def with_room(problem: Problem, wish: Wish) -> list[Problem]:
     """Return what of the problem is not too big: with usual chunks, or else with smaller ones."""
-    usual = [p for p in _allowed(problem, wish, chunk_sizes) if not too_big(p)]
+
+    def usual_chunks(p: Problem) -> tuple[int, ...]:
+        work = p.workload
+        return chunk_sizes(work.batch, work.prompt_len, window=p.spec.widest_window)
+
+    usual = [p for p in _allowed(problem, wish, usual_chunks) if not too_big(p)]
     if usual:
         return usual
-    small = _allowed(problem, wish, lambda _, prompt_len: small_chunks(prompt_len))
+    small = _allowed(problem, wish, lambda p: small_chunks(p.workload.prompt_len))
     return [p for p in small if not too_big(p)]
 
 
 def _allowed(
-    problem: Problem, wish: Wish, chunks: Callable[[int, int], tuple[int, ...]]
+    problem: Problem, wish: Wish, chunks: Callable[[Problem], tuple[int, ...]]
 ) -> list[Problem]:
-    """Return the problem at every KV precision allowed, with these chunks of batch and prompt."""
+    """Return the problem at every KV precision allowed, with these chunks of prompts."""
     found = []
     for kv in wish.kvs:
         work = problem.workload.model_copy(update={"kv": kv})
         priced = problem.with_changes(workload=work)
         # Without a pool prompts are computed whole.
-        sizes = chunks(work.batch, work.prompt_len) if priced.pooled else (priced.chunk,)
+        sizes = chunks(priced) if priced.pooled else (priced.chunk,)
         found += [priced.with_changes(chunk=size) for size in sizes]
     return found
 

@@ -12,11 +12,10 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from llmpq.capabilities import gpu_pool_lack
 from llmpq.cluster import Cluster
 from llmpq.cost_model import CostModel
 from llmpq.costs_cache import cache_folder, cached_costs, store_costs
@@ -24,9 +23,8 @@ from llmpq.default_dtype import default_dtype
 from llmpq.devices.this_machine import assumed, this_machine, useful_threads
 from llmpq.errors import ExitCode, StageLostError
 from llmpq.model_spec import ModelSpec
-from llmpq.plan import Plan, Prefer
+from llmpq.plan import Prefer
 from llmpq.precision import KVPrecision
-from llmpq.sizes.stated_pool import stated_pool
 from llmpq.workload import DTYPE_BYTES, Dtype, Workload
 
 if TYPE_CHECKING:
@@ -123,17 +121,7 @@ def plan_job(
         notes.append(f"costs measured here before: {cache_folder() / spec.fingerprint()}")
     windows = halved(work.batch)
     made = plan_workload(model_dir, cluster, work, costs=costs, prefer=prefer, windows=windows)
-    made = replace(made, plan=_with_pool(made.plan, spec))
     return made.with_notes([*assumed(cluster), *notes])
-
-
-def _with_pool(plan: Plan, spec: ModelSpec) -> Plan:
-    """Return a plan whose run is to begin at once; it states a pool where GPUs can have one."""
-    work, drafts = plan.workload, plan.speculation is not None
-    on_gpus = not all(stage.is_cpu for stage in plan.stages)
-    if not on_gpus or gpu_pool_lack(spec, work.kv, work.dtype, drafts=drafts):
-        return plan
-    return plan.model_copy(update={"pool": stated_pool(spec, work, plan.stages)})
 
 
 def halved(batch: int) -> list[int]:

@@ -1,7 +1,8 @@
-"""How many blocks of KV cache a plan's stages have room for: one definition for plan and runtime.
+"""The pool of KV blocks of a stage, and its bytes: one definition for planner, check and runtime.
 
-A plan counts its KV as requests of one length. A pool gives the same requests as many blocks as
-they need at their longest, and fewer where the plan leaves a device no room for what is rounded up.
+A plan counts the blocks of all its requests at their longest. Layers with a window have a pool of
+their own, of the windows' blocks and those of a step's prompts. A run has fewer blocks where a
+device has no room for as many.
 """
 
 from __future__ import annotations
@@ -13,8 +14,14 @@ from typing import TYPE_CHECKING
 from llmpq.errors import DoesNotFitError
 from llmpq.model_spec import ModelSpec
 from llmpq.precision import KVPrecision
-from llmpq.sizes.kv_format import BLOCK_TOKENS, kv_pool_bytes, pool_blocks, spanned_blocks
-from llmpq.workload import CHUNK_TOKENS, Workload
+from llmpq.sizes.kv_format import (
+    BLOCK_TOKENS,
+    kv_cache_bytes,
+    kv_pool_bytes,
+    pool_blocks,
+    spanned_blocks,
+)
+from llmpq.workload import CHUNK_TOKENS, Workload, prompt_chunks
 
 if TYPE_CHECKING:
     from llmpq.plan import StagePlan
@@ -72,12 +79,45 @@ class PoolSize:
         return replace(self, window=window, window_blocks=blocks)
 
 
+WINDOW_STEP_TOKENS = 2048
+"""Prompt tokens of a step, at least a chunk, for which pools of windows have blocks beside them."""
+
+
+def window_step_tokens(workload: Workload, chunk: int | None, *, prefill_microbatch: int) -> int:
+    """Return the prompt tokens of a step for which a plan's pools of windows have room."""
+    tokens = prompt_chunks(workload.prompt_len, chunk)[0][1]
+    usual = min(workload.batch * tokens, max(tokens, WINDOW_STEP_TOKENS))
+    return max(usual, prefill_microbatch * tokens)
+
+
+def planned_pool(
+    spec: ModelSpec, workload: Workload, chunk: int | None, *, prefill_microbatch: int
+) -> PoolSize:
+    """Return the pool that a plan counts.
+
+    Packed blocks have no 16-bit tokens behind them, which only found prefixes need.
+    """
+    return wanted_pool(
+        spec,
+        workload,
+        max_len=workload.max_len,
+        prefix_cache=workload.kv is KVPrecision.KV16,
+        step_tokens=window_step_tokens(workload, chunk, prefill_microbatch=prefill_microbatch),
+    )
+
+
 def wanted_pool(
-    spec: ModelSpec, workload: Workload, *, max_len: int, prefix_cache: bool = True
+    spec: ModelSpec,
+    workload: Workload,
+    *,
+    max_len: int,
+    prefix_cache: bool = True,
+    step_tokens: int = CHUNK_TOKENS,
 ) -> PoolSize:
     """Return the pool of all requests that are planned to be under way at once.
 
-    On layers with a window each has its window's blocks, and one of them those of a chunk, too.
+    On layers with a window each has its window's blocks, and `step_tokens` prompt tokens of a step
+    have theirs beside them.
     """
     each = max(1, pool_blocks(workload.kv, workload.max_len))
     whole = PoolSize(
@@ -89,7 +129,34 @@ def wanted_pool(
     # Packed caches keep all blocks, a quarter of the bytes or less: their tables are one.
     window = spec.widest_window if workload.kv is KVPrecision.KV16 else 0
     own = min(each, spanned_blocks(window, 1)) if window else 0
-    return whole._with_window(window, workload.batch * own + CHUNK_TOKENS // BLOCK_TOKENS)
+    return whole._with_window(window, workload.batch * own + -(-step_tokens // BLOCK_TOKENS))
+
+
+def planned_kv_bytes(
+    spec: ModelSpec,
+    workload: Workload,
+    layers: Sequence[int],
+    *,
+    pooled: bool,
+    chunk: int | None,
+    prefill_microbatch: int,
+) -> int:
+    """Return the bytes of the KV cache that a plan counts for layers, by their numbers.
+
+    A pool's, or without one (`pooled`) those of a slot of the longest request for each.
+    """
+    if pooled:
+        size = planned_pool(spec, workload, chunk, prefill_microbatch=prefill_microbatch)
+        return size.nbytes(spec, workload.kv, layers=layers, dtype_bytes=workload.dtype_bytes)
+    return len(layers) * kv_cache_bytes(
+        workload.kv,
+        slots=workload.batch,
+        max_len=workload.max_len,
+        kv_heads=spec.kv_heads,
+        vectors=spec.kv_vectors,
+        head_dim=spec.head_dim,
+        dtype_bytes=workload.dtype_bytes,
+    )
 
 
 def fits(size: PoolSize, stages: Sequence[StagePlan], spec: ModelSpec, workload: Workload) -> bool:

@@ -73,7 +73,7 @@ def build_plan(
         prefill_chunk=p.prefill_chunk,
         decode_microbatch=a.decode_microbatch,
         stages=stages,
-        pool=_pool(p, stages),
+        pool=_pool(p, stages, a.prefill_microbatch),
         nodes=node_plans(p.cluster, {device.node for device in devices}),
         predicted=_predicted(p, a, times, devices),
         inputs=used_inputs(
@@ -98,11 +98,11 @@ def _head_bits(p: Problem, last: Device) -> Literal[8, 16]:
     return 8 if p.quantization.head(on_cpu=last.spec.is_cpu) is Precision.W8A16 else 16
 
 
-def _pool(p: Problem, stages: Sequence[StagePlan]) -> PoolForm | None:
-    """Return the pool of KV blocks of a plan on CPUs; None elsewhere, and without room for one."""
-    if not all(stage.is_cpu for stage in stages):
+def _pool(p: Problem, stages: Sequence[StagePlan], eta: int) -> PoolForm | None:
+    """Return the pool of KV blocks of a plan; None where GPUs have none for such a model."""
+    if not p.pooled:
         return None
-    return stated_pool(p.spec, p.workload, stages)
+    return stated_pool(p.spec, p.workload, stages, chunk=p.prefill_chunk, prefill_microbatch=eta)
 
 
 def stage_precisions(p: Problem, stage: Stage) -> tuple[Precision, ...]:
@@ -136,7 +136,7 @@ def _stage_plan(
         prefill_chunk=p.prefill_chunk,
         decode_microbatch=a.decode_microbatch,
         quantization=p.quantization,
-        kv=p.workload.kv,
+        pooled=p.pooled,
         context_bytes=device.spec.context,
         on_gpu=not device.spec.is_cpu,
         unpacks=unpacks_prompts(device.spec, precisions, p.quantization),

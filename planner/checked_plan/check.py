@@ -18,6 +18,7 @@ from llmpq.planner.checked_plan.plan_entries import used_inputs
 from llmpq.planner.checked_plan.recomputed import Recomputed, recomputed
 from llmpq.planner.costs.cost_book import CostBook
 from llmpq.planner.predict.add_drafts import round_bytes
+from llmpq.sizes.stated_pool import stated_pool
 from llmpq.units import format_size
 
 RELATIVE_TOLERANCE = 1e-6
@@ -94,8 +95,27 @@ def _check_layers_and_memory(plan: Plan, spec: ModelSpec, devices: Sequence[Devi
     covered = [i for stage in plan.stages for i in range(*stage.layers)]
     if covered != list(range(spec.num_layers)):
         raise BadPlanError(f"layers are run as {covered}, expected each of {spec.num_layers} once")
+    _check_pool(plan, spec)
     for position, device in enumerate(devices):
         _check_memory(plan, spec, position, device)
+
+
+def _check_pool(plan: Plan, spec: ModelSpec) -> None:
+    """Refuse a plan that states another pool than its workload needs."""
+    if not plan.pooled:
+        return
+    found = stated_pool(
+        spec,
+        plan.workload,
+        plan.stages,
+        chunk=plan.prefill_chunk,
+        prefill_microbatch=plan.prefill_microbatch,
+    )
+    if plan.pool != found:
+        raise BadPlanError(
+            f"the plan states a KV pool of {plan.pool}, its workload needs {found}; re-plan with "
+            "llmpq-algo"
+        )
 
 
 def _check_memory(plan: Plan, spec: ModelSpec, position: int, device: Device) -> None:
@@ -110,7 +130,7 @@ def _check_memory(plan: Plan, spec: ModelSpec, position: int, device: Device) ->
         prefill_chunk=plan.prefill_chunk,
         decode_microbatch=plan.decode_microbatch,
         quantization=plan.settings(),
-        kv=plan.workload.kv,
+        pooled=plan.pooled,
         context_bytes=device.spec.context,
         on_gpu=not device.spec.is_cpu,
         unpacks=unpacks_prompts(device.spec, stage.precisions, plan.settings()),

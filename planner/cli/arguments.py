@@ -165,8 +165,6 @@ def _how_to_choose(section: Section) -> None:
     section.flag("--bits", daily=True, help=bits)
     kv = "KV bits allowed, such as 16,8,4 (default 16)"
     section.flag("--kv", also=("--kv-cache-dtype",), default="16", help=kv)
-    pool = "GPUs, too, keep KV in one pool of blocks, for requests of any lengths, not in slots"
-    section.flag("--kv-pool", action="store_true", only=no_front, help=pool)
 
 
 def _limits(section: Section) -> None:

@@ -22,7 +22,6 @@ from llmpq.planner.predict.step_by_step import told_time
 from llmpq.planner.refusal import NothingFitsError
 from llmpq.planner.solving.methods import PLANNERS
 from llmpq.precision import Precision, bits_of
-from llmpq.sizes.stated_pool import with_pool
 from llmpq.speculation import SpeculationMode
 
 if TYPE_CHECKING:
@@ -74,8 +73,6 @@ def make_and_show(request: PlanRequest, job: PlanJob) -> None:
         from llmpq.planner.predict.add_drafts import describe
 
         notes = [*notes, describe(best.plan)]
-    if request.kv_pool:
-        best = replace(best, plan=with_pool(best.plan, problem.spec))
     if request.output:
         best.plan.save_json(request.output)
     if request.json:

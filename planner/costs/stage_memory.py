@@ -1,8 +1,10 @@
 """Bytes that a stage has for layers: a device's limit less everything that is not a layer.
 
-Layers are taken to be equal: each as the largest of its model. Where a mixture begins with layers
-of one MLP (DeepSeek, GLM-4.5), what those take less is room that the first stage has for layers.
-A plan that was found states what its own layers take (llmpq/memory.py).
+Layers are taken to be equal. Their weights are those of the largest of the model: where a mixture
+begins with layers of one MLP (DeepSeek, GLM-4.5), what those take less is room that the first stage
+has for layers. Their KV is the mean of the model's: where some layers have a window (Gemma,
+gpt-oss), a stage keeps back what the KV of any layers that it may have exceeds that by, which is
+less than one layer's. A plan that was found states what its own layers take (llmpq/memory.py).
 
 What a stage needs beside its layers depends on the sorts of weights it multiplies, not on how many
 layers have them: dense products have a library's workspace, packed ones their own, a stage with
@@ -24,7 +26,7 @@ from llmpq.memory import (
     unpacks_prompts,
 )
 from llmpq.precision import Precision
-from llmpq.sizes.kv_format import kv_cache_bytes
+from llmpq.sizes.pool_size import planned_kv_bytes
 from llmpq.sizes.workspace import workspace_bytes
 
 if TYPE_CHECKING:
@@ -63,18 +65,45 @@ def choices_of(choices: Sequence[Precision], sort: int) -> NDArray[np.bool_]:
 
 
 def layer_bytes(p: Problem) -> NDArray[np.int64]:
-    """[B] weights and KV of one layer, the largest of the model's."""
-    work = p.workload
-    kv = kv_cache_bytes(
-        work.kv,
-        slots=work.batch,
-        max_len=work.max_len,
-        kv_heads=p.spec.kv_heads,
-        vectors=p.spec.kv_vectors,
-        head_dim=p.spec.head_dim,
-        dtype_bytes=work.dtype_bytes,
-    )
-    return _weights(p, range(p.spec.num_layers)).max(axis=0) + kv
+    """[B] weights of the largest layer of the model, and the mean of the layers' KV."""
+    kv = p.kv_bytes_of_layers
+    return _weights(p, range(p.spec.num_layers)).max(axis=0) + int(kv.sum()) // len(kv)
+
+
+def kv_bytes_of_layers(p: Problem) -> NDArray[np.int64]:
+    """[layers] KV of every layer of the model, for the whole batch."""
+
+    def of(layer: int) -> int:
+        return planned_kv_bytes(
+            p.spec,
+            p.workload,
+            (layer,),
+            pooled=p.pooled,
+            chunk=p.prefill_chunk,
+            prefill_microbatch=p.prefill_microbatch or 1,
+        )
+
+    layers = p.spec.num_layers
+    if not p.spec.windows:
+        return np.full(layers, of(0), dtype=np.int64)
+    return np.array([of(layer) for layer in range(layers)], dtype=np.int64)
+
+
+def _above_mean(p: Problem, *, first: bool, last: bool) -> int:
+    """Return by how much the KV of a stage's layers may exceed as many of the mean."""
+    kv = p.kv_bytes_of_layers
+    if first and last:
+        return int(kv.sum()) - len(kv) * (int(kv.sum()) // len(kv))
+    # What layers [0, a) have above the mean; a stage has the difference of two.
+    above = np.concatenate([[0], np.cumsum(kv - int(kv.sum()) // len(kv))])
+    if len(kv) == 1:
+        return int(above[1])
+    if first:
+        return int(above[1:-1].max())
+    if last:
+        return int(above[-1] - above[1:-1].min())
+    lowest = np.minimum.accumulate(above[1:-1])
+    return int((above[1:-1] - lowest)[1:].max(initial=0))
 
 
 def _weights(p: Problem, layers: Iterable[int]) -> NDArray[np.int64]:
@@ -127,6 +156,7 @@ def capacity(p: Problem, eta: int, xi: int) -> NDArray[np.int64]:
             )
             for on_gpu in (False, True)
         }
+        kv_above = _above_mean(p, first=first, last=last)
         for sort, precisions in sorts.items():
             workspace = {
                 (on_gpu, unpacks): workspace_bytes(
@@ -146,6 +176,7 @@ def capacity(p: Problem, eta: int, xi: int) -> NDArray[np.int64]:
             for index, cls in enumerate(p.classes):
                 fixed = (
                     cls.first.spec.context
+                    + kv_above
                     + ends[not cls.first.spec.is_cpu]
                     + workspace[_memory_kind(p, cls)]
                 )

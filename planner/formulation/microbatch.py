@@ -26,16 +26,16 @@ LARGEST_STEP = 8192
 """Prompt tokens of a step from which on more make no device quicker."""
 
 
-def chunk_sizes(batch: int, prompt_len: int) -> tuple[int, ...]:
+def chunk_sizes(batch: int, prompt_len: int, *, window: int = 0) -> tuple[int, ...]:
     """Return the chunks worth trying: larger ones only where few prompts make no large step.
 
     A step of several prompts' chunks costs what one of as many tokens of one prompt does, but for
-    attention.
+    attention. A layer with a window keeps a chunk's tokens beside it: no chunk is longer than that.
     """
     sizes = [CHUNK_TOKENS]
     while sizes[-1] < prompt_len and batch * sizes[-1] < LARGEST_STEP:
         sizes.append(4 * sizes[-1])
-    return tuple(sizes)
+    return tuple(size for size in sizes if size == CHUNK_TOKENS or not window or size <= window)
 
 
 def small_chunks(prompt_len: int) -> tuple[int, ...]:

@@ -23,12 +23,18 @@ from llmpq.memory import Quantization
 from llmpq.model_spec import ModelSpec
 from llmpq.planner.costs.cost_book import CostBook
 from llmpq.planner.costs.links import ClassLinks, Floats, LinkTables, link_tables
-from llmpq.planner.costs.stage_memory import capacity, layer_bytes, packed_of
+from llmpq.planner.costs.stage_memory import (
+    capacity,
+    kv_bytes_of_layers,
+    layer_bytes,
+    packed_of,
+)
 from llmpq.planner.formulation.microbatch import distinct_sizes, microbatch_pairs
 from llmpq.planner.formulation.numbers import PairNumbers, SizeNumbers, pair_numbers, size_numbers
 from llmpq.planner.formulation.symmetry import alike_devices, device_key, twin_nodes
 from llmpq.precision import KVPrecision, Precision
 from llmpq.sensitivity import Sensitivity
+from llmpq.sizes.pool_size import planned_pool, window_step_tokens
 from llmpq.workload import CHUNK_TOKENS, Workload, prompt_chunks
 
 Objective = Literal["makespan", "paper"]
@@ -210,7 +216,16 @@ class Problem:
     def prefill_sizes(self) -> tuple[int, ...]:
         """The prefill micro-batch sizes to try, ascending."""
         fixed = self.prefill_microbatch
-        return (fixed,) if fixed else distinct_sizes(self.workload.batch)
+        if fixed:
+            return (fixed,)
+        # Pools of windows have room for steps of so many tokens.
+        work = self.workload
+        size = planned_pool(self.spec, work, self.prefill_chunk, prefill_microbatch=1)
+        most = work.batch
+        if self.pooled and size.window:
+            room = window_step_tokens(work, self.prefill_chunk, prefill_microbatch=1)
+            most = room // prompt_chunks(work.prompt_len, self.prefill_chunk)[0][1]
+        return tuple(size for size in distinct_sizes(work.batch) if size <= most)
 
     @cached_property
     def decode_sizes(self) -> tuple[int, ...]:
@@ -289,6 +304,11 @@ class Problem:
         if (phase, size) not in self._sizes:
             self._sizes[phase, size] = size_numbers(self, phase, size)
         return self._sizes[phase, size]
+
+    @cached_property
+    def kv_bytes_of_layers(self) -> NDArray[np.int64]:
+        """[layers] KV of every layer of the model, for the whole batch."""
+        return kv_bytes_of_layers(self)
 
     @cached_property
     def all_layer_bytes(self) -> NDArray[np.int64]:

@@ -60,7 +60,6 @@ class PlanRequest(DevicesRequest):
     weight_group_size: int | None
     head_bits: Literal[8, 16] | None
     cpu_activations: CpuActivations
-    kv_pool: bool
     outliers: int | None
     method: str | None
     shaq_efficient: bool

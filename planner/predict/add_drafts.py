@@ -14,6 +14,7 @@ from llmpq.errors import DoesNotFitError
 from llmpq.memory import unpacks_prompts
 from llmpq.model_spec import ModelSpec
 from llmpq.plan import MAX_GAMMA, Plan, Speculation
+from llmpq.sizes.pool_size import planned_kv_bytes
 from llmpq.sizes.workspace import workspace_bytes
 from llmpq.speculation import (
     PRIOR_ACCEPTANCE,
@@ -106,26 +107,39 @@ def round_bytes(
     """Return what rounds of gamma drafts take beside a stage: their own bytes and the verify's.
 
     A verify of gamma + 1 tokens a request works with what a decode step of so many times as many
-    requests does: on the last stage, with as many logits. With drafts prompts are computed whole.
+    requests does: on the last stage, with as many logits. With drafts requests have slots, and
+    prompts are computed whole.
     """
+    stage = plan.stages[index]
+
+    def kv_bytes(*, pooled: bool) -> int:
+        return planned_kv_bytes(
+            spec,
+            plan.workload,
+            range(*stage.layers),
+            pooled=pooled,
+            chunk=plan.prefill_chunk,
+            prefill_microbatch=plan.prefill_microbatch,
+        )
 
     def workspace(rows: int, chunk: int | None) -> int:
         return workspace_bytes(
             spec,
             plan.workload,
-            precisions=plan.stages[index].precisions,
+            precisions=stage.precisions,
             first=index == 0,
             last=index == len(plan.stages) - 1,
             prefill_microbatch=plan.prefill_microbatch,
             prefill_chunk=chunk,
             decode_microbatch=rows,
             on_gpu=not device.spec.is_cpu,
-            unpacks=unpacks_prompts(device.spec, plan.stages[index].precisions, plan.settings()),
+            unpacks=unpacks_prompts(device.spec, stage.precisions, plan.settings()),
         )
 
     rows = plan.decode_microbatch
     verify = max(0, workspace(rows * (gamma + 1), None) - workspace(rows, plan.prefill_chunk))
-    return draft_bytes(plan, spec, index, mode) + verify
+    slots = max(0, kv_bytes(pooled=False) - kv_bytes(pooled=plan.pooled))
+    return draft_bytes(plan, spec, index, mode) + verify + slots
 
 
 def _added(plan: Plan, spec: ModelSpec, mode: SpeculationMode, gamma: int, speedup: float) -> Plan:

@@ -23,7 +23,7 @@ from llmpq.runtime.models.linear import round_activations
 from llmpq.runtime.models.stage_model import DTYPES, StageModel
 from llmpq.runtime.trace import LoadReport
 from llmpq.runtime.weights.sources import TensorSource
-from llmpq.sizes.pool_size import PoolSize
+from llmpq.sizes.pool_size import PoolSize, planned_kv_bytes
 from llmpq.units import format_size
 from llmpq.workload import CHUNK_TOKENS
 
@@ -182,16 +182,31 @@ def check_memory(
 ) -> None:
     """Refuse a stage that took more than was predicted by more than `MEMORY_TOLERANCE`.
 
-    The plan predicts slots; a `pool` says itself what it takes.
+    A `pool` says itself what it takes, and was made to fit; without one requests have slots.
     """
     stage, workload = plan.stages[index], plan.workload
     if stage.memory is None:
         return
-    kv_bytes = stage.memory.kv_bytes
+    layers = range(*stage.layers)
     if pool is not None:
-        kv_bytes = pool.nbytes(
-            spec, workload.kv, layers=range(*stage.layers), dtype_bytes=workload.dtype_bytes
+        kv_bytes = pool.nbytes(spec, workload.kv, layers=layers, dtype_bytes=workload.dtype_bytes)
+    else:
+        kv_bytes = planned_kv_bytes(
+            spec,
+            workload,
+            layers,
+            pooled=False,
+            chunk=None,
+            prefill_microbatch=plan.prefill_microbatch,
         )
+        room = stage.memory.limit_bytes - stage.memory.total_bytes + stage.memory.kv_bytes
+        if kv_bytes > room + MEMORY_TOLERANCE * stage.memory.kv_bytes:
+            raise DoesNotFitError(
+                f"stage {stage.device}: a slot of {workload.max_len} tokens for each of "
+                f"{workload.batch} requests takes {format_size(kv_bytes)}, the plan leaves "
+                f"{format_size(room)}; run it without drafts and without --no-kv-pool, or re-plan "
+                "with --speculate"
+            )
     parts = (
         (
             "weights",

@@ -9,8 +9,8 @@ from llmpq.plan import ClusterRef, Plan
 from llmpq.precision import KVPrecision
 from llmpq.runtime.launch.plans.hand_plan import hand_plan
 from llmpq.runtime.launch.plans.pool_room import with_pool_room
-from llmpq.sizes.kv_format import kv_cache_bytes
-from llmpq.workload import DTYPE_BYTES, Dtype, Workload
+from llmpq.sizes.pool_size import planned_kv_bytes
+from llmpq.workload import CHUNK_TOKENS, DTYPE_BYTES, Dtype, Workload
 
 _MEMORY_SHARE = 0.85
 """Of a device's memory: the rest is for temporaries and whoever else is there."""
@@ -40,14 +40,13 @@ def device_plan(
     pool = pool and device.threads is None
     dtype_bytes = DTYPE_BYTES[dtype]
     weights = spec.num_params * dtype_bytes
-    per_slot = spec.num_layers * kv_cache_bytes(
-        kv,
-        slots=1,
-        max_len=max_len,
-        kv_heads=spec.kv_heads,
-        vectors=spec.kv_vectors,
-        head_dim=spec.head_dim,
-        dtype_bytes=dtype_bytes,
+    per_slot = planned_kv_bytes(
+        spec,
+        Workload(batch=1, prompt_len=max_len, gen_len=1, kv=kv, dtype=dtype),
+        range(spec.num_layers),
+        pooled=pool or device.threads is not None,
+        chunk=CHUNK_TOKENS,
+        prefill_microbatch=1,
     )
     room = int((_MEMORY_SHARE * device.limit_bytes - weights) // per_slot)
     if room < 1 or (room < slots and not may_shrink and not pool):

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import logging
 
+from llmpq.capabilities import gpu_pool_lack
 from llmpq.devices.device_spec import device_specs
 from llmpq.errors import DoesNotFitError
 from llmpq.memory import unpacks_prompts
 from llmpq.model_spec import ModelSpec
 from llmpq.plan import MemoryForm, Plan, StagePlan
 from llmpq.precision import KVPrecision
-from llmpq.sizes.kv_format import kv_cache_bytes
+from llmpq.sizes.pool_size import planned_kv_bytes
+from llmpq.sizes.stated_pool import stated_pool
 from llmpq.sizes.workspace import workspace_bytes
 from llmpq.units import format_size
-from llmpq.workload import Workload
+from llmpq.workload import CHUNK_TOKENS, Workload
 
 AUTO = "auto"
 
@@ -30,22 +32,20 @@ def with_kv(plan: Plan, spec: ModelSpec, wish: str) -> Plan:
         return plan
     _log.info("KV cache: %s instead of the plan's %s", kv.value, plan.workload.kv.value)
     workload = plan.workload.model_copy(update={"kv": kv})
-    per_layer = kv_cache_bytes(
-        kv,
-        slots=workload.batch,
-        max_len=workload.max_len,
-        kv_heads=spec.kv_heads,
-        vectors=spec.kv_vectors,
-        head_dim=spec.head_dim,
-        dtype_bytes=workload.dtype_bytes,
-    )
+    on_cpus = all(stage.is_cpu for stage in plan.stages)
+    pooled = on_cpus or not gpu_pool_lack(spec, kv, workload.dtype, drafts=False)
+    chunk = plan.prefill_chunk or CHUNK_TOKENS if pooled else None
+    plan = plan.model_copy(update={"prefill_chunk": chunk})
+    eta = plan.prefill_microbatch
     stages = []
     for stage in plan.stages:
         memory = stage.memory
         if memory is not None:
-            memory = _changed(
-                memory, per_layer * stage.num_layers, _workspace_bytes(plan, spec, stage, workload)
+            layers = range(*stage.layers)
+            kv_bytes = planned_kv_bytes(
+                spec, workload, layers, pooled=pooled, chunk=chunk, prefill_microbatch=eta
             )
+            memory = _changed(memory, kv_bytes, _workspace_bytes(plan, spec, stage, workload))
             short = memory.total_bytes - memory.limit_bytes
             if short > 0:
                 raise DoesNotFitError(
@@ -54,7 +54,10 @@ def with_kv(plan: Plan, spec: ModelSpec, wish: str) -> Plan:
                     f"--kv {kv.value}"
                 )
         stages.append(stage.model_copy(update={"memory": memory}))
-    return plan.model_copy(update={"workload": workload, "stages": tuple(stages), "pool": None})
+    pool = None
+    if pooled:
+        pool = stated_pool(spec, workload, stages, chunk=chunk, prefill_microbatch=eta)
+    return plan.model_copy(update={"workload": workload, "stages": tuple(stages), "pool": pool})
 
 
 def _workspace_bytes(plan: Plan, spec: ModelSpec, stage: StagePlan, workload: Workload) -> int:

@@ -14,7 +14,7 @@ from llmpq.runtime.engine.pool_limits import PoolLimits
 from llmpq.runtime.engine.slot_limits import Limits
 from llmpq.runtime.launch.stages.stage_settings import StageSettings, limits_of
 from llmpq.sizes.kv_format import BLOCK_TOKENS, pool_blocks
-from llmpq.sizes.pool_size import PoolSize, fits, fitting_pool, wanted_pool
+from llmpq.sizes.pool_size import PoolSize, fits, fitting_pool, wanted_pool, window_step_tokens
 from llmpq.speculation import MAX_GAMMA
 from llmpq.workload import CHUNK_TOKENS
 
@@ -40,19 +40,17 @@ class PoolPlan:
     def serves(self) -> bool:
         """Whether the paged engine serves the plan; else requests have the plan's slots.
 
-        On CPUs it does, on GPUs as `StageSettings.gpu_pool` says: `ValueError` where they are told
-        to and cannot. Slots remain for drafts by the model's own weights, which keep caches of
-        their own, and for jobs known beforehand with drafts, or of which fewer requests would be
-        under way at once than planned, since blocks round their lengths up. On GPUs drafts found in
-        the text have slots, too, where steps need not wait for the host, unless a pool is told.
+        On CPUs it does, on GPUs where their pool lacks nothing that the run needs, unless
+        `StageSettings.gpu_pool` says otherwise: `ValueError` where it asks for what is lacking.
+        Slots remain for drafts by the model's own weights, which keep caches of their own, and for
+        jobs known beforehand with drafts. On GPUs drafts found in the text have slots, too, where
+        steps need not wait for the host, unless a pool is asked for.
         """
         if self._has_gpus and not self._gpus_have_it:
             return False
         if self.settings.live:
             return self.settings.speculate in (None, "ngram")
-        return self.settings.speculate is None and fits(
-            self._wanted, self.plan.stages, self.spec, self.plan.workload
-        )
+        return self.settings.speculate is None
 
     @property
     def _gpus_have_it(self) -> bool:
@@ -63,8 +61,7 @@ class PoolPlan:
         run = self.spec, workload.kv, workload.dtype
         drafts = self.settings.speculate
         if told is None:
-            wanted = self.settings.live or self.plan.pool is not None
-            return wanted and not gpu_pool_lack(*run, drafts=drafts is not None)
+            return not gpu_pool_lack(*run, drafts=drafts is not None)
         found = drafts == "ngram" and self.settings.live
         require_gpu_pool(*run, drafts=drafts is not None and not found)
         if found and self.settings.gamma is None:
@@ -80,28 +77,48 @@ class PoolPlan:
 
     @property
     def size(self) -> PoolSize:
-        """Return what every stage allocates, which is what the plan states if it states a pool.
+        """Return what every stage allocates: what the plan counts, as far as its devices have room.
 
-        `DoesNotFitError` if a stage has no room for a block, or the plan states another number.
+        `DoesNotFitError` if a stage has no room for a block, or less than the plan states.
         """
         size = fitting_pool(self._wanted, self.plan.stages, self.spec, self.plan.workload)
         stated = self.plan.pool
-        if stated and self.settings.prefix_cache and stated.num_blocks != size.num_blocks:
+        if stated and not self._has_tails(size) and stated.num_blocks != size.num_blocks:
             raise DoesNotFitError(
                 f"the plan states a pool of {stated.num_blocks} blocks of KV cache, its stages "
                 f"have room for {size.num_blocks}; re-plan with this version of llmpq-algo"
             )
         return size
 
+    def _has_tails(self, size: PoolSize) -> bool:
+        """Whether a pool keeps 16-bit tokens behind packed blocks, for prefixes found again.
+
+        A plan counts none: of live requests fewer may be under way at once for them.
+        """
+        return size.prefix_cache and self.plan.workload.kv is not KVPrecision.KV16
+
     @property
     def _wanted(self) -> PoolSize:
-        """Return the pool of all that is planned to be under way at once."""
-        return wanted_pool(
+        """Return the pool of all that is planned to be under way at once.
+
+        A job keeps prefixes of packed blocks only where it has room for all of its requests so.
+        """
+        plan = self.plan
+        work = plan.workload
+        planned = window_step_tokens(
+            work, plan.prefill_chunk, prefill_microbatch=plan.prefill_microbatch
+        )
+        size = wanted_pool(
             self.spec,
-            self.plan.workload,
+            work,
             max_len=self.settings.max_model_len or self._longest + 1,
             prefix_cache=self.settings.prefix_cache,
+            step_tokens=max(planned, self.settings.step_tokens or 0),
         )
+        whole = self.settings.live or not self._has_tails(size)
+        if whole or fits(size, plan.stages, self.spec, work):
+            return size
+        return replace(size, prefix_cache=False)
 
     @property
     def limits(self) -> PoolLimits:
@@ -148,7 +165,8 @@ class PoolPlan:
             return self.settings.step_tokens
         if self.settings.live:
             return self._live_tokens
-        return max(CHUNK_TOKENS, self.plan.prefill_step_tokens)
+        least = min(CHUNK_TOKENS, self.plan.prefill_chunk or CHUNK_TOKENS)
+        return max(least, self.plan.prefill_step_tokens)
 
     @property
     def _prompt_tokens(self) -> int:

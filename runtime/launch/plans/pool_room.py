@@ -33,7 +33,7 @@ def with_pool_room(plan: Plan, spec: ModelSpec, memory_bytes: int, *, share: flo
             prefill_chunk=plan.prefill_chunk,
             decode_microbatch=plan.decode_microbatch,
             quantization=plan.settings(),
-            kv=plan.workload.kv,
+            pooled=True,
             context_bytes=CONTEXT_BYTES,
             on_gpu=True,
             first_layer=stage.layers[0],

@@ -130,6 +130,9 @@ def test_larger_chunks_are_tried_where_few_prompts_make_no_large_step(
     batch: int, prompt_len: int, sizes: tuple[int, ...]
 ) -> None:
     assert chunk_sizes(batch, prompt_len) == sizes
+    windowed = tuple(size for size in sizes if size <= 4096)
+    assert chunk_sizes(batch, prompt_len, window=4096) == windowed
+    assert chunk_sizes(batch, prompt_len, window=128) == (512,)
 
 
 JOBS = {

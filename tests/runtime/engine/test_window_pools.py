@@ -92,8 +92,8 @@ def test_a_plan_states_the_pools_that_its_stages_allocate_and_windows_bound_them
     work = {"batch": 6, "prompt_len": 1000, "gen_len": 25, "kv": "16", "dtype": "float32"}
     made = llmpq.make_plan(directory, devices="cpu,cpu", **work)  # type: ignore[arg-type]
     size = PoolPlan(made, spec, StageSettings(model_dir=str(directory), live=True)).size
-    # 1024 cached tokens: 8 blocks each; a window of 140 spans 3, and a chunk 4 for all together.
-    assert (size.num_blocks, size.window_blocks) == (48, 6 * 3 + 4)
+    # 1024 cached tokens: 8 blocks each; a window of 140 spans 3, and a step's prompts 16.
+    assert (size.num_blocks, size.window_blocks) == (48, 6 * 3 + 16)
     assert size.window == windowed_model.window
     stages = OpenStages(made, spec, CheckpointSource(directory, spec), pool=size)
     assert made.pool is not None
@@ -101,7 +101,7 @@ def test_a_plan_states_the_pools_that_its_stages_allocate_and_windows_bound_them
     block = 128 * 2 * spec.kv_heads * spec.head_dim * 4
     windowed = sum(map(spec.is_windowed, range(4)))
     assert windowed in (1, 2, 4)
-    assert sum(made.pool.stage_bytes) == block * (windowed * 22 + (4 - windowed) * 48)
+    assert sum(made.pool.stage_bytes) == block * (windowed * 34 + (4 - windowed) * 48)
 
 
 def test_one_pool_serves_where_windows_would_save_nothing(windowed_model: Any) -> None:

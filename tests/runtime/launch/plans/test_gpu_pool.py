@@ -1,4 +1,4 @@
-"""Which plans on GPUs are served from a pool of KV blocks: live ones that can, jobs told to."""
+"""Which plans on GPUs are served from a pool of KV blocks: all whose pool lacks nothing."""
 
 from dataclasses import replace
 
@@ -27,8 +27,8 @@ def pool_plan(kv=KVPrecision.KV16, model="llama-3.1-8b", **settings):
 
 
 @pytest.mark.parametrize("live", [True, False])
-def test_a_gpu_has_a_pool_for_live_requests_and_where_it_is_told(live):
-    assert pool_plan(live=live).serves == live
+def test_a_gpu_has_a_pool_unless_it_is_refused_one(live):
+    assert pool_plan(live=live).serves
     assert not pool_plan(live=live, gpu_pool=False).serves
     pool = pool_plan(live=live, gpu_pool=True)
     assert pool.serves
@@ -40,10 +40,11 @@ def test_a_gpu_has_a_pool_for_live_requests_and_where_it_is_told(live):
 
 
 def test_a_job_known_beforehand_has_the_pool_that_its_plan_states():
-    slots = pool_plan()
-    pool = stated_pool(slots.spec, slots.plan.workload, slots.plan.stages)
+    made = pool_plan()
+    sizes = {"chunk": 512, "prefill_microbatch": 1}
+    pool = stated_pool(made.spec, made.plan.workload, made.plan.stages, **sizes)
     assert pool.tokens == 4 * 3 * 128
-    stated = replace(slots, plan=slots.plan.model_copy(update={"pool": pool}))
+    stated = replace(made, plan=made.plan.model_copy(update={"pool": pool}))
     assert stated.serves and stated.limits.num_blocks == pool.num_blocks
     for settings in ({"gpu_pool": False}, {"speculate": "ngram"}):
         assert not replace(stated, settings=replace(stated.settings, **settings)).serves
