@@ -12,7 +12,7 @@ Symbols: v rows, s tokens of a row, t = v s tokens, T keys in sight, e bytes of 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from llmpq.model_spec import ModelSpec
@@ -33,6 +33,14 @@ DEQUANTIZE_WEIGHTS = 1 << 20
 KV_PIECE_ELEMENTS = 1 << 19
 """Elements of a low-bit KV cache that a CPU dequantises or packs at a time, keys or values
 (kernels/kv/reference.py)."""
+
+CHUNK_ELEMENTS = 1 << 20
+"""Elements of keys that a chunk of a prompt gathers from a pool of blocks together, or of its
+scores as numbers, on a CPU (runtime/cache/paged_kv.py)."""
+LEAST_KEYS = 128
+"""Keys that a chunk's queries attend to together, at least."""
+QUERIES_AT_ONCE = 64
+"""Queries of a chunk that attend to packed keys together (runtime/cache/paged_low_bit_kv.py)."""
 
 
 def workspace_bytes(
@@ -106,6 +114,16 @@ class _Shape:
         return self.rows * self.row_tokens
 
     @property
+    def chunked(self) -> bool:
+        """Whether rows are chunks of prompts behind what is cached: each attends by itself."""
+        return not self.fresh and self.row_tokens > 1
+
+    @property
+    def piece(self) -> _Shape:
+        """The queries of one chunk that attend to packed keys together."""
+        return replace(self, rows=1, row_tokens=min(self.row_tokens, QUERIES_AT_ONCE))
+
+    @property
     def low_bit(self) -> bool:
         return self.kv is not KVPrecision.KV16
 
@@ -143,11 +161,16 @@ def _layer_moments(spec: ModelSpec, shape: _Shape, *, quantized: bool) -> Iterat
     yield once + unit * 2 * h + linear(qkv, h)
     yield once + unit * (2 * h + qkv) + _positioned_bytes(spec, shape)
     rotated = qk if spec.positions == "rotary" else 0
-    yield once + unit * (2 * h + qkv + rotated + q) + _score_bytes(spec, shape)
-    if shape.low_bit:
-        yield once + unit * (2 * h + qkv + rotated) + _packing_bytes(spec, shape)
-        if not shape.fresh:
-            yield once + unit * (2 * h + qkv + rotated + q) + _dequantised_bytes(spec, shape)
+    attending = unit * (2 * h + qkv + rotated + q)
+    if shape.chunked and not shape.low_bit:
+        yield once + attending + _chunk_bytes(spec, shape)
+    else:
+        own = shape.piece if shape.chunked else shape
+        yield once + attending + _score_bytes(spec, own)
+        if shape.low_bit:
+            yield once + unit * (2 * h + qkv + rotated) + _packing_bytes(spec, own)
+            if not shape.fresh:
+                yield once + attending + _dequantised_bytes(spec, own)
     yield once + unit * (2 * h + q) + linear(h, q)
     if spec.norm_order != "pre":
         yield once + unit * 5 * h  # what a norm behind is given and gives, and its float32
@@ -181,9 +204,32 @@ def _score_bytes(spec: ModelSpec, shape: _Shape) -> int:
     return scores * (12 + shape.element_bytes)
 
 
+def _chunk_bytes(spec: ModelSpec, shape: _Shape) -> int:
+    """Return what a chunk of one prompt attends with: pieces of keys, and sums over them.
+
+    Its queries and, for each of them, their result so far and a piece's, as float32 numbers. A
+    chunk's own keys are repeated for every query head; those before are gathered from blocks.
+    """
+    e, queries, dim = shape.element_bytes, shape.row_tokens, spec.head_dim
+    result = spec.heads * queries * dim
+    keys = CHUNK_ELEMENTS // (spec.kv_heads * dim)
+    explicit = bool(spec.score_cap)
+    if explicit or spec.sinks or spec.positions == "alibi":
+        keys = max(LEAST_KEYS, min(keys, CHUNK_ELEMENTS // (spec.heads * queries)))
+    keys = min(keys, shape.keys)
+    gathered = 2 * spec.kv_vectors * keys * spec.kv_heads * dim * e  # a piece, and the one before
+    heads = spec.heads if spec.positions == "alibi" else 1
+    masked = explicit or spec.positions == "alibi" or any(spec.windows)
+    bias = heads * queries * max(keys, queries) * (4 + e) if masked else 0
+    repeated = 2 * spec.heads * max(keys if masked else 0, queries) * dim * e
+    scores = 2 * 4 * spec.heads * queries * max(keys, queries) if explicit else 0
+    places = 8 * shape.keys
+    return places + result * (2 * 4 + 2 * e) + gathered + bias + scores + repeated
+
+
 def _window_bytes(spec: ModelSpec, shape: _Shape) -> int:
     """Return the masks of windows, and of all tokens where scores are numbers, [v, R s, T]."""
-    if not (spec.windows or spec.score_cap or spec.sinks):
+    if shape.chunked or not (spec.windows or spec.score_cap or spec.sinks):
         return 0
     rep = spec.heads // spec.kv_heads
     kinds = len({window for window in spec.windows if window < shape.keys} | {0})
@@ -233,7 +279,9 @@ def _positioned_bytes(spec: ModelSpec, shape: _Shape) -> int:
 def _step_bytes(spec: ModelSpec, shape: _Shape) -> int:
     """Return what a step derives once for all layers: cos and sin, the bias of the scores."""
     e = shape.element_bytes
-    view = _view_bytes(spec, shape) if shape.low_bit else 0
+    view = 0
+    if shape.low_bit:
+        view = _view_bytes(spec, shape.piece if shape.chunked else shape)
     if spec.positions == "alibi":
         return view + (_alibi_elements(spec, shape) * e if _has_bias(shape) else 0)
     # A cached step of ragged rows masks each row's future for every head that shares keys.
@@ -249,7 +297,7 @@ def _step_bytes(spec: ModelSpec, shape: _Shape) -> int:
 
 def _has_bias(shape: _Shape) -> bool:
     """Whether a step makes one bias for all layers; a low-bit cache masks its own keys."""
-    return shape.fresh or not shape.low_bit
+    return shape.fresh or not (shape.low_bit or shape.chunked)
 
 
 def _view_bytes(spec: ModelSpec, shape: _Shape) -> int:
@@ -264,7 +312,8 @@ def _view_bytes(spec: ModelSpec, shape: _Shape) -> int:
         return tables + 17 * gathered
     keys = shape.blocks * BLOCK_TOKENS + shape.recent
     per_key = 9 if spec.positions == "alibi" else 1
-    return tables + 17 * (gathered + shape.rows * shape.recent) + per_key * shape.rows * keys
+    seen = per_key * shape.rows * shape.row_tokens * keys
+    return tables + 17 * (gathered + shape.rows * shape.recent) + seen
 
 
 def _packing_bytes(spec: ModelSpec, shape: _Shape) -> int:
@@ -299,7 +348,7 @@ def _dequantised_bytes(spec: ModelSpec, shape: _Shape) -> int:
         return keys + 3 * recent
     old = heads * shape.blocks * BLOCK_TOKENS * channels
     unpacking = old * max(2 + shape.kv.bits / 4, 1 + e)
-    masking = shape.rows * row * (11 if spec.positions != "alibi" else 19)
+    masking = shape.tokens * row * (11 if spec.positions != "alibi" else 19)
     return keys + max(3 * recent, recent + int(unpacking), recent + old * e + keys, keys + masking)
 
 

@@ -10,14 +10,12 @@ Legend: T tokens of a step, H query heads, G key/value heads, R = H / G, D head_
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property, partial
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from llmpq.kernels.cpu.block_attention import BlockRows, attend_blocks, native_takes
 from llmpq.kernels.cpu.native_layer import PoolPlace, PoolPlaces
@@ -30,6 +28,7 @@ from llmpq.runtime.ragged_step import RaggedStep, Span
 from llmpq.runtime.request import PagedRow
 from llmpq.runtime.step import Step
 from llmpq.sizes.pool_size import PoolSize
+from llmpq.sizes.workspace import CHUNK_ELEMENTS, LEAST_KEYS
 
 PIECE_ELEMENTS = 1 << 22
 """Elements of keys that rows gather together."""
@@ -161,22 +160,31 @@ class PagedPlainKV(PagedKV):
         for span in step.spans:
             if span.count > 1:
                 part = slice(span.first, span.first + span.count)
-                own, seen = (k_BQGD[0, part], v_BQGD[0, part]), span
-                if span.start > 0:
-                    key = f"context {span.slot} {pool.window}"
-                    places_N = step.once(key, partial(pool.in_sight, span))
-                    own = (k_pool[places_N], v_pool[places_N])
-                    seen = replace(span, start=span.start - pool.first_position(span))
                 out[0, part] = attend_chunk(
                     q_BQHD[0, part],
-                    *own,
-                    seen,
-                    step,
+                    k_BQGD[0, part],
+                    v_BQGD[0, part],
+                    partial(self._past, pool, k_pool, v_pool, span, step),
+                    span.start,
                     scale=scale,
                     alibi_slopes_H=alibi_slopes_H,
                     rule=rule,
                 )
         return out
+
+    @staticmethod
+    def _past(
+        pool: LayerPool, k_pool: Tensor, v_pool: Tensor, span: Span, step: RaggedStep, most: int
+    ) -> Iterator[tuple[int, Tensor, Tensor]]:
+        """Yield position, keys and values [N, G, D] that a row sees before it, in pieces."""
+        if span.start == 0:
+            return
+        key = f"context {span.slot} {pool.window}"
+        places_N = step.once(key, partial(pool.in_sight, span))
+        first = pool.first_position(span)
+        for at in range(first, span.start, most):
+            own_N = places_N[at - first : min(at + most, span.start) - first]
+            yield at, k_pool[own_N], v_pool[own_N]
 
     def _decode(
         self,
@@ -213,64 +221,104 @@ class PagedPlainKV(PagedKV):
         return out.reshape(batch, heads, dim)
 
 
+Past = Callable[[int], Iterator[tuple[int, Tensor, Tensor]]]
+"""Number of keys -> position, keys and values [N, G, D] of so many, until the chunk begins."""
+
+
 def attend_chunk(
     q_QHD: Tensor,
-    k_NGD: Tensor,
-    v_NGD: Tensor,
-    span: Span,
-    step: RaggedStep,
+    k_QGD: Tensor,
+    v_QGD: Tensor,
+    past: Past,
+    start: int,
     *,
     scale: float,
     alibi_slopes_H: Tensor | None = None,
     rule: ScoreRule = EVERYTHING,
 ) -> Tensor:
-    """Return [Q, H, D] of a chunk's queries over its request's keys, the chunk's own the last."""
-    num_keys, gqa = len(k_NGD), q_QHD.shape[1] != k_NGD.shape[1]
-    bias = None
-    window = rule.window if 0 < rule.window < num_keys else 0
-    if span.start > 0 or alibi_slopes_H is not None or window or rule.is_explicit:
-        bias = step.once(
-            f"bias of row {span.first} {window}",
-            lambda: _chunk_bias(span, num_keys, alibi_slopes_H, window),
-        )
-    if rule.is_explicit:
-        assert bias is not None
-        return _chunk_with_scores(q_QHD, k_NGD, v_NGD, bias, scale, rule)
-    bias = None if bias is None else bias.to(q_QHD.dtype)
-    q, k, v = (x.transpose(0, 1)[None] for x in (q_QHD, k_NGD, v_NGD))
-    out = functional.scaled_dot_product_attention(
-        q, k, v, attn_mask=bias, is_causal=bias is None, scale=scale, enable_gqa=gqa
-    )
-    return out[0].transpose(0, 1)
+    """Return [Q, H, D] of a chunk's queries from position `start` on, over its request's keys.
+
+    The chunk's own keys come first, then those before it in pieces, whose shares are added up by
+    their softmax's sums: what is held does not grow with the context.
+    """
+    piece = partial(_attend_piece, q_QHD, start, scale=scale, slopes_H=alibi_slopes_H, rule=rule)
+    out, total = piece(k_QGD, v_QGD, start)
+    heads, groups = q_QHD.shape[1], k_QGD.shape[1]
+    most = CHUNK_ELEMENTS // (groups * q_QHD.shape[2])
+    if rule.is_explicit or alibi_slopes_H is not None:
+        most = min(most, CHUNK_ELEMENTS // (heads * len(q_QHD)))
+    for at, k_NGD, v_NGD in past(max(most, LEAST_KEYS)):
+        if rule.window and at + len(k_NGD) <= start - rule.window + 1:
+            continue
+        more, own = piece(k_NGD, v_NGD, at)
+        both = torch.logaddexp(total, own)
+        out = out.float().mul_((total - both).exp_()[..., None])
+        out += more.float().mul_((own - both).exp_()[..., None])
+        total = both
+    if rule.sinks_H is not None:
+        out = out * torch.sigmoid(total - rule.sinks_H.float()[:, None])[..., None]
+    return out.transpose(0, 1).to(q_QHD.dtype)
 
 
-def _chunk_with_scores(
-    q_QHD: Tensor, k_NGD: Tensor, v_NGD: Tensor, bias_QN: Tensor, scale: float, rule: ScoreRule
-) -> Tensor:
-    """Return [Q, H, D] of a chunk's queries where scores are capped or have sinks."""
+def _attend_piece(
+    q_QHD: Tensor,
+    start: int,
+    k_NGD: Tensor,
+    v_NGD: Tensor,
+    first: int,
+    *,
+    scale: float,
+    slopes_H: Tensor | None,
+    rule: ScoreRule,
+) -> tuple[Tensor, Tensor]:
+    """Return [H, Q, D] over keys from position `first` on, and [H, Q]: the log of softmax's sum."""
     (q_len, heads, dim), groups = q_QHD.shape, k_NGD.shape[1]
-    rep = heads // groups
-    q = q_QHD.view(q_len, groups, rep, dim).permute(1, 2, 0, 3).reshape(1, groups, -1, dim)
+    own = first == start
+    seen = own or (rule.window > 0 and first <= start + q_len - 1 - rule.window)
+    bias = None
+    if slopes_H is not None or (seen and rule.window) or (own and rule.cap):
+        bias = _bias(start, q_len, first, len(k_NGD), slopes_H, rule.window).to(q_QHD.dtype)[None]
     k, v = (x.transpose(0, 1)[None] for x in (k_NGD, v_NGD))
-    sinks = sinks_of(rule, groups, q_len)
-    out = with_scores(q, k, v, bias_QN.repeat(rep, 1), sinks, scale=scale, cap=rule.cap)
-    return out.view(groups, rep, q_len, dim).permute(2, 0, 1, 3).reshape(q_len, heads, dim)
+    q = q_QHD.transpose(0, 1)[None]
+    if rule.cap:
+        by_group = q.reshape(groups, -1, q_len, dim)
+        scores = torch.matmul(by_group, k[0][:, None].transpose(-1, -2)).float().mul_(scale)
+        scores.div_(rule.cap).tanh_().mul_(rule.cap)
+        if bias is not None:
+            scores += bias[0]
+        total = scores.logsumexp(dim=-1, keepdim=True)
+        share = scores.sub_(total.clamp(min=torch.finfo(torch.float32).min)).exp_()
+        out = torch.matmul(share.to(v.dtype), v[0][:, None])
+        return out.view(heads, q_len, dim), total.view(heads, q_len)
+    if own or bias is not None:  # queries differ in what they see, or heads in their bias
+        k, v = (x.repeat_interleave(heads // groups, dim=1) for x in (k, v))
+    else:
+        q = q.reshape(1, groups, -1, dim)
+    # torch's public operator keeps the sum of its softmax to itself.
+    out, total = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        q, k, v, is_causal=own and bias is None, attn_mask=bias, scale=scale
+    )
+    total = total.reshape(heads, q_len)
+    if rule.window:  # of a query that sees none of the keys the operator says 0
+        total[:, max(0, first + len(k_NGD) - 1 + rule.window - start) :] = NEG_INF
+    return out.reshape(heads, q_len, dim), total
 
 
-def _chunk_bias(
-    span: Span, num_keys: int, alibi_slopes_H: Tensor | None, window: int = 0
+def _bias(
+    start: int, q_len: int, first: int, num_keys: int, slopes_H: Tensor | None, window: int
 ) -> Tensor:
-    """Return [Q, N] or [H, Q, N]: -inf at keys a query does not see, plus ALiBi's slopes."""
-    away_QN = torch.arange(num_keys) - torch.arange(span.start, span.end)[:, None]
-    bias = torch.zeros(away_QN.shape)
-    if alibi_slopes_H is not None:
-        bias = alibi_slopes_H.cpu()[:, None, None] * away_QN
-    return bias.masked_fill_(_unseen(away_QN, window), NEG_INF)
-
-
-def _unseen(away: Tensor, window: int) -> Tensor:
-    """Return which keys a query does not see, by how far behind it they are."""
-    return away > 0 if window == 0 else (away > 0) | (away <= -window)
+    """Return [1, Q, N] or [H, Q, N]: -inf at keys a query does not see, plus ALiBi's slopes."""
+    keys_N, queries_Q1 = (
+        torch.arange(at, at + count, dtype=torch.int32)
+        for at, count in ((first, num_keys), (start, q_len))
+    )
+    away_QN = keys_N - queries_Q1[:, None]
+    unseen = away_QN > 0
+    if window:
+        unseen |= away_QN <= -window
+    if slopes_H is None:
+        return torch.zeros(away_QN.shape).masked_fill_(unseen, NEG_INF)[None]
+    return (slopes_H.cpu()[:, None, None] * away_QN).masked_fill_(unseen, NEG_INF)
 
 
 def _pieces(spans: Sequence[Span], num_keys: int, pool: LayerPool) -> list[list[Span]]:

@@ -25,6 +25,15 @@ from llmpq.runtime.ragged_step import RaggedStep, Span
 from llmpq.runtime.request import PagedRow
 from llmpq.runtime.step import Step
 from llmpq.sizes.kv_format import BLOCK_TOKENS, RING_TOKENS, TAIL_TOKENS, packed_blocks
+from llmpq.sizes.workspace import QUERIES_AT_ONCE
+
+
+def _pieces(span: Span) -> list[Span]:
+    """Split a chunk: which keys each of its queries sees is a table of all of them."""
+    return [
+        Span(span.slot, span.start + at, min(QUERIES_AT_ONCE, span.count - at), span.first + at)
+        for at in range(0, span.count, QUERIES_AT_ONCE)
+    ]
 
 
 class PagedLowBitKV(PagedKV):
@@ -117,10 +126,12 @@ class PagedLowBitKV(PagedKV):
         return out
 
     def _planned(self, step: RaggedStep) -> list[tuple[Sequence[Span], StepPlan]]:
-        """Return the rows of one token together and each chunk alone, ready for every layer."""
+        """Return the rows of one token together and each chunk in pieces, ready for every layer."""
         single = [span for span in step.spans if span.count == 1]
         parts = [single] if single else []
-        parts += [[span] for span in step.spans if span.count > 1]
+        for span in step.spans:
+            if span.count > 1:
+                parts += [[piece] for piece in _pieces(span)]
         return [(spans, self._plan(spans)) for spans in parts]
 
     def _plan(self, spans: Sequence[Span]) -> StepPlan:
