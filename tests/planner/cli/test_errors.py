@@ -71,7 +71,7 @@ ERRORS = {
     "does not fit": (
         ["--device-names", "T4", "--device-numbers", "1", "--model", "opt-30b"],
         5,
-        "llmpq-algo: opt-30b does not fit T4x1: even at w4a16 and kv16, T4-0 is short by 13.9 GiB, "
+        "llmpq-algo: opt-30b does not fit T4x1: even at w4a16 and kv16, T4-0 is short by 14.5 GiB, "
         "whatever the context; what fits: 2 more T4\n",
     ),
     "bad pin": (
