@@ -1,16 +1,25 @@
-"""What stands beside a plan: the next better and the next faster choice of bits.
+"""What stands beside a plan: other bits, several engines, and the devices that are left out.
 
-Both are plans of one precision for all layers, as people think of them; each is solved, to one
-percent, and its rate is what that plan is predicted to give.
+The next better and the next faster choice of bits are plans of one precision for all layers, as
+people think of them. Several engines are equal shares of the devices, each with its share of the
+batch: one of them is planned. Each alternative is solved, to one percent, and its rate is what that
+plan is predicted to give.
 """
 
 from __future__ import annotations
 
+import math
+from collections import Counter
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
+from llmpq.cluster import Cluster
 from llmpq.errors import DoesNotFitError
 from llmpq.planner.answer import Answer, Wish, solved
 from llmpq.planner.formulation.problem import Problem
+from llmpq.planner.inputs.make_problem import make_problem
+from llmpq.planner.inputs.requests import PlanRequest
+from llmpq.planner.inputs.what_if import without
 from llmpq.planner.predict.pipeline_time import sum_omega
 from llmpq.planner.predict.step_by_step import told_time
 
@@ -59,14 +68,7 @@ def _line(best: Answer, wish: Wish, b: int, own: Rated) -> tuple[str, Rated | No
     """Return what one precision everywhere would give, and its plan's rate where one fits."""
     precision = best.problem.choices[b]
     problem = best.problem.with_changes(choices=(precision,), theta=0.0)
-    how = replace(
-        wish,
-        method="exact",
-        prefer=None,
-        budget=None,
-        gap=max(GAP, wish.gap),
-        time_limit_s=min(LONGEST_S, wish.time_limit_s),
-    )
+    how = _quickly(wish)
     everywhere = f"{precision.title} everywhere"
     try:
         priced, outcome = solved(problem, how)
@@ -81,6 +83,99 @@ def _line(best: Answer, wish: Wish, b: int, own: Rated) -> tuple[str, Rated | No
         f"quality loss {rated.omega:.4g} instead of {own.omega:.4g}",
         rated,
     )
+
+
+def engines_line(best: Answer, request: PlanRequest, wish: Wish) -> list[str]:
+    """Return what several engines would give, each on an equal share of the devices.
+
+    Nothing where none are faster at no more quality loss, by more than the gap.
+    """
+    p, predicted = best.problem, best.plan.predicted
+    assert predicted is not None, "the planner always predicts"
+    shares = math.gcd(*(cls.count for cls in p.classes))
+    if shares < 2 or request.pin:
+        return []
+    found: list[tuple[float, int, Problem]] = []
+    for engines in range(2, min(shares, p.workload.batch) + 1):
+        if shares % engines:
+            continue
+        batch = -(-p.workload.batch // engines)
+        asked = replace(
+            request,
+            global_bz=batch,
+            prefill_microbatch=_at_most(request.prefill_microbatch, batch),
+            decode_microbatch=_at_most(request.decode_microbatch, batch),
+        )
+        one, _, _ = make_problem(asked, _share(p, engines))
+        how = replace(_quickly(wish), budget=predicted.sum_omega)
+        with suppress(DoesNotFitError):
+            priced, outcome = solved(one, how)
+            found.append((_rate(p, told_time(priced, outcome.assignment).total_s), engines, one))
+    rate, engines, one = max(found, key=lambda each: each[0], default=(0.0, 0, p))
+    if rate <= predicted.output_tokens_per_s * (1 + GAP):
+        return []
+    batch = one.workload.batch
+    return [
+        f"several engines: {engines}, each on {one.cluster.name} with {batch} requests at once: "
+        f"{rate:.1f} instead of {predicted.output_tokens_per_s:.1f} tokens/s, no more "
+        "quality loss; this plan is of one engine"
+    ]
+
+
+def _share(p: Problem, engines: int) -> Cluster:
+    """Return the devices of one engine: as many of every class."""
+    cluster = p.cluster
+    kept = [d.name for cls in p.classes for d in cls.devices[: cls.count // engines]]
+    names = {device.name: device.name for device in cluster.devices}
+    for name in list(names):
+        if name not in kept:
+            cluster, moved = without(cluster, cluster.device(names.pop(name)))
+            names = {old: moved[new] for old, new in names.items()}
+    counts = Counter(device.kind for device in cluster.devices)
+    text = ",".join(kind if count == 1 else f"{kind}:{count}" for kind, count in counts.items())
+    return cluster.model_copy(update={"name": text})
+
+
+def left_out_lines(best: Answer, wish: Wish) -> list[str]:
+    """Return what a plan would take that uses a device which this one leaves out, a kind a line."""
+    p, used = best.problem, {stage.device for stage in best.plan.stages}
+    predicted = best.plan.predicted
+    assert predicted is not None, "the planner always predicts"
+    lines = []
+    for cls in p.classes:
+        if any(d.name in used for d in cls.devices) or len(used) >= p.max_stages:
+            continue
+        name, layers = cls.first.name, p.spec.num_layers
+        times = []
+        for pin in ((0, 1), (layers - 1, layers)):
+            with suppress(DoesNotFitError):
+                priced, outcome = solved(
+                    p.with_changes(pins={**p.pins, name: pin}),
+                    replace(_quickly(wish), budget=wish.budget),
+                )
+                times.append(told_time(priced, outcome.assignment).total_s)
+        if times:
+            longer = min(times) / predicted.total_s - 1
+            lines.append(
+                f"with a layer on {name} as well: {min(times):.3f} s instead of "
+                f"{predicted.total_s:.3f} s ({longer:+.1%})"
+            )
+    return lines
+
+
+def _quickly(wish: Wish) -> Wish:
+    return replace(
+        wish,
+        method="exact",
+        prefer=None,
+        budget=None,
+        gap=max(GAP, wish.gap),
+        time_limit_s=min(LONGEST_S, wish.time_limit_s),
+    )
+
+
+def _at_most(microbatch: int | None, batch: int) -> int | None:
+    return None if microbatch is None else min(microbatch, batch)
 
 
 def _rate(p: Problem, seconds: float) -> float:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, get_args
 from llmpq.errors import DoesNotFitError
 from llmpq.file_form import check_writable
 from llmpq.plan import Plan
-from llmpq.planner.alternatives import bits_lines
+from llmpq.planner.alternatives import bits_lines, engines_line, left_out_lines
 from llmpq.planner.answer import Answer, Wish, answer, read_wish, solved, with_room
 from llmpq.planner.cli.arguments import read_flag
 from llmpq.planner.cli.method_row import MethodRow
@@ -82,10 +82,10 @@ def make_and_show(request: PlanRequest, job: PlanJob) -> None:
     from llmpq.planner.cli.report import print_plan
     from llmpq.planner.predict.step_by_step import step_note
 
-    beside = bits_lines(best, wish)
+    beside = bits_lines(best, wish) + engines_line(best, request, wish)
     print_plan(console, best.plan, seconds=best.outcome.seconds, alternatives=beside)
     if request.explain:
-        _explain(console, best, wish.budget)
+        _explain(console, best, wish)
     for line in _what_if(changes, best, path):
         say(console, line)
     own = [best.outcome.note, step_note(best.problem, best.outcome.assignment)]
@@ -236,12 +236,13 @@ def _beside_exact(
     return replace(row, exact_s=told_time(priced, outcome.assignment).total_s)
 
 
-def _explain(console: Console, best: Answer, budget: float | None) -> None:
+def _explain(console: Console, best: Answer, wish: Wish) -> None:
     from llmpq.planner.cli.explain import cost_error_study, explain_plan, regret_lines
 
     names = [stage.device for stage in best.plan.stages]
     lines = explain_plan(best.problem, best.outcome.assignment, names)
-    lines += regret_lines(cost_error_study(best.problem, best.outcome, budget=budget))
+    lines += left_out_lines(best, wish)
+    lines += regret_lines(cost_error_study(best.problem, best.outcome, budget=wish.budget))
     for line in lines:
         say(console, f"- {line}")
 
