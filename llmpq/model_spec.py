@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from llmpq.checkpoints.gguf_file import is_gguf
+from llmpq.checkpoints.hub import name_of
 from llmpq.checkpoints.model_config import read_config, spec_fields
 from llmpq.errors import unknown_name
 from llmpq.families.common.spec_values import Latent, RopeScaling, Router
@@ -307,7 +308,7 @@ class ModelSpec:
         """Read `config.json` of a local Hugging Face model directory, or a GGUF file's metadata."""
         config = read_config(path)
         try:
-            return cls.from_config(config, name=Path(path).resolve().name)
+            return cls.from_config(config, name=name_of(path))
         except ValueError as error:
             said = str(error).replace("config.json", "its metadata") if is_gguf(path) else error
             raise ValueError(f"'{path}': {said}") from None

@@ -64,6 +64,7 @@ class LLM:
         model: str | Path | None = None,
         *,
         plan: Plan | str | Path | None = None,
+        revision: str | None = None,
         cluster: str | Path | None = None,
         backend: Backend = "auto",
         ray_address: str | None = None,
@@ -87,8 +88,10 @@ class LLM:
     ) -> None:
         """Plan where there is no plan, start the stages, load the weights.
 
-        `model` may be left out where the plan names its directory. `max_num_seqs` (requests at
-        once) is for plans made here, and so is `max_model_len` (tokens of a prompt and its answer)
+        `model`: a directory, a GGUF file, or a name on Hugging Face's hub (with `revision`: of a
+        branch, tag or commit), which is downloaded unless its cache has it. It may be left out
+        where the plan names its directory. `max_num_seqs` (requests at once) is for plans made
+        here, and so is `max_model_len` (tokens of a prompt and its answer)
         where KV is no pool of blocks: for drafts by the model, on GPUs for any and for what
         `capabilities.gpu_pool_lack` names, and there with `kv_pool=False` (True refuses those, but
         drafts found in the text). `max_num_batched_tokens` bounds a step over a pool (512: long
@@ -103,7 +106,7 @@ class LLM:
         `stages_apart`: a single stage, too, is a process, at nice 19 on a CPU, as servers have it.
         """
         wishes = Wishes(
-            max_model_len=max_model_len, max_num_seqs=max_num_seqs, dtype=dtype,
+            max_model_len=max_model_len, max_num_seqs=max_num_seqs, revision=revision, dtype=dtype,
             kv_cache_dtype=kv_cache_dtype, kv_pool=kv_pool, speculate=speculate, prefer=prefer,
         )  # fmt: skip
         chosen = choose_plan(model, plan, cluster, wishes)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Literal, cast, get_args
 
 from llmpq.capabilities import gpu_pool_lack
-from llmpq.checkpoints.gguf_file import is_model
+from llmpq.checkpoints.hub import local_model
 from llmpq.checkpoints.model_config import read_config
 from llmpq.cluster import Cluster
 from llmpq.default_dtype import default_dtype, require_dtype
@@ -45,6 +45,8 @@ class Wishes:
     max_model_len: int | None = None
     """Tokens of a prompt and its answer; a given plan's pool takes it, too."""
     max_num_seqs: int | None = None
+    revision: str | None = None
+    """Of a model on Hugging Face's hub: a branch, tag or commit."""
     dtype: str = AUTO
     kv_cache_dtype: str = AUTO
     kv_pool: bool | None = None
@@ -79,14 +81,14 @@ def choose_plan(
     if plan is None:
         if model is None:
             raise ValueError("nothing to run: give a model directory, or plan= that names one")
-        directory, spec = _read(model)
+        directory, spec = _read(model, wishes.revision)
         made, known = _made(directory, spec, cluster, wishes)
         pooled = _is_pooled(made, spec, wishes)
         return Chosen(directory=directory, spec=spec, plan=made, cluster=known, pooled=pooled)
     given = plan if isinstance(plan, Plan) else Plan.load(plan)
     if model is None and given.model.path is None:
         raise ValueError("the plan names no model directory; give it: LLM('DIR', plan=...)")
-    directory, spec = _read(model if model is not None else str(given.model.path))
+    directory, spec = _read(model if model is not None else str(given.model.path), wishes.revision)
     given.require_model(spec)
     pooled = _is_pooled(given, spec, wishes)
     for name, value in (
@@ -122,12 +124,8 @@ def _gpus_page(
     return not gpu_pool_lack(spec, kv, dtype, drafts=drafts)
 
 
-def _read(model: str | Path) -> tuple[Path, ModelSpec]:
-    directory = Path(model).resolve()
-    if not is_model(directory):
-        raise ValueError(
-            f"no such model directory: '{model}'; expected a local one with weights, or a GGUF file"
-        )
+def _read(model: str | Path, revision: str | None) -> tuple[Path, ModelSpec]:
+    directory = local_model(model, revision=revision)
     return directory, ModelSpec.from_directory(directory)
 
 

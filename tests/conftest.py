@@ -18,6 +18,8 @@ from hypothesis import settings
 settings.register_profile("seeded", derandomize=True, deadline=None)
 settings.load_profile("seeded")
 
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test asks the hub for a model that is not here
+
 ALL = "LLMPQ_ALL_TESTS" in os.environ
 """Whether every drawn problem is tried, at every level of a CPU's instructions: `make test-all`."""
 OPTIMISED = "LLMPQ_NATIVE_OPTIMISED"

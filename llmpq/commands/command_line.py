@@ -219,7 +219,8 @@ class CommandParser:
         words = [self.program]
         for action in self._parser._actions:
             if not action.option_strings:
-                words.append(str(action.metavar or action.dest).upper())
+                word = str(action.metavar or action.dest).upper()
+                words.append(f"[{word}]" if action.nargs == "?" else word)
             elif action.required:
                 name = self._parser.shown[action.dest][0]
                 words.append(f"{name} {action.metavar or action.dest.upper()}")

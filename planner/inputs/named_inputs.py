@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from llmpq.checkpoints.gguf_file import is_model
+from llmpq.checkpoints.hub import local_model
 from llmpq.cluster import Cluster, Device, DeviceGroup
 from llmpq.devices.device_list import DeviceList, read_devices
 from llmpq.devices.device_spec import canonical_kind
@@ -33,11 +34,18 @@ def read_model(request: ModelRequest) -> tuple[ModelSpec, str | None]:
     if request.model.endswith(".gguf"):
         raise ValueError(f"no such file: '{shortened(request.model)}'; expected a GGUF file")
     if "/" in request.model and builtin_name(request.model) is None:
-        short = request.model.rstrip("/").rsplit("/", 1)[-1]
-        hint = nearest(short, builtin_configs()).strip()
-        wrong = f"no such model directory: '{shortened(request.model)}'"
-        raise ValueError(f"{wrong}; no built-in model has this name: {hint}" if hint else wrong)
+        return _of_hub(request.model)
     return ModelSpec.by_name(request.model), None
+
+
+def _of_hub(name: str) -> tuple[ModelSpec, str]:
+    """Return a model of Hugging Face's hub by its config.json, and its name there."""
+    try:
+        return ModelSpec.from_directory(local_model(name, config_only=True)), name
+    except ValueError as error:
+        short = name.rstrip("/").rsplit("/", 1)[-1]
+        hint = nearest(short, builtin_configs()).strip()
+        raise ValueError(f"{error}; or a built-in model: {hint}" if hint else str(error)) from None
 
 
 def model_of_plan(request: ModelRequest, plan: Plan) -> ModelSpec:

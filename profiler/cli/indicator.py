@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 from llmpq.checkpoints.gguf_file import is_model
+from llmpq.checkpoints.hub import local_model
 from llmpq.errors import ExitCode
 from llmpq.memory import Quantization
 from llmpq.model_spec import ModelSpec
@@ -31,6 +32,8 @@ log = logging.getLogger(__name__)
 
 def main(request: OmegaRequest) -> int:
     """Compute omega and write it."""
+    if request.kind != "random":
+        request = replace(request, model=str(local_model(request.model)))
     spec = model_spec(request.model)
     precisions = tuple(Precision.parse(b) for b in request.bits.split(","))
     kv = tuple(KVPrecision.parse(b) for b in request.kv.split(",") if b)

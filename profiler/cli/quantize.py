@@ -10,8 +10,10 @@ import logging
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from llmpq.checkpoints.hub import local_model
 from llmpq.commands.command_line import end_of
 from llmpq.errors import ExitCode
 from llmpq.memory import Quantization
@@ -52,6 +54,7 @@ def quantize(request: QuantizeRequest) -> int:
     device = usable_device(request.device)
     if request.output.exists() and not request.output.is_dir():
         raise ValueError(f"'{request.output}' is a file, expected a directory to write")
+    request = replace(request, model=str(local_model(request.model)))
     spec = ModelSpec.from_directory(request.model)
     job = make_job(request, spec)
     started = time.perf_counter()

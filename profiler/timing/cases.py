@@ -12,10 +12,11 @@ from typing import Literal
 from pydantic import Field
 
 from llmpq.checkpoints.gguf_file import is_model
+from llmpq.checkpoints.hub import local_model
 from llmpq.cost_model import Part, Phase
 from llmpq.file_form import FileForm
 from llmpq.memory import CpuActivations
-from llmpq.model_spec import ModelSpec
+from llmpq.model_spec import ModelSpec, builtin_name
 from llmpq.precision import KVPrecision, Precision
 from llmpq.workload import Dtype
 
@@ -182,4 +183,6 @@ class Failed(FileForm):
 
 def model_spec(model: str) -> ModelSpec:
     """Return the spec of a model directory, or of a built-in name."""
-    return ModelSpec.from_directory(model) if is_model(model) else ModelSpec.by_name(model)
+    if not is_model(model) and ("/" not in model or builtin_name(model) is not None):
+        return ModelSpec.by_name(model)
+    return ModelSpec.from_directory(local_model(model, config_only=True))

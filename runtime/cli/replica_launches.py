@@ -23,7 +23,7 @@ def launches_of(options: ServeOptions) -> list[ReplicaLaunch]:
     known = [speed for speed in speeds if speed]
     return [
         ReplicaLaunch(
-            model=options.model,
+            model=str(chosen.directory),
             engine=_engine(options, chosen),
             gpus=gpus,
             speed=speed if speed and len(known) == len(plans) else 1.0,
@@ -44,6 +44,7 @@ def _wishes(options: ServeOptions) -> Wishes:
     engine = engine_options(options)
     return Wishes(
         max_model_len=options.max_model_len,
+        revision=options.revision,
         max_num_seqs=options.max_num_seqs,
         dtype=options.dtype,
         kv_cache_dtype=options.kv_cache_dtype,

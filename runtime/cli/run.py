@@ -20,6 +20,7 @@ from typing import Any
 from rich.console import Console
 
 from llmpq.checkpoints.generation_config import read_generation_config
+from llmpq.checkpoints.hub import local_model
 from llmpq.cluster import Cluster
 from llmpq.commands.output_paths import check_files, naming, require_folder
 from llmpq.errors import ExitCode
@@ -77,6 +78,8 @@ def main(options: RunOptions) -> int:
     model_dir = options.model or (plan.model.path if plan is not None else None)
     if model_dir is None:
         raise ValueError("the plan names no model directory; give one with --model DIR")
+    model_dir = str(local_model(model_dir, revision=options.revision))
+    options = replace(options, model=model_dir)
     generation = read_generation_config(model_dir, options.generation_config)
     spec = generation.with_ends(ModelSpec.from_directory(model_dir))
     cluster = None if options.cluster is None else Cluster.load(options.cluster)
@@ -303,7 +306,7 @@ def _settings(options: RunOptions, plan: Plan) -> StageSettings:
     wish = (options.speculate, options.gamma, options.costs)
     drafts = choose_speculation(plan, *wish, compare=options.compare_plain, model=options.model)
     return StageSettings(
-        model_dir=str(Path(options.model or plan.model.path or "").resolve()),
+        model_dir=str(options.model),
         trace=options.trace is not None,
         speculate=drafts.mode,
         gamma=drafts.gamma,

@@ -38,6 +38,7 @@ class RunOptions:
 
     plan: str | None
     model: str | None
+    revision: str | None
     input: str
     output: str
     generation_config: str
@@ -89,12 +90,7 @@ def run_parser() -> CommandParser:
     )
     job = parser.section("job")
     add_plan(job, text="plan.json of llmpq-algo (default: plan for the devices there are)")
-    job.flag(
-        "--model",
-        daily=True,
-        metavar="DIR",
-        help="directory or GGUF file (default: the plan's)",
-    )
+    add_model(job)
     job.flag("-i", "--input", required=True, metavar="FILE", help="prompts: JSONL, or a line each")
     job.flag("-o", "--output", required=True, metavar="FILE", help="answers, JSONL")
     job.flag(
@@ -148,6 +144,16 @@ def add_prefer(section: Section) -> None:
         only=Only(lambda a: a.plan is None, "with a plan", "give no plan"),
         help="plan for quality (default: bits as stored where they fit), balanced or speed",
     )
+
+
+MODEL_HELP = "directory, GGUF file or name on Hugging Face's hub (default: the plan's)"
+
+
+def add_model(section: Section) -> None:
+    """Declare `--model` and `--revision`."""
+    section.flag("--model", daily=True, metavar="MODEL", help=MODEL_HELP)
+    revision = "branch, tag or commit of a model of the hub (default: main)"
+    section.flag("--revision", metavar="NAME", help=revision)
 
 
 def add_kv_pool(section: Section) -> None:

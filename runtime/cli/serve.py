@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from llmpq.checkpoints.gguf_file import is_model
+from llmpq.checkpoints.hub import name_of
 from llmpq.commands.output_paths import check_files
 from llmpq.runtime.cli.plan_file import load_plan
 from llmpq.runtime.cli.serve_flags import ServeOptions, engine_options
@@ -15,6 +18,7 @@ from llmpq.runtime.serve.settings import ServeSettings
 
 def main(options: ServeOptions) -> int:
     """Serve; 0 once it has ended in order."""
+    options = _with_source(options)
     settings = settings_of(options)
     _check_replicas(options)
     from llmpq.runtime.serve.log_thread import lines_apart
@@ -40,6 +44,17 @@ def main(options: ServeOptions) -> int:
     if failure is not None:
         raise failure
     return 0
+
+
+def _with_source(options: ServeOptions) -> ServeOptions:
+    """Take the word without a flag for the model, as in `serve DIR`."""
+    if options.source is None:
+        return options
+    if options.model is not None and options.model != options.source:
+        raise ValueError(
+            f"'{options.source}' and --model '{options.model}' name two models: give one of them"
+        )
+    return replace(options, model=options.source)
 
 
 def _serve_replicas(
@@ -116,7 +131,7 @@ def settings_of(options: ServeOptions) -> ServeSettings:
 def _folder_name(options: ServeOptions) -> str:
     """Return what the model is called where nothing else is said: its folder's name."""
     if options.model is not None:
-        return Path(options.model).resolve().name
+        return name_of(options.model) if is_model(options.model) else options.model
     if options.plan is not None:
         return load_plan(options.plan).model.name
     raise ValueError("nothing to serve; give --model DIR or --plan PLAN")
@@ -129,6 +144,7 @@ def open_engine(options: ServeOptions) -> LLM:
         more |= {"max_num_seqs": options.max_num_seqs, "dtype": options.dtype}
     return LLM(
         options.model,
+        revision=options.revision,
         plan=None if options.plan is None else load_plan(options.plan),
         cluster=options.cluster,
         ray_address=options.ray_address,

@@ -10,6 +10,7 @@ from llmpq.plan import Prefer
 from llmpq.runtime.cli.run_flags import (
     add_generation_config,
     add_kv_pool,
+    add_model,
     add_plan,
     add_prefer,
     kv_pool_wish,
@@ -26,7 +27,9 @@ class ServeOptions:
     """What to serve, where, and for whom."""
 
     plan: str | None
+    source: str | None
     model: str | None
+    revision: str | None
     cluster: str | None
     max_model_len: int | None
     max_num_batched_tokens: int | None
@@ -92,17 +95,14 @@ def serve_parser() -> CommandParser:
     parser = CommandParser(
         "llmpq-dist serve",
         "Answer OpenAI's API over HTTP: through a plan, or planned for the devices there are.",
-        example="llmpq-dist serve --model DIR --port 8000",
+        example="llmpq-dist serve DIR --port 8000",
         notes="The server listens on this machine only unless --host says otherwise.",
     )
+    text = "directory, GGUF file or name on Hugging Face's hub (or --model, or --plan)"
+    parser.positional("source", nargs="?", metavar="MODEL", help=text)
     what = parser.section("what to serve")
     add_plan(what, text="plan.json of llmpq-algo (default: plan for the devices there are)")
-    what.flag(
-        "--model",
-        daily=True,
-        metavar="DIR",
-        help="directory or GGUF file (default: the plan's)",
-    )
+    add_model(what)
     what.flag("--cluster", daily=True, metavar="YAML", help="plan for, or check, its devices")
     name = "what requests may call the model, several times for several names (default: folder)"
     what.flag("--served-model-name", daily=True, action="append", metavar="NAME", help=name)

@@ -21,11 +21,12 @@ from pydantic import ValidationError
 from rich.console import Console
 
 from llmpq.checkpoints.gguf_file import is_model
+from llmpq.checkpoints.hub import local_model
 from llmpq.commands.output_paths import check_files, naming
 from llmpq.devices.this_machine import read_host, useful_threads
 from llmpq.errors import ExitCode
 from llmpq.file_form import explain
-from llmpq.model_spec import ModelSpec
+from llmpq.model_spec import ModelSpec, builtin_name
 from llmpq.plan import Plan, QuantizationForm
 from llmpq.precision import KVPrecision, Precision
 from llmpq.runtime.cli.plan_file import load_plan
@@ -100,10 +101,11 @@ def make_bench(options: BenchOptions) -> Bench:
     model = options.model or (plan.model.path if plan is not None else None)
     if model is None:
         raise ValueError("nothing to run: give --plan PLAN or --model DIR|NAME")
+    dummy = options.load_format == "dummy"
+    if not (dummy and builtin_name(model) is not None):
+        model = str(local_model(model, config_only=dummy))
     is_directory = is_model(model)
     spec = ModelSpec.from_directory(model) if is_directory else ModelSpec.by_name(model)
-    if not is_directory and options.load_format != "dummy":
-        raise ValueError(f"'{model}' is no directory of weights; add --load-format dummy")
     if plan is None:
         plan = single_plan(spec, options)
     plan.require_model(spec)

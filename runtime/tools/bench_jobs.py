@@ -7,10 +7,8 @@ import random
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from llmpq.checkpoints.gguf_file import is_model
 from llmpq.model_spec import ModelSpec
 from llmpq.plan import Plan
 from llmpq.runtime.cli.speculation_choice import Drafts
@@ -84,9 +82,8 @@ def run_jobs(bench: Bench) -> list[dict[str, Any]]:
 
 
 def _settings(bench: Bench) -> StageSettings:
-    is_directory = is_model(bench.model)
     return StageSettings(
-        model_dir=str(Path(bench.model).resolve()) if is_directory else bench.model,
+        model_dir=bench.model,
         load_format="dummy" if bench.dummy else "auto",
         speculate=bench.drafts.mode,
         gamma=bench.drafts.gamma,

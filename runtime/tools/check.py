@@ -10,7 +10,6 @@ import json
 import logging
 import sys
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import ray
@@ -19,6 +18,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from rich.console import Console
 from rich.table import Table
 
+from llmpq.checkpoints.hub import local_model
 from llmpq.cluster import Cluster
 from llmpq.errors import DeadlineError, ExitCode, StageLostError
 from llmpq.plan import Plan
@@ -116,7 +116,7 @@ def _directory(plan: Plan, cluster: Cluster | None, index: int, model: str | Non
         if node.name == plan.stages[index].node and node.model_dir is not None:
             return node.model_dir
     path = model or plan.model.path
-    return None if path is None else str(Path(path).resolve())
+    return None if path is None else str(local_model(path))
 
 
 def _all(plan: Plan, refs: Sequence[Any], doing: str, limit_s: float) -> list[Any]:

@@ -26,6 +26,7 @@ from typing import Literal
 
 import torch
 
+from llmpq.checkpoints.hub import local_model
 from llmpq.commands.command_line import refuse_without_effect
 from llmpq.devices.this_machine import read_host, useful_threads
 from llmpq.memory import CpuActivations, Quantization
@@ -164,6 +165,11 @@ def agreement(scores: Scores, other: Scores, tokens: Sequence[int], *, window: i
 def main(options: EvalOptions) -> int:
     """Print the perplexity of `--text` and the protocol; return the exit code."""
     text = _text(options.text)
+    options = replace(
+        options,
+        model=str(local_model(options.model)),
+        reference=None if options.reference is None else str(local_model(options.reference)),
+    )
     spec = ModelSpec.from_directory(options.model)
     window = longest_window(spec) if options.window is None else options.window
     _step(window, options.stride)  # before anything is loaded

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from huggingface_hub.constants import HF_HUB_CACHE
 
 from llmpq import model_spec
 from llmpq.devices import device_spec
@@ -16,6 +17,10 @@ ROOT = Path(__file__).resolve().parents[3]
 PAPER = ROOT / "clusters" / "paper"
 JOB = ["--global_bz", "8", "--s", "512", "--n", "100"]
 SMALL = ["--device-names", "T4", "V100", "--device-numbers", "1", "1", "--model", "opt-13b", *JOB]
+NOT_CACHED = (
+    f"it is not in Hugging Face's cache ({HF_HUB_CACHE}), and HF_HUB_OFFLINE is set: with a "
+    "network, type: "
+)
 TABLE = {
     "T4": device_spec.device_specs()["T4"].model_copy(update={"aliases": ("Tesla_T4",)}),
     "V100-32GB": device_spec.device_specs()["V100-32GB"].model_copy(update={"aliases": ("V100",)}),
@@ -161,13 +166,14 @@ ERRORS = {
     "no such model directory": (
         ["--model", "models/mine"],
         2,
-        "llmpq-algo: no such model directory: 'models/mine'\n",
+        f"llmpq-algo: no such model directory: 'models/mine'; {NOT_CACHED}"
+        "hf download models/mine\n",
     ),
     "no such model on the hub": (
         ["--model", "facebook/opt-31b"],
         2,
-        "llmpq-algo: no such model directory: 'facebook/opt-31b'; no built-in model has this name: "
-        "did you mean 'opt-30b'?\n",
+        f"llmpq-algo: no such model directory: 'facebook/opt-31b'; {NOT_CACHED}"
+        "hf download facebook/opt-31b; or a built-in model: did you mean 'opt-30b'?\n",
     ),
     "no requests": (
         [*SMALL, "--global_bz", "0"],

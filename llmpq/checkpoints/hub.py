@@ -1,0 +1,146 @@
+"""A model by the name it has on Hugging Face's hub: found in its cache here, or downloaded.
+
+    local_model("Qwen/Qwen3-0.6B")                       # a folder of Hugging Face's cache
+    local_model("Qwen/Qwen3-0.6B@main")                  # a branch, tag or commit
+    local_model("Qwen/Qwen3-0.6B-GGUF/Qwen3-0.6B-Q8_0.gguf")
+
+Through `huggingface_hub`, which reads HF_HOME, HF_HUB_CACHE, HF_HUB_OFFLINE, HF_ENDPOINT, HF_TOKEN.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+from llmpq.checkpoints.gguf_file import is_model
+from llmpq.errors import shortened
+
+_NAME = re.compile(
+    r"(?P<repo>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?:/(?P<file>[^@]+\.gguf))?"
+    r"(?:@(?P<revision>[\w./-]+))?"
+)
+CONFIG_FILES = ("*.json",)
+"""What a plan needs."""
+MODEL_FILES = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja")
+"""What a run needs."""
+
+
+def local_model(
+    model: str | Path, *, revision: str | None = None, config_only: bool = False
+) -> Path:
+    """Return the absolute path of a model: a directory or a GGUF file of this machine.
+
+    `ValueError` says in one sentence why there is none, and what to type.
+    """
+    if is_model(model):
+        if revision is not None:
+            raise ValueError(
+                f"revision '{revision}' has no effect on '{model}', which is on this machine: "
+                "leave it out"
+            )
+        return absolute(model)
+    named = None if os.path.isabs(model) else _NAME.fullmatch(str(model))
+    if named is None or named["repo"].endswith(".gguf"):
+        raise ValueError(
+            f"no such model directory: '{shortened(str(model))}'; expected one of this machine, a "
+            "GGUF file, or a name on Hugging Face's hub such as Qwen/Qwen3-0.6B"
+        )
+    return _from_hub(
+        named["repo"], named["file"], revision or named["revision"], config_only=config_only
+    )
+
+
+def absolute(path: str | Path) -> Path:
+    """Return a path from the root. Links stay: in Hugging Face's cache they have the names."""
+    return Path(os.path.abspath(path))
+
+
+def name_of(path: str | Path) -> str:
+    """Return what a model is called: its folder's or file's name; in the cache its name there."""
+    found = absolute(path)
+    if found.parent.name == "snapshots" and found.parent.parent.name.startswith("models--"):
+        return found.parent.parent.name.rsplit("--", 1)[-1]
+    return found.name
+
+
+def _from_hub(repo: str, file: str | None, revision: str | None, *, config_only: bool) -> Path:
+    """Return where the cache has a model, downloaded if need be and if the hub can be reached."""
+    try:
+        import huggingface_hub as hub
+    except ModuleNotFoundError:
+        raise ValueError(
+            f"no such model directory: '{repo}'; to look for it on Hugging Face's hub, type: "
+            "pip install 'llmpq[run]'"
+        ) from None
+    from huggingface_hub import errors
+
+    try:
+        if file is not None:
+            return absolute(hub.hf_hub_download(repo, file, revision=revision))
+        patterns = CONFIG_FILES if config_only else MODEL_FILES
+        folder = absolute(
+            hub.snapshot_download(
+                repo, revision=revision, allow_patterns=list(patterns), ignore_patterns=["*/*"]
+            )
+        )
+    except errors.GatedRepoError:
+        raise ValueError(
+            f"'{repo}' asks for its licence to be accepted: do so at "
+            f"{hub.constants.ENDPOINT}/{repo}, then log in with: hf auth login"
+        ) from None
+    except errors.RevisionNotFoundError:
+        raise ValueError(f"'{repo}' has no revision '{revision}' on the hub") from None
+    except (errors.RepositoryNotFoundError, errors.HFValidationError):
+        raise ValueError(
+            f"no such model directory: '{repo}', and {hub.constants.ENDPOINT} has no such model or "
+            "a private one: log in with: hf auth login"
+        ) from None
+    except errors.LocalEntryNotFoundError:
+        raise ValueError(_unreachable(hub, repo, file, revision)) from None
+    except errors.EntryNotFoundError:
+        raise ValueError(f"'{repo}' has no file '{file}' on the hub") from None
+    except (errors.HfHubHTTPError, OSError) as error:
+        why = str(error).strip().splitlines()[0][:200]
+        raise ValueError(f"'{repo}' could not be downloaded: {why}") from None
+    _require_files(hub, repo, revision, folder, config_only=config_only)
+    return folder
+
+
+def _unreachable(hub: Any, repo: str, file: str | None, revision: str | None) -> str:
+    """Return what to do where neither the cache nor the hub has a model."""
+    words = ["hf download", repo, *([file] if file else [])]
+    command = " ".join([*words, *([f"--revision {revision}"] if revision else [])])
+    what = f"'{repo}/{file}'" if file else f"'{repo}'"
+    why = (
+        "HF_HUB_OFFLINE is set"
+        if hub.constants.is_offline_mode()
+        else f"{hub.constants.ENDPOINT} cannot be reached"
+    )
+    return (
+        f"no such model directory: {what}; it is not in Hugging Face's cache "
+        f"({hub.constants.HF_HUB_CACHE}), and {why}: with a network, type: {command}"
+    )
+
+
+def _require_files(
+    hub: Any, repo: str, revision: str | None, folder: Path, *, config_only: bool
+) -> None:
+    """Refuse a model whose files are of another kind, or that the cache has a part of only."""
+    if (folder / "config.json").is_file() and (config_only or any(folder.glob("*.safetensors"))):
+        return
+    try:
+        names = hub.list_repo_files(repo, revision=revision)
+    except Exception:  # offline, or the cache alone has it
+        raise ValueError(_unreachable(hub, repo, None, revision)) from None
+    files = [name for name in names if name.endswith(".gguf")]
+    if files:
+        shown = ", ".join(files[:6]) + (", ..." if len(files) > 6 else "")
+        raise ValueError(f"'{repo}' has GGUF files; name one, as in {repo}/{files[0]} ({shown})")
+    if "config.json" not in names:
+        raise ValueError(f"'{repo}' has no config.json: it is no model that llmpq reads")
+    raise ValueError(
+        f"'{repo}' has no safetensors files; download it with: hf download {repo} --local-dir "
+        "OLD, and write it anew with: llmpq-dist convert OLD NEW"
+    )

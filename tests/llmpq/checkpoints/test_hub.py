@@ -1,0 +1,165 @@
+"""Models by their name on the hub: downloaded from one that runs here, found in its cache again."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+
+from llmpq.checkpoints.hub import local_model, name_of
+
+pytestmark = [pytest.mark.cpu]
+ROOT = Path(__file__).resolve().parents[3]
+COMMIT, OLDER = "a" * 40, "b" * 40
+DEMO = {path.name: path.read_bytes() for path in (ROOT / "examples" / "demo-7m").iterdir()}
+REPOS = {
+    "me/demo": {**DEMO, "original/params.json": b"{}", "consolidated.pth": b"0"},
+    "me/demo-GGUF": {"demo-Q8_0.gguf": b"GGUF....", "README.md": b"hi"},
+    "me/old": {"config.json": DEMO["config.json"], "pytorch_model.bin": b"0"},
+    "me/none": {"README.md": b"hi"},
+}
+GET = """
+import json, sys
+from llmpq.checkpoints.hub import local_model
+for name, only, revision in json.loads(sys.argv[1]):
+    try:
+        path = local_model(name, config_only=only, revision=revision)
+        print(json.dumps([str(path), sorted(p.name for p in path.parent.iterdir())
+                          if path.is_file() else sorted(p.name for p in path.iterdir())]))
+    except ValueError as error:
+        print(json.dumps(["ValueError", str(error)]))
+"""
+
+
+class Hub(BaseHTTPRequestHandler):
+    """The two questions that a download asks: a repository's files, and one of them."""
+
+    asked: list[str] = []  # noqa: RUF012
+
+    def log_message(self, *args: object) -> None:
+        pass
+
+    def do_HEAD(self) -> None:
+        self.do_GET()
+
+    def do_GET(self) -> None:
+        self.asked.append(self.path)
+        parts = self.path.partition("?")[0].strip("/").split("/")
+        if parts[:2] == ["api", "models"]:
+            repo, revision = "/".join(parts[2:4]), parts[5] if len(parts) > 5 else "main"
+            if repo == "me/gated":
+                return self._say(403, b"", {"X-Error-Code": "GatedRepo"})
+            if repo not in REPOS:
+                return self._say(401, b"", {"X-Error-Code": "RepoNotFound"})
+            if revision not in ("main", "v1", COMMIT, OLDER):
+                return self._say(404, b"", {"X-Error-Code": "RevisionNotFound"})
+            sha = OLDER if revision in ("v1", OLDER) else COMMIT
+            if len(parts) > 4 and parts[4] == "tree":
+                files = [
+                    {"type": "file", "path": n, "size": len(b), "oid": hashlib.sha1(b).hexdigest()}
+                    for n, b in REPOS[repo].items()
+                ]
+                return self._say(200, json.dumps(files).encode(), {})
+            files = [{"rfilename": name} for name in REPOS[repo]]
+            return self._say(200, json.dumps(
+                {"id": repo, "sha": sha, "siblings": files, "private": False, "downloads": 0,
+                 "tags": []}
+            ).encode(), {})  # fmt: skip
+        repo, file = "/".join(parts[:2]), "/".join(parts[4:])
+        body = REPOS.get(repo, {}).get(file)
+        if body is None:
+            return self._say(404, b"", {"X-Error-Code": "EntryNotFound", "X-Repo-Commit": COMMIT})
+        commit = OLDER if parts[3] in ("v1", OLDER) else COMMIT
+        return self._say(200, body, {
+            "ETag": f'"{hashlib.sha1(body).hexdigest()}"', "X-Repo-Commit": commit,
+        })  # fmt: skip
+
+    def _say(self, status: int, body: bytes, headers: dict[str, str]) -> None:
+        self.send_response(status)
+        for name, value in {"Content-Length": str(len(body)), **headers}.items():
+            self.send_header(name, value)
+        self.end_headers()
+        if self.command == "GET":
+            self.wfile.write(body)
+
+
+@pytest.fixture(scope="module")
+def hub(tmp_path_factory) -> Iterator[dict[str, str]]:
+    """Yield the environment of a process that has this hub and an empty cache."""
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield {
+        **os.environ, "HF_ENDPOINT": f"http://127.0.0.1:{server.server_port}",
+        "HF_HOME": str(tmp_path_factory.mktemp("hf")), "HF_HUB_DISABLE_TELEMETRY": "1",
+        "HF_HUB_DISABLE_XET": "1", "HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+    }  # fmt: skip
+    server.shutdown()
+
+
+def got(environment: dict[str, str], *asked: tuple[str, bool, str | None]) -> list[list[str]]:
+    done = subprocess.run(
+        [sys.executable, "-c", GET, json.dumps(asked)],
+        env=environment, capture_output=True, text=True, timeout=120, cwd=ROOT,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+def test_models_come_from_the_hub_and_then_from_its_cache(hub):
+    config, whole, gguf, pinned, tagged = got(
+        hub, ("me/demo", True, None), ("me/demo", False, None),
+        ("me/demo-GGUF/demo-Q8_0.gguf", False, None), (f"me/demo@{OLDER}", False, None),
+        ("me/demo", True, "v1"),
+    )  # fmt: skip
+    assert "config.json" in config[1] and "model.safetensors" not in config[1]
+    assert {"config.json", "model.safetensors", "tokenizer.json"} <= set(whole[1])
+    assert "consolidated.pth" not in whole[1] and "original" not in whole[1]
+    assert config[0] == whole[0] and whole[0].endswith(f"models--me--demo/snapshots/{COMMIT}")
+    assert gguf[0].endswith(f"snapshots/{COMMIT}/demo-Q8_0.gguf") and Path(gguf[0]).is_symlink()
+    assert pinned[0].endswith(OLDER) and tagged[0].endswith(OLDER)
+    assert name_of(whole[0]) == "demo" and local_model(gguf[0]) == Path(gguf[0])
+    offline = {**hub, "HF_HUB_OFFLINE": "1"}
+    assert got(offline, ("me/demo", False, None), ("me/demo-GGUF/demo-Q8_0.gguf", False, None)) == [
+        whole, gguf,
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("name", "revision", "said"),
+    [
+        ("me/nothing", None, "no such model"),
+        ("me/gated", None, "licence"),
+        ("me/demo", "v9", "no revision 'v9'"),
+        ("me/demo-GGUF", None, "me/demo-GGUF/demo-Q8_0.gguf"),
+        ("me/demo-GGUF/other.gguf", None, "no file 'other.gguf'"),
+        ("me/old", None, "llmpq-dist convert"),
+        ("me/none", None, "no config.json"),
+    ],
+)
+def test_what_the_hub_does_not_have_is_one_sentence(hub, name, revision, said):
+    ((kind, text),) = got(hub, (name, False, revision))
+    assert kind == "ValueError" and said in text and "\n" not in text
+
+
+def test_without_network_a_sentence_has_the_command_to_type(hub, tmp_path):
+    for more in (
+        {"HF_HUB_OFFLINE": "1"}, {"HF_ENDPOINT": "http://127.0.0.1:9"},
+    ):  # fmt: skip
+        ((kind, text),) = got({**hub, "HF_HOME": str(tmp_path), **more}, ("me/new", False, "v1"))
+        assert kind == "ValueError" and text.endswith("hf download me/new --revision v1")
+
+
+def test_paths_are_no_names_of_the_hub(tmp_path):
+    for path in ("nowhere", "./me/demo", "/me/demo", "a/b/c", str(tmp_path / "x"), "me/x.gguf"):
+        with pytest.raises(ValueError, match="no such model directory"):
+            local_model(path)
+    with pytest.raises(ValueError, match="no effect"):
+        local_model(tmp_path, revision="main")
