@@ -42,8 +42,8 @@ def main() -> int:
         f"llmpq-algo --cluster {cluster} --model {model} --costs {out}/costs.json"
         f" --omega_file {out}/omega.json {workload} --theta 0.01 --bits 16,4 -o {out}/plan.json",
         f"llmpq-dist --strat_file_name {out}/plan.json --model {model} -i {HERE}/prompts.jsonl"
-        f" -o {out}/outputs.jsonl --max_tokens {GEN_LEN} --ignore-eos {SAMPLING} --seed 1"
-        f" --backend ray --trace {out}/trace.json --report {out}/report.json",
+        f" -o {out}/outputs.jsonl --overwrite --max_tokens {GEN_LEN} --ignore-eos {SAMPLING}"
+        f" --seed 1 --backend ray --trace {out}/trace.json --report {out}/report.json",
     )
     started = time.monotonic()
     for step in steps:

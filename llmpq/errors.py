@@ -51,7 +51,7 @@ class DoesNotFitError(LlmpqError):
 
 
 CONTINUE = "; finished rows are kept, continue with: llmpq-dist run --resume and the same arguments"
-"""What is said behind the loss of a stage to who runs a file of prompts."""
+"""What `run` says behind the loss of a stage; its output file has the rows that ended."""
 
 
 class StageLostError(LlmpqError):
@@ -64,6 +64,11 @@ class DeadlineError(LlmpqError):
     """Something did not answer before its deadline."""
 
     exit_code = ExitCode.DEADLINE
+
+    def __init__(self, message: str, *, deadline: str | None = None) -> None:
+        """`deadline`: which of `Deadlines` passed, such as `step`."""
+        super().__init__(message)
+        self.deadline = deadline
 
 
 def nearest(name: str, options: Iterable[str]) -> str:

@@ -39,6 +39,7 @@ from llmpq.runtime.launch.plans.planned_kv import AUTO, with_kv
 from llmpq.runtime.launch.plans.pool_plan import PoolPlan
 from llmpq.runtime.launch.stages.stage_settings import LinkChoice, StageSettings, limits_of
 from llmpq.runtime.plan_choice import Chosen, Wishes, choose_plan
+from llmpq.runtime.report.progress import ProgressReporter
 from llmpq.runtime.request_output import CompletionOutput, RequestOutput
 from llmpq.runtime.sampling_params import SamplingParams, StructuredOutputsParams
 from llmpq.runtime.text.prompts import Ask, Messages, Prompt, Prompts, listed
@@ -226,8 +227,13 @@ class LLM:
         self,
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
     ) -> list[RequestOutput]:
-        """Return the answers to prompts, in their order; `ValueError` if one can never run."""
+        """Return the answers to prompts, in their order; `ValueError` if one can never run.
+
+        `use_tqdm`: several prompts have a progress bar where stderr is a terminal.
+        """
         several = listed(prompts)
         params = self._default_sampling if sampling_params is None else sampling_params
         each = [params] * len(several) if isinstance(params, SamplingParams) else list(params)
@@ -237,21 +243,27 @@ class LLM:
             )
         return self._serve([
             self._prompts.ask(prompt, own) for prompt, own in zip(several, each, strict=True)
-        ])  # fmt: skip
+        ], use_tqdm=use_tqdm)  # fmt: skip
 
     def chat(
         self,
         messages: Messages | Sequence[Messages],
         sampling_params: SamplingParams | None = None,
+        *,
+        use_tqdm: bool = True,
     ) -> list[RequestOutput]:
-        """Return the answer to a conversation, or to each of several, by the model's template."""
+        """Return the answer to a conversation, or to each of several, by the model's template.
+
+        `use_tqdm`: as for `generate`.
+        """
         if not messages:
             raise ValueError("a conversation needs at least one message")
         alone = isinstance(messages[0], Mapping)
         several = cast(Sequence[Messages], [messages] if alone else messages)
         params = sampling_params or self._default_sampling
         prompts = [self._prompts.conversation(one) for one in several]
-        return self._serve([self._prompts.ask(prompt, params) for prompt in prompts])
+        asks = [self._prompts.ask(prompt, params) for prompt in prompts]
+        return self._serve(asks, use_tqdm=use_tqdm)
 
     async def stream(
         self,
@@ -321,7 +333,7 @@ class LLM:
         """
         self._engine.abort(self._asked.get(request_id, ()))
 
-    def _serve(self, asks: Sequence[Ask]) -> list[RequestOutput]:
+    def _serve(self, asks: Sequence[Ask], *, use_tqdm: bool) -> list[RequestOutput]:
         """Run all requests to their end; an interruption ends them."""
         news: queue.SimpleQueue[RequestNews] = queue.SimpleQueue()
         requests = [request for ask in asks for request in ask.requests]
@@ -330,12 +342,14 @@ class LLM:
         try:
             if requests:
                 self._engine.submit(requests, news.put)
-            while len(finished) < len(requests):
-                heard = news.get()
-                if heard.error is not None:
-                    raise heard.error
-                if heard.finished is not None:
-                    finished[heard.id] = heard
+            with ProgressReporter(len(requests), quiet=not use_tqdm or len(requests) < 2) as bar:
+                while len(finished) < len(requests):
+                    heard = news.get()
+                    if heard.error is not None:
+                        raise heard.error
+                    if heard.finished is not None:
+                        finished[heard.id] = heard
+                        bar.update(self._engine.progress, len(finished))
         except BaseException:
             self._engine.abort([r.id for r in requests if r.id not in finished])
             raise

@@ -98,3 +98,8 @@ class RequestOutput:
     def text(self) -> str:
         """The first answer's text."""
         return self.outputs[0].text
+
+    @property
+    def finish_reason(self) -> str:
+        """Why the first answer ended: `stop`, `length` or `abort`."""
+        return self.outputs[0].finish_reason

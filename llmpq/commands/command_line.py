@@ -97,7 +97,17 @@ class Section:
 class CommandParser:
     """The flags of one command: declared in sections, shown on one screen, read into a request."""
 
-    def __init__(self, program: str, summary: str, *, example: str, notes: str = "") -> None:
+    def __init__(
+        self,
+        program: str,
+        summary: str,
+        *,
+        example: str,
+        notes: str = "",
+        others: Mapping[str, str] | None = None,
+    ) -> None:
+        """`others`: flags of other programs that people know, and what stands for them here."""
+        self._others = others or {}
         self.program, self._summary, self._example, self._notes = program, summary, example, notes
         self._parser = _Parser(prog=program, add_help=False, allow_abbrev=False)
         self._parser.shown = {}
@@ -154,6 +164,10 @@ class CommandParser:
 
     def _parsed(self, argv: Sequence[str]) -> tuple[argparse.Namespace, set[str]]:
         """Return the values of all flags, and which were given."""
+        for word in argv:
+            flag = word.partition("=")[0]
+            if flag not in self._parser._option_string_actions and self._other(flag) is not None:
+                raise self._unknown(word)
         actions = [a for a in self._parser._actions if a.option_strings]
         blank = argparse.Namespace(**{
             a.dest: None if isinstance(a, argparse._AppendAction) else _NOT_GIVEN for a in actions
@@ -240,11 +254,19 @@ class CommandParser:
         sys.stdout.write(text)
         sys.exit(ExitCode.DONE)
 
+    def _other(self, flag: str) -> str | None:
+        """Return what stands for a flag of another program, None if it is not known."""
+        return self._others.get(_spellings(flag)[-1])
+
     def _unknown(self, word: str) -> ValueError:
         if not word.startswith("-"):
             return ValueError(f"'{word}' belongs to no flag; see {self.program} --help-all")
+        flag = word.partition("=")[0]
+        other = self._other(flag)
+        if other is not None:
+            return ValueError(f"this command has no '{flag}': {other}")
         known = [name for names in self._parser.shown.values() for name in names]
-        hint = nearest(word.partition("=")[0], known)
+        hint = nearest(flag, known)
         return ValueError(f"unknown flag '{word}': {hint}see {self.program} --help-all")
 
 

@@ -15,6 +15,7 @@ import signal
 import socket
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 
 PROBE_S = 5.0
 """How long an address may take to accept a connection, and then to greet."""
@@ -24,6 +25,8 @@ _ABORT_S = 3.0
 _SIGNALS = (signal.SIGALRM, signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _SIGACTION_BYTES = 512
 """Room for a `struct sigaction`: 152 bytes with glibc on x86-64."""
+_ALIVE = "/ray.rpc.NodeInfoGcsService/CheckAlive"
+"""The question that every Ray answers, to those whose token it knows."""
 _HEADER_BYTES, _TYPE_AT, _SETTINGS = 9, 3, 4
 
 
@@ -44,13 +47,55 @@ def require_ray(address: str) -> None:
     except (OSError, OverflowError) as error:
         reason = str(error)
     else:
-        if greeting is None or greeting[_TYPE_AT : _TYPE_AT + 1] == bytes((_SETTINGS,)):
+        if greeting is None:
+            return
+        if greeting[_TYPE_AT : _TYPE_AT + 1] == bytes((_SETTINGS,)):
+            _require_token(address, f"{host}:{port}")
             return
         reason = "something listens there that is not Ray"
     raise ValueError(
         f"no Ray cluster at '{address}' ({reason}); start one with: ray start --head, or give "
         "its address"
     )
+
+
+def _require_token(address: str, target: str) -> None:
+    """Raise ValueError where a Ray wants another token than the one that is sent from here.
+
+    Ray itself tries for half a minute, with a page of warnings.
+    """
+    try:
+        import grpc  # comes with ray[default]
+    except ModuleNotFoundError:
+        return
+    token = _own_token()
+    sent = None if token is None else (("authorization", f"Bearer {token}"),)
+    with grpc.insecure_channel(target) as channel:
+        try:
+            channel.unary_unary(_ALIVE)(b"", metadata=sent, timeout=PROBE_S)
+        except grpc.RpcError as error:
+            if error.code() is not grpc.StatusCode.UNAUTHENTICATED:
+                return  # Ray says better what else is wrong
+            mine = (
+                "none is sent from here" if token is None else "the one sent from here is another"
+            )
+            raise ValueError(
+                f"the Ray at '{address}' wants a token, and {mine}: set RAY_AUTH_MODE=token, and "
+                "RAY_AUTH_TOKEN or ~/.ray/auth_token as on its machines"
+            ) from None
+
+
+def _own_token() -> str | None:
+    """Return the token that Ray would send from here, None where it sends none."""
+    if os.environ.get("RAY_AUTH_MODE", "token").lower() != "token":
+        return None
+    if token := os.environ.get("RAY_AUTH_TOKEN", "").strip():
+        return token
+    path = os.environ.get("RAY_AUTH_TOKEN_PATH") or Path.home() / ".ray" / "auth_token"
+    try:
+        return Path(path).read_text(encoding="utf-8").strip() or None
+    except (OSError, UnicodeDecodeError):
+        return None
 
 
 def _greeting(host: str, port: int) -> bytes | None:

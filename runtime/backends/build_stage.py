@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -40,15 +40,19 @@ def build_stage(
     *,
     graphs: bool = True,
     packed_prompts: bool = False,
+    on_layer: Callable[[int], None] | None = None,
 ) -> tuple[StageCompute, LoadReport]:
     """Load a stage's slice and allocate its cache; `DoesNotFitError` if the plan erred.
 
     On a GPU, `graphs` captures decode steps. `packed_prompts`: as `StageSettings` says.
+    `on_layer` hears of every layer that is loaded.
     """
     _require_known(plan, index, spec, device, plan.workload.max_len)
     dtype = DTYPES[plan.workload.dtype]
     started_s = time.perf_counter()
-    model, kv = _load(plan, index, spec, source, device, exact_prompt=not packed_prompts)
+    model, kv = _load(
+        plan, index, spec, source, device, exact_prompt=not packed_prompts, on_layer=on_layer
+    )
     report = LoadReport(
         weights_bytes=model.weight_nbytes,
         kv_bytes=kv.nbytes,
@@ -89,17 +93,19 @@ def build_paged_stage(
     *,
     step_tokens: int = CHUNK_TOKENS,
     graphs: bool = True,
+    on_layer: Callable[[int], None] | None = None,
 ) -> tuple[PagedStageCompute, LoadReport]:
     """Load a stage's slice and allocate its pool of KV blocks, instead of the plan's slots.
 
-    On a GPU, `graphs` captures steps, which have `step_tokens` tokens at most.
+    On a GPU, `graphs` captures steps, which have `step_tokens` tokens at most. `on_layer` hears of
+    every layer that is loaded.
     """
     longest = pool.max_len - 1  # the last token is never run
     _require_known(plan, index, spec, device, longest, pool=True)
     stage, dtype = plan.stages[index], DTYPES[plan.workload.dtype]
     started_s = time.perf_counter()
     with _blaming_memory(plan, index):
-        model = _load_model(plan, index, spec.at_length(longest), source, device)
+        model = _load_model(plan, index, spec.at_length(longest), source, device, on_layer)
         layers = range(*stage.layers)
         kv = make_paged_kv(spec, plan.workload.kv, pool, layers=layers, dtype=dtype, device=device)
     report = LoadReport(
@@ -122,11 +128,13 @@ def _load(
     device: torch.device,
     *,
     exact_prompt: bool,
+    on_layer: Callable[[int], None] | None,
 ) -> tuple[StageModel, KVCache]:
     """Read and quantise a stage's layers and allocate its cache."""
     workload = plan.workload
     with _blaming_memory(plan, index):
-        model = _load_model(plan, index, spec.at_length(workload.max_len), source, device)
+        length = workload.max_len
+        model = _load_model(plan, index, spec.at_length(length), source, device, on_layer)
         kv = make_kv_cache(
             spec,
             workload.kv,
@@ -141,7 +149,12 @@ def _load(
 
 
 def _load_model(
-    plan: Plan, index: int, spec: ModelSpec, source: TensorSource, device: torch.device
+    plan: Plan,
+    index: int,
+    spec: ModelSpec,
+    source: TensorSource,
+    device: torch.device,
+    on_layer: Callable[[int], None] | None,
 ) -> StageModel:
     stage = plan.stages[index]
     model = StageModel.build(
@@ -155,6 +168,7 @@ def _load_model(
         scheme=plan.settings().scheme,
         head_precision=plan.settings().head(on_cpu=device.type == "cpu"),
         source=source,
+        on_layer=on_layer,
         runner=backend_of(device).layers(),
     )
     if device.type == "cpu" and plan.quantization.cpu_activations == "int8":

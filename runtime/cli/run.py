@@ -23,7 +23,7 @@ from llmpq.checkpoints.generation_config import read_generation_config
 from llmpq.checkpoints.hub import local_model
 from llmpq.cluster import Cluster
 from llmpq.commands.output_paths import check_files, naming, require_folder
-from llmpq.errors import ExitCode
+from llmpq.errors import CONTINUE, DeadlineError, ExitCode, StageLostError
 from llmpq.file_form import replace_text
 from llmpq.model_spec import ModelSpec
 from llmpq.plan import Plan
@@ -48,7 +48,7 @@ from llmpq.runtime.report.job_report import JobResult, build_report, print_summa
 from llmpq.runtime.report.progress import ProgressReporter
 from llmpq.runtime.request import Finished, Request
 from llmpq.runtime.text.answer_text import answer_text
-from llmpq.runtime.text.batch_io import OrderedWriter, finished_lines, read_rows
+from llmpq.runtime.text.batch_io import OrderedWriter, finished_lines, read_rows, require_no_answers
 from llmpq.runtime.text.batch_rows import AnswerText, BatchRow, answer_line, error_line
 from llmpq.runtime.text.made_with import made_by, made_with
 from llmpq.runtime.text.tokenizer import Tokenizer
@@ -92,6 +92,8 @@ def main(options: RunOptions) -> int:
         {"--input": options.input, "--plan": options.plan, "--cluster": options.cluster},
         {"--output": options.output, "--trace": options.trace, "--report": options.report},
     )
+    if not (options.resume or options.overwrite):
+        require_no_answers(options.output)
     rows, tokenizer = read_rows(options.input, defaults_of(options)), Tokenizer(model_dir)
     if plan is None:
         plan = _made_plan(options, model_dir, rows, tokenizer, cluster)
@@ -106,7 +108,10 @@ def main(options: RunOptions) -> int:
         _tune(plan, spec)
     with OrderedWriter(options.output, len(rows), done=done) as writer:
         if job.requests:
-            report, records = _run(job, options, settings, cluster, writer, tokenizer)
+            try:
+                report, records = _run(job, options, settings, cluster, writer, tokenizer)
+            except (StageLostError, DeadlineError) as error:
+                raise _with_advice(error) from None
         else:
             _write_errors(job, writer)
             _log.info("nothing to run: %s", _why_nothing(job, len(done)))
@@ -116,6 +121,14 @@ def main(options: RunOptions) -> int:
         sys.stderr.write(f"{_failed(job)}; see their 'error' in {options.output}\n")
         return ExitCode.SOME_ROWS_FAILED
     return ExitCode.DONE
+
+
+def _with_advice(error: StageLostError | DeadlineError) -> Exception:
+    """Return a loss with the flags of this command that go on from it."""
+    if isinstance(error, DeadlineError) and error.deadline is not None:
+        more = f" with --{error.deadline}-timeout"
+        return DeadlineError(f"{error}{more}{CONTINUE}", deadline=error.deadline)
+    return type(error)(f"{error}{CONTINUE}")
 
 
 def _made_plan(

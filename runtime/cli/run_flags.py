@@ -12,6 +12,7 @@ from typing import get_args
 from llmpq.commands.command_line import CommandParser, Only, Section, token_count
 from llmpq.plan import Prefer
 from llmpq.runtime.auto_plan import DEFAULT_NEW_TOKENS
+from llmpq.runtime.cli.vllm_flags import VLLM_FLAGS
 from llmpq.runtime.launch.launcher import (
     BACKEND_HELP,
     BACKENDS,
@@ -51,6 +52,7 @@ class RunOptions:
     prefer: Prefer | None
     tune: bool
     resume: bool
+    overwrite: bool
     trace: str | None
     report: str | None
     json: bool
@@ -87,6 +89,7 @@ def run_parser() -> CommandParser:
         "Run a file of prompts: through a plan, or planned for the devices there are.",
         example="llmpq-dist --model DIR -i prompts.jsonl -o outputs.jsonl",
         notes=NOTES,
+        others=VLLM_FLAGS,
     )
     job = parser.section("job")
     add_plan(job, text="plan.json of llmpq-algo (default: plan for the devices there are)")
@@ -99,6 +102,8 @@ def run_parser() -> CommandParser:
         action="store_true",
         help="keep finished rows of --output and run the others",
     )
+    overwrite = "replace what --output has"
+    job.flag("--overwrite", daily=True, action="store_true", help=overwrite)
     job.flag("--report", daily=True, metavar="FILE", help="write the report as JSON")
     job.flag("--json", daily=True, action="store_true", help="print the report as JSON")
     job.flag("--trace", metavar="FILE", help="write a Chrome/Perfetto trace")
@@ -338,6 +343,10 @@ def check_flags(options: RunOptions) -> None:
     if not 0 <= options.master_port < 2**16:
         raise ValueError(
             f"--master-port must be 1 to 65535, or 0 for a free one, got {options.master_port}"
+        )
+    if options.resume and options.overwrite:
+        raise ValueError(
+            "--resume keeps the rows that --output has, --overwrite replaces them: give one"
         )
     check_timeouts({
         f"--{name}-timeout": getattr(options, f"{name}_timeout")

@@ -15,6 +15,7 @@ from llmpq.runtime.cli.run_flags import (
     add_prefer,
     kv_pool_wish,
 )
+from llmpq.runtime.cli.vllm_flags import VLLM_FLAGS
 from llmpq.runtime.launch.launcher import BACKENDS, Backend
 from llmpq.runtime.launch.plans.planned_kv import AUTO
 from llmpq.runtime.serve.settings import ServeSettings, ToolFormat
@@ -97,6 +98,7 @@ def serve_parser() -> CommandParser:
         "Answer OpenAI's API over HTTP: through a plan, or planned for the devices there are.",
         example="llmpq-dist serve DIR --port 8000",
         notes="The server listens on this machine only unless --host says otherwise.",
+        others=VLLM_FLAGS,
     )
     text = "directory, GGUF file or name on Hugging Face's hub (or --model, or --plan)"
     parser.positional("source", nargs="?", metavar="MODEL", help=text)

@@ -20,6 +20,7 @@ from llmpq.runtime.cli.run_flags import (
     add_speculation,
     add_wait_nodes,
 )
+from llmpq.runtime.cli.vllm_flags import VLLM_FLAGS
 from llmpq.runtime.launch.launcher import BACKEND_HELP, BACKENDS, Backend, Deadlines
 from llmpq.runtime.launch.stages.stage_settings import LINK_CHOICES, LinkChoice
 
@@ -194,6 +195,7 @@ def bench_parser() -> CommandParser:
         "llmpq-dist bench",
         "Time LLM-PQ's offline job: equally long random prompts, a fixed number of greedy tokens.",
         example="llmpq-dist bench --model llama-3.1-8b --load-format dummy --bits w4a16",
+        others=VLLM_FLAGS,
     )
     what = parser.section("what to run")
     add_plan(what, text="plan.json (default: a whole model on one device)")

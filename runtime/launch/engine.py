@@ -137,7 +137,11 @@ class Engine:
             for report in self._gather(
                 [stage.call("load") for stage in self._stages],
                 self._deadlines.load_s,
-                watch=LoadWatch(self._stages, self._deadlines.stall_s),
+                watch=LoadWatch(
+                    self._stages,
+                    self._deadlines.stall_s,
+                    [stage.num_layers for stage in self.plan.stages],
+                ),
             )
         ]
         self._connect()
@@ -287,10 +291,10 @@ class Engine:
                     for call, index in index_of.items()
                     if call in pending
                 )
-                option = "--load-timeout" if self._starting else "--step-timeout"
                 raise DeadlineError(
-                    f"no answer from {names} during {self._phase} within {limit_s:.0f} s; raise "
-                    f"the deadline with {option} or look at the stage's host"
+                    f"no answer from {names} during {self._phase} within {limit_s:.0f} s; look at "
+                    "the stage's host, or allow more time",
+                    deadline="load" if self._starting else "step",
                 )
             for call in done:
                 self._result(call, index_of[call])
@@ -371,22 +375,23 @@ class Engine:
             raise DeadlineError(
                 f"no stage has computed for {_STILL_STEPS * limit_s:.0f} s during {self._phase} "
                 "while rows wait: a message between two stages is lost or very late; look at the "
-                "network between their hosts, raise --step-timeout, or continue with: llmpq-dist "
-                "run --resume"
+                "network between their hosts, or allow more time",
+                deadline="step",
             )
 
     def _silent(self, index: int, what: str) -> DeadlineError:
         return DeadlineError(
             f"{self._named(index)} {what} "
             f"{self._deadlines.step_s:.0f} s during {self._phase} (step deadline); look at its "
-            "host, raise --step-timeout, or continue with: llmpq-dist run --resume"
+            "host, or allow more time",
+            deadline="step",
         )
 
     def _stalled(self, index: int) -> DeadlineError:
         return DeadlineError(
             f"{self._named(index)} has made no progress for {self._deadlines.stall_s:.0f} s while "
-            "it loads: look at its host and at the disk that its weights are on, or raise "
-            "--stall-timeout"
+            "it loads: look at its host and the disk that its weights are on, or allow more time",
+            deadline="stall",
         )
 
     def _named(self, index: int) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from llmpq.errors import CONTINUE, DoesNotFitError, LlmpqError, StageLostError
+from llmpq.errors import DoesNotFitError, LlmpqError, StageLostError
 from llmpq.out_of_memory import first_line, out_of_memory
 from llmpq.plan import Plan
 from llmpq.runtime.launch.launcher import StageFailure
@@ -44,4 +44,4 @@ def lost_stage(failure: StageFailure, plan: Plan, index: int, *, phase: str, pid
             f"{who} ran out of memory during {phase}: {first_line(cause)}; re-plan with "
             "a larger reserve for this device"
         )
-    return StageLostError(f"{who} was lost during {phase}: {failure}{CONTINUE}")
+    return StageLostError(f"{who} was lost during {phase}: {failure}")

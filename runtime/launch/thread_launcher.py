@@ -27,6 +27,8 @@ _END_S = 60.0
 
 A thread that still computes when the interpreter ends would abort the process.
 """
+_LOAD_END_S = 10.0
+"""The same for a load, which may be stuck: it ends with the operator under way."""
 
 
 class ThreadLauncher:
@@ -123,10 +125,11 @@ class ThreadStage:
             ctypes.pythonapi.PyThreadState_SetAsyncExc(number, ctypes.py_object(SystemExit))
 
     def wait(self, limit_s: float) -> None:
-        """Wait until the loop and whatever else was asked for has ended."""
+        """Wait until the loop and whatever else was asked for has ended; not long for a load."""
         end_s = time.monotonic() + limit_s
         for thread in list(self._calls):
-            thread.join(max(0.0, end_s - time.monotonic()))
+            most_s = _LOAD_END_S if thread is self._load else limit_s
+            thread.join(max(0.0, min(most_s, end_s - time.monotonic())))
 
     def release(self) -> None:
         """Free the stage's weights and cache."""

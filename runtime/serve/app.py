@@ -259,6 +259,7 @@ def _add_state(app: FastAPI, service: Service) -> None:
     @app.get("/ping")
     @app.post("/ping")
     async def health() -> dict[str, str]:
+        service.check_engine()
         return {"status": "ok"}
 
     @app.get("/ready")

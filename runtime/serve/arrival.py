@@ -11,3 +11,5 @@ ARRIVED_S: ContextVar[float | None] = ContextVar("ARRIVED_S", default=None)
 """When the head of the request was read from its connection, by `time.perf_counter`."""
 REQUEST_ID: ContextVar[str] = ContextVar("REQUEST_ID", default="")
 """Its `X-Request-Id`: in the answer's head, the access log and the stages' trace."""
+TALLY: ContextVar[dict[str, float] | None] = ContextVar("TALLY", default=None)
+"""What the access log says of its answers: tokens, and the seconds to the first one."""

@@ -13,7 +13,7 @@ from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 from starlette.routing import Route
 
-from llmpq.errors import CONTINUE, DeadlineError, StageLostError
+from llmpq.errors import DeadlineError, StageLostError
 from llmpq.runtime.request import ContextLengthError
 from llmpq.runtime.sampling_params import SamplingParams
 
@@ -95,8 +95,7 @@ def as_api_error(error: BaseException) -> ApiError:
     if isinstance(error, TimeoutError):
         return ApiError(504, "the answer took longer than the server allows")
     if isinstance(error, (StageLostError, DeadlineError, ConnectionError, RuntimeError)):
-        why = str(error).removesuffix(CONTINUE)  # which is a command's way, not a client's
-        return ApiError(503, f"the engine has stopped: {why.splitlines()[0][:300]}")
+        return ApiError(503, f"the engine has stopped: {str(error).splitlines()[0][:300]}")
     return ApiError(500, f"the server failed ({type(error).__name__})")
 
 

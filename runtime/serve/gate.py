@@ -14,9 +14,10 @@ import time
 import uuid
 from collections import deque
 from collections.abc import Awaitable, Callable, MutableMapping
+from datetime import datetime
 from typing import Any, Protocol
 
-from llmpq.runtime.serve.arrival import ARRIVED, ARRIVED_S, REQUEST_ID
+from llmpq.runtime.serve.arrival import ARRIVED, ARRIVED_S, REQUEST_ID, TALLY
 from llmpq.runtime.serve.errors import ApiError
 from llmpq.runtime.serve.settings import ServeSettings
 
@@ -28,6 +29,8 @@ App = Callable[[Message, Receive, Send], Awaitable[None]]
 _log = logging.getLogger("llmpq.serve.access")
 _OPEN = ("/health", "/ready", "/ping", "/load", "/version", "/metrics", "/")
 """Paths that need no key: they tell nothing of requests."""
+_PROBES = ("/health", "/ready", "/metrics", "/ping", "/load")
+"""Paths that are asked every few seconds: the log has them where something is wrong."""
 
 
 class Counts(Protocol):
@@ -110,6 +113,8 @@ class Gate:
         body = _Body(scope)
         name = _header(scope, b"x-request-id")[:64].decode("latin-1") or uuid.uuid4().hex
         REQUEST_ID.set(name)
+        tally: dict[str, float] = {}
+        TALLY.set(tally)
         kept = [pair for pair in scope["headers"] if pair[0] != b"x-request-id"]
         scope["headers"] = [*kept, (b"x-request-id", name.encode("latin-1"))]  # for replicas
 
@@ -136,12 +141,14 @@ class Gate:
             raise
         finally:
             self._service.metrics.answered(status or 499)
-            client = scope.get("client") or ("", 0)
-            _log.info(json.dumps({
-                "time": round(time.time(), 3), "id": name, "client": client[0],
-                "method": scope["method"], "path": scope["path"], "status": status or 499,
-                "seconds": round(time.perf_counter() - started_s, 4),
-            }))  # fmt: skip
+            if not (scope["path"] in _PROBES and status == 200):
+                client = scope.get("client") or ("", 0)
+                now = datetime.now().astimezone().isoformat(timespec="milliseconds")
+                _log.info(json.dumps({
+                    "time": now, "id": name, "client": client[0],
+                    "method": scope["method"], "path": scope["path"], "status": status or 499,
+                    "seconds": round(time.perf_counter() - started_s, 4), **tally,
+                }))  # fmt: skip
 
     def _leave_root(self, scope: Message) -> None:
         """Take a proxy's prefix from a request's path, which some leave there."""

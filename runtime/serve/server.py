@@ -28,6 +28,8 @@ _HEAD_BYTES = 32 << 10
 _IDLE_S = 10
 """How long a connection may stay open between two requests."""
 _POLL_S = 0.05
+_LOST_S = 1.0
+"""How long a server whose engine is lost answers 503 before it ends: its clients hear of it."""
 
 
 class _Watched(H11Protocol):
@@ -159,6 +161,8 @@ class Server(uvicorn.Server):
             h11_max_incomplete_event_size=_HEAD_BYTES,
         )
         super().__init__(config)
+        self.failure: BaseException | None = None
+        """What ended the engine, or kept it from loading."""
         self._draining: asyncio.Task[None] | None = None
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
@@ -173,6 +177,8 @@ class Server(uvicorn.Server):
         """Serve until told to end, then until what is under way has, or its time is over."""
         while not self.service.draining and not self.should_exit:
             await self._beat()
+            if (lost := self.engine_error()) is not None and self.failure is None:
+                self._end_with(lost)
         loop = asyncio.get_running_loop()
         end_s = loop.time() + self.service.settings.drain_timeout_s
         while self.service.num_under_way and not self.should_exit and loop.time() < end_s:
@@ -181,11 +187,41 @@ class Server(uvicorn.Server):
             _log.info("ending: %d answers are cut off", self.service.num_under_way)
             self.service.cut_off()
 
+    def engine_error(self) -> BaseException | None:
+        """Return what ended the engine, None while it serves or loads."""
+        return None
+
+    def _end_with(self, error: BaseException) -> None:
+        """Say that the engine is lost, and end once those who wait have been answered so."""
+        self.failure = error
+        _log.error("the engine has stopped, the server ends: %s", error)
+        asyncio.get_running_loop().call_later(_LOST_S, self._exit)
+
+    def _exit(self) -> None:
+        self.should_exit = True
+
     async def _beat(self) -> None:
         for counter in range(2):
             if await self.on_tick(counter):
                 return
             await asyncio.sleep(_POLL_S)
+
+
+class EngineServer(Server):
+    """Serves one engine, and ends when it is lost: a supervisor starts the server again."""
+
+    service: Service
+
+    def engine_error(self) -> BaseException | None:
+        """Return what ended the engine."""
+        if self.service.llm is None:
+            return None
+        try:
+            self.service.llm.check_alive()
+        except Exception as error:
+            self.service.failure = str(error)
+            return error
+        return None
 
 
 def serve(
@@ -196,9 +232,8 @@ def serve(
     port: int,
     on_start: Callable[[Server], None] | None = None,
 ) -> BaseException | None:
-    """Serve until told to end; return why the engine could not be loaded, if it could not."""
-    server = Server(service, make_app(service), host, port)
-    failed: list[BaseException] = []
+    """Serve until told to end; return why the engine could not be loaded or what ended it."""
+    server = EngineServer(service, make_app(service), host, port)
 
     def load() -> None:
         try:
@@ -213,7 +248,7 @@ def serve(
             url = service.settings.url(host, port)
             _log.info("ready: %s serves %s", url, service.model_name)
         except BaseException as error:
-            failed.append(error)
+            server.failure = error
             server.should_exit = True
 
     loading = threading.Thread(target=load, daemon=True, name="llmpq loading")
@@ -225,7 +260,7 @@ def serve(
     finally:
         if service.llm is not None:
             service.llm.close()
-    return failed[0] if failed else None
+    return server.failure
 
 
 def started(server: Any) -> bool:

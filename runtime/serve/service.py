@@ -6,7 +6,7 @@ import asyncio
 import json
 import logging
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -16,7 +16,7 @@ from llmpq.runtime.answers import Answers
 from llmpq.runtime.llm import LLM
 from llmpq.runtime.request_output import CompletionDelta, Logprob
 from llmpq.runtime.sampling_params import SamplingParams
-from llmpq.runtime.serve.arrival import REQUEST_ID
+from llmpq.runtime.serve.arrival import ARRIVED_S, REQUEST_ID, TALLY
 from llmpq.runtime.serve.errors import ApiError
 from llmpq.runtime.serve.metrics import AnswerClock, Metrics
 from llmpq.runtime.serve.response_store import ResponseStore
@@ -94,6 +94,13 @@ class Service:
         told = self.llm.stats()
         pairs = zip(told["stages"], work, strict=True)
         return {**told, "stages": [{**stage, **own} for stage, own in pairs]}
+
+    def check_engine(self) -> None:
+        """Refuse where the engine is lost or could not be loaded; one that loads is well."""
+        if self.failure is not None:
+            raise ApiError(503, f"the engine has stopped: {self.failure}")
+        if self.llm is not None:
+            self.llm.check_alive()
 
     def ready(self) -> LLM:
         """Return the engine, or refuse: it loads, has failed, or the server is about to end."""
@@ -262,6 +269,7 @@ class Service:
             async with self._in_time(), aclosing(_merged(begun, n)) as deltas:
                 async for index, delta in deltas:
                     clocks[index].tokens(len(delta.token_ids))
+                    _count(sum(len(a.prompt_token_ids) for a in begun), clocks.values())
                     new = Choice(index)
                     new.take(delta)
                     if delta.finish_reason == "error":
@@ -295,6 +303,18 @@ class Service:
                 own.stop_reason = new.stop_reason or own.stop_reason
                 own.num_cached_tokens += new.num_cached_tokens
         return whole
+
+
+def _count(prompt_tokens: int, clocks: Iterable[AnswerClock]) -> None:
+    """Note for the access log how far the answers of a request are."""
+    tally = TALLY.get()
+    if tally is None:
+        return
+    tokens = sum(clock.num_tokens for clock in clocks)
+    tally |= {"prompt_tokens": prompt_tokens, "completion_tokens": tokens}
+    if tokens:
+        began_s = ARRIVED_S.get() or time.perf_counter()
+        tally.setdefault("first_token_s", round(time.perf_counter() - began_s, 4))
 
 
 async def _merged(begun: Sequence[Answers], n: int) -> AsyncGenerator[tuple[int, CompletionDelta]]:

@@ -81,6 +81,28 @@ def _refuse_duplicates(rows: Sequence[BatchRow], numbers: Sequence[int]) -> list
     return checked
 
 
+def require_no_answers(path: str | Path) -> None:
+    """`ValueError` for an output file with anything but failed rows: it would be lost."""
+    if not Path(path).is_file():
+        return
+    with Path(path).open("rb") as file:
+        num_lines = sum(bool(line.strip()) and not _has_failed(line) for line in file)
+    if num_lines:
+        rows = "1 line" if num_lines == 1 else f"{num_lines} lines"
+        raise ValueError(
+            f"'{path}' has {rows} already: go on from its rows with --resume, replace them with "
+            "--overwrite, or give another -o"
+        )
+
+
+def _has_failed(line: bytes) -> bool:
+    try:
+        data = json.loads(line)
+    except (ValueError, RecursionError):
+        return False
+    return isinstance(data, dict) and data.get("error") is not None
+
+
 def finished_lines(
     path: str | Path,
     rows: Sequence[BatchRow],

@@ -102,10 +102,12 @@ def make_bench(options: BenchOptions) -> Bench:
     if model is None:
         raise ValueError("nothing to run: give --plan PLAN or --model DIR|NAME")
     dummy = options.load_format == "dummy"
-    if not (dummy and builtin_name(model) is not None):
+    if is_model(model) or ("/" in model and not (dummy and builtin_name(model) is not None)):
         model = str(local_model(model, config_only=dummy))
     is_directory = is_model(model)
     spec = ModelSpec.from_directory(model) if is_directory else ModelSpec.by_name(model)
+    if not is_directory and not dummy:
+        raise ValueError(f"'{model}' is no directory of weights; add --load-format dummy")
     if plan is None:
         plan = single_plan(spec, options)
     plan.require_model(spec)

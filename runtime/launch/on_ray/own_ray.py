@@ -29,7 +29,7 @@ from typing import Any
 import psutil
 
 from llmpq.commands.ray_address import environment, named_ray, on_loopback, signals_kept
-from llmpq.errors import CONTINUE, DeadlineError, StageLostError
+from llmpq.errors import DeadlineError, StageLostError
 from llmpq.out_of_memory import first_line
 from llmpq.runtime.launch.stages.stage_host import LOCAL_HOST
 
@@ -277,7 +277,7 @@ def _watched(died: Callable[[], str | None]) -> Iterator[None]:
 
     def tell(number: int, frame: FrameType | None) -> None:
         raise StageLostError(
-            f"Ray's process {died()} on this machine died (killed, or out of memory){CONTINUE}"
+            f"Ray's process {died()} on this machine died (killed, or out of memory)"
         )
 
     signal.signal(_NEWS, tell)

@@ -79,7 +79,7 @@ class RayWatch:
                     self._lost = StageLostError(
                         f"Ray's head at {self._head} has not answered for {silent_s:.0f} s "
                         f"({reason}): it was killed, or its network is down; start it again with: "
-                        "ray start --head, and continue with: llmpq-dist run --resume"
+                        "ray start --head"
                     )
                     return
 

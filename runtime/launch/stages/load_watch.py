@@ -7,6 +7,7 @@ can be seen for a while, or that does not answer, stands still.
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Collection, Sequence
@@ -20,8 +21,11 @@ from llmpq.kernels.native.one_at_a_time import waited_s
 from llmpq.runtime.launch.launcher import StageHandle
 
 _ASK_EVERY_S = 1.0
-_GRAINS = (0.05, 64 * 1024)
-"""Seconds of processor time and bytes read that count as progress: polls take less in a minute."""
+_GRAINS = (0.05, 64 * 1024, 1)
+"""Seconds of processor time, bytes read and layers loaded that count as progress: polls take less
+in a minute."""
+_LINE_EVERY_S = 5.0
+_log = logging.getLogger("llmpq.run")
 _IO = Path("/proc/self/io")
 
 
@@ -30,19 +34,28 @@ class LoadSigns:
 
     def __init__(self) -> None:
         self._clock = time.pthread_getcpuclockid(threading.get_ident())
+        self._num_layers = 0
+
+    def on_layer(self, index: int) -> None:
+        """Count a layer that is loaded."""
+        self._num_layers += 1
 
     def read(self) -> list[float]:
-        """Return seconds of processor time and of waiting for compilers, and bytes read."""
+        """Return seconds of processor time and of waiting for compilers, bytes read, and layers."""
         worked_s = time.clock_gettime(self._clock) + _children_s() + waited_s()
-        return [worked_s, _bytes_read()]
+        return [worked_s, _bytes_read(), self._num_layers]
 
 
 class LoadWatch:
     """The driver's side: asks stages how they are and finds the one that stands still."""
 
-    def __init__(self, stages: Sequence[StageHandle], limit_s: float) -> None:
+    def __init__(
+        self, stages: Sequence[StageHandle], limit_s: float, num_layers: Sequence[int]
+    ) -> None:
+        """`num_layers`: of each stage."""
         now_s = time.monotonic()
-        self._stages, self._limit_s = stages, limit_s
+        self._stages, self._limit_s, self._num_layers = stages, limit_s, num_layers
+        self._began_s = self._line_s = now_s
         self._asked: dict[int, Future[Any]] = {}
         self._asked_s: dict[int, float] = {}
         self._signs: dict[int, Sequence[float]] = {}
@@ -62,7 +75,19 @@ class LoadWatch:
                 self._asked_s[index] = now_s
             if now_s - self._moved_s[index] > self._limit_s:
                 return index
+        if now_s - self._line_s >= _LINE_EVERY_S:
+            self._line_s = now_s
+            self._say(loading, now_s - self._began_s)
         return None
+
+    def _say(self, loading: Collection[int], seconds: float) -> None:
+        """Say how far the stages are; one with all layers compiles kernels and warms up."""
+        parts = []
+        for index in sorted(loading):
+            done, of = int((self._signs.get(index) or (0, 0, 0))[2]), self._num_layers[index]
+            state = f"{done} of {of} layers" if done < of else "warming up"
+            parts.append(f"stage {index}: {state}")
+        _log.info("loading for %.0f s; %s", seconds, ", ".join(parts))
 
     def _moved(self, index: int, signs: Sequence[float] | None) -> bool:
         """Whether what a stage has done since it last got on is more than answering."""

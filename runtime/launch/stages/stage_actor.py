@@ -146,10 +146,18 @@ class StageActor:
         pool = PoolPlan(self._plan, spec, self._settings)
         if pool.serves:
             self._pool = pool
-            self._compute, report = load_with_pool(self._pool, self._index, source, device)
+            self._compute, report = load_with_pool(
+                self._pool, self._index, source, device, on_layer=self._signs.on_layer
+            )
         else:
             self._compute, report = load_with_slots(
-                self._plan, self._index, self._settings, spec, source, device
+                self._plan,
+                self._index,
+                self._settings,
+                spec,
+                source,
+                device,
+                on_layer=self._signs.on_layer,
             )
             if self._index == 0 and self._drafter is None:
                 self._drafter = timed_drafter(self._compute, self._settings)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -24,7 +25,12 @@ WARM_UP_TOKENS = 16
 
 
 def load_with_pool(
-    pool: PoolPlan, index: int, source: TensorSource, device: torch.device
+    pool: PoolPlan,
+    index: int,
+    source: TensorSource,
+    device: torch.device,
+    *,
+    on_layer: Callable[[int], None] | None = None,
 ) -> tuple[PagedStageCompute, LoadReport]:
     """Load a stage of live requests."""
     limits = pool.limits
@@ -32,6 +38,7 @@ def load_with_pool(
         *(pool.plan, index, pool.spec, source, device, pool.size),
         step_tokens=limits.step_tokens,
         graphs=pool.settings.graphs,
+        on_layer=on_layer,
     )
     drafted = pool.settings.gamma or 0 if pool.settings.speculate is not None else 0
     compute.warm_up(limits.decode_rows, limits.step_tokens, gamma=drafted)
@@ -45,6 +52,8 @@ def load_with_slots(
     spec: ModelSpec,
     source: TensorSource,
     device: torch.device,
+    *,
+    on_layer: Callable[[int], None] | None = None,
 ) -> tuple[StageCompute, LoadReport]:
     """Load a stage of a job that the plan foresees."""
     compute, report = build_stage(
@@ -55,6 +64,7 @@ def load_with_slots(
         device,
         graphs=settings.graphs,
         packed_prompts=settings.packed_prompts,
+        on_layer=on_layer,
     )
     if settings.speculate is not None:
         extra = compute.enable_speculation(settings.speculate, plan.workload)

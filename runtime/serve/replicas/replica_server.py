@@ -103,7 +103,6 @@ class ReplicaServer(Server):
 
     def __init__(self, front: ReplicaFront, host: str, port: int) -> None:
         super().__init__(front, front_app(front), host, port)
-        self.failure: BaseException | None = None
         self._front, self._url = front, front.settings.url(host, port)
         self._watching: asyncio.Task[None] | None = None
 

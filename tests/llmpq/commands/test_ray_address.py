@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
 import pytest
@@ -76,3 +77,43 @@ def test_auto_is_the_address_of_the_environment(monkeypatch: pytest.MonkeyPatch)
     require_ray("local")
     monkeypatch.delenv("RAY_ADDRESS")
     require_ray("auto")
+
+
+@pytest.mark.parametrize(
+    ("mode", "token", "said"),
+    [
+        (None, "right", None),
+        ("token", "right", None),
+        ("disabled", "right", "none is sent from here"),
+        ("token", "", "none is sent from here"),
+        ("token", "wrong", "is another"),
+    ],
+)
+def test_another_ways_to_authenticate_is_named_at_once(monkeypatch, tmp_path, mode, token, said):
+    grpc = pytest.importorskip("grpc")
+
+    def answer(request: bytes, context: object) -> bytes:
+        if ("authorization", "Bearer right") not in context.invocation_metadata():
+            context.abort(grpc.StatusCode.UNAUTHENTICATED, "InvalidAuthToken")
+        return b""
+
+    class Ray(grpc.GenericRpcHandler):
+        def service(self, details: object) -> object:
+            return grpc.unary_unary_rpc_method_handler(answer)
+
+    server = grpc.server(ThreadPoolExecutor(1), handlers=(Ray(),))
+    address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+    server.start()
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for name, value in (("RAY_AUTH_MODE", mode), ("RAY_AUTH_TOKEN", token or None)):
+        monkeypatch.delenv(name, raising=False)
+        if value is not None:
+            monkeypatch.setenv(name, value)
+    try:
+        if said is None:
+            require_ray(address)
+        else:
+            with pytest.raises(ValueError, match=f"wants a token, and .*{said}"):
+                require_ray(address)
+    finally:
+        server.stop(0)

@@ -56,7 +56,7 @@ def test_a_lost_message_ends_the_run(demo_model, make_plan, monkeypatch, closing
     plan, settings = make_plan(demo_model, (4,)), StageSettings(model_dir=str(demo_model))
     started_s = time.monotonic()
     with (
-        pytest.raises(DeadlineError, match=r"no stage has computed for 4 s during .*--resume"),
+        pytest.raises(DeadlineError, match=r"no stage has computed for 4 s .*allow more time"),
         Engine.start(plan, settings, deadlines=Deadlines(step_s=1), launch=THREADS) as pipeline,
     ):
         pipeline.submit([Request(id=0, prompt=(5,), max_new=2)])

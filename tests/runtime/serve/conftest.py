@@ -61,7 +61,7 @@ def _running(open_llm: Callable[[], Any], **settings: Any) -> Iterator[Running]:
     finally:
         found[0].handle_exit(15, None)
         thread.join(30)
-        assert not thread.is_alive() and failed == [None]
+        assert not thread.is_alive() and failed == [found[0].failure]
 
 
 @pytest.fixture(scope="module")

@@ -69,6 +69,47 @@ def test_one_line_serves_listens_once_and_ends_in_order(demo_model, tmp_path):
     assert "sesame" not in said and '"path": "/v1/completions", "status": 200' in said
 
 
+@pytest.mark.parametrize("splits", [(), (4,)])
+def test_a_stage_that_dies_ends_the_server_with_its_code(demo_model, make_plan, tmp_path, splits):
+    (tmp_path / "plan.json").write_text(make_plan(demo_model, splits=splits).dump_json())
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{probe.getsockname()[1]}"
+    command = [sys.executable, "-m", "llmpq.runtime", "serve", "--plan",
+               str(tmp_path / "plan.json"), "--port", url.rpartition(":")[2]]  # fmt: skip
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            end_s = time.monotonic() + 150
+            while time.monotonic() < end_s and status(f"{url}/ready") != 200:
+                time.sleep(0.1)
+            assert status(f"{url}/health") == 200
+            stages = [c for c in psutil.Process(process.pid).children(True)
+                      if any("stage_process" in word for word in c.cmdline())]  # fmt: skip
+            stages[-1].kill()
+            found = set()
+            while process.poll() is None and time.monotonic() < end_s:
+                found.add(status(f"{url}/health"))
+                time.sleep(0.02)
+            said = process.communicate(timeout=60)[1]
+        finally:
+            process.kill()
+    assert process.returncode == 6, said
+    assert 503 in found and found <= {200, 503, 0}
+    last = said.strip().splitlines()[-1]
+    assert "was lost" in last and "SIGKILL" in last and "--resume" not in said
+    assert "the engine has stopped" in said and "Traceback" not in said
+
+
+def status(url: str) -> int:
+    """Return what a server answers; 0 where nothing listens."""
+    try:
+        return int(urllib.request.urlopen(url, timeout=5).status)
+    except urllib.error.HTTPError as error:
+        return error.code
+    except OSError:
+        return 0
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [

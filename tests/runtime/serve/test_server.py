@@ -190,7 +190,6 @@ def test_keys_open_the_server_and_are_never_logged(two_stages, running, caplog):
         401,
         200,
         200,
-        200,
         401,
         401,
     ]
@@ -214,8 +213,13 @@ def test_too_many_requests_are_asked_back_and_answers_have_a_deadline(two_stages
     assert not [record for record in caplog.records if record.exc_info]  # no traceback
 
 
-def test_a_stage_that_dies_is_told_and_nothing_hangs(demo_model, make_plan, running, caplog):
+def test_a_stage_that_dies_is_told_and_nothing_hangs(
+    demo_model, make_plan, running, caplog, monkeypatch
+):
     from llmpq import LLM
+    from llmpq.errors import StageLostError
+
+    monkeypatch.setattr("llmpq.runtime.serve.server._LOST_S", 60.0)
 
     before = {child.pid for child in psutil.Process().children()}
     plan = make_plan(demo_model, (3,), batch=8, prompt_len=200, gen_len=200, dtype="float32")
@@ -232,8 +236,9 @@ def test_a_stage_that_dies_is_told_and_nothing_hangs(demo_model, make_plan, runn
         assert (
             status == 503 and found["Retry-After"] == "1" and "stopped" in told["error"]["message"]
         )
-        assert ask(server, "/ready")[0] == 503 and ask(server, "/health")[0] == 200
+        assert ask(server, "/ready")[0] == 503 and ask(server, "/health")[0] == 503
         assert ask(server, "/metrics")[0] == 200
+    assert isinstance(server.server.failure, StageLostError)
     assert not [record for record in caplog.records if record.exc_info]  # no traceback
 
 

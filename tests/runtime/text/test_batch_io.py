@@ -12,7 +12,7 @@ import pytest
 
 from llmpq.errors import DeadlineError
 from llmpq.runtime.sampling_params import TokenChoice
-from llmpq.runtime.text.batch_io import OrderedWriter, finished_lines, read_rows
+from llmpq.runtime.text.batch_io import OrderedWriter, finished_lines, read_rows, require_no_answers
 from llmpq.runtime.text.batch_rows import (
     AnswerText,
     Defaults,
@@ -346,7 +346,7 @@ def test_a_full_disk_keeps_rows_beyond_a_gap(tmp_path, full_disk, caplog):
     with pytest.raises(DeadlineError), OrderedWriter(path, 9) as writer:
         for index in (0, 5, 1, 7):
             writer.write(index, {"index": index})
-        raise DeadlineError
+        raise DeadlineError("late")
     assert FULL.format(path, 4) in caplog.text
     assert sorted(finished_lines(path, rows)) == [0, 1, 5, 7]
 
@@ -393,3 +393,20 @@ def test_rows_are_written_into_a_pipe():
     os.close(into)
     with open(out) as found:
         assert [json.loads(line)["index"] for line in found] == [0, 1]
+
+
+def test_an_output_with_answers_is_not_replaced_unasked(tmp_path):
+    out = tmp_path / "out.jsonl"
+    for text in ("", '{"index": 0, "error": "too long"}\n', "\n"):
+        out.write_text(text)
+        require_no_answers(out)
+    require_no_answers(tmp_path / "new.jsonl")
+    for text, lines in (
+        ('{"index": 0, "text": "a"}\n', "1 line"),
+        ('{"index": 0, "error": null, "text": "a"}\n{"error": "x"}\n{"ind', "2 lines"),
+        ("my diary\nof three\nlines", "3 lines"),
+    ):
+        out.write_text(text)
+        with pytest.raises(ValueError, match=f"has {lines} already: .*--resume.*--overwrite"):
+            require_no_answers(out)
+        assert out.read_text() == text

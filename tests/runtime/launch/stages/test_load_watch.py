@@ -35,7 +35,8 @@ class Stage:
         assert method == "health"
         answer: Future[dict[str, object]] = Future()
         if not self._silent:
-            answer.set_result({"loading": self._signs[min(self.asked, len(self._signs) - 1)]})
+            signs = self._signs[min(self.asked, len(self._signs) - 1)]
+            answer.set_result({"loading": signs and [*signs, 0][:3]})
         self.asked += 1
         return answer
 
@@ -47,7 +48,7 @@ def stalled_after(monkeypatch: pytest.MonkeyPatch, *stages: Stage, seconds: int)
     """Return which stage stands still, by the second in which it is named."""
     now = [0.0]
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
-    watch, found = LoadWatch(stages, limit_s=5.0), {}
+    watch, found = LoadWatch(stages, limit_s=5.0, num_layers=[4] * len(stages)), {}
     for second in range(seconds):
         now[0] = second + 0.01
         still = watch.still(range(len(stages)))
@@ -177,3 +178,12 @@ def test_a_process_whose_disk_does_not_answer_is_named(demo_model, make_plan, tm
         ),
     ):  # fmt: skip
         pass
+
+
+def test_layers_count_as_progress_and_are_said(monkeypatch, caplog):
+    caplog.set_level("INFO", logger="llmpq.run")
+    slow = Stage(*([0.0, 0.0, i // 4] for i in range(40)))
+    done = Stage(*([0.1 * i, 0.0, 4] for i in range(40)))
+    assert stalled_after(monkeypatch, slow, done, seconds=12) == {}
+    lines = [record.getMessage() for record in caplog.records]
+    assert len(lines) == 2 and "stage 0: 1 of 4 layers, stage 1: warming up" in lines[1]
