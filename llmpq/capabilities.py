@@ -64,6 +64,7 @@ FEATURES: tuple[Feature, ...] = (
     _feature("norms behind attention and MLP", lambda s, _: s.norm_order != "pre", "gpu_rounded"),
     _feature("a factor on the residual stream", _scaled_stream, "gpu_rounded"),
     _feature("gates of GELU", lambda s, _: s.gated and s.activation == "gelu_tanh", "gpu_rounded"),
+    _feature("squared ReLU", lambda s, _: s.activation == "relu2", "gpu_rounded"),
     _feature("clamped gates", lambda s, _: s.activation == "clamped_silu", "gpu_rounded"),
 )
 """What a way lacks is refused there, though planned for: its kernels are to come."""

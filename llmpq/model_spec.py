@@ -32,7 +32,7 @@ FIRST_OPTIONAL = ("qk_norm", "embedding_norm", "rope_theta", "rope_scaling")
 """Fields with a default that every fingerprint counts."""
 SHARED = "shared."
 """What the names of the linears begin with that every token goes through beside its experts."""
-Activation = Literal["relu", "gelu", "silu", "gelu_tanh", "clamped_silu"]
+Activation = Literal["relu", "gelu", "silu", "gelu_tanh", "clamped_silu", "relu2"]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from report.configs_table import ConfigsTable
 from report.front_table import FrontTable
 from report.live_table import LiveTable
 from report.planner_tables import OddTable, ProofsTable
@@ -35,8 +36,9 @@ E2E_JOB = ("prompt", "gen", "precision", "symmetric", "dtype", "kv")
 POWERS_OF_TWO = frozenset(1 << i for i in range(14))
 
 
-TABLES: dict[str, Pivot | FrontTable | LiveTable | OddTable | ProofsTable] = {
+TABLES: dict[str, ConfigsTable | Pivot | FrontTable | LiveTable | OddTable | ProofsTable] = {
     "front": FrontTable(),
+    "published_configs": ConfigsTable(),
     "live": LiveTable(stages=1),
     "live_stages": LiveTable(stages=2),
     "pool_job": Pivot(

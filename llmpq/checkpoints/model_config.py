@@ -36,6 +36,7 @@ BOOKKEEPING = frozenset(
         *("bos_token_id", "eos_token_id", "pad_token_id"),
         *("output_router_logits", "router_aux_loss_coef", "router_jitter_noise"),
         *("slow_but_exact", "max_window_layers", "vision_config", "text_config"),
+        *("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id"),
     ]
 )
 """Keys that config classes read and that change nothing of what a trained model computes."""
@@ -138,7 +139,15 @@ def _require_agreement(config: Config, kind: ConfigClass) -> None:
 def _unknown_family(model_type: str, config: Config, inner: Config) -> ValueError:
     """Say which family it is and what of it llmpq lacks; a name that looks alike helps nobody."""
     known = ", ".join(sorted([*BY_MODEL_TYPE, *WRAPPERS]))
-    feature = lacking(model_type, {**config, **inner}) or WITHOUT_EQUATION
+    text = section(config, "text_config") or {}
+    text_type = str(text.get("model_type", ""))
+    feature = lacking(model_type, {**config, **text, **inner}, text_type)
+    if feature is None and text_type in BY_MODEL_TYPE:
+        feature = f"{WITHOUT_EQUATION}; '{text_type}' inside is run if saved as a model of its own"
+    elif feature is None:
+        feature = WITHOUT_EQUATION
+    if is_given(config.get("vision_config")):
+        feature += ", and would leave out its vision tower"
     return ValueError(
         f"config.json: model_type '{shortened(model_type)}' is not supported: llmpq lacks "
         f"{feature}; it runs {known}. See `llmpq-algo models`"

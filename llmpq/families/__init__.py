@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from llmpq.families import (
+    arcee,
     bloom,
     deepseek,
+    dots1,
     gemma,
     glm4,
     glm4_moe,
@@ -18,6 +20,7 @@ from llmpq.families import (
     qwen2,
     qwen3,
     qwen3_moe,
+    stablelm,
 )
 from llmpq.families.record import Family
 
@@ -39,11 +42,22 @@ FAMILIES: dict[str, Family] = {
         gpt_oss.FAMILY,
         glm4_moe.FAMILY,
         deepseek.FAMILY,
+        gemma.FIRST,
+        granite.DENSE_HYBRID,
+        arcee.FAMILY,
+        dots1.FAMILY,
+        stablelm.FAMILY,
     )
 }
 """Name -> record."""
 
-WRAPPERS = ("gemma3", "mistral3")
+WRAPPERS = (
+    "gemma3",
+    "mistral3",
+    "qwen2_vl",
+    "qwen2_5_vl",
+    "qwen3_vl",
+)
 """`model_type` of models whose `text_config` is a language model; the rest of them is left out."""
 
 BY_MODEL_TYPE = {kind: family for family in FAMILIES.values() for kind in family.model_types}

@@ -1,4 +1,4 @@
-"""DeepSeek-V2 and V3 (and R1): latent attention, and a mixture behind the first layers.
+"""DeepSeek-V2 and V3 (and R1), Kimi K2: latent attention, and a mixture behind the first layers.
 
     attention: runtime/models/latent_attention.py; the turned channels are stored in pairs
     V2   w = the k largest of softmax(router(x)), of the groups with the best expert; times a scale
@@ -41,7 +41,7 @@ def fields(config: Config) -> dict[str, Any]:
         rope_dim=size(config, "qk_rope_head_dim"),
         v_dim=size(config, "v_head_dim"),
     )
-    is_v3 = config.get("model_type") == "deepseek_v3"
+    is_v3 = config.get("model_type") != "deepseek_v2"
     return {
         **base,
         **(_v3(config, base["ffn"]) if is_v3 else _v2(config, base["ffn"])),
@@ -117,7 +117,7 @@ _ATTENTION = {
 FAMILY = replace(
     llama.FAMILY,
     name="deepseek",
-    model_types=("deepseek_v2", "deepseek_v3"),
+    model_types=("deepseek_v2", "deepseek_v3", "kimi_k2"),
     fields=fields,
     names=replace(
         llama.FAMILY.names,

@@ -1,11 +1,12 @@
-"""Gemma 2 and 3: scaled embeddings, norms before and behind, GeGLU, windows on most layers.
+"""Gemma 1, 2 and 3: scaled embeddings, GeGLU; since 2 norms behind, too, and windows.
 
     x = sqrt(h) * embedding
     x += norm(o(attention(...)) of norm(x));  x += norm(down(gelu(gate) * up)) of norm(x)
 
-Norms multiply by 1 + w, scores by 1 / sqrt(query_pre_attn_scalar). Gemma 2 caps scores and logits
-and gives every other layer a window; Gemma 3 norms query and key heads, gives five layers of six a
-window, and turns those by a theta of their own. Its vision tower is left out.
+Norms multiply by 1 + w, scores by 1 / sqrt(query_pre_attn_scalar). Gemma 1 has no norms behind and
+no windows, and its `hidden_act` "gelu" means the tanh form, as in Transformers. Gemma 2 caps scores
+and logits and gives every other layer a window; Gemma 3 norms query and key heads, gives five
+layers of six a window, and turns those by a theta of their own. Its vision tower is left out.
 """
 
 from __future__ import annotations
@@ -24,10 +25,13 @@ FULL_EVERY = {"gemma2": 2, "gemma3": 6}
 
 def fields(config: Config) -> dict[str, Any]:
     """Return the fields of `ModelSpec`."""
-    kind = "gemma2" if config.get("model_type") == "gemma2" else "gemma3"
     expect(config, "attention_bias", False, default=False)
     expect(config, "use_bidirectional_attention", False, default=False)
-    hidden = size(config, "hidden_size")
+    factor = size(config, "hidden_size") ** 0.5
+    kind = "gemma3" if config.get("model_type") == "gemma3_text" else config["model_type"]
+    if kind == "gemma":
+        base = rotary_fields(config, activation="gelu_tanh", also_called="gelu")
+        return {**base, "embedding_factor": factor}
     every = size(
         config, "sliding_window_pattern", "_sliding_window_pattern", default=FULL_EVERY[kind]
     )
@@ -39,7 +43,7 @@ def fields(config: Config) -> dict[str, Any]:
         "score_factor": number(config, "query_pre_attn_scalar") ** -0.5,
         "score_cap": score_cap,
         "logit_cap": logit_cap,
-        "embedding_factor": hidden**0.5,
+        "embedding_factor": factor,
     }
     if kind == "gemma3":
         _refuse_score_cap(score_cap)
@@ -69,6 +73,7 @@ _NORMS = norm_names(
     ("mlp_out_norm", "layers.{i}.post_feedforward_layernorm"),
 )
 _ABOVE_ONE = ("attn_norm", "attn_out_norm", "mlp_norm", "mlp_out_norm", "q_norm", "k_norm", "norm")
+_ARRANGE = {f"{norm}.weight": ABOVE_ONE for norm in _ABOVE_ONE}
 FAMILY = replace(
     llama.FAMILY,
     name="gemma",
@@ -77,6 +82,13 @@ FAMILY = replace(
     names=replace(
         llama.FAMILY.names,
         layer={**_NORMS, **llama.QKV, **llama.OUT, **llama.MLP, **llama.HEAD_NORMS},
-        arrange={f"{norm}.weight": ABOVE_ONE for norm in _ABOVE_ONE},
+        arrange=_ARRANGE,
     ),
+)
+FIRST = replace(
+    llama.FAMILY,
+    name="gemma1",
+    model_types=("gemma",),
+    fields=fields,
+    names=replace(llama.FAMILY.names, arrange=_ARRANGE),
 )

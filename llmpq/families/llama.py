@@ -1,4 +1,4 @@
-"""Llama 2 and 3, Mistral: RMSNorm, rotary positions, grouped heads, gated SiLU.
+"""Llama 2 and 3, Mistral, Ministral, Seed-OSS: RMSNorm, rotary, grouped heads, gated SiLU.
 
     x += o(attention(turn(q), turn(k), v)) of norm(x);  x += down(silu(gate) * up) of norm(x)
 
@@ -17,15 +17,16 @@ from llmpq.families.record import Family, NameTable, linear_names, norm_names
 def fields(config: Config) -> dict[str, Any]:
     """Return the fields of `ModelSpec`."""
     found = {**rotary_fields(config), **bias_fields(config)}
-    if config.get("model_type") == "mistral":
+    if config.get("model_type") in ("mistral", "ministral"):
         found["windows"] = everywhere(config)
     return found
 
 
 def bias_fields(config: Config) -> dict[str, Any]:
-    """Return which linears have biases: attention's, the MLP's."""
+    """Return which linears have biases: attention's, its output's, the MLP's."""
     attention, mlp = (flag(config, f"{part}_bias", default=False) for part in ("attention", "mlp"))
-    o_bias = attention if attention != mlp else None
+    out = flag(config, "attention_out_bias", default=attention)
+    o_bias = out if out != mlp else None
     return {"qkv_bias": attention, "linear_bias": mlp, "o_bias": o_bias}
 
 
@@ -55,7 +56,7 @@ ROOTS = ("model.", "model.language_model.", "language_model.model.", "")
 
 FAMILY = Family(
     name="llama",
-    model_types=("llama", "mistral"),
+    model_types=("llama", "mistral", "ministral", "seed_oss"),
     fields=fields,
     names=NameTable(
         roots=ROOTS,

@@ -23,41 +23,43 @@ WITHOUT_EQUATION = (
     "a record of this family (what its layers compute and what its tensors are called)"
 )
 
-_RECURRENT = "recurrent state beside the KV cache (linear attention, state-space layers)"
+RECURRENT = "recurrent state beside the KV cache (linear attention, state-space layers)"
 _PARALLEL = "attention and MLP side by side on one norm (a parallel residual)"
 _ENCODER = "encoder layers: it runs decoder-only models"
 _NO_POSITIONS = "layers without positions among rotary ones"
 
 FEATURE_OF = {
-    "qwen3_next": _RECURRENT,
-    "qwen3_5": _RECURRENT,
-    "mamba": _RECURRENT,
-    "mamba2": _RECURRENT,
-    "falcon_mamba": _RECURRENT,
-    "jamba": _RECURRENT,
-    "bamba": _RECURRENT,
-    "zamba2": _RECURRENT,
-    "rwkv": _RECURRENT,
-    "recurrent_gemma": _RECURRENT,
-    "granitemoehybrid": _RECURRENT,
-    "nemotron_h": _RECURRENT,
-    "minimax": _RECURRENT,
-    "lfm2": _RECURRENT,
-    "kimi_linear": _RECURRENT,
-    "falcon_h1": _RECURRENT,
+    "qwen3_next": RECURRENT,
+    "qwen3_5": RECURRENT,
+    "qwen3_5_moe": RECURRENT,
+    "mamba": RECURRENT,
+    "mamba2": RECURRENT,
+    "falcon_mamba": RECURRENT,
+    "jamba": RECURRENT,
+    "bamba": RECURRENT,
+    "zamba2": RECURRENT,
+    "rwkv": RECURRENT,
+    "recurrent_gemma": RECURRENT,
+    "nemotron_h": RECURRENT,
+    "minimax": RECURRENT,
+    "lfm2": RECURRENT,
+    "kimi_linear": RECURRENT,
+    "falcon_h1": RECURRENT,
     "falcon": _PARALLEL,
     "gpt_neox": _PARALLEL,
     "gptj": _PARALLEL,
     "phi": _PARALLEL,
     "cohere": _PARALLEL,
     "cohere2": _PARALLEL,
-    "stablelm": "norms of each head with weights of their own, and a parallel residual",
     "llama4": "attention in chunks, and layers without positions among rotary ones",
     "llama4_text": "attention in chunks, and layers without positions among rotary ones",
     "smollm3": _NO_POSITIONS,
     "exaone4": _NO_POSITIONS,
     "gemma3n": "per-layer embeddings and layers that share a KV cache",
-    "gemma4": "layers that share a KV cache",
+    "gemma4": "full and windowed layers with heads of different sizes, and norms of values",
+    "ministral3": "queries that grow with their position (llama_4_scaling_beta)",
+    "mistral4": "queries that grow with their position (llama_4_scaling_beta)",
+    "qwen3_vl_moe": "experts of a layer stored as one tensor, without biases",
     "phimoe": "a router that masks its second choice (sparse mixer)",
     "dbrx": "a mixture whose norms have no bias beside LayerNorm",
     "deepseek_v32": "sparse attention over chosen tokens",
@@ -72,21 +74,52 @@ FEATURE_OF = {
 """`model_type` -> what llmpq lacks for it."""
 
 SIGNS = (
-    (("ssm_cfg", "state_size", "mamba_d_state", "linear_num_key_heads"), _RECURRENT),
+    (
+        ("ssm_cfg", "state_size", "mamba_d_state", "linear_num_key_heads", "conv_L_cache"),
+        RECURRENT,
+    ),
     (("is_encoder_decoder",), _ENCODER),
     (("parallel_attn", "use_parallel_residual"), _PARALLEL),
+    (("num_kv_shared_layers",), "layers that share a KV cache"),
+    (("hidden_size_per_layer_input",), "per-layer embeddings"),
+    (("attention_k_eq_v",), "values that are the layer's keys"),
+    (("enable_moe_block",), "a mixture of experts beside each layer's MLP"),
+    (("index_topk",), "sparse attention over chosen tokens"),
+    (("no_rope_layers",), _NO_POSITIONS),
+)
+"""Keys of a config that tell what a family needs, listed or not."""
+
+KINDS_OF_LAYERS = {
+    "linear_attention": RECURRENT,
+    "mamba": RECURRENT,
+    "recurrent": RECURRENT,
+    "conv": RECURRENT,
+    "chunked_attention": "attention in chunks",
+}
+"""A value of `layer_types` -> what it needs."""
+
+OWN_FORMS = (
     (("kv_lora_rank",), "this family's form of latent attention"),
     (("num_experts", "num_local_experts", "n_routed_experts"), "this family's mixture of experts"),
-    (("vision_config",), "this family's text model beside a vision tower"),
 )
-"""Keys of a config that tell what a family nobody has listed needs."""
+"""Keys that tell something where nothing else does."""
 
 
-def lacking(model_type: str, config: Config) -> str | None:
-    """Return the feature that a family needs and llmpq lacks, None where nothing tells."""
-    if model_type in FEATURE_OF:
-        return FEATURE_OF[model_type]
-    for keys, feature in SIGNS:
-        if any(is_given(config.get(key)) for key in keys):
-            return feature
-    return None
+def lacking(model_type: str, config: Config, text_type: str = "") -> str | None:
+    """Return the features that a family needs and llmpq lacks, None where nothing tells.
+
+    `text_type`: the `model_type` of the language model inside, where it has one of its own.
+    """
+    kinds = (model_type, text_type.removesuffix("_text"), model_type.removesuffix("_text"))
+    found = [FEATURE_OF[kind] for kind in kinds if kind in FEATURE_OF]
+    found += _signs(config, SIGNS)
+    layers = config.get("layer_types")
+    if isinstance(layers, list):
+        found += [KINDS_OF_LAYERS[str(kind)] for kind in layers if str(kind) in KINDS_OF_LAYERS]
+    found = list(dict.fromkeys(found or _signs(config, OWN_FORMS)))
+    own = [one for one in found if not any(one in other for other in found if other != one)]
+    return ", and ".join(own) or None
+
+
+def _signs(config: Config, signs: tuple[tuple[tuple[str, ...], str], ...]) -> list[str]:
+    return [says for keys, says in signs if any(is_given(config.get(key)) for key in keys)]

@@ -1,4 +1,4 @@
-"""Qwen2 and Qwen2.5: Llama's layer with biases on queries, keys and values.
+"""Qwen2, Qwen2.5 and their VL models' text: Llama's layer, biases on queries, keys and values.
 
 With `use_sliding_window` the layers from `max_window_layers` on see a window of tokens.
 """
@@ -32,4 +32,9 @@ def late_windows(config: Config) -> tuple[int, ...]:
     return windows(config, layer_kinds(config, default))
 
 
-FAMILY: Family = replace(llama.FAMILY, name="qwen2", model_types=("qwen2",), fields=fields)
+FAMILY: Family = replace(
+    llama.FAMILY,
+    name="qwen2",
+    model_types=("qwen2", "qwen2_vl_text", "qwen2_5_vl_text"),
+    fields=fields,
+)

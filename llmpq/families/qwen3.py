@@ -1,4 +1,4 @@
-"""Qwen3: Llama's layer with RMSNorm on every query and key head before it is turned."""
+"""Qwen3, and Qwen3-VL's text: Llama's layer, RMSNorm on every query and key head before turning."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _NAMES = llama.FAMILY.names
 FAMILY = replace(
     llama.FAMILY,
     name="qwen3",
-    model_types=("qwen3",),
+    model_types=("qwen3", "qwen3_vl_text"),
     fields=fields,
     names=replace(_NAMES, layer={**_NAMES.layer, **llama.HEAD_NORMS}),
 )

@@ -186,7 +186,7 @@ def _layer_moments(
         yield unit * (3 * h + q + 3 * f)
     else:
         yield unit * (3 * h + q) + product(f, h)
-        yield unit * (3 * h + q + (f if spec.activation == "relu" else 2 * f))
+        yield unit * (3 * h + q + (f if spec.activation in ("relu", "relu2") else 2 * f))
     # A dense product without a bias adds to y in place.
     in_place = not quantized and spec.gated
     yield unit * (2 * h + q + f) + (0 if in_place else product(h, f, adds=True))

@@ -189,7 +189,7 @@ def _layer_moments(spec: ModelSpec, shape: _Shape, *, quantized: bool) -> Iterat
         yield once + unit * (3 * h + 3 * f)
     else:
         yield once + unit * 3 * h + linear(f, h)
-        yield once + unit * (3 * h + (f if spec.activation == "relu" else 2 * f))
+        yield once + unit * (3 * h + (f if spec.activation in ("relu", "relu2") else 2 * f))
     yield once + unit * (3 * h + f) + linear(h, f)
 
 

@@ -1,6 +1,6 @@
 """MLPs: with or without a gate.
 
-    MLP        down(act(up(x)))                    act: ReLU (OPT), the tanh form of GELU (BLOOM)
+    MLP        down(act(up(x)))                    ReLU (OPT), its square, GELU by tanh (BLOOM)
     GatedMLP   down(act(gate(x), up(x)))           gate and up are one matrix [2 F, h]
                silu:         silu(g) * u           Llama and most since
                gelu_tanh:    gelu(g) * u           Gemma
@@ -25,6 +25,7 @@ from llmpq.runtime.models.linear import Linear
 ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
     "relu": Tensor.relu_,
     "gelu": functools.partial(functional.gelu, approximate="tanh"),
+    "relu2": lambda x: x.relu_().square_(),
 }
 """What an MLP without a gate applies, in place where that can be."""
 

@@ -99,7 +99,7 @@ def window_theta(config: Config, *, beside: str) -> float:
 def scaling_of(config: Config, rope: Config) -> RopeScaling | None:
     """Return how the frequencies are scaled, None where they are not."""
     kind = rope.get("rope_type", rope.get("type", "default"))
-    if kind == "default":
+    if kind in ("default", "mrope"):  # mrope: text counts alike in every direction of an image
         _require_no_other(rope, "default")
         return None
     kind = str(kind)

@@ -15,15 +15,19 @@ def rotary_fields(
     config: Config,
     *,
     activation: str = "silu",
+    also_called: str | None = None,
+    eps_key: str = "rms_norm_eps",
     turns_in_part: bool = False,
 ) -> dict[str, Any]:
     """Return the fields that these families share.
 
-    `turns_in_part`: whether `partial_rotary_factor` means something to the family.
+    `also_called`: another word of the family's for its activation. `turns_in_part`: whether
+    `partial_rotary_factor` means something to it.
     """
-    known = {"silu": "silu", "gelu_tanh": "gelu_pytorch_tanh"}[activation]
+    known = {"silu": "silu", "gelu_tanh": "gelu_pytorch_tanh", "relu2": "relu2"}[activation]
     key = "hidden_activation" if config.get("hidden_activation") is not None else "hidden_act"
-    expect(config, key, known, default=known)
+    if config.get(key) != also_called:
+        expect(config, key, known, default=known)
     heads = size(config, "num_attention_heads")
     rope = rope_fields(config)
     if rope["rotary_dim"] is not None and not turns_in_part:
@@ -41,7 +45,7 @@ def rotary_fields(
         "vocab": size(config, "vocab_size"),
         "positions": "rotary",
         "norm": "rmsnorm",
-        "norm_eps": epsilon(config, "rms_norm_eps"),
+        "norm_eps": epsilon(config, eps_key),
         "activation": activation,
         "gated": True,
         "qkv_bias": False,

@@ -45,12 +45,94 @@ def test_a_family_is_refused_by_what_llmpq_lacks(model_type: str, feature: str) 
         ({"mamba_d_state": 16}, "recurrent state"),
         ({"n_routed_experts": 64}, "this family's mixture of experts"),
         ({"use_parallel_residual": True}, "parallel residual"),
-        ({"vision_config": {"depth": 2}}, "text model beside a vision tower"),
+        ({"vision_config": {"depth": 2}}, "a record of this family .*leave out its vision tower"),
+        ({"num_kv_shared_layers": 10}, "layers that share a KV cache"),
+        ({"layer_types": ["conv", "full_attention"]}, "recurrent state"),
+        ({"text_config": {"model_type": "llama"}}, "'llama' inside is run if saved"),
+        ({"text_config": {"linear_num_key_heads": 16}}, "recurrent state"),
+        ({"text_config": {"model_type": "qwen3_5_moe_text"}}, "recurrent state"),
     ],
 )
 def test_a_family_nobody_has_listed_is_judged_by_its_keys(keys: dict, feature: str) -> None:  # type: ignore[type-arg]
     with pytest.raises(ValueError, match=feature):
         spec_of("llama-3-8b", model_type="brand_new", **keys)
+
+
+QWEN35 = {
+    "full_attention_interval": 4,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 48,
+    "num_experts": 256,
+}
+GEMMA4 = {"global_head_dim": 512, "num_kv_shared_layers": 0, "hidden_size_per_layer_input": 0}
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "has", "has_not"),
+    [
+        ("qwen3_5", QWEN35, "recurrent state .*, and would leave out its vision tower", "mixture"),
+        ("qwen3_5_moe", QWEN35, "lacks recurrent state beside the KV cache", "mixture"),
+        ("gemma4", {**GEMMA4, "attention_k_eq_v": True}, "values that are .* keys", "share"),
+        ("gemma4", {**GEMMA4, "enable_moe_block": True}, "a mixture of experts beside", "share"),
+        ("gemma4", {**GEMMA4, "num_kv_shared_layers": 20}, "share a KV cache", "per-layer emb"),
+        ("mistral3", {"model_type": "ministral3"}, "queries that grow with their", "share"),
+        ("kimi_k25", {"model_type": "kimi_k2"}, "'kimi_k2' inside is run if saved", "mixture"),
+    ],
+)
+def test_a_refusal_is_true_of_the_config(kind: str, text: dict, has: str, has_not: str) -> None:  # type: ignore[type-arg]
+    """Of the language model inside, and of this size of the family."""
+    config = {"model_type": kind, "text_config": text, "vision_config": {"depth": 27}}
+    with pytest.raises(ValueError, match=has) as refused:
+        ModelSpec.from_config(config, name="m")
+    assert has_not not in str(refused.value).partition("; it runs")[0]
+
+
+@pytest.mark.parametrize(
+    ("model", "change", "message"),
+    [
+        ("granite", {"layer_types": ["mamba", "attention"] * 16}, "recurrent state"),
+        ("granite", {"num_local_experts": 64}, "beside a shared MLP"),
+        ("granite", {"position_embedding_type": "nope"}, "position_embedding_type='nope'"),
+        ("stablelm", {"use_parallel_residual": True}, "use_parallel_residual=True"),
+        ("stablelm", {"qk_layernorm": True}, "qk_layernorm=True"),
+    ],
+)
+def test_sizes_of_a_family_that_are_not_run_are_refused(
+    model: str, change: dict[str, Any], message: str
+) -> None:
+    whole = {
+        "granite": {
+            "model_type": "granitemoehybrid",
+            "layer_types": ["attention"] * 32,
+            "num_local_experts": 0,
+            "position_embedding_type": "rope",
+        },
+        "stablelm": {"model_type": "stablelm"},
+    }[model]
+    assert ModelSpec.from_config(whole, name="m").num_layers == 32
+    with pytest.raises(ValueError, match=message):
+        ModelSpec.from_config({**whole, **change}, name="m")
+
+
+@pytest.mark.parametrize(
+    ("change", "positions"),
+    [
+        ({"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}, 131072),
+        ({"rope_type": "dynamic", "factor": 2.0}, 65536),
+        ({"rope_type": "dynamic", "factor": 4.0, "original_max_position_embeddings": 8192}, 32768),
+        ({"rope_type": "yarn", "factor": 2.0}, 65536),
+        ({"rope_type": "linear", "factor": 4.0}, 32768),
+    ],
+)
+def test_a_card_that_stretches_positions_gets_them(change: dict, positions: int) -> None:  # type: ignore[type-arg]
+    spec = spec_of("qwen2.5-7b", max_position_embeddings=32768, rope_scaling=change)
+    assert spec.max_positions == positions
+
+
+def test_a_key_and_its_alias_agree_or_are_refused() -> None:
+    with pytest.raises(ValueError, match="'num_experts'=9 and 'num_local_experts'=8 are two names"):
+        spec_of("mixtral-8x7b", num_experts=9)
+    assert spec_of("mixtral-8x7b", num_experts=8) == spec_of("mixtral-8x7b")
 
 
 def test_no_family_is_both_run_and_refused() -> None:

@@ -1,0 +1,249 @@
+"""Configs as they are published, shrunk: the same tokens as Transformers.
+
+`benchmarks/published_configs.py` does so for hundreds; here are the keys that some of them have.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from dataclasses import replace
+from importlib import util
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from llmpq.families import BY_MODEL_TYPE, llama
+from llmpq.model_spec import ModelSpec
+
+pytestmark = pytest.mark.cpu
+ALL = "LLMPQ_ALL_TESTS" in os.environ
+FOLDER = Path(__file__).parents[3] / "benchmarks"
+SIZES = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 199,
+}
+MIXTURE = {
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "n_shared_experts": 2,
+    "moe_intermediate_size": 40,
+    "first_k_dense_replace": 1,
+}
+MROPE = {"mrope_section": [24, 20, 20], "rope_type": "default", "mrope_interleaved": True}
+PUBLISHED: dict[str, dict[str, Any]] = {
+    "Gemma 2 has hidden_act beside hidden_activation": {
+        **SIZES,
+        "model_type": "gemma2",
+        "hidden_act": "gelu_pytorch_tanh",
+        "hidden_activation": "gelu_pytorch_tanh",
+        "query_pre_attn_scalar": 256,
+        "cache_implementation": "hybrid",
+    },
+    "Gemma 3 4B leaves heads, vocabulary and positions to the class": {
+        "model_type": "gemma3",
+        "text_config": {
+            "model_type": "gemma3_text",
+            "hidden_size": 2560,
+            "intermediate_size": 10240,
+            "num_hidden_layers": 34,
+            "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+            "sliding_window": 1024,
+        },
+        "vision_config": {"model_type": "siglip_vision_model", "hidden_size": 1152},
+    },
+    "Qwen3-Coder has use_qk_norm": {
+        **SIZES,
+        "model_type": "qwen3_moe",
+        "use_qk_norm": True,
+        "num_experts": 8,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 40,
+        "norm_topk_prob": True,
+        "mlp_only_layers": [],
+        "rope_theta": 10000000,
+    },
+    "Mixtral without eps and theta": {**SIZES, "model_type": "mixtral", "unsloth_fixed": True},
+    "OLMo 3 without theta and layer_types": {**SIZES, "model_type": "olmo3"},
+    "gpt-oss without rope": {**SIZES, "model_type": "gpt_oss", "head_dim": 32},
+    "DeepSeek-V3 without a scale": {
+        **SIZES,
+        **MIXTURE,
+        "model_type": "deepseek_v3",
+        "num_key_value_heads": 4,
+        "n_group": 4,
+        "topk_group": 2,
+    },
+    "Kimi K2 has equal betas": {
+        **SIZES,
+        **MIXTURE,
+        "model_type": "kimi_k2",
+        "num_key_value_heads": 4,
+        "n_group": 1,
+        "topk_group": 1,
+        "max_position_embeddings": 131072,
+        "rope_scaling": {
+            "type": "yarn",
+            "factor": 32.0,
+            "original_max_position_embeddings": 4096,
+            "beta_fast": 1.0,
+            "beta_slow": 1.0,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+        },
+    },
+    "GLM-4.5 without first dense layers": {
+        **SIZES,
+        **{k: v for k, v in MIXTURE.items() if k != "first_k_dense_replace"},
+        "model_type": "glm4_moe",
+        "head_dim": 128,
+        "use_qk_norm": True,
+    },
+    "Granite 4.0 micro is attention alone": {
+        **SIZES,
+        "model_type": "granitemoehybrid",
+        "layer_types": ["attention"] * 4,
+        "num_local_experts": 0,
+        "num_experts_per_tok": 0,
+        "shared_intermediate_size": 96,
+        "position_embedding_type": "rope",
+        "embedding_multiplier": 12,
+        "residual_multiplier": 0.22,
+        "attention_multiplier": 0.015625,
+        "logits_scaling": 10,
+        "tie_word_embeddings": True,
+        "mamba_n_heads": 128,
+    },
+    "Qwen3-VL's text": {
+        "model_type": "qwen3_vl",
+        "text_config": {
+            **SIZES,
+            "model_type": "qwen3_vl_text",
+            "head_dim": 128,
+            "rope_scaling": MROPE,
+            "rope_theta": 5000000,
+        },
+        "vision_config": {"depth": 27},
+        "tie_word_embeddings": True,
+    },
+    "Qwen2.5-VL as it lies flat": {
+        **SIZES,
+        "model_type": "qwen2_5_vl",
+        "rope_scaling": {"type": "mrope", "mrope_section": [16, 24, 24]},
+        "rope_theta": 1000000.0,
+        "use_sliding_window": False,
+        "max_window_layers": 28,
+        "image_token_id": 151655,
+        "vision_config": {"depth": 32},
+    },
+    "Ministral with windows on some layers": {
+        **SIZES,
+        "model_type": "ministral",
+        "head_dim": 128,
+        "sliding_window": 32768,
+        "layer_types": ["full_attention", *["sliding_attention"] * 3],
+    },
+    "dots.llm1": {
+        **SIZES,
+        **MIXTURE,
+        "model_type": "dots1",
+        "head_dim": 128,
+        "norm_topk_prob": True,
+        "routed_scaling_factor": 2.5,
+        "sliding_window": None,
+        "n_group": 1,
+        "topk_group": 1,
+        "scoring_func": "noaux_tc",
+    },
+    "Seed-OSS": {
+        **SIZES,
+        "model_type": "seed_oss",
+        "attention_bias": True,
+        "attention_out_bias": False,
+        "head_dim": 128,
+        "rope_theta": 10000000.0,
+    },
+    "Arcee": {
+        **SIZES,
+        "model_type": "arcee",
+        "rope_scaling": {
+            "rope_type": "yarn",
+            "factor": 20.0,
+            "original_max_position_embeddings": 4096,
+            "mscale": 1.0,
+        },
+    },
+    "Gemma 1 says gelu": {**SIZES, "model_type": "gemma", "hidden_act": "gelu"},
+    "StableLM 3B": {
+        **SIZES,
+        "model_type": "stablelm",
+        "rope_pct": 0.25,
+        "layer_norm_eps": 1e-05,
+        "use_qkv_bias": True,
+    },
+    "rope_parameters beside a stale rope_theta": {
+        **SIZES,
+        "model_type": "llama",
+        "rope_theta": 10000.0,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 500000.0},
+    },
+    "a stale partial_rotary_factor": {
+        **SIZES,
+        "model_type": "glm4",
+        "head_dim": 128,
+        "partial_rotary_factor": 0.25,
+        "rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5},
+    },
+    "original positions beside and inside": {
+        **SIZES,
+        "model_type": "llama",
+        "max_position_embeddings": 131072,
+        "original_max_position_embeddings": 8192,
+        "rope_scaling": {
+            "rope_type": "llama3",
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 4096,
+        },
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def script() -> ModuleType:
+    sys.path.insert(0, str(FOLDER))  # for its `lib`
+    try:
+        spec = util.spec_from_file_location("published", FOLDER / "published_configs.py")
+        assert spec is not None and spec.loader is not None
+        module = util.module_from_spec(spec)
+        sys.modules["published"] = module  # dataclasses look their module up
+        spec.loader.exec_module(module)
+    finally:
+        sys.path.remove(str(FOLDER))
+    return module
+
+
+SAMPLE = [name for i, name in enumerate(PUBLISHED) if ALL or i % 2 == 0]
+"""Every other one in `make test`."""
+
+
+@pytest.mark.parametrize("name", SAMPLE)
+def test_a_published_config_runs_as_in_transformers(script: ModuleType, name: str) -> None:
+    config = PUBLISHED[name]
+    assert ModelSpec.from_config(config, name=name).num_layers
+    assert script.runs_equal(script.shrunk(config))
+
+
+def test_a_wrong_theta_would_be_seen(script: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that the comparison above can fail."""
+    wrong = {"rope_theta": 123.0}
+    record = replace(llama.FAMILY, fields=lambda config: {**llama.fields(config), **wrong})
+    monkeypatch.setitem(BY_MODEL_TYPE, "seed_oss", record)
+    assert not script.runs_equal(script.shrunk(PUBLISHED["Seed-OSS"]))
