@@ -117,6 +117,8 @@ def shrunk(config: dict[str, Any]) -> dict[str, Any]:
     """Return a tiny model's config that says whatever else this one says."""
     config = _unquantised(config)
     kind = str(config["model_type"])
+    if kind in INSIDE:
+        config, kind = {"model_type": INSIDE[kind], "text_config": config}, INSIDE[kind]
     if kind not in WRAPPERS:
         return _shrunk_text(config, kind)
     text = config.get("text_config") or config
@@ -166,6 +168,12 @@ def _shrunk_text(config: dict[str, Any], kind: str) -> dict[str, Any]:
     return found
 
 
+INSIDE = {
+    "qwen2_vl_text": "qwen2_vl",
+    "qwen2_5_vl_text": "qwen2_5_vl",
+    "qwen3_vl_text": "qwen3_vl",
+}
+"""Language models that Transformers runs in their whole model only."""
 GROUPED = {"n_group": 4, "topk_group": 2}
 
 

@@ -37,6 +37,7 @@ BOOKKEEPING = frozenset(
         *("output_router_logits", "router_aux_loss_coef", "router_jitter_noise"),
         *("slow_but_exact", "max_window_layers", "vision_config", "text_config"),
         *("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id"),
+        "deepstack_visual_indexes",
     ]
 )
 """Keys that config classes read and that change nothing of what a trained model computes."""
@@ -182,12 +183,19 @@ def _require_known(config: Config, asked: set[str], kind: ConfigClass, model_typ
     for key, value in left.items():
         read = key in kind.reads and key not in LEFT_OUT
         changing = read or key in CHANGING or key in NOT_CAUSAL
-        if changing and not _is_neutral(key, value, kind):
+        beyond = key == "sliding_window" and _is_beyond(value, config)
+        if changing and not beyond and not _is_neutral(key, value, kind):
             raise ValueError(
                 f"config.json: '{shortened(key)}'={short_repr(value)} changes what a model "
                 f"computes, and llmpq does not run {model_type} with it; remove it from "
                 "config.json if the model was trained without it"
             )
+
+
+def _is_beyond(window: Any, config: Config) -> bool:
+    """Whether a window holds all positions of the model."""
+    longest = config.get("max_position_embeddings")
+    return type(window) is int and type(longest) is int and window >= longest
 
 
 def _is_neutral(key: str, value: Any, kind: ConfigClass) -> bool:

@@ -155,6 +155,7 @@ def test_a_key_that_changes_the_arithmetic_is_refused_unless_it_is_off(model: st
     [
         ("llama-3-8b", {"unsloth_fixed": True, "_flash_attn_2_enabled": True}),
         ("llama-3-8b", {"is_llama_config": True, "rope_interleaved": False}),
+        ("llama-3-8b", {"sliding_window": 8192, "layer_types": ["full_attention"] * 32}),
         ("llama-3-8b", {"_attn_implementation_autoset": True, "neftune_noise_alpha": 5}),
         ("qwen3-30b-a3b", {"use_qk_norm": True, "shared_expert_intermediate_size": 5632}),
         ("mistral-7b", {"max_sequence_length": 9, "unsloth_version": "2026.1"}),
@@ -188,6 +189,14 @@ def test_a_key_that_the_config_class_does_not_read_changes_nothing(model: str, k
 def test_an_absent_key_has_the_default_of_the_config_class(config: dict, found: dict) -> None:  # type: ignore[type-arg]
     spec = ModelSpec.from_config(config, name="silent")
     assert {key: getattr(spec, key) for key in found} == found
+
+
+@pytest.mark.parametrize(
+    "change", [{"sliding_window": 512}, {"layer_types": ["sliding_attention"] * 32}]
+)
+def test_a_window_that_every_cache_of_transformers_reads_is_refused(change: dict) -> None:  # type: ignore[type-arg]
+    with pytest.raises(ValueError, match="changes what a model computes"):
+        spec_of("llama-3-8b", **change)
 
 
 def test_gpt_oss_and_deepseek_have_their_classes_scalings() -> None:
