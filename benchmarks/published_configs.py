@@ -281,7 +281,7 @@ def main() -> None:
     print(json.dumps(families, indent=1))
     if not args.only:
         write_row(
-            "configs",
+            "configs.jsonl",
             bench="published_configs",
             case={"families": families, "refused": refused},
             samples=[float(outcome.equal) for outcome in found],

@@ -45,6 +45,9 @@ def dense_fields(config: Config) -> dict[str, Any]:
     if not set(kinds) <= {"attention", FULL}:
         raise ValueError(f"config.json: granitemoehybrid is not supported: llmpq lacks {RECURRENT}")
     expect(config, "position_embedding_type", "rope", default=None)
+    for key in config:
+        if key.startswith(("mamba_", "time_step_")) or key == "num_experts_per_tok":
+            config.get(key)  # read, and without effect
     return {**fields(config), "ffn": size(config, "shared_intermediate_size")}
 
 

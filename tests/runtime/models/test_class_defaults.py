@@ -6,6 +6,7 @@ import json
 from importlib import resources, util
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 
@@ -16,7 +17,16 @@ from llmpq.model_spec import ModelSpec
 pytestmark = pytest.mark.cpu
 SCRIPT = Path(__file__).parents[3] / "docs" / "make_class_defaults.py"
 KINDS = sorted({*BY_MODEL_TYPE, *WRAPPERS} - set(SAME_CLASS))
-SAID = {"glm4_moe": {"head_dim": 128}, "deepseek_v2": {"num_experts_per_tok": 2}}
+SAID: dict[str, dict[str, Any]] = {
+    "glm4_moe": {"head_dim": 128},
+    "deepseek_v2": {"num_experts_per_tok": 2},
+    "dots1": {"n_routed_experts": 8, "num_experts_per_tok": 2, "n_shared_experts": 1},
+    "granitemoehybrid": {
+        "layer_types": ["full_attention"] * 8,
+        "num_local_experts": 0,
+        "position_embedding_type": "rope",
+    },
+}
 """What a class takes no sound default for."""
 
 

@@ -118,7 +118,10 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         "attention_multiplier": 0.015625,
         "logits_scaling": 10,
         "tie_word_embeddings": True,
-        "mamba_n_heads": 128,
+        "mamba_n_heads": 2,
+        "mamba_d_head": 64,
+        "mamba_d_state": 128,
+        "mamba_expand": 2,
     },
     "Qwen3-VL's text": {
         "model_type": "qwen3_vl",
@@ -230,8 +233,8 @@ def script() -> ModuleType:
     return module
 
 
-SAMPLE = [name for i, name in enumerate(PUBLISHED) if ALL or i % 2 == 0]
-"""Every other one in `make test`."""
+SAMPLE = [name for i, name in enumerate(PUBLISHED) if ALL or i % 3 == 0]
+"""Every third one in `make test`."""
 
 
 @pytest.mark.parametrize("name", SAMPLE)
