@@ -52,6 +52,7 @@ FAMILY = replace(
     llama.FAMILY,
     name="gpt_oss",
     model_types=("gpt_oss",),
+    published_as="mxfp4",
     fields=fields,
     names=replace(
         llama.FAMILY.names,

@@ -105,6 +105,8 @@ class Family:
     """Its modules in front of the layers."""
     behind: tuple[str, ...]
     """And behind them."""
+    published_as: str | None = None
+    """The form in which its makers publish experts, where it is not 16 bits: `mxfp4`."""
 
 
 def norm_names(*parts: tuple[str, str]) -> dict[str, tuple[str, ...]]:

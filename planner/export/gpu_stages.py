@@ -66,8 +66,12 @@ def stages_by_node(plan: Plan, engine: str) -> list[tuple[str, list[StagePlan]]]
 
 
 def visible_devices(stages: list[StagePlan]) -> str:
-    """Return the environment's word for a node's GPUs in the order of its stages."""
-    return f"CUDA_VISIBLE_DEVICES={','.join(str(s.device_index) for s in stages)}"
+    """Return the environment's words for a node's GPUs in the order of its stages.
+
+    Numbers are nvidia-smi's, which go by the PCI bus; CUDA alone would begin with the fastest.
+    """
+    numbers = ",".join(str(s.device_index) for s in stages)
+    return f"CUDA_DEVICE_ORDER=PCI_BUS_ID CUDA_VISIBLE_DEVICES={numbers}"
 
 
 def pipeline_comment(engine: str, version: str, plan: Plan) -> str:

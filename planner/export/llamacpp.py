@@ -12,6 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from llmpq.devices.device_spec import device_specs
+from llmpq.families import FAMILIES
 from llmpq.model_spec import ModelSpec
 from llmpq.plan import Plan, StagePlan
 from llmpq.planner.export.module_names import numbers_pattern
@@ -29,6 +30,8 @@ from llmpq.planner.export.result import (
 from llmpq.precision import KVPrecision, Precision
 
 PORT = 50052
+BACKENDS = {"NVIDIA": "CUDA", "AMD": "ROCm", "Intel": "SYCL", "Apple": "MTL"}
+"""What llama.cpp calls a maker's GPUs, a number behind it."""
 GGUF_TYPES = {
     Precision.W8A16: "q8_0",
     Precision.W8A8: "q8_0",
@@ -36,7 +39,18 @@ GGUF_TYPES = {
     Precision.W4A4: "q4_k",
     Precision.W3A16: "q3_k",
 }
-GGUF_FILES = {"q8_0": "Q8_0", "q4_k": "Q4_K_S", "q3_k": "Q3_K_S"}
+WIDE_BLOCK = 256
+"""Weights of a block of q4_k and q3_k: rows must be whole blocks."""
+NARROW_TYPES = {
+    Precision.W8A16: "q8_0",
+    Precision.W8A8: "q8_0",
+    Precision.W4A16: "q4_0",
+    Precision.W4A4: "q4_0",
+    Precision.W3A16: "q4_0",
+}
+"""Types of blocks of 32, for rows that are not whole blocks of 256."""
+_FOUR_BITS = Precision.W4A16
+GGUF_FILES = {"q8_0": "Q8_0", "q4_k": "Q4_K_S", "q3_k": "Q3_K_S", "q4_0": "Q4_0"}
 CACHE_TYPES = {KVPrecision.KV8: "q8_0", KVPrecision.KV4: "q4_0", KVPrecision.KV2: "q4_0"}
 PLAIN_TYPES = {"bfloat16": "bf16", "float16": "f16", "float32": "f32"}
 
@@ -60,7 +74,7 @@ def llamacpp(plan: Plan, spec: ModelSpec) -> Exported:
     main = _main_node(plan)
     place = _placement(plan)
     plain = PLAIN_TYPES[plan.workload.dtype]
-    quantise, model = _quantise(plan, plain)
+    quantise, model = _quantise(plan, spec, plain)
     lines = [
         f"# llama.cpp ({engine_flags()['llamacpp']['version']}), on {main}: "
         + ", ".join(f"{s.device} layers {s.layers[0]}-{s.layers[1] - 1}" for s in plan.stages),
@@ -117,20 +131,24 @@ def _convert(plan: Plan, plain: str) -> str:
     )
 
 
-def _quantise(plan: Plan, plain: str) -> tuple[list[str], str]:
+def _quantise(plan: Plan, spec: ModelSpec, plain: str) -> tuple[list[str], str]:
     """Return the command, if any layer is quantised, and the file that is served.
+
+    A file of a checkpoint that is published at 4 bits has its codes already.
 
     The file's own type must be a quantised one, or llama-quantize heeds no `--tensor-type`; every
     layer is named, or it mixes types of its own choice.
     """
     table = by_precision(plan)
     quantised = [precision for precision in table if precision is not Precision.W16A16]
-    if not quantised:
+    as_published = FAMILIES[spec.family].published_as is not None and set(table) == {_FOUR_BITS}
+    if not quantised or as_published:
         return [], f"model-{plain}.gguf"
-    base = GGUF_TYPES[max(quantised, key=lambda p: len(table[p]))]
+    types_of = GGUF_TYPES if spec.hidden % WIDE_BLOCK == 0 else NARROW_TYPES
+    base = types_of[max(quantised, key=lambda p: len(table[p]))]
     types = [
         f"--tensor-type 'blk\\.{numbers_pattern(layers, plan.model.num_layers)}\\..*="
-        f"{GGUF_TYPES.get(p, plain)}'"
+        f"{types_of.get(p, plain)}'"
         for p, layers in table.items()
     ]
     words = ["llama-quantize", *types, f"model-{plain}.gguf", "model-plan.gguf", GGUF_FILES[base]]
@@ -141,7 +159,8 @@ def _serve(plan: Plan, place: LayerSplit, model: str, main: str) -> str:
     words = ["llama-server", "-m", model, "-ngl", str(sum(place.split))]
     remote = [s for s in place.gpus if s.node != main]
     if remote:
-        hosts = dict.fromkeys(f"{stage.node}:{PORT}" for stage in remote)
+        named = {node.name: node.host for node in plan.nodes}
+        hosts = dict.fromkeys(f"{named.get(s.node) or s.node}:{PORT}" for s in remote)
         words += ["--rpc", ",".join(hosts)]
     words += ["--device", ",".join(_names(place.gpus, main)) or "none"]
     if len(place.gpus) > 1:
@@ -175,8 +194,8 @@ def _names(gpus: list[StagePlan], main: str) -> list[str]:
 def _own_name(stage: StagePlan) -> str:
     """Return what llama.cpp calls a GPU on its own host (`--list-devices`)."""
     spec = device_specs().get(stage.kind)
-    amd = spec is not None and spec.capability is None
-    return f"{'ROCm' if amd else 'CUDA'}{stage.device_index}"
+    maker = "NVIDIA" if spec is None else spec.maker
+    return f"{BACKENDS[maker]}{stage.device_index}"
 
 
 def _missing(plan: Plan, place: LayerSplit) -> tuple[str, ...]:

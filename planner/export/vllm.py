@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from llmpq.model_spec import ModelSpec
 from llmpq.plan import Plan, StagePlan
 from llmpq.planner.export.gpu_stages import (
@@ -26,6 +28,8 @@ from llmpq.planner.export.result import (
 )
 from llmpq.precision import KVPrecision
 
+MOST_MEMORY = 0.95
+"""Share of a GPU beyond which vLLM's own workspace may have no room."""
 CACHE_TYPES = {KVPrecision.KV8: "int8_per_token_head", KVPrecision.KV4: "int4_per_token_head"}
 
 
@@ -43,6 +47,9 @@ def vllm(plan: Plan, spec: ModelSpec) -> Exported:
         command += " --distributed-executor-backend ray"
     command += f" --dtype {plan.workload.dtype} --max-model-len {plan.workload.max_len + 1}"
     command += f" --max-num-seqs {plan.workload.batch}"
+    share = _memory_share(plan)
+    if share is not None:
+        command += f" --gpu-memory-utilization {share:.2f}"
     cache = CACHE_TYPES.get(plan.workload.kv)
     if cache is not None:
         command += f" --kv-cache-dtype {cache}"
@@ -57,6 +64,18 @@ def vllm(plan: Plan, spec: ModelSpec) -> Exported:
         old_line(plan, "vLLM"),
     )
     return Exported(text="\n".join(lines) + "\n", not_expressed=missing)
+
+
+def _memory_share(plan: Plan) -> float | None:
+    """Return the share of every GPU that the plan may use: KV blocks take what weights leave.
+
+    None where a stage does not say its memory.
+    """
+    known = [stage.memory for stage in plan.stages if stage.memory is not None]
+    if len(known) < len(plan.stages):
+        return None
+    least = min(m.limit_bytes / (m.limit_bytes + m.reserve_bytes) for m in known)
+    return math.floor(100 * min(MOST_MEMORY, least)) / 100
 
 
 def _no_cache_type(plan: Plan) -> str | None:

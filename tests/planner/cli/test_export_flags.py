@@ -47,7 +47,9 @@ def _check(line: str, listed: dict[str, object]) -> int:
     words = shlex.split(line)
     if words[0] == "export":
         name = words[1].partition("=")[0]
-        assert name == "CUDA_VISIBLE_DEVICES" or name in listed["environment"]  # type: ignore[operator]
+        assert (
+            name in ("CUDA_DEVICE_ORDER", "CUDA_VISIBLE_DEVICES") or name in listed["environment"]
+        )  # type: ignore[operator]
         return 0
     if words[0].startswith("CUDA_VISIBLE_DEVICES="):
         words = words[1:]

@@ -73,7 +73,7 @@ def test_vllm_and_sglang_partitions() -> None:
         "# vLLM 0.33.0: stages on T4-0@box, T4-1@box\n"
         "# facebook/opt-125m stands for its checkpoint at the plan's bits: write that first "
         "(llmpq-quantize MODEL OUT --plan PLAN) and serve it\n"
-        "export CUDA_VISIBLE_DEVICES=0,1\n"
+        "export CUDA_DEVICE_ORDER=PCI_BUS_ID CUDA_VISIBLE_DEVICES=0,1\n"
         "export VLLM_PP_LAYER_PARTITION=7,5\n"
         "vllm serve facebook/opt-125m --pipeline-parallel-size 2 --dtype float16 "
         "--max-model-len 612 --max-num-seqs 8\n"
