@@ -105,7 +105,9 @@ OWN_FORMS = (
 """Keys that tell something where nothing else does."""
 
 
-def lacking(model_type: str, config: Config, text_type: str = "") -> str | None:
+def lacking(
+    model_type: str, config: Config, text_type: str = "", *, text_is_run: bool = False
+) -> str | None:
     """Return the features that a family needs and llmpq lacks, None where nothing tells.
 
     `text_type`: the `model_type` of the language model inside, where it has one of its own.
@@ -116,7 +118,9 @@ def lacking(model_type: str, config: Config, text_type: str = "") -> str | None:
     layers = config.get("layer_types")
     if isinstance(layers, list):
         found += [KINDS_OF_LAYERS[str(kind)] for kind in layers if str(kind) in KINDS_OF_LAYERS]
-    found = list(dict.fromkeys(found or _signs(config, OWN_FORMS)))
+    if not found and not text_is_run:
+        found = _signs(config, OWN_FORMS)
+    found = list(dict.fromkeys(found))
     own = [one for one in found if not any(one in other for other in found if other != one)]
     return ", and ".join(own) or None
 

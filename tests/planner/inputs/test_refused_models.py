@@ -76,7 +76,7 @@ GEMMA4 = {"global_head_dim": 512, "num_kv_shared_layers": 0, "hidden_size_per_la
         ("gemma4", {**GEMMA4, "enable_moe_block": True}, "a mixture of experts beside", "share"),
         ("gemma4", {**GEMMA4, "num_kv_shared_layers": 20}, "share a KV cache", "per-layer emb"),
         ("mistral3", {"model_type": "ministral3"}, "queries that grow with their", "share"),
-        ("kimi_k25", {"model_type": "kimi_k2"}, "'kimi_k2' inside is run if saved", "mixture"),
+        ("kimi_k25", {"model_type": "kimi_k2", "kv_lora_rank": 512}, "'kimi_k2' inside is", "form"),
     ],
 )
 def test_a_refusal_is_true_of_the_config(kind: str, text: dict, has: str, has_not: str) -> None:  # type: ignore[type-arg]
