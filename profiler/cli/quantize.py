@@ -54,7 +54,7 @@ def quantize(request: QuantizeRequest) -> int:
     device = usable_device(request.device)
     if request.output.exists() and not request.output.is_dir():
         raise ValueError(f"'{request.output}' is a file, expected a directory to write")
-    request = replace(request, model=str(local_model(request.model)))
+    request = replace(request, model=local_model(request.model))
     spec = ModelSpec.from_directory(request.model)
     job = make_job(request, spec)
     started = time.perf_counter()
