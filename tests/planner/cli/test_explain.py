@@ -79,8 +79,8 @@ SHORT = {
     ),
     "batch alone": (
         "--global_bz 400 --bits 3 --kv 2",
-        "at w3a16 and kv2, large-0 is short by #, whatever the context; what fits: --global_bz #, or "
-        "cpu=128GB among the devices, or 4 more large",
+        "at w3a16 and kv2, large-0 is short by #, whatever the context; what fits: "
+        "--global_bz #, or cpu=128GB among the devices, or 4 more large",
     ),
     "no flag": (
         "--global_bz 1 --bits 3 --kv 2 --reserve 15GiB --max-devices 1",
