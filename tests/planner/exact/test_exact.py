@@ -247,7 +247,7 @@ def test_splitting_parts_changes_nothing(monkeypatch: pytest.MonkeyPatch, seeds:
 
 
 def test_no_time_still_gives_a_plan_and_its_bound() -> None:
-    p = _problem(8, layers=(8, 8), kinds=(2, 2), devices=(2, 2))
+    p = _problem(9, layers=(8, 8), kinds=(2, 2), devices=(2, 2))
     hurried, whole = solve_exact(p, time_limit_s=0.0), solve_exact(p)
     assert hurried.bound is not None and hurried.bound <= whole.value * (1 + 1e-9)
     assert hurried.value >= whole.value * (1 - 1e-9)
