@@ -289,8 +289,10 @@ def _loaded(directory: Path) -> Any:
 
         return AutoTokenizer.from_pretrained(directory, local_files_only=True)
     except Exception as error:  # the tokenizers library raises bare Exception, KeyError and more
+        lists = [TOKENIZER] if (directory / TOKENIZER).exists() else list(MERGES)
+        read = lists + [SETTINGS] * (directory / SETTINGS).exists()
         raise ValueError(
-            f"the tokenizer of '{directory}' ({TOKENIZER}, {SETTINGS}) cannot be read "
+            f"the tokenizer of '{directory}' ({', '.join(read)}) cannot be read "
             f"({type(error).__name__}: {' '.join(str(error).split())[:200]}); copy them from the "
             "model again"
         ) from None

@@ -72,7 +72,20 @@ def test_a_text_or_conversation_without_tokens_fails_its_row_only(
 @pytest.mark.parametrize("text", ["{}", '{"version": "1.0"', '{"model": {"type": "BPE"}}'])
 def test_a_broken_tokenizer_is_one_sentence(chat_model, text):
     (chat_model / "tokenizer.json").write_text(text)
-    with pytest.raises(ValueError, match=r"tokenizer\.json' .*cannot be read"):
+    read = r"tokenizer of '.*/chat' \(tokenizer\.json, tokenizer_config\.json\) cannot be read"
+    with pytest.raises(ValueError, match=read):
+        Tokenizer(chat_model)
+
+
+def test_a_broken_tokenizer_is_named_by_the_files_that_are_there(chat_model):
+    (chat_model / "tokenizer.json").write_text("{}")
+    (chat_model / "tokenizer_config.json").unlink()
+    with pytest.raises(ValueError, match=r"\(tokenizer\.json\) cannot be read .* again$"):
+        Tokenizer(chat_model)
+    (chat_model / "tokenizer.json").unlink()
+    (chat_model / "vocab.json").write_text("{")
+    (chat_model / "merges.txt").write_text("")
+    with pytest.raises(ValueError, match=r"\(vocab\.json, merges\.txt\) cannot be read"):
         Tokenizer(chat_model)
 
 
