@@ -13,7 +13,7 @@ from llmpq.cluster import Cluster, Device
 from llmpq.errors import BadPlanError, DoesNotFitError
 from llmpq.memory import stage_memory, unpacks_prompts
 from llmpq.model_spec import ModelSpec
-from llmpq.plan import Plan
+from llmpq.plan import Plan, PoolForm
 from llmpq.planner.checked_plan.plan_entries import used_inputs
 from llmpq.planner.checked_plan.recomputed import Recomputed, recomputed
 from llmpq.planner.costs.cost_book import CostBook
@@ -113,9 +113,18 @@ def _check_pool(plan: Plan, spec: ModelSpec) -> None:
     )
     if plan.pool != found:
         raise BadPlanError(
-            f"the plan states a KV pool of {plan.pool}, its workload needs {found}; re-plan with "
-            "llmpq-algo"
+            f"the plan states a KV pool of {_in_words(plan.pool)}, its workload needs "
+            f"{_in_words(found)}: re-plan with llmpq-algo, or leave `pool` out of the file"
         )
+
+
+def _in_words(pool: PoolForm | None) -> str:
+    """Return a pool's size for people."""
+    if pool is None:
+        return "none"
+    windows = f", {pool.window_blocks} of layers with a window" if pool.window_blocks else ""
+    size = ", ".join(map(format_size, pool.stage_bytes))
+    return f"{pool.num_blocks} blocks{windows} ({pool.tokens} tokens; {size})"
 
 
 def _check_memory(plan: Plan, spec: ModelSpec, position: int, device: Device) -> None:

@@ -235,4 +235,9 @@ def test_check_of_a_plan_too_big_for_its_device(
     data["workload"]["batch"] = 100_000
     out.write_text(json.dumps(data))
     code, _, err = _run(capsys, "check", str(out), *devices)
+    assert code == 3 and "states a KV pool of 2 blocks (256 tokens; " in err
+    assert "its workload needs 100000 blocks" in err
+    del data["pool"]
+    out.write_text(json.dumps(data))
+    code, _, err = _run(capsys, "check", str(out), *devices)
     assert code == 5 and "the device has 31.7 GiB; short by " in err

@@ -48,7 +48,7 @@ def test_what_fits_at_three_bits_alone_is_offered_by_name(
 ) -> None:
     words = ["--devices", "t4=7GB", "--model", "opt-13b", *JOB]
     code, _, err = _run(capsys, *words)
-    assert code == 5 and "3-bit on" in err and "(--bits)" in err
+    assert code == 5 and "what fits: --bits 3,4" in err
     assert _run(capsys, *words, "--bits", "3")[0] == 0
 
 
