@@ -40,7 +40,7 @@ def test_two_devices_keep_what_one_cannot():
 
 
 def test_layers_give_up_no_more_than_they_must():
-    tight = plan_workload(MODEL, cpus("22 MiB"), JOB).plan  # all at 8 bits take 21.3 MiB
+    tight = plan_workload(MODEL, cpus("23 MiB"), JOB).plan  # all at 8 bits take 21.8 MiB
     assert Precision.W3A16 not in tight.precisions and Precision.W4A16 not in tight.precisions
     assert Precision.W8A16 in tight.precisions
 
