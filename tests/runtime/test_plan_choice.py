@@ -80,8 +80,10 @@ def test_several_gpus_state_the_pool_of_a_run_that_plans_itself(demo_model, h200
     job = PoolPlan(chosen.plan, spec, StageSettings(model_dir=""))
     assert job.serves and job.limits.num_blocks == chosen.plan.pool.num_blocks
     assert chosen.plan.workload.kv is KVPrecision.KV16
-    stated = job.plan.model_copy(update={"pool": None})
-    assert not replace(job, plan=stated).serves, "a plan of slots has slots"
+    older = replace(job, plan=job.plan.model_copy(update={"pool": None}))
+    assert older.serves and older.size == job.size, "GPUs run a pool unless they are refused one"
+    slots = replace(job, settings=StageSettings(model_dir="", gpu_pool=False))
+    assert not slots.serves
 
 
 def replace_devices(cluster, node):

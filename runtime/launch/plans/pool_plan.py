@@ -81,14 +81,19 @@ class PoolPlan:
 
         `DoesNotFitError` if a stage has no room for a block, or less than the plan states.
         """
-        size = fitting_pool(self._wanted, self.plan.stages, self.spec, self.plan.workload)
-        stated = self.plan.pool
-        if stated and not self._has_tails(size) and stated.num_blocks != size.num_blocks:
+        wanted, stated = self._wanted, self.plan.pool
+        size = counted = self._fitting(wanted)
+        if stated and self._has_tails(wanted):
+            counted = self._fitting(replace(wanted, prefix_cache=False))
+        if stated and stated.num_blocks != counted.num_blocks:
             raise DoesNotFitError(
                 f"the plan states a pool of {stated.num_blocks} blocks of KV cache, its stages "
-                f"have room for {size.num_blocks}; re-plan with this version of llmpq-algo"
+                f"have room for {counted.num_blocks}; re-plan with this version of llmpq-algo"
             )
         return size
+
+    def _fitting(self, wanted: PoolSize) -> PoolSize:
+        return fitting_pool(wanted, self.plan.stages, self.spec, self.plan.workload)
 
     def _has_tails(self, size: PoolSize) -> bool:
         """Whether a pool keeps 16-bit tokens behind packed blocks, for prefixes found again.

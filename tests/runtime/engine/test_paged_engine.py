@@ -28,7 +28,7 @@ from llmpq.runtime.step import Step
 from llmpq.runtime.step_message import StepMessage
 from llmpq.runtime.tools.open_stages import OpenStages
 from llmpq.runtime.weights.sources import CheckpointSource
-from llmpq.sizes.kv_format import kv_pool_bytes
+from llmpq.sizes.kv_format import TAIL_TOKENS, kv_pool_bytes
 from llmpq.sizes.pool_size import PoolSize
 
 pytestmark = pytest.mark.cpu
@@ -315,10 +315,9 @@ def test_requests_may_be_as_long_as_the_model_unless_it_then_computes_otherwise(
         assert PoolPlan(plan, model, told).size.max_len == 40
 
 
-def test_a_job_known_beforehand_keeps_slots_where_fewer_requests_would_run_at_once(
-    demo_model, make_plan
-):
-    """Of 47 tokens a request blocks make 128: three times the memory of slots."""
+@pytest.mark.parametrize("live", [True, False])
+def test_a_plan_of_slots_has_as_many_blocks_as_its_device_has_room_for(demo_model, make_plan, live):
+    """Of 47 tokens a request blocks make 128; a job has slots with drafts alone."""
     spec = ModelSpec.from_directory(demo_model)
     plan = make_plan(demo_model, (), batch=8)
     token = 2 * spec.num_layers * spec.kv_heads * spec.head_dim * 4
@@ -336,11 +335,10 @@ def test_a_job_known_beforehand_keeps_slots_where_fewer_requests_would_run_at_on
     def pool(tokens: int, **told):
         return PoolPlan(with_room(tokens), spec, StageSettings(model_dir="", **told))
 
-    assert pool(8 * 128).serves and pool(8 * 128).size.num_blocks == 8
-    assert not pool(8 * 128 - 1).serves
-    assert pool(8 * 128 - 1, live=True).serves and pool(8 * 128 - 1, live=True).size.num_blocks == 7
-    assert not pool(8 * 128, speculate="ngram", gamma=2).serves
-    assert pool(8 * 128, speculate="ngram", gamma=2, live=True).serves
+    for tokens, blocks in ((8 * 128, 8), (8 * 128 - 1, 7), (8 * 47, 2)):
+        held = pool(tokens, live=live)
+        assert held.serves and held.size.num_blocks == blocks
+    assert pool(8 * 128, speculate="ngram", gamma=2, live=live).serves == live
 
 
 @pytest.mark.parametrize("kv", ["kv16", "kv4"])
@@ -357,10 +355,15 @@ def test_a_plan_states_the_pool_that_its_stages_allocate(demo_model, kv):
     made = llmpq.make_plan(demo_model, devices="cpu,cpu", **work)
     stated = made.pool
     assert stated is not None and len(made.stages) == len(stated.stage_bytes)
-    size = PoolPlan(made, spec, StageSettings(model_dir=str(demo_model), live=True)).size
-    stages = OpenStages(made, spec, CheckpointSource(demo_model, spec), pool=size)
-    assert [load.kv_bytes for load in stages.loads] == list(stated.stage_bytes)
-    assert stated.tokens == size.num_blocks * 128
+    token = 2 * spec.kv_heads * spec.head_dim * 4
+    tails = 0 if kv == "kv16" else stated.num_blocks * 4 * TAIL_TOKENS * token
+    for prefixes in (True, False):  # packed blocks have tails for prefixes, which no plan counts
+        settings = StageSettings(model_dir=str(demo_model), live=True, prefix_cache=prefixes)
+        size = PoolPlan(made, spec, settings).size
+        stages = OpenStages(made, spec, CheckpointSource(demo_model, spec), pool=size)
+        wanted = [nbytes + prefixes * tails for nbytes in stated.stage_bytes]
+        assert [load.kv_bytes for load in stages.loads] == wanted
+        assert stated.tokens == size.num_blocks * 128
     for live in (True, False):
         wrong = made.model_copy(update={"pool": stated.model_copy(update={"num_blocks": 99})})
         with pytest.raises(DoesNotFitError, match="states a pool of 99 blocks .* re-plan"):
