@@ -117,7 +117,9 @@ def test_a_run_needs_nothing_but_a_model_and_prompts(demo_model, tmp_path, capsy
     assert all(line["error"] is None for line in lines)
     usage = [line["response"]["body"]["usage"]["completion_tokens"] for line in lines]
     assert usage == [6, 6, 6]
-    assert main([*words, "--json", "--max-tokens", "2"]) == 0
+    assert main([*words, "--json", "--max-tokens", "2"]) == 2, "answers are not replaced unasked"
+    assert "--overwrite" in capsys.readouterr().err
+    assert main([*words, "--json", "--max-tokens", "2", "--overwrite"]) == 0
     assert json.loads(capsys.readouterr().out)["stages"], "with --json: the report, nothing else"
 
 
