@@ -43,6 +43,8 @@ class Architecture:
     """Whether norms are stored as 1 + w."""
     latent: bool = False
     """Whether attention is over latents, whose keys and values differ in size."""
+    further: bool = False
+    """Whether `block_count` counts layers that predict further tokens, which a file may lack."""
 
 
 def config_of_gguf(file: GgufFile) -> dict[str, Any]:
@@ -103,7 +105,7 @@ def _common(told: Metadata, architecture: Architecture) -> dict[str, Any]:
         raise ValueError(f"'{file.path}': keys and values of different sizes are not supported")
     config = {
         "model_type": architecture.model_type,
-        "num_hidden_layers": _layers(told),
+        "num_hidden_layers": _layers(told, architecture),
         "hidden_size": hidden,
         "num_attention_heads": heads,
         "num_key_value_heads": told.number("attention.head_count_kv", default=heads),
@@ -130,12 +132,15 @@ def _common(told: Metadata, architecture: Architecture) -> dict[str, Any]:
     return config
 
 
-def _layers(told: Metadata) -> int:
+def _layers(told: Metadata, architecture: Architecture) -> int:
     """Return how many layers there are; `ValueError` for more than the file has tensors of."""
     count: int = told.number("block_count")
+    further = 0
+    if architecture.further and told.get("nextn_predict_layers"):
+        further = told.number("nextn_predict_layers")
     numbers = (name.split(".", 2)[1] for name in told.file.tensors if name.startswith("blk."))
     held = 1 + max((int(number) for number in numbers if number.isdigit()), default=-1)
-    if count > held:
+    if count - further > held:
         raise ValueError(
             f"'{told.file.path}': metadata 'block_count' is {count}, its tensors are of {held} "
             "layers; the file is damaged or not whole: download it again"
@@ -302,7 +307,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "olmo2": Architecture(model_type="olmo2"),
     "mistral3": Architecture(model_type="mistral", also=_window, pairs=True),
     "gpt-oss": Architecture(model_type="gpt_oss", also=gpt_oss),
-    "glm4moe": Architecture(model_type="glm4_moe", also=glm4moe),
+    "glm4moe": Architecture(model_type="glm4_moe", also=glm4moe, further=True),
     "deepseek2": Architecture(model_type="deepseek_v2", also=deepseek2, latent=True),
 }
 """`general.architecture` -> what it means."""
