@@ -38,7 +38,7 @@ def plan(demo_model: Path, omega: Path, folder: Path, *more: str) -> Plan:
     cluster.write_text(
         "schema: 1\nname: small\nnodes:\n  - name: here\n    devices:\n"
         "      - {kind: CPU, threads: 1, memory: 9.4 MiB}\n"
-        "      - {kind: CPU, threads: 1, memory: 7.8 MiB}\n"
+        "      - {kind: CPU, threads: 1, memory: 8.2 MiB}\n"
     )
     words = f"--model {demo_model} --cluster {cluster} --global-bz 4 --s 32 --n 16 --theta 0.0001"
     words += f" --bits w4a4,w8a8,w16a16 --omega-file {omega} -o {out}"
