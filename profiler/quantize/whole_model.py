@@ -94,7 +94,7 @@ def quantize_model(
         resumed = (target / layer_file(index)).exists()
         parts: dict[str, Weight]
         if resumed:
-            described = quantization_config(job)
+            described = {"quant_method": OWN_FORM, **quantization_config(job)}
             parts = QuantizedCheckpoint(target, job.spec, described).layer(index, dtype)
         else:
             chosen = recipe(precision, job.spec, job.settings)
