@@ -16,7 +16,7 @@ from llmpq.checkpoints.gguf_file import is_model
 from llmpq.checkpoints.hub import local_model
 from llmpq.errors import ExitCode
 from llmpq.memory import Quantization
-from llmpq.model_spec import ModelSpec
+from llmpq.model_spec import ModelSpec, builtin_name
 from llmpq.precision import KVPrecision, Precision
 from llmpq.profiler.cli.flags import OmegaRequest
 from llmpq.profiler.cli.tables import omega_table
@@ -33,6 +33,7 @@ log = logging.getLogger(__name__)
 def main(request: OmegaRequest) -> int:
     """Compute omega and write it."""
     if request.kind != "random":
+        _require_weights(request)
         request = replace(request, model=str(local_model(request.model)))
     spec = model_spec(request.model)
     precisions = tuple(Precision.parse(b) for b in request.bits.split(","))
@@ -47,6 +48,17 @@ def main(request: OmegaRequest) -> int:
     Console().print(omega_table(sensitivity))
     log.info("wrote %s (%s indicator, %.1f s)", request.output, request.kind, seconds)
     return ExitCode.DONE
+
+
+def _require_weights(request: OmegaRequest) -> None:
+    """Refuse a built-in name: it has a config alone. With an owner, it is one of the hub."""
+    built_in = "/" not in request.model and builtin_name(request.model) is not None
+    if built_in and not is_model(request.model):
+        raise ValueError(
+            f"--kind {request.kind} reads real weights: --model must be a directory, a GGUF file "
+            "or a name on Hugging Face's hub such as Qwen/Qwen3-0.6B, got the built-in name "
+            f"'{request.model}', which works with --kind random"
+        )
 
 
 def _random(
@@ -83,11 +95,6 @@ def _observed(
     from llmpq.runtime.backends.backend import usable_device
     from llmpq.runtime.weights.numbers_source import open_numbers
 
-    if not is_model(request.model):
-        raise ValueError(
-            f"--kind {request.kind} reads real weights: --model must be a directory or a GGUF "
-            f"file, got '{request.model}'; a built-in name works with --kind random"
-        )
     if request.text is None:
         raise ValueError(f"--kind {request.kind} needs calibration text: give --text FILE")
     device = usable_device(request.device)
