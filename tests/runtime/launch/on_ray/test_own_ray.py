@@ -143,16 +143,24 @@ def _descendants(of: psutil.Process) -> list[psutil.Process]:
         return []
 
 
-def _start_and_disturb(folder: Path, victim: str | signal.Signals) -> tuple[int, str, list[str]]:
+def _start_and_disturb(
+    folder: Path, victim: str | signal.Signals, *, nohup: bool = False
+) -> tuple[int, str, list[str]]:
     """Run a command that starts Ray; at Ray's first process, send a signal or kill a part.
 
     Returns exit code, stderr, and what is left.
     """
-    process = subprocess.Popen(
-        [sys.executable, "-m", "llmpq.runtime", "check", "plan.json"], cwd=folder,
-        stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True,
-        env=os.environ | {"TMPDIR": str(folder)},
-    )  # fmt: skip
+    # The tests themselves may run under nohup, which what they start would inherit.
+    heeded, hangup = signal.getsignal(signal.SIGHUP), signal.SIG_IGN if nohup else signal.SIG_DFL
+    signal.signal(signal.SIGHUP, hangup)
+    try:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "llmpq.runtime", "check", "plan.json"], cwd=folder,
+            stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True,
+            env=os.environ | {"TMPDIR": str(folder)},
+        )  # fmt: skip
+    finally:
+        signal.signal(signal.SIGHUP, heeded)
     me, seen, done = psutil.Process(process.pid), dict[int, psutil.Process](), False
     end_s = time.monotonic() + LIMIT_S
     while process.poll() is None and time.monotonic() < end_s:
@@ -203,6 +211,11 @@ def test_a_start_that_is_cut_short_leaves_a_sentence_and_nothing_else(folder, vi
     assert len(lines) == 1 and says in lines[0], errors
     assert "Traceback" not in errors
     assert left == []
+
+
+def test_a_start_under_nohup_outlives_its_terminal(folder):
+    found, errors, left = _start_and_disturb(folder, signal.SIGHUP, nohup=True)
+    assert (found, left) == (0, []), errors
 
 
 HOLD_RAY = """
