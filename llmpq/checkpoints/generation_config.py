@@ -1,7 +1,7 @@
 """`generation_config.json`: the tokens that end an answer, and how its author samples.
 
 As in vLLM, its end tokens count beside those of config.json, and its sampling values are the
-defaults of whoever gives none. Standard library only.
+defaults of requests that state none. Standard library only.
 """
 
 from __future__ import annotations

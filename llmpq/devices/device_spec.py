@@ -74,7 +74,7 @@ class DeviceSpec(FileForm):
         return self.capability is None or _version(self.capability) >= OLDEST_BFLOAT16
 
     def default_reserve(self, memory_bytes: int) -> int:
-        """Return the bytes of its memory that a plan leaves free where nobody says how many."""
+        """Return the bytes of its memory that a plan leaves free by default."""
         shared = 0 if self.host_share is None else round(memory_bytes * (1 - self.host_share))
         return min(self.reserve + shared, memory_bytes // 2)
 

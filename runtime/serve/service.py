@@ -178,8 +178,8 @@ class Service:
     ) -> list[Answers]:
         """Begin the answers to prompts; all or none.
 
-        A prompt may be what makes it, which is asked once there is room for its answers. Whoever
-        begins them reads them by `choices`, or gives them up by `give_up`.
+        A prompt may be a function that makes it, called once there is room for its answers. The
+        caller then reads the answers by `choices`, or drops them by `give_up`.
         `guided_by`: the field of the request that says what the text must be.
         """
         llm, limits = self.ready(), self.settings

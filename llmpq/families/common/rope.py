@@ -115,7 +115,7 @@ def scaling_of(config: Config, rope: Config) -> RopeScaling | None:
 
 
 def _require_no_other(rope: Config, kind: str) -> None:
-    """Refuse keys that change the frequencies elsewhere; what nobody computes with is no matter."""
+    """Refuse keys that change the frequencies elsewhere; keys that no family reads are ignored."""
     for key, neutral in CHANGING.items():
         if is_given(rope.get(key)) and rope[key] != neutral:
             raise ValueError(

@@ -217,8 +217,8 @@ class PoolPlan:
     def _live_tokens(self) -> int:
         """Return the tokens of a step of live requests, as many as every stage computes in time.
 
-        At most the plan's chunk. By its cost model, if that knows: of CPUs that nobody has measured
-        it does not.
+        At most the plan's chunk, by the plan's costs; CPUs without measured costs take the
+        default chunk at most.
         """
         plan, most = self.plan, self.plan.prefill_chunk or CHUNK_TOKENS
         measured = plan.predicted is not None and not plan.predicted.estimated
