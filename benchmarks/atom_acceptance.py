@@ -21,10 +21,10 @@ from llmpq.kernels.formats.atom_scheme import AtomScheme
 from llmpq.kernels.formats.atom_weight import AtomWeight
 from llmpq.profiler.quantize.one_layer import Recipe
 from llmpq.profiler.quantize.recipes import SMOOTHING
-from llmpq.runtime.engine.plain_loop import LocalPipeline
 from llmpq.runtime.models.linear import Weight
 from llmpq.runtime.step import Step
 from llmpq.runtime.tools.evaluate import perplexity
+from reference.pipeline import ReferencePipeline
 
 MAX_GAMMA = 7
 CONTEXT = 256
@@ -87,7 +87,7 @@ def measure(subject: Subject, name: str, recipe: Recipe, args: argparse.Namespac
         print(f"{subject.name:18} {name:30} gamma {gamma}  {accepted / judged:.3f}", flush=True)
 
 
-def pipeline(subject: Subject, ready: ReadyLayers, activation_bits: int) -> LocalPipeline:
+def pipeline(subject: Subject, ready: ReadyLayers, activation_bits: int) -> ReferencePipeline:
     """Return the model with activations of these bits; weights are shared."""
 
     def change(weight: Weight) -> Weight:
@@ -98,7 +98,7 @@ def pipeline(subject: Subject, ready: ReadyLayers, activation_bits: int) -> Loca
 
 
 def accepted_lengths(
-    tokens: Sequence[int], draft: LocalPipeline, target: LocalPipeline, places: int
+    tokens: Sequence[int], draft: ReferencePipeline, target: ReferencePipeline, places: int
 ) -> list[int]:
     """Return how many of MAX_GAMMA drafts each place accepts before its first refusal."""
     stride = (len(tokens) - CONTEXT) // places
@@ -111,7 +111,7 @@ def accepted_lengths(
 
 
 def _draft_and_verify(
-    context_BT: torch.Tensor, draft: LocalPipeline, target: LocalPipeline
+    context_BT: torch.Tensor, draft: ReferencePipeline, target: ReferencePipeline
 ) -> list[int]:
     batch = context_BT.shape[0]
     caches = target.caches(batch, CONTEXT + MAX_GAMMA + 2)

@@ -36,7 +36,7 @@ from torch import Tensor
 from llmpq.errors import DoesNotFitError
 from llmpq.kernels.formats.atom_scheme import AtomScheme
 from llmpq.kernels.formats.atom_weight import quantize_atom
-from llmpq.kernels.tools.gpu_timing import write_row
+from llmpq.kernels.gpu_timing import write_row
 from llmpq.memory import stage_memory
 from llmpq.model_spec import ModelSpec
 from llmpq.plan import Plan
@@ -46,10 +46,10 @@ from llmpq.runtime.engine.slot_limits import Limits
 from llmpq.runtime.launch.plans.hand_plan import hand_plan
 from llmpq.runtime.models.linear import Weight
 from llmpq.runtime.request import Request
-from llmpq.runtime.tools.open_stages import OpenStages
 from llmpq.runtime.weights.sources import RandomSource
 from llmpq.units import parse_size
 from llmpq.workload import Workload
+from reference.open_stages import OpenStages
 
 LOG_MEDIAN_PROMPT, SIGMA_PROMPT, SHIFT_PROMPT = math.log(18), 0.8, -1
 """The lognormal distribution of drawn prompts."""

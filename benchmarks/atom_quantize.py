@@ -18,7 +18,7 @@ import torch
 from lib.rows import RESULTS
 from torch import Tensor
 
-from llmpq.kernels.tools.gpu_timing import write_row
+from llmpq.kernels.gpu_timing import write_row
 from llmpq.model_spec import ModelSpec, builtin_configs
 from llmpq.precision import Precision
 from llmpq.profiler.quantize.recipes import Settings

@@ -27,9 +27,9 @@ from llmpq.runtime.launch.plans.hand_plan import hand_plan
 from llmpq.runtime.launch.plans.pool_plan import PoolPlan
 from llmpq.runtime.launch.stages.stage_settings import StageSettings, limits_of
 from llmpq.runtime.request import Request
-from llmpq.runtime.tools.open_stages import OpenStages
 from llmpq.runtime.weights.sources import CheckpointSource
 from llmpq.workload import Workload
+from reference.open_stages import OpenStages
 
 
 @dataclass(frozen=True)

@@ -29,16 +29,16 @@ from lib.rows import write_row
 
 from llmpq.model_spec import ModelSpec
 from llmpq.plan import Plan
-from llmpq.runtime.engine.schedule_replay import Replay, StageCost, replay
 from llmpq.runtime.engine.scheduler import Scheduler
 from llmpq.runtime.engine.slot_limits import Limits
 from llmpq.runtime.launch.plans.hand_plan import hand_plan
 from llmpq.runtime.launch.stages.stage_settings import limits_of
 from llmpq.runtime.request import MicroBatch, Request, StepKind
-from llmpq.runtime.tools.open_stages import OpenRun, OpenStages
 from llmpq.runtime.trace import TraceEvent
 from llmpq.runtime.weights.sources import CheckpointSource
 from llmpq.workload import Workload
+from reference.open_stages import OpenRun, OpenStages
+from reference.schedule_replay import Replay, StageCost, replay
 
 MODEL = Path(__file__).resolve().parents[1] / "examples" / "demo-7m"
 SHORTEST, LONGEST = 16, 400

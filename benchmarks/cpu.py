@@ -41,7 +41,6 @@ from llmpq.model_spec import ModelSpec
 from llmpq.precision import KVPrecision, Precision
 from llmpq.runtime.cache.kv_cache import PagedKV
 from llmpq.runtime.cache.paged_by_precision import make_paged_kv
-from llmpq.runtime.engine.plain_loop import LocalPipeline
 from llmpq.runtime.models.linear import round_activations
 from llmpq.runtime.models.sampling import likeliest
 from llmpq.runtime.models.stage_model import DTYPES
@@ -51,6 +50,7 @@ from llmpq.runtime.weights.dummy import CopiedLayers
 from llmpq.runtime.weights.sources import RandomSource
 from llmpq.sizes.kv_format import BLOCK_TOKENS, packed_blocks
 from llmpq.sizes.pool_size import PoolSize
+from reference.pipeline import ReferencePipeline
 
 KINDS = {16: "F16", 8: "Q8_0", 4: "Q4_0"}
 """llmpq's bits -> llama.cpp's kind of file."""
@@ -117,7 +117,7 @@ def _random_matrix(n: int, k: int, kind: str) -> np.ndarray:
     return blocks.reshape(n, -1)
 
 
-def our_model(spec: ModelSpec, bits: int, dtype: str, head_bits: int) -> LocalPipeline:
+def our_model(spec: ModelSpec, bits: int, dtype: str, head_bits: int) -> ReferencePipeline:
     """Build a model of random weights, all layers of one precision."""
     precision = Precision.parse(str(bits))
     scheme = Quantization().scheme
@@ -125,7 +125,7 @@ def our_model(spec: ModelSpec, bits: int, dtype: str, head_bits: int) -> LocalPi
         RandomSource(spec), dict.fromkeys(range(spec.num_layers), scheme(precision)),
         torch.device("cpu"),
     )  # fmt: skip
-    return LocalPipeline.build(
+    return ReferencePipeline.build(
         spec,
         source,
         precisions=[precision] * spec.num_layers,
@@ -135,7 +135,7 @@ def our_model(spec: ModelSpec, bits: int, dtype: str, head_bits: int) -> LocalPi
 
 
 @torch.inference_mode()
-def time_ours(model: LocalPipeline, batch: int, prompt: int, new: int) -> Seconds:
+def time_ours(model: ReferencePipeline, batch: int, prompt: int, new: int) -> Seconds:
     """Time one prefill and the mean of `new` decode steps, in the pool that runs serve from."""
     pool = pool_of(model, batch, prompt + new, KVPrecision.KV16)
     tokens = torch.randint(1, model.spec.vocab, (1, batch * prompt))
@@ -150,7 +150,7 @@ def time_ours(model: LocalPipeline, batch: int, prompt: int, new: int) -> Second
 
 @torch.inference_mode()
 def time_ours_behind(
-    model: LocalPipeline, batch: int, depth: int, new: int, kv: KVPrecision
+    model: ReferencePipeline, batch: int, depth: int, new: int, kv: KVPrecision
 ) -> Seconds:
     """Time decode steps of rows that have `depth` tokens in the pool, of any values."""
     pool = pool_of(model, batch, depth + new + 1, kv, start=depth)
@@ -164,7 +164,7 @@ def time_ours_behind(
 
 
 def pool_of(
-    model: LocalPipeline, batch: int, length: int, kv: KVPrecision, *, start: int = 0
+    model: ReferencePipeline, batch: int, length: int, kv: KVPrecision, *, start: int = 0
 ) -> PagedKV:
     """Return a pool whose rows have blocks for `length` tokens, `start` of them there."""
     blocks = -(-length // BLOCK_TOKENS)
@@ -180,7 +180,7 @@ def pool_of(
 
 
 def one_step(
-    model: LocalPipeline, pool: PagedKV, tokens: Tensor, starts: list[int], counts: list[int]
+    model: ReferencePipeline, pool: PagedKV, tokens: Tensor, starts: list[int], counts: list[int]
 ) -> None:
     """Run a step of all rows to its next tokens."""
     (stage,) = model.stages
@@ -354,7 +354,7 @@ def measure_bits(args: argparse.Namespace, spec: ModelSpec, bits: int, path: Pat
 
 
 def _programs(
-    args: argparse.Namespace, model: LocalPipeline, hf: Any, path: Path | None,
+    args: argparse.Namespace, model: ReferencePipeline, hf: Any, path: Path | None,
     size: tuple[int, int, int],
 ) -> dict[str, Callable[[], Seconds]]:  # fmt: skip
     bits, batch, depth = size

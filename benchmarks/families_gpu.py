@@ -34,11 +34,11 @@ from llmpq.kernels.formats.table_weight import E8M0, Values, table_weight
 from llmpq.kernels.gemm.experts.expert_sent import assign
 from llmpq.kernels.gemm.experts.expert_stack import ExpertStack
 from llmpq.kernels.gemm.experts.gated import GateRule
+from llmpq.kernels.gpu_timing import copies_for, time_launches, write_row
 from llmpq.kernels.kv import ruled_attend
 from llmpq.kernels.kv.low_bit.any_size_attend import attend_any_size
 from llmpq.kernels.kv.low_bit.low_bit_cache import QuantizedKVCache
 from llmpq.kernels.kv.reference import ScoreRule
-from llmpq.kernels.tools.gpu_timing import copies_for, time_launches, write_row
 from llmpq.memory import Quantization, layer_weight_bytes
 from llmpq.model_spec import ModelSpec
 from llmpq.planner.costs.roofline import experts_hit

@@ -27,8 +27,8 @@ from llmpq.kernels.gemm.experts.expert_stack import ExpertStack
 from llmpq.kernels.gemm.experts.gated import GateRule
 from llmpq.kernels.gemm.float_codes import fp8_products
 from llmpq.kernels.gemm.float_codes.fp8_products import Tile
+from llmpq.kernels.gpu_timing import copies_for, time_launches
 from llmpq.kernels.linear import linear
-from llmpq.kernels.tools.gpu_timing import copies_for, time_launches
 from llmpq.model_spec import ModelSpec
 from llmpq.precision import WeightScheme
 

@@ -27,8 +27,8 @@ from llmpq.kernels.gemm.choice import choose, rounded_rows
 from llmpq.kernels.gemm.config import Config
 from llmpq.kernels.gemm.ranking.machine import machine_of
 from llmpq.kernels.gemm.ranking.predict import Product, expected_us, form_key
+from llmpq.kernels.gpu_timing import copies_for, time_launches
 from llmpq.kernels.linear import linear
-from llmpq.kernels.tools.gpu_timing import copies_for, time_launches
 
 ROWS = (1, 4, 16, 48, 64, 96, 200, 512, 777, 2048)
 

@@ -33,12 +33,12 @@ from torch import Tensor
 
 from llmpq.kernels.fused.rope_append import rope_append_pages, rope_append_pages_reference
 from llmpq.kernels.gemm.reference import relative_error
+from llmpq.kernels.gpu_timing import write_row
 from llmpq.kernels.kv.paged.paged_attend import paged_attend
 from llmpq.kernels.kv.paged.paged_plan import PagedPlan
 from llmpq.kernels.kv.paged.paged_rows import dealt_out, row_table, spread, spread_reference
 from llmpq.kernels.kv.plain_attend import plain_attend
 from llmpq.kernels.kv.reference import EVERYTHING, ScoreRule, paged_attend_reference
-from llmpq.kernels.tools.gpu_timing import write_row
 from llmpq.model_spec import ModelSpec
 from llmpq.runtime.launch.launcher import Launch
 from llmpq.runtime.launch.plans.hand_plan import hand_plan, on_gpu

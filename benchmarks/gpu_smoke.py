@@ -23,12 +23,11 @@ from llmpq.kernels.fused import argmax as fused_argmax
 from llmpq.kernels.fused import gated_mlp, rms_norm
 from llmpq.kernels.fused import rope_append as fused_rope
 from llmpq.kernels.gemm.reference import relative_error
+from llmpq.kernels.gpu_timing import write_row
 from llmpq.kernels.kv import plain_attend
-from llmpq.kernels.tools.gpu_timing import write_row
 from llmpq.model_spec import ModelSpec
 from llmpq.precision import KVPrecision, Precision
 from llmpq.runtime.drafts.drafters import FixedDrafter
-from llmpq.runtime.engine.plain_loop import LocalPipeline
 from llmpq.runtime.engine.scheduler import Scheduler
 from llmpq.runtime.engine.slot_limits import Limits
 from llmpq.runtime.launch.plans.hand_plan import hand_plan
@@ -36,11 +35,12 @@ from llmpq.runtime.launch.stages.stage_settings import limits_of
 from llmpq.runtime.request import Request
 from llmpq.runtime.text.tokenizer import Tokenizer
 from llmpq.runtime.tools.evaluate import longest_window, perplexity
-from llmpq.runtime.tools.open_stages import OpenStages
 from llmpq.runtime.weights.quantized_checkpoint import open_checkpoint
 from llmpq.runtime.weights.sources import RandomSource
 from llmpq.speculation import SpeculationMode
 from llmpq.workload import Workload
+from reference.open_stages import OpenStages
+from reference.pipeline import ReferencePipeline
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 DEMO = EXAMPLES / "demo-7m"
@@ -107,7 +107,7 @@ def check_tokens() -> bool:
     spec = ModelSpec.from_directory(DEMO)
     prompts = _prompts()
     torch.set_num_threads(8)
-    want = LocalPipeline.from_directory(DEMO).generate(prompts, max_new=48)
+    want = ReferencePipeline.from_directory(DEMO).generate(prompts, max_new=48)
     good = True
     for mode in (None, "kv4", "ngram"):
         for graphs in (True, False):
@@ -216,7 +216,7 @@ def check_perplexity(model_dir: Path, rows: Path | None, commit: str | None) -> 
     spec = ModelSpec.from_directory(model_dir)
     text = Tokenizer(model_dir).encode((EXAMPLES / "heldout.txt").read_text(), special=False)
     text = text[:40_000]
-    pipeline = LocalPipeline.from_directory(model_dir, dtype=torch.bfloat16, device="cuda:0")
+    pipeline = ReferencePipeline.from_directory(model_dir, dtype=torch.bfloat16, device="cuda:0")
     ours = perplexity(pipeline.scores, text, window=longest_window(spec))
     model = transformers.AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.bfloat16)
     model = model.cuda()

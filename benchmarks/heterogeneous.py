@@ -248,7 +248,7 @@ def prompts(plan: Plan, job: int, new: int) -> list[Any]:
 
 def write_rows(plan: Plan, timed: Timed, args: argparse.Namespace) -> None:
     """Append the plan's rows: tokens a second, and seconds beside those predicted."""
-    from llmpq.kernels.tools.gpu_timing import write_row
+    from llmpq.kernels.gpu_timing import write_row
 
     work, predicted = plan.workload, plan.predicted
     case = {

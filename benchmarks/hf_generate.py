@@ -21,8 +21,8 @@ import torch
 from lib.rows import write_row
 from transformers import AutoModelForCausalLM
 
-from llmpq.runtime.engine.plain_loop import LocalPipeline
 from llmpq.runtime.models.stage_model import DTYPES
+from reference.pipeline import ReferencePipeline
 
 DEMO = Path(__file__).resolve().parents[1] / "examples" / "demo-7m"
 Tokens = list[list[int]]
@@ -48,7 +48,7 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     torch.manual_seed(0)
-    ours = LocalPipeline.from_directory(args.model, dtype=DTYPES[args.dtype])
+    ours = ReferencePipeline.from_directory(args.model, dtype=DTYPES[args.dtype])
     theirs = AutoModelForCausalLM.from_pretrained(args.model, dtype=DTYPES[args.dtype]).eval()
     prompts = torch.randint(1, ours.spec.vocab, (args.batch, args.prompt))
 

@@ -22,7 +22,7 @@ from pathlib import Path
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from llmpq.kernels.tools.gpu_timing import write_row
+from llmpq.kernels.gpu_timing import write_row
 from llmpq.model_spec import ModelSpec
 from llmpq.precision import Precision
 from llmpq.runtime.backends.build_stage import build_stage

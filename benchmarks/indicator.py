@@ -25,10 +25,10 @@ from llmpq.model_spec import ModelSpec
 from llmpq.precision import WEIGHT_ONLY, KVPrecision, Precision
 from llmpq.profiler.quality.observation import cut_windows, observe
 from llmpq.profiler.quality.omega import HessianObserver, VarianceObserver, random_tables
-from llmpq.runtime.engine.plain_loop import LocalPipeline
 from llmpq.runtime.text.tokenizer import Tokenizer
 from llmpq.runtime.tools.evaluate import perplexity
 from llmpq.runtime.weights.sources import CheckpointSource
+from reference.pipeline import ReferencePipeline
 
 KV = (KVPrecision.KV8, KVPrecision.KV4, KVPrecision.KV2)
 RANKED = (Precision.W4A16, Precision.W3A16)
@@ -108,7 +108,7 @@ def layer_losses(
     """Return the loss, in nats a token, that quantising each layer alone adds."""
 
     def loss(precisions: Sequence[Precision]) -> float:
-        pipeline = LocalPipeline.from_directory(model, precisions=precisions)
+        pipeline = ReferencePipeline.from_directory(model, precisions=precisions)
         return math.log(perplexity(pipeline.scores, tokens, window=512).value)
 
     plain = [Precision.W16A16] * spec.num_layers

@@ -19,12 +19,12 @@ from lib.rows import write_row
 from torch import Tensor
 
 from llmpq.kernels.formats.kv_block import KVFormat
-from llmpq.kernels.kv.oracle import attend_from_history, relative_error
 from llmpq.precision import KVPrecision
 from llmpq.runtime.cache.kv_cache import KVCache
-from llmpq.runtime.engine.plain_loop import LocalPipeline
 from llmpq.runtime.step import Step
 from llmpq.runtime.text.tokenizer import Tokenizer
+from reference.kv_history import attend_from_history, relative_error
+from reference.pipeline import ReferencePipeline
 
 FORMATS = tuple(
     (kv, group)
@@ -74,7 +74,7 @@ def main() -> int:
     parser.add_argument("--text", required=True, help="text file to read")
     parser.add_argument("--tokens", type=int, default=1024, help="context (default 1024)")
     args = parser.parse_args()
-    pipeline = LocalPipeline.from_directory(args.model)
+    pipeline = ReferencePipeline.from_directory(args.model)
     text = Path(args.text).read_text(encoding="utf-8")
     tokens = Tokenizer(args.model).encode(text, special=False)[: args.tokens]
     recorder = Recorder(pipeline.caches(1, args.tokens)[0])

@@ -4,7 +4,7 @@ python benchmarks/kv_pages.py [--heads 32/8x128,...] [--rows 1,8] [--tokens 300,
                               [--out FILE.jsonl] [--apart]
 
 Append and attention as a layer of a model has them: queries and keys are rotated on the way, graphs
-of launches find keys and values in device memory (kernels/tools/gpu_timing.py). Every row has as
+of launches find keys and values in device memory (kernels/gpu_timing.py). Every row has as
 many tokens, or with `--tokens mixed` one has 16,000 and the others 300. `--apart` also times append
 and attention one by one. The floor reads packed blocks and rings once.
 """
@@ -20,10 +20,12 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from lib.bench_kv import BANDWIDTH
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from llmpq.kernels.formats.kv_block import KVFormat
 from llmpq.kernels.gemm.reference import relative_error
+from llmpq.kernels.gpu_timing import copies_for, time_launches, write_row
 from llmpq.kernels.kv import ops
 from llmpq.kernels.kv.launch_plan import plan_attend
 from llmpq.kernels.kv.paged import packed_pages
@@ -31,8 +33,6 @@ from llmpq.kernels.kv.paged.packed_pages import PackedPages, PackedRows, attend_
 from llmpq.kernels.kv.paged.packed_pages_plan import PackedPlan
 from llmpq.kernels.kv.storage import DeviceRows, allocate_layer
 from llmpq.kernels.multiprocessors import multiprocessors
-from llmpq.kernels.tools.bench_kv import BANDWIDTH
-from llmpq.kernels.tools.gpu_timing import copies_for, time_launches, write_row
 from llmpq.precision import KVPrecision
 from llmpq.sizes.kv_format import BLOCK_TOKENS, RING_TOKENS, packed_end
 

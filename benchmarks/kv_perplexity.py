@@ -20,10 +20,10 @@ from lib.rows import write_row
 from llmpq.precision import KVPrecision
 from llmpq.runtime.cache.kv_cache import KVCache
 from llmpq.runtime.cache.low_bit_kv import LowBitKV
-from llmpq.runtime.engine.plain_loop import LocalPipeline
 from llmpq.runtime.models.stage_model import DTYPES
 from llmpq.runtime.text.tokenizer import Tokenizer
 from llmpq.runtime.tools.evaluate import perplexity
+from reference.pipeline import ReferencePipeline
 
 FORMATS: tuple[tuple[KVPrecision, int | None], ...] = (
     (KVPrecision.KV16, None),
@@ -37,7 +37,7 @@ FORMATS: tuple[tuple[KVPrecision, int | None], ...] = (
 
 
 @dataclass(frozen=True)
-class LowBitPipeline(LocalPipeline):
+class LowBitPipeline(ReferencePipeline):
     """A pipeline whose prompts, too, attend to packed keys and values.
 
     `key_group` tokens share a channel's key scale; None: one scale per token.
@@ -78,7 +78,7 @@ def main() -> int:
     args = parser.parse_args()
     text = Path(args.text).read_text(encoding="utf-8")
     tokens = Tokenizer(args.model).encode(text, special=False)[: args.tokens]
-    pipeline = LocalPipeline.from_directory(
+    pipeline = ReferencePipeline.from_directory(
         args.model, dtype=DTYPES[args.dtype], device=torch.device(args.device)
     )
     base = 0.0

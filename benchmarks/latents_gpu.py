@@ -18,11 +18,11 @@ from lib.rows import write_row
 
 from llmpq.devices.device_spec import canonical_kind, device_specs
 from llmpq.kernels.formats.kv_block import KVFormat
+from llmpq.kernels.gpu_timing import copies_for, time_launches
 from llmpq.kernels.kv import ruled_attend
 from llmpq.kernels.kv.low_bit import latent_codes
 from llmpq.kernels.kv.low_bit.any_size_attend import attend_any_size
 from llmpq.kernels.kv.low_bit.low_bit_cache import QuantizedKVCache
-from llmpq.kernels.tools.gpu_timing import copies_for, time_launches
 from llmpq.precision import KVPrecision
 from llmpq.sizes.kv_format import BLOCK_TOKENS
 

@@ -28,7 +28,7 @@ import numpy as np
 
 from llmpq.cluster import Cluster, Device
 from llmpq.cost_model import CostModel, LatencyEntry, Phase
-from llmpq.kernels.tools.gpu_timing import write_row
+from llmpq.kernels.gpu_timing import write_row
 from llmpq.profiler.timing.cases import (
     Conditions,
     Sample,

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from llmpq.devices.device_spec import DeviceSpec, canonical_kind, device_specs
-from llmpq.kernels.tools.gpu_timing import write_row
+from llmpq.kernels.gpu_timing import write_row
 from llmpq.memory import StageMemory, stage_memory
 from llmpq.model_spec import ModelSpec
 from llmpq.plan import Plan

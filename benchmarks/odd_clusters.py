@@ -44,7 +44,7 @@ from llmpq.planner.predict.pipeline_time import job_time, sum_omega, value
 from llmpq.planner.predict.replay import replay
 from llmpq.planner.predict.step_by_step import told_time
 from llmpq.planner.solving import isolated
-from llmpq.planner.tools.random_cases import RandomCase
+from reference.random_cases import RandomCase
 
 FILE = "odd_clusters.jsonl"
 CLUSTERS = Path(__file__).parent / "clusters"

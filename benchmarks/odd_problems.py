@@ -23,7 +23,7 @@ from llmpq.planner.cli.arguments import plan_request
 from llmpq.planner.formulation.problem import Problem
 from llmpq.planner.inputs.make_problem import make_problem, parse_kv
 from llmpq.planner.refusal import too_big
-from llmpq.planner.tools.random_cases import RandomCase
+from reference.random_cases import RandomCase
 
 KINDS = (
     "CPU", "P40", "P100-16GB", "V100-16GB", "V100-32GB", "T4", "RTX-2080-Ti", "A10", "A30", "A40",

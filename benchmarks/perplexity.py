@@ -21,12 +21,12 @@ from lib.rows import write_row
 from llmpq.kernels.native import library
 from llmpq.model_spec import ModelSpec
 from llmpq.precision import Precision, WeightScheme
-from llmpq.runtime.engine.plain_loop import LocalPipeline
 from llmpq.runtime.models.linear import round_activations
 from llmpq.runtime.models.stage_model import DTYPES
 from llmpq.runtime.text.tokenizer import Tokenizer
 from llmpq.runtime.tools.evaluate import longest_window, perplexity
 from llmpq.runtime.weights.sources import CheckpointSource
+from reference.pipeline import ReferencePipeline
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 BITS = (8, 4, 3)
@@ -44,7 +44,7 @@ def _exact_and_rounded(
     spec: ModelSpec, model: str, bits: int, dtype: torch.dtype, tokens: list[int]
 ) -> list[float]:
     """Return the perplexities with activations as they are, and rounded to 8 bits."""
-    pipeline = LocalPipeline.build(
+    pipeline = ReferencePipeline.build(
         spec,
         CheckpointSource(model, spec),
         precisions=[Precision.parse(str(bits))] * spec.num_layers,
@@ -80,7 +80,7 @@ def main() -> None:
     tokens = Tokenizer(args.model).encode(Path(args.text).read_text(), special=False)[: args.tokens]
 
     def measure(bits: int, scheme: WeightScheme | None, *, head: bool = False) -> float:
-        pipeline = LocalPipeline.build(
+        pipeline = ReferencePipeline.build(
             spec,
             CheckpointSource(args.model, spec),
             precisions=[Precision.parse(str(bits))] * spec.num_layers,

@@ -39,7 +39,7 @@ from llmpq.planner.inputs.make_problem import make_problem
 from llmpq.planner.predict.pipeline_time import StageTimes, makespan, published_code_time, sum_omega
 from llmpq.planner.predict.replay import replay
 from llmpq.planner.solving.methods import PLANNERS, solve
-from llmpq.planner.tools.random_problems import random_problem
+from reference.random_problems import random_problem
 
 ROOT = Path(__file__).resolve().parents[1]
 FILE = "planner.jsonl"

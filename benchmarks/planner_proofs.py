@@ -4,7 +4,7 @@
     python benchmarks/planner_proofs.py stopped --from 0 --to 2000   no bound above the optimum
     python benchmarks/planner_proofs.py more --from 0 --to 300       more to choose from is no worse
 
-`same` and `stopped` draw small problems (planner/tools/random_cases.py) and value every plan there
+`same` and `stopped` draw small problems (reference/random_cases.py) and value every plan there
 is; `stopped` ends the search at a random moment. `more` takes problems of real size
 (odd_problems.py) and adds a device, memory, or a precision: where both are proven the
 larger problem's plan must not be slower beyond the gap, else it must be within its own stated gap
@@ -32,8 +32,8 @@ from llmpq.errors import DoesNotFitError, LlmpqError
 from llmpq.planner.answer import Answer, Wish, answer
 from llmpq.planner.formulation.outcome import Unfinished
 from llmpq.planner.predict.replay import replay
-from llmpq.planner.tools.all_plans import best_of_all
-from llmpq.planner.tools.random_cases import RandomCase, random_case
+from reference.all_plans import best_of_all
+from reference.random_cases import RandomCase, random_case
 
 FILE = "planner.jsonl"
 BLOCKS = {"same": 250, "stopped": 250, "more": 25}

@@ -18,7 +18,7 @@ import time
 from pathlib import Path
 
 from llmpq.cost_model import CostModel
-from llmpq.kernels.tools.gpu_timing import write_row
+from llmpq.kernels.gpu_timing import write_row
 
 RESULTS = Path(__file__).parent / "results" / "fidelity.jsonl"
 

@@ -27,7 +27,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from llmpq.families import WRAPPERS
 from llmpq.families.common.class_defaults import SAME_CLASS, config_class
 from llmpq.planner.make import make_plan
-from llmpq.runtime.engine.plain_loop import LocalPipeline
+from reference.pipeline import ReferencePipeline
 
 VOCAB, LAYERS, HIDDEN, HEADS, HEAD = 199, 6, 64, 4, 16
 SHORT, NEW = 40, 6
@@ -223,7 +223,7 @@ def runs_equal(config: dict[str, Any]) -> bool:
         if "text_config" in said:
             said["text_config"] = {**said["text_config"], **FLOAT32}
         (Path(folder) / "config.json").write_text(json.dumps(said))
-        pipeline = LocalPipeline.from_directory(folder, max_len=len(PROMPTS[1]) + NEW)
+        pipeline = ReferencePipeline.from_directory(folder, max_len=len(PROMPTS[1]) + NEW)
         for prompt in PROMPTS:
             theirs = model.generate(
                 torch.tensor([prompt]),

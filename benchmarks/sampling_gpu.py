@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from llmpq.kernels.tools.gpu_timing import write_row
+from llmpq.kernels.gpu_timing import write_row
 from llmpq.model_spec import ModelSpec
 from llmpq.precision import Precision
 from llmpq.runtime.engine.scheduler import Scheduler
@@ -27,9 +27,9 @@ from llmpq.runtime.launch.plans.hand_plan import hand_plan
 from llmpq.runtime.launch.stages.stage_settings import limits_of
 from llmpq.runtime.models.sampling import TokenChoice, draw, probabilities, sample, uniform
 from llmpq.runtime.request import Request
-from llmpq.runtime.tools.open_stages import OpenStages
 from llmpq.runtime.weights.sources import RandomSource
 from llmpq.workload import Workload
+from reference.open_stages import OpenStages
 
 LOGITS = {"sharp": 6.0, "flat": 3.0}
 """Standard deviations."""

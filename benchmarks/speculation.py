@@ -28,7 +28,7 @@ from typing import Any
 import torch
 from lib.rows import write_row
 
-from llmpq.kernels.tools import gpu_timing
+from llmpq.kernels import gpu_timing
 from llmpq.model_spec import ModelSpec
 from llmpq.precision import Precision
 from llmpq.runtime.drafts.drafters import Acceptance, FixedDrafter
@@ -37,10 +37,10 @@ from llmpq.runtime.launch.plans.hand_plan import hand_plan
 from llmpq.runtime.launch.stages.stage_settings import limits_of
 from llmpq.runtime.request import Request
 from llmpq.runtime.text.tokenizer import Tokenizer
-from llmpq.runtime.tools.open_stages import OpenStages
 from llmpq.runtime.weights.sources import CheckpointSource
 from llmpq.speculation import SpeculationMode
 from llmpq.workload import Workload
+from reference.open_stages import OpenStages
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 

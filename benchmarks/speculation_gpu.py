@@ -32,7 +32,7 @@ from typing import Any
 from lib.speculation_bed import TIMED_ROUNDS, Bed, Target, Times, collect
 from lib.speculation_replay import ROOM, add_arguments, measured_acceptance
 
-from llmpq.kernels.tools.gpu_timing import write_row
+from llmpq.kernels.gpu_timing import write_row
 from llmpq.runtime.drafts.drafters import AutoDrafter, FixedDrafter
 from llmpq.speculation import PRIOR_ACCEPTANCE, WORTHWHILE, expected_tokens
 

@@ -40,10 +40,10 @@ from llmpq.runtime.engine.scheduler import Scheduler
 from llmpq.runtime.launch.plans.hand_plan import hand_plan
 from llmpq.runtime.launch.stages.stage_settings import limits_of
 from llmpq.runtime.request import MicroBatch, Request, StepKind
-from llmpq.runtime.tools.open_stages import OpenStages
 from llmpq.runtime.weights.sources import RandomSource
 from llmpq.speculation import SpeculationMode, expected_tokens
 from llmpq.workload import Workload
+from reference.open_stages import OpenStages
 
 ROUNDS_TIMED = 40
 

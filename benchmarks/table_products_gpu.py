@@ -23,8 +23,8 @@ from llmpq.kernels.formats.fp8_weight import Fp8Weight, fp8_weight
 from llmpq.kernels.formats.quantized_weight import QuantizedWeight
 from llmpq.kernels.formats.round_to_nearest import quantize_weight
 from llmpq.kernels.formats.table_weight import E4M3, E8M0, TableWeight, Values, table_weight
+from llmpq.kernels.gpu_timing import copies_for, time_launches, write_row
 from llmpq.kernels.linear import linear
-from llmpq.kernels.tools.gpu_timing import copies_for, time_launches, write_row
 from llmpq.precision import WeightScheme
 
 SHAPES = ((28672, 4096), (4096, 14336), (4096, 4096), (2048, 11008), (22016, 2048))

@@ -2,7 +2,7 @@
 
     python benchmarks/tune_decode.py --precision w8a16 --rows 1 2 4 8 16 32 --out FILE
 
-Timed alone, back to back (`python -m llmpq.kernels bench gemm`), a product meets only its like. In
+Timed alone, back to back (`kernel_bench.py bench gemm`), a product meets only its like. In
 a layer small kernels run while the next product's weights are on their way, and another
 configuration may be the fastest (H200, Llama-3.1-8B, 8 bits with zeros in bfloat16, 8 rows: 9 us
 less a layer). Steps are captured. Products are searched one after the other, largest first; the

@@ -20,7 +20,6 @@ from pydantic.fields import FieldInfo
 
 from llmpq.cluster import Cluster
 from llmpq.commands.command_line import CommandParser
-from llmpq.kernels.tools.flags import COMMANDS as KERNEL_TOOLS
 from llmpq.plan import Plan
 from llmpq.planner.cli import arguments
 from llmpq.profiler.cli import flags as profiler_flags
@@ -169,7 +168,6 @@ def parsers() -> Iterator[CommandParser]:
     yield from (tool_flags.eval_parser(), tool_flags.convert_parser(), tool_flags.doctor_parser())
     yield from (profiler_flags.run_parser(), profiler_flags.indicator_parser())
     yield from (profiler_flags.merge_parser(), profiler_flags.quantize_parser())
-    yield from (make() for make, _ in KERNEL_TOOLS.values())
 
 
 def commands_page() -> str:

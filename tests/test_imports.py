@@ -28,14 +28,12 @@ kernels/formats <- kernels/gemm
 kernels/gemm <- kernels/atom <- kernels/fused
 kernels/formats <- kernels/kv
 kernels/formats <- kernels/cpu
-kernels/gemm, kernels/cpu <- kernels/linear
-kernels/linear, kernels/fused, kernels/kv <- kernels/tools <- kernels/__main__
+kernels/gemm, kernels/cpu <- kernels/linear <- kernels/cpu_probe
 
 planner/costs, planner/limits <- planner/formulation <- planner/predict
 planner/predict <- planner/baselines, planner/ilp (one level) <- planner/exact <- planner/front
 planner/predict <- planner/checked_plan
 planner/predict <- planner/inputs <- planner/export
-planner/predict, planner/ilp <- planner/tools
 planner/front, planner/checked_plan <- planner/solving
 planner/solving, planner/inputs <- planner <- planner/cli <- planner/make, planner/__main__
 planner/export <- planner/cli
@@ -252,7 +250,7 @@ def test_planner_and_nouns_leave_torch_alone() -> None:
         ("llmpq.kernels.linear", "llmpq.runtime.step"),
         ("llmpq.planner.exact.search", "llmpq.planner.solving.isolated"),
         ("llmpq.planner.predict.fits", "llmpq.planner.cli.report"),
-        ("llmpq.runtime.links.message", "llmpq.runtime.tools.open_stages"),
+        ("llmpq.runtime.links.message", "llmpq.runtime.tools.bench"),
         ("llmpq.runtime.models.llama", "llmpq.runtime.drafts.ngram"),
         ("llmpq.kernels.formats.kv_block", "llmpq.kernels.kv.low_bit.attend"),
         ("llmpq.kernels.kv.low_bit.attend", "llmpq"),
@@ -267,7 +265,7 @@ def test_a_right_direction_is_let_through() -> None:
     for module, target in (
         ("llmpq.runtime.engine.stage_loop", "llmpq.runtime.models.layers"),
         ("llmpq.profiler.timing.cases", "llmpq.runtime.step"),
-        ("llmpq.kernels.tools.bench_kv", "llmpq.kernels.formats.kv_block"),
+        ("llmpq.kernels.kv.ops", "llmpq.kernels.formats.kv_block"),
         ("llmpq.runtime.auto_plan", "llmpq.planner.make"),
     ):
         assert wrong_edges({module: frozenset({target})}) == []

@@ -17,12 +17,10 @@ from torch.nn import functional
 from llmpq.kernels.atom.reference import atom_linear_reference
 from llmpq.kernels.formats.quantized_weight import QuantizedWeight
 from llmpq.model_spec import ModelSpec
-from llmpq.profiler.quantize.inject_outliers import InjectedSource
 from llmpq.profiler.quantize.layer_walk import CalibrationRun, random_windows
 from llmpq.profiler.quantize.linears_in_turn import quantize
 from llmpq.profiler.quantize.one_layer import Recipe, layer_bytes
 from llmpq.runtime.cache.kv_cache import KVCache
-from llmpq.runtime.engine.plain_loop import LocalPipeline
 from llmpq.runtime.models import layer_tensors as parts
 from llmpq.runtime.models import layers
 from llmpq.runtime.models.layers import DecoderLayer
@@ -31,6 +29,8 @@ from llmpq.runtime.models.stage_model import DTYPES
 from llmpq.runtime.step import Step
 from llmpq.runtime.text.tokenizer import Tokenizer
 from llmpq.runtime.weights.sources import CheckpointSource, TensorSource
+from reference.inject_outliers import InjectedSource
+from reference.pipeline import ReferencePipeline
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 INJECTED_FACTOR = 50.0
@@ -57,9 +57,9 @@ class Subject:
         name = torch.cuda.get_device_name() if self.device.type == "cuda" else None
         return {"device": name, "made_at": self.commit}
 
-    def pipeline(self, source: TensorSource) -> LocalPipeline:
+    def pipeline(self, source: TensorSource) -> ReferencePipeline:
         """Return the model of these tensors in float32."""
-        return LocalPipeline.build(self.spec, source, device=self.device)
+        return ReferencePipeline.build(self.spec, source, device=self.device)
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ class ReadyLayers:
 
 
 @dataclass(frozen=True)
-class CachedPipeline(LocalPipeline):
+class CachedPipeline(ReferencePipeline):
     """A pipeline whose caches come from `make_cache(spec, layers, slots, max_len)`."""
 
     make_cache: Callable[[ModelSpec, int, int, int], KVCache]

@@ -19,15 +19,14 @@ from torch import Tensor
 from llmpq.kernels.formats.kv_block import KVFormat
 from llmpq.kernels.fused.rope_append import rope_append_pages
 from llmpq.kernels.gemm.reference import relative_error
+from llmpq.kernels.gpu_timing import time_launches
 from llmpq.kernels.kv.paged.packed_pages import PackedPages, PackedRows, attend_packed_pages
 from llmpq.kernels.kv.paged.packed_pages_plan import PackedPlan
-from llmpq.kernels.kv.paged.packed_pages_reference import attend_packed_pages_reference
 from llmpq.kernels.kv.paged.paged_attend import paged_attend
 from llmpq.kernels.kv.paged.paged_plan import PagedPlan
 from llmpq.kernels.kv.paged.paged_rows import dealt_out, row_table, spread
 from llmpq.kernels.kv.reference import pack_block
 from llmpq.kernels.kv.storage import KVLayer, allocate_layer
-from llmpq.kernels.tools.gpu_timing import time_launches
 from llmpq.model_spec import ModelSpec
 from llmpq.precision import KVPrecision
 from llmpq.runtime.cache.paged_packed_kv import new_places, turned
@@ -36,6 +35,7 @@ from llmpq.runtime.llm import LLM
 from llmpq.runtime.sampling_params import SamplingParams
 from llmpq.sizes.kv_format import BLOCK_TOKENS, TAIL_TOKENS
 from llmpq.workload import Workload
+from reference.packed_pages import attend_packed_pages_reference
 
 Row = dict[str, Any]
 Rows = list[tuple[int, int, int]]

@@ -26,7 +26,7 @@ from lib.speculation_replay import (
 )
 from torch import nn
 
-from llmpq.kernels.tools.gpu_timing import median_us
+from llmpq.kernels.gpu_timing import median_us
 from llmpq.memory import Quantization
 from llmpq.model_spec import ModelSpec
 from llmpq.precision import KVPrecision, Precision

@@ -242,8 +242,7 @@ class CommandParser:
 
     def _show_and_leave(self, argv: Sequence[str]) -> None:
         if "--version" in argv:
-            name = self.program.split()[0].replace("python", "llmpq")  # python -m llmpq.kernels
-            self._leave(f"{name} {__version__}\n")
+            self._leave(f"{self.program.split()[0]} {__version__}\n")
         if "--help-all" in argv or "--help_all" in argv:
             self._leave(self.help_text(everything=True))
         if "--help" in argv or "-h" in argv:

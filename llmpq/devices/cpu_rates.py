@@ -30,7 +30,7 @@ from llmpq.workload import Dtype
 
 PROBE_S = 120.0
 """What a probe may take, compiling included; two seconds is what it does."""
-_PROBE = "llmpq.kernels.tools.cpu_probe"
+_PROBE = "llmpq.kernels.cpu_probe"
 _LEAVE = "leave it out to plan by the table's placeholder"
 
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from llmpq.kernels.tools.gpu_timing import write_row
+from llmpq.kernels.gpu_timing import write_row
 from llmpq.plan import Plan
 
 

@@ -26,8 +26,8 @@ from llmpq.kernels.gemm.ranking import learned
 from llmpq.kernels.gemm.ranking.machine import machine_of
 from llmpq.kernels.gemm.ranking.predict import Product
 from llmpq.kernels.gemm.ranking.tune import TunedProduct, search
+from llmpq.kernels.gpu_timing import copies_for, time_launches
 from llmpq.kernels.linear import linear
-from llmpq.kernels.tools.gpu_timing import copies_for, time_launches
 from llmpq.model_spec import ModelSpec
 from llmpq.plan import Plan, QuantizationForm
 from llmpq.precision import Precision

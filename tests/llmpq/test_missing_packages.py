@@ -61,7 +61,7 @@ COMMANDS = (
     (*PROFILE, ["tune", "--model", "qwen3-8b"], "run"),
     ("llmpq.profiler.cli.quantize", "main",
      [MODEL, "OUT/q", "--scheme", "w4a16", "--text", TEXT], "run"),
-    ("llmpq.kernels.__main__", "main", ["bench", "gemm"], "run"),
+    ("kernel_bench", "main", ["bench", "gemm"], "run"),
 )  # fmt: skip
 
 

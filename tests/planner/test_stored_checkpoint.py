@@ -24,9 +24,9 @@ from llmpq.planner.ilp.solve import solve_ilp
 from llmpq.planner.inputs.stored_precisions import StoredLayer, offered, stored_layers
 from llmpq.planner.predict.fits import fits
 from llmpq.planner.solving.methods import PLANNERS, solve
-from llmpq.planner.tools.brute_force import brute_force
-from llmpq.planner.tools.random_problems import random_problem
 from llmpq.precision import Precision
+from reference.brute_force import brute_force
+from reference.random_problems import random_problem
 
 Seeds = Callable[[Sequence[int]], Sequence[int]]
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from llmpq import LLM, SamplingParams
-from llmpq.runtime.engine.plain_loop import LocalPipeline
+from reference.pipeline import ReferencePipeline
 
 pytestmark = [
     pytest.mark.gpu,
@@ -19,7 +19,7 @@ def wanted(demo_model, random_prompts):
     trunk, *tails = random_prompts(200, 3, 40, 1)
     prompts = [*random_prompts(5, 300, 30, 129), *(trunk + tail for tail in tails)]
     torch.set_num_threads(2)
-    return prompts, LocalPipeline.from_directory(demo_model).generate(prompts, max_new=NEW)
+    return prompts, ReferencePipeline.from_directory(demo_model).generate(prompts, max_new=NEW)
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ come cut in any way: the query at p sees the same keys in the same bits.
     with chunks         append_packed | decode_packed | chunk_packed | combine_packed | write_rings
 
 Launches have shapes of their own, not the rows', so a CUDA graph of a step serves any mix of as
-many places. The twin is packed_pages_reference.py.
+many places. The twin is tests/reference/packed_pages.py.
 
 T places of a step.  R rows.  S slots.  M blocks of a request.  H query heads.  G key/value heads.
 D head_dim.  P blocks of the pool.

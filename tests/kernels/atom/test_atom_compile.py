@@ -13,7 +13,7 @@ from llmpq.kernels.atom.portable_kernels import (
     channel_gemm_kernel,
     norm_round_kernel,
 )
-from llmpq.kernels.tools.cubin import ARCHITECTURES, SHARED_LIMIT, Compiled, compile_kernel
+from reference.cubin import ARCHITECTURES, SHARED_LIMIT, Compiled, compile_kernel
 
 pytestmark = pytest.mark.compile
 

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 import torch
+from kernel_bench import main as kernels_main
 
-from llmpq.kernels.__main__ import main as kernels_main
 from llmpq.kernels.atom.hopper import HopperPlan, norm_input, product
 from llmpq.kernels.atom.product import atom_linear
 from llmpq.kernels.atom.reference import atom_linear_reference, integer_product
@@ -15,7 +15,6 @@ from llmpq.kernels.formats.atom_scheme import AtomScheme
 from llmpq.kernels.formats.atom_tiles import AtomTiles, atom_tiles, best_form
 from llmpq.kernels.formats.atom_weight import AtomWeight, quantize_atom
 from llmpq.kernels.gemm.reference import relative_error
-from llmpq.kernels.tools import check_atom
 from llmpq.model_spec import ModelSpec
 from llmpq.precision import KVPrecision
 from llmpq.runtime.backends.backend import backend_of
@@ -25,6 +24,7 @@ from llmpq.runtime.models.linear import Weight
 from llmpq.runtime.models.wiring import Wiring
 from llmpq.runtime.step import Step
 from llmpq.runtime.weights.sources import RandomSource
+from reference import check_atom
 
 pytestmark = [
     pytest.mark.gpu,

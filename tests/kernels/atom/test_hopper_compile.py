@@ -12,7 +12,7 @@ from triton.experimental.gluon import language as gl
 from llmpq.kernels.atom import fp8_kernel, int8_kernel, round_activation, round_kernels, round_norm
 from llmpq.kernels.atom import hopper as atom_hopper
 from llmpq.kernels.fused import gptq_block
-from llmpq.kernels.tools.cubin import ARCHITECTURES, SHARED_LIMIT, compile_kernel
+from reference.cubin import ARCHITECTURES, SHARED_LIMIT, compile_kernel
 
 pytestmark = pytest.mark.compile
 

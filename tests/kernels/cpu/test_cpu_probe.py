@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from llmpq.devices.cpu_rates import CpuRates
-from llmpq.kernels.tools import cpu_probe
+from llmpq.kernels import cpu_probe
 
 pytestmark = pytest.mark.cpu
 

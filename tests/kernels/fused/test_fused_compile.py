@@ -18,7 +18,7 @@ from llmpq.kernels.fused.round_inputs import round_kernel
 from llmpq.kernels.fused.weighted_sum import weighted_sum_kernel
 from llmpq.kernels.kv.low_bit.catch_up import catch_up_kernel
 from llmpq.kernels.kv.plain_attend import attend_kernel, combine_kernel
-from llmpq.kernels.tools.cubin import ARCHITECTURES, SHARED_LIMIT, compile_kernel
+from reference.cubin import ARCHITECTURES, SHARED_LIMIT, compile_kernel
 
 pytestmark = pytest.mark.compile
 

@@ -12,7 +12,7 @@ from llmpq.kernels.fused import rms_norm as fused_norm
 from llmpq.kernels.fused import rope_append as fused_rope
 from llmpq.kernels.gemm.reference import relative_error
 from llmpq.kernels.kv import plain_attend
-from llmpq.kernels.tools.cubin import SHARED_LIMIT
+from reference.cubin import SHARED_LIMIT
 
 pytestmark = [
     pytest.mark.thin(2),

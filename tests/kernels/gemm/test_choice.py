@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from kernel_bench import main as kernels_main
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from llmpq.kernels.__main__ import main as kernels_main
 from llmpq.kernels.gemm import choice as gemm_config
 from llmpq.kernels.gemm import linear_gpu
 from llmpq.kernels.gemm.choice import M_BUCKETS, bucket, rounded_rows

@@ -12,13 +12,13 @@ from llmpq.kernels.gemm.ranking.machine import REFERENCE
 from llmpq.kernels.gemm.ranking.predict import Product, shared_estimate
 from llmpq.kernels.gemm.rows_kernel import rows_kernel
 from llmpq.kernels.gemm.tile_kernel import tile_kernel
-from llmpq.kernels.tools.cubin import (
+from reference.cubin import (
     ARCHITECTURES,
     CONSUMER_BLACKWELL,
     SHARED_LIMIT,
     compile_kernel,
 )
-from llmpq.kernels.tools.machine_code import overwritten, product_loops
+from reference.machine_code import overwritten, product_loops
 
 pytestmark = pytest.mark.compile
 

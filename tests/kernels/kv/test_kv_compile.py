@@ -11,7 +11,7 @@ from llmpq.kernels.kv.low_bit import combine as kv_combine
 from llmpq.kernels.kv.ops import WORD_K_WIDTH
 
 pytest.importorskip("triton")
-from llmpq.kernels.tools.cubin import ARCHITECTURES, SHARED_LIMIT, compile_kernel  # noqa: E402
+from reference.cubin import ARCHITECTURES, SHARED_LIMIT, compile_kernel  # noqa: E402
 
 pytestmark = pytest.mark.compile
 POINTERS = {

@@ -13,8 +13,10 @@ if not torch.cuda.is_available():
 from llmpq.kernels.formats.kv_block import KVFormat
 from llmpq.kernels.fused import rope_append
 from llmpq.kernels.kv.low_bit.low_bit_cache import QuantizedKVCache
-from llmpq.kernels.kv.oracle import relative_error
-from llmpq.kernels.tools.check_kv import (
+from llmpq.model_spec import ModelSpec
+from llmpq.runtime.cache.low_bit_kv import LowBitKV
+from llmpq.runtime.step import Step
+from reference.check_kv import (
     TOLERANCE,
     WORDS_EQUAL,
     KvCase,
@@ -23,9 +25,7 @@ from llmpq.kernels.tools.check_kv import (
     random_steps,
     run_case,
 )
-from llmpq.model_spec import ModelSpec
-from llmpq.runtime.cache.low_bit_kv import LowBitKV
-from llmpq.runtime.step import Step
+from reference.kv_history import relative_error
 
 pytestmark = pytest.mark.gpu
 

@@ -10,12 +10,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from llmpq.kernels.formats.kv_block import KVFormat
 from llmpq.kernels.kv.low_bit.low_bit_cache import QuantizedKVCache
-from llmpq.kernels.kv.oracle import relative_error
 from llmpq.kernels.kv.storage import DeviceRows, allocate_layer
 from llmpq.model_spec import ModelSpec
 from llmpq.precision import KVPrecision
 from llmpq.runtime.cache.low_bit_kv import LowBitKV
 from llmpq.runtime.step import Step
+from reference.kv_history import relative_error
 
 triton = pytest.importorskip("triton")
 if not triton.knobs.runtime.interpret:
@@ -26,7 +26,7 @@ from llmpq.kernels.kv import launch_plan, oracle, reference, step_view  # noqa: 
 from llmpq.kernels.kv import ops as kv_ops  # noqa: E402
 from llmpq.kernels.kv.low_bit import attend as kv_attend  # noqa: E402
 from llmpq.kernels.kv.low_bit import ring_attend  # noqa: E402
-from llmpq.kernels.tools.check_kv import TOLERANCE, WORDS_EQUAL, KvCase, random_steps, run_case  # noqa: E402
+from reference.check_kv import TOLERANCE, WORDS_EQUAL, KvCase, random_steps, run_case  # noqa: E402
 
 pytestmark = [pytest.mark.interpret, pytest.mark.thin(2)]
 STEPS = [[(0, 280), (0, 20)], [(280, 1), (20, 1)]]

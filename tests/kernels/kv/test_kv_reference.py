@@ -7,12 +7,12 @@ from hypothesis import strategies as st
 
 from llmpq.kernels.formats.kv_block import KVFormat
 from llmpq.kernels.kv import step_view as kv_view
-from llmpq.kernels.kv.oracle import attend_from_history, relative_error
 from llmpq.kernels.kv.reference import append, append_and_attend
 from llmpq.kernels.kv.step_view import Rows
 from llmpq.kernels.kv.storage import allocate_layer, contiguous_table
 from llmpq.precision import KVPrecision
 from llmpq.sizes.kv_format import packed_blocks, packed_end
+from reference.kv_history import attend_from_history, relative_error
 
 pytestmark = pytest.mark.cpu
 TOLERANCE = (

@@ -5,7 +5,7 @@ import pytest
 from llmpq.kernels.kv import ruled_attend
 
 pytest.importorskip("triton")
-from llmpq.kernels.tools.cubin import ARCHITECTURES, SHARED_LIMIT, compile_kernel  # noqa: E402
+from reference.cubin import ARCHITECTURES, SHARED_LIMIT, compile_kernel  # noqa: E402
 
 pytestmark = pytest.mark.compile
 POINTERS = {

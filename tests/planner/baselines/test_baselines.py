@@ -21,8 +21,8 @@ from llmpq.planner.predict.fits import fits
 from llmpq.planner.predict.pipeline_time import job_time, stage_times, sum_omega
 from llmpq.planner.predict.replay import replay
 from llmpq.planner.solving.methods import solve
-from llmpq.planner.tools.brute_force import assignments
-from llmpq.planner.tools.random_problems import random_problem
+from reference.brute_force import assignments
+from reference.random_problems import random_problem
 
 pytestmark = [pytest.mark.pure, pytest.mark.slow]
 PAPER = Path(__file__).resolve().parents[3] / "clusters" / "paper"

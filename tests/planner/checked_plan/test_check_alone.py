@@ -18,7 +18,7 @@ from llmpq.planner.checked_plan.build_plan import build_plan
 from llmpq.planner.checked_plan.check import check_alone
 from llmpq.planner.formulation.outcome import Infeasible
 from llmpq.planner.solving.methods import solve
-from llmpq.planner.tools.random_problems import random_problem
+from reference.random_problems import random_problem
 
 pytestmark = pytest.mark.pure
 

@@ -20,9 +20,9 @@ from llmpq.planner.formulation.problem import Problem
 from llmpq.planner.predict.add_drafts import round_bytes
 from llmpq.planner.predict.pipeline_time import value
 from llmpq.planner.solving.methods import PLANNERS, solve
-from llmpq.planner.tools.random_problems import random_problem
 from llmpq.speculation import draft_bytes
 from llmpq.units import format_size
+from reference.random_problems import random_problem
 
 pytestmark = [pytest.mark.pure, pytest.mark.slow]
 ALL = "LLMPQ_ALL_TESTS" in os.environ

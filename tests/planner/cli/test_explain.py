@@ -20,7 +20,7 @@ from llmpq.planner.formulation.outcome import Unfinished
 from llmpq.planner.inputs.what_if import compared, loss_change, without
 from llmpq.planner.predict.pipeline_time import StageTimes
 from llmpq.planner.solving.methods import solve
-from llmpq.planner.tools.random_problems import random_problem
+from reference.random_problems import random_problem
 
 pytestmark = [pytest.mark.pure, pytest.mark.slow]
 CARDS = """

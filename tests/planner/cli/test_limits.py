@@ -13,8 +13,8 @@ from llmpq.plan import Plan
 from llmpq.planner.__main__ import main
 from llmpq.planner.predict.fits import fits
 from llmpq.planner.refusal import too_big
-from llmpq.planner.tools.brute_force import assignments
-from llmpq.planner.tools.random_problems import random_problem
+from reference.brute_force import assignments
+from reference.random_problems import random_problem
 
 pytestmark = pytest.mark.pure
 

@@ -22,8 +22,8 @@ from llmpq.planner.inputs.make_problem import make_problem
 from llmpq.planner.predict.fits import fits
 from llmpq.planner.predict.pipeline_time import sum_omega, value
 from llmpq.planner.solving.methods import PLANNERS, How, solve, solve_as
-from llmpq.planner.tools.brute_force import assignments
-from llmpq.planner.tools.random_problems import random_problem
+from reference.brute_force import assignments
+from reference.random_problems import random_problem
 
 Seeds = Callable[[Sequence[int]], Sequence[int]]
 

@@ -9,8 +9,8 @@ from llmpq.planner.front.least_omega import least_by_memory, least_omega
 from llmpq.planner.front.quality import refuse_unreachable
 from llmpq.planner.predict.fits import fits
 from llmpq.planner.predict.pipeline_time import sum_omega
-from llmpq.planner.tools.all_plans import best_of_all
-from llmpq.planner.tools.random_cases import random_case
+from reference.all_plans import best_of_all
+from reference.random_cases import random_case
 
 
 def test_the_least_sum_of_omega_is_that_of_every_plan_and_its_plan_fits() -> None:

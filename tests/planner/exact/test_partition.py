@@ -18,7 +18,7 @@ from llmpq.planner.checked_plan.check import check_plan
 from llmpq.planner.exact.search import solve_exact
 from llmpq.planner.formulation.outcome import Infeasible
 from llmpq.planner.formulation.problem import Problem
-from llmpq.planner.tools.random_problems import random_problem
+from reference.random_problems import random_problem
 
 pytestmark = [pytest.mark.pure, pytest.mark.slow]
 

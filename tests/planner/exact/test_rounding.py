@@ -14,8 +14,8 @@ from llmpq.planner.exact.bounds.relaxation import ClassRelaxation
 from llmpq.planner.exact.incumbents.rounding import rounded_plans
 from llmpq.planner.predict.fits import fits
 from llmpq.planner.predict.pipeline_time import value
-from llmpq.planner.tools.brute_force import brute_force
-from llmpq.planner.tools.random_problems import random_problem
+from reference.brute_force import brute_force
+from reference.random_problems import random_problem
 
 Seeds = Callable[[Sequence[int]], Sequence[int]]
 

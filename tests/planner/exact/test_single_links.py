@@ -19,7 +19,7 @@ from llmpq.planner.costs.cost_book import CostBook
 from llmpq.planner.formulation.problem import Problem
 from llmpq.planner.inputs.what_if import with_added, without
 from llmpq.planner.solving.methods import solve
-from llmpq.planner.tools.random_problems import random_problem
+from reference.random_problems import random_problem
 
 pytestmark = pytest.mark.pure
 

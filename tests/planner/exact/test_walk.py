@@ -20,8 +20,8 @@ from llmpq.planner.formulation.outcome import Assignment, Infeasible
 from llmpq.planner.formulation.problem import Problem
 from llmpq.planner.predict.fits import fits
 from llmpq.planner.predict.pipeline_time import sum_omega, value
-from llmpq.planner.tools.brute_force import assignments, brute_force
-from llmpq.planner.tools.random_problems import random_problem
+from reference.brute_force import assignments, brute_force
+from reference.random_problems import random_problem
 
 Seeds = Callable[[Sequence[int]], Sequence[int]]
 

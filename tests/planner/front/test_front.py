@@ -24,9 +24,9 @@ from llmpq.planner.front.front import Front, pareto_front
 from llmpq.planner.inputs.make_problem import make_problem
 from llmpq.planner.predict.fits import fits
 from llmpq.planner.predict.pipeline_time import sum_omega, value
-from llmpq.planner.tools.brute_force import assignments
-from llmpq.planner.tools.random_problems import random_problem
 from llmpq.precision import KVPrecision, bits_of
+from reference.brute_force import assignments
+from reference.random_problems import random_problem
 
 Seeds = Callable[[Sequence[int]], Sequence[int]]
 

@@ -26,9 +26,9 @@ from llmpq.planner.inputs.make_problem import generic_sensitivity
 from llmpq.planner.make import make_plan
 from llmpq.planner.predict.fits import fits
 from llmpq.planner.predict.pipeline_time import sum_omega, value
-from llmpq.planner.tools.brute_force import assignments
-from llmpq.planner.tools.random_cases import random_case
 from llmpq.precision import WEIGHT_ONLY, KVPrecision, Precision
+from reference.brute_force import assignments
+from reference.random_cases import random_case
 
 pytestmark = pytest.mark.pure
 

@@ -18,8 +18,8 @@ from llmpq.planner.ilp.orders import device_orders
 from llmpq.planner.ilp.solve import solve_ilp
 from llmpq.planner.predict.fits import fits
 from llmpq.planner.predict.pipeline_time import sum_omega, value
-from llmpq.planner.tools.brute_force import assignments, brute_force
-from llmpq.planner.tools.random_problems import random_problem
+from reference.brute_force import assignments, brute_force
+from reference.random_problems import random_problem
 
 pytestmark = pytest.mark.pure
 

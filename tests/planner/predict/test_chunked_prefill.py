@@ -21,10 +21,10 @@ from llmpq.planner.predict.pipeline_time import job_time, stage_times
 from llmpq.planner.predict.replay import replay
 from llmpq.planner.predict.step_by_step import step_by_step_time
 from llmpq.planner.refusal import too_big
-from llmpq.planner.tools.brute_force import brute_force
-from llmpq.planner.tools.random_problems import random_problem
 from llmpq.precision import Precision
 from llmpq.workload import prompt_chunks
+from reference.brute_force import brute_force
+from reference.random_problems import random_problem
 
 pytestmark = pytest.mark.pure
 

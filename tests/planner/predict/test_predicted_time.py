@@ -24,7 +24,7 @@ from llmpq.planner.predict.pipeline_time import (
 from llmpq.planner.predict.replay import replay
 from llmpq.planner.predict.simulate import simulate
 from llmpq.planner.predict.step_by_step import step_by_step_time, step_note, told_time
-from llmpq.planner.tools.random_problems import random_problem
+from reference.random_problems import random_problem
 
 pytestmark = [pytest.mark.pure, pytest.mark.slow]
 

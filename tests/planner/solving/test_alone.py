@@ -22,7 +22,7 @@ from llmpq.planner.solving import alone, isolated
 from llmpq.planner.solving.isolated import Beside
 from llmpq.planner.solving.methods import How
 from llmpq.planner.solving.tries import Tries
-from llmpq.planner.tools.random_problems import random_problem
+from reference.random_problems import random_problem
 
 ALL = "LLMPQ_ALL_TESTS" in os.environ
 HOW = How(method="exact", time_limit_s=1.0)

@@ -33,7 +33,7 @@ from llmpq.planner.solving.isolated import (
     solve_isolated,
 )
 from llmpq.planner.solving.methods import How, solve
-from llmpq.planner.tools.random_problems import random_problem
+from reference.random_problems import random_problem
 
 pytestmark = [pytest.mark.pure, pytest.mark.slow]
 

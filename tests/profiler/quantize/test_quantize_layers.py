@@ -29,14 +29,14 @@ from llmpq.model_spec import ModelSpec
 from llmpq.precision import Precision, WeightScheme
 from llmpq.profiler.cli.quantize import main as quantize_main
 from llmpq.profiler.quantize.gptq import gptq_atom, gptq_codes, inverse_factor
-from llmpq.profiler.quantize.inject_outliers import InjectedSource
 from llmpq.profiler.quantize.layer_walk import CalibrationRun, random_windows
 from llmpq.profiler.quantize.linears_in_turn import compensated, quantize
 from llmpq.profiler.quantize.one_layer import Recipe, channel_order, folded
-from llmpq.runtime.engine.plain_loop import LocalPipeline
 from llmpq.runtime.step import Step
 from llmpq.runtime.weights.quantized_checkpoint import open_checkpoint
 from llmpq.runtime.weights.sources import CheckpointSource
+from reference.inject_outliers import InjectedSource
+from reference.pipeline import ReferencePipeline
 
 pytestmark = pytest.mark.cpu
 FAMILIES = ("opt", "bloom", "llama", "qwen3", "mixtral")
@@ -182,7 +182,7 @@ def test_compensation_reduces_the_error_of_noisy_inputs() -> None:
 
 
 def logits(spec: ModelSpec, source: object, tokens: list[int]) -> torch.Tensor:
-    pipeline = LocalPipeline.build(spec, source)  # type: ignore[arg-type]
+    pipeline = ReferencePipeline.build(spec, source)  # type: ignore[arg-type]
     step = Step.of([0], [0], [len(tokens)])
     caches = pipeline.caches(1, 64)
     return pipeline.logits(torch.tensor([tokens]), step, caches, all_positions=True)
@@ -304,7 +304,7 @@ def test_w4a4_and_w8a8_run_without_calibration(demo_model: Path) -> None:
     exact = logits(spec, source, tokens)
 
     def error(precision: Precision) -> float:
-        pipeline = LocalPipeline.build(
+        pipeline = ReferencePipeline.build(
             spec, source, precisions=[precision] * spec.num_layers, scheme=Quantization().scheme
         )
         assert isinstance(pipeline.stages[0].layers[0].attention.qkv.weight, AtomWeight)

@@ -26,12 +26,12 @@ from llmpq.profiler.cli.quantize import main as quantize_main
 from llmpq.profiler.quantize.layer_walk import random_windows
 from llmpq.profiler.quantize.recipes import Settings
 from llmpq.profiler.quantize.whole_model import QuantizeJob, quantize_model, spread
-from llmpq.runtime.engine.plain_loop import LocalPipeline
 from llmpq.runtime.step import Step
 from llmpq.runtime.tools.evaluate import MeasuredJob, measured_plan, open_model, scores_of
 from llmpq.runtime.weights.quantized_checkpoint import open_checkpoint, stored_kv
 from llmpq.runtime.weights.quantized_writer import layer_file
 from llmpq.runtime.weights.sources import CheckpointSource
+from reference.pipeline import ReferencePipeline
 
 pytestmark = pytest.mark.cpu
 FAMILIES = ("opt", "bloom", "llama", "qwen2", "qwen3", "mixtral")
@@ -74,7 +74,7 @@ def written(demo_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Calla
     return made
 
 
-def logits(pipeline: LocalPipeline, tokens: list[int] = TOKENS) -> torch.Tensor:
+def logits(pipeline: ReferencePipeline, tokens: list[int] = TOKENS) -> torch.Tensor:
     step = Step.of([0], [0], [len(tokens)])
     caches = pipeline.caches(1, len(tokens))
     return pipeline.logits(torch.tensor([tokens]), step, caches, all_positions=True)
@@ -91,8 +91,8 @@ def test_every_family_reads_back_what_was_written(
 ) -> None:
     source = tiny_models.directory(kind)
     write(source, tmp_path / "q", scheme, group_size=None)
-    exact = logits(LocalPipeline.from_directory(source))
-    assert relative(logits(LocalPipeline.from_directory(tmp_path / "q")), exact) < 0.06
+    exact = logits(ReferencePipeline.from_directory(source))
+    assert relative(logits(ReferencePipeline.from_directory(tmp_path / "q")), exact) < 0.06
 
 
 @pytest.mark.parametrize("kind", FAMILIES)
@@ -100,7 +100,7 @@ def test_atom_layers_of_every_family_read_back_exactly(
     kind: str, tiny_models: Any, tmp_path: Path
 ) -> None:
     spec = write(tiny_models.directory(kind), tmp_path / "q", "w4a4", method="gptq", outliers=4)
-    first = logits(LocalPipeline.from_directory(tmp_path / "q"))
+    first = logits(ReferencePipeline.from_directory(tmp_path / "q"))
     source = open_checkpoint(tmp_path / "q", spec)
     weight = source.layer(0, torch.float32)["qkv.weight"]
     assert isinstance(weight, AtomWeight) and weight.index_K is not None
@@ -109,7 +109,7 @@ def test_atom_layers_of_every_family_read_back_exactly(
     assert down.index_K is None and down.scheme.rotation
     # The same tensors at 16-bit activations are the target of a draft: another result.
     precisions = [Precision.W4A16] * spec.num_layers
-    target = LocalPipeline.from_directory(tmp_path / "q", precisions=precisions)
+    target = ReferencePipeline.from_directory(tmp_path / "q", precisions=precisions)
     assert relative(first, logits(target)) > 0.01
 
 
@@ -126,8 +126,8 @@ def test_transformers_loads_it_and_gives_the_same_logits(
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "q", dtype=torch.float32)
     with torch.no_grad():
         theirs = model.eval()(torch.tensor([TOKENS])).logits
-    ours = logits(LocalPipeline.from_directory(tmp_path / "q"))
-    dense = logits(LocalPipeline.from_directory(demo_model))
+    ours = logits(ReferencePipeline.from_directory(tmp_path / "q"))
+    dense = logits(ReferencePipeline.from_directory(demo_model))
     # Transformers keeps layers that nobody quantised in bfloat16's values, as we do.
     assert relative(ours, theirs) < 2e-5 < 1e-2 < relative(dense, theirs)
 
@@ -140,7 +140,9 @@ def test_transformers_loads_quantised_experts(tiny_models: Any, tmp_path: Path) 
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "q", dtype=torch.float32)
     with torch.no_grad():
         theirs = model.eval()(torch.tensor([TOKENS])).logits
-    ours, dense = (logits(LocalPipeline.from_directory(path)) for path in (tmp_path / "q", source))
+    ours, dense = (
+        logits(ReferencePipeline.from_directory(path)) for path in (tmp_path / "q", source)
+    )
     assert relative(ours, theirs) < 2e-5 < 1e-3 < relative(dense, theirs)
 
 
@@ -222,8 +224,8 @@ def test_w8a8_rounds_inputs_as_transformers_does(demo_model: Path, tmp_path: Pat
             pairs = [seen[f"model.layers.{index}.{name}"] for name in names]
             y = atom_linear_reference(pairs[0][0], parts[f"{linear}.weight"])
             assert relative(y, torch.cat([pair[1] for pair in pairs], dim=-1)) < 1e-6
-    dense = logits(LocalPipeline.from_directory(demo_model))
-    ours = logits(LocalPipeline.from_directory(tmp_path / "q"))
+    dense = logits(ReferencePipeline.from_directory(demo_model))
+    ours = logits(ReferencePipeline.from_directory(tmp_path / "q"))
     # Sums of another order move some value over an edge; from there on the two drift apart.
     assert relative(ours, theirs) < 0.6 * relative(theirs, dense)
 
@@ -280,10 +282,10 @@ def gptq_directory(method: str, demo_model: Path, folder: Path) -> None:
 def test_gptq_and_awq_directories_are_read(method: str, demo_model: Path, tmp_path: Path) -> None:
     spec = ModelSpec.from_directory(demo_model)
     gptq_directory(method, demo_model, tmp_path)
-    ours = LocalPipeline.from_directory(
+    ours = ReferencePipeline.from_directory(
         demo_model, precisions=[Precision.W4A16] * spec.num_layers, scheme=Quantization().scheme
     )
-    assert relative(logits(LocalPipeline.from_directory(tmp_path)), logits(ours)) < 1e-5
+    assert relative(logits(ReferencePipeline.from_directory(tmp_path)), logits(ours)) < 1e-5
 
 
 @pytest.mark.parametrize(
@@ -348,7 +350,7 @@ def test_gptq_says_its_bits(bits: Any, demo_model: Path, tmp_path: Path) -> None
     gptq_directory("gptq", demo_model, tmp_path)
     change_config(tmp_path, quant_method="gptq", bits=bits)
     with pytest.raises(ValueError, match="quantization_config: 'bits' (is missing|must be a posi)"):
-        LocalPipeline.from_directory(tmp_path)
+        ReferencePipeline.from_directory(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -388,7 +390,7 @@ def test_int8_linears_beside_one_in_fp8_are_refused(demo_model: Path, tmp_path: 
     (name,) = (n for n in load_file(path) if n.endswith("q_proj.weight"))
     change_tensors(path, lambda ts: {**ts, name: ts[name].to(torch.float8_e4m3fn)}, metadata)
     with pytest.raises(ValueError, match=r"k_proj.weight' is int8, expected"):
-        LocalPipeline.from_directory(tmp_path / "q")
+        ReferencePipeline.from_directory(tmp_path / "q")
 
 
 def test_a_packed_weight_without_its_scales(demo_model: Path, tmp_path: Path) -> None:
@@ -396,7 +398,7 @@ def test_a_packed_weight_without_its_scales(demo_model: Path, tmp_path: Path) ->
     name = "model.layers.2.self_attn.q_proj.scales"
     change_tensors(tmp_path / "model.safetensors", lambda ts: {n: ts[n] for n in ts if n != name})
     with pytest.raises(ValueError, match=f"'{name}' is missing"):
-        LocalPipeline.from_directory(tmp_path)
+        ReferencePipeline.from_directory(tmp_path)
 
 
 @pytest.mark.parametrize("scheme", ["w4a16", "w4a4"])
@@ -407,7 +409,7 @@ def test_a_quantised_directory_with_more_layers_than_its_config(
     path = tmp_path / "q" / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"num_hidden_layers": 6}))
     with pytest.raises(ValueError, match=r"has layers up to 7 .*config\.json says 6 layers"):
-        LocalPipeline.from_directory(tmp_path / "q")
+        ReferencePipeline.from_directory(tmp_path / "q")
 
 
 def test_quantised_weights_are_not_quantised_again(
@@ -428,7 +430,9 @@ def test_a_plan_with_other_bits_is_refused(demo_model: Path, written: Any) -> No
         with pytest.raises(
             ValueError, match="stores 4-bit weights for 16-bit activations, the plan"
         ):
-            LocalPipeline.from_directory(written("w4a16"), precisions=[precision] * spec.num_layers)
+            ReferencePipeline.from_directory(
+                written("w4a16"), precisions=[precision] * spec.num_layers
+            )
 
 
 def test_the_command_quantises_and_explains(
@@ -440,7 +444,7 @@ def test_the_command_quantises_and_explains(
     short = ["--windows", "1", "--window", "32"]
     assert quantize_main([*command, *short, "--scheme", "w4a16"]) == 0
     assert (tmp_path / "q" / "tokenizer.json").exists()
-    assert LocalPipeline.from_directory(tmp_path / "q").spec.num_layers == 8
+    assert ReferencePipeline.from_directory(tmp_path / "q").spec.num_layers == 8
     assert quantize_main([*command, *short]) == 2
     assert "give either --scheme" in capsys.readouterr().err
     assert quantize_main([*command, *short, "--scheme", "w5a5"]) == 2

@@ -12,7 +12,6 @@ import torch
 
 from llmpq.model_spec import ModelSpec
 from llmpq.precision import Precision
-from llmpq.profiler.quantize.inject_outliers import InjectedSource
 from llmpq.profiler.quantize.layer_walk import CalibrationRun, Hessian, random_windows
 from llmpq.profiler.quantize.linears_in_turn import quantize
 from llmpq.profiler.quantize.one_layer import Recipe
@@ -20,6 +19,7 @@ from llmpq.profiler.quantize.recipes import Settings, recipe
 from llmpq.profiler.quantize.smooth_channels import factors, smoothed
 from llmpq.runtime.text.tokenizer import Tokenizer
 from llmpq.runtime.weights.sources import CheckpointSource
+from reference.inject_outliers import InjectedSource
 
 pytestmark = pytest.mark.cpu
 TEXT = Path(__file__).parents[3] / "examples" / "heldout.txt"

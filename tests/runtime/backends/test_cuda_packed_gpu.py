@@ -14,7 +14,6 @@ from llmpq.runtime.backends.gpu.cuda_stage import CudaStageCompute
 from llmpq.runtime.cache.kv_by_precision import make_kv_cache
 from llmpq.runtime.drafts.drafters import FixedDrafter
 from llmpq.runtime.engine.mailbox import Mailbox
-from llmpq.runtime.engine.plain_loop import LocalPipeline, pad
 from llmpq.runtime.engine.scheduler import Scheduler
 from llmpq.runtime.engine.slot_limits import Limits
 from llmpq.runtime.engine.stage_loop import FirstStage
@@ -22,6 +21,7 @@ from llmpq.runtime.request import Request
 from llmpq.runtime.step import Step
 from llmpq.runtime.trace import Recorder
 from llmpq.runtime.weights.sources import CheckpointSource
+from reference.pipeline import ReferencePipeline, pad
 
 pytestmark = [
     pytest.mark.gpu,
@@ -35,7 +35,7 @@ RULED = ("gemma2", "gemma3", "gpt_oss", "deepseek_v2", "deepseek_v3")
 
 def logits(directory: Any, tokens: list[int], kv: KVPrecision, device: str) -> list[torch.Tensor]:
     """Return the logits behind a prompt, a token, three tokens and a chunk of thirty."""
-    pipeline = LocalPipeline.from_directory(directory, device=device, max_len=len(tokens))
+    pipeline = ReferencePipeline.from_directory(directory, device=device, max_len=len(tokens))
     cache = make_kv_cache(
         pipeline.spec, kv, num_layers=4, slots=2, max_len=len(tokens), dtype=torch.float32,
         device=device,

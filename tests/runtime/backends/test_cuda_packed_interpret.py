@@ -13,10 +13,10 @@ from llmpq.kernels.kv.reference import ScoreRule
 from llmpq.precision import KVPrecision
 from llmpq.runtime.backends.gpu import cuda_experts, cuda_layers, cuda_rules
 from llmpq.runtime.cache.kv_by_precision import make_kv_cache
-from llmpq.runtime.engine.plain_loop import LocalPipeline, pad
 from llmpq.runtime.models import layer_tensors
 from llmpq.runtime.models.layers import DecoderLayer, PlainLayers
 from llmpq.runtime.step import Step
+from reference.pipeline import ReferencePipeline, pad
 
 pytestmark = [
     pytest.mark.interpret,
@@ -60,7 +60,7 @@ def go_by_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def logits(directory: Any, tokens: list[int], kv: KVPrecision) -> list[torch.Tensor]:
     """Return the logits behind a prompt, a token and three tokens more."""
-    pipeline = LocalPipeline.from_directory(directory)
+    pipeline = ReferencePipeline.from_directory(directory)
     options = {"num_layers": pipeline.spec.num_layers, "slots": 2, "max_len": len(tokens)}
     cache = make_kv_cache(pipeline.spec, kv, dtype=torch.float32, **options)
     found = []

@@ -8,9 +8,9 @@ from llmpq.runtime.drafts.drafters import FixedDrafter
 from llmpq.runtime.engine.paged_scheduler import PagedScheduler
 from llmpq.runtime.engine.pool_limits import PoolLimits
 from llmpq.runtime.request import Request
-from llmpq.runtime.tools.open_stages import OpenStages
 from llmpq.runtime.weights.sources import CheckpointSource
 from llmpq.sizes.pool_size import PoolSize
+from reference.open_stages import OpenStages
 
 pytestmark = [
     pytest.mark.gpu,

@@ -28,7 +28,6 @@ from llmpq.runtime.cache.paged_packed_latents import PagedPackedLatents
 from llmpq.runtime.drafts.drafters import FixedDrafter
 from llmpq.runtime.engine.mailbox import Mailbox
 from llmpq.runtime.engine.paged_scheduler import PagedScheduler
-from llmpq.runtime.engine.plain_loop import LocalPipeline
 from llmpq.runtime.engine.pool_limits import PoolLimits
 from llmpq.runtime.engine.stage_loop import FirstStage
 from llmpq.runtime.models import layer_tensors as parts
@@ -37,11 +36,12 @@ from llmpq.runtime.models.sampling import TokenChoice
 from llmpq.runtime.paged_step import PagedStep
 from llmpq.runtime.request import PagedRow, Request
 from llmpq.runtime.token_rules import Guide, TokenRules
-from llmpq.runtime.tools.open_stages import OpenStages
 from llmpq.runtime.trace import Recorder
 from llmpq.runtime.weights.sources import CheckpointSource
 from llmpq.sizes.kv_format import RING_TOKENS, TAIL_TOKENS
 from llmpq.sizes.pool_size import PoolSize
+from reference.open_stages import OpenStages
+from reference.pipeline import ReferencePipeline
 
 pytestmark = [
     pytest.mark.interpret,
@@ -172,7 +172,7 @@ def test_what_requests_share_is_found_again(tiny_models, random_prompts, make_pl
     compute = stage(make_plan(model, batch=3), model, step_tokens=100)
     requests = asked(prompts, 2)
     got = serve(compute, requests, num_blocks=2, step_tokens=100)  # room for one at a time
-    assert got == LocalPipeline.from_directory(model).generate(prompts, max_new=2)
+    assert got == ReferencePipeline.from_directory(model).generate(prompts, max_new=2)
     assert requests[1].num_prefix_hits == 128
 
 
@@ -288,7 +288,7 @@ def test_frequencies_that_change_with_the_length(models, random_prompts, make_pl
     """Whole prompts of one step, then rows that decode at lengths of their own: a CPU's tokens."""
     directory, prompts = models.directory("llama with dynamic rope"), random_prompts(19, 3, 12)
     compute = stage(make_plan(directory, batch=3, prompt_len=19, gen_len=NEW), directory)
-    want = LocalPipeline.from_directory(directory)
+    want = ReferencePipeline.from_directory(directory)
     assert serve(compute, asked(prompts), step_tokens=40) == [
         want.generate([prompt], max_new=NEW)[0] for prompt in prompts
     ]
@@ -453,7 +453,7 @@ def test_sampled_ruled_and_stopping_requests_beside_greedy_ones(
     model, prompts = tiny_models.directory("llama"), random_prompts(8, 12, 6, 9)
     sampled = TokenChoice(temperature=0.8, top_p=0.9, seed=3)
     params = [TokenChoice(), sampled, TokenChoice(), TokenChoice()]
-    want = LocalPipeline.from_directory(model).generate(prompts, max_new=NEW, params=params)
+    want = ReferencePipeline.from_directory(model).generate(prompts, max_new=NEW, params=params)
     stop = frozenset(want[2][1:2])
     assert want[2][0] not in stop
     want[2] = want[2][:2]

@@ -23,7 +23,6 @@ from llmpq.runtime.cache.plain_kv import PlainKVCache
 from llmpq.runtime.drafts import ngram
 from llmpq.runtime.drafts.drafters import Acceptance, FixedDrafter
 from llmpq.runtime.engine.mailbox import Mailbox
-from llmpq.runtime.engine.plain_loop import LocalPipeline
 from llmpq.runtime.engine.scheduler import Scheduler
 from llmpq.runtime.engine.slot_limits import Limits
 from llmpq.runtime.engine.stage_loop import FirstStage, result_tokens
@@ -38,6 +37,7 @@ from llmpq.runtime.step_message import describe
 from llmpq.runtime.trace import Recorder
 from llmpq.runtime.weights.sources import CheckpointSource
 from llmpq.sizes import gpu_workspace
+from reference.pipeline import ReferencePipeline
 
 pytestmark = [
     pytest.mark.interpret,
@@ -226,7 +226,7 @@ def test_sampled_and_stopping_requests_beside_greedy_ones(
     plan = make_plan(model, batch=3, decode_microbatch=3, prefill_microbatch=3)
     sampled = TokenChoice(temperature=0.8, top_p=0.9, seed=3)
     params = [TokenChoice(), sampled, TokenChoice()]
-    want = LocalPipeline.from_directory(model).generate(prompts, max_new=NEW, params=params)
+    want = ReferencePipeline.from_directory(model).generate(prompts, max_new=NEW, params=params)
     stop = frozenset(want[2][1:2])
     assert want[2][0] not in stop
     requests = [

@@ -4,11 +4,11 @@ import pytest
 import torch
 
 from llmpq.model_spec import ModelSpec
-from llmpq.runtime.engine.plain_loop import LocalPipeline
 from llmpq.runtime.engine.scheduler import Scheduler
 from llmpq.runtime.request import Request
-from llmpq.runtime.tools.open_stages import OpenStages
 from llmpq.runtime.weights.sources import CheckpointSource
+from reference.open_stages import OpenStages
+from reference.pipeline import ReferencePipeline
 
 pytestmark = [
     pytest.mark.gpu,
@@ -24,7 +24,7 @@ def test_tokens_equal_the_cpus(kind, graphs, tiny_models, random_prompts, make_p
     model, prompts = tiny_models.directory(kind), random_prompts(9, 30, 3, 17, 24, 5)
     plan = make_plan(model, batch=4, decode_microbatch=4)
     spec = ModelSpec.from_directory(model)
-    want = LocalPipeline.from_directory(model).generate(prompts, max_new=12)
+    want = ReferencePipeline.from_directory(model).generate(prompts, max_new=12)
     engine = OpenStages(plan, spec, CheckpointSource(model, spec), device="cuda:0", graphs=graphs)
     requests = [Request(id=i, prompt=tuple(p), max_new=12) for i, p in enumerate(prompts)]
     tokens = engine.run(Scheduler(limits_of(plan)), requests).tokens

@@ -12,7 +12,6 @@ from llmpq.runtime.backends.gpu import cuda_graphs, cuda_layers
 from llmpq.runtime.backends.gpu.cuda_graphs import rounded_rows
 from llmpq.runtime.backends.gpu.cuda_stage import CudaStageCompute
 from llmpq.runtime.engine.mailbox import Mailbox
-from llmpq.runtime.engine.plain_loop import LocalPipeline
 from llmpq.runtime.engine.scheduler import Scheduler
 from llmpq.runtime.engine.slot_limits import Limits
 from llmpq.runtime.engine.stage_loop import FirstStage
@@ -21,9 +20,10 @@ from llmpq.runtime.models.layers import DecoderLayer
 from llmpq.runtime.models.sampling import TokenChoice
 from llmpq.runtime.request import Request
 from llmpq.runtime.step import Step
-from llmpq.runtime.tools.open_stages import OpenStages
 from llmpq.runtime.trace import Recorder
 from llmpq.runtime.weights.sources import CheckpointSource
+from reference.open_stages import OpenStages
+from reference.pipeline import ReferencePipeline
 
 pytestmark = [
     pytest.mark.interpret,
@@ -124,7 +124,7 @@ def test_sampled_and_stopping_requests_beside_greedy_ones(
     plan = make_plan(model, batch=3, decode_microbatch=3, prefill_microbatch=3)
     sampled = TokenChoice(temperature=0.8, top_p=0.9, seed=3)
     params = [TokenChoice(), sampled, TokenChoice()]
-    pipeline = LocalPipeline.from_directory(model)
+    pipeline = ReferencePipeline.from_directory(model)
     want = pipeline.generate(prompts, max_new=NEW, params=params)
     stop = frozenset(want[2][1:2])
     assert want[2][0] not in stop

@@ -8,7 +8,6 @@ from llmpq.precision import KVPrecision, Precision
 from llmpq.runtime.backends.native_layers import NativeLayers
 from llmpq.runtime.cache.paged_by_precision import make_paged_kv
 from llmpq.runtime.drafts.draft_model import RoundedLinear
-from llmpq.runtime.engine.plain_loop import LocalPipeline
 from llmpq.runtime.models.layers import PlainLayers
 from llmpq.runtime.models.linear import round_activations
 from llmpq.runtime.ragged_step import RaggedStep
@@ -16,6 +15,7 @@ from llmpq.runtime.request import PagedRow
 from llmpq.runtime.step import Step
 from llmpq.sizes.kv_format import packed_blocks
 from llmpq.sizes.pool_size import PoolSize
+from reference.pipeline import ReferencePipeline
 
 pytestmark = [pytest.mark.cpu, pytest.mark.native]
 LEVELS = [level.name for level in library.usable_levels()]
@@ -58,7 +58,7 @@ class Counted(NativeLayers):
 
 
 def model_of(directory, bits, dtype):
-    pipeline = LocalPipeline.from_directory(
+    pipeline = ReferencePipeline.from_directory(
         directory, precisions=[Precision.parse(bits)] * _layers(directory), dtype=dtype
     )
     return pipeline, pipeline.stages[0]

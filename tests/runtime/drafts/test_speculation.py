@@ -21,10 +21,10 @@ from llmpq.runtime.models.sampling import probabilities
 from llmpq.runtime.request import Request, StepKind
 from llmpq.runtime.sampling_params import TokenChoice
 from llmpq.runtime.step_message import StepMessage
-from llmpq.runtime.tools.open_stages import OpenStages
 from llmpq.runtime.weights.sources import CheckpointSource
 from llmpq.sizes.kv_format import packed_end
 from llmpq.speculation import draft_bytes
+from reference.open_stages import OpenStages
 
 pytestmark = pytest.mark.cpu
 TARGET_BITS = {

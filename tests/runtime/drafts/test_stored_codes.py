@@ -15,9 +15,9 @@ from llmpq.kernels.formats.table_weight import Values, table_weight
 from llmpq.precision import Precision
 from llmpq.runtime.cli.speculation_choice import choose_speculation
 from llmpq.runtime.drafts.draft_model import build_draft
-from llmpq.runtime.engine.plain_loop import LocalPipeline
 from llmpq.runtime.models.linear import Linear
 from llmpq.speculation import usable_modes
+from reference.pipeline import ReferencePipeline
 
 pytestmark = pytest.mark.cpu
 FLOATS = {"type": "float", "strategy": "group"}
@@ -77,7 +77,7 @@ def test_modes_that_cannot_gain_are_refused(
 
 
 def test_a_stage_says_which_linears_it_drafts_at_the_targets_cost(demo_model, caplog):
-    pipeline = LocalPipeline.from_directory(demo_model)
+    pipeline = ReferencePipeline.from_directory(demo_model)
     model = pipeline.stages[0]
     first = next(part for part in model.layers.modules() if isinstance(part, Linear))
     n, k = first.weight.shape

@@ -17,8 +17,8 @@ from llmpq.runtime.links.message import pack_header, unpack_header
 from llmpq.runtime.request import MicroBatch, Request, StepKind
 from llmpq.runtime.sampling_params import TokenChoice
 from llmpq.runtime.step_message import StepMessage, describe
-from llmpq.runtime.tools.open_stages import OpenStages
 from llmpq.runtime.weights.sources import CheckpointSource
+from reference.open_stages import OpenStages
 
 pytestmark = [pytest.mark.cpu, pytest.mark.quick]
 KINDS = ("opt", "bloom", "llama", "qwen2", "qwen3", "mixtral")

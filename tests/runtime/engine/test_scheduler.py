@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llmpq.runtime.engine.schedule_replay import replay
 from llmpq.runtime.engine.scheduler import Scheduler
 from llmpq.runtime.engine.slot_limits import Limits
 from llmpq.runtime.request import MicroBatch, Request, StepKind
+from reference.schedule_replay import replay
 
 pytestmark = pytest.mark.pure
 

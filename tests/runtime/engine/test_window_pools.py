@@ -18,16 +18,16 @@ from llmpq.runtime.cache.kv_by_precision import make_kv_cache
 from llmpq.runtime.cache.low_bit_kv import LowBitKV
 from llmpq.runtime.cache.paged_by_precision import make_paged_kv
 from llmpq.runtime.engine.paged_scheduler import PagedScheduler
-from llmpq.runtime.engine.plain_loop import LocalPipeline, pad
 from llmpq.runtime.engine.pool_limits import PoolLimits
 from llmpq.runtime.launch.plans.pool_plan import PoolPlan
 from llmpq.runtime.launch.stages.stage_settings import StageSettings
 from llmpq.runtime.request import Request
 from llmpq.runtime.step import Step
-from llmpq.runtime.tools.open_stages import OpenStages
 from llmpq.runtime.weights.sources import CheckpointSource
 from llmpq.sizes.pool_size import PoolSize, wanted_pool
 from llmpq.workload import CHUNK_TOKENS, Workload
+from reference.open_stages import OpenStages
+from reference.pipeline import ReferencePipeline, pad
 
 pytestmark = pytest.mark.cpu
 NEW = 24
@@ -120,7 +120,7 @@ def test_one_pool_serves_where_windows_would_save_nothing(windowed_model: Any) -
     assert pool.nbytes == long.nbytes(spec, KVPrecision.KV16, layers=range(1, 4), dtype_bytes=4)
 
 
-def last_logits(pipeline: LocalPipeline, kv: KVPrecision, prompt: list[int]) -> torch.Tensor:
+def last_logits(pipeline: ReferencePipeline, kv: KVPrecision, prompt: list[int]) -> torch.Tensor:
     """Return the logits behind a prompt whose last token alone is decoded."""
     spec, first = pipeline.spec, len(prompt) - 1
     cache = make_kv_cache(spec, kv, num_layers=4, slots=1, max_len=len(prompt), dtype=torch.float32)
@@ -131,7 +131,7 @@ def last_logits(pipeline: LocalPipeline, kv: KVPrecision, prompt: list[int]) -> 
 def test_packed_caches_see_through_the_window_with_caps_and_sinks(
     windowed_model: Any, random_prompts: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pipeline = LocalPipeline.from_directory(windowed_model.directory)
+    pipeline = ReferencePipeline.from_directory(windowed_model.directory)
     (prompt,) = random_prompts(420, seed=3)
     exact = last_logits(pipeline, KVPrecision.KV16, prompt)
 
@@ -150,7 +150,7 @@ def test_packed_pools_equal_their_unpaged_twin(
     windowed_model: Any, random_prompts: Any, make_plan: Any, kv: KVPrecision
 ) -> None:
     directory = windowed_model.directory
-    pipeline = LocalPipeline.from_directory(directory)
+    pipeline = ReferencePipeline.from_directory(directory)
     prompts = random_prompts(420, 20, 200, seed=4)
     expected = [packed_greedy(pipeline, kv, prompt) for prompt in prompts]
     size = PoolSize(num_blocks=9, slots=3, max_len=900)
@@ -165,7 +165,7 @@ def test_packed_pools_equal_their_unpaged_twin(
     assert [found[i] for i in range(3)] == expected
 
 
-def packed_greedy(pipeline: LocalPipeline, kv: KVPrecision, prompt: list[int]) -> list[int]:
+def packed_greedy(pipeline: ReferencePipeline, kv: KVPrecision, prompt: list[int]) -> list[int]:
     """Return the tokens of a prompt alone, every query over packed keys as far as it sees them."""
     cache = LowBitKV(
         pipeline.spec,

@@ -4,11 +4,11 @@ import pytest
 import torch
 
 from llmpq.devices.device_spec import canonical_kind
-from llmpq.runtime.engine.plain_loop import LocalPipeline
 from llmpq.runtime.launch.engine import Engine
 from llmpq.runtime.launch.launcher import Deadlines, Launch
 from llmpq.runtime.launch.stages.stage_settings import StageSettings
 from llmpq.runtime.request import Request
+from reference.pipeline import ReferencePipeline
 
 pytestmark = [
     pytest.mark.gpu,
@@ -40,7 +40,7 @@ def wanted(demo_model, random_prompts):
     """Return prompts and the tokens a CPU answers them with."""
     prompts = random_prompts(5, 9, 30, 17, 2, 12)
     torch.set_num_threads(2)
-    return prompts, LocalPipeline.from_directory(demo_model).generate(prompts, max_new=NEW)
+    return prompts, ReferencePipeline.from_directory(demo_model).generate(prompts, max_new=NEW)
 
 
 @pytest.mark.parametrize(

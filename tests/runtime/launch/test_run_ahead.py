@@ -17,7 +17,6 @@ from llmpq.runtime.backends.paged_compute import PagedStageCompute
 from llmpq.runtime.backends.stage_compute import StageCompute
 from llmpq.runtime.engine.mailbox import Mailbox
 from llmpq.runtime.engine.paged_scheduler import PagedScheduler
-from llmpq.runtime.engine.plain_loop import LocalPipeline
 from llmpq.runtime.engine.pool_limits import PoolLimits
 from llmpq.runtime.engine.scheduler import Scheduler
 from llmpq.runtime.engine.slot_limits import Limits
@@ -30,6 +29,7 @@ from llmpq.runtime.request import Request, StepKind
 from llmpq.runtime.trace import Recorder
 from llmpq.runtime.weights.sources import CheckpointSource
 from llmpq.sizes.pool_size import PoolSize
+from reference.pipeline import ReferencePipeline
 
 pytestmark = pytest.mark.cluster
 NEW = (9, 4, 9, 7, 9, 5)
@@ -158,7 +158,7 @@ def test_tokens_equal_one_process(serve, splits, pool, tiny_models, random_promp
     model = tiny_models.directory("llama")
     plan = make_plan(model, batch=3, prefill_microbatch=2, decode_microbatch=2, splits=splits)
     prompts = random_prompts(*LENGTHS)
-    want = LocalPipeline.from_directory(model).generate(prompts, max_new=max(NEW))
+    want = ReferencePipeline.from_directory(model).generate(prompts, max_new=max(NEW))
     want = [row[:new] for row, new in zip(want, NEW, strict=True)]
     assert serve(plan, model, prompts, pool=pool) == want
 
@@ -170,7 +170,7 @@ def test_tokens_that_are_not_brought_are_missed(
     model = tiny_models.directory("llama")
     plan = make_plan(model, batch=3, prefill_microbatch=2, decode_microbatch=2, splits=(1,))
     prompts = random_prompts(*LENGTHS)
-    want = LocalPipeline.from_directory(model).generate(prompts, max_new=max(NEW))
+    want = ReferencePipeline.from_directory(model).generate(prompts, max_new=max(NEW))
     want = [row[:new] for row, new in zip(want, NEW, strict=True)]
     assert serve(plan, model, prompts, forgetful=True, pool=pool) != want
 

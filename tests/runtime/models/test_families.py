@@ -8,12 +8,12 @@ import torch
 from llmpq.model_spec import ModelSpec
 from llmpq.precision import Precision
 from llmpq.runtime.backends.backend import backend_of
-from llmpq.runtime.engine.plain_loop import LocalPipeline, pad
 from llmpq.runtime.models.layers import Attention
 from llmpq.runtime.models.linear import Linear
 from llmpq.runtime.models.mlps import MLP, GatedMLP
 from llmpq.runtime.models.part_shapes import embedding_shapes, head_shapes, layer_shapes
 from llmpq.runtime.step import Step
+from reference.pipeline import ReferencePipeline, pad
 
 pytestmark = [pytest.mark.cpu, pytest.mark.quick]
 KINDS = ("opt", "bloom", "llama", "qwen2", "qwen3", "mixtral")
@@ -30,7 +30,7 @@ def test_greedy_tokens_equal_transformers_whatever_the_split(tiny_models, random
     expected = tiny_models.greedy(kind, prompts, 12)
     assert len({tuple(row) for row in expected}) == len(prompts), "the oracle must not be constant"
     for splits in ((), (1,), (1, 2)):
-        pipeline = LocalPipeline.from_directory(tiny_models.directory(kind), splits=splits)
+        pipeline = ReferencePipeline.from_directory(tiny_models.directory(kind), splits=splits)
         assert pipeline.generate(prompts, max_new=12) == expected
 
 
@@ -46,7 +46,7 @@ def test_demo_model_equals_transformers(demo_model):
         for p in prompts
     ]
     for splits in ((), (3,), (2, 5)):
-        pipeline = LocalPipeline.from_directory(demo_model, splits=splits)
+        pipeline = ReferencePipeline.from_directory(demo_model, splits=splits)
         assert pipeline.generate(prompts, max_new=24) == expected
 
 
@@ -65,7 +65,7 @@ def _bf16_errors(tiny_models, kind, prompt) -> tuple[float, float]:
         reference.load_state_dict(
             type(reference).from_pretrained(tiny_models.directory(kind)).state_dict()
         )
-    pipeline = LocalPipeline.from_directory(tiny_models.directory(kind), dtype=torch.bfloat16)
+    pipeline = ReferencePipeline.from_directory(tiny_models.directory(kind), dtype=torch.bfloat16)
     step = Step.of([0], [0], [len(prompt)])
     ours = pipeline.logits(tokens, step, pipeline.caches(1, len(prompt)), all_positions=True)
     return _relative_error(ours, expected), _relative_error(theirs, expected)
@@ -96,8 +96,8 @@ def test_quantised_layers_run_whatever_the_split(tiny_models, random_prompts, ki
     precisions = [Precision.parse(precision), Precision.W16A16, Precision.W4A16]
     prompts = random_prompts(4, 7)
     directory = tiny_models.directory(kind)
-    whole = LocalPipeline.from_directory(directory, precisions=precisions)
-    halves = LocalPipeline.from_directory(directory, precisions=precisions, splits=(2,))
+    whole = ReferencePipeline.from_directory(directory, precisions=precisions)
+    halves = ReferencePipeline.from_directory(directory, precisions=precisions, splits=(2,))
     assert whole.generate(prompts, max_new=6) == halves.generate(prompts, max_new=6)
 
 
@@ -108,7 +108,9 @@ def test_quantised_logits_stay_near_the_dense_ones(tiny_models, random_prompts, 
     step = Step.of([0], [0], [32])
 
     def logits(name: str) -> torch.Tensor:
-        pipeline = LocalPipeline.from_directory(directory, precisions=[Precision.parse(name)] * 3)
+        pipeline = ReferencePipeline.from_directory(
+            directory, precisions=[Precision.parse(name)] * 3
+        )
         return pipeline.logits(tokens, step, pipeline.caches(1, 32), all_positions=True)
 
     error = _relative_error(logits(precision), logits("w16a16"))

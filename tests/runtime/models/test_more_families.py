@@ -20,7 +20,6 @@ from llmpq.profiler.quantize.layer_walk import CalibrationRun, random_windows
 from llmpq.profiler.quantize.smooth_channels import smoothed
 from llmpq.runtime.cache.kv_by_precision import make_kv_cache
 from llmpq.runtime.engine.paged_scheduler import PagedScheduler
-from llmpq.runtime.engine.plain_loop import LocalPipeline, pad
 from llmpq.runtime.engine.pool_limits import PoolLimits
 from llmpq.runtime.launch.engine import Engine
 from llmpq.runtime.launch.launcher import Launch
@@ -28,9 +27,10 @@ from llmpq.runtime.launch.stages.stage_settings import StageSettings
 from llmpq.runtime.models.part_shapes import embedding_shapes, head_shapes, layer_shapes
 from llmpq.runtime.request import Request
 from llmpq.runtime.step import Step
-from llmpq.runtime.tools.open_stages import OpenStages
 from llmpq.runtime.weights.sources import CheckpointSource, RandomSource
 from llmpq.sizes.pool_size import PoolSize
+from reference.open_stages import OpenStages
+from reference.pipeline import ReferencePipeline, pad
 
 pytestmark = pytest.mark.cpu
 VOCAB, TRAINED, NEW = 199, 32, 12
@@ -51,7 +51,9 @@ def test_greedy_tokens_equal_transformers_whatever_the_split(
         expected = models.greedy(family_kind, prompts)
         assert len({tuple(row) for row in expected}) == len(prompts), "a constant oracle"
         for splits in splits_of[: 1 + len(seeds(splits_of))]:
-            pipeline = LocalPipeline.from_directory(models.directory(family_kind), splits=splits)
+            pipeline = ReferencePipeline.from_directory(
+                models.directory(family_kind), splits=splits
+            )
             assert pipeline.generate(prompts, max_new=NEW) == expected
 
 
@@ -128,7 +130,7 @@ def test_quantised_and_random_weights_run_whatever_the_split(
     precisions = [Precision.W8A16, Precision.W16A16, Precision.W4A16, Precision.W3A16]
     prompts = random_prompts(4, 7)
     found = [
-        LocalPipeline.build(spec, RandomSource(spec), precisions=precisions, splits=splits)
+        ReferencePipeline.build(spec, RandomSource(spec), precisions=precisions, splits=splits)
         for splits in ((), (2,))
     ]
     whole, halves = (pipeline.generate(prompts, max_new=4) for pipeline in found)
@@ -137,7 +139,7 @@ def test_quantised_and_random_weights_run_whatever_the_split(
 
 def logits(directory: Path, prompt: list[int], kv: KVPrecision) -> torch.Tensor:
     """Return the logits of the last tokens, attended to through a cache of these bits."""
-    pipeline = LocalPipeline.from_directory(directory)
+    pipeline = ReferencePipeline.from_directory(directory)
     cache = make_kv_cache(
         pipeline.spec, kv, num_layers=4, slots=1, max_len=len(prompt), dtype=torch.float32
     )
@@ -165,13 +167,13 @@ def test_rope_of_a_run_is_decided_once(models: Any, random_prompts: Any) -> None
     directory = models.directory("phi3")
     prompts = random_prompts(TRAINED - 4, 3)
     with pytest.raises(ValueError, match=f"grows beyond {TRAINED} tokens"):
-        LocalPipeline.from_directory(directory).generate(prompts, max_new=NEW)
+        ReferencePipeline.from_directory(directory).generate(prompts, max_new=NEW)
     by_run = [
-        LocalPipeline.from_directory(directory, max_len=length).generate(prompts[1:], max_new=8)
+        ReferencePipeline.from_directory(directory, max_len=length).generate(prompts[1:], max_new=8)
         for length in (TRAINED, TRAINED + 1)
     ]
     assert by_run[0] != by_run[1]
-    assert by_run[0] == LocalPipeline.from_directory(directory).generate(prompts[1:], max_new=8)
+    assert by_run[0] == ReferencePipeline.from_directory(directory).generate(prompts[1:], max_new=8)
 
 
 @pytest.mark.parametrize(

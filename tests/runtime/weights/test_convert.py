@@ -13,9 +13,9 @@ import torch
 from safetensors import SafetensorError
 
 from llmpq.runtime.cli.main import main as dist
-from llmpq.runtime.engine.plain_loop import LocalPipeline
 from llmpq.runtime.weights import written_whole as whole_files
 from llmpq.runtime.weights.convert import convert
+from reference.pipeline import ReferencePipeline
 
 pytestmark = pytest.mark.cpu
 
@@ -58,7 +58,9 @@ def test_a_converted_model_generates_the_same(
     assert not list((tmp_path / "out").glob("*.bin*"))
     prompts = random_prompts(5, 8)
     expected = tiny_models.greedy("opt", prompts, 6)
-    assert LocalPipeline.from_directory(tmp_path / "out").generate(prompts, max_new=6) == expected
+    assert (
+        ReferencePipeline.from_directory(tmp_path / "out").generate(prompts, max_new=6) == expected
+    )
 
 
 def test_the_command_says_what_it_wrote(pickled, tmp_path, capsys):

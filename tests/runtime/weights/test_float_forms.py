@@ -16,8 +16,8 @@ from llmpq.kernels.formats.interchange import pack_stream
 from llmpq.model_spec import ModelSpec
 from llmpq.planner.inputs.stored_precisions import stored_layers
 from llmpq.precision import Precision
-from llmpq.runtime.engine.plain_loop import LocalPipeline, pad
 from llmpq.runtime.step import Step
+from reference.pipeline import ReferencePipeline, pad
 
 pytestmark = pytest.mark.cpu
 TOKENS = [5, 30, 77, 120, 9, 61, 62, 63, 64]
@@ -27,7 +27,7 @@ Form = Callable[[Tensor], tuple[Tensors, Tensor]]
 
 
 def logits(directory: Path) -> Tensor:
-    pipeline = LocalPipeline.from_directory(directory)
+    pipeline = ReferencePipeline.from_directory(directory)
     step = Step.of([0], [0], [len(TOKENS)])
     caches = pipeline.caches(1, len(TOKENS))
     return pipeline.logits(pad([TOKENS]), step, caches, all_positions=True)
@@ -212,7 +212,7 @@ def test_logits_are_those_of_the_numbers(dense: Path, tmp_path: Path, name: str)
     spec = ModelSpec.from_directory(form)
     layers = stored_layers(form, spec)
     assert layers is not None and all(layer.served == tuple(Precision) for layer in layers)
-    eight = LocalPipeline.from_directory(form, precisions=[Precision.W8A16] * 2)
+    eight = ReferencePipeline.from_directory(form, precisions=[Precision.W8A16] * 2)
     assert eight.generate([TOKENS], max_new=3)
 
 
@@ -228,8 +228,8 @@ def test_stages_of_a_mixed_directory_read_their_own_layers(dense: Path, tmp_path
     held = dict.fromkeys(first, "a.safetensors") | dict.fromkeys(second, "b.safetensors")
     (form / "model.safetensors.index.json").write_text(json.dumps({"weight_map": held}))
     assert relative(logits(form), logits(numbers)) < 1e-5
-    halves = LocalPipeline.from_directory(form, splits=(1,)).generate([TOKENS], max_new=6)
-    assert halves == LocalPipeline.from_directory(numbers).generate([TOKENS], max_new=6)
+    halves = ReferencePipeline.from_directory(form, splits=(1,)).generate([TOKENS], max_new=6)
+    assert halves == ReferencePipeline.from_directory(numbers).generate([TOKENS], max_new=6)
 
 
 @pytest.mark.parametrize(

@@ -17,9 +17,9 @@ from llmpq.kernels.formats.weight_layout import Layout
 from llmpq.model_spec import ModelSpec
 from llmpq.planner.inputs.stored_precisions import stored_layers
 from llmpq.precision import Precision, WeightScheme
-from llmpq.runtime.engine.plain_loop import LocalPipeline, pad
 from llmpq.runtime.step import Step
 from llmpq.runtime.weights.quantized_checkpoint import open_checkpoint
+from reference.pipeline import ReferencePipeline, pad
 
 pytestmark = pytest.mark.cpu
 TOKENS = [5, 30, 77, 120, 9, 61, 62, 63, 64]
@@ -29,7 +29,7 @@ ROUND = {"quant_method": "auto-round", "bits": 4, "group_size": 64, "sym": False
 
 
 def logits(directory: Path, **options: Any) -> torch.Tensor:
-    pipeline = LocalPipeline.from_directory(directory, **options)
+    pipeline = ReferencePipeline.from_directory(directory, **options)
     step = Step.of([0], [0], [len(TOKENS)])
     return pipeline.logits(pad([TOKENS]), step, pipeline.caches(1, len(TOKENS)), all_positions=True)
 

@@ -16,10 +16,10 @@ from llmpq.kernels.formats.fp8_weight import Fp8Weight, fp8_weight, stacked
 from llmpq.model_spec import ModelSpec
 from llmpq.planner.inputs.stored_precisions import stored_layers
 from llmpq.precision import Precision, WeightScheme
-from llmpq.runtime.engine.plain_loop import LocalPipeline, pad
 from llmpq.runtime.step import Step
 from llmpq.runtime.weights.layer_cache import KeptLayers
 from llmpq.runtime.weights.quantized_checkpoint import open_checkpoint
+from reference.pipeline import ReferencePipeline, pad
 
 pytestmark = pytest.mark.cpu
 TOKENS = [5, 30, 77, 120, 9, 61, 62, 63, 64]
@@ -35,7 +35,7 @@ KINDS = {
 
 
 def logits(directory: Path, **options: Any) -> Tensor:
-    pipeline = LocalPipeline.from_directory(directory, **options)
+    pipeline = ReferencePipeline.from_directory(directory, **options)
     step = Step.of([0], [0], [len(TOKENS)])
     caches = pipeline.caches(1, len(TOKENS))
     return pipeline.logits(pad([TOKENS]), step, caches, all_positions=True)

@@ -20,13 +20,13 @@ from llmpq.model_spec import ModelSpec
 from llmpq.planner.inputs.stored_precisions import stored_layers
 from llmpq.precision import Precision, WeightScheme
 from llmpq.profiler.cli.quantize import main as quantize_main
-from llmpq.runtime.engine.plain_loop import LocalPipeline, pad
 from llmpq.runtime.step import Step
 from llmpq.runtime.text.tokenizer import Tokenizer
 from llmpq.runtime.weights.gguf_checkpoint import numbers_of
 from llmpq.runtime.weights.gguf_codes import codes_of, kept_weight
 from llmpq.runtime.weights.layer_cache import KeptLayers
 from llmpq.runtime.weights.quantized_checkpoint import open_checkpoint
+from reference.pipeline import ReferencePipeline, pad
 
 gguf = pytest.importorskip("gguf")
 pytestmark = pytest.mark.cpu
@@ -308,7 +308,7 @@ def write_model(kind: str, path: Path, form: str = "F32", model: Any = None) -> 
 
 
 def logits(path: Path, **options: Any) -> Tensor:
-    pipeline = LocalPipeline.from_directory(path, **options)
+    pipeline = ReferencePipeline.from_directory(path, **options)
     step = Step.of([0], [0], [len(TOKENS)])
     caches = pipeline.caches(1, len(TOKENS))
     return pipeline.logits(pad([TOKENS]), step, caches, all_positions=True)
@@ -323,7 +323,7 @@ def test_every_architecture_gives_transformers_tokens(kind: str, tmp_path: Path)
     path = tmp_path / "model.gguf"
     model = write_model(kind, path)
     prompts = [TOKENS, list(range(7, 16)), list(range(30, 50))]
-    pipeline = LocalPipeline.from_directory(path, max_len=64)
+    pipeline = ReferencePipeline.from_directory(path, max_len=64)
     for prompt, got in zip(prompts, pipeline.generate(prompts, max_new=10), strict=True):
         want = model.generate(
             torch.tensor([prompt]), max_new_tokens=10, do_sample=False, eos_token_id=None
@@ -493,7 +493,7 @@ def test_plans_for_cpus_keep_the_codes(form: str, symmetric: bool, tmp_path: Pat
     }
     told = {**common(model.config, "llama"), **words}
     write(path, "llama", told, converted(model, "llama"), form)
-    want = LocalPipeline.from_directory(path, dtype=torch.float32).generate([TOKENS], max_new=6)
+    want = ReferencePipeline.from_directory(path, dtype=torch.float32).generate([TOKENS], max_new=6)
     with LLM(path, dtype="float32") as llm:
         grid = llm.plan.quantization
         assert (grid.group_size, grid.symmetric) == (32, symmetric)

@@ -19,9 +19,9 @@ from llmpq.kernels.formats.table_weight import TableWeight
 from llmpq.memory import Quantization
 from llmpq.model_spec import ModelSpec
 from llmpq.precision import Precision
-from llmpq.runtime.engine.plain_loop import LocalPipeline, pad
 from llmpq.runtime.step import Step
 from llmpq.runtime.weights.gguf_checkpoint import GgufCheckpoint, numbers_of
+from reference.pipeline import ReferencePipeline, pad
 
 gguf = pytest.importorskip("gguf")
 pytestmark = pytest.mark.cpu
@@ -307,7 +307,7 @@ def blocks_of(array: Any, number: Any) -> Any:
 
 
 def logits(path: Path, **options: Any) -> Tensor:
-    pipeline = LocalPipeline.from_directory(path, **options)
+    pipeline = ReferencePipeline.from_directory(path, **options)
     step = Step.of([0], [0], [len(TOKENS)])
     caches = pipeline.caches(1, len(TOKENS))
     return pipeline.logits(pad([TOKENS]), step, caches, all_positions=True)
@@ -328,7 +328,7 @@ def test_files_give_transformers_logits_and_tokens(made: Any, tmp_path: Path) ->
     with torch.no_grad():
         want = model(torch.tensor([TOKENS])).logits[0]
     assert relative(logits(path)[0], want) < 2e-5
-    pipeline = LocalPipeline.from_directory(path, splits=(1,))
+    pipeline = ReferencePipeline.from_directory(path, splits=(1,))
     (got,) = pipeline.generate([TOKENS], max_new=8)
     tokens = model.generate(
         torch.tensor([TOKENS]), max_new_tokens=8, do_sample=False, eos_token_id=None, pad_token_id=0

@@ -21,9 +21,9 @@ from llmpq.planner.__main__ import main as planner
 from llmpq.planner.inputs.stored_precisions import small_groups, stored_layers
 from llmpq.precision import Precision, WeightScheme
 from llmpq.runtime.backends.build_stage import build_stage
-from llmpq.runtime.engine.plain_loop import LocalPipeline, pad
 from llmpq.runtime.step import Step
 from llmpq.runtime.weights.quantized_checkpoint import open_checkpoint
+from reference.pipeline import ReferencePipeline, pad
 
 pytestmark = pytest.mark.cpu
 FORMS = {
@@ -75,7 +75,7 @@ def write(source: Path, target: Path, form: str, group: int | None, *, symmetric
 
 
 def logits(directory: Path, **options: Any) -> torch.Tensor:
-    pipeline = LocalPipeline.from_directory(directory, **options)
+    pipeline = ReferencePipeline.from_directory(directory, **options)
     tokens = list(range(5, 25))
     step = Step.of([0], [0], [len(tokens)])
     return pipeline.logits(pad([tokens]), step, pipeline.caches(1, 20), all_positions=True)

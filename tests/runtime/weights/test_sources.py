@@ -14,10 +14,10 @@ from safetensors.torch import load_file, save_file
 from llmpq.memory import Quantization
 from llmpq.model_spec import ModelSpec
 from llmpq.precision import Precision
-from llmpq.runtime.engine.plain_loop import LocalPipeline, pad
 from llmpq.runtime.models.stage_model import StageModel
 from llmpq.runtime.step import Step
 from llmpq.runtime.weights.sources import CheckpointSource, RandomSource
+from reference.pipeline import ReferencePipeline, pad
 
 pytestmark = pytest.mark.cpu
 W16 = Precision.W16A16
@@ -54,7 +54,7 @@ def build(directory: Path, layers: range, precision: Precision = W16) -> StageMo
 
 
 def logits_of(directory: Path) -> torch.Tensor:
-    pipeline = LocalPipeline.from_directory(directory)
+    pipeline = ReferencePipeline.from_directory(directory)
     tokens = [5, 6, 7, 8]
     step = Step.of([0], [0], [4])
     return pipeline.logits(pad([tokens]), step, pipeline.caches(1, 4), all_positions=True)
@@ -311,11 +311,11 @@ def test_a_head_of_its_own_in_a_tied_model_is_refused(copy):
     assert not config["tie_word_embeddings"]
     (directory / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": True}))
     with pytest.raises(ValueError, match="'lm_head.weight' is another one than 'model.embed"):
-        LocalPipeline.from_directory(directory)
+        ReferencePipeline.from_directory(directory)
     path = directory / "model.safetensors"
     tensors = load_file(path)
     save_file(tensors | {"lm_head.weight": tensors["model.embed_tokens.weight"].clone()}, path)
-    LocalPipeline.from_directory(directory)
+    ReferencePipeline.from_directory(directory)
 
 
 def test_a_directory_with_pickled_weights_says_what_to_run(copy):
@@ -334,7 +334,7 @@ def test_random_weights_are_the_same_whatever_the_split(tiny_models, kind):
     tokens, step = pad([[5, 6, 7, 8]]), Step.of([0], [0], [4])
 
     def logits(seed: int, splits: tuple[int, ...]) -> torch.Tensor:
-        pipeline = LocalPipeline.build(spec, RandomSource(spec, seed=seed), splits=splits)
+        pipeline = ReferencePipeline.build(spec, RandomSource(spec, seed=seed), splits=splits)
         return pipeline.logits(tokens, step, pipeline.caches(1, 4))
 
     assert torch.equal(logits(1, ()), logits(1, (1, 2)))

@@ -22,12 +22,12 @@ from llmpq.precision import Precision, WeightScheme
 from llmpq.profiler.quantize.layer_walk import random_windows
 from llmpq.profiler.quantize.recipes import Settings
 from llmpq.profiler.quantize.whole_model import QuantizeJob, quantize_model
-from llmpq.runtime.engine.plain_loop import LocalPipeline, pad
 from llmpq.runtime.step import Step
 from llmpq.runtime.weights.layer_cache import KeptLayers
 from llmpq.runtime.weights.numbers_source import open_numbers
 from llmpq.runtime.weights.quantized_checkpoint import open_checkpoint
 from llmpq.runtime.weights.table_forms import bitsandbytes_weight
+from reference.pipeline import ReferencePipeline, pad
 
 pytestmark = pytest.mark.cpu
 TOKENS = [5, 30, 77, 120, 9, 61, 62, 63, 64]
@@ -38,7 +38,7 @@ Stored = tuple[dict[str, Tensor], Tensor]
 
 
 def logits(directory: Path, **options: Any) -> Tensor:
-    pipeline = LocalPipeline.from_directory(directory, **options)
+    pipeline = ReferencePipeline.from_directory(directory, **options)
     step = Step.of([0], [0], [len(TOKENS)])
     caches = pipeline.caches(1, len(TOKENS))
     return pipeline.logits(pad([TOKENS]), step, caches, all_positions=True)
@@ -183,8 +183,8 @@ def test_codes_are_kept_and_logits_those_of_the_numbers(
 def test_stages_and_kept_layers_compute_the_same(dense: Path, tmp_path: Path, name: str) -> None:
     form, _ = write(dense, tmp_path, name)
     four = {"precisions": [Precision.W4A16] * 2}
-    whole = LocalPipeline.from_directory(form, **four).generate([TOKENS], max_new=6)
-    halves = LocalPipeline.from_directory(form, splits=(1,), **four)
+    whole = ReferencePipeline.from_directory(form, **four).generate([TOKENS], max_new=6)
+    halves = ReferencePipeline.from_directory(form, splits=(1,), **four)
     assert halves.generate([TOKENS], max_new=6) == whole
     source = open_checkpoint(form, ModelSpec.from_directory(form))
     for _ in range(2):

@@ -31,8 +31,8 @@ from llmpq.kernels.gemm.experts.expert_stack import (  # noqa: E402
     packed_tiles,
     wide_fits,
 )
-from llmpq.kernels.tools.cubin import ARCHITECTURES, SHARED_LIMIT, compile_kernel  # noqa: E402
-from llmpq.kernels.tools.machine_code import overwritten, product_loops  # noqa: E402
+from reference.cubin import ARCHITECTURES, SHARED_LIMIT, compile_kernel  # noqa: E402
+from reference.machine_code import overwritten, product_loops  # noqa: E402
 
 pytestmark = pytest.mark.compile
 POINTERS = {"P0": "*i32", "P1": "*i32", "S": "*i32", "Z": "*i32", "expert_C": "*i64"}

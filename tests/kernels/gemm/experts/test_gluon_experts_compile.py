@@ -9,8 +9,8 @@ from triton.experimental.gluon import language as gl
 from llmpq.kernels.gemm.experts.gluon_expert_dense import dense_kernel
 from llmpq.kernels.gemm.experts.gluon_expert_launch import BROAD_STAGES, PACKED_STAGES, STAGES
 from llmpq.kernels.gemm.experts.gluon_expert_packed import packed_kernel
-from llmpq.kernels.tools.cubin import SHARED_LIMIT, compile_kernel
-from llmpq.kernels.tools.machine_code import overwritten, product_loops
+from reference.cubin import SHARED_LIMIT, compile_kernel
+from reference.machine_code import overwritten, product_loops
 
 pytestmark = pytest.mark.compile
 LAYOUT = gl.NVMMASharedLayout(128, 16, 2)

@@ -6,13 +6,13 @@ pytest.importorskip("triton")
 from llmpq.kernels.gemm.config import Config, make_plan  # noqa: E402
 from llmpq.kernels.gemm.experts.expert_kernel import packed_expert_kernel  # noqa: E402
 from llmpq.kernels.gemm.experts.expert_stack import FEW_ROWS, MOST_GATED, WGMMA, packed_tiles  # noqa: E402
-from llmpq.kernels.tools.cubin import (  # noqa: E402
+from reference.cubin import (  # noqa: E402
     ARCHITECTURES,
     CONSUMER_BLACKWELL,
     SHARED_LIMIT,
     compile_kernel,
 )
-from llmpq.kernels.tools.machine_code import overwritten, product_loops  # noqa: E402
+from reference.machine_code import overwritten, product_loops  # noqa: E402
 
 pytestmark = pytest.mark.compile
 SIZES = ("N", "K", "blocks", "groups", "top", "shares")

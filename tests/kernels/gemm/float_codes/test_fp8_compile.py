@@ -6,7 +6,7 @@ pytest.importorskip("triton")
 from llmpq.kernels.gemm.experts import e4m3_experts  # noqa: E402
 from llmpq.kernels.gemm.float_codes import e4m3_fragments, fp8_products  # noqa: E402
 from llmpq.kernels.gemm.float_codes.e4m3_kernel import e4m3_dequantize_kernel, e4m3_kernel  # noqa: E402
-from llmpq.kernels.tools.cubin import (  # noqa: E402
+from reference.cubin import (  # noqa: E402
     ARCHITECTURES,
     CONSUMER_BLACKWELL,
     SHARED_LIMIT,

@@ -10,7 +10,7 @@ from llmpq.kernels.gemm.float_codes.table_products import (  # noqa: E402
     table_dequantize_kernel,
     table_product_kernel,
 )
-from llmpq.kernels.tools.cubin import (  # noqa: E402
+from reference.cubin import (  # noqa: E402
     ARCHITECTURES,
     CONSUMER_BLACKWELL,
     SHARED_LIMIT,

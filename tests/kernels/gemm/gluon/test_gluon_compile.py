@@ -1,6 +1,6 @@
 """The Gluon kernel of long prefills compiles for sm_90 without a GPU, and stays asynchronous.
 
-No interpreter runs Gluon: `llmpq.kernels check gemm` compares it with its twin on a GPU.
+No interpreter runs Gluon: `kernel_bench.py check gemm` compares it with its twin on a GPU.
 """
 
 import pytest
@@ -23,9 +23,9 @@ from llmpq.kernels.gemm.gluon.gluon_plan import (
 from llmpq.kernels.gemm.ranking.candidates import GLUON_FORMS, gluon_candidates
 from llmpq.kernels.gemm.ranking.machine import REFERENCE
 from llmpq.kernels.gemm.ranking.predict import Product
-from llmpq.kernels.tools.check_gemm import random_weight
-from llmpq.kernels.tools.cubin import compile_kernel
-from llmpq.kernels.tools.machine_code import overwritten, product_loops
+from reference.check_gemm import random_weight
+from reference.cubin import compile_kernel
+from reference.machine_code import overwritten, product_loops
 
 pytestmark = pytest.mark.compile
 

@@ -8,7 +8,7 @@ import torch
 from llmpq.kernels.gemm import linear_gpu
 from llmpq.kernels.gemm.config import Config, make_plan
 from llmpq.kernels.gemm.reference import linear_reference, relative_error
-from llmpq.kernels.tools.check_gemm import LIMITS, random_weight
+from reference.check_gemm import LIMITS, random_weight
 
 pytestmark = [
     pytest.mark.gpu,

@@ -9,13 +9,13 @@ from llmpq.kernels.gemm.rows_kernel import rows_kernel  # noqa: E402
 from llmpq.kernels.gemm.scaled.code_assembly import word_assembly  # noqa: E402
 from llmpq.kernels.gemm.scaled.scaled_numbers import WARPS, numbers_kernel  # noqa: E402
 from llmpq.kernels.gemm.tile_kernel import tile_kernel  # noqa: E402
-from llmpq.kernels.tools.cubin import (  # noqa: E402
+from reference.cubin import (  # noqa: E402
     ARCHITECTURES,
     CONSUMER_BLACKWELL,
     SHARED_LIMIT,
     compile_kernel,
 )
-from llmpq.kernels.tools.machine_code import overwritten, product_loops  # noqa: E402
+from reference.machine_code import overwritten, product_loops  # noqa: E402
 
 pytestmark = pytest.mark.compile
 NUMBERS = ("M", "N", "K", "blocks", "groups", "split")

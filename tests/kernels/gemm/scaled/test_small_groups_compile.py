@@ -4,7 +4,7 @@ import pytest
 
 pytest.importorskip("triton")
 from llmpq.kernels.gemm.scaled.small_groups import BN, FEW, HALF, dequantize_kernel, product_kernel  # noqa: E402
-from llmpq.kernels.tools.cubin import (  # noqa: E402
+from reference.cubin import (  # noqa: E402
     ARCHITECTURES,
     CONSUMER_BLACKWELL,
     SHARED_LIMIT,

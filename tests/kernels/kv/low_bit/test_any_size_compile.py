@@ -8,12 +8,12 @@ from llmpq.kernels.formats.kv_block import KVFormat  # noqa: E402
 from llmpq.kernels.kv.low_bit.any_size_append import append_rows, pack_rows  # noqa: E402
 from llmpq.kernels.kv.low_bit.any_size_attend import attend_rows, tile_of  # noqa: E402
 from llmpq.kernels.kv.ruled_attend import halves  # noqa: E402
-from llmpq.kernels.tools.cubin import (  # noqa: E402
+from llmpq.precision import KVPrecision  # noqa: E402
+from reference.cubin import (  # noqa: E402
     CONSUMER_BLACKWELL,
     SHARED_LIMIT,
     compile_kernel,
 )
-from llmpq.precision import KVPrecision  # noqa: E402
 
 pytestmark = pytest.mark.compile
 KINDS = {

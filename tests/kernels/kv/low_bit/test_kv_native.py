@@ -6,11 +6,11 @@ import torch
 from llmpq.kernels.formats.kv_block import KVFormat
 from llmpq.kernels.kv.low_bit import native_attend
 from llmpq.kernels.kv.low_bit.low_bit_cache import QuantizedKVCache
-from llmpq.kernels.kv.oracle import attend_from_history, relative_error
 from llmpq.kernels.kv.reference import EVERYTHING, ScoreRule
 from llmpq.kernels.native import library
 from llmpq.kernels.native.library import usable_levels
 from llmpq.precision import KVPrecision
+from reference.kv_history import attend_from_history, relative_error
 
 pytestmark = pytest.mark.native
 TOLERANCE = {torch.float32: 3e-6, torch.bfloat16: 1.2e-2, torch.float16: 2e-3}

@@ -11,7 +11,7 @@ from llmpq.kernels.kv.low_bit.latent_codes import (  # noqa: E402
 )
 from llmpq.kernels.kv.ops import WORD_K_WIDTH  # noqa: E402
 from llmpq.kernels.kv.paged import packed_latent_append, packed_latent_pages  # noqa: E402
-from llmpq.kernels.tools.cubin import (  # noqa: E402
+from reference.cubin import (  # noqa: E402
     ARCHITECTURES,
     CONSUMER_BLACKWELL,
     SHARED_LIMIT,

@@ -5,8 +5,8 @@ import torch
 
 from llmpq.kernels.formats.kv_block import KVFormat
 from llmpq.kernels.kv.low_bit.low_bit_cache import QuantizedKVCache
-from llmpq.kernels.kv.oracle import relative_error
 from llmpq.precision import KVPrecision
+from reference.kv_history import relative_error
 
 triton = pytest.importorskip("triton")
 if not triton.knobs.runtime.interpret:

@@ -25,8 +25,8 @@ STEPS = (
 def test_chunks_and_decoding_rows(kv, heads):
     from llmpq.kernels.kv.paged.packed_latent_pages import attend_packed_latents
     from llmpq.kernels.kv.paged.packed_pages import PackedPages, PackedRows
-    from llmpq.kernels.kv.paged.packed_pages_reference import attend_packed_pages_reference
     from llmpq.kernels.kv.paged.paged_latents import LatentPlan
+    from reference.packed_pages import attend_packed_pages_reference
 
     torch.manual_seed(0)
     device, dtype, dim, rank = torch.device("cuda"), torch.bfloat16, 576, 512

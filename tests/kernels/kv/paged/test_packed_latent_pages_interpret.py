@@ -7,11 +7,11 @@ from triton import knobs
 from llmpq.kernels.formats.kv_block import KVFormat
 from llmpq.kernels.kv.paged.packed_latent_pages import attend_packed_latents
 from llmpq.kernels.kv.paged.packed_pages import PackedPages, PackedRows
-from llmpq.kernels.kv.paged.packed_pages_reference import attend_packed_pages_reference
 from llmpq.kernels.kv.paged.paged_latents import LatentPlan
 from llmpq.kernels.kv.storage import KVLayer, allocate_layer
 from llmpq.precision import KVPrecision
 from llmpq.sizes.kv_format import TAIL_TOKENS
+from reference.packed_pages import attend_packed_pages_reference
 
 pytestmark = [
     pytest.mark.interpret,

@@ -9,13 +9,13 @@ from llmpq.kernels.kv.paged.packed_pages_chunk import chunk_packed
 from llmpq.kernels.kv.paged.packed_pages_decode import combine_packed, decode_packed
 from llmpq.kernels.kv.paged.packed_pages_plan import PackedPlan
 from llmpq.kernels.kv.paged.paged_plan import Scores
-from llmpq.kernels.tools.cubin import (
+from llmpq.precision import KVPrecision
+from reference.cubin import (
     ARCHITECTURES,
     CONSUMER_BLACKWELL,
     SHARED_LIMIT,
     compile_kernel,
 )
-from llmpq.precision import KVPrecision
 
 pytestmark = pytest.mark.compile
 

@@ -9,11 +9,11 @@ from triton import knobs
 from llmpq.kernels.formats.kv_block import KVFormat
 from llmpq.kernels.kv.paged.packed_pages import PackedPages, PackedRows, attend_packed_pages
 from llmpq.kernels.kv.paged.packed_pages_plan import PackedPlan
-from llmpq.kernels.kv.paged.packed_pages_reference import attend_packed_pages_reference
 from llmpq.kernels.kv.reference import EVERYTHING, ScoreRule
 from llmpq.kernels.kv.storage import KVLayer, allocate_layer
 from llmpq.precision import KVPrecision
 from llmpq.sizes.kv_format import TAIL_TOKENS
+from reference.packed_pages import attend_packed_pages_reference
 
 pytestmark = [
     pytest.mark.thin(2),

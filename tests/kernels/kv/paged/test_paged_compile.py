@@ -7,13 +7,13 @@ from llmpq.kernels.kv.paged import paged_plan
 from llmpq.kernels.kv.paged.paged_attend import chunk_kernel, combine_kernel, decode_kernel
 from llmpq.kernels.kv.paged.paged_plan import PagedPlan, Scores
 from llmpq.kernels.kv.paged.paged_rows import SPREAD_TOKENS, spread_kernel
-from llmpq.kernels.tools.cubin import (
+from llmpq.sizes.kv_format import BLOCK_TOKENS
+from reference.cubin import (
     ARCHITECTURES,
     CONSUMER_BLACKWELL,
     SHARED_LIMIT,
     compile_kernel,
 )
-from llmpq.sizes.kv_format import BLOCK_TOKENS
 
 pytestmark = pytest.mark.compile
 

@@ -11,7 +11,7 @@ from llmpq.kernels.kv.paged.paged_latents import (  # noqa: E402
     combine_latents,
     decode_latents,
 )
-from llmpq.kernels.tools.cubin import (  # noqa: E402
+from reference.cubin import (  # noqa: E402
     ARCHITECTURES,
     CONSUMER_BLACKWELL,
     SHARED_LIMIT,

@@ -10,9 +10,9 @@ import pytest
 from llmpq.planner.formulation.problem import Objective
 from llmpq.planner.predict.fits import fits
 from llmpq.planner.predict.pipeline_time import sum_omega, value
-from llmpq.planner.tools.all_plans import best_of_all
-from llmpq.planner.tools.brute_force import assignments, brute_force
-from llmpq.planner.tools.random_problems import random_problem
+from reference.all_plans import best_of_all
+from reference.brute_force import assignments, brute_force
+from reference.random_problems import random_problem
 
 pytestmark = [pytest.mark.pure, pytest.mark.slow]
 

@@ -1,4 +1,4 @@
-"""`python -m llmpq.kernels bench gemm`: the weight kernels against cuBLAS and torch's tinygemm.
+"""`kernel_bench.py bench gemm`: the weight kernels against cuBLAS and torch's tinygemm.
 
 Cold caches, CUDA graphs, medians. `shape: layer` is the sum of a decoder layer's four
 products (qkv, o, gate_up, down); NxK names are single products written K x N as in papers.
@@ -16,11 +16,11 @@ from torch.nn import functional
 
 from llmpq.kernels.formats.quantized_weight import QuantizedWeight
 from llmpq.kernels.formats.weight_layout import GROUP
+from llmpq.kernels.gpu_timing import copies_for, copy_bandwidth, time_launches, write_row
 from llmpq.kernels.linear import linear
-from llmpq.kernels.tools.check_gemm import random_weight
-from llmpq.kernels.tools.flags import BenchGemm
-from llmpq.kernels.tools.gpu_timing import copies_for, copy_bandwidth, time_launches, write_row
 from llmpq.precision import Precision
+from reference.check_gemm import random_weight
+from reference.kernel_flags import BenchGemm
 
 log = logging.getLogger(__name__)
 

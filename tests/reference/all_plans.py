@@ -3,7 +3,7 @@
 Shares no code with the solvers, nor with the closed form they minimise (predict/pipeline_time.py),
 which it writes out a second time. Only where all layers take equal time and memory: of the fillings
 of a stage with equal counts of every choice one of the least omega stands for all. The plain loop
-over everything, planner/tools/brute_force.py, is its own oracle.
+over everything, tests/reference/brute_force.py, is its own oracle.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class _Fillings:
 
 def best_of_all(p: Problem, budget: float | None = None) -> tuple[float, Assignment | None]:
     """Return the least objective of all plans: with a `budget` of the sum of omega, of time."""
-    assert p.numbers(*p.pairs[0]).uniform, "layers differ: use planner/tools/brute_force.py"
+    assert p.numbers(*p.pairs[0]).uniform, "layers differ: use tests/reference/brute_force.py"
     tables: dict[Key, _Fillings] = {}
     best: tuple[float, Assignment | None] = (math.inf, None)
     for order in device_orders(p):

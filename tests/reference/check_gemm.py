@@ -1,4 +1,4 @@
-"""`python -m llmpq.kernels check gemm`: every path that `linear` may choose against its twin.
+"""`kernel_bench.py check gemm`: every path that `linear` may choose against its twin.
 
 On a GPU: all tuned shapes with a number of rows of every bucket of the tuned tables, odd and random
 shapes, in random order; exact products in float64 of the dequantised weight. Without one: the CPU
@@ -20,8 +20,8 @@ from llmpq.kernels.formats.quantized_weight import QuantizedWeight, from_codes
 from llmpq.kernels.formats.weight_layout import GROUP
 from llmpq.kernels.gemm.reference import linear_reference, relative_error
 from llmpq.kernels.linear import linear
-from llmpq.kernels.tools.flags import CheckGemm, share
 from llmpq.precision import padded_k
+from reference.kernel_flags import CheckGemm, share
 
 LIMITS = {torch.float16: 5e-4, torch.bfloat16: 4e-3, torch.float32: 5e-6}
 """Relative Frobenius error allowed: the rounding of a 16-bit output is 2.1e-4 and 1.7e-3 of it."""

@@ -1,4 +1,4 @@
-"""`python -m llmpq.kernels bench kv`: low-bit KV kernels against torch's fp16 attention.
+"""`kernel_bench.py bench kv`: low-bit KV kernels against torch's fp16 attention.
 
 Cases are BitDecoding's settings (single, batches, page): heads, kv_heads, batch, context. Random
 codes and scales fill the cache (timings do not depend on values, and checks are `check kv`);
@@ -26,6 +26,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from llmpq.kernels.formats.kv_block import KVFormat, channel_gain, to_thread_order, token_gain
+from llmpq.kernels.gpu_timing import copies_for, time_launches
 from llmpq.kernels.kv import launch_plan
 from llmpq.kernels.kv.launch_plan import (
     AHEAD,
@@ -38,10 +39,9 @@ from llmpq.kernels.kv.launch_plan import (
 )
 from llmpq.kernels.kv.ops import run_append, run_attend
 from llmpq.kernels.kv.storage import DeviceRows, KVLayer, allocate_layer, contiguous_table
-from llmpq.kernels.tools.flags import BenchKV
-from llmpq.kernels.tools.gpu_timing import copies_for, time_launches
 from llmpq.precision import KVPrecision
 from llmpq.sizes.kv_format import BLOCK_TOKENS, HOLDBACK_TOKENS, packed_blocks, packed_end
+from reference.kernel_flags import BenchKV
 
 BANDWIDTH = 4.3e12
 """Bytes/s an H200 copies (read + written), the ceiling that floors are given against."""

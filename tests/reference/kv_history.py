@@ -1,7 +1,7 @@
 """Low-bit attention recomputed from the whole 16-bit history: the oracle of cache and kernels.
 
 Uses neither pages nor rings nor packing: each query's keys are quantised anew, from the definition
-(llmpq/sizes/kv_format.py). Slow, float64, for tests and `python -m llmpq.kernels check kv`.
+(llmpq/sizes/kv_format.py). Slow, float64, for tests and `kernel_bench.py check kv`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`python -m llmpq.kernels {bench,check} {gemm,kv,atom}`: time kernels, compare them with twins."""
+"""`kernel_bench.py {bench,check} {gemm,kv,atom}`: time kernels on this GPU, compare with twins."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ import logging
 import sys
 
 from llmpq.commands.command_line import end_of
-from llmpq.kernels.tools.flags import COMMANDS, PROGRAM
+from reference.kernel_flags import COMMANDS, PROGRAM
 
 # Imported only when asked for: each needs torch and Triton, `--help` needs neither.
 _MODULES = {
-    ("bench", "gemm"): "llmpq.kernels.tools.bench_gemm",
-    ("bench", "kv"): "llmpq.kernels.tools.bench_kv",
-    ("bench", "atom"): "llmpq.kernels.tools.bench_atom",
-    ("check", "gemm"): "llmpq.kernels.tools.check_gemm",
-    ("check", "kv"): "llmpq.kernels.tools.check_kv",
-    ("check", "atom"): "llmpq.kernels.tools.check_atom",
+    ("bench", "gemm"): "lib.bench_gemm",
+    ("bench", "kv"): "lib.bench_kv",
+    ("bench", "atom"): "lib.bench_atom",
+    ("check", "gemm"): "reference.check_gemm",
+    ("check", "kv"): "reference.check_kv",
+    ("check", "atom"): "reference.check_atom",
 }
 
 USAGE = f"""\

@@ -1,4 +1,4 @@
-"""`python -m llmpq.kernels.tools.cpu_probe THREADS DTYPE`: this CPU's rates as JSON on stdout.
+"""`python -m llmpq.kernels.cpu_probe THREADS DTYPE`: this CPU's rates as JSON on stdout.
 
 Memory by summing 256 MiB. Products by the kernels that runs take, with one row behind weights that
 no cache holds (`_COLD_BYTES` of copies in turn), with more on one that does: those are bound by

@@ -1,4 +1,4 @@
-"""The flags of `python -m llmpq.kernels`, and the request each of its commands makes of them.
+"""The flags of `kernel_bench.py`, and the request each of its commands makes of them.
 
 Standard library only: a command's own module, which needs torch and Triton, is imported later.
 """
@@ -16,7 +16,7 @@ from llmpq.commands.command_line import CommandParser, Section
 
 T = TypeVar("T")
 
-PROGRAM = "python -m llmpq.kernels"
+PROGRAM = "kernel_bench.py"
 LAYER = "qkv,o,gate_up,down"
 
 
@@ -188,7 +188,9 @@ def share(items: Iterable[T], part: tuple[int, int]) -> Iterator[T]:
 
 
 def _parser(command: str, summary: str) -> CommandParser:
-    return CommandParser(f"{PROGRAM} {command}", summary, example=f"{PROGRAM} {command}")
+    return CommandParser(
+        f"{PROGRAM} {command}", summary, example=f"python benchmarks/{PROGRAM} {command}"
+    )
 
 
 def _rows_out(flags: Section) -> None:

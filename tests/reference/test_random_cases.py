@@ -11,8 +11,8 @@ from llmpq.planner.answer import Wish, answer
 from llmpq.planner.checked_plan.build_plan import build_plan
 from llmpq.planner.formulation.outcome import Outcome
 from llmpq.planner.formulation.problem_form import problem_data
-from llmpq.planner.tools.all_plans import best_of_all
-from llmpq.planner.tools.random_cases import random_case
+from reference.all_plans import best_of_all
+from reference.random_cases import random_case
 
 pytestmark = [pytest.mark.pure, pytest.mark.slow]
 

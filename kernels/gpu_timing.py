@@ -85,7 +85,7 @@ def write_row(
     baselines: Mapping[str, float] | None = None,
     commit: str | None = None,
     predicted: float | None = None,
-    program: str = "python -m llmpq.kernels",
+    program: str = "python benchmarks/kernel_bench.py",
     device: str | None = None,
 ) -> None:
     """Append one result row (a JSON line, as in benchmarks/results/) to `path`.

@@ -1,8 +1,8 @@
-"""`python -m llmpq.kernels check kv`: every low-bit KV variant against its twin and the definition.
+"""`kernel_bench.py check kv`: every low-bit KV variant against its twin and the definition.
 
 A case is a few steps (start, new tokens) of some requests; each step is appended and attended by
 the kernels. Packed words are compared with the plain-torch twin's, outputs with attention
-recomputed in float64 from the whole history (kv/oracle.py).
+recomputed in float64 from the whole history (kv_history.py).
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from llmpq.kernels.formats.kv_block import KVFormat
 from llmpq.kernels.kv import reference
 from llmpq.kernels.kv.launch_plan import MAX_Q_LEN, AttendPlan, num_programs, plan_attend
 from llmpq.kernels.kv.ops import run_append, run_attend
-from llmpq.kernels.kv.oracle import attend_from_history, relative_error
 from llmpq.kernels.kv.step_view import Rows
 from llmpq.kernels.kv.storage import DeviceRows, KVLayer, allocate_layer
-from llmpq.kernels.tools.flags import CheckKV, share
 from llmpq.precision import KVPrecision
 from llmpq.sizes.kv_format import BLOCK_TOKENS, packed_blocks, packed_end
+from reference.kernel_flags import CheckKV, share
+from reference.kv_history import attend_from_history, relative_error
 
 TOLERANCE = {torch.float16: 2e-3, torch.bfloat16: 2e-3}
 """fp16 operands round at 2**-11; a bf16 output rounds at 2**-9 / sqrt(3) = 1.1e-3 by itself."""

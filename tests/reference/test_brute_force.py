@@ -14,8 +14,8 @@ from llmpq.planner.formulation.outcome import Assignment
 from llmpq.planner.formulation.problem import Problem
 from llmpq.planner.predict.fits import fits
 from llmpq.planner.predict.pipeline_time import stage_times
-from llmpq.planner.tools.brute_force import assignments
-from llmpq.planner.tools.random_cases import random_case
+from reference.brute_force import assignments
+from reference.random_cases import random_case
 
 pytestmark = pytest.mark.pure
 ROUNDING = 1e-9

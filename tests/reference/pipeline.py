@@ -31,7 +31,7 @@ _POSITIONS_AT_ONCE = 256
 
 
 @dataclass(frozen=True)
-class LocalPipeline:
+class ReferencePipeline:
     """All stages of a model in this process."""
 
     spec: ModelSpec
@@ -52,7 +52,7 @@ class LocalPipeline:
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
         max_len: int | None = None,
-    ) -> LocalPipeline:
+    ) -> ReferencePipeline:
         """Build the stages between `splits` (layer numbers); all 16-bit unless told otherwise.
 
         `scheme` says how a precision is stored; by default as a plan's default `Quantization`.
@@ -80,7 +80,7 @@ class LocalPipeline:
         return cls(spec, stages, dtype, torch.device(device))
 
     @classmethod
-    def from_directory(cls, path: str | Path, **options: object) -> LocalPipeline:
+    def from_directory(cls, path: str | Path, **options: object) -> ReferencePipeline:
         """Build from a local Hugging Face directory; options as in `build`."""
         spec = ModelSpec.from_directory(path)
         return cls.build(spec, open_checkpoint(path, spec), **options)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""`python -m llmpq.kernels bench atom`: W4A4 and W8A8 against cuBLAS bf16, and our W4A16.
+"""`kernel_bench.py bench atom`: W4A4 and W8A8 against cuBLAS bf16, and our W4A16.
 
 Llama-3.1-8B's products with 128 outlier channels; cold caches, CUDA graphs, medians.
 `shape: layer` is the sum of qkv, o, gate_up and down. `with_rounding` starts from 16-bit inputs.
@@ -31,11 +31,11 @@ from llmpq.kernels.formats.atom_tiles import AtomTiles, best_form
 from llmpq.kernels.formats.atom_weight import AtomWeight
 from llmpq.kernels.fused import gated_mlp
 from llmpq.kernels.fused import rms_norm as fused_norm
+from llmpq.kernels.gpu_timing import copies_for, time_launches, write_row
 from llmpq.kernels.linear import linear
-from llmpq.kernels.tools.check_atom import LAYER, SCHEMES, W4A4, random_weight
-from llmpq.kernels.tools.check_gemm import random_weight as random_w4a16
-from llmpq.kernels.tools.flags import BenchAtom
-from llmpq.kernels.tools.gpu_timing import copies_for, time_launches, write_row
+from reference.check_atom import LAYER, SCHEMES, W4A4, random_weight
+from reference.check_gemm import random_weight as random_w4a16
+from reference.kernel_flags import BenchAtom
 
 log = logging.getLogger(__name__)
 

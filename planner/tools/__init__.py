@@ -1,1 +1,0 @@
-"""Tools for developers: random problems, and plans found by trying everything."""
