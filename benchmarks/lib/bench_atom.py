@@ -35,7 +35,7 @@ from llmpq.kernels.gpu_timing import copies_for, time_launches, write_row
 from llmpq.kernels.linear import linear
 from reference.check_atom import LAYER, SCHEMES, W4A4, random_weight
 from reference.check_gemm import random_weight as random_w4a16
-from reference.kernel_flags import BenchAtom
+from reference.kernel_commands import BenchAtom
 
 log = logging.getLogger(__name__)
 

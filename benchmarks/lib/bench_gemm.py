@@ -20,7 +20,7 @@ from llmpq.kernels.gpu_timing import copies_for, copy_bandwidth, time_launches, 
 from llmpq.kernels.linear import linear
 from llmpq.precision import Precision
 from reference.check_gemm import random_weight
-from reference.kernel_flags import BenchGemm
+from reference.kernel_commands import BenchGemm
 
 log = logging.getLogger(__name__)
 

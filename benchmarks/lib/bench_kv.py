@@ -41,7 +41,7 @@ from llmpq.kernels.kv.ops import run_append, run_attend
 from llmpq.kernels.kv.storage import DeviceRows, KVLayer, allocate_layer, contiguous_table
 from llmpq.precision import KVPrecision
 from llmpq.sizes.kv_format import BLOCK_TOKENS, HOLDBACK_TOKENS, packed_blocks, packed_end
-from reference.kernel_flags import BenchKV
+from reference.kernel_commands import BenchKV
 
 BANDWIDTH = 4.3e12
 """Bytes/s an H200 copies (read + written), the ceiling that floors are given against."""

@@ -28,7 +28,7 @@ from llmpq.kernels.formats.atom_scheme import W8A8, AtomScheme
 from llmpq.kernels.formats.atom_tiles import AtomTiles, best_form
 from llmpq.kernels.formats.atom_weight import AtomWeight, quantize_atom
 from llmpq.kernels.gemm.reference import relative_error
-from reference.kernel_flags import CheckAtom, share
+from reference.kernel_commands import CheckAtom, share
 
 LIMITS = {torch.float16: 1e-3, torch.bfloat16: 4e-3, torch.float32: 2e-3}
 """Relative Frobenius error allowed: rounding a 16-bit output, and inputs that lie on an edge."""

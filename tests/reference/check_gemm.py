@@ -21,7 +21,7 @@ from llmpq.kernels.formats.weight_layout import GROUP
 from llmpq.kernels.gemm.reference import linear_reference, relative_error
 from llmpq.kernels.linear import linear
 from llmpq.precision import padded_k
-from reference.kernel_flags import CheckGemm, share
+from reference.kernel_commands import CheckGemm, share
 
 LIMITS = {torch.float16: 5e-4, torch.bfloat16: 4e-3, torch.float32: 5e-6}
 """Relative Frobenius error allowed: the rounding of a 16-bit output is 2.1e-4 and 1.7e-3 of it."""

@@ -25,7 +25,7 @@ from llmpq.kernels.kv.step_view import Rows
 from llmpq.kernels.kv.storage import DeviceRows, KVLayer, allocate_layer
 from llmpq.precision import KVPrecision
 from llmpq.sizes.kv_format import BLOCK_TOKENS, packed_blocks, packed_end
-from reference.kernel_flags import CheckKV, share
+from reference.kernel_commands import CheckKV, share
 from reference.kv_history import attend_from_history, relative_error
 
 TOLERANCE = {torch.float16: 2e-3, torch.bfloat16: 2e-3}

@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from kernel_bench import main as kernels_main
 
 from llmpq.kernels.atom.hopper import HopperPlan, norm_input, product
 from llmpq.kernels.atom.product import atom_linear
@@ -25,6 +24,7 @@ from llmpq.runtime.models.wiring import Wiring
 from llmpq.runtime.step import Step
 from llmpq.runtime.weights.sources import RandomSource
 from reference import check_atom
+from reference.kernel_commands import main as kernels_main
 
 pytestmark = [
     pytest.mark.gpu,

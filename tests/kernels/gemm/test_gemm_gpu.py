@@ -4,13 +4,13 @@ import itertools
 
 import pytest
 import torch
-from kernel_bench import main as kernels_main
 
 from llmpq.kernels.gemm import linear_gpu
 from llmpq.kernels.gemm.config import DENSE, Config, make_plan
 from llmpq.kernels.gemm.reference import linear_reference, relative_error
 from llmpq.kernels.linear import linear
 from reference.check_gemm import LIMITS, random_weight
+from reference.kernel_commands import main as kernels_main
 
 pytestmark = [
     pytest.mark.gpu,

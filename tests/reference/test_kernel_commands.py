@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from reference.kernel_flags import check_kv, share
+from reference.kernel_commands import check_kv, share
 
 pytestmark = pytest.mark.pure
 

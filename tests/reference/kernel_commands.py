@@ -1,18 +1,21 @@
-"""The flags of `kernel_bench.py`, and the request each of its commands makes of them.
+"""`benchmarks/kernel_bench.py`: its flags, the request each command makes of them, its start.
 
 Standard library only: a command's own module, which needs torch and Triton, is imported later.
 """
 
 from __future__ import annotations
 
+import importlib
 import itertools
+import logging
+import sys
 from argparse import ArgumentTypeError
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from llmpq.commands.command_line import CommandParser, Section
+from llmpq.commands.command_line import CommandParser, Section, end_of
 
 T = TypeVar("T")
 
@@ -214,3 +217,44 @@ def _read_part(text: str) -> tuple[int, int]:
     if slash and index.isdecimal() and count.isdecimal() and int(index) < int(count):
         return int(index), int(count)
     raise ArgumentTypeError(f"got '{text}', expected I/N with I from 0 to N - 1: 0/4")
+
+
+# Imported only when asked for: each needs torch and Triton, `--help` needs neither.
+_MODULES = {
+    ("bench", "gemm"): "lib.bench_gemm",
+    ("bench", "kv"): "lib.bench_kv",
+    ("bench", "atom"): "lib.bench_atom",
+    ("check", "gemm"): "reference.check_gemm",
+    ("check", "kv"): "reference.check_kv",
+    ("check", "atom"): "reference.check_atom",
+}
+
+USAGE = f"""\
+usage: {PROGRAM} {{bench,check}} {{gemm,kv,atom}} [flags]
+
+  bench gemm|kv|atom   time kernels on this GPU
+  check gemm|kv|atom   compare kernels with their plain-torch twins
+
+gemm: weight kernels; kv: the low-bit KV cache; atom: rounded inputs, W4A4 and W8A8.
+Each has its own --help: {PROGRAM} bench gemm --help
+"""
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run one command and return its exit code."""
+    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
+    words = sys.argv[1:] if argv is None else argv
+    if not words or words[0] in ("-h", "--help", "--help-all"):
+        sys.stdout.write(USAGE)
+        return 0 if words else 2
+    return end_of(PROGRAM, lambda: _run(words))
+
+
+def _run(words: list[str]) -> int:
+    command = (words[0], words[1] if len(words) > 1 else "")
+    if command not in COMMANDS:
+        known = ", ".join(" ".join(names) for names in COMMANDS)
+        raise ValueError(f"unknown command '{' '.join(command).strip()}'; expected one of {known}")
+    parser, request = COMMANDS[command]
+    asked = parser().read_as(request, words[2:])
+    return int(importlib.import_module(_MODULES[command]).main(asked))
