@@ -37,12 +37,12 @@ from report.planner_tables import FAR, MARGIN_S, WORSE, summary
 
 from llmpq.errors import BadPlanError, DoesNotFitError
 from llmpq.planner.answer import Answer, Wish, answer
-from llmpq.planner.checked_plan.check import check_plan
-from llmpq.planner.formulation.outcome import BUDGET_ROUNDING, Assignment, Unfinished
-from llmpq.planner.formulation.problem import Problem
-from llmpq.planner.predict.pipeline_time import job_time, sum_omega, value
-from llmpq.planner.predict.replay import replay
-from llmpq.planner.predict.step_by_step import told_time
+from llmpq.planner.check.check import check_plan
+from llmpq.planner.evaluate.pipeline_time import job_time, sum_omega, value
+from llmpq.planner.evaluate.replay import replay
+from llmpq.planner.evaluate.step_by_step import told_time
+from llmpq.planner.problem.outcome import BUDGET_ROUNDING, Assignment, Unfinished
+from llmpq.planner.problem.problem import Problem
 from llmpq.planner.solving import isolated
 from reference.random_cases import RandomCase
 

@@ -31,13 +31,18 @@ from lib.rows import write_row
 
 from llmpq.planner.baselines.flexgen import estimate_flexgen
 from llmpq.planner.cli.arguments import plan_request
+from llmpq.planner.evaluate.pipeline_time import (
+    StageTimes,
+    makespan,
+    published_code_time,
+    sum_omega,
+)
+from llmpq.planner.evaluate.replay import replay
 from llmpq.planner.exact.search import solve_exact
-from llmpq.planner.formulation.outcome import Infeasible, Outcome
-from llmpq.planner.formulation.problem import Problem
 from llmpq.planner.ilp.solve import solve_ilp
-from llmpq.planner.inputs.make_problem import make_problem
-from llmpq.planner.predict.pipeline_time import StageTimes, makespan, published_code_time, sum_omega
-from llmpq.planner.predict.replay import replay
+from llmpq.planner.problem.make_problem import make_problem
+from llmpq.planner.problem.outcome import Infeasible, Outcome
+from llmpq.planner.problem.problem import Problem
 from llmpq.planner.solving.methods import PLANNERS, solve
 from reference.random_problems import random_problem
 

@@ -30,7 +30,7 @@ from lib.delayed_network import DelayedNetwork
 from torch import Tensor
 
 from llmpq.planner.costs.cost_book import LinkTerms
-from llmpq.planner.predict.pipeline_time import StageTimes, makespan
+from llmpq.planner.evaluate.pipeline_time import StageTimes, makespan
 from llmpq.profiler.timing.cases import LinkJob
 from llmpq.profiler.timing.latency_fit import fit_rounds
 from llmpq.profiler.timing.link_times import run_link

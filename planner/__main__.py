@@ -8,7 +8,7 @@ from typing import Any
 
 from llmpq.commands.command_line import CommandParser, end_of
 from llmpq.planner.cli import arguments as flags
-from llmpq.planner.inputs import requests
+from llmpq.planner.problem import requests
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -13,17 +13,17 @@ from llmpq.cluster import Cluster
 from llmpq.errors import DoesNotFitError
 from llmpq.plan import Plan, Prefer
 from llmpq.planner import limits
-from llmpq.planner.formulation.microbatch import chunk_sizes, small_chunks
-from llmpq.planner.formulation.outcome import OPTIMAL_GAP, Outcome, Unfinished
-from llmpq.planner.formulation.problem import Problem
+from llmpq.planner.evaluate.pipeline_time import sum_omega
 from llmpq.planner.front.preference import WEIGHTS, Scored, look_around, preferred
-from llmpq.planner.inputs.make_problem import parse_kv, stated_theta
-from llmpq.planner.inputs.requests import PlanRequest
-from llmpq.planner.predict.pipeline_time import sum_omega
+from llmpq.planner.problem.make_problem import parse_kv, stated_theta
+from llmpq.planner.problem.microbatch import chunk_sizes, small_chunks
+from llmpq.planner.problem.outcome import OPTIMAL_GAP, Outcome, Unfinished
+from llmpq.planner.problem.problem import Problem
+from llmpq.planner.problem.requests import PlanRequest
 from llmpq.planner.refusal import NothingFitsError, too_big
 from llmpq.planner.solving.isolated import Beside, solve_isolated
+from llmpq.planner.solving.kv_precision_sweep import Tries
 from llmpq.planner.solving.methods import NO_PLAN, How
-from llmpq.planner.solving.tries import Tries
 from llmpq.precision import KVPrecision
 
 if TYPE_CHECKING:
@@ -242,8 +242,8 @@ def checked_plan(
     problem: Problem, outcome: Outcome, path: str | None, prefer: Prefer | None = None
 ) -> Plan:
     """Build the plan and have it checked by code that shares nothing with the solver."""
-    from llmpq.planner.checked_plan.build_plan import build_plan
-    from llmpq.planner.checked_plan.check import check_plan
+    from llmpq.planner.check.build_plan import build_plan
+    from llmpq.planner.check.check import check_plan
 
     plan = build_plan(problem, outcome, model_path=path, prefer=prefer)
     check_plan(plan, spec=problem.spec, cluster=problem.cluster, costs=problem.costs)

@@ -21,19 +21,19 @@ from llmpq.plan import Plan, Prefer
 from llmpq.planner.answer import Answer, Wish, answer, read_wish
 from llmpq.planner.cli.arguments import DTYPES, METHODS, PREFERENCES, plan_request
 from llmpq.planner.costs.probed import book_of
-from llmpq.planner.formulation.positions import positions_note
-from llmpq.planner.formulation.problem import Problem
-from llmpq.planner.inputs.cpu_here import outdated_rates, rates_for
-from llmpq.planner.inputs.kept_grid import kept_grid
-from llmpq.planner.inputs.make_problem import (
+from llmpq.planner.evaluate.step_by_step import step_note
+from llmpq.planner.problem.cpu_here import outdated_rates, rates_for
+from llmpq.planner.problem.kept_grid import kept_grid
+from llmpq.planner.problem.make_problem import (
     default_bits,
     generic_sensitivity,
     make_problem,
     open_head,
 )
-from llmpq.planner.inputs.own_codes import with_own_codes
-from llmpq.planner.inputs.stored_precisions import offered, stored_layers
-from llmpq.planner.predict.step_by_step import step_note
+from llmpq.planner.problem.own_codes import with_own_codes
+from llmpq.planner.problem.positions import positions_note
+from llmpq.planner.problem.problem import Problem
+from llmpq.planner.problem.stored_precisions import offered, stored_layers
 from llmpq.precision import Precision
 from llmpq.workload import Workload
 

@@ -20,8 +20,8 @@ from llmpq.cluster import Cluster, Device, DeviceGroup
 from llmpq.devices.device_spec import known_kind
 from llmpq.errors import DoesNotFitError
 from llmpq.planner import limits
-from llmpq.planner.checked_plan.build_plan import build_plan
-from llmpq.planner.checked_plan.check import check_plan
+from llmpq.planner.check.build_plan import build_plan
+from llmpq.planner.check.check import check_plan
 from llmpq.planner.costs.roofline import estimate_costs
 from llmpq.planner.costs.stage_memory import (
     DENSE,
@@ -31,11 +31,11 @@ from llmpq.planner.costs.stage_memory import (
     layer_bytes,
     sort_of_stage,
 )
-from llmpq.planner.formulation.microbatch import small_chunks
-from llmpq.planner.formulation.outcome import Assignment, Outcome, Stage
-from llmpq.planner.formulation.problem import Problem
-from llmpq.planner.inputs.make_problem import generic_sensitivity
-from llmpq.planner.inputs.named_inputs import with_reserve
+from llmpq.planner.problem.make_problem import generic_sensitivity
+from llmpq.planner.problem.microbatch import small_chunks
+from llmpq.planner.problem.named_inputs import with_reserve
+from llmpq.planner.problem.outcome import Assignment, Outcome, Stage
+from llmpq.planner.problem.problem import Problem
 from llmpq.precision import WEIGHT_ONLY, KVPrecision, Precision
 from llmpq.units import format_size
 

@@ -136,7 +136,7 @@ def devices_of(from_ray: str | None) -> Cluster:
     """Return the devices of the Ray at an address, else this machine's."""
     if from_ray is None:
         return this_machine()
-    from llmpq.planner.inputs.discovery import cluster_from_ray
+    from llmpq.planner.problem.discovery import cluster_from_ray
 
     return cluster_from_ray(from_ray)
 

@@ -30,12 +30,12 @@ kernels/formats <- kernels/kv
 kernels/formats <- kernels/cpu
 kernels/gemm, kernels/cpu <- kernels/linear <- kernels/cpu_probe
 
-planner/costs, planner/limits <- planner/formulation <- planner/predict
-planner/predict <- planner/baselines, planner/ilp (one level) <- planner/exact <- planner/front
-planner/predict <- planner/checked_plan
-planner/predict <- planner/inputs <- planner/export
-planner/front, planner/checked_plan <- planner/solving
-planner/solving, planner/inputs <- planner <- planner/cli <- planner/make, planner/__main__
+planner/costs, planner/limits <- planner/problem <- planner/evaluate
+planner/problem <- planner/export
+planner/evaluate <- planner/baselines, planner/ilp (one level) <- planner/exact <- planner/front
+planner/evaluate <- planner/check
+planner/front, planner/check <- planner/solving
+planner/solving <- planner <- planner/cli <- planner/make, planner/__main__
 planner/export <- planner/cli
 
 profiler/timing, profiler/quality, profiler/quantize <- profiler/cli <- profiler/__main__
@@ -63,7 +63,7 @@ ON_FIRST_USE = {
     ("llmpq", "runtime/llm"),
     ("llmpq", "planner/make"),
     ("runtime/auto_plan", "planner/make"),
-    ("runtime/auto_plan", "planner/inputs/discovery"),
+    ("runtime/auto_plan", "planner/problem/discovery"),
 }
 """The few imports upward: the front door, and the one place where a run asks for a plan."""
 
@@ -249,7 +249,7 @@ def test_planner_and_nouns_leave_torch_alone() -> None:
         ("llmpq.planner.make", "llmpq.runtime.step"),
         ("llmpq.kernels.linear", "llmpq.runtime.step"),
         ("llmpq.planner.exact.search", "llmpq.planner.solving.isolated"),
-        ("llmpq.planner.predict.fits", "llmpq.planner.cli.report"),
+        ("llmpq.planner.evaluate.fits", "llmpq.planner.cli.report"),
         ("llmpq.runtime.links.message", "llmpq.runtime.tools.bench"),
         ("llmpq.runtime.models.llama", "llmpq.runtime.drafts.ngram"),
         ("llmpq.kernels.formats.kv_block", "llmpq.kernels.kv.low_bit.attend"),

@@ -35,8 +35,8 @@ def make_plans(args: argparse.Namespace) -> None:
 def plans_of(path: Path, args: argparse.Namespace) -> Iterator[tuple[str, Plan]]:
     """Yield the baselines' plans and the exact ones held to PipeEdge's quality."""
     from llmpq.planner.cli.arguments import plan_request
-    from llmpq.planner.formulation.outcome import Infeasible
-    from llmpq.planner.inputs.make_problem import make_problem, parse_kv
+    from llmpq.planner.problem.make_problem import make_problem, parse_kv
+    from llmpq.planner.problem.outcome import Infeasible
 
     model = Cluster.load(path).planning.model
     if model is None:
@@ -80,9 +80,9 @@ def exact_plan(problem: Any, rival: tuple[Any, Any], workload: Any, limit_s: flo
     Sought twice: over all precisions, and over the rival's own from the rival's plan on. That one
     needs no room for the workspaces of others, and is found however tight the budget is.
     """
-    from llmpq.planner.formulation.outcome import Infeasible
+    from llmpq.planner.evaluate.pipeline_time import sum_omega
     from llmpq.planner.front.quality import solve_budget
-    from llmpq.planner.predict.pipeline_time import sum_omega
+    from llmpq.planner.problem.outcome import Infeasible
 
     alone, known = rival
     budget, found = sum_omega(alone, known), []
@@ -110,7 +110,7 @@ def solve_baseline(problem: Any, method: str, limit_s: float) -> tuple[Any, Any]
 
     Plans of one precision are sought without room for the workspaces of others.
     """
-    from llmpq.planner.formulation.outcome import Infeasible
+    from llmpq.planner.problem.outcome import Infeasible
     from llmpq.planner.solving.methods import solve
 
     if method == "adabits":
@@ -126,8 +126,8 @@ def solve_baseline(problem: Any, method: str, limit_s: float) -> tuple[Any, Any]
 
 def best_microbatches(problem: Any, outcome: Any) -> Any:
     """Return the outcome with its stages kept and the fastest micro-batches for them."""
-    from llmpq.planner.predict.fits import fits
-    from llmpq.planner.predict.pipeline_time import job_time, value
+    from llmpq.planner.evaluate.fits import fits
+    from llmpq.planner.evaluate.pipeline_time import job_time, value
 
     options = [
         replace(outcome.assignment, prefill_microbatch=eta, decode_microbatch=xi)
@@ -140,8 +140,8 @@ def best_microbatches(problem: Any, outcome: Any) -> Any:
 
 def checked(problem: Any, outcome: Any) -> Plan:
     """Return the plan of an outcome, checked by code that shares nothing with the solvers."""
-    from llmpq.planner.checked_plan.build_plan import build_plan
-    from llmpq.planner.checked_plan.check import check_plan
+    from llmpq.planner.check.build_plan import build_plan
+    from llmpq.planner.check.check import check_plan
 
     plan = build_plan(problem, outcome)
     check_plan(plan, spec=problem.spec, cluster=problem.cluster, costs=problem.costs)

@@ -15,10 +15,10 @@ import numpy as np
 
 from llmpq.planner.baselines.least_loss import least_loss
 from llmpq.planner.costs.stage_memory import DENSE, MIXED, NEVER, PACKED
-from llmpq.planner.formulation.outcome import Assignment, Infeasible, Outcome, Stage, Unfinished
-from llmpq.planner.formulation.problem import Problem
-from llmpq.planner.predict.fits import fitting
-from llmpq.planner.predict.pipeline_time import keeps_budget, value
+from llmpq.planner.evaluate.fits import fitting
+from llmpq.planner.evaluate.pipeline_time import keeps_budget, value
+from llmpq.planner.problem.outcome import Assignment, Infeasible, Outcome, Stage, Unfinished
+from llmpq.planner.problem.problem import Problem
 
 MAX_ORDERS = 24
 """Orders of device kinds tried: 4! of them; more kinds keep the first 24."""

@@ -14,10 +14,10 @@ from collections.abc import Iterator
 import numpy as np
 
 from llmpq.planner.baselines.adabits import adabits_plans
-from llmpq.planner.formulation.outcome import Assignment, Infeasible, Outcome, Stage, Unfinished
-from llmpq.planner.formulation.problem import Problem
-from llmpq.planner.predict.fits import fits, spare_bytes
-from llmpq.planner.predict.pipeline_time import keeps_budget, stage_times, value
+from llmpq.planner.evaluate.fits import fits, spare_bytes
+from llmpq.planner.evaluate.pipeline_time import keeps_budget, stage_times, value
+from llmpq.planner.problem.outcome import Assignment, Infeasible, Outcome, Stage, Unfinished
+from llmpq.planner.problem.problem import Problem
 
 SHIFTS = (1, 2, 4)
 """Layers moved at once."""

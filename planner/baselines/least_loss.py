@@ -15,8 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llmpq.planner.costs.stage_memory import choices_of
-from llmpq.planner.formulation.outcome import Stage
-from llmpq.planner.formulation.problem import Floats, Problem
+from llmpq.planner.problem.outcome import Stage
+from llmpq.planner.problem.problem import Floats, Problem
 
 MOST_FILLINGS = 400
 """Fillings of a stage kept per boundary: a step of 0.25 % of what its bits can change."""

@@ -17,11 +17,11 @@ import numpy as np
 from llmpq.planner.baselines.device_sets import DeviceSets, every_set, in_a_row, num_sets
 from llmpq.planner.baselines.uniform import by_precision
 from llmpq.planner.costs.stage_memory import DENSE, PACKED
-from llmpq.planner.formulation.numbers import PairNumbers
-from llmpq.planner.formulation.outcome import Assignment, Infeasible, Outcome, Stage, Unfinished
-from llmpq.planner.formulation.problem import Problem
-from llmpq.planner.predict.fits import fits
-from llmpq.planner.predict.pipeline_time import job_time, value
+from llmpq.planner.evaluate.fits import fits
+from llmpq.planner.evaluate.pipeline_time import job_time, value
+from llmpq.planner.problem.numbers import PairNumbers
+from llmpq.planner.problem.outcome import Assignment, Infeasible, Outcome, Stage, Unfinished
+from llmpq.planner.problem.problem import Problem
 
 MAX_SETS = 1500
 

@@ -11,7 +11,9 @@ import math
 import time
 from collections.abc import Iterator, Sequence
 
-from llmpq.planner.formulation.outcome import (
+from llmpq.planner.evaluate.fits import fitting, spare_bytes
+from llmpq.planner.evaluate.pipeline_time import job_time, value
+from llmpq.planner.problem.outcome import (
     BUDGET_ROUNDING,
     Assignment,
     Infeasible,
@@ -19,9 +21,7 @@ from llmpq.planner.formulation.outcome import (
     Stage,
     Unfinished,
 )
-from llmpq.planner.formulation.problem import Problem
-from llmpq.planner.predict.fits import fitting, spare_bytes
-from llmpq.planner.predict.pipeline_time import job_time, value
+from llmpq.planner.problem.problem import Problem
 from llmpq.units import format_size
 
 

@@ -1,4 +1,4 @@
-"""The flags of `llmpq-algo`; each command makes a request of them (planner/inputs/requests.py).
+"""The flags of `llmpq-algo`; each command makes a request of them (planner/problem/requests.py).
 
 Standard library only, so that `--help` is instant. The paper's spellings are accepted, not listed.
 """
@@ -9,8 +9,8 @@ from argparse import Namespace
 from collections.abc import Sequence
 
 from llmpq.commands.command_line import CommandParser, Only, Section, token_count
-from llmpq.planner.inputs.requests import PlanRequest
 from llmpq.planner.limits import MAX_BATCH
+from llmpq.planner.problem.requests import PlanRequest
 
 DTYPES = ("auto", "float16", "bfloat16", "float32")
 PREFERENCES = ("quality", "balanced", "speed")

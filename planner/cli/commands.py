@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from llmpq.errors import DoesNotFitError
-from llmpq.planner.inputs.requests import (
+from llmpq.planner.problem.requests import (
     CheckRequest,
     ExportRequest,
     ListRequest,
@@ -54,8 +54,8 @@ def _plan(request: PlanRequest) -> None:
 
 def _check(request: CheckRequest) -> None:
     from llmpq.plan import Plan
-    from llmpq.planner.checked_plan.check import check_alone, check_plan
-    from llmpq.planner.inputs.named_inputs import model_of_plan, names_devices, read_cluster
+    from llmpq.planner.check.check import check_alone, check_plan
+    from llmpq.planner.problem.named_inputs import model_of_plan, names_devices, read_cluster
 
     plan = Plan.load(request.plan)
     alone = plan.inputs is not None
@@ -86,7 +86,7 @@ def _export(request: ExportRequest) -> None:
 
 
 def _devices(request: ListRequest) -> None:
-    from llmpq.planner.inputs.discovery import show_devices
+    from llmpq.planner.problem.discovery import show_devices
 
     show_devices(request)
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from llmpq.planner.formulation.outcome import Assignment, Outcome, Unfinished
-from llmpq.planner.formulation.problem import Problem
-from llmpq.planner.predict.fits import spare_bytes
-from llmpq.planner.predict.pipeline_time import stage_times, value
+from llmpq.planner.evaluate.fits import spare_bytes
+from llmpq.planner.evaluate.pipeline_time import stage_times, value
+from llmpq.planner.problem.outcome import Assignment, Outcome, Unfinished
+from llmpq.planner.problem.problem import Problem
 from llmpq.planner.solving.isolated import solve_isolated
 from llmpq.planner.solving.methods import How
 from llmpq.units import format_size

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from llmpq.devices.device_list import ELSEWHERE
 from llmpq.plan import Plan, StagePlan
-from llmpq.planner.formulation.outcome import rounded_up
+from llmpq.planner.problem.outcome import rounded_up
 from llmpq.precision import bits_of
 from llmpq.units import format_size
 

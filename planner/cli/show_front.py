@@ -15,12 +15,12 @@ from llmpq.plan import Plan
 from llmpq.planner.answer import Wish, checked_plan
 from llmpq.planner.cli.arguments import DEFAULT_POINTS
 from llmpq.planner.cli.show_plan import open_console, say
-from llmpq.planner.formulation.outcome import Infeasible, Unfinished
-from llmpq.planner.formulation.problem import Problem
+from llmpq.planner.evaluate.step_by_step import told_time
 from llmpq.planner.front.front import FrontPoint
 from llmpq.planner.front.preference import WEIGHTS
-from llmpq.planner.inputs.requests import PlanRequest
-from llmpq.planner.predict.step_by_step import told_time
+from llmpq.planner.problem.outcome import Infeasible, Unfinished
+from llmpq.planner.problem.problem import Problem
+from llmpq.planner.problem.requests import PlanRequest
 from llmpq.planner.refusal import NothingFitsError, too_big
 from llmpq.planner.solving.isolated import front_isolated
 

@@ -9,16 +9,16 @@ from typing import TYPE_CHECKING, get_args
 from llmpq.errors import DoesNotFitError
 from llmpq.file_form import check_writable
 from llmpq.plan import Plan
-from llmpq.planner.alternatives import bits_lines, engines_line, left_out_lines
 from llmpq.planner.answer import Answer, Wish, answer, read_wish, solved, with_room
+from llmpq.planner.cli.alternatives import bits_lines, engines_line, left_out_lines
 from llmpq.planner.cli.arguments import read_flag
 from llmpq.planner.cli.method_row import MethodRow
-from llmpq.planner.formulation.outcome import Infeasible, Unfinished
-from llmpq.planner.formulation.problem import Problem
-from llmpq.planner.inputs.make_problem import make_problem
-from llmpq.planner.inputs.requests import PlanRequest
-from llmpq.planner.inputs.stored_precisions import stored_line
-from llmpq.planner.predict.step_by_step import told_time
+from llmpq.planner.evaluate.step_by_step import told_time
+from llmpq.planner.problem.make_problem import make_problem
+from llmpq.planner.problem.outcome import Infeasible, Unfinished
+from llmpq.planner.problem.problem import Problem
+from llmpq.planner.problem.requests import PlanRequest
+from llmpq.planner.problem.stored_precisions import stored_line
 from llmpq.planner.refusal import NothingFitsError
 from llmpq.planner.solving.methods import PLANNERS
 from llmpq.precision import Precision, bits_of
@@ -70,7 +70,7 @@ def make_and_show(request: PlanRequest, job: PlanJob) -> None:
         raise
     if request.speculate is not None:
         best = replace(best, plan=_drafting(best.plan, problem, request.speculate))
-        from llmpq.planner.predict.add_drafts import describe
+        from llmpq.planner.evaluate.add_drafts import describe
 
         notes = [*notes, describe(best.plan)]
     if request.output:
@@ -80,7 +80,7 @@ def make_and_show(request: PlanRequest, job: PlanJob) -> None:
         return
     console = open_console()
     from llmpq.planner.cli.report import print_plan
-    from llmpq.planner.predict.step_by_step import step_note
+    from llmpq.planner.evaluate.step_by_step import step_note
 
     beside = bits_lines(best, wish) + engines_line(best, request, wish)
     print_plan(console, best.plan, seconds=best.outcome.seconds, alternatives=beside)
@@ -97,7 +97,7 @@ def make_and_show(request: PlanRequest, job: PlanJob) -> None:
 
 def _changed(request: PlanRequest, problem: Problem) -> list[tuple[str, Problem, Wish]]:
     """Return the job after every `--what-if`; refuse a change that cannot be."""
-    from llmpq.planner.inputs.what_if import changed_devices, changed_request
+    from llmpq.planner.cli.what_if import changed_devices, changed_request
 
     found = []
     for change in request.what_if:
@@ -118,7 +118,7 @@ def _check_mode(speculate: str | None) -> None:
 
 
 def _drafting(plan: Plan, problem: Problem, wish: str) -> Plan:
-    from llmpq.planner.predict.add_drafts import with_speculation
+    from llmpq.planner.evaluate.add_drafts import with_speculation
 
     costs = problem.costs.estimate
     costs = costs if problem.costs.profile is None else costs.merged(problem.costs.profile)
@@ -254,7 +254,7 @@ def _what_if(
 
     Without a plan of the job as it is: what it would make possible.
     """
-    from llmpq.planner.inputs.what_if import compared, made_possible
+    from llmpq.planner.cli.what_if import compared, made_possible
 
     lines = []
     for change, problem, wish in changes:

@@ -30,7 +30,7 @@ from llmpq.sizes.pool_size import planned_kv_bytes
 from llmpq.sizes.workspace import workspace_bytes
 
 if TYPE_CHECKING:
-    from llmpq.planner.formulation.problem import DeviceClass, Problem
+    from llmpq.planner.problem.problem import DeviceClass, Problem
 
 DENSE, PACKED, MIXED = 0, 1, 2
 """Sorts of stages: every layer of 16 bits, every layer of fewer, both."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from llmpq.planner.formulation.problem import Floats
+from llmpq.planner.problem.problem import Floats
 
 BLOCK = 256
 """Rows compared at a time."""

@@ -25,9 +25,15 @@ import numpy as np
 
 from llmpq.planner.exact.bounds.columns import assigned
 from llmpq.planner.exact.bounds.completion import Completion
-from llmpq.planner.exact.wanted import WORTH_COMPARING, Live, TooMany, live_columns, useful
-from llmpq.planner.formulation.outcome import Assignment, Stage
-from llmpq.planner.formulation.problem import Floats, Problem
+from llmpq.planner.exact.column_generation import (
+    WORTH_COMPARING,
+    Live,
+    TooMany,
+    live_columns,
+    useful,
+)
+from llmpq.planner.problem.outcome import Assignment, Stage
+from llmpq.planner.problem.problem import Floats, Problem
 
 Key = tuple[int, int, int]
 """(first class, state, last class)."""

@@ -1,6 +1,6 @@
 """Best-bound search over the pairs of micro-batch sizes, all device orders at once.
 
-1. Good plans first (planner/exact/incumbents/begin.py), improved by small changes.
+1. Good plans first (planner/exact/start/begin.py), improved by small changes.
 2. Every pair is bounded by the multipliers of the few whose relaxation is solved: always the pair
    with the smallest bound is solved next, and what its multipliers prove of all others is kept.
 3. The smallest part is tightened by the completion program, which also gives a plan, and closed:
@@ -27,26 +27,26 @@ from llmpq.planner.exact.bounds.form import EVERYWHERE, Box, Form, make_form
 from llmpq.planner.exact.bounds.pair_columns import KeptPairs
 from llmpq.planner.exact.bounds.pairs import PairTables
 from llmpq.planner.exact.bounds.relaxation import ClassRelaxation, Prices
-from llmpq.planner.exact.incumbents.greedy import greedy_plan
-from llmpq.planner.exact.incumbents.improve import improved
-from llmpq.planner.exact.incumbents.quick import quick_plan
-from llmpq.planner.exact.incumbents.starts import Incumbent, first_plans
 from llmpq.planner.exact.labels import GaveUp, LabelSearch, SearchLimits
 from llmpq.planner.exact.search_state import Open, Part
 from llmpq.planner.exact.space import Space, searched
+from llmpq.planner.exact.start.greedy import greedy_plan
+from llmpq.planner.exact.start.improve import improved
+from llmpq.planner.exact.start.quick import quick_plan
+from llmpq.planner.exact.start.starts import Incumbent, first_plans
 from llmpq.planner.exact.true_links import with_true_links
-from llmpq.planner.formulation.outcome import (
+from llmpq.planner.ilp.solve import no_plan_fits, no_plan_yet, solve_ilp
+from llmpq.planner.problem.outcome import (
     OPTIMAL_GAP,
     Assignment,
     Infeasible,
     Outcome,
     Unfinished,
 )
-from llmpq.planner.formulation.problem import Problem
-from llmpq.planner.ilp.solve import no_plan_fits, no_plan_yet, solve_ilp
+from llmpq.planner.problem.problem import Problem
 
 if TYPE_CHECKING:
-    from llmpq.planner.exact.incumbents.walk import Walk
+    from llmpq.planner.exact.start.walk import Walk
 
 WINDOWS = (0.004, 0.02, 0.1, math.inf)
 """Widths of the label windows above a part's bound, relative."""
@@ -182,8 +182,8 @@ class Search:
 
     def begin(self, known: Assignment | None = None) -> None:
         """Offer simple plans, and a known one, and improve the best of them."""
-        from llmpq.planner.exact.incumbents.begin import begin
-        from llmpq.planner.exact.incumbents.rounding import rounded_plans
+        from llmpq.planner.exact.start.begin import begin
+        from llmpq.planner.exact.start.rounding import rounded_plans
 
         now = time.perf_counter()
         left = max(0.0, self.deadline - now)
@@ -195,7 +195,7 @@ class Search:
     @cached_property
     def walk(self) -> Walk:
         """The walk among plans of one precision a stage."""
-        from llmpq.planner.exact.incumbents.walk import Walk
+        from llmpq.planner.exact.start.walk import Walk
 
         return Walk(self.incumbent, self.true_tables)
 

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from llmpq.planner.exact.bounds.completion import Completion
 from llmpq.planner.exact.bounds.form import EVERYWHERE, Box, Form
 from llmpq.planner.exact.bounds.relaxation import Prices
-from llmpq.planner.formulation.problem import Floats
+from llmpq.planner.problem.problem import Floats
 
 
 @dataclass(kw_only=True)

@@ -14,7 +14,7 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from llmpq.planner.formulation.problem import Problem
+from llmpq.planner.problem.problem import Problem
 
 MAX_STATES = 3000
 """Most states that are listed."""

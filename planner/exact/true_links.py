@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from llmpq.planner.formulation.outcome import Assignment
-from llmpq.planner.formulation.problem import Problem
+from llmpq.planner.problem.outcome import Assignment
+from llmpq.planner.problem.problem import Problem
 
 
 def with_true_links(true: Problem, nearest: Problem, a: Assignment) -> Assignment:

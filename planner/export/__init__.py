@@ -16,8 +16,8 @@ from llmpq.planner.export.picture import picture
 from llmpq.planner.export.result import Exported
 from llmpq.planner.export.sglang import sglang
 from llmpq.planner.export.vllm import vllm
-from llmpq.planner.inputs.named_inputs import model_of_plan
-from llmpq.planner.inputs.requests import ExportRequest
+from llmpq.planner.problem.named_inputs import model_of_plan
+from llmpq.planner.problem.requests import ExportRequest
 
 WRITERS: dict[str, Callable[[Plan, ModelSpec], Exported]] = {
     "vllm": vllm,

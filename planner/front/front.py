@@ -16,11 +16,11 @@ import math
 import time
 from dataclasses import dataclass, field, replace
 
+from llmpq.planner.evaluate.pipeline_time import sum_omega, value
 from llmpq.planner.exact.search import solve_exact
-from llmpq.planner.formulation.outcome import OPTIMAL_GAP, Infeasible, Outcome
-from llmpq.planner.formulation.problem import Problem
 from llmpq.planner.front.quality import solve_budget
-from llmpq.planner.predict.pipeline_time import sum_omega, value
+from llmpq.planner.problem.outcome import OPTIMAL_GAP, Infeasible, Outcome
+from llmpq.planner.problem.problem import Problem
 
 SAME = 1e-6
 """Relative difference below which two sums of omega, or widths, are taken as equal."""

@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 
 from llmpq.planner.exact.bounds.columns import Columns, assigned, columns_if_few
 from llmpq.planner.exact.space import Space
-from llmpq.planner.formulation.outcome import Assignment, Stage
-from llmpq.planner.formulation.problem import Floats, Problem
+from llmpq.planner.problem.outcome import Assignment, Stage
+from llmpq.planner.problem.problem import Floats, Problem
 
 ROUNDING = 1e-9
 """Relative difference of sums in another order."""

@@ -27,7 +27,7 @@ import numpy as np
 
 from llmpq.errors import DoesNotFitError
 from llmpq.plan import Prefer
-from llmpq.planner.formulation.problem import Problem
+from llmpq.planner.problem.problem import Problem
 
 WEIGHTS: dict[Prefer, float] = {"quality": 300.0, "balanced": 1.0, "speed": 0.01}
 """What losing as much as 4 bits everywhere counts for, in the logarithm of time."""
@@ -126,10 +126,10 @@ def look_around(problems: Sequence[Problem], price: float) -> tuple[StartPoint, 
 
     No corner where layers differ in shape: the quick bounds are of layers that are alike.
     """
+    from llmpq.planner.evaluate.fits import fits
+    from llmpq.planner.evaluate.pipeline_time import sum_omega, value
     from llmpq.planner.exact.bounds.pairs import PairTables, quick_bound
-    from llmpq.planner.exact.incumbents.starts import first_plans
-    from llmpq.planner.predict.fits import fits
-    from llmpq.planner.predict.pipeline_time import sum_omega, value
+    from llmpq.planner.exact.start.starts import first_plans
 
     free = [p.with_changes(theta=0.0) for p in problems]
     finite = [np.where(p.open, p.omega, np.nan) for p in free]

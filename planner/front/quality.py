@@ -16,11 +16,14 @@ from dataclasses import replace
 
 import numpy as np
 
+from llmpq.planner.evaluate.pipeline_time import value
 from llmpq.planner.exact.bounds.form import make_form
 from llmpq.planner.exact.bounds.pairs import PairTables, quick_bound
 from llmpq.planner.exact.bounds.relaxation import ClassRelaxation
 from llmpq.planner.exact.search import Search, solve_exact
-from llmpq.planner.formulation.outcome import (
+from llmpq.planner.front.least_omega import least_omega
+from llmpq.planner.ilp.solve import no_plan_fits, solve_ilp
+from llmpq.planner.problem.outcome import (
     BUDGET_ROUNDING,
     OPTIMAL_GAP,
     Assignment,
@@ -29,10 +32,7 @@ from llmpq.planner.formulation.outcome import (
     Unfinished,
     rounded_up,
 )
-from llmpq.planner.formulation.problem import Problem
-from llmpq.planner.front.least_omega import least_omega
-from llmpq.planner.ilp.solve import no_plan_fits, solve_ilp
-from llmpq.planner.predict.pipeline_time import value
+from llmpq.planner.problem.problem import Problem
 
 MOST_SOLVED = 30
 """Pairs whose relaxation is solved, to find the one that promises most within the budget."""

@@ -15,10 +15,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from llmpq.planner.costs.stage_memory import DENSE, MIXED, NEVER, PACKED
-from llmpq.planner.formulation.numbers import PairNumbers
-from llmpq.planner.formulation.outcome import Assignment, Stage
-from llmpq.planner.formulation.problem import Problem
 from llmpq.planner.ilp.linear_model import LinearModel
+from llmpq.planner.problem.numbers import PairNumbers
+from llmpq.planner.problem.outcome import Assignment, Stage
+from llmpq.planner.problem.problem import Problem
 
 MIB = float(2**20)
 """Memory rows are in MiB: a solver's tolerance of 1e-6 is then one byte."""
@@ -214,7 +214,7 @@ def slowest_stage(m: StageIlp) -> None:
 
 
 def minimise_time(m: StageIlp) -> None:
-    """The closed form of predict/pipeline_time.py; Z >= md D and Z >= S + rd.  (2 constraints)"""
+    """The closed form of evaluate/pipeline_time.py; Z >= md D and Z >= S + rd.  (2 constraints)"""
     p, x, model = m.problem, m.numbers, m.model
     mp, md = p.counts(x.eta, x.xi)
     n = p.workload.gen_len

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from llmpq.planner.formulation.problem import Problem
+from llmpq.planner.problem.problem import Problem
 
 
 def device_orders(p: Problem) -> Iterator[tuple[int, ...]]:

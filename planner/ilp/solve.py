@@ -14,7 +14,12 @@ import time
 from collections.abc import Iterator
 
 from llmpq.planner.baselines.adabits import adabits_plans, kind_orders
-from llmpq.planner.formulation.outcome import (
+from llmpq.planner.evaluate.fits import fits
+from llmpq.planner.evaluate.pipeline_time import sum_omega, value
+from llmpq.planner.ilp.backends import Backend, solve_milp
+from llmpq.planner.ilp.model import StageIlp, build_ilp
+from llmpq.planner.ilp.orders import device_orders
+from llmpq.planner.problem.outcome import (
     BUDGET_ROUNDING,
     OPTIMAL_GAP,
     Assignment,
@@ -22,12 +27,7 @@ from llmpq.planner.formulation.outcome import (
     Outcome,
     Unfinished,
 )
-from llmpq.planner.formulation.problem import Problem
-from llmpq.planner.ilp.backends import Backend, solve_milp
-from llmpq.planner.ilp.model import StageIlp, build_ilp
-from llmpq.planner.ilp.orders import device_orders
-from llmpq.planner.predict.fits import fits
-from llmpq.planner.predict.pipeline_time import sum_omega, value
+from llmpq.planner.problem.problem import Problem
 
 MAX_PROGRAMS = 3000
 """Programs to relax at most; with more, devices of a kind stay together, as in the paper's code."""

@@ -24,14 +24,14 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from llmpq.commands.child_lines import write_line
 from llmpq.errors import LlmpqError
-from llmpq.planner.formulation.outcome import Assignment, Infeasible, Outcome, Stage, Unfinished
-from llmpq.planner.formulation.problem import Problem
+from llmpq.planner.problem.outcome import Assignment, Infeasible, Outcome, Stage, Unfinished
+from llmpq.planner.problem.problem import Problem
 from llmpq.planner.solving.methods import How
 
 if TYPE_CHECKING:
     from llmpq.planner.baselines.flexgen import OffloadEstimate
     from llmpq.planner.front.front import Front
-    from llmpq.planner.solving.alone import Found as AloneFound
+    from llmpq.planner.solving.uniform_precision_search import Found as AloneFound
 
 CHILD = (sys.executable, "-m", "llmpq.planner.solving.solver_child")
 ALONE_AFTER_S = 0.2
@@ -76,7 +76,7 @@ def has_spare_core() -> bool:
 class Beside:
     """A process that looks for plans of one precision alone, beside the exact method's searches.
 
-    It takes all KV precisions at once (alone.py) and has the whole time limit: the smaller
+    It takes all KV precisions at once (uniform_precision_search.py) and has the whole time limit: the smaller
     search finds such plans sooner. It needs a core of its own, and begins only where the searches
     take a while.
     """
@@ -125,7 +125,7 @@ class Beside:
 
 
 def _search_alone(problems: Sequence[Problem], how: How) -> AloneFound:
-    from llmpq.planner.solving.alone import solve_alone
+    from llmpq.planner.solving.uniform_precision_search import solve_alone
 
     os.nice(BESIDE_NICENESS)
     return solve_alone(problems, how, LATE_S)
@@ -233,9 +233,9 @@ def _get_ready() -> None:
     """Import what a command does with an answer, while the child solves."""
     import rich.console  # noqa: F401
 
-    import llmpq.planner.checked_plan.build_plan
-    import llmpq.planner.checked_plan.check
-    import llmpq.planner.predict.step_by_step  # noqa: F401
+    import llmpq.planner.check.build_plan
+    import llmpq.planner.check.check
+    import llmpq.planner.evaluate.step_by_step  # noqa: F401
 
 
 def answer_spawned(
@@ -247,7 +247,7 @@ def answer_spawned(
     child: Sequence[str] = CHILD,
 ) -> dict[str, Any]:
     """Do a job in a fresh interpreter, which reads it on stdin and answers on stdout."""
-    from llmpq.planner.formulation.problem_form import problem_data
+    from llmpq.planner.problem.problem_form import problem_data
 
     request = json.dumps({"problem": problem_data(problem), "job": job, "options": options})
     done = subprocess.run(child, input=request.encode(), stdout=subprocess.PIPE, check=False)

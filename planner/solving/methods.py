@@ -6,8 +6,8 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from llmpq.planner.formulation.outcome import Assignment, Outcome
-from llmpq.planner.formulation.problem import Problem
+from llmpq.planner.problem.outcome import Assignment, Outcome
+from llmpq.planner.problem.problem import Problem
 
 if TYPE_CHECKING:
     from llmpq.planner.ilp.backends import Backend

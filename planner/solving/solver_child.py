@@ -9,7 +9,7 @@ import sys
 from functools import partial
 
 from llmpq.commands.child_lines import read_lines, take_answers, write_line
-from llmpq.planner.formulation.problem_form import parse_problem
+from llmpq.planner.problem.problem_form import parse_problem
 from llmpq.planner.solving.isolated import answer_of, run_job
 
 

@@ -15,14 +15,14 @@ import pytest
 from llmpq.model_spec import ModelSpec
 from llmpq.plan import Plan
 from llmpq.planner.__main__ import main
+from llmpq.planner.evaluate.fits import fits
 from llmpq.planner.exact.search import solve_exact
-from llmpq.planner.formulation.outcome import Infeasible
-from llmpq.planner.formulation.problem import Problem
-from llmpq.planner.formulation.problem_form import parse_problem, problem_data
 from llmpq.planner.front.front import pareto_front
 from llmpq.planner.ilp.solve import solve_ilp
-from llmpq.planner.inputs.stored_precisions import StoredLayer, offered, stored_layers
-from llmpq.planner.predict.fits import fits
+from llmpq.planner.problem.outcome import Infeasible
+from llmpq.planner.problem.problem import Problem
+from llmpq.planner.problem.problem_form import parse_problem, problem_data
+from llmpq.planner.problem.stored_precisions import StoredLayer, offered, stored_layers
 from llmpq.planner.solving.methods import PLANNERS, solve
 from llmpq.precision import Precision
 from reference.brute_force import brute_force

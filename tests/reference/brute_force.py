@@ -6,11 +6,11 @@ import itertools
 import math
 from collections.abc import Iterator
 
-from llmpq.planner.formulation.outcome import Assignment, Stage
-from llmpq.planner.formulation.problem import Problem
+from llmpq.planner.evaluate.fits import fits
+from llmpq.planner.evaluate.pipeline_time import value
 from llmpq.planner.ilp.orders import device_orders
-from llmpq.planner.predict.fits import fits
-from llmpq.planner.predict.pipeline_time import value
+from llmpq.planner.problem.outcome import Assignment, Stage
+from llmpq.planner.problem.problem import Problem
 
 
 def brute_force(p: Problem) -> tuple[float, Assignment | None]:

@@ -17,7 +17,7 @@ from llmpq.memory import Quantization
 from llmpq.model_spec import ModelSpec
 from llmpq.planner.costs.cost_book import CostBook
 from llmpq.planner.costs.roofline import estimate_costs
-from llmpq.planner.formulation.problem import Objective, Problem
+from llmpq.planner.problem.problem import Objective, Problem
 from llmpq.precision import WEIGHT_ONLY, KVPrecision, Precision
 from llmpq.sensitivity import Sensitivity
 from llmpq.workload import Workload

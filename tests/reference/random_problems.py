@@ -10,8 +10,8 @@ from llmpq.cost_model import TERMS, CostModel, LatencyEntry, Phase, Regime
 from llmpq.model_spec import ModelSpec
 from llmpq.planner.costs.cost_book import CostBook
 from llmpq.planner.costs.stage_memory import capacity, layer_bytes
-from llmpq.planner.formulation.microbatch import distinct_sizes
-from llmpq.planner.formulation.problem import Objective, Problem
+from llmpq.planner.problem.microbatch import distinct_sizes
+from llmpq.planner.problem.problem import Objective, Problem
 from llmpq.precision import WEIGHT_ONLY, Precision
 from llmpq.sensitivity import Sensitivity
 from llmpq.workload import Workload

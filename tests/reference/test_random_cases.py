@@ -8,9 +8,9 @@ import pytest
 
 from llmpq.errors import DoesNotFitError
 from llmpq.planner.answer import Wish, answer
-from llmpq.planner.checked_plan.build_plan import build_plan
-from llmpq.planner.formulation.outcome import Outcome
-from llmpq.planner.formulation.problem_form import problem_data
+from llmpq.planner.check.build_plan import build_plan
+from llmpq.planner.problem.outcome import Outcome
+from llmpq.planner.problem.problem_form import problem_data
 from reference.all_plans import best_of_all
 from reference.random_cases import random_case
 

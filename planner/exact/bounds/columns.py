@@ -7,7 +7,7 @@ these counts. W is exact for any omega:
     W_m[a, k] = min_b  W_{m-1}[a, k - e_b] + omega[a + m - 1, b]
 
 Long stages of many choices have millions of count vectors: past MAX_VECTORS there is no table, and
-the search makes the few vectors that it needs (planner/exact/wanted.py).
+the search makes the few vectors that it needs (planner/exact/column_generation.py).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llmpq.planner.costs.stage_memory import sort_of
-from llmpq.planner.formulation.problem import Floats, Problem
+from llmpq.planner.problem.problem import Floats, Problem
 
 MAX_VECTORS = 150_000
 """Count vectors of all lengths together."""

@@ -36,7 +36,7 @@ from llmpq.planner.exact.bounds.stages import (
     stages_by_table,
 )
 from llmpq.planner.exact.space import Space
-from llmpq.planner.formulation.problem import Floats, Problem
+from llmpq.planner.problem.problem import Floats, Problem
 
 RENT_STEPS = 25
 """Steps of the search for rents."""

@@ -12,7 +12,7 @@ import numpy as np
 
 from llmpq.planner.exact.bounds.form import Box, Form
 from llmpq.planner.exact.bounds.relaxation import ClassRelaxation
-from llmpq.planner.formulation.problem import Problem
+from llmpq.planner.problem.problem import Problem
 
 MANY_STEPS = 40
 """Numbers of layers within a range from which on it is cut evenly."""

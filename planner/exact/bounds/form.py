@@ -13,8 +13,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
-from llmpq.planner.formulation.numbers import PairNumbers
-from llmpq.planner.formulation.problem import Problem
+from llmpq.planner.problem.numbers import PairNumbers
+from llmpq.planner.problem.problem import Problem
 
 
 @dataclass(frozen=True, kw_only=True)

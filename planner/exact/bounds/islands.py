@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from llmpq.planner.formulation.problem import Problem
+from llmpq.planner.problem.problem import Problem
 
 SLOWER = 4.0
 """How many times slower than the links of an island those between islands are at least."""

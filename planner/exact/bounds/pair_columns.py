@@ -12,8 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llmpq.planner.exact.bounds.columns import Columns, columns_if_few
-from llmpq.planner.formulation.numbers import PairNumbers
-from llmpq.planner.formulation.problem import Floats, Problem
+from llmpq.planner.problem.numbers import PairNumbers
+from llmpq.planner.problem.problem import Floats, Problem
 
 MOST_KEPT = 2_000_000
 """Entries [C, N] that are kept of all pairs together; of one pair always."""

@@ -35,8 +35,8 @@ from llmpq.planner.exact.bounds.relaxation import (
     layer_groups,
     whole_layers,
 )
-from llmpq.planner.formulation.outcome import Stage
-from llmpq.planner.formulation.problem import Floats, Problem
+from llmpq.planner.problem.outcome import Stage
+from llmpq.planner.problem.problem import Floats, Problem
 
 
 @dataclass(frozen=True, kw_only=True)

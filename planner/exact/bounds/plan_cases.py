@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llmpq.planner.exact.bounds.islands import Islands
-from llmpq.planner.formulation.problem import Floats, Problem
+from llmpq.planner.problem.problem import Floats, Problem
 
 MOST_CASES = 10
 """Ranges of the number of stages."""

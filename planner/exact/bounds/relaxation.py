@@ -29,9 +29,9 @@ from numpy.typing import NDArray
 from llmpq.planner.exact.bounds.form import EVERYWHERE, Box, Form
 from llmpq.planner.exact.bounds.islands import find_islands
 from llmpq.planner.exact.bounds.plan_cases import most_priced
-from llmpq.planner.formulation.numbers import PairNumbers
-from llmpq.planner.formulation.problem import Floats, Problem
 from llmpq.planner.ilp.quiet_highs import make_highs
+from llmpq.planner.problem.numbers import PairNumbers
+from llmpq.planner.problem.problem import Floats, Problem
 
 MAX_GROUPS = 20
 """Groups of layers in the program."""

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from llmpq.planner.costs.stage_memory import DENSE, MIXED, NEVER, PACKED, choices_of
 from llmpq.planner.exact.bounds.form import Box, Form
 from llmpq.planner.exact.bounds.pair_columns import KeptPairs
-from llmpq.planner.formulation.problem import Floats, Problem
+from llmpq.planner.problem.problem import Floats, Problem
 
 RHOS = 10
 """Prices of memory tried beside zero and the relaxation's."""

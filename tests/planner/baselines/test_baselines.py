@@ -14,12 +14,12 @@ from llmpq.planner.baselines.device_sets import every_set
 from llmpq.planner.baselines.flexgen import estimate_flexgen
 from llmpq.planner.baselines.pipeedge import _allowed, _balanced
 from llmpq.planner.cli.arguments import plan_request
-from llmpq.planner.formulation.outcome import Infeasible, Unfinished
-from llmpq.planner.formulation.problem import Problem
-from llmpq.planner.inputs.make_problem import make_problem
-from llmpq.planner.predict.fits import fits
-from llmpq.planner.predict.pipeline_time import job_time, stage_times, sum_omega
-from llmpq.planner.predict.replay import replay
+from llmpq.planner.evaluate.fits import fits
+from llmpq.planner.evaluate.pipeline_time import job_time, stage_times, sum_omega
+from llmpq.planner.evaluate.replay import replay
+from llmpq.planner.problem.make_problem import make_problem
+from llmpq.planner.problem.outcome import Infeasible, Unfinished
+from llmpq.planner.problem.problem import Problem
 from llmpq.planner.solving.methods import solve
 from reference.brute_force import assignments
 from reference.random_problems import random_problem

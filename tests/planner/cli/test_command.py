@@ -153,11 +153,11 @@ def test_budget_is_kept_and_proven(capsys: pytest.CaptureFixture[str], tmp_path:
 
 
 def test_waiting_stages_are_named() -> None:
-    from llmpq.planner.checked_plan.build_plan import build_plan
+    from llmpq.planner.check.build_plan import build_plan
     from llmpq.planner.cli.arguments import plan_request
     from llmpq.planner.cli.explain import explain_plan
-    from llmpq.planner.inputs.make_problem import make_problem
-    from llmpq.planner.predict.pipeline_time import stage_times
+    from llmpq.planner.evaluate.pipeline_time import stage_times
+    from llmpq.planner.problem.make_problem import make_problem
     from llmpq.planner.solving.methods import solve
 
     words = ["--cluster", str(PAPER / "09.yaml"), "--model", "opt-30b", "--global_bz", "32"]

@@ -16,9 +16,9 @@ from llmpq.planner.__main__ import main
 from llmpq.planner.cli import explain
 from llmpq.planner.cli.explain import Regret, regret_lines
 from llmpq.planner.cli.report import quality_of
-from llmpq.planner.formulation.outcome import Unfinished
-from llmpq.planner.inputs.what_if import compared, loss_change, without
-from llmpq.planner.predict.pipeline_time import StageTimes
+from llmpq.planner.cli.what_if import compared, loss_change, without
+from llmpq.planner.evaluate.pipeline_time import StageTimes
+from llmpq.planner.problem.outcome import Unfinished
 from llmpq.planner.solving.methods import solve
 from reference.random_problems import random_problem
 

@@ -11,7 +11,7 @@ import pytest
 
 from llmpq.plan import Plan
 from llmpq.planner.__main__ import main
-from llmpq.planner.predict.fits import fits
+from llmpq.planner.evaluate.fits import fits
 from llmpq.planner.refusal import too_big
 from reference.brute_force import assignments
 from reference.random_problems import random_problem

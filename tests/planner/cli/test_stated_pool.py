@@ -10,7 +10,7 @@ from llmpq.errors import BadPlanError, DoesNotFitError
 from llmpq.model_spec import ModelSpec
 from llmpq.plan import Plan
 from llmpq.planner.__main__ import main
-from llmpq.planner.checked_plan.check import check_alone
+from llmpq.planner.check.check import check_alone
 from llmpq.precision import KVPrecision
 from llmpq.runtime.launch.plans.pool_plan import PoolPlan
 from llmpq.runtime.launch.stages.stage_settings import StageSettings

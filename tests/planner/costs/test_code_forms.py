@@ -15,7 +15,7 @@ from llmpq.model_spec import ModelSpec
 from llmpq.planner.costs.code_forms import FACTORS, form_of, priced
 from llmpq.planner.costs.cost_book import CostBook
 from llmpq.planner.costs.roofline import estimate_costs
-from llmpq.planner.inputs.own_codes import with_own_codes
+from llmpq.planner.problem.own_codes import with_own_codes
 from llmpq.precision import KVPrecision, Precision
 from llmpq.workload import Workload
 

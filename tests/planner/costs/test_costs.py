@@ -15,8 +15,8 @@ from llmpq.planner.cli.arguments import plan_request
 from llmpq.planner.costs.cost_book import mean_decode_s
 from llmpq.planner.costs.roofline import estimate_costs
 from llmpq.planner.costs.stage_memory import DENSE, MIXED, PACKED
-from llmpq.planner.formulation.problem import Problem
-from llmpq.planner.inputs.make_problem import make_problem
+from llmpq.planner.problem.make_problem import make_problem
+from llmpq.planner.problem.problem import Problem
 from llmpq.precision import KVPrecision, Precision
 from llmpq.workload import Workload
 

@@ -14,8 +14,8 @@ from llmpq.model_spec import ModelSpec
 from llmpq.plan import Plan
 from llmpq.planner.__main__ import main
 from llmpq.planner.costs.probed import probed_costs
-from llmpq.planner.inputs import cpu_here
-from llmpq.planner.inputs.cpu_here import outdated_rates, rates_for
+from llmpq.planner.problem import cpu_here
+from llmpq.planner.problem.cpu_here import outdated_rates, rates_for
 from llmpq.precision import KVPrecision, Precision
 
 pytestmark = pytest.mark.pure

@@ -11,16 +11,16 @@ from pathlib import Path
 import pytest
 
 from llmpq.planner.cli.arguments import plan_request
+from llmpq.planner.evaluate.fits import fits
+from llmpq.planner.evaluate.pipeline_time import sum_omega, value
 from llmpq.planner.exact.bounds.form import make_form
 from llmpq.planner.exact.bounds.pairs import PairTables
 from llmpq.planner.exact.bounds.relaxation import ClassRelaxation
 from llmpq.planner.exact.search import solve_exact
-from llmpq.planner.formulation.outcome import Infeasible
-from llmpq.planner.formulation.problem import Objective, Problem
 from llmpq.planner.front.front import pareto_front
-from llmpq.planner.inputs.make_problem import make_problem
-from llmpq.planner.predict.fits import fits
-from llmpq.planner.predict.pipeline_time import sum_omega, value
+from llmpq.planner.problem.make_problem import make_problem
+from llmpq.planner.problem.outcome import Infeasible
+from llmpq.planner.problem.problem import Objective, Problem
 from llmpq.planner.solving.methods import PLANNERS, How, solve, solve_as
 from reference.brute_force import assignments
 from reference.random_problems import random_problem

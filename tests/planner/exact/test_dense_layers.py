@@ -11,10 +11,10 @@ from llmpq.cluster import Cluster
 from llmpq.memory import layer_weight_bytes, stage_memory
 from llmpq.model_spec import ModelSpec
 from llmpq.planner.cli.arguments import plan_request
-from llmpq.planner.formulation.outcome import Assignment, Stage
-from llmpq.planner.formulation.problem import Problem
-from llmpq.planner.inputs.make_problem import make_problem
-from llmpq.planner.predict.fits import spare_bytes
+from llmpq.planner.evaluate.fits import spare_bytes
+from llmpq.planner.problem.make_problem import make_problem
+from llmpq.planner.problem.outcome import Assignment, Stage
+from llmpq.planner.problem.problem import Problem
 from llmpq.precision import Precision
 
 pytestmark = [pytest.mark.pure, pytest.mark.slow]

@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 
 from llmpq.errors import BadPlanError
 from llmpq.plan import Plan
-from llmpq.planner.checked_plan.build_plan import build_plan
-from llmpq.planner.checked_plan.check import check_plan
+from llmpq.planner.check.build_plan import build_plan
+from llmpq.planner.check.check import check_plan
 from llmpq.planner.exact.search import solve_exact
-from llmpq.planner.formulation.outcome import Infeasible
-from llmpq.planner.formulation.problem import Problem
+from llmpq.planner.problem.outcome import Infeasible
+from llmpq.planner.problem.problem import Problem
 from reference.random_problems import random_problem
 
 pytestmark = [pytest.mark.pure, pytest.mark.slow]

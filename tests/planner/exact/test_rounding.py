@@ -11,9 +11,9 @@ import pytest
 
 from llmpq.planner.exact.bounds.pairs import PairTables, quick_bound
 from llmpq.planner.exact.bounds.relaxation import ClassRelaxation
-from llmpq.planner.exact.incumbents.rounding import rounded_plans
-from llmpq.planner.predict.fits import fits
-from llmpq.planner.predict.pipeline_time import value
+from llmpq.planner.exact.start.rounding import rounded_plans
+from llmpq.planner.evaluate.fits import fits
+from llmpq.planner.evaluate.pipeline_time import value
 from reference.brute_force import brute_force
 from reference.random_problems import random_problem
 

@@ -12,12 +12,12 @@ import pytest
 from llmpq.cluster import Cluster
 from llmpq.cost_model import LinkCost
 from llmpq.plan import ClusterRef, ModelRef, Plan, StagePlan
-from llmpq.planner.checked_plan.build_plan import build_plan
-from llmpq.planner.checked_plan.check import check_plan, recomputed
-from llmpq.planner.checked_plan.plan_entries import used_inputs
+from llmpq.planner.check.build_plan import build_plan
+from llmpq.planner.check.check import check_plan, recomputed
+from llmpq.planner.check.plan_entries import used_inputs
+from llmpq.planner.cli.what_if import with_added, without
 from llmpq.planner.costs.cost_book import CostBook
-from llmpq.planner.formulation.problem import Problem
-from llmpq.planner.inputs.what_if import with_added, without
+from llmpq.planner.problem.problem import Problem
 from llmpq.planner.solving.methods import solve
 from reference.random_problems import random_problem
 

@@ -9,8 +9,8 @@ import pytest
 from llmpq.plan import Plan
 from llmpq.planner.__main__ import main
 from llmpq.planner.export import WRITERS
-from llmpq.planner.inputs.named_inputs import read_model
-from llmpq.planner.inputs.requests import ModelRequest
+from llmpq.planner.problem.named_inputs import read_model
+from llmpq.planner.problem.requests import ModelRequest
 
 pytestmark = pytest.mark.pure
 

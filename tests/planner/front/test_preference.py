@@ -22,10 +22,10 @@ from llmpq.planner.front.preference import (
     StartPoint,
     preferred,
 )
-from llmpq.planner.inputs.make_problem import generic_sensitivity
+from llmpq.planner.problem.make_problem import generic_sensitivity
 from llmpq.planner.make import make_plan
-from llmpq.planner.predict.fits import fits
-from llmpq.planner.predict.pipeline_time import sum_omega, value
+from llmpq.planner.evaluate.fits import fits
+from llmpq.planner.evaluate.pipeline_time import sum_omega, value
 from llmpq.precision import WEIGHT_ONLY, KVPrecision, Precision
 from reference.brute_force import assignments
 from reference.random_cases import random_case

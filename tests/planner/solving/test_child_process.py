@@ -19,10 +19,10 @@ import pytest
 from llmpq.planner.__main__ import main
 from llmpq.planner.answer import Wish, _tried
 from llmpq.planner.baselines.flexgen import estimate_flexgen
-from llmpq.planner.formulation.outcome import Infeasible, Outcome
-from llmpq.planner.formulation.problem import Problem
-from llmpq.planner.formulation.problem_form import parse_problem, problem_data
 from llmpq.planner.front.front import Front, pareto_front
+from llmpq.planner.problem.outcome import Infeasible, Outcome
+from llmpq.planner.problem.problem import Problem
+from llmpq.planner.problem.problem_form import parse_problem, problem_data
 from llmpq.planner.solving import isolated
 from llmpq.planner.solving.isolated import (
     SolverCrashed,

@@ -161,7 +161,7 @@ def test_what_gives_other_tokens_is_refused(
 
 @pytest.mark.parametrize("key", ["model", "tokens", "merges", "pre", "scores"])
 def test_what_is_missing_is_named_at_planning_too(key: str, spm: Any, tmp_path: Path) -> None:
-    from llmpq.planner.inputs.make_problem import _tokenizer_lack
+    from llmpq.planner.problem.make_problem import _tokenizer_lack
 
     told = spm_metadata(spm) if key == "scores" else demo_metadata()
     whole = write(tmp_path / "whole.gguf", told)

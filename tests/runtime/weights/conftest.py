@@ -41,7 +41,7 @@ def planned_and_loaded(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[i
     """
     from llmpq.memory import stage_memory
     from llmpq.planner.cli.arguments import plan_request
-    from llmpq.planner.inputs import make_problem
+    from llmpq.planner.problem import make_problem
     from llmpq.runtime.models.stage_model import DTYPES, StageModel
     from llmpq.runtime.weights.quantized_checkpoint import open_checkpoint
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from llmpq.kernels.formats.interchange import pack_stream
 from llmpq.model_spec import ModelSpec
-from llmpq.planner.inputs.stored_precisions import stored_layers
+from llmpq.planner.problem.stored_precisions import stored_layers
 from llmpq.precision import Precision
 from llmpq.runtime.step import Step
 from reference.pipeline import ReferencePipeline, pad

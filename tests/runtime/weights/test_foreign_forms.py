@@ -15,7 +15,7 @@ from llmpq.kernels.formats.round_to_nearest import quantize_weight
 from llmpq.kernels.formats.table_weight import Values
 from llmpq.kernels.formats.weight_layout import Layout
 from llmpq.model_spec import ModelSpec
-from llmpq.planner.inputs.stored_precisions import stored_layers
+from llmpq.planner.problem.stored_precisions import stored_layers
 from llmpq.precision import Precision, WeightScheme
 from llmpq.runtime.step import Step
 from llmpq.runtime.weights.quantized_checkpoint import open_checkpoint

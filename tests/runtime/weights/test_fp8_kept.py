@@ -14,7 +14,7 @@ from torch import Tensor
 
 from llmpq.kernels.formats.fp8_weight import Fp8Weight, fp8_weight, stacked
 from llmpq.model_spec import ModelSpec
-from llmpq.planner.inputs.stored_precisions import stored_layers
+from llmpq.planner.problem.stored_precisions import stored_layers
 from llmpq.precision import Precision, WeightScheme
 from llmpq.runtime.step import Step
 from llmpq.runtime.weights.layer_cache import KeptLayers

@@ -17,7 +17,7 @@ from llmpq.checkpoints.gguf_file import BLOCKS, open_gguf
 from llmpq.kernels.formats.table_weight import TableWeight
 from llmpq.memory import Quantization
 from llmpq.model_spec import ModelSpec
-from llmpq.planner.inputs.stored_precisions import stored_layers
+from llmpq.planner.problem.stored_precisions import stored_layers
 from llmpq.precision import Precision, WeightScheme
 from llmpq.profiler.cli.quantize import main as quantize_main
 from llmpq.runtime.step import Step

@@ -18,7 +18,7 @@ from llmpq.kernels.formats.weight_layout import Layout
 from llmpq.memory import Quantization
 from llmpq.model_spec import ModelSpec
 from llmpq.planner.__main__ import main as planner
-from llmpq.planner.inputs.stored_precisions import small_groups, stored_layers
+from llmpq.planner.problem.stored_precisions import small_groups, stored_layers
 from llmpq.precision import Precision, WeightScheme
 from llmpq.runtime.backends.build_stage import build_stage
 from llmpq.runtime.step import Step

@@ -16,8 +16,8 @@ from llmpq.cluster import Cluster
 from llmpq.kernels.formats.round_to_nearest import quantize_weight
 from llmpq.kernels.formats.table_weight import TableWeight, Values
 from llmpq.model_spec import ModelSpec
-from llmpq.planner.inputs.kept_grid import kept_grid
-from llmpq.planner.inputs.stored_precisions import stored_layers
+from llmpq.planner.problem.kept_grid import kept_grid
+from llmpq.planner.problem.stored_precisions import stored_layers
 from llmpq.precision import Precision, WeightScheme
 from llmpq.profiler.quantize.layer_walk import random_windows
 from llmpq.profiler.quantize.recipes import Settings

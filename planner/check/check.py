@@ -1,0 +1,196 @@
+"""Checks a plan against the nouns, sharing no code with any solver.
+
+Recomputes every layer's device, every stage's bytes and every time: from the entries that the plan
+carries alone, and from a cluster and costs where they are given. A plan that passes can be run.
+Used on every plan the command writes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from llmpq.cluster import Cluster, Device
+from llmpq.errors import BadPlanError, DoesNotFitError
+from llmpq.memory import stage_memory, unpacks_prompts
+from llmpq.model_spec import ModelSpec
+from llmpq.plan import Plan, PoolForm
+from llmpq.planner.check.plan_entries import used_inputs
+from llmpq.planner.check.recomputed import Recomputed, recomputed
+from llmpq.planner.costs.cost_book import CostBook
+from llmpq.planner.evaluate.add_drafts import round_bytes
+from llmpq.sizes.stated_pool import stated_pool
+from llmpq.units import format_size
+
+RELATIVE_TOLERANCE = 1e-6
+"""Sums in another order differ in the last bits; a wrong layer differs by far more."""
+
+
+def check_plan(plan: Plan, *, spec: ModelSpec, cluster: Cluster, costs: CostBook | None) -> None:
+    """Raise `BadPlanError`, `PlanMismatchError` or `DoesNotFitError` unless all is well.
+
+    The devices are the cluster's, the times the costs'; then the plan's own entries are checked.
+    """
+    plan.require_model(spec)
+    plan.require_cluster(cluster.name, cluster.fingerprint())
+    devices = [_device(cluster, stage.device, stage.profile_kind) for stage in plan.stages]
+    _check_layers_and_memory(plan, spec, devices)
+    if costs is not None:
+        precisions = [stage.precisions for stage in plan.stages]
+        stages = list(zip(devices, precisions, strict=True))
+        inputs = used_inputs(spec, cluster, costs, plan.workload, stages)
+        _check_times(plan, recomputed(plan, inputs))
+    if plan.inputs is not None:
+        check_alone(plan)
+
+
+def check_alone(plan: Plan) -> Recomputed | None:
+    """Check a plan by the entries it carries; return its times, None where it predicts none."""
+    inputs = plan.inputs
+    if inputs is None:
+        raise BadPlanError(
+            "the plan carries no device, link and cost entries (an older llmpq made it, or a "
+            "hand): re-plan with llmpq-algo, or name the devices with --cluster or --devices"
+        )
+    plan.require_model(inputs.model)
+    names = [device.name for device in inputs.devices]
+    stages = [stage.device for stage in plan.stages]
+    if names != stages:
+        raise BadPlanError(
+            f"the plan carries entries of devices {', '.join(names)}, its stages are on "
+            f"{', '.join(stages)}; re-plan with llmpq-algo"
+        )
+    devices = [entry.device() for entry in inputs.devices]
+    for stage, device in zip(plan.stages, devices, strict=True):
+        _require_kind(device, stage.device, stage.profile_kind, "its entry")
+        if stage.memory is not None and stage.memory.limit_bytes != device.limit_bytes:
+            raise BadPlanError(
+                f"stage {stage.device}: the plan states a limit of {stage.memory.limit_bytes} "
+                f"bytes, its entry has {device.limit_bytes}; re-plan with llmpq-algo"
+            )
+    _check_layers_and_memory(plan, inputs.model, devices)
+    if plan.predicted is None:
+        return None
+    try:
+        times = recomputed(plan, inputs)
+    except ValueError as error:
+        raise BadPlanError(f"{error}; re-plan with llmpq-algo") from None
+    _check_times(plan, times)
+    return times
+
+
+def _device(cluster: Cluster, name: str, profile_kind: str) -> Device:
+    device = cluster.device(name)
+    _require_kind(device, name, profile_kind, "the cluster")
+    return device
+
+
+def _require_kind(device: Device, name: str, profile_kind: str, where: str) -> None:
+    if device.profile_kind != profile_kind:
+        raise BadPlanError(
+            f"stage {name}: the plan has a {profile_kind}, {where} a {device.profile_kind}"
+        )
+
+
+def _check_layers_and_memory(plan: Plan, spec: ModelSpec, devices: Sequence[Device]) -> None:
+    covered = [i for stage in plan.stages for i in range(*stage.layers)]
+    if covered != list(range(spec.num_layers)):
+        raise BadPlanError(f"layers are run as {covered}, expected each of {spec.num_layers} once")
+    _check_pool(plan, spec)
+    for position, device in enumerate(devices):
+        _check_memory(plan, spec, position, device)
+
+
+def _check_pool(plan: Plan, spec: ModelSpec) -> None:
+    """Refuse a plan that states another pool than its workload needs."""
+    if not plan.pooled:
+        return
+    found = stated_pool(
+        spec,
+        plan.workload,
+        plan.stages,
+        chunk=plan.prefill_chunk,
+        prefill_microbatch=plan.prefill_microbatch,
+    )
+    if plan.pool != found:
+        raise BadPlanError(
+            f"the plan states a KV pool of {_in_words(plan.pool)}, its workload needs "
+            f"{_in_words(found)}: re-plan with llmpq-algo, or leave `pool` out of the file"
+        )
+
+
+def _in_words(pool: PoolForm | None) -> str:
+    """Return a pool's size for people."""
+    if pool is None:
+        return "none"
+    windows = f", {pool.window_blocks} of layers with a window" if pool.window_blocks else ""
+    size = ", ".join(map(format_size, pool.stage_bytes))
+    return f"{pool.num_blocks} blocks{windows} ({pool.tokens} tokens; {size})"
+
+
+def _check_memory(plan: Plan, spec: ModelSpec, position: int, device: Device) -> None:
+    stage = plan.stages[position]
+    memory = stage_memory(
+        spec,
+        plan.workload,
+        stage.precisions,
+        first=position == 0,
+        last=position == len(plan.stages) - 1,
+        prefill_microbatch=plan.prefill_microbatch,
+        prefill_chunk=plan.prefill_chunk,
+        decode_microbatch=plan.decode_microbatch,
+        quantization=plan.settings(),
+        pooled=plan.pooled,
+        context_bytes=device.spec.context,
+        on_gpu=not device.spec.is_cpu,
+        unpacks=unpacks_prompts(device.spec, stage.precisions, plan.settings()),
+        first_layer=stage.layers[0],
+    )
+    needed = memory.total_bytes
+    if plan.speculation is not None:
+        chosen = plan.speculation
+        needed += round_bytes(plan, spec, position, device, chosen.mode, chosen.gamma)
+    short = needed - device.limit_bytes
+    if short > 0:
+        raise DoesNotFitError(
+            f"stage {device.name}: needs {format_size(needed)}, the device has "
+            f"{format_size(device.limit_bytes)}; short by {format_size(short)}"
+        )
+    if stage.memory is not None and stage.memory.total_bytes != memory.total_bytes:
+        raise BadPlanError(
+            f"stage {device.name}: the plan states {stage.memory.total_bytes} bytes, the formulas "
+            f"give {memory.total_bytes}"
+        )
+
+
+def _check_times(plan: Plan, times: Recomputed) -> None:
+    """Refuse a plan that predicts other times than its entries give."""
+    told = plan.predicted
+    if told is None:
+        return
+    if _differ(told.total_s, times.total_s):
+        raise BadPlanError(
+            f"the plan predicts {told.total_s:.6f} s, its own stages take {times.total_s:.6f} s; "
+            "re-plan with llmpq-algo"
+        )
+    work = plan.workload
+    rate = work.batch * work.gen_len / times.total_s
+    pairs: list[tuple[str, float | None, float]] = [
+        ("prefill", told.prefill_s, times.prefill_s),
+        ("decode", told.decode_s, times.decode_s),
+        ("tokens/s", told.output_tokens_per_s, rate),
+    ]
+    for j, stage in enumerate(plan.stages):
+        pairs += [
+            (f"stage {stage.device}'s prefill", stage.prefill_s, times.stage_prefill_s[j]),
+            (f"stage {stage.device}'s decode", stage.decode_s, times.stage_decode_s[j]),
+        ]
+    for what, stated, found in pairs:
+        if stated is not None and _differ(stated, found):
+            raise BadPlanError(
+                f"the plan states {stated:.6g} for {what}, its entries give {found:.6g}; re-plan "
+                "with llmpq-algo"
+            )
+
+
+def _differ(stated: float, found: float) -> bool:
+    return not abs(stated - found) <= RELATIVE_TOLERANCE * max(abs(found), 1e-12)

@@ -1,0 +1,182 @@
+"""What stands beside a plan: other bits, several engines, and the devices that are left out.
+
+The next better and the next faster choice of bits are plans of one precision for all layers, as
+people think of them. Several engines are equal shares of the devices, each with its share of the
+batch: one of them is planned. Each alternative is solved, to one percent, and its rate is what that
+plan is predicted to give.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from contextlib import suppress
+from dataclasses import dataclass, replace
+
+from llmpq.cluster import Cluster
+from llmpq.errors import DoesNotFitError
+from llmpq.planner.answer import Answer, Wish, solved
+from llmpq.planner.cli.what_if import without
+from llmpq.planner.evaluate.pipeline_time import sum_omega
+from llmpq.planner.evaluate.step_by_step import told_time
+from llmpq.planner.problem.make_problem import make_problem
+from llmpq.planner.problem.problem import Problem
+from llmpq.planner.problem.requests import PlanRequest
+
+GAP = 0.01
+"""Relative gap to which an alternative is solved."""
+LONGEST_S = 2.0
+"""Seconds it may take."""
+SAME = 1e-6
+"""Relative difference below which two sums of omega are taken as equal."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rated:
+    """A plan's rate and quality loss."""
+
+    tokens_per_s: float
+    omega: float
+
+
+def bits_lines(best: Answer, wish: Wish) -> list[str]:
+    """Return the next better and the next faster choice of bits, one line each."""
+    p, a = best.problem, best.outcome.assignment
+    predicted = best.plan.predicted
+    assert predicted is not None, "the planner always predicts"
+    own = Rated(tokens_per_s=predicted.output_tokens_per_s, omega=predicted.sum_omega)
+    omegas = {
+        b: float(p.omega[:, b].sum())
+        for b in range(len(p.choices))
+        if p.open[:, b].all() and any(b != choice for choice in a.choices)
+    }
+    lines = []
+    better = [b for b in omegas if omegas[b] < own.omega * (1 - SAME)]
+    if better:
+        line, _ = _line(best, wish, max(better, key=lambda b: omegas[b]), own)
+        lines.append(f"better quality: {line}")
+    faster = [b for b in omegas if omegas[b] > own.omega * (1 + SAME)]
+    for b in sorted(faster, key=lambda b: omegas[b]):
+        line, found = _line(best, wish, b, own)
+        if found is not None and found.tokens_per_s > own.tokens_per_s * (1 + GAP):
+            lines.append(f"faster: {line}")
+            break
+    return lines
+
+
+def _line(best: Answer, wish: Wish, b: int, own: Rated) -> tuple[str, Rated | None]:
+    """Return what one precision everywhere would give, and its plan's rate where one fits."""
+    precision = best.problem.choices[b]
+    problem = best.problem.with_changes(choices=(precision,), theta=0.0)
+    how = _quickly(wish)
+    everywhere = f"{precision.title} everywhere"
+    try:
+        priced, outcome = solved(problem, how)
+    except DoesNotFitError:
+        return f"{everywhere} does not fit", None
+    rated = Rated(
+        tokens_per_s=_rate(priced, told_time(priced, outcome.assignment).total_s),
+        omega=sum_omega(priced, outcome.assignment),
+    )
+    return (
+        f"{everywhere}: {rated.tokens_per_s:.1f} instead of {own.tokens_per_s:.1f} tokens/s, "
+        f"quality loss {rated.omega:.4g} instead of {own.omega:.4g}",
+        rated,
+    )
+
+
+def engines_line(best: Answer, request: PlanRequest, wish: Wish) -> list[str]:
+    """Return what several engines would give, each on an equal share of the devices.
+
+    Nothing where none are faster at no more quality loss, by more than the gap.
+    """
+    p, predicted = best.problem, best.plan.predicted
+    assert predicted is not None, "the planner always predicts"
+    shares = math.gcd(*(cls.count for cls in p.classes))
+    if shares < 2 or request.pin:
+        return []
+    found: list[tuple[float, int, Problem]] = []
+    for engines in range(2, min(shares, p.workload.batch) + 1):
+        if shares % engines:
+            continue
+        batch = -(-p.workload.batch // engines)
+        asked = replace(
+            request,
+            global_bz=batch,
+            prefill_microbatch=_at_most(request.prefill_microbatch, batch),
+            decode_microbatch=_at_most(request.decode_microbatch, batch),
+        )
+        one, _, _ = make_problem(asked, _share(p, engines))
+        how = replace(_quickly(wish), budget=predicted.sum_omega)
+        with suppress(DoesNotFitError):
+            priced, outcome = solved(one, how)
+            found.append((_rate(p, told_time(priced, outcome.assignment).total_s), engines, one))
+    rate, engines, one = max(found, key=lambda each: each[0], default=(0.0, 0, p))
+    if rate <= predicted.output_tokens_per_s * (1 + GAP):
+        return []
+    batch = one.workload.batch
+    return [
+        f"several engines: {engines}, each on {one.cluster.name} with {batch} requests at once: "
+        f"{rate:.1f} instead of {predicted.output_tokens_per_s:.1f} tokens/s, no more "
+        "quality loss; this plan is of one engine"
+    ]
+
+
+def _share(p: Problem, engines: int) -> Cluster:
+    """Return the devices of one engine: as many of every class."""
+    cluster = p.cluster
+    kept = [d.name for cls in p.classes for d in cls.devices[: cls.count // engines]]
+    names = {device.name: device.name for device in cluster.devices}
+    for name in list(names):
+        if name not in kept:
+            cluster, moved = without(cluster, cluster.device(names.pop(name)))
+            names = {old: moved[new] for old, new in names.items()}
+    counts = Counter(device.kind for device in cluster.devices)
+    text = ",".join(kind if count == 1 else f"{kind}:{count}" for kind, count in counts.items())
+    return cluster.model_copy(update={"name": text})
+
+
+def left_out_lines(best: Answer, wish: Wish) -> list[str]:
+    """Return what a plan would take that uses a device which this one leaves out, a kind a line."""
+    p, used = best.problem, {stage.device for stage in best.plan.stages}
+    predicted = best.plan.predicted
+    assert predicted is not None, "the planner always predicts"
+    lines = []
+    for cls in p.classes:
+        if any(d.name in used for d in cls.devices) or len(used) >= p.max_stages:
+            continue
+        name, layers = cls.first.name, p.spec.num_layers
+        times = []
+        for pin in ((0, 1), (layers - 1, layers)):
+            with suppress(DoesNotFitError):
+                priced, outcome = solved(
+                    p.with_changes(pins={**p.pins, name: pin}),
+                    replace(_quickly(wish), budget=wish.budget),
+                )
+                times.append(told_time(priced, outcome.assignment).total_s)
+        if times:
+            longer = min(times) / predicted.total_s - 1
+            lines.append(
+                f"with a layer on {name} as well: {min(times):.3f} s instead of "
+                f"{predicted.total_s:.3f} s ({longer:+.1%})"
+            )
+    return lines
+
+
+def _quickly(wish: Wish) -> Wish:
+    return replace(
+        wish,
+        method="exact",
+        prefer=None,
+        budget=None,
+        gap=max(GAP, wish.gap),
+        time_limit_s=min(LONGEST_S, wish.time_limit_s),
+    )
+
+
+def _at_most(microbatch: int | None, batch: int) -> int | None:
+    return None if microbatch is None else min(microbatch, batch)
+
+
+def _rate(p: Problem, seconds: float) -> float:
+    return p.workload.batch * p.workload.gen_len / seconds

@@ -1,0 +1,119 @@
+"""Simulates an assignment with its true micro-batch sizes and cache lengths."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+
+import numpy as np
+
+from llmpq.cost_model import Phase
+from llmpq.planner.costs.cost_book import chunk_times, decode_times
+from llmpq.planner.costs.links import Floats, Hops
+from llmpq.planner.evaluate.pipeline_time import PhaseTimes
+from llmpq.planner.evaluate.simulate import simulate
+from llmpq.planner.problem.microbatch import sizes_of
+from llmpq.planner.problem.outcome import Assignment, Stage
+from llmpq.planner.problem.problem import Problem
+from llmpq.workload import prompt_chunks
+
+
+def replay(p: Problem, a: Assignment) -> PhaseTimes:
+    """Return the simulated times of an assignment."""
+    work = p.workload
+    prefill_sizes = sizes_of(work.batch, a.prefill_microbatch)
+    decode_sizes = sizes_of(work.batch, a.decode_microbatch)
+    prefill = cache(lambda size: prefill_rings(p, a, size))
+    chunks = p.chunks_of_prompt
+    decode = cache(lambda size: _rings_by_step(p, a, size))
+    return simulate(
+        lambda i, t: prefill(prefill_sizes[i // chunks])[i % chunks],
+        lambda i, t: decode(decode_sizes[i])[t - 1],
+        mp=len(prefill_sizes) * chunks,
+        md=len(decode_sizes),
+        n=work.gen_len,
+    )
+
+
+Ring = list[tuple[float, float]]
+"""(occupied, total) seconds of every stage and of the hop behind it."""
+
+
+def prefill_rings(p: Problem, a: Assignment, size: int) -> list[Ring]:
+    """Return the times of each step that the prompts of `size` requests take together."""
+    work, last = p.workload, len(a.stages) - 1
+    chunks = prompt_chunks(work.prompt_len, p.prefill_chunk)
+    rows = np.zeros((len(a.stages), len(chunks)))
+    for position, stage in enumerate(a.stages):
+        device = p.classes[stage.cls].first
+        ends = [part for part, at in (("embedding", 0), ("head", last)) if at == position]
+        entries = [p.costs.entry(device, part, Phase.PREFILL, work) for part in ends]  # type: ignore[arg-type]
+        for group, b in _layers(stage):
+            layer = p.costs.entry(device, "layer", Phase.PREFILL, work, p.choices[b])
+            entries += [layer] * (p.groups[group][1] - p.groups[group][0])
+        times = {id(entry): chunk_times(entry, work, size, p.prefill_chunk) for entry in entries}
+        rows[position] = sum(times[id(entry)] for entry in entries) * p.costs.factor(device)
+    row, back = p.spec.hidden * work.dtype_bytes, p.class_links.hops(size * 8)
+    hops = [p.class_links.hops(size * tokens * row) for _, tokens in chunks]
+    rings = zip(rows.T.tolist(), hops, strict=True)
+    return [_ring(stages, _ways(a, hop, back)) for stages, hop in rings]
+
+
+def decode_ring(p: Problem, a: Assignment, size: int) -> tuple[Floats, Ring]:
+    """Return the stages' times [J, n-1] at every step t = 1..n-1, and the hops behind them.
+
+    A job of one token has one column.
+    """
+    x = p.numbers(a.prefill_microbatch, size)
+    lengths = p.workload.prompt_len + np.arange(1, max(p.workload.gen_len, 2), dtype=np.float64)
+    rows = [_decode_rows(p, a, position, size, lengths) for position in range(len(a.stages))]
+    return np.array(rows), _ways(a, x.hop_decode, x.back_decode)
+
+
+def _rings_by_step(p: Problem, a: Assignment, size: int) -> list[Ring]:
+    rows, ways = decode_ring(p, a, size)
+    return [_ring(stages, ways) for stages in rows.T.tolist()]
+
+
+def _layers(stage: Stage) -> zip[tuple[int, int]]:
+    return zip(range(stage.start, stage.end), stage.choices, strict=True)
+
+
+def _ways(a: Assignment, hop: Hops, back: Hops) -> Ring:
+    """Return (occupied, total) of the hop behind every stage; the last one goes to the first."""
+    order = [stage.cls for stage in a.stages]
+    if len(order) == 1:
+        return [(0.0, 0.0)]
+    ends = (order[-1], order[0])
+    ways = [
+        (float(hop.busy_s[link]), float(hop.total_s[link]))
+        for link in zip(order, order[1:], strict=False)
+    ]
+    return [*ways, (float(back.busy_s[ends]), float(back.total_s[ends]))]
+
+
+def _ring(stages: Sequence[float], ways: Sequence[tuple[float, float]]) -> Ring:
+    """Interleave stages with the hops behind them."""
+    ring: Ring = []
+    for seconds, way in zip(stages, ways, strict=True):
+        ring += [(seconds, seconds), way]
+    return ring
+
+
+def _decode_rows(
+    p: Problem, a: Assignment, position: int, size: int, lengths: np.ndarray
+) -> np.ndarray:
+    """Time of one stage at every decode step."""
+    stage, work = a.stages[position], p.workload
+    device = p.classes[stage.cls].first
+    total = np.zeros(len(lengths))
+    for group, b in _layers(stage):
+        start, end = p.groups[group]
+        entry = p.costs.entry(device, "layer", Phase.DECODE, work, p.choices[b])
+        total += (end - start) * decode_times(entry, lengths, size)
+    if position == 0:
+        entry = p.costs.entry(device, "embedding", Phase.DECODE, work)
+        total += decode_times(entry, lengths, size)
+    if position == len(a.stages) - 1:
+        total += decode_times(p.costs.entry(device, "head", Phase.DECODE, work), lengths, size)
+    return total * p.costs.factor(device)

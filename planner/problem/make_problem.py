@@ -1,0 +1,413 @@
+"""From the command's flags to a `Problem`: reads files, fills in what was not said.
+
+Knows nothing of solvers. Every error names the flag and what to do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import combinations
+from pathlib import Path
+from typing import Literal
+
+from llmpq.capabilities import lacking_sentence, ways_of
+from llmpq.checkpoints.gguf_file import is_gguf, open_gguf
+from llmpq.checkpoints.gguf_tokenizer import require_tokenizer
+from llmpq.cluster import Cluster
+from llmpq.cost_model import CostModel
+from llmpq.costs_cache import cache_folder, cached_costs
+from llmpq.default_dtype import default_dtype, dtype_note, require_dtype
+from llmpq.devices.this_machine import assumed, is_this_machine
+from llmpq.memory import Quantization
+from llmpq.model_spec import ModelSpec
+from llmpq.planner import limits
+from llmpq.planner.costs.probed import book_of
+from llmpq.planner.problem.cpu_here import outdated_rates, rates_for
+from llmpq.planner.problem.kept_grid import kept_grid
+from llmpq.planner.problem.named_inputs import read_devices_of, read_model
+from llmpq.planner.problem.own_codes import with_own_codes
+from llmpq.planner.problem.positions import positions_note
+from llmpq.planner.problem.problem import Problem
+from llmpq.planner.problem.requests import PlanRequest
+from llmpq.planner.problem.stored_precisions import (
+    fp8_note,
+    has_weights,
+    offered,
+    stored_layers,
+)
+from llmpq.precision import K_PADDING, WEIGHT_ONLY, KVPrecision, Precision, default_outliers
+from llmpq.sensitivity import Sensitivity
+from llmpq.workload import Workload
+
+GENERIC_NOTE = (
+    "no --omega-file: the quality loss is a guess, by the generic indicator: the variance of "
+    "rounding, equal for all layers (1 = every layer at 4 bits); measure it with llmpq-profile "
+    "indicator"
+)
+
+
+def make_problem(
+    request: PlanRequest, devices: Cluster | None = None
+) -> tuple[Problem, str | None, list[str]]:
+    """Return the problem, the model's directory, and notes for the user.
+
+    `devices`: instead of those that the request names, what was to be left free taken off.
+    """
+    spec, path = read_model(request)
+    named = read_devices_of(request)
+    cluster = devices or named.cluster
+    request = _with_prompt_of_context(request)
+    limits.check_job(request.global_bz, request.s, request.n)
+    workload = _workload(request, cluster, spec)
+    profile, remarks = _measured(request, cluster, spec)
+    omega = _omega_path(request, cluster, spec)
+    listed = read_omega(omega, spec) if omega else None
+    asked = None if request.bits is None else parse_bits(request.bits)
+    kept = _kept(request, path, cluster)
+    layers, rounded = _offered(path, spec, asked, kept)
+    choices = _all_of(layers) or asked or default_bits(listed, profile, cluster)
+    sensitivity = listed or generic_sensitivity(spec, choices, parse_kv(request.kv))
+    outliers = _outliers(request.outliers, choices, spec)
+    quantization = replace(
+        _grid(request, kept),
+        outliers=outliers,
+        head_bits=open_head(choices, request.head_bits),
+        cpu_activations=request.cpu_activations,
+    )
+    if layers and path is not None:
+        quantization = with_own_codes(quantization, path, spec, choices, workload.dtype_bytes)
+    too_long = positions_note(spec, workload)
+    known = () if profile is None else profile.device_kinds
+    rates = rates_for(cluster, workload.dtype, profiled=known, probing=request.probe_cpu)
+    costs = book_of(
+        *(spec, cluster.devices, profile, rates),
+        dtype=workload.dtype,
+        precisions=choices,
+        kvs=parse_kv(request.kv),
+        quantization=quantization,
+    )
+    problem = Problem(
+        spec=spec,
+        cluster=cluster,
+        workload=workload,
+        choices=choices,
+        sensitivity=sensitivity,
+        costs=costs,
+        theta=stated_theta(request, cluster) or 0.0,
+        objective=request.objective,
+        quantization=quantization,
+        group=limits.positive("--group", request.group),
+        max_devices=limits.positive_if_given("--max-devices", request.max_devices),
+        pins=parse_pins(request.pin, cluster, spec),
+        prefill_microbatch=_within(
+            "--prefill-microbatch", request.prefill_microbatch, request.global_bz
+        ),
+        decode_microbatch=_within(
+            "--decode-microbatch", request.decode_microbatch, request.global_bz
+        ),
+        offered=layers,
+    )
+    _require_groups_agree(problem)
+    notes = (
+        remarks
+        + [f"assumed: {line}" for line in named.assumptions]
+        + [note for note in (dtype_note(spec, cluster, workload.dtype), too_long) if note]
+        + rounded
+    )
+    notes += _not_run(spec, cluster, workload) + _tokenizer_lack(path)
+    notes += [*([] if listed else [GENERIC_NOTE]), *(found.text() for found in rates)]
+    notes += outdated_rates(cluster, workload.dtype, profiled=known, taken=rates)
+    notes += costs.unprofiled(cluster.devices) + costs.warnings(cluster.devices, workload)
+    return problem, path, notes
+
+
+def _with_prompt_of_context(request: PlanRequest) -> PlanRequest:
+    """Return the request with the prompt that `--context` and `--gen-len` leave."""
+    if request.context is None:
+        return request
+    if request.context <= request.n:
+        raise ValueError(
+            f"--context {request.context} has no room for a prompt before the {request.n} tokens "
+            "of --gen-len; give a larger --context or a smaller --gen-len"
+        )
+    return replace(request, s=request.context - request.n)
+
+
+def _not_run(spec: ModelSpec, cluster: Cluster, workload: Workload) -> list[str]:
+    """Return what of the model is left out, and what this version's runtime does not run yet."""
+    notes = [f"left out: {part}" for part in spec.left_out]
+    notes += [
+        f"llmpq-dist does not run on {kind}: export the plan (llmpq-algo export --to {engine})"
+        for kind, engine in dict.fromkeys((d.kind, d.spec.export_only) for d in cluster.devices)
+        if engine is not None
+    ]
+    ways = ways_of(
+        gpu=any(not d.spec.is_cpu for d in cluster.devices), kv=workload.kv, drafts=False
+    )
+    lacking = lacking_sentence(spec, ways, max_len=workload.max_len)
+    return notes + ([lacking] if lacking is not None else [])
+
+
+def _tokenizer_lack(path: str | None) -> list[str]:
+    """Return why a GGUF file's texts cannot be run, nothing where they can."""
+    if path is None or not is_gguf(path):
+        return []
+    try:
+        require_tokenizer(open_gguf(path))
+    except ValueError as error:
+        return [str(error)]
+    return []
+
+
+def _workload(request: PlanRequest, cluster: Cluster, spec: ModelSpec) -> Workload:
+    """Return the job."""
+    dtype = request.dtype
+    if dtype == "auto":
+        dtype = default_dtype(spec, cluster)
+    require_dtype(cluster, dtype)
+    return Workload(
+        batch=request.global_bz,
+        prompt_len=request.s,
+        gen_len=request.n,
+        kv=parse_kv(request.kv)[0],
+        dtype=dtype,
+    )
+
+
+def _measured(
+    request: PlanRequest, cluster: Cluster, spec: ModelSpec
+) -> tuple[CostModel | None, list[str]]:
+    """Return the costs of `--costs`; for this machine, else, those that a run has kept."""
+    if request.costs is not None:
+        profile = read_costs(request.costs, spec)
+        return profile, _timed_exactly(request, cluster, profile)
+    if not is_this_machine(cluster):
+        return None, []
+    kept, notes = cached_costs(spec.fingerprint(), {d.profile_kind for d in cluster.devices})
+    notes += assumed(cluster)
+    if kept is not None:
+        notes.append(f"costs measured here before: {cache_folder() / spec.fingerprint()}")
+    return kept, notes + _timed_exactly(request, cluster, kept)
+
+
+def _timed_exactly(request: PlanRequest, cluster: Cluster, profile: CostModel | None) -> list[str]:
+    """Say that a profile timed CPUs with activations that the plan does not have."""
+    measured = set(profile.device_kinds if profile is not None else ())
+    kinds = sorted({d.profile_kind for d in cluster.devices if d.spec.is_cpu} & measured)
+    timed = "exact" if profile is None else profile.cpu_activations
+    if request.cpu_activations == timed or not kinds:
+        return []
+    return [
+        f"the times of {', '.join(kinds)} were measured with {timed} activations, the plan's are "
+        f"{request.cpu_activations}: llmpq-profile --cpu-activations measures them, or, without "
+        "these costs, --probe-cpu"
+    ]
+
+
+def _offered(
+    path: str | None,
+    spec: ModelSpec,
+    asked: Sequence[Precision] | None,
+    kept: Quantization | None,
+) -> tuple[tuple[tuple[Precision, ...], ...], list[str]]:
+    """Return what each layer of a quantised directory may have, nothing where all may have all;
+    and notes on it."""
+    if path is None or (asked is not None and not has_weights(path)):
+        return (), []
+    layers = stored_layers(path, spec, kept=kept)
+    if layers is None:
+        return (), []
+    note = fp8_note(layers)
+    return offered(layers, asked), [] if note is None else [note]
+
+
+def _all_of(layers: Sequence[Sequence[Precision]]) -> tuple[Precision, ...]:
+    """Return every precision that some layer may have."""
+    return tuple(p for p in Precision if any(p in own for own in layers))
+
+
+def _require_groups_agree(p: Problem) -> None:
+    """Refuse a `--group` of layers that have no precision in common."""
+    for (start, end), choices in zip(p.groups, p.open, strict=True):
+        if not choices.any():
+            raise ValueError(
+                f"--group {p.group}: layers {start}-{end - 1} are stored at different precisions, "
+                "expected a common one; leave --group out"
+            )
+
+
+def _kept(request: PlanRequest, path: str | None, cluster: Cluster) -> Quantization | None:
+    """Return the grid of the checkpoint's own codes, unless another one is asked for."""
+    if path is None or not has_weights(path):
+        return None
+    return kept_grid(path, cluster.devices, request.weight_group_size)
+
+
+def _grid(request: PlanRequest, kept: Quantization | None) -> Quantization:
+    """Return how weights are stored: as asked, or as a checkpoint's codes are kept."""
+    asked, symmetric = request.weight_group_size, request.symmetric
+    if kept is not None:
+        return replace(kept, symmetric=symmetric or kept.symmetric)
+    size = K_PADDING if asked is None else asked
+    if size not in (0, 32, 64, K_PADDING):
+        raise ValueError(f"--weight-group-size {size}: expected 128, 64, 32, or 0 for a channel")
+    return Quantization(group_size=size or None, symmetric=symmetric)
+
+
+def _outliers(asked: int | None, choices: Sequence[Precision], spec: ModelSpec) -> int:
+    """Return how many channels a w4a4 layer keeps in 8 bits: as many as llmpq-quantize would."""
+    if asked is None:
+        return default_outliers(spec.hidden) if Precision.W4A4 in choices else 0
+    if Precision.W4A4 not in choices:
+        raise ValueError(
+            "--outliers does nothing without w4a4 among the --bits; add it or leave --outliers out"
+        )
+    if not 0 <= asked < spec.hidden:
+        raise ValueError(
+            f"--outliers {asked}: expected 0 to {spec.hidden - 1}, fewer than the {spec.hidden} "
+            f"channels of {spec.name}"
+        )
+    return asked
+
+
+def read_costs(path: str, spec: ModelSpec) -> CostModel:
+    """Read a profile and check that it was made for this model."""
+    profile = CostModel.load_json(path)
+    if profile.model_fingerprint != spec.fingerprint():
+        raise ValueError(
+            f"'{path}' was profiled for model {profile.model} ({profile.model_fingerprint}), got "
+            f"{spec.name} ({spec.fingerprint()}); profile it with llmpq-profile --model"
+        )
+    for entry in profile.entries:
+        if entry.part == "layer" and not entry.seconds(v=1, length=1) > 0:
+            raise ValueError(
+                f"'{path}': a {entry.precision.value} layer takes no time in {entry.phase.value} "
+                f"on {entry.device_kind}, expected seconds above 0; profile it anew with "
+                "llmpq-profile"
+            )
+    return profile
+
+
+def read_omega(path: Path, spec: ModelSpec) -> Sensitivity:
+    """Read an omega file and check that it was made for this model."""
+    listed = Sensitivity.load(path, num_layers=spec.num_layers)
+    listed.require_model(spec.name, spec.fingerprint(), where=str(path))
+    return listed
+
+
+def open_head(
+    choices: Sequence[Precision], asked: Literal[8, 16] | None = None
+) -> Literal[8, 16] | None:
+    """Return the output matrix's bits: as asked, or none (8 on CPUs) if layers are rounded."""
+    return asked or (None if any(p.weight_bits <= 8 for p in choices) else 16)
+
+
+def parse_bits(text: str) -> tuple[Precision, ...]:
+    """Read `3,4,8,16` or `w8a8,w4a16`."""
+    found = dict.fromkeys(Precision.parse(part) for part in text.replace(" ", "").split(","))
+    return tuple(found)
+
+
+def parse_kv(text: str) -> tuple[KVPrecision, ...]:
+    """Read `16,8`; most precise first."""
+    found = {KVPrecision.parse(part) for part in text.replace(" ", "").split(",")}
+    return tuple(sorted(found, key=lambda kv: -kv.bits))
+
+
+def default_bits(
+    sensitivity: Sensitivity | None, profile: CostModel | None, cluster: Cluster
+) -> tuple[Precision, ...]:
+    """Return the weight-only precisions that the omega file and the profile both know.
+
+    Three bits lose so much that a model must be asked for with them (`--bits`).
+    """
+    allowed = [p for p in WEIGHT_ONLY if p is not Precision.W3A16]
+    if sensitivity is not None:
+        listed = {*sensitivity.weights, Precision.W16A16}
+        allowed = [p for p in allowed if p in listed]
+    kinds = {d.profile_kind for d in cluster.devices}
+    for kind in kinds & set(profile.device_kinds if profile else ()):
+        assert profile is not None
+        known = {
+            e.precision for e in profile.entries if e.device_kind == kind and e.part == "layer"
+        }
+        allowed = [p for p in allowed if p in known]
+    if not allowed:
+        raise ValueError("the costs and the omega file have no precision in common; give --bits")
+    return tuple(allowed)
+
+
+def generic_sensitivity(
+    spec: ModelSpec, choices: Sequence[Precision], kvs: Sequence[KVPrecision]
+) -> Sensitivity:
+    """Return omega = (15 / (2^bits - 1))^2 / L: the variance of rounding, equal for all layers."""
+    layers = spec.num_layers
+
+    def column(bits: int) -> tuple[float, ...]:
+        return ((0.0 if bits >= 16 else (15 / (2**bits - 1)) ** 2 / layers),) * layers
+
+    return Sensitivity(
+        indicator="generic",
+        model=spec.name,
+        num_layers=layers,
+        weights={
+            p: column(min(p.weight_bits, p.activation_bits))
+            for p in dict.fromkeys((*choices, Precision.W8A16, Precision.W4A16))
+        },
+        kv={kv: tuple(x / 4 for x in column(kv.bits)) for kv in kvs},
+    )
+
+
+def parse_pins(
+    texts: Sequence[str], cluster: Cluster, spec: ModelSpec
+) -> dict[str, tuple[int, int]]:
+    """Read `0-3=T4-0` (inclusive) or `5=node:1`; a device's pins are joined."""
+    pins: dict[str, tuple[int, int]] = {}
+    for text in texts:
+        layers, equals, name = text.partition("=")
+        low, _, high = layers.partition("-")
+        if not (equals and low.isdecimal() and (high or low).isdecimal()):
+            raise ValueError(f"--pin {text}: expected LAYERS=DEVICE, such as 0-3=T4-0")
+        start, end = int(low), int(high or low) + 1
+        if end <= start:
+            raise ValueError(f"--pin {text}: expected the first layer before the last")
+        if end > spec.num_layers:
+            raise ValueError(f"--pin {text}: {spec.name} has layers 0-{spec.num_layers - 1}")
+        device = cluster.device(name).name
+        old = pins.get(device, (start, end))
+        pins[device] = (min(start, old[0]), max(end, old[1]))
+    for (one, its), (other, others) in combinations(pins.items(), 2):
+        if its[0] < others[1] and others[0] < its[1]:
+            raise ValueError(
+                f"--pin gives layers {its[0]}-{its[1] - 1} to {one} and {others[0]}-"
+                f"{others[1] - 1} to {other}, a device's pins joined; give each layer to one device"
+            )
+    return pins
+
+
+def _omega_path(request: PlanRequest, cluster: Cluster, spec: ModelSpec) -> Path | None:
+    """Return the omega file: the flag, or the cluster's hint when it is for this model."""
+    if request.omega_file is not None:
+        return Path(request.omega_file)
+    hint = cluster.planning
+    if request.cluster and hint.omega_file and hint.model == spec.name:
+        return Path(request.cluster).parent / hint.omega_file
+    return None
+
+
+def stated_theta(request: PlanRequest, cluster: Cluster) -> float | None:
+    """Return seconds per unit of omega: the flag, or the cluster's hint; None if neither says."""
+    asked, hint = request.theta, cluster.planning.theta
+    if asked is None and (hint is None or request.prefer is not None):
+        return None
+    where = "--theta" if asked is not None else f"'{request.cluster}': planning.theta"
+    theta = hint if asked is None else asked
+    assert theta is not None, "one of the two says it"
+    return limits.within(where, float(theta), limits.MAX_THETA, " seconds per unit of omega")
+
+
+def _within(flag: str, value: int | None, batch: int) -> int | None:
+    if value is not None and not 1 <= value <= batch:
+        raise ValueError(f"{flag} must be between 1 and the batch of {batch}, got {value}")
+    return value

@@ -1,0 +1,174 @@
+"""Which model and which devices the command's flags name: files read, built-in names looked up.
+
+Knows nothing of jobs and solvers. Every error names the flag and what to do.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from llmpq.checkpoints.gguf_file import is_model
+from llmpq.checkpoints.hub import local_model
+from llmpq.cluster import Cluster, Device, DeviceGroup
+from llmpq.devices.device_list import DeviceList, read_devices
+from llmpq.devices.device_spec import canonical_kind
+from llmpq.devices.this_machine import read_machine, this_machine
+from llmpq.errors import nearest, shortened
+from llmpq.model_spec import ModelSpec, builtin_configs, builtin_name
+from llmpq.plan import Plan
+from llmpq.planner import limits
+from llmpq.planner.problem.requests import DevicesRequest, ModelRequest
+from llmpq.units import format_size, parse_size
+
+
+def read_model(request: ModelRequest) -> tuple[ModelSpec, str | None]:
+    """Return the model and the directory it was read from."""
+    if request.model and (request.model_name or request.model_size):
+        raise ValueError("give either --model or --model-name with --model-size, not both")
+    if request.model_name:
+        return ModelSpec.by_name(request.model_name, request.model_size), None
+    if not request.model:
+        raise ValueError("--model is missing: a Hugging Face directory, or a name such as opt-30b")
+    if is_model(request.model):
+        return ModelSpec.from_directory(request.model), str(request.model)
+    if request.model.endswith(".gguf"):
+        raise ValueError(f"no such file: '{shortened(request.model)}'; expected a GGUF file")
+    if "/" in request.model and builtin_name(request.model) is None:
+        return _of_hub(request.model)
+    return ModelSpec.by_name(request.model), None
+
+
+def _of_hub(name: str) -> tuple[ModelSpec, str]:
+    """Return a model of Hugging Face's hub by its config.json, and its name there."""
+    try:
+        return ModelSpec.from_directory(local_model(name, config_only=True)), name
+    except ValueError as error:
+        short = name.rstrip("/").rsplit("/", 1)[-1]
+        hint = nearest(short, builtin_configs()).strip()
+        raise ValueError(f"{error}; or a built-in model: {hint}" if hint else str(error)) from None
+
+
+def model_of_plan(request: ModelRequest, plan: Plan) -> ModelSpec:
+    """Return the model a plan is for: as told, else by the plan's own path or name."""
+    if request.model or request.model_name or request.model_size:
+        spec, _ = read_model(request)
+    elif plan.model.path and is_model(plan.model.path):
+        spec = ModelSpec.from_directory(plan.model.path)
+    elif plan.inputs is not None:
+        spec = plan.inputs.model
+    elif plan.model.name in builtin_configs():
+        spec = ModelSpec.by_name(plan.model.name)
+    else:
+        raise ValueError(f"the plan's model '{plan.model.name}' is not here; give --model DIR")
+    plan.require_model(spec)
+    return spec
+
+
+def names_devices(request: DevicesRequest) -> bool:
+    """Whether any flag says which devices there are."""
+    ways = (
+        request.devices,
+        request.cluster,
+        request.device_names,
+        request.device_numbers,
+        request.from_ray,
+    )
+    return any(way is not None for way in ways)
+
+
+def read_cluster(request: DevicesRequest) -> Cluster:
+    """Return the cluster, with `--reserve` taken off every device."""
+    return read_devices_of(request).cluster
+
+
+def read_devices_of(request: DevicesRequest) -> DeviceList:
+    """Return the cluster, and what is assumed of its devices."""
+    found = _named_devices(request)
+    reserve = getattr(request, "reserve", None)
+    if reserve is not None:
+        return replace(found, cluster=with_reserve(found.cluster, _reserve_bytes(reserve)))
+    return replace(found, assumptions=(*found.assumptions, *_left_free(found.cluster)))
+
+
+def _named_devices(request: DevicesRequest) -> DeviceList:
+    if request.device_numbers and not request.device_names:
+        raise ValueError(
+            "--device-numbers does nothing without --device-names; add it or leave "
+            "--device-numbers out"
+        )
+    ways = (request.devices, request.cluster, request.device_names, request.from_ray)
+    if sum(way is not None for way in ways) > 1:
+        raise ValueError(
+            "give the devices in one way: --devices 4090,3090:2,cpu, --cluster FILE, "
+            "--device-names with --device-numbers, or --from-ray"
+        )
+    if request.devices is not None:
+        return read_devices(request.devices, machine=read_machine())
+    if request.from_ray:
+        from llmpq.planner.problem.discovery import cluster_from_ray
+
+        cluster = cluster_from_ray(request.from_ray)
+    elif request.device_names:
+        numbers = request.device_numbers or ()
+        for name, number in zip(request.device_names, numbers, strict=False):
+            limits.whole(f"--device-numbers: {name}", number, limits.MAX_DEVICES)
+        cluster = Cluster.from_counts(request.device_names, numbers)
+    else:
+        cluster = this_machine() if request.cluster is None else Cluster.load(request.cluster)
+    return DeviceList(cluster, ())
+
+
+def _left_free(cluster: Cluster) -> list[str]:
+    """Say which devices' memory is left free by default, and whose."""
+    screens: dict[str, int] = {}
+    lines = []
+    groups = [group for node in cluster.nodes for group in node.groups() if group.reserve is None]
+    for device in cluster.devices:
+        if not device.reserve_bytes or not any(_is_of(device, group) for group in groups):
+            continue
+        size = format_size(device.reserve_bytes)
+        if device.spec.host_share is not None:
+            whole = format_size(device.memory_bytes)
+            lines.append(f"{size} of the {whole} that {device.kind} shares with the host stay free")
+        else:
+            screens[device.kind] = device.reserve_bytes
+    if screens:
+        size = format_size(max(screens.values()))
+        lines.append(f"{size} of {', '.join(screens)} stay free for a screen (--reserve 0: none)")
+    return list(dict.fromkeys(lines))
+
+
+def _is_of(device: Device, group: DeviceGroup) -> bool:
+    """Whether a device may be of a group."""
+    kind = group.kind if group.spec is not None else canonical_kind(group.kind)
+    return device.kind == kind
+
+
+def _reserve_bytes(text: str) -> int:
+    try:
+        return parse_size(text)
+    except ValueError as error:
+        raise ValueError(f"--reserve: {error}") from None
+
+
+def with_reserve(cluster: Cluster, extra_bytes: int) -> Cluster:
+    """Return the cluster with this much memory left free on every device.
+
+    It comes on top of what a cluster states to be in use and of the host's share of memory in
+    common, and replaces what would be left to a screen.
+    """
+    taken = {
+        device.kind: device.spec.default_reserve(device.memory_bytes)
+        for device in cluster.devices
+        if device.spec.host_share is not None
+    }
+    nodes = []
+    for node in cluster.nodes:
+        groups = []
+        for group in node.groups():
+            kind = group.kind if group.spec is not None else canonical_kind(group.kind)
+            own = taken.get(kind, 0) if group.reserve is None else group.reserve
+            groups.append(group.model_copy(update={"reserve": own + extra_bytes}))
+        nodes.append(node.model_copy(update={"devices": tuple(groups), "accelerators": None}))
+    data = cluster.model_copy(update={"nodes": tuple(nodes)})
+    return Cluster.parse_data(data.model_dump(by_alias=True), where="--reserve")

@@ -1,0 +1,146 @@
+"""What a micro-batch of one size takes on every class of devices, and a pair of sizes.
+
+Two times of everything: a whole micro-batch's, for the sums over stages, and the mean over all of
+them, of which the last may be smaller, for the slowest stage (planner/problem/microbatch.py).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from llmpq.cost_model import Phase
+from llmpq.planner.costs.links import Floats, Hops
+from llmpq.planner.problem.microbatch import last_share
+
+if TYPE_CHECKING:
+    from llmpq.planner.problem.problem import Problem
+
+
+@dataclass(frozen=True, kw_only=True)
+class SizeNumbers:
+    """Times in seconds of one phase at one micro-batch size, as in `PairNumbers`."""
+
+    layer_s: Floats
+    """[L, C, B]"""
+    ends_s: Floats
+    """[C, 2]"""
+    held_layer_s: Floats
+    """[L, C, B] on average, the last micro-batch being smaller: what the slowest stage goes by."""
+    held_ends_s: Floats
+    """[C, 2]"""
+    hop: Hops
+    """A stage's output, to the next stage."""
+    back: Hops
+    """Sampled tokens, from the last stage to the first."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PairNumbers:
+    """Times in seconds and sizes in bytes for one pair of micro-batch sizes."""
+
+    eta: int
+    xi: int
+    prefill_s: Floats
+    """[L, C, B] one layer, one step of a prefill micro-batch, mean over its chunks."""
+    decode_s: Floats
+    """[L, C, B] one layer, one decode micro-batch, mean over t = 1..n-1."""
+    ends_prefill_s: Floats
+    """[C, 2] embedding (as first stage) and head (as last stage)."""
+    ends_decode_s: Floats
+    held_prefill_s: Floats
+    """[L, C, B] on average, the last micro-batch being smaller: what P goes by."""
+    held_decode_s: Floats
+    """[L, C, B] the same of D."""
+    held_ends_prefill_s: Floats
+    held_ends_decode_s: Floats
+    hop_prefill: Hops
+    """From a stage of one class to the next stage of another."""
+    hop_decode: Hops
+    back_prefill: Hops
+    """Sampled tokens from the last stage's class to the first stage's."""
+    back_decode: Hops
+    layer_bytes: NDArray[np.int64]
+    """[L, B] weights and the whole batch's KV."""
+    problem: Problem
+
+    @property
+    def capacity(self) -> NDArray[np.int64]:
+        """[C, 2, 2, 3] bytes left for layers: first stage or not, last or not, sort of weights."""
+        return self.problem.capacity(self.eta, self.xi)
+
+    @cached_property
+    def uniform(self) -> bool:
+        """Whether all layers take equal time and memory, so that only omega tells them apart."""
+        tables = (
+            *(self.prefill_s, self.held_prefill_s),
+            *(self.decode_s, self.held_decode_s),
+            self.layer_bytes,
+        )
+        return all(bool(np.all(t == t[:1])) for t in tables)
+
+
+def pair_numbers(p: Problem, eta: int, xi: int) -> PairNumbers:
+    """Return the numbers of a pair of micro-batch sizes."""
+    prefill, decode = p.size_numbers(Phase.PREFILL, eta), p.size_numbers(Phase.DECODE, xi)
+    return PairNumbers(
+        eta=eta,
+        xi=xi,
+        prefill_s=prefill.layer_s,
+        decode_s=decode.layer_s,
+        ends_prefill_s=prefill.ends_s,
+        ends_decode_s=decode.ends_s,
+        held_prefill_s=prefill.held_layer_s,
+        held_decode_s=decode.held_layer_s,
+        held_ends_prefill_s=prefill.held_ends_s,
+        held_ends_decode_s=decode.held_ends_s,
+        hop_prefill=prefill.hop,
+        hop_decode=decode.hop,
+        back_prefill=prefill.back,
+        back_decode=decode.back,
+        layer_bytes=p.all_layer_bytes,
+        problem=p,
+    )
+
+
+def size_numbers(p: Problem, phase: Phase, size: int) -> SizeNumbers:
+    """Return the times of one phase at one size."""
+    work, prefill = p.workload, phase is Phase.PREFILL
+    layer_s, ends_s = _one_size(p, phase, size)
+    held_layer_s, held_ends_s, share = layer_s, ends_s, 0.0
+    rest = work.batch % size
+    if rest and p.objective == "makespan":
+        passes = p.chunks_of_prompt if prefill else work.gen_len - 1
+        share = last_share(-(-work.batch // size), passes)
+        last_layer_s, last_ends_s = _one_size(p, phase, rest)
+        held_layer_s = layer_s + share * (last_layer_s - layer_s)
+        held_ends_s = ends_s + share * (last_ends_s - ends_s)
+    tokens = work.prompt_len / p.chunks_of_prompt if prefill else 1
+    row = tokens * p.spec.hidden * work.dtype_bytes
+    return SizeNumbers(
+        layer_s=layer_s,
+        ends_s=ends_s,
+        held_layer_s=held_layer_s,
+        held_ends_s=held_ends_s,
+        hop=p.class_links.hops(size * row, rest * row, share),
+        back=p.class_links.hops(size * 8, rest * 8, share),
+    )
+
+
+def _one_size(p: Problem, phase: Phase, size: int) -> tuple[Floats, Floats]:
+    """[L, C, B] and [C, 2] of micro-batches of one size."""
+    work, costs, prefill = p.workload, p.costs, phase is Phase.PREFILL
+    firsts = [c.first for c in p.classes]
+    layers = np.array([end - start for start, end in p.groups], dtype=np.int64)
+    if prefill:
+        step = (work, size, p.prefill_chunk)
+        once = [[costs.layer_prefill_s(d, b, *step) for b in p.choices] for d in firsts]
+        ends = [costs.ends_prefill_s(d, *step) for d in firsts]
+    else:
+        once = [[costs.layer_decode_s(d, b, work, size) for b in p.choices] for d in firsts]
+        ends = [costs.ends_decode_s(d, work, size) for d in firsts]
+    return layers[:, None, None] * np.array(once), np.array(ends)

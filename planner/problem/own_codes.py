@@ -1,0 +1,294 @@
+"""What a checkpoint's own codes take in memory, where layers of a plan keep them.
+
+    codes            of a matrix [N, K], bytes, K rounded up to 128 but for E4M3
+    MXFP4            N K / 2 + N K / 32
+    NVFP4            N K / 2 + N K / 16 + 4 N
+    NF4, FP4, IQ4    N K / 2 + N K / block scales of the dtype
+    E4M3             N K + 4 bytes a scale
+    integers         N K bits / 8 + scales and, if there are any, zero points of the dtype
+
+Tables (MXFP4 to IQ4) are kept by layers of 4 and of 8 bits, IQ4 by 4 bits in groups of 32 alone;
+E4M3 by 8 bits, integers by as many bits as they have. What is not kept is rounded on the plan's
+grid and takes what that says (`WeightScheme.nbytes`). The runtime decides alike in
+runtime/weights/quantized_checkpoint.py and gguf_checkpoint.py; tests compare the bytes.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from llmpq.checkpoints.gguf_file import GgufFile, is_gguf, open_gguf
+from llmpq.checkpoints.quantization_config import (
+    BITSANDBYTES,
+    fp8_block,
+    is_centred,
+    is_kept_block,
+    quantization_of,
+)
+from llmpq.families import FAMILIES
+from llmpq.families.record import AS_IT_IS
+from llmpq.memory import Quantization, StoredBytes
+from llmpq.model_spec import LinearShape, ModelSpec
+from llmpq.planner.problem.stored_precisions import Header, group_size, headers_of, integer_bits
+from llmpq.precision import Precision, WeightScheme, padded_k
+
+TABLE_BITS, TABLE_GROUP = 4, 32
+MXFP4_GROUP, NVFP4_GROUP = 32, 16
+GGUF_LINEARS = {
+    "qkv": ("attn_q", "attn_k", "attn_v", "attn_qkv"),
+    "o": ("attn_output",),
+    "gate_up": ("ffn_gate", "ffn_up"),
+    "up": ("ffn_up",),
+    "down": ("ffn_down",),
+    "q": ("attn_q",),
+    "q_a": ("attn_q_a",),
+    "q_b": ("attn_q_b",),
+    "kv_a": ("attn_kv_a_mqa",),
+    "experts.gate_up": ("ffn_gate_exps", "ffn_up_exps", "ffn_gate_up_exps"),
+    "experts.down": ("ffn_down_exps",),
+    "shared.gate_up": ("ffn_gate_shexp", "ffn_up_shexp"),
+    "shared.down": ("ffn_down_shexp",),
+}
+"""A layer's fused linear -> what its pieces may be called in a GGUF file."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class OwnCodes:
+    """A linear's codes as its checkpoint has them."""
+
+    name: str
+    """`mxfp4`, `nvfp4`, `nf4`, `fp4`, `iq4`, `e4m3`; "" for integers."""
+    bits: int
+    group_size: int | None
+    """Weights that share a scale; None for a whole row."""
+    fixed_bytes: int
+    """Codes, and scales that are the same for every dtype."""
+    scales: int = 0
+    """Scales and zero points that the dtype sizes."""
+
+    def is_kept(self, scheme: WeightScheme) -> bool:
+        """Whether a layer of this scheme keeps them."""
+        if scheme.activation_bits != 16:
+            return False
+        if self.name == "iq4":
+            return scheme.bits == TABLE_BITS and scheme.group_size == TABLE_GROUP
+        if self.name == "":
+            return scheme.bits == self.bits and self.group_size in (128, None)
+        return scheme.bits == self.bits or (self.name != "e4m3" and scheme.bits == 8)
+
+    def nbytes(self, dtype_bytes: int) -> int:
+        """Return the bytes of the whole linear."""
+        return self.fixed_bytes + self.scales * dtype_bytes
+
+
+def with_own_codes(
+    grid: Quantization,
+    path: str | Path,
+    spec: ModelSpec,
+    precisions: Sequence[Precision],
+    dtype_bytes: int,
+) -> Quantization:
+    """Return the grid with the bytes of the checkpoint's own codes, and what most of them are."""
+    layers = list(_layers(path, spec))
+    runs: list[StoredBytes] = []
+    for precision in precisions:
+        scheme = grid.scheme(precision)
+        if scheme is None:
+            continue
+        for index, own in enumerate(layers):
+            found = tuple(_other_bytes(spec.of_layer(index), own, scheme, dtype_bytes))
+            last = runs[-1] if runs else None
+            if last and (last.precision, last.linears, last.layers[1]) == (precision, found, index):
+                runs[-1] = replace(last, layers=(last.layers[0], index + 1))
+            elif found:
+                one = (index, index + 1)
+                runs.append(StoredBytes(layers=one, precision=precision, linears=found))
+    return replace(grid, codes=_most(layers, spec, grid), stored=tuple(runs))
+
+
+def _other_bytes(
+    spec: ModelSpec, own: Mapping[str, OwnCodes], scheme: WeightScheme, dtype_bytes: int
+) -> Iterator[tuple[str, int]]:
+    """Yield the linears of a layer that take other bytes than the scheme says, and how many."""
+    for linear in _each_once(spec):
+        codes = own.get(linear.kind)
+        if codes is not None and codes.is_kept(scheme):
+            taken = codes.nbytes(dtype_bytes)
+            if taken != scheme.nbytes(linear.out_features, linear.in_features, dtype_bytes):
+                yield linear.kind, taken
+
+
+def _each_once(spec: ModelSpec) -> Iterator[LinearShape]:
+    """Yield a layer's linears, those of all experts once."""
+    for linear in spec.linears():
+        if not linear.of_expert or linear.name.startswith("experts.0."):
+            yield linear
+
+
+def _most(
+    layers: Sequence[Mapping[str, OwnCodes]], spec: ModelSpec, grid: Quantization
+) -> str | None:
+    """Return what codes most weights of the layers have; None for integers and numbers."""
+    weights: Counter[str] = Counter()
+    for index, own in enumerate(layers):
+        for linear in _each_once(spec.of_layer(index)):
+            codes = own.get(linear.kind)
+            scheme = None if codes is None else grid.scheme(Precision(f"w{codes.bits}a16"))
+            kept = codes is not None and scheme is not None and codes.is_kept(scheme)
+            count = spec.experts if linear.of_expert else 1
+            weights[codes.name if codes and kept else ""] += count * linear.num_weights
+    return max(weights, key=lambda name: weights[name], default="") or None
+
+
+def _layers(path: str | Path, spec: ModelSpec) -> Iterator[dict[str, OwnCodes]]:
+    """Yield every layer's linears that have codes of their own."""
+    if is_gguf(path):
+        file = open_gguf(path)
+        for index in range(spec.num_layers):
+            yield dict(_of_gguf(file, spec.of_layer(index), index))
+        return
+    described = quantization_of(path)
+    if described is None:
+        yield from ({} for _ in range(spec.num_layers))
+        return
+    directory = _Directory(headers_of(path), described, spec)
+    for index in range(spec.num_layers):
+        yield dict(directory.of_layer(index))
+
+
+def _of_gguf(file: GgufFile, spec: ModelSpec, index: int) -> Iterator[tuple[str, OwnCodes]]:
+    for linear in _each_once(spec):
+        names = (f"blk.{index}.{name}.weight" for name in GGUF_LINEARS.get(linear.kind, ()))
+        kinds = {file.tensors[name].kind for name in names if name in file.tensors}
+        if kinds == {"MXFP4"}:
+            yield linear.kind, _table("mxfp4", linear, MXFP4_GROUP)
+        elif kinds and kinds <= {"IQ4_NL", "IQ4_XS"}:
+            yield linear.kind, _table("iq4", linear, TABLE_GROUP)
+
+
+def _table(name: str, linear: LinearShape, group: int) -> OwnCodes:
+    """Return 4-bit codes of a table with a scale of `group` weights."""
+    n, k = linear.out_features, padded_k(linear.in_features)
+    fixed, scales = n * k * TABLE_BITS // 8, n * (k // group)
+    in_bytes = {"mxfp4": scales, "nvfp4": scales + 4 * n}.get(name)
+    return OwnCodes(
+        name=name,
+        bits=TABLE_BITS,
+        group_size=group,
+        fixed_bytes=fixed + (in_bytes or 0),
+        scales=scales if in_bytes is None else 0,
+    )
+
+
+class _Directory:
+    """The headers of a safetensors checkpoint, asked for a layer's linears."""
+
+    def __init__(
+        self, held: Mapping[str, Header], described: Mapping[str, Any], spec: ModelSpec
+    ) -> None:
+        self._held, self._described, self._spec = held, described, spec
+        self._names = FAMILIES[spec.family].names.used_in(held)
+        (token_name,) = self._names.embedding["tokens.weight"]
+        roots = (root for root in self._names.roots if root + token_name in held)
+        self._root = next(roots, self._names.roots[0])
+
+    def of_layer(self, index: int) -> Iterator[tuple[str, OwnCodes]]:
+        """Yield the layer's linears with codes of their own."""
+        table = self._names.of_layer(self._spec, index)
+        for linear in _each_once(self._spec.of_layer(index)):
+            part = f"{linear.name}.weight"
+            stems = [self._root + name.removesuffix(".weight") for name in table.get(part, ())]
+            for read in (self._floats, self._tables, self._integers):
+                codes = read(linear, stems) if stems else None
+                if codes is not None:
+                    yield linear.kind, codes
+                    break
+
+    def _header(self, name: str) -> tuple[str, list[int]] | None:
+        """Return a tensor's dtype and shape, None without it."""
+        held = self._held.get(name)
+        return None if held is None else (held.tensors[name]["dtype"], held.tensors[name]["shape"])
+
+    def _floats(self, linear: LinearShape, stems: Sequence[str]) -> OwnCodes | None:
+        """Return E4M3 codes of a linear whose pieces all have such."""
+        block = fp8_block(self._described)
+        stored = [self._header(f"{stem}.weight") for stem in stems]
+        if not is_kept_block(block) or any(s is None or s[0] != "F8_E4M3" for s in stored):
+            return None
+        scales, shared = 0, self._names.arranged(f"{linear.name}.weight") == AS_IT_IS
+        forms, by_row = set(), 1
+        for stem, piece in zip(stems, stored, strict=True):
+            names = (f"{stem}.weight_scale_inv", f"{stem}.weight_scale")
+            found = next((h for h in map(self._header, names) if h is not None), None)
+            if found is None or piece is None:
+                return None
+            scale, rows = found[1], piece[1][0]
+            table = len(scale) == 2 and scale[1] > 1
+            each = block[0] if table and block else rows if prod(scale) == 1 else 1
+            by_row = scale[1] if table else 1
+            forms.add((each, by_row))
+            scales += prod(scale)
+            shared &= len(stems) == 1 or rows % each == 0
+        if not shared or len(forms) > 1:
+            scales = linear.out_features * by_row
+        return OwnCodes(
+            name="e4m3", bits=8, group_size=None, fixed_bytes=linear.num_weights + 4 * scales
+        )
+
+    def _tables(self, linear: LinearShape, stems: Sequence[str]) -> OwnCodes | None:
+        """Return 4-bit codes of a linear whose pieces all have the same table."""
+        forms = {self._table_of(stem) for stem in stems}
+        name = forms.pop() if len(forms) == 1 else None
+        if name in ("mxfp4", "nvfp4"):
+            return _table(name, linear, MXFP4_GROUP if name == "mxfp4" else NVFP4_GROUP)
+        if name is None:
+            return None
+        headers = [self._header(f"{stem}.weight.absmax") for stem in stems]
+        blocks = sum(prod(header[1]) for header in headers if header is not None)
+        return _table(name, linear, linear.num_weights // blocks) if blocks else None
+
+    def _table_of(self, stem: str) -> str | None:
+        packed = self._header(f"{stem}.weight_packed")
+        if packed is not None and packed[0] == "U8":
+            return "nvfp4" if f"{stem}.weight_global_scale" in self._held else "mxfp4"
+        plain = self._header(f"{stem}.weight")
+        if plain is not None and plain[0] == "U8" and f"{stem}.weight_scale_2" in self._held:
+            return "nvfp4"
+        if f"{stem.partition('[')[0]}_blocks" in self._held:
+            return "mxfp4"
+        states = zip(("nf4", "fp4"), BITSANDBYTES, strict=True)
+        return next((name for name, end in states if f"{stem}.weight.{end}" in self._held), None)
+
+    def _integers(self, linear: LinearShape, stems: Sequence[str]) -> OwnCodes | None:
+        """Return integers in groups of 128 or of whole rows."""
+        names = [f"{stem}.{kind}" for stem in stems for kind in ("weight_packed", "qweight")]
+        names = [name for name in names if name in self._held]
+        if len(names) != len(stems):
+            return None
+        forms = {
+            (integer_bits(self._held, name, self._described),
+             group_size(self._held, name, self._described))
+            for name in names
+        }  # fmt: skip
+        if len(forms) > 1:
+            return None
+        ((bits, size),) = forms
+        if bits is None or size not in (0, 128):
+            return None
+        zeros = any(f"{stem}.weight_zero_point" in self._held for stem in stems)
+        centred = is_centred(self._described, zeros)
+        scheme = WeightScheme(bits=bits, group_size=size or None, symmetric=centred)
+        n, k = linear.out_features, linear.in_features
+        fixed = scheme.nbytes(n, k, 0)
+        return OwnCodes(
+            name="",
+            bits=bits,
+            group_size=size or None,
+            fixed_bytes=fixed,
+            scales=scheme.nbytes(n, k, 1) - fixed,
+        )

@@ -1,0 +1,337 @@
+"""From nouns to numbers: what a solver sees of a model, a cluster and a workload.
+
+Knows nothing of solvers. Devices that can take each other's place form a class; a stage runs on one
+device of a class. Symbols: L layers (or groups of layers), C classes, B choices of precision, eta
+and xi the prefill and decode micro-batch sizes, P and D the slowest stage's time in either phase.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from llmpq.capabilities import gpu_pool_lack
+from llmpq.cluster import Cluster, Device
+from llmpq.cost_model import Phase
+from llmpq.memory import Quantization
+from llmpq.model_spec import ModelSpec
+from llmpq.planner.costs.cost_book import CostBook
+from llmpq.planner.costs.links import ClassLinks, Floats, LinkTables, link_tables
+from llmpq.planner.costs.stage_memory import (
+    capacity,
+    kv_bytes_of_layers,
+    layer_bytes,
+    packed_of,
+)
+from llmpq.planner.problem.microbatch import distinct_sizes, microbatch_pairs
+from llmpq.planner.problem.numbers import PairNumbers, SizeNumbers, pair_numbers, size_numbers
+from llmpq.planner.problem.symmetry import alike_devices, device_key, twin_nodes
+from llmpq.precision import KVPrecision, Precision
+from llmpq.sensitivity import Sensitivity
+from llmpq.sizes.pool_size import planned_pool, window_step_tokens
+from llmpq.workload import CHUNK_TOKENS, Workload, prompt_chunks
+
+Objective = Literal["makespan", "paper"]
+MANY_DEVICES = 256
+"""Devices up to which every link is looked at; of more, equal ones of a node are alike."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeviceClass:
+    """Devices that are interchangeable in a plan (planner/problem/symmetry.py)."""
+
+    devices: tuple[Device, ...]
+    pinned: tuple[int, int] | None = None
+    """Layers `[start, end)` that must be on this (single) device."""
+
+    @property
+    def first(self) -> Device:
+        """A representative of the class."""
+        return self.devices[0]
+
+    @property
+    def count(self) -> int:
+        """Number of devices."""
+        return len(self.devices)
+
+    @property
+    def name(self) -> str:
+        """Readable name: the kind, with the node where a kind is on several."""
+        return f"{self.first.kind}@{self.first.node}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Problem:
+    """Everything that decides which plan is best, for one KV precision."""
+
+    spec: ModelSpec
+    cluster: Cluster
+    workload: Workload
+    choices: tuple[Precision, ...]
+    sensitivity: Sensitivity
+    costs: CostBook
+    theta: float
+    objective: Objective = "makespan"
+    quantization: Quantization = Quantization()
+    group: int = 1
+    max_devices: int | None = None
+    pins: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    """Device name -> layers `[start, end)` it must hold."""
+    prefill_microbatch: int | None = None
+    decode_microbatch: int | None = None
+    chunk: int = CHUNK_TOKENS
+    """Tokens of a prompt that a step computes at most (chunked prefill)."""
+    offered: tuple[tuple[Precision, ...], ...] = ()
+    """What each layer may have of `choices`, for a model that is stored quantised; empty: all."""
+    nearest_links: bool = False
+    """Put devices of equal kind and memory into one class, as if all had the best of their links:
+    no plan of the true problem is slower for that, so its bounds are valid there."""
+
+    @cached_property
+    def groups(self) -> tuple[tuple[int, int], ...]:
+        """The half-open layer ranges that share a precision; single layers unless `group` > 1."""
+        total, size = self.spec.num_layers, self.group
+        return tuple((i, min(i + size, total)) for i in range(0, total, size))
+
+    @property
+    def num_layers(self) -> int:
+        """L: number of layers, or of groups."""
+        return len(self.groups)
+
+    @cached_property
+    def _keys(self) -> list[Hashable]:
+        return [device_key(device, self.pins) for device in self.cluster.devices]
+
+    @cached_property
+    def links(self) -> LinkTables:
+        """Coefficients of the links between all devices, in the cluster's order."""
+        return link_tables(self.cluster, self.cluster.devices, self.costs)
+
+    @cached_property
+    def members(self) -> list[list[int]]:
+        """Device numbers of each class, in the cluster's order."""
+        devices = self.cluster.devices
+        if self.nearest_links:
+            return alike_devices(devices, self._keys, None)
+        if len(devices) > MANY_DEVICES:
+            return alike_devices(devices, self._keys_and_nodes, None)
+        return alike_devices(devices, self._keys, self.links)
+
+    @property
+    def _keys_and_nodes(self) -> list[Hashable]:
+        devices = self.cluster.devices
+        own = [d.name if self.cluster.has_own_links(d) else "" for d in devices]
+        nodes = [d.node for d in devices]
+        return list(zip(self._keys, nodes, own, strict=True))
+
+    @cached_property
+    def classes(self) -> tuple[DeviceClass, ...]:
+        """Interchangeable devices, in the cluster's order."""
+        devices = self.cluster.devices
+        return tuple(
+            DeviceClass(
+                devices=tuple(devices[i] for i in members),
+                pinned=self._pinned_groups(devices[members[0]].name),
+            )
+            for members in self.members
+        )
+
+    @cached_property
+    def class_links(self) -> ClassLinks:
+        """The links between classes."""
+        devices = self.cluster.devices
+        if len(devices) <= MANY_DEVICES:
+            return self.links.between(self.members)
+        # Two devices of a node and kind stand for all of them.
+        groups = alike_devices(devices, self._keys_and_nodes, None)
+        kept = {i for group in groups for i in group[:2]}
+        number = {i: k for k, i in enumerate(sorted(kept))}
+        links = link_tables(self.cluster, [devices[i] for i in number], self.costs)
+        members = [[number[i] for i in own if i in kept] for own in self.members]
+        return links.between(members)
+
+    @cached_property
+    def node_twins(self) -> list[list[tuple[int, ...]]]:
+        """Groups of nodes that can be exchanged whole, each node as its classes."""
+        if self.nearest_links or len(self.cluster.devices) > MANY_DEVICES:
+            return []
+        return twin_nodes(self.cluster.devices, self._keys, self.members, self.links)
+
+    def _pinned_groups(self, device: str) -> tuple[int, int] | None:
+        if device not in self.pins:
+            return None
+        start, end = self.pins[device]
+        return start // self.group, -(-end // self.group)
+
+    @property
+    def max_stages(self) -> int:
+        """Largest number of stages a plan may have."""
+        most = min(len(self.cluster.devices), self.num_layers)
+        return most if self.max_devices is None else min(most, self.max_devices)
+
+    @cached_property
+    def packed(self) -> NDArray[np.bool_]:
+        """[B] which choices are of packed weights."""
+        return packed_of(self.choices)
+
+    @cached_property
+    def omega(self) -> Floats:
+        """[L, B] quality loss of each layer (group) at each choice, the KV cache's included."""
+        kv = self.workload.kv
+        table = np.array(
+            [
+                [
+                    self.sensitivity.omega(i, p) + self.sensitivity.kv_omega(i, kv)
+                    for p in self.choices
+                ]
+                for i in range(self.spec.num_layers)
+            ]
+        )
+        return np.array([table[start:end].sum(axis=0) for start, end in self.groups])
+
+    @cached_property
+    def open(self) -> NDArray[np.bool_]:
+        """[L, B] whether a layer (every layer of a group) may have a choice."""
+        layers = self.offered or (self.choices,) * self.spec.num_layers
+        table = np.array([[p in own for p in self.choices] for own in layers])
+        return np.array([table[start:end].all(axis=0) for start, end in self.groups])
+
+    @property
+    def open_omega(self) -> Floats:
+        """[L, B] omega, infinite where a layer may not have the choice."""
+        return np.where(self.open, self.omega, np.inf)
+
+    @cached_property
+    def priced_omega(self) -> Floats:
+        """[L, B] theta times omega, infinite where a layer may not have the choice."""
+        return np.where(self.open, self.theta * self.omega, np.inf)
+
+    @cached_property
+    def prefill_sizes(self) -> tuple[int, ...]:
+        """The prefill micro-batch sizes to try, ascending."""
+        fixed = self.prefill_microbatch
+        if fixed:
+            return (fixed,)
+        # Pools of windows have room for steps of so many tokens.
+        work = self.workload
+        size = planned_pool(self.spec, work, self.prefill_chunk, prefill_microbatch=1)
+        most = work.batch
+        if self.pooled and size.window:
+            room = window_step_tokens(work, self.prefill_chunk, prefill_microbatch=1)
+            most = room // prompt_chunks(work.prompt_len, self.prefill_chunk)[0][1]
+        return tuple(size for size in distinct_sizes(work.batch) if size <= most)
+
+    @cached_property
+    def decode_sizes(self) -> tuple[int, ...]:
+        """The decode micro-batch sizes to try, ascending."""
+        fixed = self.decode_microbatch
+        return (fixed,) if fixed else distinct_sizes(self.workload.batch)
+
+    @cached_property
+    def pairs(self) -> tuple[tuple[int, int], ...]:
+        """The micro-batch sizes to try, (prefill, decode).
+
+        The paper's objective keeps the paper's pruning, prefill <= decode, where neither is fixed.
+        """
+        fixed = self.prefill_microbatch or self.decode_microbatch
+        ordered = self.objective == "paper" and not fixed
+        return microbatch_pairs(self.prefill_sizes, self.decode_sizes, ordered=ordered)
+
+    @cached_property
+    def pooled(self) -> bool:
+        """Whether stages keep their KV in a pool of blocks; else in a slot a request."""
+        work = self.workload
+        on_cpus = all(device.spec.is_cpu for device in self.cluster.devices)
+        return on_cpus or not gpu_pool_lack(self.spec, work.kv, work.dtype, drafts=False)
+
+    @property
+    def prefill_chunk(self) -> int | None:
+        """Tokens of a prompt in a step at most; None for whole prompts, as slots have them."""
+        return self.chunk if self.pooled else None
+
+    @property
+    def chunks_of_prompt(self) -> int:
+        """Number of steps that a prompt takes."""
+        return len(prompt_chunks(self.workload.prompt_len, self.prefill_chunk))
+
+    def counts(self, eta: int, xi: int) -> tuple[int, int]:
+        """Return the numbers of steps of prefill (chunks of micro-batches) and of a token."""
+        batch = self.workload.batch
+        return -(-batch // eta) * self.chunks_of_prompt, -(-batch // xi)
+
+    @property
+    def kv(self) -> KVPrecision:
+        """Precision of the KV cache."""
+        return self.workload.kv
+
+    def allowed(self, cls: int, start: int, end: int) -> bool:
+        """Whether the pins let a stage of a class hold groups `[start, end)`."""
+        for index, other in enumerate(self.classes):
+            if other.pinned is None:
+                continue
+            low, high = other.pinned
+            if index == cls and not (start <= low and high <= end):
+                return False
+            if index != cls and start < high and low < end:
+                return False
+        return True
+
+    def with_changes(self, **changes: object) -> Problem:
+        """Return the problem with some fields replaced (what-if, pareto, budget).
+
+        Another theta leaves every time and size as it is: they are not computed again.
+        """
+        changed = replace(self, **changes)  # type: ignore[arg-type]
+        if set(changes) == {"theta"}:
+            fields = {f.name for f in dataclasses.fields(self)}
+            own = {*fields, "priced_omega"}
+            kept = {k: v for k, v in self.__dict__.items() if k not in own}
+            changed.__dict__.update(kept)
+        return changed
+
+    @cached_property
+    def _sizes(self) -> dict[tuple[Phase, int], SizeNumbers]:
+        return {}
+
+    def size_numbers(self, phase: Phase, size: int) -> SizeNumbers:
+        """Return the times of one phase at a micro-batch size: many pairs share them."""
+        if (phase, size) not in self._sizes:
+            self._sizes[phase, size] = size_numbers(self, phase, size)
+        return self._sizes[phase, size]
+
+    @cached_property
+    def kv_bytes_of_layers(self) -> NDArray[np.int64]:
+        """[layers] KV of every layer of the model, for the whole batch."""
+        return kv_bytes_of_layers(self)
+
+    @cached_property
+    def all_layer_bytes(self) -> NDArray[np.int64]:
+        """[L, B] weights and the whole batch's KV."""
+        sizes = np.array([end - start for start, end in self.groups], dtype=np.int64)
+        return sizes[:, None] * layer_bytes(self)[None, :]
+
+    @cached_property
+    def _capacities(self) -> dict[tuple[int, int], NDArray[np.int64]]:
+        return {}
+
+    def capacity(self, eta: int, xi: int) -> NDArray[np.int64]:
+        """[C, 2, 2, 3] bytes left for layers (planner/costs/stage_memory.py)."""
+        if (eta, xi) not in self._capacities:
+            self._capacities[eta, xi] = capacity(self, eta, xi)
+        return self._capacities[eta, xi]
+
+    @cached_property
+    def _numbers(self) -> dict[tuple[int, int], PairNumbers]:
+        return {}
+
+    def numbers(self, eta: int, xi: int) -> PairNumbers:
+        """Return the numbers for a pair of micro-batch sizes."""
+        if (eta, xi) not in self._numbers:
+            self._numbers[eta, xi] = pair_numbers(self, eta, xi)
+        return self._numbers[eta, xi]

@@ -1,0 +1,416 @@
+"""At which precisions the layers of a quantised model directory can be served.
+
+Reads config.json and the headers of the safetensors files, no weights. The names of a layer's
+tensors tell its form, as runtime/weights/quantized_checkpoint.py lists them:
+
+    weight_packed, qweight    weights alone: their bits with 16-bit activations
+    weight int8 with a scale  w8a8
+    codes                     Atom: bits of weights and activations in the file's metadata
+    weight float8 (E4M3)      w8a16, the codes kept; or any other, made of their numbers
+    MXFP4, NVFP4, 4 bits of   w4a16, the codes kept; or any other
+    bitsandbytes
+    none of these             unquantised: 16 bits, or rounded while it loads; so are integers in
+                              groups or orders that no kernel takes
+
+A GGUF file's layers are planned at the bits nearest to those of most of their weights, and may be
+served at any. Bits of other weights cannot change once stored; Atom's weights also meet 16-bit
+activations.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from llmpq.checkpoints.gguf_file import is_gguf, open_gguf
+from llmpq.checkpoints.quantization_config import (
+    BITSANDBYTES,
+    LAYER,
+    fp8_block,
+    is_centred,
+    is_kept_block,
+    quantization_of,
+    require_read,
+)
+from llmpq.errors import shortened
+from llmpq.families.common.config_values import size
+from llmpq.file_form import read_json
+from llmpq.memory import Quantization
+from llmpq.model_spec import ModelSpec
+from llmpq.planner.problem.gguf_layers import StoredLayer, stored_in_gguf
+from llmpq.precision import Precision
+
+QUANTIZATION = "config.json, quantization_config"
+INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+SCHEMES = "llmpq_schemes"
+"""Metadata key of an Atom file: linear -> fields of its scheme, as JSON."""
+GROUP = 128
+"""Weights that share a scale in our kernels."""
+SMALL = (64, 32)
+"""... and where a checkpoint's codes say so."""
+MAX_HEADER_BYTES = 100_000_000
+"""What the safetensors library allows."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Header:
+    """The header of one safetensors file."""
+
+    path: Path
+    tensors: dict[str, Any]
+    metadata: dict[str, str]
+    data_start: int
+
+    def whole_numbers(self, name: str) -> list[int]:
+        """Return the values of a small tensor of integers."""
+        start, end = self.tensors[name]["data_offsets"]
+        width = 8 if self.tensors[name]["dtype"] == "I64" else 4
+        with self.path.open("rb") as file:
+            file.seek(self.data_start + start)
+            content = file.read(end - start)
+        places = range(0, len(content), width)
+        return [int.from_bytes(content[i : i + width], "little", signed=True) for i in places]
+
+
+def stored_layers(
+    directory: str | Path, spec: ModelSpec, *, kept: Quantization | None = None
+) -> tuple[StoredLayer, ...] | None:
+    """Return how every layer is stored; None for a model that is not quantised.
+
+    `kept`: the grid of `small_groups`, where a plan has it; such layers may have other bits, too.
+    """
+    if is_gguf(directory):
+        return stored_in_gguf(open_gguf(directory), spec.num_layers)
+    described = quantization_of(directory)
+    if described is None:
+        return None
+    require_read(described, directory)
+    small = SMALL if kept is not None and kept.group_size in SMALL else ()
+    files = _files(Path(directory))
+    if not files:
+        raise ValueError(
+            f"'{directory}' is quantised but has no {SINGLE}, whose header says at how many bits "
+            "each layer is stored; get its weights, or say it with --bits"
+        )
+    file_of = headers_of(directory)
+    found: dict[int, set[Precision]] = {}
+    for layer, precision in _quantised(file_of, described, small):
+        found.setdefault(layer, set()).add(precision)
+    coded = dict.fromkeys(_table_layers(file_of), Precision.W4A16)
+    coded |= dict.fromkeys(_fp8_layers(file_of, described), Precision.W8A16)
+    made = (
+        _layer(directory, i, found.get(i, set()), coded.get(i, Precision.W16A16))
+        for i in range(spec.num_layers)
+    )
+    return tuple(replace(one, served=tuple(Precision)) if small else one for one in made)
+
+
+def small_groups(directory: str | Path) -> Quantization | None:
+    """Return the grid of a directory whose integer codes all have groups of 32, or all of 64."""
+    described = quantization_of(directory) or {}
+    if described.get("quant_method") not in ("gptq", "awq", "compressed-tensors"):
+        return None
+    file_of = headers_of(directory)
+    sizes, has_zeros = set(), False
+    for name in file_of:
+        stem, _, kind = name.rpartition(".")
+        if kind in ("weight_packed", "qweight") and LAYER.search(name):
+            sizes.add(group_size(file_of, name, described))
+            has_zeros |= f"{stem}.weight_zero_point" in file_of
+    size = sizes.pop() if len(sizes) == 1 else None
+    if size not in SMALL:
+        return None
+    return Quantization(group_size=size, symmetric=is_centred(described, has_zeros))
+
+
+def group_size(
+    file_of: Mapping[str, Header], name: str, described: Mapping[str, Any]
+) -> int | None:
+    """Return how many weights share a scale in a linear of integers, by the name of its codes.
+
+    0 for a whole row; None for groups of other sizes, in another order, or that nothing tells.
+    """
+    stem, _, kind = name.rpartition(".")
+    ordered = described.get("desc_act") or f"{stem}.weight_g_idx" in file_of
+    bits = None if ordered else integer_bits(file_of, name, described)
+    if bits is None:
+        return None
+    if kind == "qweight":
+        awq, rows = described["quant_method"] == "awq", file_of[name].tensors[name]["shape"][0]
+        k = rows if awq else rows * 32 // bits
+        groups = _groups(file_of, f"{stem}.scales", 0)
+    else:
+        k = _in_features(file_of, stem)
+        groups = _groups(file_of, f"{stem}.weight_scale", 1)
+    found = [each for each in (GROUP, *SMALL) if k and groups == -(-k // each)]
+    return found[0] if found else 0 if groups == 1 else None
+
+
+def integer_bits(
+    file_of: Mapping[str, Header], name: str, described: Mapping[str, Any]
+) -> int | None:
+    """Return the bits of a linear's integers, by the name of its codes; None for other codes."""
+    stem, _, kind = name.rpartition(".")
+    if file_of[name].tensors[name]["dtype"] == "U8":
+        return None
+    if kind == "qweight":
+        awq = described["quant_method"] == "awq"
+        return 4 if awq else size(described, "bits", where=QUANTIZATION)
+    k = _in_features(file_of, stem)
+    return file_of[name].tensors[name]["shape"][1] * 32 // k if k else None
+
+
+def _in_features(file_of: Mapping[str, Header], stem: str) -> int:
+    """Return K of a compressed-tensors linear of integers; 0 where nothing tells."""
+    shape = f"{stem}.weight_shape"
+    return file_of[shape].whole_numbers(shape)[1] if shape in file_of else 0
+
+
+def headers_of(directory: str | Path) -> dict[str, Header]:
+    """Return every tensor's file, by its name."""
+    headers = map(_read_header, _files(Path(directory)))
+    return {name: header for header in headers for name in header.tensors}
+
+
+def has_weights(directory: str | Path) -> bool:
+    """Whether a model has a checkpoint, not config.json alone."""
+    return is_gguf(directory) or bool(_files(Path(directory)))
+
+
+def _files(directory: Path) -> list[Path]:
+    """Return the checkpoint's files: the index's, or the single one; none where there is none."""
+    index = directory / INDEX
+    if not index.exists():
+        return [directory / SINGLE] if (directory / SINGLE).exists() else []
+    content = read_json(index)
+    weight_map = content.get("weight_map") if isinstance(content, dict) else None
+    if not isinstance(weight_map, dict):
+        raise ValueError(f"'{index}' has no 'weight_map'; get the directory's files anew")
+    return [directory / str(name) for name in sorted({*weight_map.values()}, key=str)]
+
+
+def _read_header(path: Path) -> Header:
+    """Return the header of a safetensors file; `ValueError` where it has none."""
+    try:
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            if length > min(MAX_HEADER_BYTES, path.stat().st_size):
+                raise ValueError(f"a header of {length} bytes")
+            content = json.loads(file.read(length), object_pairs_hook=_each_once)
+        if not isinstance(content, dict):
+            raise ValueError(f"its header is a {type(content).__name__}")
+        metadata = content.pop("__metadata__", {})
+        for name, entry in content.items():
+            _require_entry(name, entry)
+    except FileNotFoundError:
+        raise ValueError(f"no such file: '{path}'; get the directory's files anew") from None
+    except (ValueError, RecursionError) as error:
+        raise ValueError(
+            f"'{path}' is not a safetensors file ({error}); get the directory's files anew"
+        ) from None
+    return Header(path=path, tensors=content, metadata=metadata, data_start=8 + length)
+
+
+def _each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return a JSON object; `ValueError` where a key is there twice."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = Counter(name for name, _ in pairs)
+        twice = next(name for name, count in names.items() if count > 1)
+        raise ValueError(f"'{shortened(twice)}' is there twice")
+    return found
+
+
+def _require_entry(name: str, entry: Any) -> None:
+    """Raise `ValueError` for a tensor without dtype, shape and bytes."""
+    told = entry if isinstance(entry, dict) else {}
+    shape, at = told.get("shape"), told.get("data_offsets")
+    sizes = [*shape, *at] if isinstance(shape, list) and isinstance(at, list) else [None]
+    whole = all(type(size) is int and size >= 0 for size in sizes) and len(at or ()) == 2
+    if not whole or not isinstance(told.get("dtype"), str):
+        raise ValueError(f"'{shortened(name)}' has no dtype, shape and bytes")
+
+
+def _quantised(
+    file_of: Mapping[str, Header], described: Mapping[str, Any], small: Sequence[int]
+) -> Iterator[tuple[int, Precision]]:
+    """Yield layer and precision of every quantised linear; its tensors may be in several files."""
+    for name, header in file_of.items():
+        layer = LAYER.search(name)
+        if layer is not None:
+            try:
+                precision = _precision(file_of, name, described, small)
+            except (KeyError, TypeError, IndexError, ZeroDivisionError, json.JSONDecodeError):
+                raise ValueError(
+                    f"'{header.path}' does not say how '{name}' is quantised; get the file anew, "
+                    "or quantise the model with llmpq-quantize"
+                ) from None
+            if precision is not None:
+                yield int(layer[1]), precision
+
+
+def _precision(
+    file_of: Mapping[str, Header], name: str, described: Mapping[str, Any], small: Sequence[int]
+) -> Precision | None:
+    """Return the precision that a tensor stands for; None for one that tells nothing."""
+    header = file_of[name]
+    stem, _, kind = name.rpartition(".")
+    if kind == "codes":
+        scheme = json.loads(header.metadata[SCHEMES])[LAYER.sub("", stem.removeprefix("llmpq"))]
+        return _named(name, scheme["weight_bits"], scheme["activation_bits"])
+    if kind == "weight_packed":
+        if header.tensors[name]["dtype"] == "U8" or f"{stem}.weight_g_idx" in file_of:
+            return None
+        shape = f"{stem}.weight_shape"
+        in_features = file_of[shape].whole_numbers(shape)[1]
+        if _is_foreign(_groups(file_of, f"{stem}.weight_scale", 1), in_features, small):
+            return None
+        return _named(name, header.tensors[name]["shape"][1] * 32 // in_features)
+    if kind == "qweight":
+        awq = described["quant_method"] == "awq"
+        bits = 4 if awq else size(described, "bits", where=QUANTIZATION)
+        rows = header.tensors[name]["shape"][0]
+        groups = _groups(file_of, f"{stem}.scales", 0)
+        k = rows if awq else rows * 32 // bits
+        if described.get("desc_act") or _is_foreign(groups, k, small):
+            return None
+        return _named(name, bits)
+    if kind == "weight" and header.tensors[name]["dtype"].startswith("F8"):
+        return None  # of `_fp8_layers`
+    if kind == "weight" and f"{stem}.weight_scale_2" in file_of:
+        return None  # of `_table_layers`
+    if kind == "weight" and f"{stem}.weight_scale" in file_of:
+        _require_int8(name, header.tensors[name]["dtype"])
+        return Precision.W8A8
+    return None
+
+
+def _table_layers(file_of: Mapping[str, Header]) -> set[int]:
+    """Return the layers with 4-bit codes of a table, which one of 4 bits keeps."""
+    ends = ("_blocks", ".weight_packed", *(f".weight.{name}" for name in BITSANDBYTES))
+    found = set()
+    for name, header in file_of.items():
+        layer = LAYER.search(name)
+        nvfp4 = name.endswith(".weight") and f"{name}_scale_2" in file_of
+        if layer is not None and (nvfp4 or name.endswith(ends)):
+            found |= {int(layer[1])} if header.tensors[name]["dtype"] == "U8" else set()
+    return found
+
+
+def _fp8_layers(file_of: Mapping[str, Header], described: Mapping[str, Any]) -> set[int]:
+    """Return the layers with linears in E4M3, whose codes an 8-bit layer keeps."""
+    found = set()
+    for name, header in file_of.items():
+        layer = LAYER.search(name)
+        if layer is not None and name.endswith(".weight"):
+            found |= {int(layer[1])} if header.tensors[name]["dtype"] == "F8_E4M3" else set()
+    return found if is_kept_block(fp8_block(described)) else set()
+
+
+def _groups(file_of: Mapping[str, Header], scales: str, dimension: int) -> int | None:
+    """Return how many groups a matrix has, None where its scales are not there to tell."""
+    found = file_of.get(scales)
+    return None if found is None else int(found.tensors[scales]["shape"][dimension])
+
+
+def _is_foreign(groups: int | None, in_features: int, small: Sequence[int]) -> bool:
+    """Whether a plan does not have the groups, so that codes become numbers when they are read."""
+    known = (-(-in_features // size) for size in (GROUP, *small))
+    return groups is not None and groups not in (1, *known)
+
+
+def _require_int8(name: str, dtype: str) -> None:
+    """Refuse weights with a scale that are neither int8 nor FP8."""
+    if dtype != "I8":
+        raise ValueError(
+            f"tensor '{name}' is {dtype} with a scale, expected I8; quantise the model with "
+            "llmpq-quantize"
+        )
+
+
+def _named(name: str, weight_bits: int, activation_bits: int = 16) -> Precision:
+    try:
+        return Precision(f"w{weight_bits}a{activation_bits}")
+    except ValueError:
+        raise ValueError(
+            f"tensor '{name}' has {weight_bits}-bit weights for {activation_bits}-bit activations, "
+            f"expected one of {', '.join(p.value for p in Precision)}; quantise the model with "
+            "llmpq-quantize"
+        ) from None
+
+
+def _layer(
+    directory: str | Path, index: int, found: set[Precision], kept: Precision
+) -> StoredLayer:
+    """Return a layer of these quantised linears; unquantised ones among them follow the others."""
+    if len(found) > 1:
+        raise ValueError(
+            f"'{directory}': layer {index} is stored at {names_of(tuple(found))} together, "
+            "expected one precision a layer; quantise the model with llmpq-quantize"
+        )
+    if not found:
+        return StoredLayer(stored=kept, served=tuple(Precision))
+    (stored,) = found
+    weight_only = Precision(f"w{stored.weight_bits}a16")
+    served = tuple(dict.fromkeys((stored, weight_only)))
+    rounds = kept is Precision.W8A16 and stored.weight_bits < 8
+    return StoredLayer(stored=stored, served=served, rounds_fp8=rounds)
+
+
+def fp8_note(layers: Sequence[StoredLayer]) -> str | None:
+    """Return a sentence on layers whose FP8 linears are rounded, None without such."""
+    rounded = [str(index) for index, layer in enumerate(layers) if layer.rounds_fp8]
+    if not rounded:
+        return None
+    return (
+        f"layers {', '.join(rounded)} hold FP8 linears beside integers of fewer bits: a layer has "
+        "one precision, so the FP8 numbers are rounded to the integers' bits"
+    )
+
+
+def offered(
+    layers: Sequence[StoredLayer], asked: Sequence[Precision] | None
+) -> tuple[tuple[Precision, ...], ...]:
+    """Return what each layer may be served at: as it is stored, or as `--bits` allows.
+
+    `ValueError` for a layer that `--bits` leaves nothing, and for bits that no layer can have.
+    """
+    if asked is None:
+        return tuple((layer.stored,) for layer in layers)
+    for index, layer in enumerate(layers):
+        if not set(asked) & set(layer.served):
+            raise ValueError(
+                f"--bits {names_of(asked)}: layer {index} is stored at {layer.stored.value}, "
+                f"expected {' or '.join(p.value for p in layer.served)} among them; leave --bits "
+                "out to plan every layer as it is stored, or plan the unquantised model"
+            )
+    idle = [p for p in asked if not any(p in layer.served for layer in layers)]
+    if idle:
+        raise ValueError(
+            f"--bits {names_of(asked)}: no layer can be served at {names_of(idle)}, they are "
+            f"stored at {names_of([layer.stored for layer in layers])}; leave "
+            f"{names_of(idle)} out, or plan the unquantised model"
+        )
+    return tuple(tuple(p for p in asked if p in layer.served) for layer in layers)
+
+
+def stored_line(directory: str, stored: Sequence[Precision]) -> str:
+    """Return one line: how a directory is stored, and that it is planned so."""
+    kinds = [p for p in Precision if p in stored]
+    if len(kinds) == 1:
+        return f"'{directory}' is stored at {kinds[0].value}: every layer is planned at it"
+    counts = ", ".join(f"{p.value} on {_layers(stored.count(p))}" for p in kinds)
+    return f"'{directory}' is stored at {counts}: each layer is planned at its own"
+
+
+def names_of(precisions: Sequence[Precision]) -> str:
+    """Return `w8a16,w4a16`: each once, most bits first."""
+    return ",".join(p.value for p in Precision if p in precisions)
+
+
+def _layers(count: int) -> str:
+    return "1 layer" if count == 1 else f"{count} layers"
