@@ -76,9 +76,9 @@ def has_spare_core() -> bool:
 class Beside:
     """A process that looks for plans of one precision alone, beside the exact method's searches.
 
-    It takes all KV precisions at once (uniform_precision_search.py) and has the whole time limit: the smaller
-    search finds such plans sooner. It needs a core of its own, and begins only where the searches
-    take a while.
+    It takes all KV precisions at once (uniform_precision_search.py) and has all of the time: the
+    smaller search finds such plans sooner. It needs a core of its own, and begins only where the
+    searches take a while.
     """
 
     def __init__(self, problems: Sequence[Problem], how: How) -> None:
