@@ -30,8 +30,8 @@ from odd_problems import larger_pair
 
 from llmpq.errors import DoesNotFitError, LlmpqError
 from llmpq.planner.answer import Answer, Wish, answer
-from llmpq.planner.problem.outcome import Unfinished
 from llmpq.planner.evaluate.replay import replay
+from llmpq.planner.problem.outcome import Unfinished
 from reference.all_plans import best_of_all
 from reference.random_cases import RandomCase, random_case
 

@@ -8,12 +8,12 @@ import random
 import numpy as np
 import pytest
 
+from llmpq.planner.evaluate.fits import fits
+from llmpq.planner.evaluate.pipeline_time import stage_times
 from llmpq.planner.exact.bounds.pairs import Floor, PairTables
 from llmpq.planner.exact.bounds.plan_cases import Case, in_memory, least_slowest, most_priced
 from llmpq.planner.problem.outcome import Assignment
 from llmpq.planner.problem.problem import Problem
-from llmpq.planner.evaluate.fits import fits
-from llmpq.planner.evaluate.pipeline_time import stage_times
 from reference.brute_force import assignments
 from reference.random_cases import random_case
 

@@ -9,10 +9,6 @@ from pathlib import Path
 import pytest
 
 from llmpq.planner.cli.arguments import plan_request
-from llmpq.planner.problem.microbatch import distinct_sizes, microbatch_pairs, sizes_of
-from llmpq.planner.problem.outcome import Assignment, Stage
-from llmpq.planner.problem.problem import Problem
-from llmpq.planner.problem.make_problem import make_problem
 from llmpq.planner.evaluate.fits import fits
 from llmpq.planner.evaluate.pipeline_time import (
     StageTimes,
@@ -24,6 +20,10 @@ from llmpq.planner.evaluate.pipeline_time import (
 from llmpq.planner.evaluate.replay import replay
 from llmpq.planner.evaluate.simulate import simulate
 from llmpq.planner.evaluate.step_by_step import step_by_step_time, step_note, told_time
+from llmpq.planner.problem.make_problem import make_problem
+from llmpq.planner.problem.microbatch import distinct_sizes, microbatch_pairs, sizes_of
+from llmpq.planner.problem.outcome import Assignment, Stage
+from llmpq.planner.problem.problem import Problem
 from reference.random_problems import random_problem
 
 pytestmark = [pytest.mark.pure, pytest.mark.slow]

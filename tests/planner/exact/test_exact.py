@@ -11,17 +11,17 @@ import numpy as np
 import pytest
 
 from llmpq.cluster import Cluster
+from llmpq.planner.evaluate.fits import fits
+from llmpq.planner.evaluate.pipeline_time import sum_omega, value
 from llmpq.planner.exact import search as exact_search
 from llmpq.planner.exact import space as exact_space
 from llmpq.planner.exact.bounds import columns as columns_table
 from llmpq.planner.exact.bounds.columns import assigned, make_columns
 from llmpq.planner.exact.search import solve_exact
-from llmpq.planner.problem.outcome import Infeasible, Outcome, Unfinished
-from llmpq.planner.problem.problem import Problem
 from llmpq.planner.front.quality import solve_budget
 from llmpq.planner.ilp.solve import solve_ilp
-from llmpq.planner.evaluate.fits import fits
-from llmpq.planner.evaluate.pipeline_time import sum_omega, value
+from llmpq.planner.problem.outcome import Infeasible, Outcome, Unfinished
+from llmpq.planner.problem.problem import Problem
 from reference.brute_force import assignments, brute_force
 from reference.random_problems import random_problem
 

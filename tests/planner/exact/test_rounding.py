@@ -9,11 +9,11 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import pytest
 
+from llmpq.planner.evaluate.fits import fits
+from llmpq.planner.evaluate.pipeline_time import value
 from llmpq.planner.exact.bounds.pairs import PairTables, quick_bound
 from llmpq.planner.exact.bounds.relaxation import ClassRelaxation
 from llmpq.planner.exact.start.rounding import rounded_plans
-from llmpq.planner.evaluate.fits import fits
-from llmpq.planner.evaluate.pipeline_time import value
 from reference.brute_force import brute_force
 from reference.random_problems import random_problem
 

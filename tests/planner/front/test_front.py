@@ -18,12 +18,12 @@ from llmpq.planner.check.check import check_plan
 from llmpq.planner.cli import show_front
 from llmpq.planner.cli.arguments import plan_request
 from llmpq.planner.cli.show_front import FrontRow, ListedFront, coverage, worth_listing
-from llmpq.planner.problem.outcome import Unfinished
-from llmpq.planner.problem.problem import Problem
-from llmpq.planner.front.front import Front, pareto_front
-from llmpq.planner.problem.make_problem import make_problem
 from llmpq.planner.evaluate.fits import fits
 from llmpq.planner.evaluate.pipeline_time import sum_omega, value
+from llmpq.planner.front.front import Front, pareto_front
+from llmpq.planner.problem.make_problem import make_problem
+from llmpq.planner.problem.outcome import Unfinished
+from llmpq.planner.problem.problem import Problem
 from llmpq.precision import KVPrecision, bits_of
 from reference.brute_force import assignments
 from reference.random_problems import random_problem

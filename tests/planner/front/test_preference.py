@@ -13,6 +13,8 @@ from llmpq.model_spec import ModelSpec
 from llmpq.plan import Plan
 from llmpq.planner.__main__ import main
 from llmpq.planner.answer import Wish, answer
+from llmpq.planner.evaluate.fits import fits
+from llmpq.planner.evaluate.pipeline_time import sum_omega, value
 from llmpq.planner.front.preference import (
     MOST_SOLVES,
     TOLERANCE,
@@ -22,10 +24,8 @@ from llmpq.planner.front.preference import (
     StartPoint,
     preferred,
 )
-from llmpq.planner.problem.make_problem import generic_sensitivity
 from llmpq.planner.make import make_plan
-from llmpq.planner.evaluate.fits import fits
-from llmpq.planner.evaluate.pipeline_time import sum_omega, value
+from llmpq.planner.problem.make_problem import generic_sensitivity
 from llmpq.precision import WEIGHT_ONLY, KVPrecision, Precision
 from reference.brute_force import assignments
 from reference.random_cases import random_case

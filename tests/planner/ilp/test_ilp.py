@@ -8,16 +8,16 @@ import sys
 
 import pytest
 
-from llmpq.planner.problem.outcome import Infeasible, Unfinished
-from llmpq.planner.problem.problem import Problem
+from llmpq.planner.evaluate.fits import fits
+from llmpq.planner.evaluate.pipeline_time import sum_omega, value
 from llmpq.planner.ilp import solve as ilp
 from llmpq.planner.ilp.backends import BACKENDS, MilpResult, solve_milp
 from llmpq.planner.ilp.linear_model import LinearModel
 from llmpq.planner.ilp.model import build_ilp
 from llmpq.planner.ilp.orders import device_orders
 from llmpq.planner.ilp.solve import solve_ilp
-from llmpq.planner.evaluate.fits import fits
-from llmpq.planner.evaluate.pipeline_time import sum_omega, value
+from llmpq.planner.problem.outcome import Infeasible, Unfinished
+from llmpq.planner.problem.problem import Problem
 from reference.brute_force import assignments, brute_force
 from reference.random_problems import random_problem
 

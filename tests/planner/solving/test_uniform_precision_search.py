@@ -13,15 +13,15 @@ from typing import Any
 import pytest
 
 from llmpq.planner.answer import Wish, _tried
+from llmpq.planner.evaluate.fits import fits
+from llmpq.planner.evaluate.pipeline_time import sum_omega, value
 from llmpq.planner.exact.search import solve_exact
 from llmpq.planner.problem.outcome import Infeasible, Outcome, Unfinished
 from llmpq.planner.problem.problem import Problem
-from llmpq.planner.evaluate.fits import fits
-from llmpq.planner.evaluate.pipeline_time import sum_omega, value
-from llmpq.planner.solving import uniform_precision_search, isolated
+from llmpq.planner.solving import isolated, uniform_precision_search
 from llmpq.planner.solving.isolated import Beside
-from llmpq.planner.solving.methods import How
 from llmpq.planner.solving.kv_precision_sweep import Tries
+from llmpq.planner.solving.methods import How
 from reference.random_problems import random_problem
 
 ALL = "LLMPQ_ALL_TESTS" in os.environ
@@ -61,7 +61,7 @@ def test_the_best_plan_of_one_precision() -> None:
     near = 0
     for seed in _seeds(6):
         p, least = _problem(seed), _least_of(seed)
-        found = alone.solve_alone([p], HOW)
+        found = uniform_precision_search.solve_alone([p], HOW)
         assert least is not None
         outcome = found.outcome
         held = {b for stage in outcome.assignment.stages for b in stage.choices}
@@ -78,9 +78,9 @@ def test_the_best_plan_of_one_precision() -> None:
 def test_the_best_of_several_problems() -> None:
     for seed in _seeds(3 if ALL else 2):
         p = _problem(seed)
-        best = alone.solve_alone([p], HOW).outcome.value
+        best = uniform_precision_search.solve_alone([p], HOW).outcome.value
         for problems in ([_slower(p), p], [p, _slower(p)]):
-            found = alone.solve_alone(problems, HOW)
+            found = uniform_precision_search.solve_alone(problems, HOW)
             assert problems[found.number] is p
             assert found.outcome.value == pytest.approx(best, rel=1e-6)
 
@@ -111,7 +111,7 @@ def test_the_better_of_two_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     best = _known(p)
     worse = replace(best, value=best.value * 2, status="feasible", bound=best.value / 2)
     for whole, beside, value_s in ((worse, best, best.value), (worse, worse, worse.value)):
-        _say(monkeypatch, whole, alone.Found(1, beside))
+        _say(monkeypatch, whole, uniform_precision_search.Found(1, beside))
         found = _at_two_kvs(p)
         assert found is not None
         assert (found.value, found.bound) == (value_s, best.value / 2)
@@ -122,7 +122,7 @@ def test_a_plan_beside_a_search_without_one(monkeypatch: pytest.MonkeyPatch) -> 
     p = _problem(_seeds(1)[0])
     best = _known(p)
     late = Unfinished("no plan yet", bound=best.value / 2)
-    _say(monkeypatch, late, alone.Found(0, best))
+    _say(monkeypatch, late, uniform_precision_search.Found(0, best))
     found = _at_two_kvs(p)
     assert found is not None
     assert found.bound == best.value / 2
@@ -144,7 +144,7 @@ def test_one_process_for_all_kv_precisions(monkeypatch: pytest.MonkeyPatch) -> N
 
     monkeypatch.setattr(Beside, "begin", begin)
     worse = replace(best, value=best.value * 2, status="feasible", bound=best.value / 2)
-    _say(monkeypatch, worse, alone.Found(1, best))
+    _say(monkeypatch, worse, uniform_precision_search.Found(1, best))
     _at_two_kvs(p)
     assert begun == [2]
 
@@ -221,7 +221,7 @@ def _say(monkeypatch: pytest.MonkeyPatch, whole: Any, beside: Any) -> None:
     # The values are made up: nothing is to be valued anew.
     monkeypatch.setattr(Tries, "_move_to_another_kv", lambda _: None)
     monkeypatch.setattr(isolated, "run_job", run_job)
-    monkeypatch.setattr(alone, "solve_alone", solve_alone)
+    monkeypatch.setattr(uniform_precision_search, "solve_alone", solve_alone)
 
 
 def _given(answer: Any) -> Any:
