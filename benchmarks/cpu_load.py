@@ -26,8 +26,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from host_memory import write_checkpoint
 from lib.rows import write_row
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from llmpq.kernels.native.library import best_level, library
 from llmpq.memory import Quantization, default_head_bits
@@ -36,11 +36,29 @@ from llmpq.plan import QuantizationForm
 from llmpq.precision import Precision
 from llmpq.runtime.backends.build_stage import build_stage
 from llmpq.runtime.launch.plans.hand_plan import hand_plan
+from llmpq.runtime.models.stage_model import DTYPES
 from llmpq.runtime.weights.layer_cache import KeptLayers
 from llmpq.runtime.weights.sources import CheckpointSource
 from llmpq.workload import Workload
 
 STARTS = ("search", "cached first", "cached again")
+
+
+def write_checkpoint(spec: ModelSpec, directory: Path, device: str) -> None:
+    """Save random weights of the spec's shape, in shards as they are published."""
+    options = {
+        "hidden_size": spec.hidden,
+        "intermediate_size": spec.ffn,
+        "num_hidden_layers": spec.num_layers,
+        "num_attention_heads": spec.heads,
+        "num_key_value_heads": spec.kv_heads,
+        "vocab_size": spec.vocab,
+        "tie_word_embeddings": spec.tied_embeddings,
+    }
+    config = AutoConfig.for_model(spec.family, **options)
+    with torch.device(device):
+        model = AutoModelForCausalLM.from_config(config, dtype=DTYPES[spec.dtype])
+    model.save_pretrained(directory, max_shard_size="5GB")
 
 
 def load(directory: Path, bits: str, dtype: str, head_bits: int | None, cache: Path | None) -> Any:

@@ -199,7 +199,7 @@ def main() -> int:
     args = parser.parse_args()
     measured = timings(args.search)
     old = json.loads(TIMES.read_text()) if TIMES.exists() else {"forms": []}
-    apart = [e for e in old["forms"] if "weights" in e]  # fit_weights.py's
+    apart = [e for e in old["forms"] if "weights" in e]  # of d2231297:benchmarks/fit_weights.py
     registers = {e["form"]: e.get("registers", {}) for e in old["forms"] if e not in apart}
     if args.registers:
         registers |= json.loads(args.registers.read_text())

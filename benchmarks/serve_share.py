@@ -29,7 +29,6 @@ from multiprocessing import get_context
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
-from guides import vocabulary
 from lib.rows import write_row
 from serve_load import asked, buckets, free_port, quantile_s, wait_until_ready
 
@@ -38,6 +37,24 @@ SPECIAL = ["<unk>", "<s>", "</s>"]
 PROCESSES = min(8, max(1, (os.cpu_count() or 2) // 2))
 SHARE = 0.95
 """What must be left."""
+
+
+LETTERS = "etaoinshrdlucmfwypvbgkqjxz"
+
+
+def vocabulary(size: int) -> list[bytes]:
+    """Return the end, all bytes, and so many random pieces of text that no two are alike."""
+    rng = random.Random(size)
+    tokens = [b"<end>", *(bytes([value]) for value in range(256))]
+    seen = set(tokens)
+    while len(tokens) < size:
+        word = "".join(rng.choices(LETTERS, k=rng.randint(2, 9)))
+        piece = rng.choice([word, " " + word, word.capitalize(), str(rng.randint(0, 9999)),
+                            '": ', '", "', '"}', "], ", '{"' + word, word + '"'])  # fmt: skip
+        if piece.encode() not in seen:
+            seen.add(piece.encode())
+            tokens.append(piece.encode())
+    return tokens
 
 
 def main() -> None:

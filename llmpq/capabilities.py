@@ -133,7 +133,7 @@ def gpu_pool_lack(spec: ModelSpec, kv: KVPrecision, dtype: Dtype, *, drafts: boo
     latents = spec.latent is not None and padded_head_dim(spec.head_dim) % LATENT_CHANNELS == 0
     if kv is not KVPrecision.KV16 and spec.head_dim not in GPU_POOL_HEAD_DIMS and not latents:
         lack = f"a KV cache of {kv.bits} bits and heads of {spec.head_dim} channels"
-    if kv is not KVPrecision.KV16 and dtype == "float32":  # wrong on an H200 (gpu_pool.py)
+    if kv is not KVPrecision.KV16 and dtype == "float32":  # wrong on an H200
         lack = f"a KV cache of {kv.bits} bits in a model of float32"
     if drafts:
         lack = "speculation"

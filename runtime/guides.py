@@ -1,7 +1,7 @@
 """Guided decoding: which tokens may come next, so that a text fits what was asked of it.
 
-llguidance decides (a Rust library without dependencies; `benchmarks/guides.py` compares it with
-xgrammar). It reads the model's tokenizer; each request has an automaton of its own on the last
+llguidance decides (a Rust library without dependencies; d2231297:benchmarks/guides.py compares it
+with xgrammar). It reads the model's tokenizer; each request has an automaton of its own on the last
 stage. JSON is written without free white space, `{"a": 1, "b": 2}`: a small model given the choice
 may go on with blanks for ever.
 """

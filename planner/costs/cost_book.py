@@ -21,8 +21,8 @@ OCCUPYING_SHARE = {"cpu": 0.5, "gpu": 0.0}
 """Share of a link's latency that keeps the sender from computing, and messages from one another.
 
 Gloo, which any hop with a CPU stage takes: the sending thread packs and copies (0.53 of the latency
-on one host, benchmarks/link_occupancy.py); the handshake passes while the stages compute. Between
-GPUs messages are only enqueued; that is not measured.
+on one host, d2231297:benchmarks/link_occupancy.py); the handshake passes while the stages
+compute. Between GPUs messages are only enqueued; that is not measured.
 """
 
 
