@@ -95,8 +95,8 @@ class GlooTransport(HostTokens):
     cores: 0.1 ms with one message, 2 ms with two), and a receive is posted before its message is
     wanted: over a network of 3 ms one way, a receiver that computes loses 0.5 ms a message, else
     6.5 (d2231297:benchmarks/link_occupancy.py). A receive may offer more room than comes, so the
-    receiver needs not know the size. With `more` connections a large message comes in as many parts, each
-    over one of its own: d2231297:benchmarks/slow_network.py says what that gains.
+    receiver needs not know the size. With `more` connections a large message comes in as many
+    parts, each over one of its own: d2231297:benchmarks/slow_network.py says what that gains.
     """
 
     def __init__(
