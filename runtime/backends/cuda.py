@@ -9,7 +9,7 @@ from llmpq.runtime.backends.gpu.cuda_layers import CudaLayers
 from llmpq.runtime.backends.gpu.cuda_paged import CudaPagedCompute
 from llmpq.runtime.backends.gpu.cuda_stage import CudaStageCompute
 from llmpq.runtime.backends.stage_compute import StageCompute
-from llmpq.runtime.cache.device_pages import DevicePages
+from llmpq.runtime.cache.device_pages import GpuPagedKVBase
 from llmpq.runtime.cache.kv_cache import KVCache, PagedKV
 from llmpq.runtime.models.stage_model import StageModel
 from llmpq.sizes.pool_size import PoolSize
@@ -55,7 +55,7 @@ class CudaBackend:
         graphs: bool,
     ) -> CudaPagedCompute:
         """Return the arithmetic with captured steps, unless `graphs` says no."""
-        assert isinstance(kv, DevicePages), "a pool on a GPU is made by make_paged_kv"
+        assert isinstance(kv, GpuPagedKVBase), "a pool on a GPU is made by make_paged_kv"
         return CudaPagedCompute(
             model, kv, device, dtype, size=size, step_tokens=step_tokens, graphs=graphs
         )

@@ -27,7 +27,7 @@ from llmpq.kernels.cpu.native_layer import (
 from llmpq.kernels.formats.quantized_weight import QuantizedWeight
 from llmpq.kernels.kv.reference import EVERYTHING, ScoreRule
 from llmpq.runtime.cache.kv_cache import KVCache
-from llmpq.runtime.cache.paged_kv import PagedPlainKV
+from llmpq.runtime.cache.paged_kv import CpuPagedKV
 from llmpq.runtime.models.layers import Attention, DecoderLayer, PlainLayers, attend_by_rule
 from llmpq.runtime.models.linear import Linear, Weight
 from llmpq.runtime.models.mlps import GatedMLP
@@ -88,7 +88,7 @@ class NativeLayers(PlainLayers):
         self, layers: Sequence[DecoderLayer], x_BQh: Tensor, step: Step, kv: KVCache
     ) -> Tensor | None:
         """Return what one call makes of a token a row; None where it cannot."""
-        if not isinstance(kv, PagedPlainKV):
+        if not isinstance(kv, CpuPagedKV):
             return None
         stack = self._stack(layers)
         places = None if stack is None or not stack.takes(x_BQh) else kv.places_of_tokens(step)
@@ -134,7 +134,7 @@ class NativeLayers(PlainLayers):
 
 
 def _place(kv: KVCache, index: int, step: Step, rule: ScoreRule | None) -> PoolPlace | None:
-    if not isinstance(kv, PagedPlainKV):
+    if not isinstance(kv, CpuPagedKV):
         return None
     return kv.place_of_tokens(index, step, EVERYTHING if rule is None else rule)
 

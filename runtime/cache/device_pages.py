@@ -18,7 +18,7 @@ from llmpq.runtime.step import Step
 from llmpq.runtime.upload import upload
 
 
-class DevicePages(PagedKV):
+class GpuPagedKVBase(PagedKV):
     """A stage's pool on a GPU, its block tables on the device."""
 
     columns: int
@@ -70,7 +70,7 @@ class DevicePages(PagedKV):
         """
 
     @property
-    def pages(self) -> DevicePages:
+    def pages(self) -> GpuPagedKVBase:
         """The cache itself."""
         return self
 

@@ -15,7 +15,7 @@ from llmpq.runtime.request import PagedRow
 from llmpq.runtime.step import Step
 
 if TYPE_CHECKING:
-    from llmpq.runtime.cache.device_pages import DevicePages
+    from llmpq.runtime.cache.device_pages import GpuPagedKVBase
     from llmpq.runtime.cache.dual_kv import DualKV
     from llmpq.runtime.cache.low_bit_kv import LowBitKV
     from llmpq.runtime.cache.plain_kv import PlainKVCache
@@ -64,7 +64,7 @@ class KVCache(ABC):
         return None
 
     @property
-    def pages(self) -> DevicePages | None:
+    def pages(self) -> GpuPagedKVBase | None:
         """The cache if it is a pool of blocks on a GPU, whose steps are ragged; else None."""
         return None
 

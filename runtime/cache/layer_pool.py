@@ -47,7 +47,7 @@ class BlockLists:
         return self._blocks[slot]
 
 
-class LayerPool:
+class BlockStorage:
     """Keys and values [layers, N, G, D] of a stage's layers of one kind, and who has what."""
 
     def __init__(

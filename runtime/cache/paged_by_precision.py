@@ -9,8 +9,8 @@ import torch
 from llmpq.model_spec import ModelSpec
 from llmpq.precision import KVPrecision
 from llmpq.runtime.cache.kv_cache import PagedKV
-from llmpq.runtime.cache.paged_kv import PagedPlainKV
-from llmpq.runtime.cache.paged_low_bit_kv import PagedLowBitKV
+from llmpq.runtime.cache.paged_kv import CpuPagedKV
+from llmpq.runtime.cache.paged_low_bit_kv import CpuPackedKV
 from llmpq.sizes.pool_size import PoolSize
 
 
@@ -29,23 +29,21 @@ def make_paged_kv(
     """
     if torch.device(device).type == "cuda":
         # Triton is not imported where there is no GPU.
-        from llmpq.runtime.cache.paged_device_kv import PagedDeviceKV
-        from llmpq.runtime.cache.paged_latent_kv import PagedLatents
-        from llmpq.runtime.cache.paged_packed_kv import PagedPackedKV
-        from llmpq.runtime.cache.paged_packed_latents import PagedPackedLatents
+        from llmpq.runtime.cache.paged_device_kv import GpuPagedKV
+        from llmpq.runtime.cache.paged_latent_kv import GpuPagedLatents
+        from llmpq.runtime.cache.paged_packed_kv import GpuPackedKV
+        from llmpq.runtime.cache.paged_packed_latents import GpuPackedLatents
 
         if kv is KVPrecision.KV16 and spec.latent is not None:
-            return PagedLatents(spec, layers=layers, size=size, dtype=dtype, device=device)
+            return GpuPagedLatents(spec, layers=layers, size=size, dtype=dtype, device=device)
         if kv is KVPrecision.KV16:
-            return PagedDeviceKV(spec, layers=layers, size=size, dtype=dtype, device=device)
+            return GpuPagedKV(spec, layers=layers, size=size, dtype=dtype, device=device)
         if spec.latent is not None:
-            return PagedPackedLatents(
-                spec, kv, layers=layers, size=size, dtype=dtype, device=device
-            )
-        return PagedPackedKV(spec, kv, layers=layers, size=size, dtype=dtype, device=device)
+            return GpuPackedLatents(spec, kv, layers=layers, size=size, dtype=dtype, device=device)
+        return GpuPackedKV(spec, kv, layers=layers, size=size, dtype=dtype, device=device)
     if kv is KVPrecision.KV16:
-        return PagedPlainKV(spec, layers=layers, size=size, dtype=dtype, device=device)
-    return PagedLowBitKV(
+        return CpuPagedKV(spec, layers=layers, size=size, dtype=dtype, device=device)
+    return CpuPackedKV(
         spec,
         kv,
         num_layers=len(layers),

@@ -27,7 +27,7 @@ from llmpq.kernels.kv.prompt_attend import prompt_attend
 from llmpq.kernels.kv.reference import EVERYTHING, ScoreRule
 from llmpq.model_spec import ModelSpec
 from llmpq.precision import KVPrecision
-from llmpq.runtime.cache.device_pages import DevicePages, write_blocks
+from llmpq.runtime.cache.device_pages import GpuPagedKVBase, write_blocks
 from llmpq.runtime.cache.host_blocks import HostBlocks
 from llmpq.runtime.paged_step import PagedStep
 from llmpq.runtime.request import PagedRow
@@ -74,7 +74,7 @@ class DevicePool:
         write_blocks(self.table_SM, brought)
 
 
-class PagedDeviceKV(DevicePages):
+class GpuPagedKV(GpuPagedKVBase):
     """16-bit (or float32) keys and values of one stage in blocks."""
 
     def __init__(

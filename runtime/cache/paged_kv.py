@@ -22,7 +22,7 @@ from llmpq.kernels.cpu.native_layer import PoolPlace, PoolPlaces
 from llmpq.kernels.kv.reference import EVERYTHING, ScoreRule
 from llmpq.model_spec import ModelSpec
 from llmpq.runtime.cache.kv_cache import PagedKV
-from llmpq.runtime.cache.layer_pool import LayerPool
+from llmpq.runtime.cache.layer_pool import BlockStorage
 from llmpq.runtime.models.attention import NEG_INF, sinks_of, with_scores
 from llmpq.runtime.ragged_step import RaggedStep, Span
 from llmpq.runtime.request import PagedRow
@@ -34,7 +34,7 @@ PIECE_ELEMENTS = 1 << 22
 """Elements of keys that rows gather together."""
 
 
-class PagedPlainKV(PagedKV):
+class CpuPagedKV(PagedKV):
     """Unquantised keys and values: one pool of all layers, or one for each kind (layer_pool.py)."""
 
     def __init__(
@@ -49,8 +49,8 @@ class PagedPlainKV(PagedKV):
         """`layers`: their numbers in the model."""
         windowed = [bool(size.window) and spec.is_windowed(layer) for layer in layers]
 
-        def pool(num_layers: int, num_blocks: int, window: int) -> LayerPool:
-            return LayerPool(
+        def pool(num_layers: int, num_blocks: int, window: int) -> BlockStorage:
+            return BlockStorage(
                 spec,
                 num_layers=num_layers,
                 num_blocks=num_blocks,
@@ -112,7 +112,7 @@ class PagedPlainKV(PagedKV):
         return k_L, v_L, (ctypes.c_int64 * len(numbers))(*numbers), set(numbers)
 
     @staticmethod
-    def _places_and_rows(pool: LayerPool, step: RaggedStep) -> tuple[Tensor, BlockRows]:
+    def _places_and_rows(pool: BlockStorage, step: RaggedStep) -> tuple[Tensor, BlockRows]:
         places_T = step.once(f"places {pool.window}", lambda: pool.places(step))
         return places_T, step.once(f"blocks 0 {pool.window}", lambda: pool.rows(step.spans))
 
@@ -174,7 +174,7 @@ class PagedPlainKV(PagedKV):
 
     @staticmethod
     def _past(
-        pool: LayerPool, k_pool: Tensor, v_pool: Tensor, span: Span, step: RaggedStep, most: int
+        pool: BlockStorage, k_pool: Tensor, v_pool: Tensor, span: Span, step: RaggedStep, most: int
     ) -> Iterator[tuple[int, Tensor, Tensor]]:
         """Yield position, keys and values [N, G, D] that a row sees before it, in pieces."""
         if span.start == 0:
@@ -190,7 +190,7 @@ class PagedPlainKV(PagedKV):
         self,
         q_BHD: Tensor,
         *,
-        pool: LayerPool,
+        pool: BlockStorage,
         k_pool: Tensor,
         v_pool: Tensor,
         group: Sequence[Span],
@@ -321,7 +321,7 @@ def _bias(
     return (slopes_H.cpu()[:, None, None] * away_QN).masked_fill_(unseen, NEG_INF)
 
 
-def _pieces(spans: Sequence[Span], num_keys: int, pool: LayerPool) -> list[list[Span]]:
+def _pieces(spans: Sequence[Span], num_keys: int, pool: BlockStorage) -> list[list[Span]]:
     """Split rows so that each part, padded to its longest, gathers about `num_keys` keys."""
     pieces: list[list[Span]] = []
     longest = 0

@@ -18,7 +18,7 @@ from llmpq.kernels.kv.paged.paged_rows import TokenPlaces, spread
 from llmpq.kernels.kv.reference import EVERYTHING, ScoreRule
 from llmpq.model_spec import ModelSpec
 from llmpq.precision import KVPrecision
-from llmpq.runtime.cache.device_pages import DevicePages, write_blocks
+from llmpq.runtime.cache.device_pages import GpuPagedKVBase, write_blocks
 from llmpq.runtime.cache.host_blocks import HostBlocks
 from llmpq.runtime.paged_step import PagedStep
 from llmpq.runtime.request import PagedRow
@@ -27,7 +27,7 @@ from llmpq.sizes.kv_format import BLOCK_TOKENS, pool_blocks
 from llmpq.sizes.pool_size import PoolSize
 
 
-class PagedLatents(DevicePages):
+class GpuPagedLatents(GpuPagedKVBase):
     """Latents of one stage in blocks."""
 
     def __init__(

@@ -36,7 +36,7 @@ def _pieces(span: Span) -> list[Span]:
     ]
 
 
-class PagedLowBitKV(PagedKV):
+class CpuPackedKV(PagedKV):
     """Packed keys and values of one stage, the newest tokens in 16 bits."""
 
     def __init__(

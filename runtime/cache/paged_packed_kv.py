@@ -4,7 +4,7 @@
                                          for the prefix cache the 16-bit tokens behind each block
     ring   [layers, slots, G, 160, D]    of each running request its newest tokens in 16 bits
 
-It keeps what PagedLowBitKV keeps on a CPU, and whoever finds a block goes on as there: right behind
+It keeps what CpuPackedKV keeps on a CPU, and whoever finds a block goes on as there: right behind
 the tokens that come with it, which go to the ring of the request. Steps are kernels/kv's
 packed_pages.py.
 
@@ -28,7 +28,7 @@ from llmpq.kernels.kv.reference import EVERYTHING, ScoreRule
 from llmpq.kernels.kv.storage import KVLayer
 from llmpq.model_spec import ModelSpec
 from llmpq.precision import KVPrecision
-from llmpq.runtime.cache.device_pages import DevicePages, write_blocks
+from llmpq.runtime.cache.device_pages import GpuPagedKVBase, write_blocks
 from llmpq.runtime.paged_step import PagedStep
 from llmpq.runtime.request import PagedRow
 from llmpq.runtime.step import Step
@@ -37,7 +37,7 @@ from llmpq.sizes.kv_format import BLOCK_TOKENS, RING_TOKENS, TAIL_TOKENS, pool_b
 from llmpq.sizes.pool_size import PoolSize
 
 
-class PagedPackedKV(DevicePages):
+class GpuPackedKV(GpuPagedKVBase):
     """Packed keys and values of one stage in blocks."""
 
     def __init__(

@@ -16,12 +16,12 @@ from llmpq.kernels.kv.paged.packed_pages import PackedRows
 from llmpq.kernels.kv.paged.paged_latents import LatentPlan
 from llmpq.kernels.kv.reference import EVERYTHING, ScoreRule
 from llmpq.model_spec import ModelSpec
-from llmpq.runtime.cache.paged_packed_kv import PagedPackedKV
+from llmpq.runtime.cache.paged_packed_kv import GpuPackedKV
 from llmpq.runtime.paged_step import PagedStep
 from llmpq.runtime.step import Step
 
 
-class PagedPackedLatents(PagedPackedKV):
+class GpuPackedLatents(GpuPackedKV):
     """Packed latents of one stage in blocks."""
 
     def _planned(self, spec: ModelSpec, fmt: KVFormat, dtype: torch.dtype) -> LatentPlan:

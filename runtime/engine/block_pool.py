@@ -1,8 +1,8 @@
-"""Who holds which block of the KV pool: reference counts, free blocks, cached ones. Pure Python.
+"""The blocks of the KV pool: reference counts, free blocks, cached blocks. Pure Python.
 
-A block is a number; all stages keep the same part of a request under it. A block is in one of three
-states: held by one request or more, free, or cached: held by nobody but found again by its key
-until it is taken, the least recently used first.
+A block is a number; every stage stores the same tokens of a request under it. A block is in one of
+three states: in use by one request or more (its reference count), free, or cached: no request uses
+it, but its key finds it until it is evicted, the least recently used first.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ class BlockPool:
         self.num_blocks = num_blocks
         self._free = deque(range(num_blocks))
         self._cached: OrderedDict[int, None] = OrderedDict()
-        """Blocks with a key and without a holder, least recently used first."""
-        self._num_holders = [0] * num_blocks
+        """Blocks with a key that no request uses, least recently used first."""
+        self._ref_counts = [0] * num_blocks
         self._key_of: dict[int, bytes] = {}
         self._block_of: dict[bytes, int] = {}
 
@@ -37,11 +37,11 @@ class BlockPool:
 
     @property
     def num_cached(self) -> int:
-        """Blocks that nobody holds and that can be found again."""
+        """Blocks that no request uses and that can be found again."""
         return len(self._cached)
 
     def take(self, count: int) -> list[int]:
-        """Return blocks with one holder each; the caller has looked at `num_available`."""
+        """Return blocks with a reference count of one; the caller has checked `num_available`."""
         if count > self.num_available:
             raise ValueError(f"{count} blocks were asked for, {self.num_available} are available")
         return [self._take_one() for _ in range(count)]
@@ -58,22 +58,22 @@ class BlockPool:
 
     def num_unheld(self, blocks: Iterable[int]) -> int:
         """Return how many of the blocks `share` would take out of what is available."""
-        return sum(self._num_holders[block] == 0 for block in blocks)
+        return sum(self._ref_counts[block] == 0 for block in blocks)
 
     def share(self, blocks: Iterable[int]) -> None:
-        """Add a holder to blocks that were found."""
+        """Add a reference to blocks that were found."""
         for block in blocks:
-            if self._num_holders[block] == 0:
+            if self._ref_counts[block] == 0:
                 del self._cached[block]
-            self._num_holders[block] += 1
+            self._ref_counts[block] += 1
 
     def release(self, blocks: Sequence[int]) -> None:
-        """Take a holder off a request's blocks; its last block leaves the cache first."""
+        """Drop a request's references; its last block is evicted first."""
         for block in reversed(blocks):
-            if self._num_holders[block] == 0:
+            if self._ref_counts[block] == 0:
                 raise ValueError(f"block {block} was released, nobody holds it")
-            self._num_holders[block] -= 1
-            if self._num_holders[block] == 0:
+            self._ref_counts[block] -= 1
+            if self._ref_counts[block] == 0:
                 if block in self._key_of:
                     self._cached[block] = None
                 else:
@@ -86,17 +86,17 @@ class BlockPool:
             self._key_of[block] = key
 
     def check(self, tables: Iterable[Sequence[int]]) -> None:
-        """Raise `AssertionError` unless these tables are all holders and no block is lost.
+        """Raise `AssertionError` unless these tables are all references and no block is lost.
 
         For tests: after every step of a schedule.
         """
-        holders = Counter(block for table in tables for block in table)
-        for block, count in enumerate(self._num_holders):
-            assert holders[block] == count, f"block {block}: {holders[block]} holders, not {count}"
+        uses = Counter(block for table in tables for block in table)
+        for block, count in enumerate(self._ref_counts):
+            assert uses[block] == count, f"block {block}: {uses[block]} references, not {count}"
         free, cached = set(self._free), set(self._cached)
         assert len(free) == len(self._free), "a block is free twice"
-        assert not free & cached and not (free | cached) & holders.keys()
-        assert len(free) + len(cached) + len(holders) == self.num_blocks, "a block is lost"
+        assert not free & cached and not (free | cached) & uses.keys()
+        assert len(free) + len(cached) + len(uses) == self.num_blocks, "a block is lost"
         assert cached <= self._key_of.keys() and not free & self._key_of.keys()
         assert {key: block for block, key in self._key_of.items()} == self._block_of
 
@@ -106,5 +106,5 @@ class BlockPool:
         else:
             block, _ = self._cached.popitem(last=False)
             del self._block_of[self._key_of.pop(block)]
-        self._num_holders[block] = 1
+        self._ref_counts[block] = 1
         return block

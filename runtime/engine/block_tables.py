@@ -1,4 +1,4 @@
-"""Requests over a pool of blocks: what each holds, and what of it others can find. Pure Python."""
+"""Block tables of running requests, and the prefix cache over them. Pure Python."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from llmpq.runtime.request import PagedRow, Request
 from llmpq.sizes.kv_format import BLOCK_TOKENS, HOLDBACK_TOKENS, pool_blocks
 
 WATERMARK = 0.01
-"""Share of the pool that stays free when a request is let in beside others."""
+"""Share of the pool that stays free when a request is admitted beside others."""
 
 
 @dataclass(eq=False)
-class Holder:
-    """A request and what it holds."""
+class RunningRequest:
+    """A request, its block table and how far it has come."""
 
     request: Request
     order: tuple[int, int]
@@ -27,8 +27,8 @@ class Holder:
     blocks: list[int] = field(default_factory=list)
     window: WindowTable = field(default_factory=WindowTable)
     """Its blocks of the layers with a window, where those have a pool of their own."""
-    num_told: int = 0
-    """Blocks of the table that stages know."""
+    num_sent: int = 0
+    """Blocks of the table that were sent to the stages."""
     num_registered: int = 0
     num_computed: int = 0
     """Tokens whose KV has been issued."""
@@ -39,14 +39,20 @@ class Holder:
     last_step: int = 0
     """Number of the step it was in last."""
     admission: int = 0
-    """How often it was let in."""
+    """How often it was admitted."""
     resumes: bool = False
-    kept: list[int] = field(default_factory=list)
-    """Under which numbers hosts keep its first blocks, since it was preempted."""
-    num_kept: int = 0
-    """Tokens of these."""
+    offloaded: list[int] = field(default_factory=list)
+    """Host slots that hold its first blocks since it was preempted."""
+    num_offloaded: int = 0
+    """Tokens in these."""
     loads: list[tuple[int, int]] = field(default_factory=list)
-    """Numbers of `kept` and the blocks that they are to go to with its next row."""
+    """(host slot, block) pairs to copy back with its next row."""
+    round: DraftRound | None = None
+    """The round of drafts by the model that it is in."""
+    num_to_draft: int = 0
+    """Tokens that the model drafts for it in that round."""
+    drafts: list[int] = field(default_factory=list)
+    """Those of them that are there."""
 
     @property
     def num_tokens(self) -> int:
@@ -73,31 +79,57 @@ class Holder:
             return output[start - split : end - split]
         return [*prompt[start:end], *output[max(0, start - split) : max(0, end - split)]]
 
-    def row(self, *, samples: bool, drafts: Sequence[int]) -> PagedRow:
-        """Return what a step says of it, and count its blocks as told."""
-        first_window_block, new_window_blocks = self.window.tell()
+    def row(self, *, samples: bool, drafts: Sequence[int] = (), num_ahead: int = 0) -> PagedRow:
+        """Return its row of a step, with the blocks that stages do not have yet.
+
+        `num_ahead`: how many tokens behind the next one it samples.
+        """
+        first_window_block, new_window_blocks = self.window.take_unsent()
         row = PagedRow(
             slot=self.request.slot,
             samples=samples,
             drafts=tuple(drafts) if drafts else (),
-            first_block=self.num_told,
-            new_blocks=tuple(self.blocks[self.num_told :]),
+            first_block=self.num_sent,
+            new_blocks=tuple(self.blocks[self.num_sent :]),
             first_window_block=first_window_block,
             new_window_blocks=new_window_blocks,
             resumes=self.resumes,
             loads=tuple(self.loads),
-            sample_step=self.num_sampled,
+            sample_step=self.num_sampled + num_ahead,
             admission=self.admission,
         )
-        self.num_told, self.resumes = len(self.blocks), False
+        self.num_sent, self.resumes = len(self.blocks), False
         return row
 
-    def __lt__(self, other: Holder) -> bool:
+    def __lt__(self, other: RunningRequest) -> bool:
         return self.order < other.order
 
 
+@dataclass(eq=False)
+class DraftRound:
+    """Decoding requests that the model drafts for: a step for each draft, then their verify."""
+
+    members: list[RunningRequest] = field(default_factory=list)
+    num_drafted: int = 0
+
+    def add(self, req: RunningRequest, num_to_draft: int) -> None:
+        """Take in a request that is to get so many drafts."""
+        self.members.append(req)
+        req.round, req.num_to_draft, req.drafts = self, num_to_draft, []
+
+    def remove(self, req: RunningRequest) -> None:
+        """Let a request go, its drafts lost."""
+        self.members.remove(req)
+        req.round, req.num_to_draft, req.drafts = None, 0, []
+
+    @property
+    def drafting(self) -> list[RunningRequest]:
+        """Members that the next step drafts for; none when all of them can be verified."""
+        return [req for req in self.members if req.num_to_draft > self.num_drafted]
+
+
 class BlockTables:
-    """Gives blocks to requests and takes them back: of one pool, or of one for each kind of layer.
+    """Allocates blocks to requests and frees them: of one pool, or of one for each kind of layer.
 
     A request has what it needs of both pools or waits.
     """
@@ -109,158 +141,158 @@ class BlockTables:
         self._watermark = max(1, int(WATERMARK * limits.num_blocks))
         self.windows = WindowTables(limits, self._watermark) if limits.window else None
         """Of the layers with a window; None where all layers share the pool."""
-        self._free_numbers = list(range(limits.host_blocks))
-        """Under which hosts keep nothing."""
+        self._free_host_slots = list(range(limits.host_blocks))
+        """Host slots that hold no block."""
         self.saves: list[tuple[int, int]] = []
-        """Blocks and numbers, that stages are to be told with the next step."""
+        """(block, host slot) pairs to offload with the next step."""
         self.prefix_queries = self.prefix_hits = 0
-        """Tokens of prompts let in, and how many of them were found in the prefix cache."""
+        """Tokens of admitted prompts, and how many of them the prefix cache had."""
 
-    def holder(self, request: Request, arrival: int) -> Holder:
-        """Return a request that holds nothing yet."""
+    def new_request(self, request: Request, arrival: int) -> RunningRequest:
+        """Return a request without blocks."""
         own = request.cache_salt
         root = self._root if own is None else chain_root(self._root, own)
         keys = PrefixKeys(root, tail=self._limits.tail)
-        return Holder(request, (request.priority, arrival), keys)
+        return RunningRequest(request, (request.priority, arrival), keys)
 
     def blocks(self, tokens: int) -> int:
         """Return how many blocks hold so many tokens."""
         return pool_blocks(self._limits.kv, tokens)
 
-    def holds(self, holder: Holder, tokens: int) -> bool:
+    def holds(self, req: RunningRequest, tokens: int) -> bool:
         """Whether a request has the blocks of so many tokens, and none to give back."""
-        return self.windows is None and self.blocks(tokens) <= len(holder.blocks)
+        return self.windows is None and self.blocks(tokens) <= len(req.blocks)
 
-    def lacks(self, holder: Holder, tokens: int) -> int:
+    def lacks(self, req: RunningRequest, tokens: int) -> int:
         """Return how many blocks more than are available a request of so many tokens needs."""
-        lacks = self.blocks(tokens) - len(holder.blocks) - self.pool.num_available
-        return max(lacks, self.windows.lacks(holder.window, tokens)) if self.windows else lacks
+        lacks = self.blocks(tokens) - len(req.blocks) - self.pool.num_available
+        return max(lacks, self.windows.lacks(req.window, tokens)) if self.windows else lacks
 
-    def pass_windows(self, holder: Holder) -> None:
+    def pass_windows(self, req: RunningRequest) -> None:
         """Give back the blocks that a request's next tokens do not see through a window."""
         if self.windows:
-            self.windows.pass_by(holder.window, holder.num_computed)
+            self.windows.pass_by(req.window, req.num_computed)
 
-    def grow(self, holder: Holder, tokens: int) -> None:
+    def grow(self, req: RunningRequest, tokens: int) -> None:
         """Give a request the blocks of so many tokens."""
-        needed = self.blocks(tokens) - len(holder.blocks)
+        needed = self.blocks(tokens) - len(req.blocks)
         if needed > 0:
-            holder.blocks += self.pool.take(needed)
+            req.blocks += self.pool.take(needed)
         if self.windows:
-            self.windows.grow(holder.window, tokens)
+            self.windows.grow(req.window, tokens)
 
-    def fits(self, holder: Holder, running: Sequence[Holder]) -> bool:
+    def fits(self, req: RunningRequest, running: Sequence[RunningRequest]) -> bool:
         """Whether all that a request is now fits above the watermark.
 
-        What prompts that were let in have yet to take is not counted as free. The watermark is for
-        growth that may not fit: where all may grow to their limits, none is kept.
+        Blocks that admitted prompts have yet to take do not count as free. The watermark is room to
+        grow; without it where all requests fit at their longest.
         """
-        whole = self._most(holder) + sum(map(self._most, running)) <= self.pool.num_blocks
+        whole = self._most(req) + sum(map(self._most, running)) <= self.pool.num_blocks
         if whole and self.windows is None:
             return True
-        hits = self._found(holder)
+        hits = self._found(req)
         if self.windows and not self.windows.fits(
             [(s.window, s.num_tokens, _longest(s)) for s in running],
-            num_tokens=holder.num_tokens,
-            longest=_longest(holder),
-            keys=self._keys(holder)[: len(hits)],
+            num_tokens=req.num_tokens,
+            longest=_longest(req),
+            keys=self._keys(req)[: len(hits)],
         ):
             return False
         if whole:
             return True
-        needed = self.blocks(holder.num_tokens) - len(hits) + self.pool.num_unheld(hits)
+        needed = self.blocks(req.num_tokens) - len(hits) + self.pool.num_unheld(hits)
         promised = sum(max(0, self.blocks(s.num_tokens) - len(s.blocks)) for s in running)
         return self.pool.num_available - promised - self._watermark >= needed
 
-    def begin(self, holder: Holder) -> None:
+    def begin(self, req: RunningRequest) -> None:
         """Give a request the blocks that hold its first tokens already."""
-        hits = self._found(holder)
+        hits = self._found(req)
         self.pool.share(hits)
         if self.windows:
-            self.windows.begin(holder.window, self._keys(holder)[: len(hits)])
-        holder.blocks, holder.num_told, holder.num_registered = hits, 0, len(hits)
-        holder.num_computed = len(hits) * BLOCK_TOKENS + self._limits.tail if hits else 0
-        holder.resumes = bool(hits)
-        if holder.num_kept > holder.num_computed:
-            rest = self.pool.take(self.blocks(holder.num_kept) - len(hits))
-            holder.loads = list(zip(holder.kept[len(hits) :], rest, strict=True))
-            holder.blocks = [*hits, *rest]
-            holder.num_computed = holder.num_kept
-        if holder.admission == 0:
-            holder.request.num_prefix_hits = holder.num_computed
-            self.prefix_queries += len(holder.request.prompt)
-            self.prefix_hits += holder.num_computed
-        holder.admission += 1
+            self.windows.begin(req.window, self._keys(req)[: len(hits)])
+        req.blocks, req.num_sent, req.num_registered = hits, 0, len(hits)
+        req.num_computed = len(hits) * BLOCK_TOKENS + self._limits.tail if hits else 0
+        req.resumes = bool(hits)
+        if req.num_offloaded > req.num_computed:
+            rest = self.pool.take(self.blocks(req.num_offloaded) - len(hits))
+            req.loads = list(zip(req.offloaded[len(hits) :], rest, strict=True))
+            req.blocks = [*hits, *rest]
+            req.num_computed = req.num_offloaded
+        if req.admission == 0:
+            req.request.num_prefix_hits = req.num_computed
+            self.prefix_queries += len(req.request.prompt)
+            self.prefix_hits += req.num_computed
+        req.admission += 1
 
-    def release(self, holder: Holder) -> None:
+    def release(self, req: RunningRequest) -> None:
         """Take all blocks of a request."""
-        self.pool.release(holder.blocks)
+        self.pool.release(req.blocks)
         if self.windows:
-            self.windows.release(holder.window)
-        holder.blocks, holder.num_computed = [], 0
+            self.windows.release(req.window)
+        req.blocks, req.num_computed = [], 0
 
-    def keep(self, holder: Holder) -> None:
-        """Have hosts keep what a request has computed, if there is room, before it is released."""
-        if holder.loads:  # not there yet: hosts still keep it
-            holder.loads = []
+    def offload(self, req: RunningRequest) -> None:
+        """Offload a request's blocks to the hosts, if they have room, before it is released."""
+        if req.loads:  # not copied back yet: hosts still have them
+            req.loads = []
             return
-        self.forget(holder)
-        count = self.blocks(holder.num_computed)
-        if 0 < count <= len(self._free_numbers):
-            holder.kept, holder.num_kept = self._free_numbers[:count], holder.num_computed
-            del self._free_numbers[:count]
-            self.saves += zip(holder.blocks, holder.kept, strict=False)
+        self.drop_offloaded(req)
+        count = self.blocks(req.num_computed)
+        if 0 < count <= len(self._free_host_slots):
+            req.offloaded, req.num_offloaded = self._free_host_slots[:count], req.num_computed
+            del self._free_host_slots[:count]
+            self.saves += zip(req.blocks, req.offloaded, strict=False)
 
-    def forget(self, holder: Holder) -> None:
-        """Let hosts keep nothing of a request any more."""
-        self._free_numbers += holder.kept
-        holder.kept, holder.num_kept, holder.loads = [], 0, []
+    def drop_offloaded(self, req: RunningRequest) -> None:
+        """Free the host slots of a request."""
+        self._free_host_slots += req.offloaded
+        req.offloaded, req.num_offloaded, req.loads = [], 0, []
 
-    def register(self, holder: Holder, end: int) -> None:
-        """Let the blocks that the tokens before `end` fill be found by others."""
+    def register(self, req: RunningRequest, end: int) -> None:
+        """Enter the blocks that the tokens before `end` fill into the prefix cache."""
         count = end // BLOCK_TOKENS if self._plain else self.blocks(end)
-        if not self._limits.prefix_cache or count <= holder.num_registered:
+        if not self._limits.prefix_cache or count <= req.num_registered:
             return
-        keys = holder.keys.upto(holder.tokens, end, count)
-        for index in range(holder.num_registered, len(keys)):
-            self.pool.register(holder.blocks[index], keys[index])
-        holder.num_registered = len(keys)
+        keys = req.keys.upto(req.tokens, end, count)
+        for index in range(req.num_registered, len(keys)):
+            self.pool.register(req.blocks[index], keys[index])
+        req.num_registered = len(keys)
         if self.windows:
-            self.windows.register(holder.window, keys)
+            self.windows.register(req.window, keys)
 
-    def check(self, holders: Iterable[Holder]) -> None:
+    def check(self, reqs: Iterable[RunningRequest]) -> None:
         """Raise `AssertionError` if a block is lost, owned twice or held for nothing; for tests."""
-        several = list(holders)
-        numbers = [number for holder in several for number in holder.kept] + self._free_numbers
-        assert sorted(numbers) == list(range(self._limits.host_blocks)), "a number is lost"
-        self.pool.check(holder.blocks for holder in several)
+        several = list(reqs)
+        numbers = [number for req in several for number in req.offloaded] + self._free_host_slots
+        assert sorted(numbers) == list(range(self._limits.host_blocks)), "a host slot is lost"
+        self.pool.check(req.blocks for req in several)
         if self.windows:
-            self.windows.check((holder.window, holder.num_computed) for holder in several)
-        for holder in several:
-            # A row of drafts may have got a block that the tokens it kept do not reach.
-            most = self.blocks(holder.num_tokens + HOLDBACK_TOKENS)
-            assert self.blocks(holder.num_computed) <= len(holder.blocks) <= most
+            self.windows.check((req.window, req.num_computed) for req in several)
+        for req in several:
+            # A row of drafts may have a block that its accepted tokens do not reach.
+            most = self.blocks(req.num_tokens + HOLDBACK_TOKENS)
+            assert self.blocks(req.num_computed) <= len(req.blocks) <= most
 
-    def _most(self, holder: Holder) -> int:
+    def _most(self, req: RunningRequest) -> int:
         """Return how many blocks a request may come to hold."""
-        return self.blocks(_longest(holder))
+        return self.blocks(_longest(req))
 
-    def _found(self, holder: Holder) -> list[int]:
+    def _found(self, req: RunningRequest) -> list[int]:
         """Return the cached blocks that a request can start from; a token is left to compute."""
-        rules = holder.request.rules
+        rules = req.request.rules
         if not self._limits.prefix_cache or (rules and rules.prompt_logprobs is not None):
             return []  # whose tokens are all to be scored has to compute them
-        hits = self.pool.find(self._keys(holder))
+        hits = self.pool.find(self._keys(req))
         if self.windows and hits:
-            del hits[self.windows.usable(self._keys(holder)[: len(hits)]) :]
+            del hits[self.windows.usable(self._keys(req)[: len(hits)]) :]
         return hits
 
-    def _keys(self, holder: Holder) -> list[bytes]:
+    def _keys(self, req: RunningRequest) -> list[bytes]:
         """Return the keys of the blocks that a request could start from, all of them found."""
-        most = (holder.num_tokens - 1 - self._limits.tail) // BLOCK_TOKENS
-        return holder.keys.upto(holder.tokens, holder.num_tokens, max(0, most))
+        most = (req.num_tokens - 1 - self._limits.tail) // BLOCK_TOKENS
+        return req.keys.upto(req.tokens, req.num_tokens, max(0, most))
 
 
-def _longest(holder: Holder) -> int:
+def _longest(req: RunningRequest) -> int:
     """Return how many tokens of a request are ever cached."""
-    return len(holder.request.prompt) + holder.request.max_new - 1
+    return len(req.request.prompt) + req.request.max_new - 1

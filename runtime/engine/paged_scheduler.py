@@ -1,11 +1,15 @@
 """Decides the next step over a pool of KV blocks: which tokens of which requests. Pure Python.
 
 A step is a list of (request, range of its tokens): a decoding row is a range of one, a chunk of a
-prompt a longer one, a row with drafts the newest token and what was drafted behind it. All three
-go together. A request is let in while blocks are free above a watermark, gets blocks as it grows,
-and reserves none for what it may still ask; without blocks the youngest is preempted: hosts keep
-its blocks, or it is computed again later. The oldest is never preempted by another and fits the
-pool alone, so it always ends.
+prompt (chunked prefill) a longer one, a row with drafts the newest token and what was drafted
+behind it. All three go together. A request is admitted while blocks are free above a watermark,
+gets blocks as it grows, and reserves none for what it may still ask; without free blocks the
+youngest is preempted: its blocks are offloaded to the hosts, or it is recomputed later. The oldest
+is never preempted by another and fits the pool by itself, so it always ends.
+
+Drafts by the model: a group of decoding rows first takes a step for each draft (`DraftRound`), with
+blocks reserved for all of them; their verify is an ordinary step. Refused drafts cost nothing but
+their step: the next tokens overwrite them.
 
 The caller asks `next_micro_batch()` as often as it likes and reports each result, in the order the
 micro-batches were issued, with `complete()`: stages see steps in that order, which is why blocks
@@ -14,42 +18,44 @@ that a step under way still writes may be given to later steps. Knows nothing of
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from operator import attrgetter
 
 from llmpq.runtime.drafts.drafter import Drafter
-from llmpq.runtime.engine.block_tables import BlockTables, Holder
+from llmpq.runtime.engine.block_tables import BlockTables, DraftRound, RunningRequest
 from llmpq.runtime.engine.pool_limits import PoolLimits
-from llmpq.runtime.engine.scheduler import UNKNOWN
+from llmpq.runtime.engine.scheduler import PENDING_TOKEN
 from llmpq.runtime.request import FinishReason, MicroBatch, Request, StepKind
 
 _order = attrgetter("order")
 
 
 @dataclass
-class _Plan:
+class StepBuilder:
     """A step in the making."""
 
-    holders: list[Holder] = field(default_factory=list)
+    reqs: list[RunningRequest] = field(default_factory=list)
     counts: list[int] = field(default_factory=list)
     drafts: list[list[int]] = field(default_factory=list)
 
-    def add(self, holder: Holder, count: int, drafts: list[int]) -> None:
-        self.holders.append(holder)
+    def add(self, req: RunningRequest, count: int, drafts: list[int]) -> None:
+        """Add `count` tokens of a request, the last of them its drafts."""
+        self.reqs.append(req)
         self.counts.append(count)
         self.drafts.append(drafts)
 
 
 @dataclass
-class _Sorts:
-    """Requests that were let in, by what they wait for."""
+class ReadySets:
+    """Admitted requests, by what they wait for."""
 
-    ready: list[Holder] = field(default_factory=list)
-    """Whose newest token is there to go on from, first come first."""
-    prompts: list[Holder] = field(default_factory=list)
-    """With more of a prompt to compute, first come first."""
+    ready: list[RunningRequest] = field(default_factory=list)
+    """Whose newest token is known, in order."""
+    prompts: list[RunningRequest] = field(default_factory=list)
+    """With more of a prompt to compute, in order."""
     num_decoding: int = 0
     """Those that are ready, and those whose newest token is under way."""
 
@@ -65,23 +71,27 @@ class PagedScheduler:
         ends_in_stop_text: Callable[[Request], bool] | None = None,
         salt: str = "",
     ) -> None:
-        """`drafter`: one that finds drafts without the model. `salt` keeps prefixes apart."""
+        """`salt` keeps the prefixes of this model apart from others'."""
         assert drafter is None or limits.tokens_ahead == 1, "drafts need to know the tokens"
         self.limits, self.tables = limits, BlockTables(limits, salt)
         self._drafter, self._ends_in_stop_text = drafter, ends_in_stop_text
-        self._holders: dict[int, Holder] = {}
-        self._waiting: list[Holder] = []
-        self._running: list[Holder] = []
+        self._reqs: dict[int, RunningRequest] = {}
+        self._waiting: list[RunningRequest] = []
+        self._running: list[RunningRequest] = []
         self._free_slots = list(range(limits.max_rows))
         self._num_submitted = self._seq = 0
         self._left_to_fill = 0
-        """Of a static batch: requests that may still be let in."""
+        """Of a static batch: requests that may still be admitted."""
         self._steps = 0
         """Steps under way."""
         self._decode_steps = 0
-        """Those of them in which rows decode."""
+        """Those of them in which rows decode, and rounds of drafts."""
         self._last_decode = 0
         """Number of the step in which rows decoded last."""
+        self._rounds: dict[int, DraftRound] = {}
+        """Number of a draft step under way -> its round."""
+        self._drafted: deque[DraftRound] = deque()
+        """Rounds whose last draft step is complete, oldest first."""
         self.generated_tokens = self.num_preemptions = 0
         self.whole_rounds = False
 
@@ -92,7 +102,7 @@ class PagedScheduler:
 
     @property
     def num_running(self) -> int:
-        """Requests that have been let in."""
+        """Admitted requests."""
         return len(self._running)
 
     @property
@@ -102,21 +112,22 @@ class PagedScheduler:
 
     @property
     def drafts_in_vain(self) -> bool:
-        """Never: drafts of a pool need no model, and nothing is kept for them."""
-        return False
+        """Whether drafts pay nowhere and none is half done, so that they may end."""
+        rounds = self._rounds or self._drafted
+        return self._drafter is not None and self._drafter.in_vain and not rounds
 
     def end_drafts(self) -> None:
-        """Draft no more."""
+        """Draft no more; no step may be under way."""
         self._drafter = None
 
     @property
     def idle(self) -> bool:
         """Whether every submitted request has ended."""
-        return not self._holders
+        return not self._reqs
 
     def cached_tokens(self) -> list[int]:
         """Return how many tokens of each running request are, or are being, computed."""
-        return [holder.num_computed for holder in self._running]
+        return [req.num_computed for req in self._running]
 
     def gauges(self) -> dict[str, int]:
         """Return blocks of the pool, and tokens of the prefix cache since the start."""
@@ -133,57 +144,67 @@ class PagedScheduler:
     def submit(self, request: Request) -> None:
         """Queue a request; `ValueError` if it can never run."""
         self.limits.check(request)
-        holder = self.tables.holder(request, self._num_submitted)
+        req = self.tables.new_request(request, self._num_submitted)
         self._num_submitted += 1
-        self._holders[request.id] = holder
-        heappush(self._waiting, holder)
+        self._reqs[request.id] = req
+        heappush(self._waiting, req)
 
     def abort(self, request: Request) -> bool:
         """End a request at once, its blocks free; return whether it was there to be ended."""
-        holder = self._holders.get(request.id)
-        if holder is None:
+        req = self._reqs.get(request.id)
+        if req is None:
             return False
         request.aborted = True
-        self._end(holder, "abort")
+        self._end(req, "abort")
         return True
 
     def next_micro_batch(self) -> MicroBatch | None:
         """Return the next step, or None until another one completes."""
-        plan, sorts = _Plan(), self._sorts()
-        if self._enough_under_way(sorts.num_decoding):
+        if self._drafted and self._drafted[0].drafting:
+            return self._issue_drafts(self._drafted.popleft())
+        step, sets = StepBuilder(), self._ready_sets()
+        if self._enough_under_way(sets.num_decoding):
             return None
-        self._add_decoding(plan, sorts)
-        decoding = len(plan.holders)
-        room = max(1, self.limits.step_tokens - sum(plan.counts))
-        for holder in self._prompts(sorts.prompts):
-            count = min(room, holder.remaining, self.limits.row_tokens)
-            if not self._grow(holder, holder.num_computed + count, plan):
+        if self._drafted:
+            self._add_drafted(step, self._drafted.popleft(), sets.ready)
+        else:
+            round_ = self._add_decoding(step, sets)
+            if round_ is not None:
+                return self._issue_drafts(round_)
+        decoding = len(step.reqs)
+        room = max(1, self.limits.step_tokens - sum(step.counts))
+        for req in self._prompts(sets.prompts):
+            count = min(room, req.remaining, self.limits.row_tokens)
+            if not self._grow(req, req.num_computed + count, step):
                 break
-            plan.add(holder, count, [])
+            step.add(req, count, [])
             room -= count
             if room == 0:
                 break
-        if not plan.holders:
+        if not step.reqs:
             return None
         kind = StepKind.MIXED
-        if decoding == len(plan.holders):
+        if decoding == len(step.reqs):
             kind = StepKind.DECODE
         elif decoding == 0:
             kind = StepKind.PREFILL
         if decoding:
             self._decode_steps += 1
             self._last_decode = self._seq + 1
-        return self._issue(kind, plan)
+        return self._issue(kind, step)
 
     def complete(self, micro_batch: MicroBatch, tokens: Sequence[Sequence[int]]) -> list[Request]:
         """Take the new tokens of each row that samples; return the requests that ended."""
         self._steps -= 1
+        if micro_batch.kind is StepKind.DRAFT:
+            self._take_drafts(self._rounds.pop(micro_batch.seq), micro_batch, tokens)
+            return []
         self._decode_steps -= micro_batch.kind is not StepKind.PREFILL
         finished = []
         steps = zip(micro_batch.requests, micro_batch.rows, strict=True)
         for index, (request, row) in enumerate(steps):
-            holder = self._holders.get(request.id)
-            if holder is None or holder.request is not request:
+            req = self._reqs.get(request.id)
+            if req is None or req.request is not request:
                 continue  # ended meanwhile: a token too many
             end = micro_batch.starts[index] + len(micro_batch.tokens[index])
             reason = None
@@ -191,38 +212,43 @@ class PagedScheduler:
                 new = tokens[index][: request.max_new - row.sample_step]
                 if self._drafter is not None and row.drafts:
                     self._drafter.observe(len(row.drafts), len(tokens[index]) - 1)
-                reason = self._append(holder, row.sample_step, new)
+                reason = self._append(req, row.sample_step, new)
                 end += len(new) - 1 - len(row.drafts)
-            if row.admission == holder.admission and request.slot >= 0:
+            if row.admission == req.admission and request.slot >= 0:
                 if row.drafts:
-                    holder.num_computed = end
-                self.tables.register(holder, min(end, holder.num_tokens))
+                    req.num_computed = end
+                self.tables.register(req, min(end, req.num_tokens))
             if reason is not None:
-                self._end(holder, reason)
+                self._end(req, reason)
                 finished.append(request)
         return finished
 
     def check(self) -> None:
         """Raise `AssertionError` if a block or a slot is lost or owned twice; for tests."""
-        self.tables.check(self._holders.values())
-        slots = [holder.request.slot for holder in self._running]
+        self.tables.check(self._reqs.values())
+        slots = [req.request.slot for req in self._running]
         assert sorted(slots + self._free_slots) == list(range(self.limits.max_rows))
-        known = [holder.request.id for holder in self._waiting + self._running]
-        assert sorted(known) == sorted(self._holders)
-        assert not any(h.blocks or h.request.slot >= 0 for h in self._waiting)
+        known = [req.request.id for req in self._waiting + self._running]
+        assert sorted(known) == sorted(self._reqs)
+        assert not any(h.blocks or h.round or h.request.slot >= 0 for h in self._waiting)
+        rounds = [*self._rounds.values(), *self._drafted]
+        members = [id(req) for round_ in rounds for req in round_.members]
+        assert sorted(members) == sorted(id(req) for req in self._running if req.round is not None)
+        assert all(round_.members for round_ in self._drafted)
+        assert len(rounds) <= self._decode_steps
 
-    def _sorts(self) -> _Sorts:
-        """Look once at every request that was let in: steps are short, and they are many."""
-        found = _Sorts()
-        for holder in self._running:
-            left = holder.remaining
-            if left > 1 or holder.num_sampled == 0:
+    def _ready_sets(self) -> ReadySets:
+        """Look once at every admitted request: steps are short, and they are many."""
+        found = ReadySets()
+        for req in self._running:
+            left = req.remaining
+            if left > 1 or req.num_sampled == 0:
                 if left > 0:
-                    found.prompts.append(holder)
+                    found.prompts.append(req)
                 continue
             found.num_decoding += 1
-            if left == 1:
-                found.ready.append(holder)
+            if left == 1 and req.round is None:
+                found.ready.append(req)
         found.ready.sort(key=_order)
         found.prompts.sort(key=_order)
         return found
@@ -238,135 +264,205 @@ class PagedScheduler:
             return False
         return self._steps >= limits.num_stages * limits.tokens_ahead
 
-    def _add_decoding(self, plan: _Plan, sorts: _Sorts) -> None:
-        """Add the rows that decode next, oldest first, with their drafts.
+    def _add_decoding(self, step: StepBuilder, sets: ReadySets) -> DraftRound | None:
+        """Add the rows that decode next, oldest first; or begin a round of drafts for them.
 
         Rows that decode are split evenly into as many groups as keep all stages at work. No row
         goes on from a token of the last such step while that is under way: stages would wait for
         each other, which another group's step between the two keeps at work.
         """
-        ready, decoding = sorts.ready, sorts.num_decoding
+        ready, decoding = sets.ready, sets.num_decoding
         num_groups = max(
             -(-decoding // self.limits.decode_rows), min(self.limits.num_stages, decoding)
         )
         if not ready or self._decode_steps >= num_groups * self.limits.tokens_ahead:
-            return
+            return None
         size = -(-decoding // num_groups)
         if num_groups > 1:
             ready = [h for h in ready if h.in_flight == 0 or h.last_step != self._last_decode]
-        for holder in ready[:size]:
-            if holder.request.slot < 0:
+        group = ready[:size]
+        gamma = self._gamma(group)
+        round_ = DraftRound()
+        for req in group:
+            if req.request.slot < 0:
                 continue  # preempted for one before it
-            drafts = self._drafts(holder)
-            if self._grow(holder, holder.num_computed + 1 + len(drafts), plan):
-                plan.add(holder, 1 + len(drafts), drafts)
+            left = min(gamma, req.request.remaining - 1) if req.request.may_draft else 0
+            found = self._drafter.propose(req.request, left) if self._drafter and left > 0 else []
+            count = left if found is None else len(found)
+            if not self._grow(req, req.num_computed + 1 + count, step, round_):
+                continue
+            if found is None:
+                round_.add(req, left)
+            elif not round_.members:
+                step.add(req, 1 + count, found)
+        return round_ if round_.members else None
 
-    def _drafts(self, holder: Holder) -> list[int]:
-        """Return tokens to verify behind the newest, found without the model."""
-        request = holder.request
-        if self._drafter is None or not request.may_draft:
-            return []
-        gamma = min(self._drafter.gamma([request]), request.max_new - len(request.output) - 1)
-        return list(self._drafter.propose(request, gamma) or ()) if gamma > 0 else []
+    def _gamma(self, group: Sequence[RunningRequest]) -> int:
+        """Return how many tokens to draft for those of a group that may be drafted for."""
+        drafted = [req.request for req in group if req.request.may_draft]
+        return self._drafter.gamma(drafted) if self._drafter is not None and drafted else 0
 
-    def _prompts(self, begun: Sequence[Holder]) -> Iterator[Holder]:
-        """Yield requests with a prompt left to compute, then those that are let in, in order."""
-        for holder in begun:
-            if holder.request.slot >= 0:  # not preempted for one before it
-                yield holder
+    def _add_drafted(
+        self, step: StepBuilder, round_: DraftRound, ready: Sequence[RunningRequest]
+    ) -> None:
+        """Add the verify of a round, and rows beside it that decode without drafts."""
+        for req in list(round_.members):
+            drafts = req.drafts
+            round_.remove(req)
+            step.add(req, 1 + len(drafts), drafts)
+        self._decode_steps -= 1  # the round's, which the step now counts as
+        for req in ready[: max(0, self.limits.decode_rows - len(step.reqs))]:
+            alike = req.request.may_draft and req.request.remaining > 1
+            if req.request.slot >= 0 and not alike and self._grow(req, req.num_computed + 1, step):
+                step.add(req, 1, [])
+
+    def _issue_drafts(self, round_: DraftRound) -> MicroBatch:
+        """Return the next draft step of a round."""
+        if round_.num_drafted == 0:
+            self._decode_steps += 1
+        reqs, drafted = round_.drafting, round_.num_drafted
+        rows = tuple(req.row(samples=True, num_ahead=drafted) for req in reqs)
+        starts = [req.num_computed + drafted for req in reqs]
+        tokens = [[req.drafts[-1] if drafted else req.request.output[-1]] for req in reqs]
+        self._seq += 1
+        self._steps += 1
+        self._last_decode = self._seq
+        self._rounds[self._seq] = round_
+        requests = [req.request for req in reqs]
+        return MicroBatch(self._seq, StepKind.DRAFT, requests, starts, tokens, None, rows)
+
+    def _take_drafts(
+        self, round_: DraftRound, micro_batch: MicroBatch, tokens: Sequence[Sequence[int]]
+    ) -> None:
+        """Take what a step has drafted for the members that are still there."""
+        round_.num_drafted += 1
+        for request, drafted in zip(micro_batch.requests, tokens, strict=True):
+            req = self._reqs.get(request.id)
+            if req is not None and req.round is round_:
+                req.drafts.extend(drafted)
+        if round_.members:
+            self._drafted.append(round_)
+        else:
+            self._decode_steps -= 1
+
+    def _leave_round(self, req: RunningRequest) -> None:
+        """Take a request that loses its blocks out of its round."""
+        round_ = req.round
+        if round_ is None:
+            return
+        round_.remove(req)
+        if not round_.members and round_ in self._drafted:
+            self._drafted.remove(round_)
+            self._decode_steps -= 1
+
+    def _prompts(self, begun: Sequence[RunningRequest]) -> Iterator[RunningRequest]:
+        """Yield requests with a prompt left to compute, then newly admitted ones, in order."""
+        for req in begun:
+            if req.request.slot >= 0:  # not preempted for one before it
+                yield req
         while self._waiting and self._may_admit(self._waiting[0]):
-            holder = heappop(self._waiting)
-            self._left_to_fill -= holder.admission == 0
-            self.tables.begin(holder)
-            holder.request.slot = heappop(self._free_slots)
-            self._running.append(holder)
-            yield holder
+            req = heappop(self._waiting)
+            self._left_to_fill -= req.admission == 0
+            self.tables.begin(req)
+            req.request.slot = heappop(self._free_slots)
+            self._running.append(req)
+            yield req
 
-    def _may_admit(self, holder: Holder) -> bool:
-        """Whether the first of those that wait may be let in now."""
-        if not self._free_slots or holder.in_flight > 0:
+    def _may_admit(self, req: RunningRequest) -> bool:
+        """Whether the first of the waiting requests may be admitted now."""
+        if not self._free_slots or req.in_flight > 0:
             return False
         if not self._running:
             self._left_to_fill = self.limits.max_rows
             return True
-        if self.limits.batching == "static" and holder.admission == 0 and not self._left_to_fill:
+        if self.limits.batching == "static" and req.admission == 0 and not self._left_to_fill:
             return False
-        return self.tables.fits(holder, self._running)
+        return self.tables.fits(req, self._running)
 
-    def _grow(self, holder: Holder, tokens: int, plan: _Plan) -> bool:
+    def _grow(
+        self,
+        req: RunningRequest,
+        tokens: int,
+        step: StepBuilder,
+        round_: DraftRound | None = None,
+    ) -> bool:
         """Give a request the blocks of so many tokens; False if it has to wait for them.
 
-        Younger requests are preempted for it, the youngest first, but none of the step planned.
+        Younger requests are preempted for it, the youngest first, but none of the step or of the
+        round in the making.
         """
-        if self.tables.holds(holder, tokens):
+        members = () if round_ is None else round_.members
+        if self.tables.holds(req, tokens):
             return True
-        self.tables.pass_windows(holder)
-        while self.tables.lacks(holder, tokens) > 0:
-            others = [h for h in self._running if h.blocks and h not in plan.holders]
-            victim = max(others, default=holder)
-            if not holder < victim:
+        self.tables.pass_windows(req)
+        while self.tables.lacks(req, tokens) > 0:
+            busy = (*step.reqs, *members)
+            others = [h for h in self._running if h.blocks and h not in busy]
+            victim = max(others, default=req)
+            if not req < victim:
                 return False
             self._preempt(victim)
-        self.tables.grow(holder, tokens)
+        self.tables.grow(req, tokens)
         return True
 
-    def _preempt(self, holder: Holder) -> None:
-        """Have a running request wait, its blocks free, kept by hosts or to be computed again."""
-        if self._drafter is None:  # what of drafts counts is not known yet
-            self.tables.keep(holder)
-        self._let_go(holder)
-        holder.request.num_preemptions += 1
+    def _preempt(self, req: RunningRequest) -> None:
+        """Have a running request wait, its blocks free, offloaded or to be recomputed."""
+        if self._drafter is None:  # which drafts are accepted is not known yet
+            self.tables.offload(req)
+        self._let_go(req)
+        req.request.num_preemptions += 1
         self.num_preemptions += 1
-        heappush(self._waiting, holder)
+        heappush(self._waiting, req)
 
-    def _let_go(self, holder: Holder) -> None:
+    def _let_go(self, req: RunningRequest) -> None:
         """Take slot and blocks of a running request."""
-        self.tables.release(holder)
-        self._running.remove(holder)
-        heappush(self._free_slots, holder.request.slot)
-        holder.request.slot = -1
+        self._leave_round(req)
+        self.tables.release(req)
+        self._running.remove(req)
+        heappush(self._free_slots, req.request.slot)
+        req.request.slot = -1
 
-    def _issue(self, kind: StepKind, plan: _Plan) -> MicroBatch:
+    def _issue(self, kind: StepKind, step: StepBuilder) -> MicroBatch:
         starts, tokens, rows = [], [], []
-        for holder, count, drafts in zip(plan.holders, plan.counts, plan.drafts, strict=True):
-            start = holder.num_computed
+        for req, count, drafts in zip(step.reqs, step.counts, step.drafts, strict=True):
+            start = req.num_computed
             end = start + count - len(drafts)
             starts.append(start)
-            tokens.append([*holder.tokens(start, end), *drafts])
-            samples = end == holder.num_tokens
-            rows.append(holder.row(samples=samples, drafts=drafts))
-            self.tables.forget(holder)
-            holder.num_computed, holder.last_step = start + count, self._seq + 1
+            tokens.append([*req.tokens(start, end), *drafts])
+            samples = end == req.num_tokens
+            rows.append(req.row(samples=samples, drafts=drafts))
+            self.tables.drop_offloaded(req)
+            req.num_computed, req.last_step = start + count, self._seq + 1
             if samples:
-                holder.num_sampled += 1
-                holder.in_flight += 1
-                self._go_ahead(holder)
+                req.num_sampled += 1
+                req.in_flight += 1
+                self._go_ahead(req)
         rows[0].saves, self.tables.saves = tuple(self.tables.saves), []
         self._seq += 1
         self._steps += 1
-        requests = [holder.request for holder in plan.holders]
+        requests = [req.request for req in step.reqs]
         return MicroBatch(self._seq, kind, requests, starts, tokens, None, tuple(rows))
 
-    def _go_ahead(self, holder: Holder) -> None:
+    def _go_ahead(self, req: RunningRequest) -> None:
         """Let a request's next token be asked for although the last one is not known yet."""
-        output = holder.request.output
-        missing = len(output) < holder.num_sampled < holder.request.max_new
-        if missing and holder.in_flight < self.limits.tokens_ahead:
-            output.append(UNKNOWN)
+        output = req.request.output
+        missing = len(output) < req.num_sampled < req.request.max_new
+        if missing and req.in_flight < self.limits.tokens_ahead:
+            output.append(PENDING_TOKEN)
 
-    def _append(self, holder: Holder, place: int, new: Sequence[int]) -> FinishReason | None:
+    def _append(self, req: RunningRequest, place: int, new: Sequence[int]) -> FinishReason | None:
         """Put tokens into the output up to the first stop or the limit; why it ends, if it does."""
-        output = holder.request.output
-        holder.in_flight -= 1
-        holder.num_sampled += len(new) - 1
+        output = req.request.output
+        req.in_flight -= 1
+        req.num_sampled += len(new) - 1
         for index, token in enumerate(new, start=place):
             output[index : index + 1] = [token]
             self.generated_tokens += 1
-            reason = self._ends(holder.request, index)
+            reason = self._ends(req.request, index)
             if reason is not None:
                 del output[index + 1 :]
                 return reason
-        self._go_ahead(holder)
+        self._go_ahead(req)
         return None
 
     def _ends(self, request: Request, index: int) -> FinishReason | None:
@@ -384,16 +480,16 @@ class PagedScheduler:
                 return "stop"
         return "length" if index + 1 == request.max_new else None
 
-    def _end(self, holder: Holder, reason: FinishReason) -> None:
+    def _end(self, req: RunningRequest, reason: FinishReason) -> None:
         """Forget a request, its blocks free."""
-        request = holder.request
-        if UNKNOWN in request.output:
-            del request.output[request.output.index(UNKNOWN) :]
+        request = req.request
+        if PENDING_TOKEN in request.output:
+            del request.output[request.output.index(PENDING_TOKEN) :]
         request.finish_reason = reason
-        del self._holders[request.id]
-        self.tables.forget(holder)
+        del self._reqs[request.id]
+        self.tables.drop_offloaded(req)
         if request.slot >= 0:
-            self._let_go(holder)
+            self._let_go(req)
         else:
-            self._waiting.remove(holder)
+            self._waiting.remove(req)
             self._waiting.sort()

@@ -20,7 +20,7 @@ from llmpq.runtime.drafts.drafter import Drafter
 from llmpq.runtime.engine.slot_limits import Limits
 from llmpq.runtime.request import FinishReason, MicroBatch, Request, Round, StepKind
 
-UNKNOWN = -1
+PENDING_TOKEN = -1
 """Stands for a position or token that a round under way has yet to bring."""
 
 MAX_PADDING, MAX_LARGE_PADDING = 0.3, 0.05
@@ -300,8 +300,8 @@ class Scheduler:
         tokens, starts = [], []
         for request in round_.requests:
             known = request.in_flight == 0
-            tokens.append([request.output[-1] if known else UNKNOWN])
-            starts.append(request.num_cached if known else UNKNOWN)
+            tokens.append([request.output[-1] if known else PENDING_TOKEN])
+            starts.append(request.num_cached if known else PENDING_TOKEN)
             request.in_flight += 1
             if request.remaining > request.in_flight:
                 self._ready.append(request)

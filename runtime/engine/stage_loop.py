@@ -20,7 +20,7 @@ from torch import Tensor
 
 from llmpq.runtime.engine.mailbox import Abort, Mailbox
 from llmpq.runtime.engine.paged_scheduler import PagedScheduler
-from llmpq.runtime.engine.scheduler import UNKNOWN, Scheduler, max_ahead, max_in_flight
+from llmpq.runtime.engine.scheduler import PENDING_TOKEN, Scheduler, max_ahead, max_in_flight
 from llmpq.runtime.links.transport import Transport
 from llmpq.runtime.pending import Pending, arrived
 from llmpq.runtime.request import Finished, MicroBatch, PagedRow, Progress, Request, StepKind
@@ -232,7 +232,7 @@ class FirstStage:
         In order, since slots change hands: a later flight's tokens must overwrite an earlier one's.
         """
         rows = zip(micro_batch.requests, micro_batch.tokens, strict=False)
-        unknown = {request.id for request, tokens in rows if UNKNOWN in tokens}
+        unknown = {request.id for request, tokens in rows if PENDING_TOKEN in tokens}
         needed = 0
         for place, flight in enumerate(self._in_flight):
             if any(request.id in unknown for request in flight.micro_batch.requests):
@@ -255,7 +255,7 @@ class FirstStage:
         if not self._runs_ahead or may_stop or not plain or self._scheduler.drafts:
             return None
         places = [(request, len(request.output)) for request in requests]
-        finished = self._scheduler.complete(micro_batch, [[UNKNOWN]] * len(requests))
+        finished = self._scheduler.complete(micro_batch, [[PENDING_TOKEN]] * len(requests))
         return _Ahead(places, finished)
 
     def _finish_oldest(self) -> None:
@@ -342,4 +342,4 @@ class FirstStage:
 
 def _known(tokens: list[int]) -> list[int]:
     """Return the tokens before the first one that a device has yet to tell."""
-    return tokens[: tokens.index(UNKNOWN)] if UNKNOWN in tokens else list(tokens)
+    return tokens[: tokens.index(PENDING_TOKEN)] if PENDING_TOKEN in tokens else list(tokens)

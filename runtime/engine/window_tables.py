@@ -21,7 +21,7 @@ class WindowTable:
 
     first: int = 0
     blocks: list[int] = field(default_factory=list)
-    num_told: int = 0
+    num_sent: int = 0
     """Up to which number stages know them."""
     num_registered: int = 0
     """Up to which number others can find them."""
@@ -31,9 +31,9 @@ class WindowTable:
         """Number behind its last block."""
         return self.first + len(self.blocks)
 
-    def tell(self) -> tuple[int, tuple[int, ...]]:
+    def take_unsent(self) -> tuple[int, tuple[int, ...]]:
         """Return the number of the first block that stages do not know, and those from it on."""
-        first, self.num_told = self.num_told, self.end
+        first, self.num_sent = self.num_sent, self.end
         return first, tuple(self.blocks[first - self.first :])
 
 
@@ -78,7 +78,7 @@ class WindowTables:
     def begin(self, table: WindowTable, keys: Sequence[bytes]) -> None:
         """Give a request the blocks in sight behind `keys`, which are `usable`."""
         first = first_seen_block(len(keys) * BLOCK_TOKENS, self._limits.window) if keys else 0
-        table.first = table.num_told = first
+        table.first = table.num_sent = first
         table.blocks = self.pool.find(keys[first:])
         table.num_registered = table.end
         self.pool.share(table.blocks)

@@ -22,7 +22,7 @@ from llmpq.runtime.backends.gpu.device_times import DeviceTimes
 from llmpq.runtime.backends.gpu.late_tokens import LateTokens
 from llmpq.runtime.backends.gpu.paged_graphs import PagedGraphs, rungs
 from llmpq.runtime.backends.paged_compute import PagedStageCompute, num_wanted, rows_of
-from llmpq.runtime.cache.device_pages import DevicePages
+from llmpq.runtime.cache.device_pages import GpuPagedKVBase
 from llmpq.runtime.models.stage_model import StageModel
 from llmpq.runtime.pending import Pending, on_its_way
 from llmpq.runtime.request import PagedRow, StepKind
@@ -41,7 +41,7 @@ class CudaPagedCompute(PagedStageCompute):
     def __init__(
         self,
         model: StageModel,
-        kv: DevicePages,
+        kv: GpuPagedKVBase,
         device: torch.device,
         dtype: torch.dtype,
         *,

@@ -19,7 +19,7 @@ from llmpq.kernels.fused.argmax import argmax
 from llmpq.kernels.kv.paged.paged_rows import FIELDS
 from llmpq.kernels.kv.prompt_attend import prompt_runs
 from llmpq.runtime.backends.gpu.cuda_graphs import DecodeGraphs, StepOutput, rounded_rows
-from llmpq.runtime.cache.device_pages import DevicePages
+from llmpq.runtime.cache.device_pages import GpuPagedKVBase
 from llmpq.runtime.models.stage_model import StageModel
 from llmpq.runtime.paged_step import PagedStep
 from llmpq.runtime.step_message import StepMessage
@@ -51,7 +51,7 @@ class PagedGraphs(DecodeGraphs):
     def __init__(
         self,
         model: StageModel,
-        kv: DevicePages,
+        kv: GpuPagedKVBase,
         *,
         chunks: bool,
         most_tokens: int,

@@ -21,10 +21,10 @@ from llmpq.runtime.backends.gpu import cuda_experts, cuda_graphs, cuda_layers
 from llmpq.runtime.backends.gpu.cuda_paged import CudaPagedCompute
 from llmpq.runtime.backends.gpu.paged_graphs import LONGEST, rung, rungs
 from llmpq.runtime.cache import paged_device_kv, paged_latent_kv, paged_packed_kv
-from llmpq.runtime.cache.paged_device_kv import PagedDeviceKV
-from llmpq.runtime.cache.paged_latent_kv import PagedLatents
-from llmpq.runtime.cache.paged_packed_kv import PagedPackedKV
-from llmpq.runtime.cache.paged_packed_latents import PagedPackedLatents
+from llmpq.runtime.cache.paged_device_kv import GpuPagedKV
+from llmpq.runtime.cache.paged_latent_kv import GpuPagedLatents
+from llmpq.runtime.cache.paged_packed_kv import GpuPackedKV
+from llmpq.runtime.cache.paged_packed_latents import GpuPackedLatents
 from llmpq.runtime.drafts.drafters import FixedDrafter
 from llmpq.runtime.engine.mailbox import Mailbox
 from llmpq.runtime.engine.paged_scheduler import PagedScheduler
@@ -88,10 +88,10 @@ def paged(base, size=POOL, step_tokens=64, first=0, kv=KVPrecision.KV16):
     model = base.model
     given = {"layers": range(first, first + len(model.layers)), "size": size, "device": CPU}
     if kv is KVPrecision.KV16:
-        kind = PagedDeviceKV if model.spec.latent is None else PagedLatents
+        kind = GpuPagedKV if model.spec.latent is None else GpuPagedLatents
         pages = kind(model.spec, dtype=torch.float32, **given)
     else:
-        kind = PagedPackedKV if model.spec.latent is None else PagedPackedLatents
+        kind = GpuPackedKV if model.spec.latent is None else GpuPackedLatents
         pages = kind(model.spec, kv, dtype=torch.float32, **given)
     return Counting(model, pages, CPU, torch.float32, size=size, step_tokens=step_tokens)
 
@@ -232,7 +232,7 @@ def test_refused_drafts_leave_nothing_in_packed_blocks(
 def test_who_finds_a_packed_block_gets_the_tokens_behind_it(tiny_models):
     spec = ModelSpec.from_directory(tiny_models.directory("qwen3"))
     size = PoolSize(num_blocks=5, slots=3, max_len=600)
-    kv = PagedPackedKV(
+    kv = GpuPackedKV(
         spec, KVPrecision.KV8, layers=range(2), size=size, dtype=torch.float32, device=CPU
     )
     for behind in kv._behind:
@@ -310,7 +310,7 @@ def test_latents(kind, models, random_prompts, make_plan, on_gpu_path, monkeypat
     prompts.append(prompts[0][:130])
     plan = make_plan(directory, batch=3, prompt_len=133, gen_len=NEW)
     compute = stage(plan, directory)
-    assert isinstance(compute.kv, PagedLatents)
+    assert isinstance(compute.kv, GpuPagedLatents)
     assert compute.kv.nbytes == POOL.nbytes(
         compute.model.spec,
         KVPrecision.KV16,
@@ -355,7 +355,7 @@ def test_packed_latents_give_the_tokens_of_a_cpu(
     want = on_cpu.run(PagedScheduler(limits(**own, tokens_ahead=1)), asked(prompts, 3)).tokens
     compute = stage(plan, latent_model, size=size, kv=kv, step_tokens=100)
     requests = asked(prompts, 3)
-    assert isinstance(compute.kv, PagedPackedLatents)
+    assert isinstance(compute.kv, GpuPackedLatents)
     assert compute.kv.nbytes == size.nbytes(spec, kv, layers=range(2), dtype_bytes=4)
     assert serve(compute, requests, **own) == [want[0], want[1]]
     assert requests[1].num_prefix_hits == 128 + TAIL_TOKENS

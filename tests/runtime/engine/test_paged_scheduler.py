@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from llmpq.precision import KVPrecision
 from llmpq.runtime.engine.paged_scheduler import PagedScheduler
 from llmpq.runtime.engine.pool_limits import PoolLimits
-from llmpq.runtime.engine.scheduler import UNKNOWN
+from llmpq.runtime.engine.scheduler import PENDING_TOKEN
 from llmpq.runtime.request import MicroBatch, PagedRow, Request, StepKind
 from llmpq.sizes.kv_format import (
     BLOCK_TOKENS,
@@ -78,6 +78,8 @@ class FakeStage:
     host: dict[int, list[int]] = field(default_factory=dict)
     """What hosts keep of blocks by number."""
     num_loaded: int = 0
+    rng: random.Random = field(default_factory=lambda: random.Random(1))
+    num_drafted: int = 0
 
     def run(self, micro_batch: MicroBatch) -> list[list[int]]:
         """Return the new tokens of every row; a row that samples nothing gets one nobody wants."""
@@ -89,7 +91,14 @@ class FakeStage:
                 self.blocks[block] = list(self.host[number])
                 self.num_loaded += 1
         steps = zip(micro_batch.rows, micro_batch.starts, micro_batch.tokens, strict=True)
-        return [self._row(row, start, tokens) for row, start, tokens in steps]
+        found = [self._row(row, start, tokens) for row, start, tokens in steps]
+        if micro_batch.kind is StepKind.DRAFT:
+            right = [self.rng.random() < 0.7 for _ in found]
+            self.num_drafted += len(found)
+            return [
+                n if r else [self.rng.randrange(VOCAB)] for n, r in zip(found, right, strict=True)
+            ]
+        return found
 
     def _row(self, row: PagedRow, start: int, tokens: Sequence[int]) -> list[int]:
         table = self.tables.setdefault(row.slot, [])
@@ -105,7 +114,7 @@ class FakeStage:
                 self.rings[row.slot, start - TAIL_TOKENS + index] = digest
         digests = []
         for index, told in enumerate(tokens):
-            token = self.newest[row.slot] if told == UNKNOWN else told
+            token = self.newest[row.slot] if told == PENDING_TOKEN else told
             position = start + index
             packs = self._pack(row.slot, table, position)
             before = self._read(row.slot, table, position) if position else 0
@@ -192,6 +201,25 @@ class GuessingDrafter:
         assert 0 <= num_accepted <= num_drafted
 
 
+class DraftsByTheModel:
+    """Has the stages draft, as many tokens each time as it likes."""
+
+    in_vain = False
+
+    def __init__(self, rng: random.Random, longest: int) -> None:
+        self._rng, self._longest = rng, longest
+
+    def gamma(self, requests: Sequence[Request]) -> int:
+        assert requests and all(request.may_draft for request in requests)
+        return self._rng.randint(0, self._longest)
+
+    def propose(self, request: Request, gamma: int) -> None:
+        return None
+
+    def observe(self, num_drafted: int, num_accepted: int) -> None:
+        assert 0 <= num_accepted <= num_drafted
+
+
 def play(
     scheduler: PagedScheduler,
     requests: Sequence[Request],
@@ -272,6 +300,7 @@ def make_requests(rng: random.Random, count: int, longest: int) -> list[Request]
                 max_new=rng.choice((1, 2, 30, 150)),
                 stop_ids=frozenset({STOP} if rng.random() < 0.3 else ()),
                 priority=rng.choice((0, 0, 0, 1)),
+                may_draft=rng.random() < 0.8,
             )
         )
     return found
@@ -290,7 +319,7 @@ def make_requests(rng: random.Random, count: int, longest: int) -> list[Request]
     step_tokens=st.sampled_from([1, 7, 64, 129, 1000]),
     prompt_tokens=st.sampled_from([None, 5, 64]),
     stages=st.integers(1, 3),
-    mode=st.sampled_from(["plain", "ahead", "drafts"]),
+    mode=st.sampled_from(["plain", "ahead", "drafts", "model"]),
     prefix_cache=st.booleans(),
     static=st.booleans(),
     abort_chance=st.sampled_from([0.0, 0.02]),
@@ -330,7 +359,8 @@ def test_random_schedules_equal_the_simple_one(
     )
     longest = min(300, num_blocks * BLOCK_TOKENS - 160)
     requests = make_requests(rng, rng.randint(1, 10), longest)
-    drafter = GuessingDrafter(rng, rng.randint(1, 8)) if mode == "drafts" else None
+    makers = {"drafts": GuessingDrafter, "model": DraftsByTheModel}
+    drafter = makers[mode](rng, rng.randint(1, 7)) if mode in makers else None
     scheduler = PagedScheduler(allowed, drafter=drafter)
     expected = simple_schedule(requests)
     aborted = play(
@@ -382,6 +412,54 @@ def test_a_long_prompt_goes_in_chunks_beside_decoding_rows():
         seen.append((step.kind, [len(tokens) for tokens in step.tokens]))
         scheduler.complete(step, [[3]] * len(step.requests))
     assert seen == [(StepKind.MIXED, [1, 31])] * 3 + [(StepKind.MIXED, [1, 7])]
+
+
+class FourDrafts(DraftsByTheModel):
+    """Always four."""
+
+    def __init__(self) -> None:
+        pass
+
+    def gamma(self, requests: Sequence[Request]) -> int:
+        return 4
+
+
+def test_a_round_drafts_step_by_step_and_its_verify_is_an_ordinary_step():
+    """Beside it go chunks of prompts and rows that are not drafted for; blocks are there before."""
+    scheduler = PagedScheduler(limits(step_tokens=160), drafter=FourDrafts())
+    prompts = ((1,) * 126, True), ((2,) * 5, False), ((3,) * 5, True)
+    for number, (prompt, may_draft) in enumerate(prompts):
+        new = 20 if number < 2 else 4  # one is the prompt's, one the verifier's own
+        scheduler.submit(Request(id=number, prompt=prompt, max_new=new, may_draft=may_draft))
+    step = scheduler.next_micro_batch()
+    assert step is not None and scheduler.complete(step, [[5]] * 3) == []
+    scheduler.submit(Request(id=3, prompt=(4,) * 200, max_new=2))
+    seen = []
+    for _ in range(6):
+        step = scheduler.next_micro_batch()
+        assert step is not None
+        rows = zip(step.requests, step.starts, step.tokens, step.rows, strict=True)
+        if step.kind is StepKind.DRAFT:
+            seen.append([(r.id, start, row.sample_step) for r, start, _, row in rows])
+            scheduler.complete(step, [[6]] * len(step.requests))
+            continue
+        verify = {r.id: (start, tokens, len(row.drafts)) for r, start, tokens, row in rows}
+        scheduler.complete(step, [[6, 6, 5] if row.drafts else [5] for row in step.rows])
+        break
+    assert seen == [
+        [(0, 126, 1), (2, 5, 1)],
+        [(0, 127, 2), (2, 6, 2)],
+        [(0, 128, 3)],
+        [(0, 129, 4)],
+    ]
+    assert verify[0] == (126, [5, 6, 6, 6, 6], 4) and verify[2] == (5, [5, 6, 6], 2)
+    assert verify[1][2] == 0 and len(verify[3][1]) == 160 - 5 - 3 - 1
+    first = scheduler._reqs[0]
+    assert (
+        first.num_computed == 129
+        and len(first.blocks) == 2
+        and first.request.output[1:] == [6, 6, 5]
+    )
 
 
 def test_what_a_request_may_still_ask_reserves_nothing():
@@ -510,8 +588,8 @@ def test_other_models_salts_and_precisions_share_nothing():
     for kv in KVPrecision:
         for salt in ("a", "b"):
             scheduler = PagedScheduler(limits(kv=kv), salt=salt)
-            holder = scheduler.tables.holder(Request(id=0, prompt=(1,) * 200, max_new=1), 0)
-            keys |= set(holder.keys.upto(holder.tokens, 200, 1))
+            req = scheduler.tables.new_request(Request(id=0, prompt=(1,) * 200, max_new=1), 0)
+            keys |= set(req.keys.upto(req.tokens, 200, 1))
     assert len(keys) == 2 * len(KVPrecision)
 
 

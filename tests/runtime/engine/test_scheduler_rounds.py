@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from llmpq.runtime.drafts.drafters import FixedDrafter
-from llmpq.runtime.engine.scheduler import UNKNOWN, Scheduler
+from llmpq.runtime.engine.scheduler import PENDING_TOKEN, Scheduler
 from llmpq.runtime.engine.slot_limits import Limits
 from llmpq.runtime.request import MicroBatch, Request, StepKind
 from llmpq.runtime.sampling_params import TokenChoice
@@ -48,9 +48,9 @@ class Device:
             # The slot may have changed hands only after every step that was issued for it.
             assert self.owner[slot] == request.id
             place = self.length[slot]
-            if start == UNKNOWN:
+            if start == PENDING_TOKEN:
                 self.blind += 1
-                assert told == [UNKNOWN]
+                assert told == [PENDING_TOKEN]
             elif micro_batch.kind is StepKind.DRAFT:
                 rows.append([0])  # never right
                 assert start == place + len(request.drafts)
@@ -142,7 +142,11 @@ def test_one_token_more_needs_no_further_round():
     prefill = scheduler.next_micro_batch()
     scheduler.complete(prefill, [[5]])
     first, second = scheduler.next_micro_batch(), scheduler.next_micro_batch()
-    assert first.starts == [4] and second.starts == [UNKNOWN] and second.tokens == [[UNKNOWN]]
+    assert (
+        first.starts == [4]
+        and second.starts == [PENDING_TOKEN]
+        and second.tokens == [[PENDING_TOKEN]]
+    )
     assert scheduler.next_micro_batch() is None
     assert scheduler.complete(first, [[6]]) == []
     assert [r.output for r in scheduler.complete(second, [[7, 8, 9]])] == [[5, 6, 7]]

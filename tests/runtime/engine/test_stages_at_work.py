@@ -7,7 +7,7 @@ import pytest
 
 from llmpq.runtime.engine.paged_scheduler import PagedScheduler
 from llmpq.runtime.engine.pool_limits import PoolLimits
-from llmpq.runtime.engine.scheduler import UNKNOWN, max_ahead, max_in_flight
+from llmpq.runtime.engine.scheduler import PENDING_TOKEN, max_ahead, max_in_flight
 from llmpq.runtime.request import Request, StepKind
 
 pytestmark = pytest.mark.cpu
@@ -44,7 +44,7 @@ def busy_shares(scheduler, speeds=(1.0, 1.0), most=max_ahead):
             if step is None:
                 break
             rows = zip(step.requests, step.tokens, strict=True)
-            asked = {request.id for request, tokens in rows if UNKNOWN in tokens}
+            asked = {request.id for request, tokens in rows if PENDING_TOKEN in tokens}
             known_s = [f[1] for f in flights if any(r.id in asked for r in f[0].requests)]
             at_s = max(now_s, *known_s, 0.0)
             for stage, speed in enumerate(speeds):

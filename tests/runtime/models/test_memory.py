@@ -23,7 +23,7 @@ from llmpq.out_of_memory import out_of_memory
 from llmpq.precision import KVPrecision, Precision
 from llmpq.runtime.cache.kv_by_precision import make_kv_cache
 from llmpq.runtime.cache.kv_cache import KVCache
-from llmpq.runtime.cache.paged_kv import PagedPlainKV
+from llmpq.runtime.cache.paged_kv import CpuPagedKV
 from llmpq.runtime.cache.plain_kv import PlainKVCache
 from llmpq.runtime.models.experts import Routing, SparseMLP
 from llmpq.runtime.models.stage_model import DTYPES, StageModel
@@ -130,7 +130,7 @@ def test_latents_are_cached_once():
     spec, want = ModelSpec.by_name("deepseek-v2-lite"), 3 * 256 * (512 + 64) * 2
     plain = PlainKVCache(spec, num_layers=3, slots=2, max_len=128, dtype=torch.bfloat16)
     size = PoolSize(num_blocks=2, slots=2, max_len=256)
-    paged = PagedPlainKV(spec, layers=range(3), size=size, dtype=torch.bfloat16)
+    paged = CpuPagedKV(spec, layers=range(3), size=size, dtype=torch.bfloat16)
     shape = {"kv_heads": 1, "head_dim": 576, "dtype_bytes": 2, "vectors": spec.kv_vectors}
     kv = KVPrecision.KV16
     pool = kv_pool_bytes(kv, num_blocks=2, slots=2, prefix_cache=True, **shape)
