@@ -20,7 +20,7 @@ from llmpq.cost_model import CostModel, LatencyEntry, Phase
 from llmpq.model_spec import ModelSpec
 from llmpq.plan import MAX_GAMMA, Plan, StagePlan
 from llmpq.precision import KVPrecision, Precision, WeightScheme
-from llmpq.sizes.kv_format import kv_cache_bytes
+from llmpq.sizes.pool_size import draft_pool, planned_pool
 
 SpeculationMode = Literal["qspec", "w4kv4", "kv4", "ngram"]
 MODES: tuple[SpeculationMode, ...] = get_args(SpeculationMode)
@@ -278,8 +278,8 @@ def _next_above(rows: int, known: Sequence[int] | Mapping[int, Line]) -> int:
 def draft_bytes(plan: Plan, spec: ModelSpec, index: int, mode: SpeculationMode) -> int:
     """Return what a stage's drafts hold beyond the stage itself.
 
-    A 4-bit copy of its 16- and 8-bit layers and of its output matrix (w4kv4), of its KV cache
-    (w4kv4, kv4).
+    A 4-bit copy of its 16- and 8-bit layers and of its output matrix (w4kv4), of its pool of KV
+    blocks (w4kv4, kv4).
     """
     stage, workload = plan.stages[index], plan.workload
     weights = 0
@@ -293,13 +293,13 @@ def draft_bytes(plan: Plan, spec: ModelSpec, index: int, mode: SpeculationMode) 
             weights += FOUR_BIT_COPY.nbytes(spec.vocab, spec.hidden, workload.dtype_bytes)
     if mode not in READS_KV4:
         return weights
-    cache = kv_cache_bytes(
+    pool = planned_pool(
+        spec, workload, plan.prefill_chunk, prefill_microbatch=plan.prefill_microbatch
+    )
+    copy = draft_pool(pool).nbytes(
+        spec,
         KVPrecision.KV4,
-        slots=workload.batch,
-        max_len=workload.max_len,
-        kv_heads=spec.kv_heads,
-        vectors=spec.kv_vectors,
-        head_dim=spec.head_dim,
+        layers=range(*stage.layers),
         dtype_bytes=workload.dtype_bytes,
     )
-    return weights + stage.num_layers * cache
+    return weights + copy

@@ -393,7 +393,7 @@ def _prompts(chosen: Chosen, plan: Plan, settings: StageSettings) -> Prompts:
     """Return who makes requests of prompts and refuses those that can never run."""
     directory, spec = chosen.directory, chosen.spec
     live = PoolPlan(plan, spec, settings)
-    if live.serves:
+    if live.use_paged_engine:
         pool = live.limits
         return Prompts(directory, spec, max_len=pool.room - 1, check=pool.check)
     slots = limits_of(plan)

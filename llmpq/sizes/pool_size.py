@@ -16,6 +16,7 @@ from llmpq.model_spec import ModelSpec
 from llmpq.precision import KVPrecision
 from llmpq.sizes.kv_format import (
     BLOCK_TOKENS,
+    HOLDBACK_TOKENS,
     kv_cache_bytes,
     kv_pool_bytes,
     pool_blocks,
@@ -77,6 +78,21 @@ class PoolSize:
         if blocks >= self.num_blocks:
             window = blocks = 0
         return replace(self, window=window, window_blocks=blocks)
+
+
+def draft_pool(size: PoolSize) -> PoolSize:
+    """Return the packed copy of a 16-bit pool that drafts read, under the same block tables.
+
+    All layers share one pool, no prefix is found in it, and its tables have a column for every
+    block of the pool's, which the newest tokens take, too.
+    """
+    return replace(
+        size,
+        window=0,
+        window_blocks=0,
+        prefix_cache=False,
+        max_len=size.max_len + BLOCK_TOKENS + HOLDBACK_TOKENS,
+    )
 
 
 WINDOW_STEP_TOKENS = 2048
@@ -159,16 +175,31 @@ def planned_kv_bytes(
     )
 
 
-def fits(size: PoolSize, stages: Sequence[StagePlan], spec: ModelSpec, workload: Workload) -> bool:
-    """Whether every stage's device has room for a pool."""
-    return all(_excess(size, stage, spec, workload) <= 0 for stage in stages)
+def fits(
+    size: PoolSize,
+    stages: Sequence[StagePlan],
+    spec: ModelSpec,
+    workload: Workload,
+    *,
+    copied: bool = False,
+) -> bool:
+    """Whether every stage's device has room for a pool; `copied`: and for a draft's copy of it."""
+    return all(_excess(size, stage, spec, workload, copied=copied) <= 0 for stage in stages)
 
 
 def fitting_pool(
-    size: PoolSize, stages: Sequence[StagePlan], spec: ModelSpec, workload: Workload
+    size: PoolSize,
+    stages: Sequence[StagePlan],
+    spec: ModelSpec,
+    workload: Workload,
+    *,
+    copied: bool = False,
 ) -> PoolSize:
-    """Return the pool, smaller where a stage has no room for it; `DoesNotFitError` without any."""
-    while not fits(size, stages, spec, workload):
+    """Return the pool, smaller where a stage has no room for it; `DoesNotFitError` without any.
+
+    `copied`: with room for the copy that drafts read.
+    """
+    while not fits(size, stages, spec, workload, copied=copied):
         if size.num_blocks == 1:
             raise DoesNotFitError(
                 "the plan leaves no room for a block of 128 tokens of KV cache on every stage; "
@@ -178,13 +209,18 @@ def fitting_pool(
     return size
 
 
-def _excess(size: PoolSize, stage: StagePlan, spec: ModelSpec, workload: Workload) -> int:
+def _excess(
+    size: PoolSize, stage: StagePlan, spec: ModelSpec, workload: Workload, *, copied: bool
+) -> int:
     """Return the bytes by which a stage's pool exceeds what its device has left for it."""
     if stage.memory is None:
         return 0
     memory = stage.memory
     room = memory.limit_bytes - (memory.total_bytes - memory.kv_bytes)
-    nbytes = size.nbytes(
-        spec, workload.kv, layers=range(*stage.layers), dtype_bytes=workload.dtype_bytes
-    )
+    layers = range(*stage.layers)
+    nbytes = size.nbytes(spec, workload.kv, layers=layers, dtype_bytes=workload.dtype_bytes)
+    if copied:
+        nbytes += draft_pool(size).nbytes(
+            spec, KVPrecision.KV4, layers=layers, dtype_bytes=workload.dtype_bytes
+        )
     return nbytes - max(room, memory.kv_bytes)

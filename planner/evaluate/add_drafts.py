@@ -107,10 +107,11 @@ def round_bytes(
     """Return what rounds of gamma drafts take beside a stage: their own bytes and the verify's.
 
     A verify of gamma + 1 tokens a request works with what a decode step of so many times as many
-    requests does: on the last stage, with as many logits. With drafts requests have slots, and
-    prompts are computed whole.
+    requests does: on the last stage, with as many logits. On GPUs requests with drafts have slots,
+    and prompts are computed whole.
     """
     stage = plan.stages[index]
+    on_cpus = all(stage.is_cpu for stage in plan.stages)
 
     def kv_bytes(*, pooled: bool) -> int:
         return planned_kv_bytes(
@@ -137,8 +138,9 @@ def round_bytes(
         )
 
     rows = plan.decode_microbatch
-    verify = max(0, workspace(rows * (gamma + 1), None) - workspace(rows, plan.prefill_chunk))
-    slots = max(0, kv_bytes(pooled=False) - kv_bytes(pooled=plan.pooled))
+    chunk = plan.prefill_chunk if on_cpus else None
+    verify = max(0, workspace(rows * (gamma + 1), chunk) - workspace(rows, plan.prefill_chunk))
+    slots = 0 if on_cpus else max(0, kv_bytes(pooled=False) - kv_bytes(pooled=plan.pooled))
     return draft_bytes(plan, spec, index, mode) + verify + slots
 
 

@@ -7,15 +7,21 @@ ladder of counts; what is padding is never read and never sent.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from llmpq.runtime.cache.kv_cache import PagedKV
-from llmpq.runtime.drafts.acceptance import accept
+from llmpq.capabilities import Way, require
+from llmpq.precision import KVPrecision
+from llmpq.runtime.cache.drafted_kv import DraftedKV
+from llmpq.runtime.cache.kv_cache import KVCache, PagedKV
+from llmpq.runtime.cache.paged_by_precision import make_paged_kv
+from llmpq.runtime.drafts.acceptance import DraftProbs, accept, draft_tokens
+from llmpq.runtime.drafts.draft_model import DraftModel, build_draft
 from llmpq.runtime.models.ruled_sampling import RuledSampler
 from llmpq.runtime.models.stage_model import StageModel
 from llmpq.runtime.pending import Pending
@@ -24,6 +30,8 @@ from llmpq.runtime.request import PagedRow, StepKind
 from llmpq.runtime.step_message import StepMessage, result_width
 from llmpq.runtime.trace import KindTotals
 from llmpq.runtime.upload import upload
+from llmpq.sizes.pool_size import PoolSize, draft_pool
+from llmpq.speculation import READS_KV4, SpeculationMode
 
 WARM_UP_S = 2.0
 """How long a stage on a CPU goes on running shapes to come."""
@@ -42,22 +50,55 @@ def ladder(tokens: int) -> int:
 class PagedStageCompute:
     """One stage on a CPU, ready to run the steps of a `PagedScheduler`."""
 
-    whole_rounds = False
+    fused_rounds = False
+    _with_copy: Callable[[Any, Any], PagedKV] = DraftedKV
 
     def __init__(
         self, model: StageModel, kv: PagedKV, device: torch.device, dtype: torch.dtype
     ) -> None:
         self.model, self.kv, self._device, self._dtype = model, kv, device, dtype
         self.sampler = RuledSampler()
-        """Chooses tokens on the last stage; whoever serves requests tells it their rules."""
+        """Chooses tokens on the last stage; `StageActor` gives it the requests' rules."""
+        self.draft: DraftModel | None = None
+        """How the model drafts, if it does."""
+        self._draft_probs = DraftProbs()
+
+    def enable_speculation(
+        self, mode: SpeculationMode, size: PoolSize, *, layers: Sequence[int]
+    ) -> int:
+        """Prepare for drafts of a mode; return the bytes they take beyond the stage's own.
+
+        `layers`: their numbers in the model.
+        """
+        packed: tuple[Way, ...] = ("packed_kv",) if mode in READS_KV4 else ()
+        require(self.model.spec, ("drafts", *packed), max_len=size.max_len - 1)
+        if mode == "ngram":
+            return 0
+        kv: KVCache = self.kv
+        copy_bytes = 0
+        if mode in READS_KV4:
+            copy = make_paged_kv(
+                self.model.spec,
+                KVPrecision.KV4,
+                draft_pool(size),
+                layers=layers,
+                dtype=self._dtype,
+                device=self._device,
+            )
+            self.kv, kv, copy_bytes = self._with_copy(self.kv, copy), copy, copy.nbytes
+        self.draft = build_draft(mode, self.model, kv)
+        return self.draft.extra_bytes + copy_bytes
+
+    def end_speculation(self) -> None:
+        """Go on without drafts and free what they take; no draft may be under way."""
+        self.draft, self._draft_probs = None, DraftProbs()
+        if isinstance(self.kv, DraftedKV):
+            self.kv = self.kv.inner
 
     @property
     def runs_ahead(self) -> bool:
         """Whether a step may name tokens by -1 that the step before has yet to produce."""
         return False
-
-    def end_speculation(self) -> None:
-        """Nothing is kept for drafts here."""
 
     def leave_on_device(self, *, hidden: bool, tokens: bool = False) -> None:
         """Say what this stage's links take from the device; a CPU's are the host's own."""
@@ -96,12 +137,25 @@ class PagedStageCompute:
         extra = step.q_len - num_tokens
         if extra:
             x = functional.pad(x, (0, extra) if x.dim() == 2 else (0, 0, 0, extra))
-        output = self.model(x.to(self._device), step, self.kv)
+        model: StageModel = self.model
+        kv: KVCache = self.kv
+        if message.kind is StepKind.DRAFT:
+            assert self.draft is not None, "drafts need enable_speculation"
+            model, kv = self.draft.model, self.draft.kv
+        output = model(x.to(self._device), step, kv)
         if self.model.head is None:
             return output[:, :num_tokens].cpu()
+        if message.kind is StepKind.DRAFT:
+            return self._drafted(model.logits(output, step), message)[:, None]
         if self.sampler.scores_prompts(message):
             self._score_prompts(output, step, message)
         return self._result(self.model.logits(output, step) if step.wanted else None, message)
+
+    def _drafted(self, logits_BV: Tensor, message: StepMessage) -> Tensor:
+        """Return the tokens [B] of a draft step, and note what they were drawn from."""
+        tokens_B, probs = draft_tokens(logits_BV, message.sampling, message.sample_steps)
+        self._draft_probs.note(message.slots, message.starts, probs)
+        return tokens_B
 
     def _result(self, logits_NV: Tensor | None, message: StepMessage) -> Tensor:
         """Return the rows' new tokens of the logits they want, one row's behind the other's."""
@@ -128,7 +182,10 @@ class PagedStageCompute:
                 found = accept(
                     logits.view(len(alike), count, -1),
                     [message.paged[row].drafts for row in alike],
-                    [None] * len(alike),
+                    [
+                        self._draft_probs.take(message.slots[row], message.starts[row], count - 1)
+                        for row in alike
+                    ],
                     [message.sampling[row] for row in alike],
                     [message.sample_steps[row] for row in alike],
                 )

@@ -89,7 +89,7 @@ class StageCompute:
         return False
 
     @property
-    def whole_rounds(self) -> bool:
+    def fused_rounds(self) -> bool:
         """Whether a round of drafts and its verify are one step, told -1 for what is not known."""
         return False
 

@@ -75,6 +75,12 @@ class GpuPagedKVBase(PagedKV):
         return self
 
 
+def tokens_of(pool_PGTD: Tensor, blocks_M: Tensor, count: int) -> Tensor:
+    """Return the first tokens [N, G, D] that a request has in its blocks of a layer's pool."""
+    own = pool_PGTD[blocks_M[: -(-count // pool_PGTD.shape[2])].long()]
+    return own.transpose(1, 2).flatten(0, 1)[:count]
+
+
 def write_blocks(table_SM: Tensor, brought: Sequence[tuple[int, int, Sequence[int]]]) -> None:
     """Write blocks to a table; of each row its slot, where they begin, and they."""
     columns = table_SM.shape[1]

@@ -79,3 +79,15 @@ class PagedKV(KVCache):
     @abstractmethod
     def take_rows(self, rows: Sequence[PagedRow], starts: Sequence[int]) -> None:
         """Take note of the blocks that a step's rows got, before the step runs."""
+
+    def append(self, layer: int, k_BQGD: Tensor, v_BQGD: Tensor, step: Step) -> None:
+        """Append the step's keys and values; packed pools only, as copies for drafts."""
+        raise NotImplementedError(f"{type(self).__name__} is no copy of another pool")
+
+    def stored_tokens(self, layer: int, slot: int, count: int) -> tuple[Tensor, Tensor]:
+        """Return keys and values [1, N, G, D] of a request's first tokens; 16-bit pools only."""
+        raise NotImplementedError(f"{type(self).__name__} has no 16-bit tokens to copy")
+
+    def take_tokens_of(self, other: PagedKV, slot: int, count: int) -> None:
+        """Append a request's first tokens as another pool has them; packed pools only."""
+        raise NotImplementedError(f"{type(self).__name__} is no copy of another pool")

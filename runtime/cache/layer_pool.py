@@ -76,14 +76,14 @@ class BlockStorage:
 
     def places(self, step: RaggedStep) -> Tensor:
         """Return [T]: where in the pool each token of a step goes."""
-        places = []
-        for span in step.spans:
-            table = self.tables.of(span.slot)
-            places += [
-                table[p // BLOCK_TOKENS] * BLOCK_TOKENS + p % BLOCK_TOKENS
-                for p in range(span.start, span.end)
-            ]
-        return torch.tensor(places, device=self.k.device)
+        spans = step.spans
+        rows = [self.places_of(span.slot, range(span.start, span.end)) for span in spans]
+        return torch.tensor([place for row in rows for place in row], device=self.k.device)
+
+    def places_of(self, slot: int, positions: Sequence[int]) -> list[int]:
+        """Return where in the pool a request's tokens at these positions go."""
+        table = self.tables.of(slot)
+        return [table[p // BLOCK_TOKENS] * BLOCK_TOKENS + p % BLOCK_TOKENS for p in positions]
 
     def first_position(self, span: Span) -> int:
         """Return the position that what a row reads begins with."""

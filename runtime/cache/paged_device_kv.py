@@ -27,7 +27,7 @@ from llmpq.kernels.kv.prompt_attend import prompt_attend
 from llmpq.kernels.kv.reference import EVERYTHING, ScoreRule
 from llmpq.model_spec import ModelSpec
 from llmpq.precision import KVPrecision
-from llmpq.runtime.cache.device_pages import GpuPagedKVBase, write_blocks
+from llmpq.runtime.cache.device_pages import GpuPagedKVBase, tokens_of, write_blocks
 from llmpq.runtime.cache.host_blocks import HostBlocks
 from llmpq.runtime.paged_step import PagedStep
 from llmpq.runtime.request import PagedRow
@@ -127,6 +127,14 @@ class GpuPagedKV(GpuPagedKVBase):
             self.windowed.take(
                 [(row.slot, row.first_window_block, row.new_window_blocks) for row in rows]
             )
+
+    def stored_tokens(self, layer: int, slot: int, count: int) -> tuple[Tensor, Tensor]:
+        """Return keys and values [1, N, G, D]; of blocks that left a window whatever is there."""
+        windowed, place = self._layers[layer]
+        pool = self.windowed if windowed else self.whole
+        blocks_M = pool.table_SM[slot]
+        k_NGD, v_NGD = (tokens_of(part[place], blocks_M, count) for part in (pool.k, pool.v))
+        return k_NGD[None], v_NGD[None]
 
     def table(
         self,

@@ -80,6 +80,12 @@ class CpuPagedKV(PagedKV):
                 row.slot, row.first_window_block, row.new_window_blocks, gaps=True
             )
 
+    def stored_tokens(self, layer: int, slot: int, count: int) -> tuple[Tensor, Tensor]:
+        """Return keys and values [1, N, G, D]; of blocks that left a window whatever is there."""
+        pool, place = self._layers[layer]
+        places_N = torch.tensor(pool.places_of(slot, range(count)))
+        return pool.k[place][places_N][None], pool.v[place][places_N][None]
+
     def place_of_tokens(self, layer: int, step: Step, rule: ScoreRule) -> PoolPlace | None:
         """Return where a step of one token a row goes, if our own code may attend to it there."""
         pool, place = self._layers[layer]

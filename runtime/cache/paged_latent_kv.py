@@ -18,7 +18,7 @@ from llmpq.kernels.kv.paged.paged_rows import TokenPlaces, spread
 from llmpq.kernels.kv.reference import EVERYTHING, ScoreRule
 from llmpq.model_spec import ModelSpec
 from llmpq.precision import KVPrecision
-from llmpq.runtime.cache.device_pages import GpuPagedKVBase, write_blocks
+from llmpq.runtime.cache.device_pages import GpuPagedKVBase, tokens_of, write_blocks
 from llmpq.runtime.cache.host_blocks import HostBlocks
 from llmpq.runtime.paged_step import PagedStep
 from llmpq.runtime.request import PagedRow
@@ -59,6 +59,12 @@ class GpuPagedLatents(GpuPagedKVBase):
         """Write the blocks that a step's rows got to the table; copy what hosts keep."""
         self._on_host.take_rows(rows)
         write_blocks(self._table_SM, [(row.slot, row.first_block, row.new_blocks) for row in rows])
+
+    def stored_tokens(self, layer: int, slot: int, count: int) -> tuple[Tensor, Tensor]:
+        """Return keys and values [1, N, G, D]; of blocks that left a window whatever is there."""
+        pool = self._pool[layer]
+        k_NGD = tokens_of(pool, self._table_SM[slot], count)
+        return k_NGD[None], k_NGD[None]
 
     def table(
         self,

@@ -125,6 +125,31 @@ class CpuPackedKV(PagedKV):
             )
         return out
 
+    def append(self, layer: int, k_BQGD: Tensor, v_BQGD: Tensor, step: Step) -> None:
+        """Append the step's keys and values; nothing attends to them yet."""
+        assert isinstance(step, RaggedStep)
+        self._append(layer, k_BQGD, v_BQGD, step.once("packed parts", lambda: self._planned(step)))
+
+    def _append(
+        self,
+        layer: int,
+        k_BQGD: Tensor,
+        v_BQGD: Tensor,
+        parts: Sequence[tuple[Sequence[Span], StepPlan]],
+    ) -> None:
+        for spans, plan in parts:
+            places = torch.tensor([range(s.first, s.first + s.count) for s in spans])
+            k, v = (x[0, places] for x in (k_BQGD, v_BQGD))
+            for row, span in enumerate(spans):
+                self._keep_behind(layer, span, k[row], v[row])
+            self.cache.append(plan, layer, k, v)
+
+    def take_tokens_of(self, other: PagedKV, slot: int, count: int) -> None:
+        """Append a request's first tokens as another pool has them."""
+        parts = [([piece], self._plan([piece])) for piece in _pieces(Span(slot, 0, count, 0))]
+        for layer in range(len(self.cache.layers)):
+            self._append(layer, *other.stored_tokens(layer, slot, count), parts)
+
     def _planned(self, step: RaggedStep) -> list[tuple[Sequence[Span], StepPlan]]:
         """Return the rows of one token together and each chunk in pieces, ready for every layer."""
         single = [span for span in step.spans if span.count == 1]

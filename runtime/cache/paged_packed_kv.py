@@ -21,7 +21,12 @@ from torch import Tensor
 
 from llmpq.kernels.formats.kv_block import KVFormat
 from llmpq.kernels.fused.rope_append import rope_append_pages
-from llmpq.kernels.kv.paged.packed_pages import PackedPages, PackedRows, attend_packed_pages
+from llmpq.kernels.kv.paged.packed_pages import (
+    PackedPages,
+    PackedRows,
+    append_packed_pages,
+    attend_packed_pages,
+)
 from llmpq.kernels.kv.paged.packed_pages_plan import PackedPlan
 from llmpq.kernels.kv.paged.paged_rows import TokenPlaces, spread
 from llmpq.kernels.kv.reference import EVERYTHING, ScoreRule
@@ -29,6 +34,7 @@ from llmpq.kernels.kv.storage import KVLayer
 from llmpq.model_spec import ModelSpec
 from llmpq.precision import KVPrecision
 from llmpq.runtime.cache.device_pages import GpuPagedKVBase, write_blocks
+from llmpq.runtime.cache.kv_cache import PagedKV
 from llmpq.runtime.paged_step import PagedStep
 from llmpq.runtime.request import PagedRow
 from llmpq.runtime.step import Step
@@ -162,6 +168,27 @@ class GpuPackedKV(GpuPagedKVBase):
             rule=rule,
         )
         return out_THD[None]
+
+    def append(self, layer: int, k_BQGD: Tensor, v_BQGD: Tensor, step: Step) -> None:
+        """Append the step's keys, with their positions, and values; nothing attends to them yet."""
+        assert isinstance(step, PagedStep)
+        rows = PackedRows(
+            rows_FR=step.rows_FR, dealt=step.dealt, table_SM=self._table_SM, chunks=step.chunks
+        )
+        self._append(layer, k_BQGD[0], v_BQGD[0], rows)
+
+    def take_tokens_of(self, other: PagedKV, slot: int, count: int) -> None:
+        """Append a request's first tokens as another pool has them, outside of captured steps."""
+        num_rows = self._table_SM.shape[0] + 1  # as steps with chunks have, whose kernels are there
+        table = self.launches.table([slot], [0], [count], num_rows=num_rows, num_places=count)
+        rows_FR = torch.tensor(table, dtype=torch.int32, device=self._device)
+        rows = PackedRows(rows_FR=rows_FR, dealt=rows_FR, table_SM=self._table_SM, chunks=True)
+        for layer in range(len(self._layers)):
+            k_BQGD, v_BQGD = other.stored_tokens(layer, slot, count)
+            self._append(layer, k_BQGD[0], v_BQGD[0], rows)
+
+    def _append(self, layer: int, k_TGD: Tensor, v_TGD: Tensor, rows: PackedRows) -> None:
+        append_packed_pages(k_TGD, v_TGD, self._layers[layer], rows, self.launches)
 
     def _layer(self, index: int) -> PackedPages:
         layer = KVLayer(

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from llmpq.kernels.formats.kv_block import KVFormat
-from llmpq.kernels.kv.paged.packed_latent_pages import attend_packed_latents
+from llmpq.kernels.kv.paged.packed_latent_pages import append_packed_latents, attend_packed_latents
 from llmpq.kernels.kv.paged.packed_pages import PackedRows
 from llmpq.kernels.kv.paged.paged_latents import LatentPlan
 from llmpq.kernels.kv.reference import EVERYTHING, ScoreRule
@@ -29,6 +29,9 @@ class GpuPackedLatents(GpuPackedKV):
         self._fmt = fmt
         rank = spec.latent.kv_rank
         return LatentPlan.of(spec.heads, spec.head_dim, rank, dtype, self._device)
+
+    def _append(self, layer: int, k_TGD: Tensor, v_TGD: Tensor, rows: PackedRows) -> None:
+        append_packed_latents(k_TGD[:, 0], self._layers[layer], rows, self._fmt)
 
     def attend(
         self,

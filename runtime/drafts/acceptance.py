@@ -43,6 +43,36 @@ def draft_tokens(
     return tokens_B, kept
 
 
+def agreeing_prefix(drafts_BG: Tensor, choices_BQ: Tensor, drafted_B: Tensor) -> Tensor:
+    """Return the length of each row's longest prefix of drafts that are the verifier's choices.
+
+    Greedy, on a device; `drafted_B`: how many drafts each row has.
+    """
+    same_BG = (drafts_BG == choices_BQ[:, :-1]).to(torch.long)
+    return torch.minimum(same_BG.cumprod(dim=1).sum(dim=1), drafted_B)
+
+
+class DraftProbs:
+    """The distributions q that unverified drafts were drawn from, by slot and position."""
+
+    def __init__(self) -> None:
+        self._by_slot: dict[int, dict[int, Tensor]] = {}
+
+    def note(
+        self, slots: Sequence[int], positions: Sequence[int], probs: Sequence[Tensor | None]
+    ) -> None:
+        """Take those of a draft step; what was drafted before at a position is void."""
+        for slot, position, q_V in zip(slots, positions, probs, strict=True):
+            if q_V is not None:
+                self._by_slot.setdefault(slot, {})[position] = q_V
+
+    def take(self, slot: int, start: int, count: int) -> list[Tensor] | None:
+        """Return those of `count` drafts behind position `start`; None of drafts not drawn."""
+        own = self._by_slot.pop(slot, {})
+        found = [own[position] for position in range(start, start + count) if position in own]
+        return found if len(found) == count else None
+
+
 def accept(
     logits_BQV: Tensor,
     drafts: Sequence[Sequence[int]],

@@ -93,7 +93,10 @@ class PagedScheduler:
         self._drafted: deque[DraftRound] = deque()
         """Rounds whose last draft step is complete, oldest first."""
         self.generated_tokens = self.num_preemptions = 0
-        self.whole_rounds = False
+        self.fused_rounds = False
+        """Whether the device takes greedy rows' drafts and their verify as one step."""
+        self._last_was_round = False
+        """Whether the step issued last was such a round."""
 
     @property
     def num_waiting(self) -> int:
@@ -166,11 +169,12 @@ class PagedScheduler:
         if self._enough_under_way(sets.num_decoding):
             return None
         if self._drafted:
-            self._add_drafted(step, self._drafted.popleft(), sets.ready)
+            self._add_drafted(step, self._drafted.popleft())
         else:
-            round_ = self._add_decoding(step, sets)
+            plain = self._last_was_round and self._has_prompts(sets)
+            round_ = self._add_decoding(step, sets, plain=plain)
             if round_ is not None:
-                return self._issue_drafts(round_)
+                return self._issue_round(round_)
         decoding = len(step.reqs)
         room = max(1, self.limits.step_tokens - sum(step.counts))
         for req in self._prompts(sets.prompts):
@@ -264,8 +268,16 @@ class PagedScheduler:
             return False
         return self._steps >= limits.num_stages * limits.tokens_ahead
 
-    def _add_decoding(self, step: StepBuilder, sets: ReadySets) -> DraftRound | None:
+    def _has_prompts(self, sets: ReadySets) -> bool:
+        """Whether a step could have tokens of prompts."""
+        return bool(sets.prompts) or (bool(self._waiting) and self._may_admit(self._waiting[0]))
+
+    def _add_decoding(
+        self, step: StepBuilder, sets: ReadySets, *, plain: bool
+    ) -> DraftRound | None:
         """Add the rows that decode next, oldest first; or begin a round of drafts for them.
+
+        `plain`: without drafts, beside prompts, which have no place in a round of one step.
 
         Rows that decode are split evenly into as many groups as keep all stages at work. No row
         goes on from a token of the last such step while that is under way: stages would wait for
@@ -280,46 +292,61 @@ class PagedScheduler:
         size = -(-decoding // num_groups)
         if num_groups > 1:
             ready = [h for h in ready if h.in_flight == 0 or h.last_step != self._last_decode]
-        group = ready[:size]
-        gamma = self._gamma(group)
+        drafts = self._drafts(ready[:size], plain=plain)
+        by_model = any(found is None for _, _, found in drafts)
         round_ = DraftRound()
-        for req in group:
+        for req, count, found in drafts:
             if req.request.slot < 0:
                 continue  # preempted for one before it
-            left = min(gamma, req.request.remaining - 1) if req.request.may_draft else 0
-            found = self._drafter.propose(req.request, left) if self._drafter and left > 0 else []
-            count = left if found is None else len(found)
             if not self._grow(req, req.num_computed + 1 + count, step, round_):
                 continue
-            if found is None:
-                round_.add(req, left)
-            elif not round_.members:
-                step.add(req, 1 + count, found)
+            if by_model:
+                round_.add(req, count)
+            else:
+                step.add(req, 1 + count, found or [])
         return round_ if round_.members else None
 
-    def _gamma(self, group: Sequence[RunningRequest]) -> int:
-        """Return how many tokens to draft for those of a group that may be drafted for."""
-        drafted = [req.request for req in group if req.request.may_draft]
-        return self._drafter.gamma(drafted) if self._drafter is not None and drafted else 0
+    def _drafts(
+        self, group: Sequence[RunningRequest], *, plain: bool
+    ) -> list[tuple[RunningRequest, int, list[int] | None]]:
+        """Return how many tokens each row of a group drafts, and these; None if the model does.
 
-    def _add_drafted(
-        self, step: StepBuilder, round_: DraftRound, ready: Sequence[RunningRequest]
-    ) -> None:
-        """Add the verify of a round, and rows beside it that decode without drafts."""
+        `plain`: none.
+        """
+        drafter = None if plain else self._drafter
+        drafted = [req.request for req in group if req.request.may_draft]
+        gamma = drafter.gamma(drafted) if drafter is not None and drafted else 0
+        found: list[tuple[RunningRequest, int, list[int] | None]] = []
+        for req in group:
+            count = min(gamma, req.request.remaining - 1) if req.request.may_draft else 0
+            drafts = drafter.propose(req.request, count) if drafter and count > 0 else []
+            found.append((req, count if drafts is None else len(drafts), drafts))
+        return found
+
+    def _issue_round(self, round_: DraftRound) -> MicroBatch:
+        """Return a round of drafts and their verify in one step, or its first draft step."""
+        fused = self.fused_rounds and all(req.request.drafts_plainly for req in round_.members)
+        self._decode_steps += 1
+        if not fused:
+            return self._issue_drafts(round_)
+        step = StepBuilder()
+        for req in list(round_.members):
+            count = req.num_to_draft
+            round_.remove(req)
+            step.add(req, 1 + count, [PENDING_TOKEN] * count)
+        self._last_decode = self._seq + 1
+        return self._issue(StepKind.ROUND, step)
+
+    def _add_drafted(self, step: StepBuilder, round_: DraftRound) -> None:
+        """Add the verify of a round."""
         for req in list(round_.members):
             drafts = req.drafts
             round_.remove(req)
             step.add(req, 1 + len(drafts), drafts)
         self._decode_steps -= 1  # the round's, which the step now counts as
-        for req in ready[: max(0, self.limits.decode_rows - len(step.reqs))]:
-            alike = req.request.may_draft and req.request.remaining > 1
-            if req.request.slot >= 0 and not alike and self._grow(req, req.num_computed + 1, step):
-                step.add(req, 1, [])
 
     def _issue_drafts(self, round_: DraftRound) -> MicroBatch:
         """Return the next draft step of a round."""
-        if round_.num_drafted == 0:
-            self._decode_steps += 1
         reqs, drafted = round_.drafting, round_.num_drafted
         rows = tuple(req.row(samples=True, num_ahead=drafted) for req in reqs)
         starts = [req.num_computed + drafted for req in reqs]
@@ -440,6 +467,7 @@ class PagedScheduler:
         rows[0].saves, self.tables.saves = tuple(self.tables.saves), []
         self._seq += 1
         self._steps += 1
+        self._last_was_round = kind is StepKind.ROUND
         requests = [req.request for req in step.reqs]
         return MicroBatch(self._seq, kind, requests, starts, tokens, None, tuple(rows))
 

@@ -67,7 +67,7 @@ class Scheduler:
         """Running request -> the group it decoded in last."""
         self.generated_tokens = 0
         """Tokens appended to all requests so far."""
-        self.whole_rounds = False
+        self.fused_rounds = False
         """Whether the device takes greedy rows' drafts and their verify as one step. Such rows are
         issued again before the tokens of the round before are known."""
 
@@ -93,7 +93,7 @@ class Scheduler:
 
     def end_drafts(self) -> None:
         """Draft no more; no step may be under way."""
-        self._drafter, self.whole_rounds = None, False
+        self._drafter, self.fused_rounds = None, False
 
     @property
     def idle(self) -> bool:
@@ -245,7 +245,7 @@ class Scheduler:
         """Take the next rows to decode; those that are drafted for do not mix with others."""
         first = self._ready[0]
         alone = all(self._drafted_like(first, request) for request in self._ready)
-        if alone and not self.whole_rounds:
+        if alone and not self.fused_rounds:
             return self._take_together(size)
         alike: list[Request] = []
         others: deque[Request] = deque()
@@ -257,7 +257,7 @@ class Scheduler:
 
     def _drafted_like(self, one: Request, other: Request) -> bool:
         """Whether two requests may decode in one group."""
-        if self.whole_rounds and one.drafts_plainly != other.drafts_plainly:
+        if self.fused_rounds and one.drafts_plainly != other.drafts_plainly:
             return False
         return self._drafter is None or one.may_draft == other.may_draft
 
@@ -282,7 +282,7 @@ class Scheduler:
         gamma = 0
         if self._drafter is not None and all(request.may_draft for request in requests):
             gamma = self._drafter.gamma(requests)
-        if self.whole_rounds and requests[0].drafts_plainly:
+        if self.fused_rounds and requests[0].drafts_plainly:
             return self._start_whole_round(Round(requests, gamma, drafts_done=gamma))
         gamma = min(gamma, max(request.remaining for request in requests) - 1)
         round_ = Round(requests, gamma)

@@ -37,7 +37,7 @@ class Compute(Protocol):
         ...
 
     @property
-    def whole_rounds(self) -> bool:
+    def fused_rounds(self) -> bool:
         """Whether a round of drafts and its verify are one step, told -1 for what is not known."""
         ...
 
@@ -121,9 +121,9 @@ class FirstStage:
         self._scheduler, self._compute, self._transport = scheduler, compute, transport
         self._mailbox, self._recorder = mailbox, recorder
         self._num_stages = num_stages
-        scheduler.whole_rounds = compute.whole_rounds
+        scheduler.fused_rounds = compute.fused_rounds
         self._runs_ahead = compute.runs_ahead if transport is None else transport.tokens_on_device
-        ahead = self._runs_ahead or compute.whole_rounds
+        ahead = self._runs_ahead or compute.fused_rounds
         self._max_in_flight = max_ahead(num_stages) if ahead else max_in_flight(num_stages)
         self._in_flight: deque[_Flight] = deque()
         self._num_brought = 0

@@ -66,7 +66,11 @@ class OpenStages:
         built: list[tuple[StageCompute | PagedStageCompute, LoadReport]] = []
         for index, place in enumerate(self._devices):
             if pool is not None:
-                built.append(build_paged_stage(plan, index, spec, source, place, pool))
+                paged, load = build_paged_stage(plan, index, spec, source, place, pool)
+                if speculate is not None:
+                    layers = range(*plan.stages[index].layers)
+                    paged.enable_speculation(speculate, pool, layers=layers)
+                built.append((paged, load))
                 continue
             with _current(place):
                 compute, load = build_stage(plan, index, spec, source, place, graphs=graphs)

@@ -25,7 +25,7 @@ def h200():
 def served(chosen, **settings):
     """Return whether an engine of the plan has a pool, as stages decide it."""
     settings = StageSettings(model_dir=str(chosen.directory), live=True, **settings)
-    return PoolPlan(chosen.plan, chosen.spec, settings).serves
+    return PoolPlan(chosen.plan, chosen.spec, settings).use_paged_engine
 
 
 @pytest.mark.parametrize("kv", ["auto", "kv4"])
@@ -78,12 +78,14 @@ def test_several_gpus_state_the_pool_of_a_run_that_plans_itself(demo_model, h200
     spec = ModelSpec.from_directory(demo_model)
     assert chosen.plan.pool is not None and chosen.pooled and served(chosen)
     job = PoolPlan(chosen.plan, spec, StageSettings(model_dir=""))
-    assert job.serves and job.limits.num_blocks == chosen.plan.pool.num_blocks
+    assert job.use_paged_engine and job.limits.num_blocks == chosen.plan.pool.num_blocks
     assert chosen.plan.workload.kv is KVPrecision.KV16
     older = replace(job, plan=job.plan.model_copy(update={"pool": None}))
-    assert older.serves and older.size == job.size, "GPUs run a pool unless they are refused one"
+    assert older.use_paged_engine and older.size == job.size, (
+        "GPUs run a pool unless they are refused one"
+    )
     slots = replace(job, settings=StageSettings(model_dir="", gpu_pool=False))
-    assert not slots.serves
+    assert not slots.use_paged_engine
 
 
 def replace_devices(cluster, node):

@@ -123,6 +123,16 @@ def attend(
             tl.store(to_ptr + out_at[:, None, None] * V + channel, out, mask=live)
 
 
+def append_packed_latents(
+    new_TD: Tensor, pages: PackedPages, step: PackedRows, fmt: KVFormat
+) -> None:
+    """Append a step's latents; nothing attends to them yet."""
+    new_TD = new_TD.contiguous()
+    append_latents(new_TD, pages, step, fmt)
+    if step.chunks:
+        keep_newest(new_TD, pages, step)
+
+
 def attend_packed_latents(
     q_THD: Tensor,
     new_TD: Tensor,

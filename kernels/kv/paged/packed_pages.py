@@ -91,15 +91,34 @@ def attend_packed_pages(
     q_THD = _append(q_THD, k_TGD, v_TGD, pages, step, plan, inv_freq, factor)
     out = _attend(q_THD, k_TGD, v_TGD, pages, step, plan, scale, alibi_slopes_H, rule)
     if step.chunks:
-        pdl, num_rows = overlaps(out.device), step.rows_FR.shape[1]
-        options = plan.ring_options(pdl=pdl)
-        rings = (pages.layer.k_ring_SGRD, pages.layer.v_ring_SGRD)
-        write_rings[(RING_TOKENS // int(options["TOKENS"]), plan.kv_heads, num_rows)](
-            *(k_TGD, v_TGD, *rings, step.rows_FR, num_rows, k_TGD.stride(0)),
-            **options,
-            launch_pdl=pdl,
-        )
+        _write_rings(k_TGD, v_TGD, pages, step, plan)
     return out
+
+
+def append_packed_pages(
+    k_TGD: Tensor, v_TGD: Tensor, pages: PackedPages, step: PackedRows, plan: PackedPlan
+) -> None:
+    """Append a step's keys, with their positions, and values; nothing attends to them yet."""
+    q_THD = k_TGD.new_empty(len(k_TGD), plan.heads, plan.head_dim)  # the kernel copies them, too
+    _check(q_THD, k_TGD, pages, plan)
+    k_TGD, v_TGD = _alike(k_TGD, v_TGD)
+    _append(q_THD, k_TGD, v_TGD, pages, step, plan, None, 1.0)
+    if step.chunks:
+        _write_rings(k_TGD, v_TGD, pages, step, plan)
+
+
+def _write_rings(
+    k_TGD: Tensor, v_TGD: Tensor, pages: PackedPages, step: PackedRows, plan: PackedPlan
+) -> None:
+    """Launch `write_rings`, behind what still reads what it overwrites."""
+    pdl, num_rows = overlaps(k_TGD.device), step.rows_FR.shape[1]
+    options = plan.ring_options(pdl=pdl)
+    rings = (pages.layer.k_ring_SGRD, pages.layer.v_ring_SGRD)
+    write_rings[(RING_TOKENS // int(options["TOKENS"]), plan.kv_heads, num_rows)](
+        *(k_TGD, v_TGD, *rings, step.rows_FR, num_rows, k_TGD.stride(0)),
+        **options,
+        launch_pdl=pdl,
+    )
 
 
 def _append(

@@ -11,18 +11,21 @@ Legend: B rows, T tokens, h hidden, R rows that sample.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from llmpq.runtime.backends.gpu.cuda_graphs import StepOutput
+from llmpq.runtime.backends.gpu.cuda_graphs import StepOutput, rounded_rows
 from llmpq.runtime.backends.gpu.device_times import DeviceTimes
 from llmpq.runtime.backends.gpu.late_tokens import LateTokens
 from llmpq.runtime.backends.gpu.paged_graphs import PagedGraphs, rungs
+from llmpq.runtime.backends.gpu.paged_rounds import PagedRoundGraphs
 from llmpq.runtime.backends.paged_compute import PagedStageCompute, num_wanted, rows_of
 from llmpq.runtime.cache.device_pages import GpuPagedKVBase
+from llmpq.runtime.cache.gpu_drafted_kv import GpuDraftedKV
 from llmpq.runtime.models.stage_model import StageModel
 from llmpq.runtime.pending import Pending, on_its_way
 from llmpq.runtime.request import PagedRow, StepKind
@@ -32,11 +35,13 @@ from llmpq.runtime.trace import KindTotals
 from llmpq.runtime.upload import upload
 from llmpq.sizes.kv_format import BLOCK_TOKENS
 from llmpq.sizes.pool_size import PoolSize
-from llmpq.speculation import MAX_GAMMA
+from llmpq.speculation import MAX_GAMMA, MeasuredTimes, SpeculationMode
 
 
 class CudaPagedCompute(PagedStageCompute):
     """One stage on a GPU, ready to run the steps of a `PagedScheduler`."""
+
+    _with_copy = GpuDraftedKV
 
     def __init__(
         self,
@@ -53,31 +58,91 @@ class CudaPagedCompute(PagedStageCompute):
         super().__init__(model, kv, device, dtype)
         self._whole = model.embedding is not None and model.head is not None
         self._times, self._columns = DeviceTimes(device), kv.columns
-        last_token_S = torch.zeros(size.slots + 1, dtype=torch.long, device=device)
-        make = partial(
-            PagedGraphs,
-            model,
-            kv,
+        self._size = size
+        self._graph_options: dict[str, Any] = dict(
             num_slots=size.slots,
             most_tokens=max(step_tokens, size.slots * (MAX_GAMMA + 1)) + 1,
             max_len=size.max_len,
             dtype=dtype,
             device=device,
             capture=graphs,
-            last_token_S=last_token_S,
+            last_token_S=torch.zeros(size.slots + 1, dtype=torch.long, device=device),
         )
         self._hidden_stay = self._tokens_stay = False
         self._late: LateTokens | None = None
         """The last step's tokens, if they are still to be drawn."""
+        self._make_graphs()
+
+    def _make_graphs(self) -> None:
+        """Make the sets of steps anew; each step is captured when it first comes."""
+        assert isinstance(self.kv, GpuPagedKVBase)
+        make = partial(PagedGraphs, self.model, self.kv, **self._graph_options)
         self._decode, self._mixed = make(chunks=False), make(chunks=True)
         self._verify = make(chunks=True, verifies=True)
+        self._drafts: PagedGraphs | None = None
+        if self.draft is not None:
+            assert isinstance(self.draft.kv, GpuPagedKVBase)
+            own = (self.draft.model, self.draft.kv)
+            self._drafts = PagedGraphs(*own, chunks=False, **self._graph_options)
+            self._drafts.share(self._decode)
         for others in (self._mixed, self._verify):
             others.share(self._decode)
+        self._rounds: dict[int, PagedRoundGraphs] = {}
+        """Number of drafts -> rounds of so many."""
+
+    def enable_speculation(
+        self, mode: SpeculationMode, size: PoolSize, *, layers: Sequence[int]
+    ) -> int:
+        """As `PagedStageCompute.enable_speculation`."""
+        extra = super().enable_speculation(mode, size, layers=layers)
+        self._make_graphs()
+        return extra
+
+    def end_speculation(self) -> None:
+        """As `PagedStageCompute.end_speculation`; graphs are captured anew."""
+        super().end_speculation()
+        self._make_graphs()
 
     @property
     def runs_ahead(self) -> bool:
         """Whether a step may name tokens by -1 that the step before has yet to produce."""
         return self._whole
+
+    @property
+    def fused_rounds(self) -> bool:
+        """Whether a round of drafts and its verify can be one step."""
+        return self._whole and self.draft is not None
+
+    def step_times(self, rows: int) -> MeasuredTimes:
+        """Time drafts, verifies and plain steps of up to so many rows, to choose draft lengths by.
+
+        Of a whole model, before it serves.
+        """
+        # Imported here: it runs the steps of this class.
+        from llmpq.runtime.backends.gpu.cuda_step_times import contexts_of, measure_over_pool
+
+        longest = min(self._size.max_len, self._size.num_blocks * BLOCK_TOKENS)
+        return measure_over_pool(
+            self,
+            sorted({1, max(1, rows // 4), rows}),
+            contexts_of(longest),
+            num_blocks=self._size.num_blocks,
+        )
+
+    @property
+    def drafts(self) -> Callable[[StepMessage], object] | None:
+        """Runs a draft step, if the model drafts; for `step_times`."""
+        return None if self._drafts is None else partial(self._drafts.run, hidden_BQh=None)
+
+    def plain(self, message: StepMessage) -> object:
+        """Run a decode step; for `step_times`."""
+        return self._decode.run(message, None)
+
+    def verify(self, message: StepMessage) -> object:
+        """Run a verify, its head included; for `step_times`."""
+        hidden_BQh = self._verify.run(message, None).hidden_BQh
+        assert self.model.head is not None and hidden_BQh is not None
+        return self.model.head(hidden_BQh[0, : sum(message.num_new)])
 
     @property
     def captured(self) -> tuple[list[int], list[int]]:
@@ -105,8 +170,14 @@ class CudaPagedCompute(PagedStageCompute):
         What a row gets that samples nothing means nothing.
         """
         self.kv.take_rows(message.paged, message.starts)
+        if message.kind is StepKind.ROUND:
+            round_ = partial(self._round, message)
+            return self._times.of(message.kind, message.num_rows, round_)
         graphs = self._mixed if max(message.num_new) > 1 else self._decode
-        if self.model.head is not None and any(row.drafts for row in message.paged):
+        if message.kind is StepKind.DRAFT:
+            assert self._drafts is not None, "drafts need enable_speculation"
+            graphs = self._drafts
+        elif self.model.head is not None and any(row.drafts for row in message.paged):
             graphs = self._verify
         graphs.stage(message)
         if self._late is not None:
@@ -124,6 +195,8 @@ class CudaPagedCompute(PagedStageCompute):
             assert out.hidden_BQh is not None
             hidden_BQh = out.hidden_BQh[:, : sum(message.num_new)]
             return hidden_BQh.clone() if self._hidden_stay else hidden_BQh.cpu()
+        if graphs is self._drafts:
+            return self._answer(self._drafted_B1(out, message))
         if scored:
             self._score_places(out.hidden_BQh, message)
         if graphs is self._verify:
@@ -133,10 +206,32 @@ class CudaPagedCompute(PagedStageCompute):
                 self._device, message.num_rows, partial(self._draw, out, message)
             )
             return self._late.result
-        tokens_B1 = self._tokens_B(out, message)[:, None]
+        return self._answer(self._tokens_B(out, message)[:, None])
+
+    def _round(self, message: StepMessage) -> Tensor | Pending:
+        """Return the counts and new tokens of a round's rows."""
+        gamma = message.q_len - 1
+        if gamma not in self._rounds:
+            assert self.draft is not None and isinstance(self.kv, GpuPagedKVBase)
+            own = (self.model, self.kv, self.draft, gamma)
+            self._rounds[gamma] = PagedRoundGraphs(*own, **self._graph_options)
+            self._rounds[gamma].share(self._decode)
+        table_BK = self._rounds[gamma].run(message, None).table_BK
+        assert table_BK is not None
+        return self._answer(table_BK[: message.num_rows])
+
+    def _answer(self, tokens_B1: Tensor) -> Tensor | Pending:
         if self._tokens_stay:
             return tokens_B1.clone()
         return on_its_way(tokens_B1) if self._whole else tokens_B1.cpu()
+
+    def _drafted_B1(self, out: StepOutput, message: StepMessage) -> Tensor:
+        """Return the tokens of a draft step, the most likely ones or drawn."""
+        assert out.tokens_B is not None and out.logits_BV is not None
+        num_rows = message.num_rows
+        if all(params.greedy for params in message.sampling):
+            return out.tokens_B[:num_rows, None]
+        return self._drafted(out.logits_BV[:num_rows].clone(), message)[:, None]
 
     def _verified(self, out: StepOutput, message: StepMessage) -> Tensor:
         """Return the rows' new tokens where some have drafts: counts and tokens, on the host."""
@@ -208,7 +303,12 @@ class CudaPagedCompute(PagedStageCompute):
             self._run_rows(StepKind.PREFILL, [min(places, longest)])
         for count in self._decode.sizes(rows):
             self._run_rows(StepKind.DECODE, [1] * count)
-        if gamma and self.model.head is not None:
+        for count in self._drafts.sizes(rows) if self._drafts is not None else ():
+            self._run_rows(StepKind.DRAFT, [1] * count)
+        if gamma and self.fused_rounds:
+            for count in sorted({rounded_rows(n, rows) for n in range(1, rows + 1)}, reverse=True):
+                self._run_rows(StepKind.ROUND, [gamma + 1] * count, (0,) * gamma)
+        elif gamma and self.model.head is not None:
             drafts = (0,) * gamma
             for places in rungs(max(step_tokens, rows * (gamma + 1))):
                 counts = [gamma + 1] * max(1, min(rows, places // (gamma + 1)))

@@ -178,7 +178,7 @@ class CudaSpeculation:
         self._model, self._kv = decode._model, decode._kv
         self._draft, self._options = draft, options | {"last_token_S": decode.last_token_S}
         self.judge: Judge = agreeing_prefix
-        self.whole_rounds = whole
+        self.fused_rounds = whole
         self._length_S = torch.zeros_like(decode.last_token_S)
         self.history_ST: Tensor | None = None
         """Tokens of each slot, where n-grams are looked up: 4 bytes beside a token's 100 KB."""

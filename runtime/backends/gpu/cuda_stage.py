@@ -97,9 +97,9 @@ class CudaStageCompute(StageCompute):
         return self._whole and not self._truncates
 
     @property
-    def whole_rounds(self) -> bool:
+    def fused_rounds(self) -> bool:
         """Whether a round of drafts and its verify are one step, told -1 for what is not known."""
-        return self.speculation is not None and self.speculation.whole_rounds
+        return self.speculation is not None and self.speculation.fused_rounds
 
     @property
     def captured_rows(self) -> list[int]:

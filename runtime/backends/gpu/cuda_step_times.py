@@ -10,16 +10,20 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 
 from llmpq.runtime.backends.gpu.cuda_graphs import DecodeGraphs
 from llmpq.runtime.backends.gpu.cuda_speculate import CudaSpeculation
-from llmpq.runtime.request import StepKind
+from llmpq.runtime.request import PagedRow, StepKind
 from llmpq.runtime.sampling_params import TokenChoice
 from llmpq.runtime.step_message import StepMessage
 from llmpq.sizes.kv_format import BLOCK_TOKENS, HOLDBACK_TOKENS
 from llmpq.speculation import MAX_GAMMA, Line, MeasuredTimes
+
+if TYPE_CHECKING:
+    from llmpq.runtime.backends.gpu.cuda_paged import CudaPagedCompute
 
 POSITIONS = (1, 2, 3, 4, 6, MAX_GAMMA + 1)
 """New tokens a row at which verifies are timed; drafts of one less are those `auto` chooses from,
@@ -47,12 +51,41 @@ def measure(
     verify: dict[tuple[int, int], Line] = {}
     for q in POSITIONS:
         verify |= {(r, q): line(speculation.verify_graphs(q), r, q) for r in rows}
-        if speculation.whole_rounds:
+        if speculation.fused_rounds:
             speculation.forget_verifies()
     return MeasuredTimes(
         draft={} if draft is None else {r: line(draft, r, 1) for r in rows},
         verify=verify,
         plain={r: line(speculation.plain, r, 1) for r in rows},
+    )
+
+
+def measure_over_pool(
+    compute: CudaPagedCompute, rows: Sequence[int], contexts: Sequence[int], *, num_blocks: int
+) -> MeasuredTimes:
+    """Time the steps of a whole model over its pool, no block of which is in use yet."""
+
+    def line(run: Callable[[StepMessage], object], num_rows: int, q_len: int) -> Line:
+        def at(context: int) -> float:
+            message = step_message(num_rows, context, q_len)
+            each = -(-(context + q_len) // BLOCK_TOKENS)
+            paged = [
+                PagedRow(
+                    slot=row,
+                    new_blocks=tuple((row * each + m) % num_blocks for m in range(each)),
+                )
+                for row in range(num_rows)
+            ]
+            compute.kv.take_rows(paged, message.starts)
+            return seconds_of(lambda: run(message))
+
+        return tuple((float(length), at(length)) for length in contexts)
+
+    drafts = compute.drafts
+    return MeasuredTimes(
+        draft={} if drafts is None else {r: line(drafts, r, 1) for r in rows},
+        verify={(r, q): line(compute.verify, r, q) for q in POSITIONS for r in rows},
+        plain={r: line(compute.plain, r, 1) for r in rows},
     )
 
 

@@ -42,6 +42,36 @@ def rungs(most: int) -> list[int]:
     return sorted(found, reverse=True)
 
 
+def paged_step(
+    pages: GpuPagedKVBase,
+    rows_FR: Tensor,
+    dealt: Tensor,
+    num_places: int,
+    *,
+    nobody: int,
+    max_end: int,
+    chunks: bool,
+    prompts: tuple[tuple[int, int], ...] = (),
+) -> PagedStep:
+    """Return the step of rows whose table is on the device; `nobody`: the slot of padding."""
+    where, windowed = pages.places(rows_FR, num_places, nobody=nobody)
+    return PagedStep(
+        slots_B=where.slots_R,
+        start_B=rows_FR[1],
+        num_new_B=rows_FR[2],
+        q_len=num_places,
+        max_end=max_end,
+        fresh=False,
+        runs=(),
+        rows_FR=rows_FR,
+        dealt=dealt,
+        where=where,
+        where_windowed=windowed,
+        chunks=chunks,
+        prompts=prompts,
+    )
+
+
 class PagedGraphs(DecodeGraphs):
     """Runs steps of a stage over its pool; `size` of a step is its number of places."""
 
@@ -126,31 +156,23 @@ class PagedGraphs(DecodeGraphs):
         parts = [self._pages.num_dealt, FIELDS * num_rows, size]
         dealt, told, tokens_T = self._rows[: sum(parts)].split(parts)
         rows_FR = told.view(FIELDS, num_rows)
-        where, windowed = self._pages.places(rows_FR, size, nobody=self._nobody)
-        step = PagedStep(
-            slots_B=where.slots_R,
-            start_B=rows_FR[1],
-            num_new_B=rows_FR[2],
-            q_len=size,
+        step = paged_step(
+            *(self._pages, rows_FR, dealt, size),
+            nobody=self._nobody,
             max_end=self.max_end,
-            fresh=False,
-            runs=(),
-            rows_FR=rows_FR,
-            dealt=dealt,
-            where=where,
-            where_windowed=windowed,
             chunks=self._chunks,
             prompts=self._prompts if self._chunks else (),
         )
         x = hidden_BQh
         if x is None:
-            x = torch.where(tokens_T < 0, self.last_token_S[where.slots_T], tokens_T)[None]
+            last_T = self.last_token_S[step.where.slots_T]
+            x = torch.where(tokens_T < 0, last_T, tokens_T)[None]
         every_place = every_place or self._verifies
         last_only = self._chunks and self._model.head is not None and not every_place
         y = self._model(x, step, self._kv, last_only=last_only)
         if self._model.head is None or self._verifies:
             return StepOutput(hidden_BQh=y)
         logits_RV = self._model.logits(y, step)
-        tokens_R = argmax(logits_RV, slots_B=where.slots_R, table_S=self.last_token_S)
+        tokens_R = argmax(logits_RV, slots_B=step.slots_B, table_S=self.last_token_S)
         hidden = y if every_place else None
         return StepOutput(hidden_BQh=hidden, logits_BV=self._shared(logits_RV), tokens_B=tokens_R)

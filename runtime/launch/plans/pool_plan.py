@@ -15,7 +15,7 @@ from llmpq.runtime.engine.slot_limits import Limits
 from llmpq.runtime.launch.stages.stage_settings import StageSettings, limits_of
 from llmpq.sizes.kv_format import BLOCK_TOKENS, pool_blocks
 from llmpq.sizes.pool_size import PoolSize, fits, fitting_pool, wanted_pool, window_step_tokens
-from llmpq.speculation import MAX_GAMMA
+from llmpq.speculation import READS_KV4, SpeculationMode
 from llmpq.workload import CHUNK_TOKENS
 
 RequestLimits = PoolLimits | Limits
@@ -37,39 +37,22 @@ class PoolPlan:
     settings: StageSettings
 
     @property
-    def serves(self) -> bool:
-        """Whether the paged engine serves the plan; else requests have the plan's slots.
+    def use_paged_engine(self) -> bool:
+        """Whether KV is in a pool of blocks; else, on GPUs only, a slot for each request.
 
-        On CPUs it does, on GPUs where their pool lacks nothing that the run needs, unless
-        `StageSettings.gpu_pool` says otherwise: `ValueError` where it asks for what is lacking.
-        Slots remain for drafts by the model's own weights, which keep caches of their own, and for
-        jobs known beforehand with drafts. On GPUs drafts found in the text have slots, too, where
-        steps need not wait for the host, unless a pool is asked for.
+        The one place that decides it. On GPUs drafts have slots unless `StageSettings.gpu_pool`
+        asks for the pool (benchmarks/speculation_pool.py compares them), and so has what the pool's
+        kernels lack; `ValueError` where the pool is asked for that.
         """
-        if self._has_gpus and not self._gpus_have_it:
-            return False
-        if self.settings.live:
-            return self.settings.speculate in (None, "ngram")
-        return self.settings.speculate is None
-
-    @property
-    def _gpus_have_it(self) -> bool:
-        """Whether GPUs keep a pool, as they are told, or as they can if they are told nothing."""
-        told, workload = self.settings.gpu_pool, self.plan.workload
-        if told is False:
-            return False
+        if not self._has_gpus:
+            return True
+        asked, workload = self.settings.gpu_pool, self.plan.workload
         run = self.spec, workload.kv, workload.dtype
-        drafts = self.settings.speculate
-        if told is None:
-            return not gpu_pool_lack(*run, drafts=drafts is not None)
-        found = drafts == "ngram" and self.settings.live
-        require_gpu_pool(*run, drafts=drafts is not None and not found)
-        if found and self.settings.gamma is None:
-            raise ValueError(
-                f"drafts over a pool of KV blocks on GPUs need gamma=1..{MAX_GAMMA}, tokens "
-                "drafted at once; give it, or leave the pool out (kv_pool, --kv-pool)"
-            )
-        return True
+        if asked:
+            require_gpu_pool(*run, drafts=False)
+            return True
+        drafts = self.settings.speculate is not None
+        return asked is None and not gpu_pool_lack(*run, drafts=drafts)
 
     @property
     def _has_gpus(self) -> bool:
@@ -82,9 +65,10 @@ class PoolPlan:
         `DoesNotFitError` if a stage has no room for a block, or less than the plan states.
         """
         wanted, stated = self._wanted, self.plan.pool
-        size = counted = self._fitting(wanted)
-        if stated and self._has_tails(wanted):
-            counted = self._fitting(replace(wanted, prefix_cache=False))
+        size = counted = self._fitting(wanted, drafts=self.settings.speculate)
+        if stated and (self._has_tails(wanted) or self.settings.speculate in READS_KV4):
+            tails = self._has_tails(wanted)
+            counted = self._fitting(replace(wanted, prefix_cache=False) if tails else wanted)
         if stated and stated.num_blocks != counted.num_blocks:
             raise DoesNotFitError(
                 f"the plan states a pool of {stated.num_blocks} blocks of KV cache, its stages "
@@ -92,8 +76,14 @@ class PoolPlan:
             )
         return size
 
-    def _fitting(self, wanted: PoolSize) -> PoolSize:
-        return fitting_pool(wanted, self.plan.stages, self.spec, self.plan.workload)
+    def _fitting(self, wanted: PoolSize, *, drafts: SpeculationMode | None = None) -> PoolSize:
+        return fitting_pool(
+            wanted,
+            self.plan.stages,
+            self.spec,
+            self.plan.workload,
+            copied=drafts in READS_KV4,
+        )
 
     def _has_tails(self, size: PoolSize) -> bool:
         """Whether a pool keeps 16-bit tokens behind packed blocks, for prefixes found again.
@@ -254,4 +244,4 @@ class PoolPlan:
 def request_limits(plan: Plan, spec: ModelSpec, settings: StageSettings) -> RequestLimits:
     """Return what says which requests can never run, of the engine that serves the plan."""
     pool = PoolPlan(plan, spec, settings)
-    return pool.limits if pool.serves else limits_of(plan)
+    return pool.limits if pool.use_paged_engine else limits_of(plan)

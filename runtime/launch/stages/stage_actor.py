@@ -144,7 +144,7 @@ class StageActor:
         spec, source = self._model(device)
         self._plan.require_model(spec)
         pool = PoolPlan(self._plan, spec, self._settings)
-        if pool.serves:
+        if pool.use_paged_engine:
             self._pool = pool
             self._compute, report = load_with_pool(
                 self._pool, self._index, source, device, on_layer=self._signs.on_layer
@@ -159,8 +159,9 @@ class StageActor:
                 device,
                 on_layer=self._signs.on_layer,
             )
-            if self._index == 0 and self._drafter is None:
-                self._drafter = timed_drafter(self._compute, self._settings)
+        if self._index == 0 and self._drafter is None:
+            rows = self._plan.decode_microbatch if self._pool is None else self._max_rows
+            self._drafter = timed_drafter(self._compute, self._settings, rows)
         self._signs = None
         return asdict(report)
 

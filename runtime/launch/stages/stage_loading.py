@@ -40,7 +40,11 @@ def load_with_pool(
         graphs=pool.settings.graphs,
         on_layer=on_layer,
     )
-    drafted = pool.settings.gamma or 0 if pool.settings.speculate is not None else 0
+    mode, drafted = pool.settings.speculate, 0
+    if mode is not None:
+        layers = range(*pool.plan.stages[index].layers)
+        extra = compute.enable_speculation(mode, pool.size, layers=layers)
+        report, drafted = replace(report, draft_bytes=extra), pool.settings.gamma or 0
     compute.warm_up(limits.decode_rows, limits.step_tokens, gamma=drafted)
     return compute, report
 
@@ -94,14 +98,23 @@ def make_drafter(plan: Plan, settings: StageSettings) -> FixedDrafter | None:
     return AutoDrafter(settings.speculate, times, clock=time.perf_counter)
 
 
-def timed_drafter(compute: StageCompute, settings: StageSettings) -> AutoDrafter | None:
-    """Return a drafter that goes by the device's own times; None for plain decoding."""
+def timed_drafter(
+    compute: StageCompute | PagedStageCompute, settings: StageSettings, rows: int
+) -> AutoDrafter | None:
+    """Return a drafter that goes by the device's own times; None for plain decoding.
+
+    `rows`: that decode at once at most.
+    """
     if settings.speculate is None:
         return None
-    from llmpq.runtime.backends.gpu.cuda_stage import CudaStageCompute  # Triton: half a second
+    from llmpq.runtime.backends.gpu.cuda_paged import CudaPagedCompute  # Triton: half a second
+    from llmpq.runtime.backends.gpu.cuda_stage import CudaStageCompute
 
-    assert isinstance(compute, CudaStageCompute), "draft lengths need a cost model"
-    times = compute.step_times()
+    if isinstance(compute, CudaPagedCompute):
+        times = compute.step_times(rows)
+    else:
+        assert isinstance(compute, CudaStageCompute), "draft lengths need a cost model"
+        times = compute.step_times()
     return AutoDrafter(
         settings.speculate,
         times,

@@ -16,11 +16,13 @@ from llmpq.kernels.kv.paged.paged_plan import PagedPlan
 from llmpq.kernels.kv.reference import EVERYTHING
 from llmpq.model_spec import ModelSpec
 from llmpq.precision import KVPrecision
+from llmpq.runtime.backends import paged_compute
 from llmpq.runtime.backends.build_stage import build_stage
 from llmpq.runtime.backends.gpu import cuda_experts, cuda_graphs, cuda_layers
 from llmpq.runtime.backends.gpu.cuda_paged import CudaPagedCompute
 from llmpq.runtime.backends.gpu.paged_graphs import LONGEST, rung, rungs
 from llmpq.runtime.cache import paged_device_kv, paged_latent_kv, paged_packed_kv
+from llmpq.runtime.cache.gpu_drafted_kv import GpuDraftedKV
 from llmpq.runtime.cache.paged_device_kv import GpuPagedKV
 from llmpq.runtime.cache.paged_latent_kv import GpuPagedLatents
 from llmpq.runtime.cache.paged_packed_kv import GpuPackedKV
@@ -567,6 +569,62 @@ def test_drafts_found_in_the_text_change_no_token(
     assert sum(drafter.acceptance.accepted) > 0 and drafter.acceptance.refusals > 0
     noted = stages.computes[-1].sampler.noted(2)
     assert len(noted.output) == new and len(noted.prompt) == len(prompts[2]) - 1
+
+
+@pytest.mark.parametrize(
+    "mode,bits,splits",
+    [("kv4", "w16a16", ()), ("w4kv4", "w16a16", (1,)), ("qspec", "w4a16", ())],
+)
+def test_drafts_by_the_model_change_no_token(
+    mode, bits, splits, tiny_models, random_prompts, make_plan, on_gpu_path, monkeypatch
+):
+    """Beside chunks, a row without drafts, a sampled one and one that finds another's blocks."""
+    monkeypatch.setattr(paged_packed_kv, "rope_append_pages", rope_append_pages_reference)
+    monkeypatch.setattr(PackedPlan, "chunk_rows", 128)  # the interpreter is slow
+    monkeypatch.setattr(packed_pages_plan, "programs_per_sm", lambda *_, **__: 1)
+    PackedPlan.of.__func__.cache_clear()
+    monkeypatch.setattr(
+        paged_compute,
+        "make_paged_kv",
+        lambda spec, kv, size, **given: GpuPackedKV(spec, kv, size=size, **given),
+    )
+    model, new = tiny_models.directory("qwen3"), 7
+    (trunk,) = random_prompts(141, seed=4)
+    prompts = [trunk, *random_prompts(6, 20, seed=2), [*trunk[:128], 5, 7, 9]]
+    spec, plan = ModelSpec.from_directory(model), make_plan(model, splits, bits=bits, batch=3)
+    source, firsts = CheckpointSource(model, spec), (0, *splits)
+    stages = OpenStages(plan, spec, source, pool=POOL)
+    stages.computes = [
+        paged(one, first=first) for one, first in zip(stages.computes, firsts, strict=True)
+    ]
+    own = limits(num_stages=len(firsts), tokens_ahead=1, num_blocks=3)
+
+    def run(drafter):
+        requests = asked(prompts, new)
+        requests[1].may_draft = False
+        requests[2].sampling = TokenChoice(temperature=0.8, seed=3)
+        tokens = stages.run(PagedScheduler(own, drafter=drafter), requests).tokens
+        assert requests[3].num_prefix_hits == 128
+        return [tokens[i] for i in range(4)]
+
+    plain = run(None)
+    for compute, layers in zip(
+        stages.computes, ((0, 1), (1, 2)) if splits else ((0, 2),), strict=True
+    ):
+        compute.enable_speculation(mode, POOL, layers=range(*layers))
+    drafter = FixedDrafter(mode, 3)
+    drafted = run(drafter)
+    assert drafted[:2] == plain[:2] and drafted[3] == plain[3] and len(drafted[2]) == new
+    assert sum(drafter.acceptance.accepted) > 0
+    compute = stages.computes[0]
+    copied = isinstance(compute.kv, GpuDraftedKV)
+    assert copied == (mode != "qspec") and len(compute.model.layers) == len(layers_of(compute))
+
+
+def layers_of(compute):
+    """Return the layers of a stage's pool, or of its copy."""
+    kv = getattr(compute.kv, "copy", compute.kv)
+    return kv._layers
 
 
 def test_stages_pass_hidden_states_on(tiny_models, random_prompts, make_plan, on_gpu_path):

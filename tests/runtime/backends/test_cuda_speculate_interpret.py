@@ -188,7 +188,7 @@ def test_stages_draft_and_verify_step_by_step(tiny_models, random_prompts, make_
     model, prompts = tiny_models.directory("llama"), random_prompts(9, 3, 7)
     plan = make_plan(model, (1,), batch=3, decode_microbatch=2, prefill_microbatch=2)
     stages = [stage(plan, model, "w4kv4", index) for index in range(2)]
-    assert not any(compute.whole_rounds for compute in stages)
+    assert not any(compute.fused_rounds for compute in stages)
     scheduler = Scheduler(limits_of(plan), drafter=FixedDrafter("w4kv4", 3))
     requests = [Request(id=i, prompt=tuple(p), max_new=NEW) for i, p in enumerate(prompts)]
     for request in requests:

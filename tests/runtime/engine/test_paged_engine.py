@@ -337,8 +337,8 @@ def test_a_plan_of_slots_has_as_many_blocks_as_its_device_has_room_for(demo_mode
 
     for tokens, blocks in ((8 * 128, 8), (8 * 128 - 1, 7), (8 * 47, 2)):
         held = pool(tokens, live=live)
-        assert held.serves and held.size.num_blocks == blocks
-    assert pool(8 * 128, speculate="ngram", gamma=2, live=live).serves == live
+        assert held.use_paged_engine and held.size.num_blocks == blocks
+    assert pool(8 * 128, speculate="ngram", gamma=2, live=live).use_paged_engine
 
 
 @pytest.mark.parametrize("kv", ["kv16", "kv4"])

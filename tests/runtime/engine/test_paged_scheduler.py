@@ -90,7 +90,9 @@ class FakeStage:
             for number, block in row.loads:
                 self.blocks[block] = list(self.host[number])
                 self.num_loaded += 1
-        steps = zip(micro_batch.rows, micro_batch.starts, micro_batch.tokens, strict=True)
+        steps = list(zip(micro_batch.rows, micro_batch.starts, micro_batch.tokens, strict=True))
+        if micro_batch.kind is StepKind.ROUND:
+            return [self._round(row, start, tokens) for row, start, tokens in steps]
         found = [self._row(row, start, tokens) for row, start, tokens in steps]
         if micro_batch.kind is StepKind.DRAFT:
             right = [self.rng.random() < 0.7 for _ in found]
@@ -99,6 +101,22 @@ class FakeStage:
                 n if r else [self.rng.randrange(VOCAB)] for n, r in zip(found, right, strict=True)
             ]
         return found
+
+    def _round(self, row: PagedRow, start: int, tokens: Sequence[int]) -> list[int]:
+        """Draft what `tokens` leave open, right more often than not, and verify it."""
+        drafted, row_of_step = [tokens[0]], replace(row, drafts=())
+        told = replace(
+            row_of_step,
+            first_block=row.first_block + len(row.new_blocks),
+            new_blocks=(),
+            new_window_blocks=(),
+        )
+        for at, pending in enumerate(tokens[1:]):
+            assert pending == PENDING_TOKEN == row.drafts[at]
+            (token,) = self._row(row_of_step, start + at, drafted[-1:])
+            drafted.append(token if self.rng.random() < 0.7 else self.rng.randrange(VOCAB))
+            row_of_step, self.num_drafted = told, self.num_drafted + 1
+        return self._row(replace(row_of_step, drafts=tuple(drafted[1:])), start, drafted)
 
     def _row(self, row: PagedRow, start: int, tokens: Sequence[int]) -> list[int]:
         table = self.tables.setdefault(row.slot, [])
@@ -319,7 +337,7 @@ def make_requests(rng: random.Random, count: int, longest: int) -> list[Request]
     step_tokens=st.sampled_from([1, 7, 64, 129, 1000]),
     prompt_tokens=st.sampled_from([None, 5, 64]),
     stages=st.integers(1, 3),
-    mode=st.sampled_from(["plain", "ahead", "drafts", "model"]),
+    mode=st.sampled_from(["plain", "ahead", "drafts", "model", "fused"]),
     prefix_cache=st.booleans(),
     static=st.booleans(),
     abort_chance=st.sampled_from([0.0, 0.02]),
@@ -359,9 +377,10 @@ def test_random_schedules_equal_the_simple_one(
     )
     longest = min(300, num_blocks * BLOCK_TOKENS - 160)
     requests = make_requests(rng, rng.randint(1, 10), longest)
-    makers = {"drafts": GuessingDrafter, "model": DraftsByTheModel}
+    makers = {"drafts": GuessingDrafter, "model": DraftsByTheModel, "fused": DraftsByTheModel}
     drafter = makers[mode](rng, rng.randint(1, 7)) if mode in makers else None
     scheduler = PagedScheduler(allowed, drafter=drafter)
+    scheduler.fused_rounds = mode == "fused"
     expected = simple_schedule(requests)
     aborted = play(
         scheduler, requests, rng, depth=rng.randint(1, 2 * stages + 2), abort_chance=abort_chance
@@ -460,6 +479,25 @@ def test_a_round_drafts_step_by_step_and_its_verify_is_an_ordinary_step():
         and len(first.blocks) == 2
         and first.request.output[1:] == [6, 6, 5]
     )
+
+
+def test_rounds_of_one_step_make_way_for_prompts_every_other_time():
+    """And the device gets the drafts' places, which it fills by itself."""
+    scheduler = PagedScheduler(limits(step_tokens=40), drafter=FourDrafts())
+    scheduler.fused_rounds = True
+    for number, new in ((0, 40), (1, 3)):
+        scheduler.submit(Request(id=number, prompt=(number,) * 9, max_new=new))
+    kinds = []
+    for step_number in range(7):
+        step = scheduler.next_micro_batch()
+        assert step is not None
+        kinds.append(step.kind)
+        if step_number == 1:
+            assert step.tokens == [[5, *[PENDING_TOKEN] * 4], [5, PENDING_TOKEN]]
+            scheduler.submit(Request(id=2, prompt=(2,) * 60, max_new=1))
+        scheduler.complete(step, [[5, 5] if row.drafts else [5] for row in step.rows])
+    prompts = [StepKind.MIXED, StepKind.ROUND]
+    assert kinds == [StepKind.PREFILL, StepKind.ROUND, *prompts * 2, StepKind.ROUND]
 
 
 def test_what_a_request_may_still_ask_reserves_nothing():

@@ -97,7 +97,7 @@ def test_every_request_gets_its_tokens(sizes, decode, gamma, sampled, seed):
                     decode_microbatch=decode)  # fmt: skip
     drafter = FixedDrafter("kv4", gamma)
     scheduler = Scheduler(limits, drafter=drafter)
-    scheduler.whole_rounds = True
+    scheduler.fused_rounds = True
     device, done = Device(seed), []
     requests = [
         Request(id=i, prompt=(1,) * length, max_new=new,
@@ -119,7 +119,7 @@ def test_rounds_run_ahead_and_a_stop_token_ends_a_request_all_the_same():
     limits = Limits(num_slots=2, prompt_len=8, max_len=MAX_LEN, prefill_microbatch=2,
                     decode_microbatch=2)  # fmt: skip
     scheduler = Scheduler(limits, drafter=FixedDrafter("kv4", 3))
-    scheduler.whole_rounds = True
+    scheduler.fused_rounds = True
     device, done = Device(1), []
     stop = true_token(0, 4 + 6)
     scheduler.submit(Request(id=0, prompt=(1,) * 4, max_new=20, stop_ids=frozenset({stop})))
@@ -137,7 +137,7 @@ def test_one_token_more_needs_no_further_round():
     limits = Limits(num_slots=1, prompt_len=8, max_len=MAX_LEN, prefill_microbatch=1,
                     decode_microbatch=1)  # fmt: skip
     scheduler = Scheduler(limits, drafter=FixedDrafter("kv4", 3))
-    scheduler.whole_rounds = True
+    scheduler.fused_rounds = True
     scheduler.submit(Request(id=0, prompt=(1,) * 4, max_new=3))
     prefill = scheduler.next_micro_batch()
     scheduler.complete(prefill, [[5]])
@@ -158,7 +158,7 @@ def test_acceptance_counts_no_drafts_beyond_the_limit():
                     decode_microbatch=1)  # fmt: skip
     drafter = FixedDrafter("kv4", 5)
     scheduler = Scheduler(limits, drafter=drafter)
-    scheduler.whole_rounds = True
+    scheduler.fused_rounds = True
     scheduler.submit(Request(id=0, prompt=(1,) * 4, max_new=4))
     scheduler.complete(scheduler.next_micro_batch(), [[5]])
     scheduler.complete(scheduler.next_micro_batch(), [[6, 7, 8, 9, 9, 9]])

@@ -190,8 +190,8 @@ def test_a_wait_through_many_stages_counts_once_a_stage():
         assert 1e-5 <= recorder.stuck_s() < 0.01
 
 
-@pytest.mark.parametrize("whole_rounds", [False, True])
-def test_a_device_that_never_answers_is_noticed(whole_rounds):
+@pytest.mark.parametrize("fused_rounds", [False, True])
+def test_a_device_that_never_answers_is_noticed(fused_rounds):
     """One stage whose step was enqueued and never ends, with and without drafts."""
     never, recorder, mailbox = threading.Event(), Recorder(), Mailbox()
 
@@ -200,12 +200,12 @@ def test_a_device_that_never_answers_is_noticed(whole_rounds):
             never.wait(60)
 
     class Stuck:
-        runs_ahead = not whole_rounds
+        runs_ahead = not fused_rounds
 
         def run(self, message, hidden_BQH):
             return Pending(torch.zeros(message.num_rows, 1, dtype=torch.long), Copied())
 
-    Stuck.whole_rounds = whole_rounds
+    Stuck.fused_rounds = fused_rounds
     limits = Limits(num_slots=1, prompt_len=4, max_len=8, prefill_microbatch=1, decode_microbatch=1)
     first = FirstStage(Scheduler(limits), Stuck(), None, mailbox, recorder, num_stages=1)
     mailbox.requests.put(Request(id=0, prompt=(1, 2), max_new=1))

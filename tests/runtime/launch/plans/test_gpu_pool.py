@@ -6,11 +6,13 @@ import pytest
 
 from llmpq.capabilities import require, ways_of
 from llmpq.model_spec import ModelSpec
+from llmpq.plan import MemoryForm
 from llmpq.precision import KVPrecision
 from llmpq.runtime.launch.plans.hand_plan import hand_plan
 from llmpq.runtime.launch.plans.pool_plan import PoolPlan, request_limits
 from llmpq.runtime.launch.stages.stage_settings import StageSettings
 from llmpq.sizes.kv_format import packed_blocks
+from llmpq.sizes.pool_size import draft_pool
 from llmpq.sizes.stated_pool import stated_pool
 from llmpq.workload import Workload
 
@@ -28,10 +30,10 @@ def pool_plan(kv=KVPrecision.KV16, model="llama-3.1-8b", **settings):
 
 @pytest.mark.parametrize("live", [True, False])
 def test_a_gpu_has_a_pool_unless_it_is_refused_one(live):
-    assert pool_plan(live=live).serves
-    assert not pool_plan(live=live, gpu_pool=False).serves
+    assert pool_plan(live=live).use_paged_engine
+    assert not pool_plan(live=live, gpu_pool=False).use_paged_engine
     pool = pool_plan(live=live, gpu_pool=True)
-    assert pool.serves
+    assert pool.use_paged_engine
     assert pool.limits.tokens_ahead == 2, "the host waits for tokens"
     assert pool.limits.num_blocks == 4 * 3
     told = StageSettings(model_dir="", live=live, gpu_pool=False)
@@ -45,42 +47,77 @@ def test_a_job_known_beforehand_has_the_pool_that_its_plan_states():
     pool = stated_pool(made.spec, made.plan.workload, made.plan.stages, **sizes)
     assert pool.tokens == 4 * 3 * 128
     stated = replace(made, plan=made.plan.model_copy(update={"pool": pool}))
-    assert stated.serves and stated.limits.num_blocks == pool.num_blocks
+    assert stated.use_paged_engine and stated.limits.num_blocks == pool.num_blocks
     for settings in ({"gpu_pool": False}, {"speculate": "ngram"}):
-        assert not replace(stated, settings=replace(stated.settings, **settings)).serves
+        assert not replace(stated, settings=replace(stated.settings, **settings)).use_paged_engine
 
 
 @pytest.mark.parametrize("kv", [KVPrecision.KV8, KVPrecision.KV4, KVPrecision.KV2])
 def test_packed_precisions_have_a_pool_that_counts_what_is_ever_packed(kv):
     pool = pool_plan(kv, live=True, gpu_pool=True)
-    assert pool.serves and pool.limits.kv is kv
+    assert pool.use_paged_engine and pool.limits.kv is kv
     assert pool.limits.num_blocks == 4 * packed_blocks(300)
 
 
-@pytest.mark.parametrize(
-    "kv,model,speculate,why",
-    [
-        (KVPrecision.KV8, "opt-2.7b", None, "a KV cache of 8 bits and heads of 80 channels"),
-        (KVPrecision.KV16, "llama-3.1-8b", "kv4", "speculation"),
-        (KVPrecision.KV4, "llama-3.1-8b", "w4kv4", "speculation"),
-    ],
-)
-def test_what_a_gpu_does_not_page_has_slots_and_is_refused_a_pool(kv, model, speculate, why):
+def test_what_a_gpu_does_not_page_has_slots_and_is_refused_a_pool():
+    odd = KVPrecision.KV8, "opt-2.7b"
+    why = "a KV cache of 8 bits and heads of 80 channels"
     with pytest.raises(ValueError, match=f"does not go with {why} yet; leave the pool out"):
-        _ = pool_plan(kv, model, live=True, gpu_pool=True, speculate=speculate).serves
-    assert not pool_plan(kv, model, live=True, speculate=speculate).serves
+        _ = pool_plan(*odd, gpu_pool=True).use_paged_engine
+    assert not pool_plan(*odd).use_paged_engine
 
 
-def test_drafts_found_in_the_text_have_slots_or_a_pool_that_is_told_how_many():
-    drafts = {"live": True, "speculate": "ngram"}
-    assert not pool_plan(**drafts, gamma=3).serves
-    pool = pool_plan(**drafts, gamma=3, gpu_pool=True)
-    assert pool.serves
+@pytest.mark.parametrize("live", [True, False])
+@pytest.mark.parametrize("mode,gamma", [("ngram", 3), ("kv4", None), ("qspec", 2)])
+def test_drafts_on_a_gpu_have_slots_unless_a_pool_is_asked_for(live, mode, gamma):
+    drafts = {"live": live, "speculate": mode, "gamma": gamma}
+    assert not pool_plan(**drafts).use_paged_engine
+    pool = pool_plan(**drafts, gpu_pool=True)
+    assert pool.use_paged_engine
     assert pool.limits_over(object()).tokens_ahead == 1, "drafts need to know the tokens"
-    with pytest.raises(ValueError, match=r"over a pool of KV blocks on GPUs need gamma=1\.\.7"):
-        _ = pool_plan(**drafts, gpu_pool=True).serves
-    with pytest.raises(ValueError, match="does not go with speculation yet"):
-        _ = pool_plan(speculate="ngram", gamma=3, gpu_pool=True).serves
+
+
+def test_cpus_have_a_pool_whatever_is_asked():
+    on_cpu = pool_plan()
+    (stage,) = on_cpu.plan.stages
+    stage = stage.model_copy(update={"kind": "CPU", "threads": 1})
+    plan = on_cpu.plan.model_copy(update={"stages": (stage,)})
+    for settings in ({}, {"gpu_pool": False}, {"speculate": "kv4", "gamma": 2}):
+        told = StageSettings(model_dir="", **settings)
+        assert replace(on_cpu, plan=plan, settings=told).use_paged_engine
+
+
+def test_a_copy_for_drafts_takes_its_room_from_the_pool():
+    """Where the plan has not counted it; what the plan states it still has to have."""
+    pool = pool_plan(gpu_pool=True)
+    (stage,) = pool.plan.stages
+    layers = range(*stage.layers)
+    kv_bytes = pool.size.nbytes(pool.spec, KVPrecision.KV16, layers=layers, dtype_bytes=2)
+    sizes = dict.fromkeys(("weights_bytes", "embedding_bytes", "workspace_bytes"), 0)
+    memory = MemoryForm(
+        **sizes,
+        kv_bytes=kv_bytes,
+        context_bytes=0,
+        total_bytes=kv_bytes,
+        limit_bytes=kv_bytes,
+        reserve_bytes=0,
+    )
+    stated = stated_pool(
+        pool.spec, pool.plan.workload, pool.plan.stages, chunk=512, prefill_microbatch=1
+    )
+    stages = (stage.model_copy(update={"memory": memory}),)
+    plan = pool.plan.model_copy(update={"stages": stages, "pool": stated})
+    for mode, fewer in ((None, False), ("qspec", False), ("kv4", True)):
+        told = replace(pool.settings, speculate=mode, gamma=2)
+        own = replace(pool, plan=plan, settings=told)
+        assert (own.size.num_blocks < stated.num_blocks) == fewer
+        if mode == "kv4":
+            copy = draft_pool(own.size)
+            parts = ((own.size, KVPrecision.KV16), (copy, KVPrecision.KV4))
+            nbytes = [
+                size.nbytes(pool.spec, kv, layers=layers, dtype_bytes=2) for size, kv in parts
+            ]
+            assert sum(nbytes) <= kv_bytes < 1.3 * sum(nbytes)
 
 
 def test_hosts_keep_preempted_requests_where_copying_is_quicker_than_computing():
@@ -107,7 +144,7 @@ def test_packed_blocks_of_a_model_in_float32_are_refused():
     workload = pool.plan.workload.model_copy(update={"dtype": "float32"})
     pool = replace(pool, plan=pool.plan.model_copy(update={"workload": workload}))
     with pytest.raises(ValueError, match="a KV cache of 4 bits in a model of float32 yet"):
-        _ = pool.serves
+        _ = pool.use_paged_engine
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,144 @@
+"""Rounds of drafts by the model over a pool, greedy, of a whole model: one graph a round.
+
+    draft.model, R rows   token 0 -> 1 -> ... -> gamma, each step of one token a row
+    model, R * (gamma+1)  the verify, a step with chunks
+    per row               its longest prefix of drafts that are the verifier's choices, and one more
+
+The scheduler knows where each row starts, so every step's rows are known before the round begins:
+their tables are sent together, and the device needs the host once a round. Rows are sorted by their
+number of drafts, so that each draft step has the first of them.
+
+Legend: R rows, Q = gamma + 1 positions, T = R * Q places of the verify.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from llmpq.kernels.fused.argmax import argmax
+from llmpq.kernels.kv.paged.paged_rows import FIELDS
+from llmpq.runtime.backends.gpu.cuda_graphs import DecodeGraphs, StepOutput, rounded_rows
+from llmpq.runtime.backends.gpu.paged_graphs import paged_step
+from llmpq.runtime.cache.device_pages import GpuPagedKVBase
+from llmpq.runtime.drafts.acceptance import agreeing_prefix
+from llmpq.runtime.drafts.draft_model import DraftModel
+from llmpq.runtime.models.stage_model import StageModel
+from llmpq.runtime.step_message import StepMessage
+
+
+class PagedRoundGraphs(DecodeGraphs):
+    """Rounds of at most `gamma` drafts: a graph for each number of rows."""
+
+    told_as = torch.int32
+
+    def __init__(
+        self,
+        model: StageModel,
+        kv: GpuPagedKVBase,
+        draft: DraftModel,
+        gamma: int,
+        *,
+        num_slots: int,
+        most_tokens: int,
+        **options: Any,
+    ) -> None:
+        """`options`: as of `PagedGraphs`, whose `most_tokens` says nothing here."""
+        assert isinstance(draft.kv, GpuPagedKVBase), "drafts over a pool read a pool"
+        self._pages, self._draft, self._draft_pages = kv, draft, draft.kv
+        self._gamma, self._nobody = gamma, num_slots
+        super().__init__(model, kv, num_slots=num_slots, max_rows=num_slots, **options)
+
+    def sizes(self, most_rows: int) -> list[int]:
+        """Return the numbers of rows that are captured, largest first; without captures one."""
+        least = 1 if self._captures(most_rows) else most_rows
+        found = {rounded_rows(rows, self._max_rows) for rows in range(least, most_rows + 1)}
+        return sorted(found, reverse=True)
+
+    @property
+    def _most_values(self) -> int:
+        return sum(self._parts(self._max_rows))
+
+    def _parts(self, num_rows: int) -> list[int]:
+        """Return how many values a round is told: its drafts' steps, its verify's, its rows'."""
+        positions = self._gamma + 1
+        draft = [self._draft_pages.num_dealt, FIELDS * num_rows] * self._gamma
+        verify = [self._pages.num_dealt, FIELDS * (num_rows + 1)]
+        return [*draft, *verify, num_rows, num_rows, *[num_rows * positions] * 2]
+
+    def _values(self, message: StepMessage, num_rows: int) -> list[int]:
+        positions, given = self._gamma + 1, range(message.num_rows)
+        order = sorted(given, key=lambda row: -message.num_new[row])
+        slots, starts, counts = (
+            [column[row] for row in order]
+            for column in (message.slots, message.starts, message.num_new)
+        )
+        values: list[int] = []
+        for place in range(self._gamma):
+            drafting = sum(count > 1 + place for count in counts)
+            table = self._draft_pages.table(
+                slots[:drafting],
+                [start + place for start in starts[:drafting]],
+                [1] * drafting,
+                num_rows=num_rows,
+                num_places=num_rows,
+            )
+            values += self._draft_pages.dealt(table)
+            values += [value for row in table for value in row]
+        num_places, lasts = num_rows * positions, [count - 1 for count in message.num_new]
+        table = self._pages.table(
+            slots, starts, counts, num_rows=num_rows + 1, num_places=num_places
+        )
+        values += self._pages.dealt(table)
+        values += [value for row in table for value in row]
+        values += [message.tokens[row][0] for row in order] + [0] * (num_rows - len(order))
+        values += lasts + [0] * (num_rows - len(order))
+        source = [at * positions + q for at, count in enumerate(counts) for q in range(count)]
+        firsts = {row: sum(counts[:at]) for at, row in enumerate(order)}
+        back = [
+            firsts[row] + min(q, message.num_new[row] - 1)
+            for row in given
+            for q in range(positions)
+        ]
+        for index in (source, back):
+            values += index + [0] * (num_places - len(index))
+        return values
+
+    def _forward(self, num_rows: int, hidden_BQh: Tensor | None) -> StepOutput:
+        """Draft, verify, accept: the table has each row's number of new tokens, then the tokens."""
+        parts = self._parts(num_rows)
+        *told, newest_R, drafts_R, source_T, back_T = self._rows[: sum(parts)].split(parts)
+        draft, tokens = self._draft, [newest_R.long()]
+        for place in range(self._gamma):
+            dealt, rows = told[2 * place : 2 * place + 2]
+            step = paged_step(
+                self._draft_pages,
+                rows.view(FIELDS, num_rows),
+                dealt,
+                num_rows,
+                nobody=self._nobody,
+                max_end=self.max_end,
+                chunks=False,
+            )
+            hidden = draft.model(tokens[-1][None], step, draft.kv)
+            tokens.append(argmax(draft.model.logits(hidden, step)))
+        tokens_T = torch.stack(tokens, dim=1).flatten()[source_T.long()]
+        dealt, rows = told[2 * self._gamma :]
+        step = paged_step(
+            self._pages,
+            rows.view(FIELDS, num_rows + 1),
+            dealt,
+            len(tokens_T),
+            nobody=self._nobody,
+            max_end=self.max_end,
+            chunks=True,
+        )
+        y = self._model(tokens_T[None], step, self._kv)
+        assert self._model.head is not None, "rounds in one step are a whole model's"
+        choices_T, back = argmax(self._model.head(y[0])), back_T.long()
+        shape = num_rows, self._gamma + 1
+        choices_RQ, tokens_RQ = choices_T[back].view(shape), tokens_T[back].view(shape)
+        kept_R = agreeing_prefix(tokens_RQ[:, 1:], choices_RQ, drafts_R)
+        return StepOutput(table_BK=torch.cat((kept_R[:, None] + 1, choices_RQ), dim=1))
