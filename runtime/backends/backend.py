@@ -9,10 +9,8 @@ from typing import Protocol
 
 import torch
 
-from llmpq.plan import Plan
 from llmpq.runtime.backends.paged_compute import PagedStageCompute
-from llmpq.runtime.backends.stage_compute import StageCompute
-from llmpq.runtime.cache.kv_cache import KVCache, PagedKV
+from llmpq.runtime.cache.kv_cache import PagedKV
 from llmpq.runtime.models.layers import LayerRunner
 from llmpq.runtime.models.stage_model import StageModel
 from llmpq.sizes.pool_size import PoolSize
@@ -23,19 +21,6 @@ class Backend(Protocol):
 
     def layers(self) -> LayerRunner:
         """Return who computes decoder layers and norms."""
-        ...
-
-    def compute(
-        self,
-        model: StageModel,
-        kv: KVCache,
-        device: torch.device,
-        dtype: torch.dtype,
-        *,
-        plan: Plan,
-        graphs: bool,
-    ) -> StageCompute:
-        """Return the arithmetic of a loaded stage; `graphs`: with captured steps, if it has any."""
         ...
 
     def paged_compute(

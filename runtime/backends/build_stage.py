@@ -42,15 +42,18 @@ def build_stage(
     packed_prompts: bool = False,
     on_layer: Callable[[int], None] | None = None,
 ) -> tuple[StageCompute, LoadReport]:
-    """Load a stage's slice and allocate its cache; `DoesNotFitError` if the plan erred.
+    """Load a GPU's stage and allocate a KV slot for each request, as drafts have it.
 
-    On a GPU, `graphs` captures decode steps. `packed_prompts`: as `StageSettings` says.
-    `on_layer` hears of every layer that is loaded.
+    `graphs` captures decode steps. `packed_prompts`: as `StageSettings` says. `on_layer` hears of
+    every layer that is loaded.
     """
+    # Imported here: it needs Triton.
+    from llmpq.runtime.backends.cuda import CudaBackend
+
     _require_known(plan, index, spec, device, plan.workload.max_len)
     dtype = DTYPES[plan.workload.dtype]
     started_s = time.perf_counter()
-    model, kv = _load(
+    model, kv = load_slots(
         plan, index, spec, source, device, exact_prompt=not packed_prompts, on_layer=on_layer
     )
     report = LoadReport(
@@ -59,7 +62,7 @@ def build_stage(
         seconds=time.perf_counter() - started_s,
     )
     check_memory(plan, index, spec, report)
-    compute = backend_of(device).compute(model, kv, device, dtype, plan=plan, graphs=graphs)
+    compute = CudaBackend().slot_compute(model, kv, device, dtype, plan=plan, graphs=graphs)
     return compute, report
 
 
@@ -120,17 +123,17 @@ def build_paged_stage(
     return compute, report
 
 
-def _load(
+def load_slots(
     plan: Plan,
     index: int,
     spec: ModelSpec,
     source: TensorSource,
     device: torch.device,
     *,
-    exact_prompt: bool,
-    on_layer: Callable[[int], None] | None,
+    exact_prompt: bool = True,
+    on_layer: Callable[[int], None] | None = None,
 ) -> tuple[StageModel, KVCache]:
-    """Read and quantise a stage's layers and allocate its cache."""
+    """Read and quantise a stage's layers and allocate its slots."""
     workload = plan.workload
     with _blaming_memory(plan, index):
         length = workload.max_len

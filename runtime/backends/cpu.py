@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from llmpq.plan import Plan
 from llmpq.runtime.backends.native_layers import NativeLayers
 from llmpq.runtime.backends.paged_compute import PagedStageCompute
-from llmpq.runtime.backends.stage_compute import StageCompute
-from llmpq.runtime.cache.kv_cache import KVCache, PagedKV
+from llmpq.runtime.cache.kv_cache import PagedKV
 from llmpq.runtime.models.stage_model import StageModel
 from llmpq.sizes.pool_size import PoolSize
 
@@ -19,19 +17,6 @@ class CpuBackend:
     def layers(self) -> NativeLayers:
         """Return layers of one call for few rows, of torch's operators for many."""
         return NativeLayers()
-
-    def compute(
-        self,
-        model: StageModel,
-        kv: KVCache,
-        device: torch.device,
-        dtype: torch.dtype,
-        *,
-        plan: Plan,
-        graphs: bool,
-    ) -> StageCompute:
-        """Return the plain arithmetic; nothing is captured."""
-        return StageCompute(model, kv, device, dtype)
 
     def paged_compute(
         self,

@@ -22,7 +22,7 @@ class CudaBackend:
         """Return the fused kernels."""
         return CudaLayers()
 
-    def compute(
+    def slot_compute(
         self,
         model: StageModel,
         kv: KVCache,
@@ -32,7 +32,7 @@ class CudaBackend:
         plan: Plan,
         graphs: bool,
     ) -> StageCompute:
-        """Return the arithmetic with captured steps, unless `graphs` says no."""
+        """Return the arithmetic of a stage with KV slots; `graphs`: with captured steps."""
         return CudaStageCompute(
             model,
             kv,

@@ -1,13 +1,14 @@
-"""The arithmetic of one stage of a plan: its slice of the model, its KV cache, its sampler."""
+"""The arithmetic of one stage whose requests have KV slots: on GPUs, where drafts still have them.
+
+A step of it is padded: [rows, tokens of the longest].
+"""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from llmpq.capabilities import Way, require
 from llmpq.plan import Plan
@@ -26,11 +27,7 @@ from llmpq.runtime.trace import KindTotals
 from llmpq.speculation import READS_KV4, SpeculationMode
 from llmpq.workload import Workload
 
-WARM_UP_S = 2.0
-"""How long a stage on a CPU goes on running shapes to come."""
 GREEDY = TokenChoice()
-NUM_WIDTHS, MIN_WIDTH = 8, 8
-"""Prompt widths that it runs, and the least distance between them."""
 
 
 class StageCompute:
@@ -45,8 +42,6 @@ class StageCompute:
         self._hidden_stay = self._tokens_stay = False
         self.draft: DraftModel | None = None
         self._truncates = False
-        self._widths: tuple[int, ...] = ()
-        """Rows of a micro-batch -> the prompt widths that have run, ascending."""
         self._draft_probs: dict[int, list[Tensor]] = {}
         """Slot -> the distributions its unverified drafts were drawn from (last stage)."""
 
@@ -108,17 +103,12 @@ class StageCompute:
         x = message.tokens_BQ() if hidden_BQH is None else hidden_BQH
         if self._truncates and message.kind is not StepKind.PREFILL:
             self.kv.truncate(step.slots_B, step.start_B)
-        q_len = step.q_len
-        if message.kind is StepKind.PREFILL:
-            step, x = self._padded(step, x)
         model, kv = self.model, self.kv
         if message.kind is StepKind.DRAFT:
             assert self.draft is not None, "drafts need enable_speculation"
             model, kv = self.draft.model, self.draft.kv
         output = model(x.to(self._device), step, kv)
         if self.model.head is None:
-            if step.q_len > q_len:
-                output = output[:, :q_len].contiguous()
             return output if self._hidden_stay else output.cpu()
         return self._pick(output, step, message).cpu()
 
@@ -150,16 +140,6 @@ class StageCompute:
         width = message.q_len
         return torch.tensor([[len(row), *row, *[0] * (width - len(row))] for row in rows])
 
-    def _padded(self, step: Step, x: Tensor) -> tuple[Step, Tensor]:
-        """Widen prompts on a CPU to the next of the widths that `warm_up_shapes` chose."""
-        width = next((w for w in self._widths if w >= step.q_len), step.q_len)
-        extra = width - step.q_len
-        if extra == 0 or not step.fresh:
-            return step, x
-        return step.padded(width), functional.pad(
-            x, (0, extra) if x.dim() == 2 else (0, 0, 0, extra)
-        )
-
     def warm_up(self, rows: int, prompt_len: int) -> None:
         """Run one small step of each phase through slot 0 on, so that first times count as others.
 
@@ -169,55 +149,25 @@ class StageCompute:
             self._run_zeros(StepKind.PREFILL, rows, prompt_len)
         self._run_zeros(StepKind.DECODE, rows, 1)
 
-    def warm_up_shapes(self, plan: Plan) -> None:
-        """Run the shapes to come: the largest prompts on a GPU, so that a lack of memory shows.
-
-        On a CPU a product of a new shape takes twice its time, so prompts are padded to a few
-        widths, which the plan alone decides: sums differ with the shape, and tokens may not depend
-        on how busy the host is. The planned rows run at these widths as far as `WARM_UP_S` goes.
-        """
+    def warm_up_prompts(self, plan: Plan) -> None:
+        """Run the largest prompts of a plan, so that a lack of memory shows at the start."""
         workload = plan.workload
         prompt_len = min(workload.prompt_len, workload.max_len)
-        decode_rows = min(plan.decode_microbatch, workload.batch)
-        prefill_rows = min(plan.prefill_microbatch, workload.batch)
-        if self._device.type != "cpu":
-            self._run_zeros(StepKind.PREFILL, prefill_rows, prompt_len)
-            return
-        gap = max(MIN_WIDTH, -(-prompt_len // NUM_WIDTHS))
-        self._widths = (*range(gap, prompt_len, gap), prompt_len)
-        shapes = [(StepKind.PREFILL, prefill_rows, width) for width in self._widths]
-        shapes += [(StepKind.DECODE, rows, 1) for rows in range(decode_rows - 1, 0, -1)]
-        shapes += [
-            (StepKind.PREFILL, rows, width)
-            for rows in range(prefill_rows - 1, 0, -1)
-            for width in self._widths
-        ]
-        drawn = TokenChoice(temperature=1.0, top_p=0.9)
-        left_s, token_s = WARM_UP_S, 0.0
-        for kind, rows, q_len in shapes:
-            if rows * q_len * token_s > left_s:
-                break
-            seconds = self._run_zeros(kind, rows, q_len, drawn)
-            left_s -= seconds
-            if kind is StepKind.PREFILL:
-                token_s = seconds / (rows * q_len)
+        rows = min(plan.prefill_microbatch, workload.batch)
+        self._run_zeros(StepKind.PREFILL, rows, prompt_len)
 
-    def _run_zeros(
-        self, kind: StepKind, rows: int, q_len: int, sampling: TokenChoice = GREEDY
-    ) -> float:
-        """Run a step of token 0 through the slots from 0 on; return its seconds."""
+    def _run_zeros(self, kind: StepKind, rows: int, q_len: int) -> None:
+        """Run a step of token 0 through the slots from 0 on."""
         message = StepMessage(
             kind=kind,
             slots=range(rows),
             starts=[0] * rows,
             num_new=[q_len] * rows,
             sample_steps=[0] * rows,
-            sampling=[sampling] * rows,
+            sampling=[GREEDY] * rows,
             tokens=[[0] * q_len] * rows,
         )
         hidden = None
         if self.model.embedding is None:
             hidden = torch.zeros((rows, q_len, self.model.spec.hidden), dtype=self._dtype)
-        started_s = time.perf_counter()
         self.run(message, hidden)
-        return time.perf_counter() - started_s

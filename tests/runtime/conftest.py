@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from llmpq.runtime.backends import paged_compute, stage_compute
+from llmpq.runtime.backends import paged_compute
 from llmpq.runtime.engine.mailbox import Mailbox
 from llmpq.runtime.engine.scheduler import Scheduler
 from llmpq.runtime.engine.slot_limits import Limits
@@ -280,7 +280,6 @@ class Models:
 def warm_up() -> Iterator[None]:
     """Have stages of this process run one shape ahead, not all for 2 s (test_warm_up.py does)."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(stage_compute, "WARM_UP_S", 0.0)
         patch.setattr(paged_compute, "WARM_UP_S", 0.0)
         yield
 

@@ -21,8 +21,6 @@ from llmpq.runtime.trace import LoadReport
 from llmpq.runtime.weights.sources import TensorSource
 from llmpq.speculation import PlanTimes
 
-WARM_UP_TOKENS = 16
-
 
 def load_with_pool(
     pool: PoolPlan,
@@ -75,13 +73,9 @@ def load_with_slots(
         report = replace(report, draft_bytes=extra)
     workload = plan.workload
     rows = min(plan.decode_microbatch, workload.batch)
-    if device.type == "cpu":
-        length = min(WARM_UP_TOKENS, workload.prompt_len, workload.max_len)
-        compute.warm_up(rows, length)
-        compute.warm_up_shapes(plan)
-    else:  # the plan's own shapes only: any other compiles kernels that no job needs
-        compute.warm_up_shapes(plan)
-        compute.warm_up(rows, 0)
+    # The plan's own shapes only: any other compiles kernels that no job needs.
+    compute.warm_up_prompts(plan)
+    compute.warm_up(rows, 0)
     return compute, report
 
 

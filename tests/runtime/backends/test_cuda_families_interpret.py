@@ -10,7 +10,7 @@ from triton import knobs
 
 from llmpq.kernels.kv.reference import ScoreRule
 from llmpq.model_spec import ModelSpec
-from llmpq.runtime.backends.build_stage import build_stage
+from llmpq.runtime.backends.build_stage import load_slots
 from llmpq.runtime.backends.gpu import cuda_experts, cuda_layers, cuda_rules
 from llmpq.runtime.backends.gpu.cuda_stage import CudaStageCompute
 from llmpq.runtime.models import layer_tensors
@@ -65,10 +65,10 @@ def tokens_of(
     options = {"prompt_len": max(map(len, prompts)), "gen_len": NEW}
     plan = make_plan(directory, batch=3, decode_microbatch=3, prefill_microbatch=2, **options)
     spec = ModelSpec.from_directory(directory)
-    base, _ = build_stage(plan, 0, spec, CheckpointSource(directory, spec), CPU)
-    assert not base.model.asks_host, "experts run one after the other"
+    loaded, kv = load_slots(plan, 0, spec, CheckpointSource(directory, spec), CPU)
+    assert not loaded.asks_host, "experts run one after the other"
     compute = CudaStageCompute(
-        *(base.model, base.kv, CPU, torch.float32),
+        *(loaded, kv, CPU, torch.float32),
         workload=plan.workload,
         decode_microbatch=plan.decode_microbatch,
     )

@@ -9,8 +9,9 @@ import torch
 
 from llmpq.model_spec import ModelSpec
 from llmpq.precision import KVPrecision
-from llmpq.runtime.backends.build_stage import build_stage
+from llmpq.runtime.backends.build_stage import build_stage, load_slots
 from llmpq.runtime.backends.gpu.cuda_stage import CudaStageCompute
+from llmpq.runtime.backends.stage_compute import StageCompute
 from llmpq.runtime.cache.kv_by_precision import make_kv_cache
 from llmpq.runtime.drafts.drafters import FixedDrafter
 from llmpq.runtime.engine.mailbox import Mailbox
@@ -109,5 +110,6 @@ def test_decode_steps_are_captured(
     assert isinstance(compute, CudaStageCompute)
     found = stage_tokens(compute, plan, prompts, NEW)
     assert compute.captured_rows, "decode steps ran without a graph"
-    base, _ = build_stage(plan, 0, spec, source, torch.device("cpu"))
-    assert found == stage_tokens(base, plan, prompts, NEW)
+    cpu = torch.device("cpu")
+    on_cpu = StageCompute(*load_slots(plan, 0, spec, source, cpu), cpu, torch.float32)
+    assert found == stage_tokens(on_cpu, plan, prompts, NEW)

@@ -17,7 +17,7 @@ from llmpq.kernels.kv.reference import EVERYTHING
 from llmpq.model_spec import ModelSpec
 from llmpq.precision import KVPrecision
 from llmpq.runtime.backends import paged_compute
-from llmpq.runtime.backends.build_stage import build_stage
+from llmpq.runtime.backends.build_stage import build_paged_stage
 from llmpq.runtime.backends.gpu import cuda_experts, cuda_graphs, cuda_layers
 from llmpq.runtime.backends.gpu.cuda_paged import CudaPagedCompute
 from llmpq.runtime.backends.gpu.paged_graphs import LONGEST, rung, rungs
@@ -100,7 +100,7 @@ def paged(base, size=POOL, step_tokens=64, first=0, kv=KVPrecision.KV16):
 
 def stage(plan, model, **options):
     spec = ModelSpec.from_directory(model)
-    base, _ = build_stage(plan, 0, spec, CheckpointSource(model, spec), CPU)
+    base, _ = build_paged_stage(plan, 0, spec, CheckpointSource(model, spec), CPU, POOL)
     return paged(base, **options)
 
 

@@ -14,7 +14,7 @@ from llmpq.kernels.fused.ngram_lookup import look_up
 from llmpq.kernels.kv.low_bit.low_bit_cache import QuantizedKVCache
 from llmpq.model_spec import ModelSpec
 from llmpq.precision import KVPrecision
-from llmpq.runtime.backends.build_stage import build_stage
+from llmpq.runtime.backends.build_stage import load_slots
 from llmpq.runtime.backends.gpu import cuda_experts, cuda_layers
 from llmpq.runtime.backends.gpu.cuda_stage import CudaStageCompute
 from llmpq.runtime.cache.dual_kv import DualKV
@@ -78,9 +78,9 @@ class CountingStage(CudaStageCompute):
 
 def stage(plan, model, mode, index=0):
     spec = ModelSpec.from_directory(model)
-    base, _ = build_stage(plan, index, spec, CheckpointSource(model, spec), torch.device("cpu"))
+    loaded, kv = load_slots(plan, index, spec, CheckpointSource(model, spec), torch.device("cpu"))
     compute = CountingStage(
-        base.model, base.kv, torch.device("cpu"), torch.float32,
+        loaded, kv, torch.device("cpu"), torch.float32,
         workload=plan.workload, decode_microbatch=plan.decode_microbatch,
     )  # fmt: skip
     compute.enable_speculation(mode, plan.workload)

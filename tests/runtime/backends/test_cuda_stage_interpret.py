@@ -7,10 +7,11 @@ from triton import knobs
 from llmpq.kernels.fused import rope_append
 from llmpq.model_spec import ModelSpec
 from llmpq.precision import KVPrecision
-from llmpq.runtime.backends.build_stage import build_stage
+from llmpq.runtime.backends.build_stage import load_slots
 from llmpq.runtime.backends.gpu import cuda_graphs, cuda_layers
 from llmpq.runtime.backends.gpu.cuda_graphs import rounded_rows
 from llmpq.runtime.backends.gpu.cuda_stage import CudaStageCompute
+from llmpq.runtime.backends.stage_compute import StageCompute
 from llmpq.runtime.engine.mailbox import Mailbox
 from llmpq.runtime.engine.scheduler import Scheduler
 from llmpq.runtime.engine.slot_limits import Limits
@@ -22,7 +23,6 @@ from llmpq.runtime.request import Request
 from llmpq.runtime.step import Step
 from llmpq.runtime.trace import Recorder
 from llmpq.runtime.weights.sources import CheckpointSource
-from reference.open_stages import OpenStages
 from reference.pipeline import ReferencePipeline
 
 pytestmark = [
@@ -62,10 +62,10 @@ class CountingStage(CudaStageCompute):
 def stage(plan, model, **options):
     spec = ModelSpec.from_directory(model)
     source = CheckpointSource(model, spec)
-    base, _ = build_stage(plan, 0, spec, source, torch.device("cpu"))
+    loaded, kv = load_slots(plan, 0, spec, source, torch.device("cpu"))
     return CountingStage(
-        base.model,
-        base.kv,
+        loaded,
+        kv,
         torch.device("cpu"),
         torch.float32,
         workload=plan.workload,
@@ -149,15 +149,11 @@ def test_low_bit_cache(tiny_models, random_prompts, make_plan, on_gpu_path, monk
     requests = [Request(id=i, prompt=tuple(p), max_new=NEW) for i, p in enumerate(prompts)]
     got = serve(plan, stage(plan, model), requests)
     monkeypatch.undo()
-    engine = OpenStages(
-        plan,
-        ModelSpec.from_directory(model),
-        CheckpointSource(model, ModelSpec.from_directory(model)),
-    )
-    limits = Limits(num_slots=2, prompt_len=32, max_len=47, prefill_microbatch=1,
-                    decode_microbatch=2)  # fmt: skip
+    spec, cpu = ModelSpec.from_directory(model), torch.device("cpu")
+    loaded = load_slots(plan, 0, spec, CheckpointSource(model, spec), cpu)
+    plain = StageCompute(*loaded, cpu, torch.float32)
     requests = [Request(id=i, prompt=tuple(p), max_new=NEW) for i, p in enumerate(prompts)]
-    assert engine.run(Scheduler(limits), requests).tokens == got
+    assert serve(plan, plain, requests) == got
 
 
 def test_rows_are_rounded_up_and_never_beyond_the_plan():

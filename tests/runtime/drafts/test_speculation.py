@@ -85,7 +85,21 @@ def requests(texts, **more) -> list[Request]:
     return [Request(id=i, prompt=text, max_new=lengths[i], **more) for i, text in enumerate(texts)]
 
 
-def scheduler_of(engine: OpenStages, drafter=None, **limits) -> PagedScheduler:
+class Preempting(PagedScheduler):
+    """Preempts running requests at random steps, drafted for or not."""
+
+    rng = random.Random(2)
+
+    def next_micro_batch(self):
+        if self._running and self.rng.random() < 0.1:
+            self._preempt(self.rng.choice(self._running))
+            self.check()
+        return super().next_micro_batch()
+
+
+def scheduler_of(
+    engine: OpenStages, drafter=None, *, make=PagedScheduler, **limits
+) -> PagedScheduler:
     slots = engine.plan.workload.batch
     allowed = PoolLimits(
         **{
@@ -99,7 +113,7 @@ def scheduler_of(engine: OpenStages, drafter=None, **limits) -> PagedScheduler:
         }
         | limits
     )
-    return PagedScheduler(allowed, drafter=drafter)
+    return make(allowed, drafter=drafter)
 
 
 def serve_over(
@@ -120,12 +134,12 @@ def serve(engine: OpenStages, jobs: list[Request], drafter=None, **limits) -> li
 def test_greedy_tokens_are_those_of_plain_decoding(engines, texts, mode, splits):
     """Ragged batch, slots reused (5 requests, 3 slots), limits inside drafts, chunks beside them.
 
-    The second time with what the first left in the prefix cache, and too few blocks for all.
+    Again with what the first time left in the prefix cache; then preempted, for want of blocks, too.
     """
     bits = TARGET_BITS[mode]
     plain = serve(engines(bits), requests(texts))
     engine, rates = engines(bits, splits, mode), []
-    for limits in ({}, {"num_blocks": 3, "step_tokens": 40}):
+    for limits in ({}, {"num_blocks": 3, "step_tokens": 40, "make": Preempting}):
         drafter = FixedDrafter(mode, 4)
         scheduler = scheduler_of(engine, drafter, **limits)
         for _ in range(2):

@@ -1,4 +1,4 @@
-"""The engine with threads for stages: tokens equal transformers for every family and split."""
+"""The engine with threads for stages: failures, and what travels between stages."""
 
 from __future__ import annotations
 
@@ -11,17 +11,19 @@ import torch
 
 from llmpq.model_spec import ModelSpec
 from llmpq.plan import Plan
-from llmpq.runtime.engine.scheduler import Scheduler
-from llmpq.runtime.launch.stages.stage_settings import limits_of, read_request, write_request
+from llmpq.runtime.engine.paged_scheduler import PagedScheduler
+from llmpq.runtime.engine.pool_limits import PoolLimits
+from llmpq.runtime.launch.stages.stage_settings import read_request, write_request
 from llmpq.runtime.links.message import pack_header, unpack_header
 from llmpq.runtime.request import MicroBatch, Request, StepKind
 from llmpq.runtime.sampling_params import TokenChoice
 from llmpq.runtime.step_message import StepMessage, describe
 from llmpq.runtime.weights.sources import CheckpointSource
+from llmpq.sizes.pool_size import PoolSize
 from reference.open_stages import OpenStages
 
 pytestmark = [pytest.mark.cpu, pytest.mark.quick]
-KINDS = ("opt", "bloom", "llama", "qwen2", "qwen3", "mixtral")
+POOL = PoolSize(num_blocks=8, slots=4, max_len=100)
 
 
 @pytest.fixture(autouse=True)
@@ -32,52 +34,19 @@ def _one_thread():
 def engine(make_plan, model, splits, **workload) -> OpenStages:
     spec = ModelSpec.from_directory(model)
     plan = make_plan(model, splits, **workload)
-    return OpenStages(plan, spec, CheckpointSource(model, spec))
+    return OpenStages(plan, spec, CheckpointSource(model, spec), pool=POOL)
 
 
-def serve(runner: OpenStages, requests: list[Request], **options) -> list[list[int]]:
-    done = runner.run(Scheduler(limits_of(runner.plan), **options), requests)
-    return [done.tokens[request.id] for request in requests]
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_tokens_equal_transformers_over_one_two_and_three_stages(
-    tiny_models, random_prompts, make_plan, kind
-):
-    prompts = random_prompts(5, 12, 1, 9, 3, 16)
-    expected = tiny_models.greedy(kind, prompts, 10)
-    for splits in ((), (1,), (1, 2)):
-        # Four slots for six requests: two of them reuse slots.
-        runner = engine(
-            make_plan, tiny_models.directory(kind), splits, batch=4, prompt_len=16, gen_len=10
-        )
-        requests = [Request(id=i, prompt=tuple(p), max_new=10) for i, p in enumerate(prompts)]
-        assert serve(runner, requests) == expected
-
-
-def test_sampled_tokens_do_not_depend_on_stages_or_batch_mates(
-    tiny_models, random_prompts, make_plan
-):
-    prompts = random_prompts(5, 12, 3, 9)
-
-    def requests() -> list[Request]:
-        return [
-            Request(
-                id=i,
-                prompt=tuple(p),
-                max_new=10,
-                sampling=TokenChoice(temperature=1.5, top_k=50, top_p=0.9, seed=i),
-            )
-            for i, p in enumerate(prompts)
-        ]
-
-    model = tiny_models.directory("llama")
-    shape = {"prompt_len": 16, "gen_len": 10}
-    together = serve(engine(make_plan, model, (), batch=4, **shape), requests())
-    split = serve(engine(make_plan, model, (1, 2), batch=4, **shape), requests())
-    alone = serve(engine(make_plan, model, (), batch=1, **shape), requests())
-    assert together == split == alone
-    assert len({tuple(row) for row in together}) == len(prompts)
+def serve(runner: OpenStages, requests: list[Request]) -> None:
+    limits = PoolLimits(
+        num_blocks=POOL.num_blocks,
+        max_rows=POOL.slots,
+        max_len=POOL.max_len,
+        step_tokens=64,
+        decode_rows=POOL.slots,
+        num_stages=len(runner.computes),
+    )
+    runner.run(PagedScheduler(limits), requests)
 
 
 def test_a_failing_stage_ends_the_run(tiny_models, make_plan):

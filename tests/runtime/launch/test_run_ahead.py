@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from llmpq.model_spec import ModelSpec
 from llmpq.plan import Plan
-from llmpq.runtime.backends.build_stage import build_paged_stage, build_stage
+from llmpq.runtime.backends.build_stage import build_paged_stage, load_slots
 from llmpq.runtime.backends.paged_compute import PagedStageCompute
 from llmpq.runtime.backends.stage_compute import StageCompute
 from llmpq.runtime.engine.mailbox import Mailbox
@@ -75,10 +75,9 @@ def stage(rank: int, folder: str, model: str, forgetful: bool, pool: bool) -> No
     source = CheckpointSource(model, spec)
     if pool:
         base, _ = build_paged_stage(plan, rank, spec, source, cpu, POOL)
+        compute = PagedTableStage(base.model, base.kv, cpu, torch.float32)
     else:
-        base, _ = build_stage(plan, rank, spec, source, cpu)
-    kind = PagedTableStage if pool else TableStage
-    compute = kind(base.model, base.kv, cpu, torch.float32)
+        compute = TableStage(*load_slots(plan, rank, spec, source, cpu), cpu, torch.float32)
     compute.table, compute.forgetful = {}, forgetful
     last = rank == num_stages - 1
     transport = DeviceTransport(
