@@ -134,7 +134,7 @@ def serve(engine: OpenStages, jobs: list[Request], drafter=None, **limits) -> li
 def test_greedy_tokens_are_those_of_plain_decoding(engines, texts, mode, splits):
     """Ragged batch, slots reused (5 requests, 3 slots), limits inside drafts, chunks beside them.
 
-    Again with what the first time left in the prefix cache; then preempted, for want of blocks, too.
+    Again with what the prefix cache has by then; at last with few blocks, and preempted at random.
     """
     bits = TARGET_BITS[mode]
     plain = serve(engines(bits), requests(texts))
