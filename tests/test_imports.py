@@ -40,7 +40,7 @@ planner/export <- planner/cli
 
 profiler/timing, profiler/quality, profiler/quantize <- profiler/cli <- profiler/__main__
 
-runtime/auto_plan, runtime/guide_schema, runtime/guides, runtime/lasting, runtime/paged_step, \
+runtime/auto_plan, runtime/guide_schema, runtime/guides, runtime/gc_freeze, runtime/paged_step, \
 runtime/pending, runtime/ragged_step, runtime/request, runtime/request_output, \
 runtime/sampling_params, runtime/step, runtime/step_message, runtime/token_rules, \
 runtime/trace, runtime/upload (one level)

@@ -25,7 +25,7 @@ from pathlib import Path
 
 import torch
 
-from llmpq.kernels.native.one_at_a_time import one_at_a_time
+from llmpq.kernels.native.file_lock import file_lock
 
 _log = logging.getLogger(__name__)
 
@@ -180,7 +180,7 @@ def _opened(level: Level, compiler: str) -> ctypes.CDLL:
             folder.mkdir(parents=True, exist_ok=True, mode=0o700)
             if folder.stat().st_uid != os.getuid():
                 continue  # another user's code is not run
-            with one_at_a_time(folder / f"{mark}.lock"):
+            with file_lock(folder / f"{mark}.lock"):
                 path = folder / f"{mark}.so"
                 if not _whole(path):
                     _compile(command, openmp, path)

@@ -30,7 +30,7 @@ from llmpq.profiler.timing.cases import LinkJob, LinkTimings, model_spec
 from llmpq.profiler.timing.latency_fit import fit_link, fit_rounds
 from llmpq.runtime.launch.nodes.node_match import RayNode, WantedNode
 from llmpq.runtime.launch.nodes.node_questions import ask_nodes
-from llmpq.runtime.launch.on_ray.late_class import late_class
+from llmpq.runtime.launch.on_ray.actor_class import actor_class
 from llmpq.runtime.launch.on_ray.placement import ray_cluster, wait_for_nodes
 from llmpq.runtime.launch.on_ray.ray_stage import failure_of
 from llmpq.runtime.launch.stages.stage_host import addresses_of
@@ -41,8 +41,8 @@ _LINK_S = 300.0
 """
 
 log = logging.getLogger(__name__)
-HostActor = late_class(
-    "llmpq.profiler.timing.host_actor", "HostActor", ("profile", "address", "port", "link")
+HostWorker = actor_class(
+    "llmpq.profiler.timing.host_actor", "HostWorker", ("profile", "address", "port", "link")
 )
 
 
@@ -132,7 +132,7 @@ def _require_alike(request: ProfileRequest, cluster: Cluster, nodes: Mapping[str
 
 def _actor(node: RayNode, stack: ExitStack) -> Any:
     actor = (
-        ray.remote(HostActor)
+        ray.remote(HostWorker)
         .options(
             num_cpus=0,
             scheduling_strategy=NodeAffinitySchedulingStrategy(node.id, soft=False),

@@ -27,6 +27,7 @@ from llmpq.profiler.quantize.one_layer import layer_bytes
 from llmpq.profiler.quantize.recipes import Settings, recipe
 from llmpq.runtime.models.linear import Weight
 from llmpq.runtime.models.stage_model import DTYPES
+from llmpq.runtime.weights.atomic_write import write_text
 from llmpq.runtime.weights.quantized_checkpoint import QuantizedCheckpoint
 from llmpq.runtime.weights.quantized_writer import (
     ENDS_FILE,
@@ -37,7 +38,6 @@ from llmpq.runtime.weights.quantized_writer import (
     layer_file,
 )
 from llmpq.runtime.weights.sources import CheckpointSource, weight_files
-from llmpq.runtime.weights.written_whole import write_text
 
 STATE_FILE = "quantize.json"
 ANY_LAYER = "model-layer-*.safetensors"

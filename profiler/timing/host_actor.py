@@ -16,7 +16,7 @@ from llmpq.profiler.timing.sample_file import SampleLog
 from llmpq.runtime.launch.stages.stage_host import address_on
 
 
-class HostActor:
+class HostWorker:
     """Lives on one host; every method answers with plain values."""
 
     def __init__(self) -> None:

@@ -70,7 +70,7 @@ class StageHandle(Protocol):
     """One stage that was started."""
 
     def call(self, method: str, *args: object) -> Future[Any]:
-        """Call a method of its `StageActor`; the future raises `StageFailure`."""
+        """Call a method of its `StageWorker`; the future raises `StageFailure`."""
         ...
 
     def kill(self, pid: int) -> None:

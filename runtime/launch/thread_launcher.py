@@ -18,9 +18,9 @@ from llmpq.cluster import Cluster
 from llmpq.out_of_memory import first_line
 from llmpq.plan import Plan
 from llmpq.runtime.launch.launcher import StageFailure
-from llmpq.runtime.launch.stages.stage_actor import StageActor
 from llmpq.runtime.launch.stages.stage_settings import StageSettings
-from llmpq.runtime.links.thread_links import ThreadMeeting
+from llmpq.runtime.launch.stages.stage_worker import StageWorker
+from llmpq.runtime.links.thread_links import ThreadRendezvous
 
 _END_S = 60.0
 """How long loops may take to end: a step under way is not broken off.
@@ -38,7 +38,7 @@ class ThreadLauncher:
 
     def __init__(self) -> None:
         self._stages: list[ThreadStage] = []
-        self._meeting: ThreadMeeting | None = None
+        self._rendezvous: ThreadRendezvous | None = None
 
     def __enter__(self) -> Self:
         return self
@@ -50,15 +50,15 @@ class ThreadLauncher:
         trace: TracebackType | None,
     ) -> None:
         end_s = time.monotonic() + _END_S
-        if self._meeting is not None and error is not None:
-            self._meeting.break_off()
+        if self._rendezvous is not None and error is not None:
+            self._rendezvous.break_off()
         for stage in self._stages:
             stage.kill(0)
         for stage in self._stages:
             stage.wait(end_s - time.monotonic())
             stage.release()  # an engine that is still referred to holds its stages' handles
         self._stages.clear()
-        if self._meeting is not None and any(d.type == "cuda" for d in self._meeting.devices):
+        if self._rendezvous is not None and any(d.type == "cuda" for d in self._rendezvous.devices):
             gc.collect()  # models, graphs and their modules refer to each other
             torch.cuda.empty_cache()
         # What threads freed stays in their arenas otherwise: 30 MB a round of the demo model.
@@ -73,20 +73,20 @@ class ThreadLauncher:
     ) -> list[ThreadStage]:
         """Make an actor per stage."""
         devices = ["cpu" if s.is_cpu else f"cuda:{s.device_index}" for s in plan.stages]
-        self._meeting = ThreadMeeting(devices)
+        self._rendezvous = ThreadRendezvous(devices)
         plan_json = plan.dump_json()
         for index, own in enumerate(settings):
-            actor = StageActor(index, plan_json, asdict(own), meeting=self._meeting)
-            self._stages.append(ThreadStage(actor, self._meeting))
+            actor = StageWorker(index, plan_json, asdict(own), threads=self._rendezvous)
+            self._stages.append(ThreadStage(actor, self._rendezvous))
         return list(self._stages)
 
 
 class ThreadStage:
     """An actor of this process; every call has a thread of its own."""
 
-    def __init__(self, actor: StageActor, meeting: ThreadMeeting) -> None:
-        self._actor: StageActor | None = actor
-        self._meeting = meeting
+    def __init__(self, actor: StageWorker, rendezvous: ThreadRendezvous) -> None:
+        self._actor: StageWorker | None = actor
+        self._rendezvous = rendezvous
         self._calls: set[threading.Thread] = set()
         self._load: threading.Thread | None = None
 
@@ -102,7 +102,7 @@ class ThreadStage:
             try:
                 value = asked(*args)
             except BaseException as error:  # the caller's to judge
-                self._meeting.break_off()
+                self._rendezvous.break_off()
                 answer.set_exception(
                     StageFailure(f"{type(error).__name__}: {first_line(error)}", error)
                 )

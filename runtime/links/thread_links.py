@@ -126,7 +126,7 @@ class _DeviceTransport(ThreadTransport):
         return message, hidden_BQH
 
 
-class ThreadMeeting:
+class ThreadRendezvous:
     """Where the stages of one process find each other; it is made before they are."""
 
     def __init__(self, devices: Sequence[str]) -> None:

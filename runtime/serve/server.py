@@ -15,7 +15,7 @@ import uvicorn
 from fastapi import FastAPI
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from llmpq.runtime.lasting import keep_loaded
+from llmpq.runtime.gc_freeze import gc_freeze
 from llmpq.runtime.llm import LLM
 from llmpq.runtime.serve.app import make_app
 from llmpq.runtime.serve.arrival import ARRIVED
@@ -238,7 +238,7 @@ def serve(
     def load() -> None:
         try:
             service.llm = open_llm()
-            keep_loaded()
+            gc_freeze()
             if sampling := dict(service.llm.generation_config.sampling):
                 _log.info(
                     "default sampling of %s: %s (--generation-config vllm ignores it)",

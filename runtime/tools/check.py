@@ -26,14 +26,14 @@ from llmpq.plan_nodes import nodes_of
 from llmpq.runtime.cli.plan_file import load_plan
 from llmpq.runtime.cli.run_flags import check_timeouts, check_wait
 from llmpq.runtime.cli.tool_flags import CheckOptions
-from llmpq.runtime.launch.on_ray.late_class import late_class
+from llmpq.runtime.launch.on_ray.actor_class import actor_class
 from llmpq.runtime.launch.on_ray.placement import Placement, ray_cluster, reserve
 from llmpq.runtime.launch.on_ray.ray_stage import failure_of
 from llmpq.runtime.launch.stages.stage_host import meeting_host
 from llmpq.units import format_size
 
 _log = logging.getLogger("llmpq.check")
-StageProbe = late_class(
+StageProbe = actor_class(
     "llmpq.runtime.launch.nodes.stage_probe",
     "StageProbe",
     ("look", "open_rendezvous", "try_links"),

@@ -79,17 +79,17 @@ def _of_ray(stack: ExitStack, address: str) -> tuple[list[StageHandle], list[str
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-    from llmpq.runtime.launch.on_ray.late_class import late_class
+    from llmpq.runtime.launch.on_ray.actor_class import actor_class
     from llmpq.runtime.launch.on_ray.placement import ray_cluster
     from llmpq.runtime.launch.on_ray.ray_stage import RayStage
 
     stack.enter_context(ray_cluster(address))
     nodes = [node for node in ray.nodes() if node["Alive"]]
     places = nodes if len(nodes) > 1 else nodes * 2
-    survey = late_class("llmpq.runtime.launch.nodes.node_survey", "NodeSurvey", ASKED)
-    actor_class, started = ray.remote(survey), list[StageHandle]()
+    survey = actor_class("llmpq.runtime.launch.nodes.node_survey", "NodeSurvey", ASKED)
+    remote_class, started = ray.remote(survey), list[StageHandle]()
     for index, node in enumerate(places):
-        placed = actor_class.options(
+        placed = remote_class.options(
             num_cpus=0,
             max_concurrency=2,
             scheduling_strategy=NodeAffinitySchedulingStrategy(node["NodeID"], soft=False),

@@ -18,9 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from llmpq.runtime.weights.atomic_write import write_bytes, write_tensors, write_text
 from llmpq.runtime.weights.sources import INDEX, SINGLE
 from llmpq.runtime.weights.weight_map import read_weight_map
-from llmpq.runtime.weights.written_whole import write_bytes, write_tensors, write_text
 from llmpq.units import format_size
 
 BIN, BIN_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"

@@ -27,9 +27,9 @@ from llmpq.kernels.formats.weight_layout import Layout
 from llmpq.model_spec import ModelSpec
 from llmpq.precision import KVPrecision, Precision
 from llmpq.runtime.models.linear import Weight
+from llmpq.runtime.weights.atomic_write import write_bytes, write_tensors, write_text
 from llmpq.runtime.weights.quantized_checkpoint import ATOM_ROOT, SCHEMES
 from llmpq.runtime.weights.sources import INDEX, CheckpointSource
-from llmpq.runtime.weights.written_whole import write_bytes, write_tensors, write_text
 
 ENDS_FILE = "model-ends.safetensors"
 REMEDY = "free some space and run the same command again: it continues; or give another directory"

@@ -23,7 +23,7 @@ from llmpq.runtime.engine.mailbox import Mailbox
 from llmpq.runtime.engine.paged_scheduler import PagedScheduler
 from llmpq.runtime.engine.scheduler import Scheduler
 from llmpq.runtime.engine.stage_loop import FirstStage, run_following_stage
-from llmpq.runtime.links.thread_links import ThreadMeeting
+from llmpq.runtime.links.thread_links import ThreadRendezvous
 from llmpq.runtime.request import Finished, Request
 from llmpq.runtime.trace import LoadReport, Recorder, StageRecord
 from llmpq.runtime.weights.sources import TensorSource
@@ -91,11 +91,11 @@ class OpenStages:
     ) -> OpenRun:
         """Serve the requests to their end; a stage's failure is raised here."""
         num_stages = len(self.computes)
-        mailbox, meeting = Mailbox(), ThreadMeeting([str(device) for device in self._devices])
+        mailbox, rendezvous = Mailbox(), ThreadRendezvous([str(device) for device in self._devices])
         max_rows = max(self.plan.prefill_microbatch, self.plan.decode_microbatch)
         if self._pool is not None:
             max_rows = self._pool.slots
-        links = [meeting.transport(rank, max_rows=max_rows) for rank in range(num_stages)]
+        links = [rendezvous.transport(rank, max_rows=max_rows) for rank in range(num_stages)]
         recorders = [Recorder(keep_events=keep_events) for _ in range(num_stages)]
         failures: list[BaseException] = []
 
@@ -108,7 +108,7 @@ class OpenStages:
                     )
             except BaseException as error:
                 failures.append(error)
-                meeting.break_off()
+                rendezvous.break_off()
 
         threads = [
             threading.Thread(target=follow, args=(rank,), daemon=True)
@@ -131,7 +131,7 @@ class OpenStages:
             with _current(self._devices[0]):
                 first.run()
         except BaseException as error:
-            meeting.break_off()
+            rendezvous.break_off()
             if failures and isinstance(error, ConnectionError):
                 raise failures[0] from None
             raise

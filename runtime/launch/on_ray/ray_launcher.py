@@ -18,23 +18,33 @@ from llmpq.errors import StageLostError
 from llmpq.plan import Plan
 from llmpq.runtime.launch.launcher import Deadlines, Launch
 from llmpq.runtime.launch.nodes.node_questions import require_same
-from llmpq.runtime.launch.on_ray.late_class import late_class
+from llmpq.runtime.launch.on_ray.actor_class import actor_class
 from llmpq.runtime.launch.on_ray.placement import ray_cluster, reserve
 from llmpq.runtime.launch.on_ray.ray_stage import RayStage
 from llmpq.runtime.launch.on_ray.ray_watch import SILENCE, RayWatch
 from llmpq.runtime.launch.stages.stage_settings import StageSettings
 
 if TYPE_CHECKING:
-    from llmpq.runtime.launch.on_ray.ray_giver import RayGiver
+    from llmpq.runtime.launch.on_ray.weight_server import WeightServer
 
 _THREADS = 7
-"""Threads of an actor: the loop, a poll, health checks, a submission and a beat."""
+"""Threads of an actor: the loop, a poll, health checks, a submission and a heartbeat."""
 
-StageActor = late_class(
-    "llmpq.runtime.launch.stages.stage_actor",
-    "StageActor",
+StageWorker = actor_class(
+    "llmpq.runtime.launch.stages.stage_worker",
+    "StageWorker",
     (
-        *("identity", "beat", "end", "load", "open_rendezvous", "join", "run", "submit", "abort"),
+        *(
+            "identity",
+            "heartbeat",
+            "end",
+            "load",
+            "open_rendezvous",
+            "join",
+            "run",
+            "submit",
+            "abort",
+        ),
         *("stop", "take_rules", "noted", "finish_submitting", "poll", "health", "work", "record"),
         *("peak_memory", "speculation"),
     ),
@@ -85,11 +95,11 @@ class RayLauncher:
         self._stack.callback(self._unless_lost, _remove, placed.group)
         if joined:  # first: a worker that is idle answers at once
             require_same(placed.nodes, settings)
-        actor_class, plan_json = ray.remote(StageActor), plan.dump_json()
+        remote_class, plan_json = ray.remote(StageWorker), plan.dump_json()
         stages: list[RayStage] = []
-        giver: RayGiver | None = None
+        reader: WeightServer | None = None
         for index, stage in enumerate(plan.stages):
-            options = actor_class.options(
+            options = remote_class.options(
                 num_cpus=0,
                 num_gpus=0 if stage.is_cpu else 1,
                 max_concurrency=_THREADS,
@@ -101,12 +111,12 @@ class RayLauncher:
             node = placed.nodes[index]
             own = replace(settings[index], address=node.address)
             copies = own.copy_weights and not node.is_here
-            if copies and giver is None:
-                from llmpq.runtime.launch.on_ray.ray_giver import RayGiver
+            if copies and reader is None:
+                from llmpq.runtime.launch.on_ray.weight_server import WeightServer
 
-                giver = RayGiver.start(own.driver_model_dir or own.model_dir)
-                self._stack.callback(giver.close)
-            given = giver if copies else None
+                reader = WeightServer.start(own.driver_model_dir or own.model_dir)
+                self._stack.callback(reader.close)
+            given = reader if copies else None
             stages.append(RayStage(options.remote(index, plan_json, asdict(own), weights=given)))
             self._stack.callback(self._end, stages[-1])
         if joined:

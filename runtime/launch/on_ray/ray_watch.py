@@ -46,7 +46,7 @@ class RayWatch:
         self._over = threading.Event()
         self._threads = [
             threading.Thread(target=target, daemon=True, name="llmpq ray watch")
-            for target in (self._beat, self._look)
+            for target in (self._send_heartbeats, self._look)
         ]
         for thread in self._threads:
             thread.start()
@@ -59,12 +59,12 @@ class RayWatch:
         """Stop watching."""
         self._over.set()
 
-    def _beat(self) -> None:
+    def _send_heartbeats(self) -> None:
         open_calls: dict[int, Future[Any]] = {}
         while not self._over.wait(BEAT_S):
             for index, stage in enumerate(self._stages):
                 if index not in open_calls or open_calls[index].done():
-                    open_calls[index] = stage.call("beat", self._silence_s)
+                    open_calls[index] = stage.call("heartbeat", self._silence_s)
 
     def _look(self) -> None:
         seen_s = time.monotonic()
@@ -84,7 +84,7 @@ class RayWatch:
                     return
 
 
-class Listening:
+class Heartbeat:
     """The stage's side: ends the process when the driver has not been heard for a while."""
 
     def __init__(self, end: Callable[[], None] = lambda: os._exit(1)) -> None:
@@ -95,7 +95,7 @@ class Listening:
         """Note that the driver lives and may be silent for so long; the first starts the watch."""
         self._heard_s, self._limit_s = time.monotonic(), limit_s
         if self._thread is None:
-            self._thread = threading.Thread(target=self._watch, daemon=True, name="llmpq listening")
+            self._thread = threading.Thread(target=self._watch, daemon=True, name="llmpq heartbeat")
             self._thread.start()
 
     def _watch(self) -> None:

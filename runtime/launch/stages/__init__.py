@@ -1,1 +1,1 @@
-"""A stage from its first line to its answers, whoever started it; first file: stage_actor.py."""
+"""A stage from its first line to its answers, whoever started it; first file: stage_worker.py."""

@@ -17,7 +17,7 @@ from typing import Any
 
 import psutil
 
-from llmpq.kernels.native.one_at_a_time import waited_s
+from llmpq.kernels.native.file_lock import waited_s
 from llmpq.runtime.launch.launcher import StageHandle
 
 _ASK_EVERY_S = 1.0

@@ -18,7 +18,7 @@ from typing import Any, TextIO
 
 from llmpq.commands.child_lines import read_lines, take_answers, write_line
 from llmpq.out_of_memory import first_line, out_of_memory
-from llmpq.runtime.lasting import keep_loaded
+from llmpq.runtime.gc_freeze import gc_freeze
 
 _LOWEST = 19
 """The nice value of a stage that computes on a server's own CPUs: what is computed is sent before
@@ -46,7 +46,7 @@ class _Server:
             assert request["call"] in CALLS, request["call"]
             message["value"] = getattr(self._actor, request["call"])(*request["args"])
             if request["call"] == "load":
-                keep_loaded()
+                gc_freeze()
         except BaseException as error:  # the caller's to judge
             name = "MemoryError" if out_of_memory(error) else _public_name(error)
             message |= {"error": name, "text": _told(error)}
@@ -62,9 +62,9 @@ def _actor(first: dict[str, Any]) -> Any:
         from llmpq.runtime.launch.nodes.node_survey import NodeSurvey
 
         return NodeSurvey(**first["survey"])
-    from llmpq.runtime.launch.stages.stage_actor import StageActor
+    from llmpq.runtime.launch.stages.stage_worker import StageWorker
 
-    return StageActor(first["index"], json.dumps(first["plan"]), first["settings"])
+    return StageWorker(first["index"], json.dumps(first["plan"]), first["settings"])
 
 
 def _public_name(error: BaseException) -> str:

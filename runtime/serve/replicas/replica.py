@@ -16,7 +16,7 @@ from collections.abc import AsyncGenerator, Mapping
 from typing import Any
 
 from llmpq.plan import Plan
-from llmpq.runtime.lasting import keep_loaded
+from llmpq.runtime.gc_freeze import gc_freeze
 from llmpq.runtime.launch.stages.stage_host import LOCAL_HOST
 from llmpq.runtime.llm import LLM
 from llmpq.runtime.serve.app import make_app
@@ -50,7 +50,7 @@ class Replica:
         try:
             plan = Plan.parse_data(json.loads(engine["plan"]), where="plan")
             self._service.llm = LLM(model, **{**engine, "plan": plan})
-            keep_loaded()
+            gc_freeze()
         except BaseException as error:
             self._failure, self._failed_s = error, time.monotonic()
             self._service.failure = str(error)

@@ -19,7 +19,7 @@ TEXT = Path(__file__).parents[3] / "examples" / "heldout.txt"
 KILLED = """
 import os, signal, sys
 from llmpq.profiler.cli.quantize import main
-from llmpq.runtime.weights import written_whole as whole_files
+from llmpq.runtime.weights import atomic_write as whole_files
 
 save_file = whole_files.save_file
 

@@ -19,7 +19,7 @@ from llmpq.profiler.cli import quantize as quantize_command
 from llmpq.profiler.quantize.layer_walk import random_windows
 from llmpq.profiler.quantize.recipes import Settings
 from llmpq.profiler.quantize.whole_model import QuantizeJob, quantize_model
-from llmpq.runtime.weights import written_whole as whole_files
+from llmpq.runtime.weights import atomic_write as whole_files
 from llmpq.runtime.weights.quantized_writer import ENDS_FILE, layer_file
 from llmpq.runtime.weights.sources import CheckpointSource
 

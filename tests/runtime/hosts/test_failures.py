@@ -107,7 +107,7 @@ def stages_on(host) -> list[psutil.Process]:
     found = []
     for process in host.processes():
         try:
-            if any(word.startswith("ray::StageActor") for word in process.cmdline()):
+            if any(word.startswith("ray::StageWorker") for word in process.cmdline()):
                 found.append(process)
         except psutil.Error:
             continue

@@ -14,8 +14,8 @@ from llmpq.errors import DeadlineError
 from llmpq.runtime.launch import thread_launcher
 from llmpq.runtime.launch.engine import Engine
 from llmpq.runtime.launch.launcher import Deadlines, Launch
-from llmpq.runtime.launch.stages.stage_actor import StageActor
 from llmpq.runtime.launch.stages.stage_settings import StageSettings
+from llmpq.runtime.launch.stages.stage_worker import StageWorker
 from llmpq.runtime.links.transport import join_gloo
 from llmpq.runtime.request import Request
 
@@ -37,7 +37,7 @@ def test_a_lost_message_ends_the_run(demo_model, make_plan, monkeypatch, closing
     """Every stage is well and waits for its neighbour: no step is too long, nobody is silent."""
     over = threading.Event()
 
-    class Waiting(StageActor):
+    class Waiting(StageWorker):
         def load(self):
             return {"weights_bytes": 0, "kv_bytes": 0, "seconds": 0.0}
 
@@ -52,7 +52,7 @@ def test_a_lost_message_ends_the_run(demo_model, make_plan, monkeypatch, closing
             progress = {"finished": 1} if closing else {"running": 1}
             return json.dumps({"finished": [], "progress": progress})
 
-    monkeypatch.setattr(thread_launcher, "StageActor", Waiting)
+    monkeypatch.setattr(thread_launcher, "StageWorker", Waiting)
     plan, settings = make_plan(demo_model, (4,)), StageSettings(model_dir=str(demo_model))
     started_s = time.monotonic()
     with (

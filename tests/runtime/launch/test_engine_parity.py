@@ -11,15 +11,15 @@ import pytest
 import torch
 
 from llmpq.profiler.cli import run_hosts
-from llmpq.profiler.timing.host_actor import HostActor
+from llmpq.profiler.timing.host_actor import HostWorker
 from llmpq.runtime.launch.engine import Engine
 from llmpq.runtime.launch.launcher import Launch
 from llmpq.runtime.launch.nodes.node_survey import NodeSurvey
 from llmpq.runtime.launch.nodes.stage_probe import StageProbe
 from llmpq.runtime.launch.on_ray import ray_launcher
-from llmpq.runtime.launch.on_ray.late_class import late_class
-from llmpq.runtime.launch.stages.stage_actor import StageActor
+from llmpq.runtime.launch.on_ray.actor_class import actor_class
 from llmpq.runtime.launch.stages.stage_settings import StageSettings
+from llmpq.runtime.launch.stages.stage_worker import StageWorker
 from llmpq.runtime.request import Request
 from llmpq.runtime.tools import check, doctor
 from llmpq.runtime.trace import chrome_trace
@@ -202,10 +202,10 @@ def test_a_driver_of_ray_and_a_server_need_no_torch():
 @pytest.mark.parametrize(
     ("held", "late"),
     [
-        (StageActor, ray_launcher.StageActor),
+        (StageWorker, ray_launcher.StageWorker),
         (StageProbe, check.StageProbe),
-        (HostActor, run_hosts.HostActor),
-        (NodeSurvey, late_class(NodeSurvey.__module__, "NodeSurvey", doctor.ASKED)),
+        (HostWorker, run_hosts.HostWorker),
+        (NodeSurvey, actor_class(NodeSurvey.__module__, "NodeSurvey", doctor.ASKED)),
     ],
 )
 def test_a_late_class_has_every_method_of_the_one_it_holds(held, late):
@@ -228,5 +228,5 @@ class Held:
 
 def test_a_late_class_calls_what_it_holds(monkeypatch):
     monkeypatch.setitem(sys.modules, "a_module", SimpleNamespace(Held=Held))
-    counting = late_class("a_module", "Held", ("more",))(5, step=2)
+    counting = actor_class("a_module", "Held", ("more",))(5, step=2)
     assert (counting.more(3), counting.more(1, less=4)) == (11, 9)

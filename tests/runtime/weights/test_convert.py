@@ -13,7 +13,7 @@ import torch
 from safetensors import SafetensorError
 
 from llmpq.runtime.cli.main import main as dist
-from llmpq.runtime.weights import written_whole as whole_files
+from llmpq.runtime.weights import atomic_write as whole_files
 from llmpq.runtime.weights.convert import convert
 from reference.pipeline import ReferencePipeline
 

@@ -14,13 +14,13 @@ from concurrent.futures import Future
 import pytest
 
 from llmpq.errors import DeadlineError
-from llmpq.kernels.native.one_at_a_time import one_at_a_time
+from llmpq.kernels.native.file_lock import file_lock
 from llmpq.runtime.launch import thread_launcher
 from llmpq.runtime.launch.engine import Engine
 from llmpq.runtime.launch.launcher import Deadlines, Launch
 from llmpq.runtime.launch.stages.load_watch import LoadSigns, LoadWatch
-from llmpq.runtime.launch.stages.stage_actor import StageActor
 from llmpq.runtime.launch.stages.stage_settings import StageSettings
+from llmpq.runtime.launch.stages.stage_worker import StageWorker
 
 pytestmark = pytest.mark.cpu
 
@@ -119,7 +119,7 @@ def test_waiting_for_another_process_that_compiles_is_getting_on(tmp_path):
     signs, entered = LoadSigns(), threading.Event()
 
     def wait() -> None:
-        with one_at_a_time(path):
+        with file_lock(path):
             entered.set()
 
     waiting = threading.Thread(target=wait)
@@ -138,14 +138,14 @@ def test_waiting_for_another_process_that_compiles_is_getting_on(tmp_path):
 def test_a_stage_that_hangs_in_its_load_is_named(demo_model, make_plan, monkeypatch):
     over = threading.Event()
 
-    class Hanging(StageActor):
+    class Hanging(StageWorker):
         def load(self):
             if self._index == 1:
                 self._signs = LoadSigns()
                 over.wait(60)
             return super().load()
 
-    monkeypatch.setattr(thread_launcher, "StageActor", Hanging)
+    monkeypatch.setattr(thread_launcher, "StageWorker", Hanging)
     plan, settings = make_plan(demo_model, (4,)), StageSettings(model_dir=str(demo_model))
     started_s = time.monotonic()
     try:

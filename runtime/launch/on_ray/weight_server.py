@@ -8,14 +8,14 @@ from typing import Any, Self
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from llmpq.runtime.weights.copied_slice import WeightGiver
+from llmpq.runtime.weights.remote_slice import SliceReader
 
 _READERS = 4
 """Stages that are given pieces at once."""
 
 
-class RayGiver:
-    """A `Giver` that travels to the stages; the files stay on the driver's host."""
+class WeightServer:
+    """A `SliceSource` that travels to the stages; the files stay on the driver's host."""
 
     def __init__(self, actor: Any) -> None:
         self._actor = actor
@@ -25,7 +25,7 @@ class RayGiver:
         """Start reading a model directory of this host."""
         here = ray.get_runtime_context().get_node_id()
         actor = (
-            ray.remote(WeightGiver)
+            ray.remote(SliceReader)
             .options(
                 num_cpus=0,
                 max_concurrency=_READERS,

@@ -10,7 +10,7 @@ from importlib import import_module
 from typing import Any
 
 
-def late_class(module: str, name: str, methods: Sequence[str]) -> type[Any]:
+def actor_class(module: str, name: str, methods: Sequence[str]) -> type[Any]:
     """Return a class for `ray.remote` whose instances hold one of `module.name` and call it.
 
     Its name is that class's, which the system lists processes by. Ray sends it by value.

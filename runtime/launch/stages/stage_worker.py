@@ -33,7 +33,7 @@ from llmpq.runtime.engine.scheduler import Scheduler, max_ahead
 from llmpq.runtime.engine.stage_loop import FirstStage, run_following_stage
 from llmpq.runtime.guides import Guides
 from llmpq.runtime.launch.nodes.rendezvous import Rendezvous
-from llmpq.runtime.launch.on_ray.ray_watch import Listening
+from llmpq.runtime.launch.on_ray.ray_watch import Heartbeat
 from llmpq.runtime.launch.plans.pool_plan import PoolPlan
 from llmpq.runtime.launch.stages.emulate import Emulation
 from llmpq.runtime.launch.stages.load_watch import LoadSigns
@@ -53,7 +53,7 @@ from llmpq.runtime.links.device_links import (
     connect_devices,
 )
 from llmpq.runtime.links.peer_links import Room
-from llmpq.runtime.links.thread_links import ThreadMeeting
+from llmpq.runtime.links.thread_links import ThreadRendezvous
 from llmpq.runtime.links.transport import (
     GlooTransport,
     Transport,
@@ -64,10 +64,10 @@ from llmpq.runtime.models.stage_model import DTYPES
 from llmpq.runtime.text.stop_texts import StopTexts
 from llmpq.runtime.token_rules import TokenRules
 from llmpq.runtime.trace import Recorder
-from llmpq.runtime.weights.copied_slice import Giver, copied_slice
 from llmpq.runtime.weights.dummy import CopiedLayers
 from llmpq.runtime.weights.layer_cache import KeptLayers
 from llmpq.runtime.weights.quantized_checkpoint import open_checkpoint
+from llmpq.runtime.weights.remote_slice import SliceSource, remote_slice
 from llmpq.runtime.weights.sources import CheckpointSource, RandomSource, TensorSource
 from llmpq.speculation import MAX_GAMMA
 
@@ -75,7 +75,7 @@ STORE_LIMIT = datetime.timedelta(seconds=60)
 """How long a stage may look for the first one's store; `join_gloo` then waits for all of them."""
 
 
-class StageActor:
+class StageWorker:
     """Holds one stage; every method answers with plain values or JSON text."""
 
     def __init__(
@@ -84,10 +84,10 @@ class StageActor:
         plan_json: str,
         settings: dict[str, Any],
         *,
-        meeting: ThreadMeeting | None = None,
-        weights: Giver | None = None,
+        threads: ThreadRendezvous | None = None,
+        weights: SliceSource | None = None,
     ) -> None:
-        """`meeting`: where the stages meet that are threads of one process; else by address.
+        """`threads`: the rendezvous of stages that are threads of one process; else by address.
 
         `weights`: who gives the stage's slice of the checkpoint, if it is not on this host.
         """
@@ -100,7 +100,7 @@ class StageActor:
         self._mailbox = Mailbox()
         self._compute: StageCompute | PagedStageCompute | None = None
         self._pool: PoolPlan | None = None
-        self._listening = Listening()
+        self._heartbeat = Heartbeat()
         self._signs: LoadSigns | None = None
         self._rendezvous = Rendezvous(STORE_LIMIT)
         self._gpu: torch.device | None = None
@@ -108,7 +108,7 @@ class StageActor:
         self._stream: torch.cuda.Stream | None = None
         self._links: StageLinks | None = None
         self._more: list[dist.ProcessGroup] = []
-        self._meeting, self._weights = meeting, weights
+        self._threads, self._weights = threads, weights
         self._drafter = make_drafter(self._plan, self._settings) if index == 0 else None
 
     @cached_property
@@ -128,9 +128,9 @@ class StageActor:
         number = None if self._stage.is_cpu else self._gpu_number()
         return asdict(place_of(self._stage, number, own))
 
-    def beat(self, silence_s: float) -> None:
+    def heartbeat(self, silence_s: float) -> None:
         """Hear that the driver lives; a silence of so many seconds ends this process."""
-        self._listening.heard(silence_s)
+        self._heartbeat.heard(silence_s)
 
     def end(self) -> None:
         """End this process at once."""
@@ -290,10 +290,10 @@ class StageActor:
     def _transport(self) -> Transport:
         """Return this stage's links: from device to device where that works for all stages."""
         assert self._compute is not None
-        if self._meeting is not None:
+        if self._threads is not None:
             if isinstance(self._compute, StageCompute):
                 self._compute.leave_on_device(hidden=self._gpu is not None)
-            return self._meeting.transport(self._index, max_rows=self._max_rows)
+            return self._threads.transport(self._index, max_rows=self._max_rows)
         make: Callable[..., GlooTransport] = partial(GlooTransport, more=self._more)
         if self._links is not None:
             # Speculation's tables are made and read by hosts.
@@ -355,7 +355,7 @@ class StageActor:
         """Return the architecture and where its weights come from."""
         if self._weights is not None:
             folder = self._settings.layer_cache or str(cache_folder().parent / "layers")
-            copied = copied_slice(self._weights, folder, self._stage.layers)
+            copied = remote_slice(self._weights, folder, self._stage.layers)
             self._settings = replace(self._settings, model_dir=str(copied))
         model = self._settings.model_dir
         if self._settings.load_format == "auto":
@@ -394,4 +394,4 @@ class StageActor:
 
     def _gpu_number(self) -> int:
         """Return the number of the stage's GPU among those that its process sees."""
-        return 0 if self._meeting is None else self._meeting.devices[self._index].index
+        return 0 if self._threads is None else self._threads.devices[self._index].index

@@ -10,14 +10,14 @@ import pytest
 import torch
 
 from llmpq.model_spec import ModelSpec
-from llmpq.runtime.weights.copied_slice import WeightGiver, copied_slice
 from llmpq.runtime.weights.quantized_checkpoint import open_checkpoint
+from llmpq.runtime.weights.remote_slice import SliceReader, remote_slice
 from llmpq.runtime.weights.sources import INDEX, SINGLE
 
 pytestmark = pytest.mark.cpu
 
 
-class CountingGiver(WeightGiver):
+class CountingReader(SliceReader):
     """Counts the bytes that it gives; spoils the first pieces."""
 
     def __init__(self, directory: Path, *, spoiled: int = 0) -> None:
@@ -42,10 +42,10 @@ def test_a_slice_has_its_layers_and_ends_and_nothing_else(tiny_models, tmp_path,
     whole_dir = tiny_models.directory(kind)
     spec = ModelSpec.from_directory(whole_dir)
     whole = open_checkpoint(whole_dir, spec)
-    giver = CountingGiver(whole_dir)
+    reader = CountingReader(whole_dir)
     parts = ((0, 1), (1, 2), (2, 3))
     for start, end in parts:
-        folder = copied_slice(giver, tmp_path, (start, end))
+        folder = remote_slice(reader, tmp_path, (start, end))
         assert ModelSpec.from_directory(folder).fingerprint() == spec.fingerprint()
         part = open_checkpoint(folder, spec)
         for index in range(spec.num_layers):
@@ -60,24 +60,24 @@ def test_a_slice_has_its_layers_and_ends_and_nothing_else(tiny_models, tmp_path,
             assert same(part.head(torch.float32), whole.head(torch.float32))
     ends = 2 if spec.tied_embeddings else 1  # a tied embedding is needed at both
     table = sum(t.numel() * 4 for t in whole.embedding(torch.float32).values())
-    assert giver.bytes_given <= (whole_dir / SINGLE).stat().st_size + (ends - 1) * table
+    assert reader.bytes_given <= (whole_dir / SINGLE).stat().st_size + (ends - 1) * table
 
 
 def test_a_copy_is_used_again_unless_it_or_the_checkpoint_has_changed(demo_model, tmp_path):
     original = tmp_path / "model"
     shutil.copytree(demo_model, original)
-    giver = CountingGiver(original)
-    folder = copied_slice(giver, tmp_path / "cache", (0, 4))
-    given, giver.bytes_given = giver.bytes_given, 0
-    assert copied_slice(giver, tmp_path / "cache", (0, 4)) == folder and giver.bytes_given == 0
+    reader = CountingReader(original)
+    folder = remote_slice(reader, tmp_path / "cache", (0, 4))
+    given, reader.bytes_given = reader.bytes_given, 0
+    assert remote_slice(reader, tmp_path / "cache", (0, 4)) == folder and reader.bytes_given == 0
     kept = folder / SINGLE
     kept.write_bytes(kept.read_bytes()[:-1] + b"x")
-    copied_slice(giver, tmp_path / "cache", (0, 4))
-    assert giver.bytes_given == given
+    remote_slice(reader, tmp_path / "cache", (0, 4))
+    assert reader.bytes_given == given
     assert json.loads((folder / "copied.json").read_text()).keys() == {SINGLE}
     weights = original / SINGLE
     weights.write_bytes(weights.read_bytes()[:-2] + b"xy")
-    assert copied_slice(giver, tmp_path / "cache", (0, 4)) != folder
+    assert remote_slice(reader, tmp_path / "cache", (0, 4)) != folder
 
 
 def test_a_checkpoint_of_several_files_is_copied_by_file(demo_model, tmp_path):
@@ -93,21 +93,21 @@ def test_a_checkpoint_of_several_files_is_copied_by_file(demo_model, tmp_path):
         save_file(held, tmp_path / "model" / file, metadata={"format": "pt"})
     (tmp_path / "model" / INDEX).write_text(json.dumps({"weight_map": file_of}))
     spec = ModelSpec.from_directory(demo_model)
-    folder = copied_slice(WeightGiver(str(tmp_path / "model")), tmp_path / "cache", (4, 8))
+    folder = remote_slice(SliceReader(str(tmp_path / "model")), tmp_path / "cache", (4, 8))
     found = open_checkpoint(folder, spec).layer(5, torch.float32)
     assert same(found, open_checkpoint(demo_model, spec).layer(5, torch.float32))
 
 
 def test_what_arrives_broken_is_asked_for_once_more_then_refused(demo_model, tmp_path):
-    folder = copied_slice(CountingGiver(demo_model, spoiled=1), tmp_path / "a", (0, 4))
+    folder = remote_slice(CountingReader(demo_model, spoiled=1), tmp_path / "a", (0, 4))
     spec = ModelSpec.from_directory(demo_model)
     found = open_checkpoint(folder, spec).layer(0, torch.float32)
     assert same(found, open_checkpoint(demo_model, spec).layer(0, torch.float32))
     with pytest.raises(ValueError, match=r"arrived broken twice \(SHA-256 differs\)"):
-        copied_slice(CountingGiver(demo_model, spoiled=10**6), tmp_path / "b", (0, 4))
+        remote_slice(CountingReader(demo_model, spoiled=10**6), tmp_path / "b", (0, 4))
     assert not list((tmp_path / "b").rglob("*.safetensors"))
 
 
 def test_files_outside_the_model_directory_are_not_given(demo_model):
     with pytest.raises(ValueError, match=r"file name inside"):
-        WeightGiver(str(demo_model)).piece("../../etc/passwd", 0, 1)
+        SliceReader(str(demo_model)).piece("../../etc/passwd", 0, 1)

@@ -17,7 +17,7 @@ _waited_s = 0.0
 
 
 @contextmanager
-def one_at_a_time(path: Path) -> Iterator[None]:
+def file_lock(path: Path) -> Iterator[None]:
     """Hold a file's lock: processes that start together compile once."""
     global _waited_s
     with path.open("w") as file:

@@ -5,7 +5,7 @@
         *.safetensors               every file of the checkpoint with this stage's tensors only
         copied.json                 SHA-256 of every file; written last
 
-The giver reads ranges of files; every piece travels with its SHA-256. A folder with `copied.json`
+The reader reads ranges of files; every piece travels with its SHA-256. A folder with `copied.json`
 is whole: its files are hashed again before they are used, and what differs is copied anew.
 """
 
@@ -33,8 +33,8 @@ _LENGTH = struct.Struct("<Q")
 """A safetensors file begins with the length of its header."""
 
 
-class Giver(Protocol):
-    """Whoever has the whole checkpoint: `WeightGiver`, here or on another host."""
+class SliceSource(Protocol):
+    """Whoever has the whole checkpoint: `SliceReader`, here or on another host."""
 
     def listing(self) -> dict[str, Any]:
         """Return the checkpoint's JSON files, its index and the headers of its weight files."""
@@ -45,7 +45,7 @@ class Giver(Protocol):
         ...
 
 
-class WeightGiver:
+class SliceReader:
     """Reads a checkpoint for stages on other hosts."""
 
     def __init__(self, directory: str) -> None:
@@ -86,13 +86,13 @@ class WeightGiver:
         return data, hashlib.sha256(data).hexdigest()
 
 
-def copied_slice(giver: Giver, folder: str | Path, layers: tuple[int, int]) -> Path:
+def remote_slice(reader: SliceSource, folder: str | Path, layers: tuple[int, int]) -> Path:
     """Return a model directory with the tensors of `layers` `[start, end)` and of its ends.
 
     The embedding comes with the first layers, norm and head (and a tied embedding) with the last.
     `ValueError` says what cannot be written, or arrived broken.
     """
-    listing = giver.listing()
+    listing = reader.listing()
     spec = ModelSpec.from_config(json.loads(listing["texts"]["config.json"]), name=listing["name"])
     target = Path(folder) / "copied" / f"{listing['mark']}-{layers[0]}-{layers[1]}"
     known = _finished(target)
@@ -106,7 +106,7 @@ def copied_slice(giver: Giver, folder: str | Path, layers: tuple[int, int]) -> P
                 continue
             path = target / file
             if file not in known or not path.exists() or _hash_of(path) != known[file]:
-                _copy_file(giver, file, header, data_at, names, path)
+                _copy_file(reader, file, header, data_at, names, path)
             hashes[file] = known[file] if file in known else _hash_of(path)
         for name, text in listing["texts"].items():
             (target / name).write_text(text)
@@ -152,7 +152,12 @@ def _layer_of(name: str, prefixes: tuple[str, ...]) -> int | None:
 
 
 def _copy_file(
-    giver: Giver, file: str, header: Mapping[str, Any], data_at: int, names: list[str], path: Path
+    reader: SliceSource,
+    file: str,
+    header: Mapping[str, Any],
+    data_at: int,
+    names: list[str],
+    path: Path,
 ) -> None:
     """Write a safetensors file with some of another one's tensors; it appears whole."""
     ranges = sorted((header[name]["data_offsets"], name) for name in names)
@@ -169,14 +174,14 @@ def _copy_file(
         for (start, end), _ in ranges:
             for begin in range(data_at + start, data_at + end, PIECE_BYTES):
                 until = min(begin + PIECE_BYTES, data_at + end)
-                opened.write(_checked(giver, file, begin, until))
+                opened.write(_checked(reader, file, begin, until))
     unfinished.replace(path)
 
 
-def _checked(giver: Giver, file: str, start: int, end: int) -> bytes:
+def _checked(reader: SliceSource, file: str, start: int, end: int) -> bytes:
     """Return a piece whose hash is right; one that arrives broken is asked for once more."""
     for _ in range(2):
-        data, told = giver.piece(file, start, end)
+        data, told = reader.piece(file, start, end)
         if len(data) == end - start and hashlib.sha256(data).hexdigest() == told:
             return data
     raise ValueError(

@@ -6,7 +6,7 @@ import atexit
 import gc
 
 
-def keep_loaded() -> None:
+def gc_freeze() -> None:
     """Spare the garbage collector whatever there is now: modules, the model, the tokenizer.
 
     It looks through all of it every few thousand objects, for a tenth of a second in which no token
