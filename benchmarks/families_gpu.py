@@ -5,7 +5,7 @@
 
 layers      layers of dummy weights, timed as `llmpq-profile` times them (captured, four distinct
             layers). The floor is what a step has to read at the card's listed bandwidth: of a
-            mixture the experts that so many tokens are expected to be sent to, and the keys and
+            mixture the experts that so many tokens are expected to be dispatch to, and the keys and
             values of its context.
 kernels     the same step, its time told apart by kernel: a kernel is charged from the end of the
             one before to its own end, so that launches which overlap add up to the step
@@ -27,11 +27,11 @@ import torch
 
 from llmpq.cost_model import Phase
 from llmpq.devices.device_spec import canonical_kind, device_specs
+from llmpq.kernels.formats.codebook_weight import E8M0, Codebook, codebook_weight
 from llmpq.kernels.formats.kv_block import KVFormat
 from llmpq.kernels.formats.quantized_weight import QuantizedWeight
 from llmpq.kernels.formats.round_to_nearest import quantize_weight
-from llmpq.kernels.formats.table_weight import E8M0, Values, table_weight
-from llmpq.kernels.gemm.experts.expert_sent import assign
+from llmpq.kernels.gemm.experts.expert_dispatch import assign
 from llmpq.kernels.gemm.experts.expert_stack import ExpertStack
 from llmpq.kernels.gemm.experts.gated import GateRule
 from llmpq.kernels.gpu_timing import copies_for, time_launches, write_row
@@ -107,7 +107,7 @@ def in_mxfp4(parts: LayerTensors, name: str) -> Linear:
     n, k, device = weight.out_features, weight.in_features, weight.device
     codes = torch.randint(0, 16, (n, k), dtype=torch.uint8, device=device)
     scale = torch.randint(115, 120, (n, -(-k // 32)), dtype=E8M0, device=device)
-    return Linear(table_weight(codes, scale, values=Values.E2M1, group_size=32), made.bias)
+    return Linear(codebook_weight(codes, scale, codebook=Codebook.E2M1, group_size=32), made.bias)
 
 
 def layers(args: argparse.Namespace, kind: str) -> None:
@@ -177,7 +177,7 @@ def grouped(args: argparse.Namespace) -> None:
     expert_TK = torch.rand(PREFILL_TOKENS, spec.experts, device="cuda").topk(
         spec.experts_per_token, dim=1
     ).indices  # fmt: skip
-    pairs, sent = expert_TK.numel(), assign(expert_TK, spec.experts)
+    pairs, dispatch = expert_TK.numel(), assign(expert_TK, spec.experts)
     here = {"model": spec.name, "tokens": PREFILL_TOKENS}
     row(args, "grouped product", here | {"product": "sorting"},
         time_launches(lambda _: assign(expert_TK, spec.experts), 1))  # fmt: skip
@@ -189,9 +189,9 @@ def grouped(args: argparse.Namespace) -> None:
         dense_us = statistics.median(time_launches(lambda _: rows @ w.t(), 1))  # noqa: B023
         for text in args.precisions.split(","):
             stack = stacked(w, Precision.parse(text).weight_bits, spec.experts)
-            gate = GateRule() if product == "up" and stack.gates(x, sent) else None
+            gate = GateRule() if product == "up" and stack.gates(x, dispatch) else None
             samples = time_launches(
-                lambda _: stack.product(x, sent, back=product == "down", gate=gate),  # noqa: B023
+                lambda _: stack.product(x, dispatch, back=product == "down", gate=gate),  # noqa: B023
                 1,
             )
             us = statistics.median(samples)

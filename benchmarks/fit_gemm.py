@@ -39,9 +39,9 @@ from llmpq.kernels.gemm.ranking.predict import (
 
 TIMES = Path(predict.__file__).with_name("step_times.json")
 CONSTANTS = {
-    "launch_us": 2.0, "rows_launch_us": 2.0, "split_us": 0.5, "l2": 20e12, "rows_more": 0.05,
-    "gluon_launch_us": 1.0,
-    "gluon_l2": 6.2e12, "gluon_read": 1.5, "cut_us": 3.0, "share_bytes_us": 0.05,
+    "launch_us": 2.0, "gemv_launch_us": 2.0, "split_us": 0.5, "l2": 20e12, "gemv_more": 0.05,
+    "wgmma_launch_us": 1.0,
+    "wgmma_l2": 6.2e12, "wgmma_read": 1.5, "cut_us": 3.0, "share_bytes_us": 0.05,
     "sharer_us": 0.5, "again_rate": 3.0,
 }  # fmt: skip
 Key = tuple[int, int, int, int]
@@ -91,10 +91,10 @@ class Fit:
 
     def _features(self, key: Key, config: Config) -> list[float]:
         product, r = product_of(key), 1
-        if self.kernel != "gluon":
+        if self.kernel != "wgmma_gemm":
             r = resident(config, product, REFERENCE, self._registers(form_key(config, key[0])))
         made = work(config, product, REFERENCE, max(1, r))
-        one = tile_rows(config) * config.bm * 4 if self.kernel == "gluon" else 0
+        one = tile_rows(config) * config.bm * 4 if self.kernel == "wgmma_gemm" else 0
         return [
             made.steps, made.turns, made.issued, made.l2_bytes, made.again_bytes, made.pieces,
             made.sharers, product.moved_bytes, key[3], config.split > 1, one,
@@ -111,7 +111,7 @@ class Fit:
                                        for i in range(3))  # fmt: skip
         steps, turns, issued, l2, again, pieces, sharers, moved, rows, split, one, past = self.x.T
         bandwidth = REFERENCE.bandwidth / 1e6
-        if self.kernel == "gluon":
+        if self.kernel == "wgmma_gemm":
             launch, read, cut, per_byte, sharer, rate = g
             body = (issued * s * past + turns * a, moved / (bandwidth * read), l2 / 6.2e6)
             more = np.where(pieces > 0, cut + pieces * one / (per_byte * 1e6)
@@ -119,7 +119,7 @@ class Fit:
             more = more + again / (bandwidth * rate)
         else:
             launch, split_us, rows_more = g[:3]
-            grow = 1 + rows_more * (rows - 1) if self.kernel == "rows" else 1.0
+            grow = 1 + rows_more * (rows - 1) if self.kernel == "gemv" else 1.0
             body = (turns * (a + steps * s * grow), issued * u * grow, moved / bandwidth, l2 / 20e6)
             more = split_us * split
         return launch + sum(b**sharp for b in body) ** (1 / sharp) + more
@@ -128,7 +128,9 @@ class Fit:
         """Fit to the points whose key `inside` accepts."""
         n = len(self.forms)
         start = (
-            [1.0, 1.5, 3.0, 0.05, 0.5, 3.0] if self.kernel == "gluon" else [2.0, 0.5, 0.05, 1, 1, 1]
+            [1.0, 1.5, 3.0, 0.05, 0.5, 3.0]
+            if self.kernel == "wgmma_gemm"
+            else [2.0, 0.5, 0.05, 1, 1, 1]
         )
         p0 = np.log([*start, *[1.0] * n, *[0.5] * n, *[0.15] * n])
         weight = np.exp(-2.5 * (self.near - 1))
@@ -151,18 +153,18 @@ class Fit:
                 )
         g = [float(v) for v in np.exp(p[:6])]
         names = [
-            "gluon_launch_us",
-            "gluon_read",
+            "wgmma_launch_us",
+            "wgmma_read",
             "cut_us",
             "share_bytes_us",
             "sharer_us",
             "again_rate",
         ]
         constants = dict(zip(names, g, strict=True))
-        if self.kernel == "tile":
+        if self.kernel == "splitk_gemm":
             constants = {"launch_us": g[0], "split_us": g[1]}
-        elif self.kernel == "rows":
-            constants = {"rows_launch_us": g[0], "rows_more": g[2]}
+        elif self.kernel == "gemv":
+            constants = {"gemv_launch_us": g[0], "gemv_more": g[2]}
         values = np.exp(p[6:]).reshape(3, n)
         forms = {
             form: StepTime(*(round(float(values[j, i]), 4) for j in range(3)),

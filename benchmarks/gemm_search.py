@@ -77,10 +77,10 @@ def compile_jobs(cases: list[Case]) -> Iterator[tuple[Case, Config]]:
     for case in cases:
         bits, k, _n, _rows = case
         for config in of(case):
-            if config.kernel == "rows":
+            if config.kernel == "gemv":
                 key: tuple[Any, ...] = (bits, k, config)
                 job = ((bits, k, 256, 1), config)
-            elif config.kernel == "tile":
+            elif config.kernel == "splitk_gemm":
                 kind = replace(config, split=min(config.split, 2))
                 key, job = (bits, kind), ((bits, 2048, 512, config.bm), kind)
             else:

@@ -99,8 +99,8 @@ def _least_of(one_pass: Callable[[], object]) -> float:
 
 
 def _read_gbps() -> float:
-    numbers = torch.ones(_READ_BYTES // 4)
-    return _READ_BYTES / _least_of(numbers.sum) / 1e9
+    values = torch.ones(_READ_BYTES // 4)
+    return _READ_BYTES / _least_of(values.sum) / 1e9
 
 
 if __name__ == "__main__":

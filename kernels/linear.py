@@ -4,19 +4,19 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from llmpq.kernels.cpu.codebook_linear import codebook_linear_cpu
 from llmpq.kernels.cpu.fp8_linear import fp8_linear_cpu
-from llmpq.kernels.cpu.packed_linear import linear_cpu
-from llmpq.kernels.cpu.table_linear import table_linear_cpu
+from llmpq.kernels.cpu.native_linear import linear_cpu
+from llmpq.kernels.formats.codebook_weight import CodebookWeight
 from llmpq.kernels.formats.fp8_weight import Fp8Weight
 from llmpq.kernels.formats.quantized_weight import QuantizedWeight
-from llmpq.kernels.formats.table_weight import TableWeight
 
-__all__ = ["Fp8Weight", "QuantizedWeight", "TableWeight", "linear"]
+__all__ = ["Fp8Weight", "QuantizedWeight", "CodebookWeight", "linear"]
 
 
 def linear(
     x: Tensor,
-    qweight: QuantizedWeight | Fp8Weight | TableWeight,
+    qweight: QuantizedWeight | Fp8Weight | CodebookWeight,
     bias: Tensor | None = None,
     residual: Tensor | None = None,
     *,
@@ -38,10 +38,10 @@ def linear(
         from llmpq.kernels.gemm.float_codes.fp8_products import fp8_linear_gpu
 
         y = fp8_linear_gpu(x_MK, qweight, bias, flat)
-    elif x.is_cuda and isinstance(qweight, TableWeight):
-        from llmpq.kernels.gemm.float_codes.table_products import table_linear_gpu
+    elif x.is_cuda and isinstance(qweight, CodebookWeight):
+        from llmpq.kernels.gemm.float_codes.codebook_products import codebook_linear_gpu
 
-        y = table_linear_gpu(x_MK, qweight, bias, flat)
+        y = codebook_linear_gpu(x_MK, qweight, bias, flat)
     elif x.is_cuda and isinstance(qweight, QuantizedWeight):
         from llmpq.kernels.gemm.linear_gpu import linear_gpu
 
@@ -49,8 +49,8 @@ def linear(
     else:
         if isinstance(qweight, Fp8Weight):
             y = fp8_linear_cpu(x_MK, qweight, bias)
-        elif isinstance(qweight, TableWeight):
-            y = table_linear_cpu(x_MK, qweight, bias)
+        elif isinstance(qweight, CodebookWeight):
+            y = codebook_linear_cpu(x_MK, qweight, bias)
         else:
             y = linear_cpu(x_MK, qweight, bias)
         y = y if flat is None else y + flat

@@ -13,44 +13,44 @@ from llmpq.kernels.gemm.config import Config
 from llmpq.kernels.gemm.gluon.gluon_plan import shared_bytes, suits, tile_rows, tiles_of
 
 FEW_ROWS = 8
-"""Most rows of x that `rows_kernel` multiplies."""
+"""Most rows of x that `gemv_kernel` multiplies."""
 TILE_ROWS = 256
-"""Most rows of x for which `tile_kernel` is considered."""
+"""Most rows of x for which `splitk_gemm_kernel` is considered."""
 GLUON_FROM = 17
-"""Fewest rows of x for which `gluon_kernel` is considered."""
+"""Fewest rows of x for which `wgmma_gemm_kernel` is considered."""
 SPLITS = (1, 2, 3, 4, 6, 8, 12, 16)
 
 _TILES = ((1, 4), (1, 8), (2, 4))  # blocks of 16 rows a warp holds, warps
 _GLUON = (
-    Config(kernel="gluon", blocks=2, bm=32, stages=8),
-    Config(kernel="gluon", bm=64, stages=8),
-    Config(kernel="gluon", bm=64, stages=6, registers=128),
-    Config(kernel="gluon", blocks=2, bm=64, stages=6),
-    Config(kernel="gluon", bm=64, stages=8, warpgroups=3),
-    Config(kernel="gluon", bm=96, stages=7),
-    Config(kernel="gluon", bm=96, stages=6, warpgroups=3),
-    Config(kernel="gluon", bm=128, stages=6, asker=True),
-    Config(kernel="gluon", bm=128, stages=6),
-    Config(kernel="gluon", blocks=2, bm=128, stages=5),
-    Config(kernel="gluon", bm=128, stages=5, warpgroups=3),
-    Config(kernel="gluon", bm=144, stages=8),
-    Config(kernel="gluon", bm=160, stages=8),
-    Config(kernel="gluon", bm=192, stages=7),
-    Config(kernel="gluon", bm=256, stages=5),
+    Config(kernel="wgmma_gemm", blocks=2, bm=32, stages=8),
+    Config(kernel="wgmma_gemm", bm=64, stages=8),
+    Config(kernel="wgmma_gemm", bm=64, stages=6, registers=128),
+    Config(kernel="wgmma_gemm", blocks=2, bm=64, stages=6),
+    Config(kernel="wgmma_gemm", bm=64, stages=8, warpgroups=3),
+    Config(kernel="wgmma_gemm", bm=96, stages=7),
+    Config(kernel="wgmma_gemm", bm=96, stages=6, warpgroups=3),
+    Config(kernel="wgmma_gemm", bm=128, stages=6, asker=True),
+    Config(kernel="wgmma_gemm", bm=128, stages=6),
+    Config(kernel="wgmma_gemm", blocks=2, bm=128, stages=5),
+    Config(kernel="wgmma_gemm", bm=128, stages=5, warpgroups=3),
+    Config(kernel="wgmma_gemm", bm=144, stages=8),
+    Config(kernel="wgmma_gemm", bm=160, stages=8),
+    Config(kernel="wgmma_gemm", bm=192, stages=7),
+    Config(kernel="wgmma_gemm", bm=256, stages=5),
 )
 
 
 def rows_candidates(bits: int) -> Iterator[Config]:
-    """Yield forms of `rows_kernel`: all of K in a program, k-groups in flight in registers."""
+    """Yield forms of `gemv_kernel`: all of K in a program, k-groups in flight in registers."""
     for warps in (4, 8):
         for depth in (4, 6, 8, 12) if bits < 8 else (2, 4, 6):
-            yield Config(kernel="rows", warps=warps, depth=depth)
+            yield Config(kernel="gemv", warps=warps, depth=depth)
 
 
 def tile_candidates(
     bits: int, n: int, k: int, rows: int, *, multiprocessors: int
 ) -> Iterator[Config]:
-    """Yield forms of `tile_kernel` whose programs fill the machine, but not many times over."""
+    """Yield forms of `splitk_gemm_kernel` whose programs fill the machine a few times."""
     groups = -(-k // 128)
     least = 16
     while least < min(rows, 128):
@@ -64,7 +64,7 @@ def tile_candidates(
                     continue
                 if programs < 0.6 * multiprocessors and split < SPLITS[-1] and 2 * split <= groups:
                     continue
-                tile = Config(kernel="tile", blocks=blocks, warps=warps, bm=bm, split=split)
+                tile = Config(kernel="splitk_gemm", blocks=blocks, warps=warps, bm=bm, split=split)
                 yield from _loops(tile, bits, groups)
 
 
@@ -85,7 +85,7 @@ def _loops(tile: Config, bits: int, groups: int) -> Iterator[Config]:
 def gluon_candidates(
     bits: int, n: int, k: int, rows: int, *, multiprocessors: int, shared_limit: int
 ) -> Iterator[Config]:
-    """Yield forms of `gluon_kernel` whose tiles are not much larger than what is asked."""
+    """Yield forms of `wgmma_gemm_kernel` whose tiles are not much larger than what is asked."""
     groups = -(-k // 128)
     for base in _GLUON:
         if not suits(base, bits) or shared_bytes(base) > shared_limit:
@@ -111,4 +111,4 @@ def gluon_candidates(
 
 def tile_rows_of(config: Config) -> int:
     """Return the rows of w of a program's tile."""
-    return tile_rows(config) if config.kernel == "gluon" else 16 * config.blocks * config.warps
+    return tile_rows(config) if config.kernel == "wgmma_gemm" else 16 * config.blocks * config.warps

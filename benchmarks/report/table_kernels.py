@@ -75,7 +75,7 @@ KERNEL_TABLES = {
         show=us_of_floor,
         order=("1", "8", "32", "128"),
     ),
-    "table_products": Pivot(
+    "codebook_products": Pivot(
         file="families.jsonl",
         bench="table product",
         index=("n", "k", "form"),

@@ -8,9 +8,9 @@
 
 A nibble u = code + 8 becomes the e4m3 number code * 2^-9 by four instructions a word of four
 bytes: |u - 8| in subnormals and the first binade, which are one linear scale, and the sign bit.
-A's codes are such numbers, too. All sums stay below 2^14 steps: exact in fp8 tensor cores.
+A's codes are such values, too. All sums stay below 2^14 steps: exact in fp8 tensor cores.
 
-The scales sw[n] sa[m] of a tile are a product too, of K = 16: sa as three bfloat16 numbers that sum
+The scales sw[n] sa[m] of a tile are a product too, of K = 16: sa as three bfloat16 values that sum
 to it, sw beside each.
 
 What was slower (H200, a layer of Llama-3.1-8B at M = 1024; cuBLAS bf16 = 1, this file 1.02 to 1.05,
@@ -18,7 +18,7 @@ What was slower (H200, a layer of Llama-3.1-8B at M = 1024; cuBLAS bf16 = 1, thi
     0.6   eight warps in step, one tile of 128 x 128 (or two of 64 tokens a multiprocessor, 0.7)
     0.82  sa and what undoes the nibbles' offset read from shared memory into every thread: 128
           bytes a clock serve both these reads and the tensor cores
-    0.84  sa alone read so while products run (a thread's 32 numbers: 16 loads, 64 products more)
+    0.84  sa alone read so while products run (a thread's 32 values: 16 loads, 64 products more)
     0.94  256 rows of w a tile, sa read so: a third less traffic from the L2, more waits
     0.99  two halves of 64 tokens, one's products while the other's sums are scaled; 0.4 with the
           next group's words fetched ahead: registers spill
@@ -243,7 +243,7 @@ def _multiply(
             scale = gl.zeros((64, BM), gl.float32, layout=mma16)
             scale = warpgroup_mma(sw_high, t_s.index(stage).reshape((16, BM)), scale, is_async=True)
             if S.dtype.element_ty == gl.float16:
-                # 11 bits of mantissa are two bfloat16 numbers.
+                # 11 bits of mantissa are two bfloat16 values.
                 rest = gl.where(term < 3, wide, 0.0) - sw_high.to(gl.float32)
                 scale = warpgroup_mma(
                     rest.to(gl.bfloat16), t_s.index(stage).reshape((16, BM)), scale, is_async=True

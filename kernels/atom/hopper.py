@@ -175,7 +175,7 @@ def _in_units(
     residual_MN: Tensor | None,
     y_MN: Tensor | None,
 ) -> Tensor:
-    """As `product`, of codes times whole numbers; into `y_MN` if given."""
+    """As `product`, of codes times integers; into `y_MN` if given."""
     (m, columns), n, here = tokens.values.shape, weight.out_features, tokens.values.device
     y = torch.empty(m, n, dtype=dtype, device=here) if y_MN is None else y_MN
     tiles = triton.cdiv(m, ROWS) * triton.cdiv(n, ROWS)

@@ -63,7 +63,7 @@ class RoundedTokens:
     outlier_scale: Tensor | None = None
     """float32 [M padded to 128]."""
     unit: Tensor | None = None
-    """float32 [M padded to 128]: `values` are codes times whole numbers of these, in int8."""
+    """float32 [M padded to 128]: `values` are codes times integers of these, in int8."""
 
 
 def is_few(rows: int, activation_bits: int) -> bool:
@@ -254,7 +254,7 @@ def any_input(x_MK: Tensor, weight: AtomTiles) -> RoundedTokens:
 
 
 def in_units(tokens: RoundedTokens, weight: AtomTiles) -> RoundedTokens:
-    """Return codes times whole numbers, in their place, where a product of so many takes them.
+    """Return codes times integers, in their place, where a product of so many takes them.
 
     A pass of its own: not yet part of the roundings.
     """

@@ -12,7 +12,7 @@ eats (`FORM` 0 or 1):
     1 restored [M, (G + 3) * 128] in x's dtype: code * scale, the outliers three times, in the
                order of the fragment form (formats/atom_tiles.py), for the weight-only kernels
 
-`steps_kernel` turns form 0 into int8 numbers code * whole number, for integer scales.
+`steps_kernel` turns form 0 into int8 values code * integer, for integer scales.
 
 Bytes: one byte or two a channel written. x is read once, but where few tokens' norms are spread
 over programs of a few groups each: every one of those sums the row itself, and reads its channels
@@ -72,7 +72,7 @@ def _store(
     q, scale, group, live, row, OUT, SCALES, OUTLIER, MS, G: tl.constexpr, OUTLIERS: tl.constexpr,
     BITS: tl.constexpr, FORM: tl.constexpr,
 ):  # fmt: skip
-    """Store groups [R, 128] of tokens `row` [R], group numbers `group` [R]; G is the outliers'."""
+    """Store groups [R, 128] of tokens `row` [R], group values `group` [R]; G is the outliers'."""
     p = tl.arange(0, 128)[None, :]
     is_outlier = group == G
     if FORM == 0:
@@ -232,7 +232,7 @@ def steps_kernel(
     BLOCK_M: tl.constexpr, BLOCK_G: tl.constexpr, STEPS: tl.constexpr, PDL: tl.constexpr,
     INTERPRET: tl.constexpr,
 ):  # fmt: skip
-    """Codes of form 0, in their place: times whole numbers 0 to STEPS, their scales in units.
+    """Codes of form 0, in their place: times integers 0 to STEPS, their scales in units.
 
     CODES8 [M, (G + 1) * 128]; UNIT [MS] float32. BLOCK_G groups of BLOCK_M tokens; the unit is that
     of all G <= ALL groups. The twin is `integer_scales` of formats/atom_rounding.py.
@@ -256,7 +256,7 @@ def steps_kernel(
     at = row.to(tl.int64)[:, None, None] * width + group[None, :, None] * 128
     at += tl.arange(0, 128)[None, None, :]
     live = ((row < M)[:, None] & (group < G)[None, :])[:, :, None]
-    # e4m3 numbers to 2^-6 in size are a sign and a count of 2^-9.
+    # e4m3 values to 2^-6 in size are a sign and a count of 2^-9.
     byte = tl.load(CODES8 + at, mask=live, other=0)
     if INTERPRET:
         code = tl.where(byte < 0, -(byte & 127), byte)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from llmpq.kernels.native.library import NUMBERS, address, call, library
+from llmpq.kernels.native.library import DTYPE_CODES, address, call, library
 from llmpq.sizes.kv_format import BLOCK_TOKENS
 
 NEG_INF = float("-inf")
@@ -71,7 +71,7 @@ def attend_blocks(
         *map(address, (q_BHD, k_NGD, v_NGD, out_BHD, rows.tables_BM, rows.ends_B)),
         *(ctypes.addressof(factor), address(slopes)),
         *(batch, heads, k_NGD.shape[1], dim, rows.tables_BM.shape[1], window),
-        *(NUMBERS[q_BHD.dtype], torch.get_num_threads()),
+        *(DTYPE_CODES[q_BHD.dtype], torch.get_num_threads()),
     )
     return out_BHD
 
@@ -81,7 +81,7 @@ def native_takes(q_BHD: Tensor, k_NGD: Tensor) -> bool:
     return (
         k_NGD.device.type == "cpu"
         and q_BHD.dtype == k_NGD.dtype
-        and k_NGD.dtype in NUMBERS
+        and k_NGD.dtype in DTYPE_CODES
         and k_NGD.is_contiguous()
         and library() is not None
     )

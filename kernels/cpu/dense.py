@@ -36,7 +36,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from llmpq.kernels.native import huge_pages
-from llmpq.kernels.native.library import NUMBERS, address, call, library
+from llmpq.kernels.native.library import DTYPE_CODES, address, call, library
 
 _NATIVE_ROWS = 4
 """Rows up to which our own code takes a plain weight."""
@@ -52,7 +52,7 @@ _SMALL_ROWS = 16
 """Rows up to which our own code takes a small one."""
 
 CHUNK_WEIGHTS = 1 << 20
-"""Weights made numbers at a time, 4 MB of float32 at most: larger temporaries are mapped and
+"""Weights made values at a time, 4 MB of float32 at most: larger temporaries are mapped and
 page-faulted anew each call (4096 x 4096, M = 1, float32: 35 ms in one piece, 5.4 in sixteen)."""
 _PLAIN_ROWS = 8
 """Rows from which oneDNN wins on a plain float32 weight."""
@@ -124,7 +124,7 @@ def native_rows(weight_NK: Tensor) -> int:
     ours = (
         weight_NK.device.type == "cpu"
         and not weight_NK.is_mkldnn
-        and weight_NK.dtype in NUMBERS
+        and weight_NK.dtype in DTYPE_CODES
         and weight_NK.is_contiguous()
         and library() is not None
     )
@@ -156,7 +156,7 @@ def native_dense(x: Tensor, weight_NK: Tensor, bias: Tensor | None) -> Tensor:
     call(
         "llmpq_dense",
         *map(address, (x_MK, weight_NK, bias, y_MN)),
-        *(x_MK.shape[0], n, k, NUMBERS[x.dtype], torch.get_num_threads()),
+        *(x_MK.shape[0], n, k, DTYPE_CODES[x.dtype], torch.get_num_threads()),
     )
     return y_MN.view(*x.shape[:-1], n)
 

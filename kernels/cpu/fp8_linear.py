@@ -11,22 +11,22 @@ from torch import Tensor
 
 from llmpq.kernels.cpu.dense import dense_in_pieces
 from llmpq.kernels.formats.fp8_weight import Fp8Weight
-from llmpq.kernels.native.library import NUMBERS, address, call, library
+from llmpq.kernels.native.library import DTYPE_CODES, address, call, library
 
 FEW_ROWS = 16
 
 
 def fp8_linear_cpu(x_MK: Tensor, weight: Fp8Weight, bias: Tensor | None) -> Tensor:
     """Multiply x [M, K] by a weight whose codes are on the CPU."""
-    native = library() is not None and x_MK.dtype in NUMBERS
+    native = library() is not None and x_MK.dtype in DTYPE_CODES
     if native and 0 < x_MK.shape[0] <= FEW_ROWS:
-        return few_rows(x_MK, weight, bias)
+        return gemv_fp8(x_MK, weight, bias)
     made = dequantize_rows if native else _by_torch
     shape = weight.out_features, weight.in_features
     return dense_in_pieces(x_MK, shape, lambda *rows: made(weight, x_MK.dtype, *rows), bias)
 
 
-def few_rows(x_MK: Tensor, weight: Fp8Weight, bias: Tensor | None) -> Tensor:
+def gemv_fp8(x_MK: Tensor, weight: Fp8Weight, bias: Tensor | None) -> Tensor:
     """Multiply codes as they are."""
     x_MK, m, n = x_MK.contiguous(), x_MK.shape[0], weight.out_features
     y = x_MK.new_empty(m, n)
@@ -35,7 +35,7 @@ def few_rows(x_MK: Tensor, weight: Fp8Weight, bias: Tensor | None) -> Tensor:
         "llmpq_fp8_rows",
         *(address(x_MK), address(weight.codes_NK), address(weight.scale), address(bias)),
         *(address(y), m, *_sizes(weight)),
-        *(NUMBERS[x_MK.dtype], torch.get_num_threads()),
+        *(DTYPE_CODES[x_MK.dtype], torch.get_num_threads()),
     )
     return y
 
@@ -46,7 +46,7 @@ def dequantize_rows(weight: Fp8Weight, dtype: torch.dtype, start: int, stop: int
     call(
         "llmpq_fp8_dequantize",
         *(address(weight.codes_NK), address(weight.scale), address(w), start, stop),
-        *(*_sizes(weight), NUMBERS[dtype], torch.get_num_threads()),
+        *(*_sizes(weight), DTYPE_CODES[dtype], torch.get_num_threads()),
     )
     return w
 

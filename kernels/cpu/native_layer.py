@@ -24,7 +24,7 @@ from llmpq.kernels.cpu.dense import native_rows
 from llmpq.kernels.cpu.native_linear import multiplies, rows_at_once
 from llmpq.kernels.formats.quantized_weight import QuantizedWeight
 from llmpq.kernels.formats.weight_layout import GROUP, Layout
-from llmpq.kernels.native.library import NUMBERS, address, call, library
+from llmpq.kernels.native.library import DTYPE_CODES, address, call, library
 from llmpq.precision import padded_k
 
 _BEFORE, _ATTENTION, _BEHIND = 1, 2, 4
@@ -54,8 +54,8 @@ class LayerForm:
     head_dim: int
     scale: float
     window: int
-    turned: bool
-    """Whether heads are turned to their positions."""
+    rotated: bool
+    """Whether heads are rotated to their positions."""
     attn_norm: Tensor
     attn_eps: float
     mlp_norm: Tensor
@@ -81,7 +81,7 @@ class _Product(ctypes.Structure):
 class _Layer(ctypes.Structure):
     _fields_ = [
         (name, ctypes.c_int64)
-        for name in ("number", "hidden", "heads", "groups", "dim", "ffn", "turned", "window")
+        for name in ("number", "hidden", "heads", "groups", "dim", "ffn", "rotated", "window")
     ]
     _fields_ += [
         (name, ctypes.c_size_t) for name in ("attn_norm", "mlp_norm", "q_norm", "k_norm", "slopes")
@@ -137,8 +137,8 @@ class NativeLayer:
         q_norm, k_norm = form.head_norms or (None, None)
         products = [self._product(matrix) for matrix in form.products]
         self._layer = _Layer(
-            *(NUMBERS[form.dtype], hidden, form.heads, form.kv_heads, form.head_dim),
-            *(products[3].k, form.turned, form.window),
+            *(DTYPE_CODES[form.dtype], hidden, form.heads, form.kv_heads, form.head_dim),
+            *(products[3].k, form.rotated, form.window),
             *map(self._address, (form.attn_norm, form.mlp_norm, q_norm, k_norm)),
             self._address(None if form.slopes_H is None else form.slopes_H.float()),
             *(form.attn_eps, form.mlp_eps, form.head_eps, form.scale),
@@ -210,7 +210,7 @@ class NativeLayer:
         return _Product(
             *(weight.bits, address(weight.planes[0]), address(weight.scale), address(weight.zero)),
             *(self._address(bias), weight.out_features, k, padded_k(k) // GROUP, weight.groups),
-            *(int(weight.layout is Layout.CPU_PANELS), NUMBERS[weight.scale.dtype]),
+            *(int(weight.layout is Layout.CPU_PANELS), DTYPE_CODES[weight.scale.dtype]),
             weight.activation_bits,
         )
 
@@ -243,7 +243,7 @@ def native_layer(form: LayerForm) -> NativeLayer | None:
     """Return a layer in the library's form; None where there is none, or a part is not for it."""
     norms: Sequence[Tensor] = (form.attn_norm, form.mlp_norm, *(form.head_norms or ()))
     alike = all(norm.dtype == form.dtype and norm.device.type == "cpu" for norm in norms)
-    if form.dtype not in NUMBERS or not alike or form.head_dim % 2 or library() is None:
+    if form.dtype not in DTYPE_CODES or not alike or form.head_dim % 2 or library() is None:
         return None
     most_rows = min(matrix.most_rows(form.dtype) for matrix in form.products)
     return NativeLayer(form, most_rows) if most_rows else None

@@ -1,4 +1,5 @@
-"""y = x w^T on the CPU by our own code (kernels/native/): few rows, or unpacked and multiplied.
+"""y = x w^T on the CPU with a packed weight: by our own code (kernels/native/) where there is a
+compiler, else dequantised by torch and multiplied.
 
 Shapes: x [M, K], w [N, K].
 """
@@ -14,7 +15,7 @@ from torch.nn import functional
 from llmpq.kernels.cpu.dense import dense_in_pieces
 from llmpq.kernels.formats.quantized_weight import QuantizedWeight
 from llmpq.kernels.formats.weight_layout import GROUP, NATIVE, Layout
-from llmpq.kernels.native.library import NUMBERS, address, call, library
+from llmpq.kernels.native.library import DTYPE_CODES, address, call, library
 from llmpq.precision import padded_k
 
 _FEW_ROWS = {torch.float32: 24, torch.bfloat16: 32, torch.float16: 32}
@@ -29,18 +30,37 @@ _LAYER_ROWS = 128
 """Rows of x up to which a layer is one call where our own code multiplies any number of them."""
 
 
+def linear_cpu(x_MK: Tensor, qweight: QuantizedWeight, bias: Tensor | None) -> Tensor:
+    """Multiply x [M, K] by a weight whose planes are on the CPU."""
+    if multiplies(qweight):
+        return native_linear(x_MK, qweight, bias)
+    return dequantize_product(x_MK, qweight, bias)
+
+
+def dequantize_product(x_MK: Tensor, qweight: QuantizedWeight, bias: Tensor | None) -> Tensor:
+    """Dequantise by torch and multiply, a few rows of the weight at a time (`CHUNK_WEIGHTS`).
+
+    A machine without a compiler has no other way.
+    """
+
+    def rows_of(start: int, stop: int) -> Tensor:
+        return qweight.dequantize_in(x_MK.dtype, start, stop)
+
+    return dense_in_pieces(x_MK, (qweight.out_features, qweight.in_features), rows_of, bias)
+
+
 def native_linear(x_MK: Tensor, qweight: QuantizedWeight, bias: Tensor | None) -> Tensor:
     """Multiply x [M, K] by a weight in a layout of `NATIVE`."""
     if x_MK.shape[0] <= _FEW_ROWS[x_MK.dtype] or _takes_any_rows(qweight, x_MK.dtype):
-        return few_rows(x_MK, qweight, bias)
+        return multiply_packed(x_MK, qweight, bias)
     if qweight.activation_bits == 8:
         x_MK, qweight = in_eight_bits(x_MK), replace(qweight, activation_bits=16)
         if _takes_any_rows(qweight, x_MK.dtype):
-            return few_rows(x_MK, qweight, bias)
+            return multiply_packed(x_MK, qweight, bias)
     held: list[Tensor] = []
 
     def rows_of(start: int, stop: int) -> Tensor:
-        # Pieces follow one another in the same memory: fresh pages would cost more than numbers.
+        # Pieces follow one another in the same memory: fresh pages would cost more than values.
         if not held:
             held.append(torch.empty(stop - start, qweight.in_features, dtype=x_MK.dtype))
         return dequantize_rows(qweight, x_MK.dtype, start, stop, out=held[0][: stop - start])
@@ -48,12 +68,12 @@ def native_linear(x_MK: Tensor, qweight: QuantizedWeight, bias: Tensor | None) -
     return dense_in_pieces(x_MK, (qweight.out_features, qweight.in_features), rows_of, bias)
 
 
-def few_rows(x_MK: Tensor, qweight: QuantizedWeight, bias: Tensor | None) -> Tensor:
+def multiply_packed(x_MK: Tensor, qweight: QuantizedWeight, bias: Tensor | None) -> Tensor:
     """Multiply by our own code alone.
 
-    Codes and x, rounded to 16 or 8 bits a k-group, as integers (panel_rows.h, few_rows.h, tiles.h,
-    sheets.h); with AMX more rows of bfloat16 meet the weight as bfloat16, made block by block in a
-    core's cache (many_rows.h).
+    Codes and x, rounded to 16 or 8 bits a k-group, are multiplied as integers (panel_rows.h,
+    gemv_int16.h, tiles.h, gemm_vnni.h). With AMX, more rows of bfloat16 are multiplied by the
+    weight in bfloat16, dequantised block by block in a core's cache (gemm_amx_bf16.h).
     """
     x_MK = x_MK.contiguous()
     m, n = x_MK.shape[0], qweight.out_features
@@ -67,8 +87,8 @@ def few_rows(x_MK: Tensor, qweight: QuantizedWeight, bias: Tensor | None) -> Ten
         address(y),
         m,
         *_sizes(qweight),
-        NUMBERS[x_MK.dtype],
-        NUMBERS[qweight.scale.dtype],
+        DTYPE_CODES[x_MK.dtype],
+        DTYPE_CODES[qweight.scale.dtype],
         qweight.activation_bits,
         torch.get_num_threads(),
     )
@@ -84,7 +104,7 @@ def multiplies(qweight: QuantizedWeight) -> bool:
 
 
 def rows_at_once(qweight: QuantizedWeight, dtype: torch.dtype) -> int:
-    """Return the rows of x [M, K] up to which one call of `few_rows` is the way to multiply."""
+    """Return the rows of x [M, K] up to which one call of `multiply_packed` is quickest."""
     return _LAYER_ROWS if _takes_any_rows(qweight, dtype) else _FEW_ROWS[dtype]
 
 
@@ -92,7 +112,7 @@ def _takes_any_rows(qweight: QuantizedWeight, dtype: torch.dtype) -> bool:
     """Whether our own code multiplies any number of rows here.
 
     In tiles: codes that lie in panels, any weight made bfloat16 (of rows in 8 bits `native_linear`
-    makes bfloat16 first). In sheets: rows that are rounded to one row of whole numbers, which
+    makes bfloat16 first). In sheets: rows that are rounded to one row of integers, which
     float32's are to 8 bits.
     """
     found = library()
@@ -130,8 +150,8 @@ def dequantize_rows(
         start,
         stop,
         *_sizes(qweight),
-        NUMBERS[dtype],
-        NUMBERS[qweight.scale.dtype],
+        DTYPE_CODES[dtype],
+        DTYPE_CODES[qweight.scale.dtype],
         torch.get_num_threads(),
     )
     return w

@@ -1,4 +1,4 @@
-"""Norms, gates and turns of a step on the CPU by our own code (kernels/native/row_wise.h).
+"""Norms, gates and rotary positions on the CPU by our own code (kernels/native/row_wise.h).
 
 A call each, where torch's operators take three to eight, each as long as its call for a user's one
 row, and wake all threads for a batch. Roundings on the way are torch's.
@@ -11,14 +11,14 @@ import ctypes
 import torch
 from torch import Tensor
 
-from llmpq.kernels.native.library import NUMBERS, address, call, library
+from llmpq.kernels.native.library import DTYPE_CODES, address, call, library
 
 
 def takes(x: Tensor, *others: Tensor) -> bool:
     """Whether our own code computes on these: of one number, on a CPU, nobody wants gradients."""
     return (
         x.device.type == "cpu"
-        and x.dtype in NUMBERS
+        and x.dtype in DTYPE_CODES
         and not x.requires_grad
         and all(other.dtype == x.dtype and other.is_contiguous() for other in others)
         and library() is not None
@@ -35,7 +35,7 @@ def rms_norm(x: Tensor, weight_N: Tensor, eps: float) -> Tensor:
         "llmpq_norm",
         *map(address, (x, weight_N, y)),
         ctypes.addressof(number),
-        *(x.numel() // n, n, NUMBERS[x.dtype], torch.get_num_threads()),
+        *(x.numel() // n, n, DTYPE_CODES[x.dtype], torch.get_num_threads()),
     )
     return y
 
@@ -47,13 +47,13 @@ def silu_gate(both: Tensor) -> Tensor:
     call(
         "llmpq_gate",
         *map(address, (both, y)),
-        *(y.numel() // n, n, NUMBERS[both.dtype], torch.get_num_threads()),
+        *(y.numel() // n, n, DTYPE_CODES[both.dtype], torch.get_num_threads()),
     )
     return y
 
 
-def turns(x_BQND: Tensor, cos: Tensor) -> bool:
-    """Whether `turn` takes these: whole heads side by side, tokens equally far apart."""
+def can_rotate(x_BQND: Tensor, cos: Tensor) -> bool:
+    """Whether `rotate` takes these: whole heads side by side, tokens equally far apart."""
     batch, q_len, _, dim = x_BQND.shape
     token, head, channel = x_BQND.stride()[1:]
     together = batch == 1 or q_len == 1 or x_BQND.stride(0) == q_len * token
@@ -67,13 +67,13 @@ def turns(x_BQND: Tensor, cos: Tensor) -> bool:
     )
 
 
-def turn(x_BQND: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Return heads turned by each token's angles, [B or 1, Q, 1, D / 2] each."""
+def rotate(x_BQND: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Return heads rotated by each token's angles, [B or 1, Q, 1, D / 2] each."""
     batch, q_len, heads, dim = x_BQND.shape
     y = x_BQND.new_empty(x_BQND.shape)
     pitch = x_BQND.stride(0) if q_len == 1 else x_BQND.stride(1)
     call(
-        "llmpq_turn",
+        "llmpq_rotate",
         *map(address, (x_BQND, cos, sin, y)),
         *(
             batch * q_len,
@@ -81,7 +81,7 @@ def turn(x_BQND: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
             heads,
             dim // 2,
             pitch,
-            NUMBERS[y.dtype],
+            DTYPE_CODES[y.dtype],
             torch.get_num_threads(),
         ),
     )

@@ -129,7 +129,7 @@ def weight_units(w_NK: Tensor, scheme: AtomScheme, scale_dtype: torch.dtype) -> 
 
 
 def integer_scales(scale_RG: Tensor) -> tuple[Tensor, Tensor]:
-    """Return whole numbers [R, G], 0 to STEPS in size, and units [R, 1]: nearest to the scales.
+    """Return integers [R, G], 0 to STEPS in size, and units [R, 1]: nearest to the scales.
 
     Of activations: a group below half a unit is left out, since its codes would be multiplied.
     """
@@ -142,7 +142,7 @@ def integer_scales(scale_RG: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def stored_integers(scale_NG: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the whole numbers and the units of a weight's scales, as they were before rounding.
+    """Return the integers and the units of a weight's scales, as they were before rounding.
 
     GPTQ may leave a row without a scale of STEPS units: the unit is that of the best fit.
     """
@@ -207,7 +207,7 @@ def round_activations(x_MK: Tensor, scheme: AtomScheme) -> Codes:
 def _compressed(x_MK: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Return int8 codes and scales [M, 1] as compressed-tensors defines them for inputs of `dtype`.
 
-    Of float32 numbers that are exact in `dtype`: each quotient is rounded to it, as torch does.
+    Of float32 values that are exact in `dtype`: each quotient is rounded to it, as torch does.
     """
     scale_M1 = (x_MK.abs().amax(dim=1, keepdim=True) / 127.5).to(dtype)
     scale_M1 = torch.where(scale_M1 == 0, torch.finfo(dtype).eps, scale_M1).float()
@@ -254,7 +254,7 @@ def normal_channels(x_RK: Tensor, scheme: AtomScheme) -> Tensor:
 
 def rotate(x_RK: Tensor) -> Tensor:
     """Multiply every 128 channels by the Hadamard matrix / sqrt(128), which is its own inverse."""
-    # Signs first: sums of 16-bit numbers are then exact but for the last bits of a float32.
+    # Signs first: sums of 16-bit values are then exact but for the last bits of a float32.
     signs = hadamard(x_RK.device).sign()
     turned = (x_RK.view(x_RK.shape[0], -1, K_PADDING) @ signs) * K_PADDING**-0.5
     return turned.view_as(x_RK)

@@ -19,8 +19,8 @@ Three additions of ours, all off in the paper's recipe; the first two cost the p
                   sign that puts it on the code -2^(b-1), which a symmetric grid otherwise wastes
     rotation      normal channels are multiplied by a Hadamard matrix per 128 before rounding, the
                   weight's too, so that one large value of a token is spread over its group
-    integer_scales  a group's scale is a whole number to 15 times a row's unit, in products of more
-                  than MANY tokens a token's unit, too: sums of int8 numbers, scaled once. Codes of
+    integer_scales  a group's scale is an integer to 15 times a row's unit, in products of more
+                  than MANY tokens a token's unit, too: sums of int8 values, scaled once. Codes of
                   activations stay those of the unrestricted scales
 """
 
@@ -69,7 +69,7 @@ class AtomScheme:
                 f"group size: got {self.group_size}, expected 32, 64, 128 or None (per channel)"
             )
         if self.number == "e2m1" and {self.weight_bits, self.activation_bits} - {4, 16}:
-            raise ValueError("e2m1 numbers have 4 bits; use weight_bits=4 and activation_bits=4")
+            raise ValueError("e2m1 values have 4 bits; use weight_bits=4 and activation_bits=4")
         if self.number == "e2m1" and self.signed_scale:
             raise ValueError("signed_scale uses the spare code of integers; e2m1 has none")
         if self.integer_scales and (
@@ -100,7 +100,7 @@ class AtomScheme:
         return plain and self.number == "int" and not added
 
     def takes_integers(self, rows: int) -> bool:
-        """Whether a product of so many tokens replaces scales by whole numbers and a unit."""
+        """Whether a product of so many tokens replaces scales by integers and a unit."""
         return self.integer_scales and self.activation_bits == 4 and rows > MANY
 
     def normal_features(self, in_features: int) -> int:

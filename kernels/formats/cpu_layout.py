@@ -1,4 +1,4 @@
-"""The weight layouts of CPUs: our own two, and two that torch's operators read; there and back.
+"""The two weight layouts of our own code for CPUs, there and back.
 
 CPU (ours, kernels/native/weight.h)   [N, Kp/128, 16 bits bytes]; a row's k-group is
     4 bit   32 words of 16 bits   word i:  [ k=i+96 | k=i+64 | k=i+32 | k=i ]     four bits each
@@ -13,16 +13,10 @@ at a time, 32-bit word by word in turn: [N/16, Kp/128, 4 bits words, 16 rows]; s
 each code is a byte after a shift and a mask, k in the order p, too:
     8 words   byte j    [ p=j+96 | p=j+64 | p=j+32 | p=j ]          low two bits each
     4 words   byte j    third bits of those fields of byte j (bits 0, 2, 4, 6) and of byte j+16
-CPU_INT4 (torch's int4pack on x86), 64 rows (AVX-512) or 32 (AVX2) to a block, one byte a k and row
-pair:        [N/64, Kp, 32]:  byte j = [ row j+32 | row j ]          (AVX2: [N/32, Kp, 16])
-             a last block of 16, 32 or 48 rows:  byte j = [ row 2j+1 | row 2j ]
-CPU_INT8     [groups, N, group size] int8, code - 128: each group is a matrix torch's int8pack
-             operator can take.
 """
 
 from __future__ import annotations
 
-import functools
 import itertools
 
 import torch
@@ -111,67 +105,3 @@ def unpack_cpu(flat: Tensor, bits: int, out_features: int) -> Tensor:
     top = torch.cat((rest >> 6 & 1, rest >> 7), dim=1)
     fields = (pairs & 7, pairs >> 3 & 7, third, pairs >> 6 | top << 2)
     return _in_rows(torch.stack(fields, dim=1), out_features)
-
-
-@functools.cache
-def _block_rows() -> int | None:
-    """Rows of an int4pack block on this machine, or None where torch packs another way."""
-    rows, k = 64 + 16, 32
-    index = torch.arange(rows * k, dtype=torch.int32).view(rows, k)
-    codes = (index * 7 + index // 5) % 16
-    try:
-        packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(codes, 1).view(-1)
-    except (RuntimeError, AttributeError):
-        return None
-    for block in (64, 32):
-        if torch.equal(_unpack_blocks(packed, rows, block), codes.to(torch.uint8)):
-            return block
-    return None
-
-
-def int4_usable(out_features: int) -> bool:
-    """Whether torch's int4 operator takes N rows here and we can read its layout back."""
-    return out_features % 16 == 0 and _block_rows() is not None
-
-
-def pack_int4(codes_NK: Tensor) -> Tensor:
-    """Pack codes [N, Kp] for `_weight_int4pack_mm_for_cpu`: uint8 [N, Kp/2]."""
-    if not int4_usable(codes_NK.shape[0]):
-        raise ValueError(
-            f"torch's CPU int4 layout: got N = {codes_NK.shape[0]}, expected a multiple of 16 on "
-            "an x86 CPU with AVX2. Use Layout.ROWS."
-        )
-    return torch.ops.aten._convert_weight_to_int4pack_for_cpu(codes_NK.int(), 1)
-
-
-def unpack_int4(packed: Tensor, out_features: int) -> Tensor:
-    """Return the codes [N, Kp] of `pack_int4`."""
-    block = _block_rows()
-    if block is None:
-        raise ValueError("this machine's torch packs int4 weights in a layout llmpq cannot read")
-    return _unpack_blocks(packed.view(-1), out_features, block)
-
-
-def _unpack_blocks(flat: Tensor, rows: int, block: int) -> Tensor:
-    k = flat.numel() * 2 // rows
-    full = rows // block * block
-    head = flat[: full * k // 2].view(-1, k, block // 2)
-    codes = torch.cat((head & 15, head >> 4), dim=2).transpose(1, 2).reshape(full, k)
-    if full == rows:
-        return codes
-    tail = flat[full * k // 2 :].view(k, (rows - full) // 2)
-    pairs = torch.stack((tail & 15, tail >> 4), dim=2).view(k, rows - full)
-    return torch.cat((codes, pairs.t()))
-
-
-def pack_int8(codes_NK: Tensor, group_size: int | None) -> Tensor:
-    """Pack codes [N, Kp] as int8 [groups, N, group size], 128 subtracted."""
-    n, k = codes_NK.shape
-    groups = codes_NK.view(n, -1, group_size or k).transpose(0, 1)
-    return groups.contiguous().bitwise_xor_(128).view(torch.int8)
-
-
-def unpack_int8(packed: Tensor) -> Tensor:
-    """Return the codes [N, Kp] of `pack_int8`."""
-    groups, n, size = packed.shape
-    return packed.view(torch.uint8).bitwise_xor(128).transpose(0, 1).reshape(n, groups * size)

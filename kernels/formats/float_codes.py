@@ -1,9 +1,9 @@
-"""Weights stored in FP8, to numbers.
+"""Weights stored in FP8, to values.
 
     FP8      E4M3 codes [N, K], scale for all, a row [N, 1], or a block [N / bn, K / bk]; w = code s
 
-Every product is exact in float32 (4 and 24 bits of mantissa, rounded once), so numbers are the
-format's own. 4 bits are table_weight.py's. Source: compressed-tensors 0.20 in our tests.
+Every product is exact in float32 (4 and 24 bits of mantissa, rounded once), so values are the
+format's own. 4 bits are codebook_weight.py's. Source: compressed-tensors 0.20 in our tests.
 """
 
 from __future__ import annotations

@@ -159,10 +159,10 @@ def fp8_weight(
     n, k = codes.shape
     raw = codes.view(torch.uint8)
     if bool(((raw & 0x7F) == 0x7F).any()):
-        raise ValueError("FP8 codes that are no numbers (NaN); download the checkpoint again")
+        raise ValueError("FP8 codes that are NaN; download the checkpoint again")
     wide = scale.float()
     if not bool(wide.isfinite().all()) or bool((wide < 0).any()):
-        raise ValueError("FP8 scales that are negative or no numbers; download it again")
+        raise ValueError("FP8 scales that are negative, NaN or infinite; download it again")
     most = LARGEST * float(wide.max())
     if block is not None:
         made = Fp8Weight(
@@ -188,7 +188,7 @@ def in_range(weight: Kept, dtype: torch.dtype, most: float) -> Kept:
         largest = float(weight.dequantize(torch.float32).abs().max())
         if largest > torch.finfo(dtype).max:
             raise ValueError(
-                f"its scales make numbers of up to {largest:.3g}, beyond float16's 65504; run it "
+                f"its scales make values of up to {largest:.3g}, beyond float16's 65504; run it "
                 "in bfloat16"
             )
     return weight

@@ -61,16 +61,12 @@ class QuantizedWeight:
     def codes(self, start: int = 0, stop: int | None = None) -> Tensor:
         """Return the uint8 codes [stop - start, Kp] of some rows; `start` is a multiple of 64."""
         stop = self.out_features if stop is None else stop
-        if self.layout is Layout.CPU_INT8:
-            return cpu_layout.unpack_int8(self.planes[0][:, start:stop])
         # Rows start on a block of every layout, so a run of rows is a run of bytes.
         rows = tuple(p.view(-1)[self._row_run(p, start, stop)] for p in self.planes)
         if self.layout is Layout.CPU:
             return cpu_layout.unpack_cpu(rows[0], self.bits, stop - start)
         if self.layout is Layout.CPU_PANELS:
             return cpu_layout.unpack_panels(rows[0], self.bits, stop - start)
-        if self.layout is Layout.CPU_INT4:
-            return cpu_layout.unpack_int4(rows[0], stop - start)
         return formats.unpack(rows, self.bits, self.layout, stop - start)
 
     @classmethod
@@ -151,6 +147,18 @@ class QuantizedWeight:
         w *= self.scale_NG().to(wide)[:, :, None]
         return w.view(self.out_features, -1)[:, : self.in_features].to(dtype)
 
+    def dequantize_in(self, dtype: torch.dtype, start: int, stop: int) -> Tensor:
+        """Return rows start..stop (start a multiple of 64) of w [N, K], computed in `dtype`."""
+        codes = self.codes(start, stop)
+        if self.bits == 8:
+            codes = codes.bitwise_xor_(128).view(torch.int8)  # code - 128 is exact in 8 signed bits
+        w = codes.to(dtype).view(stop - start, self.groups, -1)
+        if self.bits < 8 or not self.symmetric:
+            zero = self.zero_NG()[start:stop].to(dtype) - (128 if self.bits == 8 else 0)
+            w -= zero[:, :, None]
+        w *= self.scale_NG()[start:stop].to(dtype)[:, :, None]
+        return w.view(stop - start, -1)[:, : self.in_features]
+
     def to(self, device: torch.device | str) -> QuantizedWeight:
         """Return the weight on `device`, in the layout that device computes with fastest."""
         target = torch.device(device)
@@ -174,12 +182,10 @@ class QuantizedWeight:
         """Whether a CPU is not fastest with rows of a checkpoint, or another CPU's layout."""
         if device.type != "cpu" or self.layout not in (Layout.ROWS, *NATIVE):
             return False
-        best = best_layout(device, self.bits, self.out_features, self.scale.dtype, self.group_size)
+        best = best_layout(device, self.scale.dtype, self.group_size)
         return best in NATIVE and best is not self.layout
 
     def _unflatten(self, flat: Tensor) -> Tensor:
-        if self.layout in (Layout.CPU_INT4, Layout.CPU_INT8):
-            return flat.view(-1, self.out_features).t()
         return formats.unpack_scales(flat, self.layout, self.out_features)
 
 
@@ -206,7 +212,7 @@ def from_codes(
             f"{(n, k_padded // (group_size or k_padded))} for group size {group_size}"
         )
     if layout is None:
-        layout = best_layout(codes_NK.device, bits, n, scale_NG.dtype, group_size)
+        layout = best_layout(codes_NK.device, scale_NG.dtype, group_size)
     small = group_size not in (None, GROUP)
     if small and layout not in (Layout.CPU, Layout.ROWS, Layout.FRAGMENT):
         raise ValueError(
@@ -217,17 +223,8 @@ def from_codes(
         planes: tuple[Tensor, ...] = (cpu_layout.pack_cpu(codes_NK, bits),)
     elif layout is Layout.CPU_PANELS:
         planes = (cpu_layout.pack_panels(codes_NK, bits),)
-    elif layout is Layout.CPU_INT4:
-        planes = (cpu_layout.pack_int4(codes_NK),)
-    elif layout is Layout.CPU_INT8:
-        planes = (cpu_layout.pack_int8(codes_NK, group_size),)
     else:
         planes = formats.pack(codes_NK, bits, layout)
-
-    def flatten(values: Tensor) -> Tensor:
-        if layout in (Layout.CPU_INT4, Layout.CPU_INT8):
-            return values.t().contiguous().view(-1)
-        return formats.pack_scales(values, layout)
 
     return QuantizedWeight(
         bits=bits,
@@ -235,8 +232,8 @@ def from_codes(
         out_features=n,
         in_features=in_features,
         planes=planes,
-        scale=flatten(scale_NG),
-        zero=None if zero_NG is None else flatten(zero_NG),
+        scale=formats.pack_scales(scale_NG, layout),
+        zero=None if zero_NG is None else formats.pack_scales(zero_NG, layout),
         layout=layout,
     )
 
@@ -248,24 +245,10 @@ def native_layout(group_size: int | None) -> Layout:
     return Layout.CPU_PANELS if panels else Layout.CPU
 
 
-def best_layout(
-    device: torch.device,
-    bits: int,
-    out_features: int,
-    dtype: torch.dtype,
-    group_size: int | None = GROUP,
-) -> Layout:
+def best_layout(device: torch.device, dtype: torch.dtype, group_size: int | None = GROUP) -> Layout:
     """Return the layout that `linear` is fastest with on this device."""
     if device.type != "cpu":
         small = group_size not in (None, GROUP)
         by_rows = dtype == torch.float32 or older_than(device, (8, 0))
         return Layout.ROWS if small and by_rows else Layout.FRAGMENT
-    if library() is not None:
-        return native_layout(group_size)
-    if group_size not in (None, GROUP):
-        return Layout.ROWS
-    if bits == 8:
-        return Layout.CPU_INT8
-    if bits == 4 and dtype == torch.bfloat16 and cpu_layout.int4_usable(out_features):
-        return Layout.CPU_INT4
-    return Layout.ROWS
+    return Layout.ROWS if library() is None else native_layout(group_size)

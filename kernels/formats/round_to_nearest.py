@@ -16,7 +16,7 @@ from torch import Tensor
 from llmpq.kernels.formats.quantized_weight import QuantizedWeight, from_codes, native_layout
 from llmpq.kernels.formats.weight_layout import GROUP, GROUPS, NATIVE, Layout
 from llmpq.kernels.native import huge_pages
-from llmpq.kernels.native.library import NUMBERS, address, call, library
+from llmpq.kernels.native.library import DTYPE_CODES, address, call, library
 from llmpq.precision import WeightScheme, padded_k
 
 # The best clip of a Gaussian group of 128 is near 0.9 at 4 bits and 0.75 at 3; 8 bits hardly clip.
@@ -68,8 +68,8 @@ def _native_has(w_NK: Tensor, scheme: WeightScheme, dtype: torch.dtype) -> bool:
         w_NK.device.type == "cpu"
         and w_NK.ndim == 2
         and scheme.group_size == GROUP
-        and w_NK.dtype in NUMBERS
-        and dtype in NUMBERS
+        and w_NK.dtype in DTYPE_CODES
+        and dtype in DTYPE_CODES
         and torch.backends.cpu.get_cpu_capability() in _SUM_LANES
         and library() is not None
     )
@@ -97,7 +97,7 @@ def _quantize_native(
         "llmpq_quantize",
         *map(address, (w_NK, codes, scale, zero)),
         *(n, k, groups, scheme.bits, int(layout is Layout.CPU_PANELS), int(scheme.symmetric)),
-        *(NUMBERS[w_NK.dtype], NUMBERS[dtype]),
+        *(DTYPE_CODES[w_NK.dtype], DTYPE_CODES[dtype]),
         *(address(clip), address(factor), len(clips), address(least)),
         _SUM_LANES[torch.backends.cpu.get_cpu_capability()],
         torch.get_num_threads(),

@@ -57,10 +57,8 @@ class Layout(Enum):
     ROWS = "rows"
     FRAGMENT = "fragment"
     CPU = "cpu"
-    """This and the three below are drawn in cpu_layout.py, which packs them."""
+    """This and CPU_PANELS are drawn in cpu_layout.py, which packs them."""
     CPU_PANELS = "cpu_panels"
-    CPU_INT4 = "cpu_int4"
-    CPU_INT8 = "cpu_int8"
 
 
 NATIVE = (Layout.CPU, Layout.CPU_PANELS)

@@ -10,7 +10,7 @@ unsigned integers in the same order, as wide as the logits' precision needs.
 
 Of equals at the threshold the first columns are kept, as many as k or p ask for.
 
-torch's operators for this need a full copy of the distribution a step, its largest numbers in
+torch's operators for this need a full copy of the distribution a step, its largest values in
 order, and the host to ask whether those were enough. V columns.
 """
 
@@ -28,7 +28,7 @@ BLOCK = 4096
 """Columns at a time."""
 
 KEY_BITS = {torch.bfloat16: 16, torch.float16: 20, torch.float32: 32}
-"""Upper bits of float32 that tell a type's numbers apart: sign, exponent and its fraction's. An
+"""Upper bits of float32 that tell a type's values apart: sign, exponent and its fraction's. An
 even number of them."""
 
 FIELDS = 4
@@ -163,12 +163,12 @@ def sample_kernel(
 def sample_rows(logits_BV: Tensor, how_4B: Tensor, *, block: int = BLOCK) -> Tensor:
     """Return a token [B] of each row.
 
-    `how_4B`, float64 on the device: temperatures, k (V for all), p (1 for all), numbers in [0, 1).
+    `how_4B`, float64 on the device: temperatures, k (V for all), p (1 for all), values in [0, 1).
     """
     rows, columns = logits_BV.shape
     if how_4B.shape != (FIELDS, rows) or how_4B.dtype != torch.float64:
         raise ValueError(
-            f"rows are told {FIELDS} numbers each, float64 [{FIELDS}, {rows}]; "
+            f"rows are told {FIELDS} values each, float64 [{FIELDS}, {rows}]; "
             f"got {how_4B.dtype} {list(how_4B.shape)}"
         )
     if logits_BV.dtype not in KEY_BITS:

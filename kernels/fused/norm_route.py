@@ -2,7 +2,7 @@
 
     n = x rsqrt(mean(x^2) + eps) g        float32 inside, one rounding; written for the experts
     logits = n W^T + b                    a program: 16 tokens x 16 experts x CHUNK columns
-    weights, numbers                      route.py, which adds up the chunks' shares first
+    weights, ids                         route.py, which adds up the chunks' shares first
 
 Every program reads all columns of its tokens for their means, a few KiB of the L2, and W before the
 kernel ahead has ended. Shares of logits are float32 and are added in their order: results do not
@@ -91,7 +91,7 @@ def norm_route(
     bias_E: Tensor | None = None,
     correction_E: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return x [T, h] normed, and weights and numbers [T, k] of each row's experts."""
+    """Return x [T, h] normed, and weights and ids [T, k] of each row's experts."""
     (tokens, columns), experts = x_Th.shape, router_Eh.shape[0]
     chunks, pdl = triton.cdiv(columns, CHUNK), overlaps(x_Th.device)
     normed = torch.empty_like(x_Th)

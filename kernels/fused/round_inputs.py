@@ -2,7 +2,7 @@
 
     x [M, K] -> clamp(round(x / s), -2^(b-1), 2^(b-1) - 1) * s,    s = clip * max|x| / (2^(b-1) - 1)
 
-of every 128 channels of a row; numbers half way go to the even code. A program takes one row's
+of every 128 channels of a row; values half way go to the even code. A program takes one row's
 BLOCK channels. Arithmetic in float32, one rounding at the end.
 """
 

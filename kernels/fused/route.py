@@ -1,11 +1,11 @@
-"""A router's choice as one launch: scores of all experts in, weights and numbers of k of them out.
+"""A router's choice as one launch: scores of all experts in, weights and ids of k of them out.
 
     p = softmax(x) or sigmoid(x) of a token's logits [E], in float32      a program: one token
     wish = p + correction; of G groups only the best stay, by their largest wish or largest two
     k times: the largest wish, the first of equals; its p is the weight
     weights / (their sum), times a scale
 
-Bytes: E logits read, k weights and numbers written a token; torch takes eight launches for it.
+Bytes: E logits read, k weights and ids written a token; torch takes eight launches for it.
 """
 
 # Triton kernels take no annotations.
@@ -37,7 +37,7 @@ def _largest_two(x_GP):
 
 @triton.jit(do_not_specialize=["T", "scale", "least"])
 def route_kernel(
-    logits, bias, correction, weights, numbers, T, scale, least,
+    logits, bias, correction, weights, ids, T, scale, least,
     E: tl.constexpr, PADDED: tl.constexpr, TOP: tl.constexpr, TOP_PADDED: tl.constexpr,
     SIGMOID: tl.constexpr, CORRECTED: tl.constexpr, GROUPS: tl.constexpr, KEPT: tl.constexpr,
     TWO: tl.constexpr, NORMALISE: tl.constexpr, HAS_BIAS: tl.constexpr, SHARES: tl.constexpr,
@@ -86,7 +86,7 @@ def route_kernel(
         weight = weight / (tl.sum(weight, 0) + least)
     at = token * TOP + j
     tl.store(weights + at, (weight * scale).to(weights.dtype.element_ty), mask=j < TOP)
-    tl.store(numbers + at, chosen.to(tl.int64), mask=j < TOP)
+    tl.store(ids + at, chosen.to(tl.int64), mask=j < TOP)
 
 
 def fits(experts: int, groups: int) -> bool:
@@ -131,7 +131,7 @@ class RouterRule:
 def route(
     logits_TE: Tensor, rule: RouterRule, correction_E: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Return weights, in the logits' dtype, and numbers [T, k] of each token's experts."""
+    """Return weights, in the logits' dtype, and ids [T, k] of each token's experts."""
     return route_shares(logits_TE.contiguous()[None], rule, logits_TE.dtype, None, correction_E)
 
 
@@ -145,12 +145,12 @@ def route_shares(
     """Return the same of logits that are the sum of S shares and a bias."""
     shares, tokens, experts = logits_STE.shape
     weights = logits_STE.new_empty(tokens, rule.per_token, dtype=dtype)
-    numbers = torch.empty(weights.shape, dtype=torch.long, device=weights.device)
+    ids = torch.empty(weights.shape, dtype=torch.long, device=weights.device)
     pdl = overlaps(weights.device)
     route_kernel[(tokens,)](
         logits_STE,
         *(weights if given is None else given for given in (bias_E, correction_E)),
-        *(weights, numbers, tokens, float(rule.scale), rule.least),
+        *(weights, ids, tokens, float(rule.scale), rule.least),
         **rule.constants(experts, corrected=correction_E is not None),
         HAS_BIAS=bias_E is not None,
         SHARES=shares,
@@ -158,4 +158,4 @@ def route_shares(
         num_warps=1,
         launch_pdl=pdl,
     )
-    return weights, numbers
+    return weights, ids

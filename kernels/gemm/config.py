@@ -10,9 +10,9 @@ from dataclasses import asdict, dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """One way to compute a product; `kernel` is "rows", "tile", "gluon" or "dense".
+    """One way to compute a product by a kernel: "gemv", "splitk_gemm", "wgmma_gemm", "dequantize".
 
-    "dense" is dequantise, then cuBLAS.
+    The last makes w in x's type, for cuBLAS.
     """
 
     kernel: str
@@ -22,27 +22,30 @@ class Config:
     depth: int = 2
     """k-groups of w in flight in registers."""
     x_depth: int = 2
-    """rows: k-groups of x in flight."""
+    """gemv: k-groups of x in flight."""
     bm: int = 16
-    """tile, gluon: rows of x a program multiplies; gluon: two powers of two at most, as in 160."""
+    """splitk_gemm, wgmma_gemm: rows of x a program multiplies; of wgmma_gemm a power of two, or the
+    sum of two, as 160."""
     stages: int = 1
-    """tile: cp.async stages; 1 keeps weights in registers instead. gluon: slots of the x ring."""
+    """splitk_gemm: cp.async stages; 1 keeps weights in registers instead. wgmma_gemm: slots of x's
+    ring."""
     x_stages: int = 1
-    """tile with stages = 1: slots of x's ring, filled by cp.async while words are in registers."""
+    """splitk_gemm with stages = 1: slots of x's ring, filled by cp.async while words are in
+    registers."""
     split: int = 1
-    """tile: programs that share one tile's K."""
+    """splitk_gemm: programs that share one tile's K."""
     scale_w: bool = False
-    """tile: scale the operand instead of the accumulator."""
+    """splitk_gemm: scale the operand instead of the accumulator."""
     registers: int | None = None
-    """tile, gluon: registers of a thread at most; None leaves it to the launch."""
+    """splitk_gemm, wgmma_gemm: registers of a thread at most; None leaves it to the launch."""
     cut: int = 0
-    """gluon: last waves of tiles whose K is shared out evenly, the unfinished one first."""
+    """wgmma_gemm: last waves of tiles whose K is shared out evenly, the unfinished one first."""
     programs: int = 0
-    """gluon: programs at most; 0: one a multiprocessor."""
+    """wgmma_gemm: programs at most; 0: one a multiprocessor."""
     warpgroups: int = 2
-    """gluon: warpgroups of 64 * blocks rows of w: 2 or 3."""
+    """wgmma_gemm: warpgroups of 64 * blocks rows of w: 2 or 3."""
     asker: bool = False
-    """gluon: a warp of its own asks for x, not the first warpgroup."""
+    """wgmma_gemm: a warp of its own asks for x, not the first warpgroup."""
 
     def __post_init__(self) -> None:
         # Triton 3.6 overlaps the next step's operand with wgmma still reading the last one's
@@ -55,14 +58,16 @@ class Config:
                 "expected 2 and at most 128: with its warp, a thread has 168 registers"
             )
         rest = self.bm - (1 << self.bm.bit_length() - 1)
-        if rest and (self.kernel != "gluon" or self.blocks > 1 or rest < 8 or rest & (rest - 1)):
+        if rest and (
+            self.kernel != "wgmma_gemm" or self.blocks > 1 or rest < 8 or rest & (rest - 1)
+        ):
             raise ValueError(
                 f"bm: got {self.bm} with {self.kernel} and {self.blocks} blocks, expected a power "
                 "of two or, gluon with one block, the sum of two from 8 on"
             )
 
 
-DENSE = Config(kernel="dense")
+DENSE = Config(kernel="dequantize")
 
 
 @dataclass(frozen=True, kw_only=True)

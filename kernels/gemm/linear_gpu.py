@@ -1,12 +1,12 @@
 """y = x w^T on a GPU: `plan` decides which kernel and how, `run` launches it, one op wraps both.
 
     M rows of x        path
-    1, 2 (to 8)        rows_kernel: all of K in one program
-    up to a crossover  tile_kernel: BM rows of x at a time, K split over programs
-    above, sm_90       gluon_kernel: wgmma fed from registers, x by TMA
+    1, 2 (to 8)        gemv_kernel: all of K in one program
+    up to a crossover  splitk_gemm_kernel: BM rows of x at a time, K split over programs
+    above, sm_90       wgmma_gemm_kernel: wgmma fed from registers, x by TMA
     above              dequantise, then cuBLAS
     GPU before sm_80   dequantise, then cuBLAS, always: Triton drives no older tensor core
-    groups of 32, 64, codes of a table     the same, with operands that are numbers times scales
+    groups of 32, 64, codes of a table     the same, with operands that are values times scales
                                            (scaled/)
 
 Which configuration: choice.py, by a model of the machine with measured corrections.
@@ -31,13 +31,13 @@ from llmpq.kernels.formats.weight_layout import BLOCK_ROWS
 from llmpq.kernels.gemm.choice import TENSOR_CORE_CAPABILITY, plan, rounded_rows
 from llmpq.kernels.gemm.config import Config, ProductPlan
 from llmpq.kernels.gemm.dequantize import dequantize_triton
+from llmpq.kernels.gemm.gemv import gemv_kernel
 from llmpq.kernels.gemm.gluon import gluon_launch
-from llmpq.kernels.gemm.rows_kernel import rows_kernel
 from llmpq.kernels.gemm.scaled import small_groups
 from llmpq.kernels.gemm.scaled.choice_of_form import for_form, is_narrow
 from llmpq.kernels.gemm.scaled.forms import Coded, form_constants, form_of, words_of
-from llmpq.kernels.gemm.scaled.scaled_numbers import numbers_of
-from llmpq.kernels.gemm.tile_kernel import tile_kernel
+from llmpq.kernels.gemm.scaled.scaled_dequantize import scaled_dequantize
+from llmpq.kernels.gemm.splitk_gemm import splitk_gemm_kernel
 
 TRITON_CAPABILITY = (7, 5)
 """Oldest compute capability on which the dequantise kernel is used; torch operators below."""
@@ -63,8 +63,8 @@ def run(
             "the weight was quantised for. Quantise with dtype=x.dtype."
         )
     x_MK = x_MK.contiguous()
-    gluon = plan.config.kernel == "gluon"
-    if plan.config.kernel == "dense" or (
+    gluon = plan.config.kernel == "wgmma_gemm"
+    if plan.config.kernel == "dequantize" or (
         gluon and not gluon_launch.fits(x_MK, q.out_features, residual_MN)
     ):
         return _dense(x_MK, q, bias, residual_MN, plan.interpret, into_residual)
@@ -77,7 +77,7 @@ def run(
     if gluon:
         gluon_launch.launch(plan.config, x_MK, q, bias, residual_MN, y_MN, arrivals)
     else:
-        launch = _launch_rows if plan.config.kernel == "rows" else _launch_tiles
+        launch = _launch_rows if plan.config.kernel == "gemv" else _launch_tiles
         launch(plan, x_MK, q, bias, residual_MN, y_MN)
     full = q.out_features // BLOCK_ROWS * BLOCK_ROWS
     if full < q.out_features:
@@ -108,7 +108,7 @@ def _numbers(q: Coded, dtype: torch.dtype, interpret: bool) -> Tensor:
         if not interpret and old < TENSOR_CORE_CAPABILITY:
             return q.dequantize(dtype)
         w, full = (
-            numbers_of(q, dtype, interpret=interpret),
+            scaled_dequantize(q, dtype, interpret=interpret),
             q.out_features // BLOCK_ROWS * BLOCK_ROWS,
         )
         if full == q.out_features:
@@ -170,7 +170,7 @@ def _launch_rows(
     planes, scale, zero = words_of(q)
     blocks, groups = q.out_features // BLOCK_ROWS, -(-k // 128)
     warps = min(config.warps, 1 << (groups.bit_length() - 1))
-    rows_kernel[(triton.cdiv(blocks, config.blocks),)](
+    gemv_kernel[(triton.cdiv(blocks, config.blocks),)](
         x,
         planes[0],
         planes[-1],
@@ -221,7 +221,7 @@ def _launch_tiles(
     )
     sums = m_tiles * tiles * split * bn * config.bm if split > 1 else 1
     partial = x.new_empty(sums, dtype=torch.float32)
-    tile_kernel[(m_tiles, tiles, split)](
+    splitk_gemm_kernel[(m_tiles, tiles, split)](
         x,
         planes[0],
         planes[-1],

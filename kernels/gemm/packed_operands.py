@@ -94,7 +94,7 @@ def load_pairs(
 
 @triton.jit
 def pair_floats(pairs, DT: tl.constexpr):
-    """The two numbers of 32-bit pairs, as float32."""
+    """The two values of 32-bit pairs, as float32."""
     if DT == tl.float16:
         low = (pairs & 0xFFFF).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
         high = (pairs >> 16).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
@@ -302,7 +302,7 @@ def placed(
     t, BITS: tl.constexpr, BH: tl.constexpr, WM: tl.constexpr, KWIDTH4: tl.constexpr,
     BATCH: tl.constexpr,
 ):  # fmt: skip
-    """Joined numbers of words as an operand [(warp,) rows, 128 k]."""
+    """Joined values of words as an operand [(warp,) rows, 128 k]."""
     # To (warp, bh, r3, r | h, jj/2, jj%2, k3, c, k0), then the warp and k3 where they belong.
     if BITS == 3:  # bh, warp, r, c, h | k0, r3, k3, jj%2, jj/2
         t = tl.permute(

@@ -1,8 +1,8 @@
-"""Assembly texts that turn packed words into pairs of numbers, generated once at import.
+"""Assembly texts that turn packed words into pairs of values, generated once at import.
 
 A word (weight_layout.py) holds eight 4-bit codes, or a third of thirty-two 3-bit ones, of two rows
 (r3) and of neighbours along k (k0) in its halves. `(word & 0x000f000f) | 0x64006400` is two fp16
-numbers 1024 + code; one instruction takes 1024 + zero off, exactly, and a code that sits 3, 4 or 6
+values 1024 + code; one instruction takes 1024 + zero off, exactly, and a code that sits 3, 4 or 6
 bits higher is scaled back by the same instruction (fma). bfloat16 has 7 mantissa bits: its magic
 number is 128 (0x4300) and more codes must be shifted down first.
 

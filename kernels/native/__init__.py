@@ -1,4 +1,4 @@
 """The CPU's own code: C++ compiled once a machine, for the widest instructions that it has.
 
-Knows arrays and numbers, not weights or models: `library.py` builds and opens it.
+Knows arrays and values, not weights or models: `library.py` builds and opens it.
 """

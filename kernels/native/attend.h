@@ -29,7 +29,7 @@ static inline Floats exp_of(Floats x) {
 }
 
 // scores[r, t - first] of HEADS query rows q [HEADS, padded D] (scaled).
-template <int NUMBER, int HEADS, class Place>
+template <int DTYPE, int HEADS, class Place>
 static void scores_of(const Place& at, const float* q, int64_t padded, int64_t first, int64_t end, float* scores,
                       int64_t stride) {
   int64_t whole = at.dim / LANES * LANES;
@@ -41,12 +41,12 @@ static void scores_of(const Place& at, const float* q, int64_t padded, int64_t f
       Floats acc[HEADS];
       for (int r = 0; r < HEADS; ++r) acc[r] = floats(0);
       for (int64_t d = 0; d < whole; d += LANES) {
-        Floats kv = wide_of(at.k, key + d, NUMBER);
+        Floats kv = wide_of(at.k, key + d, DTYPE);
         for (int r = 0; r < HEADS; ++r) acc[r] = fma(kv, load(q + r * padded + d), acc[r]);
       }
       if (whole < at.dim) {
         alignas(64) float rest[LANES] = {};
-        copy_floats(rest, at.k, key + whole, at.dim - whole, NUMBER);
+        copy_floats(rest, at.k, key + whole, at.dim - whole, DTYPE);
         for (int r = 0; r < HEADS; ++r) acc[r] = fma(load(rest), load(q + r * padded + whole), acc[r]);
       }
       for (int r = 0; r < HEADS; ++r) sums[r][i] = acc[r];
@@ -60,7 +60,7 @@ static void scores_of(const Place& at, const float* q, int64_t padded, int64_t f
   }
 }
 
-// Numbers of `n` scores become e^(score - largest), zeros up to a multiple of LANES; returns their sum.
+// Values of `n` scores become e^(score - largest), zeros up to a multiple of LANES; returns their sum.
 static inline float exponents(float* scores, int64_t n, float largest) {
   int64_t padded = (n + LANES - 1) / LANES * LANES;
   Floats sum = floats(0);
@@ -76,7 +76,7 @@ static inline float exponents(float* scores, int64_t n, float largest) {
 }
 
 // out[r, d] += sum over t of weights[r, t - first] * v[t, d], VECTORS * LANES channels from d on.
-template <int NUMBER, int HEADS, int VECTORS, class Place>
+template <int DTYPE, int HEADS, int VECTORS, class Place>
 static void sum_values(const Place& at, const float* weights, int64_t stride, int64_t first, int64_t end, int64_t d,
                        float* out, int64_t padded) {
   Floats acc[HEADS][VECTORS];
@@ -88,10 +88,10 @@ static void sum_values(const Place& at, const float* weights, int64_t stride, in
     alignas(64) float rest[VECTORS * LANES];
     if (!whole) {
       std::fill(rest, rest + VECTORS * LANES, 0.0f);
-      copy_floats(rest, at.v, value, at.dim - d, NUMBER);
+      copy_floats(rest, at.v, value, at.dim - d, DTYPE);
     }
     for (int i = 0; i < VECTORS; ++i) {
-      Floats vv = whole ? wide_of(at.v, value + i * LANES, NUMBER) : load(rest + i * LANES);
+      Floats vv = whole ? wide_of(at.v, value + i * LANES, DTYPE) : load(rest + i * LANES);
       for (int r = 0; r < HEADS; ++r) acc[r][i] = fma(floats(weights[r * stride + t - first]), vv, acc[r][i]);
     }
   }
@@ -108,7 +108,7 @@ struct Partials {
   float* of(int64_t row, int64_t part) { return values.data() + (row * parts + part) * (2 + padded); }
 
   // o [rows, D]; sinks (or null): a score of each of H heads that brings no value.
-  void join(void* o, int64_t rows, int64_t H, const float* sinks, int64_t number, int threads) {
+  void join(void* o, int64_t rows, int64_t H, const float* sinks, int64_t dtype, int threads) {
 #pragma omp parallel for num_threads(threads)
     for (int64_t row = 0; row < rows; ++row) {
       float largest = sinks ? sinks[row % H] : -INFINITY, sum = 0;
@@ -121,7 +121,7 @@ struct Partials {
         sum += share * p[1];
         for (int64_t d = 0; d < dim; ++d) first[2 + d] = (i ? first[2 + d] : 0) + share * p[2 + d];
       }
-      for (int64_t d = 0; d < dim; ++d) put(o, row * dim + d, number, sum > 0 ? first[2 + d] / sum : 0);
+      for (int64_t d = 0; d < dim; ++d) put(o, row * dim + d, dtype, sum > 0 ? first[2 + d] / sum : 0);
     }
   }
 };
@@ -142,14 +142,14 @@ struct BlockPlace {
 };
 
 // HEADS query heads, whose q (scaled) [HEADS, padded], over the keys first .. end; slopes of the heads.
-template <int NUMBER, int HEADS>
+template <int DTYPE, int HEADS>
 static void attend_heads(const BlockPlace& at, const float* q, int64_t padded, int64_t first, int64_t end, int64_t last,
                          const float* slopes, float* const* out, std::vector<float>& room) {
   constexpr int VECTORS = 32 / LANES;
   int64_t n = end - first, stride = (n + LANES - 1) / LANES * LANES;
   room.assign(HEADS * (padded + stride), 0.0f);
   float *sums = room.data(), *scores = sums + HEADS * padded;
-  scores_of<NUMBER, HEADS>(at, q, padded, first, end, scores, stride);
+  scores_of<DTYPE, HEADS>(at, q, padded, first, end, scores, stride);
   for (int r = 0; r < HEADS; ++r) {
     float* own = scores + r * stride;
     if (slopes)
@@ -158,30 +158,30 @@ static void attend_heads(const BlockPlace& at, const float* q, int64_t padded, i
     out[r][1] = exponents(own, n, out[r][0]);
   }
   for (int64_t d = 0; d < at.dim; d += 32)
-    sum_values<NUMBER, HEADS, VECTORS>(at, scores, stride, first, end, d, sums, padded);
+    sum_values<DTYPE, HEADS, VECTORS>(at, scores, stride, first, end, d, sums, padded);
   for (int r = 0; r < HEADS; ++r) std::memcpy(out[r] + 2, sums + r * padded, padded * sizeof(float));
 }
 
 // Rows of q [B, H, D] as floats, scaled, padded with zeros.
 static inline std::vector<float> scaled_rows(const void* q, int64_t rows, int64_t dim, int64_t padded, float scale,
-                                             int64_t number) {
+                                             int64_t dtype) {
   std::vector<float> out(rows * padded);
   for (int64_t i = 0; i < rows; ++i) {
-    copy_floats(out.data() + i * padded, q, i * dim, dim, number);
+    copy_floats(out.data() + i * padded, q, i * dim, dim, dtype);
     for (int64_t d = 0; d < dim; ++d) out[i * padded + d] *= scale;
   }
   return out;
 }
 
 // tables [B, columns]; ends [B]: tokens of each row, the query's own the last; window 0: all are seen.
-template <int NUMBER>
+template <int DTYPE>
 static void attend_rows(const void* k, const void* v, const void* q, void* o, const int64_t* tables,
                         const int64_t* ends, int64_t B, int64_t H, int64_t G, int64_t D, int64_t columns,
                         int64_t window, float scale, const float* slopes, int threads) {
   int64_t rep = H / G, longest = 0;
   for (int64_t b = 0; b < B; ++b) longest = std::max(longest, window ? std::min(window, ends[b]) : ends[b]);
   Partials partials(B * H, parts_for(B * G, longest, threads), D);
-  std::vector<float> rows = scaled_rows(q, B * H, D, partials.padded, scale, NUMBER);
+  std::vector<float> rows = scaled_rows(q, B * H, D, partials.padded, scale, DTYPE);
 #pragma omp parallel num_threads(threads)
   {
     std::vector<float> room;
@@ -202,10 +202,10 @@ static void attend_rows(const void* k, const void* v, const void* q, void* o, co
           for (int j = 0; j < count; ++j) { out[j][0] = -INFINITY; out[j][1] = 0; }
         r += count;
       };
-      while (rep - r >= 4) heads(attend_heads<NUMBER, 4>, 4);
-      while (rep - r >= 2) heads(attend_heads<NUMBER, 2>, 2);
-      while (r < rep) heads(attend_heads<NUMBER, 1>, 1);
+      while (rep - r >= 4) heads(attend_heads<DTYPE, 4>, 4);
+      while (rep - r >= 2) heads(attend_heads<DTYPE, 2>, 2);
+      while (r < rep) heads(attend_heads<DTYPE, 1>, 1);
     }
   }
-  partials.join(o, B * H, H, nullptr, NUMBER, threads);
+  partials.join(o, B * H, H, nullptr, DTYPE, threads);
 }

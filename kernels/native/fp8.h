@@ -1,4 +1,4 @@
-// A weight kept in E4M3 (kernels/formats/fp8_weight.py): few rows of x, and rows of w as numbers.
+// A weight kept in E4M3 (kernels/formats/fp8_weight.py): few rows of x, and rows of w as values.
 //
 //   y[m,n] = sum_c s[n / rows, c] sum_k e4m3(code[n,k]) x[m,k],  k of columns c
 //
@@ -21,8 +21,8 @@ struct Fp8 {
   float scale_of(int64_t n, int64_t c) const { return scale[n / rows * wide + c] * FP8_FACTOR; }
 };
 
-// The numbers of LANES codes, but for FP8_FACTOR.
-static inline Floats fp8_numbers(const uint8_t* p) {
+// The values of LANES codes, but for FP8_FACTOR.
+static inline Floats fp8_values(const uint8_t* p) {
 #if WIDE
   __m256i w = _mm256_slli_epi16(_mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i*)p)), 7);
   return _mm512_cvtph_ps(_mm256_and_si256(w, _mm256_set1_epi16((int16_t)0xbf80)));
@@ -32,7 +32,7 @@ static inline Floats fp8_numbers(const uint8_t* p) {
 #endif
 }
 
-static inline float fp8_number(uint8_t code) {
+static inline float fp8_value(uint8_t code) {
   return _cvtsh_ss((uint16_t)((code & 0x80) << 8 | (code & 0x7f) << 7));
 }
 
@@ -54,13 +54,13 @@ static void fp8_row(const Fp8& w, int64_t n, const float* x, int64_t pitch, floa
     for (; k + WAYS * LANES <= end; k += WAYS * LANES) {
       _mm_prefetch((const char*)(p + k + 4096), _MM_HINT_T1);
       for (int v = 0; v < WAYS; ++v) {
-        const Floats number = fp8_numbers(p + k + v * LANES);
-        for (int m = 0; m < ROWS; ++m) acc[v][m] = fma(number, load(x + m * pitch + k + v * LANES), acc[v][m]);
+        const Floats value = fp8_values(p + k + v * LANES);
+        for (int m = 0; m < ROWS; ++m) acc[v][m] = fma(value, load(x + m * pitch + k + v * LANES), acc[v][m]);
       }
     }
     for (; k < end; ++k) {
-      const float number = fp8_number(p[k]) * s;
-      for (int m = 0; m < ROWS; ++m) rest[m] += number * x[m * pitch + k];
+      const float value = fp8_value(p[k]) * s;
+      for (int m = 0; m < ROWS; ++m) rest[m] += value * x[m * pitch + k];
     }
     for (int m = 0; m < ROWS; ++m) {
       Floats sum = acc[0][m];
@@ -72,7 +72,7 @@ static void fp8_row(const Fp8& w, int64_t n, const float* x, int64_t pitch, floa
 }
 
 // Row n of w as out[k], k < K, computed in float32 and rounded once.
-static void fp8_dequantize_row(const Fp8& w, int64_t n, void* out, int64_t at, int64_t number) {
+static void fp8_dequantize_row(const Fp8& w, int64_t n, void* out, int64_t at, int64_t dtype) {
   const uint8_t* p = w.row(n);
   for (int64_t c = 0; c < w.wide; ++c) {
     const int64_t end = std::min(w.K, (c + 1) * w.columns);
@@ -80,9 +80,9 @@ static void fp8_dequantize_row(const Fp8& w, int64_t n, void* out, int64_t at, i
     int64_t k = c * w.columns;
     for (; k + LANES <= end; k += LANES) {
       alignas(64) float made[LANES];
-      store(made, mul(fp8_numbers(p + k), floats(s)));
-      for (int i = 0; i < LANES; i += 8) put_eight(out, at + k + i, number, _mm256_load_ps(made + i));
+      store(made, mul(fp8_values(p + k), floats(s)));
+      for (int i = 0; i < LANES; i += 8) put_eight(out, at + k + i, dtype, _mm256_load_ps(made + i));
     }
-    for (; k < end; ++k) put(out, at + k, number, fp8_number(p[k]) * s);
+    for (; k < end; ++k) put(out, at + k, dtype, fp8_value(p[k]) * s);
   }
 }

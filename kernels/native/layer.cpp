@@ -1,4 +1,4 @@
-// A decoder layer of a few rows as one call (kernels/cpu/native_layer.py): its products, norms, turns and gate are
+// A decoder layer of a few rows as one call (kernels/cpu/native_layer.py): its products, norms, rotations and gate are
 // the library's own functions, in the order and with the roundings of separate calls; compiled as products.cpp is.
 #include <omp.h>
 
@@ -8,25 +8,25 @@
 extern "C" {
 void llmpq_multiply(const void* x, const uint8_t* codes, const void* scale, const void* zero, const void* bias,
                     void* y, int64_t M, int64_t N, int64_t K, int64_t k_groups, int64_t groups, int64_t bits,
-                    int64_t panels, int64_t number, int64_t scale_number, int64_t x_bits, int64_t threads);
+                    int64_t panels, int64_t dtype, int64_t scale_dtype, int64_t x_bits, int64_t threads);
 void llmpq_dense(const void* x, const void* w, const void* bias, void* y, int64_t M, int64_t N, int64_t K,
-                 int64_t number, int64_t threads);
+                 int64_t dtype, int64_t threads);
 void llmpq_attend_blocks(const void* q, const void* k, const void* v, void* o, const int64_t* tables,
                          const int64_t* ends, const float* scale, const float* slopes, int64_t B, int64_t H, int64_t G,
-                         int64_t D, int64_t columns, int64_t window, int64_t number, int64_t threads);
-void llmpq_norm(const void* x, const void* weight, void* y, const float* eps, int64_t M, int64_t n, int64_t number,
+                         int64_t D, int64_t columns, int64_t window, int64_t dtype, int64_t threads);
+void llmpq_norm(const void* x, const void* weight, void* y, const float* eps, int64_t M, int64_t n, int64_t dtype,
                 int64_t threads);
-void llmpq_gate(const void* x, void* y, int64_t M, int64_t n, int64_t number, int64_t threads);
+void llmpq_gate(const void* x, void* y, int64_t M, int64_t n, int64_t dtype, int64_t threads);
 }
 
 // Members as native_layer.py's structures have them, 8 bytes each.
 struct Product {
   int64_t bits;  // 0: not quantised, `codes` the weight
   const void *codes, *scale, *zero, *bias;
-  int64_t N, K, k_groups, groups, panels, scale_number, x_bits;
+  int64_t N, K, k_groups, groups, panels, scale_dtype, x_bits;
 };
 struct Layer {
-  int64_t number, hidden, heads, groups, dim, ffn, turned, window;
+  int64_t dtype, hidden, heads, groups, dim, ffn, rotated, window;
   const void *attn_norm, *mlp_norm, *q_norm, *k_norm;  // the latter two may be null
   const float* slopes;
   double attn_eps, mlp_eps, head_eps, scale;
@@ -61,71 +61,71 @@ static int64_t lines(int64_t bytes) { return (bytes + 63) / 64 * 64; }
 static void multiply(const Product& p, const void* x, void* y, const Layer& layer, const Rows& rows) {
   if (p.bits)
     llmpq_multiply(x, (const uint8_t*)p.codes, p.scale, p.zero, p.bias, y, rows.M, p.N, p.K, p.k_groups, p.groups,
-                   p.bits, p.panels, layer.number, p.scale_number, p.x_bits, rows.threads);
+                   p.bits, p.panels, layer.dtype, p.scale_dtype, p.x_bits, rows.threads);
   else
-    llmpq_dense(x, p.codes, p.bias, y, rows.M, p.N, p.K, layer.number, rows.threads);
+    llmpq_dense(x, p.codes, p.bias, y, rows.M, p.N, p.K, layer.dtype, rows.threads);
 }
 
-// Queries and keys normed and turned: queries to a place of their own, keys where they are.
-template <int NUMBER>
+// Queries and keys normed and rotated: queries to a place of their own, keys where they are.
+template <int DTYPE>
 static void place_heads(const Layer& l, const Rows& r) {
-  const int64_t all = l.heads + 2 * l.groups, pitch = all * l.dim, half = l.dim / 2, size = size_of(NUMBER);
+  const int64_t all = l.heads + 2 * l.groups, pitch = all * l.dim, half = l.dim / 2, size = size_of(DTYPE);
 #pragma omp parallel for schedule(static) num_threads(threads_for(r.M * pitch, r.threads))
   for (int64_t m = 0; m < r.M; ++m) {
     if (l.q_norm)
       for (int64_t i = 0; i < l.heads + l.groups; ++i)
-        norm_row<NUMBER>(r.qkv, i < l.heads ? l.q_norm : l.k_norm, r.qkv, m * all + i, l.dim, (float)l.head_eps);
+        norm_row<DTYPE>(r.qkv, i < l.heads ? l.q_norm : l.k_norm, r.qkv, m * all + i, l.dim, (float)l.head_eps);
     const int64_t from = m * pitch, key = from + l.heads * l.dim, to = m * l.heads * l.dim, at = m % r.angles * half;
-    if (!l.turned) {
+    if (!l.rotated) {
       std::memcpy((uint8_t*)r.q + to * size, (const uint8_t*)r.qkv + from * size, l.heads * l.dim * size);
       continue;
     }
-    turn_token<NUMBER>(r.qkv, r.cosine, r.sine, r.q, from, to, at, l.heads, half);
-    turn_token<NUMBER>(r.qkv, r.cosine, r.sine, r.qkv, key, key, at, l.groups, half);
+    turn_token<DTYPE>(r.qkv, r.cosine, r.sine, r.q, from, to, at, l.heads, half);
+    turn_token<DTYPE>(r.qkv, r.cosine, r.sine, r.qkv, key, key, at, l.groups, half);
   }
 }
 
 // y = a + b, rounded once; y may be either.
-template <int NUMBER>
+template <int DTYPE>
 static void add_rows(const void* a, const void* b, void* y, int64_t n) {
   int64_t i = 0;
-  for (; i + 8 <= n; i += 8) put_eight(y, i, NUMBER, _mm256_add_ps(eight_of(a, i, NUMBER), eight_of(b, i, NUMBER)));
-  for (; i < n; ++i) put(y, i, NUMBER, float_of(a, i, NUMBER) + float_of(b, i, NUMBER));
+  for (; i + 8 <= n; i += 8) put_eight(y, i, DTYPE, _mm256_add_ps(eight_of(a, i, DTYPE), eight_of(b, i, DTYPE)));
+  for (; i < n; ++i) put(y, i, DTYPE, float_of(a, i, DTYPE) + float_of(b, i, DTYPE));
 }
 
 static void before_attention(const Layer& l, const Rows& r) {
-  uint8_t* normed = room_for(BEFORE).of(r.M * l.hidden * size_of(l.number));
+  uint8_t* normed = room_for(BEFORE).of(r.M * l.hidden * size_of(l.dtype));
   const float eps = (float)l.attn_eps;
-  llmpq_norm(r.x, l.attn_norm, normed, &eps, r.M, l.hidden, l.number, r.threads);
+  llmpq_norm(r.x, l.attn_norm, normed, &eps, r.M, l.hidden, l.dtype, r.threads);
   multiply(l.qkv, normed, r.qkv, l, r);
-  auto place = l.number == FLOAT32 ? place_heads<FLOAT32> : l.number == BFLOAT16 ? place_heads<BFLOAT16> : place_heads<FLOAT16>;
+  auto place = l.dtype == FLOAT32 ? place_heads<FLOAT32> : l.dtype == BFLOAT16 ? place_heads<BFLOAT16> : place_heads<FLOAT16>;
   place(l, r);
 }
 
 static void attend_in_pool(const Layer& l, const Rows& r) {
-  const int64_t bytes = l.groups * l.dim * size_of(l.number), all = bytes / l.groups * (l.heads + 2 * l.groups);
+  const int64_t bytes = l.groups * l.dim * size_of(l.dtype), all = bytes / l.groups * (l.heads + 2 * l.groups);
   const uint8_t* keys = (const uint8_t*)r.qkv + bytes / l.groups * l.heads;
   for (int64_t b = 0; b < r.B; ++b) {
     std::memcpy((uint8_t*)r.k + r.places[b] * bytes, keys + b * all, bytes);
     std::memcpy((uint8_t*)r.v + r.places[b] * bytes, keys + b * all + bytes, bytes);
   }
   const float scale = (float)l.scale;
-  const int64_t row = l.heads * l.dim * size_of(l.number);
+  const int64_t row = l.heads * l.dim * size_of(l.dtype);
   llmpq_attend_blocks(r.q, r.k, r.v, r.attended, r.tables, r.ends, &scale, l.slopes, r.B, l.heads, l.groups, l.dim,
-                      r.columns, l.window, l.number, r.threads);
+                      r.columns, l.window, l.dtype, r.threads);
   std::memset((uint8_t*)r.attended + r.B * row, 0, (r.M - r.B) * row);
 }
 
 static void behind_attention(const Layer& l, const Rows& r) {
-  const int64_t stream = lines(r.M * l.hidden * size_of(l.number)), wide = lines(r.M * l.ffn * size_of(l.number));
+  const int64_t stream = lines(r.M * l.hidden * size_of(l.dtype)), wide = lines(r.M * l.ffn * size_of(l.dtype));
   uint8_t *made = room_for(BEHIND).of(2 * stream + 3 * wide), *normed = made + stream, *both = normed + stream;
-  auto add = l.number == FLOAT32 ? add_rows<FLOAT32> : l.number == BFLOAT16 ? add_rows<BFLOAT16> : add_rows<FLOAT16>;
+  auto add = l.dtype == FLOAT32 ? add_rows<FLOAT32> : l.dtype == BFLOAT16 ? add_rows<BFLOAT16> : add_rows<FLOAT16>;
   multiply(l.o, r.attended, made, l, r);
   add(made, r.x, r.y, r.M * l.hidden);
   const float eps = (float)l.mlp_eps;
-  llmpq_norm(r.y, l.mlp_norm, normed, &eps, r.M, l.hidden, l.number, r.threads);
+  llmpq_norm(r.y, l.mlp_norm, normed, &eps, r.M, l.hidden, l.dtype, r.threads);
   multiply(l.gate_up, normed, both, l, r);
-  llmpq_gate(both, both + 2 * wide, r.M, l.ffn, l.number, r.threads);
+  llmpq_gate(both, both + 2 * wide, r.M, l.ffn, l.dtype, r.threads);
   multiply(l.down, both + 2 * wide, made, l, r);
   add(r.y, made, r.y, r.M * l.hidden);
 }
@@ -134,8 +134,8 @@ static void behind_attention(const Layer& l, const Rows& r) {
 extern "C" void llmpq_layer(const Layer* layer, const Rows* rows, int64_t parts) {
   Rows r = *rows;
   if (!r.qkv) {
-    const int64_t heads = lines(r.M * layer->heads * layer->dim * size_of(layer->number));
-    uint8_t* held = room_for(ATTENTION).of(2 * heads + r.M * (layer->heads + 2 * layer->groups) * layer->dim * size_of(layer->number));
+    const int64_t heads = lines(r.M * layer->heads * layer->dim * size_of(layer->dtype));
+    uint8_t* held = room_for(ATTENTION).of(2 * heads + r.M * (layer->heads + 2 * layer->groups) * layer->dim * size_of(layer->dtype));
     r.q = held, r.attended = held + heads, r.qkv = held + 2 * heads;
   }
   if (parts & BEFORE) before_attention(*layer, r);

@@ -36,7 +36,7 @@ _SOURCES = (
     "attention.cpp",
     "layer.cpp",
     "fp8.cpp",
-    "table.cpp",
+    "codebook.cpp",
 )
 """The one that takes longest first."""
 _COMPILERS = ("g++", "c++", "clang++")
@@ -45,7 +45,7 @@ _OPENMP = ("libgomp*.so*", "libiomp5*.so*", "libomp*.so*")
 
 OPTIMISED = "LLMPQ_NATIVE_OPTIMISED"
 """Environment variable, "-O3" where it is not set: "-O1" compiles in a third of the time, "-O0" in
-a sixth, to the same numbers (`make test` does)."""
+a sixth, to the same values (`make test` does)."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -85,7 +85,7 @@ def _levels() -> tuple[Level, ...]:
     return tuple(levels)
 
 
-NUMBERS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 """What vectors.h calls them."""
 
 LEVELS = {level.name: level for level in _levels()}

@@ -50,7 +50,7 @@ static inline Ints codes_of(Ints words, int shift) {
 #endif
 }
 
-// Numbers in the order in which codes stand in words: 32 for each plane of each 16 words of a row.
+// Values in the order in which codes stand in words: 32 for each plane of each 16 words of a row.
 template <int BITS>
 struct Order {
   static constexpr int PLANES = 8 / BITS;
@@ -115,7 +115,7 @@ static inline Ints from_middle(const int16_t* x, size_t n) {
 }
 
 // Dot products of two rows of codes (low and high bytes), `chunks` times 16 words from p on 128 words apart,
-// with HEADS rows of rounded numbers.
+// with HEADS rows of rounded values.
 template <int BITS, int HEADS>
 static inline void two_rows(const uint32_t* p, int64_t chunks, const int16_t* q, int64_t stride, const Ints* start,
                             Ints (&acc)[2][HEADS]) {
@@ -144,7 +144,7 @@ static inline Floats joined(const Ints (&acc)[2][ROWS], int r, int h) {
   return v;
 }
 
-// One task: HEADS query heads of key/value head g; float32 takes two PARTS of rounded numbers, 30 bits.
+// One task: HEADS query heads of key/value head g; float32 takes two PARTS of rounded values, 30 bits.
 template <int BITS, int PARTS, int HEADS>
 struct PackedHeads {
   static constexpr int ROWS = HEADS * PARTS;
@@ -276,7 +276,7 @@ struct PackedHeads {
   }
 
   // Row's keys: blocks b0 .. b1 of the table and, in the ring, positions from r0 on; it sees from `first` to `last`.
-  template <int NUMBER>
+  template <int DTYPE>
   void attend(const int32_t* table, int64_t slot, int64_t b0, int64_t b1, int64_t r0, int64_t first, int64_t last,
               bool with_ring, const float* slopes, float* const* out) {
     int64_t packed = (b1 - b0) * BLOCK, n = packed + (with_ring ? last + 1 - r0 : 0), long_n = (n + 15) / 16 * 16;
@@ -284,7 +284,7 @@ struct PackedHeads {
     std::vector<float> lanes(packed ? HEADS * pool.channels * LANES : 0);
     RingPlace at{pool.k_ring, pool.v_ring, pool.dim, (slot * pool.G + g) * pool.ring * pool.dim, pool.ring};
     for (int64_t b = b0; b < b1; ++b) keys(table[b], scores.data() + (b - b0) * BLOCK, long_n);
-    if (with_ring) scores_of<NUMBER, HEADS>(at, q, padded, r0, last + 1, scores.data() + packed, long_n);
+    if (with_ring) scores_of<DTYPE, HEADS>(at, q, padded, r0, last + 1, scores.data() + packed, long_n);
     double constant[HEADS] = {};
     for (int h = 0; h < HEADS; ++h) {
       float* own = scores.data() + h * long_n;
@@ -302,13 +302,13 @@ struct PackedHeads {
     for (int h = 0; h < HEADS; ++h) whole[h] = sums.data() + h * padded;
     if (packed) gather(lanes.data(), constant, whole);
     for (int64_t d = 0; with_ring && d < pool.dim; d += 32)
-      sum_values<NUMBER, HEADS, 32 / LANES>(at, scores.data() + packed, long_n, r0, last + 1, d, sums.data(), padded);
+      sum_values<DTYPE, HEADS, 32 / LANES>(at, scores.data() + packed, long_n, r0, last + 1, d, sums.data(), padded);
     for (int h = 0; h < HEADS; ++h) std::memcpy(out[h] + 2, whole[h], padded * sizeof(float));
   }
 };
 
 // q, o [B, H, D]; table [S, columns]; the row's query is the token at `last` [B] (-1: a row without one).
-template <int BITS, int PARTS, int NUMBER>
+template <int BITS, int PARTS, int DTYPE>
 static void attend_packed(const Packed& pool, const void* q, void* o, const int32_t* table, const int64_t* slots,
                           const int64_t* last, int64_t B, int64_t H, int64_t columns, int64_t holdback, const Rule& rule,
                           int threads) {
@@ -316,7 +316,7 @@ static void attend_packed(const Packed& pool, const void* q, void* o, const int3
   for (int64_t b = 0; b < B; ++b) longest = std::max(longest, last[b] + 1);
   if (rule.window) longest = std::min(longest, rule.window);
   Partials partials(B * H, parts_for(B * pool.G, longest, threads), pool.dim);
-  std::vector<float> rows = scaled_rows(q, B * H, pool.dim, partials.padded, rule.scale, NUMBER);
+  std::vector<float> rows = scaled_rows(q, B * H, pool.dim, partials.padded, rule.scale, DTYPE);
   Order<BITS> order(pool.channels);
 #pragma omp parallel for schedule(dynamic) num_threads(threads)
   for (int64_t i = 0; i < B * pool.G * partials.parts; ++i) {
@@ -337,7 +337,7 @@ static void attend_packed(const Packed& pool, const void* q, void* o, const int3
       r += count;
     };
     auto run = [&](auto task, const float* slopes, float* const* out) {
-      task.template attend<NUMBER>(table + slots[b] * columns, slots[b], b0, b1, std::max(end * BLOCK, first), first,
+      task.template attend<DTYPE>(table + slots[b] * columns, slots[b], b0, b1, std::max(end * BLOCK, first), first,
                                    last[b], ring, slopes, out);
     };
     auto four = [&](auto x, auto s, auto out) { run(PackedHeads<BITS, PARTS, 4 / PARTS>(pool, order, rule, g, x), s, out); };
@@ -347,15 +347,15 @@ static void attend_packed(const Packed& pool, const void* q, void* o, const int3
     while (PARTS == 1 && rep - r >= 2) heads(two, 2);
     while (r < rep) heads(one, 1);
   }
-  partials.join(o, B * H, H, rule.sinks, NUMBER, threads);
+  partials.join(o, B * H, H, rule.sinks, DTYPE, threads);
 }
 
 template <int BITS>
 static void attend_packed_of(const Packed& pool, const void* q, void* o, const int32_t* table, const int64_t* slots,
                              const int64_t* last, int64_t B, int64_t H, int64_t columns, int64_t holdback,
-                             const Rule& rule, int64_t number, int threads) {
-  auto run = number == FLOAT32    ? attend_packed<BITS, 2, FLOAT32>
-             : number == BFLOAT16 ? attend_packed<BITS, 1, BFLOAT16>
+                             const Rule& rule, int64_t dtype, int threads) {
+  auto run = dtype == FLOAT32    ? attend_packed<BITS, 2, FLOAT32>
+             : dtype == BFLOAT16 ? attend_packed<BITS, 1, BFLOAT16>
                                   : attend_packed<BITS, 1, FLOAT16>;
   run(pool, q, o, table, slots, last, B, H, columns, holdback, rule, threads);
 }

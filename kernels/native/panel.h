@@ -66,7 +66,7 @@ struct Panel {
 struct Tail {
   std::vector<uint8_t> codes, scale, zero;
   Panel of(const Weight& w) {
-    const int64_t first = w.in_panels(), count = w.N - first, words = 4 * w.bits, size = size_of(w.number);
+    const int64_t first = w.in_panels(), count = w.N - first, words = 4 * w.bits, size = size_of(w.dtype);
     codes.assign(PANEL * w.k_groups * w.group_bytes(), 0);
     scale.assign(PANEL * w.groups * size, 0);
     if (w.zero) zero.assign(scale.size(), 0);
@@ -84,7 +84,7 @@ struct Tail {
 };
 
 static inline Panel panel_of(const Weight& w, int64_t panel, Tail& tail) {
-  const int64_t first = panel * PANEL, at = first * w.groups * size_of(w.number);
+  const int64_t first = panel * PANEL, at = first * w.groups * size_of(w.dtype);
   if (first >= w.in_panels()) return tail.of(w);
   const void* zero = w.zero ? (const uint8_t*)w.zero + at : nullptr;
   return {w.row(first), (const uint8_t*)w.scale + at, zero, first, PANEL};
@@ -93,12 +93,12 @@ static inline Panel panel_of(const Weight& w, int64_t panel, Tail& tail) {
 // Scales and zeros of a panel's k-groups.
 struct PanelGrid {
   const void *scale, *zero;
-  int64_t number, step;  // groups to a k-group: one, or one for all
+  int64_t dtype, step;  // groups to a k-group: one, or one for all
   Floats none;
   PanelGrid(const Weight& w, const Panel& p)
-      : scale(p.scale), zero(p.zero), number(w.number), step(w.groups == w.k_groups ? PANEL : 0), none(floats((float)(1 << (w.bits - 1)))) {}
-  Floats scales(int64_t g) const { return sixteen_floats(scale, g * step, number); }
-  Floats zeros(int64_t g) const { return zero ? sixteen_floats(zero, g * step, number) : none; }
+      : scale(p.scale), zero(p.zero), dtype(w.dtype), step(w.groups == w.k_groups ? PANEL : 0), none(floats((float)(1 << (w.bits - 1)))) {}
+  Floats scales(int64_t g) const { return sixteen_floats(scale, g * step, dtype); }
+  Floats zeros(int64_t g) const { return zero ? sixteen_floats(zero, g * step, dtype) : none; }
 };
 
 // Panels that a thread takes at a time: half a MB of codes, a part of what each thread has. What is asked for behind
@@ -112,15 +112,15 @@ static inline int64_t panels_together(const Weight& w, int64_t panels, int64_t t
 static inline void put_sixteen(const Output& out, int64_t m, int64_t N, int64_t first, int64_t count, Floats y) {
   const int64_t to = m * N + first;
   if (count == PANEL) {
-    if (out.bias) y = add(y, sixteen_floats(out.bias, first, out.number));
-    put_eight(out.y, to, out.number, _mm512_castps512_ps256(y));
-    put_eight(out.y, to + 8, out.number, _mm512_extractf32x8_ps(y, 1));
+    if (out.bias) y = add(y, sixteen_floats(out.bias, first, out.dtype));
+    put_eight(out.y, to, out.dtype, _mm512_castps512_ps256(y));
+    put_eight(out.y, to + 8, out.dtype, _mm512_extractf32x8_ps(y, 1));
     return;
   }
   alignas(64) float flat[PANEL];
   store(flat, y);
   for (int64_t i = 0; i < count; ++i)
-    put(out.y, to + i, out.number, flat[i] + (out.bias ? float_of(out.bias, first + i, out.number) : 0));
+    put(out.y, to + i, out.dtype, flat[i] + (out.bias ? float_of(out.bias, first + i, out.dtype) : 0));
 }
 
 // A row of words of 2 bits, then of third bits, as the words of 4 bits that `unpack<4>` knows: 8 and 4 words there.

@@ -1,7 +1,7 @@
 // Few rows of x times a weight in panels, by dot products of bytes in registers: a line of codes meets four bytes of
-// each row of x, and a k-group's sums of 16 rows of w are made numbers together.
+// each row of x, and a k-group's sums of 16 rows of w are made values together.
 //
-// The numbers are those of few_rows.h: x of 16 bits is 256 high + low, bytes with a sign each; where a group's largest
+// The values are those of gemv_int16.h: x of 16 bits is 256 high + low, bytes with a sign each; where a group's largest
 // were more than 127 in both its step is twice as long.
 // Cost of a line of 64 bytes at 4 bits: 2 operations to unpack it (8 rows: 3), 4 dot products for each row of x (8 bits: 0
 // and 2); of a k-group of 16 rows about 10 more.

@@ -1,4 +1,4 @@
-// Rows of x as whole numbers, a power of two (or a largest number's share) a k-group: what few_rows.h, panel_rows.h
+// Rows of x as integers, a power of two (or a largest number's share) a k-group: what gemv_int16.h, panel_rows.h
 // and tiles.h multiply codes by, and the first says how.
 #pragma once
 #include <vector>
@@ -11,7 +11,7 @@ static inline bool as_bytes(const Weight& w) { return !w.fine() && (HAS_BYTE_DOT
 // Whether rows of 16 bits or more meet w byte by byte: all of them where w is panels, those of AVX2.
 static inline bool in_planes(const Weight& w) { return w.panels || (!WIDE && !w.fine() && w.bits < 8); }
 
-// Numbers from the start of a cache line on: a load of 64 bytes that crosses lines takes two.
+// Values from the start of a cache line on: a load of 64 bytes that crosses lines takes two.
 template <class Number>
 struct Lined {
   std::vector<Number> held;
@@ -45,10 +45,10 @@ struct RoundedRows {
     together = w.panels && !tiles && !whole, rows = M * parts;
     scale.assign(M * parts * padded, 0);
     sum.assign(M * parts * w.grid_size(), 0);
-    const int64_t numbers = M * parts * w.k_groups * GROUP;
+    const int64_t values = M * parts * w.k_groups * GROUP;
     const bool short_ones = planes || (x_bits == 8 && as_bytes(w));
-    bytes.resize(short_ones ? numbers * std::max<int64_t>(planes, 1) : 0);
-    q.resize(short_ones ? 0 : numbers);
+    bytes.resize(short_ones ? values * std::max<int64_t>(planes, 1) : 0);
+    q.resize(short_ones ? 0 : values);
   }
   bool low_signed() const { return together && planes == 2; }
   // Where k-group g of a row is, in k-groups.
@@ -77,7 +77,7 @@ static inline int32_t lanes_total(__m256i v) {
   return _mm_cvtsi128_si32(_mm_add_epi32(h, _mm_shuffle_epi32(h, 0xb1)));
 }
 
-// Numbers that 8 bits hold, in the order of `unpack_bytes`.
+// Values that 8 bits hold, in the order of `unpack_bytes`.
 static inline void put_bytes(const int16_t* flat, int64_t bits, int8_t* to) {
   if (bits == 8) {
     for (int k = 0; k < GROUP; ++k) to[k] = (int8_t)flat[k];
@@ -91,8 +91,8 @@ static inline void put_bytes(const int16_t* flat, int64_t bits, int8_t* to) {
 }
 
 #if HAS_BYTE_DOT
-// High and low bytes of numbers of 16 bits, GROUP each, in the order of `put_bytes`. The low ones with a sign, the high
-// one more where that is set: numbers up to 0x7f7f.
+// High and low bytes of values of 16 bits, GROUP each, in the order of `put_bytes`. The low ones with a sign, the high
+// one more where that is set: values up to 0x7f7f.
 static inline void put_planes(const int16_t* flat, int64_t bits, bool low_signed, int8_t* to) {
   const Ints half = _mm512_set1_epi16(low_signed ? 128 : 0), upper = _mm512_set1_epi16((short)0xff00);
   for (int part = 0; part < 2; ++part) {
@@ -115,7 +115,7 @@ static inline void put_planes(const int16_t* flat, int64_t bits, bool low_signed
 }
 #endif
 
-// Numbers in the order of `unpack<8>`: even ones of 64, then odd ones.
+// Values in the order of `unpack<8>`: even ones of 64, then odd ones.
 static inline void put_halves(const int16_t* flat, int16_t* to) {
   for (int half = 0; half < GROUP; half += 64)
     for (int i = 0; i < 32; ++i) {
@@ -140,7 +140,7 @@ static inline int top_exponent(const float* x, float* largest, float* not_finite
   return *largest > 1e-30f && std::isfinite(*largest) ? exponent_of(*largest) : -100;
 }
 
-// As whole numbers of 16 or 24 bits, byte by byte; the step is that of the upper 16.
+// As integers of 16 or 24 bits, byte by byte; the step is that of the upper 16.
 static inline void round_in_planes(const float* x, const Weight& w, int64_t row, int64_t g, RoundedRows& r) {
   float most, not_finite;
   const float step = power_of_two(top_exponent(x, &most, &not_finite) - 14), finest = r.planes == 3 ? step / 256 : step;
@@ -205,9 +205,9 @@ static inline void round_group(const float* x, const Weight& w, int64_t row, int
 }
 
 // Rounds k-group g of row m of x [M, K]; what lies past K is zero.
-static void round_row_group(const void* x, int64_t number, const Weight& w, int64_t m, int64_t g, RoundedRows& r) {
+static void round_row_group(const void* x, int64_t dtype, const Weight& w, int64_t m, int64_t g, RoundedRows& r) {
   float values[GROUP] = {};
   int64_t count = w.K - g * GROUP < GROUP ? w.K - g * GROUP : GROUP;
-  copy_floats(values, x, m * w.K + g * GROUP, count, number);
+  copy_floats(values, x, m * w.K + g * GROUP, count, dtype);
   (r.planes && !w.panels ? round_in_planes : round_group)(values, w, m, g, r);
 }

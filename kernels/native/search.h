@@ -1,6 +1,6 @@
 // Rounding a weight to few bits: the search of kernels/formats/round_to_nearest.py, a k-group at a time.
 //
-// The same float32 operations in the same order, its quotients and sums of squares included (torch adds 128 numbers
+// The same float32 operations in the same order, its quotients and sums of squares included (torch adds 128 values
 // as four columns of vectors, then the lanes one by one), so that codes, scales and zeros are the same.
 // Built with -ffp-contract=off. Cost: some 12 vector operations a weight and clip, 17 clips at 4 bits.
 #pragma once
@@ -12,10 +12,10 @@ struct Search {
   const float* clip;     // as tried, 1 first
   const float* factor;   // clip / (levels - 1 or so): range to scale
   float least_scale;
-  int64_t scale_number;
+  int64_t scale_dtype;
 };
 
-// torch's sum of 128 float32 numbers with vectors of `lanes`.
+// torch's sum of 128 float32 values with vectors of `lanes`.
 static inline float sum_as_torch(const float* e, int64_t lanes) {
   alignas(64) float t[16];
   if (lanes == 16) {
@@ -64,10 +64,10 @@ static inline Floats quotient(Floats v, Floats s, Floats inverse) {
   return fma(minus_fma(q, s, v), inverse, q);
 }
 
-static inline float stored(float value, int64_t number) {
+static inline float stored(float value, int64_t dtype) {
   alignas(4) uint8_t bytes[4];
-  put(bytes, 0, number, value);
-  return float_of(bytes, 0, number);
+  put(bytes, 0, dtype, value);
+  return float_of(bytes, 0, dtype);
 }
 
 struct Grid {
@@ -81,7 +81,7 @@ struct Grid {
 };
 
 static inline Grid grid_of(const Search& how, float low, float range, int64_t clip) {
-  float s = stored(range * how.factor[clip], how.scale_number), levels = (float)((1 << how.bits) - 1);
+  float s = stored(range * how.factor[clip], how.scale_dtype), levels = (float)((1 << how.bits) - 1);
   s = s < how.least_scale ? how.least_scale : s;
   if (how.symmetric) return {s, (float)(1 << (how.bits - 1)), levels};
   float z = _mm_cvtss_f32(_mm_round_ss(_mm_setzero_ps(), _mm_set_ss(-low * how.clip[clip] / s), 8));
@@ -99,7 +99,7 @@ static inline float squares(const float* w, const Grid& grid, int64_t sum_lanes)
   return sum_as_torch(error, sum_lanes);
 }
 
-// Codes of w[128] as numbers, and the grid that they mean.
+// Codes of w[128] as values, and the grid that they mean.
 static Grid search_group(const float* w, const Search& how, float* codes) {
   Floats lows = load(w), highs = lows;
   for (int k = LANES; k < GROUP; k += LANES) {

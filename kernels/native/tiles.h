@@ -1,7 +1,7 @@
 // Several rows of x by AMX: x and codes meet as bytes in tiles, 16 rows of bytes of x x 16 rows of w x 64 of k.
 //
-// The numbers are those of few_rows.h: x rounded to 16 bits a k-group is 256 hi + lo, bytes with and without
-// a sign, and a k-group's sums are whole numbers below 2^31. Up to 8 rows of x (16 bits) have both in one tile, lo
+// The values are those of gemv_int16.h: x rounded to 16 bits a k-group is 256 hi + lo, bytes with and without
+// a sign, and a k-group's sums are integers below 2^31. Up to 8 rows of x (16 bits) have both in one tile, lo
 // with a sign, too. Codes of 8 bits are tiles as they lie (panel.h), fewer bits are unpacked.
 // Tiles are loaded from memory only once stores have left the core for it: what a k-group needs is unpacked two
 // k-groups ahead and its sums are taken two behind, or every step would wait for all of the one before it.
@@ -80,9 +80,9 @@ static inline bool sign_low(const uint8_t* from, uint8_t* high, uint8_t* low, in
   if (!over) return false;
   *sum = 0;
   for (int i = 0; i < GROUP; ++i) {
-    const int32_t number = ((int8_t)from[i] * 256 + from[GROUP + i] + 1) >> 1;
-    high[i] = (uint8_t)((number + 128) >> 8), low[i] = (uint8_t)number;
-    *sum += number;
+    const int32_t dtype = ((int8_t)from[i] * 256 + from[GROUP + i] + 1) >> 1;
+    high[i] = (uint8_t)((dtype + 128) >> 8), low[i] = (uint8_t)dtype;
+    *sum += dtype;
   }
   return true;
 }
@@ -198,8 +198,8 @@ static void tile_panels(const Weight& w, const Panel* panels, int64_t count, Til
 #pragma GCC unroll 16
     for (int64_t m = 0; m < ROWS; ++m) acc[m] = behind.first ? load(of.sums + m * PANEL) : floats(0);
   };
-  auto add = [&](auto number) __attribute__((always_inline)) {
-    constexpr int64_t first = decltype(number)::value * PART, t = first / TILE;
+  auto add = [&](auto dtype) __attribute__((always_inline)) {
+    constexpr int64_t first = decltype(dtype)::value * PART, t = first / TILE;
     const float *step = of.step + t * x.k_groups * TILE, *sum = of.sum + t * x.k_groups * TILE;
 #pragma GCC unroll 16
     for (int64_t m = first % TILE; m < first % TILE + PART; ++m) {

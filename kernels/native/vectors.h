@@ -1,4 +1,4 @@
-// Vectors of the level a build is for: AVX2 (8 floats) or AVX-512 (16), and what numbers lie as in memory.
+// Vectors of the level a build is for: AVX2 (8 floats) or AVX-512 (16), and what values lie as in memory.
 #pragma once
 #include <immintrin.h>
 
@@ -114,32 +114,32 @@ static inline void transpose(const __m512i* row, __m512i* column) {
 #define HAS_BYTE_DOT 0
 #endif
 
-// How a number of an array lies in memory; the same values as `NUMBERS` of library.py.
+// How a number of an array lies in memory; the same values as `DTYPE_CODES` of library.py.
 enum Number : int64_t { FLOAT32 = 0, BFLOAT16 = 1, FLOAT16 = 2 };
-static inline int64_t size_of(int64_t number) { return number == FLOAT32 ? 4 : 2; }
+static inline int64_t size_of(int64_t dtype) { return dtype == FLOAT32 ? 4 : 2; }
 
-static inline float float_of(const void* p, int64_t i, int64_t number) {
-  if (number == FLOAT32) return ((const float*)p)[i];
+static inline float float_of(const void* p, int64_t i, int64_t dtype) {
+  if (dtype == FLOAT32) return ((const float*)p)[i];
   uint16_t half = ((const uint16_t*)p)[i];
-  if (number == FLOAT16) return _cvtsh_ss(half);
+  if (dtype == FLOAT16) return _cvtsh_ss(half);
   uint32_t word = (uint32_t)half << 16;
   float value;
   std::memcpy(&value, &word, 4);
   return value;
 }
 
-static inline __m256 eight_of(const void* p, int64_t i, int64_t number) {
-  if (number == FLOAT32) return _mm256_loadu_ps((const float*)p + i);
+static inline __m256 eight_of(const void* p, int64_t i, int64_t dtype) {
+  if (dtype == FLOAT32) return _mm256_loadu_ps((const float*)p + i);
   __m128i half = _mm_loadu_si128((const __m128i*)((const uint16_t*)p + i));
-  if (number == FLOAT16) return _mm256_cvtph_ps(half);
+  if (dtype == FLOAT16) return _mm256_cvtph_ps(half);
   return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(half), 16));
 }
 
 #if WIDE
-static inline Floats sixteen_floats(const void* p, int64_t i, int64_t number) {
-  if (number == FLOAT32) return load((const float*)p + i);
+static inline Floats sixteen_floats(const void* p, int64_t i, int64_t dtype) {
+  if (dtype == FLOAT32) return load((const float*)p + i);
   const __m256i half = _mm256_loadu_si256((const __m256i*)((const uint16_t*)p + i));
-  if (number == FLOAT16) return _mm512_cvtph_ps(half);
+  if (dtype == FLOAT16) return _mm512_cvtph_ps(half);
   return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(half), 16));
 }
 #endif
@@ -152,16 +152,16 @@ static inline uint16_t bfloat16_of(float value) {
   return (uint16_t)((word + 0x7fff + (word >> 16 & 1)) >> 16);
 }
 
-static inline void put(void* p, int64_t i, int64_t number, float value) {
-  if (number == FLOAT32) ((float*)p)[i] = value;
-  else if (number == FLOAT16) ((uint16_t*)p)[i] = _cvtss_sh(value, _MM_FROUND_TO_NEAREST_INT);
+static inline void put(void* p, int64_t i, int64_t dtype, float value) {
+  if (dtype == FLOAT32) ((float*)p)[i] = value;
+  else if (dtype == FLOAT16) ((uint16_t*)p)[i] = _cvtss_sh(value, _MM_FROUND_TO_NEAREST_INT);
   else ((uint16_t*)p)[i] = bfloat16_of(value);
 }
 
-static inline void put_eight(void* p, int64_t i, int64_t number, __m256 v) {
-  if (number == FLOAT32) { _mm256_storeu_ps((float*)p + i, v); return; }
+static inline void put_eight(void* p, int64_t i, int64_t dtype, __m256 v) {
+  if (dtype == FLOAT32) { _mm256_storeu_ps((float*)p + i, v); return; }
   __m128i half;
-  if (number == FLOAT16) {
+  if (dtype == FLOAT16) {
     half = _mm256_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT);
   } else {
 #ifdef __AVX512BF16__
@@ -179,8 +179,8 @@ static inline void put_eight(void* p, int64_t i, int64_t number, __m256 v) {
 }
 
 // out[0..n) as floats.
-static inline void copy_floats(float* out, const void* p, int64_t start, int64_t n, int64_t number) {
+static inline void copy_floats(float* out, const void* p, int64_t start, int64_t n, int64_t dtype) {
   int64_t i = 0;
-  for (; i + 8 <= n; i += 8) _mm256_storeu_ps(out + i, eight_of(p, start + i, number));
-  for (; i < n; ++i) out[i] = float_of(p, start + i, number);
+  for (; i + 8 <= n; i += 8) _mm256_storeu_ps(out + i, eight_of(p, start + i, dtype));
+  for (; i < n; ++i) out[i] = float_of(p, start + i, dtype);
 }

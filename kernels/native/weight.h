@@ -12,7 +12,7 @@ struct Weight {
   const uint8_t* codes;  // [N, Kp/128, 16 bits bytes]
   const void* scale;     // [N, groups]: one, a k-group's, or two or four of each k-group
   const void* zero;      // the same, or null: 2^(bits-1)
-  int64_t N, K, k_groups, groups, bits, number;
+  int64_t N, K, k_groups, groups, bits, dtype;
   bool panels;  // 16 rows' k-groups lie word by word in turn (panel.h), the rows past the last 16 by themselves
   int64_t in_panels() const { return panels ? N / PANEL * PANEL : 0; }
   int64_t group_bytes() const { return 16 * bits; }
@@ -30,10 +30,10 @@ struct Weight {
   // scale and zero of row n for every part of every k-group; from there to grid_size() 0.
   void grid(int64_t n, float* s, float* z) const {
     int64_t count = groups, whole = parts() * k_groups;
-    for (int64_t g = 0; panels && g < count; ++g) s[g] = float_of(scale, grid_at(n, g), number);
-    for (int64_t g = 0; panels && zero && g < count; ++g) z[g] = float_of(zero, grid_at(n, g), number);
-    if (!panels) copy_floats(s, scale, n * groups, count, number);
-    if (!panels && zero) copy_floats(z, zero, n * groups, count, number);
+    for (int64_t g = 0; panels && g < count; ++g) s[g] = float_of(scale, grid_at(n, g), dtype);
+    for (int64_t g = 0; panels && zero && g < count; ++g) z[g] = float_of(zero, grid_at(n, g), dtype);
+    if (!panels) copy_floats(s, scale, n * groups, count, dtype);
+    if (!panels && zero) copy_floats(z, zero, n * groups, count, dtype);
     for (int64_t g = 0; !zero && g < count; ++g) z[g] = (float)(1 << (bits - 1));
     if (count < whole)
       for (int64_t g = whole - 1, each = whole / count; g > 0; --g) { s[g] = s[g / each]; z[g] = z[g / each]; }
@@ -51,8 +51,8 @@ struct Weight {
     }
 #endif
     if (!panels && groups == pitch && n1 <= N) {  // they lie as they are wanted
-      copy_floats(s, scale, n0 * groups, (n1 - n0) * groups, number);
-      if (zero) copy_floats(z, zero, n0 * groups, (n1 - n0) * groups, number);
+      copy_floats(s, scale, n0 * groups, (n1 - n0) * groups, dtype);
+      if (zero) copy_floats(z, zero, n0 * groups, (n1 - n0) * groups, dtype);
       else std::fill(z, z + (n1 - n0) * groups, (float)(1 << (bits - 1)));
       return;
     }
@@ -65,7 +65,7 @@ struct Weight {
     for (int64_t g0 = 0; g0 < grid_size(); g0 += LANES, to += LANES) {
       Ints row[PANEL], column[PANEL];
       for (int64_t g = 0; g < PANEL; ++g)
-        row[g] = g0 + g >= groups ? no_ints() : _mm512_castps_si512(from ? sixteen_floats(from, grid_at(n0, g0 + g), number) : floats(none));
+        row[g] = g0 + g >= groups ? no_ints() : _mm512_castps_si512(from ? sixteen_floats(from, grid_at(n0, g0 + g), dtype) : floats(none));
       transpose(row, column);
       for (int64_t n = 0; n < PANEL; ++n) _mm512_storeu_si512(to + n * grid_size(), column[n]);
     }
@@ -217,5 +217,5 @@ static inline int byte_place(int64_t bits, int k) {
 struct Output {
   void* y;           // [M, N]
   const void* bias;  // [N] or null
-  int64_t number;
+  int64_t dtype;
 };

@@ -18,7 +18,7 @@ from llmpq.errors import shortened
 
 FACTORS = {"long": "rope_factors_long.weight", "short": "rope_factors_short.weight"}
 FREQUENCIES = "rope_freqs.weight"
-NUMBERS = ("F32", "F16", "BF16")
+DTYPE_CODES = ("F32", "F16", "BF16")
 """Types whose values are the weights."""
 NOT_MODELS = {
     "adapter": "a LoRA adapter, not a model (general.type 'adapter'): merge it into its model",
@@ -66,7 +66,7 @@ def config_of_gguf(file: GgufFile) -> dict[str, Any]:
 
 def is_quantised(file: GgufFile) -> bool:
     """Whether any tensor's numbers stand for others."""
-    return any(tensor.kind not in NUMBERS for tensor in file.tensors.values())
+    return any(tensor.kind not in DTYPE_CODES for tensor in file.tensors.values())
 
 
 def architecture_of(file: GgufFile) -> tuple[str, Architecture]:

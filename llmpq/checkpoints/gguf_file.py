@@ -47,7 +47,7 @@ BLOCKS: Mapping[int, tuple[str, int, int]] = {
     39: ("MXFP4", 32, 17),
 }
 """Number of a tensor's type -> its name, weights and bytes of a block."""
-NUMBERS = {
+DTYPE_CODES = {
     0: "B",
     1: "b",
     2: "H",
@@ -293,17 +293,17 @@ class _Reader:
         if kind == TEXT:
             return self._text(f"'{shortened(key)}'")
         if kind != ARRAY:
-            if kind not in NUMBERS:
+            if kind not in DTYPE_CODES:
                 raise self._broken(f"'{shortened(key)}' has the unknown type {kind}")
-            return self._number(NUMBERS[kind])
+            return self._number(DTYPE_CODES[kind])
         inner, count = self._number("I"), self._number("Q")
         if inner == TEXT:
             return [self._text(f"'{shortened(key)}'") for _ in range(self._fitting(count, 8, key))]
-        if inner not in NUMBERS:
+        if inner not in DTYPE_CODES:
             raise self._broken(f"'{shortened(key)}' is a list of the unknown type {inner}")
-        one = struct.calcsize(f"<{NUMBERS[inner]}")
+        one = struct.calcsize(f"<{DTYPE_CODES[inner]}")
         size = self._fitting(count, one, key) * one
-        form = f"<{size // one}{NUMBERS[inner]}"
+        form = f"<{size // one}{DTYPE_CODES[inner]}"
         return list(struct.unpack(form, self._take(size, f"'{shortened(key)}'")))
 
     def _fitting(self, count: int, least_bytes: int, key: str) -> int:

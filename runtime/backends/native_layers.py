@@ -4,7 +4,7 @@ Where a step is a token a row and KV a pool of 16 bits, all layers of a stage ar
 between two layers takes 50 to 100 us, in which memory rests.
 
 The calls are kernels/cpu/native_layer.py's; here is which layers and steps they serve. Results are
-those of `PlainLayers`, whose products, norms and turns are the same functions one by one.
+those of `PlainLayers`, whose products, norms and rotations are the same functions one by one.
 """
 
 from __future__ import annotations
@@ -175,7 +175,7 @@ def _form(layer: DecoderLayer) -> LayerForm | None:
         head_dim=attention.head_dim,
         scale=attention.scale,
         window=rule.window,
-        turned=rotary is not None,
+        rotated=rotary is not None,
         attn_norm=layer.attn_norm.weight,
         attn_eps=layer.attn_norm.eps,
         mlp_norm=layer.mlp_norm.weight,

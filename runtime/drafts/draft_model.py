@@ -27,9 +27,9 @@ from llmpq.kernels.cpu.dense import plain_dense
 from llmpq.kernels.formats.atom_rounding import Grid
 from llmpq.kernels.formats.atom_scheme import AtomScheme
 from llmpq.kernels.formats.atom_weight import AtomWeight
+from llmpq.kernels.formats.codebook_weight import CodebookWeight
 from llmpq.kernels.formats.fp8_weight import Fp8Weight
 from llmpq.kernels.formats.quantized_weight import QuantizedWeight, from_codes
-from llmpq.kernels.formats.table_weight import TableWeight
 from llmpq.kernels.formats.weight_layout import GROUP
 from llmpq.kernels.linear import linear
 from llmpq.precision import padded_k
@@ -101,7 +101,7 @@ def _say_what_drafts_cost(mode: DraftMode, model: StageModel) -> None:
     if mode != "qspec":
         return
     linears = [part for part in model.layers.modules() if isinstance(part, Linear)]
-    kept = sum(isinstance(part.weight, TableWeight) for part in linears)
+    kept = sum(isinstance(part.weight, CodebookWeight) for part in linears)
     if kept:
         _log.warning(
             "drafts of %s: %d of %d linears keep the checkpoint's own 4-bit codes and are drafted "

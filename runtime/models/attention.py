@@ -112,7 +112,7 @@ def _explicit(
     scale: float,
     rule: ScoreRule,
 ) -> Tensor:
-    """Return o [B, Q, H, D] with the scores as numbers, [rows, G, R * Q, T] in float32.
+    """Return o [B, Q, H, D] with the scores as values, [rows, G, R * Q, T] in float32.
 
     `pieces`: keys and values [rows, G, T, D] of consecutive rows.
     """

@@ -35,7 +35,7 @@ class Routing(nn.Module):
         self.bias_E, self.correction_E = bias_E, correction_E
 
     def forward(self, x_Th: Tensor) -> tuple[Tensor, Tensor]:
-        """Return weights and numbers [T, k] of each token's experts."""
+        """Return weights and values [T, k] of each token's experts."""
         logits_TE = self.logits(x_Th).float()
         sigmoid = self.rule.score == "sigmoid"
         chance_TE = logits_TE.sigmoid() if sigmoid else logits_TE.softmax(dim=-1)

@@ -1,7 +1,7 @@
 """Multi-head latent attention (DeepSeek-V2): a token caches one small vector for all heads.
 
-    c = norm(A x)[:L], r = turn(A x)[L:]        cached, L + P numbers a token, one "head"
-    q = B norm(C x) or B x, per head (n, p)     n: without positions, p: turned
+    c = norm(A x)[:L], r = rotate(A x)[L:]        cached, L + P values a token, one "head"
+    q = B norm(C x) or B x, per head (n, p)     n: without positions, p: with rotary positions
     score = n . (K c) + p . r = (K^T n) . c + p . r
     out   = V sum_t a_t c_t                     K, V [H, ., L]: the halves of kv_b
 
@@ -61,9 +61,9 @@ class LatentAttention(nn.Module):
         """Return the queries that meet latents, [B, Q, H, L + P]."""
         batch, q_len, _ = x_BQh.shape
         q = self._queries(x_BQh).view(batch, q_len, self.heads, self.latent.q_head_dim)
-        plain, turned = q.split([self.latent.nope_dim, self.latent.rope_dim], dim=-1)
+        plain, rope = q.split([self.latent.nope_dim, self.latent.rope_dim], dim=-1)
         absorbed_BQHL = torch.einsum("bqhn,hnl->bqhl", plain, self._halves()[0])
-        return torch.cat((absorbed_BQHL, self.rotary.rotate(turned, step)), dim=-1)
+        return torch.cat((absorbed_BQHL, self.rotary.rotate(rope, step)), dim=-1)
 
     def values(self, summed_BQHL: Tensor) -> Tensor:
         """Return what the output matrix takes, [B, Q, H * V], of sums of latents."""
@@ -78,8 +78,8 @@ class LatentAttention(nn.Module):
     def cached(self, x_BQh: Tensor, step: Step) -> Tensor:
         """Return what a token caches, [B, Q, 1, L + P]."""
         made = self.kv_a(x_BQh)
-        latent, turned = made.split([self.latent.kv_rank, self.latent.rope_dim], dim=-1)
-        positioned = self.rotary.rotate(turned[:, :, None], step)
+        latent, rope = made.split([self.latent.kv_rank, self.latent.rope_dim], dim=-1)
+        positioned = self.rotary.rotate(rope[:, :, None], step)
         return torch.cat((self.kv_norm(latent)[:, :, None], positioned), dim=-1)
 
     def _halves(self) -> tuple[Tensor, Tensor]:

@@ -16,7 +16,7 @@ from llmpq.kernels.formats.round_to_nearest import quantize_weight
 from llmpq.precision import WeightScheme
 from llmpq.runtime.models.linear import Linear, Weight
 from llmpq.runtime.models.norms import Norm
-from llmpq.runtime.weights.as_planned import as_planned
+from llmpq.runtime.weights.requantize import requantize
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,7 +58,7 @@ class LayerTensors:
         bias = self.optional(f"{name}.bias")
         weight = self.tensors[f"{name}.weight"]
         if not isinstance(weight, Tensor):
-            planned = as_planned(weight, self.scheme, name).to(self.device)
+            planned = requantize(weight, self.scheme, name).to(self.device)
             return Linear(best_form(planned) if isinstance(planned, AtomWeight) else planned, bias)
         if self.scheme is None:
             dense = self.tensor(f"{name}.weight")

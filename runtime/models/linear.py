@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from llmpq.kernels.atom.product import AtomWeight, atom_linear
 from llmpq.kernels.cpu.dense import dense_linear
-from llmpq.kernels.linear import Fp8Weight, QuantizedWeight, TableWeight, linear
+from llmpq.kernels.linear import CodebookWeight, Fp8Weight, QuantizedWeight, linear
 
 
 def round_activations(model: nn.Module, bits: int = 8) -> None:
@@ -22,7 +22,7 @@ def round_activations(model: nn.Module, bits: int = 8) -> None:
             module.weight = replace(module.weight, activation_bits=bits)
 
 
-Weight = Tensor | QuantizedWeight | AtomWeight | Fp8Weight | TableWeight
+Weight = Tensor | QuantizedWeight | AtomWeight | Fp8Weight | CodebookWeight
 """A dense weight (kernels/cpu/dense.py), one of few bits, one that meets rounded activations, or
 one in E4M3, or of a table's codes, as a checkpoint has it."""
 

@@ -5,10 +5,10 @@
 
 A scaling changes the frequencies (linear, llama3: Meta's; yarn: Peng et al. 2023; longrope: Ding et
 al. 2024). Dynamic turns the tokens of a step by the length that the request has with the step, and
-cached keys stay as they were turned, as in Transformers. So does longrope unless a run has decided
+cached keys stay as they were rotated, as in Transformers. So does longrope unless a run has decided
 for one of its two sets (`RopeScaling.at_length`); no request may then cross from one to the other.
 
-Legend: B rows, Q new tokens, N heads, D channels that are turned.
+Legend: B rows, Q new tokens, N heads, D channels that are rotated.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Rotary:
         *,
         name: str = "",
     ) -> None:
-        """`dim`: channels of a head that are turned; `name`: apart from others of the model."""
+        """`dim`: channels of a head that are rotated; `name`: apart from others of the model."""
         _choose_cos_and_sin()
         self.dim, self._theta, self._scaling, self._name = dim, theta, scaling, name
         self.factor = 1.0 if scaling is None else scaling.attention_factor
@@ -75,10 +75,10 @@ class Rotary:
         return self.dim == head_dim and self.factor == 1.0 and not self.by_length
 
     def rotate(self, x_BQND: Tensor, step: Step) -> Tensor:
-        """Return queries or keys [B, Q, N heads, channels] turned to their positions."""
+        """Return queries or keys [B, Q, N heads, channels] rotated to their positions."""
         cos, sin = self.angles(step, x_BQND)
-        if row_wise.turns(x_BQND, cos):
-            return row_wise.turn(x_BQND, cos, sin)
+        if row_wise.can_rotate(x_BQND, cos):
+            return row_wise.rotate(x_BQND, cos, sin)
         out = torch.empty(x_BQND.shape, dtype=x_BQND.dtype, device=x_BQND.device)
         if self.dim < x_BQND.shape[-1]:
             out[..., self.dim :] = x_BQND[..., self.dim :]
@@ -93,8 +93,8 @@ class Rotary:
         cos, sin = f"cos{self._name}", f"sin{self._name}"
         if cos not in step.memo:
             angle = (step.positions_BQ[:, :, None].float() * self._frequencies(step))[:, :, None]
-            for key, turned in ((cos, angle.cos()), (sin, angle.sin_())):
-                scaled = turned if self.factor == 1.0 else turned.mul_(self.factor)
+            for key, rotated in ((cos, angle.cos()), (sin, angle.sin_())):
+                scaled = rotated if self.factor == 1.0 else rotated.mul_(self.factor)
                 step.memo[key] = scaled.to(like.dtype)
         return step.memo[cos], step.memo[sin]
 

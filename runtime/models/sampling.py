@@ -72,15 +72,15 @@ def sample_with_torch(
         some = rows[start : start + at_once]
         places = upload(some, torch.long, logits_BV.device)
         probs = probabilities(logits_BV[places], [params[row] for row in some])
-        numbers = [uniform(params[row].seed, steps[row]) for row in some]
-        tokens_B[places] = draw(probs, upload(numbers, torch.float64, probs.device))
+        values = [uniform(params[row].seed, steps[row]) for row in some]
+        tokens_B[places] = draw(probs, upload(values, torch.float64, probs.device))
     return tokens_B
 
 
 def likeliest(logits: Tensor) -> Tensor:
     """Return the first of the largest logits [..., V] as torch.argmax does.
 
-    Of bfloat16 on CPUs that is a loop over single numbers: 8 x 128,256 on one core of a Xeon take
+    Of bfloat16 on CPUs that is a loop over single values: 8 x 128,256 on one core of a Xeon take
     2.4 ms of a step's 55, by `max` 0.3.
     """
     return logits.max(dim=-1).indices if logits.device.type == "cpu" else logits.argmax(dim=-1)
@@ -89,7 +89,7 @@ def likeliest(logits: Tensor) -> Tensor:
 def told_rows(
     params: Sequence[TokenChoice], steps: Sequence[int], *, vocab: int
 ) -> list[list[float]]:
-    """Return what the kernel is told [4, B]: temperatures, k, p and random numbers."""
+    """Return what the kernel is told [4, B]: temperatures, k, p and random values."""
     alone = [p.greedy for p in params]  # then the most likely token is all there is
     return [
         [1.0 if one else p.temperature for p, one in zip(params, alone, strict=True)],
@@ -179,7 +179,7 @@ def draw(probs_BV: Tensor, uniforms_B: Tensor) -> Tensor:
 def uniform(seed: int, step: int, stream: int = 0) -> float:
     """Return a number in [0, 1) of a request's step: SplitMix64 of (seed, stream, step).
 
-    `stream` tells apart several numbers of one step (a draft's and its acceptance).
+    `stream` tells apart several values of one step (a draft's and its acceptance).
     """
     state = _mix(_mix(_mix(seed & _MASK) ^ (stream & _MASK)) ^ (step & _MASK))
     return (state >> 11) * 2.0**-53

@@ -17,7 +17,7 @@ from typing import TypeVar, cast
 import torch
 from torch import Tensor, nn
 
-from llmpq.kernels.cpu.side_by_side import side_by_side
+from llmpq.kernels.cpu.pack_contiguous import pack_contiguous
 from llmpq.kernels.formats.quantized_weight import QuantizedWeight
 from llmpq.model_spec import ModelSpec
 from llmpq.precision import Precision, WeightScheme
@@ -205,7 +205,7 @@ def _together(part: Part) -> Part:
     linears = [module for module in part.modules() if isinstance(module, Linear)]
     linears = [linear for linear in linears if isinstance(linear.weight, QuantizedWeight)]
     weights = [linear.weight for linear in linears if isinstance(linear.weight, QuantizedWeight)]
-    for linear, weight in zip(linears, side_by_side(weights), strict=True):
+    for linear, weight in zip(linears, pack_contiguous(weights), strict=True):
         linear.weight = weight
     return part
 

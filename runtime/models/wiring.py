@@ -132,12 +132,12 @@ def _rotaries(spec: ModelSpec, device: torch.device) -> tuple[Rotary | None, Rot
     if spec.positions != "rotary":
         return None, None
     assert spec.rope_theta is not None
-    turned = spec.head_dim if spec.latent is None else spec.latent.rope_dim
-    turned = spec.rotary_dim or turned
-    rotary = Rotary(turned, spec.rope_theta, spec.rope_scaling, device)
+    rotary_dim = spec.head_dim if spec.latent is None else spec.latent.rope_dim
+    rotary_dim = spec.rotary_dim or rotary_dim
+    rotary = Rotary(rotary_dim, spec.rope_theta, spec.rope_scaling, device)
     if spec.window_rope_theta is None:
         return rotary, rotary
-    return rotary, Rotary(turned, spec.window_rope_theta, None, device, name=" of windows")
+    return rotary, Rotary(rotary_dim, spec.window_rope_theta, None, device, name=" of windows")
 
 
 def _dense_mlp(spec: ModelSpec, parts: LayerTensors, owner: str) -> MLP | GatedMLP:

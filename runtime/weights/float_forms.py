@@ -1,11 +1,11 @@
-"""Stored forms that become numbers when they are read, and are rounded as the plan says.
+"""Stored forms that become values when they are read, and are rounded as the plan says.
 
     NAME.weight float8           weight_scale (one, a row, a block), or weight_scale_inv (blocks);
                                  kept as codes (`fp8_codes`) where the plan has 8 bits
     NAME.qweight, weight_packed  4 and 8 bits whose groups our kernels do not take: 32 or 64
                                  weights, or channels ordered by activation (g_idx)
 
-The numbers are the form's own, in float32. Scales of inputs are not used: inputs keep 16 bits.
+The values are the form's own, in float32. Scales of inputs are not used: inputs keep 16 bits.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from torch import Tensor
 from llmpq.checkpoints.quantization_config import layout_of
 from llmpq.kernels.formats.float_codes import from_fp8
 from llmpq.kernels.formats.fp8_weight import Fp8Weight, fp8_weight, stacked
-from llmpq.kernels.formats.integer_numbers import (
-    numbers_of_awq,
-    numbers_of_gptq,
-    numbers_of_packed,
+from llmpq.kernels.formats.integer_values import (
+    values_of_awq,
+    values_of_gptq,
+    values_of_packed,
 )
 
 Read = Callable[[str], Tensor]
@@ -75,12 +75,12 @@ def _block(block: Any, stem: str) -> tuple[int, int]:
     if not good or not all(type(size) is int and size > 0 for size in block):
         raise ValueError(
             f"{stem}.weight has a table of scales, config.json's weight block size is {block!r}; "
-            "expected two numbers, such as [128, 128]"
+            "expected two values, such as [128, 128]"
         )
     return block[0], block[1]
 
 
-def integer_numbers(
+def integer_values(
     stem: str, held: Mapping[str, str], read: Read, described: Mapping[str, Any], bits: int
 ) -> Tensor:
     """Return float32 [N, K] of integer codes in groups of any size and order."""
@@ -91,7 +91,7 @@ def integer_numbers(
     )
     tensors = {field: read(f"{stem}.{field}") for field in fields if f"{stem}.{field}" in held}
     if "weight_packed" in tensors:
-        return numbers_of_packed(tensors, bits=bits)
+        return values_of_packed(tensors, bits=bits)
     if described.get("quant_method") == "awq":
-        return numbers_of_awq(tensors)
-    return numbers_of_gptq(tensors, bits=bits, v2=layout_of(described) == "gptq_v2")
+        return values_of_awq(tensors)
+    return values_of_gptq(tensors, bits=bits, v2=layout_of(described) == "gptq_v2")

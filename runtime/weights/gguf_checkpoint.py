@@ -1,4 +1,4 @@
-"""Weights of a GGUF file, mapped from it and read as the numbers they stand for.
+"""Weights of a GGUF file, mapped from it and read as the values they stand for.
 
 The file's names become the Hugging Face ones that the families' tables know (the `gguf` package has
 the list), and what llama.cpp's converter changed is changed back: rows of queries and keys of
@@ -22,20 +22,20 @@ from torch import Tensor
 from llmpq.checkpoints.gguf_config import UNREAD, architecture_of
 from llmpq.checkpoints.gguf_file import GgufTensor, open_gguf
 from llmpq.families.record import AS_IT_IS
+from llmpq.kernels.formats.codebook_weight import CodebookWeight, ordered
 from llmpq.kernels.formats.quantized_weight import QuantizedWeight
 from llmpq.kernels.formats.round_to_nearest import quantize_weight
-from llmpq.kernels.formats.table_weight import TableWeight, ordered
 from llmpq.model_spec import ModelSpec
 from llmpq.precision import WeightScheme
 from llmpq.runtime.models.part_shapes import layer_shapes
+from llmpq.runtime.weights.codebook_forms import table_of
+from llmpq.runtime.weights.gguf_codebooks import codebook_of_blocks, keeps_kind, whole_numbers
 from llmpq.runtime.weights.gguf_codes import GROUP, codes_of, kept_weight
 from llmpq.runtime.weights.gguf_layout import ONE_BELOW, Stored, layout
-from llmpq.runtime.weights.gguf_tables import keeps_kind, table_of_blocks, whole_numbers
 from llmpq.runtime.weights.sources import ROW, CheckpointSource, stored_name
-from llmpq.runtime.weights.table_forms import table_of
 
 PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-"""Types whose bytes are the numbers."""
+"""Types whose bytes are the values."""
 IQ4 = ("IQ4_NL", "IQ4_XS")
 """Types whose numbers are whole ones times a scale."""
 SAMPLED_ROWS = 64
@@ -68,7 +68,7 @@ class GgufCheckpoint(CheckpointSource):
         self._schemes = schemes
 
     def layer(self, index: int, dtype: torch.dtype) -> dict[str, Any]:
-        """Read one decoder layer's parts: numbers, and codes where they are kept."""
+        """Read one decoder layer's parts: values, and codes where they are kept."""
         spec, scheme = self.spec.of_layer(index), self._schemes.get(index)
         table = {p: self._rooted(n) for p, n in self.names.of_layer(self.spec, index).items()}
         shapes = layer_shapes(spec)
@@ -90,7 +90,7 @@ class GgufCheckpoint(CheckpointSource):
         shape: tuple[int, ...],
         scheme: WeightScheme | None,
         dtype: torch.dtype,
-    ) -> QuantizedWeight | TableWeight | None:
+    ) -> QuantizedWeight | CodebookWeight | None:
         """Return a linear's own codes; None where the scheme cannot hold them."""
         table = self._table(part, names, shape, scheme, dtype)
         if table is not None or scheme is None or scheme.group_size != GROUP:
@@ -99,7 +99,7 @@ class GgufCheckpoint(CheckpointSource):
         for name in names:
             stored = self._stored.get(name)
             if stored is None or stored.make is not None:
-                return None  # missing, which `_get` says, or made of others' numbers
+                return None  # missing, which `_get` says, or made of others' values
             tensor = self._file.tensors[stored.names[0]]
             eight = scheme.bits == 8 and tensor.kind in IQ4
             piece = (whole_numbers if eight else codes_of)(tensor, stored.expert)
@@ -109,7 +109,7 @@ class GgufCheckpoint(CheckpointSource):
             kinds.append(tensor.kind)
         got = (sum(p.codes_NK.shape[0] for p in pieces), pieces[0].codes_NK.shape[1])
         if got != shape or len({p.codes_NK.shape[1] for p in pieces}) > 1:
-            return None  # read as numbers, which says what is wrong
+            return None  # read as values, which says what is wrong
         arranged = self.names.arranged(part)
         order = partial(arranged.ours, spec=self.spec)
         return kept_weight(pieces, kinds, scheme, dtype, order)
@@ -121,9 +121,9 @@ class GgufCheckpoint(CheckpointSource):
         shape: tuple[int, ...],
         scheme: WeightScheme | None,
         dtype: torch.dtype,
-    ) -> TableWeight | None:
-        """Return a linear's own codes that stand for a table's numbers, if it has such."""
-        pieces: list[TableWeight | None] = []
+    ) -> CodebookWeight | None:
+        """Return a linear's own codes that stand for a table's values, if it has such."""
+        pieces: list[CodebookWeight | None] = []
         arranged = self.names.arranged(part)
         for name in names:
             row = ROW.fullmatch(name)
@@ -135,7 +135,7 @@ class GgufCheckpoint(CheckpointSource):
             tensors = [self._file.tensors[own] for own in stored.names]
             if not all(keeps_kind(tensor.kind, scheme) for tensor in tensors):
                 return None
-            found = [table_of_blocks(tensor, expert, dtype) for tensor in tensors]
+            found = [codebook_of_blocks(tensor, expert, dtype) for tensor in tensors]
             if made is not None:
                 arranged = AS_IT_IS
             elif found[0] is not None:
@@ -155,13 +155,13 @@ class GgufCheckpoint(CheckpointSource):
                 continue
             self._said.add(tensor.kind)
             expert = 0 if len(tensor.shape) > 2 else None
-            numbers = numbers_of(tensor, expert, rows=SAMPLED_ROWS)
-            rounded = quantize_weight(numbers, scheme, dtype=dtype).dequantize(torch.float32)
-            error = float((rounded - numbers).norm() / numbers.norm().clamp(min=1e-30))
+            values = values_of(tensor, expert, rows=SAMPLED_ROWS)
+            rounded = quantize_weight(values, scheme, dtype=dtype).dequantize(torch.float32)
+            error = float((rounded - values).norm() / values.norm().clamp(min=1e-30))
             groups = "rows" if scheme.group_size is None else f"groups of {scheme.group_size}"
             _log.warning(
                 "'%s': %s blocks are rounded a second time, to %d bits in %s: %.2g of their "
-                "numbers' norm in '%s'; a plan with --bits 16 keeps them",
+                "values' norm in '%s'; a plan with --bits 16 keeps them",
                 *(self._file.path.name, tensor.kind, scheme.bits, groups, error, tensor.name),
             )
 
@@ -209,13 +209,13 @@ class GgufCheckpoint(CheckpointSource):
     def _get(
         self, name: str, dtypes: Collection[torch.dtype] | None, index: int | None = None
     ) -> Tensor:
-        """Return a tensor's numbers in the Hugging Face order: as stored, or float32."""
+        """Return a tensor's values in the Hugging Face order: as stored, or float32."""
         self._require(name)
         stored = self._stored[name]
         if stored.make is not None:  # an expert's row of each, where a row is asked for
-            own = [numbers_of(self._file.tensors[part], index) for part in stored.names]
+            own = [values_of(self._file.tensors[part], index) for part in stored.names]
             return stored.make(own)
-        tensor = numbers_of(self._file.tensors[stored.names[0]], stored.expert)
+        tensor = values_of(self._file.tensors[stored.names[0]], stored.expert)
         if self._means.above_one and name.endswith("norm.weight"):
             tensor = tensor - 1
         tensor = self._their_rows(name, tensor)
@@ -225,8 +225,8 @@ class GgufCheckpoint(CheckpointSource):
         raise AssertionError(f"{file} is no safetensors file")
 
 
-def numbers_of(tensor: GgufTensor, expert: int | None = None, *, rows: int | None = None) -> Tensor:
-    """Return a tensor's numbers, or one expert's of them: as they are stored, or float32.
+def values_of(tensor: GgufTensor, expert: int | None = None, *, rows: int | None = None) -> Tensor:
+    """Return a tensor's values, or one expert's of them: as they are stored, or float32.
 
     `rows`: only so many of the first.
     """

@@ -19,9 +19,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
+from llmpq.kernels.formats.codebook_weight import CodebookWeight
 from llmpq.kernels.formats.fp8_weight import Fp8Weight
 from llmpq.kernels.formats.quantized_weight import QuantizedWeight, best_layout
-from llmpq.kernels.formats.table_weight import TableWeight
 from llmpq.kernels.formats.weight_layout import Layout
 from llmpq.precision import WeightScheme
 from llmpq.runtime.models.layer_tensors import LayerTensors
@@ -75,7 +75,7 @@ class KeptLayers:
             self.num_read += 1
             return found
         parts = self._quantized(index, scheme, dtype)
-        if not any(isinstance(part, (Fp8Weight, TableWeight)) for part in parts.values()):
+        if not any(isinstance(part, (Fp8Weight, CodebookWeight)) for part in parts.values()):
             self._write(path, parts)
         return parts
 
@@ -90,7 +90,7 @@ class KeptLayers:
 
     def _path(self, index: int, scheme: WeightScheme, dtype: torch.dtype) -> Path:
         spec = self._source.spec
-        layout = best_layout(self._device, scheme.bits, spec.hidden, dtype, scheme.group_size)
+        layout = best_layout(self._device, dtype, scheme.group_size)
         what = [
             spec.fingerprint(),
             weight_files(self._source),

@@ -1,4 +1,4 @@
-"""The source of a model that is to be quantised: numbers, whatever form they are stored in."""
+"""The source of a model that is to be quantised: values, whatever form they are stored in."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _log = logging.getLogger("llmpq.weights")
 
 
 def open_numbers(directory: str | Path, spec: ModelSpec) -> CheckpointSource:
-    """Return the source of a model of 16 or 32 bits, of a GGUF file, or of codes that are numbers.
+    """Return the source of a model of 16 or 32 bits, of a GGUF file, or of codes that are values.
 
     Those of FP8, MXFP4, NVFP4 and bitsandbytes are, and what is made of them is rounded a second
     time. Other quantised directories are refused when they are read.
@@ -28,7 +28,7 @@ def open_numbers(directory: str | Path, spec: ModelSpec) -> CheckpointSource:
         stored = QuantizedCheckpoint(directory, spec, described)
         if stored.has_numbers():
             _log.warning(
-                "'%s' is stored quantised (%s): its numbers are rounded a second time; a plan of "
+                "'%s' is stored quantised (%s): its values are rounded a second time; a plan of "
                 "the directory itself keeps its codes",
                 *(directory, described.get("quant_method")),
             )

@@ -6,9 +6,9 @@ What a tensor is called tells its form, so that every layer may have another one
                                    and, if asymmetric, weight_zero_point beside it
     NAME.weight int8               compressed-tensors, int-quantized: weight_scale [N, 1]; inputs
                                    are rounded per token (w8a8)
-    table_forms.py                 MXFP4, NVFP4 and bitsandbytes' 4 bits: kept where a layer has 4
-                                   or 8 bits
-    float_forms.py                 FP8, MXFP4, NVFP4, integers in other groups or orders: numbers,
+    codebook_forms.py              MXFP4, NVFP4 and bitsandbytes' 4 bits: kept where a layer has
+                                   4 or 8 bits
+    float_forms.py                 FP8, MXFP4, NVFP4, integers in other groups or orders: values,
                                    which the plan's precision rounds as it would the original's;
                                    FP8 at 8 bits, and small groups of the plan's, stay codes
     NAME.qweight                   GPTQ or AWQ, as config.json says: qzeros, scales, g_idx
@@ -16,7 +16,7 @@ What a tensor is called tells its form, so that every layer may have another one
                                    index_K; schemes in the file's metadata; the layer's norms and
                                    biases are llmpq.layers.I.PART, its channels already reordered
 
-Linears come as QuantizedWeight, AtomWeight, Fp8Weight or TableWeight, everything else as tensors.
+Linears come as QuantizedWeight, AtomWeight, Fp8Weight or CodebookWeight, all else as tensors.
 N = out, K = in_features.
 """
 
@@ -45,26 +45,26 @@ from llmpq.checkpoints.quantization_config import (
 from llmpq.families.common.config_values import section, size
 from llmpq.families.record import AS_IT_IS
 from llmpq.kernels.formats.atom_weight import AtomWeight
+from llmpq.kernels.formats.codebook_weight import Codebook, CodebookWeight, ordered
 from llmpq.kernels.formats.fp8_weight import Fp8Weight
 from llmpq.kernels.formats.interchange import from_awq, from_compressed_tensors, from_gptq
 from llmpq.kernels.formats.quantized_weight import QuantizedWeight, from_codes
-from llmpq.kernels.formats.table_weight import TableWeight, Values, ordered
 from llmpq.kernels.formats.weight_layout import GROUP, GROUPS, Layout
 from llmpq.model_spec import ModelSpec
 from llmpq.precision import KVPrecision, WeightScheme
 from llmpq.runtime.models.part_shapes import Shapes
 from llmpq.runtime.weights.atom_form import atom_parts, channel_weight, is_field
-from llmpq.runtime.weights.float_forms import fp8_codes, fp8_numbers, integer_numbers
+from llmpq.runtime.weights.codebook_forms import (
+    is_bitsandbytes,
+    keeps_codebooks,
+    state_of,
+    stored_codebook,
+    table_of,
+)
+from llmpq.runtime.weights.float_forms import fp8_codes, fp8_numbers, integer_values
 from llmpq.runtime.weights.gguf_checkpoint import GgufCheckpoint
 from llmpq.runtime.weights.sources import ATOM_ROOT, FLOATING, CheckpointSource
 from llmpq.runtime.weights.stored_fields import DTYPES, FIELDS
-from llmpq.runtime.weights.table_forms import (
-    is_bitsandbytes,
-    keeps_tables,
-    state_of,
-    stored_table,
-    table_of,
-)
 
 _log = logging.getLogger("llmpq.weights")
 SCHEMES = "llmpq_schemes"
@@ -99,7 +99,7 @@ class QuantizedCheckpoint(CheckpointSource):
     ) -> None:
         self._described = described
         self._schemes: Mapping[int, WeightScheme | None] = {}
-        self._said: set[Values] = set()
+        self._said: set[Codebook] = set()
         require_read(described, directory)
         super().__init__(directory, spec)
 
@@ -119,7 +119,7 @@ class QuantizedCheckpoint(CheckpointSource):
         self._schemes = schemes
 
     def has_numbers(self) -> bool:
-        """Whether all linears are read as numbers where no codes are to be kept."""
+        """Whether all linears are read as values where no codes are to be kept."""
         integers = ("I8", "I32")
         stems = {name.rpartition(".")[0] for name in self.file_of if LAYER.search(name)}
         kept = (name for name in self.file_of if name.startswith(ATOM_ROOT))
@@ -155,28 +155,28 @@ class QuantizedCheckpoint(CheckpointSource):
 
     def _tables(
         self, part: str, names: Sequence[str], shape: tuple[int, ...], dtype: torch.dtype
-    ) -> TableWeight | None:
-        """Read a fused linear's 4-bit codes as they are; None where numbers are to be read."""
-        if not keeps_tables(self._scheme_of(names[0])) or part in self.spec.kept_whole:
+    ) -> CodebookWeight | None:
+        """Read a fused linear's 4-bit codes as they are; None where values are to be read."""
+        if not keeps_codebooks(self._scheme_of(names[0])) or part in self.spec.kept_whole:
             return None
         try:
             pieces = [self._table(name, dtype) for name in names]
             whole = table_of(pieces, shape)
         except ValueError as error:
             raise ValueError(f"'{self.directory}', {' + '.join(names)}: {error}") from None
-        if whole is not None and whole.values not in self._said:
-            self._said.add(whole.values)
-            _log.info("'%s': 4-bit codes (%s) are kept", self.directory, whole.values.value)
+        if whole is not None and whole.codebook not in self._said:
+            self._said.add(whole.codebook)
+            _log.info("'%s': 4-bit codes (%s) are kept", self.directory, whole.codebook.value)
         arranged = self.names.arranged(part)
         if whole is None or arranged == AS_IT_IS:
             return whole
         return ordered(whole, partial(arranged.ours, spec=self.spec))
 
-    def _table(self, name: str, dtype: torch.dtype) -> TableWeight | None:
-        """Return a tensor's codes where they stand for numbers of a table."""
+    def _table(self, name: str, dtype: torch.dtype) -> CodebookWeight | None:
+        """Return a tensor's codes where they stand for values of a table."""
         stem = name.removesuffix(".weight")
         form = self._form(stem) if name.endswith(".weight") else None
-        return stored_table(name, form, self.file_of, (super().read, self._row), dtype)
+        return stored_codebook(name, form, self.file_of, (super().read, self._row), dtype)
 
     def _keeps_fp8(self, stem: str) -> bool:
         """Whether a linear's FP8 codes are kept: its layer has 8 bits, kernels its blocks."""
@@ -206,7 +206,7 @@ class QuantizedCheckpoint(CheckpointSource):
         return self._form(stem) is None and any(f"{stem}.{k}" in self.file_of for k in kinds)
 
     def read(self, name: str, dtypes: Collection[torch.dtype] | None = None) -> Tensor:
-        """Return one tensor by its own name; numbers where it is stored as codes of those."""
+        """Return one tensor by its own name; values where it is stored as codes of those."""
         stem, _, last = name.rpartition(".")
         form = self._form(stem) if last == "weight" else None
         try:
@@ -218,13 +218,13 @@ class QuantizedCheckpoint(CheckpointSource):
                 return whole.dequantize(torch.float32)
             if form == "integers":
                 bits = self._bits(stem)
-                return integer_numbers(stem, self.file_of, self._read, self._described, bits)
+                return integer_values(stem, self.file_of, self._read, self._described, bits)
         except ValueError as error:
             raise ValueError(f"'{self.directory}', {stem}: {error}") from None
         return super().read(name, dtypes)
 
     def _form(self, stem: str) -> str | None:
-        """Return how a linear's numbers are stored; None for numbers, and codes that are kept."""
+        """Return how a linear's values are stored; None for values, and codes that are kept."""
         packed, weight = f"{stem}.weight_packed", f"{stem}.weight"
         if weight in self.file_of and state_of(stem, self.file_of) is not None:
             return "bitsandbytes"

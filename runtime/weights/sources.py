@@ -1,4 +1,4 @@
-"""Where a stage's weights come from: a safetensors checkpoint, or seeded random numbers.
+"""Where a stage's weights come from: a safetensors checkpoint, or seeded random values.
 
 A source hands out one layer (or embedding, or head) at a time as host tensors by part name, so a
 stage reads its own slice only and never holds more than a few layers unquantised. A part that a

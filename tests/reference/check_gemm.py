@@ -39,7 +39,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class GemmCase:
-    """One weight, and the numbers of rows of x it is multiplied with."""
+    """One weight, and the values of rows of x it is multiplied with."""
 
     n: int
     k: int

@@ -2,7 +2,7 @@
 
     stack = Fp8Stack(first, E)     codes [E, N, K], scales [E, rows, columns]
     program                        rows of w of one expert x BM pairs at a time, as
-                                   expert_kernel.py; numbers and scales as e4m3_fragments.py,
+                                   expert_kernel.py; values and scales as e4m3_fragments.py,
                                    of codes that lie row by row as e4m3_kernel.py
     FUSE                           gate rows and the up rows beside them; act(gate) up leaves
 
@@ -24,8 +24,8 @@ from triton import knobs
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from llmpq.kernels.formats.fp8_weight import BLOCK_ROWS, GROUP, Fp8Weight
+from llmpq.kernels.gemm.experts.expert_dispatch import ExpertDispatch
 from llmpq.kernels.gemm.experts.expert_kernel import _store
-from llmpq.kernels.gemm.experts.expert_sent import Sent
 from llmpq.kernels.gemm.experts.gated import GateRule
 from llmpq.kernels.gemm.float_codes.e4m3_fragments import columns_of, load_codes, step
 from llmpq.kernels.gemm.float_codes.e4m3_kernel import multiply, scales
@@ -183,7 +183,7 @@ class Fp8Stack:
     def product(
         self,
         x: Tensor,
-        sent: Sent,
+        dispatch: ExpertDispatch,
         bias_EN: Tensor | None,
         pairs: tuple[int, int],
         *,
@@ -194,7 +194,7 @@ class Fp8Stack:
         (bm, shares), like, rule = pairs, self._like, gate or GateRule()
         n, k = like.out_features, like.in_features
         leave, fused = n if gate is None else n // 2, gate is not None
-        y, pdl = x.new_empty(sent.order_C.numel(), leave), overlaps(x.device)
+        y, pdl = x.new_empty(dispatch.order_C.numel(), leave), overlaps(x.device)
         same = {
             "SHARED": like.scale.shape[1] == 1,
             "HAS_BIAS": bias_EN is not None,
@@ -208,12 +208,24 @@ class Fp8Stack:
         }
         given = (x, self._codes_ENK, self._scale_ERC, x if bias_EN is None else bias_EN, y)
         scale = (like.rows, like.columns, *like.scale.shape)
-        told = (sent.per_token, shares, float(rule.limit), float(rule.slope))
+        told = (dispatch.per_token, shares, float(rule.limit), float(rule.slope))
         if like.fragment:
             high, warps, stages = fragment_tiles(bm, k // GROUP, fused=fused)
             tensors = (given[0], self._codes_ENK.view(torch.int32), *given[2:])
-            fragment_expert_kernel[(triton.cdiv(leave, 16 * high * warps), sent.most_runs, shares)](
-                *(*tensors, sent.order_C, sent.runs_E, n, k, *scale, n * k // 8, k // GROUP, *told),
+            fragment_expert_kernel[
+                (triton.cdiv(leave, 16 * high * warps), dispatch.most_runs, shares)
+            ](
+                *(
+                    *tensors,
+                    dispatch.order_C,
+                    dispatch.runs_E,
+                    n,
+                    k,
+                    *scale,
+                    n * k // 8,
+                    k // GROUP,
+                    *told,
+                ),
                 **same,
                 BH=high,
                 WM=warps,
@@ -224,8 +236,8 @@ class Fp8Stack:
             )
             return y
         bn, bk, stages, warps = tiles(bm, step_of(like), fused=fused)
-        e4m3_expert_kernel[(triton.cdiv(leave, bn), sent.most_runs, shares)](
-            *(*given, sent.order_C, sent.runs_E, n, k, *scale, *told),
+        e4m3_expert_kernel[(triton.cdiv(leave, bn), dispatch.most_runs, shares)](
+            *(*given, dispatch.order_C, dispatch.runs_E, n, k, *scale, *told),
             **same,
             EVEN_K=k % bk == 0,
             BN=bn,

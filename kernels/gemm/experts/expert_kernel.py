@@ -6,7 +6,7 @@
     program     BN rows of w of one expert x BM pairs at a time, every `shares`-th BM of them
 
     assign      one program an expert counts, and writes its part of `order` and its run
-    packed      words --> registers --> code - zero --> left operand, as tile_kernel.py;
+    packed      words --> registers --> code - zero --> left operand, as splitk_gemm.py;
                 E2M1: code * its group's scale
     dense       16-bit w through shared memory
     FUSE        a program takes gate rows and the up rows beside them; act(gate) up leaves
@@ -29,14 +29,14 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from llmpq.kernels.gemm.experts.gated import gated
 from llmpq.kernels.gemm.float_codes.e2m1_operand import SCALE_WORDS, load_e2m1, own_sum, unpack_e2m1
 from llmpq.kernels.gemm.packed_operands import dot, load_pairs, load_tile
-from llmpq.kernels.gemm.tile_kernel import _accumulate, _load_x
+from llmpq.kernels.gemm.splitk_gemm import _accumulate, _load_x
 
 
 @triton.jit
 def assign_kernel(
     expert_C, order, runs, C, E, EP: tl.constexpr, STEP: tl.constexpr, PDL: tl.constexpr
 ):
-    """Expert e's pairs in order of their numbers, behind those of smaller experts; its run."""
+    """Expert e's pairs in order of their indices, behind those of smaller experts; its run."""
     e = tl.program_id(0)
     if PDL:
         gdc_launch_dependents()
@@ -166,7 +166,7 @@ def packed_expert_kernel(
     Z += whole * S_GROUPS * PAIRS
     words_on, pairs_on = half * groups * WORDS, half * S_GROUPS * PAIRS
     k = tl.arange(0, 128)
-    if KWIDTH4:  # as tile_kernel.py
+    if KWIDTH4:  # as splitk_gemm.py
         k = k // 16 * 16 + k // 2 % 2 * 8 + k // 4 % 4 * 2 + k % 2
     for m0 in range(first + share * BM, end, shares * BM):
         row = m0 + tl.arange(0, BM)

@@ -1,7 +1,7 @@
 """Products of experts that a pair or a few were sent to: all of K in one short program.
 
     program     16 * BH rows of w of one expert (FUSE: as many up rows beside them) x 8 pairs at a
-                time; its WM warps take the k-groups in turn and meet once, as rows_kernel.py
+                time; its WM warps take the k-groups in turn and meet once, as gemv.py
                     words --> registers --> code - zero --> mma.sync with x's fragment
                 D k-groups of words in flight per warp, no shared memory until the warps meet
 

@@ -11,8 +11,8 @@ from triton import knobs
 
 from llmpq.kernels.formats.quantized_weight import QuantizedWeight
 from llmpq.kernels.formats.weight_layout import BLOCK_ROWS
+from llmpq.kernels.gemm.experts.expert_dispatch import ExpertDispatch
 from llmpq.kernels.gemm.experts.expert_rows import rows_expert_kernel
-from llmpq.kernels.gemm.experts.expert_sent import Sent
 from llmpq.kernels.gemm.experts.gated import GateRule
 from llmpq.kernels.overlap import overlaps
 
@@ -63,7 +63,7 @@ def product(
     form: RowsForm,
     bias: Tensor | None,
     x: Tensor,
-    sent: Sent,
+    dispatch: ExpertDispatch,
     *,
     back: bool,
     gate: GateRule | None,
@@ -71,14 +71,14 @@ def product(
     """Return `ExpertStack.product` of a packed stack [E, ...] in groups."""
     rule, parts = gate or GateRule(), 1 if gate is None else 2
     blocks, groups = q.out_features // BLOCK_ROWS, -(-q.in_features // 128)
-    y = x.new_empty(sent.order_C.numel(), q.out_features // parts)
+    y = x.new_empty(dispatch.order_C.numel(), q.out_features // parts)
     planes = (*q.planes, q.scale, q.scale if q.zero is None else q.zero)
     words = [t.view(t.shape[0], -1).view(torch.int32) for t in planes]
     pdl, interpret = overlaps(x.device), bool(knobs.runtime.interpret)
-    rows_expert_kernel[(triton.cdiv(blocks // parts, form.high), sent.most_runs)](
+    rows_expert_kernel[(triton.cdiv(blocks // parts, form.high), dispatch.most_runs)](
         *(x, words[0], words[-3], words[-2], words[-1], x if bias is None else bias, y),
-        *(sent.order_C, sent.runs_E, q.out_features, q.in_features, blocks, groups),
-        *(sent.per_token, float(rule.limit), float(rule.slope)),
+        *(dispatch.order_C, dispatch.runs_E, q.out_features, q.in_features, blocks, groups),
+        *(dispatch.per_token, float(rule.limit), float(rule.slope)),
         BITS=q.bits,
         SYMMETRIC=q.symmetric,
         EVEN_K=q.in_features % 128 == 0,

@@ -1,10 +1,10 @@
 """The experts of one layer as one product: weights stacked, pairs assigned on the device.
 
     stack = ExpertStack(E)                 weights are put in as they are read, come back as views
-    sent = assign(expert_TK, E)            who goes where (expert_sent.py)
-    up = stack.product(x_TK, sent)         [C, N] sorted by expert, x gathered
-    hidden = stack.product(x, sent, gate=gate)     [C, N / 2] gated, where stack.gates(x, sent)
-    y = stack.product(hidden_CK, sent, back=True)     [C, N], every pair at its own number
+    dispatch = assign(expert_TK, E)            who goes where (expert_dispatch.py)
+    up = stack.product(x_TK, dispatch)         [C, N] sorted by expert, x gathered
+    hidden = stack.product(x, dispatch, gate=gate)     [C, N / 2] gated, if stack.gates(...)
+    y = stack.product(hidden_CK, dispatch, back=True)     [C, N], every pair at its own number
 
 `reference.experts_reference` is the twin.
 
@@ -22,22 +22,22 @@ from torch import Tensor
 from triton import knobs
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from llmpq.kernels.formats.codebook_weight import CodebookWeight
 from llmpq.kernels.formats.fp8_weight import Fp8Weight
 from llmpq.kernels.formats.quantized_weight import QuantizedWeight
-from llmpq.kernels.formats.table_weight import TableWeight
 from llmpq.kernels.formats.weight_layout import BLOCK_ROWS, GROUP, Layout
 from llmpq.kernels.gemm.config import Config, make_plan
 from llmpq.kernels.gemm.experts import expert_rows_launch, expert_wide, gluon_expert_launch
 from llmpq.kernels.gemm.experts.e4m3_experts import Fp8Stack, alike
 from llmpq.kernels.gemm.experts.expert_blocks import WIDE
+from llmpq.kernels.gemm.experts.expert_dispatch import ExpertDispatch
 from llmpq.kernels.gemm.experts.expert_kernel import dense_expert_kernel, packed_expert_kernel
-from llmpq.kernels.gemm.experts.expert_sent import Sent
 from llmpq.kernels.gemm.experts.gated import GateRule
 from llmpq.kernels.gemm.ranking.machine import machine_of
 from llmpq.kernels.multiprocessors import multiprocessors
 from llmpq.kernels.overlap import overlaps
 
-Stackable = Tensor | QuantizedWeight | Fp8Weight | TableWeight
+Stackable = Tensor | QuantizedWeight | Fp8Weight | CodebookWeight
 """One expert's weight."""
 ROW_BLOCKS = 4
 """Blocks of pairs of an even routing that one program takes, its weight in the L2 meanwhile."""
@@ -50,7 +50,7 @@ class ExpertStack:
         self._experts = experts
         self._dense: Tensor | None = None
         self._packed: QuantizedWeight | None = None
-        self._table: TableWeight | None = None
+        self._table: CodebookWeight | None = None
         self._fp8: Fp8Stack | None = None
         self._bias: Tensor | None = None
         self.first: Stackable | None = None
@@ -81,7 +81,7 @@ class ExpertStack:
         if isinstance(weight, Fp8Weight):
             self._fp8 = self._fp8 or Fp8Stack(weight, self._experts)
             made = self._fp8.put(index, weight)
-        elif isinstance(weight, TableWeight):
+        elif isinstance(weight, CodebookWeight):
             made = self._put_table(index, weight.in_fragments())
         elif isinstance(weight, QuantizedWeight):
             made = self._put_packed(index, weight)
@@ -121,7 +121,7 @@ class ExpertStack:
             else copied(whole.zero, weight.zero),
         )  # fmt: skip
 
-    def _put_table(self, index: int, weight: TableWeight) -> TableWeight:
+    def _put_table(self, index: int, weight: CodebookWeight) -> CodebookWeight:
         if self._table is None:
             plane, scale = self._room(weight.plane), self._room(weight.scale)
             self._table = replace(weight, plane=plane, scale=scale)
@@ -135,11 +135,11 @@ class ExpertStack:
     def _room(self, given: Tensor) -> Tensor:
         return given.new_empty(self._experts, *given.shape)
 
-    def gates(self, x: Tensor, sent: Sent) -> bool:
+    def gates(self, x: Tensor, dispatch: ExpertDispatch) -> bool:
         """Whether the product can be gated as it is made: w's first half the gate's rows."""
-        few = rows_of(sent.order_C.numel(), self._experts)[0] <= MOST_GATED
-        deep = self._flows(x, sent) or few
-        return self._wide(x, sent) or (deep and self._halves())
+        few = rows_of(dispatch.order_C.numel(), self._experts)[0] <= MOST_GATED
+        deep = self._flows(x, dispatch) or few
+        return self._wide(x, dispatch) or (deep and self._halves())
 
     def _halves(self) -> bool:
         """Whether gate and up each are whole blocks of rows; float32 has no tiles for both."""
@@ -150,23 +150,23 @@ class ExpertStack:
             return coded.out_features % (2 * BLOCK_ROWS) == 0
         return self._dense is not None and self._dense.element_size() == 2
 
-    def _flows(self, x: Tensor, sent: Sent) -> bool:
+    def _flows(self, x: Tensor, dispatch: ExpertDispatch) -> bool:
         """Whether the Gluon programs of gluon_expert_launch.py are to be taken."""
         if self._fp8 is not None:
             return False
         packed = self._packed is None or self._packed.bits in gluon_expert_launch.BITS
-        return packed and gluon_expert_launch.fits(x, sent)
+        return packed and gluon_expert_launch.fits(x, dispatch)
 
-    def _wide(self, x: Tensor, sent: Sent) -> bool:
+    def _wide(self, x: Tensor, dispatch: ExpertDispatch) -> bool:
         """Whether expert_wide.py's tiles are to be taken."""
-        if self._dense is None or x.element_size() != 2 or sent.blocks is None:
+        if self._dense is None or x.element_size() != 2 or dispatch.blocks is None:
             return False
         return bool(knobs.runtime.interpret) or wide_fits(machine_of(x.device).shared_block)
 
     def product(
         self,
         x: Tensor,
-        sent: Sent,
+        dispatch: ExpertDispatch,
         *,
         back: bool = False,
         gate: GateRule | None = None,
@@ -174,36 +174,40 @@ class ExpertStack:
         """Return every pair's row times its expert's weight.
 
         x [T, K] and y [C, N] sorted by expert, or with `back` x [C, K] so sorted and y in the
-        order of the pairs' numbers; with `gate`, where `gates`, y [C, N / 2].
+        order of the pairs' indices; with `gate`, where `gates`, y [C, N / 2].
         """
-        if self._flows(x, sent):
+        if self._flows(x, dispatch):
             weight = (self._packed or self._table) if self._dense is None else self._dense
             assert weight is not None
-            return gluon_expert_launch.product(weight, self._bias, x, sent, back=back, gate=gate)
-        if self._wide(x, sent):
-            return self._launch_wide(x.contiguous(), sent, back, gate)
-        assert gate is None or self.gates(x, sent)
+            return gluon_expert_launch.product(
+                weight, self._bias, x, dispatch, back=back, gate=gate
+            )
+        if self._wide(x, dispatch):
+            return self._launch_wide(x.contiguous(), dispatch, back, gate)
+        assert gate is None or self.gates(x, dispatch)
         if self._fp8 is not None:
-            pairs = rows_of(sent.order_C.numel(), self._experts)
-            told = (x.contiguous(), sent, self._bias, pairs)
+            pairs = rows_of(dispatch.order_C.numel(), self._experts)
+            told = (x.contiguous(), dispatch, self._bias, pairs)
             return self._fp8.product(*told, back=back, gate=gate)
         launch = self._launch_packed if self._dense is None else self._launch_dense
-        return launch(x.contiguous(), sent, back, gate)
+        return launch(x.contiguous(), dispatch, back, gate)
 
-    def _launch_wide(self, x: Tensor, sent: Sent, back: bool, gate: GateRule | None) -> Tensor:
+    def _launch_wide(
+        self, x: Tensor, dispatch: ExpertDispatch, back: bool, gate: GateRule | None
+    ) -> Tensor:
         w, tile = self._dense, expert_wide
-        assert w is not None and sent.blocks is not None
+        assert w is not None and dispatch.blocks is not None
         experts, n, k = w.shape
         leave, own = (n, tile.BN) if gate is None else (n // 2, tile.BN // 2)
-        y, tiles = x.new_empty(sent.order_C.numel(), leave), triton.cdiv(leave, own)
+        y, tiles = x.new_empty(dispatch.order_C.numel(), leave), triton.cdiv(leave, own)
         interpret, pdl = bool(knobs.runtime.interpret), overlaps(x.device)
         tma = not interpret and tensor_memory(x.device, k)
         box = TensorDescriptor(w, [experts * n, k], [k, 1], [own, tile.BK]) if tma else w
-        numbers = gate or GateRule()
-        expert_wide.wide_expert_kernel[(sent.blocks.shape[0] * tiles,)](
+        rule = gate or GateRule()
+        expert_wide.wide_expert_kernel[(dispatch.blocks.shape[0] * tiles,)](
             *(x, w, box, x if self._bias is None else self._bias, y),
-            *(sent.order_C, sent.blocks, sent.count, n, k, sent.per_token, tiles),
-            *(float(numbers.limit), float(numbers.slope)),
+            *(dispatch.order_C, dispatch.blocks, dispatch.count, n, k, dispatch.per_token, tiles),
+            *(float(rule.limit), float(rule.slope)),
             BM=WIDE,
             BN=tile.BN,
             BK=tile.BK,
@@ -211,7 +215,7 @@ class ExpertStack:
             STAGES=tile.STAGES,
             GATHER=not back,
             FUSE=gate is not None,
-            ACT=numbers.activation,
+            ACT=rule.activation,
             HAS_BIAS=self._bias is not None,
             TMA=tma,
             EVEN_K=k % tile.BK == 0,
@@ -223,8 +227,10 @@ class ExpertStack:
         )
         return y
 
-    def _launch_packed(self, x: Tensor, sent: Sent, back: bool, gate: GateRule | None) -> Tensor:
-        q, pairs = self._packed or self._table, sent.order_C.numel()
+    def _launch_packed(
+        self, x: Tensor, dispatch: ExpertDispatch, back: bool, gate: GateRule | None
+    ) -> Tensor:
+        q, pairs = self._packed or self._table, dispatch.order_C.numel()
         assert q is not None
         bm, shares = rows_of(pairs, self._experts)
         fused = gate is not None
@@ -236,27 +242,27 @@ class ExpertStack:
         high, warps, stages = packed_tiles(bm, groups, fused=fused)
         tiles = triton.cdiv(blocks, (1 + fused) * high * warps)
         walking = min(pairs, self._experts) * tiles // multiprocessors(x.device)
-        table = isinstance(q, TableWeight)
+        table = isinstance(q, CodebookWeight)
         if table and x.element_size() != 2 and not interpret:
             raise ValueError(f"MXFP4 experts on a GPU: got x in {x.dtype}, expected 16 bits")
         if isinstance(q, QuantizedWeight):
             form = expert_rows_launch.form_of(q, pairs, self._experts, walking, fused=fused)
             if form is not None:
                 return expert_rows_launch.product(
-                    q, form, self._bias, x, sent, back=back, gate=gate
+                    q, form, self._bias, x, dispatch, back=back, gate=gate
                 )
-        config = Config(kernel="tile", blocks=high, warps=warps, bm=bm, stages=stages)
+        config = Config(kernel="splitk_gemm", blocks=high, warps=warps, bm=bm, stages=stages)
         plan = make_plan(config, capability, interpret=interpret)
         parts, rule = 1 if gate is None else 2, gate or GateRule()
         y = x.new_empty(pairs, q.out_features // parts)
-        packed_expert_kernel[(tiles, sent.most_runs, shares)](
+        packed_expert_kernel[(tiles, dispatch.most_runs, shares)](
             *(x, *_words(q), x if self._bias is None else self._bias, y),
-            *(sent.order_C, sent.runs_E),
-            *(q.out_features, q.in_features, blocks, groups, sent.per_token, shares),
+            *(dispatch.order_C, dispatch.runs_E),
+            *(q.out_features, q.in_features, blocks, groups, dispatch.per_token, shares),
             *(float(rule.limit), float(rule.slope)),
             BITS=q.bits,
             GROUPED=q.group_size is not None,
-            SYMMETRIC=isinstance(q, TableWeight) or q.symmetric,
+            SYMMETRIC=isinstance(q, CodebookWeight) or q.symmetric,
             EVEN_K=q.in_features % 128 == 0,
             HAS_BIAS=self._bias is not None,
             GATHER=not back,
@@ -272,22 +278,31 @@ class ExpertStack:
             E2M1=table,
             num_warps=config.warps,
             num_stages=config.stages,
-            maxnreg=table_registers(bm, fused=fused) if table and capability == (9, 0) else None,
+            maxnreg=codebook_registers(bm, fused=fused) if table and capability == (9, 0) else None,
             launch_pdl=plan.pdl,
         )
         return y
 
-    def _launch_dense(self, x: Tensor, sent: Sent, back: bool, gate: GateRule | None) -> Tensor:
-        w, pairs = self._dense, sent.order_C.numel()
+    def _launch_dense(
+        self, x: Tensor, dispatch: ExpertDispatch, back: bool, gate: GateRule | None
+    ) -> Tensor:
+        w, pairs = self._dense, dispatch.order_C.numel()
         assert w is not None
         bm, shares = rows_of(pairs, self._experts)
         rows, stages, warps = dense_tiles(bm, x.element_size(), fused=gate is not None)
         rule, leave = gate or GateRule(), w.shape[1] if gate is None else w.shape[1] // 2
         y, pdl = x.new_empty(pairs, leave), overlaps(x.device)
-        dense_expert_kernel[(triton.cdiv(leave, rows), sent.most_runs, shares)](
+        dense_expert_kernel[(triton.cdiv(leave, rows), dispatch.most_runs, shares)](
             *(x, w, x if self._bias is None else self._bias, y),
-            *(sent.order_C, sent.runs_E),
-            *(w.shape[1], w.shape[2], sent.per_token, shares, float(rule.limit), float(rule.slope)),
+            *(dispatch.order_C, dispatch.runs_E),
+            *(
+                w.shape[1],
+                w.shape[2],
+                dispatch.per_token,
+                shares,
+                float(rule.limit),
+                float(rule.slope),
+            ),
             HAS_BIAS=self._bias is not None,
             GATHER=not back,
             BN=rows,
@@ -341,7 +356,7 @@ def packed_tiles(bm: int, groups: int, *, fused: bool = False) -> tuple[int, int
     return (2, 4, 3) if groups <= 8 else (1, 4, 4)
 
 
-def table_registers(bm: int, *, fused: bool) -> int | None:
+def codebook_registers(bm: int, *, fused: bool) -> int | None:
     """Return the registers of a thread of a product of E2M1 on Hopper; None: as many as it takes.
 
     So many programs to a multiprocessor as of linear codes: 5, 4 and 3 instead of 4, 3 and 2.
@@ -366,20 +381,20 @@ def rows_of(pairs: int, experts: int) -> tuple[int, int]:
     return bm, max(1, -(-even // (bm * ROW_BLOCKS)))
 
 
-def _words(q: QuantizedWeight | TableWeight) -> list[Tensor]:
+def _words(q: QuantizedWeight | CodebookWeight) -> list[Tensor]:
     """Return planes, scales and zeros of all experts as int32; others stand in for what is not."""
-    if isinstance(q, TableWeight):
+    if isinstance(q, CodebookWeight):
         planes = (q.plane, q.plane, q.scale, q.scale)
     else:
         planes = (q.planes[0], q.planes[-1], q.scale, q.scale if q.zero is None else q.zero)
     return [t.view(t.shape[0], -1).view(torch.int32) for t in planes]
 
 
-def form_of(weight: QuantizedWeight | TableWeight) -> tuple[object, ...]:
+def form_of(weight: QuantizedWeight | CodebookWeight) -> tuple[object, ...]:
     """Return what the packed weights of a stack have in common."""
     shape = (weight.out_features, weight.in_features, weight.bits, weight.group_size)
-    if isinstance(weight, TableWeight):
-        return (*shape, weight.values, weight.scale.dtype)
+    if isinstance(weight, CodebookWeight):
+        return (*shape, weight.codebook, weight.scale.dtype)
     return (*shape, weight.symmetric, weight.scale.dtype)
 
 
@@ -387,7 +402,7 @@ def stackable(weight: object) -> TypeGuard[Stackable]:
     """Whether a weight can be one of a stack: dense, E4M3, or packed in whole blocks of rows."""
     if isinstance(weight, Fp8Weight):
         return weight.dtype in (torch.float16, torch.bfloat16)
-    if isinstance(weight, TableWeight):
+    if isinstance(weight, CodebookWeight):
         return weight.is_mxfp4 and weight.has_fragments()
     if isinstance(weight, QuantizedWeight):
         whole = weight.out_features % BLOCK_ROWS == 0 and weight.group_size in (None, GROUP)

@@ -17,7 +17,7 @@ import triton.language as tl
 
 @dataclass(frozen=True)
 class GateRule:
-    """An activation and, of clamped_silu, its numbers."""
+    """An activation and, of clamped_silu, its values."""
 
     activation: str = "silu"
     limit: float = 0.0

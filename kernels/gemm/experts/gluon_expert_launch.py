@@ -9,11 +9,11 @@ import torch
 import triton
 from torch import Tensor
 
+from llmpq.kernels.formats.codebook_weight import CodebookWeight
 from llmpq.kernels.formats.quantized_weight import QuantizedWeight
-from llmpq.kernels.formats.table_weight import TableWeight
 from llmpq.kernels.formats.weight_layout import BLOCK_ROWS
 from llmpq.kernels.gemm.experts.expert_blocks import gather_kernel
-from llmpq.kernels.gemm.experts.expert_sent import Sent
+from llmpq.kernels.gemm.experts.expert_dispatch import ExpertDispatch
 from llmpq.kernels.gemm.experts.gated import GateRule
 from llmpq.kernels.multiprocessors import multiprocessors
 from llmpq.kernels.overlap import overlaps
@@ -35,9 +35,9 @@ GATHERED = (16, 512)
 """Rows that a program of the gathering takes, and columns at a time."""
 
 
-def fits(x: Tensor, sent: Sent) -> bool:
+def fits(x: Tensor, dispatch: ExpertDispatch) -> bool:
     """Whether many pairs' rows can be read by TMA, here."""
-    if x.device.type != "cuda" or x.element_size() != 2 or sent.blocks is None:
+    if x.device.type != "cuda" or x.element_size() != 2 or dispatch.blocks is None:
         return False
     columns = x.shape[1]
     aligned = columns % 8 == 0 and columns >= LEAST_COLUMNS
@@ -45,10 +45,10 @@ def fits(x: Tensor, sent: Sent) -> bool:
 
 
 def product(
-    weight: Tensor | QuantizedWeight | TableWeight,
+    weight: Tensor | QuantizedWeight | CodebookWeight,
     bias: Tensor | None,
     x: Tensor,
-    sent: Sent,
+    dispatch: ExpertDispatch,
     *,
     back: bool,
     gate: GateRule | None,
@@ -56,16 +56,16 @@ def product(
     """Return `ExpertStack.product` of a stack: [E, N, K], or the planes of all experts [E, ...]."""
     x, rule, pdl = x.contiguous(), gate or GateRule(), overlaps(x.device)
     if isinstance(weight, Tensor):
-        way, n = _dense(weight, x, sent, back=back), weight.shape[1]
+        way, n = _dense(weight, x, dispatch, back=back), weight.shape[1]
     else:
-        way, n = _packed(weight, sent, gate), weight.out_features
+        way, n = _packed(weight, dispatch, gate), weight.out_features
     if not back and not way.constants.get("SEEK"):
-        x = gathered(x, sent)
+        x = gathered(x, dispatch)
     leave = n if gate is None else n // 2
-    y = x.new_empty(sent.order_C.numel(), leave)
+    y = x.new_empty(dispatch.order_C.numel(), leave)
     way.kernel[(multiprocessors(x.device),)](
         *(_boxes(x, way.rows), *way.weights, x if bias is None else bias, y),
-        *(sent.order_C, way.blocks, way.count, n, leave, *way.columns),
+        *(dispatch.order_C, way.blocks, way.count, n, leave, *way.columns),
         *(triton.cdiv(leave, way.own if gate is None else way.own // 2),),
         *(float(rule.limit), float(rule.slope)),
         **way.constants,
@@ -94,24 +94,26 @@ class _Way:
     constants: dict[str, int | bool | str]
 
 
-def _dense(weight: Tensor, x: Tensor, sent: Sent, *, back: bool) -> _Way:
+def _dense(weight: Tensor, x: Tensor, dispatch: ExpertDispatch, *, back: bool) -> _Way:
     """Return 16-bit programs, which gather x themselves where its columns are whole slots."""
     from llmpq.kernels.gemm.experts.gluon_expert_dense import dense_kernel
 
     columns = weight.shape[2]
     return _Way(
         dense_kernel,
-        (_boxes(weight, 64), x, sent.per_token, columns),
+        (_boxes(weight, 64), x, dispatch.per_token, columns),
         (triton.cdiv(columns, 64),),
-        sent.blocks,
-        sent.count,
+        dispatch.blocks,
+        dispatch.count,
         128,
         OWN,
         {"STAGES": STAGES, "SEEK": not back and columns % 64 == 0},
     )
 
 
-def _packed(q: QuantizedWeight | TableWeight, sent: Sent, gate: GateRule | None) -> _Way:
+def _packed(
+    q: QuantizedWeight | CodebookWeight, dispatch: ExpertDispatch, gate: GateRule | None
+) -> _Way:
     """Return programs of packed words, which take turns: short blocks last."""
     from llmpq.kernels.gemm.experts.gluon_expert_packed import packed_kernel
 
@@ -121,14 +123,14 @@ def _packed(q: QuantizedWeight | TableWeight, sent: Sent, gate: GateRule | None)
         planes = (q.plane, q.scale, q.scale)
     words = [t.view(t.shape[0], -1).view(torch.int32) for t in planes]
     height, experts = q.out_features // BLOCK_ROWS, planes[0].shape[0]
-    broad = gate is None and sent.order_C.numel() >= BROAD_FROM * experts
-    assert sent.count is not None
+    broad = gate is None and dispatch.order_C.numel() >= BROAD_FROM * experts
+    assert dispatch.count is not None
     return _Way(
         packed_kernel,
         (words[0], words[-3], words[-2], words[-1]),
         (height, experts * height, triton.cdiv(q.in_features, 128)),
-        sent.broad if broad else sent.apart,
-        sent.count[3:] if broad else sent.count,
+        dispatch.broad if broad else dispatch.apart,
+        dispatch.count[3:] if broad else dispatch.count,
         256 if broad else 128,
         OWN // 2 if broad else OWN,
         {
@@ -141,12 +143,12 @@ def _packed(q: QuantizedWeight | TableWeight, sent: Sent, gate: GateRule | None)
     )
 
 
-def gathered(x: Tensor, sent: Sent) -> Tensor:
+def gathered(x: Tensor, dispatch: ExpertDispatch) -> Tensor:
     """Return the row of every pair's token [C, K], sorted by expert."""
-    pairs, (rows, columns) = sent.order_C.numel(), GATHERED
+    pairs, (rows, columns) = dispatch.order_C.numel(), GATHERED
     made, pdl = x.new_empty(pairs, x.shape[1]), overlaps(x.device)
     gather_kernel[(triton.cdiv(pairs, rows),)](
-        *(x.contiguous(), sent.order_C, made, pairs, sent.per_token, x.shape[1]),
+        *(x.contiguous(), dispatch.order_C, made, pairs, dispatch.per_token, x.shape[1]),
         BR=rows,
         BK=columns,
         PDL=pdl,

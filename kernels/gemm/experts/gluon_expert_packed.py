@@ -1,6 +1,6 @@
 """A mixture's prompt on Hopper, packed w: wgmma fed from registers, x by TMA.
 
-    words -> registers -> (code - zero) * scale -> left operand, 64 k at a time, as gluon_kernel.py
+    words -> registers -> (code - zero) * scale -> left operand, 64 k at a time, as wgmma_gemm.py
     BROAD: 256 rows of x meet 128 of w, so that words are unpacked half as often; not of gated rows
     x [128, 64 columns], sorted by expert (`expert_blocks.gather_kernel`) -> TMA -> ring of STAGES
 

@@ -2,8 +2,8 @@
 
 A code's three bits, shifted to where a 16-bit float has its last bits of exponent and its first of
 mantissa, are a float of 2^-126 (bfloat16) or 2^-14 (float16) its value, subnormal ones too; one
-multiplication by 2^126 (2^14) of the scale makes it the weight. formats/table_weight.py draws the
-words and the scales, which hold 2 at most, so that their multiple is a number.
+multiplication by 2^126 (2^14) of the scale makes it the weight. formats/codebook_weight.py draws
+the words and the scales, which hold 2 at most, so that their multiple is finite.
 
     instructions per 8 codes    bfloat16 11 int + 4 fp    float16 13 int + 4 fp
     per 64 codes of a lane      8 scales, 2 int each      8 scales, 4 each
@@ -98,7 +98,7 @@ B_FLOATS, F_FLOATS = (  # E4M3 is 2^-120 of a float32: 2^118 and 2^6 of it
     for kind, times in (("bf16x2", "0f7a800000"), ("f16x2", "0f42800000"))
 )
 NVFP4_SHARE = 256.0
-"""Of NVFP4's numbers, what `unpack_nvfp4` makes: a row's factor is so much larger."""
+"""Of NVFP4's values, what `unpack_nvfp4` makes: a row's factor is so much larger."""
 
 
 @triton.jit
@@ -119,7 +119,7 @@ def load_e2m1(
 
 @triton.jit
 def _spread_parts(first, second, BH: tl.constexpr, WM: tl.constexpr):
-    """Values (bh, warp, r, c) of jj/2 = 0 and 1 as one for each word of the lane."""
+    """Codebook (bh, warp, r, c) of jj/2 = 0 and 1 as one for each word of the lane."""
     t = tl.reshape(tl.join(first, second), (BH, WM, 8, 4, 2))
     t = tl.reshape(tl.permute(t, (0, 4, 1, 2, 3)), (BH, 2, WM, 8, 4, 1))
     return tl.reshape(tl.broadcast_to(t, (BH, 2, WM, 8, 4, 4)), (BH * WM * 256,))
@@ -184,7 +184,7 @@ def _float_multipliers(bytes4, DT: tl.constexpr, INTERPRET: tl.constexpr):
 
 @triton.jit
 def _spread_words(a, b, c, d, BH: tl.constexpr, WM: tl.constexpr):
-    """Values (bh, warp, r, c) of jj = 0, 1, 2, 3 as one for each word of the lane."""
+    """Codebook (bh, warp, r, c) of jj = 0, 1, 2, 3 as one for each word of the lane."""
     t = tl.join(tl.join(a, b), tl.join(c, d))  # jj%2, jj/2
     t = tl.permute(tl.reshape(t, (BH, WM, 8, 4, 2, 2)), (0, 5, 1, 2, 3, 4))
     t = tl.reshape(t, (BH, 2, WM, 8, 4, 2, 1))

@@ -1,7 +1,7 @@
 """y = x w^T with w in E4M3, as tensor cores take it: words to registers, no shared memory.
 
     word [ k0 r3 bytes ]      two rows r3 = 0, 1 of neighbours k0 = 0, 1   (formats/fp8_weight.py)
-        r3 = 1   (w & sign) | (w >> 1 & rest)         float16 pair of 2^-8 the numbers
+        r3 = 1   (w & sign) | (w >> 1 & rest)         float16 pair of 2^-8 the values
         r3 = 0   the same of w << 8
     bfloat16: three bits further right, times 2^120
 
@@ -9,7 +9,7 @@
     more                program = 16 BH WM rows of w x BM rows of x x a share of K
     dequantise          program = 16 BH WM rows of w x a k-group
 
-What rows_kernel.py and tile_kernel.py do with codes of integers, scales in float32. A scale is of
+What gemv.py and splitk_gemm.py do with codes of integers, scales in float32. A scale is of
 `rows` x `columns` of w, `wide` scales a row of them; SHARED: of all columns.
 """
 
@@ -23,8 +23,8 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from llmpq.kernels.gemm.float_codes.e4m3_kernel import halves
+from llmpq.kernels.gemm.gemv import _first, _x_step
 from llmpq.kernels.gemm.packed_operands import dot, finish, load_words
-from llmpq.kernels.gemm.rows_kernel import _first, _x_step
 from llmpq.kernels.gemm.unpack_assembly import O8I2, _assembly
 from llmpq.kernels.gemm.unpack_shifts import join8
 
@@ -69,7 +69,7 @@ def unpack(
     words, DT: tl.constexpr, BH: tl.constexpr, WM: tl.constexpr, BATCH: tl.constexpr,
     KWIDTH4: tl.constexpr, INTERPRET: tl.constexpr,
 ):  # fmt: skip
-    """Words as an operand [(warp,) rows, 128 k]; of float16 2^-8 of the numbers."""
+    """Words as an operand [(warp,) rows, 128 k]; of float16 2^-8 of the values."""
     if INTERPRET:
         t = _by_shifts(words, DT)
     else:
@@ -118,7 +118,7 @@ def _scale_batch(
 
 
 @triton.jit(do_not_specialize=["M", "rows", "columns"])
-def e4m3_rows_kernel(
+def e4m3_gemv_kernel(
     X, W, S, BIAS, RESIDUAL, Y, M, N, K, rows, columns, wide, half, groups,
     SHARED: tl.constexpr, EVEN_G: tl.constexpr, HAS_BIAS: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr, BH: tl.constexpr, WM: tl.constexpr, STEPS: tl.constexpr,
@@ -170,7 +170,7 @@ def step(
     acc, words, scale, x, DT: tl.constexpr, BH: tl.constexpr, WM: tl.constexpr, BM: tl.constexpr,
     KWIDTH4: tl.constexpr, INTERPRET: tl.constexpr,
 ):  # fmt: skip
-    """acc [16 BH WM, BM] += scale (numbers x) of one k-group."""
+    """acc [16 BH WM, BM] += scale (values x) of one k-group."""
     w = unpack(words, DT, BH, WM, False, KWIDTH4, INTERPRET)
     t = dot(w, x, tl.zeros([BH * WM * 16, BM], tl.float32), INTERPRET)
     return acc + t * scale[:, None]
@@ -186,7 +186,7 @@ def columns_of(KWIDTH4: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["M", "rows", "columns", "split"])
-def e4m3_tile_kernel(
+def e4m3_splitk_kernel(
     X, W, S, BIAS, RESIDUAL, Y, PARTIAL, ARRIVED, M, N, K, rows, columns, wide, half, groups, split,
     SHARED: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, SPLIT: tl.constexpr,
     BH: tl.constexpr, WM: tl.constexpr, BM: tl.constexpr, STAGES: tl.constexpr,

@@ -1,10 +1,10 @@
-"""y = x w^T with w in E4M3: codes become 16-bit numbers in registers, on any GPU, exactly.
+"""y = x w^T with w in E4M3: codes become 16-bit values in registers, on any GPU, exactly.
 
     byte [ s eeee mmm ]   float16   s 0eeee mmm0000000   2^-8 of the number   bits moved, no more
                           bfloat16  s 0000eeee mmm0000   2^-120 of it, times 2^120
     program = BN rows of w x BM rows of x x a share of K
-        codes --> registers --> numbers --> left operand of the tensor cores
-        acc += scale * (numbers x) of BK columns
+        codes --> registers --> values --> left operand of the tensor cores
+        acc += scale * (values x) of BK columns
     Shares of a tile leave float32 sums; the last one to arrive adds them in order (arrivals.py).
 
 A scale is of `rows` x `columns` of w. Moves a byte a weight, and 4 / (rows columns) of scales.
@@ -25,7 +25,7 @@ from llmpq.kernels.gemm.packed_operands import finish
 
 @triton.jit
 def halves(code, INTERPRET: tl.constexpr):
-    """Uint8 codes as float16 of 2^-8 their numbers."""
+    """Uint8 codes as float16 of 2^-8 their values."""
     if INTERPRET:
         wide = code.to(tl.uint16)
         return (((wide & 0x80) << 8) | ((wide & 0x7F) << 7)).to(tl.float16, bitcast=True)
@@ -51,8 +51,8 @@ def halves(code, INTERPRET: tl.constexpr):
 
 
 @triton.jit
-def numbers(code, DT: tl.constexpr, INTERPRET: tl.constexpr):
-    """Uint8 codes as numbers: of bfloat16 themselves, of float16 2^-8 of them."""
+def values(code, DT: tl.constexpr, INTERPRET: tl.constexpr):
+    """Uint8 codes as values: of bfloat16 themselves, of float16 2^-8 of them."""
     if tl.float16 == DT:
         return halves(code, INTERPRET)
     elif INTERPRET:
@@ -105,12 +105,12 @@ def multiply(
     acc, code, scale, x, DT: tl.constexpr, BN: tl.constexpr, BM: tl.constexpr,
     INTERPRET: tl.constexpr,
 ):  # fmt: skip
-    """acc [BN, BM] += scale (numbers of code [BN, BK]) x [BK, BM].
+    """acc [BN, BM] += scale (values of code [BN, BK]) x [BK, BM].
 
     A sum of its own each time, of a channel's scale too: Triton 3.6 pipelines a sum that wgmma
     carries on without waiting for it to have read the operand that the next step unpacks.
     """
-    t = dot(numbers(code, DT, INTERPRET), x, tl.zeros([BN, BM], tl.float32), INTERPRET)
+    t = dot(values(code, DT, INTERPRET), x, tl.zeros([BN, BM], tl.float32), INTERPRET)
     return acc + t * scale[:, None]
 
 

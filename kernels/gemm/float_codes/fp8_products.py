@@ -20,8 +20,8 @@ from llmpq.kernels.arrivals import arrivals
 from llmpq.kernels.formats.fp8_weight import BLOCK_ROWS, GROUP, Fp8Weight
 from llmpq.kernels.gemm.float_codes.e4m3_fragments import (
     e4m3_blocks_kernel,
-    e4m3_rows_kernel,
-    e4m3_tile_kernel,
+    e4m3_gemv_kernel,
+    e4m3_splitk_kernel,
 )
 from llmpq.kernels.gemm.float_codes.e4m3_kernel import e4m3_dequantize_kernel, e4m3_kernel
 from llmpq.kernels.multiprocessors import multiprocessors, older_than
@@ -135,7 +135,7 @@ def multiply_fragments(
     sizes = (m, n, k, weight.rows, weight.columns, weight.scale.shape[1], n * k // 8, groups)
     if m <= ROWS and tile is None:
         warps, steps = rows_form(groups)
-        e4m3_rows_kernel[(n // BLOCK_ROWS,)](
+        e4m3_gemv_kernel[(n // BLOCK_ROWS,)](
             *(x_MK, w, weight.scale, *more, y_MN, *sizes),
             **same,
             EVEN_G=groups % warps == 0,
@@ -152,7 +152,7 @@ def multiply_fragments(
     split = tile.splits(m, n, groups, sms)
     m_tiles, n_tiles = triton.cdiv(m, tile.bm), triton.cdiv(n, bn)
     sums = m_tiles * n_tiles * split * bn * tile.bm if split > 1 else 1
-    e4m3_tile_kernel[(m_tiles, n_tiles, split)](
+    e4m3_splitk_kernel[(m_tiles, n_tiles, split)](
         *(x_MK, w, weight.scale, *more, y_MN, x_MK.new_empty(sums, dtype=torch.float32)),
         *(arrivals(x_MK.device, m_tiles * n_tiles), *sizes, split),
         **same,

@@ -1,4 +1,4 @@
-"""Host side of `gluon_kernel` (Hopper, more than 64 rows of x): what fits it, sizes, the launch.
+"""Host side of `wgmma_gemm_kernel` (Hopper, many rows of x): what fits it, sizes, the launch.
 
 No interpreter runs Gluon, and Triton compiles this kernel for sm_90 only: everywhere else, and
 where `fits` says no, linear_gpu.py takes another path.
@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from llmpq.kernels.formats.codebook_weight import Codebook, CodebookWeight
 from llmpq.kernels.formats.quantized_weight import QuantizedWeight
-from llmpq.kernels.formats.table_weight import TableWeight, Values
 from llmpq.kernels.formats.weight_layout import BLOCK_ROWS, GROUP
 from llmpq.kernels.gemm.config import Config
 from llmpq.kernels.gemm.gluon.gluon_plan import parts_of, schedule, slot_columns, tile_rows
@@ -34,7 +34,7 @@ def fits(x_MK: Tensor, n: int, residual_MN: Tensor | None = None) -> bool:
 def launch(
     config: Config,
     x_MK: Tensor,
-    q: QuantizedWeight | TableWeight,
+    q: QuantizedWeight | CodebookWeight,
     bias: Tensor | None,
     residual_MN: Tensor | None,
     y_MN: Tensor,
@@ -47,7 +47,7 @@ def launch(
     y may be the residual's memory: each tile reads its part before it writes it. `counters` gives
     int32 zeros that the kernel leaves zero (used where tiles are cut).
     """
-    from llmpq.kernels.gemm.gluon.gluon_kernel import gluon_kernel
+    from llmpq.kernels.gemm.gluon.wgmma_gemm import wgmma_gemm_kernel
 
     m, k = x_MK.shape
     bt, extra = parts_of(config)
@@ -59,7 +59,7 @@ def launch(
     programs, whole = schedule(config, tiles, groups, multiprocessors(x_MK.device))
     shares = 2 * programs * tile_rows(config) * config.bm if whole < tiles else 1
     arrivals = (tiles - whole) * tile_rows(config) // 64 * (2 if extra else 1)
-    gluon_kernel[(programs,)](
+    wgmma_gemm_kernel[(programs,)](
         *_described(config, x_MK, y_MN, bt),
         *(_described(config, x_MK, y_MN, extra) if extra else (None, None, None)),
         planes[0],
@@ -126,7 +126,7 @@ def _descriptor(
     return TensorDescriptor(place, list(shape), [stride, 1], list(box), layout)
 
 
-def _words(q: QuantizedWeight | TableWeight) -> tuple[tuple[Tensor, ...], Tensor, Tensor]:
+def _words(q: QuantizedWeight | CodebookWeight) -> tuple[tuple[Tensor, ...], Tensor, Tensor]:
     """Return planes, scales and zeros as words."""
     if isinstance(q, QuantizedWeight):
         return q.block_words()
@@ -134,13 +134,13 @@ def _words(q: QuantizedWeight | TableWeight) -> tuple[tuple[Tensor, ...], Tensor
     return (q.plane.view(torch.int32),), scale, scale
 
 
-def _constants(config: Config, q: QuantizedWeight | TableWeight) -> dict[str, int | bool | str]:
+def _constants(config: Config, q: QuantizedWeight | CodebookWeight) -> dict[str, int | bool | str]:
     """Return the kernel's constants that the weight's form and the tiles decide."""
-    e2m1 = isinstance(q, TableWeight) and q.values is Values.E2M1
+    e2m1 = isinstance(q, CodebookWeight) and q.codebook is Codebook.E2M1
     return {
         "BITS": q.bits,
         "GROUPED": 0 if q.group_size is None else 1 if e2m1 else GROUP // q.group_size,
-        "SYMMETRIC": q.values.value if isinstance(q, TableWeight) else q.symmetric,
+        "SYMMETRIC": q.codebook.value if isinstance(q, CodebookWeight) else q.symmetric,
         "BH": config.blocks,
         "BT": parts_of(config)[0],
         "EXTRA": parts_of(config)[1],

@@ -1,7 +1,7 @@
-"""Words, scales and zeros from memory to the registers of a warpgroup, for `gluon_kernel`.
+"""Words, scales and zeros from memory to the registers of a warpgroup, for `wgmma_gemm_kernel`.
 
 Registers bridge one k-group of time and the L2 the latency behind it: lines are asked of the L2
-several k-groups before registers load them. Legend as in gluon_kernel.py. SYMMETRIC "e2m1" are
+several k-groups before registers load them. Legend as in wgmma_gemm.py. SYMMETRIC "e2m1" are
 MXFP4's words and exponents (e2m1_operand.py): a thread's scale is two times four bytes. GROUPED:
 scales of a k-group; of more than one, tuples.
 """

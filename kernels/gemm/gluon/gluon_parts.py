@@ -1,8 +1,8 @@
 """Words of small groups and of tables to scaled operands in Gluon registers, half a k-group a time.
 
-code_assembly.py's numbers times the scale of their 32 or 64, rounded once by the product (and once
-before: a table's number, a code less a zero that is no whole number). A scale of a table is
-float16, for bfloat16 a pair of numbers that it is the sum of. A warpgroup's operand is 64 rows of
+code_assembly.py's values times the scale of their 32 or 64, rounded once by the product (and once
+before: a table's number, a code less a zero that is not an integer). A scale of a table is
+float16, for bfloat16 a pair of values that it is the sum of. A warpgroup's operand is 64 rows of
 w. Words [128 threads, (jj/2, jj%2, k3)], scales and zeros of rows r and r + 8 of a part, pairs
 [128]. SYMMETRIC is a table's name, or whether zeros are 2^(bits-1).
 """
@@ -14,7 +14,7 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from llmpq.kernels.formats.table_weight import Values
+from llmpq.kernels.formats.codebook_weight import Codebook
 from llmpq.kernels.gemm.gluon.gluon_e2m1 import _AXES, e2m1_operand
 from llmpq.kernels.gemm.gluon.gluon_load import has_zeros
 from llmpq.kernels.gemm.gluon.gluon_unpack import (
@@ -35,8 +35,8 @@ _ASSEMBLY = {
 }
 
 _LOOKUPS = {
-    (values.value, kind, half): lookup_assembly(values.table, kind, half, scaled=True)
-    for values in (Values.NF4, Values.FP4, Values.IQ4)
+    (codebook.value, kind, half): lookup_assembly(codebook.values, kind, half, scaled=True)
+    for codebook in (Codebook.NF4, Codebook.FP4, Codebook.IQ4)
     for kind in ("f16", "bf16")
     for half in (0, 1)
 }

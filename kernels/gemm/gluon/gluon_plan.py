@@ -1,4 +1,4 @@
-"""How `gluon_kernel` divides a product: tiles, shared memory, schedules."""
+"""How `wgmma_gemm_kernel` divides a product: tiles, shared memory, schedules."""
 
 from __future__ import annotations
 
@@ -56,4 +56,4 @@ def schedule(config: Config, tiles: int, groups: int, multiprocessors: int) -> t
 
 def suits(config: Config, bits: int) -> bool:
     """Whether a thread's registers hold the words: two planes of two row blocks do not fit."""
-    return config.kernel != "gluon" or config.blocks == 1 or bits != 8
+    return config.kernel != "wgmma_gemm" or config.blocks == 1 or bits != 8

@@ -111,7 +111,7 @@ def _assembly3(dtype, symmetric):
     return _ASSEMBLY3[("f16" if dtype == gl.float16 else "bf16", symmetric)]
 
 
-# A thread's numbers, thread = (warp, r, c), then five axes of two: k0 r3 k3 jj%2 jj/2 (3 bit) or
+# A thread's values, thread = (warp, r, c), then five axes of two: k0 r3 k3 jj%2 jj/2 (3 bit) or
 # jj/2 jj%2 k3 k0 r3. AXES puts (warp, r3, r | jj/2, jj%2, k3, c, k0) in order: rows and k.
 LANES_SHAPE = gl.constexpr((4, 8, 4, 2, 2, 2, 2, 2))
 AXES3 = gl.constexpr((0, 4, 1, 7, 6, 5, 2, 3))
@@ -130,7 +130,7 @@ _O32I11 = gl.constexpr(_constraints(11, 32))
 
 @gluon.jit
 def splat(pairs):
-    """The two numbers of 16-bit pairs, each doubled: for rows r and r + 8."""
+    """The two values of 16-bit pairs, each doubled: for rows r and r + 8."""
     return gl.inline_asm_elementwise(
         _SPLAT, _TWO, [pairs], dtype=(gl.int32, gl.int32), is_pure=True, pack=1
     )

@@ -17,25 +17,27 @@ from llmpq.kernels.gemm.ranking.machine import Machine
 from llmpq.kernels.gemm.ranking.predict import Product, resident, step_time
 
 FEW_ROWS = 8
-"""Most rows of x that `rows_kernel` multiplies."""
+"""Most rows of x that `gemv_kernel` multiplies."""
 FEW_ROWS_OF = {"bf16 zeros": 2}
 """The same of 4-bit weights whose tiles have times of their own: the few rows' kernel, which has
 float16's, would be expected too fast (timed in layers, H100)."""
 TILE_ROWS = 256
-"""Most rows of x for `tile_kernel`: past them each tile of w is unpacked many times."""
+"""Most rows of x for `splitk_gemm_kernel`: past them each tile of w is unpacked many times."""
 GLUON_FROM = 33
-"""Fewest rows of x for `gluon_kernel`."""
+"""Fewest rows of x for `wgmma_gemm_kernel`."""
 GLUON_CAPABILITY = (9, 0)
 """The compute capability that it is written for."""
 MOST_TILES = 24
-"""Of `gluon_kernel` a program: past them the largest tiles are the fastest."""
+"""Of `wgmma_gemm_kernel` a program: past them the largest tiles are the fastest."""
 
-ROWS_FORMS = {bits: [Config(kernel="rows", warps=w, depth=d) for w, d in forms] for bits, forms in (
+ROWS_FORMS = {bits: [Config(kernel="gemv", warps=w, depth=d) for w, d in forms] for bits, forms in (
     (4, ((4, 4), (4, 6), (4, 12), (8, 4))),
     (8, ((4, 2), (4, 4), (4, 6), (8, 2), (8, 4))),
 )}  # fmt: skip
 TILE_FORMS = tuple(
-    Config(kernel="tile", warps=warps, bm=bm, depth=depth, stages=stages, registers=registers)
+    Config(
+        kernel="splitk_gemm", warps=warps, bm=bm, depth=depth, stages=stages, registers=registers
+    )
     for warps, bm, depth, stages, registers in (
         (4, 16, 1, 1, None),
         (4, 16, 2, 1, None),
@@ -53,15 +55,15 @@ TILE_FORMS = tuple(
     )
 )
 GLUON_FORMS = (
-    Config(kernel="gluon", bm=64, stages=8),
-    Config(kernel="gluon", bm=64, stages=8, warpgroups=3),
-    Config(kernel="gluon", bm=96, stages=7),
-    Config(kernel="gluon", bm=128, stages=6, asker=True),
-    Config(kernel="gluon", bm=128, stages=6),
-    Config(kernel="gluon", bm=128, stages=5, warpgroups=3),
-    Config(kernel="gluon", bm=160, stages=8),
-    Config(kernel="gluon", bm=192, stages=7),
-    Config(kernel="gluon", bm=256, stages=5),
+    Config(kernel="wgmma_gemm", bm=64, stages=8),
+    Config(kernel="wgmma_gemm", bm=64, stages=8, warpgroups=3),
+    Config(kernel="wgmma_gemm", bm=96, stages=7),
+    Config(kernel="wgmma_gemm", bm=128, stages=6, asker=True),
+    Config(kernel="wgmma_gemm", bm=128, stages=6),
+    Config(kernel="wgmma_gemm", bm=128, stages=5, warpgroups=3),
+    Config(kernel="wgmma_gemm", bm=160, stages=8),
+    Config(kernel="wgmma_gemm", bm=192, stages=7),
+    Config(kernel="wgmma_gemm", bm=256, stages=5),
 )
 
 

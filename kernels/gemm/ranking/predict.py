@@ -97,13 +97,13 @@ class Work:
 
 def form_key(config: Config, bits: int) -> str:
     """Return the name of a configuration's form in `step_times.json`."""
-    if config.kernel == "rows":
-        return f"rows w{bits} {config.warps} warps, {config.depth} ahead"
-    if config.kernel == "gluon":
-        name = f"gluon w{bits} {config.warpgroups}x{64 * config.blocks}x{config.bm} "
+    if config.kernel == "gemv":
+        return f"gemv w{bits} {config.warps} warps, {config.depth} ahead"
+    if config.kernel == "wgmma_gemm":
+        name = f"wgmma_gemm w{bits} {config.warpgroups}x{64 * config.blocks}x{config.bm} "
         name += f"{config.stages} stages" + (", asker" if config.asker else "")
         return name + (f", {config.registers} registers" if config.registers else "")
-    name = f"tile w{bits} {config.warps}x{BLOCK_ROWS * config.blocks}x{config.bm} "
+    name = f"splitk_gemm w{bits} {config.warps}x{BLOCK_ROWS * config.blocks}x{config.bm} "
     name += f"{config.depth} ahead" if config.stages == 1 else f"{config.stages} stages"
     return name + (f", {config.registers} registers" if config.registers else "")
 
@@ -139,7 +139,7 @@ def shared_estimate(config: Config, bits: int, machine: Machine) -> int:
 
     Other than Hopper's, tensor cores take w from where a warp's lanes have exchanged it.
     """
-    if config.kernel == "rows":
+    if config.kernel == "gemv":
         return 1024 * config.warps
     x = config.bm * GROUP * 2
     rows = BLOCK_ROWS * config.blocks * config.warps
@@ -154,9 +154,9 @@ def shared_estimate(config: Config, bits: int, machine: Machine) -> int:
 def work(config: Config, product: Product, machine: Machine, residents: int) -> Work:
     """Count what a configuration makes of a product."""
     groups, rows = product.groups, product.rows
-    if config.kernel == "gluon":
+    if config.kernel == "wgmma_gemm":
         return _gluon_work(config, product, machine)
-    if config.kernel == "rows":
+    if config.kernel == "gemv":
         programs = -(-product.n // (BLOCK_ROWS * config.blocks))
         steps = -(-groups // config.warps)
         l2_bytes = float(programs * product.k * 2 * 8)
@@ -199,24 +199,24 @@ def _gluon_work(config: Config, product: Product, machine: Machine) -> Work:
 
 
 def past_the_end(config: Config, rows: int) -> float:
-    """Return what a step of `gluon_kernel` takes longer for rows that TMA fills with zeros.
+    """Return what a step of `wgmma_gemm_kernel` takes longer for rows that TMA fills with zeros.
 
     Of one tile with 96 rows of 128: up to a fifth in two warpgroups, nothing in three (H200).
     """
-    if config.kernel != "gluon" or config.warpgroups > 2 or rows >= config.bm:
+    if config.kernel != "wgmma_gemm" or config.warpgroups > 2 or rows >= config.bm:
         return 1.0
     return 1 + PAST_ROWS * (1 - rows / config.bm)
 
 
 def expected_us(config: Config, product: Product, machine: Machine) -> float:
     """Return the microseconds that the model expects; infinite where a form does not fit."""
-    if config.kernel == "dense":
+    if config.kernel == "dequantize":
         return dense_us(product, machine)
     time = step_time(config, product.bits, product.form)
     if time is None:
         return math.inf
     residents = 1
-    if config.kernel != "gluon":
+    if config.kernel != "wgmma_gemm":
         residents = resident(config, product, machine, time.of(product.form))
         if residents == 0:
             return math.inf
@@ -233,7 +233,7 @@ def bounds_us(
     slower_us = _slower_us(config, machine)
     step_us, share_us = time.step_us * clock + slower_us, time.share_us * clock + slower_us
     sharing_us = 0.0
-    if config.kernel == "gluon":
+    if config.kernel == "wgmma_gemm":
         step_us *= past_the_end(config, product.rows)
         issue_us = made.issued * step_us + made.turns * time.start_us * clock
         latency_us = 0.0
@@ -243,17 +243,17 @@ def bounds_us(
             sharing_us += c["sharer_us"] * max(0.0, made.sharers - 1) * one / 65536
             sharing_us *= clock
         sharing_us += made.again_bytes / (machine.bandwidth * c["again_rate"]) * 1e6
-        launch_us = c["gluon_launch_us"]
-        read = c["gluon_read"]
+        launch_us = c["wgmma_launch_us"]
+        read = c["wgmma_read"]
     else:
-        more = 1 + c["rows_more"] * (product.rows - 1) if config.kernel == "rows" else 1.0
+        more = 1 + c["gemv_more"] * (product.rows - 1) if config.kernel == "gemv" else 1.0
         latency_us = made.turns * (time.start_us * clock + made.steps * step_us * more)
         issue_us = made.issued * share_us * more
         sharing_us = c["split_us"] if config.split > 1 else 0.0
-        launch_us, read = c["rows_launch_us" if config.kernel == "rows" else "launch_us"], 1.0
+        launch_us, read = c["gemv_launch_us" if config.kernel == "gemv" else "launch_us"], 1.0
     memory_us = product.moved_bytes / (machine.bandwidth * read) * 1e6
     scale = machine.multiprocessors * machine.clock_hz
-    l2_rate = c["gluon_l2" if config.kernel == "gluon" else "l2"]
+    l2_rate = c["wgmma_l2" if config.kernel == "wgmma_gemm" else "l2"]
     scale /= REFERENCE.multiprocessors * REFERENCE.clock_hz
     parts = (latency_us, issue_us, memory_us, 1e6 * made.l2_bytes / (l2_rate * scale))
     return launch_us + sum(p**SHARPNESS for p in parts) ** (1 / SHARPNESS) + sharing_us
@@ -261,9 +261,9 @@ def bounds_us(
 
 def _slower_us(config: Config, machine: Machine) -> float:
     """Return what a k-group's products take longer than on the reference machine."""
-    if config.kernel == "rows":
+    if config.kernel == "gemv":
         flops = 2 * BLOCK_ROWS * config.blocks * config.warps * 8 * GROUP
-    elif config.kernel == "gluon":
+    elif config.kernel == "wgmma_gemm":
         flops = 2 * tile_rows(config) * config.bm * GROUP
     else:
         flops = 2 * BLOCK_ROWS * config.blocks * config.warps * config.bm * GROUP

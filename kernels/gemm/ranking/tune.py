@@ -50,7 +50,7 @@ def ranked(product: Product, machine: Machine, *, few: int = FEW) -> list[Config
     times = {c: expected_us(c, product, machine) for c in candidates(product, machine)}
     order = sorted(times, key=lambda config: times[config])
     found = [c for c in order if times[c] <= NEAR * times[order[0]]][:few]
-    plain = (c for c in found if c.kernel == "tile" and c.stages == 1 and c.bm <= RING_ROWS)
+    plain = (c for c in found if c.kernel == "splitk_gemm" and c.stages == 1 and c.bm <= RING_ROWS)
     rings = (replace(c, x_stages=3, registers=None) for c in plain)
     return found + list(dict.fromkeys(rings))[: few // 2]
 

@@ -1,1 +1,1 @@
-"""Operands that are numbers times scales: codes in small groups and codes of a table."""
+"""Operands that are values times scales: codes in small groups and codes of a table."""

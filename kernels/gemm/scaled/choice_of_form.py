@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from llmpq.kernels.formats.codebook_weight import Codebook, CodebookWeight
 from llmpq.kernels.formats.quantized_weight import QuantizedWeight
-from llmpq.kernels.formats.table_weight import TableWeight, Values
 from llmpq.kernels.formats.weight_layout import BLOCK_ROWS, GROUP
 from llmpq.kernels.gemm.config import DENSE, Config, ProductPlan
 from llmpq.kernels.gemm.gluon.gluon_plan import tile_rows
@@ -27,8 +27,8 @@ MOST_OF_HEAVY = 192
 WGMMA_ROWS = 64
 """Rows of x above which Gluon's programs hide looking up better (H200: 2048 x 11008, 128 rows, NF4
 23.7 us, in tiles 32.1)."""
-BROAD = Config(kernel="gluon", bm=256, stages=5, cut=1)
-NARROW = Config(kernel="gluon", bm=128, stages=6, cut=1)
+BROAD = Config(kernel="wgmma_gemm", bm=256, stages=5, cut=1)
+NARROW = Config(kernel="wgmma_gemm", bm=128, stages=6, cut=1)
 
 
 def for_form(plan: ProductPlan, q: Coded, rows: int) -> ProductPlan:
@@ -36,15 +36,15 @@ def for_form(plan: ProductPlan, q: Coded, rows: int) -> ProductPlan:
     config = plan.config
     if config.scale_w:
         config = replace(config, scale_w=False)
-    if config.kernel == "gluon":
+    if config.kernel == "wgmma_gemm":
         config = _gluon(config, q, rows)
-    elif config.kernel == "tile" and rows > WGMMA_ROWS and _looks_up(q) and _on_hopper(q):
+    elif config.kernel == "splitk_gemm" and rows > WGMMA_ROWS and _looks_up(q) and _on_hopper(q):
         config = NARROW
     return replace(plan, config=config)
 
 
 def _looks_up(q: Coded) -> bool:
-    return isinstance(q, TableWeight) and q.values is not Values.E2M1
+    return isinstance(q, CodebookWeight) and q.codebook is not Codebook.E2M1
 
 
 def _on_hopper(q: Coded) -> bool:
@@ -57,7 +57,7 @@ def is_narrow(plan: ProductPlan, q: Coded) -> bool:
     H200, 2048 x 11008, one row and eight: MXFP4 12.2 and 7.8 us, IQ4 22.1 and 11.9.
     """
     programs = q.out_features // (BLOCK_ROWS * plan.config.blocks)
-    return plan.config.kernel == "rows" and programs < multiprocessors(q.device)
+    return plan.config.kernel == "gemv" and programs < multiprocessors(q.device)
 
 
 def _gluon(config: Config, q: Coded, rows: int) -> Config:
@@ -88,4 +88,4 @@ def _tile(q: Coded, rows: int) -> Config:
     tiles = -(-rows // bm) * -(-q.out_features // 64)
     split = PROGRAMS * multiprocessors(q.device) // tiles
     groups = -(-q.in_features // GROUP)
-    return Config(kernel="tile", bm=bm, stages=3, split=max(1, min(groups // 3, split)))
+    return Config(kernel="splitk_gemm", bm=bm, stages=3, split=max(1, min(groups // 3, split)))

@@ -1,11 +1,11 @@
-"""Assembly texts that turn words of codes in small groups or of a table into scaled numbers.
+"""Assembly texts that turn words of codes in small groups or of a table into scaled values.
 
     linear     code - zero by the magic numbers of unpack_assembly.py; exact, rounded once where the
-               zero is no whole number
+               zero is not an integer
     lookup     a number of 16 is found by bytes: two permutations pick from the lower and the upper
-               eight entries, the code's top bit chooses (bits lie as formats/table_weight.py says)
+               eight entries, the code's top bit chooses (bits as in formats/codebook_weight.py)
     thirds     the same of 3 bits: three words, sixteen pairs of one half h
-    scaled     times a scale of r3, rounded once; of a table in bfloat16 times a pair of numbers
+    scaled     times a scale of r3, rounded once; of a table in bfloat16 times a pair of values
                whose sum is the float16 scale
 
 A text makes four codes of a half h of a word, (r3, k0); `word_assembly` both halves. Of 3 bits it
@@ -18,14 +18,14 @@ import functools
 import re
 import struct
 
-from llmpq.kernels.formats.table_weight import Values
+from llmpq.kernels.formats.codebook_weight import Codebook
 from llmpq.kernels.gemm.unpack_assembly import last_pair, pick
 
 _MAGIC = {"f16": "0x64006400", "bf16": "0x43004300"}
 
 
 def lookup_assembly(table: tuple[float, ...], kind: str, half: int, *, scaled: bool = False) -> str:
-    """Return the text that makes four codes of a word's half h numbers: outputs (r3, k0).
+    """Return the text that makes four codes of a word's half h values: outputs (r3, k0).
 
     `kind`: "f16" or "bf16". `scaled`: operands behind the word are scales of r3 = 0 and 1, and of
     bfloat16 what these lack of the float16 that they were.
@@ -67,7 +67,7 @@ def linear_assembly(
 
     Operands: words (8 bits: high and low plane), then, not symmetric, zeros of r3 = 0 and 1, then,
     `scaled`, scales.
-    Code and zero are exact, their difference is rounded where the zero is no whole number.
+    Code and zero are exact, their difference is rounded where the zero is not an integer.
     """
     magic, z = _MAGIC[kind], 2 ** (bits - 1) if symmetric else 0
     body = "mov.b32 k, 0x3f803f80;mov.b32 o, 0xbf80bf80;"
@@ -112,7 +112,7 @@ def linear_assembly(
 
 @functools.cache
 def thirds_assembly(kind: str, symmetric: bool, shares: int) -> str:
-    """Return the text that makes the 32 codes of three words scaled numbers: (jj, k3, r3, k0).
+    """Return the text that makes the 32 codes of three words scaled values: (jj, k3, r3, k0).
 
     `shares`: groups of a half h (64 k). Operands: words, then, not symmetric, zeros by (share, r3),
     then scales.
@@ -152,7 +152,7 @@ def _pair(value: float) -> int:
 
 @functools.cache
 def word_assembly(form: str, bits: int, kind: str, symmetric: bool, parts: int) -> str:
-    """Return the text that makes eight codes of a lane's word scaled numbers: (h, r3, k0).
+    """Return the text that makes eight codes of a lane's word scaled values: (h, r3, k0).
 
     Operands: words, then of each half h what `linear_assembly` and `lookup_assembly` take. 3 bits
     in `parts` of a k-group: `thirds_assembly`.
@@ -165,7 +165,7 @@ def word_assembly(form: str, bits: int, kind: str, symmetric: bool, parts: int) 
             text = linear_assembly(bits, kind, half, symmetric, scaled=True)
             more = 2 if symmetric else 4
         else:
-            text = lookup_assembly(Values(form).table, kind, half, scaled=True)
+            text = lookup_assembly(Codebook(form).values, kind, half, scaled=True)
             more, words = 2 if kind == "f16" else 4, 1
         place = {i: 4 * half + i for i in range(4)}
         place |= {4 + i: 8 + i for i in range(words)}
@@ -186,4 +186,4 @@ SUMS = (
     )
     + "}"
 )
-"""Float16 pairs to bfloat16 numbers of r3 = 0 and 1, doubled, and what these lack."""
+"""Float16 pairs to bfloat16 values of r3 = 0 and 1, doubled, and what these lack."""

@@ -5,12 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from llmpq.kernels.formats.codebook_weight import Codebook, CodebookWeight
 from llmpq.kernels.formats.quantized_weight import QuantizedWeight
-from llmpq.kernels.formats.table_weight import TableWeight, Values
 from llmpq.kernels.formats.weight_layout import GROUP
 from llmpq.kernels.gemm.scaled.code_assembly import word_assembly
 
-Coded = QuantizedWeight | TableWeight
+Coded = QuantizedWeight | CodebookWeight
 Constants = dict[str, int | bool | str]
 
 
@@ -18,13 +18,13 @@ def form_of(q: Coded) -> str:
     """Return the form by scaled_operand.py's name; "" of integers with one scale a k-group."""
     if isinstance(q, QuantizedWeight):
         return "parts" if q.group_size not in (None, GROUP) else ""
-    if q.values is not Values.E2M1:
-        return q.values.value
+    if q.codebook is not Codebook.E2M1:
+        return q.codebook.value
     return "e2m1" if q.is_mxfp4 else "nvfp4"
 
 
 def form_constants(q: Coded, dtype: torch.dtype) -> Constants:
-    """Return the constants of rows_kernel.py and tile_kernel.py that a weight decides."""
+    """Return the constants of gemv.py and splitk_gemm.py that a weight decides."""
     form, bits = form_of(q), q.bits
     symmetric = q.symmetric if isinstance(q, QuantizedWeight) else True
     floats = form in ("e2m1", "nvfp4")

@@ -1,7 +1,7 @@
-"""Words to operands that are numbers times scales, in registers: what rows_kernel.py and
-tile_kernel.py multiply where a k-group of a row has more scales than one, or codes of a table.
+"""Words to operands that are values times scales, in registers: what gemv.py and
+splitk_gemm.py multiply where a k-group of a row has more scales than one, or codes of a table.
 
-    FORM     numbers                                     scales
+    FORM     values                                     scales
     parts    code - zero of 3, 4 or 8 bits               GROUPED of a k-group, in x's dtype
     nf4 ...  of a table, in x's dtype                    GROUPED of a k-group, float16
     e2m1     E2M1                                        4 exponents (MXFP4)
@@ -19,7 +19,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from llmpq.kernels.formats.table_weight import Values
+from llmpq.kernels.formats.codebook_weight import Codebook
 from llmpq.kernels.gemm.float_codes.e2m1_operand import (
     NVFP4_SHARE,
     _spread_parts,
@@ -32,7 +32,7 @@ from llmpq.kernels.gemm.packed_operands import load_words, pair_floats, placed
 from llmpq.kernels.gemm.scaled.code_assembly import SUMS
 from llmpq.kernels.gemm.unpack_shifts import interpret3, join8, join32
 
-NF4, FP4, IQ4 = (tl.constexpr(v.table) for v in (Values.NF4, Values.FP4, Values.IQ4))
+NF4, FP4, IQ4 = (tl.constexpr(v.values) for v in (Codebook.NF4, Codebook.FP4, Codebook.IQ4))
 SHARE = tl.constexpr(NVFP4_SHARE)
 _SPLAT = tl.constexpr("prmt.b32 $0, $2, $2, 0x1010;prmt.b32 $1, $2, $2, 0x3232;")
 _SUMS = tl.constexpr(SUMS)
@@ -91,7 +91,7 @@ def load_scaled(
 
 @triton.jit
 def _each(pairs, SUM: tl.constexpr, DT: tl.constexpr, INTERPRET: tl.constexpr):
-    """The two numbers of 32-bit pairs, each doubled; SUM: of float16, as sums in bfloat16."""
+    """The two values of 32-bit pairs, each doubled; SUM: of float16, as sums in bfloat16."""
     if INTERPRET:
         return pair_floats(pairs, DT)
     elif SUM:
@@ -175,7 +175,7 @@ def _made(
     GROUPED: tl.constexpr, SYMMETRIC: tl.constexpr, DT: tl.constexpr, BH: tl.constexpr,
     WM: tl.constexpr, INTERPRET: tl.constexpr,
 ):  # fmt: skip
-    """Eight scaled numbers (h, r3, k0) of every word."""
+    """Eight scaled values (h, r3, k0) of every word."""
     TABLE: tl.constexpr = FORM != "parts"
     SUM: tl.constexpr = TABLE and DT == tl.bfloat16
     SDT: tl.constexpr = tl.float16 if TABLE else DT
@@ -233,7 +233,7 @@ def _thirds(
     words, scales, zeros, ASM: tl.constexpr, PARTS: tl.constexpr, SYMMETRIC: tl.constexpr,
     DT: tl.constexpr, BH: tl.constexpr, WM: tl.constexpr, INTERPRET: tl.constexpr,
 ):  # fmt: skip
-    """32 scaled numbers (jj, k3, r3, k0) of every three words."""
+    """32 scaled values (jj, k3, r3, k0) of every three words."""
     s = _of_thirds(scales, PARTS, DT, BH, WM, INTERPRET)
     z = ()
     if not SYMMETRIC:

@@ -14,7 +14,7 @@ from torch import Tensor
 from llmpq.kernels.formats.kv_block import KVFormat
 from llmpq.kernels.kv.reference import ScoreRule
 from llmpq.kernels.kv.storage import KVLayer
-from llmpq.kernels.native.library import NUMBERS, address, call, library
+from llmpq.kernels.native.library import DTYPE_CODES, address, call, library
 from llmpq.sizes.kv_format import HOLDBACK_TOKENS, RING_TOKENS
 
 _MOST_CHANNELS = 256
@@ -27,7 +27,7 @@ def native_takes(fmt: KVFormat, layer: KVLayer, q: Tensor) -> bool:
     return (
         q.device.type == "cpu"
         and q.dtype == layer.k_ring_SGRD.dtype
-        and q.dtype in NUMBERS
+        and q.dtype in DTYPE_CODES
         and (words == 2 or (words > 0 and words % 4 == 0))
         and fmt.channels <= _MOST_CHANNELS
         and library() is not None
@@ -72,6 +72,6 @@ def attend_packed(
         *(address(q_BHD), address(out_BHD), ctypes.addressof(addresses), address(table_SN)),
         *(address(slots_B), address(last_B), ctypes.addressof(packed_sizes)),
         *(ctypes.addressof(factors), address(slopes), address(sinks)),
-        *(fmt.bits, NUMBERS[q_BHD.dtype], torch.get_num_threads()),
+        *(fmt.bits, DTYPE_CODES[q_BHD.dtype], torch.get_num_threads()),
     )
     return out_BHD

@@ -1,7 +1,7 @@
 """A mixture's experts on a GPU: all of a layer in two products, nothing asked of the device.
 
     weight, expert [T, k]    the router's               kernels/fused/route.py, norm_route.py
-    sent                     pairs sorted by expert     kernels/gemm/experts/expert_stack.py
+    dispatch                     pairs sorted by expert     kernels/gemm/experts/expert_stack.py
     hidden [C, F]            act(gate_up of every pair)
     y [T, k, h]              down, each pair back at its own number
     sum_j weight[t, j] y[t, j]  kernels/fused/weighted_sum.py, which adds the residual stream too
@@ -24,7 +24,7 @@ from llmpq.kernels.fused import gated_mlp, norm_route, route
 from llmpq.kernels.fused.rms_norm import MAX_COLUMNS, rms_norm
 from llmpq.kernels.fused.route import RouterRule
 from llmpq.kernels.fused.weighted_sum import weighted_sum
-from llmpq.kernels.gemm.experts.expert_sent import Sent, assign
+from llmpq.kernels.gemm.experts.expert_dispatch import ExpertDispatch, assign
 from llmpq.kernels.gemm.experts.expert_stack import ExpertStack, stackable
 from llmpq.kernels.gemm.experts.gated import GateRule
 from llmpq.runtime.models.experts import Routing, SparseMLP
@@ -129,7 +129,7 @@ class Sending:
 
     x_Th: Tensor
     weight_Tk: Tensor
-    sent: Sent
+    dispatch: ExpertDispatch
 
 
 def send(routing: Routing, x_Th: Tensor) -> Sending:
@@ -181,14 +181,14 @@ class GroupedMLP(SparseMLP):
         parts = ((first.gate_up, self._up), (first.down, self._down))
         return any(part.weight is not s.first or part._forward_pre_hooks for part, s in parts)
 
-    def _hidden(self, x_Th: Tensor, sent: Sent) -> Tensor:
+    def _hidden(self, x_Th: Tensor, dispatch: ExpertDispatch) -> Tensor:
         """Return act(gate) * up of every pair [C, F], gated in the product where it can be."""
         gate = self.experts[0].gate
         assert not isinstance(gate, (Tensor, nn.Module))
-        if self._up.gates(x_Th, sent):
+        if self._up.gates(x_Th, dispatch):
             made = GateRule(gate.activation, gate.limit, gate.slope)
-            return self._up.product(x_Th, sent, gate=made)
-        wide = self._up.product(x_Th, sent)
+            return self._up.product(x_Th, dispatch, gate=made)
+        wide = self._up.product(x_Th, dispatch)
         return gated_mlp.gate_mul(wide, gate.activation, limit=gate.limit, slope=gate.slope)
 
     def forward(self, x_BQh: Tensor) -> Tensor:
@@ -208,8 +208,8 @@ class GroupedMLP(SparseMLP):
         return made.view(residual_BQh.shape)
 
     def _summed(self, rows: Sending, residual_Th: Tensor | None) -> Tensor:
-        hidden_CF = self._hidden(rows.x_Th, rows.sent)
-        y_Ch = self._down.product(hidden_CF, rows.sent, back=True)
+        hidden_CF = self._hidden(rows.x_Th, rows.dispatch)
+        y_Ch = self._down.product(hidden_CF, rows.dispatch, back=True)
         y_Th = weighted_sum(rows.weight_Tk, y_Ch, residual_Th)
         if self.shared is not None:
             y_Th.add_(self.shared(rows.x_Th))

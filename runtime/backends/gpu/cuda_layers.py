@@ -30,7 +30,7 @@ from llmpq.kernels.fused import layer_norm as fused_layer_norm
 from llmpq.kernels.fused import rope_append as fused_rope
 from llmpq.kernels.kv import plain_attend
 from llmpq.kernels.kv.prompt_attend import causal_attend
-from llmpq.kernels.linear import Fp8Weight, QuantizedWeight, TableWeight, linear
+from llmpq.kernels.linear import CodebookWeight, Fp8Weight, QuantizedWeight, linear
 from llmpq.runtime.backends.gpu import cuda_atom_layers, cuda_experts, cuda_rules
 from llmpq.runtime.backends.gpu.cuda_norms import added_behind, late_norms, norm, norm_heads
 from llmpq.runtime.cache.device_pages import GpuPagedKVBase
@@ -214,7 +214,7 @@ def product(
     """
     if residual is not None and type(part) is Linear and not part._forward_pre_hooks:
         weight = part.weight
-        if isinstance(weight, (QuantizedWeight, Fp8Weight, TableWeight)):
+        if isinstance(weight, (QuantizedWeight, Fp8Weight, CodebookWeight)):
             return linear(x, weight, part.bias, residual, into_residual=into_residual)
         dense = _dense(part)
         if dense is not None and (part.bias is None or not with_bias):

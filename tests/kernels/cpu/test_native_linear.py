@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from llmpq.kernels.cpu.native_linear import dequantize_rows, few_rows
+from llmpq.kernels.cpu.native_linear import dequantize_rows, multiply_packed
 from llmpq.kernels.formats.quantized_weight import native_layout
 from llmpq.kernels.formats.round_to_nearest import quantize_weight
 from llmpq.kernels.formats.weight_layout import GROUP, NATIVE, Layout
@@ -60,7 +60,7 @@ def test_few_rows_equal_their_twin_on_odd_shapes(level, dtype):
         for m in (1, 2, 7, 13):
             x, bias = torch.randn(m, k).to(dtype), torch.randn(n).to(dtype)
             exact = linear_reference(x, q, bias, exact=True)
-            y = few_rows(x, q, bias)
+            y = multiply_packed(x, q, bias)
             assert y.dtype == dtype
             error = relative_error(y, exact)
             assert error < TOLERANCE[dtype], (bits, group, symmetric, n, k, m)
@@ -79,13 +79,13 @@ def test_rows_in_eight_bits_equal_their_twin_on_odd_shapes(level, dtype):
             x[0] *= 1 if m == 1 else 1 / 8
             assert (rounded_to_bytes(x) - x).abs().max() < 1e-6
             exact = linear_reference(x, q, bias, exact=True)
-            error = relative_error(few_rows(x, q, bias), exact)
+            error = relative_error(multiply_packed(x, q, bias), exact)
             assert error < TOLERANCE[dtype], (bits, group, symmetric, n, k, m)
     x = torch.randn(5, 2176)
     for bits in (3, 4, 8):
         q = replace(_weight(65, 2176, bits, 128, False, torch.float32), activation_bits=8)
         twin = linear_reference(rounded_to_bytes(x), q, exact=True)
-        off = relative_error(few_rows(x, q, None), twin)
+        off = relative_error(multiply_packed(x, q, None), twin)
         lost = relative_error(linear_reference(x, q, exact=True), twin)
         assert off < 2e-4 and off < lost / 10 and 2e-3 < lost < 2e-2, (bits, off, lost)
 
@@ -175,11 +175,11 @@ def test_large_and_small_numbers_in_one_group_keep_their_bits(level):
     x = torch.full((1, 128), 0.5)
     x[0, 7] = 1000
     exact = linear_reference(x.bfloat16(), q, exact=True)
-    assert relative_error(few_rows(x.bfloat16(), q, None), exact) < TOLERANCE[torch.bfloat16]
+    assert relative_error(multiply_packed(x.bfloat16(), q, None), exact) < TOLERANCE[torch.bfloat16]
     for dtype in (torch.bfloat16, torch.float32):
-        assert not few_rows(torch.zeros(2, 128, dtype=dtype), q, None).any()
+        assert not multiply_packed(torch.zeros(2, 128, dtype=dtype), q, None).any()
     tiny = torch.full((1, 128), 1e-38).bfloat16()
-    assert torch.isfinite(few_rows(tiny, q, None)).all()
+    assert torch.isfinite(multiply_packed(tiny, q, None)).all()
 
 
 @pytest.mark.parametrize("bits", [3, 4, 8])
@@ -191,7 +191,7 @@ def test_the_largest_numbers_of_a_group_fit_in_two_bytes(level, bits, m):
     x[:, ::128] = 255 / 128
     x[0, 5] = -2
     exact = linear_reference(x, q, exact=True)
-    assert relative_error(few_rows(x, q, None), exact) < TOLERANCE[torch.bfloat16]
+    assert relative_error(multiply_packed(x, q, None), exact) < TOLERANCE[torch.bfloat16]
 
 
 @pytest.mark.parametrize("m", [2, 40])
@@ -209,8 +209,8 @@ def test_what_is_not_finite_is_seen(level, wrong, dtype, m):
 def test_rows_with_gaps_and_no_rows(level):
     q = _weight(64, 256, 4, 128, False, torch.float32)
     x = torch.randn(3, 512)[:, ::2]
-    assert relative_error(few_rows(x, q, None), linear_reference(x, q, exact=True)) < 2e-6
-    assert few_rows(torch.empty(0, 256), q, None).shape == (0, 64)
+    assert relative_error(multiply_packed(x, q, None), linear_reference(x, q, exact=True)) < 2e-6
+    assert multiply_packed(torch.empty(0, 256), q, None).shape == (0, 64)
 
 
 @pytest.mark.parametrize("layout", NATIVE)

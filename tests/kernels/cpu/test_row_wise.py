@@ -1,4 +1,4 @@
-"""Norms, gates and turns by our own code, at every level of instructions, against torch's."""
+"""Norms, gates and rotary positions by our own code at every level, against torch's."""
 
 import pytest
 import torch
@@ -57,17 +57,17 @@ def test_gates(level, dtype, shape):
 @pytest.mark.parametrize(
     "batch, q_len, heads, dim", [(1, 1, 40, 64), (3, 1, 5, 34), (2, 7, 3, 128)]
 )
-def test_turns(level, dtype, batch, q_len, heads, dim, alike):
+def test_rotary_positions(level, dtype, batch, q_len, heads, dim, alike):
     torch.manual_seed(0)
     whole = torch.randn(batch, q_len, heads + 2, dim).to(dtype)
     x = whole[:, :, :heads]
     angle = torch.randn(1 if alike else batch, q_len, 1, dim // 2)
     cos, sin = angle.cos().to(dtype), angle.sin().to(dtype)
-    assert row_wise.turns(x, cos)
+    assert row_wise.can_rotate(x, cos)
     first, second = x.chunk(2, dim=-1)
     low = (first * cos).addcmul_(second, sin, value=-1)
     high = (second * cos).addcmul_(first, sin)
-    y, want = row_wise.turn(x, cos, sin), torch.cat((low, high), dim=-1)
+    y, want = row_wise.rotate(x, cos, sin), torch.cat((low, high), dim=-1)
     step = {torch.float32: 1e-6, torch.bfloat16: 2**-7, torch.float16: 2**-10}[dtype]
     assert (y.float() - want.float()).abs().max() <= step * want.float().abs().max()
     assert dtype == torch.float32 or (y != want).float().mean() < 0.02
@@ -75,10 +75,10 @@ def test_turns(level, dtype, batch, q_len, heads, dim, alike):
 
 def test_what_is_not_taken():
     x, cos = torch.randn(2, 3, 4, 8), torch.randn(2, 3, 1, 4)
-    assert row_wise.turns(x, cos)
-    assert not row_wise.turns(x, cos[..., :2].contiguous())  # a part of each head
-    assert not row_wise.turns(x, cos[:, :1].contiguous())  # the same angles for all tokens
-    assert not row_wise.turns(x.transpose(2, 3), torch.randn(2, 3, 1, 2))
-    assert not row_wise.turns(x.bfloat16(), cos)
+    assert row_wise.can_rotate(x, cos)
+    assert not row_wise.can_rotate(x, cos[..., :2].contiguous())  # a part of each head
+    assert not row_wise.can_rotate(x, cos[:, :1].contiguous())  # the same angles for all tokens
+    assert not row_wise.can_rotate(x.transpose(2, 3), torch.randn(2, 3, 1, 2))
+    assert not row_wise.can_rotate(x.bfloat16(), cos)
     assert not row_wise.takes(x.requires_grad_())
     assert not row_wise.takes(torch.ones(2, dtype=torch.float64))

@@ -192,7 +192,7 @@ def test_a_layer_counts_its_channel_orders() -> None:
     [
         ({"weight_bits": 5}, "weight bits: got 5"),
         ({"group_size": 100}, "group size: got 100"),
-        ({"number": "e2m1", "weight_bits": 8}, "e2m1 numbers have 4 bits"),
+        ({"number": "e2m1", "weight_bits": 8}, "e2m1 values have 4 bits"),
         ({"activation_clip": 0.0}, "clips in"),
     ],
 )

@@ -160,7 +160,7 @@ def test_layouts_agree_and_cpu_ones_are_chosen():
         _, _, rows = _weight(80, 256, bits, layout=Layout.ROWS, dtype=torch.bfloat16)
         _, _, fragment = _weight(80, 256, bits, layout=Layout.FRAGMENT, dtype=torch.bfloat16)
         _, _, best = _weight(80, 256, bits, dtype=torch.bfloat16)
-        assert best.layout is best_layout(torch.device("cpu"), bits, 80, torch.bfloat16)
+        assert best.layout is best_layout(torch.device("cpu"), torch.bfloat16)
         for other in (fragment, best):
             assert torch.equal(other.codes(), rows.codes())
             assert torch.equal(other.dequantize(torch.float32), rows.dequantize(torch.float32))

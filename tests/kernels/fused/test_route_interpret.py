@@ -7,7 +7,7 @@ from triton import knobs
 from llmpq.families.common.spec_values import Router
 from llmpq.kernels.fused import norm_route
 from llmpq.kernels.fused.route import fits
-from llmpq.kernels.gemm.experts.expert_sent import assign
+from llmpq.kernels.gemm.experts.expert_dispatch import assign
 from llmpq.runtime.backends.gpu.cuda_experts import _routed, norm_and_send
 from llmpq.runtime.models.experts import Routing
 from llmpq.runtime.models.norms import Norm
@@ -71,10 +71,10 @@ def test_norm_and_choice_together(kind, tokens, monkeypatch):
     want, chosen = routing(rows)
     torch.testing.assert_close(made.x_Th, rows, rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(made.weight_Tk, want, rtol=1e-5, atol=1e-6)
-    sent = assign(chosen, experts)
+    dispatch = assign(chosen, experts)
     for name in ("order_C", "runs_E"):
-        assert torch.equal(getattr(made.sent, name), getattr(sent, name))
-    assert made.sent.per_token == per_token
+        assert torch.equal(getattr(made.dispatch, name), getattr(dispatch, name))
+    assert made.dispatch.per_token == per_token
     assert norm_route.takes(x, experts, rule.groups) == (kind != "odd groups")
 
 

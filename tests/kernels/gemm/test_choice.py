@@ -45,19 +45,19 @@ def test_tuned_tables_parse_and_fit_their_shapes(path):
         assert entry.get("form") in (None, "fp16 zeros", "bf16", "bf16 zeros")
         assert config_entry(config) == entry["config"]
         groups = entry["k"] // 128
-        if config.kernel == "tile":
+        if config.kernel == "splitk_gemm":
             assert entry["n"] % (16 * config.blocks * config.warps) == 0
             assert config.split <= groups // (config.depth if config.stages == 1 else 1)
             assert config.bm >= min(entry["m"], 16) and (
                 config.split == 1 or config.bm >= entry["m"]
             )
-        elif config.kernel == "rows":
+        elif config.kernel == "gemv":
             assert entry["m"] <= 8 and groups % config.warps == 0
 
 
 def test_a_near_measurement_goes_before_the_model(monkeypatch):
     def config(split):
-        return Config(kernel="tile", split=split)
+        return Config(kernel="splitk_gemm", split=split)
 
     key = partial(gemm_config._Key, (9, 0, 132), n=64, k=1024, m=16)
     table = {key(4): config(1), key(4, form="bf16 zeros"): config(2), key(8): config(3)}
@@ -87,14 +87,14 @@ def test_a_near_measurement_goes_before_the_model(monkeypatch):
 
 @pytest.mark.parametrize("more", [{"bm": 224}, {"bm": 160, "blocks": 2}, {"bm": 132}])
 def test_tiles_of_two_parts_that_the_kernel_does_not_know_are_refused(more):
-    assert Config(kernel="gluon", bm=160).bm == 160
+    assert Config(kernel="wgmma_gemm", bm=160).bm == 160
     with pytest.raises(ValueError, match="sum of two"):
-        Config(kernel="gluon", **more)
+        Config(kernel="wgmma_gemm", **more)
 
 
 def test_a_loop_known_to_sum_wrongly_is_refused():
     with pytest.raises(ValueError, match="wrong sums"):
-        Config(kernel="tile", stages=3, scale_w=True)
+        Config(kernel="splitk_gemm", stages=3, scale_w=True)
 
 
 def test_the_custom_op_has_a_fake():

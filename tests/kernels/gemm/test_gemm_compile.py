@@ -8,10 +8,10 @@ import pytest
 from llmpq.kernels.gemm.choice import choose
 from llmpq.kernels.gemm.config import make_plan
 from llmpq.kernels.gemm.dequantize import fragment_dequantize_kernel, rows_dequantize_kernel
+from llmpq.kernels.gemm.gemv import gemv_kernel
 from llmpq.kernels.gemm.ranking.machine import REFERENCE
 from llmpq.kernels.gemm.ranking.predict import Product, shared_estimate
-from llmpq.kernels.gemm.rows_kernel import rows_kernel
-from llmpq.kernels.gemm.tile_kernel import tile_kernel
+from llmpq.kernels.gemm.splitk_gemm import splitk_gemm_kernel
 from reference.cubin import (
     ARCHITECTURES,
     CONSUMER_BLACKWELL,
@@ -65,10 +65,10 @@ def _constants(bits, symmetric, arch):
 @pytest.mark.thin
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 @pytest.mark.parametrize("bits,dtype,symmetric", VARIANTS)
-def test_rows_kernel_compiles(arch, bits, dtype, symmetric):
+def test_gemv_kernel_compiles(arch, bits, dtype, symmetric):
     constants = _constants(bits, symmetric, arch)
     constants |= {"BH": 1, "WM": 4, "STEPS": 3, "D": 2, "XD": 1}
-    made = _compile(rows_kernel, arch, dtype, constants, num_warps=4, num_stages=1)
+    made = _compile(gemv_kernel, arch, dtype, constants, num_warps=4, num_stages=1)
     assert "mma.sync" in made.ptx
 
 
@@ -76,13 +76,13 @@ def test_rows_kernel_compiles(arch, bits, dtype, symmetric):
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 @pytest.mark.parametrize("bits,dtype,symmetric", VARIANTS)
 @pytest.mark.parametrize("stages", [1, 3])
-def test_tile_kernel_compiles(arch, bits, dtype, symmetric, stages):
+def test_splitk_kernel_compiles(arch, bits, dtype, symmetric, stages):
     constants = _constants(bits, symmetric, arch)
     constants |= {"BH": 1, "WM": 4, "BM": 16, "D": 2 if stages == 1 else 1, "STAGES": stages}
     constants |= {"XS": 3 if stages == 1 else 1}
     # Only tuned for Hopper; Triton 3.6 and 3.9 fail to compile it for sm_100.
     constants |= {"SCALE_W": stages == 1 and arch == 90}
-    made = _compile(tile_kernel, arch, dtype, constants, num_warps=4, num_stages=stages)
+    made = _compile(splitk_gemm_kernel, arch, dtype, constants, num_warps=4, num_stages=stages)
     if arch == 90:
         assert "wgmma" in made.ptx
     elif arch < 90:
@@ -103,7 +103,7 @@ def test_every_tile_that_may_be_chosen_compiles_and_fits(arch, share):
     kinds = {}
     for bits, (n, k), rows in product((4, 8), shapes, (1, 4, 16, 32, 48, 64, 96, 128, 200)):
         config = choose(Product(bits, n, k, rows, "bf16 zeros"), machine)
-        if config.kernel == "tile":
+        if config.kernel == "splitk_gemm":
             kinds[bits, replace(config, split=2)] = config
     assert kinds
     every = [*ARCHITECTURES, CONSUMER_BLACKWELL] * 2  # of an architecture's share every second one
@@ -121,7 +121,9 @@ def test_every_tile_that_may_be_chosen_compiles_and_fits(arch, share):
             "XS": config.x_stages,
         }
         options = {"num_warps": config.warps, "num_stages": config.stages}
-        made = _compile(tile_kernel, arch, "bf16", constants, **options, maxnreg=config.registers)
+        made = _compile(
+            splitk_gemm_kernel, arch, "bf16", constants, **options, maxnreg=config.registers
+        )
         assert made.shared_bytes <= shared_estimate(config, bits, machine), config
 
 
@@ -134,7 +136,7 @@ def test_products_in_flight_keep_their_operands(bits, dtype, symmetric, grouped,
     constants = _constants(bits, symmetric, 90) | {"GROUPED": grouped, "SCALE_W": False}
     constants |= {"BH": 1, "WM": 8, "BM": bm, "D": 2 if stages == 1 else 1, "STAGES": stages}
     constants |= {"XS": 3 if stages == 1 and grouped else 1}  # as the launch has them
-    made = _compile(tile_kernel, 90, dtype, constants, num_warps=8, num_stages=stages)
+    made = _compile(splitk_gemm_kernel, 90, dtype, constants, num_warps=8, num_stages=stages)
     code = made.machine_code()
     assert product_loops(code) and overwritten(code) == []
     # The same loop, but with a product left in flight at its end.
@@ -151,9 +153,9 @@ def test_dequantise_compiles(arch):
 
 @pytest.mark.parametrize("bits", [4, pytest.param(8, marks=pytest.mark.seldom)])
 def test_weights_reach_the_tensor_core_without_shared_memory(bits):
-    """The layout's whole point: rows_kernel has no shared-memory load before the final sum."""
+    """The layout's whole point: gemv_kernel has no shared-memory load before the final sum."""
     constants = _constants(bits, True, 90) | {"BH": 1, "WM": 4, "STEPS": 4, "D": 4, "XD": 2}
-    made = _compile(rows_kernel, 90, "fp16", constants, num_warps=4, num_stages=1)
+    made = _compile(gemv_kernel, 90, "fp16", constants, num_warps=4, num_stages=1)
     before_last_product = made.ptx[: made.ptx.rindex("mma.sync")]
     products = made.ptx.count("mma.sync")
     # The scales of four steps may pass through it, one exchange each; words and x do not.

@@ -56,7 +56,7 @@ def test_pipelined_sums_of_one_scale_a_channel(dtype, bm, stages, split):
     q = random_weight(4096, 4096, 4, True, None, dtype, torch.device("cuda"))
     x = torch.randn(bm, 4096, device="cuda").to(dtype)
     exact = linear_reference(x, q, exact=True)
-    config = Config(kernel="tile", warps=8, bm=bm, stages=stages, split=split)
+    config = Config(kernel="splitk_gemm", warps=8, bm=bm, stages=stages, split=split)
     plan = make_plan(config, torch.cuda.get_device_capability())
     assert max(relative_error(linear_gpu.run(plan, x, q), exact) for _ in range(20)) < LIMITS[dtype]
 

@@ -48,10 +48,10 @@ def test_dequantise_matches_its_twin(bits, group):
         )
 
 
-ROWS = Config(kernel="rows", warps=4, depth=2, x_depth=1)
-TILE = Config(kernel="tile", warps=2, depth=2, bm=16, split=2)
-PIPE = Config(kernel="tile", warps=1, blocks=2, bm=8, stages=3, split=3)
-SCALED = Config(kernel="tile", warps=1, blocks=2, depth=1, bm=8, scale_w=True)
+ROWS = Config(kernel="gemv", warps=4, depth=2, x_depth=1)
+TILE = Config(kernel="splitk_gemm", warps=2, depth=2, bm=16, split=2)
+PIPE = Config(kernel="splitk_gemm", warps=1, blocks=2, bm=8, stages=3, split=3)
+SCALED = Config(kernel="splitk_gemm", warps=1, blocks=2, depth=1, bm=8, scale_w=True)
 
 
 CONFIGS = {"rows": ROWS, "tile": TILE, "pipe": PIPE, "scaled": SCALED, "dense": DENSE}
@@ -78,7 +78,7 @@ def test_many_rows_of_x_and_older_tensor_cores():
     q = _weight(64, 256, 4)
     x = _random(20, 256).half()
     exact = linear_reference(x, q, exact=True)
-    config = Config(kernel="tile", warps=2, depth=1, bm=8)
+    config = Config(kernel="splitk_gemm", warps=2, depth=1, bm=8)
     for capability in ((8, 0), (9, 0)):
         y = run(make_plan(config, capability, interpret=True), x, q)
         assert relative_error(y, exact) < TOLERANCE[torch.float16]
@@ -90,7 +90,7 @@ def test_several_tiles_of_x_may_share_their_k_each(stages):
     q = _weight(70, 640, 4)
     x = _random(37, 640).half()
     exact = linear_reference(x, q, exact=True)
-    config = Config(kernel="tile", warps=1, bm=16, depth=1, stages=stages, split=3)
+    config = Config(kernel="splitk_gemm", warps=1, bm=16, depth=1, stages=stages, split=3)
     for _ in range(2):  # counters are left at zero
         y = run(make_plan(config, (9, 0), interpret=True), x, q)
         assert relative_error(y, exact) < TOLERANCE[torch.float16]

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from llmpq.kernels.formats.table_weight import Values, _paired
+from llmpq.kernels.formats.codebook_weight import Codebook, _paired
 from llmpq.kernels.gemm import unpack_assembly as texts
 from llmpq.kernels.gemm.scaled.code_assembly import word_assembly
 
@@ -196,7 +196,7 @@ def test_codes_of_tables(form, kind):
     pairs = [_words(np.stack((v, v), 1).reshape(-1), f"{kind}x2") for v in given]
     text = word_assembly(form, 4, kind, True, 4)
     made = _outputs_as_numbers(execute(text, [*words, *pairs], 8), 8, f"{kind}x2")
-    table = torch.tensor(Values(form).table).to(dtype).double().numpy()
+    table = torch.tensor(Codebook(form).values).to(dtype).double().numpy()
     expected = table[codes] * scales[[0, 0, 1, 1, 2, 2, 3, 3]]
     assert (
         np.abs(made - expected).max() <= np.abs(expected).max() * 2.0 ** (-11, -8)[kind == "bf16"]

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from llmpq.kernels.cpu.side_by_side import side_by_side
+from llmpq.kernels.cpu.pack_contiguous import pack_contiguous
 from llmpq.kernels.formats.round_to_nearest import quantize_weight
 from llmpq.kernels.native import huge_pages
 from llmpq.precision import WeightScheme
@@ -34,7 +34,7 @@ def test_weights_side_by_side_are_the_same_weights(symmetric):
         quantize_weight(torch.randn(n, k), scheme, dtype=torch.bfloat16)
         for n, k in ((4096, 2048), (37, 300), (64, 128))
     ]
-    moved = side_by_side(made)
+    moved = pack_contiguous(made)
     if huge_pages.are_here():
         assert moved[0].planes[0].data_ptr() % huge_pages.PAGE == 0
         assert moved[0].planes[0].data_ptr() != made[0].planes[0].data_ptr()
@@ -44,5 +44,5 @@ def test_weights_side_by_side_are_the_same_weights(symmetric):
         assert (before.zero is None) == (after.zero is None) == symmetric
         assert after.nbytes == before.nbytes and after.bits == before.bits
         assert after.planes[0].data_ptr() % 64 == 0
-    assert side_by_side(moved[:1])[0] is moved[0]
-    assert side_by_side(made[1:])[0] is made[1]
+    assert pack_contiguous(moved[:1])[0] is moved[0]
+    assert pack_contiguous(made[1:])[0] is made[1]

@@ -96,8 +96,8 @@ def test_without_a_compiler_torch_serves_and_one_line_says_so(anew, monkeypatch,
     (line,) = caplog.messages
     assert "no C++ compiler" in line and "torch" in line
     scheme = WeightScheme(bits=4, clip_search=False)
-    for dtype, layout in ((torch.bfloat16, Layout.CPU_INT4), (torch.float32, Layout.ROWS)):
-        assert best_layout(torch.device("cpu"), 4, 64, dtype) is layout
+    for dtype in (torch.bfloat16, torch.float32):
+        assert best_layout(torch.device("cpu"), dtype) is Layout.ROWS
         q = quantize_weight(torch.randn(64, 256), scheme, dtype=dtype)
         x = torch.randn(3, 256).to(dtype)
         assert relative_error(linear(x, q), linear_reference(x, q, exact=True)) < 4e-3
@@ -128,5 +128,5 @@ def test_small_groups_lie_in_rows_where_no_tensor_core_reads_words(monkeypatch, 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
     device = torch.device("cuda")
-    assert best_layout(device, 4, 64, torch.float16, 32) is layout
-    assert best_layout(device, 4, 64, torch.float16, 128) is Layout.FRAGMENT
+    assert best_layout(device, torch.float16, 32) is layout
+    assert best_layout(device, torch.float16, 128) is Layout.FRAGMENT

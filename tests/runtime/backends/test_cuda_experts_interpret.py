@@ -6,9 +6,9 @@ import pytest
 import torch
 from triton import knobs
 
+from llmpq.kernels.formats.codebook_weight import E8M0, Codebook, codebook_weight
 from llmpq.kernels.formats.fp8_weight import fp8_weight
 from llmpq.kernels.formats.round_to_nearest import quantize_weight
-from llmpq.kernels.formats.table_weight import E8M0, Values, table_weight
 from llmpq.precision import WeightScheme
 from llmpq.runtime.backends.gpu.cuda_experts import GroupedMLP, sparse_mlp
 from llmpq.runtime.models.experts import Routing, SparseMLP
@@ -98,7 +98,7 @@ def test_experts_of_gpt_oss_keep_their_codes(rows):
     def linear(n, k):
         codes = torch.randint(0, 16, (n, k), dtype=torch.uint8, generator=seeded)
         scale = torch.randint(118, 123, (n, k // 32), dtype=torch.uint8, generator=seeded)
-        weight = table_weight(codes, scale.view(E8M0), values=Values.E2M1, group_size=32)
+        weight = codebook_weight(codes, scale.view(E8M0), codebook=Codebook.E2M1, group_size=32)
         return Linear(weight, torch.randn(n, generator=seeded))
 
     gate = GateFunction("clamped_silu", limit=1.0, slope=1.7)

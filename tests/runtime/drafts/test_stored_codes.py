@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from llmpq.checkpoints.stored_codes import stored_codes
-from llmpq.kernels.formats.table_weight import Values, table_weight
+from llmpq.kernels.formats.codebook_weight import Codebook, codebook_weight
 from llmpq.precision import Precision
 from llmpq.runtime.cli.speculation_choice import choose_speculation
 from llmpq.runtime.drafts.draft_model import build_draft
@@ -82,7 +82,9 @@ def test_a_stage_says_which_linears_it_drafts_at_the_targets_cost(demo_model, ca
     first = next(part for part in model.layers.modules() if isinstance(part, Linear))
     n, k = first.weight.shape
     codes = torch.randint(0, 16, (n, k), dtype=torch.uint8)
-    first.weight = table_weight(codes, torch.ones(n, k // 32), values=Values.NF4, group_size=32)
+    first.weight = codebook_weight(
+        codes, torch.ones(n, k // 32), codebook=Codebook.NF4, group_size=32
+    )
     with caplog.at_level(logging.WARNING):
         build_draft("qspec", model, None)
     assert "drafts of qspec: 1 of" in caplog.text and "4-bit codes" in caplog.text

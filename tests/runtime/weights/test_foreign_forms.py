@@ -10,9 +10,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from llmpq.kernels.formats.codebook_weight import Codebook
 from llmpq.kernels.formats.interchange import to_awq, to_gptq
 from llmpq.kernels.formats.round_to_nearest import quantize_weight
-from llmpq.kernels.formats.table_weight import Values
 from llmpq.kernels.formats.weight_layout import Layout
 from llmpq.model_spec import ModelSpec
 from llmpq.planner.problem.stored_precisions import stored_layers
@@ -132,7 +132,7 @@ def modelopt(dense: Path, folder: Path, algorithm: str, *, beside: bool) -> tupl
             numbers[name] = codes.float() * scale
             stored |= {f"{stem}.weight": codes, f"{stem}.weight_scale": scale}
         else:
-            table, whole = torch.tensor(Values.E2M1.table), weight.abs().max() / (448 * 6)
+            table, whole = torch.tensor(Codebook.E2M1.values), weight.abs().max() / (448 * 6)
             groups = weight.view(weight.shape[0], -1, 16)
             scales = (groups.abs().amax(2) / 6 / whole).to(torch.float8_e4m3fn)
             wide = (scales.float() * whole)[:, :, None]

@@ -188,9 +188,9 @@ def test_layers_kept_on_disk_are_not_those(tmp_path: Path) -> None:
     [
         ("weight_scale_inv", lambda t: t[:-1], "down_proj.*they have shape .*expected"),
         ("weight_scale_inv", lambda t: -t, "FP8 scales that are negative"),
-        ("weight_scale_inv", lambda t: t * float("nan"), "or no numbers"),
+        ("weight_scale_inv", lambda t: t * float("nan"), "NaN or infinite"),
         ("weight", lambda t: torch.full_like(t.float(), float("nan")).to(t.dtype),
-         "FP8 codes that are no numbers"),
+         "FP8 codes that are NaN"),
         ("weight", lambda t: t[:64], "down_proj.*have shape|they have shape"),
         ("weight_scale_inv", None, "is FP8 without weight_scale"),
     ],

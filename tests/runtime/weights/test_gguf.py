@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from llmpq.checkpoints.gguf_file import BLOCKS, open_gguf
-from llmpq.kernels.formats.table_weight import TableWeight
+from llmpq.kernels.formats.codebook_weight import CodebookWeight
 from llmpq.memory import Quantization
 from llmpq.model_spec import ModelSpec
 from llmpq.planner.problem.stored_precisions import stored_layers
@@ -22,7 +22,7 @@ from llmpq.precision import Precision, WeightScheme
 from llmpq.profiler.cli.quantize import main as quantize_main
 from llmpq.runtime.step import Step
 from llmpq.runtime.text.tokenizer import Tokenizer
-from llmpq.runtime.weights.gguf_checkpoint import numbers_of
+from llmpq.runtime.weights.gguf_checkpoint import values_of
 from llmpq.runtime.weights.gguf_codes import codes_of, kept_weight
 from llmpq.runtime.weights.layer_cache import KeptLayers
 from llmpq.runtime.weights.quantized_checkpoint import open_checkpoint
@@ -366,7 +366,7 @@ def test_blocks_are_the_numbers_that_gguf_says(form: str, tmp_path: Path) -> Non
     tensor = open_gguf(tmp_path / "t.gguf").tensors["blk.0.attn_q.weight"]
     assert (tensor.kind, tensor.shape) == (form, (3, 512))
     want = torch.from_numpy(gguf.quants.dequantize(stored, number))
-    assert torch.equal(numbers_of(tensor).float(), want)
+    assert torch.equal(values_of(tensor).float(), want)
 
 
 def test_block_sizes_are_those_of_the_package() -> None:
@@ -389,7 +389,7 @@ def test_quantised_blocks_give_the_logits_of_their_numbers(form: str, tmp_path: 
     model, path, plain = wide_llama(), tmp_path / "model.gguf", tmp_path / "plain.gguf"
     write_model("llama", path, form, model)
     file = open_gguf(path)
-    numbers = {name: numbers_of(tensor).float() for name, tensor in file.tensors.items()}
+    numbers = {name: values_of(tensor).float() for name, tensor in file.tensors.items()}
     write(plain, "llama", common(model.config, "llama"), numbers)
     got, want = logits(path, dtype=torch.float32), logits(plain)
     assert torch.equal(got, want)
@@ -401,7 +401,7 @@ def test_codes_of_a_table_are_kept(form: str, tmp_path: Path) -> None:
     model, path, plain = wide_llama(), tmp_path / "model.gguf", tmp_path / "plain.gguf"
     write_model("llama", path, form, model)
     file = open_gguf(path)
-    numbers = {name: numbers_of(tensor).float() for name, tensor in file.tensors.items()}
+    numbers = {name: values_of(tensor).float() for name, tensor in file.tensors.items()}
     write(plain, "llama", common(model.config, "llama"), numbers)
     want, fine = logits(plain), Quantization(group_size=32, symmetric=True)
     for grid in (fine, Quantization()):
@@ -414,12 +414,12 @@ def test_codes_of_a_table_are_kept(form: str, tmp_path: Path) -> None:
     source.keep_codes({0: fine.scheme(Precision.W4A16)})
     for dtype, least in ((torch.float32, 1e-7), (torch.bfloat16, 2.0**-11)):
         part = source.layer(0, dtype)["down.weight"]
-        assert isinstance(part, TableWeight)
+        assert isinstance(part, CodebookWeight)
         rest = part.dequantize(torch.float32)
         assert relative(rest, numbers["blk.0.ffn_down.weight"]) <= least
     cpu = torch.device("cpu")
     kept = KeptLayers(source, tmp_path / "kept", {0: fine.scheme(Precision.W4A16)}, cpu)
-    assert isinstance(kept.layer(0, torch.float32)["down.weight"], TableWeight)
+    assert isinstance(kept.layer(0, torch.float32)["down.weight"], CodebookWeight)
 
 
 @pytest.mark.parametrize(

@@ -15,12 +15,12 @@ import torch
 from torch import Tensor
 
 from llmpq.checkpoints.gguf_file import open_gguf
-from llmpq.kernels.formats.table_weight import TableWeight
+from llmpq.kernels.formats.codebook_weight import CodebookWeight
 from llmpq.memory import Quantization
 from llmpq.model_spec import ModelSpec
 from llmpq.precision import Precision
 from llmpq.runtime.step import Step
-from llmpq.runtime.weights.gguf_checkpoint import GgufCheckpoint, numbers_of
+from llmpq.runtime.weights.gguf_checkpoint import GgufCheckpoint, values_of
 from reference.pipeline import ReferencePipeline, pad
 
 gguf = pytest.importorskip("gguf")
@@ -344,7 +344,7 @@ def test_blocks_give_the_logits_of_their_numbers(made: Any, form: str, tmp_path:
     write(path, kind, model, converted(model, KINDS[kind][1]), form)
     stored = open_gguf(path).tensors
     assert form in {tensor.kind for tensor in stored.values()}
-    numbers = {name: numbers_of(tensor).float() for name, tensor in stored.items()}
+    numbers = {name: values_of(tensor).float() for name, tensor in stored.items()}
     write(plain, kind, model, numbers)
     got, want = logits(path, dtype=torch.float32), logits(plain)
     assert torch.equal(got, want)
@@ -434,6 +434,6 @@ def test_experts_of_gpt_oss_keep_their_codes(tmp_path: Path) -> None:
         source.keep_codes({1: Quantization().scheme(bits)})
         kept = source.layer(1, torch.float32)
         for part in ("experts.2.gate_up.weight", "experts.0.down.weight"):
-            assert isinstance(kept[part], TableWeight)
+            assert isinstance(kept[part], CodebookWeight)
             assert torch.equal(kept[part].dequantize(torch.float32), numbers[part])
-    assert not isinstance(numbers["experts.0.down.weight"], TableWeight)
+    assert not isinstance(numbers["experts.0.down.weight"], CodebookWeight)

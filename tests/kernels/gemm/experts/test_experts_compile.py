@@ -15,13 +15,13 @@ from llmpq.kernels.gemm.experts.expert_blocks import (  # noqa: E402
     count_kernel,
     place_kernel,
 )
+from llmpq.kernels.gemm.experts.expert_dispatch import ASSIGN_STEP  # noqa: E402
 from llmpq.kernels.gemm.experts.expert_kernel import (  # noqa: E402
     assign_kernel,
     dense_expert_kernel,
     packed_expert_kernel,
 )
 from llmpq.kernels.gemm.experts.expert_rows import rows_expert_kernel  # noqa: E402
-from llmpq.kernels.gemm.experts.expert_sent import ASSIGN_STEP  # noqa: E402
 from llmpq.kernels.gemm.experts.expert_stack import (  # noqa: E402
     DENSE_DEPTH,
     FEW_ROWS,
@@ -64,7 +64,7 @@ def build(kernel, arch, dtype, constants, given=None, **options):
 
 def packed(arch, bits, bm, *, dtype="bf16", gather=True, fuse=False, groups=16):
     high, warps, stages = packed_tiles(bm, groups, fused=fuse)
-    config = Config(kernel="tile", blocks=high, warps=warps, bm=bm, stages=stages)
+    config = Config(kernel="splitk_gemm", blocks=high, warps=warps, bm=bm, stages=stages)
     constants = {
         "BITS": bits, "GROUPED": True, "SYMMETRIC": bits == 4, "EVEN_K": True, "HAS_BIAS": True,
         "GATHER": gather, "BH": high, "WM": warps, "BM": bm, "STAGES": config.stages,

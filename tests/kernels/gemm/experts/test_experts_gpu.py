@@ -7,7 +7,7 @@ from llmpq.kernels.formats.round_to_nearest import quantize_weight
 from llmpq.kernels.formats.weight_layout import Layout
 from llmpq.kernels.fused.gated_mlp import gate_mul_reference
 from llmpq.kernels.gemm.experts import gluon_expert_launch
-from llmpq.kernels.gemm.experts.expert_sent import assign
+from llmpq.kernels.gemm.experts.expert_dispatch import assign
 from llmpq.kernels.gemm.experts.expert_stack import ExpertStack
 from llmpq.kernels.gemm.experts.gated import GateRule
 from llmpq.kernels.gemm.reference import relative_error
@@ -25,13 +25,13 @@ TOLERANCE = {torch.float16: 1e-3, torch.bfloat16: 6e-3}
 RULE = GateRule("clamped_silu", 7.0, 1.702)
 
 
-def exact(x, weights, sent, biases, *, back):
+def exact(x, weights, dispatch, biases, *, back):
     """Return every pair's product in float64, an expert at a time."""
-    order = sent.order_C.long()
+    order = dispatch.order_C.long()
     y = torch.empty(order.numel(), weights[0].shape[0], dtype=torch.float64, device="cuda")
-    for e, first, end in sent.runs_E.tolist():
+    for e, first, end in dispatch.runs_E.tolist():
         pairs = order[first:end]
-        rows = x[first:end] if back else x[pairs // sent.per_token]
+        rows = x[first:end] if back else x[pairs // dispatch.per_token]
         made = rows.double() @ weights[e].double().T + biases[e].double()
         y[pairs if back else slice(first, end)] = made
     return y
@@ -60,18 +60,18 @@ def test_a_prompts_products(shape, dtype, bits, uneven):
     if uneven:
         wish[:, 0] += 0.5
         wish[:, 2] = -1
-    sent = assign(wish.topk(4, dim=1).indices, experts)
+    dispatch = assign(wish.topk(4, dim=1).indices, experts)
     x = torch.randn(tokens, k, device="cuda", dtype=dtype)
     hidden = torch.randn(4 * tokens, k, device="cuda", dtype=dtype)
-    assert gluon_expert_launch.fits(x, sent) and stack.gates(x, sent)
-    up = exact(x, weights, sent, biases, back=False)
+    assert gluon_expert_launch.fits(x, dispatch) and stack.gates(x, dispatch)
+    up = exact(x, weights, dispatch, biases, back=False)
     gated = gate_mul_reference(up, RULE.activation, limit=RULE.limit, slope=RULE.slope)
-    down = exact(hidden, weights, sent, biases, back=True)
+    down = exact(hidden, weights, dispatch, biases, back=True)
     assert relative_error(down.flip(0), down) > 0.1, "the twin would not see a wrong order"
     for _ in range(2):  # programs that take the next item leave their counters as they were
         for y, want in (
-            (stack.product(x, sent), up),
-            (stack.product(x, sent, gate=RULE), gated),
-            (stack.product(hidden, sent, back=True), down),
+            (stack.product(x, dispatch), up),
+            (stack.product(x, dispatch, gate=RULE), gated),
+            (stack.product(hidden, dispatch, back=True), down),
         ):
             assert relative_error(y, want) < TOLERANCE[dtype]

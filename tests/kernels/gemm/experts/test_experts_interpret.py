@@ -7,10 +7,10 @@ from triton import knobs
 from llmpq.kernels.formats.round_to_nearest import quantize_weight
 from llmpq.kernels.formats.weight_layout import Layout
 from llmpq.kernels.fused.gated_mlp import gate_mul_reference
+from llmpq.kernels.gemm.experts import expert_dispatch as sent_module
 from llmpq.kernels.gemm.experts import expert_rows_launch, gluon_expert_launch
-from llmpq.kernels.gemm.experts import expert_sent as sent_module
 from llmpq.kernels.gemm.experts import expert_stack as module
-from llmpq.kernels.gemm.experts.expert_sent import assign
+from llmpq.kernels.gemm.experts.expert_dispatch import assign
 from llmpq.kernels.gemm.experts.expert_stack import ExpertStack
 from llmpq.kernels.gemm.experts.gated import GateRule
 from llmpq.kernels.gemm.reference import experts_reference, relative_error
@@ -40,14 +40,14 @@ def normal(*shape, dtype=torch.float16):
 @pytest.mark.parametrize("tokens", [1, 7, 700])
 def test_pairs_are_sorted_by_expert(tokens):
     expert_TK = routing(tokens, 6, 3)
-    sent, flat = assign(expert_TK, 6), expert_TK.flatten()
-    assert torch.equal(sent.order_C.long(), flat.argsort(stable=True))
+    dispatch, flat = assign(expert_TK, 6), expert_TK.flatten()
+    assert torch.equal(dispatch.order_C.long(), flat.argsort(stable=True))
     counts = flat.bincount(minlength=6)
     ends = counts.cumsum(0)
     runs = torch.stack([torch.arange(6), ends - counts, ends], 1)
-    if sent.blocks is None:  # who has rows first
+    if dispatch.blocks is None:  # who has rows first
         runs = runs[counts.eq(0).long().argsort(stable=True)]
-    assert torch.equal(sent.runs_E.long(), runs)
+    assert torch.equal(dispatch.runs_E.long(), runs)
 
 
 @pytest.mark.parametrize("tokens", [1, 90, 300])
@@ -55,20 +55,20 @@ def test_many_pairs_come_in_blocks(tokens, monkeypatch):
     """Sorted as few are; every block of 128 rows stands once, an expert's side by side."""
     monkeypatch.setattr(sent_module, "MANY", 0)
     expert_TK = routing(tokens, 6, 3)
-    sent, flat = assign(expert_TK, 6), expert_TK.flatten()
-    assert torch.equal(sent.order_C.long(), flat.argsort(stable=True))
+    dispatch, flat = assign(expert_TK, 6), expert_TK.flatten()
+    assert torch.equal(dispatch.order_C.long(), flat.argsort(stable=True))
     counts = flat.bincount(minlength=6)
     want, starts = [], (counts.cumsum(0) - counts).tolist()
     for e, rows in enumerate(counts.tolist()):
         own = -(-rows // 128)
         want += [[e, starts[e], starts[e] + rows, len(want)]] * own
-        assert sent.runs_E[e].tolist() == [e, starts[e], starts[e] + rows]
-    assert sent.blocks[: len(want)].tolist() == want
+        assert dispatch.runs_E[e].tolist() == [e, starts[e], starts[e] + rows]
+    assert dispatch.blocks[: len(want)].tolist() == want
     apart, broad = (blocks_apart(counts.tolist(), starts, wide) for wide in (128, 256))
-    assert sent.count.tolist() == [len(want), 0, 0, len(broad)]
-    assert len(want) <= sent.blocks.shape[0]
-    assert sent.apart[: len(want)].tolist() == apart
-    assert sent.broad[: len(broad)].tolist() == broad
+    assert dispatch.count.tolist() == [len(want), 0, 0, len(broad)]
+    assert len(want) <= dispatch.blocks.shape[0]
+    assert dispatch.apart[: len(want)].tolist() == apart
+    assert dispatch.broad[: len(broad)].tolist() == broad
 
 
 def blocks_apart(counts, starts, wide):
@@ -85,8 +85,8 @@ def blocks_apart(counts, starts, wide):
 def test_rows_are_gathered_by_expert(monkeypatch):
     monkeypatch.setattr(sent_module, "MANY", 0)
     expert_TK, x = routing(90, 6, 3), normal(90, 600)
-    sent = assign(expert_TK, 6)
-    assert torch.equal(gluon_expert_launch.gathered(x, sent), x[sent.order_C.long() // 3])
+    dispatch = assign(expert_TK, 6)
+    assert torch.equal(gluon_expert_launch.gathered(x, dispatch), x[dispatch.order_C.long() // 3])
 
 
 def test_few_pairs_and_hundreds_of_experts_have_no_blocks():
@@ -103,11 +103,11 @@ def both_ways(weights, put, dtype, *, bias, tokens=9, per_token=2):
         view, _ = stack.put(e, weight, biases[e] if biases else None)
         assert e or view is stack.first
     expert_TK = routing(tokens, experts, per_token)
-    sent, errors = assign(expert_TK, experts), []
+    dispatch, errors = assign(expert_TK, experts), []
     for back in (False, True):
         x = normal(tokens * per_token if back else tokens, k, dtype=dtype)
         want = experts_reference(x, weights, expert_TK, biases=biases, back=back)
-        errors.append(relative_error(stack.product(x, sent, back=back), want))
+        errors.append(relative_error(stack.product(x, dispatch, back=back), want))
         other = experts_reference(x, weights, expert_TK.flip(0), biases=biases, back=back)
         assert relative_error(other, want) > 0.1, "the twin would not see a wrong routing"
     return errors
@@ -164,15 +164,18 @@ def gated_error(weights, put, gate, dtype, *, bias, tokens):
     for e, weight in enumerate(put):
         stack.put(e, weight, biases[e] if biases else None)
     expert_TK = routing(tokens, len(put), 2)
-    x, sent = normal(tokens, weights[0].shape[1], dtype=dtype) * 0.1, assign(expert_TK, len(put))
-    assert stack.gates(x, sent)
+    x, dispatch = (
+        normal(tokens, weights[0].shape[1], dtype=dtype) * 0.1,
+        assign(expert_TK, len(put)),
+    )
+    assert stack.gates(x, dispatch)
     floats = [b.float() for b in biases] if biases else None
     wide = experts_reference(x.float(), [w.float() for w in weights], expert_TK, biases=floats)
     numbers = {"limit": gate.limit, "slope": gate.slope}
     want = gate_mul_reference(wide, gate.activation, **numbers)
     other = gate_mul_reference(wide.flip(-1), gate.activation, **numbers)
     assert relative_error(other, want) > 0.1, "the twin would not see gate and up changed about"
-    return relative_error(stack.product(x, sent, gate=gate), want)
+    return relative_error(stack.product(x, dispatch, gate=gate), want)
 
 
 @pytest.mark.parametrize(("gate", "shape"), zip(GATES, SHAPES, strict=True))

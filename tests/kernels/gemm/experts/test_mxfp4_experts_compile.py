@@ -20,7 +20,7 @@ SIZES = ("N", "K", "blocks", "groups", "top", "shares")
 
 def build(arch, bm, *, dtype="bf16", fuse=False, groups=23):
     high, warps, stages = packed_tiles(bm, groups, fused=fuse)
-    config = Config(kernel="tile", blocks=high, warps=warps, bm=bm, stages=stages)
+    config = Config(kernel="splitk_gemm", blocks=high, warps=warps, bm=bm, stages=stages)
     constants = {
         "BITS": 4, "GROUPED": True, "SYMMETRIC": True, "EVEN_K": False, "HAS_BIAS": True,
         "GATHER": fuse, "BH": high, "WM": warps, "BM": bm, "STAGES": config.stages,

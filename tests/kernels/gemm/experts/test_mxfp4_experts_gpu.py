@@ -3,10 +3,16 @@
 import pytest
 import torch
 
-from llmpq.kernels.formats.table_weight import E4M3, E8M0, TableWeight, Values, table_weight
+from llmpq.kernels.formats.codebook_weight import (
+    E4M3,
+    E8M0,
+    Codebook,
+    CodebookWeight,
+    codebook_weight,
+)
 from llmpq.kernels.formats.weight_layout import Layout
 from llmpq.kernels.fused.gated_mlp import gate_mul_reference
-from llmpq.kernels.gemm.experts.expert_sent import assign
+from llmpq.kernels.gemm.experts.expert_dispatch import assign
 from llmpq.kernels.gemm.experts.expert_stack import ExpertStack
 from llmpq.kernels.gemm.experts.gated import GateRule
 from llmpq.kernels.gemm.reference import relative_error
@@ -21,19 +27,19 @@ TOLERANCE = {torch.float16: 5e-4, torch.bfloat16: 4e-3}
 RULE = GateRule("clamped_silu", 7.0, 1.702)
 
 
-def mxfp4(n: int, k: int) -> TableWeight:
+def mxfp4(n: int, k: int) -> CodebookWeight:
     codes = torch.randint(0, 16, (n, k), dtype=torch.uint8, device="cuda")
     scale = torch.randint(116, 122, (n, k // 32), dtype=E8M0, device="cuda")
-    return table_weight(codes, scale, values=Values.E2M1, group_size=32)
+    return codebook_weight(codes, scale, codebook=Codebook.E2M1, group_size=32)
 
 
-def exact(x, weights, sent, biases, *, back):
+def exact(x, weights, dispatch, biases, *, back):
     """Return every pair's product in float64, an expert at a time."""
-    order = sent.order_C.long()
+    order = dispatch.order_C.long()
     y = torch.empty(order.numel(), weights[0].shape[0], dtype=torch.float64, device="cuda")
-    for e, first, end in sent.runs_E.tolist():
+    for e, first, end in dispatch.runs_E.tolist():
         pairs = order[first:end]
-        rows = x[first:end] if back else x[pairs // sent.per_token]
+        rows = x[first:end] if back else x[pairs // dispatch.per_token]
         made = rows.double() @ weights[e].double().T + biases[e].double()
         y[pairs if back else slice(first, end)] = made
     return y
@@ -64,16 +70,19 @@ def test_experts(shape, tokens, dtype):
     wish = torch.rand(tokens, experts, device="cuda")
     wish[:, 0] += 0.5
     wish[:, 2] = -1
-    sent = assign(wish.topk(2, dim=1).indices, experts)
+    dispatch = assign(wish.topk(2, dim=1).indices, experts)
     x = torch.randn(tokens, k, device="cuda", dtype=dtype)
     hidden = torch.randn(2 * tokens, k, device="cuda", dtype=dtype)
-    up = exact(x, weights, sent, biases, back=False)
+    up = exact(x, weights, dispatch, biases, back=False)
     gated = gate_mul_reference(up, RULE.activation, limit=RULE.limit, slope=RULE.slope)
-    down = exact(hidden, weights, sent, biases, back=True)
+    down = exact(hidden, weights, dispatch, biases, back=True)
     for _ in range(3):
-        found = [(stack.product(x, sent), up), (stack.product(hidden, sent, back=True), down)]
-        if stack.gates(x, sent):
-            found.append((stack.product(x, sent, gate=RULE), gated))
+        found = [
+            (stack.product(x, dispatch), up),
+            (stack.product(hidden, dispatch, back=True), down),
+        ]
+        if stack.gates(x, dispatch):
+            found.append((stack.product(x, dispatch, gate=RULE), gated))
         for y, want in found:
             assert relative_error(y, want) < TOLERANCE[dtype]
 
@@ -83,9 +92,9 @@ def test_every_code_comes_out_as_it_is():
     weight = mxfp4(32, 128)
     stack = ExpertStack(1)
     stack.put(0, weight, None)
-    sent = assign(torch.zeros(128, 1, dtype=torch.long, device="cuda"), 1)
+    dispatch = assign(torch.zeros(128, 1, dtype=torch.long, device="cuda"), 1)
     for dtype in TOLERANCE:
-        y = stack.product(torch.eye(128, device="cuda", dtype=dtype), sent)
+        y = stack.product(torch.eye(128, device="cuda", dtype=dtype), dispatch)
         assert torch.equal(y.float(), weight.dequantize(torch.float32).t())
 
 
@@ -103,8 +112,8 @@ def test_dense_products(form, dtype):
         factor = torch.rand(n, device="cuda") / 1000 + 0.001
     else:
         scale = scale.half() / 100
-    values = Values.E2M1 if form in ("mxfp4", "nvfp4") else Values(form)
-    q = table_weight(codes, scale, values=values, group_size=size, factor=factor)
+    codebook = Codebook.E2M1 if form in ("mxfp4", "nvfp4") else Codebook(form)
+    q = codebook_weight(codes, scale, codebook=codebook, group_size=size, factor=factor)
     words = q.to("cuda")
     assert q.layout is Layout.ROWS and words.layout is Layout.FRAGMENT
     assert torch.equal(words.dequantize(torch.float64), q.dequantize(torch.float64))
@@ -129,13 +138,13 @@ def test_products_are_the_same_every_time():
     weights = [q.dequantize(torch.bfloat16) for q in put]
     for tokens in (8, 32, 128, 256):
         expert_TK = torch.rand(tokens, 32, device="cuda").topk(4, dim=1).indices
-        sent = assign(expert_TK, 32)
+        dispatch = assign(expert_TK, 32)
         x = torch.randn(4 * tokens, 2880, device="cuda", dtype=torch.bfloat16)
-        y = stack.product(x, sent, back=True)
-        want = exact(x, weights, sent, [x.new_zeros(2880)] * 32, back=True)
+        y = stack.product(x, dispatch, back=True)
+        want = exact(x, weights, dispatch, [x.new_zeros(2880)] * 32, back=True)
         assert relative_error(y, want) < TOLERANCE[torch.bfloat16]
-        gated = stack.product(x, sent, gate=RULE) if stack.gates(x, sent) else None
+        gated = stack.product(x, dispatch, gate=RULE) if stack.gates(x, dispatch) else None
         for _ in range(40):
-            assert torch.equal(stack.product(x, sent, back=True), y)
+            assert torch.equal(stack.product(x, dispatch, back=True), y)
             if gated is not None:
-                assert torch.equal(stack.product(x, sent, gate=RULE), gated)
+                assert torch.equal(stack.product(x, dispatch, gate=RULE), gated)

@@ -6,11 +6,11 @@ import pytest
 import torch
 from triton import knobs
 
-from llmpq.kernels.formats.table_weight import E8M0, TableWeight, Values, table_weight
+from llmpq.kernels.formats.codebook_weight import E8M0, Codebook, CodebookWeight, codebook_weight
 from llmpq.kernels.formats.weight_layout import Layout
 from llmpq.kernels.fused.gated_mlp import gate_mul_reference
 from llmpq.kernels.gemm.experts import expert_stack
-from llmpq.kernels.gemm.experts.expert_sent import assign
+from llmpq.kernels.gemm.experts.expert_dispatch import assign
 from llmpq.kernels.gemm.experts.expert_stack import ExpertStack
 from llmpq.kernels.gemm.experts.gated import GateRule
 from llmpq.kernels.gemm.reference import experts_reference, relative_error
@@ -24,11 +24,11 @@ TOLERANCE = {torch.float16: 5e-4, torch.bfloat16: 4e-3}
 RULE = GateRule("clamped_silu", 2.0, 1.7)
 
 
-def mxfp4(n: int, k: int, seed: int) -> TableWeight:
+def mxfp4(n: int, k: int, seed: int) -> CodebookWeight:
     generator = torch.Generator().manual_seed(seed)
     codes = torch.randint(0, 16, (n, k), dtype=torch.uint8, generator=generator)
     scale = torch.randint(119, 129, (n, -(-k // 32)), dtype=E8M0, generator=generator)
-    return table_weight(codes, scale, values=Values.E2M1, group_size=32)
+    return codebook_weight(codes, scale, codebook=Codebook.E2M1, group_size=32)
 
 
 def normal(*shape, dtype=torch.float16):
@@ -60,34 +60,34 @@ def test_products(dtype, tokens):
     stack = stack_of(put, biases)
     weights = [q.dequantize(torch.float64) for q in put]
     expert_TK = routing(tokens, 4, 2)
-    sent = assign(expert_TK, 4)
+    dispatch = assign(expert_TK, 4)
     for back in (False, True):
         x = normal(tokens * 2 if back else tokens, 224, dtype=dtype)
         want = experts_reference(x, weights, expert_TK, biases=biases, back=back)
-        assert relative_error(stack.product(x, sent, back=back), want) < TOLERANCE[dtype]
+        assert relative_error(stack.product(x, dispatch, back=back), want) < TOLERANCE[dtype]
     x = normal(tokens, 224, dtype=dtype) * 0.1
     wide = experts_reference(
         x.float(), [w.float() for w in weights], expert_TK, biases=[b.float() for b in biases]
     )
     want = gate_mul_reference(wide, RULE.activation, limit=RULE.limit, slope=RULE.slope)
-    assert stack.gates(x, sent)
-    assert relative_error(stack.product(x, sent, gate=RULE), want) < TOLERANCE[dtype]
+    assert stack.gates(x, dispatch)
+    assert relative_error(stack.product(x, dispatch, gate=RULE), want) < TOLERANCE[dtype]
 
 
 def test_planted_faults_are_seen():
     """Scales one group on, and of the rows eight further on; signs changed about."""
     put = [mxfp4(32, 256, e) for e in range(2)]
     expert_TK = routing(6, 2, 1) * 0
-    sent, x = assign(expert_TK, 2), normal(6, 256)
+    dispatch, x = assign(expert_TK, 2), normal(6, 256)
     want = experts_reference(x, [q.dequantize(torch.float64) for q in put], expert_TK)
     wrong = [
         [replace(q, scale=q.scale.roll(1)) for q in put],
         [replace(q, scale=q.scale.view(32, -1).roll(8, 0).reshape(-1)) for q in put],
         [replace(q, plane=q.plane ^ 0x08) for q in put],
     ]
-    assert relative_error(stack_of(put, [None] * 2).product(x, sent), want) < 5e-4
+    assert relative_error(stack_of(put, [None] * 2).product(x, dispatch), want) < 5e-4
     for planted in wrong:
-        made = stack_of(planted, [None] * 2).product(x, sent)
+        made = stack_of(planted, [None] * 2).product(x, dispatch)
         assert relative_error(made, want) > 0.1
 
 

@@ -77,11 +77,11 @@ def test_products_of_fragments_fit(arch, m, shared, dtype):
     }
     if m <= fp8_products.ROWS:
         warps, steps = fp8_products.rows_form(112 if m == 1 else 32)
-        kernel, stages = e4m3_fragments.e4m3_rows_kernel, 1
+        kernel, stages = e4m3_fragments.e4m3_gemv_kernel, 1
         own = {"EVEN_G": True, "BH": 1, "WM": warps, "STEPS": steps, "D": fp8_products.DEPTH}
     else:
         tile = fp8_products.fragments_of(m)
-        kernel, stages, warps = e4m3_fragments.e4m3_tile_kernel, tile.stages, tile.warps
+        kernel, stages, warps = e4m3_fragments.e4m3_splitk_kernel, tile.stages, tile.warps
         own = {"BH": tile.high, "WM": warps, "BM": tile.bm, "STAGES": stages, "SPLIT": True}
         own["KWIDTH4"] = not 90 <= arch < 120
     made = compiled(kernel, arch, same | own, dtype, w="*i32", num_warps=warps, num_stages=stages)

@@ -41,7 +41,7 @@ def test_products(dtype, kind, n, k):
 
 
 def test_experts():
-    from llmpq.kernels.gemm.experts.expert_sent import assign
+    from llmpq.kernels.gemm.experts.expert_dispatch import assign
     from llmpq.kernels.gemm.experts.expert_stack import ExpertStack
     from llmpq.kernels.gemm.experts.gated import GateRule
     from llmpq.kernels.gemm.reference import experts_reference
@@ -54,14 +54,14 @@ def test_experts():
             stack.put(e, q, None)
         for tokens in (1, 9, 100, 900):
             expert_TK = torch.rand(tokens, 8, device="cuda").topk(2, dim=1).indices
-            sent = assign(expert_TK, 8)
+            dispatch = assign(expert_TK, 8)
             for back in (False, True):
                 x = torch.randn(tokens * (1 + back), 384, device="cuda").to(dtype) / 16
                 want = experts_reference(x, weights, expert_TK, back=back)
-                assert relative_error(stack.product(x, sent, back=back), want) < 4e-3
+                assert relative_error(stack.product(x, dispatch, back=back), want) < 4e-3
             x = torch.randn(tokens, 384, device="cuda").to(dtype) / 256
-            if stack.gates(x, sent):
+            if stack.gates(x, dispatch):
                 gate, up = experts_reference(x, weights, expert_TK).chunk(2, 1)
                 want = torch.nn.functional.silu(gate) * up
-                got = stack.product(x, sent, gate=GateRule("silu"))
+                got = stack.product(x, dispatch, gate=GateRule("silu"))
                 assert relative_error(got, want) < 6e-3

@@ -16,7 +16,7 @@ triton = pytest.importorskip("triton")
 if not triton.knobs.runtime.interpret:
     pytest.skip("needs TRITON_INTERPRET=1", allow_module_level=True)
 
-from llmpq.kernels.gemm.experts.expert_sent import assign  # noqa: E402
+from llmpq.kernels.gemm.experts.expert_dispatch import assign  # noqa: E402
 from llmpq.kernels.gemm.experts.expert_stack import (  # noqa: E402
     ExpertStack,
     stackable,
@@ -130,11 +130,11 @@ def test_experts(dtype, kind, tokens):
     stack, weights, biases = stacked(kind, dtype, 140, 200, kind == "channel")
     assert not stack.takes(weight(140, 136, kind, dtype), biases and biases[0])
     expert_TK = routing(tokens, 4, 2)
-    sent = assign(expert_TK, 4)
+    dispatch = assign(expert_TK, 4)
     for back in (False, True):
         x = torch.randn(tokens * 2 if back else tokens, 200).to(dtype)
         want = experts_reference(x, weights, expert_TK, biases=biases, back=back)
-        got = stack.product(x, sent, back=back)
+        got = stack.product(x, dispatch, back=back)
         assert relative_error(got, want) < (1e-3 if dtype is torch.float16 else 4e-3)
 
 
@@ -144,11 +144,11 @@ def test_experts(dtype, kind, tokens):
 def test_experts_in_fragments(dtype, kind, tokens):
     stack, weights, biases = stacked(kind, dtype, 144, 256, kind == "channel", fragment=True)
     expert_TK = routing(tokens, 4, 2)
-    sent = assign(expert_TK, 4)
+    dispatch = assign(expert_TK, 4)
     for back in (False, True):
         x = torch.randn(tokens * 2 if back else tokens, 256).to(dtype)
         want = experts_reference(x, weights, expert_TK, biases=biases, back=back)
-        got = stack.product(x, sent, back=back)
+        got = stack.product(x, dispatch, back=back)
         assert relative_error(got, want) < (1e-3 if dtype is torch.float16 else 4e-3)
 
 
@@ -160,8 +160,8 @@ def test_gated_experts(kind, fragment):
     k = 256 if fragment else 192
     stack, weights, _ = stacked(kind, torch.float16, 256, k, False, fragment)
     expert_TK, x = routing(6, 4, 2), torch.randn(6, k).half() * 0.01
-    sent = assign(expert_TK, 4)
-    assert stack.gates(x, sent)
+    dispatch = assign(expert_TK, 4)
+    assert stack.gates(x, dispatch)
     gate, up = experts_reference(x, weights, expert_TK).chunk(2, 1)
     want = torch.nn.functional.silu(gate) * up
-    assert relative_error(stack.product(x, sent, gate=GateRule("silu")), want) < 1e-3
+    assert relative_error(stack.product(x, dispatch, gate=GateRule("silu")), want) < 1e-3

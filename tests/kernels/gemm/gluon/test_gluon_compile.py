@@ -8,9 +8,8 @@ import torch
 from triton.experimental.gluon import language as gl
 
 from llmpq.kernels.gemm.config import Config
-from llmpq.kernels.gemm.gluon import gluon_kernel as gemm_gluon
 from llmpq.kernels.gemm.gluon import gluon_launch as gemm_gluon_launch
-from llmpq.kernels.gemm.gluon.gluon_kernel import gluon_kernel
+from llmpq.kernels.gemm.gluon import wgmma_gemm_kernel as gemm_gluon
 from llmpq.kernels.gemm.gluon.gluon_launch import fits
 from llmpq.kernels.gemm.gluon.gluon_plan import (
     SHARED_BYTES,
@@ -20,6 +19,7 @@ from llmpq.kernels.gemm.gluon.gluon_plan import (
     slot_columns,
     suits,
 )
+from llmpq.kernels.gemm.gluon.wgmma_gemm import wgmma_gemm_kernel
 from llmpq.kernels.gemm.ranking.candidates import GLUON_FORMS, gluon_candidates
 from llmpq.kernels.gemm.ranking.machine import REFERENCE
 from llmpq.kernels.gemm.ranking.predict import Product
@@ -29,13 +29,13 @@ from reference.machine_code import overwritten, product_loops
 
 pytestmark = pytest.mark.compile
 
-WIDE = Config(kernel="gluon", bm=256, stages=5)
-TALL = Config(kernel="gluon", blocks=2, bm=128, stages=5)
-BROAD = Config(kernel="gluon", bm=128, stages=5, warpgroups=3)
-SMALL = Config(kernel="gluon", bm=128, stages=6)
-ASKER = Config(kernel="gluon", bm=128, stages=6, asker=True)
-PARTS = Config(kernel="gluon", bm=192, stages=7)
-BROAD_PARTS = Config(kernel="gluon", bm=160, stages=7, warpgroups=3)
+WIDE = Config(kernel="wgmma_gemm", bm=256, stages=5)
+TALL = Config(kernel="wgmma_gemm", blocks=2, bm=128, stages=5)
+BROAD = Config(kernel="wgmma_gemm", bm=128, stages=5, warpgroups=3)
+SMALL = Config(kernel="wgmma_gemm", bm=128, stages=6)
+ASKER = Config(kernel="wgmma_gemm", bm=128, stages=6, asker=True)
+PARTS = Config(kernel="wgmma_gemm", bm=192, stages=7)
+BROAD_PARTS = Config(kernel="wgmma_gemm", bm=160, stages=7, warpgroups=3)
 
 
 def _compile(config, bits, dtype, symmetric, split, grouped=1, **options):
@@ -73,7 +73,7 @@ def _compile(config, bits, dtype, symmetric, split, grouped=1, **options):
         "ASKER": config.asker,
     }
     return compile_kernel(
-        gluon_kernel,
+        wgmma_gemm_kernel,
         90,
         types | dict.fromkeys(sizes, "i32"),
         constants,
@@ -115,8 +115,8 @@ def seldom(*case):
         (WIDE, 4, "bf16", "nf4", True, 2),
         seldom(SMALL, 4, "bf16", "iq4", True, 4),  # tables differ in their numbers alone
         seldom(BROAD, 4, "fp16", "fp4", True, 2),
-        seldom(Config(kernel="gluon", bm=160, stages=8), 4, "bf16", "nf4", True, 2),
-        (Config(kernel="gluon", bm=128, stages=5, warpgroups=3), 4, "bf16", "nf4", True, 2),
+        seldom(Config(kernel="wgmma_gemm", bm=160, stages=8), 4, "bf16", "nf4", True, 2),
+        (Config(kernel="wgmma_gemm", bm=128, stages=5, warpgroups=3), 4, "bf16", "nf4", True, 2),
         (ASKER, 4, "bf16", "nf4", True, 2),
         seldom(PARTS, 4, "bf16", "iq4", True, 4),
         (TALL, 4, "bf16", "nf4", True, 2),
@@ -152,7 +152,11 @@ def test_too_few_registers_would_be_noticed():
 
 def test_schedules_cover_every_tile():
     for tiles in (1, 5, 96, 132, 133, 448, 3584):
-        for config in (WIDE, Config(kernel="gluon", cut=1), Config(kernel="gluon", cut=2)):
+        for config in (
+            WIDE,
+            Config(kernel="wgmma_gemm", cut=1),
+            Config(kernel="wgmma_gemm", cut=2),
+        ):
             programs, whole = schedule(config, tiles, 32, 132)
             rest = (tiles - whole) * 32
             assert 0 <= whole <= tiles and 0 < programs <= 132
@@ -165,9 +169,9 @@ def test_schedules_cover_every_tile():
             if config.cut and tiles % programs:
                 assert whole % programs == 0
     assert schedule(WIDE, 448, 32, 132) == (132, 448)
-    assert schedule(Config(kernel="gluon", cut=1), 448, 32, 132) == (132, 396)
-    assert schedule(Config(kernel="gluon", cut=2), 448, 32, 132) == (132, 264)
-    assert schedule(Config(kernel="gluon", cut=1, programs=128), 64, 32, 132) == (128, 0)
+    assert schedule(Config(kernel="wgmma_gemm", cut=1), 448, 32, 132) == (132, 396)
+    assert schedule(Config(kernel="wgmma_gemm", cut=2), 448, 32, 132) == (132, 264)
+    assert schedule(Config(kernel="wgmma_gemm", cut=1, programs=128), 64, 32, 132) == (128, 0)
 
 
 @pytest.mark.parametrize("bits", [3, 4, 8])
@@ -190,7 +194,7 @@ def test_a_warp_that_asks_needs_registers_for_the_rest():
     assert ASKER.asker
     for tiles in ({"bm": 256}, {"blocks": 2, "bm": 128}, {"bm": 64, "warpgroups": 3}):
         with pytest.raises(ValueError, match="168 registers"):
-            Config(kernel="gluon", asker=True, **tiles)
+            Config(kernel="wgmma_gemm", asker=True, **tiles)
 
 
 @pytest.mark.parametrize("config", [WIDE, SMALL, PARTS], ids=["wide", "small", "parts"])
@@ -201,14 +205,14 @@ def test_each_row_is_stored_once_and_no_long_x_is_read_past_its_end(config, monk
         def __getitem__(self, grid):
             return lambda *values, **_: launches.append(values)
 
-    monkeypatch.setattr(gemm_gluon, "gluon_kernel", Recorder())
+    monkeypatch.setattr(gemm_gluon, "wgmma_gemm_kernel", Recorder())
     monkeypatch.setattr(gemm_gluon_launch, "multiprocessors", lambda device: 132)
     q = random_weight(64, 128, 4, True, 128, torch.float16, torch.device("cpu"))
     bt = config.bm
     for m in (1, bt - 1, bt, bt + 1, 2 * bt - 1, 2 * bt, 5 * bt + 3):
         x, y = torch.zeros(m, 128).half(), torch.zeros(m, 64).half()
         gemm_gluon_launch.launch(config, x, q, None, None, y, lambda *_: torch.zeros(99))
-        given = dict(zip(gluon_kernel.arg_names, launches[-1], strict=False))
+        given = dict(zip(wgmma_gemm_kernel.arg_names, launches[-1], strict=False))
         stored = torch.zeros(m)
         for tile in range(given["m_tiles"]):
             start = max(0, m - (given["m_tiles"] - tile) * bt)

@@ -18,16 +18,16 @@ pytestmark = [
     ),
 ]
 
-WIDE = Config(kernel="gluon", bm=256, stages=5, cut=1)
-TALL = Config(kernel="gluon", blocks=2, bm=128, stages=5, cut=2)
-SMALL = Config(kernel="gluon", bm=128, stages=6, cut=1, programs=128)
-BROAD = Config(kernel="gluon", bm=128, stages=5, warpgroups=3, cut=1)
-ASKER = Config(kernel="gluon", bm=128, stages=6, asker=True, cut=1, programs=96)
-LOW = Config(kernel="gluon", blocks=2, bm=64, stages=6)
-PAIRS = Config(kernel="gluon", bm=64, stages=6, cut=1, programs=264, registers=128)
-PARTS = Config(kernel="gluon", bm=160, stages=8, cut=2)
-LARGE_PARTS = Config(kernel="gluon", bm=192, stages=7, cut=1, programs=96)
-BROAD_PARTS = Config(kernel="gluon", bm=160, stages=7, warpgroups=3, cut=1)
+WIDE = Config(kernel="wgmma_gemm", bm=256, stages=5, cut=1)
+TALL = Config(kernel="wgmma_gemm", blocks=2, bm=128, stages=5, cut=2)
+SMALL = Config(kernel="wgmma_gemm", bm=128, stages=6, cut=1, programs=128)
+BROAD = Config(kernel="wgmma_gemm", bm=128, stages=5, warpgroups=3, cut=1)
+ASKER = Config(kernel="wgmma_gemm", bm=128, stages=6, asker=True, cut=1, programs=96)
+LOW = Config(kernel="wgmma_gemm", blocks=2, bm=64, stages=6)
+PAIRS = Config(kernel="wgmma_gemm", bm=64, stages=6, cut=1, programs=264, registers=128)
+PARTS = Config(kernel="wgmma_gemm", bm=160, stages=8, cut=2)
+LARGE_PARTS = Config(kernel="wgmma_gemm", bm=192, stages=7, cut=1, programs=96)
+BROAD_PARTS = Config(kernel="wgmma_gemm", bm=160, stages=7, warpgroups=3, cut=1)
 KINDS = {
     "wide": WIDE,
     "tall": TALL,

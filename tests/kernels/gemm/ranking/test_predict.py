@@ -72,12 +72,12 @@ def test_what_is_chosen_fits_the_machine(name, form):
         product = Product(bits, n, k, rows, form)
         config = choose(product, machine)
         assert math.isfinite(expected_us(config, product, machine))
-        if config.kernel == "gluon":
+        if config.kernel == "wgmma_gemm":
             assert machine.capability == (9, 0) and shared_bytes(config) <= machine.shared_block
         elif config != DENSE:
             assert shared_estimate(config, bits, machine) <= machine.shared_block
             assert config.split <= max(1, k // 128)
-        assert config.kernel != "rows" or rows <= 8
+        assert config.kernel != "gemv" or rows <= 8
 
 
 def test_no_time_is_below_the_bytes_or_the_products():
@@ -92,7 +92,7 @@ def test_no_time_is_below_the_bytes_or_the_products():
 
 def test_a_faster_memory_and_more_multiprocessors_are_never_slower():
     product = Product(4, 7168, 5120, 16)
-    config = Config(kernel="tile", warps=4, bm=16, depth=2, split=4)
+    config = Config(kernel="splitk_gemm", warps=4, bm=16, depth=2, split=4)
     base = expected_us(config, product, REFERENCE)
     assert expected_us(config, product, Machine(bandwidth=1e12)) > 1.5 * base
     assert expected_us(config, product, Machine(multiprocessors=66)) > 1.2 * base
@@ -102,23 +102,23 @@ def test_a_faster_memory_and_more_multiprocessors_are_never_slower():
 def test_what_programs_read_of_x_is_a_bound():
     """5120 x 13824, 1024 rows in tiles of 256 (H200): 202 us, of which the L2 takes 180."""
     product = Product(4, 13824, 5120, 1024)
-    config = Config(kernel="gluon", bm=256, stages=5, cut=1)
+    config = Config(kernel="wgmma_gemm", bm=256, stages=5, cut=1)
     found = expected_us(config, product, REFERENCE)
     assert found == pytest.approx(202, rel=0.12)
 
 
 def test_long_k_of_one_row_is_split_over_programs():
-    assert choose(Product(4, 5120, 17408, 1), REFERENCE).kernel == "tile"
+    assert choose(Product(4, 5120, 17408, 1), REFERENCE).kernel == "splitk_gemm"
     assert choose(Product(4, 5120, 17408, 1), REFERENCE).split > 1
 
 
 def test_programs_past_the_last_wave_cost_another_one():
     """5120 x 17408, 16 rows (H200): 480 programs of 528 places took 17.3 us, 640 took 22.6."""
     product = Product(4, 5120, 17408, 16)
-    form = Config(kernel="tile", warps=4, bm=16, depth=2)
+    form = Config(kernel="splitk_gemm", warps=4, bm=16, depth=2)
     times = {}
     for split in (6, 8):
-        config = Config(kernel="tile", warps=4, bm=16, depth=form.depth, split=split)
+        config = Config(kernel="splitk_gemm", warps=4, bm=16, depth=form.depth, split=split)
         times[split] = expected_us(config, product, REFERENCE)
     assert times[8] > 1.15 * times[6]
     assert times[6] == pytest.approx(17.3, rel=0.1) and times[8] == pytest.approx(22.6, rel=0.1)

@@ -99,7 +99,10 @@ def test_products_that_no_time_is_left_for_are_told():
 def test_a_table_is_read_as_it_was_written_and_added_to():
     assert read(HERE, now=NOW) == ({}, "")
     a, b = PRODUCTS
-    one, two = Config(kernel="tile", bm=32, split=3), Config(kernel="gluon", bm=96, stages=7)
+    one, two = (
+        Config(kernel="splitk_gemm", bm=32, split=3),
+        Config(kernel="wgmma_gemm", bm=96, stages=7),
+    )
     write(HERE, {a: entry_of(a, one, 9.0, 10.0)}, now=NOW)
     write(HERE, {b: entry_of(b, two, 9.0, 10.0)}, now=NOW)
     configs, note = read(HERE, now=NOW + datetime.timedelta(days=3, hours=5))
@@ -112,7 +115,7 @@ def test_a_table_is_read_as_it_was_written_and_added_to():
 @pytest.mark.parametrize("change", ["driver", "kernels"])
 def test_a_table_of_another_driver_or_of_other_kernels_is_not_used(change):
     product = PRODUCTS[0]
-    entry = entry_of(product, Config(kernel="tile"), 9.0, 10.0)
+    entry = entry_of(product, Config(kernel="splitk_gemm"), 9.0, 10.0)
     write(HERE, {product: entry}, now=NOW)
     other = replace(HERE, **{change: "newer"})
     configs, note = read(other, now=NOW)
@@ -141,13 +144,13 @@ def _break(text, how):
 @pytest.mark.parametrize("how", ["half", "empty", "list", "field", "value", "key"])
 def test_a_broken_table_is_named_and_replaced_by_the_next_tuning(how):
     product = PRODUCTS[0]
-    entries = {product: entry_of(product, Config(kernel="tile"), 9.0, 10.0)}
+    entries = {product: entry_of(product, Config(kernel="splitk_gemm"), 9.0, 10.0)}
     path = write(HERE, entries, now=NOW)
     path.write_text(_break(path.read_text(), how))
     configs, note = read(HERE, now=NOW)
     assert configs == {} and str(path) in note and "not used" in note
     write(HERE, entries, now=NOW)
-    assert read(HERE, now=NOW)[0] == {product: Config(kernel="tile")}
+    assert read(HERE, now=NOW)[0] == {product: Config(kernel="splitk_gemm")}
 
 
 def test_ages():

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 pytest.importorskip("triton")
+from llmpq.kernels.formats.codebook_weight import E4M3, E8M0, Codebook, codebook_weight  # noqa: E402
 from llmpq.kernels.formats.quantized_weight import from_codes  # noqa: E402
-from llmpq.kernels.formats.table_weight import E4M3, E8M0, Values, table_weight  # noqa: E402
 from llmpq.kernels.formats.weight_layout import Layout  # noqa: E402
 from llmpq.kernels.gemm.config import DENSE, Config, make_plan  # noqa: E402
 from llmpq.kernels.gemm.scaled.choice_of_form import (  # noqa: E402
@@ -19,7 +19,7 @@ from llmpq.kernels.gemm.scaled.forms import form_of  # noqa: E402
 
 pytestmark = pytest.mark.cpu
 N, K = 64, 256
-TALL = Config(kernel="gluon", blocks=2, bm=128, stages=5)
+TALL = Config(kernel="wgmma_gemm", blocks=2, bm=128, stages=5)
 
 
 def weight(form: str):
@@ -32,12 +32,14 @@ def weight(form: str):
         )
     if form == "nvfp4":
         scale, factor = torch.ones(N, K // 16).to(E4M3), torch.ones(N)
-        q = table_weight(codes, scale, values=Values.E2M1, group_size=16, factor=factor)
+        q = codebook_weight(codes, scale, codebook=Codebook.E2M1, group_size=16, factor=factor)
     elif form == "mxfp4":
         scale = torch.full((N, K // 32), 127, dtype=E8M0)
-        q = table_weight(codes, scale, values=Values.E2M1, group_size=32)
+        q = codebook_weight(codes, scale, codebook=Codebook.E2M1, group_size=32)
     else:
-        q = table_weight(codes, torch.ones(N, K // 64).half(), values=Values.NF4, group_size=64)
+        q = codebook_weight(
+            codes, torch.ones(N, K // 64).half(), codebook=Codebook.NF4, group_size=64
+        )
     return q.in_fragments()
 
 
@@ -52,9 +54,9 @@ def test_forms():
 
 @pytest.mark.parametrize("form", ["mxfp4", "nvfp4", "nf4", "w4 in 32"])
 def test_few_rows_are_multiplied_as_w4(form):
-    tile = Config(kernel="tile", bm=16, split=2)
+    tile = Config(kernel="splitk_gemm", bm=16, split=2)
     assert chosen(form, tile, 16) == tile
-    assert not chosen(form, Config(kernel="tile", scale_w=True), 16).scale_w
+    assert not chosen(form, Config(kernel="splitk_gemm", scale_w=True), 16).scale_w
 
 
 def test_prompts():
@@ -63,14 +65,14 @@ def test_prompts():
     assert chosen("mxfp4", TALL, 128) == TALL
     assert chosen("w4 in 32", BROAD, 300) == BROAD
     assert chosen("w4 in 32, zeros", BROAD, 300) == NARROW
-    assert chosen("nvfp4", TALL, 128).kernel == "tile"
+    assert chosen("nvfp4", TALL, 128).kernel == "splitk_gemm"
     assert chosen("nvfp4", TALL, MOST_ROWS + 1) == DENSE
     # Two multiprocessors stand in for a GPU's: 40 k-groups of each are 40 tiles of 256 rows.
     assert chosen("mxfp4", TALL, 256 * 39) == TALL and chosen("mxfp4", TALL, 256 * 40) == BROAD
 
 
 def test_programs_of_all_of_k_must_be_enough():
-    rows = Config(kernel="rows", warps=8)
-    many, few = (make_plan(c, (9, 0)) for c in (rows, Config(kernel="rows", blocks=4)))
+    rows = Config(kernel="gemv", warps=8)
+    many, few = (make_plan(c, (9, 0)) for c in (rows, Config(kernel="gemv", blocks=4)))
     assert not is_narrow(many, weight("nf4")) and is_narrow(few, weight("nf4"))
-    assert not is_narrow(make_plan(Config(kernel="tile"), (9, 0)), weight("nf4"))
+    assert not is_narrow(make_plan(Config(kernel="splitk_gemm"), (9, 0)), weight("nf4"))

@@ -5,10 +5,10 @@ from itertools import product
 import pytest
 
 pytest.importorskip("triton")
-from llmpq.kernels.gemm.rows_kernel import rows_kernel  # noqa: E402
+from llmpq.kernels.gemm.gemv import gemv_kernel  # noqa: E402
 from llmpq.kernels.gemm.scaled.code_assembly import word_assembly  # noqa: E402
-from llmpq.kernels.gemm.scaled.scaled_numbers import WARPS, numbers_kernel  # noqa: E402
-from llmpq.kernels.gemm.tile_kernel import tile_kernel  # noqa: E402
+from llmpq.kernels.gemm.scaled.scaled_dequantize import WARPS, scaled_dequantize_kernel  # noqa: E402
+from llmpq.kernels.gemm.splitk_gemm import splitk_gemm_kernel  # noqa: E402
 from reference.cubin import (  # noqa: E402
     ARCHITECTURES,
     CONSUMER_BLACKWELL,
@@ -18,7 +18,7 @@ from reference.cubin import (  # noqa: E402
 from reference.machine_code import overwritten, product_loops  # noqa: E402
 
 pytestmark = pytest.mark.compile
-NUMBERS = ("M", "N", "K", "blocks", "groups", "split")
+SIZES = ("M", "N", "K", "blocks", "groups", "split")
 FORMS = {
     "mxfp4": ("e2m1", 4, 1, True),
     "nvfp4": ("nvfp4", 4, 1, True),
@@ -45,7 +45,7 @@ def build(kernel, arch, form, dtype, own, **options):
     if name == "nvfp4":
         kinds["Z"] = "*fp32"
     kinds |= dict.fromkeys(("X", "Y", "BIAS", "RESIDUAL", "OUT"), f"*{dtype}")
-    kinds |= dict.fromkeys(NUMBERS, "i32")
+    kinds |= dict.fromkeys(SIZES, "i32")
     given = {n: kinds[n] for n in kernel.arg_names if n in kinds and n not in constants}
     aligned = tuple(n for n, t in given.items() if t.startswith("*") or n in ("N", "K"))
     made = compile_kernel(kernel, arch, given, constants, aligned=aligned, options=options)
@@ -59,7 +59,7 @@ def tiles(arch, form, dtype, bm, stages, depth=1):
         "WM": 4, "BM": bm, "D": depth, "STAGES": stages, "XS": 1, "PDL": arch >= 90,
         "KWIDTH4": not 90 <= arch < 120,
     }  # fmt: skip
-    return build(tile_kernel, arch, form, dtype, own, num_warps=4, num_stages=stages)
+    return build(splitk_gemm_kernel, arch, form, dtype, own, num_warps=4, num_stages=stages)
 
 
 def rows(arch, form):
@@ -67,7 +67,7 @@ def rows(arch, form):
         "HAS_BIAS": True, "HAS_RESIDUAL": True, "EVEN_G": True, "BH": 1, "WM": 8, "STEPS": 2,
         "D": 2, "XD": 2, "PDL": arch >= 90,
     }  # fmt: skip
-    build(rows_kernel, arch, form, "bf16", own, num_warps=8, num_stages=1)
+    build(gemv_kernel, arch, form, "bf16", own, num_warps=8, num_stages=1)
 
 
 KINDS = {
@@ -75,7 +75,7 @@ KINDS = {
     "32 rows": lambda arch, form: tiles(arch, form, "fp16", 32, 3),
     "rows": rows,
     "numbers": lambda arch, form: build(
-        numbers_kernel, arch, form, "bf16", {"WM": WARPS}, num_warps=WARPS
+        scaled_dequantize_kernel, arch, form, "bf16", {"WM": WARPS}, num_warps=WARPS
     ),
 }
 

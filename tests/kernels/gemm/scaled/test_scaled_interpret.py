@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 import torch
 
+from llmpq.kernels.formats.codebook_weight import E4M3, E8M0, Codebook, codebook_weight
 from llmpq.kernels.formats.quantized_weight import from_codes
-from llmpq.kernels.formats.table_weight import E4M3, E8M0, Values, table_weight
 from llmpq.kernels.formats.weight_layout import Layout
 from llmpq.kernels.gemm.config import DENSE, Config, make_plan
 from llmpq.kernels.gemm.reference import relative_error
@@ -25,11 +25,11 @@ TOLERANCE = {torch.float16: 6e-4, torch.bfloat16: 5e-3}
 TABLES = ("mxfp4", "nvfp4", "nf4", "fp4", "iq4")
 GROUPS = tuple((bits, g, zeros) for bits in (3, 4, 8) for g in (32, 64) for zeros in (False, True))
 WAYS = (
-    (1, Config(kernel="rows", warps=4)),
-    (7, Config(kernel="rows", blocks=2, warps=2)),
-    (7, Config(kernel="tile", bm=8, split=2)),
-    (20, Config(kernel="tile", bm=32, blocks=2, warps=2, depth=1)),
-    (20, Config(kernel="tile", bm=16, stages=3)),
+    (1, Config(kernel="gemv", warps=4)),
+    (7, Config(kernel="gemv", blocks=2, warps=2)),
+    (7, Config(kernel="splitk_gemm", bm=8, split=2)),
+    (20, Config(kernel="splitk_gemm", bm=32, blocks=2, warps=2, depth=1)),
+    (20, Config(kernel="splitk_gemm", bm=16, stages=3)),
     (5, DENSE),
 )
 
@@ -45,8 +45,8 @@ def table(form: str, n: int = 96, k: int = K):
         scale, factor = (scale * 400).to(E4M3), torch.rand(n) / 1000 + 0.001
     else:
         scale = scale.half() / (100 if form == "iq4" else 1)
-    values = Values.E2M1 if form in ("mxfp4", "nvfp4") else Values(form)
-    return table_weight(codes, scale, values=values, group_size=size, factor=factor)
+    codebook = Codebook.E2M1 if form in ("mxfp4", "nvfp4") else Codebook(form)
+    return codebook_weight(codes, scale, codebook=codebook, group_size=size, factor=factor)
 
 
 def grouped(bits: int, size: int, zeros: bool, dtype: torch.dtype, n: int = 96, k: int = K):

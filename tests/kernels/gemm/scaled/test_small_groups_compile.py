@@ -12,7 +12,7 @@ from reference.cubin import (  # noqa: E402
 )
 
 pytestmark = pytest.mark.compile
-NUMBERS = ("M", "N", "K", "groups", "splits")
+SIZES = ("M", "N", "K", "groups", "splits")
 
 
 @pytest.mark.thin
@@ -28,7 +28,7 @@ def test_products_fit(arch, bits, group, symmetric):
         (dequantize_kernel, {"BN": 16}, "*bf16"),
     ]
     for kernel, own, out in cases:
-        kinds = {"P0": "*u8", "P1": "*u8", "OUT": out} | dict.fromkeys(NUMBERS, "i32")
+        kinds = {"P0": "*u8", "P1": "*u8", "OUT": out} | dict.fromkeys(SIZES, "i32")
         given = {
             name: kinds.get(name, "*bf16")
             for name in kernel.arg_names

@@ -5,20 +5,26 @@ from dataclasses import replace
 import pytest
 import torch
 
-from llmpq.kernels.formats.table_weight import E4M3, E8M0, TableWeight, Values, table_weight
+from llmpq.kernels.formats.codebook_weight import (
+    E4M3,
+    E8M0,
+    Codebook,
+    CodebookWeight,
+    codebook_weight,
+)
 from llmpq.kernels.gemm.reference import relative_error
 
 triton = pytest.importorskip("triton")
 if not triton.knobs.runtime.interpret:
     pytest.skip("needs TRITON_INTERPRET=1", allow_module_level=True)
 
-from llmpq.kernels.gemm.float_codes import table_products  # noqa: E402
+from llmpq.kernels.gemm.float_codes import codebook_products  # noqa: E402
 
 pytestmark = pytest.mark.interpret
 FORMS = ("mxfp4", "nvfp4", "nf4", "fp4", "iq4")
 
 
-def weight(form: str, n: int, k: int) -> TableWeight:
+def weight(form: str, n: int, k: int) -> CodebookWeight:
     torch.manual_seed(n + k)
     codes = torch.randint(0, 16, (n, k), dtype=torch.uint8)
     size = {"nvfp4": 16, "nf4": 64, "fp4": 64}.get(form, 32)
@@ -30,8 +36,8 @@ def weight(form: str, n: int, k: int) -> TableWeight:
         scale, factor = (scale * 400).to(E4M3), torch.rand(n) / 1000 + 0.001
     else:
         scale = scale.half() / (100 if form == "iq4" else 1)
-    values = Values.E2M1 if form.endswith("xfp4") or form == "nvfp4" else Values(form)
-    return table_weight(codes, scale, values=values, group_size=size, factor=factor)
+    codebook = Codebook.E2M1 if form.endswith("xfp4") or form == "nvfp4" else Codebook(form)
+    return codebook_weight(codes, scale, codebook=codebook, group_size=size, factor=factor)
 
 
 @pytest.mark.thin
@@ -42,10 +48,10 @@ def test_products(form, rows):
     x = torch.randn(rows, 320)
     bias, residual = torch.randn(70), torch.randn(rows, 70)
     want = x.double() @ q.dequantize(torch.float64).T + bias + residual
-    assert relative_error(table_products.table_linear_gpu(x, q, bias, residual), want) < 2e-6
-    assert torch.equal(table_products.dequantized(q, torch.float32), q.dequantize(torch.float32))
+    assert relative_error(codebook_products.codebook_linear_gpu(x, q, bias, residual), want) < 2e-6
+    assert torch.equal(codebook_products.dequantized(q, torch.float32), q.dequantize(torch.float32))
     half = q.dequantize(torch.float16)
-    assert torch.equal(table_products.dequantized(q, torch.float16), half)
+    assert torch.equal(codebook_products.dequantized(q, torch.float16), half)
     assert relative_error(half, q.dequantize(torch.float64)) < 5e-4
 
 
@@ -62,4 +68,7 @@ def test_planted_faults_are_seen(form):
     if q.factor is not None:
         wrong.append(replace(q, factor=q.factor.roll(1)))
     for planted in wrong:
-        assert relative_error(table_products.table_linear_gpu(x, planted, None, None), want) > 0.1
+        assert (
+            relative_error(codebook_products.codebook_linear_gpu(x, planted, None, None), want)
+            > 0.1
+        )

@@ -1,4 +1,4 @@
-// Codes of 4 bits that stand for 16 numbers (kernels/formats/table_weight.py, ROWS): few rows of x, rows as numbers.
+// Codes of 4 bits that stand for 16 values (kernels/formats/codebook_weight.py, ROWS): few rows of x, rows as values.
 //
 //   y[m,n] = factor[n] sum_g scale[n,g] sum_k table[code[n,k]] x[m,k],  k of group g
 //
@@ -16,11 +16,11 @@ constexpr int64_t TABLE_GROUP = 128, TABLE_BYTES = 64, TABLE_ROWS = 4;  // of x 
 constexpr int64_t EXPONENT = 3, FLOAT8 = 4;  // scales of a byte, beside Number
 constexpr int TABLE_HALVES = 16 / LANES;     // vectors of the 16 words
 
-struct Table {
+struct Codebook {
   const uint8_t* codes;  // [N, k_groups, 64]
   const void* scale;     // [N, 128 / group k_groups]
   const float* factor;   // [N] or null
-  const float* numbers;  // [16]
+  const float* values;  // [16]
   int64_t N, K, group, kind;
   int64_t k_groups() const { return (K + TABLE_GROUP - 1) / TABLE_GROUP; }
   int64_t parts() const { return TABLE_GROUP / group; }
@@ -41,10 +41,10 @@ struct Table {
   }
 };
 
-struct TableNumbers {
+struct CodebookValues {
 #if WIDE
   Floats all;
-  explicit TableNumbers(const float* p) : all(load(p)) {}
+  explicit CodebookValues(const float* p) : all(load(p)) {}
   Floats of(__m512i word) const { return _mm512_permutexvar_ps(word, all); }
   static __m512i words(const uint8_t* p, int) { return _mm512_loadu_si512(p); }
   static __m512i shifted(__m512i word, int by) { return _mm512_srli_epi32(word, by); }
@@ -52,7 +52,7 @@ struct TableNumbers {
   static Floats spread(const float* s, __m512i lane) { return _mm512_permutexvar_ps(lane, load(s)); }
 #else
   Floats low, high;
-  explicit TableNumbers(const float* p) : low(load(p)), high(load(p + 8)) {}
+  explicit CodebookValues(const float* p) : low(load(p)), high(load(p + 8)) {}
   Floats of(__m256i word) const {
     const Floats upper = _mm256_castsi256_ps(_mm256_slli_epi32(word, 28));
     return _mm256_blendv_ps(_mm256_permutevar8x32_ps(low, word), _mm256_permutevar8x32_ps(high, word), upper);
@@ -75,12 +75,12 @@ static inline void table_lanes(int64_t group, Ints* lanes) {
 }
 
 // x of a row in the order of vectors, zeros behind K.
-static void table_order(const void* x, int64_t start, int64_t K, int64_t number, float* to) {
+static void codebook_order(const void* x, int64_t start, int64_t K, int64_t dtype, float* to) {
   float flat[TABLE_GROUP];
   for (int64_t k0 = 0; k0 < K; k0 += TABLE_GROUP, to += TABLE_GROUP) {
     const int64_t count = std::min(TABLE_GROUP, K - k0);
     std::fill(flat + count, flat + TABLE_GROUP, 0.0f);
-    copy_floats(flat, x, start + k0, count, number);
+    copy_floats(flat, x, start + k0, count, dtype);
     for (int v = 0; v < 8; ++v)
       for (int l = 0; l < 16; ++l) to[v * 16 + l] = flat[64 * (v / 4) + 4 * l + v % 4];
   }
@@ -88,7 +88,7 @@ static void table_order(const void* x, int64_t start, int64_t K, int64_t number,
 
 // Row n of w times ROWS rows of x in order, `pitch` floats apart, into sums; s: scales of the row.
 template <int ROWS>
-static void table_row(const Table& w, const TableNumbers& numbers, const Ints* lanes, int64_t n, const float* x,
+static void codebook_row(const Codebook& w, const CodebookValues& values, const Ints* lanes, int64_t n, const float* x,
                       int64_t pitch, const float* s, float* sums) {
   const uint8_t* p = w.row(n);
   const int64_t parts = w.parts(), k_groups = w.k_groups();
@@ -97,16 +97,16 @@ static void table_row(const Table& w, const TableNumbers& numbers, const Ints* l
   for (int64_t g = 0; g < k_groups; ++g, p += TABLE_BYTES, x += TABLE_GROUP) {
     _mm_prefetch((const char*)(p + 2048), _MM_HINT_T0);
     for (int half = 0; half < TABLE_HALVES; ++half) {
-      const auto word = TableNumbers::words(p, half);
+      const auto word = CodebookValues::words(p, half);
       for (int h = 0; h < 2; ++h) {
         Floats acc[ROWS];
         for (int b = 0; b < 4; ++b) {
-          const Floats number = numbers.of(TableNumbers::shifted(word, 8 * b + 4 * h));
+          const Floats value = values.of(CodebookValues::shifted(word, 8 * b + 4 * h));
           const float* at = x + (4 * h + b) * 16 + half * LANES;
           for (int m = 0; m < ROWS; ++m)
-            acc[m] = b ? fma(number, load(at + m * pitch), acc[m]) : mul(number, load(at + m * pitch));
+            acc[m] = b ? fma(value, load(at + m * pitch), acc[m]) : mul(value, load(at + m * pitch));
         }
-        const Floats scale = TableNumbers::spread(s + g * parts, lanes[h * TABLE_HALVES + half]);
+        const Floats scale = CodebookValues::spread(s + g * parts, lanes[h * TABLE_HALVES + half]);
         for (int m = 0; m < ROWS; ++m) whole[h][m] = fma(acc[m], scale, whole[h][m]);
       }
     }
@@ -116,8 +116,8 @@ static void table_row(const Table& w, const TableNumbers& numbers, const Ints* l
 }
 
 // Row n of w as out[k], k < K, computed in float32 and rounded once; s: scales of the row.
-static void table_dequantize_row(const Table& w, const TableNumbers& numbers, int64_t n, void* out, int64_t at,
-                                 int64_t number, const float* s) {
+static void codebook_dequantize_row(const Codebook& w, const CodebookValues& values, int64_t n, void* out, int64_t at,
+                                 int64_t dtype, const float* s) {
   const uint8_t* p = w.row(n);
   const Floats factor = floats(w.factor ? w.factor[n] : 1);
   alignas(64) float made[TABLE_GROUP];
@@ -125,17 +125,17 @@ static void table_dequantize_row(const Table& w, const TableNumbers& numbers, in
     const float* scale = s + g * w.parts();
     for (int64_t j = 0; j < 64; j += 16)
       for (int half = 0; half < 16; half += LANES) {
-        const auto word = TableNumbers::bytes(p + j + half);
+        const auto word = CodebookValues::bytes(p + j + half);
         const int64_t low = j + half, high = 64 + low;
         for (int64_t k : {low, high}) {
-          Floats value = numbers.of(k < 64 ? word : TableNumbers::shifted(word, 4));
+          Floats value = values.of(k < 64 ? word : CodebookValues::shifted(word, 4));
           value = mul(value, floats(scale[k / w.group]));
           store(made + k, w.factor ? mul(value, factor) : value);
         }
       }
     const int64_t k0 = g * TABLE_GROUP, count = std::min(TABLE_GROUP, w.K - k0);
     int64_t k = 0;
-    for (; k + 8 <= count; k += 8) put_eight(out, at + k0 + k, number, _mm256_load_ps(made + k));
-    for (; k < count; ++k) put(out, at + k0 + k, number, made[k]);
+    for (; k + 8 <= count; k += 8) put_eight(out, at + k0 + k, dtype, _mm256_load_ps(made + k));
+    for (; k < count; ++k) put(out, at + k0 + k, dtype, made[k]);
   }
 }

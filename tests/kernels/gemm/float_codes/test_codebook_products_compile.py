@@ -3,12 +3,12 @@
 import pytest
 
 pytest.importorskip("triton")
-from llmpq.kernels.gemm.float_codes.table_products import (  # noqa: E402
+from llmpq.kernels.gemm.float_codes.codebook_products import (  # noqa: E402
     BN,
     FEW,
     HALF,
-    table_dequantize_kernel,
-    table_product_kernel,
+    codebook_dequantize_kernel,
+    codebook_gemm_kernel,
 )
 from reference.cubin import (  # noqa: E402
     ARCHITECTURES,
@@ -18,7 +18,7 @@ from reference.cubin import (  # noqa: E402
 )
 
 pytestmark = pytest.mark.compile
-NUMBERS = ("M", "N", "K", "groups", "splits")
+SIZES = ("M", "N", "K", "groups", "splits")
 FORMS = {
     "mxfp4": ({"G": 32, "E2M1": True, "SCALE": "e8m0"}, "*u8"),
     "nvfp4": ({"G": 16, "E2M1": True, "SCALE": "e4m3"}, "*u8"),
@@ -33,13 +33,13 @@ def test_products_fit(arch, form):
     constants, scale = FORMS[form]
     constants = constants | {"HALF": HALF}
     cases = [
-        (table_product_kernel, {"BM": 16, "BN": BN}, "*fp32"),
-        (table_product_kernel, {"BM": FEW, "BN": BN}, "*fp32"),
-        (table_dequantize_kernel, {"BN": 16, "HAS_FACTOR": form == "nvfp4"}, "*bf16"),
+        (codebook_gemm_kernel, {"BM": 16, "BN": BN}, "*fp32"),
+        (codebook_gemm_kernel, {"BM": FEW, "BN": BN}, "*fp32"),
+        (codebook_dequantize_kernel, {"BN": 16, "HAS_FACTOR": form == "nvfp4"}, "*bf16"),
     ]
     for kernel, own, out in cases:
         kinds = {"P": "*u8", "S": scale, "T": "*fp32", "F": "*fp32", "OUT": out, "X": "*bf16"}
-        kinds |= dict.fromkeys(NUMBERS, "i32")
+        kinds |= dict.fromkeys(SIZES, "i32")
         given = {n: kinds[n] for n in kernel.arg_names if n not in constants | own}
         aligned = tuple(name for name, kind in given.items() if kind.startswith("*"))
         made = compile_kernel(

@@ -30,7 +30,7 @@ MANY = 64
 
 
 @dataclass(frozen=True)
-class Sent:
+class ExpertDispatch:
     """Which pairs go to which expert."""
 
     order_C: Tensor
@@ -54,14 +54,14 @@ class Sent:
         return experts if self.blocks is not None else min(experts, self.order_C.numel())
 
 
-def assign(expert_TK: Tensor, experts: int) -> Sent:
+def assign(expert_TK: Tensor, experts: int) -> ExpertDispatch:
     """Sort the pairs [T, k] by expert."""
     device, pairs = expert_TK.device, expert_TK.numel()
     order = torch.empty(pairs, dtype=torch.int32, device=device)
     runs = torch.empty(experts, 3, dtype=torch.int32, device=device)
-    sent = Sent(order, runs, expert_TK.shape[1])
+    dispatch = ExpertDispatch(order, runs, expert_TK.shape[1])
     if pairs > MANY * experts and experts <= MOST_EXPERTS:
-        return _assign_many(expert_TK.contiguous(), experts, sent)
+        return _assign_many(expert_TK.contiguous(), experts, dispatch)
     step = min(ASSIGN_STEP, max(16, triton.next_power_of_2(pairs)))
     pdl = overlaps(device)
     assign_kernel[(experts,)](
@@ -72,10 +72,10 @@ def assign(expert_TK: Tensor, experts: int) -> Sent:
         num_warps=1 if step <= 256 else 8 if step > 1024 else 4,
         launch_pdl=pdl,
     )
-    return sent
+    return dispatch
 
 
-def _assign_many(expert_TK: Tensor, experts: int, sent: Sent) -> Sent:
+def _assign_many(expert_TK: Tensor, experts: int, dispatch: ExpertDispatch) -> ExpertDispatch:
     pairs, device = expert_TK.numel(), expert_TK.device
     programs, padded = triton.cdiv(pairs, BLOCK), _padded(experts)
     counts = torch.empty(programs, padded, dtype=torch.int32, device=device)
@@ -88,7 +88,7 @@ def _assign_many(expert_TK: Tensor, experts: int, sent: Sent) -> Sent:
     launch = {"PDL": pdl, "num_warps": 8, "launch_pdl": pdl}
     count_kernel[(programs,)](expert_TK, counts, pairs, EP=padded, BLOCK=BLOCK, **launch)
     place_kernel[(max(programs, experts),)](
-        *(expert_TK, counts, sent.order_C, sent.runs_E, blocks, apart, broad, count),
+        *(expert_TK, counts, dispatch.order_C, dispatch.runs_E, blocks, apart, broad, count),
         *(pairs, experts, programs),
         EP=padded,
         BLOCK=BLOCK,
@@ -96,7 +96,9 @@ def _assign_many(expert_TK: Tensor, experts: int, sent: Sent) -> Sent:
         SHORT=SHORT,
         **launch,
     )
-    return Sent(sent.order_C, sent.runs_E, sent.per_token, blocks, apart, broad, count)
+    return ExpertDispatch(
+        dispatch.order_C, dispatch.runs_E, dispatch.per_token, blocks, apart, broad, count
+    )
 
 
 def _padded(experts: int) -> int:

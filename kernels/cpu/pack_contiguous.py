@@ -13,7 +13,7 @@ from llmpq.kernels.native import huge_pages
 _LINE = 64
 
 
-def side_by_side(weights: Sequence[QuantizedWeight]) -> list[QuantizedWeight]:
+def pack_contiguous(weights: Sequence[QuantizedWeight]) -> list[QuantizedWeight]:
     """Return the same weights, on a CPU their tensors one behind the other in large pages."""
     if len(weights) == 1 and weights[0].planes[0].data_ptr() % huge_pages.PAGE == 0:
         return list(weights)  # made there

@@ -13,8 +13,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from llmpq.cluster import Cluster
+from llmpq.kernels.formats.codebook_weight import Codebook, CodebookWeight
 from llmpq.kernels.formats.round_to_nearest import quantize_weight
-from llmpq.kernels.formats.table_weight import TableWeight, Values
 from llmpq.model_spec import ModelSpec
 from llmpq.planner.problem.kept_grid import kept_grid
 from llmpq.planner.problem.stored_precisions import stored_layers
@@ -23,10 +23,10 @@ from llmpq.profiler.quantize.layer_walk import random_windows
 from llmpq.profiler.quantize.recipes import Settings
 from llmpq.profiler.quantize.whole_model import QuantizeJob, quantize_model
 from llmpq.runtime.step import Step
+from llmpq.runtime.weights.codebook_forms import bitsandbytes_weight
 from llmpq.runtime.weights.layer_cache import KeptLayers
 from llmpq.runtime.weights.numbers_source import open_numbers
 from llmpq.runtime.weights.quantized_checkpoint import open_checkpoint
-from llmpq.runtime.weights.table_forms import bitsandbytes_weight
 from reference.pipeline import ReferencePipeline, pad
 
 pytestmark = pytest.mark.cpu
@@ -91,7 +91,7 @@ def nvfp4(weight: Tensor) -> Stored:
 
 def bitsandbytes(kind: str, *, nested: bool) -> Callable[[Tensor], Stored]:
     """As bitsandbytes 0.45 and 0.50 write it: blocks of 64, the first code in the upper half."""
-    table = torch.tensor(Values(kind).table)
+    table = torch.tensor(Codebook(kind).values)
 
     def form(weight: Tensor) -> Stored:
         blocks = weight.view(-1, 64)
@@ -165,11 +165,11 @@ def test_codes_are_kept_and_logits_those_of_the_numbers(
     source = open_checkpoint(form, ModelSpec.from_directory(form))
     source.keep_codes({0: FOUR, 1: None})
     kept = [
-        part for part in source.layer(0, torch.float32).values() if isinstance(part, TableWeight)
+        part for part in source.layer(0, torch.float32).values() if isinstance(part, CodebookWeight)
     ]
     assert len(kept) == 4
     assert not any(
-        isinstance(part, TableWeight) for part in source.layer(1, torch.float32).values()
+        isinstance(part, CodebookWeight) for part in source.layer(1, torch.float32).values()
     )
     bits = (
         8
@@ -190,7 +190,7 @@ def test_stages_and_kept_layers_compute_the_same(dense: Path, tmp_path: Path, na
     for _ in range(2):
         kept = KeptLayers(source, tmp_path / "cache", {0: FOUR, 1: FOUR}, torch.device("cpu"))
         part = kept.layer(0, torch.float32)["down.weight"]
-        assert isinstance(part, TableWeight) and kept.num_read == 0
+        assert isinstance(part, CodebookWeight) and kept.num_read == 0
 
 
 def test_bytes_of_bitsandbytes_under_the_name_of_another_type(dense: Path, tmp_path: Path) -> None:
@@ -209,14 +209,14 @@ def test_bytes_of_bitsandbytes_under_the_name_of_another_type(dense: Path, tmp_p
     [
         ("nvfp4", "weight_scale", lambda t: t[:, :-1], "scales of groups of 16 have shape"),
         ("nvfp4", "weight_global_scale", lambda t: t.repeat(2), "expected one number"),
-        ("nvfp4", "weight_global_scale", lambda t: t * 0, "no numbers"),
+        ("nvfp4", "weight_global_scale", lambda t: t * 0, "NaN or infinite"),
         ("mxfp4", "weight_scale", lambda t: t[:-1], "scales of groups of 32 have shape"),
-        ("mxfp4", "weight_scale", lambda t: t * 0 + 255, "no numbers"),
+        ("mxfp4", "weight_scale", lambda t: t * 0 + 255, "NaN or infinite"),
         ("mxfp4", "weight_scale", lambda t: t.float(), "expected torch.uint8"),
         ("mxfp4", "weight_packed", lambda t: t[:, :-16], "scales of groups of 32 have shape"),
         ("nf4", "weight.absmax", lambda t: t[:-1], "absmax has 959 scales, expected 960"),
         ("nf4", "weight", lambda t: t[:-1], "its state says"),
-        ("nf4", "weight.quant_map", lambda t: t.roll(1), "not the table of nf4"),
+        ("nf4", "weight.quant_map", lambda t: t.roll(1), "not the codebook of nf4"),
         ("nf4 twice", "weight.nested_absmax", lambda t: t[:-1], "nested_absmax has"),
         ("nf4 twice", "weight.nested_quant_map", None, "nested_quant_map is missing"),
         ("fp4", "weight.quant_state.bitsandbytes__fp4", lambda t: t[:-9], "does not say how"),
@@ -331,7 +331,7 @@ def test_experts_of_gpt_oss_are_quantised_anew(
     for source in (form, numbers):
         with torch.inference_mode():
             quantize_model(job, open_numbers(source, spec), tmp_path / f"{source.name}-q")
-    assert "stored quantised (mxfp4): its numbers are rounded a second time" in caplog.text
+    assert "stored quantised (mxfp4): its values are rounded a second time" in caplog.text
     assert torch.equal(logits(tmp_path / "form-q"), logits(tmp_path / "numbers-q"))
 
 

@@ -1,4 +1,4 @@
-"""TableWeight: a weight [N, K] of 4-bit codes that stand for 16 numbers of a table, kept so.
+"""CodebookWeight: a weight [N, K] of 4-bit codes that stand for 16 values of a table, kept so.
 
     w[n, k] = table[code[n, k]] scale[n, k // group] factor[n]
 
@@ -50,7 +50,7 @@ _PARTS = 4
 """Scales of a k-group of FRAGMENT."""
 
 
-class Values(Enum):
+class Codebook(Enum):
     """What the codes of a table stand for."""
 
     E2M1 = "e2m1"
@@ -59,8 +59,8 @@ class Values(Enum):
     IQ4 = "iq4"
 
     @property
-    def table(self) -> tuple[float, ...]:
-        """The 16 numbers, by code."""
+    def values(self) -> tuple[float, ...]:
+        """The 16 values, by code."""
         return _TABLES[self]
 
 
@@ -69,25 +69,25 @@ def _signed(magnitudes: Sequence[float]) -> tuple[float, ...]:
 
 
 _TABLES = {
-    Values.E2M1: _signed((0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)),
-    Values.NF4: (
+    Codebook.E2M1: _signed((0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)),
+    Codebook.NF4: (
         *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453),
         *(-0.28444138169288635, -0.18477343022823334, -0.09105003625154495, 0.0),
         *(0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224),
         *(0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0),
     ),
-    Values.FP4: _signed(tuple(value / 12 for value in (0, 0.0625, 8, 12, 4, 6, 2, 3))),
-    Values.IQ4: tuple(
+    Codebook.FP4: _signed(tuple(value / 12 for value in (0, 0.0625, 8, 12, 4, 6, 2, 3))),
+    Codebook.IQ4: tuple(
         map(float, (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113))
     ),
 }
 
 
 @dataclass(frozen=True, kw_only=True)
-class TableWeight:
-    """Packed codes, scales and, where a scale is of two numbers, a factor of each row."""
+class CodebookWeight:
+    """Packed codes, scales and, where a scale is of two values, a factor of each row."""
 
-    values: Values
+    codebook: Codebook
     group_size: int
     out_features: int
     in_features: int
@@ -102,7 +102,7 @@ class TableWeight:
     @property
     def is_mxfp4(self) -> bool:
         """Whether it is E2M1 with a power of two for 32."""
-        return self.values is Values.E2M1 and self.scale.dtype is E8M0
+        return self.codebook is Codebook.E2M1 and self.scale.dtype is E8M0
 
     @property
     def bits(self) -> int:
@@ -124,7 +124,7 @@ class TableWeight:
         """Bytes of all tensors."""
         return sum(t.nbytes for t in (self.plane, self.scale, self.factor) if t is not None)
 
-    def to(self, device: torch.device | str) -> TableWeight:
+    def to(self, device: torch.device | str) -> CodebookWeight:
         """Return the weight on a device, in the layout that device computes with fastest."""
         moved = replace(
             self,
@@ -141,7 +141,7 @@ class TableWeight:
         row = self.plane.numel() // self.out_features
         flat = self.plane.view(-1)[start * row : stop * row]
         if self.layout is Layout.FRAGMENT:
-            e2m1 = self.values is Values.E2M1
+            e2m1 = self.codebook is Codebook.E2M1
             flat = _unfolded(flat) if e2m1 else _unpaired(flat)
         return weight_layout.unpack((flat,), BITS, self.layout, stop - start)
 
@@ -153,7 +153,7 @@ class TableWeight:
         if self.is_mxfp4:
             by_lane = self.scale.view(blocks, -1, 8, _PARTS, 2)
             return by_lane.permute(0, 4, 2, 1, 3).reshape(n, -1)
-        if self.values is Values.E2M1:
+        if self.codebook is Codebook.E2M1:
             by_lane = self.scale.view(blocks, -1, 8, 4, 2, 2)
             return by_lane.permute(0, 5, 2, 1, 4, 3).reshape(n, -1)
         return weight_layout.unpack_scales(self.scale, self.layout, n)
@@ -162,14 +162,14 @@ class TableWeight:
         """Return rows of w in float32 (float64 if asked for), rounded once to `dtype`."""
         stop = self.out_features if stop is None else stop
         wide = torch.float64 if dtype == torch.float64 else torch.float32
-        table = torch.tensor(self.values.table, dtype=torch.float32, device=self.device).to(wide)
+        table = torch.tensor(self.codebook.values, dtype=torch.float32, device=self.device).to(wide)
         w = table[self.codes(start, stop).int()].view(stop - start, self.groups, -1)
-        w *= scale_numbers(self.scale_NG()[start:stop]).to(wide)[:, :, None]
+        w *= scale_values(self.scale_NG()[start:stop]).to(wide)[:, :, None]
         if self.factor is not None:
             w *= self.factor[start:stop].to(wide)[:, None, None]
         return w.view(stop - start, -1)[:, : self.in_features].to(dtype)
 
-    def in_fragments(self) -> TableWeight:
+    def in_fragments(self) -> CodebookWeight:
         """Return the weight in FRAGMENT, where `has_fragments`."""
         if self.layout is Layout.FRAGMENT:
             return self
@@ -178,12 +178,12 @@ class TableWeight:
         if self.is_mxfp4:
             rows = self.scale_NG().view(-1, 2, 8, self.groups // _PARTS, _PARTS)
             scale = rows.permute(0, 3, 2, 4, 1).reshape(-1)
-        elif self.values is Values.E2M1:
+        elif self.codebook is Codebook.E2M1:
             rows = self.scale_NG().view(-1, 2, 8, self.groups // 8, 2, 4)
             scale = rows.permute(0, 3, 2, 5, 4, 1).reshape(-1)
         else:
             scale = weight_layout.pack_scales(self.scale_NG(), Layout.FRAGMENT)
-        e2m1 = self.values is Values.E2M1
+        e2m1 = self.codebook is Codebook.E2M1
         plane = _folded(plane) if e2m1 else _paired(plane)
         return replace(self, plane=plane, scale=scale, layout=Layout.FRAGMENT)
 
@@ -198,13 +198,13 @@ class TableWeight:
             return False
         if self.is_mxfp4:
             return self.group_size * _PARTS == GROUP and int(self.scale.max()) <= LARGEST
-        if self.values is Values.E2M1:
+        if self.codebook is Codebook.E2M1:
             nvfp4 = self.group_size == 16 and self.scale.dtype is E4M3
             return nvfp4 and self.factor is not None
         return self.group_size in (32, 64) and self.scale.dtype == torch.float16
 
 
-def scale_numbers(scale: Tensor) -> Tensor:
+def scale_values(scale: Tensor) -> Tensor:
     """Return what stored scales stand for, in float32."""
     if scale.dtype is not E8M0:
         return scale.float()
@@ -212,27 +212,27 @@ def scale_numbers(scale: Tensor) -> Tensor:
     return bits.view(torch.float32)
 
 
-def table_weight(
+def codebook_weight(
     codes_NK: Tensor,
     scale_NG: Tensor,
     *,
-    values: Values,
+    codebook: Codebook,
     group_size: int,
     factor: Tensor | None = None,
-) -> TableWeight:
+) -> CodebookWeight:
     """Pack uint8 codes [N, K], K even, as `of_pairs` does."""
     pairs = codes_NK[:, ::2] | codes_NK[:, 1::2] << 4
-    return of_pairs(pairs, scale_NG, values=values, group_size=group_size, factor=factor)
+    return of_pairs(pairs, scale_NG, codebook=codebook, group_size=group_size, factor=factor)
 
 
 def of_pairs(
     pairs_NJ: Tensor,
     scale_NG: Tensor,
     *,
-    values: Values,
+    codebook: Codebook,
     group_size: int,
     factor: Tensor | None = None,
-) -> TableWeight:
+) -> CodebookWeight:
     """Return a weight of bytes [N, K / 2], each a code and, in its upper half, the next one.
 
     Scales are [N, ceil(K / group)]; `ValueError` for what lies.
@@ -244,18 +244,18 @@ def of_pairs(
             f"scales of groups of {group_size} have shape {list(scale_NG.shape)}, expected "
             f"{list(expected)} for codes [{n}, {k}] in groups of {', '.join(map(str, GROUPS))}"
         )
-    numbers = scale_NG != 255 if scale_NG.dtype is E8M0 else scale_NG.float().isfinite()
-    if not bool(numbers.all()) or (factor is not None and not bool(factor.isfinite().all())):
-        raise ValueError("scales that are no numbers (NaN or infinite); download it again")
-    zero = values.table.index(0.0) if 0.0 in values.table else 0
+    finite = scale_NG != 255 if scale_NG.dtype is E8M0 else scale_NG.float().isfinite()
+    if not bool(finite.all()) or (factor is not None and not bool(factor.isfinite().all())):
+        raise ValueError("scales that are NaN or infinite; download it again")
+    zero = codebook.values.index(0.0) if 0.0 in codebook.values else 0
     pairs = functional.pad(pairs_NJ, (0, (padded_k(k) - k) // 2), value=zero * 17)
     gap = padded_k(k) // group_size - expected[1]
     if gap:
         scale_NG = torch.cat((scale_NG, torch.zeros(n, gap).to(scale_NG)), dim=1)
     low, high = pairs.view(n, -1, 2, GROUP // 4).unbind(2)  # codes 0 to 63 and 64 to 127
     plane = torch.stack((low & 15 | high << 4, low >> 4 | high & 240), dim=-1)
-    return TableWeight(
-        values=values,
+    return CodebookWeight(
+        codebook=codebook,
         group_size=group_size,
         out_features=n,
         in_features=k,
@@ -265,7 +265,7 @@ def of_pairs(
     )
 
 
-def ordered(weight: TableWeight, order: Callable[[Tensor], Tensor]) -> TableWeight:
+def ordered(weight: CodebookWeight, order: Callable[[Tensor], Tensor]) -> CodebookWeight:
     """Return a ROWS weight with its rows in another order."""
     n = weight.out_features
     return replace(
@@ -276,7 +276,7 @@ def ordered(weight: TableWeight, order: Callable[[Tensor], Tensor]) -> TableWeig
     )
 
 
-def stacked(pieces: Sequence[TableWeight]) -> TableWeight:
+def stacked(pieces: Sequence[CodebookWeight]) -> CodebookWeight:
     """Return ROWS weights of one form, one below the other."""
     first = pieces[0]
     factors = [p.factor for p in pieces if p.factor is not None]

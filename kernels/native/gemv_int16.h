@@ -4,7 +4,7 @@
 //
 // Groups of 32 or 64 weights: s, z and xsum of each 32 weights, xs of the whole k-group.
 //
-// xs is a power of two, so that bfloat16 numbers down to 1/128 of their group's largest are exact and
+// xs is a power of two, so that bfloat16 values down to 1/128 of their group's largest are exact and
 // smaller ones are off by at most 2^-16 of it (products: 3e-5, where rounding y to bfloat16 costs
 // 1e-3). float32 x takes two such rows, the second what the first left: 30 bits.
 // Rounded to 8 bits (`--cpu-activations int8`): xs is the group's largest / 127, one row whatever x is; codes
@@ -51,7 +51,7 @@ static inline Floats dot_planes(const Ints* codes, const int8_t* x) {
 
 // Rows first .. first + ROWS of the rounded x (PARTS to a row of y) times rows n0 .. n1 of w, whose grids are s, z.
 template <int BITS, int ROWS, int PARTS, Meet MEET>
-static void few_rows(const Weight& w, const RoundedRows& x, const Output& out, int64_t first, int64_t n0,
+static void gemv_int16(const Weight& w, const RoundedRows& x, const Output& out, int64_t first, int64_t n0,
                      int64_t n1, const float* s, const float* z) {
   for (int64_t n = n0; n < n1; ++n, s += w.grid_size(), z += w.grid_size()) {
     const uint8_t* p = w.row(n);
@@ -101,11 +101,11 @@ static void few_rows(const Weight& w, const RoundedRows& x, const Output& out, i
         }
       }
     }
-    float bias = out.bias ? float_of(out.bias, n, out.number) : 0;
+    float bias = out.bias ? float_of(out.bias, n, out.dtype) : 0;
     for (int m = 0; m < ROWS; m += PARTS) {
       Floats sum = sub(acc[m], off[m]);
       if (PARTS == 2) sum = add(sum, sub(acc[m + PARTS - 1], off[m + PARTS - 1]));
-      put(out.y, (first + m) / PARTS * w.N + n, out.number, total(sum) + bias);
+      put(out.y, (first + m) / PARTS * w.N + n, out.dtype, total(sum) + bias);
     }
   }
 }
@@ -170,12 +170,12 @@ static inline void row_block(const Weight& w, const RoundedRows& x, int64_t firs
 template <int ROWS>
 static void put_rows(float (*y)[BLOCK_ROWS], const Output& out, int64_t m, int64_t n0, int64_t n1, int64_t N) {
   alignas(64) float bias[BLOCK_ROWS] = {};
-  if (out.bias) copy_floats(bias, out.bias, n0, n1 - n0, out.number);
+  if (out.bias) copy_floats(bias, out.bias, n0, n1 - n0, out.dtype);
   for (int r = 0; r < ROWS; ++r) {
     int64_t i = 0, to = (m + r) * N + n0;
     for (; i + 8 <= n1 - n0; i += 8)
-      put_eight(out.y, to + i, out.number, _mm256_add_ps(_mm256_load_ps(y[r] + i), _mm256_load_ps(bias + i)));
-    for (; i < n1 - n0; ++i) put(out.y, to + i, out.number, y[r][i] + bias[i]);
+      put_eight(out.y, to + i, out.dtype, _mm256_add_ps(_mm256_load_ps(y[r] + i), _mm256_load_ps(bias + i)));
+    for (; i < n1 - n0; ++i) put(out.y, to + i, out.dtype, y[r][i] + bias[i]);
   }
 }
 
@@ -215,29 +215,29 @@ static void rows_in_blocks(const Weight& w, const RoundedRows& x, const Output& 
 }
 
 template <int BITS, int PARTS, Meet MEET>
-static void few_rows_of(const Weight& w, const RoundedRows& x, const Output& out, int64_t M, int64_t n0,
+static void gemv_int16_of(const Weight& w, const RoundedRows& x, const Output& out, int64_t M, int64_t n0,
                      int64_t n1, const float* s, const float* z) {
   int64_t first = 0, rows = M * PARTS;
   if constexpr (WIDE && MEET != Meet::FINE) {
     for (; rows - first >= 8; first += 8) rows_in_blocks<BITS, 8, PARTS, MEET>(w, x, out, first, n0, n1, s, z);
     for (; rows - first >= 4; first += 4) rows_in_blocks<BITS, 4, PARTS, MEET>(w, x, out, first, n0, n1, s, z);
   }
-  for (; rows - first >= 8; first += 8) few_rows<BITS, 8, PARTS, MEET>(w, x, out, first, n0, n1, s, z);
-  for (; rows - first >= 4; first += 4) few_rows<BITS, 4, PARTS, MEET>(w, x, out, first, n0, n1, s, z);
-  for (; rows - first >= 2; first += 2) few_rows<BITS, 2, PARTS, MEET>(w, x, out, first, n0, n1, s, z);
+  for (; rows - first >= 8; first += 8) gemv_int16<BITS, 8, PARTS, MEET>(w, x, out, first, n0, n1, s, z);
+  for (; rows - first >= 4; first += 4) gemv_int16<BITS, 4, PARTS, MEET>(w, x, out, first, n0, n1, s, z);
+  for (; rows - first >= 2; first += 2) gemv_int16<BITS, 2, PARTS, MEET>(w, x, out, first, n0, n1, s, z);
   if constexpr (PARTS == 1)
-    if (first < rows) few_rows<BITS, 1, 1, MEET>(w, x, out, first, n0, n1, s, z);
+    if (first < rows) gemv_int16<BITS, 1, 1, MEET>(w, x, out, first, n0, n1, s, z);
 }
 
 template <int BITS, int PARTS>
-static void few_rows(const Weight& w, const RoundedRows& x, const Output& out, int64_t M, int64_t n0,
+static void gemv_int16(const Weight& w, const RoundedRows& x, const Output& out, int64_t M, int64_t n0,
                      int64_t n1, const float* s, const float* z) {
-  auto run = w.fine() ? few_rows_of<BITS, PARTS, Meet::FINE> : few_rows_of<BITS, PARTS, Meet::WHOLE>;
+  auto run = w.fine() ? gemv_int16_of<BITS, PARTS, Meet::FINE> : gemv_int16_of<BITS, PARTS, Meet::WHOLE>;
   if constexpr (PARTS == 1 && (HAS_BYTE_DOT || BITS < 8))
-    if (!x.bytes.empty()) run = few_rows_of<BITS, 1, Meet::BYTES>;
+    if (!x.bytes.empty()) run = gemv_int16_of<BITS, 1, Meet::BYTES>;
   if constexpr (PARTS == 1 && BITS < 8 && !WIDE) {
-    if (x.planes == 2) run = few_rows_of<BITS, 1, Meet::TWO_PLANES>;
-    if (x.planes == 3) run = few_rows_of<BITS, 1, Meet::THREE_PLANES>;
+    if (x.planes == 2) run = gemv_int16_of<BITS, 1, Meet::TWO_PLANES>;
+    if (x.planes == 3) run = gemv_int16_of<BITS, 1, Meet::THREE_PLANES>;
   }
   run(w, x, out, M, n0, n1, s, z);
 }

@@ -5,8 +5,14 @@ from dataclasses import replace
 import pytest
 import torch
 
-from llmpq.kernels.cpu import table_linear
-from llmpq.kernels.formats.table_weight import E4M3, E8M0, TableWeight, Values, table_weight
+from llmpq.kernels.cpu import codebook_linear
+from llmpq.kernels.formats.codebook_weight import (
+    E4M3,
+    E8M0,
+    Codebook,
+    CodebookWeight,
+    codebook_weight,
+)
 from llmpq.kernels.gemm.reference import relative_error
 from llmpq.kernels.linear import linear
 from llmpq.kernels.native import library as native
@@ -17,7 +23,7 @@ TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 4e-3, torch.float16: 6e-4}
 """Rounding of the output and, from 17 rows on, of the weight."""
 
 
-def weight(form: str, n: int, k: int) -> TableWeight:
+def weight(form: str, n: int, k: int) -> CodebookWeight:
     torch.manual_seed(n + k)
     codes = torch.randint(0, 16, (n, k), dtype=torch.uint8)
     size = {"nvfp4": 16, "nf4": 64, "fp4": 64}.get(form, 32)
@@ -29,8 +35,8 @@ def weight(form: str, n: int, k: int) -> TableWeight:
         scale, factor = (scale * 2000).to(E4M3), torch.rand(n) / 10000 + 0.0001
     elif form != "fp4":
         scale = scale.half() / (100 if form == "iq4" else 1)
-    values = Values.E2M1 if form.endswith("xfp4") or form == "nvfp4" else Values(form)
-    return table_weight(codes, scale, values=values, group_size=size, factor=factor)
+    codebook = Codebook.E2M1 if form.endswith("xfp4") or form == "nvfp4" else Codebook(form)
+    return codebook_weight(codes, scale, codebook=codebook, group_size=size, factor=factor)
 
 
 @pytest.fixture(params=[level.name for level in native.usable_levels()] or ["none"])
@@ -50,7 +56,7 @@ def test_products(form, dtype, level):
         x, bias = torch.randn(rows, 320).to(dtype), torch.randn(70).to(dtype)
         want = x.double() @ q.dequantize(torch.float64).T + bias.double()
         assert relative_error(linear(x, q, bias), want) < TOLERANCE[dtype], rows
-    rounded = table_linear.dequantize_rows(q, dtype, 3, 70)
+    rounded = codebook_linear.dequantize_rows(q, dtype, 3, 70)
     assert torch.equal(rounded, q.dequantize(dtype)[3:])
 
 
@@ -59,12 +65,12 @@ def test_scales_at_the_ends(level):
     q = weight("mxfp4", 16, 128)
     q = replace(q, scale=torch.arange(64, dtype=E8M0) // 16 * 60)
     assert torch.equal(
-        table_linear.dequantize_rows(q, torch.float32, 0, 16), q.dequantize(torch.float32)
+        codebook_linear.dequantize_rows(q, torch.float32, 0, 16), q.dequantize(torch.float32)
     )
     q = weight("nvfp4", 16, 256)
     q = replace(q, scale=torch.arange(256, dtype=torch.uint8).clamp(max=126).view(E4M3))
     assert torch.equal(
-        table_linear.dequantize_rows(q, torch.float32, 0, 16), q.dequantize(torch.float32)
+        codebook_linear.dequantize_rows(q, torch.float32, 0, 16), q.dequantize(torch.float32)
     )
 
 

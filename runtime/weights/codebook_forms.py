@@ -1,4 +1,4 @@
-"""Stored forms of 4 bits whose codes stand for 16 numbers: kept as TableWeight, or as numbers.
+"""Stored forms of 4 bits whose codes stand for 16 values: kept as CodebookWeight, or as values.
 
     NAME.weight_packed uint8     MXFP4 (weight_scale uint8) or NVFP4 (and weight_global_scale)
     NAME.weight uint8 [N, K/2]   NVFP4 of ModelOpt: weight_scale, and weight_scale_2, the inverse
@@ -9,7 +9,7 @@
                                  (JSON); of absmax that is quantised itself also nested_absmax
                                  and nested_quant_map, absmax = map[code] nested + offset
 
-Layers of 4 bits, and of 8, which hold them as well, keep codes; others are made of the numbers.
+Layers of 4 bits, and of 8, which hold them as well, keep codes; others are made of the values.
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ import torch
 from torch import Tensor
 
 from llmpq.checkpoints.quantization_config import BITSANDBYTES
-from llmpq.kernels.formats.fp8_weight import in_range
-from llmpq.kernels.formats.table_weight import (
+from llmpq.kernels.formats.codebook_weight import (
     E4M3,
     E8M0,
-    TableWeight,
-    Values,
+    Codebook,
+    CodebookWeight,
     of_pairs,
-    scale_numbers,
+    scale_values,
     stacked,
 )
+from llmpq.kernels.formats.fp8_weight import in_range
 from llmpq.precision import WeightScheme
 from llmpq.runtime.weights.sources import ROW
 
 Read = Callable[[str], Tensor]
 """A tensor of the checkpoint by its own name."""
-STATES = dict(zip(BITSANDBYTES, (Values.NF4, Values.FP4), strict=True))
+STATES = dict(zip(BITSANDBYTES, (Codebook.NF4, Codebook.FP4), strict=True))
 """Last parts of the names of what says how bitsandbytes quantised a weight."""
 BESIDE = (*STATES, "absmax", "quant_map", "nested_absmax", "nested_quant_map")
 """What may stand behind `NAME.weight.`"""
@@ -46,7 +46,7 @@ WHOLE = 2.0**-11
 """Of a row's largest scale: what one that float16 rounds coarser may be off by."""
 
 
-def keeps_tables(scheme: WeightScheme | None) -> bool:
+def keeps_codebooks(scheme: WeightScheme | None) -> bool:
     """Whether a layer stored so keeps 4-bit codes: they are what it has, or say no less."""
     return scheme is not None and scheme.bits in (4, 8) and scheme.activation_bits == 16
 
@@ -63,14 +63,14 @@ def is_bitsandbytes(name: str, expected: Collection[str]) -> bool:
     return last in BESIDE and f"{stem}.weight" in expected
 
 
-def stored_table(
+def stored_codebook(
     name: str,
     form: str | None,
     held: Mapping[str, str],
     readers: tuple[Read, Callable[[str, int], Tensor]],
     dtype: torch.dtype,
-) -> TableWeight | None:
-    """Return a tensor's codes where they stand for numbers of a table.
+) -> CodebookWeight | None:
+    """Return a tensor's codes where they stand for values of a table.
 
     `readers`: of tensors, and of rows of their first dimension. `form`: quantized_checkpoint.py's.
     """
@@ -88,22 +88,22 @@ def stored_table(
     return None if found is None else bounded(found, dtype)
 
 
-def bounded(weight: TableWeight, dtype: torch.dtype) -> TableWeight:
+def bounded(weight: CodebookWeight, dtype: torch.dtype) -> CodebookWeight:
     """Return a weight whose numbers a stage's type has; `ValueError` else."""
-    most = float(scale_numbers(weight.scale).abs().max()) * max(map(abs, weight.values.table))
+    most = float(scale_values(weight.scale).abs().max()) * max(map(abs, weight.codebook.values))
     if weight.factor is not None:
         most *= float(weight.factor.abs().max())
     return in_range(weight, dtype, most)
 
 
-def fp4_weight(stem: str, held: Mapping[str, str], read: Read) -> TableWeight:
+def fp4_weight(stem: str, held: Mapping[str, str], read: Read) -> CodebookWeight:
     """Return a linear's E2M1 codes as compressed-tensors or ModelOpt stores them."""
     name = f"{stem}.weight_packed"
     packed, scale = read(name if name in held else f"{stem}.weight"), read(f"{stem}.weight_scale")
     inverse, whole = f"{stem}.weight_global_scale", f"{stem}.weight_scale_2"
     if inverse not in held and whole not in held:
         _require(scale, E8M0, f"{stem}.weight_scale")
-        return of_pairs(packed, scale, values=Values.E2M1, group_size=MXFP4_GROUP)
+        return of_pairs(packed, scale, codebook=Codebook.E2M1, group_size=MXFP4_GROUP)
     _require(scale, E4M3, f"{stem}.weight_scale")
     if inverse in held:
         factor = (1 / read(inverse).double()).float().reshape(-1)
@@ -113,26 +113,26 @@ def fp4_weight(stem: str, held: Mapping[str, str], read: Read) -> TableWeight:
         name = inverse if inverse in held else whole
         raise ValueError(f"{name} has shape {list(factor.shape)}, expected one number")
     rows = factor.repeat(packed.shape[0])
-    return of_pairs(packed, scale, values=Values.E2M1, group_size=NVFP4_GROUP, factor=rows)
+    return of_pairs(packed, scale, codebook=Codebook.E2M1, group_size=NVFP4_GROUP, factor=rows)
 
 
-def expert_weight(name: str, index: int, read_row: Callable[[str, int], Tensor]) -> TableWeight:
+def expert_weight(name: str, index: int, read_row: Callable[[str, int], Tensor]) -> CodebookWeight:
     """Return one expert's MXFP4 blocks as they are."""
     blocks, exponents = (read_row(f"{name}_{kind}", index) for kind in ("blocks", "scales"))
     if blocks.dim() != 3 or blocks.shape[2] * 2 != MXFP4_GROUP:
         raise ValueError(
             f"{name}_blocks: an expert has shape {list(blocks.shape)}, expected [rows, blocks, 16]"
         )
-    return of_pairs(blocks.flatten(1), exponents, values=Values.E2M1, group_size=MXFP4_GROUP)
+    return of_pairs(blocks.flatten(1), exponents, codebook=Codebook.E2M1, group_size=MXFP4_GROUP)
 
 
 def bitsandbytes_weight(
     stem: str, held: Mapping[str, str], read: Read, dtype: torch.dtype
-) -> TableWeight:
+) -> CodebookWeight:
     """Return a linear's NF4 or FP4 codes; scales are float16, or float32 of a float32 stage."""
     name = state_of(stem, held)
     assert name is not None
-    values = STATES[name.removeprefix(f"{stem}.weight.")]
+    codebook = STATES[name.removeprefix(f"{stem}.weight.")]
     state = _state(name, read(name))
     (n, k), group = state["shape"], state["blocksize"]
     # Stored as bytes, or as the same bytes in another type's name (bnb_4bit_quant_storage).
@@ -142,9 +142,9 @@ def bitsandbytes_weight(
             f"{stem}.weight has {packed.numel()} bytes, its state says [{n}, {k}] in blocks of "
             f"{group}; expected {n * k // 2}, and rows of whole blocks"
         )
-    table, told = torch.tensor(values.table), read(f"{stem}.weight.quant_map").float()
+    table, told = torch.tensor(codebook.values), read(f"{stem}.weight.quant_map").float()
     if told.shape != table.shape or not torch.allclose(told, table, rtol=0, atol=1e-6):
-        raise ValueError(f"{stem}.weight.quant_map is not the table of {values.value}")
+        raise ValueError(f"{stem}.weight.quant_map is not the codebook of {codebook.value}")
     scale = _absmax(f"{stem}.weight", state, held, read)
     if scale.numel() != n * k // group:
         raise ValueError(
@@ -155,16 +155,18 @@ def bitsandbytes_weight(
     if dtype != torch.float32 and has_halves(scale_NG):
         scale_NG = scale_NG.half()
     pairs = bytes_NJ >> 4 | bytes_NJ << 4
-    return of_pairs(pairs, scale_NG, values=values, group_size=group)
+    return of_pairs(pairs, scale_NG, codebook=codebook, group_size=group)
 
 
-def table_of(pieces: Sequence[TableWeight | None], shape: tuple[int, ...]) -> TableWeight | None:
+def table_of(
+    pieces: Sequence[CodebookWeight | None], shape: tuple[int, ...]
+) -> CodebookWeight | None:
     """Return pieces one below the other; None where they are not all of one form.
 
     `ValueError` for another shape than config.json's.
     """
     found = [piece for piece in pieces if piece is not None]
-    forms = {(p.values, p.group_size, p.in_features, p.scale.dtype) for p in found}
+    forms = {(p.codebook, p.group_size, p.in_features, p.scale.dtype) for p in found}
     if len(found) < len(pieces) or len(forms) > 1:
         return None
     whole = stacked(found)

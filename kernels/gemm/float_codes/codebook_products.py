@@ -1,4 +1,4 @@
-"""y = x w^T on a GPU with 4-bit codes of a table (formats/table_weight.py).
+"""y = x w^T on a GPU with 4-bit codes of a table (formats/codebook_weight.py).
 
 Words of FRAGMENT are multiplied as W4's are (scaled/). Here are bytes of ROWS: rows that are no
 whole blocks, groups of 128, float32 scales, MXFP4 with scales above 2.
@@ -9,7 +9,7 @@ whole blocks, groups of 128, float32 scales, MXFP4 with scales above 2.
     dequantise   program = 16 rows of w x one k-group; then cuBLAS, for more rows of x
 
 A code of E2M1 is a float32 of 2^-126 its value once its sign is at bit 31 and its other bits from
-bit 22 on; others are looked up in 16 numbers, which stay in the L1: in a pipelined product that
+bit 22 on; others are looked up in 16 values, which stay in the L1: in a pipelined product that
 took three times as long as making w first (H200). Numbers are rounded to x's
 dtype after their scale. Parts of a split K are float32, added in the order of the splits; a row's
 factor comes last.
@@ -27,7 +27,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn import functional
 
-from llmpq.kernels.formats.table_weight import E4M3, E8M0, TableWeight, Values
+from llmpq.kernels.formats.codebook_weight import E4M3, E8M0, Codebook, CodebookWeight
 from llmpq.kernels.formats.weight_layout import GROUP, Layout
 from llmpq.kernels.gemm.linear_gpu import scaled_linear
 from llmpq.kernels.multiprocessors import multiprocessors
@@ -42,7 +42,7 @@ OLDEST, OLDEST_TRITON = (8, 0), (7, 5)
 
 
 @triton.jit
-def half_numbers(
+def half_values(
     P, S, T, row, inside, group, groups, HALF: tl.constexpr, G: tl.constexpr,
     E2M1: tl.constexpr, SCALE: tl.constexpr, UPPER: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
@@ -70,7 +70,7 @@ def half_numbers(
 
 
 @triton.jit
-def table_product_kernel(
+def codebook_gemm_kernel(
     X, P, S, T, OUT, M, N, K, groups, splits,
     BM: tl.constexpr, BN: tl.constexpr, HALF: tl.constexpr, G: tl.constexpr,
     E2M1: tl.constexpr, SCALE: tl.constexpr,
@@ -87,14 +87,14 @@ def table_product_kernel(
             at = group * (2 * HALF) + upper * HALF + k
             here = (m < M)[:, None] & (at < K)[None, :]
             x = tl.load(X + m.to(tl.int64)[:, None] * K + at[None, :], mask=here, other=0.0)
-            w = half_numbers(P, S, T, row, inside, group, groups, HALF, G, E2M1, SCALE, upper, BN)
+            w = half_values(P, S, T, row, inside, group, groups, HALF, G, E2M1, SCALE, upper, BN)
             acc = tl.dot(x, tl.trans(w.to(x.dtype)), acc, input_precision="ieee")
     to = (split.to(tl.int64) * M + m)[:, None] * N + row[None, :]
     tl.store(OUT + to, acc, mask=(m < M)[:, None] & inside[None, :])
 
 
 @triton.jit
-def table_dequantize_kernel(
+def codebook_dequantize_kernel(
     P, S, T, F, OUT, N, K, groups,
     BN: tl.constexpr, HALF: tl.constexpr, G: tl.constexpr, E2M1: tl.constexpr,
     SCALE: tl.constexpr, HAS_FACTOR: tl.constexpr,
@@ -104,7 +104,7 @@ def table_dequantize_kernel(
     group = tl.program_id(1)
     inside = row < N
     for upper in tl.static_range(2):
-        w = half_numbers(P, S, T, row, inside, group, groups, HALF, G, E2M1, SCALE, upper, BN)
+        w = half_values(P, S, T, row, inside, group, groups, HALF, G, E2M1, SCALE, upper, BN)
         if HAS_FACTOR:
             w *= tl.load(F + row, mask=inside, other=0.0)[:, None]
         k = group * (2 * HALF) + upper * HALF + tl.arange(0, HALF)
@@ -112,14 +112,14 @@ def table_dequantize_kernel(
         tl.store(to, w.to(OUT.dtype.element_ty), mask=inside[:, None] & (k < K)[None, :])
 
 
-def table_linear_gpu(
-    x_MK: Tensor, q: TableWeight, bias: Tensor | None, residual_MN: Tensor | None
+def codebook_linear_gpu(
+    x_MK: Tensor, q: CodebookWeight, bias: Tensor | None, residual_MN: Tensor | None
 ) -> Tensor:
     """Return y [M, N] = x w^T (+ bias) (+ residual), in x's dtype."""
     rows = x_MK.shape[0]
     if q.layout is Layout.FRAGMENT and x_MK.dtype in (torch.float16, torch.bfloat16):
         return scaled_linear(x_MK, q, bias, residual_MN)
-    product = q.values is Values.E2M1 and 0 < rows <= FEW
+    product = q.codebook is Codebook.E2M1 and 0 < rows <= FEW
     if not product or not _has_programs(q, OLDEST):
         y_MN = functional.linear(x_MK, dequantized(q, x_MK.dtype), bias)
         return y_MN if residual_MN is None else y_MN + residual_MN
@@ -128,7 +128,7 @@ def table_linear_gpu(
     tiles, groups = triton.cdiv(n, BN), triton.cdiv(k, GROUP)
     splits = max(1, min(groups, PROGRAMS_PER_SM * multiprocessors(x_MK.device) // tiles))
     part = x_MK.new_empty(splits, rows, n, dtype=torch.float32)
-    table_product_kernel[(tiles, 1, splits)](
+    codebook_gemm_kernel[(tiles, 1, splits)](
         *(x_MK, *_operands(q), part, rows, n, k, groups, splits),
         **_constants(q) | {"BM": bm, "BN": BN},
         num_warps=4,
@@ -141,7 +141,7 @@ def table_linear_gpu(
     return y.to(x_MK.dtype)
 
 
-def dequantized(q: TableWeight, dtype: torch.dtype) -> Tensor:
+def dequantized(q: CodebookWeight, dtype: torch.dtype) -> Tensor:
     """Return w [N, K]; by torch where Triton may not run, and of an expert's words."""
     if not _has_programs(q, OLDEST_TRITON):
         return q.dequantize(dtype)
@@ -149,7 +149,7 @@ def dequantized(q: TableWeight, dtype: torch.dtype) -> Tensor:
     out = torch.empty(n, k, dtype=dtype, device=q.device)
     groups = triton.cdiv(k, GROUP)
     plane, scale, table = _operands(q)
-    table_dequantize_kernel[(triton.cdiv(n, 16), groups)](
+    codebook_dequantize_kernel[(triton.cdiv(n, 16), groups)](
         *(plane, scale, table, table if q.factor is None else q.factor, out, n, k, groups),
         **_constants(q) | {"BN": 16, "HAS_FACTOR": q.factor is not None},
         num_warps=2,
@@ -157,7 +157,7 @@ def dequantized(q: TableWeight, dtype: torch.dtype) -> Tensor:
     return out
 
 
-def _has_programs(q: TableWeight, oldest: tuple[int, int]) -> bool:
+def _has_programs(q: CodebookWeight, oldest: tuple[int, int]) -> bool:
     """Whether these kernels take a weight, here."""
     if q.layout is not Layout.ROWS or q.group_size > HALF:
         return False
@@ -165,17 +165,17 @@ def _has_programs(q: TableWeight, oldest: tuple[int, int]) -> bool:
 
 
 @functools.cache
-def _table(values: Values, device: torch.device) -> Tensor:
-    return torch.tensor(values.table, dtype=torch.float32, device=device)
+def _table(codebook: Codebook, device: torch.device) -> Tensor:
+    return torch.tensor(codebook.values, dtype=torch.float32, device=device)
 
 
-def _operands(q: TableWeight) -> tuple[Tensor, Tensor, Tensor]:
+def _operands(q: CodebookWeight) -> tuple[Tensor, Tensor, Tensor]:
     """Return codes, scales as they are loaded, and the table."""
     scale = q.scale.view(torch.uint8) if q.scale.dtype is E4M3 else q.scale
-    return q.plane, scale, _table(q.values, q.device)
+    return q.plane, scale, _table(q.codebook, q.device)
 
 
-def _constants(q: TableWeight) -> dict[str, object]:
+def _constants(q: CodebookWeight) -> dict[str, object]:
     kind = {E8M0: "e8m0", E4M3: "e4m3"}.get(q.scale.dtype, "float")
-    e2m1 = q.values is Values.E2M1
+    e2m1 = q.codebook is Codebook.E2M1
     return {"HALF": HALF, "G": q.group_size, "E2M1": e2m1, "SCALE": kind}

@@ -5,14 +5,14 @@
 // leave it. Parts of x that meet eight units lie together, y is written 512 bytes of a row at a time: its rows are pages
 // apart.
 //
-// A weight's numbers are dequantize.h's, sums are in float32.
+// A weight's values are dequantize.h's, sums are in float32.
 //
 // ns (of CPU time) a row of w and k-group, one core of a busy Xeon, 4 MB of codes, this / codes in tiles (tiles.h): 4
 // bits, K 2048: 16 rows 7.9 / 6.4; 24 rows 10.1 / 11.4; 32 rows 10.3 / 11.3; 64 rows 16.8 / 21.8; K 8192: 32 rows 10.1 /
 // 12.4. 8 bits, K 2048: 32 rows 15.8 / 10.7; 64 rows 23.8 / 21.0; 96 rows 29.3 / 27.7; 128 rows 35.7 / 38.9; K 8192: 64
 // rows 29.7 / 30.4. 3 bits: 24 rows 12.1 / 10.1; 32 rows 13.2 / 11.5; 64 rows 19.5 / 22.8. `takes_blocks` says so.
 // 128 and 512 rows at 4 bits: 28.7 and 117 (K 8192: 34.5 and 114), of which products of tiles take 16 and 80 (10.4 and
-// 41.6 at the rate of tiles of zeros, a fifth more of numbers), unpacking 7 and 9, sums 4 and 18, y 2.5 and 15. Before, with
+// 41.6 at the rate of tiles of zeros, a fifth more of values), unpacking 7 and 9, sums 4 and 18, y 2.5 and 15. Before, with
 // units of 256 made meanwhile at any number of rows and y by halves of a line, 33 and 148. Unpacking alone takes 5.2 (4
 // bits), 11.3 (8 bits), 7.5 (3 bits).
 // Tried at 512 rows: units of 256 (132), parts of 256 with sixteen units (112 to 125), of 1024 (127 to 146), four units
@@ -140,16 +140,16 @@ struct Unpacker {
     alignas(64) float grid[2][PANEL];
     if (whole) {
       const int64_t place = w.grid_at(n / PANEL * PANEL, w.groups == w.k_groups ? g : 0);
-      store(grid[0], sixteen_floats(w.scale, place, w.number));
-      store(grid[1], w.zero ? sixteen_floats(w.zero, place, w.number) : floats((float)(1 << (BITS - 1))));
+      store(grid[0], sixteen_floats(w.scale, place, w.dtype));
+      store(grid[1], w.zero ? sixteen_floats(w.zero, place, w.dtype) : floats((float)(1 << (BITS - 1))));
       s = grid[0] + first - half, z = grid[1] + first - half, step = 1;
     }
     rows_of_unit<BITS>(w, n, ROWS, g, [&](int64_t r, int half, Ints words) __attribute__((always_inline)) {
       if constexpr (BITS == 8) _mm512_storeu_si512(room.rows + r * GROUP + half * 64, words);
-      else ask(), numbers_of_words<4>(words, s + r * step, z + r * step, false, BFLOAT16, PAIR_BYTES, to + r * 64);
+      else ask(), values_of_words<4>(words, s + r * step, z + r * step, false, BFLOAT16, PAIR_BYTES, to + r * 64);
     });
     for (int64_t r = 0; BITS == 8 && r < ROWS; ++r)
-      ask(), numbers_of_group<8>(room.rows + r * GROUP, s + r * step, z + r * step, false, BFLOAT16, PAIR_BYTES, to + r * 64);
+      ask(), values_of_group<8>(room.rows + r * GROUP, s + r * step, z + r * step, false, BFLOAT16, PAIR_BYTES, to + r * 64);
     to += ROWS * 64;
   }
   inline void some() {
@@ -159,7 +159,7 @@ struct Unpacker {
     const float *s = room.grid.data() + first * pitch + g * parts, *z = s + PAIR * pitch;
     for (int64_t row = first; !w.panels && row < first + ROWS; ++row, s += pitch, z += pitch, to += 64) {
       ask();
-      numbers_of_group<BITS>(p, s, z, parts > 1, BFLOAT16, PAIR_BYTES, to);
+      values_of_group<BITS>(p, s, z, parts > 1, BFLOAT16, PAIR_BYTES, to);
       p += row + 1 < rows ? apart : 0;
     }
     left -= ROWS;
@@ -202,7 +202,7 @@ static void put_pair(const float* sums, int64_t m, int64_t M, int64_t n0, int64_
   const int64_t count = std::min(PAIR, N - n0);
   const __mmask32 there = (__mmask32)(((uint64_t)1 << count) - 1);
   alignas(64) float bias[PAIR] = {};
-  if (out.bias) copy_floats(bias, out.bias, n0, count, out.number);
+  if (out.bias) copy_floats(bias, out.bias, n0, count, out.dtype);
   for (int64_t t = 0; t < 2; ++t) {
     for (int64_t i = 0; i < TILE; ++i) row[i] = _mm512_load_si512(sums + (2 * t * TILE + i) * TILE);
     transpose(row, column[t]);
@@ -226,8 +226,8 @@ static void multiply_block(const Weight& w, PairedRows& x, const Output& out, in
   };
   ahead.begin();
   make();
-  for (int64_t number = 0; !unit.ended(); ++number, unit.next()) {
-    if (!many || number > 0) ahead.begin();
+  for (int64_t index = 0; !unit.ended(); ++index, unit.next()) {
+    if (!many || index > 0) ahead.begin();
     if (many) make();
     int64_t turn = 1;
     const bool last = unit.step + unit.count() == x.steps;
@@ -235,7 +235,7 @@ static void multiply_block(const Weight& w, PairedRows& x, const Output& out, in
       float* sums = room.sums(unit.pair, i);
       if (unit.step == 0) zero_sums();
       else if (x.pairs > 1) load_sums(sums);
-      const uint8_t *of = room.tiles(many ? 0 : number), *from = x.at(i, unit.step);
+      const uint8_t *of = room.tiles(many ? 0 : index), *from = x.at(i, unit.step);
       if (many) add_unit<TILES, true>(of, from, unit.count(), [] {});
       else add_unit<TILES, false>(of, from, unit.count(), [&]() __attribute__((always_inline)) {
         if (--turn == 0) ahead.some(), turn = every;
@@ -279,9 +279,9 @@ static void multiply_by_blocks(const Weight& w, const void* x, const Output& out
 
 // Whether these rows are more than their codes are multiplied for (tiles.h): of panels, whose codes of 8 bits are tiles
 // as they lie, and of which 3 bits take long to become bfloat16.
-static bool takes_blocks(const Weight& w, int64_t rows, int64_t number, int64_t x_bits) {
+static bool takes_blocks(const Weight& w, int64_t rows, int64_t dtype, int64_t x_bits) {
   const int64_t least = !w.panels || w.bits == 4 ? TILE : w.bits == 3 ? 2 * TILE : 4 * TILE;
-  return number == BFLOAT16 && x_bits == 16 && rows > least && tiles_allowed();
+  return dtype == BFLOAT16 && x_bits == 16 && rows > least && tiles_allowed();
 }
 #else
 static bool takes_blocks(const Weight&, int64_t, int64_t, int64_t) { return false; }

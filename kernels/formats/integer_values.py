@@ -1,4 +1,4 @@
-"""Integer codes of other tools to numbers, whatever their groups and the order of their channels.
+"""Integer codes of other tools to values, whatever their groups and the order of their channels.
 
     w[n, k] = scale[n, g(k)] (code[n, k] - zero[n, g(k)]),  g(k) = g_idx[k], or k // group size
 
@@ -16,7 +16,7 @@ from torch import Tensor
 from llmpq.kernels.formats.interchange import awq_unpack, unpack_stream
 
 
-def numbers_of_gptq(tensors: Mapping[str, Tensor], *, bits: int, v2: bool = False) -> Tensor:
+def values_of_gptq(tensors: Mapping[str, Tensor], *, bits: int, v2: bool = False) -> Tensor:
     """Return float32 [N, K] of `qweight`, `qzeros`, `scales` and, if any, `g_idx`."""
     n, k = tensors["qweight"].shape[1], tensors["qweight"].shape[0] * 32 // bits
     codes = unpack_stream(tensors["qweight"].t().contiguous(), bits, k)
@@ -26,13 +26,13 @@ def numbers_of_gptq(tensors: Mapping[str, Tensor], *, bits: int, v2: bool = Fals
     return _numbers(codes, tensors["scales"].t(), zero_GN.t(), tensors.get("g_idx"))
 
 
-def numbers_of_awq(tensors: Mapping[str, Tensor]) -> Tensor:
+def values_of_awq(tensors: Mapping[str, Tensor]) -> Tensor:
     """Return float32 [N, K] of `qweight`, `qzeros` and `scales` (GEMM version)."""
     codes, zero_NG = awq_unpack(tensors["qweight"]).t(), awq_unpack(tensors["qzeros"]).t()
     return _numbers(codes, tensors["scales"].t(), zero_NG, None)
 
 
-def numbers_of_packed(tensors: Mapping[str, Tensor], *, bits: int) -> Tensor:
+def values_of_packed(tensors: Mapping[str, Tensor], *, bits: int) -> Tensor:
     """Return float32 [N, K] of compressed-tensors' pack-quantized tensors."""
     n, k = (int(size) for size in tensors["weight_shape"])
     codes = unpack_stream(tensors["weight_packed"], bits, k)

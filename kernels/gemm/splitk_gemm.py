@@ -1,4 +1,4 @@
-"""`tile_kernel`: y = x w^T for more rows of x; K may be split over programs.
+"""`splitk_gemm_kernel`: y = x w^T for more rows of x; K may be split over programs.
 
     program = BN = 16*BH*WM rows of w x BM rows of x x a share of K
         words --> registers --> code - zero --> left operand of wgmma (mma.sync before sm_90)
@@ -70,7 +70,7 @@ def _add_scaled(
     SYMMETRIC: tl.constexpr, DT: tl.constexpr, BH: tl.constexpr, WM: tl.constexpr,
     BM: tl.constexpr, KWIDTH4: tl.constexpr, INTERPRET: tl.constexpr,
 ):  # fmt: skip
-    """acc += w x of one k-group of scaled numbers; a sum of its own, as in expert_kernel.py."""
+    """acc += w x of one k-group of scaled values; a sum of its own, as in expert_kernel.py."""
     w = scaled_operand(
         tile, FORM, ASM, BITS, GROUPED, SYMMETRIC, DT, BH, WM, False, KWIDTH4, INTERPRET
     )
@@ -145,7 +145,7 @@ def _load_x(at, group, row_ok, k, K, EVEN_K: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["M", "blocks", "groups", "split"])
-def tile_kernel(
+def splitk_gemm_kernel(
     X, P0, P1, S, Z, BIAS, RESIDUAL, Y, PARTIAL, ARRIVED, M, N, K, blocks, groups, split,
     BITS: tl.constexpr, GROUPED: tl.constexpr, SYMMETRIC: tl.constexpr, EVEN_K: tl.constexpr,
     HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, SPLIT: tl.constexpr, SCALE_W: tl.constexpr,

@@ -1,4 +1,4 @@
-"""`gluon_kernel`: y = x w^T for long x on Hopper: wgmma fed from registers, x through a TMA ring.
+"""y = x w^T for many rows of x on Hopper: wgmma fed from registers, x through a TMA ring.
 
     WGS warpgroups (two or three), each 64 * BH rows of w:
         words -> registers -> (code - zero) * scale -> left operand of wgmma, 64 k at a time
@@ -316,7 +316,7 @@ _SIZES = ["M", "N", "m_tiles", "n_tiles", "blocks", "groups", "whole", "together
 
 
 @gluon.jit(do_not_specialize=_SIZES)
-def gluon_kernel(
+def wgmma_gemm_kernel(
     x_desc, y_desc, head_desc, x2_desc, y2_desc, head2_desc,
     P0, P1, S, Z, BIAS, RESIDUAL, PARTIAL, ARRIVED,
     M, N, m_tiles, n_tiles, blocks, groups, whole, together,

@@ -1,8 +1,8 @@
 // Many rows of x times a quantised weight without AMX: codes of 64 rows of w and a k-group are unpacked once into a
 // sheet in a core's L1, columns side by side, where they meet all rows of x, six at a time.
 //
-// The numbers are few_rows.h's: x rounded to 16 bits a k-group, codes as they are, sums of a k-group (or of 32 k with
-// finer grids) whole numbers. Rounded to 8 bits, x and codes meet as bytes.
+// The values are gemv_int16.h's: x rounded to 16 bits a k-group, codes as they are, sums of a k-group (or of 32 k with
+// finer grids) integers. Rounded to 8 bits, x and codes meet as bytes.
 //
 // GMAC/s of one core of a Xeon held to AVX-512, 4 bits, K 2048, 128 rows, unpacking included (most of the instruction):
 // words 95 to 125 (149), two planes of bytes 124 (146), float32 77 (88), bfloat16 pairs 42 (29 to 57), one plane of x in
@@ -206,12 +206,12 @@ static AddSheet add_sheet_of(int64_t rows) {
 static void put_sheet_rows(const Weight& w, const float* sums, const Output& out, int64_t M, int64_t n0) {
   const int64_t count = std::min(WIDTH, w.N - n0);
   alignas(64) float bias[WIDTH] = {};
-  if (out.bias) copy_floats(bias, out.bias, n0, count, out.number);
+  if (out.bias) copy_floats(bias, out.bias, n0, count, out.dtype);
   for (int64_t m = 0; m < M; ++m, sums += WIDTH) {
     int64_t i = 0, to = m * w.N + n0;
     for (; i + 8 <= count; i += 8)
-      put_eight(out.y, to + i, out.number, _mm256_add_ps(_mm256_loadu_ps(sums + i), _mm256_load_ps(bias + i)));
-    for (; i < count; ++i) put(out.y, to + i, out.number, sums[i] + bias[i]);
+      put_eight(out.y, to + i, out.dtype, _mm256_add_ps(_mm256_loadu_ps(sums + i), _mm256_load_ps(bias + i)));
+    for (; i < count; ++i) put(out.y, to + i, out.dtype, sums[i] + bias[i]);
   }
 }
 
@@ -219,7 +219,7 @@ static void put_sheet_rows(const Weight& w, const float* sums, const Output& out
 constexpr int64_t MOST_SHEETS = 8, SHEET_PART = 512 << 10;
 
 // y = x w^T + bias of rows that were rounded to one row each; called by every thread of a team.
-static void multiply_by_sheets(const Weight& w, const RoundedRows& r, SheetRows& x, const Output& out, int64_t M) {
+static void gemm_vnni(const Weight& w, const RoundedRows& r, SheetRows& x, const Output& out, int64_t M) {
 #pragma omp for schedule(static)
   for (int64_t i = 0; i < M * w.k_groups; ++i) to_sheet_row(r, w, M, i % M, i / M, x);
   const bool bytes = !r.bytes.empty();
@@ -250,13 +250,13 @@ static void multiply_by_sheets(const Weight& w, const RoundedRows& r, SheetRows&
 }
 
 // Whether rows, rounded to one row each, are so many that unpacking once for all of them pays.
-static bool takes_sheets(const Weight& w, int64_t rows, int64_t x_bits) {
+static bool takes_gemm_vnni(const Weight& w, int64_t rows, int64_t x_bits) {
   return rows >= (x_bits == 8 && as_bytes(w) ? LEAST_BYTES : LEAST_WORDS);
 }
 #else
 struct SheetRows {
   void reset(const Weight&, int64_t, const RoundedRows&) {}
 };
-static bool takes_sheets(const Weight&, int64_t, int64_t) { return false; }
-static void multiply_by_sheets(const Weight&, const RoundedRows&, SheetRows&, const Output&, int64_t) {}
+static bool takes_gemm_vnni(const Weight&, int64_t, int64_t) { return false; }
+static void gemm_vnni(const Weight&, const RoundedRows&, SheetRows&, const Output&, int64_t) {}
 #endif

@@ -1,4 +1,4 @@
-"""`rows_kernel`: y = x w^T for a few rows of x (M <= 8, best to 2); all of K in one program.
+"""`gemv_kernel`: y = x w^T for a few rows of x (M <= 8, best to 2); all of K in one program.
 
     program = 16*BH rows of w; its WM warps take the k-groups in turn
         warp w:  words --> registers --> code - zero --> mma.sync with x's fragment
@@ -54,7 +54,7 @@ def _load(
 
 
 @triton.jit(do_not_specialize=["M"])
-def rows_kernel(
+def gemv_kernel(
     X, P0, P1, S, Z, BIAS, RESIDUAL, Y, M, N, K, blocks, groups,
     BITS: tl.constexpr, GROUPED: tl.constexpr, SYMMETRIC: tl.constexpr, EVEN_K: tl.constexpr,
     EVEN_G: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr,

@@ -24,7 +24,7 @@ WARPS = 4
 
 
 @triton.jit
-def numbers_kernel(
+def scaled_dequantize_kernel(
     P0, P1, S, Z, OUT, K, blocks, groups, FORM: tl.constexpr, ASM: tl.constexpr,
     BITS: tl.constexpr, GROUPED: tl.constexpr, SYMMETRIC: tl.constexpr, EVEN_K: tl.constexpr,
     WM: tl.constexpr, INTERPRET: tl.constexpr,
@@ -53,13 +53,13 @@ def numbers_kernel(
     tl.store(OUT + row.to(tl.int64)[:, None] * K + k[None, :], w, mask=keep)
 
 
-def numbers_of(q: Coded, dtype: torch.dtype, *, interpret: bool = False) -> Tensor:
+def scaled_dequantize(q: Coded, dtype: torch.dtype, *, interpret: bool = False) -> Tensor:
     """Return w of the whole blocks of 16 rows, [., K]."""
     n, k = q.out_features // BLOCK_ROWS * BLOCK_ROWS, q.in_features
     out = torch.empty(n, k, dtype=dtype, device=q.device)
     planes, scale, zero = words_of(q)
     blocks, groups = n // BLOCK_ROWS, triton.cdiv(k, GROUP)
-    numbers_kernel[(triton.cdiv(blocks, WARPS), groups)](
+    scaled_dequantize_kernel[(triton.cdiv(blocks, WARPS), groups)](
         *(planes[0], planes[-1], scale, zero, out, k, blocks, groups),
         **form_constants(q, dtype),
         EVEN_K=k % GROUP == 0,

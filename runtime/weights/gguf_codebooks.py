@@ -1,4 +1,4 @@
-"""A GGUF matrix's own 4-bit codes that stand for numbers of a table: MXFP4, IQ4_NL, IQ4_XS.
+"""A GGUF matrix's own 4-bit codes that stand for values of a table: MXFP4, IQ4_NL, IQ4_XS.
 
     block, 32 weights                                            w
     MXFP4    e | 16 bytes, weights 0-15 | 16-31                  E2M1 2^(e - 127)
@@ -7,7 +7,7 @@
     IQ4_XS   d f16 | their high 2 bits, 2 bytes | low 4, 4 bytes | 128 bytes    d (s - 32) iq4
 
 MXFP4 is kept on any grid, IQ4 in groups of 32, where a plan counts its scales. Those are float32 in
-a float32 stage, else float16: exact for IQ4_NL, within 2^-11 for IQ4_XS. At 8 bits, IQ4's numbers
+a float32 stage, else float16: exact for IQ4_NL, within 2^-11 for IQ4_XS. At 8 bits, IQ4's values
 are whole ones, which codes of 8 bits are.
 """
 
@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 
 from llmpq.checkpoints.gguf_file import GgufTensor
-from llmpq.kernels.formats.table_weight import TableWeight, Values, table_weight
+from llmpq.kernels.formats.codebook_weight import Codebook, CodebookWeight, codebook_weight
 from llmpq.precision import WeightScheme
+from llmpq.runtime.weights.codebook_forms import bounded, has_halves, keeps_codebooks
 from llmpq.runtime.weights.gguf_codes import GROUP, BlockCodes, halves, nibbles
-from llmpq.runtime.weights.table_forms import bounded, has_halves, keeps_tables
 
 KINDS = ("MXFP4", "IQ4_NL", "IQ4_XS")
 SIZES = {"MXFP4": 17, "IQ4_NL": 18, "IQ4_XS": 136}
@@ -29,31 +29,31 @@ SIZES = {"MXFP4": 17, "IQ4_NL": 18, "IQ4_XS": 136}
 
 def keeps_kind(kind: str, scheme: WeightScheme | None) -> bool:
     """Whether a layer stored so holds a type's codes."""
-    if scheme is None or kind not in KINDS or not keeps_tables(scheme):
+    if scheme is None or kind not in KINDS or not keeps_codebooks(scheme):
         return False
     return kind == "MXFP4" or (scheme.group_size == GROUP and scheme.bits == 4)
 
 
-def table_of_blocks(
+def codebook_of_blocks(
     tensor: GgufTensor, expert: int | None, dtype: torch.dtype
-) -> TableWeight | None:
+) -> CodebookWeight | None:
     """Return a matrix's codes, or one expert's; None where float16 does not hold its scales."""
     codes_NK, scale_NG = _codes(tensor, expert)
     if tensor.kind == "MXFP4":
-        made = table_weight(codes_NK, scale_NG, values=Values.E2M1, group_size=GROUP)
+        made = codebook_weight(codes_NK, scale_NG, codebook=Codebook.E2M1, group_size=GROUP)
         return bounded(made, dtype)
     if dtype != torch.float32:
         if not has_halves(scale_NG):
             return None
         scale_NG = scale_NG.half()
-    made = table_weight(codes_NK, scale_NG, values=Values.IQ4, group_size=GROUP)
+    made = codebook_weight(codes_NK, scale_NG, codebook=Codebook.IQ4, group_size=GROUP)
     return bounded(made, dtype)
 
 
 def whole_numbers(tensor: GgufTensor, expert: int | None) -> BlockCodes:
-    """Return IQ4's numbers as codes of 8 bits around 128."""
+    """Return IQ4's values as codes of 8 bits around 128."""
     codes_NK, scale_NG = _codes(tensor, expert)
-    table = torch.tensor(Values.IQ4.table).int() + 128
+    table = torch.tensor(Codebook.IQ4.values).int() + 128
     return BlockCodes(codes_NK=table.to(torch.uint8)[codes_NK.int()], scale_NG=scale_NG, zero=128)
 
 

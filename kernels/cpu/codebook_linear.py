@@ -1,0 +1,70 @@
+"""y = x w^T on the CPU with codes of a table (kernels/native/codebook.h, else torch).
+
+few rows of x   values of codes times x, sums and scales in float32
+more            w = table[code] scale in float32, rounded once to x's dtype, some rows at a time
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from torch import Tensor
+
+from llmpq.kernels.cpu.dense import dense_in_pieces
+from llmpq.kernels.formats.codebook_weight import E4M3, E8M0, Codebook, CodebookWeight
+from llmpq.kernels.formats.weight_layout import Layout
+from llmpq.kernels.native.library import DTYPE_CODES, address, call, library
+
+FEW_ROWS = 16
+KINDS = DTYPE_CODES | {E8M0: 3, E4M3: 4}
+"""What codebook.h calls the scales."""
+
+
+def codebook_linear_cpu(x_MK: Tensor, weight: CodebookWeight, bias: Tensor | None) -> Tensor:
+    """Multiply x [M, K] by a weight whose codes are on the CPU."""
+    native = library() is not None and x_MK.dtype in DTYPE_CODES and weight.layout is Layout.ROWS
+    if native and 0 < x_MK.shape[0] <= FEW_ROWS:
+        return gemv_codebook(x_MK, weight, bias)
+    made = dequantize_rows if native else CodebookWeight.dequantize
+    shape = weight.out_features, weight.in_features
+    return dense_in_pieces(x_MK, shape, lambda *rows: made(weight, x_MK.dtype, *rows), bias)
+
+
+def gemv_codebook(x_MK: Tensor, weight: CodebookWeight, bias: Tensor | None) -> Tensor:
+    """Multiply codes as they are."""
+    x_MK, m, n = x_MK.contiguous(), x_MK.shape[0], weight.out_features
+    y = x_MK.new_empty(m, n)
+    bias = bias if bias is None else bias.to(x_MK.dtype)
+    call(
+        "llmpq_codebook_rows",
+        *(address(x_MK), *_addresses(weight), address(bias), address(y), m, *_sizes(weight)),
+        *(DTYPE_CODES[x_MK.dtype], torch.get_num_threads()),
+    )
+    return y
+
+
+def dequantize_rows(weight: CodebookWeight, dtype: torch.dtype, start: int, stop: int) -> Tensor:
+    """Return rows start..stop of w [N, K], computed in float32."""
+    w = torch.empty(stop - start, weight.in_features, dtype=dtype)
+    call(
+        "llmpq_codebook_dequantize",
+        *(*_addresses(weight), address(w), start, stop, *_sizes(weight)),
+        *(DTYPE_CODES[dtype], torch.get_num_threads()),
+    )
+    return w
+
+
+@functools.cache
+def _values(codebook: Codebook) -> Tensor:
+    return torch.tensor(codebook.values, dtype=torch.float32)
+
+
+def _addresses(weight: CodebookWeight) -> tuple[int, ...]:
+    values = _values(weight.codebook)
+    return tuple(map(address, (weight.plane, weight.scale, weight.factor, values)))
+
+
+def _sizes(weight: CodebookWeight) -> tuple[int, ...]:
+    kind = KINDS[weight.scale.dtype]
+    return weight.out_features, weight.in_features, weight.group_size, kind
