@@ -148,6 +148,8 @@ class SamplingParams:
     stop_token_ids: Sequence[int] | None = None
     include_stop_str_in_output: bool = False
     """Whether the text goes up to the end of the stop text that ended it."""
+    skip_special_tokens: bool = True
+    """Whether special tokens (ends of turns, marks of calls in some models) have no text."""
     ignore_eos: bool = False
     """Whether the end-of-text token ends nothing."""
     min_tokens: int = 0
@@ -172,6 +174,8 @@ class SamplingParams:
     """The same for the prompt's tokens."""
     truncate_prompt_tokens: int | None = None
     """Only the last so many tokens of the prompt; -1 for as many as there is room for."""
+    thinking_token_budget: int | None = None
+    """Tokens after which a thought that is still open is closed; None: it may take any."""
     structured_outputs: StructuredOutputsParams | None = None
     """What the text must be: JSON of a schema, a match of a regex, one of some texts, ..."""
 
@@ -226,6 +230,7 @@ def _check_counts(params: SamplingParams) -> None:
         ("logprobs", 0),
         ("prompt_logprobs", 0),
         ("truncate_prompt_tokens", -1),
+        ("thinking_token_budget", 0),
     ):
         value = getattr(params, name)
         may_be_absent = SamplingParams.__dataclass_fields__[name].type.endswith("None")

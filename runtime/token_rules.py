@@ -31,6 +31,20 @@ class Guide:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ThinkingBudget:
+    """When a thought is closed that the model has not closed itself."""
+
+    tokens: int
+    """Of the answer, after which it is."""
+    begin: int
+    """The token that opens a thought."""
+    end: int
+    """The token that closes it."""
+    is_open: bool
+    """Whether the prompt has opened one."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class TokenRules:
     """The rules of one request; the defaults change nothing."""
 
@@ -48,6 +62,7 @@ class TokenRules:
     """Runs of tokens none of which may be completed."""
     allowed_tokens: tuple[int, ...] = ()
     """The only tokens that may be chosen; empty for any."""
+    thinking: ThinkingBudget | None = None
     guide: Guide | None = None
     logprobs: int | None = None
     """Most likely tokens told beside each chosen one; None tells nothing."""
@@ -71,6 +86,7 @@ class TokenRules:
             or self.min_tokens
             or self.bad_tokens
             or self.allowed_tokens
+            or self.thinking is not None
         )
 
     def to_data(self) -> dict[str, Any]:
@@ -80,13 +96,14 @@ class TokenRules:
     @classmethod
     def from_data(cls, data: Mapping[str, Any]) -> TokenRules:
         """Return the rules that `to_data` wrote."""
-        guide = data["guide"]
+        guide, thinking = data["guide"], data["thinking"]
         return cls(**{
             **data,
             "logit_bias": {token: bias for token, bias in data["logit_bias"]},
             "end_ids": tuple(data["end_ids"]),
             "bad_tokens": tuple(tuple(run) for run in data["bad_tokens"]),
             "allowed_tokens": tuple(data["allowed_tokens"]),
+            "thinking": None if thinking is None else ThinkingBudget(**thinking),
             "guide": None if guide is None else Guide(**guide),
             "prompt": tuple(data["prompt"]),
         })  # fmt: skip

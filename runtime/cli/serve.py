@@ -123,7 +123,8 @@ def settings_of(options: ServeOptions) -> ServeSettings:
         cors_origins=tuple(options.cors_origin or ()),
         log_prompts=options.log_prompts,
         metrics_prefix=options.metrics_prefix,
-        tool_format=options.tool_call_parser,
+        tool_parser=options.tool_call_parser,
+        reasoning_parser=options.reasoning_parser,
         chat_template=None if template is None else Path(template).read_text(encoding="utf-8"),
     )
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 from llmpq.commands.command_line import CommandParser, Only, Section, token_count
 from llmpq.plan import Prefer
@@ -18,7 +18,10 @@ from llmpq.runtime.cli.run_flags import (
 from llmpq.runtime.cli.vllm_flags import VLLM_FLAGS
 from llmpq.runtime.launch.launcher import BACKENDS, Backend
 from llmpq.runtime.launch.plans.planned_kv import AUTO
-from llmpq.runtime.serve.settings import ServeSettings, ToolFormat
+from llmpq.runtime.serve.parsers import tool_forms
+from llmpq.runtime.serve.parsers.harmony import HARMONY
+from llmpq.runtime.serve.settings import ServeSettings
+from llmpq.runtime.text import thinking
 
 DEFAULTS = ServeSettings(model_names=())
 
@@ -60,7 +63,8 @@ class ServeOptions:
     api_key: list[str] | None
     api_key_file: str | None
     chat_template: str | None
-    tool_call_parser: ToolFormat
+    tool_call_parser: str
+    reasoning_parser: str | None
     max_body_bytes: int
     max_prompts: int
     max_n: int
@@ -149,9 +153,29 @@ def serve_parser() -> CommandParser:
     what.flag("--chat-template", metavar="FILE", help="Jinja, instead of the model's own")
     what.flag(
         "--tool-call-parser",
-        choices=get_args(ToolFormat),
+        type=lambda name: tool_forms.ALIASES.get(name, name),
+        choices=tool_forms.NAMES,
         default="auto",
-        help="how the model writes calls of tools (default: as its template shows)",
+        metavar="FORM",
+        help=f"how the model writes calls of tools: {', '.join(tool_forms.NAMES)} (default: auto, as "
+        "its template shows)",
+    )
+    names = ("auto", *thinking.MARKS, HARMONY)
+    what.flag(
+        "--reasoning-parser",
+        type=lambda name: thinking.ALIASES.get(name, name),
+        choices=names,
+        default="auto",
+        metavar="FORM",
+        help=f"the marks between which the model thinks: {', '.join(names)} (default: auto, as its "
+        "template or tokenizer shows)",
+    )
+    what.flag(
+        "--no-reasoning-parser",
+        dest="reasoning_parser",
+        action="store_const",
+        const=None,
+        help="thoughts stay part of the text",
     )
     _add_server(parser.section("server"))
     _add_limits(parser.section("limits"))

@@ -48,7 +48,7 @@ VLLM_FLAGS: Mapping[str, str] = {
     "--speculative-model": "drafts are --speculate MODE with --gamma N",
     "--num-speculative-tokens": "drafts are --speculate MODE with --gamma N",
     "--enable-auto-tool-choice": _TOOLS,
-    "--reasoning-parser": "thoughts are found by the model's template: leave it out",
+    "--enable-reasoning": "thoughts leave apart from the text by themselves: leave it out",
     "--disable-log-requests": "llmpq-dist serve has --no-access-log",
     "--disable-log-stats": "leave it out; counters are at /metrics",
     "--disable-uvicorn-access-log": "llmpq-dist serve has --no-access-log",

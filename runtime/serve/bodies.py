@@ -114,6 +114,8 @@ class ChoiceBody(RequestBody):
     bad_words: Texts | None = None
     allowed_token_ids: Tokens | None = None
     truncate_prompt_tokens: Whole | None = None
+    skip_special_tokens: bool = True
+    thinking_token_budget: Whole | None = Field(default=None, ge=0)
     priority: Whole = 0
     cache_salt: str | None = Field(None, min_length=1)
     """Prefixes are shared with requests of the same salt only."""
@@ -250,6 +252,8 @@ class SamplingBody(ChoiceBody):
             logprobs=logprobs,
             prompt_logprobs=self.prompt_logprobs,
             truncate_prompt_tokens=self.truncate_prompt_tokens,
+            skip_special_tokens=self.skip_special_tokens,
+            thinking_token_budget=self.thinking_token_budget,
             structured_outputs=self.guide(),
         )
 
@@ -380,7 +384,11 @@ class ChatBody(SamplingBody):
     echo: bool = False
     """The answer's text begins with the message that it goes on with."""
     reasoning_effort: str | None = None
-    """For templates that ask for it."""
+    """For templates that ask for it; "none" asks them for no thought."""
+    include_reasoning: bool = True
+    """False: thoughts are left out of the answer."""
+    separate_reasoning: bool = True
+    """False: thoughts are part of the text, marks and all."""
     chat_template_kwargs: dict[str, Any] | None = None
 
     @model_validator(mode="after")
@@ -405,7 +413,11 @@ class ChatBody(SamplingBody):
 
     def template_options(self) -> dict[str, Any]:
         """Return what the template may ask for."""
-        own = {} if self.reasoning_effort is None else {"reasoning_effort": self.reasoning_effort}
+        own: dict[str, Any] = {}
+        if self.reasoning_effort is not None:
+            own["reasoning_effort"] = self.reasoning_effort
+        if self.reasoning_effort == "none":
+            own["enable_thinking"] = False
         return own | (self.chat_template_kwargs or {})
 
 

@@ -7,6 +7,7 @@ import time
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from contextlib import aclosing
+from dataclasses import replace
 from typing import Any
 
 from llmpq.runtime.answers import Answers
@@ -15,9 +16,10 @@ from llmpq.runtime.serve.answering import DONE, event
 from llmpq.runtime.serve.bodies import ChatBody, Message, NamedTool, ToolCall
 from llmpq.runtime.serve.completions import LEAST_LOGPROB, prompt_scores
 from llmpq.runtime.serve.errors import ApiError
+from llmpq.runtime.serve.parsers.forced import ForcedReader, forced_guide
+from llmpq.runtime.serve.parsers.parts import Parts
+from llmpq.runtime.serve.parsers.reading import AnswerForm, Reader
 from llmpq.runtime.serve.service import Choice, Service, usage
-from llmpq.runtime.serve.tool_forms import THOUGHTS, Calls
-from llmpq.runtime.serve.tools import ToolReader, forced_call
 
 
 class Chat:
@@ -30,8 +32,10 @@ class Chat:
         service.check_model(body.model)
         self._service, self._body = service, body
         self._forced = self._forced_tools()
-        self._thinking = False
-        """Whether the prompt ends inside a thought."""
+        self._form = AnswerForm()
+        """How the answer's thoughts and calls are written, once the model is loaded."""
+        self._in_thought = False
+        """Whether the prompt has opened a thought."""
         if body.top_logprobs and body.logprobs is False:
             raise ApiError(400, "'top_logprobs' needs 'logprobs': true", param="top_logprobs")
         told = body.logprobs or body.top_logprobs  # the second alone asks for the first
@@ -61,10 +65,15 @@ class Chat:
 
     async def begin(self) -> list[Answers]:
         """Queue the conversation."""
-        body = self._body
-        return await self._service.begin(
+        body, service = self._body, self._service
+        service.ready()
+        self._form = service.answer_form(tools=self._tools() is not None)
+        # Marks that are special tokens must be in the text that is read.
+        shown = service.tokenizer.names_special(self._form.marks)
+        params = replace(self.params, skip_special_tokens=False) if shown else self.params
+        return await service.begin(
             [self._prompted],
-            self.params,
+            params,
             priority=body.priority,
             cache_salt=body.cache_salt,
             guided_by=self._guided_by,
@@ -72,7 +81,10 @@ class Chat:
 
     async def _prompted(self) -> list[int]:
         tokens = await self.prompt()
-        self._thinking = self._opens_thought(tokens)
+        end = "".join(map(self._service.tokenizer.text_of, tokens[-8:]))
+        # What the text must be, it is from its first token on.
+        guided = self.params.structured_outputs is not None
+        self._in_thought = not guided and self._form.opens_thought(end)
         return tokens
 
     async def prompt(self) -> list[int]:
@@ -109,11 +121,17 @@ class Chat:
         begun = await self.begin()
         choices = await self._service.gather(begun, self.params.n)
         answered = sum(len(choice.token_ids) for choice in choices)
+        told = [self._choice(choice) for choice in choices]
+        thoughts = [choice["message"].get("reasoning_content", "") for choice in told]
+        used = usage(len(begun[0].prompt_token_ids), answered, choices[0].num_cached_tokens)
+        if not self._body.include_reasoning:
+            for choice in told:
+                choice["message"].pop("reasoning_content", None)
         return {
             **self._head,
             "object": "chat.completion",
-            "choices": [self._choice(choice) for choice in choices],
-            "usage": usage(len(begun[0].prompt_token_ids), answered, choices[0].num_cached_tokens),
+            "choices": told,
+            "usage": used | await self._details(thoughts),
             **self._prompt_ids(begun),
             **prompt_scores(self._body, begun[0]),
         }
@@ -144,12 +162,18 @@ class Chat:
         n, answered, length = self.params.n, 0, len(begun[0].prompt_token_ids)
         cached = 0
         readers = [self._reader() for _ in range(n)]
+        thoughts = [""] * n
+        called = [False] * n
         async with aclosing(self._service.choices(begun, n)) as choices:
             async for new in choices:
                 answered += len(new.token_ids)
                 ended = new.finish_reason is not None
                 cut = new.finish_reason == "length"
                 deltas = readers[new.index].push(new.text, ended=ended, cut=cut)
+                called[new.index] |= any("tool_calls" in delta for delta in deltas)
+                thoughts[new.index] += "".join(d.get("reasoning_content", "") for d in deltas)
+                if not self._body.include_reasoning:
+                    deltas = [delta for delta in deltas if "reasoning_content" not in delta]
                 logprobs = self._logprobs(new)
                 ids = self._ids(new)
                 if not deltas and (new.logprobs or ids.get("token_ids")):
@@ -160,17 +184,26 @@ class Chat:
                     yield {**_part(new.index, delta, logprobs), **ids}, used
                     logprobs, ids = None, {}
                 if ended:
-                    reason = self._reason(new, readers[new.index].num_calls > 0)
+                    reason = self._reason(new, called[new.index])
+                    used |= await self._details(thoughts)
                     yield _part(new.index, {}, None, reason, new.stop_reason), used
 
     def _choice(self, choice: Choice) -> dict[str, Any]:
-        reader = self._reader()
-        content, calls = reader.whole(choice.text, cut=choice.finish_reason == "length")
+        cut = choice.finish_reason == "length"
+        deltas = self._reader().push(choice.text, ended=True, cut=cut)
+        content = "".join(delta.get("content", "") for delta in deltas)
+        thought = "".join(delta.get("reasoning_content", "") for delta in deltas)
+        calls = [call for delta in deltas for call in delta.get("tool_calls", ())]
         if self._body.echo:
-            content = self._echo() + (content or "")
-        message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
+            content = self._echo() + content
+        nothing = None if calls or thought or self._forced is not None else ""
+        message: dict[str, Any] = {
+            "role": "assistant", "content": content or nothing, "refusal": None
+        }  # fmt: skip
+        if thought:
+            message["reasoning_content"] = thought
         if calls:
-            message["tool_calls"] = calls
+            message["tool_calls"] = [{k: v for k, v in c.items() if k != "index"} for c in calls]
         return {
             "index": choice.index,
             "message": message,
@@ -198,26 +231,30 @@ class Chat:
             return "tool_calls"
         return choice.finish_reason
 
-    def _reader(self) -> ToolReader:
-        """Return what finds calls in an answer's text."""
-        if self._forced is not None:
-            return ToolReader(Calls.WHOLE if self._forced == "" else Calls.ARGUMENTS, self._forced)
-        if not self._tools():
-            return ToolReader(Calls.NONE)
-        functions = [tool.function.model_dump() for tool in self._body.tools or []]
-        settings = self._service.settings
-        template = settings.chat_template or self._service.tokenizer.chat_template(tools=True) or ""
-        return ToolReader(
-            Calls.of(settings.tool_format, template),
-            tools=functions,
-            thinking=self._thinking,
-            one_call=self._body.parallel_tool_calls is False,
-        )
+    async def _details(self, thoughts: Sequence[str]) -> dict[str, Any]:
+        """Return how many tokens thoughts took, as a part of what an answer took."""
+        if not any(thoughts):
+            return {}
+        tokenizer = self._service.tokenizer
 
-    def _opens_thought(self, tokens: Sequence[int]) -> bool:
-        """Whether a prompt ends where the model is to think."""
-        end = "".join(map(self._service.tokenizer.text_of, tokens[-8:])).rstrip()
-        return end.endswith(tuple(opened for opened, _ in THOUGHTS))
+        def num_tokens() -> int:
+            return sum(len(tokenizer.encode(text, special=False)) for text in thoughts)
+
+        count = await self._service.read_text(num_tokens, sum(map(len, thoughts)))
+        return {"completion_tokens_details": {"reasoning_tokens": count}}
+
+    def _reader(self) -> Reader:
+        """Return what takes an answer's text apart."""
+        if self._forced is not None:
+            return ForcedReader(Parts(), self._forced)
+        tools = [tool.function.model_dump() for tool in self._body.tools or []]
+        body, settings = self._body, self._service.settings
+        return self._form.reader(
+            separate=settings.reasoning_parser is not None and body.separate_reasoning,
+            tools=tools if self._tools() else [],
+            one_call=body.parallel_tool_calls is False,
+            in_thought=self._in_thought,
+        )
 
     def _tools(self) -> list[dict[str, Any]] | None:
         if not self._body.tools or self._body.tool_choice == "none":
@@ -257,7 +294,7 @@ class Chat:
                 param="tool_choice",
             )
         functions = [tool.function.model_dump() for tool in self._body.tools or []]
-        return "tools", forced_call(functions, self._forced)
+        return "tools", forced_guide(functions, self._forced)
 
     def _logprobs(self, choice: Choice) -> dict[str, Any] | None:
         if self._most is None:

@@ -40,7 +40,7 @@ _NO_SAMPLER = "this server samples by temperature, top_k, top_p, min_p and penal
 _ONE = "one answer is made; ask /v1/chat/completions or /v1/completions for several"
 _TOOLS = "send 'tools' and 'tool_choice'"
 _GUIDE = "say what the text must be with 'response_format' or 'structured_outputs'"
-_WHOLE = "thoughts are part of the text here; leave it out"
+_THOUGHTS = "only chats tell thoughts from text"
 _FIXED = "it is set when the server starts (--chat-template)"
 _KWARGS = 'write {"chat_template_kwargs": {"enable_thinking": true or false}}'
 _MEDIA = "the model reads and writes text only; leave it out"
@@ -63,9 +63,9 @@ REFUSED: Mapping[str, tuple[tuple[Any, ...], str]] = {
     ),
     "context_management": (([],), "shorten the input yourself"),
     "conversation": ((), "send the whole input, or 'previous_response_id'"),
-    "include_reasoning": ((True,), _WHOLE),
+    "include_reasoning": ((True,), _THOUGHTS),
     # Anthropic
-    "thinking": (({"type": "disabled"},), f"{_WHOLE}; to switch them off {_KWARGS}"),
+    "thinking": ((), f"it is a field of /v1/messages; {_KWARGS}"),
     "container": ((), _OUTSIDE),
     "mcp_servers": (([],), _OUTSIDE),
     # vLLM
@@ -75,8 +75,6 @@ REFUSED: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "watermarking": ((False,), _NO_SAMPLER),
     "repetition_detection": ((), _NO_SAMPLER),
     "logits_processors": (([],), _NO_SAMPLER),
-    "thinking_token_budget": ((), "set max_tokens"),
-    "skip_special_tokens": ((True,), "special tokens are no text here; read 'return_token_ids'"),
     "truncation_side": (("left",), "the end of a prompt is what stays"),
     "add_special_tokens": ((False,), "a chat template writes them itself"),
     "documents": (([],), "write them into a message"),
@@ -97,7 +95,7 @@ REFUSED: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "no_stop_trim": ((False,), "set 'include_stop_str_in_output'"),
     "lora_path": ((), "the server has one model"),
     "custom_logit_processor": ((), _NO_SAMPLER),
-    "separate_reasoning": ((False,), _WHOLE),
+    "separate_reasoning": ((True,), _THOUGHTS),
     # llama.cpp, Ollama and others
     "grammar": (("",), "set 'guided_grammar'"),
     "json_schema": (({},), _GUIDE),
@@ -116,7 +114,7 @@ REFUSED: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "samplers": ((), _NO_SAMPLER),
     "options": (({},), "write its fields into the request itself"),
     "format": ((), _GUIDE),
-    "think": ((False,), f"{_WHOLE}; {_KWARGS}"),
+    "think": ((), _KWARGS),
     "enable_thinking": ((), _KWARGS),
     # What another door of this server answers.
     "n": ((1,), _ONE),

@@ -74,6 +74,7 @@ class MessagesBody(ChoiceBody):
         config = self.output_config or OutputConfig()
         chat: dict[str, Any] = {
             **self.choice_fields(),
+            **self._thinks(),
             "model": self.model,
             "messages": messages,
             "max_tokens": self.max_tokens,
@@ -86,7 +87,6 @@ class MessagesBody(ChoiceBody):
             "response_format": self._format(),
             "continue_final_message": goes_on,
             "reasoning_effort": config.effort,
-            "chat_template_kwargs": self._thinks(),
         }
         return ChatBody.model_validate(chat)
 
@@ -102,18 +102,27 @@ class MessagesBody(ChoiceBody):
             )  # fmt: skip
         return {"type": "json_schema", "json_schema": {"schema": wanted.get("schema")}}
 
-    def _thinks(self) -> dict[str, Any] | None:
-        """Return what the template is asked where thoughts are switched off."""
+    def _thinks(self) -> dict[str, Any]:
+        """Return what `thinking` says in a chat's fields."""
         if self.thinking is None:
-            return None
-        if self.thinking.get("type") != "disabled":
+            return {}
+        kind, budget = self.thinking.get("type"), self.thinking.get("budget_tokens")
+        if kind not in ("enabled", "disabled", "adaptive"):
             raise ApiError(
                 400,
-                "'thinking' is not supported here: thoughts are part of the text and have no limit "
-                "of their own; leave it out, or send {'type': 'disabled'}",
+                f"thinking.type must be enabled, adaptive or disabled, got {kind!r:.100}",
                 param="thinking",
             )
-        return {"enable_thinking": False}
+        told: dict[str, Any] = {"chat_template_kwargs": {"enable_thinking": kind != "disabled"}}
+        if kind == "enabled" and budget is not None:
+            if type(budget) is not int or budget < 1:
+                raise ApiError(
+                    400,
+                    f"thinking.budget_tokens must be a number of tokens, got {budget!r:.100}",
+                    param="thinking",
+                )
+            told["thinking_token_budget"] = budget
+        return told
 
     def _tools(self) -> list[dict[str, Any]] | None:
         told = [
@@ -171,6 +180,8 @@ class Messages:
         told = await self._chat.whole()
         choice, used = told["choices"][0], told["usage"]
         content: list[dict[str, Any]] = []
+        if thought := choice["message"].get("reasoning_content"):
+            content.append({"type": "thinking", "thinking": thought, "signature": ""})
         if choice["message"]["content"]:
             content.append({"type": "text", "text": choice["message"]["content"]})
         for call in choice["message"].get("tool_calls", ()):
@@ -231,6 +242,11 @@ class _Blocks:
     def take(self, delta: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
         """Return the events of a chat's delta."""
         told: list[tuple[str, dict[str, Any]]] = []
+        if delta.get("reasoning_content"):
+            told += self._open("thinking", {"type": "thinking", "thinking": "", "signature": ""})
+            told.append(
+                self._delta({"type": "thinking_delta", "thinking": delta["reasoning_content"]})
+            )
         if delta.get("content"):
             told += self._open("text", {"type": "text", "text": ""})
             told.append(self._delta({"type": "text_delta", "text": delta["content"]}))
@@ -247,9 +263,12 @@ class _Blocks:
         """Return the end of the block that is open."""
         if not self._kind:
             return []
+        signed = self._kind == "thinking"
         self._kind = ""
         name = "content_block_stop"
-        return [(name, {"type": name, "index": self._index})]
+        stop = (name, {"type": name, "index": self._index})
+        own = self._delta({"type": "signature_delta", "signature": ""})
+        return [own, stop] if signed else [stop]
 
     def _open(self, kind: str, block: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
         if kind == self._kind:

@@ -182,7 +182,7 @@ async function ask(event) {
   const body = { max_tokens: Number(byId("max-tokens").value), stream: true };
   if (byId("temperature").value !== "") body.temperature = Number(byId("temperature").value);
   const question = { role: "user", content: prompt }, reply = { role: "assistant", content: "" };
-  let shown = byId("answer"), items = [];
+  let shown = byId("answer"), items = [], thoughts = null;
   if (chat) {
     body.messages = [...said, question];
     said.push(question, reply);
@@ -199,6 +199,16 @@ async function ask(event) {
     const answer = await fetch(path, { method: "POST", headers, body: JSON.stringify(body), signal: own.signal });
     if (!answer.ok) throw new Error((await answer.json()).error.message);
     await read(answer.body.getReader(), (choice) => {
+      const thought = (chat && choice.delta.reasoning_content) || "";
+      if (thought) {
+        if (!thoughts) {
+          thoughts = document.createElement("details");
+          thoughts.append(text("summary", "Thoughts"));
+          shown.append(thoughts);
+        }
+        reply.reasoning_content = (reply.reasoning_content || "") + thought;
+        thoughts.append(thought);
+      }
       const piece = (chat ? choice.delta.content : choice.text) || "";
       if (!piece) return;
       reply.content += piece;
@@ -207,7 +217,7 @@ async function ask(event) {
   } catch (error) {
     if (error.name !== "AbortError") {
       byId("problem").textContent = error.message;
-      if (chat && !reply.content) forget(question, reply, items, prompt);
+      if (chat && !reply.content && !reply.reasoning_content) forget(question, reply, items, prompt);
     }
   }
   if (running === own) { running = null; byId("stop").disabled = true; }

@@ -80,10 +80,13 @@ class ResponsesBody(ChoiceBody):
                 )
         thinking = self.reasoning or {}
         for name in thinking.keys() - {"effort"}:
+            if name in ("summary", "generate_summary") and thinking[name] == "auto":
+                continue  # thoughts are told whole
             if thinking[name] is not None:
                 raise ApiError(
                     400,
-                    f"'reasoning.{name}' is not supported here: thoughts are part of the text",
+                    f"'reasoning.{name}' is not supported here: thoughts are told whole; leave it "
+                    "out",
                     param="reasoning",
                 )
         system = [{"role": "system", "content": self.instructions}] if self.instructions else []
@@ -181,6 +184,8 @@ class Responses:
         message, output = choice["message"], []
         calls = message.get("tool_calls", ())
         status = _status(choice["finish_reason"])
+        if thought := message.get("reasoning_content"):
+            output.append(_thought(_new("rs"), thought, "completed"))
         if message["content"] or (not calls and message["content"] is not None):
             logprobs = (choice["logprobs"] or {}).get("content", [])
             output.append(_message(_new("msg"), message["content"], logprobs, status))
@@ -231,7 +236,10 @@ class Responses:
                 "input_tokens": used["prompt_tokens"],
                 "input_tokens_details": {**used["prompt_tokens_details"], "cache_write_tokens": 0},
                 "output_tokens": used["completion_tokens"],
-                "output_tokens_details": {"reasoning_tokens": 0},
+                "output_tokens_details": {
+                    "reasoning_tokens": 0,
+                    **used.get("completion_tokens_details", {}),
+                },
                 "total_tokens": used["total_tokens"],
             }
         return {
@@ -272,6 +280,9 @@ class _Output:
         """Yield the events of a chat's delta."""
         delta = choice["delta"]
         scores = (choice["logprobs"] or {}).get("content", [])
+        if delta.get("reasoning_content"):
+            yield from self._think(delta["reasoning_content"])
+            return  # logprobs of thoughts have nowhere to be
         if delta.get("content") or scores:
             yield from self._write(delta.get("content") or "", scores)
         for call in delta.get("tool_calls", ()):
@@ -288,6 +299,16 @@ class _Output:
         if not self.items and status == "completed":
             yield from self._write("", [])
         yield from self._close(status)
+
+    def _think(self, text: str) -> Iterator[tuple[str, Data]]:
+        if not self._open or self.items[-1]["type"] != "reasoning":
+            yield from self._begin(_thought(_new("rs"), "", "in_progress"))
+            part = {"type": "reasoning_text", "text": ""}
+            place = {**self._where(), "content_index": 0, "part": part}
+            yield "response.content_part.added", place
+        self.items[-1]["content"][0]["text"] += text
+        shown = {**self._where(), "content_index": 0, "delta": text}
+        yield "response.reasoning_text.delta", shown
 
     def _write(self, text: str, scores: Sequence[Data]) -> Iterator[tuple[str, Data]]:
         if not self._open or self.items[-1]["type"] != "message":
@@ -306,7 +327,7 @@ class _Output:
         yield from self._close("completed")
         self.items.append(item)
         self._open = True
-        shown = {**item, "content": []} if item["type"] == "message" else {**item}
+        shown = {**item, "content": []} if "content" in item else {**item}
         place = {"output_index": len(self.items) - 1}
         yield "response.output_item.added", {**place, "item": shown}
 
@@ -321,6 +342,11 @@ class _Output:
             own = {**place, "content_index": 0}
             done = {"text": part["text"], "logprobs": part["logprobs"]}
             yield "response.output_text.done", {**own, **done}
+            yield "response.content_part.done", {**own, "part": part}
+        elif item["type"] == "reasoning":
+            (part,) = item["content"]
+            own = {**place, "content_index": 0}
+            yield "response.reasoning_text.done", {**own, "text": part["text"]}
             yield "response.content_part.done", {**own, "part": part}
         else:
             done = {"name": item["name"], "arguments": item["arguments"]}
@@ -396,6 +422,16 @@ def _message(name: str, text: str, logprobs: Sequence[Data], status: str) -> Dat
         "role": "assistant",
         "status": status,
         "content": [_part(text, logprobs)],
+    }
+
+
+def _thought(name: str, text: str, status: str) -> Data:
+    return {
+        "id": name,
+        "type": "reasoning",
+        "summary": [],
+        "content": [{"type": "reasoning_text", "text": text}],
+        "status": status,
     }
 
 

@@ -19,6 +19,7 @@ from llmpq.runtime.sampling_params import SamplingParams
 from llmpq.runtime.serve.arrival import ARRIVED_S, REQUEST_ID, TALLY
 from llmpq.runtime.serve.errors import ApiError
 from llmpq.runtime.serve.metrics import AnswerClock, Metrics
+from llmpq.runtime.serve.parsers.reading import AnswerForm
 from llmpq.runtime.serve.response_store import ResponseStore
 from llmpq.runtime.serve.settings import ServeSettings
 from llmpq.runtime.text.prompts import Prompt
@@ -74,6 +75,8 @@ class Service:
         self._cut_off = False
         self._num_named = 0
         self._threads = TextThreads()
+        self._forms: dict[bool, AnswerForm] = {}
+        """How the model writes, without and with tools."""
         self.began_s = time.time()
         self.responses = ResponseStore(settings.max_stored_responses)
         self.metrics = Metrics(self.model_name, settings.metrics_prefix, self.stats, engine)
@@ -117,6 +120,19 @@ class Service:
         """The model's tokenizer, once it is loaded."""
         assert self.llm is not None
         return self.llm.tokenizer
+
+    def answer_form(self, *, tools: bool) -> AnswerForm:
+        """Return how the model writes thoughts, and calls where there are `tools`."""
+        if tools not in self._forms:
+            settings = self.settings
+            template = settings.chat_template or self.tokenizer.chat_template(tools=tools) or ""
+            self._forms[tools] = AnswerForm.of(
+                template,
+                self.tokenizer.has_token,
+                tool_parser=settings.tool_parser,
+                reasoning_parser=settings.reasoning_parser,
+            )
+        return self._forms[tools]
 
     @property
     def default_sampling(self) -> SamplingParams:

@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-ToolFormat = Literal["auto", "hermes", "llama3", "mistral", "granite", "deepseek"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class ServeSettings:
@@ -48,7 +46,10 @@ class ServeSettings:
     log_prompts: bool = False
     """Whether the log tells what was asked."""
     metrics_prefix: Literal["vllm", "llmpq"] = "vllm"
-    tool_format: ToolFormat = "auto"
+    tool_parser: str = "auto"
+    """Name of the form in which the model writes calls; "auto": as its template shows."""
+    reasoning_parser: str | None = "auto"
+    """Name of the marks between which it thinks; None: thoughts stay part of the text."""
     chat_template: str | None = None
     """A template's text instead of the model's own."""
 

@@ -9,6 +9,7 @@ ends the request where it ends the text.
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from functools import partial
 from typing import Protocol
 
 _CONTEXT = 8
@@ -22,7 +23,7 @@ _HALF = "\ufffd"
 class Decoder(Protocol):
     """What this needs of a tokenizer."""
 
-    def decode(self, tokens: Sequence[int]) -> str:
+    def decode(self, tokens: Sequence[int], *, skip_special: bool = True) -> str:
         """Return the text of tokens; of more tokens, a text that begins with it.
 
         But for half a character at its end, which is U+FFFD until its other bytes are there.
@@ -42,9 +43,15 @@ class TextStream:
         stop_texts: Sequence[str] = (),
         min_tokens: int = 0,
         with_stop: bool = False,
+        skip_special: bool = True,
     ) -> None:
-        """`min_tokens`: stop texts that end within so many do not count; `with_stop`: kept."""
-        self._decoder, self._stop_ids, self._stop_texts = decoder, stop_ids, stop_texts
+        """`min_tokens`: stop texts that end within so many tokens do not count.
+
+        `with_stop`: the text goes up to the end of its stop text. `skip_special`: special tokens
+        have no text.
+        """
+        self._decode = partial(decoder.decode, skip_special=skip_special)
+        self._stop_ids, self._stop_texts = stop_ids, stop_texts
         self._uncounted, self._with_stop = min_tokens, with_stop
         self._searched = 0
         """Characters within which no stop text ends, or none that counts."""
@@ -52,7 +59,7 @@ class TextStream:
         """The stop text that ended the answer."""
         self._stop_begins = 0
         self._context = list(prompt[-_CONTEXT:])
-        self._before = decoder.decode(self._context)
+        self._before = self._decode(self._context)
         self._tokens: list[int] = []
         """Those whose text is not settled."""
         self._settled = ""
@@ -99,10 +106,10 @@ class TextStream:
         """
         tokens = self._tokens
         shown = tokens[:-1] if tokens and tokens[-1] in self._stop_ids else tokens
-        whole = self._decoder.decode([*self._context, *shown])
+        whole = self._decode([*self._context, *shown])
         if whole.startswith(self._before):
             return self._settled + whole[len(self._before) :]
-        return self._settled + self._decoder.decode(shown)
+        return self._settled + self._decode(shown)
 
     def _hand_out(self, text: str) -> str:
         new, self._num_sent = text[self._num_sent :], max(self._num_sent, len(text))
@@ -114,10 +121,10 @@ class TextStream:
             self._tokens = []
             return
         context = self._tokens[-_CONTEXT:]
-        before = self._decoder.decode(context)
+        before = self._decode(context)
         if not before:
             context = self._tokens
-            before = self._decoder.decode(context)
+            before = self._decode(context)
         self._settled, self._context, self._before, self._tokens = text, context, before, []
 
 

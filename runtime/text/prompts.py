@@ -75,11 +75,11 @@ class Prompts:
         """Tokens that a prompt and its answer may have."""
         return self.max_len + 1
 
-    def decode(self, tokens: Sequence[int]) -> str:
+    def decode(self, tokens: Sequence[int], *, skip_special: bool = True) -> str:
         """Return the text of tokens; empty for a model without a tokenizer."""
         if self._tokenizer.exception() is not None:
             return ""
-        return self.tokenizer.decode(tokens)
+        return self.tokenizer.decode(tokens, skip_special=skip_special)
 
     def conversation(self, messages: Messages) -> list[int]:
         """Return the tokens of a conversation by the model's chat template."""
@@ -150,6 +150,7 @@ class Prompts:
             stop_texts=request.stop_texts,
             min_tokens=request.min_new,
             with_stop=ask.params.include_stop_str_in_output,
+            skip_special=ask.params.skip_special_tokens,
         )
 
     def output(self, ask: Ask, index: int, finished: Finished, noted: Noted) -> CompletionOutput:

@@ -6,8 +6,9 @@ from collections.abc import Callable, Sequence
 
 from llmpq.model_spec import ModelSpec
 from llmpq.runtime.sampling_params import SamplingParams
+from llmpq.runtime.text.thinking import thinking_marks
 from llmpq.runtime.text.tokenizer import Tokenizer
-from llmpq.runtime.token_rules import TokenRules
+from llmpq.runtime.token_rules import ThinkingBudget, TokenRules
 
 
 def rules_of(
@@ -39,12 +40,44 @@ def rules_of(
             run for word in params.bad_words or () for run in _spellings(word, tokenizer())
         ),
         allowed_tokens=allowed,
+        thinking=_thinking_budget(params, prompt, tokenizer),
         guide=None if guided is None else guided.guide(),
         logprobs=params.logprobs,
         prompt_logprobs=params.prompt_logprobs,
         prompt=prompt if told else (),
     )
     return None if rules == TokenRules() else rules
+
+
+def _thinking_budget(
+    params: SamplingParams, prompt: tuple[int, ...], tokenizer: Callable[[], Tokenizer]
+) -> ThinkingBudget | None:
+    """Return when a thought is closed; `ValueError` for a model whose marks are several tokens."""
+    if params.thinking_token_budget is None:
+        return None
+    if params.structured_outputs is not None:
+        raise ValueError(
+            "thinking_token_budget bounds a thought, and structured_outputs allow none; leave one "
+            "of them out"
+        )
+    known = tokenizer()
+    marks = thinking_marks("auto", known.chat_template() or "", known.has_token)
+    if marks is None:
+        raise ValueError(
+            "thinking_token_budget needs a model that thinks between marks such as <think>, and "
+            "this one's chat template and tokenizer have none; leave it out"
+        )
+    begin = known.encode(marks.begin, special=False)
+    end = known.encode(marks.end, special=False)
+    if len(end) != 1:
+        raise ValueError(
+            f"thinking_token_budget needs a mark that is one token, and {marks.end!r} is "
+            f"{len(end)} of this tokenizer; leave it out"
+        )
+    last = next((token for token in reversed(prompt) if token in (begin[0], end[0])), end[0])
+    return ThinkingBudget(
+        tokens=params.thinking_token_budget, begin=begin[0], end=end[0], is_open=last == begin[0]
+    )
 
 
 def _spellings(word: str, tokenizer: Tokenizer) -> Sequence[tuple[int, ...]]:

@@ -37,4 +37,5 @@ class StopTexts:
             stop_ids=request.stop_ids,
             stop_texts=request.stop_texts,
             min_tokens=request.min_new,
+            skip_special=not self._tokenizer.names_special(request.stop_texts),
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property, partial
 from pathlib import Path
 from threading import Lock
@@ -95,8 +95,10 @@ class Tokenizer:
         tokens: list[int] = found.ids
         return tokens
 
-    def decode(self, tokens: Sequence[int]) -> str:
-        """Return the text of tokens, special ones left out, spaces as they were generated.
+    def decode(self, tokens: Sequence[int], *, skip_special: bool = True) -> str:
+        """Return the text of tokens, spaces as they were generated.
+
+        `skip_special`: special tokens (ends of turns, marks of calls in some models) are left out.
 
         Bytes that are no character are U+FFFD each. SentencePiece's decoder would write that for
         all bytes that stand together, whole characters among them: what is cut off within a
@@ -104,15 +106,17 @@ class Tokenizer:
         """
         ids = [*tokens]
         if not self._byte_tokens.keys().isdisjoint(ids):
-            pieces = [piece for token in ids if (piece := self._piece(token)) is not None]
+            hidden = self._special_ids if skip_special else frozenset()
+            known = (None if token in hidden else self._backend.id_to_token(token) for token in ids)
+            pieces = [piece for piece in known if piece is not None]
             if _mark_broken(pieces):
                 return str(self._backend.decoder.decode(pieces))
-        return self._plain_decode(ids)
+        return self._plain_decode(ids, skip_special_tokens=skip_special)
 
-    def _backend_decode(self, tokens: list[int]) -> str:
+    def _backend_decode(self, tokens: list[int], *, skip_special_tokens: bool) -> str:
         if len(tokens) <= QUICK_LENGTH:
-            return str(self._backend.decode(tokens, skip_special_tokens=True))
-        [text] = self._backend.decode_batch([tokens], skip_special_tokens=True)
+            return str(self._backend.decode(tokens, skip_special_tokens=skip_special_tokens))
+        [text] = self._backend.decode_batch([tokens], skip_special_tokens=skip_special_tokens)
         return str(text)
 
     @property
@@ -133,13 +137,23 @@ class Tokenizer:
         added = self._backend.get_added_tokens_decoder()
         return frozenset(token for token, own in added.items() if own.special)
 
-    def _piece(self, token: int) -> str | None:
-        """Return a token as the vocabulary spells it; None of special and of unknown ones."""
-        piece: str | None = None if token in self._special_ids else self._backend.id_to_token(token)
-        return piece
+    def has_token(self, text: str) -> bool:
+        """Return whether a text is one token that was added to the vocabulary."""
+        return text in self._added_ids
+
+    def names_special(self, texts: Iterable[str]) -> bool:
+        """Return whether one of some texts contains a special token, which `decode` leaves out."""
+        special = [text for text, token in self._added_ids.items() if token in self._special_ids]
+        return any(name in text for text in texts for name in special)
 
     @cached_property
-    def _plain_decode(self) -> Callable[[list[int]], str]:
+    def _added_ids(self) -> Mapping[str, int]:
+        """Tokens that were added to the vocabulary, by their text."""
+        added = self._backend.get_added_tokens_decoder()
+        return {own.content: token for token, own in added.items()}
+
+    @cached_property
+    def _plain_decode(self) -> Callable[..., str]:
         """The tokenizer's own decoder, without what Transformers wraps around it.
 
         Streams decode for every token: the wrapping takes five times as long, and has no effect
@@ -153,7 +167,7 @@ class Tokenizer:
             for name in vars(kind)
         ):  # fmt: skip
             return self._backend_decode
-        return partial(inner.decode, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        return partial(inner.decode, clean_up_tokenization_spaces=False)
 
     def text_of(self, token: int) -> str:
         """Return the text of one token alone, a special one's name."""

@@ -13,7 +13,7 @@ from llmpq.runtime.models.sampling import probabilities, sample
 from llmpq.runtime.request import StepKind
 from llmpq.runtime.sampling_params import TokenChoice
 from llmpq.runtime.step_message import StepMessage
-from llmpq.runtime.token_rules import Noted, TokenRules
+from llmpq.runtime.token_rules import Noted, ThinkingBudget, TokenRules
 
 pytestmark = pytest.mark.cpu
 VOCAB = 40
@@ -57,6 +57,11 @@ def changed_logits(prompt, chosen, logits, rules):
     for *before, last in rules.bad_tokens:
         if list(chosen[len(chosen) - len(before) :]) == before:
             out[last] = -math.inf
+    budget = rules.thinking
+    opened = budget is not None and (budget.is_open or budget.begin in chosen)
+    if opened and len(chosen) >= budget.tokens and budget.end not in chosen:
+        out[:] = -math.inf
+        out[budget.end] = 0
     return out
 
 
@@ -68,6 +73,8 @@ RULES = [
     TokenRules(logit_bias={7: 3.5, 8: -100.0}),
     TokenRules(min_tokens=6, end_ids=tuple(range(8))),
     TokenRules(bad_tokens=((4,), (6, 7), (9, 9, 9))),
+    TokenRules(thinking=ThinkingBudget(tokens=2, begin=4, end=15, is_open=True)),
+    TokenRules(thinking=ThinkingBudget(tokens=0, begin=4, end=15, is_open=False)),
     TokenRules(
         repetition_penalty=0.8,
         prompt=(1, 2),

@@ -367,12 +367,14 @@ def test_tokens_of_messages_are_counted_as_a_chat_has_them(server):
         (COMPLETIONS, {"allowed_token_ids": [10**6]}, "allowed_token_ids"),
         (COMPLETIONS, {"allowed_token_ids": [5], "min_tokens": 2}, "min_tokens"),
         (COMPLETIONS, {"messages": [{"role": "user", "content": "a"}]}, "messages"),
-        (COMPLETIONS, {"skip_special_tokens": False}, "skip_special_tokens"),
+        (COMPLETIONS, {"include_reasoning": False}, "include_reasoning"),
+        (CHATS, {"thinking_token_budget": 9}, "thinking_token_budget"),
+        (CHATS, {"thinking": {"type": "enabled"}}, "thinking"),
         (RESPONSES, {"background": True}, "background"),
         (RESPONSES, {"max_tokens": 5}, "max_tokens"),
         (RESPONSES, {"n": 2}, "n"),
         (RESPONSES, {"include": ["file_search_call.results"]}, "include"),
-        (RESPONSES, {"reasoning": {"summary": "auto"}}, "reasoning"),
+        (RESPONSES, {"reasoning": {"summary": "detailed"}}, "reasoning"),
         (RESPONSES, {"tools": [{"type": "web_search"}]}, "tools"),
         (RESPONSES, {"text": {"format": {"type": "json_schema", "schema": {"not": {}}}}}, "text"),
         (CHATS, {"guided_json": {"$ref": "#"}}, "guided_json"),
@@ -384,10 +386,14 @@ def test_refusals_are_openais(server, door, fields, param):
         assert status == 400 and told["error"]["param"] == param, told
 
 
-def test_thoughts_may_be_switched_off_but_not_measured(server):
-    assert post(server, MESSAGES, asked(MESSAGES, thinking={"type": "disabled"}))[0] == 200
-    on = asked(MESSAGES, thinking={"type": "enabled", "budget_tokens": 1024})
-    assert post(server, MESSAGES, on)[0] == 400
+def test_thoughts_may_be_switched_on_and_off(server):
+    for kind in ("disabled", "enabled", "adaptive"):
+        assert post(server, MESSAGES, asked(MESSAGES, thinking={"type": kind}))[0] == 200
+    # The demo model has no marks of thoughts, so that none can be closed.
+    bounded = asked(MESSAGES, thinking={"type": "enabled", "budget_tokens": 1024})
+    status, told = post(server, MESSAGES, bounded)
+    assert status == 400 and "<think>" in told["error"]["message"]
+    assert post(server, MESSAGES, asked(MESSAGES, thinking={"type": "on"}))[0] == 400
     blocks = [
         {"type": "thinking", "thinking": "hm", "signature": "x"},
         {"type": "redacted_thinking", "data": "x"},

@@ -24,7 +24,8 @@ CLOCK = {
 
 @pytest.fixture(scope="module")
 def server(two_stages, running):
-    with running(two_stages, tool_format="hermes", max_stored_responses=3) as made:
+    parsers = {"tool_parser": "hermes", "reasoning_parser": "think"}
+    with running(two_stages, **parsers, max_stored_responses=3) as made:
         yield made
 
 
@@ -45,7 +46,7 @@ def told(response):
     """Return an answer's items as what they say."""
     return [
         (item.type, item.content[0].text)
-        if item.type == "message"
+        if item.type in ("message", "reasoning")
         else (item.type, item.name, json.loads(item.arguments))
         for item in response.output
     ]
@@ -60,7 +61,11 @@ def told(response):
             f"I look: {CALL}{CALL}",
             [("message", "I look: "), *[("function_call", "clock", {"zone": "UTC"})] * 2],
         ),
-        (f"<think>or {CALL}?</think>no", [("message", f"<think>or {CALL}?</think>no")]),
+        (f"<think>or {CALL}?</think>no", [("reasoning", f"or {CALL}?"), ("message", "no")]),
+        (
+            f"<think>\nhm\n</think>\n\n{CALL}",
+            [("reasoning", "hm"), ("function_call", "clock", {"zone": "UTC"})],
+        ),
     ],
 )
 def test_items_are_the_same_whole_and_streamed(client, text, wanted):
@@ -117,7 +122,8 @@ def test_results_of_tools_are_read_as_a_chat_reads_them(server, client):
         {"role": "user", "content": "what time is it?"},
         {
             "role": "assistant",
-            "content": "<think>hm</think>",
+            "content": None,
+            "reasoning_content": "hm",
             "tool_calls": [
                 {
                     "id": call[1].call_id,

@@ -40,7 +40,7 @@ SCHEMAS = {"list": LIST, "tree": TREE}
 
 @pytest.fixture(scope="module")
 def hermes(two_stages, running):
-    with running(two_stages, tool_format="hermes") as made:
+    with running(two_stages, tool_parser="hermes", reasoning_parser="think") as made:
         yield made
 
 
@@ -154,7 +154,15 @@ def test_a_forced_call_that_the_limit_cuts_is_none(hermes, kind):
     told = json.loads(post(hermes, MESSAGES, body)[1])
     assert told["stop_reason"] == "max_tokens" and told["content"] == []
     events = post(hermes, MESSAGES, body | {"stream": True})[1]
-    assert '"stop_reason":"max_tokens"' in events and "tool_use" not in events.split("delta")[-1]
+    assert '"stop_reason":"max_tokens"' in events and "tool_use" not in events
+    parts = streamed(
+        post(
+            hermes,
+            CHATS,
+            chat(tools=[tool("list", LIST)], tool_choice=choice, max_tokens=3, stream=True),
+        )[1]
+    )
+    assert not any("tool_calls" in c["delta"] for part in parts for c in part["choices"])
 
 
 def says(text, **more):
@@ -166,16 +174,47 @@ def streamed(text):
     return [json.loads(one) for one in data]
 
 
-def test_calls_in_thoughts_are_text_whole_and_streamed(hermes):
-    said = f"<think>I could write {CLOCK} here</think>done"
+def test_thoughts_leave_apart_from_the_text_whole_and_streamed(hermes):
+    thought = f"I could write {CLOCK} here"
+    said = f"<think>\n{thought}\n</think>\n\ndone"
     for choice in ("auto", "none"):
-        (told,) = json.loads(post(hermes, CHATS, says(said, tool_choice=choice))[1])["choices"]
-        assert told["message"]["content"] == said and told["finish_reason"] == "stop"
-        assert "tool_calls" not in told["message"]
-        parts = streamed(post(hermes, CHATS, says(said, tool_choice=choice, stream=True))[1])
+        body = says(said, tool_choice=choice)
+        answer = json.loads(post(hermes, CHATS, body)[1])
+        (told,) = answer["choices"]
+        message, spent = told["message"], answer["usage"]["completion_tokens_details"]
+        assert message["content"] == "done" and told["finish_reason"] == "stop"
+        assert message["reasoning_content"] == thought and "tool_calls" not in message
+        assert 0 < spent["reasoning_tokens"] < answer["usage"]["completion_tokens"]
+        options = {"stream": True, "stream_options": {"include_usage": True}}
+        parts = streamed(post(hermes, CHATS, body | options)[1])
+        assert parts[-1]["usage"]["completion_tokens_details"] == spent
         deltas = [choice["delta"] for part in parts for choice in part["choices"]]
-        assert "".join(d.get("content") or "" for d in deltas) == said
+        assert "".join(d.get("content") or "" for d in deltas) == "done"
+        assert "".join(d.get("reasoning_content") or "" for d in deltas) == thought
         assert not any("tool_calls" in delta for delta in deltas)
+    (told,) = json.loads(post(hermes, CHATS, says(said, include_reasoning=False))[1])["choices"]
+    assert told["message"]["content"] == "done" and "reasoning_content" not in told["message"]
+    (told,) = json.loads(post(hermes, CHATS, says(said, separate_reasoning=False))[1])["choices"]
+    assert told["message"]["content"] == said and "reasoning_content" not in told["message"]
+
+
+def test_thoughts_are_blocks_of_anthropics_api(hermes):
+    said = f"<think>hm</think>\n\nso{CLOCK}"
+    body = {
+        "model": "demo-7m", "max_tokens": 150, "messages": [{"role": "user", "content": "a"}],
+        "tools": [{"name": "clock", "input_schema": {"type": "object"}}],
+        "guided_choice": [said],
+    }  # fmt: skip
+    content = json.loads(post(hermes, MESSAGES, body)[1])["content"]
+    assert content[0] == {"type": "thinking", "thinking": "hm", "signature": ""}
+    assert content[1] == {"type": "text", "text": "so"} and content[2]["type"] == "tool_use"
+    text = post(hermes, MESSAGES, body | {"stream": True})[1]
+    events = [json.loads(line[6:]) for line in text.splitlines() if line.startswith("data: ")]
+    kinds = [e["content_block"]["type"] for e in events if e["type"] == "content_block_start"]
+    assert kinds == ["thinking", "text", "tool_use"]
+    deltas = [e["delta"] for e in events if e["type"] == "content_block_delta"]
+    assert "".join(d["thinking"] for d in deltas if d["type"] == "thinking_delta") == "hm"
+    assert [d["type"] for d in deltas].count("signature_delta") == 1
 
 
 def test_deltas_of_calls_are_what_clients_join(hermes):
@@ -203,17 +242,18 @@ def test_deltas_of_calls_are_what_clients_join(hermes):
     seen = [call for delta in deltas for call in delta.get("tool_calls", ())]
     assert [call["index"] for call in seen] == [0, 1]
     assert len({call["id"] for call in seen}) == 2
-    named = chat(tools=[tool("list", LIST)], tool_choice=tool("list"), stream=True, seed=1)
+    digit = {"type": "object", "properties": {"v": {"enum": [1, 2]}}, "required": ["v"]}
+    digit |= {"additionalProperties": False}
+    named = chat(tools=[tool("pick", digit)], tool_choice=tool("pick"), stream=True)
     parts = streamed(post(hermes, CHATS, named)[1])
-    first, *later = [
+    (call,) = [
         call
         for part in parts
         for choice in part["choices"]
         for call in choice["delta"].get("tool_calls", ())
     ]
-    assert first["id"] and first["type"] == "function" and first["function"]["name"] == "list"
-    assert later and all([*call] == ["index", "function"] for call in later)
-    assert all([*call["function"]] == ["arguments"] for call in later)
+    assert call["id"] and call["type"] == "function" and call["function"]["name"] == "pick"
+    jsonschema.validate(json.loads(call["function"]["arguments"]), digit)
 
 
 def test_one_call_is_answered_where_no_more_are_wanted(hermes):

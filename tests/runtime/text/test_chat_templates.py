@@ -10,10 +10,9 @@ from types import SimpleNamespace
 import pytest
 
 from llmpq.runtime.serve.bodies import ChatBody
-from llmpq.runtime.serve.chat import Chat, plain_message
+from llmpq.runtime.serve.chat import plain_message
 from llmpq.runtime.serve.service import Service
 from llmpq.runtime.serve.settings import ServeSettings
-from llmpq.runtime.serve.tool_forms import Calls
 from llmpq.runtime.text.tokenizer import Tokenizer
 
 pytestmark = pytest.mark.cpu
@@ -64,11 +63,11 @@ def test_the_template_of_tools_is_the_one_used_for_them(
 @pytest.mark.parametrize(
     ("template", "form"),
     [
-        (NAMED, Calls.HERMES),
-        ([NAMED[0], {"name": "tool_use", "template": MISTRAL}], Calls.MISTRAL),
-        (MISTRAL, Calls.MISTRAL),
-        ([{"name": "default", "template": MISTRAL}, NAMED[1]], Calls.HERMES),
-        (PLAIN, Calls.NONE),
+        (NAMED, "hermes"),
+        ([NAMED[0], {"name": "tool_use", "template": MISTRAL}], "mistral"),
+        (MISTRAL, "mistral"),
+        ([{"name": "default", "template": MISTRAL}, NAMED[1]], "hermes"),
+        (PLAIN, None),
     ],
 )
 def test_the_form_of_calls_is_that_of_the_named_template(demo_model, tmp_path, template, form):
@@ -80,8 +79,8 @@ def test_the_form_of_calls_is_that_of_the_named_template(demo_model, tmp_path, t
             temperature=1.0, top_p=1.0, top_k=0, min_p=0.0, repetition_penalty=1.0
         ),
     )
-    chat = Chat(service, ChatBody.model_validate({"messages": TALK, "tools": [TOOL]}))
-    assert chat._reader()._form is form
+    found = service.answer_form(tools=True).tools
+    assert (found and found.name) == form
 
 
 def test_a_gguf_files_named_templates_are_read():

@@ -1,0 +1,43 @@
+"""Reads an answer that a guide holds to the form of a call: `tool_choice` forces one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from llmpq.runtime.serve.parsers.parts import Delta, Parts
+from llmpq.runtime.serve.parsers.tool_form import Call, calls_in_json
+
+
+def forced_guide(functions: Sequence[Mapping[str, Any]], name: str) -> dict[str, Any]:
+    """Return what an answer must be that calls a tool, any of them where the name is empty."""
+    if name:
+        return {"json": _arguments(next(f for f in functions if f["name"] == name))}
+    return {"calls": [(f["name"], _arguments(f)) for f in functions]}
+
+
+def _arguments(function: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the schema of a tool's arguments, which are an object."""
+    schema = function.get("parameters")
+    if not schema:
+        return {"type": "object", "additionalProperties": False}
+    return dict(schema) if "type" in schema or "$ref" in schema else {"type": "object", **schema}
+
+
+class ForcedReader:
+    """Reads one answer, piece by piece or whole; one that the token limit cuts is no call."""
+
+    thinks = False
+
+    def __init__(self, parts: Parts, name: str) -> None:
+        """`name`: of the tool whose arguments the answer is; empty: the answer names it, too."""
+        self._parts, self._name, self._held = parts, name, ""
+
+    def push(self, text: str, *, ended: bool = False, cut: bool = False) -> list[Delta]:
+        """Take a piece of text; return the call once the answer has ended."""
+        self._held += text
+        if ended and not cut and self._held:
+            named = [Call(self._name, self._held)] if self._name else calls_in_json(self._held)
+            if not self._parts.calls(named):
+                self._parts.content(self._held)
+        return self._parts.take(ended=ended)

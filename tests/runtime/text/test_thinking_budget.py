@@ -1,0 +1,52 @@
+"""When a thought is closed: the budget of a request, in tokens of its model."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+from llmpq.runtime.sampling_params import SamplingParams
+from llmpq.runtime.text.rules_of import rules_of
+from llmpq.runtime.token_rules import ThinkingBudget, TokenRules
+
+pytestmark = pytest.mark.pure
+TOKENS = {"<think>": [7], "</think>": [8], "[THINK]": [7], "[/THINK]": [8, 9]}
+
+
+def budget(prompt, template="{{ '<think>' }}", **params):
+    tokenizer = SimpleNamespace(
+        chat_template=lambda: template,
+        has_token=lambda text: False,
+        encode=lambda text, special: TOKENS[text],
+    )
+    own = SamplingParams(thinking_token_budget=5, **params)
+    return rules_of(own, prompt, frozenset(), SimpleNamespace(vocab=16), lambda: tokenizer)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "is_open"), [((1, 7), True), ((1, 7, 2), True), ((7, 1, 8, 2), False), ((1,), False)]
+)
+def test_a_budget_knows_whether_the_prompt_has_opened_a_thought(prompt, is_open):
+    rules = budget(prompt)
+    assert rules.thinking == ThinkingBudget(tokens=5, begin=7, end=8, is_open=is_open)
+    assert rules.changes_logits and TokenRules.from_data(rules.to_data()) == rules
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        ({"template": "{{ x }}"}, "needs a model that thinks"),
+        ({"template": "[THINK]"}, "one token"),
+        ({"structured_outputs": {"regex": "a"}}, "allow none"),
+    ],
+)
+def test_what_cannot_be_closed_is_refused(more, said):
+    from llmpq.runtime.sampling_params import StructuredOutputsParams
+
+    if guided := more.get("structured_outputs"):
+        more = {"structured_outputs": StructuredOutputsParams(**guided)}
+    with pytest.raises(ValueError, match=said):
+        budget((1,), **more)
+    with pytest.raises(ValueError, match="thinking_token_budget"):
+        SamplingParams(thinking_token_budget=-1)
