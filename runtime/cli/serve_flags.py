@@ -157,8 +157,8 @@ def serve_parser() -> CommandParser:
         choices=tool_forms.NAMES,
         default="auto",
         metavar="FORM",
-        help=f"how the model writes calls of tools: {', '.join(tool_forms.NAMES)} (default: auto, as "
-        "its template shows)",
+        help=f"how the model writes calls of tools: {', '.join(tool_forms.NAMES)} (default: "
+        "auto, as its template shows)",
     )
     names = ("auto", *thinking.MARKS, HARMONY)
     what.flag(
