@@ -41,8 +41,8 @@ from llmpq.memory import stage_memory
 from llmpq.model_spec import ModelSpec
 from llmpq.plan import Plan
 from llmpq.precision import KVPrecision, Precision
-from llmpq.runtime.engine.scheduler import Scheduler
-from llmpq.runtime.engine.slot_limits import Limits
+from llmpq.runtime.engine.slot_limits import SlotLimits
+from llmpq.runtime.engine.slot_scheduler import SlotScheduler
 from llmpq.runtime.launch.plans.hand_plan import hand_plan
 from llmpq.runtime.models.linear import Weight
 from llmpq.runtime.request import Request
@@ -195,7 +195,7 @@ def run_job(
     engine: OpenStages, plan: Plan, requests: Sequence[Request]
 ) -> tuple[float, dict[str, float]]:
     """Serve requests; return seconds, and by phase."""
-    limits = Limits(
+    limits = SlotLimits(
         num_slots=plan.workload.batch,
         prompt_len=plan.workload.prompt_len,
         max_len=plan.workload.max_len,
@@ -206,7 +206,7 @@ def run_job(
     )
     torch.cuda.synchronize()
     started = time.perf_counter()
-    run = engine.run(Scheduler(limits), requests)
+    run = engine.run(SlotScheduler(limits), requests)
     torch.cuda.synchronize()
     seconds = time.perf_counter() - started
     phases = {}

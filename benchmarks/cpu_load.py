@@ -34,7 +34,7 @@ from llmpq.memory import Quantization, default_head_bits
 from llmpq.model_spec import ModelSpec
 from llmpq.plan import QuantizationForm
 from llmpq.precision import Precision
-from llmpq.runtime.backends.build_stage import build_paged_stage
+from llmpq.runtime.backends.build_stage import build_stage
 from llmpq.runtime.launch.plans.hand_plan import hand_plan
 from llmpq.runtime.models.stage_model import DTYPES
 from llmpq.runtime.weights.layer_cache import KeptLayers
@@ -76,7 +76,7 @@ def load(directory: Path, bits: str, dtype: str, head_bits: int | None, cache: P
         schemes = dict.fromkeys(range(spec.num_layers), Quantization().scheme(precision))
         source = KeptLayers(source, cache, schemes, torch.device("cpu"))
     size = PoolSize(num_blocks=1, slots=1, max_len=80)
-    stage, report = build_paged_stage(plan, 0, spec, source, torch.device("cpu"), size)
+    stage, report = build_stage(plan, 0, spec, source, torch.device("cpu"), size)
     seconds, cpu_s = time.perf_counter() - started_s, time.process_time() - cpu_s
     status = Path("/proc/self/status").read_text().splitlines()
     kept = ("RssAnon", "RssFile", "VmHWM")

@@ -69,9 +69,9 @@ class Step:
             list(range(batch)), starts, [1] * batch, num_rows=batch, num_places=batch
         )
         rows_FR = torch.tensor(rows, dtype=torch.int32, device=device)
-        dealt = torch.tensor(self.plan.dealt(rows), dtype=torch.int32, device=device)
+        work_split = torch.tensor(self.plan.work_split(rows), dtype=torch.int32, device=device)
         self.step = PackedRows(
-            rows_FR=rows_FR, dealt=dealt, table_SM=table.to(device), chunks=False
+            rows_FR=rows_FR, work_split=work_split, table_SM=table.to(device), chunks=False
         )
         ring_bytes = batch * 2 * RING_TOKENS * groups * dim * 2
         self.read_bytes = sum(

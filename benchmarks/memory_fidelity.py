@@ -28,8 +28,8 @@ from llmpq.memory import StageMemory, stage_memory
 from llmpq.model_spec import ModelSpec
 from llmpq.plan import Plan
 from llmpq.precision import KVPrecision, Precision
-from llmpq.runtime.backends.build_stage import build_stage
-from llmpq.runtime.backends.stage_compute import StageCompute
+from llmpq.runtime.backends.build_stage import build_slot_stage
+from llmpq.runtime.backends.slot_stage_runner import SlotStageRunner
 from llmpq.runtime.launch.plans.hand_plan import hand_plan
 from llmpq.runtime.links.peer_links import Room
 from llmpq.runtime.pending import arrived
@@ -125,7 +125,7 @@ def measure(drawn: Drawn, device: torch.device) -> tuple[int, int]:
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
     plan, work = drawn.plan, drawn.plan.workload
-    compute, _ = build_stage(
+    compute, _ = build_slot_stage(
         plan, drawn.index, drawn.spec, RandomSource(drawn.spec, device=device), device
     )
     compute.leave_on_device(hidden=True)
@@ -138,7 +138,7 @@ def measure(drawn: Drawn, device: torch.device) -> tuple[int, int]:
     return peak, total - free - torch.cuda.memory_reserved()
 
 
-def _run(drawn: Drawn, compute: StageCompute, device: torch.device) -> None:
+def _run(drawn: Drawn, compute: SlotStageRunner, device: torch.device) -> None:
     """Run every size of micro-batch of both phases, the way neighbours would make it."""
     plan, work = drawn.plan, drawn.plan.workload
     tokens = plan.prefill_microbatch * work.prompt_len

@@ -32,7 +32,7 @@ from llmpq.kernels import gpu_timing
 from llmpq.model_spec import ModelSpec
 from llmpq.precision import Precision
 from llmpq.runtime.drafts.drafters import Acceptance, FixedDrafter
-from llmpq.runtime.engine.scheduler import Scheduler
+from llmpq.runtime.engine.slot_scheduler import SlotScheduler
 from llmpq.runtime.launch.plans.hand_plan import hand_plan
 from llmpq.runtime.launch.stages.stage_settings import limits_of
 from llmpq.runtime.request import Request
@@ -87,7 +87,7 @@ def measure_acceptance(engine: OpenStages, mode: Mode, gamma: int, work: Work) -
     """Draft and verify once behind every window."""
     drafter = FixedDrafter(mode.name, gamma)
     windows = jobs(work.tokens, work.windows, work.prompt_len, gamma + 2)
-    engine.run(Scheduler(limits_of(engine.plan), drafter=drafter), windows)
+    engine.run(SlotScheduler(limits_of(engine.plan), drafter=drafter), windows)
     return drafter.acceptance
 
 
@@ -105,7 +105,7 @@ def measure_speed(
             used = engine if drafter is not None else plain
             requests = jobs(work.tokens, work.requests, work.prompt_len, work.max_new)
             started_s = time.thread_time()
-            runs.append(used.run(Scheduler(limits_of(engine.plan), drafter=drafter), requests))
+            runs.append(used.run(SlotScheduler(limits_of(engine.plan), drafter=drafter), requests))
             seconds = time.thread_time() - started_s
             rates[place].append(sum(map(len, runs[-1].tokens.values())) / seconds)
         assert engine.plan.workload.dtype != "float32" or runs[0].tokens == runs[1].tokens

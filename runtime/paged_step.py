@@ -23,7 +23,7 @@ class PagedStep(Step):
 
     rows_FR: Tensor
     """The rows as kernels read them (kernels/kv/paged/paged_rows.py)."""
-    dealt: Tensor
+    work_split: Tensor
     """What each program of attention takes of them, as far as the cache tells it."""
     where: TokenPlaces
     where_windowed: TokenPlaces | None = None

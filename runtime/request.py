@@ -15,6 +15,9 @@ from llmpq.runtime.token_rules import TokenRules
 
 FinishReason = Literal["stop", "length", "abort"]
 
+PENDING_TOKEN = -1
+"""Stands for a token, or a position, that a step under way has yet to bring."""
+
 
 class ContextLengthError(ValueError):
     """A prompt, or a prompt and its answer, for which there is no room."""

@@ -31,8 +31,8 @@ from llmpq.memory import Quantization
 from llmpq.model_spec import ModelSpec
 from llmpq.precision import KVPrecision, Precision
 from llmpq.runtime.backends.backend import backend_of
+from llmpq.runtime.backends.gpu.cuda_slot_stage_runner import CudaSlotStageRunner
 from llmpq.runtime.backends.gpu.cuda_speculate import look_up_drafts
-from llmpq.runtime.backends.gpu.cuda_stage import CudaStageCompute
 from llmpq.runtime.backends.gpu.cuda_step_times import (
     measure,
     seconds_of,
@@ -47,8 +47,8 @@ from llmpq.runtime.cache.plain_kv import PlainKVCache
 from llmpq.runtime.drafts.draft_model import build_draft
 from llmpq.runtime.drafts.drafters import FixedDrafter
 from llmpq.runtime.engine.mailbox import Mailbox
-from llmpq.runtime.engine.scheduler import Scheduler
-from llmpq.runtime.engine.slot_limits import Limits
+from llmpq.runtime.engine.slot_limits import SlotLimits
+from llmpq.runtime.engine.slot_scheduler import SlotScheduler
 from llmpq.runtime.models.stage_model import DTYPES, StageModel
 from llmpq.runtime.request import Request
 from llmpq.runtime.trace import Recorder
@@ -150,10 +150,10 @@ class Bed:
             fill_packed(self.kv)
         self.plain = self._compute()
         self.replayed = Replayed(self.batch, DEVICE)
-        self.fast: CudaStageCompute | None = None
+        self.fast: CudaSlotStageRunner | None = None
 
-    def _compute(self) -> CudaStageCompute:
-        return CudaStageCompute(
+    def _compute(self) -> CudaSlotStageRunner:
+        return CudaSlotStageRunner(
             self.target.model,
             self.kv,
             DEVICE,
@@ -197,13 +197,13 @@ class Bed:
         return self._rate(self.fast, drafter, context, int(rounds * tokens))
 
     def _rate(
-        self, compute: CudaStageCompute, drafter: FixedDrafter | None, context: int, new: int
+        self, compute: CudaSlotStageRunner, drafter: FixedDrafter | None, context: int, new: int
     ) -> list[float]:
         mailbox = Mailbox()
         for number, prompt in enumerate(prompts(self.batch, context)):
             mailbox.requests.put(Request(id=number, prompt=prompt, max_new=min(new, ROOM)))
         mailbox.requests.put(None)
-        limits = Limits(
+        limits = SlotLimits(
             num_slots=self.batch,
             prompt_len=self.workload.prompt_len,
             max_len=self.workload.max_len,
@@ -211,8 +211,8 @@ class Bed:
             decode_microbatch=self.batch,
         )
         loop = TimedLoop(
-            Scheduler(limits, drafter=drafter), WithoutPrompts(compute, self.plain), None, mailbox,
-            Recorder(), num_stages=1,
+            SlotScheduler(limits, drafter=drafter), WithoutPrompts(compute, self.plain), None,
+            mailbox, Recorder(), num_stages=1,
         )  # fmt: skip
         loop.log = []
         loop.run()

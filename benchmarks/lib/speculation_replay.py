@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from llmpq.runtime.backends.gpu.cuda_stage import CudaStageCompute
+from llmpq.runtime.backends.gpu.cuda_slot_stage_runner import CudaSlotStageRunner
 from llmpq.runtime.cache.low_bit_kv import LowBitKV
 from llmpq.runtime.cache.plain_kv import PlainKVCache
 from llmpq.runtime.drafts.drafters import FixedDrafter
@@ -73,7 +73,9 @@ class Replayed:
 class WithoutPrompts:
     """A stage that skips prompts: their cache is filled with noise beforehand."""
 
-    def __init__(self, compute: CudaStageCompute, plain: CudaStageCompute | None = None) -> None:
+    def __init__(
+        self, compute: CudaSlotStageRunner, plain: CudaSlotStageRunner | None = None
+    ) -> None:
         """`plain`: the same stage without drafts, which takes over where they are given up."""
         self._compute, self._plain = compute, plain
 

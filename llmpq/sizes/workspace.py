@@ -36,11 +36,11 @@ KV_PIECE_ELEMENTS = 1 << 19
 
 CHUNK_ELEMENTS = 1 << 20
 """Elements of keys that a chunk of a prompt gathers from a pool of blocks together, or of its
-scores as numbers, on a CPU (runtime/cache/paged_kv.py)."""
+scores as numbers, on a CPU (runtime/cache/cpu_paged_kv.py)."""
 LEAST_KEYS = 128
 """Keys that a chunk's queries attend to together, at least."""
 QUERIES_AT_ONCE = 64
-"""Queries of a chunk that attend to packed keys together (runtime/cache/paged_low_bit_kv.py)."""
+"""Queries of a chunk that attend to packed keys together (runtime/cache/cpu_packed_kv.py)."""
 
 
 def workspace_bytes(

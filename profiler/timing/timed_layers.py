@@ -23,8 +23,8 @@ from llmpq.precision import Precision
 from llmpq.profiler.timing.cases import CaseTime, Sampling, Target, TimedCase
 from llmpq.profiler.timing.stopwatch import Effort, capture, time_call
 from llmpq.runtime.backends.backend import backend_of
-from llmpq.runtime.backends.gpu.cuda_stage import CudaStageCompute, widened
-from llmpq.runtime.backends.stage_compute import StageCompute
+from llmpq.runtime.backends.gpu.cuda_slot_stage_runner import CudaSlotStageRunner, widened
+from llmpq.runtime.backends.slot_stage_runner import SlotStageRunner
 from llmpq.runtime.cache.kv_by_precision import make_kv_cache
 from llmpq.runtime.cache.kv_cache import KVCache
 from llmpq.runtime.models.layers import DecoderLayer
@@ -132,11 +132,11 @@ class TimedModel:
 
         return replayed
 
-    def _compute(self, case: TimedCase, stage: StageModel, kv: KVCache) -> StageCompute:
+    def _compute(self, case: TimedCase, stage: StageModel, kv: KVCache) -> SlotStageRunner:
         """Return what the runtime computes with; hidden states stay on a GPU, as for its links."""
         dtype = DTYPES[case.target.dtype]
         if self.device.type == "cpu":
-            return StageCompute(stage, kv, self.device, dtype)
+            return SlotStageRunner(stage, kv, self.device, dtype)
         workload = Workload(
             batch=case.v,
             prompt_len=case.length,
@@ -144,7 +144,7 @@ class TimedModel:
             kv=case.target.kv,
             dtype=case.target.dtype,
         )
-        compute = CudaStageCompute(
+        compute = CudaSlotStageRunner(
             stage,
             kv,
             self.device,

@@ -9,7 +9,7 @@ from typing import Protocol
 
 import torch
 
-from llmpq.runtime.backends.paged_compute import PagedStageCompute
+from llmpq.runtime.backends.stage_runner import StageRunner
 from llmpq.runtime.cache.kv_cache import PagedKV
 from llmpq.runtime.models.layers import LayerRunner
 from llmpq.runtime.models.stage_model import StageModel
@@ -23,7 +23,7 @@ class Backend(Protocol):
         """Return who computes decoder layers and norms."""
         ...
 
-    def paged_compute(
+    def stage_runner(
         self,
         model: StageModel,
         kv: PagedKV,
@@ -33,7 +33,7 @@ class Backend(Protocol):
         size: PoolSize,
         step_tokens: int,
         graphs: bool,
-    ) -> PagedStageCompute:
+    ) -> StageRunner:
         """Return the arithmetic of a stage with a pool, whose steps have so many tokens at most."""
         ...
 

@@ -14,8 +14,8 @@ from llmpq.model_spec import ModelSpec
 from llmpq.out_of_memory import out_of_memory
 from llmpq.plan import Plan
 from llmpq.runtime.backends.backend import backend_of
-from llmpq.runtime.backends.paged_compute import PagedStageCompute
-from llmpq.runtime.backends.stage_compute import StageCompute
+from llmpq.runtime.backends.slot_stage_runner import SlotStageRunner
+from llmpq.runtime.backends.stage_runner import StageRunner
 from llmpq.runtime.cache.kv_by_precision import make_kv_cache
 from llmpq.runtime.cache.kv_cache import KVCache
 from llmpq.runtime.cache.paged_by_precision import make_paged_kv
@@ -31,7 +31,7 @@ MEMORY_TOLERANCE = 0.05
 """By what share weights and KV cache may exceed the plan's prediction; less always fits."""
 
 
-def build_stage(
+def build_slot_stage(
     plan: Plan,
     index: int,
     spec: ModelSpec,
@@ -41,7 +41,7 @@ def build_stage(
     graphs: bool = True,
     packed_prompts: bool = False,
     on_layer: Callable[[int], None] | None = None,
-) -> tuple[StageCompute, LoadReport]:
+) -> tuple[SlotStageRunner, LoadReport]:
     """Load a GPU's stage and allocate a KV slot for each request, as drafts have it.
 
     `graphs` captures decode steps. `packed_prompts`: as `StageSettings` says. `on_layer` hears of
@@ -62,7 +62,7 @@ def build_stage(
         seconds=time.perf_counter() - started_s,
     )
     check_memory(plan, index, spec, report)
-    compute = CudaBackend().slot_compute(model, kv, device, dtype, plan=plan, graphs=graphs)
+    compute = CudaBackend().slot_stage_runner(model, kv, device, dtype, plan=plan, graphs=graphs)
     return compute, report
 
 
@@ -86,7 +86,7 @@ def _require_known(
     require(spec, ways, max_len=max_len)
 
 
-def build_paged_stage(
+def build_stage(
     plan: Plan,
     index: int,
     spec: ModelSpec,
@@ -97,7 +97,7 @@ def build_paged_stage(
     step_tokens: int = CHUNK_TOKENS,
     graphs: bool = True,
     on_layer: Callable[[int], None] | None = None,
-) -> tuple[PagedStageCompute, LoadReport]:
+) -> tuple[StageRunner, LoadReport]:
     """Load a stage's slice and allocate its pool of KV blocks, instead of the plan's slots.
 
     On a GPU, `graphs` captures steps, which have `step_tokens` tokens at most. `on_layer` hears of
@@ -117,7 +117,7 @@ def build_paged_stage(
         seconds=time.perf_counter() - started_s,
     )
     check_memory(plan, index, spec, report, pool=pool)
-    compute = backend_of(device).paged_compute(
+    compute = backend_of(device).stage_runner(
         model, kv, device, dtype, size=pool, step_tokens=step_tokens, graphs=graphs
     )
     return compute, report

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from llmpq.runtime.backends.native_layers import NativeLayers
-from llmpq.runtime.backends.paged_compute import PagedStageCompute
+from llmpq.runtime.backends.stage_runner import StageRunner
 from llmpq.runtime.cache.kv_cache import PagedKV
 from llmpq.runtime.models.stage_model import StageModel
 from llmpq.sizes.pool_size import PoolSize
@@ -18,7 +18,7 @@ class CpuBackend:
         """Return layers of one call for few rows, of torch's operators for many."""
         return NativeLayers()
 
-    def paged_compute(
+    def stage_runner(
         self,
         model: StageModel,
         kv: PagedKV,
@@ -28,6 +28,6 @@ class CpuBackend:
         size: PoolSize,
         step_tokens: int,
         graphs: bool,
-    ) -> PagedStageCompute:
+    ) -> StageRunner:
         """Return the plain arithmetic; nothing is captured."""
-        return PagedStageCompute(model, kv, device, dtype)
+        return StageRunner(model, kv, device, dtype)

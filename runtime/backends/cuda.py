@@ -6,10 +6,10 @@ import torch
 
 from llmpq.plan import Plan
 from llmpq.runtime.backends.gpu.cuda_layers import CudaLayers
-from llmpq.runtime.backends.gpu.cuda_paged import CudaPagedCompute
-from llmpq.runtime.backends.gpu.cuda_stage import CudaStageCompute
-from llmpq.runtime.backends.stage_compute import StageCompute
-from llmpq.runtime.cache.device_pages import GpuPagedKVBase
+from llmpq.runtime.backends.gpu.cuda_slot_stage_runner import CudaSlotStageRunner
+from llmpq.runtime.backends.gpu.cuda_stage_runner import CudaStageRunner
+from llmpq.runtime.backends.slot_stage_runner import SlotStageRunner
+from llmpq.runtime.cache.gpu_paged_kv_base import GpuPagedKVBase
 from llmpq.runtime.cache.kv_cache import KVCache, PagedKV
 from llmpq.runtime.models.stage_model import StageModel
 from llmpq.sizes.pool_size import PoolSize
@@ -22,7 +22,7 @@ class CudaBackend:
         """Return the fused kernels."""
         return CudaLayers()
 
-    def slot_compute(
+    def slot_stage_runner(
         self,
         model: StageModel,
         kv: KVCache,
@@ -31,9 +31,9 @@ class CudaBackend:
         *,
         plan: Plan,
         graphs: bool,
-    ) -> StageCompute:
+    ) -> SlotStageRunner:
         """Return the arithmetic of a stage with KV slots; `graphs`: with captured steps."""
-        return CudaStageCompute(
+        return CudaSlotStageRunner(
             model,
             kv,
             device,
@@ -43,7 +43,7 @@ class CudaBackend:
             graphs=graphs,
         )
 
-    def paged_compute(
+    def stage_runner(
         self,
         model: StageModel,
         kv: PagedKV,
@@ -53,9 +53,9 @@ class CudaBackend:
         size: PoolSize,
         step_tokens: int,
         graphs: bool,
-    ) -> CudaPagedCompute:
+    ) -> CudaStageRunner:
         """Return the arithmetic with captured steps, unless `graphs` says no."""
         assert isinstance(kv, GpuPagedKVBase), "a pool on a GPU is made by make_paged_kv"
-        return CudaPagedCompute(
+        return CudaStageRunner(
             model, kv, device, dtype, size=size, step_tokens=step_tokens, graphs=graphs
         )

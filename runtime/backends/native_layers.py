@@ -26,8 +26,8 @@ from llmpq.kernels.cpu.native_layer import (
 )
 from llmpq.kernels.formats.quantized_weight import QuantizedWeight
 from llmpq.kernels.kv.reference import EVERYTHING, ScoreRule
+from llmpq.runtime.cache.cpu_paged_kv import CpuPagedKV
 from llmpq.runtime.cache.kv_cache import KVCache
-from llmpq.runtime.cache.paged_kv import CpuPagedKV
 from llmpq.runtime.models.layers import Attention, DecoderLayer, PlainLayers, attend_by_rule
 from llmpq.runtime.models.linear import Linear, Weight
 from llmpq.runtime.models.mlps import GatedMLP

@@ -11,9 +11,9 @@ from typing import Any
 from torch import Tensor
 
 from llmpq.kernels.kv.paged.paged_rows import TokenPlaces
-from llmpq.runtime.cache.device_pages import GpuPagedKVBase
 from llmpq.runtime.cache.drafted_kv import DraftedKV
-from llmpq.runtime.cache.paged_packed_kv import new_places, turned
+from llmpq.runtime.cache.gpu_packed_kv import new_places, turned
+from llmpq.runtime.cache.gpu_paged_kv_base import GpuPagedKVBase
 from llmpq.runtime.paged_step import PagedStep
 from llmpq.runtime.step import Step
 
@@ -24,7 +24,7 @@ class GpuDraftedKV(DraftedKV, GpuPagedKVBase):
     def __init__(self, inner: GpuPagedKVBase, copy: GpuPagedKVBase) -> None:
         super().__init__(inner, copy)
         self._inner = inner
-        self.columns, self.num_dealt = inner.columns, inner.num_dealt
+        self.columns, self.num_work_split = inner.columns, inner.num_work_split
 
     def table(
         self,
@@ -38,9 +38,9 @@ class GpuDraftedKV(DraftedKV, GpuPagedKVBase):
         """Return a step's rows as the inner pool's kernels read them; appends read as much."""
         return self._inner.table(slots, starts, counts, num_rows=num_rows, num_places=num_places)
 
-    def dealt(self, table: Sequence[Sequence[int]]) -> list[int]:
+    def work_split(self, table: Sequence[Sequence[int]]) -> list[int]:
         """As of the inner pool."""
-        return self._inner.dealt(table)
+        return self._inner.work_split(table)
 
     def places(
         self, rows_FR: Tensor, num_places: int, *, nobody: int

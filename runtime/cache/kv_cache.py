@@ -15,8 +15,8 @@ from llmpq.runtime.request import PagedRow
 from llmpq.runtime.step import Step
 
 if TYPE_CHECKING:
-    from llmpq.runtime.cache.device_pages import GpuPagedKVBase
     from llmpq.runtime.cache.dual_kv import DualKV
+    from llmpq.runtime.cache.gpu_paged_kv_base import GpuPagedKVBase
     from llmpq.runtime.cache.low_bit_kv import LowBitKV
     from llmpq.runtime.cache.plain_kv import PlainKVCache
 

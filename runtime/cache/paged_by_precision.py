@@ -8,9 +8,9 @@ import torch
 
 from llmpq.model_spec import ModelSpec
 from llmpq.precision import KVPrecision
+from llmpq.runtime.cache.cpu_packed_kv import CpuPackedKV
+from llmpq.runtime.cache.cpu_paged_kv import CpuPagedKV
 from llmpq.runtime.cache.kv_cache import PagedKV
-from llmpq.runtime.cache.paged_kv import CpuPagedKV
-from llmpq.runtime.cache.paged_low_bit_kv import CpuPackedKV
 from llmpq.sizes.pool_size import PoolSize
 
 
@@ -29,10 +29,10 @@ def make_paged_kv(
     """
     if torch.device(device).type == "cuda":
         # Triton is not imported where there is no GPU.
-        from llmpq.runtime.cache.paged_device_kv import GpuPagedKV
-        from llmpq.runtime.cache.paged_latent_kv import GpuPagedLatents
-        from llmpq.runtime.cache.paged_packed_kv import GpuPackedKV
-        from llmpq.runtime.cache.paged_packed_latents import GpuPackedLatents
+        from llmpq.runtime.cache.gpu_packed_kv import GpuPackedKV
+        from llmpq.runtime.cache.gpu_packed_latents import GpuPackedLatents
+        from llmpq.runtime.cache.gpu_paged_kv import GpuPagedKV
+        from llmpq.runtime.cache.gpu_paged_latents import GpuPagedLatents
 
         if kv is KVPrecision.KV16 and spec.latent is not None:
             return GpuPagedLatents(spec, layers=layers, size=size, dtype=dtype, device=device)

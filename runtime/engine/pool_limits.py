@@ -89,3 +89,13 @@ class PoolLimits:
                 f"a prompt of {length} tokens and {request.max_new} new ones exceed the {self.room}"
                 f" there is room for; ask for at most {self.room - length} tokens"
             )
+
+
+def max_in_flight(num_stages: int) -> int:
+    """Return how many micro-batches may be under way: each stage computes one and queues one."""
+    return 1 if num_stages == 1 else 2 * num_stages
+
+
+def max_ahead(num_stages: int) -> int:
+    """Return how many may be under way where the host need not know the tokens to go on."""
+    return 2 if num_stages == 1 else 4 * num_stages

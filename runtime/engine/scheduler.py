@@ -1,85 +1,111 @@
-"""Decides the next micro-batch: which requests, which phase, which KV slots. Pure Python.
+"""Decides the next step over a pool of KV blocks: which tokens of which requests. Pure Python.
 
-Continuous batching as in ORCA (OSDI 2022): a request joins as soon as a slot is free and leaves
-the moment it ends. LLM-PQ's offline job is the special case of all requests present at the start:
-prompts run in micro-batches of `prefill_microbatch`, tokens in micro-batches of
-`decode_microbatch`, both from the plan, several in flight so that every stage has work.
+A step is a list of (request, range of its tokens): a decoding row is a range of one, a chunk of a
+prompt (chunked prefill) a longer one, a row with drafts the newest token and what was drafted
+behind it. All three go together. A request is admitted while blocks are free above a watermark,
+gets blocks as it grows, and reserves none for what it may still ask; without free blocks the
+youngest is preempted: its blocks are offloaded to the hosts, or it is recomputed later. The oldest
+is never preempted by another and fits the pool by itself, so it always ends.
+
+Drafts by the model: a group of decoding rows first takes a step for each draft (`DraftRound`), with
+blocks reserved for all of them; their verify is an ordinary step. Refused drafts cost nothing but
+their step: the next tokens overwrite them.
 
 The caller asks `next_micro_batch()` as often as it likes and reports each result, in the order the
-micro-batches were issued, with `complete()`. Knows nothing of devices, text or time.
+micro-batches were issued, with `complete()`: stages see steps in that order, which is why blocks
+that a step under way still writes may be given to later steps. Knows nothing of devices or time.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from heapq import heappop, heappush
+from operator import attrgetter
 
 from llmpq.runtime.drafts.drafter import Drafter
-from llmpq.runtime.engine.slot_limits import Limits
-from llmpq.runtime.request import FinishReason, MicroBatch, Request, Round, StepKind
+from llmpq.runtime.engine.block_tables import BlockTables, DraftRound, RunningRequest
+from llmpq.runtime.engine.pool_limits import PoolLimits
+from llmpq.runtime.request import PENDING_TOKEN, FinishReason, MicroBatch, Request, StepKind
 
-PENDING_TOKEN = -1
-"""Stands for a position or token that a round under way has yet to bring."""
-
-MAX_PADDING, MAX_LARGE_PADDING = 0.3, 0.05
-"""Prompts share a prefill micro-batch while at most this share of its tokens is padding: sharing
-the reading of weights pays for it as long as there are few of them."""
-LARGE_PREFILL = 1024
-"""Tokens from which on a prefill takes what its tokens take, padding included."""
+_order = attrgetter("order")
 
 
-def max_in_flight(num_stages: int) -> int:
-    """Return how many micro-batches may be under way: each stage computes one and queues one."""
-    return 1 if num_stages == 1 else 2 * num_stages
+@dataclass
+class StepBuilder:
+    """A step in the making."""
+
+    reqs: list[RunningRequest] = field(default_factory=list)
+    counts: list[int] = field(default_factory=list)
+    drafts: list[list[int]] = field(default_factory=list)
+
+    def add(self, req: RunningRequest, count: int, drafts: list[int]) -> None:
+        """Add `count` tokens of a request, the last of them its drafts."""
+        self.reqs.append(req)
+        self.counts.append(count)
+        self.drafts.append(drafts)
 
 
-def max_ahead(num_stages: int) -> int:
-    """Return how many may be under way where the host need not know the tokens to go on."""
-    return 2 if num_stages == 1 else 4 * num_stages
+@dataclass
+class ReadySets:
+    """Admitted requests, by what they wait for."""
+
+    ready: list[RunningRequest] = field(default_factory=list)
+    """Whose newest token is known, in order."""
+    prompts: list[RunningRequest] = field(default_factory=list)
+    """With more of a prompt to compute, in order."""
+    num_decoding: int = 0
+    """Those that are ready, and those whose newest token is under way."""
 
 
 class Scheduler:
-    """Continuous batching over the KV slots of a plan."""
+    """Continuous batching over a pool of blocks, prompts in chunks beside decoding rows."""
 
     def __init__(
         self,
-        limits: Limits,
+        limits: PoolLimits,
         *,
         drafter: Drafter | None = None,
         ends_in_stop_text: Callable[[Request], bool] | None = None,
+        salt: str = "",
     ) -> None:
-        self.limits = limits
-        self._drafter = drafter
-        self._ends_in_stop_text = ends_in_stop_text
-        self._waiting: deque[Request] = deque()
-        self._ready: deque[Request] = deque()
-        self._resumable: deque[Round] = deque()
-        self._free_slots = list(range(limits.num_slots))
-        self._seq = 0
-        self._filling = True
-        self._joining = 0
-        self._rounds = 0
-        self._rows_in_rounds = 0
-        self._num_groups_started = self._fewest_rows = 0
-        self._group_of: dict[int, int] = {}
-        """Running request -> the group it decoded in last."""
-        self.generated_tokens = 0
-        """Tokens appended to all requests so far."""
+        """`salt` keeps the prefixes of this model apart from others'."""
+        assert drafter is None or limits.tokens_ahead == 1, "drafts need to know the tokens"
+        self.limits, self.tables = limits, BlockTables(limits, salt)
+        self._drafter, self._ends_in_stop_text = drafter, ends_in_stop_text
+        self._reqs: dict[int, RunningRequest] = {}
+        self._waiting: list[RunningRequest] = []
+        self._running: list[RunningRequest] = []
+        self._free_slots = list(range(limits.max_rows))
+        self._num_submitted = self._seq = 0
+        self._left_to_fill = 0
+        """Of a static batch: requests that may still be admitted."""
+        self._steps = 0
+        """Steps under way."""
+        self._decode_steps = 0
+        """Those of them in which rows decode, and rounds of drafts."""
+        self._last_decode = 0
+        """Number of the step in which rows decoded last."""
+        self._rounds: dict[int, DraftRound] = {}
+        """Number of a draft step under way -> its round."""
+        self._drafted: deque[DraftRound] = deque()
+        """Rounds whose last draft step is complete, oldest first."""
+        self.generated_tokens = self.num_preemptions = 0
         self.fused_rounds = False
-        """Whether the device takes greedy rows' drafts and their verify as one step. Such rows are
-        issued again before the tokens of the round before are known."""
+        """Whether the device takes greedy rows' drafts and their verify as one step."""
+        self._last_was_round = False
+        """Whether the step issued last was such a round."""
 
     @property
     def num_waiting(self) -> int:
-        """Requests that have no slot yet."""
+        """Requests that hold nothing yet, or nothing any more."""
         return len(self._waiting)
 
     @property
     def num_running(self) -> int:
-        """Requests that hold a slot."""
-        return self.limits.num_slots - len(self._free_slots)
+        """Admitted requests."""
+        return len(self._running)
 
     @property
     def drafts(self) -> bool:
@@ -89,284 +115,408 @@ class Scheduler:
     @property
     def drafts_in_vain(self) -> bool:
         """Whether drafts pay nowhere and none is half done, so that they may end."""
-        return self._drafter is not None and self._drafter.in_vain and not self._resumable
+        rounds = self._rounds or self._drafted
+        return self._drafter is not None and self._drafter.in_vain and not rounds
 
     def end_drafts(self) -> None:
         """Draft no more; no step may be under way."""
-        self._drafter, self.fused_rounds = None, False
+        self._drafter = None
 
     @property
     def idle(self) -> bool:
         """Whether every submitted request has ended."""
-        return not self._waiting and self.num_running == 0
+        return not self._reqs
+
+    def cached_tokens(self) -> list[int]:
+        """Return how many tokens of each running request are, or are being, computed."""
+        return [req.num_computed for req in self._running]
 
     def gauges(self) -> dict[str, int]:
-        """Return nothing: slots say all there is."""
-        return {}
+        """Return blocks of the pool, and tokens of the prefix cache since the start."""
+        pool = self.tables.pool
+        return {
+            "blocks": pool.num_blocks,
+            "blocks_held": pool.num_held,
+            "blocks_cached": pool.num_cached,
+            "prefix_queries": self.tables.prefix_queries,
+            "prefix_hits": self.tables.prefix_hits,
+            "preemptions": self.num_preemptions,
+        }
 
     def submit(self, request: Request) -> None:
-        """Queue a request, first come first served; `ValueError` if it can never run."""
+        """Queue a request; `ValueError` if it can never run."""
         self.limits.check(request)
-        self._waiting.append(request)
+        req = self.tables.new_request(request, self._num_submitted)
+        self._num_submitted += 1
+        self._reqs[request.id] = req
+        heappush(self._waiting, req)
 
     def abort(self, request: Request) -> bool:
-        """End a request that nobody waits for any more; return whether it has ended.
-
-        If not, it ends when the step that is under way for it completes.
-        """
-        if request.finish_reason is not None:
+        """End a request at once, its blocks free; return whether it was there to be ended."""
+        req = self._reqs.get(request.id)
+        if req is None:
             return False
         request.aborted = True
-        if request in self._waiting:
-            self._waiting.remove(request)
-            request.finish_reason = "abort"
-        elif request.in_flight == 0 and request in self._ready:
-            self._ready.remove(request)
-            self._end(request, "abort")
-        return request.finish_reason is not None
+        self._end(req, "abort")
+        return True
 
     def next_micro_batch(self) -> MicroBatch | None:
-        """Return the next unit of work, or None until another one completes."""
-        if self._resumable:
-            return self._continue_round(self._resumable.popleft())
-        if self._waiting and self._may_refill():
-            return self._prefill()
-        size = self._decode_group_size()
-        if size == 0:
+        """Return the next step, or None until another one completes."""
+        if self._drafted and self._drafted[0].drafting:
+            return self._issue_drafts(self._drafted.popleft())
+        step, sets = StepBuilder(), self._ready_sets()
+        if self._enough_under_way(sets.num_decoding):
             return None
-        group = self._take(size)
-        group.sort(key=lambda request: request.slot)  # neighbouring slots are read in place
-        return self._start_round(group)
+        if self._drafted:
+            self._add_drafted(step, self._drafted.popleft())
+        else:
+            plain = self._last_was_round and self._has_prompts(sets)
+            round_ = self._add_decoding(step, sets, plain=plain)
+            if round_ is not None:
+                return self._issue_round(round_)
+        decoding = len(step.reqs)
+        room = max(1, self.limits.step_tokens - sum(step.counts))
+        for req in self._prompts(sets.prompts):
+            count = min(room, req.remaining, self.limits.row_tokens)
+            if not self._grow(req, req.num_computed + count, step):
+                break
+            step.add(req, count, [])
+            room -= count
+            if room == 0:
+                break
+        if not step.reqs:
+            return None
+        kind = StepKind.MIXED
+        if decoding == len(step.reqs):
+            kind = StepKind.DECODE
+        elif decoding == 0:
+            kind = StepKind.PREFILL
+        if decoding:
+            self._decode_steps += 1
+            self._last_decode = self._seq + 1
+        return self._issue(kind, step)
 
     def complete(self, micro_batch: MicroBatch, tokens: Sequence[Sequence[int]]) -> list[Request]:
-        """Take the new tokens of each row; return the requests that ended, their slots free."""
-        round_ = micro_batch.round
-        if micro_batch.kind is StepKind.ROUND:
-            return self._complete_whole(micro_batch, tokens)
+        """Take the new tokens of each row that samples; return the requests that ended."""
+        self._steps -= 1
         if micro_batch.kind is StepKind.DRAFT:
-            assert round_ is not None
-            for request, drafted in zip(micro_batch.requests, tokens, strict=True):
-                request.drafts.extend(drafted)
-            round_.drafts_done += 1
-            self._resumable.append(round_)
+            self._take_drafts(self._rounds.pop(micro_batch.seq), micro_batch, tokens)
             return []
-        if round_ is None:
-            self._joining -= len(micro_batch.requests)
-        else:
-            self._rounds -= 1
-            self._rows_in_rounds -= len(round_.requests)
+        self._decode_steps -= micro_batch.kind is not StepKind.PREFILL
         finished = []
-        for request, new in zip(micro_batch.requests, tokens, strict=True):
-            if micro_batch.kind is StepKind.VERIFY and self._drafter is not None:
-                self._drafter.observe(len(request.drafts), len(new) - 1)
-            request.drafts.clear()
-            if self._append(request, new):
+        steps = zip(micro_batch.requests, micro_batch.rows, strict=True)
+        for index, (request, row) in enumerate(steps):
+            req = self._reqs.get(request.id)
+            if req is None or req.request is not request:
+                continue  # ended meanwhile: a token too many
+            end = micro_batch.starts[index] + len(micro_batch.tokens[index])
+            reason = None
+            if row.samples:
+                new = tokens[index][: request.max_new - row.sample_step]
+                if self._drafter is not None and row.drafts:
+                    self._drafter.observe(len(row.drafts), len(tokens[index]) - 1)
+                reason = self._append(req, row.sample_step, new)
+                end += len(new) - 1 - len(row.drafts)
+            if row.admission == req.admission and request.slot >= 0:
+                if row.drafts:
+                    req.num_computed = end
+                self.tables.register(req, min(end, req.num_tokens))
+            if reason is not None:
+                self._end(req, reason)
                 finished.append(request)
-            else:
-                self._ready.append(request)
         return finished
 
-    def _complete_whole(
-        self, micro_batch: MicroBatch, tokens: Sequence[Sequence[int]]
-    ) -> list[Request]:
-        """Take the tokens of a round in one step; rows that ended meanwhile brought nothing."""
-        assert micro_batch.round is not None
-        finished = []
-        for request, new in zip(micro_batch.requests, tokens, strict=True):
-            request.in_flight -= 1
-            if request.finish_reason is not None:
+    def check(self) -> None:
+        """Raise `AssertionError` if a block or a slot is lost or owned twice; for tests."""
+        self.tables.check(self._reqs.values())
+        slots = [req.request.slot for req in self._running]
+        assert sorted(slots + self._free_slots) == list(range(self.limits.max_rows))
+        known = [req.request.id for req in self._waiting + self._running]
+        assert sorted(known) == sorted(self._reqs)
+        assert not any(h.blocks or h.round or h.request.slot >= 0 for h in self._waiting)
+        rounds = [*self._rounds.values(), *self._drafted]
+        members = [id(req) for round_ in rounds for req in round_.members]
+        assert sorted(members) == sorted(id(req) for req in self._running if req.round is not None)
+        assert all(round_.members for round_ in self._drafted)
+        assert len(rounds) <= self._decode_steps
+
+    def _ready_sets(self) -> ReadySets:
+        """Look once at every admitted request: steps are short, and they are many."""
+        found = ReadySets()
+        for req in self._running:
+            left = req.remaining
+            if left > 1 or req.num_sampled == 0:
+                if left > 0:
+                    found.prompts.append(req)
                 continue
-            drafted = min(micro_batch.round.gamma, request.remaining - 1)
-            if self._drafter is not None:
-                self._drafter.observe(drafted, min(len(new) - 1, drafted))
-            if self._append(request, new):
-                finished.append(request)
-                with suppress(ValueError):
-                    self._ready.remove(request)
-        return finished
+            found.num_decoding += 1
+            if left == 1 and req.round is None:
+                found.ready.append(req)
+        found.ready.sort(key=_order)
+        found.prompts.sort(key=_order)
+        return found
 
-    def _may_refill(self) -> bool:
-        if self.limits.batching == "static":
-            self._filling = self._filling or self.num_running == 0
-            return self._filling and bool(self._free_slots)
-        return bool(self._free_slots)
+    def _enough_under_way(self, num_decoding: int) -> bool:
+        """Whether prompts had better wait for rows that decode, to share a step with them.
 
-    def _prefill(self) -> MicroBatch:
-        """Take waiting requests in order while slots, the plan's size and padding allow."""
-        group: list[Request] = []
-        longest = total = 0
-        while self._waiting and self._free_slots and len(group) < self.limits.prefill_microbatch:
-            length = len(self._waiting[0].prompt)
-            longest, total = max(longest, length), total + length
-            padded = longest * (len(group) + 1)
-            allowed = MAX_LARGE_PADDING if padded > LARGE_PREFILL else MAX_PADDING
-            if group and total < (1 - allowed) * padded:
-                break
-            request = self._waiting.popleft()
-            request.slot = heappop(self._free_slots)
-            group.append(request)
-        self._joining += len(group)
-        return self._issue(
-            StepKind.PREFILL, group, [0] * len(group), [list(r.prompt) for r in group], None
-        )
-
-    def _decode_group_size(self) -> int:
-        """Return how many ready requests decode next; 0 to wait for others to join them.
-
-        The requests that can decode are split evenly, and no more groups than that are in flight,
-        so that groups that shrink merge.
-        """
-        ready = len(self._ready)
-        decodable = ready + self._rows_in_rounds + self._joining
-        num_groups = self._num_groups(decodable)
-        if ready == 0 or self._rounds >= num_groups:
-            return 0
-        size, self._fewest_rows = -(-decodable // num_groups), decodable // num_groups
-        # Before the first tokens of a batch, or where they would double the group, prompts in
-        # flight are worth waiting for: a smaller group costs a whole step of its own.
-        fresh = all(len(request.output) == 1 for request in self._ready)
-        if ready < size and self._joining > 0 and (fresh or self._joining >= ready):
-            return 0
-        return min(ready, size)
-
-    def _num_groups(self, decodable: int) -> int:
-        """Return into how many groups the decoding requests are split.
-
-        As few as the plan's micro-batch allows; but where the plan keeps several stages at work
-        with a full batch, fewer requests go on doing so: D groups of v/D take no longer than one
-        group of v that visits D stages in turn.
+        Issued as soon as there is a place, steps of prompts alone would fill every one of them, and
+        rows that decode go on in steps of their own, as long as each reads the weights again.
         """
         limits = self.limits
-        planned = -(-limits.num_slots // limits.decode_microbatch)
-        at_work = min(limits.num_stages, planned, decodable)
-        return max(-(-decodable // limits.decode_microbatch), at_work)
-
-    def _take(self, size: int) -> list[Request]:
-        """Take the next rows to decode; those that are drafted for do not mix with others."""
-        first = self._ready[0]
-        alone = all(self._drafted_like(first, request) for request in self._ready)
-        if alone and not self.fused_rounds:
-            return self._take_together(size)
-        alike: list[Request] = []
-        others: deque[Request] = deque()
-        for request in self._ready:
-            joins = self._drafted_like(first, request) and len(alike) < size
-            (alike if joins else others).append(request)
-        self._ready = others
-        return alike
-
-    def _drafted_like(self, one: Request, other: Request) -> bool:
-        """Whether two requests may decode in one group."""
-        if self.fused_rounds and one.drafts_plainly != other.drafts_plainly:
+        if limits.tokens_ahead == 1 or not num_decoding:
             return False
-        return self._drafter is None or one.may_draft == other.may_draft
+        return self._steps >= limits.num_stages * limits.tokens_ahead
 
-    def _take_together(self, size: int) -> list[Request]:
-        """Take rows that decoded together last, where an even split allows.
+    def _has_prompts(self, sets: ReadySets) -> bool:
+        """Whether a step could have tokens of prompts."""
+        return bool(sets.prompts) or (bool(self._waiting) and self._may_admit(self._waiting[0]))
 
-        A row of the group issued last would make the whole group wait for that group's tokens.
+    def _add_decoding(
+        self, step: StepBuilder, sets: ReadySets, *, plain: bool
+    ) -> DraftRound | None:
+        """Add the rows that decode next, oldest first; or begin a round of drafts for them.
+
+        `plain`: without drafts, beside prompts, which have no place in a round of one step.
+
+        Rows that decode are split evenly into as many groups as keep all stages at work. No row
+        goes on from a token of the last such step while that is under way: stages would wait for
+        each other, which another group's step between the two keeps at work.
         """
-        group = [self._ready.popleft()]
-        together = self._group_of.get(group[0].id)
-        while len(group) < size:
-            joins = self._group_of.get(self._ready[0].id) == together
-            if not joins and len(group) >= self._fewest_rows:
-                break
-            group.append(self._ready.popleft())
-        return group
+        ready, decoding = sets.ready, sets.num_decoding
+        num_groups = max(
+            -(-decoding // self.limits.decode_rows), min(self.limits.num_stages, decoding)
+        )
+        if not ready or self._decode_steps >= num_groups * self.limits.tokens_ahead:
+            return None
+        size = -(-decoding // num_groups)
+        if num_groups > 1:
+            ready = [h for h in ready if h.in_flight == 0 or h.last_step != self._last_decode]
+        drafts = self._drafts(ready[:size], plain=plain)
+        by_model = any(found is None for _, _, found in drafts)
+        round_ = DraftRound()
+        for req, count, found in drafts:
+            if req.request.slot < 0:
+                continue  # preempted for one before it
+            if not self._grow(req, req.num_computed + 1 + count, step, round_):
+                continue
+            if by_model:
+                round_.add(req, count)
+            else:
+                step.add(req, 1 + count, found or [])
+        return round_ if round_.members else None
 
-    def _start_round(self, requests: list[Request]) -> MicroBatch:
-        self._filling = False
-        self._num_groups_started += 1
-        self._group_of |= {request.id: self._num_groups_started for request in requests}
-        gamma = 0
-        if self._drafter is not None and all(request.may_draft for request in requests):
-            gamma = self._drafter.gamma(requests)
-        if self.fused_rounds and requests[0].drafts_plainly:
-            return self._start_whole_round(Round(requests, gamma, drafts_done=gamma))
-        gamma = min(gamma, max(request.remaining for request in requests) - 1)
-        round_ = Round(requests, gamma)
-        self._rounds += 1
-        self._rows_in_rounds += len(requests)
-        if gamma > 0 and self._drafter is not None:
-            self._propose(round_, self._drafter)
-        return self._continue_round(round_)
+    def _drafts(
+        self, group: Sequence[RunningRequest], *, plain: bool
+    ) -> list[tuple[RunningRequest, int, list[int] | None]]:
+        """Return how many tokens each row of a group drafts, and these; None if the model does.
 
-    def _start_whole_round(self, round_: Round) -> MicroBatch:
-        """Issue drafts and verify as one step; rows with another round behind may follow at once.
-
-        A row whose rounds under way bring all its tokens, one each at least, is not issued again.
+        `plain`: none.
         """
-        tokens, starts = [], []
-        for request in round_.requests:
-            known = request.in_flight == 0
-            tokens.append([request.output[-1] if known else PENDING_TOKEN])
-            starts.append(request.num_cached if known else PENDING_TOKEN)
-            request.in_flight += 1
-            if request.remaining > request.in_flight:
-                self._ready.append(request)
-        return self._issue(StepKind.ROUND, round_.requests, starts, tokens, round_)
+        drafter = None if plain else self._drafter
+        drafted = [req.request for req in group if req.request.may_draft]
+        gamma = drafter.gamma(drafted) if drafter is not None and drafted else 0
+        found: list[tuple[RunningRequest, int, list[int] | None]] = []
+        for req in group:
+            count = min(gamma, req.request.remaining - 1) if req.request.may_draft else 0
+            drafts = drafter.propose(req.request, count) if drafter and count > 0 else []
+            found.append((req, count if drafts is None else len(drafts), drafts))
+        return found
 
-    def _propose(self, round_: Round, drafter: Drafter) -> None:
-        """Take drafts that need no model; a group without any decodes plainly."""
-        modelless = False
-        for request in round_.requests:
-            proposed = drafter.propose(request, min(round_.gamma, request.remaining - 1))
-            if proposed is not None:
-                modelless = True
-                request.drafts.extend(proposed)
-        if modelless:
-            round_.gamma = max(len(request.drafts) for request in round_.requests)
-            round_.drafts_done = round_.gamma
+    def _issue_round(self, round_: DraftRound) -> MicroBatch:
+        """Return a round of drafts and their verify in one step, or its first draft step."""
+        fused = self.fused_rounds and all(req.request.drafts_plainly for req in round_.members)
+        self._decode_steps += 1
+        if not fused:
+            return self._issue_drafts(round_)
+        step = StepBuilder()
+        for req in list(round_.members):
+            count = req.num_to_draft
+            round_.remove(req)
+            step.add(req, 1 + count, [PENDING_TOKEN] * count)
+        self._last_decode = self._seq + 1
+        return self._issue(StepKind.ROUND, step)
 
-    def _continue_round(self, round_: Round) -> MicroBatch:
-        kind, requests = round_.next_kind, round_.requests
-        if kind is StepKind.DRAFT:
-            requests = [r for r in requests if r.remaining - 1 > round_.drafts_done]
-            tokens = [[r.drafts[-1] if r.drafts else r.output[-1]] for r in requests]
-            starts = [r.num_cached + round_.drafts_done for r in requests]
-        else:
-            tokens = [[r.output[-1], *r.drafts] for r in requests]
-            starts = [r.num_cached for r in requests]
-        return self._issue(kind, requests, starts, tokens, round_)
+    def _add_drafted(self, step: StepBuilder, round_: DraftRound) -> None:
+        """Add the verify of a round."""
+        for req in list(round_.members):
+            drafts = req.drafts
+            round_.remove(req)
+            step.add(req, 1 + len(drafts), drafts)
+        self._decode_steps -= 1  # the round's, which the step now counts as
 
-    def _issue(
-        self,
-        kind: StepKind,
-        requests: list[Request],
-        starts: list[int],
-        tokens: list[list[int]],
-        round_: Round | None,
-    ) -> MicroBatch:
+    def _issue_drafts(self, round_: DraftRound) -> MicroBatch:
+        """Return the next draft step of a round."""
+        reqs, drafted = round_.drafting, round_.num_drafted
+        rows = tuple(req.row(samples=True, num_ahead=drafted) for req in reqs)
+        starts = [req.num_computed + drafted for req in reqs]
+        tokens = [[req.drafts[-1] if drafted else req.request.output[-1]] for req in reqs]
         self._seq += 1
-        return MicroBatch(self._seq, kind, requests, starts, tokens, round_)
+        self._steps += 1
+        self._last_decode = self._seq
+        self._rounds[self._seq] = round_
+        requests = [req.request for req in reqs]
+        return MicroBatch(self._seq, StepKind.DRAFT, requests, starts, tokens, None, rows)
 
-    def _append(self, request: Request, new: Sequence[int]) -> bool:
-        """Append tokens up to the first stop or the limit; free the slot if the request ended."""
-        if request.aborted:
-            self._end(request, "abort")
+    def _take_drafts(
+        self, round_: DraftRound, micro_batch: MicroBatch, tokens: Sequence[Sequence[int]]
+    ) -> None:
+        """Take what a step has drafted for the members that are still there."""
+        round_.num_drafted += 1
+        for request, drafted in zip(micro_batch.requests, tokens, strict=True):
+            req = self._reqs.get(request.id)
+            if req is not None and req.round is round_:
+                req.drafts.extend(drafted)
+        if round_.members:
+            self._drafted.append(round_)
+        else:
+            self._decode_steps -= 1
+
+    def _leave_round(self, req: RunningRequest) -> None:
+        """Take a request that loses its blocks out of its round."""
+        round_ = req.round
+        if round_ is None:
+            return
+        round_.remove(req)
+        if not round_.members and round_ in self._drafted:
+            self._drafted.remove(round_)
+            self._decode_steps -= 1
+
+    def _prompts(self, begun: Sequence[RunningRequest]) -> Iterator[RunningRequest]:
+        """Yield requests with a prompt left to compute, then newly admitted ones, in order."""
+        for req in begun:
+            if req.request.slot >= 0:  # not preempted for one before it
+                yield req
+        while self._waiting and self._may_admit(self._waiting[0]):
+            req = heappop(self._waiting)
+            self._left_to_fill -= req.admission == 0
+            self.tables.begin(req)
+            req.request.slot = heappop(self._free_slots)
+            self._running.append(req)
+            yield req
+
+    def _may_admit(self, req: RunningRequest) -> bool:
+        """Whether the first of the waiting requests may be admitted now."""
+        if not self._free_slots or req.in_flight > 0:
+            return False
+        if not self._running:
+            self._left_to_fill = self.limits.max_rows
             return True
-        for token in new:
-            request.output.append(token)
-            self.generated_tokens += 1
-            if len(request.output) > request.min_new and (
-                token in request.stop_ids
-                or (
-                    request.stop_texts
-                    and self._ends_in_stop_text is not None
-                    and self._ends_in_stop_text(request)
-                )
-            ):
-                self._end(request, "stop")
-                return True
-            if request.remaining == 0:
-                self._end(request, "length")
-                return True
-        return False
+        if self.limits.batching == "static" and req.admission == 0 and not self._left_to_fill:
+            return False
+        return self.tables.fits(req, self._running)
 
-    def _end(self, request: Request, reason: FinishReason) -> None:
-        """Free the slot of a running request."""
+    def _grow(
+        self,
+        req: RunningRequest,
+        tokens: int,
+        step: StepBuilder,
+        round_: DraftRound | None = None,
+    ) -> bool:
+        """Give a request the blocks of so many tokens; False if it has to wait for them.
+
+        Younger requests are preempted for it, the youngest first, but none of the step or of the
+        round in the making.
+        """
+        members = () if round_ is None else round_.members
+        if self.tables.holds(req, tokens):
+            return True
+        self.tables.pass_windows(req)
+        while self.tables.lacks(req, tokens) > 0:
+            busy = (*step.reqs, *members)
+            others = [h for h in self._running if h.blocks and h not in busy]
+            victim = max(others, default=req)
+            if not req < victim:
+                return False
+            self._preempt(victim)
+        self.tables.grow(req, tokens)
+        return True
+
+    def _preempt(self, req: RunningRequest) -> None:
+        """Have a running request wait, its blocks free, offloaded or to be recomputed."""
+        if self._drafter is None:  # which drafts are accepted is not known yet
+            self.tables.offload(req)
+        self._let_go(req)
+        req.request.num_preemptions += 1
+        self.num_preemptions += 1
+        heappush(self._waiting, req)
+
+    def _let_go(self, req: RunningRequest) -> None:
+        """Take slot and blocks of a running request."""
+        self._leave_round(req)
+        self.tables.release(req)
+        self._running.remove(req)
+        heappush(self._free_slots, req.request.slot)
+        req.request.slot = -1
+
+    def _issue(self, kind: StepKind, step: StepBuilder) -> MicroBatch:
+        starts, tokens, rows = [], [], []
+        for req, count, drafts in zip(step.reqs, step.counts, step.drafts, strict=True):
+            start = req.num_computed
+            end = start + count - len(drafts)
+            starts.append(start)
+            tokens.append([*req.tokens(start, end), *drafts])
+            samples = end == req.num_tokens
+            rows.append(req.row(samples=samples, drafts=drafts))
+            self.tables.drop_offloaded(req)
+            req.num_computed, req.last_step = start + count, self._seq + 1
+            if samples:
+                req.num_sampled += 1
+                req.in_flight += 1
+                self._go_ahead(req)
+        rows[0].saves, self.tables.saves = tuple(self.tables.saves), []
+        self._seq += 1
+        self._steps += 1
+        self._last_was_round = kind is StepKind.ROUND
+        requests = [req.request for req in step.reqs]
+        return MicroBatch(self._seq, kind, requests, starts, tokens, None, tuple(rows))
+
+    def _go_ahead(self, req: RunningRequest) -> None:
+        """Let a request's next token be asked for although the last one is not known yet."""
+        output = req.request.output
+        missing = len(output) < req.num_sampled < req.request.max_new
+        if missing and req.in_flight < self.limits.tokens_ahead:
+            output.append(PENDING_TOKEN)
+
+    def _append(self, req: RunningRequest, place: int, new: Sequence[int]) -> FinishReason | None:
+        """Put tokens into the output up to the first stop or the limit; why it ends, if it does."""
+        output = req.request.output
+        req.in_flight -= 1
+        req.num_sampled += len(new) - 1
+        for index, token in enumerate(new, start=place):
+            output[index : index + 1] = [token]
+            self.generated_tokens += 1
+            reason = self._ends(req.request, index)
+            if reason is not None:
+                del output[index + 1 :]
+                return reason
+        self._go_ahead(req)
+        return None
+
+    def _ends(self, request: Request, index: int) -> FinishReason | None:
+        """Return why a request ends with a token of its output, None if it does not."""
+        output = request.output
+        may_stop = index + 1 > request.min_new
+        if may_stop and output[index] in request.stop_ids:
+            return "stop"
+        if may_stop and request.stop_texts and self._ends_in_stop_text is not None:
+            behind = output[index + 1 :]
+            del output[index + 1 :]
+            ended = self._ends_in_stop_text(request)
+            output += behind
+            if ended:
+                return "stop"
+        return "length" if index + 1 == request.max_new else None
+
+    def _end(self, req: RunningRequest, reason: FinishReason) -> None:
+        """Forget a request, its blocks free."""
+        request = req.request
+        if PENDING_TOKEN in request.output:
+            del request.output[request.output.index(PENDING_TOKEN) :]
         request.finish_reason = reason
-        self._group_of.pop(request.id, None)
-        heappush(self._free_slots, request.slot)
-        request.slot = -1
+        del self._reqs[request.id]
+        self.tables.drop_offloaded(req)
+        if request.slot >= 0:
+            self._let_go(req)
+        else:
+            self._waiting.remove(req)
+            self._waiting.sort()

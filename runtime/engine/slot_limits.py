@@ -9,7 +9,7 @@ from llmpq.runtime.request import ContextLengthError, Request
 
 
 @dataclass(frozen=True, kw_only=True)
-class Limits:
+class SlotLimits:
     """What the plan allows: slots, lengths and micro-batch sizes."""
 
     num_slots: int

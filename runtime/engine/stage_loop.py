@@ -19,11 +19,20 @@ from typing import Protocol
 from torch import Tensor
 
 from llmpq.runtime.engine.mailbox import Abort, Mailbox
-from llmpq.runtime.engine.paged_scheduler import PagedScheduler
-from llmpq.runtime.engine.scheduler import PENDING_TOKEN, Scheduler, max_ahead, max_in_flight
+from llmpq.runtime.engine.pool_limits import max_ahead, max_in_flight
+from llmpq.runtime.engine.scheduler import Scheduler
+from llmpq.runtime.engine.slot_scheduler import SlotScheduler
 from llmpq.runtime.links.transport import Transport
 from llmpq.runtime.pending import Pending, arrived
-from llmpq.runtime.request import Finished, MicroBatch, PagedRow, Progress, Request, StepKind
+from llmpq.runtime.request import (
+    PENDING_TOKEN,
+    Finished,
+    MicroBatch,
+    PagedRow,
+    Progress,
+    Request,
+    StepKind,
+)
 from llmpq.runtime.step_message import STOP, StepMessage, describe, result_width
 from llmpq.runtime.trace import Recorder
 
@@ -109,7 +118,7 @@ class FirstStage:
 
     def __init__(
         self,
-        scheduler: Scheduler | PagedScheduler,
+        scheduler: SlotScheduler | Scheduler,
         compute: Compute,
         transport: Transport | None,
         mailbox: Mailbox,
@@ -247,7 +256,7 @@ class FirstStage:
 
         A paged scheduler goes ahead by itself, whatever may end one.
         """
-        if isinstance(self._scheduler, PagedScheduler):
+        if isinstance(self._scheduler, Scheduler):
             return None
         requests = micro_batch.requests
         may_stop = any(request.stop_ids or request.stop_texts for request in requests)

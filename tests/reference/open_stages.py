@@ -16,12 +16,12 @@ import torch
 
 from llmpq.model_spec import ModelSpec
 from llmpq.plan import Plan
-from llmpq.runtime.backends.build_stage import build_paged_stage, build_stage
-from llmpq.runtime.backends.paged_compute import PagedStageCompute
-from llmpq.runtime.backends.stage_compute import StageCompute
+from llmpq.runtime.backends.build_stage import build_slot_stage, build_stage
+from llmpq.runtime.backends.slot_stage_runner import SlotStageRunner
+from llmpq.runtime.backends.stage_runner import StageRunner
 from llmpq.runtime.engine.mailbox import Mailbox
-from llmpq.runtime.engine.paged_scheduler import PagedScheduler
 from llmpq.runtime.engine.scheduler import Scheduler
+from llmpq.runtime.engine.slot_scheduler import SlotScheduler
 from llmpq.runtime.engine.stage_loop import FirstStage, run_following_stage
 from llmpq.runtime.links.thread_links import ThreadRendezvous
 from llmpq.runtime.request import Finished, Request
@@ -63,28 +63,28 @@ class OpenStages:
         if isinstance(device, (str, torch.device)):
             device = [str(device)] * len(plan.stages)
         self._devices = [torch.device(name) for name in device]
-        built: list[tuple[StageCompute | PagedStageCompute, LoadReport]] = []
+        built: list[tuple[SlotStageRunner | StageRunner, LoadReport]] = []
         for index, place in enumerate(self._devices):
             if pool is not None:
-                paged, load = build_paged_stage(plan, index, spec, source, place, pool)
+                paged, load = build_stage(plan, index, spec, source, place, pool)
                 if speculate is not None:
                     layers = range(*plan.stages[index].layers)
                     paged.enable_speculation(speculate, pool, layers=layers)
                 built.append((paged, load))
                 continue
             with _current(place):
-                compute, load = build_stage(plan, index, spec, source, place, graphs=graphs)
+                compute, load = build_slot_stage(plan, index, spec, source, place, graphs=graphs)
                 compute.leave_on_device(hidden=place.type == "cuda")
                 if speculate is not None:
                     compute.enable_speculation(speculate, plan.workload)
             built.append((compute, load))
         self.computes: list[Any] = [compute for compute, _ in built]
-        """`StageCompute`s, or `PagedStageCompute`s where there is a pool."""
+        """`SlotStageRunner`s, or `StageRunner`s where there is a pool."""
         self.loads = [load for _, load in built]
 
     def run(
         self,
-        scheduler: Scheduler | PagedScheduler,
+        scheduler: SlotScheduler | Scheduler,
         requests: Sequence[Request],
         *,
         keep_events: bool = False,

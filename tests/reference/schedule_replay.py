@@ -10,7 +10,8 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from llmpq.runtime.engine.scheduler import Scheduler, max_in_flight
+from llmpq.runtime.engine.pool_limits import max_in_flight
+from llmpq.runtime.engine.slot_scheduler import SlotScheduler
 from llmpq.runtime.request import MicroBatch, Request, StepKind
 
 StageCost = Callable[[MicroBatch], float]
@@ -35,7 +36,7 @@ class Replay:
 
 
 def replay(
-    scheduler: Scheduler, requests: Sequence[Request], stage_costs: Sequence[StageCost]
+    scheduler: SlotScheduler, requests: Sequence[Request], stage_costs: Sequence[StageCost]
 ) -> Replay:
     """Serve all requests, present from the start, on stages of the given costs."""
     for request in requests:

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import torch
 
-from llmpq.runtime.backends import paged_compute
+from llmpq.runtime.backends import stage_runner
 from llmpq.runtime.engine.mailbox import Mailbox
-from llmpq.runtime.engine.scheduler import Scheduler
-from llmpq.runtime.engine.slot_limits import Limits
+from llmpq.runtime.engine.slot_limits import SlotLimits
+from llmpq.runtime.engine.slot_scheduler import SlotScheduler
 from llmpq.runtime.engine.stage_loop import FirstStage
 from llmpq.runtime.request import Request
 from llmpq.runtime.trace import Recorder
@@ -280,7 +280,7 @@ class Models:
 def warm_up() -> Iterator[None]:
     """Have stages of this process run one shape ahead, not all for 2 s (test_warm_up.py does)."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(paged_compute, "WARM_UP_S", 0.0)
+        patch.setattr(stage_runner, "WARM_UP_S", 0.0)
         yield
 
 
@@ -318,14 +318,14 @@ def stage_tokens() -> Any:
         for i, prompt in enumerate(prompts):
             mailbox.requests.put(Request(id=i, prompt=tuple(prompt), max_new=new))
         mailbox.requests.put(None)
-        limits = Limits(
+        limits = SlotLimits(
             num_slots=plan.workload.batch,
             prompt_len=plan.workload.prompt_len,
             max_len=plan.workload.max_len,
             prefill_microbatch=plan.prefill_microbatch,
             decode_microbatch=plan.decode_microbatch,
         )
-        FirstStage(Scheduler(limits), compute, None, mailbox, Recorder(), num_stages=1).run()
+        FirstStage(SlotScheduler(limits), compute, None, mailbox, Recorder(), num_stages=1).run()
         return [done.tokens for done in sorted(mailbox.finished, key=lambda done: done.id)]
 
     return run

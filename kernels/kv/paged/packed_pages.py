@@ -57,8 +57,8 @@ class PackedRows:
 
     rows_FR: Tensor
     """As `PackedPlan.table` says."""
-    dealt: Tensor
-    """As `PackedPlan.dealt` says; latents need none."""
+    work_split: Tensor
+    """As `PackedPlan.work_split` says; latents need none."""
     table_SM: Tensor
     """Every slot's blocks."""
     chunks: bool
@@ -195,7 +195,7 @@ def _attend(
     # As in ops.py: left alone, ptxas takes registers that keep a twelfth program off an SM.
     cap = {"maxnreg": 168} if plan.columns == 8 and plan.head_dim <= 128 and not emulate else {}
     decode_packed[(plan.head_parts, plan.programs)](
-        *(q_THD, *packed, *rings, rows_FR, step.dealt, table_SM, slopes, part, lse, *numbers),
+        *(q_THD, *packed, *rings, rows_FR, step.work_split, table_SM, slopes, part, lse, *numbers),
         **plan.decode_options(how, pdl=pdl),
         EMULATE=emulate,
         launch_pdl=pdl,

@@ -79,7 +79,7 @@ def _packed_part(
 
 @triton.jit(do_not_specialize=["num_rows", "columns", "cap", "window"])
 def decode_packed(
-    q_ptr, k_words, k_params, v_words, v_params, k_ring, v_ring, rows, dealt, table, slopes,
+    q_ptr, k_words, k_params, v_words, v_params, k_ring, v_ring, rows, work_split, table, slopes,
     part_ptr, lse_ptr, score_scale, num_rows, columns, cap, window,
     H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, BITS: tl.constexpr, R: tl.constexpr,
     PROGRAMS: tl.constexpr, TILES: tl.constexpr, STAGES: tl.constexpr, AHEAD: tl.constexpr,
@@ -96,10 +96,10 @@ def decode_packed(
     c = tl.arange(0, R)
     d = tl.arange(0, D)
     used = first_col + c < C
-    row, row_last, begin, last_stop, part, slot, position, place = _entry(dealt + program * 8)
+    row, row_last, begin, last_stop, part, slot, position, place = _entry(work_split + program * 8)
     stop = tl.where(row == row_last, last_stop, packed_line(position) // (TILES * TILE))
     ring_row, ring_last, ring_begin, ring_stop, ring_part, ring_slot, ring_position, ring_place = (
-        _entry(dealt + (PROGRAMS + program) * 8)
+        _entry(work_split + (PROGRAMS + program) * 8)
     )
     ring_part += tl.load(rows + 6 * num_rows - 1)
     # Programs without work leave at once; one waits in any case, so that this kernel's end is also

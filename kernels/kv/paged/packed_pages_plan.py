@@ -2,7 +2,7 @@
 
     rows [7, R]   as paged_rows.py says; the last two running sums are, of rows of one token, the
                   parts of their packed tiles and those of their 16-bit rings
-    dealt         what each program takes of them (packed_pages_deal.py)
+    work_split         what each program takes of them (packed_pages_deal.py)
 
 Nothing here depends on the rows of a step, so that a captured step serves any.
 """
@@ -164,16 +164,16 @@ class PackedPlan:
         return [*table[:5], parts.packed.ends, parts.ring.ends]
 
     @property
-    def num_dealt(self) -> int:
-        """Values that `dealt` returns."""
+    def num_work_split(self) -> int:
+        """Values that `work_split` returns."""
         most = self.programs if self.many_rows is None else max(self.programs, self.many_rows[2])
         return 2 * most * ENTRY
 
-    def dealt(self, table: Sequence[Sequence[int]]) -> list[int]:
+    def work_split(self, table: Sequence[Sequence[int]]) -> list[int]:
         """Return what each program takes of a rows' table."""
         own = self.for_rows(len(table[0]))
         values = own._deal(table).entries(own.programs, (table[0], table[1], table[3]))
-        return values + [0] * (self.num_dealt - len(values))
+        return values + [0] * (self.num_work_split - len(values))
 
     def _steps(self, position: int) -> tuple[int, int]:
         """Return the steps over packed tiles and over the ring of a query at a position."""

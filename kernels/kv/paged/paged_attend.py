@@ -125,10 +125,10 @@ def _ask_ahead(
 
 @triton.jit(do_not_specialize=["num_rows", "columns", "window", "widest", "num_places"])
 def decode_kernel(
-    q_ptr, k_ptr, v_ptr, rows, table, slopes, sinks, out_ptr, dealt, part_ptr, lse_ptr, arrived,
-    score_scale, cap, window, widest, num_rows, columns, block_stride, num_places,
+    q_ptr, k_ptr, v_ptr, rows, table, slopes, sinks, out_ptr, work_split, part_ptr, lse_ptr,
+    arrived, score_scale, cap, window, widest, num_rows, columns, block_stride, num_places,
     H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, PADDED: tl.constexpr, R: tl.constexpr,
-    N: tl.constexpr, PAGE: tl.constexpr, PROGRAMS: tl.constexpr, DEALT: tl.constexpr,
+    N: tl.constexpr, PAGE: tl.constexpr, PROGRAMS: tl.constexpr, WORK_SPLIT: tl.constexpr,
     HEADS: tl.constexpr, MERGED: tl.constexpr, COUNTED: tl.constexpr, AHEAD: tl.constexpr,
     ALIBI: tl.constexpr, CAPPED: tl.constexpr, WINDOWED: tl.constexpr, SINKS: tl.constexpr,
     STAGES: tl.constexpr, PDL: tl.constexpr,
@@ -142,7 +142,7 @@ def decode_kernel(
 
     # ---- this program's share of the line of tiles, and the first of the rows it runs over
     sums = rows + (6 if WINDOWED else 5) * num_rows
-    own = dealt + ((PROGRAMS if WINDOWED else 0) + program) * DEALT
+    own = work_split + ((PROGRAMS if WINDOWED else 0) + program) * WORK_SPLIT
     row_first = tl.load(own)
     row_last = tl.load(own + 1)
     last = tl.load(own + 2)
@@ -303,7 +303,7 @@ def paged_attend(
     k_pool: Tensor,
     v_pool: Tensor,
     rows_FR: Tensor,
-    dealt: Tensor,
+    work_split: Tensor,
     table_SM: Tensor,
     plan: PagedPlan,
     *,
@@ -314,8 +314,8 @@ def paged_attend(
 ) -> Tensor:
     """Return o [T, H, D]; the step's own keys and values are in the pool already.
 
-    `dealt`: as paged_rows.py has it, of the plan's programs. `rule`: its window is the plan's at
-    most. `chunks`: whether a row may have several tokens. Padding gets zeros.
+    `work_split`: as paged_rows.py has it, of the plan's programs. `rule`: its window is the plan's
+    at most. `chunks`: whether a row may have several tokens. Padding gets zeros.
     """
     q_THD = q_THD.contiguous()
     _check(q_THD, k_pool, v_pool, plan, rule)
@@ -338,13 +338,13 @@ def paged_attend(
     lse = q_THD.new_empty(parts, dtype=torch.float32)
     counters = arrivals(q_THD.device, num_rows * groups)
     decode_kernel[(plan.programs, groups)](
-        *(*given, dealt, part, lse, counters, *numbers, q_THD.shape[0]),
+        *(*given, work_split, part, lse, counters, *numbers, q_THD.shape[0]),
         **decode,
         launch_pdl=pdl,
     )
     if not decode["COUNTED"]:
         combine_kernel[(num_rows, groups)](
-            *(part, lse, rows_FR, dealt, out, num_rows),
+            *(part, lse, rows_FR, work_split, out, num_rows),
             **plan.combine_options(num_rows, how, pdl=pdl),
             launch_pdl=pdl,
         )

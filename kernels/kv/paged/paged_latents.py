@@ -293,10 +293,10 @@ class LatentPlan:
             tile_queries=self.tile_queries,
         )
 
-    num_dealt = 0
-    """Values that `dealt` returns."""
+    num_work_split = 0
+    """Values that `work_split` returns."""
 
-    def dealt(self, table: Sequence[Sequence[int]]) -> list[int]:
+    def work_split(self, table: Sequence[Sequence[int]]) -> list[int]:
         """Return what each program takes of a rows' table: nothing, programs have rows."""
         return []
 

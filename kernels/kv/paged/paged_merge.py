@@ -47,10 +47,10 @@ def merge_parts(
 
 @triton.jit(do_not_specialize=["num_rows"])
 def combine_kernel(
-    part_ptr, lse_ptr, rows, dealt, out_ptr, num_rows,
+    part_ptr, lse_ptr, rows, work_split, out_ptr, num_rows,
     H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, PADDED: tl.constexpr, R: tl.constexpr,
     PROGRAMS: tl.constexpr, HEADS: tl.constexpr, MERGED: tl.constexpr,
-    WINDOWED: tl.constexpr, PDL: tl.constexpr, DEALT: tl.constexpr,
+    WINDOWED: tl.constexpr, PDL: tl.constexpr, WORK_SPLIT: tl.constexpr,
 ):  # fmt: skip
     """Merge the parts of one row, of one key/value head, if several programs had some."""
     row = tl.program_id(0)
@@ -58,7 +58,7 @@ def combine_kernel(
     if PDL:
         gdc_launch_dependents()
     sums = rows + (6 if WINDOWED else 5) * num_rows
-    share = tl.load(dealt + (PROGRAMS * DEALT if WINDOWED else 0) + 3)
+    share = tl.load(work_split + (PROGRAMS * WORK_SPLIT if WINDOWED else 0) + 3)
     begin = tl.load(sums + row - 1, mask=row > 0, other=0)
     end = tl.load(sums + row)
     place = tl.load(rows + 3 * num_rows + row).to(tl.int64)

@@ -12,7 +12,7 @@ import torch
 import triton
 
 from llmpq.kernels.kv.launch_plan import shared_memory
-from llmpq.kernels.kv.paged.paged_rows import DEALT
+from llmpq.kernels.kv.paged.paged_rows import WORK_SPLIT
 from llmpq.kernels.kv.plain_attend import PROGRAMS_PER_SM, choose_stages, tiles_ahead
 from llmpq.kernels.multiprocessors import multiprocessors
 from llmpq.sizes.kv_format import BLOCK_TOKENS
@@ -110,7 +110,7 @@ class PagedPlan:
         return self._options(scores, pdl=pdl) | {
             "R": max(16, heads),
             "PROGRAMS": self.programs,
-            "DEALT": DEALT,
+            "WORK_SPLIT": WORK_SPLIT,
             "HEADS": heads,
             "MERGED": max(1, MERGED_VALUES // (heads * _padded(dim))),
             "COUNTED": rows >= COUNTED_ROWS,
@@ -121,8 +121,8 @@ class PagedPlan:
 
     def combine_options(self, rows: int, scores: Scores, *, pdl: bool) -> dict[str, int | bool]:
         """Return the constants of `combine_kernel` for steps of so many rows."""
-        own = ("H", "G", "D", "PADDED", "R", "PROGRAMS", "DEALT", "HEADS", "MERGED", "WINDOWED",
-               "PDL", "num_warps")  # fmt: skip
+        own = ("H", "G", "D", "PADDED", "R", "PROGRAMS", "WORK_SPLIT", "HEADS", "MERGED",
+               "WINDOWED", "PDL", "num_warps")  # fmt: skip
         options = self.decode_options(rows, scores, pdl=pdl)
         return {name: options[name] for name in own}
 

@@ -9,7 +9,7 @@
     spread                             rows -> of every token its position, its slot, and its place
                                        in the pool (block * PAGE + token of the block)
 
-    dealt [P, 8] int32                 for each of the P programs of attention to rows of one token:
+    work_split [P, 8] int32            for each of the P programs of attention to rows of one token:
                                        its first and last row, where its share of the line of key
                                        tiles ends and how long a share is, where its first row's
                                        tiles begin and end, that row's slot and its tokens; the same
@@ -38,7 +38,7 @@ from llmpq.kernels.overlap import overlaps
 from llmpq.sizes.kv_format import BLOCK_TOKENS
 
 FIELDS = 7
-DEALT = 8
+WORK_SPLIT = 8
 """Numbers of a program."""
 SPREAD_TOKENS = 128
 
@@ -128,7 +128,7 @@ def summed_rows(
     ]
 
 
-def dealt_out(table: Sequence[Sequence[int]], programs: int, *, windowed: bool) -> list[int]:
+def split_work(table: Sequence[Sequence[int]], programs: int, *, windowed: bool) -> list[int]:
     """Return what each program of attention takes of a rows' table, and where it begins.
 
     The host knows it, so that no program has to find its rows before it can ask for their keys.
@@ -137,11 +137,11 @@ def dealt_out(table: Sequence[Sequence[int]], programs: int, *, windowed: bool) 
     return [
         number
         for sums in (table[5], table[6])[: 1 + windowed]
-        for number in _dealt(sums, slots, starts, programs)
+        for number in _split_line(sums, slots, starts, programs)
     ]
 
 
-def _dealt(
+def _split_line(
     sums: Sequence[int], slots: Sequence[int], starts: Sequence[int], programs: int
 ) -> list[int]:
     """Deal out a line of tiles of which row r has those before sums[r]."""
@@ -156,7 +156,7 @@ def _dealt(
             row_last += 1
         begin = sums[row - 1] if row else 0
         found += [row, row_last, last, share, begin, sums[row], slots[row], starts[row] + 1]
-    return found + [0, -1, 0, share, 0, 0, 0, 1] * (programs - len(found) // DEALT)
+    return found + [0, -1, 0, share, 0, 0, 0, 1] * (programs - len(found) // WORK_SPLIT)
 
 
 def share_of(sums: Sequence[int], programs: int) -> int:

@@ -33,7 +33,7 @@ from llmpq.kernels.kv.prompt_attend import causal_attend
 from llmpq.kernels.linear import CodebookWeight, Fp8Weight, QuantizedWeight, linear
 from llmpq.runtime.backends.gpu import cuda_atom_layers, cuda_experts, cuda_rules
 from llmpq.runtime.backends.gpu.cuda_norms import added_behind, late_norms, norm, norm_heads
-from llmpq.runtime.cache.device_pages import GpuPagedKVBase
+from llmpq.runtime.cache.gpu_paged_kv_base import GpuPagedKVBase
 from llmpq.runtime.cache.kv_cache import KVCache
 from llmpq.runtime.cache.low_bit_kv import LowBitKV
 from llmpq.runtime.cache.plain_kv import PlainKVCache

@@ -23,7 +23,7 @@ from llmpq.sizes.kv_format import BLOCK_TOKENS, HOLDBACK_TOKENS
 from llmpq.speculation import MAX_GAMMA, Line, MeasuredTimes
 
 if TYPE_CHECKING:
-    from llmpq.runtime.backends.gpu.cuda_paged import CudaPagedCompute
+    from llmpq.runtime.backends.gpu.cuda_stage_runner import CudaStageRunner
 
 POSITIONS = (1, 2, 3, 4, 6, MAX_GAMMA + 1)
 """New tokens a row at which verifies are timed; drafts of one less are those `auto` chooses from,
@@ -61,7 +61,7 @@ def measure(
 
 
 def measure_over_pool(
-    compute: CudaPagedCompute, rows: Sequence[int], contexts: Sequence[int], *, num_blocks: int
+    compute: CudaStageRunner, rows: Sequence[int], contexts: Sequence[int], *, num_blocks: int
 ) -> MeasuredTimes:
     """Time the steps of a whole model over its pool, no block of which is in use yet."""
 

@@ -19,7 +19,7 @@ from llmpq.kernels.fused.argmax import argmax
 from llmpq.kernels.kv.paged.paged_rows import FIELDS
 from llmpq.kernels.kv.prompt_attend import prompt_runs
 from llmpq.runtime.backends.gpu.cuda_graphs import DecodeGraphs, StepOutput, rounded_rows
-from llmpq.runtime.cache.device_pages import GpuPagedKVBase
+from llmpq.runtime.cache.gpu_paged_kv_base import GpuPagedKVBase
 from llmpq.runtime.models.stage_model import StageModel
 from llmpq.runtime.paged_step import PagedStep
 from llmpq.runtime.step_message import StepMessage
@@ -45,7 +45,7 @@ def rungs(most: int) -> list[int]:
 def paged_step(
     pages: GpuPagedKVBase,
     rows_FR: Tensor,
-    dealt: Tensor,
+    work_split: Tensor,
     num_places: int,
     *,
     nobody: int,
@@ -64,7 +64,7 @@ def paged_step(
         fresh=False,
         runs=(),
         rows_FR=rows_FR,
-        dealt=dealt,
+        work_split=work_split,
         where=where,
         where_windowed=windowed,
         chunks=chunks,
@@ -118,7 +118,7 @@ class PagedGraphs(DecodeGraphs):
 
     @property
     def _most_values(self) -> int:
-        return self._pages.num_dealt + self._places + FIELDS * self._num_rows(self._places)
+        return self._pages.num_work_split + self._places + FIELDS * self._num_rows(self._places)
 
     def _num_rows(self, size: int) -> int:
         """Return the rows of a step's table; with chunks one more, which is padding."""
@@ -146,18 +146,18 @@ class PagedGraphs(DecodeGraphs):
             num_places=size,
         )
         rows = [value for row in table for value in row]
-        return [*self._pages.dealt(table), *rows, *tokens, *[0] * (size - len(tokens))]
+        return [*self._pages.work_split(table), *rows, *tokens, *[0] * (size - len(tokens))]
 
     def _forward(
         self, size: int, hidden_BQh: Tensor | None, *, every_place: bool = False
     ) -> StepOutput:
         """Run the stage on the static buffers; what a graph records."""
         num_rows = self._num_rows(size)
-        parts = [self._pages.num_dealt, FIELDS * num_rows, size]
-        dealt, told, tokens_T = self._rows[: sum(parts)].split(parts)
+        parts = [self._pages.num_work_split, FIELDS * num_rows, size]
+        work_split, told, tokens_T = self._rows[: sum(parts)].split(parts)
         rows_FR = told.view(FIELDS, num_rows)
         step = paged_step(
-            *(self._pages, rows_FR, dealt, size),
+            *(self._pages, rows_FR, work_split, size),
             nobody=self._nobody,
             max_end=self.max_end,
             chunks=self._chunks,

@@ -22,7 +22,7 @@ from llmpq.kernels.fused.argmax import argmax
 from llmpq.kernels.kv.paged.paged_rows import FIELDS
 from llmpq.runtime.backends.gpu.cuda_graphs import DecodeGraphs, StepOutput, rounded_rows
 from llmpq.runtime.backends.gpu.paged_graphs import paged_step
-from llmpq.runtime.cache.device_pages import GpuPagedKVBase
+from llmpq.runtime.cache.gpu_paged_kv_base import GpuPagedKVBase
 from llmpq.runtime.drafts.acceptance import agreeing_prefix
 from llmpq.runtime.drafts.draft_model import DraftModel
 from llmpq.runtime.models.stage_model import StageModel
@@ -64,8 +64,8 @@ class PagedRoundGraphs(DecodeGraphs):
     def _parts(self, num_rows: int) -> list[int]:
         """Return how many values a round is told: its drafts' steps, its verify's, its rows'."""
         positions = self._gamma + 1
-        draft = [self._draft_pages.num_dealt, FIELDS * num_rows] * self._gamma
-        verify = [self._pages.num_dealt, FIELDS * (num_rows + 1)]
+        draft = [self._draft_pages.num_work_split, FIELDS * num_rows] * self._gamma
+        verify = [self._pages.num_work_split, FIELDS * (num_rows + 1)]
         return [*draft, *verify, num_rows, num_rows, *[num_rows * positions] * 2]
 
     def _values(self, message: StepMessage, num_rows: int) -> list[int]:
@@ -85,13 +85,13 @@ class PagedRoundGraphs(DecodeGraphs):
                 num_rows=num_rows,
                 num_places=num_rows,
             )
-            values += self._draft_pages.dealt(table)
+            values += self._draft_pages.work_split(table)
             values += [value for row in table for value in row]
         num_places, lasts = num_rows * positions, [count - 1 for count in message.num_new]
         table = self._pages.table(
             slots, starts, counts, num_rows=num_rows + 1, num_places=num_places
         )
-        values += self._pages.dealt(table)
+        values += self._pages.work_split(table)
         values += [value for row in table for value in row]
         values += [message.tokens[row][0] for row in order] + [0] * (num_rows - len(order))
         values += lasts + [0] * (num_rows - len(order))
@@ -112,11 +112,11 @@ class PagedRoundGraphs(DecodeGraphs):
         *told, newest_R, drafts_R, source_T, back_T = self._rows[: sum(parts)].split(parts)
         draft, tokens = self._draft, [newest_R.long()]
         for place in range(self._gamma):
-            dealt, rows = told[2 * place : 2 * place + 2]
+            work_split, rows = told[2 * place : 2 * place + 2]
             step = paged_step(
                 self._draft_pages,
                 rows.view(FIELDS, num_rows),
-                dealt,
+                work_split,
                 num_rows,
                 nobody=self._nobody,
                 max_end=self.max_end,
@@ -125,11 +125,11 @@ class PagedRoundGraphs(DecodeGraphs):
             hidden = draft.model(tokens[-1][None], step, draft.kv)
             tokens.append(argmax(draft.model.logits(hidden, step)))
         tokens_T = torch.stack(tokens, dim=1).flatten()[source_T.long()]
-        dealt, rows = told[2 * self._gamma :]
+        work_split, rows = told[2 * self._gamma :]
         step = paged_step(
             self._pages,
             rows.view(FIELDS, num_rows + 1),
-            dealt,
+            work_split,
             len(tokens_T),
             nobody=self._nobody,
             max_end=self.max_end,

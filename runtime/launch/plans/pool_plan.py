@@ -11,14 +11,14 @@ from llmpq.model_spec import ModelSpec
 from llmpq.plan import Plan, StagePlan
 from llmpq.precision import KVPrecision
 from llmpq.runtime.engine.pool_limits import PoolLimits
-from llmpq.runtime.engine.slot_limits import Limits
+from llmpq.runtime.engine.slot_limits import SlotLimits
 from llmpq.runtime.launch.stages.stage_settings import StageSettings, limits_of
 from llmpq.sizes.kv_format import BLOCK_TOKENS, pool_blocks
 from llmpq.sizes.pool_size import PoolSize, fits, fitting_pool, wanted_pool, window_step_tokens
 from llmpq.speculation import READS_KV4, SpeculationMode
 from llmpq.workload import CHUNK_TOKENS
 
-RequestLimits = PoolLimits | Limits
+RequestLimits = PoolLimits | SlotLimits
 
 HOST_BYTES, HOST_BYTES_PER_S = 4 << 30, 12e9
 """What a stage's host keeps of preempted requests at most, and how fast it is copied (PCIe 3)."""

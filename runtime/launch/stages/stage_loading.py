@@ -11,9 +11,9 @@ import torch
 from llmpq.cost_model import CostModel
 from llmpq.model_spec import ModelSpec
 from llmpq.plan import Plan
-from llmpq.runtime.backends.build_stage import build_paged_stage, build_stage
-from llmpq.runtime.backends.paged_compute import PagedStageCompute
-from llmpq.runtime.backends.stage_compute import StageCompute
+from llmpq.runtime.backends.build_stage import build_slot_stage, build_stage
+from llmpq.runtime.backends.slot_stage_runner import SlotStageRunner
+from llmpq.runtime.backends.stage_runner import StageRunner
 from llmpq.runtime.drafts.drafters import AutoDrafter, FixedDrafter
 from llmpq.runtime.launch.plans.pool_plan import PoolPlan
 from llmpq.runtime.launch.stages.stage_settings import StageSettings
@@ -29,10 +29,10 @@ def load_with_pool(
     device: torch.device,
     *,
     on_layer: Callable[[int], None] | None = None,
-) -> tuple[PagedStageCompute, LoadReport]:
+) -> tuple[StageRunner, LoadReport]:
     """Load a stage of live requests."""
     limits = pool.limits
-    compute, report = build_paged_stage(
+    compute, report = build_stage(
         *(pool.plan, index, pool.spec, source, device, pool.size),
         step_tokens=limits.step_tokens,
         graphs=pool.settings.graphs,
@@ -56,9 +56,9 @@ def load_with_slots(
     device: torch.device,
     *,
     on_layer: Callable[[int], None] | None = None,
-) -> tuple[StageCompute, LoadReport]:
+) -> tuple[SlotStageRunner, LoadReport]:
     """Load a stage of a job that the plan foresees."""
-    compute, report = build_stage(
+    compute, report = build_slot_stage(
         plan,
         index,
         spec,
@@ -93,7 +93,7 @@ def make_drafter(plan: Plan, settings: StageSettings) -> FixedDrafter | None:
 
 
 def timed_drafter(
-    compute: StageCompute | PagedStageCompute, settings: StageSettings, rows: int
+    compute: SlotStageRunner | StageRunner, settings: StageSettings, rows: int
 ) -> AutoDrafter | None:
     """Return a drafter that goes by the device's own times; None for plain decoding.
 
@@ -101,13 +101,15 @@ def timed_drafter(
     """
     if settings.speculate is None:
         return None
-    from llmpq.runtime.backends.gpu.cuda_paged import CudaPagedCompute  # Triton: half a second
-    from llmpq.runtime.backends.gpu.cuda_stage import CudaStageCompute
+    from llmpq.runtime.backends.gpu.cuda_slot_stage_runner import CudaSlotStageRunner
+    from llmpq.runtime.backends.gpu.cuda_stage_runner import (
+        CudaStageRunner,  # Triton: half a second
+    )
 
-    if isinstance(compute, CudaPagedCompute):
+    if isinstance(compute, CudaStageRunner):
         times = compute.step_times(rows)
     else:
-        assert isinstance(compute, CudaStageCompute), "draft lengths need a cost model"
+        assert isinstance(compute, CudaSlotStageRunner), "draft lengths need a cost model"
         times = compute.step_times()
     return AutoDrafter(
         settings.speculate,

@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal, get_args
 
 from llmpq.plan import Plan
-from llmpq.runtime.engine.slot_limits import Limits
+from llmpq.runtime.engine.slot_limits import SlotLimits
 from llmpq.runtime.request import Request
 from llmpq.runtime.sampling_params import TokenChoice
 from llmpq.runtime.token_rules import TokenRules
@@ -63,10 +63,10 @@ class StageSettings:
     """How hidden states travel between GPUs; `auto` tries what is best first."""
 
 
-def limits_of(plan: Plan, batching: str = "continuous") -> Limits:
+def limits_of(plan: Plan, batching: str = "continuous") -> SlotLimits:
     """Return the scheduler's limits under a plan."""
     assert batching in ("continuous", "static")
-    return Limits(
+    return SlotLimits(
         num_slots=plan.workload.batch,
         prompt_len=plan.workload.prompt_len,
         max_len=plan.workload.max_len,

@@ -24,12 +24,13 @@ from llmpq.costs_cache import cache_folder
 from llmpq.model_spec import ModelSpec
 from llmpq.plan import Plan, StagePlan
 from llmpq.precision import WeightScheme
-from llmpq.runtime.backends.paged_compute import PagedStageCompute
-from llmpq.runtime.backends.stage_compute import StageCompute
+from llmpq.runtime.backends.slot_stage_runner import SlotStageRunner
+from llmpq.runtime.backends.stage_runner import StageRunner
 from llmpq.runtime.drafts.drafters import speculation_report
 from llmpq.runtime.engine.mailbox import Abort, Mailbox
-from llmpq.runtime.engine.paged_scheduler import PagedScheduler
-from llmpq.runtime.engine.scheduler import Scheduler, max_ahead
+from llmpq.runtime.engine.pool_limits import max_ahead
+from llmpq.runtime.engine.scheduler import Scheduler
+from llmpq.runtime.engine.slot_scheduler import SlotScheduler
 from llmpq.runtime.engine.stage_loop import FirstStage, run_following_stage
 from llmpq.runtime.guides import Guides
 from llmpq.runtime.launch.nodes.rendezvous import Rendezvous
@@ -98,7 +99,7 @@ class StageWorker:
         self._settings = StageSettings(**settings)
         self._recorder = Recorder(keep_events=self._settings.trace)
         self._mailbox = Mailbox()
-        self._compute: StageCompute | PagedStageCompute | None = None
+        self._compute: SlotStageRunner | StageRunner | None = None
         self._pool: PoolPlan | None = None
         self._heartbeat = Heartbeat()
         self._signs: LoadSigns | None = None
@@ -205,17 +206,17 @@ class StageWorker:
             last = self._index == num_stages - 1
             run_following_stage(self._compute, transport, self._recorder, last=last)
 
-    def _scheduler(self) -> Scheduler | PagedScheduler:
+    def _scheduler(self) -> SlotScheduler | Scheduler:
         ends = StopTexts(self._settings.model_dir)
         if self._pool is not None:
-            return PagedScheduler(
+            return Scheduler(
                 self._pool.limits_over(self._links),
                 drafter=self._drafter,
                 ends_in_stop_text=ends,
                 salt=self._plan.model.fingerprint,
             )
         limits = limits_of(self._plan, self._settings.batching)
-        return Scheduler(limits, drafter=self._drafter, ends_in_stop_text=ends)
+        return SlotScheduler(limits, drafter=self._drafter, ends_in_stop_text=ends)
 
     def submit(self, requests_json: str) -> None:
         """Queue requests (first stage only)."""
@@ -291,7 +292,7 @@ class StageWorker:
         """Return this stage's links: from device to device where that works for all stages."""
         assert self._compute is not None
         if self._threads is not None:
-            if isinstance(self._compute, StageCompute):
+            if isinstance(self._compute, SlotStageRunner):
                 self._compute.leave_on_device(hidden=self._gpu is not None)
             return self._threads.transport(self._index, max_rows=self._max_rows)
         make: Callable[..., GlooTransport] = partial(GlooTransport, more=self._more)

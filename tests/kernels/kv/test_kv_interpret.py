@@ -15,6 +15,7 @@ from llmpq.model_spec import ModelSpec
 from llmpq.precision import KVPrecision
 from llmpq.runtime.cache.low_bit_kv import LowBitKV
 from llmpq.runtime.step import Step
+from reference import kv_history
 from reference.kv_history import relative_error
 
 triton = pytest.importorskip("triton")
@@ -22,7 +23,7 @@ if not triton.knobs.runtime.interpret:
     pytest.skip("needs TRITON_INTERPRET=1", allow_module_level=True)
 
 from llmpq.kernels.fused import rope_append  # noqa: E402
-from llmpq.kernels.kv import launch_plan, oracle, reference, step_view  # noqa: E402
+from llmpq.kernels.kv import launch_plan, reference, step_view  # noqa: E402
 from llmpq.kernels.kv import ops as kv_ops  # noqa: E402
 from llmpq.kernels.kv.low_bit import attend as kv_attend  # noqa: E402
 from llmpq.kernels.kv.low_bit import ring_attend  # noqa: E402
@@ -161,7 +162,7 @@ def test_rules_in_every_format(precision, key_group):
 
 @pytest.mark.parametrize("wrong", [{"window": 101}, {"cap": 4.0}, {"sinks_H": None}])
 def test_a_wrong_rule_is_caught(monkeypatch, wrong):
-    monkeypatch.setattr(oracle, "_ruled", _with(oracle._ruled, wrong))
+    monkeypatch.setattr(kv_history, "_ruled", _with(kv_history._ruled, wrong))
     fmt = KVFormat(precision=P.KV4, head_dim=32)
     rule = {"window": 100, "cap": 5.0, "sinks": True}
     with pytest.raises(AssertionError):

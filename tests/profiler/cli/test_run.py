@@ -19,7 +19,7 @@ from llmpq.profiler.timing.profile_host import fit_entry
 from llmpq.profiler.timing.shape_grid import cases, make_grid
 from llmpq.profiler.timing.stopwatch import Effort, summarise
 from llmpq.profiler.timing.timed_layers import TimedModel, micro_batch
-from llmpq.runtime.backends.stage_compute import StageCompute
+from llmpq.runtime.backends.slot_stage_runner import SlotStageRunner
 from llmpq.runtime.pending import Pending
 from llmpq.runtime.sampling_params import TokenChoice
 
@@ -115,7 +115,7 @@ def test_an_answer_on_its_way_is_waited_for(
         def synchronize(self) -> None:
             waits.append(1)
 
-    monkeypatch.setattr(StageCompute, "run", lambda *_: Pending(torch.zeros(1), Copied()))
+    monkeypatch.setattr(SlotStageRunner, "run", lambda *_: Pending(torch.zeros(1), Copied()))
     spec = ModelSpec.from_directory(tiny_models.directory("opt"))
     timed = TimedModel(spec, torch.device("cpu"), Quantization(), Sampling())
     target = Target(device_kind="c", part="layer", phase=Phase.PREFILL, dtype="float32")

@@ -13,7 +13,7 @@ from llmpq.planner.__main__ import main as plan_main
 from llmpq.precision import Precision
 from llmpq.profiler.__main__ import main as profile_main
 from llmpq.profiler.cli.quantize import main as quantize_main
-from llmpq.runtime.backends.build_stage import build_paged_stage
+from llmpq.runtime.backends.build_stage import build_stage
 from llmpq.runtime.weights.quantized_checkpoint import open_checkpoint
 from llmpq.sizes.pool_size import PoolSize
 from reference.pipeline import ReferencePipeline
@@ -59,7 +59,7 @@ def test_a_planned_mix_has_the_planned_bytes(demo_model: Path, omega: Path, tmp_
     source = open_checkpoint(tmp_path / "q", spec)
     for index, stage in enumerate(made.stages):
         size = PoolSize(num_blocks=8, slots=2, max_len=64)
-        _, report = build_paged_stage(made, index, spec, source, torch.device("cpu"), size)
+        _, report = build_stage(made, index, spec, source, torch.device("cpu"), size)
         assert stage.memory is not None
         planned = stage.memory.weights_bytes + stage.memory.embedding_bytes
         assert report.weights_bytes == planned

@@ -9,7 +9,7 @@ from llmpq.kernels.formats.quantized_weight import QuantizedWeight
 from llmpq.model_spec import ModelSpec
 from llmpq.plan import QuantizationForm
 from llmpq.precision import Precision
-from llmpq.runtime.backends.build_stage import build_paged_stage
+from llmpq.runtime.backends.build_stage import build_stage
 from llmpq.runtime.launch.plans.hand_plan import hand_plan
 from llmpq.runtime.models.linear import Linear
 from llmpq.runtime.ragged_step import RaggedStep
@@ -31,7 +31,7 @@ def stage_of(rounding):
     )
     pool = PoolSize(num_blocks=1, slots=1, max_len=97)
     source = CheckpointSource(DEMO, spec)
-    compute, _ = build_paged_stage(plan, 0, spec, source, torch.device("cpu"), pool)
+    compute, _ = build_stage(plan, 0, spec, source, torch.device("cpu"), pool)
     return compute
 
 

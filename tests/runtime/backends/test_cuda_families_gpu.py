@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from llmpq.model_spec import ModelSpec
-from llmpq.runtime.backends.build_stage import build_stage
-from llmpq.runtime.backends.gpu.cuda_stage import CudaStageCompute
+from llmpq.runtime.backends.build_stage import build_slot_stage
+from llmpq.runtime.backends.gpu.cuda_slot_stage_runner import CudaSlotStageRunner
 from llmpq.runtime.weights.sources import CheckpointSource
 
 pytestmark = [
@@ -27,8 +27,8 @@ def test_tokens_equal_transformers(
     options = {"prompt_len": 19, "gen_len": NEW}
     plan = make_plan(directory, batch=3, decode_microbatch=3, prefill_microbatch=2, **options)
     spec, device = ModelSpec.from_directory(directory), torch.device("cuda")
-    compute, _ = build_stage(plan, 0, spec, CheckpointSource(directory, spec), device)
-    assert isinstance(compute, CudaStageCompute) and not compute.model.asks_host
+    compute, _ = build_slot_stage(plan, 0, spec, CheckpointSource(directory, spec), device)
+    assert isinstance(compute, CudaSlotStageRunner) and not compute.model.asks_host
     found = stage_tokens(compute, plan, prompts, NEW)
     assert found == models.greedy(family_kind, prompts)
     assert compute.captured_rows, "decode steps ran without a graph"

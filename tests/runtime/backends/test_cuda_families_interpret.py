@@ -12,7 +12,7 @@ from llmpq.kernels.kv.reference import ScoreRule
 from llmpq.model_spec import ModelSpec
 from llmpq.runtime.backends.build_stage import load_slots
 from llmpq.runtime.backends.gpu import cuda_experts, cuda_layers, cuda_rules
-from llmpq.runtime.backends.gpu.cuda_stage import CudaStageCompute
+from llmpq.runtime.backends.gpu.cuda_slot_stage_runner import CudaSlotStageRunner
 from llmpq.runtime.models import layer_tensors
 from llmpq.runtime.models.layers import DecoderLayer, PlainLayers
 from llmpq.runtime.models.rotary import Rotary
@@ -67,7 +67,7 @@ def tokens_of(
     spec = ModelSpec.from_directory(directory)
     loaded, kv = load_slots(plan, 0, spec, CheckpointSource(directory, spec), CPU)
     assert not loaded.asks_host, "experts run one after the other"
-    compute = CudaStageCompute(
+    compute = CudaSlotStageRunner(
         *(loaded, kv, CPU, torch.float32),
         workload=plan.workload,
         decode_microbatch=plan.decode_microbatch,

@@ -9,14 +9,14 @@ import torch
 
 from llmpq.model_spec import ModelSpec
 from llmpq.precision import KVPrecision
-from llmpq.runtime.backends.build_stage import build_stage, load_slots
-from llmpq.runtime.backends.gpu.cuda_stage import CudaStageCompute
-from llmpq.runtime.backends.stage_compute import StageCompute
+from llmpq.runtime.backends.build_stage import build_slot_stage, load_slots
+from llmpq.runtime.backends.gpu.cuda_slot_stage_runner import CudaSlotStageRunner
+from llmpq.runtime.backends.slot_stage_runner import SlotStageRunner
 from llmpq.runtime.cache.kv_by_precision import make_kv_cache
 from llmpq.runtime.drafts.drafters import FixedDrafter
 from llmpq.runtime.engine.mailbox import Mailbox
-from llmpq.runtime.engine.scheduler import Scheduler
-from llmpq.runtime.engine.slot_limits import Limits
+from llmpq.runtime.engine.slot_limits import SlotLimits
+from llmpq.runtime.engine.slot_scheduler import SlotScheduler
 from llmpq.runtime.engine.stage_loop import FirstStage
 from llmpq.runtime.request import Request
 from llmpq.runtime.step import Step
@@ -77,21 +77,23 @@ def test_drafts_leave_the_tokens_as_they_are(
     directory, prompts = models.directory(kind), random_prompts(9, 3, 7)
     spec = ModelSpec.from_directory(directory)
     plan = make_plan(directory, batch=2, decode_microbatch=2, prefill_microbatch=2)
-    compute, _ = build_stage(plan, 0, spec, CheckpointSource(directory, spec), torch.device("cuda"))
-    assert isinstance(compute, CudaStageCompute)
+    compute, _ = build_slot_stage(
+        plan, 0, spec, CheckpointSource(directory, spec), torch.device("cuda")
+    )
+    assert isinstance(compute, CudaSlotStageRunner)
     compute.enable_speculation(mode, plan.workload)  # type: ignore[arg-type]
     mailbox = Mailbox()
     for i, prompt in enumerate(prompts):
         mailbox.requests.put(Request(id=i, prompt=tuple(prompt), max_new=NEW))
     mailbox.requests.put(None)
-    limits = Limits(
+    limits = SlotLimits(
         num_slots=plan.workload.batch,
         prompt_len=plan.workload.prompt_len,
         max_len=plan.workload.max_len,
         prefill_microbatch=plan.prefill_microbatch,
         decode_microbatch=plan.decode_microbatch,
     )
-    scheduler = Scheduler(limits, drafter=FixedDrafter(mode, 3))  # type: ignore[arg-type]
+    scheduler = SlotScheduler(limits, drafter=FixedDrafter(mode, 3))  # type: ignore[arg-type]
     FirstStage(scheduler, compute, None, mailbox, Recorder(), num_stages=1).run()
     found = [done.tokens for done in sorted(mailbox.finished, key=lambda done: done.id)]
     assert found == [row[:NEW] for row in models.greedy(kind, prompts)]
@@ -106,10 +108,10 @@ def test_decode_steps_are_captured(
     plan = make_plan(directory, batch=2, decode_microbatch=2, prefill_microbatch=2, **options)
     spec = ModelSpec.from_directory(directory)
     source = CheckpointSource(directory, spec)
-    compute, _ = build_stage(plan, 0, spec, source, torch.device("cuda"))
-    assert isinstance(compute, CudaStageCompute)
+    compute, _ = build_slot_stage(plan, 0, spec, source, torch.device("cuda"))
+    assert isinstance(compute, CudaSlotStageRunner)
     found = stage_tokens(compute, plan, prompts, NEW)
     assert compute.captured_rows, "decode steps ran without a graph"
     cpu = torch.device("cpu")
-    on_cpu = StageCompute(*load_slots(plan, 0, spec, source, cpu), cpu, torch.float32)
+    on_cpu = SlotStageRunner(*load_slots(plan, 0, spec, source, cpu), cpu, torch.float32)
     assert found == stage_tokens(on_cpu, plan, prompts, NEW)

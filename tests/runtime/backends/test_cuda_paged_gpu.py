@@ -5,8 +5,8 @@ import torch
 
 from llmpq.model_spec import ModelSpec
 from llmpq.runtime.drafts.drafters import FixedDrafter
-from llmpq.runtime.engine.paged_scheduler import PagedScheduler
 from llmpq.runtime.engine.pool_limits import PoolLimits
+from llmpq.runtime.engine.scheduler import Scheduler
 from llmpq.runtime.request import Request
 from llmpq.runtime.weights.sources import CheckpointSource
 from llmpq.sizes.pool_size import PoolSize
@@ -21,7 +21,7 @@ POOL = PoolSize(num_blocks=12, slots=3, max_len=300)
 DENSE = ("opt", "bloom", "qwen3", "llama", "mixtral")
 
 
-class Preempting(PagedScheduler):
+class Preempting(Scheduler):
     """Preempts the youngest of several at every third step, its tokens known or not."""
 
     asked = loaded = 0
@@ -67,7 +67,7 @@ def limits(**changed):
     return PoolLimits(**values | changed)
 
 
-def served(stages, prompts, *, make=PagedScheduler, drafter=None, new=NEW, **changed):
+def served(stages, prompts, *, make=Scheduler, drafter=None, new=NEW, **changed):
     scheduler = make(limits(num_stages=len(stages.computes), **changed), drafter=drafter)
     requests = [Request(id=i, prompt=tuple(p), max_new=new) for i, p in enumerate(prompts)]
     tokens = stages.run(scheduler, requests).tokens

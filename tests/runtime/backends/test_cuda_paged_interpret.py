@@ -16,21 +16,21 @@ from llmpq.kernels.kv.paged.paged_plan import PagedPlan
 from llmpq.kernels.kv.reference import EVERYTHING
 from llmpq.model_spec import ModelSpec
 from llmpq.precision import KVPrecision
-from llmpq.runtime.backends import paged_compute
-from llmpq.runtime.backends.build_stage import build_paged_stage
+from llmpq.runtime.backends import stage_runner
+from llmpq.runtime.backends.build_stage import build_stage
 from llmpq.runtime.backends.gpu import cuda_experts, cuda_graphs, cuda_layers
-from llmpq.runtime.backends.gpu.cuda_paged import CudaPagedCompute
+from llmpq.runtime.backends.gpu.cuda_stage_runner import CudaStageRunner
 from llmpq.runtime.backends.gpu.paged_graphs import LONGEST, rung, rungs
-from llmpq.runtime.cache import paged_device_kv, paged_latent_kv, paged_packed_kv
+from llmpq.runtime.cache import gpu_packed_kv, gpu_paged_kv, gpu_paged_latents
 from llmpq.runtime.cache.gpu_drafted_kv import GpuDraftedKV
-from llmpq.runtime.cache.paged_device_kv import GpuPagedKV
-from llmpq.runtime.cache.paged_latent_kv import GpuPagedLatents
-from llmpq.runtime.cache.paged_packed_kv import GpuPackedKV
-from llmpq.runtime.cache.paged_packed_latents import GpuPackedLatents
+from llmpq.runtime.cache.gpu_packed_kv import GpuPackedKV
+from llmpq.runtime.cache.gpu_packed_latents import GpuPackedLatents
+from llmpq.runtime.cache.gpu_paged_kv import GpuPagedKV
+from llmpq.runtime.cache.gpu_paged_latents import GpuPagedLatents
 from llmpq.runtime.drafts.drafters import FixedDrafter
 from llmpq.runtime.engine.mailbox import Mailbox
-from llmpq.runtime.engine.paged_scheduler import PagedScheduler
 from llmpq.runtime.engine.pool_limits import PoolLimits
+from llmpq.runtime.engine.scheduler import Scheduler
 from llmpq.runtime.engine.stage_loop import FirstStage
 from llmpq.runtime.models import layer_tensors as parts
 from llmpq.runtime.models.layers import DecoderLayer, PlainLayers
@@ -64,7 +64,7 @@ def on_gpu_path(monkeypatch, request):
     """
     torch.set_num_threads(1)
     if "whole" not in request.node.name:
-        monkeypatch.setattr(paged_device_kv, "rope_append_pages", rope_append_pages_reference)
+        monkeypatch.setattr(gpu_paged_kv, "rope_append_pages", rope_append_pages_reference)
     monkeypatch.setattr(parts, "pack_dense", lambda weight_NK: weight_NK)
     monkeypatch.setattr(
         DecoderLayer,
@@ -73,7 +73,7 @@ def on_gpu_path(monkeypatch, request):
     )
 
 
-class Counting(CudaPagedCompute):
+class Counting(CudaStageRunner):
     """Counts steps issued before their tokens were known, and chunks beside decoding rows."""
 
     blind_steps = mixed_steps = 0
@@ -100,7 +100,7 @@ def paged(base, size=POOL, step_tokens=64, first=0, kv=KVPrecision.KV16):
 
 def stage(plan, model, **options):
     spec = ModelSpec.from_directory(model)
-    base, _ = build_paged_stage(plan, 0, spec, CheckpointSource(model, spec), CPU, POOL)
+    base, _ = build_stage(plan, 0, spec, CheckpointSource(model, spec), CPU, POOL)
     return paged(base, **options)
 
 
@@ -116,7 +116,7 @@ def limits(size=POOL, **changed):
     return PoolLimits(**values | changed)
 
 
-def serve(compute, requests, *, make=PagedScheduler, **changed):
+def serve(compute, requests, *, make=Scheduler, **changed):
     """Run requests through the first stage's loop; return tokens by request."""
     mailbox = Mailbox()
     for request in requests:
@@ -159,7 +159,7 @@ def test_whole_prompts_attend_to_themselves(
         return prompt_attend.prompt_attend(*given, **options)
 
     monkeypatch.setattr(prompt_attend, "LEAST_TOKENS", 4)
-    monkeypatch.setattr(paged_device_kv, "prompt_attend", counting)
+    monkeypatch.setattr(gpu_paged_kv, "prompt_attend", counting)
     model, prompts = tiny_models.directory(kind), random_prompts(9, 9, 14)
     compute = stage(make_plan(model, batch=3), model)
     got = serve(compute, asked(prompts))
@@ -183,7 +183,7 @@ def test_packed_blocks_give_the_tokens_of_a_cpu(
 ):
     """One request after the other, for want of blocks: the second goes on from the first's."""
     kv = KVPrecision.KV4
-    monkeypatch.setattr(paged_packed_kv, "rope_append_pages", rope_append_pages_reference)
+    monkeypatch.setattr(gpu_packed_kv, "rope_append_pages", rope_append_pages_reference)
     monkeypatch.setattr(PackedPlan, "chunk_rows", 128)  # the interpreter is slow
     monkeypatch.setattr(packed_pages_plan, "programs_per_sm", lambda *_, **__: 1)
     PackedPlan.of.__func__.cache_clear()
@@ -193,7 +193,7 @@ def test_packed_blocks_give_the_tokens_of_a_cpu(
     plan, spec = make_plan(model, batch=3, kv=kv), ModelSpec.from_directory(model)
     own = {"size": size, "kv": kv, "num_blocks": 1, "step_tokens": 100}
     on_cpu = OpenStages(plan, spec, CheckpointSource(model, spec), pool=size)
-    want = on_cpu.run(PagedScheduler(limits(**own, tokens_ahead=1)), asked(prompts, 3)).tokens
+    want = on_cpu.run(Scheduler(limits(**own, tokens_ahead=1)), asked(prompts, 3)).tokens
     compute, requests = stage(plan, model, size=size, kv=kv, step_tokens=100), asked(prompts, 3)
     assert compute.kv.nbytes == size.nbytes(spec, kv, layers=range(spec.num_layers), dtype_bytes=4)
     assert serve(compute, requests, **own) == [want[0], want[1]]
@@ -206,7 +206,7 @@ def test_refused_drafts_leave_nothing_in_packed_blocks(
 ):
     """A row is in the middle of its ring's packing when its drafts are refused: a CPU's tokens."""
     kv = KVPrecision.KV4
-    monkeypatch.setattr(paged_packed_kv, "rope_append_pages", rope_append_pages_reference)
+    monkeypatch.setattr(gpu_packed_kv, "rope_append_pages", rope_append_pages_reference)
     monkeypatch.setattr(PackedPlan, "chunk_rows", 128)  # the interpreter is slow
     monkeypatch.setattr(packed_pages_plan, "programs_per_sm", lambda *_, **__: 1)
     PackedPlan.of.__func__.cache_clear()
@@ -224,10 +224,10 @@ def test_refused_drafts_leave_nothing_in_packed_blocks(
             return [*found[:-1], (found[-1] + 1) % spec.vocab] if found else found
 
     on_cpu = OpenStages(plan, spec, CheckpointSource(model, spec), pool=size)
-    want = on_cpu.run(PagedScheduler(own), asked(prompts, 9)).tokens
+    want = on_cpu.run(Scheduler(own), asked(prompts, 9)).tokens
     on_cpu.computes = [stage(plan, model, size=size, kv=kv, step_tokens=200)]
     drafter = Wrong("ngram", 3)
-    got = on_cpu.run(PagedScheduler(own, drafter=drafter), asked(prompts, 9)).tokens
+    got = on_cpu.run(Scheduler(own, drafter=drafter), asked(prompts, 9)).tokens
     assert got == want and drafter.acceptance.refusals > 0
 
 
@@ -307,7 +307,7 @@ def test_latents(kind, models, random_prompts, make_plan, on_gpu_path, monkeypat
     monkeypatch.setattr(
         PlainLayers, "sparse_mlp", lambda _, *given: cuda_experts.sparse_mlp(*given)
     )
-    monkeypatch.setattr(paged_latent_kv, "rope_append_pages", rope_append_pages_reference)
+    monkeypatch.setattr(gpu_paged_latents, "rope_append_pages", rope_append_pages_reference)
     directory, prompts = models.directory(kind), random_prompts(133, 7)
     prompts.append(prompts[0][:130])
     plan = make_plan(directory, batch=3, prompt_len=133, gen_len=NEW)
@@ -354,7 +354,7 @@ def test_packed_latents_give_the_tokens_of_a_cpu(
     assert not gpu_pool_lack(spec, kv, "bfloat16", drafts=False)
     own = {"size": size, "kv": kv, "num_blocks": 1, "step_tokens": 100}
     on_cpu = OpenStages(plan, spec, CheckpointSource(latent_model, spec), pool=size)
-    want = on_cpu.run(PagedScheduler(limits(**own, tokens_ahead=1)), asked(prompts, 3)).tokens
+    want = on_cpu.run(Scheduler(limits(**own, tokens_ahead=1)), asked(prompts, 3)).tokens
     compute = stage(plan, latent_model, size=size, kv=kv, step_tokens=100)
     requests = asked(prompts, 3)
     assert isinstance(compute.kv, GpuPackedLatents)
@@ -378,7 +378,7 @@ def test_what_a_window_lacks_is_seen(
     assert serve(compute, asked(prompts), **options) != windowed_model.greedy(prompts, NEW)
 
 
-class Preempting(PagedScheduler):
+class Preempting(Scheduler):
     """Preempts the youngest of several at every third step, its tokens known or not."""
 
     asked = 0
@@ -416,7 +416,7 @@ def test_hosts_keep_latents_of_preempted_requests(
     monkeypatch.setattr(
         PlainLayers, "sparse_mlp", lambda _, *given: cuda_experts.sparse_mlp(*given)
     )
-    monkeypatch.setattr(paged_latent_kv, "rope_append_pages", rope_append_pages_reference)
+    monkeypatch.setattr(gpu_paged_latents, "rope_append_pages", rope_append_pages_reference)
     directory, prompts = models.directory("deepseek_v2"), random_prompts(30, 24, 27)
     compute = stage(make_plan(directory, batch=3), directory)
     requests = asked(prompts, NEW)
@@ -523,9 +523,9 @@ def test_guided_rows_beside_others_while_steps_run_ahead(
     requests[2].sampling = TokenChoice(temperature=1.0, seed=5)
     first = guides[4].may_follow([], vocab)
     requests[4].stop_ids = frozenset(first)
-    appended = PagedScheduler._end
+    appended = Scheduler._end
 
-    class Forgetting(PagedScheduler):
+    class Forgetting(Scheduler):
         def _end(self, holder, reason):
             compute.sampler.forget(holder.request.id)
             appended(self, holder, reason)
@@ -563,7 +563,7 @@ def test_drafts_found_in_the_text_change_no_token(
     stages.computes[-1].sampler.take_rules(2, rules)
     drafter = FixedDrafter("ngram", 3)
     own = limits(num_stages=len(firsts), tokens_ahead=1, step_tokens=24)
-    tokens = stages.run(PagedScheduler(own, drafter=drafter), requests).tokens
+    tokens = stages.run(Scheduler(own, drafter=drafter), requests).tokens
     assert [tokens[i] for i in range(3)] == tiny_models.greedy("qwen2", prompts[:3], new)
     assert len(tokens[3]) == new
     assert sum(drafter.acceptance.accepted) > 0 and drafter.acceptance.refusals > 0
@@ -579,12 +579,12 @@ def test_drafts_by_the_model_change_no_token(
     mode, bits, splits, tiny_models, random_prompts, make_plan, on_gpu_path, monkeypatch
 ):
     """Beside chunks, a row without drafts, a sampled one and one that finds another's blocks."""
-    monkeypatch.setattr(paged_packed_kv, "rope_append_pages", rope_append_pages_reference)
+    monkeypatch.setattr(gpu_packed_kv, "rope_append_pages", rope_append_pages_reference)
     monkeypatch.setattr(PackedPlan, "chunk_rows", 128)  # the interpreter is slow
     monkeypatch.setattr(packed_pages_plan, "programs_per_sm", lambda *_, **__: 1)
     PackedPlan.of.__func__.cache_clear()
     monkeypatch.setattr(
-        paged_compute,
+        stage_runner,
         "make_paged_kv",
         lambda spec, kv, size, **given: GpuPackedKV(spec, kv, size=size, **given),
     )
@@ -603,7 +603,7 @@ def test_drafts_by_the_model_change_no_token(
         requests = asked(prompts, new)
         requests[1].may_draft = False
         requests[2].sampling = TokenChoice(temperature=0.8, seed=3)
-        tokens = stages.run(PagedScheduler(own, drafter=drafter), requests).tokens
+        tokens = stages.run(Scheduler(own, drafter=drafter), requests).tokens
         assert requests[3].num_prefix_hits == 128
         return [tokens[i] for i in range(4)]
 
@@ -635,7 +635,7 @@ def test_stages_pass_hidden_states_on(tiny_models, random_prompts, make_plan, on
     )
     stages.computes = [paged(one, first=first) for first, one in enumerate(stages.computes)]
     assert not any(compute.runs_ahead for compute in stages.computes)
-    scheduler = PagedScheduler(limits(num_stages=2, tokens_ahead=1, step_tokens=17))
+    scheduler = Scheduler(limits(num_stages=2, tokens_ahead=1, step_tokens=17))
     tokens = stages.run(scheduler, asked(prompts)).tokens
     assert [tokens[i] for i in range(3)] == tiny_models.greedy("llama", prompts, NEW)
 

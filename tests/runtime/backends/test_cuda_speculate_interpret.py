@@ -16,15 +16,15 @@ from llmpq.model_spec import ModelSpec
 from llmpq.precision import KVPrecision
 from llmpq.runtime.backends.build_stage import load_slots
 from llmpq.runtime.backends.gpu import cuda_experts, cuda_layers
-from llmpq.runtime.backends.gpu.cuda_stage import CudaStageCompute
+from llmpq.runtime.backends.gpu.cuda_slot_stage_runner import CudaSlotStageRunner
 from llmpq.runtime.cache.dual_kv import DualKV
 from llmpq.runtime.cache.low_bit_kv import LowBitKV
 from llmpq.runtime.cache.plain_kv import PlainKVCache
 from llmpq.runtime.drafts import ngram
 from llmpq.runtime.drafts.drafters import Acceptance, FixedDrafter
 from llmpq.runtime.engine.mailbox import Mailbox
-from llmpq.runtime.engine.scheduler import Scheduler
-from llmpq.runtime.engine.slot_limits import Limits
+from llmpq.runtime.engine.slot_limits import SlotLimits
+from llmpq.runtime.engine.slot_scheduler import SlotScheduler
 from llmpq.runtime.engine.stage_loop import FirstStage, result_tokens
 from llmpq.runtime.launch.stages.stage_settings import limits_of
 from llmpq.runtime.models import layer_tensors
@@ -63,7 +63,7 @@ def on_gpu_path(monkeypatch, request):
     )
 
 
-class CountingStage(CudaStageCompute):
+class CountingStage(CudaSlotStageRunner):
     """Counts steps by kind, and rounds that were issued before the last one's end was known."""
 
     def __init__(self, *args, **options):
@@ -93,14 +93,14 @@ def serve(plan, compute, requests, drafter):
     for request in requests:
         mailbox.requests.put(request)
     mailbox.requests.put(None)
-    limits = Limits(
+    limits = SlotLimits(
         num_slots=plan.workload.batch,
         prompt_len=plan.workload.prompt_len,
         max_len=plan.workload.max_len,
         prefill_microbatch=plan.prefill_microbatch,
         decode_microbatch=plan.decode_microbatch,
     )
-    scheduler = Scheduler(limits, drafter=drafter)
+    scheduler = SlotScheduler(limits, drafter=drafter)
     FirstStage(scheduler, compute, None, mailbox, Recorder(), num_stages=1).run()
     assert scheduler.idle
     return [tokens for _, tokens in sorted((done.id, done.tokens) for done in mailbox.finished)]
@@ -189,7 +189,7 @@ def test_stages_draft_and_verify_step_by_step(tiny_models, random_prompts, make_
     plan = make_plan(model, (1,), batch=3, decode_microbatch=2, prefill_microbatch=2)
     stages = [stage(plan, model, "w4kv4", index) for index in range(2)]
     assert not any(compute.fused_rounds for compute in stages)
-    scheduler = Scheduler(limits_of(plan), drafter=FixedDrafter("w4kv4", 3))
+    scheduler = SlotScheduler(limits_of(plan), drafter=FixedDrafter("w4kv4", 3))
     requests = [Request(id=i, prompt=tuple(p), max_new=NEW) for i, p in enumerate(prompts)]
     for request in requests:
         scheduler.submit(request)

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 from llmpq.kernels.kv.reference import ScoreRule
 from llmpq.model_spec import ModelSpec
 from llmpq.precision import KVPrecision
-from llmpq.runtime.cache import paged_kv
+from llmpq.runtime.cache import cpu_paged_kv
 from llmpq.runtime.cache.paged_by_precision import make_paged_kv
 from llmpq.runtime.models.attention import alibi_slopes
 from llmpq.runtime.ragged_step import RaggedStep
@@ -65,10 +65,10 @@ def test_pieces_are_the_whole(name: str, start: int, monkeypatch: pytest.MonkeyP
     share = scores.softmax(-1)[..., : start + queries]
     want = torch.einsum("hqn,nhd->qhd", share, v.repeat_interleave(4, 1).double())
     for elements, least in ((1 << 20, 128), (1 << 11, 16)):  # one piece, and many
-        monkeypatch.setattr(paged_kv, "CHUNK_ELEMENTS", elements)
-        monkeypatch.setattr(paged_kv, "LEAST_KEYS", least)
+        monkeypatch.setattr(cpu_paged_kv, "CHUNK_ELEMENTS", elements)
+        monkeypatch.setattr(cpu_paged_kv, "LEAST_KEYS", least)
         with torch.inference_mode():
-            got = paged_kv.attend_chunk(
+            got = cpu_paged_kv.attend_chunk(
                 q, k[start:], v[start:], past, start, scale=0.3, alibi_slopes_H=slopes, rule=rule
             )
         assert torch.allclose(got.double(), want, atol=1e-5)
@@ -118,7 +118,7 @@ def test_a_chunk_holds_no_more_for_a_longer_context(
     model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of 16-bit caches; but for where each token is in the pool."""
-    monkeypatch.setattr(paged_kv, "CHUNK_ELEMENTS", 1 << 15)
+    monkeypatch.setattr(cpu_paged_kv, "CHUNK_ELEMENTS", 1 << 15)
     shapes = {"hidden": 256, "heads": 8, "head_dim": 32, "ffn": 64, "vocab": 64, "num_layers": 1}
     kv_heads = 8 if model == "bloom-560m" else 2
     spec = dataclasses.replace(ModelSpec.by_name(model), kv_heads=kv_heads, **shapes)

@@ -11,12 +11,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from llmpq.model_spec import ModelSpec
-from llmpq.runtime.backends.paged_compute import PagedStageCompute
+from llmpq.runtime.backends.stage_runner import StageRunner
 from llmpq.runtime.cache.drafted_kv import DraftedKV
 from llmpq.runtime.drafts import acceptance, ngram
 from llmpq.runtime.drafts.drafters import FixedDrafter
-from llmpq.runtime.engine.paged_scheduler import PagedScheduler
 from llmpq.runtime.engine.pool_limits import PoolLimits
+from llmpq.runtime.engine.scheduler import Scheduler
 from llmpq.runtime.models.sampling import probabilities
 from llmpq.runtime.request import PagedRow, Request, StepKind
 from llmpq.runtime.sampling_params import TokenChoice
@@ -85,7 +85,7 @@ def requests(texts, **more) -> list[Request]:
     return [Request(id=i, prompt=text, max_new=lengths[i], **more) for i, text in enumerate(texts)]
 
 
-class Preempting(PagedScheduler):
+class Preempting(Scheduler):
     """Preempts running requests at random steps, drafted for or not."""
 
     rng = random.Random(2)
@@ -97,9 +97,7 @@ class Preempting(PagedScheduler):
         return super().next_micro_batch()
 
 
-def scheduler_of(
-    engine: OpenStages, drafter=None, *, make=PagedScheduler, **limits
-) -> PagedScheduler:
+def scheduler_of(engine: OpenStages, drafter=None, *, make=Scheduler, **limits) -> Scheduler:
     slots = engine.plan.workload.batch
     allowed = PoolLimits(
         **{
@@ -116,9 +114,7 @@ def scheduler_of(
     return make(allowed, drafter=drafter)
 
 
-def serve_over(
-    engine: OpenStages, scheduler: PagedScheduler, jobs: list[Request]
-) -> list[list[int]]:
+def serve_over(engine: OpenStages, scheduler: Scheduler, jobs: list[Request]) -> list[list[int]]:
     done = engine.run(scheduler, jobs)
     scheduler.check()
     return [done.tokens[job.id] for job in jobs]
@@ -433,7 +429,7 @@ def test_a_draft_holds_the_bytes_the_planner_counts(engines, bits):
     for mode in [mode for mode in TARGET_BITS if mode != "ngram"]:
         engine = engines(bits, (3,))
         for index, compute in enumerate(engine.computes):
-            fresh = PagedStageCompute(compute.model, compute.kv, torch.device("cpu"), torch.float32)
+            fresh = StageRunner(compute.model, compute.kv, torch.device("cpu"), torch.float32)
             plan, layers = engine.plan, range(*engine.plan.stages[index].layers)
             eta = plan.prefill_microbatch
             size = planned_pool(

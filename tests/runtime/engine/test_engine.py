@@ -11,8 +11,8 @@ import torch
 
 from llmpq.model_spec import ModelSpec
 from llmpq.plan import Plan
-from llmpq.runtime.engine.paged_scheduler import PagedScheduler
 from llmpq.runtime.engine.pool_limits import PoolLimits
+from llmpq.runtime.engine.scheduler import Scheduler
 from llmpq.runtime.launch.stages.stage_settings import read_request, write_request
 from llmpq.runtime.links.message import pack_header, unpack_header
 from llmpq.runtime.request import MicroBatch, Request, StepKind
@@ -46,7 +46,7 @@ def serve(runner: OpenStages, requests: list[Request]) -> None:
         decode_rows=POOL.slots,
         num_stages=len(runner.computes),
     )
-    runner.run(PagedScheduler(limits), requests)
+    runner.run(Scheduler(limits), requests)
 
 
 def test_a_failing_stage_ends_the_run(tiny_models, make_plan):

@@ -16,8 +16,8 @@ from llmpq.precision import KVPrecision
 from llmpq.runtime.cache.low_bit_kv import LowBitKV
 from llmpq.runtime.cache.paged_by_precision import make_paged_kv
 from llmpq.runtime.drafts.drafters import FixedDrafter
-from llmpq.runtime.engine.paged_scheduler import PagedScheduler
 from llmpq.runtime.engine.pool_limits import PoolLimits
+from llmpq.runtime.engine.scheduler import Scheduler
 from llmpq.runtime.launch.plans.pool_plan import PoolPlan
 from llmpq.runtime.launch.stages.stage_settings import StageSettings, read_request, write_request
 from llmpq.runtime.links.message import pack_paging, unpack_paging
@@ -50,7 +50,7 @@ class Bench:
         self.pool, self.kv, self.num_stages = pool, kv, len(splits) + 1
         self.stages = OpenStages(plan, spec, CheckpointSource(model, spec), pool=pool)
 
-    def scheduler(self, *, step_tokens: int = 64, **changed: object) -> PagedScheduler:
+    def scheduler(self, *, step_tokens: int = 64, **changed: object) -> Scheduler:
         values = {
             "num_blocks": self.pool.num_blocks,
             "kv": self.kv,
@@ -62,12 +62,12 @@ class Bench:
             "prefix_cache": self.pool.prefix_cache,
             **changed,
         }
-        return PagedScheduler(PoolLimits(**values))  # type: ignore[arg-type]
+        return Scheduler(PoolLimits(**values))  # type: ignore[arg-type]
 
     def serve(self, requests: list[Request], **changed: object) -> list[list[int]]:
         return self.run(self.scheduler(**changed), requests)
 
-    def run(self, scheduler: PagedScheduler, requests: list[Request]) -> list[list[int]]:
+    def run(self, scheduler: Scheduler, requests: list[Request]) -> list[list[int]]:
         self.finished: dict[int, Finished] = {
             end.id: end for end in self.stages.run(scheduler, requests).finished
         }
@@ -76,10 +76,10 @@ class Bench:
         return [self.finished[request.id].tokens for request in requests]
 
 
-class Preempting(PagedScheduler):
+class Preempting(Scheduler):
     """Preempts running requests at random steps, beside those that it must."""
 
-    def __init__(self, like: PagedScheduler) -> None:
+    def __init__(self, like: Scheduler) -> None:
         super().__init__(like.limits)
         self._rng = random.Random(2)
 
@@ -217,7 +217,7 @@ def test_aborts_free_blocks_and_leave_the_others_alone(tiny_models, random_promp
     assert from_stages == {0, 1, 3}
 
 
-def drive(bench: Bench, scheduler: PagedScheduler) -> set[int]:
+def drive(bench: Bench, scheduler: Scheduler) -> set[int]:
     """Run what was submitted through the stages, one step at a time; return who ended."""
     from llmpq.runtime.step_message import describe
 
@@ -280,7 +280,7 @@ def test_ngram_drafts_change_no_greedy_token_and_run_over_stages(demo_model, mak
     for splits, drafted in (((), False), ((), True), ((3,), True)):
         bench = Bench(make_plan, demo_model, splits)
         drafter = FixedDrafter("ngram", 4) if drafted else None
-        scheduler = PagedScheduler(bench.scheduler(step_tokens=40).limits, drafter=drafter)
+        scheduler = Scheduler(bench.scheduler(step_tokens=40).limits, drafter=drafter)
         found.append(bench.run(scheduler, asked(prompts, 30, sampling=sampling)))
         if drafter is not None:
             kept += sum(drafter.acceptance.accepted)

@@ -1,424 +1,652 @@
-"""The scheduler without devices: the plan's micro-batches, slot reuse, fairness, drafts, speed."""
+"""The paged scheduler: any schedule gives what one request after the other gives, no block lost."""
 
 from __future__ import annotations
 
-import math
+import os
 import random
-import time
 from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from zlib import crc32
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from llmpq.precision import KVPrecision
+from llmpq.runtime.engine.pool_limits import PoolLimits
 from llmpq.runtime.engine.scheduler import Scheduler
-from llmpq.runtime.engine.slot_limits import Limits
-from llmpq.runtime.request import MicroBatch, Request, StepKind
-from reference.schedule_replay import replay
+from llmpq.runtime.request import PENDING_TOKEN, MicroBatch, PagedRow, Request, StepKind
+from llmpq.sizes.kv_format import (
+    BLOCK_TOKENS,
+    HOLDBACK_TOKENS,
+    TAIL_TOKENS,
+    packed_end,
+    spanned_blocks,
+)
 
 pytestmark = pytest.mark.pure
 
+VOCAB = 7
+STOP = 0
 
-def limits(**changes) -> Limits:
+
+def chained(digest: int, token: int) -> int:
+    """Return the digest of a token behind others."""
+    return crc32(token.to_bytes(8, "little", signed=True), digest)
+
+
+def next_token(digest: int) -> int:
+    """Return the token that the model of this world says after tokens of a digest."""
+    return digest % VOCAB
+
+
+def simple_schedule(requests: Sequence[Request]) -> dict[int, list[int]]:
+    """The oracle: one request after the other, one token after the other."""
+    answers = {}
+    for request in requests:
+        digest, output = 0, []
+        for token in request.prompt:
+            digest = chained(digest, token)
+        while len(output) < request.max_new:
+            output.append(next_token(digest))
+            digest = chained(digest, output[-1])
+            if output[-1] in request.stop_ids:
+                break
+        answers[request.id] = output
+    return answers
+
+
+@dataclass
+class FakeStage:
+    """A stage without arithmetic: what stands for keys and values is a digest of all tokens so far.
+
+    A row that finds another request's block, an old one or none is caught where it reads it.
+    """
+
+    kv: KVPrecision
+    blocks: dict[int, list[int]] = field(default_factory=dict)
+    rings: dict[tuple[int, int], int] = field(default_factory=dict)
+    """(slot, position) -> digest: the 16-bit tokens of a cache of few bits."""
+    tables: dict[int, list[int]] = field(default_factory=dict)
+    newest: dict[int, int] = field(default_factory=dict)
+    window: int = 0
+    window_blocks: dict[int, list[int]] = field(default_factory=dict)
+    """What layers with a window keep of the same digests, in blocks of their own."""
+    window_tables: dict[int, dict[int, int]] = field(default_factory=dict)
+    host: dict[int, list[int]] = field(default_factory=dict)
+    """What hosts keep of blocks by number."""
+    num_loaded: int = 0
+    rng: random.Random = field(default_factory=lambda: random.Random(1))
+    num_drafted: int = 0
+
+    def run(self, micro_batch: MicroBatch) -> list[list[int]]:
+        """Return the new tokens of every row; a row that samples nothing gets one nobody wants."""
+        for row in micro_batch.rows:
+            for block, number in row.saves:
+                self.host[number] = list(self.blocks[block])
+        for row in micro_batch.rows:
+            for number, block in row.loads:
+                self.blocks[block] = list(self.host[number])
+                self.num_loaded += 1
+        steps = list(zip(micro_batch.rows, micro_batch.starts, micro_batch.tokens, strict=True))
+        if micro_batch.kind is StepKind.ROUND:
+            return [self._round(row, start, tokens) for row, start, tokens in steps]
+        found = [self._row(row, start, tokens) for row, start, tokens in steps]
+        if micro_batch.kind is StepKind.DRAFT:
+            right = [self.rng.random() < 0.7 for _ in found]
+            self.num_drafted += len(found)
+            return [
+                n if r else [self.rng.randrange(VOCAB)] for n, r in zip(found, right, strict=True)
+            ]
+        return found
+
+    def _round(self, row: PagedRow, start: int, tokens: Sequence[int]) -> list[int]:
+        """Draft what `tokens` leave open, right more often than not, and verify it."""
+        drafted, row_of_step = [tokens[0]], replace(row, drafts=())
+        told = replace(
+            row_of_step,
+            first_block=row.first_block + len(row.new_blocks),
+            new_blocks=(),
+            new_window_blocks=(),
+        )
+        for at, pending in enumerate(tokens[1:]):
+            assert pending == PENDING_TOKEN == row.drafts[at]
+            (token,) = self._row(row_of_step, start + at, drafted[-1:])
+            drafted.append(token if self.rng.random() < 0.7 else self.rng.randrange(VOCAB))
+            row_of_step, self.num_drafted = told, self.num_drafted + 1
+        return self._row(replace(row_of_step, drafts=tuple(drafted[1:])), start, drafted)
+
+    def _row(self, row: PagedRow, start: int, tokens: Sequence[int]) -> list[int]:
+        table = self.tables.setdefault(row.slot, [])
+        del table[row.first_block :]
+        table += row.new_blocks
+        windowed = self.window_tables.setdefault(row.slot, {})
+        if row.first_block == 0 and row.new_blocks:
+            windowed.clear()
+        windowed |= dict(enumerate(row.new_window_blocks, start=row.first_window_block))
+        if row.resumes and self.kv is not KVPrecision.KV16:
+            tail = self.blocks[table[start // BLOCK_TOKENS - 1]][BLOCK_TOKENS:]
+            for index, digest in enumerate(tail):
+                self.rings[row.slot, start - TAIL_TOKENS + index] = digest
+        digests = []
+        for index, told in enumerate(tokens):
+            token = self.newest[row.slot] if told == PENDING_TOKEN else told
+            position = start + index
+            packs = self._pack(row.slot, table, position)
+            before = self._read(row.slot, table, position) if position else 0
+            digests.append(chained(before, token))
+            self._write(row.slot, table, position, digests[-1])
+            self._see(row.slot, table, position, digests[-1])
+            if packs:
+                self.blocks[table[position // BLOCK_TOKENS - 1]].append(digests[-1])
+        found = [next_token(digests[-1 - len(row.drafts)])]
+        for index, draft in enumerate(row.drafts):
+            if draft != found[-1]:
+                break
+            found.append(next_token(digests[len(tokens) - len(row.drafts) + index]))
+        self.newest[row.slot] = found[-1]
+        return found
+
+    def _read(self, slot: int, table: Sequence[int], position: int) -> int:
+        """Return the digest before a position, from where its query would read it."""
+        last = position - 1
+        if self.kv is KVPrecision.KV16:
+            return self.blocks[table[last // BLOCK_TOKENS]][last % BLOCK_TOKENS]
+        line = packed_end(position)
+        for old in range(max(0, line - BLOCK_TOKENS), line):  # the newest packed block
+            digest = self.blocks[table[old // BLOCK_TOKENS]][old % BLOCK_TOKENS]
+            if old + 1 < line:
+                following = self.blocks[table[old // BLOCK_TOKENS]][old % BLOCK_TOKENS + 1]
+                assert any(chained(digest, token) == following for token in range(VOCAB))
+        for recent in range(line + 1, position):
+            digest, following = self.rings[slot, recent - 1], self.rings[slot, recent]
+            assert any(chained(digest, token) == following for token in range(VOCAB))
+        return self.rings[slot, last]
+
+    def _see(self, slot: int, table: Sequence[int], position: int, digest: int) -> None:
+        """Write a window layer's token, then read all that its query sees."""
+        if not self.window:
+            return
+        blocks = self.window_tables[slot]
+        own = self.window_blocks.setdefault(blocks[position // BLOCK_TOKENS], [0] * BLOCK_TOKENS)
+        own[position % BLOCK_TOKENS] = digest
+        for seen in range(max(0, position - self.window + 1), position + 1):
+            number, place = divmod(seen, BLOCK_TOKENS)
+            kept = self.window_blocks[blocks[number]][place]
+            assert kept == self.blocks[table[number]][place], (position, seen)
+
+    def _pack(self, slot: int, table: Sequence[int], position: int) -> bool:
+        """Pack the block that the query at a position is the first to see packed, if any."""
+        line = packed_end(position)
+        packs = self.kv is not KVPrecision.KV16 and 0 < line == position - HOLDBACK_TOKENS
+        if packs:
+            span = range(line - BLOCK_TOKENS, line + HOLDBACK_TOKENS)
+            self.blocks[table[line // BLOCK_TOKENS - 1]] = [self.rings[slot, p] for p in span]
+        return packs
+
+    def _write(self, slot: int, table: Sequence[int], position: int, digest: int) -> None:
+        if self.kv is KVPrecision.KV16:
+            block = self.blocks.setdefault(table[position // BLOCK_TOKENS], [0] * BLOCK_TOKENS)
+            block[position % BLOCK_TOKENS] = digest
+            return
+        self.rings[slot, position] = digest
+        self.rings.pop((slot, position - BLOCK_TOKENS - 2 * HOLDBACK_TOKENS), None)
+
+
+class GuessingDrafter:
+    """Drafts that are right more often than not."""
+
+    def __init__(self, rng: random.Random, length: int) -> None:
+        self._rng, self._length = rng, length
+
+    def gamma(self, requests: Sequence[Request]) -> int:
+        return self._length
+
+    def propose(self, request: Request, gamma: int) -> list[int] | None:
+        digest = 0
+        for token in (*request.prompt, *request.output):
+            digest = chained(digest, token)
+        drafts = []
+        for _ in range(self._rng.randint(0, gamma)):
+            right = self._rng.random() < 0.7
+            drafts.append(next_token(digest) if right else self._rng.randrange(VOCAB))
+            digest = chained(digest, drafts[-1])
+        return drafts
+
+    def observe(self, num_drafted: int, num_accepted: int) -> None:
+        assert 0 <= num_accepted <= num_drafted
+
+
+class DraftsByTheModel:
+    """Has the stages draft, as many tokens each time as it likes."""
+
+    in_vain = False
+
+    def __init__(self, rng: random.Random, longest: int) -> None:
+        self._rng, self._longest = rng, longest
+
+    def gamma(self, requests: Sequence[Request]) -> int:
+        assert requests and all(request.may_draft for request in requests)
+        return self._rng.randint(0, self._longest)
+
+    def propose(self, request: Request, gamma: int) -> None:
+        return None
+
+    def observe(self, num_drafted: int, num_accepted: int) -> None:
+        assert 0 <= num_accepted <= num_drafted
+
+
+def play(
+    scheduler: Scheduler,
+    requests: Sequence[Request],
+    rng: random.Random,
+    *,
+    depth: int,
+    abort_chance: float = 0.0,
+    stage: FakeStage | None = None,
+) -> set[int]:
+    """Serve requests that come at random times; return those that were aborted.
+
+    `depth` micro-batches are under way at most; the scheduler is checked after every move.
+    """
+    stage = stage or FakeStage(scheduler.limits.kv, window=scheduler.limits.window)
+    coming, open_, aborted = deque(requests), {}, set()
+    in_flight: deque[tuple[MicroBatch, list[list[int]]]] = deque()
+    while coming or not scheduler.idle or in_flight:
+        moves = []
+        if coming:
+            moves.append("submit")
+        if len(in_flight) < depth:
+            moves += ["issue"] * 3
+        if in_flight:
+            moves += ["complete"] * 3
+        move = rng.choice(moves)
+        if scheduler._running and rng.random() < abort_chance:
+            scheduler._preempt(rng.choice(scheduler._running))
+        elif open_ and rng.random() < abort_chance:
+            request = rng.choice(list(open_.values()))
+            assert scheduler.abort(request) and request.slot == -1
+            aborted.add(request.id)
+            del open_[request.id]
+        elif move == "submit":
+            request = coming.popleft()
+            scheduler.submit(request)
+            open_[request.id] = request
+        elif move == "issue":
+            micro_batch = scheduler.next_micro_batch()
+            if micro_batch is not None:
+                in_flight.append((micro_batch, stage.run(micro_batch)))
+            else:
+                stuck = not in_flight and not coming and not scheduler.idle
+                assert not stuck, "nothing runs and nothing will"
+        else:
+            for request in scheduler.complete(*in_flight.popleft()):
+                del open_[request.id]
+        scheduler.check()
+    assert not open_
+    assert scheduler.tables.pool.num_held == 0
+    assert scheduler.tables.windows is None or scheduler.tables.windows.pool.num_held == 0
+    return aborted
+
+
+def limits(**changed: object) -> PoolLimits:
     values = {
-        "num_slots": 8,
-        "prompt_len": 16,
-        "max_len": 32,
-        "prefill_microbatch": 2,
-        "decode_microbatch": 4,
+        "num_blocks": 8,
+        "max_rows": 4,
+        "max_len": 10_000,
+        "step_tokens": 64,
+        "decode_rows": 4,
+        **changed,
     }
-    return Limits(**(values | changes))
+    return PoolLimits(**values)  # type: ignore[arg-type]
 
 
-def request(number: int, length: int = 5, max_new: int = 6, **more) -> Request:
-    return Request(id=number, prompt=tuple(range(1, length + 1)), max_new=max_new, **more)
+def make_requests(rng: random.Random, count: int, longest: int) -> list[Request]:
+    """Prompts of few tokens that share beginnings of many."""
+    trunk = [rng.randrange(VOCAB) for _ in range(longest)]
+    found = []
+    for number in range(count):
+        shared = trunk[: rng.choice((0, rng.randint(0, longest - 1)))]
+        own = rng.randint(0 if shared else 1, min(40, longest - len(shared)))
+        prompt = (*shared, *(rng.randrange(VOCAB) for _ in range(own)))
+        found.append(
+            Request(
+                id=number,
+                prompt=prompt,
+                max_new=rng.choice((1, 2, 30, 150)),
+                stop_ids=frozenset({STOP} if rng.random() < 0.3 else ()),
+                priority=rng.choice((0, 0, 0, 1)),
+                may_draft=rng.random() < 0.8,
+            )
+        )
+    return found
 
 
-def true_token(request_id: int, position: int) -> int:
-    """What the 'model' says at a position: depends on nothing else."""
-    return (request_id * 31 + position * 7) % 97
-
-
-class FakePipeline:
-    """Runs a scheduler: `depth` micro-batches in flight, results in the order of issue."""
-
-    def __init__(self, scheduler: Scheduler, depth: int, right_drafts: float = 1.0) -> None:
-        self.scheduler, self.depth, self.right = scheduler, depth, right_drafts
-        self.issued: list[MicroBatch] = []
-        self.finished: list[Request] = []
-        self.cached: dict[int, list[int]] = {}
-        self._rng = random.Random(0)
-
-    def run(self) -> None:
-        in_flight: deque[MicroBatch] = deque()
-        while True:
-            while len(in_flight) < self.depth:
-                micro_batch = self.scheduler.next_micro_batch()
-                if micro_batch is None:
-                    break
-                self._check(micro_batch, in_flight)
-                self.issued.append(micro_batch)
-                in_flight.append(micro_batch)
-            if not in_flight:
-                return
-            done = in_flight.popleft()
-            self.finished += self.scheduler.complete(done, self._results(done))
-
-    def _check(self, micro_batch: MicroBatch, in_flight: deque[MicroBatch]) -> None:
-        flying = {r.id for other in in_flight for r in other.requests}
-        assert not flying & {r.id for r in micro_batch.requests}, "a request is in flight twice"
-        slots = [r.slot for r in micro_batch.requests]
-        assert len(set(slots)) == len(slots) and min(slots) >= 0
-        assert len(slots) <= self.scheduler.limits.num_slots
-        for r, start, tokens in zip(*_rows(micro_batch), strict=True):
-            # The slot holds this request's tokens, in order and without holes, before the new ones.
-            cache = self.cached.setdefault(r.slot, [])
-            assert start <= len(cache) or start == 0
-            del cache[start:]
-            cache.extend(tokens)
-            known = [*r.prompt, *r.output, *r.drafts]
-            assert cache == known[: len(cache)]
-
-    def _results(self, micro_batch: MicroBatch) -> list[list[int]]:
-        return [self._row(micro_batch.kind, *row) for row in zip(*_rows(micro_batch), strict=True)]
-
-    def _row(self, kind: StepKind, r: Request, start: int, tokens: list[int]) -> list[int]:
-        first = 0 if kind is StepKind.PREFILL else start + 1 - len(r.prompt)
-        if kind is StepKind.VERIFY:  # the longest right prefix and one more
-            right = [d == true_token(r.id, first + k) for k, d in enumerate(r.drafts)]
-            accepted = right.index(False) if False in right else len(right)
-            return [true_token(r.id, first + k) for k in range(accepted + 1)]
-        if kind is StepKind.DRAFT and self._rng.random() > self.right:
-            return [98]
-        return [true_token(r.id, first)]
-
-
-def _rows(micro_batch: MicroBatch):
-    return micro_batch.requests, micro_batch.starts, micro_batch.tokens
-
-
-class EveryGamma:
-    """A drafter that always drafts `gamma` tokens with the model, or proposes right ones."""
-
-    def __init__(self, gamma: int, *, proposes: bool = False) -> None:
-        self._gamma, self._proposes = gamma, proposes
-        self.seen: list[tuple[int, int]] = []
-
-    def gamma(self, requests):
-        return self._gamma
-
-    def propose(self, request, gamma):
-        if not self._proposes:
-            return None
-        first = len(request.output)
-        return [true_token(request.id, first + k) for k in range(min(gamma, request.id % 4))]
-
-    def observe(self, num_drafted, num_accepted):
-        self.seen.append((num_drafted, num_accepted))
-
-
-def expected_output(r: Request) -> list[int]:
-    return [true_token(r.id, position) for position in range(r.max_new)]
-
-
-def test_a_fixed_batch_runs_in_the_plans_micro_batches():
-    pipeline = FakePipeline(Scheduler(limits()), depth=4)
-    for number in range(8):
-        pipeline.scheduler.submit(request(number))
-    pipeline.run()
-    sizes = [(mb.kind, len(mb.requests)) for mb in pipeline.issued]
-    assert sizes[:4] == [(StepKind.PREFILL, 2)] * 4
-    assert sizes[4:] == [(StepKind.DECODE, 4)] * (2 * 5)
-    assert [r.output for r in pipeline.finished] == [expected_output(r) for r in pipeline.finished]
-    assert pipeline.scheduler.idle and pipeline.scheduler.generated_tokens == 8 * 6
-
-
-@given(
-    st.lists(st.tuples(st.integers(1, 16), st.integers(1, 16)), min_size=1, max_size=40),
-    st.integers(1, 4),
-    st.integers(1, 8),
-    st.integers(1, 8),
-    st.sampled_from(["continuous", "static"]),
-    st.sampled_from([0, 1, 3]),
-    st.booleans(),
+@settings(
+    max_examples=int(os.environ.get("LLMPQ_SCHEDULES", "60")),
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow],
 )
-@settings(max_examples=150)
-def test_every_request_gets_its_tokens(sizes, depth, prefill, decode, batching, gamma, proposes):
-    drafter = EveryGamma(gamma, proposes=proposes) if gamma else None
-    shape = limits(prefill_microbatch=prefill, decode_microbatch=decode, batching=batching)
-    pipeline = FakePipeline(Scheduler(shape, drafter=drafter), depth, right_drafts=0.6)
-    requests = [request(i, length, new) for i, (length, new) in enumerate(sizes)]
-    for r in requests:
-        pipeline.scheduler.submit(r)
-    pipeline.run()
-    assert {r.id for r in pipeline.finished} == {r.id for r in requests}
-    assert all(r.output == expected_output(r) for r in requests)
-    assert all(r.finish_reason == "length" and r.slot == -1 for r in requests)
-    for micro_batch in pipeline.issued:
-        prompt = micro_batch.kind is StepKind.PREFILL
-        assert len(micro_batch.requests) <= (prefill if prompt else decode)
-        assert micro_batch.max_end <= shape.max_len
+@given(
+    seed=st.integers(0, 2**32),
+    kv=st.sampled_from([KVPrecision.KV16, KVPrecision.KV4]),
+    num_blocks=st.integers(5, 24),
+    max_rows=st.integers(1, 6),
+    step_tokens=st.sampled_from([1, 7, 64, 129, 1000]),
+    prompt_tokens=st.sampled_from([None, 5, 64]),
+    stages=st.integers(1, 3),
+    mode=st.sampled_from(["plain", "ahead", "drafts", "model", "fused"]),
+    prefix_cache=st.booleans(),
+    static=st.booleans(),
+    abort_chance=st.sampled_from([0.0, 0.02]),
+    window=st.sampled_from([0, 0, 1, 40, 130, 300]),
+    host_blocks=st.sampled_from([0, 3, 100]),
+)
+def test_random_schedules_equal_the_simple_one(
+    seed,
+    kv,
+    num_blocks,
+    max_rows,
+    step_tokens,
+    prompt_tokens,
+    stages,
+    mode,
+    prefix_cache,
+    static,
+    abort_chance,
+    window,
+    host_blocks,
+):
+    rng = random.Random(seed)
+    allowed = limits(
+        num_blocks=num_blocks,
+        kv=kv,
+        window=window if kv is KVPrecision.KV16 else 0,
+        host_blocks=host_blocks if kv is KVPrecision.KV16 and not window else 0,
+        window_blocks=spanned_blocks(window, BLOCK_TOKENS) + rng.randint(0, 4) if window else 0,
+        max_rows=max_rows,
+        step_tokens=step_tokens,
+        prompt_tokens=prompt_tokens,
+        decode_rows=rng.randint(1, max_rows),
+        num_stages=stages,
+        prefix_cache=prefix_cache,
+        tokens_ahead=rng.randint(2, 4) if mode == "ahead" else 1,
+        batching="static" if static else "continuous",
+    )
+    longest = min(300, num_blocks * BLOCK_TOKENS - 160)
+    requests = make_requests(rng, rng.randint(1, 10), longest)
+    makers = {"drafts": GuessingDrafter, "model": DraftsByTheModel, "fused": DraftsByTheModel}
+    drafter = makers[mode](rng, rng.randint(1, 7)) if mode in makers else None
+    scheduler = Scheduler(allowed, drafter=drafter)
+    scheduler.fused_rounds = mode == "fused"
+    expected = simple_schedule(requests)
+    aborted = play(
+        scheduler, requests, rng, depth=rng.randint(1, 2 * stages + 2), abort_chance=abort_chance
+    )
+    for request in requests:
+        if request.id in aborted:
+            assert request.output == expected[request.id][: len(request.output)]
+        else:
+            assert request.output == expected[request.id], request.id
+    assert scheduler.num_running == scheduler.num_waiting == 0
 
 
-def test_a_free_slot_is_refilled_at_once_and_first_come_is_first_served():
-    pipeline = FakePipeline(Scheduler(limits(num_slots=2, decode_microbatch=2)), depth=2)
-    for number, new in enumerate((2, 9, 2, 2, 2)):
-        pipeline.scheduler.submit(request(number, max_new=new))
-    pipeline.run()
-    prompts = [r.id for mb in pipeline.issued if mb.kind is StepKind.PREFILL for r in mb.requests]
-    assert prompts == [0, 1, 2, 3, 4]
-    assert [r.id for r in pipeline.finished][-1] == 1, "the long one must not hold up the others"
-
-
-def test_static_batching_waits_for_the_whole_batch():
-    pipeline = FakePipeline(Scheduler(limits(num_slots=2, batching="static")), depth=2)
-    for number, new in enumerate((2, 9, 2, 2)):
-        pipeline.scheduler.submit(request(number, max_new=new))
-    pipeline.run()
-    assert [r.id for r in pipeline.finished] == [0, 1, 2, 3]
-
-
-def test_groups_that_shrink_merge():
-    pipeline = FakePipeline(Scheduler(limits()), depth=2)
-    for number in range(8):
-        pipeline.scheduler.submit(request(number, max_new=2 if number % 2 else 12))
-    pipeline.run()
-    tail = [len(mb.requests) for mb in pipeline.issued[-9:]]
-    assert tail[:-1] == [4] * 8, "the four that are left decode together, not two and two"
-
-
-def test_very_unequal_prompts_do_not_share_a_padded_micro_batch():
-    pipeline = FakePipeline(Scheduler(limits(prefill_microbatch=4)), depth=1)
-    for number, length in enumerate((16, 1, 1, 1)):
-        pipeline.scheduler.submit(request(number, length))
-    pipeline.run()
-    prompts = [mb for mb in pipeline.issued if mb.kind is StepKind.PREFILL]
-    assert [len(mb.requests) for mb in prompts] == [1, 3]
-
-
-def test_end_of_text_and_stop_texts_end_a_request_and_free_its_slot():
-    stop = true_token(1, 2)
-    scheduler = Scheduler(limits(), ends_in_stop_text=lambda r: len(r.output) == 4)
-    pipeline = FakePipeline(scheduler, depth=2)
-    requests = [
-        request(0),
-        request(1, stop_ids=frozenset({stop})),
-        request(2, stop_texts=("x",)),
+def test_prompts_share_a_step_chunk_by_chunk():
+    allowed = limits(num_blocks=40, max_rows=4, step_tokens=96, prompt_tokens=32)
+    scheduler = Scheduler(allowed)
+    for number in range(4):
+        scheduler.submit(Request(id=number, prompt=(1,) * 70, max_new=1))
+    steps = []
+    while (step := scheduler.next_micro_batch()) is not None:
+        steps.append(
+            [
+                (request.id, len(tokens))
+                for request, tokens in zip(step.requests, step.tokens, strict=True)
+            ]
+        )
+    assert steps == [
+        [(0, 32), (1, 32), (2, 32)],
+        [(0, 32), (1, 32), (2, 32)],
+        [(0, 6), (1, 6), (2, 6), (3, 32)],
+        [(3, 32)],
+        [(3, 6)],
     ]
-    for r in requests:
-        scheduler.submit(r)
-    pipeline.run()
-    assert [len(r.output) for r in requests] == [6, 3, 4]
-    assert [r.finish_reason for r in requests] == ["length", "stop", "stop"]
 
 
-def test_a_stop_inside_an_accepted_draft_cuts_the_rest():
-    stop = true_token(3, 2)
-    pipeline = FakePipeline(Scheduler(limits(), drafter=EveryGamma(4)), depth=2)
-    r = request(3, stop_ids=frozenset({stop}))
-    pipeline.scheduler.submit(r)
-    pipeline.run()
-    assert r.output == expected_output(r)[:3] and r.finish_reason == "stop"
+def test_a_long_prompt_goes_in_chunks_beside_decoding_rows():
+    scheduler = Scheduler(limits(step_tokens=32))
+    short = Request(id=0, prompt=(1,) * 10, max_new=50)
+    scheduler.submit(short)
+    first = scheduler.next_micro_batch()
+    assert first is not None and first.kind is StepKind.PREFILL
+    scheduler.complete(first, [[2]])
+    long = Request(id=1, prompt=(2,) * 100, max_new=4)
+    scheduler.submit(long)
+    seen = []
+    while len(long.output) == 0:
+        step = scheduler.next_micro_batch()
+        assert step is not None
+        seen.append((step.kind, [len(tokens) for tokens in step.tokens]))
+        scheduler.complete(step, [[3]] * len(step.requests))
+    assert seen == [(StepKind.MIXED, [1, 31])] * 3 + [(StepKind.MIXED, [1, 7])]
 
 
-def test_rounds_draft_then_verify_and_never_beyond_the_limit():
-    drafter = EveryGamma(3)
-    pipeline = FakePipeline(Scheduler(limits(), drafter=drafter), depth=2)
-    for number, new in enumerate((6, 3)):
-        pipeline.scheduler.submit(request(number, max_new=new))
-    pipeline.run()
-    kinds = [(mb.kind.name, [len(t) for t in mb.tokens]) for mb in pipeline.issued]
-    assert kinds == [
-        ("PREFILL", [5, 5]),
-        ("DRAFT", [1, 1]),
-        ("DRAFT", [1]),
-        ("DRAFT", [1]),
-        ("VERIFY", [4, 2]),
-        ("DECODE", [1]),
+class FourDrafts(DraftsByTheModel):
+    """Always four."""
+
+    def __init__(self) -> None:
+        pass
+
+    def gamma(self, requests: Sequence[Request]) -> int:
+        return 4
+
+
+def test_a_round_drafts_step_by_step_and_its_verify_is_an_ordinary_step():
+    """Beside it go chunks of prompts and rows that are not drafted for; blocks are there before."""
+    scheduler = Scheduler(limits(step_tokens=160), drafter=FourDrafts())
+    prompts = ((1,) * 126, True), ((2,) * 5, False), ((3,) * 5, True)
+    for number, (prompt, may_draft) in enumerate(prompts):
+        new = 20 if number < 2 else 4  # one is the prompt's, one the verifier's own
+        scheduler.submit(Request(id=number, prompt=prompt, max_new=new, may_draft=may_draft))
+    step = scheduler.next_micro_batch()
+    assert step is not None and scheduler.complete(step, [[5]] * 3) == []
+    scheduler.submit(Request(id=3, prompt=(4,) * 200, max_new=2))
+    seen = []
+    for _ in range(6):
+        step = scheduler.next_micro_batch()
+        assert step is not None
+        rows = zip(step.requests, step.starts, step.tokens, step.rows, strict=True)
+        if step.kind is StepKind.DRAFT:
+            seen.append([(r.id, start, row.sample_step) for r, start, _, row in rows])
+            scheduler.complete(step, [[6]] * len(step.requests))
+            continue
+        verify = {r.id: (start, tokens, len(row.drafts)) for r, start, tokens, row in rows}
+        scheduler.complete(step, [[6, 6, 5] if row.drafts else [5] for row in step.rows])
+        break
+    assert seen == [
+        [(0, 126, 1), (2, 5, 1)],
+        [(0, 127, 2), (2, 6, 2)],
+        [(0, 128, 3)],
+        [(0, 129, 4)],
     ]
-    assert drafter.seen == [(3, 3), (1, 1)]
+    assert verify[0] == (126, [5, 6, 6, 6, 6], 4) and verify[2] == (5, [5, 6, 6], 2)
+    assert verify[1][2] == 0 and len(verify[3][1]) == 160 - 5 - 3 - 1
+    first = scheduler._reqs[0]
+    assert (
+        first.num_computed == 129
+        and len(first.blocks) == 2
+        and first.request.output[1:] == [6, 6, 5]
+    )
 
 
-def test_a_request_that_may_not_draft_decodes_plainly():
-    drafter = EveryGamma(3)
-    pipeline = FakePipeline(Scheduler(limits(), drafter=drafter), depth=2)
-    pipeline.scheduler.submit(request(0, may_draft=False))
-    pipeline.run()
-    assert {mb.kind for mb in pipeline.issued} == {StepKind.PREFILL, StepKind.DECODE}
-    assert drafter.seen == [] and pipeline.finished[0].output == expected_output(request(0))
+def test_rounds_of_one_step_make_way_for_prompts_every_other_time():
+    """And the device gets the drafts' places, which it fills by itself."""
+    scheduler = Scheduler(limits(step_tokens=40), drafter=FourDrafts())
+    scheduler.fused_rounds = True
+    for number, new in ((0, 40), (1, 3)):
+        scheduler.submit(Request(id=number, prompt=(number,) * 9, max_new=new))
+    kinds = []
+    for step_number in range(7):
+        step = scheduler.next_micro_batch()
+        assert step is not None
+        kinds.append(step.kind)
+        if step_number == 1:
+            assert step.tokens == [[5, *[PENDING_TOKEN] * 4], [5, PENDING_TOKEN]]
+            scheduler.submit(Request(id=2, prompt=(2,) * 60, max_new=1))
+        scheduler.complete(step, [[5, 5] if row.drafts else [5] for row in step.rows])
+    prompts = [StepKind.MIXED, StepKind.ROUND]
+    assert kinds == [StepKind.PREFILL, StepKind.ROUND, *prompts * 2, StepKind.ROUND]
 
 
-@pytest.mark.parametrize("num_stages", [1, 2, 3])
-def test_nothing_starves_while_requests_keep_coming(num_stages):
-    """One long request under a stream of short ones: it is in every few steps, and ends early."""
-    shape = limits(num_slots=4, decode_microbatch=2, num_stages=num_stages)
-    pipeline = FakePipeline(Scheduler(shape, drafter=EveryGamma(2)), depth=2 * num_stages)
-    pipeline.scheduler.submit(request(0, max_new=24))
-    for number in range(1, 200):
-        pipeline.scheduler.submit(request(number, max_new=2 + number % 3))
-    pipeline.run()
-    steps = [k for k, mb in enumerate(pipeline.issued) if 0 in {r.id for r in mb.requests}]
-    assert max(b - a for a, b in zip(steps, steps[1:], strict=False)) <= 16
-    assert [r.id for r in pipeline.finished].index(0) < 100
-    prompts = [r.id for mb in pipeline.issued if mb.kind is StepKind.PREFILL for r in mb.requests]
-    assert prompts == list(range(200)), "first come, first served"
+def test_what_a_request_may_still_ask_reserves_nothing():
+    scheduler = Scheduler(limits(num_blocks=8, max_rows=4))
+    for number in range(4):
+        scheduler.submit(Request(id=number, prompt=(1,) * 16, max_new=900))
+    step = scheduler.next_micro_batch()
+    assert step is not None and len(step.requests) == 4
+    assert scheduler.tables.pool.num_held == 4
 
 
-def test_a_replay_takes_the_schedulers_decisions():
-    """Simulated time changes nothing about which micro-batches are issued, drafts included."""
+def test_the_youngest_is_preempted_and_the_oldest_never():
+    rng = random.Random(3)
+    scheduler = Scheduler(limits(num_blocks=4, max_rows=4, step_tokens=512))
+    requests = [Request(id=n, prompt=(n + 1,) * 20, max_new=300) for n in range(4)]
+    expected = simple_schedule(requests)
+    play(scheduler, requests, rng, depth=1)
+    assert [request.output for request in requests] == [expected[n] for n in range(4)]
+    assert requests[0].num_preemptions == 0 and requests[3].num_preemptions > 0
 
-    def jobs() -> list[Request]:
-        return [request(number, max_new=2 + 5 * (number % 3)) for number in range(20)]
 
-    shape, seen = limits(num_stages=2), []
+@pytest.mark.parametrize("host_blocks", [0, 20])
+def test_hosts_keep_what_preempted_requests_have_computed(host_blocks):
+    """Those go on where they were; without hosts, and with their blocks gone, they begin anew."""
+    allowed = limits(num_blocks=4, max_rows=4, step_tokens=512, host_blocks=host_blocks)
+    scheduler, rng = Scheduler(allowed), random.Random(4)
+    requests = make_requests(rng, 5, 100)
+    requests = [replace(r, max_new=200, stop_ids=frozenset(), priority=0) for r in requests]
+    stage, computed = FakeStage(allowed.kv), 0
+    issue = scheduler.next_micro_batch
 
-    def cost(micro_batch: MicroBatch) -> float:
-        seen.append((micro_batch.kind, [r.id for r in micro_batch.requests], micro_batch.starts))
-        return 1.0 if micro_batch.kind is StepKind.PREFILL else 0.1
+    def counting():
+        nonlocal computed
+        step = issue()
+        computed += sum(map(len, step.tokens)) if step is not None else 0
+        return step
 
-    replay(Scheduler(shape, drafter=EveryGamma(2)), jobs(), [cost, lambda micro_batch: 0.5])
-    pipeline = FakePipeline(Scheduler(shape, drafter=EveryGamma(2)), depth=4)
-    for r in jobs():
-        pipeline.scheduler.submit(r)
-    pipeline.run()
-    issued = [(mb.kind, [r.id for r in mb.requests], mb.starts) for mb in pipeline.issued]
-    assert seen == issued
+    scheduler.next_micro_batch = counting
+    play(scheduler, requests, rng, depth=1, stage=stage)
+    expected = simple_schedule(requests)
+    assert {r.id: r.output for r in requests} == expected
+    assert sum(r.num_preemptions for r in requests) > 0
+    least = sum(len(r.prompt) + len(r.output) - 1 for r in requests)
+    assert (computed == least) == bool(stage.num_loaded) == bool(host_blocks)
+
+
+def test_lower_priorities_run_first():
+    scheduler = Scheduler(limits(max_rows=1))
+    for number, priority in enumerate((2, 0, 1)):
+        scheduler.submit(Request(id=number, prompt=(1,), max_new=1, priority=priority))
+    order = []
+    while not scheduler.idle:
+        step = scheduler.next_micro_batch()
+        assert step is not None
+        order += [request.id for request in scheduler.complete(step, [[1]])]
+    assert order == [1, 2, 0]
 
 
 @pytest.mark.parametrize(
-    ("r", "message"),
+    ("kv", "shared", "hit"),
     [
-        (request(0, 17), "17 tokens, the plan was made for prompts of at most 16"),
-        (request(0, 16, 18), "need 33 cache positions, the plan has 32"),
-        (request(0, 0), "no tokens"),
-        (request(0, 5, 0), "at least 1, got 0"),
+        (KVPrecision.KV16, 300, 256),
+        (KVPrecision.KV16, 256, 256),
+        (KVPrecision.KV4, 300, 256 + 17),
+        (KVPrecision.KV4, 270, 128 + 17),
     ],
 )
-def test_requests_that_can_never_run_are_refused(r, message):
-    with pytest.raises(ValueError, match=message):
-        Scheduler(limits()).submit(r)
+def test_full_blocks_are_found_again(kv, shared, hit):
+    scheduler = Scheduler(limits(num_blocks=16, kv=kv, step_tokens=1000))
+    trunk = tuple(n % VOCAB for n in range(shared))
+    requests = [Request(id=n, prompt=(*trunk, n + 1, 5, 5), max_new=2) for n in range(2)]
+    expected = simple_schedule(requests)
+    stage = FakeStage(kv)
+    for request in requests:  # one after the other
+        play(scheduler, [request], random.Random(0), depth=1, stage=stage)
+    assert [request.num_prefix_hits for request in requests] == [0, hit]
+    assert [request.output for request in requests] == [expected[n] for n in range(2)]
 
 
-def unequal_requests() -> list[Request]:
-    """64 requests, prompts and outputs lognormal (medians 64 and 48, sigma 0.8), 16 to 400."""
-    rng = random.Random(0)
-
-    def length(median: int) -> int:
-        return min(400, max(16, round(rng.lognormvariate(math.log(median), 0.8))))
-
-    return [request(i, length(64), length(48)) for i in range(64)]
-
-
-def step_cost(micro_batch: MicroBatch) -> float:
-    """Seconds of a step: prompts cost per token, tokens mostly per step."""
-    if micro_batch.kind is StepKind.PREFILL:
-        return 1e-3 + 4e-5 * len(micro_batch.requests) * micro_batch.q_len
-    return 3e-3 + 2e-4 * len(micro_batch.requests)
-
-
-@pytest.mark.parametrize("num_stages", [1, 2])
-def test_continuous_batching_keeps_stages_at_work(num_stages):
-    runs = {}
-    for batching in ("continuous", "static"):
-        shape = Limits(
-            num_slots=8,
-            prompt_len=400,
-            max_len=799,
-            prefill_microbatch=1,
-            decode_microbatch=8 // num_stages,
-            num_stages=num_stages,
-            batching=batching,
-        )
-        runs[batching] = replay(Scheduler(shape), unequal_requests(), [step_cost] * num_stages)
-    faster = runs["static"].makespan_s / runs["continuous"].makespan_s
-    assert runs["continuous"].tokens == runs["static"].tokens
-    assert faster >= 1.3
-    assert runs["continuous"].busy_share >= 0.85
-    ended = sorted(runs["continuous"].finished_s, key=runs["continuous"].finished_s.__getitem__)
-    assert max(abs(place - i) for place, i in enumerate(ended)) < 40, "no request starves"
+@pytest.mark.parametrize(("window_blocks", "hit"), [(12, 896), (4, 0)])
+def test_layers_with_a_window_keep_its_blocks_and_prefixes_are_found_in_both_pools(
+    window_blocks, hit
+):
+    """Nobody goes on behind a prefix whose last blocks in sight were taken meanwhile."""
+    allowed = limits(num_blocks=40, step_tokens=64, window=200, window_blocks=window_blocks)
+    scheduler = Scheduler(allowed)
+    stage = FakeStage(KVPrecision.KV16, window=200)
+    trunk = tuple(n % VOCAB for n in range(1000))
+    requests = [Request(id=n, prompt=(*trunk, n + 1, 5), max_new=200) for n in range(2)]
+    expected = simple_schedule(requests)
+    held = []
+    for request in requests:  # one after the other
+        scheduler.submit(request)
+        while not scheduler.idle:
+            step = scheduler.next_micro_batch()
+            assert step is not None and scheduler.tables.windows is not None
+            held.append(scheduler.tables.windows.pool.num_held)
+            scheduler.complete(step, stage.run(step))
+            scheduler.check()
+    assert max(held) == 3, "a window of 200 tokens, a chunk of 64"
+    assert [request.num_prefix_hits for request in requests] == [0, hit]
+    assert [request.output for request in requests] == [expected[n] for n in range(2)]
 
 
-def test_the_replay_of_a_fixed_batch_is_the_closed_form():
-    """T = (mp-1) P + sum tp + (n-2) max(md D, sum td) + sum td + (md-1) D, a barrier between."""
-    tp, td, mp, md, n = (0.03, 0.05), (0.02, 0.01), 4, 2, 6
-    shape = limits(num_stages=2)
-    jobs = [request(number, max_new=n) for number in range(8)]
-    stages = [lambda mb, k=k: (tp if mb.kind is StepKind.PREFILL else td)[k] for k in range(2)]
-    run = replay(Scheduler(shape), jobs, stages)
-    barrier = (mp - 1) * max(tp) + sum(tp)
-    barrier += (n - 2) * max(md * max(td), sum(td)) + sum(td) + (md - 1) * max(td)
-    assert run.makespan_s <= barrier + 1e-9, "the scheduler may only gain at the phases' border"
-    assert run.makespan_s == pytest.approx(barrier, rel=0.12)
+def test_only_requests_of_one_salt_share_blocks():
+    scheduler = Scheduler(limits(num_blocks=16, step_tokens=1000))
+    stage, hits = FakeStage(KVPrecision.KV16), []
+    for number, salt in enumerate(("a", "b", None, "a", None, "b")):
+        request = Request(id=number, prompt=(1,) * 200, max_new=1, cache_salt=salt)
+        play(scheduler, [request], random.Random(0), depth=1, stage=stage)
+        hits.append(request.num_prefix_hits)
+    assert hits == [0, 0, 0, 128, 128, 128]
 
 
-def test_a_step_costs_little_with_ten_thousand_waiting():
-    shape = limits(num_slots=256, prefill_microbatch=256, decode_microbatch=256)
-    scheduler = Scheduler(shape)
-    for number in range(10_256):
-        scheduler.submit(request(number, max_new=16))
-    rng = random.Random(0)
-    best_s = float("inf")
-    for _ in range(40):  # the quickest of 40 steps: other processes share this machine
-        started_s = time.perf_counter()
-        micro_batch = scheduler.next_micro_batch()
-        assert micro_batch is not None
-        scheduler.complete(micro_batch, [[rng.randrange(97)] for _ in micro_batch.requests])
-        elapsed_s = time.perf_counter() - started_s
-        if len(micro_batch.requests) == 256:
-            best_s = min(best_s, elapsed_s)
-    assert best_s / 256 <= 20e-6
+def test_a_prompt_found_whole_computes_a_token_at_least():
+    scheduler = Scheduler(limits(num_blocks=16, step_tokens=1000))
+    stage = FakeStage(KVPrecision.KV16)
+    for number in range(2):
+        request = Request(id=number, prompt=(1,) * 256, max_new=1)
+        play(scheduler, [request], random.Random(0), depth=1, stage=stage)
+    assert request.num_prefix_hits == 128
 
 
-def test_groups_stay_together_where_steps_go_on_without_their_tokens():
-    """32 rows in groups of 11, 11, 10: no row of one waits in another for its newest token."""
-    limits = Limits(
-        num_slots=32,
-        prompt_len=8,
-        max_len=40,
-        prefill_microbatch=4,
-        decode_microbatch=11,
-        num_stages=4,
-    )
-    scheduler = Scheduler(limits)
-    for index in range(32):
-        scheduler.submit(Request(id=index, prompt=(1,) * 8, max_new=20))
-    groups = []
-    while len(groups) < 12:
-        micro_batch = scheduler.next_micro_batch()
-        assert micro_batch is not None
-        if micro_batch.kind is StepKind.DECODE:
-            groups.append({request.id for request in micro_batch.requests})
-        scheduler.complete(micro_batch, [[-1]] * len(micro_batch.requests))
-    assert sorted(map(len, groups[:3])) == [10, 11, 11]
-    assert groups[3:6] == groups[6:9] == groups[9:12] == groups[:3]
+def test_other_models_salts_and_precisions_share_nothing():
+    keys = set()
+    for kv in KVPrecision:
+        for salt in ("a", "b"):
+            scheduler = Scheduler(limits(kv=kv), salt=salt)
+            req = scheduler.tables.new_request(Request(id=0, prompt=(1,) * 200, max_new=1), 0)
+            keys |= set(req.keys.upto(req.tokens, 200, 1))
+    assert len(keys) == 2 * len(KVPrecision)
 
 
-@pytest.mark.parametrize("gamma", [0, 3])
-def test_an_aborted_request_frees_its_slot_and_leaves_the_others_alone(gamma):
-    """Whether it waits, is between steps or under way; the slots that remain serve the rest."""
-    for abort_after in range(9):
-        scheduler = Scheduler(limits(num_slots=3), drafter=EveryGamma(gamma) if gamma else None)
-        pipeline = FakePipeline(scheduler, depth=2)
-        requests = [request(i, max_new=9) for i in range(6)]
-        for r in requests:
-            scheduler.submit(r)
-        in_flight: deque[MicroBatch] = deque()
-        dropped, at_once, steps = (requests[abort_after % 4], requests[4]), [], 0
-        while not scheduler.idle or in_flight:
-            while len(in_flight) < 2 and (issued := scheduler.next_micro_batch()) is not None:
-                in_flight.append(issued)
-            done = in_flight.popleft()
-            pipeline.finished += scheduler.complete(done, pipeline._results(done))
-            steps += 1
-            if steps == abort_after + 1:
-                at_once = [r for r in dropped if scheduler.abort(r)]
-                assert not any(scheduler.abort(r) for r in at_once), "an abort is told once"
-        ended = [*pipeline.finished, *at_once]
-        assert sorted(r.id for r in ended) == list(range(6)), "everyone ends, and once"
-        assert scheduler.num_running == 0 and scheduler.num_waiting == 0
-        assert requests[4].finish_reason == "abort"
-        for r in requests:
-            if r.finish_reason == "abort":
-                assert r in dropped and r.output == expected_output(r)[: len(r.output)]
-            else:
-                assert r.output == expected_output(r)
+@pytest.mark.parametrize(
+    ("prompt", "max_new", "says"),
+    [
+        (0, 1, "no tokens"),
+        (10, 0, "at least 1"),
+        (1025, 1, "has 1025 tokens, .* is 1025 with"),
+        (1000, 40, "at most 25"),
+    ],
+)
+def test_what_can_never_run_is_refused(prompt, max_new, says):
+    with pytest.raises(ValueError, match=says):
+        limits(num_blocks=8).check(Request(id=0, prompt=(1,) * prompt, max_new=max_new))
+
+
+def test_the_longest_request_there_is_room_for_runs():
+    for kv in KVPrecision:
+        allowed = limits(num_blocks=5, kv=kv, step_tokens=100)
+        request = Request(id=0, prompt=(1,) * (allowed.room - 5), max_new=5)
+        play(Scheduler(allowed), [request], random.Random(0), depth=1)
+        assert len(request.output) == 5

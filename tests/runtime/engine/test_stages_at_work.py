@@ -5,10 +5,9 @@ from collections import deque
 
 import pytest
 
-from llmpq.runtime.engine.paged_scheduler import PagedScheduler
-from llmpq.runtime.engine.pool_limits import PoolLimits
-from llmpq.runtime.engine.scheduler import PENDING_TOKEN, max_ahead, max_in_flight
-from llmpq.runtime.request import Request, StepKind
+from llmpq.runtime.engine.pool_limits import PoolLimits, max_ahead, max_in_flight
+from llmpq.runtime.engine.scheduler import Scheduler
+from llmpq.runtime.request import PENDING_TOKEN, Request, StepKind
 
 pytestmark = pytest.mark.cpu
 
@@ -59,7 +58,7 @@ def busy_shares(scheduler, speeds=(1.0, 1.0), most=max_ahead):
 
 def test_both_stages_stay_at_work():
     rng = random.Random(0)
-    scheduler = PagedScheduler(limits())
+    scheduler = Scheduler(limits())
     for number in range(150):
         prompt = tuple([number] * rng.randint(20, 400))
         scheduler.submit(Request(id=number, prompt=prompt, max_new=rng.randint(20, 150)))
@@ -67,7 +66,7 @@ def test_both_stages_stay_at_work():
 
 
 def test_one_request_is_not_held_back():
-    scheduler = PagedScheduler(limits())
+    scheduler = Scheduler(limits())
     scheduler.submit(Request(id=0, prompt=(1, 2, 3), max_new=20))
     assert busy_shares(scheduler) > 0.45
     for number in (1, 2):
@@ -78,7 +77,7 @@ def test_one_request_is_not_held_back():
 def test_prompts_go_with_rows_that_decode():
     """As many as run at once, and others waiting: next to no step is of prompts alone."""
     rng, kinds = random.Random(1), []
-    scheduler = PagedScheduler(limits(max_rows=48))
+    scheduler = Scheduler(limits(max_rows=48))
     for number in range(300):
         prompt = tuple([number] * rng.randint(200, 600))
         scheduler.submit(Request(id=number, prompt=prompt, max_new=rng.randint(20, 150)))
@@ -99,7 +98,7 @@ def test_prompts_go_with_rows_that_decode():
 def test_the_slowest_of_three_unequal_stages_stays_at_work(speeds):
     """As on CPUs, where a row goes on once its token is known."""
     rng = random.Random(2)
-    scheduler = PagedScheduler(limits(num_stages=3, tokens_ahead=1))
+    scheduler = Scheduler(limits(num_stages=3, tokens_ahead=1))
     for number in range(200):
         prompt = tuple([number] * rng.randint(20, 400))
         scheduler.submit(Request(id=number, prompt=prompt, max_new=rng.randint(20, 150)))

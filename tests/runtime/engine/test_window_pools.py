@@ -17,8 +17,8 @@ from llmpq.precision import KVPrecision
 from llmpq.runtime.cache.kv_by_precision import make_kv_cache
 from llmpq.runtime.cache.low_bit_kv import LowBitKV
 from llmpq.runtime.cache.paged_by_precision import make_paged_kv
-from llmpq.runtime.engine.paged_scheduler import PagedScheduler
 from llmpq.runtime.engine.pool_limits import PoolLimits
+from llmpq.runtime.engine.scheduler import Scheduler
 from llmpq.runtime.launch.plans.pool_plan import PoolPlan
 from llmpq.runtime.launch.stages.stage_settings import StageSettings
 from llmpq.runtime.request import Request
@@ -35,7 +35,7 @@ SPLITS = [((), 64), ((1, 3), 1000), ((1,), 200)]
 """Where stages are split, with the tokens of a step; the last in `make test-all`."""
 
 
-class Interrupting(PagedScheduler):
+class Interrupting(Scheduler):
     """Preempts the youngest request at every ninth step."""
 
     steps = 0
@@ -161,7 +161,7 @@ def test_packed_pools_equal_their_unpaged_twin(
     spec = ModelSpec.from_directory(directory)
     stages = OpenStages(plan, spec, CheckpointSource(directory, spec), pool=size)
     requests = [Request(id=i, prompt=tuple(p), max_new=NEW) for i, p in enumerate(prompts)]
-    found = stages.run(PagedScheduler(limits), requests).tokens
+    found = stages.run(Scheduler(limits), requests).tokens
     assert [found[i] for i in range(3)] == expected
 
 

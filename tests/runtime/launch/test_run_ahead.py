@@ -12,14 +12,14 @@ import torch.distributed as dist
 
 from llmpq.model_spec import ModelSpec
 from llmpq.plan import Plan
-from llmpq.runtime.backends.build_stage import build_paged_stage, load_slots
-from llmpq.runtime.backends.paged_compute import PagedStageCompute
-from llmpq.runtime.backends.stage_compute import StageCompute
+from llmpq.runtime.backends.build_stage import build_stage, load_slots
+from llmpq.runtime.backends.slot_stage_runner import SlotStageRunner
+from llmpq.runtime.backends.stage_runner import StageRunner
 from llmpq.runtime.engine.mailbox import Mailbox
-from llmpq.runtime.engine.paged_scheduler import PagedScheduler
 from llmpq.runtime.engine.pool_limits import PoolLimits
 from llmpq.runtime.engine.scheduler import Scheduler
-from llmpq.runtime.engine.slot_limits import Limits
+from llmpq.runtime.engine.slot_limits import SlotLimits
+from llmpq.runtime.engine.slot_scheduler import SlotScheduler
 from llmpq.runtime.engine.stage_loop import FirstStage, run_following_stage
 from llmpq.runtime.launch.stages.stage_settings import limits_of
 from llmpq.runtime.links.device_links import DeviceTransport, connect_devices
@@ -55,11 +55,11 @@ class Table:
         return super().run(replace(message, tokens=tokens), hidden_BQH)
 
 
-class TableStage(Table, StageCompute):
+class TableStage(Table, SlotStageRunner):
     """A stage of slots."""
 
 
-class PagedTableStage(Table, PagedStageCompute):
+class PagedTableStage(Table, StageRunner):
     """A stage of the paged engine."""
 
 
@@ -74,7 +74,7 @@ def stage(rank: int, folder: str, model: str, forgetful: bool, pool: bool) -> No
     cpu = torch.device("cpu")
     source = CheckpointSource(model, spec)
     if pool:
-        base, _ = build_paged_stage(plan, rank, spec, source, cpu, POOL)
+        base, _ = build_stage(plan, rank, spec, source, cpu, POOL)
         compute = PagedTableStage(base.model, base.kv, cpu, torch.float32)
     else:
         compute = TableStage(*load_slots(plan, rank, spec, source, cpu), cpu, torch.float32)
@@ -98,9 +98,9 @@ def stage(rank: int, folder: str, model: str, forgetful: bool, pool: bool) -> No
     dist.destroy_process_group()
 
 
-def scheduler_of(plan: Plan, pool: bool) -> Scheduler | PagedScheduler:
+def scheduler_of(plan: Plan, pool: bool) -> SlotScheduler | Scheduler:
     if not pool:
-        return Scheduler(limits_of(plan))
+        return SlotScheduler(limits_of(plan))
     limits = PoolLimits(
         num_blocks=POOL.num_blocks,
         max_rows=POOL.slots,
@@ -110,7 +110,7 @@ def scheduler_of(plan: Plan, pool: bool) -> Scheduler | PagedScheduler:
         num_stages=len(plan.stages),
         tokens_ahead=2,
     )
-    return PagedScheduler(limits)
+    return Scheduler(limits)
 
 
 def lead(
@@ -118,7 +118,7 @@ def lead(
     compute: Table,
     transport: DeviceTransport,
     folder: str,
-    scheduler: Scheduler | PagedScheduler,
+    scheduler: SlotScheduler | Scheduler,
 ) -> None:
     """Serve five requests, one of them late, in three slots."""
     mailbox = Mailbox()
@@ -205,8 +205,10 @@ def test_a_device_that_never_answers_is_noticed(fused_rounds):
             return Pending(torch.zeros(message.num_rows, 1, dtype=torch.long), Copied())
 
     Stuck.fused_rounds = fused_rounds
-    limits = Limits(num_slots=1, prompt_len=4, max_len=8, prefill_microbatch=1, decode_microbatch=1)
-    first = FirstStage(Scheduler(limits), Stuck(), None, mailbox, recorder, num_stages=1)
+    limits = SlotLimits(
+        num_slots=1, prompt_len=4, max_len=8, prefill_microbatch=1, decode_microbatch=1
+    )
+    first = FirstStage(SlotScheduler(limits), Stuck(), None, mailbox, recorder, num_stages=1)
     mailbox.requests.put(Request(id=0, prompt=(1, 2), max_new=1))
     mailbox.requests.put(None)
     thread = threading.Thread(target=first.run, daemon=True)

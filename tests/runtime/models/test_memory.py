@@ -21,9 +21,9 @@ from llmpq.memory import Quantization, embedding_bytes, layer_weight_bytes, stag
 from llmpq.model_spec import ModelSpec
 from llmpq.out_of_memory import out_of_memory
 from llmpq.precision import KVPrecision, Precision
+from llmpq.runtime.cache.cpu_paged_kv import CpuPagedKV
 from llmpq.runtime.cache.kv_by_precision import make_kv_cache
 from llmpq.runtime.cache.kv_cache import KVCache
-from llmpq.runtime.cache.paged_kv import CpuPagedKV
 from llmpq.runtime.cache.plain_kv import PlainKVCache
 from llmpq.runtime.models.experts import Routing, SparseMLP
 from llmpq.runtime.models.stage_model import DTYPES, StageModel

@@ -19,8 +19,8 @@ from llmpq.precision import KVPrecision, Precision
 from llmpq.profiler.quantize.layer_walk import CalibrationRun, random_windows
 from llmpq.profiler.quantize.smooth_channels import smoothed
 from llmpq.runtime.cache.kv_by_precision import make_kv_cache
-from llmpq.runtime.engine.paged_scheduler import PagedScheduler
 from llmpq.runtime.engine.pool_limits import PoolLimits
+from llmpq.runtime.engine.scheduler import Scheduler
 from llmpq.runtime.launch.engine import Engine
 from llmpq.runtime.launch.launcher import Launch
 from llmpq.runtime.launch.stages.stage_settings import StageSettings
@@ -101,7 +101,7 @@ def test_chunks_of_a_pool_give_the_same_tokens(
     requests = [
         Request(id=i, prompt=tuple(prompt), max_new=NEW) for i, prompt in enumerate(prompts)
     ]
-    found = {done.id: done.tokens for done in stages.run(PagedScheduler(limits), requests).finished}
+    found = {done.id: done.tokens for done in stages.run(Scheduler(limits), requests).finished}
     assert [found[i] for i in range(len(prompts))] == models.greedy(family_kind, prompts)
 
 

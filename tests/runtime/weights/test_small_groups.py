@@ -20,7 +20,7 @@ from llmpq.model_spec import ModelSpec
 from llmpq.planner.__main__ import main as planner
 from llmpq.planner.problem.stored_precisions import small_groups, stored_layers
 from llmpq.precision import Precision, WeightScheme
-from llmpq.runtime.backends.build_stage import build_paged_stage
+from llmpq.runtime.backends.build_stage import build_stage
 from llmpq.runtime.step import Step
 from llmpq.runtime.weights.quantized_checkpoint import open_checkpoint
 from llmpq.sizes.pool_size import PoolSize
@@ -126,7 +126,7 @@ def test_a_plan_for_a_cpu_has_the_groups_and_its_bytes(
     assert set(plan.stages[0].precisions) == {Precision.W4A16}
     spec = ModelSpec.from_directory(target)
     size = PoolSize(num_blocks=2, slots=2, max_len=24)
-    build_paged_stage(plan, 0, spec, open_checkpoint(target, spec), torch.device("cpu"), size)
+    build_stage(plan, 0, spec, open_checkpoint(target, spec), torch.device("cpu"), size)
 
 
 @pytest.mark.thin

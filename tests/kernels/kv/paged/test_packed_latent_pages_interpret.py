@@ -54,7 +54,7 @@ def told(mix, plan, *, rows, places):
     blocks = torch.randperm(SLOTS * COLUMNS, generator=torch.Generator().manual_seed(0))
     return PackedRows(
         rows_FR=torch.tensor(table, dtype=torch.int32),
-        dealt=torch.empty(0, dtype=torch.int32),
+        work_split=torch.empty(0, dtype=torch.int32),
         table_SM=blocks.view(SLOTS, COLUMNS).to(torch.int32),
         chunks=max(count for *_, count in mix) > 1,
     )

@@ -22,7 +22,7 @@ pytestmark = pytest.mark.compile
 NUMBERS = ("num_rows", "columns", "window", "q_stride", "kv_stride")
 KINDS = {
     "k_words": "*i32", "v_words": "*i32", "k_params": "*fp16", "v_params": "*fp16",
-    "rows": "*i32", "dealt": "*i32", "table": "*i32", "slopes": "*fp32", "inv_freq": "*fp32",
+    "rows": "*i32", "work_split": "*i32", "table": "*i32", "slopes": "*fp32", "inv_freq": "*fp32",
     "part_ptr": "*fp32", "lse_ptr": "*fp32", "score_scale": "fp32", "factor": "fp32",
     "cap": "fp32", "sinks": "*fp32",
 } | dict.fromkeys(NUMBERS, "i32")  # fmt: skip

@@ -89,7 +89,7 @@ def told(mix, plan, *, rows=None, places=None, seed=0):
     rows_FR = torch.tensor(table, dtype=torch.int32)
     return PackedRows(
         rows_FR=rows_FR,
-        dealt=torch.tensor(plan.dealt(table), dtype=torch.int32),
+        work_split=torch.tensor(plan.work_split(table), dtype=torch.int32),
         table_SM=tables(seed),
         chunks=max(counts) > 1,
     )

@@ -44,7 +44,7 @@ def compiled(kernel, arch, constants, element):
             arguments[name] = "i32"
         elif name in ("score_scale", "cap"):
             arguments[name] = "fp32"
-        elif name in ("rows", "dealt", "table", "arrived"):
+        elif name in ("rows", "work_split", "table", "arrived"):
             arguments[name] = "*i32"
         elif name in ("part_ptr", "lse_ptr", "slopes", "sinks"):
             arguments[name] = "*fp32"

@@ -11,10 +11,10 @@ from llmpq.kernels.kv.paged import paged_plan
 from llmpq.kernels.kv.paged.paged_attend import paged_attend
 from llmpq.kernels.kv.paged.paged_plan import PagedPlan
 from llmpq.kernels.kv.paged.paged_rows import (
-    DEALT,
-    dealt_out,
+    WORK_SPLIT,
     row_table,
     share_of,
+    split_work,
     spread,
     spread_reference,
 )
@@ -79,9 +79,9 @@ def step(mix, plan, *, rows=None, places=None):
     return torch.tensor(table, dtype=torch.int32), places
 
 
-def dealt(rows, plan):
+def work_split(rows, plan):
     """Return what the programs take of a rows' table."""
-    numbers = dealt_out(rows.tolist(), plan.programs, windowed=plan.window > 0)
+    numbers = split_work(rows.tolist(), plan.programs, windowed=plan.window > 0)
     return torch.tensor(numbers, dtype=torch.int32)
 
 
@@ -89,23 +89,23 @@ def dealt(rows, plan):
     "lengths,programs,share",
     [((9, 9, 9), 3, 9), ((9, 9, 9), 9, 3), ((9, 0, 2), 4, 3), ((), 4, 1), ((5,) * 4, 2, 10)],
 )
-def test_the_line_of_tiles_is_dealt_out(lengths, programs, share):
+def test_the_line_of_tiles_is_split_work(lengths, programs, share):
     """Rows of one length are dealt out whole, or evenly; all tiles have one program each."""
     sums = [sum(lengths[: row + 1]) for row in range(len(lengths))] or [0]
     assert share_of(sums, programs) == share
     slots, starts = [*range(7, 7 + len(sums))], [10] * len(sums)
     table = [slots, starts, [], [], [], sums, sums]
-    told = dealt_out(table, programs, windowed=False)
-    assert dealt_out(table, programs, windowed=True) == told * 2
+    told = split_work(table, programs, windowed=False)
+    assert split_work(table, programs, windowed=True) == told * 2
     ends = [0]
-    for row, row_last, last, own_share, begin, end, slot, tokens in batched(told, DEALT):
+    for row, row_last, last, own_share, begin, end, slot, tokens in batched(told, WORK_SPLIT):
         assert own_share == share
         if row_last < row:
             continue
         assert begin <= ends[-1] < end == sums[row] and sums[row_last] >= last
         assert (slot, tokens) == (7 + row, 11)
         ends.append(last)
-    assert ends[-1] == sums[-1] and len(told) == DEALT * programs
+    assert ends[-1] == sums[-1] and len(told) == WORK_SPLIT * programs
 
 
 def batched(values, size):
@@ -138,15 +138,19 @@ def test_attention(heads, groups, dim, dtype, alibi, mix, programs, counted, mon
     used = sum(count for _, _, count in MIXES[mix])
     want = paged_attend_reference(q, k, v, rows, tables(), **options)[:used]
     options |= {"chunks": mix in ("chunks", "mixed")}
-    got = paged_attend(q, k, v, rows, dealt(rows, plan), tables(), plan, **options)
+    got = paged_attend(q, k, v, rows, work_split(rows, plan), tables(), plan, **options)
     assert error(got[:used], want) < TOLERANCE[dtype]
     assert not got[used:].any(), "padding gets zeros"
     if mix == "decode":  # planted faults: another's blocks, a query without its own key
-        wrong = paged_attend(q, k, v, rows, dealt(rows, plan), tables(1), plan, **options)[:used]
+        wrong = paged_attend(q, k, v, rows, work_split(rows, plan), tables(1), plan, **options)[
+            :used
+        ]
         assert error(wrong, want) > 0.1
         rows[1, : len(MIXES[mix])] -= 1
         rows[1].clamp_(min=0)
-        wrong = paged_attend(q, k, v, rows, dealt(rows, plan), tables(), plan, **options)[:used]
+        wrong = paged_attend(q, k, v, rows, work_split(rows, plan), tables(), plan, **options)[
+            :used
+        ]
         assert error(wrong, want) > 0.01
 
 
@@ -188,11 +192,11 @@ def test_rules(kind, mix, programs, dtype, widest):
         left = tables()[slot, : max(start + 1 - plan.window, 0) // BLOCK_TOKENS].long()
         k[left], v[left] = float("nan"), float("nan")
     options |= {"chunks": mix == "mixed"}
-    got = paged_attend(q, k, v, rows, dealt(rows, plan), tables(), plan, **options)[:used]
+    got = paged_attend(q, k, v, rows, work_split(rows, plan), tables(), plan, **options)[:used]
     assert error(got, want) < TOLERANCE[dtype]
     other = {"window": ScoreRule(window=36), "wide": ScoreRule(window=120)}.get(kind, ScoreRule())
     wrong = paged_attend(
-        q, k, v, rows, dealt(rows, plan), tables(), plan, **options | {"rule": other}
+        q, k, v, rows, work_split(rows, plan), tables(), plan, **options | {"rule": other}
     )[:used]
     assert not error(wrong, want) < 1e-2, "the planted fault: another rule"
 
@@ -203,7 +207,9 @@ def test_a_window_wider_than_planned_is_refused():
     pool = torch.zeros(4, 2, BLOCK_TOKENS, 64, dtype=torch.float16)
     q, rule = torch.zeros(places, 8, 64, dtype=torch.float16), ScoreRule(window=31)
     with pytest.raises(ValueError, match="the plan's 30 tokens at most, got 31"):
-        paged_attend(q, pool, pool, rows, dealt(rows, plan), tables(), plan, scale=1.0, rule=rule)
+        paged_attend(
+            q, pool, pool, rows, work_split(rows, plan), tables(), plan, scale=1.0, rule=rule
+        )
 
 
 @pytest.mark.parametrize("dim", [96, 256])
@@ -215,7 +221,9 @@ def test_wide_heads(dim):
     q = normal(places, 4, dim, dtype=torch.float16)
     used = sum(count for _, _, count in MIXES["mixed"])
     want = paged_attend_reference(q, k, v, rows, tables(), scale=dim**-0.5)[:used]
-    got = paged_attend(q, k, v, rows, dealt(rows, plan), tables(), plan, scale=dim**-0.5)[:used]
+    got = paged_attend(q, k, v, rows, work_split(rows, plan), tables(), plan, scale=dim**-0.5)[
+        :used
+    ]
     assert error(got, want) < TOLERANCE[torch.float16]
 
 
@@ -276,5 +284,12 @@ def test_rows_that_do_not_fit_are_refused():
     with pytest.raises(ValueError, match="keys must be"):
         bad = torch.zeros(shape).transpose(1, 2)
         paged_attend(
-            torch.zeros(places, 8, 64), bad, bad, rows, dealt(rows, plan), tables(), plan, scale=1.0
+            torch.zeros(places, 8, 64),
+            bad,
+            bad,
+            rows,
+            work_split(rows, plan),
+            tables(),
+            plan,
+            scale=1.0,
         )

@@ -25,7 +25,7 @@ from llmpq.runtime.backends.gpu.cuda_graphs import DecodeGraphs
 from llmpq.runtime.backends.gpu.cuda_prompts import PromptGraphs
 from llmpq.runtime.backends.gpu.cuda_speculate import CudaSpeculation
 from llmpq.runtime.backends.gpu.device_times import DeviceTimes
-from llmpq.runtime.backends.stage_compute import StageCompute
+from llmpq.runtime.backends.slot_stage_runner import SlotStageRunner
 from llmpq.runtime.cache.kv_cache import KVCache
 from llmpq.runtime.models.stage_model import StageModel
 from llmpq.runtime.pending import Pending, on_its_way
@@ -39,7 +39,7 @@ from llmpq.speculation import MeasuredTimes, SpeculationMode
 from llmpq.workload import Workload
 
 
-class CudaStageCompute(StageCompute):
+class CudaSlotStageRunner(SlotStageRunner):
     """One stage on a GPU, ready to run micro-batches."""
 
     def __init__(
@@ -77,7 +77,7 @@ class CudaStageCompute(StageCompute):
     def enable_speculation(
         self, mode: SpeculationMode, workload: Workload, *, view: StageModel | None = None
     ) -> int:
-        """As `StageCompute.enable_speculation`; its steps are captured as they come."""
+        """As `SlotStageRunner.enable_speculation`; its steps are captured as they come."""
         extra, plain = super().enable_speculation(mode, workload, view=view), self._decode
         self._decode = DecodeGraphs(self.model, self.kv, **self._graph_options)
         self.speculation = CudaSpeculation(
@@ -86,7 +86,7 @@ class CudaStageCompute(StageCompute):
         return extra
 
     def end_speculation(self) -> None:
-        """As `StageCompute.end_speculation`; the graphs of drafts go."""
+        """As `SlotStageRunner.end_speculation`; the graphs of drafts go."""
         super().end_speculation()
         if self.speculation is not None:
             self._decode, self.speculation = self.speculation.plain, None
@@ -113,7 +113,7 @@ class CudaStageCompute(StageCompute):
         self._decode.remember(slots_B, tokens_B1[:, 0].to(self._device))
 
     def warm_up(self, rows: int, prompt_len: int) -> None:
-        """As `StageCompute.warm_up`; captures the decode step of so many rows as well."""
+        """As `SlotStageRunner.warm_up`; captures the decode step of so many rows as well."""
         super().warm_up(rows, prompt_len)
         self._times.forget()
 

@@ -10,11 +10,11 @@ from llmpq.precision import KVPrecision
 from llmpq.runtime.backends.build_stage import load_slots
 from llmpq.runtime.backends.gpu import cuda_graphs, cuda_layers
 from llmpq.runtime.backends.gpu.cuda_graphs import rounded_rows
-from llmpq.runtime.backends.gpu.cuda_stage import CudaStageCompute
-from llmpq.runtime.backends.stage_compute import StageCompute
+from llmpq.runtime.backends.gpu.cuda_slot_stage_runner import CudaSlotStageRunner
+from llmpq.runtime.backends.slot_stage_runner import SlotStageRunner
 from llmpq.runtime.engine.mailbox import Mailbox
-from llmpq.runtime.engine.scheduler import Scheduler
-from llmpq.runtime.engine.slot_limits import Limits
+from llmpq.runtime.engine.slot_limits import SlotLimits
+from llmpq.runtime.engine.slot_scheduler import SlotScheduler
 from llmpq.runtime.engine.stage_loop import FirstStage
 from llmpq.runtime.models import layer_tensors as parts
 from llmpq.runtime.models.layers import DecoderLayer
@@ -49,7 +49,7 @@ def on_gpu_path(monkeypatch, request):
     )
 
 
-class CountingStage(CudaStageCompute):
+class CountingStage(CudaSlotStageRunner):
     """Counts the steps that were issued before their tokens were known."""
 
     blind_steps = 0
@@ -80,14 +80,14 @@ def serve(plan, compute, requests):
     for request in requests:
         mailbox.requests.put(request)
     mailbox.requests.put(None)
-    limits = Limits(
+    limits = SlotLimits(
         num_slots=plan.workload.batch,
         prompt_len=plan.workload.prompt_len,
         max_len=plan.workload.max_len,
         prefill_microbatch=plan.prefill_microbatch,
         decode_microbatch=plan.decode_microbatch,
     )
-    FirstStage(Scheduler(limits), compute, None, mailbox, Recorder(), num_stages=1).run()
+    FirstStage(SlotScheduler(limits), compute, None, mailbox, Recorder(), num_stages=1).run()
     return {finished.id: finished.tokens for finished in mailbox.finished}
 
 
@@ -151,7 +151,7 @@ def test_low_bit_cache(tiny_models, random_prompts, make_plan, on_gpu_path, monk
     monkeypatch.undo()
     spec, cpu = ModelSpec.from_directory(model), torch.device("cpu")
     loaded = load_slots(plan, 0, spec, CheckpointSource(model, spec), cpu)
-    plain = StageCompute(*loaded, cpu, torch.float32)
+    plain = SlotStageRunner(*loaded, cpu, torch.float32)
     requests = [Request(id=i, prompt=tuple(p), max_new=NEW) for i, p in enumerate(prompts)]
     assert serve(plan, plain, requests) == got
 

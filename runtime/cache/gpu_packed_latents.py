@@ -1,4 +1,4 @@
-"""The pool of packed latents (MLA) of a stage on a GPU: 8, 4 or 2 bits (paged_packed_kv.py).
+"""The pool of packed latents (MLA) of a stage on a GPU: 8, 4 or 2 bits (gpu_packed_kv.py).
 
 A latent is key and value at once; both are kept, each rounded on a grid of its own, as slots do.
 
@@ -16,7 +16,7 @@ from llmpq.kernels.kv.paged.packed_pages import PackedRows
 from llmpq.kernels.kv.paged.paged_latents import LatentPlan
 from llmpq.kernels.kv.reference import EVERYTHING, ScoreRule
 from llmpq.model_spec import ModelSpec
-from llmpq.runtime.cache.paged_packed_kv import GpuPackedKV
+from llmpq.runtime.cache.gpu_packed_kv import GpuPackedKV
 from llmpq.runtime.paged_step import PagedStep
 from llmpq.runtime.step import Step
 
@@ -53,7 +53,7 @@ class GpuPackedLatents(GpuPackedKV):
             *(q_BQHD[0], k_BQGD[0, :, 0], self._layers[layer]),
             PackedRows(
                 rows_FR=step.rows_FR,
-                dealt=step.dealt,
+                work_split=step.work_split,
                 table_SM=self._table_SM,
                 chunks=step.chunks,
             ),

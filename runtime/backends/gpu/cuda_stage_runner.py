@@ -2,7 +2,7 @@
 
     steps       runtime/backends/gpu/paged_graphs.py
     results     of a whole model on one device: copied behind the step, and a request's next token
-                may be asked for as -1, "the one this slot produced last" (cuda_stage.py)
+                may be asked for as -1, "the one this slot produced last"
     several     hidden states and tokens stay on the device where links take them from there, and
     stages      steps may be issued ahead of their tokens; else they go through the hosts
 
@@ -23,9 +23,9 @@ from llmpq.runtime.backends.gpu.device_times import DeviceTimes
 from llmpq.runtime.backends.gpu.late_tokens import LateTokens
 from llmpq.runtime.backends.gpu.paged_graphs import PagedGraphs, rungs
 from llmpq.runtime.backends.gpu.paged_rounds import PagedRoundGraphs
-from llmpq.runtime.backends.paged_compute import PagedStageCompute, num_wanted, rows_of
-from llmpq.runtime.cache.device_pages import GpuPagedKVBase
+from llmpq.runtime.backends.stage_runner import StageRunner, num_wanted, rows_of
 from llmpq.runtime.cache.gpu_drafted_kv import GpuDraftedKV
+from llmpq.runtime.cache.gpu_paged_kv_base import GpuPagedKVBase
 from llmpq.runtime.models.stage_model import StageModel
 from llmpq.runtime.pending import Pending, on_its_way
 from llmpq.runtime.request import PagedRow, StepKind
@@ -38,8 +38,8 @@ from llmpq.sizes.pool_size import PoolSize
 from llmpq.speculation import MAX_GAMMA, MeasuredTimes, SpeculationMode
 
 
-class CudaPagedCompute(PagedStageCompute):
-    """One stage on a GPU, ready to run the steps of a `PagedScheduler`."""
+class CudaStageRunner(StageRunner):
+    """One stage on a GPU, ready to run the steps of a `Scheduler`."""
 
     _with_copy = GpuDraftedKV
 
@@ -93,13 +93,13 @@ class CudaPagedCompute(PagedStageCompute):
     def enable_speculation(
         self, mode: SpeculationMode, size: PoolSize, *, layers: Sequence[int]
     ) -> int:
-        """As `PagedStageCompute.enable_speculation`."""
+        """As `StageRunner.enable_speculation`."""
         extra = super().enable_speculation(mode, size, layers=layers)
         self._make_graphs()
         return extra
 
     def end_speculation(self) -> None:
-        """As `PagedStageCompute.end_speculation`; graphs are captured anew."""
+        """As `StageRunner.end_speculation`; graphs are captured anew."""
         super().end_speculation()
         self._make_graphs()
 
@@ -154,7 +154,7 @@ class CudaPagedCompute(PagedStageCompute):
         return self._times.totals()
 
     def leave_on_device(self, *, hidden: bool, tokens: bool = False) -> None:
-        """As of `PagedStageCompute`."""
+        """As of `StageRunner`."""
         self._hidden_stay, self._tokens_stay = hidden, tokens
 
     @torch.inference_mode()

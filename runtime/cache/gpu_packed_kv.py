@@ -33,7 +33,7 @@ from llmpq.kernels.kv.reference import EVERYTHING, ScoreRule
 from llmpq.kernels.kv.storage import KVLayer
 from llmpq.model_spec import ModelSpec
 from llmpq.precision import KVPrecision
-from llmpq.runtime.cache.device_pages import GpuPagedKVBase, write_blocks
+from llmpq.runtime.cache.gpu_paged_kv_base import GpuPagedKVBase, write_blocks
 from llmpq.runtime.cache.kv_cache import PagedKV
 from llmpq.runtime.paged_step import PagedStep
 from llmpq.runtime.request import PagedRow
@@ -83,7 +83,7 @@ class GpuPackedKV(GpuPagedKVBase):
         self._rings = pair(ring, dtype)
         self._layers = [self._layer(index) for index in range(len(layers))]
         self.launches = self._planned(spec, fmt, dtype)
-        self.num_dealt = self.launches.num_dealt
+        self.num_work_split = self.launches.num_work_split
 
     def _planned(self, spec: ModelSpec, fmt: KVFormat, dtype: torch.dtype) -> Any:
         """Return how steps are launched."""
@@ -119,9 +119,9 @@ class GpuPackedKV(GpuPagedKVBase):
         )
         return rows
 
-    def dealt(self, table: Sequence[Sequence[int]]) -> list[int]:
+    def work_split(self, table: Sequence[Sequence[int]]) -> list[int]:
         """Return what each of attention's programs takes of a rows' table."""
-        values: list[int] = self.launches.dealt(table)
+        values: list[int] = self.launches.work_split(table)
         return values
 
     def places(
@@ -156,7 +156,7 @@ class GpuPackedKV(GpuPagedKVBase):
             *(q_THD, k_TGD, v_TGD, self._layers[layer]),
             PackedRows(
                 rows_FR=step.rows_FR,
-                dealt=step.dealt,
+                work_split=step.work_split,
                 table_SM=self._table_SM,
                 chunks=step.chunks,
             ),
@@ -173,7 +173,10 @@ class GpuPackedKV(GpuPagedKVBase):
         """Append the step's keys, with their positions, and values; nothing attends to them yet."""
         assert isinstance(step, PagedStep)
         rows = PackedRows(
-            rows_FR=step.rows_FR, dealt=step.dealt, table_SM=self._table_SM, chunks=step.chunks
+            rows_FR=step.rows_FR,
+            work_split=step.work_split,
+            table_SM=self._table_SM,
+            chunks=step.chunks,
         )
         self._append(layer, k_BQGD[0], v_BQGD[0], rows)
 
@@ -182,7 +185,7 @@ class GpuPackedKV(GpuPagedKVBase):
         num_rows = self._table_SM.shape[0] + 1  # as steps with chunks have, whose kernels are there
         table = self.launches.table([slot], [0], [count], num_rows=num_rows, num_places=count)
         rows_FR = torch.tensor(table, dtype=torch.int32, device=self._device)
-        rows = PackedRows(rows_FR=rows_FR, dealt=rows_FR, table_SM=self._table_SM, chunks=True)
+        rows = PackedRows(rows_FR=rows_FR, work_split=rows_FR, table_SM=self._table_SM, chunks=True)
         for layer in range(len(self._layers)):
             k_BQGD, v_BQGD = other.stored_tokens(layer, slot, count)
             self._append(layer, k_BQGD[0], v_BQGD[0], rows)

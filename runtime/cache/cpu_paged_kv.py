@@ -21,8 +21,8 @@ from llmpq.kernels.cpu.block_attention import BlockRows, attend_blocks, native_t
 from llmpq.kernels.cpu.native_layer import PoolPlace, PoolPlaces
 from llmpq.kernels.kv.reference import EVERYTHING, ScoreRule
 from llmpq.model_spec import ModelSpec
+from llmpq.runtime.cache.block_storage import BlockStorage
 from llmpq.runtime.cache.kv_cache import PagedKV
-from llmpq.runtime.cache.layer_pool import BlockStorage
 from llmpq.runtime.models.attention import NEG_INF, sinks_of, with_scores
 from llmpq.runtime.ragged_step import RaggedStep, Span
 from llmpq.runtime.request import PagedRow
@@ -35,7 +35,7 @@ PIECE_ELEMENTS = 1 << 22
 
 
 class CpuPagedKV(PagedKV):
-    """Unquantised keys and values: one pool of all layers, or one for each kind (layer_pool.py)."""
+    """Unquantised keys and values: one pool of all layers, or one for each kind of layer."""
 
     def __init__(
         self,

@@ -22,12 +22,12 @@ from torch import Tensor
 from llmpq.kernels.fused.rope_append import rope_append_pages
 from llmpq.kernels.kv.paged.paged_attend import paged_attend
 from llmpq.kernels.kv.paged.paged_plan import PagedPlan
-from llmpq.kernels.kv.paged.paged_rows import DEALT, TokenPlaces, dealt_out, row_table, spread
+from llmpq.kernels.kv.paged.paged_rows import WORK_SPLIT, TokenPlaces, row_table, split_work, spread
 from llmpq.kernels.kv.prompt_attend import prompt_attend
 from llmpq.kernels.kv.reference import EVERYTHING, ScoreRule
 from llmpq.model_spec import ModelSpec
 from llmpq.precision import KVPrecision
-from llmpq.runtime.cache.device_pages import GpuPagedKVBase, tokens_of, write_blocks
+from llmpq.runtime.cache.gpu_paged_kv_base import GpuPagedKVBase, tokens_of, write_blocks
 from llmpq.runtime.cache.host_blocks import HostBlocks
 from llmpq.runtime.paged_step import PagedStep
 from llmpq.runtime.request import PagedRow
@@ -112,7 +112,7 @@ class GpuPagedKV(GpuPagedKVBase):
             spec.heads, spec.kv_heads, spec.head_dim, dtype, device, window
         )
         self._on_host = HostBlocks((self.whole.k, self.whole.v))
-        self.num_dealt = DEALT * self.launches.programs * (2 if window else 1)
+        self.num_work_split = WORK_SPLIT * self.launches.programs * (2 if window else 1)
 
     @property
     def nbytes(self) -> int:
@@ -155,10 +155,10 @@ class GpuPagedKV(GpuPagedKVBase):
             window=self.launches.window,
         )
 
-    def dealt(self, table: Sequence[Sequence[int]]) -> list[int]:
+    def work_split(self, table: Sequence[Sequence[int]]) -> list[int]:
         """Return what attention's programs take of a rows' table."""
         plan = self.launches
-        return dealt_out(table, plan.programs, windowed=plan.window > 0)
+        return split_work(table, plan.programs, windowed=plan.window > 0)
 
     def places(
         self, rows_FR: Tensor, num_places: int, *, nobody: int
@@ -208,7 +208,7 @@ class GpuPagedKV(GpuPagedKVBase):
         if whole:
             return prompt_attend(q_THD, k_TGD, v_TGD, step.prompts, scale=scale)[None]
         out_THD = paged_attend(
-            *(q_THD, *pools, step.rows_FR, step.dealt, pool.table_SM, self.launches),
+            *(q_THD, *pools, step.rows_FR, step.work_split, pool.table_SM, self.launches),
             scale=scale,
             alibi_slopes_H=alibi_slopes_H,
             rule=rule,

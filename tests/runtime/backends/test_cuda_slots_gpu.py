@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from llmpq.model_spec import ModelSpec
-from llmpq.runtime.engine.scheduler import Scheduler
+from llmpq.runtime.engine.slot_scheduler import SlotScheduler
 from llmpq.runtime.request import Request
 from llmpq.runtime.weights.sources import CheckpointSource
 from reference.open_stages import OpenStages
@@ -27,7 +27,7 @@ def test_tokens_equal_the_cpus(kind, graphs, tiny_models, random_prompts, make_p
     want = ReferencePipeline.from_directory(model).generate(prompts, max_new=12)
     engine = OpenStages(plan, spec, CheckpointSource(model, spec), device="cuda:0", graphs=graphs)
     requests = [Request(id=i, prompt=tuple(p), max_new=12) for i, p in enumerate(prompts)]
-    tokens = engine.run(Scheduler(limits_of(plan)), requests).tokens
+    tokens = engine.run(SlotScheduler(limits_of(plan)), requests).tokens
     assert [tokens[i] for i in range(len(prompts))] == want
     assert bool(engine.computes[0].captured_rows) == graphs
 
@@ -43,6 +43,6 @@ def test_stages_of_one_process_capture_their_graphs_in_turn(
     for _ in range(4):  # each stage captures at any moment
         engine = OpenStages(plan, spec, source, device=("cuda:0",) * 4, graphs=True)
         requests = [Request(id=i, prompt=tuple(p), max_new=6) for i, p in enumerate(prompts)]
-        engine.run(Scheduler(limits_of(plan)), requests)
+        engine.run(SlotScheduler(limits_of(plan)), requests)
         assert all(compute.captured_rows for compute in engine.computes)
     assert "without CUDA graphs" not in caplog.text

@@ -30,7 +30,7 @@ from llmpq.workload import Workload
 GREEDY = TokenChoice()
 
 
-class StageCompute:
+class SlotStageRunner:
     """One stage, ready to run micro-batches."""
 
     def __init__(

@@ -47,8 +47,8 @@ def ladder(tokens: int) -> int:
     return -(-tokens // rung) * rung
 
 
-class PagedStageCompute:
-    """One stage on a CPU, ready to run the steps of a `PagedScheduler`."""
+class StageRunner:
+    """One stage on a CPU, ready to run the steps of a `Scheduler`."""
 
     fused_rounds = False
     _with_copy: Callable[[Any, Any], PagedKV] = DraftedKV

@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from llmpq.runtime.drafts.drafters import FixedDrafter
-from llmpq.runtime.engine.scheduler import PENDING_TOKEN, Scheduler
-from llmpq.runtime.engine.slot_limits import Limits
-from llmpq.runtime.request import MicroBatch, Request, StepKind
+from llmpq.runtime.engine.slot_limits import SlotLimits
+from llmpq.runtime.engine.slot_scheduler import SlotScheduler
+from llmpq.runtime.request import PENDING_TOKEN, MicroBatch, Request, StepKind
 from llmpq.runtime.sampling_params import TokenChoice
 
 pytestmark = pytest.mark.pure
@@ -67,7 +67,7 @@ class Device:
         return rows
 
 
-def serve(scheduler: Scheduler, device: Device, on_done: Callable[[Request], None]) -> None:
+def serve(scheduler: SlotScheduler, device: Device, on_done: Callable[[Request], None]) -> None:
     """Keep two steps in flight; the device runs them in the order of issue."""
     device.slots = {}
     in_flight: deque[tuple[MicroBatch, list[list[int]]]] = deque()
@@ -93,10 +93,10 @@ def serve(scheduler: Scheduler, device: Device, on_done: Callable[[Request], Non
 )
 @settings(max_examples=150)
 def test_every_request_gets_its_tokens(sizes, decode, gamma, sampled, seed):
-    limits = Limits(num_slots=SLOTS, prompt_len=16, max_len=MAX_LEN, prefill_microbatch=2,
+    limits = SlotLimits(num_slots=SLOTS, prompt_len=16, max_len=MAX_LEN, prefill_microbatch=2,
                     decode_microbatch=decode)  # fmt: skip
     drafter = FixedDrafter("kv4", gamma)
-    scheduler = Scheduler(limits, drafter=drafter)
+    scheduler = SlotScheduler(limits, drafter=drafter)
     scheduler.fused_rounds = True
     device, done = Device(seed), []
     requests = [
@@ -116,9 +116,9 @@ def test_every_request_gets_its_tokens(sizes, decode, gamma, sampled, seed):
 
 
 def test_rounds_run_ahead_and_a_stop_token_ends_a_request_all_the_same():
-    limits = Limits(num_slots=2, prompt_len=8, max_len=MAX_LEN, prefill_microbatch=2,
+    limits = SlotLimits(num_slots=2, prompt_len=8, max_len=MAX_LEN, prefill_microbatch=2,
                     decode_microbatch=2)  # fmt: skip
-    scheduler = Scheduler(limits, drafter=FixedDrafter("kv4", 3))
+    scheduler = SlotScheduler(limits, drafter=FixedDrafter("kv4", 3))
     scheduler.fused_rounds = True
     device, done = Device(1), []
     stop = true_token(0, 4 + 6)
@@ -134,9 +134,9 @@ def test_rounds_run_ahead_and_a_stop_token_ends_a_request_all_the_same():
 
 def test_one_token_more_needs_no_further_round():
     """A row whose rounds under way are sure to bring all its tokens is not issued again."""
-    limits = Limits(num_slots=1, prompt_len=8, max_len=MAX_LEN, prefill_microbatch=1,
+    limits = SlotLimits(num_slots=1, prompt_len=8, max_len=MAX_LEN, prefill_microbatch=1,
                     decode_microbatch=1)  # fmt: skip
-    scheduler = Scheduler(limits, drafter=FixedDrafter("kv4", 3))
+    scheduler = SlotScheduler(limits, drafter=FixedDrafter("kv4", 3))
     scheduler.fused_rounds = True
     scheduler.submit(Request(id=0, prompt=(1,) * 4, max_new=3))
     prefill = scheduler.next_micro_batch()
@@ -154,10 +154,10 @@ def test_one_token_more_needs_no_further_round():
 
 
 def test_acceptance_counts_no_drafts_beyond_the_limit():
-    limits = Limits(num_slots=1, prompt_len=8, max_len=MAX_LEN, prefill_microbatch=1,
+    limits = SlotLimits(num_slots=1, prompt_len=8, max_len=MAX_LEN, prefill_microbatch=1,
                     decode_microbatch=1)  # fmt: skip
     drafter = FixedDrafter("kv4", 5)
-    scheduler = Scheduler(limits, drafter=drafter)
+    scheduler = SlotScheduler(limits, drafter=drafter)
     scheduler.fused_rounds = True
     scheduler.submit(Request(id=0, prompt=(1,) * 4, max_new=4))
     scheduler.complete(scheduler.next_micro_batch(), [[5]])

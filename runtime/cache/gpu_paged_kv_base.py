@@ -36,10 +36,10 @@ class GpuPagedKVBase(PagedKV):
     ) -> list[list[int]]:
         """Return a step's rows as this pool's kernels read them (paged_rows.py)."""
 
-    num_dealt = 0
-    """Numbers that `dealt` returns."""
+    num_work_split = 0
+    """Numbers that `work_split` returns."""
 
-    def dealt(self, table: Sequence[Sequence[int]]) -> list[int]:
+    def work_split(self, table: Sequence[Sequence[int]]) -> list[int]:
         """Return what attention's programs take of a rows' table, if they are told."""
         return []
 
