@@ -58,7 +58,7 @@ class StageRunner:
     ) -> None:
         self.model, self.kv, self._device, self._dtype = model, kv, device, dtype
         self.sampler = RuledSampler()
-        """Chooses tokens on the last stage; `StageActor` gives it the requests' rules."""
+        """Chooses tokens on the last stage; `StageWorker` gives it the requests' rules."""
         self.draft: DraftModel | None = None
         """How the model drafts, if it does."""
         self._draft_probs = DraftProbs()
