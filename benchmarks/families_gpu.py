@@ -43,8 +43,7 @@ from llmpq.memory import Quantization, layer_weight_bytes
 from llmpq.model_spec import ModelSpec
 from llmpq.planner.costs.roofline import experts_hit
 from llmpq.precision import KVPrecision, Precision, WeightScheme
-from llmpq.profiler.timing.cases import Sampling, Target, TimedCase
-from llmpq.profiler.timing.stopwatch import Effort
+from llmpq.profiler.timing.cases import Effort, Sampling, Target, TimedCase
 from llmpq.profiler.timing.timed_layers import TimedModel
 from llmpq.runtime.models.layer_tensors import LayerTensors
 from llmpq.runtime.models.linear import Linear
@@ -118,7 +117,7 @@ def layers(args: argparse.Namespace, kind: str) -> None:
         for timed, case, where, floor_us in cases(name, args, kind):
             found = timed.time(case, EFFORT)
             us = found.seconds * 1e6
-            row(args, "family layer", where | {"how": found.how}, [us], floor=floor_us)
+            row(args, "family layer", where, [us], floor=floor_us)
             print(
                 f"{name:18} {where['precision']:6} {where['batch']:4} {us:8.1f} us  "
                 f"{us / floor_us:5.2f} x floor",
@@ -130,7 +129,7 @@ def kernels(args: argparse.Namespace, kind: str) -> None:
     """Tell the time of layers apart by kernel, those that take longest first."""
     for name in args.models.split(","):
         for timed, case, where, floor_us in cases(name, args, kind):
-            call, count = timed.captured(case)
+            call, count = timed.step(case)
             spent = by_kernel(call)
             whole = sum(us for _, us in spent.values()) / count
             print(

@@ -1,12 +1,19 @@
-"""Predicted against measured layer times at shapes the profile has not seen.
+"""Predicted against measured times at shapes and of jobs that the profile has not seen.
 
     python benchmarks/layer_fidelity.py --model llama-3.1-8b --cluster c.yaml --costs costs.json
 
-For every device kind of the cluster that is here: draws workloads (precision, phase, an odd
-micro-batch from 3 on, a prompt or cache length) inside the profiled ranges, times each as the
-profiler does (on a GPU from a CUDA graph: the device's time, in both phases), and compares with the
-costs. Decode steps have micro-batches that were not timed at any length. Writes two rows a kind:
-mean and 95th percentile of the absolute relative error, in percent.
+For every device kind of the cluster that is here: draws workloads (precision, KV bits, phase, an
+odd micro-batch from 3 on, a prompt's chunk or a cache length) inside the profiled ranges, times
+each as the profiler does, and compares with the costs. Decode steps have micro-batches that were
+not timed at any length. Writes two rows a kind: mean and 95th percentile of the absolute relative
+error, in percent.
+
+    python benchmarks/layer_fidelity.py --cluster clusters/h200x1.yaml --profile --workloads 64 \
+        --kv kv16,kv4 --jobs 16 --out fidelity-out
+
+Profiles first, what it finds kept in `--out`, and `--jobs` of drawn sizes are planned with the
+profile and run by `llmpq-dist bench` with random weights, on one device of the cluster or on all: a
+row a job, predicted and measured, and their mean error.
 
     python benchmarks/layer_fidelity.py --recorded drawn.jsonl --samples profile.samples.jsonl
 
@@ -20,17 +27,21 @@ import argparse
 import json
 import os
 import random
+import statistics
+import subprocess
+import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
-from llmpq.cluster import Cluster, Device
+from llmpq.cluster import Cluster, Device, DeviceGroup
 from llmpq.cost_model import CostModel, LatencyEntry, Phase
 from llmpq.kernels.gpu_timing import write_row
+from llmpq.plan import Plan
 from llmpq.profiler.timing.cases import (
-    Conditions,
+    Effort,
     Sample,
     Sampling,
     Target,
@@ -38,12 +49,14 @@ from llmpq.profiler.timing.cases import (
     model_spec,
 )
 from llmpq.profiler.timing.host_links import gpus_of
-from llmpq.profiler.timing.profile_host import devices_here, fit_entry, padded_to
+from llmpq.profiler.timing.profile_host import conditions_of, devices_here, fit_entry
 from llmpq.profiler.timing.sample_file import SampleLog
 from llmpq.profiler.timing.worker_processes import Group, set_up_for
 
 RESULTS = Path(__file__).parent / "results" / "fidelity.jsonl"
 LEAST_TOKENS = 16
+BEHIND_SHARE = 0.3
+"""Of drawn prompts: chunks that stand behind other tokens."""
 
 
 class Compared(NamedTuple):
@@ -76,9 +89,21 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--rows", type=Path, default=RESULTS)
     parser.add_argument("--commit")
+    parser.add_argument("--profile", action="store_true", help="profile the cluster first")
+    parser.add_argument("--out", type=Path, default=Path("fidelity-out"), help="files of --profile")
+    parser.add_argument("--quick", action="store_true", help="a quick profile")
+    parser.add_argument("--bits", default="16,8,4,3", help="of --profile and of jobs")
+    parser.add_argument("--kv", default="kv16", help="KV precisions of --profile and of jobs")
+    parser.add_argument("--max-batch", type=int, default=64, help="of --profile and of jobs")
+    parser.add_argument("--max-len", type=int, default=4096, help="of --profile and of jobs")
+    parser.add_argument("--jobs", type=int, default=0, help="whole jobs to plan and run")
+    parser.add_argument("--most-gen", type=int, default=128, help="new tokens of a job at most")
+    parser.add_argument("--backend", help="of jobs: processes, threads or ray")
     args = parser.parse_args()
+    if args.profile:
+        args.costs, args.record = profile(args), args.record or args.out / "drawn.jsonl"
     if (args.costs is None) == (args.samples is None):
-        parser.error("give --costs or --samples")
+        parser.error("give --costs, --samples or --profile")
     if args.cluster is None and args.recorded is None:
         parser.error("give --cluster or --recorded")
     costs = fitted(args.samples) if args.costs is None else CostModel.load_json(args.costs)
@@ -95,6 +120,105 @@ def main() -> None:
                 kept.append(sample)
                 samples.append(sample)
         report(args, device.profile_kind, compare(costs, samples))
+    if args.jobs:
+        run_jobs(args, costs)
+
+
+def profile(args: argparse.Namespace) -> Path:
+    """Profile the cluster's devices that are here; return the costs' file."""
+    args.out.mkdir(parents=True, exist_ok=True)
+    path: Path = args.out / "costs.json"
+    quick = ["--quick"] if args.quick else []
+    run(
+        "llmpq.profiler", "--model", args.model, "--cluster", str(args.cluster), "--bits",
+        args.bits, "--kv", args.kv, "--max-batch", str(args.max_batch), "--max-len",
+        str(args.max_len), "-o", str(path), *quick,
+    )  # fmt: skip
+    return path
+
+
+def run_jobs(args: argparse.Namespace, costs: CostModel) -> None:
+    """Plan and run drawn jobs, write a row each, and print their mean error."""
+    rng, cluster = random.Random(args.seed + 1), Cluster.load(args.cluster)
+    dtype = costs.entries[0].dtype
+    errors = []
+    for number in range(args.jobs):
+        clusters = [(1, first_device(cluster))]
+        if len(cluster.devices) > 1:
+            clusters.append((len(cluster.devices), cluster))
+        devices, used = clusters[number % len(clusters)]
+        described = args.out / f"cluster-{devices}.yaml"
+        args.out.mkdir(parents=True, exist_ok=True)
+        # JSON is YAML.
+        described.write_text(json.dumps(used.model_dump(mode="json", by_alias=True)))
+        batch, kv = _log_drawn(rng, 1, args.max_batch), rng.choice(args.kv.split(","))
+        gen = _log_drawn(rng, 4, args.most_gen)
+        prompt = _log_drawn(rng, 16, args.max_len - gen)
+        bits = rng.choice([*args.bits.split(","), args.bits])
+        path = args.out / f"plan-{number}.json"
+        run(
+            "llmpq.planner", "--model", args.model, "--cluster", str(described), "--costs",
+            str(args.costs), "--dtype", dtype, "--batch", str(batch), "--prompt-len", str(prompt),
+            "--gen-len", str(gen), "--kv", kv, "--bits", bits, "--theta", "0.01", "-o", str(path),
+        )  # fmt: skip
+        plan = Plan.load(path)
+        assert plan.predicted is not None
+        backend = [] if args.backend is None else ["--backend", args.backend]
+        said = run(
+            "llmpq.runtime", "bench", "--plan", str(path), "--model", args.model, "--load-format",
+            "dummy", "--repeat", "3", "--json", *backend,
+        )  # fmt: skip
+        found = json.loads(said[said.index("{") :])
+        samples = [batch * gen / rate for rate in found["output_throughputs"]]
+        # Other programs only add time to a CPU's; a GPU is alone.
+        on_cpu = all(stage.is_cpu for stage in plan.stages)
+        measured_s = (min if on_cpu else statistics.median)(samples)
+        prefill_s = (min if on_cpu else statistics.median)(found["prefill_ms"]) / 1e3
+        errors.append(plan.predicted.total_s / measured_s - 1)
+        print(
+            f"  {len(plan.stages)} stages, batch {batch} (micro-batches {plan.prefill_microbatch} "
+            f"and {plan.decode_microbatch}, chunks {plan.prefill_chunk}), {prompt}/{gen}, {kv}, "
+            f"{bits}: measured {measured_s:.3f} s (prefill {prefill_s:.3f}), predicted "
+            f"{plan.predicted.total_s:.3f} ({plan.predicted.prefill_s:.3f}): {errors[-1]:+.1%}",
+            flush=True,
+        )
+        write_row(
+            args.rows,
+            bench="fidelity_job",
+            case={
+                "model": model_spec(args.model).name, "stages": len(plan.stages), "batch": batch,
+                "prompt": prompt, "gen": gen, "kv": kv, "bits": bits, "dtype": dtype,
+            },
+            unit="s",
+            samples=samples,
+            predicted=plan.predicted.total_s,
+            commit=args.commit,
+            device=costs.versions.get(plan.stages[0].profile_kind, plan.stages[0].kind),
+            program="python benchmarks/layer_fidelity.py",
+        )  # fmt: skip
+    print(f"{len(errors)} jobs: mean error {np.abs(errors).mean():.1%}")
+
+
+def first_device(cluster: Cluster) -> Cluster:
+    """Return a cluster of the first device alone."""
+    node, kind = cluster.nodes[0], cluster.devices[0].kind
+    group = (node.devices or (DeviceGroup(kind=kind),))[0].model_copy(update={"count": 1})
+    alone = node.model_copy(update={"devices": (group,), "accelerators": None})
+    return Cluster(name="one", nodes=(alone,))
+
+
+def _log_drawn(rng: random.Random, low: int, high: int) -> int:
+    return round(low * (max(low, high) / low) ** rng.random())
+
+
+def run(module: str, *arguments: str) -> str:
+    """Run a command; return what it printed."""
+    done = subprocess.run(
+        [sys.executable, "-m", module, *arguments], stdout=subprocess.PIPE, text=True, check=False
+    )
+    if done.returncode:
+        raise SystemExit(f"{module} ended with code {done.returncode}; its reason stands above")
+    return done.stdout
 
 
 def recorded(path: Path) -> dict[str, list[Sample]]:
@@ -134,7 +258,11 @@ def compare(costs: CostModel, samples: Sequence[Sample]) -> list[Compared]:
             dtype=target.dtype,
         )
         assert entry is not None, f"the costs have no {target.title}"
-        found.append(Compared(sample, entry.device_s(v=case.v, length=case.length)))
+        if target.phase is Phase.PREFILL:
+            predicted_s = entry.chunk_s(v=case.v, start=case.start, length=case.length)
+        else:
+            predicted_s = entry.seconds(v=case.v, length=case.length, q_len=case.q_len)
+        found.append(Compared(sample, predicted_s))
     return found
 
 
@@ -182,11 +310,15 @@ def _draw_one(rng: random.Random, entry: LatencyEntry, max_tokens: int) -> Timed
     knots = {tokens for regime in entry.regimes for tokens, _ in regime.curve}
     while True:
         v = rng.randrange(3, max(4, entry.sampled_v[1]), 2)
-        length = round(low * (high / low) ** rng.random())
+        length = _log_drawn(rng, low, high)
+        start = 0
+        if entry.phase is Phase.PREFILL and rng.random() < BEHIND_SHARE:
+            start = rng.randrange(high)
+            length = _log_drawn(rng, low, max(low, high - start))
         most = max_tokens if entry.phase is Phase.PREFILL else 16 * max_tokens
         seen = entry.phase is Phase.DECODE and v in knots
-        if v * length <= most and not seen:
-            return TimedCase(target=target, v=v, length=length)
+        if v * length <= most and start + length <= high and not seen:
+            return TimedCase(target=target, v=v, length=length, start=start)
 
 
 def time_all(
@@ -194,15 +326,12 @@ def time_all(
 ) -> Iterator[Sample]:
     """Time the workloads in a process that has the device."""
     set_up = set_up_for(
-        device, model, sampling=Sampling(), rest_s=0.0, seconds_per_case=seconds, min_repeats=3
+        device, model, sampling=Sampling(), effort=Effort(seconds=seconds, min_repeats=3)
     )
     gpus: Sequence[int | None] = (None,) if device.spec.is_cpu else gpus_of(device)
     with Group(set_up, copies=1, gpus=gpus) as group:
-        conditions = Conditions(
-            model_fingerprint=model_spec(model).fingerprint(),
-            machine=group.ready.machine,
-            copies=1,
-            padded_to=padded_to(device),
+        conditions = conditions_of(
+            device, model_spec(model), group.ready.machine, sampling=Sampling()
         )
         for case in drawn:
             yield Sample(conditions=conditions, case=case, timing=group.time(case))

@@ -1,15 +1,18 @@
 """Measured or estimated costs: how long a layer, an embedding, a head or a message takes.
 
 Latency of one decoder layer is linear in shape terms (paper sec. 4.1):
-    prefill  1, v, s, v*s, v*s^2          v micro-batch size, s prompt length
+    prefill  1, v, s, v*s, v*s^2, v*s*p   v micro-batch size, s tokens of a chunk, p before it
     decode   1, v, v*(t+s), t+s           t+s tokens in the cache
     verify   1, v, v*q, v*(t+s), t+s      q new tokens a request
 An entry may hold several regimes (launch floor, memory bound, compute bound); its time is their
 maximum, which stays linear for the planner once v is fixed. Times in seconds.
 
+v*s*p is attention of a chunk to the blocks before it. Another kernel does it than attends within a
+prompt, and it reads KV as it is stored, so it is measured; where it is not, 2 v*s^2 stand for it.
+
 A GPU takes tiles of rows, and another kernel every so many rows, which no term follows. A regime
-may therefore add a polyline in the new tokens of the micro-batch (v*s, v or v*q) to its terms. The
-tokens of a prompt are those it takes with the padding that the runtime gives it.
+may therefore add a polyline in the new tokens of the micro-batch (v*s, v or v*q) to its terms. New
+tokens are counted with the padding that the engine adds (llmpq/sizes/step_padding.py).
 """
 
 from __future__ import annotations
@@ -28,6 +31,7 @@ from llmpq.errors import nearest
 from llmpq.file_form import FileForm
 from llmpq.memory import CpuActivations
 from llmpq.precision import KVPrecision, Precision
+from llmpq.sizes.step_padding import cpu_padded, gpu_padded
 from llmpq.workload import Dtype
 
 MAX_S = 1e9
@@ -78,12 +82,15 @@ class Regime(FileForm):
 
 
 TERMS: Mapping[Phase, tuple[str, ...]] = {
-    Phase.PREFILL: ("1", "v", "s", "v*s", "v*s^2"),
+    Phase.PREFILL: ("1", "v", "s", "v*s", "v*s^2", "v*s*p"),
     Phase.DECODE: ("1", "v", "v*(t+s)", "t+s"),
     Phase.VERIFY: ("1", "v", "v*q", "v*(t+s)", "t+s"),
 }
 
-ATTENTION_TERMS = ("v*s^2", "v*(t+s)", "t+s")
+ATTENTION_TERMS = ("v*s^2", "v*s*p", "v*(t+s)", "t+s")
+
+Padding = Literal["none", "cpu", "gpu"]
+"""Whether new tokens are padded: not, or as `cpu_padded` or `gpu_padded` of step_padding.py say."""
 
 
 def taken_length(phase: Phase, length: float, padded_to: int) -> float:
@@ -93,20 +100,37 @@ def taken_length(phase: Phase, length: float, padded_to: int) -> float:
     return math.ceil(length / padded_to) * padded_to
 
 
-def new_tokens(phase: Phase, *, v: int, length: float, q_len: int = 1) -> float:
-    """Return the tokens that pass through a part: a product's rows."""
-    return v * {Phase.PREFILL: length, Phase.DECODE: 1, Phase.VERIFY: q_len}[phase]
+def new_tokens(
+    phase: Phase, *, v: int, length: float, q_len: int = 1, padding: Padding = "none"
+) -> float:
+    """Return the tokens that pass through a part, padding included: a product's rows."""
+    tokens = v * {Phase.PREFILL: length, Phase.DECODE: 1, Phase.VERIFY: q_len}[phase]
+    if padding == "cpu":
+        return cpu_padded(math.ceil(tokens))
+    if padding == "gpu" and phase is not Phase.DECODE:
+        return gpu_padded(math.ceil(tokens))
+    return tokens
 
 
-def term_values(phase: Phase, *, v: int, length: float, q_len: int = 1) -> dict[str, float]:
+def term_values(
+    phase: Phase,
+    *,
+    v: int,
+    length: float,
+    q_len: int = 1,
+    start: float = 0,
+    padding: Padding = "none",
+) -> dict[str, float]:
     """Return the value of each shape term; `length` is s in prefill and t+s otherwise."""
+    tokens = new_tokens(phase, v=v, length=length, q_len=q_len, padding=padding)
     values = {
         "1": 1.0,
-        "v": float(v),
-        "v*q": float(v * q_len),
+        "v": tokens if phase is Phase.DECODE else float(v),
+        "v*q": tokens,
         "s": length,
-        "v*s": v * length,
+        "v*s": tokens,
         "v*s^2": v * length * length,
+        "v*s*p": v * length * start,
         "v*(t+s)": v * length,
         "t+s": length,
     }
@@ -123,10 +147,13 @@ class LatencyEntry(FileForm):
     kv: KVPrecision = KVPrecision.KV16
     dtype: Dtype
     regimes: tuple[Regime, ...] = Field(min_length=1)
+    padding: Padding = "none"
+    """How new tokens are padded."""
     launch_s: float = Field(default=0.0, ge=0, le=MAX_S)
-    """Time the host takes to enqueue it on a GPU, where no graph does: a step takes the longer."""
+    """A floor of older profiles: the host's time to enqueue a layer. Newer ones measure what an
+    uncaptured step takes as it runs."""
     padded_to: int = Field(default=1, ge=1, le=2**20)
-    """Prompts of so many tokens or more take a multiple of it."""
+    """In older profiles, a multiple of which prompts of so many tokens or more take."""
     sampled_v: tuple[int, int] | None = None
     """Smallest and largest micro-batch that was measured; None for an estimate."""
     sampled_length: tuple[int, int] | None = None
@@ -155,19 +182,13 @@ class LatencyEntry(FileForm):
     def chunk_lines(self, *, v: int, length: float) -> list[tuple[float, float]]:
         """Return (seconds, seconds per position) of each regime, for `length` tokens of v prompts.
 
-        Attention of s tokens that begin at position p takes as long as that of p + s less that of
-        p: 2 p s more products than a prompt of s.
+        Where attention to what stands before a chunk was not measured, that of s tokens that begin
+        at position p takes as long as that of p + s less that of p: 2 p s more products.
         """
         length = taken_length(self.phase, length, self.padded_to)
-        values = term_values(self.phase, v=v, length=length)
-        tokens = new_tokens(self.phase, v=v, length=length)
-        return [
-            (
-                regime.curve_s(tokens) + sum(c * values[t] for t, c in regime.terms.items()),
-                regime.terms.get("v*s^2", 0.0) * 2 * v * length,
-            )
-            for regime in self.regimes
-        ]
+        at = self._device_s(v=v, length=length)
+        before = [r.terms.get("v*s*p", 2 * r.terms.get("v*s^2", 0.0)) for r in self.regimes]
+        return [(s, c * v * length) for s, c in zip(at, before, strict=True)]
 
     def chunk_s(self, *, v: int, start: int, length: float) -> float:
         """Return the time of `length` tokens from position `start` on of v prompts."""
@@ -177,12 +198,24 @@ class LatencyEntry(FileForm):
     def device_s(self, *, v: int, length: float, q_len: int = 1) -> float:
         """Return the time the device takes for one micro-batch of v requests."""
         length = taken_length(self.phase, length, self.padded_to)
-        values = term_values(self.phase, v=v, length=length, q_len=q_len)
-        tokens = new_tokens(self.phase, v=v, length=length, q_len=q_len)
-        return max(
+        return max(self._device_s(v=v, length=length, q_len=q_len))
+
+    def _device_s(self, *, v: int, length: float, q_len: int = 1) -> list[float]:
+        """Return the time of each regime."""
+        padding = self.padding
+        values = term_values(self.phase, v=v, length=length, q_len=q_len, padding=padding)
+        tokens = new_tokens(self.phase, v=v, length=length, q_len=q_len, padding=padding)
+        return [
             regime.curve_s(tokens) + sum(c * values[t] for t, c in regime.terms.items())
             for regime in self.regimes
-        )
+        ]
+
+    def decode_lines(self, *, v: int) -> list[tuple[float, float]]:
+        """Return (seconds, seconds per cached token) of each regime of a decode entry."""
+        return [
+            (at_0, regime.terms.get("t+s", 0.0) + v * regime.terms.get("v*(t+s)", 0.0))
+            for at_0, regime in zip(self._device_s(v=v, length=0), self.regimes, strict=True)
+        ]
 
     def with_products(self, factor: float) -> LatencyEntry:
         """Return a layer's entry whose products take `factor` times as long; attention does not."""

@@ -3,8 +3,8 @@
     $XDG_CACHE_HOME/llmpq/costs/FINGERPRINT/KIND.json      (~/.cache where it is not set)
 
 FINGERPRINT is the model's, KIND what a device's costs are stored under. A file holds one kind of
-device; links lie with their first end. Costs of other kernels are still the closest there is; a
-note says so.
+device; links lie with their first end. Costs of other kernels, or of another engine, are still the
+closest there is; a note says so.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from pathlib import Path
 
 from llmpq.cost_model import CostModel
 from llmpq.devices.device_spec import device_specs
-from llmpq.devices.kernel_sources import kernels_mark
+from llmpq.devices.kernel_sources import stage_mark
 
 _KERNELS = "kernels"
-"""Key of `versions`: kernel_sources.py's mark."""
+"""Key of `versions`: kernel_sources.py's mark of a stage."""
 _UNSAFE = re.compile(r"[^A-Za-z0-9._@-]+")
 
 
@@ -47,8 +47,8 @@ def cached_costs(fingerprint: str, kinds: Iterable[str]) -> tuple[CostModel | No
             continue
         if model.versions.get(_KERNELS) != _mark(kind):
             notes.append(
-                f"the costs of {kind} were measured with other kernels than these; "
-                "llmpq-dist run --profile measures them anew"
+                f"the costs of {kind} were measured with other kernels, or another engine, than "
+                "these; llmpq-dist run --profile measures them anew"
             )
         found = model if found is None else found.merged(model)
     return found, notes
@@ -76,7 +76,7 @@ def store_costs(costs: CostModel) -> list[Path]:
 
 def _mark(kind: str) -> str:
     spec = device_specs().get(kind.partition("@")[0])
-    return kernels_mark(on_cpu=spec is not None and spec.is_cpu)
+    return stage_mark(on_cpu=spec is not None and spec.is_cpu)
 
 
 def _added(kept: CostModel, new: CostModel, mark: str) -> CostModel:

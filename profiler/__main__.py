@@ -27,7 +27,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return end_of(
         "llmpq-profile",
         lambda: _started(command, words)(),
-        interrupted="stopped; samples taken so far are kept, run it again",
+        interrupted="stopped; samples taken so far are on disk, run it again",
         no_memory="take a shorter --window, or another --device",
     )
 

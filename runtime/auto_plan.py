@@ -114,7 +114,7 @@ def plan_job(
 
     spec = ModelSpec.from_directory(model_dir)
     if profile:
-        store_costs(measure(model_dir, cluster, work.dtype))
+        store_costs(measure(model_dir, cluster, work))
     kinds = {device.profile_kind for device in cluster.devices}
     costs, notes = cached_costs(spec.fingerprint(), kinds)
     if costs is not None:
@@ -150,15 +150,19 @@ def _with_useful_threads(cluster: Cluster, weight_bytes: int, rows: int) -> Clus
     return Cluster(name=cluster.name, nodes=(node,), links=cluster.links)
 
 
-def measure(model_dir: str | Path, cluster: Cluster, dtype: Dtype) -> CostModel:
-    """Return costs of a model on this machine's devices, measured by llmpq-profile."""
+def measure(model_dir: str | Path, cluster: Cluster, work: Workload) -> CostModel:
+    """Return costs of a job on this machine's devices, measured by llmpq-profile.
+
+    Its micro-batches and lengths are within what is timed.
+    """
     with tempfile.TemporaryDirectory(prefix="llmpq-profile-") as name:
         described, measured = Path(name) / "cluster.yaml", Path(name) / "costs.json"
         # JSON is YAML.
         described.write_text(json.dumps(cluster.model_dump(mode="json", by_alias=True)))
         command = [
             sys.executable, "-m", "llmpq.profiler", "--model", str(model_dir),
-            "--cluster", str(described), "--dtype", dtype, "--quick", "-o", str(measured),
+            "--cluster", str(described), "--dtype", work.dtype, "--kv", work.kv.value, "--quick",
+            "--max-batch", str(work.batch), "--max-len", str(work.max_len), "-o", str(measured),
         ]  # fmt: skip
         done = subprocess.run(command, stdout=sys.stderr, check=False)
         if done.returncode not in (ExitCode.DONE, ExitCode.SOME_ROWS_FAILED):

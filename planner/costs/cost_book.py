@@ -173,18 +173,36 @@ class CostBook:
         return LinkTerms.split(link.latency_us * 1e-6, 8 / (link.gbps * 1e9), on_cpu=on_cpu)
 
     def warnings(self, devices: tuple[Device, ...], work: Workload) -> list[str]:
-        """Name the device kinds whose shapes lie outside what was sampled."""
-        found = []
-        for device in {d.profile_kind: d for d in devices}.values():
-            entry = self.profile and self.profile.find(
-                device.profile_kind, phase=Phase.DECODE, dtype=work.dtype
-            )
-            if entry and entry.extrapolates(v=work.batch, length=work.prompt_len + work.gen_len):
-                found.append(
-                    f"{device.profile_kind}: batch {work.batch} x {work.prompt_len + work.gen_len} "
-                    "tokens lies outside the profile's samples; times are extrapolated"
+        """Name the device kinds whose shapes lie outside what was sampled, at any precision."""
+        tokens = work.prompt_len + work.gen_len
+
+        def outside(entry: LatencyEntry) -> bool:
+            if entry.part != "layer" or entry.dtype != work.dtype or entry.kv is not work.kv:
+                return False
+            if entry.phase is Phase.PREFILL:  # of which micro-batches are small as need be
+                return entry.sampled_length is not None and (
+                    work.prompt_len > entry.sampled_length[1]
                 )
-        return found
+            return entry.phase is Phase.DECODE and entry.extrapolates(v=work.batch, length=tokens)
+
+        profile = () if self.profile is None else self.profile.entries
+        measured = [entry for entry in profile if entry.source == "profile"]
+        kinds = {entry.device_kind for entry in measured if outside(entry)}
+        older = {entry.device_kind for entry in measured if entry.padding == "none"}
+        notes = []
+        for kind in dict.fromkeys(d.profile_kind for d in devices):
+            if kind in kinds:
+                notes.append(
+                    f"{kind}: batch {work.batch} x {tokens} tokens lies outside the profile's "
+                    f"samples; times are extrapolated (llmpq-profile --max-batch {work.batch} "
+                    f"--max-len {tokens})"
+                )
+            if kind in older:
+                notes.append(
+                    f"{kind}: measured by an older llmpq-profile, which timed another engine than "
+                    "the one that serves; profile it again"
+                )
+        return notes
 
     def unprofiled(self, devices: tuple[Device, ...]) -> list[str]:
         """Explain which device kinds the profile does not know."""
@@ -220,10 +238,5 @@ def mean_decode_s(entry: LatencyEntry, work: Workload, xi: int) -> float:
 
 def decode_times(entry: LatencyEntry, lengths: np.ndarray, xi: int) -> np.ndarray:
     """Return the time of a decode entry at each cache length: the device's, or the host's."""
-    times = []
-    for regime in entry.regimes:
-        terms = regime.terms
-        constant = regime.curve_s(xi) + terms.get("1", 0.0) + xi * terms.get("v", 0.0)
-        slope = xi * terms.get("v*(t+s)", 0.0) + terms.get("t+s", 0.0)
-        times.append(constant + slope * lengths)
+    times = [base + slope * lengths for base, slope in entry.decode_lines(v=xi)]
     return np.maximum(np.max(np.stack(times), axis=0), entry.launch_s)

@@ -140,6 +140,7 @@ class _Costs:
                 precision=self.precision,
                 dtype=self.dtype,
                 regimes=regimes,
+                padding="cpu",
                 source="estimated",
             )
             for phase in (Phase.PREFILL, Phase.DECODE)
@@ -181,6 +182,7 @@ class _Costs:
             kv=kv,
             dtype=self.dtype,
             regimes=(regime,),
+            padding="cpu",
             source="estimated",
         )
 

@@ -3,8 +3,12 @@
 Knows nothing of the runtime's kernels. Every entry is marked `source: estimated`; a profile of the
 same key replaces it. Per decoder layer, with v requests of s (or one) new tokens:
 
-    prefill  max(weight bytes / bandwidth + activations / bandwidth, flops / rate)
+    prefill  max(weight bytes / bandwidth + activations / bandwidth, unpacking + flops / rate)
     decode   max(weight bytes / bandwidth, flops / rate) + KV bytes / bandwidth
+
+Every step of a prefill reads all weights, and a step of many rows first unpacks those of few bits:
+unpacking is weight bytes / bandwidth, 0 at 16 bits. Steps are padded as the engine pads them, and
+beyond the sizes that a GPU has graphs of the host's time to enqueue a layer is the least.
 
 A layer with E experts of which each token takes k reads those that its tokens are expected to hit,
 E (1 - (1 - k/E)^tokens): a polyline in the tokens beside the terms. A token is taken to choose its
@@ -24,11 +28,15 @@ from llmpq.model_spec import ModelSpec
 from llmpq.planner.costs.code_forms import as_measured
 from llmpq.precision import KVPrecision, Precision, WeightScheme
 from llmpq.sizes.kv_format import kv_cache_bytes
+from llmpq.sizes.step_padding import CAPTURED_TOKENS
 from llmpq.workload import DTYPE_BYTES, Dtype
 
 GPU_FLOOR_S = 40e-6
 """Launch latency of one layer's kernels when nothing else limits it."""
 CPU_FLOOR_S = 100e-6
+ENQUEUE_S = 0.6e-3
+"""Least time of a layer of a GPU's step that no graph holds: its host enqueues kernel by kernel
+(0.61 ms at best on an H200's host, launch_s in benchmarks/data/h200-llama-3.1-8b.costs.json)."""
 KNOT_ERROR = 0.005
 """Share by which the polyline of the experts hit may stay below the curve, which is concave."""
 DEQUANT_SLOWDOWN = 1.1
@@ -153,8 +161,21 @@ def _prefill(
         terms={"1": floor + weights / speed, "v*s": activations / speed},
         curve=_over(experts, speed),
     )
-    compute = {"1": floor, "v*s": _linear_flops(spec) / rate, "v*s^2": attention / plain}
-    return _entry(device, "layer", Phase.PREFILL, precision, dtype, memory, Regime(terms=compute))
+    packed = precision.weight_bits < 16
+    compute = Regime(
+        terms={
+            "1": floor + (weights / speed if packed else 0.0),
+            "v*s": _linear_flops(spec) / rate,
+            "v*s^2": attention / plain,
+        },
+        curve=_over(experts, speed) if packed else (),
+    )
+    regimes = [memory, compute]
+    if not device.spec.is_cpu:
+        captured = float(CAPTURED_TOKENS)
+        regimes.append(Regime(terms={}, curve=((captured, 0.0), (captured + 1, ENQUEUE_S),
+                                               (captured + 2, ENQUEUE_S))))  # fmt: skip
+    return _entry(device, "layer", Phase.PREFILL, precision, dtype, *regimes)
 
 
 def _decode(
@@ -256,5 +277,6 @@ def _entry(
         kv=kv,
         dtype=dtype,
         regimes=regimes,
+        padding="cpu" if device.spec.is_cpu else "gpu",
         source="estimated",
     )

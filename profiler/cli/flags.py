@@ -5,12 +5,12 @@ Standard library only, so that `--help` is instant.
 
 from __future__ import annotations
 
-from argparse import Namespace
+from argparse import ArgumentTypeError, Namespace
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from llmpq.commands.command_line import CommandParser, Only
+from llmpq.commands.command_line import CommandParser, Only, token_count
 from llmpq.precision import WEIGHT_ONLY
 
 if TYPE_CHECKING:  # --help opens without what sizes need
@@ -21,12 +21,12 @@ DTYPES = ("float16", "bfloat16", "float32")
 OBSERVED = ("variance", "hessian", "output")
 """Kinds of indicator that read weights and a text."""
 NOTES = """\
-commands (flags alone mean `run`): run, indicator, merge, tune; each has its own --help.
+commands (flags without one mean `run`): run, indicator, merge, tune; each has its own --help.
 Plan with the file: llmpq-algo --costs costs.json"""
 
 SCHEMES = """\
 schemes: w4a4 (Atom: 4-bit weights and activations, outlier channels in 8 bits), w8a8;
-weights alone: w8a16, w4a16, w3a16"""
+weight-only: w8a16, w4a16, w3a16"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,7 +141,7 @@ def run_parser() -> CommandParser:
         "--job",
         daily=True,
         metavar="512/100",
-        help="time only shapes of such a job: prompt tokens / new tokens",
+        help="time only shapes of such a job: prompt tokens / new tokens, such as 32k/1k",
     )
     what.flag("--dtype", choices=DTYPES, help="default: the model's, but float32 on a file's CPUs")
     rounded = "on CPUs, inputs of 3-, 4- and 8-bit weights, as in the plan: exact or int8 (exact)"
@@ -162,15 +162,17 @@ def run_parser() -> CommandParser:
     )
     much = parser.section("how much")
     much.flag("--quick", action="store_true", daily=True, help="few shapes, short repeats")
-    much.flag("--max-batch", type=int, help="largest micro-batch (default 32, 16 with --quick)")
+    batches = "largest micro-batch (default 32, on a GPU 128; with --quick 16, on a GPU 32)"
+    much.flag("--max-batch", type=int, help=batches)
     lengths = Only(lambda a: not a.job, "beside --job, which names its lengths", "leave --job out")
     much.flag(
         "--max-len",
-        type=int,
+        type=token_count,
         only=lengths,
-        help="longest prompt or cache (default 2048, 256 with --quick)",
+        help="longest prompt or cache, such as 32k (default 2k, on a GPU 4k; --quick 256, GPU 1k)",
     )
-    much.flag("--max-tokens", type=int, help="most of one prefill (default 4096, GPU 32768)")
+    most = "new tokens of a step, at most (default 4k, on a GPU 32k; --quick 640, GPU 8k)"
+    much.flag("--max-tokens", type=token_count, help=most)
     there = Only(lambda a: a.ray_address, "without --ray-address", "add --ray-address HOST:PORT")
     seconds = "seconds for hosts that have not joined the Ray (30; 0: none)"
     much.flag("--wait-nodes", type=float, default=30.0, metavar="S", only=there, help=seconds)
@@ -243,7 +245,9 @@ def indicator_parser() -> CommandParser:
         only=observed,
         help="windows of the text to use (default 16)",
     )
-    what.flag("--window", type=int, default=256, only=observed, help="tokens of a window (256)")
+    what.flag(
+        "--window", type=token_count, default=256, only=observed, help="tokens of a window (256)"
+    )
     what.flag(
         "--symmetric", action="store_true", only=observed, help="roundings without zero points"
     )
@@ -333,9 +337,21 @@ def quantize_parser() -> CommandParser:
         help="zero points in w3/w4/w8a16 layers: less error, but Transformers cannot load them",
     )
     how.flag("--windows", type=int, default=128, help="calibration windows (128)")
-    how.flag("--window", type=int, default=2048, help="tokens of a window (2048)")
+    how.flag("--window", type=token_count, default=2048, help="tokens of a window (2048)")
     how.flag("--seed", type=int, default=0, help="where the windows are taken (0)")
     return parser
+
+
+def job_lengths(text: str, *, least_gen: int = 1) -> tuple[int, int]:
+    """Return prompt tokens and new tokens of `512/100` or `32k/1k`."""
+    prompt, _, gen = text.partition("/")
+    try:
+        lengths = token_count(prompt), token_count(gen)
+    except ArgumentTypeError:
+        lengths = 0, 0
+    if lengths[0] < 1 or lengths[1] < least_gen:
+        raise ValueError(f"--job: expected prompt/new tokens such as 512/100, got '{text}'")
+    return lengths
 
 
 def _kinds(*kinds: str) -> Only:

@@ -1,7 +1,7 @@
 """`llmpq-quantize MODEL OUT --scheme w4a4 --text FILE`: a quantised copy of a model directory.
 
-Schemes: w4a4 (Atom: 4-bit weights and activations, outlier channels in 8 bits), w8a8, and weights
-alone: w8a16, w4a16, w3a16. One for all layers, one per layer with commas, or a plan's own.
+Schemes: w4a4 (Atom: 4-bit weights and activations, outlier channels in 8 bits), w8a8, and
+weight-only: w8a16, w4a16, w3a16. One for all layers, one per layer with commas, or a plan's own.
 """
 
 from __future__ import annotations

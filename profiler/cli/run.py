@@ -16,9 +16,9 @@ from llmpq.errors import ExitCode
 from llmpq.missing_packages import require_modules
 from llmpq.model_spec import ModelSpec
 from llmpq.precision import KVPrecision, Precision
-from llmpq.profiler.cli.flags import MergeRequest, ProfileRequest
+from llmpq.profiler.cli.flags import MergeRequest, ProfileRequest, job_lengths
 from llmpq.profiler.cli.tables import links_table, profile_tables
-from llmpq.profiler.timing.cases import Sampling, TimedCase, model_spec
+from llmpq.profiler.timing.cases import Effort, Sampling, TimedCase, model_spec
 from llmpq.profiler.timing.profile_host import (
     HostProfile,
     ProfileJob,
@@ -27,7 +27,7 @@ from llmpq.profiler.timing.profile_host import (
     run,
 )
 from llmpq.profiler.timing.sample_file import SampleLog
-from llmpq.profiler.timing.shape_grid import cases, make_grid
+from llmpq.profiler.timing.shape_grid import TIMED_LAYERS, Reach, cases, make_grid
 
 log = logging.getLogger(__name__)
 
@@ -88,7 +88,6 @@ def make_job(
     if devices is None:
         devices = devices_here(cluster, request.device)
     on_gpu = any(not d.spec.is_cpu for d in devices)
-    max_batch = request.max_batch or (16 if request.quick else 32)
     for name in ("max_batch", "max_len", "max_tokens", "copies"):
         value = getattr(request, name)
         if value is not None and value < 1:
@@ -103,21 +102,33 @@ def make_job(
         dtype=request.dtype or default_dtype(spec, cluster),
         grid=make_grid(
             spec,
+            Reach(
+                max_batch=request.max_batch,
+                max_len=request.max_len,
+                max_tokens=request.max_tokens,
+                job=_job(request.job, spec),
+                cached_tokens=_room(devices, spec),
+            ),
             quick=request.quick,
             on_gpu=on_gpu,
-            max_batch=max_batch,
-            max_len=request.max_len,
-            max_tokens=request.max_tokens,
             verify_q=_counts(request.verify),
-            job=_job(request.job, spec),
         ),
         sampling=_sampling(request),
-        rest_s=REST_S if len(cluster.devices) > 1 else 0.0,
-        seconds_per_case=0.02 if request.quick else GPU_SECONDS if on_gpu else 0.1,
-        min_repeats=3,
+        effort=Effort(
+            seconds=0.02 if request.quick else GPU_SECONDS if on_gpu else 0.1,
+            min_repeats=3,
+            rest_s=REST_S if len(cluster.devices) > 1 else 0.0,
+        ),
         links=len(cluster.devices) > 1,
         cpu_activations=request.cpu_activations,
     )
+
+
+def _room(devices: tuple[Device, ...], spec: ModelSpec) -> int | None:
+    """Return the tokens whose KV takes a quarter of the smallest GPU while layers are timed."""
+    memory = [device.spec.memory for device in devices if not device.spec.is_cpu]
+    token_bytes = 2 * spec.kv_vectors * spec.kv_heads * spec.head_dim
+    return min(memory) // (4 * TIMED_LAYERS * token_bytes) if memory else None
 
 
 def _sampling(request: ProfileRequest) -> Sampling:
@@ -188,12 +199,9 @@ def _job(text: str | None, spec: ModelSpec) -> tuple[int, int] | None:
     """Return prompt tokens and new tokens of `512/100`."""
     if text is None:
         return None
-    prompt, _, gen = text.partition("/")
-    if not (prompt.isdecimal() and gen.isdecimal() and int(prompt) and int(gen) > 1):
-        raise ValueError(f"--job: expected prompt/new tokens such as 512/100, got '{text}'")
-    if int(prompt) + int(gen) > spec.max_positions:
+    prompt, gen = job_lengths(text, least_gen=2)
+    if prompt + gen > spec.max_positions:
         raise ValueError(
-            f"--job: {text} needs {int(prompt) + int(gen)} positions, {spec.name} has "
-            f"{spec.max_positions}"
+            f"--job: {text} needs {prompt + gen} positions, {spec.name} has {spec.max_positions}"
         )
-    return int(prompt), int(gen)
+    return prompt, gen

@@ -228,5 +228,5 @@ def _answer(ref: Any, node: RayNode, doing: str, *, limit_s: float | None = None
         reason = str(failure)
     raise StageLostError(
         f"{node.shown()} has not {doing}: {reason}; look at the host and the network (all ports "
-        "must be open between the hosts) and run it again, samples taken so far are kept"
+        "must be open between the hosts) and run it again, samples taken so far are on disk"
     )

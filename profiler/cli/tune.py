@@ -8,7 +8,7 @@ from llmpq.errors import ExitCode
 from llmpq.model_spec import ModelSpec
 from llmpq.plan import Plan, QuantizationForm
 from llmpq.precision import Precision
-from llmpq.profiler.cli.flags import TuneRequest
+from llmpq.profiler.cli.flags import TuneRequest, job_lengths
 from llmpq.profiler.timing.cases import model_spec
 from llmpq.runtime.tools.tune_products import TuneJob, job_of, line, tune, weight_only
 from llmpq.workload import Workload
@@ -32,12 +32,10 @@ def make_job(request: TuneRequest, spec: ModelSpec) -> TuneJob:
         return job_of(plan, spec, request.seconds)
     if request.batch < 1:
         raise ValueError(f"--batch must be at least 1, got {request.batch}")
-    prompt, _, new = request.job.partition("/")
-    if not (prompt.isdigit() and new.isdigit() and int(prompt) > 0 and int(new) > 0):
-        raise ValueError(f"--job: got '{request.job}', expected PROMPT/NEW tokens, as 512/100")
+    prompt_len, gen_len = job_lengths(request.job)
     precisions = [Precision.parse(name) for name in request.bits.split(",")]
     workload = Workload(
-        batch=request.batch, prompt_len=int(prompt), gen_len=int(new), dtype=request.dtype
+        batch=request.batch, prompt_len=prompt_len, gen_len=gen_len, dtype=request.dtype
     )
     return TuneJob(
         spec=spec,

@@ -137,7 +137,7 @@ class HessianObserver:
 def random_tables(
     num_layers: int, precisions: Sequence[Precision], kv: Sequence[KVPrecision], *, seed: int
 ) -> tuple[Table, KVTable]:
-    """Return uniform numbers in (0, 1), smaller for more bits within a layer (paper sec. 6.5)."""
+    """Return uniform random values of (0, 1), smaller for more bits in a layer (paper sec. 6.5)."""
     rng = np.random.default_rng(seed)
     weights: Table = {precision: [] for precision in precisions}
     caches: KVTable = {bits: [] for bits in kv}

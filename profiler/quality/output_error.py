@@ -27,7 +27,7 @@ from llmpq.precision import KVPrecision, Precision, WeightScheme, default_outlie
 from llmpq.profiler.quality.kv_variance import kv_omega, range_square
 
 SAMPLE_TOKENS = 512
-"""Tokens kept of each linear's input, spread over the calibration text."""
+"""Tokens stored of each linear's input, spread over the calibration text."""
 
 
 @dataclass
@@ -84,7 +84,7 @@ class OutputErrorObserver:
 def output_error(weight_NK: Tensor, x_TK: Tensor, scheme: WeightScheme) -> float:
     """Return mean_t |W x_t - Q(W, x_t)|^2 of one linear.
 
-    A w4a4 scheme says how many outlier channels are kept; one that says none keeps K / 32.
+    A w4a4 scheme says how many outlier channels it has; one that says none has K / 32.
     """
     exact_TN = functional.linear(x_TK.float(), weight_NK.float())
     if scheme.activation_bits == 16:

@@ -132,7 +132,7 @@ class CalibrationRun:
 
 
 class _EnoughSeen(Exception):
-    """Ends a forward whose remainder nobody needs."""
+    """Ends a forward whose remainder is not needed."""
 
 
 class FreshAttention:
@@ -158,7 +158,7 @@ class FreshAttention:
         )
 
     def truncate(self, slots_B: Tensor, length_B: Tensor) -> None:
-        """Nothing is kept, so nothing is forgotten."""
+        """Nothing is stored, so there is nothing to free."""
 
 
 FRESH = FreshAttention()
@@ -174,7 +174,7 @@ def linears(layer: DecoderLayer) -> dict[str, Linear]:
 
 
 def random_windows(tokens: Sequence[int], *, count: int, length: int, seed: int = 0) -> Tensor:
-    """Return `count` windows [W, T] at seeded random places of a token stream."""
+    """Return `count` windows [W, T] at seeded random offsets of a token stream."""
     if not 1 <= count <= MAX_WINDOWS or length < 1:
         raise ValueError(
             f"got {count} calibration windows of {length} tokens, expected 1 to {MAX_WINDOWS} "
@@ -185,8 +185,8 @@ def random_windows(tokens: Sequence[int], *, count: int, length: int, seed: int 
             f"the calibration text has {len(tokens)} tokens, one window takes {length}; give a "
             "longer text or a smaller --window"
         )
-    places = random.Random(seed)
-    starts = [places.randrange(len(tokens) - length + 1) for _ in range(count)]
+    rng = random.Random(seed)
+    starts = [rng.randrange(len(tokens) - length + 1) for _ in range(count)]
     return torch.tensor([list(tokens[start : start + length]) for start in starts])
 
 

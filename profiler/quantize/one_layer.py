@@ -1,11 +1,11 @@
 """One layer quantised by a recipe: Atom's channel order, folds and rounding, or plain GPTQ.
 
 Channel order (w4a4): input channels of each linear sorted by their sum of squares, so that the
-outliers come last. Who puts them there:
+outliers come last. What puts them there:
 
     qkv, gate_up    a gather where the norm's output is rounded; q, k, v share it, gate, up too
     o               a gather of the attention output
-    down            nobody at run time: the rows of gate and up (their biases too) are stored in
+    down            nothing at run time: the rows of gate and up (their biases too) are stored in
                     its order, which passes through the elementwise activation
 
 All experts of a layer share the order of gate_up, so that the norm's output is rounded once for

@@ -13,7 +13,7 @@ from llmpq.profiler.quantize.one_layer import Recipe
 
 SMOOTHING = 0.5
 """demo-7m with 8 outlier channels behind every norm: w4a4 +13.9 % -> +7.0 %, w8a8 +64 % -> +0.2 %;
-without them w4a4 +7.0 % -> +6.9 %. Weights alone lose by it (w4a16 +4.4 % -> +4.8 %)."""
+without them w4a4 +7.0 % -> +6.9 %. Weight-only rounding loses by it (w4a16 +4.4 % -> +4.8 %)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,7 +34,7 @@ class Settings:
     symmetric: bool = True
     """Weight-only layers without zero points, as Transformers can load them."""
     outliers: int | None = None
-    """w4a4: channels kept in 8 bits; None means hidden / 32, at most 128."""
+    """w4a4: channels in 8 bits; None means hidden / 32, at most 128."""
     damping: float = DAMPING
 
 

@@ -8,7 +8,7 @@ runs (Xiao et al., "SmoothQuant", 2023):
     s_k = 2 ^ round(log2( x_k^a / w_k^(1-a) ))       a = 1/2; relative to the middle channel
 
 x_k is the root mean square of the channel over calibration tokens, w_k its largest weight. Powers
-of two, so that norms kept in 16 bits stay exact. Inputs of `o` and `down` are left as they are.
+of two, so that norms in 16 bits stay exact. Inputs of `o` and `down` are left as they are.
 
 K = in_features.
 """

@@ -151,7 +151,7 @@ def _claim(target: Path, description: dict[str, Any]) -> None:
     """Make the output directory, or check that it holds the same run unfinished.
 
     A run that finished no layer, since its settings did not work out, may be followed by another;
-    of another model, embedding and head are not kept.
+    of another model, embedding and head are not stored.
     """
     target.mkdir(parents=True, exist_ok=True)
     state = target / STATE_FILE

@@ -1,8 +1,8 @@
 """What the profiler's processes say to each other and keep on disk: cases, samples, set-ups.
 
 One JSON object a line, over pipes and in `samples.jsonl`. Knows no torch. v is the micro-batch
-size, `length` the prompt length s in prefill and the attended tokens t+s otherwise, q the new
-tokens of one request.
+size, `length` the tokens s of a prompt's chunk in prefill and the attended tokens t+s otherwise, q
+the new tokens of one request.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pydantic import Field
 
 from llmpq.checkpoints.gguf_file import is_model
 from llmpq.checkpoints.hub import local_model
-from llmpq.cost_model import Part, Phase
+from llmpq.cost_model import Padding, Part, Phase
 from llmpq.file_form import FileForm
 from llmpq.memory import CpuActivations
 from llmpq.model_spec import ModelSpec, builtin_name
@@ -46,15 +46,17 @@ class TimedCase(FileForm):
     v: int = Field(gt=0)
     length: int = Field(gt=0)
     q_len: int = Field(default=1, gt=0)
+    start: int = Field(default=0, ge=0)
+    """Tokens of a prompt before the chunk."""
     launch: bool = False
-    """Whether to time how long the host takes to enqueue it, not the device to do it."""
+    """In samples of older profiles: the host's time to enqueue it."""
 
     @property
     def title(self) -> str:
         """Return the target and the shape: `a100 layer decode w4a16, batch 8, 512 tokens`."""
         verify = f", {self.q_len} at once" if self.q_len > 1 else ""
-        launch = ", launch" if self.launch else ""
-        return f"{self.target.title}, batch {self.v}, {self.length} tokens{verify}{launch}"
+        behind = f" behind {self.start}" if self.start else ""
+        return f"{self.target.title}, batch {self.v}, {self.length} tokens{behind}{verify}"
 
     @property
     def new_tokens(self) -> int:
@@ -106,8 +108,12 @@ class Conditions(FileForm):
     cpu_activations: CpuActivations = "exact"
     """Of a CPU."""
     sampling: Sampling = Sampling()
+    padding: Padding = "none"
+    """How the tokens of steps were padded."""
     padded_to: int = Field(default=1, gt=0)
-    """Prompts of so many tokens or more were padded to a multiple, as the device's stage does."""
+    """In samples of older profiles, a multiple of which prompts of so many tokens or more took."""
+    kernels: str = ""
+    """The mark of the sources that were timed (llmpq/devices/kernel_sources.py)."""
 
 
 class Sample(FileForm):
@@ -116,6 +122,17 @@ class Sample(FileForm):
     conditions: Conditions
     case: TimedCase
     timing: CaseTime
+
+
+class Effort(FileForm):
+    """How long one case is repeated."""
+
+    seconds: float = Field(default=0.1, ge=0)
+    min_repeats: int = Field(default=5, gt=0)
+    rest_s: float = Field(default=0.0, ge=0)
+    """Pause before every call on a CPU: a stage that has waited starts with cold caches."""
+    sustain_s: float = Field(default=0.0, ge=0)
+    """Load before a longer call is timed on a GPU: a busy one lowers its clocks."""
 
 
 class SetUp(FileForm):
@@ -131,12 +148,7 @@ class SetUp(FileForm):
     """SMs of an emulated GPU."""
     sampling: Sampling = Sampling()
     cpu_activations: CpuActivations = "exact"
-    rest_s: float = Field(default=0.0, ge=0)
-    """Pause before every call."""
-    sustain_s: float = Field(default=0.0, ge=0)
-    """How long a call on a GPU runs before it is timed: a busy one lowers its clocks."""
-    seconds_per_case: float = Field(default=0.1, gt=0)
-    min_repeats: int = Field(default=5, gt=0)
+    effort: Effort = Effort()
 
 
 class LinkJob(FileForm):

@@ -1,9 +1,9 @@
 """Compile a GPU's kernels before anything is timed: some processes for each precision, all at once.
 
-A layer's kernels are compiled when first called, a few seconds each, and kept on disk: one process
-after the other would spend minutes on them. The same cases are called here that will be timed, so
-nothing has to be known of kernels; neighbours in the list share most, so a process takes a piece of
-it. Knows no torch.
+A layer's kernels are compiled when first called, a few seconds each, and cached on disk: one
+process after the other would spend minutes on them. The same cases are called here that will be
+timed, so nothing has to be known of kernels; neighbours in the list share most, so a process takes
+a piece of it. Knows no torch.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from contextlib import ExitStack, closing
 
 from llmpq.errors import StageLostError
 from llmpq.precision import Precision
-from llmpq.profiler.timing.cases import CaseTime, Ready, SetUp, TimedCase
+from llmpq.profiler.timing.cases import CaseTime, Effort, Ready, SetUp, TimedCase
 from llmpq.profiler.timing.worker_processes import Child, JobFailedError
 
 log = logging.getLogger(__name__)
@@ -51,10 +51,10 @@ def compile_ahead(
     pieces = [piece for its in of_precision.values() for piece in _pieces(its, each)]
     if len(pieces) < 2:
         return {}
-    hasty = set_up.model_copy(update={"seconds_per_case": 1e-4, "min_repeats": 1, "sustain_s": 0.0})
+    once = set_up.model_copy(update={"effort": Effort(seconds=1e-4, min_repeats=1)})
     with ThreadPoolExecutor(len(pieces)) as pool:
         # Consumed, so that an error of a thread is raised here.
-        parts = list(pool.map(lambda its: _call(hasty, its, gpu), pieces))
+        parts = list(pool.map(lambda its: _call(once, its, gpu), pieces))
     failed = {case: error for part in parts for case, error in part.items()}
     for error in dict.fromkeys(failed.values()):
         its = [case.title for case, reason in failed.items() if reason == error]

@@ -26,7 +26,7 @@ class HostWorker:
         torch.set_num_threads(1)
 
     def profile(self, job: ProfileJob) -> dict[str, Any]:
-        """Time a job's devices here; samples are kept in this host's cache for the next time."""
+        """Time a job's devices here; samples stay in this host's cache for the next time."""
         name = f"{job.spec.fingerprint()}-{socket.gethostname()}.jsonl"
         folder = cache_folder().parent / "samples"
         folder.mkdir(parents=True, exist_ok=True)

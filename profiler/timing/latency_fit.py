@@ -2,8 +2,8 @@
 
 One regime is tried first. Where its held-out error misses the target, two regimes are fitted whose
 maximum is the time (a floor and a slope, say), then a polyline in the new tokens beside the terms
-of attention (polyline.py); each is kept if it is clearly better on held-out samples. Knows no
-torch: numbers in, coefficients out.
+of attention (polyline.py); each is taken if it is clearly better on held-out samples. Knows no
+torch: values in, coefficients out.
 """
 
 from __future__ import annotations
@@ -14,7 +14,15 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from llmpq.cost_model import TERMS, ErrorStats, Phase, Regime, new_tokens, term_values
+from llmpq.cost_model import (
+    TERMS,
+    ErrorStats,
+    Padding,
+    Phase,
+    Regime,
+    new_tokens,
+    term_values,
+)
 from llmpq.profiler.timing.polyline import CURVE_TERMS, MIN_KNOTS, choose_knots, hats
 
 Array = NDArray[np.float64]
@@ -24,6 +32,8 @@ TARGET_ERROR = 0.05
 CLEARLY = 0.8
 """A second regime must bring the held-out error below this share of the first one's."""
 FOLDS = 5
+BEHIND = "v*s*p"
+"""The term that only chunks behind other tokens can be fitted with."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,6 +43,8 @@ class Point:
     v: int
     length: int
     q_len: int = 1
+    start: int = 0
+    """Tokens before a prompt's chunk."""
     seconds: float
 
 
@@ -50,15 +62,20 @@ def fit_latency(
     *,
     terms: Sequence[str] | None = None,
     target: float = TARGET_ERROR,
+    padding: Padding = "none",
 ) -> Fit:
-    """Fit one or two regimes or a curve to the points; `terms` limits the shape terms used."""
-    names = tuple(terms or TERMS[phase])
+    """Fit one or two regimes or a curve to the points; `terms` limits the shape terms used.
+
+    `padding`: of the steps that were timed.
+    """
+    behind = any(point.start for point in points)
+    names = tuple(name for name in terms or TERMS[phase] if behind or name != BEHIND)
     if len(points) < 3:
         raise ValueError(
             f"{len(points)} samples are too few to fit {phase.value} times to {len(names)} terms; "
             "take at least 3 shapes (larger --max-batch or --max-len)"
         )
-    rows = [term_values(phase, v=p.v, length=p.length, q_len=p.q_len) for p in points]
+    rows = [_values(phase, p, padding) for p in points]
     x_SK = np.array([[row[name] for name in names] for row in rows])
     y_S = np.array([p.seconds for p in points])
     one = _cross_check(x_SK, y_S, 1)
@@ -68,7 +85,7 @@ def fit_latency(
         if two.mean() < CLEARLY * one.mean():
             count, held_out = 2, two
     if held_out.mean() > target and (phase is not Phase.PREFILL or terms is None):
-        curve = _Curve.of(phase, points, names)
+        curve = _Curve.of(phase, points, names, padding)
         if curve is not None and (errors := curve.cross_check()).mean() < CLEARLY * held_out.mean():
             return Fit(regimes=(curve.fit(),), held_out=_stats(errors))
     coefficients = _fit_max(x_SK, y_S, count)
@@ -114,13 +131,18 @@ class _Curve:
     y_S: Array
 
     @classmethod
-    def of(cls, phase: Phase, points: Sequence[Point], names: Sequence[str]) -> _Curve | None:
+    def of(
+        cls, phase: Phase, points: Sequence[Point], names: Sequence[str], padding: Padding
+    ) -> _Curve | None:
         """Return the samples, None if they have too few token counts for a curve."""
         beside = tuple(name for name in CURVE_TERMS[phase] if name in names)
-        tokens = [new_tokens(phase, v=p.v, length=p.length, q_len=p.q_len) for p in points]
+        tokens = [
+            new_tokens(phase, v=p.v, length=p.length, q_len=p.q_len, padding=padding)
+            for p in points
+        ]
         if len(choose_knots(tokens)) < MIN_KNOTS:
             return None
-        rows = [term_values(phase, v=p.v, length=p.length, q_len=p.q_len) for p in points]
+        rows = [_values(phase, p, padding) for p in points]
         return cls(
             beside,
             np.array([[row[name] for name in beside] for row in rows]).reshape(len(rows), -1),
@@ -133,7 +155,7 @@ class _Curve:
         knots, c = self._solve(np.ones(len(self.y_S), dtype=bool))
         values, beside = c[: len(knots)], c[len(knots) :]
         return Regime(
-            terms={n: float(v) for n, v in zip(self.names, beside, strict=True) if v > 0},
+            terms=_positive(self.names, beside),
             curve=tuple((k, float(v)) for k, v in zip(knots, values, strict=True)),
         )
 
@@ -155,8 +177,17 @@ class _Curve:
 
 
 def _regime(names: Sequence[str], c_K: Array) -> Regime:
-    terms = {name: float(c) for name, c in zip(names, c_K, strict=True) if c > 0}
-    return Regime(terms=terms or {"1": 0.0})
+    return Regime(terms=_positive(names, c_K) or {"1": 0.0})
+
+
+def _positive(names: Sequence[str], c_K: Array) -> dict[str, float]:
+    """Return the terms that count; what was measured as nothing behind a chunk is said."""
+    pairs = zip(names, c_K, strict=True)
+    return {name: float(c) for name, c in pairs if c > 0 or name == BEHIND}
+
+
+def _values(phase: Phase, p: Point, padding: Padding) -> dict[str, float]:
+    return term_values(phase, v=p.v, length=p.length, q_len=p.q_len, start=p.start, padding=padding)
 
 
 def _solve(x_SK: Array, y_S: Array) -> Array:
@@ -179,10 +210,10 @@ def _errors(coefficients: Sequence[Array], x_SK: Array, y_S: Array) -> Array:
 
 
 def _fit_max(x_SK: Array, y_S: Array, count: int) -> list[Array]:
-    """Fit `count` regimes so that their maximum meets the samples.
+    """Fit `count` regimes so that their maximum is near the samples.
 
     Two regimes: split the samples by each shape term and by time, fit each side, hand every sample
-    to the regime that is larger there, and repeat; the best of all starts is kept.
+    to the regime that is larger there, and repeat; the best of all starts is taken.
     """
     single = [_solve(x_SK, y_S)]
     if count == 1:

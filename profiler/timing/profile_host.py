@@ -14,6 +14,7 @@ from itertools import groupby
 
 from llmpq.cluster import Cluster, Device
 from llmpq.cost_model import CostModel, LatencyEntry, LinkCost, taken_length
+from llmpq.devices.kernel_sources import stage_mark
 from llmpq.errors import StageLostError, unknown_name
 from llmpq.memory import CpuActivations
 from llmpq.model_spec import ModelSpec
@@ -21,6 +22,7 @@ from llmpq.precision import KVPrecision, Precision
 from llmpq.profiler.timing.cases import (
     CaseTime,
     Conditions,
+    Effort,
     Sample,
     Sampling,
     SetUp,
@@ -38,7 +40,6 @@ from llmpq.profiler.timing.worker_processes import (
     set_up_for,
     visible_gpus,
 )
-from llmpq.sizes.gpu_workspace import PROMPT_WIDTH
 from llmpq.version import __version__
 from llmpq.workload import Dtype
 
@@ -67,13 +68,11 @@ class ProfileJob:
     dtype: Dtype
     grid: ShapeGrid
     sampling: Sampling
-    rest_s: float
-    seconds_per_case: float
-    min_repeats: int
+    effort: Effort
     links: bool
     """Whether the cluster has links to time: more than one device."""
     cpu_activations: CpuActivations = "exact"
-    """What weights of few bits meet on CPUs while they are timed."""
+    """What CPUs multiply weights of few bits by."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,7 +123,7 @@ def run(job: ProfileJob, samples: SampleLog, on_case: OnCase) -> HostProfile:
                     groups,
                     lambda device: _set_up(job, device),
                     hidden=job.spec.hidden,
-                    seconds=50 * job.seconds_per_case,
+                    seconds=50 * job.effort.seconds,
                     failed=failed_links,
                 )
             )
@@ -195,9 +194,28 @@ def _num_cores() -> int:
     return os.cpu_count() or 1
 
 
-def padded_to(device: Device) -> int:
-    """Return what prompts are padded to on a device, see `taken_length`."""
-    return 1 if device.spec.is_cpu else PROMPT_WIDTH
+def conditions_of(
+    device: Device,
+    spec: ModelSpec,
+    machine: str,
+    *,
+    sampling: Sampling,
+    copies: int = 1,
+    rest_s: float = 0.0,
+    cpu_activations: CpuActivations = "exact",
+) -> Conditions:
+    """Return what samples of a device are taken under by the sources that are here."""
+    on_cpu = device.spec.is_cpu
+    return Conditions(
+        model_fingerprint=spec.fingerprint(),
+        machine=machine,
+        copies=copies,
+        rest_s=rest_s,
+        sampling=sampling,
+        cpu_activations=cpu_activations if on_cpu else "exact",
+        padding="cpu" if on_cpu else "gpu",
+        kernels=stage_mark(on_cpu=on_cpu),
+    )
 
 
 def _set_up(job: ProfileJob, device: Device) -> SetUp:
@@ -205,9 +223,7 @@ def _set_up(job: ProfileJob, device: Device) -> SetUp:
         device,
         job.model,
         sampling=job.sampling,
-        rest_s=job.rest_s,
-        seconds_per_case=job.seconds_per_case,
-        min_repeats=job.min_repeats,
+        effort=job.effort,
         cpu_activations=job.cpu_activations,
     )
 
@@ -237,14 +253,14 @@ def _take(
         precisions=job.precisions,
         kv=job.kv,
     )
-    conditions = Conditions(
-        model_fingerprint=job.spec.fingerprint(),
-        machine=group.ready.machine,
+    conditions = conditions_of(
+        device,
+        job.spec,
+        group.ready.machine,
         copies=job.copies[device.profile_kind],
-        rest_s=job.rest_s,
+        rest_s=job.effort.rest_s,
         sampling=job.sampling,
-        cpu_activations=job.cpu_activations if device.spec.is_cpu else "exact",
-        padded_to=padded_to(device),
+        cpu_activations=job.cpu_activations,
     )
     done = samples.taken(wanted, conditions)
     if not (device.spec.is_cpu or compiled):
@@ -297,7 +313,7 @@ def _restart(group: Group, failed: dict[TimedCase, str]) -> None:
         *_, (case, error) = failed.items()
         raise StageLostError(
             f"the GPU refused further work after {case.title} ({error}), as after "
-            f"{MOST_RESTARTS} cases before it; samples taken so far are kept"
+            f"{MOST_RESTARTS} cases before it; samples taken so far are on disk"
         )
     group.restart()
 
@@ -316,14 +332,14 @@ def _by_target(samples: Sequence[Sample]) -> dict[Target, list[Sample]]:
 
 def fit_entry(target: Target, samples: Sequence[Sample]) -> LatencyEntry:
     """Fit one entry; the past length of embedding and head in decode is no part of its range."""
-    launch_s = min((s.timing.seconds for s in samples if s.case.launch), default=0.0)
     samples = [s for s in samples if not s.case.launch]
-    width = samples[0].conditions.padded_to
+    width, padding = samples[0].conditions.padded_to, samples[0].conditions.padding
     points = [
         Point(
             v=s.case.v,
             length=int(taken_length(target.phase, s.case.length, width)),
             q_len=s.case.q_len,
+            start=s.case.start,
             seconds=s.timing.seconds,
         )
         for s in samples
@@ -332,8 +348,8 @@ def fit_entry(target: Target, samples: Sequence[Sample]) -> LatencyEntry:
     # Quiet samples (a GPU's graphs: 0.2 %) are worth a closer fit than noisy ones.
     noise = _median([s.timing.noise for s in samples])
     wanted = min(TARGET_ERROR, max(LEAST_TARGET, noise))
-    fit = fit_latency(target.phase, points, terms=terms, target=wanted)
-    lengths = [p.length for p in points]
+    fit = fit_latency(target.phase, points, terms=terms, target=wanted, padding=padding)
+    lengths = [p.start + p.length for p in points]
     has_length = terms is None or "v*s" in terms
     return LatencyEntry(
         device_kind=target.device_kind,
@@ -343,7 +359,7 @@ def fit_entry(target: Target, samples: Sequence[Sample]) -> LatencyEntry:
         kv=target.kv,
         dtype=target.dtype,
         regimes=fit.regimes,
-        launch_s=launch_s,
+        padding=padding,
         padded_to=width,
         sampled_v=(min(p.v for p in points), max(p.v for p in points)),
         sampled_length=(min(lengths), max(lengths)) if has_length else None,

@@ -17,10 +17,10 @@ from llmpq.profiler.timing.cases import Conditions, Sample, TimedCase
 
 
 class SampleLog:
-    """The samples already on disk, and a place to append more.
+    """The samples already on disk, and a file to append more to.
 
     Only samples of the same model, machine and number of copies count as done: times of another
-    machine are kept in the file and left alone.
+    machine stay in the file and are not used.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -45,7 +45,7 @@ class SampleLog:
         """Write one sample through to the file."""
         self._samples.append(sample)
         line = json.dumps(sample.model_dump(mode="json")) + "\n"
-        with naming(self._path, kept="the samples before are kept, run it again to continue"):
+        with naming(self._path, kept="the samples before stay, run it again to continue"):
             self._file.write(line)
             self._file.flush()
 

@@ -1,13 +1,12 @@
-"""Which shapes are timed: a grid of micro-batch sizes and lengths per target.
+"""Which shapes are timed: a grid of micro-batch sizes, chunks and cache lengths per target.
 
 Knows no torch and no clock. The grid is geometric, since the fit minimises relative error; sizes in
-between (3, 48, ...) keep it from resting on powers of two alone, where kernels are at their best.
+between (3, 48, ...) keep it from resting on powers of two only, where kernels are at their best.
 
-On a GPU prompts are laid out by the tokens of a micro-batch, up to many more: its products see only
-them, in tiles, so that one token more than a tile costs as much as the next tile. Both sides of
-every edge are timed while a tile is a good part of the whole; some counts also with short and with
-long prompts, which tells attention from the rest. Fewest tokens come first, and decode before
-prompts: after heavy load a GPU's clocks stay low for a while.
+Prompts are laid out by the tokens of a step, which is all that products see: as many short prompts
+and as few long ones as there may be, and on a GPU at every size that steps are padded to. Some are
+chunks behind other tokens, which tells attention to blocks from attention within a prompt. Fewest
+tokens come first, and decode before prompts: after heavy load a GPU's clocks stay low for a while.
 """
 
 from __future__ import annotations
@@ -20,115 +19,148 @@ from llmpq.cost_model import Phase
 from llmpq.model_spec import ModelSpec
 from llmpq.precision import KVPrecision, Precision
 from llmpq.profiler.timing.cases import Target, TimedCase
-from llmpq.sizes.gpu_workspace import padded_prompt
-from llmpq.workload import Dtype
+from llmpq.workload import CHUNK_TOKENS, Dtype
 
+TIMED_LAYERS = 4
+"""Layers that are timed together, if the model has as many."""
 CACHED = 16
 """Tokens a cache may hold, per new token a case may have: attention reads, a layer computes."""
+LEAST_LEN = 16
+"""Tokens of the shortest prompts that several are timed of together."""
+LEAST_END_CASES = 5
+"""Prompts of embedding and head; more are timed only where powers of two are too few."""
+CHUNKS = (128, CHUNK_TOKENS, 4 * CHUNK_TOKENS)
+"""Tokens of a prompt's chunks that are timed behind other tokens."""
+CHUNK_ROWS = (1, 4)
+"""Prompts whose chunks are timed together."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reach:
+    """How far the shapes to time go; what is not given is as far as the defaults."""
+
+    max_batch: int | None = None
+    """Requests of a micro-batch."""
+    max_len: int | None = None
+    """Tokens of the longest prompt or cache."""
+    max_tokens: int | None = None
+    """New tokens of a step."""
+    job: tuple[int, int] | None = None
+    """Only these prompt tokens, and the caches while that many are generated."""
+    cached_tokens: int | None = None
+    """Tokens that the caches of a case may hold, if the device has no room for more."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ShapeGrid:
-    """Micro-batch sizes and lengths to time, and the most tokens of one case."""
+    """The shapes to time."""
 
-    prefill_v: tuple[int, ...]
-    prefill_length: tuple[int, ...]
+    prefill: tuple[tuple[int, int, int], ...]
+    """(micro-batch size, tokens of each prompt's chunk, tokens before it)."""
+    decode: tuple[tuple[int, int], ...]
+    """(micro-batch size, tokens in the cache)."""
+    verify_q: tuple[int, ...] = ()
+    """New tokens of a request in a verify step."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Sizes:
+    """Values to combine, and the defaults of `Reach`."""
+
+    prefill_tokens: tuple[int, ...]
+    """New tokens of a step."""
+    splits: int
+    """Ways to have as many tokens: short prompts, long ones, some in between."""
     decode_v: tuple[int, ...]
     decode_length: tuple[int, ...]
-    prefill_tokens: tuple[int, ...] = ()
-    """New tokens of a prefill, in place of every micro-batch size with every length."""
-    prefill_edges: tuple[int, ...] = ()
-    """New tokens that fill tiles of a layer's products: timed, and the next larger prefill."""
-    verify_q: tuple[int, ...] = ()
-    launch: bool = False
-    """Whether the host's time to enqueue a layer of a prompt is timed too."""
+    max_batch: int
+    max_len: int
     max_tokens: int
-    """Most new tokens of a prefill case; a cache may hold `CACHED` times as many."""
 
 
-_QUICK = ShapeGrid(
-    prefill_v=(1, 3, 8),
-    prefill_length=(16, 64, 128),
-    decode_v=(1, 2, 4, 8),
-    decode_length=(24, 128),
+_QUICK = _Sizes(
+    prefill_tokens=(16, 32, 64, 128, 256, 512),
+    splits=2,
+    decode_v=(1, 2, 4, 8, 16, 32, 64, 128),
+    decode_length=(24, 128, 1024),
+    max_batch=16,
+    max_len=256,
     max_tokens=640,
 )
-_FULL = ShapeGrid(
-    prefill_v=(1, 2, 3, 4, 8, 16),
-    prefill_length=(32, 96, 128, 256, 512, 1024),
-    decode_v=(1, 2, 3, 4, 8, 16, 32, 64),
-    decode_length=(64, 192, 512, 1024, 2048),
+_FULL = _Sizes(
+    prefill_tokens=(*(4, 8, 16, 32, 64, 96, 128, 256, 384, 512, 1024, 2048, 4096, 8192),),
+    splits=3,
+    decode_v=(1, 2, 3, 4, 8, 16, 32, 64, 128, 256),
+    decode_length=(64, 192, 512, 1024, 2048, 8192, 32768),
+    max_batch=32,
+    max_len=2048,
     max_tokens=4096,
 )
-_GPU = ShapeGrid(
-    prefill_v=(1, 2, 4, 8, 16, 32, 64),
-    prefill_length=(16, 32, 64, 128, 256, 512, 1024, 2048, 4096),
-    prefill_tokens=(
-        *(16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 6144, 8192, 12288, 16384, 32768),
-    ),
-    # Tiles have 16 to 256 rows; kernels of few rows change with powers of two.
-    prefill_edges=(16, 32, 64, *range(128, 1024, 64), *range(1024, 4097, 256)),
-    decode_v=(1, 2, 3, 4, 5, 8, 9, 12, 16, 17, 24, 32, 33, 48, 64),
-    decode_length=(64, 512, 1024, 2048, 4096),
-    launch=True,
+_GPU_QUICK = _Sizes(
+    prefill_tokens=(*(16, 32, 64, 128, 192, 256, 320, 384, 448, 512, 768, 1024, 1280, 2048, 4096),
+                    *(8192, 16384, 32768)),
+    splits=2,
+    decode_v=(1, 2, 4, 8, 9, 16, 17, 32, 64, 128, 256),
+    decode_length=(64, 1024, 8192),
+    max_batch=32,
+    max_len=1024,
+    max_tokens=8192,
+)  # fmt: skip
+_GPU = _Sizes(
+    # Every padded size up to 4,096; kernels of few rows change with powers of two.
+    prefill_tokens=(*(16, 32), *range(64, 512, 64), *range(512, 4097, 256),
+                    *(5120, 6144, 8192, 12288, 16384, 32768)),
+    splits=3,
+    decode_v=(1, 2, 3, 4, 5, 8, 9, 12, 16, 17, 24, 32, 33, 48, 64, 96, 128, 192, 256),
+    decode_length=(64, 512, 1024, 2048, 4096, 16384, 65536),
+    max_batch=128,
+    max_len=4096,
     max_tokens=32768,
-)
-
-
-LEAST_PREFILLS = 3
-"""Batches of one job's prompts that a fit of prefill times needs."""
+)  # fmt: skip
 
 
 def make_grid(
     spec: ModelSpec,
+    reach: Reach,
     *,
     quick: bool,
     on_gpu: bool = False,
-    max_batch: int,
-    max_len: int | None = None,
-    max_tokens: int | None = None,
     verify_q: Sequence[int] = (),
-    job: tuple[int, int] | None = None,
 ) -> ShapeGrid:
-    """Return the grid up to `max_batch` requests of `max_len` tokens.
-
-    By default the longest is what the model allows, at most 256 in a quick run and 2048 otherwise,
-    4096 on a GPU. `job`: only these prompt tokens, and the caches while that many are generated.
-    """
-    longest = min(max_len or (256 if quick else 4096 if on_gpu else 2048), spec.max_positions)
-    if longest < 16:
-        raise ValueError(f"--max-len must be at least 16 tokens, got {longest}")
-    shapes = _QUICK if quick else _GPU if on_gpu else _FULL
-    most = max_tokens or shapes.max_tokens
-    if job is not None:
-        prompt, gen = job
-        batches = _up_to(shapes.prefill_v, max_batch)
-        if sum(v * prompt <= most for v in batches) < LEAST_PREFILLS:
-            enough = prompt * max(4, *batches[:LEAST_PREFILLS])
-            raise ValueError(
-                f"--job: got prompts of {prompt} tokens, but a fit needs {LEAST_PREFILLS} batches "
-                f"of them within --max-tokens {most} and --max-batch {max_batch}; try --max-tokens "
-                f"{enough} --max-batch {max(4, max_batch)}"
-            )
-        return ShapeGrid(
-            prefill_v=batches,
-            prefill_length=(prompt,),
-            decode_v=_up_to(shapes.decode_v, max_batch),
-            decode_length=(prompt + 1, prompt + gen),
-            verify_q=tuple(verify_q),
-            launch=shapes.launch,
-            max_tokens=most,
-        )
+    """Return the grid of a model as far as it is to reach."""
+    sizes = (_GPU_QUICK if quick else _GPU) if on_gpu else (_QUICK if quick else _FULL)
+    max_batch = reach.max_batch or sizes.max_batch
+    most = reach.max_tokens or sizes.max_tokens
+    cached = min(CACHED * most, reach.cached_tokens or CACHED * most)
+    if reach.job is not None:
+        prompt, gen = reach.job
+        lengths: tuple[int, ...] = (prompt + 1, prompt + gen)
+        prefill = _job_prompts(prompt, _up_to(sizes.decode_v, max_batch), most)
+    else:
+        longest = min(reach.max_len or sizes.max_len, spec.max_positions)
+        if longest < LEAST_LEN:
+            raise ValueError(f"--max-len must be at least {LEAST_LEN} tokens, got {longest}")
+        lengths = _up_to(sizes.decode_length, longest)
+        prefill = {
+            (v, tokens // v, 0)
+            for tokens in _up_to(sizes.prefill_tokens, min(most, max_batch * longest))
+            for v in _splits(tokens, max_batch, longest, sizes.splits)
+        }
+        prefill |= _chunks(longest, max_batch, most, cached)
     return ShapeGrid(
-        prefill_v=_up_to(shapes.prefill_v, max_batch),
-        prefill_length=_up_to(shapes.prefill_length, longest),
-        decode_v=_up_to(shapes.decode_v, max_batch),
-        decode_length=_up_to(shapes.decode_length, longest),
-        prefill_tokens=tuple(n for n in shapes.prefill_tokens if n <= most),
-        prefill_edges=tuple(n for n in shapes.prefill_edges if n <= most),
+        prefill=tuple(
+            sorted(
+                (shape for shape in prefill if shape[0] * (shape[1] + shape[2]) <= cached),
+                key=lambda shape: (shape[0] * shape[1], shape),
+            )
+        ),
+        decode=tuple(
+            (v, length)
+            for v in _up_to(sizes.decode_v, max_batch)
+            for length in lengths
+            if v * length <= cached
+        ),
         verify_q=tuple(verify_q),
-        launch=shapes.launch,
-        max_tokens=most,
     )
 
 
@@ -180,69 +212,71 @@ def fitted_terms(target: Target) -> tuple[str, ...] | None:
 
 def _layer_cases(grid: ShapeGrid, target: Target) -> Iterator[TimedCase]:
     if target.phase is Phase.PREFILL:
-        shapes = [(v, s) for v in grid.prefill_v for s in grid.prefill_length]
-        if grid.prefill_tokens:
-            shapes = sorted(set(_by_tokens(grid, edges=target.part == "layer")), key=_tokens)
-        if grid.launch and target.part == "layer":
-            yield TimedCase(target=target, v=1, length=min(grid.prefill_length), launch=True)
-        yield from (
-            TimedCase(target=target, v=v, length=s) for v, s in shapes if v * s <= grid.max_tokens
-        )
+        for v, length, start in grid.prefill:
+            yield TimedCase(target=target, v=v, length=length, start=start)
         return
     for q in grid.verify_q if target.phase is Phase.VERIFY else (1,):
-        for v in grid.decode_v:
-            for length in grid.decode_length:
-                if v * length <= CACHED * grid.max_tokens:
-                    yield TimedCase(target=target, v=v, length=max(length, q), q_len=q)
-
-
-def _by_tokens(grid: ShapeGrid, *, edges: bool) -> Iterator[tuple[int, int]]:
-    """Yield (micro-batch, length) of numbers of tokens: many short prompts, some, one long.
-
-    As short and as long as micro-batch sizes and lengths of the grid allow. At `edges`, some: with
-    just as many tokens, and with the fewest more that prompts can have.
-    """
-    for tokens in grid.prefill_tokens:
-        shapes = _shapes(grid, tokens)
-        if shapes:
-            yield from dict.fromkeys((shapes[0], _middle(shapes), shapes[-1]))
-    for edge in grid.prefill_edges if edges else ():
-        if edge not in grid.prefill_tokens and (shapes := _shapes(grid, edge)):
-            yield _middle(shapes)
-        above = (_shapes(grid, tokens) for tokens in range(edge + 1, 2 * edge + 1))
-        if shapes := next(filter(None, above), []):
-            yield _middle(shapes)
-
-
-def _shapes(grid: ShapeGrid, tokens: int) -> list[tuple[int, int]]:
-    """Return every (micro-batch, length) of so many tokens, padding included, shortest first."""
-    longest = max(grid.prefill_length)
-    return [
-        (v, tokens // v)
-        for v in range(max(grid.prefill_v), 0, -1)
-        if tokens % v == 0
-        and min(16, longest) <= tokens // v <= longest
-        and padded_prompt(tokens // v) == tokens // v
-    ]
-
-
-def _tokens(shape: tuple[int, int]) -> int:
-    return shape[0] * shape[1]
-
-
-def _middle(shapes: list[tuple[int, int]]) -> tuple[int, int]:
-    """Return the shape nearest to the geometric mean of the lengths."""
-    mean = math.sqrt(shapes[0][1] * shapes[-1][1])
-    return min(shapes, key=lambda shape: abs(math.log(shape[1] / mean)))
+        for v, length in grid.decode:
+            yield TimedCase(target=target, v=v, length=max(length, q), q_len=q)
 
 
 def _end_cases(grid: ShapeGrid, target: Target) -> Iterator[TimedCase]:
     """Return the cases of embedding or head: the past plays no part, so its length is one value."""
+    found = list(_layer_cases(grid, target))
     if target.phase is Phase.PREFILL:
-        yield from _layer_cases(grid, target)
+        found = [case for case in found if case.start == 0]
+        sparse = [case for case in found if case.new_tokens.bit_count() == 1]
+        yield from sparse if len(sparse) >= LEAST_END_CASES else found
         return
-    length = grid.decode_length[len(grid.decode_length) // 2]
-    yield from (case for case in _layer_cases(grid, target) if case.length == length)
+    lengths = sorted({case.length for case in found if case.v == 1})
+    yield from (case for case in found if case.length == lengths[len(lengths) // 2])
+
+
+def _splits(tokens: int, max_batch: int, longest: int, count: int) -> list[int]:
+    """Return micro-batch sizes that have so many tokens: short prompts, long ones, some between."""
+    fits = [
+        v
+        for v in range(min(max_batch, tokens), 0, -1)
+        if tokens % v == 0 and (tokens // v >= min(LEAST_LEN, longest) or v == 1)
+        and tokens // v <= longest
+    ]  # fmt: skip
+    if len(fits) < 3 or count < 3:
+        return fits[:1] + fits[1:][-1:]
+    mean = math.sqrt(fits[0] * fits[-1])
+    return [fits[0], min(fits, key=lambda v: abs(math.log(v / mean))), fits[-1]]
+
+
+def _chunks(longest: int, max_batch: int, most: int, cached: int) -> set[tuple[int, int, int]]:
+    """Return chunks behind other tokens, the last ones of the longest prompt among them."""
+    return {
+        (v, length, start)
+        for length in CHUNKS
+        for start in (longest // 4, longest - length)
+        for v in CHUNK_ROWS
+        if 0 < start <= longest - length
+        and v <= max_batch
+        and v * length <= most
+        and v * longest <= cached
+    }
+
+
+def _job_prompts(prompt: int, batches: Sequence[int], most: int) -> set[tuple[int, int, int]]:
+    """Return a job's prompts, whole, shorter, and in chunks as they are planned."""
+    sizes = [v for v in batches if v < 4 or v.bit_count() == 1 or v == batches[-1]]
+    chunks = [length for length in (*CHUNKS, 4 * CHUNKS[-1]) if length < prompt]
+    shapes = {
+        (v, length, 0)
+        for length in (prompt, *chunks, max(1, prompt // 2), max(1, prompt // 4))
+        for v in sizes
+    }
+    shapes |= {
+        (v, length, start)
+        for length in chunks
+        for start in (prompt // 2, prompt - length)
+        for v in CHUNK_ROWS
+        if 0 < start <= prompt - length and v <= batches[-1]
+    }
+    return {shape for shape in shapes if shape[0] * shape[1] <= most}
 
 
 def _up_to(values: tuple[int, ...], limit: int) -> tuple[int, ...]:

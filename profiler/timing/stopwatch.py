@@ -1,7 +1,7 @@
 """Time one call: warm-up, then repeats until a share of a second is spent; medians, never means.
 
-On a GPU the call is captured in a CUDA graph where it can be, as the runtime does in decode, and
-replayed between events; otherwise the host runs ahead between two events.
+On a GPU the host runs ahead between two events, as the engine does: what is timed is the longer of
+the device's work and the host's.
 """
 
 from __future__ import annotations
@@ -10,46 +10,28 @@ import functools
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Literal
 
 import torch
 
-from llmpq.profiler.timing.cases import CaseTime
+from llmpq.profiler.timing.cases import CaseTime, Effort
 
 WARM_UP = 2
 MAX_REPEATS = 1000
+LONG_BURST_S = 0.05
+"""Calls on a GPU from which what the host does before its first kernel is nothing."""
 LONG_S = 4e-4
 """Calls on a GPU from which its power, and with it its clocks, may be those of load."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Effort:
-    """How long one case is repeated."""
-
-    seconds: float
-    min_repeats: int
-    rest_s: float = 0.0
-    """Pause before every call on a CPU: a stage that has waited starts with cold caches."""
-    sustain_s: float = 0.0
-    """Load before a call of `LONG_S` is timed on a GPU, as prompts make it in a run."""
-
-
 def time_call(
-    call: Callable[[], object], *, device: torch.device, effort: Effort, layers: int, graph: bool
+    call: Callable[[], object], *, device: torch.device, effort: Effort, layers: int
 ) -> CaseTime:
     """Return the median seconds of `call`, divided by the `layers` it goes through."""
-    if device.type == "cuda":
-        how: Literal["eager", "graph"] = "graph" if graph else "eager"
-        samples = _cuda_samples(call, effort, graph=graph)
-    else:
-        how, samples = "eager", _cpu_samples(call, effort)
-    return summarise([s / layers for s in samples], layers=layers, how=how)
+    samples = (_cuda_samples if device.type == "cuda" else _cpu_samples)(call, effort)
+    return summarise([s / layers for s in samples], layers=layers)
 
 
-def summarise(
-    samples: list[float], *, layers: int = 1, how: Literal["eager", "graph"] = "eager"
-) -> CaseTime:
+def summarise(samples: list[float], *, layers: int = 1) -> CaseTime:
     """Return the median and the quartiles of repeated times."""
     ordered = sorted(samples)
     last = len(ordered) - 1
@@ -59,12 +41,11 @@ def summarise(
         high_s=ordered[last - last // 4],
         repeats=len(ordered),
         layers=layers,
-        how=how,
     )
 
 
 def _cpu_samples(call: Callable[[], object], effort: Effort) -> list[float]:
-    """Time each call alone; a call longer than the whole effort is not warmed up more than once.
+    """Time each call by itself; one longer than the whole effort is warmed up once.
 
     A call of one thread is timed by the thread's own clock, which stands still while another
     program has the core; more threads are timed by the wall clock.
@@ -95,7 +76,7 @@ def _goes_on(samples: list[float], spent: float, effort: Effort) -> bool:
     )
 
 
-def _cuda_samples(call: Callable[[], object], effort: Effort, *, graph: bool) -> list[float]:
+def _cuda_samples(call: Callable[[], object], effort: Effort) -> list[float]:
     """Time bursts between events, so that launch gaps of the host do not count.
 
     Weights, caches and indices are still being made on the caller's stream when this begins, and
@@ -106,13 +87,13 @@ def _cuda_samples(call: Callable[[], object], effort: Effort, *, graph: bool) ->
     stream.wait_stream(callers)
     try:
         with torch.cuda.stream(stream):
-            return _samples_on(stream, call, effort, graph=graph)
+            return _samples_on(stream, call, effort)
     finally:
         callers.wait_stream(stream)
 
 
 def _samples_on(
-    stream: torch.cuda.Stream, call: Callable[[], object], effort: Effort, *, graph: bool
+    stream: torch.cuda.Stream, call: Callable[[], object], effort: Effort
 ) -> list[float]:
     begin = time.perf_counter()
     for _ in range(WARM_UP):
@@ -120,67 +101,33 @@ def _samples_on(
         stream.synchronize()
         if time.perf_counter() - begin > effort.seconds:
             break
-    run = _captured(call) if graph else call
-    once = _burst(run, stream, 1)
+    once = _burst(call, stream, 1)
     sustained = once > LONG_S and effort.sustain_s > 0
     if sustained:
-        _burst(run, stream, max(1, int(effort.sustain_s / once)))
-    burst = max(1, min(50, int(effort.seconds / max(once, 1e-6) / effort.min_repeats)))
-    samples = [once] if graph and burst == 1 and not sustained else []
+        _burst(call, stream, max(1, int(effort.sustain_s / once)))
+    # Two at least, so that the device has work while the host issues the next.
+    least = 2 if once < LONG_BURST_S else 1
+    burst = max(least, min(50, int(effort.seconds / max(once, 1e-6) / effort.min_repeats)))
+    samples = [once] if burst == 1 and not sustained else []
     begin = time.perf_counter()
     while _goes_on(samples, time.perf_counter() - begin, effort):
-        samples.append(_burst(run, stream, burst))
+        samples.append(_burst(call, stream, burst))
     return samples
-
-
-def capture(call: Callable[[], object], device: torch.device) -> Callable[[], object]:
-    """Return what replays `call` on the current stream of a GPU, captured after warming up."""
-    stream, callers = _timing_stream(), torch.cuda.current_stream(device)
-    stream.wait_stream(callers)
-    with torch.cuda.stream(stream):
-        for _ in range(WARM_UP):
-            call()
-        stream.synchronize()
-        replay = _captured(call)
-    callers.wait_stream(stream)
-    held = (call, replay)  # the graph reads tensors that only the call holds
-    return lambda: held[1]()
 
 
 @functools.cache
 def _timing_stream() -> torch.cuda.Stream:
-    """Return the stream of all timings: freed memory is kept and reused by stream."""
+    """Return the stream of all timings: freed memory is reused by stream."""
     return torch.cuda.Stream()
 
 
-@functools.cache
-def _pool_keeper() -> torch.cuda.CUDAGraph:
-    """Return a graph whose memory all others share; one at a time is used, this one never."""
-    graph = torch.cuda.CUDAGraph()
-    graph.capture_begin(capture_error_mode="thread_local")
-    torch.zeros(1, device="cuda")
-    graph.capture_end()
-    return graph
-
-
-def _captured(call: Callable[[], object]) -> Callable[[], object]:
-    """Record a call on the current stream; `torch.cuda.graph` would also empty the caches."""
-    captured = torch.cuda.CUDAGraph()
-    captured.capture_begin(pool=_pool_keeper().pool(), capture_error_mode="thread_local")
-    try:
-        call()
-    finally:
-        captured.capture_end()
-    return captured.replay
-
-
-def _burst(run: Callable[[], object], stream: torch.cuda.Stream, count: int) -> float:
+def _burst(call: Callable[[], object], stream: torch.cuda.Stream, count: int) -> float:
     """Return the device seconds of one of `count` back-to-back runs."""
     start = torch.cuda.Event(enable_timing=True)
     end = torch.cuda.Event(enable_timing=True)
     start.record(stream)
     for _ in range(count):
-        run()
+        call()
     end.record(stream)
     end.synchronize()
     return float(start.elapsed_time(end)) / 1e3 / count

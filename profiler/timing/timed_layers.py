@@ -1,11 +1,12 @@
-"""What is timed: layers, embedding and head of the runtime itself, with random weights.
+"""What is timed: steps of the engine's own stage over a pool of KV blocks, with random weights.
 
 A layer is timed as a stage of a few distinct layers, so that one layer's weights do not sit in a
-cache that the real stage's layers share, and what a step does once counts once per stage. The time
-is divided by their number. Rows of a micro-batch have unequal lengths, as prompts do: every other
-row is a token shorter.
+cache that the real stage's layers share; the time is divided by their number. Steps are those that
+the scheduler makes: a chunk of each of v prompts, a decode step of v requests, a verify step of
+q tokens each. On a CPU a decode step of all layers is one call; a GPU replays the graph of a step,
+or computes a longer one as it comes.
 
-Legend: B rows, Q new tokens, h hidden.
+Legend: T tokens of a step, h hidden.
 """
 
 from __future__ import annotations
@@ -14,35 +15,35 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import torch
-from torch import Tensor
 
 from llmpq.cost_model import Phase
 from llmpq.memory import Quantization, layer_weight_bytes
 from llmpq.model_spec import ModelSpec
-from llmpq.precision import Precision
-from llmpq.profiler.timing.cases import CaseTime, Sampling, Target, TimedCase
-from llmpq.profiler.timing.stopwatch import Effort, capture, time_call
+from llmpq.precision import KVPrecision, Precision
+from llmpq.profiler.timing.cases import CaseTime, Effort, Sampling, Target, TimedCase
+from llmpq.profiler.timing.shape_grid import TIMED_LAYERS
+from llmpq.profiler.timing.stopwatch import time_call
 from llmpq.runtime.backends.backend import backend_of
-from llmpq.runtime.backends.gpu.cuda_slot_stage_runner import CudaSlotStageRunner, widened
-from llmpq.runtime.backends.slot_stage_runner import SlotStageRunner
-from llmpq.runtime.cache.kv_by_precision import make_kv_cache
-from llmpq.runtime.cache.kv_cache import KVCache
+from llmpq.runtime.backends.build_stage import stage_over_pool
 from llmpq.runtime.models.layers import DecoderLayer
 from llmpq.runtime.models.linear import round_activations
 from llmpq.runtime.models.stage_model import DTYPES, StageModel
 from llmpq.runtime.pending import arrived
-from llmpq.runtime.request import StepKind
+from llmpq.runtime.request import PagedRow, StepKind
 from llmpq.runtime.sampling_params import TokenChoice
-from llmpq.runtime.step import Step
 from llmpq.runtime.step_message import StepMessage
 from llmpq.runtime.weights.sources import RandomSource
-from llmpq.sizes.gpu_workspace import padded_prompt
-from llmpq.workload import DTYPE_BYTES, Workload
+from llmpq.sizes.kv_format import first_seen_block, pool_blocks
+from llmpq.sizes.pool_size import PoolSize
+from llmpq.workload import DTYPE_BYTES
 
-MAX_LAYERS = 4
-"""Layers of a timed stage."""
+STAGE_BYTES = 256 << 20
+"""On a CPU more layers are timed together while they are smaller than this: what a step does once
+is then shared by as many layers as in the real stage."""
 MAX_LAYERS_BYTES = 4 << 30
 """Fewer layers are timed where they would be larger than this together."""
+LEAST_SHARE = 0.05
+"""Of a step of the embedding or the head: what it takes at least beside the step itself."""
 
 ONE_LAYER_TOKENS = 4096
 """New tokens from which a whole GPU takes milliseconds a layer, and what a step does once is
@@ -51,12 +52,12 @@ nothing; a share of a GPU from fewer tokens."""
 _KINDS = {
     Phase.PREFILL: StepKind.PREFILL,
     Phase.DECODE: StepKind.DECODE,
-    Phase.VERIFY: StepKind.VERIFY,
+    Phase.VERIFY: StepKind.MIXED,
 }
 
 
 class TimedModel:
-    """The model on one device; parts are built when first timed, one stage is kept at a time."""
+    """The model on one device; parts are built when first timed, one stage is held at a time."""
 
     def __init__(
         self,
@@ -77,105 +78,61 @@ class TimedModel:
 
     def time(self, case: TimedCase, effort: Effort) -> CaseTime:
         """Time one case: per layer, where it is one of layers."""
-        target, stage = case.target, self._stage_of(case)
-        layers = max(1, len(stage.layers))
-        # A graph shows the device's own time, also of prompts, which run eagerly: the time the host
-        # takes to enqueue them is a case of its own. Random numbers stay out of graphs, and experts
-        # that ask the host.
-        sampled = target.part == "head" and not self._sampling.greedy
-        asks = sampled or stage.asks_host
-        graph = self.device.type == "cuda" and not asks and not case.launch
+        target = case.target
         if target.part == "head":
-            effort = replace(effort, rest_s=0.0)  # it follows layers at once; they have waited
+            effort = effort.model_copy(
+                update={"rest_s": 0.0}
+            )  # it follows layers at once; they have waited
         if target.part != "layer" or target.phase is not Phase.PREFILL:
-            effort = replace(effort, sustain_s=0.0)  # bound by memory, whose clock stays
+            effort = effort.model_copy(
+                update={"sustain_s": 0.0}
+            )  # bound by memory, whose clock stays
         with torch.inference_mode():
-            call = self._call(case, stage, graph=graph)
-            return time_call(call, device=self.device, effort=effort, layers=layers, graph=graph)
+            call, layers = self.step(case)
+            timing = time_call(call, device=self.device, effort=effort, layers=layers)
+            if target.part == "layer" or self.device.type != "cpu":
+                return timing
+            # What a step of a CPU's stage does once is in the time of its layers.
+            bare = self._step(case, StageModel(self.spec, [], None, None))
+            return _less(timing, time_call(bare, device=self.device, effort=effort, layers=1))
 
-    def captured(self, case: TimedCase) -> tuple[Callable[[], object], int]:
-        """Return a captured case as a call that replays it, and the layers it goes through."""
+    def step(self, case: TimedCase) -> tuple[Callable[[], object], int]:
+        """Return a case as a call that computes its step, and the layers it goes through."""
         stage = self._stage_of(case)
         with torch.inference_mode():
-            call = self._call(case, stage, graph=True)
-            return capture(call, self.device), max(1, len(stage.layers))
+            return self._step(case, stage), max(1, len(stage.layers))
 
     def num_layers(self, target: Target) -> int:
         """Return how many distinct layers are timed together."""
         one = layer_weight_bytes(
             self.spec, target.precision, self.quantization, DTYPE_BYTES[target.dtype]
         )
-        return max(1, min(MAX_LAYERS, self.spec.num_layers, MAX_LAYERS_BYTES // one))
+        together = STAGE_BYTES if self.device.type == "cpu" else 0
+        wanted = min(max(TIMED_LAYERS, together // one), MAX_LAYERS_BYTES // one)
+        return max(1, min(self.spec.num_layers, wanted))
 
-    def _call(self, case: TimedCase, stage: StageModel, *, graph: bool) -> Callable[[], object]:
-        """Return the stage's work on one micro-batch; in a graph, on inputs that stay in place."""
-        dtype = DTYPES[case.target.dtype]
-        kv = self._cache(case, len(stage.layers))
-        message = micro_batch(case, self._sampling)
-        hidden_BQh = None
-        if case.target.part != "embedding":
-            shape = (case.v, message.q_len, self.spec.hidden)
-            hidden_BQh = torch.randn(shape, device=self.device, dtype=dtype)
-        if not graph:
-            compute = self._compute(case, stage, kv)
-            return lambda: arrived(compute.run(message, hidden_BQh))
-        x = message.tokens_BQ().to(self.device) if hidden_BQh is None else hidden_BQh
-        step, x = self._graph_step(case, message, x)
-        every = case.target.phase is Phase.VERIFY
-
-        def replayed() -> Tensor:
-            step.memo.clear()
-            output = stage(x, step, kv)
-            if stage.head is None:
-                return output
-            return stage.logits(output, step, all_positions=every).argmax(-1)
-
-        return replayed
-
-    def _compute(self, case: TimedCase, stage: StageModel, kv: KVCache) -> SlotStageRunner:
-        """Return what the runtime computes with; hidden states stay on a GPU, as for its links."""
-        dtype = DTYPES[case.target.dtype]
-        if self.device.type == "cpu":
-            return SlotStageRunner(stage, kv, self.device, dtype)
-        workload = Workload(
-            batch=case.v,
-            prompt_len=case.length,
-            gen_len=1,
-            kv=case.target.kv,
-            dtype=case.target.dtype,
-        )
-        compute = CudaSlotStageRunner(
+    def _step(self, case: TimedCase, stage: StageModel) -> Callable[[], object]:
+        """Return a step of one micro-batch on a stage with a pool of its own."""
+        dtype, size = DTYPES[case.target.dtype], pool_of(self.spec, case)
+        compute = stage_over_pool(
             stage,
-            kv,
-            self.device,
-            dtype,
-            workload=workload,
-            decode_microbatch=case.v,
-            graphs=False,
-        )
-        compute.leave_on_device(hidden=True)
-        return compute
-
-    def _graph_step(self, case: TimedCase, message: StepMessage, x: Tensor) -> tuple[Step, Tensor]:
-        """Return a prompt padded as the runtime does, or a decode step that says no more of its
-        rows than the runtime's graphs know; and its ids or hidden states."""
-        step = message.step(self.device)
-        if case.target.phase is Phase.PREFILL:
-            return widened(step, x, padded_prompt(step.q_len))
-        if case.target.phase is Phase.DECODE:
-            step = replace(step, max_end=case.length, runs=(), uniform=False)
-        return step, x
-
-    def _cache(self, case: TimedCase, num_layers: int) -> KVCache:
-        return make_kv_cache(
-            self.spec,
             case.target.kv,
-            num_layers=num_layers,
-            slots=case.v,
-            max_len=padded_prompt(case.length) if self.device.type == "cuda" else case.length,
-            dtype=DTYPES[case.target.dtype],
+            size,
+            layers=range(len(stage.layers)),
+            dtype=dtype,
             device=self.device,
+            step_tokens=case.new_tokens,
         )
+        if self.device.type != "cpu":
+            compute.leave_on_device(hidden=True, tokens=True)
+        message = step_message(case, size, self._sampling)
+        compute.kv.take_rows(message.paged, message.starts)
+        hidden_1Th = None
+        if stage.embedding is None:
+            shape = (1, sum(message.num_new), self.spec.hidden)
+            hidden_1Th = torch.randn(shape, device=self.device, dtype=dtype)
+        call = compute.repeatable(_without_new_blocks(message), hidden_1Th)
+        return lambda: arrived(call())
 
     def _stage_of(self, case: TimedCase) -> StageModel:
         """Return the stage that a case is timed on: a single layer where one takes long enough."""
@@ -212,19 +169,94 @@ class TimedModel:
         return stage
 
 
-def micro_batch(case: TimedCase, sampling: TokenChoice) -> StepMessage:
-    """Return the micro-batch of a case in slots 0..v-1, every other row a token shorter."""
-    lengths = [max(case.q_len, case.length - row % 2) for row in range(case.v)]
-    if case.target.phase is Phase.PREFILL:
-        starts, num_new = [0] * case.v, lengths
+def pool_of(spec: ModelSpec, case: TimedCase) -> PoolSize:
+    """Return a pool for the requests of a case, as a plan of as many counts it."""
+    kv, each = case.target.kv, _blocks(case)
+    window = spec.widest_window if kv is KVPrecision.KV16 else 0
+    seen = each - first_seen_block(_first(case), window) if window else 0
+    return PoolSize(
+        num_blocks=max(1, case.v * each),
+        slots=case.v,
+        max_len=_end(case),
+        prefix_cache=kv is KVPrecision.KV16,
+        window=window if 0 < seen < each else 0,
+        window_blocks=case.v * seen if 0 < seen < each else 0,
+    )
+
+
+def step_message(case: TimedCase, size: PoolSize, sampling: TokenChoice) -> StepMessage:
+    """Return the micro-batch of a case in slots 0..v-1, whose blocks follow each other.
+
+    Prompts are equally long, as planned; every other row that decodes is a token shorter.
+    """
+    q_len, phase = case.q_len, case.target.phase
+    if phase is Phase.PREFILL:
+        starts, num_new = [case.start] * case.v, [case.length] * case.v
     else:
-        starts, num_new = [length - case.q_len for length in lengths], [case.q_len] * case.v
+        ends = [max(q_len, case.length - row % 2) for row in range(case.v)]
+        starts, num_new = [end - q_len for end in ends], [q_len] * case.v
+    drafts = (0,) * (q_len - 1) if phase is Phase.VERIFY else ()
+    each, seen = _blocks(case), size.window_blocks // case.v
     return StepMessage(
-        kind=_KINDS[case.target.phase],
+        kind=_KINDS[phase],
         slots=range(case.v),
         starts=starts,
         num_new=num_new,
         sample_steps=[0] * case.v,
         sampling=[sampling] * case.v,
         tokens=[[0] * count for count in num_new],
+        paged=[
+            PagedRow(
+                slot=row,
+                drafts=drafts,
+                new_blocks=tuple(range(row * each, (row + 1) * each)),
+                first_window_block=each - seen,
+                new_window_blocks=tuple(range(row * seen, (row + 1) * seen)),
+            )
+            for row in range(case.v)
+        ],
     )
+
+
+def _first(case: TimedCase) -> int:
+    """Return the first position of a case's new tokens, of its shorter rows."""
+    if case.target.phase is Phase.PREFILL:
+        return case.start
+    return max(0, case.length - 1 - case.q_len)
+
+
+def _blocks(case: TimedCase) -> int:
+    """Return the blocks that each of a case's requests has."""
+    return pool_blocks(case.target.kv, _end(case))
+
+
+def _end(case: TimedCase) -> int:
+    """Return the tokens of a request's cache after the step."""
+    new = case.length if case.target.phase is Phase.PREFILL else case.q_len
+    return max(case.length, case.start + new)
+
+
+def _without_new_blocks(message: StepMessage) -> StepMessage:
+    """Return the step as one that goes on in blocks its rows have had before."""
+    return replace(
+        message,
+        paged=[
+            PagedRow(
+                slot=row.slot,
+                drafts=row.drafts,
+                first_block=len(row.new_blocks),
+                first_window_block=row.first_window_block + len(row.new_window_blocks),
+            )
+            for row in message.paged
+        ],
+    )
+
+
+def _less(timing: CaseTime, bare: CaseTime) -> CaseTime:
+    """Return what a part adds to a step."""
+    least = LEAST_SHARE * timing.seconds
+    low, mid, high = (
+        max(least, seconds - bare.seconds)
+        for seconds in (timing.low_s, timing.seconds, timing.high_s)
+    )
+    return timing.model_copy(update={"seconds": mid, "low_s": low, "high_s": high})

@@ -17,7 +17,6 @@ from llmpq.commands.child_lines import read_lines, take_answers, write_line
 from llmpq.file_form import FileForm
 from llmpq.memory import Quantization
 from llmpq.profiler.timing.cases import Failed, LinkJob, Ready, SetUp, TimedCase, model_spec
-from llmpq.profiler.timing.stopwatch import Effort
 from llmpq.profiler.timing.timed_layers import TimedModel
 
 
@@ -33,12 +32,6 @@ def serve(requests: TextIO, answers: TextIO) -> None:
         set_up.sampling,
         share=_share(set_up, device),
     )
-    effort = Effort(
-        seconds=set_up.seconds_per_case,
-        min_repeats=set_up.min_repeats,
-        rest_s=set_up.rest_s,
-        sustain_s=set_up.sustain_s,
-    )
     _answer(answers, Ready(machine=machine(device), device_name=device_name(device)))
     for data in messages:
         try:
@@ -47,7 +40,10 @@ def serve(requests: TextIO, answers: TextIO) -> None:
 
                 _answer(answers, run_link(LinkJob.parse_data(data, where="link"), device))
             else:
-                _answer(answers, timed_model.time(TimedCase.parse_data(data, where="case"), effort))
+                _answer(
+                    answers,
+                    timed_model.time(TimedCase.parse_data(data, where="case"), set_up.effort),
+                )
         except (RuntimeError, ValueError) as error:
             reason = f"{type(error).__name__}: {error}"
             _answer(answers, Failed(error=reason, lost=_is_lost(device)))

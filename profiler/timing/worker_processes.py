@@ -24,6 +24,7 @@ from llmpq.file_form import FileForm
 from llmpq.memory import CpuActivations
 from llmpq.profiler.timing.cases import (
     CaseTime,
+    Effort,
     Failed,
     LinkJob,
     LinkTimings,
@@ -138,7 +139,7 @@ class Group:
             child.close()
 
     def restart(self) -> None:
-        """End all children and start others in their place."""
+        """End all children and start new ones."""
         self.close()
         self.children = [Child(self._set_up, gpu=gpu) for gpu in self._gpus]
         self._ready = None
@@ -200,12 +201,15 @@ def set_up_for(
     model: str,
     *,
     sampling: Sampling,
-    rest_s: float,
-    seconds_per_case: float,
-    min_repeats: int,
+    effort: Effort,
     cpu_activations: CpuActivations = "exact",
 ) -> SetUp:
     """Return the set-up of a child that stands for a device of the cluster."""
+    whole_gpu = not (device.spec.is_cpu or device.emulate)
+    load = {
+        "rest_s": effort.rest_s if device.spec.is_cpu else 0.0,
+        "sustain_s": SUSTAIN_S if whole_gpu else 0.0,
+    }
     return SetUp(
         model=model,
         threads=device.threads or 1,
@@ -213,15 +217,12 @@ def set_up_for(
         sms=device.emulate.sms if device.emulate else None,
         sampling=sampling,
         cpu_activations=cpu_activations if device.spec.is_cpu else "exact",
-        rest_s=rest_s if device.spec.is_cpu else 0.0,
-        sustain_s=0.0 if device.spec.is_cpu or device.emulate else SUSTAIN_S,
-        seconds_per_case=seconds_per_case,
-        min_repeats=min_repeats,
+        effort=effort.model_copy(update=load),
     )
 
 
 def _name_of(gpu: int, visible: str | None) -> str:
-    """Return what a child must be told to see one of the GPUs that this process sees."""
+    """Return CUDA_VISIBLE_DEVICES of a child for one of the GPUs that this process sees."""
     return visible.split(",")[gpu].strip() if visible else str(gpu)
 
 

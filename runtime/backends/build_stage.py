@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -13,6 +13,7 @@ from llmpq.errors import DoesNotFitError
 from llmpq.model_spec import ModelSpec
 from llmpq.out_of_memory import out_of_memory
 from llmpq.plan import Plan
+from llmpq.precision import KVPrecision
 from llmpq.runtime.backends.backend import backend_of
 from llmpq.runtime.backends.slot_stage_runner import SlotStageRunner
 from llmpq.runtime.backends.stage_runner import StageRunner
@@ -109,18 +110,44 @@ def build_stage(
     started_s = time.perf_counter()
     with _blaming_memory(plan, index):
         model = _load_model(plan, index, spec.at_length(longest), source, device, on_layer)
-        layers = range(*stage.layers)
-        kv = make_paged_kv(spec, plan.workload.kv, pool, layers=layers, dtype=dtype, device=device)
+        compute = stage_over_pool(
+            model,
+            plan.workload.kv,
+            pool,
+            layers=range(*stage.layers),
+            dtype=dtype,
+            device=device,
+            step_tokens=step_tokens,
+            graphs=graphs,
+        )
     report = LoadReport(
         weights_bytes=model.weight_nbytes,
-        kv_bytes=kv.nbytes,
+        kv_bytes=compute.kv.nbytes,
         seconds=time.perf_counter() - started_s,
     )
     check_memory(plan, index, spec, report, pool=pool)
-    compute = backend_of(device).stage_runner(
-        model, kv, device, dtype, size=pool, step_tokens=step_tokens, graphs=graphs
-    )
     return compute, report
+
+
+def stage_over_pool(
+    model: StageModel,
+    kv: KVPrecision,
+    pool: PoolSize,
+    *,
+    layers: Sequence[int],
+    dtype: torch.dtype,
+    device: torch.device,
+    step_tokens: int,
+    graphs: bool = True,
+) -> StageRunner:
+    """Return a loaded stage over a pool of KV blocks of its own: what serves, and what is timed.
+
+    `layers`: their numbers in the model.
+    """
+    cache = make_paged_kv(model.spec, kv, pool, layers=layers, dtype=dtype, device=device)
+    return backend_of(device).stage_runner(
+        model, cache, device, dtype, size=pool, step_tokens=step_tokens, graphs=graphs
+    )
 
 
 def load_slots(

@@ -1,7 +1,6 @@
 """The arithmetic of one stage of the paged engine: steps of rows of any lengths, packed.
 
-On a CPU a product of a new shape takes twice its time, so the tokens of a step are padded to a
-ladder of counts; what is padding is never read and never sent.
+The tokens of a step are padded (llmpq/sizes/step_padding.py); padding is never read and never sent.
 """
 
 from __future__ import annotations
@@ -9,6 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -31,20 +31,11 @@ from llmpq.runtime.step_message import StepMessage, result_width
 from llmpq.runtime.trace import KindTotals
 from llmpq.runtime.upload import upload
 from llmpq.sizes.pool_size import PoolSize, draft_pool
+from llmpq.sizes.step_padding import EXACT_TOKENS, cpu_padded
 from llmpq.speculation import READS_KV4, SpeculationMode
 
 WARM_UP_S = 2.0
 """How long a stage on a CPU goes on running shapes to come."""
-EXACT_TOKENS = 16
-"""Token counts up to here are run as they are."""
-
-
-def ladder(tokens: int) -> int:
-    """Return the places of a step of so many tokens: at most an eighth more."""
-    if tokens <= EXACT_TOKENS:
-        return tokens
-    rung = 1 << max(0, tokens.bit_length() - 4)
-    return -(-tokens // rung) * rung
 
 
 class StageRunner:
@@ -127,7 +118,7 @@ class StageRunner:
             message.starts,
             message.num_new,
             wanted=wanted,
-            width=ladder(num_tokens),
+            width=cpu_padded(num_tokens),
             device=self._device,
         )
         if hidden_BQH is None:
@@ -156,6 +147,12 @@ class StageRunner:
         tokens_B, probs = draft_tokens(logits_BV, message.sampling, message.sample_steps)
         self._draft_probs.note(message.slots, message.starts, probs)
         return tokens_B
+
+    def repeatable(
+        self, message: StepMessage, hidden_BQH: Tensor | None
+    ) -> Callable[[], Tensor | Pending]:
+        """Return a step as a call that computes it as often as it is called, to be timed."""
+        return partial(self.run, message, hidden_BQH)
 
     def _result(self, logits_NV: Tensor | None, message: StepMessage) -> Tensor:
         """Return the rows' new tokens of the logits they want, one row's behind the other's."""
@@ -235,8 +232,8 @@ class StageRunner:
 
 
 def _rungs(step_tokens: int) -> list[int]:
-    """Return the ladder's counts up to a step's tokens, the largest first."""
-    rungs, count = [], ladder(step_tokens)
+    """Return the numbers of places up to a step's tokens, the largest first."""
+    rungs, count = [], cpu_padded(step_tokens)
     while count > EXACT_TOKENS:
         rungs.append(count)
         count -= 1 << max(0, (count - 1).bit_length() - 4)

@@ -173,6 +173,22 @@ class CudaStageRunner(StageRunner):
         if message.kind is StepKind.ROUND:
             round_ = partial(self._round, message)
             return self._times.of(message.kind, message.num_rows, round_)
+        graphs = self._staged(message)
+        if self._late is not None:
+            self._late.draw()  # in front of this step, which may build on its tokens
+        run = partial(self._run, graphs, message, hidden_BQH)
+        return self._times.of(message.kind, message.num_rows, run)
+
+    @torch.inference_mode()
+    def repeatable(
+        self, message: StepMessage, hidden_BQH: Tensor | None
+    ) -> Callable[[], Tensor | Pending]:
+        """Return a step as a call to repeat: its rows are staged once, the rest is as in `run`."""
+        self.kv.take_rows(message.paged, message.starts)
+        return partial(self._run, self._staged(message), message, hidden_BQH)
+
+    def _staged(self, message: StepMessage) -> PagedGraphs:
+        """Send a step's rows to the device; return what runs such steps."""
         graphs = self._mixed if max(message.num_new) > 1 else self._decode
         if message.kind is StepKind.DRAFT:
             assert self._drafts is not None, "drafts need enable_speculation"
@@ -180,10 +196,7 @@ class CudaStageRunner(StageRunner):
         elif self.model.head is not None and any(row.drafts for row in message.paged):
             graphs = self._verify
         graphs.stage(message)
-        if self._late is not None:
-            self._late.draw()  # in front of this step, which may build on its tokens
-        run = partial(self._run, graphs, message, hidden_BQH)
-        return self._times.of(message.kind, message.num_rows, run)
+        return graphs
 
     def _run(
         self, graphs: PagedGraphs, message: StepMessage, hidden_BQH: Tensor | None

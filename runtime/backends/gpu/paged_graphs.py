@@ -1,7 +1,7 @@
 """Steps of the paged engine as CUDA graphs: any rows, told by tables that are read on the device.
 
 Two sets: steps in which every row has one token, a graph for every number of rows as in
-cuda_graphs.py; and steps with chunks, a graph for every rung of a ladder of places. Places beyond
+cuda_graphs.py; and steps with chunks, a graph for every rung of a ladder of places. Padding beyond
 the tokens belong to nobody. A longer step keeps the GPU busy as it comes.
 
 Legend: T places, R rows, h hidden, V vocabulary, S slots.
@@ -23,22 +23,12 @@ from llmpq.runtime.cache.gpu_paged_kv_base import GpuPagedKVBase
 from llmpq.runtime.models.stage_model import StageModel
 from llmpq.runtime.paged_step import PagedStep
 from llmpq.runtime.step_message import StepMessage
-
-LONGEST = 1024
-"""Places from which a GPU needs longer for a step than the host."""
-
-
-def rung(tokens: int) -> int:
-    """Return the places of a step with chunks: few numbers, since each is captured."""
-    if tokens <= 64:
-        return max(8, 1 << (tokens - 1).bit_length())
-    width = 64 if tokens <= 512 else 256
-    return -(-tokens // width) * width
+from llmpq.sizes.step_padding import CAPTURED_TOKENS, gpu_padded
 
 
 def rungs(most: int) -> list[int]:
     """Return the captured numbers of places of steps of up to `most` tokens, largest first."""
-    found = {rung(tokens) for tokens in range(2, min(most, LONGEST) + 1)}
+    found = {gpu_padded(tokens) for tokens in range(2, min(most, CAPTURED_TOKENS) + 1)}
     return sorted(found, reverse=True)
 
 
@@ -94,7 +84,7 @@ class PagedGraphs(DecodeGraphs):
         `verifies`: hidden states of every place are the outcome, for whoever asks several of a row.
         """
         self._chunks, self._nobody, self._verifies = chunks, num_slots, verifies
-        self._places = rung(most_tokens) if chunks else rounded_rows(num_slots, num_slots)
+        self._places = gpu_padded(most_tokens) if chunks else rounded_rows(num_slots, num_slots)
         self._pages = kv
         self._prompts: tuple[tuple[int, int], ...] = ()
         rows = num_slots + 1 if chunks else num_slots
@@ -126,11 +116,11 @@ class PagedGraphs(DecodeGraphs):
 
     def _size(self, message: StepMessage) -> int:
         if self._chunks:
-            return rung(sum(message.num_new))
+            return gpu_padded(sum(message.num_new))
         return rounded_rows(message.num_rows, self._places)
 
     def _captures(self, size: int) -> bool:
-        return not self._capture_failed and (not self._chunks or size <= LONGEST)
+        return not self._capture_failed and (not self._chunks or size <= CAPTURED_TOKENS)
 
     def _widened(self, hidden_BQh: Tensor, size: int) -> Tensor:
         return functional.pad(hidden_BQh, (0, 0, 0, size - hidden_BQh.shape[1]))

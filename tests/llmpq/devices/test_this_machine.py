@@ -143,7 +143,7 @@ def test_costs_of_other_kernels_are_named_until_all_are_measured_anew(cache, mon
         entries=(entry, entry.model_copy(update={"dtype": "float16"})),
     )
     with monkeypatch.context() as older:
-        older.setattr(costs_cache, "kernels_mark", lambda on_cpu: "older")
+        older.setattr(costs_cache, "stage_mark", lambda on_cpu: "older")
         costs_cache.store_costs(both)
         assert costs_cache.cached_costs("f1", ["T4"])[1] == []
     found, (note,) = costs_cache.cached_costs("f1", ["T4"])

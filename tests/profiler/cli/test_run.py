@@ -8,20 +8,22 @@ from typing import Any
 import pytest
 import torch
 
-from llmpq.cost_model import CostModel, LatencyEntry, LinkCost, Phase, Regime
+from llmpq.cost_model import CostModel, LatencyEntry, LinkCost, Padding, Phase, Regime
+from llmpq.kernels.cpu.native_layer import NativeStack
 from llmpq.memory import Quantization
 from llmpq.model_spec import ModelSpec
 from llmpq.precision import KVPrecision, Precision
 from llmpq.profiler.__main__ import main
-from llmpq.profiler.timing.cases import Conditions, Sample, Sampling, Target, TimedCase
+from llmpq.profiler.timing.cases import Conditions, Effort, Sample, Sampling, Target, TimedCase
 from llmpq.profiler.timing.latency_fit import Point, fit_latency
 from llmpq.profiler.timing.profile_host import fit_entry
-from llmpq.profiler.timing.shape_grid import cases, make_grid
-from llmpq.profiler.timing.stopwatch import Effort, summarise
-from llmpq.profiler.timing.timed_layers import TimedModel, micro_batch
-from llmpq.runtime.backends.slot_stage_runner import SlotStageRunner
+from llmpq.profiler.timing.shape_grid import Reach, cases, make_grid
+from llmpq.profiler.timing.stopwatch import summarise
+from llmpq.profiler.timing.timed_layers import TimedModel, pool_of, step_message
+from llmpq.runtime.backends.stage_runner import StageRunner
 from llmpq.runtime.pending import Pending
 from llmpq.runtime.sampling_params import TokenChoice
+from llmpq.sizes.step_padding import gpu_padded
 
 pytestmark = pytest.mark.cpu
 
@@ -43,6 +45,7 @@ def seconds(fit: Any, phase: Phase, case: TimedCase) -> float:
         precision=case.target.precision,
         dtype="float32",
         regimes=fit.regimes,
+        padding="cpu",
         source="profile",
     )
     return entry.seconds(v=case.v, length=case.length, q_len=case.q_len)
@@ -57,7 +60,7 @@ def ratios(
     timed = TimedModel(spec, torch.device("cpu"), Quantization(), Sampling())
     effort = Effort(seconds=0.01, min_repeats=5)
     found = cases(
-        make_grid(spec, quick=True, max_batch=8, max_len=96),
+        make_grid(spec, Reach(max_batch=8, max_len=96), quick=True),
         device_kind="CPU@1t",
         dtype="float32",
         precisions=[Precision.W8A16],
@@ -71,11 +74,16 @@ def ratios(
         dtype="float32",
     )
     points = [
-        Point(v=case.v, length=case.length, seconds=scale(timed.time(case, effort).seconds))
+        Point(
+            v=case.v,
+            length=case.length,
+            start=case.start,
+            seconds=scale(timed.time(case, effort).seconds),
+        )
         for case in found
         if case.target == target
     ]
-    fit = fit_latency(phase, points)
+    fit = fit_latency(phase, points, padding="cpu")
     unseen = [
         TimedCase(target=target, v=v, length=s) for v, s in ((2, 40), (5, 30), (6, 80), (7, 50))
     ]
@@ -115,7 +123,7 @@ def test_an_answer_on_its_way_is_waited_for(
         def synchronize(self) -> None:
             waits.append(1)
 
-    monkeypatch.setattr(SlotStageRunner, "run", lambda *_: Pending(torch.zeros(1), Copied()))
+    monkeypatch.setattr(StageRunner, "run", lambda *_: Pending(torch.zeros(1), Copied()))
     spec = ModelSpec.from_directory(tiny_models.directory("opt"))
     timed = TimedModel(spec, torch.device("cpu"), Quantization(), Sampling())
     target = Target(device_kind="c", part="layer", phase=Phase.PREFILL, dtype="float32")
@@ -125,43 +133,100 @@ def test_an_answer_on_its_way_is_waited_for(
     assert len(waits) >= timing.repeats >= 3
 
 
-def test_a_gpu_times_prompts_with_their_padding(tiny_models: Any) -> None:
-    spec = ModelSpec.from_directory(tiny_models.directory("llama"))
-    timed = TimedModel(spec, torch.device("cpu"), Quantization(), Sampling())
-    for length, taken in ((20, 20), (70, 128)):
-        target = Target(device_kind="c", part="layer", phase=Phase.PREFILL, dtype="float32")
-        case = TimedCase(target=target, v=2, length=length)
-        x = torch.zeros(2, length, spec.hidden)
-        step, padded = timed._graph_step(case, micro_batch(case, TokenChoice()), x)
-        assert (step.q_len, step.max_end, padded.shape[1]) == (taken, taken, taken)
-
-
-def test_padded_prompts_are_fitted_at_the_tokens_they_take() -> None:
+def sample(padding: Padding, v: int, length: int, seconds: float, start: int = 0) -> Sample:
     target = Target(device_kind="g", part="layer", phase=Phase.PREFILL, dtype="float16")
-    conditions = Conditions(model_fingerprint="m", machine="g", copies=1, padded_to=64)
-
-    def made(v: int, length: int) -> Sample:
-        taken = length if length < 64 else -(-length // 64) * 64
-        timing = summarise([1e-6 * v * taken] * 3)
-        return Sample(
-            conditions=conditions, case=TimedCase(target=target, v=v, length=length), timing=timing
-        )
-
-    samples = [made(v, length) for v in (1, 2, 4) for length in (16, 65, 100, 400)]
-    entry = fit_entry(target, samples)
-    assert entry.seconds(v=3, length=300) == pytest.approx(1e-6 * 3 * 320, rel=1e-3)
+    conditions = Conditions(model_fingerprint="m", machine="g", copies=1, padding=padding)
+    case = TimedCase(target=target, v=v, length=length, start=start)
+    return Sample(conditions=conditions, case=case, timing=summarise([seconds] * 3))
 
 
-def test_micro_batches_have_unequal_rows() -> None:
+def test_steps_are_fitted_and_priced_at_the_places_they_take() -> None:
+    samples = [
+        sample("gpu", v, length, 1e-6 * gpu_padded(v * length))
+        for v in (1, 2, 4)
+        for length in (16, 65, 100, 400)
+    ]
+    entry = fit_entry(samples[0].case.target, samples)
+    assert entry.seconds(v=3, length=171) == pytest.approx(1e-6 * 768, rel=1e-2)
+    assert CostModel.parse_data(costs(entry).model_dump(mode="json", by_alias=True), where="c")
+
+
+def test_attention_to_what_stands_before_a_chunk_is_a_term_of_its_own() -> None:
+    shapes = [(v, s, p) for v in (1, 2, 4) for s in (16, 64, 200) for p in (0, 500, 900)]
+
+    def seconds(v: int, s: int, p: int) -> float:
+        return 1e-6 * v * s + 1e-9 * v * s * s + 5e-9 * v * s * p
+
+    samples = [sample("none", v, s, seconds(v, s, p), p) for v, s, p in shapes]
+    entry = fit_entry(samples[0].case.target, samples)
+    assert entry.chunk_s(v=3, start=700, length=100) == pytest.approx(
+        seconds(3, 100, 700), rel=1e-2
+    )
+    without = fit_entry(samples[0].case.target, [s for s in samples if s.case.start == 0])
+    assert without.chunk_s(v=3, start=700, length=100) == pytest.approx(
+        seconds(3, 100, 0) + 2 * 1e-9 * 3 * 100 * 700, rel=1e-2
+    )
+
+
+def test_steps_are_those_of_the_engine() -> None:
     def shape(phase: Phase, **sizes: int) -> tuple[list[int], list[int]]:
         target = Target(device_kind="c", part="layer", phase=phase, dtype="float32")
-        message = micro_batch(TimedCase(target=target, **sizes), TokenChoice())
+        case = TimedCase(target=target, **sizes)
+        size = pool_of(ModelSpec.by_name("opt-30b"), case)
+        message = step_message(case, size, TokenChoice())
+        blocks = [block for row in message.paged for block in row.new_blocks]
+        assert sorted(blocks) == list(range(size.num_blocks))
+        assert all(len(row.drafts) == sizes.get("q_len", 1) - 1 for row in message.paged)
         return list(message.starts), list(message.num_new)
 
-    assert shape(Phase.PREFILL, v=3, length=9) == ([0, 0, 0], [9, 8, 9])
+    assert shape(Phase.PREFILL, v=3, length=9) == ([0, 0, 0], [9, 9, 9])
+    assert shape(Phase.PREFILL, v=2, length=512, start=700) == ([700, 700], [512, 512])
     assert shape(Phase.DECODE, v=3, length=9) == ([8, 7, 8], [1, 1, 1])
     assert shape(Phase.VERIFY, v=2, length=9, q_len=4) == ([5, 4], [4, 4])
     assert shape(Phase.VERIFY, v=2, length=4, q_len=4) == ([0, 0], [4, 4])
+
+
+@pytest.mark.parametrize("window", [None, 64])
+@pytest.mark.parametrize("kv", [KVPrecision.KV16, KVPrecision.KV4])
+def test_every_step_is_timed_over_the_pool(window: int | None, kv: KVPrecision) -> None:
+    config = {
+        "model_type": "mistral",
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "vocab_size": 96,
+        "max_position_embeddings": 512,
+        "sliding_window": window,
+        "torch_dtype": "float32",
+    }
+    spec = ModelSpec.from_config(config, name="tiny")
+    timed = TimedModel(spec, torch.device("cpu"), Quantization(), Sampling())
+    effort = Effort(seconds=1e-4, min_repeats=1)
+    for phase, sizes in (
+        (Phase.PREFILL, {"length": 40}),
+        (Phase.PREFILL, {"length": 20, "start": 150}),
+        (Phase.DECODE, {"length": 170}),
+        (Phase.VERIFY, {"length": 170, "q_len": 3}),
+    ):
+        target = Target(device_kind="c", part="layer", phase=phase, kv=kv, dtype="float32")
+        assert timed.time(TimedCase(target=target, v=2, **sizes), effort).seconds > 0
+
+
+def test_a_decode_step_is_timed_as_one_call_of_all_layers(
+    tiny_models: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = []
+    whole = NativeStack.whole
+    monkeypatch.setattr(
+        NativeStack, "whole", lambda stack, *given: calls.append(1) or whole(stack, *given)
+    )
+    spec = ModelSpec.from_directory(tiny_models.directory("llama"))
+    timed = TimedModel(spec, torch.device("cpu"), Quantization(), Sampling())
+    target = Target(device_kind="c", part="layer", phase=Phase.DECODE, dtype="float32")
+    timing = timed.time(TimedCase(target=target, v=3, length=40), Effort(seconds=0, min_repeats=3))
+    assert len(calls) >= timing.repeats >= 2
 
 
 def entry(kind: str, seconds_per_v: float) -> LatencyEntry:

@@ -44,7 +44,7 @@ def test_flags_of_other_kinds(
         ("--bits w5a16", "w5a16"),
         ("--batch 0", "--batch must be at least 1, got 0"),
         ("--seconds 0", "--seconds must be above 0, got 0"),
-        ("--job 512", "--job: got '512', expected PROMPT/NEW tokens"),
+        ("--job 512", "--job: expected prompt/new tokens such as 512/100, got '512'"),
         ("--plan none.json --bits w4a16", "--bits has no effect beside --plan"),
         ("--plan none.json", "none.json"),
     ],

@@ -6,7 +6,7 @@ from llmpq.cost_model import Phase
 from llmpq.errors import StageLostError
 from llmpq.precision import Precision
 from llmpq.profiler.timing import compile_ahead as module
-from llmpq.profiler.timing.cases import CaseTime, Ready, SetUp, Target, TimedCase
+from llmpq.profiler.timing.cases import CaseTime, Effort, Ready, SetUp, Target, TimedCase
 from llmpq.profiler.timing.worker_processes import JobFailedError
 
 pytestmark = pytest.mark.pure
@@ -63,11 +63,13 @@ def cases(*bits: str) -> list[TimedCase]:
 
 
 def test_every_precision_has_its_process() -> None:
-    module.compile_ahead(SetUp(model="m", cuda=True, sustain_s=0.5), cases("16", "4"), 1)
+    module.compile_ahead(
+        SetUp(model="m", cuda=True, effort=Effort(sustain_s=0.5)), cases("16", "4"), 1
+    )
     assert len(FakeChild.started) == 2
     for child in FakeChild.started:
         assert child.closed and child.gpu == 1
-        assert child.set_up.sustain_s == 0 and child.set_up.min_repeats == 1
+        assert child.set_up.effort.sustain_s == 0 and child.set_up.effort.min_repeats == 1
         assert len({case.target.precision for case in child.cases}) == 1
         assert [case.v for case in child.cases] == [1, 3, 2], "the rest goes on after a failure"
 

@@ -14,7 +14,7 @@ from llmpq.cost_model import CostModel
 from llmpq.errors import StageLostError
 from llmpq.profiler.__main__ import main
 from llmpq.profiler.timing import profile_host, stopwatch, worker_processes
-from llmpq.profiler.timing.cases import CaseTime, Ready, SetUp, TimedCase
+from llmpq.profiler.timing.cases import CaseTime, Effort, Ready, SetUp, TimedCase
 from llmpq.profiler.timing.worker_processes import Group, JobFailedError
 
 pytestmark = pytest.mark.cpu
@@ -126,9 +126,9 @@ def test_timing_begins_when_the_callers_stream_has_made_everything(
         if fails:
             raise RuntimeError("no memory")
 
-    effort = stopwatch.Effort(seconds=0.01, min_repeats=3)
+    effort = Effort(seconds=0.01, min_repeats=3)
     device = torch.device("cuda")
     with pytest.raises(RuntimeError) if fails else nullcontext():
-        stopwatch.time_call(call, device=device, effort=effort, layers=1, graph=False)
+        stopwatch.time_call(call, device=device, effort=effort, layers=1)
     assert log[0] == "timing waits for callers" and log[-1] == "callers waits for timing"
     assert set(log[1:-1]) == {"call"}

@@ -16,7 +16,7 @@ from llmpq.precision import Precision
 from llmpq.profiler.__main__ import main
 from llmpq.profiler.timing import host_links
 from llmpq.profiler.timing import worker_processes as processes
-from llmpq.profiler.timing.cases import LinkTimings, SetUp, Target, TimedCase
+from llmpq.profiler.timing.cases import Effort, LinkTimings, SetUp, Target, TimedCase
 from llmpq.profiler.timing.worker_processes import (
     Group,
     JobFailedError,
@@ -74,7 +74,7 @@ def case(**changed: Any) -> TimedCase:
 
 
 def test_a_failed_job_and_a_dead_child_are_told_apart(tiny_models: Any) -> None:
-    set_up = SetUp(model=str(tiny_models.directory("opt")), seconds_per_case=0.005)
+    set_up = SetUp(model=str(tiny_models.directory("opt")), effort=Effort(seconds=0.005))
     with Group(set_up, copies=1, gpus=[None]) as group:
         assert "torch" in group.ready.machine
         too_long = case().model_copy(update={"length": 4096})

@@ -13,7 +13,14 @@ from llmpq.precision import KVPrecision, Precision
 from llmpq.profiler.timing import profile_host as session
 from llmpq.profiler.timing.cases import CaseTime, Conditions, Sample, Sampling, Target, TimedCase
 from llmpq.profiler.timing.sample_file import SampleLog
-from llmpq.profiler.timing.shape_grid import ShapeGrid, cases, fitted_terms, make_grid
+from llmpq.profiler.timing.shape_grid import (
+    Reach,
+    ShapeGrid,
+    cases,
+    fitted_terms,
+    make_grid,
+)
+from llmpq.sizes.step_padding import gpu_padded
 
 pytestmark = pytest.mark.pure
 
@@ -57,6 +64,7 @@ def test_only_samples_taken_under_the_same_conditions_count(tmp_path: Path) -> N
         assert not taken(log, machine="elsewhere", copies=1)
         assert not taken(log, machine="elsewhere", model_fingerprint="g")
         assert not taken(log, machine="elsewhere", rest_s=1e-3)
+        assert not taken(log, machine="elsewhere", kernels="newer")
 
 
 def test_how_tokens_are_picked_matters_to_the_head_alone(tmp_path: Path) -> None:
@@ -99,7 +107,9 @@ def grid_cases(grid: ShapeGrid) -> list[TimedCase]:
 @pytest.mark.parametrize("quick", [True, False])
 def test_the_grid_covers_what_was_asked(quick: bool) -> None:
     spec = ModelSpec.by_name("opt-30b")
-    found = grid_cases(make_grid(spec, quick=quick, max_batch=24, max_len=300, verify_q=(2, 5)))
+    found = grid_cases(
+        make_grid(spec, Reach(max_batch=24, max_len=300), quick=quick, verify_q=(2, 5))
+    )
     assert len(set(found)) == len(found)
     targets = {case.target for case in found}
     assert len(targets) == 2 * 3 + 2 * 3, "two precisions and two ends, three phases each"
@@ -114,7 +124,7 @@ def test_the_grid_covers_what_was_asked(quick: bool) -> None:
 
 def test_the_grid_respects_the_model_and_the_token_limit() -> None:
     spec = ModelSpec.by_name("opt-30b")
-    grid = make_grid(spec, quick=False, max_batch=64, max_len=100_000, max_tokens=2048)
+    grid = make_grid(spec, Reach(max_batch=64, max_len=100_000, max_tokens=2048), quick=False)
     found = grid_cases(grid)
     assert max(case.length for case in found) == spec.max_positions
     prefills = [c for c in found if c.target.phase is Phase.PREFILL]
@@ -124,46 +134,43 @@ def test_the_grid_respects_the_model_and_the_token_limit() -> None:
 @pytest.mark.parametrize("on_gpu", [True, False])
 def test_a_job_needs_its_own_prompts_and_caches_only(on_gpu: bool) -> None:
     spec = ModelSpec.by_name("opt-30b")
-    grid = make_grid(spec, quick=False, on_gpu=on_gpu, max_batch=32, job=(512, 100))
+    grid = make_grid(spec, Reach(max_batch=32, job=(1500, 100)), quick=False, on_gpu=on_gpu)
     layers = [c for c in grid_cases(grid) if c.target.part == "layer"]
     lengths = {phase: {c.length for c in layers if c.target.phase is phase} for phase in Phase}
-    assert lengths[Phase.PREFILL] == {512}
-    assert lengths[Phase.DECODE] == {513, 612}
-    assert any(c.launch for c in layers) == on_gpu
+    assert lengths[Phase.PREFILL] == {1500, 750, 375, 512, 128}
+    assert {c.start for c in layers if c.length == 512} == {0, 750, 1500 - 512}
+    assert lengths[Phase.DECODE] == {1501, 1600}
     assert {1, 32} <= {c.v for c in layers if c.target.phase is Phase.DECODE}
 
 
-def test_a_job_whose_prompts_no_fit_could_take_is_refused_before_it_is_timed() -> None:
+def test_a_long_prompt_is_timed_in_the_chunks_it_may_be_planned_in() -> None:
     spec = ModelSpec.by_name("llama-3.1-8b")
-    with pytest.raises(ValueError, match=r"prompts of 12000 .* try --max-tokens 48000"):
-        make_grid(spec, quick=False, on_gpu=True, max_batch=32, job=(12000, 100))
-    grid = make_grid(
-        spec, quick=False, on_gpu=True, max_batch=32, max_tokens=48000, job=(12000, 100)
-    )
-    assert sum(c.target.phase is Phase.PREFILL and not c.launch for c in grid_cases(grid)) >= 3
+    grid = make_grid(spec, Reach(max_batch=1, max_tokens=8192, job=(30000, 100)), quick=False)
+    assert max(v * length for v, length, _ in grid.prefill) == 8192
+    for chunk in (128, 512, 2048, 8192):
+        assert {s for _, length, s in grid.prefill if length == chunk} == {0, 15000, 30000 - chunk}
 
 
-@pytest.mark.parametrize(
-    ("max_batch", "max_len", "within"), [(32, None, 8), (8, 1024, 64), (1, 1024, 64)]
-)
-def test_a_gpu_is_timed_on_both_sides_of_a_tile(
-    max_batch: int, max_len: int | None, within: int
+@pytest.mark.parametrize(("max_batch", "max_len"), [(32, None), (8, 1024), (1, 4096)])
+@pytest.mark.parametrize("quick", [False, True])
+def test_a_gpu_is_timed_at_every_number_of_places(
+    max_batch: int, max_len: int | None, quick: bool
 ) -> None:
     spec = ModelSpec.by_name("llama-3.1-8b")
-    grid = make_grid(spec, quick=False, on_gpu=True, max_batch=max_batch, max_len=max_len)
-    found = [c for c in grid_cases(grid) if c.target.phase is Phase.PREFILL and not c.launch]
+    grid = make_grid(spec, Reach(max_batch=max_batch, max_len=max_len), quick=quick, on_gpu=True)
+    found = [c for c in grid_cases(grid) if c.target.phase is Phase.PREFILL]
     assert len(set(found)) == len(found)
-    assert all(c.length < 64 or c.length % 64 == 0 for c in found if c.length != max_len)
-    tokens = {c.new_tokens for c in found if c.target.part == "layer"}
-    for edge in (128, 256, 384, 512, 768):
-        assert edge in tokens and tokens & set(range(edge + 1, edge + 1 + within)), edge
+    tokens = {c.new_tokens for c in found if c.target.part == "layer" and c.start == 0}
+    least = {gpu_padded(n) for n in range(9, 513)}
+    assert least <= tokens
+    assert quick or {gpu_padded(n) for n in range(513, 4096)} <= tokens
     ends = [c.new_tokens for c in found if c.target.part == "head"]
-    assert ends and len(set(ends)) < len(tokens) / 2
+    assert ends and len(set(ends)) < len(tokens) / (1 if quick else 2)
 
 
 def test_a_length_too_short_to_fit() -> None:
     with pytest.raises(ValueError, match="--max-len must be at least 16 tokens, got 8"):
-        make_grid(ModelSpec.by_name("opt-30b"), quick=True, max_batch=4, max_len=8)
+        make_grid(ModelSpec.by_name("opt-30b"), Reach(max_batch=4, max_len=8), quick=True)
 
 
 def test_a_device_is_chosen_by_its_profile_kind_before_its_kind(

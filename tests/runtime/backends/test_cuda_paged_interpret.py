@@ -20,7 +20,7 @@ from llmpq.runtime.backends import stage_runner
 from llmpq.runtime.backends.build_stage import build_stage
 from llmpq.runtime.backends.gpu import cuda_experts, cuda_graphs, cuda_layers
 from llmpq.runtime.backends.gpu.cuda_stage_runner import CudaStageRunner
-from llmpq.runtime.backends.gpu.paged_graphs import LONGEST, rung, rungs
+from llmpq.runtime.backends.gpu.paged_graphs import rungs
 from llmpq.runtime.cache import gpu_packed_kv, gpu_paged_kv, gpu_paged_latents
 from llmpq.runtime.cache.gpu_drafted_kv import GpuDraftedKV
 from llmpq.runtime.cache.gpu_packed_kv import GpuPackedKV
@@ -42,6 +42,7 @@ from llmpq.runtime.trace import Recorder
 from llmpq.runtime.weights.sources import CheckpointSource
 from llmpq.sizes.kv_format import RING_TOKENS, TAIL_TOKENS
 from llmpq.sizes.pool_size import PoolSize
+from llmpq.sizes.step_padding import CAPTURED_TOKENS, gpu_padded
 from reference.open_stages import OpenStages
 from reference.pipeline import ReferencePipeline
 
@@ -650,8 +651,10 @@ def test_warm_up_leaves_nothing_that_a_request_sees(
 
 
 def test_ladders_have_few_rungs():
-    assert [rung(n) for n in (2, 9, 65, 512, 513, 5000)] == [8, 16, 128, 512, 768, 5120]
+    assert [gpu_padded(n) for n in (2, 9, 65, 512, 513, 5000)] == [8, 16, 128, 512, 768, 5120]
     assert rungs(512) == [512, 448, 384, 320, 256, 192, 128, 64, 32, 16, 8]
-    assert max(rungs(10_000)) == LONGEST
+    assert max(rungs(10_000)) == CAPTURED_TOKENS
     for most in (2, 100, 700):
-        assert max(rungs(most)) == rung(most) and all(rung(n) >= n for n in range(2, most))
+        assert max(rungs(most)) == gpu_padded(most) and all(
+            gpu_padded(n) >= n for n in range(2, most)
+        )

@@ -28,8 +28,7 @@ from llmpq.profiler.quantize.linears_in_turn import quantize
 from llmpq.profiler.quantize.one_layer import Recipe, quantize_layer
 from llmpq.profiler.quantize.recipes import Settings
 from llmpq.profiler.quantize.whole_model import QuantizeJob, quantize_model, spread
-from llmpq.profiler.timing.cases import Sampling, Target, TimedCase
-from llmpq.profiler.timing.stopwatch import Effort
+from llmpq.profiler.timing.cases import Effort, Sampling, Target, TimedCase
 from llmpq.profiler.timing.timed_layers import TimedModel
 from llmpq.runtime.models.experts import Routing, SparseMLP
 from llmpq.runtime.models.linear import Linear
