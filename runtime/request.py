@@ -48,7 +48,7 @@ class Request:
     stop_texts: tuple[str, ...] = ()
     sampling: TokenChoice = field(default_factory=TokenChoice)
     rules: TokenRules | None = None
-    """What it asks of its tokens beyond `sampling`; the last stage is told."""
+    """What it asks of its tokens beyond `sampling`; sent to the last stage."""
     min_new: int = 0
     """Tokens before which nothing but the limit ends it."""
     priority: int = 0
@@ -60,9 +60,9 @@ class Request:
     may_draft: bool = True
     """False: decoded plainly, whatever the drafter wants."""
     stream: bool = False
-    """Whether its tokens are told as they come, not only at its end."""
+    """Whether its tokens are published as they come, not only at its end."""
     aborted: bool = False
-    """Nobody wants its tokens any more: it ends with the step under way."""
+    """Its tokens are not wanted any more: it ends with the step under way."""
     slot: int = -1
     """KV slot while running, -1 otherwise."""
     output: list[int] = field(default_factory=list)
@@ -71,7 +71,7 @@ class Request:
     in_flight: int = 0
     """Rounds under way, each in one step, whose tokens are not known yet."""
     num_prefix_hits: int = 0
-    """Prompt tokens that were found in the prefix cache when the request was first let in."""
+    """Prompt tokens that were found in the prefix cache when the request was first admitted."""
     num_preemptions: int = 0
     """How often its KV was given up for another request's."""
     finish_reason: FinishReason | None = None
@@ -136,7 +136,7 @@ class PagedRow:
     sample_step: int = 0
     """Index of the token it samples."""
     admission: int = 0
-    """Which time of the request's being let in it belongs to."""
+    """The how many-th admission of the request it belongs to."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -265,7 +265,7 @@ def plain_attend(
 def merge_splits(
     part: Tensor, lse: Tensor, out_BQHD: Tensor, splits: int, same: dict[str, int]
 ) -> None:
-    """Write the merged parts of every output; `same`: what the kernel of the parts was told."""
+    """Write the merged parts of every output; `same`: the arguments of the kernel of the parts."""
     batch, q_len, heads, dim = out_BQHD.shape
     outputs, parts = batch * heads * q_len, triton.next_power_of_2(splits)
     together = combine_rows(outputs, parts * same["PADDED"])

@@ -147,7 +147,7 @@ def _linears(layer: DecoderLayer) -> tuple[Linear, ...]:
 
 
 def _form(layer: DecoderLayer) -> LayerForm | None:
-    """Return what the library is told of a layer; None of one that it does not compute."""
+    """Return the library's description of a layer; None of one that it does not compute."""
     attention, mlp = layer.attention, layer.mlp
     if not isinstance(attention, Attention) or not isinstance(mlp, GatedMLP):
         return None

@@ -38,7 +38,7 @@ class SlotStageRunner:
     ) -> None:
         self.model, self.kv, self._device, self._dtype = model, kv, device, dtype
         self.sampler = RuledSampler()
-        """Chooses tokens on the last stage; whoever serves requests tells it their rules."""
+        """Chooses tokens on the last stage; `StageWorker` gives it the requests' rules."""
         self._hidden_stay = self._tokens_stay = False
         self.draft: DraftModel | None = None
         self._truncates = False
@@ -48,7 +48,7 @@ class SlotStageRunner:
     def leave_on_device(self, *, hidden: bool, tokens: bool = False) -> None:
         """Say what this stage's links take from the device; the rest is brought to the host.
 
-        Told before the first step: it is known once the stages have met.
+        Called before the first step, when the links are known.
         """
         self._hidden_stay, self._tokens_stay = hidden, tokens
 
@@ -85,7 +85,7 @@ class SlotStageRunner:
 
     @property
     def fused_rounds(self) -> bool:
-        """Whether a round of drafts and its verify are one step, told -1 for what is not known."""
+        """Whether a round of drafts and its verify can be one step, fused on the device."""
         return False
 
     def take_tokens(self, slots: Sequence[int], tokens_B1: Tensor) -> None:

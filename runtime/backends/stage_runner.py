@@ -199,7 +199,7 @@ class StageRunner:
     def warm_up(self, rows: int, step_tokens: int, *, gamma: int = 0) -> None:
         """Run steps of zeros through the first block, so that first times count as others.
 
-        What they leave in the cache belongs to nobody. `gamma`: drafts that rows will have.
+        No request owns what they leave in the cache. `gamma`: drafts that rows will have.
         """
         left_s, token_s = WARM_UP_S, 0.0
         counts = [*range(rows, 0, -1), *_rungs(step_tokens)]
@@ -212,7 +212,7 @@ class StageRunner:
 
     def _run_zeros(self, kind: StepKind, count: int) -> float:
         """Run `count` rows of one token, or chunks that fit the first block; return the seconds."""
-        told = StepMessage(
+        message = StepMessage(
             kind=kind,
             slots=[0] * count,
             starts=[0] * count,
@@ -227,7 +227,7 @@ class StageRunner:
         if self.model.embedding is None:
             hidden = torch.zeros((1, count, self.model.spec.hidden), dtype=self._dtype)
         started_s = time.perf_counter()
-        self.run(told, hidden)
+        self.run(message, hidden)
         return time.perf_counter() - started_s
 
 

@@ -43,10 +43,10 @@ class GpuDraftedKV(DraftedKV, GpuPagedKVBase):
         return self._inner.work_split(table)
 
     def places(
-        self, rows_FR: Tensor, num_places: int, *, nobody: int
+        self, rows_FR: Tensor, num_places: int, *, padding_slot: int
     ) -> tuple[TokenPlaces, TokenPlaces | None]:
         """As of the inner pool."""
-        return self._inner.places(rows_FR, num_places, nobody=nobody)
+        return self._inner.places(rows_FR, num_places, padding_slot=padding_slot)
 
     def attend(
         self,

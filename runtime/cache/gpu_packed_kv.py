@@ -4,8 +4,8 @@
                                          for the prefix cache the 16-bit tokens behind each block
     ring   [layers, slots, G, 160, D]    of each running request its newest tokens in 16 bits
 
-It keeps what CpuPackedKV keeps on a CPU, and whoever finds a block goes on as there: right behind
-the tokens that come with it, which go to the ring of the request. Steps are kernels/kv's
+It stores what CpuPackedKV stores on a CPU; a request that hits a block starts as there: right
+behind the tokens that come with it, which go to the ring of the request. Steps are kernels/kv's
 packed_pages.py.
 
 Legend: T tokens of a step, H query heads, G key/value heads, D head_dim, S slots, M blocks.
@@ -100,7 +100,7 @@ class GpuPackedKV(GpuPagedKVBase):
         write_blocks(self._table_SM, [(row.slot, row.first_block, row.new_blocks) for row in rows])
         for row, start in zip(rows, starts, strict=True):
             if row.resumes:
-                # A request is told all it found with its first row.
+                # A request's first row has all the blocks that it hit.
                 found = row.new_blocks[start // BLOCK_TOKENS - 1 - row.first_block]
                 self._resume(row.slot, start, found)
 
@@ -125,10 +125,10 @@ class GpuPackedKV(GpuPagedKVBase):
         return values
 
     def places(
-        self, rows_FR: Tensor, num_places: int, *, nobody: int
+        self, rows_FR: Tensor, num_places: int, *, padding_slot: int
     ) -> tuple[TokenPlaces, TokenPlaces | None]:
         """Return which tokens are whose; in which block they will be is the table's to say."""
-        return spread(rows_FR, self._table_SM, num_places, nobody=nobody), None
+        return spread(rows_FR, self._table_SM, num_places, padding_slot=padding_slot), None
 
     def attend(
         self,

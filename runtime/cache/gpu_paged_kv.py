@@ -161,13 +161,13 @@ class GpuPagedKV(GpuPagedKVBase):
         return split_work(table, plan.programs, windowed=plan.window > 0)
 
     def places(
-        self, rows_FR: Tensor, num_places: int, *, nobody: int
+        self, rows_FR: Tensor, num_places: int, *, padding_slot: int
     ) -> tuple[TokenPlaces, TokenPlaces | None]:
         """Return where a step's tokens go in either pool."""
-        where = spread(rows_FR, self.whole.table_SM, num_places, nobody=nobody)
+        where = spread(rows_FR, self.whole.table_SM, num_places, padding_slot=padding_slot)
         if not self.has_windows:
             return where, None
-        return where, spread(rows_FR, self.windowed.table_SM, num_places, nobody=nobody)
+        return where, spread(rows_FR, self.windowed.table_SM, num_places, padding_slot=padding_slot)
 
     def attend(
         self,

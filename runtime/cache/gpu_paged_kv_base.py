@@ -40,12 +40,12 @@ class GpuPagedKVBase(PagedKV):
     """Numbers that `work_split` returns."""
 
     def work_split(self, table: Sequence[Sequence[int]]) -> list[int]:
-        """Return what attention's programs take of a rows' table, if they are told."""
+        """Return what each program of attention takes of a rows' table, if it reads that."""
         return []
 
     @abstractmethod
     def places(
-        self, rows_FR: Tensor, num_places: int, *, nobody: int
+        self, rows_FR: Tensor, num_places: int, *, padding_slot: int
     ) -> tuple[TokenPlaces, TokenPlaces | None]:
         """Return where a step's tokens stand; also in the pool of windows, if there is one."""
 
@@ -91,5 +91,5 @@ def write_blocks(table_SM: Tensor, brought: Sequence[tuple[int, int, Sequence[in
         places += range(at, at + len(blocks))
         numbers += blocks
     if numbers:
-        told = upload([places, numbers], torch.long, table_SM.device)
-        table_SM.view(-1).index_copy_(0, told[0], told[1].int())
+        pairs = upload([places, numbers], torch.long, table_SM.device)
+        table_SM.view(-1).index_copy_(0, pairs[0], pairs[1].int())

@@ -79,10 +79,10 @@ class GpuPagedLatents(GpuPagedKVBase):
         return self.launches.table(slots, starts, counts, num_rows=num_rows, num_places=num_places)
 
     def places(
-        self, rows_FR: Tensor, num_places: int, *, nobody: int
+        self, rows_FR: Tensor, num_places: int, *, padding_slot: int
     ) -> tuple[TokenPlaces, TokenPlaces | None]:
         """Return where a step's tokens go."""
-        return spread(rows_FR, self._table_SM, num_places, nobody=nobody), None
+        return spread(rows_FR, self._table_SM, num_places, padding_slot=padding_slot), None
 
     def attend(
         self,

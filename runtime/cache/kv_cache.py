@@ -54,7 +54,7 @@ class KVCache(ABC):
     def plain(self) -> PlainKVCache | None:
         """The 16-bit tensors that kernels read and append to; None where there are none.
 
-        Whoever appends to them then sees to the copy of `dual`, too.
+        A kernel that appends to them has to append to the copy of `dual`, too.
         """
         return None
 

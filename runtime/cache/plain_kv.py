@@ -1,7 +1,7 @@
 """The KV cache of one stage: preallocated slots, one per request, all layers of the stage.
 
 A slot holds the keys and values of one request's tokens 0..max_len-1. How many of them are valid
-is known to whoever builds the steps; the cache only needs where new tokens go. Layers count from
+is the steps' to say; the cache only needs where new tokens go. Layers count from
 0 within the stage.
 
 Legend: S slots, T max_len, B rows, Q new tokens, H query heads, G key/value heads, D head_dim.

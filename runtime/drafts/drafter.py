@@ -1,4 +1,4 @@
-"""What the scheduler asks of whoever supplies drafts: a new kind is a class with these methods."""
+"""What the scheduler asks of a drafter: a new kind is a class with these methods."""
 
 from __future__ import annotations
 

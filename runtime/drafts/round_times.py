@@ -28,7 +28,7 @@ SHORTEST_REST, LONGEST_REST = 64, 8192
 
 
 class RoundTimes:
-    """Of groups of one size; `allows` is asked before every round, `add` told what one yielded."""
+    """Of groups of one size; `allows` is called before every round, `add` with what one yielded."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock

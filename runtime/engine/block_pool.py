@@ -71,7 +71,7 @@ class BlockPool:
         """Drop a request's references; its last block is evicted first."""
         for block in reversed(blocks):
             if self._ref_counts[block] == 0:
-                raise ValueError(f"block {block} was released, nobody holds it")
+                raise ValueError(f"block {block} was released more often than it was taken")
             self._ref_counts[block] -= 1
             if self._ref_counts[block] == 0:
                 if block in self._key_of:

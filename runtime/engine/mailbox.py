@@ -1,4 +1,4 @@
-"""Where whoever submits requests and the first stage's loop meet, and what they tell each other.
+"""The queue of requests to the first stage's loop, and of its results back.
 
 No torch: a driver whose stages are other processes needs nothing else of the engine.
 """

@@ -44,7 +44,7 @@ class PoolLimits:
 
     @property
     def tail(self) -> int:
-        """Tokens behind a block without which nobody goes on from it."""
+        """Tokens behind a packed block that a prefix hit needs, too."""
         return 0 if self.kv is KVPrecision.KV16 else TAIL_TOKENS
 
     @property

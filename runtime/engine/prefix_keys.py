@@ -25,7 +25,7 @@ class PrefixKeys:
     """The keys of one request's blocks, made as its tokens become known.
 
     Block m counts as full `tail` tokens after its last: a packed block comes with the 16-bit
-    tokens behind it, without which nobody goes on from it (TAIL_TOKENS, llmpq/sizes/kv_format.py).
+    tokens behind it, which a prefix hit needs, too (TAIL_TOKENS, llmpq/sizes/kv_format.py).
     """
 
     def __init__(self, root: bytes, *, tail: int = 0) -> None:

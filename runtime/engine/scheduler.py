@@ -259,7 +259,7 @@ class Scheduler:
     def _enough_under_way(self, num_decoding: int) -> bool:
         """Whether prompts had better wait for rows that decode, to share a step with them.
 
-        Issued as soon as there is a place, steps of prompts alone would fill every one of them, and
+        Issued as soon as one may be, steps of prompts alone would fill every one of them, and
         rows that decode go on in steps of their own, as long as each reads the weights again.
         """
         limits = self.limits

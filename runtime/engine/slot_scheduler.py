@@ -97,7 +97,7 @@ class SlotScheduler:
         self._waiting.append(request)
 
     def abort(self, request: Request) -> bool:
-        """End a request that nobody waits for any more; return whether it has ended.
+        """End a request; return whether it has ended.
 
         If not, it ends when the step that is under way for it completes.
         """

@@ -47,7 +47,7 @@ class Compute(Protocol):
 
     @property
     def fused_rounds(self) -> bool:
-        """Whether a round of drafts and its verify are one step, told -1 for what is not known."""
+        """Whether a round of drafts and its verify can be one step, fused on the device."""
         ...
 
     def run(self, message: StepMessage, hidden_BQH: Tensor | None) -> Tensor | Pending:
@@ -59,7 +59,7 @@ class Compute(Protocol):
         ...
 
     def end_speculation(self) -> None:
-        """Go on without drafts, and without what was kept for them."""
+        """Go on without drafts, and free what they take."""
         ...
 
 
@@ -145,8 +145,8 @@ class FirstStage:
         self._deadlines: list[tuple[float, int]] = []
         """When requests are to be ended that have not, soonest first."""
         self._first_token_s: dict[int, float] = {}
-        self._told: dict[int, int] = {}
-        """Tokens of a streamed request that the driver was told of."""
+        self._num_sent: dict[int, int] = {}
+        """How many tokens of a streamed request were published."""
         self._num_finished = self._prompt_tokens = 0
 
     def run(self) -> None:
@@ -170,7 +170,7 @@ class FirstStage:
     def _drafts_are_ending(self) -> bool:
         """End drafts that pay nowhere, for good; whether rounds under way have to end before.
 
-        One stage alone: others would have to be told.
+        With one stage only: others would need a message.
         """
         if self._transport is not None or not self._scheduler.drafts_in_vain:
             return False
@@ -300,12 +300,12 @@ class FirstStage:
         now_s: float,
         stepped: Sequence[Request] = (),
     ) -> None:
-        """Tell the driver what a step, or an abort, brought."""
+        """Publish what a step, or an abort, brought."""
         tokens = self._new_tokens(stepped)
         done = []
         for request in finished:
             del self._open[request.id]
-            self._told.pop(request.id, None)
+            self._num_sent.pop(request.id, None)
             submitted_s = self._submitted_s.pop(request.id)
             done.append(
                 Finished(
@@ -337,18 +337,18 @@ class FirstStage:
                 self._mailbox.changed.notify_all()
 
     def _new_tokens(self, stepped: Sequence[Request]) -> dict[int, list[int]]:
-        """Return the tokens of streamed requests that the driver has not been told of."""
+        """Return the tokens of streamed requests that were not published yet."""
         found = {}
         for request in stepped:
             if request.stream and request.id in self._open:
-                told = self._told.get(request.id, 0)
-                new = _known(request.output[told:])
+                sent = self._num_sent.get(request.id, 0)
+                new = _known(request.output[sent:])
                 if new:
-                    self._told[request.id] = told + len(new)
+                    self._num_sent[request.id] = sent + len(new)
                     found[request.id] = new
         return found
 
 
 def _known(tokens: list[int]) -> list[int]:
-    """Return the tokens before the first one that a device has yet to tell."""
+    """Return the tokens before the first pending one."""
     return tokens[: tokens.index(PENDING_TOKEN)] if PENDING_TOKEN in tokens else list(tokens)

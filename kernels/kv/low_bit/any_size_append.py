@@ -209,18 +209,18 @@ def append_any_size(
         raise ValueError(f"at most {HOLDBACK_TOKENS} new tokens a step, got {q_len}")
     if k_BQGD.stride() != v_BQGD.stride() or k_BQGD.stride(-1) != 1:
         k_BQGD, v_BQGD = k_BQGD.contiguous(), v_BQGD.contiguous()
-    told = (table_SN, rows.slots, rows.starts, rows.counts, table_SN.shape[1])
+    where = (table_SN, rows.slots, rows.starts, rows.counts, table_SN.shape[1])
     same = {"G": groups, "D": dim, "C": fmt.channels, "BITS": fmt.bits}
     same["KEY_GROUP"] = fmt.key_group or 0
     rings, params = (layer.k_ring_SGRD, layer.v_ring_SGRD), (layer.k_params_PG, layer.v_params_PG)
     append_rows[(groups, batch)](
-        *(k_BQGD, v_BQGD, *rings, *params, *told, *k_BQGD.stride()[:3]),
+        *(k_BQGD, v_BQGD, *rings, *params, *where, *k_BQGD.stride()[:3]),
         **same | {"Q": q_len, "PADDED": max(16, triton.next_power_of_2(dim))},
         num_warps=8,
     )
     pieces = -(-fmt.block_words // int(WORDS))
     pack_rows[(groups, batch, 2 * pieces)](
-        *(*rings, layer.k_words_PGW, layer.v_words_PGW, *params, *told),
+        *(*rings, layer.k_words_PGW, layer.v_words_PGW, *params, *where),
         **same | {"PIECES": pieces},
         num_warps=4,
     )

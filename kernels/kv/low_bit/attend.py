@@ -352,6 +352,6 @@ def attend_split(
             tl.store(part_lse + out_at * R + c, lse, mask=used)
             o_at = part_out + (out_at * R + c[:, None]) * D + tl.arange(0, D)[None, :]
             tl.store(o_at, out, mask=used[:, None])
-        # each program draws until it finds nothing: whoever draws last leaves the counter at 0
+        # each program draws until it finds nothing: the last one leaves the counter at 0
         if DYNAMIC and share == programs + shares - 1:
             tl.store(tickets + row_of_all, 0)

@@ -157,12 +157,12 @@ def attend_packed_latents(
     packed = (layer.k_words_PGW, layer.k_params_PG, layer.v_words_PGW, layer.v_params_PG)
     rings = (layer.k_ring_SGRD, layer.v_ring_SGRD)
     given = (q, new_TD, *packed, *rings, rows_FR, step.table_SM)
-    told = (float(scale), num_rows, columns)
+    sizes = (float(scale), num_rows, columns)
     same = sizes_of(fmt, num_rows) | {"H": plan.heads, "V": plan.value_dim, "R": plan.rows}
     same |= {"HEADS": plan.program_heads, "LOOK": LOOK, "KW": WORD_K_WIDTH, "num_warps": WARPS}
     same["EMULATE"] = bool(triton.knobs.runtime.interpret)
     attend[(splits, groups, num_rows)](
-        *(*given, part, lse, *told, splits, new_TD.stride(0)), **same, CHUNKS=False
+        *(*given, part, lse, *sizes, splits, new_TD.stride(0)), **same, CHUNKS=False
     )
     combine_latents[(num_rows, plan.heads)](
         *(part, lse, rows_FR, out, num_rows, splits),
@@ -174,7 +174,7 @@ def attend_packed_latents(
     )
     if step.chunks:
         attend[(places // plan.tile_queries + num_rows, groups)](
-            *(*given, out, lse, *told, 1, new_TD.stride(0)), **same, CHUNKS=True
+            *(*given, out, lse, *sizes, 1, new_TD.stride(0)), **same, CHUNKS=True
         )
         keep_newest(new_TD, pages, step)
     return out

@@ -4,7 +4,7 @@
     out    [M, D] += (p scale) [M, 64] V [64, D] + p zero          times a group's query heads
 
 A query sees the keys below its own line packed and the others in 16 bits: old ones in the ring,
-which nobody has written since, new ones where the step has left them. Key scales are folded into
+which is unchanged since, new ones where the step has left them. Key scales are folded into
 queries once a block, value scales into probabilities, so that unpacked codes (subnormals, see
 unpack.py) go to the tensor cores as they are, by way of shared memory. Columns of keys and rows of
 values come out of a word in an order of their own (kv_block.py): queries are loaded in it, and the

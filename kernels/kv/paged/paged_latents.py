@@ -325,9 +325,9 @@ def attend_latent_pages(
     part = q_THD.new_empty(parts * plan.value_dim, dtype=torch.float32)
     lse = q_THD.new_empty(parts, dtype=torch.float32)
     groups = triton.cdiv(plan.heads, plan.program_heads)
-    told = (q_THD, pool, rows_FR, table_SM)
+    given = (q_THD, pool, rows_FR, table_SM)
     decode_latents[(splits, groups, num_rows)](
-        *(*told, part, lse, float(scale), num_rows, columns, splits), **plan.options()
+        *(*given, part, lse, float(scale), num_rows, columns, splits), **plan.options()
     )
     combine_latents[(num_rows, plan.heads)](
         *(part, lse, rows_FR, out, num_rows, splits),
@@ -339,7 +339,7 @@ def attend_latent_pages(
     )
     if chunks:
         chunk_latents[(places // plan.tile_queries + num_rows, groups)](
-            *(*told, out, float(scale), num_rows, columns),
+            *(*given, out, float(scale), num_rows, columns),
             **plan.options(),
             ROWS=triton.next_power_of_2(num_rows),
         )

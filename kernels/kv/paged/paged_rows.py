@@ -16,8 +16,8 @@
                                        again for layers with a window, if there are any
 
 A launch has as many programs whatever the rows are: a program finds its row by the running sums, so
-a captured step serves any mix. A row of slot -1 is padding: its tokens have place -1 and stand for
-nobody, as do rows of no tokens.
+a captured step serves any mix. A row of slot -1 is padding: its tokens have place -1; a row without
+tokens is padding, too.
 """
 
 # Triton kernels take no annotations.
@@ -49,7 +49,7 @@ class TokenPlaces:
 
     positions_T: Tensor
     slots_T: Tensor
-    """The slot of a token's request; `nobody` for padding."""
+    """The slot of a token's request; `padding_slot` for padding."""
     places_T: Tensor
     """Where in the pool a token goes; -1 for padding."""
     slots_R: Tensor
@@ -176,9 +176,9 @@ def share_of(sums: Sequence[int], programs: int) -> int:
     return even if even * 16 <= share * 17 else share
 
 
-@triton.jit(do_not_specialize=["num_rows", "columns", "nobody"])
+@triton.jit(do_not_specialize=["num_rows", "columns", "padding_slot"])
 def spread_kernel(
-    rows, table, positions, slots, places, row_slots, lasts, num_rows, columns, nobody,
+    rows, table, positions, slots, places, row_slots, lasts, num_rows, columns, padding_slot,
     PAGE: tl.constexpr, STEP: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One row."""
@@ -191,7 +191,7 @@ def spread_kernel(
     count = tl.load(rows + 2 * num_rows + row)
     first = tl.load(rows + 3 * num_rows + row)
     known = slot >= 0
-    owner = tl.where(known, slot, nobody).to(tl.int64)
+    owner = tl.where(known, slot, padding_slot).to(tl.int64)
     tl.store(row_slots + row, owner)
     tl.store(lasts + row, tl.where(known, first + count - 1, 0).to(tl.int64))
     for at in range(0, count, STEP):
@@ -206,15 +206,15 @@ def spread_kernel(
         tl.store(places + first + i, tl.where(known, place, -1), mask=live)
 
 
-def spread(rows_FR: Tensor, table_SM: Tensor, num_places: int, *, nobody: int) -> TokenPlaces:
-    """Return where each of a step's tokens stands; `nobody`: the slot of padding."""
+def spread(rows_FR: Tensor, table_SM: Tensor, num_places: int, *, padding_slot: int) -> TokenPlaces:
+    """Return where each of a step's tokens stands; `padding_slot`: the slot of padding."""
     num_rows, device = rows_FR.shape[1], rows_FR.device
     positions, slots, places = torch.empty((3, num_places), dtype=torch.long, device=device)
     row_slots, lasts = torch.empty((2, num_rows), dtype=torch.long, device=device)
     pdl = overlaps(device)
     spread_kernel[(num_rows,)](
         *(rows_FR, table_SM, positions, slots, places, row_slots, lasts),
-        *(num_rows, table_SM.shape[1], nobody),
+        *(num_rows, table_SM.shape[1], padding_slot),
         PAGE=BLOCK_TOKENS,
         STEP=SPREAD_TOKENS,
         PDL=pdl,
@@ -227,14 +227,14 @@ def spread(rows_FR: Tensor, table_SM: Tensor, num_places: int, *, nobody: int) -
 
 
 def spread_reference(
-    rows_FR: Tensor, table_SM: Tensor, num_places: int, *, nobody: int
+    rows_FR: Tensor, table_SM: Tensor, num_places: int, *, padding_slot: int
 ) -> TokenPlaces:
     """The twin of `spread`, row by row on the host."""
     positions, slots, places = torch.zeros((3, num_places), dtype=torch.long)
     row_slots, lasts = torch.zeros((2, rows_FR.shape[1]), dtype=torch.long)
     for row, (slot, start, count, first, *_) in enumerate(rows_FR.T.tolist()):
         known = slot >= 0
-        row_slots[row], lasts[row] = (slot, first + count - 1) if known else (nobody, 0)
+        row_slots[row], lasts[row] = (slot, first + count - 1) if known else (padding_slot, 0)
         for i in range(count):
             p = start + i if known else 0
             block = int(table_SM[slot, p // BLOCK_TOKENS]) if known else 0

@@ -29,7 +29,7 @@ Attend = Callable[[Tensor], Tensor]
 
 
 def rounds_inputs(layer: DecoderLayer) -> bool:
-    """Whether all of a layer's linears are in the form this file is for, and nobody watches."""
+    """Whether a layer's linears all have the form of this file, and none is observed."""
     return all(
         isinstance(part, Linear)
         and isinstance(part.weight, AtomTiles)

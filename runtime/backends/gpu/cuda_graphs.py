@@ -63,12 +63,12 @@ class _Captured:
 class DecodeGraphs:
     """Runs decode steps of a stage, captured when a number of rows is first seen.
 
-    Subclasses capture other steps: they say what a row is told and what a step computes.
+    Subclasses capture other steps: they say what of a row is sent and what a step computes.
     """
 
     fields = 3
-    """Numbers a row is told each step: slot, position and token."""
-    told_as = torch.long
+    """Values sent of a row each step: slot, position and token."""
+    staged_dtype = torch.long
 
     def __init__(
         self,
@@ -92,11 +92,11 @@ class DecodeGraphs:
             last_token_S = torch.zeros(num_slots, dtype=torch.long, device=device)
         self.last_token_S = last_token_S
         # Flat, so that the rows of any step are one piece: only such copies are asynchronous.
-        self._rows = torch.zeros(self._most_values, dtype=self.told_as, device=device)
+        self._rows = torch.zeros(self._most_values, dtype=self.staged_dtype, device=device)
         self._ones = torch.ones(self._max_rows, dtype=torch.long, device=device)
         pinned = device.type == "cuda"
         shape = (RING, self._most_values)
-        self._staging = torch.zeros(shape, dtype=self.told_as, pin_memory=pinned)
+        self._staging = torch.zeros(shape, dtype=self.staged_dtype, pin_memory=pinned)
         self._copied: list[torch.cuda.Event | None] = [None] * RING
         self._next = 0
         self._captured: dict[int, _Captured] = {}
@@ -152,11 +152,11 @@ class DecodeGraphs:
 
     @property
     def _most_values(self) -> int:
-        """Numbers that the largest step is told."""
+        """Values sent of the largest step."""
         return self.fields * self._max_rows
 
     def _size(self, message: StepMessage) -> int:
-        """Return the rows that a step is padded to, by which graphs are told apart."""
+        """Return the rows that a step is padded to, which is the key of its graph."""
         return rounded_rows(message.num_rows, self._max_rows)
 
     def _captures(self, num_rows: int) -> bool:
@@ -171,7 +171,7 @@ class DecodeGraphs:
         return torch.cat((hidden_BQh, hidden_BQh[-1:].expand(extra, -1, -1)))
 
     def _table(self, message: StepMessage) -> list[Sequence[int]]:
-        """Return what the rows are told, a list per field."""
+        """Return the values sent of the rows, a list per field."""
         tokens = [row[0] for row in message.tokens] or [0] * message.num_rows
         return [message.slots, message.starts, tokens]
 
@@ -187,7 +187,7 @@ class DecodeGraphs:
             copied.synchronize()
         values = self._values(message, num_rows)
         staging = self._staging[place, : len(values)]
-        staging.copy_(torch.tensor(values, dtype=self.told_as))
+        staging.copy_(torch.tensor(values, dtype=self.staged_dtype))
         self._rows[: len(values)].copy_(staging, non_blocking=True)
         if self._device.type == "cuda":
             event = copied or torch.cuda.Event()
@@ -195,12 +195,12 @@ class DecodeGraphs:
             self._copied[place] = event
 
     def _values(self, message: StepMessage, num_rows: int) -> list[int]:
-        """Return the numbers that a step is told, field by field, the last row repeated."""
+        """Return the values sent of a step, field by field, the last row repeated."""
         extra = num_rows - message.num_rows
         return [v for row in self._table(message) for v in (*row, *[row[-1]] * extra)]
 
     def _given(self, num_rows: int) -> Tensor:
-        """Return what the rows were told [fields, B]."""
+        """Return the rows' values on the device [fields, B]."""
         return self._rows[: self.fields * num_rows].view(self.fields, num_rows)
 
     def _forward(self, num_rows: int, hidden_BQh: Tensor | None) -> StepOutput:

@@ -68,10 +68,10 @@ def attend_packed(
     packed = packed_of(kv)
     by_torch = rule.is_plain and q_BQHD.shape[3] <= WIDEST_OF_TORCH
     if by_torch or packed is None or not (step.fresh and packed.cache.exact_prompt):
-        told: dict[str, Any] = {"scale": scale, "alibi_slopes_H": alibi_slopes_H}
+        options: dict[str, Any] = {"scale": scale, "alibi_slopes_H": alibi_slopes_H}
         if not rule.is_plain:
-            told["rule"] = rule
-        return kv.attend(index, q_BQHD, k_BQGD, v_BQGD, step, **told)
+            options["rule"] = rule
+        return kv.attend(index, q_BQHD, k_BQGD, v_BQGD, step, **options)
     if kv.dual is not None:
         kv.dual.copy.append(index, k_BQGD, v_BQGD, step)
     packed.append(index, k_BQGD, v_BQGD, step)

@@ -2,7 +2,7 @@
 
     decode          runtime/backends/gpu/cuda_graphs.py; a short prompt that came before:
                     cuda_prompts.py; other steps run as they come
-    results         copied to pinned host memory behind the step; whoever needs them waits for that
+    results         copied to pinned host memory behind the step; their reader waits for that
                     copy only, so the next step may be issued before (`run` returns a `Pending`)
     speculation     runtime/backends/gpu/cuda_speculate.py: drafts and verifies from graphs, too
     runs_ahead      a whole model on one device: a request's next step may be issued with the token
@@ -98,7 +98,7 @@ class CudaSlotStageRunner(SlotStageRunner):
 
     @property
     def fused_rounds(self) -> bool:
-        """Whether a round of drafts and its verify are one step, told -1 for what is not known."""
+        """Whether a round of drafts and its verify can be one step, fused on the device."""
         return self.speculation is not None and self.speculation.fused_rounds
 
     @property

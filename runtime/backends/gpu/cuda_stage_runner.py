@@ -308,8 +308,8 @@ class CudaStageRunner(StageRunner):
     def warm_up(self, rows: int, step_tokens: int, *, gamma: int = 0) -> None:
         """Capture steps of chunks and decode steps of up to so many rows, the largest first.
 
-        None is left to be captured while requests wait. What they leave in the cache belongs to
-        nobody.
+        None is left to be captured while requests wait. No request owns what they leave in
+        the cache.
         """
         longest = self._columns * BLOCK_TOKENS
         for places in rungs(max(step_tokens, rows + 1)):
@@ -333,7 +333,7 @@ class CudaStageRunner(StageRunner):
         """Run rows of zeros that all stand at the start of slot 0, in block 0."""
         count = len(counts)
         blocks = (0,) * -(-max(counts) // BLOCK_TOKENS)
-        told = StepMessage(
+        message = StepMessage(
             kind=kind,
             slots=[0] * count,
             starts=[0] * count,
@@ -346,4 +346,4 @@ class CudaStageRunner(StageRunner):
         hidden = None
         if self.model.embedding is None:
             hidden = torch.zeros((1, sum(counts), self.model.spec.hidden), dtype=self._dtype)
-        self.run(told, hidden)
+        self.run(message, hidden)

@@ -1,7 +1,7 @@
 """Tokens of a step that are drawn later: when the host knows what guided answers may go on with.
 
     step N       forward (under way) | masks of its guided rows, found by other threads
-    meanwhile    step N - 1 is completed, step N + 1 planned and told to the device
+    meanwhile    step N - 1 is completed, step N + 1 planned and sent to the device
     then         step N's tokens are drawn, step N + 1 is issued behind them
 
 Else all of this would come after the masks, and the device wait for it.
@@ -30,7 +30,7 @@ class LateTokens:
 
     @torch.inference_mode()
     def draw(self) -> None:
-        """Have the device draw them, if it was not told to before."""
+        """Have the device draw them, if it has not been asked before."""
         if self._drawn:
             return
         self._drawn = True

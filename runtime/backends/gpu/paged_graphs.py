@@ -1,8 +1,8 @@
-"""Steps of the paged engine as CUDA graphs: any rows, told by tables that are read on the device.
+"""Steps over a pool as CUDA graphs: any rows, described by tables that are read on the device.
 
 Two sets: steps in which every row has one token, a graph for every number of rows as in
-cuda_graphs.py; and steps with chunks, a graph for every rung of a ladder of places. Padding beyond
-the tokens belong to nobody. A longer step keeps the GPU busy as it comes.
+cuda_graphs.py; and steps with chunks, a graph for every rung of a ladder of places. Places beyond
+the tokens are padding. A longer step keeps the GPU busy as it comes.
 
 Legend: T places, R rows, h hidden, V vocabulary, S slots.
 """
@@ -38,13 +38,13 @@ def paged_step(
     work_split: Tensor,
     num_places: int,
     *,
-    nobody: int,
+    padding_slot: int,
     max_end: int,
     chunks: bool,
     prompts: tuple[tuple[int, int], ...] = (),
 ) -> PagedStep:
-    """Return the step of rows whose table is on the device; `nobody`: the slot of padding."""
-    where, windowed = pages.places(rows_FR, num_places, nobody=nobody)
+    """Return the step of rows whose table is on the device; `padding_slot`: the slot of padding."""
+    where, windowed = pages.places(rows_FR, num_places, padding_slot=padding_slot)
     return PagedStep(
         slots_B=where.slots_R,
         start_B=rows_FR[1],
@@ -65,7 +65,7 @@ def paged_step(
 class PagedGraphs(DecodeGraphs):
     """Runs steps of a stage over its pool; `size` of a step is its number of places."""
 
-    told_as = torch.int32
+    staged_dtype = torch.int32
     """What attention reads: no kernel of a step may write it, it is read early."""
 
     def __init__(
@@ -81,9 +81,9 @@ class PagedGraphs(DecodeGraphs):
     ) -> None:
         """`chunks`: rows may have several tokens; `most_tokens`: of a step.
 
-        `verifies`: hidden states of every place are the outcome, for whoever asks several of a row.
+        `verifies`: hidden states of every place are the outcome, since verifies read several a row.
         """
-        self._chunks, self._nobody, self._verifies = chunks, num_slots, verifies
+        self._chunks, self._padding_slot, self._verifies = chunks, num_slots, verifies
         self._places = gpu_padded(most_tokens) if chunks else rounded_rows(num_slots, num_slots)
         self._pages = kv
         self._prompts: tuple[tuple[int, int], ...] = ()
@@ -112,7 +112,7 @@ class PagedGraphs(DecodeGraphs):
 
     def _num_rows(self, size: int) -> int:
         """Return the rows of a step's table; with chunks one more, which is padding."""
-        return self._nobody + 1 if self._chunks else size
+        return self._padding_slot + 1 if self._chunks else size
 
     def _size(self, message: StepMessage) -> int:
         if self._chunks:
@@ -144,11 +144,11 @@ class PagedGraphs(DecodeGraphs):
         """Run the stage on the static buffers; what a graph records."""
         num_rows = self._num_rows(size)
         parts = [self._pages.num_work_split, FIELDS * num_rows, size]
-        work_split, told, tokens_T = self._rows[: sum(parts)].split(parts)
-        rows_FR = told.view(FIELDS, num_rows)
+        work_split, table, tokens_T = self._rows[: sum(parts)].split(parts)
+        rows_FR = table.view(FIELDS, num_rows)
         step = paged_step(
             *(self._pages, rows_FR, work_split, size),
-            nobody=self._nobody,
+            padding_slot=self._padding_slot,
             max_end=self.max_end,
             chunks=self._chunks,
             prompts=self._prompts if self._chunks else (),

@@ -32,7 +32,7 @@ from llmpq.runtime.step_message import StepMessage
 class PagedRoundGraphs(DecodeGraphs):
     """Rounds of at most `gamma` drafts: a graph for each number of rows."""
 
-    told_as = torch.int32
+    staged_dtype = torch.int32
 
     def __init__(
         self,
@@ -48,7 +48,7 @@ class PagedRoundGraphs(DecodeGraphs):
         """`options`: as of `PagedGraphs`, whose `most_tokens` says nothing here."""
         assert isinstance(draft.kv, GpuPagedKVBase), "drafts over a pool read a pool"
         self._pages, self._draft, self._draft_pages = kv, draft, draft.kv
-        self._gamma, self._nobody = gamma, num_slots
+        self._gamma, self._padding_slot = gamma, num_slots
         super().__init__(model, kv, num_slots=num_slots, max_rows=num_slots, **options)
 
     def sizes(self, most_rows: int) -> list[int]:
@@ -62,7 +62,7 @@ class PagedRoundGraphs(DecodeGraphs):
         return sum(self._parts(self._max_rows))
 
     def _parts(self, num_rows: int) -> list[int]:
-        """Return how many values a round is told: its drafts' steps, its verify's, its rows'."""
+        """Return how many values are sent of a round: of its draft steps, its verify, its rows."""
         positions = self._gamma + 1
         draft = [self._draft_pages.num_work_split, FIELDS * num_rows] * self._gamma
         verify = [self._pages.num_work_split, FIELDS * (num_rows + 1)]
@@ -109,29 +109,29 @@ class PagedRoundGraphs(DecodeGraphs):
     def _forward(self, num_rows: int, hidden_BQh: Tensor | None) -> StepOutput:
         """Draft, verify, accept: the table has each row's number of new tokens, then the tokens."""
         parts = self._parts(num_rows)
-        *told, newest_R, drafts_R, source_T, back_T = self._rows[: sum(parts)].split(parts)
+        *steps, newest_R, drafts_R, source_T, back_T = self._rows[: sum(parts)].split(parts)
         draft, tokens = self._draft, [newest_R.long()]
         for place in range(self._gamma):
-            work_split, rows = told[2 * place : 2 * place + 2]
+            work_split, rows = steps[2 * place : 2 * place + 2]
             step = paged_step(
                 self._draft_pages,
                 rows.view(FIELDS, num_rows),
                 work_split,
                 num_rows,
-                nobody=self._nobody,
+                padding_slot=self._padding_slot,
                 max_end=self.max_end,
                 chunks=False,
             )
             hidden = draft.model(tokens[-1][None], step, draft.kv)
             tokens.append(argmax(draft.model.logits(hidden, step)))
         tokens_T = torch.stack(tokens, dim=1).flatten()[source_T.long()]
-        work_split, rows = told[2 * self._gamma :]
+        work_split, rows = steps[2 * self._gamma :]
         step = paged_step(
             self._pages,
             rows.view(FIELDS, num_rows + 1),
             work_split,
             len(tokens_T),
-            nobody=self._nobody,
+            padding_slot=self._padding_slot,
             max_end=self.max_end,
             chunks=True,
         )

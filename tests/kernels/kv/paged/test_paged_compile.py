@@ -17,7 +17,7 @@ from reference.cubin import (
 
 pytestmark = pytest.mark.compile
 
-NUMBERS = ("num_rows", "columns", "block_stride", "nobody", "window", "widest", "num_places")
+NUMBERS = ("num_rows", "columns", "block_stride", "padding_slot", "window", "widest", "num_places")
 LONGS = ("positions", "slots", "places", "row_slots", "lasts")
 NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 # (query heads, key/value heads, head_dim, dtype): Llama, Qwen2, Phi, OPT, BLOOM and wider.
@@ -53,7 +53,7 @@ def compiled(kernel, arch, constants, element):
     loose = (
         "num_rows",
         "columns",
-        "nobody",
+        "padding_slot",
         "window",
         "widest",
         "num_places",

@@ -234,8 +234,8 @@ def test_tokens_find_their_places(mix):
         own = MIXES[mix]
         places = sum(count for _, _, count in own) if exact else None
         rows, places = step(own, plan, rows=len(own) if exact else None, places=places)
-        got = spread(rows, tables(), places, nobody=SLOTS)
-        want = spread_reference(rows, tables(), places, nobody=SLOTS)
+        got = spread(rows, tables(), places, padding_slot=SLOTS)
+        want = spread_reference(rows, tables(), places, padding_slot=SLOTS)
         for name in ("positions_T", "slots_T", "places_T", "slots_R", "last_R"):
             assert torch.equal(getattr(got, name), getattr(want, name)), name
         live = want.places_T >= 0
@@ -248,7 +248,7 @@ def test_tokens_find_their_places(mix):
 def test_append(rotary, keep):
     plan = PagedPlan.of(8, 2, 48, torch.float16, CPU)
     rows, places = step(MIXES["mixed"], plan)
-    where = spread_reference(rows, tables(), places, nobody=SLOTS)
+    where = spread_reference(rows, tables(), places, padding_slot=SLOTS)
     qkv = normal(places, 12, 48, dtype=torch.float16)
     q, k, v = qkv.split([8, 2, 2], dim=1)
     inv_freq = 1e4 ** (-torch.arange(24) / 24) if rotary else None
