@@ -1,7 +1,7 @@
 """The pool of packed blocks: 8, 4 or 2-bit keys and values, a 16-bit ring per running request.
 
 The packing and the attention are `QuantizedKVCache`'s, whose page table the step's rows fill. For
-the prefix cache a block has the `TAIL_TOKENS` tokens behind it, too, in 16 bits: a request that hits
+the prefix cache a block has the `TAIL_TOKENS` tokens behind it in 16 bits, too: a request that hits
 it starts right behind those, where a query sees every hit block packed and these tokens not.
 
 Legend: T tokens of a step, Q tokens of a row, H query heads, G key/value heads, D head_dim.

@@ -188,7 +188,7 @@ class Scheduler:
             return None
         kind = StepKind.MIXED
         if decoding == len(step.reqs):
-            kind = StepKind.DECODE
+            kind = StepKind.VERIFY if any(step.drafts) else StepKind.DECODE
         elif decoding == 0:
             kind = StepKind.PREFILL
         if decoding:

@@ -11,10 +11,12 @@ micro-batches were issued, with `complete()`. Knows nothing of devices, text or 
 
 from __future__ import annotations
 
+from bisect import insort
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from heapq import heappop, heappush
+from operator import attrgetter
 
 from llmpq.runtime.drafts.drafter import Drafter
 from llmpq.runtime.engine.slot_limits import SlotLimits
@@ -92,9 +94,12 @@ class SlotScheduler:
         return {}
 
     def submit(self, request: Request) -> None:
-        """Queue a request, first come first served; `ValueError` if it can never run."""
+        """Queue a request behind those of its priority; `ValueError` if it can never run."""
         self.limits.check(request)
-        self._waiting.append(request)
+        if self._waiting and request.priority < self._waiting[-1].priority:
+            insort(self._waiting, request, key=attrgetter("priority"))
+        else:
+            self._waiting.append(request)
 
     def abort(self, request: Request) -> bool:
         """End a request; return whether it has ended.

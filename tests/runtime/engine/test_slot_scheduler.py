@@ -6,6 +6,7 @@ import math
 import random
 import time
 from collections import deque
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -168,6 +169,14 @@ def test_a_free_slot_is_refilled_at_once_and_first_come_is_first_served():
     prompts = [r.id for mb in pipeline.issued if mb.kind is StepKind.PREFILL for r in mb.requests]
     assert prompts == [0, 1, 2, 3, 4]
     assert [r.id for r in pipeline.finished][-1] == 1, "the long one must not hold up the others"
+
+
+def test_lower_priorities_go_first_and_equal_ones_as_they_came():
+    pipeline = FakePipeline(SlotScheduler(limits(num_slots=1, decode_microbatch=1)), depth=1)
+    for number, priority in enumerate((0, 1, 0, -1, 1, 0)):
+        pipeline.scheduler.submit(replace(request(number, max_new=2), priority=priority))
+    pipeline.run()
+    assert [r.id for r in pipeline.finished] == [3, 0, 2, 5, 1, 4]
 
 
 def test_static_batching_waits_for_the_whole_batch():
