@@ -12,7 +12,7 @@ blocks reserved for all of them; their verify is an ordinary step. Refused draft
 their step: the next tokens overwrite them.
 
 The caller asks `next_micro_batch()` as often as it likes and reports each result, in the order the
-micro-batches were issued, with `complete()`: stages see steps in that order, which is why blocks
+micro-batches were issued, with `update_from_output()`: stages see steps in that order, which is why blocks
 that a step under way still writes may be given to later steps. Knows nothing of devices or time.
 """
 
@@ -196,7 +196,9 @@ class Scheduler:
             self._last_decode = self._seq + 1
         return self._issue(kind, step)
 
-    def complete(self, micro_batch: MicroBatch, tokens: Sequence[Sequence[int]]) -> list[Request]:
+    def update_from_output(
+        self, micro_batch: MicroBatch, tokens: Sequence[Sequence[int]]
+    ) -> list[Request]:
         """Take the new tokens of each row that samples; return the requests that ended."""
         self._steps -= 1
         if micro_batch.kind is StepKind.DRAFT:

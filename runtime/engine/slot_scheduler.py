@@ -6,7 +6,7 @@ prompts run in micro-batches of `prefill_microbatch`, tokens in micro-batches of
 `decode_microbatch`, both from the plan, several in flight so that every stage has work.
 
 The caller asks `next_micro_batch()` as often as it likes and reports each result, in the order the
-micro-batches were issued, with `complete()`. Knows nothing of devices, text or time.
+micro-batches were issued, with `update_from_output()`. Knows nothing of devices, text or time.
 """
 
 from __future__ import annotations
@@ -130,7 +130,9 @@ class SlotScheduler:
         group.sort(key=lambda request: request.slot)  # neighbouring slots are read in place
         return self._start_round(group)
 
-    def complete(self, micro_batch: MicroBatch, tokens: Sequence[Sequence[int]]) -> list[Request]:
+    def update_from_output(
+        self, micro_batch: MicroBatch, tokens: Sequence[Sequence[int]]
+    ) -> list[Request]:
         """Take the new tokens of each row; return the requests that ended, their slots free."""
         round_ = micro_batch.round
         if micro_batch.kind is StepKind.ROUND:

@@ -264,7 +264,9 @@ class FirstStage:
         if not self._runs_ahead or may_stop or not plain or self._scheduler.drafts:
             return None
         places = [(request, len(request.output)) for request in requests]
-        finished = self._scheduler.complete(micro_batch, [[PENDING_TOKEN]] * len(requests))
+        finished = self._scheduler.update_from_output(
+            micro_batch, [[PENDING_TOKEN]] * len(requests)
+        )
         return _Ahead(places, finished)
 
     def _finish_oldest(self) -> None:
@@ -281,7 +283,7 @@ class FirstStage:
         with self._recorder.waiting(kind, self._num_stages) if late else nullcontext():
             tokens = result_tokens(kind, arrived(result), micro_batch.rows)
         if flight.ahead is None:
-            finished = self._scheduler.complete(micro_batch, tokens)
+            finished = self._scheduler.update_from_output(micro_batch, tokens)
         else:
             finished = flight.ahead.finished
             for (request, place), (token,) in zip(flight.ahead.places, tokens, strict=True):

@@ -61,7 +61,7 @@ def replay(
             break
         micro_batch, done_s = in_flight.popleft()
         free_s[0] = max(free_s[0], done_s)
-        for request in scheduler.complete(micro_batch, _tokens(micro_batch)):
+        for request in scheduler.update_from_output(micro_batch, _tokens(micro_batch)):
             finished_s[request.id] = done_s
     return Replay(
         makespan_s=max(free_s),

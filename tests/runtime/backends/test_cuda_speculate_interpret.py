@@ -197,7 +197,7 @@ def test_stages_draft_and_verify_step_by_step(tiny_models, random_prompts, make_
         micro_batch = scheduler.next_micro_batch()
         message = describe(micro_batch)
         table = stages[1].run(message, stages[0].run(message, None))
-        scheduler.complete(micro_batch, result_tokens(micro_batch.kind, arrived(table)))
+        scheduler.update_from_output(micro_batch, result_tokens(micro_batch.kind, arrived(table)))
     want = tiny_models.greedy("llama", prompts, NEW)
     assert [request.output for request in requests] == want
     assert StepKind.VERIFY in stages[1].kinds

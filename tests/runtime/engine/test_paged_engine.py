@@ -229,7 +229,7 @@ def drive(bench: Bench, scheduler: Scheduler) -> set[int]:
         for compute in bench.stages.computes:
             x = compute.run(message, x)
         assert x is not None
-        ended |= {request.id for request in scheduler.complete(micro_batch, x.tolist())}
+        ended |= {request.id for request in scheduler.update_from_output(micro_batch, x.tolist())}
     return ended
 
 

@@ -281,7 +281,7 @@ def play(
                 stuck = not in_flight and not coming and not scheduler.idle
                 assert not stuck, "nothing runs and nothing will"
         else:
-            for request in scheduler.complete(*in_flight.popleft()):
+            for request in scheduler.update_from_output(*in_flight.popleft()):
                 del open_[request.id]
         scheduler.check()
     assert not open_
@@ -420,7 +420,7 @@ def test_a_long_prompt_goes_in_chunks_beside_decoding_rows():
     scheduler.submit(short)
     first = scheduler.next_micro_batch()
     assert first is not None and first.kind is StepKind.PREFILL
-    scheduler.complete(first, [[2]])
+    scheduler.update_from_output(first, [[2]])
     long = Request(id=1, prompt=(2,) * 100, max_new=4)
     scheduler.submit(long)
     seen = []
@@ -428,7 +428,7 @@ def test_a_long_prompt_goes_in_chunks_beside_decoding_rows():
         step = scheduler.next_micro_batch()
         assert step is not None
         seen.append((step.kind, [len(tokens) for tokens in step.tokens]))
-        scheduler.complete(step, [[3]] * len(step.requests))
+        scheduler.update_from_output(step, [[3]] * len(step.requests))
     assert seen == [(StepKind.MIXED, [1, 31])] * 3 + [(StepKind.MIXED, [1, 7])]
 
 
@@ -450,7 +450,7 @@ def test_a_round_drafts_step_by_step_and_its_verify_is_an_ordinary_step():
         new = 20 if number < 2 else 4  # one is the prompt's, one the verifier's own
         scheduler.submit(Request(id=number, prompt=prompt, max_new=new, may_draft=may_draft))
     step = scheduler.next_micro_batch()
-    assert step is not None and scheduler.complete(step, [[5]] * 3) == []
+    assert step is not None and scheduler.update_from_output(step, [[5]] * 3) == []
     scheduler.submit(Request(id=3, prompt=(4,) * 200, max_new=2))
     seen = []
     for _ in range(6):
@@ -459,10 +459,10 @@ def test_a_round_drafts_step_by_step_and_its_verify_is_an_ordinary_step():
         rows = zip(step.requests, step.starts, step.tokens, step.rows, strict=True)
         if step.kind is StepKind.DRAFT:
             seen.append([(r.id, start, row.sample_step) for r, start, _, row in rows])
-            scheduler.complete(step, [[6]] * len(step.requests))
+            scheduler.update_from_output(step, [[6]] * len(step.requests))
             continue
         verify = {r.id: (start, tokens, len(row.drafts)) for r, start, tokens, row in rows}
-        scheduler.complete(step, [[6, 6, 5] if row.drafts else [5] for row in step.rows])
+        scheduler.update_from_output(step, [[6, 6, 5] if row.drafts else [5] for row in step.rows])
         break
     assert seen == [
         [(0, 126, 1), (2, 5, 1)],
@@ -494,7 +494,7 @@ def test_rounds_of_one_step_make_way_for_prompts_every_other_time():
         if step_number == 1:
             assert step.tokens == [[5, *[PENDING_TOKEN] * 4], [5, PENDING_TOKEN]]
             scheduler.submit(Request(id=2, prompt=(2,) * 60, max_new=1))
-        scheduler.complete(step, [[5, 5] if row.drafts else [5] for row in step.rows])
+        scheduler.update_from_output(step, [[5, 5] if row.drafts else [5] for row in step.rows])
     prompts = [StepKind.MIXED, StepKind.ROUND]
     assert kinds == [StepKind.PREFILL, StepKind.ROUND, *prompts * 2, StepKind.ROUND]
 
@@ -551,7 +551,7 @@ def test_lower_priorities_run_first():
     while not scheduler.idle:
         step = scheduler.next_micro_batch()
         assert step is not None
-        order += [request.id for request in scheduler.complete(step, [[1]])]
+        order += [request.id for request in scheduler.update_from_output(step, [[1]])]
     assert order == [1, 2, 0]
 
 
@@ -594,7 +594,7 @@ def test_layers_with_a_window_keep_its_blocks_and_prefixes_are_found_in_both_poo
             step = scheduler.next_micro_batch()
             assert step is not None and scheduler.tables.windows is not None
             held.append(scheduler.tables.windows.pool.num_held)
-            scheduler.complete(step, stage.run(step))
+            scheduler.update_from_output(step, stage.run(step))
             scheduler.check()
     assert max(held) == 3, "a window of 200 tokens, a chunk of 64"
     assert [request.num_prefix_hits for request in requests] == [0, hit]

@@ -80,7 +80,7 @@ def serve(scheduler: SlotScheduler, device: Device, on_done: Callable[[Request],
             in_flight.append((micro_batch, device.run(micro_batch)))
         if not in_flight:
             return
-        for request in scheduler.complete(*in_flight.popleft()):
+        for request in scheduler.update_from_output(*in_flight.popleft()):
             on_done(request)
 
 
@@ -140,7 +140,7 @@ def test_one_token_more_needs_no_further_round():
     scheduler.fused_rounds = True
     scheduler.submit(Request(id=0, prompt=(1,) * 4, max_new=3))
     prefill = scheduler.next_micro_batch()
-    scheduler.complete(prefill, [[5]])
+    scheduler.update_from_output(prefill, [[5]])
     first, second = scheduler.next_micro_batch(), scheduler.next_micro_batch()
     assert (
         first.starts == [4]
@@ -148,8 +148,8 @@ def test_one_token_more_needs_no_further_round():
         and second.tokens == [[PENDING_TOKEN]]
     )
     assert scheduler.next_micro_batch() is None
-    assert scheduler.complete(first, [[6]]) == []
-    assert [r.output for r in scheduler.complete(second, [[7, 8, 9]])] == [[5, 6, 7]]
+    assert scheduler.update_from_output(first, [[6]]) == []
+    assert [r.output for r in scheduler.update_from_output(second, [[7, 8, 9]])] == [[5, 6, 7]]
     assert scheduler.idle
 
 
@@ -160,6 +160,6 @@ def test_acceptance_counts_no_drafts_beyond_the_limit():
     scheduler = SlotScheduler(limits, drafter=drafter)
     scheduler.fused_rounds = True
     scheduler.submit(Request(id=0, prompt=(1,) * 4, max_new=4))
-    scheduler.complete(scheduler.next_micro_batch(), [[5]])
-    scheduler.complete(scheduler.next_micro_batch(), [[6, 7, 8, 9, 9, 9]])
+    scheduler.update_from_output(scheduler.next_micro_batch(), [[5]])
+    scheduler.update_from_output(scheduler.next_micro_batch(), [[6, 7, 8, 9, 9, 9]])
     assert drafter.acceptance.drafted[:3] == [1, 1, 0] == drafter.acceptance.accepted[:3]

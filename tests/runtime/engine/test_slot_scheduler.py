@@ -63,7 +63,7 @@ class FakePipeline:
             if not in_flight:
                 return
             done = in_flight.popleft()
-            self.finished += self.scheduler.complete(done, self._results(done))
+            self.finished += self.scheduler.update_from_output(done, self._results(done))
 
     def _check(self, micro_batch: MicroBatch, in_flight: deque[MicroBatch]) -> None:
         flying = {r.id for other in in_flight for r in other.requests}
@@ -371,7 +371,9 @@ def test_a_step_costs_little_with_ten_thousand_waiting():
         started_s = time.perf_counter()
         micro_batch = scheduler.next_micro_batch()
         assert micro_batch is not None
-        scheduler.complete(micro_batch, [[rng.randrange(97)] for _ in micro_batch.requests])
+        scheduler.update_from_output(
+            micro_batch, [[rng.randrange(97)] for _ in micro_batch.requests]
+        )
         elapsed_s = time.perf_counter() - started_s
         if len(micro_batch.requests) == 256:
             best_s = min(best_s, elapsed_s)
@@ -397,7 +399,7 @@ def test_groups_stay_together_where_steps_go_on_without_their_tokens():
         assert micro_batch is not None
         if micro_batch.kind is StepKind.DECODE:
             groups.append({request.id for request in micro_batch.requests})
-        scheduler.complete(micro_batch, [[-1]] * len(micro_batch.requests))
+        scheduler.update_from_output(micro_batch, [[-1]] * len(micro_batch.requests))
     assert sorted(map(len, groups[:3])) == [10, 11, 11]
     assert groups[3:6] == groups[6:9] == groups[9:12] == groups[:3]
 
@@ -417,7 +419,7 @@ def test_an_aborted_request_frees_its_slot_and_leaves_the_others_alone(gamma):
             while len(in_flight) < 2 and (issued := scheduler.next_micro_batch()) is not None:
                 in_flight.append(issued)
             done = in_flight.popleft()
-            pipeline.finished += scheduler.complete(done, pipeline._results(done))
+            pipeline.finished += scheduler.update_from_output(done, pipeline._results(done))
             steps += 1
             if steps == abort_after + 1:
                 at_once = [r for r in dropped if scheduler.abort(r)]

@@ -51,7 +51,7 @@ def busy_shares(scheduler, speeds=(1.0, 1.0), most=max_ahead):
             busy_s += max(speeds) * seconds(step)
             flights.append((step, at_s))
         step, now_s = flights.popleft()
-        scheduler.complete(step, [[1]] * len(step.requests))
+        scheduler.update_from_output(step, [[1]] * len(step.requests))
         scheduler.check()
     return busy_s / now_s
 
