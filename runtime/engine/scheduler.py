@@ -12,8 +12,9 @@ blocks reserved for all of them; their verify is an ordinary step. Refused draft
 their step: the next tokens overwrite them.
 
 The caller asks `next_micro_batch()` as often as it likes and reports each result, in the order the
-micro-batches were issued, with `update_from_output()`: stages see steps in that order, which is why blocks
-that a step under way still writes may be given to later steps. Knows nothing of devices or time.
+micro-batches were issued, with `update_from_output()`: stages see steps in that order, which is why
+blocks that a step under way still writes may be given to later steps. Knows nothing of devices or
+time.
 """
 
 from __future__ import annotations
