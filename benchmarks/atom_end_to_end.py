@@ -127,7 +127,7 @@ def measure(spec: ModelSpec, precision: Precision, args: argparse.Namespace, bat
     print(f"{shown}: {torch.cuda.memory_allocated() / 1e9:.2f} GB loaded", flush=True)
     for compute in engine.computes:
         compute.warm_up(batch, max(1, args.prefill_tokens // batch // 2))
-        compute.warm_up_shapes(plan)
+        compute.warm_up_prompts(plan)
         for rows in (1, 2, 4, *range(8, batch, 8)) if args.lengths == "drawn" else ():
             compute.warm_up(rows, 0)
     # Prompts of a whole micro-batch and of the last, smaller one: their kernels are compiled here.

@@ -32,12 +32,13 @@ from llmpq.kernels import gpu_timing
 from llmpq.model_spec import ModelSpec
 from llmpq.precision import Precision
 from llmpq.runtime.drafts.drafters import Acceptance, FixedDrafter
-from llmpq.runtime.engine.slot_scheduler import SlotScheduler
+from llmpq.runtime.engine.pool_limits import PoolLimits
+from llmpq.runtime.engine.scheduler import Scheduler
 from llmpq.runtime.launch.plans.hand_plan import hand_plan
-from llmpq.runtime.launch.stages.stage_settings import limits_of
 from llmpq.runtime.request import Request
 from llmpq.runtime.text.tokenizer import Tokenizer
 from llmpq.runtime.weights.sources import CheckpointSource
+from llmpq.sizes.pool_size import planned_pool
 from llmpq.speculation import SpeculationMode
 from llmpq.workload import Workload
 from reference.open_stages import OpenStages
@@ -83,11 +84,30 @@ def jobs(tokens: Sequence[int], count: int, prompt_len: int, max_new: int) -> li
     ]
 
 
+def scheduler_of(engine: OpenStages, drafter: FixedDrafter | None) -> Scheduler:
+    """Return a scheduler of all requests at once, as a job has them."""
+    plan = engine.plan
+    pool = planned_pool(
+        engine.spec, plan.workload, None, prefill_microbatch=plan.prefill_microbatch
+    )
+    limits = PoolLimits(
+        num_blocks=pool.num_blocks,
+        window=pool.window,
+        window_blocks=pool.window_blocks,
+        max_rows=pool.slots,
+        max_len=pool.max_len + 1,
+        step_tokens=plan.prefill_step_tokens,
+        decode_rows=plan.decode_microbatch,
+        prefix_cache=False,
+    )
+    return Scheduler(limits, drafter=drafter)
+
+
 def measure_acceptance(engine: OpenStages, mode: Mode, gamma: int, work: Work) -> Acceptance:
     """Draft and verify once behind every window."""
     drafter = FixedDrafter(mode.name, gamma)
     windows = jobs(work.tokens, work.windows, work.prompt_len, gamma + 2)
-    engine.run(SlotScheduler(limits_of(engine.plan), drafter=drafter), windows)
+    engine.run(scheduler_of(engine, drafter), windows)
     return drafter.acceptance
 
 
@@ -105,7 +125,7 @@ def measure_speed(
             used = engine if drafter is not None else plain
             requests = jobs(work.tokens, work.requests, work.prompt_len, work.max_new)
             started_s = time.thread_time()
-            runs.append(used.run(SlotScheduler(limits_of(engine.plan), drafter=drafter), requests))
+            runs.append(used.run(scheduler_of(engine, drafter), requests))
             seconds = time.thread_time() - started_s
             rates[place].append(sum(map(len, runs[-1].tokens.values())) / seconds)
         assert engine.plan.workload.dtype != "float32" or runs[0].tokens == runs[1].tokens
@@ -156,7 +176,8 @@ def main() -> None:
             decode_microbatch=args.batch,
         )
         source = CheckpointSource(args.model, spec)
-        engine = OpenStages(plan, spec, source, speculate=mode.name, device=args.on)
+        pool = planned_pool(spec, workload, None, prefill_microbatch=args.batch)
+        engine = OpenStages(plan, spec, source, speculate=mode.name, device=args.on, pool=pool)
         case = {
             "model": spec.name,
             "text": Path(args.text).name,
@@ -169,7 +190,7 @@ def main() -> None:
             write_acceptance(args, case | {"gamma": gamma}, seen)
         if args.on != "cpu" or args.no_speed:
             continue
-        without = OpenStages(plan, spec, source)
+        without = OpenStages(plan, spec, source, pool=pool)
         fast, plain = measure_speed(engine, without, mode, args.speed_gamma, work)
         write_row(
             "speculation.jsonl",

@@ -59,7 +59,7 @@ class OpenStages:
         pool: PoolSize | None = None,
     ) -> None:
         """`device`: of all stages, or one for each. `pool`: for the paged engine, on CPUs."""
-        self.plan, self._pool = plan, pool
+        self.plan, self.spec, self._pool = plan, spec, pool
         if isinstance(device, (str, torch.device)):
             device = [str(device)] * len(plan.stages)
         self._devices = [torch.device(name) for name in device]
