@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from llmpq.capabilities import gpu_pool_lack, lacking_sentence, require_gpu_pool, ways_of
 from llmpq.devices.device_spec import device_specs
@@ -58,7 +59,7 @@ class PoolPlan:
     def _has_gpus(self) -> bool:
         return not all(stage.is_cpu for stage in self.plan.stages)
 
-    @property
+    @cached_property
     def size(self) -> PoolSize:
         """Return what every stage allocates: what the plan counts, as far as its devices have room.
 
@@ -115,7 +116,7 @@ class PoolPlan:
             return size
         return replace(size, prefix_cache=False)
 
-    @property
+    @cached_property
     def limits(self) -> PoolLimits:
         """Return what the scheduler may do."""
         workload, plan = self.plan.workload, self.plan

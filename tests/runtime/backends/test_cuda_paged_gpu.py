@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from llmpq.model_spec import ModelSpec
-from llmpq.runtime.drafts.drafters import FixedDrafter
+from llmpq.runtime.drafts.drafters import AutoDrafter, FixedDrafter
 from llmpq.runtime.engine.pool_limits import PoolLimits
 from llmpq.runtime.engine.scheduler import Scheduler
 from llmpq.runtime.request import Request
@@ -153,3 +153,22 @@ def test_drafts_by_the_model(mode, splits, demo_model, make_plan):
     # Sums of a verify and of a decode step differ in the last bit: a tie may fall either way.
     assert sum(a == b for a, b in zip(plain, drafted, strict=True)) >= 3
     assert drafter.acceptance.rate > 0.5
+
+
+def test_draft_lengths_follow_step_times_measured_over_the_pool(demo_model, make_plan):
+    spec = ModelSpec.from_directory(demo_model)
+    shape = {"dtype": "float16", "batch": 3, "prompt_len": 160, "gen_len": 24}
+    plan, source = make_plan(demo_model, (), **shape), CheckpointSource(demo_model, spec)
+    stages = OpenStages(plan, spec, source, device="cuda", pool=POOL, speculate="kv4")
+    times = stages.computes[0].step_times(3)
+    assert times.lengths == (1, 2, 3, 5, 7) and {rows for rows, _ in times.corners} == {1, 3}
+    for rows in (1, 3):
+        decode_s, longest_s = times.decode_s(rows, 100), times.verify_s(rows, 100, 8)
+        assert 0 < times.draft_s(rows, 100) < 10 * decode_s < 100 * longest_s
+    drafter = AutoDrafter("kv4", times, lengths=times.lengths, corners=times.corners)
+    prompts = [[40 + n % 7 for n in range(150)], [9, 8, 7] * 5]
+    plain = OpenStages(plan, spec, source, device="cuda", pool=POOL)
+    want, _, _ = served(plain, prompts, new=24, tokens_ahead=1)
+    got, _, _ = served(stages, prompts, drafter=drafter, new=24, tokens_ahead=1)
+    assert sum(a == b for a, b in zip(want, got, strict=True)) >= 1
+    assert sum(drafter.chosen.values()) > 0
