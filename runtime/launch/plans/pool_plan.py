@@ -141,14 +141,14 @@ class PoolPlan:
     def limits_over(self, links: object | None) -> PoolLimits:
         """Return the limits of stages that are met; links between GPUs bring tokens by themselves.
 
-        Then the first stage, too, is told the next step before the last one's tokens are known.
+        Then the first stage, too, gets the next step before the last one's tokens are known.
         """
         ahead = links is not None and self._runs_ahead
         return replace(self.limits, tokens_ahead=2) if ahead else self.limits
 
     @property
     def _runs_ahead(self) -> bool:
-        """Whether a device that samples by itself is told a step before the last one's tokens.
+        """Whether a device that samples by itself gets a step before it knows the last tokens.
 
         Not where tokens are looked up in the text for drafts of the next.
         """
@@ -193,7 +193,7 @@ class PoolPlan:
         return most
 
     def _token_s(self, stage: StagePlan) -> float:
-        """Return the seconds that a stage computes a prompt's token in, 0 where nobody knows."""
+        """Return the seconds that a stage computes a prompt's token in, 0 where it is not known."""
         if stage.prefill_s:
             tokens = self.plan.prefill_microbatch * self.plan.workload.prompt_len
             return stage.prefill_s * len(self.plan.chunks) / tokens
