@@ -51,6 +51,8 @@ class PoolPlan:
         run = self.spec, workload.kv, workload.dtype
         if asked:
             require_gpu_pool(*run, drafts=False)
+            if self.settings.speculate in READS_KV4:  # drafts read a packed copy
+                require_gpu_pool(self.spec, KVPrecision.KV4, workload.dtype, drafts=False)
             return True
         drafts = self.settings.speculate is not None
         return asked is None and not gpu_pool_lack(*run, drafts=drafts)

@@ -77,6 +77,13 @@ def test_drafts_on_a_gpu_have_slots_unless_a_pool_is_asked_for(live, mode, gamma
     assert pool.limits_over(object()).tokens_ahead == 1, "drafts need to know the tokens"
 
 
+def test_a_copy_that_a_gpus_pool_does_not_pack_is_refused():
+    asked = {"gpu_pool": True, "gamma": 2}
+    assert pool_plan(model="opt-2.7b", speculate="qspec", **asked).use_paged_engine
+    with pytest.raises(ValueError, match="a KV cache of 4 bits and heads of 80 channels"):
+        _ = pool_plan(model="opt-2.7b", speculate="kv4", **asked).use_paged_engine
+
+
 def test_cpus_have_a_pool_whatever_is_asked():
     on_cpu = pool_plan()
     (stage,) = on_cpu.plan.stages
