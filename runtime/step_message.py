@@ -35,6 +35,11 @@ class StepMessage:
     """Of the paged engine, what its cache has to know of each row; empty elsewhere."""
 
     @property
+    def sends_tokens(self) -> bool:
+        """Whether the last stage needs the rows' tokens; over a pool `paged` has the drafts."""
+        return self.kind is StepKind.VERIFY and not self.paged
+
+    @property
     def q_len(self) -> int:
         """Width of the padded tables."""
         return max(self.num_new, default=0)

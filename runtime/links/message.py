@@ -13,7 +13,7 @@ knows what comes:
     [slot, flags, drafts, first block, new blocks, admission] + drafts, new blocks    for each row
     (flags: 1, it samples; 2, it resumes)
 
-Verify steps send their tokens [B, Q] along, since the last stage must compare them.
+Verify steps over slots send their tokens [B, Q] along, since the last stage must compare them.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def header_size(max_rows: int) -> int:
 
 def pack_header(message: StepMessage, max_rows: int) -> Tensor:
     """Return the header tensor of a message."""
-    has_tokens = int(message.kind is StepKind.VERIFY)
+    has_tokens = int(message.sends_tokens)
     paging = sum(_paging_sizes(message.paged))
     values = [message.kind, message.seq, message.num_rows, message.q_len, has_tokens, paging]
     values += [0] * (_WIDTH - len(values))

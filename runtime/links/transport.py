@@ -140,7 +140,7 @@ class GlooTransport(HostTokens):
         parts = [pack_header(message, self._max_rows), pack_paging(message.paged)]
         if hidden_BQH is not None:
             parts.append(hidden_BQH.contiguous())
-        if message.kind is StepKind.VERIFY:
+        if message.sends_tokens:
             parts.append(message.tokens_BQ())
         if self._rank == 0 and hidden_BQH is not None:
             self._expect_tokens(message)
@@ -172,12 +172,12 @@ class GlooTransport(HostTokens):
         message = unpack_paging(message, paging)
         shape = (*message.shape, self._hidden)
         end = tokens_at = hidden_at + math.prod(shape) * self._dtype.itemsize
-        if message.kind is StepKind.VERIFY:
+        if message.sends_tokens:
             end += math.prod(shape[:2]) * torch.long.itemsize
         for share, reader in zip(self._shares(end)[1:], self._more, strict=False):
             reader.read_into(room[share])
         hidden_BQH = room[hidden_at:tokens_at].view(self._dtype).view(shape)
-        if message.kind is StepKind.VERIFY:
+        if message.sends_tokens:
             tokens_BQ = room[tokens_at:end].clone().view(torch.long).view(shape[:2])
             message = with_tokens(message, tokens_BQ.tolist())
         return message, hidden_BQH
