@@ -1,9 +1,9 @@
 """Published config.json files: read, planned, and run equal to Transformers, or refused.
 
-    python benchmarks/published_configs.py CONFIGS.jsonl
+    python benchmarks/published_configs.py
 
-Each line of CONFIGS.jsonl is an object: `origin` (where the file was published) and `config` (what
-it says). A config is read and planned as it is; then it is shrunk (few layers, narrow, a small
+Each line of data/published_configs.jsonl is an object: `origin` (repository and path where the file
+was published) and `config` (what it says, without quantisation). A config is read and planned as it is; then it is shrunk (few layers, narrow, a small
 vocabulary; every option stays), given random weights by Transformers, and both generate. One row
 of all goes to results/configs.jsonl: what came of each family, and every refusal by its words.
 """
@@ -29,6 +29,7 @@ from llmpq.families.common.class_defaults import SAME_CLASS, config_class
 from llmpq.planner.make import make_plan
 from reference.pipeline import ReferencePipeline
 
+CONFIGS = Path(__file__).parent / "data" / "published_configs.jsonl"
 VOCAB, LAYERS, HIDDEN, HEADS, HEAD = 199, 6, 64, 4, 16
 SHORT, NEW = 40, 6
 """Positions of a scaled model's training, and tokens to generate."""
@@ -83,39 +84,52 @@ class Outcome:
     """What went wrong between plan and tokens."""
 
 
+def published() -> list[dict[str, Any]]:
+    """Return every config and where it was published."""
+    return [json.loads(line) for line in CONFIGS.read_text().splitlines()]
+
+
+def refusal(config: dict[str, Any]) -> str:
+    """Return why a config is not planned, nothing where it is."""
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            (Path(folder) / "config.json").write_text(json.dumps(unquantised(config)))
+            make_plan(model=folder, devices="H200:16", **JOB)
+    except ValueError as error:
+        return text_of(error)
+    return ""
+
+
 def tried(origin: str, config: dict[str, Any]) -> Outcome:
     """Return what comes of a config."""
     kind = str(config.get("model_type"))
-    try:
-        with tempfile.TemporaryDirectory() as folder:
-            (Path(folder) / "config.json").write_text(json.dumps(_unquantised(config)))
-            make_plan(model=folder, devices="H200:16", **JOB)
-    except ValueError as error:
-        return Outcome(origin=origin, model_type=kind, refused=_text_of(error))
+    refused = refusal(config)
+    if refused:
+        return Outcome(origin=origin, model_type=kind, refused=refused)
     try:
         equal = runs_equal(shrunk(config))
     except Exception as error:  # of either side: the others are tried all the same
-        return Outcome(origin=origin, model_type=kind, planned=True, fails=_text_of(error))
+        return Outcome(origin=origin, model_type=kind, planned=True, fails=text_of(error))
     return Outcome(origin=origin, model_type=kind, planned=True, equal=equal)
 
 
-def _text_of(error: Exception) -> str:
-    """Return what an error says without folders of this run."""
-    return re.sub(r"'/tmp/[^']*': ", "", f"{error}")[:300]
+def text_of(error: Exception) -> str:
+    """Return what an error says without folders of this run, and without what llmpq runs."""
+    return re.sub(r"'/tmp/[^']*': ", "", f"{error}").partition("; it runs ")[0][:300]
 
 
-def _unquantised(config: dict[str, Any]) -> dict[str, Any]:
-    """Return a config without its codes: what they are is no matter here."""
+def unquantised(config: dict[str, Any]) -> dict[str, Any]:
+    """Return a config without its quantisation, which is no matter here."""
     without = ("quantization_config", "quantization", "compression_config")
     kept = {key: value for key, value in config.items() if key not in without}
     if isinstance(kept.get("text_config"), dict):
-        kept["text_config"] = _unquantised(kept["text_config"])
+        kept["text_config"] = unquantised(kept["text_config"])
     return kept
 
 
 def shrunk(config: dict[str, Any]) -> dict[str, Any]:
     """Return a tiny model's config that says whatever else this one says."""
-    config = _unquantised(config)
+    config = unquantised(config)
     kind = str(config["model_type"])
     if kind in INSIDE:
         config, kind = {"model_type": INSIDE[kind], "text_config": config}, INSIDE[kind]
@@ -254,15 +268,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    parser.add_argument("configs", type=Path, help="JSON lines of origin and config")
     parser.add_argument("--only", default="", help="a part of the origins to try")
     args = parser.parse_args()
     torch.set_num_threads(1)
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     found = []
-    for line in args.configs.read_text().splitlines():
-        entry = json.loads(line)
+    for entry in published():
         if args.only in entry["origin"]:
             outcome = tried(entry["origin"], entry["config"])
             found.append(outcome)

@@ -25,7 +25,13 @@ from llmpq.families.common.config_values import (
     size,
     token_ids,
 )
-from llmpq.families.not_run import FURTHER_LAYERS, LEFT_OUT, WITHOUT_EQUATION, lacking
+from llmpq.families.not_run import (
+    FURTHER_LAYERS,
+    LEFT_OUT,
+    WITHOUT_EQUATION,
+    lacking,
+    no_language_model,
+)
 from llmpq.file_form import read_json
 
 BOOKKEEPING = frozenset(
@@ -88,6 +94,9 @@ class _Read(Mapping[str, Any]):
 
 def spec_fields(config: Config, name: str) -> dict[str, Any]:
     """Return the `ModelSpec` fields for a config; `ValueError` if it is not supported."""
+    other = no_language_model(config)
+    if other is not None:
+        raise ValueError(f"config.json: {other}")
     model_type, inner = _language_model(config)
     family = BY_MODEL_TYPE.get(model_type)
     if family is None:

@@ -78,6 +78,7 @@ SIGNS = (
         ("ssm_cfg", "state_size", "mamba_d_state", "linear_num_key_heads", "conv_L_cache"),
         RECURRENT,
     ),
+    (("expand_k", "expand_v", "expand_ratio"), RECURRENT),
     (("is_encoder_decoder",), _ENCODER),
     (("parallel_attn", "use_parallel_residual"), _PARALLEL),
     (("num_kv_shared_layers",), "layers that share a KV cache"),
@@ -103,6 +104,32 @@ OWN_FORMS = (
     (("num_experts", "num_local_experts", "n_routed_experts"), "this family's mixture of experts"),
 )
 """Keys that tell something where nothing else does."""
+
+
+DRAFT_HEADS = ("draft_vocab_size", "eagle_config", "dflash_config")
+"""Keys of layers that draft for another model: they have no tokens of their own."""
+
+TOWERS = ("patch_size", "conv_stride")
+"""Keys of what reads images or sound; without a vocabulary beside them, it is that alone."""
+
+
+def no_language_model(config: Config) -> str | None:
+    """Return what a config describes where that is no language model, in words."""
+    for key in DRAFT_HEADS:
+        if is_given(config.get(key)):
+            return (
+                f"'{key}' describes layers that draft for another model (EAGLE and its like), "
+                "which llmpq does not run; give the model that they draft for"
+            )
+    if any(is_given(config.get(key)) for key in ("vocab_size", "text_config")):
+        return None
+    for key in TOWERS:
+        if is_given(config.get(key)):
+            return (
+                f"'{key}' without 'vocab_size' describes a tower for images or sound, not a "
+                "language model; give the directory of the whole model"
+            )
+    return None
 
 
 def lacking(

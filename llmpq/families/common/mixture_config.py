@@ -23,10 +23,11 @@ def counts(config: Config, *keys: str) -> dict[str, int]:
 def first_layers(config: Config, ffn: int) -> dict[str, Any]:
     """Return the fields of a model whose first layers have one MLP of width `ffn` each."""
     dense = config.get("first_k_dense_replace") or 0
-    if type(dense) is not int or not 0 <= dense < size(config, "num_hidden_layers"):
+    if type(dense) is not int or dense < 0:
         raise ValueError(
             f"config.json: 'first_k_dense_replace' must be a number of layers, got {dense!r}"
         )
+    dense = min(dense, size(config, "num_hidden_layers"))
     return {"dense_layers": tuple(range(dense)), "dense_ffn": ffn} if dense else {}
 
 

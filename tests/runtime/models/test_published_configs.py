@@ -1,12 +1,14 @@
-"""Configs as they are published, shrunk: the same tokens as Transformers.
+"""Configs as they are published: read or refused, and shrunk the same tokens as Transformers.
 
-`benchmarks/published_configs.py` does so for hundreds; here are the keys that some of them have.
+`benchmarks/published_configs.py` runs hundreds; here are the keys that some of them have.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import sys
+from collections import Counter
 from dataclasses import replace
 from importlib import util
 from pathlib import Path
@@ -97,6 +99,15 @@ PUBLISHED: dict[str, dict[str, Any]] = {
             "mscale": 1.0,
             "mscale_all_dim": 1.0,
         },
+    },
+    "fewer layers than the class has dense ones": {
+        **SIZES,
+        **{k: v for k, v in MIXTURE.items() if k != "first_k_dense_replace"},
+        "model_type": "kimi_k2",
+        "num_hidden_layers": 2,
+        "num_key_value_heads": 4,
+        "n_group": 1,
+        "topk_group": 1,
     },
     "GLM-4.5 without first dense layers": {
         **SIZES,
@@ -250,3 +261,20 @@ def test_a_wrong_theta_would_be_seen(script: ModuleType, monkeypatch: pytest.Mon
     record = replace(llama.FAMILY, fields=lambda config: {**llama.fields(config), **wrong})
     monkeypatch.setitem(BY_MODEL_TYPE, "seed_oss", record)
     assert not script.runs_equal(script.shrunk(PUBLISHED["Seed-OSS"]))
+
+
+def test_all_are_planned_or_refused_as_the_table_says(script: ModuleType) -> None:
+    row = json.loads((FOLDER / "results" / "configs.jsonl").read_text().splitlines()[-1])
+    planned: Counter[str] = Counter()
+    refused: dict[str, Counter[str]] = {}
+    for entry in script.published():
+        kind = entry["config"]["model_type"]
+        try:
+            ModelSpec.from_config(script.unquantised(entry["config"]), name="published")
+            planned[kind] += 1
+        except ValueError as error:
+            refused.setdefault(kind, Counter())[script.text_of(error)] += 1
+    table = row["case"]["families"]
+    assert refused == row["case"]["refused"]
+    assert planned == Counter({kind: counts["planned"] for kind, counts in table.items()})
+    assert sum(counts["configs"] for counts in table.values()) >= 300
