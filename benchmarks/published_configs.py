@@ -3,9 +3,10 @@
     python benchmarks/published_configs.py
 
 Each line of data/published_configs.jsonl is an object: `origin` (repository and path where the file
-was published) and `config` (what it says, without quantisation). A config is read and planned as it is; then it is shrunk (few layers, narrow, a small
-vocabulary; every option stays), given random weights by Transformers, and both generate. One row
-of all goes to results/configs.jsonl: what came of each family, and every refusal by its words.
+was published) and `config` (what it says, without quantisation). A config is read and planned as it
+is; then it is shrunk (few layers, narrow, a small vocabulary; every option stays), given random
+weights by Transformers, and both generate. One row of all goes to results/configs.jsonl: what came
+of each family, and every refusal by its words.
 """
 
 from __future__ import annotations
