@@ -43,6 +43,7 @@ TIME_LIMIT_S = 60.0
 def make_plan(
     model: str | Path,
     *,
+    revision: str | None = None,
     devices: str | None = None,
     cluster: str | Path | None = None,
     batch: int = 16,
@@ -71,6 +72,7 @@ def make_plan(
         raise unknown_name("method", method, METHODS)
     wishes: dict[str, object] = {
         "--model": model,
+        "--revision": revision,
         "--devices": devices,
         "--cluster": cluster,
         "--batch": batch,

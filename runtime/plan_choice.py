@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Literal, cast, get_args
 
 from llmpq.capabilities import gpu_pool_lack
-from llmpq.checkpoints.hub import local_model
+from llmpq.checkpoints.hub import at_revision, local_model
 from llmpq.checkpoints.model_config import read_config
 from llmpq.cluster import Cluster
 from llmpq.default_dtype import default_dtype, require_dtype
@@ -125,7 +125,7 @@ def _gpus_page(
 
 
 def _read(model: str | Path, revision: str | None) -> tuple[Path, ModelSpec]:
-    directory = local_model(model, revision=revision)
+    directory = local_model(at_revision(model, revision))
     return directory, ModelSpec.from_directory(directory)
 
 

@@ -15,6 +15,8 @@ from llmpq.runtime.token_rules import Guide
 
 MAX_LOGPROBS = 100
 """Most likely tokens that may be told beside a chosen one."""
+MAX_TEXTS = 1024
+"""Stop texts, or bad words, of one request: each is looked for at every token."""
 MAX_BIAS = 100.0
 """Most that may be added to a token's logit, or taken from it."""
 
@@ -182,9 +184,12 @@ class SamplingParams:
     def __post_init__(self) -> None:
         _check_counts(self)
         _check_numbers(self)
+        words = self.bad_words or ()
+        for name, texts in (("stop", self.stop_texts), ("bad_words", words)):
+            if len(texts) > MAX_TEXTS:
+                raise ValueError(f"{name} may have {MAX_TEXTS} texts, got {len(texts)}")
         if not all(isinstance(text, str) and text for text in self.stop_texts):
             raise ValueError(f"stop must be a text or several, none empty, got {self.stop!r}")
-        words = self.bad_words or ()
         if isinstance(words, str) or not all(isinstance(w, str) and w for w in words):
             raise ValueError(f"bad_words must be texts, none empty, got {self.bad_words!r}")
         _check_allowed(self)

@@ -27,19 +27,29 @@ MODEL_FILES = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja")
 """What a run needs."""
 
 
-def local_model(
-    model: str | Path, *, revision: str | None = None, config_only: bool = False
-) -> Path:
+def at_revision(model: str | Path, revision: str | None) -> str:
+    """Return what a model of the hub is called at a revision; `ValueError` for any other model."""
+    if revision is None:
+        return str(model)
+    if is_model(model):
+        where = "which is on this machine"
+    elif not _NAME.fullmatch(str(model)):
+        where = "which is no name on Hugging Face's hub"
+    elif "@" in str(model):
+        where = "which names one itself"
+    else:
+        return f"{model}@{revision}"
+    raise ValueError(
+        f"revision '{revision}' has no effect on '{shortened(str(model))}', {where}: leave it out"
+    )
+
+
+def local_model(model: str | Path, *, config_only: bool = False) -> Path:
     """Return the absolute path of a model: a directory or a GGUF file of this machine.
 
     `ValueError` says in one sentence why there is none, and what to type.
     """
     if is_model(model):
-        if revision is not None:
-            raise ValueError(
-                f"revision '{revision}' has no effect on '{model}', which is on this machine: "
-                "leave it out"
-            )
         return absolute(model)
     named = None if os.path.isabs(model) else _NAME.fullmatch(str(model))
     if named is None or named["repo"].endswith(".gguf"):
@@ -47,9 +57,7 @@ def local_model(
             f"no such model directory: '{shortened(str(model))}'; expected one of this machine, a "
             "GGUF file, or a name on Hugging Face's hub such as Qwen/Qwen3-0.6B"
         )
-    return _from_hub(
-        named["repo"], named["file"], revision or named["revision"], config_only=config_only
-    )
+    return _from_hub(named["repo"], named["file"], named["revision"], config_only=config_only)
 
 
 def absolute(path: str | Path) -> Path:

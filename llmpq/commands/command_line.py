@@ -30,6 +30,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import IO, Any, TypeVar
 
+from llmpq.checkpoints.hub import at_revision
 from llmpq.commands.output_paths import refusal
 from llmpq.errors import ExitCode, LlmpqError, nearest
 from llmpq.missing_packages import missing_package
@@ -93,6 +94,12 @@ class Section:
         conditions = (only,) if isinstance(only, Only) else tuple(only)
         self._parser.declared(action, tuple(listed), daily=daily, only=conditions)
 
+    def revision(self, *models: str) -> None:
+        """Declare `--revision` of the model that one of these flags or words names."""
+        text = "branch, tag or commit of a model of the hub (default: main)"
+        self.flag("--revision", metavar="NAME", help=text)
+        self._parser.models = models
+
 
 class CommandParser:
     """The flags of one command: declared in sections, shown on one screen, read into a request."""
@@ -117,6 +124,8 @@ class CommandParser:
         self._daily: set[str] = set()
         self._only: list[tuple[argparse.Action, Only]] = []
         self._positionals: list[argparse.Action] = []
+        self.models: tuple[str, ...] = ()
+        """Flags and words that `--revision` is about."""
 
     def section(self, title: str) -> Section:
         """Start a group of flags."""
@@ -184,7 +193,18 @@ class CommandParser:
                 setattr(found, action.dest, action.default)
             else:
                 given.add(action.dest)
+        if "revision" in given:
+            self._put_at_revision(found)
         return found, given
+
+    def _put_at_revision(self, found: argparse.Namespace) -> None:
+        """Write `--revision` behind the model's name, as `NAME@REVISION`."""
+        named = [dest for dest in self.models if getattr(found, dest) is not None]
+        if not named:
+            raise ValueError("--revision has no effect without --model: name one, or leave it out")
+        for dest in named:
+            model = getattr(found, dest)
+            setattr(found, dest, type(model)(at_revision(model, found.revision)))
 
     def read_as(self, request: type[T], argv: Sequence[str]) -> T:
         """Return a frozen request whose fields are named as the flags."""

@@ -117,6 +117,7 @@ def add_model(section: Section) -> None:
     """Declare the ways to name a model."""
     model = "Hugging Face directory, GGUF file, or a name such as qwen3-32b"
     section.flag("--model", daily=True, metavar="DIR|NAME", help=model)
+    section.revision("model")
     section.flag("--model-name", help="paper's form: opt, with --model-size 30b")
     section.flag("--model-size", help="paper's form: 30b")
 

@@ -131,6 +131,7 @@ def run_parser() -> CommandParser:
     )
     what = parser.section("what to time")
     what.flag("--model", required=True, help="model directory, GGUF file, or a built-in name")
+    what.revision("model")
     what.flag("--cluster", type=Path, required=True, help="cluster YAML")
     hosts = "time every kind on a host of this Ray that has it, and the links between the hosts"
     what.flag("--ray-address", daily=True, also=("--address",), help=hosts)
@@ -200,6 +201,7 @@ def tune_parser() -> CommandParser:
     )
     what = parser.section("what to tune")
     what.flag("--model", required=True, help="model directory, GGUF file, or a built-in name")
+    what.revision("model")
     what.flag("--plan", daily=True, metavar="PLAN", help="rows and precisions of this plan")
     unplanned = Only(lambda a: a.plan is None, "beside --plan, which says it", "give no plan")
     what.flag("--bits", default="w4a16", daily=True, only=unplanned, help="default: w4a16")
@@ -227,6 +229,7 @@ def indicator_parser() -> CommandParser:
     observed = _kinds(*OBSERVED)
     what = parser.section("what to measure")
     what.flag("--model", required=True, help="model directory or GGUF file (random: or a name)")
+    what.revision("model")
     what.flag(
         "--kind",
         choices=(*OBSERVED, "random"),
@@ -297,6 +300,7 @@ def quantize_parser() -> CommandParser:
     parser.positional("model", type=Path, help="Hugging Face model directory, or GGUF file")
     parser.positional("output", type=Path, help="directory to write; a stopped run continues")
     what = parser.section("what to write")
+    what.revision("model")
     what.flag("--scheme", daily=True, help="precision of all layers, or one per layer with commas")
     what.flag(
         "--plan",

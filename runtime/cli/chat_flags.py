@@ -44,6 +44,7 @@ def chat_parser() -> CommandParser:
     parser.positional("directory", nargs="?", metavar="DIR", help="model directory or GGUF file")
     what = parser.section("what to talk to")
     what.flag("--model", daily=True, metavar="DIR", help="the same, as `run` and `serve` have it")
+    what.revision("directory", "model")
     add_plan(what, text="plan.json of llmpq-algo (default: plan for the devices there are)")
     what.flag("--cluster", metavar="YAML", help="plan for, or check, its devices")
     unplanned = Only(lambda a: a.plan is None, "with --plan, whose plan says it", "re-plan")

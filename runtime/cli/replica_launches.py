@@ -44,7 +44,6 @@ def _wishes(options: ServeOptions) -> Wishes:
     engine = engine_options(options)
     return Wishes(
         max_model_len=options.max_model_len,
-        revision=options.revision,
         max_num_seqs=options.max_num_seqs,
         dtype=options.dtype,
         kv_cache_dtype=options.kv_cache_dtype,

@@ -78,7 +78,7 @@ def main(options: RunOptions) -> int:
     model_dir = options.model or (plan.model.path if plan is not None else None)
     if model_dir is None:
         raise ValueError("the plan names no model directory; give one with --model DIR")
-    model_dir = str(local_model(model_dir, revision=options.revision))
+    model_dir = str(local_model(model_dir))
     options = replace(options, model=model_dir)
     generation = read_generation_config(model_dir, options.generation_config)
     spec = generation.with_ends(ModelSpec.from_directory(model_dir))

@@ -39,7 +39,6 @@ class RunOptions:
 
     plan: str | None
     model: str | None
-    revision: str | None
     input: str
     output: str
     generation_config: str
@@ -154,11 +153,10 @@ def add_prefer(section: Section) -> None:
 MODEL_HELP = "directory, GGUF file or name on Hugging Face's hub (default: the plan's)"
 
 
-def add_model(section: Section) -> None:
-    """Declare `--model` and `--revision`."""
+def add_model(section: Section, *words: str) -> None:
+    """Declare `--model`, and `--revision` of it or of the model that one of the `words` names."""
     section.flag("--model", daily=True, metavar="MODEL", help=MODEL_HELP)
-    revision = "branch, tag or commit of a model of the hub (default: main)"
-    section.flag("--revision", metavar="NAME", help=revision)
+    section.revision("model", *words)
 
 
 def add_kv_pool(section: Section) -> None:

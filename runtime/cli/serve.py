@@ -132,7 +132,9 @@ def settings_of(options: ServeOptions) -> ServeSettings:
 def _folder_name(options: ServeOptions) -> str:
     """Return what the model is called where nothing else is said: its folder's name."""
     if options.model is not None:
-        return name_of(options.model) if is_model(options.model) else options.model
+        return (
+            name_of(options.model) if is_model(options.model) else options.model.partition("@")[0]
+        )
     if options.plan is not None:
         return load_plan(options.plan).model.name
     raise ValueError("nothing to serve; give --model DIR or --plan PLAN")
@@ -145,7 +147,6 @@ def open_engine(options: ServeOptions) -> LLM:
         more |= {"max_num_seqs": options.max_num_seqs, "dtype": options.dtype}
     return LLM(
         options.model,
-        revision=options.revision,
         plan=None if options.plan is None else load_plan(options.plan),
         cluster=options.cluster,
         ray_address=options.ray_address,

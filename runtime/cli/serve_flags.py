@@ -33,7 +33,6 @@ class ServeOptions:
     plan: str | None
     source: str | None
     model: str | None
-    revision: str | None
     cluster: str | None
     max_model_len: int | None
     max_num_batched_tokens: int | None
@@ -108,7 +107,7 @@ def serve_parser() -> CommandParser:
     parser.positional("source", nargs="?", metavar="MODEL", help=text)
     what = parser.section("what to serve")
     add_plan(what, text="plan.json of llmpq-algo (default: plan for the devices there are)")
-    add_model(what)
+    add_model(what, "source")
     what.flag("--cluster", daily=True, metavar="YAML", help="plan for, or check, its devices")
     name = "what requests may call the model, several times for several names (default: folder)"
     what.flag("--served-model-name", daily=True, action="append", metavar="NAME", help=name)

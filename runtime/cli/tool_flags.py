@@ -148,6 +148,7 @@ def check_parser() -> CommandParser:
         metavar="DIR",
         help="directory or GGUF file (default: the plan's)",
     )
+    flags.revision("model")
     flags.flag("--cluster", daily=True, metavar="YAML", help="check that the plan is for it")
     flags.flag("--ray-address", also=("--address",), daily=True, help="join this Ray")
     flags.flag("--json", daily=True, action="store_true", help="print what was found as JSON")
@@ -200,6 +201,7 @@ def bench_parser() -> CommandParser:
     what = parser.section("what to run")
     add_plan(what, text="plan.json (default: a whole model on one device)")
     what.flag("--model", daily=True, metavar="DIR|NAME", help="directory, or a built-in name")
+    what.revision("model")
     what.flag(
         "--load-format",
         choices=("auto", "dummy"),
@@ -281,6 +283,7 @@ def eval_parser() -> CommandParser:
     )
     flags = parser.section("what to measure")
     flags.flag("--model", required=True, metavar="DIR", help="model directory or GGUF file")
+    flags.revision("model")
     flags.flag("--text", required=True, metavar="FILE", help="text to predict")
     unplanned = Only(lambda a: a.plan is None, "with --plan, whose plan says it", "drop --plan")
     flags.flag(

@@ -1,18 +1,21 @@
 """What requests bring: OpenAI's fields, and the engine's further ones under vLLM's names.
 
-A field that a path does not obey is refused (fields.py), unless it asks for nothing. Unknown ones
-are ignored, unless one is nearly the name of a known field: then it is a mistake and refused.
+A field that a path does not obey is refused (fields.py), unless it asks for nothing. Names that no
+API has are ignored, which the log says once of each; nearly a known field's name is refused.
 """
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Callable, Iterable, Sequence
 from difflib import get_close_matches
+from functools import lru_cache
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, FailFast, Field, model_validator
 
+from llmpq.errors import short_repr
 from llmpq.runtime.sampling_params import GUIDES, MAX_BIAS, SamplingParams, StructuredOutputsParams
 from llmpq.runtime.serve.errors import ApiError
 from llmpq.runtime.serve.fields import HINTS, REFUSED
@@ -42,6 +45,7 @@ Whole = Annotated[int, BeforeValidator(_whole)]
 Tokens = Annotated[list[int], FIRST_ERROR, BeforeValidator(_wholes)]
 Texts = Annotated[list[str], FIRST_ERROR]
 TokensOf = Callable[[str], Sequence[int]]
+_log = logging.getLogger("llmpq.serve")
 _ID = re.compile(r"\s*[+-]?[0-9]+\s*")
 
 
@@ -81,10 +85,15 @@ class RequestBody(Body):
     def _obeyed_or_refused(cls, data: Any) -> Any:
         known = {field.alias or name for name, field in cls.model_fields.items()}
         for name, value in data.items() if isinstance(data, dict) else ():
-            if name in REFUSED and name not in known and value is not None:
-                neutral, instead = REFUSED[name]
-                if not any(value == same and type(value) is type(same) for same in neutral):
-                    raise ApiError(400, f"'{name}' is not supported here: {instead}", param=name)
+            if name in known or value is None:
+                continue
+            if name not in REFUSED:
+                if name not in HINTS:
+                    _note_ignored(name)
+                continue
+            neutral, instead = REFUSED[name]
+            if not any(value == same and type(value) is type(same) for same in neutral):
+                raise ApiError(400, f"'{name}' is not supported here: {instead}", param=name)
         return data
 
     @model_validator(mode="after")
@@ -93,6 +102,12 @@ class RequestBody(Body):
         if getattr(self, "stream_options", None) is not None and not streamed:
             raise ApiError(400, "'stream_options' needs 'stream': true", param="stream_options")
         return self
+
+
+@lru_cache(maxsize=1000)
+def _note_ignored(name: str) -> None:
+    """Log a field that changes nothing; a name among the newest thousand is not logged again."""
+    _log.warning("the field %s of a request is ignored: no API has it", short_repr(name))
 
 
 class ChoiceBody(RequestBody):

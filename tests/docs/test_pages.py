@@ -7,6 +7,7 @@ import importlib.util
 import re
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -25,13 +26,29 @@ PAGES = sorted(
 )
 
 
-def test_the_reference_is_that_of_the_code() -> None:
+@pytest.fixture(scope="module")
+def reference() -> ModuleType:
     spec = importlib.util.spec_from_file_location("reference", ROOT / "docs/make_reference.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    stale = [str(p) for p, text in module.pages().items() if p.read_text() != text]
+    return module
+
+
+def test_the_reference_is_that_of_the_code(reference: ModuleType) -> None:
+    stale = [str(p) for p, text in reference.pages().items() if p.read_text() != text]
     assert stale == [], "run: python docs/make_reference.py"
+
+
+def test_every_command_that_takes_a_model_takes_its_revision(reference: ModuleType) -> None:
+    taking = [p for p in reference.parsers() if "--model " in p.help_text(everything=True)]
+    assert len(taking) > 9
+    for parser in taking:
+        assert "--revision NAME" in parser.help_text(everything=True), parser.program
+    given = taking[0].read_given(["--model", "me/demo", "--revision", "v1"])
+    assert given["model"] == "me/demo@v1"
+    with pytest.raises(ValueError, match="no effect without --model"):
+        taking[0].read_given(["--revision", "v1"])
 
 
 def test_the_picture_is_that_of_the_plan() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -69,6 +70,20 @@ BY_LAYER = {
     "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
     "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
 }
+VISION = {
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "depth": 1,
+    "num_heads": 2,
+    "out_hidden_size": 64,
+    "image_size": 28,
+    "patch_size": 14,
+    "deepstack_visual_indexes": [0],
+}
+"""The smallest tower: it is left out."""
+MROPE = {"rope_type": "default", "rope_theta": 5000.0, "mrope_section": [2, 3, 3]}
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral": ("Mistral", {"sliding_window": WINDOW, "head_dim": 32}),
     "llama with biases, linear rope": (
@@ -225,6 +240,100 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
             "rope_parameters": {**YARN, "mscale": 1.0, "mscale_all_dim": 0.8},
         },
     ),
+    "kimi_k2": (
+        "DeepseekV3",
+        {
+            **MIXTURE,
+            **LATENT,
+            "model_type": "kimi_k2",
+            "n_group": 1,
+            "topk_group": 1,
+            "n_shared_experts": 1,
+            "q_lora_rank": 20,
+            "rope_parameters": {**YARN, "beta_fast": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0},
+        },
+    ),
+    "dots1": (
+        "Dots1",
+        {
+            **MIXTURE,
+            "head_dim": 32,
+            "n_shared_experts": 2,
+            "norm_topk_prob": True,
+            "attention_bias": True,
+            "sliding_window": WINDOW,
+            "layer_types": ALTERNATING,
+        },
+    ),
+    "arcee": (
+        "Arcee",
+        {"attention_bias": True, "mlp_bias": True, "head_dim": 24, "rope_parameters": YARN},
+    ),
+    "gemma": ("Gemma", {"head_dim": 32, "hidden_act": "gelu"}),
+    "granite4": (
+        "GraniteMoeHybrid",
+        {
+            "layer_types": ["attention"] * DEPTH,
+            "num_local_experts": 0,
+            "num_experts_per_tok": 0,
+            "shared_intermediate_size": 80,
+            "position_embedding_type": "rope",
+            "embedding_multiplier": 3.0,
+            "attention_multiplier": 0.2,
+            "residual_multiplier": 0.5,
+            "logits_scaling": 4.0,
+        },
+    ),
+    "stablelm": (
+        "StableLm",
+        {
+            "use_qkv_bias": True,
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 1e4,
+                "partial_rotary_factor": 0.25,
+            },
+        },
+    ),
+    "seed_oss": (
+        "SeedOss",
+        {"head_dim": 24, "attention_bias": True, "attention_out_bias": True, "mlp_bias": True},
+    ),
+    "ministral": (
+        "Ministral",
+        {"head_dim": 32, "sliding_window": WINDOW, "layer_types": ALTERNATING[::-1]},
+    ),
+    "qwen2_vl": (
+        "Qwen2VL",
+        {
+            "text_config": {"rope_parameters": MROPE},
+            "vision_config": {**VISION, "embed_dim": 32, "hidden_size": 64},
+        },
+    ),
+    "qwen2_5_vl with windows": (
+        "Qwen2_5_VL",
+        {
+            "text_config": {
+                "rope_parameters": MROPE,
+                "use_sliding_window": True,
+                "sliding_window": WINDOW,
+                "max_window_layers": DEPTH // 2,
+            },
+            "vision_config": VISION,
+        },
+    ),
+    "qwen3_vl": (
+        "Qwen3VL",
+        {
+            "text_config": {
+                "head_dim": 32,
+                "attention_bias": True,
+                "rope_parameters": {**MROPE, "mrope_section": [8, 4, 4]},
+            },
+            "vision_config": VISION,
+            "tie_word_embeddings": True,
+        },
+    ),
 }
 
 
@@ -240,11 +349,17 @@ class Models:
         if kind not in self._made:
             torch.manual_seed(len(kind))
             name, options = KINDS[kind]
-            config = getattr(transformers, f"{name}Config")(**{**BASE, **options})
+            said = {key: options[key] for key in ("model_type",) if key in options}
+            options = {key: value for key, value in options.items() if key not in said}
+            auto = transformers.AutoModelForCausalLM
+            if "text_config" in options:
+                auto = transformers.AutoModelForImageTextToText
+                options = {**options, "text_config": {**BASE, **options["text_config"]}}
+            else:
+                options = {**BASE, **options}
+            config = getattr(transformers, f"{name}Config")(**options)
             with torch.inference_mode(False), torch.no_grad():
-                model = transformers.AutoModelForCausalLM.from_config(
-                    config, attn_implementation="eager"
-                ).eval()
+                model = auto.from_config(config, attn_implementation="eager").eval()
                 buffers = [(n, b) for n, b in model.named_buffers() if "correction" in n]
                 for name, tensor in [*model.named_parameters(), *buffers]:
                     noise = torch.randn_like(tensor)
@@ -252,8 +367,17 @@ class Models:
                     scale = 1.0 if "sinks" in name else 0.1
                     tensor.copy_(noise * scale if zeroed else tensor + noise * 0.1)
             model.save_pretrained(self._folder / kind)
+            path = self._folder / kind / "config.json"
+            path.write_text(json.dumps({**json.loads(path.read_text()), **said}))
             self._made[kind] = model
         return self._made[kind]
+
+    def num_params(self, kind: str) -> int:
+        """Return how many weights a language model has, without a tower and its projector."""
+        model = self.reference(kind)
+        own = [p for name, p in model.named_parameters() if "visual" not in name]
+        own += [b for name, b in model.named_buffers() if "correction" in name]
+        return sum(tensor.numel() for tensor in own)
 
     def changes_by_length(self, kind: str) -> bool:
         return KINDS[kind][1].get("rope_parameters") is LONGROPE

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from llmpq.checkpoints.hub import local_model, name_of
+from llmpq.checkpoints.hub import at_revision, local_model, name_of
 
 pytestmark = [pytest.mark.cpu]
 ROOT = Path(__file__).resolve().parents[3]
@@ -28,10 +28,10 @@ REPOS = {
 }
 GET = """
 import json, sys
-from llmpq.checkpoints.hub import local_model
+from llmpq.checkpoints.hub import at_revision, local_model
 for name, only, revision in json.loads(sys.argv[1]):
     try:
-        path = local_model(name, config_only=only, revision=revision)
+        path = local_model(at_revision(name, revision), config_only=only)
         print(json.dumps([str(path), sorted(p.name for p in path.parent.iterdir())
                           if path.is_file() else sorted(p.name for p in path.iterdir())]))
     except ValueError as error:
@@ -161,5 +161,6 @@ def test_paths_are_no_names_of_the_hub(tmp_path):
     for path in ("nowhere", "./me/demo", "/me/demo", "a/b/c", str(tmp_path / "x"), "me/x.gguf"):
         with pytest.raises(ValueError, match="no such model directory"):
             local_model(path)
-    with pytest.raises(ValueError, match="no effect"):
-        local_model(tmp_path, revision="main")
+    for path in (tmp_path, "qwen3-32b", "me/demo@v1"):
+        with pytest.raises(ValueError, match="no effect"):
+            at_revision(path, "main")

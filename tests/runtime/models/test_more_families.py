@@ -105,13 +105,40 @@ def test_chunks_of_a_pool_give_the_same_tokens(
     assert [found[i] for i in range(len(prompts))] == models.greedy(family_kind, prompts)
 
 
+FORMS = (("w4a16", "kv8", "bfloat16"), ("w8a16", "kv4", "float16"), ("w3a16", "kv2", "float32"))
+"""Bits of weights and of KV, and what is computed in."""
+
+
+def test_few_bits_in_a_pool_give_the_same_tokens_whatever_the_split(
+    models: Any, make_plan: Any, random_prompts: Any, family_kind: str, seeds: Any
+) -> None:
+    """One of the three forms for each kind in turn; all of them where all tests run."""
+    turn = len(family_kind) % len(FORMS)
+    directory, prompts = models.directory(family_kind), random_prompts(5, 19, 1, 9)
+    spec = ModelSpec.from_directory(directory)
+    pool = PoolSize(num_blocks=8, slots=4, max_len=TRAINED)
+    requests = [Request(id=i, prompt=tuple(p), max_new=NEW) for i, p in enumerate(prompts)]
+    for bits, kv, dtype in seeds([*FORMS[turn:], *FORMS[:turn]]):
+        limits = PoolLimits(
+            num_blocks=8,
+            kv=KVPrecision.parse(kv),
+            max_rows=4,
+            max_len=TRAINED,
+            step_tokens=8,
+            decode_rows=2,
+            num_stages=3,
+        )
+        found = []
+        for splits in ((), (1, 3)):
+            plan = make_plan(directory, splits, bits=bits, batch=4, kv=kv, dtype=dtype)
+            stages = OpenStages(plan, spec, CheckpointSource(directory, spec), pool=pool)
+            found.append(stages.run(PagedScheduler(limits), requests).tokens)
+        assert found[0] == found[1] and len({*map(tuple, found[0].values())}) > 1
+
+
 def test_parts_have_the_bytes_the_planner_counts(models: Any, family_kind: str) -> None:
     spec = ModelSpec.from_directory(models.directory(family_kind))
-    total = sum(p.numel() for p in models.reference(family_kind).parameters())
-    total += sum(
-        b.numel() for n, b in models.reference(family_kind).named_buffers() if "correction" in n
-    )
-    assert spec.num_params == total
+    assert spec.num_params == models.num_params(family_kind)
     for index in range(spec.num_layers):
         one = spec.of_layer(index)
         shapes = layer_shapes(one).values()
@@ -148,8 +175,10 @@ def logits(directory: Path, prompt: list[int], kv: KVPrecision) -> torch.Tensor:
     return pipeline.logits(pad([prompt[first:]]), Step.of([0], [first], [1]), [cache])
 
 
-@pytest.mark.parametrize("kind", ["deepseek_v2", "deepseek_v3"])
-def test_latents_in_few_bits_are_near_those_in_sixteen(
+@pytest.mark.parametrize(
+    "kind", ["deepseek_v2", "kimi_k2", "dots1", "granite4", "stablelm", "qwen3_vl", "ministral"]
+)
+def test_kv_in_few_bits_are_near_those_in_sixteen(
     models: Any, random_prompts: Any, kind: str
 ) -> None:
     (prompt,) = random_prompts(300)

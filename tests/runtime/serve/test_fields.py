@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import time
 import typing
 import urllib.error
 import urllib.request
@@ -407,3 +408,22 @@ def test_thoughts_may_be_switched_on_and_off(server):
     assert post(server, MESSAGES, asked(MESSAGES, messages=talk))[0] == 200
     server_tool = {"type": "web_search_20250305", "name": "web_search"}
     assert post(server, MESSAGES, asked(MESSAGES, tools=[server_tool]))[0] == 400
+
+
+def test_a_field_that_no_api_has_is_ignored_and_logged_once(server, caplog):
+    for door in (*DOORS, *DOORS):
+        assert post(server, door, asked(door, quux_of_mine=1, user="me", quuz=None))[0] == 200
+    said = [r.getMessage() for r in caplog.records if "is ignored" in r.getMessage()]
+    assert said == ["the field 'quux_of_mine' of a request is ignored: no API has it"]
+
+
+@pytest.mark.parametrize("field", ["stop", "bad_words"])
+def test_more_texts_than_are_looked_for_are_refused_at_once(server, field):
+    many = [f"w{i}" for i in range(600_000)]
+    began_s = time.monotonic()
+    for door in DOORS:
+        name = "stop_sequences" if (door, field) == (MESSAGES, "stop") else field
+        status, told = post(server, door, asked(door, **{name: many}))
+        assert status == 400 and "may have 1024 texts, got 600000" in str(told), told
+    assert time.monotonic() - began_s < 60  # it took minutes
+    assert post(server, COMPLETIONS, asked(COMPLETIONS, **{field: many[:1024]}))[0] == 200

@@ -10,7 +10,7 @@ import jsonschema
 import pytest
 
 pytestmark = pytest.mark.cpu
-CHATS, MESSAGES = "/v1/chat/completions", "/v1/messages"
+CHATS, MESSAGES, RESPONSES = "/v1/chat/completions", "/v1/messages", "/v1/responses"
 CLOCK = '<tool_call>{"name": "clock", "arguments": {"zone": "UTC"}}</tool_call>'
 LIST = {
     "type": "object",
@@ -163,6 +163,22 @@ def test_a_forced_call_that_the_limit_cuts_is_none(hermes, kind):
         )[1]
     )
     assert not any("tool_calls" in c["delta"] for part in parts for c in part["choices"])
+    assert parts[-1]["choices"][0]["finish_reason"] == "length"
+    body = {
+        "input": "a",
+        "max_output_tokens": 3,
+        "tools": [{"type": "function", "name": "list", "parameters": LIST}],
+        "tool_choice": {"type": "function", "name": "list"} if kind == "named" else "required",
+    }
+    told = json.loads(post(hermes, RESPONSES, body)[1])
+    assert told["status"] == "incomplete" and told["output"] == []
+    assert told["incomplete_details"] == {"reason": "max_output_tokens"}
+    events = streamed(post(hermes, RESPONSES, body | {"stream": True})[1])
+    assert events[-1]["type"] == "response.incomplete"
+    assert not any("function_call" in event["type"] for event in events)
+    # A conversation goes on from it without the call.
+    body = {"input": "b", "previous_response_id": events[-1]["response"]["id"]}
+    assert post(hermes, RESPONSES, body | {"max_output_tokens": 1})[0] == 200
 
 
 def says(text, **more):
@@ -170,8 +186,7 @@ def says(text, **more):
 
 
 def streamed(text):
-    data = [line[6:] for line in text.split("\n\n") if line.startswith("data: {")]
-    return [json.loads(one) for one in data]
+    return [json.loads(line[6:]) for line in text.splitlines() if line.startswith("data: {")]
 
 
 def test_thoughts_leave_apart_from_the_text_whole_and_streamed(hermes):
