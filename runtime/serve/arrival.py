@@ -13,3 +13,5 @@ REQUEST_ID: ContextVar[str] = ContextVar("REQUEST_ID", default="")
 """Its `X-Request-Id`: in the answer's head, the access log and the stages' trace."""
 TALLY: ContextVar[dict[str, float] | None] = ContextVar("TALLY", default=None)
 """What the access log says of its answers: tokens, and the seconds to the first one."""
+TALLIED = "llmpq.tally"
+"""Type of the message in which a replica says its `TALLY` to the process that logs."""

@@ -20,7 +20,7 @@ from llmpq.runtime.gc_freeze import gc_freeze
 from llmpq.runtime.launch.stages.stage_host import LOCAL_HOST
 from llmpq.runtime.llm import LLM
 from llmpq.runtime.serve.app import make_app
-from llmpq.runtime.serve.arrival import ARRIVED, ARRIVED_S, REQUEST_ID
+from llmpq.runtime.serve.arrival import ARRIVED, ARRIVED_S, REQUEST_ID, TALLIED, TALLY
 from llmpq.runtime.serve.gate import Message
 from llmpq.runtime.serve.page import state_of
 from llmpq.runtime.serve.service import Service
@@ -73,6 +73,8 @@ class Replica:
         yield []
         ARRIVED_S.set(scope.pop(ARRIVED, None) or time.perf_counter())
         REQUEST_ID.set(dict(scope["headers"]).get(b"x-request-id", b"").decode("latin-1"))
+        tally: dict[str, float] = {}
+        TALLY.set(tally)
         news: asyncio.Queue[Message | None] = asyncio.Queue()
         given = False
 
@@ -93,7 +95,7 @@ class Replica:
             while more:
                 messages, more = _all_of(news, await news.get())
                 if messages:
-                    yield messages
+                    yield [{"type": TALLIED, "tally": {**tally}}, *messages] if tally else messages
             await work
         finally:
             work.cancel()

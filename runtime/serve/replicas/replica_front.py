@@ -17,7 +17,7 @@ from typing import Any
 from prometheus_client import CollectorRegistry, Counter, generate_latest
 
 from llmpq.runtime.serve.answering import event
-from llmpq.runtime.serve.arrival import ARRIVED
+from llmpq.runtime.serve.arrival import ARRIVED, TALLIED, TALLY
 from llmpq.runtime.serve.errors import ApiError
 from llmpq.runtime.serve.gate import Message, Receive, Send
 from llmpq.runtime.serve.replicas.merged_replicas import merged_metrics
@@ -261,6 +261,9 @@ class _Answer:
         try:
             async for messages in parts:
                 for message in messages:
+                    if message["type"] == TALLIED:
+                        (TALLY.get() or {}).update(message["tally"])
+                        continue
                     if message["type"] == "http.response.start":
                         self._begun, self._streams = True, _is_stream(message)
                     elif not message.get("more_body", False):

@@ -10,6 +10,7 @@ import socket
 import time
 import urllib.error
 import urllib.request
+from datetime import datetime
 
 import psutil
 import pytest
@@ -169,6 +170,35 @@ def test_large_slow_and_endless_requests_are_bounded(two_stages, running):
         connection, answer = begun(server, max_tokens=60)
         time.sleep(0.7)
         assert answer.read().endswith(b"data: [DONE]\n\n")
+
+
+def test_lines_of_the_log_have_tokens_and_times(server, caplog):
+    caplog.set_level(logging.INFO, logger="llmpq.serve.access")
+    talk = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 5}
+    asked = [
+        ("/v1/completions", {"prompt": ["a", "a b"], "max_tokens": 5, "ignore_eos": True}, 10),
+        ("/v1/chat/completions", talk | {"ignore_eos": True, "n": 2, "stream": True}, 10),
+        ("/v1/messages", talk | {"model": "demo-7m", "ignore_eos": True}, 5),
+        ("/v1/responses", {"input": "a", "max_output_tokens": 5, "ignore_eos": True}, 5),
+    ]
+    for path, body, _ in asked:
+        data = json.dumps(body).encode()
+        given = {"Content-Type": "application/json", "X-Request-Id": f"mine{path}"}
+        request = urllib.request.Request(server.url + path, data, given)
+        with urllib.request.urlopen(request, timeout=60) as answer:
+            answer.read()
+    ask(server, "/v1/models")
+    until(lambda: len(caplog.records) >= 5)
+    lines = [json.loads(record.getMessage()) for record in caplog.records]
+    always = {"time", "id", "client", "method", "path", "status", "seconds"}
+    for line, (path, _, tokens) in zip(lines, asked, strict=False):
+        more = {"prompt_tokens", "completion_tokens", "first_token_s"}
+        assert line.keys() == always | more, line
+        assert (line["path"], line["id"], line["status"]) == (path, f"mine{path}", 200)
+        assert line["completion_tokens"] == tokens and line["prompt_tokens"] > 0
+        assert 0 < line["first_token_s"] < line["seconds"]
+        assert datetime.fromisoformat(line["time"]).tzinfo is not None
+    assert lines[4].keys() == always and lines[4]["path"] == "/v1/models"
 
 
 def test_keys_open_the_server_and_are_never_logged(two_stages, running, caplog):

@@ -6,6 +6,7 @@ import asyncio
 
 import pytest
 
+from llmpq.runtime.serve.arrival import TALLIED, TALLY
 from llmpq.runtime.serve.errors import ApiError
 from llmpq.runtime.serve.replicas.replica_front import ReplicaFront, ReplicaHandle
 from llmpq.runtime.serve.settings import ServeSettings
@@ -112,6 +113,19 @@ def test_a_stream_whose_replica_dies_ends_with_an_error():
     assert begun == [STREAM, part(b"data: a\n\n", True)]
     assert b"was lost; try again" in last["body"] and not last.get("more_body")
     assert [one.ready for one in front.replicas] == [False, True], "and is not chosen again"
+
+
+def test_what_a_replica_counts_is_for_the_log_not_for_the_client():
+    counts = [{"completion_tokens": count, "first_token_s": 0.5} for count in (1, 2)]
+    told = [{"type": TALLIED, "tally": one} for one in counts]
+    said = ([], [told[0], STREAM, part(b"a", True)], [told[1], part(b"", False)])
+    tally: dict = {}
+    given = TALLY.set(tally)
+    try:
+        assert answered(front_of(Replica(*said))) == [STREAM, part(b"a", True), part(b"", False)]
+    finally:
+        TALLY.reset(given)
+    assert tally == counts[1]
 
 
 def test_an_answer_not_begun_is_refused_and_one_half_sent_is_cut():

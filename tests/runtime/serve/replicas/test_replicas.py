@@ -13,6 +13,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from pathlib import Path
 
 import openai
 import psutil
@@ -35,8 +36,8 @@ ASKED = (15, 14)
 class Started:
     """The command, its port, and what it started."""
 
-    def __init__(self, process: subprocess.Popen[str], port: int) -> None:
-        self.process, self.port = process, port
+    def __init__(self, process: subprocess.Popen[str], port: int, log: Path) -> None:
+        self.process, self.port, self.log = process, port, log
         self.url = f"http://127.0.0.1:{port}"
 
     def status(self, path: str) -> int:
@@ -95,7 +96,7 @@ def started(plan_file, tmp_path_factory) -> Iterator[Started]:
         process = subprocess.Popen(
             [sys.executable, "-m", "llmpq.runtime", *words], stderr=stderr, text=True
         )
-    made = Started(process, port)
+    made = Started(process, port, log)
     try:
         made.wait_until_ready()
         yield made
@@ -134,6 +135,12 @@ def test_answers_are_their_offline_twins_whichever_replica_answers(started, clie
     after = started.counts("vllm:request_success_total")
     grown = {engine: after[engine, "length"] - before.get((engine, "length"), 0) for engine in "01"}
     assert grown == {"0": 1, "1": 1}
+    lines = [
+        json.loads(ln) for ln in started.log.read_text().splitlines() if '"path": "/v1/c' in ln
+    ]
+    for line in lines[-2:]:
+        assert line["completion_tokens"] == 12 and line["prompt_tokens"] > 0
+        assert 0 < line["first_token_s"] < line["seconds"]
     assert set(started.counts("llmpq:stage_busy_seconds_total")) == {("0", ""), ("1", "")}
 
 
