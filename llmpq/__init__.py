@@ -16,6 +16,7 @@ import importlib
 from typing import TYPE_CHECKING
 
 from llmpq.missing_packages import missing_package
+from llmpq.python_names import COMMAND_OF, python_door
 from llmpq.version import __version__ as __version__
 
 if TYPE_CHECKING:
@@ -56,6 +57,8 @@ def __getattr__(name: str) -> object:
         if missing is None:
             raise
         raise ModuleNotFoundError(f"llmpq.{name}: {missing}", name=error.name) from None
+    if name in COMMAND_OF:
+        value = python_door(value)
     globals()[name] = value
     return value
 

@@ -182,7 +182,7 @@ class Cluster(FileForm):
             index = 0
             for group in node.groups():
                 for _ in range(group.count):
-                    devices.append(_resolve(node, group, index, counts))
+                    devices.append(resolve(node, group, index, counts))
                     index += 1
         return tuple(devices)
 
@@ -331,7 +331,7 @@ def _require_same(spec: DeviceSpec, device: Device) -> None:
             )
 
 
-def _resolve(node: Node, group: DeviceGroup, index: int, counts: dict[str, int]) -> Device:
+def resolve(node: Node, group: DeviceGroup, index: int, counts: dict[str, int]) -> Device:
     """Turn one member of a group into a device, numbering devices per kind."""
     kind = group.kind if group.spec is not None else _table_kind(node, group.kind)
     spec = group.spec or device_specs()[kind]

@@ -22,6 +22,7 @@ from llmpq.costs_cache import cache_folder, cached_costs, store_costs
 from llmpq.default_dtype import default_dtype
 from llmpq.devices.this_machine import assumed, this_machine, useful_threads
 from llmpq.errors import ExitCode, StageLostError
+from llmpq.gpu_memory import cluster_within
 from llmpq.model_spec import ModelSpec
 from llmpq.plan import Prefer
 from llmpq.precision import KVPrecision
@@ -82,6 +83,7 @@ def plan_for(
     *,
     cluster: Cluster | None = None,
     from_ray: str | None = None,
+    gpu_memory_utilization: float | None = None,
     kv: KVPrecision = KVPrecision.KV16,
     profile: bool = False,
     prefer: Prefer = "quality",
@@ -92,7 +94,7 @@ def plan_for(
     measures this machine's first and keeps the costs.
     """
     spec = ModelSpec.from_directory(model_dir)
-    devices = cluster or devices_of(from_ray)
+    devices = cluster_within(cluster or devices_of(from_ray), gpu_memory_utilization)
     on_cpu = all(device.spec.is_cpu for device in devices.devices)
     dtype = default_dtype(spec, devices)
     work = workload_of(lengths, dtype=dtype, window=MAX_CPU_WINDOW if on_cpu else MAX_WINDOW, kv=kv)

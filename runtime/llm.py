@@ -39,7 +39,7 @@ from llmpq.runtime.launch.plans.planned_kv import AUTO, with_kv
 from llmpq.runtime.launch.plans.pool_plan import PoolPlan
 from llmpq.runtime.launch.stages.stage_settings import LinkChoice, StageSettings, limits_of
 from llmpq.runtime.plan_choice import Chosen, Wishes, choose_plan
-from llmpq.runtime.report.progress import ProgressReporter
+from llmpq.runtime.report.progress import LoadBar, ProgressReporter
 from llmpq.runtime.request_output import CompletionOutput, RequestOutput
 from llmpq.runtime.sampling_params import SamplingParams, StructuredOutputsParams
 from llmpq.runtime.text.prompts import Ask, Messages, Prompt, Prompts, listed
@@ -72,6 +72,7 @@ class LLM:
         max_model_len: int | None = None,
         max_num_seqs: int | None = None,
         max_num_batched_tokens: int | None = None,
+        gpu_memory_utilization: float | None = None,
         enable_prefix_caching: bool = True,
         dtype: str = AUTO,
         kv_cache_dtype: str = AUTO,
@@ -86,6 +87,7 @@ class LLM:
         deadlines: Deadlines | None = None,
         trace: str | Path | None = None,
         stages_apart: bool = False,
+        use_tqdm: bool = True,
     ) -> None:
         """Plan where there is no plan, start the stages, load the weights.
 
@@ -98,6 +100,7 @@ class LLM:
         drafts found in the text). `max_num_batched_tokens` bounds a step over a pool (512: long
         prompts hold no answers up), `enable_prefix_caching` has shared beginnings computed once.
         `packed_prompts`: on GPUs, too, prompts attend to low-bit keys and values as they are kept.
+        `gpu_memory_utilization`: the share of each GPU's memory that is used at most.
         `prefer`: of plans made here, `quality` (bits as stored where they fit; the default),
         `balanced` or `speed`.
         `speculate` and `gamma` (tokens drafted per verify) are the plan's unless they are given.
@@ -105,10 +108,12 @@ class LLM:
         are sampled by default: the model's ("auto"), none ("vllm"), or that of a directory.
         `trace`: a file for what every stage did when and for which requests, written by `close`.
         `stages_apart`: a single stage, too, is a process, at nice 19 on a CPU, as servers have it.
+        `use_tqdm`: loading has a progress bar where stderr is a terminal; else a line every 5 s.
         """
         wishes = Wishes(
             max_model_len=max_model_len, max_num_seqs=max_num_seqs, revision=revision, dtype=dtype,
             kv_cache_dtype=kv_cache_dtype, kv_pool=kv_pool, speculate=speculate, prefer=prefer,
+            gpu_memory_utilization=gpu_memory_utilization,
         )  # fmt: skip
         chosen = choose_plan(model, plan, cluster, wishes)
         self.generation_config = read_generation_config(chosen.directory, generation_config)
@@ -132,7 +137,9 @@ class LLM:
         self._asked: dict[str, tuple[int, ...]] = {}  # prompts under way: their requests
         self._traced: dict[int, str] = {}  # requests that the trace may tell of: their names
         launch = Launch(backend=backend, ray_address=ray_address, stages_apart=stages_apart)
-        self._engine = self._started(settings, chosen.cluster, deadlines, launch)
+        with LoadBar(quiet=not use_tqdm) as bar:
+            launch = replace(launch, on_load=bar.on_load)
+            self._engine = self._started(settings, chosen.cluster, deadlines, launch)
         # Ended by `close`, by `del`, or when the interpreter ends: nothing of it refers to the LLM.
         write = None if trace is None else partial(_write_trace, Path(trace), self._traced)
         self._end_engine = weakref.finalize(self, self._engine.close, write)

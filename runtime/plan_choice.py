@@ -19,6 +19,7 @@ from llmpq.cluster import Cluster
 from llmpq.default_dtype import default_dtype, require_dtype
 from llmpq.devices.this_machine import this_machine
 from llmpq.errors import DoesNotFitError
+from llmpq.gpu_memory import cluster_within, plan_within
 from llmpq.model_spec import ModelSpec
 from llmpq.plan import Plan, Prefer
 from llmpq.precision import KVPrecision
@@ -47,6 +48,8 @@ class Wishes:
     max_num_seqs: int | None = None
     revision: str | None = None
     """Of a model on Hugging Face's hub: a branch, tag or commit."""
+    gpu_memory_utilization: float | None = None
+    """Share of each GPU's memory that is used at most."""
     dtype: str = AUTO
     kv_cache_dtype: str = AUTO
     kv_pool: bool | None = None
@@ -90,6 +93,7 @@ def choose_plan(
         raise ValueError("the plan names no model directory; give it: LLM('DIR', plan=...)")
     directory, spec = _read(model if model is not None else str(given.model.path), wishes.revision)
     given.require_model(spec)
+    given = plan_within(given, wishes.gpu_memory_utilization)
     pooled = _is_pooled(given, spec, wishes)
     for name, value in (
         ("max_model_len", None if pooled else wishes.max_model_len),
@@ -134,6 +138,7 @@ def _made(
 ) -> tuple[Plan, Cluster | None]:
     """Make a plan for a cluster's devices, or for this machine's."""
     known = this_machine() if cluster is None else _loaded(cluster)
+    known = cluster_within(known, wishes.gpu_memory_utilization)
     cpus = all(device.spec.is_cpu for device in known.devices)
     max_len = _max_len(spec, wishes)
     slots = SLOTS[cpus] if wishes.max_num_seqs is None else _at_least_one("max_num_seqs", wishes)

@@ -9,6 +9,7 @@ from argparse import Namespace
 from collections.abc import Sequence
 
 from llmpq.commands.command_line import CommandParser, Only, Section, token_count
+from llmpq.gpu_memory import GPU_SHARE_HELP
 from llmpq.planner.limits import MAX_BATCH
 from llmpq.planner.problem.requests import PlanRequest
 
@@ -171,6 +172,7 @@ def _how_to_choose(section: Section) -> None:
 def _limits(section: Section) -> None:
     reserve = "left free on each device, such as 1GiB (0.5GiB of cards that may drive a screen)"
     section.flag("--reserve", metavar="SIZE", help=reserve)
+    section.flag("--gpu-memory-utilization", type=float, metavar="SHARE", help=GPU_SHARE_HELP)
     section.flag(
         "--pin", action="append", default=[], metavar="LAYERS=DEVICE", help="0-3=T4-0 (may repeat)"
     )

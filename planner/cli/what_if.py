@@ -17,6 +17,7 @@ from llmpq.cluster import Cluster, Device, Node
 from llmpq.devices.device_list import read_devices
 from llmpq.devices.device_spec import canonical_kind
 from llmpq.errors import LlmpqError
+from llmpq.gpu_memory import cluster_within
 from llmpq.plan import Plan
 from llmpq.planner import limits
 from llmpq.planner.problem.requests import PlanRequest
@@ -34,6 +35,7 @@ CHANGEABLE = {
     "bits": None,
     "kv": None,
     "reserve": None,
+    "gpu_memory_utilization": None,
     "max_devices": None,
     "group": None,
     "prefill_microbatch": None,
@@ -109,7 +111,7 @@ def changed_devices(
         left, names = without(cluster, gone)
         pins = [_moved(pin, cluster, names, change) for pin in request.pin]
         request, cluster = replace(request, pin=pins), left
-    return request, cluster
+    return request, cluster_within(cluster, request.gpu_memory_utilization)
 
 
 def _counted(cluster: Cluster, change: str) -> tuple[str, int]:

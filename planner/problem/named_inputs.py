@@ -9,11 +9,12 @@ from dataclasses import replace
 
 from llmpq.checkpoints.gguf_file import is_model
 from llmpq.checkpoints.hub import local_model
-from llmpq.cluster import Cluster, Device, DeviceGroup
+from llmpq.cluster import Cluster, Device, DeviceGroup, Node
 from llmpq.devices.device_list import DeviceList, read_devices
 from llmpq.devices.device_spec import canonical_kind
 from llmpq.devices.this_machine import read_machine, this_machine
 from llmpq.errors import nearest, shortened
+from llmpq.gpu_memory import cluster_within, with_groups
 from llmpq.model_spec import ModelSpec, builtin_configs, builtin_name
 from llmpq.plan import Plan
 from llmpq.planner import limits
@@ -85,9 +86,12 @@ def read_devices_of(request: DevicesRequest) -> DeviceList:
     """Return the cluster, and what is assumed of its devices."""
     found = _named_devices(request)
     reserve = getattr(request, "reserve", None)
+    share = getattr(request, "gpu_memory_utilization", None)
     if reserve is not None:
-        return replace(found, cluster=with_reserve(found.cluster, _reserve_bytes(reserve)))
-    return replace(found, assumptions=(*found.assumptions, *_left_free(found.cluster)))
+        found = replace(found, cluster=with_reserve(found.cluster, _reserve_bytes(reserve)))
+    elif share is None:
+        found = replace(found, assumptions=(*found.assumptions, *_left_free(found.cluster)))
+    return replace(found, cluster=cluster_within(found.cluster, share))
 
 
 def _named_devices(request: DevicesRequest) -> DeviceList:
@@ -162,13 +166,10 @@ def with_reserve(cluster: Cluster, extra_bytes: int) -> Cluster:
         for device in cluster.devices
         if device.spec.host_share is not None
     }
-    nodes = []
-    for node in cluster.nodes:
-        groups = []
-        for group in node.groups():
-            kind = group.kind if group.spec is not None else canonical_kind(group.kind)
-            own = taken.get(kind, 0) if group.reserve is None else group.reserve
-            groups.append(group.model_copy(update={"reserve": own + extra_bytes}))
-        nodes.append(node.model_copy(update={"devices": tuple(groups), "accelerators": None}))
-    data = cluster.model_copy(update={"nodes": tuple(nodes)})
-    return Cluster.parse_data(data.model_dump(by_alias=True), where="--reserve")
+
+    def with_more(_: Node, group: DeviceGroup) -> DeviceGroup:
+        kind = group.kind if group.spec is not None else canonical_kind(group.kind)
+        own = taken.get(kind, 0) if group.reserve is None else group.reserve
+        return group.model_copy(update={"reserve": own + extra_bytes})
+
+    return with_groups(cluster, with_more, where="--reserve")

@@ -51,6 +51,7 @@ class PlanRequest(DevicesRequest):
     bits: str | None
     kv: str
     reserve: str | None
+    gpu_memory_utilization: float | None
     pin: list[str]
     max_devices: int | None
     group: int

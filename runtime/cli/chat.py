@@ -120,6 +120,7 @@ def _open(options: ChatOptions) -> LLM:
         backend=options.backend,
         max_model_len=options.max_model_len,
         kv_cache_dtype=options.kv_cache_dtype,
+        gpu_memory_utilization=options.gpu_memory_utilization,
         generation_config=options.generation_config,
         **more,  # type: ignore[arg-type]
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from llmpq.commands.command_line import CommandParser, Only
+from llmpq.gpu_memory import GPU_SHARE_HELP
 from llmpq.runtime.cli.run_flags import add_generation_config, add_plan
 from llmpq.runtime.launch.launcher import BACKEND_HELP, BACKENDS, Backend
 from llmpq.runtime.launch.plans.planned_kv import AUTO
@@ -21,6 +22,7 @@ class ChatOptions:
     max_model_len: int | None
     dtype: str
     kv_cache_dtype: str
+    gpu_memory_utilization: float | None
     backend: Backend
     chat_template: str | None
     system: str | None
@@ -51,6 +53,7 @@ def chat_parser() -> CommandParser:
     what.flag("--max-model-len", type=int, metavar="N", help="tokens of a whole conversation")
     what.flag("--dtype", default=AUTO, only=unplanned, help="float16, bfloat16 or float32")
     what.flag("--kv-cache-dtype", default=AUTO, metavar="KV", help="kv16, kv8, kv4 or kv2")
+    what.flag("--gpu-memory-utilization", type=float, metavar="SHARE", help=GPU_SHARE_HELP)
     what.flag("--backend", choices=BACKENDS, default="auto", help=BACKEND_HELP)
     what.flag("--chat-template", metavar="FILE", help="Jinja, instead of the model's own")
     how = parser.section("how it answers")

@@ -47,6 +47,7 @@ def _wishes(options: ServeOptions) -> Wishes:
         max_num_seqs=options.max_num_seqs,
         dtype=options.dtype,
         kv_cache_dtype=options.kv_cache_dtype,
+        gpu_memory_utilization=options.gpu_memory_utilization,
         kv_pool=engine["kv_pool"],
         speculate=engine["speculate"],
         prefer=options.prefer,

@@ -25,6 +25,7 @@ from llmpq.cluster import Cluster
 from llmpq.commands.output_paths import check_files, naming, require_folder
 from llmpq.errors import CONTINUE, DeadlineError, ExitCode, StageLostError
 from llmpq.file_form import replace_text
+from llmpq.gpu_memory import plan_within
 from llmpq.model_spec import ModelSpec
 from llmpq.plan import Plan
 from llmpq.precision import KVPrecision
@@ -45,7 +46,7 @@ from llmpq.runtime.launch.plans.planned_kv import AUTO, with_kv
 from llmpq.runtime.launch.plans.pool_plan import RequestLimits, request_limits
 from llmpq.runtime.launch.stages.stage_settings import StageSettings
 from llmpq.runtime.report.job_report import JobResult, build_report, print_summary
-from llmpq.runtime.report.progress import ProgressReporter
+from llmpq.runtime.report.progress import LoadBar, ProgressReporter
 from llmpq.runtime.request import Finished, Request
 from llmpq.runtime.text.answer_text import answer_text
 from llmpq.runtime.text.batch_io import OrderedWriter, finished_lines, read_rows, require_no_answers
@@ -86,6 +87,7 @@ def main(options: RunOptions) -> int:
     if plan is not None:
         plan.require_model(spec)
         plan = with_kv(plan, spec, options.kv_cache_dtype)
+        plan = plan_within(plan, options.gpu_memory_utilization)
         if cluster is not None:
             plan.require_cluster(cluster.name, cluster.fingerprint())
     check_files(
@@ -146,6 +148,7 @@ def _made_plan(
         lengths,
         cluster=cluster,
         from_ray=options.from_ray,
+        gpu_memory_utilization=options.gpu_memory_utilization,
         kv=KVPrecision.KV16 if wish == AUTO else KVPrecision.parse(wish),
         profile=options.profile,
         prefer=options.prefer or "quality",
@@ -257,13 +260,16 @@ def _run(
     stages = job.plan.stages
     compare = options.compare_plain and settings.speculate is not None
     _log.info("starting %d stage%s", len(stages), "" if len(stages) == 1 else "s")
-    with Engine.start(
+    bar = LoadBar(quiet=options.json)
+    start = Engine.start(
         job.plan,
         settings,
         cluster=cluster,
         deadlines=deadlines_of(options),
-        launch=launch_of(options),
-    ) as pipeline:
+        launch=replace(launch_of(options), on_load=bar.on_load),
+    )
+    with bar, start as pipeline:
+        bar.stop()
         startup_s = time.monotonic() - started_s
         _write_errors(job, writer)
         for index, (stage, place) in enumerate(zip(stages, pipeline.places, strict=True)):

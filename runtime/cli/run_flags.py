@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import get_args
 
 from llmpq.commands.command_line import CommandParser, Only, Section, token_count
+from llmpq.gpu_memory import GPU_SHARE_HELP
 from llmpq.plan import Prefer
 from llmpq.runtime.auto_plan import DEFAULT_NEW_TOKENS
 from llmpq.runtime.cli.vllm_flags import VLLM_FLAGS
@@ -43,6 +44,7 @@ class RunOptions:
     output: str
     generation_config: str
     kv_cache_dtype: str
+    gpu_memory_utilization: float | None
     kv_pool: bool
     no_kv_pool: bool
     cluster: str | None
@@ -132,6 +134,7 @@ def run_parser() -> CommandParser:
     add_prefer(job)
     kv = "kv16, kv8, kv4 or kv2 (int8, int4, int2) instead of what the plan says"
     job.flag("--kv-cache-dtype", default=AUTO, metavar="KV", help=kv)
+    job.flag("--gpu-memory-utilization", type=float, metavar="SHARE", help=GPU_SHARE_HELP)
     add_kv_pool(job)
     add_generation_config(job, "ends of answers")
     _add_sampling(parser.section("tokens (rows may say otherwise)"))

@@ -152,6 +152,7 @@ def open_engine(options: ServeOptions) -> LLM:
         ray_address=options.ray_address,
         trace=options.trace,
         stages_apart=True,  # streams and steps would share an interpreter
+        use_tqdm=False,  # lines, as its log has
         **engine_options(options),
         **more,
     )

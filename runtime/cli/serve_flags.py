@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from llmpq.commands.command_line import CommandParser, Only, Section, token_count
+from llmpq.gpu_memory import GPU_SHARE_HELP
 from llmpq.plan import Prefer
 from llmpq.runtime.cli.run_flags import (
     add_generation_config,
@@ -42,6 +43,7 @@ class ServeOptions:
     max_num_seqs: int | None
     dtype: str
     kv_cache_dtype: str
+    gpu_memory_utilization: float | None
     generation_config: str
     prefer: Prefer | None
     backend: Backend
@@ -85,6 +87,7 @@ def engine_options(options: ServeOptions) -> dict[str, Any]:
     return {
         "backend": options.backend,
         "kv_cache_dtype": options.kv_cache_dtype,
+        "gpu_memory_utilization": options.gpu_memory_utilization,
         "generation_config": options.generation_config,
         "speculate": options.speculate,
         "gamma": options.gamma,
@@ -138,6 +141,7 @@ def serve_parser() -> CommandParser:
         "--dtype", default=AUTO, only=unplanned, help="float16, bfloat16, float32 or a precision"
     )
     what.flag("--kv-cache-dtype", default=AUTO, metavar="KV", help="kv16, kv8, kv4 or kv2")
+    what.flag("--gpu-memory-utilization", type=float, metavar="SHARE", help=GPU_SHARE_HELP)
     what.flag(
         "--speculate",
         metavar="MODE",

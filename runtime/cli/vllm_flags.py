@@ -29,7 +29,7 @@ VLLM_FLAGS: Mapping[str, str] = {
     "--quantization": _BITS,
     "-q": _BITS,
     "--load-format": _BITS,
-    "--gpu-memory-utilization": "memory that is left free is the plan's: llmpq-algo --reserve",
+    "--gpu-memory-utilization": "the memory used is the plan's: llmpq-algo has the flag",
     "--kv-cache-memory-bytes": "memory that is left free is the plan's: llmpq-algo --reserve",
     "--swap-space": "preempted requests are computed again or copied by themselves: leave it out",
     "--cpu-offload-gb": "layers run on the CPU instead: llmpq-algo --devices 4090,cpu",

@@ -141,6 +141,7 @@ class Engine:
                     self._stages,
                     self._deadlines.stall_s,
                     [stage.num_layers for stage in self.plan.stages],
+                    self._launch.on_load,
                 ),
             )
         ]

@@ -7,13 +7,14 @@ connecting, watching, blaming) is the engine's and the same for all. A call that
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Literal, Protocol, Self
 
 from llmpq.cluster import Cluster
+from llmpq.errors import unknown_name
 from llmpq.plan import Plan
 from llmpq.runtime.launch.stages.stage_settings import StageSettings
 
@@ -64,6 +65,12 @@ class Launch:
     """0 lets the system choose."""
     network_interface: str | None = None
     """Over which hosts talk: one name for all, or NODE=NAME,... ; None: Ray's own."""
+    on_load: Callable[[int, int, str], None] | None = None
+    """Called while stages load: layers loaded, of how many, and in words. None: log lines."""
+
+    def __post_init__(self) -> None:
+        if self.backend not in BACKENDS:
+            raise unknown_name("backend", self.backend, BACKENDS)
 
 
 class StageHandle(Protocol):

@@ -5,11 +5,19 @@ from __future__ import annotations
 import logging
 import sys
 import time
+from collections.abc import Callable
 from types import TracebackType
 from typing import Self
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 
 from llmpq.runtime import request
 
@@ -69,3 +77,48 @@ class ProgressReporter:
                 progress.waiting,
                 rate,
             )
+
+
+class LoadBar:
+    """Shows how many layers the stages of a plan have loaded, where stderr is a terminal."""
+
+    def __init__(self, *, quiet: bool = False) -> None:
+        self._bar: Progress | None = None
+        if not quiet and sys.stderr.isatty():
+            self._bar = Progress(
+                TextColumn("loading"),
+                BarColumn(),
+                MofNCompleteColumn(),
+                TextColumn("layers"),
+                TimeElapsedColumn(),
+                TextColumn("{task.description}"),
+                console=Console(stderr=True),
+            )
+            self._task = self._bar.add_task("", total=None)
+
+    @property
+    def on_load(self) -> Callable[[int, int, str], None] | None:
+        """What `Launch` calls; None where there is no bar."""
+        return None if self._bar is None else self._update
+
+    def _update(self, done: int, total: int, said: str) -> None:
+        assert self._bar is not None
+        self._bar.update(self._task, completed=done, total=total, description=said)
+
+    def stop(self) -> None:
+        """Leave the bar as it is; again does nothing."""
+        if self._bar is not None:
+            self._bar.stop()
+
+    def __enter__(self) -> Self:
+        if self._bar is not None:
+            self._bar.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.stop()

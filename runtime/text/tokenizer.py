@@ -240,8 +240,8 @@ class Tokenizer:
         """
         if template is None and not self.has_chat_template:
             raise ValueError(
-                "the model's tokenizer has no chat template: /v1/chat/completions needs one "
-                "(--chat-template FILE); use /v1/completions with a prompt"
+                "the model's tokenizer has no chat template: send a prompt instead of messages "
+                "(/v1/completions), or give one: llmpq-dist serve --chat-template FILE"
             )
         own = sorted({*_TEMPLATE_ARGUMENTS} & set(options or ()))
         if own:

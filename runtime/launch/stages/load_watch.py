@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -50,10 +50,15 @@ class LoadWatch:
     """The driver's side: asks stages how they are and finds the one that stands still."""
 
     def __init__(
-        self, stages: Sequence[StageHandle], limit_s: float, num_layers: Sequence[int]
+        self,
+        stages: Sequence[StageHandle],
+        limit_s: float,
+        num_layers: Sequence[int],
+        on_load: Callable[[int, int, str], None] | None = None,
     ) -> None:
-        """`num_layers`: of each stage."""
+        """`num_layers`: of each stage. `on_load`: see `Launch`."""
         now_s = time.monotonic()
+        self._on_load = on_load
         self._stages, self._limit_s, self._num_layers = stages, limit_s, num_layers
         self._began_s = self._line_s = now_s
         self._asked: dict[int, Future[Any]] = {}
@@ -75,19 +80,27 @@ class LoadWatch:
                 self._asked_s[index] = now_s
             if now_s - self._moved_s[index] > self._limit_s:
                 return index
-        if now_s - self._line_s >= _LINE_EVERY_S:
+        if self._on_load is not None:
+            total = sum(self._num_layers)
+            left = sum(self._num_layers[index] - self._loaded(index) for index in loading)
+            self._on_load(total - left, total, self._said(loading))
+        elif now_s - self._line_s >= _LINE_EVERY_S:
             self._line_s = now_s
-            self._say(loading, now_s - self._began_s)
+            _log.info("loading for %.0f s; %s", now_s - self._began_s, self._said(loading))
         return None
 
-    def _say(self, loading: Collection[int], seconds: float) -> None:
-        """Say how far the stages are; one with all layers compiles kernels and warms up."""
+    def _loaded(self, index: int) -> int:
+        """Return how many layers a stage that loads has, as far as is known."""
+        return int((self._signs.get(index) or (0, 0, 0))[2])
+
+    def _said(self, loading: Collection[int]) -> str:
+        """Return how far the stages are; one with all layers compiles kernels and warms up."""
         parts = []
         for index in sorted(loading):
-            done, of = int((self._signs.get(index) or (0, 0, 0))[2]), self._num_layers[index]
+            done, of = self._loaded(index), self._num_layers[index]
             state = f"{done} of {of} layers" if done < of else "warming up"
             parts.append(f"stage {index}: {state}")
-        _log.info("loading for %.0f s; %s", seconds, ", ".join(parts))
+        return ", ".join(parts)
 
     def _moved(self, index: int, signs: Sequence[float] | None) -> bool:
         """Whether what a stage has done since it last got on is more than answering."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, get_args
 
+from llmpq.errors import unknown_name
 from llmpq.plan import Plan
 from llmpq.runtime.engine.slot_limits import SlotLimits
 from llmpq.runtime.request import Request
@@ -61,6 +62,10 @@ class StageSettings:
     """Over which stages of several hosts talk, where it is not the one of `address`."""
     links: LinkChoice = "auto"
     """How hidden states travel between GPUs; `auto` tries what is best first."""
+
+    def __post_init__(self) -> None:
+        if self.links not in LINK_CHOICES:
+            raise unknown_name("links", self.links, LINK_CHOICES)
 
 
 def limits_of(plan: Plan, batching: str = "continuous") -> SlotLimits:

@@ -77,6 +77,18 @@ def test_a_stage_that_does_not_answer_stands_still(monkeypatch):
     assert stage.asked == 1, "no second question before the first is answered"
 
 
+def test_what_is_loaded_is_told_where_a_bar_shows_it(monkeypatch):
+    now, told = [0.0], []
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    stages = [Stage(*([float(i), 0.0, float(min(i, 4))] for i in range(9))) for _ in range(2)]
+    watch = LoadWatch(stages, 5.0, [4, 6], on_load=lambda *news: told.append(news))
+    for now[0] in range(1, 9):
+        watch.still([0, 1] if now[0] < 6 else [1])
+    assert told[0] == (0, 10, "stage 0: 0 of 4 layers, stage 1: 0 of 6 layers")
+    assert told[-1] == (8, 10, "stage 1: 4 of 6 layers"), "one that is loaded has all of its own"
+    assert [done for done, _, _ in told] == sorted(done for done, _, _ in told)
+
+
 def test_signs_grow_with_work_of_this_thread_and_of_compilers():
     signs = LoadSigns()
 
