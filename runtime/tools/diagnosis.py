@@ -46,6 +46,8 @@ class DeviceLine:
     runs: str
     """What it runs, or why it runs nothing."""
     usable: bool
+    stored: str = ""
+    """What becomes of checkpoints' number formats on it."""
 
 
 def device_lines(survey: Survey) -> list[DeviceLine]:
@@ -60,6 +62,7 @@ def device_lines(survey: Survey) -> list[DeviceLine]:
             memory=_memory(cpu),
             runs="float32, all precisions (w3a16 to w8a16 unpacked), all KV bits",
             usable=True,
+            stored=f"{FLOAT_CODES}, int4, int8: codes as stored, multiplied by the CPU's kernels",
         ),
     ]
 
@@ -133,7 +136,28 @@ def _gpu_line(survey: Survey, number: int, gpu: Mapping[str, Any]) -> DeviceLine
         memory=_memory(gpu),
         runs=text,
         usable=usable,
+        stored=_gpu_stored(survey, gpu) if usable else "",
     )
+
+
+FLOAT_CODES = "FP8, NVFP4, MXFP4, NF4"
+"""Number formats of checkpoints whose codes stay as they are: no device needs instructions for
+them."""
+BY_CODES, BY_UNPACKING = (8, 0), (7, 5)
+"""Compute capability from which codes are multiplied, and unpacked, by kernels of ours."""
+
+
+def _gpu_stored(survey: Survey, gpu: Mapping[str, Any]) -> str:
+    """Return how a GPU that runs multiplies the number formats of checkpoints.
+
+    The capabilities are those of `kernels/gemm/float_codes` (a test compares them).
+    """
+    capability, both = _version(gpu["capability"]), f"{FLOAT_CODES}, int4, int8"
+    if "triton" not in survey["packages"] or capability < BY_UNPACKING:
+        return f"{both}: codes as stored, unpacked by torch operators for each product"
+    if capability < BY_CODES:
+        return f"{both}: codes as stored, unpacked by Triton for each product"
+    return f"{both}: codes as stored, multiplied by packed kernels (many rows: unpacked)"
 
 
 def _failed_product(survey: Survey, number: int) -> str | None:

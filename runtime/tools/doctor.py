@@ -211,10 +211,10 @@ def show(report: Mapping[str, Any], console: Console) -> None:
         cuda, nccl = node["torch_cuda"] or "-", node["nccl"] or "-"
         nodes.add_row(node["host"], node["python"], *have, cuda, *more, nccl)
     devices = Table(title="devices", title_justify="left")
-    for column in ("node", "device", "memory", "runs"):
+    for column in ("node", "device", "memory", "runs", "checkpoints' formats"):
         devices.add_column(column)
     for line in report["devices"]:
-        devices.add_row(line["node"], line["device"], line["memory"], line["runs"])
+        devices.add_row(*(line[key] for key in ("node", "device", "memory", "runs", "stored")))
     links = Table(title="links (measured)", title_justify="left")
     for column in ("from", "to", "over", "latency", "Gb/s"):
         links.add_column(column)

@@ -262,7 +262,8 @@ class _Answer:
             async for messages in parts:
                 for message in messages:
                     if message["type"] == TALLIED:
-                        (TALLY.get() or {}).update(message["tally"])
+                        if (tally := TALLY.get()) is not None:
+                            tally |= message["tally"]
                         continue
                     if message["type"] == "http.response.start":
                         self._begun, self._streams = True, _is_stream(message)

@@ -10,7 +10,13 @@ import torch
 
 from llmpq.runtime.cli.main import main
 from llmpq.runtime.launch.nodes.node_survey import try_products
-from llmpq.runtime.tools.diagnosis import device_lines, differences, findings
+from llmpq.runtime.tools.diagnosis import (
+    BY_CODES,
+    BY_UNPACKING,
+    device_lines,
+    differences,
+    findings,
+)
 from llmpq.runtime.tools.doctor import examine
 
 pytestmark = pytest.mark.cpu
@@ -61,6 +67,34 @@ def test_cards_run_what_their_generation_has(name, capability, runs):
     (line, _) = device_lines(survey(gpu(name, capability)))
     assert runs in line.runs
     assert ("bfloat16" in line.runs) == (capability == "8.9")
+
+
+@pytest.mark.parametrize(
+    ("capability", "packages", "said"),
+    [
+        ("9.0", None, "multiplied by packed kernels"),
+        ("8.0", None, "multiplied by packed kernels"),
+        ("7.5", None, "unpacked by Triton"),
+        ("7.0", None, "unpacked by torch operators"),
+        ("9.0", {"torch": "2.13.0"}, "unpacked by torch operators"),
+    ],
+)
+def test_every_card_says_what_becomes_of_number_formats(capability, packages, said):
+    node = survey(gpu(capability=capability), torch_arches=["sm_70", "sm_75", "sm_80", "sm_90"])
+    card, cores = device_lines(node if packages is None else {**node, "packages": packages})
+    for line in (card, cores):
+        assert all(form in line.stored for form in ("FP8", "NVFP4", "MXFP4", "NF4", "int4"))
+    assert said in card.stored
+    (dead, _) = device_lines(survey(gpu(), torch_cuda=None, torch_sees=0))
+    assert dead.stored == ""
+
+
+def test_the_capabilities_are_those_of_the_kernels():
+    pytest.importorskip("triton")
+    from llmpq.kernels.gemm.float_codes import fp8_products, table_products
+
+    for kernels in (fp8_products, table_products):
+        assert (kernels.OLDEST, kernels.OLDEST_TRITON) == (BY_CODES, BY_UNPACKING)
 
 
 @pytest.mark.parametrize(
