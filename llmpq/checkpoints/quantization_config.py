@@ -33,8 +33,12 @@ AUTO_ROUND = {
     "auto_round:awq": {"quant_method": "awq", "version": "gemm"},
 }
 """AutoRound's `packing_format` -> the form that it is: zero points less one, or as they are."""
-MODELOPT = {"NVFP4": 4, "FP8": 8, "FP8_PER_CHANNEL_PER_TOKEN": 8}
-"""ModelOpt's `quant_algo` that are read -> bits."""
+MODELOPT = {"NVFP4": 4, "FP8": 8, "FP8_PER_CHANNEL_PER_TOKEN": 8, "FP8_PB_WO": 8}
+"""ModelOpt's `quant_algo` of a linear that are read -> bits."""
+MODELOPT_BLOCK = [128, 128]
+"""Rows and columns that share a scale of ModelOpt's FP8_PB_WO."""
+MIXED = "MIXED_PRECISION"
+"""ModelOpt's `quant_algo` of a model whose linears have algorithms of their own."""
 OWN_FORM = "llmpq"
 """`format` of a model with Atom's layers, which has no `quant_method`."""
 BESIDE = "hf_quant_config.json"
@@ -78,7 +82,7 @@ def quantization_of(directory: str | Path) -> dict[str, Any] | None:
         return {**described, "quant_method": OWN_FORM}
     if method in ("auto-round", "intel/auto-round"):
         return _of_auto_round(described, directory)
-    if method in ("modelopt", "modelopt_fp4"):
+    if str(method).startswith("modelopt"):
         return _of_modelopt(described, directory)
     return dict(described)
 
@@ -106,14 +110,32 @@ def _of_auto_round(described: Mapping[str, Any], directory: object) -> dict[str,
 
 
 def _of_modelopt(described: Mapping[str, Any], directory: object) -> dict[str, Any]:
-    """Return ModelOpt's words with its `quant_algo` in capitals."""
-    algorithm = str(described.get("quant_algo")).upper()
-    if algorithm not in MODELOPT:
-        raise ValueError(
-            f"'{directory}': ModelOpt's quant_algo={described.get('quant_algo')!r} is not "
-            f"supported; expected {' or '.join(MODELOPT)}. Quantise the model with one of these"
-        )
-    return {**described, "quant_method": "modelopt", "quant_algo": algorithm}
+    """Return ModelOpt's words with all of its algorithms, and the block of FP8_PB_WO."""
+    algorithm = described.get("quant_algo")
+    found = {"": algorithm}
+    if str(algorithm).upper() == MIXED:
+        layers = described.get("quantized_layers")
+        if not isinstance(layers, dict) or not layers:
+            raise ValueError(
+                f"'{directory}': ModelOpt's quant_algo={algorithm!r} has no 'quantized_layers', "
+                "which say the algorithm of each; download hf_quant_config.json again"
+            )
+        found = {name: (one or {}).get("quant_algo") for name, one in layers.items()}
+    for name, own in found.items():
+        if str(own).upper() not in MODELOPT:
+            of = f" of '{name}'" if name else ""
+            raise ValueError(
+                f"'{directory}': ModelOpt's quant_algo={own!r}{of} is not supported; expected "
+                f"{', '.join(MODELOPT)} or {MIXED} of these. Quantise the model with one of them"
+            )
+    algorithms = sorted({str(own).upper() for own in found.values()})
+    block = {"weight_block_size": MODELOPT_BLOCK} if "FP8_PB_WO" in algorithms else {}
+    return {**described, "quant_method": "modelopt", "algorithms": algorithms, **block}
+
+
+def modelopt_bits(described: Mapping[str, Any]) -> set[int]:
+    """Return the bits of a ModelOpt model's codes, as `quantization_of` describes it."""
+    return {MODELOPT[algorithm] for algorithm in described["algorithms"]}
 
 
 def layout_of(described: Mapping[str, Any]) -> str | None:

@@ -13,9 +13,9 @@ from typing import Any
 
 from llmpq.checkpoints.gguf_file import is_gguf, open_gguf
 from llmpq.checkpoints.quantization_config import (
-    MODELOPT,
     fp8_block,
     is_kept_block,
+    modelopt_bits,
     quantization_of,
 )
 from llmpq.precision import Precision
@@ -45,7 +45,9 @@ def stored_codes(path: str | Path | None) -> frozenset[Precision]:
     method = described.get("quant_method")
     bits = _float_bits(described) if method == "compressed-tensors" else 0
     if method == "modelopt":
-        bits = MODELOPT[described["quant_algo"]]
+        return frozenset(
+            {4: Precision.W4A16, 8: Precision.W8A16}[bits] for bits in modelopt_bits(described)
+        )
     if method in ("fp8", "fbgemm_fp8") or bits == 8:
         return frozenset({Precision.W8A16} if is_kept_block(fp8_block(described)) else ())
     if method == "bitsandbytes" or bits == 4:

@@ -65,6 +65,8 @@ def _fp8_scale(
     if name not in held:
         raise ValueError(f"{stem}.weight is FP8 without weight_scale; download the model again")
     scale = read(name)
+    if scale.dim() == 4:  # ModelOpt's blocks: [N/128, 1, K/128, 1]
+        return scale[:, 0, :, 0], _block(block, stem)
     if scale.dim() == 2 and (scale.shape[1] > 1 or name == inverse):
         return scale, _block(block, stem)
     return scale, None

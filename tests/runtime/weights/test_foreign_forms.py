@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from llmpq.checkpoints.stored_codes import stored_codes
 from llmpq.kernels.formats.codebook_weight import Codebook
 from llmpq.kernels.formats.interchange import to_awq, to_gptq
 from llmpq.kernels.formats.round_to_nearest import quantize_weight
@@ -105,6 +106,18 @@ def test_zero_points_are_those_of_the_form(dense: Path, tmp_path: Path, name: st
             "AutoRound gives 'lm_head' 8 bits, others 4",
         ),
         ({"quant_method": "modelopt", "quant_algo": "W4A8_AWQ"}, "quant_algo='W4A8_AWQ'"),
+        ({"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION"}, "no 'quantized_layers'"),
+        (
+            {
+                "quant_method": "modelopt",
+                "quant_algo": "MIXED_PRECISION",
+                "quantized_layers": {
+                    "model.layers.0.mlp.up_proj": {"quant_algo": "FP8"},
+                    "model.layers.1.mlp.up_proj": {"quant_algo": "W4A16_AWQ", "group_size": 128},
+                },
+            },
+            "quant_algo='W4A16_AWQ' of 'model.layers.1.mlp.up_proj' is not supported",
+        ),
         ({"bits": 4, "group_size": 64}, "in MLX's form"),
     ],
 )
@@ -122,11 +135,25 @@ def test_other_forms_are_refused_by_name(
 
 def modelopt(dense: Path, folder: Path, algorithm: str, *, beside: bool) -> tuple[Path, Path]:
     """Write a directory as ModelOpt does, and one of the numbers that its codes are."""
-    stored = load_file(dense / "model.safetensors")
+    stored, of = load_file(dense / "model.safetensors"), {}
     numbers = dict(stored)
     for name in [name for name in stored if "_proj.weight" in name]:
         weight, stem = stored.pop(name).float(), name.removesuffix(".weight")
-        if algorithm == "FP8":
+        own = of[stem] = algorithm
+        if algorithm == "MIXED_PRECISION":
+            own = of[stem] = "FP8_PB_WO" if ".layers.0." in name else "NVFP4"
+        if own == "FP8_PB_WO":
+            tall, wide = (-(-size // 128) for size in weight.shape)
+            padded = torch.zeros(tall * 128, wide * 128)
+            padded[: weight.shape[0], : weight.shape[1]] = weight
+            scale = padded.view(tall, 128, wide, 128).abs().amax((1, 3), keepdim=True) / 448
+            spread = scale.expand(tall, 128, wide, 128).reshape(tall * 128, wide * 128)
+            spread = spread[: weight.shape[0], : weight.shape[1]]
+            codes = (weight / spread).to(torch.float8_e4m3fn)
+            numbers[name] = codes.float() * spread
+            stored |= {f"{stem}.weight": codes, f"{stem}.weight_scale": scale}
+            continue  # of weights alone: inputs have no scale
+        if own == "FP8":
             scale = weight.abs().max() / 448
             codes = (weight / scale).to(torch.float8_e4m3fn)
             numbers[name] = codes.float() * scale
@@ -146,6 +173,8 @@ def modelopt(dense: Path, folder: Path, algorithm: str, *, beside: bool) -> tupl
             }
         stored[f"{stem}.input_scale"] = torch.tensor(0.5)
     told = {"quant_algo": algorithm, "kv_cache_quant_algo": "FP8", "exclude_modules": ["lm_head"]}
+    if algorithm == "MIXED_PRECISION":
+        told["quantized_layers"] = {stem: {"quant_algo": own} for stem, own in of.items()}
     config = json.loads((dense / "config.json").read_text())
     own = (
         config
@@ -163,16 +192,20 @@ def modelopt(dense: Path, folder: Path, algorithm: str, *, beside: bool) -> tupl
 
 
 @pytest.mark.parametrize("beside", [True, False])
-@pytest.mark.parametrize("algorithm", ["NVFP4", "FP8"])
+@pytest.mark.parametrize("algorithm", ["NVFP4", "FP8", "FP8_PB_WO", "MIXED_PRECISION"])
 def test_modelopts_codes_are_kept(
     dense: Path, tmp_path: Path, planned_and_loaded: Any, algorithm: str, beside: bool
 ) -> None:
     form, numbers = modelopt(dense, tmp_path, algorithm, beside=beside)
-    bits = Precision.W4A16 if algorithm == "NVFP4" else Precision.W8A16
+    first, second = {
+        "NVFP4": (Precision.W4A16, Precision.W4A16),
+        "MIXED_PRECISION": (Precision.W8A16, Precision.W4A16),
+    }.get(algorithm, (Precision.W8A16, Precision.W8A16))
     layers = stored_layers(form, ModelSpec.from_directory(form))
-    assert layers is not None and {layer.stored for layer in layers} == {bits}
+    assert layers is not None and [layer.stored for layer in layers] == [first, second]
+    assert stored_codes(form) == {first, second}
     want = logits(numbers)
-    assert relative(logits(form, precisions=[bits] * 2), want) < 1e-5
-    assert relative(logits(numbers, precisions=[bits] * 2), want) > 1e-3
+    assert relative(logits(form, precisions=[first, second]), want) < 1e-5
+    assert relative(logits(numbers, precisions=[first, second]), want) > 1e-3
     planned, loaded = planned_and_loaded(form)
     assert planned == loaded
