@@ -189,6 +189,8 @@ def test_every_pattern_keeps_all_of_a_text(pre: str, tmp_path: Path) -> None:
         ("gpt-4o", ["Don't", " pay", " ", "123", "456", "7", "!!\n"]),
         ("deepseek-v3", ["Don", "'t", " pay", " ", "123", "456", "7", "!!\n"]),
         ("tekken", ["Don", "'t", " pay", " ", *"1234567", "!!\n"]),
+        ("deepseek-llm", ["Don", "'", "t", " pay", " ", *"1234567", "!!", "\n"]),
+        ("deepseek-coder", ["Don", "'", "t", " pay", " ", *"1234567", "!!", "\n"]),
     ],
 )
 def test_patterns_cut_as_their_models_do(pre: str, pieces: list[str], tmp_path: Path) -> None:
