@@ -165,3 +165,52 @@ def test_the_sentence_names_the_directory(tmp_path: Path) -> None:
     )
     with pytest.raises(ValueError, match=f"^'{tmp_path}': config.json: 'rms_norm_eps' .*got nan"):
         ModelSpec.from_directory(tmp_path)
+
+
+LINEAR = {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}
+
+
+@pytest.mark.parametrize(
+    ("model", "change", "told"),
+    [
+        (
+            "llama-3.1-8b",
+            {"rope_scaling": LINEAR, "rope_parameters": {**LINEAR, "factor": 4.0}},
+            {"factor": 2.0, "kind": "linear"},
+        ),
+        (
+            "llama-3.1-8b",
+            {"rope_scaling": {"type": "linear", "rope_type": "dynamic", "factor": 4.0}},
+            {"factor": 4.0, "kind": "dynamic"},
+        ),
+        ("llama-3.1-8b", {"rope_theta": 5e5, "rope_scaling": LINEAR}, {"rope_theta": 1e4}),
+        ("llama-3.1-8b", {"dtype": "float16", "torch_dtype": "bfloat16"}, {"dtype": "float16"}),
+        (
+            "qwen2.5-7b",
+            {
+                "use_sliding_window": True,
+                "sliding_window": 9,
+                "max_window_layers": 2,
+                "layer_types": ["full_attention"] * 28,
+            },
+            {"windows": ()},
+        ),
+    ],
+)
+def test_what_is_said_twice_goes_by_transformers_rule(
+    model: str, change: dict[str, Any], told: dict[str, Any]
+) -> None:
+    """As its config classes have it, of which the values were read (5.23)."""
+    spec = spec_of(model, change)
+    found = {**vars(spec), **(vars(spec.rope_scaling) if spec.rope_scaling else {})}
+    assert {key: found[key] for key in told} == told
+
+
+def test_a_language_models_own_words_are_those_inside() -> None:
+    inner = {**builtin_configs()["qwen2.5-7b"], "model_type": "qwen2_5_vl_text", "dtype": "float16"}
+    inner |= {"eos_token_id": [3, 4], "vocab_size": 500}
+    outer = {"vocab_size": 9, "dtype": "bfloat16", "eos_token_id": 7, "rope_theta": 5.0}
+    whole = {"model_type": "qwen2_5_vl", "vision_config": {"depth": 2}, "text_config": inner}
+    spec = ModelSpec.from_config({**outer, **whole}, name="whole")
+    assert (spec.vocab, spec.dtype, spec.eos_token_ids) == (500, "float16", (3, 4))
+    assert spec.rope_theta == inner["rope_theta"]
