@@ -53,7 +53,8 @@ class Prompts:
         """Tokens of a prompt and its answer that are run: all but the answer's last."""
         self._tokenizer: Future[Tokenizer] = _begun(directory)
         self._guides = Guides(directory, vocab=spec.vocab, end_ids=spec.eos_token_ids)
-        self.threads = TextThreads()
+        self.threads, self.guide_threads = TextThreads(), TextThreads()
+        """For texts, and for requests with a guide: a schema may take seconds to compile."""
         self._lock = Lock()
         self._num_requests = 0
 
@@ -90,7 +91,8 @@ class Prompts:
         length = _length(prompt)
         if params.structured_outputs is not None or params.bad_words:
             length = max(length, QUICK_LENGTH + 1)
-        return await self.threads.run(lambda: self.ask(prompt, params, **more), length)
+        threads = self.threads if params.structured_outputs is None else self.guide_threads
+        return await threads.run(lambda: self.ask(prompt, params, **more), length)
 
     def ask(
         self,

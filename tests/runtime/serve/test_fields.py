@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import json
 import re
+import threading
 import time
 import typing
 import urllib.error
 import urllib.request
+from concurrent.futures import ThreadPoolExecutor
 
+import jsonschema
 import pytest
+
+from llmpq.runtime.guides import Guides
 
 pytestmark = pytest.mark.cpu
 CHATS, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
@@ -415,6 +420,52 @@ def test_a_field_that_no_api_has_is_ignored_and_logged_once(server, caplog):
         assert post(server, door, asked(door, quux_of_mine=1, user="me", quuz=None))[0] == 200
     said = [r.getMessage() for r in caplog.records if "is ignored" in r.getMessage()]
     assert said == ["the field 'quux_of_mine' of a request is ignored: no API has it"]
+
+
+def test_schemas_that_compile_for_long_hold_nobody_up(server, monkeypatch):
+    began, opened, check = threading.Semaphore(0), threading.Event(), Guides._check
+
+    def late(self, guide):
+        began.release()
+        assert opened.wait(60)
+        check(self, guide)
+
+    monkeypatch.setattr(Guides, "_check", late)
+    schemas = [{"enum": [f"held {i}"]} for i in range(6)]
+    with ThreadPoolExecutor(len(schemas)) as pool:
+        held = [
+            pool.submit(post, server, CHATS, asked(CHATS, guided_json=schema, max_tokens=30))
+            for schema in schemas
+        ]
+        assert all(began.acquire(timeout=60) for _ in range(4))
+        assert post(server, COMPLETIONS, asked(COMPLETIONS))[0] == 200
+        longer = asked(COMPLETIONS, prompt="a " * 5000, truncate_prompt_tokens=5)
+        assert post(server, COMPLETIONS, longer)[0] == 200, "one that is read beside the loop, too"
+        opened.set()
+        for schema, one in zip(schemas, held, strict=True):
+            status, told = one.result()
+            assert status == 200
+            assert json.loads(told["choices"][0]["message"]["content"]) in schema["enum"]
+
+
+def test_keys_of_a_pattern_end_in_json_that_fits_or_are_cut(server):
+    schema = {
+        "type": "object",
+        "patternProperties": {"^x-[a-z]+$": {"type": "integer"}},
+        "properties": {"id": {"type": "integer"}},
+        "required": ["id"],
+        "additionalProperties": False,
+    }
+    ends = set()
+    for seed in range(8):
+        body = asked(CHATS, guided_json=schema, max_tokens=64, seed=seed, temperature=1.5)
+        (choice,) = post(server, CHATS, body)[1]["choices"]
+        ends.add(choice["finish_reason"])
+        text = choice["message"]["content"]
+        assert text.startswith('{"id": ') and "  " not in text
+        if choice["finish_reason"] == "stop":
+            jsonschema.validate(json.loads(text), schema)
+    assert "stop" in ends
 
 
 @pytest.mark.parametrize("field", ["stop", "bad_words"])
