@@ -40,7 +40,7 @@ class Metadata:
         if isinstance(value, list) and len(set(value)) == 1:  # one for each layer, all alike
             value = value[0]
         if type(value) not in kinds or not 0 < value < 1e12:
-            kind = "a positive number, the same for every layer"
+            kind = "a positive number below 10^12, the same for every layer"
             raise ValueError(
                 f"'{self.file.path}': metadata '{self._prefix}{key}' is {short_repr(value)}, "
                 f"expected {kind}; llmpq does not run models whose layers differ in it, and other "
