@@ -91,9 +91,9 @@ def test_every_card_says_what_becomes_of_number_formats(capability, packages, sa
 
 def test_the_capabilities_are_those_of_the_kernels():
     pytest.importorskip("triton")
-    from llmpq.kernels.gemm.float_codes import fp8_products, table_products
+    from llmpq.kernels.gemm.float_codes import codebook_products, fp8_products
 
-    for kernels in (fp8_products, table_products):
+    for kernels in (codebook_products, fp8_products):
         assert (kernels.OLDEST, kernels.OLDEST_TRITON) == (BY_CODES, BY_UNPACKING)
 
 
