@@ -147,7 +147,7 @@ def _require_agreement(config: Config, kind: ConfigClass) -> None:
 
 
 def _unknown_family(model_type: str, config: Config, inner: Config) -> ValueError:
-    """Say which family it is and what of it llmpq lacks; a name that looks alike helps nobody."""
+    """Say which family it is and what of it llmpq lacks, not which family has a similar name."""
     known = ", ".join(sorted([*BY_MODEL_TYPE, *WRAPPERS]))
     text = section(config, "text_config") or {}
     text_type = str(text.get("model_type", ""))

@@ -1,7 +1,7 @@
 """What config.json says of how a model is quantised: forms that are read, and what is refused.
 
 The names of tensors tell a layer's form; these words tell what the names do not, and would change
-what the model computes if nobody heeded them.
+what the model computes if they were ignored.
 """
 
 from __future__ import annotations
@@ -178,7 +178,7 @@ def is_kept_block(block: Any) -> bool:
 
 
 def require_read(described: Mapping[str, Any], directory: object) -> None:
-    """Raise `ValueError` for a quantised form that nobody here reads, by what it is."""
+    """Raise `ValueError` for a quantised form that llmpq does not read, by what it is."""
     method = described.get("quant_method")
     if method is None and {"bits", "group_size"} <= described.keys():
         raise ValueError(

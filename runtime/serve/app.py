@@ -95,8 +95,8 @@ async def _answer(
     return AsciiJson(await while_connected(request, asked.whole()))
 
 
-def make_app(service: Service, *, alone: bool = True) -> FastAPI:
-    """Return the application of a service; not `alone`, another one listens and keeps the gate."""
+def make_app(service: Service, *, gated: bool = True) -> FastAPI:
+    """Return the application of a service, behind the gate unless a front has one."""
     app = FastAPI(
         title="llmpq",
         version=__version__,
@@ -111,7 +111,7 @@ def make_app(service: Service, *, alone: bool = True) -> FastAPI:
     _add_texts(app, service)
     _add_state(app, service)
     add_page(app, lambda: state_of(service))
-    if alone:
+    if gated:
         add_gate(app, service)
     return app
 

@@ -241,7 +241,7 @@ class SamplingBody(ChoiceBody):
             return getattr(self if name in self.model_fields_set else defaults, name)
 
         temperature, top_p = value("temperature"), value("top_p")
-        # The likeliest alone: what OpenAI's top_p of 0 means, too.
+        # Only the likeliest token: what OpenAI's top_p of 0 means, too.
         greedy = 0 <= temperature < 1e-5 or top_p == 0
         # Several greedy answers are the same one: the engine makes them of the likeliest token.
         same = greedy and self.n > 1
@@ -291,7 +291,7 @@ def _marks(given: str | Texts | None) -> list[str]:
 
 
 def _biases(given: dict[str, float] | None, tokens_of: TokensOf) -> dict[int, float] | None:
-    """Return biases by token id: the sum of its keys', kept within what a bias may be."""
+    """Return biases by token id: the sum of its keys', bounded by what a bias may be."""
     if given is None:
         return None
     told: dict[int, float] = {}

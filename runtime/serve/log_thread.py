@@ -1,6 +1,6 @@
-"""A server's log lines are written in a thread of their own: who reads them late holds nothing up.
+"""A server's log lines are written in a thread of their own: a slow reader holds nothing up.
 
-Whoever started the server may have given it a pipe that he does not read.
+The server may have been started with a pipe as stderr that is not read.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from logging.handlers import QueueHandler
 from typing import Any
 
 _MOST_LINES = 10_000
-"""Kept for a reader who is late; those beyond them are dropped, and counted."""
+"""Lines buffered for a slow reader; further ones are dropped and counted."""
 _PART_BYTES = select.PIPE_BUF
 """What a pipe that can be written to takes without waiting."""
 _POLL_S, _END_S = 0.2, 1.0
@@ -45,7 +45,7 @@ class LineQueue(QueueHandler):
 
 
 def _note(num_dropped: int) -> logging.LogRecord:
-    said = f"{num_dropped} lines of the log were dropped: nobody read those before them"
+    said = f"{num_dropped} lines of the log were dropped: those before them were not read"
     return logging.makeLogRecord({"name": "llmpq.serve", "levelno": logging.WARNING, "msg": said})
 
 

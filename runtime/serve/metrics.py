@@ -231,7 +231,7 @@ class AnswerClock:
         self._end(last.finish_reason or "abort")
 
     def abort(self) -> None:
-        """Note that nobody waits for the rest."""
+        """Count the answer as aborted: its client is gone."""
         self._end("abort")
 
     def _end(self, reason: str) -> None:

@@ -148,7 +148,7 @@ class Service:
         return said
 
     def tokens_of(self, text: str) -> list[int]:
-        """Return the tokens of a text alone."""
+        """Return the tokens of a text, without special ones."""
         return self.ready().tokenizer.encode(text, special=False)
 
     def check_model(self, name: str | None) -> None:

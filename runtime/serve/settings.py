@@ -1,4 +1,4 @@
-"""What a server is told once. Standard library only."""
+"""Settings of a server. Standard library only."""
 
 from __future__ import annotations
 

@@ -106,7 +106,7 @@ class Prompts:
     ) -> Ask:
         """Return the requests of a prompt; `ValueError` if they can never run.
 
-        A prompt that is only scored generates one token all the same, which nobody sees: in the
+        A prompt that is only scored generates one token all the same, which is not returned: in the
         place of its last token, which need not be run.
         """
         text, tokens = self._tokens_of(prompt)

@@ -170,7 +170,7 @@ class Tokenizer:
         return partial(inner.decode, clean_up_tokenization_spaces=False)
 
     def text_of(self, token: int) -> str:
-        """Return the text of one token alone, a special one's name."""
+        """Return the text of one token, of a special one its name."""
         text: str = self._inner.decode(
             [token], skip_special_tokens=False, clean_up_tokenization_spaces=False
         )

@@ -20,14 +20,14 @@ class RopeScaling:
     low_freq_factor: float = 0.0
     """llama3: waves with fewer turns within the original length are slowed by the whole factor."""
     high_freq_factor: float = 0.0
-    """llama3: waves with more turns are left alone."""
+    """llama3: waves with more turns are unchanged."""
     original_max_positions: int = 0
     """Positions the model saw before it was stretched; dynamic: the model's maximum."""
     kind: ScalingKind = "llama3"
     attention_factor: float = 1.0
     """yarn, longrope: cosines and sines are this much larger."""
     beta_fast: float = 32.0
-    """yarn: dimensions with more turns are left alone."""
+    """yarn: dimensions with more turns are unchanged."""
     beta_slow: float = 1.0
     """yarn: dimensions with fewer turns are slowed by the whole factor."""
     truncate: bool = True
@@ -71,15 +71,15 @@ class Router:
     bias: bool = False
     """The router's product has a bias."""
     correction: bool = False
-    """A vector is added to the scores for the choice alone, not for the weights."""
+    """A vector is added to the scores for the choice of experts, not for their weights."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Latent:
     """Multi-head latent attention (DeepSeek-V2): keys and values are made of one small vector.
 
-    A token caches `kv_rank + rope_dim` numbers. A query head of `nope_dim + rope_dim` meets them
-    after its first part has gone through the matrix that would have made its keys.
+    A token caches `kv_rank + rope_dim` values. The first part of a query head (`nope_dim`) is
+    multiplied by the matrix that would have made its keys, and is then scored against them.
     """
 
     q_rank: int
@@ -93,5 +93,5 @@ class Latent:
 
     @property
     def q_head_dim(self) -> int:
-        """Channels of a query head before it meets the cache."""
+        """Channels of a query head before its first part is multiplied by the keys' matrix."""
         return self.nope_dim + self.rope_dim

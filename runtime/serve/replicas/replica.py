@@ -1,4 +1,4 @@
-"""One of several engines behind one port: the application and its engine, kept by Ray Serve.
+"""One of several engines behind one port: the application and its engine, run by Ray Serve.
 
 The process that listens (replica_front.py) hands every request over as plain data and gets what the
 application says as it comes. Nothing here listens.
@@ -40,7 +40,7 @@ class Replica:
         logging.getLogger("llmpq").setLevel(logging.WARNING)
         _stay_on_loopback()
         self._service = Service(ServeSettings(**settings), engine=str(number))
-        self._app = make_app(self._service, alone=False)
+        self._app = make_app(self._service, gated=False)
         self._failure: BaseException | None = None
         self._failed_s = 0.0
         self._loading = threading.Thread(target=self._load, args=(model, engine), daemon=True)

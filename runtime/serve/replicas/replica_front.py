@@ -278,7 +278,7 @@ class _Answer:
             await self.end(ApiError(503, _LOST))
 
     def left(self) -> None:
-        """Note that the client has gone away: there is nobody to tell."""
+        """End a request whose client has gone away: no answer is sent."""
         if not self._begun:
             raise ApiError(499, "the client went away before the answer")
 
