@@ -117,7 +117,6 @@ def test_few_bits_in_a_pool_give_the_same_tokens_whatever_the_split(
     directory, prompts = models.directory(family_kind), random_prompts(5, 19, 1, 9)
     spec = ModelSpec.from_directory(directory)
     pool = PoolSize(num_blocks=8, slots=4, max_len=TRAINED)
-    requests = [Request(id=i, prompt=tuple(p), max_new=NEW) for i, p in enumerate(prompts)]
     for bits, kv, dtype in seeds([*FORMS[turn:], *FORMS[:turn]]):
         limits = PoolLimits(
             num_blocks=8,
@@ -132,7 +131,8 @@ def test_few_bits_in_a_pool_give_the_same_tokens_whatever_the_split(
         for splits in ((1, 3), (2, 3)):  # the same steps: three stages each
             plan = make_plan(directory, splits, bits=bits, batch=4, kv=kv, dtype=dtype)
             stages = OpenStages(plan, spec, CheckpointSource(directory, spec), pool=pool)
-            found.append(stages.run(PagedScheduler(limits), requests).tokens)
+            requests = [Request(id=i, prompt=tuple(p), max_new=NEW) for i, p in enumerate(prompts)]
+            found.append(stages.run(Scheduler(limits), requests).tokens)
         assert found[0] == found[1] and len({*map(tuple, found[0].values())}) > 1
 
 
