@@ -34,7 +34,7 @@ from llmpq.runtime.launch.plans.hand_plan import hand_plan
 from llmpq.runtime.links.peer_links import Room
 from llmpq.runtime.pending import arrived
 from llmpq.runtime.request import StepKind
-from llmpq.runtime.sampling_params import TokenChoice
+from llmpq.runtime.sampling_params import SamplerConfig
 from llmpq.runtime.step_message import StepMessage
 from llmpq.runtime.weights.sources import RandomSource
 from llmpq.sizes.gpu_workspace import OUTPUTS_LEAVING
@@ -175,7 +175,7 @@ def _message(kind: StepKind, rows: int, q_len: int, start: int) -> StepMessage:
         starts=[start] * rows,
         num_new=[q_len] * rows,
         sample_steps=[0] * rows,
-        sampling=[TokenChoice()] * rows,
+        sampling=[SamplerConfig()] * rows,
         tokens=[[1] * q_len] * rows,
     )
 

@@ -6,12 +6,12 @@ import asyncio
 from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, field, replace
 
-from llmpq.runtime.entrance import LoopEntrance, LoopInbox, NewsQueue
-from llmpq.runtime.launch.engine_thread import EngineThread, RequestNews
+from llmpq.runtime.entrance import AsyncSubmitter, NewsQueue, OutputQueue
+from llmpq.runtime.launch.engine_thread import EngineThread, RequestOutputDelta
 from llmpq.runtime.request_output import CompletionDelta, Logprob
 from llmpq.runtime.text.answer_text import TextStream
-from llmpq.runtime.text.prompts import Ask, Prompts
-from llmpq.runtime.token_rules import Noted, TokenScores
+from llmpq.runtime.text.prompts import PreparedPrompt, RequestFactory
+from llmpq.runtime.token_rules import LogprobOutput, TokenScores
 
 
 @dataclass
@@ -25,12 +25,12 @@ class _Open:
     num_told: int = 0
 
 
-def _joined(news: Sequence[RequestNews]) -> RequestNews:
+def _joined(news: Sequence[RequestOutputDelta]) -> RequestOutputDelta:
     """Return the news of one answer as one, which has waited as long as the first."""
     if len(news) == 1:
         return news[0]
     noted = [own.noted for own in news if own.noted is not None]
-    both = Noted(
+    both = LogprobOutput(
         output=[score for own in noted for score in own.output],
         prompt=[score for own in noted for score in own.prompt],
     )
@@ -42,15 +42,15 @@ def _joined(news: Sequence[RequestNews]) -> RequestNews:
     )
 
 
-class Answers:
+class ResponseStream:
     """The answers to one prompt; made by `LLM.submit`, read once by `deltas`."""
 
     def __init__(
         self,
-        ask: Ask,
-        prompts: Prompts,
+        ask: PreparedPrompt,
+        prompts: RequestFactory,
         engine: EngineThread,
-        inbox: LoopInbox,
+        inbox: OutputQueue,
         *,
         ended: Callable[[], None],
     ) -> None:
@@ -81,7 +81,7 @@ class Answers:
         """The prompt's tokens, as the model gets them."""
         return self._ask.tokens
 
-    async def begin(self, entrance: LoopEntrance) -> None:
+    async def begin(self, entrance: AsyncSubmitter) -> None:
         """Queue the requests; waits for the first stage."""
         put = self._inbox.put
         await entrance.submit(self._ask.requests, lambda heard: put(self._news, heard))
@@ -98,13 +98,13 @@ class Answers:
         finally:
             self.give_up()
 
-    def _waiting(self, news: list[RequestNews]) -> list[RequestNews]:
+    def _waiting(self, news: list[RequestOutputDelta]) -> list[RequestOutputDelta]:
         """Return all that has come, of each answer as one: a reader who is late is told at once."""
         while not self._news.empty():
             news += self._news.get_nowait()
         if len(news) == 1:
             return news
-        whole: dict[int, list[RequestNews]] = {}
+        whole: dict[int, list[RequestOutputDelta]] = {}
         for heard in news:
             whole.setdefault(heard.id, []).append(heard)
         return [_joined(own) for own in whole.values()]
@@ -116,7 +116,7 @@ class Answers:
         if left:  # in another thread: a stage is asked
             self._inbox.loop.run_in_executor(None, self._engine.abort, left)
 
-    def _delta(self, heard: RequestNews) -> CompletionDelta:
+    def _delta(self, heard: RequestOutputDelta) -> CompletionDelta:
         """Return what is new of one answer."""
         own, end = self._open[heard.id], heard.finished
         if heard.noted is not None:

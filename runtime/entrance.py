@@ -12,17 +12,17 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 
-from llmpq.runtime.launch.engine_thread import EngineThread, Listener, RequestNews
+from llmpq.runtime.launch.engine_thread import EngineThread, Listener, RequestOutputDelta
 from llmpq.runtime.request import Request
 
 _NEWS_SHARE = 0.9
 """How much of the loop's time news may take; the rest is for requests that arrive and leave."""
 _LONGEST_WAIT_S = 0.25
-NewsQueue = asyncio.Queue[list[RequestNews]]
+NewsQueue = asyncio.Queue[list[RequestOutputDelta]]
 """One caller's news, as they came together."""
 
 
-class LoopInbox:
+class OutputQueue:
     """Brings an engine's news into an event loop, all that wait at once.
 
     A loop that does nothing else any more is told less often, and of more tokens each time.
@@ -31,11 +31,11 @@ class LoopInbox:
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.loop = loop
         self._lock = threading.Lock()
-        self._waiting: dict[NewsQueue, list[RequestNews]] = {}
+        self._waiting: dict[NewsQueue, list[RequestOutputDelta]] = {}
         self._told_s = self._busy_s = 0.0
         """When the loop was told last, and how long its thread had computed by then."""
 
-    def put(self, queue: NewsQueue, news: RequestNews) -> None:
+    def put(self, queue: NewsQueue, news: RequestOutputDelta) -> None:
         """Hand news to a queue of the loop; called in any thread."""
         with self._lock:
             first = not self._waiting
@@ -65,7 +65,7 @@ _Asked = tuple[Sequence[Request], Listener]
 _Waiting = tuple[_Asked, asyncio.Future[None]]
 
 
-class LoopEntrance:
+class AsyncSubmitter:
     """Queues requests of an event loop at an engine; those that come meanwhile go together."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, engine: EngineThread) -> None:

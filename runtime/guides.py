@@ -48,7 +48,7 @@ _KEPT = 256
 _Made = TypeVar("_Made")
 
 
-class Guides:
+class GrammarCompiler:
     """Makes the automata of one model's requests."""
 
     def __init__(self, model_dir: str | Path, *, vocab: int, end_ids: Sequence[int]) -> None:

@@ -30,10 +30,10 @@ from llmpq.checkpoints.generation_config import (
 from llmpq.checkpoints.stored_codes import stored_codes
 from llmpq.cluster import Cluster
 from llmpq.plan import MAX_GAMMA, Plan, Prefer
-from llmpq.runtime.answers import Answers
-from llmpq.runtime.entrance import LoopEntrance, LoopInbox
+from llmpq.runtime.answers import ResponseStream
+from llmpq.runtime.entrance import AsyncSubmitter, OutputQueue
 from llmpq.runtime.launch.engine import Engine
-from llmpq.runtime.launch.engine_thread import EngineThread, RequestNews
+from llmpq.runtime.launch.engine_thread import EngineThread, RequestOutputDelta
 from llmpq.runtime.launch.launcher import Backend, Deadlines, Launch
 from llmpq.runtime.launch.plans.planned_kv import AUTO, with_kv
 from llmpq.runtime.launch.plans.pool_plan import PoolPlan
@@ -42,9 +42,9 @@ from llmpq.runtime.plan_choice import Chosen, Wishes, choose_plan
 from llmpq.runtime.report.progress import LoadBar, ProgressReporter
 from llmpq.runtime.request_output import CompletionOutput, RequestOutput
 from llmpq.runtime.sampling_params import SamplingParams, StructuredOutputsParams
-from llmpq.runtime.text.prompts import Ask, Messages, Prompt, Prompts, listed
+from llmpq.runtime.text.prompts import Messages, PreparedPrompt, Prompt, RequestFactory, listed
 from llmpq.runtime.text.tokenizer import Tokenizer
-from llmpq.runtime.token_rules import Noted
+from llmpq.runtime.token_rules import LogprobOutput
 from llmpq.runtime.trace import MAX_EVENTS, write_chrome_trace
 from llmpq.sizes.kv_format import BLOCK_TOKENS
 from llmpq.speculation import SpeculationMode, usable_modes
@@ -57,8 +57,8 @@ _log = logging.getLogger("llmpq.runtime")
 class LLM:
     """A model that is loaded and answers prompts; `with`, `close` or `del` ends it."""
 
-    _inbox: LoopInbox | None = None
-    _entrance: LoopEntrance
+    _inbox: OutputQueue | None = None
+    _entrance: AsyncSubmitter
 
     def __init__(
         self,
@@ -300,7 +300,7 @@ class LLM:
         request_id: str | None = None,
         priority: int = 0,
         cache_salt: str | None = None,
-    ) -> Answers:
+    ) -> ResponseStream:
         """Begin the answers to a prompt and return them, to be read by `deltas` as they come.
 
         `ValueError` if they can never run. Lower `priority` goes first. The prefix cache finds
@@ -317,13 +317,13 @@ class LLM:
             made.add_done_callback(_give_up)  # it may still become one that nobody reads
             raise
 
-    async def _submit(self, ask: Ask) -> Answers:
+    async def _submit(self, ask: PreparedPrompt) -> ResponseStream:
         """Begin the answers to what is asked."""
         loop = asyncio.get_running_loop()
         if self._inbox is None or self._inbox.loop is not loop:
-            self._inbox, self._entrance = LoopInbox(loop), LoopEntrance(loop, self._engine)
+            self._inbox, self._entrance = OutputQueue(loop), AsyncSubmitter(loop, self._engine)
         self._begin([ask])
-        answers = Answers(
+        answers = ResponseStream(
             ask, self._prompts, self._engine, self._inbox, ended=lambda: self._end([ask])
         )
         try:
@@ -340,11 +340,11 @@ class LLM:
         """
         self._engine.abort(self._asked.get(request_id, ()))
 
-    def _serve(self, asks: Sequence[Ask], *, use_tqdm: bool) -> list[RequestOutput]:
+    def _serve(self, asks: Sequence[PreparedPrompt], *, use_tqdm: bool) -> list[RequestOutput]:
         """Run all requests to their end; an interruption ends them."""
-        news: queue.SimpleQueue[RequestNews] = queue.SimpleQueue()
+        news: queue.SimpleQueue[RequestOutputDelta] = queue.SimpleQueue()
         requests = [request for ask in asks for request in ask.requests]
-        finished: dict[int, RequestNews] = {}
+        finished: dict[int, RequestOutputDelta] = {}
         self._begin(asks)
         try:
             if requests:
@@ -364,7 +364,9 @@ class LLM:
             self._end(asks)
         return [self._output(ask, finished) for ask in asks]
 
-    def _output(self, ask: Ask, finished: Mapping[int, RequestNews]) -> RequestOutput:
+    def _output(
+        self, ask: PreparedPrompt, finished: Mapping[int, RequestOutputDelta]
+    ) -> RequestOutput:
         ends = [finished[request.id] for request in ask.requests]
         noted = ends[0].noted
         scores = None
@@ -375,7 +377,7 @@ class LLM:
             prompt=ask.prompt,
             prompt_token_ids=ask.tokens,
             outputs=[
-                self._prompts.output(ask, index, end.finished, end.noted or Noted())
+                self._prompts.output(ask, index, end.finished, end.noted or LogprobOutput())
                 for index, end in enumerate(ends)
                 if end.finished is not None
             ],
@@ -383,7 +385,7 @@ class LLM:
             num_cached_tokens=ends[0].finished.num_prefix_hits if ends[0].finished else 0,
         )
 
-    def _begin(self, asks: Sequence[Ask]) -> None:
+    def _begin(self, asks: Sequence[PreparedPrompt]) -> None:
         for ask in asks:
             if ask.name in self._asked:
                 raise ValueError(f"request_id '{ask.name}' is under way; take another one")
@@ -391,20 +393,20 @@ class LLM:
             if self._traces and len(self._traced) < MAX_EVENTS:
                 self._traced |= dict.fromkeys(self._asked[ask.name], ask.name)
 
-    def _end(self, asks: Sequence[Ask]) -> None:
+    def _end(self, asks: Sequence[PreparedPrompt]) -> None:
         for ask in asks:
             self._asked.pop(ask.name, None)
 
 
-def _prompts(chosen: Chosen, plan: Plan, settings: StageSettings) -> Prompts:
+def _prompts(chosen: Chosen, plan: Plan, settings: StageSettings) -> RequestFactory:
     """Return who makes requests of prompts and refuses those that can never run."""
     directory, spec = chosen.directory, chosen.spec
     live = PoolPlan(plan, spec, settings)
     if live.use_paged_engine:
         pool = live.limits
-        return Prompts(directory, spec, max_len=pool.room - 1, check=pool.check)
+        return RequestFactory(directory, spec, max_len=pool.room - 1, check=pool.check)
     slots = limits_of(plan)
-    return Prompts(directory, spec, max_len=slots.max_len, check=slots.check)
+    return RequestFactory(directory, spec, max_len=slots.max_len, check=slots.check)
 
 
 def _default_sampling(generation: GenerationConfig) -> SamplingParams:
@@ -429,7 +431,7 @@ def _at_least_one(name: str, value: int | None) -> int | None:
     return value
 
 
-def _give_up(made: asyncio.Future[Answers]) -> None:
+def _give_up(made: asyncio.Future[ResponseStream]) -> None:
     if not made.cancelled() and made.exception() is None:
         made.result().give_up()
 

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Literal
 
-from llmpq.runtime.sampling_params import TokenChoice
-from llmpq.runtime.token_rules import TokenRules
+from llmpq.runtime.sampling_params import SamplerConfig
+from llmpq.runtime.token_rules import LogitsConstraints
 
 FinishReason = Literal["stop", "length", "abort"]
 
@@ -46,8 +46,8 @@ class Request:
     max_new: int
     stop_ids: frozenset[int] = frozenset()
     stop_texts: tuple[str, ...] = ()
-    sampling: TokenChoice = field(default_factory=TokenChoice)
-    rules: TokenRules | None = None
+    sampling: SamplerConfig = field(default_factory=SamplerConfig)
+    rules: LogitsConstraints | None = None
     """What it asks of its tokens beyond `sampling`; sent to the last stage."""
     min_new: int = 0
     """Tokens before which nothing but the limit ends it."""

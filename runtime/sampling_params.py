@@ -22,7 +22,7 @@ MAX_BIAS = 100.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class TokenChoice:
+class SamplerConfig:
     """How one request's tokens are chosen; temperature 0 is greedy."""
 
     temperature: float = 0.0
@@ -215,9 +215,9 @@ class SamplingParams:
         """The texts at which an answer ends."""
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
 
-    def choice(self, seed: int) -> TokenChoice:
+    def choice(self, seed: int) -> SamplerConfig:
         """Return how the tokens of one answer are chosen, from this seed on."""
-        return TokenChoice(
+        return SamplerConfig(
             temperature=float(self.temperature),
             top_k=self.top_k if self.top_k > 0 else None,
             top_p=float(self.top_p),

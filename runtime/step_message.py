@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from llmpq.runtime.request import MicroBatch, PagedRow, StepKind
-from llmpq.runtime.sampling_params import TokenChoice
+from llmpq.runtime.sampling_params import SamplerConfig
 from llmpq.runtime.step import Step
 from llmpq.runtime.token_rules import NO_RULES
 from llmpq.runtime.upload import upload
@@ -26,7 +26,7 @@ class StepMessage:
     num_new: Sequence[int] = ()
     sample_steps: Sequence[int] = ()
     """Index of the token each row samples, which seeds its random draw."""
-    sampling: Sequence[TokenChoice] = ()
+    sampling: Sequence[SamplerConfig] = ()
     requests: Sequence[int] = ()
     """Numbers of the rows' requests, by which the last stage knows their rules; -1 without any."""
     tokens: Sequence[Sequence[int]] = field(default=(), repr=False)

@@ -45,7 +45,7 @@ class ThinkingBudget:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TokenRules:
+class LogitsConstraints:
     """The rules of one request; the defaults change nothing."""
 
     repetition_penalty: float = 1.0
@@ -94,7 +94,7 @@ class TokenRules:
         return asdict(self) | {"logit_bias": [list(pair) for pair in self.logit_bias.items()]}
 
     @classmethod
-    def from_data(cls, data: Mapping[str, Any]) -> TokenRules:
+    def from_data(cls, data: Mapping[str, Any]) -> LogitsConstraints:
         """Return the rules that `to_data` wrote."""
         guide, thinking = data["guide"], data["thinking"]
         return cls(**{
@@ -125,7 +125,7 @@ TokenScores = tuple[TokenScore, ...]
 
 
 @dataclass(kw_only=True)
-class Noted:
+class LogprobOutput:
     """Scores of one request, by the order of its tokens, and what became of its guide."""
 
     output: list[TokenScores] = field(default_factory=list)
@@ -144,7 +144,7 @@ class Noted:
         return {**scores, "failure": self.failure}
 
     @classmethod
-    def from_data(cls, data: Mapping[str, Any]) -> Noted:
+    def from_data(cls, data: Mapping[str, Any]) -> LogprobOutput:
         """Return what `to_data` wrote."""
         scores: dict[str, list[TokenScores]] = {
             key: [tuple(TokenScore(*score) for score in scores) for scores in data[key]]

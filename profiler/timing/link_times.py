@@ -25,7 +25,7 @@ from llmpq.runtime.links.device_links import connect_devices
 from llmpq.runtime.links.transport import GlooTransport, join_gloo, more_connections
 from llmpq.runtime.pending import arrived
 from llmpq.runtime.request import StepKind
-from llmpq.runtime.sampling_params import TokenChoice
+from llmpq.runtime.sampling_params import SamplerConfig
 from llmpq.runtime.step_message import StepMessage
 
 ROWS = 8
@@ -149,7 +149,7 @@ def _message(tokens: int) -> StepMessage:
         starts=[0] * ROWS,
         num_new=[tokens] * ROWS,
         sample_steps=[0] * ROWS,
-        sampling=[TokenChoice()] * ROWS,
+        sampling=[SamplerConfig()] * ROWS,
     )
 
 

@@ -30,7 +30,7 @@ from llmpq.runtime.models.linear import round_activations
 from llmpq.runtime.models.stage_model import DTYPES, StageModel
 from llmpq.runtime.pending import arrived
 from llmpq.runtime.request import PagedRow, StepKind
-from llmpq.runtime.sampling_params import TokenChoice
+from llmpq.runtime.sampling_params import SamplerConfig
 from llmpq.runtime.step_message import StepMessage
 from llmpq.runtime.weights.sources import RandomSource
 from llmpq.sizes.kv_format import first_seen_block, pool_blocks
@@ -71,7 +71,7 @@ class TimedModel:
         """`share`: of the GPU's multiprocessors, 1 if it is whole."""
         self.spec, self.device, self.quantization = spec, device, quantization
         self._one_layer_tokens = ONE_LAYER_TOKENS * share
-        self._sampling = TokenChoice(
+        self._sampling = SamplerConfig(
             temperature=sampling.temperature, top_k=sampling.top_k, top_p=sampling.top_p
         )
         self._built: tuple[object, StageModel] | None = None
@@ -184,7 +184,7 @@ def pool_of(spec: ModelSpec, case: TimedCase) -> PoolSize:
     )
 
 
-def step_message(case: TimedCase, size: PoolSize, sampling: TokenChoice) -> StepMessage:
+def step_message(case: TimedCase, size: PoolSize, sampling: SamplerConfig) -> StepMessage:
     """Return the micro-batch of a case in slots 0..v-1, whose blocks follow each other.
 
     Prompts are equally long, as planned; every other row that decodes is a token shorter.

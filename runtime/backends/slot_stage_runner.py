@@ -16,18 +16,18 @@ from llmpq.runtime.cache.dual_kv import DualKV, make_copy
 from llmpq.runtime.cache.kv_cache import KVCache
 from llmpq.runtime.drafts.acceptance import accept, draft_tokens
 from llmpq.runtime.drafts.draft_model import DraftModel, build_draft
-from llmpq.runtime.models.ruled_sampling import RuledSampler
+from llmpq.runtime.models.ruled_sampling import ConstrainedSampler
 from llmpq.runtime.models.stage_model import StageModel
 from llmpq.runtime.pending import Pending
 from llmpq.runtime.request import StepKind
-from llmpq.runtime.sampling_params import TokenChoice
+from llmpq.runtime.sampling_params import SamplerConfig
 from llmpq.runtime.step import Step
 from llmpq.runtime.step_message import StepMessage
 from llmpq.runtime.trace import KindTotals
 from llmpq.speculation import READS_KV4, SpeculationMode
 from llmpq.workload import Workload
 
-GREEDY = TokenChoice()
+GREEDY = SamplerConfig()
 
 
 class SlotStageRunner:
@@ -37,7 +37,7 @@ class SlotStageRunner:
         self, model: StageModel, kv: KVCache, device: torch.device, dtype: torch.dtype
     ) -> None:
         self.model, self.kv, self._device, self._dtype = model, kv, device, dtype
-        self.sampler = RuledSampler()
+        self.sampler = ConstrainedSampler()
         """Chooses tokens on the last stage; `StageWorker` gives it the requests' rules."""
         self._hidden_stay = self._tokens_stay = False
         self.draft: DraftModel | None = None

@@ -22,7 +22,7 @@ from llmpq.runtime.cache.kv_cache import KVCache, PagedKV
 from llmpq.runtime.cache.paged_by_precision import make_paged_kv
 from llmpq.runtime.drafts.acceptance import DraftProbs, accept, draft_tokens
 from llmpq.runtime.drafts.draft_model import DraftModel, build_draft
-from llmpq.runtime.models.ruled_sampling import RuledSampler
+from llmpq.runtime.models.ruled_sampling import ConstrainedSampler
 from llmpq.runtime.models.stage_model import StageModel
 from llmpq.runtime.pending import Pending
 from llmpq.runtime.ragged_step import RaggedStep
@@ -48,7 +48,7 @@ class StageRunner:
         self, model: StageModel, kv: PagedKV, device: torch.device, dtype: torch.dtype
     ) -> None:
         self.model, self.kv, self._device, self._dtype = model, kv, device, dtype
-        self.sampler = RuledSampler()
+        self.sampler = ConstrainedSampler()
         """Chooses tokens on the last stage; `StageWorker` gives it the requests' rules."""
         self.draft: DraftModel | None = None
         """How the model drafts, if it does."""

@@ -24,7 +24,7 @@ from llmpq.runtime.launch.launcher import (
 )
 from llmpq.runtime.launch.plans.planned_kv import AUTO
 from llmpq.runtime.launch.stages.stage_settings import LINK_CHOICES, LinkChoice
-from llmpq.runtime.sampling_params import TokenChoice
+from llmpq.runtime.sampling_params import SamplerConfig
 from llmpq.runtime.text.batch_rows import Defaults
 from llmpq.speculation import MAX_GAMMA, MODES
 
@@ -338,7 +338,7 @@ def check_flags(options: RunOptions) -> None:
             "plan's"
         )
     try:
-        TokenChoice(temperature=options.temperature, top_p=options.top_p, top_k=options.top_k)
+        SamplerConfig(temperature=options.temperature, top_p=options.top_p, top_k=options.top_k)
     except ValueError as error:
         raise ValueError(f"--{error}") from None
     if not 0 <= options.master_port < 2**16:

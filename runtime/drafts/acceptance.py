@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from llmpq.runtime.models.sampling import draw, likeliest, probabilities, uniform
-from llmpq.runtime.sampling_params import TokenChoice
+from llmpq.runtime.sampling_params import SamplerConfig
 
 _ELEMENTS_AT_ONCE, _ELEMENTS_ON_GPU = 1 << 20, 1 << 25
 """Logits decided together: some float copies of them live at once, which no plan counts."""
@@ -28,7 +28,7 @@ DRAFT_STREAM, ACCEPT_STREAM, REPLACE_STREAM = 1, 2, 3
 
 
 def draft_tokens(
-    logits_BV: Tensor, params: Sequence[TokenChoice], steps: Sequence[int]
+    logits_BV: Tensor, params: Sequence[SamplerConfig], steps: Sequence[int]
 ) -> tuple[Tensor, list[Tensor | None]]:
     """Return drafted tokens [B] and each sampled row's distribution q [V], None for greedy rows."""
     tokens_B = likeliest(logits_BV)
@@ -77,7 +77,7 @@ def accept(
     logits_BQV: Tensor,
     drafts: Sequence[Sequence[int]],
     draft_probs: Sequence[Sequence[Tensor] | None],
-    params: Sequence[TokenChoice],
+    params: Sequence[SamplerConfig],
     steps: Sequence[int],
 ) -> list[list[int]]:
     """Return the new tokens of each row: its kept drafts and one token of the verifier's.
@@ -115,7 +115,7 @@ def _accept_sampled(
     logits_RQV: Tensor,
     drafts: Sequence[Sequence[int]],
     draft_probs: Sequence[Sequence[Tensor] | None],
-    params: Sequence[TokenChoice],
+    params: Sequence[SamplerConfig],
     steps: Sequence[int],
 ) -> list[list[int]]:
     """Decide rows on the device of their logits; it is asked once, for the result."""
@@ -155,7 +155,7 @@ def _first_refused(
     q_RQV: Tensor,
     tokens_RG: Tensor,
     count_R: Tensor,
-    params: Sequence[TokenChoice],
+    params: Sequence[SamplerConfig],
     steps: Sequence[int],
 ) -> Tensor:
     """Return the place of each row's first refused draft; its number of drafts if all are kept."""
@@ -185,7 +185,7 @@ def _drafters(
 
 
 def _uniforms(
-    params: Sequence[TokenChoice], steps: Sequence[int], count: int, stream: int
+    params: Sequence[SamplerConfig], steps: Sequence[int], count: int, stream: int
 ) -> Tensor:
     """Return the random numbers of each row's next tokens [R, count]."""
     return torch.tensor(

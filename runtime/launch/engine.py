@@ -38,7 +38,7 @@ from llmpq.runtime.launch.stages.stage_host import meeting_host, process_space
 from llmpq.runtime.launch.stages.stage_place import StagePlace, settings_of_stages
 from llmpq.runtime.launch.stages.stage_settings import StageSettings, write_request
 from llmpq.runtime.request import Finished, Progress, Request
-from llmpq.runtime.token_rules import Noted
+from llmpq.runtime.token_rules import LogprobOutput
 from llmpq.runtime.trace import LoadReport, StageRecord
 
 _POLL_S = 0.25
@@ -180,10 +180,10 @@ class Engine:
         """End requests as soon as the steps under way for them have; their news come as ever."""
         self._ask_first("abort", list(request_ids))
 
-    def noted(self, request_ids: Sequence[int], ended: Sequence[int]) -> dict[int, Noted]:
+    def noted(self, request_ids: Sequence[int], ended: Sequence[int]) -> dict[int, LogprobOutput]:
         """Return the scores of requests since the last call; the last stage forgets the ended."""
         text = self._ask_last("noted", list(request_ids), list(ended))
-        return {number: Noted.from_data(data) for number, data in json.loads(text)}
+        return {number: LogprobOutput.from_data(data) for number, data in json.loads(text)}
 
     def updates(self) -> Iterator[Update]:
         """Yield news until every stage has ended its loop."""

@@ -12,27 +12,27 @@ from typing import Any
 from llmpq.errors import StageLostError
 from llmpq.runtime.launch.engine import Engine, Update
 from llmpq.runtime.request import Finished, Progress, Request
-from llmpq.runtime.token_rules import Noted
+from llmpq.runtime.token_rules import LogprobOutput
 
 _END_S = 5.0
 """How long the loops may take to end before the stages are taken down."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class RequestNews:
+class RequestOutputDelta:
     """What a caller hears: new tokens, the end of a request, or that none will come any more."""
 
     id: int
     tokens: Sequence[int] = ()
     finished: Finished | None = None
-    noted: Noted | None = None
+    noted: LogprobOutput | None = None
     """Scores of tokens that came, where they were asked for."""
     error: BaseException | None = None
     heard_s: float = 0.0
     """When it was read from the stages, by `time.perf_counter`; 0 for errors."""
 
 
-Listener = Callable[[RequestNews], None]
+Listener = Callable[[RequestOutputDelta], None]
 """Called in the engine's thread; it may not wait."""
 
 
@@ -129,18 +129,22 @@ class EngineThread:
                 noted = self._noted(update)
                 for number, tokens in update.tokens.items():
                     own = noted.get(number)
-                    self._tell(RequestNews(id=number, tokens=tokens, noted=own, heard_s=now_s))
+                    self._tell(
+                        RequestOutputDelta(id=number, tokens=tokens, noted=own, heard_s=now_s)
+                    )
                 for finished in update.finished:
                     number = finished.id
                     own = noted.get(number)
                     if own is not None and own.failure is not None:
                         finished = replace(finished, finish_reason="error", failure=own.failure)
-                    news = RequestNews(id=number, finished=finished, noted=own, heard_s=now_s)
+                    news = RequestOutputDelta(
+                        id=number, finished=finished, noted=own, heard_s=now_s
+                    )
                     self._tell(news, last=True)
         except BaseException as error:
             self._fail(error)
 
-    def _noted(self, update: Update) -> dict[int, Noted]:
+    def _noted(self, update: Update) -> dict[int, LogprobOutput]:
         """Return the scores that belong to an update's tokens; who ended is forgotten."""
         ended = [f.id for f in update.finished if f.id in self._ruled]
         asked = {*ended, *(number for number in update.tokens if number in self._ruled)}
@@ -149,7 +153,7 @@ class EngineThread:
         self._ruled.difference_update(ended)
         return self.engine.noted(sorted(asked), ended)
 
-    def _tell(self, news: RequestNews, *, last: bool = False) -> None:
+    def _tell(self, news: RequestOutputDelta, *, last: bool = False) -> None:
         with self._lock:
             listener = self._listeners.get(news.id)
             if last:
@@ -163,4 +167,4 @@ class EngineThread:
             self._error = self._error or error
             left, self._listeners = self._listeners, {}
         for number, listener in left.items():
-            listener(RequestNews(id=number, error=self._error))
+            listener(RequestOutputDelta(id=number, error=self._error))

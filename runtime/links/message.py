@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from llmpq.runtime.request import PagedRow, StepKind
-from llmpq.runtime.sampling_params import TokenChoice
+from llmpq.runtime.sampling_params import SamplerConfig
 from llmpq.runtime.step_message import StepMessage
 from llmpq.runtime.token_rules import NO_RULES
 from llmpq.speculation import MAX_GAMMA
@@ -156,9 +156,9 @@ def _pairs(values: Sequence[int]) -> tuple[tuple[int, int], ...]:
 
 
 @lru_cache(maxsize=_KEPT)
-def _choice(temperature: int, top_k: int, top_p: int, min_p: int, seed: int) -> TokenChoice:
+def _choice(temperature: int, top_k: int, top_p: int, min_p: int, seed: int) -> SamplerConfig:
     """Return what a row's line of the header asks; rows ask the same every step."""
-    return TokenChoice(
+    return SamplerConfig(
         temperature=_bits_float(temperature),
         top_k=top_k or None,
         top_p=_bits_float(top_p),

@@ -27,7 +27,7 @@ from torch import Tensor
 from llmpq.runtime.models.sampling import sample, sampler_of
 from llmpq.runtime.pending import Pending, arrived, on_its_way
 from llmpq.runtime.step_message import StepMessage
-from llmpq.runtime.token_rules import Noted, TokenRules, TokenScore, TokenScores
+from llmpq.runtime.token_rules import LogitsConstraints, LogprobOutput, TokenScore, TokenScores
 from llmpq.runtime.upload import upload
 
 _POSITIONS_AT_ONCE = 64
@@ -73,11 +73,11 @@ class _Coming:
 class _Ruled:
     """A request's rules and what is known of it so far."""
 
-    rules: TokenRules
+    rules: LogitsConstraints
     automaton: TokenAutomaton | None
     chosen: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.long))
     """The answer's tokens by place, with room for more; on the device of the logits."""
-    noted: Noted = field(default_factory=Noted)
+    noted: LogprobOutput = field(default_factory=LogprobOutput)
     num_told: int = 0
     """Scores of the answer that were fetched."""
     num_scored: int = 0
@@ -151,7 +151,7 @@ class _Masks:
         return cls(ruled, first.allowed_of(answers, logits.shape[-1], **how))
 
 
-class RuledSampler:
+class ConstrainedSampler:
     """The sampler of a last stage: requests that have rules are known to it by number."""
 
     def __init__(self) -> None:
@@ -160,7 +160,7 @@ class RuledSampler:
         """Of the step that is drawn next, if they were begun."""
 
     def take_rules(
-        self, number: int, rules: TokenRules, automaton: TokenAutomaton | None = None
+        self, number: int, rules: LogitsConstraints, automaton: TokenAutomaton | None = None
     ) -> None:
         """Learn the rules of a request that has not begun; may be called from any thread.
 
@@ -173,14 +173,16 @@ class RuledSampler:
         """Drop a request that has ended."""
         self._known.pop(number, None)
 
-    def noted(self, number: int) -> Noted:
+    def noted(self, number: int) -> LogprobOutput:
         """Return the scores of a request that were not fetched before."""
         ruled = self._known.get(number)
         if ruled is None:
-            return Noted()
+            return LogprobOutput()
         failure = None if ruled.automaton is None else ruled.automaton.failure
         scored = ruled.noted
-        new = Noted(output=scored.output[ruled.num_told :], prompt=scored.prompt, failure=failure)
+        new = LogprobOutput(
+            output=scored.output[ruled.num_told :], prompt=scored.prompt, failure=failure
+        )
         ruled.num_told += len(new.output)
         ruled.noted.prompt = []
         return new

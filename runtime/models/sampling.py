@@ -15,11 +15,11 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from llmpq.runtime.sampling_params import TokenChoice
+from llmpq.runtime.sampling_params import SamplerConfig
 from llmpq.runtime.upload import upload
 
 __all__ = [
-    "TokenChoice",
+    "SamplerConfig",
     "draw",
     "likeliest",
     "probabilities",
@@ -36,13 +36,13 @@ _LIKELY = 128
 """Tokens looked at before all are sorted (8 x 4096: 0.2 ms against 1.6; 8 x 128,000: 1 / 75)."""
 
 
-def sample(logits_BV: Tensor, params: Sequence[TokenChoice], steps: Sequence[int]) -> Tensor:
+def sample(logits_BV: Tensor, params: Sequence[SamplerConfig], steps: Sequence[int]) -> Tensor:
     """Return tokens [B]; `steps` counts the tokens each row's request has generated so far."""
     return sampler_of(params, steps, like=logits_BV)(logits_BV)
 
 
 def sampler_of(
-    params: Sequence[TokenChoice], steps: Sequence[int], *, like: Tensor
+    params: Sequence[SamplerConfig], steps: Sequence[int], *, like: Tensor
 ) -> Callable[[Tensor], Tensor]:
     """Return what samples logits [B, V], a GPU told already how; `like`: logits of the same shape.
 
@@ -62,7 +62,7 @@ def sampler_of(
 
 
 def sample_with_torch(
-    logits_BV: Tensor, params: Sequence[TokenChoice], steps: Sequence[int]
+    logits_BV: Tensor, params: Sequence[SamplerConfig], steps: Sequence[int]
 ) -> Tensor:
     """As `sample`, on any device; logits may be -inf, not all of a row's."""
     tokens_B = likeliest(logits_BV)
@@ -87,7 +87,7 @@ def likeliest(logits: Tensor) -> Tensor:
 
 
 def told_rows(
-    params: Sequence[TokenChoice], steps: Sequence[int], *, vocab: int
+    params: Sequence[SamplerConfig], steps: Sequence[int], *, vocab: int
 ) -> list[list[float]]:
     """Return what the kernel is told [4, B]: temperatures, k, p and random values."""
     alone = [p.greedy for p in params]  # then the most likely token is all there is
@@ -99,7 +99,7 @@ def told_rows(
     ]
 
 
-def probabilities(logits_BV: Tensor, params: Sequence[TokenChoice]) -> Tensor:
+def probabilities(logits_BV: Tensor, params: Sequence[SamplerConfig]) -> Tensor:
     """Return the distributions [B, V] the rows are drawn from, in float32; greedy is one-hot."""
     device, vocab = logits_BV.device, logits_BV.shape[-1]
     temperatures = [1.0 if p.greedy else p.temperature for p in params]
@@ -139,7 +139,7 @@ def probabilities(logits_BV: Tensor, params: Sequence[TokenChoice]) -> Tensor:
     return _without_unlikely(probs, params)
 
 
-def _without_unlikely(probs_BV: Tensor, params: Sequence[TokenChoice]) -> Tensor:
+def _without_unlikely(probs_BV: Tensor, params: Sequence[SamplerConfig]) -> Tensor:
     """Zero what min-p cuts off: less than this share of the most likely token's; renormalise."""
     rows = [row for row, p in enumerate(params) if p.min_p and not p.greedy]
     if rows:

@@ -12,7 +12,7 @@ from fastapi.responses import PlainTextResponse, Response
 from pydantic import BaseModel
 from starlette.middleware.cors import CORSMiddleware
 
-from llmpq.runtime.answers import Answers
+from llmpq.runtime.answers import ResponseStream
 from llmpq.runtime.serve.answering import stream, while_connected
 from llmpq.runtime.serve.bodies import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from llmpq.runtime.serve.body_reading import PARSED_AT_ONCE, body_of, describe_bodies, parsed
@@ -56,7 +56,7 @@ LONG_LIST = 1 << 16
 class Answering(Protocol):
     """A request of any form that may be streamed."""
 
-    async def begin(self) -> list[Answers]:
+    async def begin(self) -> list[ResponseStream]:
         """Queue it."""
         ...
 
@@ -64,7 +64,7 @@ class Answering(Protocol):
         """Return the answer."""
         ...
 
-    def events(self, begun: list[Answers]) -> AsyncIterator[str]:
+    def events(self, begun: list[ResponseStream]) -> AsyncIterator[str]:
         """Yield the answer as it comes."""
         ...
 

@@ -10,7 +10,7 @@ from contextlib import aclosing
 from dataclasses import replace
 from typing import Any
 
-from llmpq.runtime.answers import Answers
+from llmpq.runtime.answers import ResponseStream
 from llmpq.runtime.request_output import Logprob
 from llmpq.runtime.serve.answering import DONE, event
 from llmpq.runtime.serve.bodies import ChatBody, Message, NamedTool, ToolCall
@@ -63,7 +63,7 @@ class Chat:
             "model": body.model or service.model_name,
         }
 
-    async def begin(self) -> list[Answers]:
+    async def begin(self) -> list[ResponseStream]:
         """Queue the conversation."""
         body, service = self._body, self._service
         service.ready()
@@ -136,7 +136,7 @@ class Chat:
             **prompt_scores(self._body, begun[0]),
         }
 
-    async def events(self, begun: list[Answers]) -> AsyncIterator[str]:
+    async def events(self, begun: list[ResponseStream]) -> AsyncIterator[str]:
         """Yield the answer as it comes: roles first, then text or calls, then how it ended."""
         options = self._body.stream_options
         with_usage = options is not None and options.include_usage
@@ -156,7 +156,7 @@ class Chat:
         yield end + DONE
 
     async def parts(
-        self, begun: list[Answers]
+        self, begun: list[ResponseStream]
     ) -> AsyncGenerator[tuple[dict[str, Any], dict[str, Any]]]:
         """Yield what is new of each answer, and what all took so far."""
         n, answered, length = self.params.n, 0, len(begun[0].prompt_token_ids)
@@ -221,7 +221,7 @@ class Chat:
         """Return the tokens of an answer, or what is new of them, if they are asked for."""
         return {"token_ids": [*choice.token_ids]} if self._body.return_token_ids else {}
 
-    def _prompt_ids(self, begun: Sequence[Answers]) -> dict[str, Any]:
+    def _prompt_ids(self, begun: Sequence[ResponseStream]) -> dict[str, Any]:
         if not self._body.return_token_ids:
             return {}
         return {"prompt_token_ids": [*begun[0].prompt_token_ids]}

@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import aclosing
 from typing import Any
 
-from llmpq.runtime.answers import Answers
+from llmpq.runtime.answers import ResponseStream
 from llmpq.runtime.request_output import Logprob
 from llmpq.runtime.serve.answering import DONE, event
 from llmpq.runtime.serve.bodies import CompletionBody, SamplingBody
@@ -65,7 +65,7 @@ class TextCompletion:
             "model": body.model or service.model_name,
         }
 
-    async def begin(self) -> list[Answers]:
+    async def begin(self) -> list[ResponseStream]:
         """Queue the prompts."""
         self._service.ready()
         prompts = [self._started(prompt) for prompt in self._body.prompts()]
@@ -83,7 +83,9 @@ class TextCompletion:
         told, used = await self._gathered(await self.begin())
         return {**self._head, "choices": told, "usage": used}
 
-    async def _gathered(self, begun: list[Answers]) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    async def _gathered(
+        self, begun: list[ResponseStream]
+    ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
         """Return the answers that are told, once all have ended, and what they took."""
         choices = await self._service.gather(begun, self._params.n)
         told = [self._choice(begun[c.index // self._best_of], c, first=True)
@@ -111,7 +113,7 @@ class TextCompletion:
             kept += sorted(own, key=mean_logprob, reverse=True)[: self._n]
         return kept
 
-    async def events(self, begun: list[Answers]) -> AsyncIterator[str]:
+    async def events(self, begun: list[ResponseStream]) -> AsyncIterator[str]:
         """Yield the answer as it comes; the best of more than are told, once they are known."""
         options, n, answered, cached = self._body.stream_options, self._params.n, 0, 0
         with_usage = options is not None and options.include_usage
@@ -146,7 +148,7 @@ class TextCompletion:
         return (event({**self._head, "choices": [], "usage": used}) if used else "") + DONE
 
     def _choice(
-        self, answers: Answers, choice: Choice, *, first: bool, behind: int = 0
+        self, answers: ResponseStream, choice: Choice, *, first: bool, behind: int = 0
     ) -> dict[str, Any]:
         """Return an answer, or what is new of it, behind the prompt if that is asked."""
         text, rows = choice.text, [*zip(choice.token_ids, choice.logprobs, strict=False)]
@@ -172,13 +174,13 @@ class TextCompletion:
             **(prompt_scores(self._body, answers) if self._scores_prompt else {}),
         }
 
-    def _echo(self, answers: Answers) -> str:
+    def _echo(self, answers: ResponseStream) -> str:
         if answers.prompt is not None:
             return answers.prompt
         return self._service.tokenizer.decode(answers.prompt_token_ids)
 
 
-def prompt_scores(body: SamplingBody, answers: Answers) -> dict[str, Any]:
+def prompt_scores(body: SamplingBody, answers: ResponseStream) -> dict[str, Any]:
     """Return how likely a prompt's tokens were, where that was asked for, in vLLM's form."""
     if body.prompt_logprobs is None:
         return {}
@@ -242,5 +244,5 @@ def token_name(tokenizer: Tokenizer, token: int) -> str:
     return "bytes:" + "".join(f"\\x{byte:02x}" for byte in tokenizer.bytes_of(token))
 
 
-def _prompt_tokens(begun: Sequence[Answers]) -> int:
+def _prompt_tokens(begun: Sequence[ResponseStream]) -> int:
     return sum(len(answers.prompt_token_ids) for answers in begun)

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from llmpq.runtime.answers import Answers
+from llmpq.runtime.answers import ResponseStream
 from llmpq.runtime.serve.answering import event
 from llmpq.runtime.serve.bodies import FIRST_ERROR, Body, ChatBody, ChoiceBody, Whole
 from llmpq.runtime.serve.chat import Chat
@@ -167,7 +167,7 @@ class Messages:
         self._id = f"msg_{uuid.uuid4().hex}"
         self._stops = set(body.stop_sequences or ())
 
-    async def begin(self) -> list[Answers]:
+    async def begin(self) -> list[ResponseStream]:
         """Queue the conversation."""
         return await self._chat.begin()
 
@@ -197,7 +197,7 @@ class Messages:
             "usage": _usage(used),
         }
 
-    async def events(self, begun: list[Answers]) -> AsyncIterator[str]:
+    async def events(self, begun: list[ResponseStream]) -> AsyncIterator[str]:
         """Yield the answer as it comes: blocks of text or of a tool's input."""
         length = len(begun[0].prompt_token_ids)
         used = _usage(usage(length, 0))

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from llmpq.runtime.answers import Answers
+from llmpq.runtime.answers import ResponseStream
 from llmpq.runtime.serve.answering import event
 from llmpq.runtime.serve.bodies import ChatBody, ChoiceBody, StreamOptions, Whole
 from llmpq.runtime.serve.chat import Chat
@@ -169,7 +169,7 @@ class Responses:
         self._store = service.responses
         self._id, self._created = _new("resp"), int(time.time())
 
-    async def begin(self) -> list[Answers]:
+    async def begin(self) -> list[ResponseStream]:
         """Queue the conversation."""
         return await self._chat.begin()
 
@@ -193,7 +193,7 @@ class Responses:
             output.append(_call(_new("fc"), call["id"], call["function"], "completed"))
         return self._ended(output, choice["finish_reason"], told["usage"])
 
-    async def events(self, begun: list[Answers]) -> AsyncIterator[str]:
+    async def events(self, begun: list[ResponseStream]) -> AsyncIterator[str]:
         """Yield the answer as it comes, in numbered events."""
         number = 0
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from llmpq.errors import LlmpqError
-from llmpq.runtime.answers import Answers
+from llmpq.runtime.answers import ResponseStream
 from llmpq.runtime.llm import LLM
 from llmpq.runtime.request_output import CompletionDelta, Logprob
 from llmpq.runtime.sampling_params import SamplingParams
@@ -68,7 +68,7 @@ class Service:
         self.draining = False
         self.num_under_way = 0
         """Answers that were begun, or are about to be, and have not ended."""
-        self._left: dict[Answers, int] = {}
+        self._left: dict[ResponseStream, int] = {}
         """Prompts under way, and how many of their answers have not ended."""
         self._deadlines: set[asyncio.Timeout] = set()
         """Of the answers under way."""
@@ -191,7 +191,7 @@ class Service:
         priority: int = 0,
         cache_salt: str | None = None,
         guided_by: str = "structured_outputs",
-    ) -> list[Answers]:
+    ) -> list[ResponseStream]:
         """Begin the answers to prompts; all or none.
 
         A prompt may be a function that makes it, called once there is room for its answers. The
@@ -222,7 +222,7 @@ class Service:
                 "try again in a moment",
                 code="rate_limit_exceeded",
             )
-        begun: list[Answers] = []
+        begun: list[ResponseStream] = []
         self.num_under_way += asked
         try:
             for given in prompts:
@@ -244,7 +244,7 @@ class Service:
         self._left |= dict.fromkeys(begun, params.n)
         return begun
 
-    def give_up(self, begun: Sequence[Answers]) -> None:
+    def give_up(self, begun: Sequence[ResponseStream]) -> None:
         """End what has not ended of answers that were begun; again does nothing."""
         for answers in begun:
             answers.give_up()
@@ -268,7 +268,7 @@ class Service:
         return name
 
     async def choices(
-        self, begun: Sequence[Answers], n: int, *, streamed: bool = True
+        self, begun: Sequence[ResponseStream], n: int, *, streamed: bool = True
     ) -> AsyncGenerator[Choice]:
         """Yield what is new of each answer, as a choice of its own, counted.
 
@@ -306,7 +306,7 @@ class Service:
             for first in range(0, len(clocks), n):
                 self.metrics.longest(max(clocks[first + j].num_tokens for j in range(n)))
 
-    async def gather(self, begun: Sequence[Answers], n: int) -> list[Choice]:
+    async def gather(self, begun: Sequence[ResponseStream], n: int) -> list[Choice]:
         """Return all answers once they have ended."""
         whole = [Choice(index) for index in range(len(begun) * n)]
         async with aclosing(self.choices(begun, n, streamed=False)) as choices:
@@ -333,7 +333,9 @@ def _count(prompt_tokens: int, clocks: Iterable[AnswerClock]) -> None:
         tally.setdefault("first_token_s", round(time.perf_counter() - began_s, 4))
 
 
-async def _merged(begun: Sequence[Answers], n: int) -> AsyncGenerator[tuple[int, CompletionDelta]]:
+async def _merged(
+    begun: Sequence[ResponseStream], n: int
+) -> AsyncGenerator[tuple[int, CompletionDelta]]:
     """Yield the deltas of several prompts as they come, by the number of the choice."""
     if len(begun) == 1:
         async with aclosing(begun[0].deltas()) as deltas:
@@ -342,7 +344,7 @@ async def _merged(begun: Sequence[Answers], n: int) -> AsyncGenerator[tuple[int,
         return
     news: asyncio.Queue[tuple[int, CompletionDelta] | BaseException | None] = asyncio.Queue()
 
-    async def read(place: int, answers: Answers) -> None:
+    async def read(place: int, answers: ResponseStream) -> None:
         try:
             async with aclosing(answers.deltas()) as deltas:
                 async for delta in deltas:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from llmpq.errors import nearest
-from llmpq.runtime.sampling_params import TokenChoice
+from llmpq.runtime.sampling_params import SamplerConfig
 
 Form = Literal["text", "plain", "completion", "chat"]
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
@@ -76,7 +76,7 @@ class BatchRow:
     messages: tuple[Mapping[str, Any], ...] = ()
     """The conversation of a chat row; `prompt` is unused then."""
     max_tokens: int | None = None
-    sampling: TokenChoice = TokenChoice()
+    sampling: SamplerConfig = SamplerConfig()
     stop: tuple[str, ...] = ()
     ignore_eos: bool = False
     error: str | None = None
@@ -295,7 +295,7 @@ def _with_options(
         prompt=prompt,
         messages=messages,
         max_tokens=limit,
-        sampling=TokenChoice(
+        sampling=SamplerConfig(
             temperature=float(_number(given, "temperature", defaults.temperature, float)),
             top_k=int(top_k) if top_k > 0 else None,
             top_p=float(_number(given, "top_p", defaults.top_p, float)),

@@ -11,7 +11,7 @@ from threading import Lock
 from typing import Any
 
 from llmpq.model_spec import ModelSpec
-from llmpq.runtime.guides import Guides
+from llmpq.runtime.guides import GrammarCompiler
 from llmpq.runtime.request import Finished, Request
 from llmpq.runtime.request_output import CompletionOutput, Logprob
 from llmpq.runtime.sampling_params import SamplingParams
@@ -19,7 +19,7 @@ from llmpq.runtime.text.answer_text import TextStream
 from llmpq.runtime.text.rules_of import rules_of
 from llmpq.runtime.text.text_threads import QUICK_LENGTH, TextThreads
 from llmpq.runtime.text.tokenizer import Tokenizer
-from llmpq.runtime.token_rules import Noted, TokenScores
+from llmpq.runtime.token_rules import LogprobOutput, TokenScores
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
 """A text, token ids, or `{"prompt": text}` or `{"prompt_token_ids": ids}`."""
@@ -29,7 +29,7 @@ _KEYS = ("prompt", "prompt_token_ids")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Ask:
+class PreparedPrompt:
     """A prompt on its way: the requests that answer it."""
 
     name: str
@@ -41,7 +41,7 @@ class Ask:
     params: SamplingParams
 
 
-class Prompts:
+class RequestFactory:
     """Reads prompts for one model and writes their answers."""
 
     def __init__(
@@ -52,7 +52,7 @@ class Prompts:
         self.max_len = max_len
         """Tokens of a prompt and its answer that are run: all but the answer's last."""
         self._tokenizer: Future[Tokenizer] = _begun(directory)
-        self._guides = Guides(directory, vocab=spec.vocab, end_ids=spec.eos_token_ids)
+        self._guides = GrammarCompiler(directory, vocab=spec.vocab, end_ids=spec.eos_token_ids)
         self.threads, self.guide_threads = TextThreads(), TextThreads()
         """For texts, and for requests with a guide: a schema may take seconds to compile."""
         self._lock = Lock()
@@ -86,7 +86,9 @@ class Prompts:
         """Return the tokens of a conversation by the model's chat template."""
         return self.tokenizer.encode_chat(messages)
 
-    async def ask_beside(self, prompt: Prompt, params: SamplingParams, **more: Any) -> Ask:
+    async def ask_beside(
+        self, prompt: Prompt, params: SamplingParams, **more: Any
+    ) -> PreparedPrompt:
         """Return what `ask` does; the event loop goes on meanwhile if that takes long."""
         length = _length(prompt)
         if params.structured_outputs is not None or params.bad_words:
@@ -103,7 +105,7 @@ class Prompts:
         stream: bool = False,
         priority: int = 0,
         cache_salt: str | None = None,
-    ) -> Ask:
+    ) -> PreparedPrompt:
         """Return the requests of a prompt; `ValueError` if they can never run.
 
         A prompt that is only scored generates one token all the same, which is not returned: in the
@@ -140,9 +142,11 @@ class Prompts:
             replace(first, id=number + j, sampling=params.choice(seed + j)) for j in range(params.n)
         )
         shown = str(requests[0].id) if name is None else name
-        return Ask(name=shown, prompt=text, tokens=tokens, requests=requests, params=params)
+        return PreparedPrompt(
+            name=shown, prompt=text, tokens=tokens, requests=requests, params=params
+        )
 
-    def stream_of(self, ask: Ask) -> TextStream:
+    def stream_of(self, ask: PreparedPrompt) -> TextStream:
         """Return what an answer's text is made with, whole or while its tokens come."""
         request = ask.requests[0]
         return TextStream(
@@ -155,7 +159,9 @@ class Prompts:
             skip_special=ask.params.skip_special_tokens,
         )
 
-    def output(self, ask: Ask, index: int, finished: Finished, noted: Noted) -> CompletionOutput:
+    def output(
+        self, ask: PreparedPrompt, index: int, finished: Finished, noted: LogprobOutput
+    ) -> CompletionOutput:
         """Return one answer as users get it."""
         scored_only = ask.params.max_tokens == 0
         tokens = [] if scored_only else finished.tokens
@@ -175,11 +181,13 @@ class Prompts:
             stop_reason=self.stop_reason(ask, finished, text),
         )
 
-    def finish_reason(self, ask: Ask, finished: Finished) -> str:
+    def finish_reason(self, ask: PreparedPrompt, finished: Finished) -> str:
         """Return why an answer ended; one of no tokens is as long as it was to be."""
         return "length" if ask.params.max_tokens == 0 else finished.finish_reason
 
-    def stop_reason(self, ask: Ask, finished: Finished, text: TextStream) -> int | str | None:
+    def stop_reason(
+        self, ask: PreparedPrompt, finished: Finished, text: TextStream
+    ) -> int | str | None:
         """Return the stop token or text that ended an answer, or what failed; else None."""
         if finished.failure is not None:
             return finished.failure

@@ -8,7 +8,7 @@ from llmpq.model_spec import ModelSpec
 from llmpq.runtime.sampling_params import SamplingParams
 from llmpq.runtime.text.thinking import thinking_marks
 from llmpq.runtime.text.tokenizer import Tokenizer
-from llmpq.runtime.token_rules import ThinkingBudget, TokenRules
+from llmpq.runtime.token_rules import LogitsConstraints, ThinkingBudget
 
 
 def rules_of(
@@ -17,7 +17,7 @@ def rules_of(
     stop_ids: frozenset[int],
     spec: ModelSpec,
     tokenizer: Callable[[], Tokenizer],
-) -> TokenRules | None:
+) -> LogitsConstraints | None:
     """Return a request's rules, None where it has none; `ValueError` for tokens that are not."""
     bias = dict(params.logit_bias or {})
     allowed = tuple(sorted({*(params.allowed_token_ids or ())}))
@@ -29,7 +29,7 @@ def rules_of(
             )
     guided = params.structured_outputs
     told = params.repetition_penalty != 1.0 or params.prompt_logprobs is not None
-    rules = TokenRules(
+    rules = LogitsConstraints(
         repetition_penalty=float(params.repetition_penalty),
         frequency_penalty=float(params.frequency_penalty),
         presence_penalty=float(params.presence_penalty),
@@ -46,7 +46,7 @@ def rules_of(
         prompt_logprobs=params.prompt_logprobs,
         prompt=prompt if told else (),
     )
-    return None if rules == TokenRules() else rules
+    return None if rules == LogitsConstraints() else rules
 
 
 def _thinking_budget(

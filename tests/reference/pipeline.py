@@ -19,13 +19,13 @@ from llmpq.precision import Precision, WeightScheme
 from llmpq.runtime.backends.backend import backend_of
 from llmpq.runtime.cache.kv_cache import KVCache
 from llmpq.runtime.cache.plain_kv import PlainKVCache
-from llmpq.runtime.models.sampling import TokenChoice, sample
+from llmpq.runtime.models.sampling import SamplerConfig, sample
 from llmpq.runtime.models.stage_model import StageModel
 from llmpq.runtime.step import Step
 from llmpq.runtime.weights.quantized_checkpoint import open_checkpoint
 from llmpq.runtime.weights.sources import TensorSource
 
-GREEDY = TokenChoice()
+GREEDY = SamplerConfig()
 _POSITIONS_AT_ONCE = 256
 """Positions whose logits are made together: a few float copies of them live at once."""
 
@@ -138,7 +138,7 @@ class ReferencePipeline:
         prompts: Sequence[Sequence[int]],
         *,
         max_new: int,
-        params: Sequence[TokenChoice] | None = None,
+        params: Sequence[SamplerConfig] | None = None,
     ) -> list[list[int]]:
         """Return the new tokens of every prompt; an end-of-text token ends nothing."""
         lengths = [len(prompt) for prompt in prompts]

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from llmpq.runtime import entrance
-from llmpq.runtime.entrance import LoopEntrance, LoopInbox, NewsQueue
-from llmpq.runtime.launch.engine_thread import RequestNews
+from llmpq.runtime.entrance import AsyncSubmitter, NewsQueue, OutputQueue
+from llmpq.runtime.launch.engine_thread import RequestOutputDelta
 from llmpq.runtime.request import Finished, Request
 
 pytestmark = pytest.mark.cpu
@@ -65,8 +65,8 @@ def by_hand(monkeypatch) -> ByHand:
     return made
 
 
-def inbox_of(loop: Any) -> LoopInbox:
-    return LoopInbox(loop)
+def inbox_of(loop: Any) -> OutputQueue:
+    return OutputQueue(loop)
 
 
 def told(queue: NewsQueue) -> list[list[Any]]:
@@ -78,13 +78,13 @@ def told(queue: NewsQueue) -> list[list[Any]]:
     return batches
 
 
-def token(number: int, value: int) -> RequestNews:
-    return RequestNews(id=number, tokens=[value])
+def token(number: int, value: int) -> RequestOutputDelta:
+    return RequestOutputDelta(id=number, tokens=[value])
 
 
-def end(number: int) -> RequestNews:
+def end(number: int) -> RequestOutputDelta:
     finished = Finished(id=number, tokens=[], finish_reason="stop", first_token_s=0.0, total_s=0.0)
-    return RequestNews(id=number, finished=finished)
+    return RequestOutputDelta(id=number, finished=finished)
 
 
 def test_a_loop_with_time_is_told_at_once(by_hand):
@@ -154,7 +154,7 @@ def test_threads_that_tell_a_busy_loop_lose_nothing():
             inbox.put(queue, end(number))
 
         async def read(queue: NewsQueue) -> list[int]:
-            got: list[RequestNews] = []
+            got: list[RequestOutputDelta] = []
             while not got or got[-1].finished is None:
                 got += await queue.get()
                 busy_until_s = time.thread_time() + 0.0002
@@ -199,7 +199,7 @@ def entering(engine: Doorkeeper, work: Callable[[Callable[[int], Any]], Any]) ->
     """Run what submits requests by number, in a loop of its own."""
 
     async def run() -> Any:
-        door = LoopEntrance(asyncio.get_running_loop(), engine)  # type: ignore[arg-type]
+        door = AsyncSubmitter(asyncio.get_running_loop(), engine)  # type: ignore[arg-type]
         async with asyncio.timeout(30):
             return await work(lambda number: door.submit([request(number)], print))
 

@@ -10,7 +10,7 @@ import jsonschema
 import pytest
 
 from llmpq import LLM, SamplingParams, StructuredOutputsParams
-from llmpq.runtime.guides import Guides
+from llmpq.runtime.guides import GrammarCompiler
 from llmpq.runtime.models.ruled_sampling import unpacked
 from llmpq.runtime.token_rules import Guide
 
@@ -187,7 +187,7 @@ def test_guides_that_cannot_be_followed_are_refused(llm, guide, said):
 
 
 def test_an_automaton_follows_an_answer_that_was_computed_anew(demo_model):
-    guides = Guides(demo_model, vocab=4100, end_ids=[0])
+    guides = GrammarCompiler(demo_model, vocab=4100, end_ids=[0])
     automaton = guides.compile(Guide(kind="choice", text='["yes", "no"]'))
 
     def allowed(tokens):
@@ -204,7 +204,7 @@ def test_an_automaton_follows_an_answer_that_was_computed_anew(demo_model):
 
 
 def test_requests_of_one_guide_begin_alike_and_go_their_own_ways(demo_model):
-    guides = Guides(demo_model, vocab=4096, end_ids=[0])
+    guides = GrammarCompiler(demo_model, vocab=4096, end_ids=[0])
     guide = Guide(kind="choice", text=json.dumps(["ab", "xy"]))
     one, two = guides.compile(guide), guides.compile(guide)
 
@@ -222,7 +222,7 @@ def test_requests_of_one_guide_begin_alike_and_go_their_own_ways(demo_model):
 
 def test_only_the_newest_guides_are_kept(demo_model, monkeypatch):
     monkeypatch.setattr("llmpq.runtime.guides._KEPT", 2)
-    guides = Guides(demo_model, vocab=4096, end_ids=[0])
+    guides = GrammarCompiler(demo_model, vocab=4096, end_ids=[0])
     for text in ("a", "b", "a", "c", "d"):
         guides.check(Guide(kind="regex", text=text))
         guides.compile(Guide(kind="regex", text=text))

@@ -29,7 +29,7 @@ from llmpq.runtime.cache.gpu_paged_kv_base import GpuPagedKVBase
 from llmpq.runtime.models.stage_model import StageModel
 from llmpq.runtime.pending import Pending, on_its_way
 from llmpq.runtime.request import PagedRow, StepKind
-from llmpq.runtime.sampling_params import TokenChoice
+from llmpq.runtime.sampling_params import SamplerConfig
 from llmpq.runtime.step_message import StepMessage
 from llmpq.runtime.trace import KindTotals
 from llmpq.runtime.upload import upload
@@ -339,7 +339,7 @@ class CudaStageRunner(StageRunner):
             starts=[0] * count,
             num_new=counts,
             sample_steps=[0] * count,
-            sampling=[TokenChoice()] * count,
+            sampling=[SamplerConfig()] * count,
             tokens=[[0] * own for own in counts],
             paged=[PagedRow(slot=0, new_blocks=blocks, drafts=tuple(drafts))] * count,
         )

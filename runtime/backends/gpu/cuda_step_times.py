@@ -17,7 +17,7 @@ import torch
 from llmpq.runtime.backends.gpu.cuda_graphs import DecodeGraphs
 from llmpq.runtime.backends.gpu.cuda_speculate import CudaSpeculation
 from llmpq.runtime.request import PagedRow, StepKind
-from llmpq.runtime.sampling_params import TokenChoice
+from llmpq.runtime.sampling_params import SamplerConfig
 from llmpq.runtime.step_message import StepMessage
 from llmpq.sizes.kv_format import BLOCK_TOKENS, HOLDBACK_TOKENS
 from llmpq.speculation import MAX_GAMMA, Line, MeasuredTimes
@@ -124,6 +124,6 @@ def step_message(rows: int, context: int, q_len: int) -> StepMessage:
         starts=[context] * rows,
         num_new=[q_len] * rows,
         sample_steps=[1] * rows,
-        sampling=[TokenChoice()] * rows,
+        sampling=[SamplerConfig()] * rows,
         tokens=[[1] * q_len] * rows,
     )

@@ -9,8 +9,8 @@ from llmpq.errors import unknown_name
 from llmpq.plan import Plan
 from llmpq.runtime.engine.slot_limits import SlotLimits
 from llmpq.runtime.request import Request
-from llmpq.runtime.sampling_params import TokenChoice
-from llmpq.runtime.token_rules import TokenRules
+from llmpq.runtime.sampling_params import SamplerConfig
+from llmpq.runtime.token_rules import LogitsConstraints
 from llmpq.speculation import SpeculationMode
 
 LinkChoice = Literal["auto", "peer", "nccl", "gloo"]
@@ -109,8 +109,8 @@ def read_request(fields: dict[str, Any]) -> Request:
         max_new=fields["max_new"],
         stop_ids=frozenset(fields["stop_ids"]),
         stop_texts=tuple(fields["stop_texts"]),
-        sampling=TokenChoice(**fields["sampling"]),
-        rules=None if fields["rules"] is None else TokenRules.from_data(fields["rules"]),
+        sampling=SamplerConfig(**fields["sampling"]),
+        rules=None if fields["rules"] is None else LogitsConstraints.from_data(fields["rules"]),
         min_new=fields["min_new"],
         priority=fields["priority"],
         cache_salt=fields["cache_salt"],

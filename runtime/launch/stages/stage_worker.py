@@ -32,7 +32,7 @@ from llmpq.runtime.engine.pool_limits import max_ahead
 from llmpq.runtime.engine.scheduler import Scheduler
 from llmpq.runtime.engine.slot_scheduler import SlotScheduler
 from llmpq.runtime.engine.stage_loop import FirstStage, run_following_stage
-from llmpq.runtime.guides import Guides
+from llmpq.runtime.guides import GrammarCompiler
 from llmpq.runtime.launch.nodes.rendezvous import Rendezvous
 from llmpq.runtime.launch.on_ray.ray_watch import Heartbeat
 from llmpq.runtime.launch.plans.pool_plan import PoolPlan
@@ -63,7 +63,7 @@ from llmpq.runtime.links.transport import (
 )
 from llmpq.runtime.models.stage_model import DTYPES
 from llmpq.runtime.text.stop_texts import StopTexts
-from llmpq.runtime.token_rules import TokenRules
+from llmpq.runtime.token_rules import LogitsConstraints
 from llmpq.runtime.trace import Recorder
 from llmpq.runtime.weights.dummy import CopiedLayers
 from llmpq.runtime.weights.layer_cache import KeptLayers
@@ -113,11 +113,11 @@ class StageWorker:
         self._drafter = make_drafter(self._plan, self._settings) if index == 0 else None
 
     @cached_property
-    def _guides(self) -> Guides:
+    def _guides(self) -> GrammarCompiler:
         spec = ModelSpec.from_directory(self._settings.model_dir)
         told = self._settings.end_ids
         ends = spec.eos_token_ids if told is None else tuple(told)
-        return Guides(self._settings.model_dir, vocab=spec.vocab, end_ids=ends)
+        return GrammarCompiler(self._settings.model_dir, vocab=spec.vocab, end_ids=ends)
 
     @property
     def _stage(self) -> StagePlan:
@@ -237,7 +237,7 @@ class StageWorker:
         """Learn what requests ask of their tokens, before they begin (last stage only)."""
         assert self._compute is not None
         for number, data in json.loads(requests_json):
-            rules = TokenRules.from_data(data)
+            rules = LogitsConstraints.from_data(data)
             automaton = None if rules.guide is None else self._guides.compile(rules.guide)
             self._compute.sampler.take_rules(number, rules, automaton)
 

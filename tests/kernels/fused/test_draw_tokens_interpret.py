@@ -5,7 +5,7 @@ import torch
 from triton import knobs
 
 from llmpq.kernels.fused.draw_tokens import KEY_BITS, sample_rows, sample_rows_reference
-from llmpq.runtime.models.sampling import TokenChoice, sample, told_rows
+from llmpq.runtime.models.sampling import SamplerConfig, sample, told_rows
 
 pytestmark = [
     pytest.mark.interpret,
@@ -25,15 +25,15 @@ WAYS = [
 ]
 
 
-def rows(dtype: torch.dtype, columns: int) -> tuple[torch.Tensor, list[TokenChoice], list[int]]:
+def rows(dtype: torch.dtype, columns: int) -> tuple[torch.Tensor, list[SamplerConfig], list[int]]:
     """Return two rows of logits for every way of sampling."""
-    params = [TokenChoice(**way, seed=seed) for way in WAYS for seed in range(2)]
+    params = [SamplerConfig(**way, seed=seed) for way in WAYS for seed in range(2)]
     generator = torch.Generator().manual_seed(columns)
     logits = torch.randn(len(params), columns, generator=generator) * 3
     return logits.to(dtype), params, list(range(len(params)))
 
 
-def told(params: list[TokenChoice], steps: list[int], columns: int) -> torch.Tensor:
+def told(params: list[SamplerConfig], steps: list[int], columns: int) -> torch.Tensor:
     return torch.tensor(told_rows(params, steps, vocab=columns), dtype=torch.float64)
 
 
@@ -76,7 +76,7 @@ def test_columns_that_nothing_may_pick_are_never_picked():
 def test_a_row_with_nan_draws_one_of_its_columns():
     logits = torch.randn(4, 50, generator=torch.Generator().manual_seed(7))
     logits[0, 3] = logits[1] = float("nan")
-    params = [TokenChoice(temperature=1.0, top_p=0.9), TokenChoice(temperature=1.0, top_k=5)]
+    params = [SamplerConfig(temperature=1.0, top_p=0.9), SamplerConfig(temperature=1.0, top_k=5)]
     how = told(params * 2, [0] * 4, 50)
     got = sample_rows(logits, how, block=64)
     assert ((got >= 0) & (got < 50)).all()
@@ -99,7 +99,7 @@ def test_a_share_that_float32_rounds_to_nothing_is_the_likeliest_token():
 
 def test_infinite_logits_are_the_likeliest():
     logits = torch.tensor([[0.0, 1.0, float("inf")]]).expand(3, 3)
-    params = [TokenChoice(), TokenChoice(temperature=0.8), TokenChoice(temperature=1.0)]
+    params = [SamplerConfig(), SamplerConfig(temperature=0.8), SamplerConfig(temperature=1.0)]
     got = sample_rows(logits, told(params, [0] * 3, 3), block=64)
     assert got.tolist() == [2, 2, 2] and torch.equal(got[:1], sample(logits[:1], params[:1], [0]))
 

@@ -22,7 +22,7 @@ from llmpq.profiler.timing.stopwatch import summarise
 from llmpq.profiler.timing.timed_layers import TimedModel, pool_of, step_message
 from llmpq.runtime.backends.stage_runner import StageRunner
 from llmpq.runtime.pending import Pending
-from llmpq.runtime.sampling_params import TokenChoice
+from llmpq.runtime.sampling_params import SamplerConfig
 from llmpq.sizes.step_padding import gpu_padded
 
 pytestmark = pytest.mark.cpu
@@ -173,7 +173,7 @@ def test_steps_are_those_of_the_engine() -> None:
         target = Target(device_kind="c", part="layer", phase=phase, dtype="float32")
         case = TimedCase(target=target, **sizes)
         size = pool_of(ModelSpec.by_name("opt-30b"), case)
-        message = step_message(case, size, TokenChoice())
+        message = step_message(case, size, SamplerConfig())
         blocks = [block for row in message.paged for block in row.new_blocks]
         assert sorted(blocks) == list(range(size.num_blocks))
         assert all(len(row.drafts) == sizes.get("q_len", 1) - 1 for row in message.paged)

@@ -34,10 +34,10 @@ from llmpq.runtime.engine.scheduler import Scheduler
 from llmpq.runtime.engine.stage_loop import FirstStage
 from llmpq.runtime.models import layer_tensors as parts
 from llmpq.runtime.models.layers import DecoderLayer, PlainLayers
-from llmpq.runtime.models.sampling import TokenChoice
+from llmpq.runtime.models.sampling import SamplerConfig
 from llmpq.runtime.paged_step import PagedStep
 from llmpq.runtime.request import PagedRow, Request
-from llmpq.runtime.token_rules import Guide, TokenRules
+from llmpq.runtime.token_rules import Guide, LogitsConstraints
 from llmpq.runtime.trace import Recorder
 from llmpq.runtime.weights.sources import CheckpointSource
 from llmpq.sizes.kv_format import RING_TOKENS, TAIL_TOKENS
@@ -454,8 +454,8 @@ def test_sampled_ruled_and_stopping_requests_beside_greedy_ones(
 ):
     monkeypatch.setattr(cuda_graphs, "KEPT_ROWS", kept_rows)
     model, prompts = tiny_models.directory("llama"), random_prompts(8, 12, 6, 9)
-    sampled = TokenChoice(temperature=0.8, top_p=0.9, seed=3)
-    params = [TokenChoice(), sampled, TokenChoice(), TokenChoice()]
+    sampled = SamplerConfig(temperature=0.8, top_p=0.9, seed=3)
+    params = [SamplerConfig(), sampled, SamplerConfig(), SamplerConfig()]
     want = ReferencePipeline.from_directory(model).generate(prompts, max_new=NEW, params=params)
     stop = frozenset(want[2][1:2])
     assert want[2][0] not in stop
@@ -471,7 +471,7 @@ def test_sampled_ruled_and_stopping_requests_beside_greedy_ones(
         for i, prompt in enumerate(prompts)
     ]
     banned = want[3][0]
-    rules = TokenRules(
+    rules = LogitsConstraints(
         prompt=tuple(prompts[3]), logit_bias={banned: -100.0}, logprobs=1, prompt_logprobs=0
     )
     requests[3].rules = rules
@@ -518,10 +518,10 @@ def test_guided_rows_beside_others_while_steps_run_ahead(
     guides = {number: Following(number + 7) for number in (0, 2, 3, 4)}
     for number, one in guides.items():
         biased = {9: 2.0} if number == 3 else {}
-        rules = TokenRules(prompt=tuple(prompts[number]), guide=guide, logit_bias=biased)
+        rules = LogitsConstraints(prompt=tuple(prompts[number]), guide=guide, logit_bias=biased)
         requests[number].rules = rules
         compute.sampler.take_rules(number, rules, one)
-    requests[2].sampling = TokenChoice(temperature=1.0, seed=5)
+    requests[2].sampling = SamplerConfig(temperature=1.0, seed=5)
     first = guides[4].may_follow([], vocab)
     requests[4].stop_ids = frozenset(first)
     appended = Scheduler._end
@@ -557,9 +557,9 @@ def test_drafts_found_in_the_text_change_no_token(
         paged(one, first=first) for one, first in zip(stages.computes, firsts, strict=True)
     ]
     requests = asked(prompts, new)
-    requests[3].sampling = TokenChoice(temperature=0.8, seed=3)
+    requests[3].sampling = SamplerConfig(temperature=0.8, seed=3)
     requests[2].may_draft = False
-    rules = TokenRules(prompt=tuple(prompts[2]), logprobs=1, prompt_logprobs=0)
+    rules = LogitsConstraints(prompt=tuple(prompts[2]), logprobs=1, prompt_logprobs=0)
     requests[2].rules = rules
     stages.computes[-1].sampler.take_rules(2, rules)
     drafter = FixedDrafter("ngram", 3)
@@ -603,7 +603,7 @@ def test_drafts_by_the_model_change_no_token(
     def run(drafter):
         requests = asked(prompts, new)
         requests[1].may_draft = False
-        requests[2].sampling = TokenChoice(temperature=0.8, seed=3)
+        requests[2].sampling = SamplerConfig(temperature=0.8, seed=3)
         tokens = stages.run(Scheduler(own, drafter=drafter), requests).tokens
         assert requests[3].num_prefix_hits == 128
         return [tokens[i] for i in range(4)]

@@ -18,7 +18,7 @@ from llmpq.runtime.engine.slot_scheduler import SlotScheduler
 from llmpq.runtime.engine.stage_loop import FirstStage
 from llmpq.runtime.models import layer_tensors as parts
 from llmpq.runtime.models.layers import DecoderLayer
-from llmpq.runtime.models.sampling import TokenChoice
+from llmpq.runtime.models.sampling import SamplerConfig
 from llmpq.runtime.request import Request
 from llmpq.runtime.step import Step
 from llmpq.runtime.trace import Recorder
@@ -122,8 +122,8 @@ def test_sampled_and_stopping_requests_beside_greedy_ones(
     monkeypatch.setattr(cuda_graphs, "KEPT_ROWS", kept_rows)
     model, prompts = tiny_models.directory("llama"), random_prompts(8, 8, 6, seed=2)
     plan = make_plan(model, batch=3, decode_microbatch=3, prefill_microbatch=3)
-    sampled = TokenChoice(temperature=0.8, top_p=0.9, seed=3)
-    params = [TokenChoice(), sampled, TokenChoice()]
+    sampled = SamplerConfig(temperature=0.8, top_p=0.9, seed=3)
+    params = [SamplerConfig(), sampled, SamplerConfig()]
     pipeline = ReferencePipeline.from_directory(model)
     want = pipeline.generate(prompts, max_new=NEW, params=params)
     stop = frozenset(want[2][1:2])

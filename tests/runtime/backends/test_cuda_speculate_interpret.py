@@ -29,7 +29,7 @@ from llmpq.runtime.engine.stage_loop import FirstStage, result_tokens
 from llmpq.runtime.launch.stages.stage_settings import limits_of
 from llmpq.runtime.models import layer_tensors
 from llmpq.runtime.models.layers import DecoderLayer, PlainLayers
-from llmpq.runtime.models.sampling import TokenChoice
+from llmpq.runtime.models.sampling import SamplerConfig
 from llmpq.runtime.pending import arrived
 from llmpq.runtime.request import Request, StepKind
 from llmpq.runtime.step import Step
@@ -224,8 +224,8 @@ def test_sampled_and_stopping_requests_beside_greedy_ones(
 ):
     model, prompts = tiny_models.directory("llama"), random_prompts(8, 8, 6, seed=2)
     plan = make_plan(model, batch=3, decode_microbatch=3, prefill_microbatch=3)
-    sampled = TokenChoice(temperature=0.8, top_p=0.9, seed=3)
-    params = [TokenChoice(), sampled, TokenChoice()]
+    sampled = SamplerConfig(temperature=0.8, top_p=0.9, seed=3)
+    params = [SamplerConfig(), sampled, SamplerConfig()]
     want = ReferencePipeline.from_directory(model).generate(prompts, max_new=NEW, params=params)
     stop = frozenset(want[2][1:2])
     assert want[2][0] not in stop

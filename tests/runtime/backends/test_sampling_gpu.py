@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from llmpq.runtime.models.sampling import TokenChoice, sample, told_rows
+from llmpq.runtime.models.sampling import SamplerConfig, sample, told_rows
 
 pytestmark = [
     pytest.mark.gpu,
@@ -33,7 +33,7 @@ def allowed(logits_V: torch.Tensor, temperature: float, k: float, p: float) -> t
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("vocab", [4096, 128_256])
 def test_tokens_are_those_of_their_numbers(dtype, vocab):
-    params = [TokenChoice(**way, seed=seed) for way in WAYS for seed in range(6)]
+    params = [SamplerConfig(**way, seed=seed) for way in WAYS for seed in range(6)]
     steps = list(range(len(params)))
     logits = (torch.randn(len(params), vocab, device="cuda") * 3).to(dtype)
     got = sample(logits, params, steps).tolist()
@@ -47,7 +47,7 @@ def test_tokens_are_those_of_their_numbers(dtype, vocab):
 
 
 def test_the_host_does_not_wait():
-    params = [TokenChoice(temperature=1.0, top_p=0.9, top_k=50), TokenChoice(temperature=2.0)]
+    params = [SamplerConfig(temperature=1.0, top_p=0.9, top_k=50), SamplerConfig(temperature=2.0)]
     logits = torch.randn(2, 5000, device="cuda", dtype=torch.bfloat16)
     want = sample(logits, params, [3, 4])
     torch.cuda.set_sync_debug_mode("error")

@@ -19,7 +19,7 @@ from llmpq.runtime.engine.pool_limits import PoolLimits
 from llmpq.runtime.engine.scheduler import Scheduler
 from llmpq.runtime.models.sampling import probabilities
 from llmpq.runtime.request import PagedRow, Request, StepKind
-from llmpq.runtime.sampling_params import TokenChoice
+from llmpq.runtime.sampling_params import SamplerConfig
 from llmpq.runtime.step_message import StepMessage
 from llmpq.runtime.weights.sources import CheckpointSource
 from llmpq.sizes.kv_format import packed_end
@@ -162,7 +162,7 @@ class ShortLived(FixedDrafter):
 
 
 @pytest.mark.thin
-@pytest.mark.parametrize("more", [{}, {"sampling": TokenChoice(temperature=0.8, seed=3)}])
+@pytest.mark.parametrize("more", [{}, {"sampling": SamplerConfig(temperature=0.8, seed=3)}])
 @pytest.mark.parametrize("mode", ["w4kv4", "ngram"])
 def test_drafts_end_for_good_and_tokens_go_on(demo_model, make_plan, texts, mode, more):
     """Requests that were drafted for, and others that joined later, in an engine of its own."""
@@ -196,7 +196,7 @@ def test_an_end_of_text_inside_a_draft_ends_the_request(engines, texts, mode):
 
 
 def test_sampled_tokens_do_not_depend_on_the_number_of_stages(engines, texts):
-    params = TokenChoice(temperature=0.8, top_p=0.95, seed=5)
+    params = SamplerConfig(temperature=0.8, top_p=0.95, seed=5)
     runs = [
         serve(
             engines("w16a16", splits, "w4kv4", batch=5, decode_microbatch=5),
@@ -264,7 +264,7 @@ def test_any_sequence_of_drafts_and_verifies_leaves_the_plain_cache(engines, tex
             starts=[start],
             num_new=[len(tokens)],
             sample_steps=[0],
-            sampling=[TokenChoice()],
+            sampling=[SamplerConfig()],
             tokens=[tokens],
             paged=[row],
         )
@@ -296,7 +296,7 @@ def _verified_tokens(accept, q_logits, p_logits, gamma: int) -> torch.Tensor:
     """Return how often each first token came out over many seeds."""
     counts = torch.zeros(VOCAB)
     for seed in range(DRAWS):
-        params = [TokenChoice(temperature=1.0, seed=seed)]
+        params = [SamplerConfig(temperature=1.0, seed=seed)]
         drafts, probs = [], []
         for place in range(gamma):
             token, kept = acceptance.draft_tokens(q_logits[None], params, [place])
@@ -317,7 +317,7 @@ def chi_square(counts: torch.Tensor, p: torch.Tensor) -> float:
 def test_sampling_follows_the_verifiers_distribution(gamma):
     generator = torch.Generator().manual_seed(1)
     q_logits, p_logits = torch.randn(2, VOCAB, generator=generator)
-    p = probabilities(p_logits[None], [TokenChoice(temperature=1.0)])[0]
+    p = probabilities(p_logits[None], [SamplerConfig(temperature=1.0)])[0]
     critical = 20.5  # chi-square, 5 degrees of freedom, p = 0.001
     assert chi_square(_verified_tokens(acceptance.accept, q_logits, p_logits, gamma), p) < critical
 
@@ -325,7 +325,7 @@ def test_sampling_follows_the_verifiers_distribution(gamma):
 def test_an_acceptance_bug_fails_the_distribution_test(monkeypatch):
     generator = torch.Generator().manual_seed(1)
     q_logits, p_logits = torch.randn(2, VOCAB, generator=generator)
-    p = probabilities(p_logits[None], [TokenChoice(temperature=1.0)])[0]
+    p = probabilities(p_logits[None], [SamplerConfig(temperature=1.0)])[0]
     # The bug: a refused draft is replaced by a draw from p instead of max(p - q, 0).
     monkeypatch.setattr(acceptance, "leftover", lambda p_RV, q_RV: p_RV)
     assert chi_square(_verified_tokens(acceptance.accept, q_logits, p_logits, 1), p) > 40
@@ -334,10 +334,10 @@ def test_an_acceptance_bug_fails_the_distribution_test(monkeypatch):
 def test_certain_drafts_are_verified_like_drawn_ones():
     """N-gram drafts: kept with probability p(x), replaced from p without x."""
     p_logits = torch.tensor([0.0, 1.0, 2.0, -1.0, 0.5, 0.3])
-    p = probabilities(p_logits[None], [TokenChoice(temperature=1.0)])[0]
+    p = probabilities(p_logits[None], [SamplerConfig(temperature=1.0)])[0]
     counts = torch.zeros(VOCAB)
     for seed in range(DRAWS):
-        params = [TokenChoice(temperature=1.0, seed=seed)]
+        params = [SamplerConfig(temperature=1.0, seed=seed)]
         logits = p_logits.expand(1, 2, VOCAB)
         counts[acceptance.accept(logits, [[2]], [None], params, [0])[0][0]] += 1
     assert chi_square(counts, p) < 20.5
@@ -353,7 +353,7 @@ def test_rows_are_decided_as_each_would_be_alone():
         None if n % 3 == 0 else [torch.full((VOCAB,), 1 / VOCAB) for _ in drafts[n]]
         for n in range(24)
     ]
-    params = [TokenChoice(temperature=0.0 if n % 5 == 4 else 0.9, seed=n) for n in range(24)]
+    params = [SamplerConfig(temperature=0.0 if n % 5 == 4 else 0.9, seed=n) for n in range(24)]
     steps = list(range(24))
     together = acceptance.accept(logits, drafts, probs, params, steps)
     alone = [
@@ -366,7 +366,7 @@ def test_rows_are_decided_as_each_would_be_alone():
 
 def test_greedy_acceptance_keeps_the_longest_agreeing_prefix():
     logits = torch.nn.functional.one_hot(torch.tensor([[3, 1, 4, 1, 5]]), 9).float()
-    greedy = [TokenChoice()]
+    greedy = [SamplerConfig()]
     for drafts, tokens in (
         ([3, 1, 4, 1], [3, 1, 4, 1, 5]),
         ([3, 1, 5, 1], [3, 1, 4]),

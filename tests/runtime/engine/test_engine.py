@@ -16,7 +16,7 @@ from llmpq.runtime.engine.scheduler import Scheduler
 from llmpq.runtime.launch.stages.stage_settings import read_request, write_request
 from llmpq.runtime.links.message import pack_header, unpack_header
 from llmpq.runtime.request import MicroBatch, Request, StepKind
-from llmpq.runtime.sampling_params import TokenChoice
+from llmpq.runtime.sampling_params import SamplerConfig
 from llmpq.runtime.step_message import StepMessage, describe
 from llmpq.runtime.weights.sources import CheckpointSource
 from llmpq.sizes.pool_size import PoolSize
@@ -83,7 +83,7 @@ def test_headers_carry_every_field():
             num_new=[rng.randrange(1, 5) for _ in range(rows)],
             sample_steps=[rng.randrange(512) for _ in range(rows)],
             sampling=[
-                TokenChoice(
+                SamplerConfig(
                     temperature=0.7 * i, top_k=i or None, top_p=0.95, min_p=0.01 * i, seed=2**62 + i
                 )
                 for i in range(rows)
@@ -107,7 +107,7 @@ def test_requests_survive_the_way_to_the_first_stage():
         max_new=9,
         stop_ids=frozenset({2, 5}),
         stop_texts=("\n\n",),
-        sampling=TokenChoice(temperature=0.5, top_k=4, top_p=0.9, seed=11),
+        sampling=SamplerConfig(temperature=0.5, top_k=4, top_p=0.9, seed=11),
     )
     copy = read_request(write_request(request))
     assert write_request(copy) == write_request(request)

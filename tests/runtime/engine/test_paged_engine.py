@@ -22,7 +22,7 @@ from llmpq.runtime.launch.plans.pool_plan import PoolPlan
 from llmpq.runtime.launch.stages.stage_settings import StageSettings, read_request, write_request
 from llmpq.runtime.links.message import pack_paging, unpack_paging
 from llmpq.runtime.request import Finished, PagedRow, Request, StepKind
-from llmpq.runtime.sampling_params import TokenChoice
+from llmpq.runtime.sampling_params import SamplerConfig
 from llmpq.runtime.step import Step
 from llmpq.runtime.step_message import StepMessage
 from llmpq.runtime.weights.sources import CheckpointSource
@@ -181,7 +181,7 @@ def test_sampled_tokens_do_not_depend_on_the_schedule(tiny_models, random_prompt
     def requests() -> list[Request]:
         found = asked(prompts, 10)
         for request in found:
-            request.sampling = TokenChoice(temperature=1.5, top_k=50, top_p=0.9, seed=request.id)
+            request.sampling = SamplerConfig(temperature=1.5, top_k=50, top_p=0.9, seed=request.id)
         return found
 
     whole = Bench(make_plan, model).serve(requests(), step_tokens=512)
@@ -271,7 +271,7 @@ def test_priorities_survive_the_way_to_the_first_stage():
     assert read_request(write_request(request)).priority == -3
 
 
-@pytest.mark.parametrize("sampling", [TokenChoice(), TokenChoice(temperature=0.7, seed=3)])
+@pytest.mark.parametrize("sampling", [SamplerConfig(), SamplerConfig(temperature=0.7, seed=3)])
 def test_ngram_drafts_change_no_greedy_token_and_run_over_stages(demo_model, make_plan, sampling):
     """Text repeats itself: drafts are found, and some are kept."""
     text = [40 + n % 7 for n in range(150)]

@@ -5,14 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 
-from llmpq.runtime.models.sampling import TokenChoice, draw, probabilities, sample, uniform
+from llmpq.runtime.models.sampling import SamplerConfig, draw, probabilities, sample, uniform
 from reference.pipeline import ReferencePipeline
 
 pytestmark = pytest.mark.cpu
 LOGITS = torch.tensor([2.0, 1.0, 0.5, 0.0, -1.0, -3.0])
 
 
-def histogram(params: TokenChoice, draws: int = 4000, shift: float = 0.0) -> torch.Tensor:
+def histogram(params: SamplerConfig, draws: int = 4000, shift: float = 0.0) -> torch.Tensor:
     """Return how often each token is drawn over the steps of one request."""
     many = [params] * draws
     tokens = sample((LOGITS + shift).expand(draws, -1), many, range(draws))
@@ -27,10 +27,10 @@ def chi_square(got: torch.Tensor, expected: torch.Tensor, draws: int = 4000) -> 
 @pytest.mark.parametrize(
     "params",
     [
-        TokenChoice(temperature=1.0, seed=1),
-        TokenChoice(temperature=0.7, top_k=3, seed=2),
-        TokenChoice(temperature=1.3, top_p=0.8, seed=3),
-        TokenChoice(temperature=1.0, top_k=4, top_p=0.9, seed=4),
+        SamplerConfig(temperature=1.0, seed=1),
+        SamplerConfig(temperature=0.7, top_k=3, seed=2),
+        SamplerConfig(temperature=1.3, top_p=0.8, seed=3),
+        SamplerConfig(temperature=1.0, top_k=4, top_p=0.9, seed=4),
     ],
 )
 def test_draws_follow_the_stated_distribution(params):
@@ -49,15 +49,15 @@ def test_draws_follow_the_stated_distribution(params):
 
 
 def test_greedy_takes_the_most_likely_and_is_one_hot():
-    assert sample(LOGITS[None], [TokenChoice()], [0]).tolist() == [0]
-    assert probabilities(LOGITS[None], [TokenChoice()]).tolist() == [[1, 0, 0, 0, 0, 0]]
+    assert sample(LOGITS[None], [SamplerConfig()], [0]).tolist() == [0]
+    assert probabilities(LOGITS[None], [SamplerConfig()]).tolist() == [[1, 0, 0, 0, 0, 0]]
 
 
 def test_a_row_does_not_depend_on_its_mates():
     torch.manual_seed(0)
     logits = torch.randn(6, 50)
     params = [
-        TokenChoice(temperature=t, seed=seed, top_k=k)
+        SamplerConfig(temperature=t, seed=seed, top_k=k)
         for seed, (t, k) in enumerate([(1.0, None), (0.0, None), (0.5, 7), (2.0, None)] * 2)
     ][:6]
     steps = [0, 3, 7, 1, 2, 9]
@@ -74,7 +74,7 @@ def test_large_vocabularies_are_cut_where_a_full_sort_cuts(flat, top_k, top_p):
     """Rows decided by their likely tokens and rows that need them all, side by side."""
     generator = torch.Generator().manual_seed(3)
     logits = torch.randn(4, 1000, generator=generator) * torch.tensor([[flat], [3.0], [8.0], [1.0]])
-    params = [TokenChoice(temperature=1.0, top_k=top_k, top_p=top_p)] * 4
+    params = [SamplerConfig(temperature=1.0, top_k=top_k, top_p=top_p)] * 4
     got = probabilities(logits, params)
     for row in range(4):
         probs, order = torch.softmax(logits[row].double(), dim=-1).sort(descending=True)
@@ -105,7 +105,7 @@ def test_the_extreme_number_never_picks_an_impossible_token():
 def test_sampled_tokens_do_not_depend_on_the_number_of_stages(tiny_models, random_prompts):
     directory = tiny_models.directory("llama")
     prompts = random_prompts(4, 9)
-    params = [TokenChoice(temperature=1.0, seed=5), TokenChoice(temperature=1.5, seed=6)]
+    params = [SamplerConfig(temperature=1.0, seed=5), SamplerConfig(temperature=1.5, seed=6)]
     outputs = [
         ReferencePipeline.from_directory(directory, splits=splits).generate(
             prompts, max_new=12, params=params
@@ -115,7 +115,7 @@ def test_sampled_tokens_do_not_depend_on_the_number_of_stages(tiny_models, rando
     assert outputs[0] == outputs[1] == outputs[2]
     one = ReferencePipeline.from_directory(directory)
     assert one.generate(prompts[1:], max_new=12, params=params[1:]) == outputs[0][1:]
-    other = [TokenChoice(temperature=1.0, seed=7), params[1]]
+    other = [SamplerConfig(temperature=1.0, seed=7), params[1]]
     assert one.generate(prompts, max_new=12, params=other)[0] != outputs[0][0]
 
 
@@ -130,13 +130,13 @@ def test_sampled_tokens_do_not_depend_on_the_number_of_stages(tiny_models, rando
 )
 def test_impossible_settings_are_refused(bad, message):
     with pytest.raises(ValueError, match=message):
-        TokenChoice(**bad)
+        SamplerConfig(**bad)
 
 
 @pytest.mark.parametrize(
     "params",
-    [TokenChoice(temperature=1e-37), TokenChoice(temperature=5e-324),
-     TokenChoice(temperature=1.0, top_p=1e-46)],
+    [SamplerConfig(temperature=1e-37), SamplerConfig(temperature=5e-324),
+     SamplerConfig(temperature=1.0, top_p=1e-46)],
 )  # fmt: skip
 def test_what_is_next_to_nothing_takes_the_most_likely(params):
     assert probabilities(LOGITS[None], [params]).tolist() == [[1.0, 0.0, 0.0, 0.0, 0.0, 0.0]]
@@ -146,6 +146,8 @@ def test_top_k_are_the_largest_logits_at_any_temperature():
     logits = torch.arange(200.0)[None] / 10
     for k in (1, 3, 150):
         for temperature in (1.0, 1e30):
-            params = [TokenChoice(temperature=temperature, top_k=k, seed=seed) for seed in range(9)]
+            params = [
+                SamplerConfig(temperature=temperature, top_k=k, seed=seed) for seed in range(9)
+            ]
             tokens = sample(logits.expand(9, -1), params, [0] * 9)
             assert tokens.min() >= 200 - k, (k, temperature)

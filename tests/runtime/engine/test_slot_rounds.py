@@ -14,7 +14,7 @@ from llmpq.runtime.drafts.drafters import FixedDrafter
 from llmpq.runtime.engine.slot_limits import SlotLimits
 from llmpq.runtime.engine.slot_scheduler import SlotScheduler
 from llmpq.runtime.request import PENDING_TOKEN, MicroBatch, Request, StepKind
-from llmpq.runtime.sampling_params import TokenChoice
+from llmpq.runtime.sampling_params import SamplerConfig
 
 pytestmark = pytest.mark.pure
 SLOTS, MAX_LEN = 4, 40
@@ -101,7 +101,7 @@ def test_every_request_gets_its_tokens(sizes, decode, gamma, sampled, seed):
     device, done = Device(seed), []
     requests = [
         Request(id=i, prompt=(1,) * length, max_new=new,
-                sampling=TokenChoice(temperature=float(i in sampled)))
+                sampling=SamplerConfig(temperature=float(i in sampled)))
         for i, (length, new) in enumerate(sizes)
     ]  # fmt: skip
     for request in requests:

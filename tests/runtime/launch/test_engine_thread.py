@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from llmpq.runtime.launch.engine import Update
-from llmpq.runtime.launch.engine_thread import EngineThread, RequestNews
+from llmpq.runtime.launch.engine_thread import EngineThread, RequestOutputDelta
 from llmpq.runtime.request import Progress, Request
-from llmpq.runtime.token_rules import TokenRules
+from llmpq.runtime.token_rules import LogitsConstraints
 
 pytestmark = pytest.mark.cpu
 
@@ -61,8 +61,8 @@ def request(number: int, **more: Any) -> Request:
 
 
 def test_several_callers_enter_in_one_call_and_each_hears_its_own(engine, thread):
-    first: queue.SimpleQueue[RequestNews] = queue.SimpleQueue()
-    second: queue.SimpleQueue[RequestNews] = queue.SimpleQueue()
+    first: queue.SimpleQueue[RequestOutputDelta] = queue.SimpleQueue()
+    second: queue.SimpleQueue[RequestOutputDelta] = queue.SimpleQueue()
     thread.submit_all([([request(0), request(1)], first.put), ([request(2)], second.put)])
     assert engine.submitted == [[0, 1, 2]]
     engine.say({2: [7], 1: [5], 0: [3]})
@@ -72,11 +72,11 @@ def test_several_callers_enter_in_one_call_and_each_hears_its_own(engine, thread
 
 
 def test_a_call_that_fails_leaves_no_listener_and_the_others_theirs(engine, thread):
-    kept: queue.SimpleQueue[RequestNews] = queue.SimpleQueue()
-    refused: queue.SimpleQueue[RequestNews] = queue.SimpleQueue()
+    kept: queue.SimpleQueue[RequestOutputDelta] = queue.SimpleQueue()
+    refused: queue.SimpleQueue[RequestOutputDelta] = queue.SimpleQueue()
     thread.submit([request(0)], kept.put)
     engine.error = ValueError("no room")
-    ruled = request(2, rules=TokenRules(prompt=(1,)))
+    ruled = request(2, rules=LogitsConstraints(prompt=(1,)))
     with pytest.raises(ValueError, match="no room"):
         thread.submit_all([([request(1)], refused.put), ([ruled], refused.put)])
     engine.say({1: [4], 2: [4], 0: [9]})

@@ -14,7 +14,7 @@ from llmpq.runtime.links.device_links import KINDS, DeviceTransport, connect_dev
 from llmpq.runtime.links.peer_links import Room
 from llmpq.runtime.links.transport import IDLE_LIMIT, GlooTransport, join_gloo
 from llmpq.runtime.request import StepKind
-from llmpq.runtime.sampling_params import TokenChoice
+from llmpq.runtime.sampling_params import SamplerConfig
 from llmpq.runtime.step_message import STOP, StepMessage
 
 pytestmark = pytest.mark.cluster
@@ -26,7 +26,7 @@ PREFILL = StepMessage(
     starts=[0, 0],
     num_new=[5, 4],
     sample_steps=[0, 0],
-    sampling=[TokenChoice()] * 2,
+    sampling=[SamplerConfig()] * 2,
     tokens=[[1] * 5, [2] * 4],
 )
 VERIFY = replace(PREFILL, kind=StepKind.VERIFY, seq=2, starts=[5, 4], num_new=[2, 1],

@@ -13,7 +13,7 @@ from torch import Tensor
 from llmpq.runtime.links.message import pack_header
 from llmpq.runtime.links.transport import GlooTransport, join_gloo, more_connections
 from llmpq.runtime.request import StepKind
-from llmpq.runtime.sampling_params import TokenChoice
+from llmpq.runtime.sampling_params import SamplerConfig
 from llmpq.runtime.step_message import STOP, StepMessage
 
 pytestmark = pytest.mark.cpu
@@ -54,7 +54,7 @@ def wire(monkeypatch: pytest.MonkeyPatch) -> Wire:
 def _step(seq: int) -> StepMessage:
     return StepMessage(
         kind=StepKind.DECODE, seq=seq, slots=[0], starts=[3], num_new=[1], sample_steps=[0],
-        sampling=[TokenChoice()],
+        sampling=[SamplerConfig()],
     )  # fmt: skip
 
 
@@ -83,7 +83,7 @@ SHAPES = ((1, 4), (2, 131_072), (1, 262_140), (2, 1), (2, 262_144), (1, 65_537),
 def _prefill(rows: int, tokens: int) -> StepMessage:
     return StepMessage(
         kind=StepKind.PREFILL, slots=range(rows), starts=[0] * rows, num_new=[tokens] * rows,
-        sample_steps=[0] * rows, sampling=[TokenChoice()] * rows,
+        sample_steps=[0] * rows, sampling=[SamplerConfig()] * rows,
     )  # fmt: skip
 
 

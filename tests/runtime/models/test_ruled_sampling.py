@@ -8,16 +8,16 @@ import numpy as np
 import pytest
 import torch
 
-from llmpq.runtime.models.ruled_sampling import RuledSampler, scores
+from llmpq.runtime.models.ruled_sampling import ConstrainedSampler, scores
 from llmpq.runtime.models.sampling import probabilities, sample
 from llmpq.runtime.request import StepKind
-from llmpq.runtime.sampling_params import TokenChoice
+from llmpq.runtime.sampling_params import SamplerConfig
 from llmpq.runtime.step_message import StepMessage
-from llmpq.runtime.token_rules import Noted, ThinkingBudget, TokenRules
+from llmpq.runtime.token_rules import LogitsConstraints, LogprobOutput, ThinkingBudget
 
 pytestmark = pytest.mark.cpu
 VOCAB = 40
-GREEDY = TokenChoice()
+GREEDY = SamplerConfig()
 
 
 def message(step: int, requests, sampling=None, kind=StepKind.DECODE, starts=None, num_new=None):
@@ -66,16 +66,16 @@ def changed_logits(prompt, chosen, logits, rules):
 
 
 RULES = [
-    TokenRules(repetition_penalty=1.7, prompt=(3, 5, 5)),
-    TokenRules(frequency_penalty=1.5),
-    TokenRules(presence_penalty=2.0),
-    TokenRules(frequency_penalty=-0.5, presence_penalty=-0.3),
-    TokenRules(logit_bias={7: 3.5, 8: -100.0}),
-    TokenRules(min_tokens=6, end_ids=tuple(range(8))),
-    TokenRules(bad_tokens=((4,), (6, 7), (9, 9, 9))),
-    TokenRules(thinking=ThinkingBudget(tokens=2, begin=4, end=15, is_open=True)),
-    TokenRules(thinking=ThinkingBudget(tokens=0, begin=4, end=15, is_open=False)),
-    TokenRules(
+    LogitsConstraints(repetition_penalty=1.7, prompt=(3, 5, 5)),
+    LogitsConstraints(frequency_penalty=1.5),
+    LogitsConstraints(presence_penalty=2.0),
+    LogitsConstraints(frequency_penalty=-0.5, presence_penalty=-0.3),
+    LogitsConstraints(logit_bias={7: 3.5, 8: -100.0}),
+    LogitsConstraints(min_tokens=6, end_ids=tuple(range(8))),
+    LogitsConstraints(bad_tokens=((4,), (6, 7), (9, 9, 9))),
+    LogitsConstraints(thinking=ThinkingBudget(tokens=2, begin=4, end=15, is_open=True)),
+    LogitsConstraints(thinking=ThinkingBudget(tokens=0, begin=4, end=15, is_open=False)),
+    LogitsConstraints(
         repetition_penalty=0.8,
         prompt=(1, 2),
         frequency_penalty=0.4,
@@ -93,7 +93,7 @@ def test_every_rule_is_its_formula_at_every_step(rules):
     rng = np.random.default_rng(7)
     logits_SV = rng.normal(size=(60, VOCAB)) * 1.5  # flat: penalties decide
     logits_SV[:, :10] += 2.5  # few tokens, chosen again and again
-    sampler = RuledSampler()
+    sampler = ConstrainedSampler()
     sampler.take_rules(5, rules)
     got = answer(sampler, 5, torch.tensor(logits_SV, dtype=torch.float32))
     plain = logits_SV.argmax(axis=1).tolist()
@@ -113,19 +113,19 @@ def test_rules_are_those_of_transformers():
     ids = torch.tensor([[*prompt, *chosen]])
     cases = [
         (
-            TokenRules(repetition_penalty=1.3, prompt=prompt),
+            LogitsConstraints(repetition_penalty=1.3, prompt=prompt),
             generation.RepetitionPenaltyLogitsProcessor(1.3),
         ),
         (
-            TokenRules(min_tokens=5, end_ids=(0, 2)),
+            LogitsConstraints(min_tokens=5, end_ids=(0, 2)),
             generation.MinNewTokensLengthLogitsProcessor(3, 5, [0, 2], device="cpu"),
         ),
         (
-            TokenRules(bad_tokens=((7,), (6, 8), (4, 9))),
+            LogitsConstraints(bad_tokens=((7,), (6, 8), (4, 9))),
             generation.NoBadWordsLogitsProcessor([[7], [6, 8], [4, 9]]),
         ),
         (
-            TokenRules(logit_bias={11: -2.5, 12: 4.0}),
+            LogitsConstraints(logit_bias={11: -2.5, 12: 4.0}),
             generation.SequenceBiasLogitsProcessor({(11,): -2.5, (12,): 4.0}),
         ),
     ]
@@ -148,21 +148,21 @@ def test_min_p_is_transformers_after_top_k_and_top_p(choice):
     wanted = logits.clone()
     for step in steps:
         wanted = step(torch.zeros(8, 1, dtype=torch.long), wanted)
-    params = TokenChoice(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
+    params = SamplerConfig(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
     got = probabilities(logits, [params] * 8)
     torch.testing.assert_close(got, wanted.softmax(-1), rtol=1e-4, atol=1e-6)
-    assert (got > 0).sum() < (probabilities(logits, [TokenChoice(temperature=1.0)] * 8) > 0).sum()
+    assert (got > 0).sum() < (probabilities(logits, [SamplerConfig(temperature=1.0)] * 8) > 0).sum()
 
 
 def test_a_ruled_row_neither_changes_others_nor_depends_on_them():
     logits = torch.randn(4, VOCAB, generator=torch.Generator().manual_seed(5))
-    sampling = [TokenChoice(temperature=1.0, seed=seed) for seed in range(4)]
-    sampler = RuledSampler()
-    rules = TokenRules(presence_penalty=1.0, logit_bias={1: 2.0}, logprobs=1)
+    sampling = [SamplerConfig(temperature=1.0, seed=seed) for seed in range(4)]
+    sampler = ConstrainedSampler()
+    rules = LogitsConstraints(presence_penalty=1.0, logit_bias={1: 2.0}, logprobs=1)
     alone = []
     for number, mates in ((8, [8, -1, -1, -1]), (9, [9, -1, 4, -1])):
         sampler.take_rules(number, rules)
-        sampler.take_rules(4, TokenRules(logit_bias={2: 50.0}))
+        sampler.take_rules(4, LogitsConstraints(logit_bias={2: 50.0}))
         tokens = sampler.pick(logits, message(0, mates, sampling)).tolist()
         alone.append(tokens[0])
         assert tokens[3] == sample(logits[3:], sampling[3:], [0]).tolist()[0]
@@ -170,16 +170,16 @@ def test_a_ruled_row_neither_changes_others_nor_depends_on_them():
 
 
 def test_a_step_done_again_gives_the_same_and_is_noted_once():
-    rules = TokenRules(frequency_penalty=2.0, logprobs=2)
+    rules = LogitsConstraints(frequency_penalty=2.0, logprobs=2)
     logits = torch.randn(6, VOCAB, generator=torch.Generator().manual_seed(2))
-    sampler = RuledSampler()
+    sampler = ConstrainedSampler()
     sampler.take_rules(1, rules)
     first = answer(sampler, 1, logits)
     again = [int(sampler.pick(logits[3][None], message(3, [1]))) for _ in range(2)]
     assert again == [first[3]] * 2
-    assert len(sampler.noted(1).output) == 6 and sampler.noted(1) == Noted()
+    assert len(sampler.noted(1).output) == 6 and sampler.noted(1) == LogprobOutput()
     sampler.forget(1)
-    assert sampler.noted(1) == Noted()
+    assert sampler.noted(1) == LogprobOutput()
     # Steps under way for a request that has ended bring tokens that nobody wants.
     assert int(sampler.pick(logits[0][None], message(0, [1]))) == int(logits[0].argmax())
 
@@ -199,8 +199,8 @@ def test_prompts_are_scored_once_whatever_their_chunks(chunks):
     torch.manual_seed(0)
     hidden, matrix = torch.randn(1, len(prompt), 8), torch.randn(8, VOCAB)
     wanted = scores(hidden[0, :-1] @ matrix, torch.tensor(prompt[1:]), 1)
-    sampler, start = RuledSampler(), 0
-    sampler.take_rules(0, TokenRules(prompt_logprobs=1, prompt=prompt))
+    sampler, start = ConstrainedSampler(), 0
+    sampler.take_rules(0, LogitsConstraints(prompt_logprobs=1, prompt=prompt))
     for count in [*chunks, 0]:
         # A chunk may be computed twice: its request was set aside in between.
         for _ in range(2):
@@ -222,10 +222,12 @@ def test_rules_and_scores_travel_as_json():
 
     from llmpq.runtime.token_rules import Guide, TokenScore
 
-    rules = TokenRules(
+    rules = LogitsConstraints(
         logit_bias={3: 1.5}, bad_tokens=((1, 2), (3,)), guide=Guide(kind="regex", text="a+"),
         end_ids=(0,), prompt=(1, 2), logprobs=3,
     )  # fmt: skip
-    assert TokenRules.from_data(json.loads(json.dumps(rules.to_data()))) == rules
-    noted = Noted(output=[(TokenScore(1, -0.5, 1),)], prompt=[(TokenScore(2, -1.0, 3),) * 2])
-    assert Noted.from_data(json.loads(json.dumps(noted.to_data()))) == noted
+    assert LogitsConstraints.from_data(json.loads(json.dumps(rules.to_data()))) == rules
+    noted = LogprobOutput(
+        output=[(TokenScore(1, -0.5, 1),)], prompt=[(TokenScore(2, -1.0, 3),) * 2]
+    )
+    assert LogprobOutput.from_data(json.loads(json.dumps(noted.to_data()))) == noted

@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 import jsonschema
 import pytest
 
-from llmpq.runtime.guides import Guides
+from llmpq.runtime.guides import GrammarCompiler
 
 pytestmark = pytest.mark.cpu
 CHATS, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
@@ -423,14 +423,14 @@ def test_a_field_that_no_api_has_is_ignored_and_logged_once(server, caplog):
 
 
 def test_schemas_that_compile_for_long_hold_nobody_up(server, monkeypatch):
-    began, opened, check = threading.Semaphore(0), threading.Event(), Guides._check
+    began, opened, check = threading.Semaphore(0), threading.Event(), GrammarCompiler._check
 
     def late(self, guide):
         began.release()
         assert opened.wait(60)
         check(self, guide)
 
-    monkeypatch.setattr(Guides, "_check", late)
+    monkeypatch.setattr(GrammarCompiler, "_check", late)
     schemas = [{"enum": [f"held {i}"]} for i in range(6)]
     with ThreadPoolExecutor(len(schemas)) as pool:
         held = [

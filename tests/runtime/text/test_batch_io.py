@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from llmpq.errors import DeadlineError
-from llmpq.runtime.sampling_params import TokenChoice
+from llmpq.runtime.sampling_params import SamplerConfig
 from llmpq.runtime.text.batch_io import OrderedWriter, finished_lines, read_rows, require_no_answers
 from llmpq.runtime.text.batch_rows import (
     AnswerText,
@@ -37,7 +37,7 @@ def test_an_openai_completion_and_its_answer():
     )
     assert (row.form, row.row_id, row.prompt) == ("completion", "a", "hello")
     assert (row.max_tokens, row.stop) == (7, ("x",))
-    assert row.sampling == TokenChoice(temperature=0.5)
+    assert row.sampling == SamplerConfig(temperature=0.5)
     line = answer_line(row, ANSWER, "demo")
     body = line["response"]["body"]
     assert line["custom_id"] == "a" and line["error"] is None
@@ -64,7 +64,7 @@ def test_the_short_form_is_answered_like_the_long_one():
 def test_plain_rows_token_prompts_and_text(tmp_path):
     plain = json_row(3, '{"prompt": [5, 6], "id": 9, "seed": 12}', Defaults(temperature=1.0))
     assert (plain.form, plain.prompt, plain.row_id) == ("plain", (5, 6), "9")
-    assert plain.sampling == TokenChoice(temperature=1.0, seed=12)
+    assert plain.sampling == SamplerConfig(temperature=1.0, seed=12)
     line = answer_line(plain, ANSWER, "demo")
     assert (line["index"], line["id"], line["prompt"]) == (3, "9", [5, 6])
     assert (line["text"], line["tokens"]) == (" world", [4, 5])

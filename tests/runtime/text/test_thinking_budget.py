@@ -8,7 +8,7 @@ import pytest
 
 from llmpq.runtime.sampling_params import SamplingParams
 from llmpq.runtime.text.rules_of import rules_of
-from llmpq.runtime.token_rules import ThinkingBudget, TokenRules
+from llmpq.runtime.token_rules import LogitsConstraints, ThinkingBudget
 
 pytestmark = pytest.mark.pure
 TOKENS = {"<think>": [7], "</think>": [8], "[THINK]": [7], "[/THINK]": [8, 9]}
@@ -30,7 +30,7 @@ def budget(prompt, template="{{ '<think>' }}", **params):
 def test_a_budget_knows_whether_the_prompt_has_opened_a_thought(prompt, is_open):
     rules = budget(prompt)
     assert rules.thinking == ThinkingBudget(tokens=5, begin=7, end=8, is_open=is_open)
-    assert rules.changes_logits and TokenRules.from_data(rules.to_data()) == rules
+    assert rules.changes_logits and LogitsConstraints.from_data(rules.to_data()) == rules
 
 
 @pytest.mark.parametrize(
