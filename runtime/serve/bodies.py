@@ -16,7 +16,13 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BaseModel, BeforeValidator, ConfigDict, FailFast, Field, model_validator
 
 from llmpq.errors import short_repr
-from llmpq.runtime.sampling_params import GUIDES, MAX_BIAS, SamplingParams, StructuredOutputsParams
+from llmpq.runtime.sampling_params import (
+    GUIDES,
+    MAX_BIAS,
+    MAX_TEXTS,
+    SamplingParams,
+    StructuredOutputsParams,
+)
 from llmpq.runtime.serve.errors import ApiError
 from llmpq.runtime.serve.fields import HINTS, REFUSED
 
@@ -294,6 +300,9 @@ def _biases(given: dict[str, float] | None, tokens_of: TokensOf) -> dict[int, fl
     """Return biases by token id: the sum of its keys', bounded by what a bias may be."""
     if given is None:
         return None
+    texts = sum(_ID.fullmatch(key) is None for key in given)
+    if texts > MAX_TEXTS:
+        raise ValueError(f"logit_bias may have {MAX_TEXTS} texts beside token ids, got {texts}")
     told: dict[int, float] = {}
     for key, bias in given.items():
         if bias != bias:

@@ -476,5 +476,8 @@ def test_more_texts_than_are_looked_for_are_refused_at_once(server, field):
         name = "stop_sequences" if (door, field) == (MESSAGES, "stop") else field
         status, told = post(server, door, asked(door, **{name: many}))
         assert status == 400 and "may have 1024 texts, got 600000" in str(told), told
+    biases = {"logit_bias": {f"w{i}": 1 for i in range(100_000)}}
+    status, told = post(server, CHATS, asked(CHATS, **biases))
+    assert status == 400 and "1024 texts beside token ids" in str(told), told
     assert time.monotonic() - began_s < 60  # it took minutes
     assert post(server, COMPLETIONS, asked(COMPLETIONS, **{field: many[:1024]}))[0] == 200
