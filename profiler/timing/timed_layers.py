@@ -52,7 +52,7 @@ nothing; a share of a GPU from fewer tokens."""
 _KINDS = {
     Phase.PREFILL: StepKind.PREFILL,
     Phase.DECODE: StepKind.DECODE,
-    Phase.VERIFY: StepKind.MIXED,
+    Phase.VERIFY: StepKind.VERIFY,
 }
 
 
