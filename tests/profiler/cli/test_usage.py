@@ -107,6 +107,6 @@ def test_a_full_disk_names_the_samples(tmp_path: Path) -> None:
     link.symlink_to("/dev/full")
     log = SampleLog.__new__(SampleLog)
     log._path, log._samples, log._file = link, [], link.open("a")
-    said = "samples.jsonl': no space left on device; the samples before are kept"
+    said = "samples.jsonl': no space left on device; the samples before stay"
     with pytest.raises(ValueError, match=said), log:
         log.append(NoSample())  # type: ignore[arg-type]

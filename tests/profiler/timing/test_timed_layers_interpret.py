@@ -17,7 +17,6 @@ from llmpq.profiler.timing.timed_layers import TimedModel
 from llmpq.runtime.backends.gpu import cuda_layers
 from llmpq.runtime.backends.gpu.cuda_stage_runner import CudaStageRunner
 from llmpq.runtime.cache import gpu_paged_kv
-from llmpq.runtime.cache.gpu_packed_kv import GpuPackedKV
 from llmpq.runtime.cache.gpu_paged_kv import GpuPagedKV
 from llmpq.runtime.models import layer_tensors
 from llmpq.runtime.models.layers import DecoderLayer
@@ -31,17 +30,13 @@ pytestmark = [
 def over_gpu_pool(
     model: Any, kv: KVPrecision, pool: Any, *, step_tokens: int, **given: Any
 ) -> CudaStageRunner:
-    kind = GpuPagedKV if kv is KVPrecision.KV16 else GpuPackedKV
-    precision = () if kv is KVPrecision.KV16 else (kv,)
-    pages = kind(model.spec, *precision, size=pool, **given)
+    assert kv is KVPrecision.KV16
+    pages = GpuPagedKV(model.spec, size=pool, **given)
     del given["layers"]
     return CudaStageRunner(model, pages, **given, size=pool, step_tokens=step_tokens)
 
 
-@pytest.mark.parametrize("kv", [KVPrecision.KV16, KVPrecision.KV4])
-def test_steps_of_a_gpu_can_be_repeated(
-    kv: KVPrecision, tiny_models: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_steps_of_a_gpu_can_be_repeated(tiny_models: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(timed_layers, "stage_over_pool", over_gpu_pool)
     monkeypatch.setattr(gpu_paged_kv, "rope_append_pages", rope_append_pages_reference)
     monkeypatch.setattr(layer_tensors, "pack_dense", lambda weight_NK: weight_NK)
@@ -60,15 +55,12 @@ def test_steps_of_a_gpu_can_be_repeated(
         (Phase.VERIFY, {"length": 6, "q_len": 2}, 4),
     ]
     for phase, sizes, tokens in shapes:
-        target = Target(device_kind="g", part="layer", phase=phase, kv=kv, dtype="float32")
+        target = Target(device_kind="g", part="layer", phase=phase, dtype="float32")
         call, layers = timed.step(TimedCase(target=target, v=2, **sizes))
         call()
         hidden: Any = call()
         assert hidden.shape == (1, tokens, spec.hidden) and layers == spec.num_layers
-    if kv is KVPrecision.KV16:
         for part in ("embedding", "head"):
-            for phase, sizes, _ in shapes:
-                target = Target(device_kind="g", part=part, phase=phase, dtype="float32")
-                call, _ = timed.step(TimedCase(target=target, v=2, **sizes))
-                call()
-                call()
+            target = Target(device_kind="g", part=part, phase=phase, dtype="float32")
+            call, _ = timed.step(TimedCase(target=target, v=2, **sizes))
+            call()
