@@ -182,7 +182,7 @@ class _Costs:
             kv=kv,
             dtype=self.dtype,
             regimes=(regime,),
-            padding="cpu",
+            padding="none" if self.spec.experts else "cpu",
             source="estimated",
         )
 

@@ -175,7 +175,7 @@ def _prefill(
         captured = float(CAPTURED_TOKENS)
         regimes.append(Regime(terms={}, curve=((captured, 0.0), (captured + 1, ENQUEUE_S),
                                                (captured + 2, ENQUEUE_S))))  # fmt: skip
-    return _entry(device, "layer", Phase.PREFILL, precision, dtype, *regimes)
+    return _unpadded(spec, _entry(device, "layer", Phase.PREFILL, precision, dtype, *regimes))
 
 
 def _decode(
@@ -197,7 +197,13 @@ def _decode(
     reading = {"v*(t+s)": kv_token / speed}
     memory = Regime(terms={"1": floor + weights / speed, **reading}, curve=_over(experts, speed))
     compute = Regime(terms={"1": floor, "v": _linear_flops(spec) / rate, **reading})
-    return _entry(device, "layer", Phase.DECODE, precision, dtype, memory, compute, kv=kv)
+    entry = _entry(device, "layer", Phase.DECODE, precision, dtype, memory, compute, kv=kv)
+    return _unpadded(spec, entry)
+
+
+def _unpadded(spec: ModelSpec, entry: LatencyEntry) -> LatencyEntry:
+    """Return a layer's entry without padding if it has experts: padding is sent to no others."""
+    return entry.model_copy(update={"padding": "none"}) if spec.experts else entry
 
 
 def kv_token_bytes(spec: ModelSpec, kv: KVPrecision, width: int) -> float:
