@@ -226,6 +226,13 @@ def test_every_path_obeys_how_tokens_are_chosen(server, door):
     end = server.llm.tokenizer.encode("", special=False) or [0]
     check(lambda t, p, n: t == named(50) * 6, logit_bias={"50": 100}, **GREEDY)
     check(lambda t, p, n: t == named(51) * 6, allowed_token_ids=[51])
+    special = {"logit_bias": {"0": 100}, "ignore_eos": True, **GREEDY}
+    check(lambda t, p, n: t == "", skip_special_tokens=True, **special)
+    check(lambda t, p, n: t == named(0) * 6, skip_special_tokens=False, **special)
+    # The model has no marks of thoughts: none could be closed.
+    status, told = post(server, door, asked(door, thinking_token_budget=2))
+    assert status == 400 and "thinking_token_budget" in json.dumps(told)
+    seen.add("thinking_token_budget")
     check(same, top_k=1)
     check(same, min_p=1.0)
     check(other, bad_words=[named(tokens[0]).strip() or named(tokens[0])], **GREEDY)
