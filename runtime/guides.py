@@ -54,8 +54,8 @@ class GrammarCompiler:
     def __init__(self, model_dir: str | Path, *, vocab: int, end_ids: Sequence[int]) -> None:
         """Nothing is read before the first guide; `vocab` is that of the logits."""
         self._path, self._vocab, self._end_ids = Path(model_dir), vocab, list(end_ids)
-        self._checked: _Newest[None] = _Newest()
-        self._begun: _Newest[Future[Any]] = _Newest()
+        self._checked: Newest[None] = Newest()
+        self._begun: Newest[Future[Any]] = Newest()
         """Matchers that no answer has moved on."""
 
     def check(self, guide: Guide) -> None:
@@ -103,6 +103,10 @@ class GrammarCompiler:
         begun = self._begun.get(guide, self._begin)
         return Automaton(begun, self._end_ids, self._executor, self._beside)
 
+    def is_ready(self, guide: Guide) -> bool:
+        """Whether `compile` has nothing to wait for; the automaton is begun if it was not."""
+        return self._begun.get(guide, self._begin).done()
+
     def _begin(self, guide: Guide) -> Future[Any]:
         return self._makers.submit(lambda: self._matcher(_grammar(guide)))
 
@@ -132,7 +136,7 @@ class GrammarCompiler:
             ) from None
 
 
-class _Newest(Generic[_Made]):
+class Newest(Generic[_Made]):
     """What was made of guides, those asked for last; for any thread."""
 
     def __init__(self) -> None:

@@ -140,6 +140,7 @@ class LLM:
         with LoadBar(quiet=not use_tqdm) as bar:
             launch = replace(launch, on_load=bar.on_load)
             self._engine = self._started(settings, chosen.cluster, deadlines, launch)
+        self._prompts.wait_for_guide = self._engine.engine.wait_for_guide
         # Ended by `close`, by `del`, or when the interpreter ends: nothing of it refers to the LLM.
         write = None if trace is None else partial(_write_trace, Path(trace), self._traced)
         self._end_engine = weakref.finalize(self, self._engine.close, write)

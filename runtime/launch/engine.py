@@ -38,7 +38,7 @@ from llmpq.runtime.launch.stages.stage_host import meeting_host, process_space
 from llmpq.runtime.launch.stages.stage_place import StagePlace, settings_of_stages
 from llmpq.runtime.launch.stages.stage_settings import StageSettings, write_request
 from llmpq.runtime.request import Finished, Progress, Request
-from llmpq.runtime.token_rules import LogprobOutput
+from llmpq.runtime.token_rules import Guide, LogprobOutput
 from llmpq.runtime.trace import LoadReport, StageRecord
 
 _POLL_S = 0.25
@@ -175,6 +175,16 @@ class Engine:
         self._closed, self._moved_s = not more, time.monotonic()
         if not more:
             self._ask_first("finish_submitting")
+
+    def wait_for_guide(self, guide: Guide) -> None:
+        """Return once the last stage has compiled a guide: no step then waits for it.
+
+        A large schema takes seconds, in which other requests' tokens are to come.
+        """
+        pause_s = 0.002
+        while not self._ask_last("guide_is_ready", guide.kind, guide.text):
+            time.sleep(pause_s)
+            pause_s = min(_POLL_S, 2 * pause_s)
 
     def abort(self, request_ids: Sequence[int]) -> None:
         """End requests as soon as the steps under way for them have; their news come as ever."""

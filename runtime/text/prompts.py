@@ -11,7 +11,7 @@ from threading import Lock
 from typing import Any
 
 from llmpq.model_spec import ModelSpec
-from llmpq.runtime.guides import GrammarCompiler
+from llmpq.runtime.guides import GrammarCompiler, Newest
 from llmpq.runtime.request import Finished, Request
 from llmpq.runtime.request_output import CompletionOutput, Logprob
 from llmpq.runtime.sampling_params import SamplingParams
@@ -19,7 +19,7 @@ from llmpq.runtime.text.answer_text import TextStream
 from llmpq.runtime.text.rules_of import rules_of
 from llmpq.runtime.text.text_threads import QUICK_LENGTH, TextThreads
 from llmpq.runtime.text.tokenizer import Tokenizer
-from llmpq.runtime.token_rules import LogprobOutput, TokenScores
+from llmpq.runtime.token_rules import Guide, LogprobOutput, TokenScores
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
 """A text, token ids, or `{"prompt": text}` or `{"prompt_token_ids": ids}`."""
@@ -53,6 +53,9 @@ class RequestFactory:
         """Tokens of a prompt and its answer that are run: all but the answer's last."""
         self._tokenizer: Future[Tokenizer] = _begun(directory)
         self._guides = GrammarCompiler(directory, vocab=spec.vocab, end_ids=spec.eos_token_ids)
+        self.wait_for_guide: Callable[[Guide], None] | None = None
+        """Called before a request with a new guide is queued, once there is an engine."""
+        self._compiled: Newest[None] = Newest()
         self.threads, self.guide_threads = TextThreads(), TextThreads()
         """For texts, and for requests with a guide: a schema may take seconds to compile."""
         self._lock = Lock()
@@ -119,6 +122,8 @@ class RequestFactory:
         rules = rules_of(params, tokens, stops, self._spec, lambda: self.tokenizer)
         if rules is not None and rules.guide is not None:
             self._guides.check(rules.guide)
+            if self.wait_for_guide is not None:
+                self._compiled.get(rules.guide, self.wait_for_guide)
         first = Request(
             id=-1,
             prompt=run,

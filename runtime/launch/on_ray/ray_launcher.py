@@ -45,7 +45,8 @@ StageWorker = actor_class(
             "submit",
             "abort",
         ),
-        *("stop", "take_rules", "noted", "finish_submitting", "poll", "health", "work", "record"),
+        *("stop", "take_rules", "guide_is_ready", "noted", "finish_submitting", "poll", "health"),
+        *("work", "record"),
         *("peak_memory", "speculation"),
     ),
 )

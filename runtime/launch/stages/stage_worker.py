@@ -63,7 +63,7 @@ from llmpq.runtime.links.transport import (
 )
 from llmpq.runtime.models.stage_model import DTYPES
 from llmpq.runtime.text.stop_texts import StopTexts
-from llmpq.runtime.token_rules import LogitsConstraints
+from llmpq.runtime.token_rules import Guide, LogitsConstraints
 from llmpq.runtime.trace import Recorder
 from llmpq.runtime.weights.dummy import CopiedLayers
 from llmpq.runtime.weights.layer_cache import KeptLayers
@@ -240,6 +240,10 @@ class StageWorker:
             rules = LogitsConstraints.from_data(data)
             automaton = None if rules.guide is None else self._guides.compile(rules.guide)
             self._compute.sampler.take_rules(number, rules, automaton)
+
+    def guide_is_ready(self, kind: str, text: str) -> bool:
+        """Begin to compile a guide; return whether that is done (last stage only)."""
+        return self._guides.is_ready(Guide(kind=kind, text=text))
 
     def noted(self, request_ids: Sequence[int], ended: Sequence[int]) -> str:
         """Return requests' scores since the last call, and forget those that ended (last stage)."""

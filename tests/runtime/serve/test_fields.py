@@ -455,6 +455,25 @@ def test_schemas_that_compile_for_long_hold_nobody_up(server, monkeypatch):
             assert json.loads(told["choices"][0]["message"]["content"]) in schema["enum"]
 
 
+def test_no_step_waits_for_the_last_stage_to_compile(server, monkeypatch):
+    opened, began, begin = threading.Event(), threading.Event(), GrammarCompiler._begin
+
+    def late(self, guide):
+        began.set()
+        return self._makers.submit(lambda: opened.wait(60) and begin(self, guide).result())
+
+    monkeypatch.setattr(GrammarCompiler, "_begin", late)
+    with ThreadPoolExecutor(1) as pool:
+        guided = asked(CHATS, guided_choice=["compiled late"], max_tokens=40)
+        held = pool.submit(post, server, CHATS, guided)
+        assert began.wait(60)
+        assert post(server, COMPLETIONS, asked(COMPLETIONS))[0] == 200
+        assert not held.done()
+        opened.set()
+        status, told = held.result()
+        assert status == 200 and told["choices"][0]["message"]["content"] == "compiled late"
+
+
 def test_keys_of_a_pattern_end_in_json_that_fits_or_are_cut(server):
     schema = {
         "type": "object",
