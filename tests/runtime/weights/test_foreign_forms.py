@@ -143,12 +143,10 @@ def modelopt(dense: Path, folder: Path, algorithm: str, *, beside: bool) -> tupl
         if algorithm == "MIXED_PRECISION":
             own = of[stem] = "FP8_PB_WO" if ".layers.0." in name else "NVFP4"
         if own == "FP8_PB_WO":
-            tall, wide = (-(-size // 128) for size in weight.shape)
-            padded = torch.zeros(tall * 128, wide * 128)
-            padded[: weight.shape[0], : weight.shape[1]] = weight
-            scale = padded.view(tall, 128, wide, 128).abs().amax((1, 3), keepdim=True) / 448
-            spread = scale.expand(tall, 128, wide, 128).reshape(tall * 128, wide * 128)
-            spread = spread[: weight.shape[0], : weight.shape[1]]
+            tall, wide = (size // 128 for size in weight.shape)
+            blocks = weight.view(tall, 128, wide, 128)
+            scale = blocks.abs().amax((1, 3), keepdim=True) / 448
+            spread = scale.expand_as(blocks).reshape(weight.shape)
             codes = (weight / spread).to(torch.float8_e4m3fn)
             numbers[name] = codes.float() * spread
             stored |= {f"{stem}.weight": codes, f"{stem}.weight_scale": scale}
@@ -191,12 +189,36 @@ def modelopt(dense: Path, folder: Path, algorithm: str, *, beside: bool) -> tupl
     return folder / "f", folder / "n"
 
 
+@pytest.fixture(scope="module")
+def whole_blocks(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A llama whose matrices are whole blocks of 128 x 128, stacked ones, too."""
+    import transformers
+
+    torch.manual_seed(4)
+    config = transformers.LlamaConfig(
+        vocab_size=199,
+        hidden_size=256,
+        intermediate_size=384,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=128,
+    )
+    folder = tmp_path_factory.mktemp("whole")
+    model = transformers.LlamaForCausalLM(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.1)
+    model.save_pretrained(folder)
+    return folder
+
+
 @pytest.mark.parametrize("beside", [True, False])
 @pytest.mark.parametrize("algorithm", ["NVFP4", "FP8", "FP8_PB_WO", "MIXED_PRECISION"])
 def test_modelopts_codes_are_kept(
-    dense: Path, tmp_path: Path, planned_and_loaded: Any, algorithm: str, beside: bool
+    whole_blocks: Path, tmp_path: Path, planned_and_loaded: Any, algorithm: str, beside: bool
 ) -> None:
-    form, numbers = modelopt(dense, tmp_path, algorithm, beside=beside)
+    form, numbers = modelopt(whole_blocks, tmp_path, algorithm, beside=beside)
     first, second = {
         "NVFP4": (Precision.W4A16, Precision.W4A16),
         "MIXED_PRECISION": (Precision.W8A16, Precision.W4A16),
