@@ -273,10 +273,7 @@ def test_every_path_obeys_how_tokens_are_chosen(server, door):
     found = [max(map(int, re.findall(r'cache[a-z_]*": (\d+)', one))) for one in cached]
     assert found[0] == found[2] == 0 < found[1]
     check(same, priority=-5, **GREEDY)  # no other request is there to overtake
-    ends = {"logit_bias": {str(end[0]): 100}, "ignore_eos": True, **GREEDY}
-    check(lambda t, p, n: t == named(end[0]) * 6, skip_special_tokens=False, **ends)
-    # The model has no marks of thoughts: a budget is refused (test_refusals_are_openais).
-    assert ChoiceBody.model_fields.keys() <= seen | {"cache_salt", "thinking_token_budget"}
+    assert ChoiceBody.model_fields.keys() <= seen | {"cache_salt"}
 
 
 @pytest.mark.parametrize("door", [CHATS, COMPLETIONS])
