@@ -63,7 +63,7 @@ from llmpq.runtime.links.transport import (
 )
 from llmpq.runtime.models.stage_model import DTYPES
 from llmpq.runtime.text.stop_texts import StopTexts
-from llmpq.runtime.token_rules import Guide, LogitsConstraints
+from llmpq.runtime.token_rules import Guide, GuideKind, LogitsConstraints
 from llmpq.runtime.trace import Recorder
 from llmpq.runtime.weights.dummy import CopiedLayers
 from llmpq.runtime.weights.layer_cache import KeptLayers
@@ -241,7 +241,7 @@ class StageWorker:
             automaton = None if rules.guide is None else self._guides.compile(rules.guide)
             self._compute.sampler.take_rules(number, rules, automaton)
 
-    def guide_is_ready(self, kind: str, text: str) -> bool:
+    def guide_is_ready(self, kind: GuideKind, text: str) -> bool:
         """Begin to compile a guide; return whether that is done (last stage only)."""
         return self._guides.is_ready(Guide(kind=kind, text=text))
 
