@@ -60,6 +60,14 @@ def _changing_rope(spec: ModelSpec, max_len: int) -> bool:
 
 FEATURES: tuple[Feature, ...] = (
     _feature("latent attention (MLA)", _latents, "rounded"),
+    _feature(
+        "recurrent layers (their state is not rolled back, and has no GPU kernels)",
+        lambda spec, _: spec.recurrent is not None,
+        *("gpu", "drafts", "rounded"),
+    ),
+    _feature("gated attention", lambda spec, _: spec.attention_gate, "gpu", "rounded"),
+    _feature("a gate on the shared MLP", lambda spec, _: spec.shared_gate, "gpu", "rounded"),
+    _feature("no positions", lambda spec, _: spec.positions == "none", "gpu"),
     _feature("rope frequencies that change with the length", _changing_rope, "drafts"),
     _feature("norms behind attention and MLP", lambda s, _: s.norm_order != "pre", "gpu_rounded"),
     _feature("a factor on the residual stream", _scaled_stream, "gpu_rounded"),

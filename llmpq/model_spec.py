@@ -22,10 +22,10 @@ from llmpq.checkpoints.gguf_file import is_gguf
 from llmpq.checkpoints.hub import name_of
 from llmpq.checkpoints.model_config import read_config, spec_fields
 from llmpq.errors import unknown_name
-from llmpq.families.common.spec_values import Latent, RopeScaling, Router
+from llmpq.families.common.spec_values import Latent, Mixer, Recurrent, RopeScaling, Router
 from llmpq.shipped_table import shipped_table
 
-Positions = Literal["learned", "alibi", "rotary"]
+Positions = Literal["learned", "alibi", "rotary", "none"]
 Norm = Literal["layernorm", "rmsnorm"]
 NormOrder = Literal["pre", "post", "both"]
 FIRST_OPTIONAL = ("qk_norm", "embedding_norm", "rope_theta", "rope_scaling")
@@ -126,6 +126,23 @@ class ModelSpec:
     """clamped_silu: gate * sigmoid(slope * gate)."""
     latent: Latent | None = None
     """What keys and values are made of; `kv_heads` is then 1 and `head_dim` what a token caches."""
+    attention_factor: float = 1.0
+    """What attention gives is multiplied by this, where layers have a recurrence beside it."""
+    gate_factor: float = 1.0
+    """A gated MLP's gate is multiplied by this before its activation."""
+    mlp_factor: float = 1.0
+    """What the MLP gives is multiplied by this."""
+    attention_gate: bool = False
+    """Attention's output times the sigmoid of a gate of its own, made beside the queries."""
+    shared_gate: bool = False
+    """What the shared MLP gives is multiplied by the sigmoid of one number a token."""
+    recurrent: Recurrent | None = None
+    """The form of layers whose memory of a request has a fixed size; None where none has."""
+    mixers: tuple[Mixer, ...] = ()
+    """What mixes tokens, layer by layer; nothing where all layers have `mixer`."""
+    mixer: Mixer = "attention"
+    without_mlp: tuple[int, ...] = ()
+    """Layers that mix tokens and have neither MLP nor experts."""
     further_layers: int = field(default=0, compare=False)
     """Layers behind the last one that a checkpoint has and nobody runs (MTP)."""
     left_out: tuple[str, ...] = field(default=(), compare=False)
@@ -139,17 +156,24 @@ class ModelSpec:
         Every expert has its own up and down. The router, [E, h], is not among them: it is never
         quantised.
         """
-        shapes = self._attention_linears()
+        shapes = self._attention_linears() if self.mixer in ("attention", "both") else []
+        if self.recurrent is not None and self.mixer in ("recurrent", "both"):
+            own = self.recurrent
+            shapes += [
+                ("mixer_in", own.in_features, self.hidden, own.bias),
+                ("mixer_out", self.hidden, own.inner, own.bias),
+            ]
         up_out = 2 * self.ffn if self.gated else self.ffn
         up = "gate_up" if self.gated else "up"
-        for owner in self.mlps():
+        for owner in self.mlps() if self.has_mlp else ():
             shapes += [
                 (f"{owner}{up}", up_out, self.hidden, self.linear_bias),
                 (f"{owner}down", self.hidden, self.ffn, self.linear_bias),
             ]
         if self.shared_ffn:
+            wide = 2 * self.shared_ffn if self.gated else self.shared_ffn
             shapes += [
-                (f"{SHARED}gate_up", 2 * self.shared_ffn, self.hidden, False),
+                (f"{SHARED}{up}", wide, self.hidden, False),
                 (f"{SHARED}down", self.hidden, self.shared_ffn, False),
             ]
         return tuple(
@@ -163,7 +187,8 @@ class ModelSpec:
         h = self.hidden
         if self.latent is None:
             q_out, kv_out = self.heads * self.head_dim, self.kv_heads * self.head_dim
-            return [("qkv", q_out + 2 * kv_out, h, self.qkv_bias), ("o", h, q_out, o_bias)]
+            gate = q_out if self.attention_gate else 0
+            return [("qkv", q_out + gate + 2 * kv_out, h, self.qkv_bias), ("o", h, q_out, o_bias)]
         latent, q_out = self.latent, self.heads * self.latent.q_head_dim
         queries = [("q", q_out, h, False)]
         if latent.q_rank:
@@ -182,9 +207,27 @@ class ModelSpec:
 
     def of_layer(self, index: int) -> ModelSpec:
         """Return the spec of a model whose layers are all like layer `index`."""
-        if index not in self.dense_layers:
+        dense, bare = index in self.dense_layers, index in self.without_mlp
+        if not dense and not bare and not self.mixers:
             return self
-        return _dense(self)
+        return _layer_like(self, self.mixer_of(index), dense=dense, bare=bare)
+
+    @property
+    def has_mlp(self) -> bool:
+        """Whether a layer like this one has an MLP, or experts."""
+        return self.ffn > 0
+
+    def mixer_of(self, layer: int) -> Mixer:
+        """Return what mixes the tokens of a layer."""
+        return self.mixers[layer] if self.mixers else self.mixer
+
+    def has_kv(self, layer: int) -> bool:
+        """Whether a layer keeps keys and values."""
+        return self.mixer_of(layer) in ("attention", "both")
+
+    def has_state(self, layer: int) -> bool:
+        """Whether a layer keeps a recurrent state."""
+        return self.mixer_of(layer) in ("recurrent", "both")
 
     def mlps(self) -> tuple[str, ...]:
         """Return what the names of each routed MLP's linears begin with: `experts.0.`, or ``."""
@@ -206,7 +249,9 @@ class ModelSpec:
         """Names of a layer's norms over the hidden size, in the order they are used."""
         before, behind = ("attn_norm", "mlp_norm"), ("attn_out_norm", "mlp_out_norm")
         both = (before[0], behind[0], before[1], behind[1])
-        return {"pre": before, "post": behind, "both": both}[self.norm_order]
+        names = {"pre": before, "post": behind, "both": both}[self.norm_order]
+        has = {"attn": self.mixer != "none", "mlp": self.has_mlp}
+        return tuple(name for name in names if has[name.partition("_")[0]])
 
     @property
     def kept_whole(self) -> dict[str, tuple[int, ...]]:
@@ -215,12 +260,18 @@ class ModelSpec:
         Norms of queries and keys, router, sinks, and the matrix that makes keys and values.
         """
         shapes: dict[str, tuple[int, ...]] = {}
+        if self.shared_gate:
+            shapes["shared_gate.weight"] = (1, self.hidden)
+        if self.recurrent is not None and self.mixer in ("recurrent", "both"):
+            shapes |= self.recurrent.kept_whole(self.hidden)
         if self.experts:
             shapes["router.weight"] = (self.experts, self.hidden)
             if self.router.bias:
                 shapes["router.bias"] = (self.experts,)
             if self.router.correction:
                 shapes["router.correction"] = (self.experts,)
+        if self.mixer not in ("attention", "both"):
+            return shapes
         if self.qk_norm:
             q, k = (self.heads, self.kv_heads) if self.qk_norm_whole else (1, 1)
             shapes["q_norm.weight"] = (q * self.head_dim,)
@@ -250,8 +301,8 @@ class ModelSpec:
             for s in self.linears()
         ]
         whole = self.kept_whole
-        kv_b = math.prod(whole["kv_b.weight"]) if self.latent is not None else 0
-        return round(sum(shares)) + self.experts * self.hidden + kv_b
+        made = sum(math.prod(whole.get(part, (0,))) for part in ("kv_b.weight", "step.weight"))
+        return round(sum(shares)) + self.experts * self.hidden + made
 
     @property
     def embedding_params(self) -> int:
@@ -286,8 +337,9 @@ class ModelSpec:
     def num_params(self) -> int:
         """Parameters of the whole model, tied embeddings counted once."""
         tied = self.vocab * self.hidden if self.tied_embeddings else 0
-        layers = sum(self.of_layer(i).layer_params for i in self.dense_layers)
-        layers += (self.num_layers - len(self.dense_layers)) * self.layer_params
+        unlike = range(self.num_layers) if self.mixers else self.dense_layers
+        layers = sum(self.of_layer(i).layer_params for i in unlike)
+        layers += (self.num_layers - len(unlike)) * self.layer_params
         return layers + self.embedding_params + self.head_params - tied
 
     def fingerprint(self) -> str:
@@ -326,6 +378,7 @@ class ModelSpec:
             ("rope_scaling", RopeScaling),
             ("router", Router),
             ("latent", Latent),
+            ("recurrent", Recurrent),
         )
         for name, kind in kinds:
             if made[name] is not None:
@@ -360,15 +413,19 @@ SCALING_ADDED = {
 
 
 @lru_cache(maxsize=1 << 8)  # planners ask for every layer
-def _dense(spec: ModelSpec) -> ModelSpec:
-    """Return a model of only the layers without experts."""
+def _layer_like(spec: ModelSpec, mixer: Mixer, *, dense: bool, bare: bool) -> ModelSpec:
+    """Return a model of only layers with this mixer; `dense`: no experts, `bare`: no MLP either."""
+    one = replace(spec, mixers=(), mixer=mixer, without_mlp=())
+    if not dense and not bare:
+        return one
     return replace(
-        spec,
-        ffn=spec.dense_ffn,
+        one,
+        ffn=0 if bare else spec.dense_ffn,
         experts=0,
         experts_per_token=0,
         router=Router(),
         shared_ffn=0,
+        shared_gate=False,
         dense_layers=(),
         dense_ffn=0,
     )

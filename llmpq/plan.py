@@ -130,6 +130,8 @@ class PoolForm(FileForm):
     """Blocks of layers with a window, where those take fewer; 0: all layers have as many."""
     stage_bytes: tuple[int, ...]
     """Of each stage, in their order."""
+    state_bytes: int = Field(default=0, ge=0)
+    """Of these, what every request takes for recurrent layers, all stages, whatever its length."""
 
 
 class StagePlan(FileForm):

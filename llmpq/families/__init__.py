@@ -4,22 +4,28 @@ from __future__ import annotations
 
 from llmpq.families import (
     arcee,
+    bamba,
     bloom,
     deepseek,
     dots1,
+    falcon_h1,
     gemma,
     glm4,
     glm4_moe,
     gpt_oss,
     granite,
+    lfm2,
     llama,
     mixtral,
+    nemotron_h,
     olmo2,
     opt,
     phi3,
     qwen2,
     qwen3,
+    qwen3_5,
     qwen3_moe,
+    qwen3_next,
     stablelm,
 )
 from llmpq.families.record import Family
@@ -43,10 +49,18 @@ FAMILIES: dict[str, Family] = {
         glm4_moe.FAMILY,
         deepseek.FAMILY,
         gemma.FIRST,
-        granite.DENSE_HYBRID,
+        granite.HYBRID,
         arcee.FAMILY,
         dots1.FAMILY,
         stablelm.FAMILY,
+        qwen3_next.FAMILY,
+        qwen3_5.FAMILY,
+        qwen3_5.MIXTURE,
+        lfm2.FAMILY,
+        lfm2.MIXTURE,
+        bamba.FAMILY,
+        falcon_h1.FAMILY,
+        nemotron_h.FAMILY,
     )
 }
 """Name -> record."""
@@ -57,6 +71,8 @@ WRAPPERS = (
     "qwen2_vl",
     "qwen2_5_vl",
     "qwen3_vl",
+    "qwen3_5",
+    "qwen3_5_moe",
 )
 """`model_type` of models whose `text_config` is a language model; the rest of them is left out."""
 

@@ -1,7 +1,10 @@
-"""Granite 3, and those of Granite 4 that are attention throughout: Llama's layer, four factors.
+"""Granite 3 and 4: Llama's layer with four factors; of Granite 4 most layers are Mamba-2.
 
 x = e * embedding;  x += r * attention(norm(x)), scores times a;  x += r * mlp(norm(x))
 logits = head(norm(x)) / l
+
+Granite 4 has experts beside an MLP that all tokens share, or that MLP alone; its attention has no
+positions, or Llama's.
 """
 
 from __future__ import annotations
@@ -9,12 +12,14 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from llmpq.errors import short_repr
 from llmpq.families import llama
 from llmpq.families.common.config_values import Config, expect, number, size
-from llmpq.families.common.rotary_families import FULL, rotary_fields
-from llmpq.families.not_run import RECURRENT
+from llmpq.families.common.mixture_config import counts
+from llmpq.families.common.recurrent_config import mamba2, mixer_names, mixers
+from llmpq.families.common.rotary_families import rotary_fields
 from llmpq.families.record import linear_names
+
+SHARED = "shared."
 
 
 def fields(config: Config) -> dict[str, Any]:
@@ -33,40 +38,56 @@ def fields(config: Config) -> dict[str, Any]:
     }
 
 
-def dense_fields(config: Config) -> dict[str, Any]:
-    """Return the fields of a Granite 4 whose layers all have attention, positions and one MLP."""
-    if config.get("num_local_experts"):
-        raise ValueError(
-            "config.json: granitemoehybrid with num_local_experts="
-            f"{short_repr(config['num_local_experts'])} is not supported: llmpq lacks a mixture "
-            "of experts stored as one tensor a layer beside a shared MLP"
-        )
-    kinds = config.get("layer_types") or config.get("layers_block_type") or ["linear_attention"]
-    if not set(kinds) <= {"attention", FULL}:
-        raise ValueError(f"config.json: granitemoehybrid is not supported: llmpq lacks {RECURRENT}")
-    expect(config, "position_embedding_type", "rope", default=None)
+def hybrid_fields(config: Config) -> dict[str, Any]:
+    """Return the fields of a Granite 4."""
+    base = fields(config)
+    kinds = ["linear_attention"] * base["num_layers"]
+    key = "layer_types" if config.get("layer_types") else "layers_block_type"
+    found = mixers(config, kinds, recurrent={"mamba", "linear_attention"}, key=key)
     for key in config:
         if key.startswith(("mamba_", "time_step_")) or key == "num_experts_per_tok":
-            config.get(key)  # read, and without effect
-    return {**fields(config), "ffn": size(config, "shared_intermediate_size")}
+            config.get(key)  # read, and without effect where all layers are attention
+    if "recurrent" in found:
+        base |= {"mixers": found, "recurrent": mamba2(config)}
+    if config.get("position_embedding_type") is None:
+        base |= {"positions": "none", "rope_theta": None, "rope_scaling": None, "rotary_dim": None}
+    else:
+        expect(config, "position_embedding_type", "rope", default=None)
+    shared = size(config, "shared_intermediate_size")
+    if not config.get("num_local_experts"):
+        return {**base, "ffn": shared}
+    return {**base, **counts(config, "num_local_experts"), "shared_ffn": shared}
 
 
 FAMILY = replace(llama.FAMILY, name="granite", model_types=("granite",), fields=fields)
-DENSE_HYBRID = replace(
+_EXPERTS = "layers.{i}.block_sparse_moe"
+_ONE = f"{_EXPERTS}.experts.{{e}}"
+_LAYER = {**llama.NORMS, **llama.QKV, **llama.OUT, **mixer_names("layers.{i}.mamba")}
+HYBRID = replace(
     llama.FAMILY,
     name="granite4",
     model_types=("granitemoehybrid",),
-    fields=dense_fields,
+    fields=hybrid_fields,
     names=replace(
         llama.FAMILY.names,
         layer={
-            **llama.NORMS,
-            **llama.QKV,
-            **llama.OUT,
+            **_LAYER,
             **linear_names(
-                ("gate_up", ("layers.{i}.shared_mlp.input_linear",)),
-                ("down", ("layers.{i}.shared_mlp.output_linear",)),
+                *(
+                    (f"{owner}{part}", (f"layers.{{i}}.shared_mlp.{theirs}_linear",))
+                    for owner in ("", SHARED)
+                    for part, theirs in (("gate_up", "input"), ("down", "output"))
+                )
             ),
+            "router.weight": (f"{_EXPERTS}.router.layer.weight",),
+            "experts.{e}.gate_up.weight": (f"{_EXPERTS}.input_linear.weight[{{e}}]",),
+            "experts.{e}.down.weight": (f"{_EXPERTS}.output_linear.weight[{{e}}]",),
         },
+        apart=dict(
+            linear_names(
+                ("experts.{e}.gate_up", (f"{_ONE}.gate_proj", f"{_ONE}.up_proj")),
+                ("experts.{e}.down", (f"{_ONE}.down_proj",)),
+            )
+        ),
     ),
 )

@@ -13,6 +13,7 @@ LEFT_OUT = {
     "boi_token_index": "the vision tower: text only",
     "eoi_token_index": "the vision tower: text only",
     "num_nextn_predict_layers": "{value} layers that predict further tokens (MTP)",
+    "mtp_num_hidden_layers": "{value} layers that predict further tokens (MTP)",
     "num_mtp_layers": "{value} layers that predict further tokens (MTP)",
 }
 """Config key -> what it brings that is not run, said to the user."""
@@ -29,22 +30,15 @@ _ENCODER = "encoder layers: it runs decoder-only models"
 _NO_POSITIONS = "layers without positions among rotary ones"
 
 FEATURE_OF = {
-    "qwen3_next": RECURRENT,
-    "qwen3_5": RECURRENT,
-    "qwen3_5_moe": RECURRENT,
     "mamba": RECURRENT,
     "mamba2": RECURRENT,
     "falcon_mamba": RECURRENT,
     "jamba": RECURRENT,
-    "bamba": RECURRENT,
     "zamba2": RECURRENT,
     "rwkv": RECURRENT,
     "recurrent_gemma": RECURRENT,
-    "nemotron_h": RECURRENT,
     "minimax": RECURRENT,
-    "lfm2": RECURRENT,
     "kimi_linear": RECURRENT,
-    "falcon_h1": RECURRENT,
     "falcon": _PARALLEL,
     "gpt_neox": _PARALLEL,
     "gptj": _PARALLEL,

@@ -25,7 +25,7 @@ def fields(config: Config) -> dict[str, Any]:
         **counts(config, "num_experts", "num_local_experts"),
         "ffn": size(config, "moe_intermediate_size"),
         "router": Router(normalise=flag(config, "norm_topk_prob")),
-        **_dense_layers(config, base["ffn"]),
+        **dense_layers(config, base["ffn"]),
     }
 
 
@@ -37,7 +37,7 @@ def _windows(config: Config) -> tuple[int, ...]:
     return windows(config, [SLIDING] * size(config, "num_hidden_layers"))
 
 
-def _dense_layers(config: Config, ffn: int) -> dict[str, Any]:
+def dense_layers(config: Config, ffn: int) -> dict[str, Any]:
     """Return the layers without experts: those listed, and all but every n-th."""
     every = size(config, "decoder_sparse_step", default=1)
     listed = config.get("mlp_only_layers") or []

@@ -17,6 +17,7 @@ from functools import lru_cache
 
 from llmpq.model_spec import ModelSpec
 from llmpq.precision import KVPrecision, Precision
+from llmpq.sizes.state_size import recurrence_bytes
 from llmpq.workload import Workload, prompt_chunks
 
 DENSE_ROWS = 256
@@ -163,9 +164,15 @@ def _layer_moments(
     if spec.latent is not None:
         yield unit * (2 * h + g + _latent_features(spec))
     else:
-        yield unit * 2 * h + product(q + 2 * g, h)
-        yield unit * (2 * h + q + 2 * g + rotated + q) + sums
+        gate = q if spec.attention_gate else 0
+        yield unit * 2 * h + product(q + gate + 2 * g, h)
+        yield unit * (2 * h + q + 2 * gate + 2 * g + rotated + q) + sums
     yield unit * (h + q) + product(h, q, adds=True)
+    if spec.recurrent is not None:
+        own = spec.recurrent
+        yield unit * 2 * h + product(own.in_features, h)
+        held = unit * (2 * h + own.in_features)
+        yield held + recurrence_bytes(own, shape.rows, shape.row_tokens)
     if spec.norm_order != "pre":
         yield unit * 4 * h  # what a norm behind is given and gives
     if spec.shared_ffn:

@@ -22,6 +22,7 @@ from llmpq.sizes.kv_format import (
     pool_blocks,
     spanned_blocks,
 )
+from llmpq.sizes.state_size import layers_with_kv, state_bytes
 from llmpq.workload import CHUNK_TOKENS, Workload, prompt_chunks
 
 if TYPE_CHECKING:
@@ -46,8 +47,12 @@ class PoolSize:
     def nbytes(
         self, spec: ModelSpec, kv: KVPrecision, *, layers: Sequence[int], dtype_bytes: int
     ) -> int:
-        """Return the bytes of a stage's pool; `make_paged_kv` allocates exactly those."""
-        windowed = sum(spec.is_windowed(layer) for layer in layers) if self.window else 0
+        """Return the bytes of a stage's pool; `make_paged_kv` allocates exactly those.
+
+        Blocks of the layers that keep keys and values, and a slot of state per request of others.
+        """
+        attending = layers_with_kv(spec, layers)
+        windowed = sum(spec.is_windowed(layer) for layer in attending) if self.window else 0
 
         def layer_bytes(num_blocks: int) -> int:
             return kv_pool_bytes(
@@ -61,8 +66,9 @@ class PoolSize:
                 prefix_cache=self.prefix_cache,
             )
 
-        whole = (len(layers) - windowed) * layer_bytes(self.num_blocks)
-        return whole + windowed * layer_bytes(self.window_blocks)
+        whole = (len(attending) - windowed) * layer_bytes(self.num_blocks)
+        states = state_bytes(spec, layers, slots=self.slots, dtype_bytes=dtype_bytes)
+        return whole + windowed * layer_bytes(self.window_blocks) + states
 
     def of_blocks(self, num_blocks: int) -> PoolSize:
         """Return a smaller pool of as many blocks, those of windows in proportion."""
@@ -117,7 +123,7 @@ def planned_pool(
         spec,
         workload,
         max_len=workload.max_len,
-        prefix_cache=workload.kv is KVPrecision.KV16,
+        prefix_cache=workload.kv is KVPrecision.KV16 and spec.recurrent is None,
         step_tokens=window_step_tokens(workload, chunk, prefill_microbatch=prefill_microbatch),
     )
 
@@ -164,7 +170,8 @@ def planned_kv_bytes(
     if pooled:
         size = planned_pool(spec, workload, chunk, prefill_microbatch=prefill_microbatch)
         return size.nbytes(spec, workload.kv, layers=layers, dtype_bytes=workload.dtype_bytes)
-    return len(layers) * kv_cache_bytes(
+    states = state_bytes(spec, layers, slots=workload.batch, dtype_bytes=workload.dtype_bytes)
+    return states + len(layers_with_kv(spec, layers)) * kv_cache_bytes(
         workload.kv,
         slots=workload.batch,
         max_len=workload.max_len,

@@ -8,6 +8,7 @@ from llmpq.model_spec import ModelSpec
 from llmpq.plan import PoolForm, StagePlan
 from llmpq.sizes.kv_format import BLOCK_TOKENS
 from llmpq.sizes.pool_size import planned_pool
+from llmpq.sizes.state_size import state_bytes
 from llmpq.workload import Workload
 
 
@@ -25,6 +26,9 @@ def stated_pool(
         num_blocks=size.num_blocks,
         tokens=size.num_blocks * BLOCK_TOKENS,
         window_blocks=size.window_blocks,
+        state_bytes=state_bytes(
+            spec, range(spec.num_layers), slots=1, dtype_bytes=workload.dtype_bytes
+        ),
         stage_bytes=tuple(
             size.nbytes(
                 spec,

@@ -25,6 +25,7 @@ from llmpq.sizes.kv_format import (
     packed_blocks,
     padded_head_dim,
 )
+from llmpq.sizes.state_size import recurrence_bytes
 from llmpq.workload import Workload, prompt_chunks
 
 DEQUANTIZE_WEIGHTS = 1 << 20
@@ -157,7 +158,8 @@ def _layer_moments(spec: ModelSpec, shape: _Shape, *, quantized: bool) -> Iterat
     def linear(out_features: int, in_features: int) -> int:
         return _linear_bytes(shape, out_features, in_features, quantized=quantized)
 
-    qkv, qk = q + 2 * g, q + g
+    gate = q if spec.attention_gate else 0
+    qkv, qk = q + gate + 2 * g, q + g
     yield once + unit * 2 * h + linear(qkv, h)
     yield once + unit * (2 * h + qkv) + _positioned_bytes(spec, shape)
     rotated = qk if spec.positions == "rotary" else 0
@@ -171,7 +173,13 @@ def _layer_moments(spec: ModelSpec, shape: _Shape, *, quantized: bool) -> Iterat
             yield once + unit * (2 * h + qkv + rotated) + _packing_bytes(spec, own)
             if not shape.fresh:
                 yield once + attending + _dequantised_bytes(spec, own)
-    yield once + unit * (2 * h + q) + linear(h, q)
+    yield once + unit * (2 * h + q + 2 * gate) + linear(h, q)
+    if spec.recurrent is not None:
+        form = spec.recurrent
+        beside = recurrence_bytes(form, shape.rows, shape.row_tokens)
+        yield once + unit * 2 * h + linear(form.in_features, h)
+        yield once + unit * (2 * h + form.in_features) + beside
+        yield once + unit * (2 * h + form.inner) + linear(h, form.inner)
     if spec.norm_order != "pre":
         yield once + unit * 5 * h  # what a norm behind is given and gives, and its float32
     if spec.shared_ffn:

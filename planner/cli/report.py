@@ -125,6 +125,13 @@ def headline(plan: Plan) -> list[str]:
             f"KV pool: {plan.pool.num_blocks} blocks, {plan.pool.tokens} tokens at once of "
             f"requests of any lengths; at most {most} a stage"
         )
+        if plan.pool.state_bytes:
+            states = plan.pool.state_bytes
+            kv = sum(plan.pool.stage_bytes) - work.batch * states
+            lines.append(
+                f"KV {format_size(kv // plan.pool.tokens)} a token, recurrent state "
+                f"{format_size(states)} a request; no prefix cache (a state has no snapshots)"
+            )
     if predicted is not None:
         source = "estimated, not profiled" if predicted.estimated else "from the profile"
         lines.append(

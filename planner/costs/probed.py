@@ -11,7 +11,9 @@ each meets its share of the rows. Entries are marked `source: estimated`: a prof
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from itertools import chain
+from typing import Any
 
 from llmpq.cluster import Device
 from llmpq.cost_model import CostModel, LatencyEntry, Phase, Regime
@@ -21,9 +23,12 @@ from llmpq.model_spec import ModelSpec
 from llmpq.planner.costs.cost_book import CostBook
 from llmpq.planner.costs.roofline import (
     CPU_FLOOR_S,
+    attention_flops,
     estimate_costs,
     experts_hit,
     kv_token_bytes,
+    mean_of_layers,
+    state_bytes_moved,
 )
 from llmpq.precision import WEIGHT_ONLY, KVPrecision, Precision
 from llmpq.workload import DTYPE_BYTES, Dtype
@@ -81,11 +86,23 @@ def probed_costs(
             continue
         for precision in precisions:
             if precision in WEIGHT_ONLY:
-                costs = _Costs(spec, known, kind, dtype, precision, quantization)
-                entries += [costs.prefill(), *map(costs.decode, kvs)]
+                given = known, kind, dtype, precision, quantization
+                entries += _layer_entries(spec, given, kvs)
         for head in quantization.heads(on_cpu=True):
             entries += _Costs(spec, known, kind, dtype, head, quantization).head()
     return CostModel(model=spec.name, model_fingerprint=spec.fingerprint(), entries=tuple(entries))
+
+
+def _layer_entries(
+    spec: ModelSpec, given: tuple[Any, ...], kvs: Sequence[KVPrecision]
+) -> list[LatencyEntry]:
+    def decode(one: ModelSpec, kv: KVPrecision) -> LatencyEntry:
+        return _Costs(one, *given).decode(kv)
+
+    return [
+        mean_of_layers(spec, lambda one: _Costs(one, *given).prefill()),
+        *(mean_of_layers(spec, partial(decode, kv=kv)) for kv in kvs),
+    ]
 
 
 class _Costs:
@@ -109,7 +126,7 @@ class _Costs:
         spec, rows = self.spec, self.product.per_weight[-1][0]
         plain = _rate(self.rates, Precision.W16A16, Quantization())
         flops = 2 * rows / plain.seconds(rows)
-        attention = 2.0 * spec.heads * spec.head_dim  # causal: half of 4 * heads * head_dim
+        attention = attention_flops(spec)
         activations = 12.0 * spec.hidden * DTYPE_BYTES[self.dtype]
         terms = {
             "1": CPU_FLOOR_S,
@@ -122,6 +139,9 @@ class _Costs:
         """Return a layer's decode step."""
         read = kv_token_bytes(self.spec, kv, DTYPE_BYTES[self.dtype]) / self._bytes_per_s
         terms = {"1": CPU_FLOOR_S, "v*(t+s)": read}
+        state = state_bytes_moved(self.spec, DTYPE_BYTES[self.dtype]) / self._bytes_per_s
+        if state:
+            terms["v"] = state
         return self._entry(Phase.DECODE, Regime(terms=terms, curve=self._curve()), kv)
 
     def head(self) -> list[LatencyEntry]:

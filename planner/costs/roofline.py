@@ -10,6 +10,9 @@ Every step of a prefill reads all weights, and a step of many rows first unpacks
 unpacking is weight bytes / bandwidth, 0 at 16 bits. Steps are padded as the engine pads them, and
 beyond the sizes that a GPU has graphs of the host's time to enqueue a layer is the least.
 
+Layers are taken to be equal: of a model whose layers mix tokens in unlike ways an entry is the mean
+of its layers. A recurrent layer reads and writes its state of every request, and reads no keys.
+
 A layer with E experts of which each token takes k reads those that its tokens are expected to hit,
 E (1 - (1 - k/E)^tokens): a polyline in the tokens beside the terms. A token is taken to choose its
 experts by itself and evenly.
@@ -17,8 +20,10 @@ experts by itself and evenly.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from functools import cache
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from functools import cache, partial
+from typing import Any
 
 from llmpq.cluster import Device
 from llmpq.cost_model import CostModel, LatencyEntry, Part, Phase, Regime
@@ -61,10 +66,47 @@ def estimate_costs(
         seen.add(device.profile_kind)
         for precision in precisions:
             stored = as_measured(quantization, precision, device.spec)
-            entries.append(_prefill(spec, device, precision, dtype, stored))
-            entries += [_decode(spec, device, precision, kv, dtype, stored) for kv in kvs]
+            given: dict[str, Any] = {"device": device, "precision": precision, "dtype": dtype}
+            given["quantization"] = stored
+            entries.append(mean_of_layers(spec, partial(_prefill, **given)))
+            entries += [mean_of_layers(spec, partial(_decode, kv=kv, **given)) for kv in kvs]
         entries += _ends(spec, device, dtype, quantization)
     return CostModel(model=spec.name, model_fingerprint=spec.fingerprint(), entries=tuple(entries))
+
+
+def mean_of_layers(spec: ModelSpec, entry_of: Callable[[ModelSpec], LatencyEntry]) -> LatencyEntry:
+    """Return the mean of the entries of a model's layers, where they mix tokens in unlike ways."""
+    if not spec.mixers:
+        return entry_of(spec)
+    kinds = Counter(map(spec.of_layer, range(spec.num_layers)))
+    found = [(entry_of(one), count / spec.num_layers) for one, count in kinds.items()]
+    columns = zip(*(entry.regimes for entry, _ in found), strict=True)
+    weights = [share for _, share in found]
+    return found[0][0].model_copy(
+        update={"regimes": tuple(_mean_regime(column, weights) for column in columns)}
+    )
+
+
+def _mean_regime(regimes: Sequence[Regime], shares: Sequence[float]) -> Regime:
+    terms: dict[str, float] = {}
+    for regime, share in zip(regimes, shares, strict=True):
+        for term, seconds in regime.terms.items():
+            terms[term] = terms.get(term, 0.0) + share * seconds
+    knots = sorted({tokens for regime in regimes for tokens, _ in regime.curve})
+    curve = [
+        (x, sum(s * r.curve_s(x) for r, s in zip(regimes, shares, strict=True))) for x in knots
+    ]
+    return Regime(terms=terms, curve=tuple(curve))
+
+
+def state_bytes_moved(spec: ModelSpec, width: int) -> float:
+    """Return the bytes of a request's state on a layer like `spec`'s, read and written."""
+    return 2.0 * spec.recurrent.state_bytes(width) if spec.recurrent and spec.has_state(0) else 0.0
+
+
+def attention_flops(spec: ModelSpec) -> float:
+    """Return the operations of a pair of tokens, halved as attention is causal."""
+    return 2.0 * spec.heads * spec.head_dim if spec.has_kv(0) else 0.0
 
 
 def rate_flops(device: Device, precision: Precision, dtype: Dtype) -> float:
@@ -101,7 +143,8 @@ def _floor(spec: DeviceSpec) -> float:
 
 def _linear_flops(spec: ModelSpec) -> float:
     """Flops of one token through one layer's matrices; of experts, through those it is sent to."""
-    return 2.0 * spec.weights_per_token
+    own = spec.recurrent.flops() if spec.recurrent and spec.has_state(0) else 0.0
+    return 2.0 * spec.weights_per_token + own
 
 
 def experts_hit(experts: int, per_token: int, tokens: float) -> float:
@@ -150,7 +193,7 @@ def _prefill(
     width = DTYPE_BYTES[dtype]
     weights, experts = _weight_reads(spec, precision, dtype, quantization)
     activations = 12.0 * spec.hidden * width
-    attention = 2.0 * spec.heads * spec.head_dim  # causal: half of 4 * heads * head_dim
+    attention = attention_flops(spec)
     floor, rate, speed = (
         _floor(device.spec),
         rate_flops(device, precision, dtype),
@@ -180,9 +223,9 @@ def _prefill(
 
 def _decode(
     spec: ModelSpec,
+    kv: KVPrecision,
     device: Device,
     precision: Precision,
-    kv: KVPrecision,
     dtype: Dtype,
     quantization: Quantization,
 ) -> LatencyEntry:
@@ -195,7 +238,9 @@ def _decode(
         bandwidth(device),
     )
     reading = {"v*(t+s)": kv_token / speed}
-    memory = Regime(terms={"1": floor + weights / speed, **reading}, curve=_over(experts, speed))
+    state = {"v": state_bytes_moved(spec, width) / speed}
+    terms = {"1": floor + weights / speed, **reading, **(state if state["v"] else {})}
+    memory = Regime(terms=terms, curve=_over(experts, speed))
     compute = Regime(terms={"1": floor, "v": _linear_flops(spec) / rate, **reading})
     entry = _entry(device, "layer", Phase.DECODE, precision, dtype, memory, compute, kv=kv)
     return _unpadded(spec, entry)
@@ -208,6 +253,8 @@ def _unpadded(spec: ModelSpec, entry: LatencyEntry) -> LatencyEntry:
 
 def kv_token_bytes(spec: ModelSpec, kv: KVPrecision, width: int) -> float:
     """Return the bytes of a layer's cache that a token takes, scales among them."""
+    if not spec.has_kv(0):
+        return 0.0
     tokens = 1024
     return (
         kv_cache_bytes(

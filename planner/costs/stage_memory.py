@@ -3,8 +3,9 @@
 Layers are taken to be equal. Their weights are those of the largest of the model: where a mixture
 begins with layers of one MLP (DeepSeek, GLM-4.5), what those take less is room that the first stage
 has for layers. Their KV is the mean of the model's: where some layers have a window (Gemma,
-gpt-oss), a stage keeps back what the KV of any layers that it may have exceeds that by, which is
-less than one layer's. A plan that was found states what its own layers take (llmpq/memory.py).
+gpt-oss) or a recurrent state instead (Qwen3-Next, Granite 4), a stage keeps back what the KV of any
+layers that it may have exceeds that by. A plan that was found states what its own layers take
+(llmpq/memory.py).
 
 What a stage needs beside its layers depends on the sorts of weights it multiplies, not on how many
 layers have them: dense products have a library's workspace, packed ones their own, a stage with
@@ -84,7 +85,7 @@ def kv_bytes_of_layers(p: Problem) -> NDArray[np.int64]:
         )
 
     layers = p.spec.num_layers
-    if not p.spec.windows:
+    if not p.spec.windows and not p.spec.mixers:
         return np.full(layers, of(0), dtype=np.int64)
     return np.array([of(layer) for layer in range(layers)], dtype=np.int64)
 

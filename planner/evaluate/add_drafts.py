@@ -7,6 +7,7 @@ stage on every device; the speed-up is that of the formulas the runtime obeys
 
 from __future__ import annotations
 
+from llmpq.capabilities import lacking_sentence
 from llmpq.checkpoints.stored_codes import stored_codes
 from llmpq.cluster import Cluster, Device
 from llmpq.cost_model import CostModel
@@ -35,6 +36,11 @@ def with_speculation(
     `DoesNotFitError` if the mode that was asked for does not fit; `ValueError` if it makes nothing
     of this plan cheaper or is predicted to slow it down.
     """
+    lacking = lacking_sentence(spec, ["drafts"], max_len=plan.workload.max_len)
+    if lacking is not None and wish == "auto":
+        return plan
+    if lacking is not None:
+        raise ValueError(lacking)
     context = plan.workload.prompt_len + plan.workload.gen_len / 2
     rows = plan.decode_microbatch
     usable = usable_modes(plan, stored_codes(plan.model.path))

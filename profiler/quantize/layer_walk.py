@@ -139,6 +139,7 @@ class FreshAttention:
     """A KV cache that keeps nothing: every window is a fresh prompt of its own."""
 
     nbytes = 0
+    states = None
 
     def attend(
         self,
@@ -166,11 +167,12 @@ FRESH = FreshAttention()
 
 def linears(layer: DecoderLayer) -> dict[str, Linear]:
     """Return a layer's linears by part name: qkv, o, gate_up or up, down, experts.0.down."""
-    return {
-        path.partition(".")[2]: part
-        for path, part in layer.named_modules()
-        if isinstance(part, Linear)
-    }
+    found = {}
+    for path, part in layer.named_modules():
+        if isinstance(part, Linear):
+            name = path.partition(".")[2]
+            found[name.removeprefix("attention.").removeprefix("recurrent.")] = part
+    return found
 
 
 def random_windows(tokens: Sequence[int], *, count: int, length: int, seed: int = 0) -> Tensor:

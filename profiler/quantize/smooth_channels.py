@@ -23,7 +23,10 @@ from torch import Tensor
 
 from llmpq.profiler.quantize.layer_walk import Hessian, LayerView
 
-READERS = {"attn_norm": ("qkv", "q", "q_a", "kv_a"), "mlp_norm": ("gate_up", "up", "router")}
+READERS = {
+    "attn_norm": ("qkv", "q", "q_a", "kv_a", "mixer_in", "step"),
+    "mlp_norm": ("gate_up", "up", "router", "shared_gate"),
+}
 """Norm -> the matrices that read it, of every expert."""
 
 

@@ -69,6 +69,11 @@ class TimedModel:
         share: float = 1.0,
     ) -> None:
         """`share`: of the GPU's multiprocessors, 1 if it is whole."""
+        if spec.recurrent is not None:
+            raise ValueError(
+                f"{spec.name} ({spec.family}) has recurrent layers, which llmpq-profile does not "
+                "time yet; plan without --costs: their times are then estimated"
+            )
         self.spec, self.device, self.quantization = spec, device, quantization
         self._one_layer_tokens = ONE_LAYER_TOKENS * share
         self._sampling = SamplerConfig(

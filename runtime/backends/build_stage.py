@@ -52,6 +52,7 @@ def build_slot_stage(
     from llmpq.runtime.backends.cuda import CudaBackend
 
     _require_known(plan, index, spec, device, plan.workload.max_len)
+    assert spec.recurrent is None, "recurrent state is kept beside a pool only"
     dtype = DTYPES[plan.workload.dtype]
     started_s = time.perf_counter()
     model, kv = load_slots(
@@ -122,7 +123,7 @@ def build_stage(
         )
     report = LoadReport(
         weights_bytes=model.weight_nbytes,
-        kv_bytes=compute.kv.nbytes,
+        kv_bytes=compute.kv.all_nbytes,
         seconds=time.perf_counter() - started_s,
     )
     check_memory(plan, index, spec, report, pool=pool)

@@ -160,6 +160,7 @@ def _form(layer: DecoderLayer) -> LayerForm | None:
         or len({norm.eps for norm in heads}) > 1
         or (heads and (rotary is None or len(heads) != 2))
         or (rotary is not None and rotary.dim != attention.head_dim)
+        or attention.gated
         or not layer.adds_plainly
         or mlp.activation != "silu"
     ):

@@ -19,15 +19,24 @@ if TYPE_CHECKING:
     from llmpq.runtime.cache.gpu_paged_kv_base import GpuPagedKVBase
     from llmpq.runtime.cache.low_bit_kv import LowBitKV
     from llmpq.runtime.cache.plain_kv import PlainKVCache
+    from llmpq.runtime.cache.recurrent_states import RecurrentStates
 
 
 class KVCache(ABC):
-    """Keys and values of all layers of one stage; layers count from 0 within it."""
+    """Keys and values of the layers of one stage that have any; those count from 0 within it."""
+
+    states: RecurrentStates | None = None
+    """The slots of its recurrent layers, where it has some."""
 
     @property
     @abstractmethod
     def nbytes(self) -> int:
         """Bytes held; equal to what `llmpq.sizes.kv_format` predicts, times layers."""
+
+    @property
+    def all_nbytes(self) -> int:
+        """Bytes of keys, values and recurrent states."""
+        return self.nbytes + (0 if self.states is None else self.states.nbytes)
 
     @abstractmethod
     def attend(

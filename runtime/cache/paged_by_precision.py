@@ -11,7 +11,9 @@ from llmpq.precision import KVPrecision
 from llmpq.runtime.cache.cpu_packed_kv import CpuPackedKV
 from llmpq.runtime.cache.cpu_paged_kv import CpuPagedKV
 from llmpq.runtime.cache.kv_cache import PagedKV
+from llmpq.runtime.cache.recurrent_states import with_states
 from llmpq.sizes.pool_size import PoolSize
+from llmpq.sizes.state_size import layers_with_kv, layers_with_state
 
 
 def make_paged_kv(
@@ -23,10 +25,29 @@ def make_paged_kv(
     dtype: torch.dtype,
     device: torch.device | str = "cpu",
 ) -> PagedKV:
-    """Allocate a stage's pool; `layers` are their numbers in the model.
+    """Allocate a stage's pool, and slots of its recurrent layers; `layers`: their numbers.
 
     On a GPU `capabilities.require_gpu_pool` has said that there is one for the precision.
     """
+    num_states = len(layers_with_state(spec, layers))
+    pool = _make_pool(
+        spec, kv, size, layers=layers_with_kv(spec, layers), dtype=dtype, device=device
+    )
+    return with_states(
+        pool, spec, num_layers=num_states, slots=size.slots, dtype=dtype, device=device
+    )
+
+
+def _make_pool(
+    spec: ModelSpec,
+    kv: KVPrecision,
+    size: PoolSize,
+    *,
+    layers: Sequence[int],
+    dtype: torch.dtype,
+    device: torch.device | str,
+) -> PagedKV:
+    """Allocate the blocks of the layers that keep keys and values."""
     if torch.device(device).type == "cuda":
         # Triton is not imported where there is no GPU.
         from llmpq.runtime.cache.gpu_packed_kv import GpuPackedKV

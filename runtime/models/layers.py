@@ -21,8 +21,9 @@ from llmpq.runtime.cache.kv_cache import KVCache
 from llmpq.runtime.models.experts import Routing, SparseMLP
 from llmpq.runtime.models.latent_attention import LatentAttention
 from llmpq.runtime.models.linear import Linear, Weight
-from llmpq.runtime.models.mlps import MLP, GatedMLP
+from llmpq.runtime.models.mlps import MLP, GatedMLP, GatedSharedMLP
 from llmpq.runtime.models.norms import Norm
+from llmpq.runtime.models.recurrent import RecurrentMixer
 from llmpq.runtime.models.rotary import Rotary
 from llmpq.runtime.step import Step
 
@@ -47,17 +48,23 @@ class Attention(nn.Module):
         self.rotary, self.alibi_slopes_H, self.rule = rotary, alibi_slopes_H, rule
         self.heads, self.kv_heads, self.head_dim = spec.heads, spec.kv_heads, spec.head_dim
         self.scale = spec.head_dim**-0.5 if spec.score_factor is None else spec.score_factor
+        self.gated = spec.attention_gate
+        """Whether qkv ends with a gate [H, D] of what attention gives."""
 
     def forward(self, x_BQh: Tensor, layer: int, step: Step, kv: KVCache) -> Tensor:
         """Return o(attention(q, k, v)) [B, Q, h] of cache layer `layer`."""
         batch, q_len, _ = x_BQh.shape
-        qkv = self.qkv(x_BQh).view(batch, q_len, self.heads + 2 * self.kv_heads, self.head_dim)
+        qkv, gate = self.qkv(x_BQh).view(batch, q_len, -1, self.head_dim), None
+        if self.gated:
+            qkv, gate = qkv.split([self.heads + 2 * self.kv_heads, self.heads], dim=2)
         q, k, v = self._positioned(qkv, step)
         del qkv, x_BQh
         out_BQHD = attend_by_rule(
             kv, layer, q, k, v, step, self.scale, self.alibi_slopes_H, self.rule
         )
         del q, k, v
+        if gate is not None:
+            out_BQHD = out_BQHD * gate.sigmoid()
         return self.o(out_BQHD.reshape(batch, q_len, self.heads * self.head_dim))
 
     def _positioned(self, qkv_BQND: Tensor, step: Step) -> tuple[Tensor, Tensor, Tensor]:
@@ -99,8 +106,21 @@ def attend_by_rule(
     )
 
 
+class SideBySide(nn.Module):
+    """Attention and a recurrence on one input, added up, attention times a factor."""
+
+    def __init__(self, attention: Attention, recurrent: RecurrentMixer, factor: float) -> None:
+        super().__init__()
+        self.attention, self.recurrent, self.factor = attention, recurrent, factor
+
+    def forward(self, x_BQh: Tensor, layer: int, step: Step, kv: KVCache) -> Tensor:
+        """Return [B, Q, h] of cache layer `layer`."""
+        out: Tensor = self.recurrent(x_BQh, layer, step, kv)
+        return out + self.attention(x_BQh, layer, step, kv) * self.factor
+
+
 class DecoderLayer(nn.Module):
-    """A decoder layer: x += attention(norm(x)); x += mlp(norm(x)).
+    """A decoder layer: x += attention(norm(x)); x += mlp(norm(x)), or one of the two.
 
     With norms behind attention and MLP, and a factor, x += factor * norm(attention(norm(x))), ...
     """
@@ -108,26 +128,28 @@ class DecoderLayer(nn.Module):
     def __init__(
         self,
         attn_norm: Norm,
-        attention: Attention | LatentAttention,
+        attention: Attention | LatentAttention | RecurrentMixer | SideBySide | None,
         mlp_norm: Norm,
-        mlp: MLP | GatedMLP | SparseMLP,
+        mlp: MLP | GatedMLP | SparseMLP | None,
         runner: LayerRunner,
         *,
         attn_out_norm: Norm | None = None,
         mlp_out_norm: Norm | None = None,
         residual_factor: float = 1.0,
+        mlp_factor: float = 1.0,
     ) -> None:
         super().__init__()
         self.attn_norm, self.attention = attn_norm, attention
         self.mlp_norm, self.mlp = mlp_norm, mlp
         self.attn_out_norm, self.mlp_out_norm = attn_out_norm, mlp_out_norm
         self.residual_factor, self.runner = residual_factor, runner
+        self.mlp_factor = mlp_factor
 
     @property
     def adds_plainly(self) -> bool:
         """Whether attention and MLP are added to the residual stream as they come."""
         behind = self.attn_out_norm is not None or self.mlp_out_norm is not None
-        return not behind and self.residual_factor == 1.0
+        return not behind and self.residual_factor == self.mlp_factor == 1.0
 
     def added(self, y: Tensor, norm: Norm | None) -> Tensor:
         """Return what attention or MLP adds to the residual stream, in place of what it gave."""
@@ -152,6 +174,13 @@ class DecoderLayer(nn.Module):
         return self.runner.decoder_layer(
             self, x_BQh, layer, step, kv, last_only=last_only, in_place=in_place
         )
+
+
+def recurrence_of(layer: DecoderLayer) -> RecurrentMixer | None:
+    """Return the part of a layer that keeps a recurrent state, if it has one."""
+    part = layer.attention
+    part = part.recurrent if isinstance(part, SideBySide) else part
+    return part if isinstance(part, RecurrentMixer) else None
 
 
 class LayerRunner(Protocol):
@@ -207,11 +236,18 @@ class PlainLayers:
         in_place: bool = False,
     ) -> Tensor:
         """Return the new residual stream; all tokens go on, the input stays as it was."""
-        attended = layer.attention(layer.attn_norm(x_BQh), index, step, kv)
-        y = layer.added(attended, layer.attn_out_norm)
-        del attended
-        y.add_(x_BQh)
-        return y.add_(layer.added(layer.mlp(layer.mlp_norm(y)), layer.mlp_out_norm))
+        if layer.attention is None:
+            y = x_BQh.clone()
+        else:
+            attended = layer.attention(layer.attn_norm(x_BQh), index, step, kv)
+            y = layer.added(attended, layer.attn_out_norm)
+            del attended
+            y.add_(x_BQh)
+        if layer.mlp is None:
+            return y
+        out = layer.mlp(layer.mlp_norm(y))
+        out = out if layer.mlp_factor == 1.0 else out.mul_(layer.mlp_factor)
+        return y.add_(layer.added(out, layer.mlp_out_norm))
 
     def all_layers(
         self, layers: Sequence[DecoderLayer], x_BQh: Tensor, step: Step, kv: KVCache
@@ -267,7 +303,8 @@ class Embedding(nn.Module):
 
 def held_weights(part: nn.Module) -> list[Weight]:
     """Return the weights a part itself holds, those of the parts inside it left out."""
-    if not isinstance(part, (Norm, Linear, Embedding, Routing, Attention, LatentAttention)):
+    holders = (Norm, Linear, Embedding, Routing, GatedSharedMLP, Attention, LatentAttention)
+    if not isinstance(part, (*holders, RecurrentMixer)):
         return []
     if isinstance(part, Attention):
         sinks = None if part.rule is None else part.rule.sinks_H

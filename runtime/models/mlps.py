@@ -59,6 +59,8 @@ class GateFunction:
     limit: float = 0.0
     """clamped_silu: gate and up are at most this, up at least its negative."""
     slope: float = 1.0
+    factor: float = 1.0
+    """silu: the gate is multiplied by this first."""
 
     def __post_init__(self) -> None:
         """Refuse an activation that nobody here computes."""
@@ -66,7 +68,7 @@ class GateFunction:
 
     def of_both(self, both: Tensor) -> Tensor:
         """Return what it makes of contiguous [..., 2 F], gate first."""
-        if self.activation == "silu" and row_wise.takes(both, both):
+        if self.activation == "silu" and self.factor == 1.0 and row_wise.takes(both, both):
             return row_wise.silu_gate(both)
         # Out of place: the halves are strided views, and `down` wants rows without gaps.
         return self(*both.chunk(2, dim=-1))
@@ -74,6 +76,7 @@ class GateFunction:
     def __call__(self, gate: Tensor, up: Tensor) -> Tensor:
         """Return a new tensor; gate and up, strided halves of one, stay as they were."""
         if self.activation == "silu":
+            gate = gate if self.factor == 1.0 else gate * self.factor
             return functional.silu(gate).mul_(up)
         if self.activation == "gelu_tanh":
             return functional.gelu(gate, approximate="tanh").mul_(up)
@@ -101,3 +104,17 @@ class GatedMLP(nn.Module):
     def forward(self, x_BQh: Tensor) -> Tensor:
         """Return [B, Q, h]."""
         return self.down(self.gate.of_both(self.gate_up(x_BQh)))
+
+
+class GatedSharedMLP(GatedMLP):
+    """The MLP that all tokens share, times the sigmoid of one number a token."""
+
+    def __init__(
+        self, gate_up: Linear, down: Linear, gate: GateFunction, token_gate_1h: Tensor
+    ) -> None:
+        super().__init__(gate_up, down, gate)
+        self.token_gate_1h = token_gate_1h
+
+    def forward(self, x_Th: Tensor) -> Tensor:
+        """Return [T, h]."""
+        return super().forward(x_Th).mul_(functional.linear(x_Th, self.token_gate_1h).sigmoid_())

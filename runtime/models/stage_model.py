@@ -24,7 +24,14 @@ from llmpq.precision import Precision, WeightScheme
 from llmpq.runtime.cache.kv_cache import KVCache
 from llmpq.runtime.models.experts import SparseMLP
 from llmpq.runtime.models.layer_tensors import LayerTensors
-from llmpq.runtime.models.layers import DecoderLayer, Embedding, Head, LayerRunner, held_weights
+from llmpq.runtime.models.layers import (
+    DecoderLayer,
+    Embedding,
+    Head,
+    LayerRunner,
+    held_weights,
+    recurrence_of,
+)
 from llmpq.runtime.models.linear import Linear
 from llmpq.runtime.models.wiring import Wiring
 from llmpq.runtime.step import Step
@@ -52,6 +59,8 @@ class StageModel(nn.Module):
         super().__init__()
         self.spec, self.embedding, self.head = spec, embedding, head
         self.layers = nn.ModuleList(layers)
+        self._places = _places(layers)
+        """Of each layer its number among those of the stage that keep what it keeps."""
 
     @classmethod
     def build(
@@ -105,6 +114,12 @@ class StageModel(nn.Module):
         return cls(spec, built, embedding, head)
 
     @property
+    def num_recurrent(self) -> int:
+        """Layers that keep a state of fixed size."""
+        layers = cast("Sequence[DecoderLayer]", self.layers)
+        return sum(recurrence_of(layer) is not None for layer in layers)
+
+    @property
     def asks_host(self) -> bool:
         """Whether a step waits for the device: then it cannot be captured in a graph."""
         mixtures = (layer.mlp for layer in self.layers if isinstance(layer.mlp, SparseMLP))
@@ -125,7 +140,7 @@ class StageModel(nn.Module):
             return done
         for index, layer in enumerate(self.layers):
             options = {"last_only": True} if last_only and index + 1 == len(self.layers) else {}
-            x = layer(x, index, step, kv, in_place=index > 0, **options)
+            x = layer(x, self._places[index], step, kv, in_place=index > 0, **options)
         return x
 
     def _all_layers(self, x: Tensor, step: Step, kv: KVCache) -> Tensor | None:
@@ -160,6 +175,20 @@ class StageModel(nn.Module):
                 f"a request of {step.max_end} tokens exceeds the {self.spec.max_positions} learned "
                 f"positions of {self.spec.name}; shorten the prompt or generate fewer tokens"
             )
+
+
+def _places(layers: Sequence[DecoderLayer]) -> list[int]:
+    """Return each layer's number in the KV cache, or among recurrent layers, which learn theirs."""
+    places, num_kv, num_states = [], 0, 0
+    for layer in layers:
+        recurrent = recurrence_of(layer)
+        alone = recurrent is not None and recurrent is layer.attention
+        places.append(num_states if alone else num_kv)
+        num_kv += layer.attention is not None and not alone
+        if recurrent is not None:
+            recurrent.place = num_states
+            num_states += 1
+    return places
 
 
 @dataclass(frozen=True)

@@ -21,9 +21,11 @@ from llmpq.runtime.models.layers import (
     Head,
     LayerRunner,
     PlainLayers,
+    SideBySide,
 )
-from llmpq.runtime.models.mlps import MLP, GatedMLP, GateFunction
+from llmpq.runtime.models.mlps import MLP, GatedMLP, GatedSharedMLP, GateFunction
 from llmpq.runtime.models.norms import NoNorm
+from llmpq.runtime.models.recurrent import RecurrentMixer
 from llmpq.runtime.models.rotary import Rotary
 
 
@@ -54,17 +56,29 @@ class Wiring:
         """Wire decoder layer `index`, counted over the whole model."""
         spec = self._spec.of_layer(index)
         norms = {name: parts.norm(name) for name in spec.layer_norms}
-        latent = spec.latent is not None
         return DecoderLayer(
             attn_norm=norms.get("attn_norm", NoNorm()),
-            attention=self._latent_attention(parts) if latent else self._attention(parts, index),
+            attention=self._mixer(spec, parts, index),
             mlp_norm=norms.get("mlp_norm", NoNorm()),
-            mlp=self._mlp(spec, parts),
+            mlp=self._mlp(spec, parts) if spec.has_mlp else None,
             runner=self._runner,
             attn_out_norm=norms.get("attn_out_norm"),
             mlp_out_norm=norms.get("mlp_out_norm"),
             residual_factor=spec.residual_factor,
+            mlp_factor=spec.mlp_factor,
         )
+
+    def _mixer(
+        self, spec: ModelSpec, parts: LayerTensors, index: int
+    ) -> Attention | LatentAttention | RecurrentMixer | SideBySide | None:
+        if spec.mixer == "none":
+            return None
+        if spec.mixer == "recurrent":
+            return self._recurrent(parts)
+        if spec.mixer == "both":
+            attention = self._attention(parts, index)
+            return SideBySide(attention, self._recurrent(parts), spec.attention_factor)
+        return self._latent_attention(parts) if spec.latent else self._attention(parts, index)
 
     def _mlp(self, spec: ModelSpec, parts: LayerTensors) -> MLP | GatedMLP | SparseMLP:
         if not spec.experts:
@@ -110,6 +124,23 @@ class Wiring:
             rule=rule,
         )
 
+    def _recurrent(self, parts: LayerTensors) -> RecurrentMixer:
+        form = self._spec.recurrent
+        assert form is not None
+        normed = "mixer_norm.weight" in parts.tensors
+        return RecurrentMixer(
+            form,
+            parts.linear("mixer_in"),
+            parts.linear("mixer_out"),
+            parts.tensor("conv.weight"),
+            parts.optional("conv.bias"),
+            decay_H=parts.optional("decay"),
+            step_bias_H=parts.optional("step_bias"),
+            step_weight=parts.optional("step.weight"),
+            skip_H=parts.optional("skip"),
+            norm=parts.norm("mixer_norm") if normed else None,
+        )
+
     def _latent_attention(self, parts: LayerTensors) -> LatentAttention:
         spec = self._spec
         assert spec.latent is not None and self._rotary is not None
@@ -143,6 +174,11 @@ def _rotaries(spec: ModelSpec, device: torch.device) -> tuple[Rotary | None, Rot
 def _dense_mlp(spec: ModelSpec, parts: LayerTensors, owner: str) -> MLP | GatedMLP:
     down = parts.linear(f"{owner}down")
     if spec.gated:
-        gate = GateFunction(spec.activation, spec.activation_limit, spec.activation_slope)
+        gate = GateFunction(
+            spec.activation, spec.activation_limit, spec.activation_slope, spec.gate_factor
+        )
+        if owner == SHARED and spec.shared_gate:
+            token_gate = parts.tensor("shared_gate.weight")
+            return GatedSharedMLP(parts.linear(f"{owner}gate_up"), down, gate, token_gate)
         return GatedMLP(parts.linear(f"{owner}gate_up"), down, gate)
     return MLP(parts.linear(f"{owner}up"), down, spec.activation)

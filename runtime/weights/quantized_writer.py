@@ -155,6 +155,8 @@ class CheckpointWriter:
         if pieces == 3:
             kv = self.spec.kv_heads * self.spec.head_dim
             sizes = [whole.shape[0] - 2 * kv, kv, kv]
+        if pieces == 2 and part.startswith("mixer_in.") and self.spec.recurrent is not None:
+            sizes = [self.spec.recurrent.channels, self.spec.recurrent.inner]
         return tuple(rows.contiguous() for rows in whole.split(sizes))
 
     def _is_of_a_layer(self, name: str) -> bool:
@@ -229,7 +231,12 @@ def compressed_config(
         "quant_method": "compressed-tensors",
         "format": formats.pop() if len(formats) == 1 else "mixed-precision",
         "quantization_status": "compressed",
-        "ignore": ["lm_head", *([r"re:.*\.(gate|router)$"] if spec.experts else [])],
+        "ignore": [
+            "lm_head",
+            *([r"re:.*\.(gate|router)$"] if spec.experts else []),
+            *([r"re:.*\.in_proj_(ba|b|a)$"] if spec.recurrent is not None else []),
+            *([r"re:.*\.shared_expert_gate$"] if spec.shared_gate else []),
+        ],
         "kv_cache_scheme": kv_cache_scheme(spec, kv),
         "config_groups": groups,
     }

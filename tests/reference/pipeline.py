@@ -19,6 +19,7 @@ from llmpq.precision import Precision, WeightScheme
 from llmpq.runtime.backends.backend import backend_of
 from llmpq.runtime.cache.kv_cache import KVCache
 from llmpq.runtime.cache.plain_kv import PlainKVCache
+from llmpq.runtime.cache.recurrent_states import with_states
 from llmpq.runtime.models.sampling import SamplerConfig, sample
 from llmpq.runtime.models.stage_model import StageModel
 from llmpq.runtime.step import Step
@@ -88,11 +89,18 @@ class ReferencePipeline:
     def caches(self, slots: int, max_len: int) -> list[KVCache]:
         """Return one empty 16-bit cache per stage."""
         return [
-            PlainKVCache(
+            with_states(
+                PlainKVCache(
+                    self.spec,
+                    num_layers=len(stage.layers),
+                    slots=slots,
+                    max_len=max_len,
+                    dtype=self.dtype,
+                    device=self.device,
+                ),
                 self.spec,
-                num_layers=len(stage.layers),
+                num_layers=stage.num_recurrent,
                 slots=slots,
-                max_len=max_len,
                 dtype=self.dtype,
                 device=self.device,
             )

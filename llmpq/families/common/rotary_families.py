@@ -18,6 +18,7 @@ def rotary_fields(
     also_called: str | None = None,
     eps_key: str = "rms_norm_eps",
     turns_in_part: bool = False,
+    ffn_key: str = "intermediate_size",
 ) -> dict[str, Any]:
     """Return the fields that these families share.
 
@@ -41,7 +42,7 @@ def rotary_fields(
         "hidden": size(config, "hidden_size"),
         "heads": heads,
         "kv_heads": size(config, "num_key_value_heads", default=heads),
-        "ffn": size(config, "intermediate_size"),
+        "ffn": size(config, ffn_key),
         "vocab": size(config, "vocab_size"),
         "positions": "rotary",
         "norm": "rmsnorm",

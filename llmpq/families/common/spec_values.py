@@ -1,4 +1,4 @@
-"""Values of a model that are more than a number: its rope scaling, its router, its latent cache."""
+"""Values of a model that are more than a number: rope scaling, router, latent cache, recurrence."""
 
 from __future__ import annotations
 
@@ -95,3 +95,90 @@ class Latent:
     def q_head_dim(self) -> int:
         """Channels of a query head before its first part is multiplied by the keys' matrix."""
         return self.nope_dim + self.rope_dim
+
+
+RecurrentKind = Literal["gated_delta", "mamba2", "short_conv"]
+Mixer = Literal["attention", "recurrent", "both", "none"]
+"""What mixes the tokens of a layer: attention, a recurrence, both side by side, or nothing."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recurrent:
+    """Layers that keep a state of fixed size per request (runtime/models/recurrent.py).
+
+    The state is the convolution's last `taps - 1` inputs and, but for short convolutions, one
+    matrix [key_dim, value_dim] per head.
+    """
+
+    kind: RecurrentKind
+    taps: int
+    """Tokens that the causal convolution in front of the recurrence spans."""
+    channels: int
+    """Channels of that convolution."""
+    heads: int = 0
+    key_heads: int = 0
+    """Heads of queries and keys (Mamba-2: groups of B and C); each serves heads / key_heads."""
+    key_dim: int = 0
+    """Mamba-2: the state size N."""
+    value_dim: int = 0
+    bias: bool = False
+    """Whether the matrices in front and behind have biases."""
+    conv_bias: bool = False
+    gated_norm: bool = True
+    """Whether the recurrence's output is normalised beside its gate."""
+    norm_first: bool = False
+    """Normalised before it is gated (gated delta rule), or gated first (Mamba-2)."""
+    in_factors: tuple[float, ...] = ()
+    """Of Mamba-2: gate, x, B, C and time steps are multiplied by these."""
+    out_factor: float = 1.0
+    """What the matrix behind gives is multiplied by this."""
+    norm_groups: int = 1
+    """Of Mamba-2's norm: its channels are normalised in so many groups."""
+
+    @property
+    def inner(self) -> int:
+        """Channels of the recurrence's output."""
+        return self.heads * self.value_dim if self.heads else self.channels
+
+    @property
+    def in_features(self) -> int:
+        """Outputs of the matrix in front: what is convolved, the gate, Mamba-2's time steps."""
+        if self.kind == "short_conv":
+            return 3 * self.channels
+        return self.channels + self.inner + (self.heads if self.kind == "mamba2" else 0)
+
+    @property
+    def tail_elements(self) -> int:
+        """Elements of the convolution's tail that a request keeps on a layer."""
+        return (self.taps - 1) * self.channels
+
+    @property
+    def matrix_elements(self) -> int:
+        """Elements of the matrix state that a request keeps on a layer, in float32."""
+        return self.heads * self.key_dim * self.value_dim
+
+    def state_bytes(self, dtype_bytes: int) -> int:
+        """Return the bytes that a request keeps on a layer, whatever its length."""
+        return self.tail_elements * dtype_bytes + 4 * self.matrix_elements
+
+    def kept_whole(self, hidden: int) -> dict[str, tuple[int, ...]]:
+        """Return the shapes of the parts that are never quantised."""
+        shapes: dict[str, tuple[int, ...]] = {"conv.weight": (self.channels, 1, self.taps)}
+        if self.conv_bias:
+            shapes["conv.bias"] = (self.channels,)
+        if self.kind == "short_conv":
+            return shapes
+        shapes |= {"decay": (self.heads,), "step_bias": (self.heads,)}
+        if self.kind == "gated_delta":
+            shapes["step.weight"] = (2 * self.heads, hidden)
+            shapes["mixer_norm.weight"] = (self.value_dim,)
+            return shapes
+        shapes["skip"] = (self.heads,)
+        if self.gated_norm:
+            shapes["mixer_norm.weight"] = (self.inner,)
+        return shapes
+
+    def flops(self) -> float:
+        """Return the operations of one token beside the matrices: convolution and recurrence."""
+        per_element = 8 if self.kind == "gated_delta" else 6
+        return 2.0 * self.taps * self.channels + per_element * self.matrix_elements

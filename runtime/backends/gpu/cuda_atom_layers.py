@@ -120,7 +120,7 @@ def _linears(layer: DecoderLayer) -> tuple[object, ...]:
     wide = mlp.gate_up if isinstance(mlp, GatedMLP) else getattr(mlp, "up", None)
     part = layer.attention
     qkv = part.qkv if isinstance(part, Attention) else None
-    return qkv, part.o, wide, getattr(mlp, "down", None)
+    return qkv, getattr(part, "o", None), wide, getattr(mlp, "down", None)
 
 
 def _weight(part: Linear) -> AtomTiles:

@@ -100,8 +100,7 @@ def decoder_layer(
     `last_only`: after attention go on with the last valid token of each row, [B, 1, h].
     `in_place`: it may take the input's place, which saves a dense o the copying.
     """
-    part = layer.attention
-    _require_known(layer)
+    part, mlp = _known_parts(layer)
     last = partial(_last_tokens, step) if last_only and step.q_len > 1 else None
     if cuda_atom_layers.rounds_inputs(layer):
         assert isinstance(part, Attention)
@@ -116,17 +115,22 @@ def decoder_layer(
     if last is not None:
         attended, x_BQh = last(attended), last(x_BQh)
     if layer.adds_plainly:
-        return _plainly_added(layer, attended, x_BQh, in_place=in_place)
+        return _plainly_added(part.o, layer.mlp_norm, mlp, attended, x_BQh, in_place=in_place)
     behind = layer.attn_out_norm, layer.mlp_out_norm
     y, wide = added_behind(layer, product(part.o, attended), x_BQh, behind[0], layer.mlp_norm)
-    return added_behind(layer, _mlp_output(layer.mlp, wide), y, behind[1], None)[0]
+    return added_behind(layer, _mlp_output(mlp, wide), y, behind[1], None)[0]
 
 
 def _plainly_added(
-    layer: DecoderLayer, attended: Tensor, x_BQh: Tensor, *, in_place: bool
+    o: Linear,
+    between: Norm,
+    mlp: MLP | GatedMLP | SparseMLP,
+    attended: Tensor,
+    x_BQh: Tensor,
+    *,
+    in_place: bool,
 ) -> Tensor:
     """Return x + o(attended), plus the MLP of that: products add to the stream themselves."""
-    o, mlp, between = layer.attention.o, layer.mlp, layer.mlp_norm
     if isinstance(mlp, SparseMLP):
         y = product(o, attended, residual=x_BQh)
         if isinstance(mlp, cuda_experts.GroupedMLP):
@@ -156,16 +160,23 @@ def _hidden(mlp: MLP | GatedMLP, wide: Tensor) -> Tensor:
     return gated_mlp.gate_mul(made, gate.activation, limit=gate.limit, slope=gate.slope)
 
 
-def _require_known(layer: DecoderLayer) -> None:
-    """Refuse what the kernels do not know; `llmpq/capabilities.py` refuses it before.
+def _known_parts(
+    layer: DecoderLayer,
+) -> tuple[Attention | LatentAttention, MLP | GatedMLP | SparseMLP]:
+    """Return attention and MLP; refuse what the kernels do not know, as capabilities.py before.
 
     Whatever reaches a GPU unplanned stops here, in place of giving other text without a word.
     """
-    rotary = layer.attention.rotary
+    part, mlp = layer.attention, layer.mlp
+    gated = isinstance(part, Attention) and part.gated
+    if not isinstance(part, (Attention, LatentAttention)) or gated or mlp is None:
+        raise ValueError("a layer has a recurrence, a gate or a lack that no GPU kernel knows yet")
+    rotary = part.rotary
     if rotary is not None and rotary.by_length and not rotary.is_dynamic:
         raise ValueError("a layer's rotary positions are of a kind that no GPU kernel computes yet")
     if cuda_atom_layers.rounds_inputs(layer) and not layer.adds_plainly:
         raise ValueError("a layer of rounded activations has norms that no GPU kernel computes yet")
+    return part, mlp
 
 
 def _bias_for(between: Norm, part: Linear) -> Tensor | None:

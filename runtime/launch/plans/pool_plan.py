@@ -5,7 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from llmpq.capabilities import gpu_pool_lack, lacking_sentence, require_gpu_pool, ways_of
+from llmpq.capabilities import (
+    gpu_pool_lack,
+    lacking_sentence,
+    require,
+    require_gpu_pool,
+    ways_of,
+)
 from llmpq.devices.device_spec import device_specs
 from llmpq.errors import DoesNotFitError
 from llmpq.model_spec import ModelSpec
@@ -45,6 +51,8 @@ class PoolPlan:
         asks for the pool (benchmarks/speculation_pool.py compares them), and so has what the pool's
         kernels lack; `ValueError` where the pool is asked for that.
         """
+        if self.settings.speculate is not None and self.spec.recurrent is not None:
+            require(self.spec, ["drafts"], max_len=self.plan.workload.max_len)
         if not self._has_gpus:
             return True
         asked, workload = self.settings.gpu_pool, self.plan.workload
@@ -110,7 +118,8 @@ class PoolPlan:
             self.spec,
             work,
             max_len=self.settings.max_model_len or self._longest + 1,
-            prefix_cache=self.settings.prefix_cache,
+            # A found prefix has its keys and values, not the state that its tokens left behind.
+            prefix_cache=self.settings.prefix_cache and self.spec.recurrent is None,
             step_tokens=max(planned, self.settings.step_tokens or 0),
         )
         whole = self.settings.live or not self._has_tails(size)

@@ -28,6 +28,15 @@ EXPERTS = {
     "n_routed_experts": 2, "num_experts_per_tok": 1, "n_group": 1, "topk_group": 1,
     "moe_intermediate_size": 128, "first_k_dense_replace": 1,
 }  # fmt: skip
+DELTA_RULE = {
+    "layer_types": ["linear_attention", "full_attention"], "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 32,
+}  # fmt: skip
+GATED_MIXTURE = {
+    "num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 128,
+    "shared_expert_intermediate_size": 128,
+}  # fmt: skip
+MAMBA2 = {"mamba_n_heads": 8, "mamba_d_state": 16, "mamba_d_head": 64, "mamba_chunk_size": 16}
 CONFIGS: dict[str, Callable[[], Any]] = {
     "opt": lambda: transformers.OPTConfig(**SIZES, ffn_dim=512, word_embed_proj_dim=256),
     "bloom": lambda: transformers.BloomConfig(
@@ -50,6 +59,32 @@ CONFIGS: dict[str, Callable[[], Any]] = {
         num_experts_per_tok=0,
         shared_intermediate_size=384,
         position_embedding_type="rope",
+    ),
+    "qwen3_next": lambda: transformers.Qwen3NextConfig(**GATED, **DELTA_RULE, **GATED_MIXTURE),
+    "qwen3_5": lambda: transformers.Qwen3_5TextConfig(**GATED, **DELTA_RULE),
+    "qwen3_5_moe": lambda: transformers.Qwen3_5MoeTextConfig(
+        **{k: v for k, v in GATED.items() if k != "intermediate_size"},
+        **DELTA_RULE,
+        **GATED_MIXTURE,
+    ),
+    "lfm2": lambda: transformers.Lfm2Config(**PADDED, layer_types=["conv", "full_attention"]),
+    "lfm2_moe": lambda: transformers.Lfm2MoeConfig(
+        **PADDED,
+        layer_types=["conv", "full_attention"],
+        num_dense_layers=1,
+        num_experts=2,
+        num_experts_per_tok=1,
+        moe_intermediate_size=128,
+    ),
+    "bamba": lambda: transformers.BambaConfig(**PADDED, **MAMBA2, attn_layer_indices=[1]),
+    "falcon_h1": lambda: transformers.FalconH1Config(**PADDED, **MAMBA2, mamba_d_ssm=512),
+    "nemotron_h": lambda: transformers.NemotronHConfig(
+        **{k: v for k, v in GATED.items() if k != "num_hidden_layers"},
+        layers_block_type=["linear_attention", "full_attention"],
+        mamba_num_heads=8,
+        mamba_head_dim=32,
+        n_groups=2,
+        ssm_state_size=16,
     ),
     "dots1": lambda: transformers.Dots1Config(**GATED, **EXPERTS, n_shared_experts=1),
     "phi3": lambda: transformers.Phi3Config(**PADDED),

@@ -1,0 +1,48 @@
+"""Bytes of recurrent state: the plan counts them and the runtime allocates by them.
+
+    slots * (layers with state) * ((taps - 1) * channels * dtype + heads * key_dim * value_dim * 4)
+
+They do not grow with a request's length.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from llmpq.families.common.spec_values import Recurrent
+from llmpq.model_spec import ModelSpec
+
+PAIRED_TOKENS = 64
+"""Tokens of a prompt that recurrent layers look at in pairs (runtime/models/recurrence.py)."""
+
+
+def layers_with_state(spec: ModelSpec, layers: Iterable[int]) -> list[int]:
+    """Return those of the layers that keep a recurrent state."""
+    return [layer for layer in layers if spec.has_state(layer)]
+
+
+def layers_with_kv(spec: ModelSpec, layers: Iterable[int]) -> list[int]:
+    """Return those of the layers that keep keys and values."""
+    return [layer for layer in layers if spec.has_kv(layer)]
+
+
+def state_bytes(spec: ModelSpec, layers: Iterable[int], *, slots: int, dtype_bytes: int) -> int:
+    """Return the bytes of `slots` requests' states on layers, by their numbers."""
+    if spec.recurrent is None:
+        return 0
+    each = spec.recurrent.state_bytes(dtype_bytes)
+    return slots * len(layers_with_state(spec, layers)) * each
+
+
+def recurrence_bytes(form: Recurrent, rows: int, row_tokens: int) -> int:
+    """Return what a step's recurrence needs beside its matrices, mostly float32.
+
+    What is convolved and what comes of it; queries and keys for every head; values, what is read
+    and its gate. Of a chunk the pairs of its tokens thrice, of rows of one token their states.
+    """
+    wide = 3 * form.channels + 2 * form.heads * form.key_dim + 4 * form.inner
+    single = row_tokens == 1
+    states = rows if single else 1
+    pairs = 0 if single else 3 * form.heads * min(row_tokens, PAIRED_TOKENS) ** 2
+    kept = 3 * form.matrix_elements + 2 * (form.tail_elements + form.channels)
+    return 4 * (rows * row_tokens * wide + pairs + states * kept)

@@ -1,0 +1,116 @@
+"""The arithmetic of recurrent layers in torch's operators: convolution, gated delta rule, Mamba-2.
+
+Everything is float32 and exact from chunk to chunk: a prompt cut anywhere gives the same state.
+
+    state      S_t = a_t S_(t-1) + k_t u_t^T          a_t = exp(log decay), one number per head
+    output     o_t = S_t^T q_t
+    Mamba-2    u_t = v_t                               q = C, k = B, v = dt x
+    delta rule u_t = b_t (v_t - (a_t S_(t-1))^T k_t)   what the state already says is taken off
+
+Over a chunk, with c_t the sum of log decays up to t and D_ts = exp(c_t - c_s) for s <= t:
+
+    o = exp(c) q S + (D . q k^T) u;    S' = exp(c_T) S + sum_t exp(c_T - c_t) k_t u_t^T
+    delta rule: (I + strictly lower (b D . k k^T)) u = b (v - exp(c) k S)
+
+Legend: B rows of one token, T tokens of one row, K taps, C channels, H heads, N key_dim,
+P value_dim.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from llmpq.sizes.state_size import PAIRED_TOKENS
+
+
+def convolve(
+    x_TC: Tensor, tail_KC: Tensor, weight_C1K: Tensor, bias_C: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Return [T, C] of a causal convolution over each channel, and the new tail [K - 1, C]."""
+    seen = torch.cat((tail_KC, x_TC))
+    out = functional.conv1d(seen.t()[None], weight_C1K, bias_C, groups=x_TC.shape[1])
+    return out[0].t(), seen[len(x_TC) :]
+
+
+def convolve_step(
+    x_BC: Tensor, tail_BKC: Tensor, weight_C1K: Tensor, bias_C: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Return [B, C] of rows of one token, and their new tails [B, K - 1, C]."""
+    seen = torch.cat((tail_BKC, x_BC[:, None]), dim=1)
+    out = torch.einsum("bkc,ck->bc", seen, weight_C1K[:, 0])
+    return out if bias_C is None else out + bias_C, seen[:, 1:]
+
+
+def scan(
+    q_THN: Tensor,
+    k_THN: Tensor,
+    v_THP: Tensor,
+    log_decay_TH: Tensor,
+    state_HNP: Tensor,
+    beta_TH: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Return o [T, H, P] of one row's tokens and the state behind them; `beta`: by delta rule."""
+    outs = []
+    for at in range(0, len(q_THN), PAIRED_TOKENS):
+        part = slice(at, at + PAIRED_TOKENS)
+        out, state_HNP = _chunk(
+            q_THN[part].transpose(0, 1),
+            k_THN[part].transpose(0, 1),
+            v_THP[part].transpose(0, 1),
+            log_decay_TH[part].t(),
+            state_HNP,
+            None if beta_TH is None else beta_TH[part].t(),
+        )
+        outs.append(out.transpose(0, 1))
+    return torch.cat(outs), state_HNP
+
+
+def _chunk(
+    q_HTN: Tensor,
+    k_HTN: Tensor,
+    v_HTP: Tensor,
+    log_decay_HT: Tensor,
+    state_HNP: Tensor,
+    beta_HT: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    sums_HT = log_decay_HT.cumsum(dim=-1)
+    pairs_HTT = (sums_HT[:, :, None] - sums_HT[:, None]).tril_()
+    pairs_HTT = pairs_HTT.exp_().tril_()
+    from_start = sums_HT.exp()[..., None]
+    u_HTP = v_HTP
+    if beta_HT is not None:
+        system = torch.matmul(k_HTN, k_HTN.transpose(1, 2)).mul_(pairs_HTT)
+        system.mul_(beta_HT[..., None])
+        target = (v_HTP - torch.matmul(k_HTN, state_HNP).mul_(from_start)) * beta_HT[..., None]
+        # Of the system only what is below the diagonal is read; the diagonal counts as ones.
+        u_HTP = torch.linalg.solve_triangular(system, target, upper=False, unitriangular=True)
+    out = torch.matmul(q_HTN, state_HNP).mul_(from_start)
+    out += torch.matmul(torch.matmul(q_HTN, k_HTN.transpose(1, 2)).mul_(pairs_HTT), u_HTP)
+    to_end = (sums_HT[:, -1:] - sums_HT).exp_()[..., None]
+    state = state_HNP * from_start[:, -1:]
+    return out, state + torch.matmul((k_HTN * to_end).transpose(1, 2), u_HTP)
+
+
+def scan_step(
+    q_BHN: Tensor,
+    k_BHN: Tensor,
+    v_BHP: Tensor,
+    log_decay_BH: Tensor,
+    state_BHNP: Tensor,
+    beta_BH: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Return o [B, H, P] of rows of one token and their states behind it."""
+    state = state_BHNP * log_decay_BH.exp()[..., None, None]
+    u_BHP = v_BHP
+    if beta_BH is not None:
+        said = torch.einsum("bhn,bhnp->bhp", k_BHN, state)
+        u_BHP = (v_BHP - said) * beta_BH[..., None]
+    state = state + k_BHN[..., None] * u_BHP[..., None, :]
+    return torch.einsum("bhn,bhnp->bhp", q_BHN, state), state
+
+
+def unit_length(x: Tensor) -> Tensor:
+    """Return vectors of length one, as the delta rule wants queries and keys."""
+    return x * torch.rsqrt(x.square().sum(dim=-1, keepdim=True) + 1e-6)

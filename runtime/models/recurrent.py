@@ -1,0 +1,246 @@
+"""Recurrent mixers of decoder layers: gated delta rule, Mamba-2, short convolutions.
+
+    gated delta  q, k, v = silu(conv(W x)); z = W' x; b, a = W'' x
+                 log decay = -exp(A) softplus(a + bias); out = O (norm(delta rule) * silu(z))
+    Mamba-2      z, xBC, dt = W x; x, B, C = silu(conv(xBC)); dt = softplus(dt + bias)
+                 log decay = -exp(A) dt; y = scan + D x; out = O norm(y * silu(z)), norm by groups
+    short conv   b, c, x = W x; out = O (c * conv(b * x))
+
+The arithmetic of the state is in recurrence.py. Rows of one token go together, every other row by
+itself; products see all tokens of a step.
+
+Legend: B rows, Q new tokens, T tokens of a step, h hidden, C channels, H heads, N key_dim,
+P value_dim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from llmpq.families.common.spec_values import Recurrent
+from llmpq.runtime.cache.kv_cache import KVCache
+from llmpq.runtime.cache.recurrent_states import LayerState, RecurrentStates
+from llmpq.runtime.models.linear import Linear
+from llmpq.runtime.models.norms import Norm
+from llmpq.runtime.models.recurrence import (
+    convolve,
+    convolve_step,
+    scan,
+    scan_step,
+    unit_length,
+)
+from llmpq.runtime.ragged_step import RaggedStep, Span
+from llmpq.runtime.step import Step
+
+
+class RecurrentMixer(nn.Module):
+    """A layer's mixer whose memory of a request is a slot of `RecurrentStates`."""
+
+    def __init__(
+        self,
+        form: Recurrent,
+        mixer_in: Linear,
+        mixer_out: Linear,
+        conv_weight_C1K: Tensor,
+        conv_bias_C: Tensor | None,
+        *,
+        decay_H: Tensor | None = None,
+        step_bias_H: Tensor | None = None,
+        step_weight: Tensor | None = None,
+        skip_H: Tensor | None = None,
+        norm: Norm | None = None,
+    ) -> None:
+        """`step_weight` [2 H, h]: of the delta rule's b and a."""
+        super().__init__()
+        self.form, self.mixer_in, self.mixer_out = form, mixer_in, mixer_out
+        self.conv_weight_C1K, self.conv_bias_C = conv_weight_C1K, conv_bias_C
+        self.decay_H, self.step_bias_H = decay_H, step_bias_H
+        self.step_weight, self.skip_H, self.mixer_norm = step_weight, skip_H, norm
+        self.place = 0
+        """Its number among the recurrent layers of its stage."""
+
+    def forward(self, x_BQh: Tensor, layer: int, step: Step, kv: KVCache) -> Tensor:
+        """Return [B, Q, h]; each row's state moves on by its tokens."""
+        spans = step.once("spans", lambda: spans_of(step))
+        states = kv.states or self._fresh(spans, x_BQh)
+        x_Th = x_BQh.reshape(-1, x_BQh.shape[-1])
+        mix = {
+            "gated_delta": self._gated_delta,
+            "mamba2": self._mamba2,
+            "short_conv": self._short_conv,
+        }[self.form.kind]
+        out_TC = mix(x_Th, self.mixer_in(x_Th), spans, states.layer(self.place))
+        mixed: Tensor = self.mixer_out(out_TC)
+        mixed = mixed if self.form.out_factor == 1.0 else mixed * self.form.out_factor
+        return mixed.view(x_BQh.shape)
+
+    def _in_factors(self, into: Tensor) -> Tensor:
+        """Return what each output of the matrix in front is multiplied by."""
+        form = self.form
+        keys = form.key_heads * form.key_dim
+        widths = (form.inner, form.inner, keys, keys, form.heads)
+        pieces = [into.new_full((w,), f) for w, f in zip(widths, form.in_factors, strict=True)]
+        return torch.cat(pieces)
+
+    def _fresh(self, spans: Sequence[Span], x: Tensor) -> RecurrentStates:
+        """Return slots for a step whose rows all begin at position 0 and are not gone on from."""
+        assert all(span.start == 0 for span in spans), "a row goes on, and no state was kept"
+        return RecurrentStates(
+            self.form,
+            num_layers=self.place + 1,
+            slots=max(span.slot for span in spans) + 1,
+            dtype=x.dtype,
+            device=x.device,
+        )
+
+    def _short_conv(
+        self, x_Th: Tensor, into: Tensor, spans: Sequence[Span], state: LayerState
+    ) -> Tensor:
+        before, behind, x = into.chunk(3, dim=-1)
+        return self._convolved(before * x, spans, state).mul_(behind)
+
+    def _gated_delta(
+        self, x_Th: Tensor, into: Tensor, spans: Sequence[Span], state: LayerState
+    ) -> Tensor:
+        form = self.form
+        assert self.step_weight is not None and self.mixer_norm is not None
+        assert self.decay_H is not None and self.step_bias_H is not None
+        mixed, gate = into.split([form.channels, form.inner], dim=-1)
+        mixed = functional.silu(self._convolved(mixed, spans, state)).float()
+        width = form.key_heads * form.key_dim
+        q, k, v = mixed.split([width, width, form.inner], dim=-1)
+        shared = form.heads // form.key_heads
+        q, k = (
+            unit_length(x.unflatten(-1, (form.key_heads, form.key_dim))).repeat_interleave(
+                shared, 1
+            )
+            for x in (q, k)
+        )
+        b, a = functional.linear(x_Th, self.step_weight).float().chunk(2, dim=-1)
+        log_decay = -self.decay_H.float().exp() * functional.softplus(a + self.step_bias_H.float())
+        out_THP = self._scanned(
+            q * form.key_dim**-0.5,
+            k,
+            v.unflatten(-1, (form.heads, form.value_dim)),
+            log_decay,
+            b.sigmoid(),
+            spans,
+            state,
+        )
+        normed = self.mixer_norm(out_THP.to(x_Th.dtype)).float()
+        gated = normed * functional.silu(gate.float()).view(normed.shape)
+        return gated.to(x_Th.dtype).flatten(1)
+
+    def _mamba2(
+        self, x_Th: Tensor, into: Tensor, spans: Sequence[Span], state: LayerState
+    ) -> Tensor:
+        form = self.form
+        assert self.decay_H is not None and self.step_bias_H is not None
+        assert self.skip_H is not None
+        if form.in_factors:
+            into = into * self._in_factors(into)
+        gate, mixed, dt = into.split([form.inner, form.channels, form.heads], dim=-1)
+        mixed = functional.silu(self._convolved(mixed, spans, state)).float()
+        width = form.key_heads * form.key_dim
+        x, k, q = mixed.split([form.inner, width, width], dim=-1)
+        shared = form.heads // form.key_heads
+        q, k = (
+            part.unflatten(-1, (form.key_heads, form.key_dim)).repeat_interleave(shared, 1)
+            for part in (q, k)
+        )
+        dt = functional.softplus(dt + self.step_bias_H).float()
+        x_THP = x.unflatten(-1, (form.heads, form.value_dim))
+        log_decay = -self.decay_H.float().exp() * dt
+        out = self._scanned(q, k, x_THP * dt[..., None], log_decay, None, spans, state)
+        out = (out + x_THP * self.skip_H.float()[:, None]).flatten(1)
+        return self._gated_by_groups(out, gate.float()).to(x_Th.dtype)
+
+    def _gated_by_groups(self, out_TC: Tensor, gate_TC: Tensor) -> Tensor:
+        """Return Mamba-2's output, gated and normalised in the order that its family has."""
+        form, norm = self.form, self.mixer_norm
+        gate_TC = functional.silu(gate_TC)
+        if norm is None:
+            return out_TC * gate_TC
+        if not form.norm_first:
+            out_TC = out_TC * gate_TC
+        by_group = out_TC.unflatten(-1, (form.norm_groups, -1))
+        scale = torch.rsqrt(by_group.square().mean(-1, keepdim=True) + norm.eps)
+        normed = (by_group * scale).flatten(1) * norm.weight.float()
+        return normed * gate_TC if form.norm_first else normed
+
+    def _convolved(self, x_TC: Tensor, spans: Sequence[Span], state: LayerState) -> Tensor:
+        """Return the convolution of every row, whose tail its slot has, and gets."""
+        out, tails = torch.zeros_like(x_TC), state.tail_SKC
+        weight, bias = self.conv_weight_C1K, self.conv_bias_C
+        rows, slots = _single(spans)
+        if rows:
+            before = tails[slots]
+            _begin(before, spans)
+            out[rows], tails[slots] = convolve_step(x_TC[rows], before, weight, bias)
+        for span in _longer(spans):
+            part = slice(span.first, span.first + span.count)
+            tail = tails[span.slot] if span.start else torch.zeros_like(tails[span.slot])
+            out[part], tails[span.slot] = convolve(x_TC[part], tail, weight, bias)
+        return out
+
+    def _scanned(
+        self,
+        q_THN: Tensor,
+        k_THN: Tensor,
+        v_THP: Tensor,
+        log_decay_TH: Tensor,
+        beta_TH: Tensor | None,
+        spans: Sequence[Span],
+        state: LayerState,
+    ) -> Tensor:
+        """Return what every row reads of its state [T, H, P], which moves on by its tokens."""
+        out, matrices = torch.zeros_like(v_THP), state.matrix_SHNP
+        rows, slots = _single(spans)
+
+        def of(part: slice | list[int]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+            return q_THN[part], k_THN[part], v_THP[part], log_decay_TH[part]
+
+        if rows:
+            before = matrices[slots]
+            _begin(before, spans)
+            q, k, v, decay = of(rows)
+            beta = None if beta_TH is None else beta_TH[rows]
+            out[rows], matrices[slots] = scan_step(q, k, v, decay, before, beta)
+        for span in _longer(spans):
+            part = slice(span.first, span.first + span.count)
+            matrix = matrices[span.slot] if span.start else torch.zeros_like(matrices[span.slot])
+            q, k, v, decay = of(part)
+            beta = None if beta_TH is None else beta_TH[part]
+            out[part], matrices[span.slot] = scan(q, k, v, decay, matrix, beta)
+        return out
+
+
+def spans_of(step: Step) -> tuple[Span, ...]:
+    """Return a step's rows as they lie behind each other in its tokens."""
+    if isinstance(step, RaggedStep):
+        return step.spans
+    rows = zip(step.slots_B.tolist(), step.start_B.tolist(), step.num_new_B.tolist(), strict=True)
+    return tuple(
+        Span(slot, start, count, row * step.q_len) for row, (slot, start, count) in enumerate(rows)
+    )
+
+
+def _single(spans: Sequence[Span]) -> tuple[list[int], list[int]]:
+    """Return where the tokens of rows of one token are, and their slots."""
+    single = [span for span in spans if span.count == 1]
+    return [span.first for span in single], [span.slot for span in single]
+
+
+def _longer(spans: Sequence[Span]) -> list[Span]:
+    return [span for span in spans if span.count > 1]
+
+
+def _begin(states: Tensor, spans: Sequence[Span]) -> None:
+    """Have the rows of one token that start at position 0 start from zeros."""
+    fresh = [row for row, span in enumerate(s for s in spans if s.count == 1) if span.start == 0]
+    if fresh:
+        states[fresh] = 0

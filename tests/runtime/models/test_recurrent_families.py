@@ -1,0 +1,160 @@
+"""Recurrent layers: state is carried exactly from chunk to chunk, dropped and found by no one else.
+
+The families themselves are compared with Transformers by the tests of all families.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import llmpq
+from llmpq.model_spec import ModelSpec
+from llmpq.precision import KVPrecision
+from llmpq.runtime.engine.pool_limits import PoolLimits
+from llmpq.runtime.engine.scheduler import Scheduler
+from llmpq.runtime.models.recurrence import convolve, convolve_step, scan, scan_step
+from llmpq.runtime.request import Request
+from llmpq.runtime.weights.sources import CheckpointSource
+from llmpq.sizes.pool_size import PoolSize, planned_kv_bytes
+from llmpq.workload import Workload
+from reference.open_stages import OpenStages
+
+pytestmark = pytest.mark.cpu
+NEW = 12
+"""As in tests/runtime/conftest.py."""
+FORMS = ("qwen3_next", "lfm2", "bamba")
+"""Kinds whose recurrent layers are of each form."""
+COUNTS = (1, 2, 63, 64, 65, 7)
+
+
+@pytest.mark.parametrize("with_beta", [False, True])
+def test_a_prompt_cut_anywhere_leaves_the_state_of_its_tokens_one_by_one(with_beta: bool) -> None:
+    """In float64 only the order of sums differs: by chunks of every size and by steps."""
+    torch.manual_seed(3)
+    tokens, heads, key, value = sum(COUNTS), 3, 5, 7
+    q, k = torch.randn(2, tokens, heads, key, dtype=torch.float64)
+    k = k / k.norm(dim=-1, keepdim=True)
+    v = torch.randn(tokens, heads, value, dtype=torch.float64)
+    log_decay = -torch.rand(tokens, heads, dtype=torch.float64)
+    beta = torch.rand(tokens, heads, dtype=torch.float64) if with_beta else None
+    state = stepped = torch.randn(heads, key, value, dtype=torch.float64)
+    wanted = []
+    for t in range(tokens):
+        one = slice(t, t + 1)
+        given = (q[one], k[one], v[one], log_decay[one], stepped[None])
+        out, states = scan_step(*given, None if beta is None else beta[one])
+        stepped = states[0]
+        wanted.append(out)
+    found, at = [], 0
+    for count in COUNTS:
+        part = slice(at, at + count)
+        given = (q[part], k[part], v[part], log_decay[part], state)
+        out, state = scan(*given, None if beta is None else beta[part])
+        found.append(out)
+        at += count
+    torch.testing.assert_close(torch.cat(found), torch.cat(wanted))
+    torch.testing.assert_close(state, stepped)
+    wrong, _ = scan(q, k, v, log_decay * 0.9, torch.zeros_like(state), beta)
+    assert not torch.allclose(wrong, torch.cat(wanted)), "the comparison sees a wrong decay"
+
+
+@pytest.mark.parametrize("taps", [2, 4])
+def test_a_convolution_goes_on_from_its_tail(taps: int) -> None:
+    torch.manual_seed(taps)
+    x, weight, bias = torch.randn(9, 6), torch.randn(6, 1, taps), torch.randn(6)
+    tail = torch.zeros(taps - 1, 6)
+    whole, _ = convolve(x, tail, weight, bias)
+    parts = []
+    for part in (x[:1], x[1:3], x[3:8]):
+        out, tail = convolve(part, tail, weight, bias)
+        parts.append(out)
+    last, tails = convolve_step(x[8:], tail[None], weight, bias)
+    torch.testing.assert_close(torch.cat([*parts, last]), whole)
+    torch.testing.assert_close(tails[0], x[9 - taps + 1 :])
+
+
+def _limits(pool: PoolSize, **changed: Any) -> PoolLimits:
+    values = {"step_tokens": 7, "decode_rows": 3, "num_stages": 2, "prefix_cache": False}
+    return PoolLimits(
+        num_blocks=pool.num_blocks,
+        kv=KVPrecision.KV16,
+        max_rows=pool.slots,
+        max_len=pool.max_len,
+        **(values | changed),
+    )
+
+
+@pytest.mark.parametrize("kind", FORMS)
+def test_preempted_and_aborted_requests_leave_others_their_state(
+    models: Any, make_plan: Any, random_prompts: Any, kind: str
+) -> None:
+    """Three blocks for three requests of which each grows into its second: rows change hands."""
+    directory = models.directory(kind)
+    spec = ModelSpec.from_directory(directory)
+    pool = PoolSize(num_blocks=3, slots=3, max_len=256, prefix_cache=False)
+    plan = make_plan(directory, (2,), batch=pool.slots)
+    stages = OpenStages(plan, spec, CheckpointSource(directory, spec), pool=pool)
+    prompts = random_prompts(124, 126, 3, 120, 5)
+    requests = [Request(id=i, prompt=tuple(p), max_new=NEW) for i, p in enumerate(prompts)]
+    scheduler = Scheduler(_limits(pool, step_tokens=61))
+    found = {done.id: done.tokens for done in stages.run(scheduler, requests).finished}
+    assert scheduler.num_preemptions > 0
+    assert [found[i] for i in range(len(prompts))] == models.greedy(kind, prompts)
+
+
+@pytest.mark.parametrize("kind", FORMS)
+def test_a_users_prompts_have_transformers_logprobs(
+    models: Any, make_plan: Any, random_prompts: Any, kind: str
+) -> None:
+    """`LLM` over two stages: greedy tokens, and log-probabilities within 1e-3."""
+    prompts = random_prompts(5, 70, 1)
+    expected = models.greedy(kind, prompts)
+    params = llmpq.SamplingParams(max_tokens=NEW, temperature=0, ignore_eos=True, logprobs=1)
+    plan = make_plan(models.directory(kind), (2,), batch=3, prompt_len=70, gen_len=NEW)
+    with llmpq.LLM(plan=plan, backend="threads") as llm:
+        answers = llm.generate(prompts, params)
+    assert [list(answer.outputs[0].token_ids) for answer in answers] == expected
+    reference = models.reference(kind)
+    for prompt, answer, tokens in zip(prompts, answers, expected, strict=True):
+        with torch.no_grad():
+            logits = reference(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1]
+        wanted = logits.log_softmax(-1).gather(1, torch.tensor(tokens)[:, None])[:, 0]
+        found = answer.outputs[0].logprobs
+        assert found is not None
+        got = [place[token].logprob for place, token in zip(found, tokens, strict=True)]
+        torch.testing.assert_close(torch.tensor(got), wanted, rtol=0, atol=1e-3)
+
+
+@pytest.mark.parametrize("kind", FORMS)
+@pytest.mark.parametrize("batch", [1, 16, 128])
+def test_what_a_plan_counts_is_what_a_stage_allocates(
+    models: Any, make_plan: Any, kind: str, batch: int
+) -> None:
+    directory = models.directory(kind)
+    spec = ModelSpec.from_directory(directory)
+    plan = make_plan(directory, (1,), batch=batch)
+    pool = PoolSize(num_blocks=2 * batch, slots=batch, max_len=256, prefix_cache=False)
+    stages = OpenStages(plan, spec, CheckpointSource(directory, spec), pool=pool)
+    for load, stage in zip(stages.loads, plan.stages, strict=True):
+        layers = range(*stage.layers)
+        assert load.kv_bytes == pool.nbytes(
+            spec, plan.workload.kv, layers=layers, dtype_bytes=plan.workload.dtype_bytes
+        )
+    assert spec.recurrent is not None
+    states = sum(spec.has_state(i) for i in range(spec.num_layers))
+    state = batch * states * spec.recurrent.state_bytes(4)
+    whole = [
+        planned_kv_bytes(
+            spec,
+            Workload(batch=batch, prompt_len=length, gen_len=1, dtype="float32"),
+            range(spec.num_layers),
+            pooled=True,
+            chunk=None,
+            prefill_microbatch=1,
+        )
+        for length in (128, 256)
+    ]
+    assert whole[1] - whole[0] == whole[0] - state, "keys grow with the length, states do not"
