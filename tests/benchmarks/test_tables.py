@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -35,6 +36,16 @@ def readmes() -> list[Path]:
 def test_tables_are_those_of_the_rows(tables: ModuleType, path: Path) -> None:
     text = path.read_text()
     assert tables.rewrite(text) == text, "run: python benchmarks/tables.py"
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "docs/results").glob("*.md")), ids=lambda p: p.name)
+def test_pages_of_numbers_are_tables_and_say_where_the_rest_is(path: Path) -> None:
+    """What is told about numbers stands in the lab book, which shows no table of rows."""
+    text = re.sub(r"<!-- table (\S+) -->.*?<!-- end \1 -->", "", path.read_text(), flags=re.S)
+    _, _, *lines = text.splitlines()
+    told = [line for line in lines[1:] if line and not line.startswith(("## ", "[", "\n"))]
+    assert told == [] and f"../lab-book/{path.name}" in text
+    assert "<!-- table" not in (ROOT / "docs/lab-book" / path.name).read_text()
 
 
 def test_every_table_shown_has_rows(tables: ModuleType) -> None:
