@@ -41,7 +41,6 @@ WARM_UP_S = 2.0
 class StageRunner:
     """One stage on a CPU, ready to run the steps of a `Scheduler`."""
 
-    fused_rounds = False
     _with_copy: Callable[[Any, Any], PagedKV] = DraftedKV
 
     def __init__(
@@ -85,6 +84,11 @@ class StageRunner:
         self.draft, self._draft_probs = None, DraftProbs()
         if isinstance(self.kv, DraftedKV):
             self.kv = self.kv.inner
+
+    @property
+    def fused_rounds(self) -> bool:
+        """Whether a round of drafts and its verify can be one step, fused on the device."""
+        return False
 
     @property
     def runs_ahead(self) -> bool:
