@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from heapq import heappop, heappush
 from operator import attrgetter
 
@@ -119,9 +119,14 @@ class Scheduler:
         rounds = self._rounds or self._drafted
         return self._drafter is not None and self._drafter.in_vain and not rounds
 
-    def end_drafts(self) -> None:
-        """Draft no more; no step may be under way."""
-        self._drafter = None
+    def end_drafts(self, *, runs_ahead: bool) -> None:
+        """Draft no more; no step may be under way.
+
+        `runs_ahead`: whether the device takes a step before the last one's tokens are known.
+        """
+        self._drafter, self.fused_rounds = None, False
+        if runs_ahead:
+            self.limits = replace(self.limits, tokens_ahead=2)
 
     @property
     def idle(self) -> bool:

@@ -80,7 +80,7 @@ class SlotScheduler:
         """Whether drafts pay nowhere and none is half done, so that they may end."""
         return self._drafter is not None and self._drafter.in_vain and not self._resumable
 
-    def end_drafts(self) -> None:
+    def end_drafts(self, *, runs_ahead: bool) -> None:
         """Draft no more; no step may be under way."""
         self._drafter, self.fused_rounds = None, False
 

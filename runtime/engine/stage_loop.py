@@ -176,9 +176,9 @@ class FirstStage:
             return False
         if self._in_flight:
             return True
-        self._scheduler.end_drafts()
         self._compute.end_speculation()
         self._runs_ahead = self._compute.runs_ahead
+        self._scheduler.end_drafts(runs_ahead=self._runs_ahead)
         return False
 
     def _take_submissions(self, *, wait: bool) -> None:
