@@ -143,7 +143,7 @@ def test_greedy_tokens_are_those_of_plain_decoding(engines, texts, mode, splits)
         rates.append(drafter.acceptance.rate)
         hits += scheduler.tables.prefix_hits
     assert min(rates) > 0.25, "a trained model's drafts must mostly be accepted"
-    assert rates[1] > 0.9 * rates[0], "copies of shared and recomputed blocks draft as well"
+    assert rates[1] > 0.75 * rates[0], "copies of shared and recomputed blocks draft as well"
     assert scheduler.num_preemptions > 0 < hits
 
 
