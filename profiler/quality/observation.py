@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -20,14 +20,25 @@ from llmpq.kernels.cpu.dense import plain_dense
 from llmpq.memory import Quantization
 from llmpq.model_spec import ModelSpec
 from llmpq.precision import Precision
+from llmpq.profiler.quantize.layer_walk import FreshAttention
 from llmpq.runtime.backends.backend import backend_of
-from llmpq.runtime.cache.plain_kv import PlainKVCache
 from llmpq.runtime.models.linear import Linear
 from llmpq.runtime.models.stage_model import StageModel
 from llmpq.runtime.step import Step
 from llmpq.runtime.weights.sources import TensorSource
 
 WINDOWS_AT_ONCE = 4
+
+
+class _Recorded(FreshAttention):
+    """Attention within windows; it holds the keys and values [B, Q, G, D] of the last layer."""
+
+    def attend(
+        self, layer: int, q_BQHD: Tensor, k_BQGD: Tensor, v_BQGD: Tensor, step: Step, **how: Any
+    ) -> Tensor:
+        """As `FreshAttention.attend`."""
+        self.k_BQGD, self.v_BQGD = k_BQGD, v_BQGD
+        return super().attend(layer, q_BQHD, k_BQGD, v_BQGD, step, **how)
 
 
 class Observer(Protocol):
@@ -59,14 +70,7 @@ def observe(
 ) -> None:
     """Show every layer to the observer, in order; `on_layer` hears of every finished one."""
     tokens = torch.tensor([list(window) for window in windows], device=device)
-    cache = PlainKVCache(
-        spec,
-        num_layers=1,
-        slots=WINDOWS_AT_ONCE,
-        max_len=tokens.shape[1],
-        dtype=dtype,
-        device=device,
-    )
+    cache = _Recorded()
     embedding = _stage(spec, source, range(0), device, dtype)
     hidden = [embedding(batch, _step(batch), cache) for batch in tokens.split(WINDOWS_AT_ONCE)]
     del embedding
@@ -81,10 +85,10 @@ def observe(
         with _listening(operators, observer):
             for number, batch in enumerate(hidden):
                 hidden[number] = stage(batch, _step(batch), cache)
-                for slot in range(batch.shape[0]):
-                    observer.on_cache(
-                        cache.k[0, slot].transpose(0, 1), cache.v[0, slot].transpose(0, 1)
-                    )
+                # MLA's latents are keys and values at once.
+                values = cache.v_BQGD if spec.kv_vectors == 2 else cache.k_BQGD
+                for k_QGD, v_QGD in zip(cache.k_BQGD, values, strict=True):
+                    observer.on_cache(k_QGD, v_QGD)
         observer.end()
         if on_layer is not None:
             on_layer(index)

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from llmpq.kernels.kv.reference import EVERYTHING, ScoreRule
 from llmpq.model_spec import ModelSpec
 from llmpq.runtime.backends.backend import backend_of
+from llmpq.runtime.cache.kv_cache import KVCache
 from llmpq.runtime.models.attention import attend_fresh
 from llmpq.runtime.models.layer_tensors import LayerTensors
 from llmpq.runtime.models.layers import DecoderLayer
@@ -135,11 +136,13 @@ class _EnoughSeen(Exception):
     """Ends a forward whose remainder is not needed."""
 
 
-class FreshAttention:
-    """A KV cache that keeps nothing: every window is a fresh prompt of its own."""
+class FreshAttention(KVCache):
+    """A KV cache that stores nothing: every window is a prompt of its own."""
 
-    nbytes = 0
-    states = None
+    @property
+    def nbytes(self) -> int:
+        """Bytes held."""
+        return 0
 
     def attend(
         self,
@@ -157,9 +160,6 @@ class FreshAttention:
         return attend_fresh(
             q_BQHD, k_BQGD, v_BQGD, step, scale=scale, alibi_slopes_H=alibi_slopes_H, rule=rule
         )
-
-    def truncate(self, slots_B: Tensor, length_B: Tensor) -> None:
-        """Nothing is stored, so there is nothing to free."""
 
 
 FRESH = FreshAttention()
