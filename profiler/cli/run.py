@@ -8,6 +8,7 @@ from functools import reduce
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from llmpq.capabilities import gpu_pool_lack
 from llmpq.cluster import Cluster, Device
 from llmpq.commands.output_paths import check_files
 from llmpq.cost_model import CostModel
@@ -92,14 +93,23 @@ def make_job(
         value = getattr(request, name)
         if value is not None and value < 1:
             raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {value}")
+    kv = tuple(KVPrecision.parse(b) for b in request.kv.split(","))
+    dtype = request.dtype or default_dtype(spec, cluster)
+    for precision in kv if on_gpu else ():
+        lack = gpu_pool_lack(spec, precision, dtype, drafts=False)
+        if lack:
+            raise ValueError(
+                f"--kv: {precision.value} is not timed on GPUs, whose pool of KV blocks does not "
+                f"go with {lack} yet; leave it out: plans take an estimate of it"
+            )
     return ProfileJob(
         model=request.model,
         spec=spec,
         devices=devices,
         copies={d.profile_kind: request.copies or default_copies(cluster, d) for d in devices},
         precisions=tuple(Precision.parse(b) for b in request.bits.split(",")),
-        kv=tuple(KVPrecision.parse(b) for b in request.kv.split(",")),
-        dtype=request.dtype or default_dtype(spec, cluster),
+        kv=kv,
+        dtype=dtype,
         grid=make_grid(
             spec,
             Reach(

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
+from llmpq.cluster import Cluster
 from llmpq.profiler.__main__ import main
 from llmpq.profiler.cli import indicator
+from llmpq.profiler.cli.flags import ProfileRequest, run_parser
+from llmpq.profiler.cli.run import make_job
 from llmpq.profiler.timing.sample_file import SampleLog
 
 pytestmark = pytest.mark.cpu
@@ -110,3 +114,13 @@ def test_a_full_disk_names_the_samples(tmp_path: Path) -> None:
     said = "samples.jsonl': no space left on device; the samples before stay"
     with pytest.raises(ValueError, match=said), log:
         log.append(NoSample())  # type: ignore[arg-type]
+
+
+def test_kv_that_no_pool_of_a_gpu_keeps_is_not_timed(tmp_path: Path) -> None:
+    cluster = Cluster.from_counts(["T4"], [1])
+    words = f"--model opt-2.7b --cluster none.yaml --kv kv16,kv4 -o {tmp_path / 'c.json'}"
+    request = run_parser().read_as(ProfileRequest, words.split())
+    with pytest.raises(ValueError, match="--kv: kv4 is not timed on GPUs.*80 channels"):
+        make_job(request, cluster, devices=cluster.devices)
+    job = make_job(replace(request, kv="kv16"), cluster, devices=cluster.devices)
+    assert max(v * length for v, length in job.grid.decode) * 2 * 32 * 80 * 2 * 4 <= 15 << 28
