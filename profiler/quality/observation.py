@@ -20,8 +20,8 @@ from llmpq.kernels.cpu.dense import plain_dense
 from llmpq.memory import Quantization
 from llmpq.model_spec import ModelSpec
 from llmpq.precision import Precision
-from llmpq.profiler.quantize.layer_walk import FreshAttention
 from llmpq.runtime.backends.backend import backend_of
+from llmpq.runtime.cache.fresh_attention import FreshAttention
 from llmpq.runtime.models.linear import Linear
 from llmpq.runtime.models.stage_model import StageModel
 from llmpq.runtime.step import Step

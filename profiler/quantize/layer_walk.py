@@ -17,11 +17,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from llmpq.kernels.kv.reference import EVERYTHING, ScoreRule
 from llmpq.model_spec import ModelSpec
 from llmpq.runtime.backends.backend import backend_of
-from llmpq.runtime.cache.kv_cache import KVCache
-from llmpq.runtime.models.attention import attend_fresh
+from llmpq.runtime.cache.fresh_attention import FreshAttention
 from llmpq.runtime.models.layer_tensors import LayerTensors
 from llmpq.runtime.models.layers import DecoderLayer
 from llmpq.runtime.models.linear import Linear, Weight
@@ -134,32 +132,6 @@ class CalibrationRun:
 
 class _EnoughSeen(Exception):
     """Ends a forward whose remainder is not needed."""
-
-
-class FreshAttention(KVCache):
-    """A KV cache that stores nothing: every window is a prompt of its own."""
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes held."""
-        return 0
-
-    def attend(
-        self,
-        layer: int,
-        q_BQHD: Tensor,
-        k_BQGD: Tensor,
-        v_BQGD: Tensor,
-        step: Step,
-        *,
-        scale: float,
-        alibi_slopes_H: Tensor | None = None,
-        rule: ScoreRule = EVERYTHING,
-    ) -> Tensor:
-        """Return plain causal attention [B, Q, H, D]."""
-        return attend_fresh(
-            q_BQHD, k_BQGD, v_BQGD, step, scale=scale, alibi_slopes_H=alibi_slopes_H, rule=rule
-        )
 
 
 FRESH = FreshAttention()

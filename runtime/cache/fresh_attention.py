@@ -1,0 +1,36 @@
+"""Attention within calibration windows: a KV cache that stores nothing."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from llmpq.kernels.kv.reference import EVERYTHING, ScoreRule
+from llmpq.runtime.cache.kv_cache import KVCache
+from llmpq.runtime.models.attention import attend_fresh
+from llmpq.runtime.step import Step
+
+
+class FreshAttention(KVCache):
+    """A KV cache that stores nothing: every window is a prompt of its own."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held."""
+        return 0
+
+    def attend(
+        self,
+        layer: int,
+        q_BQHD: Tensor,
+        k_BQGD: Tensor,
+        v_BQGD: Tensor,
+        step: Step,
+        *,
+        scale: float,
+        alibi_slopes_H: Tensor | None = None,
+        rule: ScoreRule = EVERYTHING,
+    ) -> Tensor:
+        """Return plain causal attention [B, Q, H, D]."""
+        return attend_fresh(
+            q_BQHD, k_BQGD, v_BQGD, step, scale=scale, alibi_slopes_H=alibi_slopes_H, rule=rule
+        )
