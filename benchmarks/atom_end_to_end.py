@@ -43,7 +43,7 @@ from llmpq.plan import Plan
 from llmpq.precision import KVPrecision, Precision
 from llmpq.runtime.engine.slot_limits import SlotLimits
 from llmpq.runtime.engine.slot_scheduler import SlotScheduler
-from llmpq.runtime.launch.plans.hand_plan import hand_plan
+from llmpq.runtime.launch.plans.manual_plan import manual_plan
 from llmpq.runtime.models.linear import Weight
 from llmpq.runtime.request import Request
 from llmpq.runtime.weights.sources import RandomSource
@@ -225,7 +225,7 @@ def plan_of(spec: ModelSpec, precision: Precision, args: argparse.Namespace, bat
         kv=KV.get(precision, KVPrecision.KV16),
         dtype="bfloat16",
     )
-    plan = hand_plan(
+    plan = manual_plan(
         spec,
         workload,
         precision=precision,

@@ -35,7 +35,7 @@ from llmpq.model_spec import ModelSpec
 from llmpq.plan import QuantizationForm
 from llmpq.precision import Precision
 from llmpq.runtime.backends.build_stage import build_stage
-from llmpq.runtime.launch.plans.hand_plan import hand_plan
+from llmpq.runtime.launch.plans.manual_plan import manual_plan
 from llmpq.runtime.models.stage_model import DTYPES
 from llmpq.runtime.weights.layer_cache import KeptLayers
 from llmpq.runtime.weights.sources import CheckpointSource
@@ -69,7 +69,7 @@ def load(directory: Path, bits: str, dtype: str, head_bits: int | None, cache: P
     spec, precision = ModelSpec.from_directory(directory), Precision.parse(bits)
     work = Workload(batch=1, prompt_len=64, gen_len=16, dtype=dtype)
     form = QuantizationForm.model_validate({"head_bits": head_bits})
-    plan = hand_plan(spec, work, precision=precision, quantization=form)
+    plan = manual_plan(spec, work, precision=precision, quantization=form)
     started_s, cpu_s = time.perf_counter(), time.process_time()
     source: Any = CheckpointSource(directory, spec)
     if cache is not None:

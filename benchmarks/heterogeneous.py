@@ -192,21 +192,28 @@ def since(start_s: float) -> float:
 
 def make_engine(plan: Plan, args: argparse.Namespace) -> Any:
     """Start the processes of a plan's stages."""
-    from llmpq.runtime.launch.engine import Engine
-    from llmpq.runtime.launch.launcher import Deadlines, Launch
+    from llmpq.runtime.launch.pipeline_client import PipelineClient
     from llmpq.runtime.launch.stages.stage_settings import StageSettings
+    from llmpq.runtime.options import Deadlines, EngineOptions
 
-    settings = StageSettings(model_dir=plan.model.name, load_format="copies", links=args.links)
+    settings = StageSettings(
+        model_dir=plan.model.name,
+        options=EngineOptions(
+            load_format="copies",
+            links=args.links,
+            backend="processes",
+            offline=True,
+            deadlines=Deadlines(load_s=args.limit, step_s=args.limit),
+        ),
+    )
     gpus = [int(gpu) for gpu in args.gpus.split(",")] if args.gpus else range(len(plan.stages))
     stages = tuple(
         stage.model_copy(update={"device_index": gpu})
         for stage, gpu in zip(plan.stages, gpus, strict=False)
     )
-    return Engine.placed(
+    return PipelineClient.placed(
         plan.model_copy(update={"stages": stages}),
         settings,
-        deadlines=Deadlines(load_s=args.limit, step_s=args.limit),
-        launch=Launch(backend="processes"),
     )
 
 

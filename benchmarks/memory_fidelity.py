@@ -30,7 +30,7 @@ from llmpq.plan import Plan
 from llmpq.precision import KVPrecision, Precision
 from llmpq.runtime.backends.build_stage import build_slot_stage
 from llmpq.runtime.backends.slot_stage_runner import SlotStageRunner
-from llmpq.runtime.launch.plans.hand_plan import hand_plan
+from llmpq.runtime.launch.plans.manual_plan import manual_plan
 from llmpq.runtime.links.peer_links import Room
 from llmpq.runtime.pending import arrived
 from llmpq.runtime.request import StepKind
@@ -82,7 +82,7 @@ def draw(rng: random.Random) -> Drawn:
         dtype=full.dtype if full.dtype != "float32" else "float16",
     )
     splits = [1] * before + [before + layers] * after
-    plan = hand_plan(
+    plan = manual_plan(
         spec,
         work,
         splits=splits,

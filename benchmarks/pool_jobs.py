@@ -26,10 +26,10 @@ from lib.rows import write_row
 from llmpq.model_spec import ModelSpec
 from llmpq.plan import Plan
 from llmpq.precision import Precision
-from llmpq.runtime.launch.engine import Engine
-from llmpq.runtime.launch.launcher import Launch
-from llmpq.runtime.launch.plans.hand_plan import hand_plan, on_gpu
+from llmpq.runtime.launch.pipeline_client import PipelineClient
+from llmpq.runtime.launch.plans.manual_plan import manual_plan, on_gpu
 from llmpq.runtime.launch.stages.stage_settings import StageSettings
+from llmpq.runtime.options import EngineOptions
 from llmpq.runtime.request import Request
 from llmpq.workload import Workload
 
@@ -51,7 +51,7 @@ def main() -> None:
         batch, prompt_len, gen_len = map(int, job.replace("x", "/").split("/"))
         workload = Workload(batch=batch, prompt_len=prompt_len, gen_len=gen_len)
         for precision in args.precisions.split(","):
-            plan = hand_plan(
+            plan = manual_plan(
                 spec,
                 workload,
                 precision=Precision(precision),
@@ -65,12 +65,15 @@ def main() -> None:
 def measured(plan: Plan, spec: ModelSpec, args: argparse.Namespace) -> dict[str, list[float]]:
     """Return the tokens/s of each kind of job, a value a round, all kinds in turns."""
     rates: dict[str, list[float]] = {kind: [] for kind in KINDS}
-    settings = StageSettings(model_dir=args.model, load_format="dummy")
+    settings = StageSettings(
+        model_dir=args.model,
+        options=EngineOptions(load_format="dummy", backend="threads", offline=True),
+    )
     with ExitStack() as stack:
         engines = {
             pool: stack.enter_context(
-                Engine.start(
-                    plan, replace(settings, gpu_pool=pool), launch=Launch(backend="threads")
+                PipelineClient.start(
+                    plan, replace(settings, options=replace(settings.options, kv_pool=pool))
                 )
             )
             for pool in (False, True)

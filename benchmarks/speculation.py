@@ -34,7 +34,7 @@ from llmpq.precision import Precision
 from llmpq.runtime.drafts.drafters import Acceptance, FixedDrafter
 from llmpq.runtime.engine.pool_limits import PoolLimits
 from llmpq.runtime.engine.scheduler import Scheduler
-from llmpq.runtime.launch.plans.hand_plan import hand_plan
+from llmpq.runtime.launch.plans.manual_plan import manual_plan
 from llmpq.runtime.request import Request
 from llmpq.runtime.text.tokenizer import Tokenizer
 from llmpq.runtime.weights.sources import CheckpointSource
@@ -168,7 +168,7 @@ def main() -> None:
     for mode in MODES:
         if args.modes and mode.name not in args.modes:
             continue
-        plan = hand_plan(
+        plan = manual_plan(
             spec,
             workload,
             precision=mode.target,

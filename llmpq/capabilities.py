@@ -122,7 +122,7 @@ REMEDY: dict[Way, str] = {
     "packed_kv": "plan with --kv 16",
     "drafts": "run without speculation, or with shorter requests",
     "rounded": "plan with weight-only precisions (w8a16, w4a16)",
-    "gpu_pool": "leave --kv-pool out: requests then have a slot each",
+    "gpu_pool": "leave kv_pool out: requests then have a slot each",
     "gpu_rounded": "plan with weight-only precisions (w8a16, w4a16)",
 }
 

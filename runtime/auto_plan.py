@@ -1,7 +1,7 @@
 """A plan for a run that was given none: which devices, what job, at what cost.
 
 Devices: this machine's, a running Ray's, or a cluster's that the caller has. Job: read off the
-rows. Costs: measured here before (kept in the user's cache directory), or estimated. The planner is
+rows. Costs: measured here before (in the user's cache directory), or estimated. The planner is
 imported when a plan is asked for, not before.
 """
 
@@ -14,18 +14,18 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from llmpq.cluster import Cluster
 from llmpq.cost_model import CostModel
 from llmpq.costs_cache import cache_folder, cached_costs, store_costs
-from llmpq.default_dtype import default_dtype
+from llmpq.default_dtype import default_dtype, require_dtype
 from llmpq.devices.this_machine import assumed, this_machine, useful_threads
 from llmpq.errors import ExitCode, StageLostError
 from llmpq.gpu_memory import cluster_within
 from llmpq.model_spec import ModelSpec
-from llmpq.plan import Prefer
 from llmpq.precision import KVPrecision
+from llmpq.runtime.options import AUTO, EngineOptions
 from llmpq.workload import DTYPE_BYTES, Dtype, Workload
 
 if TYPE_CHECKING:
@@ -77,53 +77,63 @@ def quantile(values: Sequence[int], share: float) -> int:
     return ordered[min(len(ordered) - 1, max(0, -int(-share * len(ordered) // 1) - 1))]
 
 
-def plan_for(
-    model_dir: str | Path,
-    lengths: Lengths,
-    *,
-    cluster: Cluster | None = None,
-    from_ray: str | None = None,
-    gpu_memory_utilization: float | None = None,
-    kv: KVPrecision = KVPrecision.KV16,
-    profile: bool = False,
-    prefer: Prefer = "quality",
-) -> MadePlan:
-    """Return a plan for rows of these lengths on the devices there are, and what to say about it.
-
-    The devices are `cluster`'s, those of the Ray at `from_ray`, or this machine's. `profile`
-    measures this machine's first and keeps the costs.
-    """
+def plan_for(model_dir: str | Path, lengths: Lengths, options: EngineOptions) -> MadePlan:
+    """Return a plan for rows of these lengths on the devices there are, and notes about it."""
     spec = ModelSpec.from_directory(model_dir)
-    devices = cluster_within(cluster or devices_of(from_ray), gpu_memory_utilization)
+    devices = devices_of(options)
     on_cpu = all(device.spec.is_cpu for device in devices.devices)
-    dtype = default_dtype(spec, devices)
+    dtype = dtype_of(spec, options, devices)
+    kv = kv_of(options)
     work = workload_of(lengths, dtype=dtype, window=MAX_CPU_WINDOW if on_cpu else MAX_WINDOW, kv=kv)
-    if cluster is None and from_ray is None and on_cpu:
+    if options.cluster is None and options.ray_address is None and on_cpu:
         devices = _with_useful_threads(devices, spec.num_params * DTYPE_BYTES[dtype], work.batch)
-    return plan_job(model_dir, devices, work, profile=profile, prefer=prefer)
+    return plan_job(model_dir, devices, work, options)
 
 
 def plan_job(
-    model_dir: str | Path,
-    cluster: Cluster,
-    work: Workload,
-    *,
-    profile: bool = False,
-    prefer: Prefer = "quality",
+    model_dir: str | Path, cluster: Cluster, work: Workload, options: EngineOptions
 ) -> MadePlan:
-    """Return a plan of a job on a cluster's devices; a batch that does not fit is halved."""
+    """Return a plan of a job on a cluster's devices; a batch that does not fit is halved.
+
+    `profile` measures this machine's devices first and stores the costs.
+    """
     from llmpq.planner.make import plan_workload
 
     spec = ModelSpec.from_directory(model_dir)
-    if profile:
+    if options.profile:
+        if options.ray_address is not None:
+            raise ValueError(
+                "profile measures this machine, ray_address plans for others: leave profile out, "
+                "or run llmpq-profile on each node and plan with llmpq-algo --costs"
+            )
         store_costs(measure(model_dir, cluster, work))
     kinds = {device.profile_kind for device in cluster.devices}
     costs, notes = cached_costs(spec.fingerprint(), kinds)
     if costs is not None:
         notes.append(f"costs measured here before: {cache_folder() / spec.fingerprint()}")
-    windows = halved(work.batch)
-    made = plan_workload(model_dir, cluster, work, costs=costs, prefer=prefer, windows=windows)
+    made = plan_workload(
+        model_dir,
+        cluster,
+        work,
+        costs=costs,
+        prefer=options.prefer or "quality",
+        windows=halved(work.batch),
+    )
     return made.with_notes([*assumed(cluster), *notes])
+
+
+def dtype_of(spec: ModelSpec, options: EngineOptions, cluster: Cluster) -> Dtype:
+    """Return the dtype of a plan made here; `ValueError` for one that a device cannot run."""
+    if options.dtype == AUTO:
+        return default_dtype(spec, cluster)
+    require_dtype(cluster, options.dtype)
+    return cast(Dtype, options.dtype)
+
+
+def kv_of(options: EngineOptions) -> KVPrecision:
+    """Return the KV precision of a plan made here."""
+    kv = options.kv_cache_dtype
+    return KVPrecision.KV16 if kv == AUTO else KVPrecision.parse(kv)
 
 
 def halved(batch: int) -> list[int]:
@@ -134,17 +144,25 @@ def halved(batch: int) -> list[int]:
     return sizes
 
 
-def devices_of(from_ray: str | None) -> Cluster:
-    """Return the devices of the Ray at an address, else this machine's."""
-    if from_ray is None:
+def devices_of(options: EngineOptions) -> Cluster:
+    """Return the devices to plan for, and how much of their memory may be used."""
+    return cluster_within(named_devices(options), options.gpu_memory_utilization)
+
+
+def named_devices(options: EngineOptions) -> Cluster:
+    """Return a cluster file's devices, a running Ray's, or this machine's."""
+    if options.cluster is not None:
+        given = options.cluster
+        return given if isinstance(given, Cluster) else Cluster.load(given)
+    if options.ray_address is None:
         return this_machine()
     from llmpq.planner.problem.discovery import cluster_from_ray
 
-    return cluster_from_ray(from_ray)
+    return cluster_from_ray(options.ray_address)
 
 
 def _with_useful_threads(cluster: Cluster, weight_bytes: int, rows: int) -> Cluster:
-    """Return a machine without GPUs with as many threads as a model and its rows keep busy."""
+    """Return a machine without GPUs with as many threads as a model and its rows can use."""
     (node,) = cluster.nodes
     (group,) = node.devices
     threads = useful_threads(group.threads or 1, weight_bytes, rows)

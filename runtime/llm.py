@@ -2,56 +2,72 @@
 
     with LLM("DIR") as llm:                       # this machine's devices; planned if several
         llm.generate(["A prompt"], SamplingParams(max_tokens=32))[0].text
-    LLM("DIR", plan="plan.json"), LLM("DIR", cluster="c.yaml")
+    LLM("DIR", plan="plan.json"), LLM("DIR", cluster="c.yaml", max_model_len=4096)
 
-Knows nothing of devices or of what a stage is: a plan is chosen (plan_choice.py), an engine started
-(launch/), text read and written (text/). Names and defaults are vLLM's where they mean the same.
+Every command of `llmpq-dist` that runs a model stands on it. Knows nothing of devices or of what a
+stage is: a plan is chosen (plan_choice.py), an engine started (launch/), text read and written
+(text/). Names and defaults are vLLM's where they mean the same; options are those of
+`EngineOptions` (options.py).
 """
 
 from __future__ import annotations
 
 import asyncio
+import inspect
 import logging
 import queue
+import time
 import weakref
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, aclosing
-from dataclasses import replace
-from functools import partial
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, Self, cast
+from typing import Any, Self, cast
 
 from llmpq.checkpoints.generation_config import (
     IGNORE,
     GenerationConfig,
     read_generation_config,
 )
-from llmpq.checkpoints.stored_codes import stored_codes
 from llmpq.cluster import Cluster
-from llmpq.plan import MAX_GAMMA, Plan, Prefer
-from llmpq.runtime.answers import ResponseStream
-from llmpq.runtime.entrance import AsyncSubmitter, OutputQueue
-from llmpq.runtime.launch.engine import Engine
+from llmpq.errors import nearest
+from llmpq.model_spec import ModelSpec
+from llmpq.plan import Plan
+from llmpq.runtime.async_submitter import AsyncSubmitter, OutputQueue
 from llmpq.runtime.launch.engine_thread import EngineThread, RequestOutputDelta
-from llmpq.runtime.launch.launcher import Backend, Deadlines, Launch
-from llmpq.runtime.launch.plans.planned_kv import AUTO, with_kv
-from llmpq.runtime.launch.plans.pool_plan import PoolPlan
-from llmpq.runtime.launch.stages.stage_settings import LinkChoice, StageSettings, limits_of
-from llmpq.runtime.plan_choice import Chosen, Wishes, choose_plan
+from llmpq.runtime.launch.pipeline_client import PipelineClient
+from llmpq.runtime.launch.plans.pool_plan import request_limits
+from llmpq.runtime.launch.stages.stage_place import StagePlace
+from llmpq.runtime.launch.stages.stage_settings import StageSettings
+from llmpq.runtime.options import Deadlines, EngineOptions
+from llmpq.runtime.plan_choice import choose_plan
+from llmpq.runtime.report.job_report import JobResult, build_report
 from llmpq.runtime.report.progress import LoadBar, ProgressReporter
+from llmpq.runtime.request import Progress
 from llmpq.runtime.request_output import CompletionOutput, RequestOutput
+from llmpq.runtime.response_stream import ResponseStream
 from llmpq.runtime.sampling_params import SamplingParams, StructuredOutputsParams
-from llmpq.runtime.text.prompts import Messages, PreparedPrompt, Prompt, RequestFactory, listed
+from llmpq.runtime.text.request_factory import (
+    Messages,
+    PreparedPrompt,
+    Prompt,
+    RequestFactory,
+    listed,
+)
 from llmpq.runtime.text.tokenizer import Tokenizer
 from llmpq.runtime.token_rules import LogprobOutput
-from llmpq.runtime.trace import MAX_EVENTS, write_chrome_trace
+from llmpq.runtime.trace import MAX_EVENTS, LoadReport, StageRecord, joined, write_chrome_trace
 from llmpq.sizes.kv_format import BLOCK_TOKENS
-from llmpq.speculation import SpeculationMode, usable_modes
 
-__all__ = ["LLM", "CompletionOutput", "RequestOutput", "SamplingParams", "StructuredOutputsParams"]
+__all__ = [
+    "LLM", "CompletionOutput", "Deadlines", "EngineOptions", "RequestOutput", "SamplingParams",
+    "StructuredOutputsParams",
+]  # fmt: skip
 
 _log = logging.getLogger("llmpq.runtime")
+_PROGRESS_S = 0.25
+"""How often a caller that waits for answers hears how far they are."""
 
 
 class LLM:
@@ -65,100 +81,73 @@ class LLM:
         model: str | Path | None = None,
         *,
         plan: Plan | str | Path | None = None,
-        revision: str | None = None,
-        cluster: str | Path | None = None,
-        backend: Backend = "auto",
-        ray_address: str | None = None,
-        max_model_len: int | None = None,
-        max_num_seqs: int | None = None,
-        max_num_batched_tokens: int | None = None,
-        gpu_memory_utilization: float | None = None,
-        enable_prefix_caching: bool = True,
-        dtype: str = AUTO,
-        kv_cache_dtype: str = AUTO,
-        prefer: Prefer | None = None,
-        speculate: SpeculationMode | Literal["off"] | None = None,
-        gamma: int | None = None,
-        links: LinkChoice = "auto",
-        generation_config: str = "auto",
-        layer_cache: str | Path | None = None,
-        kv_pool: bool | None = None,
-        packed_prompts: bool = False,
-        deadlines: Deadlines | None = None,
-        trace: str | Path | None = None,
-        stages_apart: bool = False,
+        options: EngineOptions | None = None,
+        start: bool = True,
         use_tqdm: bool = True,
+        **fields: Any,
     ) -> None:
         """Plan where there is no plan, start the stages, load the weights.
 
-        `model`: a directory, a GGUF file, or a name on Hugging Face's hub (with `revision`: of a
-        branch, tag or commit), which is downloaded unless its cache has it. It may be left out
-        where the plan names its directory. `max_num_seqs` (requests at once) is for plans made
-        here, and so is `max_model_len` (tokens of a prompt and its answer)
-        where KV is no pool of blocks: for drafts by the model, on GPUs for any and for what
-        `capabilities.gpu_pool_lack` names, and there with `kv_pool=False` (True refuses those, but
-        drafts found in the text). `max_num_batched_tokens` bounds a step over a pool (512: long
-        prompts hold no answers up), `enable_prefix_caching` has shared beginnings computed once.
-        `packed_prompts`: on GPUs, too, prompts attend to low-bit keys and values as they are kept.
-        `gpu_memory_utilization`: the share of each GPU's memory that is used at most.
-        `prefer`: of plans made here, `quality` (bits as stored where they fit; the default),
-        `balanced` or `speed`.
-        `speculate` and `gamma` (tokens drafted per verify) are the plan's unless they are given.
-        `generation_config`: whose generation_config.json says which tokens end answers and how they
-        are sampled by default: the model's ("auto"), none ("vllm"), or that of a directory.
-        `trace`: a file for what every stage did when and for which requests, written by `close`.
-        `stages_apart`: a single stage, too, is a process, at nice 19 on a CPU, as servers have it.
-        `use_tqdm`: loading has a progress bar where stderr is a terminal; else a line every 5 s.
+        `model`: a directory, a GGUF file, or a name on Hugging Face's hub, which is downloaded
+        unless its cache has it. It may be left out where the plan names its directory. `fields`:
+        those of `EngineOptions` by name, such as max_model_len=4096 or backend="processes", on top
+        of `options`. Those that only say how to plan are refused with a plan. `start=False` only
+        plans: prompts can be prepared, and `start` loads the model. `use_tqdm`: loading has a
+        progress bar where stderr is a terminal; else a line every 5 s.
         """
-        wishes = Wishes(
-            max_model_len=max_model_len, max_num_seqs=max_num_seqs, revision=revision, dtype=dtype,
-            kv_cache_dtype=kv_cache_dtype, kv_pool=kv_pool, speculate=speculate, prefer=prefer,
-            gpu_memory_utilization=gpu_memory_utilization,
-        )  # fmt: skip
-        chosen = choose_plan(model, plan, cluster, wishes)
-        self.generation_config = read_generation_config(chosen.directory, generation_config)
-        self._default_sampling = _default_sampling(self.generation_config)
-        chosen = replace(chosen, spec=self.generation_config.with_ends(chosen.spec))
-        self._plan = with_kv(chosen.plan, chosen.spec, kv_cache_dtype)
-        self._traces = trace is not None
-        mode, length = _drafts(self._plan, speculate, gamma, str(chosen.directory))
-        settings = StageSettings(
-            model_dir=str(chosen.directory),
-            speculate=mode, gamma=length, links=links, end_ids=chosen.spec.eos_token_ids,
-            layer_cache=None if layer_cache is None else str(Path(layer_cache).resolve()),
-            trace=trace is not None,
-            live=True,
-            max_model_len=max_model_len,
-            step_tokens=_at_least_one("max_num_batched_tokens", max_num_batched_tokens),
-            prefix_cache=enable_prefix_caching, gpu_pool=kv_pool, packed_prompts=packed_prompts,
-        )  # fmt: skip
-        self._settings = settings
-        self._prompts = _prompts(chosen, self._plan, settings)
-        self._asked: dict[str, tuple[int, ...]] = {}  # prompts under way: their requests
-        self._traced: dict[int, str] = {}  # requests that the trace may tell of: their names
-        launch = Launch(backend=backend, ray_address=ray_address, stages_apart=stages_apart)
-        with LoadBar(quiet=not use_tqdm) as bar:
-            launch = replace(launch, on_load=bar.on_load)
-            self._engine = self._started(settings, chosen.cluster, deadlines, launch)
-        self._prompts.wait_for_guide = self._engine.engine.wait_for_guide
-        # Ended by `close`, by `del`, or when the interpreter ends: nothing of it refers to the LLM.
-        write = None if trace is None else partial(_write_trace, Path(trace), self._traced)
-        self._end_engine = weakref.finalize(self, self._engine.close, write)
-
-    def _started(
-        self,
-        settings: StageSettings,
-        cluster: Cluster | None,
-        deadlines: Deadlines | None,
-        launch: Launch,
-    ) -> EngineThread:
-        start = Engine.start(
-            self._plan, settings, cluster=cluster, deadlines=deadlines, launch=launch
+        chosen = choose_plan(model, plan, _options(options, fields))
+        self.generation_config = read_generation_config(
+            chosen.directory, chosen.options.generation_config
         )
-        with ExitStack() as stack:
-            engine = stack.enter_context(start)
+        self._default_sampling = _default_sampling(self.generation_config)
+        self._spec = spec = self.generation_config.with_ends(chosen.spec)
+        self._plan, self._options = chosen.plan, chosen.options
+        limits = request_limits(self._plan, spec, self._options)
+        self._prompts = RequestFactory(chosen.directory, spec, limits)
+        self._asked: dict[str, tuple[int, ...]] = {}  # prompts under way: their requests
+        self._trace = _Trace(self._plan, self._options.trace)
+        folder = self._options.layer_cache
+        self._settings = StageSettings(
+            model_dir=str(chosen.directory),
+            options=replace(
+                self._options, layer_cache=None if folder is None else str(Path(folder).resolve())
+            ),
+            end_ids=spec.eos_token_ids,
+        )
+        self._use_tqdm = use_tqdm
+        self.startup_s = 0.0
+        """Seconds that the stages took to start and load."""
+        self._running: EngineThread | None = None
+        self._end_engine: Callable[[], object] = _nothing
+        if start:
+            self.start()
+
+    def start(self) -> None:
+        """Start the stages and load the weights, unless they are."""
+        if self._running is not None:
+            return
+        started_s, cluster = time.perf_counter(), self._options.cluster
+        with LoadBar(quiet=not self._use_tqdm) as bar, ExitStack() as stack:
+            client = stack.enter_context(
+                PipelineClient.start(
+                    self._plan,
+                    self._settings,
+                    cluster=cluster if isinstance(cluster, Cluster) else None,
+                    on_load=bar.on_load,
+                )
+            )
             self._prompts.wait_until_read()
-            return EngineThread(engine, stack.pop_all())
+            self._running = EngineThread(client, stack.pop_all())
+        self._prompts.wait_for_guide = self._running.engine.wait_for_guide
+        self.startup_s = time.perf_counter() - started_s
+        # Ended by `close`, by `del`, or when the interpreter ends: nothing of it refers to the LLM.
+        self._end_engine = weakref.finalize(self, self._running.close, self._trace.close)
+
+    @property
+    def _engine(self) -> EngineThread:
+        if self._running is None:
+            raise RuntimeError("this LLM has not been started; call start()")
+        return self._running
 
     def __enter__(self) -> Self:
         return self
@@ -184,6 +173,16 @@ class LLM:
         return self._plan
 
     @property
+    def model_spec(self) -> ModelSpec:
+        """The model's architecture and its end-of-text tokens."""
+        return self._spec
+
+    @property
+    def options(self) -> EngineOptions:
+        """How it runs, with what was left open decided (speculate, gamma)."""
+        return self._options
+
+    @property
     def tokenizer(self) -> Tokenizer:
         """The model's tokenizer; `ValueError` where there is none."""
         return self._prompts.tokenizer
@@ -206,6 +205,61 @@ class LLM:
         self._engine.check_alive()
         return self._engine.engine.work()
 
+    def stage_records(self) -> list[StageRecord]:
+        """Return what every stage computed since the last call; asks the stages."""
+        self._engine.check_alive()
+        return self._trace.added(self._engine.engine.records())
+
+    def speculation(self) -> dict[str, Any] | None:
+        """Return what came of the drafts so far, None for plain decoding."""
+        self._engine.check_alive()
+        return self._engine.engine.speculation()
+
+    def peak_memory(self) -> list[int]:
+        """Return the most bytes each stage had on its GPU at once; 0 on a CPU."""
+        self._engine.check_alive()
+        return self._engine.engine.peak_memory()
+
+    @property
+    def load_reports(self) -> Sequence[LoadReport]:
+        """What each stage allocated when it loaded."""
+        return self._engine.engine.load_reports
+
+    @property
+    def stage_places(self) -> Sequence[StagePlace]:
+        """Where each stage runs: host, process, device."""
+        return self._engine.engine.places
+
+    def job_report(
+        self,
+        outputs: Sequence[RequestOutput],
+        *,
+        plain: Sequence[RequestOutput] | None = None,
+        num_failed: int = 0,
+    ) -> dict[str, Any]:
+        """Return what a job came to, predicted beside measured, as JSON data.
+
+        `outputs`: of the prompts since the last report; `plain`: of the same prompts served again
+        without drafts; `num_failed`: prompts that could not be served.
+        """
+        return build_report(
+            JobResult(
+                plan=self._plan,
+                loads=self.load_reports,
+                records=self.stage_records(),
+                outputs=outputs,
+                num_failed=num_failed,
+                startup_s=self.startup_s,
+                speculation=self.speculation(),
+                places=[place.as_report() for place in self.stage_places],
+                plain=plain,
+            )
+        )
+
+    def write_trace(self) -> None:
+        """Write the file of the option `trace` with all so far; `close` does it if this did not."""
+        self._trace.write(self._engine.engine)
+
     def stats(self) -> dict[str, Any]:
         """Return counters of the run so far and what every stage holds."""
         engine = self._engine.engine
@@ -218,18 +272,19 @@ class LLM:
                 "pid": pid,
                 "weights_bytes": load.weights_bytes,
                 "kv_bytes": load.kv_bytes,
+                "runner": load.runner,
                 "predicted": self._plan.promised_steps(stage),
             }
             for stage, pid, load in parts
         ]
-        told = self._engine.stats()
+        counters = self._engine.stats()
         cache = {
             "block_size": BLOCK_TOKENS,
             "cache_dtype": self._plan.workload.kv.value,
-            "enable_prefix_caching": self._settings.prefix_cache,
-            "num_gpu_blocks": told["gauges"].get("blocks", 0),
+            "enable_prefix_caching": self._options.enable_prefix_caching,
+            "num_gpu_blocks": counters["gauges"].get("blocks", 0),
         }
-        return {**told, "requests": list(self._asked), "stages": stages, "cache": cache}
+        return {**counters, "requests": list(self._asked), "stages": stages, "cache": cache}
 
     def generate(
         self,
@@ -237,10 +292,12 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         use_tqdm: bool = True,
+        priority: Sequence[int] | None = None,
     ) -> list[RequestOutput]:
         """Return the answers to prompts, in their order; `ValueError` if one can never run.
 
-        `use_tqdm`: several prompts have a progress bar where stderr is a terminal.
+        `use_tqdm`: several prompts have a progress bar where stderr is a terminal. `priority`: of
+        each prompt; lower ones are scheduled first.
         """
         several = listed(prompts)
         params = self._default_sampling if sampling_params is None else sampling_params
@@ -249,9 +306,18 @@ class LLM:
             raise ValueError(
                 f"got {len(each)} sampling_params for {len(several)} prompts; give one, or one each"
             )
-        return self._serve([
-            self._prompts.ask(prompt, own) for prompt, own in zip(several, each, strict=True)
-        ], use_tqdm=use_tqdm)  # fmt: skip
+        first = [0] * len(several) if priority is None else list(priority)
+        if len(first) != len(several):
+            raise ValueError(
+                f"got {len(first)} priorities for {len(several)} prompts; give one for each"
+            )
+        return self._all_of(
+            [
+                self.prepare(prompt, own, priority=rank)
+                for prompt, own, rank in zip(several, each, first, strict=True)
+            ],
+            use_tqdm=use_tqdm,
+        )
 
     def chat(
         self,
@@ -266,12 +332,75 @@ class LLM:
         """
         if not messages:
             raise ValueError("a conversation needs at least one message")
-        alone = isinstance(messages[0], Mapping)
-        several = cast(Sequence[Messages], [messages] if alone else messages)
+        one = isinstance(messages[0], Mapping)
+        several = cast(Sequence[Messages], [messages] if one else messages)
         params = sampling_params or self._default_sampling
         prompts = [self._prompts.conversation(one) for one in several]
-        asks = [self._prompts.ask(prompt, params) for prompt in prompts]
-        return self._serve(asks, use_tqdm=use_tqdm)
+        return self._all_of([self.prepare(prompt, params) for prompt in prompts], use_tqdm=use_tqdm)
+
+    def prepare(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        *,
+        request_id: str | None = None,
+        priority: int = 0,
+        cache_salt: str | None = None,
+        whole: bool = False,
+    ) -> PreparedPrompt:
+        """Return a prompt as tokens and requests, for `as_completed`; nothing runs yet.
+
+        `ValueError` if it can never run; with `whole`, also if there is no room for all of its
+        `max_tokens`, else the answer ends where the room does.
+        """
+        params = sampling_params or self._default_sampling
+        return self._prompts.prepare(
+            prompt, params, name=request_id, priority=priority, cache_salt=cache_salt, whole=whole
+        )
+
+    def as_completed(
+        self,
+        prompts: Sequence[PreparedPrompt],
+        *,
+        may_draft: bool = True,
+        on_progress: Callable[[Progress], None] | None = None,
+    ) -> Iterator[tuple[int, RequestOutput]]:
+        """Yield index and answers of prepared prompts as each has ended, all running together.
+
+        `may_draft=False` decodes without drafts. `on_progress` gets the engine's counters a few
+        times a second. Leaving the loop early aborts what has not ended.
+        """
+        deltas: queue.SimpleQueue[RequestOutputDelta] = queue.SimpleQueue()
+        requests = [request for prompt in prompts for request in prompt.requests]
+        if not may_draft:
+            requests = [replace(request, may_draft=False) for request in requests]
+        index_of = {r.id: i for i, prompt in enumerate(prompts) for r in prompt.requests}
+        left = {i: len(prompt.requests) for i, prompt in enumerate(prompts)}
+        finished: dict[int, RequestOutputDelta] = {}
+        self._begin(prompts)
+        try:
+            if requests:
+                self._engine.submit(requests, deltas.put)
+            while len(finished) < len(requests):
+                try:
+                    delta = deltas.get(timeout=_PROGRESS_S)
+                except queue.Empty:
+                    delta = None
+                if delta is not None and delta.error is not None:
+                    raise delta.error
+                if delta is not None and delta.finished is not None:
+                    finished[delta.id] = delta
+                    index = index_of[delta.id]
+                    left[index] -= 1
+                    if not left[index]:
+                        yield index, self._output(prompts[index], finished)
+                if on_progress is not None:
+                    on_progress(self._engine.progress)
+        except BaseException:
+            self._engine.abort([r.id for r in requests if r.id not in finished])
+            raise
+        finally:
+            self._end(prompts)
 
     async def stream(
         self,
@@ -308,29 +437,29 @@ class LLM:
         again only what came with the same `cache_salt`.
         """
         params = sampling_params or self._default_sampling
-        ask = await self._prompts.ask_beside(
+        prepared = await self._prompts.prepare_async(
             prompt, params, name=request_id, stream=True, priority=priority, cache_salt=cache_salt
         )
-        made = asyncio.ensure_future(self._submit(ask))
+        made = asyncio.ensure_future(self._submit(prepared))
         try:
             return await asyncio.shield(made)
         except asyncio.CancelledError:
-            made.add_done_callback(_give_up)  # it may still become one that nobody reads
+            made.add_done_callback(_give_up)  # its answers are not read
             raise
 
-    async def _submit(self, ask: PreparedPrompt) -> ResponseStream:
+    async def _submit(self, prompt: PreparedPrompt) -> ResponseStream:
         """Begin the answers to what is asked."""
         loop = asyncio.get_running_loop()
         if self._inbox is None or self._inbox.loop is not loop:
             self._inbox, self._entrance = OutputQueue(loop), AsyncSubmitter(loop, self._engine)
-        self._begin([ask])
+        self._begin([prompt])
         answers = ResponseStream(
-            ask, self._prompts, self._engine, self._inbox, ended=lambda: self._end([ask])
+            prompt, self._prompts, self._engine, self._inbox, ended=lambda: self._end([prompt])
         )
         try:
             await answers.begin(self._entrance)
         except BaseException:
-            self._end([ask])
+            self._end([prompt])
             raise
         return answers
 
@@ -341,44 +470,30 @@ class LLM:
         """
         self._engine.abort(self._asked.get(request_id, ()))
 
-    def _serve(self, asks: Sequence[PreparedPrompt], *, use_tqdm: bool) -> list[RequestOutput]:
-        """Run all requests to their end; an interruption ends them."""
-        news: queue.SimpleQueue[RequestOutputDelta] = queue.SimpleQueue()
-        requests = [request for ask in asks for request in ask.requests]
-        finished: dict[int, RequestOutputDelta] = {}
-        self._begin(asks)
-        try:
-            if requests:
-                self._engine.submit(requests, news.put)
-            with ProgressReporter(len(requests), quiet=not use_tqdm or len(requests) < 2) as bar:
-                while len(finished) < len(requests):
-                    heard = news.get()
-                    if heard.error is not None:
-                        raise heard.error
-                    if heard.finished is not None:
-                        finished[heard.id] = heard
-                        bar.update(self._engine.progress, len(finished))
-        except BaseException:
-            self._engine.abort([r.id for r in requests if r.id not in finished])
-            raise
-        finally:
-            self._end(asks)
-        return [self._output(ask, finished) for ask in asks]
+    def _all_of(self, prompts: Sequence[PreparedPrompt], *, use_tqdm: bool) -> list[RequestOutput]:
+        """Return the answers to all prompts, in their order."""
+        done: dict[int, RequestOutput] = {}
+        with ProgressReporter(len(prompts), quiet=not use_tqdm or len(prompts) < 2) as bar:
+            for index, output in self.as_completed(
+                prompts, on_progress=lambda progress: bar.update(progress, len(done))
+            ):
+                done[index] = output
+        return [done[index] for index in range(len(prompts))]
 
     def _output(
-        self, ask: PreparedPrompt, finished: Mapping[int, RequestOutputDelta]
+        self, prompt: PreparedPrompt, finished: Mapping[int, RequestOutputDelta]
     ) -> RequestOutput:
-        ends = [finished[request.id] for request in ask.requests]
+        ends = [finished[request.id] for request in prompt.requests]
         noted = ends[0].noted
         scores = None
-        if ask.params.prompt_logprobs is not None and noted is not None:
+        if prompt.params.prompt_logprobs is not None and noted is not None:
             scores = [None, *self._prompts.logprobs(noted.prompt)]
         return RequestOutput(
-            request_id=ask.name,
-            prompt=ask.prompt,
-            prompt_token_ids=ask.tokens,
+            request_id=prompt.name,
+            prompt=prompt.prompt,
+            prompt_token_ids=prompt.tokens,
             outputs=[
-                self._prompts.output(ask, index, end.finished, end.noted or LogprobOutput())
+                self._prompts.output(prompt, index, end.finished, end.noted or LogprobOutput())
                 for index, end in enumerate(ends)
                 if end.finished is not None
             ],
@@ -386,28 +501,72 @@ class LLM:
             num_cached_tokens=ends[0].finished.num_prefix_hits if ends[0].finished else 0,
         )
 
-    def _begin(self, asks: Sequence[PreparedPrompt]) -> None:
-        for ask in asks:
-            if ask.name in self._asked:
-                raise ValueError(f"request_id '{ask.name}' is under way; take another one")
-            self._asked[ask.name] = tuple(request.id for request in ask.requests)
-            if self._traces and len(self._traced) < MAX_EVENTS:
-                self._traced |= dict.fromkeys(self._asked[ask.name], ask.name)
+    def _begin(self, prompts: Sequence[PreparedPrompt]) -> None:
+        for prompt in prompts:
+            if prompt.name in self._asked:
+                raise ValueError(f"request_id '{prompt.name}' is under way; take another one")
+            self._asked[prompt.name] = tuple(request.id for request in prompt.requests)
+            self._trace.name(self._asked[prompt.name], prompt.name)
 
-    def _end(self, asks: Sequence[PreparedPrompt]) -> None:
-        for ask in asks:
-            self._asked.pop(ask.name, None)
+    def _end(self, prompts: Sequence[PreparedPrompt]) -> None:
+        for prompt in prompts:
+            self._asked.pop(prompt.name, None)
 
 
-def _prompts(chosen: Chosen, plan: Plan, settings: StageSettings) -> RequestFactory:
-    """Return who makes requests of prompts and refuses those that can never run."""
-    directory, spec = chosen.directory, chosen.spec
-    live = PoolPlan(plan, spec, settings)
-    if live.use_paged_engine:
-        pool = live.limits
-        return RequestFactory(directory, spec, max_len=pool.room - 1, check=pool.check)
-    slots = limits_of(plan)
-    return RequestFactory(directory, spec, max_len=slots.max_len, check=slots.check)
+def _nothing() -> None:
+    """End no engine: none was started."""
+
+
+@dataclass
+class _Trace:
+    """What stages did and for which requests, until it is written to the file of `trace`."""
+
+    plan: Plan
+    path: str | Path | None
+    names: dict[int, str] = field(default_factory=dict)
+    """Of requests, by id."""
+    records: list[StageRecord] = field(default_factory=list)
+    """Of each stage."""
+    written: bool = False
+
+    def name(self, request_ids: Sequence[int], name: str) -> None:
+        """Note how a prompt's requests are called."""
+        if self.path is not None and len(self.names) < MAX_EVENTS:
+            self.names |= dict.fromkeys(request_ids, name)
+
+    def added(self, records: list[StageRecord]) -> list[StageRecord]:
+        """Take what stages recorded anew, and return it."""
+        if self.path is not None:
+            pairs = zip(self.records, records, strict=True)
+            self.records = [joined(*pair) for pair in pairs] if self.records else records
+            self.written = False
+        return records
+
+    def write(self, engine: PipelineClient) -> None:
+        """Write the file, if one is wanted."""
+        if self.path is None:
+            return
+        self.added(engine.records())
+        stages = [f"stage {i} {stage.device}" for i, stage in enumerate(self.plan.stages)]
+        write_chrome_trace(self.path, stages, self.records, self.names)
+        self.written = True
+
+    def close(self, engine: PipelineClient) -> None:
+        """Write the file at the end, unless it was; a file that cannot be is only logged."""
+        try:
+            if not self.written:
+                self.write(engine)
+        except OSError as error:
+            _log.warning("the trace '%s' could not be written: %s", self.path, error)
+
+
+def _options(options: EngineOptions | None, given: Mapping[str, Any]) -> EngineOptions:
+    """Return options with some fields replaced; `TypeError` for what is no field."""
+    known = [f.name for f in fields(EngineOptions)]
+    for name in given:
+        if name not in known:
+            raise TypeError(f"LLM has no option '{name}': {nearest(name, known)}see EngineOptions")
+    return replace(options or EngineOptions(), **given)
 
 
 def _default_sampling(generation: GenerationConfig) -> SamplingParams:
@@ -417,45 +576,21 @@ def _default_sampling(generation: GenerationConfig) -> SamplingParams:
         raise ValueError(f"'{generation.path}': {error}; {IGNORE}") from None
 
 
-def _write_trace(path: Path, asked: Mapping[int, str], engine: Engine) -> None:
-    """Write what every stage did; `asked`: the names of requests."""
-    names = [f"stage {i} {stage.device}" for i, stage in enumerate(engine.plan.stages)]
-    try:
-        write_chrome_trace(path, names, engine.records(), asked)
-    except OSError as error:
-        _log.warning("the trace '%s' could not be written: %s", path, error)
-
-
-def _at_least_one(name: str, value: int | None) -> int | None:
-    if value is not None and (type(value) is not int or value < 1):
-        raise ValueError(f"{name} must be a whole number from 1 on, got {value!r}")
-    return value
-
-
 def _give_up(made: asyncio.Future[ResponseStream]) -> None:
     if not made.cancelled() and made.exception() is None:
         made.result().give_up()
 
 
-def _drafts(
-    plan: Plan, mode: SpeculationMode | Literal["off"] | None, gamma: int | None, path: str
-) -> tuple[SpeculationMode | None, int | None]:
-    """Return who drafts and how many tokens; `ValueError` for a wish that cannot be met."""
-    planned = plan.speculation
-    if mode == "off" or (mode is None and planned is None):
-        if gamma is not None:
-            raise ValueError(f"gamma={gamma} has no effect without drafts; give speculate, too")
-        return None, None
-    if mode is None:
-        assert planned is not None
-        return planned.mode, planned.gamma if gamma is None else gamma
-    modes = usable_modes(plan, stored_codes(path))
-    if mode not in modes:
-        usable = ", ".join(modes)
-        raise ValueError(f"speculate='{mode}' cannot draft for this plan; choose one of {usable}")
-    alone_on_gpu = len(plan.stages) == 1 and not plan.stages[0].is_cpu
-    if gamma is None and not alone_on_gpu:
-        raise ValueError(f"speculate='{mode}' needs gamma=1..{MAX_GAMMA}, tokens drafted at once")
-    if gamma is not None and not 1 <= gamma <= MAX_GAMMA:
-        raise ValueError(f"gamma must be 1..{MAX_GAMMA}, got {gamma}")
-    return mode, gamma
+def _signature() -> inspect.Signature:
+    """Return the parameters of `LLM`, its options by name, for `help` and for error texts."""
+    own = inspect.signature(LLM.__init__).parameters.values()
+    given = [p for p in own if p.name != "self" and p.kind is not p.VAR_KEYWORD]
+    default = EngineOptions()
+    named = [
+        inspect.Parameter(f.name, inspect.Parameter.KEYWORD_ONLY, default=getattr(default, f.name))
+        for f in fields(EngineOptions)
+    ]
+    return inspect.Signature([*given, *named])
+
+
+setattr(LLM, "__signature__", _signature())  # noqa: B010 (no attribute of a class to type checkers)

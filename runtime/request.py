@@ -6,7 +6,7 @@ Knows nothing of devices or text: tokens in, tokens out. Standard library only.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from typing import Literal
 
@@ -75,6 +75,13 @@ class Request:
     num_preemptions: int = 0
     """How often its KV was given up for another request's."""
     finish_reason: FinishReason | None = None
+
+    def fresh(self) -> Request:
+        """Return the request as it was submitted: nothing generated yet."""
+        return replace(
+            self, output=[], drafts=[], slot=-1, in_flight=0, aborted=False, finish_reason=None,
+            num_prefix_hits=0, num_preemptions=0,
+        )  # fmt: skip
 
     @property
     def num_cached(self) -> int:

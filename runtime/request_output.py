@@ -15,7 +15,7 @@ class Logprob:
     rank: int
     """1 for the most likely token."""
     decoded_token: str
-    """Its text alone."""
+    """Its text by itself."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,7 +53,7 @@ class CompletionOutput:
         if self.logprobs is None:
             return None
         pairs = zip(self.token_ids, self.logprobs, strict=True)
-        return sum(told[token].logprob for token, told in pairs)
+        return sum(row[token].logprob for token, row in pairs)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,7 +68,7 @@ class CompletionDelta:
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     first_token_s: float = 0.0
-    """From submission to the first token; told at the end, as what follows is."""
+    """From submission to the first token; known at the end, as what follows is."""
     total_s: float = 0.0
     queue_s: float = 0.0
     """From submission to its first step."""

@@ -10,7 +10,7 @@ import time
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +60,8 @@ class LoadReport:
     seconds: float
     draft_bytes: int = 0
     """What drafts hold beyond the above."""
+    runner: str = ""
+    """Class that computes the stage's steps: which engine it is, read off."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,19 +78,28 @@ class StageRecord:
         """Time the stage computed."""
         return sum(total.busy_s for total in self.totals.values())
 
-    def to_json(self) -> str:
-        """Write the record as text, the form in which it leaves the stage."""
-        return json.dumps(asdict(self))
-
     @classmethod
-    def from_json(cls, text: str) -> StageRecord:
-        """Read what `to_json` wrote."""
-        data = json.loads(text)
+    def from_data(cls, data: Mapping[str, Any]) -> StageRecord:
+        """Return the record of its fields as JSON data."""
         return cls(
             totals={kind: KindTotals(**total) for kind, total in data["totals"].items()},
             events=[TraceEvent(**event) for event in data["events"]],
             sending_s=data["sending_s"],
         )
+
+
+def joined(first: StageRecord, then: StageRecord) -> StageRecord:
+    """Return two records of one stage as one."""
+    totals = {kind: replace(total) for kind, total in first.totals.items()}
+    for kind, more in then.totals.items():
+        own = totals.setdefault(kind, KindTotals())
+        own.steps, own.rows = own.steps + more.steps, own.rows + more.rows
+        own.busy_s += more.busy_s
+    return StageRecord(
+        totals=totals,
+        events=[*first.events, *then.events],
+        sending_s=first.sending_s + then.sending_s,
+    )
 
 
 @dataclass

@@ -318,13 +318,13 @@ def make_plan() -> Callable[..., Any]:
     """Return a maker of hand-written plans over CPU stages between `splits`."""
     from llmpq.model_spec import ModelSpec
     from llmpq.precision import Precision
-    from llmpq.runtime.launch.plans.hand_plan import hand_plan
+    from llmpq.runtime.launch.plans.manual_plan import manual_plan
     from llmpq.workload import Workload
 
     def make(model: Path, splits: tuple[int, ...] = (), *, bits: str = "w16a16", **shape: Any):
         values = {"batch": 4, "prompt_len": 32, "gen_len": 16, "dtype": "float32"} | shape
         half = min(2, values["batch"])
-        return hand_plan(
+        return manual_plan(
             ModelSpec.from_directory(model),
             splits=splits,
             precision=Precision.parse(bits),

@@ -9,8 +9,7 @@ import torch
 from llmpq.model_spec import ModelSpec
 from llmpq.plan import Plan
 from llmpq.precision import KVPrecision, Precision
-from llmpq.runtime.launch.plans.hand_plan import hand_plan, on_gpu
-from llmpq.runtime.launch.plans.pool_room import with_pool_room
+from llmpq.runtime.launch.plans.manual_plan import manual_plan, on_gpu, with_pool_room
 from llmpq.workload import Workload
 
 SHARE = 0.9
@@ -32,7 +31,7 @@ def by_hand(
 ) -> Plan:
     """Return a plan; `splits`: layers where stages end, `sms`: of each stage's GPU, 0 for all."""
     spec = ModelSpec.from_directory(Path(model))
-    plan = hand_plan(
+    plan = manual_plan(
         spec,
         Workload(batch=slots, prompt_len=prompt_len, gen_len=gen_len, kv=kv),
         splits=splits,

@@ -27,7 +27,7 @@ import re
 import select
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, is_dataclass
 from typing import IO, Any, TypeVar
 
 from llmpq.checkpoints.hub import at_revision
@@ -205,11 +205,14 @@ class CommandParser:
         for dest in named:
             model = getattr(found, dest)
             setattr(found, dest, type(model)(at_revision(model, found.revision)))
+        found.revision = None
 
     def read_as(self, request: type[T], argv: Sequence[str]) -> T:
-        """Return a frozen request whose fields are named as the flags."""
-        values = vars(self.read(argv))
-        return request(**{f.name: values[f.name] for f in fields(request)})  # type: ignore[arg-type]
+        """Return a frozen request whose fields are named as the flags.
+
+        A field that is a dataclass by default is read from the flags of its own fields.
+        """
+        return _request(request, vars(self.read(argv)))
 
     def as_typed(self, text: str, argv: Sequence[str]) -> str:
         """Return a message with flags as these words spell them, not as they are listed."""
@@ -287,6 +290,20 @@ class CommandParser:
         known = [name for names in self._parser.shown.values() for name in names]
         hint = nearest(flag, known)
         return ValueError(f"unknown flag '{word}': {hint}see {self.program} --help-all")
+
+
+def _request(kind: type[T], values: Mapping[str, Any]) -> T:
+    """Return a request made of flags; a field within another dataclass may have no flag."""
+    given: dict[str, Any] = {}
+    outer = {f.name for f in fields(kind)}  # type: ignore[arg-type]
+    for own in fields(kind):  # type: ignore[arg-type]
+        if own.name in values or not is_dataclass(own.default_factory):
+            given[own.name] = values[own.name]
+        else:
+            names = {f.name for f in fields(own.default_factory)} - outer
+            inner: Any = own.default_factory
+            given[own.name] = inner(**{n: values[n] for n in names & values.keys()})
+    return kind(**given)
 
 
 def refuse_without_effect(given: Mapping[str, bool], otherwise: str, remedy: str) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -93,3 +93,19 @@ def _real(path: str) -> tuple[int, int] | str:
     except OSError:
         return os.path.realpath(path)
     return found.st_dev, found.st_ino
+
+
+def write_all(writers: Mapping[str, Callable[[], None]], *, kept: str) -> None:
+    """Write to every path; what one refuses takes nothing of the others, then raises.
+
+    `kept`: what the message says of the rest.
+    """
+    refused: list[ValueError] = []
+    for path, write in writers.items():
+        try:
+            with naming(path, kept=kept):
+                write()
+        except ValueError as error:
+            refused.append(error)
+    if refused:
+        raise refused[0]

@@ -249,7 +249,7 @@ def check_memory(
             raise DoesNotFitError(
                 f"stage {stage.device}: a slot of {workload.max_len} tokens for each of "
                 f"{workload.batch} requests takes {format_size(kv_bytes)}, the plan leaves "
-                f"{format_size(room)}; run it without drafts and without --no-kv-pool, or re-plan "
+                f"{format_size(room)}; run it without drafts and without kv_pool=False, or re-plan "
                 "with --speculate"
             )
     parts = (

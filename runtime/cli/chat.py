@@ -15,7 +15,7 @@ from llmpq.runtime.cli.chat_flags import ChatOptions
 from llmpq.runtime.cli.plan_file import load_plan
 from llmpq.runtime.llm import LLM
 from llmpq.runtime.sampling_params import SamplingParams
-from llmpq.runtime.text.prompts import Prompt
+from llmpq.runtime.text.request_factory import Prompt
 
 _HELP = """\
 /reset          forget the conversation (the system message stays)
@@ -81,14 +81,14 @@ class Talk:
 def main(options: ChatOptions) -> int:
     """Talk until the input ends; 8 if a line from a pipe was refused."""
     template = options.chat_template
-    told = None if template is None else Path(template).read_text(encoding="utf-8")
+    text = None if template is None else Path(template).read_text(encoding="utf-8")
     given = _given(options)
     try:
         SamplingParams(**given)  # before the model is loaded
     except ValueError as error:
         raise ValueError(f"--{str(error).replace('_', '-')}") from None
     with _open(options) as llm:
-        chat = Talk(llm, told, options.system)
+        chat = Talk(llm, text, options.system)
         talks = sys.stdin.isatty()
         if talks:
             kind = "Chat with" if chat.is_talk else "Give a text, which is continued by"
@@ -112,17 +112,12 @@ def _open(options: ChatOptions) -> LLM:
         raise ValueError(f"'{options.directory}' and --model '{options.model}': give one of them")
     if options.directory is None and options.model is None and options.plan is None:
         raise ValueError("no model to talk to; give its directory: llmpq-dist chat DIR")
-    more = {} if options.plan is not None else {"max_num_seqs": 1, "dtype": options.dtype}
+    planned = options.plan is not None
     return LLM(
         options.directory or options.model,
-        plan=None if options.plan is None else load_plan(options.plan),
-        cluster=options.cluster,
-        backend=options.backend,
-        max_model_len=options.max_model_len,
-        kv_cache_dtype=options.kv_cache_dtype,
-        gpu_memory_utilization=options.gpu_memory_utilization,
-        generation_config=options.generation_config,
-        **more,  # type: ignore[arg-type]
+        plan=load_plan(str(options.plan)) if planned else None,
+        options=options.engine,
+        max_num_seqs=None if planned else 1,
     )
 
 

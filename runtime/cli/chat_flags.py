@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from llmpq.commands.command_line import CommandParser, Only
-from llmpq.gpu_memory import GPU_SHARE_HELP
-from llmpq.runtime.cli.run_flags import add_generation_config, add_plan
-from llmpq.runtime.launch.launcher import BACKEND_HELP, BACKENDS, Backend
-from llmpq.runtime.launch.plans.planned_kv import AUTO
+from llmpq.commands.command_line import CommandParser
+from llmpq.runtime.cli.engine_flags import add_engine_flags
+from llmpq.runtime.cli.run_flags import add_plan
+from llmpq.runtime.options import EngineOptions
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,12 +17,7 @@ class ChatOptions:
     directory: str | None
     model: str | None
     plan: str | None
-    cluster: str | None
-    max_model_len: int | None
-    dtype: str
-    kv_cache_dtype: str
-    gpu_memory_utilization: float | None
-    backend: Backend
+    engine: EngineOptions = field(default_factory=EngineOptions)
     chat_template: str | None
     system: str | None
     max_tokens: int | None
@@ -31,7 +25,6 @@ class ChatOptions:
     top_p: float | None
     top_k: int | None
     seed: int | None
-    generation_config: str
 
 
 def chat_parser() -> CommandParser:
@@ -48,13 +41,16 @@ def chat_parser() -> CommandParser:
     what.flag("--model", daily=True, metavar="DIR", help="the same, as `run` and `serve` have it")
     what.revision("directory", "model")
     add_plan(what, text="plan.json of llmpq-algo (default: plan for the devices there are)")
-    what.flag("--cluster", metavar="YAML", help="plan for, or check, its devices")
-    unplanned = Only(lambda a: a.plan is None, "with --plan, whose plan says it", "re-plan")
-    what.flag("--max-model-len", type=int, metavar="N", help="tokens of a whole conversation")
-    what.flag("--dtype", default=AUTO, only=unplanned, help="float16, bfloat16 or float32")
-    what.flag("--kv-cache-dtype", default=AUTO, metavar="KV", help="kv16, kv8, kv4 or kv2")
-    what.flag("--gpu-memory-utilization", type=float, metavar="SHARE", help=GPU_SHARE_HELP)
-    what.flag("--backend", choices=BACKENDS, default="auto", help=BACKEND_HELP)
+    add_engine_flags(
+        what,
+        "cluster",
+        "max_model_len",
+        "dtype",
+        "gpu_memory_utilization",
+        "kv_cache_dtype",
+        "backend",
+        "generation_config",
+    )
     what.flag("--chat-template", metavar="FILE", help="Jinja, instead of the model's own")
     how = parser.section("how it answers")
     how.flag("--system", daily=True, metavar="TEXT", help="a system message before the first turn")
@@ -67,5 +63,4 @@ def chat_parser() -> CommandParser:
         ("--seed", int, "draw the same tokens again"),
     ):
         how.flag(name, daily=name == "--temperature", type=kind, metavar="N", help=text)
-    add_generation_config(how, "ends of answers and default sampling")
     return parser

@@ -24,6 +24,7 @@ from llmpq.runtime.cli import tool_flags
 from llmpq.runtime.cli.chat_flags import ChatOptions, chat_parser
 from llmpq.runtime.cli.run_flags import RunOptions, run_parser
 from llmpq.runtime.cli.serve_flags import ServeOptions, serve_parser
+from llmpq.runtime.options import as_flags
 
 
 @dataclass(frozen=True)
@@ -76,6 +77,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         interrupted=_interrupted(name),
         no_memory="take fewer or shorter rows, lower precisions or a device with more",
         extras=COMMANDS[name].extras if name in COMMANDS else (),
+        spelled=as_flags,
     )
 
 
@@ -109,7 +111,7 @@ def _open_closed_streams() -> None:
 
 
 def _flush() -> OSError | None:
-    """Send off what was printed; return why nothing takes it, which nobody will hear again."""
+    """Flush standard output; return the error if it cannot be written, and drop what is left."""
     try:
         sys.stdout.flush()
     except OSError as error:

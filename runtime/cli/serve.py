@@ -1,4 +1,4 @@
-"""`llmpq-dist serve`: flags to a server that answers until it is told to end."""
+"""`llmpq-dist serve`: flags to a server that answers until SIGTERM."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from llmpq.checkpoints.gguf_file import is_model
 from llmpq.checkpoints.hub import name_of
 from llmpq.commands.output_paths import check_files
 from llmpq.runtime.cli.plan_file import load_plan
-from llmpq.runtime.cli.serve_flags import ServeOptions, engine_options
+from llmpq.runtime.cli.serve_flags import ServeOptions
 from llmpq.runtime.llm import LLM
 from llmpq.runtime.serve.settings import ServeSettings
 
@@ -33,8 +33,8 @@ def main(options: ServeOptions) -> int:
         _require_free(options.host, options.port)
     else:
         _require_free_socket(options.uds)
-    if options.trace is not None:
-        check_files({"--plan": options.plan}, {"--trace": options.trace})
+    if options.engine.trace is not None:
+        check_files({"--plan": options.plan}, {"--trace": str(options.engine.trace)})
     where: dict[str, Any] = {"host": options.host, "port": options.port}
     with lines_apart():
         if options.ray_serve:
@@ -75,8 +75,10 @@ def _check_replicas(options: ServeOptions) -> None:
     if options.replicas < 1:
         raise ValueError(f"--replicas must be at least 1, got {options.replicas}")
     if options.replicas > 1 and not options.ray_serve:
-        raise ValueError(f"--replicas {options.replicas} needs --ray-serve, which keeps them")
-    if options.ray_serve and (options.ray_address is not None or options.backend == "ray"):
+        raise ValueError(f"--replicas {options.replicas} needs --ray-serve, which starts them")
+    if options.ray_serve and (
+        options.engine.ray_address is not None or options.engine.backend == "ray"
+    ):
         raise ValueError(
             "--ray-serve starts a Ray of its own on this machine: leave --ray-address and "
             "--backend ray out, or run one server without --ray-serve over that Ray"
@@ -84,7 +86,7 @@ def _check_replicas(options: ServeOptions) -> None:
 
 
 def settings_of(options: ServeOptions) -> ServeSettings:
-    """Return what the server is told; `ValueError` for files that cannot be read."""
+    """Return the server's settings; `ValueError` for files that cannot be read."""
     keys = list(options.api_key or ())
     if options.api_key_file is not None:
         lines = Path(options.api_key_file).read_text(encoding="utf-8").splitlines()
@@ -142,19 +144,12 @@ def _folder_name(options: ServeOptions) -> str:
 
 def open_engine(options: ServeOptions) -> LLM:
     """Return the engine that one server answers from."""
-    more: dict[str, Any] = {"max_model_len": options.max_model_len}
-    if options.plan is None:
-        more |= {"max_num_seqs": options.max_num_seqs, "dtype": options.dtype}
     return LLM(
         options.model,
         plan=None if options.plan is None else load_plan(options.plan),
-        cluster=options.cluster,
-        ray_address=options.ray_address,
-        trace=options.trace,
-        stages_apart=True,  # streams and steps would share an interpreter
+        options=options.engine,
         use_tqdm=False,  # lines, as its log has
-        **engine_options(options),
-        **more,
+        stages_apart=True,  # streams and steps would share an interpreter
     )
 
 

@@ -2,23 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any, Literal
+from dataclasses import dataclass, field
+from typing import Literal
 
-from llmpq.commands.command_line import CommandParser, Only, Section, token_count
-from llmpq.gpu_memory import GPU_SHARE_HELP
-from llmpq.plan import Prefer
-from llmpq.runtime.cli.run_flags import (
-    add_generation_config,
-    add_kv_pool,
-    add_model,
-    add_plan,
-    add_prefer,
-    kv_pool_wish,
-)
-from llmpq.runtime.cli.vllm_flags import VLLM_FLAGS
-from llmpq.runtime.launch.launcher import BACKENDS, Backend
-from llmpq.runtime.launch.plans.planned_kv import AUTO
+from llmpq.commands.command_line import CommandParser, Only, Section
+from llmpq.runtime.cli.engine_flags import add_engine_flags
+from llmpq.runtime.cli.run_flags import add_model, add_plan
+from llmpq.runtime.cli.vllm_flags import FORMER_FLAGS, VLLM_FLAGS
+from llmpq.runtime.options import EngineOptions
 from llmpq.runtime.serve.parsers import tool_forms
 from llmpq.runtime.serve.parsers.harmony import HARMONY
 from llmpq.runtime.serve.settings import ServeSettings
@@ -34,22 +25,7 @@ class ServeOptions:
     plan: str | None
     source: str | None
     model: str | None
-    cluster: str | None
-    max_model_len: int | None
-    max_num_batched_tokens: int | None
-    no_prefix_cache: bool
-    kv_pool: bool
-    no_kv_pool: bool
-    max_num_seqs: int | None
-    dtype: str
-    kv_cache_dtype: str
-    gpu_memory_utilization: float | None
-    generation_config: str
-    prefer: Prefer | None
-    backend: Backend
-    ray_address: str | None
-    speculate: str | None
-    gamma: int | None
+    engine: EngineOptions = field(default_factory=EngineOptions)
     ray_serve: bool
     replicas: int
     host: str
@@ -79,22 +55,6 @@ class ServeOptions:
     metrics_prefix: Literal["vllm", "llmpq"]
     no_access_log: bool
     log_prompts: bool
-    trace: str | None
-
-
-def engine_options(options: ServeOptions) -> dict[str, Any]:
-    """Return what every engine is given, whoever plans for it."""
-    return {
-        "backend": options.backend,
-        "kv_cache_dtype": options.kv_cache_dtype,
-        "gpu_memory_utilization": options.gpu_memory_utilization,
-        "generation_config": options.generation_config,
-        "speculate": options.speculate,
-        "gamma": options.gamma,
-        "max_num_batched_tokens": options.max_num_batched_tokens,
-        "enable_prefix_caching": not options.no_prefix_cache,
-        "kv_pool": kv_pool_wish(options.kv_pool, options.no_kv_pool),
-    }
 
 
 def serve_parser() -> CommandParser:
@@ -104,55 +64,35 @@ def serve_parser() -> CommandParser:
         "Answer OpenAI's API over HTTP: through a plan, or planned for the devices there are.",
         example="llmpq-dist serve DIR --port 8000",
         notes="The server listens on this machine only unless --host says otherwise.",
-        others=VLLM_FLAGS,
+        others={**VLLM_FLAGS, **FORMER_FLAGS},
     )
     text = "directory, GGUF file or name on Hugging Face's hub (or --model, or --plan)"
     parser.positional("source", nargs="?", metavar="MODEL", help=text)
     what = parser.section("what to serve")
     add_plan(what, text="plan.json of llmpq-algo (default: plan for the devices there are)")
     add_model(what, "source")
-    what.flag("--cluster", daily=True, metavar="YAML", help="plan for, or check, its devices")
     name = "what requests may call the model, several times for several names (default: folder)"
     what.flag("--served-model-name", daily=True, action="append", metavar="NAME", help=name)
-    unplanned = Only(lambda a: a.plan is None, "with --plan, whose plan says it", "re-plan")
-    length = (
-        "tokens of a prompt and its answer (default: the model's positions; with --no-kv-pool a "
-        "plan says it on GPUs)"
+    add_engine_flags(
+        what,
+        "cluster",
+        "max_model_len",
+        "max_num_seqs",
+        "max_num_batched_tokens",
+        "enable_prefix_caching",
+        "generation_config",
+        "prefer",
+        "dtype",
+        "kv_cache_dtype",
+        "gpu_memory_utilization",
+        "speculate",
+        "gamma",
+        "costs",
+        "backend",
+        "ray_address",
+        "deadlines",
+        daily=("cluster", "max_model_len", "max_num_seqs"),
     )
-    what.flag("--max-model-len", daily=True, type=token_count, metavar="N", help=length)
-    what.flag(
-        "--max-num-seqs",
-        daily=True,
-        type=int,
-        metavar="N",
-        only=unplanned,
-        help="requests that run at once",
-    )
-    add_kv_pool(what)
-    add_generation_config(what, "ends of answers and default sampling")
-    add_prefer(what)
-    step = "tokens of a step over a pool: a long prompt holds answers up no longer (default: 512, "
-    step += "or what the plan's costs have ready in 0.1 s)"
-    what.flag("--max-num-batched-tokens", type=token_count, metavar="N", help=step)
-    what.flag(
-        "--no-prefix-cache", action="store_true", help="do not reuse KV blocks of earlier prompts"
-    )
-    what.flag(
-        "--dtype", default=AUTO, only=unplanned, help="float16, bfloat16, float32 or a precision"
-    )
-    what.flag("--kv-cache-dtype", default=AUTO, metavar="KV", help="kv16, kv8, kv4 or kv2")
-    what.flag("--gpu-memory-utilization", type=float, metavar="SHARE", help=GPU_SHARE_HELP)
-    what.flag(
-        "--speculate",
-        metavar="MODE",
-        help="speculative decoding: off, or a draft mode such as ngram",
-    )
-    what.flag("--gamma", type=int, metavar="N", help="tokens drafted per verify")
-    what.flag(
-        "--backend", choices=BACKENDS, default="auto",
-        help="how stages run; auto: as processes of this host, those of several nodes through Ray",
-    )  # fmt: skip
-    what.flag("--ray-address", also=("--address",), help="join this Ray")
     what.flag("--chat-template", metavar="FILE", help="Jinja, instead of the model's own")
     what.flag(
         "--tool-call-parser",
@@ -227,8 +167,7 @@ def _add_server(server: Section) -> None:
     server.flag("--no-access-log", action="store_true", help="no JSON line for each request")
     server.flag("--log-prompts", action="store_true", help="log every prompt as a JSON line")
     alone = Only(lambda a: not a.ray_serve, "with --ray-serve", "trace a server of one engine")
-    text = "write a Chrome/Perfetto trace at the end: every stage's steps, and for which requests"
-    server.flag("--trace", metavar="FILE", only=alone, help=text)
+    add_engine_flags(server, "trace", only=alone)
     server.flag(
         "--drain-timeout",
         daily=True,

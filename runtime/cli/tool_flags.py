@@ -7,22 +7,16 @@ from __future__ import annotations
 
 from argparse import Namespace
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from llmpq.commands.command_line import CommandParser, Only, Section
 from llmpq.precision import Precision
-from llmpq.runtime.cli.run_flags import (
-    add_kv_pool,
-    add_master_addr,
-    add_plan,
-    add_speculation,
-    add_wait_nodes,
-)
-from llmpq.runtime.cli.vllm_flags import VLLM_FLAGS
-from llmpq.runtime.launch.launcher import BACKEND_HELP, BACKENDS, Backend, Deadlines
-from llmpq.runtime.launch.stages.stage_settings import LINK_CHOICES, LinkChoice
+from llmpq.runtime.cli.engine_flags import add_engine_flags
+from llmpq.runtime.cli.run_flags import add_plan, add_speculation
+from llmpq.runtime.cli.vllm_flags import FORMER_FLAGS, VLLM_FLAGS
+from llmpq.runtime.options import EngineOptions
 
 if TYPE_CHECKING:
     from llmpq.memory import CpuActivations
@@ -46,11 +40,7 @@ class CheckOptions:
 
     plan: str
     model: str | None
-    cluster: str | None
-    ray_address: str | None
-    master_addr: str | None
-    wait_nodes: float
-    placement_timeout: float
+    engine: EngineOptions = field(default_factory=EngineOptions)
     timeout: float
     json: bool
 
@@ -78,7 +68,7 @@ class BenchOptions:
 
     plan: str | None
     model: str | None
-    load_format: Literal["auto", "dummy"]
+    engine: EngineOptions = field(default_factory=EngineOptions)
     bits: str | None
     symmetric: bool
     head_bits: Literal[8, 16] | None
@@ -90,18 +80,7 @@ class BenchOptions:
     gen: int | None
     prefill_microbatch: int | None
     decode_microbatch: int | None
-    speculate: str | None
-    gamma: str | None
-    costs: str | None
     compare_plain: bool
-    backend: Backend | None
-    in_process: bool
-    no_graphs: bool
-    kv_pool: bool
-    no_kv_pool: bool
-    links: LinkChoice | None
-    ray_address: str | None
-    master_addr: str | None
     warm_up: int
     repeat: int
     seed: int
@@ -119,7 +98,7 @@ class EvalOptions:
     text: str
     precision: str | None
     plan: str | None
-    kv_cache_dtype: str | None
+    engine: EngineOptions = field(default_factory=EngineOptions)
     symmetric: bool
     head_bits: Literal[8, 16] | None
     cpu_activations: CpuActivations | None
@@ -149,13 +128,15 @@ def check_parser() -> CommandParser:
         help="directory or GGUF file (default: the plan's)",
     )
     flags.revision("model")
-    flags.flag("--cluster", daily=True, metavar="YAML", help="check that the plan is for it")
-    flags.flag("--ray-address", also=("--address",), daily=True, help="join this Ray")
     flags.flag("--json", daily=True, action="store_true", help="print what was found as JSON")
-    add_master_addr(flags)
-    add_wait_nodes(flags)
-    seconds = Deadlines().placement_s
-    flags.flag("--placement-timeout", type=float, default=seconds, metavar="S", help="seconds")
+    add_engine_flags(
+        flags,
+        "cluster",
+        "ray_address",
+        "master_addr",
+        "deadlines",
+        daily=("cluster", "ray_address"),
+    )
     flags.flag(
         "--timeout", type=float, default=90.0, metavar="S", help="seconds for each check (90)"
     )
@@ -196,23 +177,16 @@ def bench_parser() -> CommandParser:
         "llmpq-dist bench",
         "Time LLM-PQ's offline job: equally long random prompts, a fixed number of greedy tokens.",
         example="llmpq-dist bench --model llama-3.1-8b --load-format dummy --bits w4a16",
-        others=VLLM_FLAGS,
+        others={**VLLM_FLAGS, **FORMER_FLAGS},
     )
     what = parser.section("what to run")
     add_plan(what, text="plan.json (default: a whole model on one device)")
     what.flag("--model", daily=True, metavar="DIR|NAME", help="directory, or a built-in name")
-    what.revision("model")
-    what.flag(
-        "--load-format",
-        choices=("auto", "dummy"),
-        default="auto",
-        daily=True,
-        help="dummy: random weights, made on the device",
-    )
+    add_engine_flags(what, "load_format", daily=("load_format",))
     _add_job(parser.section("the job, without a plan"))
     add_speculation(parser.section("speculation"), only=Only(
-        lambda a: a.load_format != "dummy" or a.speculate == "off",
-        "with --load-format dummy, whose random weights accept drafts as no trained model does",
+        lambda a: a.load_format == "auto" or a.speculate == "off",
+        "on random weights, which accept drafts as no trained model does",
         "give a directory of weights",
     ))  # fmt: skip
     _add_how(parser.section("how"))
@@ -253,14 +227,16 @@ def _add_job(job: Section) -> None:
 
 
 def _add_how(how: Section) -> None:
-    started = Only(lambda a: not a.in_process, "with --in-process", "drop --in-process")
-    how.flag("--backend", choices=BACKENDS, only=started, help=BACKEND_HELP)
-    how.flag("--in-process", action="store_true", daily=True, help="as --backend threads")
-    how.flag("--no-graphs", action="store_true", help="no CUDA graphs")
-    add_kv_pool(how)
-    how.flag("--links", choices=LINK_CHOICES, only=started, help="between GPUs (default: auto)")
-    how.flag("--ray-address", also=("--address",), only=started, help="join this Ray")
-    add_master_addr(how, only=started)
+    add_engine_flags(
+        how,
+        "backend",
+        "enforce_eager",
+        "links",
+        "ray_address",
+        "master_addr",
+        "deadlines",
+        daily=("backend",),
+    )
     how.flag("--warm-up", type=int, default=1, metavar="N", help="jobs that are not timed (1)")
     how.flag("--repeat", type=int, default=3, daily=True, metavar="N", help="jobs that are (3)")
     how.flag("--seed", type=int, default=0, help="of prompts and dummy weights")
@@ -293,13 +269,11 @@ def eval_parser() -> CommandParser:
         help="one for all layers, or one per layer with commas (default w16a16)",
     )
     add_plan(flags, text="take precisions and quantisation from this plan")
-    flags.flag(
-        "--kv-cache-dtype", daily=True, metavar="KV", help="(default the plan's or directory's)"
-    )
+    add_engine_flags(flags, "kv_cache_dtype", daily=("kv_cache_dtype",))
+    flags.flag("--dtype", choices=DTYPES, help="default: the plan's, or float32")
     flags.flag("--symmetric", action="store_true", only=unplanned, help="without zero points")
     flags.flag("--head-bits", type=int, choices=(8, 16), only=unplanned, help=EVAL_HEAD_BITS)
     flags.flag("--cpu-activations", choices=("exact", "int8"), only=unplanned, help=CPU_ACTIVATIONS)
-    flags.flag("--dtype", choices=DTYPES, help="default: the plan's, or float32")
     flags.flag("--device", default="cpu", daily=True, help="cpu (default) or cuda")
     flags.flag(
         "--protocol",

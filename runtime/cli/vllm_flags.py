@@ -1,4 +1,4 @@
-"""What stands for flags of vLLM that a command does not have: it is said where one is given."""
+"""What stands for flags of vLLM, or of earlier versions, that a command does not have."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ VLLM_FLAGS: Mapping[str, str] = {
     "--kv-cache-memory-bytes": "memory that is left free is the plan's: llmpq-algo --reserve",
     "--swap-space": "preempted requests are computed again or copied by themselves: leave it out",
     "--cpu-offload-gb": "layers run on the CPU instead: llmpq-algo --devices 4090,cpu",
-    "--enforce-eager": "leave it out; llmpq-dist bench has --no-graphs",
+    "--enforce-eager": "leave it out; llmpq-dist bench has it",
     "--trust-remote-code": "no code of a model is ever run: leave it out",
     "--tokenizer": _FILES,
     "--hf-config-path": _FILES,
@@ -41,7 +41,7 @@ VLLM_FLAGS: Mapping[str, str] = {
     "--tokenizer-mode": _FILES,
     "--block-size": "a block of the KV cache has 128 tokens: leave it out",
     "--enable-prefix-caching": "it is on: leave it out",
-    "--no-enable-prefix-caching": "llmpq-dist serve has --no-prefix-cache",
+    "--no-enable-prefix-caching": "llmpq-dist serve has it",
     "--enable-chunked-prefill": "it is on: leave it out",
     "--max-tokens": "answers' lengths are the requests' own",
     "--speculative-config": "drafts are --speculate MODE with --gamma N",
@@ -60,3 +60,20 @@ VLLM_FLAGS: Mapping[str, str] = {
     "--batch-size": "requests of a bench are --batch",
 }
 """Flag of vLLM -> what stands for it here, as the end of a sentence."""
+
+_POOL = "KV is in a pool of blocks wherever its kernels serve the run: leave it out"
+_DEADLINE = "it is --deadlines NAME=S of wait_nodes, placement, load, stall and step"
+FORMER_FLAGS: Mapping[str, str] = {
+    "--kv-pool": _POOL,
+    "--no-kv-pool": _POOL,
+    "--in-process": "it is --backend threads",
+    "--no-graphs": "it is --enforce-eager",
+    "--no-auto": "it is --ray-address auto",
+    "--no-prefix-cache": "it is --no-enable-prefix-caching",
+    "--wait-nodes": _DEADLINE,
+    "--placement-timeout": _DEADLINE,
+    "--load-timeout": _DEADLINE,
+    "--stall-timeout": _DEADLINE,
+    "--step-timeout": _DEADLINE,
+}
+"""Flags that earlier versions had -> what stands for them now."""

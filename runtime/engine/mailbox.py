@@ -15,8 +15,8 @@ from llmpq.runtime.request import Finished, Progress, Request
 
 
 @dataclass(frozen=True, kw_only=True)
-class News:
-    """What happened since the driver asked last."""
+class EngineOutputs:
+    """Finished requests, streamed tokens and counters since the driver's last poll."""
 
     finished: Sequence[Finished]
     tokens: Mapping[int, Sequence[int]]
@@ -26,7 +26,7 @@ class News:
 
 @dataclass(frozen=True)
 class Abort:
-    """The wish that a request end now."""
+    """Ends a request with the step under way."""
 
     id: int | None
     """None: that all do."""
@@ -34,7 +34,7 @@ class Abort:
 
 @dataclass
 class Mailbox:
-    """Where the driver's threads and the first stage's loop meet."""
+    """Requests on their way to the first stage's loop, and its outputs on their way back."""
 
     requests: queue.Queue[Request | Abort | None] = field(default_factory=queue.Queue)
     """Submissions; None closes: the loop ends when all submitted requests have ended."""
@@ -43,12 +43,14 @@ class Mailbox:
     changed: threading.Condition = field(default_factory=threading.Condition)
     progress: Progress = field(default_factory=Progress)
 
-    def collect(self, timeout_s: float) -> News:
+    def collect(self, timeout_s: float) -> EngineOutputs:
         """Return what happened since the last call, waiting up to `timeout_s` for something."""
         with self.changed:
             if not self.finished and not self.tokens:
                 self.changed.wait(timeout_s)
-            news = News(finished=list(self.finished), tokens=self.tokens, progress=self.progress)
+            outputs = EngineOutputs(
+                finished=list(self.finished), tokens=self.tokens, progress=self.progress
+            )
             self.finished.clear()
             self.tokens = {}
-            return news
+            return outputs

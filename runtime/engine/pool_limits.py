@@ -62,6 +62,11 @@ class PoolLimits:
         cached = full if self.kv is KVPrecision.KV16 else full + BLOCK_TOKENS + HOLDBACK_TOKENS
         return min(self.max_len, cached + 1)
 
+    @property
+    def max_model_len(self) -> int:
+        """Tokens that a prompt and its answer may have."""
+        return self.room
+
     def __post_init__(self) -> None:
         if self.host_blocks and (self.window or self.kv is not KVPrecision.KV16):
             raise ValueError("hosts keep blocks of 16 bits and of layers without windows alone")

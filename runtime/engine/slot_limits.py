@@ -23,8 +23,19 @@ class SlotLimits:
     batching: Literal["continuous", "static"] = "continuous"
     """`static` refills slots only when every running request has ended (for comparison)."""
 
+    @property
+    def max_model_len(self) -> int:
+        """Tokens that a prompt and its answer may have."""
+        return self.max_len + 1
+
     def check(self, request: Request) -> None:
         """Raise `ValueError` if a request can never run under these limits."""
+        if request.priority:
+            raise ValueError(
+                f"priority={request.priority} cannot be obeyed: this engine has a slot for each "
+                "request (for drafts by the model, or what a pool of KV blocks lacks) and runs "
+                "them first come, first served; leave priority out"
+            )
         length = len(request.prompt)
         if length == 0:
             raise ValueError("the prompt has no tokens; expected at least one")

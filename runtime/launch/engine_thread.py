@@ -1,4 +1,4 @@
-"""An engine that serves many callers: a thread hands each its requests' news as they come."""
+"""A running pipeline for many callers: a thread hands each the outputs of its requests."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from llmpq.errors import StageLostError
-from llmpq.runtime.launch.engine import Engine, Update
+from llmpq.runtime.engine.mailbox import EngineOutputs
+from llmpq.runtime.launch.pipeline_client import PipelineClient
 from llmpq.runtime.request import Finished, Progress, Request
 from llmpq.runtime.token_rules import LogprobOutput
 
@@ -20,13 +21,13 @@ _END_S = 5.0
 
 @dataclass(frozen=True, kw_only=True)
 class RequestOutputDelta:
-    """What a caller hears: new tokens, the end of a request, or that none will come any more."""
+    """What is new of one request: tokens, its end, or the error that ended the engine."""
 
     id: int
     tokens: Sequence[int] = ()
     finished: Finished | None = None
     noted: LogprobOutput | None = None
-    """Scores of tokens that came, where they were asked for."""
+    """Logprobs of those tokens, where they were asked for."""
     error: BaseException | None = None
     heard_s: float = 0.0
     """When it was read from the stages, by `time.perf_counter`; 0 for errors."""
@@ -37,14 +38,14 @@ Listener = Callable[[RequestOutputDelta], None]
 
 
 class EngineThread:
-    """Owns a running engine and the thread that reads its news."""
+    """Owns a running pipeline and the thread that reads its outputs."""
 
-    def __init__(self, engine: Engine, stack: ExitStack) -> None:
+    def __init__(self, engine: PipelineClient, stack: ExitStack) -> None:
         """`stack` takes the engine down."""
         self.engine, self._stack = engine, stack
         self._listeners: dict[int, Listener] = {}
         self._ruled: set[int] = set()
-        """Requests under way whose rules the last stage knows."""
+        """Running requests whose rules the last stage has."""
         self._lock = threading.Lock()
         self._error: BaseException | None = None
         self._closed = False
@@ -53,7 +54,7 @@ class EngineThread:
         self._thread.start()
 
     def submit(self, requests: Sequence[Request], listener: Listener) -> None:
-        """Queue requests; the listener hears of each until it has ended."""
+        """Queue requests; the listener gets the outputs of each until it has ended."""
         self.submit_all([(requests, listener)])
 
     def submit_all(self, asked: Sequence[tuple[Sequence[Request], Listener]]) -> None:
@@ -73,11 +74,11 @@ class EngineThread:
             raise
 
     def abort(self, request_ids: Sequence[int]) -> None:
-        """End requests between steps; their listeners hear of it as of any end."""
+        """End requests between steps; their listeners get that as any end."""
         if request_ids and self._error is None and not self._closed:
             self.engine.abort(request_ids)
 
-    def close(self, last: Callable[[Engine], None] | None = None) -> None:
+    def close(self, last: Callable[[PipelineClient], None] | None = None) -> None:
         """End all requests and the stages; `last` is called between, unless a stage was lost."""
         with self._lock:
             if self._closed:
@@ -90,7 +91,7 @@ class EngineThread:
         else:
             self._take_down(last)
 
-    def _take_down(self, last: Callable[[Engine], None] | None) -> None:
+    def _take_down(self, last: Callable[[PipelineClient], None] | None) -> None:
         with self._lock:
             left = list(self._listeners)
         try:
@@ -122,7 +123,7 @@ class EngineThread:
             raise self._error
 
     def _read(self) -> None:
-        """Hand out news until the loops have ended or a stage is lost."""
+        """Hand out outputs until the loops have ended or a stage is lost."""
         try:
             for update in self.engine.updates():
                 self.progress, now_s = update.progress, time.perf_counter()
@@ -144,7 +145,7 @@ class EngineThread:
         except BaseException as error:
             self._fail(error)
 
-    def _noted(self, update: Update) -> dict[int, LogprobOutput]:
+    def _noted(self, update: EngineOutputs) -> dict[int, LogprobOutput]:
         """Return the scores that belong to an update's tokens; who ended is forgotten."""
         ended = [f.id for f in update.finished if f.id in self._ruled]
         asked = {*ended, *(number for number in update.tokens if number in self._ruled)}
@@ -162,7 +163,7 @@ class EngineThread:
             listener(news)
 
     def _fail(self, error: BaseException) -> None:
-        """Tell whoever still waits why nothing will come."""
+        """End all listeners that still wait with the error."""
         with self._lock:
             self._error = self._error or error
             left, self._listeners = self._listeners, {}

@@ -13,7 +13,6 @@ import threading
 from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future
-from dataclasses import asdict
 from types import TracebackType
 from typing import Any, Self
 
@@ -22,6 +21,7 @@ from llmpq.cluster import Cluster
 from llmpq.plan import Plan, StagePlan
 from llmpq.runtime.launch.launcher import StageFailure
 from llmpq.runtime.launch.stages.stage_settings import StageSettings
+from llmpq.runtime.launch.stages.stage_wire import plan_data, read_answer, write_args
 
 _KEPT_LINES = 20
 """Of what a process writes to stderr: the last line may say why it died."""
@@ -66,10 +66,10 @@ class ProcessLauncher:
         self, plan: Plan, settings: Sequence[StageSettings], cluster: Cluster | None
     ) -> list[ProcessStage]:
         """Start a process per stage; they import, construct their actors and wait for calls."""
-        plan_data = json.loads(plan.dump_json())
+        data = plan_data(plan)
         for index, stage in enumerate(plan.stages):
-            first: dict[str, Any] = {"index": index, "plan": plan_data}
-            first |= {"settings": asdict(settings[index])}
+            first: dict[str, Any] = {"index": index, "plan": data}
+            first |= {"settings": settings[index].to_data()}
             first |= {"lowest_priority": self._behind_server and stage.is_cpu}
             self._stages.append(ProcessStage(first, _environment(stage)))
         return list(self._stages)
@@ -88,7 +88,8 @@ class ProcessStage:
             env=environment,
         )
         self._numbers = itertools.count()
-        self._open: dict[int, Future[Any]] = {}
+        self._open: dict[int, tuple[str, Future[Any]]] = {}
+        """Method and answer of each call under way."""
         self._lock = threading.Lock()
         self._gone: StageFailure | None = None
         self._said: deque[str] = deque(maxlen=_KEPT_LINES)
@@ -107,8 +108,8 @@ class ProcessStage:
                 answer.set_exception(self._gone)
                 return answer
             number = next(self._numbers)
-            self._open[number] = answer
-        self._write({"number": number, "call": method, "args": args})
+            self._open[number] = method, answer
+        self._write({"number": number, "call": method, "args": write_args(method, args)})
         return answer
 
     def kill(self, pid: int = 0) -> None:
@@ -138,17 +139,17 @@ class ProcessStage:
         for line in self._process.stdout:
             message = json.loads(line)
             with self._lock:
-                answer = self._open.pop(message["number"])
+                method, answer = self._open.pop(message["number"])
             if "error" in message:
                 answer.set_exception(_failure(message["error"], message["text"]))
             else:
-                answer.set_result(message["value"])
+                answer.set_result(read_answer(method, message["value"]))
         code = self._process.wait()
         self._listening[1].join()
         with self._lock:
             self._gone = StageFailure(self._obituary(code))
             waiting, self._open = list(self._open.values()), {}
-        for answer in waiting:
+        for _, answer in waiting:
             answer.set_exception(self._gone)
 
     def _overhear(self) -> None:

@@ -8,7 +8,6 @@ import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future
-from dataclasses import asdict
 from types import TracebackType
 from typing import Any, Self
 
@@ -74,9 +73,8 @@ class ThreadLauncher:
         """Make an actor per stage."""
         devices = ["cpu" if s.is_cpu else f"cuda:{s.device_index}" for s in plan.stages]
         self._rendezvous = ThreadRendezvous(devices)
-        plan_json = plan.dump_json()
         for index, own in enumerate(settings):
-            actor = StageWorker(index, plan_json, asdict(own), threads=self._rendezvous)
+            actor = StageWorker(index, plan, own, threads=self._rendezvous)
             self._stages.append(ThreadStage(actor, self._rendezvous))
         return list(self._stages)
 

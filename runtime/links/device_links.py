@@ -214,7 +214,7 @@ class DeviceLinks:
         sender, found = (self._rank - 1, got) if self._rank else (last, tokens)
         if not bool((found == float(sender)).all()):
             return f"stage {sender} sent {float(sender)}, got {float(found[0])}"
-        # A message waits for the steps before it: how long, the driver judges (--step-timeout).
+        # A message waits for the steps before it: how long, the driver judges (the step deadline).
         for group in self.groups:
             _set_pg_timeout(IDLE_LIMIT, group)
         return None

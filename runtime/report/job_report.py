@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 from llmpq.plan import Plan, StagePlan
-from llmpq.runtime.request import Finished
+from llmpq.runtime.request_output import CompletionOutput, RequestOutput
 from llmpq.runtime.trace import LoadReport, StageRecord
 from llmpq.units import format_size
 
@@ -27,16 +27,25 @@ class JobResult:
     plan: Plan
     loads: Sequence[LoadReport]
     records: Sequence[StageRecord]
-    finished: Sequence[Finished]
+    outputs: Sequence[RequestOutput]
     num_failed: int
-    prompt_tokens: int
     startup_s: float
     speculation: dict[str, Any] | None = None
     """What came of the drafts."""
     places: Sequence[Mapping[str, Any]] = ()
     """Host, address and device of every stage, as it reported them."""
-    plain: Sequence[Finished] | None = None
+    plain: Sequence[RequestOutput] | None = None
     """The same requests, served again by the same stages without drafts."""
+
+    @property
+    def finished(self) -> list[CompletionOutput]:
+        """All answers."""
+        return _answers(self.outputs)
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Tokens of all prompts."""
+        return sum(len(output.prompt_token_ids) for output in self.outputs)
 
     @property
     def wall_s(self) -> float:
@@ -49,12 +58,16 @@ class JobResult:
         return _num_tokens(self.finished)
 
 
-def _wall_s(finished: Sequence[Finished]) -> float:
+def _answers(outputs: Sequence[RequestOutput]) -> list[CompletionOutput]:
+    return [answer for output in outputs for answer in output.outputs]
+
+
+def _wall_s(finished: Sequence[CompletionOutput]) -> float:
     return max((request.total_s for request in finished), default=0.0)
 
 
-def _num_tokens(finished: Sequence[Finished]) -> int:
-    return sum(len(request.tokens) for request in finished)
+def _num_tokens(finished: Sequence[CompletionOutput]) -> int:
+    return sum(len(request.token_ids) for request in finished)
 
 
 def build_report(job: JobResult) -> dict[str, Any]:
@@ -127,35 +140,33 @@ def _speculation(job: JobResult) -> dict[str, Any] | None:
     return job.speculation | {
         "draft_bytes": sum(load.draft_bytes for load in job.loads),
         "time_share": {kind: seconds / whole_s for kind, seconds in busy_s.items()},
-        "plain": _plain(job),
+        "plain": None if job.plain is None else plain_comparison(job.outputs, job.plain),
     }
 
 
-def _plain(job: JobResult) -> dict[str, Any] | None:
-    """Return the speed-up over the same requests without drafts, None if they were not served."""
-    if job.plain is None:
-        return None
-    tokens = {request.id: request.tokens for request in job.plain}
-    plain_s, with_drafts_s = _wall_s(job.plain), job.wall_s
-    plain_rate = _num_tokens(job.plain) / plain_s if plain_s > 0 else 0.0
-    rate = job.generated_tokens / with_drafts_s if with_drafts_s > 0 else 0.0
+def plain_comparison(
+    outputs: Sequence[RequestOutput], plain: Sequence[RequestOutput]
+) -> dict[str, Any]:
+    """Return the speed-up of answers with drafts over those of the same prompts without."""
+    tokens = {output.request_id: list(output.outputs[0].token_ids) for output in plain}
+    plain_s, with_drafts_s = _wall_s(_answers(plain)), _wall_s(_answers(outputs))
+    plain_rate = _num_tokens(_answers(plain)) / plain_s if plain_s > 0 else 0.0
+    rate = _num_tokens(_answers(outputs)) / with_drafts_s if with_drafts_s > 0 else 0.0
     return {
         "total_s": plain_s,
         "output_throughput": plain_rate,
         "speedup": rate / plain_rate if plain_rate > 0 else None,
-        "rows_with_the_same_tokens": sum(tokens[r.id] == r.tokens for r in job.finished),
+        "rows_with_the_same_tokens": sum(
+            tokens[o.request_id] == list(o.outputs[0].token_ids) for o in outputs
+        ),
     }
 
 
-def _latencies(finished: Sequence[Finished]) -> dict[str, float]:
+def _latencies(finished: Sequence[CompletionOutput]) -> dict[str, float]:
     """Return time to first token, per further token and end to end, in milliseconds."""
     samples = {
         "ttft": [1e3 * r.first_token_s for r in finished],
-        "tpot": [
-            1e3 * (r.total_s - r.first_token_s) / (len(r.tokens) - 1)
-            for r in finished
-            if len(r.tokens) > 1
-        ],
+        "tpot": [1e3 * r.per_token_s for r in finished if r.per_token_s is not None],
         "e2el": [1e3 * r.total_s for r in finished],
     }
     fields = {}
@@ -184,6 +195,7 @@ def _stage(
             "predicted_bytes": predicted,
             "limit_bytes": memory.limit_bytes if memory is not None else None,
         },
+        "runner": load.runner,
         "load_s": load.seconds,
         "predicted_prefill_s": stage.prefill_s,
         "predicted_decode_s": stage.decode_s,

@@ -98,7 +98,7 @@ class LoadBar:
 
     @property
     def on_load(self) -> Callable[[int, int, str], None] | None:
-        """What `Launch` calls; None where there is no bar."""
+        """What is called while stages load; None where there is no bar."""
         return None if self._bar is None else self._update
 
     def _update(self, done: int, total: int, said: str) -> None:

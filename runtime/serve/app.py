@@ -12,7 +12,7 @@ from fastapi.responses import PlainTextResponse, Response
 from pydantic import BaseModel
 from starlette.middleware.cors import CORSMiddleware
 
-from llmpq.runtime.answers import ResponseStream
+from llmpq.runtime.response_stream import ResponseStream
 from llmpq.runtime.serve.answering import stream, while_connected
 from llmpq.runtime.serve.bodies import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from llmpq.runtime.serve.body_reading import PARSED_AT_ONCE, body_of, describe_bodies, parsed

@@ -10,8 +10,8 @@ from contextlib import aclosing
 from dataclasses import replace
 from typing import Any
 
-from llmpq.runtime.answers import ResponseStream
 from llmpq.runtime.request_output import Logprob
+from llmpq.runtime.response_stream import ResponseStream
 from llmpq.runtime.serve.answering import DONE, event
 from llmpq.runtime.serve.bodies import ChatBody, Message, NamedTool, ToolCall
 from llmpq.runtime.serve.completions import LEAST_LOGPROB, prompt_scores

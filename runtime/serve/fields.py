@@ -82,6 +82,7 @@ REFUSED: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "logprob_token_ids": ((), "set top_logprobs"),
     "return_tokens_as_token_ids": ((False,), "read 'return_token_ids'"),
     "return_prompt_text": ((False,), "read 'return_token_ids'"),
+    "timeout_s": ((), "the server sets it (--request-timeout)"),
     "request_id": ((), "send it as the header X-Request-Id"),
     "guided_whitespace_pattern": ((), "JSON is written without free white space"),
     "structural_tag": ((), _GUIDE),

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from llmpq.runtime.answers import ResponseStream
+from llmpq.runtime.response_stream import ResponseStream
 from llmpq.runtime.serve.answering import event
 from llmpq.runtime.serve.bodies import FIRST_ERROR, Body, ChatBody, ChoiceBody, Whole
 from llmpq.runtime.serve.chat import Chat

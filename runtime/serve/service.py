@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from llmpq.errors import LlmpqError
-from llmpq.runtime.answers import ResponseStream
 from llmpq.runtime.llm import LLM
 from llmpq.runtime.request_output import CompletionDelta, Logprob
+from llmpq.runtime.response_stream import ResponseStream
 from llmpq.runtime.sampling_params import SamplingParams
 from llmpq.runtime.serve.arrival import ARRIVED_S, REQUEST_ID, TALLY
 from llmpq.runtime.serve.errors import ApiError
@@ -22,7 +22,7 @@ from llmpq.runtime.serve.metrics import AnswerClock, Metrics
 from llmpq.runtime.serve.parsers.reading import AnswerForm
 from llmpq.runtime.serve.response_store import ResponseStore
 from llmpq.runtime.serve.settings import ServeSettings
-from llmpq.runtime.text.prompts import Prompt
+from llmpq.runtime.text.request_factory import Prompt
 from llmpq.runtime.text.text_threads import TextThreads, TooManyTextsError
 from llmpq.runtime.text.tokenizer import Tokenizer
 from llmpq.runtime.token_rules import GuideError

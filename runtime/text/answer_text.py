@@ -128,22 +128,6 @@ class TextStream:
         self._settled, self._context, self._before, self._tokens = text, context, before, []
 
 
-def answer_text(
-    decoder: Decoder,
-    prompt: Sequence[int],
-    tokens: Sequence[int],
-    *,
-    stop_ids: Collection[int] = (),
-    stop_texts: Sequence[str] = (),
-    min_tokens: int = 0,
-) -> str:
-    """Return the text of a finished answer."""
-    stream = TextStream(
-        decoder, prompt, stop_ids=stop_ids, stop_texts=stop_texts, min_tokens=min_tokens
-    )
-    return stream.push(tokens) + stream.finish()
-
-
 def _first_stop(text: str, stop_texts: Sequence[str], behind: int) -> tuple[int, str] | None:
     """Return where the first stop text begins that ends behind so many characters, and which."""
     found = [

@@ -11,11 +11,12 @@ import hashlib
 import json
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from llmpq.errors import nearest
-from llmpq.runtime.sampling_params import SamplerConfig
+from llmpq.runtime.request_output import RequestOutput
+from llmpq.runtime.sampling_params import SamplerConfig, SamplingParams, StructuredOutputsParams
 
 Form = Literal["text", "plain", "completion", "chat"]
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
@@ -31,9 +32,7 @@ _NEUTRAL: dict[str, tuple[object, ...]] = {
     "echo": (False, None),
     "logprobs": (None, False, 0),
     "top_logprobs": (None, 0),
-    "frequency_penalty": (0, None),
-    "presence_penalty": (0, None),
-    "logit_bias": (None, {}),
+    "prompt_logprobs": (None,),
     "suffix": (None, ""),
 }
 """Options that are accepted only with values that change nothing."""
@@ -47,7 +46,26 @@ _OPTIONS = (
     "seed",
     "stop",
     "ignore_eos",
+    "priority",
 )
+_MORE = (
+    "min_p",
+    "min_tokens",
+    "stop_token_ids",
+    "include_stop_str_in_output",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "logit_bias",
+    "bad_words",
+    "allowed_token_ids",
+    "truncate_prompt_tokens",
+    "timeout_s",
+    "structured_outputs",
+    "skip_special_tokens",
+    "thinking_token_budget",
+)
+"""Further options of `SamplingParams`, by its names; those that add to an answer are `_NEUTRAL`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,17 +97,38 @@ class BatchRow:
     sampling: SamplerConfig = SamplerConfig()
     stop: tuple[str, ...] = ()
     ignore_eos: bool = False
+    priority: int = 0
+    """Lower ones are scheduled first."""
+    more: Mapping[str, Any] = field(default_factory=dict)
+    """What else it asks of `SamplingParams`, as it was written."""
     error: str | None = None
 
+    def params(self, default_tokens: int) -> SamplingParams:
+        """Return how its answer is sampled; `default_tokens`: where it does not say how many."""
+        choice = self.sampling
+        return SamplingParams(
+            max_tokens=self.max_tokens or default_tokens,
+            temperature=choice.temperature,
+            top_k=choice.top_k or 0,
+            top_p=choice.top_p,
+            seed=choice.seed,
+            stop=self.stop,
+            ignore_eos=self.ignore_eos,
+            **_as_params(self.more),
+        )
 
-@dataclass(frozen=True, kw_only=True)
-class AnswerText:
-    """What a row's request produced."""
 
-    text: str
-    tokens: list[int]
-    finish_reason: str
-    prompt_tokens: int
+def _as_params(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a row's further options as `SamplingParams` takes them."""
+    params = dict(options)
+    guide, bias = params.get("structured_outputs"), params.get("logit_bias")
+    if isinstance(guide, dict):
+        params["structured_outputs"] = StructuredOutputsParams(**guide)
+    if isinstance(bias, dict):  # keys of JSON are texts
+        params["logit_bias"] = {
+            int(t) if t.lstrip("-").isdigit() else t: v for t, v in bias.items()
+        }
+    return params
 
 
 def text_row(index: int, line: str, defaults: Defaults) -> BatchRow:
@@ -120,9 +159,11 @@ def json_row(index: int, line: str, defaults: Defaults, *, number: int | None = 
 
 
 def answer_line(
-    row: BatchRow, answer: AnswerText, model: str, made_with: Mapping[str, Any] | None = None
+    row: BatchRow, output: RequestOutput, model: str, made_with: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
     """Return the output line of a finished row; `made_with` is what `--resume` compares."""
+    (answer,), prompt_tokens = output.outputs, len(output.prompt_token_ids)
+    tokens = list(answer.token_ids)
     made = {} if made_with is None else {MADE_WITH: dict(made_with)}
     if row.form in ("text", "plain"):
         line: dict[str, Any] = {"index": row.index}
@@ -133,9 +174,9 @@ def answer_line(
         return line | {
             "text": answer.text,
             "finish_reason": answer.finish_reason,
-            "prompt_tokens": answer.prompt_tokens,
-            "completion_tokens": len(answer.tokens),
-            "tokens": answer.tokens,
+            "prompt_tokens": prompt_tokens,
+            "completion_tokens": len(tokens),
+            "tokens": tokens,
             "error": None,
             **made,
         }
@@ -157,9 +198,9 @@ def answer_line(
         "model": model,
         "choices": [choice],
         "usage": {
-            "prompt_tokens": answer.prompt_tokens,
-            "completion_tokens": len(answer.tokens),
-            "total_tokens": answer.prompt_tokens + len(answer.tokens),
+            "prompt_tokens": prompt_tokens,
+            "completion_tokens": len(tokens),
+            "total_tokens": prompt_tokens + len(tokens),
         },
     }
     response = {"status_code": 200, "request_id": f"req-{row.index}", "body": body}
@@ -288,7 +329,10 @@ def _with_options(
     ignore_eos = given.get("ignore_eos", defaults.ignore_eos)
     if not isinstance(ignore_eos, bool):
         raise ValueError(f"'ignore_eos' must be true or false, got {ignore_eos!r}")
-    return BatchRow(
+    priority = given.get("priority", 0)
+    if type(priority) is not int:
+        raise ValueError(f"'priority' must be a whole number, got {priority!r}")
+    row = BatchRow(
         index=index,
         form=form,
         row_id=row_id,
@@ -303,18 +347,21 @@ def _with_options(
         ),
         stop=tuple(stops),
         ignore_eos=ignore_eos,
+        priority=priority,
+        more={key: given[key] for key in _MORE if key in given},
     )
+    row.params(2**31)  # refuses what cannot be
+    return row
 
 
-def _check_options(options: Mapping[str, Any]) -> None:
-    for key, value in options.items():
-        if key in _OPTIONS or key in _IGNORED:
+def _check_options(given: Mapping[str, Any]) -> None:
+    for key, value in given.items():
+        if key in _OPTIONS or key in _MORE or key in _IGNORED:
             continue
         if key not in _NEUTRAL:
-            known = [*_OPTIONS, *_NEUTRAL, *_IGNORED]
-            raise ValueError(
-                f"unknown option '{key}': {nearest(key, known)}options: {', '.join(_OPTIONS)}"
-            )
+            known = [*_OPTIONS, *_MORE, *_NEUTRAL, *_IGNORED]
+            options = ", ".join((*_OPTIONS, *_MORE))
+            raise ValueError(f"unknown option '{key}': {nearest(key, known)}options: {options}")
         if value not in _NEUTRAL[key]:
             raise ValueError(f"'{key}' is not supported other than {_NEUTRAL[key][0]!r}")
 

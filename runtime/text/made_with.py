@@ -48,7 +48,7 @@ def made_with(row: BatchRow, common: Mapping[str, Any], default_tokens: int) -> 
         fields |= {"top_k": choice.top_k, "top_p": choice.top_p, "seed": choice.seed}
     fields |= {"stop": list(row.stop)} if row.stop else {}
     fields |= {"ignore_eos": True} if row.ignore_eos else {}
-    return fields
+    return fields | dict(row.more)
 
 
 def differences(found: Mapping[str, Any], wanted: Mapping[str, Any]) -> list[str]:

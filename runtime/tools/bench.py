@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import json
 import logging
+import random
 import sys
-from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +22,8 @@ from pydantic import ValidationError
 from rich.console import Console
 
 from llmpq.checkpoints.gguf_file import is_model
-from llmpq.checkpoints.hub import local_model
-from llmpq.commands.output_paths import check_files, naming
+from llmpq.commands.command_line import refuse_without_effect
+from llmpq.commands.output_paths import check_files, write_all
 from llmpq.devices.this_machine import read_host, useful_threads
 from llmpq.errors import ExitCode
 from llmpq.file_form import explain
@@ -30,13 +31,14 @@ from llmpq.model_spec import ModelSpec, builtin_name
 from llmpq.plan import Plan, QuantizationForm
 from llmpq.precision import KVPrecision, Precision
 from llmpq.runtime.cli.plan_file import load_plan
-from llmpq.runtime.cli.run_flags import kv_pool_wish
-from llmpq.runtime.cli.speculation_choice import Drafts, choose_speculation
 from llmpq.runtime.cli.tool_flags import JOB, BenchOptions
-from llmpq.runtime.launch.launcher import Launch
-from llmpq.runtime.launch.plans.hand_plan import hand_plan, on_gpu
-from llmpq.runtime.report.job_report import print_summary
-from llmpq.runtime.tools.bench_jobs import Bench, run_jobs
+from llmpq.runtime.launch.plans.manual_plan import manual_plan, on_gpu
+from llmpq.runtime.llm import LLM
+from llmpq.runtime.options import AUTO
+from llmpq.runtime.plan_choice import read_model
+from llmpq.runtime.report.job_report import plain_comparison, print_summary
+from llmpq.runtime.sampling_params import SamplingParams
+from llmpq.runtime.text.request_factory import PreparedPrompt
 from llmpq.runtime.tools.bench_rows import add_rows, read_baselines, summary
 from llmpq.workload import DTYPE_BYTES, Workload
 
@@ -50,10 +52,20 @@ def main(options: BenchOptions) -> int:
             f"--repeat must be >= 1, --warm-up >= 0, got {options.repeat}, {options.warm_up}"
         )
     baselines = read_baselines(options.baseline)
-    check_files({"--plan": options.plan, "--costs": options.costs}, {"--rows": options.rows})
-    bench = make_bench(options)
-    reports = run_jobs(bench)
-    report = summary(reports, num_jobs=bench.warm_up + bench.repeat)
+    check_files(
+        {"--plan": options.plan, "--costs": _path(options.engine.costs)}, {"--rows": options.rows}
+    )
+    with open_bench(options) as llm:
+        llm.start()
+        _log.info("loaded in %.1f s", llm.startup_s)
+        reports = run_jobs(
+            llm,
+            warm_up=options.warm_up,
+            repeat=options.repeat,
+            seed=options.seed,
+            compare=options.compare_plain,
+        )
+    report = summary(reports, num_jobs=options.warm_up + options.repeat)
 
     def show() -> None:
         if options.json:
@@ -63,75 +75,99 @@ def main(options: BenchOptions) -> int:
         sys.stdout.flush()
 
     def add() -> None:
-        add_rows(
-            Path(str(options.rows)), _case(bench), report, bench.plan, baselines, options.commit
-        )
+        path = Path(str(options.rows))
+        add_rows(path, _case(llm), report, llm.plan, baselines, options.commit)
 
     writers = {"standard output": show} | ({} if options.rows is None else {options.rows: add})
-    _write_all(writers)
+    write_all(writers, kept="what was written elsewhere is whole")
     return ExitCode.DONE
 
 
-def _write_all(writers: Mapping[str, Callable[[], None]]) -> None:
-    """Write to every place; what one refuses takes nothing of the others."""
-    refused: list[ValueError] = []
-    for place, write in writers.items():
-        try:
-            with naming(place, kept="what was written elsewhere is whole"):
-                write()
-        except ValueError as error:
-            refused.append(error)
-    if refused:
-        raise refused[0]
+def _path(value: object) -> str | None:
+    return None if value is None else str(value)
 
 
-def _case(bench: Bench) -> dict[str, Any]:
-    """Return what tells this job from others, for its rows."""
-    case: dict[str, Any] = {
-        "model": bench.spec.name,
-        "weights": "dummy" if bench.dummy else "checkpoint",
-        "graphs": bench.graphs,
+def _case(llm: LLM) -> dict[str, Any]:
+    """Return what distinguishes this job's rows from others."""
+    return {
+        "model": llm.plan.model.name,
+        "weights": "checkpoint" if llm.options.load_format == "auto" else "dummy",
+        "graphs": not llm.options.enforce_eager,
     }
-    return {**case, "kv_pool": True} if bench.gpu_pool else case
 
 
-def make_bench(options: BenchOptions) -> Bench:
-    """Read the plan, or make the plan of a whole model on one device."""
+def open_bench(options: BenchOptions) -> LLM:
+    """Return the engine of the plan, or of a whole model on one device; `start` loads it."""
     plan = load_plan(options.plan) if options.plan is not None else None
     model = options.model or (plan.model.path if plan is not None else None)
     if model is None:
         raise ValueError("nothing to run: give --plan PLAN or --model DIR|NAME")
-    dummy = options.load_format == "dummy"
-    if is_model(model) or ("/" in model and not (dummy and builtin_name(model) is not None)):
-        model = str(local_model(model, config_only=dummy))
-    is_directory = is_model(model)
-    spec = ModelSpec.from_directory(model) if is_directory else ModelSpec.by_name(model)
-    if not is_directory and not dummy:
+    engine = replace(options.engine, offline=True)
+    known = is_model(model) or "/" in model or builtin_name(model) is None
+    if engine.load_format == "auto" and not known:
         raise ValueError(f"'{model}' is no directory of weights; add --load-format dummy")
-    if plan is None:
-        plan = single_plan(spec, options)
-    plan.require_model(spec)
+    directory, spec = read_model(model, engine)
+    plan = plan or single_plan(spec, options)
     _require_positions(plan, spec)
-    drafts = _drafts(plan, options)
-    return Bench(
-        plan=plan,
-        spec=spec,
-        model=model,
-        dummy=options.load_format == "dummy",
-        graphs=not options.no_graphs,
-        gpu_pool=kv_pool_wish(options.kv_pool, options.no_kv_pool),
-        warm_up=options.warm_up,
-        repeat=options.repeat,
-        seed=options.seed,
-        links=options.links or "auto",
-        launch=Launch(
-            backend="threads" if options.in_process else options.backend or "auto",
-            ray_address=options.ray_address,
-            master_addr=options.master_addr,
-        ),
-        drafts=drafts,
-        compare=options.compare_plain,
-    )
+    if engine.load_format != "auto":
+        if plan.speculation is not None and engine.speculate is None:
+            _log.warning(
+                "the plan's drafts (%s, gamma %d) are left out, this times plain decoding: random "
+                "weights accept drafts as no trained model does; give a directory of weights to "
+                "time them",
+                plan.speculation.mode,
+                plan.speculation.gamma,
+            )
+        engine = replace(engine, speculate="off")
+    llm = LLM(str(directory), plan=plan, options=engine, start=False)
+    mode = llm.options.speculate
+    if options.compare_plain and mode is None and engine.speculate != AUTO:
+        refuse_without_effect(
+            {"--compare-plain": True}, "without drafts, and the plan has none", "give --speculate"
+        )
+    if mode is not None:
+        _log.warning(
+            "drafts of %s: prompts are random tokens, text may be accepted more or less often "
+            "(llmpq-dist run --compare-plain tells)",
+            mode,
+        )
+    return llm
+
+
+def run_jobs(
+    llm: LLM, *, warm_up: int, repeat: int, seed: int, compare: bool = False
+) -> list[dict[str, Any]]:
+    """Run warm-ups and timed jobs; return the report of every timed one.
+
+    `compare`: serve every job again without drafts.
+    """
+    reports = []
+    for index in range(warm_up + repeat):
+        prompts = prompts_of(llm, seed * 1000 + index)
+        outputs = [output for _, output in llm.as_completed(prompts)]
+        report = llm.job_report(outputs)
+        if compare and llm.options.speculate is not None:
+            plain = [output for _, output in llm.as_completed(prompts, may_draft=False)]
+            report["speculation"]["plain"] = plain_comparison(outputs, plain)
+            llm.stage_records()  # what the plain job left is no part of the next one's
+        _log.info("job %d: %.1f tokens/s", index, report["output_throughput"])
+        if index >= warm_up:
+            reports.append(report)
+    peaks = llm.peak_memory()
+    for report in reports:
+        if any(peaks):
+            report["peak_memory_bytes"] = max(peaks)
+    return reports
+
+
+def prompts_of(llm: LLM, seed: int) -> list[PreparedPrompt]:
+    """Return a job's prompts, new ones for each seed: random tokens, no stop, greedy."""
+    work, rng, vocab = llm.plan.workload, random.Random(seed), llm.model_spec.vocab
+    params = SamplingParams(max_tokens=work.gen_len, temperature=0, ignore_eos=True)
+    return [
+        llm.prepare([rng.randrange(vocab) for _ in range(work.prompt_len)], params, whole=True)
+        for _ in range(work.batch)
+    ]
 
 
 def _require_positions(plan: Plan, spec: ModelSpec) -> None:
@@ -144,35 +180,12 @@ def _require_positions(plan: Plan, spec: ModelSpec) -> None:
         )
 
 
-def _drafts(plan: Plan, options: BenchOptions) -> Drafts:
-    """Return how `llmpq-dist run` would draft; nothing on random weights, which is said."""
-    if options.load_format == "dummy":
-        if plan.speculation is not None and options.speculate is None:
-            _log.warning(
-                "the plan's drafts (%s, gamma %d) are left out, this times plain decoding: random "
-                "weights accept drafts as no trained model does; give a directory of weights to "
-                "time them",
-                plan.speculation.mode,
-                plan.speculation.gamma,
-            )
-        return Drafts()
-    wish = (options.speculate, options.gamma, options.costs)
-    drafts = choose_speculation(plan, *wish, compare=options.compare_plain, model=options.model)
-    if drafts.mode is not None:
-        _log.warning(
-            "drafts of %s: prompts are random tokens, text may be accepted more or less often "
-            "(llmpq-dist run --compare-plain tells)",
-            drafts.mode,
-        )
-    return drafts
-
-
 def single_plan(spec: ModelSpec, options: BenchOptions) -> Plan:
     """Return the plan of a whole model on this machine's first GPU, or on its CPU."""
     given = {name: getattr(options, name) for name in JOB}
     job = {**JOB, **{name: value for name, value in given.items() if value is not None}}
     try:
-        plan = hand_plan(
+        plan = manual_plan(
             spec,
             Workload(
                 batch=job["batch"],

@@ -23,8 +23,9 @@ from llmpq.cluster import Cluster
 from llmpq.errors import DeadlineError, ExitCode, StageLostError
 from llmpq.plan import Plan
 from llmpq.plan_nodes import nodes_of
+from llmpq.runtime.auto_plan import devices_of
 from llmpq.runtime.cli.plan_file import load_plan
-from llmpq.runtime.cli.run_flags import check_timeouts, check_wait
+from llmpq.runtime.cli.run_flags import check_timeouts
 from llmpq.runtime.cli.tool_flags import CheckOptions
 from llmpq.runtime.launch.on_ray.actor_class import actor_class
 from llmpq.runtime.launch.on_ray.placement import Placement, ray_cluster, reserve
@@ -42,20 +43,20 @@ StageProbe = actor_class(
 
 def main(options: CheckOptions) -> int:
     """Look at every stage's place; returns 0 if the plan can run, else the worst outcome's code."""
-    check_timeouts({"--timeout": options.timeout, "--placement-timeout": options.placement_timeout})
-    check_wait(options.wait_nodes)
+    check_timeouts({"--timeout": options.timeout})
+    engine = options.engine
     plan = load_plan(options.plan)
     cluster = None
-    if options.cluster is not None:
-        cluster = Cluster.load(options.cluster)
+    if engine.cluster is not None:
+        cluster = devices_of(engine)
         plan.require_cluster(cluster.name, cluster.fingerprint())
-    with ray_cluster(options.ray_address):
+    with ray_cluster(engine.ray_address):
         placed = reserve(
             plan,
             cluster,
-            joined=options.ray_address is not None,
-            wait_s=options.wait_nodes,
-            timeout_s=options.placement_timeout,
+            joined=engine.ray_address is not None,
+            wait_s=engine.deadlines.wait_nodes_s,
+            timeout_s=engine.deadlines.placement_s,
         )
         try:
             places, links = look(plan, cluster, placed, options)
@@ -98,7 +99,7 @@ def look(
     links: list[dict[str, Any]] = []
     if len(probes) > 1:
         addresses = [node.address for node in placed.nodes]
-        host = meeting_host(options.master_addr, addresses)
+        host = meeting_host(options.engine.master_addr, addresses)
         (port,) = _all(plan, [probes[0].open_rendezvous.remote(host)], "meeting", options.timeout)
         tries = [
             probe.try_links.remote(host, port, own)
@@ -169,7 +170,7 @@ def judge(
             problems.append((
                 ExitCode.STAGE_LOST,
                 f"link {plan.stages[index].device} -> {after}: {link['problem']}; open the "
-                "firewall between the hosts or give --master_addr",
+                "firewall between the hosts or give --master-addr",
             ))  # fmt: skip
     return problems
 

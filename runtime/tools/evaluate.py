@@ -36,8 +36,9 @@ from llmpq.precision import KVPrecision, Precision
 from llmpq.runtime.backends.backend import usable_device
 from llmpq.runtime.cli.plan_file import load_plan
 from llmpq.runtime.cli.tool_flags import EvalOptions
-from llmpq.runtime.launch.plans.hand_plan import hand_plan, on_gpu
+from llmpq.runtime.launch.plans.manual_plan import manual_plan, on_gpu
 from llmpq.runtime.llm import LLM
+from llmpq.runtime.options import AUTO
 from llmpq.runtime.sampling_params import SamplingParams
 from llmpq.runtime.weights.quantized_checkpoint import (
     QuantizedCheckpoint,
@@ -118,9 +119,9 @@ def scores_of(llm: LLM) -> Scores:
 
     def scores(tokens: Sequence[int]) -> tuple[list[float], list[int]]:
         (answer,) = llm.generate([list(tokens)], params)
-        told = [row for row in answer.prompt_logprobs or () if row is not None]
-        own = [row[token].logprob for row, token in zip(told, tokens[1:], strict=True)]
-        return own, [list(row)[-1] for row in told]
+        scored = [row for row in answer.prompt_logprobs or () if row is not None]
+        own = [row[token].logprob for row, token in zip(scored, tokens[1:], strict=True)]
+        return own, [list(row)[-1] for row in scored]
 
     return scores
 
@@ -188,7 +189,7 @@ def main(options: EvalOptions) -> int:
         symmetric=options.symmetric,
         head_bits=options.head_bits,
         cpu_activations=options.cpu_activations,
-        kv=options.kv_cache_dtype,
+        kv=None if options.engine.kv_cache_dtype == AUTO else options.engine.kv_cache_dtype,
     )
     with open_model(options.model, plan) as llm:
         tokens = llm.tokenizer.encode(text, special=False)
@@ -219,7 +220,7 @@ def main(options: EvalOptions) -> int:
 
 
 def longest_window(spec: ModelSpec) -> int:
-    """Return the longest window of a model where nobody says."""
+    """Return the default window of a model."""
     return min(MAX_WINDOW, spec.max_positions)
 
 
@@ -260,7 +261,7 @@ def measured_plan(
     as_stored = precision is None and plan is None and _is_quantised(model, spec)
     described = "quantised as stored" if as_stored else describe(precisions)
     weight_bytes = spec.num_params * DTYPE_BYTES["float32"]
-    made = hand_plan(
+    made = manual_plan(
         spec,
         Workload(
             batch=job.batch,
@@ -287,7 +288,6 @@ def open_model(model: str, plan: Plan) -> LLM:
         backend="threads",
         max_num_batched_tokens=plan.workload.prompt_len,
         enable_prefix_caching=False,
-        kv_pool=False,
         packed_prompts=True,
     )
 

@@ -16,6 +16,7 @@ from llmpq.runtime import auto_plan
 from llmpq.runtime.auto_plan import Lengths, halved, plan_for, quantile, workload_of
 from llmpq.runtime.cli.main import main
 from llmpq.runtime.cli.run import lengths_of
+from llmpq.runtime.options import EngineOptions
 from llmpq.runtime.text.batch_rows import Defaults, json_row, text_row
 from llmpq.runtime.text.tokenizer import Tokenizer
 
@@ -91,16 +92,16 @@ def test_measured_costs_are_kept_and_used_again(tiny_models, monkeypatch):
         where="test",
     )
     lengths = Lengths(prompts=[8], new_tokens=[4])
-    before = plan_for(model, lengths, cluster=devices)
+    before = plan_for(model, lengths, EngineOptions(cluster=devices))
     assert before.plan.predicted.estimated and "estimated" in before.text()
-    made = plan_for(model, lengths, cluster=devices, profile=True)
+    made = plan_for(model, lengths, EngineOptions(cluster=devices, profile=True))
     assert not made.plan.predicted.estimated and "estimated" not in made.text()
     assert any("measured here before" in note for note in made.notes)
     spec = ModelSpec.from_directory(model)
     kept, _ = cached_costs(spec.fingerprint(), ["CPU@1t"])
     assert kept is not None
     monkeypatch.setattr(auto_plan, "measure", lambda *_: pytest.fail("measured again"))
-    again = plan_for(model, lengths, cluster=devices)
+    again = plan_for(model, lengths, EngineOptions(cluster=devices))
     assert not again.plan.predicted.estimated
 
 
@@ -128,10 +129,7 @@ def test_a_run_needs_nothing_but_a_model_and_prompts(demo_model, tmp_path, capsy
     [
         ([], "--model", "--plan"),
         (["--plan", "p.json", "--profile"], "--profile", "leave it out"),
-        (["--plan", "p.json", "--from-ray"], "--from-ray", "leave it out"),
-        (["--model", "m", "--from-ray", "--profile"], "--profile", "llmpq-profile"),
-        (["--model", "m", "--from-ray", "--cluster", "c.yaml"], "--from-ray", "one way"),
-        (["--model", "m", "--from-ray", "a:1", "--ray-address", "b:1"], "--ray-address", "leave"),
+        (["--plan", "p.json", "--prefer", "speed"], "--prefer", "leave it out"),
     ],
 )
 def test_flags_about_planning_without_effect_are_refused(flags, named, remedy, capsys):

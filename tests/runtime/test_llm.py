@@ -205,13 +205,13 @@ def test_a_chat_is_a_prompt_by_the_models_template(demo_model, tmp_path, wanted)
         ({"max_num_batched_tokens": 0}, "max_num_batched_tokens must be"),
         ({"plan": "one", "max_model_len": 5000}, "max_model_len must be at most 1024"),
         ({"dtype": "int3"}, "dtype must be auto"),
-        ({"speculate": "ngram"}, "needs gamma=1..7"),
+        ({"speculate": "ngram"}, "without gamma=1..7 needs a cost model"),
         ({"gamma": 3}, "gamma=3 has no effect"),
         ({"plan": "one", "max_num_seqs": 3}, "max_num_seqs has no effect with plan="),
-        ({"ray_address": "auto", "backend": "threads"}, "no effect with --backend threads"),
+        ({"ray_address": "auto", "backend": "threads"}, "no effect with backend='threads'"),
     ],
 )
-def test_wishes_that_cannot_be_met_are_refused(demo_model, make_plan, options, said):
+def test_options_that_cannot_be_obeyed_are_refused(demo_model, make_plan, options, said):
     options = dict(options)
     if "plan" in options:
         options["plan"] = make_plan(demo_model)
@@ -314,7 +314,7 @@ def test_transformers_is_imported_once_it_is_open(demo_model, monkeypatch):
         read.append(directory)
         raise ValueError("no tokenizer here")
 
-    monkeypatch.setattr("llmpq.runtime.text.prompts.Tokenizer", slowly)
+    monkeypatch.setattr("llmpq.runtime.text.request_factory.Tokenizer", slowly)
     with LLM(str(demo_model), backend="threads") as llm:
         assert len(read) == 1
         assert len(llm.generate([[5, 6]], GREEDY)[0].outputs[0].token_ids) > 0

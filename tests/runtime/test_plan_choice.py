@@ -8,10 +8,10 @@ from llmpq.cluster import Cluster
 from llmpq.errors import DoesNotFitError
 from llmpq.model_spec import ModelSpec
 from llmpq.precision import KVPrecision
-from llmpq.runtime.launch.plans import pool_room
+from llmpq.runtime.launch.plans import manual_plan
 from llmpq.runtime.launch.plans.pool_plan import PoolPlan
-from llmpq.runtime.launch.stages.stage_settings import StageSettings
-from llmpq.runtime.plan_choice import POOL_ROWS, SLOTS, Wishes, choose_plan
+from llmpq.runtime.options import EngineOptions
+from llmpq.runtime.plan_choice import POOL_ROWS, SLOTS, choose_plan
 
 pytestmark = pytest.mark.cpu
 
@@ -24,67 +24,71 @@ def h200():
 
 def served(chosen, **settings):
     """Return whether an engine of the plan has a pool, as stages decide it."""
-    settings = StageSettings(model_dir=str(chosen.directory), live=True, **settings)
+    settings = EngineOptions(**settings)
     return PoolPlan(chosen.plan, chosen.spec, settings).use_paged_engine
 
 
 @pytest.mark.parametrize("kv", ["auto", "kv4"])
 def test_a_gpu_has_a_pool_and_as_many_requests_as_its_blocks_hold(kv, demo_model, h200):
-    chosen = choose_plan(demo_model, None, h200, Wishes(kv_cache_dtype=kv, dtype="bfloat16"))
-    assert chosen.pooled and served(chosen)
+    chosen = choose_plan(
+        demo_model, None, EngineOptions(cluster=h200, kv_cache_dtype=kv, dtype="bfloat16")
+    )
+    assert chosen.use_pool and served(chosen)
     assert chosen.plan.workload.batch == POOL_ROWS
     (stage,) = chosen.plan.stages
     assert stage.memory is not None, "nothing bounds the pool"
-    few = choose_plan(demo_model, None, h200, Wishes(kv_cache_dtype=kv, max_num_seqs=3))
+    few = choose_plan(
+        demo_model, None, EngineOptions(cluster=h200, kv_cache_dtype=kv, max_num_seqs=3)
+    )
     assert few.plan.workload.batch == 3
 
 
 @pytest.mark.parametrize(
     "wishes,settings",
     [
-        ({"kv_pool": False}, {"gpu_pool": False}),
-        ({"speculate": "ngram"}, {"speculate": "ngram"}),
+        ({"kv_pool": False}, {"kv_pool": False}),
+        ({"speculate": "ngram", "gamma": 2}, {"speculate": "ngram", "gamma": 2}),
         ({"kv_cache_dtype": "kv8", "dtype": "float32"}, {}),
     ],
 )
 def test_slots_where_a_pool_is_not_wished_or_not_known(wishes, settings, demo_model, h200):
-    chosen = choose_plan(demo_model, None, h200, Wishes(**wishes))
-    assert not chosen.pooled and not served(chosen, **settings)
+    chosen = choose_plan(demo_model, None, EngineOptions(cluster=h200, **wishes))
+    assert not chosen.use_pool and not served(chosen, **settings)
     assert chosen.plan.workload.batch == SLOTS[False]
     with pytest.raises(ValueError, match="max_model_len has no effect with plan="):
-        choose_plan(None, chosen.plan, None, Wishes(max_model_len=100, **_given(wishes)))
+        choose_plan(None, chosen.plan, EngineOptions(max_model_len=100, **_given(wishes)))
 
 
 def test_a_plan_that_was_given_has_a_pool_too_and_takes_a_length(demo_model, h200):
-    made = choose_plan(demo_model, None, h200, Wishes(kv_pool=False)).plan
-    chosen = choose_plan(None, made, None, Wishes(max_model_len=100))
-    assert chosen.pooled and served(chosen)
-    drafts = Wishes(max_model_len=100, speculate="off")
-    assert choose_plan(None, made, None, drafts).pooled
+    made = choose_plan(demo_model, None, EngineOptions(cluster=h200, kv_pool=False)).plan
+    chosen = choose_plan(None, made, EngineOptions(max_model_len=100))
+    assert chosen.use_pool and served(chosen)
+    drafts = EngineOptions(max_model_len=100, speculate="off")
+    assert choose_plan(None, made, drafts).use_pool
 
 
 def test_what_has_no_room_for_a_pool_beside_its_workspace_has_slots(demo_model, h200, monkeypatch):
-    monkeypatch.setattr(pool_room, "CONTEXT_BYTES", 1 << 50)
-    chosen = choose_plan(demo_model, None, h200, Wishes())
+    monkeypatch.setattr(manual_plan, "CONTEXT_BYTES", 1 << 50)
+    chosen = choose_plan(demo_model, None, EngineOptions(cluster=h200))
     assert chosen.plan.workload.batch == SLOTS[False]
     with pytest.raises(DoesNotFitError, match="for KV beside its weights"):
-        choose_plan(demo_model, None, h200, Wishes(kv_pool=True))
+        choose_plan(demo_model, None, EngineOptions(cluster=h200, kv_pool=True))
 
 
 def test_several_gpus_state_the_pool_of_a_run_that_plans_itself(demo_model, h200):
     (node,) = h200.nodes
     two = replace_devices(h200, node.model_copy(update={"devices": node.devices * 2}))
-    chosen = choose_plan(demo_model, None, two, Wishes(max_num_seqs=2, max_model_len=500))
+    chosen = choose_plan(
+        demo_model, None, EngineOptions(cluster=two, max_num_seqs=2, max_model_len=500)
+    )
     spec = ModelSpec.from_directory(demo_model)
-    assert chosen.plan.pool is not None and chosen.pooled and served(chosen)
-    job = PoolPlan(chosen.plan, spec, StageSettings(model_dir=""))
+    assert chosen.plan.pool is not None and chosen.use_pool and served(chosen)
+    job = PoolPlan(chosen.plan, spec, EngineOptions(offline=True))
     assert job.use_paged_engine and job.limits.num_blocks == chosen.plan.pool.num_blocks
     assert chosen.plan.workload.kv is KVPrecision.KV16
     older = replace(job, plan=job.plan.model_copy(update={"pool": None}))
-    assert older.use_paged_engine and older.size == job.size, (
-        "GPUs run a pool unless they are refused one"
-    )
-    slots = replace(job, settings=StageSettings(model_dir="", gpu_pool=False))
+    assert older.use_paged_engine and older.size == job.size, "GPUs run a pool by default"
+    slots = replace(job, options=EngineOptions(kv_pool=False, offline=True))
     assert not slots.use_paged_engine
 
 

@@ -23,7 +23,7 @@ def require_same(nodes: Sequence[RayNode], settings: Sequence[StageSettings]) ->
     `PlanMismatchError`, `ValueError` and `StageLostError` name the node.
     """
     folders = [
-        own.model_dir if own.load_format == "auto" and not own.copy_weights else None
+        None if own.options.load_format != "auto" or own.options.copy_weights else own.model_dir
         for own in settings
     ]
     ask_nodes(nodes, folders, settings[0].driver_model_dir)

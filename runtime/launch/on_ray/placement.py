@@ -148,7 +148,7 @@ def wait_for_nodes(wanted: Sequence[WantedNode], wait_s: float) -> dict[str, Ray
             if missing.for_good:
                 raise PlanMismatchError(text) from None
             if passed_s >= wait_s:
-                waited = f" (waited {wait_s:.0f} s, --wait-nodes)" if wait_s else ""
+                waited = f" (waited {wait_s:.0f} s, --deadlines wait_nodes)" if wait_s else ""
                 raise StageLostError(f"{text}{waited}") from None
             if text != named and passed_s >= min(_NAMED_AFTER_S, wait_s / 2):
                 _log.warning("waiting up to %.0f s: %s", wait_s - passed_s, text)

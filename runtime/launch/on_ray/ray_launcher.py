@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, replace
+from dataclasses import replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
@@ -16,13 +16,14 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from llmpq.cluster import Cluster
 from llmpq.errors import StageLostError
 from llmpq.plan import Plan
-from llmpq.runtime.launch.launcher import Deadlines, Launch
 from llmpq.runtime.launch.nodes.node_questions import require_same
 from llmpq.runtime.launch.on_ray.actor_class import actor_class
 from llmpq.runtime.launch.on_ray.placement import ray_cluster, reserve
 from llmpq.runtime.launch.on_ray.ray_stage import RayStage
 from llmpq.runtime.launch.on_ray.ray_watch import SILENCE, RayWatch
 from llmpq.runtime.launch.stages.stage_settings import StageSettings
+from llmpq.runtime.launch.stages.stage_wire import plan_data
+from llmpq.runtime.options import EngineOptions
 
 if TYPE_CHECKING:
     from llmpq.runtime.launch.on_ray.weight_server import WeightServer
@@ -30,9 +31,9 @@ if TYPE_CHECKING:
 _THREADS = 7
 """Threads of an actor: the loop, a poll, health checks, a submission and a heartbeat."""
 
-StageWorker = actor_class(
-    "llmpq.runtime.launch.stages.stage_worker",
-    "StageWorker",
+RemoteStageWorker = actor_class(
+    "llmpq.runtime.launch.stages.stage_wire",
+    "RemoteStageWorker",
     (
         *(
             "identity",
@@ -57,9 +58,9 @@ class RayLauncher:
 
     meets_by_address = True
 
-    def __init__(self, launch: Launch, deadlines: Deadlines) -> None:
-        """`launch` names a running Ray; else this process's is used, or one started for the job."""
-        self._address, self._deadlines = launch.ray_address, deadlines
+    def __init__(self, options: EngineOptions) -> None:
+        """`ray_address`: a running Ray; else this process's is used, or one started for the job."""
+        self._address, self._deadlines = options.ray_address, options.deadlines
         self._stack = ExitStack()
         self._watch: RayWatch | None = None
 
@@ -96,7 +97,7 @@ class RayLauncher:
         self._stack.callback(self._unless_lost, _remove, placed.group)
         if joined:  # first: a worker that is idle answers at once
             require_same(placed.nodes, settings)
-        remote_class, plan_json = ray.remote(StageWorker), plan.dump_json()
+        remote_class, data = ray.remote(RemoteStageWorker), plan_data(plan)
         stages: list[RayStage] = []
         reader: WeightServer | None = None
         for index, stage in enumerate(plan.stages):
@@ -111,14 +112,14 @@ class RayLauncher:
             )
             node = placed.nodes[index]
             own = replace(settings[index], address=node.address)
-            copies = own.copy_weights and not node.is_here
+            copies = own.options.copy_weights and not node.is_here
             if copies and reader is None:
                 from llmpq.runtime.launch.on_ray.weight_server import WeightServer
 
                 reader = WeightServer.start(own.driver_model_dir or own.model_dir)
                 self._stack.callback(reader.close)
             given = reader if copies else None
-            stages.append(RayStage(options.remote(index, plan_json, asdict(own), weights=given)))
+            stages.append(RayStage(options.remote(index, data, own.to_data(), weights=given)))
             self._stack.callback(self._end, stages[-1])
         if joined:
             head = ray.get_runtime_context().gcs_address

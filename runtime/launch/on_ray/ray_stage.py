@@ -13,6 +13,7 @@ import ray
 
 from llmpq.out_of_memory import first_line
 from llmpq.runtime.launch.launcher import StageFailure
+from llmpq.runtime.launch.stages.stage_wire import read_answer, write_args
 
 
 class RayStage:
@@ -28,11 +29,12 @@ class RayStage:
         def arrived(inner: Future[Any]) -> None:
             error = inner.exception()
             if error is None:
-                answer.set_result(inner.result())
+                answer.set_result(read_answer(method, inner.result()))
             else:
                 answer.set_exception(failure_of(error))
 
-        getattr(self._actor, method).remote(*args).future().add_done_callback(arrived)
+        sent = getattr(self._actor, method).remote(*write_args(method, args))
+        sent.future().add_done_callback(arrived)
         return answer
 
     def kill(self, pid: int = 0) -> None:

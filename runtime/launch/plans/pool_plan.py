@@ -15,11 +15,12 @@ from llmpq.capabilities import (
 from llmpq.devices.device_spec import device_specs
 from llmpq.errors import DoesNotFitError
 from llmpq.model_spec import ModelSpec
-from llmpq.plan import Plan, StagePlan
+from llmpq.plan import Plan, PoolForm, StagePlan
 from llmpq.precision import KVPrecision
 from llmpq.runtime.engine.pool_limits import PoolLimits
 from llmpq.runtime.engine.slot_limits import SlotLimits
-from llmpq.runtime.launch.stages.stage_settings import StageSettings, limits_of
+from llmpq.runtime.launch.stages.stage_settings import limits_of
+from llmpq.runtime.options import EngineOptions
 from llmpq.sizes.kv_format import BLOCK_TOKENS, pool_blocks
 from llmpq.sizes.pool_size import PoolSize, fits, fitting_pool, wanted_pool, window_step_tokens
 from llmpq.speculation import READS_KV4, SpeculationMode
@@ -28,11 +29,11 @@ from llmpq.workload import CHUNK_TOKENS
 RequestLimits = PoolLimits | SlotLimits
 
 HOST_BYTES, HOST_BYTES_PER_S = 4 << 30, 12e9
-"""What a stage's host keeps of preempted requests at most, and how fast it is copied (PCIe 3)."""
+"""Most bytes of preempted requests that a stage's host stores, and how fast it copies (PCIe 3)."""
 LEAST_TOKENS = 32
 STEP_S = 0.1
-"""What a step should take at most, unless rows that decode take half of it alone: who reads an
-answer waits for one step (MLPerf's servers have 100 ms for a token)."""
+"""Longest step, unless its decoding rows take half of that by themselves: a streamed answer waits
+for one step a token (MLPerf's servers allow 100 ms)."""
 
 
 @dataclass(frozen=True)
@@ -41,28 +42,28 @@ class PoolPlan:
 
     plan: Plan
     spec: ModelSpec
-    settings: StageSettings
+    options: EngineOptions
 
-    @property
+    @cached_property
     def use_paged_engine(self) -> bool:
         """Whether KV is in a pool of blocks; else, on GPUs only, a slot for each request.
 
-        The one place that decides it. On GPUs drafts have slots unless `StageSettings.gpu_pool`
+        The one place that decides it. On GPUs drafts have slots unless `EngineOptions.kv_pool`
         asks for the pool (benchmarks/speculation_pool.py compares them), and so has what the pool's
         kernels lack; `ValueError` where the pool is asked for that.
         """
-        if self.settings.speculate is not None and self.spec.recurrent is not None:
+        if self.options.draft_mode is not None and self.spec.recurrent is not None:
             require(self.spec, ["drafts"], max_len=self.plan.workload.max_len)
         if not self._has_gpus:
             return True
-        asked, workload = self.settings.gpu_pool, self.plan.workload
+        asked, workload = self.options.kv_pool, self.plan.workload
         run = self.spec, workload.kv, workload.dtype
         if asked:
             require_gpu_pool(*run, drafts=False)
-            if self.settings.speculate in READS_KV4:  # drafts read a packed copy
+            if self.options.draft_mode in READS_KV4:  # drafts read a packed copy
                 require_gpu_pool(self.spec, KVPrecision.KV4, workload.dtype, drafts=False)
             return True
-        drafts = self.settings.speculate is not None
+        drafts = self.options.draft_mode is not None
         return asked is None and not gpu_pool_lack(*run, drafts=drafts)
 
     @property
@@ -75,17 +76,39 @@ class PoolPlan:
 
         `DoesNotFitError` if a stage has no room for a block, or less than the plan states.
         """
-        wanted, stated = self._wanted, self.plan.pool
-        size = counted = self._fitting(wanted, drafts=self.settings.speculate)
-        if stated and (self._has_tails(wanted) or self.settings.speculate in READS_KV4):
-            tails = self._has_tails(wanted)
-            counted = self._fitting(replace(wanted, prefix_cache=False) if tails else wanted)
+        stated, counted = self.plan.pool, self._counted
         if stated and stated.num_blocks != counted.num_blocks:
             raise DoesNotFitError(
                 f"the plan states a pool of {stated.num_blocks} blocks of KV cache, its stages "
                 f"have room for {counted.num_blocks}; re-plan with this version of llmpq-algo"
             )
-        return size
+        return self._fitting(self._wanted, drafts=self.options.draft_mode)
+
+    @property
+    def stated(self) -> PoolForm:
+        """The pool as a plan states it."""
+        size, work = self._counted, self.plan.workload
+        return PoolForm(
+            num_blocks=size.num_blocks,
+            tokens=size.num_blocks * BLOCK_TOKENS,
+            window_blocks=size.window_blocks,
+            stage_bytes=tuple(
+                size.nbytes(
+                    self.spec,
+                    work.kv,
+                    layers=range(*stage.layers),
+                    dtype_bytes=work.dtype_bytes,
+                )
+                for stage in self.plan.stages
+            ),
+        )
+
+    @cached_property
+    def _counted(self) -> PoolSize:
+        """The pool as plans count it: no 16-bit tokens behind packed blocks, no copy for drafts."""
+        wanted = self._wanted
+        tails = self._has_tails(wanted)
+        return self._fitting(replace(wanted, prefix_cache=False) if tails else wanted)
 
     def _fitting(self, wanted: PoolSize, *, drafts: SpeculationMode | None = None) -> PoolSize:
         return fitting_pool(
@@ -97,17 +120,17 @@ class PoolPlan:
         )
 
     def _has_tails(self, size: PoolSize) -> bool:
-        """Whether a pool keeps 16-bit tokens behind packed blocks, for prefixes found again.
+        """Whether a pool has 16-bit tokens behind packed blocks, for prefixes found again.
 
         A plan counts none: of live requests fewer may be under way at once for them.
         """
         return size.prefix_cache and self.plan.workload.kv is not KVPrecision.KV16
 
-    @property
+    @cached_property
     def _wanted(self) -> PoolSize:
         """Return the pool of all that is planned to be under way at once.
 
-        A job keeps prefixes of packed blocks only where it has room for all of its requests so.
+        An offline job caches prefixes of packed blocks only if all its requests fit beside them.
         """
         plan = self.plan
         work = plan.workload
@@ -117,12 +140,12 @@ class PoolPlan:
         size = wanted_pool(
             self.spec,
             work,
-            max_len=self.settings.max_model_len or self._longest + 1,
+            max_len=self.options.max_model_len or self._longest + 1,
             # A found prefix has its keys and values, not the state that its tokens left behind.
-            prefix_cache=self.settings.prefix_cache and self.spec.recurrent is None,
-            step_tokens=max(planned, self.settings.step_tokens or 0),
+            prefix_cache=self.options.enable_prefix_caching and self.spec.recurrent is None,
+            step_tokens=max(planned, self.options.max_num_batched_tokens or 0),
         )
-        whole = self.settings.live or not self._has_tails(size)
+        whole = not self.options.offline or not self._has_tails(size)
         if whole or fits(size, plan.stages, self.spec, work):
             return size
         return replace(size, prefix_cache=False)
@@ -146,7 +169,6 @@ class PoolPlan:
             tokens_ahead=2 if self._runs_ahead and len(plan.stages) == 1 else 1,
             prefix_cache=size.prefix_cache,
             host_blocks=self._host_blocks(size),
-            batching="static" if self.settings.batching == "static" else "continuous",
         )
 
     def limits_over(self, links: object | None) -> PoolLimits:
@@ -163,14 +185,14 @@ class PoolPlan:
 
         Not where tokens are looked up in the text for drafts of the next.
         """
-        return self._has_gpus and self.settings.speculate is None
+        return self._has_gpus and self.options.draft_mode is None
 
     @property
     def _step_tokens(self) -> int:
         """Return the tokens of a step: of a job known beforehand, the plan's chunks together."""
-        if self.settings.step_tokens is not None:
-            return self.settings.step_tokens
-        if self.settings.live:
+        if self.options.max_num_batched_tokens is not None:
+            return self.options.max_num_batched_tokens
+        if not self.options.offline:
             return self._live_tokens
         least = min(CHUNK_TOKENS, self.plan.prefill_chunk or CHUNK_TOKENS)
         return max(least, self.plan.prefill_step_tokens)
@@ -178,19 +200,19 @@ class PoolPlan:
     @property
     def _prompt_tokens(self) -> int:
         """Return the tokens of one prompt in a step at most: the plan's chunk."""
-        if self.settings.step_tokens is not None or self.settings.live:
+        if self.options.max_num_batched_tokens is not None or not self.options.offline:
             return self._step_tokens
         return self.plan.prefill_chunk or self._step_tokens
 
     def _host_blocks(self, size: PoolSize) -> int:
-        """Return how many blocks of preempted requests hosts keep: none where it takes longer.
+        """Return how many blocks of preempted requests hosts store: none if copying takes longer.
 
         There and back, beside computing a block's tokens again, by the plan's times or the table's
         rates. GPUs alone, 16 bits without windows; what is drafted may be taken back.
         """
         plan, kv = self.plan, self.plan.workload.kv
         gpus = not any(stage.is_cpu for stage in plan.stages)
-        if not gpus or kv is not KVPrecision.KV16 or size.window or self.settings.speculate:
+        if not gpus or kv is not KVPrecision.KV16 or size.window or self.options.draft_mode:
             return 0
         most = size.num_blocks
         for stage in plan.stages:
@@ -241,7 +263,7 @@ class PoolPlan:
 
     @property
     def _longest(self) -> int:
-        """Return the positions that requests may have where nobody says.
+        """Return the positions that requests may have if `max_model_len` is not given.
 
         All of the model's, unless it computes otherwise, or needs what this plan cannot, at that
         length: then what the plan was made for. The last token of an answer needs no position.
@@ -253,7 +275,7 @@ class PoolPlan:
         return most if alike and able else min(planned, most)
 
 
-def request_limits(plan: Plan, spec: ModelSpec, settings: StageSettings) -> RequestLimits:
+def request_limits(plan: Plan, spec: ModelSpec, options: EngineOptions) -> RequestLimits:
     """Return what says which requests can never run, of the engine that serves the plan."""
-    pool = PoolPlan(plan, spec, settings)
+    pool = PoolPlan(plan, spec, options)
     return pool.limits if pool.use_paged_engine else limits_of(plan)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from typing import Any
 import psutil
 
 from llmpq.kernels.native.file_lock import waited_s
-from llmpq.runtime.launch.launcher import StageHandle
+from llmpq.runtime.launch.launcher import OnLoad, StageHandle
 
 _ASK_EVERY_S = 1.0
 _GRAINS = (0.05, 64 * 1024, 1)
@@ -54,9 +54,9 @@ class LoadWatch:
         stages: Sequence[StageHandle],
         limit_s: float,
         num_layers: Sequence[int],
-        on_load: Callable[[int, int, str], None] | None = None,
+        on_load: OnLoad | None = None,
     ) -> None:
-        """`num_layers`: of each stage. `on_load`: see `Launch`."""
+        """`num_layers`: of each stage. `on_load`: see `OnLoad`."""
         now_s = time.monotonic()
         self._on_load = on_load
         self._stages, self._limit_s, self._num_layers = stages, limit_s, num_layers

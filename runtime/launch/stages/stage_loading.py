@@ -16,7 +16,7 @@ from llmpq.runtime.backends.slot_stage_runner import SlotStageRunner
 from llmpq.runtime.backends.stage_runner import StageRunner
 from llmpq.runtime.drafts.drafters import AutoDrafter, FixedDrafter
 from llmpq.runtime.launch.plans.pool_plan import PoolPlan
-from llmpq.runtime.launch.stages.stage_settings import StageSettings
+from llmpq.runtime.options import EngineOptions
 from llmpq.runtime.trace import LoadReport
 from llmpq.runtime.weights.sources import TensorSource
 from llmpq.speculation import PlanTimes
@@ -35,14 +35,14 @@ def load_with_pool(
     compute, report = build_stage(
         *(pool.plan, index, pool.spec, source, device, pool.size),
         step_tokens=limits.step_tokens,
-        graphs=pool.settings.graphs,
+        graphs=not pool.options.enforce_eager,
         on_layer=on_layer,
     )
-    mode, drafted = pool.settings.speculate, 0
+    mode, drafted = pool.options.draft_mode, 0
     if mode is not None:
         layers = range(*pool.plan.stages[index].layers)
         extra = compute.enable_speculation(mode, pool.size, layers=layers)
-        report, drafted = replace(report, draft_bytes=extra), pool.settings.gamma or 0
+        report, drafted = replace(report, draft_bytes=extra), pool.options.fixed_gamma or 0
     compute.warm_up(limits.decode_rows, limits.step_tokens, gamma=drafted)
     return compute, report
 
@@ -50,7 +50,7 @@ def load_with_pool(
 def load_with_slots(
     plan: Plan,
     index: int,
-    settings: StageSettings,
+    options: EngineOptions,
     spec: ModelSpec,
     source: TensorSource,
     device: torch.device,
@@ -64,12 +64,12 @@ def load_with_slots(
         spec,
         source,
         device,
-        graphs=settings.graphs,
-        packed_prompts=settings.packed_prompts,
+        graphs=not options.enforce_eager,
+        packed_prompts=options.packed_prompts,
         on_layer=on_layer,
     )
-    if settings.speculate is not None:
-        extra = compute.enable_speculation(settings.speculate, plan.workload)
+    if options.draft_mode is not None:
+        extra = compute.enable_speculation(options.draft_mode, plan.workload)
         report = replace(report, draft_bytes=extra)
     workload = plan.workload
     rows = min(plan.decode_microbatch, workload.batch)
@@ -79,27 +79,27 @@ def load_with_slots(
     return compute, report
 
 
-def make_drafter(plan: Plan, settings: StageSettings) -> FixedDrafter | None:
-    """Return the drafter of the settings, None for plain decoding."""
-    if settings.speculate is None:
+def make_drafter(plan: Plan, options: EngineOptions) -> FixedDrafter | None:
+    """Return the drafter of the options, None for plain decoding."""
+    if options.draft_mode is None:
         return None
-    if settings.gamma is not None:
-        return FixedDrafter(settings.speculate, settings.gamma)
-    if settings.costs is None:
+    if options.fixed_gamma is not None:
+        return FixedDrafter(options.draft_mode, options.fixed_gamma)
+    if options.costs is None:
         return None  # made once the device has timed itself
-    costs = CostModel.load_json(settings.costs)
-    times = PlanTimes(plan, costs, settings.speculate)
-    return AutoDrafter(settings.speculate, times, clock=time.perf_counter)
+    costs = CostModel.load_json(options.costs)
+    times = PlanTimes(plan, costs, options.draft_mode)
+    return AutoDrafter(options.draft_mode, times, clock=time.perf_counter)
 
 
 def timed_drafter(
-    compute: SlotStageRunner | StageRunner, settings: StageSettings, rows: int
+    compute: SlotStageRunner | StageRunner, options: EngineOptions, rows: int
 ) -> AutoDrafter | None:
     """Return a drafter that goes by the device's own times; None for plain decoding.
 
     `rows`: that decode at once at most.
     """
-    if settings.speculate is None:
+    if options.draft_mode is None:
         return None
     from llmpq.runtime.backends.gpu.cuda_slot_stage_runner import CudaSlotStageRunner
     from llmpq.runtime.backends.gpu.cuda_stage_runner import (
@@ -112,7 +112,7 @@ def timed_drafter(
         assert isinstance(compute, CudaSlotStageRunner), "draft lengths need a cost model"
         times = compute.step_times()
     return AutoDrafter(
-        settings.speculate,
+        options.draft_mode,
         times,
         lengths=times.lengths,
         corners=times.corners,

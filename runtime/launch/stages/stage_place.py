@@ -85,16 +85,20 @@ def _gpu(stage: StagePlan, number: int, host: str) -> tuple[str, str]:
 
 
 def settings_of_stages(
-    plan: Plan, cluster: Cluster | None, settings: StageSettings, network_interface: str | None
+    plan: Plan, cluster: Cluster | None, settings: StageSettings
 ) -> list[StageSettings]:
     """Return each stage's settings: a node may keep the model, and be reached, in its own way."""
     folders = {node.name: node.model_dir for node in nodes_of(plan, cluster)}
-    networks = interfaces(network_interface, folders)
+    networks = interfaces(settings.options.network_interface, folders)
     return [
         replace(
             settings,
             driver_model_dir=settings.model_dir,
-            copy_weights=settings.copy_weights and folders[stage.node] is None,
+            options=replace(
+                settings.options,
+                cluster=None,
+                copy_weights=settings.options.copy_weights and folders[stage.node] is None,
+            ),
             model_dir=folders[stage.node] or settings.model_dir,
             network_interface=networks[stage.node],
         )

@@ -9,7 +9,6 @@ who started it.
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import sys
@@ -71,9 +70,9 @@ def _actor(first: dict[str, Any]) -> Any:
         from llmpq.runtime.launch.nodes.node_survey import NodeSurvey
 
         return NodeSurvey(**first["survey"])
-    from llmpq.runtime.launch.stages.stage_worker import StageWorker
+    from llmpq.runtime.launch.stages.stage_wire import RemoteStageWorker
 
-    return StageWorker(first["index"], json.dumps(first["plan"]), first["settings"])
+    return RemoteStageWorker(first["index"], first["plan"], first["settings"])
 
 
 def _public_name(error: BaseException) -> str:

@@ -8,10 +8,9 @@ while others answer `poll` and `health`.
 from __future__ import annotations
 
 import datetime
-import json
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any
 
@@ -27,7 +26,7 @@ from llmpq.precision import WeightScheme
 from llmpq.runtime.backends.slot_stage_runner import SlotStageRunner
 from llmpq.runtime.backends.stage_runner import StageRunner
 from llmpq.runtime.drafts.drafters import speculation_report
-from llmpq.runtime.engine.mailbox import Abort, Mailbox
+from llmpq.runtime.engine.mailbox import Abort, EngineOutputs, Mailbox
 from llmpq.runtime.engine.pool_limits import max_ahead
 from llmpq.runtime.engine.scheduler import Scheduler
 from llmpq.runtime.engine.slot_scheduler import SlotScheduler
@@ -45,8 +44,8 @@ from llmpq.runtime.launch.stages.stage_loading import (
     make_drafter,
     timed_drafter,
 )
-from llmpq.runtime.launch.stages.stage_place import place_of
-from llmpq.runtime.launch.stages.stage_settings import StageSettings, limits_of, read_request
+from llmpq.runtime.launch.stages.stage_place import StagePlace, place_of
+from llmpq.runtime.launch.stages.stage_settings import StageSettings, limits_of
 from llmpq.runtime.links.device_links import (
     KINDS,
     DeviceTransport,
@@ -62,9 +61,10 @@ from llmpq.runtime.links.transport import (
     more_connections,
 )
 from llmpq.runtime.models.stage_model import DTYPES
+from llmpq.runtime.request import Request
 from llmpq.runtime.text.stop_texts import StopTexts
-from llmpq.runtime.token_rules import Guide, GuideKind, LogitsConstraints
-from llmpq.runtime.trace import Recorder
+from llmpq.runtime.token_rules import Guide, GuideKind, LogitsConstraints, LogprobOutput
+from llmpq.runtime.trace import LoadReport, Recorder, StageRecord
 from llmpq.runtime.weights.dummy import CopiedLayers
 from llmpq.runtime.weights.layer_cache import KeptLayers
 from llmpq.runtime.weights.quantized_checkpoint import open_checkpoint
@@ -77,13 +77,13 @@ STORE_LIMIT = datetime.timedelta(seconds=60)
 
 
 class StageWorker:
-    """Holds one stage; every method answers with plain values or JSON text."""
+    """Holds one stage; calls take and return values (`stage_wire.py`: as JSON data)."""
 
     def __init__(
         self,
         index: int,
-        plan_json: str,
-        settings: dict[str, Any],
+        plan: Plan,
+        settings: StageSettings,
         *,
         threads: ThreadRendezvous | None = None,
         weights: SliceSource | None = None,
@@ -95,9 +95,8 @@ class StageWorker:
         # Streams that wait for a neighbour must not hold others up in a shared queue (default: 8).
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
         self._index = index
-        self._plan = Plan.parse_data(json.loads(plan_json), where="plan")
-        self._settings = StageSettings(**settings)
-        self._recorder = Recorder(keep_events=self._settings.trace)
+        self._plan, self._settings = plan, settings
+        self._recorder = Recorder(keep_events=self._settings.options.trace is not None)
         self._mailbox = Mailbox()
         self._compute: SlotStageRunner | StageRunner | None = None
         self._pool: PoolPlan | None = None
@@ -110,7 +109,7 @@ class StageWorker:
         self._links: StageLinks | None = None
         self._more: list[dist.ProcessGroup] = []
         self._threads, self._weights = threads, weights
-        self._drafter = make_drafter(self._plan, self._settings) if index == 0 else None
+        self._drafter = make_drafter(self._plan, self._settings.options) if index == 0 else None
 
     @cached_property
     def _guides(self) -> GrammarCompiler:
@@ -123,11 +122,11 @@ class StageWorker:
     def _stage(self) -> StagePlan:
         return self._plan.stages[self._index]
 
-    def identity(self) -> dict[str, Any]:
-        """Return where this stage is, as `StagePlace`'s fields; refuse a device of another kind."""
+    def identity(self) -> StagePlace:
+        """Return where this stage is; refuse a device of another kind."""
         own = address_on(self._settings.network_interface, self._settings.address)
         number = None if self._stage.is_cpu else self._gpu_number()
-        return asdict(place_of(self._stage, number, own))
+        return place_of(self._stage, number, own)
 
     def heartbeat(self, silence_s: float) -> None:
         """Hear that the driver lives; a silence of so many seconds ends this process."""
@@ -137,14 +136,14 @@ class StageWorker:
         """End this process at once."""
         os._exit(1)
 
-    def load(self) -> dict[str, Any]:
+    def load(self) -> LoadReport:
         """Check the device, load the stage's slice, warm it up; returns what it allocated."""
         self._signs = LoadSigns()
         device = self._device()
         self._use_threads()
         spec, source = self._model(device)
         self._plan.require_model(spec)
-        pool = PoolPlan(self._plan, spec, self._settings)
+        pool = PoolPlan(self._plan, spec, self._settings.options)
         if pool.use_paged_engine:
             self._pool = pool
             self._compute, report = load_with_pool(
@@ -154,7 +153,7 @@ class StageWorker:
             self._compute, report = load_with_slots(
                 self._plan,
                 self._index,
-                self._settings,
+                self._settings.options,
                 spec,
                 source,
                 device,
@@ -162,9 +161,9 @@ class StageWorker:
             )
         if self._index == 0 and self._drafter is None:
             rows = self._plan.decode_microbatch if self._pool is None else self._max_rows
-            self._drafter = timed_drafter(self._compute, self._settings, rows)
+            self._drafter = timed_drafter(self._compute, self._settings.options, rows)
         self._signs = None
-        return asdict(report)
+        return replace(report, runner=type(self._compute).__name__)
 
     def open_rendezvous(self, host: str, port: int) -> int:
         """Open the meeting point of the stages (first stage only) and return its port."""
@@ -178,7 +177,7 @@ class StageWorker:
         on_gpus = not any(stage.is_cpu for stage in self._plan.stages)
         if on_gpus and self._gpu is not None:
             self._use_threads()
-            wanted = self._settings.links
+            wanted = self._settings.options.links
             kinds = {"auto": KINDS, "gloo": ()}.get(wanted, (wanted,))
             self._links = connect_devices(self._gpu, self._room(), kinds=kinds)
         if self._settings.address is not None and self._links is None:
@@ -215,13 +214,13 @@ class StageWorker:
                 ends_in_stop_text=ends,
                 salt=self._plan.model.fingerprint,
             )
-        limits = limits_of(self._plan, self._settings.batching)
+        limits = limits_of(self._plan)
         return SlotScheduler(limits, drafter=self._drafter, ends_in_stop_text=ends)
 
-    def submit(self, requests_json: str) -> None:
-        """Queue requests (first stage only)."""
-        for request in [read_request(fields) for fields in json.loads(requests_json)]:
-            self._mailbox.requests.put(request)  # all or, if one cannot be read, none
+    def submit(self, requests: Sequence[Request]) -> None:
+        """Queue requests (first stage only); they stay the caller's, copies of them run."""
+        for request in requests:
+            self._mailbox.requests.put(request.fresh())
 
     def abort(self, request_ids: Sequence[int]) -> None:
         """End requests as soon as their steps under way have (first stage only)."""
@@ -233,11 +232,10 @@ class StageWorker:
         self._mailbox.requests.put(Abort(None))
         self._mailbox.requests.put(None)
 
-    def take_rules(self, requests_json: str) -> None:
+    def take_rules(self, rules_of: Sequence[tuple[int, LogitsConstraints]]) -> None:
         """Learn what requests ask of their tokens, before they begin (last stage only)."""
         assert self._compute is not None
-        for number, data in json.loads(requests_json):
-            rules = LogitsConstraints.from_data(data)
+        for number, rules in rules_of:
             automaton = None if rules.guide is None else self._guides.compile(rules.guide)
             self._compute.sampler.take_rules(number, rules, automaton)
 
@@ -245,11 +243,11 @@ class StageWorker:
         """Begin to compile a guide; return whether that is done (last stage only)."""
         return self._guides.is_ready(Guide(kind=kind, text=text))
 
-    def noted(self, request_ids: Sequence[int], ended: Sequence[int]) -> str:
+    def noted(self, request_ids: Sequence[int], ended: Sequence[int]) -> dict[int, LogprobOutput]:
         """Return requests' scores since the last call, and forget those that ended (last stage)."""
         assert self._compute is not None
         sampler = self._compute.sampler
-        found = json.dumps([[n, sampler.noted(n).to_data()] for n in request_ids])
+        found = {number: sampler.noted(number) for number in request_ids}
         for number in ended:
             sampler.forget(number)
         return found
@@ -258,11 +256,9 @@ class StageWorker:
         """Let the loop end once all submitted requests have."""
         self._mailbox.requests.put(None)
 
-    def poll(self, timeout_s: float) -> str:
+    def poll(self, timeout_s: float) -> EngineOutputs:
         """Return requests that ended since the last poll, streamed tokens, and counters."""
-        news = self._mailbox.collect(timeout_s)
-        finished = [vars(ended) for ended in news.finished]
-        return json.dumps(vars(news) | {"finished": finished, "progress": vars(news.progress)})
+        return self._mailbox.collect(timeout_s)
 
     def health(self) -> dict[str, Any]:
         """Return what the loop is doing and for how long; while it loads, signs of that."""
@@ -278,19 +274,19 @@ class StageWorker:
         """Return how long the stage has computed since its loop began, and its steps by kind."""
         return self._recorder.work()
 
-    def record(self) -> str:
+    def record(self) -> StageRecord:
         """Return what the stage recorded since the last call."""
         totals = self._compute.device_totals() if self._compute is not None else None
         sending_s = self._links.sending_s() if self._links is not None else 0.0
-        return self._recorder.record(totals, sending_s=sending_s).to_json()
+        return self._recorder.record(totals, sending_s=sending_s)
 
     def peak_memory(self) -> int:
         """Return the most bytes torch had on this stage's GPU at once; 0 on a CPU."""
         return 0 if self._gpu is None else torch.cuda.max_memory_allocated(self._gpu)
 
-    def speculation(self) -> str:
-        """Return what came of the drafts, JSON null without any (first stage only)."""
-        return json.dumps(speculation_report(self._drafter) if self._drafter else None)
+    def speculation(self) -> dict[str, Any] | None:
+        """Return what came of the drafts, None without any (first stage only)."""
+        return speculation_report(self._drafter) if self._drafter else None
 
     def _transport(self) -> Transport:
         """Return this stage's links: from device to device where that works for all stages."""
@@ -302,7 +298,7 @@ class StageWorker:
         make: Callable[..., GlooTransport] = partial(GlooTransport, more=self._more)
         if self._links is not None:
             # Speculation's tables are made and read by hosts.
-            on_device = self._settings.speculate is None
+            on_device = self._settings.options.draft_mode is None
             make = partial(DeviceTransport, self._links, tokens_on_device=on_device)
             last = self._index == len(self._plan.stages) - 1
             self._compute.leave_on_device(hidden=True, tokens=on_device and last)
@@ -328,7 +324,7 @@ class StageWorker:
         if self._pool is not None:
             limits = self._pool.limits
             return max(limits.step_tokens, limits.decode_rows * (MAX_GAMMA + 1) + 1)
-        drafts = self._settings.speculate is not None
+        drafts = self._settings.options.draft_mode is not None
         longest_round = min(workload.max_len, MAX_GAMMA + 1) if drafts else 1
         return max(
             plan.prefill_microbatch * workload.prompt_len, plan.decode_microbatch * longest_round
@@ -359,26 +355,26 @@ class StageWorker:
     def _model(self, device: torch.device) -> tuple[ModelSpec, TensorSource]:
         """Return the architecture and where its weights come from."""
         if self._weights is not None:
-            folder = self._settings.layer_cache or str(cache_folder().parent / "layers")
+            folder = self._settings.options.layer_cache or str(cache_folder().parent / "layers")
             copied = remote_slice(self._weights, folder, self._stage.layers)
             self._settings = replace(self._settings, model_dir=str(copied))
         model = self._settings.model_dir
-        if self._settings.load_format == "auto":
+        if self._settings.options.load_format == "auto":
             spec = ModelSpec.from_directory(model)
             return spec, self._kept(open_checkpoint(model, spec), device)
         known = is_model(model)
         spec = ModelSpec.from_directory(model) if known else ModelSpec.by_name(model)
         source = RandomSource(spec, device=device)
-        if self._settings.load_format == "dummy":
+        if self._settings.options.load_format == "dummy":
             return spec, source
         return spec, CopiedLayers(source, self._schemes(), device)
 
     def _kept(self, source: CheckpointSource, device: torch.device) -> TensorSource:
         """Return the checkpoint behind the layers kept on disk, if that was asked for."""
-        if self._settings.layer_cache is None or type(source) is not CheckpointSource:
+        if self._settings.options.layer_cache is None or type(source) is not CheckpointSource:
             return source
-        require_folder("--layer-cache", self._settings.layer_cache)
-        return KeptLayers(source, self._settings.layer_cache, self._schemes(), device)
+        require_folder("--layer-cache", self._settings.options.layer_cache)
+        return KeptLayers(source, self._settings.options.layer_cache, self._schemes(), device)
 
     def _schemes(self) -> dict[int, WeightScheme | None]:
         """Return how each layer of the stage is stored."""

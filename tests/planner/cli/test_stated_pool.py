@@ -13,7 +13,7 @@ from llmpq.planner.__main__ import main
 from llmpq.planner.check.check import check_alone
 from llmpq.precision import KVPrecision
 from llmpq.runtime.launch.plans.pool_plan import PoolPlan
-from llmpq.runtime.launch.stages.stage_settings import StageSettings
+from llmpq.runtime.options import EngineOptions
 
 pytestmark = pytest.mark.pure
 GIB = 1 << 30
@@ -65,7 +65,7 @@ def test_a_plan_counts_the_pool_that_its_run_keeps(
     counted = [stage.memory.kv_bytes for stage in plan.stages if stage.memory is not None]
     assert counted == list(plan.pool.stage_bytes)
     assert sum(counted) / GIB == pytest.approx(by_hand, rel=0.005)
-    pool = PoolPlan(plan, spec, StageSettings(model_dir="", live=live))
+    pool = PoolPlan(plan, spec, EngineOptions(offline=not live))
     assert pool.use_paged_engine and (live or pool.limits.row_tokens == 512)
     if not live or plan.workload.kv is KVPrecision.KV16:
         kept = [
@@ -102,4 +102,4 @@ def test_what_a_pool_on_gpus_lacks_has_slots_and_whole_prompts(tmp_path: Path) -
     check_alone(plan)
     assert plan.pool is None and plan.prefill_chunk is None and len(plan.chunks) == 1
     spec = ModelSpec.by_name("opt-2.7b")
-    assert not PoolPlan(plan, spec, StageSettings(model_dir="")).use_paged_engine
+    assert not PoolPlan(plan, spec, EngineOptions(offline=True)).use_paged_engine

@@ -10,7 +10,7 @@ from llmpq.model_spec import ModelSpec
 from llmpq.plan import QuantizationForm
 from llmpq.precision import Precision
 from llmpq.runtime.backends.build_stage import build_stage
-from llmpq.runtime.launch.plans.hand_plan import hand_plan
+from llmpq.runtime.launch.plans.manual_plan import manual_plan
 from llmpq.runtime.models.linear import Linear
 from llmpq.runtime.ragged_step import RaggedStep
 from llmpq.runtime.request import PagedRow
@@ -23,7 +23,7 @@ DEMO = Path(__file__).resolve().parents[3] / "examples/demo-7m"
 
 def stage_of(rounding):
     spec = ModelSpec.from_directory(DEMO)
-    plan = hand_plan(
+    plan = manual_plan(
         spec,
         Workload(batch=1, prompt_len=64, gen_len=32, dtype="float32"),
         precision=[Precision.W4A16] * 4 + [Precision.W16A16] * (spec.num_layers - 4),

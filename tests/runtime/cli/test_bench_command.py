@@ -8,7 +8,7 @@ import pytest
 from llmpq.model_spec import ModelSpec
 from llmpq.plan import Speculation
 from llmpq.runtime.cli.main import main
-from llmpq.runtime.launch.plans.hand_plan import hand_plan
+from llmpq.runtime.launch.plans.manual_plan import manual_plan
 from llmpq.runtime.launch.stages.emulate import memory_share
 from llmpq.runtime.tools import bench_rows
 from llmpq.runtime.tools.bench_rows import summary
@@ -22,7 +22,7 @@ JOB = ["--batch", "4", "--prompt", "8", "--gen", "5", "--dtype", "float32", "--r
 
 def test_in_process_with_dummy_weights(demo_model, tmp_path, capsys):
     rows = tmp_path / "rows.jsonl"
-    where = ["--model", str(demo_model), "--load-format", "dummy", "--in-process", "--json"]
+    where = ["--model", str(demo_model), "--load-format", "dummy", "--backend", "threads", "--json"]
     wanted = ["--rows", str(rows), "--commit", "abc", "--baseline", "other=2.5"]
     assert main(["bench", *where, *JOB, *wanted]) == 0
     report = json.loads(capsys.readouterr().out)
@@ -51,20 +51,19 @@ def test_in_process_with_dummy_weights(demo_model, tmp_path, capsys):
         ),
         (["--plan", "plan.json", "--symmetric"], "--symmetric has no effect with --plan"),
         (["--model", "opt-13b", "--commit", "abc"], "--commit has no effect without a row"),
-        (["--model", "opt-13b", "--links", "nccl"], "--links has no effect with --in-process"),
         ([*DUMMY, "--symmetric"], "--symmetric has no effect on weights that are not rounded"),
         ([*DUMMY, "--prompt", "2000", "--gen", "50"], "beyond the 2048 positions of opt-13b"),
         ([*DUMMY, *ROWS, "--baseline", "vllm"], "--baseline 'vllm': expected NAME=VALUE"),
         ([*DUMMY, *ROWS, "--baseline", "vllm=fast"], "--baseline 'vllm=fast': expected NAME="),
         ([*DUMMY, *ROWS, *2 * ["--baseline", "a=1"]], "--baseline names 'a' twice"),
-        ([*DUMMY, "--speculate", "kv4"], "--speculate has no effect with --load-format dummy"),
+        ([*DUMMY, "--speculate", "kv4"], "--speculate has no effect on random weights"),
         ([*DUMMY, "--gamma", "2", "--compare-plain"], "--gamma, --compare-plain have no effect"),
         (["--plan", "rows.jsonl", "--rows", "rows.jsonl"], "are the same file, 'rows.jsonl'"),
     ],
 )
 def test_refusals(flags, words, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert main(["bench", "--in-process", *flags]) == 2
+    assert main(["bench", "--backend", "threads", *flags]) == 2
     assert words in capsys.readouterr().err
 
 
@@ -92,7 +91,7 @@ def test_a_memory_cap_is_a_share_of_the_gpu():
 
 
 def test_weights_without_zeros_are_fewer_bytes(demo_model, capsys):
-    where = ["--model", str(demo_model), "--load-format", "dummy", "--in-process", "--json"]
+    where = ["--model", str(demo_model), "--load-format", "dummy", "--backend", "threads", "--json"]
     job = ["--batch", "1", "--prompt", "4", "--gen", "2", "--repeat", "1", "--warm-up", "0"]
     sizes = []
     for flags in (["--symmetric"], []):
@@ -107,7 +106,7 @@ def drafting_plan(demo_model, tmp_path):
     """Return a maker of a plan of some stages that asks for drafts."""
 
     def make(*splits):
-        plan = hand_plan(
+        plan = manual_plan(
             ModelSpec.from_directory(demo_model),
             Workload(batch=4, prompt_len=8, gen_len=9, dtype="float32"),
             splits=splits,
@@ -128,7 +127,7 @@ ONCE = ["--repeat", "1", "--warm-up", "1", "--json"]
 
 def test_a_plans_drafts_are_made(drafting_plan, tmp_path, capsys, caplog):
     plan, rows = drafting_plan().with_suffix(""), tmp_path / "rows.jsonl"  # as run: no .json
-    flags = ["--in-process", "--compare-plain", "--rows", str(rows), "--commit", "abc"]
+    flags = ["--backend", "threads", "--compare-plain", "--rows", str(rows), "--commit", "abc"]
     assert main(["bench", "--plan", str(plan), *ONCE, *flags]) == 0
     report = json.loads(capsys.readouterr().out)
     assert "drafts of kv4: prompts are random tokens" in caplog.text
@@ -146,7 +145,7 @@ def test_a_plans_drafts_are_made(drafting_plan, tmp_path, capsys, caplog):
 
 
 def test_flags_override_the_plans_drafts(drafting_plan, capsys):
-    where = ["bench", "--in-process", "--plan", str(drafting_plan()), *ONCE]
+    where = ["bench", "--backend", "threads", "--plan", str(drafting_plan()), *ONCE]
     assert main([*where, "--speculate", "off"]) == 0
     assert json.loads(capsys.readouterr().out)["speculation"] is None
     assert main([*where, "--speculate", "ngram", "--gamma", "2"]) == 0
@@ -155,7 +154,7 @@ def test_flags_override_the_plans_drafts(drafting_plan, capsys):
 
 
 def test_random_weights_leave_a_plans_drafts_out_and_say_so(drafting_plan, capsys, caplog):
-    flags = ["--in-process", "--load-format", "dummy"]
+    flags = ["--backend", "threads", "--load-format", "dummy"]
     assert main(["bench", "--plan", str(drafting_plan()), *ONCE, *flags]) == 0
     assert json.loads(capsys.readouterr().out)["speculation"] is None
     assert "the plan's drafts (kv4, gamma 3) are left out" in caplog.text
@@ -177,7 +176,7 @@ def test_a_plans_drafts_over_ray(drafting_plan, ray_session, capsys):
 
 
 def test_a_refused_place_takes_nothing_of_another(demo_model, tmp_path, capfd, monkeypatch):
-    where = ["--model", str(demo_model), "--load-format", "dummy", "--in-process", "--json"]
+    where = ["--model", str(demo_model), "--load-format", "dummy", "--backend", "threads", "--json"]
     job = [*where, "--batch", "1", "--prompt", "4", "--gen", "2", *ONCE, "--commit", "abc"]
     assert main(["bench", *job, "--rows", "/dev/full"]) == 2
     printed = capfd.readouterr()
@@ -200,7 +199,7 @@ def test_rows_are_added_all_or_none(tmp_path, monkeypatch):
             raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(bench_rows, "write_row", torn)
-    plan = hand_plan(ModelSpec.by_name("opt-13b"), Workload(batch=1, prompt_len=4, gen_len=2))
+    plan = manual_plan(ModelSpec.by_name("opt-13b"), Workload(batch=1, prompt_len=4, gen_len=2))
     report = {
         "output_throughputs": [1.0], "prefill_ms": [1.0], "decode_step_ms": [1.0],
         "speculation": None,

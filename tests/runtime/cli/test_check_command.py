@@ -47,7 +47,7 @@ def test_two_stages_here(demo_model, plan_file, ray_session, capsys):
 
 @pytest.mark.parametrize(
     ("flag", "seconds"),
-    [("--timeout", "-1"), ("--timeout", "nan"), ("--placement-timeout", "-1"), ("--timeout", "0")],
+    [("--timeout", "-1"), ("--timeout", "nan"), ("--timeout", "0")],
 )
 def test_seconds_that_nothing_can_wait(flag, seconds, capsys):
     assert main(["check", "plan", flag, seconds]) == ExitCode.USAGE

@@ -11,6 +11,7 @@ import socket
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -19,14 +20,14 @@ import pytest
 from llmpq.cluster import Cluster
 from llmpq.errors import DoesNotFitError, ExitCode, StageLostError
 from llmpq.runtime.cli.main import main
-from llmpq.runtime.launch.engine import Engine
-from llmpq.runtime.launch.launcher import Deadlines, Launch
+from llmpq.runtime.launch.pipeline_client import PipelineClient
 from llmpq.runtime.launch.stages.stage_settings import StageSettings
+from llmpq.runtime.options import Deadlines, EngineOptions
 from llmpq.runtime.request import Request
 
 pytestmark = pytest.mark.cluster
 NAMED_WITHIN_S = 15
-RAY = Launch(backend="ray")
+RAY = EngineOptions(backend="ray")
 JOB_SHAPE = {"batch": 2, "gen_len": 120, "prompt_len": 8}
 
 
@@ -196,10 +197,10 @@ def broken_copy(demo_model: Path, folder: Path, damage: str) -> Path:
 )
 def test_unusable_weights_are_named(demo_model, make_plan, tmp_path, damage, message):
     folder = broken_copy(demo_model, tmp_path / "model", damage)
-    settings = StageSettings(model_dir=str(folder))
+    settings = StageSettings(model_dir=str(folder), options=EngineOptions(backend="threads"))
     with (
         pytest.raises(ValueError, match=message),
-        Engine.start(make_plan(demo_model, (3,)), settings, launch=Launch(backend="threads")),
+        PipelineClient.start(make_plan(demo_model, (3,)), settings),
     ):
         pass
 
@@ -228,7 +229,7 @@ def test_memory_that_differs_from_the_plan_is_refused(demo_model, make_plan):
                             where="test")  # fmt: skip
     with (
         pytest.raises(DoesNotFitError, match=r"weights of layers 0 to 8 take .* plan predicts 976"),
-        Engine.start(wrong, StageSettings(model_dir=str(demo_model))),
+        PipelineClient.start(wrong, StageSettings(model_dir=str(demo_model))),
     ):
         pass
 
@@ -248,11 +249,11 @@ def test_a_killed_stage_is_named_with_its_cause(
     ray_session, demo_model, make_plan, phase, victim, backend
 ):
     plan, requests = long_job(make_plan, demo_model)
-    settings, launch = StageSettings(model_dir=str(demo_model)), Launch(backend=backend)
+    settings = StageSettings(model_dir=str(demo_model), options=EngineOptions(backend=backend))
     killed_s, pids = 0.0, []
     with (
         pytest.raises(StageLostError) as lost,
-        Engine.start(plan, settings, launch=launch) as pipeline,
+        PipelineClient.start(plan, settings) as pipeline,
     ):
         pids = pipeline.stage_pids()
         if phase == "prefill":  # which does not end before somebody looks
@@ -357,7 +358,7 @@ def test_a_stopped_stage_is_named_at_its_deadline_and_resume_finishes(
 ):
     """Exit 7, no orphans."""
     assert Deadlines().step_s == 30, "the default"
-    how = ["--backend", backend, "--step-timeout", 3]
+    how = ["--backend", backend, "--deadlines", "step=3"]
     if backend == "ray":
         how[:2] = ["--ray-address", request.getfixturevalue("ray_session")]
     process = job.started(*how)
@@ -380,7 +381,7 @@ def test_a_placement_that_can_never_be_met_says_so(ray_session, demo_model, make
     started_s = time.monotonic()
     with (
         pytest.raises(StageLostError, match=r"needs 1 GPUs \(T4-0\), this machine is .*CPU only"),
-        Engine.start(plan, StageSettings(model_dir=str(demo_model)), launch=RAY),
+        PipelineClient.start(plan, StageSettings(model_dir=str(demo_model), options=RAY)),
     ):
         pass
     labelled = Cluster.parse_data(
@@ -389,11 +390,10 @@ def test_a_placement_that_can_never_be_met_says_so(ray_session, demo_model, make
     )
     with (
         pytest.raises(StageLostError, match=r"labels a=b; .*is another machine than this one"),
-        Engine.start(
+        PipelineClient.start(
             make_plan(demo_model, (4,)),
-            StageSettings(model_dir=str(demo_model)),
+            StageSettings(model_dir=str(demo_model), options=RAY),
             cluster=labelled,
-            launch=RAY,
         ),
     ):
         pass
@@ -406,16 +406,15 @@ def test_a_placement_that_stays_pending_is_given_up(ray_session, demo_model, mak
 
     everything = placement_group([{"CPU": ray.cluster_resources()["CPU"]}])
     assert everything.wait(timeout_seconds=20)
+    impatient = replace(RAY, deadlines=Deadlines(placement_s=2))
     try:
         with (
             pytest.raises(
                 StageLostError, match=r"not be placed within 2 s: CPU-0 .*CPU: 0 free of"
             ),
-            Engine.start(
+            PipelineClient.start(
                 make_plan(demo_model, (4,)),
-                StageSettings(model_dir=str(demo_model)),
-                deadlines=Deadlines(placement_s=2),
-                launch=RAY,
+                StageSettings(model_dir=str(demo_model), options=impatient),
             ),
         ):
             pass

@@ -15,13 +15,12 @@ import pytest
 import torch
 
 from llmpq.errors import ExitCode
-from llmpq.model_spec import ModelSpec
 from llmpq.profiler.__main__ import main as profile
 from llmpq.profiler.cli.quantize import main as quantize
 from llmpq.runtime.cli import main as command_line
 from llmpq.runtime.cli.main import main
-from llmpq.runtime.cli.run import make_job
-from llmpq.runtime.launch.stages.stage_settings import limits_of
+from llmpq.runtime.cli.run import prepare_rows
+from llmpq.runtime.llm import LLM
 from llmpq.runtime.text.batch_rows import Defaults, json_row
 from llmpq.runtime.text.tokenizer import Tokenizer
 
@@ -54,19 +53,12 @@ def test_a_text_or_conversation_without_tokens_fails_its_row_only(
         '{"messages": [{"role": "user", "content": "import os"}]}',
     ]
     rows = [json_row(index, line, Defaults()) for index, line in enumerate(lines)]
-    plan = make_plan(demo_model, ())
-    job = make_job(
-        plan,
-        ModelSpec.from_directory(demo_model),
-        rows,
-        Tokenizer(chat_model),
-        limits=limits_of(plan),
-        skip={},
-    )
-    assert [request.id for request in job.requests] == [3]
-    assert "lone surrogate) at position 1" in job.errors[0]
-    assert "chat template refuses the messages: users only" in job.errors[1]
-    assert "lone surrogate" in job.errors[2]
+    llm = LLM(demo_model, plan=make_plan(demo_model, ()), start=False)
+    prompts, errors = prepare_rows(rows, llm, Tokenizer(chat_model))
+    assert list(prompts) == [3]
+    assert "lone surrogate) at position 1" in errors[0]
+    assert "chat template refuses the messages: users only" in errors[1]
+    assert "lone surrogate" in errors[2]
 
 
 @pytest.mark.parametrize("text", ["{}", '{"version": "1.0"', '{"model": {"type": "BPE"}}'])
@@ -101,12 +93,12 @@ def job_files(demo_model, make_plan, tmp_path):
 @pytest.fixture
 def started(monkeypatch):
     """Fail a test whose command gets as far as starting a pipeline."""
-    from llmpq.runtime.launch.engine import Engine
+    from llmpq.runtime.launch.pipeline_client import PipelineClient
 
     def start(*_args: object, **_options: object) -> None:
         raise AssertionError("the pipeline was started")
 
-    monkeypatch.setattr(Engine, "start", start)
+    monkeypatch.setattr(PipelineClient, "start", start)
 
 
 def last_line(capsys) -> str:
@@ -131,11 +123,11 @@ def last_line(capsys) -> str:
         (["-o", "{dir}/o", "--temperature", "-1"], "--temperature must be 0 (greedy)"),
         (["-o", "{dir}/o", "--top_p", "2"], "--top_p must be in (0, 1]"),
         (["-o", "{dir}/o", "--max_tokens", "0"], "--max-tokens must be at least 1, got 0"),
-        (["-o", "{dir}/o", "--step-timeout", "0"], "--step-timeout must be a positive"),
+        (["-o", "{dir}/o", "--deadlines", "step=0"], "the deadline step must be a positive"),
         (["-o", "{dir}/o", "--layer-cache", "{dir}/in.jsonl"], "is a file, expected a folder"),
         (["-o", "{dir}/o", "--layer-cache", "{dir}/in.jsonl/c"], "in (Not a directory); give"),
         (["-o", "{dir}/o", "--layer-cache", "/proc/none"], "--layer-cache '/proc/none' is no"),
-        (["-o", "{dir}/o", "--gamma", "3"], "--gamma has no effect without drafts"),
+        (["-o", "{dir}/o", "--gamma", "3"], "--gamma 3 has no effect without drafts"),
         (["-o", "{dir}/o", "--compare-plain"], "--compare-plain has no effect without drafts"),
     ],
 )

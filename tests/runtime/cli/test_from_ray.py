@@ -1,4 +1,4 @@
-"""`llmpq-dist run --from-ray`: the devices of a running Ray, planned for and run on."""
+"""`llmpq-dist run --ray-address` without a plan: that Ray's devices, planned for and run on."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def job(tmp_path, demo_model) -> tuple[object, ...]:
 
 
 def test_the_devices_of_a_ray_are_planned_for_and_run(ray_session, tmp_path, job, monkeypatch):
-    done = dist(tmp_path, *job, "--from-ray", ray_session)
+    done = dist(tmp_path, *job, "--ray-address", ray_session)
     assert done.returncode == 0, done.stderr
     rows = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
     assert [row["error"] for row in rows] == [None, None]
@@ -44,6 +44,6 @@ def test_the_devices_of_a_ray_are_planned_for_and_run(ray_session, tmp_path, job
 
 
 def test_a_ray_that_is_not_there_is_named_at_once(tmp_path, job):
-    done = dist(tmp_path, *job, "--from-ray", "127.0.0.1:1")
+    done = dist(tmp_path, *job, "--ray-address", "127.0.0.1:1")
     assert done.returncode in (2, 6) and "127.0.0.1:1" in done.stderr
     assert "Traceback" not in done.stderr and not (tmp_path / "out.jsonl").exists()

@@ -5,23 +5,24 @@ from __future__ import annotations
 import io
 import json
 import shutil
+from dataclasses import asdict
 
 import pytest
 from rich.console import Console
 
 from llmpq.cost_model import CostModel, LatencyEntry, Phase, Regime
 from llmpq.errors import BadPlanError
-from llmpq.model_spec import ModelSpec
 from llmpq.precision import Precision
 from llmpq.runtime.cli.main import COMMANDS, main
 from llmpq.runtime.cli.plan_file import load_plan
-from llmpq.runtime.cli.run import _answer, make_job
+from llmpq.runtime.cli.run import prepare_rows
 from llmpq.runtime.drafts.drafters import AutoDrafter, FixedDrafter, speculation_report
-from llmpq.runtime.launch.plans.pool_plan import request_limits
 from llmpq.runtime.launch.stages.stage_loading import make_drafter
-from llmpq.runtime.launch.stages.stage_settings import StageSettings
+from llmpq.runtime.llm import LLM
+from llmpq.runtime.options import EngineOptions
 from llmpq.runtime.report.job_report import JobResult, build_report, precision_runs, print_summary
-from llmpq.runtime.request import Finished, Request
+from llmpq.runtime.request import Request
+from llmpq.runtime.request_output import CompletionOutput, RequestOutput
 from llmpq.runtime.text.batch_rows import BatchRow, Defaults, json_row, text_row
 from llmpq.runtime.text.stop_texts import StopTexts
 from llmpq.runtime.text.tokenizer import Tokenizer
@@ -47,13 +48,13 @@ def tokenizer(demo_model, tmp_path_factory):
 
 @pytest.fixture
 def job(demo_model, make_plan, tokenizer):
-    """Return a maker of jobs over a plan of 32-token prompts and 16 new tokens."""
-    plan, spec = make_plan(demo_model, ()), ModelSpec.from_directory(demo_model)
+    """Return a maker of prompts and errors over a plan of 32-token prompts and 16 new tokens."""
 
     def make(*rows: BatchRow, using: Tokenizer = tokenizer, skip=(), speculate=None):
-        settings = StageSettings(model_dir=str(demo_model), speculate=speculate, gamma=2)
-        limits = request_limits(plan, spec, settings)
-        return make_job(plan, spec, rows, using, limits=limits, skip=dict.fromkeys(skip))
+        drafts = {"speculate": speculate, "gamma": 2} if speculate else {}
+        llm = LLM(demo_model, plan=make_plan(demo_model, ()), start=False, offline=True, **drafts)
+        prompts, errors = prepare_rows(rows, llm, using, skip=skip)
+        return {index: own.requests[0] for index, own in prompts.items()}, errors
 
     return make
 
@@ -63,11 +64,11 @@ def test_rows_become_requests(job, tokenizer):
         text_row(0, "import os", Defaults()),
         json_row(1, '{"prompt": [5, 6], "max_tokens": 3, "ignore_eos": true}', Defaults()),
     ]
-    first, second = job(*rows).requests
+    first, second = job(*rows)[0].values()
     assert first.prompt == tuple(tokenizer.encode("import os"))
     assert (first.max_new, first.stop_ids) == (16, frozenset({0})), "the plan's, and end of text"
     assert (second.prompt, second.max_new, second.stop_ids) == ((5, 6), 3, frozenset())
-    assert [r.id for r in job(*rows, skip=[0]).requests] == [1], "what is done is not run again"
+    assert list(job(*rows, skip=[0])[0]) == [1], "what is done is not run again"
 
 
 @pytest.mark.parametrize(
@@ -81,9 +82,9 @@ def test_rows_become_requests(job, tokenizer):
     ],
 )
 def test_rows_there_is_no_room_for_become_errors(job, line, message):
-    made = job(json_row(0, line, Defaults()), text_row(1, "x", Defaults()))
-    assert message in made.errors[0]
-    assert [request.id for request in made.requests] == [1]
+    requests, errors = job(json_row(0, line, Defaults()), text_row(1, "x", Defaults()))
+    assert message in errors[0]
+    assert list(requests) == [1]
 
 
 @pytest.mark.parametrize(
@@ -91,7 +92,7 @@ def test_rows_there_is_no_room_for_become_errors(job, line, message):
 )
 @pytest.mark.parametrize("speculate", [None, "ngram", "kv4"])
 def test_rows_longer_than_planned_run_with_drafts_and_without(job, line, speculate):
-    assert not job(json_row(0, line, Defaults()), speculate=speculate).errors
+    assert not job(json_row(0, line, Defaults()), speculate=speculate)[1]
 
 
 def test_a_chat_row_uses_the_models_template(job, demo_model, tmp_path):
@@ -99,22 +100,16 @@ def test_a_chat_row_uses_the_models_template(job, demo_model, tmp_path):
     template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<assistant>"
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", "chat_template": template}
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
-    (request,) = job(json_row(0, CHAT, Defaults()), using=Tokenizer(folder)).requests
-    assert Tokenizer(folder).decode(request.prompt) == "<user>import os<assistant>"
+    requests, _ = job(json_row(0, CHAT, Defaults()), using=Tokenizer(folder))
+    assert Tokenizer(folder).decode(requests[0].prompt) == "<user>import os<assistant>"
 
 
-def finished(tokens: list[int], reason: str = "length") -> Finished:
-    return Finished(id=0, tokens=tokens, finish_reason=reason, first_token_s=0.5, total_s=2.0)
-
-
-def test_answers_leave_out_the_end_of_text_and_what_follows_a_stop(tokenizer):
-    prompt = tuple(tokenizer.encode("def f(x):\n"))
-    body = tokenizer.encode("    return x + 1\n\n\ndef g")
-    ended = Request(id=0, prompt=prompt, max_new=99, stop_ids=frozenset({0}))
-    answer = _answer(ended, finished([*body, 0], "stop"), tokenizer)
-    assert answer.text == "    return x + 1\n\n\ndef g" and answer.tokens[-1] == 0
-    stopped = Request(id=0, prompt=prompt, max_new=99, stop_texts=("\n\n",))
-    assert _answer(stopped, finished(body, "stop"), tokenizer).text == "    return x + 1"
+def finished(tokens: list[int], total_s: float = 2.0) -> RequestOutput:
+    answer = CompletionOutput(
+        index=0, text="", token_ids=tokens, finish_reason="length", first_token_s=0.5,
+        total_s=total_s,
+    )  # fmt: skip
+    return RequestOutput(request_id="0", prompt=None, prompt_token_ids=[5] * 7, outputs=[answer])
 
 
 def test_a_stop_text_is_seen_when_its_last_token_arrives(demo_model, tokenizer):
@@ -152,11 +147,10 @@ def test_the_drafter_follows_the_settings(demo_model, make_plan, tmp_path):
     )
     costs = CostModel(model="m", model_fingerprint="0", entries=(entry,))
     costs.save_json(tmp_path / "costs.json")
-    settings = {"model_dir": str(demo_model), "speculate": "ngram"}
-    assert make_drafter(plan, StageSettings(model_dir=str(demo_model))) is None
-    assert isinstance(make_drafter(plan, StageSettings(**settings, gamma=2)), FixedDrafter)
     path = str(tmp_path / "costs.json")
-    assert isinstance(make_drafter(plan, StageSettings(**settings, costs=path)), AutoDrafter)
+    assert make_drafter(plan, EngineOptions()) is None
+    assert isinstance(make_drafter(plan, EngineOptions(speculate="ngram", gamma=2)), FixedDrafter)
+    assert isinstance(make_drafter(plan, EngineOptions(speculate="ngram", costs=path)), AutoDrafter)
 
 
 def test_the_report_sets_predictions_beside_measurements(demo_model, make_plan):
@@ -164,16 +158,15 @@ def test_the_report_sets_predictions_beside_measurements(demo_model, make_plan):
     totals = {"prefill": KindTotals(2, 4, 0.2), "decode": KindTotals(10, 20, 0.5)}
     events = (TraceEvent("decode", 1, 2, 1, 0.0, 0.05),)
     record = StageRecord(totals=totals, events=events)
-    assert StageRecord.from_json(record.to_json()).totals == totals
+    assert StageRecord.from_data(json.loads(json.dumps(asdict(record)))).totals == totals
     load = LoadReport(weights_bytes=100, kv_bytes=20, seconds=0.1)
     report = build_report(
         JobResult(
             plan=plan,
             loads=[load, load],
             records=[record, record],
-            finished=[finished([1, 2, 3, 4])],
+            outputs=[finished([1, 2, 3, 4])],
             num_failed=1,
-            prompt_tokens=7,
             startup_s=3.0,
         )
     )
@@ -196,21 +189,20 @@ def test_the_report_says_what_came_of_the_drafts(demo_model, make_plan):
     drafter.observe(3, 2)
     drafter.observe(3, 0)
 
-    def report(plain: list[Finished] | None) -> dict:
+    def report(plain: list[RequestOutput] | None) -> dict:
         job = JobResult(
             plan=make_plan(demo_model, ()),
             loads=[LoadReport(weights_bytes=100, kv_bytes=20, seconds=0.1, draft_bytes=7)],
             records=[StageRecord(totals=totals)],
-            finished=[finished([1, 2, 3, 4])],
+            outputs=[finished([1, 2, 3, 4])],
             num_failed=0,
-            prompt_tokens=7,
             startup_s=3.0,
             speculation=speculation_report(drafter),
             plain=plain,
         )
         return build_report(job)
 
-    slower = Finished(id=0, tokens=[1, 2, 3, 4], finish_reason="length", first_token_s=1, total_s=5)
+    slower = finished([1, 2, 3, 4], total_s=5)
     seen = report([slower])["speculation"]
     assert seen["acceptance_by_place"] == [0.5, 0.5, 0] and seen["tokens_per_verify"] == 2
     assert seen["time_share"] == pytest.approx({"prefill": 0.2, "draft": 0.3, "verify": 0.5})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 from dataclasses import dataclass
 
 import pytest
@@ -12,9 +13,9 @@ from llmpq.errors import DoesNotFitError
 from llmpq.model_spec import ModelSpec
 from llmpq.plan import MemoryForm
 from llmpq.precision import KVPrecision, Precision
-from llmpq.runtime.cli.speculation_choice import Drafts, choose_speculation
 from llmpq.runtime.drafts.drafters import AutoDrafter, FixedDrafter, speculation_report
-from llmpq.runtime.launch.plans.planned_kv import with_kv
+from llmpq.runtime.launch.plans.complete_plan import complete_plan, decide_drafts
+from llmpq.runtime.options import EngineOptions, as_flags
 from llmpq.runtime.request import Request
 from llmpq.sizes.workspace import workspace_bytes
 from llmpq.speculation import (
@@ -53,6 +54,17 @@ class Machine:
     def verify_s(self, rows, context, q_len):
         reads_s = self.weights_s + self.kv_s * rows * context
         return max(reads_s, self.compute_s * rows * q_len)
+
+
+def decided(plan, mode=None, gamma=None, costs=None):
+    """Return the decision: who drafts, how many tokens, by which costs."""
+    found = decide_drafts(plan, EngineOptions(speculate=mode, gamma=gamma, costs=costs))
+    return found.speculate, found.gamma, found.costs
+
+
+def in_kv(plan, spec, kv):
+    """Return the plan completed with a KV precision."""
+    return complete_plan(plan, spec, EngineOptions(kv_cache_dtype=kv))[0]
 
 
 def group(rows: int, context: int) -> list[Request]:
@@ -116,11 +128,11 @@ def test_a_single_gpu_needs_no_cost_model_for_gamma_auto(demo_model, make_plan):
     plan = make_plan(demo_model)
     stage = plan.stages[0].model_copy(update={"threads": None, "kind": "H200"})
     on_gpu = plan.model_copy(update={"stages": (stage,)})
-    assert choose_speculation(on_gpu, "kv4", "auto", None) == Drafts(mode="kv4")
+    assert decided(on_gpu, "kv4", "auto") == ("kv4", None, None)
     split = make_plan(demo_model, (3,))
     stages = tuple(s.model_copy(update={"threads": None, "kind": "H200"}) for s in split.stages)
-    with pytest.raises(ValueError, match="add --costs"):
-        choose_speculation(split.model_copy(update={"stages": stages}), "kv4", "auto", None)
+    with pytest.raises(ValueError, match="or costs='costs.json'"):
+        decided(split.model_copy(update={"stages": stages}), "kv4", "auto")
 
 
 def test_auto_switches_off_and_on_as_the_batch_changes():
@@ -379,68 +391,67 @@ def test_step_times_of_a_plan(costs, demo_model, make_plan):
         PlanTimes(make_plan(demo_model, bits="w8a16"), costs, "w4kv4").decode_s(1, 1)
 
 
-def test_the_command_line_decides(costs, demo_model, make_plan, tmp_path):
+PLAIN = (None, None, None)
+
+
+def test_options_and_plan_decide(costs, demo_model, make_plan, tmp_path):
     path = tmp_path / "costs.json"
     costs.save_json(path)
     plan = make_plan(demo_model, (3,))
-    assert choose_speculation(plan, None, None, None) == Drafts()
-    assert choose_speculation(plan, "off", None, None) == Drafts()
-    assert choose_speculation(plan, "ngram", "5", None) == Drafts(mode="ngram", gamma=5)
-    automatic = choose_speculation(plan, "auto", "auto", str(path))
-    assert automatic == Drafts(mode="w4kv4", costs=str(path))
-    chosen = choose_speculation(plan, "auto", "3", str(path))
-    assert chosen == Drafts(mode="w4kv4", gamma=3, costs=str(path)), "only the mode is chosen"
+    assert decided(plan) == PLAIN
+    assert decided(plan, "off") == PLAIN
+    assert decided(plan, "ngram", 5) == ("ngram", 5, None)
+    assert decided(plan, "auto", "auto", path) == ("w4kv4", None, str(path))
+    assert decided(plan, "auto", 3, path) == ("w4kv4", 3, str(path)), "only the mode is chosen"
     data = make_plan(demo_model).model_dump()
     data["stages"][0].update(threads=None, kind="H200")  # a GPU times its own steps
     alone = plan.model_validate(data)
-    assert choose_speculation(alone, "auto", "auto", str(path)) == Drafts(mode="w4kv4")
-    assert choose_speculation(alone, "kv4", "auto", str(path)) == Drafts(mode="kv4")
+    assert decided(alone, "auto", "auto", path) == ("w4kv4", None, None)
+    assert decided(alone, "kv4", "auto", path) == ("kv4", None, None)
     planned = plan.model_validate(
         plan.model_dump() | {"speculation": {"mode": "ngram", "gamma": 2, "acceptance": 0.4}}
     )
-    assert choose_speculation(planned, None, None, None) == Drafts(mode="ngram", gamma=2)
-    assert choose_speculation(planned, None, "3", None, compare=True).gamma == 3
-    assert choose_speculation(planned, None, "auto", str(path)).gamma is None
-    with pytest.raises(ValueError, match="add --costs"):
-        choose_speculation(planned, None, "auto", None)
-    assert choose_speculation(planned, "off", None, None) == Drafts()
+    assert decided(planned) == ("ngram", 2, None)
+    assert decided(planned, None, 3)[1] == 3
+    assert decided(planned, None, "auto", path)[1] is None
+    with pytest.raises(ValueError, match="or costs='costs.json'"):
+        decided(planned, None, "auto")
+    assert decided(planned, "off") == PLAIN
 
 
 @pytest.mark.parametrize(
     ("mode", "gamma", "message"),
     [
-        ("qspek", "3", "did you mean 'qspec'"),
-        ("ngram", "9", "--gamma must be 1..7"),
-        ("ngram", "auto", "add --costs"),
-        ("auto", "auto", "needs --costs"),
+        ("qspek", 3, "unknown speculate 'qspek': did you mean 'qspec'"),
+        ("ngram", 9, "gamma must be 1..7"),
+        ("ngram", "auto", "--speculate ngram without --gamma 1..7 needs a cost model"),
+        ("auto", "auto", "--speculate auto needs --costs costs.json"),
         (
             "qspec",
-            "3",
+            3,
             "needs 4-bit layers .* the plan has w16a16; choose one of w4kv4, kv4, ngram",
         ),
-        ("planes", "3", "unknown speculation mode 'planes': known: auto, kv4"),
     ],
 )
 def test_wishes_that_cannot_be_met(demo_model, make_plan, mode, gamma, message):
-    with pytest.raises(ValueError, match=message):
-        choose_speculation(make_plan(demo_model), mode, gamma, None)
+    with pytest.raises(ValueError) as refused:
+        decided(make_plan(demo_model), mode, gamma)
+    assert re.search(message, as_flags(str(refused.value)))
 
 
 @pytest.mark.parametrize(
-    ("mode", "gamma", "costs", "compare", "message"),
+    ("mode", "gamma", "costs", "message"),
     [
-        (None, "3", None, False, "--gamma has no effect without drafts, and the plan has none"),
-        (None, "auto", "c.json", True, "--gamma, --costs, --compare-plain have no effect without"),
-        (None, None, None, True, "--compare-plain has no effect without drafts"),
-        ("off", "3", None, False, "--gamma has no effect with --speculate off: name a mode, or"),
-        ("ngram", "3", "c.json", False, "--costs has no effect with --gamma 3"),
+        (None, 3, None, "--gamma 3 has no effect without drafts, and the plan has none"),
+        (None, "auto", "c.json", "--gamma auto and --costs c.json have no effect without drafts"),
+        ("off", 3, None, "--gamma 3 has no effect with --speculate off: give speculate a mode, or"),
+        ("ngram", 3, "c.json", "costs has no effect with --gamma 3"),
     ],
 )
-def test_flags_without_effect_are_refused(
-    demo_model, make_plan, mode, gamma, costs, compare, message
-):
-    with pytest.raises(ValueError, match=message):
-        choose_speculation(make_plan(demo_model), mode, gamma, costs, compare=compare)
+def test_options_without_effect_are_refused(demo_model, make_plan, mode, gamma, costs, message):
+    with pytest.raises(ValueError) as refused:
+        decided(make_plan(demo_model), mode, gamma, costs)
+    assert message in as_flags(str(refused.value))
 
 
 def test_usable_modes_by_plan(demo_model, make_plan):
@@ -452,7 +463,8 @@ def test_usable_modes_by_plan(demo_model, make_plan):
 def test_the_kv_precision_of_a_plan_can_be_changed(demo_model, make_plan):
     spec = ModelSpec.from_directory(demo_model)
     plan = make_plan(demo_model, (3,), prompt_len=512)
-    assert with_kv(plan, spec, "auto") is plan is with_kv(plan, spec, "fp16")
+    assert in_kv(plan, spec, "auto") == in_kv(plan, spec, "fp16")
+    assert in_kv(plan, spec, "auto").stages == plan.stages
     memory = MemoryForm(
         weights_bytes=1000,
         embedding_bytes=0,
@@ -464,7 +476,7 @@ def test_the_kv_precision_of_a_plan_can_be_changed(demo_model, make_plan):
     )
     stages = tuple(stage.model_copy(update={"memory": memory}) for stage in plan.stages)
     plan = plan.model_copy(update={"stages": stages})
-    small = with_kv(plan, spec, "int4")
+    small = in_kv(plan, spec, "int4")
     assert small.workload.kv is KVPrecision.KV4
     after = small.stages[1].memory
     assert after is not None and after.kv_bytes < memory.kv_bytes
@@ -484,6 +496,10 @@ def test_the_kv_precision_of_a_plan_can_be_changed(demo_model, make_plan):
         tight = small.stages[0].model_copy(
             update={"memory": after.model_copy(update={"limit_bytes": after.total_bytes})}
         )
-        with_kv(small.model_copy(update={"stages": (tight,)}), spec, "kv16")
+        complete_plan(
+            small.model_copy(update={"stages": (tight,)}),
+            spec,
+            EngineOptions(kv_cache_dtype="kv16"),
+        )
     with pytest.raises(ValueError, match="did you mean 'kv4'"):
-        with_kv(plan, spec, "kv44")
+        in_kv(plan, spec, "kv44")

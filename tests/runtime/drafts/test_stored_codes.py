@@ -13,9 +13,10 @@ import torch
 from llmpq.checkpoints.stored_codes import stored_codes
 from llmpq.kernels.formats.codebook_weight import Codebook, codebook_weight
 from llmpq.precision import Precision
-from llmpq.runtime.cli.speculation_choice import choose_speculation
 from llmpq.runtime.drafts.draft_model import build_draft
+from llmpq.runtime.launch.plans.complete_plan import decide_drafts
 from llmpq.runtime.models.linear import Linear
+from llmpq.runtime.options import EngineOptions
 from llmpq.speculation import usable_modes
 from reference.pipeline import ReferencePipeline
 
@@ -69,11 +70,12 @@ def test_modes_that_cannot_gain_are_refused(
 ):
     plan = make_plan(demo_model, bits=bits)
     model = str(described(tmp_path, quantization))
+    options = EngineOptions(speculate=mode, gamma=2)
     assert mode in usable_modes(plan)
     assert mode not in usable_modes(plan, stored_codes(model))
     with pytest.raises(ValueError, match="would draft at the target's cost: the model's layers"):
-        choose_speculation(plan, mode, "2", None, model=model)
-    assert choose_speculation(plan, mode, "2", None, model=str(demo_model)).mode == mode
+        decide_drafts(plan, options, stored_codes(model))
+    assert decide_drafts(plan, options, stored_codes(demo_model)).speculate == mode
 
 
 def test_a_stage_says_which_linears_it_drafts_at_the_targets_cost(demo_model, caplog):

@@ -19,8 +19,9 @@ from llmpq.runtime.drafts.drafters import FixedDrafter
 from llmpq.runtime.engine.pool_limits import PoolLimits
 from llmpq.runtime.engine.scheduler import Scheduler
 from llmpq.runtime.launch.plans.pool_plan import PoolPlan
-from llmpq.runtime.launch.stages.stage_settings import StageSettings, read_request, write_request
+from llmpq.runtime.launch.stages.stage_wire import read_request, write_request
 from llmpq.runtime.links.message import pack_paging, unpack_paging
+from llmpq.runtime.options import EngineOptions
 from llmpq.runtime.request import Finished, PagedRow, Request, StepKind
 from llmpq.runtime.sampling_params import SamplerConfig
 from llmpq.runtime.step import Step
@@ -293,7 +294,7 @@ def test_requests_may_be_as_long_as_the_model_unless_it_then_computes_otherwise(
 ):
     """A rope of longer texts keeps to the plan."""
     spec = ModelSpec.from_directory(demo_model)
-    settings = StageSettings(model_dir="", live=True)
+    settings = EngineOptions()
     windowed = replace(spec, windows=(64,) * spec.num_layers)
     long_rope = RopeScaling(
         kind="longrope",
@@ -317,7 +318,7 @@ def test_requests_may_be_as_long_as_the_model_unless_it_then_computes_otherwise(
 
 @pytest.mark.parametrize("live", [True, False])
 def test_a_plan_of_slots_has_as_many_blocks_as_its_device_has_room_for(demo_model, make_plan, live):
-    """Of 47 tokens a request blocks make 128; a job has slots with drafts alone."""
+    """Of 47 tokens a request blocks make 128; drafts by the model have slots."""
     spec = ModelSpec.from_directory(demo_model)
     plan = make_plan(demo_model, (), batch=8)
     token = 2 * spec.num_layers * spec.kv_heads * spec.head_dim * 4
@@ -333,12 +334,12 @@ def test_a_plan_of_slots_has_as_many_blocks_as_its_device_has_room_for(demo_mode
         return plan.parse_data(whole, where="test")
 
     def pool(tokens: int, **told):
-        return PoolPlan(with_room(tokens), spec, StageSettings(model_dir="", **told))
+        return PoolPlan(with_room(tokens), spec, EngineOptions(**told))
 
     for tokens, blocks in ((8 * 128, 8), (8 * 128 - 1, 7), (8 * 47, 2)):
-        held = pool(tokens, live=live)
+        held = pool(tokens, offline=not live)
         assert held.use_paged_engine and held.size.num_blocks == blocks
-    assert pool(8 * 128, speculate="ngram", gamma=2, live=live).use_paged_engine
+    assert pool(8 * 128, speculate="ngram", gamma=2, offline=not live).use_paged_engine
 
 
 @pytest.mark.parametrize("kv", ["kv16", "kv4"])
@@ -358,7 +359,7 @@ def test_a_plan_states_the_pool_that_its_stages_allocate(demo_model, kv):
     token = 2 * spec.kv_heads * spec.head_dim * 4
     tails = 0 if kv == "kv16" else stated.num_blocks * 4 * TAIL_TOKENS * token
     for prefixes in (True, False):  # packed blocks have tails for prefixes, which no plan counts
-        settings = StageSettings(model_dir=str(demo_model), live=True, prefix_cache=prefixes)
+        settings = EngineOptions(enable_prefix_caching=prefixes)
         size = PoolPlan(made, spec, settings).size
         stages = OpenStages(made, spec, CheckpointSource(demo_model, spec), pool=size)
         wanted = [nbytes + prefixes * tails for nbytes in stated.stage_bytes]
@@ -367,4 +368,4 @@ def test_a_plan_states_the_pool_that_its_stages_allocate(demo_model, kv):
     for live in (True, False):
         wrong = made.model_copy(update={"pool": stated.model_copy(update={"num_blocks": 99})})
         with pytest.raises(DoesNotFitError, match="states a pool of 99 blocks .* re-plan"):
-            _ = PoolPlan(wrong, spec, StageSettings(model_dir="", live=live)).limits
+            _ = PoolPlan(wrong, spec, EngineOptions(offline=not live)).limits

@@ -20,7 +20,7 @@ from llmpq.runtime.cache.paged_by_precision import make_paged_kv
 from llmpq.runtime.engine.pool_limits import PoolLimits
 from llmpq.runtime.engine.scheduler import Scheduler
 from llmpq.runtime.launch.plans.pool_plan import PoolPlan
-from llmpq.runtime.launch.stages.stage_settings import StageSettings
+from llmpq.runtime.options import EngineOptions
 from llmpq.runtime.request import Request
 from llmpq.runtime.step import Step
 from llmpq.runtime.weights.sources import CheckpointSource
@@ -91,7 +91,7 @@ def test_a_plan_states_the_pools_that_its_stages_allocate_and_windows_bound_them
     spec = ModelSpec.from_directory(directory)
     work = {"batch": 6, "prompt_len": 1000, "gen_len": 25, "kv": "16", "dtype": "float32"}
     made = llmpq.make_plan(directory, devices="cpu,cpu", **work)  # type: ignore[arg-type]
-    size = PoolPlan(made, spec, StageSettings(model_dir=str(directory), live=True)).size
+    size = PoolPlan(made, spec, EngineOptions()).size
     # 1024 cached tokens: 8 blocks each; a window of 140 spans 3, and a step's prompts 16.
     assert (size.num_blocks, size.window_blocks) == (48, 6 * 3 + 16)
     assert size.window == windowed_model.window

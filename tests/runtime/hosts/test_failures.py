@@ -107,7 +107,7 @@ def stages_on(host) -> list[psutil.Process]:
     found = []
     for process in host.processes():
         try:
-            if any(word.startswith("ray::StageWorker") for word in process.cmdline()):
+            if any(word.startswith("ray::RemoteStageWorker") for word in process.cmdline()):
                 found.append(process)
         except psutil.Error:
             continue
@@ -122,7 +122,7 @@ def require_nothing_left(bed) -> None:
 
 
 def require_resumed(bed, folder: Path, expected: list) -> None:
-    code, said = Run(bed, folder, "--resume", "--wait-nodes", "90").end()
+    code, said = Run(bed, folder, "--resume", "--deadlines", "wait_nodes=90").end()
     assert code == 0, said
     given = answers(folder)
     assert given == expected * (len(given) // ROWS) and len(given) % ROWS == 0
@@ -168,7 +168,7 @@ def test_a_ray_node_that_is_killed_is_named_and_one_that_joins_late_is_waited_fo
     code, said = run.end()
     assert code == 6 and "stage 1 (CPU-1 on hostb" in said and "--resume" in said
     require_nothing_left(bed)
-    late = Run(bed, folder, "--resume", "--wait-nodes", "120")
+    late = Run(bed, folder, "--resume", "--deadlines", "wait_nodes=120")
     time.sleep(10)
     bed.start_ray(host)
     code, said = late.end()

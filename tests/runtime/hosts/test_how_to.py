@@ -121,7 +121,7 @@ def test_other_commands_of_the_page_run(bed, page, demo_model, make_plan, tmp_pa
             run(bed, box, words, tmp_path, EXPORTED)
     answered = [json.loads(line) for line in (tmp_path / "answers.jsonl").read_text().splitlines()]
     assert [answer["error"] for answer in answered] == [None] * 3
-    inline = re.search(r"`(llmpq-dist run --model DIR --from-ray [^`]*)`", PAGE.read_text())
+    inline = re.search(r"`(llmpq-dist run --model DIR --ray-address [^`]*)`", PAGE.read_text())
     assert inline is not None
     words = shlex.split(translated(inline[1].replace("\n", " "), demo_model))
     words[words.index("answers.jsonl")] = "others.jsonl"
@@ -246,11 +246,11 @@ def test_what_is_missing_is_one_sentence_before_anything_loads(
     nodes = {"a": "host: hosta, ", "b": "host: 10.77.0.9, "}
     write(tmp_path, nodes, make_plan, demo_model, keep=True)
     ask(tmp_path)
-    joined = ("--ray-address", bed.address, "--wait-nodes", "4")
+    joined = ("--ray-address", bed.address, "--deadlines", "wait_nodes=4")
     done = bed.hosts[0].dist(*COMMAND, *joined, folder=tmp_path)
     assert done.returncode == 6
     assert len([line for line in done.stderr.splitlines() if "starting" not in line]) == 2
     waiting, end = [line for line in done.stderr.splitlines() if "is missing" in line]
     assert "the plan's node 'b' (host 10.77.0.9; CPU-1) is missing" in end
     assert "hosta at 10.77.0.1" in end and "hostb at 10.77.0.2" in end
-    assert waiting.startswith("waiting up to ") and "(waited 4 s, --wait-nodes)" in end
+    assert waiting.startswith("waiting up to ") and "(waited 4 s, --deadlines wait_nodes)" in end

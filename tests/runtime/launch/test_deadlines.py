@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import json
 import threading
 import time
 
@@ -11,16 +10,18 @@ import pytest
 import torch.distributed as dist
 
 from llmpq.errors import DeadlineError
+from llmpq.runtime.engine.mailbox import EngineOutputs
 from llmpq.runtime.launch import thread_launcher
-from llmpq.runtime.launch.engine import Engine
-from llmpq.runtime.launch.launcher import Deadlines, Launch
+from llmpq.runtime.launch.pipeline_client import PipelineClient
 from llmpq.runtime.launch.stages.stage_settings import StageSettings
 from llmpq.runtime.launch.stages.stage_worker import StageWorker
 from llmpq.runtime.links.transport import join_gloo
-from llmpq.runtime.request import Request
+from llmpq.runtime.options import Deadlines, EngineOptions
+from llmpq.runtime.request import Progress, Request
+from llmpq.runtime.trace import LoadReport
 
 pytestmark = pytest.mark.cluster
-THREADS = Launch(backend="threads")
+ONE_SECOND = EngineOptions(backend="threads", deadlines=Deadlines(step_s=1))
 
 
 def test_a_stage_that_never_joins_is_given_up(tmp_path):
@@ -39,7 +40,7 @@ def test_a_lost_message_ends_the_run(demo_model, make_plan, monkeypatch, closing
 
     class Waiting(StageWorker):
         def load(self):
-            return {"weights_bytes": 0, "kv_bytes": 0, "seconds": 0.0}
+            return LoadReport(weights_bytes=0, kv_bytes=0, seconds=0.0)
 
         def run(self):
             over.wait(60)
@@ -49,15 +50,18 @@ def test_a_lost_message_ends_the_run(demo_model, make_plan, monkeypatch, closing
 
         def poll(self, timeout_s):
             time.sleep(timeout_s)
-            progress = {"finished": 1} if closing else {"running": 1}
-            return json.dumps({"finished": [], "progress": progress})
+            progress = Progress(finished=1) if closing else Progress(running=1)
+            return EngineOutputs(finished=[], tokens={}, progress=progress)
 
     monkeypatch.setattr(thread_launcher, "StageWorker", Waiting)
-    plan, settings = make_plan(demo_model, (4,)), StageSettings(model_dir=str(demo_model))
+    plan, settings = (
+        make_plan(demo_model, (4,)),
+        StageSettings(model_dir=str(demo_model), options=ONE_SECOND),
+    )
     started_s = time.monotonic()
     with (
         pytest.raises(DeadlineError, match=r"no stage has computed for 4 s .*allow more time"),
-        Engine.start(plan, settings, deadlines=Deadlines(step_s=1), launch=THREADS) as pipeline,
+        PipelineClient.start(plan, settings) as pipeline,
     ):
         pipeline.submit([Request(id=0, prompt=(5,), max_new=2)])
         started_s = time.monotonic()
@@ -67,11 +71,9 @@ def test_a_lost_message_ends_the_run(demo_model, make_plan, monkeypatch, closing
 
 
 def test_a_reader_who_takes_long_is_not_the_stages_fault(demo_model, make_plan):
-    settings = StageSettings(model_dir=str(demo_model))
+    settings = StageSettings(model_dir=str(demo_model), options=ONE_SECOND)
     finished = []
-    with Engine.start(
-        make_plan(demo_model, (4,)), settings, deadlines=Deadlines(step_s=1), launch=THREADS
-    ) as pipeline:
+    with PipelineClient.start(make_plan(demo_model, (4,)), settings) as pipeline:
         pipeline.submit([Request(id=0, prompt=(5,), max_new=9)], more=True)
         updates = pipeline.updates()
         while len(finished) < 1:

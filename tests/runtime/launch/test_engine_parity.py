@@ -12,14 +12,14 @@ import torch
 
 from llmpq.profiler.cli import run_hosts
 from llmpq.profiler.timing.host_actor import HostWorker
-from llmpq.runtime.launch.engine import Engine
-from llmpq.runtime.launch.launcher import Launch
 from llmpq.runtime.launch.nodes.node_survey import NodeSurvey
 from llmpq.runtime.launch.nodes.stage_probe import StageProbe
 from llmpq.runtime.launch.on_ray import ray_launcher
 from llmpq.runtime.launch.on_ray.actor_class import actor_class
+from llmpq.runtime.launch.pipeline_client import PipelineClient
 from llmpq.runtime.launch.stages.stage_settings import StageSettings
 from llmpq.runtime.launch.stages.stage_worker import StageWorker
+from llmpq.runtime.options import EngineOptions
 from llmpq.runtime.request import Request
 from llmpq.runtime.tools import check, doctor
 from llmpq.runtime.trace import chrome_trace
@@ -51,11 +51,11 @@ def expected(demo_model, random_prompts):
 
 # Over processes: test_front_door.py and serve/test_server.py.
 @pytest.fixture(params=["threads", pytest.param("processes", marks=pytest.mark.seldom), "ray"])
-def launch(request):
+def backend(request):
     """Return each way to start stages."""
     if request.param == "ray":
         request.getfixturevalue("ray_session")
-    return Launch(backend=request.param)
+    return request.param
 
 
 def require_tokens_of_transformers(plan, engine, news, expected) -> None:
@@ -88,11 +88,13 @@ def require_tokens_of_transformers(plan, engine, news, expected) -> None:
 
 
 def test_three_stages_serve_jobs_in_turn_and_abort_between_steps(
-    demo_model, make_plan, launch, expected
+    demo_model, make_plan, backend, expected
 ):
     plan = make_plan(demo_model, (2, 5), batch=4, prompt_len=24, gen_len=900)
-    settings = StageSettings(model_dir=str(demo_model), trace=True)
-    with Engine.start(plan, settings, launch=launch) as engine:
+    settings = StageSettings(
+        model_dir=str(demo_model), options=EngineOptions(backend=backend, trace="trace.json")
+    )
+    with PipelineClient.start(plan, settings) as engine:
         news = engine.updates()
         for _ in range(2):
             require_tokens_of_transformers(plan, engine, news, expected)
@@ -116,8 +118,10 @@ def test_fewer_stages_give_the_tokens_of_transformers(
     demo_model, make_plan, expected, splits, backend
 ):
     plan = make_plan(demo_model, splits, batch=4, prompt_len=24, gen_len=MAX_NEW)
-    settings = StageSettings(model_dir=str(demo_model), trace=True)
-    with Engine.start(plan, settings, launch=Launch(backend=backend)) as engine:
+    settings = StageSettings(
+        model_dir=str(demo_model), options=EngineOptions(backend=backend, trace="trace.json")
+    )
+    with PipelineClient.start(plan, settings) as engine:
         require_tokens_of_transformers(plan, engine, engine.updates(), expected)
         engine.end()
 
@@ -128,8 +132,8 @@ def test_micro_batches_may_be_larger_in_either_phase(demo_model, make_plan, expe
     prompts, outputs = expected
     shape = {"prefill_microbatch": sizes[0], "decode_microbatch": sizes[1]}
     plan = make_plan(demo_model, (4,), batch=4, prompt_len=24, gen_len=MAX_NEW, **shape)
-    settings = StageSettings(model_dir=str(demo_model))
-    with Engine.start(plan, settings, launch=Launch(backend="threads")) as engine:
+    settings = StageSettings(model_dir=str(demo_model), options=EngineOptions(backend="threads"))
+    with PipelineClient.start(plan, settings) as engine:
         jobs = [Request(id=i, prompt=tuple(p), max_new=MAX_NEW) for i, p in enumerate(prompts)]
         tokens = {done.id: done.tokens for done in engine.serve(jobs)}
     assert [tokens[i] for i in range(len(prompts))] == outputs
@@ -142,9 +146,12 @@ def test_micro_batches_may_be_larger_in_either_phase(demo_model, make_plan, expe
 def test_speculation_over_stages_gives_the_same_tokens(demo_model, make_plan, expected, backend):
     prompts, outputs = expected
     plan = make_plan(demo_model, (2, 5), batch=4, prompt_len=24, gen_len=MAX_NEW)
-    settings = StageSettings(model_dir=str(demo_model), speculate="w4kv4", gamma=3, trace=True)
+    settings = StageSettings(
+        model_dir=str(demo_model),
+        options=EngineOptions(backend=backend, speculate="w4kv4", gamma=3, trace="trace.json"),
+    )
     tokens = {}
-    with Engine.start(plan, settings, launch=Launch(backend=backend)) as engine:
+    with PipelineClient.start(plan, settings) as engine:
         engine.submit(
             [Request(id=i, prompt=tuple(p), max_new=MAX_NEW) for i, p in enumerate(prompts)]
         )
@@ -168,10 +175,11 @@ def test_speculation_over_stages_gives_the_same_tokens(demo_model, make_plan, ex
 def test_a_stage_that_cannot_load_is_named_by_what_is_wrong(
     demo_model, make_plan, tmp_path, backend
 ):
-    plan, settings = make_plan(demo_model), StageSettings(model_dir=str(tmp_path))
+    plan = make_plan(demo_model)
+    settings = StageSettings(model_dir=str(tmp_path), options=EngineOptions(backend=backend))
     with (
         pytest.raises(ValueError, match="config.json"),
-        Engine.start(plan, settings, launch=Launch(backend=backend)),
+        PipelineClient.start(plan, settings),
     ):
         pass
 
@@ -179,7 +187,7 @@ def test_a_stage_that_cannot_load_is_named_by_what_is_wrong(
 NO_RAY = """
 import sys
 sys.modules["ray"] = None
-import llmpq.runtime.launch.engine, llmpq.runtime.launch.process_launcher
+import llmpq.runtime.launch.pipeline_client, llmpq.runtime.launch.process_launcher
 assert "torch" not in sys.modules
 import llmpq.runtime.launch.stages.stage_process, llmpq.runtime.launch.thread_launcher
 """
@@ -202,7 +210,7 @@ def test_a_driver_of_ray_and_a_server_need_no_torch():
 @pytest.mark.parametrize(
     ("held", "late"),
     [
-        (StageWorker, ray_launcher.StageWorker),
+        (StageWorker, ray_launcher.RemoteStageWorker),
         (StageProbe, check.StageProbe),
         (HostWorker, run_hosts.HostWorker),
         (NodeSurvey, actor_class(NodeSurvey.__module__, "NodeSurvey", doctor.ASKED)),
@@ -212,7 +220,7 @@ def test_a_late_class_has_every_method_of_the_one_it_holds(held, late):
     def methods(kind):
         return {name for name in vars(kind) if not name.startswith("_")}
 
-    assert late.__name__ == held.__name__ and methods(late) == methods(held)
+    assert late.__name__.removeprefix("Remote") == held.__name__ and methods(late) == methods(held)
 
 
 class Held:

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from llmpq.runtime.launch.engine import Update
 from llmpq.runtime.launch.engine_thread import EngineThread, RequestOutputDelta
+from llmpq.runtime.launch.pipeline_client import EngineOutputs
 from llmpq.runtime.request import Progress, Request
 from llmpq.runtime.token_rules import LogitsConstraints
 
@@ -21,7 +21,7 @@ class Scripted:
     """An engine that says what the test has it say, and may refuse requests."""
 
     def __init__(self) -> None:
-        self.said: queue.SimpleQueue[Update | None] = queue.SimpleQueue()
+        self.said: queue.SimpleQueue[EngineOutputs | None] = queue.SimpleQueue()
         self.submitted: list[list[int]] = []
         self.error: BaseException | None = None
 
@@ -36,12 +36,12 @@ class Scripted:
     def abort(self, ids: Sequence[int]) -> None:
         pass
 
-    def updates(self) -> Iterator[Update]:
+    def updates(self) -> Iterator[EngineOutputs]:
         while (update := self.said.get()) is not None:
             yield update
 
     def say(self, tokens: dict[int, list[int]]) -> None:
-        self.said.put(Update(finished=[], progress=Progress(), tokens=tokens))
+        self.said.put(EngineOutputs(finished=[], progress=Progress(), tokens=tokens))
 
 
 @pytest.fixture

@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from llmpq.devices.device_spec import canonical_kind
-from llmpq.runtime.launch.engine import Engine
-from llmpq.runtime.launch.launcher import Deadlines, Launch
+from llmpq.runtime.launch.pipeline_client import PipelineClient
 from llmpq.runtime.launch.stages.stage_settings import StageSettings
+from llmpq.runtime.options import Deadlines, EngineOptions
 from llmpq.runtime.request import Request
 from reference.pipeline import ReferencePipeline
 
@@ -53,10 +53,14 @@ def test_tokens_equal_the_cpus(splits, links, wanted, demo_model, make_plan, cap
         pytest.skip("NCCL needs a GPU per stage")
     prompts, tokens = wanted
     gpus = [min(index * count // (len(splits) + 1), count - 1) for index in range(len(splits) + 1)]
-    settings = StageSettings(model_dir=str(demo_model), links=links)
+    settings = StageSettings(
+        model_dir=str(demo_model),
+        options=EngineOptions(
+            links=links, backend="processes", deadlines=Deadlines(load_s=90.0, step_s=90.0)
+        ),
+    )
     plan = on_gpus(make_plan(demo_model, splits, gen_len=NEW), gpus)
-    launch, deadlines = Launch(backend="processes"), Deadlines(load_s=90.0, step_s=90.0)
-    with Engine.start(plan, settings, launch=launch, deadlines=deadlines) as engine:
+    with PipelineClient.start(plan, settings) as engine:
         requests = [Request(id=i, prompt=tuple(p), max_new=NEW) for i, p in enumerate(prompts)]
         rows = {done.id: done.tokens for done in engine.serve(requests)}
         engine.end()

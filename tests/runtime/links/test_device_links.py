@@ -8,11 +8,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from llmpq.runtime.launch.stages.stage_settings import LINK_CHOICES
 from llmpq.runtime.links import peer_links
 from llmpq.runtime.links.device_links import KINDS, DeviceTransport, connect_devices
 from llmpq.runtime.links.peer_links import Room
 from llmpq.runtime.links.transport import IDLE_LIMIT, GlooTransport, join_gloo
+from llmpq.runtime.options import choices
 from llmpq.runtime.request import StepKind
 from llmpq.runtime.sampling_params import SamplerConfig
 from llmpq.runtime.step_message import STOP, StepMessage
@@ -34,7 +34,7 @@ VERIFY = replace(PREFILL, kind=StepKind.VERIFY, seq=2, starts=[5, 4], num_new=[2
 
 
 def test_what_may_be_asked_for_is_what_there_is() -> None:
-    assert set(LINK_CHOICES) == {"auto", *KINDS, "gloo"}
+    assert set(choices()["links"]) == {"auto", *KINDS, "gloo"}
 
 
 def states(message: StepMessage, rank: int) -> torch.Tensor:

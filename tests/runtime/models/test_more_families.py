@@ -21,10 +21,10 @@ from llmpq.profiler.quantize.smooth_channels import smoothed
 from llmpq.runtime.cache.kv_by_precision import make_kv_cache
 from llmpq.runtime.engine.pool_limits import PoolLimits
 from llmpq.runtime.engine.scheduler import Scheduler
-from llmpq.runtime.launch.engine import Engine
-from llmpq.runtime.launch.launcher import Launch
+from llmpq.runtime.launch.pipeline_client import PipelineClient
 from llmpq.runtime.launch.stages.stage_settings import StageSettings
 from llmpq.runtime.models.part_shapes import embedding_shapes, head_shapes, layer_shapes
+from llmpq.runtime.options import EngineOptions
 from llmpq.runtime.request import Request
 from llmpq.runtime.step import Step
 from llmpq.runtime.weights.sources import CheckpointSource, RandomSource
@@ -66,9 +66,12 @@ def test_an_engine_gives_the_same_tokens(
     prompts = random_prompts(5, 24, 1, 9)
     plan = make_plan(models.directory(kind), (2,), batch=4, prompt_len=24, gen_len=NEW)
     settings = StageSettings(
-        model_dir=str(models.directory(kind)), speculate=speculate, gamma=3 if speculate else None
+        model_dir=str(models.directory(kind)),
+        options=EngineOptions(
+            backend="threads", speculate=speculate, gamma=3 if speculate else None
+        ),
     )
-    with Engine.start(plan, settings, launch=Launch(backend="threads")) as engine:
+    with PipelineClient.start(plan, settings) as engine:
         engine.submit([
             Request(id=i, prompt=tuple(prompt), max_new=NEW) for i, prompt in enumerate(prompts)
         ])  # fmt: skip

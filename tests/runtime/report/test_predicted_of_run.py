@@ -7,7 +7,7 @@ import pytest
 from llmpq.plan import Plan
 from llmpq.planner.make import make_plan
 from llmpq.runtime.report.job_report import JobResult, predicted_of_run
-from llmpq.runtime.request import Finished
+from llmpq.runtime.request_output import CompletionOutput, RequestOutput
 
 pytestmark = pytest.mark.cpu
 
@@ -24,14 +24,14 @@ def plan() -> Plan:
 def test_a_report_predicts_what_ran(
     plan: Plan, count: int, tokens: int, prefill: float, decode: float
 ) -> None:
-    rows = [
-        Finished(id=k, tokens=[1] * tokens, finish_reason="length", first_token_s=0.1, total_s=1.0)
-        for k in range(count)
-    ]
-    job = JobResult(
-        plan=plan, loads=(), records=(), finished=rows, num_failed=0, prompt_tokens=count * 512,
-        startup_s=0.0,
+    answer = CompletionOutput(
+        index=0, text="", token_ids=[1] * tokens, finish_reason="length", first_token_s=0.1,
+        total_s=1.0,
     )  # fmt: skip
+    row = RequestOutput(request_id="", prompt=None, prompt_token_ids=[5] * 512, outputs=[answer])
+    job = JobResult(
+        plan=plan, loads=(), records=(), outputs=[row] * count, num_failed=0, startup_s=0.0
+    )
     found, promised = predicted_of_run(plan, job), plan.predicted
     assert found is not None and promised is not None
     assert found["prefill_s"] == pytest.approx(prefill * promised.prefill_s)

@@ -13,7 +13,7 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from llmpq.runtime.request import Request
-from llmpq.runtime.text.answer_text import TextStream, answer_text
+from llmpq.runtime.text.answer_text import TextStream
 from llmpq.runtime.text.stop_texts import StopTexts
 from llmpq.runtime.text.tokenizer import Tokenizer
 
@@ -41,6 +41,12 @@ TEXTS = (
     "\u1200\u1208\u1210 \u0e2a\u0e27\u0e31\u0e2a\u0e14\u0e35 \u0928\u092e\u0938\u094d\u0924\u0947 "
     * 3,
 )
+
+
+def answer_text(tokenizer, prompt, tokens) -> str:
+    """Return the text of a finished answer, its tokens all at once."""
+    stream = TextStream(tokenizer, prompt)
+    return stream.push(tokens) + stream.finish()
 
 
 def _sentencepiece() -> Backend:

@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 
 from llmpq.errors import DeadlineError
+from llmpq.runtime.request_output import CompletionOutput, RequestOutput
 from llmpq.runtime.sampling_params import SamplerConfig
 from llmpq.runtime.text.batch_io import OrderedWriter, finished_lines, read_rows, require_no_answers
 from llmpq.runtime.text.batch_rows import (
-    AnswerText,
     Defaults,
     answer_line,
     error_line,
@@ -23,7 +23,17 @@ from llmpq.runtime.text.batch_rows import (
 )
 
 pytestmark = pytest.mark.pure
-ANSWER = AnswerText(text=" world", tokens=[4, 5], finish_reason="length", prompt_tokens=3)
+ANSWER = RequestOutput(
+    request_id="0",
+    prompt=None,
+    prompt_token_ids=[1, 2, 3],
+    outputs=[
+        CompletionOutput(
+            index=0, text=" world", token_ids=[4, 5], finish_reason="length", first_token_s=0.1,
+            total_s=0.2,
+        )
+    ],
+)  # fmt: skip
 
 
 def openai(url: str = "/v1/completions", **body) -> str:

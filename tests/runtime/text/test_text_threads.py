@@ -10,7 +10,7 @@ import pytest
 
 from llmpq import SamplingParams
 from llmpq.runtime.sampling_params import StructuredOutputsParams
-from llmpq.runtime.text.prompts import RequestFactory
+from llmpq.runtime.text.request_factory import RequestFactory
 from llmpq.runtime.text.text_threads import (
     LONG_LENGTH,
     MAX_WAITING,
@@ -46,9 +46,9 @@ def thread_name() -> str:
 )
 def test_only_short_prompts_without_a_grammar_are_read_in_the_loop(prompt, options, thread):
     prompts = object.__new__(RequestFactory)  # asks nothing of the model
-    prompts.threads = TextThreads()
-    prompts.ask = lambda *_: thread_name()
-    assert asyncio.run(prompts.ask_beside(prompt, SamplingParams(**options))) == thread
+    prompts.threads = prompts.guide_threads = TextThreads()
+    prompts.prepare = lambda *_: thread_name()
+    assert asyncio.run(prompts.prepare_async(prompt, SamplingParams(**options))) == thread
 
 
 def test_long_texts_wait_for_each_other_and_not_without_end():

@@ -130,7 +130,7 @@ def test_a_node_that_is_not_there_is_named(address, files):
     text = (files / "cluster.yaml").read_text()
     (files / "cluster.yaml").write_text(text.replace("place: there", "place: nowhere"))
     where = ("--cluster", "cluster.yaml", "--address", address)
-    done = dist(files, "check", "plan.json", *where, "--wait-nodes", 0)
+    done = dist(files, "check", "plan.json", *where, "--deadlines", "wait_nodes=0")
     assert done.returncode == 6
     assert "node 'there' (labels place=nowhere; CPU-0) is missing" in done.stderr
     assert "Ray has 2: " in done.stderr and "labels place=here" in done.stderr

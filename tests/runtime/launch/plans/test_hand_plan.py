@@ -5,7 +5,7 @@ import pytest
 from llmpq.model_spec import ModelSpec
 from llmpq.plan import QuantizationForm
 from llmpq.precision import Precision
-from llmpq.runtime.launch.plans.hand_plan import hand_plan
+from llmpq.runtime.launch.plans.manual_plan import manual_plan
 from llmpq.runtime.text.made_with import made_by
 from llmpq.workload import Workload
 
@@ -16,7 +16,7 @@ SPEC = ModelSpec.by_name("llama-3.2-1b")
 def planned(precision, head_bits=None, **options):
     job = Workload(batch=1, prompt_len=8, gen_len=8)
     form = QuantizationForm(head_bits=head_bits)
-    return hand_plan(SPEC, job, precision=precision, quantization=form, **options)
+    return manual_plan(SPEC, job, precision=precision, quantization=form, **options)
 
 
 @pytest.mark.parametrize(

@@ -6,10 +6,9 @@ from llmpq.cluster import Cluster
 from llmpq.errors import DoesNotFitError
 from llmpq.model_spec import ModelSpec
 from llmpq.precision import KVPrecision
-from llmpq.runtime.launch.plans.device_plan import device_plan
+from llmpq.runtime.launch.plans.manual_plan import device_plan, with_pool_room
 from llmpq.runtime.launch.plans.pool_plan import PoolPlan
-from llmpq.runtime.launch.plans.pool_room import with_pool_room
-from llmpq.runtime.launch.stages.stage_settings import StageSettings
+from llmpq.runtime.options import EngineOptions
 
 pytestmark = pytest.mark.cpu
 GIB = 1 << 30
@@ -43,7 +42,7 @@ def test_256_long_requests_have_what_memory_there_is(h200, kv):
     assert kv is not KVPrecision.KV16 or plan_of(h200, 256, pool=False) is None
     plan = plan_of(h200, 256, pool=True, kv=kv)
     (memory,) = (stage.memory for stage in plan.stages)
-    settings = StageSettings(model_dir="", live=True, gpu_pool=True)
+    settings = EngineOptions(kv_pool=True)
     size = PoolPlan(plan, SPEC, settings).size
     nbytes = size.nbytes(SPEC, kv, layers=range(SPEC.num_layers), dtype_bytes=2)
     assert size.slots == 256 and memory.total_bytes <= memory.limit_bytes

@@ -6,9 +6,9 @@ import pytest
 
 from llmpq.model_spec import ModelSpec
 from llmpq.plan import Predicted
-from llmpq.runtime.launch.plans.hand_plan import hand_plan
+from llmpq.runtime.launch.plans.manual_plan import manual_plan
 from llmpq.runtime.launch.plans.pool_plan import LEAST_TOKENS, PoolPlan
-from llmpq.runtime.launch.stages.stage_settings import StageSettings
+from llmpq.runtime.options import EngineOptions
 from llmpq.workload import CHUNK_TOKENS, Workload
 
 pytestmark = pytest.mark.cpu
@@ -18,7 +18,7 @@ SPEC = ModelSpec.by_name("llama-3.1-8b")
 def step_tokens(times, *, gpu=False, estimated=False, **settings):
     """Return a step's tokens under a plan whose stages take (prefill_s, decode_s) a micro-batch."""
     work = Workload(batch=4, prompt_len=200, gen_len=100)
-    plan = hand_plan(SPEC, work, splits=(9,)[: len(times) - 1], prefill_microbatch=2)
+    plan = manual_plan(SPEC, work, splits=(9,)[: len(times) - 1], prefill_microbatch=2)
     card = {"kind": "NVIDIA H200", "threads": None} if gpu else {}
     stages = tuple(
         stage.model_copy(update={"prefill_s": prefill_s, "decode_s": decode_s, **card})
@@ -34,22 +34,20 @@ def step_tokens(times, *, gpu=False, estimated=False, **settings):
         estimated=estimated,
     )
     plan = plan.model_copy(update={"stages": stages, "predicted": told})
-    return PoolPlan(
-        plan, SPEC, StageSettings(model_dir="", live=True, **settings)
-    ).limits.step_tokens
+    return PoolPlan(plan, SPEC, EngineOptions(**settings)).limits.step_tokens
 
 
 def test_a_job_runs_the_chunks_that_its_plan_states():
     work = Workload(batch=4, prompt_len=3000, gen_len=100)
-    settings = StageSettings(model_dir="")
+    settings = EngineOptions(offline=True)
     for chunk, tokens, of_one in ((512, 1024, 512), (2048, 4096, 2048), (None, 6000, 6000)):
-        plan = hand_plan(SPEC, work, prefill_microbatch=2, prefill_chunk=chunk)
+        plan = manual_plan(SPEC, work, prefill_microbatch=2, prefill_chunk=chunk)
         limits = PoolPlan(plan, SPEC, settings).limits
         assert (limits.step_tokens, limits.row_tokens) == (tokens, of_one)
-        live = PoolPlan(plan, SPEC, replace(settings, live=True)).limits
+        live = PoolPlan(plan, SPEC, replace(settings, offline=False)).limits
         assert live.step_tokens == live.row_tokens == CHUNK_TOKENS  # times are not known
-    told = replace(settings, step_tokens=300)
-    limits = PoolPlan(hand_plan(SPEC, work), SPEC, told).limits
+    told = replace(settings, max_num_batched_tokens=300)
+    limits = PoolPlan(manual_plan(SPEC, work), SPEC, told).limits
     assert (limits.step_tokens, limits.row_tokens) == (300, 300)
 
 
@@ -74,4 +72,4 @@ def test_placeholders_of_cpus_say_nothing_and_cards_in_the_table_do():
 
 
 def test_who_says_a_number_has_it():
-    assert step_tokens([(0.4, 0.01)], step_tokens=300) == 300
+    assert step_tokens([(0.4, 0.01)], max_num_batched_tokens=300) == 300

@@ -16,11 +16,11 @@ import pytest
 from llmpq.errors import DeadlineError
 from llmpq.kernels.native.file_lock import file_lock
 from llmpq.runtime.launch import thread_launcher
-from llmpq.runtime.launch.engine import Engine
-from llmpq.runtime.launch.launcher import Deadlines, Launch
+from llmpq.runtime.launch.pipeline_client import PipelineClient
 from llmpq.runtime.launch.stages.load_watch import LoadSigns, LoadWatch
 from llmpq.runtime.launch.stages.stage_settings import StageSettings
 from llmpq.runtime.launch.stages.stage_worker import StageWorker
+from llmpq.runtime.options import Deadlines, EngineOptions
 
 pytestmark = pytest.mark.cpu
 
@@ -158,14 +158,16 @@ def test_a_stage_that_hangs_in_its_load_is_named(demo_model, make_plan, monkeypa
             return super().load()
 
     monkeypatch.setattr(thread_launcher, "StageWorker", Hanging)
-    plan, settings = make_plan(demo_model, (4,)), StageSettings(model_dir=str(demo_model))
+    plan, options = (
+        make_plan(demo_model, (4,)),
+        EngineOptions(backend="threads", deadlines=Deadlines(stall_s=2)),
+    )
+    settings = StageSettings(model_dir=str(demo_model), options=options)
     started_s = time.monotonic()
     try:
         with (
             pytest.raises(DeadlineError, match=r"stage 1 \(CPU-1 .*no progress for 2 s .*loads"),
-            Engine.start(
-                plan, settings, deadlines=Deadlines(stall_s=2), launch=Launch(backend="threads")
-            ),
+            PipelineClient.start(plan, settings),
         ):
             pass
     finally:
@@ -181,14 +183,12 @@ def test_a_process_whose_disk_does_not_answer_is_named(demo_model, make_plan, tm
     path = next(folder.glob("*.safetensors"))
     path.unlink()
     os.mkfifo(path)
-    settings = StageSettings(model_dir=str(folder))
+    options = EngineOptions(backend="processes", deadlines=Deadlines(stall_s=3, load_s=100))
+    settings = StageSettings(model_dir=str(folder), options=options)
     with (
         pytest.raises(DeadlineError, match=r"pid \d+\) has made no progress for 3 s"),
-        Engine.start(
-            make_plan(folder, (4,)), settings,
-            deadlines=Deadlines(stall_s=3, load_s=100), launch=Launch(backend="processes"),
-        ),
-    ):  # fmt: skip
+        PipelineClient.start(make_plan(folder, (4,)), settings),
+    ):
         pass
 
 

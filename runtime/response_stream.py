@@ -1,4 +1,4 @@
-"""The answers to one prompt while they come: for event loops, which may serve many at once."""
+"""ResponseStream: the answers to one prompt as they are generated, for event loops."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import asyncio
 from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, field, replace
 
-from llmpq.runtime.entrance import AsyncSubmitter, NewsQueue, OutputQueue
+from llmpq.runtime.async_submitter import AsyncSubmitter, DeltaQueue, OutputQueue
 from llmpq.runtime.launch.engine_thread import EngineThread, RequestOutputDelta
 from llmpq.runtime.request_output import CompletionDelta, Logprob
 from llmpq.runtime.text.answer_text import TextStream
-from llmpq.runtime.text.prompts import PreparedPrompt, RequestFactory
+from llmpq.runtime.text.request_factory import PreparedPrompt, RequestFactory
 from llmpq.runtime.token_rules import LogprobOutput, TokenScores
 
 
@@ -21,12 +21,12 @@ class _Open:
     index: int
     text: TextStream
     scores: list[TokenScores] = field(default_factory=list)
-    """Of tokens that have not been told."""
-    num_told: int = 0
+    """Of tokens that have not been sent."""
+    num_sent: int = 0
 
 
 def _joined(news: Sequence[RequestOutputDelta]) -> RequestOutputDelta:
-    """Return the news of one answer as one, which has waited as long as the first."""
+    """Return the deltas of one answer as one, with the arrival time of the first."""
     if len(news) == 1:
         return news[0]
     noted = [own.noted for own in news if own.noted is not None]
@@ -47,44 +47,44 @@ class ResponseStream:
 
     def __init__(
         self,
-        ask: PreparedPrompt,
+        prompt: PreparedPrompt,
         prompts: RequestFactory,
         engine: EngineThread,
         inbox: OutputQueue,
         *,
         ended: Callable[[], None],
     ) -> None:
-        """`ended` is called once nobody reads them any more."""
+        """`ended` is called once the stream has ended or was left."""
         self._ended = ended
-        self._ask, self._prompts, self._engine, self._inbox = ask, prompts, engine, inbox
-        self._news: NewsQueue = asyncio.Queue()
+        self._prompt, self._prompts, self._engine, self._inbox = prompt, prompts, engine, inbox
+        self._news: DeltaQueue = asyncio.Queue()
         self._open = {
-            request.id: _Open(index, prompts.stream_of(ask))
-            for index, request in enumerate(ask.requests)
+            request.id: _Open(index, prompts.stream_of(prompt))
+            for index, request in enumerate(prompt.requests)
         }
-        alone = ask.params.prompt_logprobs is not None and len(ask.tokens) == 1
-        self.prompt_logprobs: list[dict[int, Logprob] | None] | None = [None] if alone else None
+        single = prompt.params.prompt_logprobs is not None and len(prompt.tokens) == 1
+        self.prompt_logprobs: list[dict[int, Logprob] | None] | None = [None] if single else None
         """For each token of the prompt, from the first delta on; the first has none."""
 
     @property
     def request_id(self) -> str:
         """The name by which they can be aborted."""
-        return self._ask.name
+        return self._prompt.name
 
     @property
     def prompt(self) -> str | None:
         """The prompt's text; None where tokens were given."""
-        return self._ask.prompt
+        return self._prompt.prompt
 
     @property
     def prompt_token_ids(self) -> tuple[int, ...]:
         """The prompt's tokens, as the model gets them."""
-        return self._ask.tokens
+        return self._prompt.tokens
 
     async def begin(self, entrance: AsyncSubmitter) -> None:
         """Queue the requests; waits for the first stage."""
         put = self._inbox.put
-        await entrance.submit(self._ask.requests, lambda heard: put(self._news, heard))
+        await entrance.submit(self._prompt.requests, lambda heard: put(self._news, heard))
 
     async def deltas(self) -> AsyncGenerator[CompletionDelta]:
         """Yield what is new of each answer, until all have ended; leaving early aborts them."""
@@ -99,7 +99,7 @@ class ResponseStream:
             self.give_up()
 
     def _waiting(self, news: list[RequestOutputDelta]) -> list[RequestOutputDelta]:
-        """Return all that has come, of each answer as one: a reader who is late is told at once."""
+        """Return all that is queued, one delta for each answer: a late reader gets one delta."""
         while not self._news.empty():
             news += self._news.get_nowait()
         if len(news) == 1:
@@ -123,13 +123,13 @@ class ResponseStream:
             own.scores += heard.noted.output
             if heard.noted.prompt:
                 self.prompt_logprobs = [None, *self._prompts.logprobs(heard.noted.prompt)]
-        told = list(heard.tokens) if end is None else end.tokens[own.num_told :]
-        tokens = [] if self._ask.params.max_tokens == 0 else told
-        own.num_told += len(told)
+        new = list(heard.tokens) if end is None else end.tokens[own.num_sent :]
+        tokens = [] if self._prompt.params.max_tokens == 0 else new
+        own.num_sent += len(new)
         text = own.text.push(tokens)
         scores, own.scores = own.scores[: len(tokens)], own.scores[len(tokens) :]
         logprobs = None
-        if self._ask.params.logprobs is not None:
+        if self._prompt.params.logprobs is not None:
             logprobs = self._prompts.logprobs(scores)
         if end is None:
             return CompletionDelta(
@@ -143,8 +143,8 @@ class ResponseStream:
             text=text,
             token_ids=tokens,
             logprobs=logprobs,
-            finish_reason=self._prompts.finish_reason(self._ask, end),
-            stop_reason=self._prompts.stop_reason(self._ask, end, own.text),
+            finish_reason=self._prompts.finish_reason(self._prompt, end),
+            stop_reason=self._prompts.stop_reason(self._prompt, end, own.text),
             first_token_s=end.first_token_s,
             total_s=end.total_s,
             queue_s=end.queue_s,

@@ -1,4 +1,4 @@
-"""Text to requests, and what came of them to text: the tokenizer's only way into the engine."""
+"""RequestFactory: prompts to requests, and tokens back to text; owns the tokenizer."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from threading import Lock
-from typing import Any
+from typing import Any, Protocol
 
 from llmpq.model_spec import ModelSpec
 from llmpq.runtime.guides import GrammarCompiler, Newest
@@ -28,9 +28,22 @@ Messages = Sequence[Mapping[str, str]]
 _KEYS = ("prompt", "prompt_token_ids")
 
 
+class RequestLimits(Protocol):
+    """What an engine has room for."""
+
+    @property
+    def max_model_len(self) -> int:
+        """Tokens that a prompt and its answer may have."""
+        ...
+
+    def check(self, request: Request) -> None:
+        """Raise `ValueError` for a request that can never run."""
+        ...
+
+
 @dataclass(frozen=True, kw_only=True)
 class PreparedPrompt:
-    """A prompt on its way: the requests that answer it."""
+    """A prompt as tokens and requests, one for each answer."""
 
     name: str
     prompt: str | None
@@ -42,14 +55,12 @@ class PreparedPrompt:
 
 
 class RequestFactory:
-    """Reads prompts for one model and writes their answers."""
+    """Tokenises and validates prompts, and detokenises their answers, for one model."""
 
-    def __init__(
-        self, directory: Path, spec: ModelSpec, *, max_len: int, check: Callable[[Request], None]
-    ) -> None:
-        """`check` refuses requests that can never run; the tokenizer is read meanwhile."""
-        self._spec, self._check = spec, check
-        self.max_len = max_len
+    def __init__(self, directory: Path, spec: ModelSpec, limits: RequestLimits) -> None:
+        """`limits` refuse requests that can never run; the tokenizer is read meanwhile."""
+        self._spec, self._limits = spec, limits
+        self.max_len = limits.max_model_len - 1
         """Tokens of a prompt and its answer that are run: all but the answer's last."""
         self._tokenizer: Future[Tokenizer] = _begun(directory)
         self._guides = GrammarCompiler(directory, vocab=spec.vocab, end_ids=spec.eos_token_ids)
@@ -89,17 +100,17 @@ class RequestFactory:
         """Return the tokens of a conversation by the model's chat template."""
         return self.tokenizer.encode_chat(messages)
 
-    async def ask_beside(
+    async def prepare_async(
         self, prompt: Prompt, params: SamplingParams, **more: Any
     ) -> PreparedPrompt:
-        """Return what `ask` does; the event loop goes on meanwhile if that takes long."""
+        """Return what `prepare` does; the event loop goes on meanwhile if that takes long."""
         length = _length(prompt)
         if params.structured_outputs is not None or params.bad_words:
             length = max(length, QUICK_LENGTH + 1)
         threads = self.threads if params.structured_outputs is None else self.guide_threads
-        return await threads.run(lambda: self.ask(prompt, params, **more), length)
+        return await threads.run(lambda: self.prepare(prompt, params, **more), length)
 
-    def ask(
+    def prepare(
         self,
         prompt: Prompt,
         params: SamplingParams,
@@ -108,10 +119,13 @@ class RequestFactory:
         stream: bool = False,
         priority: int = 0,
         cache_salt: str | None = None,
+        whole: bool = False,
     ) -> PreparedPrompt:
         """Return the requests of a prompt; `ValueError` if they can never run.
 
-        A prompt that is only scored generates one token all the same, which is not returned: in the
+        `whole`: nor be cut short of `max_tokens` for want of room.
+
+        A prompt that is only scored generates one token all the same, which is dropped: in the
         place of its last token, which need not be run.
         """
         text, tokens = self._tokens_of(prompt)
@@ -127,7 +141,7 @@ class RequestFactory:
         first = Request(
             id=-1,
             prompt=run,
-            max_new=room if params.max_tokens is None else min(params.max_tokens or 1, room),
+            max_new=_max_new(params.max_tokens, room, whole=whole),
             stop_ids=stops,
             stop_texts=params.stop_texts,
             rules=rules,
@@ -138,7 +152,7 @@ class RequestFactory:
             may_draft=rules is None,
             stream=stream,
         )
-        self._check(first)
+        self._limits.check(first)
         seed = random.getrandbits(62) if params.seed is None else params.seed
         with self._lock:
             number = self._num_requests
@@ -172,7 +186,7 @@ class RequestFactory:
         tokens = [] if scored_only else finished.tokens
         text = self.stream_of(ask)
         pieces = text.push(tokens) + text.finish()
-        told = ask.params.logprobs is not None
+        wanted = ask.params.logprobs is not None
         return CompletionOutput(
             index=index,
             text=pieces,
@@ -182,7 +196,7 @@ class RequestFactory:
             total_s=finished.total_s,
             queue_s=finished.queue_s,
             num_preemptions=finished.num_preemptions,
-            logprobs=self.logprobs(noted.output[: len(tokens)]) if told else None,
+            logprobs=self.logprobs(noted.output[: len(tokens)]) if wanted else None,
             stop_reason=self.stop_reason(ask, finished, text),
         )
 
@@ -206,9 +220,9 @@ class RequestFactory:
     def logprobs(self, scores: Sequence[TokenScores]) -> list[dict[int, Logprob]]:
         """Return scores as users get them, the chosen token's first."""
         rows = []
-        for told in scores:
+        for scored in scores:
             row: dict[int, Logprob] = {}
-            for score in told:
+            for score in scored:
                 shown = self.text_of(score.token)
                 own = Logprob(logprob=score.logprob, rank=score.rank, decoded_token=shown)
                 row.setdefault(score.token, own)
@@ -258,6 +272,12 @@ class RequestFactory:
         return None, tokens
 
 
+def _max_new(asked: int | None, room: int, *, whole: bool) -> int:
+    if asked is None:
+        return room
+    return max(1, asked) if whole else min(max(1, asked), room)
+
+
 def _length(prompt: Prompt) -> int:
     """Return the characters or token ids of a prompt, whatever it is."""
     if isinstance(prompt, Mapping):
@@ -266,7 +286,7 @@ def _length(prompt: Prompt) -> int:
 
 
 def listed(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """Return prompts as a list; one alone may be a text, a mapping or token ids."""
+    """Return prompts as a list; a single one may be a text, a mapping or token ids."""
     if isinstance(prompts, (str, Mapping)):
         return [prompts]
     several = list(prompts)

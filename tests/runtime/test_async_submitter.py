@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 
-from llmpq.runtime import entrance
-from llmpq.runtime.entrance import AsyncSubmitter, NewsQueue, OutputQueue
+from llmpq.runtime import async_submitter
+from llmpq.runtime.async_submitter import AsyncSubmitter, DeltaQueue, OutputQueue
 from llmpq.runtime.launch.engine_thread import RequestOutputDelta
 from llmpq.runtime.request import Finished, Request
 
 pytestmark = pytest.mark.cpu
-SHARE, LONGEST_S = entrance._NEWS_SHARE, entrance._LONGEST_WAIT_S
+SHARE, LONGEST_S = async_submitter._NEWS_SHARE, async_submitter._LONGEST_WAIT_S
 
 
 class ByHand:
@@ -61,7 +61,7 @@ def by_hand(monkeypatch) -> ByHand:
     clocks = SimpleNamespace(
         perf_counter=lambda: made.now_s, thread_time=lambda: made.computed_s - 100.0
     )
-    monkeypatch.setattr(entrance, "time", clocks)
+    monkeypatch.setattr(async_submitter, "time", clocks)
     return made
 
 
@@ -69,7 +69,7 @@ def inbox_of(loop: Any) -> OutputQueue:
     return OutputQueue(loop)
 
 
-def told(queue: NewsQueue) -> list[list[Any]]:
+def told(queue: DeltaQueue) -> list[list[Any]]:
     """Tokens, or "end", of each batch that a queue has got."""
     batches = []
     while not queue.empty():
@@ -146,14 +146,14 @@ def test_a_loop_that_is_closed_is_told_nothing(by_hand):
 def test_threads_that_tell_a_busy_loop_lose_nothing():
     async def work() -> list[list[int]]:
         inbox = inbox_of(asyncio.get_running_loop())
-        queues: list[NewsQueue] = [asyncio.Queue() for _ in range(4)]
+        queues: list[DeltaQueue] = [asyncio.Queue() for _ in range(4)]
 
-        def put(queue: NewsQueue, number: int) -> None:
+        def put(queue: DeltaQueue, number: int) -> None:
             for value in range(200):
                 inbox.put(queue, token(number, value))
             inbox.put(queue, end(number))
 
-        async def read(queue: NewsQueue) -> list[int]:
+        async def read(queue: DeltaQueue) -> list[int]:
             got: list[RequestOutputDelta] = []
             while not got or got[-1].finished is None:
                 got += await queue.get()

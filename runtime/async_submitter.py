@@ -1,7 +1,7 @@
-"""Where requests enter an engine from an event loop, and what it says of them comes back.
+"""Between an event loop and an engine: requests submitted together, outputs delivered together.
 
-Both ways what waits goes at once: many callers who come together cost the stages one call, and a
-loop that is late is told of several tokens together.
+Callers that submit in the same round of the loop cost the stages one call, and a loop that is late
+gets several tokens of a request at once.
 """
 
 from __future__ import annotations
@@ -16,32 +16,32 @@ from llmpq.runtime.launch.engine_thread import EngineThread, Listener, RequestOu
 from llmpq.runtime.request import Request
 
 _NEWS_SHARE = 0.9
-"""How much of the loop's time news may take; the rest is for requests that arrive and leave."""
+"""Share of the loop's time that outputs may take; the rest is for requests that arrive."""
 _LONGEST_WAIT_S = 0.25
-NewsQueue = asyncio.Queue[list[RequestOutputDelta]]
-"""One caller's news, as they came together."""
+DeltaQueue = asyncio.Queue[list[RequestOutputDelta]]
+"""One caller's outputs, in the batches in which they were delivered."""
 
 
 class OutputQueue:
-    """Brings an engine's news into an event loop, all that wait at once.
+    """Delivers an engine's outputs to queues of an event loop, in batches.
 
-    A loop that does nothing else any more is told less often, and of more tokens each time.
+    A loop that spends all its time on outputs gets them less often, more tokens at once.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.loop = loop
         self._lock = threading.Lock()
-        self._waiting: dict[NewsQueue, list[RequestOutputDelta]] = {}
+        self._waiting: dict[DeltaQueue, list[RequestOutputDelta]] = {}
         self._told_s = self._busy_s = 0.0
         """When the loop was told last, and how long its thread had computed by then."""
 
-    def put(self, queue: NewsQueue, news: RequestOutputDelta) -> None:
-        """Hand news to a queue of the loop; called in any thread."""
+    def put(self, queue: DeltaQueue, news: RequestOutputDelta) -> None:
+        """Put an output into a queue of the loop; called in any thread."""
         with self._lock:
             first = not self._waiting
             self._waiting.setdefault(queue, []).append(news)
         if first:
-            with suppress(RuntimeError):  # the loop is closed: nobody waits any more
+            with suppress(RuntimeError):  # the loop is closed: no queue is read any more
                 self.loop.call_soon_threadsafe(self._tell)
 
     def _tell(self) -> None:
@@ -66,7 +66,7 @@ _Waiting = tuple[_Asked, asyncio.Future[None]]
 
 
 class AsyncSubmitter:
-    """Queues requests of an event loop at an engine; those that come meanwhile go together."""
+    """Submits requests of an event loop to an engine, all that wait in one call."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, engine: EngineThread) -> None:
         self.loop, self._engine = loop, engine

@@ -1,8 +1,8 @@
 """The driver's side of a running plan: start the stages, watch them, submit requests, get results.
 
-    with Engine.start(plan, settings) as engine:
-        engine.submit(requests)
-        for update in engine.updates(): ...
+    with PipelineClient.start(plan, settings) as client:
+        client.submit(requests)
+        for outputs in client.updates(): ...
 
 Every wait has a deadline and watches all stages at once: the first that fails is named, with its
 cause, and everything is torn down. Nothing the stages exchange passes through here. A launcher says
@@ -11,66 +11,49 @@ what a stage is: a thread, a process or a Ray actor.
 
 from __future__ import annotations
 
-import json
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future
 from concurrent.futures import wait as wait_for
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 from llmpq.cluster import Cluster
 from llmpq.errors import DeadlineError
 from llmpq.plan import Plan
+from llmpq.runtime.engine.mailbox import EngineOutputs
 from llmpq.runtime.launch.choose_launcher import make_launcher
 from llmpq.runtime.launch.failures import GRACE_S, is_consequence, lost_stage, named_stage
-from llmpq.runtime.launch.launcher import (
-    Deadlines,
-    Launch,
-    Launcher,
-    StageFailure,
-    StageHandle,
-)
+from llmpq.runtime.launch.launcher import Launcher, OnLoad, StageFailure, StageHandle
 from llmpq.runtime.launch.stages.load_watch import LoadWatch
 from llmpq.runtime.launch.stages.stage_host import meeting_host, process_space
 from llmpq.runtime.launch.stages.stage_place import StagePlace, settings_of_stages
-from llmpq.runtime.launch.stages.stage_settings import StageSettings, write_request
+from llmpq.runtime.launch.stages.stage_settings import StageSettings
 from llmpq.runtime.request import Finished, Progress, Request
 from llmpq.runtime.token_rules import Guide, LogprobOutput
 from llmpq.runtime.trace import LoadReport, StageRecord
 
 _POLL_S = 0.25
 _STILL_STEPS = 4
-"""Step deadlines for which nobody may compute while rows wait: a message is under way, or lost."""
+"""Step deadlines after which a pipeline that computes nothing while rows wait is given up."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Update:
-    """News of a running job."""
-
-    finished: Sequence[Finished]
-    progress: Progress
-    tokens: Mapping[int, Sequence[int]]
-    """New tokens of the requests that are streamed, by id."""
-
-
-class Engine:
-    """The stages of a plan, running."""
+class PipelineClient:
+    """Starts, watches and calls the stages of one pipeline."""
 
     def __init__(
         self,
         plan: Plan,
         settings: StageSettings,
-        deadlines: Deadlines,
-        launch: Launch,
         cluster: Cluster | None,
+        on_load: OnLoad | None,
     ) -> None:
-        self.plan, self._settings, self._deadlines = plan, settings, deadlines
-        self._launch, self._cluster = launch, cluster
+        self.plan, self._settings, self._cluster = plan, settings, cluster
+        self._on_load = on_load
+        self._options, self._deadlines = settings.options, settings.options.deadlines
         self._launcher: Launcher | None = None
-        self._news: Iterator[Update] | None = None
+        self._news: Iterator[EngineOutputs] | None = None
         self.load_reports: list[LoadReport] = []
         self._stages: Sequence[StageHandle] = ()
         self.places: list[StagePlace] = []
@@ -95,13 +78,10 @@ class Engine:
         settings: StageSettings,
         *,
         cluster: Cluster | None = None,
-        deadlines: Deadlines | None = None,
-        launch: Launch | None = None,
-    ) -> Iterator[Engine]:
+        on_load: OnLoad | None = None,
+    ) -> Iterator[PipelineClient]:
         """Place, load and connect the stages; the block's end takes them down."""
-        with cls.placed(
-            plan, settings, cluster=cluster, deadlines=deadlines, launch=launch
-        ) as engine:
+        with cls.placed(plan, settings, cluster=cluster, on_load=on_load) as engine:
             engine.begin()
             yield engine
 
@@ -113,38 +93,32 @@ class Engine:
         settings: StageSettings,
         *,
         cluster: Cluster | None = None,
-        deadlines: Deadlines | None = None,
-        launch: Launch | None = None,
-    ) -> Iterator[Engine]:
+        on_load: OnLoad | None = None,
+    ) -> Iterator[PipelineClient]:
         """Start the stages, which import what they need; `begin` lets them load."""
-        launch = launch or Launch()
-        engine = cls(plan, settings, deadlines or Deadlines(), launch, cluster)
+        engine = cls(plan, settings, cluster, on_load)
         with ExitStack() as stack:
-            launcher = stack.enter_context(make_launcher(plan, launch, engine._deadlines))
+            launcher = stack.enter_context(make_launcher(plan, settings.options))
             stack.callback(engine._kill)
             engine._place(launcher)
             yield engine
 
     def begin(self) -> None:
         """Load and connect the stages and start their loops."""
-        answers = self._all("identity", self._deadlines.load_s)
-        self.places = [StagePlace(**answer) for answer in answers]
+        self.places = self._all("identity", self._deadlines.load_s)
         here = process_space()
         self._pids = [place.pid if place.space == here else 0 for place in self.places]
         self._phase = "loading"
-        self.load_reports = [
-            LoadReport(**report)
-            for report in self._gather(
-                [stage.call("load") for stage in self._stages],
-                self._deadlines.load_s,
-                watch=LoadWatch(
-                    self._stages,
-                    self._deadlines.stall_s,
-                    [stage.num_layers for stage in self.plan.stages],
-                    self._launch.on_load,
-                ),
-            )
-        ]
+        self.load_reports = self._gather(
+            [stage.call("load") for stage in self._stages],
+            self._deadlines.load_s,
+            watch=LoadWatch(
+                self._stages,
+                self._deadlines.stall_s,
+                [stage.num_layers for stage in self.plan.stages],
+                self._on_load,
+            ),
+        )
         self._connect()
         self._phase = "prefill"
         self._running = {stage.call("run"): i for i, stage in enumerate(self._stages)}
@@ -166,11 +140,10 @@ class Engine:
 
     def submit(self, requests: Sequence[Request], *, more: bool = False) -> None:
         """Queue requests; unless `more` are to come, the job ends when these have ended."""
-        ruled = [[r.id, r.rules.to_data()] for r in requests if r.rules is not None]
+        ruled = [(r.id, r.rules) for r in requests if r.rules is not None]
         if ruled:  # first, so that no step comes to the last stage before its rules
-            self._ask_last("take_rules", json.dumps(ruled))
-        text = json.dumps([write_request(request) for request in requests])
-        self._ask_first("submit", text)
+            self._ask_last("take_rules", ruled)
+        self._ask_first("submit", requests)
         self._num_submitted += len(requests)
         self._closed, self._moved_s = not more, time.monotonic()
         if not more:
@@ -187,15 +160,15 @@ class Engine:
             pause_s = min(_POLL_S, 2 * pause_s)
 
     def abort(self, request_ids: Sequence[int]) -> None:
-        """End requests as soon as the steps under way for them have; their news come as ever."""
+        """End requests as soon as the steps under way for them have; their outputs come as ever."""
         self._ask_first("abort", list(request_ids))
 
     def noted(self, request_ids: Sequence[int], ended: Sequence[int]) -> dict[int, LogprobOutput]:
         """Return the scores of requests since the last call; the last stage forgets the ended."""
-        text = self._ask_last("noted", list(request_ids), list(ended))
-        return {number: LogprobOutput.from_data(data) for number, data in json.loads(text)}
+        found: dict[int, LogprobOutput] = self._ask_last("noted", list(request_ids), list(ended))
+        return found
 
-    def updates(self) -> Iterator[Update]:
+    def updates(self) -> Iterator[EngineOutputs]:
         """Yield news until every stage has ended its loop."""
         poll = None
         now_s = time.monotonic()
@@ -221,11 +194,12 @@ class Engine:
 
     def records(self) -> list[StageRecord]:
         """Return what every stage recorded."""
-        return [StageRecord.from_json(t) for t in self._all("record", self._deadlines.step_s)]
+        return self._all("record", self._deadlines.step_s)
 
     def speculation(self) -> dict[str, Any] | None:
         """Return what came of the drafts, None without any."""
-        return json.loads(self._ask_first("speculation"))
+        found: dict[str, Any] | None = self._ask_first("speculation")
+        return found
 
     def work(self) -> list[dict[str, Any]]:
         """Return how long each stage has computed since its loop began, and its steps by kind."""
@@ -240,10 +214,8 @@ class Engine:
         return list(self._pids)
 
     def _place(self, launcher: Launcher) -> None:
-        """Start a stage each; a node may keep the model at a path of its own."""
-        settings = settings_of_stages(
-            self.plan, self._cluster, self._settings, self._launch.network_interface
-        )
+        """Start a stage each; a node may have the model at a path of its own."""
+        settings = settings_of_stages(self.plan, self._cluster, self._settings)
         self._launcher = launcher
         self._stages = launcher.start(self.plan, settings, self._cluster)
 
@@ -251,8 +223,8 @@ class Engine:
         """Let the stages meet."""
         self._phase = "connecting"
         if len(self._stages) > 1 and self._launcher and self._launcher.meets_by_address:
-            host = meeting_host(self._launch.master_addr, [p.address for p in self.places])
-            port = self._ask_first("open_rendezvous", host, self._launch.master_port)
+            host = meeting_host(self._options.master_addr, [p.address for p in self.places])
+            port = self._ask_first("open_rendezvous", host, self._options.master_port)
             self._all("join", self._limit_s, host, port)
 
     @property
@@ -335,27 +307,22 @@ class Engine:
         pid = self._pids[index] if self._pids else 0
         return lost_stage(failure, self.plan, index, phase=self._phase, pid=pid)
 
-    def _read_last(self, poll: Future[Any]) -> Update:
+    def _read_last(self, poll: Future[Any]) -> EngineOutputs:
         """Read a poll once the loops have ended, when health is asked for no more."""
         self._gather([poll], self._deadlines.step_s)
         return self._read_poll(poll)
 
-    def _read_poll(self, poll: Future[Any]) -> Update:
-        data = json.loads(self._result(poll, 0))
-        progress = Progress(**data["progress"])
-        if progress.phase != "idle":
-            self._phase = progress.phase
-        idle = not self._closed and progress.finished >= self._num_submitted
-        if idle or progress != self._progress:
-            self._progress, self._moved_s = progress, time.monotonic()
-        return Update(
-            finished=[Finished(**row) for row in data["finished"]],
-            progress=progress,
-            tokens={int(key): tokens for key, tokens in data.get("tokens", {}).items()},
-        )
+    def _read_poll(self, poll: Future[Any]) -> EngineOutputs:
+        news: EngineOutputs = self._result(poll, 0)
+        if news.progress.phase != "idle":
+            self._phase = news.progress.phase
+        idle = not self._closed and news.progress.finished >= self._num_submitted
+        if idle or news.progress != self._progress:
+            self._progress, self._moved_s = news.progress, time.monotonic()
+        return news
 
     def _require_launcher(self) -> None:
-        """Raise if whoever keeps the stages is gone."""
+        """Raise if the process that owns the stages is gone."""
         lost = None if self._launcher is None else self._launcher.lost()
         if lost is not None:
             raise lost

@@ -1,0 +1,75 @@
+"""Flags made from `EngineOptions`: name, choices, default and help are those of the field.
+
+Imports no torch and no Ray, so that `--help` is instant.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Collection
+from typing import Any, get_type_hints
+
+from llmpq.commands.command_line import Only, Section, token_count
+from llmpq.runtime.options import PLANNING, Deadlines, EngineOptions, choices, field_docs
+
+_TOKENS = ("max_model_len", "max_num_batched_tokens")
+_VALUES = {
+    "revision": "NAME", "cluster": "YAML", "dtype": "DTYPE", "kv_cache_dtype": "KV",
+    "costs": "FILE", "generation_config": "DIR", "layer_cache": "DIR", "ray_address": "ADDRESS",
+    "master_addr": "IP", "master_port": "PORT", "network_interface": "NAME", "trace": "FILE",
+    "deadlines": "NAME=S,...", "speculate": "MODE", "gpu_memory_utilization": "SHARE",
+}  # fmt: skip
+"""What stands for a flag's value in `--help`; N for the others."""
+_ALSO = {"ray_address": ("--address", "--from-ray")}
+UNPLANNED = Only(lambda a: a.plan is None, "with --plan, whose plan says it", "re-plan")
+
+
+def add_engine_flags(
+    section: Section, *names: str, daily: Collection[str] = (), only: Only | None = None
+) -> None:
+    """Declare the flags of these fields of `EngineOptions`; `only`: when they have an effect."""
+    types, docs, defaults = get_type_hints(EngineOptions), field_docs(), EngineOptions()
+    for name in names:
+        default = getattr(defaults, name)
+        flag, options = "--" + name.replace("_", "-"), dict[str, Any](help=_help(docs[name]))
+        conditions = [UNPLANNED] if name in PLANNING else []
+        conditions += [] if only is None else [only]
+        options |= {"dest": name, "default": default}
+        if types[name] is bool:
+            if default:
+                flag, options["help"] = f"--no-{name.replace('_', '-')}", f"not: {options['help']}"
+            options["action"] = "store_false" if default else "store_true"
+        elif name in choices() and name != "speculate":
+            options["choices"] = choices()[name]
+        else:
+            options |= {"type": _reader(name, types[name]), "metavar": _VALUES.get(name, "N")}
+        section.flag(
+            flag, also=_ALSO.get(name, ()), daily=name in daily, only=conditions, **options
+        )
+
+
+def _help(text: str) -> str:
+    """Return a docstring as a line of `--help`."""
+    text = text.rstrip(".")
+    return text if text[1:2].isupper() else text[0].lower() + text[1:]
+
+
+def _reader(name: str, kind: Any) -> Callable[[str], Any]:
+    if name in _TOKENS:
+        return token_count
+    if name == "deadlines":
+        return _deadlines
+    if name == "gamma":
+        return _gamma
+    return int if kind in (int, int | None) else float if kind == float | None else str
+
+
+def _deadlines(text: str) -> Deadlines:
+    try:
+        return Deadlines.parse(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def _gamma(text: str) -> int | str:
+    return int(text) if text.isdigit() else text

@@ -1,0 +1,200 @@
+"""Plans made without a planner: stages between given layers, or a whole model on one device.
+
+A pool of KV blocks takes what its requests need, where slots take the longest request for each: a
+plan for a GPU's pool may have any number of requests, and its blocks are what fits beside weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from llmpq.cluster import Device
+from llmpq.devices.device_spec import canonical_kind
+from llmpq.devices.this_machine import useful_threads
+from llmpq.errors import DoesNotFitError
+from llmpq.memory import stage_memory
+from llmpq.model_spec import ModelSpec
+from llmpq.plan import ClusterRef, MemoryForm, ModelRef, Plan, QuantizationForm, StagePlan
+from llmpq.precision import KVPrecision, Precision
+from llmpq.sizes.pool_size import planned_kv_bytes
+from llmpq.units import format_size
+from llmpq.workload import CHUNK_TOKENS, DTYPE_BYTES, Dtype, Workload
+
+_MEMORY_SHARE = 0.85
+"""Of a device's memory: the rest is for temporaries and other processes."""
+_POOL_SHARE = 0.9
+"""Of a GPU's memory where temporaries are counted beside weights and blocks."""
+_PREFILL_TOKENS = 2048
+"""Prompt tokens that share a micro-batch, about."""
+CONTEXT_BYTES = 1 << 30
+"""What CUDA, libraries and captured steps take on a GPU beside tensors, about."""
+
+
+def manual_plan(
+    spec: ModelSpec,
+    workload: Workload,
+    *,
+    splits: Sequence[int] = (),
+    precision: Precision | Sequence[Precision] = Precision.W16A16,
+    quantization: QuantizationForm | None = None,
+    prefill_microbatch: int = 1,
+    prefill_chunk: int | None = CHUNK_TOKENS,
+    decode_microbatch: int = 1,
+    model_dir: str | None = None,
+    threads: int = 1,
+) -> Plan:
+    """Return a plan whose stages end at the layers `splits` and at the last one.
+
+    `precision`: of all layers, or of each.
+    """
+    each = (precision,) * spec.num_layers if isinstance(precision, Precision) else tuple(precision)
+    bounds = [0, *splits, spec.num_layers]
+    stages = [
+        StagePlan(
+            device=f"CPU-{index}",
+            node="local",
+            device_index=index,
+            kind="CPU",
+            profile_kind=f"CPU@{threads}t",
+            threads=threads,
+            layers=(start, end),
+            precisions=each[start:end],
+        )
+        for index, (start, end) in enumerate(zip(bounds, bounds[1:], strict=False))
+    ]
+    return Plan(
+        model=ModelRef(
+            name=spec.name,
+            num_layers=spec.num_layers,
+            fingerprint=spec.fingerprint(),
+            path=model_dir,
+        ),
+        cluster=ClusterRef(name="hand-written", fingerprint="0" * 16),
+        workload=workload,
+        quantization=quantization or QuantizationForm(),
+        prefill_microbatch=prefill_microbatch,
+        prefill_chunk=prefill_chunk,
+        decode_microbatch=decode_microbatch,
+        stages=tuple(stages),
+    )
+
+
+def on_gpu(plan: Plan, number: int = 0) -> Plan:
+    """Return the plan with a stage on each of this machine's GPUs from that number on.
+
+    GPUs are alike, and numbered as torch counts.
+    """
+    import torch  # plans of CPU stages are written without
+
+    kind = canonical_kind(torch.cuda.get_device_name(number))
+    change = {"kind": kind, "profile_kind": kind, "threads": None}
+    stages = tuple(
+        stage.model_copy(update={**change, "device": f"{kind}-{index}", "device_index": index})
+        for index, stage in enumerate(plan.stages, start=number)
+    )
+    cluster = plan.cluster.model_copy(update={"name": f"{kind.lower()}x{len(stages)}"})
+    return plan.model_copy(update={"stages": stages, "cluster": cluster})
+
+
+def device_plan(
+    spec: ModelSpec,
+    device: Device,
+    *,
+    model_dir: str,
+    dtype: Dtype,
+    kv: KVPrecision,
+    max_len: int,
+    slots: int,
+    may_shrink: bool,
+    pool: bool = False,
+) -> Plan | None:
+    """Return the plan of `slots` requests of up to `max_len` tokens; None where it does not fit.
+
+    `may_shrink`: fewer requests at once will do as well. `pool`: a GPU has a pool of KV blocks, so
+    that its memory bounds those, and not the requests.
+    """
+    pool = pool and device.threads is None
+    dtype_bytes = DTYPE_BYTES[dtype]
+    weights = spec.num_params * dtype_bytes
+    per_slot = planned_kv_bytes(
+        spec,
+        Workload(batch=1, prompt_len=max_len, gen_len=1, kv=kv, dtype=dtype),
+        range(spec.num_layers),
+        pooled=pool or device.threads is not None,
+        chunk=CHUNK_TOKENS,
+        prefill_microbatch=1,
+    )
+    room = int((_MEMORY_SHARE * device.limit_bytes - weights) // per_slot)
+    if room < 1 or (room < slots and not may_shrink and not pool):
+        return None
+    if not pool:
+        slots = min(slots, room)
+    threads = None
+    if device.threads is not None:
+        threads = useful_threads(device.threads, weights)
+    plan = manual_plan(
+        spec,
+        # One new token beyond a prompt as long as the cache: any prompt that fits may come.
+        Workload(batch=slots, prompt_len=max_len, gen_len=1, kv=kv, dtype=dtype),
+        prefill_microbatch=max(1, min(slots, _PREFILL_TOKENS // max_len)),
+        decode_microbatch=slots,
+        model_dir=model_dir,
+        threads=threads or 1,
+    )
+    change = {
+        "device": device.name,
+        "node": device.node,
+        "device_index": device.index,
+        "kind": device.kind,
+        "profile_kind": device.profile_kind if threads is None else f"{device.kind}@{threads}t",
+        "threads": threads,
+    }
+    stages = tuple(stage.model_copy(update=change) for stage in plan.stages)
+    cluster = ClusterRef(name="this-machine", fingerprint=plan.cluster.fingerprint)
+    plan = plan.model_copy(update={"stages": stages, "cluster": cluster})
+    return with_pool_room(plan, spec, device.limit_bytes, share=_POOL_SHARE) if pool else plan
+
+
+def with_pool_room(plan: Plan, spec: ModelSpec, memory_bytes: int, *, share: float) -> Plan:
+    """Return the plan with memory stated: KV has what weights leave of a share of every GPU.
+
+    `DoesNotFitError` where not even one request of the plan's length would fit.
+    """
+    stages, limit = [], int(share * memory_bytes)
+    for index, stage in enumerate(plan.stages):
+        needed = stage_memory(
+            spec,
+            plan.workload,
+            stage.precisions,
+            first=index == 0,
+            last=index == len(plan.stages) - 1,
+            prefill_microbatch=plan.prefill_microbatch,
+            prefill_chunk=plan.prefill_chunk,
+            decode_microbatch=plan.decode_microbatch,
+            quantization=plan.settings(),
+            pooled=True,
+            context_bytes=CONTEXT_BYTES,
+            on_gpu=True,
+            first_layer=stage.layers[0],
+        )
+        room = limit - (needed.total_bytes - needed.kv_bytes)
+        each = -(-needed.kv_bytes // plan.workload.batch)
+        if room < each:
+            raise DoesNotFitError(
+                f"stage {stage.device} has {format_size(max(0, room))} for KV beside its weights, "
+                f"a request of {plan.workload.max_len} tokens needs {format_size(each)}; take "
+                "fewer tokens (max_model_len) or fewer bits"
+            )
+        kv_bytes = min(needed.kv_bytes, room)
+        memory = MemoryForm(
+            weights_bytes=needed.weights_bytes,
+            embedding_bytes=needed.embedding_bytes,
+            kv_bytes=kv_bytes,
+            workspace_bytes=needed.workspace_bytes,
+            context_bytes=needed.context_bytes,
+            total_bytes=needed.total_bytes - needed.kv_bytes + kv_bytes,
+            limit_bytes=limit,
+            reserve_bytes=memory_bytes - limit,
+        )
+        stages.append(stage.model_copy(update={"memory": memory}))
+    return plan.model_copy(update={"stages": tuple(stages)})

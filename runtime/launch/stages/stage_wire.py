@@ -1,0 +1,140 @@
+"""Calls of a `StageWorker` as JSON data, for stages that are other processes or Ray actors.
+
+Stages of the driver's own process are called with values. Elsewhere `write_args` and `read_answer`
+stand at the driver's end of a call, `RemoteStageWorker` at the stage's. No torch.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from llmpq.plan import Plan
+from llmpq.runtime.engine.mailbox import EngineOutputs
+from llmpq.runtime.launch.stages.stage_place import StagePlace
+from llmpq.runtime.launch.stages.stage_settings import StageSettings
+from llmpq.runtime.request import Finished, Progress, Request
+from llmpq.runtime.sampling_params import SamplerConfig
+from llmpq.runtime.token_rules import LogitsConstraints, LogprobOutput
+from llmpq.runtime.trace import LoadReport, StageRecord
+
+
+def write_args(method: str, args: Sequence[Any]) -> list[Any]:
+    """Return a call's arguments as JSON data."""
+    if method == "submit":
+        return [[write_request(request) for request in args[0]]]
+    if method == "take_rules":
+        return [[[number, rules.to_data()] for number, rules in args[0]]]
+    return list(args)
+
+
+def read_args(method: str, data: Sequence[Any]) -> list[Any]:
+    """Return the arguments that `write_args` wrote."""
+    if method == "submit":
+        return [[read_request(fields) for fields in data[0]]]
+    if method == "take_rules":
+        return [[(number, LogitsConstraints.from_data(rules)) for number, rules in data[0]]]
+    return list(data)
+
+
+def write_answer(method: str, answer: Any) -> Any:
+    """Return what a call returned as JSON data."""
+    if method == "noted":
+        return [[number, noted.to_data()] for number, noted in answer.items()]
+    if method == "poll":
+        finished = [vars(ended) for ended in answer.finished]
+        return {"finished": finished, "tokens": answer.tokens, "progress": vars(answer.progress)}
+    return asdict(answer) if method in _VALUES else answer
+
+
+def read_answer(method: str, data: Any) -> Any:
+    """Return the value that `write_answer` wrote."""
+    read = _VALUES.get(method)
+    return data if read is None else read(data)
+
+
+def _read_news(data: Mapping[str, Any]) -> EngineOutputs:
+    return EngineOutputs(
+        finished=[Finished(**row) for row in data["finished"]],
+        tokens={int(key): tokens for key, tokens in data["tokens"].items()},
+        progress=Progress(**data["progress"]),
+    )
+
+
+_VALUES: Mapping[str, Callable[[Any], Any]] = {
+    "identity": lambda data: StagePlace(**data),
+    "load": lambda data: LoadReport(**data),
+    "noted": lambda data: {number: LogprobOutput.from_data(noted) for number, noted in data},
+    "poll": _read_news,
+    "record": StageRecord.from_data,
+}
+"""Method -> what reads its answer; the others answer with plain data."""
+
+
+class RemoteStageWorker:
+    """A `StageWorker` whose calls are JSON data."""
+
+    def __init__(
+        self, index: int, plan: Mapping[str, Any], settings: Mapping[str, Any], **more: Any
+    ) -> None:
+        """`plan`, `settings`: as data; `more`: the worker's own."""
+        from llmpq.runtime.launch.stages.stage_worker import StageWorker
+
+        self._worker = StageWorker(
+            index, Plan.parse_data(plan, where="plan"), StageSettings.from_data(settings), **more
+        )
+
+    def __getattr__(self, method: str) -> Callable[..., Any]:
+        """Return a method of the worker that takes and returns data."""
+        call = getattr(self._worker, method)
+
+        def over_wire(*data: Any) -> Any:
+            return write_answer(method, call(*read_args(method, data)))
+
+        return over_wire
+
+
+def plan_data(plan: Plan) -> dict[str, Any]:
+    """Return a plan as JSON data."""
+    data: dict[str, Any] = json.loads(plan.dump_json())
+    return data
+
+
+def write_request(request: Request) -> dict[str, Any]:
+    """Return a request's fields as JSON data."""
+    return {
+        "id": request.id,
+        "prompt": list(request.prompt),
+        "max_new": request.max_new,
+        "stop_ids": sorted(request.stop_ids),
+        "stop_texts": list(request.stop_texts),
+        "sampling": asdict(request.sampling),
+        "rules": None if request.rules is None else request.rules.to_data(),
+        "min_new": request.min_new,
+        "priority": request.priority,
+        "cache_salt": request.cache_salt,
+        "timeout_s": request.timeout_s,
+        "may_draft": request.may_draft,
+        "stream": request.stream,
+    }
+
+
+def read_request(fields: Mapping[str, Any]) -> Request:
+    """Return the request `write_request` wrote."""
+    return Request(
+        id=fields["id"],
+        prompt=tuple(fields["prompt"]),
+        max_new=fields["max_new"],
+        stop_ids=frozenset(fields["stop_ids"]),
+        stop_texts=tuple(fields["stop_texts"]),
+        sampling=SamplerConfig(**fields["sampling"]),
+        rules=None if fields["rules"] is None else LogitsConstraints.from_data(fields["rules"]),
+        min_new=fields["min_new"],
+        priority=fields["priority"],
+        cache_salt=fields["cache_salt"],
+        timeout_s=fields["timeout_s"],
+        may_draft=fields["may_draft"],
+        stream=fields["stream"],
+    )
