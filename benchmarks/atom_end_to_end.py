@@ -35,8 +35,9 @@ from torch import Tensor
 
 from llmpq.errors import DoesNotFitError
 from llmpq.kernels.formats.atom_scheme import AtomScheme
-from llmpq.kernels.formats.atom_weight import quantize_atom
 from llmpq.kernels.gpu_timing import write_row
+from llmpq.kernels.weights.atom_weight import quantize_atom
+from llmpq.kernels.weights.weight import Weight
 from llmpq.memory import stage_memory
 from llmpq.model_spec import ModelSpec
 from llmpq.plan import Plan
@@ -44,7 +45,6 @@ from llmpq.precision import KVPrecision, Precision
 from llmpq.runtime.engine.slot_limits import SlotLimits
 from llmpq.runtime.engine.slot_scheduler import SlotScheduler
 from llmpq.runtime.launch.plans.manual_plan import manual_plan
-from llmpq.runtime.models.linear import Weight
 from llmpq.runtime.request import Request
 from llmpq.runtime.weights.sources import RandomSource
 from llmpq.units import parse_size

@@ -27,10 +27,8 @@ import torch
 
 from llmpq.cost_model import Phase
 from llmpq.devices.device_spec import canonical_kind, device_specs
-from llmpq.kernels.formats.codebook_weight import E8M0, Codebook, codebook_weight
+from llmpq.kernels.formats.codebooks import E8M0, Codebook
 from llmpq.kernels.formats.kv_block import KVFormat
-from llmpq.kernels.formats.quantized_weight import QuantizedWeight
-from llmpq.kernels.formats.round_to_nearest import quantize_weight
 from llmpq.kernels.gemm.experts.expert_dispatch import assign
 from llmpq.kernels.gemm.experts.expert_stack import ExpertStack
 from llmpq.kernels.gemm.experts.gated import GateRule
@@ -39,6 +37,10 @@ from llmpq.kernels.kv import ruled_attend
 from llmpq.kernels.kv.low_bit.any_size_attend import attend_any_size
 from llmpq.kernels.kv.low_bit.low_bit_cache import QuantizedKVCache
 from llmpq.kernels.kv.reference import ScoreRule
+from llmpq.kernels.weights.codebook_weight import codebook_weight
+from llmpq.kernels.weights.dense_weight import DenseWeight
+from llmpq.kernels.weights.round_to_nearest import quantize_weight
+from llmpq.kernels.weights.weight import Weight
 from llmpq.memory import Quantization, layer_weight_bytes
 from llmpq.model_spec import ModelSpec
 from llmpq.planner.costs.roofline import experts_hit
@@ -49,7 +51,7 @@ from llmpq.runtime.models.layer_tensors import LayerTensors
 from llmpq.runtime.models.linear import Linear
 from llmpq.sizes.kv_format import BLOCK_TOKENS, block_bytes
 
-AS_PLANNED = LayerTensors.linear
+MADE = LayerTensors.linear
 EFFORT = Effort(seconds=0.3, min_repeats=10)
 MODELS = (
     "qwen3-30b-a3b",
@@ -99,9 +101,9 @@ def cases(
 
 def in_mxfp4(parts: LayerTensors, name: str) -> Linear:
     """Return a linear as `LayerTensors.linear` does, an expert's with random codes of MXFP4."""
-    made = AS_PLANNED(parts, name)
+    made = MADE(parts, name)
     weight = made.weight
-    if not name.startswith("experts.") or not isinstance(weight, QuantizedWeight):
+    if not name.startswith("experts.") or not weight.relocates:
         return made
     n, k, device = weight.out_features, weight.in_features, weight.device
     codes = torch.randint(0, 16, (n, k), dtype=torch.uint8, device=device)
@@ -203,7 +205,7 @@ def grouped(args: argparse.Namespace) -> None:
 def stacked(w: torch.Tensor, bits: int, experts: int) -> ExpertStack:
     """Return a stack of as many copies of a weight."""
     stack = ExpertStack(experts)
-    weight: torch.Tensor | QuantizedWeight = w
+    weight: Weight = DenseWeight(w)
     if bits < 16:
         scheme = WeightScheme(bits=bits, group_size=128, symmetric=False, clip_search=False)
         weight = quantize_weight(w, scheme, dtype=torch.bfloat16)

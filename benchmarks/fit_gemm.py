@@ -22,10 +22,9 @@ import numpy as np
 from lib.rows import write_row
 from scipy.optimize import least_squares
 
-from llmpq.kernels.gemm.config import Config
-from llmpq.kernels.gemm.gluon.gluon_plan import tile_rows
 from llmpq.kernels.gemm.ranking import predict
 from llmpq.kernels.gemm.ranking.candidates import GLUON_FORMS, ROWS_FORMS, TILE_FORMS, candidates
+from llmpq.kernels.gemm.ranking.config import Config
 from llmpq.kernels.gemm.ranking.machine import REFERENCE
 from llmpq.kernels.gemm.ranking.predict import (
     Product,
@@ -36,6 +35,7 @@ from llmpq.kernels.gemm.ranking.predict import (
     resident,
     work,
 )
+from llmpq.kernels.gemm.ranking.wgmma_plan import tile_rows
 
 TIMES = Path(predict.__file__).with_name("step_times.json")
 CONSTANTS = {

@@ -34,10 +34,10 @@ from lib.gemm_candidates import (
 )
 from torch.nn import functional
 
-from llmpq.kernels.formats.quantized_weight import QuantizedWeight
 from llmpq.kernels.gemm import linear_gpu
-from llmpq.kernels.gemm.config import Config, config_entry, make_plan
+from llmpq.kernels.gemm.ranking.config import Config, config_entry, make_plan
 from llmpq.kernels.gpu_timing import copies_for, time_launches
+from llmpq.kernels.weights.quantized_weight import QuantizedWeight
 from reference.check_gemm import random_weight
 
 # K x N of the issue, then others to hold the model against.

@@ -27,7 +27,6 @@ from unittest import mock
 import torch
 from lib.rows import write_row
 
-from llmpq.kernels.formats.quantized_weight import QuantizedWeight
 from llmpq.kernels.fused import gated_mlp, rope_append
 from llmpq.kernels.kv import plain_attend
 from llmpq.memory import Quantization
@@ -186,9 +185,7 @@ LINEAR = Linear.forward
 def shape_of(part: Linear) -> tuple[int, int]:
     """Return (out_features, in_features) of a linear."""
     w = part.weight
-    if isinstance(w, QuantizedWeight):
-        return w.out_features, w.in_features
-    return (w.shape[0], w.shape[1])
+    return w.out_features, w.in_features
 
 
 def prompt_ms(model: StageModel, tokens: int, dtype: torch.dtype) -> dict[str, float]:

@@ -11,16 +11,15 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from llmpq.devices.cpu_rates import ProductRate, rates_of
-from llmpq.kernels.cpu.dense import dense_linear, pack_dense
-from llmpq.kernels.formats.round_to_nearest import quantize_weight
-from llmpq.kernels.linear import linear
+from llmpq.kernels.weights.dense_weight import DenseWeight
+from llmpq.kernels.weights.round_to_nearest import quantize_weight
+from llmpq.kernels.weights.weight import Weight
 from llmpq.memory import CpuActivations
 from llmpq.precision import WeightScheme
 
@@ -35,8 +34,6 @@ _COLD_BYTES = 1 << 27
 _COLD_ROWS = 4
 """Rows up to which weights are read from memory, not from a cache."""
 
-Product = Callable[[Tensor, Any], Tensor]
-
 
 @torch.inference_mode()
 def measure(threads: int, dtype_name: Any) -> str:
@@ -44,47 +41,36 @@ def measure(threads: int, dtype_name: Any) -> str:
     torch.set_num_threads(threads)
     dtype = DTYPES[dtype_name]
     w_NK = torch.randn(SIDE, SIDE).mul_(0.02).to(dtype)
-    products = [_rate(16, "exact", pack_dense(w_NK), w_NK.nbytes, dtype)]
+    products = [_rate(16, "exact", DenseWeight(w_NK).packed(), w_NK.nbytes, dtype)]
     for bits in (8, 4, 3):
         scheme = WeightScheme(bits=bits, group_size=128, symmetric=False, clip_search=False)
         exact = quantize_weight(w_NK, scheme, dtype=dtype)
         products.append(_rate(bits, "exact", exact, exact.nbytes, dtype))
-        rounded = replace(exact, activation_bits=8)
+        rounded = exact.with_rounded_inputs(8)
         products.append(_rate(bits, "int8", rounded, exact.nbytes, dtype))
     return rates_of(threads, dtype_name, products, _read_gbps()).dump_json()
 
 
 def _rate(
-    bits: int, activations: CpuActivations, weight: Any, num_bytes: int, dtype: torch.dtype
+    bits: int, activations: CpuActivations, weight: Weight, num_bytes: int, dtype: torch.dtype
 ) -> ProductRate:
-    copies = [weight, *(_copy(weight) for _ in range(_COLD_BYTES // num_bytes))]
-    product: Product = _dense if isinstance(weight, Tensor) else linear
+    copies = [weight, *(weight.map_tensors(torch.clone) for _ in range(_COLD_BYTES // num_bytes))]
     points = []
     for rows in ROWS:
         x_MK = torch.randn(rows, SIDE).to(dtype)
         used = copies if rows <= _COLD_ROWS else copies[:1]
-        points.append((rows, _least_s(product, x_MK, used) / SIDE**2))
+        points.append((rows, _least_s(x_MK, used) / SIDE**2))
     return ProductRate(bits=bits, activations=activations, per_weight=tuple(points))
 
 
-def _dense(x_MK: Tensor, w_NK: Tensor) -> Tensor:
-    return dense_linear(x_MK, w_NK, None)
-
-
-def _copy(weight: Any) -> Any:
-    if isinstance(weight, Tensor):
-        return weight.clone()
-    return replace(weight, planes=tuple(plane.clone() for plane in weight.planes))
-
-
-def _least_s(product: Product, x_MK: Tensor, weights: Sequence[Any]) -> float:
+def _least_s(x_MK: Tensor, weights: Sequence[Weight]) -> float:
     """Return the seconds of one product: the least of a few passes over the weights."""
 
     def one_pass() -> None:
         for weight in weights:
-            product(x_MK, weight)
+            weight.matmul(x_MK)
 
-    product(x_MK, weights[0])  # what is new to warm up
+    weights[0].matmul(x_MK)  # what is new to warm up
     return _least_of(one_pass) / len(weights)
 
 

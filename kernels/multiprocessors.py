@@ -6,6 +6,8 @@ import functools
 
 import torch
 
+from llmpq.kernels.kernel_table import INTERPRETED, Device, gpu
+
 
 @functools.cache
 def multiprocessors(device: torch.device) -> int:
@@ -13,6 +15,14 @@ def multiprocessors(device: torch.device) -> int:
     if device.type != "cuda":
         return 2
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+@functools.cache
+def device_of(device: torch.device) -> Device:
+    """Return what the table of kernels calls a GPU; without one Triton's interpreter runs."""
+    if device.type != "cuda":
+        return INTERPRETED
+    return gpu(torch.cuda.get_device_capability(device))
 
 
 def older_than(device: torch.device, capability: tuple[int, int]) -> bool:

@@ -2,7 +2,7 @@
 
 A kernel launched so (`launch_pdl`, PDL) calls `gdc_launch_dependents` first, asks for what no
 earlier kernel writes (weights), then calls `gdc_wait`: only after that may it touch what others
-wrote, or write itself. Every kernel of a chain waits, so whoever passes the wait has all earlier
+wrote, or write itself. Every kernel of a chain waits, so what follows the wait has all earlier
 kernels' results. In a CUDA graph of ten launches a layer this hides nine of ten launch gaps.
 """
 

@@ -23,12 +23,13 @@ DRAWN = """
 llmpq <- kernels <- runtime <- profiler
 llmpq <- planner
 
+kernels/kernel_table <- kernels/arrivals, kernels/multiprocessors, kernels/overlap, kernels/native
 kernels/arrivals, kernels/multiprocessors, kernels/overlap, kernels/native <- kernels/formats
 kernels/formats <- kernels/gemm
 kernels/gemm <- kernels/atom <- kernels/fused
 kernels/formats <- kernels/kv
 kernels/formats <- kernels/cpu
-kernels/gemm, kernels/cpu <- kernels/linear <- kernels/cpu_probe
+kernels/fused, kernels/cpu <- kernels/weights <- kernels/cpu_probe
 
 planner/costs, planner/limits <- planner/problem <- planner/evaluate
 planner/problem <- planner/export
@@ -247,14 +248,14 @@ def test_planner_and_nouns_leave_torch_alone() -> None:
     ("module", "target"),
     [
         ("llmpq.planner.make", "llmpq.runtime.step"),
-        ("llmpq.kernels.linear", "llmpq.runtime.step"),
+        ("llmpq.kernels.weights.weight", "llmpq.runtime.step"),
         ("llmpq.planner.exact.search", "llmpq.planner.solving.isolated"),
         ("llmpq.planner.evaluate.fits", "llmpq.planner.cli.report"),
         ("llmpq.runtime.links.message", "llmpq.runtime.tools.bench"),
         ("llmpq.runtime.models.llama", "llmpq.runtime.drafts.ngram"),
         ("llmpq.kernels.formats.kv_block", "llmpq.kernels.kv.low_bit.attend"),
         ("llmpq.kernels.kv.low_bit.attend", "llmpq"),
-        ("llmpq.precision", "llmpq.kernels.linear"),
+        ("llmpq.precision", "llmpq.kernels.overlap"),
     ],
 )
 def test_a_wrong_direction_is_caught(module: str, target: str) -> None:
@@ -279,11 +280,11 @@ if TYPE_CHECKING:
     import llmpq.plan
 HERE = {"a": "llmpq.planner.make:make_plan"}
 def f(name):
-    from llmpq.kernels import linear
+    from llmpq.kernels import overlap
     return import_module(HERE[name])
 """
     found = set(imported(source))
-    assert {"llmpq.kernels.linear", "llmpq.planner.make"} <= found and "llmpq.plan" not in found
+    assert {"llmpq.kernels.overlap", "llmpq.planner.make"} <= found and "llmpq.plan" not in found
     with pytest.raises(AssertionError, match="whole name"):
         list(imported("import_module(f'llmpq.{x}')"))
 

@@ -27,12 +27,10 @@ from llmpq.kernels.atom.hopper import (
     product,
 )
 from llmpq.kernels.atom.portable import GemmPlan, RoundedInput, atom_gemm, norm_round
-from llmpq.kernels.formats.atom_tiles import AtomTiles, best_form
-from llmpq.kernels.formats.atom_weight import AtomWeight
 from llmpq.kernels.fused import gated_mlp
 from llmpq.kernels.fused import rms_norm as fused_norm
 from llmpq.kernels.gpu_timing import copies_for, time_launches, write_row
-from llmpq.kernels.linear import linear
+from llmpq.kernels.weights.atom_weight import AtomTiles, AtomWeight
 from reference.check_atom import LAYER, SCHEMES, W4A4, random_weight
 from reference.check_gemm import random_weight as random_w4a16
 from reference.kernel_commands import BenchAtom
@@ -81,7 +79,7 @@ def _products(name: str, key: str, m: int, asked: BenchAtom) -> dict[str, list[f
             random_w4a16(n, k, 4, True, 128, torch.bfloat16, x.device)
             for _ in range(copies_for(n * k // 2))
         ]
-        times["w4a16"] = _time(lambda i: linear(x, peers[i]), len(peers), asked)
+        times["w4a16"] = _time(lambda i: peers[i].matmul(x), len(peers), asked)
         del peers
     copies = copies_for(2 * n * k)
     dense = torch.randn(copies, n, k, device="cuda", dtype=torch.bfloat16)
@@ -92,7 +90,7 @@ def _products(name: str, key: str, m: int, asked: BenchAtom) -> dict[str, list[f
 def _ways(name: str, key: str, m: int) -> tuple[list[AtomWeight], dict[str, Call]]:
     """Return copies of a weight past the L2, and the calls to time."""
     k, n = LAYER[name]
-    one = best_form(random_weight(name, k, n, SCHEMES[key], torch.bfloat16, torch.device("cuda")))
+    one = random_weight(name, k, n, SCHEMES[key], torch.bfloat16, torch.device("cuda")).packed()
     pool = [_copy(one) for _ in range(copies_for(one.nbytes))]
     x = torch.randn(m, k, device="cuda", dtype=torch.bfloat16)
     if not isinstance(one, AtomTiles):
@@ -125,7 +123,7 @@ def _copy(weight: AtomWeight) -> AtomWeight:
 def _sweep(name: str, key: str, m: int, asked: BenchAtom) -> None:
     """Time tiles and print the fastest three."""
     k, n = LAYER[name]
-    one = best_form(random_weight(name, k, n, SCHEMES[key], torch.bfloat16, torch.device("cuda")))
+    one = random_weight(name, k, n, SCHEMES[key], torch.bfloat16, torch.device("cuda")).packed()
     pool = [_copy(one) for _ in range(copies_for(one.nbytes))]
     x = torch.randn(m, k, device="cuda", dtype=torch.bfloat16)
     calls: list[tuple[str, Call]] = []
@@ -173,8 +171,8 @@ def _fused(m: int, asked: BenchAtom) -> dict[str, list[float]]:
     """Time the fused roundings beside the operations they ride on."""
     hidden, ffn = 4096, 14336
     device, dtype = torch.device("cuda"), torch.bfloat16
-    wide = best_form(random_weight("qkv", hidden, 256, W4A4, dtype, device))
-    down = best_form(random_weight("down", ffn, 256, W4A4, dtype, device))
+    wide = random_weight("qkv", hidden, 256, W4A4, dtype, device).packed()
+    down = random_weight("down", ffn, 256, W4A4, dtype, device).packed()
     assert isinstance(wide, AtomTiles) and isinstance(down, AtomTiles)
     copies = min(16, copies_for(2 * m * hidden))
     x = torch.randn(copies, m, hidden, device=device, dtype=dtype)

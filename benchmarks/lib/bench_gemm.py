@@ -14,10 +14,9 @@ from dataclasses import dataclass
 import torch
 from torch.nn import functional
 
-from llmpq.kernels.formats.quantized_weight import QuantizedWeight
 from llmpq.kernels.formats.weight_layout import GROUP
 from llmpq.kernels.gpu_timing import copies_for, copy_bandwidth, time_launches, write_row
-from llmpq.kernels.linear import linear
+from llmpq.kernels.weights.quantized_weight import QuantizedWeight
 from llmpq.precision import Precision
 from reference.check_gemm import random_weight
 from reference.kernel_commands import BenchGemm
@@ -129,7 +128,7 @@ def _time_product(
     for _ in range(_ROUNDS):  # in turns: the clock moves between a cold and a busy GPU
         each = -(-asked.repeats // _ROUNDS)
         cublas += time_launches(lambda i: functional.linear(x, dense[i]), len(dense), repeats=each)
-        us += time_launches(lambda i: linear(x, pool[i]), copies, repeats=each)
+        us += time_launches(lambda i: pool[i].matmul(x), copies, repeats=each)
     moved = first.nbytes + 2 * m * (n + k)
     return GemmTime(
         us=us,

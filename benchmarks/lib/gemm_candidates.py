@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from llmpq.kernels.gemm.config import Config
-from llmpq.kernels.gemm.gluon.gluon_plan import shared_bytes, suits, tile_rows, tiles_of
+from llmpq.kernels.gemm.ranking.config import Config
+from llmpq.kernels.gemm.ranking.wgmma_plan import shared_bytes, suits, tile_rows, tiles_of
 
 FEW_ROWS = 8
 """Most rows of x that `gemv_kernel` multiplies."""

@@ -1,4 +1,4 @@
 """Products of rounded inputs with rounded weights (W4A4, W8A8), and the rounding of the inputs.
 
-`product.py` is the way in; `hopper.py` and `portable.py` are its two GPU paths.
+`weights/atom_weight.py` multiplies by these; `hopper.py` and `portable.py` are its two GPU paths.
 """

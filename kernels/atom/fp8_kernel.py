@@ -29,11 +29,11 @@ ptxas makes products that a loop's next round waits for synchronous (C7514): no 
     T [G, 3, MS]           bfloat16: three terms of a token's scale per group; boxes of 16 rows get
                            zeros for the others
     OUTLIER [MS]           float32: its outliers' scale
-    P, S                   FRAGMENT planes and scales (atom_tiles.py): G groups, then the outliers'
+    P, S                   FRAGMENT planes and scales (atom_weight.py): G groups, then the outliers'
                            high and low nibbles (and a third group, which only the decode form uses)
 
 The channels of a group are stored so that the words of a lane are its fp8 operand, in order
-(formats/atom_tiles.py `fragment_order`).
+(weights/atom_weight.py `fragment_order`).
 
 M tokens, N = out_features, G groups, BM tokens a tile, S stages.
 """
@@ -47,33 +47,18 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
 
+from llmpq.kernels.atom.tile_codes import (
+    halves,
+    lane_operand,
+    outlier_bytes,
+    thread_barrier,
+    tma_copy,
+)
 from llmpq.kernels.gemm.gluon.gluon_shares import add_shares, segment_of, work
-
-# Triton renamed these between 3.6 and 3.9.
-_barrier = getattr(gl, "thread_barrier", None) or gl.barrier
-_copy = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
-
-
-@gluon.jit
-def _halves(byte):
-    """Bytes of 4 blocks [4, 8, 128] as k 0 .. 63 and 64 .. 127 of their k-group."""
-    return gl.split(byte.reshape((4, 2, 4, 128)).permute((0, 2, 3, 1)))
-
-
-@gluon.jit
-def _operand(even, odd, operand: gl.constexpr):
-    """Bytes of 4 blocks as lanes hold them, rows r and r + 8, as the left operand [64, 64].
-
-    [block, rhi, rlo c jj k3 b] and r3 to rows (block r3 r) and columns (jj k3 c b).
-    """
-    both = gl.join(even, odd).reshape((4, 4, 2, 4, 2, 2, 4, 2))
-    both = both.permute((0, 7, 1, 2, 4, 5, 3, 6)).reshape((64, 64))
-    return gl.convert_layout(both, operand, assert_trivial=True)
 
 
 @gluon.jit
@@ -98,31 +83,7 @@ def _nibbles(byte, operand: gl.constexpr):
         is_pure=True,
         pack=4,
     )
-    return _operand(even, odd, operand).to(gl.float8e4nv, bitcast=True)
-
-
-@gluon.jit
-def _bytes(high, low, operand: gl.constexpr):
-    """16 * high + low - 128 of two nibble planes, as int8."""
-    even = gl.inline_asm_elementwise(
-        "{.reg .b32 t, u; shl.b32 t, $1, 4; and.b32 t, t, 0xf0f0f0f0; and.b32 u, $2, 0x0f0f0f0f;"
-        "or.b32 t, t, u; xor.b32 $0, t, 0x80808080;}",
-        "=r,r,r",
-        [high, low],
-        dtype=gl.uint8,
-        is_pure=True,
-        pack=4,
-    )
-    odd = gl.inline_asm_elementwise(
-        "{.reg .b32 t, u; and.b32 t, $1, 0xf0f0f0f0; shr.b32 u, $2, 4; and.b32 u, u, 0x0f0f0f0f;"
-        "or.b32 t, t, u; xor.b32 $0, t, 0x80808080;}",
-        "=r,r,r",
-        [high, low],
-        dtype=gl.uint8,
-        is_pure=True,
-        pack=4,
-    )
-    return _operand(even, odd, operand).to(gl.int8, bitcast=True)
+    return lane_operand(even, odd, operand).to(gl.float8e4nv, bitcast=True)
 
 
 @gluon.jit
@@ -147,24 +108,24 @@ def _fetch(
             if g0 == 0:
                 mbarrier.wait(oempty, (done & 1) ^ 1)
                 mbarrier.expect(ofull, BM * 128 + 16384)
-                _copy(o_desc, [tm * BM, G * 128], ofull, ao_s.index(0))
-                _copy(o_desc, [tm * BM, G * 128 + 64], ofull, ao_s.index(1))
-                _copy(p_desc, [tn * 8, G * 8, 0], ofull, po_s.index(0))
-                _copy(p_desc, [tn * 8, G * 8 + 8, 0], ofull, po_s.index(1))
+                tma_copy(o_desc, [tm * BM, G * 128], ofull, ao_s.index(0))
+                tma_copy(o_desc, [tm * BM, G * 128 + 64], ofull, ao_s.index(1))
+                tma_copy(p_desc, [tn * 8, G * 8, 0], ofull, po_s.index(0))
+                tma_copy(p_desc, [tn * 8, G * 8 + 8, 0], ofull, po_s.index(1))
                 done += 1
         for g in range(g0, g1):
             stage = step % STAGES
             mbarrier.wait(empty.index(stage), ((step // STAGES) & 1) ^ 1)
             mbarrier.expect(full.index(stage), BM * 160 + 8192)
-            _copy(p_desc, [tn * 8, g * 8, 0], full.index(stage), p_s.index(stage))
+            tma_copy(p_desc, [tn * 8, g * 8, 0], full.index(stage), p_s.index(stage))
             for i in gl.static_range(2):
-                _copy(
+                tma_copy(
                     a_desc,
                     [tm * BM, g * 128 + i * 64],
                     full.index(stage),
                     a_s.index(2 * stage + i),
                 )
-            _copy(t_desc, [g, 0, tm * BM], full.index(stage), t_s.index(stage))
+            tma_copy(t_desc, [g, 0, tm * BM], full.index(stage), t_s.index(stage))
             step += 1
 
 
@@ -219,14 +180,14 @@ def _multiply(
                 # The low nibbles' scale, in units of the fp8 sums.
                 so = gl.load(s_at + (G + 1) * 16).to(gl.float32) * 2.0**-18
                 mbarrier.wait(ofull, done & 1)
-                highs = _halves(po_s.index(0).slice(HALF * 4, 4).load(packed))
-                lows = _halves(po_s.index(1).slice(HALF * 4, 4).load(packed))
+                highs = halves(po_s.index(0).slice(HALF * 4, 4).load(packed))
+                lows = halves(po_s.index(1).slice(HALF * 4, 4).load(packed))
                 total = gl.zeros((64, BM), gl.int32, layout=mma)
                 for i in gl.static_range(2):
-                    w8 = _bytes(highs[i], lows[i], operand)
+                    w8 = outlier_bytes(highs[i], lows[i], operand)
                     total = warpgroup_mma(w8, ao_s.index(i).permute((1, 0)), total, is_async=True)
                 total = warpgroup_mma_wait(0, deps=[total])
-                _barrier()
+                thread_barrier()
                 mbarrier.arrive(oempty, count=1)
                 acc = total.to(gl.float32) * so[:, None] * sa[None, :]
                 done += 1
@@ -237,7 +198,7 @@ def _multiply(
             wide = sw.to(gl.float32)[:, None]
             sw_high = gl.where(term < 3, wide, 0.0).to(gl.bfloat16)
             mbarrier.wait(full.index(stage), (step // STAGES) & 1)
-            first, second = _halves(p_s.index(stage).slice(HALF * 4, 4).load(packed))
+            first, second = halves(p_s.index(stage).slice(HALF * 4, 4).load(packed))
             # The scales' product runs while the first half's operand is made, that half's while
             # the second's is.
             scale = gl.zeros((64, BM), gl.float32, layout=mma16)
@@ -254,7 +215,7 @@ def _multiply(
             a = a_s.index(2 * stage + 1).permute((1, 0))
             part = warpgroup_mma(_nibbles(second, operand), a, part, is_async=True)
             part, scale = warpgroup_mma_wait(0, deps=[part, scale])
-            _barrier()
+            thread_barrier()
             mbarrier.arrive(empty.index(stage), count=1)
             acc = acc + part * gl.convert_layout(scale, mma, assert_trivial=True)
             sw = sw_next

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 import triton
@@ -33,10 +34,11 @@ from llmpq.kernels.atom.hopper_inputs import (
     norm_input,
 )
 from llmpq.kernels.atom.int8_kernel import integer_kernel
-from llmpq.kernels.formats.atom_scheme import AtomScheme
-from llmpq.kernels.formats.atom_tiles import AtomTiles, from_words
 from llmpq.kernels.gemm.linear_gpu import linear_gpu
 from llmpq.kernels.multiprocessors import multiprocessors
+
+if TYPE_CHECKING:
+    from llmpq.kernels.weights.atom_weight import AtomTiles
 
 __all__ = [
     "Activation",
@@ -208,7 +210,7 @@ def _in_units(
 def _schedule(tiles: int, groups: int, shares: bool, multiprocessors: int) -> tuple[int, int]:
     """Return programs, and the tiles they take turns at; others' K is cut into equal runs.
 
-    Every program gets a k-group or more: one without would never arrive where a tile's sums meet.
+    Every program gets a k-group or more: one without would never arrive at a tile.
     """
     if not shares or tiles % multiprocessors == 0:
         return min(tiles, multiprocessors), tiles
@@ -218,81 +220,10 @@ def _schedule(tiles: int, groups: int, shares: bool, multiprocessors: int) -> tu
     return (multiprocessors if whole else min(multiprocessors, tiles * groups)), whole
 
 
-def tiles_linear(
-    x_MK: Tensor, weight: AtomTiles, bias: Tensor | None = None, residual_MN: Tensor | None = None
-) -> Tensor:
-    """Return y [M, N] of inputs that nothing has rounded; one opaque operator to torch.compile."""
-    if torch.compiler.is_compiling():
-        scheme = weight.scheme
-        return rounded_linear(
-            x_MK,
-            weight.codes,
-            weight.scale,
-            weight.index_K,
-            bias,
-            residual_MN,
-            weight.out_features,
-            scheme.outliers,
-            scheme.activation_bits,
-            scheme.activation_clip,
-            scheme.signed_scale,
-            scheme.rotation,
-            weight.steps,
-            weight.unit,
-        )
+def tiles_linear(x_MK: Tensor, weight: AtomTiles, bias: Tensor | None) -> Tensor:
+    """Return y [M, N] of inputs that nothing has rounded."""
     tokens = any_input(x_MK.contiguous(), weight)
-    return product(tokens, weight, dtype=x_MK.dtype, bias=bias, residual_MN=residual_MN)
-
-
-@torch.library.custom_op("llmpq::rounded_linear", mutates_args=())
-def rounded_linear(
-    x: Tensor,
-    codes: Tensor,
-    scale: Tensor,
-    index: Tensor | None,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    out_features: int,
-    outliers: int,
-    activation_bits: int,
-    activation_clip: float,
-    signed_scale: bool,
-    rotation: bool,
-    steps: Tensor | None = None,
-    unit: Tensor | None = None,
-) -> Tensor:
-    """The rounding of inputs and the product with words of the Hopper form."""
-    scheme = AtomScheme(
-        outliers=outliers,
-        activation_bits=activation_bits,
-        activation_clip=activation_clip,
-        signed_scale=signed_scale,
-        rotation=rotation,
-        integer_scales=steps is not None,
-    )
-    weight = from_words(codes, scale, scheme, out_features, x.shape[1], index, steps, unit)
-    tokens = any_input(x.contiguous(), weight)
-    return product(tokens, weight, dtype=x.dtype, bias=bias, residual_MN=residual)
-
-
-@rounded_linear.register_fake
-def _(
-    x: Tensor,
-    codes: Tensor,
-    scale: Tensor,
-    index: Tensor | None,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    out_features: int,
-    outliers: int,
-    activation_bits: int,
-    activation_clip: float,
-    signed_scale: bool,
-    rotation: bool,
-    steps: Tensor | None = None,
-    unit: Tensor | None = None,
-) -> Tensor:
-    return x.new_empty(x.shape[0], out_features)
+    return product(tokens, weight, dtype=x_MK.dtype, bias=bias)
 
 
 def _layout(rank: int, swizzle: int, *, element_bitwidth: int = 8) -> gl.NVMMASharedLayout:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 import triton
@@ -24,16 +24,16 @@ from llmpq.kernels.atom.round_activation import act_codes_kernel
 from llmpq.kernels.atom.round_kernels import act_round_kernel, norm_round_kernel, steps_kernel
 from llmpq.kernels.atom.round_norm import norm_codes_kernel
 from llmpq.kernels.formats.atom_rounding import STEPS, hadamard
-from llmpq.kernels.formats.atom_tiles import AtomTiles
 from llmpq.kernels.formats.weight_layout import GROUP
+from llmpq.kernels.kernel_table import ATOM_FEW, Kernel, KernelForm, eligible, gpu
 from llmpq.kernels.multiprocessors import multiprocessors
 from llmpq.kernels.overlap import overlaps
 
+if TYPE_CHECKING:
+    from llmpq.kernels.weights.atom_weight import AtomTiles
+
 Activation = Literal["silu", "relu", "gelu", "none"]
 NormKind = Literal["none", "rms", "layer"]
-
-FEW = 64
-"""Tokens up to which the weight-only kernels multiply."""
 
 GROUPS_A_PROGRAM = 4
 """Groups of a token that a program norms and rounds where there are few tokens."""
@@ -48,6 +48,7 @@ M = 100: 5.6 us; 4: 14.3; M = 4096: 127.9; 4: 121.5)."""
 TOKENS_A_RUN = 128
 """Scales of so many tokens lie together; the last run is padded."""
 
+HOPPER = (9, 0)
 _NO_GLUON = bool(triton.knobs.runtime.interpret)
 
 _NORMS: dict[str, int] = {"none": 0, "rms": 1, "layer": 2}
@@ -68,7 +69,8 @@ class RoundedTokens:
 
 def is_few(rows: int, activation_bits: int) -> bool:
     """Whether the weight-only kernels multiply."""
-    return rows <= FEW or activation_bits == 16
+    form = KernelForm.ATOM_TILES_A16 if activation_bits == 16 else KernelForm.ATOM_TILES
+    return Kernel.AS_WORDS in eligible(form, gpu(HOPPER), rows)
 
 
 def norm_input(
@@ -97,7 +99,7 @@ def norm_input(
         _norm_many(x_MK, weight, out, kind, weight_K, bias_K, eps, block)
         return in_units(out, weight)
     slots = groups + (1 if scheme.outliers else 0)
-    whole = m > FEW
+    whole = m > ATOM_FEW
     together = triton.next_power_of_2(slots) if whole else GROUPS_A_PROGRAM
     pdl = overlaps(x_MK.device)
     norm_round_kernel[(m, triton.cdiv(slots, together))](
@@ -187,7 +189,7 @@ def activation_input(x: Tensor, weight: AtomTiles, activation: Activation) -> Ro
     if not _NO_GLUON and out.scales is not None and normal % 8 == 0:
         _act_many(x, weight, out, activation)
         return in_units(out, weight)
-    block_m = 1 if m <= FEW else 4
+    block_m = 1 if m <= ATOM_FEW else 4
     pdl = overlaps(x.device)
     act_round_kernel[(triton.cdiv(m, block_m), groups + (1 if scheme.outliers else 0))](
         x,

@@ -10,6 +10,9 @@ the ring are those of fp8_kernel.py, but the outliers' two nibble planes take st
 behind the k-groups. An operand's half is made while the other half, or the last group's,
 multiplies: products of one half are always in flight, waits name one, never zero, to a tile's end.
 
+Off by default (`llmpq-quantize --integer-scales`): scales of so few steps cost quality. It stays
+because no other form of W4A4 is beyond 1.6 times cuBLAS: fp8_kernel.py reaches 1.1 times.
+
 H200, Llama-3.1-8B's gate_up, cuBLAS bf16 and fp8_kernel.py beside it: 202, 332 and 304 us at 1024
 tokens, 817, 1397 and 1274 at 4096 (kernel alone, its prototype). No faster: five stages instead of
 eight (210), operands made where the compiler likes, which is behind the wait (212).
@@ -35,7 +38,13 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from llmpq.kernels.atom.fp8_kernel import _barrier, _bytes, _copy, _halves, _operand
+from llmpq.kernels.atom.tile_codes import (
+    halves,
+    lane_operand,
+    outlier_bytes,
+    thread_barrier,
+    tma_copy,
+)
 from llmpq.kernels.gemm.gluon.gluon_shares import segment_of, work
 
 
@@ -44,7 +53,7 @@ def _words(
     p_s, stage, HALF: gl.constexpr, packed: gl.constexpr, half: gl.constexpr
 ):  # fmt: skip
     """The nibbles of a k-group's two halves, for 64 rows of w."""
-    first, second = _halves(p_s.index(stage).slice(HALF * 4, 4).load(packed))
+    first, second = halves(p_s.index(stage).slice(HALF * 4, 4).load(packed))
     first = gl.convert_layout(first.reshape((4, 4, 2, 64)), half, assert_trivial=True)
     second = gl.convert_layout(second.reshape((4, 4, 2, 64)), half, assert_trivial=True)
     return first, second
@@ -78,7 +87,7 @@ def _scaled(byte, low, high, operand: gl.constexpr):
         is_pure=False,
         pack=4,
     )
-    return _operand(even, odd, operand).to(gl.int8, bitcast=True)
+    return lane_operand(even, odd, operand).to(gl.int8, bitcast=True)
 
 
 @gluon.jit
@@ -102,12 +111,12 @@ def _fetch(
             mbarrier.wait(empty.index(stage), ((step // STAGES) & 1) ^ 1)
             if g == G + 1:
                 mbarrier.expect(full.index(stage), 8192)
-                _copy(p_desc, [tn * 8, g * 8, 0], full.index(stage), p_s.index(stage))
+                tma_copy(p_desc, [tn * 8, g * 8, 0], full.index(stage), p_s.index(stage))
             else:
                 mbarrier.expect(full.index(stage), BM * 128 + 8192)
-                _copy(p_desc, [tn * 8, g * 8, 0], full.index(stage), p_s.index(stage))
+                tma_copy(p_desc, [tn * 8, g * 8, 0], full.index(stage), p_s.index(stage))
                 for i in gl.static_range(2):
-                    _copy(
+                    tma_copy(
                         a_desc,
                         [tm * BM, g * 128 + i * 64],
                         full.index(stage),
@@ -178,7 +187,7 @@ def _multiply(
         w = _scaled(second, low, high, operand)
         acc = warpgroup_mma(w, a_s.index(2 * stage + 1).permute((1, 0)), acc, is_async=True)
         acc = warpgroup_mma_wait(0, deps=[acc])
-        _barrier()
+        thread_barrier()
         mbarrier.arrive(empty.index(stage), count=1)
         low = low_next.to(gl.int32)
         high = high_next.to(gl.int32)
@@ -197,7 +206,7 @@ def _multiply(
             # The last group's second half is done: its registers and its stage are free.
             low, high = warpgroup_mma_wait(1, deps=[low, high])
             if g > 1:
-                _barrier()
+                thread_barrier()
                 mbarrier.arrive(empty.index(before), count=1)
             w1 = _scaled(second, low, high, operand)
             acc = warpgroup_mma(w1, a_s.index(2 * stage + 1).permute((1, 0)), acc, is_async=True)
@@ -209,7 +218,7 @@ def _multiply(
             step += 1
         acc = warpgroup_mma_wait(0, deps=[acc])
         if G > 1:
-            _barrier()
+            thread_barrier()
             mbarrier.arrive(empty.index(before), count=1)
         y = acc.to(gl.float32) * (gl.load(UW + n)[:, None] * gl.load(UA + m)[None, :])
         if OUTLIERS:
@@ -220,15 +229,15 @@ def _multiply(
             sa = gl.load(OUTLIER + m)
             mbarrier.wait(full.index(stage), (step // STAGES) & 1)
             mbarrier.wait(full.index(later), ((step + 1) // STAGES) & 1)
-            highs = _halves(p_s.index(stage).slice(HALF * 4, 4).load(packed))
-            lows = _halves(p_s.index(later).slice(HALF * 4, 4).load(packed))
+            highs = halves(p_s.index(stage).slice(HALF * 4, 4).load(packed))
+            lows = halves(p_s.index(later).slice(HALF * 4, 4).load(packed))
             total = gl.zeros((64, BM), gl.int32, layout=mma)
             for i in gl.static_range(2):
-                w = _bytes(highs[i], lows[i], operand)
+                w = outlier_bytes(highs[i], lows[i], operand)
                 a = a_s.index(2 * stage + i).permute((1, 0))
                 total = warpgroup_mma(w, a, total, is_async=True)
             total = warpgroup_mma_wait(0, deps=[total])
-            _barrier()
+            thread_barrier()
             mbarrier.arrive(empty.index(stage), count=1)
             mbarrier.arrive(empty.index(later), count=1)
             y = y + total.to(gl.float32) * (so[:, None] * sa[None, :])

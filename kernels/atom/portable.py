@@ -10,7 +10,7 @@ reference.py. Weights with 8-bit outliers, INT4 groups of 64 or 128, or INT8 per
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 import triton
@@ -22,9 +22,11 @@ from llmpq.kernels.atom.portable_kernels import (
     norm_round_kernel,
 )
 from llmpq.kernels.formats.atom_scheme import AtomScheme
-from llmpq.kernels.formats.atom_weight import AtomWeight
 from llmpq.kernels.formats.weight_layout import GROUP
 from llmpq.precision import padded_k
+
+if TYPE_CHECKING:
+    from llmpq.kernels.weights.atom_weight import AtomWeight
 
 NormKind = Literal["none", "rms", "layer"]
 

@@ -9,6 +9,7 @@ the integer products times the scales but for float rounding.
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -16,7 +17,9 @@ from torch.nn import functional
 
 from llmpq.kernels.formats.atom_rounding import Codes, restore, round_activations, stored_integers
 from llmpq.kernels.formats.atom_scheme import AtomScheme
-from llmpq.kernels.formats.atom_weight import AtomWeight
+
+if TYPE_CHECKING:
+    from llmpq.kernels.weights.atom_weight import AtomWeight
 
 
 def atom_linear_reference(

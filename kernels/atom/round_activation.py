@@ -25,9 +25,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from llmpq.kernels.atom.group_codes import bytes_of, codes_of
-
-# Triton renamed this between 3.6 and 3.9.
-_barrier = getattr(gl, "thread_barrier", None) or gl.barrier
+from llmpq.kernels.atom.tile_codes import thread_barrier
 
 
 @gluon.jit
@@ -105,16 +103,16 @@ def act_codes_kernel(
         start += 128
         y_s.store(y.to(element))
         fence_async_shared()
-        _barrier()
-        turned = gl.zeros((64, 128), gl.float32, layout=mma)
-        turned = warpgroup_mma(y_s, matrix_s, turned, is_async=True)
-        turned = warpgroup_mma_wait(0, deps=[turned])
-        _barrier()
-        turned = turned.reshape((64, 16, 4, 2)).permute((0, 2, 1, 3)).reshape((64, 128))
-        turned = gl.convert_layout(turned, run, assert_trivial=True)
+        thread_barrier()
+        rotated = gl.zeros((64, 128), gl.float32, layout=mma)
+        rotated = warpgroup_mma(y_s, matrix_s, rotated, is_async=True)
+        rotated = warpgroup_mma_wait(0, deps=[rotated])
+        thread_barrier()
+        rotated = rotated.reshape((64, 16, 4, 2)).permute((0, 2, 1, 3)).reshape((64, 128))
+        rotated = gl.convert_layout(rotated, run, assert_trivial=True)
         if ROTATE:
-            turned = turned * gl.where(last, 1.0, 0.08838834764831845)
-        q, scale = codes_of(turned, is_outlier, SIGNED, CLIP)
+            rotated = rotated * gl.where(last, 1.0, 0.08838834764831845)
+        q, scale = codes_of(rotated, is_outlier, SIGNED, CLIP)
         group = gl.where(last, G, chunk * STEPS + i)
         to = row_out.to(gl.int64)[:, None] * width + group * 128 + p[None, :]
         gl.store(OUT + to, bytes_of(q, outlier_byte), mask=(row_out < M)[:, None])

@@ -10,7 +10,7 @@ eats (`FORM` 0 or 1):
                bfloat16 [3 G, MS]: three terms that sum to a group's scale; OUTLIER float32 [M]:
                the outliers' (fp8_kernel.py). A tile of tokens reads a run of each
     1 restored [M, (G + 3) * 128] in x's dtype: code * scale, the outliers three times, in the
-               order of the fragment form (formats/atom_tiles.py), for the weight-only kernels
+               order of the fragment form (weights/atom_weight.py), for the weight-only kernels
 
 `steps_kernel` turns form 0 into int8 values code * integer, for integer scales.
 
@@ -88,7 +88,7 @@ def _store(
             tl.store(OUTLIER + row, scale, mask=live & is_outlier)
     else:
         wide: tl.constexpr = (G + (3 if OUTLIERS else 0)) * 128
-        # Where a channel stands in the fragment form: formats/atom_tiles.py `fragment_order`.
+        # Where a channel stands in the fragment form: weights/atom_weight.py `fragment_order`.
         k = 64 * (p % 2) + 16 * (p // 32) + 8 * (p // 16 % 2) + 2 * (p // 4 % 4) + p % 4 // 2
         at = row.to(tl.int64)[:, None] * wide + group[:, None] * 128 + k
         value = (q if BITS == 16 else q * scale[:, None]).to(OUT.dtype.element_ty)

@@ -7,16 +7,20 @@ more            w = table[code] scale in float32, rounded once to x's dtype, som
 from __future__ import annotations
 
 import functools
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from llmpq.kernels.cpu.dense import dense_in_pieces
-from llmpq.kernels.formats.codebook_weight import E4M3, E8M0, Codebook, CodebookWeight
+from llmpq.kernels.formats.codebooks import E4M3, E8M0, Codebook
 from llmpq.kernels.formats.weight_layout import Layout
+from llmpq.kernels.kernel_table import CPU_FLOAT_ROWS
 from llmpq.kernels.native.library import DTYPE_CODES, address, call, library
 
-FEW_ROWS = 16
+if TYPE_CHECKING:
+    from llmpq.kernels.weights.codebook_weight import CodebookWeight
+
 KINDS = DTYPE_CODES | {E8M0: 3, E4M3: 4}
 """What codebook.h calls the scales."""
 
@@ -24,7 +28,7 @@ KINDS = DTYPE_CODES | {E8M0: 3, E4M3: 4}
 def codebook_linear_cpu(x_MK: Tensor, weight: CodebookWeight, bias: Tensor | None) -> Tensor:
     """Multiply x [M, K] by a weight whose codes are on the CPU."""
     native = library() is not None and x_MK.dtype in DTYPE_CODES and weight.layout is Layout.ROWS
-    if native and 0 < x_MK.shape[0] <= FEW_ROWS:
+    if native and 0 < x_MK.shape[0] <= CPU_FLOAT_ROWS:
         return gemv_codebook(x_MK, weight, bias)
     made = dequantize_rows if native else CodebookWeight.dequantize
     shape = weight.out_features, weight.in_features

@@ -10,16 +10,16 @@ oneDNN with a plain weight / with a blocked one:
     bfloat16  1536, 256    30 / 29 / 20         37 / 36 / 25         119 / 117 / 106
               4096, 4096   3983 / 4195 / 1616   4718 / 4685 / 2619   13810 / 13790 / 11009
 
-A plain weight (a tied head, float16, shapes that would be padded) meets few rows in our own code
-(kernels/native/dense.h), which reads it once. Two busy cores of an Intel Xeon with AMX, N x K =
-64128 x 2048 (bfloat16: 128256 x 2048), ms, `functional.linear` / ours:
+A plain weight (a tied head, float16, shapes that would be padded) is multiplied by few rows in our
+own code (kernels/native/dense.h), which reads it once. Two busy cores of an Intel Xeon with AMX,
+N x K = 64128 x 2048 (bfloat16: 128256 x 2048), ms, `functional.linear` / ours:
 
     rows    float32        bfloat16       float16
     1       47.0 / 42.5    64.3 / 56.7    43.4 / 26.6
     4       99.3 / 56.7    65.1 / 63.7    52.2 / 33.5
     8       149.0 / 81.5   75.8 / 97.3    57.3 / 66.8     (oneDNN's float32, plain: 69)
 
-With AMX bfloat16 weights stay plain, in large pages: our own code meets one row at the memory's
+With AMX bfloat16 weights stay plain, in large pages: our own code multiplies one row at memory
 speed and more of them in tiles (kernels/native/dense_tiles.h); a prompt's are
 `functional.linear`'s, which takes as long as oneDNN with a blocked weight.
 

@@ -6,20 +6,23 @@ more            w = code * scale in float32, rounded once to x's dtype, some row
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
 
 from llmpq.kernels.cpu.dense import dense_in_pieces
-from llmpq.kernels.formats.fp8_weight import Fp8Weight
+from llmpq.kernels.kernel_table import CPU_FLOAT_ROWS
 from llmpq.kernels.native.library import DTYPE_CODES, address, call, library
 
-FEW_ROWS = 16
+if TYPE_CHECKING:
+    from llmpq.kernels.weights.fp8_weight import Fp8Weight
 
 
 def fp8_linear_cpu(x_MK: Tensor, weight: Fp8Weight, bias: Tensor | None) -> Tensor:
     """Multiply x [M, K] by a weight whose codes are on the CPU."""
     native = library() is not None and x_MK.dtype in DTYPE_CODES
-    if native and 0 < x_MK.shape[0] <= FEW_ROWS:
+    if native and 0 < x_MK.shape[0] <= CPU_FLOAT_ROWS:
         return gemv_fp8(x_MK, weight, bias)
     made = dequantize_rows if native else _by_torch
     shape = weight.out_features, weight.in_features

@@ -20,28 +20,29 @@ import torch
 from torch import Tensor
 
 from llmpq.kernels.cpu.block_attention import BlockRows
-from llmpq.kernels.cpu.dense import native_rows
-from llmpq.kernels.cpu.native_linear import multiplies, rows_at_once
-from llmpq.kernels.formats.quantized_weight import QuantizedWeight
-from llmpq.kernels.formats.weight_layout import GROUP, Layout
+from llmpq.kernels.formats.weight_layout import GROUP
 from llmpq.kernels.native.library import DTYPE_CODES, address, call, library
 from llmpq.precision import padded_k
 
 _BEFORE, _ATTENTION, _BEHIND = 1, 2, 4
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class Matrix:
-    """A product of the layer: its weight, quantised or not, and its bias."""
+    """A product's weight as the library takes it, quantised or (0 bits) not."""
 
-    weight: Tensor | QuantizedWeight
-    bias: Tensor | None
-
-    def most_rows(self, dtype: torch.dtype) -> int:
-        """Return the rows up to which our own code multiplies in one call; 0: never."""
-        if isinstance(self.weight, QuantizedWeight):
-            return rows_at_once(self.weight, dtype) if multiplies(self.weight) else 0
-        return native_rows(self.weight) if self.weight.dtype == dtype else 0
+    n: int
+    k: int
+    codes: Tensor
+    """Packed codes, or w itself."""
+    most_rows: int
+    """Rows of x that one call multiplies."""
+    bits: int = 0
+    scale: Tensor | None = None
+    zero: Tensor | None = None
+    groups: int = 0
+    panels: bool = False
+    x_bits: int = 16
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -66,6 +67,8 @@ class LayerForm:
     slopes_H: Tensor | None
     products: tuple[Matrix, Matrix, Matrix, Matrix]
     """qkv, o, gate and up, down."""
+    biases: tuple[Tensor | None, ...]
+    """Of each product."""
 
 
 class _Product(ctypes.Structure):
@@ -74,14 +77,14 @@ class _Product(ctypes.Structure):
     ]
     _fields_ += [
         (name, ctypes.c_int64)
-        for name in ("n", "k", "k_groups", "groups", "panels", "scale_number", "x_bits")
+        for name in ("n", "k", "k_groups", "groups", "panels", "scale_dtype", "x_bits")
     ]
 
 
 class _Layer(ctypes.Structure):
     _fields_ = [
         (name, ctypes.c_int64)
-        for name in ("number", "hidden", "heads", "groups", "dim", "ffn", "rotated", "window")
+        for name in ("dtype", "hidden", "heads", "groups", "dim", "ffn", "rotated", "window")
     ]
     _fields_ += [
         (name, ctypes.c_size_t) for name in ("attn_norm", "mlp_norm", "q_norm", "k_norm", "slopes")
@@ -135,7 +138,8 @@ class NativeLayer:
         self._held: list[Tensor] = []
         hidden = form.attn_norm.shape[0]
         q_norm, k_norm = form.head_norms or (None, None)
-        products = [self._product(matrix) for matrix in form.products]
+        given = zip(form.products, form.biases, strict=True)
+        products = [self._product(matrix, bias) for matrix, bias in given]
         self._layer = _Layer(
             *(DTYPE_CODES[form.dtype], hidden, form.heads, form.kv_heads, form.head_dim),
             *(products[3].k, form.rotated, form.window),
@@ -156,7 +160,7 @@ class NativeLayer:
         )
 
     def whole(self, x: Tensor, y: Tensor, angles: Angles | None, place: PoolPlace) -> None:
-        """Write the layer's output to y (x, if nobody reads that again); keys go to the pool."""
+        """Write the layer's output to y (x, if that is read no more); keys go to the pool."""
         rows = self._rows(x, y, angles, place.places_T, place.rows)
         rows.k, rows.v = place.k_NGD.data_ptr(), place.v_NGD.data_ptr()
         call("llmpq_layer", self._at, ctypes.addressof(rows), _BEFORE | _ATTENTION | _BEHIND)
@@ -200,18 +204,14 @@ class NativeLayer:
         self._held.append(tensor.contiguous())
         return self._held[-1].data_ptr()
 
-    def _product(self, matrix: Matrix) -> _Product:
-        bias = None if matrix.bias is None else matrix.bias.to(self.form.dtype)
-        weight = matrix.weight
-        if isinstance(weight, Tensor):
-            n, k = weight.shape
-            return _Product(0, address(weight), 0, 0, self._address(bias), n, k, 0, 0, 0, 0, 16)
-        k = weight.in_features
+    def _product(self, matrix: Matrix, bias: Tensor | None) -> _Product:
+        scale = matrix.scale
         return _Product(
-            *(weight.bits, address(weight.planes[0]), address(weight.scale), address(weight.zero)),
-            *(self._address(bias), weight.out_features, k, padded_k(k) // GROUP, weight.groups),
-            *(int(weight.layout is Layout.CPU_PANELS), DTYPE_CODES[weight.scale.dtype]),
-            weight.activation_bits,
+            *(matrix.bits, address(matrix.codes), address(scale), address(matrix.zero)),
+            self._address(None if bias is None else bias.to(self.form.dtype)),
+            *(matrix.n, matrix.k, padded_k(matrix.k) // GROUP if matrix.bits else 0),
+            *(matrix.groups, int(matrix.panels), 0 if scale is None else DTYPE_CODES[scale.dtype]),
+            matrix.x_bits,
         )
 
 
@@ -245,7 +245,7 @@ def native_layer(form: LayerForm) -> NativeLayer | None:
     alike = all(norm.dtype == form.dtype and norm.device.type == "cpu" for norm in norms)
     if form.dtype not in DTYPE_CODES or not alike or form.head_dim % 2 or library() is None:
         return None
-    most_rows = min(matrix.most_rows(form.dtype) for matrix in form.products)
+    most_rows = min(matrix.most_rows for matrix in form.products)
     return NativeLayer(form, most_rows) if most_rows else None
 
 

@@ -7,24 +7,26 @@ Shapes: x [M, K], w [N, K].
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from llmpq.kernels.cpu.dense import dense_in_pieces
-from llmpq.kernels.formats.quantized_weight import QuantizedWeight
 from llmpq.kernels.formats.weight_layout import GROUP, NATIVE, Layout
+from llmpq.kernels.kernel_table import CPU_ROWS, CPU_ROWS_FLOAT32
 from llmpq.kernels.native.library import DTYPE_CODES, address, call, library
 from llmpq.precision import padded_k
 
-_FEW_ROWS = {torch.float32: 24, torch.bfloat16: 32, torch.float16: 32}
-"""Rows of x up to which codes are multiplied as they are.
+if TYPE_CHECKING:
+    from llmpq.kernels.weights.quantized_weight import QuantizedWeight
 
-Seconds of CPU of all products of llama-3.2-1b's layers at 4 bits, two threads on an Intel Xeon with
-AMX (busy: CPU time, not wall), codes / dequantise and oneDNN: bfloat16, 64 rows 1.29 / 1.02, 128
-rows 2.43 / 1.31; float32, 64 rows 2.49 / 1.88; below 32 rows codes win.
-"""
+_ROWS = {
+    torch.float32: CPU_ROWS_FLOAT32,
+    torch.bfloat16: CPU_ROWS,
+    torch.float16: CPU_ROWS,
+}
 
 _LAYER_ROWS = 128
 """Rows of x up to which a layer is one call where our own code multiplies any number of them."""
@@ -51,7 +53,7 @@ def dequantize_product(x_MK: Tensor, qweight: QuantizedWeight, bias: Tensor | No
 
 def native_linear(x_MK: Tensor, qweight: QuantizedWeight, bias: Tensor | None) -> Tensor:
     """Multiply x [M, K] by a weight in a layout of `NATIVE`."""
-    if x_MK.shape[0] <= _FEW_ROWS[x_MK.dtype] or _takes_any_rows(qweight, x_MK.dtype):
+    if x_MK.shape[0] <= _ROWS[x_MK.dtype] or _takes_any_rows(qweight, x_MK.dtype):
         return multiply_packed(x_MK, qweight, bias)
     if qweight.activation_bits == 8:
         x_MK, qweight = in_eight_bits(x_MK), replace(qweight, activation_bits=16)
@@ -105,7 +107,7 @@ def multiplies(qweight: QuantizedWeight) -> bool:
 
 def rows_at_once(qweight: QuantizedWeight, dtype: torch.dtype) -> int:
     """Return the rows of x [M, K] up to which one call of `multiply_packed` is quickest."""
-    return _LAYER_ROWS if _takes_any_rows(qweight, dtype) else _FEW_ROWS[dtype]
+    return _LAYER_ROWS if _takes_any_rows(qweight, dtype) else _ROWS[dtype]
 
 
 def _takes_any_rows(qweight: QuantizedWeight, dtype: torch.dtype) -> bool:

@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from llmpq.kernels.formats.quantized_weight import QuantizedWeight
 from llmpq.kernels.native import huge_pages
+
+if TYPE_CHECKING:
+    from llmpq.kernels.weights.weight import Weight
 
 _LINE = 64
 
 
-def pack_contiguous(weights: Sequence[QuantizedWeight]) -> list[QuantizedWeight]:
+def pack_contiguous(weights: Sequence[Weight]) -> list[Weight]:
     """Return the same weights, on a CPU their tensors one behind the other in large pages."""
-    if len(weights) == 1 and weights[0].planes[0].data_ptr() % huge_pages.PAGE == 0:
+    if len(weights) == 1 and _first(weights[0]).data_ptr() % huge_pages.PAGE == 0:
         return list(weights)  # made there
-    found = list(dict.fromkeys(tensor for weight in weights for tensor in _tensors(weight)))
+    found = list(dict.fromkeys(t for weight in weights for t in weight.tensors.values()))
     total = sum(_lines(tensor.nbytes) for tensor in found)
     on_cpu = all(tensor.device.type == "cpu" for tensor in found)
     if not on_cpu or total < huge_pages.LEAST or not huge_pages.are_here():
@@ -28,19 +30,11 @@ def pack_contiguous(weights: Sequence[QuantizedWeight]) -> list[QuantizedWeight]
         place = room[at : at + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
         moved[tensor] = place.copy_(tensor)
         at += _lines(tensor.nbytes)
-    return [
-        replace(
-            weight,
-            planes=tuple(moved[plane] for plane in weight.planes),
-            scale=moved[weight.scale],
-            zero=None if weight.zero is None else moved[weight.zero],
-        )
-        for weight in weights
-    ]
+    return [weight.map_tensors(moved.__getitem__) for weight in weights]
 
 
-def _tensors(weight: QuantizedWeight) -> list[Tensor]:
-    return [*weight.planes, weight.scale, *([] if weight.zero is None else [weight.zero])]
+def _first(weight: Weight) -> Tensor:
+    return next(iter(weight.tensors.values()))
 
 
 def _lines(size: int) -> int:

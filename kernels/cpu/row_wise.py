@@ -15,7 +15,7 @@ from llmpq.kernels.native.library import DTYPE_CODES, address, call, library
 
 
 def takes(x: Tensor, *others: Tensor) -> bool:
-    """Whether our own code computes on these: of one number, on a CPU, nobody wants gradients."""
+    """Whether our own code computes on these: of one type, on a CPU, without gradients."""
     return (
         x.device.type == "cpu"
         and x.dtype in DTYPE_CODES

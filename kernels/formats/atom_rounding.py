@@ -256,8 +256,8 @@ def rotate(x_RK: Tensor) -> Tensor:
     """Multiply every 128 channels by the Hadamard matrix / sqrt(128), which is its own inverse."""
     # Signs first: sums of 16-bit values are then exact but for the last bits of a float32.
     signs = hadamard(x_RK.device).sign()
-    turned = (x_RK.view(x_RK.shape[0], -1, K_PADDING) @ signs) * K_PADDING**-0.5
-    return turned.view_as(x_RK)
+    rotated = (x_RK.view(x_RK.shape[0], -1, K_PADDING) @ signs) * K_PADDING**-0.5
+    return rotated.view_as(x_RK)
 
 
 @functools.cache

@@ -29,12 +29,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from llmpq.kernels.kernel_table import ATOM_INTEGER_FROM
 from llmpq.precision import WeightScheme
 
 Number = Literal["int", "e2m1"]
 Rule = Literal["atom", "compressed"]
 
-MANY = 256
+MANY = ATOM_INTEGER_FROM - 1
 """Tokens above which integer scales are used; below, activations keep the groups' own."""
 
 

@@ -7,7 +7,7 @@ CPU (ours, kernels/native/weight.h)   [N, Kp/128, 16 bits bytes]; a row's k-grou
     8 bit   128 bytes             byte k
 3 bits take k in the order p = 0 .. 127 in which the 4-bit words hold it (the low nibbles of bytes
 0 .. 63, then the high ones): a shift and a mask give bytes in that order, most of them.
-CPU_PANELS (ours where bytes meet in one instruction, kernels/native/panel.h)   the rows above, 16
+CPU_PANELS (where one instruction multiplies bytes, kernels/native/panel.h)   the rows above, 16
 at a time, 32-bit word by word in turn: [N/16, Kp/128, 4 bits words, 16 rows]; scales and zeros
 [N/16, G, 16 rows]. Rows past the last full 16 keep the form above. 3 bits have other words, so that
 each code is a byte after a shift and a mask, k in the order p, too:

@@ -1,4 +1,4 @@
-"""Tokens drawn from logits [B, V] with temperature, top-k and top-p; nobody waits for the device.
+"""Tokens drawn from logits [B, V] with temperature, top-k and top-p, without a wait of the host.
 
 A program a row, in one launch; nothing is sorted, no distribution is written. Numbers become keys,
 unsigned integers in the same order, as wide as the logits' precision needs.
@@ -32,7 +32,7 @@ KEY_BITS = {torch.bfloat16: 16, torch.float16: 20, torch.float32: 32}
 even number of them."""
 
 FIELDS = 4
-"""What a row is told: temperature, k, p and a number in [0, 1)."""
+"""What a row has of its request: temperature, k, p and a number in [0, 1)."""
 
 
 @triton.jit
@@ -168,7 +168,7 @@ def sample_rows(logits_BV: Tensor, how_4B: Tensor, *, block: int = BLOCK) -> Ten
     rows, columns = logits_BV.shape
     if how_4B.shape != (FIELDS, rows) or how_4B.dtype != torch.float64:
         raise ValueError(
-            f"rows are told {FIELDS} values each, float64 [{FIELDS}, {rows}]; "
+            f"rows have {FIELDS} values each, float64 [{FIELDS}, {rows}]; "
             f"got {how_4B.dtype} {list(how_4B.shape)}"
         )
     if logits_BV.dtype not in KEY_BITS:

@@ -4,7 +4,7 @@
                          error = (w_k - (q - zero) scale) / u_kk
                          w_j -= error u_kj   for every j > k
 
-Rows do not meet, so a program keeps ROWS of them in registers for all columns: one launch where
+Rows are independent, so a program keeps ROWS of them in registers for all columns: one launch where
 torch needs about ten a column. Bytes: w, codes and errors once, u [B, B] from the L2.
 
 N rows of w, B columns, a power of two.

@@ -54,7 +54,7 @@ def norm_logits_kernel(
         gdc_wait()
     t = tl.program_id(1) * BT + tl.arange(0, BT)
     row = x_ptr + t.to(tl.int64)[:, None] * columns
-    squares = tl.zeros([BT, BK], tl.float32)  # warps meet once, behind the last chunk
+    squares = tl.zeros([BT, BK], tl.float32)  # warps exchange sums once, behind the last chunk
     for i in tl.static_range(CHUNKS):
         c = i * BK + tl.arange(0, BK)
         some = tl.load(row + c[None, :], mask=(t < T)[:, None] & (c < columns)[None, :], other=0.0)

@@ -372,8 +372,8 @@ def rope_append_pages_reference(
     """The twin of `rope_append_pages`, in plain torch."""
     q, k, page = q_TND, k_TGD, k_pool.shape[2]
     if inv_freq is not None:
-        turned = rope_reference(q[:, None], k[:, None], positions_T, inv_freq, factor)
-        q, k = (x[:, 0] for x in turned)
+        rotated = rope_reference(q[:, None], k[:, None], positions_T, inv_freq, factor)
+        q, k = (x[:, 0] for x in rotated)
     live = places_T >= 0
     blocks, tokens = places_T[live] // page, places_T[live] % page
     k_pool[blocks, :, tokens] = k[live]
@@ -390,11 +390,11 @@ def rope_reference(
     positions_BQ = start_B[:, None] + torch.arange(q_BQHD.shape[1], device=start_B.device)
     angle = (positions_BQ[:, :, None].float() * inv_freq.unsqueeze(-2))[:, :, None]
     cos, sin = angle.cos() * factor, angle.sin() * factor
-    turned = 2 * inv_freq.shape[-1]
+    rotated = 2 * inv_freq.shape[-1]
 
     def rotate(x: Tensor) -> Tensor:
-        a, b = x[..., :turned].float().chunk(2, dim=-1)
+        a, b = x[..., :rotated].float().chunk(2, dim=-1)
         made = torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).to(x.dtype)
-        return torch.cat((made, x[..., turned:]), dim=-1)
+        return torch.cat((made, x[..., rotated:]), dim=-1)
 
     return rotate(q_BQHD), rotate(k_BQGD)

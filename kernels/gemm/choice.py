@@ -1,29 +1,35 @@
-"""Which kernel multiplies a shape, and how: the fastest by the model of the machine (predict.py).
+"""How words are multiplied: of the kernels that the table lets compete, the quickest.
 
-Corrections go first, where a search on the GPU found better than the model expects: `tuned/*.json`,
-for a compute capability and a number of multiprocessors, and what `llmpq-profile tune` left in the
-user's cache directory. Knows no launch: linear_gpu.py makes that of a `ProductPlan`.
+    `plan`          a shape: what `llmpq-profile tune` left in the user's cache directory, else
+                    `tuned/*.json` (a search on the GPU found better than the model expects), else
+                    what the model of the machine expects to be quickest (ranking/predict.py)
+    `for_form`      of a weight with more scales or of a codebook: the tiles that it has registers
+                    for, another kernel where the table (kernel_table.py) has not that one
+    `choose_plan`   of x and a weight: both, and what memory x and y lie in
+
+Knows no launch: linear_gpu.py makes that of a `ProductPlan`.
 """
 
 from __future__ import annotations
 
 import functools
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
-from llmpq.kernels.formats.weight_layout import BLOCK_ROWS
-from llmpq.kernels.gemm.config import DENSE, Config, ProductPlan, make_plan
-from llmpq.kernels.gemm.gluon.gluon_plan import suits
-from llmpq.kernels.gemm.ranking.candidates import candidates
+from llmpq.kernels.formats.packed_words import PackedWords
+from llmpq.kernels.formats.weight_layout import BLOCK_ROWS, GROUP
+from llmpq.kernels.gemm.ranking.candidates import candidates, ranked_kernels
+from llmpq.kernels.gemm.ranking.config import DENSE, Config, ProductPlan, make_plan
 from llmpq.kernels.gemm.ranking.learned import learned
 from llmpq.kernels.gemm.ranking.machine import Machine, machine_of
 from llmpq.kernels.gemm.ranking.predict import Product, expected_us
-
-TENSOR_CORE_CAPABILITY = (8, 0)
-"""Oldest compute capability for which Triton emits tensor-core code."""
+from llmpq.kernels.gemm.ranking.wgmma_plan import aligned, suits, tile_rows
+from llmpq.kernels.kernel_table import Device, Kernel, eligible
+from llmpq.kernels.multiprocessors import device_of, multiprocessors
 
 M_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 320, *range(384, 2048, 128), 2048, 4096)
 """Tuned entries are kept per bucket: the least one that is >= M."""
@@ -96,9 +102,9 @@ def plan(
     if device.type != "cuda":
         raise ValueError(f"plan: got device {device}, expected a CUDA GPU")
     machine = machine_of(device)
-    if machine.capability < TENSOR_CORE_CAPABILITY or n < BLOCK_ROWS:
-        return make_plan(DENSE, machine.capability)
     product = Product(bits, n, k, rows, form_name(dtype, symmetric))
+    if n < BLOCK_ROWS or not ranked_kernels(product, machine):
+        return make_plan(DENSE, machine.capability)
     config = _tried.get(product) or learned(device).get(product)
     config = config or _measured(machine, product) or choose(product, machine)
     return make_plan(config, machine.capability)
@@ -140,3 +146,79 @@ def _measured(machine: Machine, product: Product) -> Config | None:
         if config is not None and suits(config, product.bits):
             return config
     return None
+
+
+PROGRAMS = 3
+"""Of a multiprocessor, of forms that Gluon's kernel lacks."""
+LONG, LEAST_STEPS = 448, 40
+"""Rows of x from which tiles of 256 are the quickest where a multiprocessor has so many k-groups
+to do (H200: 28672 x 4096, 512 rows, MXFP4 155 us, by W4's plan 170; 4096 x 4096 33 and 25)."""
+MOST_OF_HEAVY = 192
+BROAD = Config(kernel="wgmma_gemm", bm=256, stages=5, cut=1)
+NARROW = Config(kernel="wgmma_gemm", bm=128, stages=6, cut=1)
+
+
+def for_form(plan: ProductPlan, q: PackedWords, rows: int, device: Device) -> ProductPlan:
+    """Return the plan for a weight that has more scales than a k-group, or a codebook."""
+    config, kernels = plan.config, eligible(q.kernel_form, device, rows)
+    if config.scale_w:
+        config = replace(config, scale_w=False)
+    if config.kernel == Kernel.WGMMA_GEMM:
+        if Kernel.WGMMA_GEMM in kernels:
+            config = _wgmma(config, q, rows)
+        else:
+            config = _tile(q, rows) if Kernel.SPLITK_GEMM in kernels else DENSE
+    elif config.kernel == Kernel.SPLITK_GEMM and Kernel.SPLITK_GEMM not in kernels:
+        config = NARROW
+    return replace(plan, config=config)
+
+
+def choose_plan(x_MK: Tensor, q: PackedWords, residual_MN: Tensor | None) -> ProductPlan:
+    """Decide how x, whose rows follow each other, is multiplied by a weight's words."""
+    rows, k = x_MK.shape
+    form = (x_MK.dtype, q.symmetric)
+    chosen = plan(q.bits, q.out_features, k, rounded_rows(rows), x_MK.device, *form)
+    if q.form:
+        if is_narrow(chosen, q):
+            chosen = plan(q.bits, q.out_features, k, 8, x_MK.device, *form)
+        chosen = for_form(chosen, q, rows, device_of(q.device))
+    if chosen.config.kernel == Kernel.WGMMA_GEMM and not aligned(x_MK, q.out_features, residual_MN):
+        return replace(chosen, config=DENSE)
+    return chosen
+
+
+def is_narrow(plan: ProductPlan, q: PackedWords) -> bool:
+    """Whether programs of all of K are fewer than multiprocessors: tiles of 8 rows of x share K.
+
+    H200, 2048 x 11008, one row and eight: MXFP4 12.2 and 7.8 us, IQ4 22.1 and 11.9.
+    """
+    programs = q.out_features // (BLOCK_ROWS * plan.config.blocks)
+    return plan.config.kernel == "gemv" and programs < multiprocessors(q.device)
+
+
+def _wgmma(config: Config, q: PackedWords, rows: int) -> Config:
+    if q.bits == 4 and rows >= LONG and _steps(q, rows) >= LEAST_STEPS and not _is_heavy(q):
+        return BROAD  # words are unpacked half as often
+    if _is_heavy(q) and config.bm > MOST_OF_HEAVY:
+        return NARROW
+    return NARROW if config.blocks > 1 and q.form != "e2m1" else config
+
+
+def _is_heavy(q: PackedWords) -> bool:
+    """Whether scales and zeros of four parts leave no registers for tiles of 256 rows of x."""
+    return not q.symmetric and q.group_size == 32
+
+
+def _steps(q: PackedWords, rows: int) -> int:
+    """Return the k-groups that a multiprocessor has to do in tiles of BROAD."""
+    tiles = -(-rows // BROAD.bm) * -(-q.out_features // tile_rows(BROAD))
+    return tiles * -(-q.in_features // GROUP) // multiprocessors(q.device)
+
+
+def _tile(q: PackedWords, rows: int) -> Config:
+    """Return tiles of words, their K shared out to fill the multiprocessors."""
+    bm = 64 if rows <= 64 else 128
+    tiles = -(-rows // bm) * -(-q.out_features // 64)
+    split = PROGRAMS * multiprocessors(q.device) // tiles
+    groups = -(-q.in_features // GROUP)
+    return Config(kernel="splitk_gemm", bm=bm, stages=3, split=max(1, min(groups // 3, split)))

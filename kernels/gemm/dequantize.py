@@ -20,9 +20,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from llmpq.kernels.formats.quantized_weight import QuantizedWeight
+from llmpq.kernels.formats.packed_words import PackedWords
 from llmpq.kernels.formats.weight_layout import BLOCK_ROWS, Layout
-from llmpq.kernels.gemm.packed_operands import (
+from llmpq.kernels.gemm.operands.packed_operands import (
     load_pairs,
     load_words,
     pair_floats,
@@ -124,7 +124,7 @@ def rows_dequantize_kernel(
         tl.store(out + k, ((high.to(tl.float32) - zero) * scale).to(DT), mask=keep & (k < K))
 
 
-def dequantize_triton(qweight: QuantizedWeight, *, interpret: bool = False) -> Tensor:
+def dequantize_triton(qweight: PackedWords, *, interpret: bool = False) -> Tensor:
     """Return w [N, K] in the dtype of the scales; layouts FRAGMENT (float16, bfloat16) and ROWS."""
     if qweight.layout not in (Layout.ROWS, Layout.FRAGMENT):
         raise ValueError(
@@ -140,7 +140,7 @@ def dequantize_triton(qweight: QuantizedWeight, *, interpret: bool = False) -> T
     return out
 
 
-def _dequantize_blocks(q: QuantizedWeight, out: Tensor, blocks: int, interpret: bool) -> None:
+def _dequantize_blocks(q: PackedWords, out: Tensor, blocks: int, interpret: bool) -> None:
     planes, scale, zero = q.block_words()
     groups = -(-q.in_features // 128)
     grid = (triton.cdiv(blocks, _WARPS * _BLOCKS_PER_WARP), groups)
@@ -164,7 +164,7 @@ def _dequantize_blocks(q: QuantizedWeight, out: Tensor, blocks: int, interpret: 
     )
 
 
-def _dequantize_rows(q: QuantizedWeight, out: Tensor, first_row: int) -> None:
+def _dequantize_rows(q: PackedWords, out: Tensor, first_row: int) -> None:
     rows = q.out_features - first_row
     groups = -(-q.in_features // 128)
     planes = [p[p.numel() // q.out_features * first_row :] for p in q.planes]

@@ -3,7 +3,7 @@
     program = 16*BH rows of w; its WM warps take the k-groups in turn
         warp w:  words --> registers --> code - zero --> mma.sync with x's fragment
     D k-groups of words in flight per warp before the first use; no loop, no shared memory; the
-    warps' sums meet once, at the end
+    warps' sums are added once, at the end
 
 Moves bits/8 + 2/128 (scale) bytes per weight. The weights are requested before the previous
 kernel has ended (PDL: they do not depend on it), x only after.
@@ -19,7 +19,8 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from llmpq.kernels.gemm.packed_operands import (
+from llmpq.kernels.gemm.operands.k_group import first_group, load_x_step
+from llmpq.kernels.gemm.operands.packed_operands import (
     accumulator_scale,
     dot,
     finish,
@@ -28,16 +29,12 @@ from llmpq.kernels.gemm.packed_operands import (
     unpack,
     zero_constants,
 )
-from llmpq.kernels.gemm.scaled.scaled_operand import SHARE, load_scaled, scale_words, scaled_operand
-
-
-@triton.jit
-def _first(group, groups, WM: tl.constexpr, EVEN_G: tl.constexpr):
-    """First of WM k-groups from `group` on; moved back where they would pass the last one."""
-    if EVEN_G:
-        return group
-    else:
-        return tl.minimum(group, groups - WM)
+from llmpq.kernels.gemm.operands.scaled_operand import (
+    SHARE,
+    load_scaled,
+    scale_words,
+    scaled_operand,
+)
 
 
 @triton.jit
@@ -85,7 +82,7 @@ def gemv_kernel(
                 Z,
                 left,
                 groups,
-                _first(i * WM, groups, WM, EVEN_G),
+                first_group(i * WM, groups, WM, EVEN_G),
                 BITS,
                 GROUPED,
                 SYMMETRIC,
@@ -103,7 +100,7 @@ def gemv_kernel(
         gdc_wait()
     xs = ()
     for i in tl.static_range(min(XD, STEPS)):
-        xs += (_x_step(X, i, M, K, groups, WM, EVEN_K, EVEN_G),)
+        xs += (load_x_step(X, i, M, K, groups, WM, EVEN_K, EVEN_G),)
 
     acc = tl.zeros([WM, BH * 16, 8], tl.float32)
     for i in tl.static_range(STEPS):
@@ -116,7 +113,7 @@ def gemv_kernel(
                     Z,
                     left,
                     groups,
-                    _first((i + D) * WM, groups, WM, EVEN_G),
+                    first_group((i + D) * WM, groups, WM, EVEN_G),
                     BITS,
                     GROUPED,
                     SYMMETRIC,
@@ -126,7 +123,7 @@ def gemv_kernel(
                 ),
             )
         if i + XD < STEPS:
-            xs += (_x_step(X, i + XD, M, K, groups, WM, EVEN_K, EVEN_G),)
+            xs += (load_x_step(X, i + XD, M, K, groups, WM, EVEN_K, EVEN_G),)
         words, scale, zero = tiles[i]
         zeros = ()
         if FORM != "":
@@ -169,30 +166,3 @@ def gemv_kernel(
         HAS_BIAS,
         HAS_RESIDUAL,
     )
-
-
-@triton.jit
-def _x_step(
-    X,
-    step: tl.constexpr,
-    M,
-    K,
-    groups,
-    WM: tl.constexpr,
-    EVEN_K: tl.constexpr,
-    EVEN_G: tl.constexpr,
-):
-    """x of step `step`: the groups that `load_tile` reads, those already done masked to zero."""
-    first = _first(step * WM, groups, WM, EVEN_G)
-    f = tl.arange(0, WM * 1024)
-    warp = f // 64 % WM
-    row = f // 8 % 8
-    k = warp * 128 + f // (64 * WM) * 8 + f // 2 % 4 * 2 + f % 2
-    keep = row < M
-    if not EVEN_G:
-        keep = keep & (first + warp >= step * WM)
-    if not EVEN_K:
-        keep = keep & (first * 128 + k < K)
-    x = tl.load(X + first * 128 + row * K + k, mask=keep, other=0.0)
-    x = tl.permute(tl.reshape(x, (8, 2, WM, 8, 4, 2)), (2, 0, 4, 1, 5, 3))
-    return tl.reshape(x, (WM, 128, 8))

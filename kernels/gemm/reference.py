@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from llmpq.kernels.formats.fp8_weight import Fp8Weight
-from llmpq.kernels.formats.quantized_weight import QuantizedWeight
 from llmpq.kernels.formats.weight_layout import GROUP
+
+if TYPE_CHECKING:
+    from llmpq.kernels.weights.fp8_weight import Fp8Weight
+    from llmpq.kernels.weights.quantized_weight import QuantizedWeight
 
 
 def linear_reference(

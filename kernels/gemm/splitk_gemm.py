@@ -22,60 +22,18 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from llmpq.kernels.gemm.float_codes.e2m1_operand import own_sum
-from llmpq.kernels.gemm.packed_operands import (
+from llmpq.kernels.gemm.operands.k_group import accumulate, load_x
+from llmpq.kernels.gemm.operands.packed_operands import (
     accumulator_scale,
-    dot,
     finish,
     load_pairs,
     load_tile,
-    pair_floats,
-    unpack,
-    zero_constants,
 )
-from llmpq.kernels.gemm.scaled.scaled_operand import SHARE, load_scaled, scale_words, scaled_operand
-
-
-@triton.jit
-def _scaled(
-    w, pairs, DT: tl.constexpr, BH: tl.constexpr, WM: tl.constexpr, INTERPRET: tl.constexpr
-):
-    """w * scale in DT: for tiles so wide that scaling the accumulator would need a second one."""
-    low, high = pair_floats(pairs, DT)
-    s = tl.reshape(tl.join(low.to(DT), high.to(DT)), (BH, WM, 8, 4, 2))
-    s = tl.reshape(tl.permute(s, (0, 1, 4, 2, 3)), (BH * WM * 16, 1, 4, 1))
-    w = tl.reshape(w, (BH * WM * 16, 16, 4, 2))
-    s = tl.broadcast_to(s, (BH * WM * 16, 16, 4, 2))
-    if INTERPRET:
-        w = (w.to(tl.float32) * s.to(tl.float32)).to(DT)
-    elif DT == tl.float16:
-        w = tl.inline_asm_elementwise(
-            "mul.f16x2 $0, $1, $2;", "=r,r,r", [w, s], dtype=tl.float16, is_pure=True, pack=2
-        )
-    else:
-        w = tl.inline_asm_elementwise(
-            "{.reg .b32 z; mov.b32 z, 0x80008000; fma.rn.bf16x2 $0, $1, $2, z;}",
-            "=r,r,r",
-            [w, s],
-            dtype=tl.bfloat16,
-            is_pure=True,
-            pack=2,
-        )
-    return tl.reshape(w, (BH * WM * 16, 128))
-
-
-@triton.jit
-def _add_scaled(
-    acc, tile, x, FORM: tl.constexpr, ASM: tl.constexpr, BITS: tl.constexpr, GROUPED: tl.constexpr,
-    SYMMETRIC: tl.constexpr, DT: tl.constexpr, BH: tl.constexpr, WM: tl.constexpr,
-    BM: tl.constexpr, KWIDTH4: tl.constexpr, INTERPRET: tl.constexpr,
-):  # fmt: skip
-    """acc += w x of one k-group of scaled values; a sum of its own, as in expert_kernel.py."""
-    w = scaled_operand(
-        tile, FORM, ASM, BITS, GROUPED, SYMMETRIC, DT, BH, WM, False, KWIDTH4, INTERPRET
-    )
-    t = dot(w, x, tl.zeros([BH * WM * 16, BM], tl.float32), INTERPRET)
-    return acc + own_sum(t, INTERPRET)
+from llmpq.kernels.gemm.operands.scaled_operand import (
+    SHARE,
+    load_scaled,
+    scale_words,
+)
 
 
 @triton.jit
@@ -89,59 +47,6 @@ def _load(
         return load_scaled(
             P0, P1, S, Z, left, groups, g, FORM, BITS, GROUPED, SYMMETRIC, BH, WM, False
         )
-
-
-@triton.jit
-def _accumulate(
-    acc,
-    tile,
-    x,
-    channel_zero,
-    BITS: tl.constexpr,
-    DT: tl.constexpr,
-    GROUPED: tl.constexpr,
-    SYMMETRIC: tl.constexpr,
-    SCALE_W: tl.constexpr,
-    BH: tl.constexpr,
-    WM: tl.constexpr,
-    BM: tl.constexpr,
-    KWIDTH4: tl.constexpr,
-    INTERPRET: tl.constexpr,
-    FORM: tl.constexpr,
-    ASM: tl.constexpr,
-):
-    """acc += scale * (code - zero) x of one k-group; not GROUPED, the scale waits for the end."""
-    if FORM != "":
-        acc = _add_scaled(
-            acc, tile, x, FORM, ASM, BITS, GROUPED, SYMMETRIC, DT, BH, WM, BM, KWIDTH4, INTERPRET
-        )
-    else:
-        words, scale, zero = tile
-        zeros = ()
-        if not SYMMETRIC:
-            if GROUPED:
-                zeros = zero_constants(zero, BITS, DT, INTERPRET)
-            else:
-                zeros = zero_constants(channel_zero, BITS, DT, INTERPRET)
-        w = unpack(words, zeros, BITS, DT, SYMMETRIC, BH, WM, False, KWIDTH4, INTERPRET)
-        BN: tl.constexpr = BH * WM * 16
-        if not GROUPED:
-            acc = dot(w, x, acc, INTERPRET)
-        elif SCALE_W:
-            acc = dot(_scaled(w, scale, DT, BH, WM, INTERPRET), x, acc, INTERPRET)
-        else:
-            t = dot(w, x, tl.zeros([BN, BM], tl.float32), INTERPRET)
-            t = tl.reshape(t, (BN, BM // 8, 4, 2))
-            acc += tl.reshape(t * accumulator_scale(scale, DT, BH, WM, False), (BN, BM))
-    return acc
-
-
-@triton.jit
-def _load_x(at, group, row_ok, k, K, EVEN_K: tl.constexpr):
-    if EVEN_K:
-        return tl.load(at + group * 128, mask=row_ok, other=0.0)
-    else:
-        return tl.load(at + group * 128, mask=row_ok & (group * 128 + k < K), other=0.0)
 
 
 @triton.jit(do_not_specialize=["M", "blocks", "groups", "split"])
@@ -195,8 +100,8 @@ def splitk_gemm_kernel(
                 # Scaled here all the same: Triton 3.6 pipelines a sum that wgmma itself carries on
                 # without waiting for it to have read the operand that the next step unpacks.
                 now = (now[0], channel_scale, channel_zero)
-            x = _load_x(at, g, row_ok, k[:, None], K, EVEN_K)
-            acc = _accumulate(
+            x = load_x(at, g, row_ok, k[:, None], K, EVEN_K)
+            acc = accumulate(
                 acc,
                 now,
                 x,
@@ -240,7 +145,7 @@ def splitk_gemm_kernel(
         for step in tl.range(first, last, num_stages=XS):
             xs = ()
             for i in tl.static_range(D):
-                xs += (_load_x(at, step * D + i, row_ok, k[:, None], K, EVEN_K),)
+                xs += (load_x(at, step * D + i, row_ok, k[:, None], K, EVEN_K),)
             now = ahead
             after = tl.minimum(step + 1, last - 1) * D
             ahead = ()
@@ -263,7 +168,7 @@ def splitk_gemm_kernel(
                     ),
                 )
             for i in tl.static_range(D):
-                acc = _accumulate(
+                acc = accumulate(
                     acc,
                     now[i],
                     xs[i],

@@ -1,4 +1,4 @@
-// Codes of 4 bits that stand for 16 values (kernels/formats/codebook_weight.py, ROWS): few rows of x, rows as values.
+// Codes of 4 bits that stand for 16 values (kernels/weights/codebook_weight.py, ROWS): few rows of x, rows as values.
 //
 //   y[m,n] = factor[n] sum_g scale[n,g] sum_k table[code[n,k]] x[m,k],  k of group g
 //

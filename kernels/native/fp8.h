@@ -1,4 +1,4 @@
-// A weight kept in E4M3 (kernels/formats/fp8_weight.py): few rows of x, and rows of w as values.
+// A weight kept in E4M3 (kernels/weights/fp8_weight.py): few rows of x, and rows of w as values.
 //
 //   y[m,n] = sum_c s[n / rows, c] sum_k e4m3(code[n,k]) x[m,k],  k of columns c
 //

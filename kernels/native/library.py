@@ -25,6 +25,7 @@ from pathlib import Path
 
 import torch
 
+from llmpq.kernels.kernel_table import CPU_LEVELS
 from llmpq.kernels.native.file_lock import file_lock
 
 _log = logging.getLogger(__name__)
@@ -56,7 +57,7 @@ class Level:
     needs: frozenset[str]
     """Names in /proc/cpuinfo."""
     flags: tuple[str, ...]
-    """What the compiler is told."""
+    """Flags of the compiler."""
 
 
 def _levels() -> tuple[Level, ...]:
@@ -120,10 +121,10 @@ def library() -> ctypes.CDLL | None:
 @functools.cache
 def library_of(level: Level) -> ctypes.CDLL | None:
     """Return the library of one level."""
-    compiler = next((path for name in _COMPILERS if (path := shutil.which(name))), None)
+    compiler = _compiler()
     if compiler is None:
         _log.warning(
-            "no C++ compiler (%s) here: products on this CPU run on torch's operators, several "
+            "no C++ compiler (%s) here: products on this CPU run on torch's operators, tens of "
             "times slower. Install one, g++ say, for llmpq's own.",
             ", ".join(_COMPILERS),
         )
@@ -137,6 +138,16 @@ def library_of(level: Level) -> ctypes.CDLL | None:
             _reason(error),
         )
         return None
+
+
+def expected_level() -> str:
+    """Return what products of this CPU are compiled for, or will be: one of `CPU_LEVELS`."""
+    level = best_level()
+    return CPU_LEVELS[0] if level is None or _compiler() is None else level.name
+
+
+def _compiler() -> str | None:
+    return next((path for name in _COMPILERS if (path := shutil.which(name))), None)
 
 
 def call(name: str, *arguments: int) -> None:
@@ -200,10 +211,10 @@ def cache_folder() -> Path:
 
 def _optimised() -> str:
     """Return how far to optimise; `ValueError` names what the variable may be."""
-    told = os.environ.get(OPTIMISED, "-O3")
-    if told not in ("-O0", "-O1", "-O2", "-O3"):
-        raise ValueError(f"{OPTIMISED}: got '{told}', expected -O0, -O1, -O2 or -O3; unset it")
-    return told
+    level = os.environ.get(OPTIMISED, "-O3")
+    if level not in ("-O0", "-O1", "-O2", "-O3"):
+        raise ValueError(f"{OPTIMISED}: got '{level}', expected -O0, -O1, -O2 or -O3; unset it")
+    return level
 
 
 def _openmp_library() -> Path | None:

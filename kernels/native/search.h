@@ -1,4 +1,4 @@
-// Rounding a weight to few bits: the search of kernels/formats/round_to_nearest.py, a k-group at a time.
+// Rounding a weight to few bits: the search of kernels/weights/round_to_nearest.py, a k-group at a time.
 //
 // The same float32 operations in the same order, its quotients and sums of squares included (torch adds 128 values
 // as four columns of vectors, then the lanes one by one), so that codes, scales and zeros are the same.

@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from llmpq.kernels.formats.round_to_nearest import quantize_codes
+from llmpq.kernels.weights.round_to_nearest import quantize_codes
 from llmpq.precision import WeightScheme
 
 POWER_STEPS = 100

@@ -18,10 +18,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from llmpq.kernels.atom.product import atom_linear
 from llmpq.kernels.formats.atom_scheme import atom_scheme
-from llmpq.kernels.formats.atom_weight import quantize_atom
-from llmpq.kernels.formats.round_to_nearest import quantize_weight
+from llmpq.kernels.weights.atom_weight import quantize_atom
+from llmpq.kernels.weights.round_to_nearest import quantize_weight
 from llmpq.memory import Quantization
 from llmpq.precision import KVPrecision, Precision, WeightScheme, default_outliers
 from llmpq.profiler.quality.kv_variance import kv_omega, range_square
@@ -98,5 +97,5 @@ def output_error(weight_NK: Tensor, x_TK: Tensor, scheme: WeightScheme) -> float
             atom = replace(atom, outliers=outliers)
             index_K = x_TK.float().square().sum(0).argsort(stable=True)
         weight = quantize_atom(weight_NK, atom, dtype=torch.float32, index_K=index_K)
-        got_TN = atom_linear(x_TK.float(), weight)
+        got_TN = weight.matmul(x_TK.float())
     return float((got_TN - exact_TN).double().square().sum(1).mean())

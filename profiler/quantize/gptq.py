@@ -29,7 +29,7 @@ from llmpq.kernels.formats.atom_rounding import (
     weight_units,
 )
 from llmpq.kernels.formats.atom_scheme import AtomScheme
-from llmpq.kernels.formats.round_to_nearest import quantize_codes
+from llmpq.kernels.weights.round_to_nearest import quantize_codes
 from llmpq.precision import WeightScheme, padded_k
 
 BLOCK = 128

@@ -17,12 +17,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from llmpq.kernels.weights.weight import Weight
 from llmpq.model_spec import ModelSpec
 from llmpq.runtime.backends.backend import backend_of
 from llmpq.runtime.cache.fresh_attention import FreshAttention
 from llmpq.runtime.models.layer_tensors import LayerTensors
 from llmpq.runtime.models.layers import DecoderLayer
-from llmpq.runtime.models.linear import Linear, Weight
+from llmpq.runtime.models.linear import Linear
 from llmpq.runtime.models.wiring import Wiring
 from llmpq.runtime.step import Step
 from llmpq.runtime.weights.sources import TensorSource
@@ -96,7 +97,7 @@ class CalibrationRun:
                 layer(x, 0, _step(x), FRESH)
         return LayerView(index=index, tensors=tensors, hessians=found)
 
-    def inputs(self, tensors: Mapping[str, Weight], name: str) -> Iterator[Tensor]:
+    def inputs(self, tensors: Mapping[str, Tensor | Weight], name: str) -> Iterator[Tensor]:
         """Yield what a layer of these tensors feeds its linear `name`, [T, K], batch by batch."""
         layer = self._layer(tensors)
         for x in self._hidden:
@@ -111,16 +112,16 @@ class CalibrationRun:
                 layer(x, 0, _step(x), FRESH)
             yield seen[0].reshape(-1, seen[0].shape[-1])
 
-    def advance(self, tensors: Mapping[str, Weight]) -> None:
+    def advance(self, tensors: Mapping[str, Tensor | Weight]) -> None:
         """Replace the hidden states by what a layer of these tensors makes of them."""
         layer = self._layer(tensors)
         for number, x in enumerate(self._hidden):
             self._hidden[number] = layer(x, 0, _step(x), FRESH)
 
-    def _layer(self, tensors: Mapping[str, Weight]) -> DecoderLayer:
+    def _layer(self, tensors: Mapping[str, Tensor | Weight]) -> DecoderLayer:
         return self._wiring.layer(self._parts(tensors), self._index)
 
-    def _parts(self, tensors: Mapping[str, Weight]) -> LayerTensors:
+    def _parts(self, tensors: Mapping[str, Tensor | Weight]) -> LayerTensors:
         return LayerTensors(
             tensors=tensors,
             scheme=None,

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from llmpq.kernels.atom.reference import rounded
 from llmpq.kernels.formats.atom_scheme import AtomScheme
+from llmpq.kernels.weights.weight import Weight
 from llmpq.profiler.quantize.layer_walk import CalibrationRun, Hessian, LayerView
 from llmpq.profiler.quantize.one_layer import (
     Recipe,
@@ -26,12 +27,11 @@ from llmpq.profiler.quantize.one_layer import (
     quantize_layer,
     quantize_linear,
 )
-from llmpq.runtime.models.linear import Weight
 
 
 def quantize(
     run: CalibrationRun, view: LayerView, recipe: Recipe, *, dtype: torch.dtype
-) -> dict[str, Weight]:
+) -> dict[str, Tensor | Weight]:
     """Return a layer's tensors quantised as the recipe says, at once or in turn."""
     if not recipe.compensated:
         return quantize_layer(view, recipe, dtype=dtype)
@@ -42,7 +42,7 @@ def quantize(
         )
     view = balanced(view, recipe)
     tensors, orders = folded(view, recipe)
-    current: dict[str, Weight] = {**tensors}
+    current: dict[str, Tensor | Weight] = {**tensors}
     for name in view.hessians:
         chosen, order = recipe.for_linear(name), orders.get(name)
         z_KK, xz_KK = _moments(run, tensors, current, name, order, chosen)
@@ -73,7 +73,7 @@ def compensated(weight_NK: Tensor, z_KK: Tensor, xz_KK: Tensor, damping: float) 
 def _moments(
     run: CalibrationRun,
     tensors: dict[str, Tensor],
-    current: dict[str, Weight],
+    current: dict[str, Tensor | Weight],
     name: str,
     order: Tensor | None,
     recipe: Recipe,

@@ -26,14 +26,14 @@ from torch import Tensor
 
 from llmpq.kernels.formats.atom_rounding import round_weight
 from llmpq.kernels.formats.atom_scheme import AtomScheme
-from llmpq.kernels.formats.atom_weight import atom_weight
-from llmpq.kernels.formats.quantized_weight import from_codes
-from llmpq.kernels.formats.round_to_nearest import quantize_codes
+from llmpq.kernels.weights.atom_weight import atom_weight
+from llmpq.kernels.weights.quantized_weight import from_codes
+from llmpq.kernels.weights.round_to_nearest import quantize_codes
+from llmpq.kernels.weights.weight import Weight
 from llmpq.precision import WeightScheme
 from llmpq.profiler.quantize.gptq import DAMPING, gptq_atom, gptq_codes
 from llmpq.profiler.quantize.layer_walk import Hessian, LayerView
 from llmpq.profiler.quantize.smooth_channels import smoothed
-from llmpq.runtime.models.linear import Weight
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,11 +62,13 @@ class Recipe:
         return replace(self, scheme=replace(self.scheme, rotation=True))
 
 
-def quantize_layer(view: LayerView, recipe: Recipe, *, dtype: torch.dtype) -> dict[str, Weight]:
+def quantize_layer(
+    view: LayerView, recipe: Recipe, *, dtype: torch.dtype
+) -> dict[str, Tensor | Weight]:
     """Return the layer's tensors with every linear's weight quantised; `dtype` is the scales'."""
     view = balanced(view, recipe)
     tensors, orders = folded(view, recipe)
-    quantized: dict[str, Weight] = {**tensors}
+    quantized: dict[str, Tensor | Weight] = {**tensors}
     for name, hessian in view.hessians.items():
         device = hessian.sum_KK.device
         weight_NK, h_KK = tensors[f"{name}.weight"].to(device), hessian.sum_KK
@@ -172,6 +174,6 @@ def _reorder_rows(tensors: dict[str, Tensor], name: str, order_K: Tensor) -> Non
         tensors[f"{name}.{kind}"] = rows[whole]
 
 
-def layer_bytes(tensors: Mapping[str, Weight]) -> int:
+def layer_bytes(tensors: Mapping[str, Tensor | Weight]) -> int:
     """Return the bytes of a layer's tensors."""
     return sum(tensor.nbytes for tensor in tensors.values())

@@ -19,13 +19,13 @@ from torch import Tensor
 from llmpq.checkpoints.quantization_config import OWN_FORM
 from llmpq.file_form import read_json
 from llmpq.kernels.formats.atom_scheme import AtomScheme
+from llmpq.kernels.weights.weight import Weight
 from llmpq.model_spec import ModelSpec
 from llmpq.precision import KVPrecision, Precision
 from llmpq.profiler.quantize.layer_walk import CalibrationRun
 from llmpq.profiler.quantize.linears_in_turn import quantize
 from llmpq.profiler.quantize.one_layer import layer_bytes
 from llmpq.profiler.quantize.recipes import Settings, recipe
-from llmpq.runtime.models.linear import Weight
 from llmpq.runtime.models.stage_model import DTYPES
 from llmpq.runtime.weights.atomic_write import write_text
 from llmpq.runtime.weights.quantized_checkpoint import QuantizedCheckpoint
@@ -92,7 +92,7 @@ def quantize_model(
     run = CalibrationRun(job.spec, source, job.windows_WT, dtype=dtype, device=device)
     for index, precision in enumerate(job.precisions):
         resumed = (target / layer_file(index)).exists()
-        parts: dict[str, Weight]
+        parts: dict[str, Tensor | Weight]
         if resumed:
             described = {"quant_method": OWN_FORM, **quantization_config(job)}
             parts = QuantizedCheckpoint(target, job.spec, described).layer(index, dtype)

@@ -18,18 +18,17 @@ from torch import Tensor
 
 from llmpq.kernels.cpu.native_layer import (
     LayerForm,
-    Matrix,
     NativeLayer,
     NativeStack,
     PoolPlace,
     native_layer,
 )
-from llmpq.kernels.formats.quantized_weight import QuantizedWeight
 from llmpq.kernels.kv.reference import EVERYTHING, ScoreRule
+from llmpq.kernels.weights.weight import Weight
 from llmpq.runtime.cache.cpu_paged_kv import CpuPagedKV
 from llmpq.runtime.cache.kv_cache import KVCache
 from llmpq.runtime.models.layers import Attention, DecoderLayer, PlainLayers, attend_by_rule
-from llmpq.runtime.models.linear import Linear, Weight
+from llmpq.runtime.models.linear import Linear
 from llmpq.runtime.models.mlps import GatedMLP
 from llmpq.runtime.models.norms import Norm
 from llmpq.runtime.step import Step
@@ -165,12 +164,13 @@ def _form(layer: DecoderLayer) -> LayerForm | None:
         or mlp.activation != "silu"
     ):
         return None
-    products = [_matrix(linear) for linear in _linears(layer)]
+    dtype, linears = layer.attn_norm.weight.dtype, _linears(layer)
+    products = [linear.weight.native_matrix(dtype) for linear in linears]
     if any(matrix is None for matrix in products):
         return None
     qkv, o, gate_up, down = (matrix for matrix in products if matrix is not None)
     return LayerForm(
-        dtype=layer.attn_norm.weight.dtype,
+        dtype=dtype,
         heads=attention.heads,
         kv_heads=attention.kv_heads,
         head_dim=attention.head_dim,
@@ -185,12 +185,5 @@ def _form(layer: DecoderLayer) -> LayerForm | None:
         head_eps=heads[0].eps if heads else 0.0,
         slopes_H=attention.alibi_slopes_H,
         products=(qkv, o, gate_up, down),
+        biases=tuple(linear.bias for linear in linears),
     )
-
-
-def _matrix(linear: Linear) -> Matrix | None:
-    if not isinstance(linear, Linear):
-        return None  # a draft's, which rounds its input
-    if not isinstance(linear.weight, (Tensor, QuantizedWeight)):
-        return None
-    return Matrix(linear.weight, linear.bias)

@@ -147,7 +147,7 @@ def doctor_parser() -> CommandParser:
     """Return the flags of `llmpq-dist doctor`."""
     parser = CommandParser(
         "llmpq-dist doctor",
-        "Say what each device and node can run, what is missing, and what to do about it.",
+        "Say what each device and node can run, by which kernels, what is missing, and what to do.",
         example="llmpq-dist doctor --ray-address HOST:6379",
     )
     flags = parser.section("where to look")

@@ -8,22 +8,21 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from llmpq.kernels.cpu.dense import pack_dense
 from llmpq.kernels.formats.atom_scheme import atom_scheme
-from llmpq.kernels.formats.atom_tiles import best_form
-from llmpq.kernels.formats.atom_weight import AtomWeight, quantize_atom
-from llmpq.kernels.formats.round_to_nearest import quantize_weight
+from llmpq.kernels.weights.atom_weight import quantize_atom
+from llmpq.kernels.weights.dense_weight import DenseWeight
+from llmpq.kernels.weights.round_to_nearest import quantize_weight
+from llmpq.kernels.weights.weight import Weight
 from llmpq.precision import WeightScheme
-from llmpq.runtime.models.linear import Linear, Weight
+from llmpq.runtime.models.linear import Linear
 from llmpq.runtime.models.norms import Norm
-from llmpq.runtime.weights.requantize import requantize
 
 
 @dataclass(frozen=True, kw_only=True)
 class LayerTensors:
     """Host tensors by part name, and how linears made of them are stored."""
 
-    tensors: Mapping[str, Weight]
+    tensors: Mapping[str, Tensor | Weight]
     """Only a linear's weight may come quantised already."""
     scheme: WeightScheme | None
     """None keeps linears dense."""
@@ -56,15 +55,16 @@ class LayerTensors:
     def linear(self, name: str) -> Linear:
         """Return a linear, quantised on the stage's device when the layer has a scheme."""
         bias = self.optional(f"{name}.bias")
-        weight = self.tensors[f"{name}.weight"]
-        if not isinstance(weight, Tensor):
-            planned = requantize(weight, self.scheme, name).to(self.device)
-            return Linear(best_form(planned) if isinstance(planned, AtomWeight) else planned, bias)
+        return Linear(self._weight(name), bias)
+
+    def _weight(self, name: str) -> Weight:
+        stored = self.tensors[f"{name}.weight"]
+        if isinstance(stored, Weight):
+            return stored.for_scheme(self.scheme, name).to(self.device).packed()
         if self.scheme is None:
-            dense = self.tensor(f"{name}.weight")
-            return Linear(dense if f"{name}.weight" in self.shared else pack_dense(dense), bias)
-        weight_NK = weight.to(self.device)
+            dense = DenseWeight(self.tensor(f"{name}.weight"))
+            return dense if f"{name}.weight" in self.shared else dense.packed()
+        weight_NK = stored.to(self.device)
         if self.scheme.activation_bits < 16:
-            rounded = quantize_atom(weight_NK, atom_scheme(self.scheme), dtype=self.dtype)
-            return Linear(best_form(rounded), bias)
-        return Linear(quantize_weight(weight_NK, self.scheme, dtype=self.dtype), bias)
+            return quantize_atom(weight_NK, atom_scheme(self.scheme), dtype=self.dtype).packed()
+        return quantize_weight(weight_NK, self.scheme, dtype=self.dtype)

@@ -9,6 +9,7 @@ Legend: B rows, Q new tokens, h hidden, H query heads, G key/value heads, D head
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -20,7 +21,7 @@ from llmpq.model_spec import ModelSpec
 from llmpq.runtime.cache.kv_cache import KVCache
 from llmpq.runtime.models.experts import Routing, SparseMLP
 from llmpq.runtime.models.latent_attention import LatentAttention
-from llmpq.runtime.models.linear import Linear, Weight
+from llmpq.runtime.models.linear import Linear
 from llmpq.runtime.models.mlps import MLP, GatedMLP, GatedSharedMLP
 from llmpq.runtime.models.norms import Norm
 from llmpq.runtime.models.recurrent import RecurrentMixer
@@ -301,15 +302,29 @@ class Embedding(nn.Module):
         return x if self.norm is None else self.norm(x)
 
 
-def held_weights(part: nn.Module) -> list[Weight]:
-    """Return the weights a part itself holds, those of the parts inside it left out."""
+@dataclass(frozen=True)
+class HeldBytes:
+    """What a part holds in memory."""
+
+    key: int
+    """The same of parts that share it."""
+    nbytes: int
+
+
+def held_weights(part: nn.Module) -> list[HeldBytes]:
+    """Return what a part itself holds, the parts inside it left out."""
     holders = (Norm, Linear, Embedding, Routing, GatedSharedMLP, Attention, LatentAttention)
     if not isinstance(part, (*holders, RecurrentMixer)):
         return []
     if isinstance(part, Attention):
         sinks = None if part.rule is None else part.rule.sinks_H
-        return [] if sinks is None else [sinks]
-    return [held for held in vars(part).values() if isinstance(held, Weight)]
+        return [] if sinks is None else [HeldBytes(id(sinks), sinks.nbytes)]
+    tensors = [held for held in vars(part).values() if isinstance(held, Tensor)]
+    found = [HeldBytes(id(tensor), tensor.nbytes) for tensor in tensors]
+    if isinstance(part, Linear):
+        weight = part.weight
+        found.append(HeldBytes(id(next(iter(weight.tensors.values()))), weight.nbytes))
+    return found
 
 
 class Head(nn.Module):

@@ -1,10 +1,10 @@
-"""Rotary positions: cos and sin of a step's positions, made once per step, and the turn itself.
+"""Rotary positions: cos and sin of a step's positions, made once per step, and the rotation itself.
 
     channel i of the first half and of the second, angle a = position * frequency[i]
         (x, y) -> (x cos a - y sin a, y cos a + x sin a)
 
 A scaling changes the frequencies (linear, llama3: Meta's; yarn: Peng et al. 2023; longrope: Ding et
-al. 2024). Dynamic turns the tokens of a step by the length that the request has with the step, and
+al. 2024). Dynamic rotates a step's tokens by the length that the request has with the step, and
 cached keys stay as they were rotated, as in Transformers. So does longrope unless a run has decided
 for one of its two sets (`RopeScaling.at_length`); no request may then cross from one to the other.
 
@@ -48,10 +48,10 @@ class Rotary:
 
     @property
     def is_dynamic(self) -> bool:
-        """Whether a step's frequencies can be made where its lengths are: `turning`."""
+        """Whether a step's frequencies can be made where its lengths are: `step_frequencies`."""
         return self._scaling is not None and self._scaling.kind == "dynamic"
 
-    def turning(self, step: Step) -> Tensor:
+    def step_frequencies(self, step: Step) -> Tensor:
         """Return the frequencies [D / 2], or of every row [B, D / 2], or of every place [T, D / 2].
 
         Made of the lengths on the device, so that a captured step serves rows of any.
@@ -103,7 +103,7 @@ class Rotary:
         if self._scaling is None or not self._scaling.by_length:
             return self.inv_freq
         if self.is_dynamic and step.start_B.is_cuda:
-            made = self.turning(step)
+            made = self.step_frequencies(step)
             return made[None] if step.ends_by_place else made[:, None]
         longest = self._scaling.original_max_positions
         if step.max_end <= longest:

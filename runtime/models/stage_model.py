@@ -18,7 +18,6 @@ import torch
 from torch import Tensor, nn
 
 from llmpq.kernels.cpu.pack_contiguous import pack_contiguous
-from llmpq.kernels.formats.quantized_weight import QuantizedWeight
 from llmpq.model_spec import ModelSpec
 from llmpq.precision import Precision, WeightScheme
 from llmpq.runtime.cache.kv_cache import KVCache
@@ -164,8 +163,8 @@ class StageModel(nn.Module):
         total, seen = 0, set()
         for part in self.modules():
             for held in held_weights(part):
-                if id(held) not in seen:
-                    seen.add(id(held))
+                if held.key not in seen:
+                    seen.add(held.key)
                     total += held.nbytes
         return total
 
@@ -232,8 +231,8 @@ class _Builder:
 def _together(part: Part) -> Part:
     """Return a part whose quantised weights lie as a CPU reads them best."""
     linears = [module for module in part.modules() if isinstance(module, Linear)]
-    linears = [linear for linear in linears if isinstance(linear.weight, QuantizedWeight)]
-    weights = [linear.weight for linear in linears if isinstance(linear.weight, QuantizedWeight)]
+    linears = [linear for linear in linears if linear.weight.relocates]
+    weights = [linear.weight for linear in linears]
     for linear, weight in zip(linears, pack_contiguous(weights), strict=True):
         linear.weight = weight
     return part

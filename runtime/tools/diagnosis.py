@@ -10,6 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from llmpq.kernels import kernel_table
+from llmpq.kernels.kernel_table import Kernel, KernelForm
 from llmpq.units import format_size
 
 Survey = Mapping[str, Any]
@@ -64,6 +66,38 @@ def device_lines(survey: Survey) -> list[DeviceLine]:
             usable=True,
             stored=f"{FLOAT_CODES}, int4, int8: codes as stored, multiplied by the CPU's kernels",
         ),
+    ]
+
+
+def products(surveys: Sequence[Survey]) -> list[dict[str, Any]]:
+    """Return for each sort of device which kernel multiplies which weight (kernel_table.py)."""
+    devices: dict[kernel_table.Device, str] = {}
+    for survey in surveys:
+        for card in survey["gpus"]:
+            device = _device(card)
+            devices.setdefault(device, f"{card['reported']} (sm_{device[1]}{device[2]})")
+        level = survey["cpu"]["compiled_for"]
+        devices.setdefault(kernel_table.cpu(level), f"CPU ({level})")
+    return [
+        {
+            "device": name,
+            "summary": [
+                {"weight": weight, "kernels": text} for weight, text in kernel_table.summary(device)
+            ],
+            "lines": [
+                {
+                    "weight": line.form.value,
+                    "rows": line.span,
+                    "kernel": line.kernel.value,
+                    "does": kernel_table.HELP[line.kernel],
+                    "file": f"kernels/{line.file}",
+                    "quickest_of": line.ranked,
+                    "needs": line.needs,
+                }
+                for line in kernel_table.device_lines(device)
+            ],
+        }
+        for device, name in devices.items()
     ]
 
 
@@ -143,19 +177,15 @@ def _gpu_line(survey: Survey, number: int, gpu: Mapping[str, Any]) -> DeviceLine
 FLOAT_CODES = "FP8, NVFP4, MXFP4, NF4"
 """Number formats of checkpoints whose codes stay as they are: no device needs instructions for
 them."""
-BY_CODES, BY_UNPACKING = (8, 0), (7, 5)
-"""Compute capability from which codes are multiplied, and unpacked, by kernels of ours."""
 
 
 def _gpu_stored(survey: Survey, gpu: Mapping[str, Any]) -> str:
-    """Return how a GPU that runs multiplies the number formats of checkpoints.
-
-    The capabilities are those of `kernels/gemm/float_codes` (a test compares them).
-    """
-    capability, both = _version(gpu["capability"]), f"{FLOAT_CODES}, int4, int8"
-    if "triton" not in survey["packages"] or capability < BY_UNPACKING:
+    """Return how a GPU that runs multiplies the number formats of checkpoints."""
+    both, device = f"{FLOAT_CODES}, int4, int8", _device(gpu)
+    kernels = kernel_table.eligible(KernelForm.FP8_WORDS, device, 1)
+    if "triton" not in survey["packages"] or Kernel.DEQUANTIZE not in kernels:
         return f"{both}: codes as stored, unpacked by torch operators for each product"
-    if capability < BY_CODES:
+    if Kernel.GEMV not in kernels:
         return f"{both}: codes as stored, unpacked by Triton for each product"
     return f"{both}: codes as stored, multiplied by packed kernels (many rows: unpacked)"
 
@@ -271,6 +301,12 @@ def _has_code(capability: str, arches: Sequence[str]) -> bool:
         if form == "compute" and own <= (major, minor):
             return True
     return False
+
+
+def _device(gpu: Mapping[str, Any]) -> kernel_table.Device:
+    """Return what the table of kernels calls a GPU."""
+    major, minor, *_ = (*_version(gpu["capability"]), 0)
+    return kernel_table.gpu((major, minor))
 
 
 def _version(text: str) -> tuple[int, ...]:

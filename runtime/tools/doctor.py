@@ -27,7 +27,7 @@ from llmpq.runtime.cli.run_flags import check_timeouts
 from llmpq.runtime.cli.tool_flags import DoctorOptions
 from llmpq.runtime.launch.launcher import StageHandle
 from llmpq.runtime.launch.stages.stage_host import LOCAL_HOST, meeting_host
-from llmpq.runtime.tools.diagnosis import Finding, device_lines, differences, findings
+from llmpq.runtime.tools.diagnosis import Finding, device_lines, differences, findings, products
 
 _log = logging.getLogger("llmpq.doctor")
 ASKED = ("look", "try_gpus", "try_copies", "open_rendezvous", "try_links")
@@ -127,6 +127,7 @@ def examine(
     return {
         "nodes": surveys,
         "devices": [asdict(line) for survey in surveys for line in device_lines(survey)],
+        "products": products(surveys),
         "links": links,
         "findings": [asdict(item) for item in found],
     }
@@ -226,7 +227,15 @@ def show(report: Mapping[str, Any], console: Console) -> None:
             over = "peer memory" if copy["direct"] else "the host"
             ends = (f"{node['host']} GPU {copy[end]}" for end in ("from", "to"))
             links.add_row(*ends, over, "-", f"{copy['gbps']:.0f}")
-    for table in (nodes, devices, links):
+    multiplied = Table(title="products: rows of x and kernel (*: the quickest), else the next one")
+    multiplied.title_justify = "left"
+    for column in ("device", "weights", "rows and kernels"):
+        multiplied.add_column(column)
+    for device in report["products"]:
+        for number, line in enumerate(device["summary"]):
+            name = "" if number else device["device"]
+            multiplied.add_row(name, line["weight"], line["kernels"])
+    for table in (nodes, devices, links, multiplied):
         console.print(table)
     advice = [item["text"] for item in report["findings"] if item["level"] == "advice"]
     for text in advice:

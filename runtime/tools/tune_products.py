@@ -19,15 +19,15 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from llmpq.kernels.formats.quantized_weight import QuantizedWeight
 from llmpq.kernels.gemm import choice
-from llmpq.kernels.gemm.config import Config, config_entry
 from llmpq.kernels.gemm.ranking import learned
+from llmpq.kernels.gemm.ranking.config import Config, config_entry
 from llmpq.kernels.gemm.ranking.machine import machine_of
 from llmpq.kernels.gemm.ranking.predict import Product
 from llmpq.kernels.gemm.ranking.tune import TunedProduct, search
 from llmpq.kernels.gpu_timing import copies_for, time_launches
-from llmpq.kernels.linear import linear
+from llmpq.kernels.kernel_table import TENSOR_CORES
+from llmpq.kernels.weights.weight import Weight
 from llmpq.model_spec import ModelSpec
 from llmpq.plan import Plan, QuantizationForm
 from llmpq.precision import Precision
@@ -133,7 +133,7 @@ def _device() -> torch.device:
             "product; tune on the machine that has the GPU"
         )
     device = torch.device("cuda", torch.cuda.current_device())
-    if machine_of(device).capability < choice.TENSOR_CORE_CAPABILITY:
+    if machine_of(device).capability < TENSOR_CORES:
         raise ValueError(
             f"nothing to tune: on {torch.cuda.get_device_name(device)}, older than sm_80, every "
             "product is dequantised, then multiplied by cuBLAS"
@@ -181,7 +181,7 @@ class StepTimer:
         self._weights = [
             part.weight
             for part in self.model.layers.modules()
-            if isinstance(part, Linear) and isinstance(part.weight, QuantizedWeight)
+            if isinstance(part, Linear) and part.weight.bits < 16
         ]
 
     def products(self) -> Iterator[Product]:
@@ -209,11 +209,11 @@ class StepTimer:
             choice.run_as(product, None)
 
     @torch.inference_mode()
-    def _sample(self, weight: QuantizedWeight, rows: int) -> Tensor:
+    def _sample(self, weight: Weight, rows: int) -> Tensor:
         generator = torch.Generator(self._device).manual_seed(7)
         shape = rows, weight.in_features
         x = torch.randn(shape, generator=generator, device=self._device, dtype=self._dtype)
-        return linear(x, weight)
+        return weight.matmul(x)
 
     def _check(self, want: Tensor, got: Tensor) -> None:
         error = float((got.float() - want.float()).norm() / want.float().norm())
@@ -247,11 +247,11 @@ class StepTimer:
         return seconds_of(lambda: graphs.run(message, None), repeats=REPEATS) * 1e6
 
     @torch.inference_mode()
-    def _alone_us(self, weights: Sequence[QuantizedWeight], rows: int) -> float:
+    def _alone_us(self, weights: Sequence[Weight], rows: int) -> float:
         x_MK = torch.randn(rows, weights[0].in_features, device=self._device, dtype=self._dtype)
         more = copies_for(weights[0].nbytes) - len(weights)  # else the L2 would hold them
         weights = [*weights, *(copy.deepcopy(weights[0]) for _ in range(more))]
         times = time_launches(
-            lambda i: linear(x_MK, weights[i]), len(weights), launches=8, repeats=5
+            lambda i: weights[i].matmul(x_MK), len(weights), launches=8, repeats=5
         )
         return statistics.median(times)

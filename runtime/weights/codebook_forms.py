@@ -22,17 +22,9 @@ import torch
 from torch import Tensor
 
 from llmpq.checkpoints.quantization_config import BITSANDBYTES
-from llmpq.kernels.formats.codebook_weight import (
-    E4M3,
-    E8M0,
-    Codebook,
-    CodebookWeight,
-    of_pairs,
-    scale_values,
-    stacked,
-)
-from llmpq.kernels.formats.fp8_weight import in_range
-from llmpq.precision import WeightScheme
+from llmpq.kernels.formats.codebooks import E4M3, E8M0, Codebook, scale_values
+from llmpq.kernels.weights.codebook_weight import CodebookWeight, of_pairs
+from llmpq.kernels.weights.fp8_weight import in_range
 from llmpq.runtime.weights.sources import ROW
 
 Read = Callable[[str], Tensor]
@@ -44,11 +36,6 @@ BESIDE = (*STATES, "absmax", "quant_map", "nested_absmax", "nested_quant_map")
 MXFP4_GROUP, NVFP4_GROUP = 32, 16
 WHOLE = 2.0**-11
 """Of a row's largest scale: what one that float16 rounds coarser may be off by."""
-
-
-def keeps_codebooks(scheme: WeightScheme | None) -> bool:
-    """Whether a layer stored so keeps 4-bit codes: they are what it has, or say no less."""
-    return scheme is not None and scheme.bits in (4, 8) and scheme.activation_bits == 16
 
 
 def state_of(stem: str, held: Mapping[str, str]) -> str | None:
@@ -169,7 +156,7 @@ def table_of(
     forms = {(p.codebook, p.group_size, p.in_features, p.scale.dtype) for p in found}
     if len(found) < len(pieces) or len(forms) > 1:
         return None
-    whole = stacked(found)
+    whole = CodebookWeight.stack(found)
     if (whole.out_features, whole.in_features) != tuple(shape):
         raise ValueError(
             f"shape [{whole.out_features}, {whole.in_features}], config.json says {list(shape)}"

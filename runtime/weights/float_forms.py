@@ -19,8 +19,8 @@ from torch import Tensor
 
 from llmpq.checkpoints.quantization_config import layout_of
 from llmpq.kernels.formats.float_codes import from_fp8
-from llmpq.kernels.formats.fp8_weight import Fp8Weight, fp8_weight, stacked
-from llmpq.kernels.formats.integer_values import (
+from llmpq.kernels.weights.fp8_weight import Fp8Weight, fp8_weight
+from llmpq.kernels.weights.integer_values import (
     values_of_awq,
     values_of_gptq,
     values_of_packed,
@@ -49,7 +49,7 @@ def fp8_codes(
     for stem in stems:
         scale, blocks = _fp8_scale(stem, held, read, block)
         pieces.append(fp8_weight(read(f"{stem}.weight"), scale, blocks, dtype))
-    whole = stacked(pieces)
+    whole = Fp8Weight.stack(pieces)
     if order is None:
         return whole
     codes_NK, scale_NC = order(whole.codes_NK), order(whole.scale_NC())

@@ -2,7 +2,7 @@
 
 The file's names become the Hugging Face ones that the families' tables know (the `gguf` package has
 the list), and what llama.cpp's converter changed is changed back: rows of queries and keys of
-Llama's kind lie in pairs of turned channels, Gemma's norms are stored as 1 + w, all experts of a
+Llama's kind lie in pairs of rotated channels, Gemma's norms are stored as 1 + w, all experts of a
 layer are one tensor.
 """
 
@@ -22,9 +22,9 @@ from torch import Tensor
 from llmpq.checkpoints.gguf_config import UNREAD, architecture_of
 from llmpq.checkpoints.gguf_file import GgufTensor, open_gguf
 from llmpq.families.record import AS_IT_IS
-from llmpq.kernels.formats.codebook_weight import CodebookWeight, ordered
-from llmpq.kernels.formats.quantized_weight import QuantizedWeight
-from llmpq.kernels.formats.round_to_nearest import quantize_weight
+from llmpq.kernels.weights.codebook_weight import CodebookWeight, ordered
+from llmpq.kernels.weights.quantized_weight import QuantizedWeight
+from llmpq.kernels.weights.round_to_nearest import quantize_weight
 from llmpq.model_spec import ModelSpec
 from llmpq.precision import WeightScheme
 from llmpq.runtime.models.part_shapes import layer_shapes
@@ -245,6 +245,6 @@ def values_of(tensor: GgufTensor, expert: int | None = None, *, rows: int | None
 
 
 def _halves(rows: Tensor, heads: int) -> Tensor:
-    """Return rows [heads * head_dim, ...] whose turned pairs lie side by side as two halves."""
+    """Return rows [heads * head_dim, ...] whose rotated pairs lie side by side as two halves."""
     by_pair = rows.view(heads, -1, 2, *rows.shape[1:])
     return by_pair.transpose(1, 2).reshape(rows.shape)

@@ -17,9 +17,10 @@ import torch
 from torch import Tensor
 
 from llmpq.checkpoints.gguf_file import GgufTensor
-from llmpq.kernels.formats.codebook_weight import Codebook, CodebookWeight, codebook_weight
+from llmpq.kernels.formats.codebooks import Codebook
+from llmpq.kernels.weights.codebook_weight import CodebookWeight, codebook_weight, serves_codebooks
 from llmpq.precision import WeightScheme
-from llmpq.runtime.weights.codebook_forms import bounded, has_halves, keeps_codebooks
+from llmpq.runtime.weights.codebook_forms import bounded, has_halves
 from llmpq.runtime.weights.gguf_codes import GROUP, BlockCodes, halves, nibbles
 
 KINDS = ("MXFP4", "IQ4_NL", "IQ4_XS")
@@ -29,7 +30,7 @@ SIZES = {"MXFP4": 17, "IQ4_NL": 18, "IQ4_XS": 136}
 
 def keeps_kind(kind: str, scheme: WeightScheme | None) -> bool:
     """Whether a layer stored so holds a type's codes."""
-    if scheme is None or kind not in KINDS or not keeps_codebooks(scheme):
+    if scheme is None or kind not in KINDS or not serves_codebooks(scheme):
         return False
     return kind == "MXFP4" or (scheme.group_size == GROUP and scheme.bits == 4)
 

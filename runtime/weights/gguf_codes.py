@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from llmpq.checkpoints.gguf_file import GgufTensor
-from llmpq.kernels.formats.quantized_weight import QuantizedWeight, from_codes
+from llmpq.kernels.weights.quantized_weight import QuantizedWeight, from_codes
 from llmpq.precision import WeightScheme, padded_k
 
 GROUP = 32

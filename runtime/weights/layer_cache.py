@@ -19,10 +19,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from llmpq.kernels.formats.codebook_weight import CodebookWeight
-from llmpq.kernels.formats.fp8_weight import Fp8Weight
-from llmpq.kernels.formats.quantized_weight import QuantizedWeight, best_layout
-from llmpq.kernels.formats.weight_layout import Layout
+from llmpq.kernels.weights.quantized_weight import QuantizedWeight, best_layout
+from llmpq.kernels.weights.weight import Weight
 from llmpq.precision import WeightScheme
 from llmpq.runtime.models.layer_tensors import LayerTensors
 from llmpq.runtime.weights.gguf_checkpoint import GgufCheckpoint
@@ -75,7 +73,7 @@ class KeptLayers:
             self.num_read += 1
             return found
         parts = self._quantized(index, scheme, dtype)
-        if not any(isinstance(part, (Fp8Weight, CodebookWeight)) for part in parts.values()):
+        if not any(isinstance(part, Weight) and part.keeps_codes for part in parts.values()):
             self._write(path, parts)
         return parts
 
@@ -116,26 +114,19 @@ class KeptLayers:
                     (fields[name] if name else parts)[field or key] = kept.get_tensor(key)
         except (OSError, SafetensorError, KeyError, TypeError):
             return None
-        return parts | {name: _weight(fields[name], shapes[name]) for name in shapes}
+        return parts | {
+            name: QuantizedWeight.of_shape(shapes[name], fields[name]) for name in shapes
+        }
 
     def _write(self, path: Path, parts: Mapping[str, Any]) -> None:
         tensors: dict[str, torch.Tensor] = {}
         shapes: dict[str, dict[str, Any]] = {}
         for name, part in parts.items():
-            if not isinstance(part, QuantizedWeight):
+            if isinstance(part, torch.Tensor):
                 tensors[name] = _on_host(part)
                 continue
-            planes = {f"{name}:plane{i}": plane for i, plane in enumerate(part.planes)}
-            zero = {} if part.zero is None else {f"{name}:zero": part.zero}
-            stored = planes | zero | {f"{name}:scale": part.scale}
-            tensors |= {key: _on_host(tensor) for key, tensor in stored.items()}
-            shapes[name] = {
-                "bits": part.bits,
-                "group_size": part.group_size,
-                "out_features": part.out_features,
-                "in_features": part.in_features,
-                "layout": part.layout.value,
-            }
+            tensors |= {f"{name}:{key}": _on_host(tensor) for key, tensor in part.tensors.items()}
+            shapes[name] = part.shape
         unfinished = path.with_suffix(f".{os.getpid()}")
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -152,14 +143,3 @@ class KeptLayers:
 def _on_host(tensor: torch.Tensor) -> torch.Tensor:
     """Return a copy with memory of its own, as a file needs it."""
     return tensor.detach().to("cpu", copy=True).contiguous()
-
-
-def _weight(fields: Mapping[str, torch.Tensor], shape: Mapping[str, Any]) -> QuantizedWeight:
-    planes = tuple(fields[f"plane{i}"] for i in range(sum(key[:5] == "plane" for key in fields)))
-    layout = Layout(shape["layout"])
-    return QuantizedWeight(
-        **{**shape, "layout": layout},
-        planes=planes,
-        scale=fields["scale"],
-        zero=fields.get("zero"),
-    )

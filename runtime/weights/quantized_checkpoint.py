@@ -44,19 +44,19 @@ from llmpq.checkpoints.quantization_config import (
 )
 from llmpq.families.common.config_values import section, size
 from llmpq.families.record import AS_IT_IS
-from llmpq.kernels.formats.atom_weight import AtomWeight
-from llmpq.kernels.formats.codebook_weight import Codebook, CodebookWeight, ordered
-from llmpq.kernels.formats.fp8_weight import Fp8Weight
-from llmpq.kernels.formats.interchange import from_awq, from_compressed_tensors, from_gptq
-from llmpq.kernels.formats.quantized_weight import QuantizedWeight, from_codes
+from llmpq.kernels.formats.codebooks import Codebook
 from llmpq.kernels.formats.weight_layout import GROUP, GROUPS, Layout
+from llmpq.kernels.weights.atom_weight import AtomWeight
+from llmpq.kernels.weights.codebook_weight import CodebookWeight, ordered, serves_codebooks
+from llmpq.kernels.weights.fp8_weight import Fp8Weight
+from llmpq.kernels.weights.interchange import from_awq, from_compressed_tensors, from_gptq
+from llmpq.kernels.weights.quantized_weight import QuantizedWeight, from_codes
 from llmpq.model_spec import ModelSpec
 from llmpq.precision import KVPrecision, WeightScheme
 from llmpq.runtime.models.part_shapes import Shapes
 from llmpq.runtime.weights.atom_form import atom_parts, channel_weight, is_field
 from llmpq.runtime.weights.codebook_forms import (
     is_bitsandbytes,
-    keeps_codebooks,
     state_of,
     stored_codebook,
     table_of,
@@ -157,7 +157,8 @@ class QuantizedCheckpoint(CheckpointSource):
         self, part: str, names: Sequence[str], shape: tuple[int, ...], dtype: torch.dtype
     ) -> CodebookWeight | None:
         """Read a fused linear's 4-bit codes as they are; None where values are to be read."""
-        if not keeps_codebooks(self._scheme_of(names[0])) or part in self.spec.kept_whole:
+        scheme = self._scheme_of(names[0])
+        if scheme is None or not serves_codebooks(scheme) or part in self.spec.kept_whole:
             return None
         try:
             pieces = [self._table(name, dtype) for name in names]

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +19,10 @@ from llmpq.checkpoints.gguf_file import is_gguf, open_gguf
 from llmpq.checkpoints.gguf_tokenizer import tokenizer_of
 from llmpq.checkpoints.model_config import read_config
 from llmpq.families import FAMILIES
-from llmpq.kernels.formats.atom_weight import AtomWeight
-from llmpq.kernels.formats.interchange import to_compressed_tensors
-from llmpq.kernels.formats.quantized_weight import QuantizedWeight, from_codes
-from llmpq.kernels.formats.weight_layout import Layout
+from llmpq.kernels.weights.interchange import pack_quantized
+from llmpq.kernels.weights.weight import Weight
 from llmpq.model_spec import ModelSpec
 from llmpq.precision import KVPrecision, Precision
-from llmpq.runtime.models.linear import Weight
 from llmpq.runtime.weights.atomic_write import write_bytes, write_tensors, write_text
 from llmpq.runtime.weights.quantized_checkpoint import ATOM_ROOT, SCHEMES
 from llmpq.runtime.weights.sources import INDEX, CheckpointSource
@@ -52,14 +48,17 @@ class CheckpointWriter:
         self.directory, self.spec, self._source = directory, spec, source
         self._names = FAMILIES[spec.family].names.with_experts_apart()
 
-    def write_layer(self, index: int, parts: Mapping[str, Weight], dtype: torch.dtype) -> None:
+    def write_layer(
+        self, index: int, parts: Mapping[str, Tensor | Weight], dtype: torch.dtype
+    ) -> None:
         """Write one layer; dense parts in `dtype`."""
         tensors: dict[str, Tensor] = {}
         metadata = {"format": "pt"}
+        weights = {part: weight for part, weight in parts.items() if isinstance(weight, Weight)}
         atom = {
-            part.removesuffix(".weight"): asdict(weight.scheme)
-            for part, weight in parts.items()
-            if isinstance(weight, AtomWeight) and not is_channel_int8(weight)
+            part.removesuffix(".weight"): weight.stored_scheme
+            for part, weight in weights.items()
+            if weight.stored_scheme is not None
         }
         if atom:
             metadata[SCHEMES] = json.dumps(atom)
@@ -97,50 +96,24 @@ class CheckpointWriter:
         )
 
     def _named_tensors(
-        self, index: int, part: str, weight: Weight, dtype: torch.dtype
+        self, index: int, part: str, weight: Tensor | Weight, dtype: torch.dtype
     ) -> dict[str, Tensor]:
         """Return a part under its Hugging Face names, fused rows taken apart."""
         found = self._names.of_layer(self.spec, index)[part]
         names = [self._source.root + name for name in found]
         stems = [name.removesuffix(".weight") for name in names]
         if isinstance(weight, Tensor):
-            rows = self._apart(part, weight.to(dtype), len(names))
-            return dict(zip(names, rows, strict=True))
-        if isinstance(weight, AtomWeight):
-            columns = {
-                "weight": weight.unpacked().codes[:, : weight.in_features],
-                "weight_scale": weight.scale.to(dtype),
-            }
-            return {
-                f"{stem}.{kind}": rows
-                for kind, whole in columns.items()
-                for stem, rows in zip(stems, self._apart(part, whole, len(stems)), strict=True)
-            }
-        assert isinstance(weight, QuantizedWeight)
-        return self._packed_tensors(part, stems, weight, dtype)
-
-    def _packed_tensors(
-        self, part: str, stems: list[str], weight: QuantizedWeight, dtype: torch.dtype
-    ) -> dict[str, Tensor]:
-        _require_whole_groups(weight)
-        codes, scales = (
-            self._apart(part, whole, len(stems))
-            for whole in (weight.codes(), weight.scale_NG().to(dtype))
-        )
-        zeros = self._apart(part, weight.zero_NG().to(dtype), len(stems))
-        tensors = {}
-        for stem, codes_NK, scale_NG, zero_NG in zip(stems, codes, scales, zeros, strict=True):
-            piece = from_codes(
-                codes_NK,
-                scale_NG,
-                None if weight.symmetric else zero_NG,
-                bits=weight.bits,
-                group_size=weight.group_size,
-                in_features=weight.in_features,
-                layout=Layout.ROWS,
-            )
-            for kind, tensor in to_compressed_tensors(piece).items():
-                tensors[f"{stem}.{kind}"] = tensor
+            pieces = self._apart(part, weight.to(dtype), len(names))
+            return dict(zip(names, pieces, strict=True))
+        rows = {
+            kind: self._apart(part, whole, len(stems))
+            for kind, whole in weight.stored_rows(dtype).items()
+        }
+        tensors: dict[str, Tensor] = {}
+        for i, stem in enumerate(stems):
+            piece = {kind: apart[i] for kind, apart in rows.items()}
+            packed = pack_quantized(weight.bits, **piece) if "codes_NK" in piece else piece
+            tensors |= {f"{stem}.{kind}": tensor for kind, tensor in packed.items()}
         return tensors
 
     def _apart(self, part: str, whole: Tensor, pieces: int) -> tuple[Tensor, ...]:
@@ -173,32 +146,18 @@ class CheckpointWriter:
         write_text(json.dumps(index, indent=1) + "\n", self.directory / INDEX, remedy=REMEDY)
 
 
-def is_channel_int8(weight: AtomWeight) -> bool:
-    """Whether compressed-tensors can express it: w8a8, one scale per row and per token."""
-    scheme = weight.scheme
-    plain = scheme.weight_bits == scheme.activation_bits == 8 and scheme.group_size is None
-    return plain and not scheme.outliers and not scheme.rotation and not scheme.signed_scale
-
-
-def _require_whole_groups(weight: QuantizedWeight) -> None:
-    if weight.group_size is not None and weight.in_features % weight.group_size:
-        raise ValueError(
-            f"{weight.in_features} inputs do not divide into groups of {weight.group_size}, which "
-            "compressed-tensors needs; quantise with --group-size channel"
-        )
-
-
-def _atom_tensors(index: int, part: str, weight: Weight, dtype: torch.dtype) -> dict[str, Tensor]:
+def _atom_tensors(
+    index: int, part: str, weight: Tensor | Weight, dtype: torch.dtype
+) -> dict[str, Tensor]:
     if isinstance(weight, Tensor):
         return {f"{ATOM_ROOT}{index}.{part}": weight.to(dtype)}
-    if not isinstance(weight, AtomWeight):
+    if weight.stored_scheme is None:
         raise ValueError(f"layer {index}: {part} is not in Atom's form, the rest of the layer is")
     stem = f"{ATOM_ROOT}{index}.{part.removesuffix('.weight')}"
-    scales = {"scale": weight.scale.to(dtype)}
-    if weight.outlier_scale is not None:
-        scales["outlier_scale"] = weight.outlier_scale.to(dtype)
-    tensors = {**weight.tensors, **scales}
-    return {f"{stem}.{field}": tensor for field, tensor in tensors.items()}
+    return {
+        f"{stem}.{field}": tensor.to(dtype) if "scale" in field else tensor
+        for field, tensor in weight.tensors.items()
+    }
 
 
 def compressed_config(

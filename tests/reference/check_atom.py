@@ -15,7 +15,6 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from llmpq.kernels.atom.product import atom_linear
 from llmpq.kernels.atom.reference import (
     activation_reference,
     atom_linear_reference,
@@ -25,9 +24,8 @@ from llmpq.kernels.atom.reference import (
 )
 from llmpq.kernels.formats.atom_rounding import restore, round_activations
 from llmpq.kernels.formats.atom_scheme import W8A8, AtomScheme
-from llmpq.kernels.formats.atom_tiles import AtomTiles, best_form
-from llmpq.kernels.formats.atom_weight import AtomWeight, quantize_atom
 from llmpq.kernels.gemm.reference import relative_error
+from llmpq.kernels.weights.atom_weight import AtomTiles, AtomWeight, quantize_atom
 from reference.kernel_commands import CheckAtom, share
 
 LIMITS = {torch.float16: 1e-3, torch.bfloat16: 4e-3, torch.float32: 2e-3}
@@ -97,7 +95,7 @@ def products(asked: CheckAtom, device: torch.device) -> Iterator[tuple[str, floa
     for name, key, dtype in share(weights, asked.part):
         k, n = shapes[name]
         weight = random_weight(name, k, n, SCHEMES[key], dtype, device)
-        fast = best_form(weight)
+        fast = weight.packed()
         for m in rows:
             x = tokens(m, k, dtype, device)
             error = _error(x, fast, weight)
@@ -129,7 +127,7 @@ def _error(x_MK: Tensor, fast: AtomWeight, weight: AtomWeight) -> float:
     else:
         index_K = weight.index_K
         exact = integer_product(x_MK if index_K is None else x_MK[:, index_K.long()], weight)
-    return relative_error(atom_linear(x_MK, fast), exact)
+    return relative_error(fast.matmul(x_MK), exact)
 
 
 def fused(device: torch.device) -> Iterator[tuple[str, float, float]]:
@@ -143,10 +141,10 @@ def fused(device: torch.device) -> Iterator[tuple[str, float, float]]:
     ):
         order = torch.randperm(hidden, device=device)
         w_NK = torch.randn(n, hidden, device=device) / hidden**0.5
-        qkv = best_form(quantize_atom(w_NK, scheme, dtype=torch.bfloat16, index_K=order))
+        qkv = quantize_atom(w_NK, scheme, dtype=torch.bfloat16, index_K=order).packed()
         w_NK = torch.randn(n, ffn, device=device) / ffn**0.5
         rotated = replace(scheme, rotation=True)
-        down = best_form(quantize_atom(w_NK, rotated, dtype=torch.bfloat16))
+        down = quantize_atom(w_NK, rotated, dtype=torch.bfloat16).packed()
         if not isinstance(qkv, AtomTiles) or not isinstance(down, AtomTiles):
             return
         x = tokens(m, hidden, torch.bfloat16, device)
@@ -183,8 +181,8 @@ def faults(device: torch.device) -> Iterator[tuple[str, float, float]]:
             "outliers dropped": replace(right, outliers=torch.zeros_like(right.outliers)),
             "one nibble's row swapped": replace(right, codes=_swapped(right.codes)),
         }
-        wrong = {fault: best_form(weight) for fault, weight in planted.items()}
-        fast = best_form(right)
+        wrong = {fault: weight.packed() for fault, weight in planted.items()}
+        fast = right.packed()
         for m in rows:
             if isinstance(fast, AtomTiles) and scheme.takes_integers(m):
                 assert fast.steps is not None and fast.unit is not None

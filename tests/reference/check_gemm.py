@@ -16,10 +16,9 @@ from dataclasses import dataclass
 
 import torch
 
-from llmpq.kernels.formats.quantized_weight import QuantizedWeight, from_codes
 from llmpq.kernels.formats.weight_layout import GROUP
 from llmpq.kernels.gemm.reference import linear_reference, relative_error
-from llmpq.kernels.linear import linear
+from llmpq.kernels.weights.quantized_weight import QuantizedWeight, from_codes
 from llmpq.precision import padded_k
 from reference.kernel_commands import CheckGemm, share
 
@@ -150,4 +149,4 @@ def _error(q: QuantizedWeight, m: int, k: int, dtype: torch.dtype, device: torch
     x = torch.randn(m, k, device=device).to(dtype)
     bias = torch.randn(q.out_features, device=device).to(dtype) if m % 2 else None
     exact = linear_reference(x, q, bias, exact=True)
-    return max(relative_error(linear(x, q, bias), exact) for _ in range(2))
+    return max(relative_error(q.matmul(x, bias), exact) for _ in range(2))

@@ -14,7 +14,7 @@ Legend as in expert_kernel.py.
 # (A Triton body is not Python: values change type as it is traced.)
 from __future__ import annotations
 
-from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import torch
 import triton
@@ -23,14 +23,17 @@ from torch import Tensor
 from triton import knobs
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from llmpq.kernels.formats.fp8_weight import BLOCK_ROWS, GROUP, Fp8Weight
+from llmpq.kernels.formats.weight_layout import GROUP
 from llmpq.kernels.gemm.experts.expert_dispatch import ExpertDispatch
-from llmpq.kernels.gemm.experts.expert_kernel import _store
 from llmpq.kernels.gemm.experts.gated import GateRule
+from llmpq.kernels.gemm.experts.store_pairs import store_pairs
 from llmpq.kernels.gemm.float_codes.e4m3_fragments import columns_of, load_codes, step
 from llmpq.kernels.gemm.float_codes.e4m3_kernel import multiply, scales
 from llmpq.kernels.gemm.float_codes.fp8_products import on_hopper, step_of
 from llmpq.kernels.overlap import overlaps
+
+if TYPE_CHECKING:
+    from llmpq.kernels.weights.fp8_weight import Fp8Weight
 
 
 @triton.jit(do_not_specialize=["shares", "top", "limit", "slope", "rows", "columns"])
@@ -94,7 +97,7 @@ def e4m3_expert_kernel(
             acc *= 256.0
             if FUSE:
                 acc2 *= 256.0
-        _store(
+        store_pairs(
             acc, acc2, Y, BIAS, order, row, live, tile * BN, e, N, limit, slope, BN, HAS_BIAS,
             not GATHER, FUSE, ACT,
         )  # fmt: skip
@@ -159,97 +162,80 @@ def fragment_expert_kernel(
             acc *= 256.0
             if FUSE:
                 acc2 *= 256.0
-        _store(
+        store_pairs(
             acc, acc2, Y, BIAS, order, row, live, block * 16, e, N, limit, slope, BN, HAS_BIAS,
             not GATHER, FUSE, ACT,
         )  # fmt: skip
 
 
-class Fp8Stack:
-    """One linear of all experts in E4M3."""
+def fp8_product(
+    like: Fp8Weight,
+    tensors: tuple[Tensor, Tensor, Tensor | None],
+    x: Tensor,
+    dispatch: ExpertDispatch,
+    pairs: tuple[int, int],
+    *,
+    back: bool,
+    gate: GateRule | None,
+) -> Tensor:
+    """Return every pair's row times its expert's weight, as `ExpertStack.product`.
 
-    def __init__(self, first: Fp8Weight, experts: int) -> None:
-        """`first`: one of the weights, which all others are like."""
-        self._like = first
-        codes, scale = first.codes_NK, first.scale
-        self._codes_ENK = codes.new_empty(experts, *codes.shape)
-        self._scale_ERC = scale.new_empty(experts, *scale.shape)
-
-    def put(self, index: int, weight: Fp8Weight) -> Fp8Weight:
-        """Copy an expert in; return it as a view of the stack."""
-        codes = self._codes_ENK[index].copy_(weight.codes_NK)
-        return replace(weight, codes_NK=codes, scale=self._scale_ERC[index].copy_(weight.scale))
-
-    def product(
-        self,
-        x: Tensor,
-        dispatch: ExpertDispatch,
-        bias_EN: Tensor | None,
-        pairs: tuple[int, int],
-        *,
-        back: bool,
-        gate: GateRule | None,
-    ) -> Tensor:
-        """Return every pair's row times its expert's weight; `pairs`: `expert_stack.rows_of`."""
-        (bm, shares), like, rule = pairs, self._like, gate or GateRule()
-        n, k = like.out_features, like.in_features
-        leave, fused = n if gate is None else n // 2, gate is not None
-        y, pdl = x.new_empty(dispatch.order_C.numel(), leave), overlaps(x.device)
-        same = {
-            "SHARED": like.scale.shape[1] == 1,
-            "HAS_BIAS": bias_EN is not None,
-            "GATHER": not back,
-            "BM": bm,
-            "FUSE": fused,
-            "ACT": rule.activation,
-            "PDL": pdl,
-            "INTERPRET": bool(knobs.runtime.interpret),
-            "launch_pdl": pdl,
-        }
-        given = (x, self._codes_ENK, self._scale_ERC, x if bias_EN is None else bias_EN, y)
-        scale = (like.rows, like.columns, *like.scale.shape)
-        told = (dispatch.per_token, shares, float(rule.limit), float(rule.slope))
-        if like.fragment:
-            high, warps, stages = fragment_tiles(bm, k // GROUP, fused=fused)
-            tensors = (given[0], self._codes_ENK.view(torch.int32), *given[2:])
-            fragment_expert_kernel[
-                (triton.cdiv(leave, 16 * high * warps), dispatch.most_runs, shares)
-            ](
-                *(
-                    *tensors,
-                    dispatch.order_C,
-                    dispatch.runs_E,
-                    n,
-                    k,
-                    *scale,
-                    n * k // 8,
-                    k // GROUP,
-                    *told,
-                ),
-                **same,
-                BH=high,
-                WM=warps,
-                STAGES=stages,
-                KWIDTH4=not on_hopper(x.device) or bm < WGMMA,
-                num_warps=warps,
-                num_stages=stages,
-            )
-            return y
-        bn, bk, stages, warps = tiles(bm, step_of(like), fused=fused)
-        e4m3_expert_kernel[(triton.cdiv(leave, bn), dispatch.most_runs, shares)](
-            *(*given, dispatch.order_C, dispatch.runs_E, n, k, *scale, *told),
+    `like`: one expert's weight; `tensors`: codes, scales and biases of all; `pairs`:
+    `expert_stack.rows_of`.
+    """
+    (codes_ENK, scale_ERC, bias_EN), (bm, shares), rule = tensors, pairs, gate or GateRule()
+    n, k = like.out_features, like.in_features
+    leave, fused = n if gate is None else n // 2, gate is not None
+    y, pdl = x.new_empty(dispatch.order_C.numel(), leave), overlaps(x.device)
+    same = {
+        "SHARED": like.scale.shape[1] == 1,
+        "HAS_BIAS": bias_EN is not None,
+        "GATHER": not back,
+        "BM": bm,
+        "FUSE": fused,
+        "ACT": rule.activation,
+        "PDL": pdl,
+        "INTERPRET": bool(knobs.runtime.interpret),
+        "launch_pdl": pdl,
+    }
+    given = (x, codes_ENK, scale_ERC, x if bias_EN is None else bias_EN, y)
+    scale = (like.rows, like.columns, *like.scale.shape)
+    rest = (dispatch.per_token, shares, float(rule.limit), float(rule.slope))
+    if like.fragment:
+        high, warps, stages = fragment_tiles(bm, k // GROUP, fused=fused)
+        tensors = (given[0], codes_ENK.view(torch.int32), *given[2:])
+        fragment_expert_kernel[(triton.cdiv(leave, 16 * high * warps), dispatch.most_runs, shares)](
+            *(
+                *tensors,
+                dispatch.order_C,
+                dispatch.runs_E,
+                n,
+                k,
+                *scale,
+                n * k // 8,
+                k // GROUP,
+                *rest,
+            ),
             **same,
-            EVEN_K=k % bk == 0,
-            BN=bn,
-            BK=bk,
+            BH=high,
+            WM=warps,
             STAGES=stages,
+            KWIDTH4=not on_hopper(x.device) or bm < WGMMA,
             num_warps=warps,
+            num_stages=stages,
         )
         return y
-
-    def gates(self) -> bool:
-        """Whether gate and up each are whole blocks of rows."""
-        return not self._like.fragment or self._like.out_features % (2 * BLOCK_ROWS) == 0
+    bn, bk, stages, warps = tiles(bm, step_of(like), fused=fused)
+    e4m3_expert_kernel[(triton.cdiv(leave, bn), dispatch.most_runs, shares)](
+        *(*given, dispatch.order_C, dispatch.runs_E, n, k, *scale, *rest),
+        **same,
+        EVEN_K=k % bk == 0,
+        BN=bn,
+        BK=bk,
+        STAGES=stages,
+        num_warps=warps,
+    )
+    return y
 
 
 WGMMA = 16
@@ -273,11 +259,3 @@ def tiles(bm: int, step: int, *, fused: bool) -> tuple[int, int, int, int]:
     if bm <= 64:
         return 64, 64, 3, 4
     return 128, 64, 3, 8
-
-
-def alike(weight: Fp8Weight, first: Fp8Weight) -> bool:
-    """Whether two weights can be of one stack."""
-    shapes = [
-        (w.codes_NK.shape, w.scale.shape, w.rows, w.columns, w.dtype) for w in (weight, first)
-    ]
-    return shapes[0] == shapes[1]

@@ -1,4 +1,4 @@
-"""Products of a mixture's experts: each expert's rows of w meet the tokens that were sent to it.
+"""Products of a mixture's experts: each expert's rows of w times the tokens routed to it.
 
     pair        a (token, expert) the router chose; C = T k of them, numbered t k + j
     order [C]   pairs sorted by expert
@@ -26,10 +26,10 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from llmpq.kernels.gemm.experts.gated import gated
-from llmpq.kernels.gemm.float_codes.e2m1_operand import SCALE_WORDS, load_e2m1, own_sum, unpack_e2m1
-from llmpq.kernels.gemm.packed_operands import dot, load_pairs, load_tile
-from llmpq.kernels.gemm.splitk_gemm import _accumulate, _load_x
+from llmpq.kernels.gemm.experts.store_pairs import store_pairs
+from llmpq.kernels.gemm.operands.e2m1_operand import SCALE_WORDS, load_e2m1, own_sum, unpack_e2m1
+from llmpq.kernels.gemm.operands.k_group import accumulate, load_x
+from llmpq.kernels.gemm.operands.packed_operands import dot, load_pairs, load_tile
 
 
 @triton.jit
@@ -61,31 +61,6 @@ def assign_kernel(
     tl.store(runs + at * 3, e)
     tl.store(runs + at * 3 + 1, before)
     tl.store(runs + at * 3 + 2, place)
-
-
-@triton.jit
-def _store(
-    acc, acc2, Y, BIAS, order, row, live, n0, e, N, limit, slope, BN: tl.constexpr,
-    HAS_BIAS: tl.constexpr, SCATTER: tl.constexpr, FUSE: tl.constexpr, ACT: tl.constexpr,
-):  # fmt: skip
-    """Add the expert's bias to acc [BN, BM] and store it, transposed, into y [C, N].
-
-    FUSE: acc2 are the rows N / 2 further on; act(acc) * acc2 goes into y [C, N / 2].
-    """
-    n = n0 + tl.arange(0, BN)
-    F = N // 2 if FUSE else N
-    target = row
-    if SCATTER:
-        target = tl.load(order + row, mask=live, other=0)
-    if HAS_BIAS:
-        at = BIAS + e.to(tl.int64) * N + n
-        acc += tl.load(at, mask=n < F, other=0.0).to(tl.float32)[:, None]
-        if FUSE:
-            acc2 += tl.load(at + F, mask=n < F, other=0.0).to(tl.float32)[:, None]
-    if FUSE:
-        acc = gated(acc, acc2, limit, slope, ACT)
-    at = target.to(tl.int64)[None, :] * F + n[:, None]
-    tl.store(Y + at, acc.to(Y.dtype.element_ty), mask=live[None, :] & (n < F)[:, None])
 
 
 @triton.jit
@@ -124,7 +99,7 @@ def _add_group(
         t = dot(w, x, tl.zeros([BH * WM * 16, BM], tl.float32), INTERPRET)
         return acc + own_sum(t, INTERPRET)
     else:
-        return _accumulate(
+        return accumulate(
             acc, now, x, 0, BITS, DT, True, SYMMETRIC, False, BH, WM, BM, KWIDTH4, INTERPRET, "", ""
         )
 
@@ -186,13 +161,13 @@ def packed_expert_kernel(
                     P0 + words_on, P1 + words_on, S + pairs_on, Z + pairs_on, left, groups,
                     S_GROUPS, g, BITS, GROUPED, SYMMETRIC, BH, WM, E2M1,
                 )  # fmt: skip
-            x = _load_x(at, g, live[None, :], k[:, None], K, EVEN_K)
+            x = load_x(at, g, live[None, :], k[:, None], K, EVEN_K)
             acc = _add_group(acc, now, x, BITS, DT, SYMMETRIC, BH, WM, BM, KWIDTH4, E2M1, INTERPRET)
             if FUSE:
                 acc2 = _add_group(
                     acc2, now2, x, BITS, DT, SYMMETRIC, BH, WM, BM, KWIDTH4, E2M1, INTERPRET
                 )
-        _store(
+        store_pairs(
             acc, acc2, Y, BIAS, order, row, live, block * 16, e, N, limit, slope, BN, HAS_BIAS,
             not GATHER, FUSE, ACT,
         )  # fmt: skip
@@ -239,7 +214,7 @@ def dense_expert_kernel(
             acc = _dot(w, x, acc, INTERPRET)
             if FUSE:
                 acc2 = _dot(w2, x, acc2, INTERPRET)
-        _store(
+        store_pairs(
             acc, acc2, Y, BIAS, order, row, live, tile * BN, e, N, limit, slope, BN, HAS_BIAS,
             not GATHER, FUSE, ACT,
         )  # fmt: skip

@@ -1,9 +1,9 @@
 """Products of experts that a pair or a few were sent to: all of K in one short program.
 
     program     16 * BH rows of w of one expert (FUSE: as many up rows beside them) x 8 pairs at a
-                time; its WM warps take the k-groups in turn and meet once, as gemv.py
+                time; its WM warps take the k-groups in turn and add up once, as gemv.py
                     words --> registers --> code - zero --> mma.sync with x's fragment
-                D k-groups of words in flight per warp, no shared memory until the warps meet
+                D k-groups of words in flight per warp, no shared memory until the warps add up
 
 A program of expert_kernel.py walks over K instead: of an expert with few pairs each step waits for
 the one before, and few programs are left to hide it. Words in groups of 128.
@@ -19,8 +19,8 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from llmpq.kernels.gemm.experts.expert_kernel import _store
-from llmpq.kernels.gemm.packed_operands import (
+from llmpq.kernels.gemm.experts.store_pairs import store_pairs
+from llmpq.kernels.gemm.operands.packed_operands import (
     accumulator_scale,
     dot,
     load_tile,
@@ -143,7 +143,7 @@ def rows_expert_kernel(
         total = tl.sum(acc, axis=0)
         total2 = tl.sum(acc2, axis=0) if FUSE else 0
         row = m0 + tl.arange(0, 8)
-        _store(
+        store_pairs(
             total, total2, Y, BIAS, order, row, row < end, block * 16, e, N, limit, slope, BH * 16,
             HAS_BIAS, not GATHER, FUSE, ACT,
         )  # fmt: skip

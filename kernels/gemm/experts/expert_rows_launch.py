@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
 import triton
 from torch import Tensor
 from triton import knobs
 
-from llmpq.kernels.formats.quantized_weight import QuantizedWeight
+from llmpq.kernels.formats.packed_words import PackedWords
 from llmpq.kernels.formats.weight_layout import BLOCK_ROWS
 from llmpq.kernels.gemm.experts.expert_dispatch import ExpertDispatch
 from llmpq.kernels.gemm.experts.expert_rows import rows_expert_kernel
 from llmpq.kernels.gemm.experts.gated import GateRule
+from llmpq.kernels.gemm.experts.stack_words import StackWords
 from llmpq.kernels.overlap import overlaps
 
 MOST_EVEN = 4
@@ -40,7 +40,7 @@ class RowsForm:
 
 
 def form_of(
-    q: QuantizedWeight, pairs: int, experts: int, programs: int, *, fused: bool
+    q: PackedWords, pairs: int, experts: int, programs: int, *, fused: bool
 ) -> RowsForm | None:
     """Return how few pairs are multiplied; None: by programs that walk over K (H200, 4 bits).
 
@@ -48,7 +48,7 @@ def form_of(
     """
     groups = -(-q.in_features // 128)
     whole = q.group_size is not None and q.in_features % 128 == 0
-    if q.bits != 4 or not whole or pairs > MOST_EVEN * experts:
+    if q.form or q.bits != 4 or not whole or pairs > MOST_EVEN * experts:
         return None
     warps = next((count for count in (4, 2) if groups % count == 0), 0)
     if programs < IDLE and warps and groups <= STEPS * warps:
@@ -59,7 +59,7 @@ def form_of(
 
 
 def product(
-    q: QuantizedWeight,
+    stack: StackWords,
     form: RowsForm,
     bias: Tensor | None,
     x: Tensor,
@@ -69,14 +69,13 @@ def product(
     gate: GateRule | None,
 ) -> Tensor:
     """Return `ExpertStack.product` of a packed stack [E, ...] in groups."""
+    q, words = stack.like, stack.words
     rule, parts = gate or GateRule(), 1 if gate is None else 2
     blocks, groups = q.out_features // BLOCK_ROWS, -(-q.in_features // 128)
     y = x.new_empty(dispatch.order_C.numel(), q.out_features // parts)
-    planes = (*q.planes, q.scale, q.scale if q.zero is None else q.zero)
-    words = [t.view(t.shape[0], -1).view(torch.int32) for t in planes]
     pdl, interpret = overlaps(x.device), bool(knobs.runtime.interpret)
     rows_expert_kernel[(triton.cdiv(blocks // parts, form.high), dispatch.most_runs)](
-        *(x, words[0], words[-3], words[-2], words[-1], x if bias is None else bias, y),
+        *(x, *words, x if bias is None else bias, y),
         *(dispatch.order_C, dispatch.runs_E, q.out_features, q.in_features, blocks, groups),
         *(dispatch.per_token, float(rule.limit), float(rule.slope)),
         BITS=q.bits,

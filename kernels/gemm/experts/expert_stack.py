@@ -13,8 +13,7 @@ Legend: T tokens, k experts of a token, C = T k pairs, E experts.
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import TypeGuard
+from typing import TYPE_CHECKING, Any
 
 import torch
 import triton
@@ -22,23 +21,24 @@ from torch import Tensor
 from triton import knobs
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from llmpq.kernels.formats.codebook_weight import CodebookWeight
-from llmpq.kernels.formats.fp8_weight import Fp8Weight
-from llmpq.kernels.formats.quantized_weight import QuantizedWeight
-from llmpq.kernels.formats.weight_layout import BLOCK_ROWS, GROUP, Layout
-from llmpq.kernels.gemm.config import Config, make_plan
+from llmpq.kernels.formats.weight_layout import BLOCK_ROWS
 from llmpq.kernels.gemm.experts import expert_rows_launch, expert_wide, gluon_expert_launch
-from llmpq.kernels.gemm.experts.e4m3_experts import Fp8Stack, alike
+from llmpq.kernels.gemm.experts.e4m3_experts import fp8_product
 from llmpq.kernels.gemm.experts.expert_blocks import WIDE
 from llmpq.kernels.gemm.experts.expert_dispatch import ExpertDispatch
 from llmpq.kernels.gemm.experts.expert_kernel import dense_expert_kernel, packed_expert_kernel
 from llmpq.kernels.gemm.experts.gated import GateRule
+from llmpq.kernels.gemm.experts.stack_words import StackWords
+from llmpq.kernels.gemm.ranking.config import Config, make_plan
 from llmpq.kernels.gemm.ranking.machine import machine_of
-from llmpq.kernels.multiprocessors import multiprocessors
+from llmpq.kernels.kernel_table import Kernel, KernelForm, eligible
+from llmpq.kernels.multiprocessors import device_of, multiprocessors
 from llmpq.kernels.overlap import overlaps
 
-Stackable = Tensor | QuantizedWeight | Fp8Weight | CodebookWeight
-"""One expert's weight."""
+if TYPE_CHECKING:
+    from llmpq.kernels.weights.fp8_weight import Fp8Weight
+    from llmpq.kernels.weights.weight import Weight
+
 ROW_BLOCKS = 4
 """Blocks of pairs of an even routing that one program takes, its weight in the L2 meanwhile."""
 
@@ -48,118 +48,98 @@ class ExpertStack:
 
     def __init__(self, experts: int) -> None:
         self._experts = experts
-        self._dense: Tensor | None = None
-        self._packed: QuantizedWeight | None = None
-        self._table: CodebookWeight | None = None
-        self._fp8: Fp8Stack | None = None
+        self._tensors: dict[str, Tensor] = {}
+        """All experts' [E, ...], by the name of a weight's field."""
         self._bias: Tensor | None = None
-        self.first: Stackable | None = None
+        self.first: Weight | None = None
         """Expert 0's weight as it was given back: who holds another one is not of this stack."""
 
-    def takes(self, weight: object, bias: Tensor | None) -> bool:
+    def takes(self, weight: Weight, bias: Tensor | None) -> bool:
         """Whether a weight can be the next of this stack: as wide and as packed as those before."""
-        first = self.first
-        if not stackable(weight):
-            return False
-        if first is None:
-            return True
-        if (bias is None) != (self._bias is None):
-            return False
-        if isinstance(weight, Tensor):
-            return isinstance(first, Tensor) and weight.shape == first.shape
-        if isinstance(weight, Fp8Weight):
-            return isinstance(first, Fp8Weight) and alike(weight, first)
-        if isinstance(first, Tensor | Fp8Weight):
-            return False
-        return form_of(weight) == form_of(first)
+        key = weight.expert_key
+        if key is None or self.first is None:
+            return key is not None
+        return (bias is None) == (self._bias is None) and key == self.first.expert_key
 
-    def put(
-        self, index: int, weight: Stackable, bias: Tensor | None
-    ) -> tuple[Stackable, Tensor | None]:
+    def put(self, index: int, weight: Weight, bias: Tensor | None) -> tuple[Weight, Tensor | None]:
         """Copy expert `index` in; return it as a view of the stack."""
-        made: Stackable
-        if isinstance(weight, Fp8Weight):
-            self._fp8 = self._fp8 or Fp8Stack(weight, self._experts)
-            made = self._fp8.put(index, weight)
-        elif isinstance(weight, CodebookWeight):
-            made = self._put_table(index, weight.in_fragments())
-        elif isinstance(weight, QuantizedWeight):
-            made = self._put_packed(index, weight)
-        else:
-            made = self._put_dense(index, weight)
+        weight = weight.as_expert()
+        if not self._tensors:
+            self._tensors = {n: self._room(tensor) for n, tensor in weight.tensors.items()}
+        views = {n: self._tensors[n][index].copy_(tensor) for n, tensor in weight.tensors.items()}
+        made = weight.with_tensors(views)
         if index == 0:
             self.first = made
         if bias is not None:
-            if self._bias is None:
-                self._bias = bias.new_empty(self._experts, *bias.shape)
+            self._bias = self._room(bias) if self._bias is None else self._bias
             bias = self._bias[index].copy_(bias)
         return made, bias
-
-    def _put_dense(self, index: int, weight: Tensor) -> Tensor:
-        if self._dense is None:
-            self._dense = weight.new_empty(self._experts, *weight.shape)
-        return self._dense[index].copy_(weight)
-
-    def _put_packed(self, index: int, weight: QuantizedWeight) -> QuantizedWeight:
-        if self._packed is None:
-            self._packed = replace(
-                weight,
-                planes=tuple(self._room(plane) for plane in weight.planes),
-                scale=self._room(weight.scale),
-                zero=None if weight.zero is None else self._room(weight.zero),
-            )
-        whole = self._packed
-
-        def copied(stack: Tensor, given: Tensor) -> Tensor:
-            return stack[index].copy_(given)
-
-        return replace(
-            weight,
-            planes=tuple(map(copied, whole.planes, weight.planes)),
-            scale=copied(whole.scale, weight.scale),
-            zero=None if whole.zero is None or weight.zero is None
-            else copied(whole.zero, weight.zero),
-        )  # fmt: skip
-
-    def _put_table(self, index: int, weight: CodebookWeight) -> CodebookWeight:
-        if self._table is None:
-            plane, scale = self._room(weight.plane), self._room(weight.scale)
-            self._table = replace(weight, plane=plane, scale=scale)
-        whole = self._table
-        return replace(
-            weight,
-            plane=whole.plane[index].copy_(weight.plane),
-            scale=whole.scale[index].copy_(weight.scale),
-        )
 
     def _room(self, given: Tensor) -> Tensor:
         return given.new_empty(self._experts, *given.shape)
 
+    @property
+    def _kind(self) -> str:
+        """What the kernels call the weights: "dense", "packed", "mxfp4" or "fp8"."""
+        key = None if self.first is None else self.first.expert_key
+        assert key is not None, "a stack without experts"
+        return str(key[0])
+
+    @property
+    def _words(self) -> StackWords:
+        like: Any = self.first
+        return StackWords(like, self._tensors)
+
     def gates(self, x: Tensor, dispatch: ExpertDispatch) -> bool:
         """Whether the product can be gated as it is made: w's first half the gate's rows."""
+        kernel = self._kernel(x, dispatch)
         few = rows_of(dispatch.order_C.numel(), self._experts)[0] <= MOST_GATED
-        deep = self._flows(x, dispatch) or few
-        return self._wide(x, dispatch) or (deep and self._halves())
+        deep = kernel is Kernel.EXPERTS_WGMMA or few
+        return kernel is Kernel.EXPERTS_WIDE or (deep and self._halves())
 
     def _halves(self) -> bool:
         """Whether gate and up each are whole blocks of rows; float32 has no tiles for both."""
-        if self._fp8 is not None:
-            return self._fp8.gates()
-        coded = self._packed or self._table
-        if coded is not None:
-            return coded.out_features % (2 * BLOCK_ROWS) == 0
-        return self._dense is not None and self._dense.element_size() == 2
+        assert self.first is not None
+        if self._kind == "dense":
+            return self._tensors["values"].element_size() == 2
+        by_rows = self._kind == "fp8" and not self._fp8.fragment
+        return by_rows or self.first.out_features % (2 * BLOCK_ROWS) == 0
 
-    def _flows(self, x: Tensor, dispatch: ExpertDispatch) -> bool:
-        """Whether the Gluon programs of gluon_expert_launch.py are to be taken."""
-        if self._fp8 is not None:
-            return False
-        packed = self._packed is None or self._packed.bits in gluon_expert_launch.BITS
-        return packed and gluon_expert_launch.fits(x, dispatch)
+    @property
+    def _fp8(self) -> Fp8Weight:
+        like: Any = self.first
+        made: Fp8Weight = like
+        return made
 
-    def _wide(self, x: Tensor, dispatch: ExpertDispatch) -> bool:
-        """Whether expert_wide.py's tiles are to be taken."""
-        if self._dense is None or x.element_size() != 2 or dispatch.blocks is None:
+    def _kernel(self, x: Tensor, dispatch: ExpertDispatch) -> Kernel:
+        """Return the first kernel of the table whose conditions hold here."""
+        for kernel in self._eligible(x.device, dispatch.order_C.numel()):
+            if kernel is Kernel.EXPERTS_WGMMA and not gluon_expert_launch.fits(x, dispatch):
+                continue
+            if kernel is Kernel.EXPERTS_WIDE and not self._is_wide(x, dispatch):
+                continue
+            if kernel is not Kernel.EXPERTS_GEMV:  # `_launch_packed` asks, gated or not
+                return kernel
+        raise ValueError(f"no kernel multiplies {self._form.value} on {x.device}")
+
+    def _eligible(self, device: torch.device, pairs: int) -> tuple[Kernel, ...]:
+        return eligible(self._form, device_of(device), -(-pairs // self._experts))
+
+    @property
+    def _form(self) -> KernelForm:
+        assert self.first is not None
+        if self._kind == "dense":
+            return KernelForm.EXPERTS_DENSE if self.first.bits == 16 else KernelForm.EXPERTS_FLOAT32
+        if self._kind != "packed":
+            return KernelForm.EXPERTS_MXFP4 if self._kind == "mxfp4" else KernelForm.EXPERTS_FP8
+        if self.first.bits == 8:
+            return KernelForm.EXPERTS_8
+        in_groups = self._words.like.group_size is not None
+        return KernelForm.EXPERTS_4 if self.first.bits == 4 and in_groups else KernelForm.EXPERTS_3
+
+    def _is_wide(self, x: Tensor, dispatch: ExpertDispatch) -> bool:
+        """Whether expert_wide.py's tiles fit."""
+        if x.element_size() != 2 or dispatch.blocks is None:
             return False
         return bool(knobs.runtime.interpret) or wide_fits(machine_of(x.device).shared_block)
 
@@ -176,27 +156,26 @@ class ExpertStack:
         x [T, K] and y [C, N] sorted by expert, or with `back` x [C, K] so sorted and y in the
         order of the pairs' indices; with `gate`, where `gates`, y [C, N / 2].
         """
-        if self._flows(x, dispatch):
-            weight = (self._packed or self._table) if self._dense is None else self._dense
-            assert weight is not None
-            return gluon_expert_launch.product(
-                weight, self._bias, x, dispatch, back=back, gate=gate
-            )
-        if self._wide(x, dispatch):
+        kernel = self._kernel(x, dispatch)
+        if kernel is Kernel.EXPERTS_WGMMA:
+            stack = self._tensors["values"] if self._kind == "dense" else self._words
+            return gluon_expert_launch.product(stack, self._bias, x, dispatch, back=back, gate=gate)
+        if kernel is Kernel.EXPERTS_WIDE:
             return self._launch_wide(x.contiguous(), dispatch, back, gate)
         assert gate is None or self.gates(x, dispatch)
-        if self._fp8 is not None:
+        if self._kind == "fp8":
+            tensors = (self._tensors["codes_NK"], self._tensors["scale"], self._bias)
             pairs = rows_of(dispatch.order_C.numel(), self._experts)
-            told = (x.contiguous(), dispatch, self._bias, pairs)
-            return self._fp8.product(*told, back=back, gate=gate)
-        launch = self._launch_packed if self._dense is None else self._launch_dense
+            x = x.contiguous()
+            return fp8_product(self._fp8, tensors, x, dispatch, pairs, back=back, gate=gate)
+        launch = self._launch_dense if self._kind == "dense" else self._launch_packed
         return launch(x.contiguous(), dispatch, back, gate)
 
     def _launch_wide(
         self, x: Tensor, dispatch: ExpertDispatch, back: bool, gate: GateRule | None
     ) -> Tensor:
-        w, tile = self._dense, expert_wide
-        assert w is not None and dispatch.blocks is not None
+        w, tile = self._tensors["values"], expert_wide
+        assert dispatch.blocks is not None
         experts, n, k = w.shape
         leave, own = (n, tile.BN) if gate is None else (n // 2, tile.BN // 2)
         y, tiles = x.new_empty(dispatch.order_C.numel(), leave), triton.cdiv(leave, own)
@@ -230,8 +209,8 @@ class ExpertStack:
     def _launch_packed(
         self, x: Tensor, dispatch: ExpertDispatch, back: bool, gate: GateRule | None
     ) -> Tensor:
-        q, pairs = self._packed or self._table, dispatch.order_C.numel()
-        assert q is not None
+        stack, pairs = self._words, dispatch.order_C.numel()
+        q, table = stack.like, stack.is_e2m1
         bm, shares = rows_of(pairs, self._experts)
         fused = gate is not None
         if fused and q.bits == 4 and pairs <= FEW * self._experts:
@@ -242,27 +221,27 @@ class ExpertStack:
         high, warps, stages = packed_tiles(bm, groups, fused=fused)
         tiles = triton.cdiv(blocks, (1 + fused) * high * warps)
         walking = min(pairs, self._experts) * tiles // multiprocessors(x.device)
-        table = isinstance(q, CodebookWeight)
         if table and x.element_size() != 2 and not interpret:
             raise ValueError(f"MXFP4 experts on a GPU: got x in {x.dtype}, expected 16 bits")
-        if isinstance(q, QuantizedWeight):
+        form = None
+        if Kernel.EXPERTS_GEMV in self._eligible(x.device, pairs):
             form = expert_rows_launch.form_of(q, pairs, self._experts, walking, fused=fused)
-            if form is not None:
-                return expert_rows_launch.product(
-                    q, form, self._bias, x, dispatch, back=back, gate=gate
-                )
+        if form is not None:
+            return expert_rows_launch.product(
+                stack, form, self._bias, x, dispatch, back=back, gate=gate
+            )
         config = Config(kernel="splitk_gemm", blocks=high, warps=warps, bm=bm, stages=stages)
         plan = make_plan(config, capability, interpret=interpret)
         parts, rule = 1 if gate is None else 2, gate or GateRule()
         y = x.new_empty(pairs, q.out_features // parts)
         packed_expert_kernel[(tiles, dispatch.most_runs, shares)](
-            *(x, *_words(q), x if self._bias is None else self._bias, y),
+            *(x, *stack.words, x if self._bias is None else self._bias, y),
             *(dispatch.order_C, dispatch.runs_E),
             *(q.out_features, q.in_features, blocks, groups, dispatch.per_token, shares),
             *(float(rule.limit), float(rule.slope)),
             BITS=q.bits,
             GROUPED=q.group_size is not None,
-            SYMMETRIC=isinstance(q, CodebookWeight) or q.symmetric,
+            SYMMETRIC=q.symmetric,
             EVEN_K=q.in_features % 128 == 0,
             HAS_BIAS=self._bias is not None,
             GATHER=not back,
@@ -286,8 +265,7 @@ class ExpertStack:
     def _launch_dense(
         self, x: Tensor, dispatch: ExpertDispatch, back: bool, gate: GateRule | None
     ) -> Tensor:
-        w, pairs = self._dense, dispatch.order_C.numel()
-        assert w is not None
+        w, pairs = self._tensors["values"], dispatch.order_C.numel()
         bm, shares = rows_of(pairs, self._experts)
         rows, stages, warps = dense_tiles(bm, x.element_size(), fused=gate is not None)
         rule, leave = gate or GateRule(), w.shape[1] if gate is None else w.shape[1] // 2
@@ -379,32 +357,3 @@ def rows_of(pairs: int, experts: int) -> tuple[int, int]:
     # Room for half as many again: the weight of an expert that has more pairs is read again.
     bm = next((size for size in (16, 32, 64) if 3 * even <= 2 * size), 128)
     return bm, max(1, -(-even // (bm * ROW_BLOCKS)))
-
-
-def _words(q: QuantizedWeight | CodebookWeight) -> list[Tensor]:
-    """Return planes, scales and zeros of all experts as int32; others stand in for what is not."""
-    if isinstance(q, CodebookWeight):
-        planes = (q.plane, q.plane, q.scale, q.scale)
-    else:
-        planes = (q.planes[0], q.planes[-1], q.scale, q.scale if q.zero is None else q.zero)
-    return [t.view(t.shape[0], -1).view(torch.int32) for t in planes]
-
-
-def form_of(weight: QuantizedWeight | CodebookWeight) -> tuple[object, ...]:
-    """Return what the packed weights of a stack have in common."""
-    shape = (weight.out_features, weight.in_features, weight.bits, weight.group_size)
-    if isinstance(weight, CodebookWeight):
-        return (*shape, weight.codebook, weight.scale.dtype)
-    return (*shape, weight.symmetric, weight.scale.dtype)
-
-
-def stackable(weight: object) -> TypeGuard[Stackable]:
-    """Whether a weight can be one of a stack: dense, E4M3, or packed in whole blocks of rows."""
-    if isinstance(weight, Fp8Weight):
-        return weight.dtype in (torch.float16, torch.bfloat16)
-    if isinstance(weight, CodebookWeight):
-        return weight.is_mxfp4 and weight.has_fragments()
-    if isinstance(weight, QuantizedWeight):
-        whole = weight.out_features % BLOCK_ROWS == 0 and weight.group_size in (None, GROUP)
-        return whole and weight.layout is Layout.FRAGMENT
-    return isinstance(weight, Tensor) and not weight.is_mkldnn

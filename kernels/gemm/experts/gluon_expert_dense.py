@@ -3,7 +3,7 @@
     w           [64, 64] by TMA, four a slot: two of each warpgroup (gluon_expert_item.py)
     x           [128, 64 columns] by TMA where it lies sorted by expert; SEEK, with cp.async from
                 its tokens' rows, by four warps
-    items       whoever asks for w takes the next one that nobody has, and says so
+    items       the warp that asks for w takes the next free one and publishes it
 
 One product of a warpgroup is always in flight. Legend as in gluon_expert_item.py.
 """
@@ -80,7 +80,7 @@ def _dense(
     HAS_BIAS: gl.constexpr, GATHER: gl.constexpr, SEEK: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """A warpgroup's share of 16-bit items."""
-    xs, outs, told, _x_desc, _w_desc, blocks, count, N, F, slots, tiles = common
+    xs, outs, mailbox, _x_desc, _w_desc, blocks, count, N, F, slots, tiles = common
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
@@ -99,14 +99,14 @@ def _dense(
                 xs, outs, step, e, m0, end, n_tile, N, F, slots, WG, STAGES, FUSE, ACT, HAS_BIAS,
                 GATHER, SEEK, ROWS,
             )  # fmt: skip
-        item = _hear(told, turn)
+        item = _receive(mailbox, turn)
         turn += 1
 
 
 @gluon.jit
-def _tell(told, turn, item, WARPS: gl.constexpr):
+def _publish(mailbox, turn, item, WARPS: gl.constexpr):
     """Say which item comes after this program's item number `turn`."""
-    ids, known, taken = told
+    ids, known, taken = mailbox
     ONE: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
     if turn >= 2:
         mbarrier.wait(taken.index(turn % 2), (turn // 2 - 1) % 2)
@@ -116,8 +116,8 @@ def _tell(told, turn, item, WARPS: gl.constexpr):
 
 
 @gluon.jit
-def _hear(told, turn):
-    ids, known, taken = told
+def _receive(mailbox, turn):
+    ids, known, taken = mailbox
     ALL: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     mbarrier.wait(known.index(turn % 2), turn // 2 % 2)
     item = gl.sum(ids.index(turn % 2).load(ALL), 0)
@@ -141,11 +141,11 @@ def _request(
     common, X, order, top, K, STAGES: gl.constexpr, FUSE: gl.constexpr, SEEK: gl.constexpr,
     PDL: gl.constexpr,
 ):  # fmt: skip
-    """The warp that asks for x and 16-bit w, and takes the next item that nobody has.
+    """The warp that asks for x and 16-bit w, and takes the next free item.
 
     SEEK: four warps, which gather x from its tokens' rows with cp.async.
     """
-    xs, _outs, told, x_desc, w_desc, blocks, count, N, F, slots, tiles = common
+    xs, _outs, mailbox, x_desc, w_desc, blocks, count, N, F, slots, tiles = common
     ring, ring_w, ready, free = xs
     if PDL:
         gdc_wait()
@@ -175,7 +175,7 @@ def _request(
                 tma_load(w_desc, [row + own, k * DEEP], bar, ring_w.index(slot * 4 + i))
             step += 1
         item = gl.atomic_add(count + 1, 1, sem="relaxed") + programs
-        _tell(told, turn, item, 4 if SEEK else 1)
+        _publish(mailbox, turn, item, 4 if SEEK else 1)
         turn += 1
     if gl.atomic_add(count + 2, 1, sem="acq_rel") == programs - 1:  # who ends last leaves zeros
         gl.store(count + 1, 0)
@@ -209,8 +209,8 @@ def dense_kernel(
     W1: gl.constexpr = 1
     outs = (staging, Y, BIAS, order, limit, slope)
     xs = (ring, ring_w, ready, free)
-    told = (ids, known, taken)
-    common = (xs, outs, told, x_desc, w_desc, blocks, count, N, F, slots, tiles)
+    mailbox = (ids, known, taken)
+    common = (xs, outs, mailbox, x_desc, w_desc, blocks, count, N, F, slots, tiles)
     gl.warp_specialize([
         (_dense, (common, W0, STAGES, FUSE, ACT, HAS_BIAS, GATHER, SEEK, PDL)),
         (_dense, (common, W1, STAGES, FUSE, ACT, HAS_BIAS, GATHER, SEEK, PDL)),

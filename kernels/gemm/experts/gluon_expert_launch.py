@@ -5,30 +5,24 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 import triton
 from torch import Tensor
 
-from llmpq.kernels.formats.codebook_weight import CodebookWeight
-from llmpq.kernels.formats.quantized_weight import QuantizedWeight
 from llmpq.kernels.formats.weight_layout import BLOCK_ROWS
 from llmpq.kernels.gemm.experts.expert_blocks import gather_kernel
 from llmpq.kernels.gemm.experts.expert_dispatch import ExpertDispatch
 from llmpq.kernels.gemm.experts.gated import GateRule
+from llmpq.kernels.gemm.experts.stack_words import StackWords
 from llmpq.kernels.multiprocessors import multiprocessors
 from llmpq.kernels.overlap import overlaps
 
-CAPABILITY = (9, 0)
-"""Triton compiles these kernels for no other."""
 STAGES, PACKED_STAGES = 4, 6
 """Slots of the ring, of 48 and of 16 KiB."""
-BITS = (3, 4)
-"""Of packed words; those of 8 bits leave too few registers, and were not checked throughout."""
 OWN = 256
 """Rows of w of an item."""
 BROAD_FROM, BROAD_STAGES = 128, 5
-"""Pairs of an expert, of an even routing, from which packed w that is not gated meets 256 rows of x
-at a time: it is unpacked half as often."""
+"""Pairs of an expert, of an even routing, from which packed w that is not gated is multiplied by
+256 rows of x at a time: it is unpacked half as often."""
 LEAST_COLUMNS = 256
 """The ring is filled from one row of items before the loop over its columns begins."""
 GATHERED = (16, 512)
@@ -41,11 +35,11 @@ def fits(x: Tensor, dispatch: ExpertDispatch) -> bool:
         return False
     columns = x.shape[1]
     aligned = columns % 8 == 0 and columns >= LEAST_COLUMNS
-    return aligned and torch.cuda.get_device_capability(x.device) == CAPABILITY
+    return aligned
 
 
 def product(
-    weight: Tensor | QuantizedWeight | CodebookWeight,
+    stack: Tensor | StackWords,
     bias: Tensor | None,
     x: Tensor,
     dispatch: ExpertDispatch,
@@ -55,10 +49,10 @@ def product(
 ) -> Tensor:
     """Return `ExpertStack.product` of a stack: [E, N, K], or the planes of all experts [E, ...]."""
     x, rule, pdl = x.contiguous(), gate or GateRule(), overlaps(x.device)
-    if isinstance(weight, Tensor):
-        way, n = _dense(weight, x, dispatch, back=back), weight.shape[1]
+    if isinstance(stack, Tensor):
+        way, n = _dense(stack, x, dispatch, back=back), stack.shape[1]
     else:
-        way, n = _packed(weight, dispatch, gate), weight.out_features
+        way, n = _packed(stack, dispatch, gate), stack.like.out_features
     if not back and not way.constants.get("SEEK"):
         x = gathered(x, dispatch)
     leave = n if gate is None else n // 2
@@ -111,23 +105,17 @@ def _dense(weight: Tensor, x: Tensor, dispatch: ExpertDispatch, *, back: bool) -
     )
 
 
-def _packed(
-    q: QuantizedWeight | CodebookWeight, dispatch: ExpertDispatch, gate: GateRule | None
-) -> _Way:
+def _packed(stack: StackWords, dispatch: ExpertDispatch, gate: GateRule | None) -> _Way:
     """Return programs of packed words, which take turns: short blocks last."""
     from llmpq.kernels.gemm.experts.gluon_expert_packed import packed_kernel
 
-    if isinstance(q, QuantizedWeight):
-        planes = (*q.planes, q.scale, q.scale if q.zero is None else q.zero)
-    else:
-        planes = (q.plane, q.scale, q.scale)
-    words = [t.view(t.shape[0], -1).view(torch.int32) for t in planes]
-    height, experts = q.out_features // BLOCK_ROWS, planes[0].shape[0]
+    q, words = stack.like, stack.words
+    height, experts = q.out_features // BLOCK_ROWS, words[0].shape[0]
     broad = gate is None and dispatch.order_C.numel() >= BROAD_FROM * experts
     assert dispatch.count is not None
     return _Way(
         packed_kernel,
-        (words[0], words[-3], words[-2], words[-1]),
+        tuple(words),
         (height, experts * height, triton.cdiv(q.in_features, 128)),
         dispatch.broad if broad else dispatch.apart,
         dispatch.count[3:] if broad else dispatch.count,
@@ -136,7 +124,7 @@ def _packed(
         {
             "BITS": q.bits,
             "GROUPED": q.group_size is not None,
-            "SYMMETRIC": q.symmetric if isinstance(q, QuantizedWeight) else "e2m1",
+            "SYMMETRIC": "e2m1" if stack.is_e2m1 else q.symmetric,
             "STAGES": BROAD_STAGES if broad else PACKED_STAGES,
             "BROAD": broad,
         },

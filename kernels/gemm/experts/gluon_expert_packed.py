@@ -1,7 +1,7 @@
 """A mixture's prompt on Hopper, packed w: wgmma fed from registers, x by TMA.
 
     words -> registers -> (code - zero) * scale -> left operand, 64 k at a time, as wgmma_gemm.py
-    BROAD: 256 rows of x meet 128 of w, so that words are unpacked half as often; not of gated rows
+    BROAD: tiles of 256 rows of x, 128 of w: words are unpacked half as often; not of gated rows
     x [128, 64 columns], sorted by expert (`expert_blocks.gather_kernel`) -> TMA -> ring of STAGES
 
 The first warpgroup asks for x, STAGES - BACK slots ahead, also across items. Legend as in

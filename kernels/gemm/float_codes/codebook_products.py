@@ -1,4 +1,4 @@
-"""y = x w^T on a GPU with 4-bit codes of a table (formats/codebook_weight.py).
+"""y = x w^T on a GPU with 4-bit codes of a table (weights/codebook_weight.py).
 
 Words of FRAGMENT are multiplied as W4's are (scaled/). Here are bytes of ROWS: rows that are no
 whole blocks, groups of 128, float32 scales, MXFP4 with scales above 2.
@@ -20,6 +20,7 @@ factor comes last.
 from __future__ import annotations
 
 import functools
+from typing import TYPE_CHECKING
 
 import torch
 import triton
@@ -27,18 +28,17 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn import functional
 
-from llmpq.kernels.formats.codebook_weight import E4M3, E8M0, Codebook, CodebookWeight
+from llmpq.kernels.formats.codebooks import E4M3, E8M0, Codebook
 from llmpq.kernels.formats.weight_layout import GROUP, Layout
-from llmpq.kernels.gemm.linear_gpu import scaled_linear
-from llmpq.kernels.multiprocessors import multiprocessors
+from llmpq.kernels.gemm.linear_gpu import linear_gpu
+from llmpq.kernels.kernel_table import Kernel, eligible
+from llmpq.kernels.multiprocessors import device_of, multiprocessors
 
-FEW = 16
-"""Rows of x that the product takes; more are multiplied by cuBLAS, sooner (H200: 32 rows, 28672 x
-4096, 223 us by the product; 128 rows by cuBLAS 171)."""
+if TYPE_CHECKING:
+    from llmpq.kernels.weights.codebook_weight import CodebookWeight
+
 BN, HALF = 32, 64
 PROGRAMS_PER_SM = 4
-OLDEST, OLDEST_TRITON = (8, 0), (7, 5)
-"""Compute capability from which products and dequantising run in Triton."""
 
 
 @triton.jit
@@ -118,9 +118,8 @@ def codebook_linear_gpu(
     """Return y [M, N] = x w^T (+ bias) (+ residual), in x's dtype."""
     rows = x_MK.shape[0]
     if q.layout is Layout.FRAGMENT and x_MK.dtype in (torch.float16, torch.bfloat16):
-        return scaled_linear(x_MK, q, bias, residual_MN)
-    product = q.codebook is Codebook.E2M1 and 0 < rows <= FEW
-    if not product or not _has_programs(q, OLDEST):
+        return linear_gpu(x_MK, q, bias, residual_MN)
+    if Kernel.ROWS_GEMM not in _kernels(q, rows):
         y_MN = functional.linear(x_MK, dequantized(q, x_MK.dtype), bias)
         return y_MN if residual_MN is None else y_MN + residual_MN
     x_MK, (n, k) = x_MK.contiguous(), (q.out_features, q.in_features)
@@ -143,7 +142,7 @@ def codebook_linear_gpu(
 
 def dequantized(q: CodebookWeight, dtype: torch.dtype) -> Tensor:
     """Return w [N, K]; by torch where Triton may not run, and of an expert's words."""
-    if not _has_programs(q, OLDEST_TRITON):
+    if Kernel.DEQUANTIZE not in _kernels(q, 0):
         return q.dequantize(dtype)
     n, k = q.out_features, q.in_features
     out = torch.empty(n, k, dtype=dtype, device=q.device)
@@ -157,11 +156,11 @@ def dequantized(q: CodebookWeight, dtype: torch.dtype) -> Tensor:
     return out
 
 
-def _has_programs(q: CodebookWeight, oldest: tuple[int, int]) -> bool:
-    """Whether these kernels take a weight, here."""
+def _kernels(q: CodebookWeight, rows: int) -> tuple[Kernel, ...]:
+    """Return what may multiply bytes as they are stored; torch what is not."""
     if q.layout is not Layout.ROWS or q.group_size > HALF:
-        return False
-    return q.device.type != "cuda" or torch.cuda.get_device_capability(q.device) >= oldest
+        return (Kernel.DEQUANTIZE_TORCH,)
+    return eligible(q.kernel_form, device_of(q.device), rows)
 
 
 @functools.cache

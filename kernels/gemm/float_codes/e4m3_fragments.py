@@ -1,6 +1,6 @@
 """y = x w^T with w in E4M3, as tensor cores take it: words to registers, no shared memory.
 
-    word [ k0 r3 bytes ]      two rows r3 = 0, 1 of neighbours k0 = 0, 1   (formats/fp8_weight.py)
+    word [ k0 r3 bytes ]      two rows r3 = 0, 1 of neighbours k0 = 0, 1   (weights/fp8_weight.py)
         r3 = 1   (w & sign) | (w >> 1 & rest)         float16 pair of 2^-8 the values
         r3 = 0   the same of w << 8
     bfloat16: three bits further right, times 2^120
@@ -23,10 +23,10 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from llmpq.kernels.gemm.float_codes.e4m3_kernel import halves
-from llmpq.kernels.gemm.gemv import _first, _x_step
-from llmpq.kernels.gemm.packed_operands import dot, finish, load_words
-from llmpq.kernels.gemm.unpack_assembly import O8I2, _assembly
-from llmpq.kernels.gemm.unpack_shifts import join8
+from llmpq.kernels.gemm.operands.k_group import first_group, load_x_step
+from llmpq.kernels.gemm.operands.packed_operands import dot, finish, load_words
+from llmpq.kernels.gemm.operands.unpack_assembly import O8I2, assembly_text
+from llmpq.kernels.gemm.operands.unpack_shifts import join8
 
 
 def _numbers(shift: int, mask: int, factor: int | None) -> str:
@@ -40,7 +40,7 @@ def _numbers(shift: int, mask: int, factor: int | None) -> str:
         body += f"lop3.b32 {high}, {word}, 0x80008000, v, 0xea;"
         if factor is not None:
             body += f"fma.rn.bf16x2 {low}, {low}, k, z0;fma.rn.bf16x2 {high}, {high}, k, z0;"
-    return _assembly(body, 4)
+    return assembly_text(body, 4)
 
 
 FE, BE = (
@@ -134,7 +134,7 @@ def e4m3_gemv_kernel(
     s_at = S + (n // rows).to(tl.int64) * wide
     tiles = ()
     for i in tl.static_range(min(D, STEPS)):
-        g = _first(i * WM, groups, WM, EVEN_G)
+        g = first_group(i * WM, groups, WM, EVEN_G)
         tiles += (
             (
                 load_codes(W, half, left, groups, g, BH, WM, True),
@@ -147,14 +147,14 @@ def e4m3_gemv_kernel(
     acc = tl.zeros([WM, BH * 16, 8], tl.float32)
     for i in tl.static_range(STEPS):
         if i + D < STEPS:
-            g = _first((i + D) * WM, groups, WM, EVEN_G)
+            g = first_group((i + D) * WM, groups, WM, EVEN_G)
             tiles += (
                 (
                     load_codes(W, half, left, groups, g, BH, WM, True),
                     _scale_batch(s_at, g, columns, live, BH, WM, SHARED),
                 ),
             )
-        x = _x_step(X, i, M, K, groups, WM, True, EVEN_G)
+        x = load_x_step(X, i, M, K, groups, WM, True, EVEN_G)
         words, scale = tiles[i]
         w = unpack(words, DT, BH, WM, True, True, INTERPRET)
         t = dot(w, x, tl.zeros([WM, BH * 16, 8], tl.float32), INTERPRET)

@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from llmpq.kernels.gemm.packed_operands import finish
+from llmpq.kernels.gemm.operands.packed_operands import finish
 
 
 @triton.jit

@@ -1,14 +1,12 @@
 """Launches of products with a weight kept in E4M3 on a GPU (e4m3_kernel.py), and the choice.
 
-rows of x           way
-up to MOST_ROWS     codes, exact in registers
-more                w made once in x's dtype, then cuBLAS
-float32, older GPUs w made by torch, then cuBLAS
+Which one is kernel_table.py's to say: codes, exact in registers, or w made once in x's dtype.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 import triton
@@ -17,21 +15,20 @@ from torch.nn import functional
 from triton import knobs
 
 from llmpq.kernels.arrivals import arrivals
-from llmpq.kernels.formats.fp8_weight import BLOCK_ROWS, GROUP, Fp8Weight
+from llmpq.kernels.formats.weight_layout import BLOCK_ROWS, GROUP
 from llmpq.kernels.gemm.float_codes.e4m3_fragments import (
     e4m3_blocks_kernel,
     e4m3_gemv_kernel,
     e4m3_splitk_kernel,
 )
 from llmpq.kernels.gemm.float_codes.e4m3_kernel import e4m3_dequantize_kernel, e4m3_kernel
-from llmpq.kernels.multiprocessors import multiprocessors, older_than
+from llmpq.kernels.kernel_table import GEMV_ROWS, Kernel, eligible
+from llmpq.kernels.multiprocessors import device_of, multiprocessors
 from llmpq.kernels.overlap import overlaps
 
-MOST_ROWS = 256
-ROWS = 8
-"""Rows of x that a program of all of K takes."""
-OLDEST, OLDEST_TRITON = (8, 0), (7, 5)
-"""Compute capability from which products and dequantising run in Triton."""
+if TYPE_CHECKING:
+    from llmpq.kernels.weights.fp8_weight import Fp8Weight
+
 MOST_SPLITS = 16
 
 
@@ -101,12 +98,12 @@ def fp8_linear_gpu(
 ) -> Tensor:
     """Return y [M, N] = x w^T (+ bias) (+ residual), in x's dtype."""
     m = x_MK.shape[0]
-    sixteen = x_MK.dtype in (torch.float16, torch.bfloat16)
-    few = sixteen and 0 < m <= MOST_ROWS and not older_than(x_MK.device, OLDEST)
-    if few and weight.fragment:
-        return multiply_fragments(x_MK, weight, bias, residual_MN)
-    if few:
-        return multiply(x_MK, weight, bias, residual_MN, tile_of(m, step_of(weight)))
+    if x_MK.dtype in (torch.float16, torch.bfloat16):
+        kernel = eligible(weight.kernel_form, device_of(x_MK.device), m)[0]
+        if kernel in (Kernel.GEMV, Kernel.SPLITK_GEMM):
+            return multiply_fragments(x_MK, weight, bias, residual_MN)
+        if kernel is Kernel.ROWS_GEMM:
+            return multiply(x_MK, weight, bias, residual_MN, tile_of(m, step_of(weight)))
     y_MN = functional.linear(x_MK, dequantized(weight, x_MK.dtype), bias)
     return y_MN if residual_MN is None else y_MN + residual_MN
 
@@ -133,7 +130,7 @@ def multiply_fragments(
         "launch_pdl": pdl,
     }
     sizes = (m, n, k, weight.rows, weight.columns, weight.scale.shape[1], n * k // 8, groups)
-    if m <= ROWS and tile is None:
+    if m <= GEMV_ROWS and tile is None:
         warps, steps = rows_form(groups)
         e4m3_gemv_kernel[(n // BLOCK_ROWS,)](
             *(x_MK, w, weight.scale, *more, y_MN, *sizes),
@@ -223,7 +220,7 @@ def multiply(
 
 def dequantized(weight: Fp8Weight, dtype: torch.dtype) -> Tensor:
     """Return w [N, K]; where Triton may not run, by torch."""
-    if older_than(weight.device, OLDEST_TRITON):
+    if Kernel.DEQUANTIZE not in eligible(weight.kernel_form, device_of(weight.device), 0):
         return weight.dequantize(dtype)
     n, k = weight.out_features, weight.in_features
     out = torch.empty(n, k, dtype=dtype, device=weight.device)

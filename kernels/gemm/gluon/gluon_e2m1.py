@@ -11,8 +11,8 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from llmpq.kernels.gemm.float_codes.e2m1_operand import B_SCALES, F_SCALES, pairs_of
 from llmpq.kernels.gemm.gluon.gluon_unpack import LANES_SHAPE
+from llmpq.kernels.gemm.operands.e2m1_operand import B_SCALES, F_SCALES, pairs_of
 
 
 def _half(kind: str, half: int) -> str:

@@ -1,7 +1,7 @@
 """Host side of `wgmma_gemm_kernel` (Hopper, many rows of x): what fits it, sizes, the launch.
 
 No interpreter runs Gluon, and Triton compiles this kernel for sm_90 only: everywhere else, and
-where `fits` says no, linear_gpu.py takes another path.
+where memory is not `aligned`, another kernel serves (choice.py).
 """
 
 from __future__ import annotations
@@ -14,27 +14,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from llmpq.kernels.formats.codebook_weight import Codebook, CodebookWeight
-from llmpq.kernels.formats.quantized_weight import QuantizedWeight
+from llmpq.kernels.formats.packed_words import INTEGERS, PackedWords
 from llmpq.kernels.formats.weight_layout import BLOCK_ROWS, GROUP
-from llmpq.kernels.gemm.config import Config
-from llmpq.kernels.gemm.gluon.gluon_plan import parts_of, schedule, slot_columns, tile_rows
+from llmpq.kernels.gemm.ranking.config import Config
+from llmpq.kernels.gemm.ranking.wgmma_plan import parts_of, schedule, slot_columns, tile_rows
 from llmpq.kernels.multiprocessors import multiprocessors
 
 _TOGETHER_BYTES = 16 << 20
 _FAR = 4  # k-groups between the L2's request for words and their use
 
 
-def fits(x_MK: Tensor, n: int, residual_MN: Tensor | None = None) -> bool:
-    """Whether TMA can read x and write y: rows must start on multiples of 16 bytes."""
-    aligned = x_MK.data_ptr() % 16 == 0 and x_MK.shape[1] % 8 == 0 and n % 8 == 0
-    return aligned and (residual_MN is None or residual_MN.is_contiguous())
-
-
 def launch(
     config: Config,
     x_MK: Tensor,
-    q: QuantizedWeight | CodebookWeight,
+    q: PackedWords,
     bias: Tensor | None,
     residual_MN: Tensor | None,
     y_MN: Tensor,
@@ -51,7 +44,7 @@ def launch(
 
     m, k = x_MK.shape
     bt, extra = parts_of(config)
-    planes, scale, zero = _words(q)
+    planes, scale, zero = q.block_words()
     blocks, groups = q.out_features // BLOCK_ROWS, -(-k // 128)
     m_tiles = -(-m // config.bm)
     n_tiles = -(-blocks * BLOCK_ROWS // tile_rows(config))
@@ -126,21 +119,12 @@ def _descriptor(
     return TensorDescriptor(place, list(shape), [stride, 1], list(box), layout)
 
 
-def _words(q: QuantizedWeight | CodebookWeight) -> tuple[tuple[Tensor, ...], Tensor, Tensor]:
-    """Return planes, scales and zeros as words."""
-    if isinstance(q, QuantizedWeight):
-        return q.block_words()
-    scale = q.scale.view(torch.int32)
-    return (q.plane.view(torch.int32),), scale, scale
-
-
-def _constants(config: Config, q: QuantizedWeight | CodebookWeight) -> dict[str, int | bool | str]:
+def _constants(config: Config, q: PackedWords) -> dict[str, int | bool | str]:
     """Return the kernel's constants that the weight's form and the tiles decide."""
-    e2m1 = isinstance(q, CodebookWeight) and q.codebook is Codebook.E2M1
     return {
         "BITS": q.bits,
-        "GROUPED": 0 if q.group_size is None else 1 if e2m1 else GROUP // q.group_size,
-        "SYMMETRIC": q.codebook.value if isinstance(q, CodebookWeight) else q.symmetric,
+        "GROUPED": 0 if q.group_size is None else 1 if q.form == "e2m1" else GROUP // q.group_size,
+        "SYMMETRIC": q.symmetric if q.form in INTEGERS else q.form,
         "BH": config.blocks,
         "BT": parts_of(config)[0],
         "EXTRA": parts_of(config)[1],

@@ -77,7 +77,7 @@ def load(
 
 @gluon.jit
 def _ask(pointers):
-    """Bring the lines of addresses to the L2; nobody waits for them."""
+    """Bring the lines of addresses to the L2; no instruction waits for them."""
     gl.inline_asm_elementwise(
         "prefetch.global.L2 [$1];mov.b32 $0, 0;",
         "=r,l",

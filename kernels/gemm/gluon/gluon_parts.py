@@ -14,7 +14,7 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from llmpq.kernels.formats.codebook_weight import Codebook
+from llmpq.kernels.formats.codebooks import Codebook
 from llmpq.kernels.gemm.gluon.gluon_e2m1 import _AXES, e2m1_operand
 from llmpq.kernels.gemm.gluon.gluon_load import has_zeros
 from llmpq.kernels.gemm.gluon.gluon_unpack import (
@@ -24,7 +24,7 @@ from llmpq.kernels.gemm.gluon.gluon_unpack import (
     splat,
     zero_constants,
 )
-from llmpq.kernels.gemm.scaled.code_assembly import SUMS, linear_assembly, lookup_assembly
+from llmpq.kernels.gemm.operands.code_assembly import SUMS, linear_assembly, lookup_assembly
 
 _ASSEMBLY = {
     (bits, kind, half, symmetric): linear_assembly(bits, kind, half, symmetric, scaled=True)

@@ -2,7 +2,7 @@
 
     tiles 0 .. whole - 1    programs take turns
     the others              their k-groups, one long row, are cut into equal runs; float32 sums of
-                            shared tiles meet in a workspace, who arrives last adds them in order
+                            shared tiles lie in a workspace, the last program adds them in order
 
 A program's segments are its whole tiles, then the pieces of its run: at most two unfinished tiles.
 Knows nothing of what a tile computes.

@@ -16,7 +16,19 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from llmpq.kernels.gemm.unpack_assembly import B3, B3Z, BZ3, BZ4, BZ8, F3, F3Z, FZ3, FZ4, FZ8, pick
+from llmpq.kernels.gemm.operands.unpack_assembly import (
+    B3,
+    B3Z,
+    BZ3,
+    BZ4,
+    BZ8,
+    F3,
+    F3Z,
+    FZ3,
+    FZ4,
+    FZ8,
+    pick,
+)
 
 _MAGIC = {"f16": "0x64006400", "bf16": "0x43004300"}
 

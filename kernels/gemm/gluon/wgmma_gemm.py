@@ -6,9 +6,9 @@
     the first one also asks for x: STAGES - 2 k-groups ahead, once all have done with a slot
 
 While the tensor cores multiply 64 k, a warpgroup unpacks the next 64 into other registers and then
-waits for the product before: one is always in flight, and the warpgroups never meet. Programs are
-persistent; an item is a tile of 64 * WGS * BH rows of w and BT + EXTRA rows of x (160 are 128 and
-32: Triton's shapes are powers of two), or a share of its K. The next item's words and x are on
+waits for the product before: one is always in flight, and warpgroups never synchronise. Programs
+are persistent; an item is a tile of 64 * WGS * BH rows of w and BT + EXTRA rows of x (160 are 128
+and 32: Triton's shapes are powers of two), or a share of its K. The next item's words and x are on
 their way during the epilogue. Shares leave float32 sums in a workspace, the last to arrive adds
 them in order: no float atomics.
 
@@ -194,7 +194,7 @@ def _multiply(
         P0, P1, S, Z, tile_n * HIGH, blocks, groups, first, last,
         WG, BH, BITS, GROUPED, SYMMETRIC, FAR,
     )  # fmt: skip
-    if PDL:  # words are nobody's output; everything else may be
+    if PDL:  # words are no kernel's output; everything else may be
         gdc_wait()
     if ASKS:  # the next x to ask for
         x = (0, _start(tile_m, m_tiles, M, BT + EXTRA), first * SLOTS, last * SLOTS, at)

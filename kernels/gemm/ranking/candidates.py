@@ -11,22 +11,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from llmpq.kernels.gemm.config import DENSE, Config
-from llmpq.kernels.gemm.gluon.gluon_plan import schedule, shared_bytes, suits, tiles_of
+from llmpq.kernels.gemm.ranking.config import DENSE, Config
 from llmpq.kernels.gemm.ranking.machine import Machine
 from llmpq.kernels.gemm.ranking.predict import Product, resident, step_time
+from llmpq.kernels.gemm.ranking.wgmma_plan import schedule, shared_bytes, suits, tiles_of
+from llmpq.kernels.kernel_table import Kernel, KernelForm, gpu, lines_of
 
-FEW_ROWS = 8
-"""Most rows of x that `gemv_kernel` multiplies."""
-FEW_ROWS_OF = {"bf16 zeros": 2}
-"""The same of 4-bit weights whose tiles have times of their own: the few rows' kernel, which has
-float16's, would be expected too fast (timed in layers, H100)."""
-TILE_ROWS = 256
-"""Most rows of x for `splitk_gemm_kernel`: past them each tile of w is unpacked many times."""
-GLUON_FROM = 33
-"""Fewest rows of x for `wgmma_gemm_kernel`."""
-GLUON_CAPABILITY = (9, 0)
-"""The compute capability that it is written for."""
 MOST_TILES = 24
 """Of `wgmma_gemm_kernel` a program: past them the largest tiles are the fastest."""
 
@@ -70,18 +60,24 @@ GLUON_FORMS = (
 def candidates(product: Product, machine: Machine) -> list[Config]:
     """Return every configuration that may serve a product on a machine."""
     found: list[Config] = []
-    rows = product.rows
-    few = FEW_ROWS_OF.get(product.form, FEW_ROWS) if product.bits < 8 else FEW_ROWS
-    if rows <= few:
+    kernels = ranked_kernels(product, machine)
+    if Kernel.GEMV in kernels:
         found += ROWS_FORMS[8 if product.bits == 8 else 4]
-    if rows <= TILE_ROWS:
+    if Kernel.SPLITK_GEMM in kernels:
         found += tile_candidates(product, machine)
-    if machine.capability == GLUON_CAPABILITY:
-        if rows >= GLUON_FROM:
-            found += gluon_candidates(product, machine)
-    elif rows > FEW_ROWS:
+    if Kernel.WGMMA_GEMM in kernels:
+        found += gluon_candidates(product, machine)
+    if Kernel.DEQUANTIZE in kernels:
         found.append(DENSE)
     return found
+
+
+def ranked_kernels(product: Product, machine: Machine) -> set[Kernel]:
+    """Return the kernels that compete for a product of words with one scale a k-group."""
+    zeros = product.form == "bf16 zeros" and product.bits < 8
+    form = KernelForm.WORDS_BF16_ZEROS if zeros else KernelForm.WORDS
+    lines = lines_of(form, gpu(machine.capability), product.rows)
+    return {line.kernel for line in lines if line.ranked}
 
 
 def tile_candidates(product: Product, machine: Machine) -> Iterator[Config]:

@@ -3,7 +3,7 @@
     $XDG_CACHE_HOME/llmpq/products/CARD.json      (~/.cache where it is not set)
 
 They hold for one card, driver and version of the kernels. A file of other ones, or one that cannot
-be read, is named and left alone: products are then chosen as if nobody had tuned.
+be read, is named and left alone: products are then chosen untuned.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ from typing import Any
 import torch
 
 from llmpq.file_form import FileForm
-from llmpq.kernels.gemm.config import Config, config_entry
+from llmpq.kernels import kernel_table
+from llmpq.kernels.gemm.ranking.config import Config, config_entry
 from llmpq.kernels.gemm.ranking.predict import Product
 
 _log = logging.getLogger("llmpq.products")
@@ -105,7 +106,8 @@ def kernels_version() -> str:
     """Return what changes with the sources of the products and with Triton."""
     folder = Path(__file__).parent
     digest = hashlib.sha256(importlib.metadata.version("triton").encode())
-    for path in sorted(folder.glob("*.py")) + sorted(folder.glob("*.json")):
+    table = Path(kernel_table.__file__)
+    for path in [table, *sorted(folder.glob("*.py")), *sorted(folder.glob("*.json"))]:
         digest.update(path.read_bytes())
     return digest.hexdigest()[:12]
 

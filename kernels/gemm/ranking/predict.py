@@ -24,9 +24,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from llmpq.kernels.formats.weight_layout import BLOCK_ROWS, GROUP
-from llmpq.kernels.gemm.config import Config
-from llmpq.kernels.gemm.gluon.gluon_plan import schedule, tile_rows, tiles_of
+from llmpq.kernels.gemm.ranking.config import Config
 from llmpq.kernels.gemm.ranking.machine import REFERENCE, Machine
+from llmpq.kernels.gemm.ranking.wgmma_plan import schedule, tile_rows, tiles_of
 
 SHARPNESS = 6.0
 """Of the largest of the bounds: near each other they add up a little."""

@@ -10,8 +10,8 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from llmpq.kernels.gemm.config import Config
 from llmpq.kernels.gemm.ranking.candidates import candidates
+from llmpq.kernels.gemm.ranking.config import Config
 from llmpq.kernels.gemm.ranking.machine import Machine
 from llmpq.kernels.gemm.ranking.predict import Product, expected_us
 

@@ -11,9 +11,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from llmpq.kernels.formats.packed_words import PackedWords
 from llmpq.kernels.formats.weight_layout import BLOCK_ROWS, GROUP
-from llmpq.kernels.gemm.scaled.forms import Coded, form_constants, words_of
-from llmpq.kernels.gemm.scaled.scaled_operand import (
+from llmpq.kernels.gemm.operands.forms import form_constants
+from llmpq.kernels.gemm.operands.scaled_operand import (
     SHARE,
     load_scaled,
     scale_words,
@@ -53,11 +54,11 @@ def scaled_dequantize_kernel(
     tl.store(OUT + row.to(tl.int64)[:, None] * K + k[None, :], w, mask=keep)
 
 
-def scaled_dequantize(q: Coded, dtype: torch.dtype, *, interpret: bool = False) -> Tensor:
+def scaled_dequantize(q: PackedWords, dtype: torch.dtype, *, interpret: bool = False) -> Tensor:
     """Return w of the whole blocks of 16 rows, [., K]."""
     n, k = q.out_features // BLOCK_ROWS * BLOCK_ROWS, q.in_features
     out = torch.empty(n, k, dtype=dtype, device=q.device)
-    planes, scale, zero = words_of(q)
+    planes, scale, zero = q.block_words()
     blocks, groups = n // BLOCK_ROWS, triton.cdiv(k, GROUP)
     scaled_dequantize_kernel[(triton.cdiv(blocks, WARPS), groups)](
         *(planes[0], planes[-1], scale, zero, out, k, blocks, groups),

@@ -23,13 +23,11 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn import functional
 
-from llmpq.kernels.formats.quantized_weight import QuantizedWeight
-from llmpq.kernels.formats.weight_layout import GROUP, SMALL, Layout
-from llmpq.kernels.multiprocessors import multiprocessors, older_than
+from llmpq.kernels.formats.packed_words import PackedWords
+from llmpq.kernels.formats.weight_layout import GROUP
+from llmpq.kernels.kernel_table import Kernel, KernelForm, eligible
+from llmpq.kernels.multiprocessors import device_of, multiprocessors
 
-FEW = 16
-"""Rows of x that the product takes; more are multiplied by cuBLAS, sooner (H200: 32 rows, 28672 x
-4096, 188 us by the product; 128 rows by cuBLAS 173)."""
 BN = 32
 HALF = 64
 PROGRAMS_PER_SM = 4
@@ -113,17 +111,12 @@ def dequantize_kernel(
         tl.store(to, w.to(OUT.dtype.element_ty), mask=inside[:, None] & (k < K)[None, :])
 
 
-def takes(q: QuantizedWeight) -> bool:
-    """Whether a weight has groups of these kernels."""
-    return q.group_size in SMALL and q.layout is Layout.ROWS
-
-
 def multiply(
-    x_MK: Tensor, q: QuantizedWeight, bias: Tensor | None, residual_MN: Tensor | None
+    x_MK: Tensor, q: PackedWords, bias: Tensor | None, residual_MN: Tensor | None
 ) -> Tensor:
     """Return y [M, N] = x w^T (+ bias) (+ residual), in x's dtype."""
     rows = x_MK.shape[0]
-    if not 0 < rows <= FEW or older_than(q.device, (8, 0)):
+    if Kernel.ROWS_GEMM not in eligible(KernelForm.ROWS, device_of(q.device), rows):
         y_MN = functional.linear(x_MK, dequantized(q, x_MK.dtype), bias)
         return y_MN if residual_MN is None else y_MN + residual_MN
     x_MK, (n, k) = x_MK.contiguous(), (q.out_features, q.in_features)
@@ -142,9 +135,9 @@ def multiply(
     return y.to(x_MK.dtype)
 
 
-def dequantized(q: QuantizedWeight, dtype: torch.dtype) -> Tensor:
+def dequantized(q: PackedWords, dtype: torch.dtype) -> Tensor:
     """Return w [N, K]; where Triton may not run by torch."""
-    if older_than(q.device, (7, 5)):
+    if Kernel.DEQUANTIZE not in eligible(KernelForm.ROWS, device_of(q.device), 0):
         return q.dequantize(dtype)
     n, k = q.out_features, q.in_features
     out = q.scale.new_empty(n, k, dtype=dtype)
@@ -155,11 +148,11 @@ def dequantized(q: QuantizedWeight, dtype: torch.dtype) -> Tensor:
     return out
 
 
-def _operands(q: QuantizedWeight) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _operands(q: PackedWords) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return planes, scales and zeros; scales stand in for the zeros of a symmetric weight."""
     return q.planes[0], q.planes[-1], q.scale, q.scale if q.zero is None else q.zero
 
 
-def _constants(q: QuantizedWeight) -> dict[str, int | bool]:
+def _constants(q: PackedWords) -> dict[str, int | bool]:
     assert q.group_size is not None
     return {"HALF": HALF, "BITS": q.bits, "G": q.group_size, "SYMMETRIC": q.symmetric}

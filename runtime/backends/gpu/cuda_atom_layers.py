@@ -15,10 +15,11 @@ import functools
 import importlib
 from collections.abc import Callable
 from types import ModuleType
+from typing import Any
 
 from torch import Tensor
 
-from llmpq.kernels.formats.atom_tiles import AtomTiles
+from llmpq.kernels.weights.atom_weight import AtomTiles
 from llmpq.runtime.models.layers import Attention, DecoderLayer
 from llmpq.runtime.models.linear import Linear
 from llmpq.runtime.models.mlps import MLP, GatedMLP
@@ -32,7 +33,7 @@ def rounds_inputs(layer: DecoderLayer) -> bool:
     """Whether a layer's linears all have the form of this file, and none is observed."""
     return all(
         isinstance(part, Linear)
-        and isinstance(part.weight, AtomTiles)
+        and part.weight.takes_rounded_tokens
         and not part._forward_pre_hooks
         for part in _linears(layer)
     )
@@ -124,5 +125,6 @@ def _linears(layer: DecoderLayer) -> tuple[object, ...]:
 
 
 def _weight(part: Linear) -> AtomTiles:
-    assert isinstance(part.weight, AtomTiles)
-    return part.weight
+    weight: Any = part.weight  # `rounds_inputs` asked
+    tiles: AtomTiles = weight
+    return tiles

@@ -14,8 +14,7 @@ experts run one after the other, as on a CPU.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, fields, replace
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -25,7 +24,7 @@ from llmpq.kernels.fused.rms_norm import MAX_COLUMNS, rms_norm
 from llmpq.kernels.fused.route import RouterRule
 from llmpq.kernels.fused.weighted_sum import weighted_sum
 from llmpq.kernels.gemm.experts.expert_dispatch import ExpertDispatch, assign
-from llmpq.kernels.gemm.experts.expert_stack import ExpertStack, stackable
+from llmpq.kernels.gemm.experts.expert_stack import ExpertStack
 from llmpq.kernels.gemm.experts.gated import GateRule
 from llmpq.runtime.models.experts import Routing, SparseMLP
 from llmpq.runtime.models.linear import Linear
@@ -68,29 +67,14 @@ def sparse_mlp(
 def _move(parts: Sequence[Linear], device: torch.device | str) -> None:
     """Copy weights to a device, each into memory of its own."""
     for part in parts:
-        part.weight = _copied(part.weight, device)
+        part.weight = part.weight.map_tensors(lambda tensor: tensor.to(device, copy=True))
         if part.bias is not None:
             part.bias = part.bias.to(device, copy=True)
 
 
-def _copied(weight: Any, device: torch.device | str) -> Any:
-    """Return a weight with all its tensors copied to a device, laid out as they are."""
-
-    def moved(value: object) -> object:
-        if isinstance(value, tuple):
-            return tuple(map(moved, value))
-        return value.to(device, copy=True) if isinstance(value, Tensor) else value
-
-    if isinstance(weight, Tensor):
-        return moved(weight)
-    return replace(weight, **{f.name: moved(getattr(weight, f.name)) for f in fields(weight)})
-
-
 def _put(stack: ExpertStack, index: int, part: Linear) -> Linear:
     """Return a linear that holds its place in the stack."""
-    weight = part.weight
-    assert stackable(weight)
-    return Linear(*stack.put(index, weight, part.bias))
+    return Linear(*stack.put(index, part.weight, part.bias))
 
 
 def _fit(up: ExpertStack, down: ExpertStack, expert: GatedMLP) -> bool:

@@ -30,7 +30,6 @@ from llmpq.kernels.fused import layer_norm as fused_layer_norm
 from llmpq.kernels.fused import rope_append as fused_rope
 from llmpq.kernels.kv import plain_attend
 from llmpq.kernels.kv.prompt_attend import causal_attend
-from llmpq.kernels.linear import CodebookWeight, Fp8Weight, QuantizedWeight, linear
 from llmpq.runtime.backends.gpu import cuda_atom_layers, cuda_experts, cuda_rules
 from llmpq.runtime.backends.gpu.cuda_norms import added_behind, late_norms, norm, norm_heads
 from llmpq.runtime.cache.gpu_paged_kv_base import GpuPagedKVBase
@@ -192,8 +191,7 @@ def _dense(part: nn.Module) -> Tensor | None:
     """
     if type(part) is not Linear or part._forward_pre_hooks:
         return None
-    weight = part.weight
-    return weight if isinstance(weight, Tensor) and not weight.is_mkldnn else None
+    return part.weight.matrix
 
 
 def _activated(mlp: MLP, wide: Tensor) -> Tensor:
@@ -224,15 +222,9 @@ def product(
     `with_bias` the bias of a dense part is left out.
     """
     if residual is not None and type(part) is Linear and not part._forward_pre_hooks:
-        weight = part.weight
-        if isinstance(weight, (QuantizedWeight, Fp8Weight, CodebookWeight)):
-            return linear(x, weight, part.bias, residual, into_residual=into_residual)
-        dense = _dense(part)
-        if dense is not None and (part.bias is None or not with_bias):
-            flat, x_MK = residual.reshape(-1, dense.shape[0]), x.reshape(-1, dense.shape[1])
-            add = flat.addmm_ if into_residual else partial(torch.addmm, flat)
-            y: Tensor = add(x_MK, dense.t())
-            return y.view(residual.shape)
+        left_out = not with_bias and part.weight.matrix is not None
+        bias = None if left_out else part.bias
+        return part.weight.matmul(x, bias, residual, into_residual=into_residual)
     y_plain: Tensor = part(x)
     return y_plain if residual is None else y_plain.add_(residual)
 
@@ -260,11 +252,11 @@ def attend(part: Attention, qkv_BQN: Tensor, index: int, step: Step, kv: KVCache
     elif kv.pages is not None:
         out = _paged(part, q, k, v, index, step, kv.pages)
     elif whole and rotary is not None and (rotating := kv.rotating(step)) is not None:
-        rule, turned = cuda_rules.rule_of(part.rule, step), {"inv_freq": rotary.inv_freq}
-        out = rotating.attend(index, q, k, v, step, scale=part.scale, rule=rule, **turned)
+        rule, rotated = cuda_rules.rule_of(part.rule, step), {"inv_freq": rotary.inv_freq}
+        out = rotating.attend(index, q, k, v, step, scale=part.scale, rule=rule, **rotated)
     else:
         if rotary is not None:
-            q, k = fused_rope.rope(q, k, step.start_B, rotary.turning(step), rotary.factor)
+            q, k = fused_rope.rope(q, k, step.start_B, rotary.step_frequencies(step), rotary.factor)
         rule, slopes = cuda_rules.rule_of(part.rule, step), part.alibi_slopes_H
         out = cuda_rules.attend_packed(kv, index, q, k, v, step, part.scale, rule, slopes)
     return out.reshape(batch, q_len, part.heads * part.head_dim)
@@ -278,7 +270,7 @@ def _append_to_copy(
     if rotary is not None and rotary.is_plain(part.head_dim) and copy.rotates(step):
         inv_freq = rotary.inv_freq
     elif rotary is not None:
-        k, _ = fused_rope.rope(k, k, step.start_B, rotary.turning(step), rotary.factor)
+        k, _ = fused_rope.rope(k, k, step.start_B, rotary.step_frequencies(step), rotary.factor)
     copy.append(index, k, v, step, inv_freq)
 
 
@@ -297,7 +289,9 @@ def _plain(
     k_SGTD, v_SGTD = kv.k[index], kv.v[index]
     rows = (step.slots_B, step.start_B, step.num_new_B)
     rotary, slopes = part.rotary, part.alibi_slopes_H
-    inv_freq, factor = (None, 1.0) if rotary is None else (rotary.turning(step), rotary.factor)
+    inv_freq, factor = (
+        (None, 1.0) if rotary is None else (rotary.step_frequencies(step), rotary.factor)
+    )
     q_BQHD = fused_rope.rope_append(q, k, v, k_SGTD, v_SGTD, *rows, inv_freq, factor, norms)
     rule = cuda_rules.rule_of(part.rule, step)
     if not rule.is_plain:
@@ -327,7 +321,7 @@ def _paged(
         scale=part.scale,
         alibi_slopes_H=part.alibi_slopes_H,
         rule=cuda_rules.rule_of(part.rule, step),
-        inv_freq=None if rotary is None else rotary.turning(step),
+        inv_freq=None if rotary is None else rotary.step_frequencies(step),
         factor=1.0 if rotary is None else rotary.factor,
     )
 

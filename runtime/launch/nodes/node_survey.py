@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 
 from llmpq.devices.this_machine import SMI_S, read_gpus, read_host, visible
+from llmpq.kernels.native.library import expected_level
 from llmpq.out_of_memory import first_line
 from llmpq.runtime.launch.nodes.rendezvous import Rendezvous
 from llmpq.runtime.launch.nodes.stage_probe import LIMIT, nccl_version, package_versions
@@ -58,7 +59,7 @@ class NodeSurvey:
             "executable": sys.executable,
             "packages": package_versions(),
             "nccl": nccl_version(),
-            "cpu": asdict(host),
+            "cpu": asdict(host) | {"compiled_for": expected_level()},
             "gpus": [{**asdict(gpu), "kind": gpu.kind} for gpu in gpus],
             "driver_cuda": _driver_cuda(),
             "torch_cuda": torch.version.cuda,

@@ -8,18 +8,21 @@ import pytest
 import torch
 
 from llmpq.kernels.atom.hopper import HopperPlan, norm_input, product
-from llmpq.kernels.atom.product import atom_linear
 from llmpq.kernels.atom.reference import atom_linear_reference, integer_product
 from llmpq.kernels.formats.atom_scheme import AtomScheme
-from llmpq.kernels.formats.atom_tiles import AtomTiles, atom_tiles, best_form
-from llmpq.kernels.formats.atom_weight import AtomWeight, quantize_atom
 from llmpq.kernels.gemm.reference import relative_error
+from llmpq.kernels.weights.atom_weight import (
+    AtomTiles,
+    AtomWeight,
+    atom_tiles,
+    quantize_atom,
+)
+from llmpq.kernels.weights.weight import Weight
 from llmpq.model_spec import ModelSpec
 from llmpq.precision import KVPrecision
 from llmpq.runtime.backends.backend import backend_of
 from llmpq.runtime.cache.kv_by_precision import make_kv_cache
 from llmpq.runtime.models.layer_tensors import LayerTensors
-from llmpq.runtime.models.linear import Weight
 from llmpq.runtime.models.wiring import Wiring
 from llmpq.runtime.step import Step
 from llmpq.runtime.weights.sources import RandomSource
@@ -42,13 +45,13 @@ def test_products_replay_in_graphs() -> None:
     weight = quantize_atom(
         torch.randn(256, 512, device="cuda"), check_atom.W4A4, dtype=torch.bfloat16
     )
-    tiles = best_form(weight)
+    tiles = weight.packed()
     for m in (4, 200):
         x = torch.randn(m, 512, device="cuda", dtype=torch.bfloat16)
-        atom_linear(x, tiles)
+        tiles.matmul(x)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            y = atom_linear(x, tiles)
+            y = tiles.matmul(x)
         x.copy_(torch.randn_like(x))
         graph.replay()
         assert relative_error(y, atom_linear_reference(x.float(), weight)) < 4e-3
@@ -114,7 +117,7 @@ def test_a_compiled_product_of_integer_scales_is_its_twin() -> None:
     weight = quantize_atom(
         torch.randn(256, 1024, device="cuda"), check_atom.INTEGERS, dtype=torch.bfloat16
     )
-    tiles = best_form(weight)
+    tiles = weight.packed()
     assert isinstance(tiles, AtomTiles) and tiles.steps is not None
     x = torch.randn(300, 1024, device="cuda", dtype=torch.bfloat16)
     scheme = tiles.scheme
@@ -123,7 +126,7 @@ def test_a_compiled_product_of_integer_scales_is_its_twin() -> None:
         scheme.activation_bits, scheme.activation_clip, scheme.signed_scale, scheme.rotation,
         tiles.steps, tiles.unit,
     )  # fmt: skip
-    assert torch.equal(y, atom_linear(x, tiles))
+    assert torch.equal(y, tiles.matmul(x))
     assert relative_error(y, atom_linear_reference(x.float(), weight)) < 4e-3
 
 

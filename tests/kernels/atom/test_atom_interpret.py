@@ -9,7 +9,6 @@ import torch
 from triton import knobs
 
 from llmpq.kernels.atom.portable import GemmPlan, RoundedInput, atom_gemm, norm_round
-from llmpq.kernels.atom.product import integer_linear
 from llmpq.kernels.atom.reference import (
     atom_linear_reference,
     integer_product,
@@ -18,7 +17,7 @@ from llmpq.kernels.atom.reference import (
 )
 from llmpq.kernels.formats.atom_rounding import round_activations
 from llmpq.kernels.formats.atom_scheme import W8A8, AtomScheme
-from llmpq.kernels.formats.atom_weight import AtomWeight, quantize_atom
+from llmpq.kernels.weights.atom_weight import AtomWeight, integer_linear, quantize_atom
 
 pytestmark = [
     pytest.mark.thin(2),

@@ -13,13 +13,13 @@ from llmpq.kernels.atom import hopper as atom_hopper
 from llmpq.kernels.atom import hopper_inputs
 from llmpq.kernels.atom.hopper import RoundedTokens, activation_input, norm_input
 from llmpq.kernels.atom.reference import activation_reference, norm_reference
-from llmpq.kernels.formats import atom_scheme, quantized_weight
+from llmpq.kernels.formats import atom_scheme
 from llmpq.kernels.formats.atom_rounding import integer_scales, restore, round_activations
 from llmpq.kernels.formats.atom_scheme import AtomScheme
-from llmpq.kernels.formats.atom_tiles import AtomTiles, atom_tiles
-from llmpq.kernels.formats.atom_weight import quantize_atom
 from llmpq.kernels.formats.weight_layout import Layout
 from llmpq.kernels.gemm.reference import relative_error
+from llmpq.kernels.weights import quantized_weight
+from llmpq.kernels.weights.atom_weight import AtomTiles, atom_tiles, quantize_atom
 
 pytestmark = [
     pytest.mark.thin(2),
@@ -35,6 +35,12 @@ PAPER = AtomScheme(outliers=8)
 def fragment_layout(monkeypatch: pytest.MonkeyPatch) -> None:
     """Pack as a GPU does. (Gluon, kernels/atom/round_norm.py, has no interpreter.)"""
     monkeypatch.setattr(quantized_weight, "best_layout", lambda *_: Layout.FRAGMENT)
+
+
+def as_words(monkeypatch: pytest.MonkeyPatch, few: bool) -> None:
+    """Have inputs restored, as of few tokens, or not."""
+    monkeypatch.setattr(hopper_inputs, "ATOM_FEW", 64 if few else 0)
+    monkeypatch.setattr(hopper_inputs, "is_few", lambda _, bits: few or bits == 16)
 
 
 def tiles_of(scheme: AtomScheme, k: int, order: torch.Tensor | None) -> AtomTiles:
@@ -77,7 +83,7 @@ def assert_codes(got: RoundedTokens, tiles: AtomTiles, exact: torch.Tensor) -> N
 def test_norm_order_and_rounding(
     scheme: AtomScheme, norm: str, few: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(hopper_inputs, "FEW", 64 if few else 0)
+    as_words(monkeypatch, few)
     k, generator = 264, torch.Generator().manual_seed(4)
     order = torch.randperm(k, generator=generator)
     tiles = tiles_of(scheme, k, order)
@@ -95,7 +101,7 @@ def test_norm_order_and_rounding(
 def test_activation_rotation_and_rounding(
     activation: str, rotation: bool, few: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(hopper_inputs, "FEW", 64 if few else 0)
+    as_words(monkeypatch, few)
     k = 264
     tiles = tiles_of(replace(SIGNED, rotation=rotation), k, None)
     wide = 2 * k if activation == "silu" else k
@@ -110,7 +116,7 @@ def test_activation_rotation_and_rounding(
 def test_codes_times_integer_scales(
     rotation: bool, outliers: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(hopper_inputs, "FEW", 0)
+    as_words(monkeypatch, False)
     monkeypatch.setattr(atom_scheme, "MANY", 4)
     k, generator = 1160, torch.Generator().manual_seed(7)
     scheme = replace(SIGNED, rotation=rotation, outliers=outliers, integer_scales=True)
@@ -153,7 +159,7 @@ def test_torch_compile_sees_one_operator_of_the_right_shape() -> None:
     with FakeTensorMode(allow_non_fake_inputs=True):
         x = torch.empty(7, 264, dtype=torch.float16)
         y = torch.ops.llmpq.rounded_linear(
-            x, tiles.codes, tiles.scale, None, None, None, 32, 8, 4, 0.95, True, False
+            x, tiles.codes, tiles.scale, None, None, 32, 8, 4, 0.95, True, False
         )
     assert y.shape == (7, 32) and y.dtype == torch.float16
 

@@ -6,16 +6,10 @@ import pytest
 import torch
 
 from llmpq.kernels.cpu import codebook_linear
-from llmpq.kernels.formats.codebook_weight import (
-    E4M3,
-    E8M0,
-    Codebook,
-    CodebookWeight,
-    codebook_weight,
-)
+from llmpq.kernels.formats.codebooks import E4M3, E8M0, Codebook
 from llmpq.kernels.gemm.reference import relative_error
-from llmpq.kernels.linear import linear
 from llmpq.kernels.native import library as native
+from llmpq.kernels.weights.codebook_weight import CodebookWeight, codebook_weight
 
 pytestmark = pytest.mark.cpu
 FORMS = ("mxfp4", "nvfp4", "nf4", "fp4", "iq4")
@@ -55,7 +49,7 @@ def test_products(form, dtype, level):
     for rows in (1, 2, 3, 4, 7, 16, 33):
         x, bias = torch.randn(rows, 320).to(dtype), torch.randn(70).to(dtype)
         want = x.double() @ q.dequantize(torch.float64).T + bias.double()
-        assert relative_error(linear(x, q, bias), want) < TOLERANCE[dtype], rows
+        assert relative_error(q.matmul(x, bias), want) < TOLERANCE[dtype], rows
     rounded = codebook_linear.dequantize_rows(q, dtype, 3, 70)
     assert torch.equal(rounded, q.dequantize(dtype)[3:])
 
@@ -84,4 +78,4 @@ def test_planted_faults_are_seen(form):
         replace(q, plane=q.plane >> 4 | q.plane << 4),
     ]
     for planted in wrong:
-        assert relative_error(linear(x, planted), want) > 0.05
+        assert relative_error(planted.matmul(x), want) > 0.05

@@ -6,10 +6,9 @@ import pytest
 import torch
 
 from llmpq.kernels.cpu import fp8_linear
-from llmpq.kernels.formats.fp8_weight import Fp8Weight
 from llmpq.kernels.gemm.reference import linear_reference, relative_error
-from llmpq.kernels.linear import linear
 from llmpq.kernels.native import library
+from llmpq.kernels.weights.fp8_weight import Fp8Weight
 
 pytestmark = pytest.mark.cpu
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 4e-3, torch.float16: 5.5e-4}
@@ -45,7 +44,7 @@ def test_products_equal_their_twin(level, dtype):
         q = weight(n, k, kind, dtype)
         for m in (1, 2, 7, 13, 40):
             x, bias = torch.randn(m, k).to(dtype), torch.randn(n).to(dtype)
-            y = linear(x, q, bias)
+            y = q.matmul(x, bias)
             assert y.dtype == dtype
             error = relative_error(y, linear_reference(x, q, bias, exact=True))
             assert error < TOLERANCE[dtype], (kind, n, k, m)
@@ -65,7 +64,7 @@ def test_every_code_is_exact(level):
     codes[codes & 0x7F == 0x7F] = 0
     q = Fp8Weight(codes_NK=codes, scale=torch.ones(1, 1), rows=2, columns=128, dtype=torch.float32)
     for rows in (8, 128):  # as codes, as numbers
-        got = torch.cat([linear(part, q) for part in torch.eye(128).split(rows)])
+        got = torch.cat([q.matmul(part) for part in torch.eye(128).split(rows)])
         assert torch.equal(got.t(), codes.view(torch.float8_e4m3fn).float())
 
 
@@ -75,4 +74,4 @@ def test_another_blocks_scale_is_seen(level):
     x = torch.randn(3, 256)
     want = linear_reference(x, q, exact=True)
     q.scale.copy_(q.scale.roll(1))
-    assert relative_error(linear(x, q), want) > 0.1
+    assert relative_error(q.matmul(x), want) > 0.1

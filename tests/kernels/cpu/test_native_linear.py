@@ -8,12 +8,11 @@ import pytest
 import torch
 
 from llmpq.kernels.cpu.native_linear import dequantize_rows, multiply_packed
-from llmpq.kernels.formats.quantized_weight import native_layout
-from llmpq.kernels.formats.round_to_nearest import quantize_weight
 from llmpq.kernels.formats.weight_layout import GROUP, NATIVE, Layout
 from llmpq.kernels.gemm.reference import linear_reference, relative_error, rounded_to_bytes
-from llmpq.kernels.linear import linear
 from llmpq.kernels.native import library
+from llmpq.kernels.weights.quantized_weight import native_layout
+from llmpq.kernels.weights.round_to_nearest import quantize_weight
 from llmpq.precision import WeightScheme
 
 pytestmark = [pytest.mark.cpu, pytest.mark.native]
@@ -125,7 +124,7 @@ def test_rows_of_a_prompt_in_other_numbers_equal_their_twin(level, dtype):
 def _check_rows(q, x, case):
     bias = torch.randn(q.out_features).to(x.dtype)
     exact = linear_reference(x, q, bias, exact=True)
-    y = linear(x, q, bias)
+    y = q.matmul(x, bias)
     assert y.dtype == x.dtype and y.shape == exact.shape
     error = relative_error(y, exact)
     assert error < TOLERANCE[x.dtype], (case, error)
@@ -139,14 +138,14 @@ def test_a_prompt_is_as_exact_as_a_weight_of_bfloat16(level):
         exact = linear_reference(x, q, exact=True)
         rounded = x.double() @ q.dequantize(torch.bfloat16).double().t()
         lost = relative_error(rounded.bfloat16(), exact)
-        assert relative_error(linear(x, q, None), exact) < 1.05 * lost, (bits, group)
+        assert relative_error(q.matmul(x, None), exact) < 1.05 * lost, (bits, group)
 
 
 def test_many_rows_take_the_weight_in_pieces(level, monkeypatch):
     monkeypatch.setattr("llmpq.kernels.cpu.dense.CHUNK_WEIGHTS", 64 * 256)
     q = _weight(200, 256, 4, 128, False, torch.float32)
     x, bias = torch.randn(70, 256), torch.randn(200)
-    assert relative_error(linear(x, q, bias), linear_reference(x, q, bias, exact=True)) < 2e-6
+    assert relative_error(q.matmul(x, bias), linear_reference(x, q, bias, exact=True)) < 2e-6
 
 
 @pytest.mark.parametrize("m", [3, 40, 145])
@@ -158,7 +157,7 @@ def test_planted_faults_exceed_the_tolerance(level, bits, m):
     exact = linear_reference(x, q, exact=True)
 
     def error():
-        return relative_error(linear(x, q, None), exact)
+        return relative_error(q.matmul(x, None), exact)
 
     assert error() < TOLERANCE[torch.bfloat16]
     faults = ((q.scale, lambda t: t * 2), (q.zero, lambda t: t + 8), (q.planes[0], lambda t: ~t))
@@ -201,7 +200,7 @@ def test_what_is_not_finite_is_seen(level, wrong, dtype, m):
     q = _weight(64, 256, 4, 128, False, dtype)
     x = torch.ones(m, 256, dtype=dtype)
     x[1, 200] = wrong
-    y = linear(x, q, None)
+    y = q.matmul(x, None)
     assert torch.isfinite(y[0]).all() and not torch.isfinite(y[1]).any()
     assert torch.isfinite(y[2:]).all()
 
@@ -224,7 +223,7 @@ def test_a_weight_of_another_cpu_is_multiplied_and_moves(level, bits, layout):
     for m in (1, 5, 40):
         x = torch.randn(m, 200).bfloat16()
         exact = linear_reference(x, stored, exact=True)
-        assert relative_error(linear(x, stored, None), exact) < TOLERANCE[torch.bfloat16]
+        assert relative_error(stored.matmul(x, None), exact) < TOLERANCE[torch.bfloat16]
     moved = stored.to("cpu")
     assert moved.layout is native_layout(128)
     assert torch.equal(moved.dequantize(torch.float32), stored.dequantize(torch.float32))

@@ -5,10 +5,10 @@ import itertools
 import pytest
 import torch
 
-from llmpq.kernels.formats import round_to_nearest
-from llmpq.kernels.formats.quantized_weight import from_codes, native_layout
-from llmpq.kernels.formats.round_to_nearest import quantize_codes, quantize_weight
 from llmpq.kernels.native import library
+from llmpq.kernels.weights import round_to_nearest
+from llmpq.kernels.weights.quantized_weight import from_codes, native_layout
+from llmpq.kernels.weights.round_to_nearest import quantize_codes, quantize_weight
 from llmpq.precision import WeightScheme
 
 pytestmark = [pytest.mark.cpu, pytest.mark.native]

@@ -7,11 +7,10 @@ import torch
 
 from llmpq.kernels.formats import cpu_layout
 from llmpq.kernels.formats import weight_layout as formats
-from llmpq.kernels.formats.quantized_weight import best_layout
-from llmpq.kernels.formats.round_to_nearest import quantize_weight
 from llmpq.kernels.formats.weight_layout import Layout
 from llmpq.kernels.gemm.reference import linear_reference, relative_error
-from llmpq.kernels.linear import linear
+from llmpq.kernels.weights.quantized_weight import best_layout
+from llmpq.kernels.weights.round_to_nearest import quantize_weight
 from llmpq.precision import WeightScheme
 
 pytestmark = pytest.mark.cpu
@@ -107,7 +106,7 @@ def test_linear_on_cpu_matches_its_twin(bits, group, symmetric, dtype):
         _, _, q = _weight(n, k, bits, group, symmetric, dtype)
         x, bias = torch.randn(m, k).to(dtype), torch.randn(n).to(dtype)
         exact = linear_reference(x, q, bias, exact=True)
-        y = linear(x, q, bias)
+        y = q.matmul(x, bias)
         assert y.dtype == dtype
         assert relative_error(y, exact) < TOLERANCE[dtype]
 
@@ -118,10 +117,10 @@ def test_planted_bugs_exceed_the_tolerance(dtype):
     x = torch.randn(3, 256).to(dtype)
     exact = linear_reference(x, q, exact=True)
     q.scale[5] *= 1.5
-    assert relative_error(linear(x, q), exact) > TOLERANCE[dtype]
+    assert relative_error(q.matmul(x), exact) > TOLERANCE[dtype]
     q.scale[5] /= 1.5
     q.planes[0].view(-1)[64] = ~q.planes[0].view(-1)[64] & 255
-    assert relative_error(linear(x, q), exact) > TOLERANCE[dtype]
+    assert relative_error(q.matmul(x), exact) > TOLERANCE[dtype]
 
 
 @pytest.mark.parametrize("bits", [3, 4, 8])
@@ -130,7 +129,7 @@ def test_large_weights_dequantise_in_pieces(bits, monkeypatch):
     _, _, q = _weight(200, 256, bits)
     x, bias = torch.randn(100, 256), torch.randn(200)
     exact = linear_reference(x, q, bias, exact=True)
-    assert relative_error(linear(x, q, bias), exact) < TOLERANCE[torch.float32]
+    assert relative_error(q.matmul(x, bias), exact) < TOLERANCE[torch.float32]
 
 
 @pytest.mark.parametrize("bits", [3, 4, 8])
@@ -177,4 +176,4 @@ def test_errors_say_what_to_do():
         )
     _, _, q = _weight(16, 128, 4)
     with pytest.raises(ValueError, match="expected K = 128"):
-        linear(torch.randn(2, 64), q)
+        q.matmul(torch.randn(2, 64))

@@ -38,12 +38,12 @@ def qkv(batch, q_len, heads, groups, dim, dtype):
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("heads,groups,dim", [(10, 1, 16), (4, 4, 24), (2, 2, 64)])
-@pytest.mark.parametrize(("turned", "factor"), [(1.0, 1.0), (0.5, 1.0), (0.25, 1.4), (0.0, 1.0)])
-def test_rotation_and_append(dtype, heads, groups, dim, turned, factor):
+@pytest.mark.parametrize(("rotated", "factor"), [(1.0, 1.0), (0.5, 1.0), (0.25, 1.4), (0.0, 1.0)])
+def test_rotation_and_append(dtype, heads, groups, dim, rotated, factor):
     """Whole heads, a part of the channels, scaled cosines, no rotation."""
     q, k, v, caches = qkv(2, 3, heads, groups, dim, dtype)
     rows = [torch.tensor(x) for x in ([2, 0], [4, 9], [3, 2])]
-    inv_freq = 1.0 / 100 ** torch.linspace(0, 1, int(turned * dim) // 2) if turned else None
+    inv_freq = 1.0 / 100 ** torch.linspace(0, 1, int(rotated * dim) // 2) if rotated else None
     expected = [cache.clone() for cache in caches]
     want = fused_rope.rope_append_reference(q, k, v, *expected, *rows, inv_freq, factor)
     got = fused_rope.rope_append(q, k, v, *caches, *rows, inv_freq, factor)
@@ -53,12 +53,12 @@ def test_rotation_and_append(dtype, heads, groups, dim, turned, factor):
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
-@pytest.mark.parametrize("turned", [True, False])
+@pytest.mark.parametrize("rotated", [True, False])
 @pytest.mark.parametrize("heads,groups,dim", [(10, 1, 16), (2, 2, 48)])
-def test_norms_before_rotation(dtype, turned, heads, groups, dim):
+def test_norms_before_rotation(dtype, rotated, heads, groups, dim):
     q, k, v, caches = qkv(2, 3, heads, groups, dim, dtype)
     rows = [torch.tensor(x) for x in ([2, 0], [4, 9], [3, 2])]
-    inv_freq = 1.0 / 100 ** torch.linspace(0, 1, dim // 2) if turned else None
+    inv_freq = 1.0 / 100 ** torch.linspace(0, 1, dim // 2) if rotated else None
     norms = (normal(dim, dtype=dtype, seed=2), normal(dim, dtype=dtype, seed=3), 1e-3)
     expected, bare = ([cache.clone() for cache in caches] for _ in range(2))
     want = fused_rope.rope_append_reference(q, k, v, *expected, *rows, inv_freq, 1.0, norms)

@@ -11,9 +11,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from llmpq.kernels.gemm import choice as gemm_config
 from llmpq.kernels.gemm import linear_gpu
 from llmpq.kernels.gemm.choice import M_BUCKETS, bucket, rounded_rows
-from llmpq.kernels.gemm.config import Config, config_entry
+from llmpq.kernels.gemm.ranking.config import Config, config_entry
 from llmpq.kernels.gemm.ranking.machine import REFERENCE, Machine
 from llmpq.kernels.gemm.ranking.predict import Product
+from llmpq.kernels.weights import quantized_weight
 from reference.kernel_commands import main as kernels_main
 
 pytestmark = pytest.mark.cpu
@@ -102,7 +103,7 @@ def test_the_custom_op_has_a_fake():
         x = torch.empty(5, 256, dtype=torch.float16)
         planes = [torch.empty(64 * 256 // 2, dtype=torch.uint8)]
         scale = torch.empty(128, dtype=torch.float16)
-        y = linear_gpu.quantized_linear(x, planes, scale, None, None, None, 4, False, 64)
+        y = quantized_weight.quantized_linear(x, planes, scale, None, None, None, 4, False, 64)
     assert y.shape == (5, 64) and y.dtype == torch.float16
 
 

@@ -6,9 +6,9 @@ from itertools import product
 import pytest
 
 from llmpq.kernels.gemm.choice import choose
-from llmpq.kernels.gemm.config import make_plan
 from llmpq.kernels.gemm.dequantize import fragment_dequantize_kernel, rows_dequantize_kernel
 from llmpq.kernels.gemm.gemv import gemv_kernel
+from llmpq.kernels.gemm.ranking.config import make_plan
 from llmpq.kernels.gemm.ranking.machine import REFERENCE
 from llmpq.kernels.gemm.ranking.predict import Product, shared_estimate
 from llmpq.kernels.gemm.splitk_gemm import splitk_gemm_kernel

@@ -6,9 +6,8 @@ import pytest
 import torch
 
 from llmpq.kernels.gemm import linear_gpu
-from llmpq.kernels.gemm.config import DENSE, Config, make_plan
+from llmpq.kernels.gemm.ranking.config import DENSE, Config, make_plan
 from llmpq.kernels.gemm.reference import linear_reference, relative_error
-from llmpq.kernels.linear import linear
 from reference.check_gemm import LIMITS, random_weight
 from reference.kernel_commands import main as kernels_main
 
@@ -27,14 +26,14 @@ def test_check_gemm_finds_nothing(shapes):
 
 def test_compiled_and_captured_products_are_the_eager_ones():
     q = random_weight(256, 512, 4, False, 128, torch.float16, torch.device("cuda"))
-    compiled = torch.compile(lambda x: linear(x, q), fullgraph=True)
+    compiled = torch.compile(lambda x: q.matmul(x), fullgraph=True)
     for m in (1, 16):
         x = torch.randn(m, 512, device="cuda").half()
-        y = linear(x, q)
+        y = q.matmul(x)
         assert torch.equal(compiled(x), y)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            captured = linear(x, q)
+            captured = q.matmul(x)
         for _ in range(3):
             captured.zero_()
             graph.replay()
@@ -45,8 +44,8 @@ def test_shares_are_added_in_order():
     """Split products give the same bits every time."""
     q = random_weight(128, 8192, 4, True, 128, torch.float16, torch.device("cuda"))
     x = torch.randn(16, 8192, device="cuda").half()
-    first = linear(x, q)
-    assert all(torch.equal(linear(x, q), first) for _ in range(50))
+    first = q.matmul(x)
+    assert all(torch.equal(q.matmul(x), first) for _ in range(50))
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
@@ -80,6 +79,6 @@ def test_planted_bugs_are_caught(bits, dtype):
     q = random_weight(64, 512, bits, False, 128, dtype, torch.device("cuda"))
     x = torch.randn(3, 512, device="cuda").to(dtype)
     exact = linear_reference(x, q, exact=True)
-    assert relative_error(linear(x, q), exact) < LIMITS[dtype]
+    assert relative_error(q.matmul(x), exact) < LIMITS[dtype]
     q.planes[0][100:140] = q.planes[0][100:140] >> 4 | q.planes[0][100:140] << 4
-    assert relative_error(linear(x, q), exact) > 2 * LIMITS[dtype]
+    assert relative_error(q.matmul(x), exact) > 2 * LIMITS[dtype]

@@ -8,12 +8,12 @@ import triton
 import triton.language as tl
 from triton import knobs
 
-from llmpq.kernels.formats.round_to_nearest import quantize_weight
 from llmpq.kernels.formats.weight_layout import Layout
-from llmpq.kernels.gemm.config import DENSE, Config, make_plan
 from llmpq.kernels.gemm.dequantize import dequantize_triton
 from llmpq.kernels.gemm.linear_gpu import run
+from llmpq.kernels.gemm.ranking.config import DENSE, Config, make_plan
 from llmpq.kernels.gemm.reference import linear_reference, relative_error
+from llmpq.kernels.weights.round_to_nearest import quantize_weight
 from llmpq.precision import WeightScheme
 
 pytestmark = [
@@ -43,7 +43,7 @@ def test_dequantise_matches_its_twin(bits, group):
         assert torch.equal(dequantize_triton(q, interpret=True), q.dequantize(torch.float16))
         rows = _weight(n, k, bits, group, symmetric)
         assert torch.equal(
-            dequantize_triton(rows.row_slice(n // 16 * 16, n), interpret=True),
+            dequantize_triton(rows.cut(n // 16 * 16, n), interpret=True),
             rows.dequantize(torch.float16)[n // 16 * 16 :],
         )
 

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 import torch
 
-from llmpq.kernels.formats.codebook_weight import Codebook, _paired
-from llmpq.kernels.gemm import unpack_assembly as texts
-from llmpq.kernels.gemm.scaled.code_assembly import word_assembly
+from llmpq.kernels.formats.codebooks import Codebook, paired
+from llmpq.kernels.gemm.operands import unpack_assembly as texts
+from llmpq.kernels.gemm.operands.code_assembly import word_assembly
 
 pytestmark = pytest.mark.cpu
 
@@ -176,7 +176,7 @@ def _scaled_words(form, bits, kind, cases):
     codes = _random((cases, 8), 1 << bits, seed=3)
     if form != "parts":
         plane = torch.from_numpy(_words_and_rows(4, codes)[0][0])
-        packed = _paired(plane.view(torch.int32).view(torch.uint8)).view(torch.int32)
+        packed = paired(plane.view(torch.int32).view(torch.uint8)).view(torch.int32)
         return [packed.numpy().view(np.uint32)], codes
     return _words_and_rows(bits, codes)[0], codes
 

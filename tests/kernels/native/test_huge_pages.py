@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from llmpq.kernels.cpu.pack_contiguous import pack_contiguous
-from llmpq.kernels.formats.round_to_nearest import quantize_weight
 from llmpq.kernels.native import huge_pages
+from llmpq.kernels.weights.round_to_nearest import quantize_weight
 from llmpq.precision import WeightScheme
 
 pytestmark = pytest.mark.cpu

@@ -7,12 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from llmpq.kernels.formats.quantized_weight import best_layout
-from llmpq.kernels.formats.round_to_nearest import quantize_weight
 from llmpq.kernels.formats.weight_layout import Layout
 from llmpq.kernels.gemm.reference import linear_reference, relative_error
-from llmpq.kernels.linear import linear
 from llmpq.kernels.native import library
+from llmpq.kernels.weights.quantized_weight import best_layout
+from llmpq.kernels.weights.round_to_nearest import quantize_weight
 from llmpq.precision import WeightScheme
 
 pytestmark = [pytest.mark.cpu, pytest.mark.native]
@@ -100,14 +99,14 @@ def test_without_a_compiler_torch_serves_and_one_line_says_so(anew, monkeypatch,
         assert best_layout(torch.device("cpu"), dtype) is Layout.ROWS
         q = quantize_weight(torch.randn(64, 256), scheme, dtype=dtype)
         x = torch.randn(3, 256).to(dtype)
-        assert relative_error(linear(x, q), linear_reference(x, q, exact=True)) < 4e-3
+        assert relative_error(q.matmul(x), linear_reference(x, q, exact=True)) < 4e-3
 
 
 def test_a_weight_packed_for_the_library_runs_without_it(packed, anew, monkeypatch):
     monkeypatch.setattr(shutil, "which", lambda _: None)
     x = torch.randn(3, 300).bfloat16()
     assert library.library() is None
-    assert relative_error(linear(x, packed), linear_reference(x, packed, exact=True)) < 4e-3
+    assert relative_error(packed.matmul(x), linear_reference(x, packed, exact=True)) < 4e-3
 
 
 def test_a_compiler_that_fails_is_said(anew, monkeypatch, tmp_path, caplog):

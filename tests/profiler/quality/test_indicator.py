@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from llmpq.kernels.formats.atom_scheme import AtomScheme
-from llmpq.kernels.formats.atom_weight import AtomWeight, quantize_atom
+from llmpq.kernels.weights.atom_weight import AtomWeight, quantize_atom
 from llmpq.memory import Quantization
 from llmpq.model_spec import ModelSpec
 from llmpq.precision import WEIGHT_ONLY, KVPrecision, Precision, WeightScheme

@@ -21,9 +21,9 @@ from llmpq.kernels.formats.atom_rounding import (
     stored_integers,
 )
 from llmpq.kernels.formats.atom_scheme import MANY, AtomScheme
-from llmpq.kernels.formats.atom_weight import AtomWeight, quantize_atom
-from llmpq.kernels.formats.quantized_weight import from_codes
-from llmpq.kernels.formats.round_to_nearest import quantize_codes
+from llmpq.kernels.weights.atom_weight import AtomWeight, quantize_atom
+from llmpq.kernels.weights.quantized_weight import from_codes
+from llmpq.kernels.weights.round_to_nearest import quantize_codes
 from llmpq.memory import Quantization
 from llmpq.model_spec import ModelSpec
 from llmpq.precision import Precision, WeightScheme

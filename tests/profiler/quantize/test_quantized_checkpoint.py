@@ -15,10 +15,10 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from llmpq.kernels.atom.reference import atom_linear_reference
-from llmpq.kernels.formats.atom_weight import AtomWeight
-from llmpq.kernels.formats.interchange import to_awq, to_gptq
-from llmpq.kernels.formats.quantized_weight import QuantizedWeight
-from llmpq.kernels.formats.round_to_nearest import quantize_weight
+from llmpq.kernels.weights.atom_weight import AtomWeight
+from llmpq.kernels.weights.interchange import to_awq, to_gptq
+from llmpq.kernels.weights.quantized_weight import QuantizedWeight
+from llmpq.kernels.weights.round_to_nearest import quantize_weight
 from llmpq.memory import Quantization
 from llmpq.model_spec import ModelSpec
 from llmpq.precision import KVPrecision, Precision, WeightScheme

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from llmpq.kernels.formats.quantized_weight import QuantizedWeight
+from llmpq.kernels.weights.quantized_weight import QuantizedWeight
 from llmpq.model_spec import ModelSpec
 from llmpq.plan import QuantizationForm
 from llmpq.precision import Precision

@@ -6,9 +6,10 @@ import pytest
 import torch
 from triton import knobs
 
-from llmpq.kernels.formats.codebook_weight import E8M0, Codebook, codebook_weight
-from llmpq.kernels.formats.fp8_weight import fp8_weight
-from llmpq.kernels.formats.round_to_nearest import quantize_weight
+from llmpq.kernels.formats.codebooks import E8M0, Codebook
+from llmpq.kernels.weights.codebook_weight import codebook_weight
+from llmpq.kernels.weights.fp8_weight import fp8_weight
+from llmpq.kernels.weights.round_to_nearest import quantize_weight
 from llmpq.precision import WeightScheme
 from llmpq.runtime.backends.gpu.cuda_experts import GroupedMLP, sparse_mlp
 from llmpq.runtime.models.experts import Routing, SparseMLP
@@ -79,7 +80,10 @@ def test_another_weight_or_a_watcher_is_heeded():
     before, seen = stacked(x), []
     view = copy.copy(stacked)
     view._modules = dict(stacked._modules)
-    halves = [GatedMLP(e.gate_up, Linear(e.down.weight * 0.5, None)) for e in stacked.experts]
+    halves = [
+        GatedMLP(e.gate_up, Linear(e.down.weight.map_tensors(lambda t: t * 0.5), None))
+        for e in stacked.experts
+    ]
     view.experts = torch.nn.ModuleList(halves)
     assert view.asks_host
     torch.testing.assert_close(view(x), before * 0.5, rtol=1e-4, atol=1e-5)
@@ -133,10 +137,7 @@ def test_a_stack_that_some_do_not_fit_is_given_up(kind):
     torch.testing.assert_close(made(x), want)
     for expert in made.experts:
         for held in (expert.gate_up.weight, expert.down.weight):
-            tensors = [held] if kind == "dense" else [
-                t for v in vars(held).values() for t in (v if isinstance(v, tuple) else (v,))
-                if isinstance(t, torch.Tensor)
-            ]  # fmt: skip
+            tensors = held.tensors.values()
             assert tensors and all(t.untyped_storage().nbytes() == t.nbytes for t in tensors)
 
 

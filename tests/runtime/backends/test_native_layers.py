@@ -7,7 +7,6 @@ from llmpq.kernels.native import library
 from llmpq.precision import KVPrecision, Precision
 from llmpq.runtime.backends.native_layers import NativeLayers
 from llmpq.runtime.cache.paged_by_precision import make_paged_kv
-from llmpq.runtime.drafts.draft_model import RoundedLinear
 from llmpq.runtime.models.layers import PlainLayers
 from llmpq.runtime.models.linear import round_activations
 from llmpq.runtime.ragged_step import RaggedStep
@@ -163,7 +162,7 @@ def test_a_draft_rounds_its_inputs_here_too(demo_model):
     set_runner(stage, PlainLayers())
     exact = pool_steps(pipeline, stage, KVPrecision.KV16, 2)
     for layer in stage.layers:
-        layer.mlp.down = RoundedLinear(layer.mlp.down.weight, layer.mlp.down.bias)
+        layer.mlp.down.weight = layer.mlp.down.weight.as_draft("qspec")
     rounded = pool_steps(pipeline, stage, KVPrecision.KV16, 2)
     assert not torch.equal(exact, rounded)
     set_runner(stage, NativeLayers())

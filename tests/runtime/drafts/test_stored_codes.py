@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from llmpq.checkpoints.stored_codes import stored_codes
-from llmpq.kernels.formats.codebook_weight import Codebook, codebook_weight
+from llmpq.kernels.formats.codebooks import Codebook
+from llmpq.kernels.weights.codebook_weight import codebook_weight
 from llmpq.precision import Precision
 from llmpq.runtime.drafts.draft_model import build_draft
 from llmpq.runtime.launch.plans.complete_plan import decide_drafts
@@ -82,7 +83,7 @@ def test_a_stage_says_which_linears_it_drafts_at_the_targets_cost(demo_model, ca
     pipeline = ReferencePipeline.from_directory(demo_model)
     model = pipeline.stages[0]
     first = next(part for part in model.layers.modules() if isinstance(part, Linear))
-    n, k = first.weight.shape
+    n, k = first.weight.out_features, first.weight.in_features
     codes = torch.randint(0, 16, (n, k), dtype=torch.uint8)
     first.weight = codebook_weight(
         codes, torch.ones(n, k // 32), codebook=Codebook.NF4, group_size=32

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from llmpq.checkpoints.model_config import spec_fields
 from llmpq.cost_model import Phase
 from llmpq.kernels.formats.atom_scheme import AtomScheme
-from llmpq.kernels.formats.atom_weight import AtomWeight
+from llmpq.kernels.weights.atom_weight import AtomWeight
 from llmpq.memory import Quantization, layer_weight_bytes
 from llmpq.model_spec import ModelSpec, builtin_configs
 from llmpq.plan import Plan

@@ -11,11 +11,10 @@ import torch
 from llmpq.runtime.cli.main import main
 from llmpq.runtime.launch.nodes.node_survey import try_products
 from llmpq.runtime.tools.diagnosis import (
-    BY_CODES,
-    BY_UNPACKING,
     device_lines,
     differences,
     findings,
+    products,
 )
 from llmpq.runtime.tools.doctor import examine
 
@@ -37,7 +36,13 @@ def survey(*gpus, **fields):
         "llmpq": "0.1.0", "torch": "2.13.0", "ray": "2.60.0", "triton": "3.9.0",
         "safetensors": "0.5", "transformers": "5.0",
     }  # fmt: skip
-    cpu = {"reported": "a CPU", "threads": 8, "total_bytes": 64 * GIB, "free_bytes": 60 * GIB}
+    cpu = {
+        "reported": "a CPU",
+        "threads": 8,
+        "total_bytes": 64 * GIB,
+        "free_bytes": 60 * GIB,
+        "compiled_for": "avx512_vnni",
+    }
     return {
         "host": "a", "machine": "a 1", "python": "3.12.1", "executable": "python",
         "packages": packages, "nccl": "2.27.3", "cpu": cpu, "gpus": list(gpus),
@@ -87,14 +92,6 @@ def test_every_card_says_what_becomes_of_number_formats(capability, packages, sa
     assert said in card.stored
     (dead, _) = device_lines(survey(gpu(), torch_cuda=None, torch_sees=0))
     assert dead.stored == ""
-
-
-def test_the_capabilities_are_those_of_the_kernels():
-    pytest.importorskip("triton")
-    from llmpq.kernels.gemm.float_codes import codebook_products, fp8_products
-
-    for kernels in (codebook_products, fp8_products):
-        assert (kernels.OLDEST, kernels.OLDEST_TRITON) == (BY_CODES, BY_UNPACKING)
 
 
 @pytest.mark.parametrize(
@@ -153,6 +150,21 @@ def test_a_card_that_computes_nonsense_runs_nothing():
     assert well.usable and not line.usable and "illegal memory access" in line.runs
     (found,) = findings(node)
     assert found.level == "error" and "GPU 1" in found.text and "illegal" in found.text
+
+
+def test_the_table_of_products_is_that_of_the_devices_here():
+    found = products([survey(gpu(), gpu()), survey(gpu("Tesla T4", "7.5"))])
+    assert [device["device"] for device in found] == [
+        "NVIDIA H100 80GB HBM3 (sm_90)",
+        "CPU (avx512_vnni)",
+        "Tesla T4 (sm_75)",
+    ]
+    kernels = [{line["kernel"] for line in device["lines"]} for device in found]
+    assert {"gemv", "wgmma_gemm", "fp8_wgmma"} <= kernels[0]
+    assert "native" in kernels[1] and kernels[2] <= {"dequantize", "dequantize_torch", "torch",
+                                                     "int8_gemm", "reference"}  # fmt: skip
+    (four_bits,) = [line for line in found[0]["summary"] if line["weight"].startswith("3, 4, 8")]
+    assert "1-8 gemv *" in four_bits["kernels"] and "33+ wgmma_gemm *" in four_bits["kernels"]
 
 
 def test_a_card_that_torch_cannot_open_is_an_error():

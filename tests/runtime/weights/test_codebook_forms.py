@@ -13,8 +13,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from llmpq.cluster import Cluster
-from llmpq.kernels.formats.codebook_weight import Codebook, CodebookWeight
-from llmpq.kernels.formats.round_to_nearest import quantize_weight
+from llmpq.kernels.formats.codebooks import Codebook
+from llmpq.kernels.weights.codebook_weight import CodebookWeight
+from llmpq.kernels.weights.round_to_nearest import quantize_weight
 from llmpq.model_spec import ModelSpec
 from llmpq.planner.problem.kept_grid import kept_grid
 from llmpq.planner.problem.stored_precisions import stored_layers

@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from llmpq.kernels.formats.codebook_weight import E8M0, Codebook, codebook_weight
+from llmpq.kernels.formats.codebooks import E8M0, Codebook
+from llmpq.kernels.weights.codebook_weight import codebook_weight
 from llmpq.runtime.weights.codebook_forms import bounded
 
 pytestmark = pytest.mark.cpu

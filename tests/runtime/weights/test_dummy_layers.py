@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from llmpq.kernels.formats.quantized_weight import QuantizedWeight
+from llmpq.kernels.weights.quantized_weight import QuantizedWeight
 from llmpq.memory import Quantization, layer_weight_bytes
 from llmpq.model_spec import ModelSpec
 from llmpq.precision import Precision

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from llmpq.kernels.formats.interchange import pack_stream
+from llmpq.kernels.weights.interchange import pack_stream
 from llmpq.model_spec import ModelSpec
 from llmpq.planner.problem.stored_precisions import stored_layers
 from llmpq.precision import Precision

@@ -11,10 +11,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from llmpq.checkpoints.stored_codes import stored_codes
-from llmpq.kernels.formats.codebook_weight import Codebook
-from llmpq.kernels.formats.interchange import to_awq, to_gptq
-from llmpq.kernels.formats.round_to_nearest import quantize_weight
+from llmpq.kernels.formats.codebooks import Codebook
 from llmpq.kernels.formats.weight_layout import Layout
+from llmpq.kernels.weights.interchange import to_awq, to_gptq
+from llmpq.kernels.weights.round_to_nearest import quantize_weight
 from llmpq.model_spec import ModelSpec
 from llmpq.planner.problem.stored_precisions import stored_layers
 from llmpq.precision import Precision, WeightScheme

@@ -12,7 +12,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from llmpq.kernels.formats.fp8_weight import Fp8Weight, fp8_weight, stacked
+from llmpq.kernels.weights.fp8_weight import Fp8Weight, fp8_weight
 from llmpq.model_spec import ModelSpec
 from llmpq.planner.problem.stored_precisions import stored_layers
 from llmpq.precision import Precision, WeightScheme
@@ -226,10 +226,10 @@ def test_numbers_beyond_float16_are_refused(kind: str) -> None:
 def test_stacked_scales_stay_shared_where_rows_line_up() -> None:
     codes = torch.randn(256, 128).to(torch.float8_e4m3fn)
     piece = fp8_weight(codes, torch.rand(2, 1) + 1, (128, 128), torch.bfloat16)
-    both = stacked([piece, piece])
+    both = Fp8Weight.stack([piece, piece])
     assert both.rows == 128 and both.scale.shape == (4, 1)
     short = fp8_weight(codes[:64], torch.rand(1, 1) + 1, (128, 128), torch.bfloat16)
-    apart = stacked([short, piece])
+    apart = Fp8Weight.stack([short, piece])
     assert apart.rows == 1 and apart.scale.shape == (320, 1)
     want = torch.cat([short.dequantize(torch.float32), piece.dequantize(torch.float32)])
     assert torch.equal(apart.dequantize(torch.float32), want)
@@ -243,7 +243,7 @@ def test_codes_of_a_cpu_stay_those_of_the_file(tmp_path: Path) -> None:
     for block in (None, (1, 128)):
         made = fp8_weight(codes, torch.ones(4, 1), block, torch.float32).to("cpu")
         assert made.codes_NK.data_ptr() == codes.data_ptr()
-    two = stacked([made, made])
+    two = Fp8Weight.stack([made, made])
     assert two.codes_NK.untyped_storage().nbytes() == two.codes_NK.nbytes
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from llmpq.checkpoints.gguf_file import BLOCKS, open_gguf
-from llmpq.kernels.formats.codebook_weight import CodebookWeight
+from llmpq.kernels.weights.codebook_weight import CodebookWeight
 from llmpq.memory import Quantization
 from llmpq.model_spec import ModelSpec
 from llmpq.planner.problem.stored_precisions import stored_layers

@@ -11,10 +11,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from llmpq.kernels.formats import interchange
-from llmpq.kernels.formats.quantized_weight import QuantizedWeight
-from llmpq.kernels.formats.round_to_nearest import quantize_weight
 from llmpq.kernels.formats.weight_layout import Layout
+from llmpq.kernels.weights import interchange
+from llmpq.kernels.weights.quantized_weight import QuantizedWeight
+from llmpq.kernels.weights.round_to_nearest import quantize_weight
 from llmpq.memory import Quantization
 from llmpq.model_spec import ModelSpec
 from llmpq.planner.__main__ import main as planner

@@ -5,7 +5,6 @@ import pytest
 pytest.importorskip("triton")
 from llmpq.kernels.fused.norm_route import CHUNK, EXPERTS, TOKENS, norm_logits_kernel  # noqa: E402
 from llmpq.kernels.fused.route import route_kernel  # noqa: E402
-from llmpq.kernels.gemm.config import Config, make_plan  # noqa: E402
 from llmpq.kernels.gemm.experts import expert_wide  # noqa: E402
 from llmpq.kernels.gemm.experts.expert_blocks import (  # noqa: E402
     BLOCK,
@@ -31,13 +30,14 @@ from llmpq.kernels.gemm.experts.expert_stack import (  # noqa: E402
     packed_tiles,
     wide_fits,
 )
+from llmpq.kernels.gemm.ranking.config import Config, make_plan  # noqa: E402
 from reference.cubin import ARCHITECTURES, SHARED_LIMIT, compile_kernel  # noqa: E402
 from reference.machine_code import overwritten, product_loops  # noqa: E402
 
 pytestmark = pytest.mark.compile
 POINTERS = {"P0": "*i32", "P1": "*i32", "S": "*i32", "Z": "*i32", "expert_C": "*i64"}
 POINTERS |= dict.fromkeys(("order", "runs", "counts", "count"), "*i32")
-POINTERS |= {"correction": "*fp32", "numbers": "*i64", "logits": "*bf16", "weights": "*bf16"}
+POINTERS |= {"correction": "*fp32", "ids": "*i64", "logits": "*bf16", "weights": "*bf16"}
 POINTERS |= {"scale": "fp32", "least": "fp32"}
 SIZES = ("N", "K", "blocks", "groups", "top", "shares", "C", "E", "B", "tiles")
 GATE = {"limit": "fp32", "slope": "fp32"}

@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-from llmpq.kernels.formats.round_to_nearest import quantize_weight
 from llmpq.kernels.formats.weight_layout import Layout
 from llmpq.kernels.fused.gated_mlp import gate_mul_reference
 from llmpq.kernels.gemm.experts import gluon_expert_launch
@@ -11,6 +10,8 @@ from llmpq.kernels.gemm.experts.expert_dispatch import assign
 from llmpq.kernels.gemm.experts.expert_stack import ExpertStack
 from llmpq.kernels.gemm.experts.gated import GateRule
 from llmpq.kernels.gemm.reference import relative_error
+from llmpq.kernels.weights.dense_weight import DenseWeight
+from llmpq.kernels.weights.round_to_nearest import quantize_weight
 from llmpq.precision import WeightScheme
 
 pytestmark = [
@@ -46,11 +47,11 @@ def exact(x, weights, dispatch, biases, *, back):
 @pytest.mark.parametrize("uneven", [True, False])
 def test_a_prompts_products(shape, dtype, bits, uneven):
     experts, k, n, tokens = shape
-    made = [torch.randn(n, k, device="cuda", dtype=dtype) * 0.02 for _ in range(experts)]
-    weights = made
+    weights = [torch.randn(n, k, device="cuda", dtype=dtype) * 0.02 for _ in range(experts)]
+    made = [DenseWeight(w) for w in weights]
     if bits < 16:
         scheme = WeightScheme(bits=bits, group_size=128, symmetric=uneven, clip_search=False)
-        made = [quantize_weight(w, scheme, dtype=dtype, layout=Layout.FRAGMENT) for w in made]
+        made = [quantize_weight(w, scheme, dtype=dtype, layout=Layout.FRAGMENT) for w in weights]
         weights = [q.dequantize(torch.float64) for q in made]
     biases = [torch.randn(n, device="cuda", dtype=dtype) for _ in range(experts)]
     stack = ExpertStack(experts)

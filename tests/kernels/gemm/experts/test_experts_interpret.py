@@ -4,7 +4,6 @@ import pytest
 import torch
 from triton import knobs
 
-from llmpq.kernels.formats.round_to_nearest import quantize_weight
 from llmpq.kernels.formats.weight_layout import Layout
 from llmpq.kernels.fused.gated_mlp import gate_mul_reference
 from llmpq.kernels.gemm.experts import expert_dispatch as sent_module
@@ -14,6 +13,8 @@ from llmpq.kernels.gemm.experts.expert_dispatch import assign
 from llmpq.kernels.gemm.experts.expert_stack import ExpertStack
 from llmpq.kernels.gemm.experts.gated import GateRule
 from llmpq.kernels.gemm.reference import experts_reference, relative_error
+from llmpq.kernels.weights.dense_weight import DenseWeight
+from llmpq.kernels.weights.round_to_nearest import quantize_weight
 from llmpq.precision import WeightScheme
 
 pytestmark = [
@@ -94,13 +95,17 @@ def test_few_pairs_and_hundreds_of_experts_have_no_blocks():
     assert assign(routing(3, 300, 2), 300).blocks is None
 
 
+def as_weight(w):
+    return DenseWeight(w) if isinstance(w, torch.Tensor) else w
+
+
 def both_ways(weights, put, dtype, *, bias, tokens=9, per_token=2):
     """Return errors of the gathering and of the returning product, and of a wrong routing."""
     experts, (n, k) = len(weights), weights[0].shape
     biases = [normal(n, dtype=dtype) + e for e in range(experts)] if bias else None
     stack = ExpertStack(experts)
     for e, weight in enumerate(put):
-        view, _ = stack.put(e, weight, biases[e] if biases else None)
+        view, _ = stack.put(e, as_weight(weight), biases[e] if biases else None)
         assert e or view is stack.first
     expert_TK = routing(tokens, experts, per_token)
     dispatch, errors = assign(expert_TK, experts), []
@@ -162,7 +167,7 @@ def gated_error(weights, put, gate, dtype, *, bias, tokens):
     stack, n = ExpertStack(len(put)), weights[0].shape[0]
     biases = [normal(n, dtype=dtype) + e for e in range(len(put))] if bias else None
     for e, weight in enumerate(put):
-        stack.put(e, weight, biases[e] if biases else None)
+        stack.put(e, as_weight(weight), biases[e] if biases else None)
     expert_TK = routing(tokens, len(put), 2)
     x, dispatch = (
         normal(tokens, weights[0].shape[1], dtype=dtype) * 0.1,
@@ -265,7 +270,7 @@ def test_wide_tiles_need_shared_memory():
 def test_views_share_the_stack():
     stack = ExpertStack(2)
     given = [normal(16, 128), normal(16, 128) + 1]
-    views = [stack.put(e, weight, None)[0] for e, weight in enumerate(given)]
+    views = [stack.put(e, DenseWeight(weight), None)[0].values for e, weight in enumerate(given)]
     assert all(torch.equal(view, weight) for view, weight in zip(views, given, strict=True))
     assert views[0].untyped_storage().data_ptr() == views[1].untyped_storage().data_ptr()
 

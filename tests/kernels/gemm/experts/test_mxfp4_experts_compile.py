@@ -3,9 +3,9 @@
 import pytest
 
 pytest.importorskip("triton")
-from llmpq.kernels.gemm.config import Config, make_plan  # noqa: E402
 from llmpq.kernels.gemm.experts.expert_kernel import packed_expert_kernel  # noqa: E402
 from llmpq.kernels.gemm.experts.expert_stack import FEW_ROWS, MOST_GATED, WGMMA, packed_tiles  # noqa: E402
+from llmpq.kernels.gemm.ranking.config import Config, make_plan  # noqa: E402
 from reference.cubin import (  # noqa: E402
     ARCHITECTURES,
     CONSUMER_BLACKWELL,

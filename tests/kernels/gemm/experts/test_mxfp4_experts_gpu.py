@@ -3,20 +3,14 @@
 import pytest
 import torch
 
-from llmpq.kernels.formats.codebook_weight import (
-    E4M3,
-    E8M0,
-    Codebook,
-    CodebookWeight,
-    codebook_weight,
-)
+from llmpq.kernels.formats.codebooks import E4M3, E8M0, Codebook
 from llmpq.kernels.formats.weight_layout import Layout
 from llmpq.kernels.fused.gated_mlp import gate_mul_reference
 from llmpq.kernels.gemm.experts.expert_dispatch import assign
 from llmpq.kernels.gemm.experts.expert_stack import ExpertStack
 from llmpq.kernels.gemm.experts.gated import GateRule
 from llmpq.kernels.gemm.reference import relative_error
-from llmpq.kernels.linear import linear
+from llmpq.kernels.weights.codebook_weight import CodebookWeight, codebook_weight
 
 pytestmark = [
     pytest.mark.gpu,
@@ -125,7 +119,7 @@ def test_dense_products(form, dtype):
         # Numbers are rounded, of the table or after their scale.
         for held in (q, words):
             for _ in range(3):
-                made = linear(x, held, bias, residual)
+                made = held.matmul(x, bias, residual)
                 assert relative_error(made, want) < 1.5 * TOLERANCE[dtype], (rows, held.layout)
 
 

@@ -6,14 +6,14 @@ import pytest
 import torch
 from triton import knobs
 
-from llmpq.kernels.formats.codebook_weight import E8M0, Codebook, CodebookWeight, codebook_weight
+from llmpq.kernels.formats.codebooks import E8M0, Codebook
 from llmpq.kernels.formats.weight_layout import Layout
 from llmpq.kernels.fused.gated_mlp import gate_mul_reference
-from llmpq.kernels.gemm.experts import expert_stack
 from llmpq.kernels.gemm.experts.expert_dispatch import assign
 from llmpq.kernels.gemm.experts.expert_stack import ExpertStack
 from llmpq.kernels.gemm.experts.gated import GateRule
 from llmpq.kernels.gemm.reference import experts_reference, relative_error
+from llmpq.kernels.weights.codebook_weight import CodebookWeight, codebook_weight
 
 pytestmark = [
     pytest.mark.interpret,
@@ -94,7 +94,7 @@ def test_planted_faults_are_seen():
 def test_what_a_stack_takes():
     large = mxfp4(32, 64, 0)
     large = replace(large, scale=large.scale.clone().fill_(129))
-    assert not expert_stack.stackable(large), "a scale of 4 is more than a kernel's numbers hold"
-    assert not expert_stack.stackable(mxfp4(24, 64, 0)), "half a block of rows"
+    assert large.expert_key is None, "a scale of 4 is more than a kernel's values hold"
+    assert mxfp4(24, 64, 0).expert_key is None, "half a block of rows"
     stack = stack_of([mxfp4(32, 64, 0)], [None])
     assert not stack.takes(mxfp4(32, 96, 0), None) and stack.takes(mxfp4(32, 64, 2), None)

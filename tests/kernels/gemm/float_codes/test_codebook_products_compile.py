@@ -5,11 +5,11 @@ import pytest
 pytest.importorskip("triton")
 from llmpq.kernels.gemm.float_codes.codebook_products import (  # noqa: E402
     BN,
-    FEW,
     HALF,
     codebook_dequantize_kernel,
     codebook_gemm_kernel,
 )
+from llmpq.kernels.kernel_table import FEW_ROWS
 from reference.cubin import (  # noqa: E402
     ARCHITECTURES,
     CONSUMER_BLACKWELL,
@@ -34,7 +34,7 @@ def test_products_fit(arch, form):
     constants = constants | {"HALF": HALF}
     cases = [
         (codebook_gemm_kernel, {"BM": 16, "BN": BN}, "*fp32"),
-        (codebook_gemm_kernel, {"BM": FEW, "BN": BN}, "*fp32"),
+        (codebook_gemm_kernel, {"BM": FEW_ROWS, "BN": BN}, "*fp32"),
         (codebook_dequantize_kernel, {"BN": 16, "HAS_FACTOR": form == "nvfp4"}, "*bf16"),
     ]
     for kernel, own, out in cases:

@@ -5,14 +5,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from llmpq.kernels.formats.codebook_weight import (
-    E4M3,
-    E8M0,
-    Codebook,
-    CodebookWeight,
-    codebook_weight,
-)
+from llmpq.kernels.formats.codebooks import E4M3, E8M0, Codebook
 from llmpq.kernels.gemm.reference import relative_error
+from llmpq.kernels.weights.codebook_weight import CodebookWeight, codebook_weight
 
 triton = pytest.importorskip("triton")
 if not triton.knobs.runtime.interpret:

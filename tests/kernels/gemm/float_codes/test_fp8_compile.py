@@ -6,6 +6,7 @@ pytest.importorskip("triton")
 from llmpq.kernels.gemm.experts import e4m3_experts  # noqa: E402
 from llmpq.kernels.gemm.float_codes import e4m3_fragments, fp8_products  # noqa: E402
 from llmpq.kernels.gemm.float_codes.e4m3_kernel import e4m3_dequantize_kernel, e4m3_kernel  # noqa: E402
+from llmpq.kernels.kernel_table import GEMV_ROWS
 from reference.cubin import (  # noqa: E402
     ARCHITECTURES,
     CONSUMER_BLACKWELL,
@@ -75,7 +76,7 @@ def test_products_of_fragments_fit(arch, m, shared, dtype):
         "PDL": arch >= 90,
         "INTERPRET": False,
     }
-    if m <= fp8_products.ROWS:
+    if m <= GEMV_ROWS:
         warps, steps = fp8_products.rows_form(112 if m == 1 else 32)
         kernel, stages = e4m3_fragments.e4m3_gemv_kernel, 1
         own = {"EVEN_G": True, "BH": 1, "WM": warps, "STEPS": steps, "D": fp8_products.DEPTH}

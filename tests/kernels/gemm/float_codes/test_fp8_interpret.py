@@ -5,22 +5,19 @@ from dataclasses import replace
 import pytest
 import torch
 
-from llmpq.kernels.formats.fp8_weight import Fp8Weight
 from llmpq.kernels.gemm.reference import (
     experts_reference,
     linear_reference,
     relative_error,
 )
+from llmpq.kernels.weights.fp8_weight import Fp8Weight
 
 triton = pytest.importorskip("triton")
 if not triton.knobs.runtime.interpret:
     pytest.skip("needs TRITON_INTERPRET=1", allow_module_level=True)
 
 from llmpq.kernels.gemm.experts.expert_dispatch import assign  # noqa: E402
-from llmpq.kernels.gemm.experts.expert_stack import (  # noqa: E402
-    ExpertStack,
-    stackable,
-)
+from llmpq.kernels.gemm.experts.expert_stack import ExpertStack  # noqa: E402
 from llmpq.kernels.gemm.experts.gated import GateRule  # noqa: E402
 from llmpq.kernels.gemm.float_codes import fp8_products  # noqa: E402
 
@@ -117,7 +114,7 @@ def stacked(kind, dtype, n, k, bias, fragment=False):
     biases = [torch.randn(n).to(dtype) for _ in put] if bias else None
     stack = ExpertStack(4)
     for e, q in enumerate(put):
-        assert stackable(q) and stack.takes(q, biases and biases[e])
+        assert q.expert_key and stack.takes(q, biases and biases[e])
         view, _ = stack.put(e, q, biases and biases[e])
         assert torch.equal(view.dequantize(dtype), q.dequantize(dtype))
     return stack, [q.dequantize(torch.float64) for q in put], biases

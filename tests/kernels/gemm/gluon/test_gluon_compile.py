@@ -7,22 +7,22 @@ import pytest
 import torch
 from triton.experimental.gluon import language as gl
 
-from llmpq.kernels.gemm.config import Config
 from llmpq.kernels.gemm.gluon import gluon_launch as gemm_gluon_launch
-from llmpq.kernels.gemm.gluon import wgmma_gemm_kernel as gemm_gluon
-from llmpq.kernels.gemm.gluon.gluon_launch import fits
-from llmpq.kernels.gemm.gluon.gluon_plan import (
+from llmpq.kernels.gemm.gluon import wgmma_gemm as gemm_gluon
+from llmpq.kernels.gemm.gluon.wgmma_gemm import wgmma_gemm_kernel
+from llmpq.kernels.gemm.ranking.candidates import GLUON_FORMS, gluon_candidates
+from llmpq.kernels.gemm.ranking.config import Config
+from llmpq.kernels.gemm.ranking.machine import REFERENCE
+from llmpq.kernels.gemm.ranking.predict import Product
+from llmpq.kernels.gemm.ranking.wgmma_plan import (
     SHARED_BYTES,
+    aligned,
     parts_of,
     schedule,
     shared_bytes,
     slot_columns,
     suits,
 )
-from llmpq.kernels.gemm.gluon.wgmma_gemm import wgmma_gemm_kernel
-from llmpq.kernels.gemm.ranking.candidates import GLUON_FORMS, gluon_candidates
-from llmpq.kernels.gemm.ranking.machine import REFERENCE
-from llmpq.kernels.gemm.ranking.predict import Product
 from reference.check_gemm import random_weight
 from reference.cubin import compile_kernel
 from reference.machine_code import overwritten, product_loops
@@ -228,6 +228,6 @@ def test_each_row_is_stored_once_and_no_long_x_is_read_past_its_end(config, monk
 
 def test_rows_off_16_bytes_do_not_fit():
     x = torch.zeros(4, 136, dtype=torch.float16)
-    assert fits(x, 4096) and not fits(x, 4097) and not fits(x[:, :132].contiguous(), 64)
-    assert not fits(torch.zeros(4 * 136 + 1, dtype=torch.float16)[1:].view(4, 136), 64)
-    assert not fits(x, 64, torch.zeros(64, 4).t())
+    assert aligned(x, 4096) and not aligned(x, 4097) and not aligned(x[:, :132].contiguous(), 64)
+    assert not aligned(torch.zeros(4 * 136 + 1, dtype=torch.float16)[1:].view(4, 136), 64)
+    assert not aligned(x, 64, torch.zeros(64, 4).t())

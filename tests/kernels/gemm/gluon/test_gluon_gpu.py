@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from llmpq.kernels.gemm import linear_gpu
-from llmpq.kernels.gemm.config import Config, make_plan
+from llmpq.kernels.gemm.ranking.config import Config, make_plan
 from llmpq.kernels.gemm.reference import linear_reference, relative_error
 from reference.check_gemm import LIMITS, random_weight
 

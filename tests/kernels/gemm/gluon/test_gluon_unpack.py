@@ -12,7 +12,7 @@ import torch
 
 from llmpq.kernels.formats.weight_layout import Layout, pack
 from llmpq.kernels.gemm.gluon import gluon_unpack as unpack
-from llmpq.kernels.gemm.unpack_assembly import BZ3, BZ4, BZ8, FZ3, FZ4, FZ8
+from llmpq.kernels.gemm.operands.unpack_assembly import BZ3, BZ4, BZ8, FZ3, FZ4, FZ8
 
 pytestmark = pytest.mark.cpu
 

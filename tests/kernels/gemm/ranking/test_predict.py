@@ -6,16 +6,16 @@ import math
 import pytest
 
 from llmpq.kernels.gemm.choice import choose
-from llmpq.kernels.gemm.config import DENSE, Config
-from llmpq.kernels.gemm.gluon.gluon_plan import shared_bytes
 from llmpq.kernels.gemm.ranking.candidates import (
     GLUON_FORMS,
     ROWS_FORMS,
     TILE_FORMS,
     candidates,
 )
+from llmpq.kernels.gemm.ranking.config import DENSE, Config
 from llmpq.kernels.gemm.ranking.machine import REFERENCE, Machine
 from llmpq.kernels.gemm.ranking.predict import Product, expected_us, shared_estimate, step_time
+from llmpq.kernels.gemm.ranking.wgmma_plan import shared_bytes
 
 pytestmark = pytest.mark.cpu
 

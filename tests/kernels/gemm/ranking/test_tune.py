@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from llmpq.kernels.gemm.config import Config
 from llmpq.kernels.gemm.ranking import learned
+from llmpq.kernels.gemm.ranking.config import Config
 from llmpq.kernels.gemm.ranking.learned import Place, entry_of, read, write
 from llmpq.kernels.gemm.ranking.machine import REFERENCE
 from llmpq.kernels.gemm.ranking.predict import Product, expected_us

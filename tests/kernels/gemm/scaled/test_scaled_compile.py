@@ -6,7 +6,7 @@ import pytest
 
 pytest.importorskip("triton")
 from llmpq.kernels.gemm.gemv import gemv_kernel  # noqa: E402
-from llmpq.kernels.gemm.scaled.code_assembly import word_assembly  # noqa: E402
+from llmpq.kernels.gemm.operands.code_assembly import word_assembly  # noqa: E402
 from llmpq.kernels.gemm.scaled.scaled_dequantize import WARPS, scaled_dequantize_kernel  # noqa: E402
 from llmpq.kernels.gemm.splitk_gemm import splitk_gemm_kernel  # noqa: E402
 from reference.cubin import (  # noqa: E402

@@ -5,18 +5,18 @@ from dataclasses import replace
 import pytest
 import torch
 
-from llmpq.kernels.formats.codebook_weight import E4M3, E8M0, Codebook, codebook_weight
-from llmpq.kernels.formats.quantized_weight import from_codes
+from llmpq.kernels.formats.codebooks import E4M3, E8M0, Codebook
 from llmpq.kernels.formats.weight_layout import Layout
-from llmpq.kernels.gemm.config import DENSE, Config, make_plan
+from llmpq.kernels.gemm.ranking.config import DENSE, Config, make_plan
 from llmpq.kernels.gemm.reference import relative_error
+from llmpq.kernels.weights.codebook_weight import codebook_weight
+from llmpq.kernels.weights.quantized_weight import from_codes
 
 triton = pytest.importorskip("triton")
 if not triton.knobs.runtime.interpret:
     pytest.skip("needs TRITON_INTERPRET=1", allow_module_level=True)
 
 from llmpq.kernels.gemm import linear_gpu  # noqa: E402
-from llmpq.kernels.gemm.scaled.forms import form_of  # noqa: E402
 
 pytestmark = pytest.mark.interpret
 K = 672
@@ -80,7 +80,7 @@ def errors(q, dtype: torch.dtype, twin=None, ways=WAYS) -> list[float]:
 def test_tables(form, dtype):
     q = table(form)
     words = q.in_fragments()
-    assert form_of(words) == {"mxfp4": "e2m1"}.get(form, form)
+    assert words.form == {"mxfp4": "e2m1"}.get(form, form)
     assert torch.equal(words.dequantize(torch.float64), q.dequantize(torch.float64))
     assert max(errors(words, dtype, q)) < TOLERANCE[dtype]
 
@@ -90,7 +90,7 @@ def test_tables(form, dtype):
 @pytest.mark.parametrize("bits,size,zeros", GROUPS)
 def test_small_groups(bits, size, zeros, dtype):
     q = grouped(bits, size, zeros, dtype)
-    assert form_of(q) == "parts"
+    assert q.form == "parts"
     assert max(errors(q, dtype)) < TOLERANCE[dtype]
 
 

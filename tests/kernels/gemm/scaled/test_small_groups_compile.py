@@ -3,7 +3,8 @@
 import pytest
 
 pytest.importorskip("triton")
-from llmpq.kernels.gemm.scaled.small_groups import BN, FEW, HALF, dequantize_kernel, product_kernel  # noqa: E402
+from llmpq.kernels.gemm.scaled.small_groups import BN, HALF, dequantize_kernel, product_kernel  # noqa: E402
+from llmpq.kernels.kernel_table import FEW_ROWS  # noqa: E402
 from reference.cubin import (  # noqa: E402
     ARCHITECTURES,
     CONSUMER_BLACKWELL,
@@ -24,7 +25,7 @@ def test_products_fit(arch, bits, group, symmetric):
     constants = {"HALF": HALF, "BITS": bits, "G": group, "SYMMETRIC": symmetric}
     cases = [
         (product_kernel, {"BM": 16, "BN": BN}, "*fp32"),
-        (product_kernel, {"BM": FEW, "BN": BN}, "*fp32"),
+        (product_kernel, {"BM": FEW_ROWS, "BN": BN}, "*fp32"),
         (dequantize_kernel, {"BN": 16}, "*bf16"),
     ]
     for kernel, own, out in cases:

@@ -3,10 +3,9 @@
 import pytest
 import torch
 
-from llmpq.kernels.formats.round_to_nearest import quantize_weight
 from llmpq.kernels.gemm.reference import relative_error
-from llmpq.kernels.gemm.scaled import small_groups
-from llmpq.kernels.linear import linear
+from llmpq.kernels.kernel_table import KernelForm
+from llmpq.kernels.weights.round_to_nearest import quantize_weight
 from llmpq.precision import WeightScheme
 
 pytestmark = [
@@ -24,9 +23,9 @@ def test_products(dtype, bits, group, symmetric):
     weight = torch.randn(1000, 1500, device="cuda", dtype=dtype) * 0.02
     scheme = WeightScheme(bits=bits, group_size=group, symmetric=symmetric, clip_search=False)
     q = quantize_weight(weight, scheme, dtype=dtype)
-    assert not small_groups.takes(q)
+    assert q.kernel_form is not KernelForm.ROWS
     for rows in (1, 5, 64, 300):
         x = torch.randn(rows, 1500, device="cuda", dtype=dtype)
         bias = torch.randn(1000, device="cuda", dtype=dtype)
         want = x.double() @ q.dequantize(torch.float64).T + bias.double()
-        assert relative_error(linear(x, q, bias), want) < TOLERANCE[dtype]
+        assert relative_error(q.matmul(x, bias), want) < TOLERANCE[dtype]

@@ -3,15 +3,16 @@
 import pytest
 import torch
 
-from llmpq.kernels.formats.quantized_weight import QuantizedWeight, from_codes
 from llmpq.kernels.formats.weight_layout import Layout
 from llmpq.kernels.gemm.reference import relative_error
+from llmpq.kernels.weights.quantized_weight import QuantizedWeight, from_codes
 
 triton = pytest.importorskip("triton")
 if not triton.knobs.runtime.interpret:
     pytest.skip("needs TRITON_INTERPRET=1", allow_module_level=True)
 
 from llmpq.kernels.gemm.scaled import small_groups  # noqa: E402
+from llmpq.kernels.kernel_table import KernelForm  # noqa: E402
 
 pytestmark = [pytest.mark.interpret, pytest.mark.thin(2)]
 
@@ -36,7 +37,7 @@ def test_products(bits, group, symmetric, rows):
     x = torch.randn(rows, 300).half()
     bias, residual = torch.randn(70).half(), torch.randn(rows, 70).half()
     want = x.double() @ q.dequantize(torch.float64).T + bias + residual
-    assert small_groups.takes(q)
+    assert q.kernel_form is KernelForm.ROWS
     assert relative_error(small_groups.multiply(x, q, bias, residual), want) < 1e-3
     assert torch.equal(small_groups.dequantized(q, torch.float16), q.dequantize(torch.float16))
 

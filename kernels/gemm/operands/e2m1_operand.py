@@ -2,7 +2,7 @@
 
 A code's three bits, shifted to where a 16-bit float has its last bits of exponent and its first of
 mantissa, are a float of 2^-126 (bfloat16) or 2^-14 (float16) its value, subnormal ones too; one
-multiplication by 2^126 (2^14) of the scale makes it the weight. formats/codebook_weight.py draws
+multiplication by 2^126 (2^14) of the scale makes it the weight. weights/codebook_weight.py draws
 the words and the scales, which hold 2 at most, so that their multiple is finite.
 
     instructions per 8 codes    bfloat16 11 int + 4 fp    float16 13 int + 4 fp
@@ -19,9 +19,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from llmpq.kernels.gemm.packed_operands import load_words, placed
-from llmpq.kernels.gemm.unpack_assembly import O8I5, _assembly
-from llmpq.kernels.gemm.unpack_shifts import join8
+from llmpq.kernels.gemm.operands.packed_operands import load_words, placed
+from llmpq.kernels.gemm.operands.unpack_assembly import O8I5, assembly_text
+from llmpq.kernels.gemm.operands.unpack_shifts import join8
 
 SCALE_WORDS = tl.constexpr(16)
 """int32 words of the scales of 16 rows of a k-group."""
@@ -65,7 +65,7 @@ def pairs_of(kind: str, pairs: tuple[int, ...], word: str, scales: tuple[str, ..
 
 def _eight(kind: str) -> str:
     scales = tuple(f"${9 + i}" for i in range(4))
-    return _assembly(pairs_of(kind, (0, 1, 2, 3), "$8", scales), 4)
+    return assembly_text(pairs_of(kind, (0, 1, 2, 3), "$8", scales), 4)
 
 
 B_E2M1, F_E2M1 = tl.constexpr(_eight("bf16")), tl.constexpr(_eight("f16"))
@@ -118,7 +118,7 @@ def load_e2m1(
 
 
 @triton.jit
-def _spread_parts(first, second, BH: tl.constexpr, WM: tl.constexpr):
+def spread_parts(first, second, BH: tl.constexpr, WM: tl.constexpr):
     """Codebook (bh, warp, r, c) of jj/2 = 0 and 1 as one for each word of the lane."""
     t = tl.reshape(tl.join(first, second), (BH, WM, 8, 4, 2))
     t = tl.reshape(tl.permute(t, (0, 4, 1, 2, 3)), (BH, 2, WM, 8, 4, 1))
@@ -217,8 +217,8 @@ def unpack_e2m1(
     """`load_e2m1` to w as an operand [rows, 128 k], k ordered as packed_operands.unpack says."""
     h0, h1 = tl.split(tl.reshape(exponents, (BH * WM * 32, 2)))
     m0, m1 = _multipliers(h0, DT, INTERPRET), _multipliers(h1, DT, INTERPRET)
-    s0, s1 = _spread_parts(m0[0], m0[2], BH, WM), _spread_parts(m0[1], m0[3], BH, WM)
-    s2, s3 = _spread_parts(m1[0], m1[2], BH, WM), _spread_parts(m1[1], m1[3], BH, WM)
+    s0, s1 = spread_parts(m0[0], m0[2], BH, WM), spread_parts(m0[1], m0[3], BH, WM)
+    s2, s3 = spread_parts(m1[0], m1[2], BH, WM), spread_parts(m1[1], m1[3], BH, WM)
     return _times(words, s0, s1, s2, s3, DT, BH, WM, KWIDTH4, INTERPRET, BATCH)
 
 

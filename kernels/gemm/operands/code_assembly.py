@@ -3,7 +3,7 @@
     linear     code - zero by the magic numbers of unpack_assembly.py; exact, rounded once where the
                zero is not an integer
     lookup     a number of 16 is found by bytes: two permutations pick from the lower and the upper
-               eight entries, the code's top bit chooses (bits as in formats/codebook_weight.py)
+               eight entries, the code's top bit chooses (bits as in weights/codebook_weight.py)
     thirds     the same of 3 bits: three words, sixteen pairs of one half h
     scaled     times a scale of r3, rounded once; of a table in bfloat16 times a pair of values
                whose sum is the float16 scale
@@ -18,8 +18,8 @@ import functools
 import re
 import struct
 
-from llmpq.kernels.formats.codebook_weight import Codebook
-from llmpq.kernels.gemm.unpack_assembly import last_pair, pick
+from llmpq.kernels.formats.codebooks import Codebook
+from llmpq.kernels.gemm.operands.unpack_assembly import last_pair, pick
 
 _MAGIC = {"f16": "0x64006400", "bf16": "0x43004300"}
 

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from llmpq.kernels.formats.interchange import awq_unpack, unpack_stream
+from llmpq.kernels.weights.interchange import awq_unpack, unpack_stream
 
 
 def values_of_gptq(tensors: Mapping[str, Tensor], *, bits: int, v2: bool = False) -> Tensor:

@@ -13,10 +13,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from llmpq.kernels.formats.quantized_weight import QuantizedWeight, from_codes, native_layout
 from llmpq.kernels.formats.weight_layout import GROUP, GROUPS, NATIVE, Layout
 from llmpq.kernels.native import huge_pages
 from llmpq.kernels.native.library import DTYPE_CODES, address, call, library
+from llmpq.kernels.weights.quantized_weight import QuantizedWeight, from_codes, native_layout
 from llmpq.precision import WeightScheme, padded_k
 
 # The best clip of a Gaussian group of 128 is near 0.9 at 4 bits and 0.75 at 3; 8 bits hardly clip.

@@ -16,7 +16,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from llmpq.kernels.gemm.unpack_assembly import (
+from llmpq.kernels.gemm.operands.unpack_assembly import (
     B3,
     B3Z,
     B4,
@@ -44,7 +44,13 @@ from llmpq.kernels.gemm.unpack_assembly import (
     O32I7,
     O32I9,
 )
-from llmpq.kernels.gemm.unpack_shifts import interpret3, interpret4, interpret8, join8, join32
+from llmpq.kernels.gemm.operands.unpack_shifts import (
+    interpret3,
+    interpret4,
+    interpret8,
+    join8,
+    join32,
+)
 
 
 @triton.jit

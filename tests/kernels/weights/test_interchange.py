@@ -5,9 +5,9 @@ import itertools
 import pytest
 import torch
 
-from llmpq.kernels.formats import interchange
-from llmpq.kernels.formats.round_to_nearest import quantize_weight
 from llmpq.kernels.formats.weight_layout import Layout
+from llmpq.kernels.weights import interchange
+from llmpq.kernels.weights.round_to_nearest import quantize_weight
 from llmpq.precision import WeightScheme
 
 pytestmark = pytest.mark.cpu

@@ -18,15 +18,19 @@ subnormals too, so every code is exact in 16 bits. NaN (0x7f, 0xff) is refused w
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
-GROUP, BLOCK_ROWS = 128, 16
-"""Columns and rows of a fragment's block."""
+from llmpq.kernels.cpu.fp8_linear import fp8_linear_cpu
+from llmpq.kernels.formats.weight_layout import BLOCK_ROWS, GROUP
+from llmpq.kernels.kernel_table import KernelForm
+from llmpq.kernels.weights.quantized_weight import four_bit_copy
+from llmpq.kernels.weights.weight import DraftMode, Weight
+
 LARGEST = 448.0
 """E4M3's largest number."""
 STEP = 64
@@ -41,7 +45,7 @@ Kept = TypeVar("Kept", bound=_Codes)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Fp8Weight:
+class Fp8Weight(Weight):
     """Codes, float32 scales, and how many rows and columns share one."""
 
     codes_NK: Tensor
@@ -51,7 +55,7 @@ class Fp8Weight:
     rows: int
     columns: int
     dtype: torch.dtype
-    """Of the inputs that it meets."""
+    """Of the inputs."""
     fragment: bool = False
     """Whether codes lie as tensor cores take them."""
 
@@ -85,14 +89,67 @@ class Fp8Weight:
         return self.codes_NK.shape[1]
 
     @property
-    def device(self) -> torch.device:
-        """Where the codes are."""
-        return self.codes_NK.device
+    def tensors(self) -> Mapping[str, Tensor]:
+        """Codes and scales: no more bytes than 8 bits in groups of 128 with zeros."""
+        return {"codes_NK": self.codes_NK, "scale": self.scale}
 
     @property
-    def nbytes(self) -> int:
-        """Bytes of codes and scales: no more than those of 8 bits in groups of 128 with zeros."""
-        return self.codes_NK.nbytes + self.scale.nbytes
+    def keeps_codes(self) -> bool:
+        """A checkpoint's own."""
+        return True
+
+    @property
+    def kernel_form(self) -> KernelForm:
+        """By where the codes lie."""
+        return KernelForm.FP8_WORDS if self.fragment else KernelForm.FP8_ROWS
+
+    @property
+    def expert_key(self) -> tuple[object, ...] | None:
+        """How codes and scales lie."""
+        if self.dtype not in (torch.float16, torch.bfloat16):
+            return None
+        shapes = (self.codes_NK.shape, self.scale.shape)
+        return ("fp8", *shapes, self.rows, self.columns, self.dtype)
+
+    def multiply(
+        self, x_MK: Tensor, bias: Tensor | None, residual_MN: Tensor | None, into_residual: bool
+    ) -> Tensor:
+        """By the kernel that kernel_table.py names."""
+        if x_MK.is_cuda:
+            # Triton is not imported where there is no GPU.
+            from llmpq.kernels.gemm.float_codes.fp8_products import fp8_linear_gpu
+
+            return fp8_linear_gpu(x_MK, self, bias, residual_MN)
+        y_MN = fp8_linear_cpu(x_MK, self, bias)
+        return y_MN if residual_MN is None else y_MN + residual_MN
+
+    def as_draft(self, mode: DraftMode) -> Weight:
+        """Return a 4-bit copy for drafts that have one."""
+        if mode != "w4kv4":
+            return self
+        return four_bit_copy(self.dequantize(torch.float32), self.dtype)
+
+    def cut(self, start: int, stop: int) -> Fp8Weight:
+        """Return rows start..stop; their scales are by row."""
+        codes, scale = self.rows_of_codes(start, stop), self.scale_NC(start, stop)
+        cut = replace(self, codes_NK=codes, scale=scale.contiguous(), rows=1, fragment=False)
+        return cut.in_fragments() if self.fragment else cut
+
+    @classmethod
+    def stack(cls, pieces: Sequence[Fp8Weight]) -> Fp8Weight:
+        """Return weights one below the other; scales stay shared where rows still line up."""
+        first = pieces[0]
+        if len(pieces) == 1:
+            return first
+        aligned = all(p.rows == first.rows and p.out_features % p.rows == 0 for p in pieces)
+        shared = aligned and all(p.columns == first.columns for p in pieces)
+        codes = torch.cat([piece.rows_of_codes() for piece in pieces])
+        if len({piece.columns for piece in pieces}) > 1:
+            raise ValueError("FP8 weights of one product have scales of different widths")
+        scale = torch.cat([p.scale if shared else p.scale_NC() for p in pieces])
+        rows = first.rows if shared else 1
+        made = replace(first, codes_NK=codes, scale=scale, rows=rows, fragment=False)
+        return made.in_fragments() if first.fragment else made
 
     def to(self, device: torch.device | str) -> Fp8Weight:
         """Return the weight on a device, as that computes with it fastest."""
@@ -180,7 +237,7 @@ def fp8_weight(
 
 
 def in_range(weight: Kept, dtype: torch.dtype, most: float) -> Kept:
-    """Return a weight whose numbers float16 has, if it is to meet that; `ValueError` else.
+    """Return a weight whose values float16 has, if inputs are float16; `ValueError` else.
 
     `most`: what no number exceeds.
     """
@@ -192,19 +249,3 @@ def in_range(weight: Kept, dtype: torch.dtype, most: float) -> Kept:
                 "in bfloat16"
             )
     return weight
-
-
-def stacked(pieces: Sequence[Fp8Weight]) -> Fp8Weight:
-    """Return weights one below the other; scales stay shared where rows still line up."""
-    first = pieces[0]
-    if len(pieces) == 1:
-        return first
-    aligned = all(p.rows == first.rows and p.out_features % p.rows == 0 for p in pieces)
-    shared = aligned and all(p.columns == first.columns for p in pieces)
-    codes = torch.cat([piece.codes_NK for piece in pieces])
-    if shared:
-        return replace(first, codes_NK=codes, scale=torch.cat([p.scale for p in pieces]))
-    if len({piece.columns for piece in pieces}) > 1:
-        raise ValueError("FP8 weights of one product have scales of different widths")
-    scale = torch.cat([piece.scale_NC() for piece in pieces])
-    return replace(first, codes_NK=codes, scale=scale, rows=1)

@@ -7,7 +7,6 @@ from dataclasses import replace
 import pytest
 import torch
 
-from llmpq.kernels.atom.product import atom_linear
 from llmpq.kernels.atom.reference import integer_product
 from llmpq.kernels.formats.atom_rounding import (
     hadamard,
@@ -17,7 +16,7 @@ from llmpq.kernels.formats.atom_rounding import (
     round_weight,
 )
 from llmpq.kernels.formats.atom_scheme import W8A8, AtomScheme
-from llmpq.kernels.formats.atom_weight import (
+from llmpq.kernels.weights.atom_weight import (
     AtomWeight,
     pack_nibbles,
     quantize_atom,
@@ -118,7 +117,7 @@ def test_product_equals_the_integer_product(name: str, k: int) -> None:
     w, x = tensors(k)
     order = torch.randperm(k, generator=torch.Generator().manual_seed(3))
     weight = quantize_atom(w[:, order.argsort()], SCHEMES[name], dtype=torch.float32, index_K=order)
-    y = atom_linear(x[:, order.argsort()], weight)
+    y = weight.matmul(x[:, order.argsort()])
     assert relative(y, integer_product(x, weight)) < 1e-6
 
 
@@ -136,8 +135,8 @@ def test_planted_faults_are_far_beyond_that_tolerance(fault: str) -> None:
         broken = replace(weight, scale=weight.scale.roll(1, dims=1))
     else:
         broken = replace(weight, outliers=torch.zeros_like(weight.outliers))
-    assert relative(atom_linear(x, weight), exact) < 1e-6
-    assert relative(atom_linear(x, broken), exact) > 1e-3
+    assert relative(weight.matmul(x), exact) < 1e-6
+    assert relative(broken.matmul(x), exact) > 1e-3
 
 
 def test_outliers_and_sixteen_bit_activations_reduce_the_error() -> None:
@@ -145,13 +144,13 @@ def test_outliers_and_sixteen_bit_activations_reduce_the_error() -> None:
     exact = x @ w.t()
 
     def error(scheme: AtomScheme) -> float:
-        return relative(atom_linear(x, quantize_atom(w, scheme, dtype=torch.float32)), exact)
+        return relative(quantize_atom(w, scheme, dtype=torch.float32).matmul(x), exact)
 
     assert error(PAPER) < 0.3 * error(replace(PAPER, outliers=0))
     kept16 = quantize_atom(w, replace(PAPER, outlier_bits=16), dtype=torch.float32)
     assert torch.equal(kept16.dequantize(torch.float32)[:, -8:], w[:, -8:])
     weight = quantize_atom(w, PAPER, dtype=torch.float32)
-    a16 = atom_linear(x, weight.with_activations(16))
+    a16 = weight.with_activations(16).matmul(x)
     assert relative(a16, x @ weight.dequantize(torch.float32).t()) < 1e-6
 
 

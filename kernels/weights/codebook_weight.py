@@ -1,48 +1,43 @@
-"""CodebookWeight: a weight [N, K] of 4-bit codes that stand for 16 values of a table, kept so.
+"""CodebookWeight: a weight [N, K] of 4-bit codes that stand for 16 values of a codebook.
 
-    w[n, k] = table[code[n, k]] scale[n, k // group] factor[n]
-
-    values   table                                      group   scale            in checkpoints
-    e2m1     0 .5 1 1.5 2 3 4 6 and their negatives     32      E8M0, a byte     MXFP4
-                                                        16      E4M3 and factor  NVFP4
-    nf4      quantiles of a normal distribution         64      float16, 32      bitsandbytes
-    fp4      0 1/192 2/3 1 1/3 1/2 1/6 1/4, negatives   64      float16, 32      bitsandbytes
-    iq4      -127 -104 -83 ... 89 113                   32      float16, 32      GGUF's IQ4
+    w[n, k] = codebook[code[n, k]] scale[n, k // group] factor[n]
 
 ROWS       bytes as weight_layout.py draws them; scales [N, G]
-FRAGMENT   (GPU) words as weight_layout.py draws them, but for the order of bits in a word:
-           E2M1      each half's four codes i = 0..3 (h0r0, h0r1, h1r0, h1r1) of a sign s and three
-                     bits m lie as [ s0 s2 s3 s1 | m2 | m0 | m1 | m3 ], so that few masks bring
-                     them to where a 16-bit float has them; scales of MXFP4 [N/16, Kp/128, r (8),
-                     part (4), r3 (2)], of NVFP4 [N/16, Kp/128, r (8), jj (4), h (2), r3 (2)]: a
-                     lane's are 8 and 16 bytes
-           others    float16 scales, groups of 32 and 64; scales as there. The lower three bits
-                     of codes (h, r3, k0), k0 fastest, in nibbles; their top bits fill the nibbles'
-                     so that those of a half are the top bits of bytes: h = 0 as they are, h = 1
-                     once the word is shifted by 4
+FRAGMENT   (GPU) words as codebooks.py draws them
+
 Padding behind K has code 0 of E2M1 and FP4, and scale 0 elsewhere.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from enum import Enum
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+from llmpq.kernels.cpu.codebook_linear import codebook_linear_cpu
 from llmpq.kernels.formats import weight_layout
+from llmpq.kernels.formats.codebooks import (
+    E4M3,
+    E8M0,
+    Codebook,
+    folded,
+    paired,
+    scale_values,
+    unfolded,
+    unpaired,
+)
 from llmpq.kernels.formats.weight_layout import BLOCK_ROWS, GROUP, Layout
+from llmpq.kernels.kernel_table import KernelForm
 from llmpq.kernels.multiprocessors import older_than
-from llmpq.precision import padded_k
+from llmpq.kernels.weights.weight import Weight
+from llmpq.precision import WeightScheme, padded_k
 
 BITS = 4
 GROUPS = (16, 32, 64, GROUP)
 """Weights that may share a scale."""
-E8M0, E4M3 = torch.uint8, torch.float8_e4m3fn
-"""Scales of a byte: a power of two by its exponent, biased by 127, and a float."""
 PLAIN = (torch.float16, torch.float32)
 LARGEST = 128
 """Exponent of the largest E8M0 scale in FRAGMENT: 2. What a kernel multiplies by is 2^126 of it."""
@@ -50,41 +45,8 @@ _PARTS = 4
 """Scales of a k-group of FRAGMENT."""
 
 
-class Codebook(Enum):
-    """What the codes of a table stand for."""
-
-    E2M1 = "e2m1"
-    NF4 = "nf4"
-    FP4 = "fp4"
-    IQ4 = "iq4"
-
-    @property
-    def values(self) -> tuple[float, ...]:
-        """The 16 values, by code."""
-        return _TABLES[self]
-
-
-def _signed(magnitudes: Sequence[float]) -> tuple[float, ...]:
-    return (*magnitudes, *(-value for value in magnitudes))
-
-
-_TABLES = {
-    Codebook.E2M1: _signed((0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)),
-    Codebook.NF4: (
-        *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453),
-        *(-0.28444138169288635, -0.18477343022823334, -0.09105003625154495, 0.0),
-        *(0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224),
-        *(0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0),
-    ),
-    Codebook.FP4: _signed(tuple(value / 12 for value in (0, 0.0625, 8, 12, 4, 6, 2, 3))),
-    Codebook.IQ4: tuple(
-        map(float, (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113))
-    ),
-}
-
-
 @dataclass(frozen=True, kw_only=True)
-class CodebookWeight:
+class CodebookWeight(Weight):
     """Packed codes, scales and, where a scale is of two values, a factor of each row."""
 
     codebook: Codebook
@@ -120,9 +82,62 @@ class CodebookWeight:
         return self.plane.device
 
     @property
-    def nbytes(self) -> int:
-        """Bytes of all tensors."""
-        return sum(t.nbytes for t in (self.plane, self.scale, self.factor) if t is not None)
+    def tensors(self) -> Mapping[str, Tensor]:
+        """Codes, scales and, of NVFP4, factors."""
+        found = {"plane": self.plane, "scale": self.scale}
+        return found if self.factor is None else found | {"factor": self.factor}
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Codes suit inputs of any type."""
+        return self.scale.dtype if self.scale.dtype in PLAIN else torch.bfloat16
+
+    @property
+    def form(self) -> str:
+        """What kernels call its words."""
+        if self.codebook is not Codebook.E2M1:
+            return self.codebook.value
+        return "e2m1" if self.is_mxfp4 else "nvfp4"
+
+    @property
+    def planes(self) -> tuple[Tensor, ...]:
+        """Its codes."""
+        return (self.plane,)
+
+    @property
+    def zero(self) -> None:
+        """Codebooks have no zero points."""
+
+    @property
+    def symmetric(self) -> bool:
+        """Codebooks have no zero points."""
+        return True
+
+    @property
+    def kernel_form(self) -> KernelForm:
+        """By the codebook and where the bytes lie."""
+        if self.layout is Layout.FRAGMENT:
+            return {"e2m1": KernelForm.MXFP4, "nvfp4": KernelForm.NVFP4}.get(
+                self.form, KernelForm.LOOKED_UP
+            )
+        return KernelForm.E2M1_ROWS if self.codebook is Codebook.E2M1 else KernelForm.CODEBOOK_ROWS
+
+    @property
+    def needs_dtype(self) -> torch.dtype | None:
+        """Words serve float16 and bfloat16."""
+        return None
+
+    @property
+    def keeps_codes(self) -> bool:
+        """A checkpoint's own."""
+        return True
+
+    @property
+    def expert_key(self) -> tuple[object, ...] | None:
+        """Of MXFP4 that kernels take: what its words have in common."""
+        if not self.is_mxfp4 or not self.has_fragments():
+            return None
+        return ("mxfp4", self.out_features, self.in_features, self.group_size)
 
     def to(self, device: torch.device | str) -> CodebookWeight:
         """Return the weight on a device, in the layout that device computes with fastest."""
@@ -135,6 +150,61 @@ class CodebookWeight:
         quick = moved.plane.is_cuda and not older_than(moved.plane.device, (8, 0))
         return moved.in_fragments() if quick and moved.has_fragments() else moved
 
+    def multiply(
+        self, x_MK: Tensor, bias: Tensor | None, residual_MN: Tensor | None, into_residual: bool
+    ) -> Tensor:
+        """By the kernel that kernel_table.py names."""
+        if x_MK.is_cuda:
+            # Triton is not imported where there is no GPU.
+            from llmpq.kernels.gemm.float_codes.codebook_products import codebook_linear_gpu
+
+            return codebook_linear_gpu(x_MK, self, bias, residual_MN)
+        y_MN = codebook_linear_cpu(x_MK, self, bias)
+        return y_MN if residual_MN is None else y_MN + residual_MN
+
+    def as_expert(self) -> CodebookWeight:
+        """Return the weight's words."""
+        return self.in_fragments()
+
+    def for_scheme(self, scheme: WeightScheme | None, name: str) -> Weight:
+        """Codes of 4 bits serve plans of 8, too: eight would say the same values."""
+        return self if serves_codebooks(scheme) else super().for_scheme(scheme, name)
+
+    def cut(self, start: int, stop: int) -> CodebookWeight:
+        """Return rows start..stop, sharing memory: multiples of 16, or to the end."""
+
+        def run(flat: Tensor) -> Tensor:
+            row = flat.numel() // self.out_features
+            return flat.view(-1)[start * row : stop * row]
+
+        factor = None if self.factor is None else self.factor[start:stop]
+        return replace(
+            self,
+            out_features=stop - start,
+            plane=run(self.plane),
+            scale=run(self.scale),
+            factor=factor,
+        )
+
+    @classmethod
+    def stack(cls, pieces: Sequence[CodebookWeight]) -> CodebookWeight:
+        """Return ROWS weights of one form, one below the other."""
+        first = pieces[0]
+        factors = [p.factor for p in pieces if p.factor is not None]
+        return replace(
+            first,
+            out_features=sum(piece.out_features for piece in pieces),
+            plane=torch.cat([piece.plane for piece in pieces]),
+            scale=torch.cat([piece.scale for piece in pieces]),
+            factor=torch.cat(factors) if factors else None,
+        )
+
+    def block_words(self) -> tuple[tuple[Tensor, ...], Tensor, Tensor]:
+        """Return codes, scales and what stands where others have zeros as int32: factors of rows
+        in float32, or the scales again."""
+        scale = self.scale.view(torch.int32)
+        return (self.plane.view(torch.int32),), scale, scale if self.factor is None else self.factor
+
     def codes(self, start: int = 0, stop: int | None = None) -> Tensor:
         """Return the uint8 codes [stop - start, Kp] of some rows; in FRAGMENT, of whole blocks."""
         stop = self.out_features if stop is None else stop
@@ -142,7 +212,7 @@ class CodebookWeight:
         flat = self.plane.view(-1)[start * row : stop * row]
         if self.layout is Layout.FRAGMENT:
             e2m1 = self.codebook is Codebook.E2M1
-            flat = _unfolded(flat) if e2m1 else _unpaired(flat)
+            flat = unfolded(flat) if e2m1 else unpaired(flat)
         return weight_layout.unpack((flat,), BITS, self.layout, stop - start)
 
     def scale_NG(self) -> Tensor:
@@ -184,7 +254,7 @@ class CodebookWeight:
         else:
             scale = weight_layout.pack_scales(self.scale_NG(), Layout.FRAGMENT)
         e2m1 = self.codebook is Codebook.E2M1
-        plane = _folded(plane) if e2m1 else _paired(plane)
+        plane = folded(plane) if e2m1 else paired(plane)
         return replace(self, plane=plane, scale=scale, layout=Layout.FRAGMENT)
 
     def has_fragments(self) -> bool:
@@ -202,14 +272,6 @@ class CodebookWeight:
             nvfp4 = self.group_size == 16 and self.scale.dtype is E4M3
             return nvfp4 and self.factor is not None
         return self.group_size in (32, 64) and self.scale.dtype == torch.float16
-
-
-def scale_values(scale: Tensor) -> Tensor:
-    """Return what stored scales stand for, in float32."""
-    if scale.dtype is not E8M0:
-        return scale.float()
-    bits = (scale.int() << 23).masked_fill(scale == 0, 1 << 22)  # 2^-127 is a subnormal
-    return bits.view(torch.float32)
 
 
 def codebook_weight(
@@ -265,6 +327,11 @@ def of_pairs(
     )
 
 
+def serves_codebooks(scheme: WeightScheme | None) -> bool:
+    """Whether a layer stored so keeps 4-bit codes: they are what it has, or say no less."""
+    return scheme is None or (scheme.bits in (4, 8) and scheme.activation_bits == 16)
+
+
 def ordered(weight: CodebookWeight, order: Callable[[Tensor], Tensor]) -> CodebookWeight:
     """Return a ROWS weight with its rows in another order."""
     n = weight.out_features
@@ -274,71 +341,3 @@ def ordered(weight: CodebookWeight, order: Callable[[Tensor], Tensor]) -> Codebo
         scale=order(weight.scale.view(n, -1)).reshape(-1),
         factor=None if weight.factor is None else order(weight.factor[:, None]).reshape(-1),
     )
-
-
-def stacked(pieces: Sequence[CodebookWeight]) -> CodebookWeight:
-    """Return ROWS weights of one form, one below the other."""
-    first = pieces[0]
-    factors = [p.factor for p in pieces if p.factor is not None]
-    return replace(
-        first,
-        out_features=sum(piece.out_features for piece in pieces),
-        plane=torch.cat([piece.plane for piece in pieces]),
-        scale=torch.cat([piece.scale for piece in pieces]),
-        factor=torch.cat(factors) if factors else None,
-    )
-
-
-def _folded(plane: Tensor) -> Tensor:
-    """Return FRAGMENT's nibbles with their bits where the file's head draws them."""
-    half = plane.view(torch.int16).int() & 0xFFFF
-    sign = [half >> (4 * i + 3) & 1 for i in range(4)]
-    rest = [half >> (4 * i) & 7 for i in range(4)]
-    folded = sign[0] << 15 | sign[2] << 14 | sign[3] << 13 | sign[1] << 12
-    folded |= rest[2] << 9 | rest[0] << 6 | rest[1] << 3 | rest[3]
-    return _bytes(folded)
-
-
-def _unfolded(plane: Tensor) -> Tensor:
-    """Undo `_folded`."""
-    half = plane.view(torch.int16).int() & 0xFFFF
-    sign = [half >> place & 1 for place in (15, 12, 14, 13)]
-    rest = [half >> place & 7 for place in (6, 3, 9, 0)]
-    whole = torch.zeros_like(half)
-    for i in range(4):
-        whole |= (sign[i] << 3 | rest[i]) << 4 * i
-    return _bytes(whole)
-
-
-def _places() -> list[tuple[int, int, int]]:
-    """Return of a word's codes j = (h, r3, k0), k0 fastest: where weight_layout.py has their bits,
-    where their lower three go, and where their top one goes."""
-    codes = ((h, r3, k0) for h in range(2) for r3 in range(2) for k0 in range(2))
-    return [
-        (16 * k0 + 8 * h + 4 * r3, 16 * h + 8 * r3 + 4 * k0, 16 * r3 + 8 * k0 + 7 - 4 * h)
-        for h, r3, k0 in codes
-    ]
-
-
-def _paired(plane: Tensor) -> Tensor:
-    """Return words of codes whose bits lie where the file's head draws them for lookups."""
-    given = plane.view(torch.int32)
-    made = torch.zeros_like(given)
-    for old, low, top in _places():
-        made |= (given >> old & 7) << low | (given >> (old + 3) & 1) << top
-    return made.view(torch.uint8)
-
-
-def _unpaired(plane: Tensor) -> Tensor:
-    """Undo `_paired`."""
-    given = plane.view(torch.int32)
-    made = torch.zeros_like(given)
-    for old, low, top in _places():
-        made |= (given >> low & 7 | (given >> top & 1) << 3) << old
-    return made.view(torch.uint8)
-
-
-def _bytes(half: Tensor) -> Tensor:
-    """Return the bytes of 16 bits in each int32."""
-    signed = torch.where(half >= 1 << 15, half - (1 << 16), half)
-    return signed.to(torch.int16).view(torch.uint8)

@@ -19,18 +19,18 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from llmpq.kernels.formats.codebook_weight import Codebook
-from llmpq.kernels.gemm.float_codes.e2m1_operand import (
+from llmpq.kernels.formats.codebooks import Codebook
+from llmpq.kernels.gemm.operands.code_assembly import SUMS
+from llmpq.kernels.gemm.operands.e2m1_operand import (
     NVFP4_SHARE,
-    _spread_parts,
     load_e2m1,
     load_nvfp4,
+    spread_parts,
     unpack_e2m1,
     unpack_nvfp4,
 )
-from llmpq.kernels.gemm.packed_operands import load_words, pair_floats, placed
-from llmpq.kernels.gemm.scaled.code_assembly import SUMS
-from llmpq.kernels.gemm.unpack_shifts import interpret3, join8, join32
+from llmpq.kernels.gemm.operands.packed_operands import load_words, pair_floats, placed
+from llmpq.kernels.gemm.operands.unpack_shifts import interpret3, join8, join32
 
 NF4, FP4, IQ4 = (tl.constexpr(v.values) for v in (Codebook.NF4, Codebook.FP4, Codebook.IQ4))
 SHARE = tl.constexpr(NVFP4_SHARE)
@@ -114,7 +114,7 @@ def _of_half(
     second = _each(pairs[(2 * HALF + 1) * PARTS // 4], SUM, DT, INTERPRET)
     out = ()
     for i in tl.static_range(len(first)):
-        out += (_spread_parts(first[i], second[i], BH, WM),)
+        out += (spread_parts(first[i], second[i], BH, WM),)
     return out
 
 

@@ -4,18 +4,18 @@ import pytest
 import torch
 
 pytest.importorskip("triton")
-from llmpq.kernels.formats.codebook_weight import E4M3, E8M0, Codebook, codebook_weight  # noqa: E402
-from llmpq.kernels.formats.quantized_weight import from_codes  # noqa: E402
+from llmpq.kernels.formats.codebooks import E4M3, E8M0, Codebook  # noqa: E402
 from llmpq.kernels.formats.weight_layout import Layout  # noqa: E402
-from llmpq.kernels.gemm.config import DENSE, Config, make_plan  # noqa: E402
-from llmpq.kernels.gemm.scaled.choice_of_form import (  # noqa: E402
+from llmpq.kernels.gemm.choice import (  # noqa: E402
     BROAD,
-    MOST_ROWS,
     NARROW,
     for_form,
     is_narrow,
 )
-from llmpq.kernels.gemm.scaled.forms import form_of  # noqa: E402
+from llmpq.kernels.gemm.ranking.config import DENSE, Config, make_plan  # noqa: E402
+from llmpq.kernels.kernel_table import SPLITK_ROWS, gpu  # noqa: E402
+from llmpq.kernels.weights.codebook_weight import codebook_weight  # noqa: E402
+from llmpq.kernels.weights.quantized_weight import from_codes  # noqa: E402
 
 pytestmark = pytest.mark.cpu
 N, K = 64, 256
@@ -44,12 +44,12 @@ def weight(form: str):
 
 
 def chosen(form: str, config: Config, rows: int) -> Config:
-    return for_form(make_plan(config, (9, 0)), weight(form), rows).config
+    return for_form(make_plan(config, (9, 0)), weight(form), rows, gpu((9, 0))).config
 
 
 def test_forms():
     names = {"mxfp4": "e2m1", "nvfp4": "nvfp4", "nf4": "nf4", "w4 in 32": "parts"}
-    assert {form: form_of(weight(form)) for form in names} == names
+    assert {form: weight(form).form for form in names} == names
 
 
 @pytest.mark.parametrize("form", ["mxfp4", "nvfp4", "nf4", "w4 in 32"])
@@ -66,7 +66,7 @@ def test_prompts():
     assert chosen("w4 in 32", BROAD, 300) == BROAD
     assert chosen("w4 in 32, zeros", BROAD, 300) == NARROW
     assert chosen("nvfp4", TALL, 128).kernel == "splitk_gemm"
-    assert chosen("nvfp4", TALL, MOST_ROWS + 1) == DENSE
+    assert chosen("nvfp4", TALL, SPLITK_ROWS + 1) == DENSE
     # Two multiprocessors stand in for a GPU's: 40 k-groups of each are 40 tiles of 256 rows.
     assert chosen("mxfp4", TALL, 256 * 39) == TALL and chosen("mxfp4", TALL, 256 * 40) == BROAD
 

@@ -19,7 +19,7 @@ from __future__ import annotations
 import triton.language as tl
 
 
-def _assembly(body: str, pairs: int) -> str:
+def assembly_text(body: str, pairs: int) -> str:
     """Wrap instructions that leave fp pairs in p0, p1, ... as 2 * pairs outputs of 16 bits."""
     registers = ", ".join(f"p{i}" for i in range(pairs))
     outputs = "".join(f"mov.b32 {{${2 * i}, ${2 * i + 1}}}, p{i};" for i in range(pairs))
@@ -49,7 +49,7 @@ def _float16_4(first: int | None) -> str:
     body += pick("p2", "t", 0xF, _F16) + pick("p3", "t", 0xF0, _F16)
     body += "sub.f16x2 p0, p0, z0;fma.rn.f16x2 p1, p1, k, y1;"
     body += "sub.f16x2 p2, p2, z0;fma.rn.f16x2 p3, p3, k, y1;"
-    return _assembly(body, 4)
+    return assembly_text(body, 4)
 
 
 def _bfloat16_4(first: int | None) -> str:
@@ -57,7 +57,9 @@ def _bfloat16_4(first: int | None) -> str:
     body += "mov.b32 k, 0x3f803f80;shr.b32 t, $8, 4;shr.b32 u, $8, 8;shr.b32 v, $8, 12;"  # 1
     for i, source in enumerate(("$8", "t", "u", "v")):
         body += pick(f"p{i}", source, 0xF, _B16)
-    return _assembly(body + "".join(f"fma.rn.bf16x2 p{i}, p{i}, k, z{i % 2};" for i in range(4)), 4)
+    return assembly_text(
+        body + "".join(f"fma.rn.bf16x2 p{i}, p{i}, k, z{i % 2};" for i in range(4)), 4
+    )
 
 
 def last_pair(magic: str) -> str:
@@ -82,7 +84,7 @@ def _float16_3(first: int | None) -> str:
                 f"fma.rn.f16x2 {p}, {p}, k, y{row};",
                 f"fma.rn.f16x2 {p}, {p}, v, {('y2', 'z2')[row]};",
             )[field % 3]
-    return _assembly(body + last_pair(_F16) + "sub.f16x2 p15, p15, z1;", 16)
+    return assembly_text(body + last_pair(_F16) + "sub.f16x2 p15, p15, z1;", 16)
 
 
 def _bfloat16_3(first: int | None) -> str:
@@ -96,7 +98,7 @@ def _bfloat16_3(first: int | None) -> str:
             body += pick(p, (f"${32 + word}", "t", "u")[field // 2], 7 << 3 * (field % 2), _B16)
             scale, zero = ("k", "z") if field % 2 == 0 else ("v", "y")
             body += f"fma.rn.bf16x2 {p}, {p}, {scale}, {zero}{row};"
-    return _assembly(body + last_pair(_B16) + "fma.rn.bf16x2 p15, p15, k, z1;", 16)
+    return assembly_text(body + last_pair(_B16) + "fma.rn.bf16x2 p15, p15, k, z1;", 16)
 
 
 def _float16_8(first: int | None) -> str:
@@ -111,7 +113,7 @@ def _float16_8(first: int | None) -> str:
         body += pick(f"p{i}", "t" if high else "$8", 0xF0, _F16)
         body += pick(f"p{i}", "u" if low else "$9", 0xF, f"p{i}")
         body += f"sub.f16x2 p{i}, p{i}, z{i % 2};"
-    return _assembly(body, 4)
+    return assembly_text(body, 4)
 
 
 def _bfloat16_8(first: int | None) -> str:
@@ -125,7 +127,7 @@ def _bfloat16_8(first: int | None) -> str:
         body += pick("t", "t", 0xF, _B16) + pick("u", "u", 0xF, _B16)
         body += f"fma.rn.bf16x2 t, t, v, y{i % 2};fma.rn.bf16x2 u, u, k, z{i % 2};"
         body += f"fma.rn.bf16x2 p{i}, t, k, u;"
-    return _assembly(body, 4)
+    return assembly_text(body, 4)
 
 
 def _outputs(count: int, inputs: int) -> str:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from llmpq.kernels.gemm.config import Config
+from torch import Tensor
+
+from llmpq.kernels.gemm.ranking.config import Config
 
 SHARED_BYTES = 232_448
 """Shared memory a program may use on Hopper."""
@@ -57,3 +59,9 @@ def schedule(config: Config, tiles: int, groups: int, multiprocessors: int) -> t
 def suits(config: Config, bits: int) -> bool:
     """Whether a thread's registers hold the words: two planes of two row blocks do not fit."""
     return config.kernel != "wgmma_gemm" or config.blocks == 1 or bits != 8
+
+
+def aligned(x_MK: Tensor, n: int, residual_MN: Tensor | None = None) -> bool:
+    """Whether TMA can read x and write y: rows must start on multiples of 16 bytes."""
+    starts = x_MK.data_ptr() % 16 == 0 and x_MK.shape[1] % 8 == 0 and n % 8 == 0
+    return starts and (residual_MN is None or residual_MN.is_contiguous())

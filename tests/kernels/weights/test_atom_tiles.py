@@ -7,11 +7,16 @@ from dataclasses import replace
 import pytest
 import torch
 
-from llmpq.kernels.formats import atom_tiles, quantized_weight
 from llmpq.kernels.formats.atom_scheme import AtomScheme
-from llmpq.kernels.formats.atom_tiles import AtomTiles, fits, fragment_order
-from llmpq.kernels.formats.atom_weight import AtomWeight, quantize_atom
 from llmpq.kernels.formats.weight_layout import Layout
+from llmpq.kernels.weights import atom_weight, quantized_weight
+from llmpq.kernels.weights.atom_weight import (
+    AtomTiles,
+    AtomWeight,
+    fits,
+    fragment_order,
+    quantize_atom,
+)
 
 pytestmark = pytest.mark.cpu
 
@@ -36,7 +41,7 @@ def weight(scheme: AtomScheme, n: int = 32, k: int = 264) -> AtomWeight:
 )
 def test_the_form_holds_the_same_numbers(scheme: AtomScheme) -> None:
     plain = weight(scheme)
-    tiles = atom_tiles.atom_tiles(plain)
+    tiles = atom_weight.atom_tiles(plain)
     assert torch.equal(tiles.dequantize(torch.float32), plain.dequantize(torch.float32))
     broken = replace(tiles, words=replace(tiles.words, scale=tiles.words.scale.roll(1)))
     assert not torch.equal(broken.dequantize(torch.float32), plain.dequantize(torch.float32))
@@ -44,7 +49,7 @@ def test_the_form_holds_the_same_numbers(scheme: AtomScheme) -> None:
 
 def test_words_times_inputs_with_outliers_thrice_is_the_product() -> None:
     plain = weight(SCHEME)
-    tiles = atom_tiles.atom_tiles(plain)
+    tiles = atom_weight.atom_tiles(plain)
     x = torch.randn(5, 264, generator=torch.Generator().manual_seed(2))
     padded = torch.zeros(5, 3, 128)
     padded.view(5, -1)[:, :256] = x[:, :256]
@@ -61,7 +66,7 @@ def test_words_times_inputs_with_outliers_thrice_is_the_product() -> None:
 def test_a_lanes_bytes_are_neighbours_of_its_operand() -> None:
     """Byte b of word (jj, k3) of lane (r, c): rows r, r + 8 at p = 32 jj + 16 k3 + 4 c + b."""
     plain = weight(SCHEME)
-    tiles = atom_tiles.atom_tiles(plain)
+    tiles = atom_weight.atom_tiles(plain)
     words = tiles.words.planes[0].view(2, 5, 2, 32, 4, 4)  # block, group, jj/2, lane, word, byte
     codes = plain.unpacked().codes
     for block, group, j2, lane, word, byte in ((0, 0, 0, 0, 0, 0), (1, 1, 1, 14, 3, 2)):
@@ -75,7 +80,7 @@ def test_a_lanes_bytes_are_neighbours_of_its_operand() -> None:
 
 def test_integer_scales_lie_beside_the_words() -> None:
     plain = weight(replace(SCHEME, integer_scales=True), k=1032)
-    tiles = atom_tiles.atom_tiles(plain)
+    tiles = atom_weight.atom_tiles(plain)
     assert tiles.steps is not None and tiles.unit is not None
     assert tiles.steps.shape == (2, 8, 16) and tiles.steps.dtype == torch.int8
     for row, group in ((0, 0), (9, 3), (21, 7)):
@@ -86,15 +91,15 @@ def test_integer_scales_lie_beside_the_words() -> None:
             float(plain.scale[row, group]), rel=2e-3
         )
     assert tiles.nbytes == 32 * 11 * (64 + 2) + 4 * 1032 + 32 * (8 + 4)
-    again = atom_tiles.from_words(
+    again = atom_weight.from_words(
         tiles.codes, tiles.scale, tiles.scheme, 32, 1032, None, tiles.steps, tiles.unit
     )
     assert again.steps is tiles.steps
-    assert atom_tiles.atom_tiles(weight(SCHEME)).steps is None
+    assert atom_weight.atom_tiles(weight(SCHEME)).steps is None
 
 
 def test_bytes_are_half_a_weight_and_the_scales() -> None:
-    tiles = atom_tiles.atom_tiles(weight(SCHEME, k=1032))
+    tiles = atom_weight.atom_tiles(weight(SCHEME, k=1032))
     groups = 8 + 3
     assert tiles.nbytes == 32 * groups * (64 + 2) + 4 * 1032
 
@@ -104,14 +109,13 @@ def test_what_has_no_such_form_keeps_its_own() -> None:
     for scheme in (replace(SCHEME, group_size=64), replace(SCHEME, weight_bits=3)):
         assert not fits(weight(scheme))
         with pytest.raises(ValueError, match="no Hopper form for"):
-            atom_tiles.atom_tiles(weight(scheme))
+            atom_weight.atom_tiles(weight(scheme))
     assert not fits(weight(SCHEME, n=40))
-    assert not fits(atom_tiles.atom_tiles(weight(SCHEME)))
-    assert not isinstance(atom_tiles.best_form(weight(SCHEME)), AtomTiles)  # no GPU here
+    assert not isinstance(weight(SCHEME).packed(), AtomTiles)  # no GPU here
 
 
 def test_weight_only_products_share_the_tensors() -> None:
-    tiles = atom_tiles.atom_tiles(weight(SCHEME))
+    tiles = atom_weight.atom_tiles(weight(SCHEME))
     other = tiles.with_activations(16)
     assert isinstance(other, AtomTiles) and other.words is tiles.words
     assert other.scheme.activation_bits == 16

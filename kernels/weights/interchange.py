@@ -25,8 +25,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from llmpq.kernels.formats.quantized_weight import QuantizedWeight, from_codes
 from llmpq.kernels.formats.weight_layout import GROUP, GROUPS, Layout
+from llmpq.kernels.weights.quantized_weight import QuantizedWeight, from_codes
 from llmpq.precision import padded_k
 
 _AWQ_COLUMNS = (0, 2, 4, 6, 1, 3, 5, 7)
@@ -133,14 +133,23 @@ def from_compressed_tensors(
 
 def to_compressed_tensors(q: QuantizedWeight) -> dict[str, Tensor]:
     """Return one layer's compressed-tensors "pack-quantized" tensors."""
+    zero_NG = None if q.zero is None else _own(q, q.zero_NG())
+    codes_NK, scale_NG = q.codes()[:, : q.in_features], _own(q, q.scale_NG())
+    return pack_quantized(q.bits, codes_NK, scale_NG, zero_NG)
+
+
+def pack_quantized(
+    bits: int, codes_NK: Tensor, scale_NG: Tensor, zero_NG: Tensor | None = None
+) -> dict[str, Tensor]:
+    """Return compressed-tensors "pack-quantized" tensors of codes, scales and zeros."""
     packed = {
-        "weight_packed": pack_stream(q.codes()[:, : q.in_features], q.bits),
-        "weight_scale": _own(q, q.scale_NG()).contiguous(),
-        "weight_shape": torch.tensor([q.out_features, q.in_features]),
+        "weight_packed": pack_stream(codes_NK, bits),
+        "weight_scale": scale_NG.contiguous(),
+        "weight_shape": torch.tensor(codes_NK.shape),
     }
-    if q.zero is not None:
-        zero_GN = _own(q, q.zero_NG()).to(torch.uint8).t()
-        packed["weight_zero_point"] = pack_stream(zero_GN, q.bits).t().contiguous()
+    if zero_NG is not None:
+        zero_GN = zero_NG.to(torch.uint8).t()
+        packed["weight_zero_point"] = pack_stream(zero_GN, bits).t().contiguous()
     return packed
 
 

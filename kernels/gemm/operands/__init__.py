@@ -1,0 +1,1 @@
+"""What kernels of products share: words to operands in registers, loads of x, sums."""
