@@ -156,25 +156,6 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         "image_token_id": 151655,
         "vision_config": {"depth": 32},
     },
-    "Ministral with windows on some layers": {
-        **SIZES,
-        "model_type": "ministral",
-        "head_dim": 128,
-        "sliding_window": 32768,
-        "layer_types": ["full_attention", *["sliding_attention"] * 3],
-    },
-    "dots.llm1": {
-        **SIZES,
-        **MIXTURE,
-        "model_type": "dots1",
-        "head_dim": 128,
-        "norm_topk_prob": True,
-        "routed_scaling_factor": 2.5,
-        "sliding_window": None,
-        "n_group": 1,
-        "topk_group": 1,
-        "scoring_func": "noaux_tc",
-    },
     "Seed-OSS": {
         **SIZES,
         "model_type": "seed_oss",
@@ -182,16 +163,6 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         "attention_out_bias": False,
         "head_dim": 128,
         "rope_theta": 10000000.0,
-    },
-    "Arcee": {
-        **SIZES,
-        "model_type": "arcee",
-        "rope_scaling": {
-            "rope_type": "yarn",
-            "factor": 20.0,
-            "original_max_position_embeddings": 4096,
-            "mscale": 1.0,
-        },
     },
     "Gemma 1 says gelu": {**SIZES, "model_type": "gemma", "hidden_act": "gelu"},
     "StableLM 3B": {
