@@ -52,6 +52,19 @@ PLAIN = {
     "shared_intermediate_size": 80,
     "ffn_dim": 96,
     "moe_intermediate_size": 40,
+    "moe_shared_expert_intermediate_size": 48,
+    "shared_expert_intermediate_size": 48,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+    "mamba_num_heads": 8,
+    "mamba_head_dim": 8,
+    "mamba_n_heads": 8,
+    "mamba_d_head": 16,
+    "mamba_d_state": 16,
+    "ssm_state_size": 16,
+    "n_groups": 2,
     "sliding_window": 12,
     **LATENT,
 }
@@ -152,7 +165,8 @@ def _shrunk_text(config: dict[str, Any], kind: str) -> dict[str, Any]:
     said = {**{k: v for k, v in known.items() if v is not None}, **config}
     found = dict(config)
     for key, value in PLAIN.items():
-        if said.get(key) is not None and (key in config or key in known):
+        unused = key.startswith("moe_") and "E" not in said.get("hybrid_override_pattern", "E")
+        if said.get(key) is not None and (key in config or key in known) and not unused:
             found[key] = value
     layers = min(LAYERS, said.get("num_hidden_layers") or said.get("n_layer") or LAYERS)
     heads_keys = [k for k in ("num_attention_heads", "n_head") if k in said] or ["n_head"]
@@ -166,8 +180,9 @@ def _shrunk_text(config: dict[str, Any], kind: str) -> dict[str, Any]:
     for key in ("num_hidden_layers", "n_layer"):
         if key in said:
             found[key] = layers
-    if isinstance(config.get("layer_types"), list):
-        found["layer_types"] = config["layer_types"][:layers]
+    for key in ("layer_types", "layers_block_type", "hybrid_override_pattern"):
+        if isinstance(config.get(key), list | str):
+            found[key] = _varied(config[key], layers)
     for key in EXPERTS:
         if said.get(key):
             found[key] = 8
@@ -190,6 +205,13 @@ INSIDE = {
 }
 """Language models that Transformers runs in their whole model only."""
 GROUPED = {"n_group": 4, "topk_group": 2}
+
+
+def _varied(kinds: Any, count: int) -> Any:
+    """Return so many layers in a row, the first of those with the most kinds."""
+    starts = range(max(1, len(kinds) - count + 1))
+    first = max(starts, key=lambda start: (len({*kinds[start : start + count]}), -start))
+    return kinds[first : first + count]
 
 
 def _shrink_rope(found: dict[str, Any], said: dict[str, Any]) -> None:
