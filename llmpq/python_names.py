@@ -13,7 +13,9 @@ from __future__ import annotations
 
 import inspect
 import re
+import sys
 from collections.abc import Callable, Collection, Mapping
+from dataclasses import fields, is_dataclass
 from functools import partial, wraps
 from typing import Any
 
@@ -56,16 +58,27 @@ def in_python(text: str, arguments: Collection[str], called: str) -> str:
 def python_door(value: Any) -> Any:
     """Return a class or a function whose errors name its arguments."""
     if not isinstance(value, type):
-        return _spelling(value, inspect.signature(value).parameters, value.__name__)
-    options = inspect.signature(value).parameters
+        return _spelling(value, _arguments(value), value.__name__)
+    options = _arguments(value)
     own: dict[str, Any] = {"__module__": value.__module__, "__doc__": value.__doc__}
     for name, function in vars(value).items():
         if inspect.isfunction(function) and (name == "__init__" or not name.startswith("_")):
             if inspect.iscoroutinefunction(function) or inspect.isasyncgenfunction(function):
                 continue
-            known = {*options, *inspect.signature(function).parameters}
+            known = options | _arguments(function)
             own[name] = _spelling(function, known, value.__name__)
     return type(value.__name__, (value,), own)
+
+
+def _arguments(called: Any) -> set[str]:
+    """Return names of arguments, and of the fields of dataclasses that are among them."""
+    parameters = inspect.signature(called).parameters
+    names, module = set(parameters), vars(sys.modules[called.__module__])
+    for word in re.findall(r"\w+", " ".join(str(p.annotation) for p in parameters.values())):
+        kind = module.get(word)
+        if isinstance(kind, type) and is_dataclass(kind):
+            names |= {field.name for field in fields(kind)}
+    return names
 
 
 def _spelling(function: Any, arguments: Collection[str], called: str) -> Any:

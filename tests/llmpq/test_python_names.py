@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from dataclasses import dataclass
 
 import pytest
 
@@ -42,12 +43,17 @@ def test_the_front_door_spells_and_what_is_behind_it_does_not():
     assert inspect.signature(llmpq.make_plan) == inspect.signature(make_plan)
 
 
+@dataclass
+class Options:
+    kv_pool: bool | None = None
+
+
 def test_a_class_stays_one():
     class LLM:
         """A model."""
 
-        def __init__(self, model: str, *, kv_pool: bool | None = None) -> None:
-            if kv_pool:
+        def __init__(self, model: str, *, options: Options | None = None, **more: object) -> None:
+            if more:
                 raise ValueError("leave --kv-pool out, or --model-name")
             self.model = model
 
