@@ -36,14 +36,14 @@ from odd_problems import OddProblem, odd_problem, read_case
 from report.planner_tables import FAR, MARGIN_S, WORSE, summary
 
 from llmpq.errors import BadPlanError, DoesNotFitError
-from llmpq.planner.answer import Answer, Wish, answer
+from llmpq.planner.answer import Answer, answer
 from llmpq.planner.check.check import check_plan
-from llmpq.planner.evaluate.pipeline_time import job_time, sum_omega, value
-from llmpq.planner.evaluate.replay import replay
-from llmpq.planner.evaluate.step_by_step import told_time
+from llmpq.planner.evaluate.objective import job_time, sum_omega, value
+from llmpq.planner.evaluate.simulator import replay
+from llmpq.planner.evaluate.step_by_step import reported_time
 from llmpq.planner.problem.outcome import BUDGET_ROUNDING, Assignment, Unfinished
 from llmpq.planner.problem.problem import Problem
-from llmpq.planner.solving import isolated
+from llmpq.planner.solving.methods import SolveOptions
 from reference.random_cases import RandomCase
 
 FILE = "odd_clusters.jsonl"
@@ -96,7 +96,7 @@ def tried(case: RandomCase, method: str, time_limit_s: float, **changes: object)
     """Solve a case by a method, within its budget where the method can keep one."""
     problem = case.priced(case.kvs[0]).with_changes(**changes)
     keeps = method in ("exact", "ilp")
-    how = Wish(
+    how = SolveOptions(
         method=method,
         time_limit_s=time_limit_s,
         gap=1e-6,
@@ -154,7 +154,7 @@ def replay_differences(found: Answer) -> dict[str, float]:
     work = p.workload.model_copy(update={"gen_len": min(p.workload.gen_len, most)})
     shorter = p.with_changes(workload=work)
     simulated = replay(shorter, a).total_s
-    told = {"replay_difference": told_time, "search_difference": job_time}
+    told = {"replay_difference": reported_time, "search_difference": job_time}
     return {name: simulated / time_of(shorter, a).total_s - 1 for name, time_of in told.items()}
 
 
@@ -318,7 +318,6 @@ def main() -> None:
     args = parser.parse_args()
     if args.cpu_time:
         time.perf_counter = cpu_seconds  # what every limit of the planner goes by
-        isolated.has_spare_core = lambda: False  # a second process would be counted, too
     if args.issue_cases:
         run_issue_cases()
     if args.scale:

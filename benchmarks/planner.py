@@ -27,31 +27,28 @@ import tempfile
 import time
 from pathlib import Path
 
+from lib.paper_clusters import MODELS, cluster_flags
 from lib.rows import write_row
 
 from llmpq.planner.baselines.flexgen import estimate_flexgen
 from llmpq.planner.cli.arguments import plan_request
-from llmpq.planner.evaluate.pipeline_time import (
+from llmpq.planner.evaluate.objective import (
     StageTimes,
     makespan,
     published_code_time,
     sum_omega,
 )
-from llmpq.planner.evaluate.replay import replay
+from llmpq.planner.evaluate.simulator import replay
 from llmpq.planner.exact.search import solve_exact
 from llmpq.planner.ilp.solve import solve_ilp
 from llmpq.planner.problem.make_problem import make_problem
 from llmpq.planner.problem.outcome import Infeasible, Outcome
 from llmpq.planner.problem.problem import Problem
-from llmpq.planner.solving.methods import PLANNERS, solve
+from llmpq.planner.solving.methods import PLANNERS, SolveOptions, solve
 from reference.random_problems import random_problem
 
 ROOT = Path(__file__).resolve().parents[1]
 FILE = "planner.jsonl"
-MODELS = {
-    1: "opt 13b", 2: "opt 13b", 3: "opt 30b", 4: "opt 30b", 5: "opt 66b", 6: "opt 66b",
-    7: "bloom 176b", 8: "bloom 176b", 9: "opt 30b", 10: "opt 66b", 11: "bloom 176b",
-}  # fmt: skip
 PAPER_SECONDS = {
     1: 0.30, 2: 0.30, 3: 2.78, 4: 2.29, 5: 9.92, 6: 115.98, 7: 44.30, 8: 19.32, 9: 1.16, 10: 2.46,
     11: 3.40,
@@ -68,14 +65,6 @@ SCALE = {
         "llama 3.1-405b",
     ),
 }
-
-
-def cluster_flags(number: int, objective: str) -> list[str]:
-    """Return the issue's command for a paper cluster."""
-    name, size = MODELS[number].split()
-    flags = f"--cluster clusters/paper/{number:02d}.yaml --model-name {name} --model_size {size}"
-    job = "--global_bz 32 --s 512 --n 100 --theta 1 --bits 16,8,4,3"
-    return f"{flags} {job} --objective {objective}".split()
 
 
 def scale_flags(case: str) -> list[str]:
@@ -223,7 +212,7 @@ def bench_methods(time_limit_s: float) -> None:
         for method in PLANNERS:
             case = {"cluster": f"{number:02d}", "objective": "makespan", "method": method}
             try:
-                outcome = solve(p, method, time_limit_s=time_limit_s)
+                outcome = solve(p, SolveOptions(method=method, time_limit_s=time_limit_s))
             except Infeasible:
                 print(f"{number:02d} {method:9s} found no plan")
                 continue

@@ -29,9 +29,10 @@ from lib.rows import RESULTS, commit, write_row
 from odd_problems import larger_pair
 
 from llmpq.errors import DoesNotFitError, LlmpqError
-from llmpq.planner.answer import Answer, Wish, answer
-from llmpq.planner.evaluate.replay import replay
+from llmpq.planner.answer import Answer, answer
+from llmpq.planner.evaluate.simulator import replay
 from llmpq.planner.problem.outcome import Unfinished
+from llmpq.planner.solving.methods import SolveOptions
 from reference.all_plans import best_of_all
 from reference.random_cases import RandomCase, random_case
 
@@ -54,9 +55,9 @@ class Tally:
     seconds: float = 0.0
 
 
-def wish(case: RandomCase, time_limit_s: float) -> Wish:
+def options_of(case: RandomCase, time_limit_s: float) -> SolveOptions:
     """Return how the command would solve a case."""
-    return Wish(
+    return SolveOptions(
         method="exact",
         time_limit_s=time_limit_s,
         gap=1e-9,
@@ -70,7 +71,7 @@ def solved(case: RandomCase, time_limit_s: float) -> Answer | str:
     """Return the plan of the command, or the words it says instead."""
     problem = case.priced(case.kvs[0])
     try:
-        return answer(problem, wish(case, time_limit_s), None)
+        return answer(problem, options_of(case, time_limit_s), None)
     except Unfinished:
         return "unfinished"
     except DoesNotFitError:

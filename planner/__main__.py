@@ -36,6 +36,7 @@ PARSERS: dict[str, tuple[Callable[[], CommandParser], type[Any]]] = {
 def _run(command: str, words: list[str]) -> int:
     """Read the flags, then import what does the work."""
     parser, request = PARSERS[command]
+    words = flags.without_paper_flags(words) if command == "plan" else words
     asked: Any = parser().read_as(request, words)
     from llmpq.planner.cli import commands
 

@@ -29,14 +29,14 @@ def check_job(batch: int, prompt_len: int, gen_len: int) -> None:
 
 def whole(flag: str, value: int, most: int, *, least: int = 1, why: str = "") -> int:
     """Return a flag's whole number; `ValueError` outside of its range."""
-    if not least <= value <= most:
+    if not isinstance(value, int) or not least <= value <= most:
         raise ValueError(f"{flag} must be between {least:,} and {most:,}, got {value}{why}")
     return value
 
 
 def positive(flag: str, value: int) -> int:
     """Return a flag's number; `ValueError` when it is not above zero."""
-    if value <= 0:
+    if not isinstance(value, int) or value <= 0:
         raise ValueError(f"{flag} must be a positive number, got {value}")
     return value
 
@@ -48,7 +48,8 @@ def positive_if_given(flag: str, value: int | None) -> int | None:
 
 def within(flag: str, value: float, most: float, unit: str = "") -> float:
     """Return a flag's number; `ValueError` below zero, above `most`, or not a number."""
-    if not 0 <= value <= most:
+    if not isinstance(value, (int, float)) or not 0 <= value <= most:
         wanted = "a number >= 0" if math.isinf(most) else f"between 0 and {most:g}"
-        raise ValueError(f"{flag} must be {wanted}{unit}, got {value:g}")
+        shown = f"{value:g}" if isinstance(value, (int, float)) else repr(value)
+        raise ValueError(f"{flag} must be {wanted}{unit}, got {shown}")
     return value

@@ -7,33 +7,30 @@ they must (planner/front/preference.py).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from llmpq.checkpoints.hub import at_revision
 from llmpq.cluster import Cluster
 from llmpq.cost_model import CostModel
 from llmpq.default_dtype import dtype_note
 from llmpq.errors import DoesNotFitError, unknown_name
-from llmpq.memory import Quantization
 from llmpq.model_spec import ModelSpec
 from llmpq.plan import Plan, Prefer
-from llmpq.planner.answer import Answer, Wish, answer, read_wish
-from llmpq.planner.cli.arguments import DTYPES, METHODS, PREFERENCES, plan_request
-from llmpq.planner.costs.probed import book_of
+from llmpq.planner.answer import Answer, answer, solve_options
 from llmpq.planner.evaluate.step_by_step import step_note
-from llmpq.planner.problem.cpu_here import outdated_rates, rates_for
-from llmpq.planner.problem.kept_grid import kept_grid
 from llmpq.planner.problem.make_problem import (
-    default_bits,
-    generic_sensitivity,
+    BuiltProblem,
+    ProblemInputs,
+    build_problem,
     make_problem,
-    open_head,
 )
-from llmpq.planner.problem.own_codes import with_own_codes
 from llmpq.planner.problem.positions import positions_note
 from llmpq.planner.problem.problem import Problem
-from llmpq.planner.problem.stored_precisions import offered, stored_layers
+from llmpq.planner.problem.requests import DTYPES, PREFERENCES, PlanRequest
+from llmpq.planner.refusal import NothingFitsError
+from llmpq.planner.solving.methods import PLANNERS, SolveOptions
 from llmpq.precision import Precision
 from llmpq.workload import Workload
 
@@ -47,8 +44,9 @@ def make_plan(
     devices: str | None = None,
     cluster: str | Path | None = None,
     batch: int = 16,
-    prompt_len: int = 512,
+    prompt_len: int | None = None,
     gen_len: int = 100,
+    context: int | None = None,
     bits: str | None = None,
     kv: str = "16",
     dtype: str = "auto",
@@ -58,43 +56,61 @@ def make_plan(
     prefer: Prefer | None = None,
     theta: float | None = None,
     quality_budget: float | None = None,
+    reserve: str | None = None,
     method: str | None = None,
     time_limit_s: float = 60.0,
 ) -> Plan:
     """Return the best plan of a job, as `llmpq-algo` makes it with the flags of these names.
 
-    The devices are `devices` ("4090,3090:2,cpu"), those of a cluster file, or this machine's.
+    The devices are `devices` ("4090,3090:2,cpu"), those of a cluster file, or this machine's. Of
+    `prompt_len` (512 tokens unless said) and `context`, prompt and answer together, one is given.
     """
-    if dtype not in DTYPES:
-        raise unknown_name("dtype", dtype, DTYPES)
-    if prefer is not None and prefer not in PREFERENCES:
-        raise unknown_name("prefer", prefer, PREFERENCES)
-    if method is not None and method not in METHODS:
-        raise unknown_name("method", method, METHODS)
-    wishes: dict[str, object] = {
-        "--model": model,
-        "--revision": revision,
-        "--devices": devices,
-        "--cluster": cluster,
-        "--batch": batch,
-        "--prompt-len": prompt_len,
-        "--gen-len": gen_len,
-        "--bits": bits,
-        "--kv": kv,
-        "--dtype": dtype,
-        "--gpu-memory-utilization": gpu_memory_utilization,
-        "--costs": costs,
-        "--omega-file": omega_file,
-        "--prefer": prefer,
-        "--theta": theta,
-        "--quality-budget": quality_budget,
-        "--method": method,
-        "--time-limit": time_limit_s,
-    }
-    words = [str(word) for pair in wishes.items() if pair[1] is not None for word in pair]
-    request = plan_request(words)
+    for name, value, allowed in (
+        ("dtype", dtype, DTYPES),
+        ("prefer", prefer, PREFERENCES),
+        ("method", method, PLANNERS),
+    ):
+        if value is not None and value not in allowed:
+            raise unknown_name(name, value, allowed)
+    aims = {"--prefer": prefer, "--theta": theta, "--quality-budget": quality_budget}
+    stated = [flag for flag, value in aims.items() if value is not None]
+    if len(stated) > 1:
+        raise ValueError(f"{' and '.join(stated)} both say which plan is best: give one of them")
+    if context is not None and prompt_len is not None:
+        raise ValueError("--context is prompt and answer together: give it or --prompt-len")
+    texts = {"devices": devices, "bits": bits, "kv": kv, "reserve": reserve}
+    for name, value in texts.items():
+        if value is not None and not isinstance(value, str):
+            raise ValueError(f"--{name} must be text, such as {EXAMPLES[name]}, got {value!r}")
+    request = PlanRequest(
+        model=at_revision(model, revision),
+        devices=devices,
+        cluster=None if cluster is None else str(cluster),
+        batch=batch,
+        prompt_len=512 if prompt_len is None else prompt_len,
+        gen_len=gen_len,
+        context=context,
+        bits=bits,
+        kv=kv,
+        dtype=dtype,
+        gpu_memory_utilization=gpu_memory_utilization,
+        costs=None if costs is None else str(costs),
+        omega_file=None if omega_file is None else str(omega_file),
+        prefer=prefer,
+        theta=theta,
+        quality_budget=quality_budget,
+        reserve=reserve,
+        method=method,
+        time_limit=time_limit_s,
+    )
     problem, path, _ = make_problem(request)
-    return answer(problem, read_wish(request, problem.cluster), path).plan
+    try:
+        return answer(problem, solve_options(request, problem.cluster), path).plan
+    except NothingFitsError as error:  # worked out here, so that its flags become arguments
+        raise DoesNotFitError(str(error)) from None
+
+
+EXAMPLES = {"devices": '"4090,3090:2,cpu"', "bits": '"4,8"', "kv": '"16,8"', "reserve": '"1GiB"'}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,41 +157,29 @@ def plan_workload(
     `costs`: measured, of some kinds of device or all; the others are estimated. `windows`: batch
     sizes that will do instead of the workload's, best first: the first that fits is taken.
     """
-    spec = ModelSpec.from_directory(model_dir)
-    grid = kept_grid(model_dir, cluster.devices)
-    stored = stored_layers(str(model_dir), spec, kept=grid)
-    layers = () if stored is None else offered(stored, bits)
-    own = grid or Quantization()
-    if layers:
-        allowed = tuple({precision for layer in layers for precision in layer})
-        own = with_own_codes(own, model_dir, spec, allowed, workload.dtype_bytes)
-    wish = Wish(
-        method="exact",
-        time_limit_s=time_limit_s,
-        gap=1e-6,
-        backend="highs",
-        budget=None,
-        kvs=(workload.kv,),
-        typed=False,
-        prefer=prefer,
+    inputs = ProblemInputs(
+        spec=ModelSpec.from_directory(model_dir),
+        cluster=cluster,
+        workload=workload,
+        path=str(Path(model_dir)),
+        bits=None if bits is None else tuple(bits),
+        profile=costs,
     )
-
-    def solved(choices: Sequence[Precision], batch: int) -> Answer:
-        work = workload.model_copy(update={"batch": batch})
-        problem = _problem(spec, cluster, work, costs, choices, layers, own)
-        return answer(problem, wish, str(Path(model_dir)))
-
-    usual = default_bits(None, costs, cluster)
-    ways = _ways(solved, bits, layers, usual, whole_first=prefer == "quality")
-    best = _first_that_fits(ways, windows or (workload.batch,))
-    work, book = best.problem.workload, best.problem.costs
-    notes = [dtype_note(spec, cluster, work.dtype), positions_note(spec, work), best.outcome.note]
-    notes.append(step_note(best.problem, best.outcome.assignment))
-    known = () if costs is None else costs.device_kinds
-    rates = rates_for(cluster, work.dtype, profiled=known)
-    notes += [found.text() for found in rates]
-    notes += outdated_rates(cluster, work.dtype, profiled=known, taken=rates)
-    notes += book.unprofiled(cluster.devices) + book.warnings(cluster.devices, work)
+    options = SolveOptions(
+        time_limit_s=time_limit_s, kvs=(workload.kv,), prefer=prefer, names_flags=False
+    )
+    usual = build_problem(inputs)
+    best = _first_that_fits(
+        _ways(inputs, usual, prefer), windows or (workload.batch,), options, inputs.path
+    )
+    work, spec = best.problem.workload, inputs.spec
+    notes = [
+        dtype_note(spec, cluster, work.dtype),
+        positions_note(spec, work),
+        best.outcome.note,
+        step_note(best.problem, best.outcome.assignment),
+        *usual.cost_notes(work),
+    ]
     return MadePlan(
         plan=best.plan,
         seconds=best.outcome.seconds,
@@ -185,72 +189,34 @@ def plan_workload(
 
 @dataclass(frozen=True, kw_only=True)
 class _Way:
-    """One way to choose precisions, and the smallest window for which it is worth taking."""
+    """The job with one way to choose precisions, and the smallest window worth taking for it."""
 
-    solve: Callable[[int], Answer]
+    problem: Problem
     least_window: int = 1
 
 
-def _ways(
-    solved: Callable[[Sequence[Precision], int], Answer],
-    bits: Sequence[Precision] | None,
-    layers: Sequence[Sequence[Precision]],
-    usual: Sequence[Precision],
-    *,
-    whole_first: bool,
-) -> list[_Way]:
-    """Return how precisions may be chosen, best first."""
-    if layers:
-        stored = tuple(p for p in Precision if any(p in own for own in layers))
-        return [_Way(solve=lambda batch: solved(stored, batch))]
-    if bits is not None:
-        return [_Way(solve=lambda batch: solved(bits, batch))]
-    whole = _Way(solve=lambda batch: solved((Precision.W16A16,), batch), least_window=8)
-    some = _Way(solve=lambda batch: solved(usual, batch))
-    return [whole, some] if whole_first and Precision.W16A16 in usual else [some]
+def _ways(inputs: ProblemInputs, usual: BuiltProblem, prefer: Prefer) -> list[_Way]:
+    """Return how precisions may be chosen, best first: for quality, all 16 bits before others."""
+    problem = usual.problem
+    chosen = problem.offered or inputs.bits is not None
+    if chosen or prefer != "quality" or Precision.W16A16 not in problem.choices:
+        return [_Way(problem=problem)]
+    whole = build_problem(replace(inputs, bits=(Precision.W16A16,))).problem
+    return [_Way(problem=whole, least_window=8), _Way(problem=problem)]
 
 
-def _first_that_fits(ways: Sequence[_Way], windows: Sequence[int]) -> Answer:
+def _first_that_fits(
+    ways: Sequence[_Way], windows: Sequence[int], options: SolveOptions, path: str | None
+) -> Answer:
     refusal: DoesNotFitError | None = None
     for way in ways:
         for batch in windows:
             if batch < min(way.least_window, windows[0]):
                 continue
+            work = way.problem.workload.model_copy(update={"batch": batch})
             try:
-                return way.solve(batch)
+                return answer(way.problem.with_changes(workload=work), options, path)
             except DoesNotFitError as error:
                 refusal = error
     assert refusal is not None, "there is a window at least"
     raise refusal
-
-
-def _problem(
-    spec: ModelSpec,
-    cluster: Cluster,
-    workload: Workload,
-    costs: CostModel | None,
-    choices: Sequence[Precision],
-    layers: tuple[tuple[Precision, ...], ...],
-    quantization: Quantization,
-) -> Problem:
-    kvs = (workload.kv,)
-    quantization = replace(quantization, head_bits=open_head(choices))
-    known = () if costs is None else costs.device_kinds
-    book = book_of(
-        *(spec, cluster.devices, costs, rates_for(cluster, workload.dtype, profiled=known)),
-        dtype=workload.dtype,
-        precisions=choices,
-        kvs=kvs,
-        quantization=quantization,
-    )
-    return Problem(
-        spec=spec,
-        cluster=cluster,
-        workload=workload,
-        choices=tuple(choices),
-        sensitivity=generic_sensitivity(spec, choices, kvs),
-        costs=book,
-        theta=0.0,
-        quantization=quantization,
-        offered=layers,
-    )

@@ -7,14 +7,12 @@ named that has not been planned so, and checked as every plan is. Looks at bytes
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import product
 from typing import Any
-
-import numpy as np
 
 from llmpq.cluster import Cluster, Device, DeviceGroup
 from llmpq.devices.device_spec import known_kind
@@ -31,10 +29,15 @@ from llmpq.planner.costs.stage_memory import (
     layer_bytes,
     sort_of_stage,
 )
+from llmpq.planner.evaluate.least_bytes import (
+    end_pairs,
+    least_bytes_plan,
+    smallest_microbatches,
+)
 from llmpq.planner.problem.make_problem import generic_sensitivity
 from llmpq.planner.problem.microbatch import small_chunks
 from llmpq.planner.problem.named_inputs import with_reserve
-from llmpq.planner.problem.outcome import Assignment, Outcome, Stage
+from llmpq.planner.problem.outcome import Assignment, Outcome
 from llmpq.planner.problem.problem import Problem
 from llmpq.precision import WEIGHT_ONLY, KVPrecision, Precision
 from llmpq.units import format_size
@@ -57,15 +60,17 @@ class NothingFitsError(DoesNotFitError):
         kvs: Sequence[KVPrecision],
         *,
         budget: float | None = None,
-        typed: bool = True,
+        names_flags: bool = True,
     ) -> None:
         super().__init__()
-        self._told = problem, kvs, budget, typed
+        self.problem, self._kvs, self._budget = problem, kvs, budget
+        self._names_flags = names_flags
 
     @cached_property
     def _text(self) -> str:
-        problem, kvs, budget, typed = self._told
-        return explain_infeasible(problem, kvs, budget=budget, typed=typed)
+        return explain_infeasible(
+            self.problem, self._kvs, budget=self._budget, names_flags=self._names_flags
+        )
 
     def __str__(self) -> str:
         return self._text
@@ -92,7 +97,7 @@ def _room(p: Problem, choice: int | None) -> StageRoom:
     Without a choice no plan has more room: every stage has layers of the fewest bytes that its sort
     of weights may have.
     """
-    table, sizes = p.capacity(*_smallest(p)), layer_bytes(p)
+    table, sizes = p.capacity(*smallest_microbatches(p)), layer_bytes(p)
     if choice is None:
         units = {
             sort: int(sizes[some].min())
@@ -104,7 +109,7 @@ def _room(p: Problem, choice: int | None) -> StageRoom:
     devices = [(index, d) for index, cls in enumerate(p.classes) for d in cls.devices]
     most = min(len(devices), p.max_devices or len(devices))
     found: StageRoom | None = None
-    for first, last in _ends([index for index, _ in devices]):
+    for first, last in end_pairs([index for index, _ in devices]):
         rooms = [
             {sort: int(table[index, int(k == first), int(k == last), sort]) for sort in units}
             for k, (index, _) in enumerate(devices)
@@ -126,32 +131,11 @@ def _room(p: Problem, choice: int | None) -> StageRoom:
     return found
 
 
-def _smallest(p: Problem) -> tuple[int, int]:
-    """Return the micro-batch sizes that leave the most room: one, or what is fixed."""
-    return p.prefill_microbatch or 1, p.decode_microbatch or 1
-
-
-def _ends(class_of: list[int]) -> list[tuple[int, int]]:
-    """Return which devices can be first and last stage, one pair of devices per pair of classes.
-
-    A device that is both is the only stage, for which it may have more room than for either.
-    """
-    members: dict[int, list[int]] = {}
-    for device, cls in enumerate(class_of):
-        members.setdefault(cls, []).append(device)
-    several = [
-        (a[-1], b[-1] if a is not b else b[-2])
-        for a, b in product(members.values(), repeat=2)
-        if a is not b or len(a) > 1
-    ]
-    return several + [(a[-1], a[-1]) for a in members.values()]
-
-
 def fitting(p: Problem) -> tuple[Problem, Assignment] | None:
     """Return the job, with the chunks of prompts that it needs, and a plan of it that fits."""
     for size in (p.chunk, *_smaller_chunks(p)):
         of_size = p.with_changes(chunk=size)
-        found = _least_plan(of_size)
+        found = least_bytes_plan(of_size)
         if found is not None:
             return of_size, found
     return None
@@ -166,87 +150,12 @@ def _in_least_chunks(p: Problem) -> Problem:
     return p.with_changes(chunk=min([p.chunk, *_smaller_chunks(p)]))
 
 
-def _least_plan(p: Problem) -> Assignment | None:
-    """Return a plan of the fewest bytes, None where this way of filling stages finds none.
-
-    Stages hold as many layers as they have room for, one after the other.
-    """
-    class_of = [index for index, cls in enumerate(p.classes) for _ in cls.devices]
-    for choices in _least_choices(p):
-        held = _layers_held(p, choices)
-        for first, last in _ends(class_of):
-            inner = [k for k in range(len(class_of)) if k not in (first, last)]
-            inner = sorted(inner, key=lambda k: -held[class_of[k]])[: max(0, p.max_stages - 2)]
-            inner.sort(key=lambda k: (p.classes[class_of[k]].pinned or (0, 0))[0])
-            order = [class_of[k] for k in ([first] if first == last else [first, *inner, last])]
-            found = _filled(p, choices, order) if len(order) <= p.max_stages else None
-            if found is not None:
-                return found
-    return None
-
-
-def _least_choices(p: Problem) -> Iterator[list[int]]:
-    """Yield choices of all layers that take the fewest bytes, of each sort of weights.
-
-    Where no choice is one that all layers may have, each layer has its own least.
-    """
-    sizes = p.all_layer_bytes
-    common = [b for b in range(len(p.choices)) if p.open[:, b].all()]
-    for packed in (True, False):
-        some = [b for b in common if p.packed[b] == packed]
-        if some:
-            yield [min(some, key=lambda b: int(sizes[0, b]))] * p.num_layers
-    if not common:
-        own = np.where(p.open, sizes, np.iinfo(np.int64).max)
-        yield [int(b) for b in own.argmin(axis=1)]
-
-
-def _layers_held(p: Problem, choices: Sequence[int]) -> list[int]:
-    """Return how many layers each class of devices holds between other stages, about."""
-    sort = sort_of_stage(p.packed, choices)
-    unit = max(int(p.all_layer_bytes[i, b]) for i, b in enumerate(choices))
-    rooms = p.capacity(*_smallest(p))[:, 0, 0, sort]
-    return [max(0, int(room) // unit) for room in rooms]
-
-
-def _filled(p: Problem, choices: Sequence[int], order: Sequence[int]) -> Assignment | None:
-    """Return the plan whose stages, of these classes in turn, hold all that they have room for."""
-    eta, xi = _smallest(p)
-    table, sizes = p.capacity(eta, xi), p.all_layer_bytes
-    stages: list[Stage] = []
-    start, total = 0, p.num_layers
-
-    def holds(cls: int, low: int, high: int, *, last: bool) -> bool:
-        some = choices[low:high]
-        room = table[cls, int(low == 0), int(last), sort_of_stage(p.packed, some)]
-        return sum(int(sizes[low + k, b]) for k, b in enumerate(some)) <= int(room)
-
-    final = order[-1]
-    for cls in order[:-1]:
-        if start and holds(final, start, total, last=True):
-            break
-        end = start
-        while end < total - 1 and holds(cls, start, end + 1, last=False):
-            end += 1
-        if end > start:
-            stages.append(Stage(cls=cls, start=start, end=end, choices=tuple(choices[start:end])))
-            start = end
-        elif not stages:
-            return None
-    if (len(order) > 1 and not stages) or not holds(final, start, total, last=True):
-        return None
-    stages.append(Stage(cls=final, start=start, end=total, choices=tuple(choices[start:])))
-    if not all(p.allowed(stage.cls, stage.start, stage.end) for stage in stages):
-        return None
-    return Assignment(prefill_microbatch=eta, decode_microbatch=xi, stages=tuple(stages))
-
-
 def explain_infeasible(
-    p: Problem, kvs: Sequence[KVPrecision], *, budget: float | None = None, typed: bool = True
+    p: Problem, kvs: Sequence[KVPrecision], *, budget: float | None = None, names_flags: bool = True
 ) -> str:
     """Return one sentence: what is short of the best form allowed, and changes that fit.
 
-    `typed`: changes are flags of llmpq-algo, else words.
+    `names_flags`: changes are flags of llmpq-algo, else words.
     """
     problems = [_changed(p, kv=kv) for kv in kvs]
     given = _limits_given(p, budget)
@@ -259,7 +168,7 @@ def explain_infeasible(
     said = f"{p.spec.name} does not fit {p.cluster.name}: {_shortfall(p, problems)}"
     if not _some_fit(problems, prompt_len=1, gen_len=1):
         said += ", whatever the context"
-    ways = [f"leaving out {flag}" for flag in dropped] + _Ways(p, kvs, typed).found()
+    ways = [f"leaving out {flag}" for flag in dropped] + _Ways(p, kvs, names_flags).found()
     if not ways:
         return f"{said}; take more devices or a smaller model"
     return f"{said}; what fits: {', or '.join(ways)}"
@@ -333,21 +242,21 @@ def _changed(p: Problem, **changes: Any) -> Problem:
 class _Ways:
     """Changes of a job that does not fit that make it fit, smallest first."""
 
-    def __init__(self, p: Problem, kvs: Sequence[KVPrecision], typed: bool) -> None:
-        self.p, self.typed = p, typed
+    def __init__(self, p: Problem, kvs: Sequence[KVPrecision], names_flags: bool) -> None:
+        self.p, self.names_flags = p, names_flags
         self.kv = min(kvs, key=lambda kv: kv.bits)
         """The fewest bits allowed."""
         self.job = _changed(p, kv=self.kv)
 
     def found(self) -> list[str]:
-        """Return the ways out, each planned: together only where none is enough alone."""
+        """Return the ways out, each planned: together only where none is enough by itself."""
         ways = [way for way in (self._bits(), self._kv()) if way] or [self._bits_and_kv()]
         if len(self.p.cluster.devices) > MANY_DEVICES:  # the rest takes minutes
             return [way for way in ways if way]
         ways += [self._length(), self._batch()]
         if not any(ways):
             ways = [self._least_and_length()]
-        reserve = self._reserve() if self.typed else ""
+        reserve = self._reserve() if self.names_flags else ""
         return [way for way in (reserve, *ways, self._cpu(), self._cards()) if way]
 
     def _fewer_bits(self) -> list[Precision]:
@@ -458,7 +367,9 @@ class _Ways:
         }
         given = [value is not None for value in (bits, kv, prompt_len, gen_len, batch)]
         some = [pair for pair, is_given in zip(parts.items(), given, strict=True) if is_given]
-        return " ".join(f for f, _ in some) if self.typed else " with ".join(w for _, w in some)
+        return (
+            " ".join(f for f, _ in some) if self.names_flags else " with ".join(w for _, w in some)
+        )
 
 
 def _spelled(precision: Precision) -> str:

@@ -35,7 +35,8 @@ planner/costs, planner/limits <- planner/problem <- planner/evaluate
 planner/problem <- planner/export
 planner/evaluate <- planner/baselines, planner/ilp (one level) <- planner/exact <- planner/front
 planner/evaluate <- planner/check
-planner/front, planner/check <- planner/solving
+planner/check, planner/problem <- planner/refusal
+planner/front, planner/refusal <- planner/solving
 planner/solving <- planner <- planner/cli <- planner/make, planner/__main__
 planner/export <- planner/cli
 
@@ -249,7 +250,7 @@ def test_planner_and_nouns_leave_torch_alone() -> None:
     [
         ("llmpq.planner.make", "llmpq.runtime.step"),
         ("llmpq.kernels.weights.weight", "llmpq.runtime.step"),
-        ("llmpq.planner.exact.search", "llmpq.planner.solving.isolated"),
+        ("llmpq.planner.exact.search", "llmpq.planner.solving.worker"),
         ("llmpq.planner.evaluate.fits", "llmpq.planner.cli.report"),
         ("llmpq.runtime.links.message", "llmpq.runtime.tools.bench"),
         ("llmpq.runtime.models.llama", "llmpq.runtime.drafts.ngram"),

@@ -80,9 +80,9 @@ def exact_plan(problem: Any, rival: tuple[Any, Any], workload: Any, limit_s: flo
     Sought twice: over all precisions, and over the rival's own from the rival's plan on. That one
     needs no room for the workspaces of others, and is found however tight the budget is.
     """
-    from llmpq.planner.evaluate.pipeline_time import sum_omega
+    from llmpq.planner.evaluate.objective import sum_omega
     from llmpq.planner.front.quality import solve_budget
-    from llmpq.planner.problem.outcome import Infeasible
+    from llmpq.planner.problem.outcome import Infeasible, WarmStart
 
     alone, known = rival
     budget, found = sum_omega(alone, known), []
@@ -91,7 +91,8 @@ def exact_plan(problem: Any, rival: tuple[Any, Any], workload: Any, limit_s: flo
         if start is not None and sum_omega(priced, start) > budget:
             continue  # the cache's own loss is beyond it
         try:
-            outcome = solve_budget(priced, budget, time_limit_s=limit_s, gap=1e-3, known=start)
+            warm = WarmStart(known=start)
+            outcome = solve_budget(priced, budget, time_limit_s=limit_s, gap=1e-3, warm=warm)
         except Infeasible as error:
             log.info("%s", error)
             continue
@@ -111,14 +112,14 @@ def solve_baseline(problem: Any, method: str, limit_s: float) -> tuple[Any, Any]
     Plans of one precision are sought without room for the workspaces of others.
     """
     from llmpq.planner.problem.outcome import Infeasible
-    from llmpq.planner.solving.methods import solve
+    from llmpq.planner.solving.methods import SolveOptions, solve
 
     if method == "adabits":
-        return problem, solve(problem, method, time_limit_s=limit_s)
+        return problem, solve(problem, SolveOptions(method=method, time_limit_s=limit_s))
     for choice in sorted(problem.choices, key=lambda p: -p.weight_bits):
         alone = problem.with_changes(choices=(choice,))
         try:
-            return alone, solve(alone, method, time_limit_s=limit_s)
+            return alone, solve(alone, SolveOptions(method=method, time_limit_s=limit_s))
         except Infeasible as error:
             refused = error
     raise refused
@@ -127,7 +128,7 @@ def solve_baseline(problem: Any, method: str, limit_s: float) -> tuple[Any, Any]
 def best_microbatches(problem: Any, outcome: Any) -> Any:
     """Return the outcome with its stages kept and the fastest micro-batches for them."""
     from llmpq.planner.evaluate.fits import fits
-    from llmpq.planner.evaluate.pipeline_time import job_time, value
+    from llmpq.planner.evaluate.objective import job_time, value
 
     options = [
         replace(outcome.assignment, prefill_microbatch=eta, decode_microbatch=xi)

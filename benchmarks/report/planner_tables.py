@@ -68,6 +68,66 @@ class ProofsTable:
         return markdown(("part", "seeds", "with a plan", "proven", "failed", "commit"), body)
 
 
+ABLATION_HEAD = (
+    "search",
+    "cases",
+    "worse",
+    "better",
+    "value, mean",
+    "at worst",
+    "at best",
+    "proven",
+    "CPU s of proofs",
+)
+SEEN = 1e-4
+"""Relative distance of values that counts; a busy machine alone makes less."""
+
+
+class AblationTable:
+    """A line for each part of the start that was switched off, beside the same cases with all."""
+
+    def render(self) -> str:
+        """Return the table as Markdown."""
+        rows = load("planner_ablation.jsonl", "planner_ablation", {})
+        found: dict[str, dict[tuple[str, float], Row]] = {}
+        for row in rows:
+            case = row["case"]
+            found.setdefault(case["off"], {})[case["name"], case["limit_s"]] = row
+        whole = found.pop("", {})
+        return markdown(ABLATION_HEAD, [_without(off, own, whole) for off, own in found.items()])
+
+
+def _without(
+    off: str, own: dict[tuple[str, float], Row], whole: dict[tuple[str, float], Row]
+) -> list[str]:
+    pairs = [(row, whole[key]) for key, row in own.items() if key in whole]
+    planned = [(a, b) for a, b in pairs if max(a["value"], b["value"]) < NO_PLAN]
+    ratios = [a["value"] / b["value"] for a, b in planned if b["value"] > 0] or [math.nan]
+    both = [
+        (a["baselines"]["cpu_s"], b["baselines"]["cpu_s"])
+        for a, b in pairs
+        if a["baselines"].get("proven") and b["baselines"].get("proven")
+    ]
+    proven, of_whole = (
+        sum(bool(pair[side]["baselines"].get("proven")) for pair in pairs) for side in (0, 1)
+    )
+    return [
+        off if off.startswith("with ") else f"without {off}",
+        str(len(pairs)),
+        str(sum(ratio > 1 + SEEN for ratio in ratios)),
+        str(sum(ratio < 1 - SEEN for ratio in ratios)),
+        f"{math.exp(sum(map(math.log, ratios)) / len(ratios)) - 1:+.3%}",
+        f"{max(ratios) - 1:+.2%}",
+        f"{min(ratios) - 1:+.2%}",
+        f"{proven} instead of {of_whole}",
+        f"{sum(a for a, _ in both):.1f} instead of {sum(b for _, b in both):.1f}",
+    ]
+
+
+NO_PLAN = 1e9
+"""Value of a row without a plan."""
+
+
 def summary(rows: Sequence[Row]) -> str:
     """Return the table of rows of seeded problems; of one problem and limit the newest counts."""
     found = {(row["case"]["seed"], row["case"]["limit_s"]): row for row in rows}

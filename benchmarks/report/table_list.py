@@ -5,7 +5,7 @@ from __future__ import annotations
 from report.configs_table import ConfigsTable
 from report.front_table import FrontTable
 from report.live_table import LiveTable
-from report.planner_tables import OddTable, ProofsTable
+from report.planner_tables import AblationTable, OddTable, ProofsTable
 from report.table_cells import (
     Pivot,
     beside_predicted,
@@ -36,7 +36,9 @@ E2E_JOB = ("prompt", "gen", "precision", "symmetric", "dtype", "kv")
 POWERS_OF_TWO = frozenset(1 << i for i in range(14))
 
 
-TABLES: dict[str, ConfigsTable | Pivot | FrontTable | LiveTable | OddTable | ProofsTable] = {
+TABLES: dict[
+    str, ConfigsTable | Pivot | FrontTable | LiveTable | OddTable | ProofsTable | AblationTable
+] = {
     "front": FrontTable(),
     "published_configs": ConfigsTable(),
     "live": LiveTable(stages=1),
@@ -278,6 +280,7 @@ TABLES: dict[str, ConfigsTable | Pivot | FrontTable | LiveTable | OddTable | Pro
         value_title="tokens/s (ratio to plain decoding)",
         show=ratio_to_baseline("plain"),
     ),
+    "planner_ablation": AblationTable(),
     "odd_clusters": OddTable(),
     "planner_proofs": ProofsTable(),
     "planner": Pivot(

@@ -1,4 +1,4 @@
-"""`adabits`: adaptive precision alone, the least sum of omega that fits.
+"""`adabits`: adaptive precision only: the least sum of omega that fits.
 
 For a fixed order of devices the layers are cut and quantised so that quality is best within memory;
 speed is looked at only to choose the order (of device kinds, as the paper's code does) and the
@@ -16,7 +16,7 @@ import numpy as np
 from llmpq.planner.baselines.least_loss import least_loss
 from llmpq.planner.costs.stage_memory import DENSE, MIXED, NEVER, PACKED
 from llmpq.planner.evaluate.fits import fitting
-from llmpq.planner.evaluate.pipeline_time import keeps_budget, value
+from llmpq.planner.evaluate.objective import keeps_budget, value
 from llmpq.planner.problem.outcome import Assignment, Infeasible, Outcome, Stage, Unfinished
 from llmpq.planner.problem.problem import Problem
 

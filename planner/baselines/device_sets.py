@@ -22,7 +22,7 @@ class DeviceSets:
 
 
 def num_sets(p: Problem) -> int:
-    """Return how many sets of at most `max_stages` devices there are, equal ones not told apart."""
+    """Return how many sets of at most `max_stages` devices there are, equal ones counted as one."""
     ways = [1] + [0] * p.max_stages
     for cls in p.classes:
         ways = [sum(ways[max(0, t - cls.count) : t + 1]) for t in range(len(ways))]

@@ -19,8 +19,7 @@ from llmpq.memory import layer_weight_bytes
 from llmpq.planner.baselines.uniform import by_precision
 from llmpq.planner.costs.cost_book import mean_decode_s
 from llmpq.planner.costs.stage_memory import DENSE, PACKED
-from llmpq.planner.ilp.backends import solve_milp
-from llmpq.planner.ilp.linear_model import LinearModel
+from llmpq.planner.ilp.milp import LinearModel, solve_milp
 from llmpq.planner.problem.problem import Problem
 from llmpq.precision import Precision
 from llmpq.sizes.kv_format import kv_cache_bytes

@@ -15,7 +15,7 @@ import numpy as np
 
 from llmpq.planner.baselines.adabits import adabits_plans
 from llmpq.planner.evaluate.fits import fits, spare_bytes
-from llmpq.planner.evaluate.pipeline_time import keeps_budget, stage_times, value
+from llmpq.planner.evaluate.objective import keeps_budget, stage_times, value
 from llmpq.planner.problem.outcome import Assignment, Infeasible, Outcome, Stage, Unfinished
 from llmpq.planner.problem.problem import Problem
 

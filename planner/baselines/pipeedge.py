@@ -18,7 +18,7 @@ from llmpq.planner.baselines.device_sets import DeviceSets, every_set, in_a_row,
 from llmpq.planner.baselines.uniform import by_precision
 from llmpq.planner.costs.stage_memory import DENSE, PACKED
 from llmpq.planner.evaluate.fits import fits
-from llmpq.planner.evaluate.pipeline_time import job_time, value
+from llmpq.planner.evaluate.objective import job_time, value
 from llmpq.planner.problem.numbers import PairNumbers
 from llmpq.planner.problem.outcome import Assignment, Infeasible, Outcome, Stage, Unfinished
 from llmpq.planner.problem.problem import Problem

@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterator, Sequence
 
 from llmpq.planner.evaluate.fits import fitting, spare_bytes
-from llmpq.planner.evaluate.pipeline_time import job_time, value
+from llmpq.planner.evaluate.objective import job_time, value
 from llmpq.planner.problem.outcome import (
     BUDGET_ROUNDING,
     Assignment,

@@ -28,8 +28,8 @@ from llmpq.plan import (
 )
 from llmpq.plan_nodes import node_plans
 from llmpq.planner.check.plan_entries import used_inputs
-from llmpq.planner.evaluate.pipeline_time import StageTimes, job_time, stage_times, sum_omega
-from llmpq.planner.evaluate.step_by_step import step_note, told_time
+from llmpq.planner.evaluate.objective import StageTimes, job_time, stage_times, sum_omega
+from llmpq.planner.evaluate.step_by_step import reported_time, step_note
 from llmpq.planner.problem.outcome import Assignment, Outcome, Stage
 from llmpq.planner.problem.positions import positions_note
 from llmpq.planner.problem.problem import Problem
@@ -168,7 +168,7 @@ def _stage_plan(
 
 
 def _predicted(p: Problem, a: Assignment, times: StageTimes, devices: list[Device]) -> Predicted:
-    job = told_time(p, a)
+    job = reported_time(p, a)
     longer = times.decode_s if job.decode_s >= job.prefill_s else times.prefill_s
     slowest = max(range(len(devices)), key=lambda j: longer[j])
     used = tuple(sorted({p.choices[b] for b in a.choices}, key=lambda c: c.value))
@@ -197,7 +197,7 @@ def _as_told(p: Problem, outcome: Outcome) -> Outcome:
     Where that is more than the search counts its bound holds still, but it proves less.
     """
     a = outcome.assignment
-    late = told_time(p, a).total_s - job_time(p, a).total_s
+    late = reported_time(p, a).total_s - job_time(p, a).total_s
     if p.objective != "makespan" or late <= 0:
         return outcome
     proven = outcome.status == "optimal"

@@ -1,7 +1,7 @@
 """Checks a plan against the nouns, sharing no code with any solver.
 
 Recomputes every layer's device, every stage's bytes and every time: from the entries that the plan
-carries alone, and from a cluster and costs where they are given. A plan that passes can be run.
+carries, and from a cluster and costs where they are given. A plan that passes can be run.
 Used on every plan the command writes.
 """
 
@@ -164,20 +164,20 @@ def _check_memory(plan: Plan, spec: ModelSpec, position: int, device: Device) ->
 
 def _check_times(plan: Plan, times: Recomputed) -> None:
     """Refuse a plan that predicts other times than its entries give."""
-    told = plan.predicted
-    if told is None:
+    predicted = plan.predicted
+    if predicted is None:
         return
-    if _differ(told.total_s, times.total_s):
+    if _differ(predicted.total_s, times.total_s):
         raise BadPlanError(
-            f"the plan predicts {told.total_s:.6f} s, its own stages take {times.total_s:.6f} s; "
-            "re-plan with llmpq-algo"
+            f"the plan predicts {predicted.total_s:.6f} s, its own stages take "
+            f"{times.total_s:.6f} s; re-plan with llmpq-algo"
         )
     work = plan.workload
     rate = work.batch * work.gen_len / times.total_s
     pairs: list[tuple[str, float | None, float]] = [
-        ("prefill", told.prefill_s, times.prefill_s),
-        ("decode", told.decode_s, times.decode_s),
-        ("tokens/s", told.output_tokens_per_s, rate),
+        ("prefill", predicted.prefill_s, times.prefill_s),
+        ("decode", predicted.decode_s, times.decode_s),
+        ("tokens/s", predicted.output_tokens_per_s, rate),
     ]
     for j, stage in enumerate(plan.stages):
         pairs += [

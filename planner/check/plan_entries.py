@@ -1,4 +1,4 @@
-"""Which device, link and cost entries a plan uses: it carries them, and can be checked alone.
+"""Which device, link and cost entries a plan uses: it carries them, and can be checked by itself.
 
 Knows nothing of how the plan was found.
 """

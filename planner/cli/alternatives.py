@@ -15,13 +15,14 @@ from dataclasses import dataclass, replace
 
 from llmpq.cluster import Cluster
 from llmpq.errors import DoesNotFitError
-from llmpq.planner.answer import Answer, Wish, solved
+from llmpq.planner.answer import Answer, solved
 from llmpq.planner.cli.what_if import without
-from llmpq.planner.evaluate.pipeline_time import sum_omega
-from llmpq.planner.evaluate.step_by_step import told_time
+from llmpq.planner.evaluate.objective import sum_omega
+from llmpq.planner.evaluate.step_by_step import reported_time
 from llmpq.planner.problem.make_problem import make_problem
 from llmpq.planner.problem.problem import Problem
 from llmpq.planner.problem.requests import PlanRequest
+from llmpq.planner.solving.methods import SolveOptions
 
 GAP = 0.01
 """Relative gap to which an alternative is solved."""
@@ -39,7 +40,7 @@ class Rated:
     omega: float
 
 
-def bits_lines(best: Answer, wish: Wish) -> list[str]:
+def bits_lines(best: Answer, options: SolveOptions) -> list[str]:
     """Return the next better and the next faster choice of bits, one line each."""
     p, a = best.problem, best.outcome.assignment
     predicted = best.plan.predicted
@@ -53,29 +54,29 @@ def bits_lines(best: Answer, wish: Wish) -> list[str]:
     lines = []
     better = [b for b in omegas if omegas[b] < own.omega * (1 - SAME)]
     if better:
-        line, _ = _line(best, wish, max(better, key=lambda b: omegas[b]), own)
+        line, _ = _line(best, options, max(better, key=lambda b: omegas[b]), own)
         lines.append(f"better quality: {line}")
     faster = [b for b in omegas if omegas[b] > own.omega * (1 + SAME)]
     for b in sorted(faster, key=lambda b: omegas[b]):
-        line, found = _line(best, wish, b, own)
+        line, found = _line(best, options, b, own)
         if found is not None and found.tokens_per_s > own.tokens_per_s * (1 + GAP):
             lines.append(f"faster: {line}")
             break
     return lines
 
 
-def _line(best: Answer, wish: Wish, b: int, own: Rated) -> tuple[str, Rated | None]:
+def _line(best: Answer, options: SolveOptions, b: int, own: Rated) -> tuple[str, Rated | None]:
     """Return what one precision everywhere would give, and its plan's rate where one fits."""
     precision = best.problem.choices[b]
     problem = best.problem.with_changes(choices=(precision,), theta=0.0)
-    how = _quickly(wish)
+    how = _quickly(options)
     everywhere = f"{precision.title} everywhere"
     try:
         priced, outcome = solved(problem, how)
     except DoesNotFitError:
         return f"{everywhere} does not fit", None
     rated = Rated(
-        tokens_per_s=_rate(priced, told_time(priced, outcome.assignment).total_s),
+        tokens_per_s=_rate(priced, reported_time(priced, outcome.assignment).total_s),
         omega=sum_omega(priced, outcome.assignment),
     )
     return (
@@ -85,7 +86,7 @@ def _line(best: Answer, wish: Wish, b: int, own: Rated) -> tuple[str, Rated | No
     )
 
 
-def engines_line(best: Answer, request: PlanRequest, wish: Wish) -> list[str]:
+def engines_line(best: Answer, request: PlanRequest, options: SolveOptions) -> list[str]:
     """Return what several engines would give, each on an equal share of the devices.
 
     Nothing where none are faster at no more quality loss, by more than the gap.
@@ -102,15 +103,17 @@ def engines_line(best: Answer, request: PlanRequest, wish: Wish) -> list[str]:
         batch = -(-p.workload.batch // engines)
         asked = replace(
             request,
-            global_bz=batch,
+            batch=batch,
             prefill_microbatch=_at_most(request.prefill_microbatch, batch),
             decode_microbatch=_at_most(request.decode_microbatch, batch),
         )
         one, _, _ = make_problem(asked, _share(p, engines))
-        how = replace(_quickly(wish), budget=predicted.sum_omega)
+        how = replace(_quickly(options), budget=predicted.sum_omega)
         with suppress(DoesNotFitError):
             priced, outcome = solved(one, how)
-            found.append((_rate(p, told_time(priced, outcome.assignment).total_s), engines, one))
+            found.append(
+                (_rate(p, reported_time(priced, outcome.assignment).total_s), engines, one)
+            )
     rate, engines, one = max(found, key=lambda each: each[0], default=(0.0, 0, p))
     if rate <= predicted.output_tokens_per_s * (1 + GAP):
         return []
@@ -136,7 +139,7 @@ def _share(p: Problem, engines: int) -> Cluster:
     return cluster.model_copy(update={"name": text})
 
 
-def left_out_lines(best: Answer, wish: Wish) -> list[str]:
+def left_out_lines(best: Answer, options: SolveOptions) -> list[str]:
     """Return what a plan would take that uses a device which this one leaves out, a kind a line."""
     p, used = best.problem, {stage.device for stage in best.plan.stages}
     predicted = best.plan.predicted
@@ -151,9 +154,9 @@ def left_out_lines(best: Answer, wish: Wish) -> list[str]:
             with suppress(DoesNotFitError):
                 priced, outcome = solved(
                     p.with_changes(pins={**p.pins, name: pin}),
-                    replace(_quickly(wish), budget=wish.budget),
+                    replace(_quickly(options), budget=options.budget),
                 )
-                times.append(told_time(priced, outcome.assignment).total_s)
+                times.append(reported_time(priced, outcome.assignment).total_s)
         if times:
             longer = min(times) / predicted.total_s - 1
             lines.append(
@@ -163,14 +166,14 @@ def left_out_lines(best: Answer, wish: Wish) -> list[str]:
     return lines
 
 
-def _quickly(wish: Wish) -> Wish:
+def _quickly(options: SolveOptions) -> SolveOptions:
     return replace(
-        wish,
+        options,
         method="exact",
         prefer=None,
         budget=None,
-        gap=max(GAP, wish.gap),
-        time_limit_s=min(LONGEST_S, wish.time_limit_s),
+        gap=max(GAP, options.gap),
+        time_limit_s=min(LONGEST_S, options.time_limit_s),
     )
 
 

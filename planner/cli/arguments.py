@@ -11,11 +11,8 @@ from collections.abc import Sequence
 from llmpq.commands.command_line import CommandParser, Only, Section, token_count
 from llmpq.gpu_memory import GPU_SHARE_HELP
 from llmpq.planner.limits import MAX_BATCH
-from llmpq.planner.problem.requests import PlanRequest
+from llmpq.planner.problem.requests import DTYPES, METHODS, PREFERENCES, PlanRequest
 
-DTYPES = ("auto", "float16", "bfloat16", "float32")
-PREFERENCES = ("quality", "balanced", "speed")
-METHODS = ("exact", "ilp", "heuristic", "adabits", "uniform", "pipeedge", "flexgen", "all")
 EXPORTS = ("vllm", "sglang", "llamacpp", "accelerate", "compressed-tensors", "gptqmodel", "svg")
 DEFAULT_POINTS = 25
 """Points of a front, unless `--pareto-points` says."""
@@ -33,9 +30,33 @@ exit codes: 0 done, 2 usage or bad input, 3 bad plan, 4 plan for another model o
 5 does not fit, 130 interrupted"""
 
 
+PAPER_METHOD = ("--shaq-efficient", "--llm-pq-efficient")
+"""The paper's flags for `--method heuristic`."""
+PAPER_FIT = ("--fit", "--fit-cost-model")
+"""The paper's flags for fitted costs, which costs are always."""
+
+
 def plan_request(words: Sequence[str]) -> PlanRequest:
     """Return what these flags of `llmpq-algo plan` ask for; `ValueError` for what is wrong."""
-    return plan_parser().read_as(PlanRequest, words)
+    return plan_parser().read_as(PlanRequest, without_paper_flags(words))
+
+
+def without_paper_flags(words: Sequence[str]) -> list[str]:
+    """Return a command line with listed flags in place of those that only the paper has.
+
+    Other spellings of a flag (`--global-bz` of `--batch`) are declared beside it.
+    """
+    found: list[str] = []
+    method = next((word for word in words if word.replace("_", "-") in PAPER_METHOD), None)
+    for word in words:
+        if word.replace("_", "-") not in (*PAPER_METHOD, *PAPER_FIT):
+            found.append(word)
+    if method is None:
+        return found
+    given = plan_parser().read_given(found).get("method", "heuristic")
+    if given != "heuristic":
+        raise ValueError(f"{method} is --method heuristic, got --method {given}; leave one out")
+    return [*found, "--method", "heuristic"]
 
 
 def read_flag(name: str, value: str) -> dict[str, object]:
@@ -65,7 +86,6 @@ def _what_to_plan(section: Section) -> None:
     section.flag(
         "--batch",
         also=("--global-bz", "--global-batch-size"),
-        dest="global_bz",
         daily=True,
         type=int,
         default=16,
@@ -80,7 +100,6 @@ def _what_to_plan(section: Section) -> None:
         section.flag(
             f"--{name}-len",
             also=(f"--{paper}",),
-            dest=paper,
             daily=True,
             type=token_count,
             default=default,
@@ -105,12 +124,6 @@ def _what_to_plan(section: Section) -> None:
         choices=DTYPES,
         default="auto",
         help="auto: the model's own, but float32 on CPUs not known to be quick in it",
-    )
-    section.flag(
-        "--fit",
-        also=("--fit-cost-model",),
-        action="store_true",
-        help="paper's flag; costs are always fitted",
     )
 
 
@@ -198,17 +211,6 @@ def _limits(section: Section) -> None:
 def _how_to_solve(section: Section) -> None:
     section.flag("--method", choices=METHODS, metavar="METHOD", help=", ".join(METHODS))
     section.flag(
-        "--shaq-efficient",
-        also=("--llm-pq-efficient", "--llm_pq-efficient"),
-        action="store_true",
-        only=Only(
-            lambda a: a.method in (None, "heuristic"),
-            "without --method heuristic",
-            "take that method",
-        ),
-        help="paper's flag for --method heuristic",
-    )
-    section.flag(
         "--objective",
         choices=("makespan", "paper"),
         default="makespan",
@@ -216,7 +218,7 @@ def _how_to_solve(section: Section) -> None:
     )
     section.flag(
         "--solver",
-        choices=("highs", "pulp-highs", "cbc", "gurobi"),
+        choices=("highs", "cbc", "gurobi"),
         only=Only(_uses_solver, "without --method ilp (or all)", "add it"),
         help="of --method ilp (default highs)",
     )
@@ -233,7 +235,7 @@ def _how_to_solve(section: Section) -> None:
 
 
 def _uses_solver(flags: Namespace) -> bool:
-    return flags.method in ("ilp", "all") and not flags.shaq_efficient
+    return flags.method in ("ilp", "all")
 
 
 def _what_to_print(section: Section) -> None:

@@ -42,7 +42,7 @@ def _plan(request: PlanRequest) -> None:
         if request.pareto:
             from llmpq.planner.cli.show_front import show_front
 
-            show_front(request, job.problem, job.wish, job.path)
+            show_front(request, job.problem, job.options, job.path)
         else:
             make_and_show(request, job)
     except DoesNotFitError:
@@ -58,8 +58,8 @@ def _check(request: CheckRequest) -> None:
     from llmpq.planner.problem.named_inputs import model_of_plan, names_devices, read_cluster
 
     plan = Plan.load(request.plan)
-    alone = plan.inputs is not None
-    if names_devices(request) or not alone:
+    complete = plan.inputs is not None
+    if names_devices(request) or not complete:
         if not names_devices(request):
             raise ValueError(
                 f"'{request.plan}' carries no device, link and cost entries (an older llmpq made "
@@ -70,7 +70,7 @@ def _check(request: CheckRequest) -> None:
         )
     elif request.model or request.model_name or request.model_size:
         model_of_plan(request, plan)
-    times = check_alone(plan) if alone else None
+    times = check_alone(plan) if complete else None
     sys.stdout.write(f"{request.plan}: {len(plan.stages)} stages, complete, fits\n")
     if times is not None:
         sys.stdout.write(

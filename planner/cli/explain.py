@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from llmpq.planner.evaluate.fits import spare_bytes
-from llmpq.planner.evaluate.pipeline_time import stage_times, value
+from llmpq.planner.evaluate.objective import stage_times, value
 from llmpq.planner.problem.outcome import Assignment, Outcome, Unfinished
 from llmpq.planner.problem.problem import Problem
-from llmpq.planner.solving.isolated import solve_isolated
-from llmpq.planner.solving.methods import How
+from llmpq.planner.solving.methods import SolveOptions
+from llmpq.planner.solving.worker import plan_in_child
 from llmpq.units import format_size
 
 
@@ -94,9 +94,9 @@ def cost_error_study(
 ) -> list[Regret]:
     """Re-plan with each device kind slower and faster by `error`; compare with this plan.
 
-    Under a budget of the sum of omega, plans are compared by their time alone.
+    Under a budget of the sum of omega, plans are compared by their time only.
     """
-    how = How(method="exact", time_limit_s=time_limit_s, gap=1e-3, budget=budget)
+    options = SolveOptions(time_limit_s=time_limit_s, gap=1e-3, budget=budget)
     p = p if budget is None else p.with_changes(theta=0.0)
     found = []
     for kind in sorted({d.profile_kind for d in p.cluster.devices}):
@@ -104,7 +104,7 @@ def cost_error_study(
             scale = {**p.costs.scale, kind: p.costs.scale.get(kind, 1.0) * factor}
             changed = p.with_changes(costs=replace(p.costs, scale=scale))
             try:
-                best = solve_isolated(changed, how)
+                best = plan_in_child(changed, options).outcome
             except Unfinished:  # says nothing of this plan
                 continue
             kept = value(changed, outcome.assignment)

@@ -29,7 +29,7 @@ def bits_text(stage: StagePlan) -> str:
 
 
 def rounding_text(plan: Plan, stage: StagePlan) -> str:
-    """Return what a CPU stage's weights of few bits meet, where it is not the usual."""
+    """Return the precision of a CPU's activations, where it is not the usual one."""
     rounds = stage.is_cpu and plan.quantization.cpu_activations == "int8"
     few_bits = any(p.weight_bits < p.activation_bits for p in stage.precisions)
     return ", int8 activations" if rounds and few_bits else ""

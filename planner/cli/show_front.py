@@ -12,17 +12,18 @@ from pathlib import Path
 
 from llmpq.file_form import check_writable
 from llmpq.plan import Plan
-from llmpq.planner.answer import Wish, checked_plan
+from llmpq.planner.answer import checked_plan
 from llmpq.planner.cli.arguments import DEFAULT_POINTS
 from llmpq.planner.cli.show_plan import open_console, say
-from llmpq.planner.evaluate.step_by_step import told_time
+from llmpq.planner.evaluate.step_by_step import reported_time
 from llmpq.planner.front.front import FrontPoint
 from llmpq.planner.front.preference import WEIGHTS
 from llmpq.planner.problem.outcome import Infeasible, Unfinished
 from llmpq.planner.problem.problem import Problem
 from llmpq.planner.problem.requests import PlanRequest
-from llmpq.planner.refusal import NothingFitsError, too_big
-from llmpq.planner.solving.isolated import front_isolated
+from llmpq.planner.solving.methods import SolveOptions
+from llmpq.planner.solving.plan_search import nothing_fits, variants_with_room
+from llmpq.planner.solving.worker import front_in_child
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,18 +37,20 @@ class ListedFront:
     complete: bool
 
 
-def show_front(request: PlanRequest, problem: Problem, wish: Wish, path: str | None) -> None:
+def show_front(
+    request: PlanRequest, problem: Problem, options: SolveOptions, path: str | None
+) -> None:
     """Write the plans of the front to `-o`, print the table (or all of it as JSON)."""
-    if wish.method != "exact":
-        raise ValueError(f"--pareto is for --method exact, not {wish.method}")
-    if wish.budget is not None:
+    if options.method != "exact":
+        raise ValueError(f"--pareto is for --method exact, not {options.method}")
+    if options.budget is not None:
         raise ValueError("--pareto lists every budget; leave --quality-budget out")
     points = DEFAULT_POINTS if request.pareto_points is None else request.pareto_points
     if points < 2:
         raise ValueError(f"--pareto-points must be at least 2, got {points}")
     if request.output:
         check_writable(request.output)
-    front = list_front(problem, wish, path, points)
+    front = list_front(problem, options, path, points)
     text = json.dumps(_content(front), indent=1) + "\n"
     if request.output:
         Path(request.output).write_text(text)
@@ -66,20 +69,19 @@ def show_front(request: PlanRequest, problem: Problem, wish: Wish, path: str | N
         say(console, f"wrote {request.output}: {len(front.plans)} plans")
 
 
-def list_front(problem: Problem, wish: Wish, path: str | None, points: int) -> ListedFront:
-    """Return the plans of the fronts of every KV precision that buy something, fastest first."""
+def list_front(
+    problem: Problem, options: SolveOptions, path: str | None, points: int
+) -> ListedFront:
+    """Return the plans that buy something of the fronts over KV precisions and prefill chunks."""
     found: list[tuple[FrontPoint, Problem]] = []
     width, complete = 0.0, True
     unfinished: Unfinished | None = None
-    deadline = time.perf_counter() + wish.time_limit_s
-    for number, kv in enumerate(wish.kvs):
-        work = problem.workload.model_copy(update={"kv": kv})
-        priced = problem.with_changes(workload=work, theta=0.0)
-        if too_big(priced):
-            continue
-        left = max(0.0, deadline - time.perf_counter()) / (len(wish.kvs) - number)
+    deadline = time.perf_counter() + options.time_limit_s
+    variants = variants_with_room(problem.with_changes(theta=0.0), options)
+    for number, priced in enumerate(variants):
+        left = max(0.0, deadline - time.perf_counter()) / (len(variants) - number)
         try:
-            front = front_isolated(priced, points=points, time_limit_s=left)
+            front = front_in_child(priced, points=points, time_limit_s=left)
         except Unfinished as error:
             unfinished, width, complete = error, math.inf, False
             continue
@@ -90,9 +92,11 @@ def list_front(problem: Problem, wish: Wish, path: str | None, points: int) -> L
     if not found and unfinished is not None:
         raise unfinished
     if not found:
-        raise NothingFitsError(problem, wish.kvs)
+        raise nothing_fits(problem, options)
     rows = [
-        FrontRow(time_s=told_time(p, q.outcome.assignment).total_s, omega=q.omega, number=number)
+        FrontRow(
+            time_s=reported_time(p, q.outcome.assignment).total_s, omega=q.omega, number=number
+        )
         for number, (q, p) in enumerate(found)
     ]
     kept = worth_listing(rows, problem.sensitivity.four_bit_omega())
@@ -120,7 +124,7 @@ def worth_listing(rows: Sequence[FrontRow], unit: float) -> list[FrontRow]:
 
     A row buys nothing where even `--prefer quality` would rather have the faster one before it, or
     `--prefer speed` the slower one behind it. `unit`: the loss of 4 bits everywhere; 0 leaves out
-    the dominated ones alone.
+    only the dominated ones.
     """
     kept: list[FrontRow] = []
     for row in sorted(rows, key=lambda row: (row.time_s, row.omega)):

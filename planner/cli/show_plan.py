@@ -9,18 +9,18 @@ from typing import TYPE_CHECKING, get_args
 from llmpq.errors import DoesNotFitError
 from llmpq.file_form import check_writable
 from llmpq.plan import Plan
-from llmpq.planner.answer import Answer, Wish, answer, read_wish, solved, with_room
+from llmpq.planner.answer import Answer, answer, solve_options, solved
 from llmpq.planner.cli.alternatives import bits_lines, engines_line, left_out_lines
 from llmpq.planner.cli.arguments import read_flag
 from llmpq.planner.cli.method_row import MethodRow
-from llmpq.planner.evaluate.step_by_step import told_time
+from llmpq.planner.evaluate.step_by_step import reported_time
 from llmpq.planner.problem.make_problem import make_problem
 from llmpq.planner.problem.outcome import Infeasible, Unfinished
 from llmpq.planner.problem.problem import Problem
 from llmpq.planner.problem.requests import PlanRequest
 from llmpq.planner.problem.stored_precisions import stored_line
-from llmpq.planner.refusal import NothingFitsError
-from llmpq.planner.solving.methods import PLANNERS
+from llmpq.planner.solving.methods import PLANNERS, SolveOptions
+from llmpq.planner.solving.plan_search import nothing_fits, variants_with_room
 from llmpq.precision import Precision, bits_of
 from llmpq.speculation import SpeculationMode
 
@@ -37,7 +37,7 @@ class PlanJob:
     """A request, checked: what to solve, how, and what to tell the user beside it."""
 
     problem: Problem
-    wish: Wish
+    options: SolveOptions
     path: str | None
     notes: list[str]
 
@@ -46,24 +46,28 @@ def read_job(request: PlanRequest) -> PlanJob:
     """Check a request and read its files; say which precisions a stored model keeps."""
     _check_mode(request.speculate)
     problem, path, notes = make_problem(request)
-    wish = read_wish(request, problem.cluster)
+    options = solve_options(request, problem.cluster)
     if problem.offered and request.bits is None:
         stored = [precisions[0] for precisions in problem.offered]
         sys.stderr.write(f"llmpq-algo: {stored_line(str(path), stored)}\n")
     if request.output == "":
         raise ValueError("--output is empty, expected a file's name; give one or leave it out")
-    return PlanJob(problem=problem, wish=wish, path=path, notes=notes)
+    return PlanJob(problem=problem, options=options, path=path, notes=notes)
 
 
 def make_and_show(request: PlanRequest, job: PlanJob) -> None:
     """Plan, check, write `-o`, and print."""
-    problem, wish, path, notes = job.problem, job.wish, job.path, job.notes
+    problem, options, path, notes = job.problem, job.options, job.path, job.notes
     if request.output:
         check_writable(request.output)
     changes = _changed(request, problem)
-    everything = wish.method == "all"
+    everything = options.method == "all"
     try:
-        best = _compare(request, problem, wish, path) if everything else answer(problem, wish, path)
+        best = (
+            _compare(request, problem, options, path)
+            if everything
+            else answer(problem, options, path)
+        )
     except DoesNotFitError:
         for line in _what_if(changes, None, path):
             say(open_console(), line)
@@ -82,10 +86,10 @@ def make_and_show(request: PlanRequest, job: PlanJob) -> None:
     from llmpq.planner.cli.report import print_plan
     from llmpq.planner.evaluate.step_by_step import step_note
 
-    beside = bits_lines(best, wish) + engines_line(best, request, wish)
+    beside = bits_lines(best, options) + engines_line(best, request, options)
     print_plan(console, best.plan, seconds=best.outcome.seconds, alternatives=beside)
     if request.explain:
-        _explain(console, best, wish)
+        _explain(console, best, options)
     for line in _what_if(changes, best, path):
         say(console, line)
     own = [best.outcome.note, step_note(best.problem, best.outcome.assignment)]
@@ -95,7 +99,7 @@ def make_and_show(request: PlanRequest, job: PlanJob) -> None:
         say(console, f"wrote {request.output}")
 
 
-def _changed(request: PlanRequest, problem: Problem) -> list[tuple[str, Problem, Wish]]:
+def _changed(request: PlanRequest, problem: Problem) -> list[tuple[str, Problem, SolveOptions]]:
     """Return the job after every `--what-if`; refuse a change that cannot be."""
     from llmpq.planner.cli.what_if import changed_devices, changed_request
 
@@ -107,7 +111,7 @@ def _changed(request: PlanRequest, problem: Problem) -> list[tuple[str, Problem,
         else:
             changed = changed_request(request, change, read_flag)
             other, _, _ = make_problem(changed)
-        found.append((change, other, read_wish(changed, other.cluster)))
+        found.append((change, other, solve_options(changed, other.cluster)))
     return found
 
 
@@ -117,12 +121,12 @@ def _check_mode(speculate: str | None) -> None:
         raise ValueError(f"--speculate {speculate}: expected one of {', '.join(modes)}")
 
 
-def _drafting(plan: Plan, problem: Problem, wish: str) -> Plan:
+def _drafting(plan: Plan, problem: Problem, options: str) -> Plan:
     from llmpq.planner.evaluate.add_drafts import with_speculation
 
     costs = problem.costs.estimate
     costs = costs if problem.costs.profile is None else costs.merged(problem.costs.profile)
-    return with_speculation(plan, problem.spec, problem.cluster, costs, wish)
+    return with_speculation(plan, problem.spec, problem.cluster, costs, options)
 
 
 def say(console: Console, line: str) -> None:
@@ -137,31 +141,33 @@ def open_console() -> Console:
     return Console(width=None if sys.stdout.isatty() else 160)
 
 
-def _compare(request: PlanRequest, problem: Problem, wish: Wish, path: str | None) -> Answer:
+def _compare(
+    request: PlanRequest, problem: Problem, options: SolveOptions, path: str | None
+) -> Answer:
     """Solve with every method, print them side by side, return the best.
 
     After a preference all of them minimise time + theta omega at the exact method's theta.
     """
     answers: dict[str, Answer | str] = {}
     unfinished: Unfinished | None = None
-    may_fit = bool(with_room(problem, wish))
+    may_fit = bool(variants_with_room(problem, options))
     for method in PLANNERS:
         try:
-            answers[method] = found = answer(problem, replace(wish, method=method), path)
+            answers[method] = found = answer(problem, replace(options, method=method), path)
         except Unfinished as error:
             unfinished = error
             answers[method] = "no plan in time"
         except DoesNotFitError:
             answers[method] = "found no plan" if may_fit else "does not fit"
         else:
-            if wish.prefer is not None:
+            if options.prefer is not None:
                 problem = problem.with_changes(theta=found.problem.theta)
-                wish = replace(wish, prefer=None)
+                options = replace(options, prefer=None)
     made = {method: a for method, a in answers.items() if isinstance(a, Answer)}
     if not made and unfinished is not None:
         raise unfinished
     if not made:
-        raise NothingFitsError(problem, wish.kvs, budget=wish.budget)
+        raise nothing_fits(problem, options)
     if not request.json:
         from llmpq.planner.cli.report import comparison_table
 
@@ -169,16 +175,16 @@ def _compare(request: PlanRequest, problem: Problem, wish: Wish, path: str | Non
             a if isinstance(a, str) else _row(a.plan, a.outcome.seconds) for a in answers.values()
         ]
         named = dict(zip(answers, rows, strict=True))
-        named |= _offloading(problem, wish)
+        named |= _offloading(problem, options)
         exact = made.get("exact")
         reference = None if exact is None else _row(exact.plan, exact.outcome.seconds)
         seen: dict[str, MethodRow] = {}
         for name, row in named.items():
             if isinstance(row, MethodRow):
                 loss = f"{row.omega:.9g}"
-                seen[loss] = seen.get(loss) or _beside_exact(row, reference, problem, wish)
+                seen[loss] = seen.get(loss) or _beside_exact(row, reference, problem, options)
                 named[name] = replace(row, exact_s=seen[loss].exact_s)
-        open_console().print(comparison_table(named, budget=wish.budget))
+        open_console().print(comparison_table(named, budget=options.budget))
     return min(made.values(), key=lambda a: a.outcome.value)
 
 
@@ -194,12 +200,12 @@ def _row(plan: Plan, seconds: float) -> MethodRow:
     )
 
 
-def _offloading(problem: Problem, wish: Wish) -> dict[str, MethodRow | str]:
+def _offloading(problem: Problem, options: SolveOptions) -> dict[str, MethodRow | str]:
     """Return the row of what FlexGen would take; none where no precision is one of all layers."""
-    from llmpq.planner.solving.isolated import offload_isolated
+    from llmpq.planner.solving.worker import offload_in_child
 
     try:
-        found = offload_isolated(problem, wish.budget)
+        found = offload_in_child(problem, options.budget)
     except Infeasible:
         return {}
     work = problem.workload
@@ -213,42 +219,42 @@ def _offloading(problem: Problem, wish: Wish) -> dict[str, MethodRow | str]:
 
 
 def _beside_exact(
-    row: MethodRow, exact: MethodRow | None, problem: Problem, wish: Wish
+    row: MethodRow, exact: MethodRow | None, problem: Problem, options: SolveOptions
 ) -> MethodRow:
     """Return a row with the time of the exact method at no more loss: within a budget, its plan's.
 
     Without a budget methods lose more or less than the exact one's plan: it is then solved again,
     within what this method's plan loses.
     """
-    if exact is not None and (wish.budget is not None or row.omega == exact.omega):
+    if exact is not None and (options.budget is not None or row.omega == exact.omega):
         return replace(row, exact_s=exact.time_s)
     how = replace(
-        wish,
+        options,
         method="exact",
         budget=row.omega,
-        gap=max(wish.gap, COMPARED_GAP),
-        time_limit_s=min(wish.time_limit_s, COMPARED_S),
+        gap=max(options.gap, COMPARED_GAP),
+        time_limit_s=min(options.time_limit_s, COMPARED_S),
     )
     try:
         priced, outcome = solved(problem, how)
     except DoesNotFitError:
         return row
-    return replace(row, exact_s=told_time(priced, outcome.assignment).total_s)
+    return replace(row, exact_s=reported_time(priced, outcome.assignment).total_s)
 
 
-def _explain(console: Console, best: Answer, wish: Wish) -> None:
+def _explain(console: Console, best: Answer, options: SolveOptions) -> None:
     from llmpq.planner.cli.explain import cost_error_study, explain_plan, regret_lines
 
     names = [stage.device for stage in best.plan.stages]
     lines = explain_plan(best.problem, best.outcome.assignment, names)
-    lines += left_out_lines(best, wish)
-    lines += regret_lines(cost_error_study(best.problem, best.outcome, budget=wish.budget))
+    lines += left_out_lines(best, options)
+    lines += regret_lines(cost_error_study(best.problem, best.outcome, budget=options.budget))
     for line in lines:
         say(console, f"- {line}")
 
 
 def _what_if(
-    changes: list[tuple[str, Problem, Wish]], best: Answer | None, path: str | None
+    changes: list[tuple[str, Problem, SolveOptions]], best: Answer | None, path: str | None
 ) -> list[str]:
     """Return what each change would do, planned by the same method: of all, by the best one.
 
@@ -257,11 +263,11 @@ def _what_if(
     from llmpq.planner.cli.what_if import compared, made_possible
 
     lines = []
-    for change, problem, wish in changes:
-        if wish.method == "all":
-            wish = replace(wish, method="exact" if best is None else best.outcome.method)
+    for change, problem, options in changes:
+        if options.method == "all":
+            options = replace(options, method="exact" if best is None else best.outcome.method)
         try:
-            other = answer(problem, wish, path).plan
+            other = answer(problem, options, path).plan
         except DoesNotFitError as error:
             lines.append(f"what if {change}: {error}")
             continue

@@ -25,9 +25,9 @@ from llmpq.precision import bits_of
 from llmpq.units import parse_size
 
 CHANGEABLE = {
-    "global_bz": limits.MAX_BATCH,
-    "s": limits.MAX_TOKENS,
-    "n": limits.MAX_TOKENS,
+    "batch": limits.MAX_BATCH,
+    "prompt_len": limits.MAX_TOKENS,
+    "gen_len": limits.MAX_TOKENS,
     "dtype": None,
     "prefer": None,
     "theta": None,
@@ -75,7 +75,7 @@ def changed_request(
     if name in INSTEAD:
         request = replace(request, prefer=None, theta=None, quality_budget=None)
     changed = replace(request, **{name: value})  # type: ignore[arg-type]
-    batch = changed.global_bz
+    batch = changed.batch
     return replace(
         changed,
         prefill_microbatch=_within(changed.prefill_microbatch, batch),

@@ -5,7 +5,7 @@ products' affair: their times on an H200 at N x K of Llama-3.1-8B, as medians of
 (d2231297:benchmarks/table_products_gpu.py, docs/lab-book/kernels.md), decode of 1 to 32 rows,
 prompts of 512 rows and more. All of a layer but its attention is priced so, its launches too: near
 the truth where it matters. CPUs take all forms alike. Prompts that are quicker than integers in
-groups of 128 are so on Hopper alone, whose kernel reads the codes; others make numbers of them.
+groups of 128 are so on Hopper only, whose kernel reads the codes; others dequantise them.
 """
 
 from __future__ import annotations

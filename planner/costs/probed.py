@@ -1,11 +1,11 @@
-"""Costs of a CPU that nobody has profiled, from probed rates (llmpq/devices/cpu_rates.py).
+"""Costs of a CPU that is not profiled, from probed rates (llmpq/devices/cpu_rates.py).
 
 Per decoder layer, r rows through its matrices (v*s in a prefill, v in a decode step), w weights:
 
     floor + w * seconds_per_weight(bits, r) + KV bytes / bandwidth, or attention's flops / rate
 
 A layer with E experts of which each token takes k reads those that its rows are expected to hit;
-each meets its share of the rows. Entries are marked `source: estimated`: a profile replaces them.
+each gets its share of the rows. Entries are marked `source: estimated`: a profile replaces them.
 """
 
 from __future__ import annotations
@@ -145,7 +145,7 @@ class _Costs:
         return self._entry(Phase.DECODE, Regime(terms=terms, curve=self._curve()), kv)
 
     def head(self) -> list[LatencyEntry]:
-        """Return the head in both phases: it meets a row of each request."""
+        """Return the head in both phases: it multiplies one row of each request."""
         weights = self.spec.vocab * self.spec.hidden
         (_, one), (rows, many) = self.product.per_weight[0], self.product.per_weight[-1]
         regimes = (
@@ -220,5 +220,5 @@ def _rate(rates: CpuRates, precision: Precision, quantization: Quantization) -> 
     bits = precision.weight_bits
     found = rates.product(bits, quantization.cpu_activations)
     if found is None:
-        raise ValueError(f"the kept rates of this CPU lack {bits} bits; measure with --probe-cpu")
+        raise ValueError(f"the cached rates of this CPU lack {bits} bits; measure with --probe-cpu")
     return found

@@ -1,4 +1,4 @@
-"""Estimated costs of a device nobody has profiled, from its peak rates in `gpus.yaml`.
+"""Estimated costs of a device that is not profiled, from its peak rates in `gpus.yaml`.
 
 Knows nothing of the runtime's kernels. Every entry is marked `source: estimated`; a profile of the
 same key replaces it. Per decoder layer, with v requests of s (or one) new tokens:
@@ -57,7 +57,7 @@ def estimate_costs(
     kvs: Sequence[KVPrecision] = (KVPrecision.KV16,),
     quantization: Quantization,
 ) -> CostModel:
-    """Return a cost model of every device kind, from specifications alone."""
+    """Return a cost model of every device kind, from specifications only."""
     entries: list[LatencyEntry] = []
     seen: set[str] = set()
     for device in devices:

@@ -122,8 +122,8 @@ def _weights(p: Problem, layers: Iterable[int]) -> NDArray[np.int64]:
 def _smaller_layers(p: Problem, room: int, sort: int) -> int:
     """Return by how much a first stage's layers take less than as many of the largest kind.
 
-    Its first layers are dense: as many as the model begins with, or as fit alone if those are
-    fewer. A stage of fewer than that fits, too, whatever it counts for.
+    Its first layers are dense: as many as the model begins with, or as fit by themselves if those
+    are fewer. A stage of fewer than that fits, too, whatever it counts for.
     """
     dense = [layer for place, layer in enumerate(p.spec.dense_layers) if place == layer]
     if not dense or room <= 0:
@@ -132,8 +132,8 @@ def _smaller_layers(p: Problem, room: int, sort: int) -> int:
     own = _weights(p, dense).max(axis=0)
     whole = layer_bytes(p)
     largest = _weights(p, range(p.spec.num_layers)).max(axis=0)
-    alone = whole - largest + own
-    count = min(len(dense), room // int(alone[allowed].max()))
+    by_themselves = whole - largest + own
+    count = min(len(dense), room // int(by_themselves[allowed].max()))
     return count * int((largest - own)[allowed].min())
 
 

@@ -29,7 +29,7 @@ from llmpq.units import format_size
 
 
 def with_speculation(
-    plan: Plan, spec: ModelSpec, cluster: Cluster, costs: CostModel, wish: str
+    plan: Plan, spec: ModelSpec, cluster: Cluster, costs: CostModel, asked: str
 ) -> Plan:
     """Return the plan with drafts of a mode, or with `auto` of the one that gains most, if any.
 
@@ -37,7 +37,7 @@ def with_speculation(
     of this plan cheaper or is predicted to slow it down.
     """
     lacking = lacking_sentence(spec, ["drafts"], max_len=plan.workload.max_len)
-    if lacking is not None and wish == "auto":
+    if lacking is not None and asked == "auto":
         return plan
     if lacking is not None:
         raise ValueError(lacking)
@@ -58,12 +58,12 @@ def with_speculation(
             ],
         )
 
-    if wish == "auto":
+    if asked == "auto":
         found = {mode: best(mode) for mode in usable}
         most = max(usable, key=lambda mode: found[mode][1])
         return plan if found[most][0] == 0 else _added(plan, spec, most, *found[most])
     for mode in usable:
-        if mode == wish:
+        if mode == asked:
             short = shortfall(plan, spec, cluster, mode, 1)
             if short is not None:
                 raise DoesNotFitError(f"drafts of {mode} do not fit: {short}; choose another mode")
@@ -75,8 +75,8 @@ def with_speculation(
                 )
             return _added(plan, spec, mode, gamma, speedup)
     raise ValueError(
-        f"--speculate {wish}: this plan can use auto, {', '.join(usable)}; other modes need layers "
-        "it does not have, or whose codes drafts cannot read at less cost"
+        f"--speculate {asked}: this plan can use auto, {', '.join(usable)}; other modes need "
+        "layers it does not have, or whose codes drafts cannot read at less cost"
     )
 
 

@@ -1,7 +1,7 @@
 """How long a plan takes step by step: what the closed form of the search leaves out.
 
 The search takes a stage's mean time over all tokens, and a smaller last micro-batch where it counts
-most (pipeline_time.py). Here every token has the slowest stage of its own cache length - a mean of
+most (objective.py). Here every token has the slowest stage of its own cache length - a mean of
 the slowest is not below the slowest mean - and the last micro-batch its true size everywhere.
 
     prefill  every chunk of every micro-batch through the stages, first come first served
@@ -16,8 +16,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from llmpq.planner.costs.links import Floats
-from llmpq.planner.evaluate.pipeline_time import PhaseTimes, job_time
-from llmpq.planner.evaluate.replay import decode_ring, prefill_rings
+from llmpq.planner.evaluate.objective import PhaseTimes, job_time
+from llmpq.planner.evaluate.simulator import decode_ring, prefill_rings
 from llmpq.planner.problem.microbatch import sizes_of
 from llmpq.planner.problem.outcome import Assignment
 from llmpq.planner.problem.problem import Problem
@@ -43,7 +43,7 @@ def step_by_step_time(p: Problem, a: Assignment) -> PhaseTimes:
     return PhaseTimes(prefill_s=prefill, decode_s=float(periods.sum()) + drained)
 
 
-def told_time(p: Problem, a: Assignment) -> PhaseTimes:
+def reported_time(p: Problem, a: Assignment) -> PhaseTimes:
     """Return what a plan predicts: the closed form, or where that is not true what is."""
     predicted, stepwise = job_time(p, a), step_by_step_time(p, a)
     far = abs(stepwise.total_s - predicted.total_s) > TOLD * predicted.total_s
@@ -52,17 +52,17 @@ def told_time(p: Problem, a: Assignment) -> PhaseTimes:
 
 def step_note(p: Problem, a: Assignment) -> str:
     """Return what a plan says where it predicts another time than the search's, or nothing."""
-    predicted, told = job_time(p, a).total_s, told_time(p, a).total_s
-    if told == predicted:
+    closed, reported = job_time(p, a).total_s, reported_time(p, a).total_s
+    if reported == closed:
         return ""
-    above = told > predicted
+    above = reported > closed
     why = (
         "which stage is the slowest changes as the cache grows"
         if above
         else "the last micro-batch or chunk is smaller"
     )
     return (
-        f"the time is predicted step by step, {abs(told / predicted - 1):.1%} "
+        f"the time is predicted step by step, {abs(reported / closed - 1):.1%} "
         f"{'more' if above else 'less'} than the search counts: {why}"
     )
 

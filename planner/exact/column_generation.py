@@ -20,19 +20,80 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llmpq.planner.costs.stage_memory import MIXED, choices_of, sort_of
-from llmpq.planner.exact.bounds.columns import priced
-from llmpq.planner.exact.bounds.completion import Completion
-from llmpq.planner.exact.bounds.stages import (
+from llmpq.planner.exact.bounds.columns import (
     column_costs,
     ends_costs,
     layer_costs,
+    priced,
     priced_layers,
     priced_times,
 )
-from llmpq.planner.exact.dominance import undominated
+from llmpq.planner.exact.bounds.completion import Completion
 from llmpq.planner.problem.problem import Floats
 
-MAX_LIVE = 150_000
+BLOCK = 256
+"""Rows compared at a time."""
+FEW = 64
+"""Rows that many others are compared with first."""
+MANY = 1500
+"""Rows of which not every pair is compared any more."""
+
+
+def undominated(worse: Floats) -> NDArray[np.int64]:
+    """Return rows of which no other row is at least as small in every column; of equals one.
+
+    Of very many rows only those are left out that a few small ones are as good as.
+    """
+    rows = np.arange(len(worse))
+    if len(rows) > BLOCK:
+        rows = rows[~_covered_by_few(worse)]
+    return rows if len(rows) > MANY else rows[_compared(worse[rows])]
+
+
+def _covered_by_few(worse: Floats) -> NDArray[np.bool_]:
+    """[n] whether a row is no better anywhere, and worse somewhere, than one of the smallest."""
+    span = np.ptp(worse, axis=0)
+    size = (worse / np.where(span > 0, span, 1.0)).sum(axis=1)
+    few = worse[np.argpartition(size, FEW)[:FEW]]
+    found = np.zeros(len(worse), dtype=bool)
+    for row in few:
+        found |= (row <= worse).all(axis=1) & (row < worse).any(axis=1)
+    return found
+
+
+def _compared(worse: Floats) -> NDArray[np.int64]:
+    """Return the undominated rows, every pair compared."""
+    order = np.lexsort(worse.T[::-1])
+    kept = np.empty((0, worse.shape[1]))
+    rows: list[NDArray[np.int64]] = []
+    for start in range(0, len(order), BLOCK):
+        part = worse[order[start : start + BLOCK]]
+        index = np.flatnonzero(~_covered(part, kept))
+        part = part[index]
+        below = _at_most(part, part)
+        # Sorted: what covers a row comes before it, or is its equal.
+        inner = ~np.any(np.tril(below, -1), axis=1)
+        index, part = index[inner], part[inner]
+        kept = np.concatenate([kept, part])
+        rows.append(order[start + index])
+    return np.concatenate(rows) if rows else np.zeros(0, dtype=np.int64)
+
+
+def _covered(part: Floats, by: Floats) -> NDArray[np.bool_]:
+    """[n] whether some row of `by` is at most each row of `part` in every column."""
+    found = np.zeros(len(part), dtype=bool)
+    for low in range(0, len(by), 4096):
+        chunk = by[low : low + 4096]
+        found |= _at_most(part, chunk).any(axis=1)
+    return found
+
+
+def _at_most(part: Floats, by: Floats) -> NDArray[np.bool_]:
+    """[n, m] whether each row of `by` is at most each row of `part` in every column."""
+    return np.asarray((by[None] <= part[:, None]).all(axis=2))
+
+
+MAX_COLUMNS = 150_000
 """Vectors of a class at one length, or of all that can be used; beyond it a part is split."""
 
 
@@ -40,18 +101,18 @@ WORTH_COMPARING = 32
 """Vectors from which on it is worth looking for those that others are as good as."""
 
 
-class TooMany(Exception):
+class ColumnLimitReached(Exception):
     """More vectors are wanted than can be looked at."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Live:
+class UsableColumns:
     """Ways to fill the stages of one class from one start, ends of the model included."""
 
     layers: NDArray[np.int64]
     """[K] m."""
     vector: NDArray[np.int64]
-    """[K] row of `LiveColumns.vectors`."""
+    """[K] row of `ColumnPool.vectors`."""
     tp: Floats
     td: Floats
     held_p: Floats
@@ -61,9 +122,9 @@ class Live:
     cost: Floats
     """[K] priced, as `Completion.stage` is."""
 
-    def pick(self, rows: NDArray[np.int64] | NDArray[np.bool_]) -> Live:
+    def pick(self, rows: NDArray[np.int64] | NDArray[np.bool_]) -> UsableColumns:
         """Return some of them."""
-        return Live(
+        return UsableColumns(
             layers=self.layers[rows],
             vector=self.vector[rows],
             tp=self.tp[rows],
@@ -76,16 +137,16 @@ class Live:
 
 
 @dataclass(frozen=True, kw_only=True)
-class LiveColumns:
+class ColumnPool:
     """Everything that a plan below a value can use, by class and start."""
 
     vectors: NDArray[np.int64]
     """[V, B] counts."""
-    by_start: dict[tuple[int, int], Live]
+    by_start: dict[tuple[int, int], UsableColumns]
 
 
-def live_columns(bound: Completion, below: float, late: Callable[[], bool]) -> LiveColumns:
-    """Return the ways to fill stages that plans with F < below can use; `TooMany` if too many."""
+def generate_columns(bound: Completion, below: float, late: Callable[[], bool]) -> ColumnPool:
+    """Return the ways to fill stages that plans with F < below can use."""
     reach = np.full(bound.stage.shape, -np.inf)
     layers = bound.p.num_layers
     # A value that is infinite leaves whatever can be part of a plan.
@@ -99,8 +160,8 @@ def live_columns(bound: Completion, below: float, late: Callable[[], bool]) -> L
         if (reach[c] > -np.inf).any():
             ways = _from_table if bound.columns is not None else _grown
             made += ways(bound, c, reach[c], late)
-        if late() or sum(len(part.start) for part in made) > MAX_LIVE:
-            raise TooMany
+        if late() or sum(len(part.start) for part in made) > MAX_COLUMNS:
+            raise ColumnLimitReached
     return _by_start(bound, made, late)
 
 
@@ -115,11 +176,11 @@ class _Made:
     omega: Floats
 
 
-def _by_start(bound: Completion, made: list[_Made], late: Callable[[], bool]) -> LiveColumns:
+def _by_start(bound: Completion, made: list[_Made], late: Callable[[], bool]) -> ColumnPool:
     """Number the vectors; add times and ends; sort by class and start."""
     choices = len(bound.p.choices)
     if not made:
-        return LiveColumns(vectors=np.zeros((0, choices), dtype=np.int64), by_start={})
+        return ColumnPool(vectors=np.zeros((0, choices), dtype=np.int64), by_start={})
     x, layers = bound.form.numbers, bound.p.num_layers
     sizes = [len(part.start) for part in made]
     c = np.repeat([part.c for part in made], sizes)
@@ -139,7 +200,7 @@ def _by_start(bound: Completion, made: list[_Made], late: Callable[[], bool]) ->
     )
     by = bound.weights
     cost = tp + by.prefill[c] * held_p + by.every_decode * td + by.decode[c] * held_d
-    live = Live(
+    live = UsableColumns(
         layers=m,
         vector=np.arange(len(m)),
         tp=tp,
@@ -149,18 +210,18 @@ def _by_start(bound: Completion, made: list[_Made], late: Callable[[], bool]) ->
         omega=omega,
         cost=cost + bound.p.theta * omega,
     )
-    by_start: dict[tuple[int, int], Live] = {}
+    by_start: dict[tuple[int, int], UsableColumns] = {}
     order = np.lexsort((m, start, c))
     key = c * (layers + 1) + start
     for rows in np.split(order, np.flatnonzero(np.diff(key[order])) + 1):
         if late():
-            raise TooMany
+            raise ColumnLimitReached
         where = int(c[rows[0]]), int(start[rows[0]])
         by_start[where] = live.pick(rows)
-    return LiveColumns(vectors=vectors, by_start=by_start)
+    return ColumnPool(vectors=vectors, by_start=by_start)
 
 
-def useful(live: Live) -> Live:
+def useful(live: UsableColumns) -> UsableColumns:
     """Leave out what another of the same length is as good as in time and omega."""
     if len(live.layers) < WORTH_COMPARING:
         return live
@@ -187,7 +248,7 @@ def _from_table(bound: Completion, c: int, reach: Floats, late: Callable[[], boo
         if not len(wanted):
             continue
         if late():
-            raise TooMany
+            raise ColumnLimitReached
         base = column_costs(bound.form, bound.weights, bound.box, columns.counts[m], c)
         for a in wanted:
             first, last = int(a == 0), int(a + m == p.num_layers)
@@ -231,12 +292,12 @@ def _grown(bound: Completion, c: int, reach: Floats, late: Callable[[], bool]) -
     )
     for m in range(1, longest + 1):
         if late():
-            raise TooMany
+            raise ColumnLimitReached
         grown = _longer(bound, grown, m, limit)
         if not len(grown.start):
             break
-        if len(grown.start) > MAX_LIVE:
-            raise TooMany
+        if len(grown.start) > MAX_COLUMNS:
+            raise ColumnLimitReached
         end = grown.start + m
         first, last = (grown.start == 0).astype(int), (end == layers).astype(int)
         sizes = grown.counts @ p.all_layer_bytes[0]

@@ -23,13 +23,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from llmpq.planner.evaluate.objective import weighed
 from llmpq.planner.exact.bounds.columns import assigned
 from llmpq.planner.exact.bounds.completion import Completion
 from llmpq.planner.exact.column_generation import (
     WORTH_COMPARING,
-    Live,
-    TooMany,
-    live_columns,
+    ColumnLimitReached,
+    UsableColumns,
+    generate_columns,
     useful,
 )
 from llmpq.planner.problem.outcome import Assignment, Stage
@@ -51,16 +52,14 @@ class SearchLimits:
     max_labels: int = 3_000_000
     max_work: float = math.inf
     """Label-column pairs to look at."""
-    beam: int | None = None
-    """Keep only this many labels a cell: a quick good plan, no proof."""
 
 
-class GaveUp(Exception):
+class LimitReached(Exception):
     """The pair needs more labels or time than allowed."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Bucket:
+class Labels:
     """Labels of one state at one boundary."""
 
     p: Floats
@@ -72,9 +71,9 @@ class Bucket:
     stage: np.ndarray
     """[n, 4] class, start, layers, count vector of the last stage."""
 
-    def pick(self, rows: np.ndarray) -> Bucket:
+    def pick(self, rows: np.ndarray) -> Labels:
         """Return some of the labels."""
-        return Bucket(
+        return Labels(
             p=self.p[rows],
             d=self.d[rows],
             s=self.s[rows],
@@ -85,8 +84,8 @@ class Bucket:
         )
 
 
-def _join(buckets: Sequence[Bucket]) -> Bucket:
-    return Bucket(
+def _join(buckets: Sequence[Labels]) -> Labels:
+    return Labels(
         p=np.concatenate([b.p for b in buckets]),
         d=np.concatenate([b.d for b in buckets]),
         s=np.concatenate([b.s for b in buckets]),
@@ -109,8 +108,8 @@ class LabelSearch:
     ) -> None:
         self.p, self.bounds, self.limits, self.budget = p, bounds, limits, budget
         self.form, self.space = bounds[0].form, bounds[0].space
-        self.cells: list[dict[Key, list[Bucket]]] = [{} for _ in range(p.num_layers)]
-        self.kept: list[Bucket] = []
+        self.cells: list[dict[Key, list[Labels]]] = [{} for _ in range(p.num_layers)]
+        self.settled: list[Labels] = []
         self.offsets: list[int] = [0]
         self.count = 0
         self.work = 0
@@ -122,10 +121,10 @@ class LabelSearch:
         if not min(bound.value for bound in self.bounds) < math.inf:
             return None
         try:
-            self.columns = live_columns(self.bounds[0], below, self._late)
-        except TooMany:
-            raise GaveUp from None
-        start = Bucket(
+            self.columns = generate_columns(self.bounds[0], below, self._late)
+        except ColumnLimitReached:
+            raise LimitReached from None
+        start = Labels(
             p=np.full(1, self.bounds[0].box.p_low),
             d=np.full(1, self.bounds[0].box.d_low),
             s=np.zeros(1),
@@ -136,11 +135,11 @@ class LabelSearch:
         )
         self._expand_all(0, {(-1, 0, -1): (start, 0)})
         for a in range(1, self.p.num_layers):
-            ready: dict[Key, tuple[Bucket, int]] = {}
+            ready: dict[Key, tuple[Labels, int]] = {}
             for key, buckets in sorted(self.cells[a].items()):
-                bucket = self._settle(_join(buckets), key, a)
+                bucket = self._prune(_join(buckets), key, a)
                 if len(bucket.p):
-                    ready[key] = (bucket, self._keep(bucket))
+                    ready[key] = (bucket, self._record(bucket))
             self.cells[a] = {}
             if ready:
                 self._expand_all(a, ready)
@@ -153,26 +152,23 @@ class LabelSearch:
     def _late(self) -> bool:
         return time.perf_counter() > self.limits.deadline
 
-    def _settle(self, bucket: Bucket, key: Key, a: int) -> Bucket:
+    def _prune(self, bucket: Labels, key: Key, a: int) -> Labels:
         """Drop labels that the best plan found since has made useless, and dominated ones."""
         lower = self._bound(bucket, key[1], key[2], a)
         live = np.flatnonzero(lower < self.below)
-        beam = self.limits.beam
-        if beam is not None and len(live) > beam:
-            live = live[np.argsort(lower[live], kind="stable")[:beam]]
         bucket = bucket.pick(live)
         return bucket.pick(self._undominated(bucket))
 
-    def _keep(self, bucket: Bucket) -> int:
+    def _record(self, bucket: Labels) -> int:
         offset = self.count
-        self.kept.append(bucket)
+        self.settled.append(bucket)
         self.count += len(bucket.p)
         self.offsets.append(self.count)
         if self.count > self.limits.max_labels or self._late():
-            raise GaveUp
+            raise LimitReached
         return offset
 
-    def _bound(self, b: Bucket, state: int, last: int, a: int) -> Floats:
+    def _bound(self, b: Labels, state: int, last: int, a: int) -> Floats:
         """Largest completion bound over the kappas."""
         lower = np.full(len(b.p), -np.inf)
         for bound in self.bounds:
@@ -183,10 +179,10 @@ class LabelSearch:
             np.maximum(lower, value, out=lower)
         return lower
 
-    def _expand_all(self, a: int, ready: dict[Key, tuple[Bucket, int]]) -> None:
+    def _expand_all(self, a: int, ready: dict[Key, tuple[Labels, int]]) -> None:
         """Extend every label at a boundary by one stage of every class."""
         if self._late():
-            raise GaveUp
+            raise LimitReached
         for c in range(len(self.p.classes)):
             columns = self.columns.by_start.get((c, a))
             reach = self._reach(c, ready) if columns is not None else None
@@ -202,7 +198,7 @@ class LabelSearch:
                 if after >= 0:
                     self._expand(a, c, key, after, bucket, offset, columns)
 
-    def _reach(self, c: int, ready: dict[Key, tuple[Bucket, int]]) -> Floats | None:
+    def _reach(self, c: int, ready: dict[Key, tuple[Labels, int]]) -> Floats | None:
         """[L+1] how much a stage of class c that ends there may cost, priced, over all labels."""
         bound = self.bounds[0]
         extra = bound.form.s_weight(bound.prices.kappa) - self.form.ws
@@ -228,9 +224,9 @@ class LabelSearch:
         c: int,
         key: Key,
         after: int,
-        bucket: Bucket,
+        bucket: Labels,
         offset: int,
-        columns: Live,
+        columns: UsableColumns,
     ) -> None:
         """Combine labels and columns; store what may still beat the best plan."""
         first, _, last = key
@@ -243,7 +239,7 @@ class LabelSearch:
         in_sums = 1.0 if form.hops_in_sums else 0.0
         self.work += len(bucket.p) * len(m) * len(self.bounds)
         if self.work > self.limits.max_work:
-            raise GaveUp
+            raise LimitReached
         chunk = max(1, 400_000 // len(m))
         for low in range(0, len(bucket.p), chunk):
             rows = slice(low, low + chunk)
@@ -262,7 +258,7 @@ class LabelSearch:
             label, which = np.nonzero(lower < self.below)
             if not len(label):
                 continue
-            made = Bucket(
+            made = Labels(
                 p=p[label, which],
                 d=d[label, which],
                 s=s[label, which],
@@ -279,9 +275,9 @@ class LabelSearch:
                     axis=1,
                 ),
             )
-            self._file(made, (first if first >= 0 else c, after, c), a + m[which], layers)
+            self._store(made, (first if first >= 0 else c, after, c), a + m[which], layers)
 
-    def _file(self, made: Bucket, key: Key, ends: np.ndarray, layers: int) -> None:
+    def _store(self, made: Labels, key: Key, ends: np.ndarray, layers: int) -> None:
         """Put labels into the cells of their boundary; whole plans are valued at once."""
         for end in np.flatnonzero(np.bincount(ends)):
             part = made.pick(np.flatnonzero(ends == end))
@@ -290,23 +286,21 @@ class LabelSearch:
             else:
                 self.cells[int(end)].setdefault(key, []).append(part)
 
-    def _finish(self, b: Bucket, key: Key) -> None:
+    def _finish(self, b: Labels, key: Key) -> None:
         """Value whole plans by F itself; keep the best."""
         first, _, last = key
         x, form = self.form.numbers, self.form
-        several = b.stage[:, 1] > 0
-        back = several * x.back_decode.total_s[last, first]
-        value = b.cost + form.back * back
+        # A single stage sends nothing back. The cost has wS S in it already.
+        several, ring = b.stage[:, 1] > 0, (last, first)
+        back_d = several * x.back_decode.total_s[ring]
+        p, d, tp = b.p, b.d, b.cost - form.ws * b.s
         if form.first_back:
-            value = value + several * x.back_prefill.total_s[last, first]
-            busy = several * x.back_prefill.held_s[last, first]
-            value = value + form.a * np.maximum(b.p, busy)
-        else:
-            value = value + form.a * b.p
-        busy = several * x.back_decode.held_s[last, first]
-        d = np.maximum(b.d, busy) if form.back_bounds else b.d
-        value = value + form.bd * d
-        value = value + form.z * np.maximum(form.md * d, b.s + back)
+            p = np.maximum(p, several * x.back_prefill.held_s[ring])
+            tp = tp + several * x.back_prefill.total_s[ring]
+        if form.back_bounds:
+            d = np.maximum(d, several * x.back_decode.held_s[ring])
+        prefill, decode = weighed(form, slow_p=p, slow_d=d, tp=tp, td=b.s, back_d=back_d)
+        value = prefill + decode
         if self.budget is not None:
             # Worth is time + theta Q, so that it compares with completion bounds.
             worth = value + self.p.theta * (self.budget - b.omega)
@@ -316,7 +310,7 @@ class LabelSearch:
             self.below = float(value[best])
             self.best = (self.below, int(b.parent[best]), b.stage[best])
 
-    def _undominated(self, b: Bucket) -> np.ndarray:
+    def _undominated(self, b: Labels) -> np.ndarray:
         """Indices of labels that no other label of the state makes useless."""
         form = self.form
         order = np.lexsort((b.s, b.cost))
@@ -352,7 +346,7 @@ class LabelSearch:
             if a == 0:
                 break
             where = int(np.searchsorted(self.offsets, parent, side="right")) - 1
-            bucket = self.kept[where]
+            bucket = self.settled[where]
             row = parent - self.offsets[where]
             parent, stage = int(bucket.parent[row]), bucket.stage[row]
         numbers = self.form.numbers

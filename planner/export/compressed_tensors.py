@@ -1,7 +1,7 @@
 """compressed-tensors: precision per layer as a checkpoint's `quantization_config`.
 
 It describes a checkpoint that the library's own tools write from the 16-bit weights. Grids are
-symmetric: Transformers 5 refuses the packed zeros of compressed-tensors 0.20 unless it is told to
+symmetric: Transformers 5 refuses the packed zeros of compressed-tensors 0.20 unless it is asked to
 dequantise. The KV cache is the server's to choose: vLLM refuses a cache of integers here.
 """
 

@@ -1,4 +1,4 @@
-"""What engines that run on GPUs alone ask of a plan's stages: vLLM and SGLang."""
+"""What engines that run on GPUs only ask of a plan's stages: vLLM and SGLang."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def stages_by_node(plan: Plan, engine: str) -> list[tuple[str, list[StagePlan]]]
 def visible_devices(stages: list[StagePlan]) -> str:
     """Return the environment's words for a node's GPUs in the order of its stages.
 
-    Numbers are nvidia-smi's, which go by the PCI bus; CUDA alone would begin with the fastest.
+    Numbers are nvidia-smi's, which go by the PCI bus; by default CUDA begins with the fastest.
     """
     numbers = ",".join(str(s.device_index) for s in stages)
     return f"CUDA_DEVICE_ORDER=PCI_BUS_ID CUDA_VISIBLE_DEVICES={numbers}"

@@ -115,7 +115,7 @@ def zeros_line(plan: Plan) -> str | None:
 def quantise_comment(plan: Plan) -> list[str]:
     """Return the comment that says which model to serve, none when all layers are at 16 bits.
 
-    What llmpq-quantize writes of 4-bit activations or of a low-bit cache is for llmpq-dist alone.
+    What llmpq-quantize writes of 4-bit activations or of a low-bit cache is for llmpq-dist only.
     """
     table = by_precision(plan)
     if set(table) == {Precision.W16A16}:

@@ -16,10 +16,10 @@ import math
 import time
 from dataclasses import dataclass, field, replace
 
-from llmpq.planner.evaluate.pipeline_time import sum_omega, value
+from llmpq.planner.evaluate.objective import sum_omega, value
 from llmpq.planner.exact.search import solve_exact
 from llmpq.planner.front.quality import solve_budget
-from llmpq.planner.problem.outcome import OPTIMAL_GAP, Infeasible, Outcome
+from llmpq.planner.problem.outcome import OPTIMAL_GAP, Infeasible, Outcome, WarmStart
 from llmpq.planner.problem.problem import Problem
 
 SAME = 1e-6
@@ -191,7 +191,7 @@ class FrontSearch:
             time_limit_s=self._seconds(),
             gap=GAP,
             theta=theta,
-            known=known.outcome.assignment,
+            warm=WarmStart(known=known.outcome.assignment),
         )
         self.slack = max(self.slack, _open(outcome))
         omega = sum_omega(self.p, outcome.assignment)
@@ -248,7 +248,7 @@ class FrontSearch:
             time_limit_s=self._seconds(),
             gap=GAP,
             theta=fine.theta,
-            known=known,
+            warm=WarmStart(known=known),
         )
         omega = sum_omega(self.p, outcome.assignment)
         outcome = replace(outcome, note="the smallest sum of omega there is")
@@ -283,7 +283,7 @@ def _open(outcome: Outcome) -> float:
 
 
 def _timed(p: Problem, outcome: Outcome, bound: float | None, note: str) -> Outcome:
-    """Return an outcome in seconds alone."""
+    """Return an outcome valued in seconds only."""
     seconds = value(p.with_changes(theta=0.0), outcome.assignment)
     proven = bound is not None and seconds - bound <= OPTIMAL_GAP * seconds
     return replace(

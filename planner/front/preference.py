@@ -7,7 +7,7 @@ A plan's score is
 so 1 % of time is worth 1 % / weight of what 4 bits everywhere would lose. At weight 1 (balanced)
 this is the knee of the front: to its left less time costs relatively more quality than it saves, to
 its right more quality costs relatively more time. The score compares two plans by their ratios
-alone, so neither the indicator's unit, nor the length of the job, nor a third plan that is allowed
+only, so neither the indicator's unit, nor the length of the job, nor a third plan that is allowed
 as well changes which of them is preferred.
 
 The logarithm of the score is concave in (time, omega): the least score is at a plan that also has
@@ -127,7 +127,7 @@ def look_around(problems: Sequence[Problem], price: float) -> tuple[StartPoint, 
     No corner where layers differ in shape: the quick bounds are of layers that are alike.
     """
     from llmpq.planner.evaluate.fits import fits
-    from llmpq.planner.evaluate.pipeline_time import sum_omega, value
+    from llmpq.planner.evaluate.objective import sum_omega, value
     from llmpq.planner.exact.bounds.pairs import PairTables, quick_bound
     from llmpq.planner.exact.start.starts import first_plans
 

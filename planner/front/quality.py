@@ -16,8 +16,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from llmpq.planner.evaluate.pipeline_time import value
-from llmpq.planner.exact.bounds.form import make_form
+from llmpq.planner.evaluate.objective import make_form, value
 from llmpq.planner.exact.bounds.pairs import PairTables, quick_bound
 from llmpq.planner.exact.bounds.relaxation import ClassRelaxation
 from llmpq.planner.exact.search import Search, solve_exact
@@ -25,11 +24,13 @@ from llmpq.planner.front.least_omega import least_omega
 from llmpq.planner.ilp.solve import no_plan_fits, solve_ilp
 from llmpq.planner.problem.outcome import (
     BUDGET_ROUNDING,
+    COLD,
     OPTIMAL_GAP,
     Assignment,
     Infeasible,
     Outcome,
     Unfinished,
+    WarmStart,
     rounded_up,
 )
 from llmpq.planner.problem.problem import Problem
@@ -52,14 +53,12 @@ def solve_budget(
     time_limit_s: float = 60.0,
     gap: float = 1e-6,
     theta: float | None = None,
-    known: Assignment | None = None,
-    ceiling: float = math.inf,
-    again: bool = False,
+    warm: WarmStart = COLD,
 ) -> Outcome:
     """Return the fastest plan whose sum of omega is at most `budget`, with its proof.
 
     Its sum may exceed the budget by BUDGET_ROUNDING of it. A `theta` near the price at the budget
-    and a `known` plan within it, where the caller has them, save looking for them.
+    and a known plan within it, where the caller has them, save looking for them.
     """
     start = time.perf_counter()
     uniform = p.numbers(*p.pairs[0]).uniform
@@ -71,14 +70,14 @@ def solve_budget(
         theta = best_theta(p, budget, start + THETA_SHARE * time_limit_s)
     priced = p.with_changes(theta=theta)
     limit = budget * (1 + BUDGET_ROUNDING / 2)
-    end, highest = start + time_limit_s, ceiling + theta * limit
+    end, highest = start + time_limit_s, warm.ceiling + theta * limit
     search = Search(priced, end, gap, budget=limit, ceiling=highest)
     if within is not None:
         search.incumbent.offer(within)
-    bound = search.soon(known)
+    bound = search.quick_pass(warm.known)
     if bound < search.target:
-        (search.begin_again if again else search.begin)(known)
-        if search.best is None and ceiling == math.inf:
+        (search.resume if warm.resumed else search.begin)(warm.known)
+        if search.best is None and warm.ceiling == math.inf:
             _offer_priced(p, search, theta)
         bound = search.run()
     # With a theta that suits it ill the bound may be below what everything takes, fit or not.

@@ -1,7 +1,7 @@
 """The integer program of the paper for one device order and one pair of micro-batch sizes.
 
 Variables: z[i,j,b] layer i runs on stage j at choice b; P, D the slowest stage in either phase;
-Z = max(md D, S + rd), the decode period (makespan objective only). Every stage of the order holds
+period = max(md D, S + rd), where F has it (`Form.z`). Every stage of the order holds
 at least one layer: devices are left out by leaving them out of the order.
 
 Contiguity is the cumulative form, sum_{k<=j} x[i+1,k] <= sum_{k<=j} x[i,k], which is much tighter
@@ -15,7 +15,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from llmpq.planner.costs.stage_memory import DENSE, MIXED, NEVER, PACKED
-from llmpq.planner.ilp.linear_model import LinearModel
+from llmpq.planner.evaluate.objective import Form, make_form
+from llmpq.planner.ilp.milp import LinearModel
 from llmpq.planner.problem.numbers import PairNumbers
 from llmpq.planner.problem.outcome import Assignment, Stage
 from llmpq.planner.problem.problem import Problem
@@ -29,7 +30,7 @@ class StageIlp:
     """The program of one (order, pair) and where its variables are."""
 
     problem: Problem
-    numbers: PairNumbers
+    form: Form
     order: tuple[int, ...]
     model: LinearModel
     z: np.ndarray
@@ -37,6 +38,11 @@ class StageIlp:
     slowest_prefill: int
     slowest_decode: int
     period: int | None
+
+    @property
+    def numbers(self) -> PairNumbers:
+        """Times and bytes of the pair of micro-batch sizes."""
+        return self.form.numbers
 
     def x(self, i: int, j: int) -> list[tuple[int, float]]:
         """x[i,j] = sum_b z[i,j,b]: layer i runs on stage j."""
@@ -87,19 +93,19 @@ def build_ilp(
 ) -> StageIlp:
     """Return the whole program; `budget` caps the sum of omega instead of pricing it."""
     model = LinearModel()
-    numbers = p.numbers(eta, xi)
+    form = make_form(p, eta, xi)
     z = np.zeros((p.num_layers, len(order), len(p.choices)), dtype=np.int64)
     for i, j, b in np.ndindex(*z.shape):
         z[i, j, b] = model.variable(f"z[{i},{j},{p.choices[b].value}]", binary=True)
     ilp = StageIlp(
         problem=p,
-        numbers=numbers,
+        form=form,
         order=order,
         model=model,
         z=z,
         slowest_prefill=model.variable("P"),
         slowest_decode=model.variable("D"),
-        period=model.variable("Z") if p.objective == "makespan" else None,
+        period=model.variable("period") if form.z else None,
     )
     each_layer_once(ilp)
     every_stage_used(ilp)
@@ -194,14 +200,7 @@ def fit_in_memory(m: StageIlp) -> None:
 def slowest_stage(m: StageIlp) -> None:
     """P >= tp[j], D >= td[j]; both at least what of a hop occupies its link.  (2J constraints)"""
     x = m.numbers
-    makespan, n = m.problem.objective == "makespan", m.problem.workload.gen_len
-    hops = [(a, b) for a, b in zip(m.order, m.order[1:], strict=False)]
-    floor_p = max([0.0] + [float(x.hop_prefill.held_s[h]) for h in hops])
-    floor_d = max([0.0] + [float(x.hop_decode.held_s[h]) for h in hops])
-    if makespan and n > 1 and hops:
-        floor_p = max(floor_p, float(x.back_prefill.held_s[m.order[-1], m.order[0]]))
-    if makespan and n > 2 and hops:
-        floor_d = max(floor_d, float(x.back_decode.held_s[m.order[-1], m.order[0]]))
+    floor_p, floor_d = m.form.hops.of(np.array(m.order))[1].tolist()
     m.model.at_least("hops_prefill", [(m.slowest_prefill, 1.0)], floor_p)
     m.model.at_least("hops_decode", [(m.slowest_decode, 1.0)], floor_d)
     for j, cls in enumerate(m.order):
@@ -214,40 +213,29 @@ def slowest_stage(m: StageIlp) -> None:
 
 
 def minimise_time(m: StageIlp) -> None:
-    """The closed form of evaluate/pipeline_time.py; Z >= md D and Z >= S + rd.  (2 constraints)"""
-    p, x, model = m.problem, m.numbers, m.model
-    mp, md = p.counts(x.eta, x.xi)
-    n = p.workload.gen_len
-    paper = p.objective == "paper"
+    """F of evaluate/objective.py; period >= md D and period >= S + rd.  (2 constraints)"""
+    x, form, model = m.numbers, m.form, m.model
+    hops, _, back = (part.tolist() for part in form.hops.of(np.array(m.order)))
+    (hops_p, hops_d), (back_p, back_d) = hops, back
     stages = range(len(m.order))
-    hops = [(a, b) for a, b in zip(m.order, m.order[1:], strict=False)]
-    ring = (m.order[-1], m.order[0])
-    once: list[tuple[int, float]] = []
+    decode_terms: list[tuple[int, float]] = []
     for j, cls in enumerate(m.order):
         for v, t in m.stage_sum(j, x.prefill_s[:, cls]):
             model.costs[v] += t
-        once += m.stage_sum(j, x.decode_s[:, cls])
-    model.costs[m.slowest_prefill] += mp - 1
-    model.constant += sum(m.ends(j, x.ends_prefill_s) for j in stages)
-    if not paper:
-        model.constant += sum(float(x.hop_prefill.total_s[h]) for h in hops)
-    if n < 2:
-        return
-    fixed = sum(m.ends(j, x.ends_decode_s) for j in stages)
-    times = n - 1 if paper else 1
-    if not paper:
-        fixed += sum(float(x.hop_decode.total_s[h]) for h in hops)
-        model.constant += float(x.back_prefill.total_s[ring]) if hops else 0.0
-    model.constant += times * fixed
-    for v, t in once:
-        model.costs[v] += times * t
-    model.costs[m.slowest_decode] += times * (md - 1)
+        decode_terms += m.stage_sum(j, x.decode_s[:, cls])
+    fixed = sum(m.ends(j, x.ends_decode_s) for j in stages) + hops_d
+    model.constant += sum(m.ends(j, x.ends_prefill_s) for j in stages) + hops_p + back_p
+    model.constant += form.ws * fixed + form.back * back_d
+    for v, t in decode_terms:
+        model.costs[v] += form.ws * t
+    model.costs[m.slowest_prefill] += form.a
+    model.costs[m.slowest_decode] += form.bd
     if m.period is not None:
-        back = float(x.back_decode.total_s[ring]) if hops else 0.0
-        model.costs[m.period] += n - 2
-        model.at_least("period_full", [(m.period, 1.0), (m.slowest_decode, -float(md))], 0.0)
-        terms = [(m.period, 1.0), *((v, -t) for v, t in once)]
-        model.at_least("period_empty", terms, fixed + back)
+        model.costs[m.period] += form.z
+        full = [(m.period, 1.0), (m.slowest_decode, -float(form.md))]
+        model.at_least("period_full", full, 0.0)
+        empty = [(m.period, 1.0), *((v, -t) for v, t in decode_terms)]
+        model.at_least("period_empty", empty, fixed + back_d)
 
 
 def price_quality(m: StageIlp) -> None:

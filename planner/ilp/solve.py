@@ -11,14 +11,13 @@ import heapq
 import itertools
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from llmpq.planner.baselines.adabits import adabits_plans, kind_orders
 from llmpq.planner.evaluate.fits import fits
-from llmpq.planner.evaluate.pipeline_time import sum_omega, value
-from llmpq.planner.ilp.backends import Backend, solve_milp
+from llmpq.planner.evaluate.objective import sum_omega, value
+from llmpq.planner.ilp.milp import Backend, solve_milp
 from llmpq.planner.ilp.model import StageIlp, build_ilp
-from llmpq.planner.ilp.orders import device_orders
 from llmpq.planner.problem.outcome import (
     BUDGET_ROUNDING,
     OPTIMAL_GAP,
@@ -163,3 +162,27 @@ class _Search:
         for order in self.orders:
             for eta, xi in self.p.pairs:
                 yield order, eta, xi
+
+
+def device_orders(p: Problem) -> Iterator[tuple[int, ...]]:
+    """Yield each sequence of classes with at most the devices there are, longest first.
+
+    Equal devices are not told apart. A pinned device is in every order.
+    """
+    counts = [cls.count for cls in p.classes]
+    required = {index for index, cls in enumerate(p.classes) if cls.pinned is not None}
+    for length in range(p.max_stages, 0, -1):
+        for order in _arrange(counts, length):
+            if required <= set(order):
+                yield order
+
+
+def _arrange(counts: Sequence[int], length: int) -> Iterator[tuple[int, ...]]:
+    if length == 0:
+        yield ()
+        return
+    for index, count in enumerate(counts):
+        if count:
+            rest = [c - (k == index) for k, c in enumerate(counts)]
+            for tail in _arrange(rest, length - 1):
+                yield (index, *tail)

@@ -1,12 +1,14 @@
-"""From the command's flags to a `Problem`: reads files, fills in what was not said.
+"""The one builder of a `Problem`: of values (`build_problem`), or of a request (`make_problem`).
 
-Knows nothing of solvers. Every error names the flag and what to do.
+`make_problem` reads the files that a request names, and so serves the command line and
+`llmpq.make_plan`; a run without a plan has the values already (`plan_workload`). Knows nothing of
+solvers. Every error names the flag and what to do.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import combinations
 from pathlib import Path
 from typing import Literal
@@ -18,21 +20,22 @@ from llmpq.cluster import Cluster
 from llmpq.cost_model import CostModel
 from llmpq.costs_cache import cache_folder, cached_costs
 from llmpq.default_dtype import default_dtype, dtype_note, require_dtype
+from llmpq.devices.cpu_rates import CpuRates
 from llmpq.devices.this_machine import assumed, is_this_machine
-from llmpq.memory import Quantization
+from llmpq.memory import CpuActivations, Quantization
 from llmpq.model_spec import ModelSpec
 from llmpq.planner import limits
 from llmpq.planner.costs.probed import book_of
 from llmpq.planner.problem.cpu_here import outdated_rates, rates_for
-from llmpq.planner.problem.kept_grid import kept_grid
 from llmpq.planner.problem.named_inputs import read_devices_of, read_model
 from llmpq.planner.problem.own_codes import with_own_codes
 from llmpq.planner.problem.positions import positions_note
-from llmpq.planner.problem.problem import Problem
+from llmpq.planner.problem.problem import Objective, Problem
 from llmpq.planner.problem.requests import PlanRequest
 from llmpq.planner.problem.stored_precisions import (
     fp8_note,
     has_weights,
+    kept_grid,
     offered,
     stored_layers,
 )
@@ -47,10 +50,118 @@ GENERIC_NOTE = (
 )
 
 
+@dataclass(frozen=True, kw_only=True)
+class ProblemInputs:
+    """The values that a problem is built of, wherever they come from: flags, or a run's own."""
+
+    spec: ModelSpec
+    cluster: Cluster
+    workload: Workload
+    path: str | None = None
+    """The model's directory or GGUF file, where there is one."""
+    bits: tuple[Precision, ...] | None = None
+    """Precisions allowed; None: as stored, or all that costs and sensitivity know."""
+    kvs: tuple[KVPrecision, ...] = ()
+    """KV precisions allowed; none: the workload's."""
+    profile: CostModel | None = None
+    """Measured costs, of some kinds of device or all; the others are estimated."""
+    sensitivity: Sensitivity | None = None
+    """Measured quality losses; None: generic ones."""
+    theta: float = 0.0
+    objective: Objective = "makespan"
+    group: int = 1
+    max_devices: int | None = None
+    pins: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    prefill_microbatch: int | None = None
+    decode_microbatch: int | None = None
+    symmetric: bool = False
+    weight_group_size: int | None = None
+    head_bits: Literal[8, 16] | None = None
+    cpu_activations: CpuActivations = "exact"
+    outliers: int | None = None
+    probe_cpu: bool = False
+    """Measure this machine's CPU now."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class BuiltProblem:
+    """A problem, and what to say about the values that were not given."""
+
+    problem: Problem
+    stored_notes: tuple[str, ...]
+    """Of a checkpoint's stored precisions."""
+    rates: tuple[CpuRates, ...]
+    """Measured rates of CPUs that times are estimated by."""
+
+    def cost_notes(self, workload: Workload) -> list[str]:
+        """Return where times come from, and how far off they may be for a job."""
+        costs, cluster = self.problem.costs, self.problem.cluster
+        known = () if costs.profile is None else costs.profile.device_kinds
+        return [
+            *(found.text() for found in self.rates),
+            *outdated_rates(cluster, workload.dtype, profiled=known, taken=self.rates),
+            *costs.unprofiled(cluster.devices),
+            *costs.warnings(cluster.devices, workload),
+        ]
+
+
+def build_problem(inputs: ProblemInputs) -> BuiltProblem:
+    """Return the problem of these values, with what was not given filled in."""
+    spec, cluster, workload = inputs.spec, inputs.cluster, inputs.workload
+    profile, path = inputs.profile, inputs.path
+    kvs = inputs.kvs or (workload.kv,)
+    kept = None
+    if path is not None and has_weights(path):
+        kept = kept_grid(path, cluster.devices, inputs.weight_group_size)
+    layers, stored_notes = _offered(path, spec, inputs.bits, kept)
+    choices = _all_of(layers) or inputs.bits or default_bits(inputs.sensitivity, profile, cluster)
+    quantization = replace(
+        _grid(inputs, kept),
+        outliers=_outliers(inputs.outliers, choices, spec),
+        head_bits=open_head(choices, inputs.head_bits),
+        cpu_activations=inputs.cpu_activations,
+    )
+    if layers and path is not None:
+        quantization = with_own_codes(quantization, path, spec, choices, workload.dtype_bytes)
+    known = () if profile is None else profile.device_kinds
+    rates = rates_for(cluster, workload.dtype, profiled=known, probing=inputs.probe_cpu)
+    costs = book_of(
+        spec,
+        cluster.devices,
+        profile,
+        rates,
+        dtype=workload.dtype,
+        precisions=choices,
+        kvs=kvs,
+        quantization=quantization,
+    )
+    problem = Problem(
+        spec=spec,
+        cluster=cluster,
+        workload=workload,
+        choices=tuple(choices),
+        sensitivity=inputs.sensitivity or generic_sensitivity(spec, choices, kvs),
+        costs=costs,
+        theta=inputs.theta,
+        objective=inputs.objective,
+        quantization=quantization,
+        group=limits.positive("--group", inputs.group),
+        max_devices=limits.positive_if_given("--max-devices", inputs.max_devices),
+        pins=inputs.pins,
+        prefill_microbatch=_within(
+            "--prefill-microbatch", inputs.prefill_microbatch, workload.batch
+        ),
+        decode_microbatch=_within("--decode-microbatch", inputs.decode_microbatch, workload.batch),
+        offered=layers,
+    )
+    _require_groups_agree(problem)
+    return BuiltProblem(problem=problem, stored_notes=tuple(stored_notes), rates=tuple(rates))
+
+
 def make_problem(
     request: PlanRequest, devices: Cluster | None = None
 ) -> tuple[Problem, str | None, list[str]]:
-    """Return the problem, the model's directory, and notes for the user.
+    """Return the problem that a request names, the model's directory, and notes for the user.
 
     `devices`: instead of those that the request names, what was to be left free taken off.
     """
@@ -58,80 +169,60 @@ def make_problem(
     named = read_devices_of(request)
     cluster = devices or named.cluster
     request = _with_prompt_of_context(request)
-    limits.check_job(request.global_bz, request.s, request.n)
+    limits.check_job(request.batch, request.prompt_len, request.gen_len)
     workload = _workload(request, cluster, spec)
     profile, remarks = _measured(request, cluster, spec)
     omega = _omega_path(request, cluster, spec)
-    listed = read_omega(omega, spec) if omega else None
-    asked = None if request.bits is None else parse_bits(request.bits)
-    kept = _kept(request, path, cluster)
-    layers, rounded = _offered(path, spec, asked, kept)
-    choices = _all_of(layers) or asked or default_bits(listed, profile, cluster)
-    sensitivity = listed or generic_sensitivity(spec, choices, parse_kv(request.kv))
-    outliers = _outliers(request.outliers, choices, spec)
-    quantization = replace(
-        _grid(request, kept),
-        outliers=outliers,
-        head_bits=open_head(choices, request.head_bits),
-        cpu_activations=request.cpu_activations,
-    )
-    if layers and path is not None:
-        quantization = with_own_codes(quantization, path, spec, choices, workload.dtype_bytes)
+    sensitivity = read_omega(omega, spec) if omega else None
     too_long = positions_note(spec, workload)
-    known = () if profile is None else profile.device_kinds
-    rates = rates_for(cluster, workload.dtype, profiled=known, probing=request.probe_cpu)
-    costs = book_of(
-        *(spec, cluster.devices, profile, rates),
-        dtype=workload.dtype,
-        precisions=choices,
-        kvs=parse_kv(request.kv),
-        quantization=quantization,
+    built = build_problem(
+        ProblemInputs(
+            spec=spec,
+            cluster=cluster,
+            workload=workload,
+            path=path,
+            bits=None if request.bits is None else parse_bits(request.bits),
+            kvs=parse_kv(request.kv),
+            profile=profile,
+            sensitivity=sensitivity,
+            theta=stated_theta(request, cluster) or 0.0,
+            objective=request.objective,
+            group=request.group,
+            max_devices=request.max_devices,
+            pins=parse_pins(request.pin, cluster, spec),
+            prefill_microbatch=request.prefill_microbatch,
+            decode_microbatch=request.decode_microbatch,
+            symmetric=request.symmetric,
+            weight_group_size=request.weight_group_size,
+            head_bits=request.head_bits,
+            cpu_activations=request.cpu_activations,
+            outliers=request.outliers,
+            probe_cpu=request.probe_cpu,
+        )
     )
-    problem = Problem(
-        spec=spec,
-        cluster=cluster,
-        workload=workload,
-        choices=choices,
-        sensitivity=sensitivity,
-        costs=costs,
-        theta=stated_theta(request, cluster) or 0.0,
-        objective=request.objective,
-        quantization=quantization,
-        group=limits.positive("--group", request.group),
-        max_devices=limits.positive_if_given("--max-devices", request.max_devices),
-        pins=parse_pins(request.pin, cluster, spec),
-        prefill_microbatch=_within(
-            "--prefill-microbatch", request.prefill_microbatch, request.global_bz
-        ),
-        decode_microbatch=_within(
-            "--decode-microbatch", request.decode_microbatch, request.global_bz
-        ),
-        offered=layers,
-    )
-    _require_groups_agree(problem)
     notes = (
         remarks
         + [f"assumed: {line}" for line in named.assumptions]
         + [note for note in (dtype_note(spec, cluster, workload.dtype), too_long) if note]
-        + rounded
+        + [*built.stored_notes]
+        + _not_run(spec, cluster, workload)
+        + _tokenizer_lack(path)
+        + ([] if sensitivity else [GENERIC_NOTE])
+        + built.cost_notes(workload)
     )
-    notes += _not_run(spec, cluster, workload) + _tokenizer_lack(path)
-    notes += [*([] if listed else [GENERIC_NOTE]), *(found.text() for found in rates)]
-    notes += outdated_rates(cluster, workload.dtype, profiled=known, taken=rates)
-    notes += costs.unprofiled(cluster.devices) + costs.warnings(cluster.devices, workload)
-    return problem, path, notes
+    return built.problem, path, notes
 
 
 def _with_prompt_of_context(request: PlanRequest) -> PlanRequest:
     """Return the request with the prompt that `--context` and `--gen-len` leave."""
     if request.context is None:
         return request
-    if request.context <= request.n:
+    if request.context <= request.gen_len:
         raise ValueError(
-            f"--context {request.context} has no room for a prompt before the {request.n} tokens "
-            "of --gen-len; give a larger --context or a smaller --gen-len"
+            f"--context {request.context} has no room for a prompt before the {request.gen_len} "
+            "tokens of --gen-len; give a larger --context or a smaller --gen-len"
         )
-    return replace(request, s=request.context - request.n)
+    return replace(request, prompt_len=request.context - request.gen_len)
 
 
 def _not_run(spec: ModelSpec, cluster: Cluster, workload: Workload) -> list[str]:
@@ -167,9 +258,9 @@ def _workload(request: PlanRequest, cluster: Cluster, spec: ModelSpec) -> Worklo
         dtype = default_dtype(spec, cluster)
     require_dtype(cluster, dtype)
     return Workload(
-        batch=request.global_bz,
-        prompt_len=request.s,
-        gen_len=request.n,
+        batch=request.batch,
+        prompt_len=request.prompt_len,
+        gen_len=request.gen_len,
         kv=parse_kv(request.kv)[0],
         dtype=dtype,
     )
@@ -237,16 +328,9 @@ def _require_groups_agree(p: Problem) -> None:
             )
 
 
-def _kept(request: PlanRequest, path: str | None, cluster: Cluster) -> Quantization | None:
-    """Return the grid of the checkpoint's own codes, unless another one is asked for."""
-    if path is None or not has_weights(path):
-        return None
-    return kept_grid(path, cluster.devices, request.weight_group_size)
-
-
-def _grid(request: PlanRequest, kept: Quantization | None) -> Quantization:
+def _grid(inputs: ProblemInputs, kept: Quantization | None) -> Quantization:
     """Return how weights are stored: as asked, or as a checkpoint's codes are kept."""
-    asked, symmetric = request.weight_group_size, request.symmetric
+    asked, symmetric = inputs.weight_group_size, inputs.symmetric
     if kept is not None:
         return replace(kept, symmetric=symmetric or kept.symmetric)
     size = K_PADDING if asked is None else asked

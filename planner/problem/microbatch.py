@@ -53,7 +53,7 @@ def last_share(count: int, steps: int) -> float:
 
         steps ((count - 1) whole + last) - whole = (steps count - 1) (whole + share (last - whole))
 
-    beside a whole micro-batch's way through all stages (evaluate/pipeline_time.py).
+    beside a whole micro-batch's way through all stages (evaluate/objective.py).
     """
     return 0.0 if count < 2 or steps < 1 else 1.0 / (count - 1.0 / steps)
 

@@ -50,7 +50,7 @@ def _of_hub(name: str) -> tuple[ModelSpec, str]:
 
 
 def model_of_plan(request: ModelRequest, plan: Plan) -> ModelSpec:
-    """Return the model a plan is for: as told, else by the plan's own path or name."""
+    """Return the model a plan is for: as named, else by the plan's own path or name."""
     if request.model or request.model_name or request.model_size:
         spec, _ = read_model(request)
     elif plan.model.path and is_model(plan.model.path):

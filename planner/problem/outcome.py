@@ -67,6 +67,22 @@ class Outcome:
         return above / self.bound
 
 
+@dataclass(frozen=True, kw_only=True)
+class WarmStart:
+    """What is known of a problem before it is solved."""
+
+    ceiling: float = math.inf
+    """Value of a plan of another problem: plans that are not below it need not be found."""
+    known: Assignment | None = None
+    """A plan to start from, which need not fit."""
+    resumed: bool = False
+    """Whether the exact method has looked for good first plans of the problem before."""
+
+
+COLD = WarmStart()
+"""Nothing is known."""
+
+
 class Infeasible(DoesNotFitError):
     """No plan fits; the command explains it with `planner/refusal.py`.
 

@@ -7,7 +7,7 @@
     E4M3             N K + 4 bytes a scale
     integers         N K bits / 8 + scales and, if there are any, zero points of the dtype
 
-Tables (MXFP4 to IQ4) are kept by layers of 4 and of 8 bits, IQ4 by 4 bits in groups of 32 alone;
+Tables (MXFP4 to IQ4) are kept by layers of 4 and of 8 bits, IQ4 by 4 bits in groups of 32 only;
 E4M3 by 8 bits, integers by as many bits as they have. What is not kept is rounded on the plan's
 grid and takes what that says (`WeightScheme.nbytes`). The runtime decides alike in
 runtime/weights/quantized_checkpoint.py and gguf_checkpoint.py; tests compare the bytes.

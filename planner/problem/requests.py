@@ -1,7 +1,8 @@
-"""What each command of `llmpq-algo` is asked for: its flags as values."""
+"""What each command of `llmpq-algo` is asked for, as values: read from flags, or made in Python."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -9,72 +10,77 @@ if TYPE_CHECKING:  # --help opens without what sizes need
     from llmpq.memory import CpuActivations
 
 
+DTYPES = ("auto", "float16", "bfloat16", "float32")
+PREFERENCES = ("quality", "balanced", "speed")
+METHODS = ("exact", "ilp", "heuristic", "adabits", "uniform", "pipeedge", "flexgen", "all")
+"""`flexgen` is an estimate, `all` compares the others: neither makes a plan."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class ModelRequest:
     """The ways to name a model."""
 
-    model: str | None
-    model_name: str | None
-    model_size: str | None
+    model: str | None = None
+    model_name: str | None = None
+    model_size: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class DevicesRequest(ModelRequest):
     """A model, and the ways to describe devices."""
 
-    devices: str | None
-    cluster: str | None
-    device_names: list[str] | None
-    device_numbers: list[int] | None
-    from_ray: str | None
+    devices: str | None = None
+    cluster: str | None = None
+    device_names: list[str] | None = None
+    device_numbers: list[int] | None = None
+    from_ray: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlanRequest(DevicesRequest):
     """What to plan, how to choose, how to solve, what to print."""
 
-    global_bz: int
-    s: int
-    n: int
-    context: int | None
-    dtype: Any
+    batch: int = 16
+    prompt_len: int = 512
+    gen_len: int = 100
+    context: int | None = None
+    dtype: Any = "auto"
     """A name of `DTYPES`."""
-    costs: str | None
-    probe_cpu: bool
-    omega_file: str | None
-    prefer: Any
+    costs: str | None = None
+    probe_cpu: bool = False
+    omega_file: str | None = None
+    prefer: Any = None
     """A name of `PREFERENCES`."""
-    theta: float | None
-    quality_budget: float | None
-    pareto: bool
-    pareto_points: int | None
-    bits: str | None
-    kv: str
-    reserve: str | None
-    gpu_memory_utilization: float | None
-    pin: list[str]
-    max_devices: int | None
-    group: int
-    prefill_microbatch: int | None
-    decode_microbatch: int | None
-    symmetric: bool
-    weight_group_size: int | None
-    head_bits: Literal[8, 16] | None
-    cpu_activations: CpuActivations
-    outliers: int | None
-    method: str | None
-    shaq_efficient: bool
-    objective: Literal["makespan", "paper"]
-    solver: Any
-    """A name of `ilp_backends.Backend`."""
-    gap: float
-    time_limit: float
-    speculate: str | None
-    output: str | None
-    json: bool
-    explain: bool
-    what_if: list[str]
-    debug: bool
+    theta: float | None = None
+    quality_budget: float | None = None
+    pareto: bool = False
+    pareto_points: int | None = None
+    bits: str | None = None
+    kv: str = "16"
+    reserve: str | None = None
+    gpu_memory_utilization: float | None = None
+    pin: Sequence[str] = ()
+    max_devices: int | None = None
+    group: int = 1
+    prefill_microbatch: int | None = None
+    decode_microbatch: int | None = None
+    symmetric: bool = False
+    weight_group_size: int | None = None
+    head_bits: Literal[8, 16] | None = None
+    cpu_activations: CpuActivations = "exact"
+    outliers: int | None = None
+    method: str | None = None
+    objective: Literal["makespan", "paper"] = "makespan"
+    solver: Any = None
+    """A name of `milp.Backend`."""
+    gap: float = 1e-6
+    time_limit: float = 60.0
+    speculate: str | None = None
+    output: str | None = None
+    json: bool = False
+    explain: bool = False
+    what_if: Sequence[str] = ()
+    debug: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,7 +3,7 @@
 Reads config.json and the headers of the safetensors files, no weights. The names of a layer's
 tensors tell its form, as runtime/weights/quantized_checkpoint.py lists them:
 
-    weight_packed, qweight    weights alone: their bits with 16-bit activations
+    weight_packed, qweight    weights only: their bits with 16-bit activations
     weight int8 with a scale  w8a8
     codes                     Atom: bits of weights and activations in the file's metadata
     weight float8 (E4M3)      w8a16, the codes kept; or any other, made of their numbers
@@ -13,20 +13,31 @@ tensors tell its form, as runtime/weights/quantized_checkpoint.py lists them:
                               groups or orders that no kernel takes
 
 A GGUF file's layers are planned at the bits nearest to those of most of their weights, and may be
-served at any. Bits of other weights cannot change once stored; Atom's weights also meet 16-bit
+served at any. Bits of other weights cannot change once stored; Atom's weights also multiply 16-bit
 activations.
+
+On which grid a checkpoint's own codes are kept: groups of 32 or 64 weights, with zeros or not.
+
+    GGUF                             groups of 32
+    GPTQ, AWQ, compressed-tensors    groups of 32 or 64, where all linears have the same
+
+CPUs keep them. On GPUs they are numbers that are rounded anew in groups of 128, which take fewer
+bytes, unless `--weight-group-size` asks for groups as they are stored. Codes of MXFP4, NVFP4 and
+bitsandbytes are kept on any grid (own_codes.py).
 """
 
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import prod
 from pathlib import Path
 from typing import Any
 
-from llmpq.checkpoints.gguf_file import is_gguf, open_gguf
+from llmpq.checkpoints.gguf_file import GgufFile, is_gguf, open_gguf
 from llmpq.checkpoints.quantization_config import (
     BITSANDBYTES,
     LAYER,
@@ -36,13 +47,60 @@ from llmpq.checkpoints.quantization_config import (
     quantization_of,
     require_read,
 )
+from llmpq.cluster import Device
 from llmpq.errors import shortened
 from llmpq.families.common.config_values import size
 from llmpq.file_form import read_json
 from llmpq.memory import Quantization
 from llmpq.model_spec import ModelSpec
-from llmpq.planner.problem.gguf_layers import StoredLayer, stored_in_gguf
 from llmpq.precision import Precision
+
+GGUF_LAYER = re.compile(r"blk\.(\d+)\.")
+GGUF_BITS = {
+    **dict.fromkeys(("F32", "F16", "BF16"), Precision.W16A16),
+    **dict.fromkeys(("Q8_0", "Q6_K", "Q5_K", "Q5_1", "Q5_0"), Precision.W8A16),
+    **dict.fromkeys(("Q4_K", "Q4_1", "Q4_0", "IQ4_XS", "IQ4_NL", "MXFP4"), Precision.W4A16),
+    **dict.fromkeys(("Q3_K", "Q2_K"), Precision.W4A16),
+}
+"""Type of blocks -> precision."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoredLayer:
+    """How a layer is stored, and every precision it can be served at."""
+
+    stored: Precision
+    served: tuple[Precision, ...]
+    rounds_fp8: bool = False
+    """Whether it has FP8 linears beside codes of fewer bits, to which their numbers are rounded."""
+
+
+CENTRED = ("Q8_0", "Q4_0", "Q5_0", "MXFP4", "IQ4_NL", "IQ4_XS")
+"""Types without a low end of their own."""
+GGUF_GROUP = 32
+"""Weights of a block that share a scale."""
+
+
+def gguf_grid(path: str | Path) -> Quantization | None:
+    """Return the grid on which a GGUF file's codes are kept as they are; None without one."""
+    tensors = open_gguf(path).tensors.items()
+    kinds = {t.kind for name, t in tensors if GGUF_LAYER.match(name) and len(t.shape) > 1}
+    kinds -= {"F32", "F16", "BF16"}
+    return Quantization(group_size=GGUF_GROUP, symmetric=kinds <= set(CENTRED)) if kinds else None
+
+
+def stored_in_gguf(file: GgufFile, num_layers: int) -> tuple[StoredLayer, ...] | None:
+    """Return how every layer of a GGUF file is stored; None where none is quantised."""
+    weights: list[Counter[Precision]] = [Counter() for _ in range(num_layers)]
+    for name, tensor in file.tensors.items():
+        match = GGUF_LAYER.match(name)
+        if match is not None and len(tensor.shape) > 1 and int(match[1]) < num_layers:
+            weights[int(match[1])][GGUF_BITS[tensor.kind]] += prod(tensor.shape)
+    stored = [max(found, key=lambda p: found[p], default=Precision.W16A16) for found in weights]
+    if all(precision is Precision.W16A16 for precision in stored):
+        return None
+    return tuple(StoredLayer(stored=p, served=tuple(Precision)) for p in stored)
+
 
 QUANTIZATION = "config.json, quantization_config"
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
@@ -177,7 +235,7 @@ def headers_of(directory: str | Path) -> dict[str, Header]:
 
 
 def has_weights(directory: str | Path) -> bool:
-    """Whether a model has a checkpoint, not config.json alone."""
+    """Whether a model has a checkpoint, not config.json only."""
     return is_gguf(directory) or bool(_files(Path(directory)))
 
 
@@ -227,11 +285,11 @@ def _each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def _require_entry(name: str, entry: Any) -> None:
     """Raise `ValueError` for a tensor without dtype, shape and bytes."""
-    told = entry if isinstance(entry, dict) else {}
-    shape, at = told.get("shape"), told.get("data_offsets")
+    header = entry if isinstance(entry, dict) else {}
+    shape, at = header.get("shape"), header.get("data_offsets")
     sizes = [*shape, *at] if isinstance(shape, list) and isinstance(at, list) else [None]
     whole = all(type(size) is int and size >= 0 for size in sizes) and len(at or ()) == 2
-    if not whole or not isinstance(told.get("dtype"), str):
+    if not whole or not isinstance(header.get("dtype"), str):
         raise ValueError(f"'{shortened(name)}' has no dtype, shape and bytes")
 
 
@@ -414,3 +472,16 @@ def names_of(precisions: Sequence[Precision]) -> str:
 
 def _layers(count: int) -> str:
     return "1 layer" if count == 1 else f"{count} layers"
+
+
+def kept_grid(
+    path: str | Path, devices: Sequence[Device], asked: int | None = None
+) -> Quantization | None:
+    """Return the grid on which codes stay as they are, None where it is the usual one.
+
+    `asked`: weights that shall share a scale, where the user says so.
+    """
+    if asked is None and not all(device.spec.is_cpu for device in devices):
+        return None
+    kept = gguf_grid(path) if is_gguf(path) else small_groups(path)
+    return kept if kept is None or asked in (None, kept.group_size) else None

@@ -23,7 +23,7 @@ def device_key(device: Device, pins: Mapping[str, tuple[int, int]]) -> Hashable:
 def alike_devices(
     devices: Sequence[Device], keys: Sequence[Hashable], links: LinkTables | None
 ) -> list[list[int]]:
-    """Return the classes of devices that are alike; without `links` by their keys alone."""
+    """Return the classes of devices that are alike; without `links` by their keys only."""
     classes: list[list[int]] = []
     for i in range(len(devices)):
         for members in classes:

@@ -1,16 +1,17 @@
-"""Every way to make a plan, under one signature."""
+"""Every way to make a plan of one problem, under one signature."""
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from llmpq.planner.problem.outcome import Assignment, Outcome
+from llmpq.plan import Prefer
+from llmpq.planner.problem.outcome import COLD, Outcome, WarmStart
 from llmpq.planner.problem.problem import Problem
+from llmpq.precision import KVPrecision
 
 if TYPE_CHECKING:
-    from llmpq.planner.ilp.backends import Backend
+    from llmpq.planner.ilp.milp import Backend
 
 PLANNERS = ("exact", "ilp", "heuristic", "adabits", "pipeedge", "uniform")
 """Methods that make plans, best first; `flexgen` is an estimate beside them."""
@@ -19,97 +20,62 @@ NO_PLAN = "--method flexgen is an estimate of offloading, not a plan; see it wit
 
 
 @dataclass(frozen=True, kw_only=True)
-class How:
-    """Which method, and what it is given; `budget` caps the sum of omega."""
+class SolveOptions:
+    """How to solve: what the flags about solving ask for."""
 
-    method: str
+    method: str = "exact"
     time_limit_s: float = 60.0
     gap: float = 1e-6
+    """Relative gap to prove."""
     backend: Backend = "highs"
+    """Of the integer program."""
     budget: float | None = None
-    ceiling: float = math.inf
-    """A value that another search has reached: plans that are not below it need not be found."""
-    known: Assignment | None = None
-    """A plan to start from, which need not fit."""
-    again: bool = False
-    """Whether the method has looked for good plans of the problem before."""
+    """Largest sum of omega; the fastest plan within it is looked for."""
+    kvs: tuple[KVPrecision, ...] = ()
+    """KV precisions allowed."""
+    prefer: Prefer | None = None
+    """Which plan of the front to take; None: the best for the problem's theta, or a budget."""
+    names_flags: bool = True
+    """Whether a refusal names flags of llmpq-algo; else it says the same in words."""
 
 
-def solve_as(p: Problem, how: How) -> Outcome:
-    """Return the outcome of one method, within its budget if it has one."""
-    limit, gap = how.time_limit_s, how.gap
-    if how.budget is None and how.method == "exact":
-        from llmpq.planner.exact.search import solve_exact
+def solve(p: Problem, options: SolveOptions, warm: WarmStart = COLD) -> Outcome:
+    """Return the outcome of one method, within its budget if it has one.
 
-        return solve_exact(
-            p,
-            time_limit_s=limit,
-            gap=gap,
-            ceiling=how.ceiling,
-            known=how.known,
-            again=how.again,
-        )
-    if how.method != "exact":
-        p = p if how.budget is None else p.with_changes(theta=0.0)
-        return solve(
-            p,
-            how.method,
-            backend=how.backend,
-            time_limit_s=limit,
-            gap=gap,
-            budget=how.budget,
-        )
-    assert how.budget is not None, "without one, solve_exact has the answer"
-    from llmpq.planner.front.quality import solve_budget
-
-    return solve_budget(
-        p,
-        how.budget,
-        time_limit_s=limit,
-        gap=gap,
-        ceiling=how.ceiling,
-        known=how.known,
-        again=how.again,
-    )
-
-
-def solve(
-    p: Problem,
-    method: str,
-    *,
-    time_limit_s: float = 60.0,
-    gap: float = 1e-6,
-    backend: Backend = "highs",
-    budget: float | None = None,
-) -> Outcome:
-    """Return the outcome of one method; `Infeasible` if it finds no plan.
-
-    With a `budget`, of plans whose sum of omega is within it (for the exact method: `solve_as`).
+    `Infeasible` if it finds no plan. A budget makes the value time only.
     """
+    method, limit, budget = options.method, options.time_limit_s, options.budget
     if method == "exact":
-        assert budget is None, "solve_as takes the search within a budget"
+        if budget is not None:
+            from llmpq.planner.front.quality import solve_budget
+
+            return solve_budget(p, budget, time_limit_s=limit, gap=options.gap, warm=warm)
         from llmpq.planner.exact.search import solve_exact
 
-        return solve_exact(p, time_limit_s=time_limit_s, gap=gap)
+        return solve_exact(p, time_limit_s=limit, gap=options.gap, warm=warm)
+    if budget is not None:
+        p = p.with_changes(theta=0.0)
     if method == "ilp":
         from llmpq.planner.ilp.solve import solve_ilp
 
-        return solve_ilp(p, backend=backend, time_limit_s=time_limit_s, gap=gap, budget=budget)
+        return solve_ilp(
+            p, backend=options.backend, time_limit_s=limit, gap=options.gap, budget=budget
+        )
     if method == "heuristic":
         from llmpq.planner.baselines.heuristic import solve_heuristic
 
-        return solve_heuristic(p, time_limit_s=time_limit_s, budget=budget)
+        return solve_heuristic(p, time_limit_s=limit, budget=budget)
     if method == "adabits":
         from llmpq.planner.baselines.adabits import solve_adabits
 
-        return solve_adabits(p, time_limit_s=time_limit_s, budget=budget)
+        return solve_adabits(p, time_limit_s=limit, budget=budget)
     if method == "pipeedge":
         from llmpq.planner.baselines.pipeedge import solve_pipeedge
 
-        return solve_pipeedge(p, time_limit_s=time_limit_s, budget=budget)
+        return solve_pipeedge(p, time_limit_s=limit, budget=budget)
     if method == "uniform":
         from llmpq.planner.baselines.uniform import solve_uniform
 
-        return solve_uniform(p, time_limit_s=time_limit_s, budget=budget)
+        return solve_uniform(p, time_limit_s=limit, budget=budget)
     assert method == "flexgen", method
     raise ValueError(NO_PLAN)

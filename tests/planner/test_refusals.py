@@ -206,7 +206,7 @@ def test_no_method_in_time_is_not_no_room(
     def late(*_: object) -> None:
         raise Unfinished("no plan found within 1 s; give a longer --time-limit")
 
-    monkeypatch.setattr("llmpq.planner.answer.solve_isolated", late)
+    monkeypatch.setattr("llmpq.planner.answer.plan_in_child", late)
     code, _, err = _run(capsys, *TINY, *JOB, "--model", "opt-1.3b", "--method", "all")
     assert code == 5
     assert err == "llmpq-algo: no plan found within 1 s; give a longer --time-limit\n"

@@ -21,9 +21,9 @@ from llmpq.planner.front.front import pareto_front
 from llmpq.planner.ilp.solve import solve_ilp
 from llmpq.planner.problem.outcome import Infeasible
 from llmpq.planner.problem.problem import Problem
-from llmpq.planner.problem.problem_form import parse_problem, problem_data
 from llmpq.planner.problem.stored_precisions import StoredLayer, offered, stored_layers
-from llmpq.planner.solving.methods import PLANNERS, solve
+from llmpq.planner.solving.methods import PLANNERS, SolveOptions, solve
+from llmpq.planner.solving.problem_json import parse_problem, problem_data
 from llmpq.precision import Precision
 from reference.brute_force import brute_force
 from reference.random_problems import random_problem
@@ -377,7 +377,7 @@ def test_no_method_gives_a_layer_what_it_may_not_have(seeds: Seeds) -> None:
         p = _restricted(seed)
         for method in PLANNERS:
             try:
-                outcome = solve(p, method)
+                outcome = solve(p, SolveOptions(method=method))
             except Infeasible:
                 continue
             assert fits(p, outcome.assignment)

@@ -1,6 +1,6 @@
 """Values every plan of a small problem in arrays: an oracle quick enough for thousands of them.
 
-Shares no code with the solvers, nor with the closed form they minimise (evaluate/pipeline_time.py),
+Shares no code with the solvers, nor with the closed form they minimise (evaluate/objective.py),
 which it writes out a second time. Only where all layers take equal time and memory: of the fillings
 of a stage with equal counts of every choice one of the least omega stands for all. The plain loop
 over everything, tests/reference/brute_force.py, is its own oracle.
@@ -18,8 +18,8 @@ from numpy.typing import NDArray
 
 from llmpq.cost_model import Phase
 from llmpq.planner.evaluate.fits import fits
-from llmpq.planner.evaluate.pipeline_time import StageTimes, stage_times
-from llmpq.planner.ilp.orders import device_orders
+from llmpq.planner.evaluate.objective import StageTimes, stage_times
+from llmpq.planner.ilp.solve import device_orders
 from llmpq.planner.problem.outcome import BUDGET_ROUNDING, Assignment, Stage
 from llmpq.planner.problem.problem import Floats, Problem
 

@@ -7,8 +7,8 @@ import math
 from collections.abc import Iterator
 
 from llmpq.planner.evaluate.fits import fits
-from llmpq.planner.evaluate.pipeline_time import value
-from llmpq.planner.ilp.orders import device_orders
+from llmpq.planner.evaluate.objective import value
+from llmpq.planner.ilp.solve import device_orders
 from llmpq.planner.problem.outcome import Assignment, Stage
 from llmpq.planner.problem.problem import Problem
 

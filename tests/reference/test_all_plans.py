@@ -8,7 +8,7 @@ import random
 import pytest
 
 from llmpq.planner.evaluate.fits import fits
-from llmpq.planner.evaluate.pipeline_time import sum_omega, value
+from llmpq.planner.evaluate.objective import sum_omega, value
 from llmpq.planner.problem.problem import Objective
 from reference.all_plans import best_of_all
 from reference.brute_force import assignments, brute_force

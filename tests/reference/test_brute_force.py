@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from llmpq.planner.evaluate.fits import fits
-from llmpq.planner.evaluate.pipeline_time import stage_times
+from llmpq.planner.evaluate.objective import stage_times
 from llmpq.planner.exact.bounds.pairs import Floor, PairTables
 from llmpq.planner.exact.bounds.plan_cases import Case, in_memory, least_slowest, most_priced
 from llmpq.planner.problem.outcome import Assignment

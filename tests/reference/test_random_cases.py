@@ -7,10 +7,11 @@ import math
 import pytest
 
 from llmpq.errors import DoesNotFitError
-from llmpq.planner.answer import Wish, answer
+from llmpq.planner.answer import answer
 from llmpq.planner.check.build_plan import build_plan
 from llmpq.planner.problem.outcome import Outcome
-from llmpq.planner.problem.problem_form import problem_data
+from llmpq.planner.solving.methods import SolveOptions
+from llmpq.planner.solving.problem_json import problem_data
 from reference.all_plans import best_of_all
 from reference.random_cases import random_case
 
@@ -50,15 +51,15 @@ def test_cases_are_of_every_kind() -> None:
 def test_the_command_finds_the_best_plan(seed: int) -> None:
     case = random_case(seed)
     best = min(best_of_all(case.priced(kv), case.budget)[0] for kv in case.kvs)
-    wish = Wish(
+    options = SolveOptions(
         method="exact", time_limit_s=60.0, gap=1e-9, backend="highs", budget=case.budget,
         kvs=case.kvs,
     )  # fmt: skip
     if math.isinf(best):
         with pytest.raises(DoesNotFitError):
-            answer(case.priced(case.kvs[0]), wish, None)
+            answer(case.priced(case.kvs[0]), options, None)
         return
-    found = answer(case.priced(case.kvs[0]), wish, None).outcome
+    found = answer(case.priced(case.kvs[0]), options, None).outcome
     assert found.value == pytest.approx(best, rel=1e-6)
     assert found.bound is not None and found.bound <= best * (1 + 1e-9)
 

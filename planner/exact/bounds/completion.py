@@ -24,17 +24,17 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from llmpq.planner.exact.bounds.columns import Columns
-from llmpq.planner.exact.bounds.form import EVERYWHERE, Box, Form
-from llmpq.planner.exact.bounds.islands import Islands
-from llmpq.planner.exact.bounds.pair_columns import KeptPairs
-from llmpq.planner.exact.bounds.plan_cases import most_priced
-from llmpq.planner.exact.bounds.relaxation import Prices
-from llmpq.planner.exact.bounds.stages import (
+from llmpq.planner.evaluate.objective import Form
+from llmpq.planner.exact.bounds.box import EVERYWHERE, Box
+from llmpq.planner.exact.bounds.columns import (
+    Columns,
+    KeptPairs,
     Weights,
     stages_by_price,
     stages_by_table,
 )
+from llmpq.planner.exact.bounds.plan_cases import Islands, most_priced
+from llmpq.planner.exact.bounds.relaxation import Prices
 from llmpq.planner.exact.space import Space
 from llmpq.planner.problem.problem import Floats, Problem
 
@@ -285,7 +285,7 @@ class Completion:
     def greedy(self) -> list[tuple[int, int, int]]:
         """Return (class, start, end) of the stages of a plan that attains `value`.
 
-        Where states are not listed, of one that uses no device twice; empty if it meets a dead end.
+        Where states are not listed, of one that uses no device twice; empty if it is a dead end.
         """
         layers = self.p.num_layers
         state, last, a = 0, -1, 0

@@ -10,7 +10,8 @@ import math
 
 import numpy as np
 
-from llmpq.planner.exact.bounds.form import Box, Form
+from llmpq.planner.evaluate.objective import Form
+from llmpq.planner.exact.bounds.box import Box
 from llmpq.planner.exact.bounds.relaxation import ClassRelaxation
 from llmpq.planner.problem.problem import Problem
 

@@ -15,12 +15,21 @@ from numpy.typing import NDArray
 
 from llmpq.cost_model import Phase
 from llmpq.planner.costs.stage_memory import sort_of
-from llmpq.planner.exact.bounds.form import Box, Form, make_form
-from llmpq.planner.exact.bounds.islands import Islands, find_islands
+from llmpq.planner.evaluate.objective import (
+    Coefficients,
+    Form,
+    HopTables,
+    hop_tables,
+    make_form,
+    weighed,
+)
+from llmpq.planner.exact.bounds.box import Box
 from llmpq.planner.exact.bounds.plan_cases import (
     Case,
+    Islands,
     by_stages,
     cases_of,
+    find_islands,
     in_memory,
     least_hops,
     least_slowest,
@@ -40,8 +49,8 @@ from llmpq.planner.problem.problem import Floats, Problem
 
 
 @dataclass(frozen=True, kw_only=True)
-class Floor:
-    """What the plans of a case take at least, in seconds, at every size."""
+class PairBound:
+    """Lower bounds of what the plans of a case take, in seconds, at every size."""
 
     case: Case
     slow_p: Floats
@@ -83,6 +92,17 @@ class PairTables:
             for name in ("bd", "ws", "z", "md", "back")
         )
         self.form = across[0]
+        self.coefficients = Coefficients[Floats](
+            a=self.a,
+            bd=self.bd,
+            ws=self.ws,
+            z=self.z,
+            md=self.md,
+            back=self.back,
+            hops_in_sums=self.form.hops_in_sums,
+            first_back=self.form.first_back,
+            back_bounds=self.form.back_bounds,
+        )
         self.open = np.zeros((len(etas), len(xis)), dtype=bool)
         """[E, X] whether a pair may be chosen."""
         rows = {eta: k for k, eta in enumerate(etas)}
@@ -91,10 +111,10 @@ class PairTables:
             self.open[rows[eta], columns[xi]] = True
 
     def first_bounds(self, groups: LayerGroups) -> Floats:
-        """[I, E, X] lower bounds of F that price every layer by itself, whatever fits, by case."""
+        """[I, E, X] lower bounds of F by case: every layer where it is cheapest, memory or not."""
         zero, one = np.zeros(len(self.p.classes)), np.ones(len(self.p.classes))
         found = []
-        for floor in self.floors:
+        for floor in self.case_bounds:
             bounds = [
                 self._of_case(groups, kappa, (share, share, zero), (1.0, 1.0), floor)
                 for kappa in (0.0, 1.0)
@@ -110,22 +130,22 @@ class PairTables:
         return np.array(
             [
                 self._of_case(groups, prices.kappa, multipliers, weights, floor)
-                for floor in self.floors
+                for floor in self.case_bounds
             ]
         )
 
     @cached_property
-    def floors(self) -> list[Floor]:
+    def case_bounds(self) -> list[PairBound]:
         """What the plans of each case take at least, at every size."""
         cases = cases_of(self.p, self.islands)
-        return [self._floor(case) for case in in_memory(cases, self._roomy, self.p.num_layers)]
+        return [self._case_bound(case) for case in in_memory(cases, self._roomy, self.p.num_layers)]
 
     def cut_by_stages(self, pair: tuple[int, int], step_s: float) -> None:
         """Make cases of their own of numbers of stages whose hops differ by more than a step."""
         etas, xis = self.p.prefill_sizes, self.p.decode_sizes
         row, column = etas.index(pair[0]), xis.index(pair[1])
         weight = self.ws[column] + self.z[column]
-        cases = [floor.case for floor in self.floors]
+        cases = [floor.case for floor in self.case_bounds]
         costs = []
         d_weight = self.bd[column] + self.z[column] * self.md[column]
         for case in cases:
@@ -135,11 +155,11 @@ class PairTables:
                 busy_p, busy_d = self._busy(case)
                 cost[1:] += self.a[row] * busy_p[row] + d_weight * busy_d[column]
             costs.append(cost)
-        self.floors = [self._floor(case) for case in by_stages(cases, costs, step_s)]
+        self.case_bounds = [self._case_bound(case) for case in by_stages(cases, costs, step_s)]
 
     def box(self, case: int, form: Form) -> Box:
         """Return what is known of the plans of a case at a pair."""
-        floor, x = self.floors[case], form.numbers
+        floor, x = self.case_bounds[case], form.numbers
         row = self.p.prefill_sizes.index(x.eta)
         column = self.p.decode_sizes.index(x.xi)
         return Box(
@@ -152,7 +172,7 @@ class PairTables:
             hops_decode_s=float(floor.hops_d[column]),
         )
 
-    def _floor(self, case: Case) -> Floor:
+    def _case_bound(self, case: Case) -> PairBound:
         slow = []
         for layer_s, ends_s in (
             (self.held_prefill_s, self.held_ends_prefill_s),
@@ -163,7 +183,7 @@ class PairTables:
         if case.fewest >= 2:
             slow = [np.maximum(*both) for both in zip(slow, self._busy(case), strict=True)]
         hops_p, hops_d = self._hops(case, case.fewest, None)
-        return Floor(case=case, slow_p=slow[0], slow_d=slow[1], hops_p=hops_p, hops_d=hops_d)
+        return PairBound(case=case, slow_p=slow[0], slow_d=slow[1], hops_p=hops_p, hops_d=hops_d)
 
     def _busy(self, case: Case) -> list[Floats]:
         """Return for how long a message of several stages occupies its link, at every size."""
@@ -199,7 +219,7 @@ class PairTables:
         kappa: float,
         multipliers: tuple[Floats, Floats, Floats],
         weights: tuple[float, float],
-        floor: Floor,
+        floor: PairBound,
     ) -> Floats:
         """Bound every pair by multipliers of weights (A, D's), shared out among devices.
 
@@ -268,6 +288,15 @@ class PairTables:
         return np.asarray(total - 1e-7 * np.abs(total))
 
     @cached_property
+    def hop_tables(self) -> tuple[HopTables, HopTables]:
+        """[E, C, C] of prefill, [X, C, C] of decode."""
+        prefill, decode = ([(x.hop, x.back) for x in sizes] for sizes in self.hops)
+        return (
+            hop_tables(self.form, Phase.PREFILL, prefill),
+            hop_tables(self.form, Phase.DECODE, decode),
+        )
+
+    @cached_property
     def islands(self) -> Islands | None:
         """Sets of devices with slow links between them, if there are."""
         return find_islands(self.p)
@@ -309,35 +338,18 @@ class PairTables:
                 (self.held_decode_s, self.held_ends_decode_s),
             )
         )
-        form, links = self.form, list(zip(order, order[1:], strict=False))
-        ring = (order[-1], order[0]) if links else None
-        way_p, way_d = (
-            np.array([sum(x.hop.total_s[link] for link in links) for x in sizes])
-            for sizes in self.hops
+        classes, (hops_p, hops_d) = np.array(order), self.hop_tables
+        sum_p, busy_p, back_p = hops_p.of(classes)
+        sum_d, busy_d, back_d = hops_d.of(classes)
+        by_prefill, by_decode = weighed(
+            self.coefficients,
+            slow_p=np.maximum(held_p.max(axis=1), busy_p),
+            slow_d=np.maximum(held_d.max(axis=1), busy_d),
+            tp=tp.sum(axis=1) + sum_p + back_p,
+            td=td.sum(axis=1) + sum_d,
+            back_d=back_d,
         )
-        busy_p, busy_d = (
-            np.array([max((x.hop.held_s[link] for link in links), default=0.0) for x in sizes])
-            for sizes in self.hops
-        )
-        back_p, back_d, busy_back_p, busy_back_d = (
-            np.array([float(getattr(x.back, part)[ring]) if ring else 0.0 for x in sizes])
-            for part in ("total_s", "held_s")
-            for sizes in self.hops
-        )
-        slowest_p = np.maximum(held_p.max(axis=1), busy_p)
-        slowest_d = np.maximum(held_d.max(axis=1), busy_d)
-        if form.first_back:
-            slowest_p = np.maximum(slowest_p, busy_back_p)
-        if form.back_bounds:
-            slowest_d = np.maximum(slowest_d, busy_back_d)
-        in_sums = 1.0 if form.hops_in_sums else 0.0
-        s = td.sum(axis=1) + in_sums * way_d
-        prefill = self.a * slowest_p + tp.sum(axis=1) + in_sums * way_p
-        if form.hops_in_sums and form.first_back:
-            prefill = prefill + back_p
-        decode = self.bd * slowest_d + self.ws * s + self.back * back_d
-        decode = decode + self.z * np.maximum(self.md * slowest_d, s + back_d)
-        return np.asarray(prefill[:, None] + decode[None, :])
+        return np.asarray(by_prefill[:, None] + by_decode[None, :])
 
     def best_pair(self, stages: tuple[Stage, ...], most: float) -> tuple[int, int] | None:
         """Return the quickest pair (eta, xi) at which stages fit, below a time `most`."""

@@ -1,7 +1,14 @@
-"""Cases that every plan falls into one of: its island, or that it crosses; how many stages it has.
+"""Cases of plans that are bounded apart: on one island of quick links, of few or many stages.
+
+Islands: sets of devices with quick links among them and slow ones to all others.
+
+A plan stays on one island, or some message of it crosses a slow link and occupies it: then no phase
+is quicker than that. Each case by itself has a far better bound than both together.
+
+Cases that every plan falls into one of: its island, or that it crosses; how many stages it has.
 
 With so many stages a plan has so many hops at least, and with at most so many some stage has so
-many layers: each case alone has a far better bound than all together.
+many layers: each case by itself has a far better bound than all together.
 """
 
 from __future__ import annotations
@@ -12,8 +19,62 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from llmpq.planner.exact.bounds.islands import Islands
 from llmpq.planner.problem.problem import Floats, Problem
+
+SLOWER = 4.0
+"""How many times slower than the links of an island those between islands are at least."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Islands:
+    """Devices of each class on each island, and which hops between classes cross."""
+
+    counts: NDArray[np.int64]
+    """[I, C]; of islands that are alike one stands for all."""
+    crosses: NDArray[np.bool_]
+    """[C, C]."""
+    sizes: NDArray[np.int64]
+    """Devices of every island, those that are alike counted, too."""
+
+
+def find_islands(p: Problem) -> Islands | None:
+    """Return the islands of a cluster, None where all links are about equally quick."""
+    classes = len(p.classes)
+    per_byte = np.full((classes, classes), np.nan)
+    for ends, terms in p.class_links.terms.items():
+        per_byte[ends] = terms[:, 2].min()
+    known = np.array(sorted(set(per_byte[np.isfinite(per_byte)].tolist())))
+    if len(known) < 2 or known[0] <= 0:
+        return None
+    ratios = known[1:] / known[:-1]
+    widest = int(np.argmax(ratios))
+    if ratios[widest] < SLOWER:
+        return None
+    slow = np.isfinite(per_byte) & (per_byte > known[widest] * np.sqrt(ratios[widest]))
+    near = _connected(~slow & np.isfinite(per_byte))
+    found: list[NDArray[np.int64]] = []
+    sizes: list[int] = []
+    own, most = np.eye(classes, dtype=np.int64), np.array([cls.count for cls in p.classes])
+    for c in range(classes):
+        if not near[c, :c].any():
+            others = np.delete(near[c], c).any()
+            # Equal devices with slow links among them are an island each.
+            apart = bool(slow[c, c]) and not others
+            found.append(own[c] if apart else most * (near[c] | (own[c] > 0)))
+            sizes += [1] * int(most[c]) if apart else [int(found[-1].sum())]
+    crosses = ~(near | np.eye(classes, dtype=bool)) | (np.eye(classes, dtype=bool) & slow)
+    if not crosses.any():
+        return None
+    return Islands(counts=np.array(found), crosses=crosses, sizes=np.array(sizes))
+
+
+def _connected(near: NDArray[np.bool_]) -> NDArray[np.bool_]:
+    """Return which classes are joined by quick links, over others, too."""
+    joined = near | near.T
+    for c in range(len(joined)):
+        joined |= joined[:, c, None] & joined[None, c]
+    return joined
+
 
 MOST_CASES = 10
 """Ranges of the number of stages."""
@@ -140,13 +201,13 @@ def least_slowest(
 ) -> Floats:
     """[n] a time that the slowest stage takes at least.
 
-    The `most` devices that hold most in it must hold all layers, and whoever has embedding or head
-    holds fewer for it. layer_s: [n, C] a layer at its quickest; ends_s: [n, C, 2]; roomy: [C, 2, 2]
-    layers for which a device has memory, as first stage or not, last or not.
+    The `most` devices that hold most in it must hold all layers, and a device with embedding or
+    head holds fewer for it. layer_s: [n, C] a layer at its quickest; ends_s: [n, C, 2]; roomy:
+    [C, 2, 2] layers for which a device has memory, as first stage or not, last or not.
     """
     some = case.counts > 0
     once, ends = np.maximum(layer_s[:, some], 1e-300), ends_s[:, some]
-    alone = (once[:, :, None] + ends).min(axis=1).max(axis=1)
+    single = (once[:, :, None] + ends).min(axis=1).max(axis=1)
     fewer = np.floor(ends / once[:, :, None] * (1 - 1e-9)).min(axis=1)
     lost = fewer.sum(axis=1) if case.fewest >= 2 else fewer.max(axis=1)
     steps: Floats = np.arange(1.0, layers + 1)[None, :, None] * once[:, None, :]
@@ -157,7 +218,7 @@ def least_slowest(
     in_time = np.minimum(times, highest[:, None])
     by_time = _first(in_time, once, lambda whole: _of_most(whole, case) - lost >= layers)
     by_memory = _first(times, once, lambda whole: _in_memory(whole, roomy[some], case) >= layers)
-    return np.asarray(np.maximum(alone, np.maximum(by_time, by_memory)) * (1 - 1e-9))
+    return np.asarray(np.maximum(single, np.maximum(by_time, by_memory)) * (1 - 1e-9))
 
 
 def _first(times: Floats, once: Floats, enough: Callable[[Floats], NDArray[np.bool_]]) -> Floats:

@@ -26,10 +26,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from llmpq.planner.exact.bounds.form import EVERYWHERE, Box, Form
-from llmpq.planner.exact.bounds.islands import find_islands
-from llmpq.planner.exact.bounds.plan_cases import most_priced
-from llmpq.planner.ilp.quiet_highs import make_highs
+from llmpq.planner.evaluate.objective import Form
+from llmpq.planner.exact.bounds.box import EVERYWHERE, Box
+from llmpq.planner.exact.bounds.plan_cases import find_islands, most_priced
+from llmpq.planner.ilp.milp import make_highs
 from llmpq.planner.problem.numbers import PairNumbers
 from llmpq.planner.problem.problem import Floats, Problem
 
@@ -245,7 +245,7 @@ class ClassRelaxation:
     def _rows(self, form: Form, box: Box, ny: int, width: int) -> tuple[np.ndarray, ...]:
         """Return index, value and start of all rows, and their lower and upper limits."""
         x, counts = form.numbers, self.counts(box)
-        key = id(x), form.md, counts.tobytes()
+        key = id(x), int(form.md), counts.tobytes()
         if key not in self._kept:
             if len(self._kept) == MOST_KEPT:
                 self._kept.clear()

@@ -6,9 +6,8 @@ import math
 import time
 from collections.abc import Iterable, Iterator
 
-from llmpq.planner.exact.start.beam import beam_plans
 from llmpq.planner.exact.start.improve import improve_each, improved
-from llmpq.planner.exact.start.starts import first_plans, other_methods, unlike
+from llmpq.planner.exact.start.starts import distinct_orders, first_plans, other_methods
 from llmpq.planner.exact.start.walk import Walk
 from llmpq.planner.problem.outcome import Assignment
 
@@ -46,15 +45,13 @@ def begin(
     rounded = list(rounded)
     keep(iter(rounded), limit)
     now = time.perf_counter()
-    walk.from_each(unlike(found, STARTS), now + (limit - now) * WALK_SHARE)
+    walk.from_each(distinct_orders(found, STARTS), now + (limit - now) * WALK_SHARE)
     improve_each(incumbent, tables, rounded, limit)
-    now = time.perf_counter()
-    keep(beam_plans(p, tables, (now + limit) / 2), limit)
     now = time.perf_counter()
     keep(other_methods(p, now + (limit - now) / 4), limit)
     now = time.perf_counter()
-    walk.from_each(unlike(found, STARTS), now + (limit - now) * WALK_SHARE)
-    for plan in (*filter(None, [incumbent.best]), *unlike(found, STARTS)):
+    walk.from_each(distinct_orders(found, STARTS), now + (limit - now) * WALK_SHARE)
+    for plan in (*filter(None, [incumbent.best]), *distinct_orders(found, STARTS)):
         now = time.perf_counter()
         improved(incumbent, tables, plan, now + (limit - now) * IMPROVE_SHARE)
     keep(other_methods(p, limit), limit)

@@ -14,7 +14,7 @@ import numpy as np
 
 from llmpq.planner.costs.stage_memory import sort_of
 from llmpq.planner.evaluate.fits import fits
-from llmpq.planner.evaluate.pipeline_time import sum_omega, value
+from llmpq.planner.evaluate.objective import sum_omega, value
 from llmpq.planner.exact.bounds.pairs import PairTables
 from llmpq.planner.problem.outcome import BUDGET_ROUNDING, Assignment, Infeasible, Stage
 from llmpq.planner.problem.problem import Floats, Problem
@@ -84,7 +84,7 @@ def other_methods(p: Problem, deadline: float) -> Iterator[Assignment]:
             yield solve(p, time_limit_s=share).assignment
 
 
-def unlike(found: list[tuple[float, Assignment]], most: int) -> list[Assignment]:
+def distinct_orders(found: list[tuple[float, Assignment]], most: int) -> list[Assignment]:
     """Return the best plans, one of each order of classes."""
     kept: dict[tuple[int, ...], Assignment] = {}
     for _, plan in sorted(found, key=lambda pair: pair[0]):
@@ -127,11 +127,11 @@ def _within_nodes(p: Problem, fastest: Sequence[int]) -> Iterator[tuple[int, ...
     for c in fastest:
         for device in p.classes[c].devices:
             own.setdefault(device.node, []).append(c)
-    told: set[tuple[str, ...]] = set()
+    seen: set[tuple[str, ...]] = set()
     for classes in own.values() if len(own) > 1 else ():
         kinds = tuple(p.classes[c].first.profile_kind for c in classes)
-        if kinds not in told:
-            told.add(kinds)
+        if kinds not in seen:
+            seen.add(kinds)
             for size in range(2, min(len(classes), p.max_stages) + 1):
                 yield tuple(classes[:size])
 
@@ -157,7 +157,7 @@ def _split(
     speed = 1.0 / np.maximum(_job_seconds(p, pair)[list(order), b], 1e-30)
     held = np.ones(len(order), dtype=np.int64)
     while held.sum() < p.num_layers:
-        # The next layer goes where it ends soonest.
+        # The next layer goes where it would be done first.
         ends = np.where(held < most, (held + 1) / speed, np.inf)
         held[int(np.argmin(ends))] += 1
     bounds = np.concatenate([[0], np.cumsum(held)])

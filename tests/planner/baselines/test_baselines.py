@@ -15,12 +15,12 @@ from llmpq.planner.baselines.flexgen import estimate_flexgen
 from llmpq.planner.baselines.pipeedge import _allowed, _balanced
 from llmpq.planner.cli.arguments import plan_request
 from llmpq.planner.evaluate.fits import fits
-from llmpq.planner.evaluate.pipeline_time import job_time, stage_times, sum_omega
-from llmpq.planner.evaluate.replay import replay
+from llmpq.planner.evaluate.objective import job_time, stage_times, sum_omega
+from llmpq.planner.evaluate.simulator import replay
 from llmpq.planner.problem.make_problem import make_problem
 from llmpq.planner.problem.outcome import Infeasible, Unfinished
 from llmpq.planner.problem.problem import Problem
-from llmpq.planner.solving.methods import solve
+from llmpq.planner.solving.methods import SolveOptions, solve
 from reference.brute_force import assignments
 from reference.random_problems import random_problem
 
@@ -35,7 +35,7 @@ def _paper(number: int, model: str) -> Problem:
 
 def test_uniform_takes_its_best_microbatch() -> None:
     p = _paper(9, "opt-30b")
-    found = solve(p, "uniform").assignment
+    found = solve(p, SolveOptions(method="uniform")).assignment
     assert len(set(found.choices)) == 1 and [s.end - s.start for s in found.stages] == [12] * 4
     best = job_time(p, found).total_s
     for eta, xi in p.pairs:
@@ -70,7 +70,7 @@ def test_adabits_has_the_least_omega_of_its_orders() -> None:
             random.Random(seed), layers=(3, 5), kinds=(1, 2), devices=(1, 1), precisions=2, batch=2
         ).with_changes(prefill_microbatch=1, decode_microbatch=1, theta=1e6)
         try:
-            found = solve(p, "adabits").assignment
+            found = solve(p, SolveOptions(method="adabits")).assignment
         except Infeasible:
             continue
         orders = set(kind_orders(p))
@@ -90,7 +90,7 @@ def test_exact_beats_the_baselines_in_simulated_time(number: int, model: str) ->
 
     def score(method: str) -> float:
         try:
-            a = solve(p, method).assignment
+            a = solve(p, SolveOptions(method=method)).assignment
         except Infeasible:  # an even split of 176 billion weights needs 3 bits
             return math.inf
         return replay(p, a).total_s + p.theta * sum_omega(p, a)
@@ -106,7 +106,7 @@ def test_offloading_slows_down_with_less_memory() -> None:
     roomy = _paper(3, "opt-30b")
     ours, theirs = estimate_flexgen(p), estimate_flexgen(roomy)
     assert 0 < ours.on_device < 1
-    assert ours.total_s > job_time(p, solve(p, "exact").assignment).total_s
+    assert ours.total_s > job_time(p, solve(p, SolveOptions(method="exact")).assignment).total_s
     small = _paper(1, "opt-13b")
     assert estimate_flexgen(small).on_device > theirs.on_device * 0.5
 
@@ -133,7 +133,7 @@ def test_a_baseline_ends_in_time_with_a_plan_that_fits(name: str, method: str) -
     p = make_problem(plan_request(ODD[name].split()))[0]
     start = time.perf_counter()
     try:
-        found = solve(p, method, time_limit_s=BASELINE_LIMIT_S)
+        found = solve(p, SolveOptions(method=method, time_limit_s=BASELINE_LIMIT_S))
     except Unfinished:  # on a slow machine
         assert time.perf_counter() - start > BASELINE_LIMIT_S / 2
     except Infeasible:
@@ -146,9 +146,9 @@ def test_a_baseline_ends_in_time_with_a_plan_that_fits(name: str, method: str) -
 def test_a_baseline_without_time_says_so() -> None:
     p = _paper(3, "opt-30b")
     with pytest.raises(Unfinished, match="within 0 s; give a longer --time-limit"):
-        solve(p, "pipeedge", time_limit_s=0.0)
+        solve(p, SolveOptions(method="pipeedge", time_limit_s=0.0))
     for method in ("adabits", "heuristic", "uniform"):  # of which one plan is quickly made
-        assert fits(p, solve(p, method, time_limit_s=0.0).assignment)
+        assert fits(p, solve(p, SolveOptions(method=method, time_limit_s=0.0)).assignment)
 
 
 def test_devices_that_hold_no_layer_are_left_out_by_adabits() -> None:

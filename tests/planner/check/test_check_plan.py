@@ -16,10 +16,10 @@ from llmpq.plan import Plan, Speculation
 from llmpq.planner.check.build_plan import build_plan
 from llmpq.planner.check.check import check_plan
 from llmpq.planner.evaluate.add_drafts import round_bytes
-from llmpq.planner.evaluate.pipeline_time import value
+from llmpq.planner.evaluate.objective import value
 from llmpq.planner.problem.outcome import Infeasible
 from llmpq.planner.problem.problem import Problem
-from llmpq.planner.solving.methods import PLANNERS, solve
+from llmpq.planner.solving.methods import PLANNERS, SolveOptions, solve
 from llmpq.speculation import draft_bytes
 from llmpq.units import format_size
 from reference.random_problems import random_problem
@@ -33,7 +33,7 @@ ALL = "LLMPQ_ALL_TESTS" in os.environ
 def test_no_method_makes_a_plan_that_does_not_check(seed: int, method: str) -> None:
     p = random_problem(random.Random(seed), layers=(3, 7), kinds=(1, 2), devices=(1, 2), batch=2)
     try:
-        outcome = solve(p, method)
+        outcome = solve(p, SolveOptions(method=method))
     except Infeasible:
         return
     assert outcome.value == pytest.approx(value(p, outcome.assignment), rel=1e-9)
@@ -53,7 +53,7 @@ def test_exact_is_at_least_as_good_as_every_method(seed: int) -> None:
     values = {}
     for method in PLANNERS:
         try:
-            values[method] = solve(p, method).value
+            values[method] = solve(p, SolveOptions(method=method)).value
         except Infeasible:
             continue
     if values:
@@ -65,7 +65,7 @@ def _planned(seed: int = 1) -> tuple[Problem, Plan]:
         random.Random(seed), layers=(6, 6), kinds=(2, 2), devices=(1, 2), precisions=3
     )
     p = p.with_changes(theta=0.0)
-    plan = build_plan(p, solve(p, "exact"))
+    plan = build_plan(p, solve(p, SolveOptions(method="exact")))
     return p, plan
 
 

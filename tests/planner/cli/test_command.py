@@ -156,13 +156,13 @@ def test_waiting_stages_are_named() -> None:
     from llmpq.planner.check.build_plan import build_plan
     from llmpq.planner.cli.arguments import plan_request
     from llmpq.planner.cli.explain import explain_plan
-    from llmpq.planner.evaluate.pipeline_time import stage_times
+    from llmpq.planner.evaluate.objective import stage_times
     from llmpq.planner.problem.make_problem import make_problem
-    from llmpq.planner.solving.methods import solve
+    from llmpq.planner.solving.methods import SolveOptions, solve
 
     words = ["--cluster", str(PAPER / "09.yaml"), "--model", "opt-30b", "--global_bz", "32"]
     problem, _, _ = make_problem(plan_request(words))
-    outcome = solve(problem, "uniform")
+    outcome = solve(problem, SolveOptions(method="uniform"))
     names = [s.device for s in build_plan(problem, outcome).stages]
     lines = explain_plan(problem, outcome.assignment, names)
     t = stage_times(problem, outcome.assignment)

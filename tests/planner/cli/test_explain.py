@@ -17,9 +17,9 @@ from llmpq.planner.cli import explain
 from llmpq.planner.cli.explain import Regret, regret_lines
 from llmpq.planner.cli.report import quality_of
 from llmpq.planner.cli.what_if import compared, loss_change, without
-from llmpq.planner.evaluate.pipeline_time import StageTimes
+from llmpq.planner.evaluate.objective import StageTimes
 from llmpq.planner.problem.outcome import Unfinished
-from llmpq.planner.solving.methods import solve
+from llmpq.planner.solving.methods import SolveOptions, solve
 from reference.random_problems import random_problem
 
 pytestmark = [pytest.mark.pure, pytest.mark.slow]
@@ -220,8 +220,8 @@ def test_a_study_without_an_answer_is_said(monkeypatch: pytest.MonkeyPatch) -> N
         raise Unfinished("no plan found within 5 s; give a longer --time-limit")
 
     p = random_problem(random.Random(3))
-    outcome = solve(p, "exact")
-    monkeypatch.setattr(explain, "solve_isolated", late)
+    outcome = solve(p, SolveOptions(method="exact"))
+    monkeypatch.setattr(explain, "plan_in_child", late)
     assert regret_lines(explain.cost_error_study(p, outcome)) == [
         "how much a cost error loses is not known: no plan was found in time"
     ]

@@ -83,8 +83,8 @@ NUMBERS = {
 def test_a_number_out_of_range_is_refused_at_once(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, flags: str
 ) -> None:
-    monkeypatch.setattr("llmpq.planner.answer.solve_isolated", None)  # refused before planning
-    monkeypatch.setattr("llmpq.planner.cli.show_front.front_isolated", None)
+    monkeypatch.setattr("llmpq.planner.answer.plan_in_child", None)  # refused before planning
+    monkeypatch.setattr("llmpq.planner.cli.show_front.front_in_child", None)
     monkeypatch.chdir(ROOT)
     code, text, err = _run(capsys, *SMALL, *JOB, *flags.split())
     assert (code, text, err) == (2, "", f"llmpq-algo: {NUMBERS[flags]}\n")
@@ -103,8 +103,8 @@ def test_theta_of_a_cluster_file_is_checked_too(
 def test_a_batch_beyond_all_memory_is_refused_before_any_search(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, flags: str
 ) -> None:
-    monkeypatch.setattr("llmpq.planner.answer.solve_isolated", None)
-    monkeypatch.setattr("llmpq.planner.cli.show_front.front_isolated", None)
+    monkeypatch.setattr("llmpq.planner.answer.plan_in_child", None)
+    monkeypatch.setattr("llmpq.planner.cli.show_front.front_in_child", None)
     start = time.perf_counter()
     words = ["--global-bz", "10000", "--s", "512", "--n", "100", "--kv", "16,8", *flags.split()]
     code, _, err = _run(capsys, *SMALL, *words)
@@ -115,7 +115,7 @@ def test_a_batch_beyond_all_memory_is_refused_before_any_search(
 def test_a_thousand_devices_are_refused_as_fast(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("llmpq.planner.answer.solve_isolated", None)
+    monkeypatch.setattr("llmpq.planner.answer.plan_in_child", None)
     start = time.perf_counter()
     words = ["--device-names", "T4", "V100", "--device-numbers", "1000", "1000", *JOB]
     code, _, err = _run(capsys, *words, "--model", "llama-3.1-405b", "--max-devices", "2")
@@ -129,8 +129,8 @@ IDLE = {
     "--method uniform --solver highs": ("--solver has no effect without --method ilp", "add it"),
     "--bits 4,8 --outliers 8": ("--outliers does nothing without w4a4 among the --bits", "add it"),
     "--shaq-efficient --method exact": (
-        "--shaq-efficient has no effect without --method heuristic",
-        "take that method",
+        "--shaq-efficient is --method heuristic, got --method exact",
+        "leave one out",
     ),
 }
 """Flags -> what is said, and what to do."""
@@ -156,7 +156,7 @@ def test_numbers_of_devices_without_names(capsys: pytest.CaptureFixture[str]) ->
 def test_an_unknown_draft_is_refused_before_planning(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("llmpq.planner.answer.solve_isolated", None)
+    monkeypatch.setattr("llmpq.planner.answer.plan_in_child", None)
     code, _, err = _run(capsys, *SMALL, *JOB, "--speculate", "medusa")
     known = "auto, qspec, w4kv4, kv4, ngram"
     assert (code, err) == (2, f"llmpq-algo: --speculate medusa: expected one of {known}\n")

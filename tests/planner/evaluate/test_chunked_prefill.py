@@ -12,8 +12,8 @@ from llmpq.errors import BadPlanError, DoesNotFitError
 from llmpq.planner.answer import checked_plan
 from llmpq.planner.check.check import check_alone
 from llmpq.planner.cli.arguments import plan_request
-from llmpq.planner.evaluate.pipeline_time import job_time, stage_times
-from llmpq.planner.evaluate.replay import replay
+from llmpq.planner.evaluate.objective import job_time, stage_times
+from llmpq.planner.evaluate.simulator import replay
 from llmpq.planner.evaluate.step_by_step import step_by_step_time
 from llmpq.planner.exact.search import solve_exact
 from llmpq.planner.problem.make_problem import make_problem

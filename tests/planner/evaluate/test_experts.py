@@ -17,8 +17,8 @@ from llmpq.planner.check.check import check_plan
 from llmpq.planner.cli.arguments import plan_request
 from llmpq.planner.costs.cost_book import CostBook
 from llmpq.planner.costs.roofline import GPU_FLOOR_S, bandwidth, estimate_costs, experts_hit
-from llmpq.planner.evaluate.pipeline_time import job_time
-from llmpq.planner.evaluate.replay import replay
+from llmpq.planner.evaluate.objective import job_time
+from llmpq.planner.evaluate.simulator import replay
 from llmpq.planner.problem.make_problem import make_problem
 from llmpq.planner.problem.outcome import Assignment, Stage
 from llmpq.precision import Precision

@@ -10,16 +10,15 @@ import pytest
 
 from llmpq.planner.cli.arguments import plan_request
 from llmpq.planner.evaluate.fits import fits
-from llmpq.planner.evaluate.pipeline_time import (
+from llmpq.planner.evaluate.objective import (
     StageTimes,
     job_time,
     makespan,
     paper_time,
     published_code_time,
 )
-from llmpq.planner.evaluate.replay import replay
-from llmpq.planner.evaluate.simulate import simulate
-from llmpq.planner.evaluate.step_by_step import step_by_step_time, step_note, told_time
+from llmpq.planner.evaluate.simulator import replay, simulate
+from llmpq.planner.evaluate.step_by_step import reported_time, step_by_step_time, step_note
 from llmpq.planner.problem.make_problem import make_problem
 from llmpq.planner.problem.microbatch import distinct_sizes, microbatch_pairs, sizes_of
 from llmpq.planner.problem.outcome import Assignment, Stage
@@ -165,8 +164,8 @@ def test_time_step_by_step_of_random_plans_is_their_replay() -> None:
         far = abs(stepwise.total_s / job_time(p, a).total_s - 1) > 0.005
         rough += far
         assert (step_note(p, a) != "") == far
-        assert told_time(p, a) == (stepwise if far else job_time(p, a))
-        assert told_time(p, a).total_s == pytest.approx(replayed, rel=7e-3)
+        assert reported_time(p, a) == (stepwise if far else job_time(p, a))
+        assert reported_time(p, a).total_s == pytest.approx(replayed, rel=7e-3)
     assert rough > 10
 
 

@@ -12,8 +12,7 @@ import pytest
 
 from llmpq.planner.cli.arguments import plan_request
 from llmpq.planner.evaluate.fits import fits
-from llmpq.planner.evaluate.pipeline_time import sum_omega, value
-from llmpq.planner.exact.bounds.form import make_form
+from llmpq.planner.evaluate.objective import make_form, sum_omega, value
 from llmpq.planner.exact.bounds.pairs import PairTables
 from llmpq.planner.exact.bounds.relaxation import ClassRelaxation
 from llmpq.planner.exact.search import solve_exact
@@ -21,7 +20,7 @@ from llmpq.planner.front.front import pareto_front
 from llmpq.planner.problem.make_problem import make_problem
 from llmpq.planner.problem.outcome import Infeasible
 from llmpq.planner.problem.problem import Objective, Problem
-from llmpq.planner.solving.methods import PLANNERS, How, solve, solve_as
+from llmpq.planner.solving.methods import PLANNERS, SolveOptions, solve
 from reference.brute_force import assignments
 from reference.random_problems import random_problem
 
@@ -49,7 +48,7 @@ def _many_pairs() -> Problem:
 def test_a_method_keeps_to_its_time_limit(method: str) -> None:
     p = _many_pairs()
     start = time.perf_counter()
-    outcome = solve(p, method, time_limit_s=LIMIT_S)
+    outcome = solve(p, SolveOptions(method=method, time_limit_s=LIMIT_S))
     assert time.perf_counter() - start < LIMIT_S + MARGIN_S
     assert fits(p, outcome.assignment)
 
@@ -67,7 +66,7 @@ def test_a_cut_search_says_how_far_it_may_be_off() -> None:
 def test_a_budget_keeps_to_its_time_limit() -> None:
     p, budget = _many_pairs(), 0.5
     start = time.perf_counter()
-    outcome = solve_as(p, How(method="exact", time_limit_s=LIMIT_S, budget=budget))
+    outcome = solve(p, SolveOptions(method="exact", time_limit_s=LIMIT_S, budget=budget))
     assert time.perf_counter() - start < LIMIT_S + MARGIN_S
     assert sum_omega(p, outcome.assignment) <= budget * (1 + 1e-9)
 

@@ -12,7 +12,7 @@ import pytest
 
 from llmpq.cluster import Cluster
 from llmpq.planner.evaluate.fits import fits
-from llmpq.planner.evaluate.pipeline_time import sum_omega, value
+from llmpq.planner.evaluate.objective import sum_omega, value
 from llmpq.planner.exact import search as exact_search
 from llmpq.planner.exact import space as exact_space
 from llmpq.planner.exact.bounds import columns as columns_table
@@ -78,7 +78,7 @@ def test_a_planted_bug_would_be_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     from llmpq.planner.exact import labels
 
     monkeypatch.setattr(exact_search.Search, "begin", lambda *_: None)
-    monkeypatch.setattr(exact_search.Search, "soon", lambda *_: -math.inf)
+    monkeypatch.setattr(exact_search.Search, "quick_pass", lambda *_: -math.inf)
     monkeypatch.setattr(exact_search, "improved", lambda *_: None)
     honest = labels._dominated
 
@@ -225,18 +225,20 @@ def _split_in_nodes(p: Problem) -> Problem:
 
 
 @pytest.mark.slow
-def test_splitting_parts_changes_nothing(monkeypatch: pytest.MonkeyPatch, seeds: Seeds) -> None:
-    """With no patience every part is split by the range of D and P; the optimum is the same."""
-    monkeypatch.setattr(exact_search, "PATIENCE", (0, 0, 0))
+def test_branching_changes_nothing(monkeypatch: pytest.MonkeyPatch, seeds: Seeds) -> None:
+    """Where no node may take labels all are branched on D and P; the optimum is the same."""
+    monkeypatch.setattr(exact_search, "LABEL_LIMITS", (0, 0, 0))
     splits = 0
-    honest = exact_search.Search._split
+    honest = exact_search.Search._branch
 
-    def counted(self: exact_search.Search, part: exact_search.Part) -> list[exact_search.Part]:
+    def counted(
+        self: exact_search.Search, part: exact_search.SearchNode
+    ) -> list[exact_search.SearchNode]:
         nonlocal splits
         splits += 1
         return honest(self, part)
 
-    monkeypatch.setattr(exact_search.Search, "_split", counted)
+    monkeypatch.setattr(exact_search.Search, "_branch", counted)
     for seed in seeds(range(15)):
         p = _problem(seed, **TINY)
         best, _ = brute_force(p)
@@ -246,9 +248,19 @@ def test_splitting_parts_changes_nothing(monkeypatch: pytest.MonkeyPatch, seeds:
     assert splits > 10
 
 
-def test_no_time_still_gives_a_plan_and_its_bound() -> None:
-    p = _problem(9, layers=(8, 8), kinds=(2, 2), devices=(2, 2))
-    hurried, whole = solve_exact(p, time_limit_s=0.0), solve_exact(p)
+@pytest.mark.parametrize("seed", [8, 9, 30])
+def test_no_time_still_gives_a_plan_and_its_bound(seed: int) -> None:
+    """Seed 8 has no plan at all; on 30 no pipeline of one precision fits."""
+    p = _problem(seed, layers=(8, 8), kinds=(2, 2), devices=(2, 2))
+    try:
+        whole = solve_exact(p)
+    except Infeasible:
+        assert seed == 8
+        with pytest.raises(Unfinished) as caught:
+            solve_exact(p, time_limit_s=0.0)
+        assert caught.value.bound > 0
+        return
+    hurried = solve_exact(p, time_limit_s=0.0)
     assert hurried.bound is not None and hurried.bound <= whole.value * (1 + 1e-9)
     assert hurried.value >= whole.value * (1 - 1e-9)
 
@@ -293,18 +305,18 @@ def test_kinds_that_are_nearer_to_each_other_than_to_themselves_are_brute_force(
     assert solved > 8
 
 
-def test_a_part_stopped_in_its_widest_window_is_gone_on_with(
+def test_a_node_stopped_in_its_widest_window_stays_open(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     p = _problem(7, layers=(4, 4), kinds=(2, 2), devices=(1, 2), precisions=2)
     search = exact_search.Search(p, math.inf, 1e-9)
     form = exact_search.make_form(p, *p.pairs[0])
-    part = search._part(form, exact_search.EVERYWHERE, 2)
-    assert search._tighten(part) == [part]
+    part = search._node(form, exact_search.EVERYWHERE, 2)
+    assert search._bound(part) == [part]
     part.window = len(exact_search.WINDOWS) - 1
-    monkeypatch.setattr(exact_search, "PATIENCE", (-1, -1, -1, -1))
-    search.hasty, search.deadline, search.incumbent.value = True, -math.inf, math.inf
+    monkeypatch.setattr(exact_search, "LABEL_LIMITS", (-1, -1, -1, -1))
+    search.in_quick_pass, search.deadline, search.incumbent.value = True, -math.inf, math.inf
     for _ in range(3):
-        assert search._close(part) == [part]
-    search.hasty, search.deadline = False, math.inf
+        assert search._process(part) == [part]
+    search.in_quick_pass, search.deadline = False, math.inf
     assert math.isfinite(search.run()) or search.best is None

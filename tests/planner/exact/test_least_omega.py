@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from llmpq.planner.evaluate.fits import fits
-from llmpq.planner.evaluate.pipeline_time import sum_omega
+from llmpq.planner.evaluate.objective import sum_omega
 from llmpq.planner.front.least_omega import least_by_memory, least_omega
 from llmpq.planner.front.quality import refuse_unreachable
 from llmpq.planner.problem.outcome import Infeasible

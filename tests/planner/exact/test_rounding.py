@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from llmpq.planner.evaluate.fits import fits
-from llmpq.planner.evaluate.pipeline_time import value
+from llmpq.planner.evaluate.objective import value
 from llmpq.planner.exact.bounds.pairs import PairTables, quick_bound
 from llmpq.planner.exact.bounds.relaxation import ClassRelaxation
 from llmpq.planner.exact.start.rounding import rounded_plans

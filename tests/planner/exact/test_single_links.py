@@ -18,7 +18,7 @@ from llmpq.planner.check.plan_entries import used_inputs
 from llmpq.planner.cli.what_if import with_added, without
 from llmpq.planner.costs.cost_book import CostBook
 from llmpq.planner.problem.problem import Problem
-from llmpq.planner.solving.methods import solve
+from llmpq.planner.solving.methods import SolveOptions, solve
 from reference.random_problems import random_problem
 
 pytestmark = pytest.mark.pure
@@ -151,7 +151,7 @@ def test_the_exact_plan_is_the_best_over_every_order_of_single_devices() -> None
     several = 0
     for seed in (0, 3, 4, 10, 12, 15, 16, 23, 25, 28):
         p = _problem(seed)
-        found = solve(p, "exact")
+        found = solve(p, SolveOptions(method="exact"))
         assert found.value == pytest.approx(_every_order(p), rel=1e-6), f"seed {seed}"
         plan = build_plan(p, found)
         check_plan(plan, spec=p.spec, cluster=p.cluster, costs=p.costs)

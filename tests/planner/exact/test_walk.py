@@ -11,13 +11,18 @@ import numpy as np
 import pytest
 
 from llmpq.planner.evaluate.fits import fits
-from llmpq.planner.evaluate.pipeline_time import sum_omega, value
+from llmpq.planner.evaluate.objective import sum_omega, value
 from llmpq.planner.exact.bounds.pairs import PairTables
 from llmpq.planner.exact.search import solve_exact
-from llmpq.planner.exact.start.neighbours import moved_layers, other_orders
-from llmpq.planner.exact.start.shapes import Shapes, ShapeScales, shape_of
 from llmpq.planner.exact.start.starts import Incumbent
-from llmpq.planner.exact.start.walk import Walk
+from llmpq.planner.exact.start.walk import (
+    Shapes,
+    ShapeScales,
+    Walk,
+    moved_layers,
+    other_orders,
+    shape_of,
+)
 from llmpq.planner.problem.outcome import Assignment, Infeasible
 from llmpq.planner.problem.problem import Problem
 from reference.brute_force import assignments, brute_force

@@ -19,7 +19,7 @@ from llmpq.planner.cli import show_front
 from llmpq.planner.cli.arguments import plan_request
 from llmpq.planner.cli.show_front import FrontRow, ListedFront, coverage, worth_listing
 from llmpq.planner.evaluate.fits import fits
-from llmpq.planner.evaluate.pipeline_time import sum_omega, value
+from llmpq.planner.evaluate.objective import sum_omega, value
 from llmpq.planner.front.front import Front, pareto_front
 from llmpq.planner.problem.make_problem import make_problem
 from llmpq.planner.problem.outcome import Unfinished
@@ -223,7 +223,7 @@ def test_a_kv_precision_out_of_time_is_said(
             raise Unfinished("no plan found within 1 s; give a longer --time-limit")
         return pareto_front(p, **how)
 
-    monkeypatch.setattr(show_front, "front_isolated", late)
+    monkeypatch.setattr(show_front, "front_in_child", late)
     words = [*SMALL, "--pareto", "--pareto-points", "2", "--kv", "16,8"]
     code, text, _ = _run(capsys, *words)
     assert code == 0 and "what lies between them is not proven" in text

@@ -12,9 +12,9 @@ import pytest
 from llmpq.model_spec import ModelSpec
 from llmpq.plan import Plan
 from llmpq.planner.__main__ import main
-from llmpq.planner.answer import Wish, answer
+from llmpq.planner.answer import answer
 from llmpq.planner.evaluate.fits import fits
-from llmpq.planner.evaluate.pipeline_time import sum_omega, value
+from llmpq.planner.evaluate.objective import sum_omega, value
 from llmpq.planner.front.preference import (
     MOST_SOLVES,
     TOLERANCE,
@@ -26,6 +26,7 @@ from llmpq.planner.front.preference import (
 )
 from llmpq.planner.make import make_plan
 from llmpq.planner.problem.make_problem import generic_sensitivity
+from llmpq.planner.solving.methods import SolveOptions
 from llmpq.precision import WEIGHT_ONLY, KVPrecision, Precision
 from reference.brute_force import assignments
 from reference.random_cases import random_case
@@ -103,11 +104,11 @@ def test_no_plan_of_a_small_problem_has_a_better_score(seed: int, prefer: str) -
         score(value(p, a), sum_omega(p, a)) for p in free for a in assignments(p) if fits(p, a)
     ]
     assert every, "the case has a plan"
-    wish = Wish(
+    options = SolveOptions(
         method="exact", time_limit_s=60.0, gap=1e-6, backend="highs", budget=None,
         kvs=case.kvs, prefer=prefer,  # type: ignore[arg-type]
     )  # fmt: skip
-    best = answer(case.problem, wish, None)
+    best = answer(case.problem, options, None)
     own = best.problem.with_changes(theta=0.0)
     found = score(value(own, best.outcome.assignment), sum_omega(own, best.outcome.assignment))
     assert min(every) - 1e-9 <= found <= min(every) + TOLERANCE * 1.01

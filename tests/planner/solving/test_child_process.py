@@ -9,30 +9,29 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
 from typing import Any
 
 import pytest
 
 from llmpq.planner.__main__ import main
-from llmpq.planner.answer import Wish, _tried
 from llmpq.planner.baselines.flexgen import estimate_flexgen
 from llmpq.planner.front.front import Front, pareto_front
 from llmpq.planner.problem.outcome import Infeasible, Outcome
 from llmpq.planner.problem.problem import Problem
-from llmpq.planner.problem.problem_form import parse_problem, problem_data
-from llmpq.planner.solving import isolated
-from llmpq.planner.solving.isolated import (
+from llmpq.planner.solving import worker
+from llmpq.planner.solving.methods import SolveOptions
+from llmpq.planner.solving.plan_search import search_plan
+from llmpq.planner.solving.problem_json import parse_problem, problem_data
+from llmpq.planner.solving.worker import (
     SolverCrashed,
-    answer_forked,
-    answer_spawned,
-    front_isolated,
-    offload_isolated,
-    solve_isolated,
+    front_in_child,
+    offload_in_child,
+    plan_in_child,
+    run_in_child,
 )
-from llmpq.planner.solving.methods import How, solve
+from llmpq.precision import KVPrecision
 from reference.random_problems import random_problem
 
 pytestmark = [pytest.mark.pure, pytest.mark.slow]
@@ -47,10 +46,6 @@ CRASHING_CHILD = (sys.executable, "-c", "import os; os.kill(os.getpid(), 11)")
 def _problem() -> Problem:
     p = random_problem(random.Random(1), layers=(4, 4), kinds=(1, 1), devices=(2, 2))
     return p.with_changes(theta=0.0)
-
-
-def _spawned(how: How, *, child: Sequence[str] = isolated.CHILD) -> dict[str, Any]:
-    return answer_spawned(_problem(), "plan", asdict(how), what=how.method, child=child)
 
 
 @contextmanager
@@ -73,15 +68,23 @@ def test_a_problem_survives_its_json() -> None:
 
 def test_the_answer_is_the_same_as_in_place() -> None:
     p = _problem()
-    here, how = solve(p, "exact"), How(method="exact")
-    budget = How(method="exact", budget=float(p.omega.max(axis=1).sum()))
-    forked = solve_isolated(p, how)
-    with _other_thread():
-        spawned = solve_isolated(p, how)
-    for there in (forked, spawned, solve_isolated(p, budget)):
-        assert there.value == pytest.approx(here.value, rel=1e-6)
-    assert here.assignment == forked.assignment == spawned.assignment
-    assert (here.bound, here.status) == (spawned.bound, spawned.status)
+    for options in (
+        SolveOptions(kvs=(KVPrecision.KV16, KVPrecision.KV8)),
+        SolveOptions(budget=float(p.omega.max(axis=1).sum())),
+        SolveOptions(kvs=(KVPrecision.KV16,), prefer="speed"),
+    ):
+        here = search_plan(p, options)
+        forked = plan_in_child(p, options)
+        with _other_thread():
+            spawned = plan_in_child(p, options)
+        for there in (forked, spawned):
+            assert there.problem == here.problem
+            assert there.outcome.assignment == here.outcome.assignment
+            assert there.outcome.value == pytest.approx(here.outcome.value, rel=1e-6)
+            assert (there.outcome.bound, there.outcome.status) == (
+                pytest.approx(here.outcome.bound),
+                here.outcome.status,
+            )
 
 
 def test_fronts_and_estimates_are_the_same_as_in_place() -> None:
@@ -92,10 +95,10 @@ def test_fronts_and_estimates_are_the_same_as_in_place() -> None:
         return [(point.time_s, point.omega, point.outcome.assignment) for point in front.points]
 
     def compare() -> None:
-        there = front_isolated(p, points=3, time_limit_s=60.0)
+        there = front_in_child(p, points=3, time_limit_s=60.0)
         assert plans(there) == plans(front)
         assert (there.width, there.complete) == (front.width, front.complete)
-        assert offload_isolated(p) == offload
+        assert offload_in_child(p) == offload
 
     compare()
     with _other_thread():
@@ -115,14 +118,14 @@ def test_never_in_the_callers_process(monkeypatch: pytest.MonkeyPatch) -> None:
 
         return answer
 
-    monkeypatch.setattr(isolated, "run_job", here)
-    monkeypatch.setattr(isolated, "answer_forked", way("fork"))
-    monkeypatch.setattr(isolated, "answer_spawned", way("spawn"))
+    monkeypatch.setattr(worker, "_do", here)
+    monkeypatch.setattr(worker, "_forked", way("fork"))
+    monkeypatch.setattr(worker, "_spawned", way("spawn"))
     p = _problem()
     asked: tuple[Callable[[], object], ...] = (
-        lambda: solve_isolated(p, How(method="ilp")),
-        lambda: front_isolated(p, points=3, time_limit_s=1.0),
-        lambda: offload_isolated(p),
+        lambda: plan_in_child(p, SolveOptions(method="ilp")),
+        lambda: front_in_child(p, points=3, time_limit_s=1.0),
+        lambda: offload_in_child(p),
     )
     for threads, name in ((2, "spawn"), (1, "fork")):
         monkeypatch.setattr(threading, "active_count", lambda threads=threads: threads)
@@ -153,7 +156,14 @@ def test_the_command_solves_nothing_in_its_own_process(
     assert main([*words, *job]) == 0, capsys.readouterr().err
 
 
-def test_a_crash_is_an_error_with_a_way_out() -> None:
+def _plan_by(work: Callable[[], Any], monkeypatch: pytest.MonkeyPatch, method: str) -> object:
+    """Plan in a fork whose search is `work`."""
+    monkeypatch.setattr(worker, "may_fork", lambda: True)
+    monkeypatch.setattr(worker, "_do", lambda *_: work())
+    return plan_in_child(_problem(), SolveOptions(method=method))
+
+
+def test_a_crash_is_an_error_with_a_way_out(monkeypatch: pytest.MonkeyPatch) -> None:
     parent = os.getpid()
 
     def crash() -> Outcome:
@@ -163,65 +173,54 @@ def test_a_crash_is_an_error_with_a_way_out() -> None:
         raise AssertionError("unreachable")
 
     with pytest.raises(SolverCrashed) as caught:
-        answer_forked(crash, what="ilp")
+        _plan_by(crash, monkeypatch, "ilp")
     assert str(caught.value) == DIED
-    with pytest.raises(SolverCrashed) as caught, _other_thread():
-        _spawned(How(method="ilp"), child=CRASHING_CHILD)
+    with pytest.raises(SolverCrashed) as caught:
+        run_in_child(_problem(), "plan", {}, method="ilp", child=CRASHING_CHILD)
     assert str(caught.value) == DIED
 
 
-def test_refusals_come_through() -> None:
+def test_refusals_come_through(monkeypatch: pytest.MonkeyPatch) -> None:
     def no_plan() -> Outcome:
         raise Infeasible("too small")
 
+    with pytest.raises(ValueError, match="--method flexgen is an estimate"):
+        plan_in_child(_problem(), SolveOptions(method="flexgen"))
+    with _other_thread(), pytest.raises(ValueError, match="--method flexgen is an estimate"):
+        plan_in_child(_problem(), SolveOptions(method="flexgen"))
     with pytest.raises(Infeasible, match="too small"):
-        answer_forked(no_plan, what="exact")
-    with pytest.raises(ValueError, match="--method flexgen is an estimate"):
-        answer_forked(lambda: solve(_problem(), "flexgen"), what="flexgen")
-    with pytest.raises(ValueError, match="--method flexgen is an estimate"):
-        _spawned(How(method="flexgen"))
+        _plan_by(no_plan, monkeypatch, "exact")
 
 
-def test_a_bug_in_the_child_is_reported(capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_bug_in_the_child_is_reported(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with _other_thread(), pytest.raises(SolverCrashed, match=r"died \(no answer\)"):
+        plan_in_child(_problem(), SolveOptions(gap="wide"))  # type: ignore[arg-type]
+    assert "TypeError" in capfd.readouterr().err
+
     def bug() -> Outcome:
         raise ZeroDivisionError("planted")
 
     with pytest.raises(SolverCrashed, match=r"died \(no answer\)"):
-        answer_forked(bug, what="exact")
+        _plan_by(bug, monkeypatch, "exact")
     assert "ZeroDivisionError: planted" in capfd.readouterr().err
-    with pytest.raises(SolverCrashed, match=r"died \(no answer\)"):
-        _spawned(How(method="exact", backend="highs", gap="wide"))  # type: ignore[arg-type]
-    assert "TypeError" in capfd.readouterr().err
 
 
-@pytest.mark.parametrize("beside", [False, True])
-def test_an_interrupt_ends_every_child(monkeypatch: pytest.MonkeyPatch, beside: bool) -> None:
+def test_an_interrupt_ends_the_child(monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
-    def run_job(*_: object) -> Outcome:
+    def sleep() -> Outcome:
         time.sleep(60)
         raise AssertionError("it was to be ended")
 
-    monkeypatch.setattr(isolated, "run_job", run_job)
-    monkeypatch.setattr(isolated, "may_fork", lambda: True)
-    monkeypatch.setattr(isolated, "has_spare_core", lambda: beside)
-    p = random_problem(random.Random(3))
-    assert len(p.choices) > 1
-    wish = Wish(method="exact", time_limit_s=60.0, gap=1e-4, backend="highs", budget=None, kvs=())
     before = signal.signal(signal.SIGALRM, interrupt)
     try:
         signal.setitimer(signal.ITIMER_REAL, 0.6)
         with pytest.raises(KeyboardInterrupt):
-            _tried([p], wish)
+            _plan_by(sleep, monkeypatch, "exact")
     finally:
         signal.signal(signal.SIGALRM, before)
     with pytest.raises(ChildProcessError):  # there is none left
         os.waitpid(-1, os.WNOHANG)
-
-
-def test_a_child_that_was_waited_for_is_not_ended_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    child = isolated.Fork(lambda: solve(_problem(), "exact"))
-    child.answer("exact")
-    monkeypatch.setattr(os, "kill", lambda *_: pytest.fail("its number may be another's by now"))
-    child.kill()

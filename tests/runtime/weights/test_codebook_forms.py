@@ -17,8 +17,7 @@ from llmpq.kernels.formats.codebooks import Codebook
 from llmpq.kernels.weights.codebook_weight import CodebookWeight
 from llmpq.kernels.weights.round_to_nearest import quantize_weight
 from llmpq.model_spec import ModelSpec
-from llmpq.planner.problem.kept_grid import kept_grid
-from llmpq.planner.problem.stored_precisions import stored_layers
+from llmpq.planner.problem.stored_precisions import kept_grid, stored_layers
 from llmpq.precision import Precision, WeightScheme
 from llmpq.profiler.quantize.layer_walk import random_windows
 from llmpq.profiler.quantize.recipes import Settings

@@ -1,8 +1,16 @@
-"""Simulates an assignment with its true micro-batch sizes and cache lengths."""
+"""Replays a plan micro-batch by micro-batch: the slow, plain check of the closed form.
+
+A pipeline is a ring of resources (stage, hop, stage, ..., stage, hop back); each serves one
+micro-batch at a time, in order of arrival. The pure latency of a hop delays its own micro-batch
+only. Prefill ends before decode starts. Micro-batches may be ragged, and every decode step uses its
+true cache length.
+
+Simulates an assignment with its true micro-batch sizes and cache lengths.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 
 import numpy as np
@@ -10,12 +18,44 @@ import numpy as np
 from llmpq.cost_model import Phase
 from llmpq.planner.costs.cost_book import chunk_times, decode_times
 from llmpq.planner.costs.links import Floats, Hops
-from llmpq.planner.evaluate.pipeline_time import PhaseTimes
-from llmpq.planner.evaluate.simulate import simulate
+from llmpq.planner.evaluate.objective import PhaseTimes
 from llmpq.planner.problem.microbatch import sizes_of
 from llmpq.planner.problem.outcome import Assignment, Stage
 from llmpq.planner.problem.problem import Problem
 from llmpq.workload import prompt_chunks
+
+Times = Callable[[int, int], Sequence[tuple[float, float]]]
+"""(micro-batch index, decode step t) -> at each resource, seconds it is occupied and seconds until
+the micro-batch is at the next one; the last resource is the hop back."""
+
+
+def simulate(prefill: Times, decode: Times, *, mp: int, md: int, n: int) -> PhaseTimes:
+    """Return when the first and the last token of the whole batch are known."""
+    free: list[float] = []
+    done = 0.0
+    for i in range(mp):
+        times = prefill(i, 0)
+        free = free or [0.0] * len(times)
+        done = max(done, _walk(times if n > 1 else times[:-1], free, 0.0))
+    if n < 2:
+        return PhaseTimes(prefill_s=done, decode_s=0.0)
+    start = done
+    ready = [start] * md
+    free = [start] * len(decode(0, 1))
+    for t in range(1, n):
+        for i in range(md):
+            times = decode(i, t)
+            ready[i] = _walk(times if t < n - 1 else times[:-1], free, ready[i])
+    return PhaseTimes(prefill_s=start, decode_s=max(ready) - start)
+
+
+def _walk(times: Sequence[tuple[float, float]], free: list[float], now: float) -> float:
+    """Send one micro-batch through the resources; update when each is free; return its arrival."""
+    for k, (occupied, total) in enumerate(times):
+        begin = max(now, free[k])
+        free[k] = begin + occupied
+        now = begin + total
+    return now
 
 
 def replay(p: Problem, a: Assignment) -> PhaseTimes:

@@ -1,4 +1,4 @@
-"""Solvers behind one call: HiGHS directly, or HiGHS, CBC and Gurobi through PuLP.
+"""A mixed-integer program with names, and its solvers: HiGHS, or CBC and Gurobi through PuLP.
 
 An incumbent at the time limit is an answer (status `feasible`), never dropped. The licence that
 comes with pip's gurobipy stops at 2000 variables; HiGHS takes over there, and the note says so.
@@ -7,18 +7,65 @@ comes with pip's gurobipy stops at 2000 variables; HiGHS takes over there, and t
 from __future__ import annotations
 
 import math
+import os
+import sys
 import time
 import warnings
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import numpy as np
 
-from llmpq.planner.ilp.linear_model import LinearModel
-from llmpq.planner.ilp.quiet_highs import make_highs
+Backend = Literal["highs", "cbc", "gurobi"]
+BACKENDS: tuple[Backend, ...] = ("highs", "cbc", "gurobi")
 
-Backend = Literal["highs", "pulp-highs", "cbc", "gurobi"]
-BACKENDS: tuple[Backend, ...] = ("highs", "pulp-highs", "cbc", "gurobi")
+
+@dataclass(frozen=True, kw_only=True)
+class Constraint:
+    """lower <= sum coefficient * variable <= upper."""
+
+    name: str
+    terms: tuple[tuple[int, float], ...]
+    lower: float
+    upper: float
+
+
+@dataclass(kw_only=True)
+class LinearModel:
+    """Variables and rows, in the order they were added; minimises the sum of costs."""
+
+    names: list[str] = field(default_factory=list)
+    costs: list[float] = field(default_factory=list)
+    uppers: list[float] = field(default_factory=list)
+    binary: list[bool] = field(default_factory=list)
+    rows: list[Constraint] = field(default_factory=list)
+    constant: float = 0.0
+
+    def variable(self, name: str, *, cost: float = 0.0, binary: bool = False) -> int:
+        """Add a variable >= 0 (0 or 1 if binary) and return its index."""
+        self.names.append(name)
+        self.costs.append(cost)
+        self.uppers.append(1.0 if binary else math.inf)
+        self.binary.append(binary)
+        return len(self.names) - 1
+
+    def fix(self, variable: int, value: float) -> None:
+        """Fix a binary variable to zero."""
+        assert value == 0.0, "only zero is needed"
+        self.uppers[variable] = 0.0
+
+    def at_most(self, name: str, terms: Iterable[tuple[int, float]], bound: float) -> None:
+        """Add sum <= bound."""
+        self.rows.append(Constraint(name=name, terms=tuple(terms), lower=-math.inf, upper=bound))
+
+    def at_least(self, name: str, terms: Iterable[tuple[int, float]], bound: float) -> None:
+        """Add sum >= bound."""
+        self.rows.append(Constraint(name=name, terms=tuple(terms), lower=bound, upper=math.inf))
+
+    def equal(self, name: str, terms: Iterable[tuple[int, float]], bound: float) -> None:
+        """Add sum == bound."""
+        self.rows.append(Constraint(name=name, terms=tuple(terms), lower=bound, upper=bound))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,8 +90,9 @@ def solve_milp(
     relax: bool = False,
 ) -> MilpResult:
     """Minimise the model; `relax` drops integrality, `cutoff` drops worse solutions (HiGHS)."""
-    if backend == "highs":
-        return _highs(model, time_limit_s, gap, cutoff, relax)
+    note = "" if backend != "gurobi" else _gurobi_lack(len(model.names))
+    if backend == "highs" or note:
+        return replace(_highs(model, time_limit_s, gap, cutoff, relax), note=note)
     return _pulp(model, backend, time_limit_s, gap, relax)
 
 
@@ -117,17 +165,11 @@ def _pulp(
     import pulp
 
     start = time.perf_counter()
-    note = ""
-    if backend == "gurobi":
-        backend, note = _licensed(len(model.names))
     program, variables = _pulp_program(model, relax)
     options = {"msg": False, "timeLimit": max(1.0, time_limit_s), "gapRel": gap}
-    solver = {
-        "pulp-highs": lambda: pulp.HiGHS(**options, threads=1),
-        "highs": lambda: pulp.HiGHS(**options, threads=1),
-        "cbc": lambda: pulp.PULP_CBC_CMD(**options, threads=1),
-        "gurobi": lambda: pulp.GUROBI(**options),
-    }[backend]()
+    solver = (
+        pulp.GUROBI(**options) if backend == "gurobi" else pulp.PULP_CBC_CMD(**options, threads=1)
+    )
     program.solve(solver)
     seconds = time.perf_counter() - start
     if program.sol_status == pulp.LpSolutionInfeasible or program.status == pulp.LpStatusInfeasible:
@@ -137,7 +179,6 @@ def _pulp(
             bound=math.inf,
             values=None,
             seconds=seconds,
-            note=note,
         )
     if program.sol_status not in (pulp.LpSolutionOptimal, pulp.LpSolutionIntegerFeasible):
         return MilpResult(
@@ -146,7 +187,6 @@ def _pulp(
             bound=-math.inf,
             values=None,
             seconds=seconds,
-            note=note,
         )
     value = pulp.value(program.objective) + model.constant
     # PuLP calls a time-limited answer "Optimal" too; only sol_status tells them apart.
@@ -157,7 +197,6 @@ def _pulp(
         bound=value - abs(value) * gap if proven else -math.inf,
         values=np.array([v.varValue or 0.0 for v in variables]),
         seconds=seconds,
-        note=note,
     )
 
 
@@ -188,12 +227,12 @@ def _pulp_program(model: LinearModel, relax: bool) -> tuple[Any, list[Any]]:
     return program, variables
 
 
-def _licensed(num_variables: int) -> tuple[Backend, str]:
-    """Return Gurobi if it is installed and its licence takes the model, else HiGHS and why."""
+def _gurobi_lack(num_variables: int) -> str:
+    """Return why Gurobi cannot take a model of so many variables, nothing where it can."""
     try:
         import gurobipy
     except ImportError:
-        return "highs", "gurobipy is not installed (pip install llmpq[gurobi]); HiGHS was used"
+        return "gurobipy is not installed (pip install llmpq[gurobi]); HiGHS was used"
     try:
         probe = gurobipy.Model(env=gurobipy.Env(params={"OutputFlag": 0}))
         probe.addVars(num_variables)
@@ -204,5 +243,23 @@ def _licensed(num_variables: int) -> tuple[Backend, str]:
             if getattr(error, "errno", 0) == 10010
             else f"Gurobi refused: {error}"
         )
-        return "highs", f"{reason}; HiGHS was used"
-    return "gurobi", ""
+        return f"{reason}; HiGHS was used"
+    return ""
+
+
+def make_highs() -> Any:
+    """Return a solver of one thread without output: some versions greet on stdout, the answer's."""
+    import highspy
+
+    sys.stdout.flush()
+    stdout, nothing = os.dup(1), os.open(os.devnull, os.O_WRONLY)
+    try:
+        os.dup2(nothing, 1)
+        solver = highspy.Highs()
+    finally:
+        os.dup2(stdout, 1)
+        os.close(stdout)
+        os.close(nothing)
+    solver.setOptionValue("output_flag", False)
+    solver.setOptionValue("threads", 1)
+    return solver

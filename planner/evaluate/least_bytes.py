@@ -1,0 +1,112 @@
+"""A plan of the fewest bytes, by filling stages one after the other: found without a search.
+
+It is what a search starts from where nothing simpler fits, and what proves that a change of a job
+would make it fit (planner/refusal.py). Looks at bytes only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import product
+
+import numpy as np
+
+from llmpq.planner.costs.stage_memory import sort_of_stage
+from llmpq.planner.problem.outcome import Assignment, Stage
+from llmpq.planner.problem.problem import Problem
+
+
+def least_bytes_plan(p: Problem) -> Assignment | None:
+    """Return a plan of the fewest bytes, None where this way of filling stages finds none.
+
+    Stages hold as many layers as they have room for, one after the other.
+    """
+    class_of = [index for index, cls in enumerate(p.classes) for _ in cls.devices]
+    for choices in _least_choices(p):
+        held = _layers_held(p, choices)
+        for first, last in end_pairs(class_of):
+            inner = [k for k in range(len(class_of)) if k not in (first, last)]
+            inner = sorted(inner, key=lambda k: -held[class_of[k]])[: max(0, p.max_stages - 2)]
+            inner.sort(key=lambda k: (p.classes[class_of[k]].pinned or (0, 0))[0])
+            order = [class_of[k] for k in ([first] if first == last else [first, *inner, last])]
+            found = _filled(p, choices, order) if len(order) <= p.max_stages else None
+            if found is not None:
+                return found
+    return None
+
+
+def _least_choices(p: Problem) -> Iterator[list[int]]:
+    """Yield choices of all layers that take the fewest bytes, of each sort of weights.
+
+    Where no choice is one that all layers may have, each layer has its own least.
+    """
+    sizes = p.all_layer_bytes
+    common = [b for b in range(len(p.choices)) if p.open[:, b].all()]
+    for packed in (True, False):
+        some = [b for b in common if p.packed[b] == packed]
+        if some:
+            yield [min(some, key=lambda b: int(sizes[0, b]))] * p.num_layers
+    if not common:
+        own = np.where(p.open, sizes, np.iinfo(np.int64).max)
+        yield [int(b) for b in own.argmin(axis=1)]
+
+
+def _layers_held(p: Problem, choices: Sequence[int]) -> list[int]:
+    """Return how many layers each class of devices holds between other stages, about."""
+    sort = sort_of_stage(p.packed, choices)
+    unit = max(int(p.all_layer_bytes[i, b]) for i, b in enumerate(choices))
+    rooms = p.capacity(*smallest_microbatches(p))[:, 0, 0, sort]
+    return [max(0, int(room) // unit) for room in rooms]
+
+
+def _filled(p: Problem, choices: Sequence[int], order: Sequence[int]) -> Assignment | None:
+    """Return the plan whose stages, of these classes in turn, hold all that they have room for."""
+    eta, xi = smallest_microbatches(p)
+    table, sizes = p.capacity(eta, xi), p.all_layer_bytes
+    stages: list[Stage] = []
+    start, total = 0, p.num_layers
+
+    def holds(cls: int, low: int, high: int, *, last: bool) -> bool:
+        some = choices[low:high]
+        room = table[cls, int(low == 0), int(last), sort_of_stage(p.packed, some)]
+        return sum(int(sizes[low + k, b]) for k, b in enumerate(some)) <= int(room)
+
+    final = order[-1]
+    for cls in order[:-1]:
+        if start and holds(final, start, total, last=True):
+            break
+        end = start
+        while end < total - 1 and holds(cls, start, end + 1, last=False):
+            end += 1
+        if end > start:
+            stages.append(Stage(cls=cls, start=start, end=end, choices=tuple(choices[start:end])))
+            start = end
+        elif not stages:
+            return None
+    if (len(order) > 1 and not stages) or not holds(final, start, total, last=True):
+        return None
+    stages.append(Stage(cls=final, start=start, end=total, choices=tuple(choices[start:])))
+    if not all(p.allowed(stage.cls, stage.start, stage.end) for stage in stages):
+        return None
+    return Assignment(prefill_microbatch=eta, decode_microbatch=xi, stages=tuple(stages))
+
+
+def smallest_microbatches(p: Problem) -> tuple[int, int]:
+    """Return the micro-batch sizes that leave the most room: one, or what is fixed."""
+    return p.prefill_microbatch or 1, p.decode_microbatch or 1
+
+
+def end_pairs(class_of: list[int]) -> list[tuple[int, int]]:
+    """Return which devices can be first and last stage, one pair of devices per pair of classes.
+
+    A device that is both is the only stage, for which it may have more room than for either.
+    """
+    members: dict[int, list[int]] = {}
+    for device, cls in enumerate(class_of):
+        members.setdefault(cls, []).append(device)
+    several = [
+        (a[-1], b[-1] if a is not b else b[-2])
+        for a, b in product(members.values(), repeat=2)
+        if a is not b or len(a) > 1
+    ]
+    return several + [(a[-1], a[-1]) for a in members.values()]

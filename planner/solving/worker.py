@@ -1,0 +1,233 @@
+"""The one child process in which solvers run, so that a crash inside one cannot end the command.
+
+A job (a plan, a front, the estimate of offloading) is one child from begin to end. Where this
+process has no other thread the child is a fork, which costs milliseconds; else a fork could copy a
+lock that is never released, and a fresh interpreter solves (half a second more): it reads the job
+as a JSON line on stdin and answers on stdout (`python -m llmpq.planner.solving.worker`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal
+
+from llmpq.commands.child_lines import read_lines, take_answers, write_line
+from llmpq.errors import DoesNotFitError, LlmpqError
+from llmpq.planner.problem.outcome import Assignment, Infeasible, Outcome, Stage, Unfinished
+from llmpq.planner.problem.problem import Problem
+from llmpq.planner.refusal import NothingFitsError
+from llmpq.planner.solving.methods import SolveOptions
+from llmpq.planner.solving.problem_json import parse_problem, problem_data
+from llmpq.precision import KVPrecision
+
+if TYPE_CHECKING:
+    from llmpq.planner.baselines.flexgen import OffloadEstimate
+    from llmpq.planner.front.front import Front
+    from llmpq.planner.solving.plan_search import Solved
+
+CHILD = (sys.executable, "-m", "llmpq.planner.solving.worker")
+Job = Literal["plan", "front", "offload"]
+
+
+class SolverCrashed(LlmpqError):
+    """The solver's process died; nothing is known of the problem."""
+
+
+def plan_in_child(problem: Problem, options: SolveOptions) -> Solved:
+    """Return the best plan of a job; raise what the search raises, `SolverCrashed` if it dies."""
+    from llmpq.planner.solving.plan_search import Solved, nothing_fits, with_head_of_16_bits
+
+    asked = {**asdict(options), "kvs": [kv.value for kv in options.kvs]}
+    answer = run_in_child(problem, "plan", asked, method=options.method)
+    if "nothing_fits" in answer:
+        raise nothing_fits(problem.with_changes(theta=answer["theta"]), options)
+    if answer["head_of_16_bits"] and problem.quantization.head_bits is None:
+        problem = with_head_of_16_bits(problem)
+    work = problem.workload.model_copy(update={"kv": KVPrecision(answer["kv"])})
+    solved = problem.with_changes(workload=work, chunk=answer["chunk"], theta=answer["theta"])
+    return Solved(problem=solved, outcome=_outcome(answer["outcome"]))
+
+
+def front_in_child(problem: Problem, *, points: int, time_limit_s: float) -> Front:
+    """Return the front of a problem."""
+    from llmpq.planner.front.front import Front, FrontPoint
+
+    options = {"points": points, "time_limit_s": time_limit_s}
+    answer = run_in_child(problem, "front", options, method="exact")
+    listed = [
+        FrontPoint(**{**point, "outcome": _outcome(point["outcome"])}) for point in answer["points"]
+    ]
+    return Front(**{**answer, "points": tuple(listed)})
+
+
+def offload_in_child(problem: Problem, budget: float | None = None) -> OffloadEstimate:
+    """Return the estimate of offloading a problem's job, within a budget of the sum of omega."""
+    from llmpq.planner.baselines.flexgen import OffloadEstimate
+
+    answer = run_in_child(problem, "offload", {"budget": budget}, method="flexgen")
+    return OffloadEstimate(**answer)
+
+
+def run_in_child(
+    problem: Problem, job: Job, options: dict[str, Any], *, method: str, child: Sequence[str] = ()
+) -> dict[str, Any]:
+    """Do a job in a child process and return its answer's fields.
+
+    `child`: start this command, whatever threads there are.
+    """
+    if child or not may_fork():
+        return _spawned(problem, job, options, method, child or CHILD)
+    return _forked(partial(_do, problem, job, options), method)
+
+
+def may_fork() -> bool:
+    """Whether this process has one thread: a fork copies that one, and every lock that is held."""
+    return hasattr(os, "fork") and threading.active_count() == 1
+
+
+def _do(problem: Problem, job: Job, options: dict[str, Any]) -> dict[str, Any]:
+    """Do a job in this process (the child: only it imports solvers); the answer as JSON."""
+    if job == "plan":
+        from llmpq.planner.solving.plan_search import search_plan
+
+        kvs = tuple(KVPrecision(kv) for kv in options["kvs"])
+        try:
+            found = search_plan(problem, SolveOptions(**{**options, "kvs": kvs}))
+        except NothingFitsError as error:
+            return {"nothing_fits": True, "theta": error.problem.theta}
+        return {
+            "kv": found.problem.kv.value,
+            "chunk": found.problem.chunk,
+            "theta": found.problem.theta,
+            "head_of_16_bits": found.problem.quantization.head_bits == 16,
+            "outcome": asdict(found.outcome),
+        }
+    if job == "front":
+        from llmpq.planner.front.front import pareto_front
+
+        return asdict(pareto_front(problem, **options))
+    from llmpq.planner.baselines.flexgen import estimate_flexgen
+
+    return asdict(estimate_flexgen(problem, **options))
+
+
+def _forked(work: Callable[[], dict[str, Any]], method: str) -> dict[str, Any]:
+    """Call `work` in a fork of this process, whose answer comes through a pipe."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.close(reader)
+        _answer_and_exit(work, writer)
+    os.close(writer)
+    ended = False
+    try:
+        with os.fdopen(reader, "rb") as pipe:
+            _import_what_comes_next()
+            text = pipe.read()
+        _, status = os.waitpid(child, 0)
+        ended = True
+    finally:
+        if not ended:
+            with contextlib.suppress(ProcessLookupError, ChildProcessError):
+                os.kill(child, signal.SIGKILL)
+                os.waitpid(child, 0)
+    return _fields(text, os.WTERMSIG(status) if os.WIFSIGNALED(status) else 0, method)
+
+
+def _import_what_comes_next() -> None:
+    """Import what a command does with an answer, while the child solves."""
+    import rich.console  # noqa: F401
+
+    import llmpq.planner.check.build_plan
+    import llmpq.planner.check.check
+    import llmpq.planner.evaluate.step_by_step  # noqa: F401
+
+
+def _answer_and_exit(work: Callable[[], dict[str, Any]], writer: int) -> None:
+    """Do the work, write the answer, leave without the parent's clean-up."""
+    code = 0
+    try:
+        answer = _answer_of(work)
+        with os.fdopen(writer, "w", encoding="utf-8") as pipe:
+            write_line(pipe, answer)
+    except KeyboardInterrupt:  # of the whole group: the parent says it
+        code = 1
+    except BaseException as error:
+        sys.stderr.write(f"llmpq-algo: {type(error).__name__}: {error}\n")
+        sys.stderr.flush()
+        code = 1
+    finally:
+        os._exit(code)
+
+
+def _spawned(
+    problem: Problem, job: Job, options: dict[str, Any], method: str, child: Sequence[str]
+) -> dict[str, Any]:
+    """Do a job in a fresh interpreter."""
+    request = json.dumps({"problem": problem_data(problem), "job": job, "options": options})
+    done = subprocess.run(child, input=request.encode(), stdout=subprocess.PIPE, check=False)
+    return _fields(done.stdout, max(0, -done.returncode), method)
+
+
+def _answer_of(work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """Return what `work` returns, or the refusal it raises, as JSON types."""
+    try:
+        return work()
+    except Unfinished as error:
+        return {"unfinished": str(error), "bound": error.bound}
+    except Infeasible as error:
+        return {"infeasible": str(error), "least": error.least}
+    except DoesNotFitError as error:
+        return {"does_not_fit": str(error)}
+    except (ValueError, LlmpqError) as error:
+        return {"refused": str(error)}
+
+
+def _fields(text: bytes, signal_number: int, method: str) -> dict[str, Any]:
+    if signal_number or not text:
+        cause = f"signal {signal_number}" if signal_number else "no answer"
+        raise SolverCrashed(
+            f"the solver of --method {method} died ({cause}); try --method exact, ilp with "
+            "--solver cbc, or heuristic"
+        )
+    answer: dict[str, Any] = json.loads(text)
+    if "unfinished" in answer:
+        raise Unfinished(answer["unfinished"], bound=answer["bound"])
+    if "infeasible" in answer:
+        raise Infeasible(answer["infeasible"], least=answer["least"])
+    if "does_not_fit" in answer:
+        raise DoesNotFitError(answer["does_not_fit"])
+    if "refused" in answer:
+        raise ValueError(answer["refused"])
+    return answer
+
+
+def _outcome(answer: dict[str, Any]) -> Outcome:
+    a = answer["assignment"]
+    stages = tuple(Stage(**{**s, "choices": tuple(s["choices"])}) for s in a["stages"])
+    return Outcome(**{**answer, "assignment": Assignment(**{**a, "stages": stages})})
+
+
+def main() -> int:
+    """Solve and answer; what a solver prints goes to stderr, for stdout is the answer's."""
+    answers = take_answers()
+    for request in read_lines(sys.stdin):
+        problem = parse_problem(request["problem"])
+        work = partial(_do, problem, request["job"], request["options"])
+        write_line(answers, _answer_of(work))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
