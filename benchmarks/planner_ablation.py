@@ -2,7 +2,7 @@
 
     python benchmarks/planner_ablation.py --from 150 --to 300                  nothing off: the base
     python benchmarks/planner_ablation.py --from 150 --to 300 --off walk       without a part
-    python benchmarks/planner_ablation.py --paper --scale --off rounding,methods  two off
+    python benchmarks/planner_ablation.py --paper --scale --off walk,methods  two off
     python benchmarks/planner_ablation.py --summary                            the table of all rows
 
 Limits count CPU seconds of this process, which solves in place: a busy machine says about what a
@@ -28,7 +28,7 @@ from report.planner_tables import AblationTable
 
 from llmpq.errors import DoesNotFitError
 from llmpq.planner.exact import search
-from llmpq.planner.exact.start import begin, improve, rounding, walk
+from llmpq.planner.exact.start import begin, improve, walk
 from llmpq.planner.problem.outcome import Assignment, Unfinished
 from llmpq.planner.solving.methods import SolveOptions
 from llmpq.planner.solving.plan_search import search_plan
@@ -77,7 +77,6 @@ def put(module: Any, name: str, value: Any) -> Callable[[], None]:
 
 
 PARTS: dict[str, Callable[[], None]] = {
-    "rounding": put(rounding, "rounded_plans", no_plans),
     "methods": put(begin, "other_methods", no_plans),
     "walk": put(walk.Walk, "from_each", nothing),
     "walk at the start": without_walk_at_the_start,

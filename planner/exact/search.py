@@ -36,8 +36,8 @@ from llmpq.planner.exact.bounds.pairs import PairTables
 from llmpq.planner.exact.bounds.relaxation import ClassRelaxation, Prices
 from llmpq.planner.exact.labels import LabelSearch, LimitReached, SearchLimits
 from llmpq.planner.exact.space import Space, searched, with_true_links
+from llmpq.planner.exact.start.greedy import greedy_plan
 from llmpq.planner.exact.start.improve import improved
-from llmpq.planner.exact.start.rounding import greedy_plan
 from llmpq.planner.exact.start.starts import Incumbent, first_plans
 from llmpq.planner.ilp.solve import no_plan_fits, no_plan_yet, solve_ilp
 from llmpq.planner.problem.outcome import (
@@ -229,14 +229,11 @@ class Search:
     def begin(self, known: Assignment | None = None) -> None:
         """Look for first incumbents: simple plans and a known one, improved."""
         from llmpq.planner.exact.start.begin import begin
-        from llmpq.planner.exact.start.rounding import rounded_plans
 
         now = time.perf_counter()
         left = max(0.0, self.deadline - now)
         limit = now + max(START_SHARE * left, min(START_S, left / 2))
-        same = self.p is self.true
-        rounded = rounded_plans(self.p, self.tables, self.relaxation) if same else ()
-        begin(self.walk, known, rounded, limit)
+        begin(self.walk, known, limit)
 
     @cached_property
     def walk(self) -> Walk:

@@ -52,10 +52,6 @@ class Prices:
     """[C] mu."""
     memory: Floats
     """[C] rho: seconds of F per byte."""
-    layers: Floats | None = None
-    """[C, B] layers of each class at each choice in the optimum, fractions too."""
-    slowest: tuple[float, float] = (math.inf, math.inf)
-    """P and D in the optimum."""
     omega: float = 1.0
     """Seconds of F per unit of theta times omega, where a budget caps it."""
 
@@ -180,8 +176,7 @@ class ClassRelaxation:
             return none
         counts = self.counts(box)
         self.basis = solver.getBasis()
-        solution = solver.getSolution()
-        duals, found = np.array(solution.row_dual), np.array(solution.col_value)
+        duals = np.array(solver.getSolution().row_dual)
         memory, prefill, decode = np.split(duals[groups : groups + 3 * classes], 3)
         if self._few(box):
             prefill, decode = prefill + max(duals[-2], 0.0), decode + max(duals[-1], 0.0)
@@ -197,8 +192,6 @@ class ClassRelaxation:
                 np.clip(decode, 0, None), counts, most, form.d_weight(kappa), box.d_high
             ),
             memory=np.clip(-memory, 0, None) / 2**30,
-            layers=found[: math.prod(self.shape)].reshape(self.shape).sum(axis=0),
-            slowest=(float(found[-3]), float(found[-2])),
             omega=1.0 if self.budget is None else max(0.0, -float(duals[self._budget_row])),
         )
 

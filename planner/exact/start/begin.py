@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
-from llmpq.planner.exact.start.improve import improve_each, improved
+from llmpq.planner.exact.start.improve import improved
 from llmpq.planner.exact.start.starts import distinct_orders, first_plans, other_methods
 from llmpq.planner.exact.start.walk import Walk
 from llmpq.planner.problem.outcome import Assignment
@@ -19,10 +19,8 @@ WALK_SHARE = 0.6
 """Share of what is left of the time for a walk among plans of one precision a stage."""
 
 
-def begin(
-    walk: Walk, known: Assignment | None, rounded: Iterable[Assignment], limit: float
-) -> None:
-    """Offer simple plans, `known` and `rounded` ones, improved, to the walk's incumbent.
+def begin(walk: Walk, known: Assignment | None, limit: float) -> None:
+    """Offer simple plans and a known one, improved, to the walk's incumbent.
 
     It takes until `limit`, a time of `time.perf_counter`.
     """
@@ -42,11 +40,8 @@ def begin(
         improved(incumbent, tables, known, now + share)
         found.append((math.inf, known))
     keep(first_plans(p, tables), (now + limit) / 2)
-    rounded = list(rounded)
-    keep(iter(rounded), limit)
     now = time.perf_counter()
     walk.from_each(distinct_orders(found, STARTS), now + (limit - now) * WALK_SHARE)
-    improve_each(incumbent, tables, rounded, limit)
     now = time.perf_counter()
     keep(other_methods(p, now + (limit - now) / 4), limit)
     now = time.perf_counter()

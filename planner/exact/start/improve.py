@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import math
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -150,8 +150,6 @@ class Scales:
 
 SHIFTS = (1, 2, 4, 8)
 """Layers moved, or changed, at once."""
-EACH_SHARE = 0.15
-"""Share of what is left of the time for the improvement of each of several plans."""
 PACES = (0.995, 0.98, 0.95, 0.9, 0.8, 0.65, 1.005, 1.02, 1.05, 1.1, 1.25, 1.5)
 """Shares of the slowest stage's time that all stages are given together."""
 
@@ -180,15 +178,6 @@ def improved(
     )
     incumbent.offer(result)
     return result
-
-
-def improve_each(
-    incumbent: Incumbent, tables: PairTables, starts: Iterable[Assignment], deadline: float
-) -> None:
-    """Improve every start within a share of the time that is left."""
-    for start in starts:
-        now = time.perf_counter()
-        improved(incumbent, tables, start, now + EACH_SHARE * max(0.0, deadline - now))
 
 
 def _settled(
