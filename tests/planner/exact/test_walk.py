@@ -23,7 +23,7 @@ from llmpq.planner.exact.start.walk import (
     other_orders,
     shape_of,
 )
-from llmpq.planner.problem.outcome import Assignment, Infeasible
+from llmpq.planner.problem.outcome import Assignment, Infeasible, WarmStart
 from llmpq.planner.problem.problem import Problem
 from reference.brute_force import assignments, brute_force
 from reference.random_problems import random_problem
@@ -174,6 +174,6 @@ def test_a_second_look_has_the_same_proof() -> None:
             first = solve_exact(p)
         except Infeasible:
             continue
-        second = solve_exact(p, known=first.assignment, again=True)
+        second = solve_exact(p, warm=WarmStart(known=first.assignment, resumed=True))
         assert second.value == pytest.approx(first.value, rel=1e-9)
         assert second.status == "optimal"
