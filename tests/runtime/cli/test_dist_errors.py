@@ -107,7 +107,7 @@ def test_bad_rows_get_an_error_and_the_rest_finishes(ray_session, plan_file, pro
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    launch = ("--no_auto", "--master_addr", "127.0.0.1", "--master_port", port)
+    launch = ("--ray_address", "auto", "--master_addr", "127.0.0.1", "--master_port", port)
     drafts = ("--speculate", "ngram", "--gamma", 2, "--compare-plain")
     more = (*drafts, "--trace", trace, "--report", report)
     environment = os.environ | {"RAY_ADDRESS": ray_session}
