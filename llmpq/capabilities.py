@@ -61,7 +61,7 @@ def _changing_rope(spec: ModelSpec, max_len: int) -> bool:
 FEATURES: tuple[Feature, ...] = (
     _feature("latent attention (MLA)", _latents, "rounded"),
     _feature(
-        "recurrent layers (their state is not rolled back, and has no GPU kernels)",
+        "recurrent layers",
         lambda spec, _: spec.recurrent is not None,
         *("gpu", "drafts", "rounded"),
     ),

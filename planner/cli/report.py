@@ -130,7 +130,7 @@ def headline(plan: Plan) -> list[str]:
             kv = sum(plan.pool.stage_bytes) - work.batch * states
             lines.append(
                 f"KV {format_size(kv // plan.pool.tokens)} a token, recurrent state "
-                f"{format_size(states)} a request; no prefix cache (a state has no snapshots)"
+                f"{format_size(states)} a request"
             )
     if predicted is not None:
         source = "estimated, not profiled" if predicted.estimated else "from the profile"

@@ -228,6 +228,8 @@ def _with_prompt_of_context(request: PlanRequest) -> PlanRequest:
 def _not_run(spec: ModelSpec, cluster: Cluster, workload: Workload) -> list[str]:
     """Return what of the model is left out, and what this version's runtime does not run yet."""
     notes = [f"left out: {part}" for part in spec.left_out]
+    if spec.recurrent is not None:
+        notes.append("no prefix cache: recurrent layers keep no state of shared beginnings")
     notes += [
         f"llmpq-dist does not run on {kind}: export the plan (llmpq-algo export --to {engine})"
         for kind, engine in dict.fromkeys((d.kind, d.spec.export_only) for d in cluster.devices)
