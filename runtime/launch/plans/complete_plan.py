@@ -55,6 +55,8 @@ def complete_plan(
     plan = _with_kv(plan, spec, options)
     options = decide_drafts(plan, options, stored)
     pool = PoolPlan(plan, spec, options)
+    if spec.recurrent is not None and options.enable_prefix_caching:
+        _log.info("prefix cache: off; recurrent layers keep no state of shared beginnings")
     if plan.pool is None and pool.use_paged_engine:
         plan = plan.model_copy(update={"pool": pool.stated})
     return plan, options
