@@ -88,7 +88,7 @@ def _limits(pool: PoolSize, **changed: Any) -> PoolLimits:
 
 
 @pytest.mark.parametrize("kind", FORMS)
-def test_preempted_and_aborted_requests_leave_others_their_state(
+def test_preempted_requests_leave_others_their_state(
     models: Any, make_plan: Any, random_prompts: Any, kind: str
 ) -> None:
     """Three blocks for three requests of which each grows into its second: rows change hands."""
