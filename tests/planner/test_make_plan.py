@@ -1,0 +1,47 @@
+"""`make_plan` makes a request of values, as the command line makes one of flags."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+import llmpq
+from llmpq.errors import DoesNotFitError
+from llmpq.planner.cli.arguments import plan_request
+from llmpq.planner.problem.make_problem import make_problem
+
+pytestmark = pytest.mark.pure
+
+
+def test_values_and_flags_state_the_same_job() -> None:
+    plan = llmpq.make_plan(
+        "llama-3.1-8b", devices="4090", batch=4, context=2048, gen_len=48, bits="4,8"
+    )
+    words = "--model llama-3.1-8b --devices 4090 --global_bz 4 --context 2k --n 48 --bits 4,8"
+    problem, _, _ = make_problem(plan_request(words.split()))
+    assert plan.workload == problem.workload and plan.workload.prompt_len == 2000
+
+
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [
+        ({"batch": 0}, "batch must be between 1 and 10,000, got 0"),
+        ({"batch": "x"}, "batch must be between 1 and 10,000, got x"),
+        ({"bits": [4, 8]}, 'bits must be text, such as "4,8", got [4, 8]'),
+        ({"context": 64, "prompt_len": 8}, "context is prompt and answer together"),
+        ({"context": 64, "gen_len": 64}, "context=64 has no room for a prompt"),
+        ({"theta": 1.0, "prefer": "speed"}, "prefer and theta both say which plan is best"),
+        ({"method": "all"}, "unknown method 'all'"),
+    ],
+)
+def test_errors_name_arguments(asked: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError) as caught:
+        llmpq.make_plan("llama-3.1-8b", devices="4090", **asked)
+    assert said in str(caught.value) and "--" not in str(caught.value)
+
+
+def test_what_would_fit_is_said_in_arguments() -> None:
+    with pytest.raises(DoesNotFitError, match="what fits: bits=8,16") as caught:
+        llmpq.make_plan("llama-3.1-8b", devices="3060", bits="16")
+    assert "--" not in str(caught.value)
