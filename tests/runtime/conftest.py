@@ -466,6 +466,14 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
             "tie_word_embeddings": True,
         },
     ),
+    "qwen3_5 in its wrapper": (
+        "Qwen3_5",
+        {"text_config": {**DELTA_RULE, "head_dim": 32}, "vision_config": VISION},
+    ),
+    "qwen3_5_moe in its wrapper": (
+        "Qwen3_5Moe",
+        {"text_config": {**DELTA_RULE, **GATED_MIXTURE, "head_dim": 32}, "vision_config": VISION},
+    ),
 }
 
 
