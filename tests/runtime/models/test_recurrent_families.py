@@ -16,7 +16,7 @@ from llmpq.precision import KVPrecision
 from llmpq.runtime.engine.pool_limits import PoolLimits
 from llmpq.runtime.engine.scheduler import Scheduler
 from llmpq.runtime.models.recurrence import convolve, convolve_step, scan, scan_step
-from llmpq.runtime.request import Request
+from llmpq.runtime.request import MicroBatch, Request
 from llmpq.runtime.weights.sources import CheckpointSource
 from llmpq.sizes.pool_size import PoolSize, planned_kv_bytes
 from llmpq.workload import Workload
@@ -87,22 +87,46 @@ def _limits(pool: PoolSize, **changed: Any) -> PoolLimits:
     )
 
 
+class EndsOne(Scheduler):
+    """Ends a request while a step of it is under way."""
+
+    def __init__(self, limits: PoolLimits, doomed: Request) -> None:
+        super().__init__(limits)
+        self.doomed = doomed
+
+    def next_micro_batch(self) -> MicroBatch | None:
+        """Return the next step; the request ends behind its second token."""
+        batch = super().next_micro_batch()
+        if len(self.doomed.output) == 2 and not self.doomed.aborted:
+            assert self.abort(self.doomed)
+        return batch
+
+
 @pytest.mark.parametrize("kind", FORMS)
 def test_preempted_requests_leave_others_their_state(
     models: Any, make_plan: Any, random_prompts: Any, kind: str
 ) -> None:
-    """Three blocks for three requests of which each grows into its second: rows change hands."""
+    """Three blocks for requests that grow into their second: rows change hands."""
     directory = models.directory(kind)
     spec = ModelSpec.from_directory(directory)
     pool = PoolSize(num_blocks=3, slots=3, max_len=256, prefix_cache=False)
     plan = make_plan(directory, (2,), batch=pool.slots)
     stages = OpenStages(plan, spec, CheckpointSource(directory, spec), pool=pool)
     prompts = random_prompts(124, 126, 3, 120, 5)
-    requests = [Request(id=i, prompt=tuple(p), max_new=NEW) for i, p in enumerate(prompts)]
+    expected = dict(enumerate(models.greedy(kind, prompts)))
+
+    def requests() -> list[Request]:
+        return [Request(id=i, prompt=tuple(p), max_new=NEW) for i, p in enumerate(prompts)]
+
     scheduler = Scheduler(_limits(pool, step_tokens=61))
-    found = {done.id: done.tokens for done in stages.run(scheduler, requests).finished}
+    assert stages.run(scheduler, requests()).tokens == expected
     assert scheduler.num_preemptions > 0
-    assert [found[i] for i in range(len(prompts))] == models.greedy(kind, prompts)
+    given = requests()
+    found = stages.run(EndsOne(_limits(pool, step_tokens=61), given[1]), given).tokens
+    assert given[1].aborted
+    assert {i: found[i] for i in expected if i != 1} == {
+        i: tokens for i, tokens in expected.items() if i != 1
+    }
 
 
 @pytest.mark.parametrize("kind", FORMS)
