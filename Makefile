@@ -35,7 +35,7 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	else \
 	  $(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt --index-url $(CPU_INDEX) --extra-index-url https://pypi.org/simple torch; \
 	fi
-	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[run,serve,serve-ray,dev]'
+	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[run,serve,dev]'
 	touch $@
 
 demo: setup

@@ -52,8 +52,8 @@ def main() -> None:
         for case, flags in (
             ("one device", []),
             ("two stages, Ray", ["--cluster", two, "--backend", "ray"]),
-            ("two replicas of two stages, Ray Serve",
-             ["--cluster", four, "--ray-serve", "--replicas", "2"]),
+            ("two replicas of two stages",
+             ["--cluster", four, "--replicas", "2"]),
         ):  # fmt: skip
             disturbed, samples = 0, []
             for _ in range(args.runs):

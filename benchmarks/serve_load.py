@@ -6,7 +6,7 @@
 
 The answers of every prompt are made first, by an engine of this process that is then closed; then
 `llmpq-dist serve` starts over the same plan of two CPU stages, with `--replicas` over as many
-engines of it through Ray Serve. Of so many clients, each asking
+engines of it as processes. Of so many clients, each asking
 again and again, 10 % of the requests are malformed, 10 % read slowly, 10 % left in the middle
 (`--streams-only`: none). Every answer that is read to its end must be its twin's text, whole;
 every malformed request must be refused. Told beside that: tokens/s, the memory of every process of
@@ -61,7 +61,7 @@ MALFORMED = (
     b'{"prompt": "a", "stream": true, "temprature": 1}',
 )
 SAMPLE_S, PATIENCE_S = 2.0, 120.0
-ROLES = {"stage_process": "stage", "ServeReplica": "replica", "ray": "ray"}
+ROLES = {"stage_process": "stage", "replicas.replica": "replica", "ray": "ray"}
 DELIVERY = "vllm:token_delivery_seconds_bucket"
 
 
@@ -269,7 +269,7 @@ def main() -> None:
     parser.add_argument("--model", default=str(ROOT / "examples" / "demo-7m"))
     parser.add_argument("--clients", type=int, nargs="+", default=[32, 200], help="of each phase")
     parser.add_argument("--seconds", type=float, nargs="+", default=[60.0, 180.0])
-    parser.add_argument("--replicas", type=int, default=1, help="engines, through Ray Serve")
+    parser.add_argument("--replicas", type=int, default=1, help="engines behind the port")
     parser.add_argument("--streams-only", action="store_true", help="no client misbehaves")
     parser.add_argument("--write", action="store_true")
     options = parser.parse_args()
@@ -280,7 +280,7 @@ def main() -> None:
         command = [sys.executable, "-m", "llmpq.runtime", "serve", "--plan", str(plan), "--port",
                    str(port), "--no-access-log"]  # fmt: skip
         if options.replicas > 1:
-            command += ["--ray-serve", "--replicas", str(options.replicas)]
+            command += ["--replicas", str(options.replicas)]
         told = []
         with subprocess.Popen(command) as process:
             try:

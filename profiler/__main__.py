@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 
 from llmpq.commands.command_line import end_of
 from llmpq.commands.output_paths import check_files
+from llmpq.commands.ray_address import import_ray
 from llmpq.profiler.cli import flags
 
 COMMANDS = ("run", "indicator", "merge", "tune")
@@ -55,6 +56,7 @@ def _started(command: str, words: Sequence[str]) -> Callable[[], int]:
     timing = flags.run_parser().read_as(flags.ProfileRequest, words)
     check_files({"--cluster": str(timing.cluster)}, {"--output": str(timing.output)})
     if timing.ray_address is not None:
+        import_ray(timing.ray_address)
         from llmpq.profiler.cli import run_hosts
 
         return lambda: run_hosts.main(timing)

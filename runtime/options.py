@@ -11,7 +11,7 @@ import ast
 import inspect
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields
 from functools import cache
 from pathlib import Path
 from typing import Any, Literal, get_args, get_type_hints
@@ -205,6 +205,21 @@ class EngineOptions:
     def fixed_gamma(self) -> int | None:
         """Tokens drafted per verify, None where step times choose it."""
         return self.gamma if isinstance(self.gamma, int) else None
+
+    def to_data(self) -> dict[str, Any]:
+        """Return the fields that were given as JSON data."""
+        data = {n: str(v) if isinstance(v, Path) else v for n, v in self.given().items()}
+        if "deadlines" in data:
+            data["deadlines"] = asdict(self.deadlines)
+        return data
+
+    @classmethod
+    def from_data(cls, data: Mapping[str, Any]) -> EngineOptions:
+        """Return the options that `to_data` wrote."""
+        given = dict(data)
+        if "deadlines" in given:
+            given["deadlines"] = Deadlines(**given["deadlines"])
+        return cls(**given)
 
     def given(self) -> dict[str, Any]:
         """Return the fields that differ from their defaults."""

@@ -42,7 +42,7 @@ APART = frozenset((*ALONE, "hosts")) - {"quick"}
 """Tiers that are asked for alone: a file of nothing else has no test of another."""
 LONGEST = (
     "exact/test_exact.py", "front/test_front.py", "cli/test_eval_command.py",
-    "engine/test_window_pools.py", "on_ray/test_own_ray.py", "hosts/test_how_to.py",
+    "engine/test_window_pools.py", "on_ray/test_connect.py", "hosts/test_how_to.py",
     "cli/test_dist_errors.py", "exact/test_deadline.py", "tests/test_readme.py",
     "replicas/test_replicas.py", "nodes/test_two_nodes.py", "launch/test_engine_parity.py",
     "backends/test_cuda_paged_interpret.py", "backends/test_cuda_speculate_interpret.py",
@@ -342,7 +342,7 @@ def ray_session() -> Iterator[str]:
     """Start one Ray for all cluster tests; return its address for commands that join it."""
     import ray
 
-    from llmpq.runtime.launch.on_ray.placement import ray_cluster
+    from llmpq.runtime.launch.on_ray.connect import ray_cluster
 
     with ray_cluster(None):
         yield ray.get_runtime_context().gcs_address

@@ -131,22 +131,22 @@ def environment(values: Mapping[str, str]) -> Iterator[None]:
 
 @contextmanager
 def on_loopback(wanted: bool) -> Iterator[None]:
-    """Let Ray, and what it starts in the block, take 127.0.0.1 for this machine's address.
+    """Let what Ray starts in the block take 127.0.0.1 for this machine's address.
 
-    The variable is Ray's own for "this machine only"; Ray itself reads it at import only.
+    The variable is Ray's own for "this machine only". Ray reads it when it is imported, so this
+    process takes it from `import_ray`.
     """
-    from ray._private import ray_constants
-
-    if not wanted:
+    with environment({"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"} if wanted else {}):
         yield
-        return
-    before = ray_constants.ENABLE_RAY_CLUSTER
-    with environment({"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}):
-        ray_constants.ENABLE_RAY_CLUSTER = False
-        try:
-            yield
-        finally:
-            ray_constants.ENABLE_RAY_CLUSTER = before
+
+
+def import_ray(address: str | None) -> None:
+    """Import Ray with the settings that it reads then, for an address or (None) one to start.
+
+    A Ray that was imported before goes by the environment it found.
+    """
+    with on_loopback(address is None or named_ray(address)[1]):
+        import ray  # noqa: F401
 
 
 @contextmanager
@@ -155,8 +155,8 @@ def signals_kept() -> Iterator[None]:
 
     Its handler of SIGTERM aborts the process three seconds later, whatever the process does in
     them; when it goes it leaves the system's default. Python's own calls set signals in the main
-    thread only and know nothing of Ray's, so the system is asked. Ray's alarm is told from a
-    caller's by its time: it has no interval and three seconds at most.
+    thread only and know nothing of Ray's, so the system is asked. Ray's alarm differs from a
+    caller's in its time: it has no interval and three seconds at most.
     """
     libc = ctypes.CDLL(None)
     before = {number: ctypes.create_string_buffer(_SIGACTION_BYTES) for number in _SIGNALS}

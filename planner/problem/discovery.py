@@ -15,7 +15,7 @@ from typing import Any
 import yaml
 
 from llmpq.cluster import Cluster
-from llmpq.commands.ray_address import named_ray, on_loopback, require_ray, signals_kept
+from llmpq.commands.ray_address import import_ray, named_ray, on_loopback, require_ray, signals_kept
 from llmpq.devices.device_spec import device_specs
 from llmpq.devices.this_machine import MIB, Gpu, kind_of, read_gpus, read_host, visible
 from llmpq.planner.problem.requests import ListRequest
@@ -73,6 +73,7 @@ def cluster_yaml(found: list[FoundDevices]) -> str:
 def cluster_from_ray(address: str) -> Cluster:
     """Return the cluster of a running Ray: a node per Ray node, GPUs by accelerator type."""
     require_ray(address)
+    import_ray(address)
     import ray
 
     try:

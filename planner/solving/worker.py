@@ -20,7 +20,7 @@ from dataclasses import asdict
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
-from llmpq.commands.child_lines import read_lines, take_answers, write_line
+from llmpq.child import read_lines, take_answers, write_line
 from llmpq.errors import DoesNotFitError, LlmpqError
 from llmpq.planner.problem.outcome import Assignment, Infeasible, Outcome, Stage, Unfinished
 from llmpq.planner.problem.problem import Problem

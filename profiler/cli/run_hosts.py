@@ -31,7 +31,8 @@ from llmpq.profiler.timing.latency_fit import fit_link, fit_rounds
 from llmpq.runtime.launch.nodes.node_match import RayNode, WantedNode
 from llmpq.runtime.launch.nodes.node_questions import ask_nodes
 from llmpq.runtime.launch.on_ray.actor_class import actor_class
-from llmpq.runtime.launch.on_ray.placement import ray_cluster, wait_for_nodes
+from llmpq.runtime.launch.on_ray.connect import ray_cluster
+from llmpq.runtime.launch.on_ray.placement import wait_for_nodes
 from llmpq.runtime.launch.on_ray.ray_stage import failure_of
 from llmpq.runtime.launch.stages.stage_host import addresses_of
 from llmpq.runtime.launch.stages.stage_place import interfaces

@@ -185,14 +185,6 @@ class LinkTimings(FileForm):
     """Between two of the smallest messages that follow each other at once."""
 
 
-class Failed(FileForm):
-    """Answer when a job could not be done."""
-
-    error: str
-    lost: bool = False
-    """Whether the process can do no other job either: its GPU refuses all further work."""
-
-
 def model_spec(model: str) -> ModelSpec:
     """Return the spec of a model directory, or of a built-in name."""
     if not is_model(model) and ("/" not in model or builtin_name(model) is not None):

@@ -16,7 +16,7 @@ from contextlib import ExitStack, closing
 from llmpq.errors import StageLostError
 from llmpq.precision import Precision
 from llmpq.profiler.timing.cases import CaseTime, Effort, Ready, SetUp, TimedCase
-from llmpq.profiler.timing.worker_processes import Child, JobFailedError
+from llmpq.profiler.timing.worker_processes import JobFailedError, TimingProcess
 
 log = logging.getLogger(__name__)
 
@@ -94,7 +94,7 @@ def _call(set_up: SetUp, cases: Sequence[TimedCase], gpu: int | None) -> dict[Ti
     return failed
 
 
-def _child(set_up: SetUp, gpu: int | None, stack: ExitStack) -> Child:
-    child = stack.enter_context(closing(Child(set_up, gpu=gpu)))
+def _child(set_up: SetUp, gpu: int | None, stack: ExitStack) -> TimingProcess:
+    child = stack.enter_context(closing(TimingProcess(set_up, gpu=gpu)))
     child.receive(Ready)
     return child

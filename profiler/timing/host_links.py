@@ -17,9 +17,9 @@ from llmpq.devices.device_spec import canonical_kind, siblings
 from llmpq.profiler.timing.cases import LinkTimings, Ready, SetUp
 from llmpq.profiler.timing.latency_fit import fit_link
 from llmpq.profiler.timing.worker_processes import (
-    Child,
     Group,
     JobFailedError,
+    TimingProcess,
     time_link,
     visible_gpus,
 )
@@ -96,7 +96,7 @@ def _time_pair(
                 return None
             gpus.append(free[0])
             whole = set_up(device).model_copy(update={"sms": None})
-            ends.append(stack.enter_context(closing(Child(whole, gpu=free[0]))))
+            ends.append(stack.enter_context(closing(TimingProcess(whole, gpu=free[0]))))
         for end, device in zip(ends, (source, target), strict=True):
             if not device.spec.is_cpu:
                 end.receive(Ready)

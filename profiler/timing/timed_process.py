@@ -1,52 +1,60 @@
 """The process that times: exactly the threads, GPU or share of a GPU a stage would have.
 
-Reads one JSON message a line from stdin (`SetUp` first, then `TimedCase` or `LinkJob`) and answers
-each with one line. `python -m llmpq.profiler.timing.timed_process`; ends with its parent's pipe.
+A child process (`llmpq.child`): its first line is a `SetUp`, its calls time a `TimedCase` or do a
+part of a `LinkJob`.
 """
 
 from __future__ import annotations
 
 import platform
-import sys
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 import torch
 
-from llmpq.commands.child_lines import read_lines, take_answers, write_line
-from llmpq.file_form import FileForm
+from llmpq.child import serve_calls
 from llmpq.memory import Quantization
-from llmpq.profiler.timing.cases import Failed, LinkJob, Ready, SetUp, TimedCase, model_spec
+from llmpq.profiler.timing.cases import LinkJob, Ready, SetUp, TimedCase, model_spec
 from llmpq.profiler.timing.timed_layers import TimedModel
 
+CALLS = ("ready", "time", "link", "lost")
 
-def serve(requests: TextIO, answers: TextIO) -> None:
-    """Answer requests until the pipe closes."""
-    messages = read_lines(requests)
-    set_up = SetUp.parse_data(next(messages), where="set-up")
-    device, _alive = claim_device(set_up)
-    timed_model = TimedModel(
-        model_spec(set_up.model),
-        device,
-        Quantization(cpu_activations=set_up.cpu_activations),
-        set_up.sampling,
-        share=_share(set_up, device),
-    )
-    _answer(answers, Ready(machine=machine(device), device_name=device_name(device)))
-    for data in messages:
-        try:
-            if "rank" in data:
-                from llmpq.profiler.timing.link_times import run_link
 
-                _answer(answers, run_link(LinkJob.parse_data(data, where="link"), device))
-            else:
-                _answer(
-                    answers,
-                    timed_model.time(TimedCase.parse_data(data, where="case"), set_up.effort),
-                )
-        except (RuntimeError, ValueError) as error:
-            reason = f"{type(error).__name__}: {error}"
-            _answer(answers, Failed(error=reason, lost=_is_lost(device)))
+class TimedProcess:
+    """What a child process of a `SetUp` answers; one call after the other, in its main thread."""
+
+    def __init__(self, first: dict[str, Any]) -> None:
+        set_up = SetUp.parse_data(first, where="set-up")
+        self._device, self._alive = claim_device(set_up)
+        self._effort = set_up.effort
+        self._timed_model = TimedModel(
+            model_spec(set_up.model),
+            self._device,
+            Quantization(cpu_activations=set_up.cpu_activations),
+            set_up.sampling,
+            share=_share(set_up, self._device),
+        )
+
+    def ready(self) -> dict[str, Any]:
+        """Return what it runs on, `Ready`'s fields."""
+        found = Ready(machine=machine(self._device), device_name=device_name(self._device))
+        return found.model_dump(mode="json")
+
+    def time(self, case: dict[str, Any]) -> dict[str, Any]:
+        """Time a `TimedCase`."""
+        asked = TimedCase.parse_data(case, where="case")
+        return self._timed_model.time(asked, self._effort).model_dump(mode="json")
+
+    def link(self, job: dict[str, Any]) -> dict[str, Any]:
+        """Do its part of a `LinkJob`."""
+        from llmpq.profiler.timing.link_times import run_link
+
+        asked = LinkJob.parse_data(job, where="link")
+        return run_link(asked, self._device).model_dump(mode="json")
+
+    def lost(self) -> bool:
+        """Return whether its GPU refuses this process all further work."""
+        return _is_lost(self._device)
 
 
 def _is_lost(device: torch.device) -> bool:
@@ -103,9 +111,5 @@ def _has_cpuinfo() -> bool:
     return Path("/proc/cpuinfo").exists()
 
 
-def _answer(answers: TextIO, message: FileForm) -> None:
-    write_line(answers, message.model_dump(mode="json"))
-
-
 if __name__ == "__main__":
-    serve(sys.stdin, take_answers())
+    serve_calls(TimedProcess, CALLS, threads=False)

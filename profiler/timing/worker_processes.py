@@ -8,24 +8,23 @@ from __future__ import annotations
 
 import json
 import os
-import select
 import socket
 import statistics
 import subprocess
 import sys
 from collections.abc import Sequence
+from concurrent.futures import Future
 from functools import lru_cache
-from typing import Self, TypeVar
+from typing import Any, Self, TypeVar
 
+from llmpq.child import CallFailed, Child
 from llmpq.cluster import Device
-from llmpq.commands.child_lines import write_line
 from llmpq.errors import DeadlineError, StageLostError
 from llmpq.file_form import FileForm
 from llmpq.memory import CpuActivations
 from llmpq.profiler.timing.cases import (
     CaseTime,
     Effort,
-    Failed,
     LinkJob,
     LinkTimings,
     Ready,
@@ -34,6 +33,7 @@ from llmpq.profiler.timing.cases import (
     TimedCase,
 )
 
+_TIMED = "llmpq.profiler.timing.timed_process"
 SUSTAIN_S = 0.1
 """Of load before calls are timed on a whole GPU; a share of one stays below its power cap."""
 
@@ -44,7 +44,7 @@ by a core of 10 GFLOP/s take 56 minutes."""
 Answer = TypeVar("Answer", bound=FileForm)
 
 
-class Child:
+class TimingProcess:
     """One timing process; a method that sends is followed by one that receives."""
 
     def __init__(self, set_up: SetUp, *, gpu: int | None) -> None:
@@ -52,62 +52,44 @@ class Child:
         env = {**os.environ, "OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads}
         if gpu is not None:
             env["CUDA_VISIBLE_DEVICES"] = _name_of(gpu, env.get("CUDA_VISIBLE_DEVICES"))
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "llmpq.profiler.timing.timed_process"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env=env,
-        )
-        self.send(set_up)
+        first = set_up.model_dump(mode="json")
+        self._child = Child(_TIMED, first, environment=env, capture_stderr=False)
+        self._answer = self._child.call("ready")
 
-    def send(self, message: FileForm) -> None:
-        """Send one message."""
-        assert self._process.stdin is not None
-        try:
-            write_line(self._process.stdin, message.model_dump(mode="json"))
-        except BrokenPipeError:
-            raise StageLostError(self._death()) from None
+    def send(self, message: TimedCase | LinkJob) -> None:
+        """Send one job."""
+        method = "link" if isinstance(message, LinkJob) else "time"
+        self._answer = self._child.call(method, message.model_dump(mode="json"))
 
     def receive(self, kind: type[Answer]) -> Answer:
         """Wait for one answer: `StageLostError` if the child died, `JobFailedError` if it did not.
 
         `DeadlineError` if nothing comes: it was stopped, or hangs.
         """
-        assert self._process.stdout is not None
-        # A child answers with one line, written at once, so none is in the buffer already.
-        if not select.select([self._process.stdout], [], [], ANSWER_LIMIT_S)[0]:
-            raise DeadlineError(
-                f"profiling process {self._process.pid} gave no answer for {ANSWER_LIMIT_S:.0f} s "
-                "(expected one in less): was it stopped, or is the host overloaded? Run the same "
-                "command again to resume, with smaller --max-tokens if it is only slow"
-            )
-        line = self._process.stdout.readline()
-        if not line:
-            raise StageLostError(self._death())
-        data = json.loads(line)
-        if "error" in data:
-            failed = Failed.parse_data(data, where="child")
-            raise JobFailedError(failed.error, lost=failed.lost)
-        return kind.parse_data(data, where="child")
+        return kind.parse_data(self._result(self._answer), where="child")
 
     def close(self) -> None:
-        """End the child: close its pipes, kill it if it does not leave."""
-        assert self._process.stdin is not None and self._process.stdout is not None
-        if self._process.stdout.closed:
-            return
-        if self._process.poll() is None:
-            self._process.kill()
-        self._process.wait()
-        self._process.stdin.close()
-        self._process.stdout.close()
+        """End the child, whatever it does."""
+        self._child.kill()
+        self._child.wait()
 
-    def _death(self) -> str:
-        code = self._process.wait()
-        return (
-            f"a profiling process ended with code {code} (its message stands above); "
-            "out of memory, perhaps: use --max-batch or --max-len, then run again to resume"
-        )
+    def _result(self, answer: Future[Any]) -> Any:
+        try:
+            return answer.result(ANSWER_LIMIT_S)
+        except TimeoutError:
+            raise DeadlineError(
+                f"profiling process {self._child.pid} gave no answer for {ANSWER_LIMIT_S:.0f} s "
+                "(expected one in less): was it stopped, or is the host overloaded? Run the same "
+                "command again to resume, with smaller --max-tokens if it is only slow"
+            ) from None
+        except CallFailed as failure:
+            if failure.cause is not None:
+                lost = self._result(self._child.call("lost"))
+                raise JobFailedError(str(failure), lost=lost) from None
+            raise StageLostError(
+                f"a profiling process was lost: {failure} (its message stands above); "
+                "out of memory, perhaps: use --max-batch or --max-len, then run again to resume"
+            ) from None
 
 
 class JobFailedError(RuntimeError):
@@ -123,7 +105,7 @@ class Group:
 
     def __init__(self, set_up: SetUp, *, copies: int, gpus: Sequence[int | None]) -> None:
         self._set_up, self._gpus = set_up, [gpus[i % len(gpus)] for i in range(copies)]
-        self.children = [Child(set_up, gpu=gpu) for gpu in self._gpus]
+        self.children = [TimingProcess(set_up, gpu=gpu) for gpu in self._gpus]
         self._ready: Ready | None = None
         self.restarts = 0
 
@@ -141,7 +123,7 @@ class Group:
     def restart(self) -> None:
         """End all children and start new ones."""
         self.close()
-        self.children = [Child(self._set_up, gpu=gpu) for gpu in self._gpus]
+        self.children = [TimingProcess(self._set_up, gpu=gpu) for gpu in self._gpus]
         self._ready = None
         self.restarts += 1
         _ = self.ready
@@ -167,7 +149,12 @@ class Group:
 
 
 def time_link(
-    first: Child, second: Child, *, hidden: int, seconds: float, on_device: bool = False
+    first: TimingProcess,
+    second: TimingProcess,
+    *,
+    hidden: int,
+    seconds: float,
+    on_device: bool = False,
 ) -> LinkTimings:
     """Return one-way times of messages between two children that are ready."""
     first_job = LinkJob(
@@ -179,7 +166,7 @@ def time_link(
     return _receive_all((first, second), LinkTimings)[0]
 
 
-def _receive_all(children: Sequence[Child], kind: type[Answer]) -> list[Answer]:
+def _receive_all(children: Sequence[TimingProcess], kind: type[Answer]) -> list[Answer]:
     """Return every child's answer; `JobFailedError` once all have answered, if any failed.
 
     An answer left behind would pass for that to the next job.

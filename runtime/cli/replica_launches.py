@@ -1,4 +1,4 @@
-"""`llmpq-dist serve --ray-serve`: a plan for every replica, made before anything is started."""
+"""`llmpq-dist serve --replicas N`: a plan for every replica, made before anything is started."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from llmpq.devices.this_machine import read_gpus, visible
 from llmpq.runtime.auto_plan import devices_of
 from llmpq.runtime.cli.plan_file import load_plan
 from llmpq.runtime.cli.serve_flags import ServeOptions
-from llmpq.runtime.options import PLANNING
+from llmpq.runtime.options import PLANNING, EngineOptions
 from llmpq.runtime.plan_choice import Chosen, choose_plan
 from llmpq.runtime.serve.replicas.device_shares import gpus_of_copies, shares_of
 from llmpq.runtime.serve.replicas.replica_server import ReplicaLaunch
@@ -52,10 +52,10 @@ def _planned(options: ServeOptions) -> list[tuple[Chosen, tuple[int, ...]]]:
 
 
 def _engine(options: ServeOptions, chosen: Chosen) -> dict[str, Any]:
-    """Return what a replica's `LLM` gets: the plan as text, and options without what made it."""
+    """Return what a replica's `LLM` gets, as JSON data: the plan, and options but what made it."""
     given = options.engine.given()
     for name in ("revision", "cluster", *PLANNING):
         given.pop(name, None)
     if not chosen.use_pool:  # a plan of slots says itself how long requests are
         given.pop("max_model_len", None)
-    return {**given, "plan": chosen.plan.dump_json()}
+    return {"plan": chosen.plan.dump_json(), "options": EngineOptions(**given).to_data()}

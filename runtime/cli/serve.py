@@ -37,8 +37,11 @@ def main(options: ServeOptions) -> int:
         check_files({"--plan": options.plan}, {"--trace": str(options.engine.trace)})
     where: dict[str, Any] = {"host": options.host, "port": options.port}
     with lines_apart():
-        if options.ray_serve:
-            failure = _serve_replicas(options, settings, where)
+        if options.replicas > 1:
+            from llmpq.runtime.cli.replica_launches import launches_of
+            from llmpq.runtime.serve.replicas.replica_server import serve_replicas
+
+            failure = serve_replicas(settings, launches_of(options), **where)
         else:
             failure = serve(Service(settings), lambda: open_engine(options), **where)
     if failure is not None:
@@ -57,31 +60,15 @@ def _with_source(options: ServeOptions) -> ServeOptions:
     return replace(options, model=options.source)
 
 
-def _serve_replicas(
-    options: ServeOptions, settings: ServeSettings, where: dict[str, Any]
-) -> BaseException | None:
-    try:
-        from llmpq.runtime.cli.replica_launches import launches_of
-        from llmpq.runtime.serve.replicas.replica_server import serve_replicas
-    except ImportError as error:
-        raise ValueError(
-            f"--ray-serve needs Ray Serve ({error.name} is not installed): pip install "
-            "'llmpq[run,serve,serve-ray]'"
-        ) from None
-    return serve_replicas(settings, launches_of(options), **where)
-
-
 def _check_replicas(options: ServeOptions) -> None:
     if options.replicas < 1:
         raise ValueError(f"--replicas must be at least 1, got {options.replicas}")
-    if options.replicas > 1 and not options.ray_serve:
-        raise ValueError(f"--replicas {options.replicas} needs --ray-serve, which starts them")
-    if options.ray_serve and (
+    if options.replicas > 1 and (
         options.engine.ray_address is not None or options.engine.backend == "ray"
     ):
         raise ValueError(
-            "--ray-serve starts a Ray of its own on this machine: leave --ray-address and "
-            "--backend ray out, or run one server without --ray-serve over that Ray"
+            "--replicas are processes on this machine: leave --ray-address and --backend ray out, "
+            "or run one server without --replicas over that Ray"
         )
 
 
@@ -114,7 +101,7 @@ def settings_of(options: ServeOptions) -> ServeSettings:
         max_n=options.max_n,
         max_requests=options.max_requests,
         # Each replica would have its own.
-        max_stored_responses=0 if options.ray_serve else options.max_stored_responses,
+        max_stored_responses=0 if options.replicas > 1 else options.max_stored_responses,
         request_timeout_s=options.request_timeout,
         read_timeout_s=options.read_timeout,
         write_timeout_s=options.write_timeout,

@@ -26,7 +26,6 @@ class ServeOptions:
     source: str | None
     model: str | None
     engine: EngineOptions = field(default_factory=EngineOptions)
-    ray_serve: bool
     replicas: int
     host: str
     port: int
@@ -126,9 +125,7 @@ def serve_parser() -> CommandParser:
 
 
 def _add_server(server: Section) -> None:
-    text = "several engines behind one port, watched and replaced by Ray Serve"
-    server.flag("--ray-serve", action="store_true", help=text)
-    text = "engines of --ray-serve, each on its share of this machine's devices (1)"
+    text = "engines behind one port, each a process on its share of this machine's devices (1)"
     server.flag("--replicas", type=int, default=1, metavar="N", help=text)
     server.flag("--host", daily=True, default="127.0.0.1", help="address (default 127.0.0.1)")
     server.flag("--port", daily=True, type=int, default=8000, metavar="N", help="port (8000)")
@@ -166,7 +163,7 @@ def _add_server(server: Section) -> None:
     )
     server.flag("--no-access-log", action="store_true", help="no JSON line for each request")
     server.flag("--log-prompts", action="store_true", help="log every prompt as a JSON line")
-    alone = Only(lambda a: not a.ray_serve, "with --ray-serve", "trace a server of one engine")
+    alone = Only(lambda a: a.replicas == 1, "with --replicas", "trace a server of one engine")
     add_engine_flags(server, "trace", only=alone)
     server.flag(
         "--drain-timeout",
@@ -191,7 +188,7 @@ def _add_limits(limits: Section) -> None:
         (
             "--max-stored-responses",
             DEFAULTS.max_stored_responses,
-            "answers of /v1/responses in memory, to go on from; none with --ray-serve",
+            "answers of /v1/responses in memory, to go on from; none with --replicas",
         ),
     ):
         limits.flag(name, type=int, default=value, metavar="N", help=f"{text} ({value})")

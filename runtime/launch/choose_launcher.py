@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from llmpq.commands.ray_address import import_ray
 from llmpq.plan import Plan
 from llmpq.runtime.launch.launcher import Launcher
 from llmpq.runtime.options import Backend, EngineOptions
@@ -24,6 +25,7 @@ def make_launcher(plan: Plan, options: EngineOptions) -> Launcher:
     """Return the launcher; only what it needs is imported."""
     backend = choose_backend(plan, options)
     if backend == "ray":
+        import_ray(options.ray_address)
         from llmpq.runtime.launch.on_ray.ray_launcher import RayLauncher
 
         return RayLauncher(options)

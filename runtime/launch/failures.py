@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import re
 
+from llmpq.child import CallFailed
 from llmpq.errors import DoesNotFitError, LlmpqError, StageLostError
 from llmpq.out_of_memory import first_line, out_of_memory
 from llmpq.plan import Plan
-from llmpq.runtime.launch.launcher import StageFailure
 
 GRACE_S = 5.0
 """How long to look for the stage whose death broke another one's connection."""
@@ -18,7 +18,7 @@ _BROKEN_LINK = re.compile(
 )
 
 
-def is_consequence(failure: StageFailure) -> bool:
+def is_consequence(failure: CallFailed) -> bool:
     """Whether a stage failed because a neighbour did: its link broke, it did not die itself."""
     cause = failure.cause
     return isinstance(cause, (RuntimeError, ConnectionError)) and bool(
@@ -33,7 +33,7 @@ def named_stage(plan: Plan, index: int, pid: int) -> str:
     return f"stage {index} ({stage.device} on {stage.node}{process})"
 
 
-def lost_stage(failure: StageFailure, plan: Plan, index: int, *, phase: str, pid: int) -> Exception:
+def lost_stage(failure: CallFailed, plan: Plan, index: int, *, phase: str, pid: int) -> Exception:
     """Return the outcome of a stage's failure; `pid` 0 where it is not known."""
     cause = failure.cause
     if isinstance(cause, (LlmpqError, ValueError)):

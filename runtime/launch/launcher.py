@@ -1,8 +1,8 @@
-"""What an engine asks of whoever starts its stages: threads, processes or Ray.
+"""How an engine's stages are started: as threads, processes or Ray actors.
 
 A launcher starts one stage per stage of the plan and gives each a handle; everything else (loading,
 connecting, watching, blaming) is the engine's and the same for all. A call that fails raises
-`StageFailure`, whatever the launcher.
+`llmpq.child.CallFailed`, whatever the launcher.
 """
 
 from __future__ import annotations
@@ -20,20 +20,11 @@ OnLoad = Callable[[int, int, str], None]
 """Called while stages load: layers loaded, of how many, and in words; without it, log lines."""
 
 
-class StageFailure(Exception):
-    """A call to a stage failed."""
-
-    def __init__(self, reason: str, cause: BaseException | None = None) -> None:
-        """`cause`: what the stage raised; None if its process is gone, for this reason."""
-        super().__init__(reason)
-        self.cause = cause
-
-
 class StageHandle(Protocol):
     """One stage that was started."""
 
     def call(self, method: str, *args: object) -> Future[Any]:
-        """Call a method of its `StageWorker`; the future raises `StageFailure`."""
+        """Call a method of its `StageWorker`; the future raises `CallFailed`."""
         ...
 
     def kill(self, pid: int) -> None:
@@ -42,9 +33,9 @@ class StageHandle(Protocol):
 
 
 class Launcher(Protocol):
-    """Starts stages; as a context manager, its end takes down whatever it started."""
+    """Starts stages; as a context manager, its end takes down all that it started."""
 
-    meets_by_address: bool
+    needs_rendezvous: bool
     """Whether the stages find each other at a host and a port."""
 
     def __enter__(self) -> Self: ...
@@ -57,7 +48,7 @@ class Launcher(Protocol):
     ) -> None: ...
 
     def lost(self) -> Exception | None:
-        """Return what to raise once whoever keeps the stages is gone; None while it is there."""
+        """Return what to raise once Ray, which holds the stages, is gone; else None."""
         ...
 
     def start(

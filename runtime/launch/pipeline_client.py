@@ -19,13 +19,14 @@ from concurrent.futures import wait as wait_for
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
+from llmpq.child import CallFailed
 from llmpq.cluster import Cluster
 from llmpq.errors import DeadlineError
 from llmpq.plan import Plan
 from llmpq.runtime.engine.mailbox import EngineOutputs
 from llmpq.runtime.launch.choose_launcher import make_launcher
 from llmpq.runtime.launch.failures import GRACE_S, is_consequence, lost_stage, named_stage
-from llmpq.runtime.launch.launcher import Launcher, OnLoad, StageFailure, StageHandle
+from llmpq.runtime.launch.launcher import Launcher, OnLoad, StageHandle
 from llmpq.runtime.launch.stages.load_watch import LoadWatch
 from llmpq.runtime.launch.stages.stage_host import meeting_host, process_space
 from llmpq.runtime.launch.stages.stage_place import StagePlace, settings_of_stages
@@ -169,7 +170,7 @@ class PipelineClient:
         return found
 
     def updates(self) -> Iterator[EngineOutputs]:
-        """Yield news until every stage has ended its loop."""
+        """Yield outputs until every stage has ended its loop."""
         poll = None
         now_s = time.monotonic()
         self._last_answer_s = dict.fromkeys(range(len(self._stages)), now_s)
@@ -180,9 +181,9 @@ class PipelineClient:
                 [poll, *self._running, *self._health.values()], _POLL_S, FIRST_COMPLETED
             )
             if poll in done:
-                news, told_s = self._read_poll(poll), time.monotonic()
-                yield news
-                self._moved_s += time.monotonic() - told_s  # the reader's time, not the stages'
+                update, read_s = self._read_poll(poll), time.monotonic()
+                yield update
+                self._moved_s += time.monotonic() - read_s  # the reader's time, not the stages'
                 poll = None
             for ended in done & self._running.keys():
                 self._result(ended, self._running[ended])
@@ -220,9 +221,9 @@ class PipelineClient:
         self._stages = launcher.start(self.plan, settings, self._cluster)
 
     def _connect(self) -> None:
-        """Let the stages meet."""
+        """Open the rendezvous and let every stage join it."""
         self._phase = "connecting"
-        if len(self._stages) > 1 and self._launcher and self._launcher.meets_by_address:
+        if len(self._stages) > 1 and self._launcher and self._launcher.needs_rendezvous:
             host = meeting_host(self._options.master_addr, [p.address for p in self.places])
             port = self._ask_first("open_rendezvous", host, self._options.master_port)
             self._all("join", self._limit_s, host, port)
@@ -287,10 +288,10 @@ class PipelineClient:
         """Return a finished call's value, or raise for the stage that is to blame."""
         try:
             return call.result()
-        except StageFailure as failure:
+        except CallFailed as failure:
             raise self._blame(failure, index) from None
 
-    def _blame(self, failure: StageFailure, index: int) -> Exception:
+    def _blame(self, failure: CallFailed, index: int) -> Exception:
         """Name the stage that failed first: a broken connection is the death of another."""
         if is_consequence(failure):
             others = {call: i for call, i in self._running.items() if i != index}
@@ -299,11 +300,11 @@ class PipelineClient:
                 done, _ = wait_for(others, left_s, FIRST_COMPLETED)
                 for call in done:
                     other, found = others.pop(call), call.exception()
-                    if isinstance(found, StageFailure) and not is_consequence(found):
+                    if isinstance(found, CallFailed) and not is_consequence(found):
                         return self._describe(found, other)
         return self._describe(failure, index)
 
-    def _describe(self, failure: StageFailure, index: int) -> Exception:
+    def _describe(self, failure: CallFailed, index: int) -> Exception:
         pid = self._pids[index] if self._pids else 0
         return lost_stage(failure, self.plan, index, phase=self._phase, pid=pid)
 

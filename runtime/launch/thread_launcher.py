@@ -13,10 +13,10 @@ from typing import Any, Self
 
 import torch
 
+from llmpq.child import CallFailed
 from llmpq.cluster import Cluster
 from llmpq.out_of_memory import first_line
 from llmpq.plan import Plan
-from llmpq.runtime.launch.launcher import StageFailure
 from llmpq.runtime.launch.stages.stage_settings import StageSettings
 from llmpq.runtime.launch.stages.stage_worker import StageWorker
 from llmpq.runtime.links.thread_links import ThreadRendezvous
@@ -27,13 +27,13 @@ _END_S = 60.0
 A thread that still computes when the interpreter ends would abort the process.
 """
 _LOAD_END_S = 10.0
-"""The same for a load, which may be stuck: it ends with the operator under way."""
+"""The same for a load, which may be stuck: it ends with the layer under way."""
 
 
 class ThreadLauncher:
     """All stages in this process; those on GPUs use the devices of the plan's numbers."""
 
-    meets_by_address = False
+    needs_rendezvous = False
 
     def __init__(self) -> None:
         self._stages: list[ThreadStage] = []
@@ -65,7 +65,7 @@ class ThreadLauncher:
             trim(0)
 
     def lost(self) -> None:
-        """Nobody else keeps the stages."""
+        """Return None: the stages are threads of this process."""
 
     def start(
         self, plan: Plan, settings: Sequence[StageSettings], cluster: Cluster | None
@@ -92,7 +92,7 @@ class ThreadStage:
         """Call a method of the actor."""
         answer: Future[Any] = Future()
         if self._actor is None:
-            answer.set_exception(StageFailure("its thread has ended"))
+            answer.set_exception(CallFailed("its thread has ended"))
             return answer
         asked = getattr(self._actor, method)
 
@@ -102,7 +102,7 @@ class ThreadStage:
             except BaseException as error:  # the caller's to judge
                 self._rendezvous.break_off()
                 answer.set_exception(
-                    StageFailure(f"{type(error).__name__}: {first_line(error)}", error)
+                    CallFailed(f"{type(error).__name__}: {first_line(error)}", error)
                 )
             else:
                 answer.set_result(value)
@@ -115,12 +115,9 @@ class ThreadStage:
         return answer
 
     def kill(self, pid: int) -> None:
-        """Let the loop end with the step under way, and loading with the operator under way."""
+        """Let the loop end with the step under way, and loading with the layer under way."""
         if self._actor is not None:
             self._actor.stop()
-        if self._load is not None and self._load.is_alive():
-            number = ctypes.c_ulong(self._load.ident or 0)
-            ctypes.pythonapi.PyThreadState_SetAsyncExc(number, ctypes.py_object(SystemExit))
 
     def wait(self, limit_s: float) -> None:
         """Wait until the loop and whatever else was asked for has ended; not long for a load."""

@@ -91,5 +91,5 @@ class ResponseStore:
 
     def _why(self) -> str:
         if not self.most:
-            return " (nothing is, with --max-stored-responses 0 or --ray-serve)"
+            return " (nothing is, with --max-stored-responses 0 or --replicas)"
         return f" (the newest {self.most} are, --max-stored-responses, while the server runs)"

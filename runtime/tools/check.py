@@ -10,15 +10,14 @@ import json
 import logging
 import sys
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, wait
 from typing import Any
 
-import ray
-from ray.util.placement_group import remove_placement_group
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from rich.console import Console
 from rich.table import Table
 
 from llmpq.checkpoints.hub import local_model
+from llmpq.child import CallFailed
 from llmpq.cluster import Cluster
 from llmpq.errors import DeadlineError, ExitCode, StageLostError
 from llmpq.plan import Plan
@@ -27,18 +26,13 @@ from llmpq.runtime.auto_plan import devices_of
 from llmpq.runtime.cli.plan_file import load_plan
 from llmpq.runtime.cli.run_flags import check_timeouts
 from llmpq.runtime.cli.tool_flags import CheckOptions
-from llmpq.runtime.launch.on_ray.actor_class import actor_class
-from llmpq.runtime.launch.on_ray.placement import Placement, ray_cluster, reserve
-from llmpq.runtime.launch.on_ray.ray_stage import failure_of
+from llmpq.runtime.launch.launcher import StageHandle
+from llmpq.runtime.launch.nodes.node_report import differing, versions_of
+from llmpq.runtime.launch.nodes.probes import stage_probes
 from llmpq.runtime.launch.stages.stage_host import meeting_host
 from llmpq.units import format_size
 
 _log = logging.getLogger("llmpq.check")
-StageProbe = actor_class(
-    "llmpq.runtime.launch.nodes.stage_probe",
-    "StageProbe",
-    ("look", "open_rendezvous", "try_links"),
-)
 
 
 def main(options: CheckOptions) -> int:
@@ -50,18 +44,8 @@ def main(options: CheckOptions) -> int:
     if engine.cluster is not None:
         cluster = devices_of(engine)
         plan.require_cluster(cluster.name, cluster.fingerprint())
-    with ray_cluster(engine.ray_address):
-        placed = reserve(
-            plan,
-            cluster,
-            joined=engine.ray_address is not None,
-            wait_s=engine.deadlines.wait_nodes_s,
-            timeout_s=engine.deadlines.placement_s,
-        )
-        try:
-            places, links = look(plan, cluster, placed, options)
-        finally:
-            remove_placement_group(placed.group)
+    with stage_probes(plan, cluster, engine.ray_address, engine.deadlines) as (probes, addresses):
+        places, links = look(plan, cluster, probes, addresses, options)
     problems = judge(plan, places, links)
     if options.json:
         found = {"places": places, "links": links, "problems": [text for _, text in problems]}
@@ -80,35 +64,27 @@ _SEVERITY = (ExitCode.USAGE, ExitCode.DOES_NOT_FIT, ExitCode.MISMATCH, ExitCode.
 
 
 def look(
-    plan: Plan, cluster: Cluster | None, placed: Placement, options: CheckOptions
+    plan: Plan,
+    cluster: Cluster | None,
+    probes: Sequence[StageHandle],
+    addresses: Sequence[str],
+    options: CheckOptions,
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """Ask one probe per stage; return places and links."""
-    probe_class, probes = ray.remote(StageProbe), []
-    for index, stage in enumerate(plan.stages):
-        actor = probe_class.options(
-            num_cpus=0,
-            num_gpus=0 if stage.is_cpu else 1,
-            scheduling_strategy=PlacementGroupSchedulingStrategy(
-                placement_group=placed.group, placement_group_bundle_index=index
-            ),
-        )
-        probes.append(actor.remote(index, len(plan.stages), not stage.is_cpu))
     directories = [_directory(plan, cluster, index, options.model) for index in range(len(probes))]
-    looks = [probe.look.remote(path) for probe, path in zip(probes, directories, strict=True)]
+    looks = [probe.call("look", path) for probe, path in zip(probes, directories, strict=True)]
     places = _all(plan, looks, "looking at its host", options.timeout)
-    links: list[dict[str, Any]] = []
-    if len(probes) > 1:
-        addresses = [node.address for node in placed.nodes]
-        host = meeting_host(options.engine.master_addr, addresses)
-        (port,) = _all(plan, [probes[0].open_rendezvous.remote(host)], "meeting", options.timeout)
-        tries = [
-            probe.try_links.remote(host, port, own)
-            for probe, own in zip(probes, addresses, strict=True)
-        ]
-        links = _all(plan, tries, "trying its links", options.timeout)
-    for probe in probes:
-        ray.kill(probe)
-    return places, links
+    if len(probes) == 1:
+        return places, []
+    host = meeting_host(options.engine.master_addr, addresses)
+    (port,) = _all(
+        plan, [probes[0].call("open_rendezvous", host)], "opening the rendezvous", options.timeout
+    )
+    tries = [
+        probe.call("try_links", host, port, own)
+        for probe, own in zip(probes, addresses, strict=True)
+    ]
+    return places, _all(plan, tries, "trying its links", options.timeout)
 
 
 def _directory(plan: Plan, cluster: Cluster | None, index: int, model: str | None) -> str | None:
@@ -120,19 +96,19 @@ def _directory(plan: Plan, cluster: Cluster | None, index: int, model: str | Non
     return None if path is None else str(local_model(path))
 
 
-def _all(plan: Plan, refs: Sequence[Any], doing: str, limit_s: float) -> list[Any]:
-    done, waiting = ray.wait(list(refs), num_returns=len(refs), timeout=limit_s)
+def _all(plan: Plan, calls: Sequence[Future[Any]], doing: str, limit_s: float) -> list[Any]:
+    _, waiting = wait(calls, limit_s)
     if waiting:
-        names = ", ".join(plan.stages[refs.index(ref)].device for ref in waiting)
+        names = ", ".join(plan.stages[calls.index(call)].device for call in waiting)
         raise DeadlineError(
             f"no answer from {names} while {doing} within {limit_s:.0f} s; look at its host and "
             "firewall, or raise --timeout"
         )
     try:
-        return list(ray.get(list(refs)))
-    except ray.exceptions.RayError as error:
+        return [call.result() for call in calls]
+    except CallFailed as failure:
         raise StageLostError(
-            f"a stage's place was lost while {doing}: {failure_of(error)}; look at its host"
+            f"a stage's place was lost while {doing}: {failure}; look at its host"
         ) from None
 
 
@@ -191,14 +167,11 @@ def differing_versions(plan: Plan, places: Sequence[Mapping[str, Any]]) -> list[
     """Return a line for every package whose version differs from the first stage's."""
     first, lines = places[0], []
     for stage, place in zip(plan.stages[1:], places[1:], strict=True):
-        mine = {**place["packages"], "NCCL": place["nccl"]}
-        wanted = {**first["packages"], "NCCL": first["nccl"]}
-        for name in ("llmpq", "torch", "NCCL"):
-            if mine.get(name) != wanted.get(name):
-                lines.append(
-                    f"stage {stage.device} on {stage.node}: {name} {mine.get(name)}, the first "
-                    f"stage has {wanted.get(name)}; install the same version on every node"
-                )
+        for name, wanted, got in differing(versions_of(first), versions_of(place)):
+            lines.append(
+                f"stage {stage.device} on {stage.node}: {name} {got}, the first stage has "
+                f"{wanted}; install the same version on every node"
+            )
     return lines
 
 

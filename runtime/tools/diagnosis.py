@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 from llmpq.kernels import kernel_table
 from llmpq.kernels.kernel_table import Kernel, KernelForm
+from llmpq.runtime.launch.nodes.node_report import differing, versions_of
 from llmpq.units import format_size
 
 Survey = Mapping[str, Any]
@@ -19,8 +20,6 @@ Survey = Mapping[str, Any]
 WHEELS = "https://download.pytorch.org/whl"
 _LEAST = {"torch": (2, 11), "ray": (2, 52)}
 """Oldest versions that the project is written for."""
-_SAME = ("llmpq", "torch", "ray")
-"""Packages that must not differ between nodes."""
 _BUILDS = (((13, 0), "cu130"), ((12, 8), "cu128"), ((12, 6), "cu126"))
 """Builds of torch's wheels by the CUDA that a driver must serve, newest first."""
 _OLD_BUILD, _NEWER_FROM = "cu126", (7, 5)
@@ -144,17 +143,11 @@ def differences(surveys: Sequence[Survey]) -> list[Finding]:
     """Return which versions differ between nodes that would share a pipeline."""
     found, first = [], surveys[0]
     for other in surveys[1:]:
-        pairs = [(n, first["packages"].get(n), other["packages"].get(n)) for n in _SAME]
-        old, new = (".".join(s["python"].split(".")[:2]) for s in (first, other))
-        pairs.append(("Python", old, new))
-        if first["gpus"] and other["gpus"]:
-            pairs.append(("NCCL", first["nccl"], other["nccl"]))
-        for name, wanted, got in pairs:
-            if got != wanted:
-                found.append(_error(
-                    f"{other['host']} has {name} {got or 'not installed'}, {first['host']} has "
-                    f"{wanted or 'none'}: install the same version on every node"
-                ))  # fmt: skip
+        for name, wanted, got in differing(versions_of(first), versions_of(other)):
+            found.append(_error(
+                f"{other['host']} has {name} {got or 'not installed'}, {first['host']} has "
+                f"{wanted or 'none'}: install the same version on every node"
+            ))  # fmt: skip
     return found
 
 

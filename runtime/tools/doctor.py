@@ -8,12 +8,10 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, wait
-from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from typing import Any
 
@@ -26,19 +24,18 @@ from llmpq.out_of_memory import first_line
 from llmpq.runtime.cli.run_flags import check_timeouts
 from llmpq.runtime.cli.tool_flags import DoctorOptions
 from llmpq.runtime.launch.launcher import StageHandle
-from llmpq.runtime.launch.stages.stage_host import LOCAL_HOST, meeting_host
+from llmpq.runtime.launch.nodes.probes import node_surveys
+from llmpq.runtime.launch.stages.stage_host import meeting_host
 from llmpq.runtime.tools.diagnosis import Finding, device_lines, differences, findings, products
 
 _log = logging.getLogger("llmpq.doctor")
-ASKED = ("look", "try_gpus", "try_copies", "open_rendezvous", "try_links")
-"""What a node's `NodeSurvey` is asked."""
 
 
 def main(options: DoctorOptions) -> int:
     """Look, print, and return 0 if every device that there is can run stages."""
     check_timeouts({"--timeout": options.timeout})
     require_modules("torch")  # of the processes that look
-    with _nodes(options.ray_address) as (handles, addresses):
+    with node_surveys(options.ray_address) as (handles, addresses):
         report = examine(handles, addresses, options.timeout)
     if options.json:
         sys.stdout.write(json.dumps(report, indent=1) + "\n")
@@ -51,53 +48,6 @@ def main(options: DoctorOptions) -> int:
         return ExitCode.STAGE_LOST
     _log.info("every device listed can run stages")
     return ExitCode.DONE
-
-
-@contextmanager
-def _nodes(ray_address: str | None) -> Iterator[tuple[Sequence[StageHandle], Sequence[str]]]:
-    """Yield a survey per node, two where there is one node, and the address of each."""
-    with ExitStack() as stack:
-        if ray_address is None:
-            yield _local(stack), [LOCAL_HOST] * 2
-        else:
-            yield _of_ray(stack, ray_address)
-
-
-def _local(stack: ExitStack) -> list[StageHandle]:
-    from llmpq.runtime.launch.process_launcher import ProcessStage
-
-    started: list[StageHandle] = []
-    for index in range(2):
-        process = ProcessStage({"survey": {"index": index, "num_nodes": 2}}, dict(os.environ))
-        stack.callback(process.wait)
-        stack.callback(process.kill)
-        started.append(process)
-    return started
-
-
-def _of_ray(stack: ExitStack, address: str) -> tuple[list[StageHandle], list[str]]:
-    import ray
-    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
-
-    from llmpq.runtime.launch.on_ray.actor_class import actor_class
-    from llmpq.runtime.launch.on_ray.placement import ray_cluster
-    from llmpq.runtime.launch.on_ray.ray_stage import RayStage
-
-    stack.enter_context(ray_cluster(address))
-    nodes = [node for node in ray.nodes() if node["Alive"]]
-    places = nodes if len(nodes) > 1 else nodes * 2
-    survey = actor_class("llmpq.runtime.launch.nodes.node_survey", "NodeSurvey", ASKED)
-    remote_class, started = ray.remote(survey), list[StageHandle]()
-    for index, node in enumerate(places):
-        placed = remote_class.options(
-            num_cpus=0,
-            max_concurrency=2,
-            scheduling_strategy=NodeAffinitySchedulingStrategy(node["NodeID"], soft=False),
-        )
-        actor = RayStage(placed.remote(index, len(places), see_all=True))
-        stack.callback(actor.kill)
-        started.append(actor)
-    return started, [node["NodeManagerAddress"] for node in places]
 
 
 def examine(
@@ -166,7 +116,7 @@ def _links(
         handle.call("try_links", address, port, own)
         for handle, own in zip(handles, addresses, strict=True)
     ]
-    answers, failed = _ask(calls, f"meet the others at {address}:{port}", limit_s)
+    answers, failed = _ask(calls, f"join the others at {address}:{port}", limit_s)
     found += failed
     return [
         {**link, "from": names[link["from"]], "to": names[link["to"]]}
@@ -194,7 +144,7 @@ def _ask(
             answers.append(None)
             found.append(Finding(level="error", text=(
                 f"node {index} could not {doing}: {first_line(error)}; look at its host and, "
-                "where it meets others, at the firewall"
+                "where it joins others, at the firewall"
             )))  # fmt: skip
         else:
             answers.append(call.result())

@@ -11,8 +11,8 @@ from typing import Any
 
 from llmpq.errors import PlanMismatchError
 
-SAME = ("llmpq", "torch", "ray")
-"""Packages whose versions must not differ between hosts."""
+SAME = ("llmpq", "torch", "ray", "Python", "NCCL")
+"""What must not differ between hosts of one pipeline."""
 _VOLATILE = ("_name_or_path", "transformers_version")
 """Keys of config.json that say nothing of the model."""
 
@@ -71,6 +71,35 @@ def report(model_dir: str | None) -> dict[str, Any]:
     }
 
 
+def versions_of(place: Mapping[str, Any]) -> dict[str, str | None]:
+    """Return the versions of a probe's or a survey's look; NCCL's where it has a GPU."""
+    found: dict[str, str | None] = {
+        name: place["packages"].get(name) for name in SAME if name in place["packages"]
+    }
+    if "python" in place:
+        found["Python"] = ".".join(place["python"].split(".")[:2])
+    if place.get("gpu") or place.get("gpus"):
+        found["NCCL"] = place["nccl"]
+    return found
+
+
+def differing(
+    first: Mapping[str, str | None], other: Mapping[str, str | None]
+) -> list[tuple[str, str | None, str | None]]:
+    """Return each package whose version is not the same, with both; NCCL's between GPUs only.
+
+    What follows a plus tells how a wheel was built: 2.13.0+cpu and 2.13.0+cu130 go together.
+    """
+    found = []
+    for name in SAME:
+        wanted, got = first.get(name), other.get(name)
+        if name == "NCCL" and not (name in first and name in other):
+            continue
+        if (wanted or "").partition("+")[0] != (got or "").partition("+")[0]:
+            found.append((name, wanted, got))
+    return found
+
+
 def require_alike(here: Mapping[str, Any], there: Sequence[tuple[str, Mapping[str, Any]]]) -> None:
     """Refuse nodes whose versions or model are not this host's.
 
@@ -78,13 +107,11 @@ def require_alike(here: Mapping[str, Any], there: Sequence[tuple[str, Mapping[st
     another version or another config.json, `ValueError` the first without one.
     """
     for name, found in there:
-        for package, wanted in here["versions"].items():
-            got = found["versions"].get(package)
-            if got != wanted:
-                raise PlanMismatchError(
-                    f"node {name} has {package} {got}, this host has {wanted}: install the same "
-                    "version on every node"
-                )
+        for package, wanted, got in differing(here["versions"], found["versions"]):
+            raise PlanMismatchError(
+                f"node {name} has {package} {got}, this host has {wanted}: install the same "
+                "version on every node"
+            )
     for name, found in there:
         if found["problem"] is not None:
             raise ValueError(

@@ -63,7 +63,7 @@ class NodeSurvey:
             "gpus": [{**asdict(gpu), "kind": gpu.kind} for gpu in gpus],
             "driver_cuda": _driver_cuda(),
             "torch_cuda": torch.version.cuda,
-            "torch_arches": _arches(),
+            "torch_arches": list(torch.cuda.get_arch_list()),
             "torch_sees": _num_seen(),
             "shm_bytes": _free_bytes("/dev/shm"),
         }
@@ -119,15 +119,6 @@ class NodeSurvey:
                 dist.send(message, first)
             best_s = min(best_s, (time.perf_counter() - started_s) / 2)
         return best_s
-
-
-def _arches() -> list[str]:
-    """Return the GPU architectures that torch's wheel holds code for, such as sm_90."""
-    try:
-        flags = torch._C._cuda_getArchFlags() or ""
-        return list(torch.cuda.get_arch_list()) or flags.split()
-    except (AttributeError, RuntimeError):
-        return []
 
 
 def _num_seen() -> int:

@@ -1,4 +1,4 @@
-"""Where the processes of several stages or nodes meet: a store on the first one's host."""
+"""The rendezvous of the processes of several stages or nodes: a store on the first one's host."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from llmpq.runtime.launch.stages.stage_host import listening_socket
 
 
 class Rendezvous:
-    """The store of one of those who meet: the first opens it, the others find it by address."""
+    """A process's view of the store: the first process opens it, the others find it by address."""
 
     def __init__(self, limit: timedelta) -> None:
-        """`limit`: how long the others may take to find it, and whoever asks it to be answered."""
+        """`limit`: how long finding it, and a question to it, may take."""
         self._limit = limit
         self._store: dist.Store | None = None
 

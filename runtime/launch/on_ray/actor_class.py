@@ -1,6 +1,6 @@
-"""Classes of Ray's actors that the command itself does not import: most begin with torch.
+"""Classes for Ray actors that the driver itself does not import: most import torch.
 
-A second of a core that whoever starts the actors has no use for: only their processes compute.
+That takes a second of a core, and only the actors' processes compute.
 """
 
 from __future__ import annotations

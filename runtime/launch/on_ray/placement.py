@@ -1,4 +1,4 @@
-"""Ray for placement: start it or join it, find each node of a plan, reserve one bundle per stage.
+"""Ray for placement: find each node of a plan, reserve one bundle per stage.
 
 A bundle that no node can hold stays pending for ever without a word, so the nodes are found first,
 by node_match.py, and every wait has a deadline. A bundle names its node by Ray's own id.
@@ -8,29 +8,23 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import ray
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 
 from llmpq.cluster import Cluster
-from llmpq.commands.ray_address import require_ray
 from llmpq.errors import PlanMismatchError, StageLostError
 from llmpq.plan import Plan, StagePlan
-from llmpq.plan_nodes import nodes_of
+from llmpq.runtime.launch.nodes.here import all_here, local_addresses, wanted_nodes
 from llmpq.runtime.launch.nodes.node_match import (
     RayNode,
     Unmatched,
     WantedNode,
-    lacks,
     match_nodes,
-    plain_address,
     ray_nodes,
 )
-from llmpq.runtime.launch.on_ray.own_ray import joined_ray, own_ray
-from llmpq.runtime.launch.stages.stage_host import addresses_of, is_loopback, own_addresses
 
 NODE_ID = "ray.io/node-id"
 """The label that Ray gives every node."""
@@ -43,24 +37,6 @@ _PLACED_LOOK_S = 2.0
 _LOOK_S = 0.5
 
 _log = logging.getLogger("llmpq.placement")
-
-
-@contextmanager
-def ray_cluster(address: str | None) -> Iterator[None]:
-    """Join the Ray at `address`, or start one on 127.0.0.1 that ends with the block.
-
-    A Ray this process has joined before is used and left running.
-    """
-    if ray.is_initialized():
-        yield
-        return
-    if address is not None:
-        try:
-            require_ray(address)
-        except ValueError as error:
-            raise StageLostError(str(error)) from None
-    with own_ray() if address is None else joined_ray(address):
-        yield
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,7 +69,7 @@ def reserve(
     wanted = wanted_nodes(plan, cluster)
     bundles = [bundle_of(stage) for stage in plan.stages]
     while True:
-        found = wait_for_nodes(wanted, wait_s) if joined else _this_machine(wanted)
+        found = wait_for_nodes(wanted, wait_s) if joined else all_here(wanted, alive_nodes()[0])
         nodes = tuple(found[stage.node] for stage in plan.stages)
         selectors = [{NODE_ID: node.id} for node in nodes]
         group = placement_group(bundles, strategy="PACK", bundle_label_selector=selectors)
@@ -125,24 +101,12 @@ def _wait_placed(
     return []
 
 
-def wanted_nodes(plan: Plan, cluster: Cluster | None) -> list[WantedNode]:
-    """Return the nodes of a plan that have stages, their hosts resolved here."""
-    return [
-        WantedNode(
-            node=node,
-            addresses=frozenset() if node.host is None else addresses_of(node.host),
-            stages=tuple(stage for stage in plan.stages if stage.node == node.name),
-        )
-        for node in nodes_of(plan, cluster)
-    ]
-
-
 def wait_for_nodes(wanted: Sequence[WantedNode], wait_s: float) -> dict[str, RayNode]:
     """Return the Ray node of every node of a plan, by name; it may join for `wait_s` seconds."""
     begun_s, named = time.monotonic(), ""
     while True:
         try:
-            return match_nodes(wanted, alive_nodes(), _local_addresses())
+            return match_nodes(wanted, alive_nodes(), local_addresses())
         except Unmatched as missing:
             text, passed_s = str(missing), time.monotonic() - begun_s
             if missing.for_good:
@@ -159,37 +123,6 @@ def wait_for_nodes(wanted: Sequence[WantedNode], wait_s: float) -> dict[str, Ray
 def alive_nodes() -> list[RayNode]:
     """Return the nodes of the Ray that this process has joined, its own first."""
     return ray_nodes(ray.nodes(), ray.get_runtime_context().get_node_id())
-
-
-def _this_machine(wanted: Sequence[WantedNode]) -> dict[str, RayNode]:
-    """Return the one node there is for every node of the plan that is not another machine."""
-    here, local = alive_nodes()[0], {plain_address(one) for one in _local_addresses()}
-    for want in wanted:
-        named = {plain_address(one) for one in want.addresses}
-        elsewhere = want.node.host is not None and not any(
-            is_loopback(address) or address in local for address in named
-        )
-        if elsewhere or any(here.labels.get(k) != v for k, v in want.node.labels.items()):
-            raise StageLostError(
-                f"the plan's node {want.shown()} is another machine than this one: start Ray on "
-                "all of them (ray start --head here, ray start --address HOST:PORT there) and give "
-                "--ray-address HOST:PORT"
-            )
-    stages = tuple(stage for want in wanted for stage in want.stages)
-    whole = WantedNode(node=wanted[0].node, addresses=frozenset(), stages=stages)
-    missing = lacks(whole, here)
-    if missing is not None:
-        names = ", ".join(stage.device for stage in whole.gpu_stages)
-        raise StageLostError(
-            f"the plan needs {len(whole.gpu_stages)} GPUs ({names}), this machine is "
-            f"{here.shown()}; start Ray on all machines and give --ray-address HOST:PORT, or "
-            "re-plan for the devices there are"
-        )
-    return {want.node.name: here for want in wanted}
-
-
-def _local_addresses() -> list[str]:
-    return [address for found in own_addresses().values() for address in found]
 
 
 def _asked(plan: Plan, nodes: Sequence[RayNode]) -> str:

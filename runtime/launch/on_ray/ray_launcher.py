@@ -18,7 +18,8 @@ from llmpq.errors import StageLostError
 from llmpq.plan import Plan
 from llmpq.runtime.launch.nodes.node_questions import require_same
 from llmpq.runtime.launch.on_ray.actor_class import actor_class
-from llmpq.runtime.launch.on_ray.placement import ray_cluster, reserve
+from llmpq.runtime.launch.on_ray.connect import ray_cluster
+from llmpq.runtime.launch.on_ray.placement import reserve
 from llmpq.runtime.launch.on_ray.ray_stage import RayStage
 from llmpq.runtime.launch.on_ray.ray_watch import SILENCE, RayWatch
 from llmpq.runtime.launch.stages.stage_settings import StageSettings
@@ -56,7 +57,7 @@ RemoteStageWorker = actor_class(
 class RayLauncher:
     """One actor per stage, in a placement group with one bundle each."""
 
-    meets_by_address = True
+    needs_rendezvous = True
 
     def __init__(self, options: EngineOptions) -> None:
         """`ray_address`: a running Ray; else this process's is used, or one started for the job."""
@@ -121,15 +122,14 @@ class RayLauncher:
             given = reader if copies else None
             stages.append(RayStage(options.remote(index, data, own.to_data(), weights=given)))
             self._stack.callback(self._end, stages[-1])
-        if joined:
-            head = ray.get_runtime_context().gcs_address
-            self._watch = RayWatch(head, stages, SILENCE * self._deadlines.step_s)
+        head = ray.get_runtime_context().gcs_address
+        self._watch = RayWatch(head, stages, SILENCE * self._deadlines.step_s)
         return stages
 
     def _end(self, stage: RayStage) -> None:
         if self.lost() is None:
             stage.kill()
-        else:  # whoever would end it is gone
+        else:  # Ray, which would end it, is gone
             stage.call("end")
 
     def _unless_lost(self, undo: Callable[[PlacementGroup], None], group: PlacementGroup) -> None:

@@ -11,8 +11,8 @@ from typing import Any
 
 import ray
 
+from llmpq.child import CallFailed
 from llmpq.out_of_memory import first_line
-from llmpq.runtime.launch.launcher import StageFailure
 from llmpq.runtime.launch.stages.stage_wire import read_answer, write_args
 
 
@@ -46,19 +46,19 @@ class RayStage:
                 os.kill(pid, signal.SIGKILL)
 
 
-def failure_of(error: BaseException) -> StageFailure:
+def failure_of(error: BaseException) -> CallFailed:
     """Return Ray's error as a stage's: what was raised there, or why its process is gone."""
     cause = getattr(error, "cause", None)
     if cause is not None:
-        return StageFailure(f"{type(cause).__name__}: {first_line(cause)}", cause)
+        return CallFailed(f"{type(cause).__name__}: {first_line(cause)}", cause)
     if isinstance(error, ray.exceptions.OutOfMemoryError):
-        return StageFailure(f"the host ran out of memory ({first_line(error)})")
+        return CallFailed(f"the host ran out of memory ({first_line(error)})")
     text = str(error)
     exit_type = re.search(r"Worker exit type: (\w+)", text)
     detail = re.search(r"Worker exit detail: (.*?)(?:\. |\n|$)", text)
     if exit_type is None:
-        return StageFailure(first_line(error))
-    return StageFailure(
+        return CallFailed(first_line(error))
+    return CallFailed(
         f"its process died ({exit_type[1]}: {detail[1] if detail else 'no detail'}; killed by a "
         "signal such as SIGKILL from the kernel's out-of-memory killer, or crashed)"
     )

@@ -1,8 +1,8 @@
-"""A joined Ray, watched: its head must answer, and its stages must hear from the driver.
+"""A watched Ray: its head must answer, and its stages must get heartbeats of the driver.
 
 Ray itself waits a minute for a head that is gone, and then ends the process without a word. A host
-that is cut off cannot be told that the job is over, so a stage that has heard nothing for a while
-ends itself.
+that is cut off cannot be reached when the job ends, so a stage without a heartbeat for a while ends
+itself.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from llmpq.commands.ray_address import require_ray
 from llmpq.errors import StageLostError
 
 BEAT_S = 2.0
-"""How often the driver tells the stages that it is there."""
+"""Seconds between heartbeats."""
 SILENCE = 0.8
-"""Of a step's deadline: how long the driver may be silent; stages are gone soon after it."""
+"""Of a step's deadline: how long the driver may be silent; stages end then."""
 HEAD_S = 15.0
 """How long Ray's head may be silent; a cable may be out for a few seconds."""
 
@@ -29,7 +29,7 @@ _log = logging.getLogger("llmpq.ray")
 
 
 class Hearer(Protocol):
-    """Whoever can be called: a stage."""
+    """A stage that can be called."""
 
     def call(self, method: str, *args: object) -> Future[Any]:
         """Call a method of its actor."""
@@ -37,7 +37,7 @@ class Hearer(Protocol):
 
 
 class RayWatch:
-    """The driver's side: a thread that beats for the stages and looks at the head."""
+    """The driver's side: threads that send heartbeats to the stages and look at the head."""
 
     def __init__(self, head: str, stages: Sequence[Hearer], silence_s: float) -> None:
         """`head`: address of Ray's head, HOST:PORT; `silence_s`: after which a stage ends."""

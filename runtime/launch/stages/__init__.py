@@ -1,1 +1,1 @@
-"""A stage from its first line to its answers, whoever started it; first file: stage_worker.py."""
+"""The worker of a stage: settings, place, loading, calls; first file: stage_worker.py."""

@@ -14,11 +14,11 @@ from llmpq.errors import StageLostError
 
 LOCAL_HOST = "127.0.0.1"
 _INTERFACE_OF = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
-"""How the libraries that carry messages are told which network to use."""
+"""Environment variables by which gloo and NCCL choose a network."""
 
 
 def meeting_host(asked: str | None, addresses: Sequence[str | None]) -> str:
-    """Return the address at which the stages meet.
+    """Return the address of the stages' rendezvous.
 
     What was asked for, else loopback if all stages are on one host, or the first one's address.
     """
@@ -34,9 +34,9 @@ def own_addresses() -> dict[str, list[str]]:
     """Return the addresses of every network interface of this host, IPv4 ones first."""
     found: dict[str, list[str]] = {}
     for name, entries in psutil.net_if_addrs().items():
-        kept = [e for e in entries if e.family in (socket.AF_INET, socket.AF_INET6)]
-        kept.sort(key=lambda entry: entry.family != socket.AF_INET)
-        found[name] = [entry.address.partition("%")[0] for entry in kept]
+        usable = [e for e in entries if e.family in (socket.AF_INET, socket.AF_INET6)]
+        usable.sort(key=lambda entry: entry.family != socket.AF_INET)
+        found[name] = [entry.address.partition("%")[0] for entry in usable]
     return found
 
 
@@ -64,7 +64,7 @@ def address_on(interface: str | None, own: str | None) -> str | None:
 
 
 def talk_over(meeting: str, own: str | None) -> None:
-    """Let the libraries of this process use the network that the stages meet on.
+    """Let the libraries of this process use the network of the rendezvous.
 
     Without it they take whatever the host's name resolves to, on Debian 127.0.1.1. `own` is this
     host's address for the other ones.

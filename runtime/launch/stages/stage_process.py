@@ -1,23 +1,16 @@
-"""One stage, or one survey of a node, as a plain process: its calls as JSON lines.
+"""One stage, or one look at a node, as a child process: what `ProcessLauncher` starts.
 
-First line: {"index": 0, "plan": {...}, "settings": {...}, "lowest_priority": false}, or {"survey":
-{...}}. Then one call a line, such as {"number": 3, "call": "load", "args": []}, each in a thread of
-its own and answered, in any order, with {"number": 3, "value": ...} or {"number": 3, "error":
-"ValueError", "text": "..."}. The process ends with its standard input, so that it never outlives
-who started it.
+The first line is {"index": 0, "plan": {...}, "settings": {...}, "lowest_priority": false}, or
+{"survey": {...}}, or {"probe": {...}}; calls are those of the object that it makes.
 """
 
 from __future__ import annotations
 
 import os
-import signal
 import sys
-import threading
-from typing import Any, TextIO
+from typing import Any
 
-from llmpq.commands.child_lines import read_lines, take_answers, write_line
-from llmpq.out_of_memory import first_line, out_of_memory
-from llmpq.runtime.gc_freeze import gc_freeze
+from llmpq.child import serve_calls
 
 _LOWEST = 19
 """The nice value of a stage that computes on a server's own CPUs: what is computed is sent before
@@ -40,29 +33,8 @@ CALLS = (
 )
 
 
-class _Server:
-    """Answers the calls of one actor."""
-
-    def __init__(self, first: dict[str, Any], answers: TextIO) -> None:
-        self._actor = _actor(first)
-        self._answers, self._lock = answers, threading.Lock()
-
-    def answer(self, request: dict[str, Any]) -> None:
-        """Make one call."""
-        message: dict[str, Any] = {"number": request["number"]}
-        try:
-            assert request["call"] in CALLS, request["call"]
-            message["value"] = getattr(self._actor, request["call"])(*request["args"])
-            if request["call"] == "load":
-                gc_freeze()
-        except BaseException as error:  # the caller's to judge
-            name = "MemoryError" if out_of_memory(error) else _public_name(error)
-            message |= {"error": name, "text": _told(error)}
-        with self._lock:
-            write_line(self._answers, message)
-
-
-def _actor(first: dict[str, Any]) -> Any:
+def make(first: dict[str, Any]) -> Any:
+    """Return the stage, survey or probe of a first line."""
     if first.get("lowest_priority"):  # before threads are started: they inherit it
         os.nice(_LOWEST)
     # Imported here: what cannot be imported is the answer to the first call.
@@ -70,39 +42,22 @@ def _actor(first: dict[str, Any]) -> Any:
         from llmpq.runtime.launch.nodes.node_survey import NodeSurvey
 
         return NodeSurvey(**first["survey"])
+    if "probe" in first:
+        from llmpq.runtime.launch.nodes.stage_probe import StageProbe
+
+        return StageProbe(**first["probe"])
+    from llmpq.runtime.gc_freeze import gc_freeze
     from llmpq.runtime.launch.stages.stage_wire import RemoteStageWorker
 
-    return RemoteStageWorker(first["index"], first["plan"], first["settings"])
+    class ProcessWorker(RemoteStageWorker):
+        def load(self) -> Any:
+            report = self.__getattr__("load")()
+            gc_freeze()  # the process has nothing else
+            return report
 
-
-def _public_name(error: BaseException) -> str:
-    """Return the name of the error's kind, or of the kind of outcome it stands for."""
-    for kind in (ValueError, ConnectionError):
-        if isinstance(error, kind):
-            return kind.__name__
-    return type(error).__name__
-
-
-def _told(error: BaseException) -> str:
-    """Return an error's text; of those that a native stack may follow, the first line."""
-    return first_line(error) if isinstance(error, (RuntimeError, MemoryError)) else str(error)
-
-
-def serve(requests: TextIO, answers: TextIO) -> None:
-    """Answer calls until the pipe closes."""
-    messages = read_lines(requests)
-    server = _Server(next(messages), answers)
-    for message in messages:
-        threading.Thread(target=server.answer, args=(message,), daemon=True).start()
-
-
-def main() -> None:
-    """Serve on the standard streams; what libraries print goes to stderr."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the driver's to answer
-    sys.setswitchinterval(_SWITCH_S)
-    serve(sys.stdin, take_answers())
-    os._exit(0)  # threads may be waiting for stages that are gone
+    return ProcessWorker(first["index"], first["plan"], first["settings"])
 
 
 if __name__ == "__main__":
-    main()
+    sys.setswitchinterval(_SWITCH_S)
+    serve_calls(make, CALLS)

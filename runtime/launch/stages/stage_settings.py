@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
-from pathlib import Path
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from llmpq.plan import Plan
 from llmpq.runtime.engine.slot_limits import SlotLimits
-from llmpq.runtime.options import Deadlines, EngineOptions
+from llmpq.runtime.options import EngineOptions
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,20 +28,15 @@ class StageSettings:
 
     def to_data(self) -> dict[str, Any]:
         """Return the settings as JSON data."""
-        given = {n: str(v) if isinstance(v, Path) else v for n, v in self.options.given().items()}
-        if "deadlines" in given:
-            given["deadlines"] = asdict(self.options.deadlines)
-        return {f.name: getattr(self, f.name) for f in fields(self)} | {"options": given}
+        data = {f.name: getattr(self, f.name) for f in fields(self)}
+        return data | {"options": self.options.to_data()}
 
     @classmethod
     def from_data(cls, data: Mapping[str, Any]) -> StageSettings:
         """Return the settings that `to_data` wrote."""
-        options = dict(data["options"])
-        if "deadlines" in options:
-            options["deadlines"] = Deadlines(**options["deadlines"])
         ends = data["end_ids"]
         changed = {
-            "options": EngineOptions(**options),
+            "options": EngineOptions.from_data(data["options"]),
             "end_ids": None if ends is None else tuple(ends),
         }
         return cls(**{**data, **changed})

@@ -1,7 +1,7 @@
-"""One stage, whatever a launcher makes of it: a thread, a process or a Ray actor.
+"""The worker of one stage, in a thread, a process or a Ray actor.
 
-Loads its slice, joins the others, runs its loop, answers the driver, who starts it, watches it and
-reads results; between stages nothing passes through the driver or Ray. The loop runs in one thread
+It loads the stage's layers, joins the others' process group, runs the stage loop, and answers the
+driver's calls; between stages nothing passes through the driver or Ray. The loop runs in one thread
 while others answer `poll` and `health`.
 """
 
@@ -20,6 +20,7 @@ import torch.distributed as dist
 from llmpq.checkpoints.gguf_file import is_model
 from llmpq.commands.output_paths import require_folder
 from llmpq.costs_cache import cache_folder
+from llmpq.errors import StageLostError
 from llmpq.model_spec import ModelSpec
 from llmpq.plan import Plan, StagePlan
 from llmpq.precision import WeightScheme
@@ -102,6 +103,7 @@ class StageWorker:
         self._pool: PoolPlan | None = None
         self._heartbeat = Heartbeat()
         self._signs: LoadSigns | None = None
+        self._stopped = False
         self._rendezvous = Rendezvous(STORE_LIMIT)
         self._gpu: torch.device | None = None
         self._emulation: Emulation | None = None
@@ -114,8 +116,8 @@ class StageWorker:
     @cached_property
     def _guides(self) -> GrammarCompiler:
         spec = ModelSpec.from_directory(self._settings.model_dir)
-        told = self._settings.end_ids
-        ends = spec.eos_token_ids if told is None else tuple(told)
+        given = self._settings.end_ids
+        ends = spec.eos_token_ids if given is None else tuple(given)
         return GrammarCompiler(self._settings.model_dir, vocab=spec.vocab, end_ids=ends)
 
     @property
@@ -147,7 +149,7 @@ class StageWorker:
         if pool.use_paged_engine:
             self._pool = pool
             self._compute, report = load_with_pool(
-                self._pool, self._index, source, device, on_layer=self._signs.on_layer
+                self._pool, self._index, source, device, on_layer=self._on_layer
             )
         else:
             self._compute, report = load_with_slots(
@@ -157,13 +159,20 @@ class StageWorker:
                 spec,
                 source,
                 device,
-                on_layer=self._signs.on_layer,
+                on_layer=self._on_layer,
             )
         if self._index == 0 and self._drafter is None:
             rows = self._plan.decode_microbatch if self._pool is None else self._max_rows
             self._drafter = timed_drafter(self._compute, self._settings.options, rows)
         self._signs = None
         return replace(report, runner=type(self._compute).__name__)
+
+    def _on_layer(self, index: int) -> None:
+        """Count a layer that is loaded; the last one where the load is to end."""
+        assert self._signs is not None
+        self._signs.on_layer(index)
+        if self._stopped:
+            raise StageLostError("the stage was stopped while it loaded")
 
     def open_rendezvous(self, host: str, port: int) -> int:
         """Open the meeting point of the stages (first stage only) and return its port."""
@@ -228,7 +237,8 @@ class StageWorker:
             self._mailbox.requests.put(Abort(request_id))
 
     def stop(self) -> None:
-        """End the loop as soon as the steps under way have."""
+        """End the loop as soon as the steps under way have, and a load after its current layer."""
+        self._stopped = True
         self._mailbox.requests.put(Abort(None))
         self._mailbox.requests.put(None)
 
@@ -370,7 +380,7 @@ class StageWorker:
         return spec, CopiedLayers(source, self._schemes(), device)
 
     def _kept(self, source: CheckpointSource, device: torch.device) -> TensorSource:
-        """Return the checkpoint behind the layers kept on disk, if that was asked for."""
+        """Return the checkpoint behind a cache of its layers on disk, if that was asked for."""
         if self._settings.options.layer_cache is None or type(source) is not CheckpointSource:
             return source
         require_folder("--layer-cache", self._settings.options.layer_cache)

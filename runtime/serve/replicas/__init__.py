@@ -1,1 +1,1 @@
-"""Several engines behind one port, run by Ray Serve."""
+"""Several engines behind one port, each a child process."""

@@ -23,11 +23,11 @@ def shares_of(cluster: Cluster, replicas: int) -> list[DeviceShare]:
     """Return as many shares of a machine's devices, in their order; the first get what is over.
 
     One CPU is divided by its threads and its memory. `ValueError` where there are too few devices,
-    or several machines. Links of single devices are not kept: a share numbers its devices anew.
+    or several machines. Links of single devices are left out: a share numbers its devices anew.
     """
     if len(cluster.nodes) > 1:
         raise ValueError(
-            f"--ray-serve divides the devices of one machine, got {len(cluster.nodes)} nodes in "
+            f"--replicas divides the devices of one machine, got {len(cluster.nodes)} nodes in "
             f"'{cluster.name}'; run one server on each of them"
         )
     devices = cluster.devices
@@ -52,7 +52,7 @@ def gpus_of_copies(plan: Plan, replicas: int, visible: int) -> list[tuple[int, .
     nodes = {stage.node for stage in plan.stages}
     if len(nodes) > 1:
         raise ValueError(
-            f"--ray-serve runs plans of one machine, got one of {len(nodes)} nodes; run one server "
+            f"--replicas runs plans of one machine, got one of {len(nodes)} nodes; run one server "
             "on each of them, with a plan for it"
         )
     gpus = [stage.device_index for stage in plan.stages if not stage.is_cpu]

@@ -1,4 +1,4 @@
-"""What several replicas tell of themselves, as one: metrics, and what the page draws."""
+"""Several replicas' metrics, and what the page draws of them, as one."""
 
 from __future__ import annotations
 
@@ -29,19 +29,19 @@ def merged_metrics(texts: Sequence[bytes]) -> bytes:
     return ("\n".join(lines) + "\n").encode()
 
 
-def merged_page(told: Sequence[dict[str, Any]], nothing: dict[str, Any]) -> dict[str, Any]:
+def merged_page(pages: Sequence[dict[str, Any]], nothing: dict[str, Any]) -> dict[str, Any]:
     """Return what the page draws of several replicas: their stages in a row, their counts summed.
 
-    `nothing`: what it draws of a server that has told nothing yet; what replicas tell goes over it.
+    `nothing`: what it draws of a server without an engine; the replicas' fields replace it.
     """
     whole = dict(nothing)
-    whole |= {name: sum(one[name] for one in told) for name in _SUMMED}
+    whole |= {name: sum(one[name] for one in pages) for name in _SUMMED}
     whole["sums"] = {
-        name: sum(one["sums"][name] for one in told) for name in nothing["sums"]
+        name: sum(one["sums"][name] for one in pages) for name in nothing["sums"]
     }  # fmt: skip
-    whole["stages"] = [stage for one in told for stage in one["stages"]]
-    whole["asks"] = next((one["asks"] for one in told if one["asks"] is not None), None)
-    plans = [one["plan"] for one in told if one["plan"] is not None]
+    whole["stages"] = [stage for one in pages for stage in one["stages"]]
+    whole["asks"] = next((one["asks"] for one in pages if one["asks"] is not None), None)
+    plans = [one["plan"] for one in pages if one["plan"] is not None]
     if plans:
         rates = [plan["tokens_per_s"] for plan in plans]
         whole["plan"] = {

@@ -1,8 +1,7 @@
 """Before several engines: one socket, one gate, every request to the replica with the least work.
 
-The replicas are deployments of Ray Serve, which starts, watches and replaces them. Ray Serve's own
-HTTP proxy is not used: it cuts a stream off without a word when its replica dies, answers 500
-where 503 with Retry-After is due, and waits for ever for a request's head.
+A replica is a child process (replica_process.py), which is asked for its state, and replaced when
+it is gone, silent for long, or has lost its engine.
 """
 
 from __future__ import annotations
@@ -11,8 +10,8 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Awaitable, Callable, Sequence
-from typing import Any
+from collections.abc import AsyncGenerator, Callable, Sequence
+from typing import Any, Protocol
 
 from prometheus_client import CollectorRegistry, Counter, generate_latest
 
@@ -21,6 +20,7 @@ from llmpq.runtime.serve.arrival import ARRIVED, TALLIED, TALLY
 from llmpq.runtime.serve.errors import ApiError
 from llmpq.runtime.serve.gate import Message, Receive, Send
 from llmpq.runtime.serve.replicas.merged_replicas import merged_metrics
+from llmpq.runtime.serve.replicas.plain_messages import from_plain, to_plain
 from llmpq.runtime.serve.settings import ServeSettings
 
 _log = logging.getLogger("llmpq.serve")
@@ -31,6 +31,10 @@ _ANSWER_S = 10.0
 """How long a replica may take to say whether it is ready."""
 _SILENT_S = 3.0
 """After how long without such a word it is not counted on: busy, or gone."""
+_IMPORT_S, _DEAF_S = 120.0, 30.0
+"""After how long without an answer it is replaced: one that has just started, and any other."""
+_PAUSE_S, _FAILED_PAUSE_S = 1.0, 10.0
+"""How long one that is lost, or could not load, stays: to end its answers, and to say why."""
 _LOST = "the replica that answered was lost; try again"
 
 
@@ -48,11 +52,32 @@ class Counted:
         self._responses.labels(status=str(status)).inc()
 
 
+class Process(Protocol):
+    """A replica's process, which is started anew when it is lost."""
+
+    async def ask(self, method: str) -> Any:
+        """Return what a method of the replica returns."""
+        ...
+
+    def stream(self, method: str, *args: object) -> AsyncGenerator[Any]:
+        """Yield what a method of the replica yields; closing it ends the call."""
+        ...
+
+    @property
+    def obituary(self) -> str | None:
+        """Why the process has ended, None while it runs."""
+        ...
+
+    def restart(self) -> None:
+        """End the process and start another."""
+        ...
+
+
 class ReplicaHandle:
     """A replica as the front sees it."""
 
-    def __init__(self, number: int, handle: Any, speed: float) -> None:
-        """`handle`: Ray Serve's; `speed`: tokens/s that its plan promises, to compare by."""
+    def __init__(self, number: int, process: Process, speed: float) -> None:
+        """`speed`: tokens/s that its plan promises, to compare by."""
         self.number, self.speed = number, speed
         self.ready = False
         """What it said last."""
@@ -60,39 +85,56 @@ class ReplicaHandle:
         self._heard_s = -_SILENT_S
         self.failure: list[str] | None = None
         """Why it could not load: an error's name and its sentence."""
-        self._handle = handle
+        self._process = process
+        self._replace_s: float | None = None
+        """When it is replaced; None while there is no reason to."""
+        self._deaf_s = time.monotonic() + _IMPORT_S
+        """When its silence is a reason to replace it."""
 
     @property
     def silent(self) -> bool:
         """Whether it has said nothing for long."""
         return time.monotonic() > self._heard_s + _SILENT_S
 
-    def answer(self, scope: Message, body: bytes) -> Any:
-        """Begin a request; returns what it says, as it comes."""
-        return self._handle.options(stream=True).answer.remote(scope, body)
+    def answer(self, scope: Message, body: bytes) -> AsyncGenerator[Any]:
+        """Begin a request; yields the application's messages as they come."""
+        return self._process.stream("answer", to_plain(scope), body.decode("latin-1"))
 
-    async def asked(self, method: str) -> Any:
+    async def ask(self, method: str) -> Any:
         """Return what a method of the replica returns; `TimeoutError` where it is silent."""
-        response = getattr(self._handle, method).remote()
-        try:
-            return await asyncio.wait_for(_awaited(response), _ANSWER_S)
-        except BaseException:
-            response.cancel()
-            raise
+        return await asyncio.wait_for(self._process.ask(method), _ANSWER_S)
 
     async def look(self) -> None:
-        """Ask whether it is ready."""
+        """Ask whether it is ready; replace a process that is gone or of no use."""
+        now_s = time.monotonic()
         try:
-            told = await self.asked("state")
+            state = await self.ask("state")
         except Exception as error:
             if self.ready:
                 _log.info("replica %d is lost (%s)", self.number, type(error).__name__)
             self.ready = False
-            return
-        self._heard_s = time.monotonic()
-        if told["ready"] and not self.ready:
-            _log.info("replica %d is ready", self.number)
-        self.ready, self.failure = told["ready"], told["failure"]
+            obituary = self._process.obituary
+            if obituary is not None and self._heard_s < 0:
+                self.failure = ["StageLostError", f"replica {self.number} was lost: {obituary}"]
+            if obituary is not None or now_s > self._deaf_s:
+                self._replace_after(_PAUSE_S)
+        else:
+            self._heard_s, self._deaf_s = time.monotonic(), time.monotonic() + _DEAF_S
+            if state["ready"] and not self.ready:
+                _log.info("replica %d is ready", self.number)
+            self.ready, self.failure = state["ready"], state["failure"]
+            if state["lost"]:
+                self._replace_after(_PAUSE_S)
+            elif state["failure"] is not None:
+                self._replace_after(_FAILED_PAUSE_S)
+        if self._replace_s is not None and time.monotonic() > self._replace_s:
+            self._replace_s, self.ready = None, False
+            self._deaf_s = time.monotonic() + _IMPORT_S
+            await asyncio.to_thread(self._process.restart)
+
+    def _replace_after(self, seconds: float) -> None:
+        if self._replace_s is None:
+            self._replace_s = time.monotonic() + seconds
 
 
 class ReplicaFront:
@@ -156,17 +198,17 @@ class ReplicaFront:
 
     async def metrics_text(self) -> bytes:
         """Return all replicas' metrics, and the counts of HTTP answers."""
-        told = await self._all("metrics")
-        return merged_metrics([*told, generate_latest(self.metrics.registry)])
+        texts = [text.encode() for text in await self._all("metrics")]
+        return merged_metrics([*texts, generate_latest(self.metrics.registry)])
 
     async def pages(self) -> list[Any]:
         """Return what the page draws of each replica that answers."""
         return await self._all("page")
 
     async def _all(self, method: str) -> list[Any]:
-        asked = (replica.asked(method) for replica in self.replicas if replica.ready)
-        told = await asyncio.gather(*asked, return_exceptions=True)
-        return [one for one in told if not isinstance(one, BaseException)]
+        asked = (replica.ask(method) for replica in self.replicas if replica.ready)
+        found = await asyncio.gather(*asked, return_exceptions=True)
+        return [one for one in found if not isinstance(one, BaseException)]
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
         """Have a replica answer one HTTP request (ASGI)."""
@@ -240,27 +282,21 @@ class _Answer:
 
     async def _answered(self, replica: ReplicaHandle, scope: Message, body: bytes) -> bool:
         """Pass a replica's answer on; False where it did not take the request."""
-        answer = replica.answer(scope, body)
-        parts = answer.__aiter__()
-        try:
+        async with contextlib.aclosing(replica.answer(scope, body)) as parts:
             try:
-                taken = await asyncio.wait_for(_awaited(parts.__anext__()), _TAKEN_S)
+                taken = await asyncio.wait_for(anext(parts), _TAKEN_S)
             except Exception as error:
                 _log.info("replica %d took no request (%s)", replica.number, type(error).__name__)
-                answer.cancel()
                 return False
             if taken is None:
                 return False
             await self._passed_on(replica, parts)
-        except asyncio.CancelledError:
-            answer.cancel()
-            raise
         return True
 
     async def _passed_on(self, replica: ReplicaHandle, parts: Any) -> None:
         try:
             async for messages in parts:
-                for message in messages:
+                for message in map(from_plain, messages):
                     if message["type"] == TALLIED:
                         if (tally := TALLY.get()) is not None:
                             tally |= message["tally"]
@@ -330,7 +366,3 @@ async def _body_of(receive: Receive) -> bytes:
 async def _gone(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
-
-
-async def _awaited(one: Awaitable[Any]) -> Any:
-    return await one

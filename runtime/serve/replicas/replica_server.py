@@ -1,38 +1,33 @@
-"""Starts several engines through Ray Serve and serves them behind one port."""
+"""Starts several engines as child processes and serves them behind one port."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import logging
-import os
 import socket
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from fastapi import FastAPI
 from fastapi.responses import Response
-from ray import serve as ray_serve
 
 from llmpq import errors
 from llmpq.errors import StageLostError
-from llmpq.runtime.launch.on_ray.own_ray import own_ray
 from llmpq.runtime.serve.app import add_gate
 from llmpq.runtime.serve.errors import handle_errors
 from llmpq.runtime.serve.page import add_page, state_of
 from llmpq.runtime.serve.replicas.merged_replicas import merged_page
-from llmpq.runtime.serve.replicas.replica import Replica
 from llmpq.runtime.serve.replicas.replica_front import ReplicaFront, ReplicaHandle
+from llmpq.runtime.serve.replicas.replica_process import ReplicaProcess
 from llmpq.runtime.serve.server import Server
 from llmpq.runtime.serve.service import Service
 from llmpq.runtime.serve.settings import ServeSettings
 from llmpq.version import __version__
 
 _log = logging.getLogger("llmpq.serve")
-_HEALTH_EVERY_S, _HEALTH_WITHIN_S = 1.0, 30.0
-_MORE = 256
-"""Calls beside requests that a replica may have open: looks, metrics, the page."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +36,7 @@ class ReplicaLaunch:
 
     model: str | None
     engine: dict[str, Any]
-    """What its `LLM` is given; the plan as JSON."""
+    """What its `LLM` is given as JSON data: the plan, and the options."""
     gpus: tuple[int, ...]
     """Numbers of its GPUs among those that this process sees; none on CPUs."""
     speed: float
@@ -51,51 +46,18 @@ class ReplicaLaunch:
 def serve_replicas(
     settings: ServeSettings, launches: Sequence[ReplicaLaunch], *, host: str, port: int
 ) -> BaseException | None:
-    """Serve until told to end; return why a replica could not be loaded, if one could not.
-
-    Ray is started on this machine, on loopback, and ended with all that it started.
-    """
-    with own_ray():
-        logging.getLogger("ray.serve").setLevel(logging.CRITICAL)
-        front = ReplicaFront(settings, _started(settings, launches))
-        server = ReplicaServer(front, host, port)
+    """Serve until a signal ends it; return why a replica could not be loaded, if one could not."""
+    with ExitStack() as stack:
+        handles = []
+        for number, launch in enumerate(launches):
+            first = {"number": number, "settings": asdict(settings)}
+            first |= {"model": launch.model, "engine": launch.engine}
+            process = ReplicaProcess(first, launch.gpus)
+            stack.callback(process.close)
+            handles.append(ReplicaHandle(number, process, launch.speed))
+        server = ReplicaServer(ReplicaFront(settings, handles), host, port)
         server.run()
         return server.failure
-
-
-def _started(settings: ServeSettings, launches: Sequence[ReplicaLaunch]) -> list[ReplicaHandle]:
-    """Start a deployment for each replica, not waiting for its engine."""
-    quiet = {"log_level": "CRITICAL", "enable_access_log": False}
-    ray_serve.start(proxy_location="Disabled", logging_config=quiet)
-    targets = []
-    for number, launch in enumerate(launches):
-        deployment = ray_serve.deployment(
-            name="engine",
-            num_replicas=1,
-            max_ongoing_requests=settings.max_requests * 2 + _MORE,
-            ray_actor_options={"num_cpus": 0, "runtime_env": {"env_vars": _seen(launch.gpus)}},
-            health_check_period_s=_HEALTH_EVERY_S,
-            health_check_timeout_s=_HEALTH_WITHIN_S,
-            graceful_shutdown_timeout_s=1,
-            graceful_shutdown_wait_loop_s=0.1,
-            logging_config=quiet,
-        )(Replica)
-        bound = deployment.bind(number, asdict(settings), launch.model, launch.engine)
-        targets.append(ray_serve.RunTarget(bound, name=f"llmpq-{number}", route_prefix=None))
-    handles = ray_serve.run_many(targets, wait_for_applications_running=False)
-    return [
-        ReplicaHandle(number, handle, launch.speed)
-        for number, (handle, launch) in enumerate(zip(handles, launches, strict=True))
-    ]
-
-
-def _seen(gpus: Sequence[int]) -> dict[str, str]:
-    """Return the variables that show a process these of the GPUs that this one sees."""
-    if not gpus:
-        return {}
-    names = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
-    chosen = [names[gpu] if gpu < len(names) else str(gpu) for gpu in gpus]
-    return {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "CUDA_VISIBLE_DEVICES": ",".join(chosen)}
 
 
 class ReplicaServer(Server):
@@ -109,7 +71,7 @@ class ReplicaServer(Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Listen, and begin to watch."""
         await super().startup(sockets)
-        self._watching = asyncio.create_task(self._front.watch(self._told_ready, self._told_failed))
+        self._watching = asyncio.create_task(self._front.watch(self._on_ready, self._on_failure))
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Stop to watch and to listen."""
@@ -119,18 +81,18 @@ class ReplicaServer(Server):
                 await self._watching
         await super().shutdown(sockets)
 
-    def _told_ready(self) -> None:
+    def _on_ready(self) -> None:
         names, count = self._front.settings.model_names, len(self._front.replicas)
         _log.info("ready: %s serves %s, %d replicas", self._url, names[0], count)
 
-    def _told_failed(self, kind: str, text: str) -> None:
+    def _on_failure(self, kind: str, text: str) -> None:
         found = ValueError if kind == "ValueError" else getattr(errors, kind, StageLostError)
         self.failure = found(text)
         self.should_exit = True
 
 
 def front_app(front: ReplicaFront) -> FastAPI:
-    """Return the application that listens: what is told of all replicas, the rest handed over."""
+    """Return the application that listens: it answers for all replicas and passes requests on."""
     app = FastAPI(title="llmpq", version=__version__, openapi_url=None)
     nothing = state_of(Service(front.settings))
     handle_errors(app)

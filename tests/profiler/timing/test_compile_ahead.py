@@ -12,15 +12,15 @@ from llmpq.profiler.timing.worker_processes import JobFailedError
 pytestmark = pytest.mark.pure
 
 
-class FakeChild:
+class FakeProcess:
     """Answers every case, or fails those of three requests."""
 
-    started: list["FakeChild"] = []
+    started: list["FakeProcess"] = []
 
     def __init__(self, set_up: SetUp, *, gpu: int | None) -> None:
         self.set_up, self.gpu, self.closed = set_up, gpu, False
         self.cases: list[TimedCase] = []
-        FakeChild.started.append(self)
+        FakeProcess.started.append(self)
 
     def send(self, case: TimedCase) -> None:
         self.cases.append(case)
@@ -40,8 +40,8 @@ class FakeChild:
 
 @pytest.fixture(autouse=True)
 def _fake(monkeypatch: pytest.MonkeyPatch) -> None:
-    FakeChild.started = []
-    monkeypatch.setattr(module, "Child", FakeChild)
+    FakeProcess.started = []
+    monkeypatch.setattr(module, "TimingProcess", FakeProcess)
 
 
 def cases(*bits: str) -> list[TimedCase]:
@@ -66,8 +66,8 @@ def test_every_precision_has_its_process() -> None:
     module.compile_ahead(
         SetUp(model="m", cuda=True, effort=Effort(sustain_s=0.5)), cases("16", "4"), 1
     )
-    assert len(FakeChild.started) == 2
-    for child in FakeChild.started:
+    assert len(FakeProcess.started) == 2
+    for child in FakeProcess.started:
         assert child.closed and child.gpu == 1
         assert child.set_up.effort.sustain_s == 0 and child.set_up.effort.min_repeats == 1
         assert len({case.target.precision for case in child.cases}) == 1
@@ -88,38 +88,38 @@ def test_a_lost_gpu_is_taken_by_another_process(caplog: pytest.LogCaptureFixture
     first = cases("16")[0]
     bad = [first.model_copy(update={"v": 4, "length": n}) for n in range(1, 10)]
     failed = module.compile_ahead(SetUp(model="m", cuda=True), [*cases("16"), *bad, *cases("4")], 1)
-    lost = [child for child in FakeChild.started if child.cases and child.cases[-1].v == 4]
-    assert len(lost) == module.RESTARTS + 1 and all(child.closed for child in FakeChild.started)
+    lost = [child for child in FakeProcess.started if child.cases and child.cases[-1].v == 4]
+    assert len(lost) == module.RESTARTS + 1 and all(child.closed for child in FakeProcess.started)
     assert [case for case in failed if case.v == 4] == bad[: module.RESTARTS + 1]
     assert "bad address" in caplog.text
 
 
 def test_more_processes_share_a_precisions_cases() -> None:
     module.compile_ahead(SetUp(model="m", cuda=True), cases("16", "4"), 0, processes=5)
-    taken = sorted([case.v for case in child.cases] for child in FakeChild.started)
+    taken = sorted([case.v for case in child.cases] for child in FakeProcess.started)
     assert taken == [[1, 3], [1, 3], [2], [2]]
 
 
 def test_one_precision_is_compiled_as_it_is_timed() -> None:
     module.compile_ahead(SetUp(model="m", cuda=True), cases("4"), 0)
     module.compile_ahead(SetUp(model="m", cuda=True), [], 0)
-    assert FakeChild.started == []
+    assert FakeProcess.started == []
 
 
 def test_a_process_that_dies_is_no_more_than_a_warning(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    answer = FakeChild.receive
+    answer = FakeProcess.receive
 
-    def lost(self: FakeChild, kind: type) -> object:
+    def lost(self: FakeProcess, kind: type) -> object:
         if self.cases and self.cases[0].target.precision is Precision.W4A16:
             raise StageLostError("a profiling process ended with code -9")
         return answer(self, kind)
 
-    monkeypatch.setattr(FakeChild, "receive", lost)
+    monkeypatch.setattr(FakeProcess, "receive", lost)
     module.compile_ahead(SetUp(model="m", cuda=True), cases("16", "4"), 0)
-    assert [len(child.cases) for child in FakeChild.started] == [3, 1]
-    assert all(child.closed for child in FakeChild.started)
+    assert [len(child.cases) for child in FakeProcess.started] == [3, 1]
+    assert all(child.closed for child in FakeProcess.started)
     assert "ended with code -9; its kernels are compiled as they are timed" in caplog.text
 
 
@@ -127,7 +127,7 @@ def test_other_errors_are_raised(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*_: object) -> object:
         raise OSError("no memory for a thread")
 
-    monkeypatch.setattr(FakeChild, "receive", broken)
+    monkeypatch.setattr(FakeProcess, "receive", broken)
     with pytest.raises(OSError, match="no memory"):
         module.compile_ahead(SetUp(model="m", cuda=True), cases("16", "4"), 0)
-    assert all(child.closed for child in FakeChild.started)
+    assert all(child.closed for child in FakeProcess.started)

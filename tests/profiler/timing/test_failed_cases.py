@@ -51,7 +51,7 @@ def _profile(
         restarts[0] += 1
         group.restarts += 1
 
-    monkeypatch.setattr(worker_processes, "Child", _Child)
+    monkeypatch.setattr(worker_processes, "TimingProcess", _Child)
     monkeypatch.setattr(Group, "time", time)
     monkeypatch.setattr(Group, "restart", restart)
     monkeypatch.setattr(profile_host, "measure_links", lambda *_, **__: ())

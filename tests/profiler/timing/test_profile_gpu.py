@@ -9,7 +9,7 @@ import torch
 from llmpq.cost_model import Phase
 from llmpq.profiler.timing.cases import CaseTime, Ready, SetUp, Target, TimedCase
 from llmpq.profiler.timing.latency_fit import fit_link
-from llmpq.profiler.timing.worker_processes import Child, Group, time_link
+from llmpq.profiler.timing.worker_processes import Group, TimingProcess, time_link
 
 pytestmark = [
     pytest.mark.gpu,
@@ -42,7 +42,7 @@ def test_fewer_sms_are_slower() -> None:
 def test_a_link_between_two_gpus_is_fast() -> None:
     set_up = SetUp(model="opt-13b", cuda=True)
     with ExitStack() as stack:
-        children = [stack.enter_context(closing(Child(set_up, gpu=gpu))) for gpu in (0, 1)]
+        children = [stack.enter_context(closing(TimingProcess(set_up, gpu=gpu))) for gpu in (0, 1)]
         for child in children:
             child.receive(Ready)
         found = time_link(children[0], children[1], hidden=5120, seconds=1.0, on_device=True)

@@ -347,7 +347,7 @@ def test_another_error_is_not_taken_for_a_lack_of_memory(monkeypatch):
 def test_without_an_address_ray_is_started_here_whatever_the_environment_says(monkeypatch):
     import ray
 
-    from llmpq.runtime.launch.on_ray.placement import ray_cluster
+    from llmpq.runtime.launch.on_ray.connect import ray_cluster
 
     given: list[dict[str, object]] = []
     monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")

@@ -12,6 +12,7 @@ import torch
 
 from llmpq.profiler.cli import run_hosts
 from llmpq.profiler.timing.host_actor import HostWorker
+from llmpq.runtime.launch.nodes import probes
 from llmpq.runtime.launch.nodes.node_survey import NodeSurvey
 from llmpq.runtime.launch.nodes.stage_probe import StageProbe
 from llmpq.runtime.launch.on_ray import ray_launcher
@@ -21,7 +22,6 @@ from llmpq.runtime.launch.stages.stage_settings import StageSettings
 from llmpq.runtime.launch.stages.stage_worker import StageWorker
 from llmpq.runtime.options import EngineOptions
 from llmpq.runtime.request import Request
-from llmpq.runtime.tools import check, doctor
 from llmpq.runtime.trace import chrome_trace
 
 pytestmark = pytest.mark.cluster
@@ -211,12 +211,12 @@ def test_a_driver_of_ray_and_a_server_need_no_torch():
     ("held", "late"),
     [
         (StageWorker, ray_launcher.RemoteStageWorker),
-        (StageProbe, check.StageProbe),
+        (StageProbe, actor_class(StageProbe.__module__, "StageProbe", probes.PROBE_CALLS)),
         (HostWorker, run_hosts.HostWorker),
-        (NodeSurvey, actor_class(NodeSurvey.__module__, "NodeSurvey", doctor.ASKED)),
+        (NodeSurvey, actor_class(NodeSurvey.__module__, "NodeSurvey", probes.SURVEY_CALLS)),
     ],
 )
-def test_a_late_class_has_every_method_of_the_one_it_holds(held, late):
+def test_a_actor_class_has_every_method_of_the_one_it_holds(held, late):
     def methods(kind):
         return {name for name in vars(kind) if not name.startswith("_")}
 
@@ -234,7 +234,7 @@ class Held:
         return self.count
 
 
-def test_a_late_class_calls_what_it_holds(monkeypatch):
+def test_a_actor_class_calls_what_it_holds(monkeypatch):
     monkeypatch.setitem(sys.modules, "a_module", SimpleNamespace(Held=Held))
     counting = actor_class("a_module", "Held", ("more",))(5, step=2)
     assert (counting.more(3), counting.more(1, less=4)) == (11, 9)

@@ -129,24 +129,14 @@ def status(url: str) -> int:
         (["--model", "nowhere", "--uds", "/tmp/" + "x" * 110], "longer than the 107 bytes"),
         (["--model", "nowhere", "--root-path", "llm"], "--root-path must begin with /"),
         (["--model", "nowhere", "--max-stored-responses", "-1"], "must be 0 or more"),
-        (["--model", "nowhere", "--replicas", "2"], "--replicas 2 needs --ray-serve"),
-        (["--model", "nowhere", "--ray-serve", "--replicas", "0"], "--replicas must be at least 1"),
-        (["--model", "nowhere", "--ray-serve", "--ray-address", "auto"], "a Ray of its own"),
+        (["--model", "nowhere", "--replicas", "0"], "--replicas must be at least 1"),
+        (["--model", "nowhere", "--replicas", "2", "--backend", "ray"], "on this machine"),
+        (["--model", "nowhere", "--ray-serve"], "--replicas N is enough"),
     ],
 )
 def test_wrong_flags_are_refused(words, said, capsys):
     assert main(["serve", *words]) == 2
     assert said in capsys.readouterr().err.strip().splitlines()[-1]
-
-
-def test_replicas_need_the_extra(demo_model, monkeypatch, capsys):
-    monkeypatch.setitem(sys.modules, "ray.serve", None)
-    if "ray" in sys.modules:  # another test of this process may have imported Ray Serve
-        monkeypatch.delattr(sys.modules["ray"], "serve", raising=False)
-    monkeypatch.delitem(sys.modules, "llmpq.runtime.serve.replicas.replica_server", raising=False)
-    monkeypatch.delitem(sys.modules, "llmpq.runtime.cli.replica_launches", raising=False)
-    assert main(["serve", "--model", str(demo_model), "--ray-serve", "--port", "65000"]) == 2
-    assert "llmpq[run,serve,serve-ray]" in capsys.readouterr().err.strip().splitlines()[-1]
 
 
 def test_a_plans_pool_takes_a_limit_of_length(demo_model, make_plan, tmp_path):

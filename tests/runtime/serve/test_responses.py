@@ -210,5 +210,5 @@ def test_a_store_holds_no_more_than_its_bytes(monkeypatch):
     store.delete("r7")
     store.delete("r8")
     assert store._num_bytes == 0 and not store._items
-    with pytest.raises(ApiError, match="with --max-stored-responses 0 or --ray-serve"):
+    with pytest.raises(ApiError, match="with --max-stored-responses 0 or --replicas"):
         ResponseStore(0).get("r1", field="previous_response_id")

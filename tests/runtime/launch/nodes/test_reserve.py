@@ -56,7 +56,7 @@ def reserve(monkeypatch, make_plan, demo_model):
         monkeypatch.setattr(placement, "alive_nodes", ray.alive_nodes)
         monkeypatch.setattr(placement, "placement_group", ray.placement_group)
         monkeypatch.setattr(placement, "remove_placement_group", ray.remove)
-        monkeypatch.setattr(placement, "_local_addresses", lambda: ["10.0.0.1"])
+        monkeypatch.setattr(placement, "local_addresses", lambda: ["10.0.0.1"])
         monkeypatch.setattr(placement, "_offered", lambda: "CPU: 2 free of 2")
         return placement.reserve(plan, None, joined=True, wait_s=0.0, timeout_s=timeout_s)
 

@@ -6,8 +6,11 @@ import asyncio
 
 import pytest
 
+from llmpq.child import CallFailed
 from llmpq.runtime.serve.arrival import TALLIED, TALLY
 from llmpq.runtime.serve.errors import ApiError
+from llmpq.runtime.serve.replicas import replica_front
+from llmpq.runtime.serve.replicas.plain_messages import to_plain
 from llmpq.runtime.serve.replicas.replica_front import ReplicaFront, ReplicaHandle
 from llmpq.runtime.serve.settings import ServeSettings
 
@@ -21,44 +24,27 @@ def part(text: bytes, more: bool) -> dict:
     return {"type": "http.response.body", "body": text, "more_body": more}
 
 
-class Parts:
-    """What a replica says, as it comes; then it dies, where that is asked for."""
-
-    def __init__(self, said: list, dies: bool) -> None:
-        self.said, self.dies, self.cancelled = iter(said), dies, False
-
-    def __aiter__(self):
-        return self
-
-    async def __anext__(self):
-        for messages in self.said:
-            return messages
-        raise RuntimeError("the actor died") if self.dies else StopAsyncIteration
-
-    def __await__(self):
-        yield from ()
-        if self.dies:
-            raise RuntimeError("the actor died")
-        return {"ready": True, "failure": None}
-
-    def cancel(self) -> None:
-        self.cancelled = True
-
-
 class Replica:
-    """Ray Serve's handle of a replica: `handle.answer.remote(...)`."""
+    """A replica's process: what it says, as it comes; then it dies, where that is asked for."""
 
     def __init__(self, *said: list, dies: bool = False) -> None:
-        self.said, self.dies = said, dies
-        self.answer = self.state = self
+        self.said, self.dies, self.asked, self.num_started = said, dies, False, 1
+        self.obituary = "its process died" if dies else None
 
-    def options(self, *, stream: bool) -> Replica:
-        assert stream
-        return self
+    async def stream(self, method: str, *args: object):
+        self.asked = True
+        for messages in self.said:
+            yield messages if messages is None else [to_plain(one) for one in messages]
+        if self.dies:
+            raise CallFailed("its process died")
 
-    def remote(self, *request: object) -> Parts:
-        self.asked = bool(request)
-        return Parts(list(self.said), self.dies)
+    async def ask(self, method: str):
+        if self.dies:
+            raise CallFailed("its process died")
+        return {"ready": True, "lost": False, "failure": None}
+
+    def restart(self) -> None:
+        self.dies, self.obituary, self.num_started = False, None, self.num_started + 1
 
 
 def front_of(*replicas: Replica) -> ReplicaFront:
@@ -153,3 +139,20 @@ def test_a_replica_is_ready_once_it_says_so_and_not_where_it_is_dead():
         asyncio.run(one.look())
     assert [one.ready for one in (dead, other)] == [False, True]
     assert [one.silent for one in (dead, other)] == [True, False]
+
+
+def test_a_dead_replica_is_started_again_after_a_pause(monkeypatch):
+    monkeypatch.setattr(replica_front, "_PAUSE_S", 0.01)
+    dead = Replica(dies=True)
+    (handle,) = front_of(dead).replicas
+
+    async def look() -> list[bool]:
+        seen = []
+        for _ in range(3):
+            await handle.look()
+            seen.append(handle.ready)
+            await asyncio.sleep(0.02)
+        return seen
+
+    assert asyncio.run(look()) == [False, False, True] and dead.num_started == 2
+    assert handle.failure is None

@@ -1,4 +1,4 @@
-"""`llmpq-dist serve --ray-serve --replicas 2`: two engines of two CPU stages behind one port."""
+"""`llmpq-dist serve --replicas 2`: two engines of two CPU stages behind one port."""
 
 from __future__ import annotations
 
@@ -22,7 +22,6 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from llmpq import LLM, SamplingParams
 
-pytest.importorskip("ray.serve", reason="needs the extra 'serve-ray'")
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
 PROMPT = "def main():\n    import"
 KEY = "sesame"
@@ -88,8 +87,8 @@ def started(plan_file, tmp_path_factory) -> Iterator[Started]:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    words = ["serve", "--plan", str(plan_file), "--port", str(port), "--ray-serve", "--replicas",
-             "2", "--served-model-name", "demo-7m", "--api-key", KEY]  # fmt: skip
+    words = ["serve", "--plan", str(plan_file), "--port", str(port), "--replicas", "2",
+             "--served-model-name", "demo-7m", "--api-key", KEY]  # fmt: skip
     segments = set(os.listdir("/dev/shm")) if os.path.isdir("/dev/shm") else set()
     log = tmp_path_factory.mktemp("log") / "stderr"  # a pipe that nobody reads fills up
     with log.open("w") as stderr:
@@ -294,10 +293,10 @@ def long_answers(twin) -> list[str]:
 
 # What a server makes of a lost replica: test_replica_front.py.
 @pytest.mark.parametrize(
-    "victim", [pytest.param("ServeReplica", marks=pytest.mark.seldom), "stage_process"]
+    "victim", [pytest.param("replicas.replica", marks=pytest.mark.seldom), "stage_process"]
 )
 def test_a_replica_lost_under_load_is_told_and_replaced(started, long_answers, victim):
-    before = {one.pid for one in started.named("ServeReplica")}
+    before = {one.pid for one in started.named("replicas.replica")}
     assert len(before) == 2
     ends = _under_load(started, ASKED, started.named(victim)[0].kill)
     kinds = [kind for kind, _ in ends]
@@ -310,6 +309,6 @@ def test_a_replica_lost_under_load_is_told_and_replaced(started, long_answers, v
     late = kinds[ASKED[0] + 8 :]
     assert set(late) <= {"whole", "streamed"}, "the other replica answers what comes later"
     started.wait_until_ready()
-    after = {one.pid for one in started.named("ServeReplica")}
+    after = {one.pid for one in started.named("replicas.replica")}
     assert len(after) == 2 and len(after & before) == 1
     assert len(started.named("stage_process")) == 4
