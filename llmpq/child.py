@@ -70,7 +70,7 @@ class Child:
         )
         self._numbers = itertools.count()
         self._open: dict[int, tuple[Future[Any], Callable[[Any], None] | None]] = {}
-        self._lock = threading.Lock()
+        self._lock, self._writing = threading.Lock(), threading.Lock()
         self._gone: CallFailed | None = None
         self._stderr: deque[str] = deque(maxlen=_STDERR_LINES)
         self._threads = [threading.Thread(target=self._read_answers, daemon=True)]
@@ -129,7 +129,7 @@ class Child:
     def _write(self, message: Mapping[str, Any]) -> None:
         assert self._process.stdin is not None
         # A broken pipe is the child's death, which fails the call.
-        with contextlib.suppress(OSError, ValueError), self._lock:
+        with contextlib.suppress(OSError, ValueError), self._writing:
             write_line(self._process.stdin, message)
 
     def _read_answers(self) -> None:
