@@ -146,6 +146,6 @@ def test_a_plans_pool_takes_a_limit_of_length(demo_model, make_plan, tmp_path):
     words = ["--plan", str(tmp_path / "plan.json"), "--max-model-len", "48"]
     options = serve_parser().read_as(ServeOptions, words)
     (launch,) = launches_of(options)
-    assert launch.engine["max_model_len"] == 48
+    assert launch.engine["options"]["max_model_len"] == 48
     with open_engine(options) as llm:
         assert llm.max_model_len == 48
