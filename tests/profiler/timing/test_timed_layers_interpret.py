@@ -8,6 +8,7 @@ from triton import knobs
 
 from llmpq.cost_model import Phase
 from llmpq.kernels.fused.rope_append import rope_append_pages_reference
+from llmpq.kernels.weights import dense_weight
 from llmpq.memory import Quantization
 from llmpq.model_spec import ModelSpec
 from llmpq.precision import KVPrecision
@@ -18,7 +19,6 @@ from llmpq.runtime.backends.gpu import cuda_layers
 from llmpq.runtime.backends.gpu.cuda_stage_runner import CudaStageRunner
 from llmpq.runtime.cache import gpu_paged_kv
 from llmpq.runtime.cache.gpu_paged_kv import GpuPagedKV
-from llmpq.runtime.models import layer_tensors
 from llmpq.runtime.models.layers import DecoderLayer
 
 pytestmark = [
@@ -39,7 +39,7 @@ def over_gpu_pool(
 def test_steps_of_a_gpu_can_be_repeated(tiny_models: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(timed_layers, "stage_over_pool", over_gpu_pool)
     monkeypatch.setattr(gpu_paged_kv, "rope_append_pages", rope_append_pages_reference)
-    monkeypatch.setattr(layer_tensors, "pack_dense", lambda weight_NK: weight_NK)
+    monkeypatch.setattr(dense_weight, "pack_dense", lambda weight_NK: weight_NK)
     monkeypatch.setattr(
         DecoderLayer,
         "forward",

@@ -9,11 +9,11 @@ import torch
 from triton import knobs
 
 from llmpq.kernels.kv.reference import ScoreRule
+from llmpq.kernels.weights import dense_weight
 from llmpq.model_spec import ModelSpec
 from llmpq.runtime.backends.build_stage import load_slots
 from llmpq.runtime.backends.gpu import cuda_experts, cuda_layers, cuda_rules
 from llmpq.runtime.backends.gpu.cuda_slot_stage_runner import CudaSlotStageRunner
-from llmpq.runtime.models import layer_tensors
 from llmpq.runtime.models.layers import DecoderLayer, PlainLayers
 from llmpq.runtime.models.rotary import Rotary
 from llmpq.runtime.weights.sources import CheckpointSource
@@ -46,7 +46,7 @@ KINDS = (
 @pytest.fixture(autouse=True)
 def _on_gpu_path(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.set_num_threads(1)
-    monkeypatch.setattr(layer_tensors, "pack_dense", lambda weight_NK: weight_NK)
+    monkeypatch.setattr(dense_weight, "pack_dense", lambda weight_NK: weight_NK)
     monkeypatch.setattr(
         PlainLayers, "sparse_mlp", lambda _, *given: cuda_experts.sparse_mlp(*given)
     )

@@ -13,7 +13,6 @@ from llmpq.kernels.kv.reference import ScoreRule
 from llmpq.precision import KVPrecision
 from llmpq.runtime.backends.gpu import cuda_experts, cuda_layers, cuda_rules
 from llmpq.runtime.cache.kv_by_precision import make_kv_cache
-from llmpq.runtime.models import layer_tensors
 from llmpq.runtime.models.layers import DecoderLayer, PlainLayers
 from llmpq.runtime.step import Step
 from reference.pipeline import ReferencePipeline, pad
@@ -41,7 +40,7 @@ CASES = [
 def go_by_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Send decoder layers and packed caches through the GPU's code."""
     torch.set_num_threads(1)
-    monkeypatch.setattr(layer_tensors, "pack_dense", lambda weight_NK: weight_NK)
+    monkeypatch.setattr(dense_weight, "pack_dense", lambda weight_NK: weight_NK)
     monkeypatch.setattr(
         PlainLayers, "sparse_mlp", lambda _, *given: cuda_experts.sparse_mlp(*given)
     )

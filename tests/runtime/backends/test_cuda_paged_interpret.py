@@ -14,6 +14,7 @@ from llmpq.kernels.kv.paged import packed_pages_plan, paged_plan
 from llmpq.kernels.kv.paged.packed_pages_plan import PackedPlan
 from llmpq.kernels.kv.paged.paged_plan import PagedPlan
 from llmpq.kernels.kv.reference import EVERYTHING
+from llmpq.kernels.weights import dense_weight
 from llmpq.model_spec import ModelSpec
 from llmpq.precision import KVPrecision
 from llmpq.runtime.backends import stage_runner
@@ -32,7 +33,6 @@ from llmpq.runtime.engine.mailbox import Mailbox
 from llmpq.runtime.engine.pool_limits import PoolLimits
 from llmpq.runtime.engine.scheduler import Scheduler
 from llmpq.runtime.engine.stage_loop import FirstStage
-from llmpq.runtime.models import layer_tensors as parts
 from llmpq.runtime.models.layers import DecoderLayer, PlainLayers
 from llmpq.runtime.models.sampling import SamplerConfig
 from llmpq.runtime.paged_step import PagedStep
@@ -66,7 +66,7 @@ def on_gpu_path(monkeypatch, request):
     torch.set_num_threads(1)
     if "whole" not in request.node.name:
         monkeypatch.setattr(gpu_paged_kv, "rope_append_pages", rope_append_pages_reference)
-    monkeypatch.setattr(parts, "pack_dense", lambda weight_NK: weight_NK)
+    monkeypatch.setattr(dense_weight, "pack_dense", lambda weight_NK: weight_NK)
     monkeypatch.setattr(
         DecoderLayer,
         "forward",

@@ -5,6 +5,7 @@ import torch
 from triton import knobs
 
 from llmpq.kernels.fused import rope_append
+from llmpq.kernels.weights import dense_weight
 from llmpq.model_spec import ModelSpec
 from llmpq.precision import KVPrecision
 from llmpq.runtime.backends.build_stage import load_slots
@@ -16,7 +17,6 @@ from llmpq.runtime.engine.mailbox import Mailbox
 from llmpq.runtime.engine.slot_limits import SlotLimits
 from llmpq.runtime.engine.slot_scheduler import SlotScheduler
 from llmpq.runtime.engine.stage_loop import FirstStage
-from llmpq.runtime.models import layer_tensors as parts
 from llmpq.runtime.models.layers import DecoderLayer
 from llmpq.runtime.models.sampling import SamplerConfig
 from llmpq.runtime.request import Request
@@ -41,7 +41,7 @@ def on_gpu_path(monkeypatch, request):
     torch.set_num_threads(1)
     if "transformers" not in request.node.name:
         monkeypatch.setattr(rope_append, "rope_append", rope_append.rope_append_reference)
-    monkeypatch.setattr(parts, "pack_dense", lambda weight_NK: weight_NK)
+    monkeypatch.setattr(dense_weight, "pack_dense", lambda weight_NK: weight_NK)
     monkeypatch.setattr(
         DecoderLayer,
         "forward",

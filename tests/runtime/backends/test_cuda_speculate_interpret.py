@@ -12,6 +12,7 @@ from llmpq.kernels.formats.atom_scheme import AtomScheme
 from llmpq.kernels.fused import rope_append, round_inputs
 from llmpq.kernels.fused.ngram_lookup import look_up
 from llmpq.kernels.kv.low_bit.low_bit_cache import QuantizedKVCache
+from llmpq.kernels.weights import dense_weight
 from llmpq.model_spec import ModelSpec
 from llmpq.precision import KVPrecision
 from llmpq.runtime.backends.build_stage import load_slots
@@ -27,7 +28,6 @@ from llmpq.runtime.engine.slot_limits import SlotLimits
 from llmpq.runtime.engine.slot_scheduler import SlotScheduler
 from llmpq.runtime.engine.stage_loop import FirstStage, result_tokens
 from llmpq.runtime.launch.stages.stage_settings import limits_of
-from llmpq.runtime.models import layer_tensors
 from llmpq.runtime.models.layers import DecoderLayer, PlainLayers
 from llmpq.runtime.models.sampling import SamplerConfig
 from llmpq.runtime.pending import arrived
@@ -143,7 +143,7 @@ def test_families_with_rules_and_latents_draft_as_well(
     monkeypatch.setattr(
         PlainLayers, "sparse_mlp", lambda _, *given: cuda_experts.sparse_mlp(*given)
     )
-    monkeypatch.setattr(layer_tensors, "pack_dense", lambda weight_NK: weight_NK)
+    monkeypatch.setattr(dense_weight, "pack_dense", lambda weight_NK: weight_NK)
     model, prompts = models.directory(kind), random_prompts(9, 3)
     want = [row[:NEW] for row in models.greedy(kind, prompts)]
     plan = make_plan(model, batch=2, decode_microbatch=2, prefill_microbatch=2)
