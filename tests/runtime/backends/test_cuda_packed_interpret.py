@@ -10,6 +10,7 @@ from triton import knobs
 
 from llmpq.kernels.kv.low_bit.low_bit_cache import KERNEL_HEAD_DIMS, QuantizedKVCache
 from llmpq.kernels.kv.reference import ScoreRule
+from llmpq.kernels.weights import dense_weight
 from llmpq.precision import KVPrecision
 from llmpq.runtime.backends.gpu import cuda_experts, cuda_layers, cuda_rules
 from llmpq.runtime.cache.kv_by_precision import make_kv_cache
