@@ -29,10 +29,10 @@ def measure(model: str, prompts: list[list[int]], options: dict, *, new: int, re
             since = time.perf_counter()
             answers = llm.generate(prompts, wanted)
             seconds.append(time.perf_counter() - since)
-        tokens = sum(len(answer.token_ids) for answer in answers)
+        tokens = sum(len(answer.outputs[0].token_ids) for answer in answers)
         return {
             "tokens_per_s": tokens / statistics.median(seconds),
-            "tokens": [list(answer.token_ids) for answer in answers],
+            "tokens": [list(answer.outputs[0].token_ids) for answer in answers],
         }
 
 
