@@ -61,7 +61,6 @@ COMMANDS = (
     (*PROFILE, ["tune", "--model", "qwen3-8b"], "run"),
     ("llmpq.profiler.cli.quantize", "main",
      [MODEL, "OUT/q", "--scheme", "w4a16", "--text", TEXT], "run"),
-    ("kernel_bench", "main", ["bench", "gemm"], "run"),
 )  # fmt: skip
 
 

@@ -247,7 +247,7 @@ def test_absurd_constants_are_refused(change: dict, message: str) -> None:  # ty
         ("deepseek-v3", {"topk_method": "random"}, "topk_method='random' is not supported"),
         ("deepseek-v3", {"n_group": 7}, "256 experts in n_group=7 groups"),
         ("deepseek-v3", {"topk_group": 9}, "of which topk_group=9 are kept"),
-        ("deepseek-v3", {"first_k_dense_replace": 99}, "'first_k_dense_replace' must be"),
+        ("deepseek-v3", {"first_k_dense_replace": -1}, "'first_k_dense_replace' must be"),
         ("deepseek-v2-lite", {"norm_topk_prob": True}, "norm_topk_prob=True is not supported"),
         ("deepseek-v3", {"attention_bias": True}, "attention_bias=True is not supported"),
         (
