@@ -30,12 +30,6 @@ class SlotLimits:
 
     def check(self, request: Request) -> None:
         """Raise `ValueError` if a request can never run under these limits."""
-        if request.priority:
-            raise ValueError(
-                f"priority={request.priority} cannot be obeyed: this engine has a slot for each "
-                "request (for drafts by the model, or what a pool of KV blocks lacks) and runs "
-                "them first come, first served; leave priority out"
-            )
         length = len(request.prompt)
         if length == 0:
             raise ValueError("the prompt has no tokens; expected at least one")
@@ -51,5 +45,5 @@ class SlotLimits:
                 f"a prompt of {length} tokens and {request.max_new} new ones need "
                 f"{length + request.max_new - 1} cache positions, the plan has {self.max_len} a "
                 f"slot; ask for at most {self.max_len - length + 1} tokens or re-plan with a "
-                "larger --n"
+                "larger --gen-len"
             )
