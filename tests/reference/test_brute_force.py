@@ -10,7 +10,7 @@ import pytest
 
 from llmpq.planner.evaluate.fits import fits
 from llmpq.planner.evaluate.objective import stage_times
-from llmpq.planner.exact.bounds.pairs import Floor, PairTables
+from llmpq.planner.exact.bounds.pairs import PairBound, PairTables
 from llmpq.planner.exact.bounds.plan_cases import Case, in_memory, least_slowest, most_priced
 from llmpq.planner.problem.outcome import Assignment
 from llmpq.planner.problem.problem import Problem
@@ -39,7 +39,7 @@ def _belongs(tables: PairTables, case: Case, a: Assignment) -> bool:
     return _crossings(tables, a) == case.crosses
 
 
-def _check(tables: PairTables, floor: Floor, a: Assignment) -> None:
+def _check(tables: PairTables, floor: PairBound, a: Assignment) -> None:
     p, times = tables.p, stage_times(tables.p, a)
     row = p.prefill_sizes.index(a.prefill_microbatch)
     column = p.decode_sizes.index(a.decode_microbatch)
@@ -65,9 +65,9 @@ def test_no_plan_takes_less_than_its_case_says() -> None:
         p = case.priced(case.kvs[0]).with_changes(pins={}, offered=())
         tables = PairTables(p)
         tables.cut_by_stages(p.pairs[0], 0.0)
-        several += len(tables.floors) > 1
+        several += len(tables.case_bounds) > 1
         for a in _some_plans(p, rng):
-            found = [floor for floor in tables.floors if _belongs(tables, floor.case, a)]
+            found = [floor for floor in tables.case_bounds if _belongs(tables, floor.case, a)]
             assert found, f"seed {seed}: {a} is in no case"
             for floor in found:
                 _check(tables, floor, a)
