@@ -44,7 +44,7 @@ class ModelRef(FileForm):
     fingerprint: str
     """Hash of the architecture: a plan runs with no other."""
     path: str | None = None
-    """Directory the planner read it from; the runtime uses it unless told otherwise."""
+    """Directory the planner read it from; the runtime uses it unless another is given."""
 
 
 class ClusterRef(FileForm):
@@ -263,7 +263,7 @@ class Plan(FileForm):
     stages: tuple[StagePlan, ...] = Field(min_length=1)
     """In the order of the pipeline; together they have every layer once."""
     nodes: tuple[NodePlan, ...] = ()
-    """How to find the stages' machines; one that is not listed is told by its devices."""
+    """How to find the stages' machines; one that is not listed is known by its devices."""
     pool: PoolForm | None = None
     """The KV cache of a run. None: a slot of the longest request for each, as GPUs have it where
     their pool lacks something."""

@@ -1,4 +1,4 @@
-"""How tokens are chosen: what a user asks for, and what one request of it is told.
+"""How tokens are chosen: what a user asks for, and what one of its requests carries.
 
 Standard library only; the arithmetic is in models/sampling.py and models/ruled_sampling.py.
 """
@@ -14,7 +14,7 @@ from typing import Any
 from llmpq.runtime.token_rules import Guide
 
 MAX_LOGPROBS = 100
-"""Most likely tokens that may be told beside a chosen one."""
+"""Most likely tokens that may be reported beside a chosen one."""
 MAX_TEXTS = 1024
 """Stop texts, or bad words, of one request: each is looked for at every token."""
 MAX_BIAS = 100.0
@@ -80,7 +80,7 @@ class StructuredOutputsParams:
         self.guide()
 
     def guide(self) -> Guide:
-        """Return what the last stage is told."""
+        """Return what the last stage gets."""
         if self.json is not None:
             return Guide(kind="json", text=_schema_text(self.json))
         if self.regex is not None:
@@ -171,7 +171,7 @@ class SamplingParams:
     allowed_token_ids: Sequence[int] | None = None
     """The only tokens that may be chosen; an end is, if it is among them."""
     logprobs: int | None = None
-    """Most likely tokens told beside each chosen one, which is told with 0, too."""
+    """Most likely tokens reported beside each chosen one, which is reported with 0, too."""
     prompt_logprobs: int | None = None
     """The same for the prompt's tokens."""
     truncate_prompt_tokens: int | None = None

@@ -1,6 +1,6 @@
 """What a request asks of its tokens beyond temperature, top-k, top-p and min-p.
 
-The last stage is told once, by the request's number, before the first stage hears of the request;
+The last stage gets them once, by the request's number, before the first stage hears of the request;
 what it noted (logprobs) is fetched by number, too. Steps carry the number only, so that rules may
 be of any size. Standard library only; the arithmetic is in models/ruled_sampling.py.
 """
@@ -65,7 +65,7 @@ class LogitsConstraints:
     thinking: ThinkingBudget | None = None
     guide: Guide | None = None
     logprobs: int | None = None
-    """Most likely tokens told beside each chosen one; None tells nothing."""
+    """Most likely tokens reported beside each chosen one; None reports nothing."""
     prompt_logprobs: int | None = None
     prompt: tuple[int, ...] = ()
     """Told where a rule needs it."""

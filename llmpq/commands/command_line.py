@@ -143,7 +143,7 @@ class CommandParser:
         daily: bool,
         only: tuple[Only, ...],
     ) -> None:
-        """Note what `Section.flag` was told."""
+        """Note what `Section.flag` declared."""
         self._parser.shown[action.dest] = listed
         if daily or action.required:
             self._daily.add(action.dest)
@@ -366,7 +366,7 @@ def _nobody_reads(out: IO[str]) -> bool:
     """Whether a pipe's reader is gone (`| head`); what is left for it is dropped in silence."""
     try:
         ends = select.poll()
-        ends.register(out.fileno(), 0)  # errors are told unasked
+        ends.register(out.fileno(), 0)  # errors are shown unasked
     except (AttributeError, OSError):  # Windows has no poll; not every stream is a file
         return False
     if not any(event & select.POLLERR for _, event in ends.poll(0)):

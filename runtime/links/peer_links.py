@@ -191,11 +191,11 @@ class PeerLinks:
         return None
 
     def _open_neighbours(self) -> None:
-        """Exchange the inboxes' handles over gloo; a failure waits for the trial to be told."""
+        """Exchange the inboxes' handles over gloo; a failure waits until the trial reports it."""
         mine = bytes(_HOST_BYTES + SHARED_BYTES)
         try:
             self._driver = CudaDriver()
-            # May be more than what is left of the GPU, which the others must be told, too.
+            # May be more than what is left of the GPU, which the others must know, too.
             size = self._room.inbox_bytes(self._rank)
             self._inbox = torch.zeros(size, dtype=torch.uint8, device=self.device)
             torch.cuda.synchronize(self.device)

@@ -1,1 +1,1 @@
-"""The parts that decoder layers are wired from, and how: one wiring, told by the model's spec."""
+"""The parts that decoder layers are wired from, and how: one wiring, by the model's spec."""

@@ -100,7 +100,7 @@ def attend_by_rule(
     alibi_slopes_H: Tensor | None,
     rule: ScoreRule | None,
 ) -> Tensor:
-    """Attend through a cache; only one that knows rules is told of one (llmpq/capabilities.py)."""
+    """Attend through a cache; only one that knows rules gets one (llmpq/capabilities.py)."""
     options: dict[str, Any] = {} if rule is None else {"rule": rule}
     return kv.attend(
         layer, q_BQHD, k_BQGD, v_BQGD, step, scale=scale, alibi_slopes_H=alibi_slopes_H, **options

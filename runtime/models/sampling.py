@@ -44,7 +44,9 @@ def sample(logits_BV: Tensor, params: Sequence[SamplerConfig], steps: Sequence[i
 def sampler_of(
     params: Sequence[SamplerConfig], steps: Sequence[int], *, like: Tensor
 ) -> Callable[[Tensor], Tensor]:
-    """Return what samples logits [B, V], a GPU told already how; `like`: logits of the same shape.
+    """Return what samples logits [B, V], on a GPU with its parameters already there.
+
+    `like`: logits of the same shape.
 
     `steps` counts the tokens each row's request has generated so far.
     """
@@ -89,7 +91,7 @@ def likeliest(logits: Tensor) -> Tensor:
 def told_rows(
     params: Sequence[SamplerConfig], steps: Sequence[int], *, vocab: int
 ) -> list[list[float]]:
-    """Return what the kernel is told [4, B]: temperatures, k, p and random values."""
+    """Return the kernel's parameters [4, B]: temperatures, k, p and random values."""
     alone = [p.greedy for p in params]  # then the most likely token is all there is
     return [
         [1.0 if one else p.temperature for p, one in zip(params, alone, strict=True)],

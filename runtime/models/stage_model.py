@@ -84,7 +84,7 @@ class StageModel(nn.Module):
 
         `scheme` says how a precision is stored (`Quantization.scheme`), `head_precision` the output
         matrix's, which is then a copy of its own where it is tied; `on_layer` hears of every
-        finished layer; `runner` computes the layers, torch's operators unless told otherwise.
+        finished layer; `runner` computes the layers, torch's operators by default.
         """
         if len(precisions) != len(layers):
             raise ValueError(f"{len(precisions)} precisions for {len(layers)} layers")

@@ -35,7 +35,7 @@ class Wiring:
     def __init__(
         self, spec: ModelSpec, device: torch.device, runner: LayerRunner | None = None
     ) -> None:
-        """`runner`: who computes the layers; torch's operators unless told otherwise."""
+        """`runner`: who computes the layers; torch's operators by default."""
         self._spec, self._runner = spec, runner or PlainLayers()
         self._rotary, self._window_rotary = _rotaries(spec, device)
         self._slopes_H = None

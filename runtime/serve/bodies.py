@@ -209,7 +209,7 @@ class SamplingBody(ChoiceBody):
         if self.stream and self.prompt_logprobs is not None:
             raise ApiError(
                 400,
-                "'prompt_logprobs' are told in whole answers; leave 'stream' out",
+                "'prompt_logprobs' are part of whole answers; leave 'stream' out",
                 param="prompt_logprobs",
             )
         return self

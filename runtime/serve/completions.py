@@ -86,7 +86,7 @@ class TextCompletion:
     async def _gathered(
         self, begun: list[ResponseStream]
     ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-        """Return the answers that are told, once all have ended, and what they took."""
+        """Return the answers that are sent, once all have ended, and what they took."""
         choices = await self._service.gather(begun, self._params.n)
         told = [self._choice(begun[c.index // self._best_of], c, first=True)
                 for c in self._best(choices)]  # fmt: skip
@@ -114,7 +114,7 @@ class TextCompletion:
         return kept
 
     async def events(self, begun: list[ResponseStream]) -> AsyncIterator[str]:
-        """Yield the answer as it comes; the best of more than are told, once they are known."""
+        """Yield the answer as it comes; the best of more than are sent, once they are known."""
         options, n, answered, cached = self._body.stream_options, self._params.n, 0, 0
         with_usage = options is not None and options.include_usage
         running = options is not None and options.continuous_usage_stats

@@ -38,7 +38,7 @@ UNREAD = "the body cannot be read: it must be JSON in UTF-8, not nested hundreds
 
 
 class AsciiJson(JSONResponse):
-    """JSON that stays ASCII: half a character of a request's text can be told back."""
+    """JSON that stays ASCII: half a character of a request's text can be sent back."""
 
     def render(self, content: Any) -> bytes:
         """Return the body."""
@@ -78,7 +78,7 @@ class ApiError(HTTPException):
 
 
 def as_api_error(error: BaseException) -> ApiError:
-    """Return what a client is told of an error."""
+    """Return what a client gets for an error."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, (RequestValidationError, ValidationError)):

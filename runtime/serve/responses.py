@@ -51,7 +51,7 @@ class ResponsesBody(ChoiceBody):
 
     @property
     def tells_logprobs(self) -> bool:
-        """Whether tokens are told with their logprobs."""
+        """Whether tokens are sent with their logprobs."""
         return _LOGPROBS in (self.include or ()) or bool(self.top_logprobs)
 
     def items(self) -> list[Data]:
@@ -81,11 +81,11 @@ class ResponsesBody(ChoiceBody):
         thinking = self.reasoning or {}
         for name in thinking.keys() - {"effort"}:
             if name in ("summary", "generate_summary") and thinking[name] == "auto":
-                continue  # thoughts are told whole
+                continue  # thoughts are sent whole
             if thinking[name] is not None:
                 raise ApiError(
                     400,
-                    f"'reasoning.{name}' is not supported here: thoughts are told whole; leave it "
+                    f"'reasoning.{name}' is not supported here: thoughts are sent whole; leave it "
                     "out",
                     param="reasoning",
                 )

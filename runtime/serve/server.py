@@ -174,7 +174,7 @@ class Server(uvicorn.Server):
         _log.info("ending: no new requests, %d under way", self.service.num_under_way)
 
     async def main_loop(self) -> None:
-        """Serve until told to end, then until what is under way has, or its time is over."""
+        """Serve until asked to end, then until what is under way has, or its time is over."""
         while not self.service.draining and not self.should_exit:
             await self._beat()
             if (lost := self.engine_error()) is not None and self.failure is None:
@@ -232,7 +232,7 @@ def serve(
     port: int,
     on_start: Callable[[Server], None] | None = None,
 ) -> BaseException | None:
-    """Serve until told to end; return why the engine could not be loaded or what ended it."""
+    """Serve until asked to end; return why the engine could not be loaded or what ended it."""
     server = EngineServer(service, make_app(service), host, port)
 
     def load() -> None:

@@ -30,7 +30,7 @@ class ServeSettings:
     write_timeout_s: float = 20.0
     """How long a client may take nothing of an answer that waits for it."""
     drain_timeout_s: float = 30.0
-    """How long answers under way may take once the server is told to end."""
+    """How long answers under way may take once the server is asked to end."""
     uds: str | None = None
     """A socket of the file system to listen at, instead of host and port."""
     root_path: str = ""

@@ -1,4 +1,4 @@
-"""What a request's parameters mean in tokens of its model: the rules its last stage is told."""
+"""What a request's parameters mean in tokens of its model: the rules of its last stage."""
 
 from __future__ import annotations
 

@@ -95,7 +95,7 @@ def plan_file(tmp_path, make_plan, demo_model):
 @pytest.fixture
 def prompts(tmp_path) -> Path:
     path = tmp_path / "in.jsonl"
-    rows = [{"prompt": "import os\n"}, {"prompt": "x " * 99}, {"prompt": "def main():\n"}]
+    rows = [{"prompt": "import os\n"}, {"prompt": "x " * 999}, {"prompt": "def main():\n"}]
     lines = [json.dumps(row) for row in rows]
     path.write_text("\n".join([lines[0], "{not json", lines[1], lines[2]]) + "\n")
     return path
@@ -118,7 +118,7 @@ def test_bad_rows_get_an_error_and_the_rest_finishes(ray_session, plan_file, pro
     assert [row["index"] for row in rows] == [0, 1, 2, 3]
     assert [row["error"] is None for row in rows] == [True, False, False, True]
     assert "not JSON" in rows[1]["error"]["message"]
-    assert "the plan was made for prompts of at most 32" in rows[2]["error"]["message"]
+    assert "the prompt is too long: it has 1000 tokens" in rows[2]["error"]["message"]
     assert rows[0]["text"] and rows[3]["completion_tokens"] == 16
     assert "tokens/s" in done.stdout and "speculation ngram, gamma 2" in done.stdout
     measured = json.loads(report.read_text())
