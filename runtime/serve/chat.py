@@ -121,16 +121,16 @@ class Chat:
         begun = await self.begin()
         choices = await self._service.gather(begun, self.params.n)
         answered = sum(len(choice.token_ids) for choice in choices)
-        told = [self._choice(choice) for choice in choices]
-        thoughts = [choice["message"].get("reasoning_content", "") for choice in told]
+        answers = [self._choice(choice) for choice in choices]
+        thoughts = [choice["message"].get("reasoning_content", "") for choice in answers]
         used = usage(len(begun[0].prompt_token_ids), answered, choices[0].num_cached_tokens)
         if not self._body.include_reasoning:
-            for choice in told:
+            for choice in answers:
                 choice["message"].pop("reasoning_content", None)
         return {
             **self._head,
             "object": "chat.completion",
-            "choices": told,
+            "choices": answers,
             "usage": used | await self._details(thoughts),
             **self._prompt_ids(begun),
             **prompt_scores(self._body, begun[0]),

@@ -113,7 +113,7 @@ class MessagesBody(ChoiceBody):
                 f"thinking.type must be enabled, adaptive or disabled, got {kind!r:.100}",
                 param="thinking",
             )
-        told: dict[str, Any] = {"chat_template_kwargs": {"enable_thinking": kind != "disabled"}}
+        fields: dict[str, Any] = {"chat_template_kwargs": {"enable_thinking": kind != "disabled"}}
         if kind == "enabled" and budget is not None:
             if type(budget) is not int or budget < 1:
                 raise ApiError(
@@ -121,8 +121,8 @@ class MessagesBody(ChoiceBody):
                     f"thinking.budget_tokens must be a number of tokens, got {budget!r:.100}",
                     param="thinking",
                 )
-            told["thinking_token_budget"] = budget
-        return told
+            fields["thinking_token_budget"] = budget
+        return fields
 
     def _tools(self) -> list[dict[str, Any]] | None:
         told = [

@@ -27,8 +27,6 @@ def _arguments(function: Mapping[str, Any]) -> dict[str, Any]:
 class ForcedReader:
     """Reads one answer, piece by piece or whole; one that the token limit cuts is no call."""
 
-    thinks = False
-
     def __init__(self, parts: Parts, name: str) -> None:
         """`name`: of the tool whose arguments the answer is; empty: the answer names it, too."""
         self._parts, self._name, self._held = parts, name, ""

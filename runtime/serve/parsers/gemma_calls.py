@@ -38,7 +38,7 @@ class Gemma(ToolForm):
 
     def _value(self, text: str, at: int) -> tuple[Any, int]:
         """Return the value that begins at a place, and where it ends."""
-        at += len(text[at:]) - len(text[at:].lstrip())
+        at = _past(text, at, " \n\t")
         if text.startswith(self.quote, at):
             begin = at + len(self.quote)
             end = text.index(self.quote, begin)
@@ -88,8 +88,8 @@ class FunctionGemma(Gemma):
     values = ((quote, quote),)
 
 
-def _past(text: str, at: int) -> int:
+def _past(text: str, at: int, signs: str = " \n\t,") -> int:
     """Return where blanks and commas end."""
-    while at < len(text) and text[at] in " \n\t,":
+    while at < len(text) and text[at] in signs:
         at += 1
     return at

@@ -39,7 +39,7 @@ class HarmonyReader:
         """The head of the message that is open, None between messages."""
 
     @property
-    def thinks(self) -> bool:
+    def _thinks(self) -> bool:
         """Whether the answer so far ends within a thought."""
         return self._head is not None and _channel(self._head) == "analysis"
 
@@ -91,7 +91,7 @@ class HarmonyReader:
             if not closed:
                 at = len(self._held) - (0 if ended else overlap(self._held, _ENDS))
             text = self._held[:at]
-            write = self._parts.thought if self.thinks else self._parts.content
+            write = self._parts.thought if self._thinks else self._parts.content
             write(text)
         if closed:
             self._head = None

@@ -24,7 +24,7 @@ class MarkedReader:
         self._schemas: Schemas = schemas or {}
         self._held = ""
         """Text that may be a mark or a call, or the beginning of one."""
-        self.thinks = in_thought and thinking is not None
+        self._thinks = in_thought and thinking is not None
         self._bare = tools is not None
         """Whether the answer so far, behind thoughts, may be calls without marks."""
         self._finder: EndFinder | None = None
@@ -37,7 +37,7 @@ class MarkedReader:
         self._held += text
         while self._held:
             left = len(self._held)
-            if self.thinks:
+            if self._thinks:
                 self._think(ended)
             else:
                 self._say(ended, cut)
@@ -59,7 +59,7 @@ class MarkedReader:
         if not self._parts.separate:
             self._parts.content(end)
         self._held = self._held[at + len(end) :]
-        self.thinks, self._bare = False, self._tools is not None
+        self._thinks, self._bare = False, self._tools is not None
 
     def _say(self, ended: bool, cut: bool) -> None:
         """Take text up to a mark, or what a mark opens."""
@@ -79,7 +79,7 @@ class MarkedReader:
             self._parts.content(self._held[:at])
             self._held = self._held[at:]
         elif self._thinking is not None and mark == self._thinking.begin:
-            self.thinks = True
+            self._thinks = True
             self._held = self._held[len(mark) :]
             if not self._parts.separate:
                 self._parts.content(mark)

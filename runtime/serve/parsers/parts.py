@@ -40,9 +40,8 @@ class Parts:
         """What the last delta was; empty before the first."""
         self._fresh = False
         """Whether the thought that is open has only blanks so far."""
-        self.num_calls = 0
-        self.reasoning = ""
-        """All thoughts."""
+        self._num_calls = 0
+        self._has_thoughts = False
 
     @property
     def separate(self) -> bool:
@@ -67,12 +66,12 @@ class Parts:
             text = text.lstrip()
             if not text:
                 return
-            if self.reasoning:
+            if self._has_thoughts:
                 text = f"\n{text}"  # another thought, behind a call
             self._fresh = False
         shown = self._without_blank_end(text)
         if shown:
-            self.reasoning += shown
+            self._has_thoughts = True
             self._deltas.append({"reasoning_content": shown})
 
     def content(self, text: str) -> None:
@@ -97,16 +96,16 @@ class Parts:
             return False
         self._begun, self._blank = "call", ""
         for call in found:
-            if self._one_call and self.num_calls:
+            if self._one_call and self._num_calls:
                 break
             new = uuid.uuid4().hex
             shown = {
-                "index": self.num_calls,
+                "index": self._num_calls,
                 "id": call.id or (new[:9] if self._short_ids else f"call_{new[:24]}"),
                 "type": "function",
                 "function": {"name": call.name, "arguments": call.arguments},
             }
-            self.num_calls += 1
+            self._num_calls += 1
             self._deltas.append({"tool_calls": [shown]})
         return True
 

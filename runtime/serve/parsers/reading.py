@@ -17,10 +17,6 @@ from llmpq.runtime.text.thinking import ThinkingMarks, thinking_marks
 class Reader(Protocol):
     """Takes an answer apart, piece by piece or whole."""
 
-    @property
-    def thinks(self) -> bool:
-        """Whether the answer so far ends within a thought."""
-
     def push(self, text: str, *, ended: bool = False, cut: bool = False) -> list[Delta]:
         """Take a piece of text; return what is certain by it."""
 

@@ -65,6 +65,8 @@ class EndFinder:
     def __init__(self, form: ToolForm) -> None:
         self._end = form.end or form.begin
         self._values = form.values
+        self._marks = (self._end, *(begin for begin, _ in form.values))
+        self._longest = max(map(len, self._marks))
         self._at = self._depth = 0
         self._in_string = False
         self._closes = ""
@@ -92,7 +94,9 @@ class EndFinder:
                 self._depth = max(0, self._depth + (1 if sign == "{" else -1))
             elif text.startswith(self._end, at):
                 return at
-            elif any(mark.startswith(text[at:]) for mark in (self._end, *dict(self._values))):
+            elif len(text) - at < self._longest and any(
+                mark.startswith(text[at:]) for mark in self._marks
+            ):
                 return -1  # the beginning of a mark, or not
             self._at += step
         return -1
