@@ -367,14 +367,14 @@ def test_a_step_costs_little_with_ten_thousand_waiting():
         scheduler.submit(request(number, max_new=16))
     rng = random.Random(0)
     best_s = float("inf")
-    for _ in range(40):  # the quickest of 40 steps: other processes share this machine
-        started_s = time.perf_counter()
+    for _ in range(40):  # the quickest of 40 steps, by the clock of this thread
+        started_s = time.thread_time()
         micro_batch = scheduler.next_micro_batch()
         assert micro_batch is not None
         scheduler.update_from_output(
             micro_batch, [[rng.randrange(97)] for _ in micro_batch.requests]
         )
-        elapsed_s = time.perf_counter() - started_s
+        elapsed_s = time.thread_time() - started_s
         if len(micro_batch.requests) == 256:
             best_s = min(best_s, elapsed_s)
     assert best_s / 256 <= 20e-6
