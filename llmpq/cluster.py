@@ -144,6 +144,7 @@ class PlanningHints(FileForm):
     """What the cluster's author recommends for planning; command-line flags override it."""
 
     model: str | None = None
+    """As `--model`."""
     theta: float | None = None
     """As `--theta`."""
     omega_file: str | None = None

@@ -165,8 +165,8 @@ def make_problem(
 
     `devices`: instead of those that the request names, what was to be left free taken off.
     """
-    spec, path = read_model(request)
     named = read_devices_of(request)
+    spec, path = read_model(_with_model_of(named.cluster, request))
     cluster = devices or named.cluster
     request = _with_prompt_of_context(request)
     limits.check_job(request.batch, request.prompt_len, request.gen_len)
@@ -470,6 +470,13 @@ def parse_pins(
                 f"{others[1] - 1} to {other}, a device's pins joined; give each layer to one device"
             )
     return pins
+
+
+def _with_model_of(cluster: Cluster, request: PlanRequest) -> PlanRequest:
+    """Return the request with the cluster's own model where it names none."""
+    if request.model or request.model_name or request.model_size or not cluster.planning.model:
+        return request
+    return replace(request, model=cluster.planning.model)
 
 
 def _omega_path(request: PlanRequest, cluster: Cluster, spec: ModelSpec) -> Path | None:

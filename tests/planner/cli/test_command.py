@@ -290,3 +290,14 @@ def test_it_plans_from_a_checkout_that_is_not_installed() -> None:
     )
     assert done.returncode == 0, done.stderr
     assert "opt-125m on RTX-4090" in done.stdout
+
+
+def test_a_cluster_may_name_its_model(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path = tmp_path / "cluster.yaml"
+    path.write_text(
+        "name: x\nnodes:\n  - {name: a, accelerators: T4}\nplanning: {model: opt-1.3b}\n"
+    )
+    code, out, _ = _run(capsys, "--cluster", str(path), *JOB)
+    assert code == 0 and out.startswith("opt-1.3b on x: ")
+    code, out, _ = _run(capsys, "--cluster", str(path), "--model", "opt-125m", *JOB)
+    assert code == 0 and out.startswith("opt-125m on x: ")
