@@ -63,7 +63,7 @@ FEATURES: tuple[Feature, ...] = (
     _feature(
         "recurrent layers",
         lambda spec, _: spec.recurrent is not None,
-        *("gpu", "drafts", "rounded"),
+        *("gpu", "rounded"),
     ),
     _feature("gated attention", lambda spec, _: spec.attention_gate, "gpu", "rounded"),
     _feature("a gate on the shared MLP", lambda spec, _: spec.shared_gate, "gpu", "rounded"),

@@ -20,7 +20,7 @@ from llmpq.cost_model import CostModel, LatencyEntry, Phase
 from llmpq.model_spec import ModelSpec
 from llmpq.plan import MAX_GAMMA, Plan, StagePlan
 from llmpq.precision import KVPrecision, Precision, WeightScheme
-from llmpq.sizes.pool_size import draft_pool, planned_pool
+from llmpq.sizes.pool_size import READS_KV4, drafted_bytes, planned_pool
 
 SpeculationMode = Literal["qspec", "w4kv4", "kv4", "ngram"]
 MODES: tuple[SpeculationMode, ...] = get_args(SpeculationMode)
@@ -41,8 +41,6 @@ DRAFT_PRECISION: Mapping[SpeculationMode, Mapping[Precision, Precision]] = {
     "ngram": {},
 }
 """Mode -> what a layer of a precision is drafted as; others run as they are."""
-READS_KV4 = ("w4kv4", "kv4")
-
 FOUR_BIT_COPY = WeightScheme(bits=4, group_size=128, symmetric=True)
 """How drafts copy what they cannot read from the stage itself."""
 
@@ -279,27 +277,22 @@ def draft_bytes(plan: Plan, spec: ModelSpec, index: int, mode: SpeculationMode) 
     """Return what a stage's drafts hold beyond the stage itself.
 
     A 4-bit copy of its 16- and 8-bit layers and of its output matrix (w4kv4), of its pool of KV
-    blocks (w4kv4, kv4).
+    blocks (w4kv4, kv4); notes of recurrent layers.
     """
     stage, workload = plan.stages[index], plan.workload
     weights = 0
     if mode == "w4kv4":
-        of_a_layer = sum(
+        copied = DRAFT_PRECISION[mode]
+        weights = sum(
             FOUR_BIT_COPY.nbytes(s.out_features, s.in_features, workload.dtype_bytes)
-            for s in spec.linears()
+            for layer, precision in zip(range(*stage.layers), stage.precisions, strict=True)
+            for s in (spec.of_layer(layer).linears() if precision in copied else ())
         )
-        weights = of_a_layer * sum(p in DRAFT_PRECISION[mode] for p in stage.precisions)
         if index == len(plan.stages) - 1:
             weights += FOUR_BIT_COPY.nbytes(spec.vocab, spec.hidden, workload.dtype_bytes)
-    if mode not in READS_KV4:
-        return weights
     pool = planned_pool(
         spec, workload, plan.prefill_chunk, prefill_microbatch=plan.prefill_microbatch
     )
-    copy = draft_pool(pool).nbytes(
-        spec,
-        KVPrecision.KV4,
-        layers=range(*stage.layers),
-        dtype_bytes=workload.dtype_bytes,
+    return weights + drafted_bytes(
+        pool, mode, spec, layers=range(*stage.layers), dtype_bytes=workload.dtype_bytes
     )
-    return weights + copy

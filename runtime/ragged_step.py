@@ -25,6 +25,8 @@ class Span:
     start: int
     count: int
     first: int
+    revocable: int = 0
+    """How many of its last tokens are drafts, which the request's next step may leave out."""
 
     @property
     def end(self) -> int:
@@ -48,13 +50,14 @@ class RaggedStep(Step):
         counts: Sequence[int],
         *,
         wanted: Sequence[int],
+        revocable: Sequence[int] | None = None,
         width: int | None = None,
         device: torch.device | str = "cpu",
     ) -> RaggedStep:
         """Build the step of rows at `starts` that bring `counts` tokens each.
 
-        `wanted`: of how many of each row's last tokens the hidden state is asked for. `width`:
-        places in all.
+        `wanted`: of how many of each row's last tokens the hidden state is asked for. `revocable`:
+        how many of each row's last tokens are drafts. `width`: places in all.
         """
         if not len(slots) == len(starts) == len(counts) > 0:
             raise ValueError(
@@ -64,8 +67,9 @@ class RaggedStep(Step):
         if min(counts) < 1 or min(starts) < 0:
             raise ValueError(f"a row needs a new token and a start >= 0, got {counts}, {starts}")
         spans, first = [], 0
-        for slot, start, count in zip(slots, starts, counts, strict=True):
-            spans.append(Span(slot, start, count, first))
+        drafts = revocable or [0] * len(slots)
+        for slot, start, count, last in zip(slots, starts, counts, drafts, strict=True):
+            spans.append(Span(slot, start, count, first, last))
             first += count
         rows = upload([slots, starts, counts], torch.long, device)
         return cls(

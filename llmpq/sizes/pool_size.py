@@ -22,7 +22,7 @@ from llmpq.sizes.kv_format import (
     pool_blocks,
     spanned_blocks,
 )
-from llmpq.sizes.state_size import layers_with_kv, state_bytes
+from llmpq.sizes.state_size import layers_with_kv, note_bytes, state_bytes
 from llmpq.workload import CHUNK_TOKENS, Workload, prompt_chunks
 
 if TYPE_CHECKING:
@@ -43,6 +43,8 @@ class PoolSize:
     """Tokens that the layers with a window see; 0 where all layers share one pool."""
     window_blocks: int = 0
     """Blocks of the pool of the layers with a window."""
+    is_copy: bool = False
+    """It is another pool's copy, which keeps the recurrent states of both."""
 
     def nbytes(
         self, spec: ModelSpec, kv: KVPrecision, *, layers: Sequence[int], dtype_bytes: int
@@ -67,8 +69,13 @@ class PoolSize:
             )
 
         whole = (len(attending) - windowed) * layer_bytes(self.num_blocks)
-        states = state_bytes(spec, layers, slots=self.slots, dtype_bytes=dtype_bytes)
+        states = state_bytes(spec, layers, slots=self.state_slots, dtype_bytes=dtype_bytes)
         return whole + windowed * layer_bytes(self.window_blocks) + states
+
+    @property
+    def state_slots(self) -> int:
+        """Requests whose recurrent state it keeps."""
+        return 0 if self.is_copy else self.slots
 
     def of_blocks(self, num_blocks: int) -> PoolSize:
         """Return a smaller pool of as many blocks, those of windows in proportion."""
@@ -98,7 +105,26 @@ def draft_pool(size: PoolSize) -> PoolSize:
         window_blocks=0,
         prefix_cache=False,
         max_len=size.max_len + BLOCK_TOKENS + HOLDBACK_TOKENS,
+        is_copy=True,
     )
+
+
+READS_KV4 = ("w4kv4", "kv4")
+"""Modes of speculation whose drafts read a 4-bit copy of the pool."""
+
+
+def drafted_bytes(
+    size: PoolSize, mode: str, spec: ModelSpec, *, layers: Sequence[int], dtype_bytes: int
+) -> int:
+    """Return what drafts of a mode of speculation keep of requests beside a stage's pool.
+
+    The copy that they read, and notes of the tokens that recurrent layers may have to take back.
+    """
+    notes = note_bytes(spec, layers, slots=size.slots, dtype_bytes=dtype_bytes)
+    if mode not in READS_KV4:
+        return notes
+    copy = draft_pool(size)
+    return notes + copy.nbytes(spec, KVPrecision.KV4, layers=layers, dtype_bytes=dtype_bytes)
 
 
 WINDOW_STEP_TOKENS = 2048
@@ -188,10 +214,10 @@ def fits(
     spec: ModelSpec,
     workload: Workload,
     *,
-    copied: bool = False,
+    drafts: str | None = None,
 ) -> bool:
-    """Whether every stage's device has room for a pool; `copied`: and for a draft's copy of it."""
-    return all(_excess(size, stage, spec, workload, copied=copied) <= 0 for stage in stages)
+    """Whether every stage's device has room for a pool, and what drafts of a mode keep beside."""
+    return all(_excess(size, stage, spec, workload, drafts=drafts) <= 0 for stage in stages)
 
 
 def fitting_pool(
@@ -200,13 +226,13 @@ def fitting_pool(
     spec: ModelSpec,
     workload: Workload,
     *,
-    copied: bool = False,
+    drafts: str | None = None,
 ) -> PoolSize:
     """Return the pool, smaller where a stage has no room for it; `DoesNotFitError` without any.
 
-    `copied`: with room for the copy that drafts read.
+    `drafts`: a mode of speculation, for whose drafts there has to be room, too.
     """
-    while not fits(size, stages, spec, workload, copied=copied):
+    while not fits(size, stages, spec, workload, drafts=drafts):
         if size.num_blocks == 1:
             raise DoesNotFitError(
                 "the plan leaves no room for a block of 128 tokens of KV cache on every stage; "
@@ -217,17 +243,16 @@ def fitting_pool(
 
 
 def _excess(
-    size: PoolSize, stage: StagePlan, spec: ModelSpec, workload: Workload, *, copied: bool
+    size: PoolSize, stage: StagePlan, spec: ModelSpec, workload: Workload, *, drafts: str | None
 ) -> int:
     """Return the bytes by which a stage's pool exceeds what its device has left for it."""
     if stage.memory is None:
         return 0
     memory = stage.memory
     room = memory.limit_bytes - (memory.total_bytes - memory.kv_bytes)
-    layers = range(*stage.layers)
-    nbytes = size.nbytes(spec, workload.kv, layers=layers, dtype_bytes=workload.dtype_bytes)
-    if copied:
-        nbytes += draft_pool(size).nbytes(
-            spec, KVPrecision.KV4, layers=layers, dtype_bytes=workload.dtype_bytes
-        )
-    return nbytes - max(room, memory.kv_bytes)
+    layers, dtype_bytes = range(*stage.layers), workload.dtype_bytes
+    nbytes = size.nbytes(spec, workload.kv, layers=layers, dtype_bytes=dtype_bytes)
+    beside = 0
+    if drafts is not None:
+        beside = drafted_bytes(size, drafts, spec, layers=layers, dtype_bytes=dtype_bytes)
+    return nbytes + beside - max(room, memory.kv_bytes)

@@ -14,6 +14,8 @@ from llmpq.model_spec import ModelSpec
 
 PAIRED_TOKENS = 64
 """Tokens of a prompt that recurrent layers look at in pairs (runtime/models/recurrence.py)."""
+NOTED_TOKENS = 7
+"""Tokens of a request that may be drafts at once: `plan.MAX_GAMMA`, as a test holds."""
 
 
 def layers_with_state(spec: ModelSpec, layers: Iterable[int]) -> list[int]:
@@ -31,6 +33,14 @@ def state_bytes(spec: ModelSpec, layers: Iterable[int], *, slots: int, dtype_byt
     if spec.recurrent is None:
         return 0
     each = spec.recurrent.state_bytes(dtype_bytes)
+    return slots * len(layers_with_state(spec, layers)) * each
+
+
+def note_bytes(spec: ModelSpec, layers: Iterable[int], *, slots: int, dtype_bytes: int) -> int:
+    """Return the bytes of notes of drafts, which layers with state may have to take back."""
+    if spec.recurrent is None:
+        return 0
+    each = NOTED_TOKENS * spec.recurrent.inputs * dtype_bytes
     return slots * len(layers_with_state(spec, layers)) * each
 
 

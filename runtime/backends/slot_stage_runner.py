@@ -24,7 +24,8 @@ from llmpq.runtime.sampling_params import SamplerConfig
 from llmpq.runtime.step import Step
 from llmpq.runtime.step_message import StepMessage
 from llmpq.runtime.trace import KindTotals
-from llmpq.speculation import READS_KV4, SpeculationMode
+from llmpq.sizes.pool_size import READS_KV4
+from llmpq.speculation import SpeculationMode
 from llmpq.workload import Workload
 
 GREEDY = SamplerConfig()

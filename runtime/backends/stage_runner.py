@@ -30,9 +30,10 @@ from llmpq.runtime.request import PagedRow, StepKind
 from llmpq.runtime.step_message import StepMessage, result_width
 from llmpq.runtime.trace import KindTotals
 from llmpq.runtime.upload import upload
-from llmpq.sizes.pool_size import PoolSize, draft_pool
+from llmpq.sizes.pool_size import READS_KV4, PoolSize, draft_pool
+from llmpq.sizes.state_size import NOTED_TOKENS
 from llmpq.sizes.step_padding import EXACT_TOKENS, cpu_padded
-from llmpq.speculation import READS_KV4, SpeculationMode
+from llmpq.speculation import SpeculationMode
 
 WARM_UP_S = 2.0
 """How long a stage on a CPU goes on running shapes to come."""
@@ -62,10 +63,12 @@ class StageRunner:
         """
         packed: tuple[Way, ...] = ("packed_kv",) if mode in READS_KV4 else ()
         require(self.model.spec, ("drafts", *packed), max_len=size.max_len - 1)
+        states, extra = self.kv.states, 0
+        if states is not None:
+            extra = states.keep_notes(NOTED_TOKENS)
         if mode == "ngram":
-            return 0
+            return extra
         kv: KVCache = self.kv
-        copy_bytes = 0
         if mode in READS_KV4:
             copy = make_paged_kv(
                 self.model.spec,
@@ -75,13 +78,16 @@ class StageRunner:
                 dtype=self._dtype,
                 device=self._device,
             )
-            self.kv, kv, copy_bytes = self._with_copy(self.kv, copy), copy, copy.nbytes
+            extra += copy.nbytes
+            self.kv, kv, copy.states = self._with_copy(self.kv, copy), copy, states
         self.draft = build_draft(mode, self.model, kv)
-        return self.draft.extra_bytes + copy_bytes
+        return self.draft.extra_bytes + extra
 
     def end_speculation(self) -> None:
         """Go on without drafts and free what they take; no draft may be under way."""
         self.draft, self._draft_probs = None, DraftProbs()
+        if self.kv.states is not None:
+            self.kv.states.drop_notes()
         if isinstance(self.kv, DraftedKV):
             self.kv = self.kv.inner
 
@@ -122,6 +128,7 @@ class StageRunner:
             message.starts,
             message.num_new,
             wanted=wanted,
+            revocable=num_revocable(message),
             width=cpu_padded(num_tokens),
             device=self._device,
         )
@@ -247,6 +254,13 @@ def _rungs(step_tokens: int) -> list[int]:
 def num_wanted(row: PagedRow) -> int:
     """Return how many logits a row wants: of its newest tokens."""
     return 1 + len(row.drafts) if row.samples else 0
+
+
+def num_revocable(message: StepMessage) -> list[int]:
+    """Return how many of each row's last tokens are drafts, none of which counts yet."""
+    if message.kind is StepKind.DRAFT:
+        return list(message.num_new)
+    return [len(row.drafts) for row in message.paged]
 
 
 def rows_of(message: StepMessage, rows: Sequence[int]) -> StepMessage:

@@ -29,7 +29,7 @@ class DraftedKV(PagedKV):
     """The model's side: attends to `inner`, keeps `copy` up to date."""
 
     def __init__(self, inner: PagedKV, copy: PagedKV) -> None:
-        self.inner, self.copy = inner, copy
+        self.inner, self.copy, self.states = inner, copy, inner.states
 
     @property
     def nbytes(self) -> int:

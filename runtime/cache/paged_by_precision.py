@@ -29,10 +29,12 @@ def make_paged_kv(
 
     On a GPU `capabilities.require_gpu_pool` has said that there is one for the precision.
     """
-    num_states = len(layers_with_state(spec, layers))
     pool = _make_pool(
         spec, kv, size, layers=layers_with_kv(spec, layers), dtype=dtype, device=device
     )
+    if size.is_copy:
+        return pool
+    num_states = len(layers_with_state(spec, layers))
     return with_states(
         pool, spec, num_layers=num_states, slots=size.slots, dtype=dtype, device=device
     )

@@ -4,12 +4,20 @@ A slot holds the convolution's last inputs, in the model's dtype, and one matrix
 float32. It belongs to the request that runs in that row: a request that starts at position 0 starts
 from zeros, so nothing has to be cleared when a row is freed or a request is preempted.
 
-Legend: L recurrent layers of a stage, S slots, K taps, C channels, H heads, N key_dim, P value_dim.
+Drafts may be refused, and a state cannot be taken back. So it does not move on by them: what they
+would have brought is noted, a few inputs a token instead of a state a token (Qwen3-Next: 16 KiB, a
+state has 2 MiB), and the request's next step, whose start says how many were accepted, takes those
+in front of its own tokens. Tokens of the draft model are noted likewise, and the verify that
+follows starts before all of them.
+
+Legend: L recurrent layers of a stage, S slots, K taps, C channels, E inputs of a token, H heads,
+N key_dim, P value_dim, M noted tokens, T tokens of a step.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import TypeVar
 
 import torch
@@ -18,6 +26,7 @@ from torch import Tensor
 from llmpq.families.common.spec_values import Recurrent
 from llmpq.model_spec import ModelSpec
 from llmpq.runtime.cache.kv_cache import KVCache
+from llmpq.runtime.ragged_step import Span
 
 Cache = TypeVar("Cache", bound=KVCache)
 
@@ -30,6 +39,63 @@ class LayerState:
     """[S, K - 1, C]: the last inputs of the convolution, oldest first."""
     matrix_SHNP: Tensor
     """[S, H, N, P] float32; no heads where the convolution is all there is."""
+    noted_SME: Tensor | None = None
+    """[S, M, E]: inputs of tokens by which the state has not moved on; None without drafts."""
+
+
+@dataclass(frozen=True)
+class StateRun:
+    """One row of a step as its state sees it: noted tokens of the request, then its own."""
+
+    slot: int
+    first: int
+    """Where its tokens are among those of the step with the noted ones."""
+    count: int
+    settled: int
+    """How many of them, from the first on, the state moves on by."""
+    fresh: bool
+    """It begins from zeros."""
+
+
+@dataclass(frozen=True)
+class StateRuns:
+    """The rows of one step, and where their noted tokens come from and go to."""
+
+    runs: tuple[StateRun, ...]
+    order: list[int] | None = None
+    """Of every token which of (the step's, the noted ones) it is; None where none was noted."""
+    own: list[int] | None = None
+    """Where the step's tokens are in that order."""
+    taken: tuple[list[int], list[int]] = field(default_factory=lambda: ([], []))
+    """Slots and places of the noted tokens."""
+    notes: tuple[tuple[int, int, int, int], ...] = ()
+    """(slot, place, first token of the step, count) of tokens to be noted."""
+
+    def with_noted(self, inputs_TE: Tensor, state: LayerState) -> Tensor:
+        """Return a layer's inputs of noted and new tokens, and note what may be taken back."""
+        whole = inputs_TE
+        if self.order is not None:
+            assert state.noted_SME is not None
+            whole = torch.cat((inputs_TE, state.noted_SME[self.taken]))[self.order]
+        for slot, place, first, count in self.notes:
+            assert state.noted_SME is not None, "drafts need `RecurrentStates.keep_notes`"
+            state.noted_SME[slot, place : place + count] = inputs_TE[first : first + count]
+        return whole
+
+    def of_own(self, out_TC: Tensor) -> Tensor:
+        """Return what came of the step's own tokens."""
+        return out_TC if self.own is None else out_TC[self.own]
+
+
+@dataclass
+class _Noted:
+    """Tokens of a slot by which its state has not moved on."""
+
+    start: int
+    """Position of the first."""
+    count: int
+    drafting: bool
+    """They are the draft model's: none of them ever counts."""
 
 
 class RecurrentStates:
@@ -52,6 +118,69 @@ class RecurrentStates:
             dtype=torch.float32,
             device=device,
         )
+        self._form = form
+        self._notes: Tensor | None = None
+        self._noted: dict[int, _Noted] = {}
+
+    def keep_notes(self, tokens: int) -> int:
+        """Allocate notes of so many tokens a request, for drafts; return their bytes."""
+        layers, slots = self._tails.shape[:2]
+        self._notes = self._tails.new_zeros((layers, slots, tokens, self._form.inputs))
+        return self._notes.nbytes
+
+    def drop_notes(self) -> None:
+        """Free the notes; no draft may be under way."""
+        self._notes, self._noted = None, {}
+
+    def begin(self, spans: Sequence[Span], *, width: int) -> StateRuns:
+        """Return how the states of a step's rows move on; `width`: its tokens with padding."""
+        if not self._noted and not any(span.revocable for span in spans):
+            return StateRuns(
+                tuple(StateRun(s.slot, s.first, s.count, s.count, s.start == 0) for s in spans)
+            )
+        runs, notes = [], []
+        order: list[int] = []
+        own: list[int] = []
+        slots: list[int] = []
+        places: list[int] = []
+        for span in spans:
+            noted = self._of(span)
+            before = 0 if noted is None else noted.count
+            first = len(order)
+            order += range(width + len(slots), width + len(slots) + before)
+            slots += [span.slot] * before
+            places += range(before)
+            own += range(len(order), len(order) + span.count)
+            order += range(span.first, span.first + span.count)
+            certain = span.count - span.revocable
+            settled = certain if noted is not None and noted.drafting else before + certain
+            runs.append(StateRun(span.slot, first, before + span.count, settled, span.start == 0))
+            place = before if noted is not None and noted.drafting else 0
+            if span.revocable:
+                notes.append((span.slot, place, span.first + certain, span.revocable))
+            self._note(span, place)
+        rest = range(len(own), width)
+        own += range(len(order), len(order) + len(rest))
+        order += rest
+        return StateRuns(tuple(runs), order, own, (slots, places), tuple(notes))
+
+    def _of(self, span: Span) -> _Noted | None:
+        """Return what is noted in front of a row; what stands behind its start was refused."""
+        noted = self._noted.get(span.slot)
+        if noted is None or span.start == 0:
+            return None
+        kept = min(noted.count, span.start - noted.start)
+        assert kept >= 0 and noted.start + kept == span.start, "a row leaves out tokens"
+        return _Noted(noted.start, kept, noted.drafting) if kept else None
+
+    def _note(self, span: Span, place: int) -> None:
+        """Note which tokens of a row may be taken back, behind `place` others."""
+        if span.revocable:
+            start = span.end - span.revocable - place
+            drafting = span.revocable == span.count
+            self._noted[span.slot] = _Noted(start, place + span.revocable, drafting)
+        else:
+            self._noted.pop(span.slot, None)
 
     @property
     def nbytes(self) -> int:
@@ -60,7 +189,8 @@ class RecurrentStates:
 
     def layer(self, place: int) -> LayerState:
         """Return the slots of a recurrent layer."""
-        return LayerState(self._tails[place], self._matrices[place])
+        noted = None if self._notes is None else self._notes[place]
+        return LayerState(self._tails[place], self._matrices[place], noted)
 
 
 def with_states(

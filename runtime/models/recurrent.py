@@ -23,7 +23,7 @@ from torch.nn import functional
 
 from llmpq.families.common.spec_values import Recurrent
 from llmpq.runtime.cache.kv_cache import KVCache
-from llmpq.runtime.cache.recurrent_states import LayerState, RecurrentStates
+from llmpq.runtime.cache.recurrent_states import LayerState, RecurrentStates, StateRun
 from llmpq.runtime.models.linear import Linear
 from llmpq.runtime.models.norms import Norm
 from llmpq.runtime.models.recurrence import (
@@ -64,16 +64,20 @@ class RecurrentMixer(nn.Module):
         """Its number among the recurrent layers of its stage."""
 
     def forward(self, x_BQh: Tensor, layer: int, step: Step, kv: KVCache) -> Tensor:
-        """Return [B, Q, h]; each row's state moves on by its tokens."""
+        """Return [B, Q, h]; each row's state moves on by its tokens, but for drafts."""
         spans = step.once("spans", lambda: spans_of(step))
         states = kv.states or self._fresh(spans, x_BQh)
         x_Th = x_BQh.reshape(-1, x_BQh.shape[-1])
-        mix = {
-            "gated_delta": self._gated_delta,
-            "mamba2": self._mamba2,
-            "short_conv": self._short_conv,
+        runs = step.once("state runs", lambda: states.begin(spans, width=len(x_Th)))
+        split, read, finish = {
+            "gated_delta": (self._split_delta, self._read_delta, self._finish_delta),
+            "mamba2": (self._split_mamba2, self._read_mamba2, self._finish_mamba2),
+            "short_conv": (self._split_conv, self._read_conv, self._finish_conv),
         }[self.form.kind]
-        out_TC = mix(x_Th, self.mixer_in(x_Th), spans, states.layer(self.place))
+        inputs_TE, gate_TC = split(x_Th, self.mixer_in(x_Th))
+        state = states.layer(self.place)
+        read_out = read(runs.with_noted(inputs_TE, state), runs.runs, state)
+        out_TC = finish(runs.of_own(read_out), gate_TC).to(x_Th.dtype)
         mixed: Tensor = self.mixer_out(out_TC)
         mixed = mixed if self.form.out_factor == 1.0 else mixed * self.form.out_factor
         return mixed.view(x_BQh.shape)
@@ -97,20 +101,26 @@ class RecurrentMixer(nn.Module):
             device=x.device,
         )
 
-    def _short_conv(
-        self, x_Th: Tensor, into: Tensor, spans: Sequence[Span], state: LayerState
-    ) -> Tensor:
+    def _split_conv(self, x_Th: Tensor, into: Tensor) -> tuple[Tensor, Tensor]:
         before, behind, x = into.chunk(3, dim=-1)
-        return self._convolved(before * x, spans, state).mul_(behind)
+        return before * x, behind
 
-    def _gated_delta(
-        self, x_Th: Tensor, into: Tensor, spans: Sequence[Span], state: LayerState
-    ) -> Tensor:
+    def _read_conv(self, inputs_TE: Tensor, runs: Sequence[StateRun], state: LayerState) -> Tensor:
+        return self._convolved(inputs_TE, runs, state)
+
+    def _finish_conv(self, out_TC: Tensor, gate_TC: Tensor) -> Tensor:
+        return out_TC * gate_TC
+
+    def _split_delta(self, x_Th: Tensor, into: Tensor) -> tuple[Tensor, Tensor]:
+        assert self.step_weight is not None
+        mixed, gate = into.split([self.form.channels, self.form.inner], dim=-1)
+        return torch.cat((mixed, functional.linear(x_Th, self.step_weight)), dim=-1), gate
+
+    def _read_delta(self, inputs_TE: Tensor, runs: Sequence[StateRun], state: LayerState) -> Tensor:
         form = self.form
-        assert self.step_weight is not None and self.mixer_norm is not None
         assert self.decay_H is not None and self.step_bias_H is not None
-        mixed, gate = into.split([form.channels, form.inner], dim=-1)
-        mixed = functional.silu(self._convolved(mixed, spans, state)).float()
+        mixed, steps = inputs_TE.split([form.channels, 2 * form.heads], dim=-1)
+        mixed = functional.silu(self._convolved(mixed, runs, state)).float()
         width = form.key_heads * form.key_dim
         q, k, v = mixed.split([width, width, form.inner], dim=-1)
         shared = form.heads // form.key_heads
@@ -120,31 +130,38 @@ class RecurrentMixer(nn.Module):
             )
             for x in (q, k)
         )
-        b, a = functional.linear(x_Th, self.step_weight).float().chunk(2, dim=-1)
+        b, a = steps.float().chunk(2, dim=-1)
         log_decay = -self.decay_H.float().exp() * functional.softplus(a + self.step_bias_H.float())
-        out_THP = self._scanned(
+        return self._scanned(
             q * form.key_dim**-0.5,
             k,
             v.unflatten(-1, (form.heads, form.value_dim)),
             log_decay,
             b.sigmoid(),
-            spans,
+            runs,
             state,
-        )
-        normed = self.mixer_norm(out_THP.to(x_Th.dtype)).float()
-        gated = normed * functional.silu(gate.float()).view(normed.shape)
-        return gated.to(x_Th.dtype).flatten(1)
+        ).to(inputs_TE.dtype)
 
-    def _mamba2(
-        self, x_Th: Tensor, into: Tensor, spans: Sequence[Span], state: LayerState
+    def _finish_delta(self, out_THP: Tensor, gate_TC: Tensor) -> Tensor:
+        assert self.mixer_norm is not None
+        normed = self.mixer_norm(out_THP).float()
+        return (normed * functional.silu(gate_TC.float()).view(normed.shape)).flatten(1)
+
+    def _split_mamba2(self, x_Th: Tensor, into: Tensor) -> tuple[Tensor, Tensor]:
+        form = self.form
+        if form.in_factors:
+            into = into * self._in_factors(into)
+        gate, inputs = into.split([form.inner, form.inputs], dim=-1)
+        return inputs, gate
+
+    def _read_mamba2(
+        self, inputs_TE: Tensor, runs: Sequence[StateRun], state: LayerState
     ) -> Tensor:
         form = self.form
         assert self.decay_H is not None and self.step_bias_H is not None
         assert self.skip_H is not None
-        if form.in_factors:
-            into = into * self._in_factors(into)
-        gate, mixed, dt = into.split([form.inner, form.channels, form.heads], dim=-1)
-        mixed = functional.silu(self._convolved(mixed, spans, state)).float()
+        mixed, dt = inputs_TE.split([form.channels, form.heads], dim=-1)
+        mixed = functional.silu(self._convolved(mixed, runs, state)).float()
         width = form.key_heads * form.key_dim
         x, k, q = mixed.split([form.inner, width, width], dim=-1)
         shared = form.heads // form.key_heads
@@ -155,9 +172,11 @@ class RecurrentMixer(nn.Module):
         dt = functional.softplus(dt + self.step_bias_H).float()
         x_THP = x.unflatten(-1, (form.heads, form.value_dim))
         log_decay = -self.decay_H.float().exp() * dt
-        out = self._scanned(q, k, x_THP * dt[..., None], log_decay, None, spans, state)
-        out = (out + x_THP * self.skip_H.float()[:, None]).flatten(1)
-        return self._gated_by_groups(out, gate.float()).to(x_Th.dtype)
+        out = self._scanned(q, k, x_THP * dt[..., None], log_decay, None, runs, state)
+        return (out + x_THP * self.skip_H.float()[:, None]).flatten(1)
+
+    def _finish_mamba2(self, out_TC: Tensor, gate_TC: Tensor) -> Tensor:
+        return self._gated_by_groups(out_TC, gate_TC.float())
 
     def _gated_by_groups(self, out_TC: Tensor, gate_TC: Tensor) -> Tensor:
         """Return Mamba-2's output, gated and normalised in the order that its family has."""
@@ -172,19 +191,21 @@ class RecurrentMixer(nn.Module):
         normed = (by_group * scale).flatten(1) * norm.weight.float()
         return normed * gate_TC if form.norm_first else normed
 
-    def _convolved(self, x_TC: Tensor, spans: Sequence[Span], state: LayerState) -> Tensor:
+    def _convolved(self, x_TC: Tensor, runs: Sequence[StateRun], state: LayerState) -> Tensor:
         """Return the convolution of every row, whose tail its slot has, and gets."""
         out, tails = torch.zeros_like(x_TC), state.tail_SKC
         weight, bias = self.conv_weight_C1K, self.conv_bias_C
-        rows, slots = _single(spans)
+        rows, slots = _single(runs)
         if rows:
             before = tails[slots]
-            _begin(before, spans)
+            _begin(before, runs)
             out[rows], tails[slots] = convolve_step(x_TC[rows], before, weight, bias)
-        for span in _longer(spans):
-            part = slice(span.first, span.first + span.count)
-            tail = tails[span.slot] if span.start else torch.zeros_like(tails[span.slot])
-            out[part], tails[span.slot] = convolve(x_TC[part], tail, weight, bias)
+        for run in _longer(runs):
+            tail = torch.zeros_like(tails[run.slot]) if run.fresh else tails[run.slot]
+            for part, settles in _parts(run):
+                out[part], tail = convolve(x_TC[part], tail, weight, bias)
+                if settles:
+                    tails[run.slot] = tail
         return out
 
     def _scanned(
@@ -194,28 +215,30 @@ class RecurrentMixer(nn.Module):
         v_THP: Tensor,
         log_decay_TH: Tensor,
         beta_TH: Tensor | None,
-        spans: Sequence[Span],
+        runs: Sequence[StateRun],
         state: LayerState,
     ) -> Tensor:
         """Return what every row reads of its state [T, H, P], which moves on by its tokens."""
         out, matrices = torch.zeros_like(v_THP), state.matrix_SHNP
-        rows, slots = _single(spans)
+        rows, slots = _single(runs)
 
         def of(part: slice | list[int]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
             return q_THN[part], k_THN[part], v_THP[part], log_decay_TH[part]
 
         if rows:
             before = matrices[slots]
-            _begin(before, spans)
+            _begin(before, runs)
             q, k, v, decay = of(rows)
             beta = None if beta_TH is None else beta_TH[rows]
             out[rows], matrices[slots] = scan_step(q, k, v, decay, before, beta)
-        for span in _longer(spans):
-            part = slice(span.first, span.first + span.count)
-            matrix = matrices[span.slot] if span.start else torch.zeros_like(matrices[span.slot])
-            q, k, v, decay = of(part)
-            beta = None if beta_TH is None else beta_TH[part]
-            out[part], matrices[span.slot] = scan(q, k, v, decay, matrix, beta)
+        for run in _longer(runs):
+            matrix = torch.zeros_like(matrices[run.slot]) if run.fresh else matrices[run.slot]
+            for part, settles in _parts(run):
+                q, k, v, decay = of(part)
+                beta = None if beta_TH is None else beta_TH[part]
+                out[part], matrix = scan(q, k, v, decay, matrix, beta)
+                if settles:
+                    matrices[run.slot] = matrix
         return out
 
 
@@ -229,18 +252,25 @@ def spans_of(step: Step) -> tuple[Span, ...]:
     )
 
 
-def _single(spans: Sequence[Span]) -> tuple[list[int], list[int]]:
-    """Return where the tokens of rows of one token are, and their slots."""
-    single = [span for span in spans if span.count == 1]
-    return [span.first for span in single], [span.slot for span in single]
+def _single(runs: Sequence[StateRun]) -> tuple[list[int], list[int]]:
+    """Return where the tokens of rows of one settled token are, and their slots."""
+    single = [run for run in runs if run.count == run.settled == 1]
+    return [run.first for run in single], [run.slot for run in single]
 
 
-def _longer(spans: Sequence[Span]) -> list[Span]:
-    return [span for span in spans if span.count > 1]
+def _longer(runs: Sequence[StateRun]) -> list[StateRun]:
+    return [run for run in runs if not run.count == run.settled == 1]
 
 
-def _begin(states: Tensor, spans: Sequence[Span]) -> None:
+def _parts(run: StateRun) -> list[tuple[slice, bool]]:
+    """Return the tokens that a state moves on by, and those behind them, if there are any."""
+    cut, end = run.first + run.settled, run.first + run.count
+    parts = [(slice(run.first, cut), True), (slice(cut, end), False)]
+    return [(part, settles) for part, settles in parts if part.start < part.stop]
+
+
+def _begin(states: Tensor, runs: Sequence[StateRun]) -> None:
     """Have the rows of one token that start at position 0 start from zeros."""
-    fresh = [row for row, span in enumerate(s for s in spans if s.count == 1) if span.start == 0]
-    if fresh:
+    fresh = [r.fresh for r in runs if r.count == r.settled == 1]
+    if any(fresh):
         states[fresh] = 0

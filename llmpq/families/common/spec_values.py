@@ -148,6 +148,13 @@ class Recurrent:
         return self.channels + self.inner + (self.heads if self.kind == "mamba2" else 0)
 
     @property
+    def inputs(self) -> int:
+        """Inputs that a token moves the state on by: what is convolved, and its steps."""
+        return (
+            self.channels + {"gated_delta": 2, "mamba2": 1, "short_conv": 0}[self.kind] * self.heads
+        )
+
+    @property
     def tail_elements(self) -> int:
         """Elements of the convolution's tail that a request keeps on a layer."""
         return (self.taps - 1) * self.channels

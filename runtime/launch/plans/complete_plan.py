@@ -22,12 +22,11 @@ from llmpq.plan import MemoryForm, Plan, StagePlan
 from llmpq.precision import KVPrecision, Precision
 from llmpq.runtime.launch.plans.pool_plan import PoolPlan
 from llmpq.runtime.options import AUTO, EngineOptions
-from llmpq.sizes.pool_size import planned_kv_bytes
+from llmpq.sizes.pool_size import READS_KV4, planned_kv_bytes
 from llmpq.sizes.stated_pool import stated_pool
 from llmpq.sizes.workspace import workspace_bytes
 from llmpq.speculation import (
     MAX_GAMMA,
-    READS_KV4,
     PlanTimes,
     SpeculationMode,
     StepTimes,

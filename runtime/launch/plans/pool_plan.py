@@ -8,7 +8,6 @@ from functools import cached_property
 from llmpq.capabilities import (
     gpu_pool_lack,
     lacking_sentence,
-    require,
     require_gpu_pool,
     ways_of,
 )
@@ -22,8 +21,15 @@ from llmpq.runtime.engine.slot_limits import SlotLimits
 from llmpq.runtime.launch.stages.stage_settings import limits_of
 from llmpq.runtime.options import EngineOptions
 from llmpq.sizes.kv_format import BLOCK_TOKENS, pool_blocks
-from llmpq.sizes.pool_size import PoolSize, fits, fitting_pool, wanted_pool, window_step_tokens
-from llmpq.speculation import READS_KV4, SpeculationMode
+from llmpq.sizes.pool_size import (
+    READS_KV4,
+    PoolSize,
+    fits,
+    fitting_pool,
+    wanted_pool,
+    window_step_tokens,
+)
+from llmpq.speculation import SpeculationMode
 from llmpq.workload import CHUNK_TOKENS
 
 RequestLimits = PoolLimits | SlotLimits
@@ -52,8 +58,6 @@ class PoolPlan:
         asks for the pool (benchmarks/speculation_pool.py compares them), and so has what the pool's
         kernels lack; `ValueError` where the pool is asked for that.
         """
-        if self.options.draft_mode is not None and self.spec.recurrent is not None:
-            require(self.spec, ["drafts"], max_len=self.plan.workload.max_len)
         if not self._has_gpus:
             return True
         asked, workload = self.options.kv_pool, self.plan.workload
@@ -116,7 +120,7 @@ class PoolPlan:
             self.plan.stages,
             self.spec,
             self.plan.workload,
-            copied=drafts in READS_KV4,
+            drafts=drafts,
         )
 
     def _has_tails(self, size: PoolSize) -> bool:

@@ -5,20 +5,27 @@ The families themselves are compared with Transformers by the tests of all famil
 
 from __future__ import annotations
 
-from typing import Any
+import random
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
 
 import pytest
 import torch
 
 import llmpq
 from llmpq.model_spec import ModelSpec
+from llmpq.plan import MAX_GAMMA
 from llmpq.precision import KVPrecision
+from llmpq.runtime.backends.build_stage import build_stage
+from llmpq.runtime.drafts.drafters import FixedDrafter
 from llmpq.runtime.engine.pool_limits import PoolLimits
 from llmpq.runtime.engine.scheduler import Scheduler
 from llmpq.runtime.models.recurrence import convolve, convolve_step, scan, scan_step
 from llmpq.runtime.request import MicroBatch, Request
 from llmpq.runtime.weights.sources import CheckpointSource
-from llmpq.sizes.pool_size import PoolSize, planned_kv_bytes
+from llmpq.sizes.pool_size import PoolSize, planned_kv_bytes, planned_pool
+from llmpq.sizes.state_size import NOTED_TOKENS
+from llmpq.speculation import SpeculationMode, draft_bytes
 from llmpq.workload import Workload
 from reference.open_stages import OpenStages
 
@@ -127,6 +134,85 @@ def test_preempted_requests_leave_others_their_state(
     assert {i: found[i] for i in expected if i != 1} == {
         i: tokens for i, tokens in expected.items() if i != 1
     }
+
+
+class Guesses(FixedDrafter):
+    """Drafts what a request goes on with, at places that a seed chooses something else."""
+
+    def __init__(self, expected: Mapping[int, Sequence[int]]) -> None:
+        super().__init__("ngram", 5)
+        self._expected, self._rng = expected, random.Random(7)
+
+    def propose(self, request: Request, gamma: int) -> list[int]:
+        """Return drafts of which some are wrong."""
+        at = len(request.output)
+        right = self._expected[request.id][at : at + gamma]
+        return [token if self._rng.random() < 0.7 else 0 for token in right]
+
+
+class Preempting(Scheduler):
+    """Preempts running requests at random steps, drafted for or not."""
+
+    rng = random.Random(2)
+
+    def next_micro_batch(self) -> MicroBatch | None:
+        """Return the next step."""
+        if self._running and self.rng.random() < 0.1:
+            self._preempt(self.rng.choice(self._running))
+        return super().next_micro_batch()
+
+
+@pytest.mark.parametrize("kind", FORMS)
+@pytest.mark.parametrize(
+    ("mode", "splits"),
+    [("ngram", ()), ("ngram", (2,)), ("ngram", (1, 3)), ("w4kv4", (2,)), ("qspec", ())],
+)
+def test_refused_drafts_leave_no_state(
+    models: Any, make_plan: Any, random_prompts: Any, kind: str, mode: str, splits: Any
+) -> None:
+    """Greedy tokens with drafts are those without, chunks and preempted requests beside them."""
+    directory = models.directory(kind)
+    spec = ModelSpec.from_directory(directory)
+    pool = PoolSize(num_blocks=8, slots=3, max_len=256, prefix_cache=False)
+    plan = make_plan(directory, splits, bits={"qspec": "w4a16"}.get(mode, "w16a16"), batch=3)
+    source = CheckpointSource(directory, spec)
+    prompts = random_prompts(33, 70, 3, 1, 5)
+
+    def requests() -> list[Request]:
+        return [Request(id=i, prompt=tuple(p), max_new=NEW) for i, p in enumerate(prompts)]
+
+    one = make_plan(directory, (), bits={"qspec": "w4a16"}.get(mode, "w16a16"), batch=3)
+    plain = OpenStages(one, spec, source, pool=pool)
+    expected = plain.run(Scheduler(_limits(pool, num_stages=1)), requests()).tokens
+    if mode != "qspec":
+        assert expected == dict(enumerate(models.greedy(kind, prompts)))
+    stages = OpenStages(plan, spec, source, pool=pool, speculate=cast("SpeculationMode", mode))
+    for step_tokens, make in ((1, Scheduler), (64, Preempting)):
+        drafter = Guesses(expected) if mode == "ngram" else FixedDrafter(cast("Any", mode), 3)
+        limits = _limits(pool, step_tokens=step_tokens, num_stages=len(splits) + 1)
+        scheduler = make(limits, drafter=drafter)
+        assert stages.run(scheduler, requests()).tokens == expected
+        seen = drafter.acceptance
+        assert seen.refusals > 0 < sum(seen.accepted), "drafts of both ends"
+
+
+def test_notes_hold_as_many_tokens_as_may_be_drafted() -> None:
+    assert NOTED_TOKENS == MAX_GAMMA
+
+
+@pytest.mark.parametrize("mode", ["ngram", "w4kv4"])
+def test_a_plan_counts_what_drafts_keep(models: Any, make_plan: Any, mode: Any) -> None:
+    """Notes of recurrent layers, and the states once, though the pool has a copy."""
+    directory = models.directory("qwen3_next")
+    spec = ModelSpec.from_directory(directory)
+    plan = make_plan(directory, (2,), batch=3)
+    pool = planned_pool(spec, plan.workload, plan.prefill_chunk, prefill_microbatch=1)
+    for index, stage in enumerate(plan.stages):
+        source = CheckpointSource(directory, spec)
+        compute, _ = build_stage(plan, index, spec, source, torch.device("cpu"), pool)
+        layers = range(*stage.layers)
+        extra = compute.enable_speculation(mode, pool, layers=layers)
+        assert extra == draft_bytes(plan, spec, index, mode) > 0
 
 
 @pytest.mark.parametrize("kind", FORMS)
