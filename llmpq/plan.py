@@ -278,7 +278,7 @@ class Plan(FileForm):
         for place, number in _numbers(self.model_dump(mode="json", by_alias=True), ""):
             name = next((part for part in place.split(".")[::-1] if not part.isdigit()), place)
             whole = isinstance(number, int)
-            size = name.endswith("_bytes") or name in SIZES
+            size = name.endswith("_bytes") or name in SIZES or ".bytes." in place
             most = (MAX_BYTES if size else MAX_COUNT) if whole else MAX_FLOAT
             least = 0.0
             if name in SIGNED:  # nobody computes with them

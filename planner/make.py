@@ -157,11 +157,12 @@ def plan_workload(
     `costs`: measured, of some kinds of device or all; the others are estimated. `windows`: batch
     sizes that will do instead of the workload's, best first: the first that fits is taken.
     """
+    path = str(Path(model_dir))
     inputs = ProblemInputs(
-        spec=ModelSpec.from_directory(model_dir),
+        spec=ModelSpec.from_directory(path),
         cluster=cluster,
         workload=workload,
-        path=str(Path(model_dir)),
+        source=path,
         bits=None if bits is None else tuple(bits),
         profile=costs,
     )
@@ -170,7 +171,7 @@ def plan_workload(
     )
     usual = build_problem(inputs)
     best = _first_that_fits(
-        _ways(inputs, usual, prefer), windows or (workload.batch,), options, inputs.path
+        _ways(inputs, usual, prefer), windows or (workload.batch,), options, path
     )
     work, spec = best.problem.workload, inputs.spec
     notes = [

@@ -62,14 +62,18 @@ LAYER = re.compile(r"(?:^|\.)(?:layers|h)\.(\d+)\.")
 """Where a tensor's name says which layer it is of."""
 
 
-def quantization_of(directory: str | Path) -> dict[str, Any] | None:
+def quantization_of(model: str | Path | Mapping[str, Any]) -> dict[str, Any] | None:
     """Return what a model says of how it is quantised, in the words of a form that is read.
 
-    None for a model that is not; `ValueError` for other forms of AutoRound and ModelOpt.
+    `model`: its directory, or its config. None for a model that is not quantised; `ValueError` for
+    other forms of AutoRound and ModelOpt.
     """
-    described = section(read_config(directory), "quantization_config")
-    beside = Path(directory) / BESIDE
-    if described is None and beside.is_file():
+    if isinstance(model, Mapping):
+        config, beside, directory = model, None, "config.json"
+    else:
+        config, beside, directory = read_config(model), Path(model) / BESIDE, str(model)
+    described = section(config, "quantization_config")
+    if described is None and beside is not None and beside.is_file():
         told = read_json(beside)
         inner = told.get("quantization") if isinstance(told, dict) else None
         if not isinstance(inner, dict):

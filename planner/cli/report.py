@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from llmpq.devices.device_list import ELSEWHERE
 from llmpq.plan import Plan, StagePlan
 from llmpq.planner.problem.outcome import rounded_up
-from llmpq.precision import bits_of
+from llmpq.precision import Precision, bits_of
 from llmpq.units import format_size
 
 if TYPE_CHECKING:
@@ -174,11 +174,16 @@ GUESSES = {
 """Indicators that were not measured on the model, and what they are."""
 
 
+UNROUNDED = Precision.W16A16
+
+
 def loss_lines(plan: Plan) -> list[str]:
     """Return the plan's quality loss beside that of uniform precisions, and where it is from."""
     predicted, indicator = plan.predicted, plan.solver.sensitivity
     if predicted is None:
         return []
+    if indicator == "generic" and predicted.sum_omega == 0 and set(plan.precisions) != {UNROUNDED}:
+        return ["quality loss: 0, every layer keeps the checkpoint's own codes"]
     uniform = {"8 bits": predicted.all_8bit_omega, "4 bits": predicted.all_4bit_omega}
     known = [f"at {bits} {value:.4g}" for bits, value in uniform.items() if value is not None]
     beside = f" (all layers {', '.join(known)})" if known else ""

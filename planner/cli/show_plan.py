@@ -48,8 +48,8 @@ def read_job(request: PlanRequest) -> PlanJob:
     problem, path, notes = make_problem(request)
     options = solve_options(request, problem.cluster)
     if problem.offered and request.bits is None:
-        stored = [precisions[0] for precisions in problem.offered]
-        sys.stderr.write(f"llmpq-algo: {stored_line(str(path), stored)}\n")
+        line = stored_line(path or problem.spec.name, problem.offered)
+        sys.stderr.write(f"llmpq-algo: {line}\n")
     if request.output == "":
         raise ValueError("--output is empty, expected a file's name; give one or leave it out")
     return PlanJob(problem=problem, options=options, path=path, notes=notes)

@@ -49,7 +49,8 @@ NARROW_TYPES = {
     Precision.W3A16: "q4_0",
 }
 """Types of blocks of 32, for rows that are not whole blocks of 256."""
-_FOUR_BITS = Precision.W4A16
+_KEPT_BITS = {Precision.W8A16, Precision.W4A16}
+"""At which layers keep codes of MXFP4."""
 GGUF_FILES = {"q8_0": "Q8_0", "q4_k": "Q4_K_S", "q3_k": "Q3_K_S", "q4_0": "Q4_0"}
 CACHE_TYPES = {KVPrecision.KV8: "q8_0", KVPrecision.KV4: "q4_0", KVPrecision.KV2: "q4_0"}
 PLAIN_TYPES = {"bfloat16": "bf16", "float16": "f16", "float32": "f32"}
@@ -134,15 +135,16 @@ def _convert(plan: Plan, plain: str) -> str:
 def _quantise(plan: Plan, spec: ModelSpec, plain: str) -> tuple[list[str], str]:
     """Return the command, if any layer is quantised, and the file that is served.
 
-    A file of a checkpoint that is published at 4 bits has its codes already.
+    A file of a checkpoint that is published in codes that layers of 4 and 8 bits keep has them
+    already.
 
     The file's own type must be a quantised one, or llama-quantize heeds no `--tensor-type`; every
     layer is named, or it mixes types of its own choice.
     """
     table = by_precision(plan)
     quantised = [precision for precision in table if precision is not Precision.W16A16]
-    as_published = FAMILIES[spec.family].published_as is not None and set(table) == {_FOUR_BITS}
-    if not quantised or as_published:
+    published = FAMILIES[spec.family].published_as is not None
+    if not quantised or (published and set(table) <= _KEPT_BITS):
         return [], f"model-{plain}.gguf"
     types_of = GGUF_TYPES if spec.hidden % WIDE_BLOCK == 0 else NARROW_TYPES
     base = types_of[max(quantised, key=lambda p: len(table[p]))]

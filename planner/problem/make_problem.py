@@ -28,16 +28,24 @@ from llmpq.planner import limits
 from llmpq.planner.costs.probed import book_of
 from llmpq.planner.problem.cpu_here import outdated_rates, rates_for
 from llmpq.planner.problem.named_inputs import read_devices_of, read_model
-from llmpq.planner.problem.own_codes import with_own_codes
+from llmpq.planner.problem.own_codes import (
+    LayerCodes,
+    has_others_beside,
+    own_codes,
+    rounded_shares,
+    with_own_codes,
+)
 from llmpq.planner.problem.positions import positions_note
 from llmpq.planner.problem.problem import Objective, Problem
 from llmpq.planner.problem.requests import PlanRequest
 from llmpq.planner.problem.stored_precisions import (
+    Source,
+    StoredLayer,
     fp8_note,
-    has_weights,
     kept_grid,
     offered,
     stored_layers,
+    tells_layers,
 )
 from llmpq.precision import K_PADDING, WEIGHT_ONLY, KVPrecision, Precision, default_outliers
 from llmpq.sensitivity import Sensitivity
@@ -57,8 +65,8 @@ class ProblemInputs:
     spec: ModelSpec
     cluster: Cluster
     workload: Workload
-    path: str | None = None
-    """The model's directory or GGUF file, where there is one."""
+    source: Source | None = None
+    """The model's directory, GGUF file or config, which say how a quantised one is stored."""
     bits: tuple[Precision, ...] | None = None
     """Precisions allowed; None: as stored, or all that costs and sensitivity know."""
     kvs: tuple[KVPrecision, ...] = ()
@@ -88,8 +96,8 @@ class BuiltProblem:
     """A problem, and what to say about the values that were not given."""
 
     problem: Problem
-    stored_notes: tuple[str, ...]
-    """Of a checkpoint's stored precisions."""
+    notes: tuple[str, ...]
+    """Of a checkpoint's stored precisions, and of quality losses that are guessed."""
     rates: tuple[CpuRates, ...]
     """Measured rates of CPUs that times are estimated by."""
 
@@ -108,12 +116,18 @@ class BuiltProblem:
 def build_problem(inputs: ProblemInputs) -> BuiltProblem:
     """Return the problem of these values, with what was not given filled in."""
     spec, cluster, workload = inputs.spec, inputs.cluster, inputs.workload
-    profile, path = inputs.profile, inputs.path
+    profile, source = inputs.profile, inputs.source
     kvs = inputs.kvs or (workload.kv,)
     kept = None
-    if path is not None and has_weights(path):
-        kept = kept_grid(path, cluster.devices, inputs.weight_group_size)
-    layers, stored_notes = _offered(path, spec, inputs.bits, kept)
+    if source is not None and tells_layers(source):
+        kept = kept_grid(source, spec, cluster.devices, inputs.weight_group_size)
+    stored = _stored(source, spec, inputs.bits, kept)
+    codes = own_codes(source, spec) if stored and source is not None else []
+    stored = tuple(
+        replace(one, others_beside=has_others_beside(own, spec.of_layer(index)))
+        for index, (one, own) in enumerate(zip(stored, codes, strict=True))
+    )
+    layers = offered(stored, inputs.bits) if stored else ()
     choices = _all_of(layers) or inputs.bits or default_bits(inputs.sensitivity, profile, cluster)
     quantization = replace(
         _grid(inputs, kept),
@@ -121,8 +135,8 @@ def build_problem(inputs: ProblemInputs) -> BuiltProblem:
         head_bits=open_head(choices, inputs.head_bits),
         cpu_activations=inputs.cpu_activations,
     )
-    if layers and path is not None:
-        quantization = with_own_codes(quantization, path, spec, choices, workload.dtype_bytes)
+    if codes:
+        quantization = with_own_codes(quantization, codes, spec, choices, workload.dtype_bytes)
     known = () if profile is None else profile.device_kinds
     rates = rates_for(cluster, workload.dtype, profiled=known, probing=inputs.probe_cpu)
     costs = book_of(
@@ -140,7 +154,10 @@ def build_problem(inputs: ProblemInputs) -> BuiltProblem:
         cluster=cluster,
         workload=workload,
         choices=tuple(choices),
-        sensitivity=inputs.sensitivity or generic_sensitivity(spec, choices, kvs),
+        sensitivity=inputs.sensitivity
+        or generic_sensitivity(
+            spec, choices, kvs, rounded=_rounded_shares(stored, codes, spec, quantization)
+        ),
         costs=costs,
         theta=inputs.theta,
         objective=inputs.objective,
@@ -155,7 +172,13 @@ def build_problem(inputs: ProblemInputs) -> BuiltProblem:
         offered=layers,
     )
     _require_groups_agree(problem)
-    return BuiltProblem(problem=problem, stored_notes=tuple(stored_notes), rates=tuple(rates))
+    notes = [fp8_note(stored)]
+    rounds = not stored or any(
+        problem.sensitivity.omega(layer, p) for layer, own in enumerate(layers) for p in own
+    )
+    if inputs.sensitivity is None and rounds:
+        notes.append(GENERIC_NOTE)
+    return BuiltProblem(problem=problem, notes=tuple(n for n in notes if n), rates=tuple(rates))
 
 
 def make_problem(
@@ -166,7 +189,8 @@ def make_problem(
     `devices`: instead of those that the request names, what was to be left free taken off.
     """
     named = read_devices_of(request)
-    spec, path = read_model(_with_model_of(named.cluster, request))
+    found = read_model(_with_model_of(named.cluster, request))
+    spec, path = found.spec, found.path
     cluster = devices or named.cluster
     request = _with_prompt_of_context(request)
     limits.check_job(request.batch, request.prompt_len, request.gen_len)
@@ -180,7 +204,7 @@ def make_problem(
             spec=spec,
             cluster=cluster,
             workload=workload,
-            path=path,
+            source=found.source,
             bits=None if request.bits is None else parse_bits(request.bits),
             kvs=parse_kv(request.kv),
             profile=profile,
@@ -204,10 +228,9 @@ def make_problem(
         remarks
         + [f"assumed: {line}" for line in named.assumptions]
         + [note for note in (dtype_note(spec, cluster, workload.dtype), too_long) if note]
-        + [*built.stored_notes]
         + _not_run(spec, cluster, workload)
         + _tokenizer_lack(path)
-        + ([] if sensitivity else [GENERIC_NOTE])
+        + [*built.notes]
         + built.cost_notes(workload)
     )
     return built.problem, path, notes
@@ -298,21 +321,16 @@ def _timed_exactly(request: PlanRequest, cluster: Cluster, profile: CostModel | 
     ]
 
 
-def _offered(
-    path: str | None,
+def _stored(
+    source: Source | None,
     spec: ModelSpec,
     asked: Sequence[Precision] | None,
     kept: Quantization | None,
-) -> tuple[tuple[tuple[Precision, ...], ...], list[str]]:
-    """Return what each layer of a quantised directory may have, nothing where all may have all;
-    and notes on it."""
-    if path is None or (asked is not None and not has_weights(path)):
-        return (), []
-    layers = stored_layers(path, spec, kept=kept)
-    if layers is None:
-        return (), []
-    note = fp8_note(layers)
-    return offered(layers, asked), [] if note is None else [note]
+) -> tuple[StoredLayer, ...]:
+    """Return how each layer of a quantised model is stored; nothing where all may have all bits."""
+    if source is None or (asked is not None and not tells_layers(source)):
+        return ()
+    return stored_layers(source, spec, kept=kept) or ()
 
 
 def _all_of(layers: Sequence[Sequence[Precision]]) -> tuple[Precision, ...]:
@@ -425,24 +443,62 @@ def default_bits(
 
 
 def generic_sensitivity(
-    spec: ModelSpec, choices: Sequence[Precision], kvs: Sequence[KVPrecision]
+    spec: ModelSpec,
+    choices: Sequence[Precision],
+    kvs: Sequence[KVPrecision],
+    *,
+    rounded: Mapping[Precision, Sequence[float]] | None = None,
 ) -> Sensitivity:
-    """Return omega = (15 / (2^bits - 1))^2 / L: the variance of rounding, equal for all layers."""
+    """Return omega = (15 / (2^bits - 1))^2 / L: the variance of rounding, equal for all layers.
+
+    `rounded`: of each layer, the share of weights that a precision rounds, where a checkpoint has
+    codes that it keeps; what those lose, the checkpoint has lost.
+    """
     layers = spec.num_layers
 
     def column(bits: int) -> tuple[float, ...]:
         return ((0.0 if bits >= 16 else (15 / (2**bits - 1)) ** 2 / layers),) * layers
+
+    def of_weights(p: Precision) -> tuple[float, ...]:
+        whole = column(min(p.weight_bits, p.activation_bits))
+        if rounded is None or p not in rounded:
+            return whole
+        return tuple(loss * share for loss, share in zip(whole, rounded[p], strict=True))
 
     return Sensitivity(
         indicator="generic",
         model=spec.name,
         num_layers=layers,
         weights={
-            p: column(min(p.weight_bits, p.activation_bits))
-            for p in dict.fromkeys((*choices, Precision.W8A16, Precision.W4A16))
+            p: of_weights(p) for p in dict.fromkeys((*choices, Precision.W8A16, Precision.W4A16))
         },
         kv={kv: tuple(x / 4 for x in column(kv.bits)) for kv in kvs},
     )
+
+
+def _rounded_shares(
+    stored: Sequence[StoredLayer],
+    codes: Sequence[LayerCodes],
+    spec: ModelSpec,
+    quantization: Quantization,
+) -> dict[Precision, tuple[float, ...]] | None:
+    """Return of each layer the share of weights that each precision rounds; None: all weights.
+
+    Layers whose codes say nothing of linears (GGUF's mixtures, Atom's) are kept where they are
+    served as they are stored.
+    """
+    if not stored:
+        return None
+    found = {}
+    for precision in Precision:
+        scheme = quantization.scheme(precision)
+        if scheme is not None:
+            shares = rounded_shares(codes, spec, scheme)
+            found[precision] = tuple(
+                share if own else float(layer.stored is not precision)
+                for share, own, layer in zip(shares, codes, stored, strict=True)
+            )
+    return found
 
 
 def parse_pins(

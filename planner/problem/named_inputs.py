@@ -5,7 +5,7 @@ Knows nothing of jobs and solvers. Every error names the flag and what to do.
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from llmpq.checkpoints.gguf_file import is_model
 from llmpq.checkpoints.hub import local_model
@@ -19,30 +19,49 @@ from llmpq.model_spec import ModelSpec, builtin_configs, builtin_name
 from llmpq.plan import Plan
 from llmpq.planner import limits
 from llmpq.planner.problem.requests import DevicesRequest, ModelRequest
+from llmpq.planner.problem.stored_precisions import Source
 from llmpq.units import format_size, parse_size
 
 
-def read_model(request: ModelRequest) -> tuple[ModelSpec, str | None]:
-    """Return the model and the directory it was read from."""
+@dataclass(frozen=True, kw_only=True)
+class NamedModel:
+    """A model that flags name."""
+
+    spec: ModelSpec
+    path: str | None
+    """Its directory or GGUF file, or its name on the hub; None of a built-in one."""
+    source: Source
+    """What says how it is stored: files of this machine, or a built-in config."""
+
+
+def read_model(request: ModelRequest) -> NamedModel:
+    """Return the model that flags name; `ValueError` says what to type instead."""
     if request.model and (request.model_name or request.model_size):
         raise ValueError("give either --model or --model-name with --model-size, not both")
     if request.model_name:
-        return ModelSpec.by_name(request.model_name, request.model_size), None
+        return _builtin(request.model_name, request.model_size)
     if not request.model:
         raise ValueError("--model is missing: a Hugging Face directory, or a name such as opt-30b")
     if is_model(request.model):
-        return ModelSpec.from_directory(request.model), str(request.model)
+        path = str(request.model)
+        return NamedModel(spec=ModelSpec.from_directory(path), path=path, source=path)
     if request.model.endswith(".gguf"):
         raise ValueError(f"no such file: '{shortened(request.model)}'; expected a GGUF file")
     if "/" in request.model and builtin_name(request.model) is None:
         return _of_hub(request.model)
-    return ModelSpec.by_name(request.model), None
+    return _builtin(request.model)
 
 
-def _of_hub(name: str) -> tuple[ModelSpec, str]:
+def _builtin(name: str, size: str | None = None) -> NamedModel:
+    spec = ModelSpec.by_name(name, size)
+    return NamedModel(spec=spec, path=None, source=builtin_configs()[spec.name])
+
+
+def _of_hub(name: str) -> NamedModel:
     """Return a model of Hugging Face's hub by its config.json, and its name there."""
     try:
-        return ModelSpec.from_directory(local_model(name, config_only=True)), name
+        folder = str(local_model(name, config_only=True))
+        return NamedModel(spec=ModelSpec.from_directory(folder), path=name, source=folder)
     except ValueError as error:
         short = name.rstrip("/").rsplit("/", 1)[-1]
         hint = nearest(short, builtin_configs()).strip()
@@ -52,7 +71,7 @@ def _of_hub(name: str) -> tuple[ModelSpec, str]:
 def model_of_plan(request: ModelRequest, plan: Plan) -> ModelSpec:
     """Return the model a plan is for: as named, else by the plan's own path or name."""
     if request.model or request.model_name or request.model_size:
-        spec, _ = read_model(request)
+        spec = read_model(request).spec
     elif plan.model.path and is_model(plan.model.path):
         spec = ModelSpec.from_directory(plan.model.path)
     elif plan.inputs is not None:

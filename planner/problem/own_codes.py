@@ -19,10 +19,9 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
-from pathlib import Path
 from typing import Any
 
-from llmpq.checkpoints.gguf_file import GgufFile, is_gguf, open_gguf
+from llmpq.checkpoints.gguf_file import GgufFile, open_gguf
 from llmpq.checkpoints.quantization_config import (
     BITSANDBYTES,
     fp8_block,
@@ -34,7 +33,14 @@ from llmpq.families import FAMILIES
 from llmpq.families.record import AS_IT_IS
 from llmpq.memory import Quantization, StoredBytes
 from llmpq.model_spec import LinearShape, ModelSpec
-from llmpq.planner.problem.stored_precisions import Header, group_size, headers_of, integer_bits
+from llmpq.planner.problem.stored_precisions import (
+    AnyHeader,
+    Source,
+    group_size,
+    headers_of,
+    integer_bits,
+    is_gguf_file,
+)
 from llmpq.precision import Precision, WeightScheme, padded_k
 
 TABLE_BITS, TABLE_GROUP = 4, 32
@@ -86,15 +92,18 @@ class OwnCodes:
         return self.fixed_bytes + self.scales * dtype_bytes
 
 
+LayerCodes = Mapping[str, OwnCodes]
+"""Linear -> its codes, of those of a layer that have codes of their own."""
+
+
 def with_own_codes(
     grid: Quantization,
-    path: str | Path,
+    layers: Sequence[LayerCodes],
     spec: ModelSpec,
     precisions: Sequence[Precision],
     dtype_bytes: int,
 ) -> Quantization:
     """Return the grid with the bytes of the checkpoint's own codes, and what most of them are."""
-    layers = list(_layers(path, spec))
     runs: list[StoredBytes] = []
     for precision in precisions:
         scheme = grid.scheme(precision)
@@ -112,7 +121,7 @@ def with_own_codes(
 
 
 def _other_bytes(
-    spec: ModelSpec, own: Mapping[str, OwnCodes], scheme: WeightScheme, dtype_bytes: int
+    spec: ModelSpec, own: LayerCodes, scheme: WeightScheme, dtype_bytes: int
 ) -> Iterator[tuple[str, int]]:
     """Yield the linears of a layer that take other bytes than the scheme says, and how many."""
     for linear in _each_once(spec):
@@ -130,9 +139,7 @@ def _each_once(spec: ModelSpec) -> Iterator[LinearShape]:
             yield linear
 
 
-def _most(
-    layers: Sequence[Mapping[str, OwnCodes]], spec: ModelSpec, grid: Quantization
-) -> str | None:
+def _most(layers: Sequence[LayerCodes], spec: ModelSpec, grid: Quantization) -> str | None:
     """Return what codes most weights of the layers have; None for integers and numbers."""
     weights: Counter[str] = Counter()
     for index, own in enumerate(layers):
@@ -145,20 +152,38 @@ def _most(
     return max(weights, key=lambda name: weights[name], default="") or None
 
 
-def _layers(path: str | Path, spec: ModelSpec) -> Iterator[dict[str, OwnCodes]]:
-    """Yield every layer's linears that have codes of their own."""
-    if is_gguf(path):
-        file = open_gguf(path)
-        for index in range(spec.num_layers):
-            yield dict(_of_gguf(file, spec.of_layer(index), index))
-        return
-    described = quantization_of(path)
+def rounded_shares(
+    layers: Sequence[LayerCodes], spec: ModelSpec, scheme: WeightScheme
+) -> tuple[float, ...]:
+    """Return of each layer the share of weights that a scheme rounds: those whose codes go."""
+    return tuple(_rounded(own, spec.of_layer(index), scheme) for index, own in enumerate(layers))
+
+
+def _rounded(own: LayerCodes, spec: ModelSpec, scheme: WeightScheme) -> float:
+    weights = {True: 0, False: 0}
+    for linear in _each_once(spec):
+        codes = own.get(linear.kind)
+        count = linear.num_weights * (spec.experts if linear.of_expert else 1)
+        weights[codes is None or not codes.is_kept(scheme)] += count
+    return weights[True] / max(1, sum(weights.values()))
+
+
+def has_others_beside(own: LayerCodes, spec: ModelSpec) -> bool:
+    """Whether a layer has 4-bit codes of a table, and linears without such."""
+    tables = [kind for kind, codes in own.items() if codes.name not in ("", "e4m3")]
+    return bool(tables) and any(linear.kind not in tables for linear in _each_once(spec))
+
+
+def own_codes(source: Source, spec: ModelSpec) -> list[LayerCodes]:
+    """Return every layer's linears that have codes of their own."""
+    if is_gguf_file(source):
+        file = open_gguf(source)
+        return [dict(_of_gguf(file, spec.of_layer(i), i)) for i in range(spec.num_layers)]
+    described = quantization_of(source)
     if described is None:
-        yield from ({} for _ in range(spec.num_layers))
-        return
-    directory = _Directory(headers_of(path), described, spec)
-    for index in range(spec.num_layers):
-        yield dict(directory.of_layer(index))
+        return [{} for _ in range(spec.num_layers)]
+    directory = _Directory(headers_of(source, spec), described, spec)
+    return [dict(directory.of_layer(index)) for index in range(spec.num_layers)]
 
 
 def _of_gguf(file: GgufFile, spec: ModelSpec, index: int) -> Iterator[tuple[str, OwnCodes]]:
@@ -189,7 +214,7 @@ class _Directory:
     """The headers of a safetensors checkpoint, asked for a layer's linears."""
 
     def __init__(
-        self, held: Mapping[str, Header], described: Mapping[str, Any], spec: ModelSpec
+        self, held: Mapping[str, AnyHeader], described: Mapping[str, Any], spec: ModelSpec
     ) -> None:
         self._held, self._described, self._spec = held, described, spec
         self._names = FAMILIES[spec.family].names.used_in(held)

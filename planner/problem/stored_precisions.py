@@ -1,6 +1,7 @@
 """At which precisions the layers of a quantised model directory can be served.
 
-Reads config.json and the headers of the safetensors files, no weights. The names of a layer's
+Reads config.json and the headers of the safetensors files, no weights; where there are no files,
+what config.json says stands for their headers (described_headers.py). The names of a layer's
 tensors tell its form, as runtime/weights/quantized_checkpoint.py lists them:
 
     weight_packed, qweight    weights only: their bits with 16-bit activations
@@ -35,7 +36,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from llmpq.checkpoints.gguf_file import GgufFile, is_gguf, open_gguf
 from llmpq.checkpoints.quantization_config import (
@@ -53,7 +54,15 @@ from llmpq.families.common.config_values import size
 from llmpq.file_form import read_json
 from llmpq.memory import Quantization
 from llmpq.model_spec import ModelSpec
+from llmpq.planner.problem.described_headers import (
+    DescribedHeader,
+    described_headers,
+    is_described,
+)
 from llmpq.precision import Precision
+
+Source = str | Path | Mapping[str, Any]
+"""A directory, a GGUF file, or a config without files: a built-in model's."""
 
 GGUF_LAYER = re.compile(r"blk\.(\d+)\.")
 GGUF_BITS = {
@@ -73,6 +82,13 @@ class StoredLayer:
     served: tuple[Precision, ...]
     rounds_fp8: bool = False
     """Whether it has FP8 linears beside codes of fewer bits, to which their numbers are rounded."""
+    others_beside: bool = False
+    """Whether it has 4-bit codes of a table, kept at 8 bits, too, and linears without such."""
+
+    @property
+    def as_stored(self) -> tuple[Precision, ...]:
+        """The precisions at which its codes are kept, and other linears rounded to as many bits."""
+        return (Precision.W8A16, self.stored) if self.others_beside else (self.stored,)
 
 
 CENTRED = ("Q8_0", "Q4_0", "Q5_0", "MXFP4", "IQ4_NL", "IQ4_XS")
@@ -134,45 +150,42 @@ class Header:
         return [int.from_bytes(content[i : i + width], "little", signed=True) for i in places]
 
 
+AnyHeader = Header | DescribedHeader
+
+
 def stored_layers(
-    directory: str | Path, spec: ModelSpec, *, kept: Quantization | None = None
+    source: Source, spec: ModelSpec, *, kept: Quantization | None = None
 ) -> tuple[StoredLayer, ...] | None:
     """Return how every layer is stored; None for a model that is not quantised.
 
     `kept`: the grid of `small_groups`, where a plan has it; such layers may have other bits, too.
     """
-    if is_gguf(directory):
-        return stored_in_gguf(open_gguf(directory), spec.num_layers)
-    described = quantization_of(directory)
+    if is_gguf_file(source):
+        return stored_in_gguf(open_gguf(source), spec.num_layers)
+    described = quantization_of(source)
     if described is None:
         return None
-    require_read(described, directory)
+    require_read(described, label_of(source))
     small = SMALL if kept is not None and kept.group_size in SMALL else ()
-    files = _files(Path(directory))
-    if not files:
-        raise ValueError(
-            f"'{directory}' is quantised but has no {SINGLE}, whose header says at how many bits "
-            "each layer is stored; get its weights, or say it with --bits"
-        )
-    file_of = headers_of(directory)
+    file_of = headers_of(source, spec)
     found: dict[int, set[Precision]] = {}
     for layer, precision in _quantised(file_of, described, small):
         found.setdefault(layer, set()).add(precision)
     coded = dict.fromkeys(_table_layers(file_of), Precision.W4A16)
     coded |= dict.fromkeys(_fp8_layers(file_of, described), Precision.W8A16)
     made = (
-        _layer(directory, i, found.get(i, set()), coded.get(i, Precision.W16A16))
+        _layer(label_of(source), i, found.get(i, set()), coded.get(i, Precision.W16A16))
         for i in range(spec.num_layers)
     )
     return tuple(replace(one, served=tuple(Precision)) if small else one for one in made)
 
 
-def small_groups(directory: str | Path) -> Quantization | None:
-    """Return the grid of a directory whose integer codes all have groups of 32, or all of 64."""
-    described = quantization_of(directory) or {}
+def small_groups(source: Source, spec: ModelSpec) -> Quantization | None:
+    """Return the grid of a model whose integer codes all have groups of 32, or all of 64."""
+    described = quantization_of(source) or {}
     if described.get("quant_method") not in ("gptq", "awq", "compressed-tensors"):
         return None
-    file_of = headers_of(directory)
+    file_of = headers_of(source, spec)
     sizes, has_zeros = set(), False
     for name in file_of:
         stem, _, kind = name.rpartition(".")
@@ -186,7 +199,7 @@ def small_groups(directory: str | Path) -> Quantization | None:
 
 
 def group_size(
-    file_of: Mapping[str, Header], name: str, described: Mapping[str, Any]
+    file_of: Mapping[str, AnyHeader], name: str, described: Mapping[str, Any]
 ) -> int | None:
     """Return how many weights share a scale in a linear of integers, by the name of its codes.
 
@@ -209,7 +222,7 @@ def group_size(
 
 
 def integer_bits(
-    file_of: Mapping[str, Header], name: str, described: Mapping[str, Any]
+    file_of: Mapping[str, AnyHeader], name: str, described: Mapping[str, Any]
 ) -> int | None:
     """Return the bits of a linear's integers, by the name of its codes; None for other codes."""
     stem, _, kind = name.rpartition(".")
@@ -222,21 +235,39 @@ def integer_bits(
     return file_of[name].tensors[name]["shape"][1] * 32 // k if k else None
 
 
-def _in_features(file_of: Mapping[str, Header], stem: str) -> int:
+def _in_features(file_of: Mapping[str, AnyHeader], stem: str) -> int:
     """Return K of a compressed-tensors linear of integers; 0 where nothing tells."""
     shape = f"{stem}.weight_shape"
     return file_of[shape].whole_numbers(shape)[1] if shape in file_of else 0
 
 
-def headers_of(directory: str | Path) -> dict[str, Header]:
-    """Return every tensor's file, by its name."""
-    headers = map(_read_header, _files(Path(directory)))
+def headers_of(source: Source, spec: ModelSpec) -> Mapping[str, AnyHeader]:
+    """Return every tensor's header, by its name; of a model without files what its config says."""
+    described = quantization_of(source)
+    files = [] if isinstance(source, Mapping) else _files(Path(source))
+    whole = all(file.exists() for file in files)
+    if described is not None and (not files or (not whole and is_described(described))):
+        return described_headers(spec, described, label_of(source))
+    headers = map(_read_header, files)
     return {name: header for header in headers for name in header.tensors}
 
 
-def has_weights(directory: str | Path) -> bool:
-    """Whether a model has a checkpoint, not config.json only."""
-    return is_gguf(directory) or bool(_files(Path(directory)))
+def tells_layers(source: Source) -> bool:
+    """Whether files or config.json say how a model's layers are stored."""
+    if is_gguf_file(source) or (not isinstance(source, Mapping) and _files(Path(source))):
+        return True
+    described = quantization_of(source)
+    return described is None or is_described(described)
+
+
+def is_gguf_file(source: Source) -> TypeGuard[str | Path]:
+    """Whether a model is a GGUF file."""
+    return not isinstance(source, Mapping) and is_gguf(source)
+
+
+def label_of(source: Source) -> object:
+    """Return what errors call a model."""
+    return "config.json" if isinstance(source, Mapping) else source
 
 
 def _files(directory: Path) -> list[Path]:
@@ -294,7 +325,7 @@ def _require_entry(name: str, entry: Any) -> None:
 
 
 def _quantised(
-    file_of: Mapping[str, Header], described: Mapping[str, Any], small: Sequence[int]
+    file_of: Mapping[str, AnyHeader], described: Mapping[str, Any], small: Sequence[int]
 ) -> Iterator[tuple[int, Precision]]:
     """Yield layer and precision of every quantised linear; its tensors may be in several files."""
     for name, header in file_of.items():
@@ -312,7 +343,7 @@ def _quantised(
 
 
 def _precision(
-    file_of: Mapping[str, Header], name: str, described: Mapping[str, Any], small: Sequence[int]
+    file_of: Mapping[str, AnyHeader], name: str, described: Mapping[str, Any], small: Sequence[int]
 ) -> Precision | None:
     """Return the precision that a tensor stands for; None for one that tells nothing."""
     header = file_of[name]
@@ -347,7 +378,7 @@ def _precision(
     return None
 
 
-def _table_layers(file_of: Mapping[str, Header]) -> set[int]:
+def _table_layers(file_of: Mapping[str, AnyHeader]) -> set[int]:
     """Return the layers with 4-bit codes of a table, which one of 4 bits keeps."""
     ends = ("_blocks", ".weight_packed", *(f".weight.{name}" for name in BITSANDBYTES))
     found = set()
@@ -359,7 +390,7 @@ def _table_layers(file_of: Mapping[str, Header]) -> set[int]:
     return found
 
 
-def _fp8_layers(file_of: Mapping[str, Header], described: Mapping[str, Any]) -> set[int]:
+def _fp8_layers(file_of: Mapping[str, AnyHeader], described: Mapping[str, Any]) -> set[int]:
     """Return the layers with linears in E4M3, whose codes an 8-bit layer keeps."""
     found = set()
     for name, header in file_of.items():
@@ -369,7 +400,7 @@ def _fp8_layers(file_of: Mapping[str, Header], described: Mapping[str, Any]) -> 
     return found if is_kept_block(fp8_block(described)) else set()
 
 
-def _groups(file_of: Mapping[str, Header], scales: str, dimension: int) -> int | None:
+def _groups(file_of: Mapping[str, AnyHeader], scales: str, dimension: int) -> int | None:
     """Return how many groups a matrix has, None where its scales are not there to tell."""
     found = file_of.get(scales)
     return None if found is None else int(found.tensors[scales]["shape"][dimension])
@@ -401,13 +432,11 @@ def _named(name: str, weight_bits: int, activation_bits: int = 16) -> Precision:
         ) from None
 
 
-def _layer(
-    directory: str | Path, index: int, found: set[Precision], kept: Precision
-) -> StoredLayer:
+def _layer(label: object, index: int, found: set[Precision], kept: Precision) -> StoredLayer:
     """Return a layer of these quantised linears; unquantised ones among them follow the others."""
     if len(found) > 1:
         raise ValueError(
-            f"'{directory}': layer {index} is stored at {names_of(tuple(found))} together, "
+            f"'{label}': layer {index} is stored at {names_of(tuple(found))} together, "
             "expected one precision a layer; quantise the model with llmpq-quantize"
         )
     if not found:
@@ -438,7 +467,7 @@ def offered(
     `ValueError` for a layer that `--bits` leaves nothing, and for bits that no layer can have.
     """
     if asked is None:
-        return tuple((layer.stored,) for layer in layers)
+        return tuple(layer.as_stored for layer in layers)
     for index, layer in enumerate(layers):
         if not set(asked) & set(layer.served):
             raise ValueError(
@@ -456,9 +485,18 @@ def offered(
     return tuple(tuple(p for p in asked if p in layer.served) for layer in layers)
 
 
-def stored_line(directory: str, stored: Sequence[Precision]) -> str:
-    """Return one line: how a directory is stored, and that it is planned so."""
+def stored_line(directory: str, offers: Sequence[Sequence[Precision]]) -> str:
+    """Return one line: how a directory is stored, and that it is planned so.
+
+    `offers`: of each layer, the precisions that keep its codes.
+    """
+    stored = [choices[-1] for choices in offers]
     kinds = [p for p in Precision if p in stored]
+    if any(len(choices) > 1 for choices in offers):
+        return (
+            f"'{directory}' is stored at {names_of(stored)} beside linears of more bits: layers of "
+            "8 and of 4 bits keep its codes, the other linears are rounded to as many"
+        )
     if len(kinds) == 1:
         return f"'{directory}' is stored at {kinds[0].value}: every layer is planned at it"
     counts = ", ".join(f"{p.value} on {_layers(stored.count(p))}" for p in kinds)
@@ -475,7 +513,7 @@ def _layers(count: int) -> str:
 
 
 def kept_grid(
-    path: str | Path, devices: Sequence[Device], asked: int | None = None
+    source: Source, spec: ModelSpec, devices: Sequence[Device], asked: int | None = None
 ) -> Quantization | None:
     """Return the grid on which codes stay as they are, None where it is the usual one.
 
@@ -483,5 +521,5 @@ def kept_grid(
     """
     if asked is None and not all(device.spec.is_cpu for device in devices):
         return None
-    kept = gguf_grid(path) if is_gguf(path) else small_groups(path)
+    kept = gguf_grid(source) if is_gguf_file(source) else small_groups(source, spec)
     return kept if kept is None or asked in (None, kept.group_size) else None

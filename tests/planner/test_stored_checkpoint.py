@@ -398,3 +398,47 @@ def test_the_front_of_layers_that_have_no_choice_is_one_sum_of_omega() -> None:
         except Infeasible:
             continue
         assert len(front.points) == 1
+
+
+@pytest.mark.parametrize("bits", ["4", "8"])
+def test_published_codes_of_a_built_in_name(capsys: pytest.CaptureFixture[str], bits: str) -> None:
+    """gpt-oss is published in MXFP4: layers of 4 and 8 bits keep its experts' codes."""
+    words = ["--model", "gpt-oss-20b", "--devices", "4080", "--prefer", "quality", *JOB]
+    code, out, err = _run(capsys, *words)
+    assert code == 0 and "24 x w8a16" in out
+    assert err.startswith("llmpq-algo: 'gpt-oss-20b' is stored at w4a16 beside linears of more")
+    code, out, _ = _run(capsys, *words, "--bits", bits)
+    assert code == 0 and "all layers at 8 bits 0.0001116, at 4 bits 0.03226" in out
+
+
+def test_a_quantised_model_of_the_hub_is_planned_by_its_config(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """llama-2-7b's sizes in GPTQ; only config.json is in the cache, or an index as well."""
+    hub = tmp_path / "hub"
+    snapshot = hub / "models--someone--Seven-GPTQ" / "snapshots" / "abc"
+    snapshot.mkdir(parents=True)
+    (snapshot.parent.parent / "refs").mkdir()
+    (snapshot.parent.parent / "refs" / "main").write_text("abc")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(hub))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    config = {
+        "model_type": "llama",
+        "hidden_size": 4096,
+        "intermediate_size": 11008,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 32,
+        "vocab_size": 32000,
+        "torch_dtype": "float16",
+    }
+    words = ["--model", "someone/Seven-GPTQ", "--devices", "3060", *JOB]
+    gptq = {"quant_method": "gptq", "bits": 4, "group_size": 128, "sym": True}
+    for described in (gptq, None):
+        extra = {} if described is None else {"quantization_config": described}
+        (snapshot / "config.json").write_text(json.dumps(config | extra))
+        weights = {"weight_map": {"lm_head.weight": "model-00001-of-00002.safetensors"}}
+        (snapshot / "model.safetensors.index.json").write_text(json.dumps(weights))
+        code, out, err = _run(capsys, *words)
+        assert code == 0 and ("is stored at w4a16" in err) == (described is not None)
+        assert ("keeps the checkpoint's own codes" in out) == (described is not None)

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.pure
 def exported(tmp_path: Path, engine: str, model: str, *words: str) -> str:
     out = tmp_path / "plan.json"
     assert main([*words, "--model", model, "--batch", "2", "-o", str(out)]) == 0
-    spec, _ = read_model(ModelRequest(model=model, model_name=None, model_size=None))
+    spec = read_model(ModelRequest(model=model, model_name=None, model_size=None)).spec
     return WRITERS[engine](Plan.load(out), spec).text
 
 
@@ -26,7 +26,8 @@ def exported(tmp_path: Path, engine: str, model: str, *words: str) -> str:
     ("model", "bits", "has", "lacks"),
     [
         ("gpt-oss-20b", "4", "llama-server -m model-bf16.gguf", "llama-quantize"),
-        ("gpt-oss-20b", "8", "q8_0", "q4_k"),
+        ("gpt-oss-20b", "8", "llama-server -m model-bf16.gguf", "llama-quantize"),
+        ("qwen2.5-0.5b", "8", "q8_0", "q4_k"),
         ("qwen3-8b", "4", "q4_k", "q4_0"),
     ],
 )

@@ -357,7 +357,12 @@ def test_a_directory_whose_weights_are_elsewhere_is_planned(dense: Path, tmp_pat
     (tmp_path / "config.json").write_text((dense / "config.json").read_text())
     index = {"weight_map": {"lm_head.weight": "model-00001-of-00002.safetensors"}}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
-    assert kept_grid(tmp_path, Cluster.from_counts(["T4"], [1]).devices) is None
+    assert (
+        kept_grid(
+            tmp_path, ModelSpec.from_directory(tmp_path), Cluster.from_counts(["T4"], [1]).devices
+        )
+        is None
+    )
 
 
 @pytest.mark.parametrize("name", FORMS)
@@ -366,7 +371,10 @@ def test_plans_keep_four_bits(dense: Path, tmp_path: Path, name: str) -> None:
     layers = stored_layers(form, ModelSpec.from_directory(form))
     assert layers is not None and all(layer.stored is Precision.W4A16 for layer in layers)
     assert all(layer.served == tuple(Precision) for layer in layers)
-    assert kept_grid(form, Cluster.from_counts(["T4"], [1]).devices) is None
+    assert (
+        kept_grid(form, ModelSpec.from_directory(form), Cluster.from_counts(["T4"], [1]).devices)
+        is None
+    )
 
 
 @pytest.mark.thin

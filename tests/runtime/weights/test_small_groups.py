@@ -92,7 +92,7 @@ def test_codes_are_kept(
     target = write(llama, tmp_path / "q", form, group, symmetric=symmetric)
     spec = ModelSpec.from_directory(target)
     numbers = logits(target)
-    grid = small_groups(target)
+    grid = small_groups(target, spec)
     assert grid == Quantization(group_size=group, symmetric=symmetric)
     layers = stored_layers(target, spec, kept=grid)
     assert layers is not None and {one.stored for one in layers} == {Precision.W4A16}
