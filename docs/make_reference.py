@@ -160,7 +160,8 @@ def docstrings(model: type[BaseModel]) -> dict[str, str]:
 
 
 def parsers() -> Iterator[CommandParser]:
-    yield from (arguments.plan_parser(), arguments.check_parser(), arguments.export_parser())
+    yield from (arguments.plan_parser(), arguments.fits_parser(), arguments.check_parser())
+    yield arguments.export_parser()
     yield arguments.devices_parser()
     yield arguments.models_parser()
     yield from (run_parser(), serve_parser(), chat_parser(), tool_flags.check_parser())

@@ -1,13 +1,13 @@
 """What to say when nothing fits: by how much it is short, and what would fit.
 
 Fitting is counted, not searched: layers of the fewest bytes allowed, micro-batches of one, stages
-filled one after the other. A plan made so (`fitting`) proves that a change is enough: nothing is
-named that has not been planned so, and checked as every plan is. Looks at bytes only.
+filled one after the other. A plan made so (`fitting_plan`) proves that a change is enough: nothing
+is named that has not been planned so, and checked as every plan is.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -17,6 +17,7 @@ from typing import Any
 from llmpq.cluster import Cluster, Device, DeviceGroup
 from llmpq.devices.device_spec import known_kind
 from llmpq.errors import DoesNotFitError
+from llmpq.plan import Plan
 from llmpq.planner import limits
 from llmpq.planner.check.build_plan import build_plan
 from llmpq.planner.check.check import check_plan
@@ -31,11 +32,13 @@ from llmpq.planner.costs.stage_memory import (
 )
 from llmpq.planner.evaluate.least_bytes import (
     end_pairs,
-    least_bytes_plan,
+    fitting_plan,
+    in_least_chunks,
+    largest,
     smallest_microbatches,
 )
+from llmpq.planner.evaluate.objective import value
 from llmpq.planner.problem.make_problem import generic_sensitivity
-from llmpq.planner.problem.microbatch import small_chunks
 from llmpq.planner.problem.named_inputs import with_reserve
 from llmpq.planner.problem.outcome import Assignment, Outcome
 from llmpq.planner.problem.problem import Problem
@@ -68,9 +71,10 @@ class NothingFitsError(DoesNotFitError):
 
     @cached_property
     def _text(self) -> str:
-        return explain_infeasible(
+        found = refusal_of(
             self.problem, self._kvs, budget=self._budget, names_flags=self._names_flags
         )
+        return found.text
 
     def __str__(self) -> str:
         return self._text
@@ -131,47 +135,61 @@ def _room(p: Problem, choice: int | None) -> StageRoom:
     return found
 
 
-def fitting(p: Problem) -> tuple[Problem, Assignment] | None:
-    """Return the job, with the chunks of prompts that it needs, and a plan of it that fits."""
-    for size in (p.chunk, *_smaller_chunks(p)):
-        of_size = p.with_changes(chunk=size)
-        found = least_bytes_plan(of_size)
-        if found is not None:
-            return of_size, found
-    return None
+@dataclass(frozen=True, kw_only=True)
+class Refusal:
+    """Why nothing fits, and what would."""
+
+    said: str
+    """What is short, as a sentence without its end."""
+    remedy: str
+    """What to do where there is no way out."""
+    device: str | None = None
+    """The device that is closest to holding what is missing of the best form allowed."""
+    missing_bytes: int = 0
+    ways: tuple[str, ...] = ()
+    """Changes that fit, cheapest first; each has been planned."""
+
+    @property
+    def text(self) -> str:
+        """One sentence."""
+        ways = f"what fits: {', or '.join(self.ways)}" if self.ways else self.remedy
+        return f"{self.said}; {ways}"
 
 
-def _smaller_chunks(p: Problem) -> list[int]:
-    sizes = small_chunks(p.workload.prompt_len) if p.pooled else ()
-    return [size for size in sizes if size < p.chunk]
+def refusal_of(
+    p: Problem,
+    kvs: Sequence[KVPrecision],
+    *,
+    budget: float | None = None,
+    names_flags: bool = True,
+    names_context: bool = False,
+) -> Refusal:
+    """Return what is short of the best form allowed, and changes that fit.
 
-
-def _in_least_chunks(p: Problem) -> Problem:
-    return p.with_changes(chunk=min([p.chunk, *_smaller_chunks(p)]))
-
-
-def explain_infeasible(
-    p: Problem, kvs: Sequence[KVPrecision], *, budget: float | None = None, names_flags: bool = True
-) -> str:
-    """Return one sentence: what is short of the best form allowed, and changes that fit.
-
-    `names_flags`: changes are flags of llmpq-algo, else words.
+    `names_flags`: changes are flags of llmpq-algo, else words. `names_context`: a shorter context
+    is `--context`, else a shorter prompt or answer.
     """
-    problems = [_changed(p, kv=kv) for kv in kvs]
+    problems = [p.with_job(kv=kv) for kv in kvs]
     given = _limits_given(p, budget)
     dropped = [flag for flag, change in given.items() if _some_fit(problems, **change)]
-    short = [q for q in problems if _room(_in_least_chunks(q), None).layers < q.spec.num_layers]
+    short = [q for q in problems if _room(in_least_chunks(q), None).layers < q.spec.num_layers]
     if given and len(short) < len(problems):
         which = " or ".join(dropped) if dropped else ", ".join(given)
         verb = "leave it out" if len(given) == 1 else f"leave out {which}"
-        return f"{p.spec.name} fits {p.cluster.name} only without {', '.join(given)}; {verb}"
-    said = f"{p.spec.name} does not fit {p.cluster.name}: {_shortfall(p, problems)}"
+        only = f"{p.spec.name} fits {p.cluster.name} only without {', '.join(given)}"
+        return Refusal(said=only, remedy=verb)
+    lack = _shortfall(p, problems)
+    said = f"{p.spec.name} does not fit {p.cluster.name}: {lack.text}"
     if not _some_fit(problems, prompt_len=1, gen_len=1):
         said += ", whatever the context"
-    ways = [f"leaving out {flag}" for flag in dropped] + _Ways(p, kvs, names_flags).found()
-    if not ways:
-        return f"{said}; take more devices or a smaller model"
-    return f"{said}; what fits: {', or '.join(ways)}"
+    ways = _Ways(p, kvs, names_flags, names_context).found()
+    return Refusal(
+        said=said,
+        remedy="take more devices or a smaller model",
+        device=lack.room.device.name if lack.room.missing_bytes else None,
+        missing_bytes=lack.room.missing_bytes,
+        ways=(*(f"leaving out {flag}" for flag in dropped), *ways),
+    )
 
 
 _NO_LIMITS: dict[str, Any] = {
@@ -197,12 +215,25 @@ def _limits_given(p: Problem, budget: float | None) -> dict[str, dict[str, Any]]
 
 
 def _some_fit(problems: Sequence[Problem], **change: Any) -> bool:
-    return any(fitting(_changed(q, **change)) is not None for q in problems)
+    return any(fitting_plan(q.with_job(**change)) is not None for q in problems)
 
 
-def _shortfall(p: Problem, problems: Sequence[Problem]) -> str:
-    """Return what the form that is nearest to fitting lacks: `at w4a16, T4-0 is short by 1 GiB`."""
-    problems = [_in_least_chunks(q) for q in problems]
+@dataclass(frozen=True, kw_only=True)
+class _Shortfall:
+    """What the form that is nearest to fitting lacks."""
+
+    form: str
+    room: StageRoom
+
+    @property
+    def text(self) -> str:
+        """`at w4a16 and kv16, T4-0 is short by 1 GiB`."""
+        return f"{self.form}, {_short(self.room)}"
+
+
+def _shortfall(p: Problem, problems: Sequence[Problem]) -> _Shortfall:
+    """Return what the form that is nearest to fitting lacks."""
+    problems = [in_least_chunks(q) for q in problems]
     forms = [
         (_room(q, b).missing_bytes, -k, q, b)
         for k, q in enumerate(problems)
@@ -210,10 +241,11 @@ def _shortfall(p: Problem, problems: Sequence[Problem]) -> str:
         if q.open[:, b].all()
     ]
     if not forms:
-        return "with every layer as it is stored, " + _short(_room(problems[-1], None))
+        return _Shortfall(form="with every layer as it is stored", room=_room(problems[-1], None))
     _, _, q, b = min(forms, key=lambda form: form[:2])
     even = "even " if len(forms) > 1 else ""
-    return f"{even}at {q.choices[b].value} and {q.kv.value}, {_short(_room(q, b))}"
+    form = f"{even}at {q.choices[b].value} and {q.kv.value}"
+    return _Shortfall(form=form, room=_room(q, b))
 
 
 def _short(room: StageRoom) -> str:
@@ -222,35 +254,20 @@ def _short(room: StageRoom) -> str:
     return f"{room.device.name} is short by {format_size(room.missing_bytes)}"
 
 
-def _changed(p: Problem, **changes: Any) -> Problem:
-    """Return the problem after changes of its own fields and its workload's.
-
-    A smaller batch makes fixed micro-batches smaller.
-    """
-    fields = {"kv", "batch", "prompt_len", "gen_len"}
-    work = {key: changes.pop(key) for key in fields & set(changes)}
-    if work:
-        changes["workload"] = p.workload.model_copy(update=work)
-    batch = work.get("batch")
-    for name in ("prefill_microbatch", "decode_microbatch"):
-        fixed = changes.get(name, getattr(p, name))
-        if batch is not None and fixed is not None:
-            changes[name] = min(fixed, batch)
-    return p.with_changes(**changes) if changes else p
-
-
 class _Ways:
-    """Changes of a job that does not fit that make it fit, smallest first."""
+    """Changes of a job that does not fit that make it fit, cheapest first."""
 
-    def __init__(self, p: Problem, kvs: Sequence[KVPrecision], names_flags: bool) -> None:
-        self.p, self.names_flags = p, names_flags
+    def __init__(
+        self, p: Problem, kvs: Sequence[KVPrecision], names_flags: bool, names_context: bool
+    ) -> None:
+        self.p, self.names_flags, self.names_context = p, names_flags, names_context
         self.kv = min(kvs, key=lambda kv: kv.bits)
         """The fewest bits allowed."""
-        self.job = _changed(p, kv=self.kv)
+        self.job = p.with_job(kv=self.kv)
 
     def found(self) -> list[str]:
         """Return the ways out, each planned: together only where none is enough by itself."""
-        ways = [way for way in (self._bits(), self._kv()) if way] or [self._bits_and_kv()]
+        ways = [way for way in (self._kv(), self._bits()) if way] or [self._bits_and_kv()]
         if len(self.p.cluster.devices) > MANY_DEVICES:  # the rest takes minutes
             return [way for way in ways if way]
         ways += [self._length(), self._batch()]
@@ -300,14 +317,21 @@ class _Ways:
         cut; nothing where none fits."""
         work = self.p.workload
         name = "prompt_len" if work.prompt_len >= work.gen_len else "gen_len"
-        most = _largest(
-            lambda length: _planned(self.job, **change, **{name: length}), getattr(work, name)
-        )
+        most = self._most(name, **change)
         return {name: most} if most else {}
 
     def _batch(self) -> str:
-        most = _largest(lambda batch: _planned(self.job, batch=batch), self.p.workload.batch)
+        most = self._most("batch")
         return self._said(batch=most) if most else ""
+
+    def _most(self, name: str, **change: Any) -> int:
+        """Return the largest value of a field of the job, below its own, with which it fits."""
+        job = self.job.with_job(**change)
+        most = largest(
+            lambda value: fitting_plan(job.with_job(**{name: value})) is not None,
+            getattr(self.p.workload, name),
+        )
+        return most if most and _planned(job, **{name: most}) else 0
 
     def _least_and_length(self) -> str:
         """Return the longest context at the fewest bits of weights and cache."""
@@ -361,7 +385,7 @@ class _Ways:
         parts = {
             f"--bits {both}": f"{bits and bits.weight_bits}-bit weights",
             f"--kv {kv and kv.bits}": f"a KV cache of {kv and kv.bits} bits",
-            f"--prompt-len {prompt_len}": f"prompts of {prompt_len} tokens",
+            self._length_flag(prompt_len): f"prompts of {prompt_len} tokens",
             f"--gen-len {gen_len}": f"{gen_len} tokens of answer",
             f"--batch {batch}": f"{batch} at once",
         }
@@ -371,6 +395,11 @@ class _Ways:
             " ".join(f for f, _ in some) if self.names_flags else " with ".join(w for _, w in some)
         )
 
+    def _length_flag(self, prompt_len: int | None) -> str:
+        if prompt_len is None or not self.names_context:
+            return f"--prompt-len {prompt_len}"
+        return f"--context {prompt_len + self.p.workload.gen_len}"
+
 
 def _spelled(precision: Precision) -> str:
     """Return a precision as --bits takes it: `4`, `w8a8`."""
@@ -378,47 +407,47 @@ def _spelled(precision: Precision) -> str:
     return str(precision.weight_bits) if plain else precision.value
 
 
-def _largest(fits: Callable[[int], bool], below: int) -> int:
-    """Return the largest number under `below` that fits, 0 where none does; fewer fit better."""
-    low, high = 0, below
-    while low < high - 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle)
-    return low
-
-
 def _planned(p: Problem, **changes: Any) -> bool:
     """Whether a changed job fits; its plan has been made and checked as every plan is."""
-    found = fitting(_changed(p, **changes))
+    found = fitting_plan(p.with_job(**changes))
     if found is None:
         return False
-    changed, assignment = found
-    sensitivity = changed.sensitivity
-    if sensitivity.indicator == "generic":
-        sensitivity = generic_sensitivity(changed.spec, changed.choices, (changed.kv,))
     with suppress(ValueError):  # a profile or an omega file that does not know a precision
-        estimate = estimate_costs(
-            changed.spec,
-            changed.cluster.devices,
-            dtype=changed.workload.dtype,
-            precisions=changed.choices,
-            kvs=(changed.kv,),
-            quantization=changed.quantization,
-        )
-        costs = replace(changed.costs, estimate=estimate)
-        whole = changed.with_changes(costs=costs, sensitivity=sensitivity)
-        outcome = Outcome(
-            method="exact",
-            status="feasible",
-            assignment=assignment,
-            value=0.0,
-            bound=None,
-            seconds=0.0,
-        )
-        plan = build_plan(whole, outcome)
-        check_plan(plan, spec=whole.spec, cluster=whole.cluster, costs=costs)
+        counted_plan(repriced(found[0], (found[0].kv,)), found[1])
         return True
     return False
+
+
+def repriced(p: Problem, kvs: Sequence[KVPrecision]) -> Problem:
+    """Return a changed job with costs and guessed losses of its precisions, devices and KV bits."""
+    sensitivity = p.sensitivity
+    if sensitivity.indicator == "generic":
+        sensitivity = generic_sensitivity(p.spec, p.choices, kvs)
+    estimate = estimate_costs(
+        p.spec,
+        p.cluster.devices,
+        dtype=p.workload.dtype,
+        precisions=p.choices,
+        kvs=kvs,
+        quantization=p.quantization,
+    )
+    costs = replace(p.costs, estimate=estimate)
+    return p.with_changes(costs=costs, sensitivity=sensitivity)
+
+
+def counted_plan(p: Problem, a: Assignment, *, model_path: str | None = None) -> Plan:
+    """Return the checked plan of an assignment that no search has found."""
+    outcome = Outcome(
+        method="counted",
+        status="heuristic",
+        assignment=a,
+        value=value(p, a),
+        bound=None,
+        seconds=0.0,
+    )
+    plan = build_plan(p, outcome, model_path=model_path)
+    check_plan(plan, spec=p.spec, cluster=p.cluster, costs=p.costs)
+    return plan
 
 
 def _with_cpu(cluster: Cluster, memory_bytes: int) -> Cluster | None:

@@ -25,7 +25,7 @@ from llmpq.devices.device_spec import (
     unknown_card,
     which_memory,
 )
-from llmpq.devices.this_machine import NODE, Host, MachineDevices, cpu_group
+from llmpq.devices.this_machine import NODE, Host, MachineDevices, cpu_group, gpu_group
 from llmpq.errors import shortened
 from llmpq.units import MAX_SIZE, format_size, parse_size
 
@@ -89,6 +89,9 @@ def read_devices(
     for group in filter(_is_cpu, groups):
         assumed.append(_complete_cpu(group, host))
     counts = [f"{g['kind']}:{g['count']}" if g["count"] > 1 else g["kind"] for g in groups]
+    if machine is not None and here:
+        groups, in_use = _as_they_are(groups, machine)
+        assumed += in_use
     node = {"name": NODE if here else ELSEWHERE, "devices": groups}
     data = {"name": ",".join(counts), "nodes": [node]}
     cluster = Cluster.parse_data(data, where=where)
@@ -111,6 +114,34 @@ def _has(machine: MachineDevices, groups: list[dict[str, Any]]) -> bool:
         and memory <= machine.host.total_bytes
         and not any("spec" in group for group in groups)
     )
+
+
+def _as_they_are(
+    groups: list[dict[str, Any]], machine: MachineDevices
+) -> tuple[list[dict[str, Any]], list[str]]:
+    """Return the groups with the memory that this machine's GPUs have free now, and what is not.
+
+    A group that states its memory is left as it is said.
+    """
+    left = list(machine.gpus)
+    found: list[dict[str, Any]] = []
+    notes = []
+    for group in groups:
+        own = [gpu for gpu in left if gpu.kind == group["kind"]][: group["count"]]
+        left = [gpu for gpu in left if gpu not in own]
+        if "memory" in group or not own:
+            found.append(group)
+            continue
+        for gpu in own:
+            measured = gpu_group(gpu, machine.host)
+            if measured["reserve"]:
+                size = format_size(measured["reserve"])
+                notes.append(f"{size} of {gpu.kind} (GPU {gpu.index}) are in use now")
+            if found and {**found[-1], "count": 1} == {**measured, "count": 1}:
+                found[-1]["count"] += 1
+            else:
+                found.append({**measured, "count": 1})
+    return found, notes
 
 
 def _is_cpu(group: dict[str, Any]) -> bool:

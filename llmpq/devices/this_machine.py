@@ -92,7 +92,7 @@ def this_machine() -> Cluster:
     """Return this machine's GPUs, or its CPU when it has none, as a cluster."""
     machine = read_machine()
     host = machine.host
-    groups = [_gpu_group(gpu, host) for gpu in machine.gpus] or [cpu_group(host)]
+    groups = [gpu_group(gpu, host) for gpu in machine.gpus] or [cpu_group(host)]
     node = {"name": NODE, "devices": groups}
     return Cluster.parse_data({"schema": 1, "name": NAME, "nodes": [node]}, where="this machine")
 
@@ -228,7 +228,8 @@ def processor_name() -> str:
     return names[0] if names else "CPU"
 
 
-def _gpu_group(gpu: Gpu, host: Host) -> dict[str, Any]:
+def gpu_group(gpu: Gpu, host: Host) -> dict[str, Any]:
+    """Return a GPU, and what others hold of its memory now, as a device group of a cluster."""
     total = gpu.total_bytes if gpu.total_bytes is not None else host.total_bytes
     free = gpu.free_bytes if gpu.free_bytes is not None else host.free_bytes
     group: dict[str, Any] = {"kind": gpu.kind, "memory": total, "reserve": _in_use(total, free)}

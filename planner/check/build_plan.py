@@ -28,7 +28,13 @@ from llmpq.plan import (
 )
 from llmpq.plan_nodes import node_plans
 from llmpq.planner.check.plan_entries import used_inputs
-from llmpq.planner.evaluate.objective import StageTimes, job_time, stage_times, sum_omega
+from llmpq.planner.evaluate.objective import (
+    PhaseTimes,
+    StageTimes,
+    job_time,
+    stage_times,
+    sum_omega,
+)
 from llmpq.planner.evaluate.step_by_step import reported_time, step_note
 from llmpq.planner.problem.outcome import Assignment, Outcome, Stage
 from llmpq.planner.problem.positions import positions_note
@@ -47,7 +53,7 @@ def build_plan(
 ) -> Plan:
     """Return the plan of an outcome."""
     a = outcome.assignment
-    times = stage_times(p, a)
+    times, job = stage_times(p, a), reported_time(p, a)
     devices = list(_devices(p, a))
     stages = tuple(
         _stage_plan(p, a, position, device, times) for position, device in enumerate(devices)
@@ -75,7 +81,7 @@ def build_plan(
         stages=stages,
         pool=_pool(p, stages, a.prefill_microbatch),
         nodes=node_plans(p.cluster, {device.node for device in devices}),
-        predicted=_predicted(p, a, times, devices),
+        predicted=_predicted(p, a, times, devices, job),
         inputs=used_inputs(
             p.spec,
             p.cluster,
@@ -83,7 +89,7 @@ def build_plan(
             p.workload,
             [(d, s.precisions) for d, s in zip(devices, stages, strict=True)],
         ),
-        solver=_solver_report(p, outcome, prefer),
+        solver=_solver_report(p, outcome, prefer, job),
     )
 
 
@@ -167,8 +173,9 @@ def _stage_plan(
     )
 
 
-def _predicted(p: Problem, a: Assignment, times: StageTimes, devices: list[Device]) -> Predicted:
-    job = reported_time(p, a)
+def _predicted(
+    p: Problem, a: Assignment, times: StageTimes, devices: list[Device], job: PhaseTimes
+) -> Predicted:
     longer = times.decode_s if job.decode_s >= job.prefill_s else times.prefill_s
     slowest = max(range(len(devices)), key=lambda j: longer[j])
     used = tuple(sorted({p.choices[b] for b in a.choices}, key=lambda c: c.value))
@@ -191,13 +198,13 @@ def _uniform_omega(p: Problem, precision: Precision) -> float | None:
     return None if values is None else float(sum(values))
 
 
-def _as_told(p: Problem, outcome: Outcome) -> Outcome:
+def _as_told(p: Problem, outcome: Outcome, job: PhaseTimes) -> Outcome:
     """Return an outcome whose value is of the time that the plan predicts.
 
     Where that is more than the search counts its bound holds still, but it proves less.
     """
     a = outcome.assignment
-    late = reported_time(p, a).total_s - job_time(p, a).total_s
+    late = job.total_s - job_time(p, a).total_s
     if p.objective != "makespan" or late <= 0:
         return outcome
     proven = outcome.status == "optimal"
@@ -205,13 +212,15 @@ def _as_told(p: Problem, outcome: Outcome) -> Outcome:
     return replace(outcome, value=outcome.value + late, status=status)
 
 
-def _solver_report(p: Problem, outcome: Outcome, prefer: Prefer | None) -> SolverReport:
+def _solver_report(
+    p: Problem, outcome: Outcome, prefer: Prefer | None, job: PhaseTimes
+) -> SolverReport:
     """Return what the plan says of its solver; a bound of zero or less says nothing of a time."""
-    outcome = _as_told(p, outcome)
+    outcome = _as_told(p, outcome, job)
     notes = (
         outcome.note,
         positions_note(p.spec, p.workload),
-        step_note(p, outcome.assignment),
+        step_note(p, outcome.assignment, job),
     )
     bounded = outcome.gap is not None and math.isfinite(outcome.gap)
     return SolverReport(

@@ -14,6 +14,7 @@ from llmpq.errors import BadPlanError, DoesNotFitError
 from llmpq.memory import stage_memory, unpacks_prompts
 from llmpq.model_spec import ModelSpec
 from llmpq.plan import Plan, PoolForm
+from llmpq.plan_inputs import PlanInputs
 from llmpq.planner.check.plan_entries import used_inputs
 from llmpq.planner.check.recomputed import Recomputed, recomputed
 from llmpq.planner.costs.cost_book import CostBook
@@ -39,12 +40,28 @@ def check_plan(plan: Plan, *, spec: ModelSpec, cluster: Cluster, costs: CostBook
         stages = list(zip(devices, precisions, strict=True))
         inputs = used_inputs(spec, cluster, costs, plan.workload, stages)
         _check_times(plan, recomputed(plan, inputs))
+        if plan.inputs == inputs:  # of the same entries the same times
+            _check_entries(plan)
+            return
     if plan.inputs is not None:
         check_alone(plan)
 
 
 def check_alone(plan: Plan) -> Recomputed | None:
     """Check a plan by the entries it carries; return its times, None where it predicts none."""
+    inputs = _check_entries(plan)
+    if plan.predicted is None:
+        return None
+    try:
+        times = recomputed(plan, inputs)
+    except ValueError as error:
+        raise BadPlanError(f"{error}; re-plan with llmpq-algo") from None
+    _check_times(plan, times)
+    return times
+
+
+def _check_entries(plan: Plan) -> PlanInputs:
+    """Check a plan's layers, devices and memory by the entries it carries; return those."""
     inputs = plan.inputs
     if inputs is None:
         raise BadPlanError(
@@ -68,14 +85,7 @@ def check_alone(plan: Plan) -> Recomputed | None:
                 f"bytes, its entry has {device.limit_bytes}; re-plan with llmpq-algo"
             )
     _check_layers_and_memory(plan, inputs.model, devices)
-    if plan.predicted is None:
-        return None
-    try:
-        times = recomputed(plan, inputs)
-    except ValueError as error:
-        raise BadPlanError(f"{error}; re-plan with llmpq-algo") from None
-    _check_times(plan, times)
-    return times
+    return inputs
 
 
 def _device(cluster: Cluster, name: str, profile_kind: str) -> Device:

@@ -9,14 +9,12 @@ plan is predicted to give.
 from __future__ import annotations
 
 import math
-from collections import Counter
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
-from llmpq.cluster import Cluster
 from llmpq.errors import DoesNotFitError
 from llmpq.planner.answer import Answer, solved
-from llmpq.planner.cli.what_if import without
+from llmpq.planner.cli.what_if import share_of
 from llmpq.planner.evaluate.objective import sum_omega
 from llmpq.planner.evaluate.step_by_step import reported_time
 from llmpq.planner.problem.make_problem import make_problem
@@ -107,7 +105,7 @@ def engines_line(best: Answer, request: PlanRequest, options: SolveOptions) -> l
             prefill_microbatch=_at_most(request.prefill_microbatch, batch),
             decode_microbatch=_at_most(request.decode_microbatch, batch),
         )
-        one, _, _ = make_problem(asked, _share(p, engines))
+        one, _, _ = make_problem(asked, share_of(p, engines))
         how = replace(_quickly(options), budget=predicted.sum_omega)
         with suppress(DoesNotFitError):
             priced, outcome = solved(one, how)
@@ -123,20 +121,6 @@ def engines_line(best: Answer, request: PlanRequest, options: SolveOptions) -> l
         f"{rate:.1f} instead of {predicted.output_tokens_per_s:.1f} tokens/s, no more "
         "quality loss; this plan is of one engine"
     ]
-
-
-def _share(p: Problem, engines: int) -> Cluster:
-    """Return the devices of one engine: as many of every class."""
-    cluster = p.cluster
-    kept = [d.name for cls in p.classes for d in cls.devices[: cls.count // engines]]
-    names = {device.name: device.name for device in cluster.devices}
-    for name in list(names):
-        if name not in kept:
-            cluster, moved = without(cluster, cluster.device(names.pop(name)))
-            names = {old: moved[new] for old, new in names.items()}
-    counts = Counter(device.kind for device in cluster.devices)
-    text = ",".join(kind if count == 1 else f"{kind}:{count}" for kind, count in counts.items())
-    return cluster.model_copy(update={"name": text})
 
 
 def left_out_lines(best: Answer, options: SolveOptions) -> list[str]:

@@ -16,7 +16,7 @@ from llmpq.planner.problem.requests import DTYPES, METHODS, PREFERENCES, PlanReq
 EXPORTS = ("vllm", "sglang", "llamacpp", "accelerate", "compressed-tensors", "gptqmodel", "svg")
 DEFAULT_POINTS = 25
 """Points of a front, unless `--pareto-points` says."""
-COMMANDS = ("plan", "check", "export", "devices", "models")
+COMMANDS = ("plan", "fits", "check", "export", "devices", "models")
 CPU_ACTIVATIONS = (
     "on CPUs, inputs of 3-, 4- and 8-bit weights: exact (16 bits) or rounded to int8 (exact)"
 )
@@ -24,10 +24,15 @@ HEAD_BITS = "bits of the output matrix (8 on CPUs with --bits of 8 or fewer, els
 THETA_OUT = "leave one of them out"
 GROUP_SIZES = "weights that share a scale: 128, 64, 32 (slower on GPUs), or 0 for a channel"
 NOTES = """\
-commands (flags alone mean `plan`): plan, check, export, devices, models; each has
-its own --help.
+commands (flags alone mean `plan`): plan, fits, check, export, devices, models; each
+has its own --help.
 exit codes: 0 done, 2 usage or bad input, 3 bad plan, 4 plan for another model or cluster,
 5 does not fit, 130 interrupted"""
+
+FITS_NOTES = """\
+Bytes are those that a run takes, counted: no GPU and no search. Times are of plans
+found by counting, `llmpq-algo plan` finds the best. exit codes: 0 fits, 2 usage or bad
+input, 5 does not fit"""
 
 
 PAPER_METHOD = ("--shaq-efficient", "--llm-pq-efficient")
@@ -182,10 +187,15 @@ def _how_to_choose(section: Section) -> None:
     section.flag("--kv", also=("--kv-cache-dtype",), default="16", help=kv)
 
 
-def _limits(section: Section) -> None:
+def add_free_memory(section: Section) -> None:
+    """Declare how much of the devices' memory is left to others."""
     reserve = "left free on each device, such as 1GiB (0.5GiB of cards that may drive a screen)"
     section.flag("--reserve", metavar="SIZE", help=reserve)
     section.flag("--gpu-memory-utilization", type=float, metavar="SHARE", help=GPU_SHARE_HELP)
+
+
+def _limits(section: Section) -> None:
+    add_free_memory(section)
     section.flag(
         "--pin", action="append", default=[], metavar="LAYERS=DEVICE", help="0-3=T4-0 (may repeat)"
     )
@@ -267,6 +277,43 @@ def _what_to_print(section: Section) -> None:
     )
     section.flag("--json", action="store_true", help="print the plan as JSON, nothing else")
     section.flag("--debug", action="store_true", help="log what the solver does")
+
+
+def fits_parser() -> CommandParser:
+    """Return the flags of `llmpq-algo fits`."""
+    parser = CommandParser(
+        "llmpq-algo fits",
+        "Say whether a model fits these devices, with which context, how fast, and what would.",
+        example="llmpq-algo fits --model qwen3-32b --devices 4090,3090 --context 32k",
+        notes=FITS_NOTES,
+    )
+    section = parser.section("model and devices")
+    add_model(section)
+    add_cluster(section)
+    add_free_memory(section)
+    _what_to_fit(parser.section("requests"))
+    bits = "precisions allowed, such as 4,8,16 or w8a8,w4a16 (default: all but 3 bits)"
+    kv = "KV bits allowed, such as 16,8,4 (default 16; others are listed beside)"
+    quality = parser.section("precision")
+    quality.flag("--bits", daily=True, help=bits)
+    quality.flag("--kv", also=("--kv-cache-dtype",), daily=True, help=kv)
+    quality.flag("--dtype", choices=DTYPES, default="auto", help="default: as llmpq-algo plan")
+    quality.flag("--omega-file", metavar="FILE", help="measured quality loss, else a guess")
+    out = parser.section("costs and output")
+    out.flag("--costs", metavar="FILE", help="costs.json of llmpq-profile, else estimates")
+    out.flag("--json", daily=True, action="store_true", help="print all of it as JSON")
+    return parser
+
+
+def _what_to_fit(section: Section) -> None:
+    batch = f"requests at once, at most {MAX_BATCH:,} (1)"
+    section.flag("--batch", daily=True, type=int, default=1, metavar="N", help=batch)
+    context = "tokens of each, prompt and answer, such as 32k (8k, or the model's longest)"
+    section.flag("--context", daily=True, type=token_count, metavar="N", help=context)
+    whole = Only(lambda a: a.context is None, "with --context", "leave --context out")
+    prompt = "its prompt, instead of --context"
+    section.flag("--prompt-len", type=token_count, only=whole, metavar="N", help=prompt)
+    section.flag("--gen-len", type=token_count, default=100, metavar="N", help="its answer (100)")
 
 
 def check_parser() -> CommandParser:

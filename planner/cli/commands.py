@@ -11,6 +11,7 @@ from llmpq.errors import DoesNotFitError
 from llmpq.planner.problem.requests import (
     CheckRequest,
     ExportRequest,
+    FitsRequest,
     ListRequest,
     ModelsRequest,
     PlanRequest,
@@ -26,6 +27,7 @@ def run(command: str, request: Any) -> None:
     )
     commands: dict[str, Callable[[Any], None]] = {
         "plan": _plan,
+        "fits": _fits,
         "check": _check,
         "export": _export,
         "devices": _devices,
@@ -50,6 +52,12 @@ def _plan(request: PlanRequest) -> None:
             if note.startswith("assumed: "):
                 sys.stderr.write(f"llmpq-algo: {note}\n")
         raise
+
+
+def _fits(request: FitsRequest) -> None:
+    from llmpq.planner.cli.show_fits import show_fits
+
+    show_fits(request)
 
 
 def _check(request: CheckRequest) -> None:

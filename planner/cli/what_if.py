@@ -10,6 +10,7 @@ What was fixed stays fixed: pins follow their devices, micro-batches shrink with
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -20,6 +21,7 @@ from llmpq.errors import LlmpqError
 from llmpq.gpu_memory import cluster_within
 from llmpq.plan import Plan
 from llmpq.planner import limits
+from llmpq.planner.problem.problem import Problem
 from llmpq.planner.problem.requests import PlanRequest
 from llmpq.precision import bits_of
 from llmpq.units import parse_size
@@ -224,6 +226,20 @@ def without(cluster: Cluster, gone: Device) -> tuple[Cluster, dict[str, str]]:
     less = _removed(cluster, gone)
     left = [device for device in cluster.devices if device is not gone]
     return less, {old.name: new.name for old, new in zip(left, less.devices, strict=True)}
+
+
+def share_of(p: Problem, engines: int) -> Cluster:
+    """Return the devices of one engine: as many of every class."""
+    cluster = p.cluster
+    kept = [d.name for cls in p.classes for d in cls.devices[: cls.count // engines]]
+    names = {device.name: device.name for device in cluster.devices}
+    for name in list(names):
+        if name not in kept:
+            cluster, moved = without(cluster, cluster.device(names.pop(name)))
+            names = {old: moved[new] for old, new in names.items()}
+    counts = Counter(device.kind for device in cluster.devices)
+    text = ",".join(kind if count == 1 else f"{kind}:{count}" for kind, count in counts.items())
+    return cluster.model_copy(update={"name": text})
 
 
 def _removed(cluster: Cluster, gone: Device) -> Cluster:

@@ -6,14 +6,67 @@ would make it fit (planner/refusal.py). Looks at bytes only.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import product
 
 import numpy as np
 
 from llmpq.planner.costs.stage_memory import sort_of_stage
+from llmpq.planner.problem.microbatch import small_chunks
 from llmpq.planner.problem.outcome import Assignment, Stage
 from llmpq.planner.problem.problem import Problem
+from llmpq.sizes.kv_format import BLOCK_TOKENS
+
+
+def fitting_plan(p: Problem) -> tuple[Problem, Assignment] | None:
+    """Return the job, with the chunks of prompts that it needs, and a plan of it that fits."""
+    for size in (p.chunk, *_smaller_chunks(p)):
+        of_size = p.with_changes(chunk=size)
+        found = least_bytes_plan(of_size)
+        if found is not None:
+            return of_size, found
+    return None
+
+
+def in_least_chunks(p: Problem) -> Problem:
+    """Return the job in the smallest chunks of prompts, which leave the most room."""
+    return p.with_changes(chunk=min([p.chunk, *_smaller_chunks(p)]))
+
+
+def _smaller_chunks(p: Problem) -> list[int]:
+    sizes = small_chunks(p.workload.prompt_len) if p.pooled else ()
+    return [size for size in sizes if size < p.chunk]
+
+
+def longest_context(p: Problem, most: int) -> int:
+    """Return the longest context at which a job fits, `most` at most; 0 where none does.
+
+    Prompt and answer together, in whole blocks of the KV cache.
+    """
+
+    def fits(blocks: int) -> bool:
+        return fits_context(p, min(blocks * BLOCK_TOKENS, most))
+
+    whole = -(-most // BLOCK_TOKENS)
+    if fits(whole):
+        return most
+    return BLOCK_TOKENS * largest(fits, whole)
+
+
+def fits_context(p: Problem, tokens: int) -> bool:
+    """Whether a job fits with contexts of so many tokens, the answer's length as it is."""
+    return least_bytes_plan(in_least_chunks(p.with_context(tokens))) is not None
+
+
+def largest(fits: Callable[[int], bool], below: int) -> int:
+    """Return the largest number under `below` that fits, 0 where none does; fewer fit better."""
+    if below < 2 or not fits(1):
+        return 0
+    low, high = 1, below
+    while low < high - 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low
 
 
 def least_bytes_plan(p: Problem) -> Assignment | None:

@@ -50,9 +50,12 @@ def reported_time(p: Problem, a: Assignment) -> PhaseTimes:
     return stepwise if far else predicted
 
 
-def step_note(p: Problem, a: Assignment) -> str:
-    """Return what a plan says where it predicts another time than the search's, or nothing."""
-    closed, reported = job_time(p, a).total_s, reported_time(p, a).total_s
+def step_note(p: Problem, a: Assignment, known: PhaseTimes | None = None) -> str:
+    """Return what a plan says where it predicts another time than the search's, or nothing.
+
+    `known`: what it predicts, where that was computed before.
+    """
+    closed, reported = job_time(p, a).total_s, (known or reported_time(p, a)).total_s
     if reported == closed:
         return ""
     above = reported > closed

@@ -11,7 +11,7 @@ import dataclasses
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -294,6 +294,27 @@ class Problem:
             kept = {k: v for k, v in self.__dict__.items() if k not in own}
             changed.__dict__.update(kept)
         return changed
+
+    def with_job(self, **changes: Any) -> Problem:
+        """Return the problem after changes of its own fields and its workload's.
+
+        A smaller batch makes fixed micro-batches smaller.
+        """
+        fields = {"kv", "batch", "prompt_len", "gen_len"}
+        work = {key: changes.pop(key) for key in fields & set(changes)}
+        if work:
+            changes["workload"] = self.workload.model_copy(update=work)
+        batch = work.get("batch")
+        for name in ("prefill_microbatch", "decode_microbatch"):
+            fixed = changes.get(name, getattr(self, name))
+            if batch is not None and fixed is not None:
+                changes[name] = min(fixed, batch)
+        return self.with_changes(**changes) if changes else self
+
+    def with_context(self, tokens: int) -> Problem:
+        """Return the problem with contexts of so many tokens; prompts get longer, or shorter."""
+        answer = max(1, min(self.workload.gen_len, tokens - 1))
+        return self.with_job(prompt_len=max(1, tokens - answer), gen_len=answer)
 
     @cached_property
     def _sizes(self) -> dict[tuple[Phase, int], SizeNumbers]:

@@ -84,6 +84,29 @@ class PlanRequest(DevicesRequest):
 
 
 @dataclass(frozen=True, kw_only=True)
+class FitsRequest(DevicesRequest):
+    """Which model to fit on which devices, for which requests."""
+
+    batch: int = 1
+    context: int | None = None
+    """Tokens of prompt and answer; None: those of `prompt_len`, or `FITS_CONTEXT` at most."""
+    prompt_len: int | None = None
+    gen_len: int = 100
+    dtype: Any = "auto"
+    bits: str | None = None
+    kv: str | None = None
+    reserve: str | None = None
+    gpu_memory_utilization: float | None = None
+    costs: str | None = None
+    omega_file: str | None = None
+    json: bool = False
+
+
+FITS_CONTEXT = 8192
+"""Tokens of a request, where `fits` is not asked for others; a model of fewer has its own."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class CheckRequest(DevicesRequest):
     """Which plan to check, against what."""
 

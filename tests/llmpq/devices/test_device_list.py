@@ -253,6 +253,24 @@ def test_devices_that_this_machine_has_are_its_own(text, node, cpus) -> None:
     assert all(("this machine" in line) == (node == "here") for line in said)
 
 
+def test_cards_that_are_here_have_the_memory_that_others_leave_now() -> None:
+    gpus = parse_gpus(
+        "0, GPU-a, NVIDIA GeForce RTX 4090, 24564, 22000, 570.1, 8.9\n"
+        "1, GPU-b, NVIDIA GeForce RTX 3090, 24576, 24500, 570.1, 8.6\n"
+    )
+    machine = MachineDevices(gpus=tuple(gpus), host=MACHINE.host)
+    found = read_devices("4090,3090", machine=machine)
+    held = {d.kind: d.reserve_bytes for d in found.cluster.devices}
+    assert held["RTX-4090"] >= 2564 * 2**20 > held["RTX-3090"] >= 76 * 2**20
+    assert found.cluster.name == "RTX-4090,RTX-3090"
+    said = [line for line in found.assumptions if "in use now" in line]
+    assert len(said) == 2 and "RTX-4090 (GPU 0)" in said[0]
+    elsewhere = read_devices("4090:2", machine=machine).cluster.devices
+    assert {d.reserve_bytes for d in elsewhere} == {2**29}, "for a screen: they are not here"
+    stated = read_devices("4090=48GB", machine=machine).cluster.devices
+    assert stated[0].memory_bytes == 48 * 10**9
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [

@@ -18,6 +18,7 @@ pytestmark = pytest.mark.pure
 
 COMMANDS = [
     "llmpq.planner",
+    "llmpq.planner fits",
     "llmpq.planner check",
     "llmpq.planner export",
     "llmpq.planner devices",

@@ -1,0 +1,343 @@
+"""`llmpq-algo fits`: what the field asked of tools that guess, and what its numbers must be."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from llmpq.errors import DoesNotFitError
+from llmpq.planner.__main__ import main
+from llmpq.planner.cli import fit_report
+from llmpq.planner.cli.fit_report import fit_answer
+from llmpq.planner.make import make_plan
+from llmpq.planner.problem.requests import FitsRequest
+
+pytestmark = pytest.mark.pure
+
+GIB = 2**30
+HYBRID = {
+    "model_type": "qwen3_5",
+    "architectures": ["Qwen3_5ForConditionalGeneration"],
+    "text_config": {
+        "model_type": "qwen3_5_text",
+        "num_hidden_layers": 64,
+        "full_attention_interval": 4,
+        "hidden_size": 5120,
+        "intermediate_size": 17408,
+        "num_attention_heads": 24,
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "linear_num_key_heads": 16,
+        "linear_num_value_heads": 48,
+        "linear_key_head_dim": 128,
+        "linear_value_head_dim": 128,
+        "vocab_size": 248320,
+    },
+    "vision_config": {"depth": 27},
+}
+WITH_MTP = {
+    "model_type": "deepseek_v3",
+    "architectures": ["DeepseekV3ForCausalLM"],
+    "num_hidden_layers": 2,
+    "num_nextn_predict_layers": 1,
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "moe_intermediate_size": 64,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 32,
+    "q_lora_rank": 32,
+    "qk_rope_head_dim": 16,
+    "qk_nope_head_dim": 16,
+    "v_head_dim": 16,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "n_group": 1,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+    "vocab_size": 512,
+    "max_position_embeddings": 1024,
+    "torch_dtype": "bfloat16",
+}
+
+
+@pytest.fixture(autouse=True)
+def _no_search(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise AssertionError("answered by counting, without a search")
+
+    monkeypatch.setattr(fit_report, "search_plan", refuse)
+
+
+@pytest.fixture
+def fits(capsys: pytest.CaptureFixture[str]) -> Any:
+    """Run the command; its exit code, its report and its last line on stderr."""
+
+    def run(words: str) -> tuple[int, dict[str, Any], str]:
+        code = main(["fits", *words.split(), "--json"])
+        found = capsys.readouterr()
+        return code, json.loads(found.out) if found.out else {}, found.err.strip()
+
+    return run
+
+
+def written(folder: Path, config: dict[str, Any]) -> Path:
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def used(report: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    return {d["device"]: d for d in report["devices"] if d["layers"] is not None}
+
+
+def test_70b_does_not_fit_24_and_12_gb(fits: Any) -> None:
+    code, report, said = fits(
+        "--devices 4090,3060 --model llama-3.3-70b --bits 4 --kv 16 --prompt-len 32000 "
+        "--gen-len 768"
+    )
+    assert code == 5 and not report["fits"]
+    needs = 33.1 + 3.9 + 10.0
+    have = sum(d["memory_bytes"] - d["reserve_bytes"] for d in report["devices"]) / GIB - 1.0
+    assert report["short_bytes"] / GIB == pytest.approx(needs - have, abs=3.0)
+    assert report["forms"][0]["loads"][0]["longest_context"] == 0, "none at 4 bits"
+    assert report["remedies"][0] == "--bits 3,4 --kv 4"
+    assert any(way.startswith("cpu=") for way in report["remedies"])
+    assert "--bits 3,4 --kv 4" in said and said.count("\n") == 0
+    three = "--devices 4090,3060 --model llama-3.3-70b --bits 3 --prompt-len 32000 --gen-len 768"
+    assert fits(f"{three} --kv 16")[0] == 5
+    assert fits(f"{three} --kv 4")[0] == 0
+
+
+def test_two_cards_share_a_model_and_no_layer_is_in_ram(fits: Any) -> None:
+    code, report, _ = fits(
+        "--devices 4070,3060-ti,cpu=64GB+8threads --model qwen3-14b --bits 4 --kv 16 "
+        "--prompt-len 15360 --gen-len 1024"
+    )
+    held = used(report)
+    assert code == 0 and set(held) == {"RTX-4070-0", "RTX-3060-Ti-0"}
+    layers = {name: own["layers"][1] - own["layers"][0] for name, own in held.items()}
+    assert layers["RTX-4070-0"] > layers["RTX-3060-Ti-0"]
+    for own in held.values():
+        assert own["total_bytes"] <= own["memory_bytes"] - GIB // 2 and own["free_bytes"] >= 0
+    parts = ("weights_bytes", "embedding_bytes", "kv_bytes")
+    total = sum(own[part] for own in held.values() for part in parts) / GIB
+    assert total == pytest.approx(6.4 + 2.9 + 2.5, rel=0.03)
+
+
+def test_the_slow_card_stays_out(fits: Any) -> None:
+    job = "--model qwen3-14b --bits 4 --kv 16 --prompt-len 512 --gen-len 256"
+    code, report, _ = fits(f"--devices 5090,3090 {job} --batch 1")
+    assert code == 0 and set(used(report)) == {"RTX-5090-0"}
+    rates = []
+    for devices in ("5090,3090", "5090"):
+        code, report, _ = fits(f"--devices {devices} {job} --batch 64")
+        assert code == 0
+        rates.append(report["forms"][0]["loads"][1]["tokens_per_s"])
+    assert rates[0] >= rates[1]
+
+
+def test_four_engines_are_named_beside_one_over_four_cards(fits: Any) -> None:
+    job = "--model llama-3.1-8b --bits 4 --kv 16 --prompt-len 512 --gen-len 256"
+    code, report, _ = fits(f"--devices 3090:4 {job} --batch 256")
+    assert code == 0 and report["engines"].startswith("4 engines, each on RTX-3090 with 64 ")
+    rate = float(report["engines"].split(": ")[1].split()[0])
+    _, one, _ = fits(f"--devices 3090 {job} --batch 64")
+    assert rate == pytest.approx(4 * one["forms"][0]["loads"][1]["tokens_per_s"], rel=1e-3)
+
+
+def test_windows_count_as_windows(fits: Any) -> None:
+    code, report, _ = fits(
+        "--devices a6000 --model gemma-3-27b --bits 4 --kv 16 --prompt-len 130000 --gen-len 1072"
+    )
+    (own,) = used(report).values()
+    assert code == 0 and own["kv_bytes"] / GIB == pytest.approx(10.4, rel=0.04)
+    assert report["kv_bytes_per_token"] == 10 * 8192, "layers that see all, and no other"
+
+
+def test_a_hybrid_has_16_layers_of_keys_and_a_state_that_does_not_grow(
+    fits: Any, tmp_path: Path
+) -> None:
+    model = written(tmp_path, HYBRID)
+    job = f"--devices a6000 --model {model} --bits 4 --kv 16 --dtype bfloat16"
+    states = []
+    for context in ("8k", "131072"):
+        code, report, _ = fits(f"{job} --context {context}")
+        assert code == 0 and report["kv_bytes_per_token"] == 65536
+        states.append(report["state_bytes_per_request"])
+        assert any("vision tower" in note for note in report["notes"])
+        assert any("recurrent layers" in note for note in report["notes"]), "no GPU runs it yet"
+    assert states[0] == states[1] > 0
+    assert used(report)["RTX-A6000-0"]["kv_bytes"] == 131072 * 65536 + states[0]
+
+
+def test_what_is_left_out_is_not_counted(fits: Any, tmp_path: Path) -> None:
+    sizes = []
+    for extra in (1, 0):
+        folder = tmp_path / str(extra)
+        folder.mkdir()
+        model = written(folder, {**WITH_MTP, "num_nextn_predict_layers": extra})
+        code, report, _ = fits(f"--devices cpu=4GB+1threads --model {model} --dtype float32")
+        assert code == 0
+        assert any("MTP" in note for note in report["notes"]) == bool(extra)
+        sizes.append(used(report)["CPU-0"]["weights_bytes"])
+    assert sizes[0] == sizes[1]
+
+
+@pytest.mark.parametrize("name", ["strix-halo", "m3-ultra", "gb20", "my spark"])
+def test_a_device_that_is_not_listed_is_never_the_nearest(fits: Any, name: str) -> None:
+    code = main(["fits", "--devices", name, "--model", "qwen3-14b", "--json"])
+    assert code == 2
+
+
+def test_a_device_of_119_gb_is_no_card_of_32(fits: Any) -> None:
+    for name in ("gb10", "gb10=119GB+273GB/s+100TFLOPS"):
+        code, report, _ = fits(f"--devices {name} --model qwen3-14b")
+        (own,) = report["devices"]
+        assert code == 0 and own["memory_bytes"] > 110e9 and own["kind"].lower().startswith("gb10")
+
+
+SOME = (
+    "--model qwen3-32b --devices 4090,3090",
+    "--model llama-3.1-8b --devices 3060,cpu=16GB+4threads --batch 4",
+    "--model gpt-oss-20b --devices 4060:2 --kv 16,4",
+    "--model gemma-3-12b --devices 3060 --bits 4,8 --batch 2",
+)
+
+
+@pytest.mark.parametrize("job", SOME)
+def test_the_longest_context_fits_and_a_block_more_does_not(fits: Any, job: str) -> None:
+    _, report, _ = fits(job)
+    tried = 0
+    for form in report["forms"][:: 1 + len(report["forms"]) // 3]:
+        for load in form["loads"]:
+            bits = form["weights"].split()[0]
+            words = f"{_without(job, '--bits', '--kv', '--batch')} --bits {bits}"
+            words += f" --kv {form['kv'][2:]} --batch {load['batch']}"
+            longest = load["longest_context"]
+            if longest:
+                assert fits(f"{words} --context {longest}")[0] == 0
+            if 0 < longest < report["max_context"]:
+                assert fits(f"{words} --context {longest + 129}")[0] == 5
+                tried += 1
+    assert tried
+
+
+def _without(job: str, *flags: str) -> str:
+    words = job.split()
+    for flag in flags:
+        if flag in words:
+            at = words.index(flag)
+            del words[at : at + 2]
+    return " ".join(words)
+
+
+def test_bytes_are_those_of_the_plan_that_is_shown() -> None:
+    found = fit_answer(FitsRequest(model="qwen3-32b", devices="4090,3090,3060", batch=4))
+    report, plan = found.report, found.plan
+    assert plan is not None and report.fits and plan.solver.method == "counted"
+    of_stage = {stage.device: stage.memory for stage in plan.stages}
+    assert sum(own.layers is not None for own in report.devices) == len(plan.stages)
+    for own in report.devices:
+        memory = of_stage.get(own.device)
+        if memory is None:
+            assert own.total_bytes == 0
+            continue
+        assert (
+            own.total_bytes
+            == memory.total_bytes
+            == (
+                own.weights_bytes
+                + own.embedding_bytes
+                + own.kv_bytes
+                + own.workspace_bytes
+                + own.context_bytes
+            )
+        )
+        assert own.free_bytes == own.memory_bytes - own.reserve_bytes - own.total_bytes
+    held = sum(own.kv_bytes_per_token for own in report.devices)
+    assert held == report.kv_bytes_per_token
+
+
+def test_the_plan_of_the_same_requests_is_no_slower() -> None:
+    job: dict[str, Any] = {"devices": "4090,3090", "context": 8192, "bits": "8"}
+    found = fit_answer(FitsRequest(model="qwen3-32b", **job))
+    best = make_plan("qwen3-32b", batch=1, prefer="speed", **job)
+    assert found.plan is not None and found.plan.predicted is not None
+    assert best.predicted is not None
+    assert best.predicted.total_s <= found.plan.predicted.total_s * (1 + 1e-6)
+
+
+def test_every_remedy_is_typed_and_fits(fits: Any) -> None:
+    job = "--devices 4060 --model qwen3-8b --bits 8 --context 32k"
+    code, report, _ = fits(job)
+    assert code == 5
+    ways = report["remedies"]
+    kinds = ["more" if " more " in way else way.split()[0].partition("=")[0] for way in ways]
+    order = ["--reserve", "--kv", "--bits", "--context", "cpu", "more"]
+    assert kinds == sorted(kinds, key=order.index) and {"--bits", "cpu", "more"} <= set(kinds)
+    for way in ways:
+        if way.startswith("cpu"):
+            words = job.replace("4060", f"4060,{way.split()[0]}+4threads")
+        elif " more " in way:
+            more = {"one": 1}.get(way.split()[0]) or int(way.split()[0])
+            words = job.replace("4060", f"4060:{1 + more}")
+        else:
+            words = f"{_without(job, way.split()[0])} {way}"
+        assert fits(words)[0] == 0, way
+
+
+def test_where_counting_is_not_enough_a_search_decides(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(fit_report, "quick_plan", lambda p: None)
+    asked = []
+
+    def nothing(p: object, options: object) -> None:
+        asked.append(p)
+        raise DoesNotFitError("nothing fits")
+
+    monkeypatch.setattr(fit_report, "search_plan", nothing)
+    request = FitsRequest(model="qwen3-8b", devices="4090", bits="4", kv="16")
+    assert not fit_answer(request).report.fits and len(asked) == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("--model qwen3-8b --devices 4090 --context 50", "--context 50 has no room"),
+        ("--model qwen3-8b --devices 4090 --context 8k --prompt-len 9", "with --context"),
+        ("--model qwen3-8b --devices 4090 --batch 0", "batch"),
+        ("--devices 4090", "--model is missing"),
+    ],
+)
+def test_what_is_wrong_is_one_sentence(fits: Any, words: str, said: str) -> None:
+    code, report, err = fits(words)
+    assert code == 2 and report == {} and said in err and "\n" not in err
+
+
+def test_a_person_reads_the_answer_first(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["fits", "--model", "qwen3-32b", "--devices", "4090,3090", "--batch", "2"]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("qwen3-32b fits RTX-4090,RTX-3090: 2 requests of 8,192 tokens ")
+    assert "omega" not in out.lower() and "theta" not in out.lower()
+    plan = [line for line in out.splitlines() if line.startswith("plan it: llmpq-algo ")]
+    assert plan == [
+        "plan it: llmpq-algo --model qwen3-32b --devices 4090,3090 --context 8192 --batch 2 "
+        "-o plan.json"
+    ]
+
+
+def test_the_readme_shows_what_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    text = (Path(__file__).parents[3] / "README.md").read_text()
+    (command,) = re.findall(r"^\$ llmpq-algo (fits .*)$", text, flags=re.M)
+    (block,) = re.findall(r"<!-- fits -->\n```text\n(.*?)```\n<!-- end fits -->", text, flags=re.S)
+    assert main(command.split()) == 0
+    printed = [line.rstrip() for line in capsys.readouterr().out.splitlines()]
+    shown = block.splitlines()
+    assert len(shown) > 10
+    assert [line for line in printed if line in shown] == shown
+    assert not re.search("omega|theta", block, flags=re.I)
