@@ -136,7 +136,7 @@ def _room(p: Problem, choice: int | None) -> StageRoom:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Refusal:
+class PlanRefusal:
     """Why nothing fits, and what would."""
 
     said: str
@@ -163,7 +163,7 @@ def refusal_of(
     budget: float | None = None,
     names_flags: bool = True,
     names_context: bool = False,
-) -> Refusal:
+) -> PlanRefusal:
     """Return what is short of the best form allowed, and changes that fit.
 
     `names_flags`: changes are flags of llmpq-algo, else words. `names_context`: a shorter context
@@ -177,13 +177,13 @@ def refusal_of(
         which = " or ".join(dropped) if dropped else ", ".join(given)
         verb = "leave it out" if len(given) == 1 else f"leave out {which}"
         only = f"{p.spec.name} fits {p.cluster.name} only without {', '.join(given)}"
-        return Refusal(said=only, remedy=verb)
+        return PlanRefusal(said=only, remedy=verb)
     lack = _shortfall(p, problems)
     said = f"{p.spec.name} does not fit {p.cluster.name}: {lack.text}"
     if not _some_fit(problems, prompt_len=1, gen_len=1):
         said += ", whatever the context"
     ways = _Ways(p, kvs, names_flags, names_context).found()
-    return Refusal(
+    return PlanRefusal(
         said=said,
         remedy="take more devices or a smaller model",
         device=lack.room.device.name if lack.room.missing_bytes else None,

@@ -26,7 +26,7 @@ from llmpq.planner.problem.named_inputs import read_model
 from llmpq.planner.problem.outcome import Assignment
 from llmpq.planner.problem.problem import Problem
 from llmpq.planner.problem.requests import FITS_CONTEXT, FitsRequest, PlanRequest
-from llmpq.planner.refusal import Refusal, counted_plan, refusal_of, repriced, too_big
+from llmpq.planner.refusal import PlanRefusal, counted_plan, refusal_of, repriced, too_big
 from llmpq.planner.solving.methods import SolveOptions
 from llmpq.planner.solving.plan_search import search_plan, with_head_of_16_bits
 from llmpq.precision import WEIGHT_ONLY, KVPrecision, Precision, bits_of
@@ -70,7 +70,7 @@ class DeviceFit:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Load:
+class BatchFit:
     """What some requests at once would get."""
 
     batch: int
@@ -83,7 +83,7 @@ class Load:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Form:
+class BitsFit:
     """One choice of bits."""
 
     weights: str
@@ -94,7 +94,7 @@ class Form:
     fits: bool
     """All requests asked for."""
     quality_loss: float
-    loads: tuple[Load, ...]
+    loads: tuple[BatchFit, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,7 +115,7 @@ class FitReport:
     """All devices together, at the bits shown or, where nothing fits, at those nearest to it."""
     state_bytes_per_request: int
     devices: tuple[DeviceFit, ...]
-    forms: tuple[Form, ...]
+    forms: tuple[BitsFit, ...]
     estimated: bool
     """Whether any time is an estimate from the table of devices."""
     indicator: str
@@ -261,11 +261,11 @@ def _searched(p: Problem) -> _Counted | None:
     return None
 
 
-def _form(row: _Row, batches: Sequence[int], context: int, found: _Counted | None) -> Form:
+def _form(row: _Row, batches: Sequence[int], context: int, found: _Counted | None) -> BitsFit:
     """`found`: the plan of the requests asked for."""
     p = row.problem
     own = p.workload.batch
-    return Form(
+    return BitsFit(
         weights=_weights(p),
         kv=p.kv.value,
         flags=row.flags,
@@ -284,10 +284,10 @@ def _weights(p: Problem) -> str:
     return bits_of([own[0] for own in p.offered])
 
 
-def _load(p: Problem, context: int, found: _Counted | None) -> Load:
+def _load(p: Problem, context: int, found: _Counted | None) -> BatchFit:
     """Return the longest context of a batch, and its times at the context asked for."""
     longest = longest_context(p, max(p.spec.max_positions, context))
-    load = Load(batch=p.workload.batch, longest_context=longest)
+    load = BatchFit(batch=p.workload.batch, longest_context=longest)
     found = found or (quick_plan(p) if longest >= context else None)
     return load if found is None else replace(load, **_times(*found))
 
@@ -302,9 +302,9 @@ def _times(p: Problem, a: Assignment) -> dict[str, Any]:
 def _report(
     p: Problem,
     rows: Sequence[_Row],
-    forms: tuple[Form, ...],
+    forms: tuple[BitsFit, ...],
     plan: Plan | None,
-    refusal: Refusal | None,
+    refusal: PlanRefusal | None,
     notes: Sequence[str],
 ) -> FitReport:
     work = p.workload

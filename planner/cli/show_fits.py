@@ -9,7 +9,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from llmpq.errors import DoesNotFitError
-from llmpq.planner.cli.fit_report import FitReport, Form, Load, fit_answer
+from llmpq.planner.cli.fit_report import BatchFit, BitsFit, FitReport, fit_answer
 from llmpq.planner.cli.report import GUESSES
 from llmpq.planner.cli.show_plan import open_console, say
 from llmpq.planner.problem.requests import FitsRequest
@@ -88,14 +88,14 @@ def forms_table(report: FitReport) -> Table:
     return table
 
 
-def _fits(form: Form) -> str:
+def _fits(form: BitsFit) -> str:
     """Return whether a choice fits, and by which flags it is allowed where none were given."""
     if not form.fits:
         return "no"
     return f"with {form.flags}" if form.flags else "yes"
 
 
-def _context(load: Load) -> str:
+def _context(load: BatchFit) -> str:
     return f"{load.longest_context:,}" if load.longest_context else "-"
 
 
