@@ -181,8 +181,11 @@ class QuantizedWeight(Weight):
                 f"{k} inputs do not divide into groups of {size}, which compressed-tensors needs; "
                 "quantise with --group-size channel"
             )
-        rows = {"codes_NK": self.codes()[:, :k], "scale_NG": self.scale_NG().to(dtype)}
-        return rows if self.zero is None else rows | {"zero_NG": self.zero_NG().to(dtype)}
+        groups = slice(None if size is None else k // size)  # those of K's padding are not stored
+        rows = {"codes_NK": self.codes()[:, :k], "scale_NG": self.scale_NG()[:, groups].to(dtype)}
+        if self.zero is not None:
+            rows["zero_NG"] = self.zero_NG()[:, groups].to(dtype)
+        return rows
 
     def native_matrix(self, dtype: torch.dtype) -> Matrix | None:
         """Return the weight as a layer of our own C++ takes it; None where that cannot."""
