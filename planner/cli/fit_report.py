@@ -22,7 +22,6 @@ from llmpq.planner.evaluate.least_bytes import in_least_chunks, longest_context
 from llmpq.planner.evaluate.objective import job_time, sum_omega
 from llmpq.planner.exact.start.quick import quick_plan
 from llmpq.planner.problem.make_problem import GENERIC_NOTE, make_problem, parse_kv
-from llmpq.planner.problem.named_inputs import read_model
 from llmpq.planner.problem.outcome import Assignment
 from llmpq.planner.problem.problem import Problem
 from llmpq.planner.problem.requests import FITS_CONTEXT, FitsRequest, PlanRequest
@@ -144,9 +143,11 @@ class FitAnswer:
 def fit_answer(request: FitsRequest) -> FitAnswer:
     """Return what fits of a request's model on its devices; `ValueError` for what is wrong."""
     asked = plan_request(request)
-    problem, path, notes = make_problem(asked)
+    says_length = request.context is not None or request.prompt_len is not None
+    usual = None if says_length else FITS_CONTEXT
+    problem, path, notes = make_problem(asked, usual_context=usual)
     kvs = parse_kv(asked.kv)
-    context = asked.prompt_len + asked.gen_len
+    context = problem.workload.prompt_len + problem.workload.gen_len
     rows = list(_rows(problem, kvs, listed=request.kv is None))
     batches = (1, problem.workload.batch if problem.workload.batch > 1 else USUAL_BATCH)
     forms, best = [], None
@@ -174,25 +175,16 @@ def fit_answer(request: FitsRequest) -> FitAnswer:
 
 def plan_request(request: FitsRequest) -> PlanRequest:
     """Return what `llmpq-algo plan` would be asked for the same requests."""
-    context = request.context
-    if context is None and request.prompt_len is None:
-        spec, _ = read_model(request)
-        context = min(FITS_CONTEXT, spec.max_positions)
-    gen = request.gen_len
-    if context is not None and context <= gen:
-        raise ValueError(
-            f"--context {context} has no room for a prompt before the {gen} tokens of --gen-len; "
-            "give a larger --context or a smaller --gen-len"
-        )
-    prompt = context - gen if context is not None else request.prompt_len
-    assert prompt is not None, "one of the two is given"
     own = (
         *("model", "model_name", "model_size", "devices", "cluster", "device_names"),
         *("device_numbers", "from_ray", "batch", "dtype", "bits", "reserve", "costs"),
         *("omega_file", "gpu_memory_utilization"),
     )
     same = {name: getattr(request, name) for name in own}
-    return PlanRequest(prompt_len=prompt, gen_len=gen, kv=request.kv or "16", **same)
+    lengths: dict[str, Any] = {"context": request.context, "gen_len": request.gen_len}
+    if request.prompt_len is not None:
+        lengths["prompt_len"] = request.prompt_len
+    return PlanRequest(kv=request.kv or "16", **lengths, **same)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -182,16 +182,20 @@ def build_problem(inputs: ProblemInputs) -> BuiltProblem:
 
 
 def make_problem(
-    request: PlanRequest, devices: Cluster | None = None
+    request: PlanRequest, devices: Cluster | None = None, *, usual_context: int | None = None
 ) -> tuple[Problem, str | None, list[str]]:
     """Return the problem that a request names, the model's directory, and notes for the user.
 
     `devices`: instead of those that the request names, what was to be left free taken off.
+    `usual_context`: tokens of prompt and answer instead of the request's, fewer of a model that
+    has fewer positions.
     """
     named = read_devices_of(request)
     found = read_model(_with_model_of(named.cluster, request))
     spec, path = found.spec, found.path
     cluster = devices or named.cluster
+    if usual_context is not None:
+        request = replace(request, context=min(usual_context, spec.max_positions))
     request = _with_prompt_of_context(request)
     limits.check_job(request.batch, request.prompt_len, request.gen_len)
     workload = _workload(request, cluster, spec)
