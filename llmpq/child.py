@@ -22,7 +22,7 @@ import threading
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Collection, Iterator, Mapping
 from concurrent.futures import Future
-from typing import IO, Any, TextIO
+from typing import IO, Any, Protocol, TextIO
 
 from llmpq import errors
 from llmpq.out_of_memory import first_line, out_of_memory
@@ -48,6 +48,27 @@ class CallFailed(Exception):
         self.cause = cause
 
 
+class ChildProcess(Protocol):
+    """A process and its pipes, as `subprocess.Popen` has them."""
+
+    stdin: IO[str] | None
+    stdout: IO[str] | None
+    stderr: IO[str] | None
+
+    @property
+    def pid(self) -> int:
+        """Its number."""
+        ...
+
+    def kill(self) -> None:
+        """End it."""
+        ...
+
+    def wait(self) -> int:
+        """Wait for its end; return its exit code, or the negative number of a signal."""
+        ...
+
+
 class Child:
     """A process of this host that answers calls."""
 
@@ -58,9 +79,13 @@ class Child:
         *,
         environment: Mapping[str, str] | None = None,
         capture_stderr: bool = True,
+        process: ChildProcess | None = None,
     ) -> None:
-        """`first`: what the child is made of; what it writes to stderr is shown if not captured."""
-        self._process = subprocess.Popen(
+        """`first`: what the child is made of; what it writes to stderr is shown if not captured.
+
+        `process`: one that runs the module already, with pipes for all three streams.
+        """
+        self._process: ChildProcess = process or subprocess.Popen(
             [sys.executable, "-m", module],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,

@@ -71,6 +71,10 @@ class DeadlineError(LlmpqError):
         self.deadline = deadline
 
 
+class RequestFailedError(RuntimeError):
+    """A request that ends whatever stage computes it; the others go on without it."""
+
+
 def nearest(name: str, options: Iterable[str]) -> str:
     """Return `did you mean 'x'? ` for the option closest to `name`, or an empty string."""
     by_lower = {option.lower(): option for option in options}

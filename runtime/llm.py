@@ -35,9 +35,12 @@ from llmpq.errors import nearest
 from llmpq.model_spec import ModelSpec
 from llmpq.plan import Plan
 from llmpq.runtime.async_submitter import AsyncSubmitter, OutputQueue
+from llmpq.runtime.engine.pool_limits import PoolLimits
+from llmpq.runtime.launch.engine_starter import EngineStarter
 from llmpq.runtime.launch.engine_thread import EngineThread, RequestOutputDelta
 from llmpq.runtime.launch.pipeline_client import PipelineClient
-from llmpq.runtime.launch.plans.pool_plan import request_limits
+from llmpq.runtime.launch.plans.pool_plan import RequestLimits, request_limits
+from llmpq.runtime.launch.recovery import Recovery
 from llmpq.runtime.launch.stages.stage_place import StagePlace
 from llmpq.runtime.launch.stages.stage_settings import StageSettings
 from llmpq.runtime.options import Deadlines, EngineOptions
@@ -102,8 +105,8 @@ class LLM:
         self._default_sampling = _default_sampling(self.generation_config)
         self._spec = spec = self.generation_config.with_ends(chosen.spec)
         self._plan, self._options = chosen.plan, chosen.options
-        limits = request_limits(self._plan, spec, self._options)
-        self._prompts = RequestFactory(chosen.directory, spec, limits)
+        self._limits = request_limits(self._plan, spec, self._options)
+        self._prompts = RequestFactory(chosen.directory, spec, self._limits)
         self._asked: dict[str, tuple[int, ...]] = {}  # prompts under way: their requests
         self._trace = _Trace(self._plan, self._options.trace)
         folder = self._options.layer_cache
@@ -118,6 +121,7 @@ class LLM:
         self.startup_s = 0.0
         """Seconds that the stages took to start and load."""
         self._running: EngineThread | None = None
+        self._starter: EngineStarter | None = None
         self._end_engine: Callable[[], object] = _nothing
         if start:
             self.start()
@@ -128,17 +132,18 @@ class LLM:
             return
         started_s, cluster = time.perf_counter(), self._options.cluster
         with LoadBar(quiet=not self._use_tqdm) as bar, ExitStack() as stack:
-            client = stack.enter_context(
-                PipelineClient.start(
-                    self._plan,
-                    self._settings,
-                    cluster=cluster if isinstance(cluster, Cluster) else None,
-                    on_load=bar.on_load,
-                )
-            )
+            known = cluster if isinstance(cluster, Cluster) else None
+            starter = EngineStarter(self._plan, self._settings, cluster=known)
+            self._starter = starter
+            client = stack.enter_context(starter).start(bar.on_load)
             self._prompts.wait_until_read()
-            self._running = EngineThread(client, stack.pop_all())
-        self._prompts.wait_for_guide = self._running.engine.wait_for_guide
+            self._running = EngineThread(
+                client,
+                stack.pop_all(),
+                None if self._options.on_loss == "stop" else starter,
+                max_rows=_most_rows(self._limits),
+            )
+        self._prompts.wait_for_guide = self._running.wait_for_guide
         self.startup_s = time.perf_counter() - started_s
         # Ended by `close`, by `del`, or when the interpreter ends: nothing of it refers to the LLM.
         self._end_engine = weakref.finalize(self, self._running.close, self._trace.close)
@@ -200,6 +205,21 @@ class LLM:
         """Raise what ended the engine, if it has ended."""
         self._engine.check_alive()
 
+    @property
+    def stages_started(self) -> PipelineClient | None:
+        """The stages that were started last; they may be loading still, or be lost."""
+        return None if self._starter is None else self._starter.client
+
+    @property
+    def recovering(self) -> Recovery | None:
+        """What is being recovered since a stage was lost; None while the stages work."""
+        return None if self._running is None else self._running.recovery
+
+    @property
+    def recoveries(self) -> Sequence[Recovery]:
+        """What was recovered since the start, and what is, the newest last."""
+        return () if self._starter is None else self._starter.recoveries
+
     def stage_work(self) -> list[dict[str, Any]]:
         """Return how long each stage has computed, and its steps by kind; asks the stages."""
         self._engine.check_alive()
@@ -253,6 +273,7 @@ class LLM:
                 speculation=self.speculation(),
                 places=[place.as_report() for place in self.stage_places],
                 plain=plain,
+                recoveries=[recovery.as_report() for recovery in self.recoveries],
             )
         )
 
@@ -284,7 +305,14 @@ class LLM:
             "enable_prefix_caching": self._options.enable_prefix_caching,
             "num_gpu_blocks": counters["gauges"].get("blocks", 0),
         }
-        return {**counters, "requests": list(self._asked), "stages": stages, "cache": cache}
+        recoveries = [recovery.as_report() for recovery in self.recoveries]
+        return {
+            **counters,
+            "requests": list(self._asked),
+            "stages": stages,
+            "cache": cache,
+            "recoveries": recoveries,
+        }
 
     def generate(
         self,
@@ -386,7 +414,7 @@ class LLM:
                     delta = deltas.get(timeout=_PROGRESS_S)
                 except queue.Empty:
                     delta = None
-                if delta is not None and delta.error is not None:
+                if delta is not None and delta.error is not None and delta.finished is None:
                     raise delta.error
                 if delta is not None and delta.finished is not None:
                     finished[delta.id] = delta
@@ -498,6 +526,7 @@ class LLM:
                 if end.finished is not None
             ],
             prompt_logprobs=scores,
+            failure=next((str(end.error) for end in ends if end.error is not None), None),
             num_cached_tokens=ends[0].finished.num_prefix_hits if ends[0].finished else 0,
         )
 
@@ -511,6 +540,11 @@ class LLM:
     def _end(self, prompts: Sequence[PreparedPrompt]) -> None:
         for prompt in prompts:
             self._asked.pop(prompt.name, None)
+
+
+def _most_rows(limits: RequestLimits) -> int:
+    """Return how many requests run at once at most."""
+    return limits.max_rows if isinstance(limits, PoolLimits) else limits.num_slots
 
 
 def _nothing() -> None:

@@ -28,6 +28,7 @@ AUTO: Literal["auto"] = "auto"
 Backend = Literal["auto", "threads", "processes", "ray"]
 LinkChoice = Literal["auto", "peer", "nccl", "gloo"]
 LoadFormat = Literal["auto", "dummy", "copies"]
+OnLoss = Literal["restart", "stop"]
 Speculate = SpeculationMode | Literal["auto", "off"]
 
 MAX_TIMEOUT_S = 10**7
@@ -163,6 +164,8 @@ class EngineOptions:
     deadlines: Deadlines = field(default_factory=Deadlines)
     """Seconds that phases may take, as load=3600,step=60; of wait_nodes, placement, load, stall and
     step (defaults: 30, 25, 600, 30, 30)."""
+    on_loss: OnLoss = "restart"
+    """When a stage is lost: restart (others take over, requests go on where they are) or stop."""
     trace: str | Path | None = None
     """Write a Chrome/Perfetto trace: every stage's steps, and for which requests."""
 

@@ -61,6 +61,9 @@ class Request:
     """False: decoded plainly, whatever the drafter wants."""
     stream: bool = False
     """Whether its tokens are published as they come, not only at its end."""
+    recorded: bool = False
+    """Whether they are published, too, with what is published next: the driver goes on from them
+    when a stage is lost."""
     aborted: bool = False
     """Its tokens are not wanted any more: it ends with the step under way."""
     slot: int = -1
@@ -77,10 +80,10 @@ class Request:
     finish_reason: FinishReason | None = None
 
     def fresh(self) -> Request:
-        """Return the request as it was submitted: nothing generated yet."""
+        """Return the request as it was submitted: with the answer that it goes on from, if any."""
         return replace(
-            self, output=[], drafts=[], slot=-1, in_flight=0, aborted=False, finish_reason=None,
-            num_prefix_hits=0, num_preemptions=0,
+            self, output=list(self.output), drafts=[], slot=-1, in_flight=0, aborted=False,
+            finish_reason=None, num_prefix_hits=0, num_preemptions=0,
         )  # fmt: skip
 
     @property

@@ -93,6 +93,8 @@ class RequestOutput:
     """For each token of the prompt, None for the first, which nothing leads to."""
     num_cached_tokens: int = 0
     """Tokens of the prompt that were found in the prefix cache."""
+    failure: str | None = None
+    """Why it was given up: it ends whatever stage computes it."""
 
     @property
     def text(self) -> str:

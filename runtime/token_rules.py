@@ -69,6 +69,8 @@ class LogitsConstraints:
     prompt_logprobs: int | None = None
     prompt: tuple[int, ...] = ()
     """Told where a rule needs it."""
+    answer: tuple[int, ...] = ()
+    """The tokens of the answer that are there already: it goes on from them."""
 
     @property
     def changes_logits(self) -> bool:
@@ -106,6 +108,7 @@ class LogitsConstraints:
             "thinking": None if thinking is None else ThinkingBudget(**thinking),
             "guide": None if guide is None else Guide(**guide),
             "prompt": tuple(data["prompt"]),
+            "answer": tuple(data["answer"]),
         })  # fmt: skip
 
 

@@ -58,8 +58,8 @@ class Job:
     """Rows that were finished before, by index."""
     prompts: Mapping[int, PreparedPrompt]
     """Of the rows to answer, by index."""
-    errors: Mapping[int, str]
-    """Row index -> why it cannot be a request."""
+    errors: dict[int, str]
+    """Row index -> why it cannot be a request, or was failed as one."""
     made_with: Callable[[BatchRow], Mapping[str, Any]]
     """What a row's answer is made with: its line says it."""
 
@@ -221,6 +221,10 @@ def _run(job: Job, options: RunOptions, llm: LLM, writer: OrderedWriter) -> dict
             prompts, on_progress=lambda progress: bar.update(progress, writer.num_finished)
         ):
             row = rows[index]
+            if output.failure is not None:
+                job.errors[row.index] = output.failure
+                writer.write(row.index, error_line(row, output.failure))
+                continue
             outputs.append(output)
             line = answer_line(row, output, llm.plan.model.name, job.made_with(row))
             writer.write(row.index, line)

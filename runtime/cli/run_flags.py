@@ -98,6 +98,7 @@ def run_parser() -> CommandParser:
         "layer_cache",
         "links",
         "deadlines",
+        "on_loss",
         daily=("backend",),
     )
     return parser

@@ -90,6 +90,7 @@ def serve_parser() -> CommandParser:
         "backend",
         "ray_address",
         "deadlines",
+        "on_loss",
         daily=("cluster", "max_model_len", "max_num_seqs"),
     )
     what.flag("--chat-template", metavar="FILE", help="Jinja, instead of the model's own")

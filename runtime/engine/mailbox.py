@@ -20,7 +20,7 @@ class EngineOutputs:
 
     finished: Sequence[Finished]
     tokens: Mapping[int, Sequence[int]]
-    """New tokens of the requests that are streamed, by id."""
+    """New tokens of the requests that are streamed or recorded, by id."""
     progress: Progress
 
 
@@ -40,14 +40,17 @@ class Mailbox:
     """Submissions; None closes: the loop ends when all submitted requests have ended."""
     finished: deque[Finished] = field(default_factory=deque)
     tokens: dict[int, list[int]] = field(default_factory=dict)
+    awaited: bool = False
+    """Whether there is something for which the driver is woken."""
     changed: threading.Condition = field(default_factory=threading.Condition)
     progress: Progress = field(default_factory=Progress)
 
     def collect(self, timeout_s: float) -> EngineOutputs:
         """Return what happened since the last call, waiting up to `timeout_s` for something."""
         with self.changed:
-            if not self.finished and not self.tokens:
+            if not self.awaited:
                 self.changed.wait(timeout_s)
+            self.awaited = False
             outputs = EngineOutputs(
                 finished=list(self.finished), tokens=self.tokens, progress=self.progress
             )

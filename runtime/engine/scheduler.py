@@ -150,9 +150,13 @@ class Scheduler:
         }
 
     def submit(self, request: Request) -> None:
-        """Queue a request; `ValueError` if it can never run."""
+        """Queue a request; `ValueError` if it can never run.
+
+        One whose answer has begun elsewhere goes on from there: what it has is recomputed.
+        """
         self.limits.check(request)
         req = self.tables.new_request(request, self._num_submitted)
+        req.num_sampled = len(request.output)
         self._num_submitted += 1
         self._reqs[request.id] = req
         heappush(self._waiting, req)
@@ -183,7 +187,9 @@ class Scheduler:
         decoding = len(step.reqs)
         room = max(1, self.limits.step_tokens - sum(step.counts))
         for req in self._prompts(sets.prompts):
-            count = min(room, req.remaining, self.limits.row_tokens)
+            count = min(room, self._left_of_prompt(req), self.limits.row_tokens)
+            if count == 0:
+                continue  # found in the prefix cache but for its newest token, which decodes
             if not self._grow(req, req.num_computed + count, step):
                 break
             step.add(req, count, [])
@@ -254,7 +260,7 @@ class Scheduler:
         for req in self._running:
             left = req.remaining
             if left > 1 or req.num_sampled == 0:
-                if left > 0:
+                if self._left_of_prompt(req) > 0:
                     found.prompts.append(req)
                 continue
             found.num_decoding += 1
@@ -263,6 +269,15 @@ class Scheduler:
         found.ready.sort(key=_order)
         found.prompts.sort(key=_order)
         return found
+
+    def _left_of_prompt(self, req: RunningRequest) -> int:
+        """Return how many tokens a request has yet to compute as a prompt.
+
+        Of an answer that is recomputed the newest token decodes where drafts may follow it, as it
+        would have: sampled rows then get the tokens they would have got.
+        """
+        drafts = self._drafter is not None and req.request.may_draft
+        return req.remaining - (1 if drafts and req.num_sampled > 0 else 0)
 
     def _enough_under_way(self, num_decoding: int) -> bool:
         """Whether prompts had better wait for rows that decode, to share a step with them.

@@ -94,8 +94,13 @@ class SlotScheduler:
         return {}
 
     def submit(self, request: Request) -> None:
-        """Queue a request behind those of its priority; `ValueError` if it can never run."""
+        """Queue a request behind those of its priority; `ValueError` if it can never run.
+
+        An answer that has begun elsewhere is generated again: a slot has room for a prompt of the
+        plan's length, not for a prompt and half an answer.
+        """
         self.limits.check(request)
+        request.output.clear()
         if self._waiting and request.priority < self._waiting[-1].priority:
             insort(self._waiting, request, key=attrgetter("priority"))
         else:

@@ -146,7 +146,7 @@ class FirstStage:
         """When requests are to be ended that have not, soonest first."""
         self._first_token_s: dict[int, float] = {}
         self._num_sent: dict[int, int] = {}
-        """How many tokens of a streamed request were published."""
+        """How many tokens of a request were published, or came with it."""
         self._num_finished = self._prompt_tokens = 0
 
     def run(self) -> None:
@@ -198,6 +198,7 @@ class FirstStage:
                 if request.timeout_s is not None:
                     heappush(self._deadlines, (now_s + request.timeout_s, request.id))
                 self._open[request.id] = request
+                self._num_sent[request.id] = len(request.output)
                 self._scheduler.submit(request)
 
     def _end_late(self) -> None:
@@ -303,8 +304,8 @@ class FirstStage:
         stepped: Sequence[Request] = (),
     ) -> None:
         """Publish what a step, or an abort, brought."""
-        tokens = self._new_tokens(stepped)
-        done = []
+        tokens, done = self._new_tokens(stepped), []
+        awaited = any(self._open[number].stream for number in tokens)
         for request in finished:
             del self._open[request.id]
             self._num_sent.pop(request.id, None)
@@ -335,14 +336,15 @@ class FirstStage:
             for request_id, new in tokens.items():
                 self._mailbox.tokens.setdefault(request_id, []).extend(new)
             self._mailbox.finished.extend(done)
-            if done or tokens:
+            if done or awaited:
+                self._mailbox.awaited = True
                 self._mailbox.changed.notify_all()
 
     def _new_tokens(self, stepped: Sequence[Request]) -> dict[int, list[int]]:
-        """Return the tokens of streamed requests that were not published yet."""
+        """Return the tokens of streamed and recorded requests that were not published yet."""
         found = {}
         for request in stepped:
-            if request.stream and request.id in self._open:
+            if (request.stream or request.recorded) and request.id in self._open:
                 sent = self._num_sent.get(request.id, 0)
                 new = _known(request.output[sent:])
                 if new:

@@ -1,55 +1,72 @@
-"""A running pipeline for many callers: a thread hands each the outputs of its requests."""
+"""A running pipeline for many callers: a thread hands each the outputs of its requests.
+
+The driver's record of every request (request_record.py) outlives the stages. When a stage is lost,
+the thread has others started in its place (engine_starter.py) and gives them what has not ended,
+from the tokens so far on: callers hear nothing for a while, and then go on to hear tokens.
+"""
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from typing import Any
 
-from llmpq.errors import StageLostError
+from llmpq.child import CallFailed
+from llmpq.errors import DeadlineError, LlmpqError, StageLostError
 from llmpq.runtime.engine.mailbox import EngineOutputs
+from llmpq.runtime.launch.engine_starter import EngineStarter
 from llmpq.runtime.launch.pipeline_client import PipelineClient
-from llmpq.runtime.request import Finished, Progress, Request
-from llmpq.runtime.token_rules import LogprobOutput
+from llmpq.runtime.launch.poison import PoisonHunt
+from llmpq.runtime.launch.recovery import Recovery
+from llmpq.runtime.launch.request_output_delta import Listener, RequestOutputDelta
+from llmpq.runtime.launch.request_record import RequestRecord
+from llmpq.runtime.request import Progress, Request
+from llmpq.runtime.token_rules import Guide, LogprobOutput
+
+__all__ = ["EngineThread", "Listener", "RequestOutputDelta"]
 
 _END_S = 5.0
 """How long the loops may take to end before the stages are taken down."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class RequestOutputDelta:
-    """What is new of one request: tokens, its end, or the error that ended the engine."""
-
-    id: int
-    tokens: Sequence[int] = ()
-    finished: Finished | None = None
-    noted: LogprobOutput | None = None
-    """Logprobs of those tokens, where they were asked for."""
-    error: BaseException | None = None
-    heard_s: float = 0.0
-    """When it was read from the stages, by `time.perf_counter`; 0 for errors."""
-
-
-Listener = Callable[[RequestOutputDelta], None]
-"""Called in the engine's thread; it may not wait."""
+_LOSSES = (LlmpqError, ValueError, OSError, RuntimeError, CallFailed)
+"""What ends an engine and not the driver: whatever was raised in a stage, or its silence."""
+_log = logging.getLogger("llmpq.run")
 
 
 class EngineThread:
     """Owns a running pipeline and the thread that reads its outputs."""
 
-    def __init__(self, engine: PipelineClient, stack: ExitStack) -> None:
-        """`stack` takes the engine down."""
-        self.engine, self._stack = engine, stack
-        self._listeners: dict[int, Listener] = {}
+    def __init__(
+        self,
+        engine: PipelineClient,
+        stack: ExitStack,
+        starter: EngineStarter | None = None,
+        *,
+        max_rows: int = 1,
+    ) -> None:
+        """`stack` takes the engine down.
+
+        `starter`: starts others when stages are lost; without it a loss is the end. `max_rows`:
+        requests that run at once.
+        """
+        self.engine, self._stack, self._starter = engine, stack, starter
+        self._records: dict[int, RequestRecord] = {}
+        """Requests that have not ended, by id."""
         self._ruled: set[int] = set()
         """Running requests whose rules the last stage has."""
         self._lock = threading.Lock()
         self._error: BaseException | None = None
+        self._suspect: tuple[PipelineClient, BaseException] | None = None
+        """An engine that a caller found lost before this thread did."""
         self._closed = False
-        self.progress = Progress()
+        self._hunt = PoisonHunt(max_rows)
+        self.recovery: Recovery | None = None
+        """What is being recovered; None while the stages work."""
+        self._base = self.progress = Progress()
+        """Counters of engines that were lost, and of all."""
         self._thread = threading.Thread(target=self._read, daemon=True, name="llmpq news")
         self._thread.start()
 
@@ -59,24 +76,59 @@ class EngineThread:
 
     def submit_all(self, asked: Sequence[tuple[Sequence[Request], Listener]]) -> None:
         """Queue the requests of several callers in one call of the stages, all or none."""
-        requests = [request for own, _ in asked for request in own]
+        now_s, recorded = time.perf_counter(), self._starter is not None
+        records = [
+            RequestRecord(
+                request=replace(request, recorded=recorded), listener=listener, submitted_s=now_s
+            )
+            for own, listener in asked
+            for request in own
+        ]
         with self._lock:
             self._require_open()
-            self._listeners |= {request.id: tell for own, tell in asked for request in own}
-            self._ruled |= {request.id for request in requests if request.rules is not None}
+            self._records |= {record.request.id: record for record in records}
+            self._ruled |= {r.request.id for r in records if r.request.rules is not None}
+            if self.recovery is not None or self._hunt.holds_all:
+                return  # the stages get them when there are any
+            engine, requests = self.engine, [record.resumed(now_s) for record in records]
         try:
-            self.engine.submit(requests, more=True)
-        except BaseException:
+            engine.submit(requests, more=True)
+        except BaseException as error:
+            if self._is_lost(engine, error):
+                return
             with self._lock:
-                for request in requests:
-                    self._listeners.pop(request.id, None)
-                    self._ruled.discard(request.id)
+                for record in records:
+                    self._records.pop(record.request.id, None)
+                    self._ruled.discard(record.request.id)
             raise
 
     def abort(self, request_ids: Sequence[int]) -> None:
         """End requests between steps; their listeners get that as any end."""
-        if request_ids and self._error is None and not self._closed:
-            self.engine.abort(request_ids)
+        if not request_ids or self._error is not None or self._closed:
+            return
+        with self._lock:
+            known = [self._records[one] for one in request_ids if one in self._records]
+            for record in known:
+                record.aborted = True
+            engine, away = self.engine, self.recovery is not None
+            waiting = [record for record in known if away or not record.begun]
+        self._end_records(waiting)
+        if away:
+            return
+        try:
+            engine.abort(request_ids)
+        except Exception as error:
+            if not self._is_lost(engine, error):
+                raise
+
+    def wait_for_guide(self, guide: Guide) -> None:
+        """Return once the last stage has compiled a guide, or is lost: the next one compiles it."""
+        engine = self.engine
+        try:
+            engine.wait_for_guide(guide)
+        except Exception as error:
+            if not self._is_lost(engine, error):
+                raise
 
     def close(self, last: Callable[[PipelineClient], None] | None = None) -> None:
         """End all requests and the stages; `last` is called between, unless a stage was lost."""
@@ -93,9 +145,12 @@ class EngineThread:
 
     def _take_down(self, last: Callable[[PipelineClient], None] | None) -> None:
         with self._lock:
-            left = list(self._listeners)
+            left, away = list(self._records), self.recovery is not None
         try:
-            if self._error is None:
+            if away and self._starter is not None:
+                self._starter.cancel()
+                self._thread.join(_END_S)
+            elif self._error is None:
                 self.engine.abort(left)
                 self.engine.submit((), more=False)
                 self._thread.join(_END_S)
@@ -122,28 +177,74 @@ class EngineThread:
         if self._error is not None:
             raise self._error
 
+    def _is_lost(self, engine: PipelineClient, error: BaseException) -> bool:
+        """Whether an error means that an engine is lost, so that another one takes its place.
+
+        A caller's error may come before this thread's: the engine is given up then.
+        """
+        lost = isinstance(error, (StageLostError, DeadlineError, CallFailed))
+        if not lost or self._starter is None or self._closed or self._error is not None:
+            return False
+        with self._lock:
+            if engine is self.engine and self.recovery is None:
+                self._suspect = engine, error
+        return True
+
     def _read(self) -> None:
-        """Hand out outputs until the loops have ended or a stage is lost."""
-        try:
-            for update in self.engine.updates():
-                self.progress, now_s = update.progress, time.perf_counter()
-                noted = self._noted(update)
-                for number, tokens in update.tokens.items():
-                    own = noted.get(number)
-                    self._tell(
+        """Hand out outputs until the loops have ended, or stages are lost for good."""
+        while True:
+            try:
+                self._hand_out(self.engine)
+                return
+            except BaseException as error:
+                if not (self._may_recover() and isinstance(error, _LOSSES)):
+                    self._fail(error)
+                    return
+                try:
+                    self._recover(error)
+                except BaseException as final:
+                    self._fail(final)
+                    return
+
+    def _hand_out(self, engine: PipelineClient) -> None:
+        """Hand out an engine's outputs until its loops have ended."""
+        for update in engine.updates():
+            suspect = self._suspect
+            if suspect is not None and suspect[0] is engine:
+                raise suspect[1]
+            noted, now_s = self._noted(update), time.perf_counter()
+            self.progress = _sum(self._base, update.progress)
+            for number, tokens in update.tokens.items():
+                record = self._records.get(number)
+                if record is None:
+                    continue
+                record.take(list(tokens), noted.get(number), now_s)
+                if record.request.stream or not record.request.recorded:
+                    own = record.given(ended=False)
+                    record.listener(
                         RequestOutputDelta(id=number, tokens=tokens, noted=own, heard_s=now_s)
                     )
-                for finished in update.finished:
-                    number = finished.id
-                    own = noted.get(number)
-                    if own is not None and own.failure is not None:
-                        finished = replace(finished, finish_reason="error", failure=own.failure)
-                    news = RequestOutputDelta(
-                        id=number, finished=finished, noted=own, heard_s=now_s
+            for finished in update.finished:
+                with self._lock:
+                    record = self._records.pop(finished.id, None)
+                if record is None:
+                    continue
+                own = noted.get(finished.id)
+                if finished.id not in update.tokens:
+                    record.take([], own, now_s)
+                if own is not None and own.failure is not None:
+                    finished = replace(finished, finish_reason="error", failure=own.failure)
+                record.listener(
+                    RequestOutputDelta(
+                        id=finished.id,
+                        finished=record.ended(finished, now_s),
+                        noted=record.given(ended=True),
+                        heard_s=now_s,
                     )
-                    self._tell(news, last=True)
-        except BaseException as error:
-            self._fail(error)
+                )
+            if self._starter is not None and (update.tokens or update.finished):
+                self._starter.recovered()
+                self._release(engine)
 
     def _noted(self, update: EngineOutputs) -> dict[int, LogprobOutput]:
         """Return the scores that belong to an update's tokens; who ended is forgotten."""
@@ -151,21 +252,92 @@ class EngineThread:
         asked = {*ended, *(number for number in update.tokens if number in self._ruled)}
         if not asked:
             return {}
+        found = self.engine.noted(sorted(asked), ended)
         self._ruled.difference_update(ended)
-        return self.engine.noted(sorted(asked), ended)
+        return found
 
-    def _tell(self, news: RequestOutputDelta, *, last: bool = False) -> None:
+    def _may_recover(self) -> bool:
+        return self._starter is not None and not self._closed
+
+    def _recover(self, error: Exception) -> None:
+        """Have other stages started, and give them what has not ended; raise where that fails."""
+        assert self._starter is not None
         with self._lock:
-            listener = self._listeners.get(news.id)
-            if last:
-                self._listeners.pop(news.id, None)
-        if listener is not None:
-            listener(news)
+            self.recovery = self._starter.lost(error)
+            self._suspect, failed = None, self._hunt.note_loss(self._records.values())
+            aborted = [record for record in self._records.values() if record.aborted]
+            self._base = replace(self.progress, waiting=0, running=0, gauges={})
+        _log.warning("%s; it is recovered", error)
+        self._end_records(failed, failure=f"the request ends every stage that gets it: {error}")
+        self._end_records(aborted)
+        if self._hunt.broken():
+            raise error
+        while True:
+            engine = self._starter.restart()
+            try:
+                self._resubmit(engine)
+                break
+            except _LOSSES as again:
+                if not self._may_recover():
+                    raise
+                self._starter.lost(again)
+        self._starter.resubmitted(idle=not self._records)
+
+    def _resubmit(self, engine: PipelineClient) -> None:
+        """Give fresh stages what has not ended, also what comes meanwhile."""
+        with self._lock:
+            if self._closed:
+                raise StageLostError("the engine was closed")
+            self.engine = engine
+            records = self._hunt.chosen(list(self._records.values()))
+            for record in self._records.values():
+                record.begun, record.held = False, record not in records
+        while True:
+            now_s = time.perf_counter()
+            with self._lock:
+                alone = self._hunt.holds_all
+                requests = [r.resumed(now_s, awaited=alone) for r in records]
+            engine.submit(requests, more=True)
+            with self._lock:
+                waiting = [r for r in self._records.values() if not (r.begun or r.held)]
+                records = [] if alone else waiting
+                if not records:
+                    self.recovery = None
+                    return
+
+    def _release(self, engine: PipelineClient) -> None:
+        """Give the engine requests that were held back, once nothing speaks against it."""
+        with self._lock:
+            records = self._hunt.released(list(self._records.values()))
+            requests = [record.resumed(time.perf_counter()) for record in records]
+        if requests:
+            engine.submit(requests, more=True)
+
+    def _end_records(self, records: Sequence[RequestRecord], *, failure: str | None = None) -> None:
+        """End requests that no stage has any more."""
+        for record in records:
+            number = record.request.id
+            with self._lock:
+                known = self._records.pop(number, None)
+                self._ruled.discard(number)
+            if known is not None:
+                record.listener(record.end(time.perf_counter(), failure=failure))
 
     def _fail(self, error: BaseException) -> None:
         """End all listeners that still wait with the error."""
         with self._lock:
             self._error = self._error or error
-            left, self._listeners = self._listeners, {}
-        for number, listener in left.items():
-            listener(RequestOutputDelta(id=number, error=self._error))
+            self.recovery = None
+            left, self._records = self._records, {}
+        for number, record in left.items():
+            record.listener(RequestOutputDelta(id=number, error=self._error))
+
+
+def _sum(before: Progress, now: Progress) -> Progress:
+    """Return the counters of engines that were lost and of the one that runs."""
+    return replace(
+        now,
+        finished=before.finished + now.finished,
+        prompt_tokens=before.prompt_tokens + now.prompt_tokens,
+        generated_tokens=before.generated_tokens + now.generated_tokens,
+    )

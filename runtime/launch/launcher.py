@@ -51,6 +51,10 @@ class Launcher(Protocol):
         """Return what to raise once Ray, which holds the stages, is gone; else None."""
         ...
 
+    def stop(self) -> None:
+        """Take down the stages that were started, so that others may be."""
+        ...
+
     def start(
         self, plan: Plan, settings: Sequence[StageSettings], cluster: Cluster | None
     ) -> Sequence[StageHandle]:

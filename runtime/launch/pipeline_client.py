@@ -65,7 +65,12 @@ class PipelineClient:
         self._last_answer_s: dict[int, float] = {}
         self._asked_s: dict[int, float] = {}
         """When `_health` was asked for: a reader who takes long must not count as a silence."""
-        self._phase = "start-up"
+        self.phase = "start-up"
+        """What the stages do, as far as is known."""
+        self.failed_stage: int | None = None
+        """The stage that was lost first, once one was."""
+        self.was_refused = False
+        """Whether it said why it could not go on; it died or was silent otherwise."""
         self._progress = Progress()
         self._num_submitted, self._closed = 0, False
         self._moved_s = time.monotonic()
@@ -100,8 +105,8 @@ class PipelineClient:
         engine = cls(plan, settings, cluster, on_load)
         with ExitStack() as stack:
             launcher = stack.enter_context(make_launcher(plan, settings.options))
-            stack.callback(engine._kill)
-            engine._place(launcher)
+            stack.callback(engine.kill)
+            engine.place(launcher)
             yield engine
 
     def begin(self) -> None:
@@ -109,7 +114,7 @@ class PipelineClient:
         self.places = self._all("identity", self._deadlines.load_s)
         here = process_space()
         self._pids = [place.pid if place.space == here else 0 for place in self.places]
-        self._phase = "loading"
+        self.phase = "loading"
         self.load_reports = self._gather(
             [stage.call("load") for stage in self._stages],
             self._deadlines.load_s,
@@ -121,7 +126,7 @@ class PipelineClient:
             ),
         )
         self._connect()
-        self._phase = "prefill"
+        self.phase = "prefill"
         self._running = {stage.call("run"): i for i, stage in enumerate(self._stages)}
 
     def serve(self, requests: Sequence[Request]) -> list[Finished]:
@@ -214,7 +219,7 @@ class PipelineClient:
         """Return the process of every stage."""
         return list(self._pids)
 
-    def _place(self, launcher: Launcher) -> None:
+    def place(self, launcher: Launcher) -> None:
         """Start a stage each; a node may have the model at a path of its own."""
         settings = settings_of_stages(self.plan, self._cluster, self._settings)
         self._launcher = launcher
@@ -222,7 +227,7 @@ class PipelineClient:
 
     def _connect(self) -> None:
         """Open the rendezvous and let every stage join it."""
-        self._phase = "connecting"
+        self.phase = "connecting"
         if len(self._stages) > 1 and self._launcher and self._launcher.needs_rendezvous:
             host = meeting_host(self._options.master_addr, [p.address for p in self.places])
             port = self._ask_first("open_rendezvous", host, self._options.master_port)
@@ -234,7 +239,7 @@ class PipelineClient:
 
     @property
     def _starting(self) -> bool:
-        return self._phase in ("start-up", "loading", "connecting")
+        return self.phase in ("start-up", "loading", "connecting")
 
     def _ask_first(self, method: str, *args: object) -> Any:
         """Return the first stage's answer."""
@@ -276,7 +281,7 @@ class PipelineClient:
                     if call in pending
                 )
                 raise DeadlineError(
-                    f"no answer from {names} during {self._phase} within {limit_s:.0f} s; look at "
+                    f"no answer from {names} during {self.phase} within {limit_s:.0f} s; look at "
                     "the stage's host, or allow more time",
                     deadline="load" if self._starting else "step",
                 )
@@ -305,8 +310,10 @@ class PipelineClient:
         return self._describe(failure, index)
 
     def _describe(self, failure: CallFailed, index: int) -> Exception:
+        self.failed_stage = index
+        self.was_refused = failure.cause is not None and not is_consequence(failure)
         pid = self._pids[index] if self._pids else 0
-        return lost_stage(failure, self.plan, index, phase=self._phase, pid=pid)
+        return lost_stage(failure, self.plan, index, phase=self.phase, pid=pid)
 
     def _read_last(self, poll: Future[Any]) -> EngineOutputs:
         """Read a poll once the loops have ended, when health is asked for no more."""
@@ -316,7 +323,7 @@ class PipelineClient:
     def _read_poll(self, poll: Future[Any]) -> EngineOutputs:
         news: EngineOutputs = self._result(poll, 0)
         if news.progress.phase != "idle":
-            self._phase = news.progress.phase
+            self.phase = news.progress.phase
         idle = not self._closed and news.progress.finished >= self._num_submitted
         if idle or news.progress != self._progress:
             self._progress, self._moved_s = news.progress, time.monotonic()
@@ -342,7 +349,7 @@ class PipelineClient:
                 self._num_begun[index] = health["num_begun"]
                 del self._health[index]
                 if stuck_s > limit_s:
-                    raise self._silent(index, f"has been in one {self._phase} step for")
+                    raise self._silent(index, f"has been in one {self.phase} step for")
                 self._last_answer_s[index] = now_s
             if index not in self._health:
                 if now_s - self._last_answer_s[index] >= min(1.0, limit_s / 4):
@@ -352,21 +359,23 @@ class PipelineClient:
                 raise self._silent(index, "has not answered for")
         if self._running and now_s - self._moved_s > _STILL_STEPS * limit_s:
             raise DeadlineError(
-                f"no stage has computed for {_STILL_STEPS * limit_s:.0f} s during {self._phase} "
+                f"no stage has computed for {_STILL_STEPS * limit_s:.0f} s during {self.phase} "
                 "while rows wait: a message between two stages is lost or very late; look at the "
                 "network between their hosts, or allow more time",
                 deadline="step",
             )
 
     def _silent(self, index: int, what: str) -> DeadlineError:
+        self.failed_stage = index
         return DeadlineError(
             f"{self._named(index)} {what} "
-            f"{self._deadlines.step_s:.0f} s during {self._phase} (step deadline); look at its "
+            f"{self._deadlines.step_s:.0f} s during {self.phase} (step deadline); look at its "
             "host, or allow more time",
             deadline="step",
         )
 
     def _stalled(self, index: int) -> DeadlineError:
+        self.failed_stage = index
         return DeadlineError(
             f"{self._named(index)} has made no progress for {self._deadlines.stall_s:.0f} s while "
             "it loads: look at its host and the disk that its weights are on, or allow more time",
@@ -376,7 +385,7 @@ class PipelineClient:
     def _named(self, index: int) -> str:
         return named_stage(self.plan, index, self._pids[index] if self._pids else 0)
 
-    def _kill(self) -> None:
+    def kill(self) -> None:
         """End the stages, stopped ones too."""
         for index, stage in enumerate(self._stages):
             stage.kill(self._pids[index] if self._pids else 0)

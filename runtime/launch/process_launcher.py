@@ -1,21 +1,25 @@
-"""Stages as child processes of this host, without Ray (stage_process.py)."""
+"""Stages as child processes of this host, without Ray (stage_process.py).
+
+Those on CPUs are forked from one process that has imported what they need (fork_server.py): a
+stage that was lost is there again in milliseconds. Those on GPUs are started.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Sequence
 from concurrent.futures import Future
 from types import TracebackType
 from typing import Any, Self
 
-from llmpq.child import Child
+from llmpq.child import Child, ChildProcess
 from llmpq.cluster import Cluster
 from llmpq.plan import Plan, StagePlan
+from llmpq.runtime.launch.stages.fork_server import STAGE_PROCESS
+from llmpq.runtime.launch.stages.forked_process import ForkServer
 from llmpq.runtime.launch.stages.stage_settings import StageSettings
 from llmpq.runtime.launch.stages.stage_wire import plan_data, read_answer, write_args
-
-STAGE_PROCESS = "llmpq.runtime.launch.stages.stage_process"
-"""The module of a child process that holds a stage, a survey or a probe."""
 
 
 class ProcessLauncher:
@@ -27,6 +31,7 @@ class ProcessLauncher:
         """`behind_server`: stages on CPUs leave them to this process whenever it wants one."""
         self._behind_server = behind_server
         self._stages: list[ProcessStage] = []
+        self._forks = ForkServer()
 
     def __enter__(self) -> Self:
         return self
@@ -37,10 +42,16 @@ class ProcessLauncher:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        self.stop()
+        self._forks.close()
+
+    def stop(self) -> None:
+        """End the stages that were started."""
         for stage in self._stages:
             stage.kill()
         for stage in self._stages:
             stage.wait()
+        self._stages.clear()
 
     def lost(self) -> None:
         """Return None: the stages are this process's children."""
@@ -54,15 +65,26 @@ class ProcessLauncher:
             first: dict[str, Any] = {"index": index, "plan": data}
             first |= {"settings": settings[index].to_data()}
             first |= {"lowest_priority": self._behind_server and stage.is_cpu}
-            self._stages.append(ProcessStage(first, environment_of(stage)))
+            forks = self._forks if stage.is_cpu else None
+            self._stages.append(ProcessStage(first, environment_of(stage), forks))
         return list(self._stages)
 
 
 class ProcessStage:
     """A stage's process, called with values; its death fails all open calls."""
 
-    def __init__(self, first: dict[str, Any], environment: dict[str, str]) -> None:
-        self._child = Child(STAGE_PROCESS, first, environment=environment)
+    def __init__(
+        self,
+        first: dict[str, Any],
+        environment: dict[str, str],
+        forks: ForkServer | None = None,
+    ) -> None:
+        """`forks`: what forks the process; without it, or where it cannot, it is started."""
+        process: ChildProcess | None = None
+        if forks is not None:
+            with contextlib.suppress(OSError):
+                process = forks.fork(environment)
+        self._child = Child(STAGE_PROCESS, first, environment=environment, process=process)
 
     def call(self, method: str, *args: object) -> Future[Any]:
         """Call a method of the stage's worker."""

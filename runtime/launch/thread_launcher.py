@@ -48,8 +48,12 @@ class ThreadLauncher:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        self.stop(broken=error is not None)
+
+    def stop(self, *, broken: bool = True) -> None:
+        """End the stages; `broken`: without waiting for those that wait for each other."""
         end_s = time.monotonic() + _END_S
-        if self._rendezvous is not None and error is not None:
+        if self._rendezvous is not None and broken:
             self._rendezvous.break_off()
         for stage in self._stages:
             stage.kill(0)

@@ -75,7 +75,7 @@ class _Ruled:
 
     rules: LogitsConstraints
     automaton: TokenAutomaton | None
-    chosen: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.long))
+    chosen: Tensor = field(init=False)
     """The answer's tokens by place, with room for more; on the device of the logits."""
     noted: LogprobOutput = field(default_factory=LogprobOutput)
     num_told: int = 0
@@ -84,10 +84,15 @@ class _Ruled:
     """Tokens of the prompt whose follower was scored."""
     kept: dict[str, Tensor] = field(default_factory=dict)
     """Tensors made of the rules once."""
-    told: list[int] = field(default_factory=list)
+    told: list[int] = field(init=False)
     """Of a guided answer: its tokens that the host knows."""
     coming: tuple[int, _Coming, int] | None = None
     """Of a guided answer: the newest token's place, the step's tokens and its row among them."""
+
+    def __post_init__(self) -> None:
+        """Go on from the tokens that the answer has, whose scores were fetched elsewhere."""
+        self.chosen = torch.tensor(self.rules.answer, dtype=torch.long)
+        self.told = list(self.rules.answer)
 
     @property
     def counts_tokens(self) -> bool:
@@ -385,5 +390,5 @@ def _keep(known: _Ruled, step: int, token: Tensor, logits_V: Tensor) -> None:
         known.before(step, token.device)
         known.chosen[step] = token
     most = known.rules.logprobs
-    if most is not None and len(known.noted.output) <= step:
+    if most is not None and len(known.rules.answer) + len(known.noted.output) <= step:
         known.noted.output += scores(logits_V[None], token[None], most)

@@ -36,6 +36,8 @@ class JobResult:
     """Host, address and device of every stage, as it reported them."""
     plain: Sequence[RequestOutput] | None = None
     """The same requests, served again by the same stages without drafts."""
+    recoveries: Sequence[Mapping[str, Any]] = ()
+    """What was done each time that a stage was lost, predicted beside measured."""
 
     @property
     def finished(self) -> list[CompletionOutput]:
@@ -99,6 +101,7 @@ def build_report(job: JobResult) -> dict[str, Any]:
         "total_token_throughput": (job.generated_tokens + job.prompt_tokens) * per_s,
         **_latencies(job.finished),
         "speculation": _speculation(job),
+        "recoveries": list(job.recoveries),
         "stages": [
             {**_stage(stage, load, record, wall_s), **place}
             for stage, load, record, place in zip(
@@ -254,11 +257,23 @@ def print_summary(report: Mapping[str, Any], console: Console) -> None:
     console.print(f"time of {requests} (predicted / measured): " + ", ".join(parts))
     if report["speculation"] is not None:
         console.print(_speculation_line(report["speculation"]))
+    if report["recoveries"]:
+        console.print(_recoveries_line(report["recoveries"]))
     console.print(
         f"{report['completed']} rows done, {report['failed']} failed; "
         f"{report['total_output_tokens']} tokens generated, "
         f"{report['output_throughput']:.0f} tokens/s"
     )
+
+
+def _recoveries_line(recoveries: Sequence[Mapping[str, Any]]) -> str:
+    """Return how often stages were lost, and how long others took to take over."""
+    seconds = {
+        key: sum(one[f"{key}_s"] or 0.0 for one in recoveries) for key in ("predicted", "measured")
+    }
+    count = f"{len(recoveries)} recover{'y' if len(recoveries) == 1 else 'ies'}"
+    times = _pair(seconds["predicted"], seconds["measured"], _seconds)
+    return f"{count} from lost stages (predicted / measured): {times} in all"
 
 
 def _speculation_line(seen: Mapping[str, Any]) -> str:

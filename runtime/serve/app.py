@@ -264,7 +264,9 @@ def _add_state(app: FastAPI, service: Service) -> None:
 
     @app.get("/ready")
     async def ready() -> dict[str, str]:
-        service.ready().check_alive()
+        llm = service.ready()
+        llm.check_alive()
+        service.check_stages(llm)
         return {"status": "ready"}
 
     @app.get("/load")

@@ -13,7 +13,7 @@ from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 from starlette.routing import Route
 
-from llmpq.errors import DeadlineError, StageLostError
+from llmpq.errors import DeadlineError, RequestFailedError, StageLostError
 from llmpq.runtime.request import ContextLengthError
 from llmpq.runtime.sampling_params import SamplingParams
 
@@ -94,6 +94,8 @@ def as_api_error(error: BaseException) -> ApiError:
         return ApiError(400, str(error), param=_named_first(str(error)))
     if isinstance(error, TimeoutError):
         return ApiError(504, "the answer took longer than the server allows")
+    if isinstance(error, RequestFailedError):
+        return ApiError(500, str(error).splitlines()[0][:300])
     if isinstance(error, (StageLostError, DeadlineError, ConnectionError, RuntimeError)):
         return ApiError(503, f"the engine has stopped: {str(error).splitlines()[0][:300]}")
     return ApiError(500, f"the server failed ({type(error).__name__})")

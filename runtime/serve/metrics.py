@@ -280,6 +280,29 @@ class _EngineState:
             info.add_metric([*told.values()], 1.0)
             yield info
         yield from _of_stages(stats.get("stages", ()), labels["engine"], held)
+        yield from _of_recoveries(stats.get("recoveries", ()), labels["engine"])
+
+
+def _of_recoveries(recoveries: Sequence[Mapping[str, Any]], engine: str) -> Iterator[Metric]:
+    """Yield how often lost stages were recovered, how long that took, and whether it is done."""
+    over = [one for one in recoveries if one["measured_s"] is not None]
+    names = ("engine", "action")
+    actions = sorted({str(one["action"]) for one in over}) or ["restart"]
+    for name, about, key in (
+        ("recoveries", "Recoveries from lost stages.", None),
+        ("recovery_seconds", "Seconds that recoveries took.", "measured_s"),
+        ("recovery_predicted_seconds", "Seconds that recoveries were to take.", "predicted_s"),
+    ):
+        counter = CounterMetricFamily(f"llmpq:{name}", about, labels=names)
+        for action in actions:
+            own = [one for one in over if one["action"] == action]
+            total = len(own) if key is None else sum(one[key] or 0.0 for one in own)
+            counter.add_metric((engine, action), float(total))
+        yield counter
+    about = "Whether lost stages are being recovered."
+    gauge = GaugeMetricFamily("llmpq:recovering", about, labels=("engine",))
+    gauge.add_metric((engine,), float(len(over) < len(recoveries)))
+    yield gauge
 
 
 def _of_steps(

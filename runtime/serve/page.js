@@ -89,6 +89,7 @@ function draw(state, now) {
   byId("running").textContent = state.running;
   byId("waiting").textContent = state.waiting;
   byId("kv").textContent = `${Math.round(100 * state.blocks_held / Math.max(1, state.blocks))} %`;
+  byId("recoveries").textContent = recovered(state.recoveries);
   drawPlan(state.plan);
   offer(state.asks);
   if (before) {
@@ -111,6 +112,16 @@ function draw(state, now) {
   drawChart("chart-first", "first token, ms", series.first);
   drawChart("chart-gap", "time of a token, ms", series.gap);
   before = { state, now };
+}
+
+// What became of stages that were lost.
+function recovered(recoveries) {
+  const last = recoveries[recoveries.length - 1];
+  if (!last) return "";
+  if (last.measured_s === null) return `Recovering since ${last.began}: ${last.reason}`;
+  const times = recoveries.length === 1 ? "once" : `${recoveries.length} times`;
+  const seconds = `in ${last.measured_s.toFixed(1)} s (predicted ${last.predicted_s.toFixed(1)})`;
+  return `Recovered ${times} from lost stages, last at ${last.began} ${seconds}: ${last.reason}`;
 }
 
 // What a step of decoding took since the last beat, beside what the plan promised of it.

@@ -56,6 +56,8 @@ def state_of(service: Service) -> dict[str, Any]:
     told = service.stats()
     gone = service.failure is not None or (service.llm is not None and not told)
     status = "failed" if gone else "ending" if service.draining else "ready"
+    if status == "ready" and service.llm is not None and service.llm.recovering is not None:
+        status = "recovering"
     return {
         "version": __version__,
         "model": service.model_name,
@@ -77,6 +79,7 @@ def state_of(service: Service) -> dict[str, Any]:
         "blocks": told.get("gauges", {}).get("blocks", 0),
         "blocks_held": told.get("gauges", {}).get("blocks_held", 0),
         "sums": service.metrics.sums,
+        "recoveries": told.get("recoveries", []),
     }
 
 

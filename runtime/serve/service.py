@@ -91,10 +91,14 @@ class Service:
         if self.llm is None:
             return {}
         try:
-            work = self.llm.stage_work()
+            self.llm.check_alive()
+            work = [] if self.llm.recovering else self.llm.stage_work()
         except (LlmpqError, RuntimeError, OSError):
-            return {}
+            if self.llm.recovering is None:
+                return {}
+            work = []
         told = self.llm.stats()
+        told["stages"] = told["stages"] if work else []
         pairs = zip(told["stages"], work, strict=True)
         return {**told, "stages": [{**stage, **own} for stage, own in pairs]}
 
@@ -114,6 +118,15 @@ class Service:
         if self.draining:
             raise ApiError(503, "the server is about to end; ask another one")
         return self.llm
+
+    def check_stages(self, llm: LLM) -> None:
+        """Refuse while a stage that was lost is recovered: what is under way goes on then."""
+        if (recovery := llm.recovering) is not None:
+            raise ApiError(
+                503,
+                f"being recovered since {recovery.since}: {recovery.reason}; try again in a moment",
+                code="recovering",
+            )
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -199,6 +212,7 @@ class Service:
         `guided_by`: the field of the request that says what the text must be.
         """
         llm, limits = self.ready(), self.settings
+        self.check_stages(llm)
         if not 1 <= len(prompts) <= limits.max_prompts:
             raise ApiError(
                 400,

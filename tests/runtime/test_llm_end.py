@@ -21,7 +21,7 @@ import os, signal, sys, threading
 from llmpq import LLM, SamplingParams
 
 model, plan, backend, end = sys.argv[1:]
-llm = LLM(model, plan=plan or None, backend=backend)
+llm = LLM(model, plan=plan or None, backend=backend, on_loss="stop")
 llm.generate("import os", SamplingParams(temperature=0, max_tokens=3))
 print(*[stage["pid"] for stage in llm.stats()["stages"]], flush=True)
 if end == "lost":

@@ -14,7 +14,8 @@ from llmpq.commands.ray_address import import_ray
 from llmpq.plan import Plan
 from llmpq.runtime.launch.launcher import StageHandle
 from llmpq.runtime.launch.nodes.here import all_here, this_node, wanted_nodes
-from llmpq.runtime.launch.process_launcher import STAGE_PROCESS, environment_of
+from llmpq.runtime.launch.process_launcher import environment_of
+from llmpq.runtime.launch.stages.fork_server import STAGE_PROCESS
 from llmpq.runtime.launch.stages.stage_host import LOCAL_HOST
 from llmpq.runtime.options import Deadlines
 

@@ -62,11 +62,11 @@ class RayLauncher:
     def __init__(self, options: EngineOptions) -> None:
         """`ray_address`: a running Ray; else this process's is used, or one started for the job."""
         self._address, self._deadlines = options.ray_address, options.deadlines
-        self._stack = ExitStack()
+        self._ray, self._started = ExitStack(), ExitStack()
         self._watch: RayWatch | None = None
 
     def __enter__(self) -> Self:
-        self._stack.enter_context(ray_cluster(self._address))
+        self._ray.enter_context(ray_cluster(self._address))
         return self
 
     def __exit__(
@@ -75,9 +75,15 @@ class RayLauncher:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        self.stop()
+        self._ray.__exit__(kind, error, trace)
+
+    def stop(self) -> None:
+        """End the actors that were started, and give their bundles back."""
         if self._watch is not None:
             self._watch.close()
-        self._stack.__exit__(kind, error, trace)
+        self._started.close()
+        self._watch = None
 
     def lost(self) -> StageLostError | None:
         """Return what to say once Ray's head is gone."""
@@ -95,7 +101,7 @@ class RayLauncher:
             wait_s=self._deadlines.wait_nodes_s,
             timeout_s=self._deadlines.placement_s,
         )
-        self._stack.callback(self._unless_lost, _remove, placed.group)
+        self._started.callback(self._unless_lost, _remove, placed.group)
         if joined:  # first: a worker that is idle answers at once
             require_same(placed.nodes, settings)
         remote_class, data = ray.remote(RemoteStageWorker), plan_data(plan)
@@ -118,10 +124,10 @@ class RayLauncher:
                 from llmpq.runtime.launch.on_ray.weight_server import WeightServer
 
                 reader = WeightServer.start(own.driver_model_dir or own.model_dir)
-                self._stack.callback(reader.close)
+                self._started.callback(reader.close)
             given = reader if copies else None
             stages.append(RayStage(options.remote(index, data, own.to_data(), weights=given)))
-            self._stack.callback(self._end, stages[-1])
+            self._started.callback(self._end, stages[-1])
         head = ray.get_runtime_context().gcs_address
         self._watch = RayWatch(head, stages, SILENCE * self._deadlines.step_s)
         return stages

@@ -103,12 +103,15 @@ class LoadWatch:
         return ", ".join(parts)
 
     def _moved(self, index: int, signs: Sequence[float] | None) -> bool:
-        """Whether what a stage has done since it last got on is more than answering."""
+        """Whether what a stage has done since it last got on is more than answering.
+
+        A compiler that has ended takes its processor time with it.
+        """
         if signs is None:  # has not begun
             return False
         before = self._signs.get(index)
         if before is not None and all(
-            now - old < grain for now, old, grain in zip(signs, before, _GRAINS, strict=True)
+            abs(now - old) < grain for now, old, grain in zip(signs, before, _GRAINS, strict=True)
         ):
             return False
         self._signs[index] = signs

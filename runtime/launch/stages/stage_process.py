@@ -15,7 +15,7 @@ from llmpq.child import serve_calls
 _LOWEST = 19
 """The nice value of a stage that computes on a server's own CPUs: what is computed is sent before
 more is. With the same priority a token waits for a core while the stages have them."""
-_SWITCH_S = 0.0005
+SWITCH_S = 0.0005
 """How long the loop that feeds a device may wait for a thread that answers a call."""
 CALLS = (
     *("identity", "load", "open_rendezvous", "join", "run", "submit", "abort"),
@@ -59,5 +59,5 @@ def make(first: dict[str, Any]) -> Any:
 
 
 if __name__ == "__main__":
-    sys.setswitchinterval(_SWITCH_S)
+    sys.setswitchinterval(SWITCH_S)
     serve_calls(make, CALLS)

@@ -118,6 +118,8 @@ def write_request(request: Request) -> dict[str, Any]:
         "timeout_s": request.timeout_s,
         "may_draft": request.may_draft,
         "stream": request.stream,
+        "recorded": request.recorded,
+        "output": list(request.output),
     }
 
 
@@ -137,4 +139,6 @@ def read_request(fields: Mapping[str, Any]) -> Request:
         timeout_s=fields["timeout_s"],
         may_draft=fields["may_draft"],
         stream=fields["stream"],
+        recorded=fields["recorded"],
+        output=list(fields["output"]),
     )

@@ -40,6 +40,10 @@ def merged_page(pages: Sequence[dict[str, Any]], nothing: dict[str, Any]) -> dic
         name: sum(one["sums"][name] for one in pages) for name in nothing["sums"]
     }  # fmt: skip
     whole["stages"] = [stage for one in pages for stage in one["stages"]]
+    whole["recoveries"] = sorted(
+        (recovery for one in pages for recovery in one["recoveries"]),
+        key=lambda recovery: str(recovery["began"]),
+    )
     whole["asks"] = next((one["asks"] for one in pages if one["asks"] is not None), None)
     plans = [one["plan"] for one in pages if one["plan"] is not None]
     if plans:

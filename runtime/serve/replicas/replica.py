@@ -71,7 +71,8 @@ class Replica:
         First an empty list, once the request is taken, or None where it is not: there is no engine.
         """
         scope, body = from_plain(plain), text.encode("latin-1")
-        if not self._alive():
+        llm = self._service.llm
+        if not self._alive() or (llm is not None and llm.recovering is not None):
             yield None
             return
         yield []

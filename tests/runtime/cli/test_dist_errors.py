@@ -337,7 +337,7 @@ def require_resumed(job: Job, whole_rows: list[str]) -> None:
 
 @pytest.mark.seldom
 def test_the_command_names_a_killed_stage_and_ends_with_its_code(job, whole_rows):
-    process = job.started("--backend", "processes")
+    process = job.started("--backend", "processes", "--on-loss", "stop")
     pids = job.stage_pids()
     os.kill(pids[1], signal.SIGKILL)
     killed_s = time.monotonic()
@@ -358,7 +358,7 @@ def test_a_stopped_stage_is_named_at_its_deadline_and_resume_finishes(
 ):
     """Exit 7, no orphans."""
     assert Deadlines().step_s == 30, "the default"
-    how = ["--backend", backend, "--deadlines", "step=3"]
+    how = ["--backend", backend, "--deadlines", "step=3", "--on-loss", "stop"]
     if backend == "ray":
         how[:2] = ["--ray-address", request.getfixturevalue("ray_session")]
     process = job.started(*how)

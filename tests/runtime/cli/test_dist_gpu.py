@@ -142,7 +142,7 @@ def test_a_stage_that_runs_out_of_memory_at_start_is_named(address, write, make_
 
 
 def test_a_killed_stage_is_named_and_resume_finishes(address, write, tmp_path):
-    words = command(write(tokens=380), "out.jsonl", "--address", address)
+    words = command(write(tokens=380), "out.jsonl", "--address", address, "--on-loss", "stop")
     log, out = tmp_path / "log", tmp_path / "out.jsonl"
     with log.open("w") as stderr:
         process = subprocess.Popen(words, env=ENVIRONMENT, stderr=stderr, stdout=subprocess.DEVNULL)

@@ -93,12 +93,12 @@ def job_files(demo_model, make_plan, tmp_path):
 @pytest.fixture
 def started(monkeypatch):
     """Fail a test whose command gets as far as starting a pipeline."""
-    from llmpq.runtime.launch.pipeline_client import PipelineClient
+    from llmpq.runtime.launch.engine_starter import EngineStarter
 
     def start(*_args: object, **_options: object) -> None:
         raise AssertionError("the pipeline was started")
 
-    monkeypatch.setattr(PipelineClient, "start", start)
+    monkeypatch.setattr(EngineStarter, "start", start)
 
 
 def last_line(capsys) -> str:

@@ -381,6 +381,10 @@ def test_random_schedules_equal_the_simple_one(
     scheduler = Scheduler(allowed, drafter=drafter)
     scheduler.fused_rounds = mode == "fused"
     expected = simple_schedule(requests)
+    for request in requests:  # some have begun on stages that were lost
+        request.output = expected[request.id][: rng.choice((0, 0, rng.randrange(150)))]
+        if request.output == expected[request.id]:
+            del request.output[-1]
     aborted = play(
         scheduler, requests, rng, depth=rng.randint(1, 2 * stages + 2), abort_chance=abort_chance
     )

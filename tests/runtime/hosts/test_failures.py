@@ -23,7 +23,7 @@ LONG = 10
 """Times as many rows, where the loss is noticed half a minute later."""
 GONE_S = 30
 """A stage that is cut off ends itself 24 s after it has last heard of the driver."""
-JOB = ("run", "--plan", "plan.json", "-i", "in.jsonl", "-o", "out.jsonl")
+JOB = ("run", "--plan", "plan.json", "-i", "in.jsonl", "-o", "out.jsonl", "--on-loss", "stop")
 NODES = {2: ("hosta", "hostb"), 3: ("hosta", "hostb", "hostc", "hosta")}
 
 

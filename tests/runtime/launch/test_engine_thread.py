@@ -81,6 +81,6 @@ def test_a_call_that_fails_leaves_no_listener_and_the_others_theirs(engine, thre
         thread.submit_all([([request(1)], refused.put), ([ruled], refused.put)])
     engine.say({1: [4], 2: [4], 0: [9]})
     assert kept.get(timeout=10).tokens == [9]
-    assert refused.empty() and not thread._ruled and set(thread._listeners) == {0}
+    assert refused.empty() and not thread._ruled and set(thread._records) == {0}
     thread.close()
     assert kept.get(timeout=10).error is not None and refused.empty()

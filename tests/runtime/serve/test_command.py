@@ -76,7 +76,8 @@ def test_a_stage_that_dies_ends_the_server_with_its_code(demo_model, make_plan, 
         probe.bind(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{probe.getsockname()[1]}"
     command = [sys.executable, "-m", "llmpq.runtime", "serve", "--plan",
-               str(tmp_path / "plan.json"), "--port", url.rpartition(":")[2]]  # fmt: skip
+               str(tmp_path / "plan.json"), "--port", url.rpartition(":")[2],
+               "--on-loss", "stop"]  # fmt: skip
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
         try:
             end_s = time.monotonic() + 150

@@ -251,10 +251,9 @@ def test_a_stage_that_dies_is_told_and_nothing_hangs(
 
     monkeypatch.setattr("llmpq.runtime.serve.server._LOST_S", 60.0)
 
-    before = {child.pid for child in psutil.Process().children()}
     plan = make_plan(demo_model, (3,), batch=8, prompt_len=200, gen_len=200, dtype="float32")
-    with running(lambda: LLM(demo_model, plan=plan, backend="processes")) as server:
-        stages = [c for c in psutil.Process().children() if c.pid not in before]
+    with running(lambda: LLM(demo_model, plan=plan, backend="processes", on_loss="stop")) as server:
+        stages = [psutil.Process(stage["pid"]) for stage in server.llm.stats()["stages"]]
         assert len(stages) == 2 and ask(server, "/ready")[0] == 200
         connection, answer = begun(server)
         stages[1].kill()

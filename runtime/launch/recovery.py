@@ -1,0 +1,57 @@
+"""A recovery from the loss of a stage: what was lost, what was done about it, how long it took."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from typing import Any
+
+
+@dataclass(kw_only=True)
+class Recovery:
+    """What is being recovered, or was."""
+
+    reason: str
+    """What was lost, and how: a sentence."""
+    phase: str
+    """What the engine did then: start-up, loading, prefill, decode, ..."""
+    stage: int | None = None
+    """The stage that was lost first, None where it is not known."""
+    action: str = "restart"
+    """`restart`: the same plan on fresh stages; `replan`: another plan on the devices left."""
+    began_s: float = field(default_factory=time.time)
+    """Since 1970."""
+    predicted_s: float | None = None
+    """How long it was expected to take, from the loss until stages serve again."""
+    measured_s: float | None = None
+    """How long that took; None while it is under way."""
+    pause_s: float | None = None
+    """From the loss to the next token of a request; None where none was under way."""
+    num_attempts: int = 0
+    """How often stages were started: they may be lost again meanwhile."""
+    plan: Mapping[str, Any] | None = None
+    """Of another plan: what is different."""
+    clock_s: float = field(default_factory=time.perf_counter)
+    """When it began, by `time.perf_counter`."""
+
+    @property
+    def since(self) -> str:
+        """When it began, as ISO 8601."""
+        return datetime.fromtimestamp(self.began_s, UTC).isoformat(timespec="milliseconds")
+
+    def as_report(self) -> dict[str, Any]:
+        """Return it as JSON data."""
+        return {
+            "reason": self.reason,
+            "phase": self.phase,
+            "stage": self.stage,
+            "action": self.action,
+            "began": self.since,
+            "attempts": self.num_attempts,
+            "predicted_s": self.predicted_s,
+            "measured_s": self.measured_s,
+            "pause_s": self.pause_s,
+            "plan": self.plan,
+        }
