@@ -51,6 +51,10 @@ def _scaled_stream(spec: ModelSpec, max_len: int) -> bool:
     return spec.residual_factor != 1.0
 
 
+def _unlike_heads(spec: ModelSpec, max_len: int) -> bool:
+    return bool(spec.global_head_dim or spec.global_kv_heads or spec.value_is_key)
+
+
 def _changing_rope(spec: ModelSpec, max_len: int) -> bool:
     """Whether positions depend on a request's length so far; a run decides longrope once."""
     scaling = spec.rope_scaling
@@ -65,6 +69,14 @@ FEATURES: tuple[Feature, ...] = (
         lambda spec, _: spec.recurrent is not None,
         *("gpu", "rounded"),
     ),
+    _feature(
+        "layers that share a KV cache", lambda spec, _: bool(spec.kv_sources), "gpu", "drafts"
+    ),
+    _feature("layers with unlike heads", _unlike_heads, *("gpu", "drafts", "rounded")),
+    _feature("normalised values", lambda spec, _: spec.value_norm, "gpu", "rounded"),
+    _feature("inputs of every layer's own", lambda s, _: s.per_layer_dim > 0, "gpu", "rounded"),
+    _feature("numbers that layers are scaled by", lambda s, _: s.layer_scalar, "gpu", "rounded"),
+    _feature("experts beside an MLP", lambda s, _: s.mixture_beside, "gpu", "rounded"),
     _feature("gated attention", lambda spec, _: spec.attention_gate, "gpu", "rounded"),
     _feature("a gate on the shared MLP", lambda spec, _: spec.shared_gate, "gpu", "rounded"),
     _feature("no positions", lambda spec, _: spec.positions == "none", "gpu"),

@@ -12,7 +12,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, asdict, dataclass, field, fields, replace
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -143,6 +143,28 @@ class ModelSpec:
     mixer: Mixer = "attention"
     without_mlp: tuple[int, ...] = ()
     """Layers that mix tokens and have neither MLP nor experts."""
+    global_head_dim: int | None = None
+    """Channels of a head on layers that see all tokens, where windowed ones have `head_dim`."""
+    global_kv_heads: int | None = None
+    """Key and value heads of layers that see all tokens, where windowed ones have `kv_heads`."""
+    value_is_key: bool = False
+    """Layers that see all tokens make no values: theirs are the keys before norm and positions."""
+    value_norm: bool = False
+    """Values are normalised head by head, by a norm without a weight."""
+    kv_sources: tuple[int, ...] = ()
+    """The layer whose keys and values each attends to; nothing where each has its own."""
+    reads_kv: bool = False
+    """Layers make queries alone: keys and values are another layer's (`of_layer` says so)."""
+    ffns: tuple[int, ...] = ()
+    """Widths of the layers' MLPs, of those beside experts too; nothing where all have one."""
+    mixture_beside: bool = False
+    """Experts run beside the shared MLP on the same residual stream, each with its own norms."""
+    per_layer_dim: int = 0
+    """Channels of an input that every layer has of its own, made of a token and its embedding."""
+    per_layer_vocab: int = 0
+    """Rows of the table of those; 0 where there are none."""
+    layer_scalar: bool = False
+    """What a layer returns is multiplied by a number of its own."""
     further_layers: int = field(default=0, compare=False)
     """Layers behind the last one that a checkpoint has and nobody runs (MTP)."""
     left_out: tuple[str, ...] = field(default=(), compare=False)
@@ -176,6 +198,11 @@ class ModelSpec:
                 (f"{SHARED}{up}", wide, self.hidden, False),
                 (f"{SHARED}down", self.hidden, self.shared_ffn, False),
             ]
+        if self.per_layer_dim:
+            shapes += [
+                ("per_layer_gate", self.per_layer_dim, self.hidden, False),
+                ("per_layer_out", self.hidden, self.per_layer_dim, False),
+            ]
         return tuple(
             LinearShape(name=name, out_features=n, in_features=k, bias=bias)
             for name, n, k, bias in shapes
@@ -187,8 +214,9 @@ class ModelSpec:
         h = self.hidden
         if self.latent is None:
             q_out, kv_out = self.heads * self.head_dim, self.kv_heads * self.head_dim
-            gate = q_out if self.attention_gate else 0
-            return [("qkv", q_out + gate + 2 * kv_out, h, self.qkv_bias), ("o", h, q_out, o_bias)]
+            gate, made = q_out if self.attention_gate else 0, self.attention_input
+            out = q_out + gate + {"q": 0, "qk": 1, "qkv": 2}[made] * kv_out
+            return [(made, out, h, self.qkv_bias), ("o", h, q_out, o_bias)]
         latent, q_out = self.latent, self.heads * self.latent.q_head_dim
         queries = [("q", q_out, h, False)]
         if latent.q_rank:
@@ -199,6 +227,11 @@ class ModelSpec:
             ("o", h, self.heads * latent.v_dim, o_bias),
         ]
 
+    @property
+    def attention_input(self) -> str:
+        """What a layer's attention makes of its input, and what the matrix is called."""
+        return "q" if self.reads_kv else "qk" if self.value_is_key else "qkv"
+
     def at_length(self, max_len: int) -> ModelSpec:
         """Return the spec of a run whose requests may have `max_len` tokens."""
         if self.rope_scaling is None:
@@ -208,9 +241,56 @@ class ModelSpec:
     def of_layer(self, index: int) -> ModelSpec:
         """Return the spec of a model whose layers are all like layer `index`."""
         dense, bare = index in self.dense_layers, index in self.without_mlp
-        if not dense and not bare and not self.mixers:
+        if not dense and not bare and not self.differs_in_attention and not self.ffns:
             return self
-        return _layer_like(self, self.mixer_of(index), dense=dense, bare=bare)
+        return _layer_like(
+            self,
+            self.mixer_of(index),
+            dense=dense,
+            bare=bare,
+            sees_all=not self.is_windowed(index),
+            reads=self.kv_source(index) != index,
+            width=self.ffns[index] if self.ffns else 0,
+        )
+
+    @property
+    def differs_in_attention(self) -> bool:
+        """Whether layers mix tokens in unlike ways, windows left out."""
+        wide = self.global_head_dim or self.global_kv_heads or self.value_is_key
+        return bool(self.mixers or self.kv_sources or wide)
+
+    def kv_source(self, layer: int) -> int:
+        """Return the layer whose keys and values a layer attends to."""
+        return self.kv_sources[layer] if self.kv_sources else layer
+
+    def may_cut(self, layer: int) -> bool:
+        """Whether a stage may begin with a layer: none behind it reads a cache in front of it."""
+        return all(source >= layer for source in self.kv_sources[layer:])
+
+    def last_cut(self, layer: int) -> int:
+        """Return the last layer up to `layer` that a stage may begin with."""
+        return next(i for i in range(layer, -1, -1) if self.may_cut(i))
+
+    def require_cut(self, layer: int, where: str) -> None:
+        """Raise `ValueError` for a stage that would begin with a layer and may not."""
+        if not self.may_cut(layer):
+            readers = [i for i in range(layer, self.num_layers) if self.kv_sources[i] < layer]
+            source = self.kv_sources[readers[0]]
+            raise ValueError(
+                f"{where}: a stage begins with layer {layer}, but layer {readers[0]} attends to "
+                f"the keys and values of layer {source}; expected both on one stage. Cut in front "
+                f"of layer {self.last_cut(layer)} instead, or plan again"
+            )
+
+    def kv_shape(self, layer: int) -> tuple[int, int]:
+        """Return key/value heads and channels of a head as a layer's cache has them."""
+        one = self.of_layer(layer)
+        return one.kv_heads, one.head_dim
+
+    @property
+    def hop_features(self) -> int:
+        """Numbers of a token that go from stage to stage: hidden state, inputs of all layers."""
+        return self.hidden + self.num_layers * self.per_layer_dim
 
     @property
     def has_mlp(self) -> bool:
@@ -222,7 +302,12 @@ class ModelSpec:
         return self.mixers[layer] if self.mixers else self.mixer
 
     def has_kv(self, layer: int) -> bool:
-        """Whether a layer keeps keys and values."""
+        """Whether a layer keeps keys and values of its own."""
+        own = self.kv_source(layer) == layer and not self.reads_kv
+        return own and self.attends(layer)
+
+    def attends(self, layer: int) -> bool:
+        """Whether a layer has attention, to keys and values of its own or another's."""
         return self.mixer_of(layer) in ("attention", "both")
 
     def has_state(self, layer: int) -> bool:
@@ -251,7 +336,10 @@ class ModelSpec:
         both = (before[0], behind[0], before[1], behind[1])
         names = {"pre": before, "post": behind, "both": both}[self.norm_order]
         has = {"attn": self.mixer != "none", "mlp": self.has_mlp}
-        return tuple(name for name in names if has[name.partition("_")[0]])
+        found = tuple(name for name in names if has[name.partition("_")[0]])
+        if self.mixture_beside:
+            found += ("shared_out_norm", "experts_norm", "experts_out_norm")
+        return (*found, "per_layer_out_norm") if self.per_layer_dim else found
 
     @property
     def kept_whole(self) -> dict[str, tuple[int, ...]]:
@@ -270,12 +358,19 @@ class ModelSpec:
                 shapes["router.bias"] = (self.experts,)
             if self.router.correction:
                 shapes["router.correction"] = (self.experts,)
+            if self.router.normed:
+                shapes["router.scale"] = (self.hidden,)
+            if self.router.expert_scale:
+                shapes["router.expert_scale"] = (self.experts,)
+        if self.layer_scalar:
+            shapes["scalar"] = (1,)
         if self.mixer not in ("attention", "both"):
             return shapes
         if self.qk_norm:
             q, k = (self.heads, self.kv_heads) if self.qk_norm_whole else (1, 1)
             shapes["q_norm.weight"] = (q * self.head_dim,)
-            shapes["k_norm.weight"] = (k * self.head_dim,)
+            if not self.reads_kv:
+                shapes["k_norm.weight"] = (k * self.head_dim,)
         if self.sinks:
             shapes["sinks"] = (self.heads,)
         if self.latent is not None:
@@ -309,7 +404,13 @@ class ModelSpec:
         """Parameters the first stage owns beyond its layers: tokens, positions, embedding norm."""
         learned = (self.max_positions + 2) * self.hidden if self.positions == "learned" else 0
         norm = self.norm_params if self.embedding_norm else 0
-        return self.vocab * self.hidden + learned + norm
+        return self.vocab * self.hidden + learned + norm + self.per_layer_params
+
+    @property
+    def per_layer_params(self) -> int:
+        """Parameters that make the layers' own inputs, on the first stage: table, matrix, norm."""
+        wide = self.num_layers * self.per_layer_dim
+        return wide * (self.per_layer_vocab + self.hidden) + self.per_layer_dim
 
     @property
     def head_params(self) -> int:
@@ -337,7 +438,9 @@ class ModelSpec:
     def num_params(self) -> int:
         """Parameters of the whole model, tied embeddings counted once."""
         tied = self.vocab * self.hidden if self.tied_embeddings else 0
-        unlike = range(self.num_layers) if self.mixers else self.dense_layers
+        unlike: Sequence[int] = self.dense_layers
+        if self.differs_in_attention or self.ffns:
+            unlike = range(self.num_layers)
         layers = sum(self.of_layer(i).layer_params for i in unlike)
         layers += (self.num_layers - len(unlike)) * self.layer_params
         return layers + self.embedding_params + self.head_params - tied
@@ -352,6 +455,10 @@ class ModelSpec:
         if content["rope_scaling"] is not None:
             content["rope_scaling"] = {
                 k: v for k, v in content["rope_scaling"].items() if v != SCALING_ADDED.get(k)
+            }
+        if "router" in content:
+            content["router"] = {
+                k: v for k, v in content["router"].items() if k not in ROUTER_ADDED or v
             }
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
 
@@ -410,12 +517,41 @@ SCALING_ADDED = {
     if found.default is not MISSING
     and found.name not in ("low_freq_factor", "high_freq_factor", "original_max_positions")
 }
+ROUTER_ADDED = ("normed", "expert_scale")
+"""Flags of a router that came after the first fingerprints."""
 
 
 @lru_cache(maxsize=1 << 8)  # planners ask for every layer
-def _layer_like(spec: ModelSpec, mixer: Mixer, *, dense: bool, bare: bool) -> ModelSpec:
-    """Return a model of only layers with this mixer; `dense`: no experts, `bare`: no MLP either."""
-    one = replace(spec, mixers=(), mixer=mixer, without_mlp=())
+def _layer_like(
+    spec: ModelSpec,
+    mixer: Mixer,
+    *,
+    dense: bool,
+    bare: bool,
+    sees_all: bool,
+    reads: bool,
+    width: int,
+) -> ModelSpec:
+    """Return a model of only layers with this mixer; `dense`: no experts, `bare`: no MLP either.
+
+    `sees_all`: without a window; `reads`: of another layer's keys and values; `width`: of its MLP
+    where widths differ.
+    """
+    one = replace(
+        spec,
+        mixers=(),
+        mixer=mixer,
+        without_mlp=(),
+        head_dim=(spec.global_head_dim if sees_all else None) or spec.head_dim,
+        kv_heads=(spec.global_kv_heads if sees_all else None) or spec.kv_heads,
+        global_head_dim=None,
+        global_kv_heads=None,
+        value_is_key=spec.value_is_key and sees_all,
+        kv_sources=(),
+        reads_kv=reads,
+        ffns=(),
+        **_widths(spec, width),
+    )
     if not dense and not bare:
         return one
     return replace(
@@ -429,6 +565,13 @@ def _layer_like(spec: ModelSpec, mixer: Mixer, *, dense: bool, bare: bool) -> Mo
         dense_layers=(),
         dense_ffn=0,
     )
+
+
+def _widths(spec: ModelSpec, width: int) -> dict[str, int]:
+    """Return the field of an MLP's width: where experts run beside an MLP, of that MLP."""
+    if not width:
+        return {}
+    return {"shared_ffn": width} if spec.mixture_beside else {"ffn": width}
 
 
 def _frozen(value: Any) -> Any:

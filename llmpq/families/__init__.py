@@ -10,6 +10,7 @@ from llmpq.families import (
     dots1,
     falcon_h1,
     gemma,
+    gemma4,
     glm4,
     glm4_moe,
     gpt_oss,
@@ -49,6 +50,7 @@ FAMILIES: dict[str, Family] = {
         glm4_moe.FAMILY,
         deepseek.FAMILY,
         gemma.FIRST,
+        gemma4.FAMILY,
         granite.HYBRID,
         arcee.FAMILY,
         dots1.FAMILY,
@@ -67,6 +69,8 @@ FAMILIES: dict[str, Family] = {
 
 WRAPPERS = (
     "gemma3",
+    "gemma4",
+    "gemma4_unified",
     "mistral3",
     "qwen2_vl",
     "qwen2_5_vl",

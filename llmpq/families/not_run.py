@@ -50,7 +50,6 @@ FEATURE_OF = {
     "smollm3": _NO_POSITIONS,
     "exaone4": _NO_POSITIONS,
     "gemma3n": "per-layer embeddings and layers that share a KV cache",
-    "gemma4": "full and windowed layers with heads of different sizes, and norms of values",
     "ministral3": "queries that grow with their position (llama_4_scaling_beta)",
     "mistral4": "queries that grow with their position (llama_4_scaling_beta)",
     "qwen3_vl_moe": "experts of a layer stored as one tensor, without biases",

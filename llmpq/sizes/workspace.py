@@ -83,10 +83,12 @@ def workspace_bytes(
     decode = _Shape(decode_microbatch, 1, workload.max_len, e, kv, fresh=False)
     peaks = []
     for shape in (prefill, decode):
-        received = 0 if first else shape.tokens * spec.hidden * e
-        moments = [0]
+        received = 0 if first else shape.tokens * spec.hop_features * e
+        # The layers' own inputs: made with three of their size, then held all through the stage.
+        inputs = shape.tokens * spec.num_layers * spec.per_layer_dim * e
+        moments = [4 * inputs if first else 0]
         for quantized in {p.weight_bits < 16 for p in precisions}:
-            moments.append(_widest_moment(spec, shape, quantized))
+            moments.append(inputs + _widest_moment(spec, shape, quantized))
         if last:
             moments.append(head_bytes(spec, tokens=shape.tokens, rows=shape.rows, element_bytes=e))
         peaks.append(received + max(moments))
@@ -96,7 +98,10 @@ def workspace_bytes(
 @lru_cache(maxsize=1 << 14)  # planners ask for every pair of sizes
 def _widest_moment(spec: ModelSpec, shape: _Shape, quantized: bool) -> int:
     """Return the most that lives at once while one micro-batch passes through a layer."""
-    return max(_layer_moments(spec, shape, quantized=quantized))
+    kinds = {spec}
+    if spec.differs_in_attention and not spec.mixers:
+        kinds = {spec.of_layer(index) for index in range(spec.num_layers)}
+    return max(max(_layer_moments(one, shape, quantized=quantized)) for one in kinds)
 
 
 @dataclass(frozen=True)

@@ -160,6 +160,7 @@ def _form(layer: DecoderLayer) -> LayerForm | None:
         or (heads and (rotary is None or len(heads) != 2))
         or (rotary is not None and rotary.dim != attention.head_dim)
         or attention.gated
+        or not attention.is_plain
         or not layer.adds_plainly
         or mlp.activation != "silu"
     ):

@@ -41,7 +41,7 @@ def attend_fresh(
     window = rule.window if 0 < rule.window < step.max_end else 0
     if alibi_slopes_H is not None or window:
         bias = step.once(
-            f"bias{window}", lambda: score_bias(step, alibi_slopes_H, 1, q_BQHD.dtype, window)
+            f"bias{window} 1", lambda: score_bias(step, alibi_slopes_H, 1, q_BQHD.dtype, window)
         )
     o_BHQD = functional.scaled_dot_product_attention(
         q_BQHD.transpose(1, 2),
@@ -86,7 +86,8 @@ def attend_cached(
     window = rule.window if 0 < rule.window < step.max_end else 0
     if not (step.uniform and q_len == 1) or alibi_slopes_H is not None or window:
         bias = step.once(
-            f"bias{window}", lambda: score_bias(step, alibi_slopes_H, rep, q_BQHD.dtype, window)
+            f"bias{window} {rep}",
+            lambda: score_bias(step, alibi_slopes_H, rep, q_BQHD.dtype, window),
         )
     q_BGRQD = q_BQHD.view(batch, q_len, groups, rep, dim).permute(0, 2, 3, 1, 4)
     q = q_BGRQD.reshape(batch, groups, rep * q_len, dim)
@@ -120,7 +121,7 @@ def _explicit(
     rep = heads // groups
     window = rule.window if 0 < rule.window < step.max_end else 0
     bias = step.once(
-        f"whole bias{window}", lambda: score_bias(step, None, rep, torch.float32, window)
+        f"whole bias{window} {rep}", lambda: score_bias(step, None, rep, torch.float32, window)
     )
     q_BGRQD = q_BQHD.view(batch, q_len, groups, rep, dim).permute(0, 2, 3, 1, 4)
     q = q_BGRQD.reshape(batch, groups, rep * q_len, dim)

@@ -22,11 +22,22 @@ from llmpq.runtime.cache.kv_cache import KVCache
 from llmpq.runtime.models.experts import Routing, SparseMLP
 from llmpq.runtime.models.latent_attention import LatentAttention
 from llmpq.runtime.models.linear import Linear
-from llmpq.runtime.models.mlps import MLP, GatedMLP, GatedSharedMLP
+from llmpq.runtime.models.mlps import MLP, GatedMLP, GatedSharedMLP, GateFunction
 from llmpq.runtime.models.norms import Norm
 from llmpq.runtime.models.recurrent import RecurrentMixer
 from llmpq.runtime.models.rotary import Rotary
 from llmpq.runtime.step import Step
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sharing:
+    """Whose keys and values a layer attends to; layers by their numbers in the model."""
+
+    own: int = -1
+    """The layer's own number."""
+    source: int | None = None
+    """Another layer, which made them."""
+    read_by_others: bool = False
 
 
 class Attention(nn.Module):
@@ -43,7 +54,9 @@ class Attention(nn.Module):
         q_norm: Norm | None = None,
         k_norm: Norm | None = None,
         rule: ScoreRule | None = None,
+        sharing: Sharing | None = None,
     ) -> None:
+        """`sharing`: whose keys and values it attends to, where they are not its own alone."""
         super().__init__()
         self.qkv, self.o, self.q_norm, self.k_norm = qkv, o, q_norm, k_norm
         self.rotary, self.alibi_slopes_H, self.rule = rotary, alibi_slopes_H, rule
@@ -51,6 +64,14 @@ class Attention(nn.Module):
         self.scale = spec.head_dim**-0.5 if spec.score_factor is None else spec.score_factor
         self.gated = spec.attention_gate
         """Whether qkv ends with a gate [H, D] of what attention gives."""
+        self.sharing = sharing or Sharing()
+        self.values_are_keys = spec.value_is_key
+        self.value_eps = spec.norm_eps if spec.value_norm else None
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether it makes queries, keys and values, of which the values stay as they are."""
+        return self.sharing == Sharing() and not self.values_are_keys and self.value_eps is None
 
     def forward(self, x_BQh: Tensor, layer: int, step: Step, kv: KVCache) -> Tensor:
         """Return o(attention(q, k, v)) [B, Q, h] of cache layer `layer`."""
@@ -58,15 +79,35 @@ class Attention(nn.Module):
         qkv, gate = self.qkv(x_BQh).view(batch, q_len, -1, self.head_dim), None
         if self.gated:
             qkv, gate = qkv.split([self.heads + 2 * self.kv_heads, self.heads], dim=2)
-        q, k, v = self._positioned(qkv, step)
+        q, k, v = self._made(qkv, step)
         del qkv, x_BQh
+        if self.sharing.read_by_others:
+            kv.keep_for_readers(layer, step)
         out_BQHD = attend_by_rule(
-            kv, layer, q, k, v, step, self.scale, self.alibi_slopes_H, self.rule
+            *(kv, layer, q, k, v, step, self.scale, self.alibi_slopes_H, self.rule),
+            again=self.sharing.source is not None,
         )
         del q, k, v
         if gate is not None:
             out_BQHD = out_BQHD * gate.sigmoid()
         return self.o(out_BQHD.reshape(batch, q_len, self.heads * self.head_dim))
+
+    def _made(self, qkv_BQND: Tensor, step: Step) -> tuple[Tensor, Tensor, Tensor]:
+        """Return q, k and v as they are attended with, whoever made k and v."""
+        if self.is_plain:
+            return self._positioned(qkv_BQND, step)
+        if self.sharing.source is not None:
+            assert self.rotary is not None
+            q = qkv_BQND if self.q_norm is None else normed_heads(self.q_norm, qkv_BQND)
+            return self.rotary.rotate(q, step), *step.memo[f"keys of {self.sharing.source}"]
+        if self.values_are_keys:
+            qkv_BQND = torch.cat((qkv_BQND, qkv_BQND[:, :, self.heads :]), dim=2)
+        q, k, v = self._positioned(qkv_BQND, step)
+        if self.value_eps is not None:
+            v = functional.rms_norm(v.float(), (self.head_dim,), None, self.value_eps).to(v.dtype)
+        if self.sharing.read_by_others:
+            step.memo[f"keys of {self.sharing.own}"] = k, v
+        return q, k, v
 
     def _positioned(self, qkv_BQND: Tensor, step: Step) -> tuple[Tensor, Tensor, Tensor]:
         """Return q, k with their norms and positions applied, and v."""
@@ -99,10 +140,16 @@ def attend_by_rule(
     scale: float,
     alibi_slopes_H: Tensor | None,
     rule: ScoreRule | None,
+    *,
+    again: bool = False,
 ) -> Tensor:
-    """Attend through a cache; only one that knows rules gets one (llmpq/capabilities.py)."""
+    """Attend through a cache; only one that knows rules gets one (llmpq/capabilities.py).
+
+    `again`: the keys and values are another layer's, which has appended them.
+    """
     options: dict[str, Any] = {} if rule is None else {"rule": rule}
-    return kv.attend(
+    attend = kv.attend_again if again else kv.attend
+    return attend(
         layer, q_BQHD, k_BQGD, v_BQGD, step, scale=scale, alibi_slopes_H=alibi_slopes_H, **options
     )
 
@@ -118,6 +165,42 @@ class SideBySide(nn.Module):
         """Return [B, Q, h] of cache layer `layer`."""
         out: Tensor = self.recurrent(x_BQh, layer, step, kv)
         return out + self.attention(x_BQh, layer, step, kv) * self.factor
+
+
+PER_LAYER = "inputs of layers"
+"""What `Step.memo` calls the layers' own inputs [B, Q, layers of the model * P]."""
+
+
+class LayerTail(nn.Module):
+    """What closes a layer: x += norm(out(act(gate(x)) * own input)); x *= a number.
+
+    The layer's own input [B, Q, P] is made by the first stage (`PerLayerInputs`).
+    """
+
+    def __init__(
+        self,
+        index: int,
+        activation: GateFunction,
+        gate: Linear | None,
+        out: Linear | None,
+        norm: Norm | None,
+        scalar_1: Tensor | None,
+    ) -> None:
+        """`gate`, `out` and `norm` together, or none of them."""
+        super().__init__()
+        self.index, self.activation = index, activation
+        self.per_layer_gate, self.per_layer_out, self.norm = gate, out, norm
+        self.scalar_1 = scalar_1
+
+    def forward(self, x_BQh: Tensor, step: Step) -> Tensor:
+        """Return [B, Q, h], maybe in place of x."""
+        if self.per_layer_gate is not None:
+            assert self.per_layer_out is not None and self.norm is not None
+            gate = self.per_layer_gate(x_BQh)
+            width = gate.shape[-1]
+            own = step.memo[PER_LAYER][..., self.index * width : (self.index + 1) * width]
+            x_BQh.add_(self.norm(self.per_layer_out(self.activation(gate, own.clone()))))
+        return x_BQh if self.scalar_1 is None else x_BQh.mul_(self.scalar_1)
 
 
 class DecoderLayer(nn.Module):
@@ -138,8 +221,10 @@ class DecoderLayer(nn.Module):
         mlp_out_norm: Norm | None = None,
         residual_factor: float = 1.0,
         mlp_factor: float = 1.0,
+        tail: LayerTail | None = None,
     ) -> None:
         super().__init__()
+        self.tail = tail
         self.attn_norm, self.attention = attn_norm, attention
         self.mlp_norm, self.mlp = mlp_norm, mlp
         self.attn_out_norm, self.mlp_out_norm = attn_out_norm, mlp_out_norm
@@ -150,7 +235,8 @@ class DecoderLayer(nn.Module):
     def adds_plainly(self) -> bool:
         """Whether attention and MLP are added to the residual stream as they come."""
         behind = self.attn_out_norm is not None or self.mlp_out_norm is not None
-        return not behind and self.residual_factor == self.mlp_factor == 1.0
+        factors = self.residual_factor == self.mlp_factor == 1.0
+        return not behind and factors and self.tail is None
 
     def added(self, y: Tensor, norm: Norm | None) -> Tensor:
         """Return what attention or MLP adds to the residual stream, in place of what it gave."""
@@ -244,11 +330,11 @@ class PlainLayers:
             y = layer.added(attended, layer.attn_out_norm)
             del attended
             y.add_(x_BQh)
-        if layer.mlp is None:
-            return y
-        out = layer.mlp(layer.mlp_norm(y))
-        out = out if layer.mlp_factor == 1.0 else out.mul_(layer.mlp_factor)
-        return y.add_(layer.added(out, layer.mlp_out_norm))
+        if layer.mlp is not None:
+            out = layer.mlp(layer.mlp_norm(y))
+            out = out if layer.mlp_factor == 1.0 else out.mul_(layer.mlp_factor)
+            y.add_(layer.added(out, layer.mlp_out_norm))
+        return y if layer.tail is None else layer.tail(y, step)
 
     def all_layers(
         self, layers: Sequence[DecoderLayer], x_BQh: Tensor, step: Step, kv: KVCache
@@ -285,8 +371,10 @@ class Embedding(nn.Module):
         norm: Norm | None = None,
         *,
         factor: float = 1.0,
+        per_layer: PerLayerInputs | None = None,
     ) -> None:
         super().__init__()
+        self.per_layer = per_layer
         self.tokens_Vh, self.positions_Ph, self.norm = tokens_Vh, positions_Ph, norm
         self.factor = float(torch.tensor(factor, dtype=tokens_Vh.dtype))
 
@@ -299,7 +387,32 @@ class Embedding(nn.Module):
             last = self.positions_Ph.shape[0] - 1
             # Clamped for the padding of rows that end at the last position.
             x += functional.embedding((step.positions_BQ + 2).clamp_(max=last), self.positions_Ph)
-        return x if self.norm is None else self.norm(x)
+        x = x if self.norm is None else self.norm(x)
+        if self.per_layer is not None:
+            step.memo[PER_LAYER] = self.per_layer(tokens_BQ, x)
+        return x
+
+
+class PerLayerInputs(nn.Module):
+    """The layers' own inputs: (norm(W x / sqrt(h)) + sqrt(P) table[token]) / sqrt(2), P channels.
+
+    Tokens beyond the table have its first row.
+    """
+
+    def __init__(self, table_VW: Tensor, weight_Wh: Tensor, norm: Norm) -> None:
+        """W = layers of the model * P."""
+        super().__init__()
+        self.table_VW, self.weight_Wh, self.norm = table_VW, weight_Wh, norm
+
+    def forward(self, tokens_BQ: Tensor, x_BQh: Tensor) -> Tensor:
+        """Return [B, Q, W] of tokens and their embeddings."""
+        width = self.norm.shape[0]
+        factor = float(torch.tensor(width**0.5, dtype=self.table_VW.dtype))
+        known_BQ = tokens_BQ.masked_fill(tokens_BQ >= len(self.table_VW), 0)
+        made = functional.linear(x_BQh, self.weight_Wh).mul_(x_BQh.shape[-1] ** -0.5)
+        made = self.norm(made.unflatten(-1, (-1, width))).flatten(-2)
+        own = functional.embedding(known_BQ, self.table_VW) * factor
+        return made.add_(own).mul_(2.0**-0.5)
 
 
 @dataclass(frozen=True)
@@ -314,7 +427,7 @@ class HeldBytes:
 def held_weights(part: nn.Module) -> list[HeldBytes]:
     """Return what a part itself holds, the parts inside it left out."""
     holders = (Norm, Linear, Embedding, Routing, GatedSharedMLP, Attention, LatentAttention)
-    if not isinstance(part, (*holders, RecurrentMixer)):
+    if not isinstance(part, (*holders, RecurrentMixer, PerLayerInputs, LayerTail)):
         return []
     if isinstance(part, Attention):
         sinks = None if part.rule is None else part.rule.sinks_H

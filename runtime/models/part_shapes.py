@@ -29,6 +29,11 @@ def embedding_shapes(spec: ModelSpec) -> Shapes:
         shapes["positions.weight"] = (spec.max_positions + 2, spec.hidden)
     if spec.embedding_norm:
         shapes |= norm_shapes("norm", spec)
+    if spec.per_layer_dim:
+        wide = spec.num_layers * spec.per_layer_dim
+        shapes["per_layer.weight"] = (spec.per_layer_vocab, wide)
+        shapes["per_layer_in.weight"] = (wide, spec.hidden)
+        shapes["per_layer_norm.weight"] = (spec.per_layer_dim,)
     return shapes
 
 

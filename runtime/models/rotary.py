@@ -141,6 +141,9 @@ def scaled_frequencies(
         factors = scaling.long_factors if is_long else scaling.short_factors
         return 1.0 / (torch.tensor(factors, dtype=torch.float32) * theta**exponent)
     inv_freq = 1.0 / (theta**exponent)
+    if scaling.kind == "proportional":
+        inv_freq[int(scaling.turned * dim // 2) :] = 0.0
+        return inv_freq / scaling.factor
     if scaling.kind == "linear":
         return inv_freq / scaling.factor
     if scaling.kind == "yarn":

@@ -36,7 +36,8 @@ UNREAD = re.compile(
 )
 """Buffers that old checkpoints carry, scales of a KV cache in 8 bits, and tied heads."""
 LEFT_OUT = re.compile(
-    r"(^|\.)(vision(_tower|_model)?|visual|audio_tower|multi_modal_projector|mm_projector|mtp)\."
+    r"(^|\.)(vision(_tower|_model|_embedder)?|visual|audio_tower|multi_modal_projector|mm_projector"
+    r"|embed_vision|embed_audio|mtp)\."
 )
 """Parts of a checkpoint beside the language model."""
 FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -256,6 +257,11 @@ class CheckpointSource:
         for shapes, table in tables:
             for part in shapes:
                 found.update(self.root + stored_name(name) for name in table.get(part, ()))
+        for index in range(spec.num_layers):
+            if spec.kv_source(index) != index:  # files may have what would make its own cache
+                table = names.of_layer(spec, index)
+                unused = (*table["qkv.weight"], *table["qkv.bias"], *table["k_norm.weight"])
+                found.update(self.root + name for name in unused)
         return found
 
     def _is_known(self, name: str, expected: Collection[str]) -> bool:

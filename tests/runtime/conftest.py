@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from llmpq.model_spec import ModelSpec
 from llmpq.runtime.backends import stage_runner
 from llmpq.runtime.engine.mailbox import Mailbox
 from llmpq.runtime.engine.slot_limits import SlotLimits
@@ -118,12 +119,48 @@ GATED_MIXTURE = {
     "moe_intermediate_size": 40,
     "shared_expert_intermediate_size": 48,
 }
+GEMMA4: dict[str, Any] = {
+    "head_dim": 16,
+    "global_head_dim": 32,
+    "num_global_key_value_heads": 1,
+    "attention_k_eq_v": True,
+    "sliding_window": WINDOW,
+    "layer_types": ALTERNATING,
+    "hidden_size_per_layer_input": 0,
+    "enable_moe_block": True,
+    "num_experts": 6,
+    "top_k_experts": 3,
+    "moe_intermediate_size": 40,
+    "final_logit_softcapping": 3.0,
+    "pad_token_id": 0,
+}
+MIXTURE_BESIDE = {key: value for key, value in GEMMA4.items() if "experts" in key or "moe" in key}
+SHARED: dict[str, Any] = {
+    **GEMMA4,
+    "enable_moe_block": False,
+    "attention_k_eq_v": False,
+    "attention_bias": True,
+    "num_kv_shared_layers": 1,
+    "use_double_wide_mlp": True,
+    "hidden_size_per_layer_input": 8,
+    "vocab_size_per_layer_input": VOCAB,
+    "rope_parameters": {
+        "full_attention": {
+            "rope_type": "proportional",
+            "partial_rotary_factor": 0.5,
+            "rope_theta": 1e4,
+            "factor": 2.0,
+        },
+        "sliding_attention": {"rope_type": "default", "rope_theta": 1e3},
+    },
+}
 RECURRENT = (
-    *("qwen3_next", "qwen3_5", "lfm2", "bamba", "falcon_h1", "nemotron_h", "granitemoehybrid"),
+    *("gemma4", "qwen3_next", "qwen3_5", "lfm2", "bamba", "falcon_h1", "nemotron_h"),
+    "granitemoehybrid",
 )
-"""How kinds with recurrent layers begin: they run on CPUs."""
-CORRECTIONS = ("correction_bias", "expert_bias")
-"""Buffers that routers choose by."""
+"""How kinds begin that run on CPUs alone: recurrent layers, shared caches, unlike heads."""
+CORRECTIONS = ("correction_bias", "expert_bias", "layer_scalar")
+"""Buffers that routers choose by, or layers are scaled by."""
 CONVOLUTIONS = ("conv1d.weight", "conv.conv.weight")
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral": ("Mistral", {"sliding_window": WINDOW, "head_dim": 32}),
@@ -362,6 +399,19 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
             "position_embedding_type": "rope",
         },
     ),
+    "gemma4": ("Gemma4Text", GEMMA4),
+    "gemma4 with shared caches": (
+        "Gemma4Text",
+        {**SHARED, "layer_types": [*["sliding_attention"] * 2, *["full_attention"] * 2]},
+    ),
+    "gemma4 in its wrapper": (
+        "Gemma4",
+        {
+            "text_config": {**SHARED, **MIXTURE_BESIDE, "num_kv_shared_layers": 2},
+            "vision_config": None,
+            "audio_config": None,
+        },
+    ),
     "deepseek_v3": (
         "DeepseekV3",
         {
@@ -515,9 +565,20 @@ class Models:
     def num_params(self, kind: str) -> int:
         """Return how many weights a language model has, without a tower and its projector."""
         model = self.reference(kind)
-        own = [p for name, p in model.named_parameters() if "visual" not in name]
+        towers = ("visual", "vision", "audio")
+        own = [p for n, p in model.named_parameters() if not any(part in n for part in towers)]
         own += [b for name, b in model.named_buffers() if name.endswith(CORRECTIONS)]
         return sum(tensor.numel() for tensor in own)
+
+    def cuts(self, kind: str, splits: tuple[int, ...]) -> tuple[int, ...]:
+        """Return splits into stages, each where the model may be cut, as many as there are."""
+        spec = ModelSpec.from_directory(self.directory(kind))
+        left = [layer for layer in range(1, spec.num_layers) if spec.may_cut(layer)]
+        found = []
+        for split in splits[: len(left)]:
+            found.append(min(left, key=lambda layer: abs(layer - split)))
+            left.remove(found[-1])
+        return tuple(sorted(found))
 
     def changes_by_length(self, kind: str) -> bool:
         return KINDS[kind][1].get("rope_parameters") is LONGROPE

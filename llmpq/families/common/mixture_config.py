@@ -8,13 +8,13 @@ from llmpq.families.common.config_values import Config, size
 from llmpq.families.record import linear_names
 
 
-def counts(config: Config, *keys: str) -> dict[str, int]:
+def counts(config: Config, *keys: str, chosen_by: str = "num_experts_per_tok") -> dict[str, int]:
     """Return how many experts a layer has and how many a token goes to; `keys`: of the former."""
     experts = size(config, *keys)
-    per_token = size(config, "num_experts_per_tok")
+    per_token = size(config, chosen_by)
     if per_token > experts:
         raise ValueError(
-            f"config.json: num_experts_per_tok={per_token} of {keys[0]}={experts}; "
+            f"config.json: {chosen_by}={per_token} of {keys[0]}={experts}; "
             "expected at most all of them"
         )
     return {"experts": experts, "experts_per_token": per_token}

@@ -126,6 +126,8 @@ def _require_no_other(rope: Config, kind: str) -> None:
 
 def _rotary_dim(config: Config, rope: Config) -> int | None:
     """Return how many of a head's first channels are turned, None for all."""
+    if rope.get("rope_type") == "proportional":  # frequencies rest, of a whole head
+        return None
     share = number({**_beside(config), **rope}, "partial_rotary_factor", default=1.0)
     if share > 1:
         raise ValueError(f"config.json: partial_rotary_factor={share} must be at most 1")
@@ -211,6 +213,14 @@ def _longrope(config: Config, rope: Config, where: str) -> RopeScaling:
     )
 
 
+def _proportional(config: Config, rope: Config, where: str) -> RopeScaling:
+    turned = number(rope, "partial_rotary_factor", default=1.0, where=where)
+    if turned > 1:
+        raise ValueError(f"{where}: partial_rotary_factor={turned} must be at most 1")
+    factor = bounded(rope, "factor", FACTORS, default=1.0, where=where)
+    return RopeScaling(kind="proportional", factor=factor, turned=turned)
+
+
 def _original(config: Config, rope: Config, where: str) -> int:
     """Return the length before stretching: beside the section, in it, or the model's own."""
     key = "original_max_position_embeddings"
@@ -250,4 +260,5 @@ READERS: dict[str, Callable[[Config, Config, str], RopeScaling]] = {
     "dynamic": _dynamic,
     "yarn": _yarn,
     "longrope": _longrope,
+    "proportional": _proportional,
 }

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
-ScalingKind = Literal["llama3", "linear", "dynamic", "yarn", "longrope"]
+ScalingKind = Literal["llama3", "linear", "dynamic", "yarn", "longrope", "proportional"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,6 +36,8 @@ class RopeScaling:
     """longrope: what each frequency is divided by up to the original length, ..."""
     long_factors: tuple[float, ...] = ()
     """... and beyond it."""
+    turned: float = 1.0
+    """proportional: the share of a head's frequencies, the fastest, that turn; the others rest."""
 
     @property
     def by_length(self) -> bool:
@@ -72,6 +74,10 @@ class Router:
     """The router's product has a bias."""
     correction: bool = False
     """A vector is added to the scores for the choice of experts, not for their weights."""
+    normed: bool = False
+    """Its input is normalised, times a vector and 1 / sqrt(hidden), and is not what experts see."""
+    expert_scale: bool = False
+    """An expert's weight is multiplied by a number of its own in the end."""
 
 
 @dataclass(frozen=True, kw_only=True)
