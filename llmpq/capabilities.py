@@ -55,6 +55,15 @@ def _unlike_heads(spec: ModelSpec, max_len: int) -> bool:
     return bool(spec.global_head_dim or spec.global_kv_heads or spec.value_is_key)
 
 
+def _chunks(spec: ModelSpec, max_len: int) -> bool:
+    """Whether requests are longer than a chunk; shorter ones see all of it."""
+    return spec.chunked_windows and max_len > spec.widest_window
+
+
+def _growth(spec: ModelSpec, max_len: int) -> bool:
+    return spec.query_growth is not None and spec.query_growth.met(max_len)
+
+
 def _changing_rope(spec: ModelSpec, max_len: int) -> bool:
     """Whether positions depend on a request's length so far; a run decides longrope once."""
     scaling = spec.rope_scaling
@@ -77,6 +86,13 @@ FEATURES: tuple[Feature, ...] = (
     _feature("inputs of every layer's own", lambda s, _: s.per_layer_dim > 0, "gpu", "rounded"),
     _feature("numbers that layers are scaled by", lambda s, _: s.layer_scalar, "gpu", "rounded"),
     _feature("experts beside an MLP", lambda s, _: s.mixture_beside, "gpu", "rounded"),
+    _feature("attention in chunks", _chunks, "gpu"),
+    _feature("layers without positions", lambda s, _: bool(s.without_positions), "gpu"),
+    _feature("queries and keys of unit size", lambda s, _: s.qk_unit_norm, "gpu", "rounded"),
+    _feature("queries that grow with their position", _growth, "gpu"),
+    _feature(
+        "weights on what experts are given", lambda s, _: s.router.weighs_input, "gpu", "rounded"
+    ),
     _feature("gated attention", lambda spec, _: spec.attention_gate, "gpu", "rounded"),
     _feature("a gate on the shared MLP", lambda spec, _: spec.shared_gate, "gpu", "rounded"),
     _feature("no positions", lambda spec, _: spec.positions == "none", "gpu"),

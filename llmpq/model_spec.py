@@ -22,7 +22,14 @@ from llmpq.checkpoints.gguf_file import is_gguf
 from llmpq.checkpoints.hub import name_of
 from llmpq.checkpoints.model_config import read_config, spec_fields
 from llmpq.errors import unknown_name
-from llmpq.families.common.spec_values import Latent, Mixer, Recurrent, RopeScaling, Router
+from llmpq.families.common.spec_values import (
+    Latent,
+    Mixer,
+    QueryGrowth,
+    Recurrent,
+    RopeScaling,
+    Router,
+)
 from llmpq.shipped_table import shipped_table
 
 Positions = Literal["learned", "alibi", "rotary", "none"]
@@ -165,6 +172,14 @@ class ModelSpec:
     """Rows of the table of those; 0 where there are none."""
     layer_scalar: bool = False
     """What a layer returns is multiplied by a number of its own."""
+    chunked_windows: bool = False
+    """Windows begin at multiples of their size instead of moving with each token."""
+    without_positions: tuple[int, ...] = ()
+    """Layers whose queries and keys are not turned, among rotary ones."""
+    qk_unit_norm: bool = False
+    """Queries and keys that are turned are then normalised head by head, without a weight."""
+    query_growth: QueryGrowth | None = None
+    """How queries grow with their position; None where they do not."""
     further_layers: int = field(default=0, compare=False)
     """Layers behind the last one that a checkpoint has and nobody runs (MTP)."""
     left_out: tuple[str, ...] = field(default=(), compare=False)
@@ -486,6 +501,7 @@ class ModelSpec:
             ("router", Router),
             ("latent", Latent),
             ("recurrent", Recurrent),
+            ("query_growth", QueryGrowth),
         )
         for name, kind in kinds:
             if made[name] is not None:
@@ -517,7 +533,7 @@ SCALING_ADDED = {
     if found.default is not MISSING
     and found.name not in ("low_freq_factor", "high_freq_factor", "original_max_positions")
 }
-ROUTER_ADDED = ("normed", "expert_scale")
+ROUTER_ADDED = ("normed", "expert_scale", "weighs_input")
 """Flags of a router that came after the first fingerprints."""
 
 
@@ -535,7 +551,7 @@ def _layer_like(
     """Return a model of only layers with this mixer; `dense`: no experts, `bare`: no MLP either.
 
     `sees_all`: without a window; `reads`: of another layer's keys and values; `width`: of its MLP
-    where widths differ.
+    where widths differ; where experts run beside an MLP, of that one.
     """
     one = replace(
         spec,
@@ -550,7 +566,8 @@ def _layer_like(
         kv_sources=(),
         reads_kv=reads,
         ffns=(),
-        **_widths(spec, width),
+        ffn=width if width and not spec.mixture_beside else spec.ffn,
+        shared_ffn=width if width and spec.mixture_beside else spec.shared_ffn,
     )
     if not dense and not bare:
         return one
@@ -565,13 +582,6 @@ def _layer_like(
         dense_layers=(),
         dense_ffn=0,
     )
-
-
-def _widths(spec: ModelSpec, width: int) -> dict[str, int]:
-    """Return the field of an MLP's width: where experts run beside an MLP, of that MLP."""
-    if not width:
-        return {}
-    return {"shared_ffn": width} if spec.mixture_beside else {"ffn": width}
 
 
 def _frozen(value: Any) -> Any:

@@ -33,7 +33,7 @@ def make_kv_cache(
     `exact_prompt`: a whole prompt attends to itself in 16 bits, whatever the cache keeps of it.
     `first_layer`: the number of the stage's first layer in the model.
     """
-    layers = range(first_layer, first_layer + num_layers)
+    layers: Sequence[int] = range(first_layer, first_layer + num_layers)
     if spec.differs_in_attention and spec.recurrent is None:
         layers = layers_with_kv(spec, layers)
     make = partial(

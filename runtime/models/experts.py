@@ -49,6 +49,8 @@ class Routing(nn.Module):
             wish_TE = chance_TE + self.correction_E.float()
         if self.rule.groups > 1:
             wish_TE = self._best_groups(wish_TE)
+        if self.rule.weighs_input:  # scores near one are alike
+            wish_TE = logits_TE
         expert = wish_TE.topk(self.per_token, dim=-1).indices
         weight = chance_TE.gather(1, expert)
         if self.rule.normalise:
@@ -116,7 +118,11 @@ class SparseMLP(nn.Module):
             if count:
                 tokens = token_C[start : start + count]
                 weights = weight_C[start : start + count]
-                y_Th.index_add_(0, tokens, mlp(x_Th[tokens]).mul_(weights))
+                given_Ch = x_Th[tokens]
+                if self.routing.rule.weighs_input:
+                    y_Th.index_add_(0, tokens, mlp(given_Ch.mul_(weights)))
+                else:
+                    y_Th.index_add_(0, tokens, mlp(given_Ch).mul_(weights))
                 start += count
         return y_Th
 

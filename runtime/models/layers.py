@@ -9,7 +9,7 @@ Legend: B rows, Q new tokens, h hidden, H query heads, G key/value heads, D head
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -19,6 +19,7 @@ from torch.nn import functional
 from llmpq.kernels.kv.reference import ScoreRule
 from llmpq.model_spec import ModelSpec
 from llmpq.runtime.cache.kv_cache import KVCache
+from llmpq.runtime.models.attention import query_factors
 from llmpq.runtime.models.experts import Routing, SparseMLP
 from llmpq.runtime.models.latent_attention import LatentAttention
 from llmpq.runtime.models.linear import Linear
@@ -67,11 +68,28 @@ class Attention(nn.Module):
         self.sharing = sharing or Sharing()
         self.values_are_keys = spec.value_is_key
         self.value_eps = spec.norm_eps if spec.value_norm else None
+        turned = rotary is not None
+        self.unit_eps = spec.norm_eps if spec.qk_unit_norm and turned else None
+        self.growth = spec.query_growth
+        if self.growth is not None and self.growth.unturned_only and turned:
+            self.growth = None
 
     @property
     def is_plain(self) -> bool:
         """Whether it makes queries, keys and values, of which the values stay as they are."""
-        return self.sharing == Sharing() and not self.values_are_keys and self.value_eps is None
+        own = self.sharing == Sharing() and not self.values_are_keys
+        return own and self.value_eps is None and self.unit_eps is None
+
+    def grows(self, step: Step) -> bool:
+        """Whether queries of a step grow with their position."""
+        return self.growth is not None and self.growth.met(step.max_end)
+
+    def rule_of(self, step: Step) -> ScoreRule | None:
+        """Return the rule of a step's scores: chunks do not count up to the first one's end."""
+        rule = self.rule
+        if rule is not None and rule.chunked and step.max_end <= rule.window:
+            return None if rule.is_plain else replace(rule, window=0, chunked=False)
+        return rule
 
     def forward(self, x_BQh: Tensor, layer: int, step: Step, kv: KVCache) -> Tensor:
         """Return o(attention(q, k, v)) [B, Q, h] of cache layer `layer`."""
@@ -80,11 +98,13 @@ class Attention(nn.Module):
         if self.gated:
             qkv, gate = qkv.split([self.heads + 2 * self.kv_heads, self.heads], dim=2)
         q, k, v = self._made(qkv, step)
+        if self.growth is not None and self.grows(step):
+            q = q * query_factors(step, self.growth, q.dtype)
         del qkv, x_BQh
         if self.sharing.read_by_others:
             kv.keep_for_readers(layer, step)
         out_BQHD = attend_by_rule(
-            *(kv, layer, q, k, v, step, self.scale, self.alibi_slopes_H, self.rule),
+            *(kv, layer, q, k, v, step, self.scale, self.alibi_slopes_H, self.rule_of(step)),
             again=self.sharing.source is not None,
         )
         del q, k, v
@@ -103,8 +123,10 @@ class Attention(nn.Module):
         if self.values_are_keys:
             qkv_BQND = torch.cat((qkv_BQND, qkv_BQND[:, :, self.heads :]), dim=2)
         q, k, v = self._positioned(qkv_BQND, step)
+        if self.unit_eps is not None:
+            q, k = _unit_norm(q, self.unit_eps), _unit_norm(k, self.unit_eps)
         if self.value_eps is not None:
-            v = functional.rms_norm(v.float(), (self.head_dim,), None, self.value_eps).to(v.dtype)
+            v = _unit_norm(v, self.value_eps)
         if self.sharing.read_by_others:
             step.memo[f"keys of {self.sharing.own}"] = k, v
         return q, k, v
@@ -121,6 +143,11 @@ class Attention(nn.Module):
         qk = self.rotary.rotate(qkv_BQND[:, :, : self.heads + self.kv_heads], step)
         q, k = qk.split(split[:2], dim=2)
         return q, k, v
+
+
+def _unit_norm(x_BQND: Tensor, eps: float) -> Tensor:
+    """Return heads normalised without a weight."""
+    return functional.rms_norm(x_BQND.float(), x_BQND.shape[-1:], None, eps).to(x_BQND.dtype)
 
 
 def normed_heads(norm: Norm, x_BQND: Tensor) -> Tensor:

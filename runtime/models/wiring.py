@@ -148,12 +148,14 @@ class Wiring:
         rule = None
         if window or spec.score_cap or spec.sinks:
             sinks_H = parts.tensor("sinks") if spec.sinks else None
-            rule = ScoreRule(window=window, cap=spec.score_cap, sinks_H=sinks_H)
+            chunked = spec.chunked_windows and window > 0
+            rule = ScoreRule(window, spec.score_cap, sinks_H, chunked)
+        rotary = self._window_rotary if window else self._rotary
         return Attention(
             spec,
             parts.linear(spec.attention_input),
             parts.linear("o"),
-            rotary=self._window_rotary if window else self._rotary,
+            rotary=None if index in spec.without_positions else rotary,
             alibi_slopes_H=self._slopes_H,
             q_norm=parts.norm("q_norm") if spec.qk_norm else None,
             k_norm=parts.norm("k_norm") if spec.qk_norm and not spec.reads_kv else None,

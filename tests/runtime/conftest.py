@@ -134,6 +134,26 @@ GEMMA4: dict[str, Any] = {
     "final_logit_softcapping": 3.0,
     "pad_token_id": 0,
 }
+LLAMA4: dict[str, Any] = {
+    "head_dim": 24,
+    "intermediate_size_mlp": 80,
+    "num_local_experts": 6,
+    "num_experts_per_tok": 2,
+    "interleave_moe_layer_step": 2,
+    "no_rope_layer_interval": 2,
+    "attention_chunk_size": 7,
+    "floor_scale": 8,
+    "attn_scale": 0.5,
+    "attention_bias": True,
+    "rope_parameters": {
+        "rope_type": "llama3",
+        "rope_theta": 1e4,
+        "factor": 4.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": TRAINED,
+    },
+}
 MIXTURE_BESIDE = {key: value for key, value in GEMMA4.items() if "experts" in key or "moe" in key}
 SHARED: dict[str, Any] = {
     **GEMMA4,
@@ -155,7 +175,17 @@ SHARED: dict[str, Any] = {
     },
 }
 RECURRENT = (
-    *("gemma4", "qwen3_next", "qwen3_5", "lfm2", "bamba", "falcon_h1", "nemotron_h"),
+    *(
+        "gemma4",
+        "llama4",
+        "ministral3",
+        "qwen3_next",
+        "qwen3_5",
+        "lfm2",
+        "bamba",
+        "falcon_h1",
+        "nemotron_h",
+    ),
     "granitemoehybrid",
 )
 """How kinds begin that run on CPUs alone: recurrent layers, shared caches, unlike heads."""
@@ -399,6 +429,33 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
             "position_embedding_type": "rope",
         },
     ),
+    "llama4": ("Llama4Text", LLAMA4),
+    "llama4 in its wrapper, without chunks": (
+        "Llama4",
+        {
+            "text_config": {
+                **LLAMA4,
+                "layer_types": ["full_attention"] * DEPTH,
+                "no_rope_layers": [1, 0, 0, 1],
+                "use_qk_norm": False,
+                "interleave_moe_layer_step": 1,
+                "num_experts_per_tok": 1,
+            },
+            "vision_config": {**VISION, "vision_output_dim": 32, "projector_input_dim": 32},
+        },
+    ),
+    "ministral3": (
+        "Ministral3",
+        {
+            "head_dim": 24,
+            "sliding_window": WINDOW,
+            "rope_parameters": {
+                **YARN,
+                "original_max_position_embeddings": 8,
+                "llama_4_scaling_beta": 0.5,
+            },
+        },
+    ),
     "gemma4": ("Gemma4Text", GEMMA4),
     "gemma4 with shared caches": (
         "Gemma4Text",
@@ -565,7 +622,7 @@ class Models:
     def num_params(self, kind: str) -> int:
         """Return how many weights a language model has, without a tower and its projector."""
         model = self.reference(kind)
-        towers = ("visual", "vision", "audio")
+        towers = ("visual", "vision", "audio", "projector")
         own = [p for n, p in model.named_parameters() if not any(part in n for part in towers)]
         own += [b for name, b in model.named_buffers() if name.endswith(CORRECTIONS)]
         return sum(tensor.numel() for tensor in own)

@@ -16,7 +16,7 @@ from llmpq.families.common.config_values import (
     section,
     size,
 )
-from llmpq.families.common.spec_values import RopeScaling
+from llmpq.families.common.spec_values import QueryGrowth, RopeScaling
 
 THETAS = (100.0, 1e11)
 """Models in use have 10,000 (Llama 2) to 1e8 (Mistral Small); others are slips of the pen."""
@@ -32,19 +32,34 @@ CHANGING = {
 """Keys that other engines or other families compute with -> the value that changes nothing."""
 
 
-def rope_fields(config: Config) -> dict[str, Any]:
+def rope_fields(config: Config, *, knows: tuple[str, ...] = ()) -> dict[str, Any]:
     """Return the spec's rope fields; what stands inside the rope section wins over what is beside.
 
     As in Transformers 5, which moves what is beside it into the section where that has none.
+    `knows`: keys of `CHANGING` that the family reads.
     """
     rope = rope_section(config)
-    scaling = scaling_of(config, rope)
+    others = {key: value for key, value in rope.items() if key not in knows}
+    scaling = scaling_of(config, others)
     return {
         "rope_theta": bounded({**_beside(config), **rope}, "rope_theta", THETAS),
         "rope_scaling": scaling,
         "rotary_dim": _rotary_dim(config, rope),
         "max_positions": _reach(size(config, "max_position_embeddings"), rope, scaling),
     }
+
+
+GROWTH = "llama_4_scaling_beta"
+
+
+def query_growth(config: Config) -> QueryGrowth | None:
+    """Return how queries grow with their position, as Mistral's newer models say it."""
+    rope = rope_section(config)
+    if not is_given(rope.get(GROWTH)):
+        return None
+    where = "config.json, rope parameters"
+    length = size(rope, "original_max_position_embeddings", where=where)
+    return QueryGrowth(beta=number(rope, GROWTH, where=where), length=length)
 
 
 def _beside(config: Config) -> dict[str, Any]:
@@ -144,9 +159,9 @@ def _rotary_dim(config: Config, rope: Config) -> int | None:
 
 def _llama3(config: Config, rope: Config, where: str) -> RopeScaling:
     low, high = (number(rope, f"{end}_freq_factor", where=where) for end in ("low", "high"))
-    if high <= low:
+    if high < low:
         raise ValueError(
-            f"{where}: high_freq_factor={high} must be above low_freq_factor={low}; correct them "
+            f"{where}: high_freq_factor={high} must be at least low_freq_factor={low}; correct them "
             "or download config.json again"
         )
     return RopeScaling(
@@ -248,7 +263,8 @@ def yarn_score_factor(config: Config) -> float:
     """Return what DeepSeek multiplies the scores by beside 1 / sqrt(head size): mscale squared."""
     rope = rope_section(config)
     over = number(rope, "mscale_all_dim", default=0.0)
-    scaling = scaling_of(config, rope)
+    # What else the section says is `rope_fields`' to refuse.
+    scaling = scaling_of(config, {k: v for k, v in rope.items() if k not in CHANGING})
     if scaling is None or scaling.kind != "yarn" or not over:
         return 1.0
     return _yarn_mscale(scaling.factor, over) ** 2

@@ -19,18 +19,19 @@ def rotary_fields(
     eps_key: str = "rms_norm_eps",
     turns_in_part: bool = False,
     ffn_key: str = "intermediate_size",
+    knows: tuple[str, ...] = (),
 ) -> dict[str, Any]:
     """Return the fields that these families share.
 
     `also_called`: another word of the family's for its activation. `turns_in_part`: whether
-    `partial_rotary_factor` means something to it.
+    `partial_rotary_factor` means something to it. `knows`: as in `rope_fields`.
     """
     known = {"silu": "silu", "gelu_tanh": "gelu_pytorch_tanh", "relu2": "relu2"}[activation]
     key = "hidden_activation" if config.get("hidden_activation") is not None else "hidden_act"
     if config.get(key) != also_called:
         expect(config, key, known, default=known)
     heads = size(config, "num_attention_heads")
-    rope = rope_fields(config)
+    rope = rope_fields(config, knows=knows)
     if rope["rotary_dim"] is not None and not turns_in_part:
         raise ValueError(
             f"config.json: model_type '{config.get('model_type')}' turns whole heads, "
@@ -63,8 +64,8 @@ def window_size(config: Config) -> int:
     return size(config, "sliding_window")
 
 
-def layer_kinds(config: Config, default: list[str]) -> list[str]:
-    """Return `layer_types`, one per layer, each sliding or full."""
+def layer_kinds(config: Config, default: list[str], *, windowed: str = SLIDING) -> list[str]:
+    """Return `layer_types`, one per layer, each `windowed` or full."""
     kinds = config.get("layer_types")
     if kinds is None:
         return default
@@ -74,10 +75,10 @@ def layer_kinds(config: Config, default: list[str]) -> list[str]:
             f"config.json: 'layer_types' must name the kind of each of {count} layers; correct it "
             "or download config.json again"
         )
-    other = sorted({str(kind) for kind in kinds} - {SLIDING, FULL})
+    other = sorted({str(kind) for kind in kinds} - {windowed, FULL})
     if other:
         raise ValueError(
-            f"config.json: layers of type '{other[0]}' are not supported; expected '{SLIDING}' or "
+            f"config.json: layers of type '{other[0]}' are not supported; expected '{windowed}' or "
             f"'{FULL}'"
         )
     return kinds

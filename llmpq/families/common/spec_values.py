@@ -78,6 +78,24 @@ class Router:
     """Its input is normalised, times a vector and 1 / sqrt(hidden), and is not what experts see."""
     expert_scale: bool = False
     """An expert's weight is multiplied by a number of its own in the end."""
+    weighs_input: bool = False
+    """What an expert is given is multiplied by its weight, not what it gives."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class QueryGrowth:
+    """Queries that grow with position: times 1 + beta log(1 + floor((p + ahead) / length))."""
+
+    beta: float
+    length: int
+    """Positions up to which nothing grows, and after as many of which it grows on."""
+    ahead: int = 0
+    unturned_only: bool = False
+    """Only on layers whose queries and keys are not turned."""
+
+    def met(self, max_len: int) -> bool:
+        """Whether a request of so many tokens has a query that grows."""
+        return max_len - 1 + self.ahead >= self.length
 
 
 @dataclass(frozen=True, kw_only=True)

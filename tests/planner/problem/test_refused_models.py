@@ -26,7 +26,6 @@ def spec_of(model: str, **change: Any) -> ModelSpec:
     [
         ("falcon_mamba", "recurrent state beside the KV cache"),
         ("gpt_neox", "a parallel residual"),
-        ("llama4", "attention in chunks"),
         ("smollm3", "layers without positions"),
         ("t5", "decoder-only"),
         ("qwen4", "a record of this family"),
@@ -78,7 +77,7 @@ GEMMA4 = {"global_head_dim": 512, "num_kv_shared_layers": 0, "hidden_size_per_la
         ("gemma9", {**GEMMA4, "attention_k_eq_v": True}, "values that are .* keys", "share"),
         ("gemma9", {**GEMMA4, "enable_moe_block": True}, "a mixture of experts beside", "share"),
         ("gemma9", {**GEMMA4, "num_kv_shared_layers": 20}, "share a KV cache", "per-layer emb"),
-        ("mistral3", {"model_type": "ministral3"}, "queries that grow with their", "share"),
+        ("mistral3", {"model_type": "recurrent_gemma"}, "recurrent state", "share"),
         ("kimi_k25", {"model_type": "kimi_k2", "kv_lora_rank": 512}, "'kimi_k2' inside is", "form"),
     ],
 )
@@ -362,8 +361,19 @@ def test_a_spec_survives_a_round_trip(name: str) -> None:
         ("glm-4.5-air", 106.9),
         ("phi-4", 14.7),
         ("gemma-3-27b", 27.0),
+        ("gemma-4-e2b", 4.6),
+        ("gemma-4-e4b", 7.5),
+        ("gemma-4-12b", 11.9),
+        ("gemma-4-26b-a4b", 25.2),
+        ("gemma-4-31b", 30.7),
+        ("llama-4-scout-17b-16e", 107.8),
+        ("llama-4-maverick-17b-128e", 400.7),
+        ("mistral-small-4-119b", 119.0),
+        ("ministral-3-3b", 3.4),
+        ("ministral-3-8b", 8.5),
+        ("ministral-3-14b", 13.5),
     ],
 )
 def test_built_in_models_have_the_parameters_their_cards_state(name: str, billions: float) -> None:
-    """GLM-4.5-Air's card says 106B, Gemma's counts the vision tower besides."""
+    """GLM-4.5-Air's card says 106B; Gemma's and Llama 4's count towers besides."""
     assert ModelSpec.by_name(name).num_params / 1e9 == pytest.approx(billions, abs=0.06)
