@@ -161,8 +161,8 @@ def _llama3(config: Config, rope: Config, where: str) -> RopeScaling:
     low, high = (number(rope, f"{end}_freq_factor", where=where) for end in ("low", "high"))
     if high < low:
         raise ValueError(
-            f"{where}: high_freq_factor={high} must be at least low_freq_factor={low}; correct them "
-            "or download config.json again"
+            f"{where}: high_freq_factor={high} must be at least low_freq_factor={low}; correct "
+            "them or download config.json again"
         )
     return RopeScaling(
         factor=number(rope, "factor", where=where),
