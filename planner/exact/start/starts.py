@@ -160,9 +160,7 @@ def _split(
         # The next layer goes where it would be done first.
         ends = np.where(held < most, (held + 1) / speed, np.inf)
         held[int(np.argmin(ends))] += 1
-    if len(order) > p.max_stages:
-        return None
-    bounds = p.nearest_cuts([0, *np.cumsum(held).tolist()])
+    bounds = np.concatenate([[0], np.cumsum(held)])
     return tuple(
         Stage(cls=c, start=int(low), end=int(high), choices=(b,) * int(high - low))
         for c, low, high in zip(order, bounds, bounds[1:], strict=False)
