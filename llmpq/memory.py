@@ -158,6 +158,24 @@ def _wide_bytes(spec: ModelSpec, dtype_bytes: int) -> int:
     return (4 - dtype_bytes) * spec.experts if spec.router.correction else 0
 
 
+def mtp_weight_bytes(
+    spec: ModelSpec,
+    precision: Precision,
+    quantization: Quantization,
+    *,
+    dtype_bytes: int,
+    has_embedding: bool,
+) -> int:
+    """Return the bytes of the head that predicts a further token (MTP): its layer, what joins.
+
+    `has_embedding`: whether its stage has the embedding, which it holds itself otherwise.
+    """
+    layer = layer_weight_bytes(spec.of_mtp(), precision, quantization, dtype_bytes)
+    join = quantization.linear_bytes(spec.mtp_join, precision, dtype_bytes)
+    embedding = 0 if has_embedding else spec.embedding_params * dtype_bytes
+    return layer + join + 3 * spec.norm_params * dtype_bytes + embedding
+
+
 def embedding_bytes(
     spec: ModelSpec,
     *,

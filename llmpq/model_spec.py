@@ -236,6 +236,20 @@ class ModelSpec:
             return self
         return _layer_like(self, self.mixer_of(index), dense=dense, bare=bare)
 
+    def of_mtp(self) -> ModelSpec:
+        """Return the spec of a model of one layer: that of a head that predicts a further token.
+
+        Such layers have attention over all tokens, and a mixture where layers have one.
+        """
+        one = replace(self, mixers=(), mixer="attention", without_mlp=(), recurrent=None)
+        return replace(one, num_layers=1, dense_layers=(), dense_ffn=0, windows=())
+
+    @property
+    def mtp_join(self) -> LinearShape:
+        """The matrix that such a head has behind the norms of token and hidden state."""
+        h = self.hidden
+        return LinearShape(name="join", out_features=h, in_features=2 * h, bias=False)
+
     @property
     def has_mlp(self) -> bool:
         """Whether a layer like this one has an MLP, or experts."""

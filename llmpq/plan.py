@@ -235,7 +235,7 @@ class SolverReport(FileForm):
 class Speculation(FileForm):
     """Draft settings the planner chose (issue of the engine); absent means plain decoding."""
 
-    mode: Literal["qspec", "w4kv4", "kv4", "ngram"]
+    mode: Literal["qspec", "w4kv4", "kv4", "ngram", "mtp"]
     gamma: int = Field(gt=0, le=MAX_GAMMA)
     """Tokens drafted before each verify."""
     acceptance: float = Field(ge=0, le=1)

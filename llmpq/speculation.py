@@ -17,20 +17,23 @@ from functools import cached_property
 from typing import Literal, Protocol, get_args
 
 from llmpq.cost_model import CostModel, LatencyEntry, Phase
+from llmpq.memory import mtp_weight_bytes
 from llmpq.model_spec import ModelSpec
 from llmpq.plan import MAX_GAMMA, Plan, StagePlan
 from llmpq.precision import KVPrecision, Precision, WeightScheme
 from llmpq.sizes.pool_size import READS_KV4, drafted_bytes, planned_pool
 
-SpeculationMode = Literal["qspec", "w4kv4", "kv4", "ngram"]
+SpeculationMode = Literal["qspec", "w4kv4", "kv4", "ngram", "mtp"]
 MODES: tuple[SpeculationMode, ...] = get_args(SpeculationMode)
 PRIOR_ACCEPTANCE: Mapping[SpeculationMode, float] = {
     "qspec": 0.8,
     "w4kv4": 0.9,
     "kv4": 0.97,
     "ngram": 0.3,
+    "mtp": 0.8,
 }
-"""Per token, until it is observed: trained models at 4 bits, round to nearest."""
+"""Per token, until it is observed: trained models at 4 bits, round to nearest; mtp: DeepSeek-V3's
+report has 0.85 to 0.9 for one further token, drafts behind it are worse."""
 WORTHWHILE = 1.02
 """Least predicted speed-up worth drafting for: cost models err by a few percent."""
 
@@ -39,10 +42,17 @@ DRAFT_PRECISION: Mapping[SpeculationMode, Mapping[Precision, Precision]] = {
     "w4kv4": {Precision.W16A16: Precision.W4A16, Precision.W8A16: Precision.W4A16},
     "kv4": {},
     "ngram": {},
+    "mtp": {},
 }
 """Mode -> what a layer of a precision is drafted as; others run as they are."""
 FOUR_BIT_COPY = WeightScheme(bits=4, group_size=128, symmetric=True)
 """How drafts copy what they cannot read from the stage itself."""
+
+
+MTP_ON_CPUS = (
+    "drafts of the model's own head (speculate='mtp') are made on CPUs only: none of its steps is "
+    "built for GPUs; choose another mode, or plan for CPU devices"
+)
 
 
 class StepTimes(Protocol):
@@ -109,10 +119,11 @@ def choose_mode(
 
 
 def usable_modes(
-    plan: Plan, kept: Collection[Precision] = frozenset()
+    plan: Plan, kept: Collection[Precision] = frozenset(), *, mtp: bool = False
 ) -> tuple[SpeculationMode, ...]:
     """Return the modes that make something of this plan cheaper.
 
+    `mtp`: whether the model has a head of its own that predicts a further token.
     `kept`: precisions whose layers keep a checkpoint's own codes (checkpoints/stored_codes.py),
     which qspec would draft with at the target's cost.
     """
@@ -121,6 +132,8 @@ def usable_modes(
     def usable(mode: SpeculationMode) -> bool:
         if mode == "ngram":
             return True
+        if mode == "mtp":
+            return mtp and all(stage.is_cpu for stage in plan.stages)
         if mode in READS_KV4 and not plain_cache:
             return False
         linear = plan.precisions if mode != "qspec" else set(plan.precisions) - set(kept)
@@ -169,6 +182,7 @@ class PlanTimes:
         found: dict[str, list[tuple[LatencyEntry, int]]] = {"decode": [], "draft": [], "verify": []}
         last = len(self.plan.stages) - 1
         for index, stage in enumerate(self.plan.stages):
+            drafting = self.mode != "mtp" or index == last
             parts: list[Literal["embedding", "head"]] = []
             parts += ["embedding"] if index == 0 else []
             parts += ["head"] if index == last else []
@@ -181,11 +195,16 @@ class PlanTimes:
                     dtype=self.plan.workload.dtype,
                 )
                 if entry is not None:
-                    for entries in found.values():
-                        entries.append((entry, 1))
+                    for kind, entries in found.items():
+                        if kind != "draft" or drafting:
+                            entries.append((entry, 1))
             for precision, count in Counter(stage.precisions).items():
                 for kind, entry in self._layer(stage, precision).items():
-                    found[kind].append((entry, count))
+                    if kind != "draft" or self.mode != "mtp":
+                        found[kind].append((entry, count))
+            if self.mode == "mtp" and index == last:
+                # The model's own head is a layer as the last one, and the output matrix.
+                found["draft"].append((self._layer(stage, stage.precisions[-1])["draft"], 1))
         return found
 
     def _layer(self, stage: StagePlan, precision: Precision) -> dict[str, LatencyEntry]:
@@ -277,7 +296,7 @@ def draft_bytes(plan: Plan, spec: ModelSpec, index: int, mode: SpeculationMode) 
     """Return what a stage's drafts hold beyond the stage itself.
 
     A 4-bit copy of its 16- and 8-bit layers and of its output matrix (w4kv4), of its pool of KV
-    blocks (w4kv4, kv4); notes of recurrent layers.
+    blocks (w4kv4, kv4); notes of recurrent layers; on the last stage the model's own head (mtp).
     """
     stage, workload = plan.stages[index], plan.workload
     weights = 0
@@ -293,6 +312,20 @@ def draft_bytes(plan: Plan, spec: ModelSpec, index: int, mode: SpeculationMode) 
     pool = planned_pool(
         spec, workload, plan.prefill_chunk, prefill_microbatch=plan.prefill_microbatch
     )
+    last = index == len(plan.stages) - 1
+    if mode == "mtp" and last:
+        weights = mtp_weight_bytes(
+            spec,
+            stage.precisions[-1],
+            plan.settings(),
+            dtype_bytes=workload.dtype_bytes,
+            has_embedding=index == 0,
+        )
     return weights + drafted_bytes(
-        pool, mode, spec, layers=range(*stage.layers), dtype_bytes=workload.dtype_bytes
+        pool,
+        mode,
+        spec,
+        layers=range(*stage.layers),
+        kv=workload.kv,
+        dtype_bytes=workload.dtype_bytes,
     )

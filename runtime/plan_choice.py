@@ -16,6 +16,7 @@ from llmpq.checkpoints.gguf_file import is_model
 from llmpq.checkpoints.hub import at_revision, local_model
 from llmpq.checkpoints.model_config import read_config
 from llmpq.checkpoints.stored_codes import stored_codes
+from llmpq.checkpoints.stored_head import has_mtp_head
 from llmpq.cluster import Cluster
 from llmpq.errors import DoesNotFitError
 from llmpq.gpu_memory import plan_within
@@ -84,7 +85,13 @@ def choose_plan(
             known = named_devices(options)
             given.require_cluster(known.name, known.fingerprint())
             options = replace(options, cluster=known)
-    given, options = complete_plan(given, spec, options, stored_codes(directory))
+    given, options = complete_plan(
+        given,
+        spec,
+        options,
+        stored_codes(directory),
+        mtp=has_mtp_head(directory if options.load_format == "auto" else None, spec),
+    )
     chosen = Chosen(directory=directory, spec=spec, plan=given, options=options)
     if not made and options.max_model_len is not None and not chosen.use_pool:
         raise ValueError("max_model_len has no effect with plan=, which says it; leave it out")

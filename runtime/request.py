@@ -147,6 +147,9 @@ class PagedRow:
     """Index of the token it samples."""
     admission: int = 0
     """The how many-th admission of the request it belongs to."""
+    drafts_wanted: int = -1
+    """How many tokens the model's own head (MTP) drafts behind what the row samples; 0: it is to
+    see the row nevertheless; -1: it need not."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -37,7 +37,9 @@ class StepMessage:
     @property
     def sends_tokens(self) -> bool:
         """Whether the last stage needs the rows' tokens; over a pool `paged` has the drafts."""
-        return self.kind is StepKind.VERIFY and not self.paged
+        if self.paged:
+            return any(row.drafts_wanted >= 0 for row in self.paged)
+        return self.kind is StepKind.VERIFY
 
     @property
     def q_len(self) -> int:
@@ -59,7 +61,9 @@ class StepMessage:
         return Step.of(self.slots, self.starts, self.num_new, device=device)
 
     def tokens_BQ(self, device: torch.device | str = "cpu") -> Tensor:
-        """Return the new tokens, right padded with 0."""
+        """Return the new tokens, right padded with 0; of a pool's rows one behind the other."""
+        if self.paged:
+            return upload([[token for row in self.tokens for token in row]], torch.long, device)
         table = [[*row, *[0] * (self.q_len - len(row))] for row in self.tokens]
         return upload(table, torch.long, device)
 
@@ -97,9 +101,19 @@ def _counts(micro_batch: MicroBatch) -> list[int]:
 def result_width(kind: StepKind, q_len: int, rows: Sequence[PagedRow] = ()) -> int:
     """Return the columns of a result: one token, or where drafts were verified a count and tokens.
 
-    `rows`: of a paged step.
+    `rows`: of a paged step. Where drafts are wanted of the last stage, their count and they follow.
     """
     if rows:
         longest = max(len(row.drafts) for row in rows)
-        return 2 + longest if longest else 1
+        wanted = max(row.drafts_wanted for row in rows)
+        return (2 + longest if longest else 1) + (1 + wanted if wanted > 0 else 0)
     return 1 + q_len if kind is StepKind.VERIFY else 1
+
+
+def result_drafts(result_BK: Tensor, rows: Sequence[PagedRow]) -> list[list[int]]:
+    """Return the drafts that the last stage sent with a step's tokens; empty where it sent none."""
+    wanted = max(row.drafts_wanted for row in rows) if rows else 0
+    if wanted <= 0:
+        return []
+    table: list[list[int]] = result_BK[:, -1 - wanted :].tolist()
+    return [row[1 : 1 + row[0]] for row in table]

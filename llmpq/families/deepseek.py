@@ -6,7 +6,7 @@
          chosen, made to sum to one, times a scale
     y = sum of w_e expert_e(x) + shared(x)
 
-Layers that predict further tokens (MTP) are left out.
+The layer behind the last one predicts a further token (MTP); it drafts, where it is asked to.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from llmpq.families.common.rope import yarn_score_factor
 from llmpq.families.common.rotary_families import pairs_to_halves, rotary_fields
 from llmpq.families.common.spec_values import Latent, Router
 from llmpq.families.glm4_moe import mixture
-from llmpq.families.record import Arrange, linear_names
+from llmpq.families.record import LAYER_MTP, Arrange, linear_names
 
 
 def fields(config: Config, dense: tuple[int, ...] | None = None) -> dict[str, Any]:
@@ -123,6 +123,7 @@ FAMILY = replace(
         llama.FAMILY.names,
         layer={**_ATTENTION, **expert_names("layers.{i}.mlp", shared=True)},
         dense={**_ATTENTION, **llama.MLP},
+        mtp=LAYER_MTP,
         arrange={
             "q.weight": Arrange(rows=_query_halves),
             "q_b.weight": Arrange(rows=_query_halves),

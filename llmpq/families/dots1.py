@@ -22,4 +22,10 @@ def fields(config: Config) -> dict[str, Any]:
     }
 
 
-FAMILY = replace(glm4_moe.FAMILY, name="dots1", model_types=("dots1",), fields=fields)
+FAMILY = replace(
+    glm4_moe.FAMILY,
+    name="dots1",
+    model_types=("dots1",),
+    fields=fields,
+    names=replace(glm4_moe.FAMILY.names, mtp=None),
+)

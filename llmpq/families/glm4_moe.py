@@ -3,7 +3,7 @@
     p = sigmoid(router(x));  chosen = the k largest of p + c, of the best groups
     y = scale * sum of w_e expert_e(x) + shared(x),  w = p of the chosen, made to sum to one
 
-Layers that predict further tokens (MTP) are left out.
+The layer behind the last one predicts a further token (MTP); it drafts, where it is asked to.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from llmpq.families.common.mixture_config import (
 )
 from llmpq.families.common.rotary_families import rotary_fields
 from llmpq.families.common.spec_values import Router
+from llmpq.families.record import LAYER_MTP
 
 
 def fields(config: Config) -> dict[str, Any]:
@@ -70,5 +71,6 @@ FAMILY = replace(
         llama.FAMILY.names,
         layer={**_ATTENTION, **expert_names("layers.{i}.mlp", shared=True)},
         dense={**_ATTENTION, **llama.MLP},
+        mtp=LAYER_MTP,
     ),
 )

@@ -16,6 +16,7 @@ from llmpq.families.common.recurrent_config import mixer_names
 from llmpq.families.common.rotary_families import rotary_fields
 from llmpq.families.common.spec_values import Router
 from llmpq.families.qwen3_next import ARRANGE, EXPERTS, hybrid_fields
+from llmpq.families.record import MODULE_MTP
 
 
 def fields(config: Config) -> dict[str, Any]:
@@ -48,7 +49,9 @@ FAMILY = replace(
     name="qwen3_5",
     model_types=("qwen3_5_text",),
     fields=fields,
-    names=replace(llama.FAMILY.names, layer={**_LAYER, **llama.MLP}, arrange=ARRANGE),
+    names=replace(
+        llama.FAMILY.names, layer={**_LAYER, **llama.MLP}, arrange=ARRANGE, mtp=MODULE_MTP
+    ),
 )
 _APART = {part: names for part, names in EXPERTS.items() if part.startswith("experts.")}
 MIXTURE = replace(

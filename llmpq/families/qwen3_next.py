@@ -4,8 +4,8 @@
     delta rule: runtime/models/recurrent.py
     y = sum of w_e expert_e(x) + sigmoid(g . x) shared(x)
 
-Norms store what they exceed one by, but for the one behind the delta rule. Layers that predict
-further tokens (MTP) are left out.
+Norms store what they exceed one by, but for the one behind the delta rule. The module that predicts
+a further token (MTP) drafts, where it is asked to.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from llmpq.families.common.mixture_config import counts, expert_names
 from llmpq.families.common.recurrent_config import mixer_names, mixers
 from llmpq.families.common.rotary_families import rotary_fields
 from llmpq.families.common.spec_values import Recurrent, Router
-from llmpq.families.record import ABOVE_ONE, Arrange, linear_names
+from llmpq.families.record import ABOVE_ONE, MODULE_MTP, Arrange, linear_names
 
 _ATTENTION_EVERY = 4
 
@@ -127,7 +127,10 @@ EXPERTS = {
 ARRANGE = {
     **{
         f"{part}.weight": ABOVE_ONE
-        for part in ("attn_norm", "mlp_norm", "q_norm", "k_norm", "norm")
+        for part in (
+            *("attn_norm", "mlp_norm", "q_norm", "k_norm", "norm"),
+            *("token_norm", "hidden_norm"),
+        )
     },
     "qkv.weight": Arrange(rows=gate_behind),
     "qkv.bias": Arrange(rows=gate_behind),
@@ -141,6 +144,7 @@ FAMILY = replace(
         llama.FAMILY.names,
         layer={**LAYER, **EXPERTS},
         dense={**LAYER, **llama.MLP},
+        mtp=MODULE_MTP,
         arrange={
             **ARRANGE,
             "mixer_in.weight": Arrange(rows=_qkvz),

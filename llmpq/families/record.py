@@ -44,6 +44,46 @@ ABOVE_ONE = Arrange(offset=1.0)
 
 
 @dataclass(frozen=True, kw_only=True)
+class MtpNames:
+    """What the head that predicts a further token (MTP) is called in a checkpoint.
+
+    Its decoder layer has the parts of the model's layers of attention.
+    """
+
+    parts: Mapping[str, tuple[str, ...]]
+    """Norms of token and hidden state, the matrix behind both, the norm behind the layer."""
+    block: str = "layers.{i}"
+    """What the layer is called where others are `layers.{i}`; `{i}`: the number of layers."""
+    rooted: bool = True
+    """Whether its names stand behind the checkpoint's root."""
+    goes_on_normed: bool = False
+    """What the next token is predicted from is the layer's output behind its norm."""
+
+
+LAYER_MTP = MtpNames(
+    parts={
+        "token_norm.weight": ("layers.{i}.enorm.weight",),
+        "hidden_norm.weight": ("layers.{i}.hnorm.weight",),
+        "join.weight": ("layers.{i}.eh_proj.weight",),
+        "norm.weight": ("layers.{i}.shared_head.norm.weight",),
+    }
+)
+"""DeepSeek-V3's: a layer behind the last one (arXiv 2412.19437, equations 21 to 25)."""
+MODULE_MTP = MtpNames(
+    parts={
+        "token_norm.weight": ("mtp.pre_fc_norm_embedding.weight",),
+        "hidden_norm.weight": ("mtp.pre_fc_norm_hidden.weight",),
+        "join.weight": ("mtp.fc.weight",),
+        "norm.weight": ("mtp.norm.weight",),
+    },
+    block="mtp.layers.0",
+    rooted=False,
+    goes_on_normed=True,
+)
+"""Qwen3-Next's: a module beside the model."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class NameTable:
     """Checkpoint names of a family: part -> the tensors it is stacked from."""
 
@@ -66,6 +106,8 @@ class NameTable:
     """Last words of the names of constants that checkpoints carry, and the value that each has."""
     apart: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """Parts of experts as quantised checkpoints call them, where others keep all in one tensor."""
+    mtp: MtpNames | None = None
+    """Of a head that predicts a further token; None where no checkpoint of the family has one."""
 
     def with_experts_apart(self) -> NameTable:
         """Return the table of a quantised checkpoint; its rows are in our order."""
@@ -91,6 +133,21 @@ class NameTable:
                     name.format(i=index, e=expert, h=head)
                     for name in names
                     for head in (range(heads) if "{h}" in name else (0,))
+                )
+        return table
+
+    def of_mtp(self, spec: Any) -> dict[str, tuple[str, ...]]:
+        """Return the entries of the head that predicts a further token, below no root."""
+        assert self.mtp is not None
+        block, count = self.mtp.block, spec.num_layers
+        table = {
+            part: tuple(name.format(i=count) for name in names)
+            for part, names in self.mtp.parts.items()
+        }
+        for part, names in self.layer.items():
+            for expert in range(spec.experts) if "{e}" in part else (0,):
+                table[part.format(e=expert)] = tuple(
+                    name.replace("layers.{i}", block).format(i=count, e=expert) for name in names
                 )
         return table
 

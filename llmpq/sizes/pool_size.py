@@ -109,18 +109,33 @@ def draft_pool(size: PoolSize) -> PoolSize:
     )
 
 
+def mtp_pool(size: PoolSize) -> PoolSize:
+    """Return the pool of the model's own head (MTP), a layer that sees all tokens."""
+    return replace(size, window=0, window_blocks=0)
+
+
 READS_KV4 = ("w4kv4", "kv4")
 """Modes of speculation whose drafts read a 4-bit copy of the pool."""
 
 
 def drafted_bytes(
-    size: PoolSize, mode: str, spec: ModelSpec, *, layers: Sequence[int], dtype_bytes: int
+    size: PoolSize,
+    mode: str,
+    spec: ModelSpec,
+    *,
+    layers: Sequence[int],
+    kv: KVPrecision,
+    dtype_bytes: int,
 ) -> int:
     """Return what drafts of a mode of speculation keep of requests beside a stage's pool.
 
-    The copy that they read, and notes of the tokens that recurrent layers may have to take back.
+    The copy that they read, notes of the tokens that recurrent layers may have to take back, on the
+    last stage the cache of the model's own head.
     """
     notes = note_bytes(spec, layers, slots=size.slots, dtype_bytes=dtype_bytes)
+    if mode == "mtp" and spec.num_layers - 1 in layers:
+        own = mtp_pool(size)
+        return notes + own.nbytes(spec.of_mtp(), kv, layers=range(1), dtype_bytes=dtype_bytes)
     if mode not in READS_KV4:
         return notes
     copy = draft_pool(size)
@@ -254,5 +269,7 @@ def _excess(
     nbytes = size.nbytes(spec, workload.kv, layers=layers, dtype_bytes=dtype_bytes)
     beside = 0
     if drafts is not None:
-        beside = drafted_bytes(size, drafts, spec, layers=layers, dtype_bytes=dtype_bytes)
+        beside = drafted_bytes(
+            size, drafts, spec, layers=layers, kv=workload.kv, dtype_bytes=dtype_bytes
+        )
     return nbytes + beside - max(room, memory.kv_bytes)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from llmpq.capabilities import lacking_sentence
 from llmpq.checkpoints.stored_codes import stored_codes
+from llmpq.checkpoints.stored_head import has_mtp_head
 from llmpq.cluster import Cluster, Device
 from llmpq.cost_model import CostModel
 from llmpq.errors import DoesNotFitError
@@ -18,6 +19,7 @@ from llmpq.plan import MAX_GAMMA, Plan, Speculation
 from llmpq.sizes.pool_size import planned_kv_bytes
 from llmpq.sizes.workspace import workspace_bytes
 from llmpq.speculation import (
+    MTP_ON_CPUS,
     PRIOR_ACCEPTANCE,
     PlanTimes,
     SpeculationMode,
@@ -43,7 +45,10 @@ def with_speculation(
         raise ValueError(lacking)
     context = plan.workload.prompt_len + plan.workload.gen_len / 2
     rows = plan.decode_microbatch
-    usable = usable_modes(plan, stored_codes(plan.model.path))
+    mtp = has_mtp_head(plan.model.path, spec)
+    usable = usable_modes(plan, stored_codes(plan.model.path), mtp=mtp)
+    if asked == "mtp" and mtp and asked not in usable:
+        raise ValueError(MTP_ON_CPUS.replace("speculate='mtp'", "--speculate mtp"))
 
     def best(mode: SpeculationMode) -> tuple[int, float]:
         return best_gamma(

@@ -21,6 +21,7 @@ from llmpq.runtime.cache.kv_by_precision import make_kv_cache
 from llmpq.runtime.cache.kv_cache import KVCache
 from llmpq.runtime.cache.paged_by_precision import make_paged_kv
 from llmpq.runtime.models.linear import round_activations
+from llmpq.runtime.models.mtp_head import MtpHead
 from llmpq.runtime.models.stage_model import DTYPES, StageModel
 from llmpq.runtime.trace import LoadReport
 from llmpq.runtime.weights.sources import TensorSource
@@ -149,6 +150,29 @@ def stage_over_pool(
     return backend_of(device).stage_runner(
         model, cache, device, dtype, size=pool, step_tokens=step_tokens, graphs=graphs
     )
+
+
+def build_head(
+    plan: Plan, index: int, source: TensorSource, compute: StageRunner, device: torch.device
+) -> MtpHead | None:
+    """Load the head that predicts a further token (MTP), on the last stage; None on others.
+
+    Its linears have the precision of the stage's last layer.
+    """
+    stage, model = plan.stages[index], compute.model
+    if model.head is None:
+        return None
+    dtype = DTYPES[plan.workload.dtype]
+    with _blaming_memory(plan, index):
+        return MtpHead.build(
+            model.spec,
+            model,
+            source.mtp(dtype),
+            None if model.embedding is not None else source.embedding(dtype),
+            scheme=plan.settings().scheme(stage.precisions[-1]),
+            dtype=dtype,
+            device=device,
+        )
 
 
 def load_slots(

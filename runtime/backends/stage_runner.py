@@ -22,15 +22,17 @@ from llmpq.runtime.cache.kv_cache import KVCache, PagedKV
 from llmpq.runtime.cache.paged_by_precision import make_paged_kv
 from llmpq.runtime.drafts.acceptance import DraftProbs, accept, draft_tokens
 from llmpq.runtime.drafts.draft_model import DraftModel, build_draft
+from llmpq.runtime.drafts.mtp_drafts import MtpDrafts
+from llmpq.runtime.models.mtp_head import MtpHead
 from llmpq.runtime.models.ruled_sampling import ConstrainedSampler
 from llmpq.runtime.models.stage_model import StageModel
 from llmpq.runtime.pending import Pending
 from llmpq.runtime.ragged_step import RaggedStep
 from llmpq.runtime.request import PagedRow, StepKind
-from llmpq.runtime.step_message import StepMessage, result_width
+from llmpq.runtime.step_message import StepMessage
 from llmpq.runtime.trace import KindTotals
 from llmpq.runtime.upload import upload
-from llmpq.sizes.pool_size import READS_KV4, PoolSize, draft_pool
+from llmpq.sizes.pool_size import READS_KV4, PoolSize, draft_pool, mtp_pool
 from llmpq.sizes.state_size import NOTED_TOKENS
 from llmpq.sizes.step_padding import EXACT_TOKENS, cpu_padded
 from llmpq.speculation import SpeculationMode
@@ -52,23 +54,43 @@ class StageRunner:
         """Chooses tokens on the last stage; `StageWorker` gives it the requests' rules."""
         self.draft: DraftModel | None = None
         """How the model drafts, if it does."""
+        self.mtp: MtpDrafts | None = None
+        """The model's own head that drafts, on the last stage."""
         self._draft_probs = DraftProbs()
 
     def enable_speculation(
-        self, mode: SpeculationMode, size: PoolSize, *, layers: Sequence[int]
+        self,
+        mode: SpeculationMode,
+        size: PoolSize,
+        *,
+        layers: Sequence[int],
+        kv: KVPrecision = KVPrecision.KV16,
+        head: MtpHead | None = None,
     ) -> int:
         """Prepare for drafts of a mode; return the bytes they take beyond the stage's own.
 
-        `layers`: their numbers in the model.
+        `layers`: their numbers in the model. `kv`: the pool's precision. `head`: the model's own
+        that drafts (mtp), on the last stage.
         """
         packed: tuple[Way, ...] = ("packed_kv",) if mode in READS_KV4 else ()
         require(self.model.spec, ("drafts", *packed), max_len=size.max_len - 1)
         states, extra = self.kv.states, 0
         if states is not None:
             extra = states.keep_notes(NOTED_TOKENS)
-        if mode == "ngram":
+        if mode == "mtp" and head is not None:
+            own = make_paged_kv(
+                self.model.spec.of_mtp(),
+                kv,
+                mtp_pool(size),
+                layers=range(1),
+                dtype=self._dtype,
+                device=self._device,
+            )
+            self.mtp = MtpDrafts(head, own, self._draft_probs)
+            return extra + own.nbytes + head.own_nbytes(self.model)
+        if mode in ("ngram", "mtp"):
             return extra
-        kv: KVCache = self.kv
+        read: KVCache = self.kv
         if mode in READS_KV4:
             copy = make_paged_kv(
                 self.model.spec,
@@ -79,13 +101,13 @@ class StageRunner:
                 device=self._device,
             )
             extra += copy.nbytes
-            self.kv, kv, copy.states = self._with_copy(self.kv, copy), copy, states
-        self.draft = build_draft(mode, self.model, kv)
+            self.kv, read, copy.states = self._with_copy(self.kv, copy), copy, states
+        self.draft = build_draft(mode, self.model, read)
         return self.draft.extra_bytes + extra
 
     def end_speculation(self) -> None:
         """Go on without drafts and free what they take; no draft may be under way."""
-        self.draft, self._draft_probs = None, DraftProbs()
+        self.draft, self._draft_probs, self.mtp = None, DraftProbs(), None
         if self.kv.states is not None:
             self.kv.states.drop_notes()
         if isinstance(self.kv, DraftedKV):
@@ -151,7 +173,11 @@ class StageRunner:
             return self._drafted(model.logits(output, step), message)[:, None]
         if self.sampler.scores_prompts(message):
             self._score_prompts(output, step, message)
-        return self._result(self.model.logits(output, step) if step.wanted else None, message)
+        rows = self._new_tokens(self.model.logits(output, step) if step.wanted else None, message)
+        drafts = None
+        if self.mtp is not None:
+            drafts = self.mtp.draft(message, output[:, :num_tokens], rows)
+        return result_table(message, rows, drafts)
 
     def _drafted(self, logits_BV: Tensor, message: StepMessage) -> Tensor:
         """Return the tokens [B] of a draft step, and note what they were drawn from."""
@@ -165,15 +191,12 @@ class StageRunner:
         """Return a step as a call that computes it as often as it is called, to be timed."""
         return partial(self.run, message, hidden_BQH)
 
-    def _result(self, logits_NV: Tensor | None, message: StepMessage) -> Tensor:
+    def _new_tokens(self, logits_NV: Tensor | None, message: StepMessage) -> list[list[int]]:
         """Return the rows' new tokens of the logits they want, one row's behind the other's."""
         rows: list[list[int]] = [[-1]] * message.num_rows
         if logits_NV is not None:
             self._pick(logits_NV, message, rows)
-        if not any(row.drafts for row in message.paged):
-            return torch.tensor(rows)
-        width = result_width(message.kind, 0, message.paged) - 1
-        return torch.tensor([[len(row), *row, *[0] * (width - len(row))] for row in rows])
+        return rows
 
     def _pick(self, logits_NV: Tensor, message: StepMessage, rows: list[list[int]]) -> None:
         """Put the new tokens of the rows that sample in their places."""
@@ -240,6 +263,22 @@ class StageRunner:
         started_s = time.perf_counter()
         self.run(message, hidden)
         return time.perf_counter() - started_s
+
+
+def result_table(
+    message: StepMessage, rows: Sequence[list[int]], drafts: Sequence[list[int]] | None
+) -> Tensor:
+    """Return the table of new tokens, and of drafts behind them (`step_message.result_width`)."""
+    table = [list(row) for row in rows]
+    wanted = max(row.drafts_wanted for row in message.paged)
+    if any(row.drafts for row in message.paged):
+        width = 1 + max(len(row.drafts) for row in message.paged)
+        table = [[len(row), *row, *[0] * (width - len(row))] for row in rows]
+    if wanted > 0:
+        assert drafts is not None, "drafts need the head that predicts them"
+        for line, own in zip(table, drafts, strict=True):
+            line += [len(own), *own, *[0] * (wanted - len(own))]
+    return torch.tensor(table)
 
 
 def _rungs(step_tokens: int) -> list[int]:

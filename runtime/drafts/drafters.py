@@ -80,12 +80,24 @@ class FixedDrafter:
         """Whether drafts can pay at no batch and context: never where their length is given."""
         return False
 
+    @property
+    def by_head(self) -> bool:
+        """Whether the last stage drafts with the model's own head (MTP), as it samples."""
+        return self.mode == "mtp"
+
+    @property
+    def rests(self) -> bool:
+        """Whether nobody will be drafted for in the next rounds."""
+        return False
+
     def gamma(self, requests: Sequence[Request]) -> int:
         """Return the draft length for a group."""
         return self._gamma
 
     def propose(self, request: Request, gamma: int) -> list[int] | None:
         """Return drafts found without the model, None if the model drafts."""
+        if self.mode == "mtp":
+            return request.drafts[:gamma]
         if self.mode != "ngram":
             return None
         newest = request.output[-ngram.LOOK_BACK :]
@@ -168,6 +180,12 @@ class AutoDrafter(FixedDrafter):
             self._in_vain = self._pays_nowhere()
         self.chosen[gamma] = self.chosen.get(gamma, 0) + 1
         return gamma
+
+    @property
+    def rests(self) -> bool:
+        """Whether drafts have lost by the clock at every size of group, and are not tried soon."""
+        known = self._clocked.values()
+        return bool(known) and all(clocked.rests for clocked in known)
 
     def _clocked_for(self, rows: int) -> RoundTimes | None:
         if self._clock is None:

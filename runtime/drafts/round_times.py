@@ -68,6 +68,11 @@ class RoundTimes:
             return False
         return True
 
+    @property
+    def rests(self) -> bool:
+        """Whether many plain rounds are to come."""
+        return self._rest > PLAIN_FIRST
+
     def started(self, *, drafting: bool, rows: int) -> None:
         """Say how the round that starts now decodes."""
         self._in_a_row = self._in_a_row + 1 if drafting is self._drafted else 0

@@ -79,10 +79,22 @@ class RunningRequest:
             return output[start - split : end - split]
         return [*prompt[start:end], *output[max(0, start - split) : max(0, end - split)]]
 
-    def row(self, *, samples: bool, drafts: Sequence[int] = (), num_ahead: int = 0) -> PagedRow:
+    @property
+    def longest(self) -> int:
+        """How many of its tokens are ever cached."""
+        return len(self.request.prompt) + self.request.max_new - 1
+
+    def row(
+        self,
+        *,
+        samples: bool,
+        drafts: Sequence[int] = (),
+        num_ahead: int = 0,
+        drafts_wanted: int = -1,
+    ) -> PagedRow:
         """Return its row of a step, with the blocks that stages do not have yet.
 
-        `num_ahead`: how many tokens behind the next one it samples.
+        `num_ahead`: how many tokens behind the next one it samples. `drafts_wanted`: as `PagedRow`.
         """
         first_window_block, new_window_blocks = self.window.take_unsent()
         row = PagedRow(
@@ -97,6 +109,7 @@ class RunningRequest:
             loads=tuple(self.loads),
             sample_step=self.num_sampled + num_ahead,
             admission=self.admission,
+            drafts_wanted=drafts_wanted,
         )
         self.num_sent, self.resumes = len(self.blocks), False
         return row
@@ -192,9 +205,9 @@ class BlockTables:
             return True
         hits = self._found(req)
         if self.windows and not self.windows.fits(
-            [(s.window, s.num_tokens, _longest(s)) for s in running],
+            [(s.window, s.num_tokens, s.longest) for s in running],
             num_tokens=req.num_tokens,
-            longest=_longest(req),
+            longest=req.longest,
             keys=self._keys(req)[: len(hits)],
         ):
             return False
@@ -275,7 +288,7 @@ class BlockTables:
 
     def _most(self, req: RunningRequest) -> int:
         """Return how many blocks a request may come to hold."""
-        return self.blocks(_longest(req))
+        return self.blocks(req.longest)
 
     def _found(self, req: RunningRequest) -> list[int]:
         """Return the cached blocks that a request can start from; a token is left to compute."""
@@ -291,8 +304,3 @@ class BlockTables:
         """Return the keys of the blocks that a request could start from, all of them found."""
         most = (req.num_tokens - 1 - self._limits.tail) // BLOCK_TOKENS
         return req.keys.upto(req.tokens, req.num_tokens, max(0, most))
-
-
-def _longest(req: RunningRequest) -> int:
-    """Return how many tokens of a request are ever cached."""
-    return len(req.request.prompt) + req.request.max_new - 1

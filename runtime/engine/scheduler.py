@@ -9,7 +9,8 @@ is never preempted by another and fits the pool by itself, so it always ends.
 
 Drafts by the model: a group of decoding rows first takes a step for each draft (`DraftRound`), with
 blocks reserved for all of them; their verify is an ordinary step. Refused drafts cost nothing but
-their step: the next tokens overwrite them.
+their step: the next tokens overwrite them. Drafts by the model's own head (MTP) come with the
+tokens of the last step, which asked for them.
 
 The caller asks `next_micro_batch()` as often as it likes and reports each result, in the order the
 micro-batches were issued, with `update_from_output()`: stages see steps in that order, which is why
@@ -26,6 +27,7 @@ from heapq import heappop, heappush
 from operator import attrgetter
 
 from llmpq.runtime.drafts.drafter import Drafter
+from llmpq.runtime.drafts.drafters import FixedDrafter
 from llmpq.runtime.engine.block_tables import BlockTables, DraftRound, RunningRequest
 from llmpq.runtime.engine.pool_limits import PoolLimits
 from llmpq.runtime.request import PENDING_TOKEN, FinishReason, MicroBatch, Request, StepKind
@@ -40,12 +42,15 @@ class StepBuilder:
     reqs: list[RunningRequest] = field(default_factory=list)
     counts: list[int] = field(default_factory=list)
     drafts: list[list[int]] = field(default_factory=list)
+    wanted: list[int] = field(default_factory=list)
+    """Drafts wanted behind each, as `PagedRow.drafts_wanted`."""
 
-    def add(self, req: RunningRequest, count: int, drafts: list[int]) -> None:
+    def add(self, req: RunningRequest, count: int, drafts: list[int], *, wanted: int = -1) -> None:
         """Add `count` tokens of a request, the last of them its drafts."""
         self.reqs.append(req)
         self.counts.append(count)
         self.drafts.append(drafts)
+        self.wanted.append(wanted)
 
 
 @dataclass
@@ -75,6 +80,9 @@ class Scheduler:
         assert drafter is None or limits.tokens_ahead == 1, "drafts need to know the tokens"
         self.limits, self.tables = limits, BlockTables(limits, salt)
         self._drafter, self._ends_in_stop_text = drafter, ends_in_stop_text
+        by_head = isinstance(drafter, FixedDrafter) and drafter.by_head
+        self._head_drafter = drafter if isinstance(drafter, FixedDrafter) and by_head else None
+        """Where the model's own head (MTP) drafts on the last stage: who says how much."""
         self._reqs: dict[int, RunningRequest] = {}
         self._waiting: list[RunningRequest] = []
         self._running: list[RunningRequest] = []
@@ -124,7 +132,8 @@ class Scheduler:
 
         `runs_ahead`: whether the device takes a step before the last one's tokens are known.
         """
-        self._drafter, self.fused_rounds = None, False
+        self._drafter = self._head_drafter = None
+        self.fused_rounds = False
         if runs_ahead:
             self.limits = replace(self.limits, tokens_ahead=2)
 
@@ -192,7 +201,8 @@ class Scheduler:
                 continue  # found in the prefix cache but for its newest token, which decodes
             if not self._grow(req, req.num_computed + count, step):
                 break
-            step.add(req, count, [])
+            rests = self._head_drafter is not None and self._head_drafter.rests
+            step.add(req, count, [], wanted=0 if self._sees(req) and not rests else -1)
             room -= count
             if room == 0:
                 break
@@ -239,6 +249,14 @@ class Scheduler:
                 self._end(req, reason)
                 finished.append(request)
         return finished
+
+    def take_drafts(self, micro_batch: MicroBatch, drafts: Sequence[Sequence[int]]) -> None:
+        """Take what the last stage drafted behind the new tokens of a step's rows."""
+        rows = zip(micro_batch.requests, micro_batch.rows, drafts, strict=bool(drafts))
+        for request, row, found in rows:
+            req = self._reqs.get(request.id)
+            if req is not None and req.request is request and row.admission == req.admission:
+                request.drafts = list(found) if request.slot >= 0 else []
 
     def check(self) -> None:
         """Raise `AssertionError` if a block or a slot is lost or owned twice; for tests."""
@@ -314,36 +332,54 @@ class Scheduler:
         size = -(-decoding // num_groups)
         if num_groups > 1:
             ready = [h for h in ready if h.in_flight == 0 or h.last_step != self._last_decode]
-        drafts = self._drafts(ready[:size], plain=plain)
+        drafts, gamma = self._drafts(ready[:size], plain=plain)
         by_model = any(found is None for _, _, found in drafts)
         round_ = DraftRound()
         for req, count, found in drafts:
             if req.request.slot < 0:
                 continue  # preempted for one before it
-            if not self._grow(req, req.num_computed + 1 + count, step, round_):
+            wanted = self._wanted(req, gamma, count)
+            ahead = max(0, wanted - 1)
+            if not self._grow(req, req.num_computed + 1 + count + ahead, step, round_):
                 continue
             if by_model:
                 round_.add(req, count)
             else:
-                step.add(req, 1 + count, found or [])
+                step.add(req, 1 + count, found or [], wanted=wanted)
         return round_ if round_.members else None
 
     def _drafts(
         self, group: Sequence[RunningRequest], *, plain: bool
-    ) -> list[tuple[RunningRequest, int, list[int] | None]]:
+    ) -> tuple[list[tuple[RunningRequest, int, list[int] | None]], int]:
         """Return how many tokens each row of a group drafts, and these; None if the model does.
 
-        `plain`: none.
+        `plain`: none. And how many tokens the group drafts by the drafter, which the model's own
+        head (MTP) will do for the next round.
         """
         drafter = None if plain else self._drafter
         drafted = [req.request for req in group if req.request.may_draft]
         gamma = drafter.gamma(drafted) if drafter is not None and drafted else 0
         found: list[tuple[RunningRequest, int, list[int] | None]] = []
         for req in group:
-            count = min(gamma, req.request.remaining - 1) if req.request.may_draft else 0
+            most = gamma if self._head_drafter is None else len(req.request.drafts)
+            count = min(most, req.request.remaining - 1) if req.request.may_draft else 0
             drafts = drafter.propose(req.request, count) if drafter and count > 0 else []
             found.append((req, count if drafts is None else len(drafts), drafts))
-        return found
+        return found, gamma
+
+    def _sees(self, req: RunningRequest) -> bool:
+        """Whether the model's own head (MTP) is to see what is computed of a request."""
+        return self._head_drafter is not None and req.request.may_draft
+
+    def _wanted(self, req: RunningRequest, gamma: int, count: int) -> int:
+        """Return how many tokens the head is to draft behind a row with `count` drafts.
+
+        No more than may follow, all of the row's accepted, and than the request's blocks hold.
+        """
+        if not self._sees(req):
+            return -1
+        room = req.longest - req.num_computed - count
+        return max(0, min(gamma, req.request.remaining - 2, room))
 
     def _issue_round(self, round_: DraftRound) -> MicroBatch:
         """Return a round of drafts and their verify in one step, or its first draft step."""
@@ -459,6 +495,7 @@ class Scheduler:
         if self._drafter is None:  # which drafts are accepted is not known yet
             self.tables.offload(req)
         self._let_go(req)
+        req.request.drafts = []  # what they were drawn from is noted by slot
         req.request.num_preemptions += 1
         self.num_preemptions += 1
         heappush(self._waiting, req)
@@ -473,13 +510,15 @@ class Scheduler:
 
     def _issue(self, kind: StepKind, step: StepBuilder) -> MicroBatch:
         starts, tokens, rows = [], [], []
-        for req, count, drafts in zip(step.reqs, step.counts, step.drafts, strict=True):
+        parts = zip(step.reqs, step.counts, step.drafts, step.wanted, strict=True)
+        for req, count, drafts, wanted in parts:
             start = req.num_computed
             end = start + count - len(drafts)
             starts.append(start)
             tokens.append([*req.tokens(start, end), *drafts])
             samples = end == req.num_tokens
-            rows.append(req.row(samples=samples, drafts=drafts))
+            rows.append(req.row(samples=samples, drafts=drafts, drafts_wanted=wanted))
+            req.request.drafts = []
             self.tables.drop_offloaded(req)
             req.num_computed, req.last_step = start + count, self._seq + 1
             if samples:

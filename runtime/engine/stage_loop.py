@@ -33,7 +33,7 @@ from llmpq.runtime.request import (
     Request,
     StepKind,
 )
-from llmpq.runtime.step_message import STOP, StepMessage, describe, result_width
+from llmpq.runtime.step_message import STOP, StepMessage, describe, result_drafts, result_width
 from llmpq.runtime.trace import Recorder
 
 
@@ -70,6 +70,8 @@ def result_tokens(
     rows: list[list[int]] = result_BK.tolist()
     if kind in (StepKind.VERIFY, StepKind.ROUND) or any(row.drafts for row in rows_of_pool):
         return [row[1 : 1 + row[0]] for row in rows]
+    if any(row.drafts_wanted > 0 for row in rows_of_pool):
+        return [row[:1] for row in rows]
     return rows
 
 
@@ -282,9 +284,12 @@ class FirstStage:
         # Devices work on their own: what one of them never finishes shows here.
         late = isinstance(result, Pending)
         with self._recorder.waiting(kind, self._num_stages) if late else nullcontext():
-            tokens = result_tokens(kind, arrived(result), micro_batch.rows)
+            table = arrived(result)
+            tokens = result_tokens(kind, table, micro_batch.rows)
         if flight.ahead is None:
             finished = self._scheduler.update_from_output(micro_batch, tokens)
+            if isinstance(self._scheduler, Scheduler):
+                self._scheduler.take_drafts(micro_batch, result_drafts(table, micro_batch.rows))
         else:
             finished = flight.ahead.finished
             for (request, place), (token,) in zip(flight.ahead.places, tokens, strict=True):

@@ -10,10 +10,12 @@ knows what comes:
 
 `paging` counts the int64 behind the header that say which blocks the rows of a paged step got:
 
-    [slot, flags, drafts, first block, new blocks, admission] + drafts, new blocks    for each row
+    [slot, flags, drafts, first block, new blocks, admission, ..., drafts wanted]
+    + drafts, new blocks, ...                                                         for each row
     (flags: 1, it samples; 2, it resumes)
 
-Verify steps over slots send their tokens [B, Q] along, since the last stage must compare them.
+Verify steps over slots send their tokens [B, Q] along, since the last stage must compare them, and
+steps over a pool whose rows the model's own head (MTP) sees theirs, one row's behind the other's.
 """
 
 from __future__ import annotations
@@ -33,7 +35,7 @@ from llmpq.runtime.token_rules import NO_RULES
 from llmpq.speculation import MAX_GAMMA
 
 _WIDTH = 10
-_PAGING_WIDTH = 10
+_PAGING_WIDTH = 11
 _KEPT = 4096
 """Values of which it is remembered how they are written: those of as many rows, about."""
 
@@ -112,7 +114,7 @@ def pack_paging(rows: Sequence[PagedRow]) -> Tensor:
         flags = int(row.samples) + 2 * int(row.resumes)
         values += [row.slot, flags, len(row.drafts), row.first_block, len(row.new_blocks)]
         values += [row.admission, row.first_window_block, len(row.new_window_blocks)]
-        values += [len(row.saves), len(row.loads)]
+        values += [len(row.saves), len(row.loads), row.drafts_wanted]
         values += [*row.drafts, *row.new_blocks, *row.new_window_blocks]
         values += [number for pair in (*row.saves, *row.loads) for number in pair]
     return torch.tensor(values, dtype=torch.long)
@@ -125,7 +127,7 @@ def unpack_paging(message: StepMessage, paging: Tensor) -> StepMessage:
         slot, flags, num_drafts, first_block, num_new, admission, first_window, num_window = values[
             at : at + 8
         ]
-        num_saves, num_loads = values[at + 8 : at + _PAGING_WIDTH]
+        num_saves, num_loads, drafts_wanted = values[at + 8 : at + _PAGING_WIDTH]
         drafts = at + _PAGING_WIDTH
         blocks = drafts + num_drafts
         windowed = blocks + num_new
@@ -146,6 +148,7 @@ def unpack_paging(message: StepMessage, paging: Tensor) -> StepMessage:
                 loads=_pairs(values[loaded:at]),
                 sample_step=sample_step,
                 admission=admission,
+                drafts_wanted=drafts_wanted,
             )
         )
     return replace(message, paged=tuple(rows))

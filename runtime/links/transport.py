@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
 from datetime import timedelta
+from itertools import islice
 from typing import Protocol
 
 import torch
@@ -267,6 +268,9 @@ class _PartReader:
 
 def with_tokens(message: StepMessage, tokens: list[list[int]]) -> StepMessage:
     """Return a message with the table of its new tokens, padding cut off."""
+    if message.paged:
+        rest = iter(tokens[0])
+        return replace(message, tokens=[list(islice(rest, n)) for n in message.num_new])
     rows = [row[:n] for row, n in zip(tokens, message.num_new, strict=True)]
     return replace(message, tokens=rows)
 

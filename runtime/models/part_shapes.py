@@ -38,6 +38,15 @@ def head_shapes(spec: ModelSpec) -> Shapes:
     return shapes | ({"output.bias": (spec.vocab,)} if spec.head_bias else {})
 
 
+def mtp_shapes(spec: ModelSpec) -> Shapes:
+    """Return the parts of a head that predicts a further token, its layer's among them."""
+    join = spec.mtp_join
+    shapes: Shapes = {"join.weight": (join.out_features, join.in_features)}
+    for name in ("token_norm", "hidden_norm", "norm"):
+        shapes |= norm_shapes(name, spec)
+    return shapes | layer_shapes(spec.of_mtp())
+
+
 def norm_shapes(name: str, spec: ModelSpec) -> Shapes:
     """Return weight, and bias where the model's norms have one."""
     shapes: Shapes = {f"{name}.weight": (spec.hidden,)}

@@ -62,6 +62,10 @@ class KeptLayers:
         """Return the checkpoint's head."""
         return self._source.head(dtype, with_output=with_output)
 
+    def mtp(self, dtype: torch.dtype) -> dict[str, Any]:
+        """Return the head that predicts a further token, as it is stored."""
+        return self._source.mtp(dtype)
+
     def layer(self, index: int, dtype: torch.dtype) -> dict[str, Any]:
         """Return a layer's parts, its linears quantised as its scheme says."""
         scheme = self._schemes[index]

@@ -21,7 +21,13 @@ from torch import Tensor
 from llmpq.checkpoints.model_config import other_form
 from llmpq.families import FAMILIES
 from llmpq.model_spec import ModelSpec
-from llmpq.runtime.models.part_shapes import Shapes, embedding_shapes, head_shapes, layer_shapes
+from llmpq.runtime.models.part_shapes import (
+    Shapes,
+    embedding_shapes,
+    head_shapes,
+    layer_shapes,
+    mtp_shapes,
+)
 from llmpq.runtime.weights.weight_map import read_weight_map
 
 INDEX = "model.safetensors.index.json"
@@ -59,6 +65,9 @@ class TensorSource(Protocol):
 
     def head(self, dtype: torch.dtype, *, with_output: bool = True) -> dict[str, Tensor]:
         """Return the final norm and the output matrix (the embedding's, when tied)."""
+
+    def mtp(self, dtype: torch.dtype) -> dict[str, Tensor]:
+        """Return the parts of the head that predicts a further token, where there is one."""
 
 
 class CheckpointSource:
@@ -115,6 +124,18 @@ class CheckpointSource:
         if not with_output:
             del shapes["output.weight"]
         return self._let_go_after(shapes, table, dtype)
+
+    def mtp(self, dtype: torch.dtype) -> dict[str, Tensor]:
+        """Read the parts of the head that predicts a further token; `ValueError` without one."""
+        names = self.names.mtp
+        if names is None:
+            raise ValueError(f"a {self.spec.family} model has no head that predicts tokens (MTP)")
+        root = self.root if names.rooted else ""
+        table = {
+            part: tuple(root + name for name in stored)
+            for part, stored in self.names.of_mtp(self.spec).items()
+        }
+        return self._let_go_after(mtp_shapes(self.spec), table, dtype)
 
     def _require_tied(self, output: str, embedding: str) -> None:
         """Refuse an output matrix of its own where config.json says there is none."""
@@ -385,6 +406,10 @@ class RandomSource:
         if with_output and self.spec.tied_embeddings:
             parts["output.weight"] = self.embedding(dtype)["tokens.weight"]
         return parts
+
+    def mtp(self, dtype: torch.dtype) -> dict[str, Tensor]:
+        """Make the parts of a head that predicts a further token."""
+        return self._parts(mtp_shapes(self.spec), 2 + self.spec.num_layers, dtype)
 
     def _parts(self, shapes: Shapes, stream: int, dtype: torch.dtype) -> dict[str, Tensor]:
         """Return N(0, 0.02^2) matrices; norm weights around 1, biases around 0."""

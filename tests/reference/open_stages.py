@@ -16,7 +16,7 @@ import torch
 
 from llmpq.model_spec import ModelSpec
 from llmpq.plan import Plan
-from llmpq.runtime.backends.build_stage import build_slot_stage, build_stage
+from llmpq.runtime.backends.build_stage import build_head, build_slot_stage, build_stage
 from llmpq.runtime.backends.slot_stage_runner import SlotStageRunner
 from llmpq.runtime.backends.stage_runner import StageRunner
 from llmpq.runtime.engine.mailbox import Mailbox
@@ -69,7 +69,12 @@ class OpenStages:
                 paged, load = build_stage(plan, index, spec, source, place, pool)
                 if speculate is not None:
                     layers = range(*plan.stages[index].layers)
-                    paged.enable_speculation(speculate, pool, layers=layers)
+                    head = None
+                    if speculate == "mtp":
+                        head = build_head(plan, index, source, paged, place)
+                    paged.enable_speculation(
+                        speculate, pool, layers=layers, kv=plan.workload.kv, head=head
+                    )
                 built.append((paged, load))
                 continue
             with _current(place):

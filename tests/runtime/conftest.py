@@ -620,6 +620,11 @@ class Models:
             self._made[kind] = model
         return self._made[kind]
 
+    def options(self, kind: str) -> tuple[str, dict[str, Any]]:
+        """Return what Transformers' config is called, and its options."""
+        name, options = KINDS[kind]
+        return name, {**BASE, **options}
+
     def num_params(self, kind: str) -> int:
         """Return how many weights a language model has, without a tower and its projector."""
         model = self.reference(kind)

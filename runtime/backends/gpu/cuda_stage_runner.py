@@ -18,14 +18,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from llmpq.precision import KVPrecision
 from llmpq.runtime.backends.gpu.cuda_graphs import StepOutput, rounded_rows
 from llmpq.runtime.backends.gpu.device_times import DeviceTimes
 from llmpq.runtime.backends.gpu.late_tokens import LateTokens
 from llmpq.runtime.backends.gpu.paged_graphs import PagedGraphs, rungs
 from llmpq.runtime.backends.gpu.paged_rounds import PagedRoundGraphs
-from llmpq.runtime.backends.stage_runner import StageRunner, num_wanted, rows_of
+from llmpq.runtime.backends.stage_runner import StageRunner, num_wanted, result_table, rows_of
 from llmpq.runtime.cache.gpu_drafted_kv import GpuDraftedKV
 from llmpq.runtime.cache.gpu_paged_kv_base import GpuPagedKVBase
+from llmpq.runtime.models.mtp_head import MtpHead
 from llmpq.runtime.models.stage_model import StageModel
 from llmpq.runtime.pending import Pending, on_its_way
 from llmpq.runtime.request import PagedRow, StepKind
@@ -35,7 +37,7 @@ from llmpq.runtime.trace import KindTotals
 from llmpq.runtime.upload import upload
 from llmpq.sizes.kv_format import BLOCK_TOKENS
 from llmpq.sizes.pool_size import PoolSize
-from llmpq.speculation import MAX_GAMMA, MeasuredTimes, SpeculationMode
+from llmpq.speculation import MAX_GAMMA, MTP_ON_CPUS, MeasuredTimes, SpeculationMode
 
 
 class CudaStageRunner(StageRunner):
@@ -91,9 +93,17 @@ class CudaStageRunner(StageRunner):
         """Number of drafts -> rounds of so many."""
 
     def enable_speculation(
-        self, mode: SpeculationMode, size: PoolSize, *, layers: Sequence[int]
+        self,
+        mode: SpeculationMode,
+        size: PoolSize,
+        *,
+        layers: Sequence[int],
+        kv: KVPrecision = KVPrecision.KV16,
+        head: MtpHead | None = None,
     ) -> int:
-        """As `StageRunner.enable_speculation`."""
+        """As `StageRunner.enable_speculation`; the model's own head drafts on CPUs only."""
+        if mode == "mtp":
+            raise ValueError(MTP_ON_CPUS)
         extra = super().enable_speculation(mode, size, layers=layers)
         self._make_graphs()
         return extra
@@ -255,7 +265,7 @@ class CudaStageRunner(StageRunner):
             end += count
             places += range(end - num_wanted(row), end)
         hidden_Nh = out.hidden_BQh[0, upload(places, torch.long, self._device)]
-        return self._result(self.model.head(hidden_Nh), message)
+        return result_table(message, self._new_tokens(self.model.head(hidden_Nh), message), None)
 
     def _looks_ahead(self, out: StepOutput, message: StepMessage) -> bool:
         """Have others find what guided rows may go on with, if there are any; return whether."""

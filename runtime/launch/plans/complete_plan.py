@@ -27,6 +27,7 @@ from llmpq.sizes.stated_pool import stated_pool
 from llmpq.sizes.workspace import workspace_bytes
 from llmpq.speculation import (
     MAX_GAMMA,
+    MTP_ON_CPUS,
     PlanTimes,
     SpeculationMode,
     StepTimes,
@@ -44,15 +45,17 @@ def complete_plan(
     spec: ModelSpec,
     options: EngineOptions,
     stored: Collection[Precision] = frozenset(),
+    *,
+    mtp: bool = False,
 ) -> tuple[Plan, EngineOptions]:
     """Return a plan and options as stages get them: nothing is left open.
 
     The plan has the KV precision of the options, its memory counted anew, and states the pool of KV
     blocks that its stages allocate, unless requests have slots. The options say who drafts.
-    `stored`: as for `decide_drafts`. `DoesNotFitError` names a device that has no room.
+    `stored`, `mtp`: as for `decide_drafts`. `DoesNotFitError` names a device that has no room.
     """
     plan = _with_kv(plan, spec, options)
-    options = decide_drafts(plan, options, stored)
+    options = decide_drafts(plan, options, stored, mtp=mtp)
     pool = PoolPlan(plan, spec, options)
     if spec.recurrent is not None and options.enable_prefix_caching:
         _log.info("prefix cache: off; recurrent layers keep no state of shared beginnings")
@@ -121,13 +124,18 @@ def _changed(memory: MemoryForm, kv_bytes: int, workspace_bytes: int) -> MemoryF
 
 
 def decide_drafts(
-    plan: Plan, options: EngineOptions, stored: Collection[Precision] = frozenset()
+    plan: Plan,
+    options: EngineOptions,
+    stored: Collection[Precision] = frozenset(),
+    *,
+    mtp: bool = False,
 ) -> EngineOptions:
     """Return the options with who drafts (`speculate`), how many tokens (`gamma`), by which times.
 
     `speculate` None means plain decoding then, `gamma` None a length chosen from step times: of
     `costs`, or of a whole model on a GPU, which times its own steps. `stored`: precisions whose
-    layers have a checkpoint's own codes. `ValueError` says why an option cannot be obeyed.
+    layers have a checkpoint's own codes; `mtp`: whether it has a head that predicts a further
+    token. `ValueError` says why an option cannot be obeyed.
     """
     mode, gamma, costs = options.speculate, options.gamma, options.costs
     if mode == "off" or (mode is None and plan.speculation is None):
@@ -154,12 +162,17 @@ def decide_drafts(
         if gamma is None and costs is None:
             length = plan.speculation.gamma
     if mode == "auto":
-        chosen = _mode_of_times(plan, costs, stored)
+        chosen = _mode_of_times(plan, costs, usable_modes(plan, stored, mtp=mtp))
         if chosen is None:
             return replace(options, speculate=None, gamma=None, costs=None)
         mode = chosen
     else:
-        _require_usable(plan, mode, stored)
+        _require_usable(plan, mode, stored, mtp=mtp)
+    if mode == "mtp" and options.copy_weights:
+        raise ValueError(
+            "speculate='mtp' does not go with copy_weights: slices of checkpoints have no such "
+            "head; give every host the model's directory, or choose another mode"
+        )
     if length is None and costs is None and not times_itself(plan):
         raise ValueError(
             f"speculate='{mode}' without gamma=1..{MAX_GAMMA} needs a cost model to weigh drafts: "
@@ -176,14 +189,14 @@ def times_itself(plan: Plan) -> bool:
 
 
 def _mode_of_times(
-    plan: Plan, costs: str | Path | None, stored: Collection[Precision]
+    plan: Plan, costs: str | Path | None, usable: Collection[SpeculationMode]
 ) -> SpeculationMode | None:
     """Return the mode with the highest predicted speed-up in the middle of the job, if one has."""
     if costs is None:
         raise ValueError("speculate='auto' needs costs='costs.json' (llmpq-profile)")
     model = CostModel.load_json(costs)
     times: dict[SpeculationMode, StepTimes] = {
-        mode: PlanTimes(plan, model, mode) for mode in usable_modes(plan, stored)
+        mode: PlanTimes(plan, model, mode) for mode in usable
     }
     context = plan.workload.prompt_len + plan.workload.gen_len / 2
     best = choose_mode(times, rows=plan.decode_microbatch, context=context)
@@ -195,10 +208,20 @@ def _mode_of_times(
     return mode
 
 
-def _require_usable(plan: Plan, mode: SpeculationMode, stored: Collection[Precision]) -> None:
-    usable = ", ".join(usable_modes(plan, stored))
-    if mode in usable_modes(plan, stored):
+def _require_usable(
+    plan: Plan, mode: SpeculationMode, stored: Collection[Precision], *, mtp: bool
+) -> None:
+    modes = usable_modes(plan, stored, mtp=mtp)
+    usable = ", ".join(modes)
+    if mode in modes:
         return
+    if mode == "mtp":
+        raise ValueError(
+            MTP_ON_CPUS
+            if mtp
+            else f"speculate='mtp' needs a head that predicts a further token, and "
+            f"{plan.model.name} has none that llmpq knows among its tensors; choose one of {usable}"
+        )
     if mode in usable_modes(plan):
         raise ValueError(
             f"speculate='{mode}' would draft at the target's cost: the model's layers have codes "

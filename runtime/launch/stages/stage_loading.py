@@ -11,7 +11,7 @@ import torch
 from llmpq.cost_model import CostModel
 from llmpq.model_spec import ModelSpec
 from llmpq.plan import Plan
-from llmpq.runtime.backends.build_stage import build_slot_stage, build_stage
+from llmpq.runtime.backends.build_stage import build_head, build_slot_stage, build_stage
 from llmpq.runtime.backends.slot_stage_runner import SlotStageRunner
 from llmpq.runtime.backends.stage_runner import StageRunner
 from llmpq.runtime.drafts.drafters import AutoDrafter, FixedDrafter
@@ -41,7 +41,10 @@ def load_with_pool(
     mode, drafted = pool.options.draft_mode, 0
     if mode is not None:
         layers = range(*pool.plan.stages[index].layers)
-        extra = compute.enable_speculation(mode, pool.size, layers=layers)
+        head = build_head(pool.plan, index, source, compute, device) if mode == "mtp" else None
+        extra = compute.enable_speculation(
+            mode, pool.size, layers=layers, kv=pool.plan.workload.kv, head=head
+        )
         report, drafted = replace(report, draft_bytes=extra), pool.options.fixed_gamma or 0
     compute.warm_up(limits.decode_rows, limits.step_tokens, gamma=drafted)
     return compute, report

@@ -348,7 +348,7 @@ def test_no_mode_is_chosen_that_does_not_pay():
     assert choose_mode({"qspec": slow, "kv4": slow}, **rows) is None
     chosen = choose_mode({"qspec": slow, "w4kv4": fast}, **rows)
     assert chosen is not None and chosen[0] == "w4kv4" and chosen[2] > 1.5
-    assert set(PRIOR_ACCEPTANCE) == {"qspec", "w4kv4", "kv4", "ngram"}
+    assert set(PRIOR_ACCEPTANCE) == {"qspec", "w4kv4", "kv4", "ngram", "mtp"}
 
 
 def entry(precision: str, phase: Phase, seconds: float, kv: str = "kv16") -> LatencyEntry:
