@@ -21,7 +21,7 @@ import sys
 import threading
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Collection, Iterator, Mapping
-from concurrent.futures import Future
+from concurrent.futures import Future, InvalidStateError
 from typing import IO, Any, Protocol, TextIO
 
 from llmpq import errors
@@ -170,9 +170,10 @@ class Child:
                 assert on_part is not None, "a part of a call that streams none"
                 on_part(message["part"])
             elif "error" in message:
-                answer.set_exception(_failure(message["error"], message["text"]))
+                _settle(answer, _failure(message["error"], message["text"]))
             else:
-                answer.set_result(message["value"])
+                with contextlib.suppress(InvalidStateError):  # who waited has gone
+                    answer.set_result(message["value"])
         code = self._process.wait()
         for thread in self._threads[1:]:
             thread.join()
@@ -180,7 +181,7 @@ class Child:
             self._gone = CallFailed(self._obituary(code))
             waiting, self._open = [answer for answer, _ in self._open.values()], {}
         for answer in waiting:
-            answer.set_exception(self._gone)
+            _settle(answer, self._gone)
 
     def _read_stderr(self) -> None:
         assert self._process.stderr is not None
@@ -200,6 +201,12 @@ class Child:
         return f"its process ended with code {code}{last}"
 
 
+def _settle(answer: Future[Any], error: Exception) -> None:
+    """Fail a call that somebody may still wait for."""
+    with contextlib.suppress(InvalidStateError):  # who waited has gone
+        answer.set_exception(error)
+
+
 def _failure(name: str, text: str) -> CallFailed:
     kind = _RAISED.get(name)
     cause = kind(text) if kind is not None else RuntimeError(f"{name}: {text}")
@@ -215,7 +222,10 @@ def serve_calls(
     and asynchronous generators, whose items are parts, run in a loop of this thread. What libraries
     print goes to stderr.
     """
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to answer
+    # Ctrl-C, and a supervisor's SIGTERM to all processes, are the parent's to answer: it ends this
+    # process when requests have ended, and its own end, which closes the pipe, does so, too.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
     messages, answers = read_lines(sys.stdin), take_answers()
     server = _Server(make, next(messages), calls, answers)
     if server.asynchronous:

@@ -20,6 +20,9 @@ _UNITS = {
     "mib": 2**20,
     "gib": 2**30,
     "tib": 2**40,
+    "mi": 2**20,  # Kubernetes' spellings
+    "gi": 2**30,
+    "ti": 2**40,
 }
 
 

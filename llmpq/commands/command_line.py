@@ -67,6 +67,15 @@ def token_count(text: str) -> int:
     return int(found[1]) if found[1] else round(float(found[2]) * 1024)
 
 
+@dataclass(frozen=True)
+class Idle:
+    """A flag of another program that asks for what is so anyway."""
+
+    why: str
+    values: tuple[str, ...] | None = ()
+    """Values with which it changes nothing; none: it takes no value; None: with any."""
+
+
 class Section:
     """Flags that stand together in `--help-all`."""
 
@@ -112,16 +121,20 @@ class CommandParser:
         example: str,
         notes: str = "",
         others: Mapping[str, str] | None = None,
+        idle: Mapping[str, Idle] | None = None,
     ) -> None:
-        """`others`: flags of other programs that people know, and what stands for them here."""
-        self._others = others or {}
+        """`others`: flags of other programs that people know, and what stands for them here.
+
+        `idle`: those of them that change nothing here, which are taken with a line on stderr.
+        """
+        self._others, self._idle = others or {}, idle or {}
         self.program, self._summary, self._example, self._notes = program, summary, example, notes
         self._parser = _Parser(prog=program, add_help=False, allow_abbrev=False)
         self._parser.shown = {}
         self._help_all = argparse._StoreTrueAction(
             ["--help-all"], "help_all", help="all flags (--version: which llmpq this is)"
         )
-        self._daily: set[str] = set()
+        self._daily: set[argparse.Action] = set()
         self._only: list[tuple[argparse.Action, Only]] = []
         self._positionals: list[argparse.Action] = []
         self.models: tuple[str, ...] = ()
@@ -144,9 +157,9 @@ class CommandParser:
         only: tuple[Only, ...],
     ) -> None:
         """Note what `Section.flag` declared."""
-        self._parser.shown[action.dest] = listed
+        self._parser.shown[action] = listed
         if daily or action.required:
-            self._daily.add(action.dest)
+            self._daily.add(action)
         self._only += [(action, condition) for condition in only]
 
     def read(self, argv: Sequence[str]) -> argparse.Namespace:
@@ -159,7 +172,7 @@ class CommandParser:
         for _, only in self._only:
             if not only.holds(found):
                 names = {
-                    self._parser.shown[action.dest][-1]: action.dest in given
+                    self._parser.shown[action][-1]: action.dest in given
                     for action, other in self._only
                     if other is only
                 }
@@ -173,6 +186,7 @@ class CommandParser:
 
     def _parsed(self, argv: Sequence[str]) -> tuple[argparse.Namespace, set[str]]:
         """Return the values of all flags, and which were given."""
+        argv = list(self._without_idle(argv))
         for word in argv:
             flag = word.partition("=")[0]
             if flag not in self._parser._option_string_actions and self._other(flag) is not None:
@@ -197,6 +211,25 @@ class CommandParser:
             self._put_at_revision(found)
         return found, given
 
+    def _without_idle(self, argv: Sequence[str]) -> Iterator[str]:
+        """Yield the words without flags that change nothing, each of which is said in a line."""
+        words = iter(enumerate(argv))
+        for index, word in words:
+            flag, equals, value = word.partition("=")
+            found = self._idle.get(_spellings(flag)[-1]) if flag.startswith("-") else None
+            if found is None or flag in self._parser._option_string_actions:
+                yield word
+                continue
+            behind = argv[index + 1] if found.values != () and index + 1 < len(argv) else ""
+            value = value if equals else behind
+            if found.values and value not in found.values:
+                yield word
+                continue
+            if found.values != () and not equals:
+                next(words, None)
+            said = f"{flag} {value}" if found.values else flag
+            sys.stderr.write(f"{self.program.split()[0]}: {said} changes nothing: {found.why}\n")
+
     def _put_at_revision(self, found: argparse.Namespace) -> None:
         """Write `--revision` behind the model's name, as `NAME@REVISION`."""
         named = [dest for dest in self.models if getattr(found, dest) is not None]
@@ -218,7 +251,7 @@ class CommandParser:
         """Return a message with flags as these words spell them, not as they are listed."""
         typed = {word.partition("=")[0] for word in argv if word.startswith("-")}
         for action in self._parser._actions:
-            listed = self._parser.shown.get(action.dest, ())
+            listed = self._parser.shown.get(action, ())
             own = sorted(typed & set(action.option_strings))
             if len(own) == 1 and own[0] not in listed:
                 for name in listed:
@@ -234,7 +267,7 @@ class CommandParser:
             actions = [
                 a
                 for a in group._group_actions
-                if everything or a.dest in self._daily or not a.option_strings
+                if everything or a in self._daily or not a.option_strings
             ]
             if actions:
                 formatter.start_section(group.title if everything else None)
@@ -250,7 +283,7 @@ class CommandParser:
         return "\n".join([*lines, "", f"example: {self._example}", ""])
 
     def _hides(self) -> bool:
-        return any(dest not in self._daily for dest in self._parser.shown)
+        return any(action not in self._daily for action in self._parser.shown)
 
     def _usage(self) -> str:
         words = [self.program]
@@ -259,7 +292,7 @@ class CommandParser:
                 word = str(action.metavar or action.dest).upper()
                 words.append(f"[{word}]" if action.nargs == "?" else word)
             elif action.required:
-                name = self._parser.shown[action.dest][0]
+                name = self._parser.shown[action][0]
                 words.append(f"{name} {action.metavar or action.dest.upper()}")
         return " ".join([*words, "[flags]"])
 
@@ -378,11 +411,11 @@ def _nobody_reads(out: IO[str]) -> bool:
 class _Parser(argparse.ArgumentParser):
     """Raises `ValueError` where argparse would print a page of usage and end the process."""
 
-    shown: dict[str, tuple[str, ...]]
+    shown: dict[argparse.Action, tuple[str, ...]]
 
     def error(self, message: str) -> Any:
         for action in self._actions:  # named as listed, not by every spelling
-            listed = self.shown.get(action.dest)
+            listed = self.shown.get(action)
             if listed:
                 message = message.replace("/".join(action.option_strings), "/".join(listed))
         raise ValueError(f"{message}; see {self.prog} --help")
@@ -391,14 +424,14 @@ class _Parser(argparse.ArgumentParser):
 class _HelpFormatter(argparse.HelpFormatter):
     """One line a flag where it fits: listed names only, the value's name once."""
 
-    def __init__(self, program: str, shown: dict[str, tuple[str, ...]]) -> None:
+    def __init__(self, program: str, shown: dict[argparse.Action, tuple[str, ...]]) -> None:
         super().__init__(program, max_help_position=26, width=96)
         self._shown = shown
 
     def _format_action_invocation(self, action: argparse.Action) -> str:
         if not action.option_strings:
             return str(action.metavar or action.dest)
-        names = ", ".join(self._shown.get(action.dest, action.option_strings))
+        names = ", ".join(self._shown.get(action, action.option_strings))
         if action.nargs == 0:
             return names
         if action.metavar is not None or not action.choices:

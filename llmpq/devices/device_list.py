@@ -230,7 +230,7 @@ def _group(item: str, where: str) -> tuple[dict[str, Any], list[str]]:
     group: dict[str, Any] = {"kind": kind, "count": count}
     if facts.memory is not None:
         return {**group, "memory": facts.memory}, []
-    return group, _which_version(name, kind)
+    return group, which_version(name, kind)
 
 
 def _described_anew(
@@ -253,7 +253,7 @@ def _described_anew(
     return {"kind": word, "count": count, "spec": spec.model_dump(mode="json")}, [note]
 
 
-def _which_version(name: str, kind: str) -> list[str]:
+def which_version(name: str, kind: str) -> list[str]:
     """Say which of several cards of a name is meant, where the name leaves it open."""
     others = siblings(kind)
     if not others or known_kind(name) == kind == known_kind(f"{name} {_sold_gb(kind)}GB") is None:

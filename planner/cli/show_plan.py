@@ -13,6 +13,7 @@ from llmpq.planner.answer import Answer, answer, solve_options, solved
 from llmpq.planner.cli.alternatives import bits_lines, engines_line, left_out_lines
 from llmpq.planner.cli.arguments import read_flag
 from llmpq.planner.cli.method_row import MethodRow
+from llmpq.planner.cli.own_dtype import in_own_dtype
 from llmpq.planner.evaluate.step_by_step import reported_time
 from llmpq.planner.problem.make_problem import make_problem
 from llmpq.planner.problem.outcome import Infeasible, Unfinished
@@ -72,6 +73,10 @@ def make_and_show(request: PlanRequest, job: PlanJob) -> None:
         for line in _what_if(changes, None, path):
             say(open_console(), line)
         raise
+    own = None if everything else in_own_dtype(request, best, path)
+    if own is not None:
+        best, said = own
+        notes = [said if "no bfloat16" in note else note for note in notes]
     if request.speculate is not None:
         best = replace(best, plan=_drafting(best.plan, problem, request.speculate))
         from llmpq.planner.evaluate.add_drafts import describe

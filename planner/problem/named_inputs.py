@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from llmpq.checkpoints.gguf_file import is_model
 from llmpq.checkpoints.hub import local_model
 from llmpq.cluster import Cluster, Device, DeviceGroup, Node
-from llmpq.devices.device_list import DeviceList, read_devices
+from llmpq.devices.device_list import DeviceList, read_devices, which_version
 from llmpq.devices.device_spec import canonical_kind
 from llmpq.devices.this_machine import read_machine, this_machine
 from llmpq.errors import nearest, shortened
@@ -138,7 +138,20 @@ def _named_devices(request: DevicesRequest) -> DeviceList:
         cluster = Cluster.from_counts(request.device_names, numbers)
     else:
         cluster = this_machine() if request.cluster is None else Cluster.load(request.cluster)
-    return DeviceList(cluster, ())
+    return DeviceList(cluster, tuple(_versions(cluster)))
+
+
+def _versions(cluster: Cluster) -> list[str]:
+    """Say which of several cards of a name a cluster's groups mean, where the name leaves it."""
+    named = (
+        group.kind
+        for node in cluster.nodes
+        for group in node.groups()
+        if group.memory is None and group.spec is None
+    )
+    return [
+        line for name in dict.fromkeys(named) for line in which_version(name, canonical_kind(name))
+    ]
 
 
 def _left_free(cluster: Cluster) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -72,11 +73,17 @@ def _check_replicas(options: ServeOptions) -> None:
         )
 
 
+API_KEY = "LLMPQ_API_KEY"
+"""Variable that holds the key of a server without `--api-key` and `--api-key-file`."""
+
+
 def settings_of(options: ServeOptions) -> ServeSettings:
     """Return the server's settings; `ValueError` for files that cannot be read."""
     keys = list(options.api_key or ())
+    if not keys and options.api_key_file is None and (key := os.environ.get(API_KEY)):
+        keys = [key]
     if options.api_key_file is not None:
-        lines = Path(options.api_key_file).read_text(encoding="utf-8").splitlines()
+        lines = _text_of("--api-key-file", options.api_key_file).splitlines()
         keys += [line.strip() for line in lines if line.strip()]
         if not keys:
             raise ValueError(f"--api-key-file '{options.api_key_file}' has no key; one a line")
@@ -114,8 +121,17 @@ def settings_of(options: ServeOptions) -> ServeSettings:
         metrics_prefix=options.metrics_prefix,
         tool_parser=options.tool_call_parser,
         reasoning_parser=options.reasoning_parser,
-        chat_template=None if template is None else Path(template).read_text(encoding="utf-8"),
+        chat_template=None if template is None else _text_of("--chat-template", template),
     )
+
+
+def _text_of(flag: str, path: str) -> str:
+    """Return a file's text; `ValueError` names the flag."""
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        why = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
+        raise ValueError(f"{flag} '{path}' cannot be read: {why}") from None
 
 
 def _folder_name(options: ServeOptions) -> str:

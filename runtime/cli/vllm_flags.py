@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from llmpq.commands.command_line import Idle
+
 _DEVICES = (
     "a model runs over all devices of this machine; choose others with CUDA_VISIBLE_DEVICES, or "
     "plan for them: llmpq-algo --devices"
 )
 _BITS = "a checkpoint's own form is found in its files; for fewer bits plan with llmpq-algo --bits"
 _LENGTH = "lengths are each request's own; a plan's are llmpq-algo --prompt-len and --gen-len"
-_TOOLS = "tools are on wherever the model's template has them: leave it out"
 _FILES = "files are read from the model's directory: leave it out"
 
 VLLM_FLAGS: Mapping[str, str] = {
@@ -32,26 +33,28 @@ VLLM_FLAGS: Mapping[str, str] = {
     "--load-format": _BITS,
     "--gpu-memory-utilization": "the memory used is the plan's: llmpq-algo has the flag",
     "--kv-cache-memory-bytes": "memory that is left free is the plan's: llmpq-algo --reserve",
-    "--swap-space": "preempted requests are computed again or copied by themselves: leave it out",
     "--cpu-offload-gb": "layers run on the CPU instead: llmpq-algo --devices 4090,cpu",
     "--enforce-eager": "leave it out; llmpq-dist bench has it",
-    "--trust-remote-code": "no code of a model is ever run: leave it out",
     "--tokenizer": _FILES,
     "--hf-config-path": _FILES,
     "--download-dir": "models of the hub lie in its cache: set HF_HOME",
     "--tokenizer-mode": _FILES,
     "--block-size": "a block of the KV cache has 128 tokens: leave it out",
-    "--enable-prefix-caching": "it is on: leave it out",
     "--no-enable-prefix-caching": "llmpq-dist serve has it",
-    "--enable-chunked-prefill": "it is on: leave it out",
     "--max-tokens": "answers' lengths are the requests' own",
     "--speculative-config": "drafts are --speculate MODE with --gamma N",
     "--speculative-model": "drafts are --speculate MODE with --gamma N",
     "--num-speculative-tokens": "drafts are --speculate MODE with --gamma N",
-    "--enable-auto-tool-choice": _TOOLS,
-    "--enable-reasoning": "thoughts leave apart from the text by themselves: leave it out",
-    "--disable-log-requests": "llmpq-dist serve has --no-access-log",
-    "--disable-log-stats": "leave it out; counters are at /metrics",
+    "--seed": "a seed is each request's own",
+    "--max-logprobs": "a request may ask for as many as the API allows: leave it out",
+    "--api-server-count": "one process answers HTTP: leave it out; several engines: --replicas N",
+    "--uvicorn-log-level": "llmpq-dist serve has --no-access-log",
+    "--chat-template-content-format": "contents go to a template as texts: leave it out",
+    "--default-chat-template-kwargs": "requests say them: chat_template_kwargs of a body",
+    "-m": "the model is --model DIR, or a plan --plan FILE",
+    "--ctx-size": _LENGTH,
+    "-c": _LENGTH,
+    "-ngl": _DEVICES,
     "--disable-uvicorn-access-log": "llmpq-dist serve has --no-access-log",
     "--enable-lora": "adapters are not run: merge them into the model first",
     "--lora-modules": "adapters are not run: merge them into the model first",
@@ -61,6 +64,28 @@ VLLM_FLAGS: Mapping[str, str] = {
     "--batch-size": "requests of a bench are --batch",
 }
 """Flag of vLLM -> what stands for it here, as the end of a sentence."""
+
+_ONE = ("1",)
+IDLE_FLAGS: Mapping[str, Idle] = {
+    **dict.fromkeys(
+        ("--tensor-parallel-size", "-tp", "--pipeline-parallel-size", "-pp"),
+        Idle("the plan says which devices run the model", _ONE),
+    ),
+    **dict.fromkeys(("--data-parallel-size", "-dp"), Idle("one engine is the default", _ONE)),
+    "--enable-prefix-caching": Idle("it is on"),
+    "--enable-chunked-prefill": Idle("it is on"),
+    "--enable-auto-tool-choice": Idle("tools are on wherever the model's template has them"),
+    "--enable-reasoning": Idle("thoughts leave apart from the text by themselves"),
+    "--trust-remote-code": Idle("no code of a model is ever run"),
+    "--disable-log-requests": Idle("prompts are not logged unless --log-prompts asks"),
+    "--no-enable-log-requests": Idle("prompts are not logged unless --log-prompts asks"),
+    "--disable-log-stats": Idle("counters are at /metrics, not in the log"),
+    "--swap-space": Idle("preempted requests are computed again or copied by themselves", None),
+    "--seed": Idle("a seed is each request's own", ("0", "None")),
+    "--load-format": Idle("a checkpoint's form is found in its files", ("auto", "safetensors")),
+    "--tokenizer-mode": Idle("it is found in the model's files", ("auto", "hf")),
+}
+"""Flags of vLLM that ask for what is so here anyway: charts and scripts have them fixed."""
 
 _POOL = "KV is in a pool of blocks wherever its kernels serve the run: leave it out"
 _DEADLINE = "it is --deadlines NAME=S of wait_nodes, placement, load, stall and step"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 import uuid
+from bisect import bisect_left
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import replace
@@ -20,6 +21,7 @@ from llmpq.runtime.serve.parsers.forced import ForcedReader, forced_guide
 from llmpq.runtime.serve.parsers.parts import Parts
 from llmpq.runtime.serve.parsers.reading import AnswerForm, Reader
 from llmpq.runtime.serve.service import Choice, Service, usage
+from llmpq.runtime.text.answer_text import Decoder
 
 
 class Chat:
@@ -131,7 +133,7 @@ class Chat:
             **self._head,
             "object": "chat.completion",
             "choices": answers,
-            "usage": used | await self._details(thoughts),
+            "usage": used | await self._details(thoughts, [c.token_ids for c in choices]),
             **self._prompt_ids(begun),
             **prompt_scores(self._body, begun[0]),
         }
@@ -162,11 +164,12 @@ class Chat:
         n, answered, length = self.params.n, 0, len(begun[0].prompt_token_ids)
         cached = 0
         readers = [self._reader() for _ in range(n)]
-        thoughts = [""] * n
+        thoughts, ids_of = [""] * n, [list[int]() for _ in range(n)]
         called = [False] * n
         async with aclosing(self._service.choices(begun, n)) as choices:
             async for new in choices:
                 answered += len(new.token_ids)
+                ids_of[new.index] += new.token_ids
                 ended = new.finish_reason is not None
                 cut = new.finish_reason == "length"
                 deltas = readers[new.index].push(new.text, ended=ended, cut=cut)
@@ -185,7 +188,7 @@ class Chat:
                     logprobs, ids = None, {}
                 if ended:
                     reason = self._reason(new, called[new.index])
-                    used |= await self._details(thoughts)
+                    used |= await self._details(thoughts, ids_of)
                     yield _part(new.index, {}, None, reason, new.stop_reason), used
 
     def _choice(self, choice: Choice) -> dict[str, Any]:
@@ -231,14 +234,17 @@ class Chat:
             return "tool_calls"
         return choice.finish_reason
 
-    async def _details(self, thoughts: Sequence[str]) -> dict[str, Any]:
-        """Return how many tokens thoughts took, as a part of what an answer took."""
+    async def _details(
+        self, thoughts: Sequence[str], answers: Sequence[Sequence[int]]
+    ) -> dict[str, Any]:
+        """Return how many of the tokens of `answers` came up to the ends of their thoughts."""
         if not any(thoughts):
             return {}
         tokenizer = self._service.tokenizer
 
         def num_tokens() -> int:
-            return sum(len(tokenizer.encode(text, special=False)) for text in thoughts)
+            pairs = zip(thoughts, answers, strict=True)
+            return sum(_tokens_up_to(tokenizer, ids, thought) for thought, ids in pairs)
 
         count = await self._service.read_text(num_tokens, sum(map(len, thoughts)))
         return {"completion_tokens_details": {"reasoning_tokens": count}}
@@ -397,3 +403,16 @@ def _part(
 ) -> dict[str, Any]:
     told = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
     return told if reason is None else {**told, "stop_reason": stop}
+
+
+def _tokens_up_to(tokenizer: Decoder, token_ids: Sequence[int], thought: str) -> int:
+    """Return how many of an answer's tokens its thought ends with; 0 without a thought."""
+    if not thought:
+        return 0
+
+    def text(count: int) -> str:
+        return tokenizer.decode(token_ids[:count], skip_special=False)
+
+    end = max(0, text(len(token_ids)).find(thought)) + len(thought)
+    counts = range(len(token_ids))
+    return bisect_left(counts, end, key=lambda count: len(text(count)))

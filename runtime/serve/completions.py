@@ -36,7 +36,7 @@ class TextCompletion:
         if guide is not None:
             body.structured_outputs = guide
         # OpenAI's default of best_of is 1: clients send it along with any n.
-        self._n, self._best_of = body.n, max(body.n, body.best_of or 0)
+        self._n, self._best_of = body.n, max(body.n, body.best_of or 0) if body.n > 0 else body.n
         most = service.settings.max_n
         if self._best_of > max(most, self._n):
             raise ApiError(

@@ -141,7 +141,7 @@ class Gate:
             raise
         finally:
             self._service.metrics.answered(status or 499)
-            if not (scope["path"] in _PROBES and status == 200):
+            if not (scope["path"] in _PROBES and status in (200, 503)):
                 client = scope.get("client") or ("", 0)
                 now = datetime.now().astimezone().isoformat(timespec="milliseconds")
                 _log.info(json.dumps({

@@ -23,11 +23,20 @@ _POLL_S, _END_S = 0.2, 1.0
 """How often it is tried, and how long the last lines may take."""
 
 
+Lines = queue.SimpleQueue[logging.LogRecord | None]
+"""Its `put` may be interrupted by another of the same thread, as signals' handlers write lines; a
+`queue.Queue`'s may not: it would wait for ever for a lock that its own thread holds."""
+
+
 class LineQueue(QueueHandler):
     """Puts lines in a queue while there is room."""
 
-    queue: queue.Queue[logging.LogRecord | None]
+    queue: Lines
     num_dropped = 0
+
+    def __init__(self, lines: Lines, most: int = _MOST_LINES) -> None:
+        super().__init__(lines)  # type: ignore[arg-type]
+        self._most = most
 
     def prepare(self, record: logging.LogRecord) -> logging.LogRecord:
         """Leave a line as it is: it stays in this process."""
@@ -35,13 +44,13 @@ class LineQueue(QueueHandler):
 
     def enqueue(self, record: logging.LogRecord) -> None:
         """Keep a line, behind a word on those that were dropped before it."""
-        try:
-            if self.num_dropped:
-                self.queue.put_nowait(_note(self.num_dropped))
-                self.num_dropped = 0
-            self.queue.put_nowait(record)
-        except queue.Full:
+        if self.queue.qsize() >= self._most:
             self.num_dropped += 1
+            return
+        if self.num_dropped:
+            dropped, self.num_dropped = self.num_dropped, 0
+            self.queue.put(_note(dropped))
+        self.queue.put(record)
 
 
 def _note(num_dropped: int) -> logging.LogRecord:
@@ -52,9 +61,7 @@ def _note(num_dropped: int) -> logging.LogRecord:
 class LineWriter:
     """A thread that writes a queue's lines where handlers would; never waits inside a write."""
 
-    def __init__(
-        self, lines: queue.Queue[logging.LogRecord | None], handlers: Sequence[logging.Handler]
-    ) -> None:
+    def __init__(self, lines: Lines, handlers: Sequence[logging.Handler]) -> None:
         self._lines, self._handlers = lines, handlers
         self._ending = threading.Event()
         self._thread = threading.Thread(target=self._write, daemon=True, name="llmpq log")
@@ -62,11 +69,8 @@ class LineWriter:
 
     def end(self) -> None:
         """Write what is left, as far as somebody reads it."""
-        try:
-            self._lines.put(None, timeout=_END_S)
-            self._thread.join(_END_S)
-        except queue.Full:
-            pass
+        self._lines.put(None)
+        self._thread.join(_END_S)
         self._ending.set()
         self._thread.join(_END_S)
 
@@ -104,7 +108,7 @@ def _descriptor(handler: logging.StreamHandler[Any]) -> int | None:
 def lines_apart() -> Iterator[None]:
     """Let a thread write what the root logger's handlers would, for as long as the block runs."""
     root = logging.getLogger()
-    before, lines = list(root.handlers), queue.Queue[logging.LogRecord | None](_MOST_LINES)
+    before, lines = list(root.handlers), Lines()
     writer = LineWriter(lines, before)
     root.handlers = [LineQueue(lines)]
     try:

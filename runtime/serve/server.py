@@ -7,7 +7,7 @@ import logging
 import threading
 import time
 from asyncio import TimerHandle, Transport
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any, Protocol
 
@@ -15,6 +15,7 @@ import uvicorn
 from fastapi import FastAPI
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from llmpq.precision import bits_of
 from llmpq.runtime.gc_freeze import gc_freeze
 from llmpq.runtime.llm import LLM
 from llmpq.runtime.serve.app import make_app
@@ -224,6 +225,21 @@ class EngineServer(Server):
         return None
 
 
+def engine_lines(llm: LLM) -> Iterator[str]:
+    """Yield what an operator wants to know of an engine: its stages, precisions and limits."""
+    plan = llm.plan
+    for number, stage in enumerate(plan.stages):
+        first, end = stage.layers
+        bits = bits_of(stage.precisions)
+        yield f"stage {number}: {stage.device} on {stage.node}, layers {first}-{end - 1}, {bits}"
+    work, pool = plan.workload, plan.pool
+    tokens = "" if pool is None else f", {pool.tokens:,} tokens at once"
+    yield (
+        f"{work.dtype}; KV cache {work.kv.value}{tokens}; requests of up to "
+        f"{llm.max_model_len:,} tokens"
+    )
+
+
 def serve(
     service: Service,
     open_llm: Callable[[], LLM],
@@ -245,8 +261,10 @@ def serve(
                     service.llm.generation_config.path,
                     sampling,
                 )
+            for line in engine_lines(service.llm):
+                _log.info(line)
             url = service.settings.url(host, port)
-            _log.info("ready: %s serves %s", url, service.model_name)
+            _log.info("ready: %s serves %s", url, ", ".join(service.settings.model_names))
         except BaseException as error:
             server.failure = error
             server.should_exit = True

@@ -111,7 +111,8 @@ class ReplicaHandle:
             state = await self.ask("state")
         except Exception as error:
             if self.ready:
-                _log.info("replica %d is lost (%s)", self.number, type(error).__name__)
+                why = self._process.obituary or f"no answer: {error or type(error).__name__}"
+                _log.info("replica %d is lost: %s", self.number, why)
             self.ready = False
             obituary = self._process.obituary
             if obituary is not None and self._heard_s < 0:

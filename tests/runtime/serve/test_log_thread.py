@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import FrameType
+from typing import Any
 
 import pytest
 
 pytest.importorskip("fastapi", reason="needs the extra 'serve'")
 
-from llmpq.runtime.serve.log_thread import lines_apart
+from llmpq.runtime.serve.log_thread import LineQueue, Lines, lines_apart
 
 _LOG = logging.getLogger("llmpq.serve.test")
 
@@ -56,12 +60,8 @@ def test_a_pipe_that_nobody_reads_holds_nothing_up() -> None:
 
 
 def test_it_says_how_many_lines_were_dropped() -> None:
-    import queue
-
-    from llmpq.runtime.serve.log_thread import LineQueue
-
-    lines: queue.Queue[logging.LogRecord | None] = queue.Queue(2)
-    handler = LineQueue(lines)
+    lines = Lines()
+    handler = LineQueue(lines, most=2)
     for number in range(5):
         handler.emit(logging.makeLogRecord({"msg": str(number)}))
     for kept in ("0", "1"):
@@ -70,3 +70,28 @@ def test_it_says_how_many_lines_were_dropped() -> None:
     handler.emit(logging.makeLogRecord({"msg": "5"}))
     record = lines.get_nowait()
     assert record is not None and record.getMessage().startswith("3 lines of the log were dropped")
+
+
+def test_a_signal_amid_a_line_may_write_another() -> None:
+    """A handler of signals runs between any two lines of Python, those of a queue's put, too."""
+    lines = Lines()
+    handler = LineQueue(lines)
+    depth = 0
+
+    def interrupted(frame: FrameType, event: str, _: object) -> Any:
+        nonlocal depth
+        if event == "line" and depth == 0:
+            depth += 1
+            handler.emit(logging.makeLogRecord({"msg": "ending"}))
+            depth -= 1
+        return interrupted
+
+    def write() -> None:
+        sys.settrace(interrupted)
+        handler.enqueue(logging.makeLogRecord({"msg": "a request"}))
+        sys.settrace(None)
+
+    writer = threading.Thread(target=write, daemon=True)
+    writer.start()
+    writer.join(20)
+    assert not writer.is_alive() and lines.qsize() > 2
