@@ -26,7 +26,7 @@ import os
 import re
 import select
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from typing import IO, Any, TypeVar
 

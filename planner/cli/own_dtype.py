@@ -11,9 +11,7 @@ from llmpq.planner.problem.make_problem import make_problem
 from llmpq.planner.problem.requests import PlanRequest
 
 
-def in_own_dtype(
-    request: PlanRequest, best: Answer, path: str | None
-) -> tuple[Answer, str] | None:
+def in_own_dtype(request: PlanRequest, best: Answer, path: str | None) -> tuple[Answer, str] | None:
     """Return the plan over the cards that have bfloat16, and what to say of the others.
 
     All stages compute in one dtype, which every device of the cluster can: cards without bfloat16

@@ -69,6 +69,27 @@ def start(tmp_path: Path) -> Iterator[Start]:
         child.wait()
 
 
+def test_a_supervisors_sigterm_is_the_parents_to_answer(start: Start) -> None:
+    """systemd and `timeout` send it to all processes: requests under way end first."""
+    child = start(SYNC)
+    assert child.call("add", 1, 2).result(60) is not None
+    os.kill(child.pid, signal.SIGTERM)
+    assert child.call("add", 1, 2).result(60) is not None
+    assert child.gone is None
+
+
+def test_a_call_that_nobody_waits_for_any_more_fails_in_silence(
+    start: Start, capfd: pytest.CaptureFixture[str]
+) -> None:
+    child = start(SYNC)
+    assert child.call("add", 1, 2).result(60) is not None
+    waiting = child.call("hang")
+    assert waiting.cancel()
+    child.kill()
+    child.wait()
+    assert "Exception" not in capfd.readouterr().err
+
+
 def test_calls_are_answered_and_errors_keep_their_kind(start: Start) -> None:
     child = start(SYNC)
     hanging = child.call("hang")

@@ -301,3 +301,25 @@ def test_a_cluster_may_name_its_model(capsys: pytest.CaptureFixture[str], tmp_pa
     assert code == 0 and out.startswith("opt-1.3b on x: ")
     code, out, _ = _run(capsys, "--cluster", str(path), "--model", "opt-125m", *JOB)
     assert code == 0 and out.startswith("opt-125m on x: ")
+
+
+def test_cards_that_are_left_out_decide_no_dtype(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """V100 and T4 have no bfloat16; the A100 alone is best, in the checkpoint's own dtype."""
+    path, plan = tmp_path / "lab.yaml", tmp_path / "plan.json"
+    path.write_text(
+        "name: lab\nnodes:\n  - {name: a, devices: [{kind: V100, count: 2}, {kind: T4}]}\n"
+        "  - {name: b, devices: [{kind: A100-80GB}]}\n"
+    )
+    words = ["--cluster", str(path), "--model", "qwen3-8b", "-o", str(plan), *JOB]
+    code, out, _ = _run(capsys, *words, "--pin", "0-35=A100-80GB-0")
+    made = Plan.load(plan)
+    assert code == 0 and made.workload.dtype == "bfloat16"
+    assert [stage.device for stage in made.stages] == ["A100-80GB-0"]
+    assert "V100-32GB, T4, which have no bfloat16, are not used: all stages compute in bfl" in out
+    assert "assumed: V100 is the V100-32GB; the other is V100-16GB" in out
+    for more in (["--pin", "0-35=V100-32GB-0"], ["--pin", "0-35=b:0", "--dtype", "float16"]):
+        code, out, _ = _run(capsys, *words, *more)
+        assert code == 0 and Plan.load(plan).workload.dtype == "float16"
+        assert "are not used" not in out

@@ -8,7 +8,7 @@ import pytest
 
 from llmpq.planner.cli.arguments import plan_parser
 from llmpq.runtime.cli.main import COMMANDS, main
-from llmpq.runtime.cli.vllm_flags import VLLM_FLAGS
+from llmpq.runtime.cli.vllm_flags import IDLE_FLAGS, VLLM_FLAGS
 
 pytestmark = pytest.mark.cpu
 
@@ -21,7 +21,7 @@ def flags_of(parser) -> set[str]:
 def test_a_flag_of_vllms_is_answered_with_ours(command, capsys):
     known = flags_of(COMMANDS[command].parser())
     answered = [flag for flag in VLLM_FLAGS if flag not in known]
-    assert {"--tensor-parallel-size", "--quantization", "--trust-remote-code"} <= set(answered)
+    assert {"--tensor-parallel-size", "--quantization", "--tokenizer"} <= set(answered)
     for flag in answered:
         assert main([command, flag, "2"]) == 2
         said = capsys.readouterr().err
@@ -41,3 +41,27 @@ def test_answers_name_flags_that_exist():
             if "llmpq-algo" in text:
                 continue
             assert set(owners) & {"run", "serve", "bench"}, (flag, other)
+
+
+@pytest.mark.parametrize("command", ["run", "serve", "bench"])
+def test_flags_that_change_nothing_are_taken_with_a_line(command, capsys):
+    """Charts and scripts have them fixed; each ends where the command has nothing else to do."""
+    files = ["-i", "nowhere.jsonl", "-o", "x"] if command == "run" else []
+    words = [command, "--model", "nowhere", *files]
+    words += ["--trust-remote-code", "--enable-prefix-caching", "--disable_log_requests"]
+    words += ["-tp", "1", "--pipeline-parallel-size=1", "--swap-space", "4", "--seed", "0"]
+    assert main(words) == 2
+    *said, refusal = capsys.readouterr().err.splitlines()
+    assert "unknown flag" not in refusal and "has no" not in refusal and "nowhere" in refusal
+    own = flags_of(COMMANDS[command].parser())
+    asked = ["--trust-remote-code", "--enable-prefix-caching", "--disable_log_requests"]
+    asked += ["-tp 1", "--pipeline-parallel-size 1", "--swap-space", "--seed 0"]
+    expected = [word for word in asked if word.partition(" ")[0] not in own]
+    assert [line.partition(": ")[2].partition(" changes nothing: ")[0] for line in said] == expected
+    assert main([command, "--model", "nowhere", "-tp", "2"]) == 2
+    assert "has no '-tp'" in capsys.readouterr().err
+
+
+def test_a_flag_is_either_taken_or_answered():
+    both = VLLM_FLAGS.keys() & {flag for flag, idle in IDLE_FLAGS.items() if idle.values is None}
+    assert not both
