@@ -39,6 +39,7 @@ import numpy as np
 from llmpq.cluster import Cluster, Device, DeviceGroup
 from llmpq.cost_model import CostModel, LatencyEntry, Phase
 from llmpq.kernels.gpu_timing import write_row
+from llmpq.model_spec import ModelSpec
 from llmpq.plan import Plan
 from llmpq.profiler.timing.cases import (
     Effort,
@@ -106,7 +107,11 @@ def main() -> None:
         parser.error("give --costs, --samples or --profile")
     if args.cluster is None and args.recorded is None:
         parser.error("give --cluster or --recorded")
-    costs = fitted(args.samples) if args.costs is None else CostModel.load_json(args.costs)
+    costs = (
+        fitted(args.samples, model_spec(args.model))
+        if args.costs is None
+        else CostModel.load_json(args.costs)
+    )
     if args.recorded is not None:
         for kind, samples in recorded(args.recorded).items():
             if kind in costs.device_kinds:
@@ -230,7 +235,7 @@ def recorded(path: Path) -> dict[str, list[Sample]]:
     return found
 
 
-def fitted(path: Path) -> CostModel:
+def fitted(path: Path, spec: ModelSpec) -> CostModel:
     """Return the layers' costs that a profile's samples make."""
     of_target: dict[Target, list[Sample]] = {}
     for samples in recorded(path).values():
@@ -241,7 +246,7 @@ def fitted(path: Path) -> CostModel:
     return CostModel(
         model=path.stem,
         model_fingerprint=conditions.model_fingerprint,
-        entries=tuple(fit_entry(target, its) for target, its in of_target.items()),
+        entries=tuple(fit_entry(target, its, spec) for target, its in of_target.items()),
     )
 
 

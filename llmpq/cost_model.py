@@ -7,6 +7,9 @@ Latency of one decoder layer is linear in shape terms (paper sec. 4.1):
 An entry may hold several regimes (launch floor, memory bound, compute bound); its time is their
 maximum, which stays linear for the planner once v is fixed. Times in seconds.
 
+Attention counts the keys that a token sees (llmpq/sizes/keys_in_sight.py): on layers with a window
+s^2, s*p and t+s are those of the window, the mean over the model's layers.
+
 v*s*p is attention of a chunk to the blocks before it. Another kernel does it than attends within a
 prompt, and it reads KV as it is stored, so it is measured; where it is not, 2 v*s^2 stand for it.
 
@@ -31,6 +34,13 @@ from llmpq.errors import nearest
 from llmpq.file_form import FileForm
 from llmpq.memory import CpuActivations
 from llmpq.precision import KVPrecision, Precision
+from llmpq.sizes.keys_in_sight import (
+    Tokens,
+    Windows,
+    keys_before_chunk,
+    keys_in_sight,
+    twice_the_pairs,
+)
 from llmpq.sizes.step_padding import cpu_padded, gpu_padded
 from llmpq.workload import Dtype
 
@@ -120,8 +130,10 @@ def term_values(
     q_len: int = 1,
     start: float = 0,
     padding: Padding = "none",
+    windows: Windows = (),
 ) -> dict[str, float]:
     """Return the value of each shape term; `length` is s in prefill and t+s otherwise."""
+    keys = float(keys_in_sight(length, windows))
     tokens = new_tokens(phase, v=v, length=length, q_len=q_len, padding=padding)
     values = {
         "1": 1.0,
@@ -129,10 +141,10 @@ def term_values(
         "v*q": tokens,
         "s": length,
         "v*s": tokens,
-        "v*s^2": v * length * length,
-        "v*s*p": v * length * start,
-        "v*(t+s)": v * length,
-        "t+s": length,
+        "v*s^2": v * float(twice_the_pairs(length, windows)),
+        "v*s*p": v * length * float(keys_before_chunk(start, length, windows)),
+        "v*(t+s)": v * keys,
+        "t+s": keys,
     }
     return {term: values[term] for term in TERMS[phase]}
 
@@ -149,6 +161,8 @@ class LatencyEntry(FileForm):
     regimes: tuple[Regime, ...] = Field(min_length=1)
     padding: Padding = "none"
     """How new tokens are padded."""
+    windows: Windows = ()
+    """(tokens, share of the layers with a cache) of layers that see the last tokens only."""
     launch_s: float = Field(default=0.0, ge=0, le=MAX_S)
     """A floor of older profiles: the host's time to enqueue a layer. Newer ones measure what an
     uncaptured step takes as it runs."""
@@ -180,20 +194,27 @@ class LatencyEntry(FileForm):
         return max(self.launch_s, self.device_s(v=v, length=length, q_len=q_len))
 
     def chunk_lines(self, *, v: int, length: float) -> list[tuple[float, float]]:
-        """Return (seconds, seconds per position) of each regime, for `length` tokens of v prompts.
+        """Return (seconds, seconds per key before it) of each regime, for a chunk of v prompts.
 
         Where attention to what stands before a chunk was not measured, that of s tokens that begin
-        at position p takes as long as that of p + s less that of p: 2 p s more products.
+        at position p takes as long as that of p + s less that of p: 2 p s more products. Of the
+        `length` tokens each sees `keys_before` of those.
         """
         length = taken_length(self.phase, length, self.padded_to)
         at = self._device_s(v=v, length=length)
         before = [r.terms.get("v*s*p", 2 * r.terms.get("v*s^2", 0.0)) for r in self.regimes]
         return [(s, c * v * length) for s, c in zip(at, before, strict=True)]
 
+    def keys_before(self, start: Tokens, length: float) -> Tokens:
+        """Return the keys before a chunk of `length` tokens that each of them sees, on average."""
+        length = taken_length(self.phase, length, self.padded_to)
+        return keys_before_chunk(start, length, self.windows)
+
     def chunk_s(self, *, v: int, start: int, length: float) -> float:
         """Return the time of `length` tokens from position `start` on of v prompts."""
+        keys = float(self.keys_before(float(start), length))
         lines = self.chunk_lines(v=v, length=length)
-        return max(self.launch_s, *(base + slope * start for base, slope in lines))
+        return max(self.launch_s, *(base + slope * keys for base, slope in lines))
 
     def device_s(self, *, v: int, length: float, q_len: int = 1) -> float:
         """Return the time the device takes for one micro-batch of v requests."""
@@ -203,7 +224,9 @@ class LatencyEntry(FileForm):
     def _device_s(self, *, v: int, length: float, q_len: int = 1) -> list[float]:
         """Return the time of each regime."""
         padding = self.padding
-        values = term_values(self.phase, v=v, length=length, q_len=q_len, padding=padding)
+        values = term_values(
+            self.phase, v=v, length=length, q_len=q_len, padding=padding, windows=self.windows
+        )
         tokens = new_tokens(self.phase, v=v, length=length, q_len=q_len, padding=padding)
         return [
             regime.curve_s(tokens) + sum(c * values[t] for t, c in regime.terms.items())
@@ -211,7 +234,7 @@ class LatencyEntry(FileForm):
         ]
 
     def decode_lines(self, *, v: int) -> list[tuple[float, float]]:
-        """Return (seconds, seconds per cached token) of each regime of a decode entry."""
+        """Return (seconds, seconds per key in sight) of each regime of a decode entry."""
         return [
             (at_0, regime.terms.get("t+s", 0.0) + v * regime.terms.get("v*(t+s)", 0.0))
             for at_0, regime in zip(self._device_s(v=v, length=0), self.regimes, strict=True)

@@ -15,6 +15,7 @@ from llmpq.errors import nearest
 from llmpq.memory import Quantization
 from llmpq.planner.costs.code_forms import priced
 from llmpq.precision import KVPrecision, Precision
+from llmpq.sizes.keys_in_sight import keys_in_sight
 from llmpq.workload import Workload, prompt_chunks
 
 OCCUPYING_SHARE = {"cpu": 0.5, "gpu": 0.0}
@@ -223,7 +224,8 @@ def chunk_times(entry: LatencyEntry, work: Workload, eta: int, chunk: int | None
     for length in {chunks[0][1], chunks[-1][1]}:
         own = lengths == length
         lines = entry.chunk_lines(v=eta, length=length)
-        times[own] = np.max([base + slope * starts[own] for base, slope in lines], axis=0)
+        keys = entry.keys_before(starts[own], float(length))
+        times[own] = np.max([base + slope * keys for base, slope in lines], axis=0)
     return np.maximum(times, entry.launch_s)
 
 
@@ -238,5 +240,6 @@ def mean_decode_s(entry: LatencyEntry, work: Workload, xi: int) -> float:
 
 def decode_times(entry: LatencyEntry, lengths: np.ndarray, xi: int) -> np.ndarray:
     """Return the time of a decode entry at each cache length: the device's, or the host's."""
-    times = [base + slope * lengths for base, slope in entry.decode_lines(v=xi)]
+    keys = keys_in_sight(lengths, entry.windows)
+    times = [base + slope * keys for base, slope in entry.decode_lines(v=xi)]
     return np.maximum(np.max(np.stack(times), axis=0), entry.launch_s)

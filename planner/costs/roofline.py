@@ -12,6 +12,7 @@ beyond the sizes that a GPU has graphs of the host's time to enqueue a layer is 
 
 Layers are taken to be equal: of a model whose layers mix tokens in unlike ways an entry is the mean
 of its layers. A recurrent layer reads and writes its state of every request, and reads no keys.
+Layers with a window read the keys in sight only: an entry says the model's windows.
 
 A layer with E experts of which each token takes k reads those that its tokens are expected to hit,
 E (1 - (1 - k/E)^tokens): a polyline in the tokens beside the terms. A token is taken to choose its
@@ -32,6 +33,7 @@ from llmpq.memory import Quantization, expert_weight_bytes, layer_weight_bytes
 from llmpq.model_spec import ModelSpec
 from llmpq.planner.costs.code_forms import as_measured
 from llmpq.precision import KVPrecision, Precision, WeightScheme
+from llmpq.sizes.keys_in_sight import windows_of
 from llmpq.sizes.kv_format import kv_cache_bytes
 from llmpq.sizes.step_padding import CAPTURED_TOKENS
 from llmpq.workload import DTYPE_BYTES, Dtype
@@ -76,15 +78,16 @@ def estimate_costs(
 
 def mean_of_layers(spec: ModelSpec, entry_of: Callable[[ModelSpec], LatencyEntry]) -> LatencyEntry:
     """Return the mean of the entries of a model's layers, where they mix tokens in unlike ways."""
+    windows = windows_of(spec)
     if not spec.mixers:
-        return entry_of(spec)
+        found = entry_of(spec)
+        return found.model_copy(update={"windows": windows}) if windows else found
     kinds = Counter(map(spec.of_layer, range(spec.num_layers)))
-    found = [(entry_of(one), count / spec.num_layers) for one, count in kinds.items()]
-    columns = zip(*(entry.regimes for entry, _ in found), strict=True)
-    weights = [share for _, share in found]
-    return found[0][0].model_copy(
-        update={"regimes": tuple(_mean_regime(column, weights) for column in columns)}
-    )
+    entries = [(entry_of(one), count / spec.num_layers) for one, count in kinds.items()]
+    columns = zip(*(entry.regimes for entry, _ in entries), strict=True)
+    weights = [share for _, share in entries]
+    regimes = tuple(_mean_regime(column, weights) for column in columns)
+    return entries[0][0].model_copy(update={"regimes": regimes, "windows": windows})
 
 
 def _mean_regime(regimes: Sequence[Regime], shares: Sequence[float]) -> Regime:

@@ -24,6 +24,7 @@ from llmpq.cost_model import (
     term_values,
 )
 from llmpq.profiler.timing.polyline import CURVE_TERMS, MIN_KNOTS, choose_knots, hats
+from llmpq.sizes.keys_in_sight import Windows
 
 Array = NDArray[np.float64]
 
@@ -45,6 +46,8 @@ class Point:
     q_len: int = 1
     start: int = 0
     """Tokens before a prompt's chunk."""
+    windows: Windows = ()
+    """Of the layers that were timed."""
     seconds: float
 
 
@@ -187,7 +190,15 @@ def _positive(names: Sequence[str], c_K: Array) -> dict[str, float]:
 
 
 def _values(phase: Phase, p: Point, padding: Padding) -> dict[str, float]:
-    return term_values(phase, v=p.v, length=p.length, q_len=p.q_len, start=p.start, padding=padding)
+    return term_values(
+        phase,
+        v=p.v,
+        length=p.length,
+        q_len=p.q_len,
+        start=p.start,
+        padding=padding,
+        windows=p.windows,
+    )
 
 
 def _solve(x_SK: Array, y_S: Array) -> Array:

@@ -40,6 +40,7 @@ from llmpq.profiler.timing.worker_processes import (
     set_up_for,
     visible_gpus,
 )
+from llmpq.sizes.keys_in_sight import windows_of
 from llmpq.version import __version__
 from llmpq.workload import Dtype
 
@@ -112,7 +113,7 @@ def run(job: ProfileJob, samples: SampleLog, on_case: OnCase) -> HostProfile:
             taken = _take(job, device, groups[kind], samples, on_case, failed, compiled)
             compiled = compiled or not device.spec.is_cpu
             for target, found in _by_target(taken).items():
-                entries.append(fit_entry(target, found))
+                entries.append(fit_entry(target, found, job.spec))
                 noise[target] = _median([s.timing.noise for s in found])
             if not device.spec.is_cpu:
                 groups.pop(kind).close()  # the next kind is timed on the same GPU
@@ -330,8 +331,13 @@ def _by_target(samples: Sequence[Sample]) -> dict[Target, list[Sample]]:
     return found
 
 
-def fit_entry(target: Target, samples: Sequence[Sample]) -> LatencyEntry:
-    """Fit one entry; the past length of embedding and head in decode is no part of its range."""
+def fit_entry(target: Target, samples: Sequence[Sample], spec: ModelSpec) -> LatencyEntry:
+    """Fit one entry; the past length of embedding and head in decode is no part of its range.
+
+    Attention is fitted to the keys in sight of the layers that were timed, the model's first ones;
+    the entry is of all the model's layers.
+    """
+    windowed = target.part == "layer" and spec.widest_window > 0
     samples = [s for s in samples if not s.case.launch]
     width, padding = samples[0].conditions.padded_to, samples[0].conditions.padding
     points = [
@@ -340,6 +346,7 @@ def fit_entry(target: Target, samples: Sequence[Sample]) -> LatencyEntry:
             length=int(taken_length(target.phase, s.case.length, width)),
             q_len=s.case.q_len,
             start=s.case.start,
+            windows=windows_of(spec, range(s.timing.layers)) if windowed else (),
             seconds=s.timing.seconds,
         )
         for s in samples
@@ -361,6 +368,7 @@ def fit_entry(target: Target, samples: Sequence[Sample]) -> LatencyEntry:
         regimes=fit.regimes,
         padding=padding,
         padded_to=width,
+        windows=windows_of(spec) if windowed else (),
         sampled_v=(min(p.v for p in points), max(p.v for p in points)),
         sampled_length=(min(lengths), max(lengths)) if has_length else None,
         held_out_error=fit.held_out,

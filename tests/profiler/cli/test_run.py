@@ -1,6 +1,6 @@
 """Profiling a tiny model: shapes that were not sampled are predicted, errors are explained."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -144,6 +144,9 @@ def test_an_answer_on_its_way_is_waited_for(
     assert len(waits) >= timing.repeats >= 3
 
 
+SPEC = ModelSpec.by_name("llama-3.1-8b")
+
+
 def sample(padding: Padding, v: int, length: int, seconds: float, start: int = 0) -> Sample:
     target = Target(device_kind="g", part="layer", phase=Phase.PREFILL, dtype="float16")
     conditions = Conditions(model_fingerprint="m", machine="g", copies=1, padding=padding)
@@ -157,7 +160,7 @@ def test_steps_are_fitted_and_priced_at_the_places_they_take() -> None:
         for v in (1, 2, 4)
         for length in (16, 65, 100, 400)
     ]
-    entry = fit_entry(samples[0].case.target, samples)
+    entry = fit_entry(samples[0].case.target, samples, SPEC)
     assert entry.seconds(v=3, length=171) == pytest.approx(1e-6 * 768, rel=1e-2)
     assert CostModel.parse_data(costs(entry).model_dump(mode="json", by_alias=True), where="c")
 
@@ -169,11 +172,11 @@ def test_attention_to_what_stands_before_a_chunk_is_a_term_of_its_own() -> None:
         return 1e-6 * v * s + 1e-9 * v * s * s + 5e-9 * v * s * p
 
     samples = [sample("none", v, s, seconds(v, s, p), p) for v, s, p in shapes]
-    entry = fit_entry(samples[0].case.target, samples)
+    entry = fit_entry(samples[0].case.target, samples, SPEC)
     assert entry.chunk_s(v=3, start=700, length=100) == pytest.approx(
         seconds(3, 100, 700), rel=1e-2
     )
-    without = fit_entry(samples[0].case.target, [s for s in samples if s.case.start == 0])
+    without = fit_entry(samples[0].case.target, [s for s in samples if s.case.start == 0], SPEC)
     assert without.chunk_s(v=3, start=700, length=100) == pytest.approx(
         seconds(3, 100, 0) + 2 * 1e-9 * 3 * 100 * 700, rel=1e-2
     )
@@ -360,3 +363,32 @@ def test_cpus_are_timed_with_the_activations_asked_for(tiny_models, activations,
         held = [getattr(m, "weight", None) for m in stage.modules()]
         rounded = [w.activation_bits for w in held if hasattr(w, "activation_bits")]
         assert rounded and set(rounded) == {bits}
+
+
+@pytest.mark.parametrize("layers", [1, 4, 12])
+def test_layers_with_a_window_are_fitted_to_the_keys_they_see(layers: int) -> None:
+    """Whichever of the first layers were timed, the entry is of all the model's layers."""
+    gemma = ModelSpec.by_name("gemma-3-27b")  # a layer in six sees all
+    target = Target(device_kind="g", part="layer", phase=Phase.DECODE, dtype="bfloat16")
+    conditions = Conditions(model_fingerprint="m", machine="g", copies=1)
+
+    def seconds(v: int, length: int, windows: Sequence[int]) -> float:
+        keys = sum(min(length, window or length) for window in windows) / len(windows)
+        return 1e-4 + 2e-9 * v * keys
+
+    samples = [
+        Sample(
+            conditions=conditions,
+            case=TimedCase(target=target, v=v, length=length),
+            timing=summarise([seconds(v, length, gemma.windows[:layers])] * 3, layers=1).model_copy(
+                update={"layers": layers}
+            ),
+        )
+        for v in (1, 4, 16)
+        for length in (100, 900, 5000, 20_000)
+    ]
+    entry = fit_entry(target, samples, gemma)
+    for length in (500, 100_000):
+        assert entry.seconds(v=8, length=length) == pytest.approx(
+            seconds(8, length, gemma.windows), rel=1e-3
+        )
