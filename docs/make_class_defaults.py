@@ -79,7 +79,8 @@ def _rope_defaults(kind: Any) -> dict[str, Any]:
         if own != found["rope_theta"]:
             found["rope_local_base_freq"] = own
     share = plain.rope_parameters.get("partial_rotary_factor")
-    whole.pop("partial_rotary_factor", None)
+    if whole.get("rope_type") != "proportional":  # of which the share is a part
+        whole.pop("partial_rotary_factor", None)
     if share is not None:
         found["partial_rotary_factor"] = share
     whole.pop("type", None)

@@ -51,8 +51,17 @@ def _scaled_stream(spec: ModelSpec, max_len: int) -> bool:
     return spec.residual_factor != 1.0
 
 
-def _bare_layer_norm(spec: ModelSpec, max_len: int) -> bool:
-    return spec.norm == "layernorm" and not spec.norm_bias
+def _unlike_heads(spec: ModelSpec, max_len: int) -> bool:
+    return bool(spec.global_head_dim or spec.global_kv_heads or spec.value_is_key)
+
+
+def _chunks(spec: ModelSpec, max_len: int) -> bool:
+    """Whether requests are longer than a chunk; shorter ones see all of it."""
+    return spec.chunked_windows and max_len > spec.widest_window
+
+
+def _growth(spec: ModelSpec, max_len: int) -> bool:
+    return spec.query_growth is not None and spec.query_growth.met(max_len)
 
 
 def _changing_rope(spec: ModelSpec, max_len: int) -> bool:
@@ -69,6 +78,21 @@ FEATURES: tuple[Feature, ...] = (
         lambda spec, _: spec.recurrent is not None,
         *("gpu", "rounded"),
     ),
+    _feature(
+        "layers that share a KV cache", lambda spec, _: bool(spec.kv_sources), "gpu", "drafts"
+    ),
+    _feature("layers with unlike heads", _unlike_heads, *("gpu", "drafts", "rounded")),
+    _feature("normalised values", lambda spec, _: spec.value_norm, "gpu", "rounded"),
+    _feature("inputs of every layer's own", lambda s, _: s.per_layer_dim > 0, "gpu", "rounded"),
+    _feature("numbers that layers are scaled by", lambda s, _: s.layer_scalar, "gpu", "rounded"),
+    _feature("experts beside an MLP", lambda s, _: s.mixture_beside, "gpu", "rounded"),
+    _feature("attention in chunks", _chunks, "gpu"),
+    _feature("layers without positions", lambda s, _: bool(s.without_positions), "gpu"),
+    _feature("queries and keys of unit size", lambda s, _: s.qk_unit_norm, "gpu", "rounded"),
+    _feature("queries that grow with their position", _growth, "gpu"),
+    _feature(
+        "weights on what experts are given", lambda s, _: s.router.weighs_input, "gpu", "rounded"
+    ),
     _feature("gated attention", lambda spec, _: spec.attention_gate, "gpu", "rounded"),
     _feature("a gate on the shared MLP", lambda spec, _: spec.shared_gate, "gpu", "rounded"),
     _feature("no positions", lambda spec, _: spec.positions == "none", "gpu"),
@@ -76,11 +100,7 @@ FEATURES: tuple[Feature, ...] = (
     _feature("norms behind attention and MLP", lambda s, _: s.norm_order != "pre", "gpu_rounded"),
     _feature("a factor on the residual stream", _scaled_stream, "gpu_rounded"),
     _feature("gates of GELU", lambda s, _: s.gated and s.activation == "gelu_tanh", "gpu_rounded"),
-    _feature("attention and MLP side by side", lambda s, _: s.parallel_norms > 0, "gpu_rounded"),
-    _feature("LayerNorms without biases", _bare_layer_norm, "gpu_rounded"),
     _feature("squared ReLU", lambda s, _: s.activation == "relu2", "gpu_rounded"),
-    _feature("exact GELU", lambda s, _: s.activation == "gelu_erf", "gpu_rounded"),
-    _feature("xIELU", lambda s, _: s.activation == "xielu", "gpu_rounded"),
     _feature("clamped gates", lambda s, _: s.activation == "clamped_silu", "gpu_rounded"),
 )
 """What a way lacks is refused there, though planned for: its kernels are to come."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, asdict, dataclass, field, fields, replace
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -22,7 +22,14 @@ from llmpq.checkpoints.gguf_file import is_gguf
 from llmpq.checkpoints.hub import name_of
 from llmpq.checkpoints.model_config import read_config, spec_fields
 from llmpq.errors import unknown_name
-from llmpq.families.common.spec_values import Latent, Mixer, Recurrent, RopeScaling, Router
+from llmpq.families.common.spec_values import (
+    Latent,
+    Mixer,
+    QueryGrowth,
+    Recurrent,
+    RopeScaling,
+    Router,
+)
 from llmpq.shipped_table import shipped_table
 
 Positions = Literal["learned", "alibi", "rotary", "none"]
@@ -32,10 +39,7 @@ FIRST_OPTIONAL = ("qk_norm", "embedding_norm", "rope_theta", "rope_scaling")
 """Fields with a default that every fingerprint counts."""
 SHARED = "shared."
 """What the names of the linears begin with that every token goes through beside its experts."""
-Activation = Literal[
-    "relu", "gelu", "gelu_erf", "silu", "gelu_tanh", "clamped_silu", "relu2", "xielu"
-]
-"""`gelu`: by tanh, in an MLP without a gate; `gelu_tanh`: the same of a gate; `gelu_erf`: exact."""
+Activation = Literal["relu", "gelu", "silu", "gelu_tanh", "clamped_silu", "relu2"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,27 +150,36 @@ class ModelSpec:
     mixer: Mixer = "attention"
     without_mlp: tuple[int, ...] = ()
     """Layers that mix tokens and have neither MLP nor experts."""
+    global_head_dim: int | None = None
+    """Channels of a head on layers that see all tokens, where windowed ones have `head_dim`."""
+    global_kv_heads: int | None = None
+    """Key and value heads of layers that see all tokens, where windowed ones have `kv_heads`."""
+    value_is_key: bool = False
+    """Layers that see all tokens make no values: theirs are the keys before norm and positions."""
+    value_norm: bool = False
+    """Values are normalised head by head, by a norm without a weight."""
+    kv_sources: tuple[int, ...] = ()
+    """The layer whose keys and values each attends to; nothing where each has its own."""
+    reads_kv: bool = False
+    """Layers make queries alone: keys and values are another layer's (`of_layer` says so)."""
+    ffns: tuple[int, ...] = ()
+    """Widths of the layers' MLPs, of those beside experts too; nothing where all have one."""
+    mixture_beside: bool = False
+    """Experts run beside the shared MLP on the same residual stream, each with its own norms."""
+    per_layer_dim: int = 0
+    """Channels of an input that every layer has of its own, made of a token and its embedding."""
+    per_layer_vocab: int = 0
+    """Rows of the table of those; 0 where there are none."""
+    layer_scalar: bool = False
+    """What a layer returns is multiplied by a number of its own."""
+    chunked_windows: bool = False
+    """Windows begin at multiples of their size instead of moving with each token."""
     without_positions: tuple[int, ...] = ()
     """Layers whose queries and keys are not turned, among rotary ones."""
-    parallel_norms: int = 0
-    """Norms in front of attention and MLP that run side by side on one input, one that both read or
-    one of each; 0: the MLP runs on what attention gave."""
-    norm_bias: bool = True
-    """Whether LayerNorms have a bias beside their weight."""
-    qk_norm_centred: bool = False
-    """The norms of queries and keys are LayerNorms, not RMSNorms."""
-    qk_norm_bias: bool = False
-    """... which have biases."""
-    qk_norm_apart: bool = False
-    """The norms of queries and keys have weights of their own for every head."""
-    qk_norm_late: bool = False
-    """Queries and keys are turned first, then normalised."""
-    qkv_limit: float = 0.0
-    """Queries and keys, behind their norms, and values are kept within +-limit; 0: as they come."""
-    head_bias: bool = False
-    """Whether the output matrix has a bias."""
-    position_offset: int = 2
-    """Rows of learned positions in front of that of position 0 (OPT: two)."""
+    qk_unit_norm: bool = False
+    """Queries and keys that are turned are then normalised head by head, without a weight."""
+    query_growth: QueryGrowth | None = None
+    """How queries grow with their position; None where they do not."""
     further_layers: int = field(default=0, compare=False)
     """Layers behind the last one that a checkpoint has and nobody runs (MTP)."""
     left_out: tuple[str, ...] = field(default=(), compare=False)
@@ -200,6 +213,11 @@ class ModelSpec:
                 (f"{SHARED}{up}", wide, self.hidden, False),
                 (f"{SHARED}down", self.hidden, self.shared_ffn, False),
             ]
+        if self.per_layer_dim:
+            shapes += [
+                ("per_layer_gate", self.per_layer_dim, self.hidden, False),
+                ("per_layer_out", self.hidden, self.per_layer_dim, False),
+            ]
         return tuple(
             LinearShape(name=name, out_features=n, in_features=k, bias=bias)
             for name, n, k, bias in shapes
@@ -211,8 +229,9 @@ class ModelSpec:
         h = self.hidden
         if self.latent is None:
             q_out, kv_out = self.heads * self.head_dim, self.kv_heads * self.head_dim
-            gate = q_out if self.attention_gate else 0
-            return [("qkv", q_out + gate + 2 * kv_out, h, self.qkv_bias), ("o", h, q_out, o_bias)]
+            gate, made = q_out if self.attention_gate else 0, self.attention_input
+            out = q_out + gate + {"q": 0, "qk": 1, "qkv": 2}[made] * kv_out
+            return [(made, out, h, self.qkv_bias), ("o", h, q_out, o_bias)]
         latent, q_out = self.latent, self.heads * self.latent.q_head_dim
         queries = [("q", q_out, h, False)]
         if latent.q_rank:
@@ -223,6 +242,11 @@ class ModelSpec:
             ("o", h, self.heads * latent.v_dim, o_bias),
         ]
 
+    @property
+    def attention_input(self) -> str:
+        """What a layer's attention makes of its input, and what the matrix is called."""
+        return "q" if self.reads_kv else "qk" if self.value_is_key else "qkv"
+
     def at_length(self, max_len: int) -> ModelSpec:
         """Return the spec of a run whose requests may have `max_len` tokens."""
         if self.rope_scaling is None:
@@ -232,9 +256,56 @@ class ModelSpec:
     def of_layer(self, index: int) -> ModelSpec:
         """Return the spec of a model whose layers are all like layer `index`."""
         dense, bare = index in self.dense_layers, index in self.without_mlp
-        if not dense and not bare and not self.mixers:
+        if not dense and not bare and not self.differs_in_attention and not self.ffns:
             return self
-        return _layer_like(self, self.mixer_of(index), dense=dense, bare=bare)
+        return _layer_like(
+            self,
+            self.mixer_of(index),
+            dense=dense,
+            bare=bare,
+            sees_all=not self.is_windowed(index),
+            reads=self.kv_source(index) != index,
+            width=self.ffns[index] if self.ffns else 0,
+        )
+
+    @property
+    def differs_in_attention(self) -> bool:
+        """Whether layers mix tokens in unlike ways, windows left out."""
+        wide = self.global_head_dim or self.global_kv_heads or self.value_is_key
+        return bool(self.mixers or self.kv_sources or wide)
+
+    def kv_source(self, layer: int) -> int:
+        """Return the layer whose keys and values a layer attends to."""
+        return self.kv_sources[layer] if self.kv_sources else layer
+
+    def may_cut(self, layer: int) -> bool:
+        """Whether a stage may begin with a layer: none behind it reads a cache in front of it."""
+        return all(source >= layer for source in self.kv_sources[layer:])
+
+    def last_cut(self, layer: int) -> int:
+        """Return the last layer up to `layer` that a stage may begin with."""
+        return next(i for i in range(layer, -1, -1) if self.may_cut(i))
+
+    def require_cut(self, layer: int, where: str) -> None:
+        """Raise `ValueError` for a stage that would begin with a layer and may not."""
+        if not self.may_cut(layer):
+            readers = [i for i in range(layer, self.num_layers) if self.kv_sources[i] < layer]
+            source = self.kv_sources[readers[0]]
+            raise ValueError(
+                f"{where}: a stage begins with layer {layer}, but layer {readers[0]} attends to "
+                f"the keys and values of layer {source}; expected both on one stage. Cut in front "
+                f"of layer {self.last_cut(layer)} instead, or plan again"
+            )
+
+    def kv_shape(self, layer: int) -> tuple[int, int]:
+        """Return key/value heads and channels of a head as a layer's cache has them."""
+        one = self.of_layer(layer)
+        return one.kv_heads, one.head_dim
+
+    @property
+    def hop_features(self) -> int:
+        """Numbers of a token that go from stage to stage: hidden state, inputs of all layers."""
+        return self.hidden + self.num_layers * self.per_layer_dim
 
     def of_mtp(self) -> ModelSpec:
         """Return the spec of a model of one layer: that of a head that predicts a further token.
@@ -260,7 +331,12 @@ class ModelSpec:
         return self.mixers[layer] if self.mixers else self.mixer
 
     def has_kv(self, layer: int) -> bool:
-        """Whether a layer keeps keys and values."""
+        """Whether a layer keeps keys and values of its own."""
+        own = self.kv_source(layer) == layer and not self.reads_kv
+        return own and self.attends(layer)
+
+    def attends(self, layer: int) -> bool:
+        """Whether a layer has attention, to keys and values of its own or another's."""
         return self.mixer_of(layer) in ("attention", "both")
 
     def has_state(self, layer: int) -> bool:
@@ -280,7 +356,7 @@ class ModelSpec:
     @property
     def norm_params(self) -> int:
         """Parameters of one norm over the hidden size: weight, and bias where it has one."""
-        return self.hidden * (2 if self.norm == "layernorm" and self.norm_bias else 1)
+        return self.hidden * (2 if self.norm == "layernorm" else 1)
 
     @property
     def layer_norms(self) -> tuple[str, ...]:
@@ -288,19 +364,19 @@ class ModelSpec:
         before, behind = ("attn_norm", "mlp_norm"), ("attn_out_norm", "mlp_out_norm")
         both = (before[0], behind[0], before[1], behind[1])
         names = {"pre": before, "post": behind, "both": both}[self.norm_order]
-        has = {"attn": self.mixer != "none", "mlp": self.has_mlp and self.parallel_norms != 1}
-        return tuple(name for name in names if has[name.partition("_")[0]])
+        has = {"attn": self.mixer != "none", "mlp": self.has_mlp}
+        found = tuple(name for name in names if has[name.partition("_")[0]])
+        if self.mixture_beside:
+            found += ("shared_out_norm", "experts_norm", "experts_out_norm")
+        return (*found, "per_layer_out_norm") if self.per_layer_dim else found
 
     @property
     def kept_whole(self) -> dict[str, tuple[int, ...]]:
         """Shapes of a layer's parts that are never quantised, beside norms and biases of linears.
 
-        Norms of queries and keys, router, sinks, the matrix that makes keys and values, and the two
-        numbers of a learned activation.
+        Norms of queries and keys, router, sinks, and the matrix that makes keys and values.
         """
         shapes: dict[str, tuple[int, ...]] = {}
-        if self.activation == "xielu" and self.has_mlp:
-            shapes |= {"xielu.positive": (1,), "xielu.negative": (1,)}
         if self.shared_gate:
             shapes["shared_gate.weight"] = (1, self.hidden)
         if self.recurrent is not None and self.mixer in ("recurrent", "both"):
@@ -311,15 +387,19 @@ class ModelSpec:
                 shapes["router.bias"] = (self.experts,)
             if self.router.correction:
                 shapes["router.correction"] = (self.experts,)
+            if self.router.normed:
+                shapes["router.scale"] = (self.hidden,)
+            if self.router.expert_scale:
+                shapes["router.expert_scale"] = (self.experts,)
+        if self.layer_scalar:
+            shapes["scalar"] = (1,)
         if self.mixer not in ("attention", "both"):
             return shapes
         if self.qk_norm:
-            for name, heads in (("q_norm", self.heads), ("k_norm", self.kv_heads)):
-                many = self.qk_norm_whole or self.qk_norm_apart
-                shape = (heads * self.head_dim if many else self.head_dim,)
-                shapes[f"{name}.weight"] = shape
-                if self.qk_norm_bias:
-                    shapes[f"{name}.bias"] = shape
+            q, k = (self.heads, self.kv_heads) if self.qk_norm_whole else (1, 1)
+            shapes["q_norm.weight"] = (q * self.head_dim,)
+            if not self.reads_kv:
+                shapes["k_norm.weight"] = (k * self.head_dim,)
         if self.sinks:
             shapes["sinks"] = (self.heads,)
         if self.latent is not None:
@@ -351,19 +431,23 @@ class ModelSpec:
     @property
     def embedding_params(self) -> int:
         """Parameters the first stage owns beyond its layers: tokens, positions, embedding norm."""
-        rows = self.max_positions + self.position_offset
-        learned = rows * self.hidden if self.positions == "learned" else 0
+        learned = (self.max_positions + 2) * self.hidden if self.positions == "learned" else 0
         norm = self.norm_params if self.embedding_norm else 0
-        return self.vocab * self.hidden + learned + norm
+        return self.vocab * self.hidden + learned + norm + self.per_layer_params
+
+    @property
+    def per_layer_params(self) -> int:
+        """Parameters that make the layers' own inputs, on the first stage: table, matrix, norm."""
+        wide = self.num_layers * self.per_layer_dim
+        return wide * (self.per_layer_vocab + self.hidden) + self.per_layer_dim
 
     @property
     def head_params(self) -> int:
-        """Parameters the last stage owns beyond its layers: final norm, output matrix and its bias.
+        """Parameters the last stage owns beyond its layers: final norm and output matrix.
 
         Tied embeddings are counted here as well: with several stages the matrix exists twice.
         """
-        bias = self.vocab if self.head_bias else 0
-        return self.vocab * self.hidden + bias + self.norm_params
+        return self.vocab * self.hidden + self.norm_params
 
     @property
     def widest_window(self) -> int:
@@ -383,7 +467,9 @@ class ModelSpec:
     def num_params(self) -> int:
         """Parameters of the whole model, tied embeddings counted once."""
         tied = self.vocab * self.hidden if self.tied_embeddings else 0
-        unlike = range(self.num_layers) if self.mixers else self.dense_layers
+        unlike: Sequence[int] = self.dense_layers
+        if self.differs_in_attention or self.ffns:
+            unlike = range(self.num_layers)
         layers = sum(self.of_layer(i).layer_params for i in unlike)
         layers += (self.num_layers - len(unlike)) * self.layer_params
         return layers + self.embedding_params + self.head_params - tied
@@ -398,6 +484,10 @@ class ModelSpec:
         if content["rope_scaling"] is not None:
             content["rope_scaling"] = {
                 k: v for k, v in content["rope_scaling"].items() if v != SCALING_ADDED.get(k)
+            }
+        if "router" in content:
+            content["router"] = {
+                k: v for k, v in content["router"].items() if k not in ROUTER_ADDED or v
             }
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
 
@@ -425,6 +515,7 @@ class ModelSpec:
             ("router", Router),
             ("latent", Latent),
             ("recurrent", Recurrent),
+            ("query_growth", QueryGrowth),
         )
         for name, kind in kinds:
             if made[name] is not None:
@@ -456,12 +547,42 @@ SCALING_ADDED = {
     if found.default is not MISSING
     and found.name not in ("low_freq_factor", "high_freq_factor", "original_max_positions")
 }
+ROUTER_ADDED = ("normed", "expert_scale", "weighs_input")
+"""Flags of a router that came after the first fingerprints."""
 
 
 @lru_cache(maxsize=1 << 8)  # planners ask for every layer
-def _layer_like(spec: ModelSpec, mixer: Mixer, *, dense: bool, bare: bool) -> ModelSpec:
-    """Return a model of only layers with this mixer; `dense`: no experts, `bare`: no MLP either."""
-    one = replace(spec, mixers=(), mixer=mixer, without_mlp=())
+def _layer_like(
+    spec: ModelSpec,
+    mixer: Mixer,
+    *,
+    dense: bool,
+    bare: bool,
+    sees_all: bool,
+    reads: bool,
+    width: int,
+) -> ModelSpec:
+    """Return a model of only layers with this mixer; `dense`: no experts, `bare`: no MLP either.
+
+    `sees_all`: without a window; `reads`: of another layer's keys and values; `width`: of its MLP
+    where widths differ; where experts run beside an MLP, of that one.
+    """
+    one = replace(
+        spec,
+        mixers=(),
+        mixer=mixer,
+        without_mlp=(),
+        head_dim=(spec.global_head_dim if sees_all else None) or spec.head_dim,
+        kv_heads=(spec.global_kv_heads if sees_all else None) or spec.kv_heads,
+        global_head_dim=None,
+        global_kv_heads=None,
+        value_is_key=spec.value_is_key and sees_all,
+        kv_sources=(),
+        reads_kv=reads,
+        ffns=(),
+        ffn=width if width and not spec.mixture_beside else spec.ffn,
+        shared_ffn=width if width and spec.mixture_beside else spec.shared_ffn,
+    )
     if not dense and not bare:
         return one
     return replace(

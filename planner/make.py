@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from llmpq.checkpoints.hub import at_revision
 from llmpq.cluster import Cluster
@@ -28,7 +29,7 @@ from llmpq.planner.problem.make_problem import (
 )
 from llmpq.planner.problem.positions import positions_note
 from llmpq.planner.problem.problem import Problem
-from llmpq.planner.problem.requests import DTYPES, PREFERENCES, PlanRequest
+from llmpq.planner.problem.requests import DTYPES, PREFERENCES, FitsRequest, PlanRequest
 from llmpq.planner.refusal import NothingFitsError
 from llmpq.planner.solving.methods import PLANNERS, SolveOptions
 from llmpq.precision import Precision
@@ -139,6 +140,41 @@ class MadePlan:
             console.print(f"note: {note}", highlight=False, soft_wrap=True, markup=False)
         text: str = console.file.getvalue()  # type: ignore[attr-defined]
         return text
+
+
+@dataclass(frozen=True, kw_only=True)
+class FitHere:
+    """What of a model fits the devices that there are."""
+
+    data: dict[str, Any]
+    """As `llmpq-algo fits --json` prints it."""
+    text: str
+    """As it prints for a person."""
+    refusal: str | None
+    """What is short and what fits, in one sentence; None where the model fits."""
+
+
+def fit_here(
+    model: str,
+    *,
+    from_ray: str | None = None,
+    context: int | None = None,
+    batch: int = 1,
+    probe_cpu: bool = False,
+) -> FitHere:
+    """Return whether a model fits this machine's devices, or a Ray's, as they are now.
+
+    Memory that others hold is left to them. Times are of costs and rates that were measured here
+    before, where there are some; `probe_cpu` measures this machine's CPU now.
+    """
+    from llmpq.planner.cli.fit_report import fit_answer
+    from llmpq.planner.cli.show_fits import as_json, fits_text
+
+    request = FitsRequest(
+        model=model, from_ray=from_ray, context=context, batch=batch, probe_cpu=probe_cpu
+    )
+    found = fit_answer(request)
+    return FitHere(data=as_json(found.report), text=fits_text(found.report), refusal=found.refusal)
 
 
 def plan_workload(

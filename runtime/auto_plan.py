@@ -29,7 +29,7 @@ from llmpq.runtime.options import AUTO, EngineOptions
 from llmpq.workload import DTYPE_BYTES, Dtype, Workload
 
 if TYPE_CHECKING:
-    from llmpq.planner.make import MadePlan
+    from llmpq.planner.make import FitHere, MadePlan
 
 DEFAULT_NEW_TOKENS = 64
 """New tokens of a row that does not say, where no plan does either."""
@@ -120,6 +120,15 @@ def plan_job(
         windows=halved(work.batch),
     )
     return made.with_notes([*assumed(cluster), *notes])
+
+
+def fit_of(
+    model: str, *, from_ray: str | None, context: int | None, batch: int, probe_cpu: bool
+) -> FitHere:
+    """Return whether a model fits the devices there are (planner/make.py)."""
+    from llmpq.planner.make import fit_here
+
+    return fit_here(model, from_ray=from_ray, context=context, batch=batch, probe_cpu=probe_cpu)
 
 
 def dtype_of(spec: ModelSpec, options: EngineOptions, cluster: Cluster) -> Dtype:

@@ -163,11 +163,34 @@ class ScoreRule:
     """Scores s become cap * tanh(s / cap) (Gemma 2)."""
     sinks_H: Tensor | None = None
     """A score per head that takes part in the softmax and brings no value (gpt-oss)."""
+    chunked: bool = False
+    """Windows begin at multiples of their size: the query at p sees the keys from there (Llama 4).
+    """
 
     @property
     def is_explicit(self) -> bool:
         """Whether scores have to be there as numbers: torch's operator only adds a bias to them."""
         return self.cap > 0 or self.sinks_H is not None
+
+    @property
+    def needs_mask(self) -> bool:
+        """Whether our own code, which knows windows that move with each token, does not do."""
+        return self.is_explicit or self.chunked
+
+    def first_seen(self, position: int) -> int:
+        """Return the first key that the query at a position sees."""
+        if not self.window:
+            return 0
+        last = position // self.window * self.window if self.chunked else position - self.window + 1
+        return max(0, last)
+
+    def unseen_from(self, key: int) -> int:
+        """Return the first position whose query no longer sees a key; windows only."""
+        return (key // self.window + 1) * self.window if self.chunked else key + self.window
+
+    def away(self, positions: Tensor) -> Tensor | int:
+        """Return how far behind queries the first key is that they do not see."""
+        return positions % self.window + 1 if self.chunked else self.window
 
     @property
     def is_plain(self) -> bool:
@@ -177,7 +200,7 @@ class ScoreRule:
     def of(self, heads: slice) -> ScoreRule:
         """Return the same of some query heads."""
         sinks = None if self.sinks_H is None else self.sinks_H[heads]
-        return ScoreRule(self.window, self.cap, sinks)
+        return ScoreRule(self.window, self.cap, sinks, self.chunked)
 
 
 EVERYTHING = ScoreRule()
@@ -282,7 +305,9 @@ def _attention(
     kv_heads = k_BGTD.shape[1]
     seen = view.seen_BQT[rows]
     if rule.window:
-        seen = seen & (view.distance_BQT[rows] > -rule.window)
+        start_B11 = view.rows.start_B[rows, None, None]
+        position_BQ1 = start_B11 + torch.arange(q_len, device=start_B11.device)[:, None]
+        seen = seen & (view.distance_BQT[rows] > -rule.away(position_BQ1))
     mask = seen[:, None, None]
     if alibi_slopes_H is not None:
         slopes = alibi_slopes_H.to(q_BQHD.dtype).reshape(kv_heads, -1, 1, 1)

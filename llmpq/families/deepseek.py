@@ -24,15 +24,25 @@ from llmpq.families.glm4_moe import mixture
 from llmpq.families.record import LAYER_MTP, Arrange, linear_names
 
 
-def fields(config: Config, dense: tuple[int, ...] | None = None) -> dict[str, Any]:
-    """Return the fields of `ModelSpec`; `dense`: layers without experts, None: the first ones."""
+def fields(config: Config) -> dict[str, Any]:
+    """Return the fields of `ModelSpec`."""
+    base = latent_fields(config)
+    is_v3 = config.get("model_type") != "deepseek_v2"
+    return {**base, **(_v3(config, base["ffn"]) if is_v3 else _v2(config, base["ffn"]))}
+
+
+def latent_fields(config: Config, *, knows: tuple[str, ...] = ()) -> dict[str, Any]:
+    """Return the fields of a model with latents, its mixture left out.
+
+    `knows`: as in `rope_fields`.
+    """
     for key in ("attention_bias", "mlp_bias"):
         expect(config, key, False, default=False)
     expect(config, "rope_interleave", True, default=True)
     expect(config, "moe_layer_freq", 1, default=1)
     for key in ("head_dim", "qk_head_dim"):
         config.get(key)  # the sum of others
-    base = rotary_fields(config)
+    base = rotary_fields(config, turns_in_part=True, knows=knows)
     small = config.get("q_lora_rank") is not None
     latent = Latent(
         q_rank=size(config, "q_lora_rank") if small else 0,
@@ -41,10 +51,15 @@ def fields(config: Config, dense: tuple[int, ...] | None = None) -> dict[str, An
         rope_dim=size(config, "qk_rope_head_dim"),
         v_dim=size(config, "v_head_dim"),
     )
-    is_v3 = config.get("model_type") != "deepseek_v2"
+    turned = base["rotary_dim"]
+    if turned not in (None, latent.rope_dim):
+        raise ValueError(
+            f"config.json: partial_rotary_factor turns {turned} channels, qk_rope_head_dim says "
+            f"{latent.rope_dim}; correct one of them or download config.json again"
+        )
     return {
         **base,
-        **(_v3(config, base["ffn"], dense) if is_v3 else _v2(config, base["ffn"])),
+        "rotary_dim": None,
         "latent": latent,
         "kv_heads": 1,
         "head_dim": latent.kv_rank + latent.rope_dim,
@@ -52,10 +67,10 @@ def fields(config: Config, dense: tuple[int, ...] | None = None) -> dict[str, An
     }
 
 
-def _v3(config: Config, ffn: int, dense: tuple[int, ...] | None) -> dict[str, Any]:
+def _v3(config: Config, ffn: int) -> dict[str, Any]:
     expect(config, "scoring_func", "sigmoid", default="sigmoid")
     expect(config, "topk_method", "noaux_tc", default="noaux_tc")
-    return mixture(config, ffn, dense)
+    return mixture(config, ffn)
 
 
 def _v2(config: Config, ffn: int) -> dict[str, Any]:

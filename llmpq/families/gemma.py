@@ -35,7 +35,7 @@ def fields(config: Config) -> dict[str, Any]:
     every = size(
         config, "sliding_window_pattern", "_sliding_window_pattern", default=FULL_EVERY[kind]
     )
-    score_cap, logit_cap = (_cap(config, f"{what}_logit_softcapping") for what in ("attn", "final"))
+    score_cap, logit_cap = (cap(config, f"{what}_logit_softcapping") for what in ("attn", "final"))
     found = {
         **rotary_fields(config, activation="gelu_tanh"),
         "norm_order": "both",
@@ -52,7 +52,7 @@ def fields(config: Config) -> dict[str, Any]:
     return found
 
 
-def _cap(config: Config, key: str) -> float:
+def cap(config: Config, key: str) -> float:
     """Return a soft cap, 0 for none."""
     return number(config, key) if is_given(config.get(key)) else 0.0
 

@@ -7,6 +7,7 @@ device has no room for as many.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -53,24 +54,19 @@ class PoolSize:
 
         Blocks of the layers that keep keys and values, and a slot of state per request of others.
         """
-        attending = layers_with_kv(spec, layers)
-        windowed = sum(spec.is_windowed(layer) for layer in attending) if self.window else 0
-
-        def layer_bytes(num_blocks: int) -> int:
-            return kv_pool_bytes(
+        total = state_bytes(spec, layers, slots=self.state_slots, dtype_bytes=dtype_bytes)
+        for (kv_heads, head_dim, windowed), count in _alike(spec, layers).items():
+            total += count * kv_pool_bytes(
                 kv,
-                num_blocks=num_blocks,
+                num_blocks=self.window_blocks if windowed and self.window else self.num_blocks,
                 slots=self.slots,
-                kv_heads=spec.kv_heads,
+                kv_heads=kv_heads,
                 vectors=spec.kv_vectors,
-                head_dim=spec.head_dim,
+                head_dim=head_dim,
                 dtype_bytes=dtype_bytes,
                 prefix_cache=self.prefix_cache,
             )
-
-        whole = (len(attending) - windowed) * layer_bytes(self.num_blocks)
-        states = state_bytes(spec, layers, slots=self.state_slots, dtype_bytes=dtype_bytes)
-        return whole + windowed * layer_bytes(self.window_blocks) + states
+        return total
 
     @property
     def state_slots(self) -> int:
@@ -91,6 +87,15 @@ class PoolSize:
         if blocks >= self.num_blocks:
             window = blocks = 0
         return replace(self, window=window, window_blocks=blocks)
+
+
+def _alike(spec: ModelSpec, layers: Sequence[int]) -> Counter[tuple[int, int, bool]]:
+    """Return how many layers keep keys and values of so many heads and channels, windowed or not.
+
+    Layers that attend to another layer's keep none.
+    """
+    own = layers_with_kv(spec, layers)
+    return Counter((*spec.kv_shape(layer), spec.is_windowed(layer)) for layer in own)
 
 
 def draft_pool(size: PoolSize) -> PoolSize:
@@ -212,14 +217,18 @@ def planned_kv_bytes(
         size = planned_pool(spec, workload, chunk, prefill_microbatch=prefill_microbatch)
         return size.nbytes(spec, workload.kv, layers=layers, dtype_bytes=workload.dtype_bytes)
     states = state_bytes(spec, layers, slots=workload.batch, dtype_bytes=workload.dtype_bytes)
-    return states + len(layers_with_kv(spec, layers)) * kv_cache_bytes(
-        workload.kv,
-        slots=workload.batch,
-        max_len=workload.max_len,
-        kv_heads=spec.kv_heads,
-        vectors=spec.kv_vectors,
-        head_dim=spec.head_dim,
-        dtype_bytes=workload.dtype_bytes,
+    return states + sum(
+        count
+        * kv_cache_bytes(
+            workload.kv,
+            slots=workload.batch,
+            max_len=workload.max_len,
+            kv_heads=kv_heads,
+            vectors=spec.kv_vectors,
+            head_dim=head_dim,
+            dtype_bytes=workload.dtype_bytes,
+        )
+        for (kv_heads, head_dim, _), count in _alike(spec, layers).items()
     )
 
 

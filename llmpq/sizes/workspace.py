@@ -17,7 +17,7 @@ from functools import lru_cache
 
 from llmpq.model_spec import ModelSpec
 from llmpq.precision import KVPrecision, Precision, padded_k
-from llmpq.sizes.gpu_workspace import gpu_workspace_bytes, head_bytes, wide_features
+from llmpq.sizes.gpu_workspace import gpu_workspace_bytes, head_bytes
 from llmpq.sizes.kv_format import (
     BLOCK_TOKENS,
     HOLDBACK_TOKENS,
@@ -83,10 +83,12 @@ def workspace_bytes(
     decode = _Shape(decode_microbatch, 1, workload.max_len, e, kv, fresh=False)
     peaks = []
     for shape in (prefill, decode):
-        received = 0 if first else shape.tokens * spec.hidden * e
-        moments = [0]
+        received = 0 if first else shape.tokens * spec.hop_features * e
+        # The layers' own inputs: made with three of their size, then held all through the stage.
+        inputs = shape.tokens * spec.num_layers * spec.per_layer_dim * e
+        moments = [4 * inputs if first else 0]
         for quantized in {p.weight_bits < 16 for p in precisions}:
-            moments.append(_widest_moment(spec, shape, quantized))
+            moments.append(inputs + _widest_moment(spec, shape, quantized))
         if last:
             moments.append(head_bytes(spec, tokens=shape.tokens, rows=shape.rows, element_bytes=e))
         peaks.append(received + max(moments))
@@ -96,7 +98,10 @@ def workspace_bytes(
 @lru_cache(maxsize=1 << 14)  # planners ask for every pair of sizes
 def _widest_moment(spec: ModelSpec, shape: _Shape, quantized: bool) -> int:
     """Return the most that lives at once while one micro-batch passes through a layer."""
-    return max(_layer_moments(spec, shape, quantized=quantized))
+    kinds = {spec}
+    if spec.differs_in_attention and not spec.mixers:
+        kinds = {spec.of_layer(index) for index in range(spec.num_layers)}
+    return max(max(_layer_moments(one, shape, quantized=quantized)) for one in kinds)
 
 
 @dataclass(frozen=True)
@@ -197,7 +202,7 @@ def _layer_moments(spec: ModelSpec, shape: _Shape, *, quantized: bool) -> Iterat
         yield once + unit * (3 * h + 3 * f)
     else:
         yield once + unit * 3 * h + linear(f, h)
-        yield once + unit * (3 * h + wide_features(spec))
+        yield once + unit * (3 * h + (f if spec.activation in ("relu", "relu2") else 2 * f))
     yield once + unit * (3 * h + f) + linear(h, f)
 
 
@@ -278,11 +283,10 @@ def _positioned_bytes(spec: ModelSpec, shape: _Shape) -> int:
         return 4 * _alibi_elements(spec, shape) if e < 4 and _has_bias(shape) else 0
     if spec.positions == "learned":
         return 0
-    limited = unit * (q + 2 * g) if spec.qkv_limit else 0
     if not spec.qk_norm:
-        return limited + unit * (q + g)
+        return unit * (q + g)
     norming = shape.tokens * q * (4 + (e if e < 4 else 0))
-    return limited + max(unit * 2 * (q + g), norming)
+    return max(unit * 2 * (q + g), norming)
 
 
 def _step_bytes(spec: ModelSpec, shape: _Shape) -> int:

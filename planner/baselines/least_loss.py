@@ -61,6 +61,7 @@ def least_loss(
         table = _stage_fillings(p, cls, begins, room, omega)
         enter = np.array([f.loss[-1] if len(f.loss) else np.inf for f in table])
         enter[[not _may_end(p, cls, end) for end in range(layers + 1)]] = np.inf
+        enter[~p.cuts] = np.inf
         tables.append(table)
     if not np.isfinite(enter[layers]):
         return None

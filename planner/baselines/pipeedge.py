@@ -65,10 +65,10 @@ def solve_pipeedge(
 
 
 def _allowed(p: Problem) -> np.ndarray:
-    """[C, L+1, L+1] whether the pins let a stage of a class hold layers [a, a')."""
+    """[C, L+1, L+1] whether pins and shared caches let a stage of a class hold layers [a, a')."""
     size = p.num_layers + 1
     table = np.repeat(np.triu(np.ones((1, size, size), dtype=bool), 1), len(p.classes), axis=0)
-    if any(cls.pinned is not None for cls in p.classes):
+    if p.is_restricted:
         for c, a, end in zip(*np.nonzero(table), strict=True):
             table[c, a, end] = p.allowed(int(c), int(a), int(end))
     return table

@@ -92,7 +92,7 @@ def by_precision(p: Problem, budget: float | None = None) -> list[int]:
 
 def _even(p: Problem, order: Sequence[int], b: int) -> Iterator[Assignment]:
     count, total = len(order), p.num_layers
-    bounds = [total * j // count for j in range(count + 1)]
+    bounds = p.nearest_cuts([total * j // count for j in range(count + 1)])
     stages = tuple(
         Stage(cls=cls, start=low, end=high, choices=(b,) * (high - low))
         for cls, low, high in zip(order, bounds, bounds[1:], strict=False)

@@ -105,6 +105,11 @@ def _check_layers_and_memory(plan: Plan, spec: ModelSpec, devices: Sequence[Devi
     covered = [i for stage in plan.stages for i in range(*stage.layers)]
     if covered != list(range(spec.num_layers)):
         raise BadPlanError(f"layers are run as {covered}, expected each of {spec.num_layers} once")
+    for stage in plan.stages:
+        try:
+            spec.require_cut(stage.layers[0], f"stage {stage.device}")
+        except ValueError as error:
+            raise BadPlanError(f"{error}; re-plan with llmpq-algo") from None
     _check_pool(plan, spec)
     for position, device in enumerate(devices):
         _check_memory(plan, spec, position, device)

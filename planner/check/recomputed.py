@@ -110,7 +110,7 @@ class _Times:
             held.append(time * device.time_factor)
             total.append(time * device.time_factor)
             if len(names) > 1:
-                row = inputs.model.hidden * plan.workload.dtype_bytes
+                row = inputs.model.hop_features * plan.workload.dtype_bytes
                 link = inputs.link(names[j], names[0 if last else j + 1])
                 sent = [size * (8 if last else count * row) for _, count in steps]
                 held.append(np.array([link.busy_s(num_bytes) for num_bytes in sent]))

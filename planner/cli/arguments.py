@@ -20,6 +20,7 @@ COMMANDS = ("plan", "fits", "check", "export", "devices", "models")
 CPU_ACTIVATIONS = (
     "on CPUs, inputs of 3-, 4- and 8-bit weights: exact (16 bits) or rounded to int8 (exact)"
 )
+PROBE_CPU = "measure this machine's CPU first, some two seconds, for its CPUs; kept for later"
 HEAD_BITS = "bits of the output matrix (8 on CPUs with --bits of 8 or fewer, else 16); not in omega"
 THETA_OUT = "leave one of them out"
 GROUP_SIZES = "weights that share a scale: 128, 64, 32 (slower on GPUs), or 0 for a channel"
@@ -120,10 +121,7 @@ def _what_to_plan(section: Section) -> None:
         metavar="FILE",
         help="costs.json of llmpq-profile; without it times are estimated",
     )
-    probe = (
-        "measure this machine's CPU first, some two seconds, for the plan's CPUs; kept for later"
-    )
-    section.flag("--probe-cpu", action="store_true", help=probe)
+    section.flag("--probe-cpu", action="store_true", help=PROBE_CPU)
     section.flag(
         "--dtype",
         choices=DTYPES,
@@ -302,6 +300,7 @@ def fits_parser() -> CommandParser:
     quality.flag("--omega-file", metavar="FILE", help="measured quality loss, else a guess")
     out = parser.section("costs and output")
     out.flag("--costs", metavar="FILE", help="costs.json of llmpq-profile, else estimates")
+    out.flag("--probe-cpu", action="store_true", help=PROBE_CPU)
     out.flag("--json", daily=True, action="store_true", help="print all of it as JSON")
     return parser
 

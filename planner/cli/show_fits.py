@@ -39,6 +39,18 @@ def as_json(report: FitReport) -> dict[str, Any]:
     return {"schema": 1, **asdict(report)}
 
 
+def fits_text(report: FitReport, width: int = 140) -> str:
+    """Return what `print_fits` prints."""
+    from io import StringIO
+
+    from rich.console import Console
+
+    console = Console(file=StringIO(), width=width)
+    print_fits(console, report)
+    text: str = console.file.getvalue()  # type: ignore[attr-defined]
+    return text
+
+
 def print_fits(console: Console, report: FitReport) -> None:
     """Print a report for a person."""
     say(console, report.said)

@@ -79,7 +79,7 @@ def estimate_costs(
 def mean_of_layers(spec: ModelSpec, entry_of: Callable[[ModelSpec], LatencyEntry]) -> LatencyEntry:
     """Return the mean of the entries of a model's layers, where they mix tokens in unlike ways."""
     windows = windows_of(spec)
-    if not spec.mixers:
+    if not spec.differs_in_attention and not spec.ffns:
         found = entry_of(spec)
         return found.model_copy(update={"windows": windows}) if windows else found
     kinds = Counter(map(spec.of_layer, range(spec.num_layers)))
@@ -109,7 +109,7 @@ def state_bytes_moved(spec: ModelSpec, width: int) -> float:
 
 def attention_flops(spec: ModelSpec) -> float:
     """Return the operations of a pair of tokens, halved as attention is causal."""
-    return 2.0 * spec.heads * spec.head_dim if spec.has_kv(0) else 0.0
+    return 2.0 * spec.heads * spec.head_dim if spec.attends(0) else 0.0
 
 
 def rate_flops(device: Device, precision: Precision, dtype: Dtype) -> float:
@@ -256,7 +256,7 @@ def _unpadded(spec: ModelSpec, entry: LatencyEntry) -> LatencyEntry:
 
 def kv_token_bytes(spec: ModelSpec, kv: KVPrecision, width: int) -> float:
     """Return the bytes of a layer's cache that a token takes, scales among them."""
-    if not spec.has_kv(0):
+    if not spec.attends(0):
         return 0.0
     tokens = 1024
     return (

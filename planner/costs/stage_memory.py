@@ -85,7 +85,7 @@ def kv_bytes_of_layers(p: Problem) -> NDArray[np.int64]:
         )
 
     layers = p.spec.num_layers
-    if not p.spec.windows and not p.spec.mixers:
+    if not p.spec.windows and not p.spec.differs_in_attention:
         return np.full(layers, of(0), dtype=np.int64)
     return np.array([of(layer) for layer in range(layers)], dtype=np.int64)
 

@@ -93,7 +93,7 @@ def prefill_rings(p: Problem, a: Assignment, size: int) -> list[Ring]:
             entries += [layer] * (p.groups[group][1] - p.groups[group][0])
         times = {id(entry): chunk_times(entry, work, size, p.prefill_chunk) for entry in entries}
         rows[position] = sum(times[id(entry)] for entry in entries) * p.costs.factor(device)
-    row, back = p.spec.hidden * work.dtype_bytes, p.class_links.hops(size * 8)
+    row, back = p.spec.hop_features * work.dtype_bytes, p.class_links.hops(size * 8)
     hops = [p.class_links.hops(size * tokens * row) for _, tokens in chunks]
     rings = zip(rows.T.tolist(), hops, strict=True)
     return [_ring(stages, _ways(a, hop, back)) for stages, hop in rings]

@@ -103,14 +103,13 @@ def _nodes_before(p: Problem) -> dict[int, tuple[int, ...]]:
 
 
 def allowed_stages(p: Problem) -> NDArray[np.bool_]:
-    """[C, L+1, L+1] whether the pins let a stage of a class hold layers [a, a')."""
+    """[C, L+1, L+1] whether pins and shared caches let a stage of a class hold layers [a, a')."""
     size = p.num_layers + 1
     table = np.zeros((len(p.classes), size, size), dtype=bool)
     upper = np.triu(np.ones((size, size), dtype=bool), 1)
-    pinned = any(cls.pinned for cls in p.classes)
     for c in range(len(p.classes)):
         table[c] = upper
-        if pinned:
+        if p.is_restricted:
             for a, b in zip(*np.nonzero(upper), strict=True):
                 table[c, a, b] = p.allowed(c, int(a), int(b))
     return table

@@ -112,6 +112,7 @@ def build_ilp(
     contiguous(ilp)
     ends_in_place(ilp)
     pins_held(ilp)
+    caches_reached(ilp)
     choices_offered(ilp)
     fit_in_memory(ilp)
     slowest_stage(ilp)
@@ -159,6 +160,14 @@ def pins_held(m: StageIlp) -> None:
             if cls.pinned and cls.pinned[0] <= i < cls.pinned[1] and index != m.order[j]:
                 for v in m.z[i, j]:
                     m.model.fix(int(v), 0.0)
+
+
+def caches_reached(m: StageIlp) -> None:
+    """x[i-1,j] = x[i,j] where no stage may begin with layer i, which reads a cache before it."""
+    for i in np.flatnonzero(~m.problem.cuts):
+        for j in range(m.z.shape[1]):
+            behind = [(v, -1.0) for v, _ in m.x(int(i), j)]
+            m.model.equal(f"together[{i},{j}]", m.x(int(i) - 1, j) + behind, 0.0)
 
 
 def choices_offered(m: StageIlp) -> None:

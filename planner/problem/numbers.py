@@ -120,7 +120,7 @@ def size_numbers(p: Problem, phase: Phase, size: int) -> SizeNumbers:
         held_layer_s = layer_s + share * (last_layer_s - layer_s)
         held_ends_s = ends_s + share * (last_ends_s - ends_s)
     tokens = work.prompt_len / p.chunks_of_prompt if prefill else 1
-    row = tokens * p.spec.hidden * work.dtype_bytes
+    row = tokens * p.spec.hop_features * work.dtype_bytes
     return SizeNumbers(
         layer_s=layer_s,
         ends_s=ends_s,

@@ -8,7 +8,7 @@ and xi the prefill and decode micro-batch sizes, P and D the slowest stage's tim
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Literal
@@ -169,10 +169,34 @@ class Problem:
         start, end = self.pins[device]
         return start // self.group, -(-end // self.group)
 
+    @cached_property
+    def cuts(self) -> NDArray[np.bool_]:
+        """[L+1] in front of which layers (groups) a stage may begin; whether one may end there.
+
+        A layer that reads another's KV cache is on that one's stage.
+        """
+        starts = [start for start, _ in self.groups]
+        return np.array([*(self.spec.may_cut(start) for start in starts), True])
+
+    @property
+    def is_restricted(self) -> bool:
+        """Whether pins or shared caches keep some stages from holding some layers."""
+        return bool(self.pins) or not self.cuts.all()
+
+    def nearest_cuts(self, bounds: Sequence[int]) -> list[int]:
+        """Return ascending bounds of stages, each moved to the nearest place for one."""
+        places = np.flatnonzero(self.cuts).tolist()
+        found = [bounds[0]]
+        for position, bound in enumerate(bounds[1:-1], start=2):
+            left = len(bounds) - position  # places that later bounds need
+            own = places[places.index(found[-1]) + 1 : len(places) - left]
+            found.append(min(own, key=lambda place: (abs(place - bound), place)))
+        return [*found, bounds[-1]]
+
     @property
     def max_stages(self) -> int:
         """Largest number of stages a plan may have."""
-        most = min(len(self.cluster.devices), self.num_layers)
+        most = min(len(self.cluster.devices), int(self.cuts[:-1].sum()))
         return most if self.max_devices is None else min(most, self.max_devices)
 
     @cached_property
@@ -271,7 +295,9 @@ class Problem:
         return self.workload.kv
 
     def allowed(self, cls: int, start: int, end: int) -> bool:
-        """Whether the pins let a stage of a class hold groups `[start, end)`."""
+        """Whether pins and shared caches let a stage of a class hold groups `[start, end)`."""
+        if not (self.cuts[start] and self.cuts[end]):
+            return False
         for index, other in enumerate(self.classes):
             if other.pinned is None:
                 continue

@@ -98,6 +98,7 @@ class FitsRequest(DevicesRequest):
     reserve: str | None = None
     gpu_memory_utilization: float | None = None
     costs: str | None = None
+    probe_cpu: bool = False
     omega_file: str | None = None
     json: bool = False
 

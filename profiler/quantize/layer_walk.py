@@ -78,9 +78,11 @@ class CalibrationRun:
         embedding = self._wiring.embedding(self._parts(source.embedding(dtype)))
         # Hidden states stay where the layers run: 128 windows of 2048 tokens of an 8B model take
         # 2.1 GB in 16 bits.
+        batches = windows_WT.split(WINDOWS_AT_ONCE)
+        self._steps = [Step.of_prompts(*tokens.shape, device=self.device) for tokens in batches]
         self._hidden = [
-            embedding(tokens.to(self.device), _step(tokens))
-            for tokens in windows_WT.split(WINDOWS_AT_ONCE)
+            embedding(tokens.to(self.device), step)
+            for tokens, step in zip(batches, self._steps, strict=True)
         ]
 
     def view(self, index: int) -> LayerView:
@@ -93,14 +95,14 @@ class CalibrationRun:
             for name in linears(layer)
         }
         with _watching(layer, lambda name, x: found[name].add(x)):
-            for x in self._hidden:
-                layer(x, 0, _step(x), FRESH)
+            for x, step in self._batches:
+                layer(x, 0, step, FRESH)
         return LayerView(index=index, tensors=tensors, hessians=found)
 
     def inputs(self, tensors: Mapping[str, Tensor | Weight], name: str) -> Iterator[Tensor]:
         """Yield what a layer of these tensors feeds its linear `name`, [T, K], batch by batch."""
         layer = self._layer(tensors)
-        for x in self._hidden:
+        for x, step in self._batches:
             seen: list[Tensor] = []
 
             def keep(found: str, given: Tensor, seen: list[Tensor] = seen) -> None:
@@ -109,14 +111,19 @@ class CalibrationRun:
                     raise _EnoughSeen
 
             with _watching(layer, keep), suppress(_EnoughSeen):
-                layer(x, 0, _step(x), FRESH)
+                layer(x, 0, step, FRESH)
             yield seen[0].reshape(-1, seen[0].shape[-1])
 
     def advance(self, tensors: Mapping[str, Tensor | Weight]) -> None:
         """Replace the hidden states by what a layer of these tensors makes of them."""
         layer = self._layer(tensors)
-        for number, x in enumerate(self._hidden):
-            self._hidden[number] = layer(x, 0, _step(x), FRESH)
+        for number, (x, step) in enumerate(self._batches):
+            self._hidden[number] = layer(x, 0, step, FRESH)
+
+    @property
+    def _batches(self) -> list[tuple[Tensor, Step]]:
+        """Hidden states of windows, with the step whose memo has what layers leave to others."""
+        return list(zip(self._hidden, self._steps, strict=True))
 
     def _layer(self, tensors: Mapping[str, Tensor | Weight]) -> DecoderLayer:
         return self._wiring.layer(self._parts(tensors), self._index)
@@ -187,7 +194,3 @@ def _watching(layer: DecoderLayer, hear: Callable[[str, Tensor], None]) -> Itera
         for name, linear in linears(layer).items():
             stack.callback(linear.register_forward_pre_hook(hook(name)).remove)
         yield
-
-
-def _step(x: Tensor) -> Step:
-    return Step.of_prompts(x.shape[0], x.shape[1], device=x.device)

@@ -74,6 +74,11 @@ class TimedModel:
                 f"{spec.name} ({spec.family}) has recurrent layers, which llmpq-profile does not "
                 "time yet; plan without --costs: their times are then estimated"
             )
+        if spec.differs_in_attention or spec.ffns:
+            raise ValueError(
+                f"{spec.name} ({spec.family}) has layers of unlike shapes, which llmpq-profile "
+                "does not time yet; plan without --costs: their times are then estimated"
+            )
         self.spec, self.device, self.quantization = spec, device, quantization
         self._one_layer_tokens = ONE_LAYER_TOKENS * share
         self._sampling = SamplerConfig(
@@ -134,7 +139,7 @@ class TimedModel:
         compute.kv.take_rows(message.paged, message.starts)
         hidden_1Th = None
         if stage.embedding is None:
-            shape = (1, sum(message.num_new), self.spec.hidden)
+            shape = (1, sum(message.num_new), self.spec.hop_features)
             hidden_1Th = torch.randn(shape, device=self.device, dtype=dtype)
         call = compute.repeatable(_without_new_blocks(message), hidden_1Th)
         return lambda: arrived(call())

@@ -199,6 +199,7 @@ def load_slots(
             dtype=DTYPES[workload.dtype],
             device=device,
             exact_prompt=exact_prompt,
+            first_layer=plan.stages[index].layers[0],
         )
     return model, kv
 

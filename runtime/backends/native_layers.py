@@ -64,21 +64,23 @@ class NativeLayers(PlainLayers):
     ) -> Tensor:
         """Return the new residual stream; all tokens go on, the input may be what it becomes."""
         native = self._native(layer)
-        if native is None or not native.takes(x_BQh):
-            return super().decoder_layer(layer, x_BQh, index, step, kv)
         attention = layer.attention
+        grows = isinstance(attention, Attention) and attention.grows(step)
+        if native is None or grows or not native.takes(x_BQh):
+            return super().decoder_layer(layer, x_BQh, index, step, kv)
         assert isinstance(attention, Attention)
         angles = None
         if attention.rotary is not None:
             angles = attention.rotary.angles(step, x_BQh)
         y = x_BQh if in_place else torch.empty_like(x_BQh)
-        place = _place(kv, index, step, attention.rule)
+        rule = attention.rule_of(step)
+        place = _place(kv, index, step, rule)
         if place is not None:
             native.whole(x_BQh, y, angles, place)
             return y
         q, k, v = native.before(x_BQh, angles)
         out = attend_by_rule(
-            kv, index, q, k, v, step, attention.scale, attention.alibi_slopes_H, attention.rule
+            kv, index, q, k, v, step, attention.scale, attention.alibi_slopes_H, rule
         )
         native.behind(out, x_BQh, y)
         return y
@@ -95,6 +97,8 @@ class NativeLayers(PlainLayers):
             return None
         attention = layers[0].attention
         assert isinstance(attention, Attention)
+        if attention.grows(step):
+            return None
         rotary = attention.rotary
         angles = None if rotary is None else rotary.angles(step, x_BQh)
         y = torch.empty_like(x_BQh)
@@ -115,7 +119,7 @@ class NativeLayers(PlainLayers):
             attention = layer.attention
             if native is None or not isinstance(attention, Attention):
                 continue
-            explicit = attention.rule is not None and attention.rule.is_explicit
+            explicit = attention.rule is not None and attention.rule.needs_mask
             if isinstance(first, Attention) and attention.rotary is first.rotary and not explicit:
                 whole.append(native)
         return _Stack(weights, NativeStack(whole) if len(whole) == len(layers) else None)
@@ -154,16 +158,13 @@ def _form(layer: DecoderLayer) -> LayerForm | None:
     heads = [norm for norm in (attention.q_norm, attention.k_norm) if norm is not None]
     rotary, rule = attention.rotary, attention.rule or EVERYTHING
     if (
-        not all(type(norm) is Norm and not norm.centred for norm in norms + heads)
-        or layer.parallel_norms > 0
-        or attention.late_norms
-        or attention.limit > 0
+        not all(type(norm) is Norm and norm.bias is None for norm in norms + heads)
         or any(norm.shape[0] != attention.head_dim for norm in heads)
         or len({norm.eps for norm in heads}) > 1
-        or any(norm.weight.ndim > 1 for norm in heads)
         or (heads and (rotary is None or len(heads) != 2))
         or (rotary is not None and rotary.dim != attention.head_dim)
         or attention.gated
+        or not attention.is_plain
         or not layer.adds_plainly
         or mlp.activation != "silu"
     ):

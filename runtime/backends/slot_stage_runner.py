@@ -170,5 +170,5 @@ class SlotStageRunner:
         )
         hidden = None
         if self.model.embedding is None:
-            hidden = torch.zeros((rows, q_len, self.model.spec.hidden), dtype=self._dtype)
+            hidden = torch.zeros((rows, q_len, self.model.spec.hop_features), dtype=self._dtype)
         self.run(message, hidden)

@@ -259,7 +259,7 @@ class StageRunner:
         )
         hidden = None
         if self.model.embedding is None:
-            hidden = torch.zeros((1, count, self.model.spec.hidden), dtype=self._dtype)
+            hidden = torch.zeros((1, count, self.model.spec.hop_features), dtype=self._dtype)
         started_s = time.perf_counter()
         self.run(message, hidden)
         return time.perf_counter() - started_s

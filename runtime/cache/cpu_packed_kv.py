@@ -10,6 +10,7 @@ Legend: T tokens of a step, Q tokens of a row, H query heads, G key/value heads,
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -124,6 +125,35 @@ class CpuPackedKV(PagedKV):
                 rule=rule,
             )
         return out
+
+    def keep_for_readers(self, layer: int, step: Step) -> None:
+        """Keep the newest tokens of a layer as they are before the chunks of a step."""
+        assert isinstance(step, RaggedStep)
+        rings = self.cache.layers[layer]
+        step.memo[f"rings {id(rings)}"] = [
+            (span.slot, rings.k_ring_SGRD[span.slot].clone(), rings.v_ring_SGRD[span.slot].clone())
+            for span in step.spans
+            if span.count > 1
+        ]
+
+    def attend_again(
+        self,
+        layer: int,
+        q_BQHD: Tensor,
+        k_BQGD: Tensor,
+        v_BQGD: Tensor,
+        step: Step,
+        *,
+        scale: float,
+        alibi_slopes_H: Tensor | None = None,
+        **options: Any,
+    ) -> Tensor:
+        """Return the attention of other queries; the step is appended again to what it found."""
+        rings = self.cache.layers[layer]
+        for slot, keys, values in step.memo[f"rings {id(rings)}"]:
+            rings.k_ring_SGRD[slot], rings.v_ring_SGRD[slot] = keys, values
+        given = (layer, q_BQHD, k_BQGD, v_BQGD, step)
+        return self.attend(*given, scale=scale, alibi_slopes_H=alibi_slopes_H, **options)
 
     def append(self, layer: int, k_BQGD: Tensor, v_BQGD: Tensor, step: Step) -> None:
         """Append the step's keys and values; nothing attends to them yet."""

@@ -89,7 +89,7 @@ class CpuPagedKV(PagedKV):
     def place_of_tokens(self, layer: int, step: Step, rule: ScoreRule) -> PoolPlace | None:
         """Return where a step of one token a row goes, if our own code may attend to it there."""
         pool, place = self._layers[layer]
-        if rule.is_explicit or pool.v is pool.k or not isinstance(step, RaggedStep):
+        if rule.needs_mask or pool.v is pool.k or not isinstance(step, RaggedStep):
             return None
         if not step.once("all single", lambda: all(span.count == 1 for span in step.spans)):
             return None
@@ -152,7 +152,7 @@ class CpuPagedKV(PagedKV):
             rule=rule,
         )
         single = step.once("single", lambda: [span for span in step.spans if span.count == 1])
-        gathers = rule.is_explicit or not native_takes(q_BQHD, k_pool)
+        gathers = rule.needs_mask or not native_takes(q_BQHD, k_pool)
         width = k_pool.shape[1] * k_pool.shape[2]
         groups = [single] if single else []
         if gathers:
@@ -207,7 +207,7 @@ class CpuPagedKV(PagedKV):
     ) -> Tensor:
         """Return [B, H, D] of rows of one token, over their blocks."""
         rows = step.once(f"blocks {group[0].first} {pool.window}", lambda: pool.rows(group))
-        if not rule.is_explicit:
+        if not rule.needs_mask:
             return attend_blocks(
                 q_BHD,
                 k_pool,
@@ -219,6 +219,11 @@ class CpuPagedKV(PagedKV):
             )
         (batch, heads, dim), kv_heads = q_BHD.shape, k_pool.shape[1]
         seen_BN = rows.seen(rule.window)
+        if rule.chunked:
+            first_B = torch.tensor(
+                [rule.first_seen(s.start) - pool.first_position(s) for s in group]
+            )
+            seen_BN &= torch.arange(seen_BN.shape[1]) >= first_B[:, None]
         bias = torch.zeros(seen_BN.shape).masked_fill_(~seen_BN, NEG_INF)[:, None, None]
         q = q_BHD.view(batch, kv_heads, heads // kv_heads, dim)
         k, v = rows.gathered(k_pool), rows.gathered(v_pool)
@@ -254,7 +259,7 @@ def attend_chunk(
     if rule.is_explicit or alibi_slopes_H is not None:
         most = min(most, CHUNK_ELEMENTS // (heads * len(q_QHD)))
     for at, k_NGD, v_NGD in past(max(most, LEAST_KEYS)):
-        if rule.window and at + len(k_NGD) <= start - rule.window + 1:
+        if at + len(k_NGD) <= rule.first_seen(start):
             continue
         more, own = piece(k_NGD, v_NGD, at)
         both = torch.logaddexp(total, own)
@@ -280,10 +285,10 @@ def _attend_piece(
     """Return [H, Q, D] over keys from position `first` on, and [H, Q]: the log of softmax's sum."""
     (q_len, heads, dim), groups = q_QHD.shape, k_NGD.shape[1]
     own = first == start
-    seen = own or (rule.window > 0 and first <= start + q_len - 1 - rule.window)
+    seen = own or first < rule.first_seen(start + q_len - 1)
     bias = None
     if slopes_H is not None or (seen and rule.window) or (own and rule.cap):
-        bias = _bias(start, q_len, first, len(k_NGD), slopes_H, rule.window).to(q_QHD.dtype)[None]
+        bias = _bias(start, q_len, first, len(k_NGD), slopes_H, rule).to(q_QHD.dtype)[None]
     k, v = (x.transpose(0, 1)[None] for x in (k_NGD, v_NGD))
     q = q_QHD.transpose(0, 1)[None]
     if rule.cap:
@@ -306,12 +311,12 @@ def _attend_piece(
     )
     total = total.reshape(heads, q_len)
     if rule.window:  # of a query that sees none of the keys the operator says 0
-        total[:, max(0, first + len(k_NGD) - 1 + rule.window - start) :] = NEG_INF
+        total[:, max(0, rule.unseen_from(first + len(k_NGD) - 1) - start) :] = NEG_INF
     return out.reshape(heads, q_len, dim), total
 
 
 def _bias(
-    start: int, q_len: int, first: int, num_keys: int, slopes_H: Tensor | None, window: int
+    start: int, q_len: int, first: int, num_keys: int, slopes_H: Tensor | None, rule: ScoreRule
 ) -> Tensor:
     """Return [1, Q, N] or [H, Q, N]: -inf at keys a query does not see, plus ALiBi's slopes."""
     keys_N, queries_Q1 = (
@@ -320,8 +325,8 @@ def _bias(
     )
     away_QN = keys_N - queries_Q1[:, None]
     unseen = away_QN > 0
-    if window:
-        unseen |= away_QN <= -window
+    if rule.window:
+        unseen |= away_QN <= -rule.away(queries_Q1[:, None])
     if slopes_H is None:
         return torch.zeros(away_QN.shape).masked_fill_(unseen, NEG_INF)[None]
     return (slopes_H.cpu()[:, None, None] * away_QN).masked_fill_(unseen, NEG_INF)

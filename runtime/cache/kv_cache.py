@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
@@ -51,6 +51,32 @@ class KVCache(ABC):
         alibi_slopes_H: Tensor | None = None,
     ) -> Tensor:
         """Append the step's keys and values, then return its causal attention [B, Q, H, D]."""
+
+    def keep_for_readers(self, layer: int, step: Step) -> None:  # noqa: B027
+        """Keep what a step of a layer overwrites and `attend_again` needs."""
+
+    def attend_again(
+        self,
+        layer: int,
+        q_BQHD: Tensor,
+        k_BQGD: Tensor,
+        v_BQGD: Tensor,
+        step: Step,
+        *,
+        scale: float,
+        alibi_slopes_H: Tensor | None = None,
+        **options: Any,
+    ) -> Tensor:
+        """Return the attention of other queries over a layer that has had the step already.
+
+        Its keys and values are appended again, which leaves the cache as it is.
+        """
+        return self.attend(
+            *(layer, q_BQHD, k_BQGD, v_BQGD, step),
+            scale=scale,
+            alibi_slopes_H=alibi_slopes_H,
+            **options,
+        )
 
     def truncate(self, slots_B: Tensor, length_B: Tensor) -> None:  # noqa: B027
         """Forget the tokens of these slots from `length` on (a rejected draft).

@@ -6,6 +6,8 @@ torch. Legend: B rows, Q new tokens, H query heads, G key/value heads, D head_di
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -94,6 +96,33 @@ class LowBitKV(KVCache):
             inv_freq=inv_freq,
             rule=rule,
         )
+
+    def keep_for_readers(self, layer: int, step: Step) -> None:
+        """Keep the newest tokens of a layer as they are before a step of chunks."""
+        if step.q_len > 1 and not step.fresh:
+            rings = self.cache.layers[layer]
+            kept = rings.k_ring_SGRD[step.slots_B], rings.v_ring_SGRD[step.slots_B]
+            step.memo[f"rings {id(rings)}"] = kept
+
+    def attend_again(
+        self,
+        layer: int,
+        q_BQHD: Tensor,
+        k_BQGD: Tensor,
+        v_BQGD: Tensor,
+        step: Step,
+        *,
+        scale: float,
+        alibi_slopes_H: Tensor | None = None,
+        **options: Any,
+    ) -> Tensor:
+        """Return the attention of other queries; the step is appended again to what it found."""
+        rings = self.cache.layers[layer]
+        kept = step.memo.get(f"rings {id(rings)}")
+        if kept is not None:
+            rings.k_ring_SGRD[step.slots_B], rings.v_ring_SGRD[step.slots_B] = kept
+        given = (layer, q_BQHD, k_BQGD, v_BQGD, step)
+        return self.attend(*given, scale=scale, alibi_slopes_H=alibi_slopes_H, **options)
 
     def rotates(self, step: Step) -> bool:
         """Whether the step's append can rotate queries and keys in its own launch."""

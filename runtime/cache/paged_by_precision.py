@@ -10,6 +10,7 @@ from llmpq.model_spec import ModelSpec
 from llmpq.precision import KVPrecision
 from llmpq.runtime.cache.cpu_packed_kv import CpuPackedKV
 from llmpq.runtime.cache.cpu_paged_kv import CpuPagedKV
+from llmpq.runtime.cache.kv_by_shape import PagedKVByShape, by_shape
 from llmpq.runtime.cache.kv_cache import PagedKV
 from llmpq.runtime.cache.recurrent_states import with_states
 from llmpq.sizes.pool_size import PoolSize
@@ -29,9 +30,14 @@ def make_paged_kv(
 
     On a GPU `capabilities.require_gpu_pool` has said that there is one for the precision.
     """
-    pool = _make_pool(
-        spec, kv, size, layers=layers_with_kv(spec, layers), dtype=dtype, device=device
-    )
+    own = layers_with_kv(spec, layers)
+
+    def make(alike: ModelSpec, layers: Sequence[int]) -> PagedKV:
+        return _make_pool(alike, kv, size, layers=layers, dtype=dtype, device=device)
+
+    found = by_shape(spec, own, make)
+    alone = len({id(part) for part, _ in found}) == 1
+    pool = found[0][0] if alone else PagedKVByShape(found) if found else make(spec, own)
     if size.is_copy:
         return pool
     num_states = len(layers_with_state(spec, layers))

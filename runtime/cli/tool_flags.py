@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from llmpq.commands.command_line import CommandParser, Only, Section
+from llmpq.commands.command_line import CommandParser, Only, Section, token_count
 from llmpq.precision import Precision
 from llmpq.runtime.cli.engine_flags import add_engine_flags
 from llmpq.runtime.cli.run_flags import add_plan, add_speculation
@@ -47,11 +47,15 @@ class CheckOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class DoctorOptions:
-    """Where to look, and how long."""
+    """Where to look, how long, and which model to fit there."""
 
     ray_address: str | None
     timeout: float
     json: bool
+    model: str | None
+    context: int | None
+    batch: int
+    probe_cpu: bool
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,7 +152,8 @@ def doctor_parser() -> CommandParser:
     parser = CommandParser(
         "llmpq-dist doctor",
         "Say what each device and node can run, by which kernels, what is missing, and what to do.",
-        example="llmpq-dist doctor --ray-address HOST:6379",
+        example="llmpq-dist doctor --model DIR --context 32k",
+        notes="exit codes: 0 done, 2 usage, 5 --model does not fit, 6 a device cannot run stages",
     )
     flags = parser.section("where to look")
     address = "look at every node of this Ray ('auto': of this machine); default: this machine"
@@ -156,6 +161,15 @@ def doctor_parser() -> CommandParser:
     flags.flag("--json", daily=True, action="store_true", help="print what was found as JSON")
     seconds = "seconds for each check (default 60)"
     flags.flag("--timeout", daily=True, type=float, default=60.0, metavar="S", help=seconds)
+    fit = parser.section("what to fit there, as llmpq-algo fits does, in the memory that is free")
+    named = Only(lambda a: a.model is not None, "without --model", "add it")
+    fit.flag("--model", daily=True, metavar="DIR|NAME", help="directory, GGUF file or name")
+    fit.revision("model")
+    context = "tokens of a request, such as 32k (8k, or the model's longest)"
+    fit.flag("--context", daily=True, type=token_count, only=named, metavar="N", help=context)
+    fit.flag("--batch", daily=True, type=int, default=1, metavar="N", help="requests at once (1)")
+    probe = "measure this machine's CPU for it, some two seconds; kept for later"
+    fit.flag("--probe-cpu", daily=True, action="store_true", only=named, help=probe)
     return parser
 
 

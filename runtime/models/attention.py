@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from llmpq.families.common.spec_values import QueryGrowth
 from llmpq.kernels.kv.reference import EVERYTHING, ScoreRule
 from llmpq.runtime.step import Step
 
@@ -41,7 +42,10 @@ def attend_fresh(
     window = rule.window if 0 < rule.window < step.max_end else 0
     if alibi_slopes_H is not None or window:
         bias = step.once(
-            f"bias{window}", lambda: score_bias(step, alibi_slopes_H, 1, q_BQHD.dtype, window)
+            f"bias{window} 1",
+            lambda: score_bias(
+                step, alibi_slopes_H, 1, q_BQHD.dtype, rule if window else EVERYTHING
+            ),
         )
     o_BHQD = functional.scaled_dot_product_attention(
         q_BQHD.transpose(1, 2),
@@ -86,7 +90,10 @@ def attend_cached(
     window = rule.window if 0 < rule.window < step.max_end else 0
     if not (step.uniform and q_len == 1) or alibi_slopes_H is not None or window:
         bias = step.once(
-            f"bias{window}", lambda: score_bias(step, alibi_slopes_H, rep, q_BQHD.dtype, window)
+            f"bias{window} {rep}",
+            lambda: score_bias(
+                step, alibi_slopes_H, rep, q_BQHD.dtype, rule if window else EVERYTHING
+            ),
         )
     q_BGRQD = q_BQHD.view(batch, q_len, groups, rep, dim).permute(0, 2, 3, 1, 4)
     q = q_BGRQD.reshape(batch, groups, rep * q_len, dim)
@@ -120,7 +127,8 @@ def _explicit(
     rep = heads // groups
     window = rule.window if 0 < rule.window < step.max_end else 0
     bias = step.once(
-        f"whole bias{window}", lambda: score_bias(step, None, rep, torch.float32, window)
+        f"whole bias{window} {rep}",
+        lambda: score_bias(step, None, rep, torch.float32, rule if window else EVERYTHING),
     )
     q_BGRQD = q_BQHD.view(batch, q_len, groups, rep, dim).permute(0, 2, 3, 1, 4)
     q = q_BGRQD.reshape(batch, groups, rep * q_len, dim)
@@ -169,7 +177,11 @@ def with_scores(
 
 
 def score_bias(
-    step: Step, alibi_slopes_H: Tensor | None, rep: int, dtype: torch.dtype, window: int = 0
+    step: Step,
+    alibi_slopes_H: Tensor | None,
+    rep: int,
+    dtype: torch.dtype,
+    rule: ScoreRule = EVERYTHING,
 ) -> Tensor:
     """Return what is added to the scores: -inf at unseen keys, plus ALiBi's slopes.
 
@@ -178,14 +190,25 @@ def score_bias(
     keys_T = torch.arange(step.max_end, device=step.start_B.device)
     positions_BQ1 = step.positions_BQ[:, :, None]
     future = keys_T > positions_BQ1
-    if window:
-        future |= keys_T <= positions_BQ1 - window
+    if rule.window:
+        future |= keys_T <= positions_BQ1 - rule.away(positions_BQ1)
     if alibi_slopes_H is None:
         bias = torch.zeros(future.shape, dtype=dtype, device=keys_T.device)
         return bias.masked_fill_(future, NEG_INF)[:, None].repeat(1, 1, rep, 1)
     ahead_BQT = keys_T - positions_BQ1
     bias = (alibi_slopes_H[:, None, None] * ahead_BQT[:, None]).to(dtype)
     return bias.masked_fill_(future[:, None], NEG_INF)
+
+
+def query_factors(step: Step, growth: QueryGrowth, dtype: torch.dtype) -> Tensor:
+    """Return what the queries of a step are multiplied by, [B or 1, Q, 1, 1]."""
+
+    def made() -> Tensor:
+        ahead_BQ = torch.floor((step.positions_BQ + growth.ahead).float() / growth.length)
+        return (torch.log1p(ahead_BQ) * growth.beta + 1.0).to(dtype)[:, :, None, None]
+
+    found: Tensor = step.once("query factors", made)
+    return found
 
 
 def alibi_slopes(heads: int) -> Tensor:

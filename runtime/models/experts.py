@@ -29,8 +29,13 @@ class Routing(nn.Module):
         *,
         bias_E: Tensor | None = None,
         correction_E: Tensor | None = None,
+        scale_h: Tensor | None = None,
+        norm_eps: float = 0.0,
+        expert_scale_E: Tensor | None = None,
     ) -> None:
+        """`scale_h`: of a normed input; `expert_scale_E`: what weights are multiplied by."""
         super().__init__()
+        self.scale_h, self.norm_eps, self.expert_scale_E = scale_h, norm_eps, expert_scale_E
         self.weight_Eh, self.per_token, self.rule = weight_Eh, per_token, rule or Router()
         self.bias_E, self.correction_E = bias_E, correction_E
 
@@ -44,14 +49,22 @@ class Routing(nn.Module):
             wish_TE = chance_TE + self.correction_E.float()
         if self.rule.groups > 1:
             wish_TE = self._best_groups(wish_TE)
+        if self.rule.weighs_input:  # scores near one are alike
+            wish_TE = logits_TE
         expert = wish_TE.topk(self.per_token, dim=-1).indices
         weight = chance_TE.gather(1, expert)
         if self.rule.normalise:
             weight = weight / (weight.sum(-1, keepdim=True) + (1e-20 if sigmoid else 0.0))
+        if self.expert_scale_E is not None:
+            weight = weight * self.expert_scale_E[expert]
         return (weight * self.rule.scale).to(x_Th.dtype), expert
 
     def logits(self, x_Th: Tensor) -> Tensor:
         """Return the scores of all experts [T, E]."""
+        if self.scale_h is not None:
+            hidden = x_Th.shape[-1]
+            normed = functional.rms_norm(x_Th.float(), (hidden,), None, self.norm_eps)
+            x_Th = normed.to(x_Th.dtype) * self.scale_h * hidden**-0.5
         return functional.linear(x_Th, self.weight_Eh, self.bias_E)
 
     def _best_groups(self, wish_TE: Tensor) -> Tensor:
@@ -89,7 +102,13 @@ class SparseMLP(nn.Module):
     def forward(self, x_BQh: Tensor) -> Tensor:
         """Return [B, Q, h]."""
         x_Th = x_BQh.reshape(-1, x_BQh.shape[-1])
-        weight, expert = self.routing(x_Th)
+        y_Th = self.mixed(x_Th, *self.routing(x_Th))
+        if self.shared is not None:
+            y_Th.add_(self.shared(x_Th))
+        return y_Th.view(x_BQh.shape)
+
+    def mixed(self, x_Th: Tensor, weight: Tensor, expert: Tensor) -> Tensor:
+        """Return the weighted sum of each token's experts [T, h]; weights and experts [T, k]."""
         order_C = expert.flatten().argsort(stable=True)
         token_C, weight_C = order_C // expert.shape[1], weight.flatten()[order_C, None]
         counts = expert.flatten().bincount(minlength=len(self.experts)).tolist()
@@ -99,8 +118,37 @@ class SparseMLP(nn.Module):
             if count:
                 tokens = token_C[start : start + count]
                 weights = weight_C[start : start + count]
-                y_Th.index_add_(0, tokens, mlp(x_Th[tokens]).mul_(weights))
+                given_Ch = x_Th[tokens]
+                if self.routing.rule.weighs_input:
+                    y_Th.index_add_(0, tokens, mlp(given_Ch.mul_(weights)))
+                else:
+                    y_Th.index_add_(0, tokens, mlp(given_Ch).mul_(weights))
                 start += count
-        if self.shared is not None:
-            y_Th.add_(self.shared(x_Th))
-        return y_Th.view(x_BQh.shape)
+        return y_Th
+
+
+class MixtureBeside(SparseMLP):
+    """Experts beside an MLP, each on a norm of its own of one residual stream (Gemma 4).
+
+    norm_1(MLP(norm(x))) + norm_2(experts(norm_3(x))), routed by x
+    """
+
+    def __init__(
+        self,
+        routing: Routing,
+        experts: Sequence[nn.Module],
+        shared: nn.Module,
+        norms: tuple[nn.Module, nn.Module, nn.Module, nn.Module],
+    ) -> None:
+        """`norms`: before and behind the MLP, before and behind the experts."""
+        super().__init__(routing, experts, shared)
+        self.shared_norm, self.shared_out_norm, self.experts_norm, self.experts_out_norm = norms
+
+    def forward(self, x_BQh: Tensor) -> Tensor:
+        """Return [B, Q, h]."""
+        assert self.shared is not None
+        x_Th = x_BQh.reshape(-1, x_BQh.shape[-1])
+        weight, expert = self.routing(x_Th)
+        mixed = self.experts_out_norm(self.mixed(self.experts_norm(x_Th), weight, expert))
+        beside = self.shared_out_norm(self.shared(self.shared_norm(x_Th)))
+        return (mixed + beside).view(x_BQh.shape)

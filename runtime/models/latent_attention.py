@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from llmpq.model_spec import ModelSpec
 from llmpq.runtime.cache.kv_cache import KVCache
+from llmpq.runtime.models.attention import query_factors
 from llmpq.runtime.models.linear import Linear
 from llmpq.runtime.models.norms import Norm
 from llmpq.runtime.models.rotary import Rotary
@@ -40,6 +41,7 @@ class LatentAttention(nn.Module):
         """`queries`: one matrix, or the small vector's matrix, its norm and the second matrix."""
         super().__init__()
         assert spec.latent is not None and spec.score_factor is not None
+        self.growth = spec.query_growth
         self.latent, self.heads, self.scale = spec.latent, spec.heads, spec.score_factor
         self.q: Linear | None = None
         if isinstance(queries, Linear):
@@ -63,7 +65,10 @@ class LatentAttention(nn.Module):
         q = self._queries(x_BQh).view(batch, q_len, self.heads, self.latent.q_head_dim)
         plain, rope = q.split([self.latent.nope_dim, self.latent.rope_dim], dim=-1)
         absorbed_BQHL = torch.einsum("bqhn,hnl->bqhl", plain, self._halves()[0])
-        return torch.cat((absorbed_BQHL, self.rotary.rotate(rope, step)), dim=-1)
+        made = torch.cat((absorbed_BQHL, self.rotary.rotate(rope, step)), dim=-1)
+        if self.growth is None or not self.growth.met(step.max_end):
+            return made
+        return made.mul_(query_factors(step, self.growth, made.dtype))
 
     def values(self, summed_BQHL: Tensor) -> Tensor:
         """Return what the output matrix takes, [B, Q, H * V], of sums of latents."""

@@ -9,7 +9,7 @@ Legend: B rows, Q new tokens, h hidden, H query heads, G key/value heads, D head
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -19,14 +19,26 @@ from torch.nn import functional
 from llmpq.kernels.kv.reference import ScoreRule
 from llmpq.model_spec import ModelSpec
 from llmpq.runtime.cache.kv_cache import KVCache
+from llmpq.runtime.models.attention import query_factors
 from llmpq.runtime.models.experts import Routing, SparseMLP
 from llmpq.runtime.models.latent_attention import LatentAttention
 from llmpq.runtime.models.linear import Linear
-from llmpq.runtime.models.mlps import MLP, GatedMLP, GatedSharedMLP, Xielu
+from llmpq.runtime.models.mlps import MLP, GatedMLP, GatedSharedMLP, GateFunction
 from llmpq.runtime.models.norms import Norm
 from llmpq.runtime.models.recurrent import RecurrentMixer
 from llmpq.runtime.models.rotary import Rotary
 from llmpq.runtime.step import Step
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sharing:
+    """Whose keys and values a layer attends to; layers by their numbers in the model."""
+
+    own: int = -1
+    """The layer's own number."""
+    source: int | None = None
+    """Another layer, which made them."""
+    read_by_others: bool = False
 
 
 class Attention(nn.Module):
@@ -43,7 +55,9 @@ class Attention(nn.Module):
         q_norm: Norm | None = None,
         k_norm: Norm | None = None,
         rule: ScoreRule | None = None,
+        sharing: Sharing | None = None,
     ) -> None:
+        """`sharing`: whose keys and values it attends to, where they are not its own alone."""
         super().__init__()
         self.qkv, self.o, self.q_norm, self.k_norm = qkv, o, q_norm, k_norm
         self.rotary, self.alibi_slopes_H, self.rule = rotary, alibi_slopes_H, rule
@@ -51,9 +65,31 @@ class Attention(nn.Module):
         self.scale = spec.head_dim**-0.5 if spec.score_factor is None else spec.score_factor
         self.gated = spec.attention_gate
         """Whether qkv ends with a gate [H, D] of what attention gives."""
-        self.late_norms = spec.qk_norm_late
-        """Whether queries and keys are normalised behind their rotation."""
-        self.limit = spec.qkv_limit
+        self.sharing = sharing or Sharing()
+        self.values_are_keys = spec.value_is_key
+        self.value_eps = spec.norm_eps if spec.value_norm else None
+        turned = rotary is not None
+        self.unit_eps = spec.norm_eps if spec.qk_unit_norm and turned else None
+        self.growth = spec.query_growth
+        if self.growth is not None and self.growth.unturned_only and turned:
+            self.growth = None
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether it makes queries, keys and values, of which the values stay as they are."""
+        own = self.sharing == Sharing() and not self.values_are_keys
+        return own and self.value_eps is None and self.unit_eps is None
+
+    def grows(self, step: Step) -> bool:
+        """Whether queries of a step grow with their position."""
+        return self.growth is not None and self.growth.met(step.max_end)
+
+    def rule_of(self, step: Step) -> ScoreRule | None:
+        """Return the rule of a step's scores: chunks do not count up to the first one's end."""
+        rule = self.rule
+        if rule is not None and rule.chunked and step.max_end <= rule.window:
+            return None if rule.is_plain else replace(rule, window=0, chunked=False)
+        return rule
 
     def forward(self, x_BQh: Tensor, layer: int, step: Step, kv: KVCache) -> Tensor:
         """Return o(attention(q, k, v)) [B, Q, h] of cache layer `layer`."""
@@ -61,41 +97,62 @@ class Attention(nn.Module):
         qkv, gate = self.qkv(x_BQh).view(batch, q_len, -1, self.head_dim), None
         if self.gated:
             qkv, gate = qkv.split([self.heads + 2 * self.kv_heads, self.heads], dim=2)
-        q, k, v = self._positioned(qkv, step)
+        q, k, v = self._made(qkv, step)
+        if self.growth is not None and self.grows(step):
+            q = q * query_factors(step, self.growth, q.dtype)
         del qkv, x_BQh
+        if self.sharing.read_by_others:
+            kv.keep_for_readers(layer, step)
         out_BQHD = attend_by_rule(
-            kv, layer, q, k, v, step, self.scale, self.alibi_slopes_H, self.rule
+            *(kv, layer, q, k, v, step, self.scale, self.alibi_slopes_H, self.rule_of(step)),
+            again=self.sharing.source is not None,
         )
         del q, k, v
         if gate is not None:
             out_BQHD = out_BQHD * gate.sigmoid()
         return self.o(out_BQHD.reshape(batch, q_len, self.heads * self.head_dim))
 
+    def _made(self, qkv_BQND: Tensor, step: Step) -> tuple[Tensor, Tensor, Tensor]:
+        """Return q, k and v as they are attended with, whoever made k and v."""
+        if self.is_plain:
+            return self._positioned(qkv_BQND, step)
+        if self.sharing.source is not None:
+            assert self.rotary is not None
+            q = qkv_BQND if self.q_norm is None else normed_heads(self.q_norm, qkv_BQND)
+            return self.rotary.rotate(q, step), *step.memo[f"keys of {self.sharing.source}"]
+        if self.values_are_keys:
+            qkv_BQND = torch.cat((qkv_BQND, qkv_BQND[:, :, self.heads :]), dim=2)
+        q, k, v = self._positioned(qkv_BQND, step)
+        if self.unit_eps is not None:
+            q, k = _unit_norm(q, self.unit_eps), _unit_norm(k, self.unit_eps)
+        if self.value_eps is not None:
+            v = _unit_norm(v, self.value_eps)
+        if self.sharing.read_by_others:
+            step.memo[f"keys of {self.sharing.own}"] = k, v
+        return q, k, v
+
     def _positioned(self, qkv_BQND: Tensor, step: Step) -> tuple[Tensor, Tensor, Tensor]:
         """Return q, k with their norms and positions applied, and v."""
         split = [self.heads, self.kv_heads, self.kv_heads]
         q, k, v = qkv_BQND.split(split, dim=2)
-        normed = self.q_norm is not None and self.k_norm is not None
-        if normed and not self.late_norms:
-            q, k = self.normed(q, k)
-        if self.limit:
-            q, k, v = (x.clamp(-self.limit, self.limit) for x in (q, k, v))
-        if self.rotary is not None and (self.limit or (normed and not self.late_norms)):
-            q, k = self.rotary.rotate(q, step), self.rotary.rotate(k, step)
-        elif self.rotary is not None:
-            qk = self.rotary.rotate(qkv_BQND[:, :, : self.heads + self.kv_heads], step)
-            q, k = qk.split(split[:2], dim=2)
-        return (*self.normed(q, k), v) if normed and self.late_norms else (q, k, v)
+        if self.rotary is None:
+            return q, k, v
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = normed_heads(self.q_norm, q), normed_heads(self.k_norm, k)
+            return self.rotary.rotate(q, step), self.rotary.rotate(k, step), v
+        qk = self.rotary.rotate(qkv_BQND[:, :, : self.heads + self.kv_heads], step)
+        q, k = qk.split(split[:2], dim=2)
+        return q, k, v
 
-    def normed(self, q_BQHD: Tensor, k_BQGD: Tensor) -> tuple[Tensor, Tensor]:
-        """Return queries and keys by their norms."""
-        assert self.q_norm is not None and self.k_norm is not None
-        return normed_heads(self.q_norm, q_BQHD), normed_heads(self.k_norm, k_BQGD)
+
+def _unit_norm(x_BQND: Tensor, eps: float) -> Tensor:
+    """Return heads normalised without a weight."""
+    return functional.rms_norm(x_BQND.float(), x_BQND.shape[-1:], None, eps).to(x_BQND.dtype)
 
 
 def normed_heads(norm: Norm, x_BQND: Tensor) -> Tensor:
     """Return queries or keys normalised, each head or, with a norm as wide, all at once."""
-    if norm.shape[-1] == x_BQND.shape[-1]:
+    if norm.shape[0] == x_BQND.shape[-1]:
         return norm(x_BQND)
     return norm(x_BQND.flatten(2)).view(x_BQND.shape)
 
@@ -110,10 +167,16 @@ def attend_by_rule(
     scale: float,
     alibi_slopes_H: Tensor | None,
     rule: ScoreRule | None,
+    *,
+    again: bool = False,
 ) -> Tensor:
-    """Attend through a cache; only one that knows rules gets one (llmpq/capabilities.py)."""
+    """Attend through a cache; only one that knows rules gets one (llmpq/capabilities.py).
+
+    `again`: the keys and values are another layer's, which has appended them.
+    """
     options: dict[str, Any] = {} if rule is None else {"rule": rule}
-    return kv.attend(
+    attend = kv.attend_again if again else kv.attend
+    return attend(
         layer, q_BQHD, k_BQGD, v_BQGD, step, scale=scale, alibi_slopes_H=alibi_slopes_H, **options
     )
 
@@ -131,11 +194,46 @@ class SideBySide(nn.Module):
         return out + self.attention(x_BQh, layer, step, kv) * self.factor
 
 
+PER_LAYER = "inputs of layers"
+"""What `Step.memo` calls the layers' own inputs [B, Q, layers of the model * P]."""
+
+
+class LayerTail(nn.Module):
+    """What closes a layer: x += norm(out(act(gate(x)) * own input)); x *= a number.
+
+    The layer's own input [B, Q, P] is made by the first stage (`PerLayerInputs`).
+    """
+
+    def __init__(
+        self,
+        index: int,
+        activation: GateFunction,
+        gate: Linear | None,
+        out: Linear | None,
+        norm: Norm | None,
+        scalar_1: Tensor | None,
+    ) -> None:
+        """`gate`, `out` and `norm` together, or none of them."""
+        super().__init__()
+        self.index, self.activation = index, activation
+        self.per_layer_gate, self.per_layer_out, self.norm = gate, out, norm
+        self.scalar_1 = scalar_1
+
+    def forward(self, x_BQh: Tensor, step: Step) -> Tensor:
+        """Return [B, Q, h], maybe in place of x."""
+        if self.per_layer_gate is not None:
+            assert self.per_layer_out is not None and self.norm is not None
+            gate = self.per_layer_gate(x_BQh)
+            width = gate.shape[-1]
+            own = step.memo[PER_LAYER][..., self.index * width : (self.index + 1) * width]
+            x_BQh.add_(self.norm(self.per_layer_out(self.activation(gate, own.clone()))))
+        return x_BQh if self.scalar_1 is None else x_BQh.mul_(self.scalar_1)
+
+
 class DecoderLayer(nn.Module):
     """A decoder layer: x += attention(norm(x)); x += mlp(norm(x)), or one of the two.
 
     With norms behind attention and MLP, and a factor, x += factor * norm(attention(norm(x))), ...
-    Side by side, x += attention(norm(x)) + mlp(norm(x)), of one norm or of two.
     """
 
     def __init__(
@@ -150,11 +248,10 @@ class DecoderLayer(nn.Module):
         mlp_out_norm: Norm | None = None,
         residual_factor: float = 1.0,
         mlp_factor: float = 1.0,
-        parallel_norms: int = 0,
+        tail: LayerTail | None = None,
     ) -> None:
-        """`parallel_norms`: norms of an attention and an MLP side by side, 1 or 2."""
         super().__init__()
-        self.parallel_norms = parallel_norms
+        self.tail = tail
         self.attn_norm, self.attention = attn_norm, attention
         self.mlp_norm, self.mlp = mlp_norm, mlp
         self.attn_out_norm, self.mlp_out_norm = attn_out_norm, mlp_out_norm
@@ -165,7 +262,8 @@ class DecoderLayer(nn.Module):
     def adds_plainly(self) -> bool:
         """Whether attention and MLP are added to the residual stream as they come."""
         behind = self.attn_out_norm is not None or self.mlp_out_norm is not None
-        return not behind and self.residual_factor == self.mlp_factor == 1.0
+        factors = self.residual_factor == self.mlp_factor == 1.0
+        return not behind and factors and self.tail is None
 
     def added(self, y: Tensor, norm: Norm | None) -> Tensor:
         """Return what attention or MLP adds to the residual stream, in place of what it gave."""
@@ -252,24 +350,18 @@ class PlainLayers:
         in_place: bool = False,
     ) -> Tensor:
         """Return the new residual stream; all tokens go on, the input stays as it was."""
-        shared = None
         if layer.attention is None:
             y = x_BQh.clone()
         else:
-            normed = layer.attn_norm(x_BQh)
-            shared = normed if layer.parallel_norms == 1 else None
-            attended = layer.attention(normed, index, step, kv)
-            del normed
+            attended = layer.attention(layer.attn_norm(x_BQh), index, step, kv)
             y = layer.added(attended, layer.attn_out_norm)
             del attended
             y.add_(x_BQh)
-        if layer.mlp is None:
-            return y
-        given = layer.mlp_norm(x_BQh if layer.parallel_norms else y) if shared is None else shared
-        del shared
-        out = layer.mlp(given)
-        out = out if layer.mlp_factor == 1.0 else out.mul_(layer.mlp_factor)
-        return y.add_(layer.added(out, layer.mlp_out_norm))
+        if layer.mlp is not None:
+            out = layer.mlp(layer.mlp_norm(y))
+            out = out if layer.mlp_factor == 1.0 else out.mul_(layer.mlp_factor)
+            y.add_(layer.added(out, layer.mlp_out_norm))
+        return y if layer.tail is None else layer.tail(y, step)
 
     def all_layers(
         self, layers: Sequence[DecoderLayer], x_BQh: Tensor, step: Step, kv: KVCache
@@ -294,7 +386,7 @@ class PlainLayers:
 
 
 class Embedding(nn.Module):
-    """Token embedding times a factor, learned positions (OPT stores two rows more), norm.
+    """Token embedding times a factor, learned positions (offset by two, as OPT stores them), norm.
 
     The factor is rounded to the weights' dtype, as Gemma's was in training.
     """
@@ -306,12 +398,11 @@ class Embedding(nn.Module):
         norm: Norm | None = None,
         *,
         factor: float = 1.0,
-        offset: int = 2,
+        per_layer: PerLayerInputs | None = None,
     ) -> None:
-        """`offset`: rows of learned positions in front of that of position 0."""
         super().__init__()
+        self.per_layer = per_layer
         self.tokens_Vh, self.positions_Ph, self.norm = tokens_Vh, positions_Ph, norm
-        self.offset = offset
         self.factor = float(torch.tensor(factor, dtype=tokens_Vh.dtype))
 
     def forward(self, tokens_BQ: Tensor, step: Step) -> Tensor:
@@ -322,9 +413,33 @@ class Embedding(nn.Module):
         if self.positions_Ph is not None:
             last = self.positions_Ph.shape[0] - 1
             # Clamped for the padding of rows that end at the last position.
-            rows_BQ = (step.positions_BQ + self.offset).clamp_(max=last)
-            x += functional.embedding(rows_BQ, self.positions_Ph)
-        return x if self.norm is None else self.norm(x)
+            x += functional.embedding((step.positions_BQ + 2).clamp_(max=last), self.positions_Ph)
+        x = x if self.norm is None else self.norm(x)
+        if self.per_layer is not None:
+            step.memo[PER_LAYER] = self.per_layer(tokens_BQ, x)
+        return x
+
+
+class PerLayerInputs(nn.Module):
+    """The layers' own inputs: (norm(W x / sqrt(h)) + sqrt(P) table[token]) / sqrt(2), P channels.
+
+    Tokens beyond the table have its first row.
+    """
+
+    def __init__(self, table_VW: Tensor, weight_Wh: Tensor, norm: Norm) -> None:
+        """W = layers of the model * P."""
+        super().__init__()
+        self.table_VW, self.weight_Wh, self.norm = table_VW, weight_Wh, norm
+
+    def forward(self, tokens_BQ: Tensor, x_BQh: Tensor) -> Tensor:
+        """Return [B, Q, W] of tokens and their embeddings."""
+        width = self.norm.shape[0]
+        factor = float(torch.tensor(width**0.5, dtype=self.table_VW.dtype))
+        known_BQ = tokens_BQ.masked_fill(tokens_BQ >= len(self.table_VW), 0)
+        made = functional.linear(x_BQh, self.weight_Wh).mul_(x_BQh.shape[-1] ** -0.5)
+        made = self.norm(made.unflatten(-1, (-1, width))).flatten(-2)
+        own = functional.embedding(known_BQ, self.table_VW) * factor
+        return made.add_(own).mul_(2.0**-0.5)
 
 
 @dataclass(frozen=True)
@@ -338,8 +453,8 @@ class HeldBytes:
 
 def held_weights(part: nn.Module) -> list[HeldBytes]:
     """Return what a part itself holds, the parts inside it left out."""
-    holders = (Norm, Linear, Embedding, Routing, GatedSharedMLP, Xielu, Attention, LatentAttention)
-    if not isinstance(part, (*holders, RecurrentMixer)):
+    holders = (Norm, Linear, Embedding, Routing, GatedSharedMLP, Attention, LatentAttention)
+    if not isinstance(part, (*holders, RecurrentMixer, PerLayerInputs, LayerTail)):
         return []
     if isinstance(part, Attention):
         sinks = None if part.rule is None else part.rule.sinks_H

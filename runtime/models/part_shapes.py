@@ -26,16 +26,20 @@ def embedding_shapes(spec: ModelSpec) -> Shapes:
     """Return the parts of the first stage beyond layers; they sum to `spec.embedding_params`."""
     shapes: Shapes = {"tokens.weight": (spec.vocab, spec.hidden)}
     if spec.positions == "learned":
-        shapes["positions.weight"] = (spec.max_positions + spec.position_offset, spec.hidden)
+        shapes["positions.weight"] = (spec.max_positions + 2, spec.hidden)
     if spec.embedding_norm:
         shapes |= norm_shapes("norm", spec)
+    if spec.per_layer_dim:
+        wide = spec.num_layers * spec.per_layer_dim
+        shapes["per_layer.weight"] = (spec.per_layer_vocab, wide)
+        shapes["per_layer_in.weight"] = (wide, spec.hidden)
+        shapes["per_layer_norm.weight"] = (spec.per_layer_dim,)
     return shapes
 
 
 def head_shapes(spec: ModelSpec) -> Shapes:
     """Return the parts of the last stage beyond layers; they sum to `spec.head_params`."""
-    shapes = norm_shapes("norm", spec) | {"output.weight": (spec.vocab, spec.hidden)}
-    return shapes | ({"output.bias": (spec.vocab,)} if spec.head_bias else {})
+    return norm_shapes("norm", spec) | {"output.weight": (spec.vocab, spec.hidden)}
 
 
 def mtp_shapes(spec: ModelSpec) -> Shapes:
@@ -50,6 +54,6 @@ def mtp_shapes(spec: ModelSpec) -> Shapes:
 def norm_shapes(name: str, spec: ModelSpec) -> Shapes:
     """Return weight, and bias where the model's norms have one."""
     shapes: Shapes = {f"{name}.weight": (spec.hidden,)}
-    if spec.norm == "layernorm" and spec.norm_bias:
+    if spec.norm == "layernorm":
         shapes[f"{name}.bias"] = (spec.hidden,)
     return shapes

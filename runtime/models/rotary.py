@@ -141,6 +141,9 @@ def scaled_frequencies(
         factors = scaling.long_factors if is_long else scaling.short_factors
         return 1.0 / (torch.tensor(factors, dtype=torch.float32) * theta**exponent)
     inv_freq = 1.0 / (theta**exponent)
+    if scaling.kind == "proportional":
+        inv_freq[int(scaling.turned * dim // 2) :] = 0.0
+        return inv_freq / scaling.factor
     if scaling.kind == "linear":
         return inv_freq / scaling.factor
     if scaling.kind == "yarn":
@@ -148,6 +151,8 @@ def scaled_frequencies(
         return inv_freq / scaling.factor * (1 - kept) + inv_freq * kept
     turns = scaling.original_max_positions * inv_freq / (2 * math.pi)
     low, high = scaling.low_freq_factor, scaling.high_freq_factor
+    if low == high:  # Llama 4 Scout: no wave is between
+        return torch.where(turns < low, inv_freq / scaling.factor, inv_freq)
     ramp = ((turns - low) / (high - low)).clamp(0, 1)
     return inv_freq * (ramp + (1 - ramp) / scaling.factor)
 

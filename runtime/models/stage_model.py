@@ -24,6 +24,8 @@ from llmpq.runtime.cache.kv_cache import KVCache
 from llmpq.runtime.models.experts import SparseMLP
 from llmpq.runtime.models.layer_tensors import LayerTensors
 from llmpq.runtime.models.layers import (
+    PER_LAYER,
+    Attention,
     DecoderLayer,
     Embedding,
     Head,
@@ -88,6 +90,8 @@ class StageModel(nn.Module):
         """
         if len(precisions) != len(layers):
             raise ValueError(f"{len(precisions)} precisions for {len(layers)} layers")
+        if layers:
+            spec.require_cut(layers.start, spec.name)
         place = torch.device(device)
         builder = _Builder(Wiring(spec, place, runner), spec, dtype, place)
         schemes = dict(zip(layers, map(scheme, precisions), strict=True))
@@ -134,12 +138,17 @@ class StageModel(nn.Module):
         self._check_positions(step)
         if self.embedding is not None:
             x = self.embedding(x, step)
+        elif self.spec.per_layer_dim:
+            step.memo[PER_LAYER] = x[..., self.spec.hidden :]
+            x = x[..., : self.spec.hidden].contiguous()
         done = self._all_layers(x, step, kv)
         if done is not None:
             return done
         for index, layer in enumerate(self.layers):
             options = {"last_only": True} if last_only and index + 1 == len(self.layers) else {}
             x = layer(x, self._places[index], step, kv, in_place=index > 0, **options)
+        if self.spec.per_layer_dim and self.head is None:
+            x = torch.cat((x, step.memo[PER_LAYER]), dim=-1)
         return x
 
     def _all_layers(self, x: Tensor, step: Step, kv: KVCache) -> Tensor | None:
@@ -178,8 +187,16 @@ class StageModel(nn.Module):
 
 def _places(layers: Sequence[DecoderLayer]) -> list[int]:
     """Return each layer's number in the KV cache, or among recurrent layers, which learn theirs."""
-    places, num_kv, num_states = [], 0, 0
+    places: list[int] = []
+    num_kv, num_states = 0, 0
+    by_number: dict[int, int] = {}
     for layer in layers:
+        attention = layer.attention
+        if isinstance(attention, Attention) and attention.sharing.source is not None:
+            places.append(by_number[attention.sharing.source])
+            continue
+        if isinstance(attention, Attention):
+            by_number[attention.sharing.own] = num_kv
         recurrent = recurrence_of(layer)
         alone = recurrent is not None and recurrent is layer.attention
         places.append(num_states if alone else num_kv)

@@ -1,7 +1,6 @@
 """How the parts of a model go together: what its spec says, whatever family it is of.
 
     layer   x += attention(norm(x)); x += mlp(norm(x))   norms, biases, activation by the spec
-            x += attention(norm(x)) + mlp(norm(x))       side by side
 rotary, ALiBi or learned positions; norms of query and key heads; gated MLPs; experts; latents
 """
 
@@ -12,7 +11,7 @@ import torch
 from llmpq.kernels.kv.reference import ScoreRule
 from llmpq.model_spec import SHARED, ModelSpec
 from llmpq.runtime.models.attention import alibi_slopes
-from llmpq.runtime.models.experts import Routing, SparseMLP
+from llmpq.runtime.models.experts import MixtureBeside, Routing, SparseMLP
 from llmpq.runtime.models.latent_attention import LatentAttention
 from llmpq.runtime.models.layer_tensors import LayerTensors
 from llmpq.runtime.models.layers import (
@@ -21,18 +20,14 @@ from llmpq.runtime.models.layers import (
     Embedding,
     Head,
     LayerRunner,
+    LayerTail,
+    PerLayerInputs,
     PlainLayers,
+    Sharing,
     SideBySide,
 )
-from llmpq.runtime.models.mlps import (
-    MLP,
-    XIELU,
-    GatedMLP,
-    GatedSharedMLP,
-    GateFunction,
-    Xielu,
-)
-from llmpq.runtime.models.norms import NoNorm, Norm
+from llmpq.runtime.models.mlps import MLP, GatedMLP, GatedSharedMLP, GateFunction
+from llmpq.runtime.models.norms import NoNorm
 from llmpq.runtime.models.recurrent import RecurrentMixer
 from llmpq.runtime.models.rotary import Rotary
 
@@ -56,31 +51,47 @@ class Wiring:
         return Embedding(
             parts.tensor("tokens.weight"),
             parts.tensor("positions.weight") if learned else None,
-            self._norm(parts, "norm") if self._spec.embedding_norm else None,
+            parts.norm("norm") if self._spec.embedding_norm else None,
             factor=self._spec.embedding_factor,
-            offset=self._spec.position_offset,
+            per_layer=self._per_layer_inputs(parts),
         )
+
+    def _per_layer_inputs(self, parts: LayerTensors) -> PerLayerInputs | None:
+        if not self._spec.per_layer_dim:
+            return None
+        table, weight = (parts.tensor(f"per_layer{part}.weight") for part in ("", "_in"))
+        return PerLayerInputs(table, weight, parts.norm("per_layer_norm"))
 
     def layer(self, parts: LayerTensors, index: int) -> DecoderLayer:
         """Wire decoder layer `index`, counted over the whole model."""
         spec = self._spec.of_layer(index)
-        norms = {name: self._norm(parts, name) for name in spec.layer_norms}
+        norms = {name: parts.norm(name) for name in spec.layer_norms}
         return DecoderLayer(
             attn_norm=norms.get("attn_norm", NoNorm()),
             attention=self._mixer(spec, parts, index),
-            mlp_norm=norms.get("mlp_norm", NoNorm()),
+            mlp_norm=NoNorm() if spec.mixture_beside else norms.get("mlp_norm", NoNorm()),
             mlp=self._mlp(spec, parts) if spec.has_mlp else None,
             runner=self._runner,
             attn_out_norm=norms.get("attn_out_norm"),
             mlp_out_norm=norms.get("mlp_out_norm"),
             residual_factor=spec.residual_factor,
             mlp_factor=spec.mlp_factor,
-            parallel_norms=spec.parallel_norms,
+            tail=self._tail(spec, parts, index),
         )
 
-    def _norm(self, parts: LayerTensors, name: str) -> Norm:
-        """Return a norm over the hidden size."""
-        return parts.norm(name, centred=self._spec.norm == "layernorm")
+    @staticmethod
+    def _tail(spec: ModelSpec, parts: LayerTensors, index: int) -> LayerTail | None:
+        if not spec.per_layer_dim and not spec.layer_scalar:
+            return None
+        own = spec.per_layer_dim > 0
+        return LayerTail(
+            index,
+            _gate_function(spec),
+            parts.linear("per_layer_gate") if own else None,
+            parts.linear("per_layer_out") if own else None,
+            parts.norm("per_layer_out_norm") if own else None,
+            parts.tensor("scalar") if spec.layer_scalar else None,
+        )
 
     def _mixer(
         self, spec: ModelSpec, parts: LayerTensors, index: int
@@ -92,7 +103,9 @@ class Wiring:
         if spec.mixer == "both":
             attention = self._attention(parts, index)
             return SideBySide(attention, self._recurrent(parts), spec.attention_factor)
-        return self._latent_attention(parts) if spec.latent else self._attention(parts, index)
+        if spec.latent:
+            return self._latent_attention(parts)
+        return self._attention(parts, index)
 
     def _mlp(self, spec: ModelSpec, parts: LayerTensors) -> MLP | GatedMLP | SparseMLP:
         if not spec.experts:
@@ -104,16 +117,25 @@ class Wiring:
             rule,
             bias_E=parts.tensor("router.bias") if rule.bias else None,
             correction_E=parts.float32("router.correction") if rule.correction else None,
+            scale_h=parts.tensor("router.scale") if rule.normed else None,
+            norm_eps=spec.norm_eps,
+            expert_scale_E=parts.tensor("router.expert_scale") if rule.expert_scale else None,
         )
         owners = list(spec.mlps())
         experts = (_dense_mlp(spec, parts, owner) for owner in owners)
         shared = _dense_mlp(spec, parts, SHARED) if spec.shared_ffn else None
+        if spec.mixture_beside:
+            assert shared is not None
+            names = ("mlp_norm", "shared_out_norm", "experts_norm", "experts_out_norm")
+            before, behind, to_experts, of_experts = (parts.norm(name) for name in names)
+            norms = (before, behind, to_experts, of_experts)
+            return MixtureBeside(routing, list(experts), shared, norms)
         return self._runner.sparse_mlp(routing, experts, len(owners), shared)
 
     def head(self, parts: LayerTensors) -> Head:
         """Wire the last stage's norm and output matrix."""
         return Head(
-            self._norm(parts, "norm"),
+            parts.norm("norm"),
             parts.linear("output"),
             self._runner,
             factor=self._spec.logit_factor,
@@ -121,30 +143,34 @@ class Wiring:
         )
 
     def _attention(self, parts: LayerTensors, index: int) -> Attention:
-        spec = self._spec
+        spec = self._spec.of_layer(index)
         window = spec.windows[index] if spec.windows else 0
         rule = None
         if window or spec.score_cap or spec.sinks:
             sinks_H = parts.tensor("sinks") if spec.sinks else None
-            rule = ScoreRule(window=window, cap=spec.score_cap, sinks_H=sinks_H)
+            chunked = spec.chunked_windows and window > 0
+            rule = ScoreRule(window, spec.score_cap, sinks_H, chunked)
         rotary = self._window_rotary if window else self._rotary
-        q_norm = k_norm = None
-        if spec.qk_norm:
-            of_each = spec.head_dim if spec.qk_norm_apart else 0
-            q_norm, k_norm = (
-                parts.norm(name, centred=spec.qk_norm_centred, of_each=of_each)
-                for name in ("q_norm", "k_norm")
-            )
         return Attention(
             spec,
-            parts.linear("qkv"),
+            parts.linear(spec.attention_input),
             parts.linear("o"),
             rotary=None if index in spec.without_positions else rotary,
             alibi_slopes_H=self._slopes_H,
-            q_norm=q_norm,
-            k_norm=k_norm,
+            q_norm=parts.norm("q_norm") if spec.qk_norm else None,
+            k_norm=parts.norm("k_norm") if spec.qk_norm and not spec.reads_kv else None,
             rule=rule,
+            sharing=self._sharing(index),
         )
+
+    def _sharing(self, index: int) -> Sharing:
+        sources = self._spec.kv_sources
+        source = self._spec.kv_source(index)
+        if source != index:
+            return Sharing(own=index, source=source)
+        if sources.count(index) > 1:
+            return Sharing(own=index, read_by_others=True)
+        return Sharing()
 
     def _recurrent(self, parts: LayerTensors) -> RecurrentMixer:
         form = self._spec.recurrent
@@ -187,23 +213,25 @@ def _rotaries(spec: ModelSpec, device: torch.device) -> tuple[Rotary | None, Rot
     assert spec.rope_theta is not None
     rotary_dim = spec.head_dim if spec.latent is None else spec.latent.rope_dim
     rotary_dim = spec.rotary_dim or rotary_dim
-    rotary = Rotary(rotary_dim, spec.rope_theta, spec.rope_scaling, device)
+    wide = spec.global_head_dim or rotary_dim
+    rotary = Rotary(wide, spec.rope_theta, spec.rope_scaling, device)
     if spec.window_rope_theta is None:
         return rotary, rotary
     return rotary, Rotary(rotary_dim, spec.window_rope_theta, None, device, name=" of windows")
 
 
+def _gate_function(spec: ModelSpec) -> GateFunction:
+    return GateFunction(
+        spec.activation, spec.activation_limit, spec.activation_slope, spec.gate_factor
+    )
+
+
 def _dense_mlp(spec: ModelSpec, parts: LayerTensors, owner: str) -> MLP | GatedMLP:
     down = parts.linear(f"{owner}down")
     if spec.gated:
-        gate = GateFunction(
-            spec.activation, spec.activation_limit, spec.activation_slope, spec.gate_factor
-        )
+        gate = _gate_function(spec)
         if owner == SHARED and spec.shared_gate:
             token_gate = parts.tensor("shared_gate.weight")
             return GatedSharedMLP(parts.linear(f"{owner}gate_up"), down, gate, token_gate)
         return GatedMLP(parts.linear(f"{owner}gate_up"), down, gate)
-    xielu = None
-    if spec.activation == XIELU:
-        xielu = Xielu(parts.tensor("xielu.positive"), parts.tensor("xielu.negative"))
-    return MLP(parts.linear(f"{owner}up"), down, spec.activation, xielu)
+    return MLP(parts.linear(f"{owner}up"), down, spec.activation)

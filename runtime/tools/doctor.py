@@ -18,9 +18,10 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from llmpq.errors import ExitCode
+from llmpq.errors import DoesNotFitError, ExitCode
 from llmpq.missing_packages import require_modules
 from llmpq.out_of_memory import first_line
+from llmpq.runtime.auto_plan import fit_of
 from llmpq.runtime.cli.run_flags import check_timeouts
 from llmpq.runtime.cli.tool_flags import DoctorOptions
 from llmpq.runtime.launch.launcher import StageHandle
@@ -37,15 +38,28 @@ def main(options: DoctorOptions) -> int:
     require_modules("torch")  # of the processes that look
     with node_surveys(options.ray_address) as (handles, addresses):
         report = examine(handles, addresses, options.timeout)
+    fit = None
+    if options.model is not None:
+        fit = fit_of(
+            options.model,
+            from_ray=options.ray_address,
+            context=options.context,
+            batch=options.batch,
+            probe_cpu=options.probe_cpu,
+        )
+        report["fits"] = fit.data
     if options.json:
         sys.stdout.write(json.dumps(report, indent=1) + "\n")
     else:
         show(report, Console(width=None if sys.stdout.isatty() else 140))
+        sys.stdout.write(fit.text if fit is not None else "")
     bad = [item for item in report["findings"] if item["level"] == "error"]
     for item in bad:
         sys.stderr.write(f"{item['text']}\n")
     if bad:
         return ExitCode.STAGE_LOST
+    if fit is not None and fit.refusal is not None:
+        raise DoesNotFitError(fit.refusal)
     _log.info("every device listed can run stages")
     return ExitCode.DONE
 

@@ -15,10 +15,10 @@ from torch import Tensor
 
 from llmpq.memory import Quantization
 from llmpq.model_spec import ModelSpec
-from llmpq.precision import Precision, WeightScheme
+from llmpq.precision import KVPrecision, Precision, WeightScheme
 from llmpq.runtime.backends.backend import backend_of
+from llmpq.runtime.cache.kv_by_precision import make_kv_cache
 from llmpq.runtime.cache.kv_cache import KVCache
-from llmpq.runtime.cache.plain_kv import PlainKVCache
 from llmpq.runtime.cache.recurrent_states import with_states
 from llmpq.runtime.models.sampling import SamplerConfig, sample
 from llmpq.runtime.models.stage_model import StageModel
@@ -88,11 +88,14 @@ class ReferencePipeline:
 
     def caches(self, slots: int, max_len: int) -> list[KVCache]:
         """Return one empty 16-bit cache per stage."""
+        lengths = [len(stage.layers) for stage in self.stages]
         return [
             with_states(
-                PlainKVCache(
+                make_kv_cache(
                     self.spec,
+                    KVPrecision.KV16,
                     num_layers=len(stage.layers),
+                    first_layer=sum(lengths[:number]),
                     slots=slots,
                     max_len=max_len,
                     dtype=self.dtype,
@@ -104,7 +107,7 @@ class ReferencePipeline:
                 dtype=self.dtype,
                 device=self.device,
             )
-            for stage in self.stages
+            for number, stage in enumerate(self.stages)
         ]
 
     def logits(

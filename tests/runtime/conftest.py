@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from llmpq.model_spec import ModelSpec
 from llmpq.runtime.backends import stage_runner
 from llmpq.runtime.engine.mailbox import Mailbox
 from llmpq.runtime.engine.slot_limits import SlotLimits
@@ -83,8 +84,6 @@ VISION = {
     "deepstack_visual_indexes": [0],
 }
 """The smallest tower: it is left out."""
-ALPHA = {"rope_type": "dynamic", "rope_theta": 1e4, "alpha": 50.0, "factor": 1.0}
-"""What Hunyuan's theta is stretched by."""
 MROPE = {"rope_type": "default", "rope_theta": 5000.0, "mrope_section": [2, 3, 3]}
 DELTA_RULE = {
     "linear_num_value_heads": 4,
@@ -120,12 +119,78 @@ GATED_MIXTURE = {
     "moe_intermediate_size": 40,
     "shared_expert_intermediate_size": 48,
 }
+GEMMA4: dict[str, Any] = {
+    "head_dim": 16,
+    "global_head_dim": 32,
+    "num_global_key_value_heads": 1,
+    "attention_k_eq_v": True,
+    "sliding_window": WINDOW,
+    "layer_types": ALTERNATING,
+    "hidden_size_per_layer_input": 0,
+    "enable_moe_block": True,
+    "num_experts": 6,
+    "top_k_experts": 3,
+    "moe_intermediate_size": 40,
+    "final_logit_softcapping": 3.0,
+    "pad_token_id": 0,
+}
+LLAMA4: dict[str, Any] = {
+    "head_dim": 24,
+    "intermediate_size_mlp": 80,
+    "num_local_experts": 6,
+    "num_experts_per_tok": 2,
+    "interleave_moe_layer_step": 2,
+    "no_rope_layer_interval": 2,
+    "attention_chunk_size": 7,
+    "floor_scale": 8,
+    "attn_scale": 0.5,
+    "attention_bias": True,
+    "rope_parameters": {
+        "rope_type": "llama3",
+        "rope_theta": 1e4,
+        "factor": 4.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": TRAINED,
+    },
+}
+MIXTURE_BESIDE = {key: value for key, value in GEMMA4.items() if "experts" in key or "moe" in key}
+SHARED: dict[str, Any] = {
+    **GEMMA4,
+    "enable_moe_block": False,
+    "attention_k_eq_v": False,
+    "attention_bias": True,
+    "num_kv_shared_layers": 1,
+    "use_double_wide_mlp": True,
+    "hidden_size_per_layer_input": 8,
+    "vocab_size_per_layer_input": VOCAB,
+    "rope_parameters": {
+        "full_attention": {
+            "rope_type": "proportional",
+            "partial_rotary_factor": 0.5,
+            "rope_theta": 1e4,
+            "factor": 2.0,
+        },
+        "sliding_attention": {"rope_type": "default", "rope_theta": 1e3},
+    },
+}
 RECURRENT = (
-    *("qwen3_next", "qwen3_5", "lfm2", "bamba", "falcon_h1", "nemotron_h", "granitemoehybrid"),
+    *(
+        "gemma4",
+        "llama4",
+        "ministral3",
+        "qwen3_next",
+        "qwen3_5",
+        "lfm2",
+        "bamba",
+        "falcon_h1",
+        "nemotron_h",
+    ),
+    "granitemoehybrid",
 )
-"""How kinds with recurrent layers begin: they run on CPUs."""
-CORRECTIONS = ("correction_bias", "expert_bias")
-"""Buffers that routers choose by."""
+"""How kinds begin that run on CPUs alone: recurrent layers, shared caches, unlike heads."""
+CORRECTIONS = ("correction_bias", "expert_bias", "layer_scalar")
+"""Buffers that routers choose by, or layers are scaled by."""
 CONVOLUTIONS = ("conv1d.weight", "conv.conv.weight")
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral": ("Mistral", {"sliding_window": WINDOW, "head_dim": 32}),
@@ -364,6 +429,46 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
             "position_embedding_type": "rope",
         },
     ),
+    "llama4": ("Llama4Text", LLAMA4),
+    "llama4 in its wrapper, without chunks": (
+        "Llama4",
+        {
+            "text_config": {
+                **LLAMA4,
+                "layer_types": ["full_attention"] * DEPTH,
+                "no_rope_layers": [1, 0, 0, 1],
+                "use_qk_norm": False,
+                "interleave_moe_layer_step": 1,
+                "num_experts_per_tok": 1,
+            },
+            "vision_config": {**VISION, "vision_output_dim": 32, "projector_input_dim": 32},
+        },
+    ),
+    "ministral3": (
+        "Ministral3",
+        {
+            "head_dim": 24,
+            "sliding_window": WINDOW,
+            "rope_parameters": {
+                **YARN,
+                "original_max_position_embeddings": 8,
+                "llama_4_scaling_beta": 0.5,
+            },
+        },
+    ),
+    "gemma4": ("Gemma4Text", GEMMA4),
+    "gemma4 with shared caches": (
+        "Gemma4Text",
+        {**SHARED, "layer_types": [*["sliding_attention"] * 2, *["full_attention"] * 2]},
+    ),
+    "gemma4 in its wrapper": (
+        "Gemma4",
+        {
+            "text_config": {**SHARED, **MIXTURE_BESIDE, "num_kv_shared_layers": 2},
+            "vision_config": None,
+            "audio_config": None,
+        },
+    ),
     "deepseek_v3": (
         "DeepseekV3",
         {
@@ -468,112 +573,6 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
             "tie_word_embeddings": True,
         },
     ),
-    "smollm3": (
-        "SmolLM3",
-        {
-            "attention_bias": True,
-            "mlp_bias": True,
-            "no_rope_layers": [1, 0] * (DEPTH // 2),
-            "use_sliding_window": True,
-            "sliding_window": WINDOW,
-            "layer_types": ALTERNATING[::-1],
-            "pad_token_id": 0,
-        },
-    ),
-    "exaone4": ("Exaone4", {"head_dim": 24, "sliding_window": WINDOW, "layer_types": ALTERNATING}),
-    "minimax_m2": (
-        "MiniMaxM2",
-        {"head_dim": 24, "num_local_experts": 6, "num_experts_per_tok": 3, "rotary_dim": 16},
-    ),
-    "olmoe": (
-        "Olmoe",
-        {
-            "attention_bias": True,
-            "clip_qkv": 0.7,
-            "num_experts": 6,
-            "num_experts_per_tok": 3,
-            "norm_topk_prob": True,
-            "pad_token_id": 0,
-        },
-    ),
-    "hunyuan": (
-        "HunYuanDenseV1",
-        {"head_dim": 24, "attention_bias": True, "rope_parameters": ALPHA},
-    ),
-    "hunyuan_moe": (
-        "HunYuanMoEV1",
-        {"head_dim": 16, "num_experts": 6, "moe_topk": [3] * DEPTH, "rope_parameters": ALPHA},
-    ),
-    "ernie4_5 with biases": ("Ernie4_5", {"head_dim": 24, "use_bias": True}),
-    "ernie4_5_moe": (
-        "Ernie4_5_Moe",
-        {
-            "moe_num_experts": 6,
-            "moe_k": 3,
-            "moe_intermediate_size": 40,
-            "moe_num_shared_experts": 2,
-        },
-    ),
-    "apertus": ("Apertus", {"attention_bias": True, "pad_token_id": 0}),
-    "afmoe": (
-        "Afmoe",
-        {
-            "head_dim": 24,
-            "num_experts": 6,
-            "num_experts_per_tok": 3,
-            "moe_intermediate_size": 40,
-            "route_scale": 1.7,
-            "sliding_window": WINDOW,
-            "layer_types": ALTERNATING,
-            "mup_enabled": True,
-        },
-    ),
-    "glm4_moe_lite": (
-        "Glm4MoeLite",
-        {
-            **{k: v for k, v in MIXTURE.items() if k != "first_k_dense_replace"},
-            **LATENT,
-            "q_lora_rank": 20,
-            "mlp_layer_types": ["sparse", "dense"] * (DEPTH // 2),
-            "norm_topk_prob": False,
-        },
-    ),
-    "solar_open": (
-        "SolarOpen",
-        {
-            **{k: v for k, v in MIXTURE.items() if k != "first_k_dense_replace"},
-            "head_dim": 24,
-            "attention_bias": True,
-            "rope_parameters": YARN,
-        },
-    ),
-    "cohere": ("Cohere", {"attention_bias": True, "use_qk_norm": True, "logit_scale": 0.25}),
-    "cohere2": (
-        "Cohere2",
-        {"sliding_window": WINDOW, "layer_types": ALTERNATING, "tie_word_embeddings": False},
-    ),
-    "gpt_neox": ("GPTNeoX", {"rotary_pct": 0.5, "hidden_act": "gelu"}),
-    "gpt_neox, one after the other": (
-        "GPTNeoX",
-        {"use_parallel_residual": False, "attention_bias": False, "hidden_act": "gelu_fast"},
-    ),
-    "falcon": ("Falcon", {"multi_query": True, "bias": True, "ffn_hidden_size": 72}),
-    "falcon of one norm for each": (
-        "Falcon",
-        {"new_decoder_architecture": True, "num_kv_heads": 2, "tie_word_embeddings": False},
-    ),
-    "falcon, one after the other": ("Falcon", {"multi_query": False, "parallel_attn": False}),
-    "phi": ("Phi", {"qk_layernorm": True}),
-    "stablelm 12B": (
-        "StableLm",
-        {"qk_layernorm": True, "use_parallel_residual": True},
-    ),
-    "starcoder2": ("Starcoder2", {"sliding_window": WINDOW}),
-    "gpt2": ("GPT2", {"n_inner": 72, "scale_attn_weights": False}),
-    "gpt_bigcode": ("GPTBigCode", {}),
-    "gpt_bigcode with heads apart": ("GPTBigCode", {"multi_query": False}),
-    "gptj": ("GPTJ", {"rotary_dim": 8}),
-    "codegen": ("CodeGen", {"rotary_dim": 16}),
     "qwen3_5 in its wrapper": (
         "Qwen3_5",
         {"text_config": {**DELTA_RULE, "head_dim": 32}, "vision_config": VISION},
@@ -628,9 +627,20 @@ class Models:
     def num_params(self, kind: str) -> int:
         """Return how many weights a language model has, without a tower and its projector."""
         model = self.reference(kind)
-        own = [p for name, p in model.named_parameters() if "visual" not in name]
+        towers = ("visual", "vision", "audio", "projector")
+        own = [p for n, p in model.named_parameters() if not any(part in n for part in towers)]
         own += [b for name, b in model.named_buffers() if name.endswith(CORRECTIONS)]
         return sum(tensor.numel() for tensor in own)
+
+    def cuts(self, kind: str, splits: tuple[int, ...]) -> tuple[int, ...]:
+        """Return splits into stages, each where the model may be cut, as many as there are."""
+        spec = ModelSpec.from_directory(self.directory(kind))
+        left = [layer for layer in range(1, spec.num_layers) if spec.may_cut(layer)]
+        found = []
+        for split in splits[: len(left)]:
+            found.append(min(left, key=lambda layer: abs(layer - split)))
+            left.remove(found[-1])
+        return tuple(sorted(found))
 
     def changes_by_length(self, kind: str) -> bool:
         return KINDS[kind][1].get("rope_parameters") is LONGROPE

@@ -16,7 +16,7 @@ from llmpq.families.common.config_values import (
     section,
     size,
 )
-from llmpq.families.common.spec_values import RopeScaling
+from llmpq.families.common.spec_values import QueryGrowth, RopeScaling
 
 THETAS = (100.0, 1e11)
 """Models in use have 10,000 (Llama 2) to 1e8 (Mistral Small); others are slips of the pen."""
@@ -32,27 +32,34 @@ CHANGING = {
 """Keys that other engines or other families compute with -> the value that changes nothing."""
 
 
-def rope_fields(config: Config, *, fixed_alpha: bool = False) -> dict[str, Any]:
+def rope_fields(config: Config, *, knows: tuple[str, ...] = ()) -> dict[str, Any]:
     """Return the spec's rope fields; what stands inside the rope section wins over what is beside.
 
     As in Transformers 5, which moves what is beside it into the section where that has none.
-    `fixed_alpha`: whether a dynamic scaling's `alpha` stretches theta, whatever the length.
+    `knows`: keys of `CHANGING` that the family reads.
     """
     rope = rope_section(config)
-    stretched = 1.0
-    if fixed_alpha and is_given(rope.get("alpha")) and _kind(rope) == "dynamic":
-        alpha = bounded(rope, "alpha", FACTORS, where="config.json, dynamic rope scaling")
-        dim = head_size(config)
-        stretched = alpha ** (dim / (dim - 2))
-        kept = {key: rope[key] for key in ("rope_theta",) if key in rope}
-        rope = {**kept, "rope_type": "default"}
-    scaling = scaling_of(config, rope)
+    others = {key: value for key, value in rope.items() if key not in knows}
+    scaling = scaling_of(config, others)
     return {
-        "rope_theta": bounded({**_beside(config), **rope}, "rope_theta", THETAS) * stretched,
+        "rope_theta": bounded({**_beside(config), **rope}, "rope_theta", THETAS),
         "rope_scaling": scaling,
         "rotary_dim": _rotary_dim(config, rope),
         "max_positions": _reach(size(config, "max_position_embeddings"), rope, scaling),
     }
+
+
+GROWTH = "llama_4_scaling_beta"
+
+
+def query_growth(config: Config) -> QueryGrowth | None:
+    """Return how queries grow with their position, as Mistral's newer models say it."""
+    rope = rope_section(config)
+    if not is_given(rope.get(GROWTH)):
+        return None
+    where = "config.json, rope parameters"
+    length = size(rope, "original_max_position_embeddings", where=where)
+    return QueryGrowth(beta=number(rope, GROWTH, where=where), length=length)
 
 
 def _beside(config: Config) -> dict[str, Any]:
@@ -106,7 +113,7 @@ def window_theta(config: Config, *, beside: str) -> float:
 
 def scaling_of(config: Config, rope: Config) -> RopeScaling | None:
     """Return how the frequencies are scaled, None where they are not."""
-    kind = _kind(rope)
+    kind = rope.get("rope_type", rope.get("type", "default"))
     if kind in ("default", "mrope"):  # mrope: text counts alike in every direction of an image
         _require_no_other(rope, "default")
         return None
@@ -122,10 +129,6 @@ def scaling_of(config: Config, rope: Config) -> RopeScaling | None:
     return READERS[kind](config, rope, f"config.json, {kind} rope scaling")
 
 
-def _kind(rope: Config) -> Any:
-    return rope.get("rope_type", rope.get("type", "default"))
-
-
 def _require_no_other(rope: Config, kind: str) -> None:
     """Refuse keys that change the frequencies elsewhere; keys that no family reads are ignored."""
     for key, neutral in CHANGING.items():
@@ -138,6 +141,8 @@ def _require_no_other(rope: Config, kind: str) -> None:
 
 def _rotary_dim(config: Config, rope: Config) -> int | None:
     """Return how many of a head's first channels are turned, None for all."""
+    if rope.get("rope_type") == "proportional":  # frequencies rest, of a whole head
+        return None
     share = number({**_beside(config), **rope}, "partial_rotary_factor", default=1.0)
     if share > 1:
         raise ValueError(f"config.json: partial_rotary_factor={share} must be at most 1")
@@ -154,10 +159,10 @@ def _rotary_dim(config: Config, rope: Config) -> int | None:
 
 def _llama3(config: Config, rope: Config, where: str) -> RopeScaling:
     low, high = (number(rope, f"{end}_freq_factor", where=where) for end in ("low", "high"))
-    if high <= low:
+    if high < low:
         raise ValueError(
-            f"{where}: high_freq_factor={high} must be above low_freq_factor={low}; correct them "
-            "or download config.json again"
+            f"{where}: high_freq_factor={high} must be at least low_freq_factor={low}; correct "
+            "them or download config.json again"
         )
     return RopeScaling(
         factor=number(rope, "factor", where=where),
@@ -223,6 +228,14 @@ def _longrope(config: Config, rope: Config, where: str) -> RopeScaling:
     )
 
 
+def _proportional(config: Config, rope: Config, where: str) -> RopeScaling:
+    turned = number(rope, "partial_rotary_factor", default=1.0, where=where)
+    if turned > 1:
+        raise ValueError(f"{where}: partial_rotary_factor={turned} must be at most 1")
+    factor = bounded(rope, "factor", FACTORS, default=1.0, where=where)
+    return RopeScaling(kind="proportional", factor=factor, turned=turned)
+
+
 def _original(config: Config, rope: Config, where: str) -> int:
     """Return the length before stretching: beside the section, in it, or the model's own."""
     key = "original_max_position_embeddings"
@@ -250,7 +263,8 @@ def yarn_score_factor(config: Config) -> float:
     """Return what DeepSeek multiplies the scores by beside 1 / sqrt(head size): mscale squared."""
     rope = rope_section(config)
     over = number(rope, "mscale_all_dim", default=0.0)
-    scaling = scaling_of(config, rope)
+    # What else the section says is `rope_fields`' to refuse.
+    scaling = scaling_of(config, {k: v for k, v in rope.items() if k not in CHANGING})
     if scaling is None or scaling.kind != "yarn" or not over:
         return 1.0
     return _yarn_mscale(scaling.factor, over) ** 2
@@ -262,4 +276,5 @@ READERS: dict[str, Callable[[Config, Config, str], RopeScaling]] = {
     "dynamic": _dynamic,
     "yarn": _yarn,
     "longrope": _longrope,
+    "proportional": _proportional,
 }

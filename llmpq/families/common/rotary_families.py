@@ -5,13 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from llmpq.families.common.config_values import Config, epsilon, expect, flag, is_given, size
-from llmpq.families.common.plain_families import plain_activation
 from llmpq.families.common.rope import rope_fields
 
 SLIDING, FULL = "sliding_attention", "full_attention"
 """Transformers' `layer_types`."""
-CALLED = {"gelu_tanh": "gelu_pytorch_tanh"}
-"""Our name of an activation -> Transformers', where it is another."""
 
 
 def rotary_fields(
@@ -22,18 +19,19 @@ def rotary_fields(
     eps_key: str = "rms_norm_eps",
     turns_in_part: bool = False,
     ffn_key: str = "intermediate_size",
-    fixed_alpha: bool = False,
+    knows: tuple[str, ...] = (),
 ) -> dict[str, Any]:
     """Return the fields that these families share.
 
     `also_called`: another word of the family's for its activation. `turns_in_part`: whether
-    `partial_rotary_factor` means something to it. `fixed_alpha`: `rope_fields`.
+    `partial_rotary_factor` means something to it. `knows`: as in `rope_fields`.
     """
-    known = CALLED.get(activation, activation)
+    known = {"silu": "silu", "gelu_tanh": "gelu_pytorch_tanh", "relu2": "relu2"}[activation]
     key = "hidden_activation" if config.get("hidden_activation") is not None else "hidden_act"
     if config.get(key) != also_called:
         expect(config, key, known, default=known)
-    rope = rope_fields(config, fixed_alpha=fixed_alpha)
+    heads = size(config, "num_attention_heads")
+    rope = rope_fields(config, knows=knows)
     if rope["rotary_dim"] is not None and not turns_in_part:
         raise ValueError(
             f"config.json: model_type '{config.get('model_type')}' turns whole heads, "
@@ -41,8 +39,13 @@ def rotary_fields(
             "trained without it"
         )
     return {
-        **_shapes(config, ffn_key, None),
-        **rope,
+        "num_layers": size(config, "num_hidden_layers"),
+        "hidden": size(config, "hidden_size"),
+        "heads": heads,
+        "kv_heads": size(config, "num_key_value_heads", default=heads),
+        "ffn": size(config, ffn_key),
+        "vocab": size(config, "vocab_size"),
+        "positions": "rotary",
         "norm": "rmsnorm",
         "norm_eps": epsilon(config, eps_key),
         "activation": activation,
@@ -50,38 +53,7 @@ def rotary_fields(
         "qkv_bias": False,
         "linear_bias": False,
         "tied_embeddings": flag(config, "tie_word_embeddings", default=False),
-    }
-
-
-def plain_rotary_fields(
-    config: Config, *, eps_key: str = "layer_norm_eps", ffn: int | None = None
-) -> dict[str, Any]:
-    """Return the fields of families with LayerNorm, rotary positions and MLPs without a gate.
-
-    `ffn`: the MLP's width where the config does not say it.
-    """
-    return {
-        **_shapes(config, "intermediate_size", ffn),
-        **rope_fields(config),
-        "norm": "layernorm",
-        "norm_eps": epsilon(config, eps_key),
-        "activation": plain_activation(config, "hidden_act"),
-        "gated": False,
-        "tied_embeddings": flag(config, "tie_word_embeddings", default=False),
-    }
-
-
-def _shapes(config: Config, ffn_key: str, ffn: int | None) -> dict[str, Any]:
-    """Return the sizes of a model with rotary positions."""
-    heads = size(config, "num_attention_heads")
-    return {
-        "num_layers": size(config, "num_hidden_layers"),
-        "hidden": size(config, "hidden_size"),
-        "heads": heads,
-        "kv_heads": size(config, "num_key_value_heads", default=heads),
-        "ffn": size(config, ffn_key, default=ffn),
-        "vocab": size(config, "vocab_size"),
-        "positions": "rotary",
+        **rope,
     }
 
 
@@ -92,8 +64,8 @@ def window_size(config: Config) -> int:
     return size(config, "sliding_window")
 
 
-def layer_kinds(config: Config, default: list[str]) -> list[str]:
-    """Return `layer_types`, one per layer, each sliding or full."""
+def layer_kinds(config: Config, default: list[str], *, windowed: str = SLIDING) -> list[str]:
+    """Return `layer_types`, one per layer, each `windowed` or full."""
     kinds = config.get("layer_types")
     if kinds is None:
         return default
@@ -103,10 +75,10 @@ def layer_kinds(config: Config, default: list[str]) -> list[str]:
             f"config.json: 'layer_types' must name the kind of each of {count} layers; correct it "
             "or download config.json again"
         )
-    other = sorted({str(kind) for kind in kinds} - {SLIDING, FULL})
+    other = sorted({str(kind) for kind in kinds} - {windowed, FULL})
     if other:
         raise ValueError(
-            f"config.json: layers of type '{other[0]}' are not supported; expected '{SLIDING}' or "
+            f"config.json: layers of type '{other[0]}' are not supported; expected '{windowed}' or "
             f"'{FULL}'"
         )
     return kinds

@@ -78,7 +78,7 @@ class Scales:
         counts = self.counts(draft)
         if (self.spare(draft, counts) < 0).any():
             return math.inf
-        if self.p.pins and not all(
+        if self.p.is_restricted and not all(
             self.p.allowed(c, low, high)
             for c, low, high in zip(draft.order, draft.bounds, draft.bounds[1:], strict=False)
         ):

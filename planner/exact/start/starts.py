@@ -160,7 +160,9 @@ def _split(
         # The next layer goes where it would be done first.
         ends = np.where(held < most, (held + 1) / speed, np.inf)
         held[int(np.argmin(ends))] += 1
-    bounds = np.concatenate([[0], np.cumsum(held)])
+    if len(order) > p.max_stages:
+        return None
+    bounds = p.nearest_cuts([0, *np.cumsum(held).tolist()])
     return tuple(
         Stage(cls=c, start=int(low), end=int(high), choices=(b,) * int(high - low))
         for c, low, high in zip(order, bounds, bounds[1:], strict=False)

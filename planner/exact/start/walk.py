@@ -106,7 +106,7 @@ class ShapeScales:
         self.next = self._next_below()
         closed = np.where(p.open.all(axis=0), 0, np.iinfo(np.int64).max // 2)
         self.smallest = int(np.argmin(self.sizes + closed))
-        self.allowed = allowed_stages(p) if p.pins else None
+        self.allowed = allowed_stages(p) if p.is_restricted else None
 
     def _next_below(self) -> Ints:
         """[B] the largest of the smaller choices, itself where there is none."""

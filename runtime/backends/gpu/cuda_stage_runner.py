@@ -355,5 +355,5 @@ class CudaStageRunner(StageRunner):
         )
         hidden = None
         if self.model.embedding is None:
-            hidden = torch.zeros((1, sum(counts), self.model.spec.hidden), dtype=self._dtype)
+            hidden = torch.zeros((1, sum(counts), self.model.spec.hop_features), dtype=self._dtype)
         self.run(message, hidden)

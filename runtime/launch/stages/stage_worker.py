@@ -313,7 +313,7 @@ class StageWorker:
             last = self._index == len(self._plan.stages) - 1
             self._compute.leave_on_device(hidden=True, tokens=on_device and last)
         return make(
-            hidden=self._compute.model.spec.hidden,
+            hidden=self._compute.model.spec.hop_features,
             dtype=DTYPES[self._plan.workload.dtype],
             max_rows=self._max_rows,
             max_tokens=self._max_tokens,
@@ -343,7 +343,7 @@ class StageWorker:
     def _room(self) -> Room:
         """Return the largest messages of the plan."""
         assert self._compute is not None
-        hidden_bytes = self._compute.model.spec.hidden * self._plan.workload.dtype_bytes
+        hidden_bytes = self._compute.model.spec.hop_features * self._plan.workload.dtype_bytes
         return Room(
             hidden_bytes=self._max_tokens * hidden_bytes,
             max_rows=self._max_rows,

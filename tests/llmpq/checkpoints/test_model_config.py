@@ -118,8 +118,8 @@ def test_rope_values_are_read_from_either_place(place: str) -> None:
     [
         (
             "llama-3.1-8b",
-            {"rope_scaling": {**LLAMA3, "high_freq_factor": 1.0}},
-            "high_freq_factor=1.0 must be above low_freq_factor=1.0",
+            {"rope_scaling": {**LLAMA3, "low_freq_factor": 2.0, "high_freq_factor": 1.0}},
+            "high_freq_factor=1.0 must be at least low_freq_factor=2.0",
         ),
         ("llama-3.1-8b", {"rope_scaling": {"rope_type": "ntk"}}, "rope scaling 'ntk' is not"),
         ("llama-3.1-8b", {"rope_scaling": {"rope_type": []}}, "is not supported"),

@@ -35,7 +35,7 @@ from reference.pipeline import ReferencePipeline, pad
 pytestmark = pytest.mark.cpu
 VOCAB, TRAINED, NEW = 199, 32, 12
 """As in tests/runtime/conftest.py."""
-BY_RULE = ("gemma2", "gemma3", "gpt_oss", "deepseek_v3")
+BY_RULE = ("gemma4 with shared caches", "gemma2", "gemma3", "gpt_oss", "deepseek_v3")
 """Kinds whose attention is not Llama's."""
 
 
@@ -52,7 +52,7 @@ def test_greedy_tokens_equal_transformers_whatever_the_split(
         assert len({tuple(row) for row in expected}) == len(prompts), "a constant oracle"
         for splits in splits_of[: 1 + len(seeds(splits_of))]:
             pipeline = ReferencePipeline.from_directory(
-                models.directory(family_kind), splits=splits
+                models.directory(family_kind), splits=models.cuts(family_kind, splits)
             )
             assert pipeline.generate(prompts, max_new=NEW) == expected
 
@@ -64,7 +64,8 @@ def test_an_engine_gives_the_same_tokens(
     models: Any, make_plan: Any, random_prompts: Any, kind: str, speculate: Any
 ) -> None:
     prompts = random_prompts(5, 24, 1, 9)
-    plan = make_plan(models.directory(kind), (2,), batch=4, prompt_len=24, gen_len=NEW)
+    splits = models.cuts(kind, (2,))
+    plan = make_plan(models.directory(kind), splits, batch=4, prompt_len=24, gen_len=NEW)
     settings = StageSettings(
         model_dir=str(models.directory(kind)),
         options=EngineOptions(
@@ -89,7 +90,8 @@ def test_chunks_of_a_pool_give_the_same_tokens(
     directory = models.directory(family_kind)
     spec = ModelSpec.from_directory(directory)
     pool = PoolSize(num_blocks=8, slots=4, max_len=TRAINED)
-    plan = make_plan(directory, (2,), batch=4)
+    splits = models.cuts(family_kind, (2,))
+    plan = make_plan(directory, splits, batch=4)
     limits = PoolLimits(
         num_blocks=8,
         kv=KVPrecision.KV16,
@@ -97,7 +99,7 @@ def test_chunks_of_a_pool_give_the_same_tokens(
         max_len=TRAINED,
         step_tokens=8,
         decode_rows=3,
-        num_stages=2,
+        num_stages=len(splits) + 1,
         prefix_cache=True,
     )
     stages = OpenStages(plan, spec, CheckpointSource(directory, spec), pool=pool)
@@ -121,17 +123,18 @@ def test_few_bits_in_a_pool_give_the_same_tokens_whatever_the_split(
     spec = ModelSpec.from_directory(directory)
     pool = PoolSize(num_blocks=8, slots=4, max_len=TRAINED)
     for bits, kv, dtype in seeds([*FORMS[turn:], *FORMS[:turn]]):
-        limits = PoolLimits(
-            num_blocks=8,
-            kv=KVPrecision.parse(kv),
-            max_rows=4,
-            max_len=TRAINED,
-            step_tokens=8,
-            decode_rows=2,
-            num_stages=3,
-        )
         found = []
-        for splits in ((1, 3), (2, 3)):  # the same steps: three stages each
+        for splits in ((1, 3), (2, 3)):  # the same steps: three stages each, where it may be cut
+            splits = models.cuts(family_kind, splits)
+            limits = PoolLimits(
+                num_blocks=8,
+                kv=KVPrecision.parse(kv),
+                max_rows=4,
+                max_len=TRAINED,
+                step_tokens=8,
+                decode_rows=2,
+                num_stages=len(splits) + 1,
+            )
             plan = make_plan(directory, splits, bits=bits, batch=4, kv=kv, dtype=dtype)
             stages = OpenStages(plan, spec, CheckpointSource(directory, spec), pool=pool)
             requests = [Request(id=i, prompt=tuple(p), max_new=NEW) for i, p in enumerate(prompts)]
@@ -161,7 +164,7 @@ def test_quantised_and_random_weights_run_whatever_the_split(
     prompts = random_prompts(4, 7)
     found = [
         ReferencePipeline.build(spec, RandomSource(spec), precisions=precisions, splits=splits)
-        for splits in ((), (2,))
+        for splits in ((), models.cuts(family_kind, (2,)))
     ]
     whole, halves = (pipeline.generate(prompts, max_new=4) for pipeline in found)
     assert whole == halves

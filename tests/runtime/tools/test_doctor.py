@@ -8,8 +8,10 @@ from concurrent.futures import Future
 import pytest
 import torch
 
+from llmpq.devices import this_machine
 from llmpq.runtime.cli.main import main
 from llmpq.runtime.launch.nodes.node_survey import try_products
+from llmpq.runtime.tools import doctor
 from llmpq.runtime.tools.diagnosis import (
     device_lines,
     differences,
@@ -21,6 +23,7 @@ from llmpq.runtime.tools.doctor import examine
 pytestmark = pytest.mark.cpu
 
 GIB = 2**30
+NOTHING_FOUND = {key: [] for key in ("nodes", "devices", "products", "links", "findings")}
 
 
 def gpu(name: str = "NVIDIA H100 80GB HBM3", capability: str = "9.0", **fields):
@@ -239,3 +242,23 @@ def test_this_machine_is_looked_at(capsys):
 def test_a_timeout_that_cannot_be_waited_is_refused(capsys):
     assert main(["doctor", "--timeout", "0"]) == 2
     assert "--timeout" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("context", "code"), [("256", 0), ("900k", 5)])
+def test_a_model_is_fitted_to_this_machine_as_it_is(capsys, monkeypatch, context, code):
+    monkeypatch.setattr(doctor, "examine", lambda *_: NOTHING_FOUND)
+    monkeypatch.setattr(this_machine, "host_memory", lambda: (GIB, 640 * 2**20))
+    monkeypatch.setattr(this_machine, "_group_memory", lambda: (None, 0))
+    words = ["doctor", "--json", "--model", "examples/demo-7m", "--context", context]
+    assert main(words) == code
+    out, err = capsys.readouterr()
+    fits = json.loads(out)["fits"]
+    (device,) = fits["devices"]
+    assert fits["fits"] is (code == 0) and device["memory_bytes"] == GIB
+    assert device["reserve_bytes"] == 512 * 2**20, "what others hold now, by 256 MiB"
+    assert ("what fits: " in err) == (code == 5)
+
+
+def test_a_model_is_needed_for_a_context(capsys):
+    assert main(["doctor", "--context", "8k"]) == 2
+    assert "no effect without --model" in capsys.readouterr().err
