@@ -15,12 +15,14 @@ from __future__ import annotations
 import asyncio
 import inspect
 import logging
+import os
 import queue
 import time
 import weakref
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, aclosing
 from dataclasses import dataclass, field, fields, replace
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, cast
@@ -48,6 +50,7 @@ from llmpq.runtime.plan_choice import choose_plan
 from llmpq.runtime.report.job_report import JobResult, build_report
 from llmpq.runtime.report.progress import LoadBar, ProgressReporter
 from llmpq.runtime.request import Progress
+from llmpq.runtime.request_names import RequestNames
 from llmpq.runtime.request_output import CompletionOutput, RequestOutput
 from llmpq.runtime.response_stream import ResponseStream
 from llmpq.runtime.sampling_params import SamplingParams, StructuredOutputsParams
@@ -69,6 +72,7 @@ __all__ = [
 ]  # fmt: skip
 
 _log = logging.getLogger("llmpq.runtime")
+_Last = Callable[[PipelineClient], None]
 _PROGRESS_S = 0.25
 """How often a caller that waits for answers hears how far they are."""
 
@@ -107,7 +111,8 @@ class LLM:
         self._plan, self._options = chosen.plan, chosen.options
         self._limits = request_limits(self._plan, spec, self._options)
         self._prompts = RequestFactory(chosen.directory, spec, self._limits)
-        self._asked: dict[str, tuple[int, ...]] = {}  # prompts under way: their requests
+        self._names = RequestNames()
+        self._process = os.getpid()
         self._trace = _Trace(self._plan, self._options.trace)
         folder = self._options.layer_cache
         self._settings = StageSettings(
@@ -146,10 +151,21 @@ class LLM:
         self._prompts.wait_for_guide = self._running.wait_for_guide
         self.startup_s = time.perf_counter() - started_s
         # Ended by `close`, by `del`, or when the interpreter ends: nothing of it refers to the LLM.
-        self._end_engine = weakref.finalize(self, self._running.close, self._trace.close)
+        self._end_engine = weakref.finalize(
+            self, _end_in, self._process, self._running.close, self._trace.close
+        )
+
+    def _require_process(self) -> None:
+        """Refuse in a forked child: the threads and sockets of an engine are its process's own."""
+        if os.getpid() != self._process:
+            raise RuntimeError(
+                f"this LLM belongs to process {self._process}, and a forked child has none of its "
+                "threads; make an LLM here, in a process that multiprocessing starts by 'spawn'"
+            )
 
     @property
     def _engine(self) -> EngineThread:
+        self._require_process()
         if self._running is None:
             raise RuntimeError("this LLM has not been started; call start()")
         return self._running
@@ -308,7 +324,7 @@ class LLM:
         recoveries = [recovery.as_report() for recovery in self.recoveries]
         return {
             **counters,
-            "requests": list(self._asked),
+            "requests": self._names.under_way(),
             "stages": stages,
             "cache": cache,
             "recoveries": recoveries,
@@ -381,6 +397,7 @@ class LLM:
         `ValueError` if it can never run; with `whole`, also if there is no room for all of its
         `max_tokens`, else the answer ends where the room does.
         """
+        self._require_process()
         params = sampling_params or self._default_sampling
         return self._prompts.prepare(
             prompt, params, name=request_id, priority=priority, cache_salt=cache_salt, whole=whole
@@ -421,14 +438,17 @@ class LLM:
                     index = index_of[delta.id]
                     left[index] -= 1
                     if not left[index]:
+                        self._names.end(prompts[index].named)
                         yield index, self._output(prompts[index], finished)
                 if on_progress is not None:
                     on_progress(self._engine.progress)
         except BaseException:
-            self._engine.abort([r.id for r in requests if r.id not in finished])
+            if os.getpid() == self._process:  # not where a forked child drops the generator
+                self._engine.abort([r.id for r in requests if r.id not in finished])
             raise
         finally:
-            self._end(prompts)
+            for prompt in prompts:
+                self._names.end(prompt.named)
 
     async def stream(
         self,
@@ -464,6 +484,7 @@ class LLM:
         `ValueError` if they can never run. Lower `priority` goes first. The prefix cache finds
         again only what came with the same `cache_salt`.
         """
+        self._require_process()
         params = sampling_params or self._default_sampling
         prepared = await self._prompts.prepare_async(
             prompt, params, name=request_id, stream=True, priority=priority, cache_salt=cache_salt
@@ -477,18 +498,15 @@ class LLM:
 
     async def _submit(self, prompt: PreparedPrompt) -> ResponseStream:
         """Begin the answers to what is asked."""
-        loop = asyncio.get_running_loop()
+        loop, engine = asyncio.get_running_loop(), self._engine
         if self._inbox is None or self._inbox.loop is not loop:
-            self._inbox, self._entrance = OutputQueue(loop), AsyncSubmitter(loop, self._engine)
+            self._inbox, self._entrance = OutputQueue(loop), AsyncSubmitter(loop, engine)
         self._begin([prompt])
+        ended = partial(self._names.end, prompt.named)
         answers = ResponseStream(
-            prompt, self._prompts, self._engine, self._inbox, ended=lambda: self._end([prompt])
+            prompt, self._prompts, engine, self._inbox, owner=self, ended=ended
         )
-        try:
-            await answers.begin(self._entrance)
-        except BaseException:
-            self._end([prompt])
-            raise
+        await answers.begin(self._entrance)
         return answers
 
     def abort(self, request_id: str) -> None:
@@ -496,7 +514,7 @@ class LLM:
 
         A name that is not under way is no error: it may just have ended.
         """
-        self._engine.abort(self._asked.get(request_id, ()))
+        self._engine.abort(self._names.ids_of(request_id))
 
     def _all_of(self, prompts: Sequence[PreparedPrompt], *, use_tqdm: bool) -> list[RequestOutput]:
         """Return the answers to all prompts, in their order."""
@@ -531,15 +549,10 @@ class LLM:
         )
 
     def _begin(self, prompts: Sequence[PreparedPrompt]) -> None:
+        self._names.begin([prompt.named for prompt in prompts])
         for prompt in prompts:
-            if prompt.name in self._asked:
-                raise ValueError(f"request_id '{prompt.name}' is under way; take another one")
-            self._asked[prompt.name] = tuple(request.id for request in prompt.requests)
-            self._trace.name(self._asked[prompt.name], prompt.name)
-
-    def _end(self, prompts: Sequence[PreparedPrompt]) -> None:
-        for prompt in prompts:
-            self._asked.pop(prompt.name, None)
+            name, ids = prompt.named
+            self._trace.name(ids, name)
 
 
 def _most_rows(limits: RequestLimits) -> int:
@@ -549,6 +562,12 @@ def _most_rows(limits: RequestLimits) -> int:
 
 def _nothing() -> None:
     """End no engine: none was started."""
+
+
+def _end_in(process: int, close: Callable[[_Last], None], last: _Last) -> None:
+    """End an engine in the process that has it: a forked child would end its parent's."""
+    if os.getpid() == process:
+        close(last)
 
 
 @dataclass

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import threading
+import weakref
 from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -42,8 +45,49 @@ def _joined(news: Sequence[RequestOutputDelta]) -> RequestOutputDelta:
     )
 
 
+class _Running:
+    """A stream's requests while they run; refers to no stream, so that one not read is freed."""
+
+    def __init__(
+        self, prompt: PreparedPrompt, engine: EngineThread, ended: Callable[[], None]
+    ) -> None:
+        self._left, self._engine, self._ended = {*prompt.named[1]}, engine, ended
+        self._process = os.getpid()
+
+    def hear(self, heard: RequestOutputDelta) -> None:
+        """Note an end; called in the engine's thread."""
+        if heard.finished is not None or heard.error is not None:
+            self._left.discard(heard.id)
+            if not self._left:
+                self._ended()
+
+    def refuse(self) -> None:
+        """Note that they were not queued."""
+        self._left.clear()
+        self._ended()
+
+    def abort(self, loop: asyncio.AbstractEventLoop | None = None) -> None:
+        """End those that run, beside the caller: a stage is asked.
+
+        Without an event loop in a thread of its own: a stream may be freed in any, the engine's
+        too, and in a forked child, where nothing runs.
+        """
+        self._ended()
+        left, self._left = [*self._left], set()
+        if not left or os.getpid() != self._process:
+            return
+        if loop is None or loop.is_closed():
+            abort = threading.Thread(target=self._engine.abort, args=(left,), daemon=True)
+            abort.start()
+        else:
+            loop.run_in_executor(None, self._engine.abort, left)
+
+
 class ResponseStream:
-    """The answers to one prompt; made by `LLM.submit`, read once by `deltas`."""
+    """The answers to one prompt; made by `LLM.submit`, read once by `deltas`.
+
+    They run whether or not they are read, until they end or the stream is freed.
+    """
 
     def __init__(
         self,
@@ -52,12 +96,18 @@ class ResponseStream:
         engine: EngineThread,
         inbox: OutputQueue,
         *,
+        owner: object,
         ended: Callable[[], None],
     ) -> None:
-        """`ended` is called once the stream has ended or was left."""
-        self._ended = ended
-        self._prompt, self._prompts, self._engine, self._inbox = prompt, prompts, engine, inbox
+        """`ended` is called once all answers have ended, or the stream was left or freed.
+
+        `owner`: what lives as long as the stream does, which `ended` may not refer to.
+        """
+        self._owner = owner
+        self._prompt, self._prompts, self._inbox = prompt, prompts, inbox
         self._news: DeltaQueue = asyncio.Queue()
+        self._running = _Running(prompt, engine, ended)
+        weakref.finalize(self, self._running.abort).atexit = False
         self._open = {
             request.id: _Open(index, prompts.stream_of(prompt))
             for index, request in enumerate(prompt.requests)
@@ -83,8 +133,17 @@ class ResponseStream:
 
     async def begin(self, entrance: AsyncSubmitter) -> None:
         """Queue the requests; waits for the first stage."""
-        put = self._inbox.put
-        await entrance.submit(self._prompt.requests, lambda heard: put(self._news, heard))
+        put, news, running = self._inbox.put, self._news, self._running
+
+        def listen(heard: RequestOutputDelta) -> None:
+            running.hear(heard)
+            put(news, heard)
+
+        try:
+            await entrance.submit(self._prompt.requests, listen)
+        except Exception:
+            running.refuse()
+            raise
 
     async def deltas(self) -> AsyncGenerator[CompletionDelta]:
         """Yield what is new of each answer, until all have ended; leaving early aborts them."""
@@ -111,10 +170,8 @@ class ResponseStream:
 
     def give_up(self) -> None:
         """End what has not ended; again does nothing."""
-        left, self._open = list(self._open), {}
-        self._ended()
-        if left:  # in another thread: a stage is asked
-            self._inbox.loop.run_in_executor(None, self._engine.abort, left)
+        self._open = {}
+        self._running.abort(self._inbox.loop)
 
     def _delta(self, heard: RequestOutputDelta) -> CompletionDelta:
         """Return what is new of one answer."""

@@ -53,6 +53,11 @@ class PreparedPrompt:
     """One for each answer."""
     params: SamplingParams
 
+    @property
+    def named(self) -> tuple[str, tuple[int, ...]]:
+        """The name and the ids of the requests."""
+        return self.name, tuple(request.id for request in self.requests)
+
 
 class RequestFactory:
     """Tokenises and validates prompts, and detokenises their answers, for one model."""
