@@ -86,6 +86,8 @@ FEATURES: tuple[Feature, ...] = (
     _feature("inputs of every layer's own", lambda s, _: s.per_layer_dim > 0, "gpu", "rounded"),
     _feature("numbers that layers are scaled by", lambda s, _: s.layer_scalar, "gpu", "rounded"),
     _feature("experts beside an MLP", lambda s, _: s.mixture_beside, "gpu", "rounded"),
+    _feature("several streams (AltUp)", lambda s, _: s.altup is not None, "gpu", "rounded"),
+    _feature("sparse gates", lambda s, _: any(s.gate_sparsities), "gpu", "rounded"),
     _feature("attention in chunks", _chunks, "gpu"),
     _feature("layers without positions", lambda s, _: bool(s.without_positions), "gpu"),
     _feature("queries and keys of unit size", lambda s, _: s.qk_unit_norm, "gpu", "rounded"),

@@ -23,6 +23,7 @@ from llmpq.checkpoints.hub import name_of
 from llmpq.checkpoints.model_config import read_config, spec_fields
 from llmpq.errors import unknown_name
 from llmpq.families.common.spec_values import (
+    AltUp,
     Latent,
     Mixer,
     QueryGrowth,
@@ -178,6 +179,13 @@ class ModelSpec:
     """Layers whose queries and keys are not turned, among rotary ones."""
     qk_unit_norm: bool = False
     """Queries and keys that are turned are then normalised head by head, without a weight."""
+    altup: AltUp | None = None
+    """How several streams of a token pass through layers; None where it has one."""
+    gate_sparsities: tuple[float, ...] = ()
+    """The share of each layer's gates that is cut off, as of a normal distribution; nothing where
+    none is."""
+    gate_sparsity: float = 0.0
+    """... of layers that are all alike."""
     query_growth: QueryGrowth | None = None
     """How queries grow with their position; None where they do not."""
     further_layers: int = field(default=0, compare=False)
@@ -256,7 +264,8 @@ class ModelSpec:
     def of_layer(self, index: int) -> ModelSpec:
         """Return the spec of a model whose layers are all like layer `index`."""
         dense, bare = index in self.dense_layers, index in self.without_mlp
-        if not dense and not bare and not self.differs_in_attention and not self.ffns:
+        unlike = self.differs_in_attention or self.ffns or self.gate_sparsities
+        if not dense and not bare and not unlike:
             return self
         return _layer_like(
             self,
@@ -266,6 +275,7 @@ class ModelSpec:
             sees_all=not self.is_windowed(index),
             reads=self.kv_source(index) != index,
             width=self.ffns[index] if self.ffns else 0,
+            sparsity=self.gate_sparsities[index] if self.gate_sparsities else 0.0,
         )
 
     @property
@@ -304,8 +314,18 @@ class ModelSpec:
 
     @property
     def hop_features(self) -> int:
-        """Numbers of a token that go from stage to stage: hidden state, inputs of all layers."""
-        return self.hidden + self.num_layers * self.per_layer_dim
+        """Numbers of a token that go from stage to stage: its streams, inputs of all layers."""
+        return self.stream_features + self.num_layers * self.per_layer_dim
+
+    @property
+    def stream_features(self) -> int:
+        """Numbers of a token that go from layer to layer."""
+        return self.hidden * (1 if self.altup is None else self.altup.streams)
+
+    @property
+    def stream_params(self) -> int:
+        """Parameters that make streams of an embedding; as many bring them back for the head."""
+        return (self.stream_features - self.hidden) * self.hidden
 
     def of_mtp(self) -> ModelSpec:
         """Return the spec of a model of one layer: that of a head that predicts a further token.
@@ -368,6 +388,8 @@ class ModelSpec:
         found = tuple(name for name in names if has[name.partition("_")[0]])
         if self.mixture_beside:
             found += ("shared_out_norm", "experts_norm", "experts_out_norm")
+        if self.altup is not None:
+            found += ("altup_norm", "laurel_norm")
         return (*found, "per_layer_out_norm") if self.per_layer_dim else found
 
     @property
@@ -391,6 +413,16 @@ class ModelSpec:
                 shapes["router.scale"] = (self.hidden,)
             if self.router.expert_scale:
                 shapes["router.expert_scale"] = (self.experts,)
+        if self.altup is not None:
+            streams, rank = self.altup.streams, self.altup.laurel_rank
+            shapes |= {
+                "altup.router.weight": (streams, self.hidden),
+                "altup.predict.weight": (streams * streams, streams),
+                "altup.correct.weight": (streams, streams),
+                "altup.scale": (self.hidden,),
+                "laurel.left.weight": (rank, self.hidden),
+                "laurel.right.weight": (self.hidden, rank),
+            }
         if self.layer_scalar:
             shapes["scalar"] = (1,)
         if self.mixer not in ("attention", "both"):
@@ -433,7 +465,8 @@ class ModelSpec:
         """Parameters the first stage owns beyond its layers: tokens, positions, embedding norm."""
         learned = (self.max_positions + 2) * self.hidden if self.positions == "learned" else 0
         norm = self.norm_params if self.embedding_norm else 0
-        return self.vocab * self.hidden + learned + norm + self.per_layer_params
+        made = self.per_layer_params + self.stream_params
+        return self.vocab * self.hidden + learned + norm + made
 
     @property
     def per_layer_params(self) -> int:
@@ -447,7 +480,7 @@ class ModelSpec:
 
         Tied embeddings are counted here as well: with several stages the matrix exists twice.
         """
-        return self.vocab * self.hidden + self.norm_params
+        return self.vocab * self.hidden + self.norm_params + self.stream_params
 
     @property
     def widest_window(self) -> int:
@@ -516,6 +549,7 @@ class ModelSpec:
             ("latent", Latent),
             ("recurrent", Recurrent),
             ("query_growth", QueryGrowth),
+            ("altup", AltUp),
         )
         for name, kind in kinds:
             if made[name] is not None:
@@ -561,6 +595,7 @@ def _layer_like(
     sees_all: bool,
     reads: bool,
     width: int,
+    sparsity: float,
 ) -> ModelSpec:
     """Return a model of only layers with this mixer; `dense`: no experts, `bare`: no MLP either.
 
@@ -580,6 +615,8 @@ def _layer_like(
         kv_sources=(),
         reads_kv=reads,
         ffns=(),
+        gate_sparsities=(),
+        gate_sparsity=sparsity,
         ffn=width if width and not spec.mixture_beside else spec.ffn,
         shared_ffn=width if width and spec.mixture_beside else spec.shared_ffn,
     )

@@ -10,6 +10,7 @@ from llmpq.families import (
     dots1,
     falcon_h1,
     gemma,
+    gemma3n,
     gemma4,
     glm4,
     glm4_moe,
@@ -52,6 +53,7 @@ FAMILIES: dict[str, Family] = {
         glm4_moe.FAMILY,
         deepseek.FAMILY,
         gemma.FIRST,
+        gemma3n.FAMILY,
         gemma4.FAMILY,
         llama4.FAMILY,
         ministral3.FAMILY,
@@ -74,6 +76,7 @@ FAMILIES: dict[str, Family] = {
 
 WRAPPERS = (
     "gemma3",
+    "gemma3n",
     "gemma4",
     "gemma4_unified",
     "llama4",

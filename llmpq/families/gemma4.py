@@ -50,7 +50,7 @@ def fields(config: Config) -> dict[str, Any]:
     bias = flag(config, "attention_bias")
     kinds = [*layer_kinds(config, alternating(config, FULL_EVERY))]
     kinds[-1] = FULL
-    shared = size(config, "num_kv_shared_layers") if config.get("num_kv_shared_layers") else 0
+    shared = shared_layers(config)
     found = {
         **base,
         "qkv_bias": bias,
@@ -119,6 +119,12 @@ def _listed_heads(
             "not run; expected all windowed layers alike, and all others"
         )
     return next(iter(found[FULL]))
+
+
+def shared_layers(config: Config) -> int:
+    """Return how many layers, the last ones, have no cache of their own."""
+    given = config.get("num_kv_shared_layers")
+    return size(config, "num_kv_shared_layers") if is_given(given) else 0
 
 
 def sharing(kinds: list[str], shared: int) -> dict[str, Any]:

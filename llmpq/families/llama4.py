@@ -34,6 +34,7 @@ def fields(config: Config) -> dict[str, Any]:
     kinds = layer_kinds(config, default, windowed=CHUNKED)
     chunk = size(config, "attention_chunk_size") if CHUNKED in kinds else 0
     config.get("attention_chunk_size")  # no layer has it
+    growth = _growth(config)
     return {
         **base,
         "qkv_bias": bias,
@@ -42,7 +43,7 @@ def fields(config: Config) -> dict[str, Any]:
         "chunked_windows": chunk > 0,
         "without_positions": unturned,
         "qk_unit_norm": flag(config, "use_qk_norm"),
-        "query_growth": _growth(config) if unturned else None,
+        "query_growth": growth if unturned else None,
         **_mixture(config, base["ffn"], base["num_layers"]),
     }
 

@@ -47,7 +47,6 @@ FEATURE_OF = {
     "cohere2": _PARALLEL,
     "smollm3": _NO_POSITIONS,
     "exaone4": _NO_POSITIONS,
-    "gemma3n": "per-layer embeddings and layers that share a KV cache",
     "qwen3_vl_moe": "experts of a layer stored as one tensor, without biases",
     "phimoe": "a router that masks its second choice (sparse mixer)",
     "dbrx": "a mixture whose norms have no bias beside LayerNorm",

@@ -83,12 +83,15 @@ def workspace_bytes(
     decode = _Shape(decode_microbatch, 1, workload.max_len, e, kv, fresh=False)
     peaks = []
     for shape in (prefill, decode):
+        streams = spec.stream_features - spec.hidden
         received = 0 if first else shape.tokens * spec.hop_features * e
         # The layers' own inputs: made with three of their size, then held all through the stage.
         inputs = shape.tokens * spec.num_layers * spec.per_layer_dim * e
         moments = [4 * inputs if first else 0]
         for quantized in {p.weight_bits < 16 for p in precisions}:
-            moments.append(inputs + _widest_moment(spec, shape, quantized))
+            # A layer holds its streams as it found them, as it predicts and as it corrects them.
+            beside = inputs + 3 * shape.tokens * streams * e
+            moments.append(beside + _widest_moment(spec, shape, quantized))
         if last:
             moments.append(head_bytes(spec, tokens=shape.tokens, rows=shape.rows, element_bytes=e))
         peaks.append(received + max(moments))

@@ -74,7 +74,7 @@ class TimedModel:
                 f"{spec.name} ({spec.family}) has recurrent layers, which llmpq-profile does not "
                 "time yet; plan without --costs: their times are then estimated"
             )
-        if spec.differs_in_attention or spec.ffns:
+        if spec.differs_in_attention or spec.ffns or spec.altup:
             raise ValueError(
                 f"{spec.name} ({spec.family}) has layers of unlike shapes, which llmpq-profile "
                 "does not time yet; plan without --costs: their times are then estimated"

@@ -222,12 +222,17 @@ class LayerTail(nn.Module):
     def forward(self, x_BQh: Tensor, step: Step) -> Tensor:
         """Return [B, Q, h], maybe in place of x."""
         if self.per_layer_gate is not None:
-            assert self.per_layer_out is not None and self.norm is not None
-            gate = self.per_layer_gate(x_BQh)
-            width = gate.shape[-1]
-            own = step.memo[PER_LAYER][..., self.index * width : (self.index + 1) * width]
-            x_BQh.add_(self.norm(self.per_layer_out(self.activation(gate, own.clone()))))
+            x_BQh.add_(self.own_part(x_BQh, step))
         return x_BQh if self.scalar_1 is None else x_BQh.mul_(self.scalar_1)
+
+    def own_part(self, x_BQh: Tensor, step: Step) -> Tensor:
+        """Return what the layer's own input adds to the residual stream, [B, Q, h]."""
+        assert self.per_layer_gate is not None
+        assert self.per_layer_out is not None and self.norm is not None
+        gate = self.per_layer_gate(x_BQh)
+        width = gate.shape[-1]
+        own = step.memo[PER_LAYER][..., self.index * width : (self.index + 1) * width]
+        return self.norm(self.per_layer_out(self.activation(gate, own.clone())))
 
 
 class DecoderLayer(nn.Module):
@@ -399,9 +404,10 @@ class Embedding(nn.Module):
         *,
         factor: float = 1.0,
         per_layer: PerLayerInputs | None = None,
+        streams: TokenStreams | None = None,
     ) -> None:
         super().__init__()
-        self.per_layer = per_layer
+        self.per_layer, self.streams = per_layer, streams
         self.tokens_Vh, self.positions_Ph, self.norm = tokens_Vh, positions_Ph, norm
         self.factor = float(torch.tensor(factor, dtype=tokens_Vh.dtype))
 
@@ -417,7 +423,19 @@ class Embedding(nn.Module):
         x = x if self.norm is None else self.norm(x)
         if self.per_layer is not None:
             step.memo[PER_LAYER] = self.per_layer(tokens_BQ, x)
-        return x
+        return x if self.streams is None else self.streams.apart(x)
+
+
+class TokenStreams(Protocol):
+    """What makes several streams of a token, or one of several (streams.py)."""
+
+    def apart(self, x: Tensor) -> Tensor:
+        """Return [..., A * h] of [..., h]."""
+        ...
+
+    def together(self, x: Tensor) -> Tensor:
+        """Return [..., h] of [..., A * h]."""
+        ...
 
 
 class PerLayerInputs(nn.Module):
@@ -454,12 +472,14 @@ class HeldBytes:
 def held_weights(part: nn.Module) -> list[HeldBytes]:
     """Return what a part itself holds, the parts inside it left out."""
     holders = (Norm, Linear, Embedding, Routing, GatedSharedMLP, Attention, LatentAttention)
-    if not isinstance(part, (*holders, RecurrentMixer, PerLayerInputs, LayerTail)):
+    known = isinstance(part, (*holders, RecurrentMixer, PerLayerInputs, LayerTail))
+    if not known and not hasattr(part, "holds_weights"):
         return []
     if isinstance(part, Attention):
         sinks = None if part.rule is None else part.rule.sinks_H
         return [] if sinks is None else [HeldBytes(id(sinks), sinks.nbytes)]
-    tensors = [held for held in vars(part).values() if isinstance(held, Tensor)]
+    own = [*vars(part).values(), *(vars(part).get("weights") or ())]
+    tensors = [held for held in own if isinstance(held, Tensor)]
     found = [HeldBytes(id(tensor), tensor.nbytes) for tensor in tensors]
     if isinstance(part, Linear):
         weight = part.weight
@@ -478,13 +498,16 @@ class Head(nn.Module):
         *,
         factor: float = 1.0,
         cap: float = 0.0,
+        streams: TokenStreams | None = None,
     ) -> None:
         super().__init__()
+        self.streams = streams
         self.norm, self.output, self.runner = norm, output, runner
         self.factor, self.cap = factor, cap
 
     def forward(self, x: Tensor) -> Tensor:
         """Return logits [..., V]."""
+        x = x if self.streams is None else self.streams.together(x)
         logits: Tensor = self.output(self.runner.norm(self.norm, x))
         if self.factor != 1.0:
             logits.mul_(self.factor)

@@ -61,6 +61,8 @@ class GateFunction:
     slope: float = 1.0
     factor: float = 1.0
     """silu: the gate is multiplied by this first."""
+    sparsity: float = 0.0
+    """Gates are cut off below what this share of a normal distribution is below, less that."""
 
     def __post_init__(self) -> None:
         """Refuse an activation that nobody here computes."""
@@ -68,13 +70,15 @@ class GateFunction:
 
     def of_both(self, both: Tensor) -> Tensor:
         """Return what it makes of contiguous [..., 2 F], gate first."""
-        if self.activation == "silu" and self.factor == 1.0 and row_wise.takes(both, both):
+        plain = self.factor == 1.0 and not self.sparsity
+        if self.activation == "silu" and plain and row_wise.takes(both, both):
             return row_wise.silu_gate(both)
         # Out of place: the halves are strided views, and `down` wants rows without gaps.
         return self(*both.chunk(2, dim=-1))
 
     def __call__(self, gate: Tensor, up: Tensor) -> Tensor:
         """Return a new tensor; gate and up, strided halves of one, stay as they were."""
+        gate = self._cut(gate) if self.sparsity else gate
         if self.activation == "silu":
             gate = gate if self.factor == 1.0 else gate * self.factor
             return functional.silu(gate).mul_(up)
@@ -83,6 +87,14 @@ class GateFunction:
         gate = gate.clamp(max=self.limit)
         glu = torch.sigmoid(gate * self.slope).mul_(gate)
         return up.clamp(min=-self.limit, max=self.limit).add_(1).mul_(glu)
+
+    def _cut(self, gate: Tensor) -> Tensor:
+        """Return gates less their mean and so many standard deviations, at least zero."""
+        share = torch.tensor(self.sparsity, dtype=torch.float32)
+        deviations = float(torch.special.ndtri(share).to(gate.dtype))
+        mean = gate.mean(dim=-1, keepdim=True)
+        cutoff = mean + gate.std(dim=-1, keepdim=True, unbiased=False) * deviations
+        return functional.relu(gate - cutoff)
 
 
 GATED = ("silu", "gelu_tanh", "clamped_silu")

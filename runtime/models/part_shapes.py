@@ -34,12 +34,22 @@ def embedding_shapes(spec: ModelSpec) -> Shapes:
         shapes["per_layer.weight"] = (spec.per_layer_vocab, wide)
         shapes["per_layer_in.weight"] = (wide, spec.hidden)
         shapes["per_layer_norm.weight"] = (spec.per_layer_dim,)
-    return shapes
+    return shapes | stream_shapes("stream_in", spec)
 
 
 def head_shapes(spec: ModelSpec) -> Shapes:
     """Return the parts of the last stage beyond layers; they sum to `spec.head_params`."""
-    return norm_shapes("norm", spec) | {"output.weight": (spec.vocab, spec.hidden)}
+    return (
+        norm_shapes("norm", spec)
+        | {"output.weight": (spec.vocab, spec.hidden)}
+        | stream_shapes("stream_out", spec)
+    )
+
+
+def stream_shapes(name: str, spec: ModelSpec) -> Shapes:
+    """Return the matrices of a token's streams but the first, where it has several."""
+    others = range(1, 1 if spec.altup is None else spec.altup.streams)
+    return {f"{name}.{i}.weight": (spec.hidden, spec.hidden) for i in others}
 
 
 def mtp_shapes(spec: ModelSpec) -> Shapes:

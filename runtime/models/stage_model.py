@@ -139,8 +139,9 @@ class StageModel(nn.Module):
         if self.embedding is not None:
             x = self.embedding(x, step)
         elif self.spec.per_layer_dim:
-            step.memo[PER_LAYER] = x[..., self.spec.hidden :]
-            x = x[..., : self.spec.hidden].contiguous()
+            width = self.spec.stream_features
+            step.memo[PER_LAYER] = x[..., width:]
+            x = x[..., :width].contiguous()
         done = self._all_layers(x, step, kv)
         if done is not None:
             return done

@@ -30,6 +30,7 @@ from llmpq.runtime.models.mlps import MLP, GatedMLP, GatedSharedMLP, GateFunctio
 from llmpq.runtime.models.norms import NoNorm
 from llmpq.runtime.models.recurrent import RecurrentMixer
 from llmpq.runtime.models.rotary import Rotary
+from llmpq.runtime.models.streams import Mixing, StreamLayer, Streams
 
 
 class Wiring:
@@ -54,7 +55,14 @@ class Wiring:
             parts.norm("norm") if self._spec.embedding_norm else None,
             factor=self._spec.embedding_factor,
             per_layer=self._per_layer_inputs(parts),
+            streams=self._streams(parts, "stream_in"),
         )
+
+    def _streams(self, parts: LayerTensors, name: str) -> Streams | None:
+        form = self._spec.altup
+        if form is None:
+            return None
+        return Streams([parts.tensor(f"{name}.{i}.weight") for i in range(1, form.streams)])
 
     def _per_layer_inputs(self, parts: LayerTensors) -> PerLayerInputs | None:
         if not self._spec.per_layer_dim:
@@ -66,7 +74,8 @@ class Wiring:
         """Wire decoder layer `index`, counted over the whole model."""
         spec = self._spec.of_layer(index)
         norms = {name: parts.norm(name) for name in spec.layer_norms}
-        return DecoderLayer(
+        kind = DecoderLayer if spec.altup is None else StreamLayer
+        layer = kind(
             attn_norm=norms.get("attn_norm", NoNorm()),
             attention=self._mixer(spec, parts, index),
             mlp_norm=NoNorm() if spec.mixture_beside else norms.get("mlp_norm", NoNorm()),
@@ -78,6 +87,16 @@ class Wiring:
             mlp_factor=spec.mlp_factor,
             tail=self._tail(spec, parts, index),
         )
+        if isinstance(layer, StreamLayer):
+            assert spec.altup is not None
+            names = ("router.weight", "predict.weight", "correct.weight", "scale")
+            router, predict, correct, scale = (parts.tensor(f"altup.{name}") for name in names)
+            left, right = (parts.tensor(f"laurel.{side}.weight") for side in ("left", "right"))
+            mixing = Mixing(
+                *(spec.altup, norms["altup_norm"], router, predict, correct, scale, (left, right))
+            )
+            return layer.with_mixing(mixing, norms["laurel_norm"])
+        return layer
 
     @staticmethod
     def _tail(spec: ModelSpec, parts: LayerTensors, index: int) -> LayerTail | None:
@@ -86,7 +105,7 @@ class Wiring:
         own = spec.per_layer_dim > 0
         return LayerTail(
             index,
-            _gate_function(spec),
+            GateFunction(spec.activation),
             parts.linear("per_layer_gate") if own else None,
             parts.linear("per_layer_out") if own else None,
             parts.norm("per_layer_out_norm") if own else None,
@@ -140,6 +159,7 @@ class Wiring:
             self._runner,
             factor=self._spec.logit_factor,
             cap=self._spec.logit_cap,
+            streams=self._streams(parts, "stream_out"),
         )
 
     def _attention(self, parts: LayerTensors, index: int) -> Attention:
@@ -222,7 +242,11 @@ def _rotaries(spec: ModelSpec, device: torch.device) -> tuple[Rotary | None, Rot
 
 def _gate_function(spec: ModelSpec) -> GateFunction:
     return GateFunction(
-        spec.activation, spec.activation_limit, spec.activation_slope, spec.gate_factor
+        spec.activation,
+        spec.activation_limit,
+        spec.activation_slope,
+        spec.gate_factor,
+        spec.gate_sparsity,
     )
 
 

@@ -134,6 +134,21 @@ GEMMA4: dict[str, Any] = {
     "final_logit_softcapping": 3.0,
     "pad_token_id": 0,
 }
+GEMMA3N: dict[str, Any] = {
+    "head_dim": 16,
+    "intermediate_size": [48, 80, 64, 80],
+    "sliding_window": WINDOW,
+    "layer_types": [*["sliding_attention"] * 2, *["full_attention"] * 2],
+    "num_kv_shared_layers": 1,
+    "hidden_size_per_layer_input": 8,
+    "vocab_size_per_layer_input": 100,
+    "altup_num_inputs": 3,
+    "laurel_rank": 6,
+    "activation_sparsity_pattern": [0.9, 0.5, 0.0, 0.5],
+    "attention_bias": True,
+    "final_logit_softcapping": 3.0,
+    "pad_token_id": 0,
+}
 LLAMA4: dict[str, Any] = {
     "head_dim": 24,
     "intermediate_size_mlp": 80,
@@ -427,6 +442,19 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
             "num_local_experts": 0,
             "shared_intermediate_size": 80,
             "position_embedding_type": "rope",
+        },
+    ),
+    "gemma3n": ("Gemma3nText", GEMMA3N),
+    "gemma3n with shared caches of both kinds": (
+        "Gemma3nText",
+        {
+            **GEMMA3N,
+            "num_kv_shared_layers": 2,
+            "layer_types": ALTERNATING,
+            "intermediate_size": 80,
+            "altup_num_inputs": 2,
+            "altup_active_idx": 1,
+            "altup_correct_scale": False,
         },
     ),
     "llama4": ("Llama4Text", LLAMA4),

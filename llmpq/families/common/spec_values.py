@@ -83,6 +83,19 @@ class Router:
 
 
 @dataclass(frozen=True, kw_only=True)
+class AltUp:
+    """Alternating updates: several streams of a token, of which a layer works on one."""
+
+    streams: int
+    active: int
+    """The one."""
+    scaled: bool
+    """It is multiplied by a vector before it meets the layer's own input."""
+    laurel_rank: int
+    """Rows of the small matrix of LAuReL, a residual beside attention's."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class QueryGrowth:
     """Queries that grow with position: times 1 + beta log(1 + floor((p + ahead) / length))."""
 

@@ -21,6 +21,8 @@ SAID: dict[str, dict[str, Any]] = {
     "glm4_moe": {"head_dim": 128},
     "deepseek_v2": {"num_experts_per_tok": 2},
     "dots1": {"n_routed_experts": 8, "num_experts_per_tok": 2, "n_shared_experts": 1},
+    "gemma3n": {"num_kv_shared_layers": 2},
+    "gemma3n_text": {"num_kv_shared_layers": 2},
     "granitemoehybrid": {
         "layer_types": ["full_attention"] * 8,
         "num_local_experts": 0,
