@@ -47,6 +47,10 @@ PLAIN = {
     "vocab_size": VOCAB,
     "hidden_size": HIDDEN,
     "n_embed": HIDDEN,
+    "n_embd": HIDDEN,
+    "n_inner": 96,
+    "ffn_hidden_size": 96,
+    "rotary_dim": 8,
     "word_embed_proj_dim": HIDDEN,
     "intermediate_size": 96,
     "shared_intermediate_size": 80,
@@ -68,7 +72,8 @@ PLAIN = {
     "sliding_window": 12,
     **LATENT,
 }
-EXPERTS = ("num_local_experts", "n_routed_experts", "num_experts")
+EXPERTS = ("num_local_experts", "n_routed_experts", "num_experts", "moe_num_experts")
+PER_TOKEN = ("num_experts_per_tok", "moe_topk", "moe_k")
 VISION = {
     "hidden_size": 32,
     "intermediate_size": 32,
@@ -166,15 +171,16 @@ def _shrunk_text(config: dict[str, Any], kind: str) -> dict[str, Any]:
     found = dict(config)
     for key, value in PLAIN.items():
         unused = key.startswith("moe_") and "E" not in said.get("hybrid_override_pattern", "E")
-        if said.get(key) is not None and (key in config or key in known) and not unused:
+        if said.get(key) and (key in config or key in known) and not unused:
             found[key] = value
     layers = min(LAYERS, said.get("num_hidden_layers") or said.get("n_layer") or LAYERS)
     heads_keys = [k for k in ("num_attention_heads", "n_head") if k in said] or ["n_head"]
     heads, kv = said[heads_keys[0]], said.get("num_key_value_heads")
     latent = "kv_lora_rank" in said
     found |= dict.fromkeys(heads_keys, HEADS)
-    if kv is not None:
-        found["num_key_value_heads"] = HEADS if kv == heads or latent else 1 if kv == 1 else 2
+    for key, count in (("num_key_value_heads", kv), ("num_kv_heads", said.get("num_kv_heads"))):
+        if count is not None:
+            found[key] = HEADS if count == heads or latent else 1 if count == 1 else 2
     if said.get("head_dim") is not None and not latent:
         found["head_dim"] = 2 * HEAD
     for key in ("num_hidden_layers", "n_layer"):
@@ -186,8 +192,10 @@ def _shrunk_text(config: dict[str, Any], kind: str) -> dict[str, Any]:
     for key in EXPERTS:
         if said.get(key):
             found[key] = 8
-    if said.get("num_experts_per_tok"):
-        found["num_experts_per_tok"] = min(3, said["num_experts_per_tok"])
+    for key in PER_TOKEN:
+        taken = said.get(key)
+        if taken:
+            found[key] = min(3, taken[0] if isinstance(taken, list) else taken)
     if said.get("n_group"):
         found |= {"n_group": 1, "topk_group": 1} if said["n_group"] == 1 else GROUPED
     if said.get("first_k_dense_replace"):
@@ -268,6 +276,7 @@ def runs_equal(config: dict[str, Any]) -> bool:
                 do_sample=False,
                 eos_token_id=None,
                 pad_token_id=0,
+                use_mtp=False,  # published configs may say so of generation, too
             )[0, len(prompt) :].tolist()
             if pipeline.generate([prompt], max_new=NEW) != [theirs]:
                 return False

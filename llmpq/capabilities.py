@@ -64,6 +64,10 @@ def _growth(spec: ModelSpec, max_len: int) -> bool:
     return spec.query_growth is not None and spec.query_growth.met(max_len)
 
 
+def _bare_layer_norm(spec: ModelSpec, max_len: int) -> bool:
+    return spec.norm == "layernorm" and not spec.norm_bias
+
+
 def _changing_rope(spec: ModelSpec, max_len: int) -> bool:
     """Whether positions depend on a request's length so far; a run decides longrope once."""
     scaling = spec.rope_scaling
@@ -102,7 +106,11 @@ FEATURES: tuple[Feature, ...] = (
     _feature("norms behind attention and MLP", lambda s, _: s.norm_order != "pre", "gpu_rounded"),
     _feature("a factor on the residual stream", _scaled_stream, "gpu_rounded"),
     _feature("gates of GELU", lambda s, _: s.gated and s.activation == "gelu_tanh", "gpu_rounded"),
+    _feature("attention and MLP side by side", lambda s, _: s.parallel_norms > 0, "gpu_rounded"),
+    _feature("LayerNorms without biases", _bare_layer_norm, "gpu_rounded"),
     _feature("squared ReLU", lambda s, _: s.activation == "relu2", "gpu_rounded"),
+    _feature("exact GELU", lambda s, _: s.activation == "gelu_erf", "gpu_rounded"),
+    _feature("xIELU", lambda s, _: s.activation == "xielu", "gpu_rounded"),
     _feature("clamped gates", lambda s, _: s.activation == "clamped_silu", "gpu_rounded"),
 )
 """What a way lacks is refused there, though planned for: its kernels are to come."""

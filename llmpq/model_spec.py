@@ -40,7 +40,10 @@ FIRST_OPTIONAL = ("qk_norm", "embedding_norm", "rope_theta", "rope_scaling")
 """Fields with a default that every fingerprint counts."""
 SHARED = "shared."
 """What the names of the linears begin with that every token goes through beside its experts."""
-Activation = Literal["relu", "gelu", "silu", "gelu_tanh", "clamped_silu", "relu2"]
+Activation = Literal[
+    "relu", "gelu", "gelu_erf", "silu", "gelu_tanh", "clamped_silu", "relu2", "xielu"
+]
+"""`gelu`: by tanh, in an MLP without a gate; `gelu_tanh`: the same of a gate; `gelu_erf`: exact."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -188,6 +191,25 @@ class ModelSpec:
     """... of layers that are all alike."""
     query_growth: QueryGrowth | None = None
     """How queries grow with their position; None where they do not."""
+    parallel_norms: int = 0
+    """Norms in front of attention and MLP that run side by side on one input, one that both read or
+    one of each; 0: the MLP runs on what attention gave."""
+    norm_bias: bool = True
+    """Whether LayerNorms have a bias beside their weight."""
+    qk_norm_centred: bool = False
+    """The norms of queries and keys are LayerNorms, not RMSNorms."""
+    qk_norm_bias: bool = False
+    """... which have biases."""
+    qk_norm_apart: bool = False
+    """The norms of queries and keys have weights of their own for every head."""
+    qk_norm_late: bool = False
+    """Queries and keys are turned first, then normalised."""
+    qkv_limit: float = 0.0
+    """Queries and keys, behind their norms, and values are kept within +-limit; 0: as they come."""
+    head_bias: bool = False
+    """Whether the output matrix has a bias."""
+    position_offset: int = 2
+    """Rows of learned positions in front of that of position 0 (OPT: two)."""
     further_layers: int = field(default=0, compare=False)
     """Layers behind the last one that a checkpoint has and nobody runs (MTP)."""
     left_out: tuple[str, ...] = field(default=(), compare=False)
@@ -376,7 +398,7 @@ class ModelSpec:
     @property
     def norm_params(self) -> int:
         """Parameters of one norm over the hidden size: weight, and bias where it has one."""
-        return self.hidden * (2 if self.norm == "layernorm" else 1)
+        return self.hidden * (2 if self.norm == "layernorm" and self.norm_bias else 1)
 
     @property
     def layer_norms(self) -> tuple[str, ...]:
@@ -384,7 +406,7 @@ class ModelSpec:
         before, behind = ("attn_norm", "mlp_norm"), ("attn_out_norm", "mlp_out_norm")
         both = (before[0], behind[0], before[1], behind[1])
         names = {"pre": before, "post": behind, "both": both}[self.norm_order]
-        has = {"attn": self.mixer != "none", "mlp": self.has_mlp}
+        has = {"attn": self.mixer != "none", "mlp": self.has_mlp and self.parallel_norms != 1}
         found = tuple(name for name in names if has[name.partition("_")[0]])
         if self.mixture_beside:
             found += ("shared_out_norm", "experts_norm", "experts_out_norm")
@@ -396,9 +418,12 @@ class ModelSpec:
     def kept_whole(self) -> dict[str, tuple[int, ...]]:
         """Shapes of a layer's parts that are never quantised, beside norms and biases of linears.
 
-        Norms of queries and keys, router, sinks, and the matrix that makes keys and values.
+        Norms of queries and keys, router, sinks, the matrix that makes keys and values, and the two
+        numbers of a learned activation.
         """
         shapes: dict[str, tuple[int, ...]] = {}
+        if self.activation == "xielu" and self.has_mlp:
+            shapes |= {"xielu.positive": (1,), "xielu.negative": (1,)}
         if self.shared_gate:
             shapes["shared_gate.weight"] = (1, self.hidden)
         if self.recurrent is not None and self.mixer in ("recurrent", "both"):
@@ -428,10 +453,13 @@ class ModelSpec:
         if self.mixer not in ("attention", "both"):
             return shapes
         if self.qk_norm:
-            q, k = (self.heads, self.kv_heads) if self.qk_norm_whole else (1, 1)
-            shapes["q_norm.weight"] = (q * self.head_dim,)
-            if not self.reads_kv:
-                shapes["k_norm.weight"] = (k * self.head_dim,)
+            made = (("q_norm", self.heads), ("k_norm", self.kv_heads))
+            for name, heads in made[:1] if self.reads_kv else made:
+                many = self.qk_norm_whole or self.qk_norm_apart
+                shape = (heads * self.head_dim if many else self.head_dim,)
+                shapes[f"{name}.weight"] = shape
+                if self.qk_norm_bias:
+                    shapes[f"{name}.bias"] = shape
         if self.sinks:
             shapes["sinks"] = (self.heads,)
         if self.latent is not None:
@@ -463,7 +491,8 @@ class ModelSpec:
     @property
     def embedding_params(self) -> int:
         """Parameters the first stage owns beyond its layers: tokens, positions, embedding norm."""
-        learned = (self.max_positions + 2) * self.hidden if self.positions == "learned" else 0
+        rows = self.max_positions + self.position_offset
+        learned = rows * self.hidden if self.positions == "learned" else 0
         norm = self.norm_params if self.embedding_norm else 0
         made = self.per_layer_params + self.stream_params
         return self.vocab * self.hidden + learned + norm + made
@@ -476,11 +505,12 @@ class ModelSpec:
 
     @property
     def head_params(self) -> int:
-        """Parameters the last stage owns beyond its layers: final norm and output matrix.
+        """Parameters the last stage owns beyond its layers: final norm, output matrix and its bias.
 
         Tied embeddings are counted here as well: with several stages the matrix exists twice.
         """
-        return self.vocab * self.hidden + self.norm_params + self.stream_params
+        bias = self.vocab if self.head_bias else 0
+        return self.vocab * self.hidden + bias + self.norm_params + self.stream_params
 
     @property
     def widest_window(self) -> int:

@@ -13,7 +13,16 @@ from typing import Any
 
 from llmpq.checkpoints.gguf_file import GgufFile
 from llmpq.checkpoints.gguf_metadata import REAL, Metadata
-from llmpq.checkpoints.gguf_mixtures import deepseek2, glm4moe, gpt_oss
+from llmpq.checkpoints.gguf_mixtures import (
+    deepseek2,
+    dots1,
+    ernie4_5_moe,
+    glm4moe,
+    gpt_oss,
+    hunyuan_moe,
+    minimax_m2,
+    olmoe,
+)
 from llmpq.errors import shortened
 
 FACTORS = {"long": "rope_factors_long.weight", "short": "rope_factors_short.weight"}
@@ -43,6 +52,8 @@ class Architecture:
     """Whether norms are stored as 1 + w."""
     latent: bool = False
     """Whether attention is over latents, whose keys and values differ in size."""
+    layer_norm: str = ""
+    """What config.json calls the epsilon of LayerNorms; empty: the model has RMSNorms."""
     further: bool = False
     """Whether `block_count` counts layers that predict further tokens, which a file may lack."""
 
@@ -111,7 +122,7 @@ def _common(told: Metadata, architecture: Architecture) -> dict[str, Any]:
         "num_key_value_heads": told.number("attention.head_count_kv", default=heads),
         "head_dim": head_dim,
         "max_position_embeddings": told.number("context_length"),
-        "rms_norm_eps": told.number("attention.layer_norm_rms_epsilon", REAL),
+        **_epsilon(told, architecture),
         "vocab_size": vocabulary.shape[0],
         "rope_theta": told.number("rope.freq_base", REAL, default=10000.0),
         "tie_word_embeddings": "output.weight" not in file.tensors,
@@ -130,6 +141,13 @@ def _common(told: Metadata, architecture: Architecture) -> dict[str, Any]:
     experts = told.get("expert_feed_forward_length")
     config["intermediate_size"] = told.number("feed_forward_length", default=experts)
     return config
+
+
+def _epsilon(told: Metadata, architecture: Architecture) -> dict[str, float]:
+    """Return what norms add to what they divide by, under its name in config.json."""
+    if architecture.layer_norm:
+        return {architecture.layer_norm: told.number("attention.layer_norm_epsilon", REAL)}
+    return {"rms_norm_eps": told.number("attention.layer_norm_rms_epsilon", REAL)}
 
 
 def _layers(told: Metadata, architecture: Architecture) -> int:
@@ -294,6 +312,60 @@ def _granite(told: Metadata, config: dict[str, Any]) -> None:
     }
 
 
+NO_POSITIONS_EVERY = 4
+"""llama.cpp turns no queries and keys of every fourth layer of SmolLM3."""
+
+
+def _smollm3(told: Metadata, config: dict[str, Any]) -> None:
+    config["no_rope_layer_interval"] = NO_POSITIONS_EVERY
+
+
+def _layer_types(told: Metadata, config: dict[str, Any]) -> None:
+    """EXAONE 4 and Command R7B and A: windows, a pattern where the file says one."""
+    config["sliding_window"] = told.get("attention.sliding_window")
+    pattern = told.get("attention.sliding_window_pattern")
+    if type(pattern) is int:
+        config["sliding_window_pattern"] = pattern
+    elif isinstance(pattern, list):
+        names = {True: "sliding_attention", False: "full_attention"}
+        config["layer_types"] = [names[bool(windowed)] for windowed in pattern]
+    elif not config["sliding_window"]:
+        config["layer_types"] = ["full_attention"] * config["num_hidden_layers"]
+
+
+def _cohere(told: Metadata, config: dict[str, Any]) -> None:
+    config["logit_scale"] = told.number("logit_scale", REAL)
+    config["use_qk_norm"] = "blk.0.attn_q_norm.weight" in told.file.tensors
+
+
+def _cohere2(told: Metadata, config: dict[str, Any]) -> None:
+    _layer_types(told, config)
+    config["logit_scale"] = told.number("logit_scale", REAL)
+
+
+def _seed_oss(told: Metadata, config: dict[str, Any]) -> None:
+    config["attention_out_bias"] = "blk.0.attn_output.bias" in told.file.tensors
+
+
+def _ernie4_5(told: Metadata, config: dict[str, Any]) -> None:
+    config["use_bias"] = config.pop("attention_bias")
+    config.pop("mlp_bias")
+
+
+def _stablelm(told: Metadata, config: dict[str, Any]) -> None:
+    tensors = told.file.tensors
+    told.get("use_parallel_residual")  # newer files say what their tensors tell
+    config["use_parallel_residual"] = "blk.0.ffn_norm.weight" not in tensors
+    config["qk_layernorm"] = "blk.0.attn_q_norm.weight" in tensors
+    config["use_qkv_bias"] = config.pop("attention_bias")
+
+
+def _starcoder2(told: Metadata, config: dict[str, Any]) -> None:
+    config["use_bias"] = config.pop("attention_bias")
+    config["sliding_window"] = told.get("attention.sliding_window")
+    config.pop("mlp_bias")
+
+
 ARCHITECTURES: Mapping[str, Architecture] = {
     "llama": Architecture(model_type="llama", also=_llama, pairs=True),
     "qwen2": Architecture(model_type="qwen2"),
@@ -309,5 +381,22 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "gpt-oss": Architecture(model_type="gpt_oss", also=gpt_oss),
     "glm4moe": Architecture(model_type="glm4_moe", also=glm4moe, further=True),
     "deepseek2": Architecture(model_type="deepseek_v2", also=deepseek2, latent=True),
+    "smollm3": Architecture(model_type="smollm3", also=_smollm3, pairs=True),
+    "exaone4": Architecture(model_type="exaone4", also=_layer_types),
+    "arcee": Architecture(model_type="arcee", pairs=True),
+    "seed_oss": Architecture(model_type="seed_oss", also=_seed_oss),
+    "ernie4_5": Architecture(model_type="ernie4_5", also=_ernie4_5),
+    "ernie4_5-moe": Architecture(model_type="ernie4_5_moe", also=ernie4_5_moe),
+    "hunyuan-dense": Architecture(model_type="hunyuan_v1_dense"),
+    "hunyuan-moe": Architecture(model_type="hunyuan_v1_moe", also=hunyuan_moe),
+    "minimax-m2": Architecture(model_type="minimax_m2", also=minimax_m2),
+    "olmoe": Architecture(model_type="olmoe", also=olmoe),
+    "dots1": Architecture(model_type="dots1", also=dots1),
+    "command-r": Architecture(model_type="cohere", also=_cohere, layer_norm="layer_norm_eps"),
+    "cohere2": Architecture(model_type="cohere2", also=_cohere2, layer_norm="layer_norm_eps"),
+    "stablelm": Architecture(model_type="stablelm", also=_stablelm, layer_norm="layer_norm_eps"),
+    "starcoder2": Architecture(
+        model_type="starcoder2", also=_starcoder2, layer_norm="norm_epsilon"
+    ),
 }
 """`general.architecture` -> what it means."""

@@ -1,4 +1,4 @@
-"""GGUF files of mixtures: gpt-oss, GLM-4.5 and DeepSeek, from metadata to `config.json`'s keys.
+"""GGUF files of mixtures, from metadata to `config.json`'s keys.
 
 A key that old files lack is taken as llama.cpp takes it: no groups of experts, no scale.
 """
@@ -80,6 +80,71 @@ def deepseek2(told: Metadata, config: dict[str, Any]) -> None:
     if over:
         mscale = round(float(over) / YARN_STEP, 6)
         config["yarn"] = {"mscale": mscale, "mscale_all_dim": mscale}
+
+
+def dots1(told: Metadata, config: dict[str, Any]) -> None:
+    """dots.llm1."""
+    _require_gate(told, SIGMOID, default=SIGMOID)
+    normalised = told.get("expert_weights_norm") is not False
+    config |= {**_experts(told), "norm_topk_prob": normalised}
+
+
+def ernie4_5_moe(told: Metadata, config: dict[str, Any]) -> None:
+    """ERNIE 4.5's mixtures: experts behind the dense layers, in every n-th layer."""
+    _require_gate(told, SOFTMAX, default=SOFTMAX)
+    wide = told.number("expert_feed_forward_length")
+    shared = told.get("expert_shared_feed_forward_length")
+    count = told.get("expert_shared_count")
+    config |= {
+        "moe_num_experts": told.number("expert_count"),
+        "moe_k": told.number("expert_used_count"),
+        "moe_intermediate_size": wide,
+        "moe_num_shared_experts": shared // wide if shared else count or 0,
+        "moe_layer_start_index": told.get("leading_dense_block_count") or 0,
+        "moe_layer_interval": told.number("interleave_moe_layer_step", default=1),
+        "moe_layer_end_index": -1,
+        "use_bias": config.pop("attention_bias"),
+    }
+    config.pop("mlp_bias")
+
+
+def hunyuan_moe(told: Metadata, config: dict[str, Any]) -> None:
+    """Hunyuan's mixtures: experts and the MLP beside them are equally wide."""
+    _require_gate(told, SOFTMAX, default=SOFTMAX)
+    wide = told.number("expert_feed_forward_length", default=config["intermediate_size"])
+    if told.number("expert_shared_feed_forward_length", default=wide) != wide:
+        raise ValueError(
+            f"'{told.file.path}': shared and routed experts of different sizes are not supported "
+            "in Hunyuan's mixtures; get the model as safetensors"
+        )
+    config |= {
+        "num_experts": told.number("expert_count"),
+        "moe_topk": told.number("expert_used_count"),
+        "intermediate_size": wide,
+    }
+
+
+def minimax_m2(told: Metadata, config: dict[str, Any]) -> None:
+    """MiniMax-M2."""
+    _require_gate(told, SIGMOID, default=SIGMOID)
+    config |= {
+        "num_local_experts": told.number("expert_count"),
+        "num_experts_per_tok": told.number("expert_used_count"),
+        "intermediate_size": told.number(
+            "expert_feed_forward_length", default=config["intermediate_size"]
+        ),
+    }
+
+
+def olmoe(told: Metadata, config: dict[str, Any]) -> None:
+    """OLMoE; llama.cpp does not make the chosen experts' weights sum to one."""
+    _require_gate(told, SOFTMAX, default=SOFTMAX)
+    config |= {
+        "num_experts": told.number("expert_count"),
+        "num_experts_per_tok": told.number("expert_used_count"),
+        "norm_topk_prob": told.get("expert_weights_norm") is True,
+        "clip_qkv": told.get("attention.clamp_kqv"),
+    }
 
 
 def _experts(told: Metadata) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from llmpq.families.common.config_values import Config, expect, flag, number, size
+from llmpq.families.common.plain_families import by_head
 from llmpq.families.record import Arrange, Family, NameTable, linear_names, norm_names
 
 
@@ -33,12 +34,6 @@ def fields(config: Config) -> dict[str, Any]:
     }
 
 
-def _apart(qkv: Any, spec: Any) -> Any:
-    """Return the fused rows as q, k, v; a checkpoint has q, k, v of head 0, of head 1, ..."""
-    by_head = qkv.view(spec.heads, 3, spec.head_dim, -1)
-    return by_head.transpose(0, 1).reshape(qkv.shape)
-
-
 FAMILY = Family(
     name="bloom",
     model_types=("bloom",),
@@ -58,7 +53,7 @@ FAMILY = Family(
             ("down", ("h.{i}.mlp.dense_4h_to_h",)),
         ),
         head=norm_names(("norm", "ln_f")),
-        arrange={"qkv.weight": Arrange(rows=_apart), "qkv.bias": Arrange(rows=_apart)},
+        arrange={"qkv.weight": Arrange(rows=by_head), "qkv.bias": Arrange(rows=by_head)},
     ),
     layers_at="transformer.h",
     before=("transformer.word_embeddings", "transformer.word_embeddings_layernorm"),

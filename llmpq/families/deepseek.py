@@ -24,11 +24,12 @@ from llmpq.families.glm4_moe import mixture
 from llmpq.families.record import LAYER_MTP, Arrange, linear_names
 
 
-def fields(config: Config) -> dict[str, Any]:
-    """Return the fields of `ModelSpec`."""
+def fields(config: Config, dense: tuple[int, ...] | None = None) -> dict[str, Any]:
+    """Return the fields of `ModelSpec`; `dense`: layers without experts, None: the first ones."""
     base = latent_fields(config)
     is_v3 = config.get("model_type") != "deepseek_v2"
-    return {**base, **(_v3(config, base["ffn"]) if is_v3 else _v2(config, base["ffn"]))}
+    own = _v3(config, base["ffn"], dense) if is_v3 else _v2(config, base["ffn"])
+    return {**base, **own}
 
 
 def latent_fields(config: Config, *, knows: tuple[str, ...] = ()) -> dict[str, Any]:
@@ -67,10 +68,10 @@ def latent_fields(config: Config, *, knows: tuple[str, ...] = ()) -> dict[str, A
     }
 
 
-def _v3(config: Config, ffn: int) -> dict[str, Any]:
+def _v3(config: Config, ffn: int, dense: tuple[int, ...] | None) -> dict[str, Any]:
     expect(config, "scoring_func", "sigmoid", default="sigmoid")
     expect(config, "topk_method", "noaux_tc", default="noaux_tc")
-    return mixture(config, ffn)
+    return mixture(config, ffn, dense)
 
 
 def _v2(config: Config, ffn: int) -> dict[str, Any]:

@@ -163,7 +163,7 @@ def _mixture(config: Config, ffn: int) -> dict[str, Any]:
         for key in keys:
             config.get(key)  # no layer has them
         return {}
-    found = counts(config, "num_experts", chosen_by="top_k_experts")
+    found = counts(config, "num_experts", per_token=("top_k_experts",))
     return {
         **found,
         "ffn": size(config, "moe_intermediate_size", "expert_intermediate_size"),

@@ -38,6 +38,8 @@ def _halves(qkv: Any, spec: Any) -> Any:
     return out
 
 
+HALVES = Arrange(rows=_halves)
+"""Of queries, keys and values whose turned channels lie in pairs."""
 _LAYER = {
     **norm_names(
         ("attn_norm", "layers.{i}.input_layernorm"),
@@ -60,6 +62,6 @@ FAMILY = replace(
     names=replace(
         llama.FAMILY.names,
         layer=_LAYER,
-        arrange={f"qkv.{kind}": Arrange(rows=_halves) for kind in ("weight", "bias")},
+        arrange={f"qkv.{kind}": HALVES for kind in ("weight", "bias")},
     ),
 )

@@ -13,7 +13,13 @@ from typing import Any
 
 from llmpq.families import llama
 from llmpq.families.common.config_values import Config, flag, number, size
-from llmpq.families.common.mixture_config import counts, expert_names, first_layers, groups
+from llmpq.families.common.mixture_config import (
+    counts,
+    dense_fields,
+    expert_names,
+    first_layers,
+    groups,
+)
 from llmpq.families.common.rotary_families import rotary_fields
 from llmpq.families.common.spec_values import Router
 from llmpq.families.record import LAYER_MTP
@@ -30,8 +36,11 @@ def fields(config: Config) -> dict[str, Any]:
     }
 
 
-def mixture(config: Config, ffn: int) -> dict[str, Any]:
-    """Return the fields of a mixture as DeepSeek-V3's, from a config's keys."""
+def mixture(config: Config, ffn: int, dense: tuple[int, ...] | None = None) -> dict[str, Any]:
+    """Return the fields of a mixture as DeepSeek-V3's, from a config's keys.
+
+    `dense`: the layers without experts; None: the first ones, as many as the config says.
+    """
     found = counts(config, "n_routed_experts", "num_local_experts", "num_experts")
     wide = size(config, "moe_intermediate_size")
     number_of, kept = groups(config, found["experts"])
@@ -48,7 +57,7 @@ def mixture(config: Config, ffn: int) -> dict[str, Any]:
             groups=number_of,
             groups_kept=kept,
         ),
-        **first_layers(config, ffn),
+        **(first_layers(config, ffn) if dense is None else dense_fields(dense, ffn)),
     }
 
 

@@ -25,9 +25,7 @@ WITHOUT_EQUATION = (
 )
 
 RECURRENT = "recurrent state beside the KV cache (linear attention, state-space layers)"
-_PARALLEL = "attention and MLP side by side on one norm (a parallel residual)"
 _ENCODER = "encoder layers: it runs decoder-only models"
-_NO_POSITIONS = "layers without positions among rotary ones"
 
 FEATURE_OF = {
     "mamba": RECURRENT,
@@ -39,24 +37,13 @@ FEATURE_OF = {
     "recurrent_gemma": RECURRENT,
     "minimax": RECURRENT,
     "kimi_linear": RECURRENT,
-    "falcon": _PARALLEL,
-    "gpt_neox": _PARALLEL,
-    "gptj": _PARALLEL,
-    "phi": _PARALLEL,
-    "cohere": _PARALLEL,
-    "cohere2": _PARALLEL,
-    "smollm3": _NO_POSITIONS,
-    "exaone4": _NO_POSITIONS,
     "qwen3_vl_moe": "experts of a layer stored as one tensor, without biases",
     "phimoe": "a router that masks its second choice (sparse mixer)",
-    "dbrx": "a mixture whose norms have no bias beside LayerNorm",
     "deepseek_v32": "sparse attention over chosen tokens",
     "t5": _ENCODER,
     "bart": _ENCODER,
     "bert": _ENCODER,
     "whisper": _ENCODER,
-    "gpt2": "fused projections stored transposed, and learned positions without an offset",
-    "mpt": "ALiBi with fused projections and norms without biases",
     "chatglm": "remote code: use the checkpoint that Transformers calls glm or glm4",
 }
 """`model_type` -> what llmpq lacks for it."""
@@ -68,13 +55,11 @@ SIGNS = (
     ),
     (("expand_k", "expand_v", "expand_ratio"), RECURRENT),
     (("is_encoder_decoder",), _ENCODER),
-    (("parallel_attn", "use_parallel_residual"), _PARALLEL),
     (("num_kv_shared_layers",), "layers that share a KV cache"),
     (("hidden_size_per_layer_input",), "per-layer embeddings"),
     (("attention_k_eq_v",), "values that are the layer's keys"),
     (("enable_moe_block",), "a mixture of experts beside each layer's MLP"),
     (("index_topk",), "sparse attention over chosen tokens"),
-    (("no_rope_layers",), _NO_POSITIONS),
 )
 """Keys of a config that tell what a family needs, listed or not."""
 

@@ -3,7 +3,7 @@
 A part is one tensor of ours: a norm's weight, a fused matrix, a bias. A family's `NameTable` says
 what each is called in a Hugging Face checkpoint; what parts there are, the spec's fields decide.
 Sources of one part are stacked along its first dimension. `NAME[3]` is row 3 of a tensor's first
-dimension, `NAME[3]^T` that row transposed. No torch.
+dimension, `NAME^T` and `NAME[3]^T` are a tensor or that row transposed. No torch.
 """
 
 from __future__ import annotations
@@ -22,15 +22,19 @@ EXPERT = re.compile(r"experts\.[0-9]+\.")
 
 @dataclass(frozen=True, kw_only=True)
 class Arrange:
-    """How a stored part becomes ours: its rows in another order, or a number added to all."""
+    """How a stored part becomes ours: rows in another order, a number added, other values."""
 
     rows: Rows | None = None
     offset: float = 0.0
+    values: tuple[Rows, Rows] | None = None
+    """What makes our values of the stored ones, and those of ours."""
 
     def ours(self, tensor: Any, spec: Any) -> Any:
         """Return a checkpoint's stacked tensor in our form."""
         if self.offset:
             return tensor + self.offset
+        if self.values is not None:
+            return self.values[0](tensor, spec)
         return tensor if self.rows is None else self.rows(tensor, spec)
 
 
@@ -87,14 +91,19 @@ class NameTable:
     """Prefixes a checkpoint may keep everything under; the first that has the embedding counts."""
     embedding: Mapping[str, tuple[str, ...]]
     layer: Mapping[str, tuple[str, ...]]
-    """`{i}` is the layer's number; parts and names with `{e}` stand for one of every expert."""
+    """`{i}` is the layer's number; parts and names with `{e}` stand for one of every expert, names
+    with `{h}` for one of every query or key head."""
     head: Mapping[str, tuple[str, ...]]
     dense: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """The table of `ModelSpec.dense_layers`, where a model has such."""
+    two_norms: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """Entries that are called otherwise where attention and MLP side by side have a norm each."""
     output: str = "lm_head.weight"
     """The untied output matrix, beside the root."""
     arrange: Mapping[str, Arrange] = field(default_factory=dict)
     """Parts that are stored in another form than ours (q, then k, then v)."""
+    buffers: Mapping[str, float] = field(default_factory=dict)
+    """Last words of the names of constants that checkpoints carry, and the value that each has."""
     apart: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """Parts of experts as quantised checkpoints call them, where others keep all in one tensor."""
     mtp: MtpNames | None = None
@@ -116,9 +125,15 @@ class NameTable:
         """Return the entries of decoder layer `index`, those of every expert spelled out."""
         table: dict[str, tuple[str, ...]] = {}
         own = self.dense if index in spec.dense_layers else self.layer
+        own = {**own, **self.two_norms} if spec.parallel_norms > 1 else own
         for part, names in own.items():
+            heads = spec.kv_heads if part.startswith("k_") else spec.heads
             for expert in range(spec.experts) if "{e}" in part else (0,):
-                table[part.format(e=expert)] = tuple(n.format(i=index, e=expert) for n in names)
+                table[part.format(e=expert)] = tuple(
+                    name.format(i=index, e=expert, h=head)
+                    for name in names
+                    for head in (range(heads) if "{h}" in name else (0,))
+                )
         return table
 
     def of_mtp(self, spec: Any) -> dict[str, tuple[str, ...]]:

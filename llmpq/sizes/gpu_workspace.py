@@ -166,7 +166,10 @@ def _layer_moments(
     else:
         gate = q if spec.attention_gate else 0
         yield unit * 2 * h + product(q + gate + 2 * g, h)
-        yield unit * (2 * h + q + 2 * gate + 2 * g + rotated + q) + sums
+        # Norms of heads that no kernel fuses, and limits, make queries and keys anew.
+        anew = spec.qk_norm_apart or spec.qk_norm_centred or spec.qk_norm_late
+        copies = (2 if anew else 0) * (q + g) + (q + 2 * g if spec.qkv_limit else 0)
+        yield unit * (2 * h + q + 2 * gate + 2 * g + copies + rotated + q) + sums
     yield unit * (h + q) + product(h, q, adds=True)
     if spec.recurrent is not None:
         own = spec.recurrent
@@ -193,7 +196,7 @@ def _layer_moments(
         yield unit * (3 * h + q + 3 * f)
     else:
         yield unit * (3 * h + q) + product(f, h)
-        yield unit * (3 * h + q + (f if spec.activation in ("relu", "relu2") else 2 * f))
+        yield unit * (3 * h + q + wide_features(spec))
     # A dense product without a bias adds to y in place.
     in_place = not quantized and spec.gated
     yield unit * (2 * h + q + f) + (0 if in_place else product(h, f, adds=True))
@@ -210,6 +213,12 @@ def _latent_features(spec: ModelSpec) -> int:
     absorbed, wide = spec.heads * latent.kv_rank, spec.heads * spec.head_dim
     made = spec.heads * latent.q_head_dim + absorbed + wide
     return max(made, wide + absorbed + spec.heads * latent.v_dim)
+
+
+def wide_features(spec: ModelSpec) -> int:
+    """Return the features of a token that live while an MLP without a gate is activated."""
+    copies = {"relu": 1, "relu2": 1, "xielu": 3}
+    return copies.get(spec.activation, 2) * spec.ffn
 
 
 def head_bytes(spec: ModelSpec, *, tokens: int, rows: int, element_bytes: int) -> int:

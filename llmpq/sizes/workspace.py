@@ -17,7 +17,7 @@ from functools import lru_cache
 
 from llmpq.model_spec import ModelSpec
 from llmpq.precision import KVPrecision, Precision, padded_k
-from llmpq.sizes.gpu_workspace import gpu_workspace_bytes, head_bytes
+from llmpq.sizes.gpu_workspace import gpu_workspace_bytes, head_bytes, wide_features
 from llmpq.sizes.kv_format import (
     BLOCK_TOKENS,
     HOLDBACK_TOKENS,
@@ -205,7 +205,7 @@ def _layer_moments(spec: ModelSpec, shape: _Shape, *, quantized: bool) -> Iterat
         yield once + unit * (3 * h + 3 * f)
     else:
         yield once + unit * 3 * h + linear(f, h)
-        yield once + unit * (3 * h + (f if spec.activation in ("relu", "relu2") else 2 * f))
+        yield once + unit * (3 * h + wide_features(spec))
     yield once + unit * (3 * h + f) + linear(h, f)
 
 
@@ -286,10 +286,11 @@ def _positioned_bytes(spec: ModelSpec, shape: _Shape) -> int:
         return 4 * _alibi_elements(spec, shape) if e < 4 and _has_bias(shape) else 0
     if spec.positions == "learned":
         return 0
+    limited = unit * (q + 2 * g) if spec.qkv_limit else 0
     if not spec.qk_norm:
-        return unit * (q + g)
+        return limited + unit * (q + g)
     norming = shape.tokens * q * (4 + (e if e < 4 else 0))
-    return max(unit * 2 * (q + g), norming)
+    return limited + max(unit * 2 * (q + g), norming)
 
 
 def _step_bytes(spec: ModelSpec, shape: _Shape) -> int:

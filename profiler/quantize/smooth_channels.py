@@ -33,9 +33,12 @@ READERS = {
 def smoothed(view: LayerView, *, share: float = 0.5) -> LayerView:
     """Return the same layer with balanced channels; `share` is a, what activations give away."""
     tensors, hessians = dict(view.tensors), dict(view.hessians)
-    for norm, readers in READERS.items():
+    # An MLP beside attention may read attention's norm.
+    shared = "mlp_norm.weight" not in tensors
+    for norm, own in READERS.items():
         if f"{norm}.weight" not in tensors:
             continue  # a layer whose norms stand behind attention and MLP
+        readers = own + READERS["mlp_norm"] if shared else own
         names = [part.removesuffix(".weight") for part in tensors if _kind(part) in readers]
         factor_K = factors(
             [hessians[name] for name in names if name in hessians],

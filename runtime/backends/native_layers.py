@@ -158,9 +158,13 @@ def _form(layer: DecoderLayer) -> LayerForm | None:
     heads = [norm for norm in (attention.q_norm, attention.k_norm) if norm is not None]
     rotary, rule = attention.rotary, attention.rule or EVERYTHING
     if (
-        not all(type(norm) is Norm and norm.bias is None for norm in norms + heads)
+        not all(type(norm) is Norm and not norm.centred for norm in norms + heads)
+        or layer.parallel_norms > 0
+        or attention.late_norms
+        or attention.limit > 0
         or any(norm.shape[0] != attention.head_dim for norm in heads)
         or len({norm.eps for norm in heads}) > 1
+        or any(norm.weight.ndim > 1 for norm in heads)
         or (heads and (rotary is None or len(heads) != 2))
         or (rotary is not None and rotary.dim != attention.head_dim)
         or attention.gated

@@ -23,7 +23,7 @@ from llmpq.runtime.models.attention import query_factors
 from llmpq.runtime.models.experts import Routing, SparseMLP
 from llmpq.runtime.models.latent_attention import LatentAttention
 from llmpq.runtime.models.linear import Linear
-from llmpq.runtime.models.mlps import MLP, GatedMLP, GatedSharedMLP, GateFunction
+from llmpq.runtime.models.mlps import MLP, GatedMLP, GatedSharedMLP, GateFunction, Xielu
 from llmpq.runtime.models.norms import Norm
 from llmpq.runtime.models.recurrent import RecurrentMixer
 from llmpq.runtime.models.rotary import Rotary
@@ -65,6 +65,9 @@ class Attention(nn.Module):
         self.scale = spec.head_dim**-0.5 if spec.score_factor is None else spec.score_factor
         self.gated = spec.attention_gate
         """Whether qkv ends with a gate [H, D] of what attention gives."""
+        self.late_norms = spec.qk_norm_late
+        """Whether queries and keys are normalised behind their rotation."""
+        self.limit = spec.qkv_limit
         self.sharing = sharing or Sharing()
         self.values_are_keys = spec.value_is_key
         self.value_eps = spec.norm_eps if spec.value_norm else None
@@ -135,14 +138,22 @@ class Attention(nn.Module):
         """Return q, k with their norms and positions applied, and v."""
         split = [self.heads, self.kv_heads, self.kv_heads]
         q, k, v = qkv_BQND.split(split, dim=2)
-        if self.rotary is None:
-            return q, k, v
-        if self.q_norm is not None and self.k_norm is not None:
-            q, k = normed_heads(self.q_norm, q), normed_heads(self.k_norm, k)
-            return self.rotary.rotate(q, step), self.rotary.rotate(k, step), v
-        qk = self.rotary.rotate(qkv_BQND[:, :, : self.heads + self.kv_heads], step)
-        q, k = qk.split(split[:2], dim=2)
-        return q, k, v
+        normed = self.q_norm is not None and self.k_norm is not None
+        if normed and not self.late_norms:
+            q, k = self.normed(q, k)
+        if self.limit:
+            q, k, v = (x.clamp(-self.limit, self.limit) for x in (q, k, v))
+        if self.rotary is not None and (self.limit or (normed and not self.late_norms)):
+            q, k = self.rotary.rotate(q, step), self.rotary.rotate(k, step)
+        elif self.rotary is not None:
+            qk = self.rotary.rotate(qkv_BQND[:, :, : self.heads + self.kv_heads], step)
+            q, k = qk.split(split[:2], dim=2)
+        return (*self.normed(q, k), v) if normed and self.late_norms else (q, k, v)
+
+    def normed(self, q_BQHD: Tensor, k_BQGD: Tensor) -> tuple[Tensor, Tensor]:
+        """Return queries and keys by their norms."""
+        assert self.q_norm is not None and self.k_norm is not None
+        return normed_heads(self.q_norm, q_BQHD), normed_heads(self.k_norm, k_BQGD)
 
 
 def _unit_norm(x_BQND: Tensor, eps: float) -> Tensor:
@@ -152,7 +163,7 @@ def _unit_norm(x_BQND: Tensor, eps: float) -> Tensor:
 
 def normed_heads(norm: Norm, x_BQND: Tensor) -> Tensor:
     """Return queries or keys normalised, each head or, with a norm as wide, all at once."""
-    if norm.shape[0] == x_BQND.shape[-1]:
+    if norm.shape[-1] == x_BQND.shape[-1]:
         return norm(x_BQND)
     return norm(x_BQND.flatten(2)).view(x_BQND.shape)
 
@@ -239,6 +250,7 @@ class DecoderLayer(nn.Module):
     """A decoder layer: x += attention(norm(x)); x += mlp(norm(x)), or one of the two.
 
     With norms behind attention and MLP, and a factor, x += factor * norm(attention(norm(x))), ...
+    Side by side, x += attention(norm(x)) + mlp(norm(x)), of one norm or of two.
     """
 
     def __init__(
@@ -254,9 +266,12 @@ class DecoderLayer(nn.Module):
         residual_factor: float = 1.0,
         mlp_factor: float = 1.0,
         tail: LayerTail | None = None,
+        parallel_norms: int = 0,
     ) -> None:
+        """`parallel_norms`: norms of an attention and an MLP side by side, 1 or 2."""
         super().__init__()
         self.tail = tail
+        self.parallel_norms = parallel_norms
         self.attn_norm, self.attention = attn_norm, attention
         self.mlp_norm, self.mlp = mlp_norm, mlp
         self.attn_out_norm, self.mlp_out_norm = attn_out_norm, mlp_out_norm
@@ -355,15 +370,21 @@ class PlainLayers:
         in_place: bool = False,
     ) -> Tensor:
         """Return the new residual stream; all tokens go on, the input stays as it was."""
+        shared = None
         if layer.attention is None:
             y = x_BQh.clone()
         else:
-            attended = layer.attention(layer.attn_norm(x_BQh), index, step, kv)
+            normed = layer.attn_norm(x_BQh)
+            shared = normed if layer.parallel_norms == 1 else None
+            attended = layer.attention(normed, index, step, kv)
+            del normed
             y = layer.added(attended, layer.attn_out_norm)
             del attended
             y.add_(x_BQh)
         if layer.mlp is not None:
-            out = layer.mlp(layer.mlp_norm(y))
+            other = x_BQh if layer.parallel_norms else y
+            out = layer.mlp(layer.mlp_norm(other) if shared is None else shared)
+            del shared
             out = out if layer.mlp_factor == 1.0 else out.mul_(layer.mlp_factor)
             y.add_(layer.added(out, layer.mlp_out_norm))
         return y if layer.tail is None else layer.tail(y, step)
@@ -391,7 +412,7 @@ class PlainLayers:
 
 
 class Embedding(nn.Module):
-    """Token embedding times a factor, learned positions (offset by two, as OPT stores them), norm.
+    """Token embedding times a factor, learned positions (OPT stores two rows more), norm.
 
     The factor is rounded to the weights' dtype, as Gemma's was in training.
     """
@@ -405,10 +426,13 @@ class Embedding(nn.Module):
         factor: float = 1.0,
         per_layer: PerLayerInputs | None = None,
         streams: TokenStreams | None = None,
+        offset: int = 2,
     ) -> None:
+        """`offset`: rows of learned positions in front of that of position 0."""
         super().__init__()
         self.per_layer, self.streams = per_layer, streams
         self.tokens_Vh, self.positions_Ph, self.norm = tokens_Vh, positions_Ph, norm
+        self.offset = offset
         self.factor = float(torch.tensor(factor, dtype=tokens_Vh.dtype))
 
     def forward(self, tokens_BQ: Tensor, step: Step) -> Tensor:
@@ -419,7 +443,8 @@ class Embedding(nn.Module):
         if self.positions_Ph is not None:
             last = self.positions_Ph.shape[0] - 1
             # Clamped for the padding of rows that end at the last position.
-            x += functional.embedding((step.positions_BQ + 2).clamp_(max=last), self.positions_Ph)
+            rows_BQ = (step.positions_BQ + self.offset).clamp_(max=last)
+            x += functional.embedding(rows_BQ, self.positions_Ph)
         x = x if self.norm is None else self.norm(x)
         if self.per_layer is not None:
             step.memo[PER_LAYER] = self.per_layer(tokens_BQ, x)
@@ -471,7 +496,7 @@ class HeldBytes:
 
 def held_weights(part: nn.Module) -> list[HeldBytes]:
     """Return what a part itself holds, the parts inside it left out."""
-    holders = (Norm, Linear, Embedding, Routing, GatedSharedMLP, Attention, LatentAttention)
+    holders = (Norm, Linear, Embedding, Routing, GatedSharedMLP, Xielu, Attention, LatentAttention)
     known = isinstance(part, (*holders, RecurrentMixer, PerLayerInputs, LayerTail))
     if not known and not hasattr(part, "holds_weights"):
         return []

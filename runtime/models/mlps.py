@@ -1,6 +1,7 @@
 """MLPs: with or without a gate.
 
-    MLP        down(act(up(x)))                    ReLU (OPT), its square, GELU by tanh (BLOOM)
+    MLP        down(act(up(x)))                    ReLU (OPT), its square, GELU by tanh (BLOOM) or
+                                                   exact (GPT-NeoX), xIELU (Apertus)
     GatedMLP   down(act(gate(x), up(x)))           gate and up are one matrix [2 F, h]
                silu:         silu(g) * u           Llama and most since
                gelu_tanh:    gelu(g) * u           Gemma
@@ -25,9 +26,13 @@ from llmpq.runtime.models.linear import Linear
 ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
     "relu": Tensor.relu_,
     "gelu": functools.partial(functional.gelu, approximate="tanh"),
+    "gelu_erf": functional.gelu,
     "relu2": lambda x: x.relu_().square_(),
 }
 """What an MLP without a gate applies, in place where that can be."""
+XIELU = "xielu"
+"""The activation with two numbers that each layer has learned."""
+XIELU_SLOPE = 0.5
 
 
 def require_activation(name: str, known: Collection[str], where: str) -> None:
@@ -38,17 +43,43 @@ def require_activation(name: str, known: Collection[str], where: str) -> None:
         )
 
 
-class MLP(nn.Module):
-    """down(act(up(x))): ReLU (OPT) or the tanh form of GELU (BLOOM)."""
+class Xielu(nn.Module):
+    """xIELU (Huang and Schlag, 2024): p x^2 + x / 2 above zero, n (e^x - 1 - x) + x / 2 below."""
 
-    def __init__(self, up: Linear, down: Linear, activation: str) -> None:
+    def __init__(self, positive_1: Tensor, negative_1: Tensor) -> None:
         super().__init__()
-        self.up, self.down, self.activation = up, down, activation
-        require_activation(activation, ACTIVATIONS, "an MLP")
+        self.positive_1, self.negative_1 = positive_1, negative_1
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return a tensor like x, with no more than two others beside it on the way."""
+        below = x.clamp(max=0)
+        made = torch.expm1(below).sub_(below).mul_(self.negative_1)
+        del below
+        made += x.clamp(min=0).square_().mul_(self.positive_1)
+        return made.add_(x, alpha=XIELU_SLOPE)
+
+
+class MLP(nn.Module):
+    """down(act(up(x))) with an activation of `ACTIVATIONS`, or with xIELU."""
+
+    def __init__(
+        self, up: Linear, down: Linear, activation: str, xielu: Xielu | None = None
+    ) -> None:
+        super().__init__()
+        self.up, self.down, self.activation, self.xielu = up, down, activation, xielu
+        if xielu is None:
+            require_activation(activation, ACTIVATIONS, "an MLP")
+
+    def activated(self, wide: Tensor) -> Tensor:
+        """Return what `down` takes of what `up` gave, which may be overwritten."""
+        if self.xielu is not None:
+            made: Tensor = self.xielu(wide)
+            return made
+        return ACTIVATIONS[self.activation](wide)
 
     def forward(self, x_BQh: Tensor) -> Tensor:
         """Return [B, Q, h]."""
-        return self.down(ACTIVATIONS[self.activation](self.up(x_BQh)))
+        return self.down(self.activated(self.up(x_BQh)))
 
 
 @dataclass(frozen=True)

@@ -13,22 +13,36 @@ _LARGE = 1 << 14
 
 
 class Norm(nn.Module):
-    """RMSNorm, or LayerNorm when it has a bias, over the last dimension."""
+    """RMSNorm, or LayerNorm with or without a bias, over the last dimension.
 
-    def __init__(self, weight: Tensor, bias: Tensor | None, eps: float) -> None:
+    A weight [heads, channels] is one of every head's.
+    """
+
+    def __init__(
+        self, weight: Tensor, bias: Tensor | None, eps: float, *, centred: bool = False
+    ) -> None:
+        """`centred`: LayerNorm; one with a bias always is."""
         super().__init__()
         self.weight, self.bias, self.eps = weight, bias, eps
         self.shape = tuple(weight.shape)
+        self.centred = centred or bias is not None
 
     def forward(self, x: Tensor) -> Tensor:
         """Return x normalised, in x's dtype."""
-        if self.bias is not None:
+        if len(self.shape) > 1:
+            return self._of_every_head(x)
+        if self.centred:
             return functional.layer_norm(x, self.shape, self.weight, self.bias, self.eps)
         if row_wise.takes(x, self.weight):
             return row_wise.rms_norm(x, self.weight, self.eps)
         if x.is_cuda or x.numel() < _LARGE:
             return functional.rms_norm(x, self.shape, self.weight, self.eps)
         return _rms_norm(x, self.weight, self.eps)
+
+    def _of_every_head(self, x: Tensor) -> Tensor:
+        one = functional.layer_norm if self.centred else functional.rms_norm
+        normed = one(x, self.shape[-1:], eps=self.eps).mul_(self.weight)
+        return normed if self.bias is None else normed.add_(self.bias)
 
 
 def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

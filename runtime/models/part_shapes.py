@@ -26,7 +26,7 @@ def embedding_shapes(spec: ModelSpec) -> Shapes:
     """Return the parts of the first stage beyond layers; they sum to `spec.embedding_params`."""
     shapes: Shapes = {"tokens.weight": (spec.vocab, spec.hidden)}
     if spec.positions == "learned":
-        shapes["positions.weight"] = (spec.max_positions + 2, spec.hidden)
+        shapes["positions.weight"] = (spec.max_positions + spec.position_offset, spec.hidden)
     if spec.embedding_norm:
         shapes |= norm_shapes("norm", spec)
     if spec.per_layer_dim:
@@ -39,11 +39,9 @@ def embedding_shapes(spec: ModelSpec) -> Shapes:
 
 def head_shapes(spec: ModelSpec) -> Shapes:
     """Return the parts of the last stage beyond layers; they sum to `spec.head_params`."""
-    return (
-        norm_shapes("norm", spec)
-        | {"output.weight": (spec.vocab, spec.hidden)}
-        | stream_shapes("stream_out", spec)
-    )
+    shapes = norm_shapes("norm", spec) | {"output.weight": (spec.vocab, spec.hidden)}
+    bias: Shapes = {"output.bias": (spec.vocab,)} if spec.head_bias else {}
+    return shapes | bias | stream_shapes("stream_out", spec)
 
 
 def stream_shapes(name: str, spec: ModelSpec) -> Shapes:
@@ -64,6 +62,6 @@ def mtp_shapes(spec: ModelSpec) -> Shapes:
 def norm_shapes(name: str, spec: ModelSpec) -> Shapes:
     """Return weight, and bias where the model's norms have one."""
     shapes: Shapes = {f"{name}.weight": (spec.hidden,)}
-    if spec.norm == "layernorm":
+    if spec.norm == "layernorm" and spec.norm_bias:
         shapes[f"{name}.bias"] = (spec.hidden,)
     return shapes

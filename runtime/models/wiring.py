@@ -1,6 +1,7 @@
 """How the parts of a model go together: what its spec says, whatever family it is of.
 
     layer   x += attention(norm(x)); x += mlp(norm(x))   norms, biases, activation by the spec
+            x += attention(norm(x)) + mlp(norm(x))       side by side
 rotary, ALiBi or learned positions; norms of query and key heads; gated MLPs; experts; latents
 """
 
@@ -26,8 +27,15 @@ from llmpq.runtime.models.layers import (
     Sharing,
     SideBySide,
 )
-from llmpq.runtime.models.mlps import MLP, GatedMLP, GatedSharedMLP, GateFunction
-from llmpq.runtime.models.norms import NoNorm
+from llmpq.runtime.models.mlps import (
+    MLP,
+    XIELU,
+    GatedMLP,
+    GatedSharedMLP,
+    GateFunction,
+    Xielu,
+)
+from llmpq.runtime.models.norms import NoNorm, Norm
 from llmpq.runtime.models.recurrent import RecurrentMixer
 from llmpq.runtime.models.rotary import Rotary
 from llmpq.runtime.models.streams import Mixing, StreamLayer, Streams
@@ -52,10 +60,11 @@ class Wiring:
         return Embedding(
             parts.tensor("tokens.weight"),
             parts.tensor("positions.weight") if learned else None,
-            parts.norm("norm") if self._spec.embedding_norm else None,
+            self._norm(parts, "norm") if self._spec.embedding_norm else None,
             factor=self._spec.embedding_factor,
             per_layer=self._per_layer_inputs(parts),
             streams=self._streams(parts, "stream_in"),
+            offset=self._spec.position_offset,
         )
 
     def _streams(self, parts: LayerTensors, name: str) -> Streams | None:
@@ -73,7 +82,7 @@ class Wiring:
     def layer(self, parts: LayerTensors, index: int) -> DecoderLayer:
         """Wire decoder layer `index`, counted over the whole model."""
         spec = self._spec.of_layer(index)
-        norms = {name: parts.norm(name) for name in spec.layer_norms}
+        norms = {name: self._norm(parts, name) for name in spec.layer_norms}
         kind = DecoderLayer if spec.altup is None else StreamLayer
         layer = kind(
             attn_norm=norms.get("attn_norm", NoNorm()),
@@ -86,6 +95,7 @@ class Wiring:
             residual_factor=spec.residual_factor,
             mlp_factor=spec.mlp_factor,
             tail=self._tail(spec, parts, index),
+            parallel_norms=spec.parallel_norms,
         )
         if isinstance(layer, StreamLayer):
             assert spec.altup is not None
@@ -111,6 +121,10 @@ class Wiring:
             parts.norm("per_layer_out_norm") if own else None,
             parts.tensor("scalar") if spec.layer_scalar else None,
         )
+
+    def _norm(self, parts: LayerTensors, name: str) -> Norm:
+        """Return a norm over the hidden size."""
+        return parts.norm(name, centred=self._spec.norm == "layernorm")
 
     def _mixer(
         self, spec: ModelSpec, parts: LayerTensors, index: int
@@ -154,7 +168,7 @@ class Wiring:
     def head(self, parts: LayerTensors) -> Head:
         """Wire the last stage's norm and output matrix."""
         return Head(
-            parts.norm("norm"),
+            self._norm(parts, "norm"),
             parts.linear("output"),
             self._runner,
             factor=self._spec.logit_factor,
@@ -177,11 +191,18 @@ class Wiring:
             parts.linear("o"),
             rotary=None if index in spec.without_positions else rotary,
             alibi_slopes_H=self._slopes_H,
-            q_norm=parts.norm("q_norm") if spec.qk_norm else None,
-            k_norm=parts.norm("k_norm") if spec.qk_norm and not spec.reads_kv else None,
+            q_norm=self._head_norm(spec, parts, "q_norm"),
+            k_norm=None if spec.reads_kv else self._head_norm(spec, parts, "k_norm"),
             rule=rule,
             sharing=self._sharing(index),
         )
+
+    @staticmethod
+    def _head_norm(spec: ModelSpec, parts: LayerTensors, name: str) -> Norm | None:
+        if not spec.qk_norm:
+            return None
+        of_each = spec.head_dim if spec.qk_norm_apart else 0
+        return parts.norm(name, centred=spec.qk_norm_centred, of_each=of_each)
 
     def _sharing(self, index: int) -> Sharing:
         sources = self._spec.kv_sources
@@ -258,4 +279,7 @@ def _dense_mlp(spec: ModelSpec, parts: LayerTensors, owner: str) -> MLP | GatedM
             token_gate = parts.tensor("shared_gate.weight")
             return GatedSharedMLP(parts.linear(f"{owner}gate_up"), down, gate, token_gate)
         return GatedMLP(parts.linear(f"{owner}gate_up"), down, gate)
-    return MLP(parts.linear(f"{owner}up"), down, spec.activation)
+    xielu = None
+    if spec.activation == XIELU:
+        xielu = Xielu(parts.tensor("xielu.positive"), parts.tensor("xielu.negative"))
+    return MLP(parts.linear(f"{owner}up"), down, spec.activation, xielu)

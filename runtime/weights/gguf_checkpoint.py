@@ -219,7 +219,8 @@ class GgufCheckpoint(CheckpointSource):
         if self._means.above_one and name.endswith("norm.weight"):
             tensor = tensor - 1
         tensor = self._their_rows(name, tensor)
-        return tensor if index is None else tensor[index]
+        # A file drops a first dimension of one.
+        return tensor if index is None or tensor.ndim == 1 else tensor[index]
 
     def _handle(self, file: str) -> Any:
         raise AssertionError(f"{file} is no safetensors file")

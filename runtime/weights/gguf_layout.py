@@ -7,6 +7,7 @@ Most names follow from the `gguf` package's table. The others:
     kv_b_proj                 DeepSeek: attn_k_b [H, L, N] transposed and attn_v_b [H, V, L], a head
                               at a time, where the file has no attn_kv_b
     e_score_correction_bias   exp_probs_b.bias
+    q_layernorm.norms.3       StableLM: row 3 of attn_q_norm, as of k
 
 Legend: H heads, L kv_rank, N nope_dim, V v_dim.
 """
@@ -23,6 +24,10 @@ from torch import Tensor
 
 EXPERT = re.compile(r"(?P<before>.*\.experts)\.(?P<index>[0-9]+)\.(?P<behind>.*)")
 LAYER = re.compile(r".*\blayers\.(?P<layer>[0-9]+)\.(?P<part>.*)")
+HEAD_NORM = re.compile(
+    r".*\blayers\.(?P<layer>[0-9]+)\.self_attn\.(?P<kind>[qk])_layernorm"
+    r"\.norms\.(?P<head>[0-9]+)\.weight"
+)
 SUFFIXES = (".weight", ".bias")
 CORRECTION = "e_score_correction_bias"
 
@@ -56,6 +61,10 @@ def layout(names: Collection[str], table: Any, tensors: Mapping[str, Any]) -> di
 
 def _plain(name: str, table: Any) -> Stored | None:
     """Return what the package's table says."""
+    of_head = HEAD_NORM.fullmatch(name)
+    if of_head is not None:
+        own = f"blk.{of_head['layer']}.attn_{of_head['kind']}_norm.weight"
+        return Stored(names=(own,), expert=int(of_head["head"]))
     match = EXPERT.fullmatch(name)
     merged = name if match is None else f"{match['before']}.{match['behind']}"
     own = table.get_name(merged.replace(CORRECTION, "e_score_correction.bias"), SUFFIXES)

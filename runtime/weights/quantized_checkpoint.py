@@ -63,7 +63,7 @@ from llmpq.runtime.weights.codebook_forms import (
 )
 from llmpq.runtime.weights.float_forms import fp8_codes, fp8_numbers, integer_values
 from llmpq.runtime.weights.gguf_checkpoint import GgufCheckpoint
-from llmpq.runtime.weights.sources import ATOM_ROOT, FLOATING, CheckpointSource
+from llmpq.runtime.weights.sources import ATOM_ROOT, FLOATING, TRANSPOSED, CheckpointSource
 from llmpq.runtime.weights.stored_fields import DTYPES, FIELDS
 
 _log = logging.getLogger("llmpq.weights")
@@ -141,7 +141,8 @@ class QuantizedCheckpoint(CheckpointSource):
     ) -> dict[str, Any]:
         parts: dict[str, Any] = {}
         for part, shape in shapes.items():
-            stems = [name.removesuffix(".weight") for name in table[part]]
+            # Codes are [N, K], however a family stores its numbers.
+            stems = [name.removesuffix(TRANSPOSED).removesuffix(".weight") for name in table[part]]
             kept = self._tables(part, table[part], shape, dtype)
             if kept is not None:
                 parts[part] = kept
@@ -208,7 +209,9 @@ class QuantizedCheckpoint(CheckpointSource):
 
     def read(self, name: str, dtypes: Collection[torch.dtype] | None = None) -> Tensor:
         """Return one tensor by its own name; values where it is stored as codes of those."""
-        stem, _, last = name.rpartition(".")
+        stem, _, last = name.removesuffix(TRANSPOSED).rpartition(".")
+        if name.endswith(f".weight{TRANSPOSED}") and self._form(stem) is not None:
+            name = name.removesuffix(TRANSPOSED)
         form = self._form(stem) if last == "weight" else None
         try:
             if form == "fp8":

@@ -25,7 +25,7 @@ from llmpq.model_spec import ModelSpec
 from llmpq.precision import KVPrecision, Precision
 from llmpq.runtime.weights.atomic_write import write_bytes, write_tensors, write_text
 from llmpq.runtime.weights.quantized_checkpoint import ATOM_ROOT, SCHEMES
-from llmpq.runtime.weights.sources import INDEX, CheckpointSource
+from llmpq.runtime.weights.sources import INDEX, ROW, TRANSPOSED, CheckpointSource
 
 ENDS_FILE = "model-ends.safetensors"
 REMEDY = "free some space and run the same command again: it continues; or give another directory"
@@ -101,10 +101,9 @@ class CheckpointWriter:
         """Return a part under its Hugging Face names, fused rows taken apart."""
         found = self._names.of_layer(self.spec, index)[part]
         names = [self._source.root + name for name in found]
-        stems = [name.removesuffix(".weight") for name in names]
+        stems = [name.removesuffix(TRANSPOSED).removesuffix(".weight") for name in names]
         if isinstance(weight, Tensor):
-            pieces = self._apart(part, weight.to(dtype), len(names))
-            return dict(zip(names, pieces, strict=True))
+            return _under_own_names(names, self._apart(part, weight.to(dtype), len(names)))
         rows = {
             kind: self._apart(part, whole, len(stems))
             for kind, whole in weight.stored_rows(dtype).items()
@@ -121,13 +120,16 @@ class CheckpointWriter:
         arrange = self._names.arranged(part)
         if arrange.offset:
             return (whole - arrange.offset,)
+        if arrange.values is not None:
+            return (arrange.values[1](whole, self.spec),)
         if arrange.rows is not None:
             order = arrange.rows(torch.arange(whole.shape[0])[:, None], self.spec)[:, 0]
             whole = whole[order.argsort()]
         sizes = [whole.shape[0] // pieces] * pieces
-        if pieces == 3:
+        if pieces > 2 and part.startswith("qkv."):  # q, k, v, and a gate as large as q
             kv = self.spec.kv_heads * self.spec.head_dim
-            sizes = [whole.shape[0] - 2 * kv, kv, kv]
+            q = (whole.shape[0] - 2 * kv) // (pieces - 2)
+            sizes = [q, kv, kv, q][:pieces]
         if pieces == 2 and part.startswith("mixer_in.") and self.spec.recurrent is not None:
             sizes = [self.spec.recurrent.channels, self.spec.recurrent.inner]
         return tuple(rows.contiguous() for rows in whole.split(sizes))
@@ -144,6 +146,18 @@ class CheckpointWriter:
             total += sum(end - start for start, end in header.values())
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}
         write_text(json.dumps(index, indent=1) + "\n", self.directory / INDEX, remedy=REMEDY)
+
+
+def _under_own_names(names: Sequence[str], pieces: Sequence[Tensor]) -> dict[str, Tensor]:
+    """Return a part's dense tensors as the checkpoint stores them: rows of one, or transposed."""
+    rows = [ROW.fullmatch(name) for name in names]
+    found = {row["name"] for row in rows if row is not None}
+    if len(found) == 1:
+        return {found.pop(): torch.stack(tuple(pieces))}
+    return {
+        name.removesuffix(TRANSPOSED): piece.t() if name.endswith(TRANSPOSED) else piece
+        for name, piece in zip(names, pieces, strict=True)
+    }
 
 
 def _atom_tensors(

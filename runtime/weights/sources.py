@@ -37,6 +37,7 @@ ATOM_ROOT = "llmpq.layers."
 FLOAT32_PARTS = ("router.correction",)
 """Parts read in float32 whatever the dtype: what they tell apart, 16 bits would make equal."""
 ROW = re.compile(r"(?P<name>.+)\[(?P<index>[0-9]+)\](?P<transposed>\^T)?")
+TRANSPOSED = "^T"
 UNREAD = re.compile(
     r"rotary_emb\.|\.(masked_bias|position_ids|[kvq]_scale|output_scale)$|^lm_head\."
 )
@@ -117,6 +118,7 @@ class CheckpointSource:
         table = {part: self._rooted(names) for part, names in self.names.head.items()}
         tied = self._rooted(self.names.embedding["tokens.weight"])
         table["output.weight"] = tied if self.spec.tied_embeddings else (self._output_name(),)
+        table["output.bias"] = (self._output_bias(),)
         shapes = head_shapes(self.spec)
         if self.spec.tied_embeddings:
             self._require_tied(self._output_name(), *tied)
@@ -150,6 +152,10 @@ class CheckpointSource:
         owner = self.root.split(".")[0]
         inside = f"{owner}.{self.names.output}"
         return inside if inside in self.file_of else self.names.output
+
+    def _output_bias(self) -> str:
+        """Return what the output matrix's bias is called, where the model has one."""
+        return f"{self._output_name().removesuffix('weight')}bias"
 
     def _rooted(self, names: Any) -> tuple[str, ...]:
         return tuple(self.root + name for name in names)
@@ -198,13 +204,14 @@ class CheckpointSource:
     def read(self, name: str, dtypes: Collection[torch.dtype] | None = None) -> Tensor:
         """Return one tensor of the checkpoint by its own name; `ValueError` for another dtype.
 
-        `NAME[3]` is row 3 of its first dimension, `NAME[3]^T` that row transposed.
+        `NAME[3]` is row 3 of its first dimension; `^T` behind either is that transposed.
         """
         row = ROW.fullmatch(name)
         if row is not None:
             whole = self._get(row["name"], dtypes, int(row["index"]))
             return whole.t() if row["transposed"] else whole
-        return self._get(name, dtypes)
+        whole = self._get(name.removesuffix(TRANSPOSED), dtypes)
+        return whole.t() if name.endswith(TRANSPOSED) else whole
 
     def _get(
         self, name: str, dtypes: Collection[torch.dtype] | None, index: int | None = None
@@ -275,6 +282,8 @@ class CheckpointSource:
         for index in range(spec.num_layers):
             tables.append((layer_shapes(spec.of_layer(index)), names.of_layer(spec, index)))
         found = {self._output_name()}
+        if spec.head_bias:
+            found.add(self._output_bias())
         for shapes, table in tables:
             for part in shapes:
                 found.update(self.root + stored_name(name) for name in table.get(part, ()))
@@ -289,9 +298,16 @@ class CheckpointSource:
         """Whether a tensor that no part is read from may be there."""
         if UNREAD.search(name) or LEFT_OUT.search(name) or self._is_further(name):
             return True
+        if name.rpartition(".")[2] in self.names.buffers:
+            return self._is_constant(name)
         # Old tools write the biases that a family does not have: zeros change nothing.
         is_bias = name.endswith(".bias") and name.removesuffix("bias") + "weight" in expected
         return is_bias and not bool(self.read(name).any())
+
+    def _is_constant(self, name: str) -> bool:
+        """Whether a buffer, maybe rounded to 16 bits, has the value that its family runs with."""
+        got, expected = self.read(name).float(), self.names.buffers[name.rpartition(".")[2]]
+        return bool(torch.isclose(got, torch.tensor(expected), rtol=1e-2).all())
 
     def _is_further(self, name: str) -> bool:
         """Whether a tensor is of a layer behind the last one, which nobody runs."""
@@ -354,7 +370,7 @@ def _and_more(count: int) -> str:
 def stored_name(name: str) -> str:
     """Return what the tensor is called that a name, maybe of a row, is read from."""
     row = ROW.fullmatch(name)
-    return name if row is None else row["name"]
+    return name.removesuffix(TRANSPOSED) if row is None else row["name"]
 
 
 def _dtype_name(dtype: torch.dtype) -> str:

@@ -84,6 +84,8 @@ VISION = {
     "deepstack_visual_indexes": [0],
 }
 """The smallest tower: it is left out."""
+ALPHA = {"rope_type": "dynamic", "rope_theta": 1e4, "alpha": 50.0, "factor": 1.0}
+"""What Hunyuan's theta is stretched by."""
 MROPE = {"rope_type": "default", "rope_theta": 5000.0, "mrope_section": [2, 3, 3]}
 DELTA_RULE = {
     "linear_num_value_heads": 4,
@@ -601,6 +603,112 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
             "tie_word_embeddings": True,
         },
     ),
+    "smollm3": (
+        "SmolLM3",
+        {
+            "attention_bias": True,
+            "mlp_bias": True,
+            "no_rope_layers": [1, 0] * (DEPTH // 2),
+            "use_sliding_window": True,
+            "sliding_window": WINDOW,
+            "layer_types": ALTERNATING[::-1],
+            "pad_token_id": 0,
+        },
+    ),
+    "exaone4": ("Exaone4", {"head_dim": 24, "sliding_window": WINDOW, "layer_types": ALTERNATING}),
+    "minimax_m2": (
+        "MiniMaxM2",
+        {"head_dim": 24, "num_local_experts": 6, "num_experts_per_tok": 3, "rotary_dim": 16},
+    ),
+    "olmoe": (
+        "Olmoe",
+        {
+            "attention_bias": True,
+            "clip_qkv": 0.7,
+            "num_experts": 6,
+            "num_experts_per_tok": 3,
+            "norm_topk_prob": True,
+            "pad_token_id": 0,
+        },
+    ),
+    "hunyuan": (
+        "HunYuanDenseV1",
+        {"head_dim": 24, "attention_bias": True, "rope_parameters": ALPHA},
+    ),
+    "hunyuan_moe": (
+        "HunYuanMoEV1",
+        {"head_dim": 16, "num_experts": 6, "moe_topk": [3] * DEPTH, "rope_parameters": ALPHA},
+    ),
+    "ernie4_5 with biases": ("Ernie4_5", {"head_dim": 24, "use_bias": True}),
+    "ernie4_5_moe": (
+        "Ernie4_5_Moe",
+        {
+            "moe_num_experts": 6,
+            "moe_k": 3,
+            "moe_intermediate_size": 40,
+            "moe_num_shared_experts": 2,
+        },
+    ),
+    "apertus": ("Apertus", {"attention_bias": True, "pad_token_id": 0}),
+    "afmoe": (
+        "Afmoe",
+        {
+            "head_dim": 24,
+            "num_experts": 6,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 40,
+            "route_scale": 1.7,
+            "sliding_window": WINDOW,
+            "layer_types": ALTERNATING,
+            "mup_enabled": True,
+        },
+    ),
+    "glm4_moe_lite": (
+        "Glm4MoeLite",
+        {
+            **{k: v for k, v in MIXTURE.items() if k != "first_k_dense_replace"},
+            **LATENT,
+            "q_lora_rank": 20,
+            "mlp_layer_types": ["sparse", "dense"] * (DEPTH // 2),
+            "norm_topk_prob": False,
+        },
+    ),
+    "solar_open": (
+        "SolarOpen",
+        {
+            **{k: v for k, v in MIXTURE.items() if k != "first_k_dense_replace"},
+            "head_dim": 24,
+            "attention_bias": True,
+            "rope_parameters": YARN,
+        },
+    ),
+    "cohere": ("Cohere", {"attention_bias": True, "use_qk_norm": True, "logit_scale": 0.25}),
+    "cohere2": (
+        "Cohere2",
+        {"sliding_window": WINDOW, "layer_types": ALTERNATING, "tie_word_embeddings": False},
+    ),
+    "gpt_neox": ("GPTNeoX", {"rotary_pct": 0.5, "hidden_act": "gelu"}),
+    "gpt_neox, one after the other": (
+        "GPTNeoX",
+        {"use_parallel_residual": False, "attention_bias": False, "hidden_act": "gelu_fast"},
+    ),
+    "falcon": ("Falcon", {"multi_query": True, "bias": True, "ffn_hidden_size": 72}),
+    "falcon of one norm for each": (
+        "Falcon",
+        {"new_decoder_architecture": True, "num_kv_heads": 2, "tie_word_embeddings": False},
+    ),
+    "falcon, one after the other": ("Falcon", {"multi_query": False, "parallel_attn": False}),
+    "phi": ("Phi", {"qk_layernorm": True}),
+    "stablelm 12B": (
+        "StableLm",
+        {"qk_layernorm": True, "use_parallel_residual": True},
+    ),
+    "starcoder2": ("Starcoder2", {"sliding_window": WINDOW}),
+    "gpt2": ("GPT2", {"n_inner": 72, "scale_attn_weights": False}),
+    "gpt_bigcode": ("GPTBigCode", {}),
+    "gpt_bigcode with heads apart": ("GPTBigCode", {"multi_query": False}),
+    "gptj": ("GPTJ", {"rotary_dim": 8}),
+    "codegen": ("CodeGen", {"rotary_dim": 16}),
     "qwen3_5 in its wrapper": (
         "Qwen3_5",
         {"text_config": {**DELTA_RULE, "head_dim": 32}, "vision_config": VISION},

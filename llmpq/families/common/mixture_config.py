@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from llmpq.families.common.config_values import Config, size
 from llmpq.families.record import linear_names
 
 
-def counts(config: Config, *keys: str, chosen_by: str = "num_experts_per_tok") -> dict[str, int]:
-    """Return how many experts a layer has and how many a token goes to; `keys`: of the former."""
-    experts = size(config, *keys)
-    per_token = size(config, chosen_by)
-    if per_token > experts:
+def counts(config: Config, *keys: str, per_token: tuple[str, ...] = ()) -> dict[str, int]:
+    """Return how many experts a layer has and how many a token goes to; `keys`: of the former.
+
+    `per_token`: what else than `num_experts_per_tok` the latter is called.
+    """
+    experts, called = size(config, *keys), (*per_token, "num_experts_per_tok")
+    taken = size(config, *called)
+    if taken > experts:
         raise ValueError(
-            f"config.json: {chosen_by}={per_token} of {keys[0]}={experts}; "
-            "expected at most all of them"
+            f"config.json: {called[0]}={taken} of {keys[0]}={experts}; expected at most all of them"
         )
-    return {"experts": experts, "experts_per_token": per_token}
+    return {"experts": experts, "experts_per_token": taken}
 
 
 def first_layers(config: Config, ffn: int) -> dict[str, Any]:
@@ -27,8 +30,13 @@ def first_layers(config: Config, ffn: int) -> dict[str, Any]:
         raise ValueError(
             f"config.json: 'first_k_dense_replace' must be a number of layers, got {dense!r}"
         )
-    dense = min(dense, size(config, "num_hidden_layers"))
-    return {"dense_layers": tuple(range(dense)), "dense_ffn": ffn} if dense else {}
+    return dense_fields(range(min(dense, size(config, "num_hidden_layers"))), ffn)
+
+
+def dense_fields(layers: Iterable[int], ffn: int) -> dict[str, Any]:
+    """Return the fields of a model of which some layers have one MLP of width `ffn` each."""
+    dense = tuple(layers)
+    return {"dense_layers": dense, "dense_ffn": ffn} if dense else {}
 
 
 def groups(config: Config, experts: int) -> tuple[int, int]:

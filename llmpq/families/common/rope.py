@@ -32,17 +32,27 @@ CHANGING = {
 """Keys that other engines or other families compute with -> the value that changes nothing."""
 
 
-def rope_fields(config: Config, *, knows: tuple[str, ...] = ()) -> dict[str, Any]:
+def rope_fields(
+    config: Config, *, knows: tuple[str, ...] = (), fixed_alpha: bool = False
+) -> dict[str, Any]:
     """Return the spec's rope fields; what stands inside the rope section wins over what is beside.
 
     As in Transformers 5, which moves what is beside it into the section where that has none.
-    `knows`: keys of `CHANGING` that the family reads.
+    `knows`: keys of `CHANGING` that the family reads. `fixed_alpha`: whether a dynamic scaling's
+    `alpha` stretches theta, whatever the length.
     """
     rope = rope_section(config)
+    stretched = 1.0
+    if fixed_alpha and is_given(rope.get("alpha")) and _kind(rope) == "dynamic":
+        alpha = bounded(rope, "alpha", FACTORS, where="config.json, dynamic rope scaling")
+        dim = head_size(config)
+        stretched = alpha ** (dim / (dim - 2))
+        kept = {key: rope[key] for key in ("rope_theta",) if key in rope}
+        rope = {**kept, "rope_type": "default"}
     others = {key: value for key, value in rope.items() if key not in knows}
     scaling = scaling_of(config, others)
     return {
-        "rope_theta": bounded({**_beside(config), **rope}, "rope_theta", THETAS),
+        "rope_theta": bounded({**_beside(config), **rope}, "rope_theta", THETAS) * stretched,
         "rope_scaling": scaling,
         "rotary_dim": _rotary_dim(config, rope),
         "max_positions": _reach(size(config, "max_position_embeddings"), rope, scaling),
@@ -113,7 +123,7 @@ def window_theta(config: Config, *, beside: str) -> float:
 
 def scaling_of(config: Config, rope: Config) -> RopeScaling | None:
     """Return how the frequencies are scaled, None where they are not."""
-    kind = rope.get("rope_type", rope.get("type", "default"))
+    kind = _kind(rope)
     if kind in ("default", "mrope"):  # mrope: text counts alike in every direction of an image
         _require_no_other(rope, "default")
         return None
@@ -127,6 +137,10 @@ def scaling_of(config: Config, rope: Config) -> RopeScaling | None:
         )
     _require_no_other(rope, kind)
     return READERS[kind](config, rope, f"config.json, {kind} rope scaling")
+
+
+def _kind(rope: Config) -> Any:
+    return rope.get("rope_type", rope.get("type", "default"))
 
 
 def _require_no_other(rope: Config, kind: str) -> None:

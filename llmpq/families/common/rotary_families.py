@@ -5,10 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 from llmpq.families.common.config_values import Config, epsilon, expect, flag, is_given, size
+from llmpq.families.common.plain_families import plain_activation
 from llmpq.families.common.rope import rope_fields
 
 SLIDING, FULL = "sliding_attention", "full_attention"
 """Transformers' `layer_types`."""
+CALLED = {"gelu_tanh": "gelu_pytorch_tanh"}
+"""Our name of an activation -> Transformers', where it is another."""
 
 
 def rotary_fields(
@@ -20,18 +23,18 @@ def rotary_fields(
     turns_in_part: bool = False,
     ffn_key: str = "intermediate_size",
     knows: tuple[str, ...] = (),
+    fixed_alpha: bool = False,
 ) -> dict[str, Any]:
     """Return the fields that these families share.
 
     `also_called`: another word of the family's for its activation. `turns_in_part`: whether
-    `partial_rotary_factor` means something to it. `knows`: as in `rope_fields`.
+    `partial_rotary_factor` means something to it. `knows`, `fixed_alpha`: as in `rope_fields`.
     """
-    known = {"silu": "silu", "gelu_tanh": "gelu_pytorch_tanh", "relu2": "relu2"}[activation]
+    known = CALLED.get(activation, activation)
     key = "hidden_activation" if config.get("hidden_activation") is not None else "hidden_act"
     if config.get(key) != also_called:
         expect(config, key, known, default=known)
-    heads = size(config, "num_attention_heads")
-    rope = rope_fields(config, knows=knows)
+    rope = rope_fields(config, knows=knows, fixed_alpha=fixed_alpha)
     if rope["rotary_dim"] is not None and not turns_in_part:
         raise ValueError(
             f"config.json: model_type '{config.get('model_type')}' turns whole heads, "
@@ -39,13 +42,8 @@ def rotary_fields(
             "trained without it"
         )
     return {
-        "num_layers": size(config, "num_hidden_layers"),
-        "hidden": size(config, "hidden_size"),
-        "heads": heads,
-        "kv_heads": size(config, "num_key_value_heads", default=heads),
-        "ffn": size(config, ffn_key),
-        "vocab": size(config, "vocab_size"),
-        "positions": "rotary",
+        **_shapes(config, ffn_key, None),
+        **rope,
         "norm": "rmsnorm",
         "norm_eps": epsilon(config, eps_key),
         "activation": activation,
@@ -53,7 +51,38 @@ def rotary_fields(
         "qkv_bias": False,
         "linear_bias": False,
         "tied_embeddings": flag(config, "tie_word_embeddings", default=False),
-        **rope,
+    }
+
+
+def plain_rotary_fields(
+    config: Config, *, eps_key: str = "layer_norm_eps", ffn: int | None = None
+) -> dict[str, Any]:
+    """Return the fields of families with LayerNorm, rotary positions and MLPs without a gate.
+
+    `ffn`: the MLP's width where the config does not say it.
+    """
+    return {
+        **_shapes(config, "intermediate_size", ffn),
+        **rope_fields(config),
+        "norm": "layernorm",
+        "norm_eps": epsilon(config, eps_key),
+        "activation": plain_activation(config, "hidden_act"),
+        "gated": False,
+        "tied_embeddings": flag(config, "tie_word_embeddings", default=False),
+    }
+
+
+def _shapes(config: Config, ffn_key: str, ffn: int | None) -> dict[str, Any]:
+    """Return the sizes of a model with rotary positions."""
+    heads = size(config, "num_attention_heads")
+    return {
+        "num_layers": size(config, "num_hidden_layers"),
+        "hidden": size(config, "hidden_size"),
+        "heads": heads,
+        "kv_heads": size(config, "num_key_value_heads", default=heads),
+        "ffn": size(config, ffn_key, default=ffn),
+        "vocab": size(config, "vocab_size"),
+        "positions": "rotary",
     }
 
 

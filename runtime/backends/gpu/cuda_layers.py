@@ -41,8 +41,9 @@ from llmpq.runtime.models.experts import Routing, SparseMLP
 from llmpq.runtime.models.latent_attention import LatentAttention
 from llmpq.runtime.models.layers import Attention, DecoderLayer
 from llmpq.runtime.models.linear import Linear
-from llmpq.runtime.models.mlps import ACTIVATIONS, MLP, GatedMLP, require_activation
+from llmpq.runtime.models.mlps import MLP, GatedMLP
 from llmpq.runtime.models.norms import Norm
+from llmpq.runtime.models.rotary import Rotary
 from llmpq.runtime.step import Step
 
 
@@ -110,6 +111,15 @@ def decoder_layer(
         attended = cuda_rules.attend_latents(part, normed, index, step, kv)
     else:
         attended = attention(part, normed, index, step, kv)
+    if layer.parallel_norms:
+        wide = normed if layer.parallel_norms == 1 else norm(layer.mlp_norm, x_BQh)
+        del normed
+        if last is not None:
+            attended, x_BQh, wide = last(attended), last(x_BQh), last(wide)
+        y = product(part.o, attended, residual=x_BQh, into_residual=in_place)
+        if isinstance(mlp, SparseMLP):
+            return y.add_(_mlp_output(mlp, wide))
+        return product(mlp.down, _hidden(mlp, wide), residual=y, into_residual=True)
     del normed
     if last is not None:
         attended, x_BQh = last(attended), last(x_BQh)
@@ -173,7 +183,13 @@ def _known_parts(
     rotary = part.rotary
     if rotary is not None and rotary.by_length and not rotary.is_dynamic:
         raise ValueError("a layer's rotary positions are of a kind that no GPU kernel computes yet")
-    if cuda_atom_layers.rounds_inputs(layer) and not layer.adds_plainly:
+    if layer.parallel_norms and not layer.adds_plainly:
+        raise ValueError(
+            "attention and MLP side by side have norms behind or factors, which no GPU runs"
+        )
+    rounded = cuda_atom_layers.rounds_inputs(layer)
+    alone = layer.attn_norm.centred and layer.attn_norm.bias is None
+    if rounded and (not layer.adds_plainly or layer.parallel_norms or alone):
         raise ValueError("a layer of rounded activations has norms that no GPU kernel computes yet")
     return part, mlp
 
@@ -200,8 +216,7 @@ def _activated(mlp: MLP, wide: Tensor) -> Tensor:
     if mlp.activation == "relu" and weight is not None and bias is not None:
         x_MK = wide.reshape(-1, wide.shape[-1])
         return torch._addmm_activation(bias, x_MK, weight.t()).view(*wide.shape[:-1], -1)
-    require_activation(mlp.activation, ACTIVATIONS, "the GPU's MLP")
-    return ACTIVATIONS[mlp.activation](product(mlp.up, wide))
+    return mlp.activated(product(mlp.up, wide))
 
 
 def _last_tokens(step: Step, x_BQh: Tensor) -> Tensor:
@@ -240,17 +255,24 @@ def attend(part: Attention, qkv_BQN: Tensor, index: int, step: Step, kv: KVCache
     qkv = qkv_BQN.view(batch, q_len, -1, part.head_dim)
     q, k, v = qkv.split([part.heads, part.kv_heads, part.kv_heads], dim=2)
     rotary, norms = part.rotary, None
-    if part.q_norm is not None and part.k_norm is not None:
+    if part.q_norm is not None and part.k_norm is not None and not part.late_norms:
         norms = late_norms(part) if kv.plain is not None and kv.dual is None else None
         if norms is None:
             q, k = norm_heads(part, qkv)
+    if part.limit:
+        q, k, v = (x.clamp(-part.limit, part.limit) for x in (q, k, v))
+    if part.late_norms:
+        if rotary is not None:
+            q, k = rotary.rotate(q, step), rotary.rotate(k, step)
+        q, k = part.normed(q, k)
+        rotary = None
     whole = rotary is not None and rotary.is_plain(part.head_dim)
     if kv.plain is not None:
-        out = _plain(part, q, k, v, index, step, kv.plain, norms)
+        out = _plain(part, rotary, (q, k, v), index, step, kv.plain, norms)
         if kv.dual is not None:
-            kv.dual.keep(index, step, partial(_append_to_copy, part, k, v, index, step))
+            kv.dual.keep(index, step, partial(_append_to_copy, part, rotary, k, v, index, step))
     elif kv.pages is not None:
-        out = _paged(part, q, k, v, index, step, kv.pages)
+        out = _paged(part, rotary, (q, k, v), index, step, kv.pages)
     elif whole and rotary is not None and (rotating := kv.rotating(step)) is not None:
         rule, rotated = cuda_rules.rule_of(part.rule, step), {"inv_freq": rotary.inv_freq}
         out = rotating.attend(index, q, k, v, step, scale=part.scale, rule=rule, **rotated)
@@ -263,10 +285,16 @@ def attend(part: Attention, qkv_BQN: Tensor, index: int, step: Step, kv: KVCache
 
 
 def _append_to_copy(
-    part: Attention, k: Tensor, v: Tensor, index: int, step: Step, copy: LowBitKV
+    part: Attention,
+    rotary: Rotary | None,
+    k: Tensor,
+    v: Tensor,
+    index: int,
+    step: Step,
+    copy: LowBitKV,
 ) -> None:
-    """Append a layer's keys, not rotated yet, and values to the 4-bit copy."""
-    rotary, inv_freq = part.rotary, None
+    """Append a layer's keys, not rotated yet if `rotary` is given, and values to the 4-bit copy."""
+    inv_freq = None
     if rotary is not None and rotary.is_plain(part.head_dim) and copy.rotates(step):
         inv_freq = rotary.inv_freq
     elif rotary is not None:
@@ -276,19 +304,22 @@ def _append_to_copy(
 
 def _plain(
     part: Attention,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    rotary: Rotary | None,
+    qkv: tuple[Tensor, Tensor, Tensor],
     index: int,
     step: Step,
     kv: PlainKVCache,
     norms: fused_rope.HeadNorms | None,
 ) -> Tensor:
-    """Append to the 16-bit cache, then attend to it; prompts attend to the tokens just written."""
+    """Append to the 16-bit cache, then attend to it; prompts attend to the tokens just written.
+
+    `rotary`: how queries and keys are still to be rotated.
+    """
     kv.check_room(step)
+    q, k, v = qkv
     k_SGTD, v_SGTD = kv.k[index], kv.v[index]
     rows = (step.slots_B, step.start_B, step.num_new_B)
-    rotary, slopes = part.rotary, part.alibi_slopes_H
+    slopes = part.alibi_slopes_H
     inv_freq, factor = (
         (None, 1.0) if rotary is None else (rotary.step_frequencies(step), rotary.factor)
     )
@@ -312,12 +343,16 @@ def _plain(
 
 
 def _paged(
-    part: Attention, q: Tensor, k: Tensor, v: Tensor, index: int, step: Step, kv: GpuPagedKVBase
+    part: Attention,
+    rotary: Rotary | None,
+    qkv: tuple[Tensor, Tensor, Tensor],
+    index: int,
+    step: Step,
+    kv: GpuPagedKVBase,
 ) -> Tensor:
     """Append to the pool of blocks, then attend to it."""
-    rotary = part.rotary
     return kv.attend(
-        *(index, q, k, v, step),
+        *(index, *qkv, step),
         scale=part.scale,
         alibi_slopes_H=part.alibi_slopes_H,
         rule=cuda_rules.rule_of(part.rule, step),

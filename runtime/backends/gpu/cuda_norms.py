@@ -8,6 +8,9 @@ of heads            with their rotation, else a launch of their own    head_norm
 
 from __future__ import annotations
 
+from functools import lru_cache
+
+import torch
 from torch import Tensor
 
 from llmpq.kernels.fused import layer_norm as fused_layer_norm
@@ -15,7 +18,7 @@ from llmpq.kernels.fused import rms_norm as fused_norm
 from llmpq.kernels.fused.head_norm import head_norm
 from llmpq.kernels.fused.norm_behind import norm_behind
 from llmpq.kernels.fused.rope_append import HeadNorms, takes_norms
-from llmpq.runtime.models.layers import Attention, DecoderLayer, normed_heads
+from llmpq.runtime.models.layers import Attention, DecoderLayer
 from llmpq.runtime.models.norms import NoNorm, Norm
 
 
@@ -26,11 +29,16 @@ def norm(
     if isinstance(part, NoNorm) or x.shape[-1] > fused_norm.MAX_COLUMNS:
         normed: Tensor = part(x)
         return normed
-    if part.bias is None:
+    if not part.centred:
         return fused_norm.rms_norm(x, part.weight, part.eps)
-    return fused_layer_norm.layer_norm(
-        x, part.weight, part.bias, part.eps, before=before, after=after
-    )
+    bias = _no_bias(x.shape[-1], x.dtype, x.device) if part.bias is None else part.bias
+    return fused_layer_norm.layer_norm(x, part.weight, bias, part.eps, before=before, after=after)
+
+
+@lru_cache(maxsize=64)
+def _no_bias(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return zeros for LayerNorms without a bias, once for all of a device."""
+    return torch.zeros(size, dtype=dtype, device=device)
 
 
 def added_behind(
@@ -51,13 +59,15 @@ def added_behind(
 def _is_rms(part: Norm) -> bool:
     """Whether a norm is an RMSNorm of rows that a program's registers hold."""
     narrow = 0 < part.weight.numel() <= fused_norm.MAX_COLUMNS
-    return narrow and part.bias is None and not isinstance(part, NoNorm)
+    return narrow and not part.centred and not isinstance(part, NoNorm)
 
 
 def late_norms(part: Attention) -> HeadNorms | None:
     """Return norms of heads that pass with their rotation; None where they do not."""
     q_norm, k_norm, rotary = part.q_norm, part.k_norm, part.rotary
     if q_norm is None or k_norm is None or not _of_heads(q_norm, k_norm, part.head_dim):
+        return None
+    if part.limit:
         return None
     whole = takes_norms(part.head_dim, None if rotary is None else rotary.inv_freq)
     return (q_norm.weight, k_norm.weight, q_norm.eps) if whole else None
@@ -71,12 +81,10 @@ def norm_heads(part: Attention, qkv_BQND: Tensor) -> tuple[Tensor, Tensor]:
         every = qkv_BQND.view(-1, *qkv_BQND.shape[2:])
         head_norm(every, q_norm.weight, k_norm.weight, part.heads, q_norm.eps)
     q, k, _ = qkv_BQND.split([part.heads, part.kv_heads, part.kv_heads], dim=2)
-    if _of_heads(q_norm, k_norm, part.head_dim):
-        return q, k
-    return normed_heads(q_norm, q), normed_heads(k_norm, k)
+    return (q, k) if _of_heads(q_norm, k_norm, part.head_dim) else part.normed(q, k)
 
 
 def _of_heads(q_norm: Norm, k_norm: Norm, head_dim: int) -> bool:
     """Whether both are RMSNorms of a head, and alike: one launch does them in place."""
-    plain = q_norm.bias is None and k_norm.bias is None and q_norm.eps == k_norm.eps
+    plain = not q_norm.centred and not k_norm.centred and q_norm.eps == k_norm.eps
     return plain and q_norm.shape == k_norm.shape == (head_dim,)

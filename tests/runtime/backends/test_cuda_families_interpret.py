@@ -39,6 +39,10 @@ KINDS = (
     "glm4_moe",
     "deepseek_v2",
     "deepseek_v3",
+    "cohere",
+    "hunyuan",
+    "exaone4",
+    "apertus",
 )
 """One for each path through the kernels; test_cuda_families_gpu.py has all."""
 

@@ -145,7 +145,73 @@ KINDS: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
         },
     ),
     "olmo2": ("Olmo2", "olmo2", {}, {}),
+    "smollm3": ("SmolLM3", "smollm3", {"num_hidden_layers": 4, "pad_token_id": 0}, {}),
+    "exaone4": (
+        "Exaone4",
+        "exaone4",
+        {"head_dim": 32, "sliding_window": 6, "sliding_window_pattern": 2},
+        {
+            "attention.sliding_window": 6,
+            "attention.sliding_window_pattern": [True, False],
+        },
+    ),
+    "arcee": ("Arcee", "arcee", {}, {}),
+    "seed_oss": ("SeedOss", "seed_oss", {"attention_bias": True}, {}),
+    "ernie4_5": ("Ernie4_5", "ernie4_5", {"head_dim": 32, "use_bias": True}, {}),
+    "hunyuan": ("HunYuanDenseV1", "hunyuan-dense", {"head_dim": 32}, {"rope.scaling.type": "none"}),
+    "hunyuan, experts": (
+        "HunYuanMoEV1",
+        "hunyuan-moe",
+        {"head_dim": 32, "num_experts": 6, "moe_topk": 3},
+        {
+            "expert_count": 6,
+            "expert_used_count": 3,
+            "expert_feed_forward_length": 96,
+            "expert_shared_feed_forward_length": 96,
+        },
+    ),
+    "olmoe": (
+        "Olmoe",
+        "olmoe",
+        {"num_experts": 6, "num_experts_per_tok": 3, "clip_qkv": 0.7, "pad_token_id": 0},
+        {"expert_count": 6, "expert_used_count": 3, "attention.clamp_kqv": 0.7},
+    ),
+    "command r": (
+        "Cohere",
+        "command-r",
+        {"use_qk_norm": True, "logit_scale": 0.25},
+        {"logit_scale": 0.25},
+    ),
+    "command r7b": (
+        "Cohere2",
+        "cohere2",
+        {"sliding_window": 6, "num_hidden_layers": 4, "logit_scale": 0.25},
+        {"logit_scale": 0.25, "attention.sliding_window": 6},
+    ),
+    "stablelm": (
+        "StableLm",
+        "stablelm",
+        {
+            "use_qkv_bias": True,
+            "qk_layernorm": True,
+            "use_parallel_residual": True,
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 1e4,
+                "partial_rotary_factor": 0.25,
+            },
+        },
+        {"use_parallel_residual": True},
+    ),
+    "starcoder2": (
+        "Starcoder2",
+        "starcoder2",
+        {"sliding_window": 6},
+        {"attention.sliding_window": 6},
+    ),
 }
+IN_PAIRS = ("llama", "granite", "smollm3", "arcee")
+"""Architectures whose files have rows in pairs where Transformers has halves."""
 
 
 def random_model(kind: str) -> Any:
@@ -180,7 +246,7 @@ def converted(model: Any, kind: str) -> dict[str, Tensor]:
         if name == "lm_head.weight" and config.tie_word_embeddings:
             continue
         turned = re.search(r"\.([qk])_proj\.", name)
-        if turned and arch in ("llama", "granite"):
+        if turned and arch in IN_PAIRS:
             tensor = in_pairs(tensor, heads[turned[1]])
         if arch in ("gemma2", "gemma3") and name.endswith("norm.weight"):
             tensor = tensor + 1
@@ -193,6 +259,12 @@ def converted(model: Any, kind: str) -> dict[str, Tensor]:
             }
         elif name.endswith("experts.down_proj"):
             found[f"blk.{name.split('.')[2]}.ffn_down_exps.weight"] = tensor
+        elif ".norms." in name:  # of every head apart, one below the other
+            before, _, behind = name.partition(".norms.")
+            stored = f"blk.{name.split('.')[2]}.attn_{before[-len('q_layernorm')]}_norm.weight"
+            rows = found.get(stored, torch.empty(0, tensor.shape[0]))
+            assert behind == f"{rows.shape[0]}.weight"
+            found[stored] = torch.cat((rows, tensor[None]))
         else:
             stored = table.get_name(name, try_suffixes=(".weight", ".bias"))
             if stored is None and ".mlp.gate." in name:
@@ -235,12 +307,19 @@ def common(config: Any, arch: str) -> dict[str, Any]:
         "attention.head_count_kv": config.num_key_value_heads,
         "attention.key_length": head_dim,
         "attention.value_length": head_dim,
-        "attention.layer_norm_rms_epsilon": config.rms_norm_eps,
+        **norm_epsilon(config),
         "rope.dimension_count": int(head_dim * share),
         "rope.freq_base": float(theta),
         "vocab_size": config.vocab_size,
         "rope.scaling.finetuned": False,
     }
+
+
+def norm_epsilon(config: Any) -> dict[str, float]:
+    if hasattr(config, "rms_norm_eps"):
+        return {"attention.layer_norm_rms_epsilon": config.rms_norm_eps}
+    found = getattr(config, "layer_norm_eps", None) or config.norm_epsilon
+    return {"attention.layer_norm_epsilon": found}
 
 
 def write(
