@@ -260,6 +260,12 @@ def _what_to_print(section: Section) -> None:
         help="plan JSON to write (of --pareto: all its plans)",
     )
     section.flag(
+        "--report",
+        daily=True,
+        metavar="FILE.html",
+        help="one page for people: cards, bits, timeline, why; with --pareto or --method all those",
+    )
+    section.flag(
         "--explain",
         daily=True,
         action="store_true",
@@ -333,7 +339,7 @@ def export_parser() -> CommandParser:
     """Return the flags of `llmpq-algo export`."""
     parser = CommandParser(
         "llmpq-algo export",
-        "Write a plan as another engine's settings, or as a picture (svg).",
+        "Write a plan as another engine's settings, or its cards as a picture (svg).",
         example="llmpq-algo export plan.json --to vllm -o serve.sh",
     )
     parser.positional("plan", metavar="PLAN", help="plan JSON")

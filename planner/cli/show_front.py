@@ -10,11 +10,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from llmpq.file_form import check_writable
+from llmpq.pictures.plan_page import Beside, plan_page
 from llmpq.plan import Plan
 from llmpq.planner.answer import checked_plan
 from llmpq.planner.cli.arguments import DEFAULT_POINTS
-from llmpq.planner.cli.show_plan import open_console, say
+from llmpq.planner.cli.show_plan import check_outputs, open_console, say, write_report
 from llmpq.planner.evaluate.step_by_step import reported_time
 from llmpq.planner.front.front import FrontPoint
 from llmpq.planner.front.preference import WEIGHTS
@@ -48,12 +48,13 @@ def show_front(
     points = DEFAULT_POINTS if request.pareto_points is None else request.pareto_points
     if points < 2:
         raise ValueError(f"--pareto-points must be at least 2, got {points}")
-    if request.output:
-        check_writable(request.output)
+    check_outputs(request)
     front = list_front(problem, options, path, points)
     text = json.dumps(_content(front), indent=1) + "\n"
     if request.output:
         Path(request.output).write_text(text)
+    if request.report:
+        write_report(request.report, front_page(front, problem.sensitivity.four_bit_omega()))
     if request.json:
         sys.stdout.write(text)
         return
@@ -67,6 +68,30 @@ def show_front(
     )
     if request.output:
         say(console, f"wrote {request.output}: {len(front.plans)} plans")
+    if request.report:
+        say(console, f"wrote {request.report}")
+
+
+def front_page(front: ListedFront, unit: float) -> str:
+    """Return the page of a front: all its plans, and the one of `--prefer balanced` in full.
+
+    `unit`: the loss of 4 bits everywhere.
+    """
+    chosen: dict[int, str] = {}
+    for prefer, weight in WEIGHTS.items():
+        index = min(range(len(front.plans)), key=lambda i: _price(front.plans[i], weight, unit))
+        asked = f"--prefer {prefer}"
+        chosen[index] = f"{chosen[index]}, {asked}" if index in chosen else asked
+    balanced = next(i for i, asked in chosen.items() if "balanced" in asked)
+    said = Beside(front=front.plans, chosen=chosen, coverage=coverage(front))
+    return plan_page(front.plans[balanced], said)
+
+
+def _price(plan: Plan, weight: float, unit: float) -> float:
+    """Return what a preference makes smallest: the logarithm of time, and loss at its weight."""
+    predicted = plan.predicted
+    assert predicted is not None, "the planner always predicts"
+    return math.log(predicted.total_s) + weight * predicted.sum_omega / (unit or 1.0)
 
 
 def list_front(

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, get_args
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, get_args
 
 from llmpq.errors import DoesNotFitError
-from llmpq.file_form import check_writable
+from llmpq.file_form import check_writable, replace_text
+from llmpq.pictures.plan_page import Beside, plan_page
 from llmpq.plan import Plan
 from llmpq.planner.answer import Answer, answer, solve_options, solved
 from llmpq.planner.cli.alternatives import bits_lines, engines_line, left_out_lines
@@ -59,16 +62,14 @@ def read_job(request: PlanRequest) -> PlanJob:
 def make_and_show(request: PlanRequest, job: PlanJob) -> None:
     """Plan, check, write `-o`, and print."""
     problem, options, path, notes = job.problem, job.options, job.path, job.notes
-    if request.output:
-        check_writable(request.output)
+    check_outputs(request)
     changes = _changed(request, problem)
-    everything = options.method == "all"
+    compared: Mapping[str, MethodRow | str] = {}
     try:
-        best = (
-            _compare(request, problem, options, path)
-            if everything
-            else answer(problem, options, path)
-        )
+        if options.method == "all":
+            best, compared = _compare(request, problem, options, path)
+        else:
+            best = answer(problem, options, path)
     except DoesNotFitError:
         for line in _what_if(changes, None, path):
             say(open_console(), line)
@@ -86,22 +87,63 @@ def make_and_show(request: PlanRequest, job: PlanJob) -> None:
         best.plan.save_json(request.output)
     if request.json:
         sys.stdout.write(best.plan.dump_json())
-        return
-    console = open_console()
+        if request.report is None:
+            return
     from llmpq.planner.cli.report import print_plan
     from llmpq.planner.evaluate.step_by_step import step_note
 
     beside = bits_lines(best, options) + engines_line(best, request, options)
+    why = _why(best, options, whole=request.explain) if request.explain or request.report else []
+    changed = _what_if(changes, best, path)
+    own = [best.outcome.note, step_note(best.problem, best.outcome.assignment)]
+    notes = [*notes, *filter(None, own)]
+    if request.report:
+        said = Beside(
+            why=why,
+            changes=[*beside, *changed],
+            notes=notes,
+            methods=method_data(compared),
+        )
+        write_report(request.report, plan_page(best.plan, said))
+    if request.json:
+        return
+    console = open_console()
     print_plan(console, best.plan, seconds=best.outcome.seconds, alternatives=beside)
     if request.explain:
-        _explain(console, best, options)
-    for line in _what_if(changes, best, path):
+        for line in why:
+            say(console, f"- {line}")
+    for line in changed:
         say(console, line)
-    own = [best.outcome.note, step_note(best.problem, best.outcome.assignment)]
-    for note in [*notes, *filter(None, own)]:
+    for note in notes:
         say(console, f"note: {note}")
-    if request.output:
-        say(console, f"wrote {request.output}")
+    for path_written in filter(None, (request.output, request.report)):
+        say(console, f"wrote {path_written}")
+
+
+def check_outputs(request: PlanRequest) -> None:
+    """`ValueError` where `-o` or `--report` can never be written, or are no files of their kind."""
+    report = request.report
+    if report is not None and not report.lower().endswith((".html", ".htm")):
+        raise ValueError(
+            f"--report {report}: expected a name that ends in .html (a page); -o writes the plan "
+            "as JSON"
+        )
+    for name in filter(None, (request.output, report)):
+        check_writable(name)
+
+
+def write_report(path: str, page: str) -> None:
+    """Write a page, creating its folder."""
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    replace_text(Path(path), page)
+
+
+def method_data(rows: Mapping[str, MethodRow | str]) -> list[dict[str, Any]]:
+    """Return the methods side by side as a page takes them."""
+    return [
+        {"method": name, **({"why_not": row} if isinstance(row, str) else asdict(row))}
+        for name, row in rows.items()
+    ]
 
 
 def _changed(request: PlanRequest, problem: Problem) -> list[tuple[str, Problem, SolveOptions]]:
@@ -148,8 +190,8 @@ def open_console() -> Console:
 
 def _compare(
     request: PlanRequest, problem: Problem, options: SolveOptions, path: str | None
-) -> Answer:
-    """Solve with every method, print them side by side, return the best.
+) -> tuple[Answer, Mapping[str, MethodRow | str]]:
+    """Solve with every method, print them side by side; return the best, and all of them.
 
     After a preference all of them minimise time + theta omega at the exact method's theta.
     """
@@ -173,7 +215,8 @@ def _compare(
         raise unfinished
     if not made:
         raise nothing_fits(problem, options)
-    if not request.json:
+    named: dict[str, MethodRow | str] = {}
+    if not request.json or request.report:
         from llmpq.planner.cli.report import comparison_table
 
         rows = [
@@ -189,8 +232,9 @@ def _compare(
                 loss = f"{row.omega:.9g}"
                 seen[loss] = seen.get(loss) or _beside_exact(row, reference, problem, options)
                 named[name] = replace(row, exact_s=seen[loss].exact_s)
-        open_console().print(comparison_table(named, budget=options.budget))
-    return min(made.values(), key=lambda a: a.outcome.value)
+        if not request.json:
+            open_console().print(comparison_table(named, budget=options.budget))
+    return min(made.values(), key=lambda a: a.outcome.value), named
 
 
 def _row(plan: Plan, seconds: float) -> MethodRow:
@@ -247,15 +291,16 @@ def _beside_exact(
     return replace(row, exact_s=reported_time(priced, outcome.assignment).total_s)
 
 
-def _explain(console: Console, best: Answer, options: SolveOptions) -> None:
+def _why(best: Answer, options: SolveOptions, *, whole: bool) -> list[str]:
+    """Return why this plan; `whole`: also what costs planning again, and how sure it is."""
     from llmpq.planner.cli.explain import cost_error_study, explain_plan, regret_lines
 
     names = [stage.device for stage in best.plan.stages]
     lines = explain_plan(best.problem, best.outcome.assignment, names)
-    lines += left_out_lines(best, options)
-    lines += regret_lines(cost_error_study(best.problem, best.outcome, budget=options.budget))
-    for line in lines:
-        say(console, f"- {line}")
+    if whole:
+        lines += left_out_lines(best, options)
+        lines += regret_lines(cost_error_study(best.problem, best.outcome, budget=options.budget))
+    return lines
 
 
 def _what_if(

@@ -7,12 +7,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 from llmpq.model_spec import ModelSpec
+from llmpq.pictures.plan_cards import cards_svg
 from llmpq.plan import Plan
 from llmpq.planner.export.accelerate import accelerate
 from llmpq.planner.export.compressed_tensors import compressed_tensors
 from llmpq.planner.export.gptqmodel import gptqmodel
 from llmpq.planner.export.llamacpp import llamacpp
-from llmpq.planner.export.picture import picture
 from llmpq.planner.export.result import Exported
 from llmpq.planner.export.sglang import sglang
 from llmpq.planner.export.vllm import vllm
@@ -26,7 +26,7 @@ WRITERS: dict[str, Callable[[Plan, ModelSpec], Exported]] = {
     "accelerate": accelerate,
     "compressed-tensors": compressed_tensors,
     "gptqmodel": gptqmodel,
-    "svg": picture,
+    "svg": lambda plan, spec: Exported(text=cards_svg(plan), not_expressed=()),
 }
 
 

@@ -77,6 +77,7 @@ class PlanRequest(DevicesRequest):
     time_limit: float = 60.0
     speculate: str | None = None
     output: str | None = None
+    report: str | None = None
     json: bool = False
     explain: bool = False
     what_if: Sequence[str] = ()

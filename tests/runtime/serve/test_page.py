@@ -2,117 +2,19 @@
 
 from __future__ import annotations
 
-import base64
 import json
 import os
 import re
 import shutil
-import socket
-import subprocess
 import time
-import urllib.error
 import urllib.request
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
 
+from browser import browser, needs_browser
+
 pytestmark = pytest.mark.cpu
-BROWSER = next(
-    filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
-)
-DRIVER = shutil.which("chromedriver")
-WHY_NOT = "no Chromium with its driver here: apt-get install chromium chromium-driver"
-_WORDS = (
-    "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run",
-    "--disable-background-networking", "--disable-component-update", "--disable-sync",
-    "--disable-dev-shm-usage", "--window-size=1100,1150",
-)  # fmt: skip
-
-
-class Browser:
-    """A headless Chromium, driven in the W3C's WebDriver protocol."""
-
-    def __init__(self, url: str) -> None:
-        self._url = url
-        options = {"binary": BROWSER, "args": [*_WORDS]}
-        wanted = {"goog:chromeOptions": options, "goog:loggingPrefs": {"browser": "ALL"}}
-        made = self._ask("POST", "/session", {"capabilities": {"alwaysMatch": wanted}})
-        self._url = f"{url}/session/{made['sessionId']}"
-
-    def _ask(self, method: str, path: str, body: dict[str, Any] | None = None) -> Any:
-        data = None if body is None else json.dumps(body).encode()
-        request = urllib.request.Request(
-            self._url + path, data, {"Content-Type": "application/json"}, method=method
-        )
-        try:
-            with urllib.request.urlopen(request, timeout=60) as answer:
-                return json.load(answer)["value"]
-        except urllib.error.HTTPError as error:
-            raise AssertionError(error.read().decode()[:2000]) from None
-
-    def open(self, url: str) -> None:
-        self._ask("POST", "/url", {"url": url})
-
-    def run(self, script: str) -> Any:
-        """Return what a script's `return` gives."""
-        return self._ask("POST", "/execute/sync", {"script": script, "args": []})
-
-    def text(self, name: str) -> str:
-        return str(self.run(f"return document.getElementById('{name}').textContent"))
-
-    def until(self, script: str, limit_s: float = 30.0) -> None:
-        """Wait until a script's expression is true."""
-        end_s = time.monotonic() + limit_s
-        while not self.run(f"return Boolean({script})"):
-            assert time.monotonic() < end_s, f"never true: {script}"
-            time.sleep(0.05)
-
-    def press(self, keys: str) -> None:
-        """Press keys, one after the other, wherever the focus is."""
-        presses = [{"type": kind, "value": key} for key in keys for kind in ("keyDown", "keyUp")]
-        self._ask("POST", "/actions", {"actions": [{"type": "key", "id": "k", "actions": presses}]})
-
-    def complaints(self) -> list[str]:
-        """Return what the console said since it was last asked."""
-        return [line["message"] for line in self._ask("POST", "/se/log", {"type": "browser"})]
-
-    def prefer(self, scheme: str) -> None:
-        """Show pages as people see them who prefer light or dark ones."""
-        media = {"features": [{"name": "prefers-color-scheme", "value": scheme}]}
-        self._ask("POST", "/goog/cdp/execute", {"cmd": "Emulation.setEmulatedMedia",
-                                                "params": media})  # fmt: skip
-
-    def picture(self) -> bytes:
-        """Return the window as PNG."""
-        return base64.b64decode(self._ask("GET", "/screenshot"))
-
-    def close(self) -> None:
-        self._ask("DELETE", "")
-
-
-@contextmanager
-def browser() -> Iterator[Browser]:
-    """Return a browser for a block."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    assert DRIVER is not None
-    with subprocess.Popen([DRIVER, f"--port={port}", "--silent"]) as driver:
-        try:
-            end_s = time.monotonic() + 30
-            while socket.socket().connect_ex(("127.0.0.1", port)):
-                assert time.monotonic() < end_s, "chromedriver does not listen"
-                time.sleep(0.05)
-            made = Browser(f"http://127.0.0.1:{port}")
-            try:
-                yield made
-            finally:
-                made.close()
-        finally:
-            driver.terminate()
 
 
 def read(server, path):
@@ -153,7 +55,7 @@ def test_its_numbers_move(server):
 TAB, SPACE = "\ue004", " "
 
 
-@pytest.mark.skipif(BROWSER is None or DRIVER is None, reason=WHY_NOT)
+@needs_browser
 def test_a_browser_draws_it_and_streams_a_prompt(server, tmp_path):
     pictures = Path(os.environ.get("LLMPQ_PAGE_PICTURES", tmp_path))
     with browser() as page:
@@ -200,7 +102,7 @@ def test_a_browser_draws_it_and_streams_a_prompt(server, tmp_path):
         assert page.complaints() == []
 
 
-@pytest.mark.skipif(BROWSER is None or DRIVER is None, reason=WHY_NOT)
+@needs_browser
 def test_the_page_says_what_was_refused_and_stops_when_told(server):
     with browser() as page:
         page.open(f"{server.url}/")
@@ -236,7 +138,7 @@ def say(page, text):
     """)
 
 
-@pytest.mark.skipif(BROWSER is None or DRIVER is None, reason=WHY_NOT)
+@needs_browser
 def test_the_page_chats_by_the_models_template(server):
     from llmpq import SamplingParams
 
