@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import difflib
 import reprlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from enum import IntEnum
 
 
@@ -24,6 +24,20 @@ class ExitCode(IntEnum):
     DEADLINE = 7
     SOME_ROWS_FAILED = 8
     INTERRUPTED = 130
+
+
+EXIT_CODES: Mapping[ExitCode, str] = {
+    ExitCode.DONE: "done",
+    ExitCode.USAGE: "usage or bad input",
+    ExitCode.BAD_PLAN: "bad plan",
+    ExitCode.MISMATCH: "plan for another model or cluster",
+    ExitCode.DOES_NOT_FIT: "does not fit",
+    ExitCode.STAGE_LOST: "a stage was lost",
+    ExitCode.DEADLINE: "a deadline passed",
+    ExitCode.SOME_ROWS_FAILED: "some rows failed",
+    ExitCode.INTERRUPTED: "interrupted",
+}
+"""What each says, in the words of every command's --help."""
 
 
 class LlmpqError(Exception):

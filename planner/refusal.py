@@ -33,7 +33,7 @@ from llmpq.planner.costs.stage_memory import (
 from llmpq.planner.evaluate.least_bytes import (
     end_pairs,
     fitting_plan,
-    in_least_chunks,
+    in_each_chunk,
     largest,
     smallest_microbatches,
 )
@@ -93,6 +93,11 @@ class StageRoom:
 def too_big(p: Problem) -> bool:
     """Whether no plan can fit, at any precision, order and micro-batches: nothing to search."""
     return _room(p, None).layers < p.spec.num_layers
+
+
+def too_big_in_any_chunks(p: Problem) -> bool:
+    """Whether no plan can fit in the job's chunks of prompts, nor in smaller ones."""
+    return all(too_big(of_size) for of_size in in_each_chunk(p))
 
 
 def _room(p: Problem, choice: int | None) -> StageRoom:
@@ -172,7 +177,7 @@ def refusal_of(
     problems = [p.with_job(kv=kv) for kv in kvs]
     given = _limits_given(p, budget)
     dropped = [flag for flag, change in given.items() if _some_fit(problems, **change)]
-    short = [q for q in problems if _room(in_least_chunks(q), None).layers < q.spec.num_layers]
+    short = [q for q in problems if too_big_in_any_chunks(q)]
     if given and len(short) < len(problems):
         which = " or ".join(dropped) if dropped else ", ".join(given)
         verb = "leave it out" if len(given) == 1 else f"leave out {which}"
@@ -233,7 +238,7 @@ class _Shortfall:
 
 def _shortfall(p: Problem, problems: Sequence[Problem]) -> _Shortfall:
     """Return what the form that is nearest to fitting lacks."""
-    problems = [in_least_chunks(q) for q in problems]
+    problems = [of_size for q in problems for of_size in in_each_chunk(q)]
     forms = [
         (_room(q, b).missing_bytes, -k, q, b)
         for k, q in enumerate(problems)

@@ -26,13 +26,14 @@ import os
 import re
 import select
 import sys
+import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from typing import IO, Any, TypeVar
 
 from llmpq.checkpoints.hub import at_revision
 from llmpq.commands.output_paths import refusal
-from llmpq.errors import ExitCode, LlmpqError, nearest
+from llmpq.errors import EXIT_CODES, ExitCode, LlmpqError, nearest
 from llmpq.missing_packages import missing_package
 from llmpq.out_of_memory import first_line, out_of_memory
 from llmpq.version import __version__
@@ -280,6 +281,8 @@ class CommandParser:
         text = formatter.format_help().strip("\n")
         lines += [line for line in text.splitlines() if everything or line.strip()]
         lines += ["", *self._notes.splitlines()] if self._notes else []
+        if "exit codes:" not in self._notes:
+            lines += ["", *exit_codes_lines()]
         return "\n".join([*lines, "", f"example: {self._example}", ""])
 
     def _hides(self) -> bool:
@@ -323,6 +326,12 @@ class CommandParser:
         known = [name for names in self._parser.shown.values() for name in names]
         hint = nearest(flag, known)
         return ValueError(f"unknown flag '{word}': {hint}see {self.program} --help-all")
+
+
+def exit_codes_lines() -> list[str]:
+    """Return what the exit codes of every command say, as --help has it."""
+    said = ", ".join(f"{int(code)} {words}" for code, words in EXIT_CODES.items())
+    return textwrap.wrap(f"exit codes: {said}", width=96)
 
 
 def _request(kind: type[T], values: Mapping[str, Any]) -> T:

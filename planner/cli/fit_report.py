@@ -18,14 +18,20 @@ from llmpq.cluster import Device
 from llmpq.errors import DoesNotFitError
 from llmpq.plan import Plan, StagePlan
 from llmpq.planner.cli.what_if import share_of
-from llmpq.planner.evaluate.least_bytes import in_least_chunks, longest_context
+from llmpq.planner.evaluate.least_bytes import longest_context
 from llmpq.planner.evaluate.objective import job_time, sum_omega
 from llmpq.planner.exact.start.quick import quick_plan
 from llmpq.planner.problem.make_problem import GENERIC_NOTE, make_problem, parse_kv
 from llmpq.planner.problem.outcome import Assignment
 from llmpq.planner.problem.problem import Problem
 from llmpq.planner.problem.requests import FITS_CONTEXT, FitsRequest, PlanRequest
-from llmpq.planner.refusal import PlanRefusal, counted_plan, refusal_of, repriced, too_big
+from llmpq.planner.refusal import (
+    PlanRefusal,
+    counted_plan,
+    refusal_of,
+    repriced,
+    too_big_in_any_chunks,
+)
 from llmpq.planner.solving.methods import SolveOptions
 from llmpq.planner.solving.plan_search import search_plan, with_head_of_16_bits
 from llmpq.precision import WEIGHT_ONLY, KVPrecision, Precision, bits_of
@@ -152,7 +158,7 @@ def fit_answer(request: FitsRequest) -> FitAnswer:
     batches = (1, problem.workload.batch if problem.workload.batch > 1 else USUAL_BATCH)
     forms, best = [], None
     for row in rows:
-        found, hopeless = None, too_big(in_least_chunks(row.problem))
+        found, hopeless = None, too_big_in_any_chunks(row.problem)
         if not hopeless:
             found = quick_plan(row.problem)
         if found is None and row.allowed and not hopeless:
@@ -423,7 +429,7 @@ def _engines(p: Problem, plan: Plan) -> str | None:
             continue
         each = -(-batch // engines)
         one = job.with_job(cluster=share_of(p, engines), batch=each)
-        found = quick_plan(one) if not too_big(in_least_chunks(one)) else None
+        found = quick_plan(one) if not too_big_in_any_chunks(one) else None
         rate = None if found is None else _times(*found)["tokens_per_s"]
         if rate is not None and (best is None or engines * rate > best[0]):
             where = f"{engines} engines, each on {one.cluster.name} with {each} requests at once"

@@ -20,22 +20,21 @@ from llmpq.sizes.kv_format import BLOCK_TOKENS
 
 def fitting_plan(p: Problem) -> tuple[Problem, Assignment] | None:
     """Return the job, with the chunks of prompts that it needs, and a plan of it that fits."""
-    for size in (p.chunk, *_smaller_chunks(p)):
-        of_size = p.with_changes(chunk=size)
+    for of_size in in_each_chunk(p):
         found = least_bytes_plan(of_size)
         if found is not None:
             return of_size, found
     return None
 
 
-def in_least_chunks(p: Problem) -> Problem:
-    """Return the job in the smallest chunks of prompts, which leave the most room."""
-    return p.with_changes(chunk=min([p.chunk, *_smaller_chunks(p)]))
+def in_each_chunk(p: Problem) -> list[Problem]:
+    """Return the job in its chunks of prompts, and in smaller ones, which mostly leave more room.
 
-
-def _smaller_chunks(p: Problem) -> list[int]:
-    sizes = small_chunks(p.workload.prompt_len) if p.pooled else ()
-    return [size for size in sizes if size < p.chunk]
+    Not always: a prompt of one chunk needs nothing of the cache's workspace.
+    """
+    smaller = small_chunks(p.workload.prompt_len) if p.pooled else ()
+    sizes = (p.chunk, *(size for size in smaller if size < p.chunk))
+    return [p.with_changes(chunk=size) for size in sizes]
 
 
 def longest_context(p: Problem, most: int) -> int:
@@ -55,7 +54,7 @@ def longest_context(p: Problem, most: int) -> int:
 
 def fits_context(p: Problem, tokens: int) -> bool:
     """Whether a job fits with contexts of so many tokens, the answer's length as it is."""
-    return least_bytes_plan(in_least_chunks(p.with_context(tokens))) is not None
+    return fitting_plan(p.with_context(tokens)) is not None
 
 
 def largest(fits: Callable[[int], bool], below: int) -> int:

@@ -53,6 +53,7 @@ def test_help_is_one_screen_with_an_example(command: str) -> None:
     lines = said(command, "--help").splitlines()
     flags = [line for line in lines if line.startswith("  -")]
     assert lines[0].startswith("usage: ") and lines[-1].startswith("example: ")
+    assert lines[2].endswith(".") and "exit codes: 0 " in "\n".join(lines)
     assert len(lines) <= 40 and len(flags) <= 14, (len(lines), len(flags))
     assert max(map(len, lines)) <= 100
 
