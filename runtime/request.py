@@ -147,6 +147,10 @@ class PagedRow:
     """Index of the token it samples."""
     admission: int = 0
     """The how many-th admission of the request it belongs to."""
+    loads_state: int = -1
+    """The snapshot of recurrent states that its request begins from; -1 without one."""
+    saves_state: int = -1
+    """The snapshot that its recurrent states are kept as behind this step; -1: they are not."""
     drafts_wanted: int = -1
     """How many tokens the model's own head (MTP) drafts behind what the row samples; 0: it is to
     see the row nevertheless; -1: it need not."""

@@ -44,6 +44,8 @@ class PoolSize:
     """Tokens that the layers with a window see; 0 where all layers share one pool."""
     window_blocks: int = 0
     """Blocks of the pool of the layers with a window."""
+    snapshots: int = 0
+    """States of recurrent layers that are kept of prefixes, to go on from."""
     is_copy: bool = False
     """It is another pool's copy, which keeps the recurrent states of both."""
 
@@ -70,8 +72,8 @@ class PoolSize:
 
     @property
     def state_slots(self) -> int:
-        """Requests whose recurrent state it keeps."""
-        return 0 if self.is_copy else self.slots
+        """Recurrent states that it keeps: of requests, and of prefixes."""
+        return 0 if self.is_copy else self.slots + self.snapshots
 
     def of_blocks(self, num_blocks: int) -> PoolSize:
         """Return a smaller pool of as many blocks, those of windows in proportion."""
@@ -151,6 +153,10 @@ WINDOW_STEP_TOKENS = 2048
 """Prompt tokens of a step, at least a chunk, for which pools of windows have blocks beside them."""
 
 
+LEAST_SNAPSHOTS = 4
+"""States of prefixes that a pool keeps at least; else as many as there are requests at once."""
+
+
 def window_step_tokens(workload: Workload, chunk: int | None, *, prefill_microbatch: int) -> int:
     """Return the prompt tokens of a step for which a plan's pools of windows have room."""
     tokens = prompt_chunks(workload.prompt_len, chunk)[0][1]
@@ -169,7 +175,7 @@ def planned_pool(
         spec,
         workload,
         max_len=workload.max_len,
-        prefix_cache=workload.kv is KVPrecision.KV16 and spec.recurrent is None,
+        prefix_cache=workload.kv is KVPrecision.KV16,
         step_tokens=window_step_tokens(workload, chunk, prefill_microbatch=prefill_microbatch),
     )
 
@@ -193,6 +199,7 @@ def wanted_pool(
         slots=workload.batch,
         max_len=max_len,
         prefix_cache=prefix_cache,
+        snapshots=max(LEAST_SNAPSHOTS, workload.batch) if prefix_cache and spec.recurrent else 0,
     )
     # Packed caches keep all blocks, a quarter of the bytes or less: their tables are one.
     window = spec.widest_window if workload.kv is KVPrecision.KV16 else 0

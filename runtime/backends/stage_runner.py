@@ -88,7 +88,7 @@ class StageRunner:
             )
             self.mtp = MtpDrafts(head, own, self._draft_probs)
             return extra + own.nbytes + head.own_nbytes(self.model)
-        if mode in ("ngram", "mtp"):
+        if mode == "ngram" or mode == "mtp":
             return extra
         read: KVCache = self.kv
         if mode in READS_KV4:
@@ -166,7 +166,12 @@ class StageRunner:
         if message.kind is StepKind.DRAFT:
             assert self.draft is not None, "drafts need enable_speculation"
             model, kv = self.draft.model, self.draft.kv
+        states = self.kv.states
+        if states is not None:
+            states.load(message.paged)
         output = model(x.to(self._device), step, kv)
+        if states is not None:
+            states.save(message.paged)
         if self.model.head is None:
             return output[:, :num_tokens].cpu()
         if message.kind is StepKind.DRAFT:

@@ -42,7 +42,13 @@ def make_paged_kv(
         return pool
     num_states = len(layers_with_state(spec, layers))
     return with_states(
-        pool, spec, num_layers=num_states, slots=size.slots, dtype=dtype, device=device
+        pool,
+        spec,
+        num_layers=num_states,
+        slots=size.slots,
+        snapshots=size.snapshots,
+        dtype=dtype,
+        device=device,
     )
 
 

@@ -27,6 +27,7 @@ from llmpq.families.common.spec_values import Recurrent
 from llmpq.model_spec import ModelSpec
 from llmpq.runtime.cache.kv_cache import KVCache
 from llmpq.runtime.ragged_step import Span
+from llmpq.runtime.request import PagedRow
 
 Cache = TypeVar("Cache", bound=KVCache)
 
@@ -109,28 +110,48 @@ class RecurrentStates:
         slots: int,
         dtype: torch.dtype,
         device: torch.device | str = "cpu",
+        snapshots: int = 0,
     ) -> None:
+        """`snapshots`: states of prefixes that are kept beside those of requests."""
+        whole = slots + snapshots
         self._tails = torch.zeros(
-            (num_layers, slots, form.taps - 1, form.channels), dtype=dtype, device=device
+            (num_layers, whole, form.taps - 1, form.channels), dtype=dtype, device=device
         )
         self._matrices = torch.zeros(
-            (num_layers, slots, form.heads, form.key_dim, form.value_dim),
+            (num_layers, whole, form.heads, form.key_dim, form.value_dim),
             dtype=torch.float32,
             device=device,
         )
-        self._form = form
+        self._form, self._slots = form, slots
         self._notes: Tensor | None = None
         self._noted: dict[int, _Noted] = {}
 
     def keep_notes(self, tokens: int) -> int:
         """Allocate notes of so many tokens a request, for drafts; return their bytes."""
-        layers, slots = self._tails.shape[:2]
-        self._notes = self._tails.new_zeros((layers, slots, tokens, self._form.inputs))
+        shape = (len(self._tails), self._slots, tokens, self._form.inputs)
+        self._notes = self._tails.new_zeros(shape)
         return self._notes.nbytes
 
     def drop_notes(self) -> None:
         """Free the notes; no draft may be under way."""
         self._notes, self._noted = None, {}
+
+    def load(self, rows: Sequence[PagedRow]) -> None:
+        """Put the states of found prefixes into the slots of rows that begin from them."""
+        for row in rows:
+            if row.loads_state >= 0:
+                self._copy(self._slots + row.loads_state, row.slot)
+                self._noted.pop(row.slot, None)
+
+    def save(self, rows: Sequence[PagedRow]) -> None:
+        """Keep the states behind the tokens of rows that end a prefix."""
+        for row in rows:
+            if row.saves_state >= 0:
+                self._copy(row.slot, self._slots + row.saves_state)
+
+    def _copy(self, source: int, target: int) -> None:
+        self._tails[:, target] = self._tails[:, source]
+        self._matrices[:, target] = self._matrices[:, source]
 
     def begin(self, spans: Sequence[Span], *, width: int) -> StateRuns:
         """Return how the states of a step's rows move on; `width`: its tokens with padding."""
@@ -199,12 +220,18 @@ def with_states(
     *,
     num_layers: int,
     slots: int,
+    snapshots: int,
     dtype: torch.dtype,
     device: torch.device | str,
 ) -> Cache:
     """Return a stage's cache with slots for its recurrent layers, if it has any."""
     if spec.recurrent is not None:
         kv.states = RecurrentStates(
-            spec.recurrent, num_layers=num_layers, slots=slots, dtype=dtype, device=device
+            spec.recurrent,
+            num_layers=num_layers,
+            slots=slots,
+            snapshots=snapshots,
+            dtype=dtype,
+            device=device,
         )
     return kv

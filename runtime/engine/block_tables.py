@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from llmpq.runtime.engine.block_pool import BlockPool
 from llmpq.runtime.engine.pool_limits import PoolLimits
 from llmpq.runtime.engine.prefix_keys import PrefixKeys, chain_root
+from llmpq.runtime.engine.state_snapshots import StateSnapshots
 from llmpq.runtime.engine.window_tables import WindowTable, WindowTables
 from llmpq.runtime.request import PagedRow, Request
 from llmpq.sizes.kv_format import BLOCK_TOKENS, HOLDBACK_TOKENS, pool_blocks
@@ -47,6 +48,10 @@ class RunningRequest:
     """Tokens in these."""
     loads: list[tuple[int, int]] = field(default_factory=list)
     """(host slot, block) pairs to copy back with its next row."""
+    load_state: int = -1
+    """The snapshot of recurrent states that it begins from, until it has; -1: none."""
+    snapshot_at: int = 0
+    """Tokens behind which its recurrent state is kept; 0: nowhere."""
     round: DraftRound | None = None
     """The round of drafts by the model that it is in."""
     num_to_draft: int = 0
@@ -91,10 +96,11 @@ class RunningRequest:
         drafts: Sequence[int] = (),
         num_ahead: int = 0,
         drafts_wanted: int = -1,
+        saves_state: int = -1,
     ) -> PagedRow:
         """Return its row of a step, with the blocks that stages do not have yet.
 
-        `num_ahead`: how many tokens behind the next one it samples. `drafts_wanted`: as `PagedRow`.
+        `num_ahead`: how many tokens behind the next one it samples. The others: as `PagedRow`.
         """
         first_window_block, new_window_blocks = self.window.take_unsent()
         row = PagedRow(
@@ -110,6 +116,8 @@ class RunningRequest:
             sample_step=self.num_sampled + num_ahead,
             admission=self.admission,
             drafts_wanted=drafts_wanted,
+            loads_state=self.load_state,
+            saves_state=saves_state,
         )
         self.num_sent, self.resumes = len(self.blocks), False
         return row
@@ -154,6 +162,8 @@ class BlockTables:
         self._watermark = max(1, int(WATERMARK * limits.num_blocks))
         self.windows = WindowTables(limits, self._watermark) if limits.window else None
         """Of the layers with a window; None where all layers share the pool."""
+        self.snapshots = StateSnapshots(limits.snapshots)
+        """Of recurrent layers, behind blocks of prefixes."""
         self._free_host_slots = list(range(limits.host_blocks))
         """Host slots that hold no block."""
         self.saves: list[tuple[int, int]] = []
@@ -226,6 +236,11 @@ class BlockTables:
         req.blocks, req.num_sent, req.num_registered = hits, 0, len(hits)
         req.num_computed = len(hits) * BLOCK_TOKENS + self._limits.tail if hits else 0
         req.resumes = bool(hits)
+        if self._limits.snapshots:
+            if hits:
+                req.load_state = self.snapshots.pin(self._keys(req)[len(hits) - 1])
+            at = (req.num_tokens - 1) // BLOCK_TOKENS * BLOCK_TOKENS
+            req.snapshot_at = at if self._limits.prefix_cache else 0
         if req.num_offloaded > req.num_computed:
             rest = self.pool.take(self.blocks(req.num_offloaded) - len(hits))
             req.loads = list(zip(req.offloaded[len(hits) :], rest, strict=True))
@@ -237,8 +252,27 @@ class BlockTables:
             self.prefix_hits += req.num_computed
         req.admission += 1
 
+    def cut(self, req: RunningRequest, count: int) -> int:
+        """Return how many of the next tokens go together: none beyond where its state is kept."""
+        ahead = req.snapshot_at - req.num_computed
+        return ahead if 0 < ahead < count else count
+
+    def snapshot(self, req: RunningRequest, end: int) -> int:
+        """Return the snapshot that a row up to `end` fills, -1 for none."""
+        if not req.snapshot_at or end != req.snapshot_at:
+            return -1
+        key = req.keys.upto(req.tokens, end, end // BLOCK_TOKENS)[-1]
+        return self.snapshots.take(key, is_cached=lambda own: bool(self.pool.find([own])))
+
+    def state_loaded(self, req: RunningRequest) -> None:
+        """Let the snapshot go that a request begins from."""
+        if req.load_state >= 0:
+            self.snapshots.unpin(req.load_state)
+            req.load_state = -1
+
     def release(self, req: RunningRequest) -> None:
         """Take all blocks of a request."""
+        self.state_loaded(req)
         self.pool.release(req.blocks)
         if self.windows:
             self.windows.release(req.window)
@@ -279,6 +313,7 @@ class BlockTables:
         numbers = [number for req in several for number in req.offloaded] + self._free_host_slots
         assert sorted(numbers) == list(range(self._limits.host_blocks)), "a host slot is lost"
         self.pool.check(req.blocks for req in several)
+        self.snapshots.check()
         if self.windows:
             self.windows.check((req.window, req.num_computed) for req in several)
         for req in several:
@@ -296,6 +331,10 @@ class BlockTables:
         if not self._limits.prefix_cache or (rules and rules.prompt_logprobs is not None):
             return []  # whose tokens are all to be scored has to compute them
         hits = self.pool.find(self._keys(req))
+        if self._limits.snapshots:
+            keys = self._keys(req)
+            while hits and keys[len(hits) - 1] not in self.snapshots:
+                hits.pop()
         if self.windows and hits:
             del hits[self.windows.usable(self._keys(req)[: len(hits)]) :]
         return hits

@@ -33,6 +33,8 @@ class PoolLimits:
     """Decoding rows of a step at most."""
     num_stages: int = 1
     prefix_cache: bool = True
+    snapshots: int = 0
+    """States of recurrent layers that are kept of prefixes; 0 where layers have none."""
     host_blocks: int = 0
     """Blocks of preempted requests that hosts keep until those go on; the others' are computed
     again."""

@@ -197,6 +197,7 @@ class Scheduler:
         room = max(1, self.limits.step_tokens - sum(step.counts))
         for req in self._prompts(sets.prompts):
             count = min(room, self._left_of_prompt(req), self.limits.row_tokens)
+            count = self.tables.cut(req, count)
             if count == 0:
                 continue  # found in the prefix cache but for its newest token, which decodes
             if not self._grow(req, req.num_computed + count, step):
@@ -517,7 +518,11 @@ class Scheduler:
             starts.append(start)
             tokens.append([*req.tokens(start, end), *drafts])
             samples = end == req.num_tokens
-            rows.append(req.row(samples=samples, drafts=drafts, drafts_wanted=wanted))
+            saves = self.tables.snapshot(req, start + count)
+            rows.append(
+                req.row(samples=samples, drafts=drafts, drafts_wanted=wanted, saves_state=saves)
+            )
+            self.tables.state_loaded(req)
             req.request.drafts = []
             self.tables.drop_offloaded(req)
             req.num_computed, req.last_step = start + count, self._seq + 1

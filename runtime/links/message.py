@@ -35,7 +35,7 @@ from llmpq.runtime.token_rules import NO_RULES
 from llmpq.speculation import MAX_GAMMA
 
 _WIDTH = 10
-_PAGING_WIDTH = 11
+_PAGING_WIDTH = 13
 _KEPT = 4096
 """Values of which it is remembered how they are written: those of as many rows, about."""
 
@@ -115,6 +115,7 @@ def pack_paging(rows: Sequence[PagedRow]) -> Tensor:
         values += [row.slot, flags, len(row.drafts), row.first_block, len(row.new_blocks)]
         values += [row.admission, row.first_window_block, len(row.new_window_blocks)]
         values += [len(row.saves), len(row.loads), row.drafts_wanted]
+        values += [row.loads_state, row.saves_state]
         values += [*row.drafts, *row.new_blocks, *row.new_window_blocks]
         values += [number for pair in (*row.saves, *row.loads) for number in pair]
     return torch.tensor(values, dtype=torch.long)
@@ -127,7 +128,9 @@ def unpack_paging(message: StepMessage, paging: Tensor) -> StepMessage:
         slot, flags, num_drafts, first_block, num_new, admission, first_window, num_window = values[
             at : at + 8
         ]
-        num_saves, num_loads, drafts_wanted = values[at + 8 : at + _PAGING_WIDTH]
+        num_saves, num_loads, drafts_wanted, loads_state, saves_state = values[
+            at + 8 : at + _PAGING_WIDTH
+        ]
         drafts = at + _PAGING_WIDTH
         blocks = drafts + num_drafts
         windowed = blocks + num_new
@@ -149,6 +152,8 @@ def unpack_paging(message: StepMessage, paging: Tensor) -> StepMessage:
                 sample_step=sample_step,
                 admission=admission,
                 drafts_wanted=drafts_wanted,
+                loads_state=loads_state,
+                saves_state=saves_state,
             )
         )
     return replace(message, paged=tuple(rows))

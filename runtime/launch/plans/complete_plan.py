@@ -57,8 +57,9 @@ def complete_plan(
     plan = _with_kv(plan, spec, options)
     options = decide_drafts(plan, options, stored, mtp=mtp)
     pool = PoolPlan(plan, spec, options)
-    if spec.recurrent is not None and options.enable_prefix_caching:
-        _log.info("prefix cache: off; recurrent layers keep no state of shared beginnings")
+    packed = plan.workload.kv is not KVPrecision.KV16
+    if spec.recurrent is not None and packed and options.enable_prefix_caching:
+        _log.info("prefix cache: off; states of recurrent layers are kept beside 16-bit KV only")
     if plan.pool is None and pool.use_paged_engine:
         plan = plan.model_copy(update={"pool": pool.stated})
     return plan, options

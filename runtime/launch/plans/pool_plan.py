@@ -145,8 +145,9 @@ class PoolPlan:
             self.spec,
             work,
             max_len=self.options.max_model_len or self._longest + 1,
-            # A found prefix has its keys and values, not the state that its tokens left behind.
-            prefix_cache=self.options.enable_prefix_caching and self.spec.recurrent is None,
+            # Snapshots of states are taken at block ends, where no packed cache begins.
+            prefix_cache=self.options.enable_prefix_caching
+            and (self.spec.recurrent is None or work.kv is KVPrecision.KV16),
             step_tokens=max(planned, self.options.max_num_batched_tokens or 0),
         )
         whole = not self.options.offline or not self._has_tails(size)
@@ -172,6 +173,7 @@ class PoolPlan:
             num_stages=len(plan.stages),
             tokens_ahead=2 if self._runs_ahead and len(plan.stages) == 1 else 1,
             prefix_cache=size.prefix_cache,
+            snapshots=size.snapshots,
             host_blocks=self._host_blocks(size),
         )
 

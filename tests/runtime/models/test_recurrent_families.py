@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, cast
 
 import pytest
@@ -20,10 +21,11 @@ from llmpq.runtime.backends.build_stage import build_stage
 from llmpq.runtime.drafts.drafters import FixedDrafter
 from llmpq.runtime.engine.pool_limits import PoolLimits
 from llmpq.runtime.engine.scheduler import Scheduler
+from llmpq.runtime.engine.state_snapshots import StateSnapshots
 from llmpq.runtime.models.recurrence import convolve, convolve_step, scan, scan_step
 from llmpq.runtime.request import MicroBatch, Request
 from llmpq.runtime.weights.sources import CheckpointSource
-from llmpq.sizes.pool_size import PoolSize, planned_kv_bytes, planned_pool
+from llmpq.sizes.pool_size import LEAST_SNAPSHOTS, PoolSize, planned_kv_bytes, planned_pool
 from llmpq.sizes.state_size import NOTED_TOKENS
 from llmpq.speculation import SpeculationMode, draft_bytes
 from llmpq.workload import Workload
@@ -196,6 +198,52 @@ def test_refused_drafts_leave_no_state(
         assert seen.refusals > 0 < sum(seen.accepted), "drafts of both ends"
 
 
+@pytest.mark.parametrize("kind", FORMS)
+@pytest.mark.parametrize(("mode", "splits"), [(None, (2,)), ("ngram", ()), ("w4kv4", (1, 3))])
+def test_the_next_turn_of_a_chat_goes_on_from_the_state_of_the_last(
+    models: Any, make_plan: Any, random_prompts: Any, kind: str, mode: Any, splits: Any
+) -> None:
+    """Prompts found again behind their last full block, by others, too, and when preempted."""
+    directory = models.directory(kind)
+    spec = ModelSpec.from_directory(directory)
+    pool = PoolSize(num_blocks=9, slots=3, max_len=400, snapshots=2)
+    plan = make_plan(directory, splits, batch=3)
+    source = CheckpointSource(directory, spec)
+    stages = OpenStages(plan, spec, source, pool=pool, speculate=mode)
+    (first,) = random_prompts(150)
+    answered = [*first, *models.greedy(kind, [first])[0]]
+    more = random_prompts(9, 140, 3)
+    prompts = [[*answered, *more[0]], [*first[:128], *more[2]], more[1], first]
+    expected = dict(enumerate(models.greedy(kind, prompts)))
+    drafter = None if mode is None else FixedDrafter(mode, 3)
+    limits = _limits(pool, step_tokens=64, num_stages=len(splits) + 1, prefix_cache=True)
+    limits = replace(limits, snapshots=pool.snapshots)
+    for make in (Scheduler, Preempting):
+        scheduler = make(limits, drafter=drafter)
+        given = [Request(id=9, prompt=tuple(first), max_new=1)]
+        stages.run(scheduler, given)
+        requests = [Request(id=i, prompt=tuple(p), max_new=NEW) for i, p in enumerate(prompts)]
+        assert stages.run(scheduler, requests).tokens == expected
+        scheduler.check()
+        hits = [request.num_prefix_hits for request in requests]
+        assert hits[0] == hits[1] == 128 or make is Preempting
+        assert scheduler.tables.prefix_hits >= 256 or make is Preempting
+
+
+def test_snapshots_go_with_their_blocks_then_by_age() -> None:
+    snapshots = StateSnapshots(2)
+    cached = {b"a", b"b", b"c", b"d"}
+    assert {snapshots.take(key, is_cached=cached.__contains__) for key in (b"a", b"b")} == {0, 1}
+    assert snapshots.take(b"a", is_cached=cached.__contains__) == -1, "it is there"
+    first = snapshots.pin(b"b")
+    third = snapshots.take(b"c", is_cached=cached.__contains__)
+    assert third != first and b"a" not in snapshots, "whoever begins from b has it still"
+    snapshots.unpin(first)
+    cached.remove(b"c")
+    assert snapshots.take(b"d", is_cached=cached.__contains__) == third, "c's block was evicted"
+    snapshots.check()
+
+
 def test_notes_hold_as_many_tokens_as_may_be_drafted() -> None:
     assert NOTED_TOKENS == MAX_GAMMA
 
@@ -246,7 +294,7 @@ def test_what_a_plan_counts_is_what_a_stage_allocates(
     directory = models.directory(kind)
     spec = ModelSpec.from_directory(directory)
     plan = make_plan(directory, (1,), batch=batch)
-    pool = PoolSize(num_blocks=2 * batch, slots=batch, max_len=256, prefix_cache=False)
+    pool = PoolSize(num_blocks=2 * batch, slots=batch, max_len=256, snapshots=3)
     stages = OpenStages(plan, spec, CheckpointSource(directory, spec), pool=pool)
     for load, stage in zip(stages.loads, plan.stages, strict=True):
         layers = range(*stage.layers)
@@ -255,7 +303,8 @@ def test_what_a_plan_counts_is_what_a_stage_allocates(
         )
     assert spec.recurrent is not None
     states = sum(spec.has_state(i) for i in range(spec.num_layers))
-    state = batch * states * spec.recurrent.state_bytes(4)
+    slots = batch + max(LEAST_SNAPSHOTS, batch)
+    state = slots * states * spec.recurrent.state_bytes(4)
     whole = [
         planned_kv_bytes(
             spec,
