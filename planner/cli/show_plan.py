@@ -74,7 +74,7 @@ def make_and_show(request: PlanRequest, job: PlanJob) -> None:
         for line in _what_if(changes, None, path):
             say(open_console(), line)
         raise
-    own = None if everything else in_own_dtype(request, best, path)
+    own = None if options.method == "all" else in_own_dtype(request, best, path)
     if own is not None:
         best, said = own
         notes = [said if "no bfloat16" in note else note for note in notes]
@@ -95,16 +95,16 @@ def make_and_show(request: PlanRequest, job: PlanJob) -> None:
     beside = bits_lines(best, options) + engines_line(best, request, options)
     why = _why(best, options, whole=request.explain) if request.explain or request.report else []
     changed = _what_if(changes, best, path)
-    own = [best.outcome.note, step_note(best.problem, best.outcome.assignment)]
-    notes = [*notes, *filter(None, own)]
+    found = [best.outcome.note, step_note(best.problem, best.outcome.assignment)]
+    notes = [*notes, *filter(None, found)]
     if request.report:
-        said = Beside(
+        more = Beside(
             why=why,
             changes=[*beside, *changed],
             notes=notes,
             methods=method_data(compared),
         )
-        write_report(request.report, plan_page(best.plan, said))
+        write_report(request.report, plan_page(best.plan, more))
     if request.json:
         return
     console = open_console()
