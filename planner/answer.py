@@ -45,6 +45,7 @@ def solve_options(request: PlanRequest, cluster: Cluster) -> SolveOptions:
         prefer=None
         if budget is not None or stated_theta(request, cluster) is not None
         else request.prefer or DEFAULT_PREFER,
+        names_context=request.context is not None,
     )
 
 

@@ -132,12 +132,12 @@ class MadePlan:
 
         from rich.console import Console
 
-        from llmpq.planner.cli.report import print_plan
+        from llmpq.planner.cli.report import print_plan, remarks_of
 
         console = Console(file=StringIO(), width=width)
-        print_plan(console, self.plan, seconds=self.seconds)
-        for note in self.notes:
-            console.print(f"note: {note}", highlight=False, soft_wrap=True, markup=False)
+        print_plan(console, self.plan, seconds=self.seconds, notes=self.notes)
+        for line in remarks_of(self.notes):
+            console.print(line, highlight=False, soft_wrap=True, markup=False)
         text: str = console.file.getvalue()  # type: ignore[attr-defined]
         return text
 

@@ -64,15 +64,20 @@ class NothingFitsError(DoesNotFitError):
         *,
         budget: float | None = None,
         names_flags: bool = True,
+        names_context: bool = False,
     ) -> None:
         super().__init__()
         self.problem, self._kvs, self._budget = problem, kvs, budget
-        self._names_flags = names_flags
+        self._names_flags, self._names_context = names_flags, names_context
 
     @cached_property
     def _text(self) -> str:
         found = refusal_of(
-            self.problem, self._kvs, budget=self._budget, names_flags=self._names_flags
+            self.problem,
+            self._kvs,
+            budget=self._budget,
+            names_flags=self._names_flags,
+            names_context=self._names_context,
         )
         return found.text
 
@@ -187,6 +192,9 @@ def refusal_of(
     said = f"{p.spec.name} does not fit {p.cluster.name}: {lack.text}"
     if not _some_fit(problems, prompt_len=1, gen_len=1):
         said += ", whatever the context"
+    context, positions = p.workload.prompt_len + p.workload.gen_len, p.spec.max_positions
+    if context > positions and p.spec.positions != "alibi":
+        said += f"; {context} tokens are also beyond the model's {positions} positions"
     ways = _Ways(p, kvs, names_flags, names_context).found()
     return PlanRefusal(
         said=said,
@@ -319,22 +327,28 @@ class _Ways:
 
     def _longest(self, **change: Any) -> dict[str, Any]:
         """Return the longest context that fits after a change: the longer of prompt and answer is
-        cut; nothing where none fits."""
-        work = self.p.workload
+        cut, to the model's positions at most; nothing where none fits."""
+        work, positions = self.p.workload, self.p.spec.max_positions
         name = "prompt_len" if work.prompt_len >= work.gen_len else "gen_len"
-        most = self._most(name, **change)
+        own = getattr(work, name)
+        context = work.prompt_len + work.gen_len
+        if self.p.spec.positions != "alibi" and context > positions > context - own:
+            own -= context - positions
+            if _planned(self.job.with_job(**change), **{name: own}):
+                return {name: own}
+        most = self._most(name, below=own, **change)
         return {name: most} if most else {}
 
     def _batch(self) -> str:
-        most = self._most("batch")
+        most = self._most("batch", below=self.p.workload.batch)
         return self._said(batch=most) if most else ""
 
-    def _most(self, name: str, **change: Any) -> int:
-        """Return the largest value of a field of the job, below its own, with which it fits."""
+    def _most(self, name: str, *, below: int, **change: Any) -> int:
+        """Return the largest value of a field of the job, below one, with which it fits."""
         job = self.job.with_job(**change)
         most = largest(
             lambda value: fitting_plan(job.with_job(**{name: value})) is not None,
-            getattr(self.p.workload, name),
+            below,
         )
         return most if most and _planned(job, **{name: most}) else 0
 
@@ -362,8 +376,10 @@ class _Ways:
         """Return the memory of a CPU beside the devices, or instead of that of the one there is."""
         for size in CPU_SIZES:
             cluster = _with_cpu(self.p.cluster, size * GB)
-            if cluster is not None and _planned(self.job, cluster=cluster):
-                return f"cpu={size}GB among the devices"
+            plan = None if cluster is None else _planned(self.job, cluster=cluster)
+            if plan is not None and plan.predicted is not None:
+                first_s = f"{plan.predicted.prefill_s:,.0f}"
+                return f"cpu={size}GB among the devices (first token after {first_s} s)"
         return ""
 
     def _cards(self) -> str:
@@ -391,7 +407,7 @@ class _Ways:
             f"--bits {both}": f"{bits and bits.weight_bits}-bit weights",
             f"--kv {kv and kv.bits}": f"a KV cache of {kv and kv.bits} bits",
             self._length_flag(prompt_len): f"prompts of {prompt_len} tokens",
-            f"--gen-len {gen_len}": f"{gen_len} tokens of answer",
+            self._answer_flag(gen_len): f"{gen_len} tokens of answer",
             f"--batch {batch}": f"{batch} at once",
         }
         given = [value is not None for value in (bits, kv, prompt_len, gen_len, batch)]
@@ -405,6 +421,11 @@ class _Ways:
             return f"--prompt-len {prompt_len}"
         return f"--context {prompt_len + self.p.workload.gen_len}"
 
+    def _answer_flag(self, gen_len: int | None) -> str:
+        if gen_len is None or not self.names_context:
+            return f"--gen-len {gen_len}"
+        return f"--context {self.p.workload.prompt_len + gen_len} --gen-len {gen_len}"
+
 
 def _spelled(precision: Precision) -> str:
     """Return a precision as --bits takes it: `4`, `w8a8`."""
@@ -412,15 +433,14 @@ def _spelled(precision: Precision) -> str:
     return str(precision.weight_bits) if plain else precision.value
 
 
-def _planned(p: Problem, **changes: Any) -> bool:
-    """Whether a changed job fits; its plan has been made and checked as every plan is."""
+def _planned(p: Problem, **changes: Any) -> Plan | None:
+    """Return the checked plan of a changed job, None where none fits."""
     found = fitting_plan(p.with_job(**changes))
     if found is None:
-        return False
+        return None
     with suppress(ValueError):  # a profile or an omega file that does not know a precision
-        counted_plan(repriced(found[0], (found[0].kv,)), found[1])
-        return True
-    return False
+        return counted_plan(repriced(found[0], (found[0].kv,)), found[1])
+    return None
 
 
 def repriced(p: Problem, kvs: Sequence[KVPrecision]) -> Problem:

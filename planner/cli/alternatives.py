@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 
 from llmpq.errors import DoesNotFitError
 from llmpq.planner.answer import Answer, solved
+from llmpq.planner.cli.speeds import Speed
 from llmpq.planner.cli.what_if import share_of
 from llmpq.planner.evaluate.objective import sum_omega
 from llmpq.planner.evaluate.step_by_step import reported_time
@@ -32,9 +33,9 @@ SAME = 1e-6
 
 @dataclass(frozen=True, kw_only=True)
 class Rated:
-    """A plan's rate and quality loss."""
+    """A plan's speed and quality loss."""
 
-    tokens_per_s: float
+    speed: Speed
     omega: float
 
 
@@ -43,7 +44,7 @@ def bits_lines(best: Answer, options: SolveOptions) -> list[str]:
     p, a = best.problem, best.outcome.assignment
     predicted = best.plan.predicted
     assert predicted is not None, "the planner always predicts"
-    own = Rated(tokens_per_s=predicted.output_tokens_per_s, omega=predicted.sum_omega)
+    own = Rated(speed=Speed.of_plan(best.plan), omega=predicted.sum_omega)
     omegas = {
         b: float(p.omega[:, b].sum())
         for b in range(len(p.choices))
@@ -57,7 +58,7 @@ def bits_lines(best: Answer, options: SolveOptions) -> list[str]:
     faster = [b for b in omegas if omegas[b] > own.omega * (1 + SAME)]
     for b in sorted(faster, key=lambda b: omegas[b]):
         line, found = _line(best, options, b, own)
-        if found is not None and found.tokens_per_s > own.tokens_per_s * (1 + GAP):
+        if found is not None and found.speed.total_s < own.speed.total_s / (1 + GAP):
             lines.append(f"faster: {line}")
             break
     return lines
@@ -74,11 +75,11 @@ def _line(best: Answer, options: SolveOptions, b: int, own: Rated) -> tuple[str,
     except DoesNotFitError:
         return f"{everywhere} does not fit", None
     rated = Rated(
-        tokens_per_s=_rate(priced, reported_time(priced, outcome.assignment).total_s),
+        speed=Speed.of(priced.workload, reported_time(priced, outcome.assignment)),
         omega=sum_omega(priced, outcome.assignment),
     )
     return (
-        f"{everywhere}: {rated.tokens_per_s:.1f} instead of {own.tokens_per_s:.1f} tokens/s, "
+        f"{everywhere}: {rated.speed.beside(own.speed)}, "
         f"quality loss {rated.omega:.4g} instead of {own.omega:.4g}",
         rated,
     )

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING
 
 from llmpq.devices.device_list import ELSEWHERE
 from llmpq.plan import Plan, StagePlan
+from llmpq.planner.cli.speeds import Speed, shown
 from llmpq.planner.problem.outcome import rounded_up
-from llmpq.precision import Precision, bits_of
+from llmpq.precision import KVPrecision, Precision, bits_of
 from llmpq.units import format_size
 
 if TYPE_CHECKING:
@@ -136,8 +137,7 @@ def headline(plan: Plan) -> list[str]:
         source = "estimated, not profiled" if predicted.estimated else "from the profile"
         lines.append(
             f"predicted: {predicted.total_s:.3f} s (prefill {predicted.prefill_s:.3f}, decode "
-            f"{predicted.decode_s:.3f}), {predicted.output_tokens_per_s:.1f} tokens/s, sum omega "
-            f"{predicted.sum_omega:.4g}; times {source}"
+            f"{predicted.decode_s:.3f}); times {source}"
         )
         lines.append(speed_line(plan))
         lines += loss_lines(plan)
@@ -145,17 +145,31 @@ def headline(plan: Plan) -> list[str]:
     return lines
 
 
+WARNING = "warning: "
+
+
+def warnings_of(notes: Sequence[str]) -> list[str]:
+    """Return the notes that warn; they stand above a plan."""
+    return [note for note in notes if note.startswith(WARNING)]
+
+
+def remarks_of(notes: Sequence[str]) -> list[str]:
+    """Return the other notes as lines; they stand below a plan."""
+    return [f"note: {note}" for note in notes if not note.startswith(WARNING)]
+
+
 def speed_line(plan: Plan) -> str:
     """Return what one request waits and gets, and what the whole job does."""
-    work, predicted = plan.workload, plan.predicted
-    assert predicted is not None, "a prediction is shown"
-    together = f" (all {work.batch} sent at once)" if work.batch > 1 else ""
-    first = f"first token of the last request after {predicted.prefill_s:.3f} s{together}"
-    if work.batch == 1:
-        first = f"first token after {predicted.prefill_s:.3f} s"
-    steps = work.gen_len - 1
-    each = f", then {steps / predicted.decode_s:.1f} tokens/s a request" if steps else ""
-    return f"{first}{each}; the job {predicted.output_tokens_per_s:.1f} tokens/s"
+    speed = Speed.of_plan(plan)
+    each = "" if speed.request_per_s is None else f", then {shown(speed.request_per_s)} tokens/s"
+    if speed.batch == 1:
+        whole = f" (with its prompt {shown(speed.job_per_s)})" if each else ""
+        return f"first token after {speed.first_token_s:.3f} s{each}{whole}"
+    each = f"{each} a request" if each else ""
+    return (
+        f"first token of the last request after {speed.first_token_s:.3f} s (all {speed.batch} "
+        f"sent at once){each}; the job {shown(speed.job_per_s)} tokens/s"
+    )
 
 
 def chunks_line(plan: Plan) -> str:
@@ -190,13 +204,31 @@ def loss_lines(plan: Plan) -> list[str]:
     source = GUESSES.get(indicator, "measured")
     lines = [f"quality loss: {predicted.sum_omega:.4g}{beside}; indicator {indicator}, {source}"]
     worst = predicted.all_4bit_omega
-    if worst is not None and predicted.sum_omega > worst * (1 + 1e-9):
+    if worst is not None and predicted.sum_omega > worst * NOT_WORSE:
         lines.append(
-            "warning: the plan loses more quality than all layers at 4 bits; allow more memory, a "
-            "smaller batch or more bits (--bits), or "
-            + ("raise --theta" if plan.solver.prefer is None else "take --prefer quality")
+            "warning: the plan loses more quality than all layers at 4 bits; less is lost with "
+            + " or ".join(_less_loss(plan))
         )
     return lines
+
+
+NOT_WORSE = 1.01
+"""A loss up to so many times that of 4 bits everywhere is not warned of."""
+
+
+def _less_loss(plan: Plan) -> list[str]:
+    """Return what may lose less than a plan: no choice that it has already."""
+    solver, bits = plan.solver, max(precision.weight_bits for precision in plan.precisions)
+    ways = {
+        "more bits (--bits)": bits < 4,
+        "more KV bits (--kv)": plan.workload.kv is not KVPrecision.KV16,
+        "--prefer quality": solver.prefer not in (None, "quality"),
+        "a larger --theta": solver.prefer is None and solver.theta > 0,
+        "more memory": True,
+        "a shorter context": True,
+        "a smaller batch": plan.workload.batch > 1,
+    }
+    return [way for way, is_one in ways.items() if is_one]
 
 
 def quality_of(plan: Plan) -> str:
@@ -223,9 +255,10 @@ def print_plan(
     *,
     seconds: float | None = None,
     alternatives: Sequence[str] = (),
+    notes: Sequence[str] = (),
 ) -> None:
-    """Print headline, alternatives, stages and memory."""
-    for line in (*headline(plan), *alternatives):
+    """Print warnings among the notes, headline, alternatives, stages and memory."""
+    for line in (*warnings_of(notes), *headline(plan), *alternatives):
         console.print(line, highlight=False, soft_wrap=True, markup=False)
     if seconds is not None:
         console.print(f"solved in {seconds:.2f} s", highlight=False)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from llmpq.errors import DoesNotFitError
 from llmpq.planner.cli.fit_report import BatchFit, BitsFit, FitReport, fit_answer
-from llmpq.planner.cli.report import GUESSES
+from llmpq.planner.cli.report import GUESSES, remarks_of, warnings_of
 from llmpq.planner.cli.show_plan import open_console, say
 from llmpq.planner.problem.requests import FitsRequest
 from llmpq.units import format_size
@@ -71,8 +71,8 @@ def print_fits(console: Console, report: FitReport) -> None:
         say(console, "what fits, cheapest first:")
         for way in report.remedies:
             say(console, f"  {way}")
-    for note in report.notes:
-        say(console, f"note: {note}")
+    for line in (*warnings_of(report.notes), *remarks_of(report.notes)):
+        say(console, line)
 
 
 def _has_state(report: FitReport) -> bool:

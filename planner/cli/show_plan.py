@@ -89,7 +89,7 @@ def make_and_show(request: PlanRequest, job: PlanJob) -> None:
         sys.stdout.write(best.plan.dump_json())
         if request.report is None:
             return
-    from llmpq.planner.cli.report import print_plan
+    from llmpq.planner.cli.report import print_plan, remarks_of
     from llmpq.planner.evaluate.step_by_step import step_note
 
     beside = bits_lines(best, options) + engines_line(best, request, options)
@@ -108,14 +108,14 @@ def make_and_show(request: PlanRequest, job: PlanJob) -> None:
     if request.json:
         return
     console = open_console()
-    print_plan(console, best.plan, seconds=best.outcome.seconds, alternatives=beside)
+    print_plan(console, best.plan, seconds=best.outcome.seconds, alternatives=beside, notes=notes)
     if request.explain:
         for line in why:
             say(console, f"- {line}")
     for line in changed:
         say(console, line)
-    for note in notes:
-        say(console, f"note: {note}")
+    for line in remarks_of(notes):
+        say(console, line)
     for path_written in filter(None, (request.output, request.report)):
         say(console, f"wrote {path_written}")
 

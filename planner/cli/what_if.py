@@ -3,7 +3,7 @@
 +V100          one more device of a kind, on the node that has it (or, of several nodes, on a new
                one); +V100:2 two, and whatever else `--devices` takes
 -T4-0          without a device; -T4 without the last one of a kind, -T4:2 without two
-batch=16       another value of a flag: prompt-len=8000, bits=8, kv=8, prefer=speed, max-devices=1
+batch=16       another value of a flag: prompt-len=8000, context=32k, bits=8, kv=8, prefer=speed
 
 What was fixed stays fixed: pins follow their devices, micro-batches shrink with the batch.
 """
@@ -21,6 +21,7 @@ from llmpq.errors import LlmpqError
 from llmpq.gpu_memory import cluster_within
 from llmpq.plan import Plan
 from llmpq.planner import limits
+from llmpq.planner.cli.speeds import Speed
 from llmpq.planner.problem.problem import Problem
 from llmpq.planner.problem.requests import PlanRequest
 from llmpq.precision import bits_of
@@ -30,6 +31,7 @@ CHANGEABLE = {
     "batch": limits.MAX_BATCH,
     "prompt_len": limits.MAX_TOKENS,
     "gen_len": limits.MAX_TOKENS,
+    "context": limits.MAX_TOKENS,
     "dtype": None,
     "prefer": None,
     "theta": None,
@@ -76,6 +78,8 @@ def changed_request(
         limits.whole(f"--what-if {key}", value, most)
     if name in INSTEAD:
         request = replace(request, prefer=None, theta=None, quality_budget=None)
+    if name == "prompt_len":  # else the context that was asked for would say it
+        request = replace(request, context=None)
     changed = replace(request, **{name: value})  # type: ignore[arg-type]
     batch = changed.batch
     return replace(
@@ -165,10 +169,9 @@ def compared(before: Plan, after: Plan) -> str:
     old, new = before.predicted, after.predicted
     assert old is not None and new is not None, "the planner always predicts"
     slower = new.total_s / old.total_s - 1
-    faster = new.output_tokens_per_s / old.output_tokens_per_s - 1
+    speed = Speed.of_plan(after).beside(Speed.of_plan(before))
     return (
-        f"{new.total_s:.3f} s ({slower:+.1%}), {new.output_tokens_per_s:.1f} tokens/s "
-        f"({faster:+.1%}), {bits_of(after.precisions)}, "
+        f"{new.total_s:.3f} s ({slower:+.1%}), {speed}, {bits_of(after.precisions)}, "
         f"{loss_change(old.sum_omega, new.sum_omega)}"
     )
 
@@ -178,7 +181,7 @@ def made_possible(after: Plan) -> str:
     new = after.predicted
     assert new is not None, "the planner always predicts"
     return (
-        f"fits: {new.total_s:.3f} s, {new.output_tokens_per_s:.1f} tokens/s, "
+        f"fits: {new.total_s:.3f} s, {Speed.of_plan(after).text}, "
         f"{bits_of(after.precisions)}, quality loss {new.sum_omega:.4g}"
     )
 

@@ -190,8 +190,9 @@ def make_problem(
     `usual_context`: tokens of prompt and answer instead of the request's, fewer of a model that
     has fewer positions.
     """
+    early = read_model(request) if _names_model(request) else None
     named = read_devices_of(request)
-    found = read_model(_with_model_of(named.cluster, request))
+    found = early or read_model(_with_model_of(named.cluster, request))
     spec, path = found.spec, found.path
     cluster = devices or named.cluster
     if usual_context is not None:
@@ -202,7 +203,7 @@ def make_problem(
     profile, remarks = _measured(request, cluster, spec)
     omega = _omega_path(request, cluster, spec)
     sensitivity = read_omega(omega, spec) if omega else None
-    too_long = positions_note(spec, workload)
+    too_long = positions_note(spec, workload, names_context=request.context is not None)
     built = build_problem(
         ProblemInputs(
             spec=spec,
@@ -258,7 +259,8 @@ def _not_run(spec: ModelSpec, cluster: Cluster, workload: Workload) -> list[str]
     if spec.recurrent is not None:
         notes.append("no prefix cache: recurrent layers keep no state of shared beginnings")
     notes += [
-        f"llmpq-dist does not run on {kind}: export the plan (llmpq-algo export --to {engine})"
+        f"warning: llmpq-dist does not run on {kind}: export the plan (llmpq-algo export --to "
+        f"{engine})"
         for kind, engine in dict.fromkeys((d.kind, d.spec.export_only) for d in cluster.devices)
         if engine is not None
     ]
@@ -266,7 +268,7 @@ def _not_run(spec: ModelSpec, cluster: Cluster, workload: Workload) -> list[str]
         gpu=any(not d.spec.is_cpu for d in cluster.devices), kv=workload.kv, drafts=False
     )
     lacking = lacking_sentence(spec, ways, max_len=workload.max_len)
-    return notes + ([lacking] if lacking is not None else [])
+    return notes + ([f"warning: {lacking}"] if lacking is not None else [])
 
 
 def _tokenizer_lack(path: str | None) -> list[str]:
@@ -530,6 +532,10 @@ def parse_pins(
                 f"{others[1] - 1} to {other}, a device's pins joined; give each layer to one device"
             )
     return pins
+
+
+def _names_model(request: PlanRequest) -> bool:
+    return request.model is not None or request.model_name is not None
 
 
 def _with_model_of(cluster: Cluster, request: PlanRequest) -> PlanRequest:

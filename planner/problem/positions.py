@@ -6,19 +6,21 @@ from llmpq.model_spec import ModelSpec
 from llmpq.workload import Workload
 
 
-def positions_note(spec: ModelSpec, work: Workload) -> str:
+def positions_note(spec: ModelSpec, work: Workload, *, names_context: bool = False) -> str:
     """Return a warning where a job goes beyond the model's positions, or an empty string.
 
-    `ValueError` for learned positions: there is no row in the table to look up.
+    `names_context`: the length was given as `--context`. `ValueError` for learned positions: there
+    is no row in the table to look up.
     """
     if work.max_len <= spec.max_positions:
         return ""
     beyond = (
-        f"--prompt-len {work.prompt_len} and --gen-len {work.gen_len} are beyond the "
+        f"prompts of {work.prompt_len} and answers of {work.gen_len} tokens are beyond the "
         f"{spec.max_positions} positions of {spec.name}"
     )
     if spec.positions == "learned":
-        raise ValueError(f"{beyond}; give a smaller --prompt-len or --gen-len")
+        smaller = "--context" if names_context else "--prompt-len or --gen-len"
+        raise ValueError(f"{beyond}; give a smaller {smaller}")
     if spec.positions == "alibi":
         return f"{beyond}; ALiBi extrapolates, but check the text's quality"
     return f"warning: {beyond}; text past what rotary positions were trained for is often unusable"

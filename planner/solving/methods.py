@@ -37,6 +37,8 @@ class SolveOptions:
     """Which plan of the front to take; None: the best for the problem's theta, or a budget."""
     names_flags: bool = True
     """Whether a refusal names flags of llmpq-algo; else it says the same in words."""
+    names_context: bool = False
+    """Whether the job's length was given as a context, which a refusal then names."""
 
 
 def solve(p: Problem, options: SolveOptions, warm: WarmStart = COLD) -> Outcome:

@@ -232,7 +232,11 @@ def _solved(problem: Problem, options: SolveOptions, *, other_bound: float = mat
 def nothing_fits(problem: Problem, options: SolveOptions) -> NothingFitsError:
     """Return the refusal of a job that no plan has the memory for."""
     return NothingFitsError(
-        problem, options.kvs, budget=options.budget, names_flags=options.names_flags
+        problem,
+        options.kvs,
+        budget=options.budget,
+        names_flags=options.names_flags,
+        names_context=options.names_context,
     )
 
 

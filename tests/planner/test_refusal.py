@@ -85,3 +85,55 @@ def test_limits_that_were_given_are_named_and_no_other(
     line = refusal(capsys, [*words.split(), *flags.split()])
     assert text in line
     assert set(re.findall(r"--[a-z-]+", line)) <= {*flags.split(), "--bits", "--kv"}
+
+
+def test_a_context_is_refused_and_mended_as_a_context(capsys: pytest.CaptureFixture[str]) -> None:
+    """Beyond the model's positions no remedy leads, and no flag is named that was not typed."""
+    words = [
+        "--devices",
+        "4090",
+        "--model",
+        "mistral-small-24b",
+        "--batch",
+        "1",
+        "--context",
+        "128k",
+    ]
+    line = refusal(capsys, words)
+    assert "131072 tokens are also beyond the model's 32768 positions" in line
+    assert "--context 32768" in line and "--prompt-len" not in line
+    assert main([*words[:-1], "32768", "--time-limit", "5"]) == 0
+    assert "beyond" not in capsys.readouterr().out
+    answers = "--devices 3060 --model qwen3-8b --bits 8 --batch 1 --context 40k --gen-len 39k"
+    ways = refusal(capsys, answers.split()).partition("what fits: ")[2].split(", or ")
+    (longest,) = [way for way in ways if "--gen-len" in way]
+    assert main([*answers.split(), *longest.split(), *JOB.split()]) == 0
+    assert "first token after" in next(way for way in ways if way.startswith("cpu="))
+
+
+def test_a_changed_length_is_planned_whichever_flag_gave_it(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    words = [
+        "--devices",
+        "4090",
+        "--model",
+        "llama-3.1-8b",
+        "--batch",
+        "1",
+        "--context",
+        "4k",
+        "--what-if",
+    ]
+    lines = []
+    for change in ("prompt-len=8092", "context=8192"):
+        assert main([*words, change]) == 0
+        lines += [x for x in capsys.readouterr().out.splitlines() if x.startswith("what if")]
+    assert len({line.partition(": ")[2] for line in lines}) == 1 and "(+0.0%)" not in lines[0]
+
+
+def test_what_llmpq_does_not_run_stands_above_the_plan(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--devices", "4090", "--model", "qwen3.5-27b", "--batch", "1", "--bits", "4"]) == 0
+    text = capsys.readouterr().out
+    assert text.startswith("warning: qwen3.5-27b (qwen3_5) has recurrent layers")
+    assert text.count("has recurrent layers") == 1

@@ -68,8 +68,8 @@ def test_a_job_beyond_the_models_positions(
     out = tmp_path / "plan.json"
     long = [*TINY, "--s", "4000", "--n", "98", "-o", str(out)]
     code, text, _ = _run(capsys, *long, "--model", "llama-2-7b")
-    beyond = "--prompt-len 4000 and --gen-len 98 are beyond the 4096 positions of llama-2-7b"
-    assert code == 0 and f"note: warning: {beyond}; text past what rotary" in text
+    beyond = "prompts of 4000 and answers of 98 tokens are beyond the 4096 positions of llama-2-7b"
+    assert code == 0 and text.startswith(f"warning: {beyond}; text past what rotary")
     assert f"warning: {beyond}" in Plan.load(out).solver.note
     code, text, _ = _run(capsys, *long[:-3], "97", *long[-2:], "--model", "llama-2-7b")
     assert code == 0 and "beyond the" not in text and not Plan.load(out).solver.note
@@ -78,7 +78,12 @@ def test_a_job_beyond_the_models_positions(
     code, _, err = _run(
         capsys, *TINY, "--s", "2000", "--n", "8", "--model", "opt-1.3b", "--what-if", "n=80"
     )
-    assert code == 2 and "--s 2000 and --n 80 are beyond the 2048 positions" in err
+    assert (
+        code == 2
+        and "prompts of 2000 and answers of 80 tokens are beyond the 2048 positions" in err
+    )
+    long = [*TINY, "--context", "3k", "--model", "opt-1.3b"]
+    assert _run(capsys, *long)[2].endswith("2048 positions of opt-1.3b; give a smaller --context\n")
 
 
 def test_alibi_may_extrapolate() -> None:

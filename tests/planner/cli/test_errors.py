@@ -131,8 +131,8 @@ ERRORS = {
     "too long": (
         ["--device-names", "V100", "--device-numbers", "1", "--model", "opt-13b", "--s", "2048"],
         2,
-        "llmpq-algo: --s 2048 and --gen-len 100 are beyond the 2048 positions of opt-13b; "
-        "give a smaller --s or --gen-len\n",
+        "llmpq-algo: prompts of 2048 and answers of 100 tokens are beyond the 2048 positions of "
+        "opt-13b; give a smaller --s or --gen-len\n",
     ),
     "what-if without a known device": (
         [*SMALL, "--what-if", "-T4-7"],

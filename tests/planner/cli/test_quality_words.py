@@ -15,10 +15,7 @@ pytestmark = pytest.mark.pure
 
 ROOT = Path(__file__).resolve().parents[3]
 JOB = ["--global_bz", "1", "--s", "64", "--n", "8"]
-WARNING = (
-    "warning: the plan loses more quality than all layers at 4 bits; allow more memory, a smaller "
-    "batch or more bits (--bits), or take --prefer quality"
-)
+WARNING = "warning: the plan loses more quality than all layers at 4 bits; less is lost with "
 
 
 def _run(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:
@@ -67,9 +64,15 @@ def test_the_loss_stands_beside_that_of_uniform_bits(
 
 def test_worse_than_four_bits_is_warned_of(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["--devices", "t4", "--model", "opt-1.3b", *JOB]
-    assert WARNING in _run(capsys, *words, "--bits", "3")[1]
+    rest = "more memory or a shorter context\n"
+    asked = f"{WARNING}more bits (--bits) or --prefer quality or {rest}"
+    assert asked in _run(capsys, *words, "--bits", "3")[1]
+    already = [*words, "--bits", "3", "--prefer", "quality"]
+    assert f"{WARNING}more bits (--bits) or {rest}" in _run(capsys, *already)[1]
     assert WARNING not in _run(capsys, *words, "--bits", "4")[1]
-    assert WARNING in _run(capsys, *words, "--bits", "4", "--kv", "4")[1], "the cache counts too"
+    assert WARNING not in _run(capsys, *words, "--bits", "4", "--kv", "8")[1], "a thousandth"
+    cached = f"{WARNING}more KV bits (--kv) or --prefer quality or {rest}"
+    assert cached in _run(capsys, *words, "--bits", "4", "--kv", "4")[1], "the cache counts too"
 
 
 def test_a_measured_indicator_is_named_and_is_no_guess(

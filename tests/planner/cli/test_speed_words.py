@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
 import pytest
 
 from llmpq.plan import Plan
 from llmpq.planner.cli.report import speed_line, stage_table
+from llmpq.planner.cli.speeds import Speed, shown
 from llmpq.planner.make import make_plan
 
 pytestmark = pytest.mark.pure
@@ -31,9 +33,27 @@ def test_a_request_s_rate_times_the_batch_is_the_rate_of_decoding(plan: Plan) ->
     assert first_s + 49 / rate == pytest.approx(predicted.total_s, rel=2e-3)
     assert job == pytest.approx(8 * 50 / predicted.total_s, rel=1e-3)
     alone = make_plan("llama-3.1-8b", devices="4090", batch=1, gen_len=1)
-    assert speed_line(alone).startswith("first token after ") and "a request" not in speed_line(
-        alone
+    assert re.fullmatch(r"first token after [\d.]+ s", speed_line(alone))
+
+
+def test_a_chat_is_compared_by_its_first_token_and_its_own_rate() -> None:
+    new = Speed(batch=1, total_s=60, first_token_s=46, request_per_s=9.731, job_per_s=1.78)
+    old = replace(new, first_token_s=11.26, request_per_s=9.669)
+    assert (
+        new.beside(old)
+        == "first token after 46.0 instead of 11.3 s, then 9.73 instead of 9.67 tokens/s"
     )
+    slow, slower = replace(new, batch=2, job_per_s=0.03125), replace(new, batch=2, job_per_s=0.0312)
+    assert slow.beside(slower) == "0.03125 instead of 0.0312 tokens/s"
+    assert shown(0.02) == "0.02" and shown(1234.5) == "1,234" and shown(17.66) == "17.7"
+    plan = make_plan("llama-3.1-8b", devices="4090", batch=1, prompt_len=8000, gen_len=20)
+    found = re.fullmatch(
+        r"first token after ([\d.]+) s, then ([\d.]+) tokens/s \(with its prompt ([\d.]+)\)",
+        speed_line(plan),
+    )
+    assert found is not None and plan.predicted is not None
+    first_s, rate, whole = map(float, found.groups())
+    assert first_s + 19 / rate == pytest.approx(20 / whole, rel=1e-2)
 
 
 def test_both_phases_are_of_the_same_requests(plan: Plan) -> None:

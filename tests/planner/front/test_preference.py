@@ -186,8 +186,8 @@ def test_theta_is_another_form_and_a_cluster_may_state_it(
 def test_the_next_choices_stand_beside_the_plan(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--devices", "4090,3090", "--model", "llama-3.1-8b"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    (own,) = [line for line in lines if line.startswith("predicted: ")]
-    rate = own.split(" tokens/s")[0].split()[-1]
+    (own,) = [line for line in lines if line.startswith("first token of the last request ")]
+    rate = own.split("; the job ")[1].split()[0]
     (better,) = [line for line in lines if line.startswith("better quality: ")]
     (faster,) = [line for line in lines if line.startswith("faster: ")]
     for line, bits in ((better, "16"), (faster, "4")):
