@@ -11,16 +11,17 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
-from typing import TypeVar
-
-import numpy as np
-from numpy.typing import NDArray
+from typing import TYPE_CHECKING, TypeVar
 
 from llmpq.model_spec import ModelSpec
 
+if TYPE_CHECKING:  # --help opens without it
+    import numpy as np
+    from numpy.typing import NDArray
+
 Windows = tuple[tuple[int, float], ...]
 """(tokens, share of the layers with a cache) of layers that see the last tokens only."""
-Tokens = TypeVar("Tokens", float, NDArray[np.float64])
+Tokens = TypeVar("Tokens", float, "NDArray[np.float64]")
 
 
 def windows_of(spec: ModelSpec, layers: Iterable[int] | None = None) -> Windows:
@@ -35,6 +36,8 @@ def keys_in_sight(tokens: Tokens, windows: Windows) -> Tokens:
     """Return the keys that a token sees which has `tokens` in its cache, itself included."""
     if not windows:
         return tokens
+    import numpy as np
+
     unseen = sum(share * np.maximum(0.0, tokens - window) for window, share in windows)
     return tokens - unseen
 
@@ -43,6 +46,8 @@ def twice_the_pairs(tokens: Tokens, windows: Windows) -> Tokens:
     """Return twice the pairs of query and key of a prompt of so many tokens."""
     if not windows:
         return tokens * tokens
+    import numpy as np
+
     unseen = sum(share * np.maximum(0.0, tokens - window) ** 2 for window, share in windows)
     return tokens * tokens - unseen
 
