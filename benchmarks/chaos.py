@@ -225,7 +225,7 @@ def strike(pid: int, how: signal.Signals) -> None:
 def requests(vocab: int, *, guided: bool) -> tuple[list[list[int]], list[SamplingParams]]:
     """Return prompts and options: greedy, sampled, with rules and scores."""
     rng = random.Random(5)
-    long: dict[str, Any] = {"max_tokens": 80, "ignore_eos": True}
+    long: dict[str, Any] = {"max_tokens": 56, "ignore_eos": True}
     kinds = [
         SamplingParams(temperature=0, **long),
         SamplingParams(temperature=0.8, seed=2, **long),
@@ -234,11 +234,11 @@ def requests(vocab: int, *, guided: bool) -> tuple[list[list[int]], list[Samplin
         SamplingParams(temperature=1.0, seed=4, top_k=20, min_p=0.02, **long),
     ]
     if guided:
-        regex = StructuredOutputsParams(regex="[a-z ]{70}")
+        regex = StructuredOutputsParams(regex="[a-z ]{50}")
         kinds.append(
-            SamplingParams(temperature=0.9, seed=6, max_tokens=80, structured_outputs=regex)
+            SamplingParams(temperature=0.9, seed=6, max_tokens=56, structured_outputs=regex)
         )
-    prompts = [[rng.randrange(3, vocab) for _ in range(rng.randint(1, 40))] for _ in range(12)]
+    prompts = [[rng.randrange(3, vocab) for _ in range(rng.randint(1, 40))] for _ in range(9)]
     return prompts, [kinds[i % len(kinds)] for i in range(len(prompts))]
 
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from llmpq.checkpoints.gguf_file import is_model
 from llmpq.checkpoints.hub import at_revision
 from llmpq.cluster import Cluster
 from llmpq.cost_model import CostModel
@@ -187,18 +188,20 @@ def plan_workload(
     prefer: Prefer = "quality",
     windows: Sequence[int] = (),
     time_limit_s: float = TIME_LIMIT_S,
+    spec: ModelSpec | None = None,
 ) -> MadePlan:
     """Return a plan of a job on the devices of a cluster; `DoesNotFitError` says what is short.
 
+    `spec`: the model, where it has been read from the directory, or is none that has one.
     `costs`: measured, of some kinds of device or all; the others are estimated. `windows`: batch
     sizes that will do instead of the workload's, best first: the first that fits is taken.
     """
     path = str(Path(model_dir))
     inputs = ProblemInputs(
-        spec=ModelSpec.from_directory(path),
+        spec=spec or ModelSpec.from_directory(path),
         cluster=cluster,
         workload=workload,
-        source=path,
+        source=path if is_model(path) else None,
         bits=None if bits is None else tuple(bits),
         profile=costs,
     )
@@ -209,10 +212,10 @@ def plan_workload(
     best = _first_that_fits(
         _ways(inputs, usual, prefer), windows or (workload.batch,), options, path
     )
-    work, spec = best.problem.workload, inputs.spec
+    work = best.problem.workload
     notes = [
-        dtype_note(spec, cluster, work.dtype),
-        positions_note(spec, work),
+        dtype_note(inputs.spec, cluster, work.dtype),
+        positions_note(inputs.spec, work),
         best.outcome.note,
         step_note(best.problem, best.outcome.assignment),
         *usual.cost_notes(work),

@@ -24,13 +24,15 @@ from llmpq.devices.this_machine import assumed, this_machine, useful_threads
 from llmpq.errors import ExitCode, StageLostError
 from llmpq.gpu_memory import cluster_within
 from llmpq.model_spec import ModelSpec
-from llmpq.precision import KVPrecision
+from llmpq.precision import KVPrecision, Precision
 from llmpq.runtime.options import AUTO, EngineOptions
 from llmpq.workload import DTYPE_BYTES, Dtype, Workload
 
 if TYPE_CHECKING:
     from llmpq.planner.make import FitHere, MadePlan
 
+PLAN_LIMIT_S = 60.0
+"""How long the planner may search."""
 DEFAULT_NEW_TOKENS = 64
 """New tokens of a row that does not say, where no plan does either."""
 MAX_WINDOW = 256
@@ -91,15 +93,23 @@ def plan_for(model_dir: str | Path, lengths: Lengths, options: EngineOptions) ->
 
 
 def plan_job(
-    model_dir: str | Path, cluster: Cluster, work: Workload, options: EngineOptions
+    model_dir: str | Path,
+    cluster: Cluster,
+    work: Workload,
+    options: EngineOptions,
+    *,
+    bits: Sequence[Precision] | None = None,
+    time_limit_s: float = PLAN_LIMIT_S,
+    spec: ModelSpec | None = None,
 ) -> MadePlan:
     """Return a plan of a job on a cluster's devices; a batch that does not fit is halved.
 
+    `bits`: what layers may have; None: whatever the planner offers. `spec`: the model, if known.
     `profile` measures this machine's devices first and stores the costs.
     """
     from llmpq.planner.make import plan_workload
 
-    spec = ModelSpec.from_directory(model_dir)
+    spec = spec or ModelSpec.from_directory(model_dir)
     if options.profile:
         if options.ray_address is not None:
             raise ValueError(
@@ -116,8 +126,11 @@ def plan_job(
         cluster,
         work,
         costs=costs,
+        bits=bits,
         prefer=options.prefer or "quality",
         windows=halved(work.batch),
+        time_limit_s=time_limit_s,
+        spec=spec,
     )
     return made.with_notes([*assumed(cluster), *notes])
 

@@ -38,7 +38,7 @@ from llmpq.model_spec import ModelSpec
 from llmpq.plan import Plan
 from llmpq.runtime.async_submitter import AsyncSubmitter, OutputQueue
 from llmpq.runtime.engine.pool_limits import PoolLimits
-from llmpq.runtime.launch.engine_starter import EngineStarter
+from llmpq.runtime.launch.engine_starter import EngineStarter, Replan
 from llmpq.runtime.launch.engine_thread import EngineThread, RequestOutputDelta
 from llmpq.runtime.launch.pipeline_client import PipelineClient
 from llmpq.runtime.launch.plans.pool_plan import RequestLimits, request_limits
@@ -108,7 +108,11 @@ class LLM:
         )
         self._default_sampling = _default_sampling(self.generation_config)
         self._spec = spec = self.generation_config.with_ends(chosen.spec)
-        self._plan, self._options = chosen.plan, chosen.options
+        self._plan, self._options, self._directory = (
+            chosen.plan,
+            chosen.options,
+            chosen.directory,
+        )
         self._limits = request_limits(self._plan, spec, self._options)
         self._prompts = RequestFactory(chosen.directory, spec, self._limits)
         self._names = RequestNames()
@@ -138,7 +142,9 @@ class LLM:
         started_s, cluster = time.perf_counter(), self._options.cluster
         with LoadBar(quiet=not self._use_tqdm) as bar, ExitStack() as stack:
             known = cluster if isinstance(cluster, Cluster) else None
-            starter = EngineStarter(self._plan, self._settings, cluster=known)
+            starter = EngineStarter(
+                self._plan, self._settings, cluster=known, replan=self._replanner()
+            )
             self._starter = starter
             client = stack.enter_context(starter).start(bar.on_load)
             self._prompts.wait_until_read()
@@ -162,6 +168,20 @@ class LLM:
                 f"this LLM belongs to process {self._process}, and a forked child has none of its "
                 "threads; make an LLM here, in a process that multiprocessing starts by 'spawn'"
             )
+
+    def _replanner(self) -> Replan | None:
+        """Return what plans again once a device is gone, if that is wanted."""
+        if self._options.on_loss != "replan":
+            return None
+        from llmpq.runtime.replan import Replanner  # of few jobs
+
+        return Replanner(
+            self._directory,
+            self._spec,
+            self._plan,
+            self._options,
+            on_limits=self._prompts.use_limits,
+        )
 
     @property
     def _engine(self) -> EngineThread:
@@ -190,8 +210,8 @@ class LLM:
 
     @property
     def plan(self) -> Plan:
-        """Who holds which layers at which bits, and what was predicted."""
-        return self._plan
+        """Who holds which layers at which bits, and what was predicted: the plan that runs."""
+        return self._plan if self._running is None else self._running.engine.plan
 
     @property
     def model_spec(self) -> ModelSpec:
@@ -280,7 +300,7 @@ class LLM:
         """
         return build_report(
             JobResult(
-                plan=self._plan,
+                plan=self.plan,
                 loads=self.load_reports,
                 records=self.stage_records(),
                 outputs=outputs,
@@ -300,7 +320,7 @@ class LLM:
     def stats(self) -> dict[str, Any]:
         """Return counters of the run so far and what every stage holds."""
         engine = self._engine.engine
-        parts = zip(self._plan.stages, engine.stage_pids(), engine.load_reports, strict=True)
+        parts = zip(engine.plan.stages, engine.stage_pids(), engine.load_reports, strict=True)
         stages = [
             {
                 "device": stage.device,
@@ -310,14 +330,14 @@ class LLM:
                 "weights_bytes": load.weights_bytes,
                 "kv_bytes": load.kv_bytes,
                 "runner": load.runner,
-                "predicted": self._plan.promised_steps(stage),
+                "predicted": engine.plan.promised_steps(stage),
             }
             for stage, pid, load in parts
         ]
         counters = self._engine.stats()
         cache = {
             "block_size": BLOCK_TOKENS,
-            "cache_dtype": self._plan.workload.kv.value,
+            "cache_dtype": engine.plan.workload.kv.value,
             "enable_prefix_caching": self._options.enable_prefix_caching,
             "num_gpu_blocks": counters["gauges"].get("blocks", 0),
         }
@@ -590,8 +610,10 @@ class _Trace:
     def added(self, records: list[StageRecord]) -> list[StageRecord]:
         """Take what stages recorded anew, and return it."""
         if self.path is not None:
-            pairs = zip(self.records, records, strict=True)
-            self.records = [joined(*pair) for pair in pairs] if self.records else records
+            # Stages of another plan have records of their own: those of before are let go.
+            same = len(self.records) == len(records)
+            pairs = zip(self.records, records, strict=True) if same else ()
+            self.records = [joined(*pair) for pair in pairs] if same else records
             self.written = False
         return records
 
@@ -600,7 +622,7 @@ class _Trace:
         if self.path is None:
             return
         self.added(engine.records())
-        stages = [f"stage {i} {stage.device}" for i, stage in enumerate(self.plan.stages)]
+        stages = [f"stage {i} {stage.device}" for i, stage in enumerate(engine.plan.stages)]
         write_chrome_trace(self.path, stages, self.records, self.names)
         self.written = True
 

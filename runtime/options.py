@@ -28,7 +28,7 @@ AUTO: Literal["auto"] = "auto"
 Backend = Literal["auto", "threads", "processes", "ray"]
 LinkChoice = Literal["auto", "peer", "nccl", "gloo"]
 LoadFormat = Literal["auto", "dummy", "copies"]
-OnLoss = Literal["restart", "stop"]
+OnLoss = Literal["restart", "replan", "stop"]
 Speculate = SpeculationMode | Literal["auto", "off"]
 
 MAX_TIMEOUT_S = 10**7
@@ -165,7 +165,10 @@ class EngineOptions:
     """Seconds that phases may take, as load=3600,step=60; of wait_nodes, placement, load, stall and
     step (defaults: 30, 25, 600, 30, 30)."""
     on_loss: OnLoss = "restart"
-    """When a stage is lost: restart (others take over, requests go on where they are) or stop."""
+    """When a stage is lost: restart (others take over, requests go on where they are), replan (also
+    on the devices left, if one is gone) or stop (default: restart; of serve: replan)."""
+    min_quality: int = 3
+    """Fewest bits of weights and KV cache of such another plan: 16, 8, 4, 3 or 2."""
     trace: str | Path | None = None
     """Write a Chrome/Perfetto trace: every stage's steps, and for which requests."""
 
@@ -188,6 +191,8 @@ class EngineOptions:
             type(self.gamma) is int and 1 <= self.gamma <= MAX_GAMMA
         ):
             raise ValueError(f"gamma must be 1..{MAX_GAMMA} or auto, got {self.gamma!r}")
+        if self.min_quality not in (16, 8, 4, 3, 2):
+            raise ValueError(f"min_quality must be 16, 8, 4, 3 or 2 bits, got {self.min_quality!r}")
         if type(self.master_port) is not int or not 0 <= self.master_port < 2**16:
             raise ValueError(
                 f"master_port must be 1 to 65535, or 0 for a free one, got {self.master_port}"

@@ -49,7 +49,7 @@ runtime/token_rules, runtime/trace, runtime/upload (one level)
 runtime/step_message <- runtime/models, runtime/weights, runtime/cache (one level) <- runtime/drafts
 runtime/drafts <- runtime/backends <- runtime/engine <- runtime/launch
 runtime/launch <- runtime/async_submitter <- runtime/response_stream
-runtime/launch <- runtime/response_stream, runtime/plan_choice <- runtime/llm
+runtime/launch <- runtime/response_stream, runtime/plan_choice, runtime/replan <- runtime/llm
 runtime/step_message <- runtime/links <- runtime/engine
 runtime/step_message <- runtime/text <- runtime/launch
 runtime/step_message <- runtime/report <- runtime/llm

@@ -6,7 +6,8 @@ Imports no torch and no Ray, so that `--help` is instant.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
+from types import MappingProxyType
 from typing import Any, get_type_hints
 
 from llmpq.commands.command_line import Only, Section, token_count
@@ -18,21 +19,31 @@ _VALUES = {
     "costs": "FILE", "generation_config": "DIR", "layer_cache": "DIR", "ray_address": "ADDRESS",
     "master_addr": "IP", "master_port": "PORT", "network_interface": "NAME", "trace": "FILE",
     "deadlines": "NAME=S,...", "speculate": "MODE", "gpu_memory_utilization": "SHARE",
+    "min_quality": "BITS",
 }  # fmt: skip
 """What stands for a flag's value in `--help`; N for the others."""
 _ALSO = {"ray_address": ("--address", "--from-ray")}
+REPLANS = Only(lambda a: a.on_loss == "replan", "without --on-loss replan", "add that")
 UNPLANNED = Only(lambda a: a.plan is None, "with --plan, whose plan says it", "re-plan")
 
 
 def add_engine_flags(
-    section: Section, *names: str, daily: Collection[str] = (), only: Only | None = None
+    section: Section,
+    *names: str,
+    daily: Collection[str] = (),
+    only: Only | None = None,
+    defaults: Mapping[str, Any] = MappingProxyType({}),
 ) -> None:
-    """Declare the flags of these fields of `EngineOptions`; `only`: when they have an effect."""
-    types, docs, defaults = get_type_hints(EngineOptions), field_docs(), EngineOptions()
+    """Declare the flags of these fields of `EngineOptions`; `only`: when they have an effect.
+
+    `defaults`: those of a command that has others.
+    """
+    types, docs, usual = get_type_hints(EngineOptions), field_docs(), EngineOptions()
     for name in names:
-        default = getattr(defaults, name)
+        default = defaults.get(name, getattr(usual, name))
         flag, options = "--" + name.replace("_", "-"), dict[str, Any](help=_help(docs[name]))
         conditions = [UNPLANNED] if name in PLANNING else []
+        conditions += [REPLANS] if name == "min_quality" else []
         conditions += [] if only is None else [only]
         options |= {"dest": name, "default": default}
         if types[name] is bool:

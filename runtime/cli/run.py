@@ -12,7 +12,6 @@ import shutil
 import sys
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -60,8 +59,22 @@ class Job:
     """Of the rows to answer, by index."""
     errors: dict[int, str]
     """Row index -> why it cannot be a request, or was failed as one."""
-    made_with: Callable[[BatchRow], Mapping[str, Any]]
+    made_with: MadeWith
     """What a row's answer is made with: its line says it."""
+
+
+class MadeWith:
+    """Says what answers are made with, also where the plan changes meanwhile."""
+
+    def __init__(self, plan: Plan, model_dir: str) -> None:
+        self._model_dir, self._default_tokens = model_dir, plan.workload.gen_len
+        self._plan, self._common = plan, made_by(plan, model_dir)
+
+    def __call__(self, row: BatchRow, plan: Plan | None = None) -> Mapping[str, Any]:
+        """Return it of a row that ended under a plan; None: the first one."""
+        if plan is not None and plan is not self._plan:
+            self._plan, self._common = plan, made_by(plan, self._model_dir)
+        return made_with(row, self._common, self._default_tokens)
 
 
 def main(options: RunOptions) -> int:
@@ -169,8 +182,7 @@ def _job(
     rows: Sequence[BatchRow], options: RunOptions, llm: LLM, model_dir: str, tokenizer: Tokenizer
 ) -> Job:
     """Turn rows into prompts; one that there is no room for becomes an error."""
-    plan = llm.plan
-    made = partial(made_with, common=made_by(plan, model_dir), default_tokens=plan.workload.gen_len)
+    made = MadeWith(llm.plan, model_dir)
     done = finished_lines(options.output, rows, made) if options.resume else {}
     prompts, errors = prepare_rows(rows, llm, tokenizer, skip=done)
     return Job(rows=rows, done=done, prompts=prompts, errors=errors, made_with=made)
@@ -226,7 +238,8 @@ def _run(job: Job, options: RunOptions, llm: LLM, writer: OrderedWriter) -> dict
                 writer.write(row.index, error_line(row, output.failure))
                 continue
             outputs.append(output)
-            line = answer_line(row, output, llm.plan.model.name, job.made_with(row))
+            plan = llm.plan
+            line = answer_line(row, output, plan.model.name, job.made_with(row, plan))
             writer.write(row.index, line)
     report = llm.job_report(outputs, num_failed=len(job.errors))
     if options.compare_plain and llm.options.speculate is not None:

@@ -100,6 +100,7 @@ def run_parser() -> CommandParser:
         "links",
         "deadlines",
         "on_loss",
+        "min_quality",
         daily=("backend",),
     )
     return parser

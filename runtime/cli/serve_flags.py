@@ -92,7 +92,9 @@ def serve_parser() -> CommandParser:
         "ray_address",
         "deadlines",
         "on_loss",
+        "min_quality",
         daily=("cluster", "max_model_len", "max_num_seqs"),
+        defaults={"on_loss": "replan"},
     )
     what.flag("--chat-template", metavar="FILE", help="Jinja, instead of the model's own")
     what.flag(

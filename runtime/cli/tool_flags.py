@@ -88,6 +88,7 @@ class BenchOptions:
     warm_up: int
     repeat: int
     seed: int
+    chaos: float | None
     json: bool
     rows: str | None
     commit: str | None
@@ -256,6 +257,8 @@ def _add_how(how: Section) -> None:
     how.flag("--warm-up", type=int, default=1, metavar="N", help="jobs that are not timed (1)")
     how.flag("--repeat", type=int, default=3, daily=True, metavar="N", help="jobs that are (3)")
     how.flag("--seed", type=int, default=0, help="of prompts and dummy weights")
+    text = "kill a random stage by this mean interval: stages are restarted, the job goes on"
+    how.flag("--chaos", type=float, metavar="SECONDS", help=text)
 
 
 def _default(name: str) -> str:

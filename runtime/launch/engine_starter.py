@@ -12,33 +12,67 @@ import logging
 import statistics
 import time
 from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from types import TracebackType
-from typing import Self
+from typing import Any, Protocol, Self
 
 from llmpq.cluster import Cluster
-from llmpq.errors import DeadlineError, StageLostError
+from llmpq.errors import DeadlineError, LlmpqError, StageLostError
 from llmpq.plan import Plan
 from llmpq.runtime.launch.choose_launcher import make_launcher
 from llmpq.runtime.launch.launcher import Launcher, OnLoad
 from llmpq.runtime.launch.pipeline_client import PipelineClient
+from llmpq.runtime.launch.plans.pool_plan import RequestLimits
 from llmpq.runtime.launch.recovery import Recovery
 from llmpq.runtime.launch.stages.stage_settings import StageSettings
+from llmpq.runtime.options import EngineOptions
 
 MOST_DEATHS, MOST_REFUSALS = 5, 2
 """Starts in a row in which one stage dies, or says why it cannot start, that mean that it has no
-device any more. Whoever kills stages on purpose may hit one that starts."""
+device any more."""
+_DYING_S = 60.0
+"""How long it must have died so: whoever kills stages at random may hit some that start."""
 _KEPT = 1000
 """Recoveries that are remembered."""
 _log = logging.getLogger("llmpq.run")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Replanned:
+    """Another plan of the same job."""
+
+    plan: Plan
+    options: EngineOptions
+    limits: RequestLimits
+    change: Mapping[str, Any]
+    """What is different, as JSON data."""
+
+
+class Replan(Protocol):
+    """What plans again."""
+
+    def __call__(self, plan: Plan, index: int, *, whole_node: bool) -> Replanned:
+        """Return a plan without the device of a stage, or without any of its node."""
+        ...
 
 
 class EngineStarter:
     """The stages of an engine, whatever becomes of them; its end takes them down."""
 
     def __init__(
-        self, plan: Plan, settings: StageSettings, *, cluster: Cluster | None = None
+        self,
+        plan: Plan,
+        settings: StageSettings,
+        *,
+        cluster: Cluster | None = None,
+        replan: Replan | None = None,
     ) -> None:
+        """`replan` makes other plans when a device is gone; without it that is the end."""
         self.plan, self._settings, self._cluster = plan, settings, cluster
+        self._replan = replan
+        self.limits: RequestLimits | None = None
+        """Of another plan: which requests it has no room for."""
         self.recoveries: list[Recovery] = []
         """What was recovered, and what is; the newest last."""
         self._launcher: Launcher | None = None
@@ -69,15 +103,16 @@ class EngineStarter:
             self._launcher.__exit__(kind, error, trace)
 
     def start(self, on_load: OnLoad | None = None) -> PipelineClient:
-        """Start the stages for the first time; those that die are started again."""
+        """Start the stages for the first time; those that die while they load start again."""
         try:
             return self._started(on_load)
         except (StageLostError, DeadlineError) as error:
-            if self.on_loss == "stop" or not self._may_come_back():
+            placed = self.client is not None and self.client.is_placed
+            if self.on_loss == "stop" or not placed or not self._may_come_back():
                 raise
             self.lost(error)
         client = self.restart(on_load)
-        self.resubmitted(idle=True)
+        self.resubmitted()
         return client
 
     def lost(self, error: Exception) -> Recovery:
@@ -102,7 +137,8 @@ class EngineStarter:
 
     def restart(self, on_load: OnLoad | None = None) -> PipelineClient:
         """Start other stages in place of those that were lost, as often as it takes."""
-        recovery, failures = self.recoveries[-1], Counter[int | None]()
+        recovery = self.recoveries[-1]
+        failures, refusals = Counter[int | None](), Counter[int | None]()
         while True:
             recovery.num_attempts += 1
             began_s = time.perf_counter()
@@ -113,19 +149,58 @@ class EngineStarter:
                     raise
                 blamed = None if self.client is None else self.client.failed_stage
                 died = self._may_come_back()
-                failures[blamed] += 1 if died else MOST_DEATHS // MOST_REFUSALS + 1
-                if failures[blamed] >= MOST_DEATHS:
+                placed = self.client is not None and self.client.is_placed
+                failures[blamed] += 1
+                refusals[blamed] += not died
+                tried_s = time.perf_counter() - recovery.clock_s
+                if placed and not self._is_hopeless(failures[blamed], refusals[blamed], tried_s):
+                    _log.warning("%s; it is started again", error)
+                    continue
+                lost = blamed if placed else recovery.stage
+                if self._replan is None or lost is None:
                     raise
-                _log.warning("%s; it is started again", error)
+                _log.warning("%s; its device is given up", error)
+                self._plan_without(lost, whole_node=not placed, reason=error)
+                failures.clear()
+                refusals.clear()
                 continue
             self._start_s.append(time.perf_counter() - began_s)
             return client
 
-    def resubmitted(self, *, idle: bool) -> None:
-        """Note that fresh stages have what was under way; `idle`: nothing was."""
+    @staticmethod
+    def _is_hopeless(num_failures: int, num_refusals: int, tried_s: float) -> bool:
+        """Whether a stage that failed so often while it started has no device any more."""
+        dies = num_failures >= MOST_DEATHS and tried_s >= _DYING_S
+        return dies or num_refusals >= MOST_REFUSALS
+
+    def _plan_without(self, index: int, *, whole_node: bool, reason: Exception) -> None:
+        """Go on by another plan, or say why there is none."""
+        assert self._replan is not None
         recovery = self.recoveries[-1]
+        try:
+            made = self._replan(self.plan, index, whole_node=whole_node)
+        except (LlmpqError, ValueError) as error:
+            raise type(error)(f"{error}; what was lost: {reason}") from None
+        self.plan, self.limits = made.plan, made.limits
+        self._settings = replace(self._settings, options=made.options)
+        self._cluster = None
+        recovery.action, recovery.plan, recovery.stage = "replan", made.change, None
+        now = made.change["now"]
+        _log.warning(
+            "planned again: weights %s (before: %s), KV %s, %d requests at once, over %s",
+            now["weights"],
+            made.change["before"]["weights"],
+            now["kv"],
+            now["requests"],
+            ", ".join(stage["device"] for stage in now["stages"]),
+        )
+
+    def resubmitted(self, *, num_requests: int = 0, num_kept: int = 0) -> None:
+        """Note that fresh stages have what was under way: requests, and tokens that they had."""
+        recovery = self.recoveries[-1]
+        recovery.num_requests, recovery.num_kept = num_requests, num_kept
         recovery.measured_s = time.perf_counter() - recovery.clock_s
-        self._is_recovered = not idle
+        self._is_recovered = num_requests > 0
         _log.warning(
             "recovered in %.2f s (%.2f s predicted)", recovery.measured_s, recovery.predicted_s or 0
         )

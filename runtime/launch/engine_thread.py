@@ -281,10 +281,14 @@ class EngineThread:
                 if not self._may_recover():
                     raise
                 self._starter.lost(again)
-        self._starter.resubmitted(idle=not self._records)
+        begun = [record for record in self._records.values() if record.begun]
+        self._starter.resubmitted(
+            num_requests=len(begun), num_kept=sum(record.num_before for record in begun)
+        )
 
     def _resubmit(self, engine: PipelineClient) -> None:
         """Give fresh stages what has not ended, also what comes meanwhile."""
+        self._end_unfitting()
         with self._lock:
             if self._closed:
                 raise StageLostError("the engine was closed")
@@ -304,6 +308,17 @@ class EngineThread:
                 if not records:
                     self.recovery = None
                     return
+
+    def _end_unfitting(self) -> None:
+        """Fail the requests for which another plan has no room."""
+        assert self._starter is not None
+        limits = self._starter.limits
+        for record in list(self._records.values()) if limits is not None else ():
+            try:
+                assert limits is not None
+                limits.check(record.request)
+            except ValueError as error:
+                self._end_records([record], failure=f"the devices left have no room: {error}")
 
     def _release(self, engine: PipelineClient) -> None:
         """Give the engine requests that were held back, once nothing speaks against it."""

@@ -69,6 +69,8 @@ class PipelineClient:
         """What the stages do, as far as is known."""
         self.failed_stage: int | None = None
         """The stage that was lost first, once one was."""
+        self.is_placed = False
+        """Whether every stage was given its place; they may be loading."""
         self.was_refused = False
         """Whether it said why it could not go on; it died or was silent otherwise."""
         self._progress = Progress()
@@ -224,6 +226,7 @@ class PipelineClient:
         settings = settings_of_stages(self.plan, self._cluster, self._settings)
         self._launcher = launcher
         self._stages = launcher.start(self.plan, settings, self._cluster)
+        self.is_placed = True
 
     def _connect(self) -> None:
         """Open the rendezvous and let every stage join it."""

@@ -29,6 +29,10 @@ class Recovery:
     """How long that took; None while it is under way."""
     pause_s: float | None = None
     """From the loss to the next token of a request; None where none was under way."""
+    num_requests: int = 0
+    """Requests that went on."""
+    num_kept: int = 0
+    """Tokens that they had, which are recomputed."""
     num_attempts: int = 0
     """How often stages were started: they may be lost again meanwhile."""
     plan: Mapping[str, Any] | None = None
@@ -50,6 +54,8 @@ class Recovery:
             "action": self.action,
             "began": self.since,
             "attempts": self.num_attempts,
+            "requests": self.num_requests,
+            "tokens_kept": self.num_kept,
             "predicted_s": self.predicted_s,
             "measured_s": self.measured_s,
             "pause_s": self.pause_s,

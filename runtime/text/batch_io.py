@@ -1,7 +1,8 @@
 """Batch files: rows in, answers out, in input order and as soon as the order allows.
 
 The output is a JSON line per row. It is appended to while the job runs and never holds half a
-row that counts: what an interrupted job has written is what `--resume` starts from.
+row that counts: what an interrupted job has written is what `--resume` starts from. Rows that end
+before one ahead of them wait in a file beside it, so that a driver that is killed loses none.
 """
 
 from __future__ import annotations
@@ -83,16 +84,32 @@ def _refuse_duplicates(rows: Sequence[BatchRow], numbers: Sequence[int]) -> list
 
 def require_no_answers(path: str | Path) -> None:
     """`ValueError` for an output file with anything but failed rows: it would be lost."""
-    if not Path(path).is_file():
-        return
-    with Path(path).open("rb") as file:
-        num_lines = sum(bool(line.strip()) and not _has_failed(line) for line in file)
+    num_lines = 0
+    for file in (Path(path), beside(path)):
+        if file.is_file():
+            with file.open("rb") as lines:
+                num_lines += sum(bool(line.strip()) and not _has_failed(line) for line in lines)
     if num_lines:
         rows = "1 line" if num_lines == 1 else f"{num_lines} lines"
         raise ValueError(
             f"'{path}' has {rows} already: go on from its rows with --resume, replace them with "
             "--overwrite, or give another -o"
         )
+
+
+def beside(path: str | Path) -> Path:
+    """Return the file of the rows that wait for one ahead of them."""
+    resolved = Path(path).resolve()
+    return resolved.with_name(f"{resolved.name}.held")
+
+
+def _lines_of(path: Path) -> Iterator[tuple[int, bytes, bool]]:
+    """Yield the number of each line of a file, its bytes, and whether it may be torn."""
+    if path.exists():
+        raws = path.read_bytes().split(b"\n")
+        for number, raw in enumerate(raws, start=1):
+            if raw.strip():
+                yield number, raw, number == len(raws)
 
 
 def _has_failed(line: bytes) -> bool:
@@ -114,22 +131,17 @@ def finished_lines(
     another input, or its answers with another model, precision or sampling.
     """
     done: dict[int, dict[str, Any]] = {}
-    if not Path(path).exists():
-        return done
     by_id = {
         row.row_id: row.index
         for row in rows
         if row.form in ("completion", "chat") and row.error is None
     }
-    raws = Path(path).read_bytes().split(b"\n")
-    for number, raw in enumerate(raws, start=1):
-        if not raw.strip():
-            continue
+    for number, raw, may_be_torn in (*_lines_of(Path(path)), *_lines_of(beside(path))):
         try:
             line = raw.decode("utf-8")
             data = json.loads(line)
         except (ValueError, RecursionError):
-            if number < len(raws):
+            if not may_be_torn:
                 raise ValueError(
                     f"'{path}' line {number} is no answer of an earlier run; remove the line, or "
                     "give another -o"
@@ -179,7 +191,8 @@ def _answers(data: Mapping[str, Any], row: BatchRow) -> bool:
 class OrderedWriter:
     """Writes rows in input order as soon as all before them are there.
 
-    Leaving the block early (a failure, an interrupt) writes the finished rows beyond the gap too.
+    Leaving the block early (a failure, an interrupt) writes the finished rows beyond the gap too;
+    who is killed has left them in a file beside.
     """
 
     def __init__(
@@ -198,6 +211,7 @@ class OrderedWriter:
         self._held: dict[int, Mapping[str, Any]] = dict(self._done)
         self._next = 0
         self._begun = False
+        self._beside = beside(self._path)
 
     def __enter__(self) -> Self:
         self._path.parent.mkdir(parents=True, exist_ok=True)
@@ -222,6 +236,8 @@ class OrderedWriter:
                     self._file = self._path.open("ab", buffering=0)
             elif self._path.is_file():
                 self._file.truncate(0)
+            if self._path.is_file():
+                self._beside.unlink(missing_ok=True)
 
     def write(self, index: int, line: Mapping[str, Any]) -> None:
         """Take the answer of a row."""
@@ -231,8 +247,11 @@ class OrderedWriter:
         with self._naming():
             if self._done:
                 self._put(line)
-            else:
+            elif index == self._next:
                 self._advance()
+            elif self._path.is_file():
+                with self._beside.open("a", encoding="utf-8") as waiting:
+                    waiting.write(_text(line))
 
     @property
     def num_finished(self) -> int:
@@ -262,6 +281,8 @@ class OrderedWriter:
                         self._put(self._held[index])
             if self._begun and (self._done or self._next < len(self._held)):
                 self._replace(self._held)
+            if self._begun and self._path.is_file():
+                self._beside.unlink(missing_ok=True)
 
     def _advance(self) -> None:
         while self._next in self._held:

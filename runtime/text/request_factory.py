@@ -90,6 +90,10 @@ class RequestFactory:
         """
         self._tokenizer.exception()
 
+    def use_limits(self, limits: RequestLimits) -> None:
+        """Refuse requests by other limits from now on."""
+        self._limits, self.max_len = limits, limits.max_model_len - 1
+
     @property
     def max_model_len(self) -> int:
         """Tokens that a prompt and its answer may have."""

@@ -13,6 +13,7 @@ import json
 import logging
 import random
 import sys
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -40,6 +41,7 @@ from llmpq.runtime.report.job_report import plain_comparison, print_summary
 from llmpq.runtime.sampling_params import SamplingParams
 from llmpq.runtime.text.request_factory import PreparedPrompt
 from llmpq.runtime.tools.bench_rows import add_rows, read_baselines, summary
+from llmpq.runtime.tools.chaos import Chaos
 from llmpq.workload import DTYPE_BYTES, Workload
 
 _log = logging.getLogger("llmpq.bench")
@@ -51,6 +53,8 @@ def main(options: BenchOptions) -> int:
         raise ValueError(
             f"--repeat must be >= 1, --warm-up >= 0, got {options.repeat}, {options.warm_up}"
         )
+    if options.chaos is not None and not 0 < options.chaos < float("inf"):
+        raise ValueError(f"--chaos must be a positive number of seconds, got {options.chaos}")
     baselines = read_baselines(options.baseline)
     check_files(
         {"--plan": options.plan, "--costs": _path(options.engine.costs)}, {"--rows": options.rows}
@@ -58,13 +62,15 @@ def main(options: BenchOptions) -> int:
     with open_bench(options) as llm:
         llm.start()
         _log.info("loaded in %.1f s", llm.startup_s)
-        reports = run_jobs(
-            llm,
-            warm_up=options.warm_up,
-            repeat=options.repeat,
-            seed=options.seed,
-            compare=options.compare_plain,
-        )
+        chaos = None if options.chaos is None else Chaos(llm, options.chaos, seed=options.seed)
+        with chaos or nullcontext():
+            reports = run_jobs(
+                llm,
+                warm_up=options.warm_up,
+                repeat=options.repeat,
+                seed=options.seed,
+                compare=options.compare_plain,
+            )
     report = summary(reports, num_jobs=options.warm_up + options.repeat)
 
     def show() -> None:

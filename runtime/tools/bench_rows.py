@@ -51,6 +51,7 @@ def summary(reports: Sequence[dict[str, Any]], *, num_jobs: int) -> dict[str, An
         speculation = reports[-1]["speculation"] | own | {"counted_jobs": num_jobs}
     return median | {
         "speculation": speculation,
+        "recoveries": reports[-1].get("recoveries", []),
         "output_throughputs": [report["output_throughput"] for report in reports],
         "prefill_ms": prefill_ms,
         "decode_step_ms": decode_ms,

@@ -175,6 +175,17 @@ def test_a_plans_drafts_over_ray(drafting_plan, ray_session, capsys):
     assert last < 8 and steps["verify"]["count"] > 0, "the plain job's steps are not counted"
 
 
+def test_killed_stages_cost_time_and_nothing_else(demo_model, make_plan, tmp_path, capsys):
+    make_plan(demo_model, (3,), batch=4, prompt_len=8, gen_len=100).save_json(tmp_path / "p.json")
+    job = ["bench", "--plan", str(tmp_path / "p.json"), "--repeat", "1", "--json"]
+    assert main([*job, "--backend", "processes", "--chaos", "6"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["total_output_tokens"] == 400 and report["completed"] == 4
+    assert all(one["measured_s"] > 0 for one in report["recoveries"])
+    assert main([*job, "--backend", "threads", "--chaos", "5"]) == 2
+    assert "add --backend processes" in capsys.readouterr().err
+
+
 def test_a_refused_place_takes_nothing_of_another(demo_model, tmp_path, capfd, monkeypatch):
     where = ["--model", str(demo_model), "--load-format", "dummy", "--backend", "threads", "--json"]
     job = [*where, "--batch", "1", "--prompt", "4", "--gen", "2", *ONCE, "--commit", "abc"]

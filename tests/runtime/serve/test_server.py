@@ -271,6 +271,35 @@ def test_a_stage_that_dies_is_told_and_nothing_hangs(
     assert not [record for record in caplog.records if record.exc_info]  # no traceback
 
 
+def test_a_stage_that_dies_is_recovered_behind_streams(demo_model, make_plan, running, caplog):
+    from llmpq import LLM
+
+    plan = make_plan(demo_model, (3,), batch=8, prompt_len=200, gen_len=200, dtype="float32")
+    with running(lambda: LLM(demo_model, plan=plan, backend="processes")) as server:
+        connection, answer = begun(server, max_tokens=150)
+        psutil.Process(server.llm.stats()["stages"][0]["pid"]).kill()
+        until(lambda: server.llm.recovering is not None)
+        status, found, told = ask(server, "/v1/completions", {"prompt": "a", "max_tokens": 1})
+        if status != 200:  # it may have been over
+            assert status == 503 and found["Retry-After"] == "1"
+            assert told["error"]["code"] == "recovering"
+            assert "being recovered since 20" in told["error"]["message"]
+        assert ask(server, "/health")[0] == 200
+        assert ask(server, "/ready")[0] in (200, 503) and ask(server, "/metrics")[0] == 200
+        whole = answer.read()
+        connection.close()
+        assert whole.endswith(b"data: [DONE]\n\n") and b"error" not in whole
+        until(lambda: ask(server, "/ready")[0] == 200)
+        assert ask(server, "/v1/completions", {"prompt": "a", "max_tokens": 1})[0] == 200
+        metrics = server.service.metrics.text().decode()
+        assert 'llmpq:recoveries_total{action="restart",engine="0"} 1.0' in metrics
+        assert 'llmpq:recovering{engine="0"} 0.0' in metrics
+        (recovery,) = ask(server, "/page/state")[2]["recoveries"]
+        assert recovery["measured_s"] > 0 and recovery["requests"] == 1
+    assert server.server.failure is None
+    assert not [record for record in caplog.records if record.exc_info]  # no traceback
+
+
 def test_it_ends_in_order(two_stages, running):
     with running(two_stages, drain_timeout_s=20.0) as server:
         connection, answer = begun(server, max_tokens=120)

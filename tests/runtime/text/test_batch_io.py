@@ -13,7 +13,13 @@ import pytest
 from llmpq.errors import DeadlineError
 from llmpq.runtime.request_output import CompletionOutput, RequestOutput
 from llmpq.runtime.sampling_params import SamplerConfig
-from llmpq.runtime.text.batch_io import OrderedWriter, finished_lines, read_rows, require_no_answers
+from llmpq.runtime.text.batch_io import (
+    OrderedWriter,
+    beside,
+    finished_lines,
+    read_rows,
+    require_no_answers,
+)
 from llmpq.runtime.text.batch_rows import (
     Defaults,
     answer_line,
@@ -166,6 +172,34 @@ def plain_rows(tmp_path, count: int = 4):
     path = tmp_path / "in.jsonl"
     path.write_text("".join(json.dumps({"prompt": f"p{i}"}) + "\n" for i in range(count)))
     return read_rows(path, Defaults())
+
+
+def test_a_driver_that_is_killed_loses_no_row(tmp_path):
+    """Rows beyond a gap are on disk; what goes on puts all in order and leaves nothing beside."""
+    path, out = tmp_path / "in.txt", tmp_path / "out.jsonl"
+    path.write_text("a\nb\nc\nd\n")
+    rows = read_rows(path, Defaults())
+    lines = [{"index": i, "prompt": rows[i].prompt, "text": "x", "error": None} for i in range(4)]
+    killed = OrderedWriter(out, 4)
+    killed.__enter__()
+    for index in (0, 3, 2):
+        killed.write(index, lines[index])
+    with beside(out).open("a") as torn:
+        torn.write('{"index": 1, "pro')
+    assert [json.loads(line)["index"] for line in out.read_text().splitlines()] == [0]
+    with pytest.raises(ValueError, match="has 4 lines already"):
+        require_no_answers(out)
+    done = finished_lines(out, rows)
+    assert sorted(done) == [0, 2, 3]
+    with OrderedWriter(out, 4, done=done) as writer:
+        writer.begin()
+        assert not beside(out).exists()
+        writer.write(1, lines[1])
+    assert [json.loads(line)["index"] for line in out.read_text().splitlines()] == [0, 1, 2, 3]
+    with OrderedWriter(out, 4) as writer:
+        writer.write(2, lines[2])
+        assert beside(out).exists()
+    assert not beside(out).exists()
 
 
 def test_resuming_keeps_finished_rows_and_repeats_failed_and_torn_ones(tmp_path):

@@ -1,0 +1,241 @@
+"""Another plan once a device is gone: the same job on the devices that are left.
+
+What is left are the devices of the cluster, also those that the plan had left out; without a
+cluster file those of the plan's other stages. Layers keep the bits that they have where they fit.
+Where they do not, weights and then the KV cache lose bits, down to `EngineOptions.min_quality`, and
+then fewer requests run at once.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from llmpq.checkpoints.gguf_file import is_gguf, is_model
+from llmpq.checkpoints.model_config import read_config
+from llmpq.checkpoints.stored_codes import stored_codes
+from llmpq.cluster import Cluster, Device
+from llmpq.errors import DoesNotFitError
+from llmpq.model_spec import ModelSpec
+from llmpq.plan import Plan, StagePlan
+from llmpq.precision import KVPrecision, Precision
+from llmpq.runtime.auto_plan import plan_job
+from llmpq.runtime.launch.engine_starter import Replanned
+from llmpq.runtime.launch.plans.complete_plan import complete_plan
+from llmpq.runtime.launch.plans.pool_plan import RequestLimits, request_limits
+from llmpq.runtime.options import AUTO, PLANNED, EngineOptions
+
+TIME_LIMIT_S = 2.0
+"""How long the planner may search for each precision of the KV cache that it tries."""
+_WEIGHTS = (Precision.W16A16, Precision.W8A16, Precision.W4A16, Precision.W3A16)
+_KVS = (KVPrecision.KV16, KVPrecision.KV8, KVPrecision.KV4, KVPrecision.KV2)
+_log = logging.getLogger("llmpq.run")
+
+Place = tuple[str, int]
+"""A device: its node, and its number there."""
+
+
+@dataclass(frozen=True)
+class Left:
+    """The devices that are left."""
+
+    cluster: Cluster
+    devices: Mapping[str, Device]
+    """Those of `cluster`, by the name there, as the plan before called them."""
+
+
+class Replanner:
+    """Plans an engine's job again, each time that a device of it is gone."""
+
+    def __init__(
+        self,
+        directory: Path,
+        spec: ModelSpec,
+        plan: Plan,
+        options: EngineOptions,
+        *,
+        on_limits: Callable[[RequestLimits], object] = lambda limits: None,
+    ) -> None:
+        """`options.cluster`: the devices, where they are known; `on_limits` hears of others."""
+        self._directory, self._spec, self._options = directory, spec, options
+        known = options.cluster
+        self._cluster = known if isinstance(known, Cluster) else None
+        self._first, self._on_limits = plan, on_limits
+        self._gone: set[Place] = set()
+
+    def __call__(self, plan: Plan, index: int, *, whole_node: bool) -> Replanned:
+        """Return a plan without the device of a stage, or without any of its node.
+
+        `DoesNotFitError` says what is short.
+        """
+        stage = plan.stages[index]
+        cluster = self._cluster or cluster_of(self._first)
+        for device in cluster.devices:
+            if device.node == stage.node and (whole_node or device.index == stage.device_index):
+                self._gone.add((device.node, device.index))
+        left = without(cluster, self._gone)
+        began_s = time.perf_counter()
+        options = replace(self._options, **PLANNED, kv_cache_dtype=AUTO)
+        made = moved(self._planned(plan, left, options), left)
+        made, options = self._completed(made, options)
+        limits = request_limits(made, self._spec, options)
+        self._on_limits(limits)
+        return Replanned(
+            plan=made,
+            options=options,
+            limits=limits,
+            change=change(plan, made) | {"planner_s": time.perf_counter() - began_s},
+        )
+
+    def _planned(self, plan: Plan, left: Left, options: EngineOptions) -> Plan:
+        """Return a plan of the same job with as many bits as fit."""
+        floor, work = self._options.min_quality, plan.workload
+        most = max(precision.weight_bits for precision in plan.precisions)
+        bits = [p for p in _WEIGHTS if floor <= p.weight_bits <= most]
+        kvs = [kv for kv in _KVS[_KVS.index(work.kv) :] if kv is work.kv or kv.bits >= floor]
+        refusal: DoesNotFitError | None = None
+        for kv in kvs:
+            try:
+                return plan_job(
+                    self._directory,
+                    left.cluster,
+                    work.model_copy(update={"kv": kv}),
+                    replace(options, profile=False),
+                    bits=None if self._is_stored else bits,
+                    time_limit_s=TIME_LIMIT_S,
+                    spec=self._spec,
+                ).plan
+            except DoesNotFitError as error:
+                refusal = error
+        assert refusal is not None
+        raise DoesNotFitError(
+            f"the devices that are left ({', '.join(d.name for d in left.devices.values())}) "
+            f"cannot hold the model with {floor} bits or more (--min-quality): {refusal}"
+        )
+
+    @property
+    def _is_stored(self) -> bool:
+        """Whether layers have the bits that the checkpoint has them in, which cannot be lowered."""
+        folder = self._directory
+        if not is_model(folder):
+            return False
+        return is_gguf(folder) or read_config(folder).get("quantization_config") is not None
+
+    def _completed(self, plan: Plan, options: EngineOptions) -> tuple[Plan, EngineOptions]:
+        """Decide what is left open, without drafts where the new plan cannot have them."""
+        stored = stored_codes(self._directory)
+        try:
+            return complete_plan(plan, self._spec, options, stored)
+        except ValueError as error:
+            if options.speculate in (None, "off"):
+                raise
+            _log.warning("drafts end: %s", error)
+            plain = replace(options, speculate="off", gamma=None, costs=None)
+            return complete_plan(plan, self._spec, plain, stored)
+
+
+def cluster_of(plan: Plan) -> Cluster:
+    """Return the devices that a plan uses as a cluster, as far as the plan tells of them."""
+    nodes: dict[str, list[dict[str, Any]]] = {}
+    for stage in sorted(plan.stages, key=lambda stage: stage.device_index):
+        nodes.setdefault(stage.node, []).append(_group_of(stage))
+    known = {node.name: node for node in plan.nodes}
+    told = [
+        {"name": name, "devices": groups}
+        | (known[name].model_dump(exclude_none=True) if name in known else {})
+        for name, groups in nodes.items()
+    ]
+    return Cluster.parse_data({"name": plan.cluster.name, "nodes": told}, where="the plan")
+
+
+def _group_of(stage: StagePlan) -> dict[str, Any]:
+    group: dict[str, Any] = {"kind": stage.kind}
+    if stage.threads is not None:
+        group["threads"] = stage.threads
+    memory = stage.memory
+    if memory is not None:
+        group |= {
+            "memory": memory.limit_bytes + memory.reserve_bytes,
+            "reserve": memory.reserve_bytes,
+        }
+    if stage.sms is not None:
+        group["emulate"] = {"sms": stage.sms}
+    return group
+
+
+def without(cluster: Cluster, gone: Collection[Place]) -> Left:
+    """Return a cluster without some devices; `DoesNotFitError` if none is left."""
+    kept = [d for d in cluster.devices if (d.node, d.index) not in gone]
+    if not kept:
+        raise DoesNotFitError("no device is left that could take over")
+    counts, nodes, index_of = Counter[tuple[str, int]](), [], {}
+    for node in cluster.nodes:
+        index = 0
+        for place, group in enumerate(node.groups()):
+            for _ in range(group.count):
+                index_of[node.name, index] = place
+                index += 1
+    for device in kept:
+        counts[device.node, index_of[device.node, device.index]] += 1
+    for node in cluster.nodes:
+        groups = [
+            group.model_copy(update={"count": counts[node.name, place]})
+            for place, group in enumerate(node.groups())
+            if counts[node.name, place]
+        ]
+        if groups:
+            nodes.append(node.model_copy(update={"devices": tuple(groups), "accelerators": None}))
+    bare = cluster.model_copy(
+        update={"nodes": tuple(nodes), "links": cluster.links.model_copy(update={"pairs": ()})}
+    )
+    renamed = Cluster.parse_data(bare.model_dump(by_alias=True), where="the devices left")
+    pairs = []
+    names = {was.name: now.name for was, now in zip(kept, renamed.devices, strict=True)}
+    names |= {
+        f"{was.node}:{was.index}": now.name for was, now in zip(kept, renamed.devices, strict=True)
+    }
+    names |= {node.name: node.name for node in nodes}
+    for pair in cluster.links.pairs:
+        if all(end in names for end in pair.between):
+            ends = tuple(names[end] for end in pair.between)
+            pairs.append(pair.model_copy(update={"between": ends}))
+    linked = renamed.model_copy(
+        update={"links": cluster.links.model_copy(update={"pairs": tuple(pairs)})}
+    )
+    whole = Cluster.parse_data(linked.model_dump(by_alias=True), where="the devices left")
+    return Left(whole, {now.name: was for was, now in zip(kept, whole.devices, strict=True)})
+
+
+def moved(plan: Plan, left: Left) -> Plan:
+    """Return a plan of the devices left with their former names and numbers."""
+    stages = []
+    for stage in plan.stages:
+        was = left.devices[stage.device]
+        stages.append(
+            stage.model_copy(
+                update={"device": was.name, "node": was.node, "device_index": was.index}
+            )
+        )
+    return plan.model_copy(update={"stages": tuple(stages)})
+
+
+def change(before: Plan, now: Plan) -> dict[str, Any]:
+    """Return what is different of a plan, for logs and reports."""
+
+    def told(plan: Plan) -> dict[str, Any]:
+        bits = Counter(precision.value for precision in plan.precisions)
+        return {
+            "stages": [
+                {"device": s.device, "node": s.node, "layers": list(s.layers)} for s in plan.stages
+            ],
+            "weights": ", ".join(f"{name} x{count}" for name, count in sorted(bits.items())),
+            "kv": plan.workload.kv.value,
+            "requests": plan.workload.batch,
+        }
+
+    return {"before": told(before), "now": told(now)}
