@@ -169,13 +169,14 @@ def planned_pool(
 ) -> PoolSize:
     """Return the pool that a plan counts.
 
-    Packed blocks have no 16-bit tokens behind them, which only found prefixes need.
+    Packed blocks have no 16-bit tokens behind them, and no states of recurrent layers are kept,
+    which only found prefixes need: a run has those where its devices have room beside this.
     """
     return wanted_pool(
         spec,
         workload,
         max_len=workload.max_len,
-        prefix_cache=workload.kv is KVPrecision.KV16,
+        prefix_cache=workload.kv is KVPrecision.KV16 and spec.recurrent is None,
         step_tokens=window_step_tokens(workload, chunk, prefill_microbatch=prefill_microbatch),
     )
 

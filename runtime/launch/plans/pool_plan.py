@@ -109,10 +109,11 @@ class PoolPlan:
 
     @cached_property
     def _counted(self) -> PoolSize:
-        """The pool as plans count it: no 16-bit tokens behind packed blocks, no copy for drafts."""
+        """The pool as plans count it: nothing that only found prefixes need, no copy for drafts."""
         wanted = self._wanted
-        tails = self._has_tails(wanted)
-        return self._fitting(replace(wanted, prefix_cache=False) if tails else wanted)
+        beside = self._has_tails(wanted) or wanted.snapshots > 0
+        plain = replace(wanted, prefix_cache=False, snapshots=0) if beside else wanted
+        return self._fitting(plain)
 
     def _fitting(self, wanted: PoolSize, *, drafts: SpeculationMode | None = None) -> PoolSize:
         return fitting_pool(
@@ -134,7 +135,8 @@ class PoolPlan:
     def _wanted(self) -> PoolSize:
         """Return the pool of all that is planned to be under way at once.
 
-        An offline job caches prefixes of packed blocks only if all its requests fit beside them.
+        An offline job caches prefixes of packed blocks, and any run those of recurrent layers, only
+        if all requests fit beside what they need.
         """
         plan = self.plan
         work = plan.workload
@@ -150,6 +152,8 @@ class PoolPlan:
             and (self.spec.recurrent is None or work.kv is KVPrecision.KV16),
             step_tokens=max(planned, self.options.max_num_batched_tokens or 0),
         )
+        if size.snapshots and not fits(size, plan.stages, self.spec, work):
+            return replace(size, prefix_cache=False, snapshots=0)
         whole = not self.options.offline or not self._has_tails(size)
         if whole or fits(size, plan.stages, self.spec, work):
             return size

@@ -15,18 +15,20 @@ import torch
 
 import llmpq
 from llmpq.model_spec import ModelSpec
-from llmpq.plan import MAX_GAMMA
+from llmpq.plan import MAX_GAMMA, MemoryForm
 from llmpq.precision import KVPrecision
 from llmpq.runtime.backends.build_stage import build_stage
 from llmpq.runtime.drafts.drafters import FixedDrafter
 from llmpq.runtime.engine.pool_limits import PoolLimits
 from llmpq.runtime.engine.scheduler import Scheduler
 from llmpq.runtime.engine.state_snapshots import StateSnapshots
+from llmpq.runtime.launch.plans.pool_plan import PoolPlan
 from llmpq.runtime.models.recurrence import convolve, convolve_step, scan, scan_step
+from llmpq.runtime.options import EngineOptions
 from llmpq.runtime.request import MicroBatch, Request
 from llmpq.runtime.weights.sources import CheckpointSource
 from llmpq.sizes.pool_size import LEAST_SNAPSHOTS, PoolSize, planned_kv_bytes, planned_pool
-from llmpq.sizes.state_size import NOTED_TOKENS
+from llmpq.sizes.state_size import NOTED_TOKENS, state_bytes
 from llmpq.speculation import SpeculationMode, draft_bytes
 from llmpq.workload import Workload
 from reference.open_stages import OpenStages
@@ -230,6 +232,34 @@ def test_the_next_turn_of_a_chat_goes_on_from_the_state_of_the_last(
         assert scheduler.tables.prefix_hits >= 256 or make is Preempting
 
 
+@pytest.mark.parametrize("spare", [0, 1])
+def test_states_of_prefixes_are_kept_where_a_device_has_room_beside_the_plan(
+    models: Any, make_plan: Any, spare: int
+) -> None:
+    directory = models.directory("qwen3_next")
+    spec = ModelSpec.from_directory(directory)
+    plan = make_plan(directory, (), batch=3)
+    kv = planned_pool(spec, plan.workload, plan.prefill_chunk, prefill_microbatch=1).nbytes(
+        spec, plan.workload.kv, layers=range(spec.num_layers), dtype_bytes=4
+    )
+    extra = state_bytes(spec, range(spec.num_layers), slots=LEAST_SNAPSHOTS, dtype_bytes=4)
+    memory = MemoryForm(
+        weights_bytes=0,
+        embedding_bytes=0,
+        kv_bytes=kv,
+        workspace_bytes=0,
+        context_bytes=0,
+        total_bytes=kv,
+        limit_bytes=kv + spare * extra,
+    )
+    (stage,) = plan.stages
+    plan = plan.model_copy(update={"stages": (stage.model_copy(update={"memory": memory}),)})
+    pool = PoolPlan(plan, spec, EngineOptions())
+    assert pool.size.snapshots == spare * LEAST_SNAPSHOTS == pool.limits.snapshots
+    assert pool.limits.prefix_cache is bool(spare)
+    assert pool.stated.stage_bytes == (kv,)
+
+
 def test_snapshots_go_with_their_blocks_then_by_age() -> None:
     snapshots = StateSnapshots(2)
     cached = {b"a", b"b", b"c", b"d"}
@@ -303,8 +333,7 @@ def test_what_a_plan_counts_is_what_a_stage_allocates(
         )
     assert spec.recurrent is not None
     states = sum(spec.has_state(i) for i in range(spec.num_layers))
-    slots = batch + max(LEAST_SNAPSHOTS, batch)
-    state = slots * states * spec.recurrent.state_bytes(4)
+    state = batch * states * spec.recurrent.state_bytes(4)
     whole = [
         planned_kv_bytes(
             spec,
