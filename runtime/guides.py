@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from llmpq.checkpoints.tokenizer_files import backend_json
 from llmpq.runtime.guide_schema import Schema, followable, in_our_terms
-from llmpq.runtime.token_rules import Guide, GuideError
+from llmpq.runtime.token_rules import Guide, GuideError, Thought
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -95,13 +95,15 @@ class GrammarCompiler:
         limits = library.LLParserLimits(**_LIMITS)
         return library.LLMatcher(self._tokenizer, grammar, log_level=0, limits=limits)
 
-    def compile(self, guide: Guide) -> Automaton:
+    def compile(self, guide: Guide, *, behind: Thought | None = None) -> Automaton:
         """Return the automaton of one request; it is made meanwhile, beside others.
+
+        `behind`: the thought that the prompt has opened, which ends before the guide begins.
 
         Requests often ask for the same: theirs begin as copies (3 us; making one takes 400).
         """
         begun = self._begun.get(guide, self._begin)
-        return Automaton(begun, self._end_ids, self._executor, self._beside)
+        return Automaton(begun, self._end_ids, self._executor, self._beside, behind)
 
     def is_ready(self, guide: Guide) -> bool:
         """Whether `compile` has nothing to wait for; the automaton is begun if it was not."""
@@ -183,12 +185,18 @@ class Automaton:
     """What one answer may go on with."""
 
     def __init__(
-        self, begun: Future[Any], end_ids: Sequence[int], executor: Any, beside: _Beside
+        self,
+        begun: Future[Any],
+        end_ids: Sequence[int],
+        executor: Any,
+        beside: _Beside,
+        behind: Thought | None = None,
     ) -> None:
-        """`begun`: what this one copies.
+        """`begun`: what this one copies. `behind`: a thought, while which any text may come.
 
         `executor`: the threads that look at many answers at once; `beside` waits for them.
         """
+        self._thought_end = behind.end if behind is not None and behind.is_open else None
         self._begun, self._end_ids, self._executor = begun, list(end_ids), executor
         self._matcher: Any = None
         self.failure: str | None = None
@@ -218,7 +226,12 @@ class Automaton:
         start, each = bits_GW.data_ptr(), words * bits_GW.itemsize
         going_on = []
         for row, (automaton, tokens) in enumerate(answers):
-            matcher = automaton._follow(tokens)
+            guided = automaton._behind_thought(tokens)
+            if guided is None:
+                words_GW[row] = -1
+                automaton._forbid_ends(words_GW[row])
+                continue
+            matcher = automaton._follow(guided)
             if matcher.is_stopped():
                 words_GW[row] = 0
             else:
@@ -242,6 +255,20 @@ class Automaton:
 
         return bits
 
+    def _behind_thought(self, tokens: Sequence[int]) -> Sequence[int] | None:
+        """Return what an answer has behind its thought, None while it thinks."""
+        if self._thought_end is None:
+            return tokens
+        if self._thought_end not in tokens:
+            return None
+        return tokens[list(tokens).index(self._thought_end) + 1 :]
+
+    def _forbid_ends(self, words_W: NDArray[np.int32]) -> None:
+        """Let no answer end within its thought: the guide asks for a text behind it."""
+        bytes_B = words_W.view(np.uint8)
+        for token in self._end_ids:
+            bytes_B[token // 8] &= ~np.uint8(1 << token % 8)
+
     def _allow_ends(self, words_GW: NDArray[np.int32]) -> None:
         """Allow the end where nothing else is."""
         some_G = words_GW.any(axis=1)
@@ -254,7 +281,7 @@ class Automaton:
                 bytes_GB[row, token // 8] |= 1 << token % 8
 
     def _note_failure(self) -> None:
-        if self.failure is None and self._matcher.is_error():
+        if self.failure is None and self._matcher is not None and self._matcher.is_error():
             self.failure = in_our_terms(self._matcher.get_error())
 
     def _follow(self, tokens: Sequence[int]) -> Any:

@@ -70,6 +70,9 @@ class StructuredOutputsParams:
     calls: Sequence[tuple[str, Mapping[str, Any] | bool]] | None = None
     """Names of tools and schemas of their arguments: one of them is called, as JSON of `name` and
     `arguments` (not one of vLLM's)."""
+    after_thought: bool = False
+    """Whether a thought that the prompt has opened comes first, whatever it says: the text behind
+    it is what must be so. For models whose marks are one token each (not one of vLLM's)."""
 
     def __post_init__(self) -> None:
         given = [name for name in GUIDES if getattr(self, name) is not None]

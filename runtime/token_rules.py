@@ -31,11 +31,11 @@ class Guide:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ThinkingBudget:
-    """When a thought is closed that the model has not closed itself."""
+class Thought:
+    """What stands around a thought; a guide begins behind one that the prompt has opened."""
 
-    tokens: int
-    """Of the answer, after which it is."""
+    tokens: int | None
+    """Of the answer, after which a thought is closed that the model has not closed; None: never."""
     begin: int
     """The token that opens a thought."""
     end: int
@@ -62,7 +62,7 @@ class LogitsConstraints:
     """Runs of tokens none of which may be completed."""
     allowed_tokens: tuple[int, ...] = ()
     """The only tokens that may be chosen; empty for any."""
-    thinking: ThinkingBudget | None = None
+    thinking: Thought | None = None
     guide: Guide | None = None
     logprobs: int | None = None
     """Most likely tokens reported beside each chosen one; None reports nothing."""
@@ -88,7 +88,7 @@ class LogitsConstraints:
             or self.min_tokens
             or self.bad_tokens
             or self.allowed_tokens
-            or self.thinking is not None
+            or (self.thinking is not None and self.thinking.tokens is not None)
         )
 
     def to_data(self) -> dict[str, Any]:
@@ -105,7 +105,7 @@ class LogitsConstraints:
             "end_ids": tuple(data["end_ids"]),
             "bad_tokens": tuple(tuple(run) for run in data["bad_tokens"]),
             "allowed_tokens": tuple(data["allowed_tokens"]),
-            "thinking": None if thinking is None else ThinkingBudget(**thinking),
+            "thinking": None if thinking is None else Thought(**thinking),
             "guide": None if guide is None else Guide(**guide),
             "prompt": tuple(data["prompt"]),
             "answer": tuple(data["answer"]),

@@ -99,7 +99,7 @@ class _Ruled:
         """Whether logits depend on the answer's tokens as the device has them."""
         rules = self.rules
         penal = rules.frequency_penalty or rules.presence_penalty or rules.bad_tokens
-        penal = penal or rules.thinking is not None
+        penal = penal or (rules.thinking is not None and rules.thinking.tokens is not None)
         return bool(penal) or rules.repetition_penalty != 1.0
 
     def answer(self, step: int) -> list[int]:
@@ -322,7 +322,7 @@ def apply_rules(known: _Ruled, logits_V: Tensor, step: int) -> None:
             completes = (answer_N[step - len(run) + 1 :] == run_N[:-1]).all()
             logits_V[run[-1]] = torch.where(completes, -math.inf, logits_V[run[-1]])
     budget = rules.thinking
-    if budget is not None and step >= budget.tokens:
+    if budget is not None and budget.tokens is not None and step >= budget.tokens:
         opened = budget.is_open or (answer_N == budget.begin).any()
         open_still = opened & ~(answer_N == budget.end).any()
         closing = torch.full_like(logits_V, -math.inf)

@@ -73,6 +73,9 @@ class Chat:
         # Marks that are special tokens must be in the text that is read.
         shown = service.tokenizer.names_special(self._form.marks)
         params = replace(self.params, skip_special_tokens=False) if shown else self.params
+        if params.structured_outputs is not None and self._separates:
+            after = replace(params.structured_outputs, after_thought=True)
+            params = replace(params, structured_outputs=after)
         return await service.begin(
             [self._prompted],
             params,
@@ -84,9 +87,12 @@ class Chat:
     async def _prompted(self) -> list[int]:
         tokens = await self.prompt()
         end = "".join(map(self._service.tokenizer.text_of, tokens[-8:]))
-        # What the text must be, it is from its first token on.
-        guided = self.params.structured_outputs is not None
-        self._in_thought = not guided and self._form.opens_thought(end)
+        self._in_thought = self._form.opens_thought(end)
+        if self._in_thought and self.params.structured_outputs is not None:
+            # A guide waits for the end of a thought whose mark is one token (text/rules_of.py).
+            mark = "" if self._form.thinking is None else self._form.thinking.end
+            one = len(self._service.tokenizer.encode(mark, special=False)) == 1
+            self._in_thought = one and self._separates
         return tokens
 
     async def prompt(self) -> list[int]:
@@ -252,15 +258,20 @@ class Chat:
     def _reader(self) -> Reader:
         """Return what takes an answer's text apart."""
         if self._forced is not None:
-            return ForcedReader(Parts(), self._forced)
+            thoughts = self._form.reader(in_thought=True) if self._in_thought else None
+            return ForcedReader(Parts(), self._forced, thoughts)
         tools = [tool.function.model_dump() for tool in self._body.tools or []]
-        body, settings = self._body, self._service.settings
         return self._form.reader(
-            separate=settings.reasoning_parser is not None and body.separate_reasoning,
+            separate=self._separates,
             tools=tools if self._tools() else [],
-            one_call=body.parallel_tool_calls is False,
+            one_call=self._body.parallel_tool_calls is False,
             in_thought=self._in_thought,
         )
+
+    @property
+    def _separates(self) -> bool:
+        """Whether thoughts leave apart from the text."""
+        return self._service.settings.reasoning_parser is not None and self._body.separate_reasoning
 
     def _tools(self) -> list[dict[str, Any]] | None:
         if not self._body.tools or self._body.tool_choice == "none":

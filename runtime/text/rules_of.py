@@ -8,7 +8,7 @@ from llmpq.model_spec import ModelSpec
 from llmpq.runtime.sampling_params import SamplingParams
 from llmpq.runtime.text.thinking import thinking_marks
 from llmpq.runtime.text.tokenizer import Tokenizer
-from llmpq.runtime.token_rules import LogitsConstraints, ThinkingBudget
+from llmpq.runtime.token_rules import LogitsConstraints, Thought
 
 
 def rules_of(
@@ -40,7 +40,7 @@ def rules_of(
             run for word in params.bad_words or () for run in _spellings(word, tokenizer())
         ),
         allowed_tokens=allowed,
-        thinking=_thinking_budget(params, prompt, tokenizer),
+        thinking=_thought(params, prompt, tokenizer),
         guide=None if guided is None else guided.guide(),
         logprobs=params.logprobs,
         prompt_logprobs=params.prompt_logprobs,
@@ -49,20 +49,28 @@ def rules_of(
     return None if rules == LogitsConstraints() else rules
 
 
-def _thinking_budget(
+def _thought(
     params: SamplingParams, prompt: tuple[int, ...], tokenizer: Callable[[], Tokenizer]
-) -> ThinkingBudget | None:
-    """Return when a thought is closed; `ValueError` for a model whose marks are several tokens."""
-    if params.thinking_token_budget is None:
+) -> Thought | None:
+    """Return what bounds a thought, or what a guide waits for; None where neither is asked for.
+
+    `ValueError` for a bound of a model whose marks are several tokens. A guide waits for the end of
+    a thought that the prompt has opened, by marks of one token.
+    """
+    budget, guide = params.thinking_token_budget, params.structured_outputs
+    waits = guide is not None and guide.after_thought
+    if budget is None and not waits:
         return None
-    if params.structured_outputs is not None:
+    if budget is not None and guide is not None and not waits:
         raise ValueError(
-            "thinking_token_budget bounds a thought, and structured_outputs allow none; leave one "
-            "of them out"
+            "thinking_token_budget bounds a thought, and structured_outputs allow none but with "
+            "after_thought; leave one of them out"
         )
     known = tokenizer()
     marks = thinking_marks("auto", known.chat_template() or "", known.has_token)
     if marks is None:
+        if budget is None:
+            return None
         raise ValueError(
             "thinking_token_budget needs a model that thinks between marks such as <think>, and "
             "this one's chat template and tokenizer have none; leave it out"
@@ -70,14 +78,17 @@ def _thinking_budget(
     begin = known.encode(marks.begin, special=False)
     end = known.encode(marks.end, special=False)
     if len(end) != 1:
+        if budget is None:
+            return None
         raise ValueError(
             f"thinking_token_budget needs a mark that is one token, and {marks.end!r} is "
             f"{len(end)} of this tokenizer; leave it out"
         )
     last = next((token for token in reversed(prompt) if token in (begin[0], end[0])), end[0])
-    return ThinkingBudget(
-        tokens=params.thinking_token_budget, begin=begin[0], end=end[0], is_open=last == begin[0]
-    )
+    is_open = last == begin[0]
+    if waits and not is_open:
+        return None
+    return Thought(tokens=budget, begin=begin[0], end=end[0], is_open=is_open)
 
 
 def _spellings(word: str, tokenizer: Tokenizer) -> Sequence[tuple[int, ...]]:

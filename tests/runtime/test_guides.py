@@ -12,7 +12,7 @@ import pytest
 from llmpq import LLM, SamplingParams, StructuredOutputsParams
 from llmpq.runtime.guides import GrammarCompiler
 from llmpq.runtime.models.ruled_sampling import unpacked
-from llmpq.runtime.token_rules import Guide
+from llmpq.runtime.token_rules import Guide, Thought
 
 pytestmark = pytest.mark.cpu
 
@@ -201,6 +201,28 @@ def test_an_automaton_follows_an_answer_that_was_computed_anew(demo_model):
     assert allowed(whole).sum() == 1  # nothing but the end
     assert allowed([]).nonzero()[:, 0].tolist() == start
     assert allowed([*whole, 0])[0]
+
+
+def test_a_guide_begins_behind_a_thought(demo_model):
+    """Any token but the end while it lasts; the guide's own behind its closing mark, 9."""
+    guides = GrammarCompiler(demo_model, vocab=4096, end_ids=[0])
+    guide = Guide(kind="choice", text='["yes", "no"]')
+    thought = Thought(tokens=None, begin=8, end=9, is_open=True)
+    plain, behind = guides.compile(guide), guides.compile(guide, behind=thought)
+
+    def allowed(automaton, *tokens):
+        return unpacked(automaton.allowed_of([(automaton, tokens)], 4096)(), 4096)[0]
+
+    for tokens in ((), (17,), (17, 300)):
+        assert allowed(behind, *tokens).nonzero()[:, 0].tolist() == list(range(1, 4096))
+    start = allowed(plain)
+    first = int(start.nonzero()[0, 0])
+    assert (allowed(behind, 17, 300, 9) == start).all()
+    assert (allowed(behind, 17, 300, 9, first) == allowed(plain, first)).all()
+    assert (allowed(behind, 9) == start).all(), "computed anew"
+    assert behind.failure is None
+    together = behind.allowed_of([(behind, (17,)), (plain, ())], 4096)()
+    assert (unpacked(together, 4096)[1] == start).all()
 
 
 def test_requests_of_one_guide_begin_alike_and_go_their_own_ways(demo_model):

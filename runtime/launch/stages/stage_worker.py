@@ -246,7 +246,11 @@ class StageWorker:
         """Learn what requests ask of their tokens, before they begin (last stage only)."""
         assert self._compute is not None
         for number, rules in rules_of:
-            automaton = None if rules.guide is None else self._guides.compile(rules.guide)
+            automaton = (
+                None
+                if rules.guide is None
+                else self._guides.compile(rules.guide, behind=rules.thinking)
+            )
             self._compute.sampler.take_rules(number, rules, automaton)
 
     def guide_is_ready(self, kind: GuideKind, text: str) -> bool:

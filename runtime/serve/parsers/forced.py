@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from llmpq.runtime.serve.parsers.parts import Delta, Parts
+from llmpq.runtime.serve.parsers.reading import Reader
 from llmpq.runtime.serve.parsers.tool_form import Call, calls_in_json
 
 
@@ -27,12 +28,20 @@ def _arguments(function: Mapping[str, Any]) -> dict[str, Any]:
 class ForcedReader:
     """Reads one answer, piece by piece or whole; one that the token limit cuts is no call."""
 
-    def __init__(self, parts: Parts, name: str) -> None:
-        """`name`: of the tool whose arguments the answer is; empty: the answer names it, too."""
-        self._parts, self._name, self._held = parts, name, ""
+    def __init__(self, parts: Parts, name: str, thoughts: Reader | None = None) -> None:
+        """`name`: of the tool whose arguments the answer is; empty: the answer names it, too.
+
+        `thoughts`: reads the thought that the prompt has opened, behind which the call stands.
+        """
+        self._parts, self._name, self._held, self._thoughts = parts, name, "", thoughts
 
     def push(self, text: str, *, ended: bool = False, cut: bool = False) -> list[Delta]:
-        """Take a piece of text; return the call once the answer has ended."""
+        """Take a piece of text; return what is new of a thought, and the call at the end."""
+        if self._thoughts is not None:
+            deltas = self._thoughts.push(text, ended=ended, cut=cut)
+            for delta in deltas:
+                self._parts.thought(delta.get("reasoning_content", ""))
+            text = "".join(delta.get("content", "") for delta in deltas)
         self._held += text
         if ended and not cut and self._held:
             named = [Call(self._name, self._held)] if self._name else calls_in_json(self._held)

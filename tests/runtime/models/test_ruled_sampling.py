@@ -13,7 +13,7 @@ from llmpq.runtime.models.sampling import probabilities, sample
 from llmpq.runtime.request import StepKind
 from llmpq.runtime.sampling_params import SamplerConfig
 from llmpq.runtime.step_message import StepMessage
-from llmpq.runtime.token_rules import LogitsConstraints, LogprobOutput, ThinkingBudget
+from llmpq.runtime.token_rules import LogitsConstraints, LogprobOutput, Thought
 
 pytestmark = pytest.mark.cpu
 VOCAB = 40
@@ -73,8 +73,8 @@ RULES = [
     LogitsConstraints(logit_bias={7: 3.5, 8: -100.0}),
     LogitsConstraints(min_tokens=6, end_ids=tuple(range(8))),
     LogitsConstraints(bad_tokens=((4,), (6, 7), (9, 9, 9))),
-    LogitsConstraints(thinking=ThinkingBudget(tokens=2, begin=4, end=15, is_open=True)),
-    LogitsConstraints(thinking=ThinkingBudget(tokens=0, begin=4, end=15, is_open=False)),
+    LogitsConstraints(thinking=Thought(tokens=2, begin=4, end=15, is_open=True)),
+    LogitsConstraints(thinking=Thought(tokens=0, begin=4, end=15, is_open=False)),
     LogitsConstraints(
         repetition_penalty=0.8,
         prompt=(1, 2),

@@ -8,7 +8,7 @@ import pytest
 
 from llmpq.runtime.sampling_params import SamplingParams
 from llmpq.runtime.text.rules_of import rules_of
-from llmpq.runtime.token_rules import LogitsConstraints, ThinkingBudget
+from llmpq.runtime.token_rules import LogitsConstraints, Thought
 
 pytestmark = pytest.mark.pure
 TOKENS = {"<think>": [7], "</think>": [8], "[THINK]": [7], "[/THINK]": [8, 9]}
@@ -20,7 +20,7 @@ def budget(prompt, template="{{ '<think>' }}", **params):
         has_token=lambda text: False,
         encode=lambda text, special: TOKENS[text],
     )
-    own = SamplingParams(thinking_token_budget=5, **params)
+    own = SamplingParams(**{"thinking_token_budget": 5, **params})
     return rules_of(own, prompt, frozenset(), SimpleNamespace(vocab=16), lambda: tokenizer)
 
 
@@ -29,7 +29,7 @@ def budget(prompt, template="{{ '<think>' }}", **params):
 )
 def test_a_budget_knows_whether_the_prompt_has_opened_a_thought(prompt, is_open):
     rules = budget(prompt)
-    assert rules.thinking == ThinkingBudget(tokens=5, begin=7, end=8, is_open=is_open)
+    assert rules.thinking == Thought(tokens=5, begin=7, end=8, is_open=is_open)
     assert rules.changes_logits and LogitsConstraints.from_data(rules.to_data()) == rules
 
 
@@ -50,3 +50,19 @@ def test_what_cannot_be_closed_is_refused(more, said):
         budget((1,), **more)
     with pytest.raises(ValueError, match="thinking_token_budget"):
         SamplingParams(thinking_token_budget=-1)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "template", "waits"),
+    [((1, 7), "<think>", True), ((7, 8), "<think>", False), ((1,), "x", False)],
+)
+def test_a_guide_waits_for_a_thought_that_the_prompt_has_opened(prompt, template, waits):
+    from llmpq.runtime.sampling_params import StructuredOutputsParams
+
+    guide = StructuredOutputsParams(regex="a", after_thought=True)
+    both = budget(prompt, structured_outputs=guide) if waits else None
+    alone = budget(prompt, template, structured_outputs=guide, thinking_token_budget=None)
+    expected = Thought(tokens=None, begin=7, end=8, is_open=True) if waits else None
+    assert alone.thinking == expected and alone.guide == guide.guide()
+    assert not alone.weighs_tokens
+    assert both is None or (both.weighs_tokens and both.thinking.tokens == 5)

@@ -1,0 +1,107 @@
+"""A guide of a model that thinks: the thought comes first, what the text must be stands behind."""
+
+from __future__ import annotations
+
+import json
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytestmark = pytest.mark.cpu
+TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "<|im_start|>assistant\n{% if enable_thinking is not defined or enable_thinking %}<think>\n"
+    "{% else %}<think>\n\n</think>\n\n{% endif %}"
+)
+SCHEMA = {
+    "type": "object",
+    "properties": {"a": {"type": "boolean"}},
+    "required": ["a"],
+    "additionalProperties": False,
+}
+FORMAT = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}
+TOOLS = [{"type": "function", "function": {"name": "f", "parameters": SCHEMA}}]
+
+
+@pytest.fixture(scope="module")
+def thinker(demo_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random model whose tokenizer has marks of thoughts as tokens."""
+    import tokenizers
+    import torch
+    import transformers
+
+    folder = tmp_path_factory.mktemp("thinker")
+    known = tokenizers.Tokenizer.from_file(str(demo_model / "tokenizer.json"))
+    known.add_tokens(["<think>", "</think>"])
+    known.save(str(folder / "tokenizer.json"))
+    told = {"chat_template": TEMPLATE, "tokenizer_class": "PreTrainedTokenizerFast"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(told))
+    torch.manual_seed(3)
+    config = transformers.LlamaConfig(
+        vocab_size=known.get_vocab_size(),
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=512,
+        eos_token_id=0,
+    )
+    transformers.LlamaForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def server(thinker: Path, running: Any) -> Any:
+    from llmpq import LLM
+
+    with running(lambda: LLM(thinker, dtype="float32")) as made:
+        yield made
+
+
+def answer(server: Any, **more: Any) -> dict[str, Any]:
+    body = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 60, "seed": 1} | more
+    request = urllib.request.Request(
+        f"{server.url}/v1/chat/completions",
+        json.dumps(body).encode(),
+        {"Content-Type": "application/json"},
+    )
+    with urllib.request.urlopen(request, timeout=60) as told:
+        return dict(json.load(told))
+
+
+def test_a_guide_waits_for_the_end_of_a_thought(server: Any) -> None:
+    told = answer(server, response_format=FORMAT, thinking_token_budget=6)
+    (choice,), used = told["choices"], told["usage"]
+    assert json.loads(choice["message"]["content"])["a"] in (True, False)
+    assert choice["message"]["reasoning_content"] and choice["finish_reason"] == "stop"
+    spent = used["completion_tokens_details"]["reasoning_tokens"]
+    assert 0 < spent <= 7 < used["completion_tokens"]
+
+
+def test_a_forced_call_stands_behind_a_thought(server: Any) -> None:
+    told = answer(server, tools=TOOLS, tool_choice="required", thinking_token_budget=6)
+    (choice,) = told["choices"]
+    (call,) = choice["message"]["tool_calls"]
+    assert set(json.loads(call["function"]["arguments"])) == {"a"}
+    assert choice["message"]["reasoning_content"] and choice["finish_reason"] == "tool_calls"
+
+
+@pytest.mark.parametrize(
+    "more",
+    [{"chat_template_kwargs": {"enable_thinking": False}}, {"separate_reasoning": False}],
+)
+def test_without_a_thought_of_its_own_the_text_is_guided_at_once(server: Any, more: Any) -> None:
+    """Where thinking is off, and where thoughts would be part of the text."""
+    (choice,) = answer(server, response_format=FORMAT, **more)["choices"]
+    assert json.loads(choice["message"]["content"])["a"] in (True, False)
+    assert "reasoning_content" not in choice["message"]
+
+
+def test_a_thought_may_take_all_tokens(server: Any) -> None:
+    told = answer(server, response_format=FORMAT, max_tokens=20)
+    (choice,) = told["choices"]
+    assert choice["finish_reason"] == "length" and not choice["message"]["content"]
+    assert told["usage"]["completion_tokens_details"]["reasoning_tokens"] <= 20
