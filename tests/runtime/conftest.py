@@ -704,7 +704,7 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
         {"qk_layernorm": True, "use_parallel_residual": True},
     ),
     "starcoder2": ("Starcoder2", {"sliding_window": WINDOW}),
-    "gpt2": ("GPT2", {"n_inner": 72, "scale_attn_weights": False}),
+    "gpt2": ("GPT2", {"n_inner": 64, "scale_attn_weights": False}),
     "gpt_bigcode": ("GPTBigCode", {}),
     "gpt_bigcode with heads apart": ("GPTBigCode", {"multi_query": False}),
     "gptj": ("GPTJ", {"rotary_dim": 8}),

@@ -231,3 +231,42 @@ def test_modelopts_codes_are_kept(
     assert relative(logits(numbers, precisions=[first, second]), want) > 1e-3
     planned, loaded = planned_and_loaded(form)
     assert planned == loaded
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "codegen", "falcon of one norm for each"])
+@pytest.mark.parametrize("form", ["v1", "awq"])
+def test_codes_of_fused_and_transposed_matrices_are_read(
+    models: Any, tmp_path: Path, kind: str, form: str
+) -> None:
+    """GPTQ and AWQ store codes of [out, in], also where a family's numbers lie transposed."""
+    dense = models.directory(kind)
+    scheme = WeightScheme(bits=4, group_size=64, clip_search=False)
+    stored = load_file(dense / "model.safetensors")
+    read = ("attn", "attention", "mlp")
+    names = [n for n in stored if n.endswith(".weight") and any(f".{p}" in n for p in read)]
+    numbers, codes = dict(stored), dict(stored)
+    for name in (n for n in names if stored[n].ndim > 1 and "norm" not in n):
+        turned = kind == "gpt2"
+        weight = stored[name].t() if turned else stored[name]
+        made = quantize_weight(
+            weight.float().contiguous(), scheme, dtype=torch.float32, layout=Layout.ROWS
+        )
+        value = made.dequantize(torch.float32)
+        numbers[name] = value.t() if turned else value
+        fields = to_gptq(made) if form == "v1" else to_awq(made)
+        stem = name.removesuffix(".weight")
+        del codes[name]
+        codes |= {f"{stem}.{field}": tensor for field, tensor in fields.items()}
+    config = json.loads((dense / "config.json").read_text())
+    described = GPTQ if form == "v1" else {**AWQ, "format": "gemm"}
+    found = []
+    for folder, tensors, said in (("a", numbers, {}), ("b", codes, described)):
+        path = tmp_path / folder
+        path.mkdir()
+        save_file(
+            {k: v.contiguous().clone() for k, v in tensors.items()}, path / "model.safetensors"
+        )
+        whole = {**config, "quantization_config": said} if said else config
+        (path / "config.json").write_text(json.dumps(whole))
+        found.append(logits(path))
+    assert len(codes) > len(stored) and relative(found[1], found[0]) < 1e-5
