@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from llmpq.checkpoints.gguf_file import is_model
 from llmpq.checkpoints.hub import at_revision
@@ -187,6 +187,7 @@ def plan_workload(
     bits: Sequence[Precision] | None = None,
     prefer: Prefer = "quality",
     windows: Sequence[int] = (),
+    head_bits: Literal[8, 16] | None = None,
     time_limit_s: float = TIME_LIMIT_S,
     spec: ModelSpec | None = None,
 ) -> MadePlan:
@@ -195,6 +196,7 @@ def plan_workload(
     `spec`: the model, where it has been read from the directory, or is none that has one.
     `costs`: measured, of some kinds of device or all; the others are estimated. `windows`: batch
     sizes that will do instead of the workload's, best first: the first that fits is taken.
+    `head_bits`: of the output matrix.
     """
     path = str(Path(model_dir))
     inputs = ProblemInputs(
@@ -204,6 +206,7 @@ def plan_workload(
         source=path if is_model(path) else None,
         bits=None if bits is None else tuple(bits),
         profile=costs,
+        head_bits=head_bits,
     )
     options = SolveOptions(
         time_limit_s=time_limit_s, kvs=(workload.kv,), prefer=prefer, names_flags=False

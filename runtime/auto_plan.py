@@ -8,6 +8,7 @@ imported when a plan is asked for, not before.
 from __future__ import annotations
 
 import json
+import logging
 import subprocess
 import sys
 import tempfile
@@ -27,6 +28,8 @@ from llmpq.model_spec import ModelSpec
 from llmpq.precision import KVPrecision, Precision
 from llmpq.runtime.options import AUTO, EngineOptions
 from llmpq.workload import DTYPE_BYTES, Dtype, Workload
+
+_log = logging.getLogger("llmpq.run")
 
 if TYPE_CHECKING:
     from llmpq.planner.make import FitHere, MadePlan
@@ -128,10 +131,16 @@ def plan_job(
         costs=costs,
         bits=bits,
         prefer=options.prefer or "quality",
+        head_bits=options.head_bits,
         windows=halved(work.batch),
         time_limit_s=time_limit_s,
         spec=spec,
     )
+    if options.head_bits is None and made.plan.settings().head_bits == 8:
+        _log.warning(
+            "the output matrix is rounded to 8 bits on this CPU; 16 bits, as stored, take more "
+            "memory and time: head_bits=16 (--head-bits 16)"
+        )
     return made.with_notes([*assumed(cluster), *notes])
 
 

@@ -19,8 +19,8 @@ import os
 import queue
 import time
 import weakref
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, aclosing
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, aclosing, contextmanager
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from pathlib import Path
@@ -54,8 +54,8 @@ from llmpq.runtime.request_names import RequestNames
 from llmpq.runtime.request_output import CompletionOutput, RequestOutput
 from llmpq.runtime.response_stream import ResponseStream
 from llmpq.runtime.sampling_params import SamplingParams, StructuredOutputsParams
+from llmpq.runtime.text.conversation import Messages
 from llmpq.runtime.text.request_factory import (
-    Messages,
     PreparedPrompt,
     Prompt,
     RequestFactory,
@@ -352,7 +352,7 @@ class LLM:
 
     def generate(
         self,
-        prompts: Prompt | Sequence[Prompt],
+        prompts: Prompt | Iterable[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         use_tqdm: bool = True,
@@ -364,43 +364,44 @@ class LLM:
         each prompt; lower ones are scheduled first.
         """
         several = listed(prompts)
-        params = self._default_sampling if sampling_params is None else sampling_params
-        each = [params] * len(several) if isinstance(params, SamplingParams) else list(params)
-        if len(each) != len(several):
-            raise ValueError(
-                f"got {len(each)} sampling_params for {len(several)} prompts; give one, or one each"
-            )
-        first = [0] * len(several) if priority is None else list(priority)
-        if len(first) != len(several):
-            raise ValueError(
-                f"got {len(first)} priorities for {len(several)} prompts; give one for each"
-            )
-        return self._all_of(
-            [
-                self.prepare(prompt, own, priority=rank)
-                for prompt, own, rank in zip(several, each, first, strict=True)
-            ],
-            use_tqdm=use_tqdm,
-        )
+        return self._all_of(several, sampling_params, priority=priority, use_tqdm=use_tqdm)
 
     def chat(
         self,
         messages: Messages | Sequence[Messages],
-        sampling_params: SamplingParams | None = None,
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         use_tqdm: bool = True,
+        chat_template: str | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
         """Return the answer to a conversation, or to each of several, by the model's template.
 
-        `use_tqdm`: as for `generate`.
+        `use_tqdm`: as for `generate`. `chat_template`: Jinja, instead of the model's.
+        `continue_final_message` (with `add_generation_prompt=False`): the last message is
+        continued. `tools`: what the model may call, as OpenAI's API has them.
+        `chat_template_kwargs`: what the template may ask for, such as
+        `{"enable_thinking": False}`.
         """
-        if not messages:
-            raise ValueError("a conversation needs at least one message")
-        one = isinstance(messages[0], Mapping)
-        several = cast(Sequence[Messages], [messages] if one else messages)
-        params = sampling_params or self._default_sampling
-        prompts = [self._prompts.conversation(one) for one in several]
-        return self._all_of([self.prepare(prompt, params) for prompt in prompts], use_tqdm=use_tqdm)
+        self._require_process()
+        several = _conversations(messages)
+        prompts = []
+        for place, own in enumerate(several):
+            with _named("conversation", place, several):
+                prompts.append(
+                    self._prompts.conversation(
+                        own,
+                        tools=tools,
+                        template=chat_template,
+                        add_generation_prompt=add_generation_prompt,
+                        continue_final_message=continue_final_message,
+                        options=chat_template_kwargs,
+                    )
+                )
+        return self._all_of(prompts, sampling_params, use_tqdm=use_tqdm)
 
     def prepare(
         self,
@@ -418,7 +419,7 @@ class LLM:
         `max_tokens`, else the answer ends where the room does.
         """
         self._require_process()
-        params = sampling_params or self._default_sampling
+        params = self._params_or_default(sampling_params)
         return self._prompts.prepare(
             prompt, params, name=request_id, priority=priority, cache_salt=cache_salt, whole=whole
         )
@@ -481,7 +482,7 @@ class LLM:
 
         Leaving the loop early aborts the request, and so does `abort(request_id)`.
         """
-        params = sampling_params or self._default_sampling
+        params = self._params_or_default(sampling_params)
         if params.n != 1:
             raise ValueError(f"a stream has one answer, got n={params.n}; leave n out")
         answers = await self.submit(prompt, params, request_id=request_id)
@@ -505,7 +506,7 @@ class LLM:
         again only what came with the same `cache_salt`.
         """
         self._require_process()
-        params = sampling_params or self._default_sampling
+        params = self._params_or_default(sampling_params)
         prepared = await self._prompts.prepare_async(
             prompt, params, name=request_id, stream=True, priority=priority, cache_salt=cache_salt
         )
@@ -529,22 +530,66 @@ class LLM:
         await answers.begin(self._entrance)
         return answers
 
-    def abort(self, request_id: str) -> None:
-        """End a prompt's answers between two steps; what there is of them is the result.
+    def abort(self, request_id: str | Iterable[str]) -> None:
+        """End the answers of a prompt, or of several, between two steps; what there is of them is
+        the result.
 
         A name that is not under way is no error: it may just have ended.
         """
-        self._engine.abort(self._names.ids_of(request_id))
+        names = [request_id] if isinstance(request_id, str) else request_id
+        if not isinstance(names, Iterable) or not all(isinstance(n, str) for n in names):
+            raise ValueError(
+                f"request_id must be a text or a list of them, got {request_id!r:.100}"
+            )
+        engine = self._engine
+        engine.abort([number for name in names for number in self._names.ids_of(name)])
 
-    def _all_of(self, prompts: Sequence[PreparedPrompt], *, use_tqdm: bool) -> list[RequestOutput]:
+    def _all_of(
+        self,
+        prompts: Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+        *,
+        priority: Sequence[int] | None = None,
+        use_tqdm: bool,
+    ) -> list[RequestOutput]:
         """Return the answers to all prompts, in their order."""
+        if sampling_params is None or isinstance(sampling_params, SamplingParams):
+            each = [self._params_or_default(sampling_params)] * len(prompts)
+        elif isinstance(sampling_params, Sequence) and not isinstance(sampling_params, str):
+            each = [self._params_or_default(own) for own in sampling_params]
+        else:
+            each = [self._params_or_default(sampling_params)]
+        if len(each) != len(prompts):
+            raise ValueError(
+                f"got {len(each)} sampling_params for {len(prompts)} prompts; give one, or one each"
+            )
+        ranks = [0] * len(prompts) if priority is None else list(priority)
+        if len(ranks) != len(prompts):
+            raise ValueError(
+                f"got {len(ranks)} priorities for {len(prompts)} prompts; give one for each"
+            )
+        prepared = []
+        for place, (prompt, own, rank) in enumerate(zip(prompts, each, ranks, strict=True)):
+            with _named("prompt", place, prompts):
+                prepared.append(self.prepare(prompt, own, priority=rank))
         done: dict[int, RequestOutput] = {}
-        with ProgressReporter(len(prompts), quiet=not use_tqdm or len(prompts) < 2) as bar:
+        with ProgressReporter(len(prepared), quiet=not use_tqdm or len(prepared) < 2) as bar:
             for index, output in self.as_completed(
-                prompts, on_progress=lambda progress: bar.update(progress, len(done))
+                prepared, on_progress=lambda progress: bar.update(progress, len(done))
             ):
                 done[index] = output
-        return [done[index] for index in range(len(prompts))]
+        return [done[index] for index in range(len(prepared))]
+
+    def _params_or_default(self, given: object) -> SamplingParams:
+        """Return what was given, the model's where nothing was; `ValueError` for another type."""
+        if given is None:
+            return self._default_sampling
+        if not isinstance(given, SamplingParams):
+            raise ValueError(
+                "sampling_params must be a SamplingParams, such as SamplingParams(max_tokens=32), "
+                f"got {given!r:.100}"
+            )
+        return given
 
     def _output(
         self, prompt: PreparedPrompt, finished: Mapping[int, RequestOutputDelta]
@@ -557,7 +602,7 @@ class LLM:
         return RequestOutput(
             request_id=prompt.name,
             prompt=prompt.prompt,
-            prompt_token_ids=prompt.tokens,
+            prompt_token_ids=list(prompt.tokens),
             outputs=[
                 self._prompts.output(prompt, index, end.finished, end.noted or LogprobOutput())
                 for index, end in enumerate(ends)
@@ -573,6 +618,24 @@ class LLM:
         for prompt in prompts:
             name, ids = prompt.named
             self._trace.name(ids, name)
+
+
+def _conversations(messages: Messages | Sequence[Messages]) -> Sequence[Messages]:
+    """Return conversations, of which there may be one; what is none is refused when it is read."""
+    first = messages[0] if isinstance(messages, Sequence) and messages else None
+    several = isinstance(first, Sequence) and not isinstance(first, str)
+    return cast(Sequence[Messages], messages if several else [messages])
+
+
+@contextmanager
+def _named(what: str, place: int, among: Sequence[object]) -> Iterator[None]:
+    """Have an error say which of several it is about."""
+    try:
+        yield
+    except ValueError as error:
+        if len(among) > 1:
+            error.args = (f"{what} {place}: {error}", *error.args[1:])
+        raise
 
 
 def _most_rows(limits: RequestLimits) -> int:

@@ -33,7 +33,7 @@ Speculate = SpeculationMode | Literal["auto", "off"]
 
 MAX_TIMEOUT_S = 10**7
 """The longest deadline: four months."""
-PLANNING = ("prefer", "profile", "dtype", "max_num_seqs")
+PLANNING = ("prefer", "profile", "dtype", "max_num_seqs", "head_bits")
 """Fields that only matter where the plan is made here: a given plan states them."""
 
 
@@ -104,6 +104,9 @@ class EngineOptions:
     dtype: str = AUTO
     """Dtype of activations and 16-bit weights: float16, bfloat16 or float32 (default: as
     stored)."""
+    head_bits: Literal[8, 16] | None = None
+    """Bits of the output matrix, 16 (as stored) or 8 (default: 8 on CPUs where layers have 8 bits
+    or fewer, else 16)."""
     max_model_len: int | None = None
     """Tokens of a prompt and its answer (default: the model's positions, at most what fits)."""
     max_num_seqs: int | None = None
@@ -181,6 +184,8 @@ class EngineOptions:
             value = getattr(self, name)
             if value is not None and value not in known:
                 raise unknown_name(name, str(value), known)
+        if self.head_bits not in (None, 8, 16):
+            raise ValueError(f"head_bits must be 8 or 16, got {self.head_bits!r}")
         if self.gpu_memory_utilization is not None:
             require_share(self.gpu_memory_utilization)
         if self.dtype != AUTO and self.dtype not in DTYPE_BYTES:

@@ -122,7 +122,7 @@ def _made(directory: Path, spec: ModelSpec, known: Cluster, options: EngineOptio
     slots = SLOTS[cpus] if options.max_num_seqs is None else options.max_num_seqs
     stored = read_config(directory).get("quantization_config") is not None
     one = len(known.devices) == 1 and not options.profile
-    if one and not stored and options.prefer in (None, "quality"):
+    if one and not stored and options.prefer in (None, "quality") and options.head_bits != 8:
         whole = _whole(directory, spec, known, options, max_len=max_len, slots=slots)
         if whole is not None:
             return whole

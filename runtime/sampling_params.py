@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+import operator
+from collections.abc import Iterable, Mapping, Sequence, Set
+from dataclasses import dataclass, replace
+from typing import Any, Self
 
 from llmpq.runtime.token_rules import Guide
 
@@ -54,7 +55,7 @@ class SamplerConfig:
         return self.temperature == 0.0
 
 
-GUIDES = ("json", "regex", "choice", "grammar", "calls")
+GUIDES = ("json", "regex", "choice", "grammar", "json_object", "calls")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,6 +68,8 @@ class StructuredOutputsParams:
     choice: Sequence[str] | None = None
     grammar: str | None = None
     """A context-free grammar: llguidance's Lark, or GBNF."""
+    json_object: bool | None = None
+    """True: any JSON object."""
     calls: Sequence[tuple[str, Mapping[str, Any] | bool]] | None = None
     """Names of tools and schemas of their arguments: one of them is called, as JSON of `name` and
     `arguments` (not one of vLLM's)."""
@@ -75,7 +78,10 @@ class StructuredOutputsParams:
     it is what must be so. For models whose marks are one token each (not one of vLLM's)."""
 
     def __post_init__(self) -> None:
+        if self.json_object not in (None, True, False):
+            raise ValueError(f"json_object must be True or False, got {self.json_object!r:.100}")
         given = [name for name in GUIDES if getattr(self, name) is not None]
+        given = [name for name in given if name != "json_object" or self.json_object]
         if len(given) != 1:
             raise ValueError(
                 f"structured_outputs needs one of {', '.join(GUIDES)}, got {given or 'none'}"
@@ -84,6 +90,8 @@ class StructuredOutputsParams:
 
     def guide(self) -> Guide:
         """Return what the last stage gets."""
+        if self.json_object:
+            return Guide(kind="json", text=_schema_text({"type": "object"}))
         if self.json is not None:
             return Guide(kind="json", text=_schema_text(self.json))
         if self.regex is not None:
@@ -185,16 +193,13 @@ class SamplingParams:
     """What the text must be: JSON of a schema, a match of a regex, one of some texts, ..."""
 
     def __post_init__(self) -> None:
+        _take_plain(self)
         _check_counts(self)
         _check_numbers(self)
-        words = self.bad_words or ()
-        for name, texts in (("stop", self.stop_texts), ("bad_words", words)):
-            if len(texts) > MAX_TEXTS:
-                raise ValueError(f"{name} may have {MAX_TEXTS} texts, got {len(texts)}")
-        if not all(isinstance(text, str) and text for text in self.stop_texts):
-            raise ValueError(f"stop must be a text or several, none empty, got {self.stop!r}")
-        if isinstance(words, str) or not all(isinstance(w, str) and w for w in words):
-            raise ValueError(f"bad_words must be texts, none empty, got {self.bad_words!r}")
+        _check_texts("stop", self.stop)
+        if isinstance(self.bad_words, str):
+            raise ValueError(f"bad_words must be a list of texts, got {self.bad_words!r:.100}")
+        _check_texts("bad_words", self.bad_words)
         _check_allowed(self)
         if self.n > 1 and self.temperature == 0:
             raise ValueError(
@@ -213,6 +218,10 @@ class SamplingParams:
             raise ValueError(f"timeout_s must be a number of seconds above 0, got {timeout_s!r}")
         self.choice(0)
 
+    def clone(self) -> Self:
+        """Return a copy."""
+        return replace(self)
+
     @property
     def stop_texts(self) -> tuple[str, ...]:
         """The texts at which an answer ends."""
@@ -229,17 +238,107 @@ class SamplingParams:
         )
 
 
-def _check_counts(params: SamplingParams) -> None:
-    for name, least in (
-        ("n", 1),
-        ("max_tokens", 0),
-        ("top_k", -1),
-        ("min_tokens", 0),
-        ("logprobs", 0),
-        ("prompt_logprobs", 0),
-        ("truncate_prompt_tokens", -1),
-        ("thinking_token_budget", 0),
+_COUNTS = {
+    "n": 1,
+    "max_tokens": 0,
+    "top_k": -1,
+    "min_tokens": 0,
+    "logprobs": 0,
+    "prompt_logprobs": 0,
+    "truncate_prompt_tokens": -1,
+    "thinking_token_budget": 0,
+}
+"""Whole numbers, and the least that each may be."""
+_NUMBERS = (
+    "temperature",
+    "top_p",
+    "min_p",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+)
+
+
+def whole_number(value: object) -> int | None:
+    """Return a value as `int`, NumPy's and torch's integers too; None for what is none."""
+    if isinstance(value, bool) or getattr(value, "ndim", 0):
+        return None
+    try:
+        return operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        return None
+
+
+def token_list(value: object) -> list[int] | None:
+    """Return token ids as a list of `int`, of arrays and tensors too; None for what is none."""
+    if isinstance(value, (str, bytes, bytearray, Mapping)):
+        return None
+    if hasattr(value, "tolist"):
+        value = value.tolist()
+    if not isinstance(value, Iterable):
+        return None
+    several = list(value)
+    if all(type(token) is int for token in several):
+        return several
+    tokens = [whole_number(token) for token in several]
+    known = [token for token in tokens if token is not None]
+    return known if len(known) == len(tokens) else None
+
+
+def _number(value: object) -> float | None:
+    """Return a value as `int` or `float`, NumPy's and torch's too; None for what is none."""
+    if isinstance(value, (int, float)) and not isinstance(value, bool):
+        return value
+    if isinstance(value, (bool, str)) or not hasattr(value, "__float__"):
+        return None
+    try:
+        return float(value)
+    except (TypeError, ValueError, RuntimeError):  # of several elements
+        return None
+
+
+def _take_plain(params: SamplingParams) -> None:
+    """Put Python's own numbers for those of arrays; what is of no right type stays."""
+    plain: dict[str, Any] = {}
+    for name in (*_COUNTS, "seed"):
+        plain[name] = whole_number(getattr(params, name))
+    for name in (*_NUMBERS, "timeout_s"):
+        plain[name] = _number(getattr(params, name))
+    for name in ("stop_token_ids", "allowed_token_ids"):
+        given = getattr(params, name)
+        plain[name] = None if given is None else token_list(given)
+        if given is not None and plain[name] is None:
+            raise ValueError(f"{name} must be a list of token ids, got {given!r:.100}")
+    for name in ("include_stop_str_in_output", "skip_special_tokens", "ignore_eos"):
+        given = getattr(params, name)
+        if given is not True and given is not False:
+            if type(given).__name__ not in ("bool_", "bool"):  # NumPy's
+                raise ValueError(f"{name} must be True or False, got {given!r:.100}")
+            plain[name] = bool(given)
+    bias = params.logit_bias
+    if isinstance(bias, Mapping):
+        pairs = [(whole_number(token), _number(value)) for token, value in bias.items()]
+        if None not in [part for pair in pairs for part in pair]:
+            plain["logit_bias"] = dict(pairs)
+    for name, value in plain.items():
+        if value is not None:
+            object.__setattr__(params, name, value)  # before anything reads it
+
+
+def _check_texts(name: str, given: object) -> None:
+    texts = [given] if isinstance(given, str) else [] if given is None else given
+    if (
+        isinstance(texts, bytes)
+        or not isinstance(texts, (Sequence, Set))
+        or not all(isinstance(text, str) and text for text in texts)
     ):
+        raise ValueError(f"{name} must be a text or several, none empty, got {given!r:.100}")
+    if len(texts) > MAX_TEXTS:
+        raise ValueError(f"{name} may have {MAX_TEXTS} texts, got {len(texts)}")
+
+
+def _check_counts(params: SamplingParams) -> None:
+    for name, least in _COUNTS.items():
         value = getattr(params, name)
         may_be_absent = SamplingParams.__dataclass_fields__[name].type.endswith("None")
         if value is None and may_be_absent:
@@ -257,8 +356,8 @@ def _check_counts(params: SamplingParams) -> None:
 
 def _check_numbers(params: SamplingParams) -> None:
     for name, least, most in (
-        ("temperature", -math.inf, math.inf),
-        ("top_p", -math.inf, math.inf),
+        ("temperature", 0.0, math.inf),
+        ("top_p", 0.0, 1.0),
         ("min_p", 0.0, 1.0),
         ("presence_penalty", -2.0, 2.0),
         ("frequency_penalty", -2.0, 2.0),
@@ -267,10 +366,14 @@ def _check_numbers(params: SamplingParams) -> None:
         value = getattr(params, name)
         if isinstance(value, bool) or not isinstance(value, (int, float)):
             raise ValueError(f"{name} must be a number, got {value!r}")
+        if name == "temperature" and not 0.0 <= value < math.inf:
+            raise ValueError(f"temperature must be 0 (greedy) or positive, got {value!r}")
+        if name == "top_p" and not 0.0 < value <= 1.0:
+            raise ValueError(f"top_p must be in (0, 1], got {value!r}")
+        if name == "repetition_penalty" and not 0.0 < value < math.inf:
+            raise ValueError(f"repetition_penalty must be positive, got {value!r}")
         if not least <= value <= most:
             raise ValueError(f"{name} must be from {least:g} to {most:g}, got {value!r}")
-    if not 0.0 < params.repetition_penalty < math.inf:
-        raise ValueError(f"repetition_penalty must be positive, got {params.repetition_penalty!r}")
     bias = params.logit_bias
     if bias is not None and not isinstance(bias, Mapping):
         raise ValueError(f"logit_bias must map token ids to numbers, got {bias!r:.100}")
@@ -287,7 +390,7 @@ def _check_allowed(params: SamplingParams) -> None:
     allowed = params.allowed_token_ids
     if allowed is None:
         return
-    if isinstance(allowed, str) or not allowed or not all(type(token) is int for token in allowed):
+    if not allowed:
         raise ValueError(f"allowed_token_ids must be token ids, at least one, got {allowed!r:.100}")
     if params.bad_words or params.min_tokens:
         name = "bad_words" if params.bad_words else "min_tokens"

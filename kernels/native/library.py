@@ -19,6 +19,7 @@ import platform
 import shutil
 import subprocess
 import tempfile
+import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -44,6 +45,8 @@ _COMPILERS = ("g++", "c++", "clang++")
 _OPENMP = ("libgomp*.so*", "libiomp5*.so*", "libomp*.so*")
 
 
+_LONG_AGO_S = 3600.0
+"""No compilation takes as long."""
 OPTIMISED = "LLMPQ_NATIVE_OPTIMISED"
 """Environment variable, "-O3" where it is not set: "-O1" compiles in a third of the time, "-O0" in
 a sixth, to the same values (`make test` does)."""
@@ -247,9 +250,19 @@ def _whole(path: Path) -> bool:
         return False
 
 
+def _remove_left(path: Path) -> None:
+    """Remove what a compilation that was killed has left: this library's, and any of long ago."""
+    for folder in path.parent.iterdir():
+        if folder.is_dir():
+            own = folder.name.startswith(f"{path.stem}-")  # whose lock is held here
+            if own or time.time() - folder.stat().st_mtime > _LONG_AGO_S:
+                shutil.rmtree(folder, ignore_errors=True)
+
+
 def _compile(command: list[str], openmp: Path | None, path: Path) -> None:
-    _log.info("compiling products for this CPU, once: %s", path)
-    with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+    _log.warning("compiling kernels for this CPU, once; this takes about a minute (%s)", path)
+    _remove_left(path)
+    with tempfile.TemporaryDirectory(dir=path.parent, prefix=f"{path.stem}-") as folder:
         parts = [Path(folder) / f"{source}.o" for source in _SOURCES]
         made = Path(folder) / "products.so"
         run = functools.partial(

@@ -78,6 +78,7 @@ def quantize(request: QuantizeRequest) -> int:
 def make_job(request: QuantizeRequest, spec: ModelSpec) -> QuantizeJob:
     """Resolve plan, precisions and groups, check them, and read the text."""
     from llmpq.profiler.quantize.layer_walk import random_windows
+    from llmpq.profiler.quantize.linears_in_turn import refuse_experts
     from llmpq.profiler.quantize.recipes import Settings
     from llmpq.profiler.quantize.whole_model import QuantizeJob, spread
 
@@ -89,9 +90,13 @@ def make_job(request: QuantizeRequest, spec: ModelSpec) -> QuantizeJob:
     group_size = _group_size(request.group_size) if request.group_size else planned.group_size
     _require_packed(group_size, named)
     _require_whole_groups(request.integer_scales, group_size)
+    precisions = spread(named, spec.num_layers)
+    _require_whole_rows(spec, precisions, group_size)
+    if request.in_turn:
+        refuse_experts(spec)
     return QuantizeJob(
         spec=spec,
-        precisions=spread(named, spec.num_layers),
+        precisions=precisions,
         settings=Settings(
             method=request.method,
             variant=request.variant or "improved",
@@ -160,6 +165,22 @@ def _require_packed(group_size: int | None, precisions: Sequence[Precision]) -> 
                 f"--group-size: got {group_size}, {precision.value} layers have {K_PADDING} or "
                 "channel: the packed kernels know no other"
             )
+
+
+def _require_whole_rows(
+    spec: ModelSpec, precisions: Sequence[Precision], group_size: int | None
+) -> None:
+    """Refuse rows that are no whole groups, which compressed-tensors does not store."""
+    for index, precision in enumerate(precisions):
+        if group_size is None or not _weight_only(precision):
+            continue
+        for linear in spec.of_layer(index).linears():
+            if linear.in_features % group_size:
+                raise ValueError(
+                    f"{linear.kind} of layer {index} has {linear.in_features} inputs, which do not "
+                    f"divide into groups of {group_size}, as compressed-tensors needs; quantise "
+                    "with --group-size channel"
+                )
 
 
 def _weight_only(precision: Precision) -> bool:

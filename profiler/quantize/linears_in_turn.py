@@ -19,6 +19,7 @@ from torch import Tensor
 from llmpq.kernels.atom.reference import rounded
 from llmpq.kernels.formats.atom_scheme import AtomScheme
 from llmpq.kernels.weights.weight import Weight
+from llmpq.model_spec import ModelSpec
 from llmpq.profiler.quantize.layer_walk import CalibrationRun, Hessian, LayerView
 from llmpq.profiler.quantize.one_layer import (
     Recipe,
@@ -29,17 +30,22 @@ from llmpq.profiler.quantize.one_layer import (
 )
 
 
+def refuse_experts(spec: ModelSpec) -> None:
+    """Refuse a mixture of experts."""
+    if spec.experts:
+        raise ValueError(
+            f"{spec.name}: linears of experts cannot be quantised in turn, since rounding "
+            "changes which tokens an expert gets; leave out --in-turn"
+        )
+
+
 def quantize(
     run: CalibrationRun, view: LayerView, recipe: Recipe, *, dtype: torch.dtype
 ) -> dict[str, Tensor | Weight]:
     """Return a layer's tensors quantised as the recipe says, at once or in turn."""
     if not recipe.compensated:
         return quantize_layer(view, recipe, dtype=dtype)
-    if run.spec.experts:
-        raise ValueError(
-            f"{run.spec.name}: linears of experts cannot be quantised in turn, since rounding "
-            "changes which tokens an expert gets; leave out --in-turn"
-        )
+    refuse_experts(run.spec)
     view = balanced(view, recipe)
     tensors, orders = folded(view, recipe)
     current: dict[str, Tensor | Weight] = {**tensors}

@@ -20,6 +20,7 @@ _VALUES = {
     "master_addr": "IP", "master_port": "PORT", "network_interface": "NAME", "trace": "FILE",
     "deadlines": "NAME=S,...", "speculate": "MODE", "gpu_memory_utilization": "SHARE",
     "min_quality": "BITS",
+    "head_bits": "8|16",
 }  # fmt: skip
 """What stands for a flag's value in `--help`; N for the others."""
 _ALSO = {"ray_address": ("--address", "--from-ray")}
@@ -72,6 +73,8 @@ def _reader(name: str, kind: Any) -> Callable[[str], Any]:
         return _deadlines
     if name == "gamma":
         return _gamma
+    if name == "head_bits":
+        return int
     return int if kind in (int, int | None) else float if kind == float | None else str
 
 

@@ -81,6 +81,7 @@ def run_parser() -> CommandParser:
         "cluster",
         "profile",
         "prefer",
+        "head_bits",
         "gpu_memory_utilization",
         "kv_cache_dtype",
         "generation_config",

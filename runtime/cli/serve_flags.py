@@ -82,6 +82,7 @@ def serve_parser() -> CommandParser:
         "enable_prefix_caching",
         "generation_config",
         "prefer",
+        "head_bits",
         "dtype",
         "kv_cache_dtype",
         "gpu_memory_utilization",

@@ -183,10 +183,9 @@ def _add_texts(app: FastAPI, service: Service) -> None:
         def told() -> Response:
             if body.messages is not None:
                 tools = [tool.model_dump(exclude_none=True) for tool in body.tools or ()]
-                tokens = llm.tokenizer.encode_chat(
+                tokens = service.encode_chat(
                     [plain_message(message) for message in body.messages],
                     tools=tools or None,
-                    template=service.settings.chat_template,
                     add_generation_prompt=body.opens_answer,
                     continue_final_message=body.continue_final_message,
                     options=body.chat_template_kwargs,

@@ -39,6 +39,10 @@ def _wholes(value: Any) -> Any:
     return value
 
 
+_GUIDED = ("json", "regex", "choice", "grammar")
+"""Guides that have a field of their own, as vLLM had."""
+
+
 class _FirstError(FailFast):
     """Ends at a list's first error, and has a hash, which unions need before Python 3.13."""
 
@@ -154,7 +158,7 @@ class ChoiceBody(RequestBody):
     @property
     def guided_by(self) -> str:
         """The field that says what the text must be, "" without any."""
-        names = ("structured_outputs", *(f"guided_{name}" for name in GUIDES if name != "calls"))
+        names = ("structured_outputs", *(f"guided_{name}" for name in _GUIDED))
         return next((name for name in names if getattr(self, name) is not None), "")
 
 
@@ -281,7 +285,7 @@ class SamplingBody(ChoiceBody):
     def guide(self) -> StructuredOutputsParams | None:
         """Return what the text must be, under either of vLLM's names."""
         given = dict(self.structured_outputs or {})
-        for name in ("json", "regex", "choice", "grammar"):
+        for name in _GUIDED:
             value = getattr(self, f"guided_{name}")
             if value is not None:
                 given[name] = value

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 import uuid
 from bisect import bisect_left
@@ -14,13 +13,14 @@ from typing import Any
 from llmpq.runtime.request_output import Logprob
 from llmpq.runtime.response_stream import ResponseStream
 from llmpq.runtime.serve.answering import DONE, event
-from llmpq.runtime.serve.bodies import ChatBody, Message, NamedTool, ToolCall
+from llmpq.runtime.serve.bodies import ChatBody, Message, NamedTool
 from llmpq.runtime.serve.completions import LEAST_LOGPROB, prompt_scores
 from llmpq.runtime.serve.errors import ApiError
 from llmpq.runtime.serve.parsers.forced import ForcedReader, forced_guide
 from llmpq.runtime.serve.parsers.parts import Parts
 from llmpq.runtime.serve.parsers.reading import AnswerForm, Reader
 from llmpq.runtime.serve.service import Choice, Service, usage
+from llmpq.runtime.text import conversation
 from llmpq.runtime.text.answer_text import Decoder
 
 
@@ -101,24 +101,9 @@ class Chat:
         return await self._service.read_text(self._tokens, self._length)
 
     def _tokens(self) -> list[int]:
-        messages = [plain_message(message) for message in self._body.messages]
-        try:
-            return self._encoded(messages)
-        except ValueError as error:
-            # DeepSeek's templates add arguments to a text: they must be one.
-            as_texts = [_with_text_arguments(message) for message in messages]
-            if as_texts == messages:
-                raise
-            try:
-                return self._encoded(as_texts)
-            except ValueError:
-                raise error from None
-
-    def _encoded(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
-        return self._service.tokenizer.encode_chat(
-            messages,
+        return self._service.encode_chat(
+            [plain_message(message) for message in self._body.messages],
             tools=self._tools(),
-            template=self._service.settings.chat_template,
             add_generation_prompt=self._body.add_generation_prompt,
             continue_final_message=self._body.continue_final_message,
             options=self._body.template_options(),
@@ -345,64 +330,14 @@ def conversation_length(messages: Sequence[Message], *more: Any) -> int:
 
 def plain_message(message: Message) -> dict[str, Any]:
     """Return a message as templates take it; `ApiError` for what is not text."""
-    content = message.content
-    if isinstance(content, list):
-        content = "".join(_text_of(part) for part in content)
-    told = message.model_dump(exclude_none=True, include={"role", "name", "tool_call_id"})
-    told["content"] = content or ""
-    thought = message.reasoning_content or message.reasoning
-    if thought:  # templates know it by either name
-        told |= {"reasoning_content": thought, "reasoning": thought}
-    if message.tool_calls:
-        told["tool_calls"] = _plain_calls(message.tool_calls)
-    return told
-
-
-def _plain_calls(calls: Sequence[ToolCall]) -> list[dict[str, Any]]:
-    """Return calls as templates take them: arguments as data; `ApiError` for what is no JSON."""
-    plain = []
-    for call in calls:
-        given = call.function.arguments
-        arguments: Any = given
-        if isinstance(given, str):
-            try:
-                arguments = json.loads(given) if given.strip() else {}
-            except (ValueError, RecursionError):
-                raise ApiError(
-                    400,
-                    f"the arguments of a call of {call.function.name!r:.100} must be JSON, "
-                    f"got {given!r:.100}",
-                    param="messages",
-                ) from None
-        function = {"name": call.function.name, "arguments": arguments}
-        plain.append({**call.model_dump(exclude_none=True), "function": function})
-    return plain
-
-
-def _with_text_arguments(message: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return a message as templates take it that want a call's arguments as a text."""
-    if "tool_calls" not in message:
-        return message
-    calls = [
-        {**call, "function": {**call["function"],
-                              "arguments": json.dumps(call["function"]["arguments"])}}
-        for call in message["tool_calls"]
-    ]  # fmt: skip
-    return {**message, "tool_calls": calls}
-
-
-def _text_of(part: Mapping[str, Any]) -> str:
-    if part.get("type") in ("text", "input_text", "output_text", "refusal"):
-        text = part.get("text", part.get("refusal"))
-        if isinstance(text, str):
-            return text
-        raise ApiError(
-            400, f"a content part needs its text, got {text!r:.100}", param="messages"
-        )  # fmt: skip
-    raise ApiError(
-        400, f"the model reads text only, got a content part of type {part.get('type')!r}",
-        param="messages",
-    )  # fmt: skip
+    told = message.model_dump(
+        exclude_none=True,
+        include={"role", "name", "tool_call_id", "reasoning_content", "reasoning", "tool_calls"},
+    )
+    try:
+        return conversation.plain_message({**told, "content": message.content or ""})
+    except ValueError as error:
+        raise ApiError(400, str(error), param="messages") from None
 
 
 def _part(

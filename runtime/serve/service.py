@@ -22,6 +22,7 @@ from llmpq.runtime.serve.metrics import AnswerClock, Metrics
 from llmpq.runtime.serve.parsers.reading import AnswerForm
 from llmpq.runtime.serve.response_store import ResponseStore
 from llmpq.runtime.serve.settings import ServeSettings
+from llmpq.runtime.text.conversation import Messages
 from llmpq.runtime.text.request_factory import Prompt
 from llmpq.runtime.text.text_threads import TextThreads, TooManyTextsError
 from llmpq.runtime.text.tokenizer import Tokenizer
@@ -133,6 +134,18 @@ class Service:
         """The model's tokenizer, once it is loaded."""
         assert self.llm is not None
         return self.llm.tokenizer
+
+    def encode_chat(self, messages: Messages, **how: Any) -> list[int]:
+        """Return the tokens of a conversation, by the server's template or else the model's."""
+        template = self.settings.chat_template
+        if template is None and not self.tokenizer.has_chat_template:
+            raise ApiError(
+                400,
+                "the model's tokenizer has no chat template: send a prompt instead of messages "
+                "(/v1/completions), or give one: llmpq-dist serve --chat-template FILE",
+                param="messages",
+            )
+        return self.tokenizer.encode_chat(messages, template=template, **how)
 
     def answer_form(self, *, tools: bool) -> AnswerForm:
         """Return how the model writes thoughts, and calls where there are `tools`."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,17 +14,18 @@ from llmpq.model_spec import ModelSpec
 from llmpq.runtime.guides import GrammarCompiler, Newest
 from llmpq.runtime.request import Finished, Request
 from llmpq.runtime.request_output import CompletionOutput, Logprob
-from llmpq.runtime.sampling_params import SamplingParams
+from llmpq.runtime.sampling_params import SamplingParams, token_list
 from llmpq.runtime.text.answer_text import TextStream
+from llmpq.runtime.text.conversation import Messages
 from llmpq.runtime.text.rules_of import rules_of
 from llmpq.runtime.text.text_threads import QUICK_LENGTH, TextThreads
 from llmpq.runtime.text.tokenizer import Tokenizer
 from llmpq.runtime.token_rules import Guide, LogprobOutput, TokenScores
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
-"""A text, token ids, or `{"prompt": text}` or `{"prompt_token_ids": ids}`."""
-Messages = Sequence[Mapping[str, str]]
-"""A conversation: `role` and `content` of each message."""
+"""A text, token ids (a list, an array), or `{"prompt": text}` or `{"prompt_token_ids": ids}`.
+
+With both keys the tokens are run, and the text is only shown."""
 _KEYS = ("prompt", "prompt_token_ids")
 
 
@@ -65,7 +66,7 @@ class RequestFactory:
     def __init__(self, directory: Path, spec: ModelSpec, limits: RequestLimits) -> None:
         """`limits` refuse requests that can never run; the tokenizer is read meanwhile."""
         self._spec, self._limits = spec, limits
-        self.max_len = limits.max_model_len - 1
+        self.max_len = min(limits.max_model_len, spec.max_positions) - 1
         """Tokens of a prompt and its answer that are run: all but the answer's last."""
         self._tokenizer: Future[Tokenizer] = _begun(directory)
         self._guides = GrammarCompiler(directory, vocab=spec.vocab, end_ids=spec.eos_token_ids)
@@ -105,9 +106,10 @@ class RequestFactory:
             return ""
         return self.tokenizer.decode(tokens, skip_special=skip_special)
 
-    def conversation(self, messages: Messages) -> list[int]:
-        """Return the tokens of a conversation by the model's chat template."""
-        return self.tokenizer.encode_chat(messages)
+    def conversation(self, messages: Messages, **how: Any) -> Prompt:
+        """Return a conversation as text and tokens, as `Tokenizer.render_chat` writes it."""
+        text = self.tokenizer.render_chat(messages, **how)
+        return {"prompt": text, "prompt_token_ids": self.tokenizer.encode(text, special=False)}
 
     async def prepare_async(
         self, prompt: Prompt, params: SamplingParams, **more: Any
@@ -144,6 +146,7 @@ class RequestFactory:
         room = max(1, self.max_len - len(run) + 1)
         rules = rules_of(params, tokens, stops, self._spec, lambda: self.tokenizer)
         if rules is not None and rules.guide is not None:
+            self._tokenizer.result()  # or why there is none
             self._guides.check(rules.guide)
             if self.wait_for_guide is not None:
                 self._compiled.get(rules.guide, self.wait_for_guide)
@@ -265,20 +268,28 @@ class RequestFactory:
 
     def _tokens_of(self, prompt: Prompt) -> tuple[str | None, tuple[int, ...]]:
         """Return a prompt's text, if it has one, and its tokens."""
+        text = None
         if isinstance(prompt, Mapping):
-            known = [key for key in _KEYS if key in prompt]
-            if len(known) != 1 or len(prompt) != 1:
-                raise ValueError(f"a prompt has one of {', '.join(_KEYS)}, got {sorted(prompt)}")
-            prompt = prompt[known[0]]
+            if not prompt or set(prompt) - {*_KEYS}:
+                raise ValueError(
+                    f"a prompt has one of {', '.join(_KEYS)}, got {sorted(map(str, prompt))}"
+                )
+            text = prompt.get("prompt")
+            if not isinstance(text, str | None):
+                raise ValueError(f"'prompt' must be a text, got {text!r:.100}")
+            prompt = prompt.get("prompt_token_ids", text)
         if isinstance(prompt, str):
             return prompt, tuple(self.tokenizer.encode(prompt))
-        if not isinstance(prompt, Sequence) or not all(type(token) is int for token in prompt):
-            raise ValueError(f"a prompt is a text or a list of token ids, got {prompt!r:.100}")
-        tokens = tuple(int(token) for token in prompt)
+        tokens = token_list(prompt)
+        if tokens is None:
+            hint = "; decode it first" if isinstance(prompt, (bytes, bytearray)) else ""
+            raise ValueError(
+                f"a prompt is a text or a list of token ids, got {prompt!r:.100}{hint}"
+            )
         wrong = [token for token in tokens if not 0 <= token < self._spec.vocab]
         if wrong:
             raise ValueError(f"token {wrong[0]} is not in the vocabulary of {self._spec.vocab}")
-        return None, tokens
+        return text, tuple(tokens)
 
 
 def _max_new(asked: int | None, room: int, *, whole: bool) -> int:
@@ -294,14 +305,14 @@ def _length(prompt: Prompt) -> int:
     return len(prompt) if isinstance(prompt, Sequence) else 0
 
 
-def listed(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+def listed(prompts: Prompt | Iterable[Prompt]) -> list[Prompt]:
     """Return prompts as a list; a single one may be a text, a mapping or token ids."""
-    if isinstance(prompts, (str, Mapping)):
-        return [prompts]
+    single = isinstance(prompts, (str, bytes, bytearray, Mapping))
+    if single or not isinstance(prompts, Iterable) or getattr(prompts, "ndim", 1) == 0:
+        return [prompts]  # type: ignore[list-item]
     several = list(prompts)
-    if several and all(type(token) is int for token in several):
-        return [several]  # type: ignore[list-item]
-    return several  # type: ignore[return-value]
+    tokens = token_list(several)
+    return [tokens] if tokens else several  # type: ignore[list-item]
 
 
 def _begun(directory: Path) -> Future[Tokenizer]:

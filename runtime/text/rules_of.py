@@ -21,7 +21,12 @@ def rules_of(
     """Return a request's rules, None where it has none; `ValueError` for tokens that are not."""
     bias = dict(params.logit_bias or {})
     allowed = tuple(sorted({*(params.allowed_token_ids or ())}))
-    for name, tokens in (("logit_bias", bias), ("allowed_token_ids", allowed)):
+    named = (
+        ("logit_bias", bias),
+        ("allowed_token_ids", allowed),
+        ("stop_token_ids", params.stop_token_ids or ()),
+    )
+    for name, tokens in named:
         wrong = [token for token in tokens if not 0 <= token < spec.vocab]
         if wrong:
             raise ValueError(

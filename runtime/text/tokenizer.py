@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from functools import cached_property, partial
 from pathlib import Path
 from threading import Lock
@@ -19,6 +20,7 @@ from llmpq.checkpoints.tokenizer_files import (
     has_merges,
     tokenizer_of_merges,
 )
+from llmpq.runtime.text.conversation import Messages, plain_messages, with_text_arguments
 from llmpq.runtime.text.text_threads import QUICK_LENGTH
 
 _PLAIN_CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend")
@@ -222,44 +224,53 @@ class Tokenizer:
         """Whether the model knows a format for conversations."""
         return bool(self.chat_template() or self.chat_template(tools=True))
 
-    def encode_chat(
+    def encode_chat(self, messages: Messages, **how: Any) -> list[int]:
+        """Return the tokens of a conversation, ready for the answer; as `render_chat`."""
+        return self.encode(self.render_chat(messages, **how), special=False)
+
+    def render_chat(
         self,
-        messages: Sequence[Mapping[str, Any]],
+        messages: Messages,
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
         template: str | None = None,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         options: Mapping[str, Any] | None = None,
-    ) -> list[int]:
-        """Return the tokens of a conversation (`role`, `content`), ready for the answer.
+    ) -> str:
+        """Return the text of a conversation (`role`, `content`), ready for the answer.
 
         `continue_final_message`: up to the end of the last message's text, without what a template
         writes behind it. `template` instead of the model's; `options` are what it may ask for.
-        `ValueError` for messages or options that it refuses.
+        `ValueError` for messages or options that it refuses, and for what is not text.
         """
+        plain = plain_messages(messages)
         if template is None and not self.has_chat_template:
             raise ValueError(
-                "the model's tokenizer has no chat template: send a prompt instead of messages "
-                "(/v1/completions), or give one: llmpq-dist serve --chat-template FILE"
+                "the model's tokenizer has no chat template: give a prompt instead of messages, or "
+                "a template by --chat-template"
             )
         own = sorted({*_TEMPLATE_ARGUMENTS} & set(options or ()))
         if own:
             raise ValueError(f"a chat template's options cannot be called '{own[0]}'")
-        plain = [dict(message) for message in messages]
+        render = partial(
+            self._inner.apply_chat_template,
+            tools=tools,
+            chat_template=template,
+            tokenize=False,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            **(options or {}),
+        )
         try:
-            text = self._inner.apply_chat_template(
-                plain,
-                tools=tools,
-                chat_template=template,
-                tokenize=False,
-                add_generation_prompt=add_generation_prompt,
-                continue_final_message=continue_final_message,
-                **(options or {}),
-            )
+            return str(render(plain))
         except Exception as error:  # a template is the model's program: it raises what it likes
+            # DeepSeek's templates add a call's arguments to a text: they must be one.
+            as_texts = [with_text_arguments(message) for message in plain]
+            if as_texts != plain:
+                with suppress(Exception):
+                    return str(render(as_texts))
             raise ValueError(f"the model's chat template refuses the messages: {error}") from None
-        return self.encode(text, special=False)
 
 
 def _load(directory: Path) -> Any:

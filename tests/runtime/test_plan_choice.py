@@ -99,3 +99,27 @@ def replace_devices(cluster, node):
 def _given(wishes):
     """Return what may be wished beside a plan."""
     return {name: value for name, value in wishes.items() if name != "dtype"}
+
+
+@pytest.mark.parametrize(("asked", "bits"), [(None, 8), (8, 8), (16, 16)])
+def test_the_output_matrix_has_the_bits_that_are_asked_for(demo_model, caplog, asked, bits):
+    """A CPU rounds it beside rounded layers, and says so unless somebody asked."""
+    node = {"name": "a", "devices": [{"kind": "CPU", "memory": "18 MiB"}]}
+    cpu = Cluster.parse_data({"name": "one", "nodes": [node]}, where="here")
+    how = EngineOptions(cluster=cpu, head_bits=asked, max_model_len=64)
+    plan = choose_plan(demo_model, None, how).plan
+    assert any(precision.weight_bits <= 8 for precision in plan.precisions)
+    assert plan.settings().head_bits == bits
+    assert ("output matrix is rounded to 8 bits" in caplog.text) == (asked is None)
+
+
+def test_bits_of_the_output_matrix_that_cannot_be_are_refused(demo_model, make_plan):
+    with pytest.raises(ValueError, match="head_bits must be 8 or 16, got 4"):
+        EngineOptions(head_bits=4)
+    with pytest.raises(ValueError, match="head_bits has no effect with plan="):
+        choose_plan(None, make_plan(demo_model), EngineOptions(head_bits=16))
+
+
+def test_a_whole_model_has_an_output_matrix_of_8_bits_where_that_is_asked(demo_model):
+    plan = choose_plan(demo_model, None, EngineOptions(head_bits=8, max_model_len=64)).plan
+    assert plan.settings().head_bits == 8

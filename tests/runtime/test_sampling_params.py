@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import pytest
 
 from llmpq.runtime.sampling_params import SamplingParams, StructuredOutputsParams
@@ -40,12 +41,33 @@ BAD = [
     ({"logit_bias": {5: 101}}, "from -100 to 100, got 5: 101"),
     ({"logit_bias": {5: math.nan}}, "from -100 to 100"),
     ({"logit_bias": [5]}, "logit_bias must map"),
+    ({"stop": 5}, "stop must be a text or several, none empty, got 5"),
+    ({"stop": b"a"}, "stop must be a text"),
+    ({"stop": {"a": 1}}, "stop must be a text"),
+    ({"bad_words": 5}, "bad_words must be a text"),
+    ({"stop_token_ids": 3}, "stop_token_ids must be a list of token ids, got 3"),
+    ({"stop_token_ids": "a"}, "stop_token_ids must be a list of token ids, got 'a'"),
+    ({"stop_token_ids": ["a"]}, "stop_token_ids must be a list of token ids"),
+    ({"stop_token_ids": [1.5]}, "stop_token_ids must be a list of token ids"),
+    ({"stop_token_ids": [True]}, "stop_token_ids must be a list of token ids"),
+    ({"allowed_token_ids": 3}, "allowed_token_ids must be a list of token ids"),
+    ({"include_stop_str_in_output": "no"}, "must be True or False, got 'no'"),
+    ({"skip_special_tokens": 0}, "skip_special_tokens must be True or False, got 0"),
+    ({"ignore_eos": None}, "ignore_eos must be True or False, got None"),
+    ({"max_tokens": "3"}, "max_tokens must be a whole number"),
+    ({"max_tokens": np.float32(3)}, "max_tokens must be a whole number"),
+    ({"max_tokens": np.array([3, 4])}, "max_tokens must be a whole number"),
+    ({"n": np.int64(0)}, "n must be a whole number from 1 on, got 0"),
+    ({"temperature": np.array([0.5, 0.7])}, "temperature must be a number"),
+    ({"temperature": np.float32("nan")}, "temperature must be 0 (greedy) or positive, got nan"),
+    ({"top_p": math.nan}, "top_p must be in (0, 1], got nan"),
+    ({"timeout_s": "soon"}, "timeout_s must be"),
     ({"seed": 1.5}, "seed must be a whole number"),
     ({"stop": ""}, "stop must be"),
     ({"stop": ["a", ""]}, "stop must be"),
     ({"stop": [3]}, "stop must be"),
-    ({"bad_words": "word"}, "bad_words must be texts"),
-    ({"bad_words": [""]}, "bad_words must be texts"),
+    ({"bad_words": "word"}, "bad_words must be a list of texts"),
+    ({"bad_words": [""]}, "bad_words must be a text or several"),
     ({"logprobs": -1}, "logprobs must be"),
     ({"logprobs": True}, "logprobs must be"),
     ({"logprobs": 101}, "logprobs must be at most 100, got 101"),
@@ -68,8 +90,11 @@ def test_bad_values_are_refused_in_one_sentence(options, said):
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({}, "one of json, regex, choice, grammar, calls, got none"),
+        ({}, "one of json, regex, choice, grammar, json_object, calls, got none"),
         ({"json": {}, "regex": "a"}, "got ['json', 'regex']"),
+        ({"json_object": False}, "got none"),
+        ({"json_object": "yes"}, "json_object must be True or False"),
+        ({"json_object": True, "regex": "a"}, "got ['regex', 'json_object']"),
         ({"json": "{"}, "the JSON schema is not JSON"),
         ({"json": "3"}, "an object or a boolean"),
         ({"json": {"a": {1, 2}}}, "cannot be written as JSON"),
@@ -99,3 +124,25 @@ def test_neutral_values_are_taken():
         logprobs=None, min_tokens=0, max_tokens=None, seed=-5,
     )  # fmt: skip
     assert params.choice(-5).seed == 2**63 - 5
+
+
+def test_numbers_of_arrays_are_pythons_own():
+    given = {"max_tokens": 3, "n": 2, "seed": 7, "logprobs": 1, "min_tokens": 2, "top_k": 5}
+    values = {"temperature": 0.5, "top_p": 0.25, "min_p": 0.125, "timeout_s": 2.0}
+    ids = {"stop_token_ids": [3, 4]}
+    whole = given | values | ids
+    params = SamplingParams(**{name: np.array(value) for name, value in whole.items()})
+    assert params == SamplingParams(**given, **values, **ids)
+    for name in (*given, *values):
+        assert type(getattr(params, name)) in (int, float)
+    assert all(type(token) is int for token in params.stop_token_ids)
+    bias = SamplingParams(logit_bias={np.int64(3): np.float32(0.5)}).logit_bias
+    assert bias == {3: 0.5} and all(type(part) in (int, float) for part in (*bias, *bias.values()))
+    assert SamplingParams(ignore_eos=np.True_).ignore_eos is True
+
+
+def test_a_clone_is_equal_and_json_object_is_a_schema():
+    params = SamplingParams(stop=["a"], logit_bias={3: 1.0})
+    assert params.clone() == params and params.clone() is not params
+    whole = StructuredOutputsParams(json={"type": "object"})
+    assert StructuredOutputsParams(json_object=True).guide() == whole.guide()

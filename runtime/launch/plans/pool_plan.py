@@ -146,7 +146,7 @@ class PoolPlan:
         size = wanted_pool(
             self.spec,
             work,
-            max_len=self.options.max_model_len or self._longest + 1,
+            max_len=self.options.max_model_len or min(self._longest + 1, self.spec.max_positions),
             # Snapshots of states are taken at block ends, where no packed cache begins.
             prefix_cache=self.options.enable_prefix_caching
             and (self.spec.recurrent is None or work.kv is KVPrecision.KV16),
@@ -276,7 +276,7 @@ class PoolPlan:
         """Return the positions that requests may have if `max_model_len` is not given.
 
         All of the model's, unless it computes otherwise, or needs what this plan cannot, at that
-        length: then what the plan was made for. The last token of an answer needs no position.
+        length: then what the plan was made for.
         """
         planned, most = self.plan.workload.max_len, self.spec.max_positions
         ways = ways_of(gpu=self._has_gpus, kv=self.plan.workload.kv, drafts=False, pool=True)

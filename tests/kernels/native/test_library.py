@@ -1,6 +1,7 @@
 """The compiled library: kept, mended when damaged, done without when it cannot be had."""
 
 import logging
+import os
 import shutil
 from pathlib import Path
 
@@ -129,3 +130,21 @@ def test_small_groups_lie_in_rows_where_no_tensor_core_reads_words(monkeypatch, 
     device = torch.device("cuda")
     assert best_layout(device, torch.float16, 32) is layout
     assert best_layout(device, torch.float16, 128) is Layout.FRAGMENT
+
+
+def test_what_a_killed_compilation_has_left_is_removed(tmp_path, monkeypatch, caplog):
+    """Its own folder, and any of long ago; another library's may be compiled meanwhile."""
+
+    def compiled(command, **_):
+        Path(command[command.index("-o") + 1]).write_bytes(b"made")
+
+    monkeypatch.setattr(library.subprocess, "run", compiled)
+    for name in ("mark-left", "other-now", "tmplong_ago"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "products.cpp.o").write_bytes(b"half")
+    os.utime(tmp_path / "tmplong_ago", (0, 0))
+    library._compile(["g++"], None, tmp_path / "mark.so")
+    found = sorted(path.name for path in tmp_path.iterdir())
+    assert found == ["mark.sha256", "mark.so", "other-now"]
+    (said,) = [record for record in caplog.records if record.levelno >= logging.WARNING]
+    assert "compiling kernels for this CPU, once" in said.getMessage()

@@ -454,6 +454,32 @@ def test_the_command_quantises_and_explains(
 
 
 @pytest.mark.parametrize(
+    ("sizes", "options", "message"),
+    [
+        ({"hidden_size": 192}, ["w4a16"], "qkv of layer 0 has 192 inputs, which do not divide"),
+        ({"intermediate_size": 320}, ["w8a16"], "down of layer 0 has 320 inputs"),
+        ({"intermediate_size": 320}, [",".join(["w8a8"] * 7 + ["w3a16"])], "down of layer 7"),
+        ({"intermediate_size": 320}, [",".join(["w4a4"] * 7 + ["w4a16"])], "down of layer 7"),
+    ],
+)
+def test_rows_that_are_no_whole_groups_are_refused_before_anything_is_read(
+    demo_model: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    sizes: dict[str, int],
+    options: list[str],
+    message: str,
+) -> None:
+    model, output = tmp_path / "model", tmp_path / "q"
+    shutil.copytree(demo_model, model)
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | {"head_dim": 64} | sizes))
+    words = [str(model), str(output), "--text", "nowhere.txt", "--method", "rtn", "--scheme"]
+    assert quantize_main([*words, *options]) == 2
+    assert message in capsys.readouterr().err and not output.exists()
+
+
+@pytest.mark.parametrize(
     ("options", "message"),
     [
         (["--windows", "0"], "got 0 calibration windows of 1024 tokens"),

@@ -1,0 +1,259 @@
+"""What `LLM` takes and refuses: conversations, prompts, parameters, one sentence for each error."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shutil
+
+import numpy as np
+import pytest
+import torch
+
+from llmpq import LLM, SamplingParams, StructuredOutputsParams
+
+pytestmark = pytest.mark.cpu
+SHORT = SamplingParams(temperature=0, max_tokens=3)
+TEMPLATE = (
+    "{% if tools %}<tools>{{ tools[0].function.name }}</tools>{% endif %}"
+    "{% if not enable_thinking|default(true) %}<fast>{% endif %}"
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}"
+    "{% for c in m.tool_calls or [] %}[{{ c.function.name }} {{ c.function.arguments.a }}]"
+    "{% endfor %}{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+TALK = [{"role": "user", "content": "hi"}]
+CALL = {"type": "function", "function": {"name": "find", "arguments": '{"a": 7}'}}
+
+
+@pytest.fixture(scope="module")
+def llm(demo_model, tmp_path_factory):
+    """Return the model with a chat template."""
+    folder = shutil.copytree(demo_model, tmp_path_factory.mktemp("talks") / "model")
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "chat_template": TEMPLATE}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    with LLM(folder, dtype="float32", max_num_seqs=4, backend="threads") as made:
+        yield made
+
+
+def prompt_of(llm: LLM, messages, **how) -> str:
+    (answer,) = llm.chat(messages, SHORT, **how)
+    assert llm.tokenizer.encode(answer.prompt, special=False) == answer.prompt_token_ids
+    return answer.prompt
+
+
+@pytest.mark.parametrize(
+    ("message", "shown"),
+    [
+        ({"role": "user", "content": [{"type": "text", "text": "hi"}]}, "<user>hi"),
+        ({"role": "user", "content": [{"type": "text", "text": "a"}, "b"]}, "<user>ab"),
+        ({"role": "user", "content": [{"type": "input_text", "text": "a"}]}, "<user>a"),
+        ({"role": "assistant", "content": [{"type": "refusal", "refusal": "no"}]}, "<assistant>no"),
+        ({"role": "user", "content": []}, "<user>"),
+        ({"role": "critic", "content": "a"}, "<critic>a"),
+        ({"role": "assistant", "content": None, "tool_calls": [CALL]}, "<assistant>[find 7]"),
+        ({"role": "assistant", "tool_calls": [CALL]}, "<assistant>[find 7]"),
+    ],
+)
+def test_messages_reach_the_template_as_texts(llm, message, shown):
+    assert prompt_of(llm, [message]) == shown + "<assistant>"
+
+
+@pytest.mark.parametrize(
+    ("messages", "said"),
+    [
+        ([{"content": "a"}], "message 0: it needs a role"),
+        ([*TALK, {"role": "", "content": "a"}], "message 1: it needs a role"),
+        ([{"role": "user"}], "message 0: its content must be a text"),
+        ([{"role": "user", "content": None}], "its content must be a text"),
+        ([{"role": "user", "content": 5}], "its content must be a text .*got 5"),
+        ([{"role": "user", "content": b"a"}], "its content must be a text"),
+        ([{"role": "user", "content": {"type": "text", "text": "a"}}], "its content must be"),
+        ([{"role": "user", "content": [{"type": "text"}]}], "part needs its text"),
+        ([{"role": "user", "content": [{"type": "text", "text": 5}]}], "part needs its text"),
+        ([{"role": "user", "content": [5]}], "part must be a mapping"),
+        (
+            [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "a"}}]}],
+            "reads text only, got a content part of type 'image_url'",
+        ),
+        ([{"role": "user", "content": [{"type": "audio"}]}], "reads text only"),
+        ([{"role": "assistant", "tool_calls": "find"}], "tool_calls must be a list"),
+        ([{"role": "assistant", "tool_calls": [{}]}], "needs a function with a name"),
+        (
+            [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}],
+            "arguments of a call of 'f' must be JSON",
+        ),
+        ("hi", "a conversation is a list of messages .*got 'hi'"),
+        (TALK[0], "a conversation is a list of messages"),
+        (["hi"], "message 0: it must be a mapping .*got 'hi'"),
+        ([], "at least one message"),
+        (5, "a conversation is a list of messages .*got 5"),
+        (None, "a conversation is a list of messages"),
+        ([TALK, [{"role": "user", "content": 5}]], "conversation 1: message 0: its content"),
+        ([TALK, []], "conversation 1: a conversation needs"),
+    ],
+)
+def test_what_is_no_conversation_is_refused(llm, messages, said):
+    with pytest.raises(ValueError, match=said):
+        llm.chat(messages, SHORT)
+    if isinstance(messages, list) and said.startswith("message"):
+        with pytest.raises(ValueError, match=said):
+            llm.tokenizer.encode_chat(messages)
+
+
+def test_a_chat_takes_what_vllms_takes(llm):
+    tools = [{"type": "function", "function": {"name": "find", "parameters": {}}}]
+    assert prompt_of(llm, TALK, tools=tools) == "<tools>find</tools><user>hi<assistant>"
+    assert prompt_of(llm, TALK, add_generation_prompt=False) == "<user>hi"
+    fast = {"enable_thinking": False}
+    assert prompt_of(llm, TALK, chat_template_kwargs=fast) == "<fast><user>hi<assistant>"
+    own = "{% for m in messages %}{{ m.content }}!{% endfor %}"
+    assert prompt_of(llm, TALK, chat_template=own) == "hi!"
+    begun = [*TALK, {"role": "assistant", "content": "Well"}]
+    how = {"add_generation_prompt": False, "continue_final_message": True}
+    assert prompt_of(llm, begun, **how) == "<user>hi<assistant>Well"
+    with pytest.raises(ValueError, match="cannot be called 'tools'"):
+        llm.chat(TALK, SHORT, chat_template_kwargs={"tools": []})
+
+
+def test_several_conversations_take_parameters_each(llm):
+    each = [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True) for n in (1, 4)]
+    answers = llm.chat([TALK, TALK], each)
+    assert [len(answer.outputs[0].token_ids) for answer in answers] == [1, 4]
+    with pytest.raises(ValueError, match="got 3 sampling_params for 2 prompts"):
+        llm.chat([TALK, TALK], [SHORT] * 3)
+
+
+def test_a_model_without_a_template_says_so_in_python(demo_model, tmp_path):
+    folder = shutil.copytree(demo_model, tmp_path / "model")
+    (folder / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
+    with LLM(folder, backend="threads") as llm:
+        with pytest.raises(ValueError, match="has no chat template") as caught:
+            llm.chat(TALK)
+        assert "by chat_template" in str(caught.value) and "--" not in str(caught.value)
+        assert llm.chat(TALK, SHORT, chat_template="{{ messages[0].content }}")[0].prompt == "hi"
+
+
+@pytest.mark.parametrize(
+    ("prompt", "said"),
+    [
+        (5, "a text or a list of token ids, got 5"),
+        (None, "a text or a list of token ids, got None"),
+        (b"abc", "a text or a list of token ids, got b'abc'; decode it"),
+        (2.5, "a text or a list of token ids"),
+        (True, "a text or a list of token ids"),
+        ([5, True], "prompt 0: a prompt is a text"),
+        ({"prompt": 5}, "'prompt' must be a text, got 5"),
+        ({"prompt_token_ids": "abc", "x": 1}, "a prompt has one of prompt, prompt_token_ids"),
+        ({}, "a prompt has one of"),
+        (np.array([[0.5]]), "a text or a list of token ids"),
+        (np.array(5), "a text or a list of token ids"),
+        (["a", 2.5], "prompt 1: a prompt is a text"),
+        (["a", "b", ""], "prompt 2: the prompt has no tokens"),
+        (["a", [5, 99999]], "prompt 1: token 99999 is not in the vocabulary"),
+        (["a", [5] * 2000], "prompt 1: the prompt is too long"),
+    ],
+)
+def test_what_is_no_prompt_is_refused_by_its_place(llm, prompt, said):
+    with pytest.raises(ValueError, match=said):
+        llm.generate(prompt, SHORT)
+    with pytest.raises(ValueError, match=r"^(a prompt|'prompt'|the prompt|token)"):
+        llm.generate(prompt[-1:] if isinstance(prompt, list) else prompt, SHORT)
+    assert llm.stats()["requests"] == []
+
+
+@pytest.mark.parametrize(
+    "prompts",
+    [
+        np.array([5, 6, 7]),
+        torch.tensor([5, 6, 7]),
+        [np.int64(5), 6, np.int32(7)],
+        [np.array([5, 6, 7])],
+        (5, 6, 7),
+        range(5, 8),
+        {"prompt_token_ids": np.array([5, 6, 7])},
+        {"prompt_token_ids": [5, 6, 7], "prompt": "shown"},
+        torch.tensor([[5, 6, 7], [5, 6, 7]]),
+        (ids for ids in [[5, 6, 7]]),
+    ],
+    ids=lambda prompts: type(prompts).__name__,
+)
+def test_token_ids_of_any_sequence_are_taken(llm, prompts):
+    wanted = llm.generate([5, 6, 7], SHORT)[0].outputs[0].token_ids
+    for answer in llm.generate(prompts, SHORT):
+        assert answer.outputs[0].token_ids == wanted and answer.prompt_token_ids == [5, 6, 7]
+        shown = prompts.get("prompt") if isinstance(prompts, dict) else None
+        assert answer.prompt == shown
+
+
+def test_parameters_of_tensors_are_pythons_own():
+    given = {"max_tokens": 3, "seed": 7, "temperature": 0.5, "stop_token_ids": [3, 4]}
+    params = SamplingParams(**{name: torch.tensor(value) for name, value in given.items()})
+    assert params == SamplingParams(**given) and type(params.max_tokens) is int
+    with pytest.raises(ValueError, match="temperature must be a number"):
+        SamplingParams(temperature=torch.tensor([0.5, 0.7]))
+
+
+@pytest.mark.parametrize("params", [{"max_tokens": 3}, "greedy", 5, [{"max_tokens": 3}], [None, 5]])
+def test_other_parameters_than_sampling_params_are_refused(llm, params):
+    for door in (
+        lambda: llm.generate(
+            ["a"] if not isinstance(params, list) else ["a"] * len(params), params
+        ),
+        lambda: llm.chat(TALK if not isinstance(params, list) else [TALK] * len(params), params),
+        lambda: llm.prepare("a", params),
+        lambda: asyncio.run(llm.submit("a", params)),
+        lambda: asyncio.run(anext(llm.stream("a", params))),
+    ):
+        with pytest.raises(ValueError, match="sampling_params must be a SamplingParams"):
+            door()
+
+
+def test_an_abort_takes_several_names(llm):
+    long = SamplingParams(max_tokens=900, ignore_eos=True)
+
+    async def work() -> list[str | None]:
+        begun = [await llm.submit("a", long, request_id=name) for name in "kl"]
+        llm.abort(["k", "l", "ended"])
+        return [[d.finish_reason async for d in one.deltas()][-1] for one in begun]
+
+    assert asyncio.run(work()) == ["abort", "abort"]
+    for wrong in (5, None, [5]):
+        with pytest.raises(ValueError, match="request_id must be a text or a list"):
+            llm.abort(wrong)
+
+
+def test_stop_tokens_outside_the_vocabulary_are_refused(llm):
+    for wrong in (99999, -1, llm.model_spec.vocab):
+        with pytest.raises(ValueError, match=f"stop_token_ids names token {wrong}"):
+            llm.generate("a", SamplingParams(stop_token_ids=[wrong]))
+
+
+def test_the_longest_request_is_what_may_be_asked_for(demo_model, make_plan, llm):
+    most = llm.max_model_len
+    assert most == llm.model_spec.max_positions == 1024
+    (answer,) = llm.generate([[5] * (most - 2)], SamplingParams(max_tokens=None, ignore_eos=True))
+    assert len(answer.outputs[0].token_ids) == 2
+    with pytest.raises(ValueError, match="is 1024 with the answer"):
+        llm.generate([[5] * most], SHORT)
+    for limit in (most, 100):
+        with LLM(demo_model, max_model_len=limit, backend="threads", start=False) as other:
+            assert other.max_model_len == limit
+    plan = make_plan(demo_model, batch=32, prompt_len=32, gen_len=100)
+    with LLM(plan=plan, start=False) as planned:
+        assert planned.max_model_len == most
+
+
+def test_a_model_without_tokenizer_files_runs_on_token_ids(demo_model, tmp_path):
+    folder = shutil.copytree(demo_model, tmp_path / "model")
+    for path in folder.glob("tokenizer*"):
+        path.unlink()
+    with LLM(folder, backend="threads") as llm:
+        scored = SamplingParams(temperature=0, max_tokens=3, logprobs=2, prompt_logprobs=1)
+        (answer,) = llm.generate([5, 6, 7], scored)
+        assert len(answer.outputs[0].logprobs) == 3 and len(answer.prompt_logprobs) == 3
+        assert answer.text == ""
+        guided = SamplingParams(structured_outputs=StructuredOutputsParams(regex="a+"))
+        for params in (guided, SamplingParams(bad_words=["a"])):
+            with pytest.raises(ValueError, match="no tokenizer.json, nor") as caught:
+                llm.generate([5, 6, 7], params)
+            assert "Errno" not in str(caught.value)
