@@ -14,11 +14,12 @@ import sys
 from pathlib import Path
 
 from report.table_cells import ROOT
+from report.table_community import COMMUNITY_TABLES
 from report.table_cpu import CPU_TABLES
 from report.table_kernels import KERNEL_TABLES
 from report.table_list import TABLES as OTHERS
 
-TABLES = {**OTHERS, **KERNEL_TABLES, **CPU_TABLES}
+TABLES = {**OTHERS, **KERNEL_TABLES, **CPU_TABLES, **COMMUNITY_TABLES}
 
 
 def rewrite(text: str) -> str:

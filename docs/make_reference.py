@@ -167,6 +167,7 @@ def parsers() -> Iterator[CommandParser]:
     yield from (run_parser(), serve_parser(), chat_parser(), tool_flags.check_parser())
     yield tool_flags.bench_parser()
     yield from (tool_flags.eval_parser(), tool_flags.convert_parser(), tool_flags.doctor_parser())
+    yield tool_flags.report_parser()
     yield from (profiler_flags.run_parser(), profiler_flags.indicator_parser())
     yield from (profiler_flags.merge_parser(), profiler_flags.quantize_parser())
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
-from llmpq.errors import DoesNotFitError
+from llmpq.errors import BadPlanError, DoesNotFitError
 from llmpq.planner.problem.requests import (
     CheckRequest,
     ExportRequest,
@@ -65,6 +66,9 @@ def _check(request: CheckRequest) -> None:
     from llmpq.planner.check.check import check_alone, check_plan
     from llmpq.planner.problem.named_inputs import model_of_plan, names_devices, read_cluster
 
+    if _is_run(request.plan):
+        _check_shared(request)
+        return
     plan = Plan.load(request.plan)
     complete = plan.inputs is not None
     if names_devices(request) or not complete:
@@ -85,6 +89,38 @@ def _check(request: CheckRequest) -> None:
             f"recomputed from its own entries: {times.total_s:.3f} s (prefill "
             f"{times.prefill_s:.3f}, decode {times.decode_s:.3f})\n"
         )
+
+
+def _is_run(path: str) -> bool:
+    from llmpq.shared_run import is_shared_run
+
+    try:
+        return is_shared_run(Path(path).read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError):
+        return False  # said where a plan is read
+
+
+def _check_shared(request: CheckRequest) -> None:
+    from llmpq.planner.check.check_run import check_run
+    from llmpq.planner.problem.named_inputs import names_devices
+    from llmpq.shared_run import SharedRun
+
+    if names_devices(request) or request.model or request.model_name or request.model_size:
+        raise ValueError(
+            f"'{request.plan}' is a shared run, which carries its model and devices; leave "
+            "--model, --devices and --cluster out"
+        )
+    try:
+        run = SharedRun.load_json(request.plan)
+    except ValueError as error:
+        raise BadPlanError(str(error)) from None
+    check_run(run)
+    predicted = "no time" if run.predicted_s is None else f"{run.predicted_s:.3f} s"
+    sys.stdout.write(
+        f"{request.plan}: a run of {run.plan.model.name} on {run.plan.cluster.name}, complete\n"
+        f"{run.completed} requests: predicted {predicted} (recomputed), measured "
+        f"{run.total_s:.3f} s, {run.output_throughput:.1f} tokens/s\n"
+    )
 
 
 def _export(request: ExportRequest) -> None:

@@ -46,6 +46,9 @@ COMMANDS = {
     "doctor": Command(
         tool_flags.doctor_parser, tool_flags.DoctorOptions, "llmpq.runtime.tools.doctor"
     ),
+    "report": Command(
+        tool_flags.report_parser, tool_flags.ReportOptions, "llmpq.runtime.tools.share_report"
+    ),
     "convert": Command(
         tool_flags.convert_parser,
         tool_flags.ConvertOptions,

@@ -59,6 +59,14 @@ class DoctorOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ReportOptions:
+    """Which report to share, and where to."""
+
+    share: str
+    output: str | None
+
+
+@dataclass(frozen=True, kw_only=True)
 class ConvertOptions:
     """Which checkpoint to write again, and where to."""
 
@@ -171,6 +179,21 @@ def doctor_parser() -> CommandParser:
     fit.flag("--batch", daily=True, type=int, default=1, metavar="N", help="requests at once (1)")
     probe = "measure this machine's CPU for it, some two seconds; kept for later"
     fit.flag("--probe-cpu", daily=True, action="store_true", only=named, help=probe)
+    return parser
+
+
+def report_parser() -> CommandParser:
+    """Return the flags of `llmpq-dist report`."""
+    parser = CommandParser(
+        "llmpq-dist report",
+        "Write what of a run's report may be shown: no names, hosts, paths, prompts or answers.",
+        example="llmpq-dist report --share report.json -o run.json",
+        notes="`llmpq-algo check run.json` computes its prediction again.",
+    )
+    flags = parser.section("what to share")
+    report = "report of llmpq-dist run --report"
+    flags.flag("--share", required=True, metavar="REPORT", help=report)
+    flags.flag("-o", "--output", daily=True, metavar="FILE", help="file to write (else stdout)")
     return parser
 
 

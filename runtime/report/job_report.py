@@ -5,9 +5,12 @@ The names of the throughput and latency fields are those of vLLM's benchmarks.
 
 from __future__ import annotations
 
+import platform
 import statistics
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
 from itertools import groupby
 from typing import Any
 
@@ -17,7 +20,9 @@ from rich.table import Table
 from llmpq.plan import Plan, StagePlan
 from llmpq.runtime.request_output import CompletionOutput, RequestOutput
 from llmpq.runtime.trace import LoadReport, StageRecord
+from llmpq.shared_run import predicted_of
 from llmpq.units import format_size
+from llmpq.version import __version__
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,6 +97,8 @@ def build_report(job: JobResult) -> dict[str, Any]:
         "failed": job.num_failed,
         "total_input_tokens": job.prompt_tokens,
         "total_output_tokens": job.generated_tokens,
+        "versions": versions(),
+        "plan": plan.model_dump(mode="json", by_alias=True),
         "startup_s": job.startup_s,
         "predicted": predicted,
         "predicted_of_run": predicted_of_run(plan, job),
@@ -116,19 +123,22 @@ def build_report(job: JobResult) -> dict[str, Any]:
 
 
 def predicted_of_run(plan: Plan, job: JobResult) -> dict[str, float] | None:
-    """Return the plan's times for as many requests and tokens as ran, None where it has none.
+    """Return the plan's times for as many requests and tokens as ran, None where it has none."""
+    return predicted_of(
+        plan,
+        completed=len(job.finished),
+        prompt_tokens=job.prompt_tokens,
+        output_tokens=job.generated_tokens,
+    )
 
-    More requests than the plan's batch follow as others end, at the plan's rate; fewer take as many
-    decode steps as the batch would.
-    """
-    work, predicted, count = plan.workload, plan.predicted, len(job.finished)
-    if predicted is None or not count:
-        return None
-    prompts = job.prompt_tokens / (work.batch * work.prompt_len)
-    batches = max(1.0, count / work.batch)
-    answers = batches * job.generated_tokens / (count * work.gen_len)
-    prefill_s, decode_s = predicted.prefill_s * prompts, predicted.decode_s * answers
-    return {"prefill_s": prefill_s, "decode_s": decode_s, "total_s": prefill_s + decode_s}
+
+def versions() -> dict[str, str]:
+    """Return the versions of llmpq, Python and what it computes with, where installed."""
+    found = {"llmpq": __version__, "python": platform.python_version()}
+    for name in ("torch", "triton", "ray"):
+        with suppress(PackageNotFoundError):
+            found[name] = version(name)
+    return found
 
 
 def _speculation(job: JobResult) -> dict[str, Any] | None:
