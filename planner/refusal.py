@@ -447,7 +447,10 @@ def repriced(p: Problem, kvs: Sequence[KVPrecision]) -> Problem:
     """Return a changed job with costs and guessed losses of its precisions, devices and KV bits."""
     sensitivity = p.sensitivity
     if sensitivity.indicator == "generic":
-        sensitivity = generic_sensitivity(p.spec, p.choices, kvs)
+        made = generic_sensitivity(p.spec, p.choices, kvs)
+        # Those known already count a checkpoint's own codes as lossless.
+        weights = {**made.weights, **sensitivity.weights}
+        sensitivity = made.model_copy(update={"weights": weights})
     estimate = estimate_costs(
         p.spec,
         p.cluster.devices,

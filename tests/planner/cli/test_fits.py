@@ -174,6 +174,14 @@ def test_a_hybrid_has_16_layers_of_keys_and_a_state_that_does_not_grow(
     assert used(report)["RTX-A6000-0"]["kv_bytes"] == 131072 * 65536 + states[0]
 
 
+def test_codes_that_are_kept_lose_nothing_more(fits: Any) -> None:
+    """gpt-oss' experts stay as they are published; its attention is rounded."""
+    _, found, _ = fits("--model gpt-oss-20b --devices 4080")
+    losses = {(row["weights"], row["kv"]): row["quality_loss"] for row in found["forms"]}
+    assert losses["8 bits", "kv16"] == pytest.approx(1.1e-4, rel=0.02)
+    assert losses["4 bits", "kv16"] == pytest.approx(0.0323, rel=0.02)
+
+
 def test_what_is_left_out_is_not_counted(fits: Any, tmp_path: Path) -> None:
     sizes = []
     for extra in (1, 0):
