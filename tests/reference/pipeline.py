@@ -104,6 +104,7 @@ class ReferencePipeline:
                 self.spec,
                 num_layers=stage.num_recurrent,
                 slots=slots,
+                snapshots=0,
                 dtype=self.dtype,
                 device=self.device,
             )
