@@ -25,7 +25,7 @@ from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self, cast
+from typing import Any, NoReturn, Self, cast
 
 from llmpq.checkpoints.generation_config import (
     IGNORE,
@@ -64,6 +64,7 @@ from llmpq.runtime.text.request_factory import (
 from llmpq.runtime.text.tokenizer import Tokenizer
 from llmpq.runtime.token_rules import LogprobOutput
 from llmpq.runtime.trace import MAX_EVENTS, LoadReport, StageRecord, joined, write_chrome_trace
+from llmpq.runtime.vllm_options import without_neutral
 from llmpq.sizes.kv_format import BLOCK_TOKENS
 
 __all__ = [
@@ -190,6 +191,19 @@ class LLM:
             raise RuntimeError("this LLM has not been started; call start()")
         return self._running
 
+    def __repr__(self) -> str:
+        state = "not started"
+        if self._running is not None:
+            state = "running" if getattr(self._end_engine, "alive", False) else "closed"
+        stages = ", ".join(stage.device for stage in self._plan.stages)
+        return f"<LLM {self._spec.name} on {stages}, {self.max_model_len} tokens, {state}>"
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            "an LLM cannot be pickled: its weights and threads belong to its process; make one in "
+            "each process, or send prompts to one server (llmpq-dist serve)"
+        )
+
     def __enter__(self) -> Self:
         return self
 
@@ -227,6 +241,10 @@ class LLM:
     def tokenizer(self) -> Tokenizer:
         """The model's tokenizer; `ValueError` where there is none."""
         return self._prompts.tokenizer
+
+    def get_tokenizer(self) -> Any:
+        """Return the model's tokenizer as Transformers', with `apply_chat_template`."""
+        return self.tokenizer.transformers
 
     def get_default_sampling_params(self) -> SamplingParams:
         """Return how answers are sampled where nothing else is said: as generation_config.json."""
@@ -699,12 +717,16 @@ class _Trace:
 
 
 def _options(options: EngineOptions | None, given: Mapping[str, Any]) -> EngineOptions:
-    """Return options with some fields replaced; `TypeError` for what is no field."""
+    """Return options with some fields replaced; `TypeError` for what is no field.
+
+    Arguments of vLLM's are taken where their value changes nothing.
+    """
     known = [f.name for f in fields(EngineOptions)]
-    for name in given:
+    own = without_neutral(given)
+    for name in own:
         if name not in known:
             raise TypeError(f"LLM has no option '{name}': {nearest(name, known)}see EngineOptions")
-    return replace(options or EngineOptions(), **given)
+    return replace(options or EngineOptions(), **own)
 
 
 def _default_sampling(generation: GenerationConfig) -> SamplingParams:

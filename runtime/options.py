@@ -31,6 +31,7 @@ LoadFormat = Literal["auto", "dummy", "copies"]
 OnLoss = Literal["restart", "replan", "stop"]
 Speculate = SpeculationMode | Literal["auto", "off"]
 
+_SHORT_DTYPES = {"half": "float16", "float": "float32"}
 MAX_TIMEOUT_S = 10**7
 """The longest deadline: four months."""
 PLANNING = ("prefer", "profile", "dtype", "max_num_seqs", "head_bits")
@@ -176,6 +177,8 @@ class EngineOptions:
     """Write a Chrome/Perfetto trace: every stage's steps, and for which requests."""
 
     def __post_init__(self) -> None:
+        dtype = str(self.dtype).removeprefix("torch.")  # torch's own are taken, too
+        object.__setattr__(self, "dtype", _SHORT_DTYPES.get(dtype, dtype))
         for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens"):
             value: object = getattr(self, name)
             if value is not None and (type(value) is not int or value < 1):
@@ -191,7 +194,10 @@ class EngineOptions:
         if self.dtype != AUTO and self.dtype not in DTYPE_BYTES:
             raise ValueError(f"dtype must be auto, {', '.join(DTYPE_BYTES)}, got '{self.dtype}'")
         if self.kv_cache_dtype != AUTO:
-            KVPrecision.parse(self.kv_cache_dtype)
+            try:
+                KVPrecision.parse(self.kv_cache_dtype)
+            except ValueError as error:
+                raise ValueError(f"kv_cache_dtype: {error}, or auto (the plan's)") from None
         if self.gamma not in (None, AUTO) and not (
             type(self.gamma) is int and 1 <= self.gamma <= MAX_GAMMA
         ):

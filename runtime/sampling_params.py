@@ -261,7 +261,7 @@ _NUMBERS = (
 
 def whole_number(value: object) -> int | None:
     """Return a value as `int`, NumPy's and torch's integers too; None for what is none."""
-    if isinstance(value, bool) or getattr(value, "ndim", 0):
+    if isinstance(value, bool) or getattr(value, "ndim", 0) != 0:
         return None
     try:
         return operator.index(value)  # type: ignore[arg-type]

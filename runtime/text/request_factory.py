@@ -312,7 +312,7 @@ def listed(prompts: Prompt | Iterable[Prompt]) -> list[Prompt]:
         return [prompts]  # type: ignore[list-item]
     several = list(prompts)
     tokens = token_list(several)
-    return [tokens] if tokens else several  # type: ignore[list-item]
+    return [tokens] if tokens else several  # type: ignore[return-value]
 
 
 def _begun(directory: Path) -> Future[Tokenizer]:

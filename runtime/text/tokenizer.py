@@ -122,6 +122,11 @@ class Tokenizer:
         return str(text)
 
     @property
+    def transformers(self) -> Any:
+        """The tokenizer as Transformers has it."""
+        return self._inner
+
+    @property
     def _backend(self) -> Any:
         return self._inner.backend_tokenizer
 

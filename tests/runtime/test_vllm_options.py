@@ -1,0 +1,91 @@
+"""Arguments of vLLM's `LLM` that ours does not have: neutral ones are taken, others explained."""
+
+from __future__ import annotations
+
+import copy
+import shutil
+
+import pytest
+import torch
+
+from llmpq import LLM
+from llmpq.runtime.options import EngineOptions
+from llmpq.runtime.vllm_options import VLLM_OPTIONS, without_neutral
+
+pytestmark = pytest.mark.cpu
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"tensor_parallel_size": 2}, "cluster='cluster.yaml', as a plan says"),
+        ({"tensor_parallel_size": True}, "cluster="),
+        ({"pipeline_parallel_size": 4}, "plan='plan.json'"),
+        ({"trust_remote_code": True}, "no code of a model is ever run"),
+        ({"seed": 3}, r"SamplingParams\(seed=...\)"),
+        ({"tokenizer": "gpt2"}, "files are read from the model's directory"),
+        ({"swap_space": 4}, "preempted requests"),
+        ({"quantization": "awq"}, "own form is found in its files"),
+        ({"enable_lora": True}, "merge them into the model"),
+        ({"device": "cuda"}, "runs over all devices"),
+        ({"speculative_config": {}}, "drafts are speculate="),
+        ({"cpu_offload_gb": 4}, "layers run on the CPU"),
+        ({"no_such_thing": 1}, "see EngineOptions"),
+    ],
+)
+def test_what_stands_for_an_argument_is_said(demo_model, given, said):
+    with pytest.raises(TypeError, match=f"LLM has no option '{next(iter(given))}'.*{said}"):
+        LLM(demo_model, start=False, **given)
+
+
+def test_values_that_change_nothing_are_taken(demo_model):
+    neutral = {name: other.neutral[0] for name, other in VLLM_OPTIONS.items()}
+    assert without_neutral(neutral) == {}
+    LLM(demo_model, start=False, **neutral).close()
+    LLM(demo_model, start=False, disable_log_stats=True).close()
+
+
+def test_none_of_them_is_an_option_of_ours():
+    assert not {*VLLM_OPTIONS} & {*EngineOptions.__dataclass_fields__}
+
+
+@pytest.mark.parametrize(
+    ("given", "dtype"),
+    [
+        ("half", "float16"),
+        ("float", "float32"),
+        (torch.float16, "float16"),
+        (torch.bfloat16, "bfloat16"),
+        ("auto", "auto"),
+    ],
+)
+def test_dtypes_have_torchs_names(given, dtype):
+    assert EngineOptions(dtype=given).dtype == dtype
+
+
+def test_other_dtypes_are_refused_by_all_that_there_are():
+    with pytest.raises(ValueError, match="dtype must be auto, .*got 'int8'"):
+        EngineOptions(dtype=torch.int8)
+    with pytest.raises(ValueError, match="'fp8'.*kv16.*or auto"):
+        EngineOptions(kv_cache_dtype="fp8")
+
+
+def test_an_llm_says_what_it_is_and_cannot_be_pickled(demo_model):
+    llm = LLM(demo_model, start=False, max_model_len=64)
+    assert "demo-7m" in repr(llm) and "64 tokens, not started" in repr(llm)
+    for made in (copy.copy, copy.deepcopy):
+        with pytest.raises(TypeError, match="an LLM cannot be pickled"):
+            made(llm)
+    tokenizer = llm.get_tokenizer()
+    assert tokenizer.encode("import os") == llm.tokenizer.encode("import os")
+    assert hasattr(tokenizer, "apply_chat_template")
+
+
+@pytest.mark.parametrize("name", ["adapter_model.safetensors", "adapter_config.json"])
+def test_an_adapter_beside_the_model_is_named(demo_model, tmp_path, caplog, name):
+    folder = shutil.copytree(demo_model, tmp_path / "model")
+    LLM(folder, start=False)
+    assert "adapter" not in caplog.text
+    (folder / name).write_bytes(b"{}")
+    LLM(folder, start=False)
+    assert f"has a LoRA adapter beside the model ({name})" in caplog.text
