@@ -90,6 +90,11 @@ FEATURES: tuple[Feature, ...] = (
     _feature("inputs of every layer's own", lambda s, _: s.per_layer_dim > 0, "gpu", "rounded"),
     _feature("numbers that layers are scaled by", lambda s, _: s.layer_scalar, "gpu", "rounded"),
     _feature("experts beside an MLP", lambda s, _: s.mixture_beside, "gpu", "rounded"),
+    _feature(
+        "sparse attention over chosen tokens",
+        lambda spec, _: spec.indexer is not None,
+        *("gpu", "drafts", "rounded"),
+    ),
     _feature("several streams (AltUp)", lambda s, _: s.altup is not None, "gpu", "rounded"),
     _feature("sparse gates", lambda s, _: any(s.gate_sparsities), "gpu", "rounded"),
     _feature("attention in chunks", _chunks, "gpu"),

@@ -24,6 +24,7 @@ from llmpq.checkpoints.model_config import read_config, spec_fields
 from llmpq.errors import unknown_name
 from llmpq.families.common.spec_values import (
     AltUp,
+    Indexer,
     Latent,
     Mixer,
     QueryGrowth,
@@ -182,6 +183,8 @@ class ModelSpec:
     """Layers whose queries and keys are not turned, among rotary ones."""
     qk_unit_norm: bool = False
     """Queries and keys that are turned are then normalised head by head, without a weight."""
+    indexer: Indexer | None = None
+    """What chooses the tokens that latent attention looks at; None where it looks at all."""
     altup: AltUp | None = None
     """How several streams of a token pass through layers; None where it has one."""
     gate_sparsities: tuple[float, ...] = ()
@@ -266,6 +269,9 @@ class ModelSpec:
         queries = [("q", q_out, h, False)]
         if latent.q_rank:
             queries = [("q_a", latent.q_rank, h, False), ("q_b", q_out, latent.q_rank, False)]
+        if self.indexer is not None:
+            wide = self.indexer.heads * self.indexer.dim
+            queries.append(("index_q", wide, latent.q_rank, False))
         return [
             *queries,
             ("kv_a", latent.kv_rank + latent.rope_dim, h, False),
@@ -468,6 +474,13 @@ class ModelSpec:
             shapes["kv_b.weight"] = (made, self.latent.kv_rank)
             if self.latent.q_rank:
                 shapes["q_norm.weight"] = (self.latent.q_rank,)
+        if self.indexer is not None:
+            shapes |= {
+                "index_k.weight": (self.indexer.dim, self.hidden),
+                "index_norm.weight": (self.indexer.dim,),
+                "index_norm.bias": (self.indexer.dim,),
+                "index_weights.weight": (self.indexer.heads, self.hidden),
+            }
         return shapes
 
     @property
@@ -580,6 +593,7 @@ class ModelSpec:
             ("recurrent", Recurrent),
             ("query_growth", QueryGrowth),
             ("altup", AltUp),
+            ("indexer", Indexer),
         )
         for name, kind in kinds:
             if made[name] is not None:

@@ -32,6 +32,7 @@ from llmpq.kernels.formats.kv_block import (
 from llmpq.kernels.kv.step_view import Rows, StepView, look
 from llmpq.kernels.kv.storage import KVLayer
 from llmpq.sizes.kv_format import BLOCK_TOKENS
+from llmpq.sizes.workspace import CHOICE_ELEMENTS
 
 PIECE_ELEMENTS = 1 << 19
 """Elements of keys, or of values, that are dequantised or packed at a time."""
@@ -153,6 +154,18 @@ def _write_ring(layer: KVLayer, k_BQGD: Tensor, v_BQGD: Tensor, view: StepView) 
     layer.v_ring_SGRD[slot, :, place] = v_BQGD[request, token]
 
 
+@dataclass(frozen=True)
+class ChosenKeys:
+    """The queries of an indexer, which come as further heads of a layer's queries.
+
+    Their last `width` channels meet the keys' last; their first is the weight of the head.
+    """
+
+    heads: int
+    topk: int
+    width: int
+
+
 @dataclass(frozen=True, eq=False)
 class ScoreRule:
     """What a layer does to its scores beside scaling them; none of it with ALiBi."""
@@ -164,13 +177,15 @@ class ScoreRule:
     sinks_H: Tensor | None = None
     """A score per head that takes part in the softmax and brings no value (gpt-oss)."""
     chunked: bool = False
+    chosen: ChosenKeys | None = None
+    """Only the keys that an indexer chooses are attended to (DeepSeek-V3.2)."""
     """Windows begin at multiples of their size: the query at p sees the keys from there (Llama 4).
     """
 
     @property
     def is_explicit(self) -> bool:
         """Whether scores have to be there as numbers: torch's operator only adds a bias to them."""
-        return self.cap > 0 or self.sinks_H is not None
+        return self.cap > 0 or self.sinks_H is not None or self.chosen is not None
 
     @property
     def needs_mask(self) -> bool:
@@ -200,10 +215,40 @@ class ScoreRule:
     def of(self, heads: slice) -> ScoreRule:
         """Return the same of some query heads."""
         sinks = None if self.sinks_H is None else self.sinks_H[heads]
-        return ScoreRule(self.window, self.cap, sinks, self.chunked)
+        return ScoreRule(self.window, self.cap, sinks, self.chunked, self.chosen)
+
+    def heads_of(self, q_BQHD: Tensor) -> int:
+        """Return how many heads attention gives of queries."""
+        return q_BQHD.shape[-2] - (0 if self.chosen is None else self.chosen.heads)
 
 
 EVERYTHING = ScoreRule()
+
+
+def attend_chosen(
+    q_QHD: Tensor, k_TD: Tensor, seen_QT: Tensor, chosen: ChosenKeys, *, scale: float
+) -> Tensor:
+    """Return [Q, H, D] of a row's queries over keys that are values, those of an indexer chosen.
+
+    `q_QHD`: an indexer's heads are behind the others. `seen_QT`: the keys that may be chosen.
+    """
+    heads = q_QHD.shape[1] - chosen.heads
+    out = torch.empty((len(q_QHD), heads, q_QHD.shape[2]), dtype=q_QHD.dtype, device=q_QHD.device)
+    at_once = max(1, CHOICE_ELEMENTS // (len(k_TD) * max(heads, chosen.heads)))
+    keys_TI = k_TD[:, -chosen.width :].float()
+    for first in range(0, len(q_QHD), at_once):
+        part = slice(first, first + at_once)
+        own, index = q_QHD[part].split([heads, chosen.heads], dim=1)
+        scores_QHT = torch.matmul(index[..., -chosen.width :].float(), keys_TI.t()).relu_()
+        total_QT = torch.matmul(index[:, None, :, 0].float(), scores_QHT)[:, 0]
+        total_QT.masked_fill_(~seen_QT[part], float("-inf"))
+        best = total_QT.topk(min(chosen.topk, len(k_TD)), dim=-1).indices
+        unseen_QT = torch.ones_like(total_QT, dtype=torch.bool).scatter_(1, best, False)
+        unseen_QT |= ~seen_QT[part]
+        s_QHT = torch.matmul(own, k_TD.t()).float().mul_(scale)
+        s_QHT.masked_fill_(unseen_QT[:, None], float("-inf"))
+        out[part] = torch.matmul(s_QHT.softmax(dim=-1).to(k_TD.dtype), k_TD)
+    return out
 
 
 def append_and_attend(
@@ -230,7 +275,8 @@ def append_and_attend(
     _pack_completed(fmt, layer, table_SN, k_BQGD, v_BQGD, view)
     batch, kv_heads = k_BQGD.shape[0], k_BQGD.shape[2]
     rep = q_BQHD.shape[2] // kv_heads
-    out = torch.empty(q_BQHD.shape, dtype=q_BQHD.dtype, device=q_BQHD.device)
+    shape = (*q_BQHD.shape[:2], rule.heads_of(q_BQHD), q_BQHD.shape[3])
+    out = torch.empty(shape, dtype=q_BQHD.dtype, device=q_BQHD.device)
     at_once = max(1, PIECE_ELEMENTS // (view.num_keys * fmt.channels))
     num_rows, num_heads = max(1, at_once // kv_heads), min(at_once, kv_heads)
     for row in range(0, batch, num_rows):
@@ -308,6 +354,12 @@ def _attention(
         start_B11 = view.rows.start_B[rows, None, None]
         position_BQ1 = start_B11 + torch.arange(q_len, device=start_B11.device)[:, None]
         seen = seen & (view.distance_BQT[rows] > -rule.away(position_BQ1))
+    if rule.chosen is not None:
+        found = [
+            attend_chosen(q, k[0], own, rule.chosen, scale=scale)
+            for q, k, own in zip(q_BQHD, k_BGTD, seen, strict=True)
+        ]
+        return torch.stack(found)
     mask = seen[:, None, None]
     if alibi_slopes_H is not None:
         slopes = alibi_slopes_H.to(q_BQHD.dtype).reshape(kv_heads, -1, 1, 1)

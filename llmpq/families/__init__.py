@@ -69,6 +69,8 @@ FAMILIES: dict[str, Family] = {
         gpt_oss.FAMILY,
         glm4_moe.FAMILY,
         deepseek.FAMILY,
+        deepseek.SPARSE,
+        deepseek.GLM,
         gemma.FIRST,
         gemma3n.FAMILY,
         gemma4.FAMILY,

@@ -1,4 +1,4 @@
-"""DeepSeek-V2 and V3 (and R1), Kimi K2: latent attention, and a mixture behind the first layers.
+"""DeepSeek-V2, V3 (R1) and V3.2, Kimi K2, GLM-5: latents, and a mixture behind the first layers.
 
     attention: runtime/models/latent_attention.py; the turned channels are stored in pairs
     V2   w = the k largest of softmax(router(x)), of the groups with the best expert; times a scale
@@ -6,6 +6,7 @@
          chosen, made to sum to one, times a scale
     y = sum of w_e expert_e(x) + shared(x)
 
+V3.2 and GLM-5 attend to the tokens that an indexer chooses (runtime/models/latent_attention.py).
 The layer behind the last one predicts a further token (MTP); it drafts, where it is asked to.
 """
 
@@ -19,9 +20,9 @@ from llmpq.families.common.config_values import Config, expect, number, size
 from llmpq.families.common.mixture_config import counts, expert_names, first_layers, groups
 from llmpq.families.common.rope import yarn_score_factor
 from llmpq.families.common.rotary_families import pairs_to_halves, rotary_fields
-from llmpq.families.common.spec_values import Latent, Router
+from llmpq.families.common.spec_values import Indexer, Latent, Router
 from llmpq.families.glm4_moe import mixture
-from llmpq.families.record import LAYER_MTP, Arrange, linear_names
+from llmpq.families.record import LAYER_MTP, Arrange, linear_names, norm_names
 
 
 def fields(config: Config, dense: tuple[int, ...] | None = None) -> dict[str, Any]:
@@ -144,6 +145,113 @@ FAMILY = replace(
             "q.weight": Arrange(rows=_query_halves),
             "q_b.weight": Arrange(rows=_query_halves),
             "kv_a.weight": Arrange(rows=_key_halves),
+        },
+    ),
+)
+
+
+SPARSE_ATTENTION = ("indexed_attention", "deepseek_sparse_attention")
+"""What Transformers and published files call it in `layer_types`."""
+INDEX_NORM = norm_names(("index_norm", f"{_SELF}.indexer.k_norm"))
+
+
+def sparse_fields(config: Config) -> dict[str, Any]:
+    """Return the fields of a model with an indexer on every layer."""
+    base = latent_fields(config)
+    if not base["latent"].q_rank:
+        raise ValueError(
+            "config.json: 'q_lora_rank' is missing, whose small vector an indexer reads; correct "
+            "it or download config.json again"
+        )
+    kinds = config.get("layer_types")
+    if kinds is not None and set(kinds) - {*SPARSE_ATTENTION}:
+        raise ValueError(
+            f"config.json: layer_types has others than '{SPARSE_ATTENTION[0]}', which llmpq does "
+            "not run; expected it of every layer"
+        )
+    _require_own_indexers(config)
+    indexer = Indexer(
+        heads=size(config, "index_n_heads"),
+        dim=size(config, "index_head_dim"),
+        topk=size(config, "index_topk"),
+    )
+    return {
+        **base,
+        **_v3(config, base["ffn"]),
+        **_listed_mixtures(config, base["ffn"]),
+        "indexer": indexer,
+        "head_dim": base["head_dim"] + indexer.dim,
+    }
+
+
+def _require_own_indexers(config: Config) -> None:
+    """Refuse layers that attend to what another layer's indexer chose (GLM-5.2)."""
+    for key in ("index_skip_topk_offset", "index_topk_pattern", "index_share_for_mtp_iteration"):
+        config.get(key)  # what `indexer_types` comes of
+    types, every = config.get("indexer_types"), config.get("index_topk_freq")
+    if (types is not None and set(types) != {"full"}) or (types is None and every not in (None, 1)):
+        raise ValueError(
+            "config.json: indexer_types has layers that attend to what another layer's indexer "
+            "chose, which llmpq does not run; expected 'full' of every layer"
+        )
+
+
+def _listed_mixtures(config: Config, ffn: int) -> dict[str, Any]:
+    """Return which layers have one MLP, where the config lists them."""
+    kinds = config.get("mlp_layer_types")
+    if kinds is None:
+        return {}
+    count = size(config, "num_hidden_layers")
+    if not isinstance(kinds, list) or len(kinds) != count or set(kinds) - {"dense", "sparse"}:
+        raise ValueError(
+            f"config.json: 'mlp_layer_types' must say dense or sparse of each of {count} layers; "
+            "correct it or download config.json again"
+        )
+    dense = tuple(i for i, kind in enumerate(kinds) if kind == "dense")
+    return {"dense_layers": dense, "dense_ffn": ffn if dense else 0}
+
+
+def glm_fields(config: Config) -> dict[str, Any]:
+    """Return the fields of GLM-5, whose indexer turns pairs of channels."""
+    expect(config, "indexer_rope_interleave", True, default=True)
+    return sparse_fields(config)
+
+
+def _index_halves(rows: Any, spec: Any) -> Any:
+    """Return an indexer's rows whose turned channels, the first of each head, are halves."""
+    heads = rows.shape[0] // spec.indexer.dim
+    return pairs_to_halves(rows, heads, spec.indexer.dim, spec.latent.rope_dim)
+
+
+_INDEX = {
+    **linear_names(("index_q", (f"{_SELF}.indexer.wq_b",))),
+    **INDEX_NORM,
+    "index_k.weight": (f"{_SELF}.indexer.wk.weight",),
+    "index_weights.weight": (f"{_SELF}.indexer.weights_proj.weight",),
+}
+SPARSE = replace(
+    FAMILY,
+    name="deepseek_v32",
+    model_types=("deepseek_v32",),
+    fields=sparse_fields,
+    names=replace(
+        FAMILY.names,
+        layer={**FAMILY.names.layer, **_INDEX},
+        dense={**FAMILY.names.dense, **_INDEX},
+        mtp=None,
+    ),
+)
+_TURNED = ("index_q.weight", "index_k.weight", *INDEX_NORM)
+GLM = replace(
+    SPARSE,
+    name="glm_moe_dsa",
+    model_types=("glm_moe_dsa",),
+    fields=glm_fields,
+    names=replace(
+        SPARSE.names,
+        arrange={
+            **SPARSE.names.arrange,
+            **{part: Arrange(rows=_index_halves) for part in _TURNED},
         },
     ),
 )

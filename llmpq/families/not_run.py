@@ -39,7 +39,6 @@ FEATURE_OF = {
     "kimi_linear": RECURRENT,
     "qwen3_vl_moe": "experts of a layer stored as one tensor, without biases",
     "phimoe": "a router that masks its second choice (sparse mixer)",
-    "deepseek_v32": "sparse attention over chosen tokens",
     "t5": _ENCODER,
     "bart": _ENCODER,
     "bert": _ENCODER,

@@ -38,6 +38,8 @@ KV_PIECE_ELEMENTS = 1 << 19
 CHUNK_ELEMENTS = 1 << 20
 """Elements of keys that a chunk of a prompt gathers from a pool of blocks together, or of its
 scores as numbers, on a CPU (runtime/cache/cpu_paged_kv.py)."""
+CHOICE_ELEMENTS = 1 << 22
+"""Scores of an indexer's queries, or of those over what it chose, that are numbers at a time."""
 LEAST_KEYS = 128
 """Keys that a chunk's queries attend to together, at least."""
 QUERIES_AT_ONCE = 64
@@ -181,6 +183,11 @@ def _layer_moments(spec: ModelSpec, shape: _Shape, *, quantized: bool) -> Iterat
             yield once + unit * (2 * h + qkv + rotated) + _packing_bytes(spec, own)
             if not shape.fresh:
                 yield once + attending + _dequantised_bytes(spec, own)
+    if spec.indexer is not None and shape.keys > spec.indexer.topk:
+        # Queries of the indexer beside the others, a row's keys, and the scores of a piece.
+        wide = q + spec.indexer.heads * spec.head_dim
+        keys = shape.keys * (spec.head_dim * shape.element_bytes + 4 * spec.indexer.dim)
+        yield once + unit * (2 * h + 2 * wide + q) + keys + 16 * CHOICE_ELEMENTS
     yield once + unit * (2 * h + q + 2 * gate) + linear(h, q)
     if spec.recurrent is not None:
         form = spec.recurrent

@@ -108,7 +108,8 @@ class CpuPackedKV(PagedKV):
         assert isinstance(step, RaggedStep)
         if step is not self._step:
             self._step, self._parts = step, self._planned(step)
-        out = torch.zeros(q_BQHD.shape, dtype=q_BQHD.dtype, device=q_BQHD.device)
+        shape = (*q_BQHD.shape[:2], rule.heads_of(q_BQHD), q_BQHD.shape[3])
+        out = torch.zeros(shape, dtype=q_BQHD.dtype, device=q_BQHD.device)
         for spans, plan in self._parts:
             places = torch.tensor([range(s.first, s.first + s.count) for s in spans])
             q, k, v = (x[0, places] for x in (q_BQHD, k_BQGD, v_BQGD))

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from llmpq.kernels.cpu.block_attention import BlockRows, attend_blocks, native_takes
 from llmpq.kernels.cpu.native_layer import PoolPlace, PoolPlaces
-from llmpq.kernels.kv.reference import EVERYTHING, ScoreRule
+from llmpq.kernels.kv.reference import EVERYTHING, ScoreRule, attend_chosen
 from llmpq.model_spec import ModelSpec
 from llmpq.runtime.cache.block_storage import BlockStorage
 from llmpq.runtime.cache.kv_cache import PagedKV
@@ -141,6 +141,8 @@ class CpuPagedKV(PagedKV):
         places_T = step.once(f"places {pool.window}", lambda: pool.places(step))
         for stored, news in ((k_pool, k_BQGD), (v_pool, v_BQGD))[: 1 if pool.v is pool.k else 2]:
             stored.index_copy_(0, places_T, news[0, : len(places_T)])
+        if rule.chosen is not None:
+            return self._chosen(q_BQHD, pool, k_pool, step, scale, rule)
         decode = partial(
             self._decode,
             pool=pool,
@@ -176,6 +178,27 @@ class CpuPagedKV(PagedKV):
                     alibi_slopes_H=alibi_slopes_H,
                     rule=rule,
                 )
+        return out
+
+    @staticmethod
+    def _chosen(
+        q_BQHD: Tensor,
+        pool: BlockStorage,
+        k_pool: Tensor,
+        step: RaggedStep,
+        scale: float,
+        rule: ScoreRule,
+    ) -> Tensor:
+        """Return [1, T, H, D] over the keys that an indexer chooses, row by row."""
+        assert rule.chosen is not None
+        shape = (*q_BQHD.shape[:2], rule.heads_of(q_BQHD), q_BQHD.shape[3])
+        out = torch.zeros(shape, dtype=q_BQHD.dtype, device=q_BQHD.device)
+        for span in step.spans:
+            part = slice(span.first, span.first + span.count)
+            k_ND = k_pool[step.once(f"context {span.slot} 0", partial(pool.in_sight, span))][:, 0]
+            seen_QN = torch.arange(len(k_ND)) <= torch.arange(span.start, span.end)[:, None]
+            given = (q_BQHD[0, part], k_ND, seen_QN, rule.chosen)
+            out[0, part] = attend_chosen(*given, scale=scale)
         return out
 
     @staticmethod

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from llmpq.families.common.spec_values import QueryGrowth
-from llmpq.kernels.kv.reference import EVERYTHING, ScoreRule
+from llmpq.kernels.kv.reference import EVERYTHING, ScoreRule, attend_chosen
 from llmpq.runtime.step import Step
 
 NEG_INF = float("-inf")
@@ -35,6 +35,8 @@ def attend_fresh(
 
     Rows are padded on the right, so no valid query sees padding.
     """
+    if rule.chosen is not None:
+        return _chosen(q_BQHD, [k_QGD[:, 0] for k_QGD in k_BQGD], step, scale, rule)
     if rule.is_explicit:
         k, v = k_BQGD.transpose(1, 2), v_BQGD.transpose(1, 2)
         return _explicit(q_BQHD, [(k, v)], step, scale, rule)
@@ -75,6 +77,9 @@ def attend_cached(
     and never expanded (bf16, CPU, R = 2: 7x faster than `enable_gqa` at Q = 1). Slots are read in
     place, one run of consecutive ones at a time: gathering them would copy the cache every step.
     """
+    if rule.chosen is not None:
+        rows = [k_SGTD[slot, 0] for slot in step.slots_B.tolist()]
+        return _chosen(q_BQHD, rows, step, scale, rule)
     if rule.is_explicit:
         pieces = [
             (
@@ -110,6 +115,20 @@ def attend_cached(
     o = parts[0] if len(parts) == 1 else torch.cat(parts)
     o_BGRQD = o.view(batch, groups, rep, q_len, dim)
     return o_BGRQD.permute(0, 3, 1, 2, 4).reshape(batch, q_len, heads, dim)
+
+
+def _chosen(
+    q_BQHD: Tensor, keys: Sequence[Tensor], step: Step, scale: float, rule: ScoreRule
+) -> Tensor:
+    """Return o [B, Q, H, D] over the keys [T, D] of every row that an indexer chooses."""
+    assert rule.chosen is not None
+    found = []
+    positions_BQ = step.positions_BQ.expand(step.batch, -1)
+    for q_QHD, k_TD, positions_Q in zip(q_BQHD, keys, positions_BQ, strict=True):
+        k_TD = k_TD[: step.max_end]
+        seen_QT = torch.arange(len(k_TD), device=k_TD.device) <= positions_Q[:, None]
+        found.append(attend_chosen(q_QHD, k_TD, seen_QT, rule.chosen, scale=scale))
+    return torch.stack(found)
 
 
 def _explicit(

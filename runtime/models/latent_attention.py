@@ -13,9 +13,14 @@ Legend: B rows, Q new tokens, h hidden, H query heads, L kv_rank, P rope_dim, N 
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
+from llmpq.families.common.spec_values import Indexer
+from llmpq.kernels.kv.reference import ChosenKeys, ScoreRule
 from llmpq.model_spec import ModelSpec
 from llmpq.runtime.cache.kv_cache import KVCache
 from llmpq.runtime.models.attention import query_factors
@@ -23,6 +28,32 @@ from llmpq.runtime.models.linear import Linear
 from llmpq.runtime.models.norms import Norm
 from llmpq.runtime.models.rotary import Rotary
 from llmpq.runtime.step import Step
+
+
+class Index(nn.Module):
+    """Queries, keys and head weights by which the tokens are chosen (DeepSeek-V3.2)."""
+
+    def __init__(
+        self, form: Indexer, q: Linear, key_Ih: Tensor, norm: Norm, weights_Hh: Tensor
+    ) -> None:
+        """I channels of a key; `q` meets the queries' small vector."""
+        super().__init__()
+        self.form, self.q, self.key_Ih, self.norm = form, q, key_Ih, norm
+        self.weights_Hh = weights_Hh
+
+    def queries(self, small_BQR: Tensor) -> Tensor:
+        """Return [B, Q, heads, I], over the root of I, not yet turned."""
+        made = self.q(small_BQR).unflatten(-1, (self.form.heads, self.form.dim))
+        return made * self.form.dim**-0.5
+
+    def keys(self, x_BQh: Tensor) -> Tensor:
+        """Return [B, Q, 1, I], not yet turned."""
+        normed: Tensor = self.norm(functional.linear(x_BQh, self.key_Ih))
+        return normed[:, :, None]
+
+    def weights(self, x_BQh: Tensor) -> Tensor:
+        """Return the weights of heads [B, Q, heads]."""
+        return functional.linear(x_BQh, self.weights_Hh) * self.form.heads**-0.5
 
 
 class LatentAttention(nn.Module):
@@ -37,8 +68,12 @@ class LatentAttention(nn.Module):
         kv_b: Tensor,
         o: Linear,
         rotary: Rotary,
+        index: Index | None = None,
     ) -> None:
-        """`queries`: one matrix, or the small vector's matrix, its norm and the second matrix."""
+        """`queries`: one matrix, or the small vector's matrix, its norm and the second matrix.
+
+        `index`: what chooses the tokens that are attended to.
+        """
         super().__init__()
         assert spec.latent is not None and spec.score_factor is not None
         self.growth = spec.query_growth
@@ -49,14 +84,32 @@ class LatentAttention(nn.Module):
         else:
             self.q_a, self.q_norm, self.q_b = queries
         self.kv_a, self.kv_norm, self.kv_b, self.o = kv_a, kv_norm, kv_b, o
-        self.rotary = rotary
+        self.rotary, self.index = rotary, index
 
     def forward(self, x_BQh: Tensor, layer: int, step: Step, kv: KVCache) -> Tensor:
         """Return o(attention) [B, Q, h] of cache layer `layer`."""
+        if self.index is not None:
+            return self._indexed(self.index, x_BQh, layer, step, kv)
         q_BQHD, cached_BQ1D = self.queries(x_BQh, step), self.cached(x_BQh, step)
         del x_BQh
         out = kv.attend(layer, q_BQHD, cached_BQ1D, cached_BQ1D, step, scale=self.scale)
         del q_BQHD, cached_BQ1D
+        return self.o(self.values(out[..., : self.latent.kv_rank]))
+
+    def _indexed(self, index: Index, x_BQh: Tensor, layer: int, step: Step, kv: KVCache) -> Tensor:
+        """Return o(attention) over the tokens that the indexer chooses, all while they are few."""
+        form, width = index.form, self.latent.kv_rank + self.latent.rope_dim
+        q = functional.pad(self.queries(x_BQh, step), (0, form.dim))
+        key_BQ1I = self.rotary.rotate(index.keys(x_BQh), step)
+        cached = torch.cat((self.cached(x_BQh, step), key_BQ1I), dim=-1)
+        options: dict[str, Any] = {}
+        if step.max_end > form.topk:
+            made = self.rotary.rotate(index.queries(self.q_norm(self.q_a(x_BQh))), step)
+            own = functional.pad(made, (width, 0))
+            own[..., 0] = index.weights(x_BQh)
+            q = torch.cat((q, own), dim=2)
+            options["rule"] = ScoreRule(chosen=ChosenKeys(form.heads, form.topk, form.dim))
+        out = kv.attend(layer, q, cached, cached, step, scale=self.scale, **options)
         return self.o(self.values(out[..., : self.latent.kv_rank]))
 
     def queries(self, x_BQh: Tensor, step: Step) -> Tensor:

@@ -21,7 +21,7 @@ from llmpq.model_spec import ModelSpec
 from llmpq.runtime.cache.kv_cache import KVCache
 from llmpq.runtime.models.attention import query_factors
 from llmpq.runtime.models.experts import Routing, SparseMLP
-from llmpq.runtime.models.latent_attention import LatentAttention
+from llmpq.runtime.models.latent_attention import Index, LatentAttention
 from llmpq.runtime.models.linear import Linear
 from llmpq.runtime.models.mlps import MLP, GatedMLP, GatedSharedMLP, GateFunction, Xielu
 from llmpq.runtime.models.norms import Norm
@@ -497,7 +497,7 @@ class HeldBytes:
 def held_weights(part: nn.Module) -> list[HeldBytes]:
     """Return what a part itself holds, the parts inside it left out."""
     holders = (Norm, Linear, Embedding, Routing, GatedSharedMLP, Xielu, Attention, LatentAttention)
-    known = isinstance(part, (*holders, RecurrentMixer, PerLayerInputs, LayerTail))
+    known = isinstance(part, (*holders, RecurrentMixer, PerLayerInputs, LayerTail, Index))
     if not known and not hasattr(part, "holds_weights"):
         return []
     if isinstance(part, Attention):

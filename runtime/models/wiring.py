@@ -13,7 +13,7 @@ from llmpq.kernels.kv.reference import ScoreRule
 from llmpq.model_spec import SHARED, ModelSpec
 from llmpq.runtime.models.attention import alibi_slopes
 from llmpq.runtime.models.experts import MixtureBeside, Routing, SparseMLP
-from llmpq.runtime.models.latent_attention import LatentAttention
+from llmpq.runtime.models.latent_attention import Index, LatentAttention
 from llmpq.runtime.models.layer_tensors import LayerTensors
 from llmpq.runtime.models.layers import (
     Attention,
@@ -39,6 +39,9 @@ from llmpq.runtime.models.norms import NoNorm, Norm
 from llmpq.runtime.models.recurrent import RecurrentMixer
 from llmpq.runtime.models.rotary import Rotary
 from llmpq.runtime.models.streams import Mixing, StreamLayer, Streams
+
+INDEX_NORM_EPS = 1e-6
+"""What the norm of an indexer's keys adds, whatever the model's norms do."""
 
 
 class Wiring:
@@ -244,7 +247,17 @@ class Wiring:
             parts.tensor("kv_b.weight"),
             parts.linear("o"),
             self._rotary,
+            self._index(parts),
         )
+
+    def _index(self, parts: LayerTensors) -> Index | None:
+        form = self._spec.indexer
+        if form is None:
+            return None
+        weight, bias = (parts.tensor(f"index_norm.{kind}") for kind in ("weight", "bias"))
+        norm = Norm(weight, bias, INDEX_NORM_EPS)
+        key, weights = (parts.tensor(f"index_{name}.weight") for name in ("k", "weights"))
+        return Index(form, parts.linear("index_q"), key, norm, weights)
 
 
 def _rotaries(spec: ModelSpec, device: torch.device) -> tuple[Rotary | None, Rotary | None]:

@@ -136,6 +136,15 @@ GEMMA4: dict[str, Any] = {
     "final_logit_softcapping": 3.0,
     "pad_token_id": 0,
 }
+SPARSE: dict[str, Any] = {
+    **MIXTURE,
+    **LATENT,
+    "n_shared_experts": 1,
+    "q_lora_rank": 20,
+    "index_n_heads": 16,
+    "index_head_dim": 16,
+    "index_topk": 8,
+}
 GEMMA3N: dict[str, Any] = {
     "head_dim": 16,
     "intermediate_size": [48, 80, 64, 80],
@@ -193,6 +202,9 @@ SHARED: dict[str, Any] = {
 }
 RECURRENT = (
     *(
+        "deepseek_v32",
+        "glm_moe_dsa",
+        "gemma3n",
         "gemma4",
         "llama4",
         "ministral3",
@@ -445,6 +457,11 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
             "shared_intermediate_size": 80,
             "position_embedding_type": "rope",
         },
+    ),
+    "deepseek_v32": ("DeepseekV32", {**SPARSE, "rope_parameters": YARN}),
+    "glm_moe_dsa": (
+        "GlmMoeDsa",
+        {**SPARSE, "index_head_dim": 24, "n_group": 1, "topk_group": 1, "index_topk": 3},
     ),
     "gemma3n": ("Gemma3nText", GEMMA3N),
     "gemma3n with shared caches of both kinds": (

@@ -189,7 +189,7 @@ class QuantizedKVCache:
         if self.gathers and q_BQHD.shape[1] <= MAX_Q_LEN:
             self.append(plan, layer, k_BQGD, v_BQGD)
             return self._gather(plan, layer, q_BQHD, scale, alibi_slopes_H, rule)
-        single = q_BQHD.shape[1] == 1 and not rule.chunked
+        single = q_BQHD.shape[1] == 1 and not rule.chunked and rule.chosen is None
         if single and native_attend.native_takes(self.fmt, layer_tensors, q_BQHD):
             self.append(plan, layer, k_BQGD, v_BQGD)
             return native_attend.attend_packed(

@@ -83,6 +83,19 @@ class Router:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Indexer:
+    """Chooses the tokens that a query attends to (DeepSeek-V3.2), beside latent attention.
+
+    A token caches a key of `dim` channels behind its latent. The score of a key is the sum over
+    heads of weight times relu(query . key / sqrt(dim)); the `topk` best are attended to.
+    """
+
+    heads: int
+    dim: int
+    topk: int
+
+
+@dataclass(frozen=True, kw_only=True)
 class AltUp:
     """Alternating updates: several streams of a token, of which a layer works on one."""
 

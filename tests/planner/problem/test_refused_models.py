@@ -360,6 +360,8 @@ def test_a_spec_survives_a_round_trip(name: str) -> None:
         ("glm-4.5-air", 106.9),
         ("phi-4", 14.7),
         ("gemma-3-27b", 27.0),
+        ("deepseek-v3.2", 671.9),
+        ("glm-5", 743.9),
         ("gemma-3n-e2b", 4.4),
         ("gemma-3n-e4b", 6.8),
         ("gemma-4-e2b", 4.6),
