@@ -177,8 +177,7 @@ def sparse_fields(config: Config) -> dict[str, Any]:
     )
     return {
         **base,
-        **_v3(config, base["ffn"]),
-        **_listed_mixtures(config, base["ffn"]),
+        **_v3(config, base["ffn"], _listed_dense(config)),
         "indexer": indexer,
         "head_dim": base["head_dim"] + indexer.dim,
     }
@@ -196,19 +195,19 @@ def _require_own_indexers(config: Config) -> None:
         )
 
 
-def _listed_mixtures(config: Config, ffn: int) -> dict[str, Any]:
-    """Return which layers have one MLP, where the config lists them."""
+def _listed_dense(config: Config) -> tuple[int, ...] | None:
+    """Return the layers with one MLP where the config lists them, else None."""
     kinds = config.get("mlp_layer_types")
+    config.get("first_k_dense_replace")  # what they come of
     if kinds is None:
-        return {}
+        return None
     count = size(config, "num_hidden_layers")
     if not isinstance(kinds, list) or len(kinds) != count or set(kinds) - {"dense", "sparse"}:
         raise ValueError(
             f"config.json: 'mlp_layer_types' must say dense or sparse of each of {count} layers; "
             "correct it or download config.json again"
         )
-    dense = tuple(i for i, kind in enumerate(kinds) if kind == "dense")
-    return {"dense_layers": dense, "dense_ffn": ffn if dense else 0}
+    return tuple(i for i, kind in enumerate(kinds) if kind == "dense")
 
 
 def glm_fields(config: Config) -> dict[str, Any]:
