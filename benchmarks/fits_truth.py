@@ -33,6 +33,7 @@ from llmpq.plan import Plan
 from llmpq.planner.cli.fit_report import FitAnswer, fit_answer
 from llmpq.planner.make import make_plan
 from llmpq.planner.problem.requests import FitsRequest
+from llmpq.precision import KVPrecision
 
 MODELS_OF_A_KIND = 3
 GEN = 8
@@ -178,9 +179,10 @@ def _ran(kind: str, folder: str, drawn: Drawn, plan: Plan) -> Found:
     rng = random.Random(1)
     prompts = [[rng.randrange(2, 190) for _ in range(prompt_len)] for _ in range(drawn.batch)]
     greedy = SamplingParams(max_tokens=GEN, temperature=0, ignore_eos=True)
-    # With it, packed blocks have 16-bit tokens behind them where a device has room for more.
+    # Packed blocks would have 16-bit tokens behind them where a device has room for more.
+    caching = plan.workload.kv is KVPrecision.KV16
     how: dict[str, Any] = {"load_format": "dummy", "backend": "threads"}
-    with LLM(folder, plan=plan, enable_prefix_caching=False, **how) as llm:
+    with LLM(folder, plan=plan, enable_prefix_caching=caching, **how) as llm:
         answers = llm.generate(prompts, greedy)
         loads = list(llm.load_reports)
     errors = []

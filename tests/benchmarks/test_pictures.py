@@ -1,0 +1,42 @@
+"""Pictures of README and docs are those of the committed plan and rows."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+import xml.etree.ElementTree as ElementTree
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+pytestmark = pytest.mark.pure
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture
+def pictures(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))  # as for a script: its folder comes first
+    yield importlib.import_module("pictures")
+    sys.modules.pop("pictures", None)
+
+
+def test_every_picture_is_what_its_plan_and_rows_draw(
+    pictures: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["pictures.py", "--check"])
+    assert pictures.main() == 0, "run: python benchmarks/pictures.py"
+    shown = "".join(p.read_text() for p in (ROOT / "README.md", *(ROOT / "docs").rglob("*.md")))
+    for name in pictures.PICTURES:
+        assert f"{name})" in shown, f"no page shows {name}"
+
+
+def test_bars_are_as_long_as_their_rates(pictures: ModuleType) -> None:
+    drawn = ElementTree.fromstring(pictures.speed_svg())
+    bars = [float(r.get("width")) for r in drawn.iter() if r.get("height") == "15"]
+    assert len(bars) == 2 * len(pictures.LINES) and max(bars) == pictures.BAR
+    for line, ours, theirs in zip(pictures.LINES, bars[::2], bars[1::2], strict=True):
+        ratio = float(line.cells()[4].removesuffix("x"))
+        assert ours / theirs == pytest.approx(ratio, abs=0.01)
