@@ -12,10 +12,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Self
+from typing import Annotated, Any, Self
 
 import yaml
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from llmpq.devices.device_spec import (
     DeviceSpec,
@@ -39,7 +39,7 @@ class Emulate(FileForm):
 class DeviceGroup(FileForm):
     """`count` equal devices of one node."""
 
-    kind: str
+    kind: Annotated[str, BeforeValidator(lambda kind: str(kind) if type(kind) is int else kind)]
     """A card that `llmpq-algo devices --known` lists, `CPU`, or any name beside `spec`."""
     count: int = Field(default=1, gt=0, le=1000)
     memory: Size | None = None

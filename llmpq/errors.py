@@ -92,8 +92,22 @@ class RequestFailedError(RuntimeError):
 def nearest(name: str, options: Iterable[str]) -> str:
     """Return `did you mean 'x'? ` for the option closest to `name`, or an empty string."""
     by_lower = {option.lower(): option for option in options}
-    close = difflib.get_close_matches(name.lower(), by_lower, n=1, cutoff=0.5)
-    return f"did you mean '{by_lower[close[0]]}'? " if close else ""
+    found = _most_alike(name.lower(), list(by_lower))
+    return f"did you mean '{by_lower[found[0]]}'? " if found else ""
+
+
+def _most_alike(name: str, options: list[str]) -> list[str]:
+    """Return the options like a name, the closest first: those that share the most words, two at
+    least (`qwen3-30b-a3b` of `qwen3-coder-30b`), or by their letters."""
+    words = {option: len(_words(name) & _words(option)) for option in options}
+    most = max(words.values(), default=0)
+    if most >= 2:
+        options = [option for option in options if words[option] == most]
+    return difflib.get_close_matches(name, options, n=3, cutoff=0.2 if most >= 2 else 0.5)
+
+
+def _words(name: str) -> set[str]:
+    return {word for word in name.split("-") if word}
 
 
 def shortened(text: str, most: int = 80) -> str:

@@ -606,7 +606,10 @@ class ModelSpec:
         full = f"{name}-{size}" if size else name
         known, found = builtin_configs(), builtin_name(full)
         if found is None:
-            see = "; all: llmpq-algo models"
+            see = (
+                "; all: llmpq-algo models; others by a directory with their config.json, or by "
+                "their name on Hugging Face's hub, such as Qwen/Qwen3-32B"
+            )
             raise unknown_name("model", full.lower().rsplit("/", 1)[-1], known, see)
         return cls.from_config(known[found], name=found)
 

@@ -6,11 +6,12 @@ K = in_features, N = out_features of a linear layer.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 
-from llmpq.errors import unknown_name
+from llmpq.errors import shortened, unknown_name
 
 K_PADDING = 128
 """Packed weights pad K up to a multiple of this, whatever the group size (weight_layout.py)."""
@@ -90,7 +91,13 @@ class KVPrecision(Enum):
         try:
             return cls(name)
         except ValueError:
-            raise unknown_name("KV cache dtype", text, [p.value for p in cls]) from None
+            known = sorted((one.bits for one in cls), reverse=True)
+            said = [bits for bits in known if str(bits) in re.findall(r"\d+", name)[:1]]
+            hint = f"did you mean {said[0]}? " if said else ""
+            raise ValueError(
+                f"unknown KV cache dtype '{shortened(text)}': {hint}known bits: "
+                f"{', '.join(map(str, known))}"
+            ) from None
 
     @property
     def bits(self) -> int:

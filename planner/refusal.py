@@ -256,7 +256,7 @@ def _shortfall(p: Problem, problems: Sequence[Problem]) -> _Shortfall:
     if not forms:
         return _Shortfall(form="with every layer as it is stored", room=_room(problems[-1], None))
     _, _, q, b = min(forms, key=lambda form: form[:2])
-    even = "even " if len(forms) > 1 else ""
+    even = "even " if len({(q.kv, b) for _, _, q, b in forms}) > 1 else ""
     form = f"{even}at {q.choices[b].value} and {q.kv.value}"
     return _Shortfall(form=form, room=_room(q, b))
 

@@ -72,7 +72,7 @@ def test_demo_leaves_its_files_and_readable_text(demo: tuple[Path, str]) -> None
     assert [r["custom_id"] for r in rows] == [p["custom_id"] for p in prompts]
     texts = [row["response"]["body"]["choices"][0]["text"] for row in rows]
     assert all(readable(text) for text in texts)
-    assert "predicted / measured" in printed and "out/demo" in printed
+    assert "predicted for their tokens / measured" in printed and "out/demo" in printed
 
 
 def test_the_five_lines_of_python_print_what_is_said(

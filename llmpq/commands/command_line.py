@@ -59,13 +59,16 @@ class Only:
 
 
 def token_count(text: str) -> int:
-    """Read a number of tokens: `512`, `32k` (32 x 1,024), `1.5k`."""
-    found = re.fullmatch(r"([+-]?\d+)|(\d+(?:\.\d+)?)[kK]", text.strip().replace(",", ""))
+    """Read a number of tokens: `512`, `32k` (32 x 1,024), `1.5k`, `1M` (1,024 x 1,024)."""
+    found = re.fullmatch(r"([+-]?\d+)|(\d+(?:\.\d+)?)([kKmM])", text.strip().replace(",", ""))
     if found is None or len(text) > 30:
         raise argparse.ArgumentTypeError(
-            f"expected a number of tokens such as 512 or 32k, got '{text[:40]}'"
+            f"expected a number of tokens such as 512, 32k or 1M, got '{text[:40]}'"
         )
-    return int(found[1]) if found[1] else round(float(found[2]) * 1024)
+    return int(found[1]) if found[1] else round(float(found[2]) * _TOKENS[found[3].lower()])
+
+
+_TOKENS = {"k": 1 << 10, "m": 1 << 20}
 
 
 @dataclass(frozen=True)
@@ -356,7 +359,7 @@ def refuse_without_effect(given: Mapping[str, bool], otherwise: str, remedy: str
     """
     idle = [flag for flag, was in given.items() if was]
     if idle:
-        verb, them = ("has", "it") if len(idle) == 1 else ("have", "them")
+        verb, them = ("has", idle[0]) if len(idle) == 1 else ("have", "them")
         raise ValueError(
             f"{', '.join(idle)} {verb} no effect {otherwise}: {remedy}, or leave {them} out"
         )

@@ -5,15 +5,18 @@ Standard library only, so that `--help` is instant. The paper's spellings are ac
 
 from __future__ import annotations
 
-from argparse import Namespace
+from argparse import ArgumentTypeError, Namespace
 from collections.abc import Sequence
 
 from llmpq.commands.command_line import CommandParser, Only, Section, token_count
+from llmpq.errors import nearest
 from llmpq.gpu_memory import GPU_SHARE_HELP
 from llmpq.planner.limits import MAX_BATCH
 from llmpq.planner.problem.requests import DTYPES, METHODS, PREFERENCES, PlanRequest
 
 EXPORTS = ("vllm", "sglang", "llamacpp", "accelerate", "compressed-tensors", "gptqmodel", "svg")
+READ_GGUF = ("ollama", "lm-studio", "lmstudio", "koboldcpp", "gguf", "jan")
+"""Programs that have no command of their own to write, and run what is made for llama.cpp."""
 DEFAULT_POINTS = 25
 """Points of a front, unless `--pareto-points` says."""
 COMMANDS = ("plan", "fits", "check", "export", "devices", "models")
@@ -114,7 +117,8 @@ def _what_to_plan(section: Section) -> None:
             help=f"{what} ({default})",
         )
     context = "prompt and answer together, such as 32k (k: 1,024); --gen-len of it is answer"
-    section.flag("--context", type=token_count, metavar="N", help=context)
+    other = ("--ctx-size", "--max-model-len")
+    section.flag("--context", also=other, type=token_count, metavar="N", help=context)
     section.flag(
         "--costs",
         daily=True,
@@ -315,7 +319,8 @@ def _what_to_fit(section: Section) -> None:
     batch = f"requests at once, at most {MAX_BATCH:,} (1)"
     section.flag("--batch", daily=True, type=int, default=1, metavar="N", help=batch)
     context = "tokens of each, prompt and answer, such as 32k (8k, or the model's longest)"
-    section.flag("--context", daily=True, type=token_count, metavar="N", help=context)
+    other = ("--ctx-size", "--max-model-len")
+    section.flag("--context", also=other, daily=True, type=token_count, metavar="N", help=context)
     whole = Only(lambda a: a.context is None, "with --context", "leave --context out")
     prompt = "its prompt, instead of --context"
     section.flag("--prompt-len", type=token_count, only=whole, metavar="N", help=prompt)
@@ -335,6 +340,20 @@ def check_parser() -> CommandParser:
     return parser
 
 
+def _engine(name: str) -> str:
+    """Read the name of an engine to export to, dots and case as they may be."""
+    plain = name.lower().replace(".", "").replace("_", "-")
+    if plain in EXPORTS:
+        return plain
+    if plain in READ_GGUF:
+        raise ArgumentTypeError(
+            f"'{name}' loads GGUF files: those that `--to llamacpp` says how to make"
+        )
+    raise ArgumentTypeError(
+        f"unknown engine '{name}': {nearest(plain, EXPORTS)}known: {', '.join(EXPORTS)}"
+    )
+
+
 def export_parser() -> CommandParser:
     """Return the flags of `llmpq-algo export`."""
     parser = CommandParser(
@@ -345,7 +364,7 @@ def export_parser() -> CommandParser:
     parser.positional("plan", metavar="PLAN", help="plan JSON")
     section = parser.section("what to write")
     engine = "|".join(EXPORTS)
-    section.flag("--to", choices=EXPORTS, metavar="ENGINE", required=True, help=engine)
+    section.flag("--to", type=_engine, metavar="ENGINE", required=True, help=engine)
     section.flag("-o", "--output", daily=True, metavar="FILE", help="file to write (else stdout)")
     add_model(parser.section("model, where the plan's own name does not say it"))
     return parser

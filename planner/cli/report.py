@@ -11,7 +11,9 @@ from llmpq.plan import Plan, StagePlan
 from llmpq.planner.cli.speeds import Speed, shown
 from llmpq.planner.problem.outcome import rounded_up
 from llmpq.precision import KVPrecision, Precision, bits_of
+from llmpq.sizes.kv_format import BLOCK_TOKENS
 from llmpq.units import format_size
+from llmpq.workload import Workload
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -66,8 +68,8 @@ def stage_table(plan: Plan) -> Table:
         ("", "left"),
     ):
         table.add_column(name, justify=justify)  # type: ignore[arg-type]
+    marks = _slowest(plan)
     for index, stage in enumerate(plan.stages):
-        bottleneck = plan.predicted is not None and plan.predicted.bottleneck == stage.device
         memory = stage.memory
         table.add_row(
             str(index),
@@ -79,9 +81,27 @@ def stage_table(plan: Plan) -> Table:
             else "",
             "" if stage.prefill_s is None else _ms(prompts * stage.prefill_s),
             "" if stage.decode_s is None else _ms(tokens * stage.decode_s),
-            "<- bottleneck" if bottleneck else "",
+            marks[index],
         )
     return table
+
+
+ALIKE = 0.99
+"""A stage is the slowest of a phase where the next one takes less than this share of its time."""
+
+
+def _slowest(plan: Plan) -> list[str]:
+    """Return the mark of every stage: the slowest of prompts, of tokens, of both, or none."""
+    found: list[list[str]] = [[] for _ in plan.stages]
+    for phase, times in (
+        ("prompts", [stage.prefill_s for stage in plan.stages]),
+        ("tokens", [stage.decode_s for stage in plan.stages]),
+    ):
+        known = [seconds or 0.0 for seconds in times]
+        *_, second, first = [0.0, *sorted(known)]
+        if len(known) > 1 and first and second < ALIKE * first:
+            found[known.index(first)].append(phase)
+    return [f"<- slowest of {' and '.join(phases)}" if phases else "" for phases in found]
 
 
 def memory_table(plan: Plan) -> Table:
@@ -116,15 +136,17 @@ def headline(plan: Plan) -> list[str]:
     work, predicted, solver = plan.workload, plan.predicted, plan.solver
     lines = [
         f"{plan.model.name} on {plan.cluster.name}: {work.batch} requests of {work.prompt_len} + "
-        f"{work.gen_len} tokens, {work.dtype}, {work.kv.value}",
+        f"{work.gen_len} tokens, {work.dtype}, {_cache_text(work)}",
         f"micro-batches: prefill {plan.prefill_microbatch}, decode {plan.decode_microbatch}"
         + (f"; {chunks_line(plan)}" if plan.prefill_chunk is not None else ""),
     ]
     if plan.pool is not None:
         most = format_size(max(plan.pool.stage_bytes))
+        packed = work.kv is not KVPrecision.KV16
+        newest = f", and the newest {BLOCK_TOKENS} of each in 16 bits" if packed else ""
         lines.append(
             f"KV pool: {plan.pool.num_blocks} blocks, {plan.pool.tokens} tokens at once of "
-            f"requests of any lengths; at most {most} a stage"
+            f"requests of any lengths{newest}; at most {most} a stage"
         )
         if plan.pool.state_bytes:
             states = plan.pool.state_bytes
@@ -143,6 +165,12 @@ def headline(plan: Plan) -> list[str]:
         lines += loss_lines(plan)
     lines.append(f"{solver.method}: {quality_of(plan)}")
     return lines
+
+
+def _cache_text(work: Workload) -> str:
+    """Return the precision of the cache: 16 bits mean that it is not quantised."""
+    plain = work.kv is KVPrecision.KV16 and work.dtype == "float32"
+    return "KV in float32" if plain else work.kv.value
 
 
 WARNING = "warning: "
@@ -231,6 +259,10 @@ def _less_loss(plan: Plan) -> list[str]:
     return [way for way, is_one in ways.items() if is_one]
 
 
+STEP_BY_STEP = "the time is predicted step by step"
+"""How a plan says that it takes more than the times which the search proves it best for."""
+
+
 def quality_of(plan: Plan) -> str:
     """Return how good the plan is known to be."""
     solver = plan.solver
@@ -246,7 +278,10 @@ def quality_of(plan: Plan) -> str:
         return f"{value}, no bound"
     if solver.status == "optimal":
         return f"{value}, proven optimal"
-    return f"{value}, at most {solver.gap:.2%} above the optimum (bound {solver.bound:.6g})"
+    above = f"{value}, at most {solver.gap:.2%} above the optimum (bound {solver.bound:.6g})"
+    if STEP_BY_STEP in solver.note:
+        return f"{above}: the bound takes a stage's mean time over all chunks and tokens"
+    return above
 
 
 def print_plan(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
@@ -32,6 +32,10 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 
+SEARCHES = ("exact", "ilp", "heuristic")
+"""Methods that search until the time limit."""
+SAME_VALUE = 1e-9
+"""Relative difference of plans that are equally good: the one with the best proof is shown."""
 COMPARED_GAP, COMPARED_S = 1e-3, 10.0
 """Relative gap to which a comparison's plans of the exact method are solved, and for how long."""
 
@@ -63,7 +67,7 @@ def make_and_show(request: PlanRequest, job: PlanJob) -> None:
     """Plan, check, write `-o`, and print."""
     problem, options, path, notes = job.problem, job.options, job.path, job.notes
     check_outputs(request)
-    changes = _changed(request, problem)
+    changes = _changed(request, problem, notes)
     compared: Mapping[str, MethodRow | str] = {}
     try:
         if options.method == "all":
@@ -146,19 +150,27 @@ def method_data(rows: Mapping[str, MethodRow | str]) -> list[dict[str, Any]]:
     ]
 
 
-def _changed(request: PlanRequest, problem: Problem) -> list[tuple[str, Problem, SolveOptions]]:
-    """Return the job after every `--what-if`; refuse a change that cannot be."""
+def _changed(
+    request: PlanRequest, problem: Problem, known: Sequence[str]
+) -> list[tuple[str, Problem, SolveOptions]]:
+    """Return the job after every `--what-if`, which says what is assumed of devices it adds.
+
+    A change that cannot be is refused. `known`: notes of the job as it is.
+    """
     from llmpq.planner.cli.what_if import changed_devices, changed_request
 
     found = []
     for change in request.what_if:
         if change[:1] in ("+", "-") and not change.startswith("--"):
             changed, devices = changed_devices(request, problem.cluster, change)
-            other, _, _ = make_problem(changed, devices)
+            other, _, notes = make_problem(changed, devices)
         else:
             changed = changed_request(request, change, read_flag)
-            other, _, _ = make_problem(changed)
-        found.append((change, other, solve_options(changed, other.cluster)))
+            other, _, notes = make_problem(changed)
+        new = [n for n in notes if n.startswith("assumed: ") and n not in known]
+        own = [n for n in new if "stay free" not in n]
+        said = f"{change} ({'; '.join(own)})" if own else change
+        found.append((said, other, solve_options(changed, other.cluster)))
     return found
 
 
@@ -199,6 +211,8 @@ def _compare(
     unfinished: Unfinished | None = None
     may_fit = bool(variants_with_room(problem, options))
     for method in PLANNERS:
+        limit = f", {options.time_limit_s:g} s at most" if method in SEARCHES else ""
+        sys.stderr.write(f"llmpq-algo: --method {method}{limit}\n")
         try:
             answers[method] = found = answer(problem, replace(options, method=method), path)
         except Unfinished as error:
@@ -234,7 +248,9 @@ def _compare(
                 named[name] = replace(row, exact_s=seen[loss].exact_s)
         if not request.json:
             open_console().print(comparison_table(named, budget=options.budget))
-    return min(made.values(), key=lambda a: a.outcome.value), named
+    least = min(a.outcome.value for a in made.values())
+    best = [a for a in made.values() if a.outcome.value <= least + SAME_VALUE * abs(least)]
+    return min(best, key=lambda a: a.plan.solver.gap or 0.0 if a.outcome.bound else 1.0), named
 
 
 def _row(plan: Plan, seconds: float) -> MethodRow:

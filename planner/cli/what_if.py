@@ -102,7 +102,11 @@ def changed_devices(
     """
     if request.devices is not None and change.startswith("+") and len(change) > 1:
         added = f"{request.devices},{change[1:]}"
-        read_devices(added, where="--what-if")
+        try:
+            read_devices(added, where="--what-if")
+        except ValueError as error:
+            typed = str(error).replace(f"--what-if {change[1:]}", f"--what-if {change}")
+            raise ValueError(typed) from None
         return replace(request, devices=added), None
     name, count = _counted(cluster, change)
     there = len(_of_kind(cluster, name))

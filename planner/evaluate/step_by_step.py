@@ -60,7 +60,7 @@ def step_note(p: Problem, a: Assignment, known: PhaseTimes | None = None) -> str
         return ""
     above = reported > closed
     why = (
-        "which stage is the slowest changes as the cache grows"
+        "the slowest stage is not the same for all chunks of a prompt and all tokens"
         if above
         else "the last micro-batch or chunk is smaller"
     )

@@ -264,7 +264,8 @@ def print_summary(report: Mapping[str, Any], console: Console) -> None:
         for name, key in (("prefill", "prefill_s"), ("decode", "decode_s"), ("total", "total_s"))
     ]
     requests = f"{report['completed']} request{'s' * (report['completed'] != 1)}"
-    console.print(f"time of {requests} (predicted / measured): " + ", ".join(parts))
+    whose = "predicted for their tokens / measured"
+    console.print(f"time of {requests} ({whose}): " + ", ".join(parts))
     if report["speculation"] is not None:
         console.print(_speculation_line(report["speculation"]))
     if report["recoveries"]:

@@ -97,7 +97,7 @@ def test_infeasible_text_is_exact(capsys: pytest.CaptureFixture[str]) -> None:
     found = re.fullmatch(
         rf"llmpq-algo: opt-30b does not fit T4x1: at w3a16 and kv16, T4-0 is short by "
         rf"{format_size(short)}; what fits: --s (\d+), or --global_bz (\d), or cpu=16GB among "
-        r"the devices, or one more T4\n",
+        r"the devices \(first token after \d+ s\), or one more T4\n",
         err,
     )
     assert found is not None, err

@@ -69,23 +69,25 @@ def _predicted(capsys: pytest.CaptureFixture[str], *flags: str) -> Predicted:
 SHORT = {
     "bits, KV, context or batch": (
         "--global_bz 33 --bits 8,16",
-        "even at w8a16 and kv16, large-0 is short by #; what fits: --bits 4,8, or --kv 8, or "
-        "--s #, or --global_bz #, or cpu=16GB among the devices, or one more small",
+        "even at w8a16 and kv16, large-0 is short by #; what fits: --kv 8, or --bits 4,8, or "
+        "--s #, or --global_bz #, or cpu=16GB among the devices (first token after # s), or one "
+        "more small",
     ),
     "bits alone": (
         "--global_bz 1 --bits 16 --max-devices 1",
         "at w16a16 and kv16, large-0 is short by #, whatever the context; what fits: --bits 4,16, "
-        "or cpu=64GB among the devices",
+        "or cpu=64GB among the devices (first token after # s)",
     ),
     "batch alone": (
         "--global_bz 400 --bits 3 --kv 2",
         "at w3a16 and kv2, large-0 is short by #, whatever the context; what fits: "
-        "--global_bz #, or cpu=128GB among the devices, or 4 more large",
+        "--global_bz #, or cpu=128GB among the devices (first token after # s), or 4 "
+        "more large",
     ),
     "no flag": (
         "--global_bz 1 --bits 3 --kv 2 --reserve 15GiB --max-devices 1",
         "at w3a16 and kv2, large-0 is short by #, whatever the context; what fits: cpu=16GB among "
-        "the devices",
+        "the devices (first token after # s)",
     ),
 }
 
@@ -96,7 +98,9 @@ def test_infeasible_names_the_device_its_bytes_and_changes_that_fit(
 ) -> None:
     flags, text = SHORT[name]
     code, out, err = _run(capsys, *words, *flags.split())
-    shown = re.sub(r"(?<=by )[\d.]+ [GM]iB|(?<=--s )\d+|(?<=--global_bz )\d+", "#", err)
+    shown = re.sub(
+        r"(?<=by )[\d.]+ [GM]iB|(?<=--s )\d+|(?<=--global_bz )\d+|(?<=after )[\d,]+", "#", err
+    )
     assert (code, out) == (5, "") and shown == f"llmpq-algo: opt-30b does not fit pair: {text}\n"
     for way in err.strip().partition("what fits: ")[2].split(", or "):
         if way.startswith("--"):

@@ -82,7 +82,7 @@ def run(bed, host, words: list[str], folder: Path, exported: dict[str, str]):
 def page(demo_model, tmp_path) -> tuple[str, list[list[str]]]:
     """Write the files that the page has; return its look at both hosts, and its job's commands."""
     install, _, _, look, job = (translated(b, demo_model) for b in blocks("sh"))
-    extra = re.fullmatch(r"pip install 'llmpq\[(\w+)\]'", install.strip())
+    extra = re.fullmatch(r"pip install -c constraints.txt -e '.\[(\w+)\]'", install.strip())
     assert extra is not None and f"\n{extra[1]} = [" in (ROOT / "pyproject.toml").read_text()
     (described,) = blocks("yaml")
     shown = [line for line in (ROOT / "docs/clusters/two-machines.yaml").read_text().splitlines()]

@@ -1,0 +1,122 @@
+"""What a person types that is nearly right is taken, or answered in the words that were typed."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from llmpq.cluster import Cluster
+from llmpq.errors import nearest
+from llmpq.plan import Plan
+from llmpq.planner.__main__ import main
+from llmpq.planner.cli.arguments import export_parser, plan_request
+from llmpq.planner.cli.report import headline, stage_table
+from llmpq.planner.make import make_plan
+from llmpq.planner.problem.requests import ExportRequest
+
+pytestmark = pytest.mark.pure
+CARD = "--devices 4090 --model llama-3.1-8b --batch 1"
+
+ANSWERS = {
+    "--what-if +3060:0": "--what-if +3060:0: expected 1 to 1,000 devices, got 0",
+    "--kv q8_0": "unknown KV cache dtype 'q8_0': did you mean 8? known bits: 16, 8, 4, 2",
+    "--kv fp4": "unknown KV cache dtype 'fp4': did you mean 4? known bits: 16, 8, 4, 2",
+    "--kv 3": "unknown KV cache dtype '3': known bits: 16, 8, 4, 2",
+    "--ctx-size 8k --prompt-len 5": "--prompt-len has no effect with --ctx-size: leave --ctx-size "
+    "out, or leave --prompt-len out",
+    "--prefer speed --quality-budget 5": "--prefer has no effect with --quality-budget: leave "
+    "--quality-budget out, or leave --prefer out",
+    "--context 32kb": "expected a number of tokens such as 512, 32k or 1M, got '32kb'",
+}
+
+
+@pytest.mark.parametrize("words", ANSWERS)
+def test_answers_are_in_the_words_that_were_typed(
+    capsys: pytest.CaptureFixture[str], words: str
+) -> None:
+    assert main([*CARD.split(), *words.split()]) == 2
+    assert ANSWERS[words] in capsys.readouterr().err
+
+
+def test_lengths_have_the_names_of_other_programs() -> None:
+    for flag in ("--context", "--ctx-size", "--max-model-len"):
+        assert plan_request([*CARD.split(), flag, "1M"]).context == 1 << 20
+    assert plan_request([*CARD.split(), "--context", "1.5m"]).context == 3 << 19
+
+
+@pytest.mark.parametrize(
+    ("typed", "found"),
+    [
+        ("qwen3-coder-30b", "qwen3-30b-a3b"),
+        ("deepseek-r1-distill-llama-70b", "llama-3.3-70b"),
+        ("mistral-small-3.1-24b", "mistral-small-24b"),
+        ("gema-3-27b", "gemma-3-27b"),
+    ],
+)
+def test_a_model_s_nearest_name_shares_its_words(typed: str, found: str) -> None:
+    known = ["qwen3-32b", "qwen3-30b-a3b", "llama-3.3-70b", "mistral-small-24b", "gemma-3-27b"]
+    assert nearest(typed, known) == f"did you mean '{found}'? "
+    assert nearest("nothing-like-it", known) == ""
+
+
+def test_engines_are_read_as_people_write_them(capsys: pytest.CaptureFixture[str]) -> None:
+    for name in ("llama.cpp", "llamacpp", "LLaMA.cpp"):
+        assert export_parser().read_as(ExportRequest, ["p.json", "--to", name]).to == "llamacpp"
+    assert main(["export", "p.json", "--to", "ollama"]) == 2
+    assert "'ollama' loads GGUF files: those that `--to llamacpp` says" in capsys.readouterr().err
+    assert main(["export", "p.json", "--to", "vlm"]) == 2
+    assert "unknown engine 'vlm': did you mean 'vllm'? known: " in capsys.readouterr().err
+
+
+def test_a_card_of_digits_needs_no_quotes() -> None:
+    data = {"name": "x", "nodes": [{"name": "a", "devices": [{"kind": 3060, "count": 2}]}]}
+    cluster = Cluster.parse_data(data, where="x")
+    assert [device.kind for device in cluster.devices] == ["RTX-3060"] * 2
+
+
+def test_a_change_says_what_it_assumes(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*CARD.split(), "--what-if", "+cpu"]) == 0
+    text = capsys.readouterr().out
+    (line,) = [line for line in text.splitlines() if line.startswith("what if +cpu")]
+    assert re.match(r"what if \+cpu \(.*assumed: cpu has \d+ threads", line)
+
+
+def test_the_slowest_stages_are_marked_by_phase() -> None:
+    plan = make_plan("llama-3.1-8b", devices="4090,3090", batch=8, prompt_len=512, gen_len=50)
+    times = {"prefill_s": (0.5, 0.1), "decode_s": (0.1, 0.5)}
+    assert marks(plan, times) == ["<- slowest of prompts", "<- slowest of tokens"]
+    assert marks(plan, {**times, "decode_s": (0.5, 0.1)})[0] == "<- slowest of prompts and tokens"
+    assert marks(plan, {**times, "prefill_s": (0.5, 0.499)}) == ["", "<- slowest of tokens"]
+
+
+def marks(plan: Plan, times: dict[str, tuple[float, float]]) -> list[str]:
+    stages = [
+        stage.model_copy(update={name: values[k] for name, values in times.items()})
+        for k, stage in enumerate(plan.stages)
+    ]
+    table = stage_table(plan.model_copy(update={"stages": tuple(stages)}))
+    return [str(cell) for cell in table.columns[-1].cells]
+
+
+def test_the_cache_is_named_as_it_is() -> None:
+    plan = make_plan("opt-125m", devices="4090", batch=1, dtype="float32", bits="16")
+    assert headline(plan)[0].endswith(" tokens, float32, KV in float32")
+    packed = make_plan("llama-3.1-8b", devices="4090", batch=1, context=32768, kv="8", bits="8")
+    assert ", and the newest 128 of each in 16 bits; " in "\n".join(headline(packed))
+
+
+def test_a_gap_says_where_it_comes_from() -> None:
+    plan = make_plan("llama-3.1-8b", devices="4090", batch=1)
+    note = "the time is predicted step by step, 4.2% more than the search counts: why"
+    solver = plan.solver.model_copy(
+        update={"status": "feasible", "gap": 0.0424, "bound": 5.6, "value": 5.87, "note": note}
+    )
+    line = headline(replace_solver(plan, solver))[-1]
+    assert line.endswith(
+        "(bound 5.6): the bound takes a stage's mean time over all chunks and tokens"
+    )
+
+
+def replace_solver(plan: Plan, solver: object) -> Plan:
+    return plan.model_copy(update={"solver": solver})
