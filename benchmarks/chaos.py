@@ -161,6 +161,12 @@ def disturb(case: Case, chaos: Chaos, *, num_kills: int) -> None:
             chaos.twice += sum(len(each) - 1 for each in answers.values())
             different = [i for i, each in answers.items() if seen(each[0]) != expected[i]]
             chaos.different += len(different)
+            for index in different:
+                was, now = expected[index], seen(answers[index][0])
+                same = [one == other for one, other in zip(was, now, strict=True)]
+                parted = [place for place, pair in enumerate(zip(was[0], now[0], strict=False))
+                          if pair[0] != pair[1]][:1]  # fmt: skip
+                print(f"  {params[index]}: tokens, end, scores alike: {same}; from {parted}")
             new = [one.pause_s for one in llm.recoveries[before:] if one.pause_s is not None]
             chaos.pauses_s += new
             print(f"  pauses {[round(one, 2) for one in new]}, different {different}", flush=True)
