@@ -459,8 +459,8 @@ class ModelSpec:
         if self.mixer not in ("attention", "both"):
             return shapes
         if self.qk_norm:
-            made = (("q_norm", self.heads), ("k_norm", self.kv_heads))
-            for name, heads in made[:1] if self.reads_kv else made:
+            normed = (("q_norm", self.heads), ("k_norm", self.kv_heads))
+            for name, heads in normed[:1] if self.reads_kv else normed:
                 many = self.qk_norm_whole or self.qk_norm_apart
                 shape = (heads * self.head_dim if many else self.head_dim,)
                 shapes[f"{name}.weight"] = shape
