@@ -65,11 +65,15 @@ CONFIG: dict[str, Any] = {
 """Layers are dense, the head's has a small mixture."""
 
 
-def write_model(folder: Path, layers: int, agreement: float) -> None:
-    """Write the checkpoint; `agreement`: in which share of tokens the head is right."""
+def write_model(folder: Path, layers: int, agreement: float, *, hidden: int = 1024) -> None:
+    """Write the checkpoint; `agreement`: in which share of tokens the head is right.
+
+    There are as many tokens as channels of the hidden state.
+    """
     torch.manual_seed(0)
     said = {**CONFIG, "num_hidden_layers": layers, "first_k_dense_replace": layers}
-    hidden, vocab = said["hidden_size"], said["vocab_size"]
+    said |= {"hidden_size": hidden, "vocab_size": hidden}
+    vocab = hidden
     embedding_Vh = torch.linalg.qr(torch.randn(hidden, hidden))[0][:vocab] * 8
     order = torch.randperm(vocab)
     following = torch.empty(vocab, dtype=torch.long)

@@ -13,7 +13,7 @@ from llmpq import LLM, SamplingParams
 from llmpq.checkpoints.stored_head import has_mtp_head
 from llmpq.model_spec import ModelSpec
 from llmpq.runtime.backends.build_stage import build_head, build_stage
-from llmpq.runtime.drafts.drafters import FixedDrafter
+from llmpq.runtime.drafts.drafters import AutoDrafter, FixedDrafter
 from llmpq.runtime.engine.pool_limits import PoolLimits
 from llmpq.runtime.engine.scheduler import Scheduler
 from llmpq.runtime.launch.plans.complete_plan import complete_plan, decide_drafts
@@ -23,7 +23,7 @@ from llmpq.runtime.request import MicroBatch, PagedRow, Request
 from llmpq.runtime.sampling_params import SamplerConfig
 from llmpq.runtime.weights.sources import CheckpointSource
 from llmpq.sizes.pool_size import PoolSize, planned_pool
-from llmpq.speculation import draft_bytes, usable_modes
+from llmpq.speculation import draft_bytes, expected_tokens, usable_modes
 from reference.mtp_models import MtpModel, make_mtp_model
 from reference.open_stages import OpenStages
 
@@ -275,3 +275,37 @@ def test_gpus_refuse_it(either: MtpModel, make_plan: Any) -> None:
     with pytest.raises(ValueError, match="made on CPUs only"):
         decide_drafts(plan, EngineOptions(speculate="mtp", gamma=2), mtp=True)
     assert "mtp" not in usable_modes(plan, mtp=True)
+
+
+class Free:
+    """By these step times drafts and their positions cost nothing: all of them seem to pay."""
+
+    def decode_s(self, rows: int, context: float) -> float:
+        return 1e-3
+
+    def draft_s(self, rows: int, context: float) -> float:
+        return 0.0
+
+    def verify_s(self, rows: int, context: float, q_len: int) -> float:
+        return 1e-3
+
+
+@pytest.mark.parametrize("acceptance", [0.0, 0.4, 0.8])
+@pytest.mark.parametrize("cost", [1.0, 1.3, 2.0, 3.0])
+def test_a_head_that_loses_by_the_clock_is_left_out(acceptance: float, cost: float) -> None:
+    """Drafts that a round asks for are verified by the next one; never below 0.98 of plain."""
+    now, draw, tokens, waiting = 0.0, random.Random(1), 0, 0
+    drafter = AutoDrafter("mtp", Free(), clock=lambda: now)
+    one = [Request(id=0, prompt=(1,) * 9, max_new=9)]
+    for _ in range(600):
+        wanted = drafter.gamma(one)
+        now += (cost if waiting or wanted else 1.0) * 2e-3 * draw.uniform(0.97, 1.03)
+        accepted = 0
+        while accepted < waiting and draw.random() < acceptance:
+            accepted += 1
+        if waiting:
+            drafter.observe(waiting, accepted)
+        tokens += accepted + 1
+        waiting = wanted
+    assert tokens * 2e-3 / now >= 0.98
+    assert drafter.rests or cost <= expected_tokens(acceptance, 7)
