@@ -10,7 +10,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Literal, Self
+from typing import TYPE_CHECKING, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -22,6 +22,9 @@ from llmpq.model_spec import ModelSpec
 from llmpq.plan_inputs import PlanInputs
 from llmpq.precision import Precision
 from llmpq.workload import Workload, prompt_chunks
+
+if TYPE_CHECKING:
+    from llmpq.pictures.html_page import Picture
 
 Prefer = Literal["quality", "balanced", "speed"]
 """Which plan of the front of time and quality loss to take."""
@@ -351,6 +354,19 @@ class Plan(FileForm):
         if bits is None:
             bits = default_head_bits(self.precisions, on_cpu=self.stages[-1].is_cpu)
         return replace(self.quantization.settings(), head_bits=bits)
+
+    def plot(self) -> Picture:
+        """Return the plan as a page that a notebook shows; `save("plan.html")` writes it."""
+        from llmpq.pictures.html_page import Picture
+        from llmpq.pictures.plan_page import plan_page
+
+        return Picture(plan_page(self))
+
+    def _repr_html_(self) -> str:
+        """Return the plan's cards as SVG, for notebooks."""
+        from llmpq.pictures.plan_cards import cards_svg
+
+        return cards_svg(self)
 
     def promised_steps(self, stage: StagePlan) -> dict[str, dict[str, float]]:
         """Return what is predicted of a stage's steps: seconds, and of how many rows.

@@ -47,8 +47,9 @@ from llmpq.runtime.launch.stages.stage_place import StagePlace
 from llmpq.runtime.launch.stages.stage_settings import StageSettings
 from llmpq.runtime.options import Deadlines, EngineOptions
 from llmpq.runtime.plan_choice import choose_plan
-from llmpq.runtime.report.job_report import JobResult, build_report
+from llmpq.runtime.report.job_report import JobReport, JobResult, build_report
 from llmpq.runtime.report.progress import LoadBar, ProgressReporter
+from llmpq.runtime.report.samples import JobSamples
 from llmpq.runtime.request import Progress
 from llmpq.runtime.request_names import RequestNames
 from llmpq.runtime.request_output import CompletionOutput, RequestOutput
@@ -119,6 +120,7 @@ class LLM:
         self._names = RequestNames()
         self._process = os.getpid()
         self._trace = _Trace(self._plan, self._options.trace)
+        self._samples = JobSamples()  # of the job of `as_completed`
         folder = self._options.layer_cache
         self._settings = StageSettings(
             model_dir=str(chosen.directory),
@@ -310,8 +312,8 @@ class LLM:
         *,
         plain: Sequence[RequestOutput] | None = None,
         num_failed: int = 0,
-    ) -> dict[str, Any]:
-        """Return what a job came to, predicted beside measured, as JSON data.
+    ) -> JobReport:
+        """Return what a job came to, predicted beside measured, as JSON data that draws itself.
 
         `outputs`: of the prompts since the last report; `plain`: of the same prompts served again
         without drafts; `num_failed`: prompts that could not be served.
@@ -328,6 +330,7 @@ class LLM:
                 places=[place.as_report() for place in self.stage_places],
                 plain=plain,
                 recoveries=[recovery.as_report() for recovery in self.recoveries],
+                samples=self._samples.as_report(),
             )
         )
 
@@ -462,8 +465,10 @@ class LLM:
         left = {i: len(prompt.requests) for i, prompt in enumerate(prompts)}
         finished: dict[int, RequestOutputDelta] = {}
         self._begin(prompts)
+        samples = self._samples = JobSamples()
         try:
             if requests:
+                samples.add(self._engine.progress)
                 self._engine.submit(requests, deltas.put)
             while len(finished) < len(requests):
                 try:
@@ -479,6 +484,7 @@ class LLM:
                     if not left[index]:
                         self._names.end(prompts[index].named)
                         yield index, self._output(prompts[index], finished)
+                samples.add(self._engine.progress, last=len(finished) == len(requests))
                 if on_progress is not None:
                     on_progress(self._engine.progress)
         except BaseException:

@@ -19,7 +19,9 @@ from llmpq.runtime.request import StepKind
 STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 """Bounds by which steps are counted: tokens that they compute."""
 MAX_EVENTS = 200_000
-"""Events one stage keeps; later ones only count in the totals."""
+"""Events one stage keeps for a trace; later ones only count in the totals."""
+REPORTED_EVENTS = 300
+"""Events one stage keeps without a trace: the beginning of a run, for its report."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +108,8 @@ def joined(first: StageRecord, then: StageRecord) -> StageRecord:
 class Recorder:
     """Records the micro-batches of one stage; used by one thread, read by others."""
 
-    keep_events: bool = False
+    max_events: int = 0
+    """Events that are kept; later ones count in the totals only."""
     totals: dict[str, KindTotals] = field(default_factory=dict)
     events: list[TraceEvent] = field(default_factory=list)
     current: tuple[str, float, int] | None = None
@@ -139,7 +142,7 @@ class Recorder:
         total.rows += rows
         total.busy_s += end_s - start_s
         self.busy_s += end_s - start_s
-        if self.keep_events and len(self.events) < MAX_EVENTS:
+        if len(self.events) < self.max_events:
             start_s, end_s = start_s + self._epoch_s, end_s + self._epoch_s
             self.events.append(TraceEvent(name, seq, rows, q_len, start_s, end_s, requests))
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -62,21 +62,27 @@ def cannot_write(path: str | Path, error: OSError) -> str:
     return f"cannot write '{path}': {(error.strerror or str(error)).lower()}"
 
 
-def check_files(inputs: Mapping[str, str | None], outputs: Mapping[str, str | None]) -> None:
+def check_files(
+    inputs: Mapping[str, str | None], outputs: Mapping[str, str | Sequence[str] | None]
+) -> None:
     """`ValueError` if an output cannot be written, or is also an input or another output.
 
-    Both map a flag to its path; None for a flag that was not given.
+    Both map a flag to its path; None for a flag that was not given, several where it may repeat.
     """
     seen = {_real(path): flag for flag, path in inputs.items() if path is not None}
-    given = {flag: path for flag, path in outputs.items() if path is not None}
-    for flag, path in given.items():
+    given = [
+        (flag, path)
+        for flag, paths in outputs.items()
+        for path in ([paths] if isinstance(paths, str) else paths or ())
+    ]
+    for flag, path in given:
         if _real(path) in seen:
             raise ValueError(
                 f"{flag} and {seen[_real(path)]} are the same file, '{path}': it would be "
                 "overwritten; give another path"
             )
         seen[_real(path)] = flag
-    for flag, path in given.items():
+    for flag, path in given:
         require_writable(flag, path)
 
 

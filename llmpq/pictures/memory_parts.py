@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import groupby
+from typing import TYPE_CHECKING
 
-from llmpq.plan import Plan, StagePlan
 from llmpq.precision import Precision
 from llmpq.sizes.state_size import state_bytes
+
+if TYPE_CHECKING:
+    from llmpq.plan import Plan, StagePlan
 
 
 @dataclass(frozen=True, kw_only=True)

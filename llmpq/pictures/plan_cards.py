@@ -8,12 +8,15 @@ classes, so that a page can restyle them for dark screens.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 from xml.sax.saxutils import escape, quoteattr
 
 from llmpq.pictures.memory_parts import LayerRun, device_bytes, layer_runs, memory_parts
 from llmpq.pictures.stage_links import LinkLoad, link_loads
-from llmpq.plan import Plan, StagePlan
 from llmpq.units import format_size
+
+if TYPE_CHECKING:
+    from llmpq.plan import Plan, StagePlan
 
 COLOURS = {16: "#1d4e89", 8: "#3c9ab3", 4: "#f2a541", 3: "#d1495b"}
 """Weight bits -> colour."""

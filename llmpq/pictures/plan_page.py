@@ -10,7 +10,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from html import escape
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from llmpq.pictures.charts import front, methods, timeline
 from llmpq.pictures.html_page import HtmlPage, lines, numbers, table
@@ -31,9 +31,11 @@ from llmpq.pictures.plan_cards import (
 )
 from llmpq.pictures.predicted_steps import predicted_steps
 from llmpq.pictures.stage_links import link_loads
-from llmpq.plan import Plan, StagePlan
 from llmpq.precision import bits_of
 from llmpq.units import format_size
+
+if TYPE_CHECKING:
+    from llmpq.plan import Plan, StagePlan
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -168,7 +170,7 @@ def cards(plan: Plan, *, beside: bool = False) -> str:
         slowest = plan.predicted is not None and plan.predicted.bottleneck == stage.device
         load = loads[index] if loads else None
         where = "" if stage.node == "elsewhere" else f" on {stage.node}"
-        said = [
+        shown = [
             f"<h3>{index}. {escape(stage.device)}</h3>",
             f"<p>{escape(stage.kind)}{escape(where)}</p>",
             f'<svg viewBox="0 0 {CARD} {TALL}" role="img" aria-label={card_label(plan, index)} '
@@ -177,13 +179,13 @@ def cards(plan: Plan, *, beside: bool = False) -> str:
             f"<p>{times_text(stage)}</p>",
         ]
         if slowest:
-            said.append('<p class="badge">bottleneck</p>')
+            shown.append('<p class="badge">bottleneck</p>')
         if load is not None:
-            said.append(
+            shown.append(
                 f"<p>to {escape(load.target)}: {format_size(load.prefill_bytes)} a prefill step, "
                 f"{format_size(load.decode_bytes)} a decode step</p>"
             )
-        items.append(f"<li{' class=slowest' if slowest else ''}>{''.join(said)}</li>")
+        items.append(f"<li{' class=slowest' if slowest else ''}>{''.join(shown)}</li>")
     drawn = f'<ol class="cards">{"".join(items)}</ol>'
     if beside:
         return drawn

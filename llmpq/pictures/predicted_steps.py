@@ -9,9 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from llmpq.pictures.stage_links import link_loads
-from llmpq.plan import Plan
+
+if TYPE_CHECKING:
+    from llmpq.plan import Plan
 
 MOST_STEPS = 3000
 """Bars of a picture; later steps of a longer job are left out, and it is said."""

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from llmpq.plan import Plan
+if TYPE_CHECKING:
+    from llmpq.plan import Plan
+
 
 TOKEN_BYTES = 8
 """Bytes of a sampled token on its way back to the first stage."""

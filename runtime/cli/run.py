@@ -12,7 +12,7 @@ import shutil
 import sys
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 from rich.console import Console
@@ -22,7 +22,6 @@ from llmpq.checkpoints.hub import local_model
 from llmpq.commands.command_line import refuse_without_effect
 from llmpq.commands.output_paths import check_files, require_folder, write_all
 from llmpq.errors import CONTINUE, DeadlineError, ExitCode, StageLostError
-from llmpq.file_form import replace_text
 from llmpq.model_spec import ModelSpec
 from llmpq.plan import Plan
 from llmpq.runtime.auto_plan import DEFAULT_NEW_TOKENS, Lengths, plan_for
@@ -32,10 +31,13 @@ from llmpq.runtime.launch.choose_launcher import choose_backend
 from llmpq.runtime.llm import LLM
 from llmpq.runtime.options import AUTO, PLANNED, EngineOptions
 from llmpq.runtime.report.job_report import (
+    JobReport,
     JobResult,
     build_report,
     plain_comparison,
     print_summary,
+    without_timeline,
+    write_report,
 )
 from llmpq.runtime.report.progress import ProgressReporter
 from llmpq.runtime.request_output import RequestOutput
@@ -91,7 +93,11 @@ def main(options: RunOptions) -> int:
         plan.require_model(ModelSpec.from_directory(model_dir))
     check_files(
         {"--input": options.input, "--plan": options.plan, "--cluster": _path(engine.cluster)},
-        {"--output": options.output, "--trace": _path(engine.trace), "--report": options.report},
+        {
+            "--output": options.output,
+            "--trace": _path(engine.trace),
+            "--report": options.report,
+        },
     )
     if not (options.resume or options.overwrite):
         require_no_answers(options.output)
@@ -212,12 +218,12 @@ def prepare_rows(
     return prompts, errors
 
 
-def _run(job: Job, options: RunOptions, llm: LLM, writer: OrderedWriter) -> dict[str, Any]:
+def _run(job: Job, options: RunOptions, llm: LLM, writer: OrderedWriter) -> JobReport:
     """Start the engine, write answers as they come; return the report."""
     if not job.prompts:
         _write_errors(job, writer)
         _log.info("nothing to run: %s", _why_nothing(job))
-        return _report_of_nothing(llm.plan, num_failed=len(job.errors))
+        return _report_of_nothing(llm.plan, job)
     stages = llm.plan.stages
     _log.info("starting %d stage%s", len(stages), "" if len(stages) == 1 else "s")
     llm.start()
@@ -242,6 +248,7 @@ def _run(job: Job, options: RunOptions, llm: LLM, writer: OrderedWriter) -> dict
             line = answer_line(row, output, plan.model.name, job.made_with(row, plan))
             writer.write(row.index, line)
     report = llm.job_report(outputs, num_failed=len(job.errors))
+    report["errors"] = _error_rows(job)
     if options.compare_plain and llm.options.speculate is not None:
         _log.info("again without drafts, to compare")
         plain = [output for _, output in llm.as_completed(prompts, may_draft=False)]
@@ -257,18 +264,30 @@ def _write_errors(job: Job, writer: OrderedWriter) -> None:
         writer.write(index, error_line(job.rows[index], message))
 
 
-def _report_of_nothing(plan: Plan, *, num_failed: int) -> dict[str, Any]:
+MOST_ERRORS = 1000
+"""Failed rows that a report names; the output has all of them."""
+
+
+def _error_rows(job: Job) -> list[dict[str, Any]]:
+    """Return which rows failed, and why."""
+    named = [{"row": index, "message": message} for index, message in sorted(job.errors.items())]
+    return named[:MOST_ERRORS]
+
+
+def _report_of_nothing(plan: Plan, job: Job) -> JobReport:
     """Return the report of a job that had nothing left to run: no stage was started."""
-    return build_report(
+    report = build_report(
         JobResult(
             plan=plan.model_copy(update={"stages": ()}),
             loads=(),
             records=(),
             outputs=(),
-            num_failed=num_failed,
+            num_failed=len(job.errors),
             startup_s=0.0,
         )
     )
+    report["errors"] = _error_rows(job)
+    return report
 
 
 def _why_nothing(job: Job) -> str:
@@ -289,11 +308,10 @@ def _failed(job: Job) -> str:
 
 def _show(report: Mapping[str, Any], llm: LLM, options: RunOptions) -> None:
     """Print the report and write the files; what one refuses takes nothing of the others."""
-    text = json.dumps(report, indent=1) + "\n"
 
     def show() -> None:
         if options.json:
-            sys.stdout.write(text)
+            sys.stdout.write(json.dumps(without_timeline(report), indent=1) + "\n")
         elif report["stages"]:
             print_summary(report, Console(width=None if sys.stdout.isatty() else 110))
         sys.stdout.flush()
@@ -301,8 +319,8 @@ def _show(report: Mapping[str, Any], llm: LLM, options: RunOptions) -> None:
     writers: dict[str, Callable[[], None]] = {}
     if sys.stdout is not None:
         writers["standard output"] = show
-    if options.report is not None:
-        writers[options.report] = lambda: replace_text(Path(str(options.report)), text)
+    for path in options.report:
+        writers[path] = partial(write_report, path, report, llm.plan)
     if options.engine.trace is not None and report["stages"]:
         writers[str(options.engine.trace)] = llm.write_trace
     write_all(writers, kept=f"the answers in '{options.output}' are complete")

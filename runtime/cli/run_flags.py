@@ -5,7 +5,7 @@ Imports no torch and no Ray, so that `--help` is instant.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from llmpq.commands.command_line import CommandParser, Only, Section, token_count
@@ -34,7 +34,7 @@ class RunOptions:
     tune: bool
     resume: bool
     overwrite: bool
-    report: str | None
+    report: Sequence[str]
     json: bool
     max_tokens: int | None
     temperature: float
@@ -68,7 +68,7 @@ def run_parser() -> CommandParser:
     )
     overwrite = "replace what --output has"
     job.flag("--overwrite", daily=True, action="store_true", help=overwrite)
-    job.flag("--report", daily=True, metavar="FILE", help="write the report as JSON")
+    add_report(job)
     job.flag("--json", daily=True, action="store_true", help="print the report as JSON")
     job.flag(
         "--tune",
@@ -105,6 +105,12 @@ def run_parser() -> CommandParser:
         daily=("backend",),
     )
     return parser
+
+
+def add_report(section: Section) -> None:
+    """Declare `--report`."""
+    text = "write the report: a page for people (.html), else JSON (may repeat)"
+    section.flag("--report", daily=True, action="append", default=[], metavar="FILE", help=text)
 
 
 MODEL_HELP = "directory, GGUF file or name on Hugging Face's hub (default: the plan's)"

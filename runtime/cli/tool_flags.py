@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from llmpq.commands.command_line import CommandParser, Only, Section, token_count
 from llmpq.precision import Precision
 from llmpq.runtime.cli.engine_flags import add_engine_flags
-from llmpq.runtime.cli.run_flags import add_plan, add_speculation
+from llmpq.runtime.cli.run_flags import add_plan, add_report, add_speculation
 from llmpq.runtime.cli.vllm_flags import FORMER_FLAGS, IDLE_FLAGS, VLLM_FLAGS
 from llmpq.runtime.options import EngineOptions
 
@@ -98,6 +98,7 @@ class BenchOptions:
     seed: int
     chaos: float | None
     json: bool
+    report: list[str]
     rows: str | None
     commit: str | None
     baseline: list[str]
@@ -232,6 +233,7 @@ def bench_parser() -> CommandParser:
     _add_how(parser.section("how"))
     out = parser.section("results")
     out.flag("--json", daily=True, action="store_true", help="print the report as JSON")
+    add_report(out)
     out.flag("--rows", daily=True, metavar="FILE", help="append a result row (JSONL)")
     row = Only(lambda a: a.rows is not None, "without a row to write", "add --rows FILE")
     out.flag("--commit", only=row, help="commit to name in the row, where git is not at hand")

@@ -5,6 +5,7 @@ The names of the throughput and latency fields are those of vLLM's benchmarks.
 
 from __future__ import annotations
 
+import json
 import platform
 import statistics
 from collections.abc import Mapping, Sequence
@@ -12,17 +13,24 @@ from contextlib import suppress
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from itertools import groupby
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
+from llmpq.file_form import replace_text
+from llmpq.pictures.html_page import Picture
+from llmpq.pictures.run_page import run_page, timeline_page
 from llmpq.plan import Plan, StagePlan
 from llmpq.runtime.request_output import CompletionOutput, RequestOutput
-from llmpq.runtime.trace import LoadReport, StageRecord
+from llmpq.runtime.trace import REPORTED_EVENTS, LoadReport, StageRecord
 from llmpq.shared_run import predicted_of
 from llmpq.units import format_size
 from llmpq.version import __version__
+
+MOST_BARS = 3000
+"""Steps of all stages together that a report has; the beginning of longer runs."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,6 +51,8 @@ class JobResult:
     """The same requests, served again by the same stages without drafts."""
     recoveries: Sequence[Mapping[str, Any]] = ()
     """What was done each time that a stage was lost, predicted beside measured."""
+    samples: Sequence[Mapping[str, Any]] = ()
+    """Rates, requests and KV blocks over time."""
 
     @property
     def finished(self) -> list[CompletionOutput]:
@@ -77,8 +87,35 @@ def _num_tokens(finished: Sequence[CompletionOutput]) -> int:
     return sum(len(request.token_ids) for request in finished)
 
 
-def build_report(job: JobResult) -> dict[str, Any]:
+class JobReport(dict[str, Any]):
+    """A report as JSON data; a notebook shows it as a page."""
+
+    def __init__(self, data: Mapping[str, Any], plan: Plan) -> None:
+        super().__init__(data)
+        self._plan = plan
+
+    def page(self) -> str:
+        """Return the page of the run, one HTML file."""
+        return run_page(self, self._plan)
+
+    def plot(self) -> Picture:
+        """Return the page as a notebook shows it; `save` writes the file."""
+        return Picture(self.page())
+
+    def plot_timeline(self) -> Picture:
+        """Return what each stage did when, as a notebook shows it."""
+        return Picture(timeline_page(self), height=150 + 60 * len(self["stages"]))
+
+    def _repr_html_(self) -> str:
+        return self.plot()._repr_html_()
+
+
+def build_report(job: JobResult) -> JobReport:
     """Return the report as JSON data; times in seconds unless the name says milliseconds."""
+    return JobReport(_report_data(job), job.plan)
+
+
+def _report_data(job: JobResult) -> dict[str, Any]:
     plan, wall_s = job.plan, job.wall_s
     # With more requests than slots prompts and tokens are interleaved: there are no two phases.
     fixed = len(job.finished) <= plan.workload.batch
@@ -109,6 +146,8 @@ def build_report(job: JobResult) -> dict[str, Any]:
         **_latencies(job.finished),
         "speculation": _speculation(job),
         "recoveries": list(job.recoveries),
+        "samples": list(job.samples),
+        "timeline": timeline_data(job.records),
         "stages": [
             {**_stage(stage, load, record, wall_s), **place}
             for stage, load, record, place in zip(
@@ -120,6 +159,40 @@ def build_report(job: JobResult) -> dict[str, Any]:
             )
         ],
     }
+
+
+def timeline_data(records: Sequence[StageRecord]) -> list[list[dict[str, Any]]]:
+    """Return the first steps of every stage, in seconds since the first of all began."""
+    most = min(REPORTED_EVENTS, MOST_BARS // max(1, len(records)))
+    kept = [record.events[:most] for record in records]
+    origin_s = min((event.start_s for events in kept for event in events), default=0.0)
+    return [
+        [
+            {
+                "kind": event.kind,
+                "rows": event.rows,
+                "start_s": round(event.start_s - origin_s, 6),
+                "end_s": round(event.end_s - origin_s, 6),
+                "ms": round(1e3 * (event.end_s - event.start_s), 3),
+            }
+            for event in events
+        ]
+        for events in kept
+    ]
+
+
+def without_timeline(report: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a report without what is for pictures only: as it is printed."""
+    return {key: value for key, value in report.items() if key not in ("timeline", "samples")}
+
+
+def write_report(path: str, report: Mapping[str, Any], plan: Plan) -> None:
+    """Write a report to a file: a page if its name ends in .html, else JSON."""
+    if path.lower().endswith((".html", ".htm")):
+        text = run_page(report, plan)
+    else:
+        text = json.dumps(report, indent=1) + "\n"
+    replace_text(Path(path), text)
 
 
 def predicted_of_run(plan: Plan, job: JobResult) -> dict[str, float] | None:

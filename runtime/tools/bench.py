@@ -13,8 +13,10 @@ import json
 import logging
 import random
 import sys
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +39,12 @@ from llmpq.runtime.launch.plans.manual_plan import manual_plan, on_gpu
 from llmpq.runtime.llm import LLM
 from llmpq.runtime.options import AUTO
 from llmpq.runtime.plan_choice import read_model
-from llmpq.runtime.report.job_report import plain_comparison, print_summary
+from llmpq.runtime.report.job_report import (
+    plain_comparison,
+    print_summary,
+    without_timeline,
+    write_report,
+)
 from llmpq.runtime.sampling_params import SamplingParams
 from llmpq.runtime.text.request_factory import PreparedPrompt
 from llmpq.runtime.tools.bench_rows import add_rows, read_baselines, summary
@@ -57,7 +64,8 @@ def main(options: BenchOptions) -> int:
         raise ValueError(f"--chaos must be a positive number of seconds, got {options.chaos}")
     baselines = read_baselines(options.baseline)
     check_files(
-        {"--plan": options.plan, "--costs": _path(options.engine.costs)}, {"--rows": options.rows}
+        {"--plan": options.plan, "--costs": _path(options.engine.costs)},
+        {"--rows": options.rows, "--report": options.report},
     )
     with open_bench(options) as llm:
         llm.start()
@@ -75,7 +83,7 @@ def main(options: BenchOptions) -> int:
 
     def show() -> None:
         if options.json:
-            sys.stdout.write(json.dumps(report, indent=1) + "\n")
+            sys.stdout.write(json.dumps(without_timeline(report), indent=1) + "\n")
         else:
             print_summary(report, Console(width=None if sys.stdout.isatty() else 110))
         sys.stdout.flush()
@@ -84,7 +92,11 @@ def main(options: BenchOptions) -> int:
         path = Path(str(options.rows))
         add_rows(path, _case(llm), report, llm.plan, baselines, options.commit)
 
-    writers = {"standard output": show} | ({} if options.rows is None else {options.rows: add})
+    writers: dict[str, Callable[[], None]] = {"standard output": show} | (
+        {} if options.rows is None else {options.rows: add}
+    )
+    for path in options.report:
+        writers[path] = partial(write_report, path, report, llm.plan)
     write_all(writers, kept="what was written elsewhere is whole")
     return ExitCode.DONE
 
@@ -147,7 +159,7 @@ def run_jobs(
 
     `compare`: serve every job again without drafts.
     """
-    reports = []
+    reports: list[dict[str, Any]] = []
     for index in range(warm_up + repeat):
         prompts = prompts_of(llm, seed * 1000 + index)
         outputs = [output for _, output in llm.as_completed(prompts)]

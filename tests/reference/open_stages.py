@@ -25,7 +25,7 @@ from llmpq.runtime.engine.slot_scheduler import SlotScheduler
 from llmpq.runtime.engine.stage_loop import FirstStage, run_following_stage
 from llmpq.runtime.links.thread_links import ThreadRendezvous
 from llmpq.runtime.request import Finished, Request
-from llmpq.runtime.trace import LoadReport, Recorder, StageRecord
+from llmpq.runtime.trace import MAX_EVENTS, LoadReport, Recorder, StageRecord
 from llmpq.runtime.weights.sources import TensorSource
 from llmpq.sizes.pool_size import PoolSize
 from llmpq.speculation import SpeculationMode
@@ -101,7 +101,9 @@ class OpenStages:
         if self._pool is not None:
             max_rows = self._pool.slots
         links = [rendezvous.transport(rank, max_rows=max_rows) for rank in range(num_stages)]
-        recorders = [Recorder(keep_events=keep_events) for _ in range(num_stages)]
+        recorders = [
+            Recorder(max_events=MAX_EVENTS if keep_events else 0) for _ in range(num_stages)
+        ]
         failures: list[BaseException] = []
 
         def follow(rank: int) -> None:

@@ -65,7 +65,13 @@ from llmpq.runtime.models.stage_model import DTYPES
 from llmpq.runtime.request import Request
 from llmpq.runtime.text.stop_texts import StopTexts
 from llmpq.runtime.token_rules import Guide, GuideKind, LogitsConstraints, LogprobOutput
-from llmpq.runtime.trace import LoadReport, Recorder, StageRecord
+from llmpq.runtime.trace import (
+    MAX_EVENTS,
+    REPORTED_EVENTS,
+    LoadReport,
+    Recorder,
+    StageRecord,
+)
 from llmpq.runtime.weights.dummy import CopiedLayers
 from llmpq.runtime.weights.layer_cache import KeptLayers
 from llmpq.runtime.weights.quantized_checkpoint import open_checkpoint
@@ -97,7 +103,9 @@ class StageWorker:
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
         self._index = index
         self._plan, self._settings = plan, settings
-        self._recorder = Recorder(keep_events=self._settings.options.trace is not None)
+        self._recorder = Recorder(
+            max_events=REPORTED_EVENTS if self._settings.options.trace is None else MAX_EVENTS
+        )
         self._mailbox = Mailbox()
         self._compute: SlotStageRunner | StageRunner | None = None
         self._pool: PoolPlan | None = None

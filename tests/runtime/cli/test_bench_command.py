@@ -24,11 +24,19 @@ def test_in_process_with_dummy_weights(demo_model, tmp_path, capsys):
     rows = tmp_path / "rows.jsonl"
     where = ["--model", str(demo_model), "--load-format", "dummy", "--backend", "threads", "--json"]
     wanted = ["--rows", str(rows), "--commit", "abc", "--baseline", "other=2.5"]
+    page, written = tmp_path / "run.html", tmp_path / "report.json"
+    wanted += ["--report", str(page), "--report", str(written)]
     assert main(["bench", *where, *JOB, *wanted]) == 0
     report = json.loads(capsys.readouterr().out)
     assert report["total_output_tokens"] == 20 and report["total_input_tokens"] == 32
     assert len(report["output_throughputs"]) == 2
     assert [stage["steps"]["decode"]["rows"] for stage in report["stages"]] == [4 * 4]
+    whole = json.loads(written.read_text())
+    assert [len(steps) for steps in whole["timeline"]] == [
+        sum(totals["count"] for totals in stage["steps"].values()) for stage in whole["stages"]
+    ]
+    text = page.read_text()
+    assert f"{report['output_throughput']:.1f}" in text and "Predicted and measured" in text
     found = {row["bench"]: row for row in map(json.loads, rows.read_text().splitlines())}
     assert set(found) == {"e2e", "e2e_prefill", "e2e_step"}
     assert found["e2e"]["n"] == 2 and found["e2e"]["baselines"] == {"other": 2.5}

@@ -123,6 +123,9 @@ def test_bad_rows_get_an_error_and_the_rest_finishes(ray_session, plan_file, pro
     assert "tokens/s" in done.stdout and "speculation ngram, gamma 2" in done.stdout
     measured = json.loads(report.read_text())
     assert (measured["completed"], measured["failed"]) == (2, 2)
+    assert [one["row"] for one in measured["errors"]] == [1, 2]
+    assert "not JSON" in measured["errors"][0]["message"]
+    assert all(measured["timeline"]) and len(measured["timeline"]) == len(measured["stages"])
     assert measured["speculation"]["verifies"] > 0 and measured["speculation"]["time_share"]
     plain = measured["speculation"]["plain"]
     assert plain["speedup"] > 0 and plain["rows_with_the_same_tokens"] == 2

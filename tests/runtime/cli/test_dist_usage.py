@@ -150,7 +150,8 @@ def test_with_nothing_left_to_do_the_report_is_still_written(job_files, started,
     captured = capsys.readouterr()
     assert code == ExitCode.DONE, captured.err
     printed = json.loads(captured.out)
-    assert printed == json.loads(report.read_text())
+    written = json.loads(report.read_text())
+    assert printed == {k: v for k, v in written.items() if k not in ("samples", "timeline")}
     assert (printed["completed"], printed["failed"], printed["stages"]) == (0, 0, [])
     assert json.loads(out.read_text()) == answer
 
