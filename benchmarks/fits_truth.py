@@ -179,8 +179,9 @@ def _ran(kind: str, folder: str, drawn: Drawn, plan: Plan) -> Found:
     rng = random.Random(1)
     prompts = [[rng.randrange(2, 190) for _ in range(prompt_len)] for _ in range(drawn.batch)]
     greedy = SamplingParams(max_tokens=GEN, temperature=0, ignore_eos=True)
-    # Packed blocks would have 16-bit tokens behind them where a device has room for more.
-    caching = plan.workload.kv is KVPrecision.KV16
+    # For prefixes, packed blocks and recurrent layers have more where a device has room for it.
+    recurrent = _spec(drawn.config).recurrent is not None
+    caching = plan.workload.kv is KVPrecision.KV16 and not recurrent
     how: dict[str, Any] = {"load_format": "dummy", "backend": "threads"}
     with LLM(folder, plan=plan, enable_prefix_caching=caching, **how) as llm:
         answers = llm.generate(prompts, greedy)
