@@ -16,6 +16,7 @@ from typing import Any
 
 from llmpq.checkpoints.gguf_file import is_model
 from llmpq.errors import shortened
+from llmpq.shipped_table import shipped_table
 
 _NAME = re.compile(
     r"(?P<repo>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?:/(?P<file>[^@]+\.gguf))?"
@@ -55,9 +56,15 @@ def local_model(model: str | Path, *, config_only: bool = False) -> Path:
     if named is None or named["repo"].endswith(".gguf"):
         raise ValueError(
             f"no such model directory: '{shortened(str(model))}'; expected one of this machine, a "
-            "GGUF file, or a name on Hugging Face's hub such as Qwen/Qwen3-0.6B"
+            f"GGUF file, or a name on Hugging Face's hub such as {_weights_of(str(model))}"
         )
     return _from_hub(named["repo"], named["file"], named["revision"], config_only=config_only)
+
+
+def _weights_of(name: str) -> str:
+    """Return where the hub has the weights of a name that can be planned; else an example."""
+    known = shipped_table("llmpq", "model_ids.yaml")
+    return next(iter(known.get(name.lower(), ())), "Qwen/Qwen3-0.6B")
 
 
 def absolute(path: str | Path) -> Path:

@@ -164,3 +164,16 @@ def test_paths_are_no_names_of_the_hub(tmp_path):
     for path in (tmp_path, "qwen3-32b", "me/demo@v1"):
         with pytest.raises(ValueError, match="no effect"):
             at_revision(path, "main")
+
+
+@pytest.mark.parametrize(
+    ("name", "where"),
+    [
+        ("llama-3.3-70b", "meta-llama/Llama-3.3-70B-Instruct"),
+        ("Qwen3-32B", "Qwen/Qwen3-32B"),
+        ("no-such", "Qwen/Qwen3-0.6B"),
+    ],
+)
+def test_a_name_that_can_be_planned_leads_to_its_weights(name: str, where: str) -> None:
+    with pytest.raises(ValueError, match=f"hub such as {where}$"):
+        local_model(name)
