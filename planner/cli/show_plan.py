@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, get_args
 from llmpq.errors import DoesNotFitError
 from llmpq.file_form import check_writable, replace_text
 from llmpq.pictures.plan_page import Beside, plan_page
+from llmpq.pictures.text_pictures import memory_bars, pipeline_lines
 from llmpq.plan import Plan
 from llmpq.planner.answer import Answer, answer, solve_options, solved
 from llmpq.planner.cli.alternatives import bits_lines, engines_line, left_out_lines
@@ -114,6 +115,8 @@ def make_and_show(request: PlanRequest, job: PlanJob) -> None:
     console = open_console()
     print_plan(console, best.plan, seconds=best.outcome.seconds, alternatives=beside, notes=notes)
     if request.explain:
+        for drawn in (*memory_bars(best.plan), *pipeline_lines(best.plan)):
+            console.print(drawn, soft_wrap=True)
         for line in why:
             say(console, f"- {line}")
     for line in changed:
