@@ -6,6 +6,7 @@ the longest.
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Literal
 
 from pydantic import Field
@@ -20,6 +21,7 @@ Dtype = Literal["float16", "bfloat16", "float32"]
 DTYPE_BYTES: dict[str, int] = {"float16": 2, "bfloat16": 2, "float32": 4}
 
 
+@lru_cache(maxsize=1024)  # planners ask for the same again and again
 def prompt_chunks(prompt_len: int, chunk: int | None) -> tuple[tuple[int, int], ...]:
     """Return (first position, tokens) of each step that a prompt takes (chunked prefill).
 

@@ -24,7 +24,7 @@ from llmpq.sizes.kv_format import (
     spanned_blocks,
 )
 from llmpq.sizes.state_size import layers_with_kv, note_bytes, state_bytes
-from llmpq.workload import CHUNK_TOKENS, Workload, prompt_chunks
+from llmpq.workload import CHUNK_TOKENS, Workload
 
 if TYPE_CHECKING:
     from llmpq.plan import StagePlan
@@ -159,7 +159,7 @@ LEAST_SNAPSHOTS = 4
 
 def window_step_tokens(workload: Workload, chunk: int | None, *, prefill_microbatch: int) -> int:
     """Return the prompt tokens of a step for which a plan's pools of windows have room."""
-    tokens = prompt_chunks(workload.prompt_len, chunk)[0][1]
+    tokens = min(workload.prompt_len, chunk or workload.prompt_len)
     usual = min(workload.batch * tokens, max(tokens, WINDOW_STEP_TOKENS))
     return max(usual, prefill_microbatch * tokens)
 

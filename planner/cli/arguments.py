@@ -164,7 +164,7 @@ def _how_to_choose(section: Section) -> None:
     )
     front = Only(lambda a: a.pareto, "without --pareto", "add --pareto")
     omega = "omega.json of llmpq-profile indicator: what each layer loses at each precision"
-    section.flag("--omega-file", daily=True, metavar="FILE", help=omega)
+    section.flag("--omega-file", metavar="FILE", help=omega)
     section.flag(
         "--prefer",
         daily=True,
@@ -178,7 +178,7 @@ def _how_to_choose(section: Section) -> None:
         only=(no_front, no_budget),
         help="paper's form, instead: seconds one unit of omega is worth, in the indicator's unit",
     )
-    budget = "the fastest plan with sum omega at most this"
+    budget = "the fastest plan that loses no more quality than this (sum of omega)"
     section.flag("--quality-budget", daily=True, type=float, metavar="OMEGA", help=budget)
     section.flag("--pareto", action="store_true", help="list the front of time and sum omega")
     points = f"points at most (default {DEFAULT_POINTS})"

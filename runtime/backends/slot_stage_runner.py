@@ -65,6 +65,8 @@ class SlotStageRunner:
         self._truncates = True
         if mode == "ngram":
             return 0
+        if mode == "mtp":
+            raise ValueError("the model's own head drafts over a pool of KV blocks, not over slots")
         kv, copy_bytes = self.kv, 0
         if mode in READS_KV4:
             copy = make_copy(self.model, workload, self._dtype, self._device)

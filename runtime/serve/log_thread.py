@@ -35,7 +35,7 @@ class LineQueue(QueueHandler):
     num_dropped = 0
 
     def __init__(self, lines: Lines, most: int = _MOST_LINES) -> None:
-        super().__init__(lines)  # type: ignore[arg-type]
+        super().__init__(lines)
         self._most = most
 
     def prepare(self, record: logging.LogRecord) -> logging.LogRecord:

@@ -172,9 +172,9 @@ def run_jobs(
         if index >= warm_up:
             reports.append(report)
     peaks = llm.peak_memory()
-    for report in reports:
+    for done in reports:
         if any(peaks):
-            report["peak_memory_bytes"] = max(peaks)
+            done["peak_memory_bytes"] = max(peaks)
     return reports
 
 
