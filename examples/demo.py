@@ -40,10 +40,12 @@ def main() -> int:
         f"llmpq-profile indicator --kind variance --model {model} --text {HERE}/heldout.txt"
         f" -o {out}/omega.json",
         f"llmpq-algo --cluster {cluster} --model {model} --costs {out}/costs.json"
-        f" --omega_file {out}/omega.json {workload} --theta 0.01 --bits 16,4 -o {out}/plan.json",
+        f" --omega_file {out}/omega.json {workload} --theta 0.01 --bits 16,4 -o {out}/plan.json"
+        f" --report {out}/plan.html",
         f"llmpq-dist --strat_file_name {out}/plan.json --model {model} -i {HERE}/prompts.jsonl"
         f" -o {out}/outputs.jsonl --overwrite --max_tokens {GEN_LEN} --ignore-eos {SAMPLING}"
-        f" --seed 1 --backend ray --trace {out}/trace.json --report {out}/report.json",
+        f" --seed 1 --backend ray --trace {out}/trace.json --report {out}/report.json"
+        f" --report {out}/run.html",
     )
     started = time.monotonic()
     for step in steps:
@@ -58,7 +60,7 @@ def main() -> int:
             return code
     show_outputs(out / "outputs.jsonl")
     sys.stdout.write(
-        f"\nplan, costs, omega, outputs, trace and report are in {out}/ "
+        f"\nplan, costs, omega, outputs, trace and report are in {out}/; look at plan.html and run.html "
         f"({time.monotonic() - started:.0f} s in all)\n"
     )
     return 0

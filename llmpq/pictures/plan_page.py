@@ -243,10 +243,10 @@ def stages_table(plan: Plan) -> str:
         for stage in plan.stages
     ]
     return table(
-        ("stage", "layers", "bits", "prefill step", "decode step", ""),
+        ("stage", "layers", "bits", "prefill step", "decode step", "role"),
         rows,
         caption="layers and predicted times of a step",
-        left=("stage", "layers", "bits", ""),
+        left=("stage", "layers", "bits", "role"),
         marked=names.index(bottleneck) if bottleneck in names else None,
     )
 

@@ -32,6 +32,7 @@ async function draw(figure) {
   const name = figure.dataset.chart, place = figure.querySelector(".chart");
   const made = await vegaEmbed(place, held.charts[name], { mode: "vega-lite", renderer: "svg", actions: false });
   views.set(name, made.view);
+  place.querySelector("svg").setAttribute("aria-hidden", "true"); // its caption and the tables say it
   figure.querySelectorAll("[data-zoom]").forEach((button) =>
     button.addEventListener("click", () => zoom(made.view, button.dataset.zoom)));
   figure.querySelector("[data-save]").addEventListener("click", async () =>
