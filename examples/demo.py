@@ -60,8 +60,8 @@ def main() -> int:
             return code
     show_outputs(out / "outputs.jsonl")
     sys.stdout.write(
-        f"\nplan, costs, omega, outputs, trace and report are in {out}/; look at plan.html and run.html "
-        f"({time.monotonic() - started:.0f} s in all)\n"
+        f"\nplan, costs, omega, outputs, trace and report are in {out}/; "
+        f"look at plan.html and run.html ({time.monotonic() - started:.0f} s in all)\n"
     )
     return 0
 

@@ -65,6 +65,8 @@ def test_demo_leaves_its_files_and_readable_text(demo: tuple[Path, str]) -> None
         "outputs.jsonl",
         "trace.json",
         "report.json",
+        "plan.html",
+        "run.html",
     ):
         assert (folder / "out/demo" / name).stat().st_size > 0, name
     rows = [json.loads(line) for line in (folder / "out/demo/outputs.jsonl").open()]
