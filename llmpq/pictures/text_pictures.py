@@ -54,12 +54,12 @@ def memory_bars(plan: Plan) -> list[Text]:
     named = [f"{BITS[bits][0]} {bits}-bit layers" for bits in BITS if _has(plan, bits)]
     held = {part.name for index in range(len(plan.stages)) for part in memory_parts(plan, index)}
     named += [f"{letter} {name}" for name, (letter, _) in LETTERS.items() if name in held]
-    lines, line = [], ""
+    legend = [""]
     for each in named:
-        if len(line) + len(each) > WIDE - 3:
-            lines, line = [*lines, line], ""
-        line += f"{', ' if line else ''}{each}"
-    return [*found, *(Text(f"{'':{NAME}} {line}", "dim") for line in (*lines, line))]
+        if len(legend[-1]) + len(each) > WIDE - 3:
+            legend.append("")
+        legend[-1] += f"{', ' if legend[-1] else ''}{each}"
+    return [*found, *(Text(f"{'':{NAME}} {words}", "dim") for words in legend)]
 
 
 def pipeline_lines(plan: Plan) -> list[Text]:
