@@ -90,8 +90,11 @@ def test_every_file_of_data_is_in_the_wheel() -> None:
         path = Path(name)
         if path.suffix in (".py", ".md") or (ROOT / path).is_symlink():
             continue
-        package = ".".join(("llmpq", *path.parent.parts)).replace("llmpq.llmpq", "llmpq")
-        own = [*data["*"], *data.get(package, [])]  # every folder is a package
-        if not any(fnmatch(path.name, pattern) for pattern in own):
+        found = any(fnmatch(path.name, pattern) for pattern in data["*"])
+        for folder in path.parents:  # patterns are relative to their package
+            package = ".".join(("llmpq", *folder.parts)).replace("llmpq.llmpq", "llmpq")
+            inside = str(path.relative_to(folder))
+            found |= any(fnmatch(inside, pattern) for pattern in data.get(package, []))
+        if not found:
             missing.append(name)
     assert missing == []
