@@ -16,7 +16,7 @@ from llmpq.precision import KVPrecision, Precision
 from llmpq.sizes.kv_format import padded_head_dim
 from llmpq.workload import Dtype
 
-Way = Literal["gpu", "packed_kv", "drafts", "rounded", "gpu_pool", "gpu_rounded"]
+Way = Literal["gpu", "packed_kv", "drafts", "rounded", "gpu_pool", "gpu_rounded", "quantize"]
 WAYS: dict[Way, str] = {
     "gpu": "a GPU",
     "packed_kv": "a KV cache of 8, 4 or 2 bits",
@@ -24,6 +24,7 @@ WAYS: dict[Way, str] = {
     "rounded": "rounded activations (w8a8, w4a4)",
     "gpu_pool": "a pool of KV blocks on a GPU",
     "gpu_rounded": "rounded activations (w8a8, w4a4) on a GPU",
+    "quantize": "a copy that llmpq-quantize writes",
 }
 """Way -> how a sentence names it. Everything runs on a CPU with 16-bit KV and w16 to w3a16."""
 
@@ -83,26 +84,34 @@ FEATURES: tuple[Feature, ...] = (
         *("gpu", "rounded"),
     ),
     _feature(
-        "layers that share a KV cache", lambda spec, _: bool(spec.kv_sources), "gpu", "drafts"
+        "layers that share a KV cache",
+        lambda spec, _: bool(spec.kv_sources),
+        *("gpu", "drafts", "quantize"),
     ),
-    _feature("layers with unlike heads", _unlike_heads, *("gpu", "drafts", "rounded")),
-    _feature("normalised values", lambda spec, _: spec.value_norm, "gpu", "rounded"),
+    _feature("layers with unlike heads", _unlike_heads, *("gpu", "drafts", "rounded", "quantize")),
+    _feature("normalised values", lambda spec, _: spec.value_norm, *("gpu", "rounded", "quantize")),
     _feature("inputs of every layer's own", lambda s, _: s.per_layer_dim > 0, "gpu", "rounded"),
     _feature("numbers that layers are scaled by", lambda s, _: s.layer_scalar, "gpu", "rounded"),
     _feature("experts beside an MLP", lambda s, _: s.mixture_beside, "gpu", "rounded"),
     _feature(
         "sparse attention over chosen tokens",
         lambda spec, _: spec.indexer is not None,
-        *("gpu", "drafts", "rounded"),
+        *("gpu", "drafts", "rounded", "quantize"),
     ),
-    _feature("several streams (AltUp)", lambda s, _: s.altup is not None, "gpu", "rounded"),
+    _feature(
+        "several streams (AltUp)",
+        lambda s, _: s.altup is not None,
+        *("gpu", "rounded", "quantize"),
+    ),
     _feature("sparse gates", lambda s, _: any(s.gate_sparsities), "gpu", "rounded"),
     _feature("attention in chunks", _chunks, "gpu"),
     _feature("layers without positions", lambda s, _: bool(s.without_positions), "gpu"),
     _feature("queries and keys of unit size", lambda s, _: s.qk_unit_norm, "gpu", "rounded"),
     _feature("queries that grow with their position", _growth, "gpu"),
     _feature(
-        "weights on what experts are given", lambda s, _: s.router.weighs_input, "gpu", "rounded"
+        "weights on what experts are given",
+        lambda s, _: s.router.weighs_input,
+        *("gpu", "rounded", "quantize"),
     ),
     _feature("gated attention", lambda spec, _: spec.attention_gate, "gpu", "rounded"),
     _feature("a gate on the shared MLP", lambda spec, _: spec.shared_gate, "gpu", "rounded"),
@@ -167,6 +176,7 @@ REMEDY: dict[Way, str] = {
     "rounded": "plan with weight-only precisions (w8a16, w4a16)",
     "gpu_pool": "leave kv_pool out: requests then have a slot each",
     "gpu_rounded": "plan with weight-only precisions (w8a16, w4a16)",
+    "quantize": "plan the model itself at fewer bits: its layers are rounded while they load",
 }
 
 

@@ -137,6 +137,8 @@ def _streams(part: str, theirs: str) -> dict[str, tuple[str, ...]]:
 FAMILY = replace(
     gemma.FAMILY,
     name="gemma3n",
+    before=(*gemma4.BEFORE, "model.altup_projections"),
+    behind=("model.altup_unembed_projections", *gemma.FAMILY.behind),
     model_types=("gemma3n_text",),
     fields=fields,
     names=replace(

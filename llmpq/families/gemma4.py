@@ -202,9 +202,15 @@ PER_LAYER = {
     "per_layer_in.weight": ("per_layer_model_projection.weight",),
     "per_layer_norm.weight": ("per_layer_projection_norm.weight",),
 }
+BEFORE = (
+    *gemma.FAMILY.before,
+    *("model.embed_tokens_per_layer", "model.per_layer_model_projection"),
+    "model.per_layer_projection_norm",
+)
 FAMILY = replace(
     gemma.FAMILY,
     name="gemma4",
+    before=BEFORE,
     model_types=("gemma4_text", "gemma4_unified_text"),
     fields=fields,
     names=replace(

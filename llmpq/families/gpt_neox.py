@@ -57,5 +57,5 @@ FAMILY = Family(
     ),
     layers_at="gpt_neox.layers",
     before=("gpt_neox.embed_in", "gpt_neox.rotary_emb"),
-    behind=("gpt_neox.final_layer_norm", "embed_out"),
+    behind=("gpt_neox.final_layer_norm", "lm_head", "embed_out"),  # newer and older classes
 )

@@ -305,9 +305,9 @@ def test_requests_may_be_as_long_as_the_model_unless_it_then_computes_otherwise(
     )
     longer = replace(spec, rope_scaling=long_rope)
     for model, kv, wanted in (
-        (spec, KVPrecision.KV4, spec.max_positions + 1),
-        (windowed, KVPrecision.KV16, spec.max_positions + 1),
-        (windowed, KVPrecision.KV4, spec.max_positions + 1),
+        (spec, KVPrecision.KV4, spec.max_positions),
+        (windowed, KVPrecision.KV16, spec.max_positions),
+        (windowed, KVPrecision.KV4, spec.max_positions),
         (longer, KVPrecision.KV16, 48),
     ):
         plan = make_plan(demo_model, kv=kv, prompt_len=32, gen_len=16)

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from llmpq.capabilities import lacks
 from llmpq.memory import Quantization
 from llmpq.model_spec import ModelSpec
 from llmpq.precision import Precision
@@ -45,6 +46,11 @@ def test_mixed_layers_are_those_that_are_rounded_on_load(
     models: Any, tmp_path: Path, family_kind: str
 ) -> None:
     directory = models.directory(family_kind)
+    if missing := lacks(ModelSpec.from_directory(directory), "quantize"):
+        with pytest.raises(ValueError, match="a copy that llmpq-quantize writes") as caught:
+            write(directory, tmp_path / "q", MIXED, "rtn")
+        assert missing[0] in str(caught.value) and not (tmp_path / "q").exists()
+        return
     write(directory, tmp_path / "q", MIXED, "rtn")
     rounded = ReferencePipeline.from_directory(
         directory, precisions=MIXED, scheme=Quantization(group_size=None, symmetric=True).scheme

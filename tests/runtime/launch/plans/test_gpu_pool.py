@@ -38,7 +38,7 @@ def test_a_gpu_has_a_pool_unless_it_is_refused_one(offline):
     assert pool.limits.num_blocks == 4 * 3
     told = EngineOptions(kv_pool=False, offline=offline)
     slots = request_limits(pool.plan, pool.spec, told)
-    assert slots.max_len == 299 and pool.limits.max_len == pool.spec.max_positions + 1
+    assert slots.max_len == 299 and pool.limits.max_len == pool.spec.max_positions
 
 
 def test_a_job_known_beforehand_has_the_pool_that_its_plan_states():
