@@ -23,6 +23,15 @@ class ContextLengthError(ValueError):
     """A prompt, or a prompt and its answer, for which there is no room."""
 
 
+def too_long(length: int, room: int) -> ContextLengthError:
+    """Return the error of a prompt that leaves no room for an answer."""
+    return ContextLengthError(
+        f"the prompt is too long: it has {length} tokens, and the maximum context length of the "
+        f"model and its KV cache is {room} with the answer; shorten it, or give more with "
+        "max_model_len or another plan"
+    )
+
+
 class StepKind(IntEnum):
     """What a micro-batch does; the number travels in message headers and names trace events."""
 

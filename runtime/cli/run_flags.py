@@ -17,8 +17,8 @@ from llmpq.runtime.sampling_params import SamplerConfig
 from llmpq.runtime.text.batch_rows import Defaults
 
 NOTES = """\
-commands (flags alone mean `run`): run, serve, chat, check, doctor, bench, eval, convert; each has
-its own --help.
+commands (flags alone mean `run`): run, serve, chat, check, doctor, bench, eval, report, convert;
+each has its own --help.
 Make a plan: llmpq-algo --model DIR --cluster my.yaml -o plan.json"""
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from llmpq.precision import KVPrecision
-from llmpq.runtime.request import ContextLengthError, Request
+from llmpq.runtime.request import ContextLengthError, Request, too_long
 from llmpq.sizes.kv_format import BLOCK_TOKENS, HOLDBACK_TOKENS, TAIL_TOKENS, spanned_blocks
 
 
@@ -79,18 +79,19 @@ class PoolLimits:
             )
 
     def check(self, request: Request) -> None:
-        """Raise `ValueError` if a request can never run under these limits."""
+        """Raise `ValueError` if a request can never run under these limits.
+
+        A prompt that fills the room may have one token, which needs no position: it is scored so.
+        """
         length = len(request.prompt)
         if length == 0:
             raise ValueError("the prompt has no tokens; expected at least one")
         if request.max_new < 1:
             raise ValueError(f"max_tokens must be at least 1, got {request.max_new}")
+        if length == self.room and request.max_new == 1:
+            return
         if length >= self.room:
-            raise ContextLengthError(
-                f"the prompt is too long: it has {length} tokens, and the maximum context length "
-                f"of the model and its KV cache is {self.room} with the answer; shorten it, or "
-                "give more with max_model_len or another plan"
-            )
+            raise too_long(length, self.room)
         if length + request.max_new > self.room:
             raise ContextLengthError(
                 f"a prompt of {length} tokens and {request.max_new} new ones exceed the {self.room}"

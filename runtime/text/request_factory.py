@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 from llmpq.model_spec import ModelSpec
 from llmpq.runtime.guides import GrammarCompiler, Newest
-from llmpq.runtime.request import Finished, Request
+from llmpq.runtime.request import Finished, Request, too_long
 from llmpq.runtime.request_output import CompletionOutput, Logprob
 from llmpq.runtime.sampling_params import SamplingParams, token_list
 from llmpq.runtime.text.answer_text import TextStream
@@ -164,6 +164,8 @@ class RequestFactory:
             may_draft=rules is None,
             stream=stream,
         )
+        if params.max_tokens != 0 and len(tokens) >= self.max_model_len:
+            raise too_long(len(tokens), self.max_model_len)
         self._limits.check(first)
         seed = random.getrandbits(62) if params.seed is None else params.seed
         with self._lock:

@@ -128,8 +128,8 @@ def test_a_run_needs_nothing_but_a_model_and_prompts(demo_model, tmp_path, capsy
     ("flags", "named", "remedy"),
     [
         ([], "--model", "--plan"),
-        (["--plan", "p.json", "--profile"], "--profile", "leave it out"),
-        (["--plan", "p.json", "--prefer", "speed"], "--prefer", "leave it out"),
+        (["--plan", "p.json", "--profile"], "--profile", "leave --profile out"),
+        (["--plan", "p.json", "--prefer", "speed"], "--prefer", "leave --prefer out"),
     ],
 )
 def test_flags_about_planning_without_effect_are_refused(flags, named, remedy, capsys):
