@@ -36,7 +36,8 @@ STAGE_PROCESS = "llmpq.runtime.launch.stages.stage_process"
 
 def main(number: int) -> None:
     """Fork a process for every request until the socket closes."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the driver's to answer
+    for name in (signal.SIGINT, signal.SIGTERM):  # as in stages, the driver's to answer
+        signal.signal(name, signal.SIG_IGN)
     control = socket.socket(fileno=number)
     import llmpq.runtime.launch.stages.stage_worker  # noqa: F401 (what all stages need)
 
