@@ -60,9 +60,13 @@ class PoolLimits:
     @property
     def room(self) -> int:
         """Tokens of the longest request: prompt and answer (its last token is never cached)."""
+        return min(self.max_len, self._cached + 1)
+
+    @property
+    def _cached(self) -> int:
+        """Tokens that the pool's blocks hold of one request."""
         full = self.num_blocks * BLOCK_TOKENS
-        cached = full if self.kv is KVPrecision.KV16 else full + BLOCK_TOKENS + HOLDBACK_TOKENS
-        return min(self.max_len, cached + 1)
+        return full if self.kv is KVPrecision.KV16 else full + BLOCK_TOKENS + HOLDBACK_TOKENS
 
     @property
     def max_model_len(self) -> int:
@@ -81,14 +85,15 @@ class PoolLimits:
     def check(self, request: Request) -> None:
         """Raise `ValueError` if a request can never run under these limits.
 
-        A prompt that fills the room may have one token, which needs no position: it is scored so.
+        A prompt that fills the model's positions may have one token, which is not cached: it is
+        scored so.
         """
         length = len(request.prompt)
         if length == 0:
             raise ValueError("the prompt has no tokens; expected at least one")
         if request.max_new < 1:
             raise ValueError(f"max_tokens must be at least 1, got {request.max_new}")
-        if length == self.room and request.max_new == 1:
+        if length == self.room <= self._cached and request.max_new == 1:
             return
         if length >= self.room:
             raise too_long(length, self.room)

@@ -648,6 +648,16 @@ def test_what_can_never_run_is_refused(prompt, max_new, says):
         limits(num_blocks=8).check(Request(id=0, prompt=(1,) * prompt, max_new=max_new))
 
 
+def test_a_prompt_that_fills_the_positions_may_be_scored():
+    """Its one token is not cached; where blocks are the limit, the prompt itself has no room."""
+    most = limits(num_blocks=9, max_len=1024)
+    most.check(Request(id=0, prompt=(1,) * 1024, max_new=1))
+    play(Scheduler(most), [Request(id=0, prompt=(1,) * 1024, max_new=1)], random.Random(0), depth=1)
+    for max_new in (2, 5):
+        with pytest.raises(ValueError, match="too long"):
+            most.check(Request(id=0, prompt=(1,) * 1024, max_new=max_new))
+
+
 def test_the_longest_request_there_is_room_for_runs():
     for kv in KVPrecision:
         allowed = limits(num_blocks=5, kv=kv, step_tokens=100)
