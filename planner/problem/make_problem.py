@@ -257,9 +257,9 @@ def _not_run(spec: ModelSpec, cluster: Cluster, workload: Workload) -> list[str]
     """Return what of the model is left out, and what this version's runtime does not run yet."""
     notes = [f"left out: {part}" for part in spec.left_out]
     if spec.recurrent is not None:
-        kept = workload.kv is KVPrecision.KV16
-        room = "only in memory that is left beside the plan" if kept else "not with --kv below 16"
-        notes.append(f"prefix cache: states of recurrent layers are kept {room}")
+        packed = workload.kv is not KVPrecision.KV16
+        kept = "not kept with --kv below 16" if packed else "kept in memory beside the plan's only"
+        notes.append(f"prefix cache: states of recurrent layers are {kept}")
     notes += [
         f"warning: llmpq-dist does not run on {kind}: export the plan (llmpq-algo export --to "
         f"{engine})"
