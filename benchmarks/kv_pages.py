@@ -1,12 +1,15 @@
-"""A decode step's attention over a pool of packed blocks, beside slots' and torch's in 16 bits.
+"""A decode step's attention over a pool of packed blocks, beside 16 bits: our pool's and torch's.
 
 python benchmarks/kv_pages.py [--heads 32/8x128,...] [--rows 1,8] [--tokens 300,9000] [--bits 4]
-                              [--out FILE.jsonl] [--apart]
+                              [--loops 1x2x12,...] [--out FILE.jsonl]
 
-Append and attention as a layer of a model has them: queries and keys are rotated on the way, graphs
-of launches find keys and values in device memory (kernels/gpu_timing.py). Every row has as
-many tokens, or with `--tokens mixed` one has 16,000 and the others 300. `--apart` also times append
-and attention one by one. The floor reads packed blocks and rings once.
+Over a pool, packed or in 16 bits, a step appends and attends as a layer of a model does: queries
+and keys are rotated on the way; "attention" is the same step without append. Torch's attention
+(cuDNN, FlashAttention) reads dense keys and values that are there. Graphs of launches find keys and
+values in device memory (kernels/gpu_timing.py). Every row has as many tokens, or with `--tokens
+mixed` one has 16,000 and the others 300. The floor reads packed blocks and rings once.
+
+The last lines: of all cases of as many tokens and bits, how often as quick as the best in 16 bits.
 """
 
 from __future__ import annotations
@@ -14,24 +17,25 @@ from __future__ import annotations
 import argparse
 import multiprocessing
 import statistics
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from lib.bench_kv import BANDWIDTH
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from llmpq.kernels.formats.kv_block import KVFormat
-from llmpq.kernels.gemm.reference import relative_error
+from llmpq.kernels.fused.rope_append import rope_append_pages
 from llmpq.kernels.gpu_timing import copies_for, time_launches, write_row
-from llmpq.kernels.kv import ops
-from llmpq.kernels.kv.launch_plan import plan_attend
 from llmpq.kernels.kv.paged import packed_pages
 from llmpq.kernels.kv.paged.packed_pages import PackedPages, PackedRows, attend_packed_pages
 from llmpq.kernels.kv.paged.packed_pages_plan import PackedPlan
-from llmpq.kernels.kv.storage import DeviceRows, allocate_layer
+from llmpq.kernels.kv.paged.paged_attend import paged_attend
+from llmpq.kernels.kv.paged.paged_plan import PagedPlan
+from llmpq.kernels.kv.paged.paged_rows import row_table, split_work
+from llmpq.kernels.kv.storage import allocate_layer
 from llmpq.kernels.multiprocessors import multiprocessors
 from llmpq.precision import KVPrecision
 from llmpq.sizes.kv_format import BLOCK_TOKENS, RING_TOKENS, packed_end
@@ -39,6 +43,77 @@ from llmpq.sizes.kv_format import BLOCK_TOKENS, RING_TOKENS, packed_end
 HEADS = "32/8x128,28/4x128,48/8x128,16/2x256,64/8x64"
 DTYPE = torch.bfloat16
 MOST_SETS = 100
+MOST_TOKENS = 2_200_000
+"""Of all rows together: 16 bits of them and their copies fit a card."""
+BANDWIDTH = 4.3e12
+"""Bytes a second that an H200's copies reach."""
+
+
+def tables(ends: Sequence[int]) -> tuple[int, torch.Tensor]:
+    """Blocks that rows of so many tokens have, and which: in no order."""
+    needed = [-(-end // BLOCK_TOKENS) for end in ends]
+    free = torch.randperm(sum(needed)).int().tolist()
+    table = torch.zeros((len(ends), max(needed)), dtype=torch.int32)
+    for row, own in enumerate(needed):
+        table[row, :own] = torch.tensor([free.pop() for _ in range(own)])
+    return sum(needed), table.to("cuda")
+
+
+def on_device(values: Any) -> torch.Tensor:
+    """Integers, as kernels read them."""
+    return torch.tensor(values, dtype=torch.int32, device="cuda")
+
+
+class SixteenBits:
+    """The same step over copies of a pool of 16-bit blocks."""
+
+    def __init__(self, heads: int, groups: int, dim: int, ends: list[int]) -> None:
+        batch, device = len(ends), torch.device("cuda", 0)
+        self.plan = PagedPlan.of(heads, groups, dim, DTYPE, device)
+        blocks, self.table = tables(ends)
+        starts = [end - 1 for end in ends]
+        rows = row_table(
+            *(list(range(batch)), starts, [1] * batch),
+            num_rows=batch,
+            num_places=batch,
+            tile_queries=self.plan.tile_queries,
+            tile_keys=self.plan.tile_keys,
+            window=0,
+        )
+        self.rows_FR = on_device(rows)
+        self.work_split = on_device(split_work(rows, self.plan.programs, windowed=False))
+        last = [self.table[row, start // BLOCK_TOKENS] for row, start in enumerate(starts)]
+        self.places = on_device(
+            [
+                int(block) * BLOCK_TOKENS + start % BLOCK_TOKENS
+                for block, start in zip(last, starts, strict=True)
+            ]
+        ).long()
+        self.positions = on_device(starts).long()
+        shape = (blocks, groups, BLOCK_TOKENS, dim)
+        self.copies = min(MOST_SETS, copies_for(4 * blocks * groups * BLOCK_TOKENS * dim))
+        self.pools = [
+            torch.randn(2, *shape, device=device, dtype=DTYPE) for _ in range(self.copies)
+        ]
+        qkv = torch.randn(batch, heads + 2 * groups, dim, device=device, dtype=DTYPE)
+        self.q, self.k, self.v = qkv.split([heads, groups, groups], dim=1)
+        self.turned = self.q.contiguous()
+        self.inv_freq = 5e5 ** (-torch.arange(dim // 2, device=device) / (dim // 2))
+        self.scale = dim**-0.5
+
+    def attention(self, i: int) -> torch.Tensor:
+        """Attention, the step's keys and values being there."""
+        return self._attend(self.turned, i)
+
+    def _attend(self, q_THD: torch.Tensor, i: int) -> torch.Tensor:
+        step = (self.rows_FR, self.work_split, self.table, self.plan)
+        return paged_attend(q_THD, *self.pools[i], *step, scale=self.scale, chunks=False)
+
+    def step(self, i: int) -> None:
+        """Append and attend."""
+        at = (self.places, self.positions, self.inv_freq)
+        turned = rope_append_pages(self.q, self.k, self.v, *self.pools[i], *at)
+        self._attend(turned, i)
 
 
 class Step:
@@ -58,20 +133,16 @@ class Step:
                 self.plan, tiles=tiles, stages=stages, many_rows=None,
                 programs=programs * multiprocessors(device) // parts,
             )  # fmt: skip
-        needed = [-(-end // BLOCK_TOKENS) for end in ends]
-        blocks, columns = sum(needed), max(needed)
-        free = torch.randperm(blocks).int().tolist()
-        table = torch.zeros((batch, columns), dtype=torch.int32)
-        for row, own in enumerate(needed):
-            table[row, :own] = torch.tensor([free.pop() for _ in range(own)])
+        blocks, table = tables(ends)
         starts = [end - 1 for end in ends]
         rows = self.plan.table(
             list(range(batch)), starts, [1] * batch, num_rows=batch, num_places=batch
         )
-        rows_FR = torch.tensor(rows, dtype=torch.int32, device=device)
-        work_split = torch.tensor(self.plan.work_split(rows), dtype=torch.int32, device=device)
         self.step = PackedRows(
-            rows_FR=rows_FR, work_split=work_split, table_SM=table.to(device), chunks=False
+            rows_FR=on_device(rows),
+            work_split=on_device(self.plan.work_split(rows)),
+            table_SM=table,
+            chunks=False,
         )
         ring_bytes = batch * 2 * RING_TOKENS * groups * dim * 2
         self.read_bytes = sum(
@@ -85,12 +156,7 @@ class Step:
         self.q, self.k, self.v = qkv.split([heads, groups, groups], dim=1)
         self.inv_freq = 5e5 ** (-torch.arange(dim // 2, device=device) / (dim // 2))
         self.scale = dim**-0.5
-        self.device_rows = DeviceRows(slots=rows_FR[0], starts=rows_FR[1], counts=rows_FR[2])
-        self.attend = plan_attend(
-            batch=batch, q_len=1, heads=heads, kv_heads=groups, max_end=max(ends) + 50,
-            device=device, bits=bits, head_dim=dim,
-        )  # fmt: skip
-        self.tickets = torch.zeros(batch * groups * 16, dtype=torch.int32, device=device)
+        self.turned = self.q.contiguous()
 
     def _pool(self, blocks: int, slots: int) -> PackedPages:
         fmt, groups = self.fmt, self.groups
@@ -114,57 +180,12 @@ class Step:
             inv_freq=self.inv_freq,
         )
 
-    def over_slots(self, i: int) -> torch.Tensor:
-        """Append and attend as slots do, over the same tensors."""
-        layer, table = self.pools[i].layer, self.step.table_SM
-        turned = ops.run_append(
-            self.fmt, layer, table, self.k[:, None], self.v[:, None], self.device_rows,
-            paged=True, q=self.q[:, None], inv_freq=self.inv_freq,
-        )  # fmt: skip
-        assert turned is not None
-        return ops.run_attend(
-            *(self.fmt, layer, table, turned, self.device_rows, self.attend),
-            scale=self.scale,
-            paged=True,
-            tickets=self.tickets,
-        )[:, 0]
-
-    def append(self, i: int) -> None:
-        """The pool's append only."""
-        packed_pages._append(
-            *(self.q, self.k, self.v, self.pools[i], self.step, self.plan, self.inv_freq, 1.0)
-        )
-
-    def attention(self, i: int) -> None:
-        """The pool's attention only."""
-        q = self.q.contiguous() if i < 0 else self._q
-        packed_pages._attend(
-            *(q, self.k, self.v, self.pools[i], self.step, self.plan, self.scale, None),
+    def attention(self, i: int) -> torch.Tensor:
+        """Attention, the step's keys and values being there."""
+        return packed_pages._attend(
+            *(self.turned, self.k, self.v, self.pools[i], self.step, self.plan, self.scale, None),
             packed_pages.EVERYTHING,
         )
-
-    def slots_append(self, i: int) -> None:
-        """The slots' append only."""
-        ops.run_append(
-            self.fmt, self.pools[i].layer, self.step.table_SM, self.k[:, None], self.v[:, None],
-            self.device_rows, paged=True, q=self.q[:, None], inv_freq=self.inv_freq,
-        )  # fmt: skip
-
-    def slots_attention(self, i: int) -> None:
-        """The slots' attention only."""
-        ops.run_attend(
-            *(self.fmt, self.pools[i].layer, self.step.table_SM, self._q[:, None]),
-            *(self.device_rows, self.attend),
-            scale=self.scale,
-            paged=True,
-            tickets=self.tickets,
-        )
-
-    @property
-    def _q(self) -> torch.Tensor:
-        if not hasattr(self, "_contiguous"):
-            self._contiguous = self.q.contiguous()
-        return self._contiguous
 
 
 def median_us(call: Any, copies: int) -> float:
@@ -173,13 +194,20 @@ def median_us(call: Any, copies: int) -> float:
 
 
 def sixteen_bits_us(heads: int, groups: int, dim: int, ends: list[int]) -> dict[str, float]:
-    """Torch's attention in 16 bits over rows of one length: cuDNN's and FlashAttention's."""
+    """Attention in 16 bits: our pool's, with append and without, and torch's."""
+    own = SixteenBits(heads, groups, dim, ends)
+    found = {
+        "pages16": median_us(own.step, own.copies),
+        "pages16_attention": median_us(own.attention, own.copies),
+    }
+    del own
     batch, length = len(ends), max(ends)
+    if min(ends) < length:
+        return found
     copies = min(MOST_SETS, copies_for(4 * batch * groups * length * dim))
     shape = (batch, groups, length, dim)
     kv = [torch.randn(2, *shape, device="cuda", dtype=torch.float16) for _ in range(copies)]
     q = torch.randn(batch, heads, 1, dim, device="cuda", dtype=torch.float16)
-    found = {}
     for name, backend in (
         ("cudnn", SDPBackend.CUDNN_ATTENTION),
         ("flash", SDPBackend.FLASH_ATTENTION),
@@ -203,7 +231,7 @@ def cases(args: argparse.Namespace) -> list[tuple[int, int, int, int, int, str]]
         for bits in args.bits.split(","):
             for rows in args.rows.split(","):
                 for tokens in args.tokens.split(","):
-                    if tokens != "mixed" and int(rows) * int(tokens) > 1_700_000:
+                    if tokens != "mixed" and int(rows) * int(tokens) > MOST_TOKENS:
                         continue
                     found.append((heads, groups, int(dim), int(bits), int(rows), tokens))
     return found
@@ -214,15 +242,26 @@ def ends_of(rows: int, tokens: str) -> list[int]:
     return [16_000] + [300] * (rows - 1) if tokens == "mixed" else [int(tokens)] * rows
 
 
-def compile_share(job: tuple[list[Any], int, int, str]) -> None:
+def compile_share(job: tuple[list[Any], int, int, list[str]]) -> None:
     """Compile what every `of`-th case needs, in a process of its own."""
-    some, first, of, loop = job
+    some, first, of, loops = job
     for heads, groups, dim, bits, rows, tokens in some[first::of]:
-        step = Step(heads, groups, dim, bits, ends_of(rows, tokens), loop)
-        step.over_pool(0)
-        step.over_slots(0)
+        ends = ends_of(rows, tokens)
+        for loop in loops:
+            Step(heads, groups, dim, bits, ends, loop).over_pool(0)
+        SixteenBits(heads, groups, dim, ends).step(0)
         torch.cuda.synchronize()
-        del step
+
+
+def summary(found: dict[tuple[str, int], list[tuple[float, float]]]) -> None:
+    """Print how often as quick as in 16 bits: least and mean, with append and without."""
+    print("tokens  bits  step / our 16-bit pool's: least, mean   attention / best of 16 bits")
+    for (tokens, bits), ratios in sorted(found.items(), key=lambda item: (item[0][0], item[0][1])):
+        steps, attentions = zip(*ratios, strict=True)
+        print(
+            f"{tokens:>6}  {bits:4}  {min(steps):20.2f} {statistics.mean(steps):6.2f}"
+            f"  {min(attentions):24.2f} {statistics.mean(attentions):6.2f}"
+        )
 
 
 def main() -> None:
@@ -230,46 +269,48 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--heads", default=HEADS)
     parser.add_argument("--bits", default="8,4,2")
-    parser.add_argument("--rows", default="1,4,24,96")
+    parser.add_argument("--rows", default="1,4,16,64")
     parser.add_argument("--tokens", default="300,1500,9000,33000")
     parser.add_argument("--out", type=Path)
-    parser.add_argument("--loop", default="", help="TILESxSTAGESxPROGRAMS_OF_AN_SM to try")
-    parser.add_argument("--apart", action="store_true")
+    parser.add_argument(
+        "--loops", default="", help="TILESxSTAGESxPROGRAMS_OF_AN_SM,... to try beside the plan's"
+    )
     parser.add_argument("--no-peers", action="store_true")
     parser.add_argument("--compilers", type=int, default=14)
     args = parser.parse_args()
-    todo = cases(args)
+    todo, loops = cases(args), ["", *filter(None, args.loops.split(","))]
     forms = {(h, g, d, b, r): (h, g, d, b, r, "300") for h, g, d, b, r, _ in todo}
     if args.compilers:
-        shares = [
-            (list(forms.values()), i, args.compilers, args.loop) for i in range(args.compilers)
-        ]
+        shares = [(list(forms.values()), i, args.compilers, loops) for i in range(args.compilers)]
         with multiprocessing.get_context("spawn").Pool(args.compilers) as pool:
             pool.map(compile_share, shares)
     peers: dict[tuple[Any, ...], dict[str, float]] = {}
+    ratios: dict[tuple[str, int], list[tuple[float, float]]] = {}
     for heads, groups, dim, bits, rows, tokens in todo:
         ends = ends_of(rows, tokens)
-        step = Step(heads, groups, dim, bits, ends, args.loop)
-        apart = relative_error(step.over_pool(0), step.over_slots(0))
-        samples = time_launches(step.over_pool, len(step.pools), repeats=6)
-        us, slots = statistics.median(samples), median_us(step.over_slots, len(step.pools))
-        line = f"{heads}/{groups}x{dim} kv{bits} {rows:3} x {tokens:6}: {us:7.1f} us, slots "
-        line += f"{slots:7.1f} ({us / slots:4.2f}), floor {step.read_bytes / BANDWIDTH * 1e6:6.1f}"
-        if args.apart:
-            for name in ("append", "slots_append", "attention", "slots_attention"):
-                line += f", {name} {median_us(getattr(step, name), len(step.pools)):.1f}"
+        step = Step(heads, groups, dim, bits, ends)
         floor, copies = step.read_bytes / BANDWIDTH * 1e6, len(step.pools)
+        samples = time_launches(step.over_pool, copies, repeats=6)
+        us, attention = statistics.median(samples), median_us(step.attention, copies)
         del step
+        line = f"{heads}/{groups}x{dim} kv{bits} {rows:3} x {tokens:>6}: {us:7.1f} us, attention "
+        line += f"{attention:6.1f}, floor {floor:6.1f}"
+        for loop in loops[1:]:
+            other = Step(heads, groups, dim, bits, ends, loop)
+            line += f", {loop} {median_us(other.attention, copies):.1f}"
+            del other
         key = (heads, groups, dim, rows, tokens)
-        if key not in peers:
-            peers[key] = (
-                {}
-                if args.no_peers or tokens == "mixed"
-                else sixteen_bits_us(heads, groups, dim, ends)
-            )
-        best = min(peers[key].values(), default=0.0)
-        line += f", 16 bits {best:.1f} ({best / us:.2f}x)" if best else ""
-        print(f"{line}{'' if apart < 4e-3 else f'  APART {apart:.1e}'}", flush=True)
+        if key not in peers and not args.no_peers:
+            peers[key] = sixteen_bits_us(heads, groups, dim, ends)
+        beside = peers.get(key, {})
+        if beside:
+            alone = {name: value for name, value in beside.items() if name != "pages16"}
+            best = min(alone, key=alone.__getitem__)
+            pair = (beside["pages16"] / us, alone[best] / attention)
+            ratios.setdefault((tokens, bits), []).append(pair)
+            line += f" | 16 bits: {beside['pages16']:.1f} ({pair[0]:.2f}x), attention {best} "
+            line += f"{alone[best]:.1f} ({pair[1]:.2f}x)"
+        print(line, flush=True)
         if args.out:
             write_row(
                 args.out, bench="kv_pages", unit="us", samples=samples, floor=floor,
@@ -277,9 +318,10 @@ def main() -> None:
                     "heads": heads, "kv_heads": groups, "head_dim": dim, "kv": f"kv{bits}",
                     "rows": rows, "tokens": tokens, "copies": copies,
                 },
-                baselines={"slots": slots, **peers[key]},
+                baselines={"attention": attention, **beside},
                 program="python benchmarks/kv_pages.py",
             )  # fmt: skip
+    summary(ratios)
 
 
 if __name__ == "__main__":
