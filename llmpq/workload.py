@@ -21,13 +21,23 @@ Dtype = Literal["float16", "bfloat16", "float32"]
 DTYPE_BYTES: dict[str, int] = {"float16": 2, "bfloat16": 2, "float32": 4}
 
 
-@lru_cache(maxsize=1024)  # planners ask for the same again and again
-def prompt_chunks(prompt_len: int, chunk: int | None) -> tuple[tuple[int, int], ...]:
-    """Return (first position, tokens) of each step that a prompt takes (chunked prefill).
+def chunk_tokens(prompt_len: int, chunk: int | None) -> int:
+    """Return the tokens of a prompt that its first step computes, which no later one exceeds.
 
     `chunk`: tokens of a step at most, none for whole prompts.
     """
-    size = prompt_len if chunk is None else min(chunk, prompt_len)
+    return prompt_len if chunk is None else min(chunk, prompt_len)
+
+
+def num_chunks(prompt_len: int, chunk: int | None) -> int:
+    """Return how many steps a prompt takes."""
+    return -(-prompt_len // chunk_tokens(prompt_len, chunk))
+
+
+@lru_cache(maxsize=1024)  # planners ask for the same again and again
+def prompt_chunks(prompt_len: int, chunk: int | None) -> tuple[tuple[int, int], ...]:
+    """Return (first position, tokens) of each step that a prompt takes (chunked prefill)."""
+    size = chunk_tokens(prompt_len, chunk)
     return tuple((at, min(size, prompt_len - at)) for at in range(0, prompt_len, size))
 
 

@@ -8,8 +8,8 @@ classes, so that a page can restyle them for dark screens.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from html import escape
 from typing import TYPE_CHECKING
-from xml.sax.saxutils import escape, quoteattr
 
 from llmpq.pictures.memory_parts import LayerRun, device_bytes, layer_runs, memory_parts
 from llmpq.pictures.stage_links import LinkLoad, link_loads
@@ -153,7 +153,7 @@ def _run_labels(runs: Sequence[LayerRun], bottom: float, tall: float) -> list[tu
 def _bar(y: float, high: float, fill: str, title: str) -> str:
     return (
         f'<rect x="4" y="{y:.2f}" width="{BAR - 8}" height="{max(0.4, high):.2f}" fill="{fill}" '
-        f'class="part"><title>{escape(title)}</title></rect>'
+        f'class="part"><title>{escape(title, quote=False)}</title></rect>'
     )
 
 
@@ -255,7 +255,8 @@ def ms(seconds: float) -> str:
 def text(x: float, y: float, shown: str, *, size: float = 12, weight: str = "normal") -> str:
     """Return a line of text as SVG."""
     style = f'font-size="{size:g}"' + (f' font-weight="{weight}"' if weight != "normal" else "")
-    return f'<text x="{x:g}" y="{y:.1f}" {style} class="ink" fill="#1b1f24">{escape(shown)}</text>'
+    said = escape(shown, quote=False)
+    return f'<text x="{x:g}" y="{y:.1f}" {style} class="ink" fill="#1b1f24">{said}</text>'
 
 
 def card_label(plan: Plan, index: int) -> str:
@@ -263,4 +264,5 @@ def card_label(plan: Plan, index: int) -> str:
     stage = plan.stages[index]
     parts = ", ".join(f"{p.name} {format_size(p.nbytes)}" for p in memory_parts(plan, index))
     runs = ", ".join(f"{_layers_text(r)} {r.precision.value}" for r in layer_runs(stage))
-    return quoteattr(f"{stage.device}: {runs}; {parts or 'memory not counted'}")
+    said = escape(f"{stage.device}: {runs}; {parts or 'memory not counted'}")
+    return f'"{said}"'

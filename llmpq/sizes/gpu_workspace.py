@@ -18,7 +18,7 @@ from functools import lru_cache
 from llmpq.model_spec import ModelSpec
 from llmpq.precision import KVPrecision, Precision
 from llmpq.sizes.state_size import recurrence_bytes
-from llmpq.workload import Workload, prompt_chunks
+from llmpq.workload import Workload, chunk_tokens
 
 DENSE_ROWS = 256
 """Rows from which a product may unpack its whole weight (linear_gpu.py's crossover)."""
@@ -70,7 +70,7 @@ def gpu_workspace_bytes(
     longest = workload.max_len
     if spec.positions == "learned":
         longest = min(longest, spec.max_positions)
-    tokens = prompt_chunks(workload.prompt_len, prefill_chunk)[0][1]
+    tokens = chunk_tokens(workload.prompt_len, prefill_chunk)
     width = padded_prompt(tokens, longest=longest)
     prefill = _Shape(prefill_microbatch, width, e, kv, fresh=True)
     decode = _Shape(decode_microbatch, 1, e, kv, fresh=False)

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from llmpq.errors import DoesNotFitError
@@ -98,6 +99,17 @@ def _alike(spec: ModelSpec, layers: Sequence[int]) -> Counter[tuple[int, int, bo
     """
     own = layers_with_kv(spec, layers)
     return Counter((*spec.kv_shape(layer), spec.is_windowed(layer)) for layer in own)
+
+
+@lru_cache(maxsize=64)  # planners ask for the same again and again
+def kv_kinds(spec: ModelSpec) -> tuple[int, ...]:
+    """Return of each layer the first one that keeps as much: keys, values and state alike."""
+    found: dict[tuple[object, ...], int] = {}
+    kinds = []
+    for layer in range(spec.num_layers):
+        kept = (*_alike(spec, (layer,)), spec.has_state(layer))
+        kinds.append(found.setdefault(kept, layer))
+    return tuple(kinds)
 
 
 def draft_pool(size: PoolSize) -> PoolSize:

@@ -26,7 +26,7 @@ from llmpq.sizes.kv_format import (
     padded_head_dim,
 )
 from llmpq.sizes.state_size import recurrence_bytes
-from llmpq.workload import Workload, prompt_chunks
+from llmpq.workload import Workload, chunk_tokens
 
 DEQUANTIZE_WEIGHTS = 1 << 20
 """Weights a CPU dequantises at a time (kernels/cpu/native_linear.py)."""
@@ -79,7 +79,7 @@ def workspace_bytes(
         )
     e = workload.dtype_bytes
     kv, prompt_len = workload.kv, workload.prompt_len
-    tokens = prompt_chunks(prompt_len, prefill_chunk)[0][1]
+    tokens = chunk_tokens(prompt_len, prefill_chunk)
     whole = tokens == prompt_len
     prefill = _Shape(prefill_microbatch, tokens, prompt_len, e, kv, fresh=whole)
     decode = _Shape(decode_microbatch, 1, workload.max_len, e, kv, fresh=False)

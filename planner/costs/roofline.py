@@ -26,6 +26,8 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import cache, partial
 from typing import Any
 
+import numpy as np
+
 from llmpq.cluster import Device
 from llmpq.cost_model import CostModel, LatencyEntry, Part, Phase, Regime
 from llmpq.devices.device_spec import DeviceSpec
@@ -158,14 +160,16 @@ def experts_hit(experts: int, per_token: int, tokens: float) -> float:
 @cache
 def _hit_knots(experts: int, per_token: int) -> tuple[tuple[float, float], ...]:
     """Return (tokens, experts hit) between which straight lines are within KNOT_ERROR; then all."""
+    hits = np.empty(0)
 
     def near(low: int, high: int) -> bool:
-        start, end = (experts_hit(experts, per_token, v) for v in (low, high))
-        return all(
-            start + (end - start) * (v - low) / (high - low)
-            >= (1 - KNOT_ERROR) * experts_hit(experts, per_token, v)
-            for v in range(low + 1, high)
-        )
+        nonlocal hits
+        while len(hits) <= high:
+            more = range(len(hits), 2 * high)
+            hits = np.append(hits, [experts_hit(experts, per_token, v) for v in more])
+        start, end, between = hits[low], hits[high], np.arange(1, high - low)
+        line = start + (end - start) * between / (high - low)
+        return bool((line >= (1 - KNOT_ERROR) * hits[low + 1 : high]).all())
 
     knots, at = [(1.0, float(per_token))], 1
     while experts - knots[-1][1] > KNOT_ERROR * experts:

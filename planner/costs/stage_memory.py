@@ -27,7 +27,7 @@ from llmpq.memory import (
     unpacks_prompts,
 )
 from llmpq.precision import Precision
-from llmpq.sizes.pool_size import planned_kv_bytes
+from llmpq.sizes.pool_size import kv_kinds, planned_kv_bytes
 from llmpq.sizes.workspace import workspace_bytes
 
 if TYPE_CHECKING:
@@ -68,7 +68,12 @@ def choices_of(choices: Sequence[Precision], sort: int) -> NDArray[np.bool_]:
 def layer_bytes(p: Problem) -> NDArray[np.int64]:
     """[B] weights of the largest layer of the model, and the mean of the layers' KV."""
     kv = p.kv_bytes_of_layers
-    return _weights(p, range(p.spec.num_layers)).max(axis=0) + int(kv.sum()) // len(kv)
+    return np.asarray(p.weights + int(kv.sum()) // len(kv))
+
+
+def largest_weights(p: Problem) -> NDArray[np.int64]:
+    """[B] weights of the largest layer of the model."""
+    return np.asarray(_weights(p, range(p.spec.num_layers)).max(axis=0))
 
 
 def kv_bytes_of_layers(p: Problem) -> NDArray[np.int64]:
@@ -87,7 +92,9 @@ def kv_bytes_of_layers(p: Problem) -> NDArray[np.int64]:
     layers = p.spec.num_layers
     if not p.spec.windows and not p.spec.differs_in_attention:
         return np.full(layers, of(0), dtype=np.int64)
-    return np.array([of(layer) for layer in range(layers)], dtype=np.int64)
+    alike = kv_kinds(p.spec)
+    sizes = {layer: of(layer) for layer in set(alike)}
+    return np.array([sizes[layer] for layer in alike], dtype=np.int64)
 
 
 def _above_mean(p: Problem, *, first: bool, last: bool) -> int:
@@ -131,10 +138,9 @@ def _smaller_layers(p: Problem, room: int, sort: int) -> int:
     allowed = choices_of(p.choices, sort)
     own = _weights(p, dense).max(axis=0)
     whole = layer_bytes(p)
-    largest = _weights(p, range(p.spec.num_layers)).max(axis=0)
-    by_themselves = whole - largest + own
+    by_themselves = whole - p.weights + own
     count = min(len(dense), room // int(by_themselves[allowed].max()))
-    return count * int((largest - own)[allowed].min())
+    return count * int((p.weights - own)[allowed].min())
 
 
 def capacity(p: Problem, eta: int, xi: int) -> NDArray[np.int64]:

@@ -7,11 +7,11 @@ would make it fit (planner/refusal.py). Looks at bytes only.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from itertools import product
+from itertools import accumulate, product
 
 import numpy as np
 
-from llmpq.planner.costs.stage_memory import sort_of_stage
+from llmpq.planner.costs.stage_memory import DENSE, MIXED, PACKED, sort_of_stage
 from llmpq.planner.problem.microbatch import small_chunks
 from llmpq.planner.problem.outcome import Assignment, Stage
 from llmpq.planner.problem.problem import Problem
@@ -43,8 +43,10 @@ def longest_context(p: Problem, most: int) -> int:
     Prompt and answer together, in whole blocks of the KV cache.
     """
 
+    base = p.prepared()
+
     def fits(blocks: int) -> bool:
-        return fits_context(p, min(blocks * BLOCK_TOKENS, most))
+        return fits_context(base, min(blocks * BLOCK_TOKENS, most))
 
     whole = -(-most // BLOCK_TOKENS)
     if fits(whole):
@@ -118,10 +120,14 @@ def _filled(p: Problem, choices: Sequence[int], order: Sequence[int]) -> Assignm
     stages: list[Stage] = []
     start, total = 0, p.num_layers
 
+    # Of the layers before each: their bytes, and how many of them are packed.
+    taken = [0, *accumulate(int(sizes[i, b]) for i, b in enumerate(choices))]
+    packed = [0, *accumulate(int(p.packed[b]) for b in choices)]
+
     def holds(cls: int, low: int, high: int, *, last: bool) -> bool:
-        some = choices[low:high]
-        room = table[cls, int(low == 0), int(last), sort_of_stage(p.packed, some)]
-        return sum(int(sizes[low + k, b]) for k, b in enumerate(some)) <= int(room)
+        count = packed[high] - packed[low]
+        sort = DENSE if count == 0 else PACKED if count == high - low else MIXED
+        return taken[high] - taken[low] <= int(table[cls, int(low == 0), int(last), sort])
 
     final = order[-1]
     for cls in order[:-1]:

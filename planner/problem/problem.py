@@ -26,6 +26,7 @@ from llmpq.planner.costs.links import ClassLinks, Floats, LinkTables, link_table
 from llmpq.planner.costs.stage_memory import (
     capacity,
     kv_bytes_of_layers,
+    largest_weights,
     layer_bytes,
     packed_of,
 )
@@ -35,7 +36,7 @@ from llmpq.planner.problem.symmetry import alike_devices, device_key, twin_nodes
 from llmpq.precision import KVPrecision, Precision
 from llmpq.sensitivity import Sensitivity
 from llmpq.sizes.pool_size import planned_pool, window_step_tokens
-from llmpq.workload import CHUNK_TOKENS, Workload, prompt_chunks
+from llmpq.workload import CHUNK_TOKENS, Workload, chunk_tokens, num_chunks
 
 Objective = Literal["makespan", "paper"]
 MANY_DEVICES = 256
@@ -64,6 +65,16 @@ class DeviceClass:
     def name(self) -> str:
         """Readable name: the kind, with the node where a kind is on several."""
         return f"{self.first.kind}@{self.first.node}"
+
+
+_OF_DEVICES = frozenset({"spec", "cluster", "costs", "group", "pins", "nearest_links"})
+_MADE_OF: dict[str, frozenset[str]] = {
+    **dict.fromkeys(("_keys", "links", "members", "classes", "class_links"), _OF_DEVICES),
+    **dict.fromkeys(("groups", "cuts"), frozenset({"spec", "group"})),
+    "open": frozenset({"spec", "offered", "choices", "group"}),
+    "weights": frozenset({"spec", "quantization", "choices", "workload"}),
+}
+"""Cached property -> fields that it is made of; of the workload, the dtype alone."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -248,7 +259,7 @@ class Problem:
         most = work.batch
         if self.pooled and size.window:
             room = window_step_tokens(work, self.prefill_chunk, prefill_microbatch=1)
-            most = room // prompt_chunks(work.prompt_len, self.prefill_chunk)[0][1]
+            most = room // chunk_tokens(work.prompt_len, self.prefill_chunk)
         return tuple(size for size in distinct_sizes(work.batch) if size <= most)
 
     @cached_property
@@ -282,7 +293,7 @@ class Problem:
     @property
     def chunks_of_prompt(self) -> int:
         """Number of steps that a prompt takes."""
-        return len(prompt_chunks(self.workload.prompt_len, self.prefill_chunk))
+        return num_chunks(self.workload.prompt_len, self.prefill_chunk)
 
     def counts(self, eta: int, xi: int) -> tuple[int, int]:
         """Return the numbers of steps of prefill (chunks of micro-batches) and of a token."""
@@ -311,14 +322,19 @@ class Problem:
     def with_changes(self, **changes: object) -> Problem:
         """Return the problem with some fields replaced (what-if, pareto, budget).
 
-        Another theta leaves every time and size as it is: they are not computed again.
+        What the changes leave as it is is not computed again: all times and sizes of another
+        theta, weights and devices of another length.
         """
         changed = replace(self, **changes)  # type: ignore[arg-type]
+        fields = {f.name for f in dataclasses.fields(self)}
         if set(changes) == {"theta"}:
-            fields = {f.name for f in dataclasses.fields(self)}
             own = {*fields, "priced_omega"}
-            kept = {k: v for k, v in self.__dict__.items() if k not in own}
-            changed.__dict__.update(kept)
+            kept = {k for k in self.__dict__ if k not in own}
+        else:
+            same_dtype = changed.workload.dtype == self.workload.dtype
+            other = set(changes) - ({"workload"} if same_dtype else set())
+            kept = {k for k, of in _MADE_OF.items() if not of & other}
+        changed.__dict__.update({k: self.__dict__[k] for k in kept & set(self.__dict__)})
         return changed
 
     def with_job(self, **changes: Any) -> Problem:
@@ -336,6 +352,12 @@ class Problem:
             if batch is not None and fixed is not None:
                 changes[name] = min(fixed, batch)
         return self.with_changes(**changes) if changes else self
+
+    def prepared(self) -> Problem:
+        """Return it with all computed that problems of other lengths take over."""
+        for name in _MADE_OF:
+            getattr(self, name)
+        return self
 
     def with_context(self, tokens: int) -> Problem:
         """Return the problem with contexts of so many tokens; prompts get longer, or shorter."""
@@ -356,6 +378,11 @@ class Problem:
     def kv_bytes_of_layers(self) -> NDArray[np.int64]:
         """[layers] KV of every layer of the model, for the whole batch."""
         return kv_bytes_of_layers(self)
+
+    @cached_property
+    def weights(self) -> NDArray[np.int64]:
+        """[B] bytes of the largest layer's weights at each choice."""
+        return largest_weights(self)
 
     @cached_property
     def all_layer_bytes(self) -> NDArray[np.int64]:
