@@ -214,7 +214,11 @@ class ModelSpec:
     position_offset: int = 2
     """Rows of learned positions in front of that of position 0 (OPT: two)."""
     further_layers: int = field(default=0, compare=False)
-    """Layers behind the last one that a checkpoint has and nobody runs (MTP)."""
+    """Layers behind the last one that a checkpoint has beside the model's (MTP)."""
+    mtp_layers: int = field(default=0, compare=False)
+    """Layers that predict further tokens, behind the last one or in a module of their own."""
+    from_class: tuple[str, ...] = field(default=(), compare=False)
+    """Numbers that `config.json` leaves to Transformers' class of its `model_type`: `key=value`."""
     left_out: tuple[str, ...] = field(default=(), compare=False)
     """Parts of the checkpoint that are not run, for the user to hear of."""
     dtype: Literal["float16", "bfloat16", "float32"] = "float16"
@@ -614,7 +618,10 @@ class ModelSpec:
         return cls.from_config(known[found], name=found)
 
 
-NOT_ARCHITECTURE = ("name", "eos_token_ids", "left_out", "further_layers")
+NOT_ARCHITECTURE = (
+    *("name", "eos_token_ids", "left_out"),
+    *("further_layers", "mtp_layers", "from_class"),
+)
 ADDED: Mapping[str, Any] = {
     found.name: asdict(found.default) if isinstance(found.default, Router) else found.default
     for found in fields(ModelSpec)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,10 +29,12 @@ from llmpq.families.common.config_values import (
 from llmpq.families.not_run import (
     FURTHER_LAYERS,
     LEFT_OUT,
+    MTP_LAYERS,
     WITHOUT_EQUATION,
     lacking,
     no_language_model,
 )
+from llmpq.families.record import Family
 from llmpq.file_form import read_json
 
 BOOKKEEPING = frozenset(
@@ -67,12 +70,14 @@ NOT_CAUSAL = ("is_causal", "causal", "use_causal_mask")
 class _Read(Mapping[str, Any]):
     """A config as Transformers' class of its `model_type` reads it.
 
-    An absent key has the class's default. It remembers which of its keys were asked for.
+    An absent key has the class's default. It remembers which of its keys were asked for, and which
+    of those had the class's default.
     """
 
     def __init__(self, config: Config, kind: ConfigClass) -> None:
         self._config, self._kind = config, kind
         self.asked: set[str] = set()
+        self.defaulted: dict[str, Any] = {}
 
     def __getitem__(self, key: str) -> Any:
         self.asked.add(key)
@@ -83,6 +88,7 @@ class _Read(Mapping[str, Any]):
                 return given
         if any(self._config.get(other) is not None for other in self._kind.same_as(key)):
             raise KeyError(key)
+        self.defaulted[key] = defaults[key]
         return defaults[key]
 
     def __iter__(self) -> Iterator[str]:
@@ -105,9 +111,8 @@ def spec_fields(config: Config, name: str) -> dict[str, Any]:
     kind = config_class(model_type)
     read = _Read(inner, kind)
     _require_agreement(inner, kind)
-    fields = family.fields(read)
-    _require_sound(read, fields)
-    own_head = {} if "head_dim" in fields else {"head_dim": head_size(read)}
+    _require_sound(read, family.fields(read))
+    fields = _shapes(family, read)
     left_out = _left_out(config, inner)
     _require_known(inner, read.asked, kind, model_type)
     ends = token_ids(inner if inner.get("eos_token_id") else config, "eos_token_id")
@@ -118,8 +123,17 @@ def spec_fields(config: Config, name: str) -> dict[str, Any]:
         "eos_token_ids": ends,
         "left_out": left_out,
         "further_layers": _further_layers(config, inner),
+        "mtp_layers": _count(config, inner, MTP_LAYERS),
+        "from_class": _from_class(family, inner, kind, read.defaulted, fields),
     }
-    return {**found, **own_head, **fields}
+    return {**found, **fields}
+
+
+def _shapes(family: Family, read: _Read) -> dict[str, Any]:
+    """Return the fields that a family's record reads, with a head's channels."""
+    fields = family.fields(read)
+    own_head = {} if "head_dim" in fields else {"head_dim": head_size(read)}
+    return {**own_head, **fields}
 
 
 def _language_model(config: Config) -> tuple[str, dict[str, Any]]:
@@ -177,11 +191,36 @@ def _left_out(config: Config, inner: Config) -> tuple[str, ...]:
 
 def _further_layers(config: Config, inner: Config) -> int:
     """Return how many layers behind the last one a checkpoint may have."""
+    return _count(config, inner, FURTHER_LAYERS)
+
+
+def _count(config: Config, inner: Config, keys: tuple[str, ...]) -> int:
+    """Return the number of the first key that is there; 0 without one."""
     for source in (config, inner):
-        for key in FURTHER_LAYERS:
+        for key in keys:
             if is_given(source.get(key)):
                 return size(source, key)
     return 0
+
+
+def _from_class(
+    family: Family, config: Config, kind: ConfigClass, defaulted: Mapping[str, Any], fields: Any
+) -> tuple[str, ...]:
+    """Return the numbers that the config left to its class and that decide something: `key=value`.
+
+    With another default the model would be another one, or none. Flags and names are left out:
+    nearly every config leaves some.
+    """
+
+    def decides(key: str, value: float) -> bool:
+        other = replace(kind, defaults={**kind.defaults, key: 2 * value + 1})
+        try:
+            return _shapes(family, _Read(config, other)) != fields
+        except (ValueError, KeyError):
+            return True
+
+    numbers = {key: v for key, v in defaulted.items() if type(v) in (int, float)}
+    return tuple(f"{key}={value}" for key, value in numbers.items() if decides(key, value))
 
 
 def _require_known(config: Config, asked: set[str], kind: ConfigClass, model_type: str) -> None:
@@ -191,7 +230,7 @@ def _require_known(config: Config, asked: set[str], kind: ConfigClass, model_typ
     """
     left = {k: v for k, v in config.items() if k not in asked and k not in BOOKKEEPING}
     for key, value in left.items():
-        read = key in kind.reads and key not in LEFT_OUT
+        read = key in kind.reads and key not in LEFT_OUT and key not in MTP_LAYERS
         changing = read or key in CHANGING or key in NOT_CAUSAL
         beyond = key == "sliding_window" and _is_beyond(value, config)
         if changing and not beyond and not _is_neutral(key, value, kind):

@@ -12,13 +12,13 @@ LEFT_OUT = {
     "image_token_index": "the vision tower: text only",
     "boi_token_index": "the vision tower: text only",
     "eoi_token_index": "the vision tower: text only",
-    "num_nextn_predict_layers": "{value} layers that predict further tokens (MTP)",
-    "mtp_num_hidden_layers": "{value} layers that predict further tokens (MTP)",
-    "num_mtp_layers": "{value} layers that predict further tokens (MTP)",
 }
 """Config key -> what it brings that is not run, said to the user."""
 
 FURTHER_LAYERS = ("num_nextn_predict_layers", "num_mtp_layers")
+MTP_LAYERS = (*FURTHER_LAYERS, "mtp_num_hidden_layers")
+"""Keys that count the layers that predict further tokens: behind the model's layers, or beside
+them."""
 
 WITHOUT_EQUATION = (
     "a record of this family (what its layers compute and what its tensors are called)"

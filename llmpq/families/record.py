@@ -116,7 +116,10 @@ class NameTable:
 
     def used_in(self, stored: Collection[str]) -> NameTable:
         """Return the table that a checkpoint's tensors are called by."""
-        first = [name.format(i=0, e=0) for names in self.apart.values() for name in names]
+        # Behind the layer's number: the first layers may have no experts.
+        first = [
+            name.partition("{i}")[2].format(e=0) for names in self.apart.values() for name in names
+        ]
         stems = tuple({f"{name.rpartition('.')[0]}." for name in first})
         apart = any(stem in name for name in stored if ".experts.0." in name for stem in stems)
         return self.with_experts_apart() if apart else self

@@ -83,11 +83,12 @@ def make_and_show(request: PlanRequest, job: PlanJob) -> None:
     if own is not None:
         best, said = own
         notes = [said if "no bfloat16" in note else note for note in notes]
+    from llmpq.planner.evaluate.add_drafts import describe, mtp_notes
+
     if request.speculate is not None:
         best = replace(best, plan=_drafting(best.plan, problem, request.speculate))
-        from llmpq.planner.evaluate.add_drafts import describe
-
         notes = [*notes, describe(best.plan)]
+    notes = [*notes, *mtp_notes(best.plan, problem.spec)]
     if request.output:
         best.plan.save_json(request.output)
     if request.json:

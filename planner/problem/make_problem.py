@@ -234,6 +234,7 @@ def make_problem(
         + [f"assumed: {line}" for line in named.assumptions]
         + [note for note in (dtype_note(spec, cluster, workload.dtype), too_long) if note]
         + _not_run(spec, cluster, workload)
+        + _left_to_the_class(path, spec)
         + _tokenizer_lack(path)
         + [*built.notes]
         + built.cost_notes(workload)
@@ -271,6 +272,16 @@ def _not_run(spec: ModelSpec, cluster: Cluster, workload: Workload) -> list[str]
     )
     lacking = lacking_sentence(spec, ways, max_len=workload.max_len)
     return notes + ([f"warning: {lacking}"] if lacking is not None else [])
+
+
+def _left_to_the_class(path: str | None, spec: ModelSpec) -> list[str]:
+    """Say which numbers a model's configuration leaves to Transformers' class of its model_type."""
+    if path is None or not spec.from_class:
+        return []
+    return [
+        f"the configuration in '{path}' leaves these to Transformers' class of its model_type: "
+        f"{', '.join(spec.from_class)}"
+    ]
 
 
 def _tokenizer_lack(path: str | None) -> list[str]:

@@ -208,6 +208,7 @@ RECURRENT = (
         "gemma4",
         "llama4",
         "ministral3",
+        "mistral4",
         "qwen3_next",
         "qwen3_5",
         "lfm2",
@@ -503,6 +504,23 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
             },
         },
     ),
+    "mistral4": (
+        "Mistral4",
+        {
+            **MIXTURE,
+            **LATENT,
+            "n_shared_experts": 1,
+            "q_lora_rank": 20,
+            "first_k_dense_replace": 1,
+            "rope_parameters": {
+                **YARN,
+                "mscale": 1.0,
+                "mscale_all_dim": 0.8,
+                "original_max_position_embeddings": 8,
+                "llama_4_scaling_beta": 0.5,
+            },
+        },
+    ),
     "gemma4": ("Gemma4Text", GEMMA4),
     "gemma4 with shared caches": (
         "Gemma4Text",
@@ -759,7 +777,12 @@ class Models:
                 options = {**BASE, **options}
             config = getattr(transformers, f"{name}Config")(**options)
             with torch.inference_mode(False), torch.no_grad():
-                model = auto.from_config(config, attn_implementation="eager").eval()
+                made = {"attn_implementation": "eager"}
+                if type(config) in auto._model_mapping:
+                    model = auto.from_config(config, **made).eval()
+                else:  # mistral4: in no auto class's table
+                    model = getattr(transformers, f"{name}ForCausalLM")._from_config(config, **made)
+                    model.eval()
                 buffers = [(n, b) for n, b in model.named_buffers() if n.endswith(CORRECTIONS)]
                 for name, tensor in [*model.named_parameters(), *buffers]:
                     noise = torch.randn_like(tensor)

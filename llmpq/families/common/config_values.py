@@ -69,7 +69,8 @@ def head_size(config: Config) -> int:
     if config.get("head_dim") is not None:
         return size(config, "head_dim")
     heads = ("num_attention_heads", "n_head")
-    return size(config, "hidden_size", "n_embed", "n_embd") // size(config, *heads)
+    # BLOOM's first files say `n_embed`, which its class reads before `hidden_size`.
+    return size(config, "n_embed", "n_embd", "hidden_size") // size(config, *heads)
 
 
 def is_given(value: object) -> bool:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +13,10 @@ from llmpq.capabilities import FEATURES, WAYS, lacking_sentence, lacks, require,
 from llmpq.families import BY_MODEL_TYPE, FAMILIES
 from llmpq.families.not_run import FEATURE_OF
 from llmpq.model_spec import ModelSpec, builtin_configs
+from llmpq.plan import Speculation
 from llmpq.planner.__main__ import main as planner
+from llmpq.planner.evaluate.add_drafts import mtp_notes
+from llmpq.planner.make import make_plan
 from llmpq.precision import KVPrecision, Precision
 
 pytestmark = pytest.mark.pure
@@ -269,7 +274,7 @@ def test_what_a_family_does_not_run_with_is_refused(model: str, change: dict, me
 
 def test_what_is_left_out_is_named() -> None:
     air = ModelSpec.by_name("glm-4.5-air")
-    assert air.left_out == ("1 layers that predict further tokens (MTP)",) and air.further_layers
+    assert not air.left_out and air.further_layers == air.mtp_layers == 1
     text = dict(builtin_configs()["gemma-3-12b"])
     whole = {"model_type": "gemma3", "text_config": text, "vision_config": {"depth": 2}}
     spec = ModelSpec.from_config(whole, name="gemma")
@@ -278,15 +283,65 @@ def test_what_is_left_out_is_named() -> None:
 
 
 def test_the_planner_says_what_is_left_out_and_what_no_gpu_runs(capsys: Any) -> None:
-    words = "--model glm-4.5-air --devices 4090:8,H100:2 --batch 2 --prompt-len 64 --gen-len 8"
-    assert planner([*words.split(), "--method", "uniform"]) == 0
-    said = " ".join(capsys.readouterr().out.split())
-    assert "left out: 1 layers that predict further tokens (MTP)" in said
-    assert "does not run" not in said
+    words = "--batch 2 --prompt-len 64 --gen-len 8 --method uniform"
+    mtp = (
+        ("glm-4.5-air", "4090:8,H100:2", "1 layer for further tokens (MTP): drafts with it (--sp"),
+        ("qwen3.5-27b", "cpu=99GB+60GB/s+8threads", "(MTP): --speculate mtp drafts with the first"),
+    )
+    for model, devices, note in mtp:
+        assert planner([*f"--model {model} --devices {devices} {words}".split()]) == 0
+        said = " ".join(capsys.readouterr().out.split())
+        assert note in said and "does not run" not in said and "left out" not in said
     words = "--model gemma-2-9b --devices 4090 --kv 4 --batch 2 --prompt-len 64 --gen-len 8"
     assert planner([*words.split(), "--method", "uniform"]) == 0
     said = " ".join(capsys.readouterr().out.split())
     assert "does not run" not in said
+
+
+def test_layers_that_draft_are_not_said_to_be_left_out() -> None:
+    spec = ModelSpec.by_name("glm-4.5-air")
+    devices = "cpu=200GB+60GB/s+8threads"
+    plan = make_plan("glm-4.5-air", devices=devices, batch=1, prompt_len=64, bits="4")
+    drafts = Speculation(mode="mtp", gamma=1, acceptance=0.8, extra_bytes=1)
+    assert mtp_notes(plan.model_copy(update={"speculation": drafts}), spec) == []
+    assert "--speculate mtp" in mtp_notes(plan, spec)[0]
+    other = dataclasses.replace(ModelSpec.by_name("qwen3-8b"), mtp_layers=2)
+    assert mtp_notes(plan, other)[0].startswith("left out: 2 layers for further tokens")
+
+
+def test_what_a_config_leaves_to_its_class_is_said(tmp_path: Path, capsys: Any) -> None:
+    """Only what decides something: a value that another key gives is none of the class's."""
+
+    def left(config: dict[str, Any]) -> list[str]:
+        return [one.partition("=")[0] for one in ModelSpec.from_config(config, name="m").from_class]
+
+    llama = dict(builtin_configs()["llama-3-8b"])
+    assert left(llama) == []
+    for key in ("num_key_value_heads", "rms_norm_eps", "vocab_size", "intermediate_size"):
+        without = {k: v for k, v in llama.items() if k != key}
+        # Without it the class takes as many as there are query heads.
+        assert left(without) == ([] if key == "num_key_value_heads" else [key])
+    theta = {k: v for k, v in llama.items() if k != "rope_theta"}
+    assert left(theta) == ["rope_theta"]
+    assert left({**theta, "rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}) == []
+    bare = {"model_type": "gemma3_text", "head_dim": 128}
+    assert {"hidden_size", "num_attention_heads", "vocab_size"} < {*left(bare)}
+    assert "head_dim" not in left(bare)
+    (tmp_path / "config.json").write_text(json.dumps(bare))
+    assert planner(["--model", str(tmp_path), "--devices", "4090", "--method", "uniform"]) == 0
+    (line,) = [
+        row for row in capsys.readouterr().out.splitlines() if "to Transformers' class" in row
+    ]
+    assert "vocab_size=262208" in line
+    assert planner(["--model", "llama-2-7b", "--devices", "4090", "--method", "uniform"]) == 0
+    assert "Transformers' class" not in capsys.readouterr().out
+
+
+def test_bloom_by_its_first_configs_name() -> None:
+    """BLOOM's own files say n_embed, and its class takes it for hidden_size."""
+    config = {"model_type": "bloom", "n_embed": 1024, "n_layer": 2, "num_attention_heads": 16}
+    spec = ModelSpec.from_config({**config, "vocab_size": 512}, name="bloom")
+    assert (spec.hidden, spec.head_dim) == (1024, 64)
 
 
 def test_a_feature_beyond_every_request_changes_nothing() -> None:
