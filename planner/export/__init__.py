@@ -38,5 +38,7 @@ def export_plan(request: ExportRequest) -> None:
         Path(request.output).write_text(exported.text)
     else:
         sys.stdout.write(exported.text)
+    for line in exported.warnings:
+        sys.stderr.write(f"warning: {line}\n")
     for line in exported.not_expressed:
         sys.stderr.write(f"not expressed: {line}\n")

@@ -37,7 +37,12 @@ def accelerate(plan: Plan, spec: ModelSpec) -> Exported:
         tied = name == "lm_head" and spec.tied_embeddings
         table[name] = devices[0] if tied else devices[-1]
     precision = precision_line(plan)
+    numbers = [str(d) for d in devices if d != "cpu"]
     missing = said(
+        f"the order of GPUs: numbers {', '.join(numbers)} are nvidia-smi's; set "
+        "CUDA_DEVICE_ORDER=PCI_BUS_ID, or CUDA begins with the fastest"
+        if numbers
+        else None,
         "pipelining: layers run one device after the other",
         microbatch_line(plan),
         "head on the last stage: it is tied to the embedding, on the first device"

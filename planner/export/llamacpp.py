@@ -15,6 +15,12 @@ from llmpq.devices.device_spec import device_specs
 from llmpq.families import FAMILIES
 from llmpq.model_spec import ModelSpec
 from llmpq.plan import Plan, StagePlan
+from llmpq.planner.export.gguf_memory import (
+    WIDE_BLOCK,
+    GgufLayers,
+    GpuShare,
+    memory_lines,
+)
 from llmpq.planner.export.module_names import numbers_pattern
 from llmpq.planner.export.result import (
     Exported,
@@ -30,6 +36,8 @@ from llmpq.planner.export.result import (
 from llmpq.precision import KVPrecision, Precision
 
 PORT = 50052
+PCI_ORDER = "export CUDA_DEVICE_ORDER=PCI_BUS_ID"
+"""Numbers GPUs as nvidia-smi does; by default CUDA begins with the fastest."""
 BACKENDS = {"NVIDIA": "CUDA", "AMD": "ROCm", "Intel": "SYCL", "Apple": "MTL"}
 """What llama.cpp calls a maker's GPUs, a number behind it."""
 GGUF_TYPES = {
@@ -39,8 +47,6 @@ GGUF_TYPES = {
     Precision.W4A4: "q4_k",
     Precision.W3A16: "q3_k",
 }
-WIDE_BLOCK = 256
-"""Weights of a block of q4_k and q3_k: rows must be whole blocks."""
 NARROW_TYPES = {
     Precision.W8A16: "q8_0",
     Precision.W8A8: "q8_0",
@@ -76,20 +82,45 @@ def llamacpp(plan: Plan, spec: ModelSpec) -> Exported:
     place = _placement(plan)
     plain = PLAIN_TYPES[plan.workload.dtype]
     quantise, model = _quantise(plan, spec, plain)
+    types = _file_types(plan, spec, plain)
+    memory, lack = memory_lines(plan, spec, _shares(plan, place), types)
     lines = [
         f"# llama.cpp ({engine_flags()['llamacpp']['version']}), on {main}: "
         + ", ".join(f"{s.device} layers {s.layers[0]}-{s.layers[1] - 1}" for s in plan.stages),
         _convert(plan, plain),
         *quantise,
     ]
+    lines += [memory] if memory is not None else []
     remote = [s for s in place.gpus if s.node != main]
     for node in dict.fromkeys(stage.node for stage in remote):
         names = ",".join(_own_name(s) for s in remote if s.node == node)
         lines.append(f"# on {node}")
+        lines += _order(remote, node)
         lines.append(f"rpc-server --host 0.0.0.0 --port {PORT} --device {names}")
     lines += [f"# on {main}"] if remote else []
+    lines += _order(place.gpus, main)
     lines.append(_serve(plan, place, model, main))
-    return Exported(text="\n".join(lines) + "\n", not_expressed=_missing(plan, place))
+    return Exported(
+        text="\n".join(lines) + "\n", not_expressed=_missing(plan, place), warnings=said(lack)
+    )
+
+
+def _order(gpus: list[StagePlan], node: str) -> list[str]:
+    """Return the word that numbers a node's NVIDIA GPUs as nvidia-smi does, where it has some."""
+    own = [_own_name(stage) for stage in gpus if stage.node == node]
+    return [PCI_ORDER] if any(name.startswith("CUDA") for name in own) else []
+
+
+def _shares(plan: Plan, place: LayerSplit) -> list[GpuShare]:
+    """Return what each GPU has of the plan."""
+    shares = []
+    for stage in place.gpus:
+        end = stage.layers[1]
+        while end in place.hosted:
+            end += 1
+        last = end == plan.model.num_layers and not place.output_hosted
+        shares.append(GpuShare(stage=stage, kv_layers=range(stage.layers[0], end), has_output=last))
+    return shares
 
 
 def _main_node(plan: Plan) -> str:
@@ -132,6 +163,26 @@ def _convert(plan: Plan, plain: str) -> str:
     )
 
 
+def _as_published(plan: Plan, spec: ModelSpec) -> bool:
+    """Whether layers keep the codes in which the family's checkpoints are published."""
+    return FAMILIES[spec.family].published_as is not None and set(by_precision(plan)) <= _KEPT_BITS
+
+
+def _file_types(plan: Plan, spec: ModelSpec, plain: str) -> GgufLayers:
+    """Return the types of the file that is served, and of the cache."""
+    own = GGUF_TYPES if spec.hidden % WIDE_BLOCK == 0 else NARROW_TYPES
+    types = {Precision.W16A16: plain, **own}
+    cache = CACHE_TYPES.get(plan.workload.kv, "f16")
+    published = FAMILIES[spec.family].published_as
+    if published is not None and _as_published(plan, spec):
+        of_experts = dict.fromkeys(types, published)
+        return GgufLayers(
+            types=dict.fromkeys(types, plain), experts=of_experts, output=plain, cache=cache
+        )
+    head = plan.settings().head(on_cpu=plan.stages[-1].is_cpu)
+    return GgufLayers(types=types, experts=types, output=types[head], cache=cache)
+
+
 def _quantise(plan: Plan, spec: ModelSpec, plain: str) -> tuple[list[str], str]:
     """Return the command, if any layer is quantised, and the file that is served.
 
@@ -143,8 +194,7 @@ def _quantise(plan: Plan, spec: ModelSpec, plain: str) -> tuple[list[str], str]:
     """
     table = by_precision(plan)
     quantised = [precision for precision in table if precision is not Precision.W16A16]
-    published = FAMILIES[spec.family].published_as is not None
-    if not quantised or (published and set(table) <= _KEPT_BITS):
+    if not quantised or _as_published(plan, spec):
         return [], f"model-{plain}.gguf"
     types_of = GGUF_TYPES if spec.hidden % WIDE_BLOCK == 0 else NARROW_TYPES
     base = types_of[max(quantised, key=lambda p: len(table[p]))]
@@ -153,6 +203,11 @@ def _quantise(plan: Plan, spec: ModelSpec, plain: str) -> tuple[list[str], str]:
         f"{types_of.get(p, plain)}'"
         for p, layers in table.items()
     ]
+    head = _file_types(plan, spec, plain).output
+    # Else the file's type decides: an output of 6 bits beside layers of 4. A tied one is the
+    # embedding.
+    embedding = head if spec.tied_embeddings else plain
+    types += [f"--output-tensor-type {head}", f"--token-embedding-type {embedding}"]
     words = ["llama-quantize", *types, f"model-{plain}.gguf", "model-plan.gguf", GGUF_FILES[base]]
     return [" ".join(words)], "model-plan.gguf"
 

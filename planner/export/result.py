@@ -21,6 +21,8 @@ class Exported:
 
     text: str
     not_expressed: tuple[str, ...]
+    warnings: tuple[str, ...] = ()
+    """What may keep the engine from running it."""
 
 
 @lru_cache(maxsize=1)

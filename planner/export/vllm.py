@@ -41,6 +41,11 @@ def vllm(plan: Plan, spec: ModelSpec) -> Exported:
     lines += quantise_comment(plan)
     if len(nodes) == 1:
         lines.append(f"export {visible_devices(nodes[0][1])}")
+    else:
+        lines += [
+            f"# on {node}, before Ray starts there: export {visible_devices(stages)}"
+            for node, stages in nodes
+        ]
     lines.append(f"export VLLM_PP_LAYER_PARTITION={','.join(map(str, layer_counts(plan)))}")
     command = f"vllm serve {quoted(model_id(plan))} --pipeline-parallel-size {len(plan.stages)}"
     if len(nodes) > 1:

@@ -111,7 +111,9 @@ def test_a_cpu_stage_has_no_share_of_the_gpus() -> None:
 def test_gpus_of_other_nodes_are_reached_by_rpc_from_the_node_whose_cpu_works() -> None:
     plan = _plan(("RTX-3090", 10), ("CPU", 6), ("RTX-4090", 10), ("RTX-3090", 10), nodes="abba")
     text = llamacpp(plan, SPEC).text
-    assert "# on a\nrpc-server --host 0.0.0.0 --port 50052 --device CUDA0,CUDA1\n# on b\n" in text
+    order = "export CUDA_DEVICE_ORDER=PCI_BUS_ID\n"
+    rpc = "rpc-server --host 0.0.0.0 --port 50052 --device CUDA0,CUDA1\n"
+    assert f"# on a\n{order}{rpc}# on b\n{order}llama-server" in text
     flags = _flags(plan)
     assert flags["--rpc"] == "a:50052" and flags["--device"] == "RPC0,CUDA0,RPC1"
     with pytest.raises(ValueError, match="on the CPU of one host, the plan on those of a, b"):

@@ -9,8 +9,10 @@ import pytest
 from llmpq.plan import Plan
 from llmpq.planner.__main__ import main
 from llmpq.planner.export import WRITERS
+from llmpq.planner.export.gguf_memory import BITS
 from llmpq.planner.problem.named_inputs import read_model
 from llmpq.planner.problem.requests import ModelRequest
+from llmpq.units import format_size
 
 pytestmark = pytest.mark.pure
 
@@ -48,3 +50,46 @@ def test_llamacpp_calls_gpus_by_their_makers_backend(tmp_path: Path) -> None:
     for devices, name in (("m4-max=64GB", "MTL0"), ("b580", "SYCL0"), ("7900xtx", "ROCm0")):
         text = exported(tmp_path, "llamacpp", "qwen3-8b", "--devices", devices, "--bits", "4")
         assert f"--device {name} " in text
+
+
+def test_llamacpp_memory_is_that_of_its_own_types(tmp_path: Path) -> None:
+    """Llama 2 7B by hand: 32 layers of 202,375,168 weights and 4,096,000 x 32 of the output."""
+    words = ("--devices", "4090", "--bits", "4", "--prompt-len", "896", "--gen-len", "128")
+    text = exported(tmp_path, "llamacpp", "llama-2-7b", *words)
+    stage = Plan.load(tmp_path / "plan.json").stages[0]
+    assert stage.memory is not None
+    weights = 32 * (202_375_168 * 4.5 / 8 + 2 * 4096 * 4) + 32_000 * 4096 * 2
+    cache = 2 * 1024 * 32 * 2 * 4096 * 2
+    total = weights + cache + stage.memory.workspace_bytes + stage.memory.context_bytes
+    assert f"RTX-4090-0 {format_size(int(total))} of " in text
+    assert "export CUDA_DEVICE_ORDER=PCI_BUS_ID\nllama-server" in text
+    assert "--output-tensor-type f16 --token-embedding-type f16" in text
+
+
+def test_llamacpp_says_which_gpu_is_short(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """8 bits of ours in groups of 128 are fewer than q8_0's 8.5."""
+    out = tmp_path / "plan.json"
+    words = "--model llama-2-13b --devices 5060ti-16gb --bits 8 --batch 1 --reserve 0"
+    assert main([*words.split(), "--context", "2500", "-o", str(out)]) == 0
+    assert main(["export", str(out), "--to", "llamacpp"]) == 0
+    said = capsys.readouterr().err
+    assert "warning: RTX-5060-Ti-16GB-0 is short by " in said and "larger --reserve" in said
+
+
+@pytest.mark.parametrize("engine", ["vllm", "sglang", "llamacpp", "accelerate"])
+def test_every_export_of_gpus_says_their_order(tmp_path: Path, engine: str) -> None:
+    words = ("--devices", "4090:2", "--bits", "16", "--batch", "8")
+    text = exported(tmp_path, engine, "llama-2-7b", *words)
+    plan = Plan.load(tmp_path / "plan.json")
+    spec = read_model(ModelRequest(model="llama-2-7b", model_name=None, model_size=None)).spec
+    said = " ".join([text, *WRITERS[engine](plan, spec).not_expressed])
+    assert "CUDA_DEVICE_ORDER=PCI_BUS_ID" in said
+
+
+def test_types_have_the_bits_that_ggml_says() -> None:
+    gguf = pytest.importorskip("gguf")
+    for name, bits in BITS.items():
+        block, size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[name.upper()]]
+        assert bits == 8 * size / block, name

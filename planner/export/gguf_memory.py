@@ -1,0 +1,108 @@
+"""What a plan's stages take of their GPUs in llama.cpp: its types have other bytes than ours.
+
+Weights by the bits of their GGUF type, scales in their blocks included; KV by the type of the
+cache; the output matrix on the last GPU. The embedding is in host memory. Work buffers are counted
+as the plan's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from llmpq.model_spec import ModelSpec
+from llmpq.plan import Plan, StagePlan
+from llmpq.precision import KVPrecision, Precision
+from llmpq.sizes.pool_size import planned_kv_bytes
+from llmpq.units import format_size
+
+BITS = {
+    "f32": 32.0, "f16": 16.0, "bf16": 16.0, "q8_0": 8.5, "q5_0": 5.5, "q4_k": 4.5, "q4_0": 4.5,
+    "iq4_nl": 4.5, "q3_k": 3.4375, "mxfp4": 4.25,
+}  # fmt: skip
+"""Bits of a weight (ggml-common.h): a block's codes and scales over the weights it holds."""
+WIDE_BLOCK = 256
+"""Weights of a block of q4_k and q3_k: rows must be whole blocks."""
+INSTEAD = {"q4_k": "q5_0", "q3_k": "iq4_nl"}
+"""What llama-quantize takes for a matrix whose rows are no whole blocks."""
+FLOAT32_BYTES = 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class GgufLayers:
+    """The types of a plan's file."""
+
+    types: Mapping[Precision, str]
+    experts: Mapping[Precision, str]
+    """Of the matrices of experts."""
+    cache: str
+    output: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class GpuShare:
+    """A GPU's stage, and the layers whose KV it has: its own, and a CPU's behind them."""
+
+    stage: StagePlan
+    kv_layers: range
+    has_output: bool
+
+
+def gguf_bytes(plan: Plan, spec: ModelSpec, share: GpuShare, how: GgufLayers) -> int | None:
+    """Return what a GPU holds in llama.cpp's forms; None where the plan does not say its memory."""
+    memory = share.stage.memory
+    if memory is None:
+        return None
+    weights = sum(
+        _layer_bytes(spec.of_layer(layer), how.types[precision], how.experts[precision])
+        for layer, precision in zip(range(*share.stage.layers), share.stage.precisions, strict=True)
+    )
+    output = spec.vocab * spec.hidden * BITS[how.output] / 8 if share.has_output else 0.0
+    job = plan.workload.model_copy(update={"kv": KVPrecision.KV16, "dtype": "float16"})
+    kv = planned_kv_bytes(
+        spec,
+        job,
+        share.kv_layers,
+        pooled=True,
+        chunk=plan.prefill_chunk,
+        prefill_microbatch=plan.prefill_microbatch,
+    )
+    kv_bytes = kv * BITS[how.cache] / 16
+    return int(weights + output + kv_bytes) + memory.workspace_bytes + memory.context_bytes
+
+
+def memory_lines(
+    plan: Plan, spec: ModelSpec, shares: Sequence[GpuShare], how: GgufLayers
+) -> tuple[str | None, str | None]:
+    """Return a comment with every GPU's memory, and which are short; None where not known."""
+    said, short = [], []
+    for share in shares:
+        needed, memory = gguf_bytes(plan, spec, share, how), share.stage.memory
+        if needed is None or memory is None:
+            return None, None
+        name = share.stage.device
+        said.append(f"{name} {format_size(needed)} of {format_size(memory.limit_bytes)}")
+        if needed > memory.limit_bytes:
+            short.append(f"{name} is short by {format_size(needed - memory.limit_bytes)}")
+    if not said:
+        return None, None
+    lack = (
+        f"{', '.join(short)} in llama.cpp's forms; plan with fewer --bits, a smaller --kv or a "
+        "larger --reserve"
+    )
+    return f"# memory in llama.cpp's forms: {', '.join(said)}", lack if short else None
+
+
+def _layer_bytes(one: ModelSpec, type_: str, experts: str) -> float:
+    """Return the bytes of a layer: matrices in a type, norms and biases in float32."""
+    matrices = one.linears()
+    packed = sum(
+        m.num_weights * BITS[_type_of(m.in_features, experts if m.of_expert else type_)] / 8
+        for m in matrices
+    )
+    others = one.layer_params - sum(m.num_weights for m in matrices)
+    return packed + others * FLOAT32_BYTES
+
+
+def _type_of(row: int, type_: str) -> str:
+    return INSTEAD.get(type_, type_) if row % WIDE_BLOCK else type_
