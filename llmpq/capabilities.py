@@ -16,7 +16,9 @@ from llmpq.precision import KVPrecision, Precision
 from llmpq.sizes.kv_format import padded_head_dim
 from llmpq.workload import Dtype
 
-Way = Literal["gpu", "packed_kv", "drafts", "rounded", "gpu_pool", "gpu_rounded", "quantize"]
+Way = Literal[
+    "gpu", "packed_kv", "drafts", "rounded", "gpu_pool", "gpu_rounded", "gpu_drafts", "quantize"
+]
 WAYS: dict[Way, str] = {
     "gpu": "a GPU",
     "packed_kv": "a KV cache of 8, 4 or 2 bits",
@@ -24,6 +26,7 @@ WAYS: dict[Way, str] = {
     "rounded": "rounded activations (w8a8, w4a4)",
     "gpu_pool": "a pool of KV blocks on a GPU",
     "gpu_rounded": "rounded activations (w8a8, w4a4) on a GPU",
+    "gpu_drafts": "speculation on a GPU",
     "quantize": "a copy that llmpq-quantize writes",
 }
 """Way -> how a sentence names it. Everything runs on a CPU with 16-bit KV and w16 to w3a16."""
@@ -81,7 +84,7 @@ FEATURES: tuple[Feature, ...] = (
     _feature(
         "recurrent layers",
         lambda spec, _: spec.recurrent is not None,
-        *("gpu", "rounded"),
+        *("gpu_drafts", "rounded"),
     ),
     _feature(
         "layers that share a KV cache",
@@ -113,9 +116,8 @@ FEATURES: tuple[Feature, ...] = (
         lambda s, _: s.router.weighs_input,
         *("gpu", "rounded", "quantize"),
     ),
-    _feature("gated attention", lambda spec, _: spec.attention_gate, "gpu", "rounded"),
-    _feature("a gate on the shared MLP", lambda spec, _: spec.shared_gate, "gpu", "rounded"),
-    _feature("no positions", lambda spec, _: spec.positions == "none", "gpu"),
+    _feature("gated attention", lambda spec, _: spec.attention_gate, "rounded"),
+    _feature("a gate on the shared MLP", lambda spec, _: spec.shared_gate, "rounded"),
     _feature("rope frequencies that change with the length", _changing_rope, "drafts"),
     _feature("norms behind attention and MLP", lambda s, _: s.norm_order != "pre", "gpu_rounded"),
     _feature("a factor on the residual stream", _scaled_stream, "gpu_rounded"),
@@ -153,6 +155,7 @@ def ways_of(
         "rounded": rounded,
         "gpu_pool": gpu and pool,
         "gpu_rounded": gpu and rounded,
+        "gpu_drafts": gpu and drafts,
     }
     return tuple(way for way, is_taken in taken.items() if is_taken)
 
@@ -176,6 +179,7 @@ REMEDY: dict[Way, str] = {
     "rounded": "plan with weight-only precisions (w8a16, w4a16)",
     "gpu_pool": "leave kv_pool out: requests then have a slot each",
     "gpu_rounded": "plan with weight-only precisions (w8a16, w4a16)",
+    "gpu_drafts": "run without speculation, or plan for CPU devices",
     "quantize": "plan the model itself at fewer bits: its layers are rounded while they load",
 }
 

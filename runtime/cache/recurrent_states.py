@@ -16,7 +16,8 @@ N key_dim, P value_dim, M noted tokens, T tokens of a step.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -123,6 +124,8 @@ class RecurrentStates:
             device=device,
         )
         self._form, self._slots = form, slots
+        self.moves_1 = torch.ones(1, dtype=torch.int32, device=device)
+        """Zero while steps on a GPU are to leave states as they are; kernels read it."""
         self._notes: Tensor | None = None
         self._noted: dict[int, _Noted] = {}
 
@@ -152,6 +155,15 @@ class RecurrentStates:
     def _copy(self, source: int, target: int) -> None:
         self._tails[:, target] = self._tails[:, source]
         self._matrices[:, target] = self._matrices[:, source]
+
+    @contextmanager
+    def still(self) -> Iterator[None]:
+        """Have steps on a GPU within leave states as they are: of a graph that is captured."""
+        self.moves_1.zero_()
+        try:
+            yield
+        finally:
+            self.moves_1.fill_(1)
 
     def begin(self, spans: Sequence[Span], *, width: int) -> StateRuns:
         """Return how the states of a step's rows move on; `width`: its tokens with padding."""

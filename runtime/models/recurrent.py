@@ -82,14 +82,6 @@ class RecurrentMixer(nn.Module):
         mixed = mixed if self.form.out_factor == 1.0 else mixed * self.form.out_factor
         return mixed.view(x_BQh.shape)
 
-    def _in_factors(self, into: Tensor) -> Tensor:
-        """Return what each output of the matrix in front is multiplied by."""
-        form = self.form
-        keys = form.key_heads * form.key_dim
-        widths = (form.inner, form.inner, keys, keys, form.heads)
-        pieces = [into.new_full((w,), f) for w, f in zip(widths, form.in_factors, strict=True)]
-        return torch.cat(pieces)
-
     def _fresh(self, spans: Sequence[Span], x: Tensor) -> RecurrentStates:
         """Return slots for a step whose rows all begin at position 0 and are not gone on from."""
         assert all(span.start == 0 for span in spans), "a row goes on, and no state was kept"
@@ -150,7 +142,7 @@ class RecurrentMixer(nn.Module):
     def _split_mamba2(self, x_Th: Tensor, into: Tensor) -> tuple[Tensor, Tensor]:
         form = self.form
         if form.in_factors:
-            into = into * self._in_factors(into)
+            into = into * in_factors(form, into)
         gate, inputs = into.split([form.inner, form.inputs], dim=-1)
         return inputs, gate
 
@@ -240,6 +232,14 @@ class RecurrentMixer(nn.Module):
                 if settles:
                     matrices[run.slot] = matrix
         return out
+
+
+def in_factors(form: Recurrent, like: Tensor) -> Tensor:
+    """Return what each output of Mamba-2's matrix in front is multiplied by, `like` in dtype."""
+    keys = form.key_heads * form.key_dim
+    widths = (form.inner, form.inner, keys, keys, form.heads)
+    pieces = [like.new_full((w,), f) for w, f in zip(widths, form.in_factors, strict=True)]
+    return torch.cat(pieces)
 
 
 def spans_of(step: Step) -> tuple[Span, ...]:

@@ -7,6 +7,8 @@ import time
 
 import pytest
 
+from llmpq import capabilities
+from llmpq.capabilities import Feature
 from llmpq.planner.__main__ import main
 
 pytestmark = pytest.mark.pure
@@ -132,8 +134,12 @@ def test_a_changed_length_is_planned_whichever_flag_gave_it(
     assert len({line.partition(": ")[2] for line in lines}) == 1 and "(+0.0%)" not in lines[0]
 
 
-def test_what_llmpq_does_not_run_stands_above_the_plan(capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_llmpq_does_not_run_stands_above_the_plan(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    odd = Feature(name="odd layers", met=lambda spec, _: True, without=frozenset({"gpu"}))
+    monkeypatch.setattr(capabilities, "FEATURES", (*capabilities.FEATURES, odd))
     assert main(["--devices", "4090", "--model", "qwen3.5-27b", "--batch", "1", "--bits", "4"]) == 0
     text = capsys.readouterr().out
-    assert text.startswith("warning: qwen3.5-27b (qwen3_5) has recurrent layers")
-    assert text.count("has recurrent layers") == 1
+    assert text.startswith("warning: qwen3.5-27b (qwen3_5) has odd layers, which llmpq does not")
+    assert text.count("has odd layers") == 1

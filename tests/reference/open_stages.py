@@ -66,7 +66,7 @@ class OpenStages:
         built: list[tuple[SlotStageRunner | StageRunner, LoadReport]] = []
         for index, place in enumerate(self._devices):
             if pool is not None:
-                paged, load = build_stage(plan, index, spec, source, place, pool)
+                paged, load = build_stage(plan, index, spec, source, place, pool, graphs=graphs)
                 if speculate is not None:
                     layers = range(*plan.stages[index].layers)
                     head = None

@@ -218,7 +218,8 @@ RECURRENT = (
     ),
     "granitemoehybrid",
 )
-"""How kinds begin that run on CPUs alone: recurrent layers, shared caches, unlike heads."""
+"""How kinds begin that run on CPUs alone (shared caches, unlike heads), or have recurrent layers,
+which GPUs keep beside a pool: test_cuda_recurrent_gpu.py."""
 CORRECTIONS = ("correction_bias", "expert_bias", "layer_scalar")
 """Buffers that routers choose by, or layers are scaled by."""
 CONVOLUTIONS = ("conv1d.weight", "conv.conv.weight")
@@ -426,7 +427,7 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
         "NemotronH",
         {
             **{k: v for k, v in MIXTURE.items() if k != "first_k_dense_replace"},
-            "layers_block_type": NEMOTRON[:DEPTH],
+            "layers_block_type": NEMOTRON,
             "num_hidden_layers": None,
             "head_dim": 24,
             "mamba_num_heads": 8,

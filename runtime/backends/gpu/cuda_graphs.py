@@ -16,6 +16,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -237,8 +238,14 @@ class DecodeGraphs:
         """Record a graph of this many rows; False, for good, if the driver or a kernel refuses.
 
         Steps before the recording compile kernels and make library handles. They compute what the
-        replay computes again; only what they change beside the cache must be put back.
+        replay computes again; only what they change beside the cache must be put back, and
+        recurrent states must not move on.
         """
+        states = self._kv.states
+        with nullcontext() if states is None else states.still():
+            return self._record(num_rows, hidden_BQh)
+
+    def _record(self, num_rows: int, hidden_BQh: Tensor | None) -> bool:
         static = None if hidden_BQh is None else hidden_BQh.clone()
         before = [state.clone() for state in self._state()]
         stream = self._capturing = self._capturing or _capturing_stream(self._device)

@@ -10,6 +10,7 @@
     rules       windows, soft caps, sinks, latents                 cuda_rules.py
 
     experts     all of a layer in two products                     cuda_experts.py
+    recurrence  convolution, state and gate in a kernel each       cuda_recurrent.py
 
 Nothing here asks the device for a value, so a step of one new token can be captured in a graph;
 experts that run one after the other do (a mixture whose weights cannot be stacked).
@@ -30,7 +31,12 @@ from llmpq.kernels.fused import layer_norm as fused_layer_norm
 from llmpq.kernels.fused import rope_append as fused_rope
 from llmpq.kernels.kv import plain_attend
 from llmpq.kernels.kv.prompt_attend import causal_attend
-from llmpq.runtime.backends.gpu import cuda_atom_layers, cuda_experts, cuda_rules
+from llmpq.runtime.backends.gpu import (
+    cuda_atom_layers,
+    cuda_experts,
+    cuda_recurrent,
+    cuda_rules,
+)
 from llmpq.runtime.backends.gpu.cuda_norms import added_behind, late_norms, norm, norm_heads
 from llmpq.runtime.cache.gpu_paged_kv_base import GpuPagedKVBase
 from llmpq.runtime.cache.kv_cache import KVCache
@@ -39,11 +45,13 @@ from llmpq.runtime.cache.plain_kv import PlainKVCache
 from llmpq.runtime.models.attention import attend_cached, score_bias
 from llmpq.runtime.models.experts import Routing, SparseMLP
 from llmpq.runtime.models.latent_attention import LatentAttention
-from llmpq.runtime.models.layers import Attention, DecoderLayer
+from llmpq.runtime.models.layers import Attention, DecoderLayer, SideBySide
 from llmpq.runtime.models.linear import Linear
 from llmpq.runtime.models.mlps import MLP, GatedMLP
 from llmpq.runtime.models.norms import Norm
+from llmpq.runtime.models.recurrent import RecurrentMixer
 from llmpq.runtime.models.rotary import Rotary
+from llmpq.runtime.paged_step import PagedStep
 from llmpq.runtime.step import Step
 
 
@@ -106,17 +114,24 @@ def decoder_layer(
         assert isinstance(part, Attention)
         inner = partial(attend, part, index=index, step=step, kv=kv)
         return cuda_atom_layers.decoder_layer(layer, x_BQh, inner, last=last)
+    if part is None:
+        return _with_mlp(layer, mlp, x_BQh if last is None else last(x_BQh), None)
     normed = norm(layer.attn_norm, x_BQh)
-    if isinstance(part, LatentAttention):
-        attended = cuda_rules.attend_latents(part, normed, index, step, kv)
-    else:
-        attended = attention(part, normed, index, step, kv)
+    if isinstance(part, SideBySide) or mlp is None or layer.mlp_factor != 1.0 or _alone(part, step):
+        made = _mixer_output(part, normed, index, step, kv)
+        del normed
+        if last is not None:
+            made, x_BQh = last(made), last(x_BQh)
+        following = None if mlp is None else layer.mlp_norm
+        y, wide = added_behind(layer, made, x_BQh, layer.attn_out_norm, following)
+        return y if mlp is None else _with_mlp(layer, mlp, y, wide)
+    o, attended = _mixed(part, normed, index, step, kv)
     if layer.parallel_norms:
         wide = normed if layer.parallel_norms == 1 else norm(layer.mlp_norm, x_BQh)
         del normed
         if last is not None:
             attended, x_BQh, wide = last(attended), last(x_BQh), last(wide)
-        y = product(part.o, attended, residual=x_BQh, into_residual=in_place)
+        y = product(o, attended, residual=x_BQh, into_residual=in_place)
         if isinstance(mlp, SparseMLP):
             return y.add_(_mlp_output(mlp, wide))
         return product(mlp.down, _hidden(mlp, wide), residual=y, into_residual=True)
@@ -124,10 +139,61 @@ def decoder_layer(
     if last is not None:
         attended, x_BQh = last(attended), last(x_BQh)
     if layer.adds_plainly:
-        return _plainly_added(part.o, layer.mlp_norm, mlp, attended, x_BQh, in_place=in_place)
-    behind = layer.attn_out_norm, layer.mlp_out_norm
-    y, wide = added_behind(layer, product(part.o, attended), x_BQh, behind[0], layer.mlp_norm)
-    return added_behind(layer, _mlp_output(mlp, wide), y, behind[1], None)[0]
+        return _plainly_added(o, layer.mlp_norm, mlp, attended, x_BQh, in_place=in_place)
+    made = product(o, attended)
+    y, wide = added_behind(layer, made, x_BQh, layer.attn_out_norm, layer.mlp_norm)
+    return _with_mlp(layer, mlp, y, wide)
+
+
+def _with_mlp(
+    layer: DecoderLayer, mlp: MLP | GatedMLP | SparseMLP | None, y: Tensor, wide: Tensor | None
+) -> Tensor:
+    """Return y plus the MLP of it; `wide`: y by the norm between, if known."""
+    assert mlp is not None
+    made = _mlp_output(mlp, norm(layer.mlp_norm, y) if wide is None else wide)
+    made = made if layer.mlp_factor == 1.0 else made.mul_(layer.mlp_factor)
+    return added_behind(layer, made, y, layer.mlp_out_norm, None)[0]
+
+
+def _mixed(
+    part: Attention | LatentAttention | RecurrentMixer,
+    normed: Tensor,
+    index: int,
+    step: Step,
+    kv: KVCache,
+) -> tuple[Linear, Tensor]:
+    """Return the matrix behind what mixes a layer's tokens, and what it is to multiply."""
+    if isinstance(part, LatentAttention):
+        return part.o, cuda_rules.attend_latents(part, normed, index, step, kv)
+    if isinstance(part, RecurrentMixer):
+        into = product(part.mixer_in, normed)
+        return part.mixer_out, cuda_recurrent.mix(part, normed, into, step, kv)
+    return part.o, attention(part, normed, index, step, kv)
+
+
+def _alone(part: nn.Module, step: Step) -> bool:
+    """Whether a part runs by itself, in torch's operators: a recurrence of a step of no pool."""
+    return isinstance(part, RecurrentMixer) and not isinstance(step, PagedStep)
+
+
+def _mixer_output(
+    part: Attention | LatentAttention | RecurrentMixer | SideBySide,
+    normed: Tensor,
+    index: int,
+    step: Step,
+    kv: KVCache,
+) -> Tensor:
+    """Return all that mixes a layer's tokens gives; of two side by side the sum."""
+    if isinstance(part, SideBySide):
+        made = _mixer_output(part.recurrent, normed, index, step, kv)
+        attended = _mixer_output(part.attention, normed, index, step, kv)
+        return made.add_(attended, alpha=part.factor)
+    if _alone(part, step):
+        whole: Tensor = part(normed, index, step, kv)
+        return whole
+    made = product(*_mixed(part, normed, index, step, kv))
+    factor = part.form.out_factor if isinstance(part, RecurrentMixer) else 1.0
+    return made if factor == 1.0 else made.mul_(factor)
 
 
 def _plainly_added(
@@ -166,21 +232,24 @@ def _hidden(mlp: MLP | GatedMLP, wide: Tensor) -> Tensor:
     if not isinstance(mlp, GatedMLP):
         return _activated(mlp, wide)
     gate, made = mlp.gate, product(mlp.gate_up, wide)
+    if gate.factor != 1.0:
+        return gate.of_both(made)
     return gated_mlp.gate_mul(made, gate.activation, limit=gate.limit, slope=gate.slope)
 
 
 def _known_parts(
     layer: DecoderLayer,
-) -> tuple[Attention | LatentAttention, MLP | GatedMLP | SparseMLP]:
+) -> tuple[
+    Attention | LatentAttention | RecurrentMixer | SideBySide | None,
+    MLP | GatedMLP | SparseMLP | None,
+]:
     """Return attention and MLP; refuse what the kernels do not know, as capabilities.py before.
 
     Whatever reaches a GPU unplanned stops here, in place of giving other text without a word.
     """
     part, mlp = layer.attention, layer.mlp
-    gated = isinstance(part, Attention) and part.gated
-    if not isinstance(part, (Attention, LatentAttention)) or gated or mlp is None:
-        raise ValueError("a layer has a recurrence, a gate or a lack that no GPU kernel knows yet")
-    rotary = part.rotary
+    attention = part.attention if isinstance(part, SideBySide) else part
+    rotary = None if isinstance(attention, RecurrentMixer | None) else attention.rotary
     if rotary is not None and rotary.by_length and not rotary.is_dynamic:
         raise ValueError("a layer's rotary positions are of a kind that no GPU kernel computes yet")
     if layer.parallel_norms and not layer.adds_plainly:
@@ -250,9 +319,11 @@ def attention(part: Attention, x_BQh: Tensor, index: int, step: Step, kv: KVCach
 
 
 def attend(part: Attention, qkv_BQN: Tensor, index: int, step: Step, kv: KVCache) -> Tensor:
-    """Return attention(q, k, v) of the product with qkv."""
+    """Return attention(q, k, v) of the product with qkv, times its gate."""
     batch, q_len, _ = qkv_BQN.shape
-    qkv = qkv_BQN.view(batch, q_len, -1, part.head_dim)
+    qkv, gate = qkv_BQN.view(batch, q_len, -1, part.head_dim), None
+    if part.gated:
+        qkv, gate = qkv.split([part.heads + 2 * part.kv_heads, part.heads], dim=2)
     q, k, v = qkv.split([part.heads, part.kv_heads, part.kv_heads], dim=2)
     rotary, norms = part.rotary, None
     if part.q_norm is not None and part.k_norm is not None and not part.late_norms:
@@ -281,6 +352,7 @@ def attend(part: Attention, qkv_BQN: Tensor, index: int, step: Step, kv: KVCache
             q, k = fused_rope.rope(q, k, step.start_B, rotary.step_frequencies(step), rotary.factor)
         rule, slopes = cuda_rules.rule_of(part.rule, step), part.alibi_slopes_H
         out = cuda_rules.attend_packed(kv, index, q, k, v, step, part.scale, rule, slopes)
+    out = out if gate is None else out * gate.sigmoid()
     return out.reshape(batch, q_len, part.heads * part.head_dim)
 
 

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from llmpq.capabilities import Way, require
 from llmpq.precision import KVPrecision
 from llmpq.runtime.backends.gpu.cuda_graphs import StepOutput, rounded_rows
 from llmpq.runtime.backends.gpu.device_times import DeviceTimes
@@ -104,6 +105,8 @@ class CudaStageRunner(StageRunner):
         """As `StageRunner.enable_speculation`; the model's own head drafts on CPUs only."""
         if mode == "mtp":
             raise ValueError(MTP_ON_CPUS)
+        drafts: tuple[Way, ...] = ("gpu_drafts",)
+        require(self.model.spec, drafts, max_len=size.max_len - 1)
         extra = super().enable_speculation(mode, size, layers=layers)
         self._make_graphs()
         return extra
@@ -187,7 +190,13 @@ class CudaStageRunner(StageRunner):
         if self._late is not None:
             self._late.draw()  # in front of this step, which may build on its tokens
         run = partial(self._run, graphs, message, hidden_BQH)
-        return self._times.of(message.kind, message.num_rows, run)
+        states = self.kv.states
+        if states is None:
+            return self._times.of(message.kind, message.num_rows, run)
+        states.load(message.paged)
+        out = self._times.of(message.kind, message.num_rows, run)
+        states.save(message.paged)
+        return out
 
     @torch.inference_mode()
     def repeatable(

@@ -12,7 +12,7 @@ from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
 
-from llmpq.capabilities import gpu_pool_lack
+from llmpq.capabilities import Way, gpu_pool_lack, lacking_sentence
 from llmpq.cost_model import CostModel
 from llmpq.devices.device_spec import device_specs
 from llmpq.errors import DoesNotFitError
@@ -55,7 +55,7 @@ def complete_plan(
     `stored`, `mtp`: as for `decide_drafts`. `DoesNotFitError` names a device that has no room.
     """
     plan = _with_kv(plan, spec, options)
-    options = decide_drafts(plan, options, stored, mtp=mtp)
+    options = _known_drafts(plan, spec, decide_drafts(plan, options, stored, mtp=mtp), options)
     pool = PoolPlan(plan, spec, options)
     packed = plan.workload.kv is not KVPrecision.KV16
     if spec.recurrent is not None and packed and options.enable_prefix_caching:
@@ -63,6 +63,23 @@ def complete_plan(
     if plan.pool is None and pool.use_paged_engine:
         plan = plan.model_copy(update={"pool": pool.stated})
     return plan, options
+
+
+def _known_drafts(
+    plan: Plan, spec: ModelSpec, decided: EngineOptions, asked: EngineOptions
+) -> EngineOptions:
+    """Refuse drafts that no device of the plan runs for the model; `auto` goes without them."""
+    ways: tuple[Way, ...] = ("gpu_drafts",)
+    on_cpus = all(stage.is_cpu for stage in plan.stages)
+    if decided.speculate is None or on_cpus:
+        return decided
+    lacking = lacking_sentence(spec, ways, max_len=plan.workload.max_len)
+    if lacking is None:
+        return decided
+    if asked.speculate == AUTO:
+        _log.info("speculation: off, %s", lacking)
+        return replace(decided, speculate=None, gamma=None, costs=None)
+    raise ValueError(lacking)
 
 
 def _with_kv(plan: Plan, spec: ModelSpec, options: EngineOptions) -> Plan:

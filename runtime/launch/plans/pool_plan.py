@@ -218,11 +218,14 @@ class PoolPlan:
         """Return how many blocks of preempted requests hosts store: none if copying takes longer.
 
         There and back, beside computing a block's tokens again, by the plan's times or the table's
-        rates. GPUs alone, 16 bits without windows; what is drafted may be taken back.
+        rates. GPUs alone, 16 bits without windows; what is drafted may be taken back, and what
+        recurrent layers keep is not stored.
         """
         plan, kv = self.plan, self.plan.workload.kv
         gpus = not any(stage.is_cpu for stage in plan.stages)
         if not gpus or kv is not KVPrecision.KV16 or size.window or self.options.draft_mode:
+            return 0
+        if self.spec.recurrent is not None:
             return 0
         most = size.num_blocks
         for stage in plan.stages:

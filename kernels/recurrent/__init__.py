@@ -1,0 +1,1 @@
+"""Recurrent layers on a GPU: their convolution, their state, their gated norm."""

@@ -1,0 +1,212 @@
+"""The recurrence of a step's rows, token by token: each state is read once and written once.
+
+    state      S_t = a_t S_(t-1) + k_t u_t^T      o_t = S_t^T q_t
+    delta rule u = b (v - (a S)^T k); q, k of length one; b = sigmoid(.), a = exp(-e^A softplus(.))
+    Mamba-2    u = dt v; o += skip v; dt = softplus(.), a = exp(-e^A dt); q = C, k = B
+
+    mixed [T, E]        what the convolution gives: q, k, v, or of Mamba-2 v, k, q, head by head;
+                        SHARED heads have the queries and keys of one
+    steps [T, .]        b and a of every head, or dt
+    states [S, H, N, P] float32: zeros where a row starts at position 0
+
+A program takes BLOCK_P columns of a head's state of one row: its columns need no others. Bytes of a
+row of one token: its states twice, all else is small beside them. Longer rows take a token after
+the other.
+
+T places, R rows, S slots, H heads, N key_dim, P value_dim.
+"""
+
+# Triton kernels take no annotations.
+# mypy: allow-untyped-defs, allow-incomplete-defs
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from llmpq.kernels.overlap import overlaps
+
+LENGTH_EPS = 1e-6
+BLOCK_P = 32
+NUM_WARPS = 4
+ZEROS = 32
+"""Places of padding at a time."""
+EVERY_ROW = 1 << 30
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recurrence:
+    """The tensors of a layer's recurrence."""
+
+    delta: bool
+    """By the delta rule, else Mamba-2's."""
+    key_heads: int
+    decay_H: Tensor
+    bias_H: Tensor
+    skip_H: Tensor | None = None
+    """Mamba-2's."""
+
+
+@triton.jit
+def softplus(x):
+    """log(1 + e^x), exact where e^x is small."""
+    y = tl.exp(-tl.abs(x))
+    one = 1.0 + y
+    small = one - 1.0
+    grown = tl.log(one) * (y / tl.where(small > 0, small, 1.0))
+    return tl.maximum(x, 0.0) + tl.where(small > 0, grown, y)
+
+
+@triton.jit(do_not_specialize=["num_rows", "longest"])
+def walk_kernel(
+    mixed, steps, decay, bias, skip, states, rows, moves, out, num_rows, longest, mixed_stride,
+    steps_stride, scale, HEADS: tl.constexpr, SHARED: tl.constexpr, N: tl.constexpr,
+    P: tl.constexpr, PADDED_N: tl.constexpr, BLOCK_P: tl.constexpr, ZEROS: tl.constexpr,
+    DELTA: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """A block of columns of a head of one row of at most `longest` tokens."""
+    row, head = tl.program_id(0), tl.program_id(1)
+    n = tl.arange(0, PADDED_N)
+    p = tl.program_id(2) * BLOCK_P + tl.arange(0, BLOCK_P)
+    has_n, has_p = n < N, p < P
+    rate = -tl.exp(tl.load(decay + head).to(tl.float32))
+    shift = tl.load(bias + head).to(tl.float32)
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    slot = tl.load(rows + row)
+    start = tl.load(rows + num_rows + row)
+    count = tl.load(rows + 2 * num_rows + row)
+    first = tl.load(rows + 3 * num_rows + row)
+    known = slot >= 0
+    mine = known & (count <= longest)
+    own = states + (slot.to(tl.int64) * HEADS + head) * N * P + n[:, None] * P + p[None, :]
+    held = has_n[:, None] & has_p[None, :] & mine & (count > 0)
+    s = tl.load(own, mask=held & (start > 0), other=0.0)
+    KEYS: tl.constexpr = HEADS // SHARED * N
+    if DELTA:
+        q_at, k_at, v_at = 0, KEYS, 2 * KEYS
+    else:
+        q_at, k_at, v_at = HEADS * P + KEYS, HEADS * P, 0
+        through = tl.load(skip + head).to(tl.float32)
+    q_own = q_at + head // SHARED * N + n
+    k_own = k_at + head // SHARED * N + n
+    v_own = v_at + head * P + p
+    for i in range(tl.where(mine, count, 0)):
+        place = (first + i).to(tl.int64)
+        at = mixed + place * mixed_stride
+        q = tl.load(at + q_own, mask=has_n, other=0.0).to(tl.float32)
+        k = tl.load(at + k_own, mask=has_n, other=0.0).to(tl.float32)
+        v = tl.load(at + v_own, mask=has_p, other=0.0).to(tl.float32)
+        if DELTA:
+            b = tl.load(steps + place * steps_stride + head).to(tl.float32)
+            a = tl.load(steps + place * steps_stride + HEADS + head).to(tl.float32)
+            q *= tl.rsqrt(tl.sum(q * q, 0) + 1e-6) * scale
+            k *= tl.rsqrt(tl.sum(k * k, 0) + 1e-6)
+            s *= tl.exp(rate * softplus(a + shift))
+            u = (v - tl.sum(k[:, None] * s, 0)) * tl.sigmoid(b)
+        else:
+            dt = softplus(tl.load(steps + place * steps_stride + head).to(tl.float32) + shift)
+            s *= tl.exp(rate * dt)
+            u = v * dt
+        s += k[:, None] * u[None, :]
+        o = tl.sum(q[:, None] * s, 0)
+        if not DELTA:
+            o += through * v
+        to = out + place * (HEADS * P) + head * P + p
+        tl.store(to, o.to(out.dtype.element_ty), mask=has_p)
+    tl.store(own, s, mask=held & (tl.load(moves) != 0))
+    for begin in range(0, tl.where(known, 0, count), ZEROS):
+        empty = begin + tl.arange(0, ZEROS)
+        there = out + (first + empty).to(tl.int64)[:, None] * (HEADS * P) + head * P + p[None, :]
+        padding = (empty < count)[:, None] & has_p[None, :]
+        tl.store(there, tl.zeros((ZEROS, BLOCK_P), out.dtype.element_ty), mask=padding)
+
+
+def walk_rows(
+    mixed_TE: Tensor,
+    steps_TJ: Tensor,
+    form: Recurrence,
+    states_SHNP: Tensor,
+    rows_FR: Tensor,
+    moves_1: Tensor,
+    *,
+    out_TC: Tensor | None = None,
+    longest: int = EVERY_ROW,
+) -> Tensor:
+    """Return o [T, H P] of rows of up to `longest` tokens, and zeros of padding.
+
+    The rows' states move on, unless `moves_1` is 0. `out_TC`: where others' outputs are, too.
+    """
+    _, heads, key_dim, value_dim = states_SHNP.shape
+    if mixed_TE.stride(1) != 1 or steps_TJ.stride(1) != 1:
+        raise ValueError(f"a token's inputs must lie side by side, got strides {mixed_TE.stride()}")
+    if out_TC is None:
+        shape = (mixed_TE.shape[0], heads * value_dim)
+        out_TC = torch.empty(shape, dtype=mixed_TE.dtype, device=mixed_TE.device)
+    num_rows, pdl = rows_FR.shape[1], overlaps(mixed_TE.device)
+    block = min(BLOCK_P, triton.next_power_of_2(value_dim))
+    walk_kernel[(num_rows, heads, triton.cdiv(value_dim, block))](
+        *(mixed_TE, steps_TJ, form.decay_H, form.bias_H),
+        *(form.bias_H if form.skip_H is None else form.skip_H, states_SHNP, rows_FR, moves_1),
+        *(out_TC, num_rows, longest, mixed_TE.stride(0), steps_TJ.stride(0), key_dim**-0.5),
+        HEADS=heads,
+        SHARED=heads // form.key_heads,
+        N=key_dim,
+        P=value_dim,
+        PADDED_N=triton.next_power_of_2(key_dim),
+        BLOCK_P=block,
+        ZEROS=ZEROS,
+        DELTA=form.delta,
+        PDL=pdl,
+        num_warps=NUM_WARPS,
+        launch_pdl=pdl,
+    )
+    return out_TC
+
+
+def walk_rows_reference(
+    mixed_TE: Tensor, steps_TJ: Tensor, form: Recurrence, states_SHNP: Tensor, rows_FR: Tensor
+) -> Tensor:
+    """The twin, in float32, row by row and token by token; padding gets zeros."""
+    _, heads, key_dim, value_dim = states_SHNP.shape
+    keys, inner = form.key_heads * key_dim, heads * value_dim
+    sizes = [keys, keys, inner] if form.delta else [inner, keys, keys]
+    parts = mixed_TE.float().split(sizes, dim=1)
+    q, k, v = parts if form.delta else parts[::-1]
+    q, k = (
+        x.unflatten(1, (form.key_heads, key_dim)).repeat_interleave(heads // form.key_heads, 1)
+        for x in (q, k)
+    )
+    v, rate = v.unflatten(1, (heads, value_dim)), -form.decay_H.float().exp()
+    if form.delta:
+        q, k = (x * torch.rsqrt(x.square().sum(-1, keepdim=True) + LENGTH_EPS) for x in (q, k))
+        q = q * key_dim**-0.5
+        beta, step = steps_TJ.float().chunk(2, dim=1)
+        step = torch.nn.functional.softplus(step + form.bias_H.float())
+    else:
+        step = torch.nn.functional.softplus(steps_TJ.float() + form.bias_H.float())
+    out = torch.zeros((len(mixed_TE), inner), dtype=mixed_TE.dtype, device=mixed_TE.device)
+    for slot, start, count, first in rows_FR[:4].T.tolist():
+        if slot < 0 or count == 0:
+            continue
+        s = states_SHNP[slot] if start else torch.zeros_like(states_SHNP[slot])
+        for t in range(first, first + count):
+            s = s * (rate * step[t]).exp()[:, None, None]
+            if form.delta:
+                said = torch.einsum("hn,hnp->hp", k[t], s)
+                u = (v[t] - said) * beta[t].sigmoid()[:, None]
+            else:
+                u = v[t] * step[t][:, None]
+            s = s + k[t][:, :, None] * u[:, None]
+            o = torch.einsum("hn,hnp->hp", q[t], s)
+            if form.skip_H is not None:
+                o = o + v[t] * form.skip_H.float()[:, None]
+            out[t] = o.flatten().to(out.dtype)
+        states_SHNP[slot] = s
+    return out

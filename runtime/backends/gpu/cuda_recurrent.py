@@ -1,0 +1,78 @@
+"""Recurrent mixers on a GPU: what recurrent.py does, over rows that only the device knows.
+
+    convolution   of all rows, each from its tail      kernels/recurrent/convolve.py
+    recurrence    the rows' states read once, written once        state_walk.py
+    gate          with its norm                                   gated_norm.py
+
+Nothing asks the device for a value, so steps are captured, those with chunks too. Steps that are
+not of a pool (a calibration's whole prompts) run in torch's operators.
+
+Legend: T places, C channels, h hidden.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from llmpq.families.common.spec_values import Recurrent
+from llmpq.kernels.recurrent.convolve import convolve_rows
+from llmpq.kernels.recurrent.gated_norm import gated_norm
+from llmpq.kernels.recurrent.state_walk import Recurrence, walk_rows
+from llmpq.runtime.cache.kv_cache import KVCache
+from llmpq.runtime.models.recurrent import RecurrentMixer, in_factors
+from llmpq.runtime.paged_step import PagedStep
+from llmpq.runtime.step import Step
+
+
+def mix(part: RecurrentMixer, x_BQh: Tensor, into_BQE: Tensor, step: Step, kv: KVCache) -> Tensor:
+    """Return what `mixer_out` takes [B, Q, C]; `into_BQE`: what `mixer_in` gave.
+
+    `RecurrentMixer.forward` is its twin.
+    """
+    assert isinstance(step, PagedStep) and kv.states is not None
+    form, states = part.form, kv.states.layer(part.place)
+    rows, chunks = (step.rows_FR, kv.states.moves_1), step.chunks
+    into_TE = into_BQE[0]
+    convolved = part.conv_weight_C1K, part.conv_bias_C, states.tail_SKC
+    if form.kind == "short_conv":
+        return convolve_rows(into_TE, *convolved, *rows, chunks=chunks, gated=True)[None]
+    delta = form.kind == "gated_delta"
+    if delta:
+        assert part.step_weight is not None
+        steps_TJ = functional.linear(x_BQh[0], part.step_weight)
+        inputs_TC, gate_TC = into_TE.split([form.channels, form.inner], dim=1)
+    else:
+        if form.in_factors:
+            into_TE.mul_(_factors(form, into_TE.dtype, into_TE.device))
+        gate_TC, inputs_TC, steps_TJ = into_TE.split([form.inner, form.channels, form.heads], dim=1)
+    mixed_TC = convolve_rows(inputs_TC, *convolved, *rows, chunks=chunks)
+    assert part.decay_H is not None and part.step_bias_H is not None
+    recurrence = Recurrence(
+        delta=delta,
+        key_heads=form.key_heads,
+        decay_H=part.decay_H,
+        bias_H=part.step_bias_H,
+        skip_H=part.skip_H,
+    )
+    out_TC = walk_rows(mixed_TC, steps_TJ, recurrence, states.matrix_SHNP, *rows)
+    norm = part.mixer_norm
+    return gated_norm(
+        *(
+            out_TC,
+            gate_TC,
+            None if norm is None else norm.weight,
+            0.0 if norm is None else norm.eps,
+        ),
+        groups=form.heads if delta else form.norm_groups,
+        norm_first=delta or form.norm_first,
+    )[None]
+
+
+@lru_cache(maxsize=64)
+def _factors(form: Recurrent, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return Mamba-2's factors of what the matrix in front gives, once for all of a device."""
+    return in_factors(form, torch.empty(0, dtype=dtype, device=device))

@@ -1,0 +1,61 @@
+"""The kernels of recurrent layers compile to machine code for every listed architecture."""
+
+import pytest
+
+from llmpq.kernels.recurrent.convolve import convolve_kernel, tail_kernel
+from llmpq.kernels.recurrent.gated_norm import gated_norm_kernel
+from llmpq.kernels.recurrent.state_walk import walk_kernel
+from reference.cubin import ARCHITECTURES, SHARED_LIMIT, compile_kernel
+
+pytestmark = pytest.mark.compile
+
+CONVOLVE = {"TAPS": 4, "BIAS": True, "GATED": False, "BLOCK": 128, "STEP": 16, "PARTS": 1}
+WALK = {"HEADS": 32, "SHARED": 2, "N": 128, "P": 128, "PADDED_N": 128, "BLOCK_P": 32, "ZEROS": 32}
+NORM = {"WIDTH": 128, "PADDED": 128, "GROUPS": 8, "NORM": True, "NORM_FIRST": True, "SHARED": True}
+MAMBA = WALK | {"HEADS": 128, "SHARED": 16, "P": 64, "DELTA": False}
+KERNELS = {
+    "convolve": (convolve_kernel, CONVOLVE, 4),
+    "convolve-single": (convolve_kernel, CONVOLVE | {"STEP": 1}, 1),
+    "convolve-gated": (convolve_kernel, CONVOLVE | {"TAPS": 3, "GATED": True, "PARTS": 4}, 4),
+    "tail": (tail_kernel, {"TAPS": 4, "GATED": False, "BLOCK": 128}, 1),
+    "delta": (walk_kernel, WALK | {"DELTA": True}, 4),
+    "mamba2": (walk_kernel, MAMBA, 4),
+    "gated-norm": (gated_norm_kernel, NORM, 4),
+    "gate-first": (
+        gated_norm_kernel,
+        NORM | {"WIDTH": 1280, "PADDED": 2048, "GROUPS": 1, "NORM_FIRST": False, "SHARED": False},
+        8,
+    ),
+}
+INTEGERS = ("num_rows", "longest", "channels", "groups")
+FLOATS = ("scale", "eps")
+
+
+@pytest.mark.thin
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize("name", KERNELS)
+def test_compiles_within_shared_memory(name, arch):
+    kernel, constants, warps = KERNELS[name]
+    constants = constants | {"PDL": arch >= 90}
+    arguments = {}
+    for argument in kernel.arg_names:
+        if argument in constants:
+            continue
+        if argument in ("rows", "moves"):
+            arguments[argument] = "*i32"
+        elif argument == "states":
+            arguments[argument] = "*fp32"
+        elif argument in FLOATS:
+            arguments[argument] = "fp32"
+        elif argument in INTEGERS or argument.endswith("stride"):
+            arguments[argument] = "i32"
+        else:
+            arguments[argument] = "*bf16"
+    loose = (*FLOATS, "num_rows", "longest", "groups")
+    aligned = tuple(argument for argument in arguments if argument not in loose)
+    options = {"num_warps": warps}
+    made = compile_kernel(kernel, arch, arguments, constants, aligned=aligned, options=options)
+    assert made.cubin and made.shared_bytes <= SHARED_LIMIT[arch]
+    assert ("griddepcontrol.wait" in made.ptx) == (arch >= 90)
+    if name in ("delta", "mamba2"):
+        assert "ld.global.v4" in made.ptx, "a state is not read 16 bytes at a time"

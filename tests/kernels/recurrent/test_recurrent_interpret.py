@@ -1,0 +1,104 @@
+"""The kernels of recurrent layers, interpreted, against their twins."""
+
+import pytest
+import torch
+from triton import knobs
+
+from llmpq.kernels.recurrent.convolve import convolve_rows, convolve_rows_reference
+from llmpq.kernels.recurrent.gated_norm import gated_norm, gated_norm_reference
+from llmpq.kernels.recurrent.state_walk import Recurrence, walk_rows, walk_rows_reference
+
+pytestmark = [
+    pytest.mark.interpret,
+    pytest.mark.skipif(not knobs.runtime.interpret, reason="needs TRITON_INTERPRET=1"),
+]
+SLOTS = 5
+SINGLE = [(2, 7), (0, 0), (-1, 0), (4, 300), (-1, 0)]
+"""Slots and starts of rows of one token each; -1: padding."""
+CHUNKS = [(1, 0, 5), (3, 9, 1), (0, 64, 2), (2, 0, 1), (4, 2, 37), (-1, 0, 3), (-1, 0, 0)]
+"""Slots, starts and tokens of rows."""
+MOVES, STAYS = torch.ones(1, dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
+
+
+def normal(*shape, seed=0):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def table(rows):
+    """Return a rows' table of which the kernels read four fields, and its places."""
+    rows = [row if len(row) == 3 else (*row, 1) for row in rows]
+    firsts = [sum(row[2] for row in rows[:at]) for at in range(len(rows))]
+    columns = [[*row, first, 0, 0, 0] for row, first in zip(rows, firsts, strict=True)]
+    return torch.tensor(columns, dtype=torch.int32).t().contiguous(), sum(row[2] for row in rows)
+
+
+@pytest.mark.parametrize("rows", [SINGLE, CHUNKS], ids=["single", "chunks"])
+@pytest.mark.parametrize(
+    ("taps", "bias", "gated"), [(4, True, False), (2, False, False), (3, True, True)]
+)
+def test_convolution(rows, taps, bias, gated, monkeypatch):
+    rows_FR, places = table(rows)
+    channels = 70
+    x = normal(places, 3 * channels + 5, seed=1)[:, : (3 if gated else 1) * channels]
+    weight, shift = normal(channels, 1, taps, seed=2), normal(channels, seed=3) if bias else None
+    tails = normal(SLOTS, taps - 1, channels, seed=4)
+    want_tails = tails.clone()
+    want = convolve_rows_reference(x, weight, shift, want_tails, rows_FR, gated=gated)
+    given = {"chunks": rows is CHUNKS, "gated": gated}
+    for parts in (1, 3) if rows is CHUNKS else (1,):
+        monkeypatch.setattr("llmpq.kernels.recurrent.convolve.PART_TOKENS", -(-places // parts))
+        own = tails.clone()
+        got = convolve_rows(x, weight, shift, own, rows_FR, STAYS, **given)
+        torch.testing.assert_close(got, want)
+        assert torch.equal(own, tails), "a tail moved on"
+        assert torch.equal(convolve_rows(x, weight, shift, own, rows_FR, MOVES, **given), got)
+        torch.testing.assert_close(own, want_tails)
+    assert not torch.equal(want_tails, tails)
+
+
+def recurrence(delta, heads, key_heads):
+    return Recurrence(
+        delta=delta,
+        key_heads=key_heads,
+        decay_H=normal(heads, seed=5).abs(),
+        bias_H=normal(heads, seed=6) - 3,
+        skip_H=None if delta else normal(heads, seed=7),
+    )
+
+
+def walked(delta, places, *, heads=4, key_heads=2, key_dim=12, value_dim=20):
+    """Return a recurrence's inputs and states."""
+    channels = 2 * key_heads * key_dim + heads * value_dim
+    mixed = normal(places, channels + 3, seed=8)[:, :channels]
+    steps = normal(places, (2 if delta else 1) * heads, seed=9)
+    states = normal(SLOTS, heads, key_dim, value_dim, seed=10)
+    return mixed, steps, recurrence(delta, heads, key_heads), states
+
+
+@pytest.mark.parametrize("rows", [SINGLE, CHUNKS], ids=["single", "chunks"])
+@pytest.mark.parametrize("delta", [True, False], ids=["delta", "mamba2"])
+def test_walk(rows, delta, monkeypatch):
+    monkeypatch.setattr("llmpq.kernels.recurrent.state_walk.BLOCK_P", 16)
+    rows_FR, places = table(rows)
+    mixed, steps, form, states = walked(delta, places)
+    want_states = states.clone()
+    want = walk_rows_reference(mixed, steps, form, want_states, rows_FR)
+    own = states.clone()
+    got = walk_rows(mixed, steps, form, own, rows_FR, STAYS)
+    torch.testing.assert_close(got, want)
+    assert torch.equal(own, states), "a state moved on"
+    walk_rows(mixed, steps, form, own, rows_FR, MOVES)
+    torch.testing.assert_close(own, want_states)
+    assert not torch.equal(want_states, states)
+
+
+@pytest.mark.parametrize(
+    ("groups", "weights", "norm_first"),
+    [(5, 12, True), (5, 60, False), (1, 60, True), (1, 0, False)],
+)
+def test_gated_norm(groups, weights, norm_first):
+    x, gate = normal(7, 60), normal(7, 90, seed=1)[:, 10:70]
+    weight = normal(weights, seed=2) if weights else None
+    given = {"groups": groups, "norm_first": norm_first}
+    got = gated_norm(x, gate, weight, 1e-5, **given)
+    torch.testing.assert_close(got, gated_norm_reference(x, gate, weight, 1e-5, **given))

@@ -1,0 +1,142 @@
+"""Recurrent layers on a GPU in float32: Transformers' tokens whatever the schedule is."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from llmpq.model_spec import ModelSpec
+from llmpq.precision import KVPrecision
+from llmpq.runtime.engine.pool_limits import PoolLimits
+from llmpq.runtime.engine.scheduler import Scheduler
+from llmpq.runtime.request import MicroBatch, Request
+from llmpq.runtime.weights.sources import CheckpointSource
+from llmpq.sizes.pool_size import PoolSize
+from reference.open_stages import OpenStages
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
+]
+NEW = 12
+POOL = PoolSize(num_blocks=12, slots=3, max_len=420, snapshots=2)
+KINDS = (
+    "qwen3_next",
+    "qwen3_next with biases, every other layer dense",
+    "qwen3_5",
+    "qwen3_5_moe",
+    "lfm2",
+    "lfm2_moe",
+    "bamba",
+    "falcon_h1",
+    "falcon_h1 without its norm",
+    "nemotron_h",
+    "granitemoehybrid",
+    "granitemoehybrid with positions, dense",
+)
+FORMS = ("qwen3_next", "lfm2", "bamba")
+"""Kinds whose recurrent layers are of each form."""
+
+
+class Preempting(Scheduler):
+    """Preempts the youngest of several at every third step, its tokens known or not."""
+
+    asked = 0
+
+    def next_micro_batch(self) -> MicroBatch | None:
+        """Return the next step."""
+        self.asked += 1
+        if self.asked % 3 == 0 and len(self._running) > 1:
+            self._preempt(max(self._running))
+        return super().next_micro_batch()
+
+
+def stages_of(directory: Any, make_plan: Any, splits: Any = (), **options: Any) -> OpenStages:
+    spec = ModelSpec.from_directory(directory)
+    plan = make_plan(directory, splits, batch=3, prompt_len=200, gen_len=NEW)
+    source = CheckpointSource(directory, spec)
+    return OpenStages(plan, spec, source, device="cuda", pool=POOL, **options)
+
+
+def served(
+    stages: OpenStages, prompts: list[list[int]], *, make: Any = Scheduler, **changed: Any
+) -> tuple[list[list[int]], list[Request]]:
+    """Return each prompt's tokens, and the requests."""
+    values = {
+        "num_blocks": POOL.num_blocks,
+        "max_rows": POOL.slots,
+        "max_len": POOL.max_len,
+        "step_tokens": 64,
+        "decode_rows": POOL.slots,
+        "tokens_ahead": 2 if len(stages.computes) == 1 else 1,
+        "num_stages": len(stages.computes),
+        "snapshots": POOL.snapshots,
+    }
+    scheduler = make(PoolLimits(**values | changed))
+    requests = [Request(id=i, prompt=tuple(p), max_new=NEW) for i, p in enumerate(prompts)]
+    tokens = stages.run(scheduler, requests).tokens
+    scheduler.check()
+    return [tokens[i] for i in range(len(prompts))], requests
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_tokens_equal_transformers(
+    models: Any, make_plan: Any, random_prompts: Any, kind: str
+) -> None:
+    """Chunks of one token, of odd sizes and of whole prompts beside decoding rows."""
+    prompts = random_prompts(70, 33, 2, 9, 1)
+    stages = stages_of(models.directory(kind), make_plan)
+    wanted = models.greedy(kind, prompts)
+    for step_tokens in (1, 33, 64):
+        assert served(stages, prompts, step_tokens=step_tokens)[0] == wanted
+    (compute,) = stages.computes
+    assert compute.model.asks_host or compute.captured[0], "decode steps ran without a graph"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_steps_that_no_graph_holds(
+    models: Any, make_plan: Any, random_prompts: Any, kind: str
+) -> None:
+    prompts = random_prompts(41, 7, 20, 64)
+    stages = stages_of(models.directory(kind), make_plan, graphs=False)
+    assert served(stages, prompts, step_tokens=50)[0] == models.greedy(kind, prompts)
+
+
+@pytest.mark.parametrize("kind", FORMS)
+@pytest.mark.parametrize("splits", [(), (2,)])
+def test_found_prefixes_and_preempted_requests(
+    models: Any, make_plan: Any, random_prompts: Any, kind: str, splits: Any
+) -> None:
+    """The next turn of a chat goes on from the state of the last, over one and two stages."""
+    stages = stages_of(models.directory(kind), make_plan, splits)
+    (first,) = random_prompts(150)
+    answered = [*first, *models.greedy(kind, [first])[0]]
+    more = random_prompts(9, 140, 3)
+    prompts = [first, [*answered, *more[0]], [*first[:128], *more[2]], more[1]]
+    wanted = models.greedy(kind, prompts)
+    one, _ = served(stages, prompts, max_rows=1, decode_rows=1)
+    assert one == wanted
+    got, requests = served(stages, prompts, make=Preempting)
+    assert got == wanted
+    assert any(request.num_preemptions for request in requests)
+    got, requests = served(stages, prompts, num_blocks=3)
+    assert got == wanted and sum(request.num_prefix_hits for request in requests) >= 128
+
+
+@pytest.mark.parametrize("kind", FORMS)
+def test_what_is_counted_is_allocated(models: Any, make_plan: Any, kind: str) -> None:
+    stages = stages_of(models.directory(kind), make_plan, (2,))
+    for compute, stage in zip(stages.computes, stages.plan.stages, strict=True):
+        layers = range(*stage.layers)
+        counted = POOL.nbytes(stages.spec, KVPrecision.KV16, layers=layers, dtype_bytes=4)
+        assert compute.kv.all_nbytes == counted
+
+
+def test_drafts_are_refused(models: Any, make_plan: Any) -> None:
+    spec = ModelSpec.from_directory(models.directory("bamba"))
+    plan = make_plan(models.directory("bamba"), (), batch=3)
+    source = CheckpointSource(models.directory("bamba"), spec)
+    with pytest.raises(ValueError, match="recurrent layers.*speculation on a GPU"):
+        OpenStages(plan, spec, source, device="cuda", pool=POOL, speculate="ngram")
