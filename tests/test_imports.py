@@ -27,7 +27,7 @@ kernels/kernel_table <- kernels/arrivals, kernels/multiprocessors, kernels/overl
 kernels/arrivals, kernels/multiprocessors, kernels/overlap, kernels/native <- kernels/formats
 kernels/formats <- kernels/gemm
 kernels/gemm <- kernels/atom <- kernels/fused
-kernels/formats <- kernels/kv
+kernels/formats <- kernels/kv, kernels/recurrent
 kernels/formats <- kernels/cpu
 kernels/fused, kernels/cpu <- kernels/weights <- kernels/cpu_probe
 
