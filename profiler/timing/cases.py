@@ -73,7 +73,6 @@ class CaseTime(FileForm):
     repeats: int = Field(gt=0)
     layers: int = Field(default=1, gt=0)
     """Distinct layers the call went through; `seconds` is per layer."""
-    how: Literal["eager", "graph"] = "eager"
 
     @property
     def noise(self) -> float:

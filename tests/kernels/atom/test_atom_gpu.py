@@ -122,10 +122,9 @@ def test_a_compiled_product_of_integer_scales_is_its_twin() -> None:
     x = torch.randn(300, 1024, device="cuda", dtype=torch.bfloat16)
     scheme = tiles.scheme
     y = torch.ops.llmpq.rounded_linear(
-        x, tiles.codes, tiles.scale, None, None, None, 256, scheme.outliers,
-        scheme.activation_bits, scheme.activation_clip, scheme.signed_scale, scheme.rotation,
-        tiles.steps, tiles.unit,
-    )  # fmt: skip
+        *(x, tiles.codes, tiles.scale, None, None, 256, scheme.outliers, scheme.activation_bits),
+        *(scheme.activation_clip, scheme.signed_scale, scheme.rotation, tiles.steps, tiles.unit),
+    )
     assert torch.equal(y, tiles.matmul(x))
     assert relative_error(y, atom_linear_reference(x.float(), weight)) < 4e-3
 
