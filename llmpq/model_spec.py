@@ -619,8 +619,12 @@ class ModelSpec:
 
 
 NOT_ARCHITECTURE = (
-    *("name", "eos_token_ids", "left_out"),
-    *("further_layers", "mtp_layers", "from_class"),
+    "name",
+    "eos_token_ids",
+    "left_out",
+    "further_layers",
+    "mtp_layers",
+    "from_class",
 )
 ADDED: Mapping[str, Any] = {
     found.name: asdict(found.default) if isinstance(found.default, Router) else found.default

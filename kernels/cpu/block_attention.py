@@ -68,10 +68,22 @@ def attend_blocks(
     factor = ctypes.c_float(scale)
     call(
         "llmpq_attend_blocks",
-        *map(address, (q_BHD, k_NGD, v_NGD, out_BHD, rows.tables_BM, rows.ends_B)),
-        *(ctypes.addressof(factor), address(slopes)),
-        *(batch, heads, k_NGD.shape[1], dim, rows.tables_BM.shape[1], window),
-        *(DTYPE_CODES[q_BHD.dtype], torch.get_num_threads()),
+        address(q_BHD),
+        address(k_NGD),
+        address(v_NGD),
+        address(out_BHD),
+        address(rows.tables_BM),
+        address(rows.ends_B),
+        ctypes.addressof(factor),
+        address(slopes),
+        batch,
+        heads,
+        k_NGD.shape[1],
+        dim,
+        rows.tables_BM.shape[1],
+        window,
+        DTYPE_CODES[q_BHD.dtype],
+        torch.get_num_threads(),
     )
     return out_BHD
 

@@ -42,8 +42,14 @@ def gemv_codebook(x_MK: Tensor, weight: CodebookWeight, bias: Tensor | None) -> 
     bias = bias if bias is None else bias.to(x_MK.dtype)
     call(
         "llmpq_codebook_rows",
-        *(address(x_MK), *_addresses(weight), address(bias), address(y), m, *_sizes(weight)),
-        *(DTYPE_CODES[x_MK.dtype], torch.get_num_threads()),
+        address(x_MK),
+        *_addresses(weight),
+        address(bias),
+        address(y),
+        m,
+        *_sizes(weight),
+        DTYPE_CODES[x_MK.dtype],
+        torch.get_num_threads(),
     )
     return y
 
@@ -53,8 +59,13 @@ def dequantize_rows(weight: CodebookWeight, dtype: torch.dtype, start: int, stop
     w = torch.empty(stop - start, weight.in_features, dtype=dtype)
     call(
         "llmpq_codebook_dequantize",
-        *(*_addresses(weight), address(w), start, stop, *_sizes(weight)),
-        *(DTYPE_CODES[dtype], torch.get_num_threads()),
+        *_addresses(weight),
+        address(w),
+        start,
+        stop,
+        *_sizes(weight),
+        DTYPE_CODES[dtype],
+        torch.get_num_threads(),
     )
     return w
 

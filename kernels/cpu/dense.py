@@ -155,8 +155,15 @@ def native_dense(x: Tensor, weight_NK: Tensor, bias: Tensor | None) -> Tensor:
     bias = bias if bias is None else bias.to(x.dtype).contiguous()
     call(
         "llmpq_dense",
-        *map(address, (x_MK, weight_NK, bias, y_MN)),
-        *(x_MK.shape[0], n, k, DTYPE_CODES[x.dtype], torch.get_num_threads()),
+        address(x_MK),
+        address(weight_NK),
+        address(bias),
+        address(y_MN),
+        x_MK.shape[0],
+        n,
+        k,
+        DTYPE_CODES[x.dtype],
+        torch.get_num_threads(),
     )
     return y_MN.view(*x.shape[:-1], n)
 

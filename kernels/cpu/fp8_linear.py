@@ -36,9 +36,15 @@ def gemv_fp8(x_MK: Tensor, weight: Fp8Weight, bias: Tensor | None) -> Tensor:
     bias = bias if bias is None else bias.to(x_MK.dtype)
     call(
         "llmpq_fp8_rows",
-        *(address(x_MK), address(weight.codes_NK), address(weight.scale), address(bias)),
-        *(address(y), m, *_sizes(weight)),
-        *(DTYPE_CODES[x_MK.dtype], torch.get_num_threads()),
+        address(x_MK),
+        address(weight.codes_NK),
+        address(weight.scale),
+        address(bias),
+        address(y),
+        m,
+        *_sizes(weight),
+        DTYPE_CODES[x_MK.dtype],
+        torch.get_num_threads(),
     )
     return y
 
@@ -48,8 +54,14 @@ def dequantize_rows(weight: Fp8Weight, dtype: torch.dtype, start: int, stop: int
     w = torch.empty(stop - start, weight.in_features, dtype=dtype)
     call(
         "llmpq_fp8_dequantize",
-        *(address(weight.codes_NK), address(weight.scale), address(w), start, stop),
-        *(*_sizes(weight), DTYPE_CODES[dtype], torch.get_num_threads()),
+        address(weight.codes_NK),
+        address(weight.scale),
+        address(w),
+        start,
+        stop,
+        *_sizes(weight),
+        DTYPE_CODES[dtype],
+        torch.get_num_threads(),
     )
     return w
 

@@ -141,11 +141,23 @@ class NativeLayer:
         given = zip(form.products, form.biases, strict=True)
         products = [self._product(matrix, bias) for matrix, bias in given]
         self._layer = _Layer(
-            *(DTYPE_CODES[form.dtype], hidden, form.heads, form.kv_heads, form.head_dim),
-            *(products[3].k, form.rotated, form.window),
-            *map(self._address, (form.attn_norm, form.mlp_norm, q_norm, k_norm)),
+            DTYPE_CODES[form.dtype],
+            hidden,
+            form.heads,
+            form.kv_heads,
+            form.head_dim,
+            products[3].k,
+            form.rotated,
+            form.window,
+            self._address(form.attn_norm),
+            self._address(form.mlp_norm),
+            self._address(q_norm),
+            self._address(k_norm),
             self._address(None if form.slopes_H is None else form.slopes_H.float()),
-            *(form.attn_eps, form.mlp_eps, form.head_eps, form.scale),
+            form.attn_eps,
+            form.mlp_eps,
+            form.head_eps,
+            form.scale,
             *products,
         )
         self._at = ctypes.addressof(self._layer)
@@ -170,10 +182,21 @@ class NativeLayer:
     ) -> _Rows:
         tables_BM, ends_B = rows.tables_BM, rows.ends_B
         return _Rows(
-            *(x.numel() // self._layer.hidden, torch.get_num_threads(), x.data_ptr(), y.data_ptr()),
-            *(0, 0, 0, *_angles(angles), 0, 0),
-            *(places_T.data_ptr(), tables_BM.data_ptr(), ends_B.data_ptr()),
-            *(ends_B.shape[0], tables_BM.shape[1]),
+            x.numel() // self._layer.hidden,
+            torch.get_num_threads(),
+            x.data_ptr(),
+            y.data_ptr(),
+            0,
+            0,
+            0,
+            *_angles(angles),
+            0,
+            0,
+            places_T.data_ptr(),
+            tables_BM.data_ptr(),
+            ends_B.data_ptr(),
+            ends_B.shape[0],
+            tables_BM.shape[1],
         )
 
     def before(self, x: Tensor, angles: Angles | None) -> tuple[Tensor, Tensor, Tensor]:
@@ -182,8 +205,14 @@ class NativeLayer:
         qkv = x.new_empty(*x.shape[:-1], form.heads + 2 * form.kv_heads, form.head_dim)
         q = x.new_empty(*x.shape[:-1], form.heads, form.head_dim)
         rows = _Rows(
-            *(x.numel() // self._layer.hidden, torch.get_num_threads(), x.data_ptr(), 0),
-            *(qkv.data_ptr(), q.data_ptr(), 0, *_angles(angles)),
+            x.numel() // self._layer.hidden,
+            torch.get_num_threads(),
+            x.data_ptr(),
+            0,
+            qkv.data_ptr(),
+            q.data_ptr(),
+            0,
+            *_angles(angles),
         )
         call("llmpq_layer", self._at, ctypes.addressof(rows), _BEFORE)
         k, v = qkv[..., form.heads :, :].split(form.kv_heads, dim=-2)
@@ -193,8 +222,13 @@ class NativeLayer:
         """Write the layer's output to y (or x) from what attention [..., H, D] found."""
         attended = attended.contiguous()
         rows = _Rows(
-            *(x.numel() // self._layer.hidden, torch.get_num_threads(), x.data_ptr(), y.data_ptr()),
-            *(attended.data_ptr(), 0, attended.data_ptr()),
+            x.numel() // self._layer.hidden,
+            torch.get_num_threads(),
+            x.data_ptr(),
+            y.data_ptr(),
+            attended.data_ptr(),
+            0,
+            attended.data_ptr(),
         )
         call("llmpq_layer", self._at, ctypes.addressof(rows), _BEHIND)
 
@@ -207,10 +241,17 @@ class NativeLayer:
     def _product(self, matrix: Matrix, bias: Tensor | None) -> _Product:
         scale = matrix.scale
         return _Product(
-            *(matrix.bits, address(matrix.codes), address(scale), address(matrix.zero)),
+            matrix.bits,
+            address(matrix.codes),
+            address(scale),
+            address(matrix.zero),
             self._address(None if bias is None else bias.to(self.form.dtype)),
-            *(matrix.n, matrix.k, padded_k(matrix.k) // GROUP if matrix.bits else 0),
-            *(matrix.groups, int(matrix.panels), 0 if scale is None else DTYPE_CODES[scale.dtype]),
+            matrix.n,
+            matrix.k,
+            padded_k(matrix.k) // GROUP if matrix.bits else 0,
+            matrix.groups,
+            int(matrix.panels),
+            0 if scale is None else DTYPE_CODES[scale.dtype],
             matrix.x_bits,
         )
 

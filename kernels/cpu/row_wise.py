@@ -33,9 +33,14 @@ def rms_norm(x: Tensor, weight_N: Tensor, eps: float) -> Tensor:
     number = ctypes.c_float(eps)
     call(
         "llmpq_norm",
-        *map(address, (x, weight_N, y)),
+        address(x),
+        address(weight_N),
+        address(y),
         ctypes.addressof(number),
-        *(x.numel() // n, n, DTYPE_CODES[x.dtype], torch.get_num_threads()),
+        x.numel() // n,
+        n,
+        DTYPE_CODES[x.dtype],
+        torch.get_num_threads(),
     )
     return y
 
@@ -46,8 +51,12 @@ def silu_gate(both: Tensor) -> Tensor:
     y = both.new_empty(*both.shape[:-1], n)
     call(
         "llmpq_gate",
-        *map(address, (both, y)),
-        *(y.numel() // n, n, DTYPE_CODES[both.dtype], torch.get_num_threads()),
+        address(both),
+        address(y),
+        y.numel() // n,
+        n,
+        DTYPE_CODES[both.dtype],
+        torch.get_num_threads(),
     )
     return y
 
@@ -74,15 +83,16 @@ def rotate(x_BQND: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     pitch = x_BQND.stride(0) if q_len == 1 else x_BQND.stride(1)
     call(
         "llmpq_rotate",
-        *map(address, (x_BQND, cos, sin, y)),
-        *(
-            batch * q_len,
-            cos.shape[0] * q_len,
-            heads,
-            dim // 2,
-            pitch,
-            DTYPE_CODES[y.dtype],
-            torch.get_num_threads(),
-        ),
+        address(x_BQND),
+        address(cos),
+        address(sin),
+        address(y),
+        batch * q_len,
+        cos.shape[0] * q_len,
+        heads,
+        dim // 2,
+        pitch,
+        DTYPE_CODES[y.dtype],
+        torch.get_num_threads(),
     )
     return y

@@ -44,7 +44,12 @@ def only_allowed(logits_RV: Tensor, bits_RB: Tensor) -> Tensor:
         logits_RV, bits_RB = logits_RV.contiguous(), bits_RB.contiguous()
     out = torch.empty((rows, columns), dtype=logits_RV.dtype, device=logits_RV.device)
     only_allowed_kernel[(rows, triton.cdiv(columns, BLOCK))](
-        *(logits_RV, bits_RB, out, columns, logits_RV.stride(0), bits_RB.stride(0)),
+        logits_RV,
+        bits_RB,
+        out,
+        columns,
+        logits_RV.stride(0),
+        bits_RB.stride(0),
         BLOCK=BLOCK,
         num_warps=8,
     )

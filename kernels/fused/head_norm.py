@@ -52,7 +52,11 @@ def head_norm(qkv_TNd: Tensor, q_weight: Tensor, k_weight: Tensor, heads: int, e
         raise ValueError(f"heads of a token must lie side by side, got strides {qkv_TNd.stride()}")
     groups, pdl = (count - heads) // 2, overlaps(qkv_TNd.device)
     head_norm_kernel[(tokens, triton.cdiv(heads + groups, HEADS))](
-        *(qkv_TNd, q_weight, k_weight, qkv_TNd.stride(0), eps),
+        qkv_TNd,
+        q_weight,
+        k_weight,
+        qkv_TNd.stride(0),
+        eps,
         H=heads,
         G=groups,
         D=dim,

@@ -65,7 +65,14 @@ def norm_behind(
     next_weight, next_eps = (weight, eps) if following is None else following
     block, pdl = triton.next_power_of_2(columns), overlaps(a.device)
     norm_behind_kernel[(a.numel() // columns,)](
-        *(a, x.contiguous(), weight, next_weight, out, columns, eps, next_eps),
+        a,
+        x.contiguous(),
+        weight,
+        next_weight,
+        out,
+        columns,
+        eps,
+        next_eps,
         NEXT=following is not None,
         BLOCK=block,
         PDL=pdl,

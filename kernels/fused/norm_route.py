@@ -98,8 +98,14 @@ def norm_route(
     shares = x_Th.new_empty(chunks, tokens, experts, dtype=torch.float32)
     grid = (chunks * triton.cdiv(experts, EXPERTS), triton.cdiv(tokens, TOKENS))
     norm_logits_kernel[grid](
-        *(x_Th.contiguous(), norm_weight, router_Eh.contiguous(), normed, shares),
-        *(tokens, columns, float(eps)),
+        x_Th.contiguous(),
+        norm_weight,
+        router_Eh.contiguous(),
+        normed,
+        shares,
+        tokens,
+        columns,
+        float(eps),
         E=experts,
         CHUNKS=chunks,
         BT=TOKENS,

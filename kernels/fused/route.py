@@ -150,7 +150,11 @@ def route_shares(
     route_kernel[(tokens,)](
         logits_STE,
         *(weights if given is None else given for given in (bias_E, correction_E)),
-        *(weights, ids, tokens, float(rule.scale), rule.least),
+        weights,
+        ids,
+        tokens,
+        float(rule.scale),
+        rule.least,
         **rule.constants(experts, corrected=correction_E is not None),
         HAS_BIAS=bias_E is not None,
         SHARES=shares,

@@ -49,7 +49,11 @@ def weighted_sum(weight_Tk: Tensor, made_Ch: Tensor, x_Th: Tensor | None = None)
     out, pdl = made_Ch.new_empty(tokens, columns), overlaps(made_Ch.device)
     x = out if x_Th is None else x_Th.contiguous()
     weighted_sum_kernel[(tokens, triton.cdiv(columns, BLOCK))](
-        *(x, weight_Tk.contiguous(), made_Ch.contiguous(), out, columns),
+        x,
+        weight_Tk.contiguous(),
+        made_Ch.contiguous(),
+        out,
+        columns,
         TOP=weight_Tk.shape[1],
         BLOCK=BLOCK,
         HAS_X=x_Th is not None,

@@ -16,8 +16,15 @@ from llmpq.families.common.config_values import is_given, section
 from llmpq.file_form import read_json
 
 METHODS = (
-    *("compressed-tensors", "gptq", "awq", "llmpq", "fp8", "fbgemm_fp8", "mxfp4"),
-    *("bitsandbytes", "modelopt"),
+    "compressed-tensors",
+    "gptq",
+    "awq",
+    "llmpq",
+    "fp8",
+    "fbgemm_fp8",
+    "mxfp4",
+    "bitsandbytes",
+    "modelopt",
 )
 """Values of `quant_method` that are read; AutoRound's becomes GPTQ's or AWQ's."""
 FORMATS = {"gptq": ("gptq", "gptq_v2"), "awq": ("gemm",)}

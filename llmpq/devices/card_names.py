@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 _EMPTY_WORDS = frozenset((
-    *("nvidia", "geforce", "tesla", "amd", "radeon", "instinct", "intel", "corporation", "inc"),
-    *("gpu", "graphics", "card", "video", "edition", "founders", "fe", "generation"),
-    *("workstation", "server", "blackwell"),
+    "nvidia", "geforce", "tesla", "amd", "radeon", "instinct", "intel", "corporation", "inc",
+    "gpu", "graphics", "card", "video", "edition", "founders", "fe", "generation",
+    "workstation", "server", "blackwell",
 ))  # fmt: skip
 """Words that stand in a card's full name and tell it from no other card."""
 _FORM_FACTORS = ("pcie", "sxm")

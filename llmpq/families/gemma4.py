@@ -204,7 +204,8 @@ PER_LAYER = {
 }
 BEFORE = (
     *gemma.FAMILY.before,
-    *("model.embed_tokens_per_layer", "model.per_layer_model_projection"),
+    "model.embed_tokens_per_layer",
+    "model.per_layer_model_projection",
     "model.per_layer_projection_norm",
 )
 FAMILY = replace(

@@ -35,8 +35,12 @@ def fields(config: Config) -> dict[str, Any]:
     expect(config, "moe_latent_size", None, default=None)
     expect(config, "attention_bias", False, default=False)
     for key in (
-        *("residual_in_fp32", "time_step_limit", "time_step_min", "time_step_max"),
-        *("mtp_layers_block_type", "mtp_hybrid_override_pattern"),
+        "residual_in_fp32",
+        "time_step_limit",
+        "time_step_min",
+        "time_step_max",
+        "mtp_layers_block_type",
+        "mtp_hybrid_override_pattern",
     ):
         config.get(key)  # of training, or of kernels
     kinds, hidden = _kinds(config), size(config, "hidden_size")

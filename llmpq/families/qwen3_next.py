@@ -128,8 +128,13 @@ ARRANGE = {
     **{
         f"{part}.weight": ABOVE_ONE
         for part in (
-            *("attn_norm", "mlp_norm", "q_norm", "k_norm", "norm"),
-            *("token_norm", "hidden_norm"),
+            "attn_norm",
+            "mlp_norm",
+            "q_norm",
+            "k_norm",
+            "norm",
+            "token_norm",
+            "hidden_norm",
         )
     },
     "qkv.weight": Arrange(rows=gate_behind),

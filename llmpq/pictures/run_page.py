@@ -110,8 +110,16 @@ def _stage_table(report: Report) -> str:
             ]
         )
     columns = (
-        *("stage", "layers", "bits", "memory, predicted", "measured", "prefill, predicted"),
-        *("measured ", "decode, predicted", "measured  ", "busy"),
+        "stage",
+        "layers",
+        "bits",
+        "memory, predicted",
+        "measured",
+        "prefill, predicted",
+        "measured ",
+        "decode, predicted",
+        "measured  ",
+        "busy",
     )
     caption = (
         "stages: weights and KV cache, mean times of a step, share of the time that it computed"

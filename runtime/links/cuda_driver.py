@@ -97,12 +97,15 @@ class CudaDriver:
         self._call("cuDeviceGetDevResource", number, ctypes.byref(found), kind)
         self._call(
             "cuDevSmResourceSplitByCount",
-            *map(ctypes.byref, (part, parts, found, rest)),
+            ctypes.byref(part),
+            ctypes.byref(parts),
+            ctypes.byref(found),
+            ctypes.byref(rest),
             ctypes.c_uint(0),
             ctypes.c_uint(multiprocessors),
         )
         one = ctypes.c_uint(1)
-        self._call("cuDevResourceGenerateDesc", *map(ctypes.byref, (description, part)), one)
+        self._call("cuDevResourceGenerateDesc", ctypes.byref(description), ctypes.byref(part), one)
         context, stream = ctypes.c_void_p(), ctypes.c_void_p()
         flags = ctypes.c_uint(_DEFAULT_STREAM)
         self._call("cuGreenCtxCreate", ctypes.byref(context), description, number, flags)

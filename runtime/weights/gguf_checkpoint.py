@@ -162,7 +162,12 @@ class GgufCheckpoint(CheckpointSource):
             _log.warning(
                 "'%s': %s blocks are rounded a second time, to %d bits in %s: %.2g of their "
                 "values' norm in '%s'; a plan with --bits 16 keeps them",
-                *(self._file.path.name, tensor.kind, scheme.bits, groups, error, tensor.name),
+                self._file.path.name,
+                tensor.kind,
+                scheme.bits,
+                groups,
+                error,
+                tensor.name,
             )
 
     def _their_rows(self, name: str, rows: Tensor) -> Tensor:

@@ -30,7 +30,8 @@ def open_numbers(directory: str | Path, spec: ModelSpec) -> CheckpointSource:
             _log.warning(
                 "'%s' is stored quantised (%s): its values are rounded a second time; a plan of "
                 "the directory itself keeps its codes",
-                *(directory, described.get("quant_method")),
+                directory,
+                described.get("quant_method"),
             )
             return stored
     return CheckpointSource(directory, spec)

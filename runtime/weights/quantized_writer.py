@@ -31,8 +31,12 @@ ENDS_FILE = "model-ends.safetensors"
 REMEDY = "free some space and run the same command again: it continues; or give another directory"
 """What helps where a file cannot be written: the layers that are whole stay."""
 COPIED = (
-    *("generation_config.json", "tokenizer*", "special_tokens_map.json"),
-    *("vocab.*", "merges.txt", "*.jinja"),
+    "generation_config.json",
+    "tokenizer*",
+    "special_tokens_map.json",
+    "vocab.*",
+    "merges.txt",
+    "*.jinja",
 )
 
 

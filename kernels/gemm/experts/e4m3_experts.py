@@ -205,17 +205,15 @@ def fp8_product(
         high, warps, stages = fragment_tiles(bm, k // GROUP, fused=fused)
         tensors = (given[0], codes_ENK.view(torch.int32), *given[2:])
         fragment_expert_kernel[(triton.cdiv(leave, 16 * high * warps), dispatch.most_runs, shares)](
-            *(
-                *tensors,
-                dispatch.order_C,
-                dispatch.runs_E,
-                n,
-                k,
-                *scale,
-                n * k // 8,
-                k // GROUP,
-                *rest,
-            ),
+            *tensors,
+            dispatch.order_C,
+            dispatch.runs_E,
+            n,
+            k,
+            *scale,
+            n * k // 8,
+            k // GROUP,
+            *rest,
             **same,
             BH=high,
             WM=warps,
@@ -227,7 +225,13 @@ def fp8_product(
         return y
     bn, bk, stages, warps = tiles(bm, step_of(like), fused=fused)
     e4m3_expert_kernel[(triton.cdiv(leave, bn), dispatch.most_runs, shares)](
-        *(*given, dispatch.order_C, dispatch.runs_E, n, k, *scale, *rest),
+        *given,
+        dispatch.order_C,
+        dispatch.runs_E,
+        n,
+        k,
+        *scale,
+        *rest,
         **same,
         EVEN_K=k % bk == 0,
         BN=bn,

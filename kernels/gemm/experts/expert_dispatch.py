@@ -65,7 +65,11 @@ def assign(expert_TK: Tensor, experts: int) -> ExpertDispatch:
     step = min(ASSIGN_STEP, max(16, triton.next_power_of_2(pairs)))
     pdl = overlaps(device)
     assign_kernel[(experts,)](
-        *(expert_TK.contiguous(), order, runs, pairs, experts),
+        expert_TK.contiguous(),
+        order,
+        runs,
+        pairs,
+        experts,
         EP=_padded(experts),
         STEP=step,
         PDL=pdl,
@@ -88,8 +92,17 @@ def _assign_many(expert_TK: Tensor, experts: int, dispatch: ExpertDispatch) -> E
     launch = {"PDL": pdl, "num_warps": 8, "launch_pdl": pdl}
     count_kernel[(programs,)](expert_TK, counts, pairs, EP=padded, BLOCK=BLOCK, **launch)
     place_kernel[(max(programs, experts),)](
-        *(expert_TK, counts, dispatch.order_C, dispatch.runs_E, blocks, apart, broad, count),
-        *(pairs, experts, programs),
+        expert_TK,
+        counts,
+        dispatch.order_C,
+        dispatch.runs_E,
+        blocks,
+        apart,
+        broad,
+        count,
+        pairs,
+        experts,
+        programs,
         EP=padded,
         BLOCK=BLOCK,
         WIDE=WIDE,

@@ -75,9 +75,19 @@ def product(
     y = x.new_empty(dispatch.order_C.numel(), q.out_features // parts)
     pdl, interpret = overlaps(x.device), bool(knobs.runtime.interpret)
     rows_expert_kernel[(triton.cdiv(blocks // parts, form.high), dispatch.most_runs)](
-        *(x, *words, x if bias is None else bias, y),
-        *(dispatch.order_C, dispatch.runs_E, q.out_features, q.in_features, blocks, groups),
-        *(dispatch.per_token, float(rule.limit), float(rule.slope)),
+        x,
+        *words,
+        x if bias is None else bias,
+        y,
+        dispatch.order_C,
+        dispatch.runs_E,
+        q.out_features,
+        q.in_features,
+        blocks,
+        groups,
+        dispatch.per_token,
+        float(rule.limit),
+        float(rule.slope),
         BITS=q.bits,
         SYMMETRIC=q.symmetric,
         EVEN_K=q.in_features % 128 == 0,

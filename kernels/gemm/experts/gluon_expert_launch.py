@@ -58,10 +58,19 @@ def product(
     leave = n if gate is None else n // 2
     y = x.new_empty(dispatch.order_C.numel(), leave)
     way.kernel[(multiprocessors(x.device),)](
-        *(_boxes(x, way.rows), *way.weights, x if bias is None else bias, y),
-        *(dispatch.order_C, way.blocks, way.count, n, leave, *way.columns),
-        *(triton.cdiv(leave, way.own if gate is None else way.own // 2),),
-        *(float(rule.limit), float(rule.slope)),
+        _boxes(x, way.rows),
+        *way.weights,
+        x if bias is None else bias,
+        y,
+        dispatch.order_C,
+        way.blocks,
+        way.count,
+        n,
+        leave,
+        *way.columns,
+        triton.cdiv(leave, way.own if gate is None else way.own // 2),
+        float(rule.limit),
+        float(rule.slope),
         **way.constants,
         FUSE=gate is not None,
         ACT=rule.activation,
@@ -136,7 +145,12 @@ def gathered(x: Tensor, dispatch: ExpertDispatch) -> Tensor:
     pairs, (rows, columns) = dispatch.order_C.numel(), GATHERED
     made, pdl = x.new_empty(pairs, x.shape[1]), overlaps(x.device)
     gather_kernel[(triton.cdiv(pairs, rows),)](
-        *(x.contiguous(), dispatch.order_C, made, pairs, dispatch.per_token, x.shape[1]),
+        x.contiguous(),
+        dispatch.order_C,
+        made,
+        pairs,
+        dispatch.per_token,
+        x.shape[1],
         BR=rows,
         BK=columns,
         PDL=pdl,

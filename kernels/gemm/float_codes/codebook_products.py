@@ -128,7 +128,14 @@ def codebook_linear_gpu(
     splits = max(1, min(groups, PROGRAMS_PER_SM * multiprocessors(x_MK.device) // tiles))
     part = x_MK.new_empty(splits, rows, n, dtype=torch.float32)
     codebook_gemm_kernel[(tiles, 1, splits)](
-        *(x_MK, *_operands(q), part, rows, n, k, groups, splits),
+        x_MK,
+        *_operands(q),
+        part,
+        rows,
+        n,
+        k,
+        groups,
+        splits,
         **_constants(q) | {"BM": bm, "BN": BN},
         num_warps=4,
     )
@@ -149,7 +156,14 @@ def dequantized(q: CodebookWeight, dtype: torch.dtype) -> Tensor:
     groups = triton.cdiv(k, GROUP)
     plane, scale, table = _operands(q)
     codebook_dequantize_kernel[(triton.cdiv(n, 16), groups)](
-        *(plane, scale, table, table if q.factor is None else q.factor, out, n, k, groups),
+        plane,
+        scale,
+        table,
+        table if q.factor is None else q.factor,
+        out,
+        n,
+        k,
+        groups,
         **_constants(q) | {"BN": 16, "HAS_FACTOR": q.factor is not None},
         num_warps=2,
     )

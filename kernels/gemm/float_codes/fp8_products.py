@@ -133,7 +133,12 @@ def multiply_fragments(
     if m <= GEMV_ROWS and tile is None:
         warps, steps = rows_form(groups)
         e4m3_gemv_kernel[(n // BLOCK_ROWS,)](
-            *(x_MK, w, weight.scale, *more, y_MN, *sizes),
+            x_MK,
+            w,
+            weight.scale,
+            *more,
+            y_MN,
+            *sizes,
             **same,
             EVEN_G=groups % warps == 0,
             BH=1,
@@ -150,8 +155,15 @@ def multiply_fragments(
     m_tiles, n_tiles = triton.cdiv(m, tile.bm), triton.cdiv(n, bn)
     sums = m_tiles * n_tiles * split * bn * tile.bm if split > 1 else 1
     e4m3_splitk_kernel[(m_tiles, n_tiles, split)](
-        *(x_MK, w, weight.scale, *more, y_MN, x_MK.new_empty(sums, dtype=torch.float32)),
-        *(arrivals(x_MK.device, m_tiles * n_tiles), *sizes, split),
+        x_MK,
+        w,
+        weight.scale,
+        *more,
+        y_MN,
+        x_MK.new_empty(sums, dtype=torch.float32),
+        arrivals(x_MK.device, m_tiles * n_tiles),
+        *sizes,
+        split,
         **same,
         SPLIT=split > 1,
         BH=tile.high,
@@ -194,12 +206,21 @@ def multiply(
     sums = m_tiles * n_tiles * split * tile.bn * tile.bm if split > 1 else 1
     pdl = overlaps(x_MK.device)
     e4m3_kernel[(m_tiles, n_tiles, split)](
-        *(x_MK, weight.codes_NK, weight.scale),
+        x_MK,
+        weight.codes_NK,
+        weight.scale,
         x_MK if bias is None else bias,
         x_MK if residual_MN is None else residual_MN,
-        *(y_MN, x_MK.new_empty(sums, dtype=torch.float32)),
+        y_MN,
+        x_MK.new_empty(sums, dtype=torch.float32),
         arrivals(x_MK.device, m_tiles * n_tiles),
-        *(m, n, k, weight.rows, weight.columns, weight.scale.shape[1], split),
+        m,
+        n,
+        k,
+        weight.rows,
+        weight.columns,
+        weight.scale.shape[1],
+        split,
         HAS_BIAS=bias is not None,
         HAS_RESIDUAL=residual_MN is not None,
         SPLIT=split > 1,
@@ -227,8 +248,16 @@ def dequantized(weight: Fp8Weight, dtype: torch.dtype) -> Tensor:
     interpret = bool(knobs.runtime.interpret)
     if weight.fragment:
         e4m3_blocks_kernel[(triton.cdiv(n, 64), k // GROUP)](
-            *(weight.codes_NK.view(torch.int32), weight.scale, out, n, k, weight.rows),
-            *(weight.columns, weight.scale.shape[1], n * k // 8, k // GROUP),
+            weight.codes_NK.view(torch.int32),
+            weight.scale,
+            out,
+            n,
+            k,
+            weight.rows,
+            weight.columns,
+            weight.scale.shape[1],
+            n * k // 8,
+            k // GROUP,
             BH=1,
             WM=4,
             INTERPRET=interpret,
@@ -236,8 +265,14 @@ def dequantized(weight: Fp8Weight, dtype: torch.dtype) -> Tensor:
         )
         return out
     e4m3_dequantize_kernel[(triton.cdiv(n, 16), triton.cdiv(k, 256))](
-        *(weight.codes_NK, weight.scale, out, n, k),
-        *(weight.rows, weight.columns, weight.scale.shape[1]),
+        weight.codes_NK,
+        weight.scale,
+        out,
+        n,
+        k,
+        weight.rows,
+        weight.columns,
+        weight.scale.shape[1],
         BN=16,
         BK=256,
         INTERPRET=interpret,

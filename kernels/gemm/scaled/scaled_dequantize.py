@@ -61,7 +61,14 @@ def scaled_dequantize(q: PackedWords, dtype: torch.dtype, *, interpret: bool = F
     planes, scale, zero = q.block_words()
     blocks, groups = n // BLOCK_ROWS, triton.cdiv(k, GROUP)
     scaled_dequantize_kernel[(triton.cdiv(blocks, WARPS), groups)](
-        *(planes[0], planes[-1], scale, zero, out, k, blocks, groups),
+        planes[0],
+        planes[-1],
+        scale,
+        zero,
+        out,
+        k,
+        blocks,
+        groups,
         **form_constants(q, dtype),
         EVEN_K=k % GROUP == 0,
         WM=WARPS,

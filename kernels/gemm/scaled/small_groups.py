@@ -125,7 +125,14 @@ def multiply(
     splits = max(1, min(groups, PROGRAMS_PER_SM * multiprocessors(x_MK.device) // tiles))
     part = x_MK.new_empty(splits, rows, n, dtype=torch.float32)
     product_kernel[(tiles, 1, splits)](
-        *(x_MK, *_operands(q), part, rows, n, k, groups, splits),
+        x_MK,
+        *_operands(q),
+        part,
+        rows,
+        n,
+        k,
+        groups,
+        splits,
         **_constants(q) | {"BM": bm, "BN": BN},
         num_warps=4,
     )
@@ -143,7 +150,7 @@ def dequantized(q: PackedWords, dtype: torch.dtype) -> Tensor:
     out = q.scale.new_empty(n, k, dtype=dtype)
     groups = triton.cdiv(k, GROUP)
     dequantize_kernel[(triton.cdiv(n, 16), groups)](
-        *(*_operands(q), out, n, k, groups), **_constants(q) | {"BN": 16}, num_warps=2
+        *_operands(q), out, n, k, groups, **_constants(q) | {"BN": 16}, num_warps=2
     )
     return out
 

@@ -18,18 +18,27 @@ more is. With the same priority a token waits for a core while the stages have t
 SWITCH_S = 0.0005
 """How long the loop that feeds a device may wait for a thread that answers a call."""
 CALLS = (
-    *("identity", "load", "open_rendezvous", "join", "run", "submit", "abort"),
-    *(
-        "take_rules",
-        "guide_is_ready",
-        "noted",
-        "work",
-        "finish_submitting",
-        "poll",
-        "health",
-        "record",
-    ),
-    *("speculation", "peak_memory", "look", "try_gpus", "try_copies", "try_links"),
+    "identity",
+    "load",
+    "open_rendezvous",
+    "join",
+    "run",
+    "submit",
+    "abort",
+    "take_rules",
+    "guide_is_ready",
+    "noted",
+    "work",
+    "finish_submitting",
+    "poll",
+    "health",
+    "record",
+    "speculation",
+    "peak_memory",
+    "look",
+    "try_gpus",
+    "try_copies",
+    "try_links",
 )
 
 

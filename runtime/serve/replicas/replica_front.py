@@ -340,7 +340,13 @@ def _is_stream(start: Message) -> bool:
 def _plain(scope: Message) -> Message:
     """Return what a replica needs of a request."""
     names = (
-        *("asgi", "http_version", "method", "scheme", "path", "raw_path", "query_string"),
+        "asgi",
+        "http_version",
+        "method",
+        "scheme",
+        "path",
+        "raw_path",
+        "query_string",
         ARRIVED,
     )
     return {
