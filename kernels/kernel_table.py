@@ -212,8 +212,17 @@ def _lines(
 ) -> Iterator[Line]:
     first, last = rows
     for form in forms:
-        yield Line(form=form, kernel=kernel, file=file, since=on[0], before=on[1], first=first,
-                   last=last, ranked=ranked, needs=needs)  # fmt: skip
+        yield Line(
+            form=form,
+            kernel=kernel,
+            file=file,
+            since=on[0],
+            before=on[1],
+            first=first,
+            last=last,
+            ranked=ranked,
+            needs=needs,
+        )
 
 
 def _table() -> Iterator[Line]:
@@ -257,10 +266,12 @@ def _table() -> Iterator[Line]:
     yield from _lines(
         (KernelForm.FP8_WORDS,), k.GEMV, e4m3 + "fragments.py", _NEW, some, needs=halves
     )
-    yield from _lines((KernelForm.FP8_WORDS,), k.SPLITK_GEMM, e4m3 + "fragments.py", _NEW, tail,
-                      needs=halves)  # fmt: skip
-    yield from _lines((KernelForm.FP8_ROWS,), k.ROWS_GEMM, e4m3 + "kernel.py", _NEW, (1, FP8_ROWS),
-                      needs=halves)  # fmt: skip
+    yield from _lines(
+        (KernelForm.FP8_WORDS,), k.SPLITK_GEMM, e4m3 + "fragments.py", _NEW, tail, needs=halves
+    )
+    yield from _lines(
+        (KernelForm.FP8_ROWS,), k.ROWS_GEMM, e4m3 + "kernel.py", _NEW, (1, FP8_ROWS), needs=halves
+    )
     fp8 = (KernelForm.FP8_WORDS, KernelForm.FP8_ROWS)
     yield from _lines(fp8, k.DEQUANTIZE, g + "float_codes/fp8_products.py", _TRITON)
     yield from _lines(fp8, k.DEQUANTIZE_TORCH, "weights/fp8_weight.py", _OLD)
@@ -285,14 +296,38 @@ def _table() -> Iterator[Line]:
     # A mixture's experts, all of a layer in one launch.
     e, blocks = g + "experts/", (EXPERT_BLOCKS_FROM, None)
     dense_experts = (KernelForm.EXPERTS_DENSE,)
-    yield from _lines(dense_experts, k.EXPERTS_WGMMA, e + "gluon_expert_dense.py", _HOPPER,
-                      blocks, needs=_GLUON_EXPERTS)  # fmt: skip
-    yield from _lines(_EXPERT_WORDS, k.EXPERTS_WGMMA, e + "gluon_expert_packed.py", _HOPPER, blocks,
-                      needs=_GLUON_EXPERTS)  # fmt: skip
-    yield from _lines(dense_experts, k.EXPERTS_WIDE, e + "expert_wide.py", _NEW, blocks,
-                      needs="145 KiB of shared memory")  # fmt: skip
-    yield from _lines((KernelForm.EXPERTS_4,), k.EXPERTS_GEMV, e + "expert_rows.py", _NEW,
-                      (0, EXPERTS_GEMV_PAIRS), needs="short K, or few programs")  # fmt: skip
+    yield from _lines(
+        dense_experts,
+        k.EXPERTS_WGMMA,
+        e + "gluon_expert_dense.py",
+        _HOPPER,
+        blocks,
+        needs=_GLUON_EXPERTS,
+    )
+    yield from _lines(
+        _EXPERT_WORDS,
+        k.EXPERTS_WGMMA,
+        e + "gluon_expert_packed.py",
+        _HOPPER,
+        blocks,
+        needs=_GLUON_EXPERTS,
+    )
+    yield from _lines(
+        dense_experts,
+        k.EXPERTS_WIDE,
+        e + "expert_wide.py",
+        _NEW,
+        blocks,
+        needs="145 KiB of shared memory",
+    )
+    yield from _lines(
+        (KernelForm.EXPERTS_4,),
+        k.EXPERTS_GEMV,
+        e + "expert_rows.py",
+        _NEW,
+        (0, EXPERTS_GEMV_PAIRS),
+        needs="short K, or few programs",
+    )
     yield from _lines(_EXPERTS, k.EXPERTS_GEMM, e + "expert_kernel.py", _NEW)
     yield from _lines((KernelForm.EXPERTS_FP8,), k.EXPERTS_GEMM, e + "e4m3_experts.py", _NEW)
     dense = "AMX bfloat16 to 64 rows, weights to 2 MiB to 16, others to 4"
@@ -301,8 +336,9 @@ def _table() -> Iterator[Line]:
     yield from _lines((KernelForm.DENSE,), k.TORCH, "weights/dense_weight.py", _GPUS)
     # CPUs; which of our own kernels runs is native/products.cpp's to say.
     own = "cpu/native_linear.py"
-    yield from _lines(_PACKED, k.NATIVE, own, _NATIVE, (0, CPU_ROWS),
-                      needs=f"float32: to {CPU_ROWS_FLOAT32} rows")  # fmt: skip
+    yield from _lines(
+        _PACKED, k.NATIVE, own, _NATIVE, (0, CPU_ROWS), needs=f"float32: to {CPU_ROWS_FLOAT32} rows"
+    )
     yield from _lines(_PACKED, k.NATIVE, own, _VNNI, needs="x in 16 bits, or rounded to 8")
     yield from _lines(_PACKED, k.DEQUANTIZE, own, _NATIVE)
     yield from _lines((*_PACKED, KernelForm.ROWS), k.DEQUANTIZE_TORCH, own, _CPUS)

@@ -211,10 +211,25 @@ def measure(model_dir: str | Path, cluster: Cluster, work: Workload) -> CostMode
         # JSON is YAML.
         described.write_text(json.dumps(cluster.model_dump(mode="json", by_alias=True)))
         command = [
-            sys.executable, "-m", "llmpq.profiler", "--model", str(model_dir),
-            "--cluster", str(described), "--dtype", work.dtype, "--kv", work.kv.value, "--quick",
-            "--max-batch", str(work.batch), "--max-len", str(work.max_len), "-o", str(measured),
-        ]  # fmt: skip
+            sys.executable,
+            "-m",
+            "llmpq.profiler",
+            "--model",
+            str(model_dir),
+            "--cluster",
+            str(described),
+            "--dtype",
+            work.dtype,
+            "--kv",
+            work.kv.value,
+            "--quick",
+            "--max-batch",
+            str(work.batch),
+            "--max-len",
+            str(work.max_len),
+            "-o",
+            str(measured),
+        ]
         done = subprocess.run(command, stdout=sys.stderr, check=False)
         if done.returncode not in (ExitCode.DONE, ExitCode.SOME_ROWS_FAILED):
             raise StageLostError(

@@ -16,13 +16,26 @@ Schema = Mapping[str, Any] | bool
 _DEEPEST = 120
 """Levels of a schema; llguidance reads 128 of its own form."""
 _ONE = (
-    "additionalItems", "additionalProperties", "contains", "contentSchema", "else", "if", "items",
-    "not", "propertyNames", "then", "unevaluatedItems", "unevaluatedProperties",
-)  # fmt: skip
+    "additionalItems",
+    "additionalProperties",
+    "contains",
+    "contentSchema",
+    "else",
+    "if",
+    "items",
+    "not",
+    "propertyNames",
+    "then",
+    "unevaluatedItems",
+    "unevaluatedProperties",
+)
 _SEVERAL = ("allOf", "anyOf", "oneOf", "prefixItems", "items")
 _NAMED = (
-    "properties", "patternProperties", "dependentSchemas", "dependencies",
-)  # fmt: skip
+    "properties",
+    "patternProperties",
+    "dependentSchemas",
+    "dependencies",
+)
 _SCALARS = {"string", "number", "integer", "boolean", "null"}
 
 

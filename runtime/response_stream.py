@@ -190,9 +190,12 @@ class ResponseStream:
             logprobs = self._prompts.logprobs(scores)
         if end is None:
             return CompletionDelta(
-                index=own.index, text=text, token_ids=tokens, logprobs=logprobs,
+                index=own.index,
+                text=text,
+                token_ids=tokens,
+                logprobs=logprobs,
                 heard_s=heard.heard_s,
-            )  # fmt: skip
+            )
         del self._open[heard.id]
         text += own.text.finish()
         return CompletionDelta(

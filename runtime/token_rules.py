@@ -99,17 +99,19 @@ class LogitsConstraints:
     def from_data(cls, data: Mapping[str, Any]) -> LogitsConstraints:
         """Return the rules that `to_data` wrote."""
         guide, thinking = data["guide"], data["thinking"]
-        return cls(**{
-            **data,
-            "logit_bias": {token: bias for token, bias in data["logit_bias"]},
-            "end_ids": tuple(data["end_ids"]),
-            "bad_tokens": tuple(tuple(run) for run in data["bad_tokens"]),
-            "allowed_tokens": tuple(data["allowed_tokens"]),
-            "thinking": None if thinking is None else Thought(**thinking),
-            "guide": None if guide is None else Guide(**guide),
-            "prompt": tuple(data["prompt"]),
-            "answer": tuple(data["answer"]),
-        })  # fmt: skip
+        return cls(
+            **{
+                **data,
+                "logit_bias": {token: bias for token, bias in data["logit_bias"]},
+                "end_ids": tuple(data["end_ids"]),
+                "bad_tokens": tuple(tuple(run) for run in data["bad_tokens"]),
+                "allowed_tokens": tuple(data["allowed_tokens"]),
+                "thinking": None if thinking is None else Thought(**thinking),
+                "guide": None if guide is None else Guide(**guide),
+                "prompt": tuple(data["prompt"]),
+                "answer": tuple(data["answer"]),
+            }
+        )
 
 
 @dataclass(frozen=True)

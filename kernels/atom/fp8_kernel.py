@@ -88,11 +88,29 @@ def _nibbles(byte, operand: gl.constexpr):
 
 @gluon.jit
 def _fetch(
-    a_desc, o_desc, p_desc, t_desc, M, N, whole,
-    a_s, p_s, t_s, ao_s, po_s, full, empty, ofull, oempty,
-    G: gl.constexpr, OUTLIERS: gl.constexpr, SPLIT: gl.constexpr, BM: gl.constexpr,
-    STAGES: gl.constexpr, GROUP_M: gl.constexpr,
-):  # fmt: skip
+    a_desc,
+    o_desc,
+    p_desc,
+    t_desc,
+    M,
+    N,
+    whole,
+    a_s,
+    p_s,
+    t_s,
+    ao_s,
+    po_s,
+    full,
+    empty,
+    ofull,
+    oempty,
+    G: gl.constexpr,
+    OUTLIERS: gl.constexpr,
+    SPLIT: gl.constexpr,
+    BM: gl.constexpr,
+    STAGES: gl.constexpr,
+    GROUP_M: gl.constexpr,
+):
     """The fetching warp: k-group after k-group, tile after tile."""
     tiles_m, tiles_n = gl.cdiv(M, BM), gl.cdiv(N, 128)
     groups = M * 0 + G
@@ -102,7 +120,7 @@ def _fetch(
     for segment in range(segments):
         tm, tn, first, last, at, _ = segment_of(
             segment, at, tiles_m, tiles_n, groups, whole, GROUP_M
-        )  # fmt: skip
+        )
         g0, g1 = (first, last) if SPLIT else (0, G)
         if OUTLIERS:
             if g0 == 0:
@@ -131,12 +149,36 @@ def _fetch(
 
 @gluon.jit
 def _multiply(
-    HALF: gl.constexpr, OUTLIER, S, BIAS, RESIDUAL, Y, PARTIAL, ARRIVED, M, N, whole,
-    a_s, p_s, t_s, ao_s, po_s, full, empty, ofull, oempty,
-    G: gl.constexpr, SCALES: gl.constexpr, OUTLIERS: gl.constexpr, SPLIT: gl.constexpr,
-    HAS_BIAS: gl.constexpr, HAS_RESIDUAL: gl.constexpr, BM: gl.constexpr, STAGES: gl.constexpr,
+    HALF: gl.constexpr,
+    OUTLIER,
+    S,
+    BIAS,
+    RESIDUAL,
+    Y,
+    PARTIAL,
+    ARRIVED,
+    M,
+    N,
+    whole,
+    a_s,
+    p_s,
+    t_s,
+    ao_s,
+    po_s,
+    full,
+    empty,
+    ofull,
+    oempty,
+    G: gl.constexpr,
+    SCALES: gl.constexpr,
+    OUTLIERS: gl.constexpr,
+    SPLIT: gl.constexpr,
+    HAS_BIAS: gl.constexpr,
+    HAS_RESIDUAL: gl.constexpr,
+    BM: gl.constexpr,
+    STAGES: gl.constexpr,
     GROUP_M: gl.constexpr,
-):  # fmt: skip
+):
     """Four warps: half of a tile's rows."""
     mma: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BM, 32]
@@ -163,7 +205,7 @@ def _multiply(
     for segment in range(segments):
         tm, tn, from_g, to_g, at, tile = segment_of(
             segment, at, tiles_m, tiles_n, groups, whole, GROUP_M
-        )  # fmt: skip
+        )
         g0, g1 = (from_g, to_g) if SPLIT else (0, G)
         n0 = tn * 128 + HALF * 64
         n = n0 + gl.arange(0, 64, layout=gl.SliceLayout(1, mma))
@@ -224,9 +266,16 @@ def _multiply(
         if SPLIT:
             if tile >= whole:
                 acc, last_one = add_shares(
-                    acc, PARTIAL, ARRIVED, tile - whole, tiles_m * tiles_n - whole, groups,
-                    HALF, 2, BM,
-                )  # fmt: skip
+                    acc,
+                    PARTIAL,
+                    ARRIVED,
+                    tile - whole,
+                    tiles_m * tiles_n - whole,
+                    groups,
+                    HALF,
+                    2,
+                    BM,
+                )
         if last_one:
             if HAS_BIAS:
                 acc = acc + (gl.load(BIAS + n).to(gl.float32) * 2.0**-18)[:, None]
@@ -243,11 +292,31 @@ def _multiply(
 
 @gluon.jit(do_not_specialize=["M", "whole"])
 def wgmma_kernel(
-    a_desc, o_desc, p_desc, t_desc, OUTLIER, S, BIAS, RESIDUAL, Y, PARTIAL, ARRIVED, M, N, whole,
-    G: gl.constexpr, SCALES: gl.constexpr, OUTLIERS: gl.constexpr, SPLIT: gl.constexpr,
-    HAS_BIAS: gl.constexpr, HAS_RESIDUAL: gl.constexpr, BM: gl.constexpr, STAGES: gl.constexpr,
-    GROUP_M: gl.constexpr, num_warps: gl.constexpr,
-):  # fmt: skip
+    a_desc,
+    o_desc,
+    p_desc,
+    t_desc,
+    OUTLIER,
+    S,
+    BIAS,
+    RESIDUAL,
+    Y,
+    PARTIAL,
+    ARRIVED,
+    M,
+    N,
+    whole,
+    G: gl.constexpr,
+    SCALES: gl.constexpr,
+    OUTLIERS: gl.constexpr,
+    SPLIT: gl.constexpr,
+    HAS_BIAS: gl.constexpr,
+    HAS_RESIDUAL: gl.constexpr,
+    BM: gl.constexpr,
+    STAGES: gl.constexpr,
+    GROUP_M: gl.constexpr,
+    num_warps: gl.constexpr,
+):
     """Y [M, N] = A W^T. Boxes of A: [BM, 64], as e4m3 (a_desc) and int8 (o_desc); of P: 8 KB."""
     swizzled: gl.constexpr = gl.NVMMASharedLayout(64, 8, 2)
     blocks: gl.constexpr = gl.NVMMASharedLayout(128, 8, 3)
@@ -271,28 +340,99 @@ def wgmma_kernel(
             (
                 _multiply,
                 (
-                    0, OUTLIER, S, BIAS, RESIDUAL, Y, PARTIAL, ARRIVED, M, N, whole,
-                    a_s, p_s, t_s, ao_s, po_s, full, empty, ofull, oempty,
-                    G, SCALES, OUTLIERS, SPLIT, HAS_BIAS, HAS_RESIDUAL, BM, STAGES, GROUP_M,
+                    0,
+                    OUTLIER,
+                    S,
+                    BIAS,
+                    RESIDUAL,
+                    Y,
+                    PARTIAL,
+                    ARRIVED,
+                    M,
+                    N,
+                    whole,
+                    a_s,
+                    p_s,
+                    t_s,
+                    ao_s,
+                    po_s,
+                    full,
+                    empty,
+                    ofull,
+                    oempty,
+                    G,
+                    SCALES,
+                    OUTLIERS,
+                    SPLIT,
+                    HAS_BIAS,
+                    HAS_RESIDUAL,
+                    BM,
+                    STAGES,
+                    GROUP_M,
                 ),
             ),
             (
                 _multiply,
                 (
-                    1, OUTLIER, S, BIAS, RESIDUAL, Y, PARTIAL, ARRIVED, M, N, whole,
-                    a_s, p_s, t_s, ao_s, po_s, full, empty, ofull, oempty,
-                    G, SCALES, OUTLIERS, SPLIT, HAS_BIAS, HAS_RESIDUAL, BM, STAGES, GROUP_M,
+                    1,
+                    OUTLIER,
+                    S,
+                    BIAS,
+                    RESIDUAL,
+                    Y,
+                    PARTIAL,
+                    ARRIVED,
+                    M,
+                    N,
+                    whole,
+                    a_s,
+                    p_s,
+                    t_s,
+                    ao_s,
+                    po_s,
+                    full,
+                    empty,
+                    ofull,
+                    oempty,
+                    G,
+                    SCALES,
+                    OUTLIERS,
+                    SPLIT,
+                    HAS_BIAS,
+                    HAS_RESIDUAL,
+                    BM,
+                    STAGES,
+                    GROUP_M,
                 ),
             ),
             (
                 _fetch,
                 (
-                    a_desc, o_desc, p_desc, t_desc, M, N, whole,
-                    a_s, p_s, t_s, ao_s, po_s, full, empty, ofull, oempty,
-                    G, OUTLIERS, SPLIT, BM, STAGES, GROUP_M,
+                    a_desc,
+                    o_desc,
+                    p_desc,
+                    t_desc,
+                    M,
+                    N,
+                    whole,
+                    a_s,
+                    p_s,
+                    t_s,
+                    ao_s,
+                    po_s,
+                    full,
+                    empty,
+                    ofull,
+                    oempty,
+                    G,
+                    OUTLIERS,
+                    SPLIT,
+                    BM,
+                    STAGES,
+                    GROUP_M,
                 ),
             ),
         ],
         [4, 1],
         [232, 40],
-    )  # fmt: skip
+    )

@@ -49,9 +49,7 @@ from llmpq.kernels.gemm.gluon.gluon_shares import segment_of, work
 
 
 @gluon.jit
-def _words(
-    p_s, stage, HALF: gl.constexpr, packed: gl.constexpr, half: gl.constexpr
-):  # fmt: skip
+def _words(p_s, stage, HALF: gl.constexpr, packed: gl.constexpr, half: gl.constexpr):
     """The nibbles of a k-group's two halves, for 64 rows of w."""
     first, second = halves(p_s.index(stage).slice(HALF * 4, 4).load(packed))
     first = gl.convert_layout(first.reshape((4, 4, 2, 64)), half, assert_trivial=True)
@@ -92,10 +90,20 @@ def _scaled(byte, low, high, operand: gl.constexpr):
 
 @gluon.jit
 def _fetch(
-    a_desc, p_desc, M, N, a_s, p_s, full, empty,
-    G: gl.constexpr, OUTLIERS: gl.constexpr, BM: gl.constexpr, STAGES: gl.constexpr,
+    a_desc,
+    p_desc,
+    M,
+    N,
+    a_s,
+    p_s,
+    full,
+    empty,
+    G: gl.constexpr,
+    OUTLIERS: gl.constexpr,
+    BM: gl.constexpr,
+    STAGES: gl.constexpr,
     GROUP_M: gl.constexpr,
-):  # fmt: skip
+):
     """The fetching warp: k-groups, then the outliers' high nibbles beside A's, then low ones."""
     tiles_m, tiles_n = gl.cdiv(M, BM), gl.cdiv(N, 128)
     tiles = tiles_m * tiles_n
@@ -105,7 +113,7 @@ def _fetch(
     for segment in range(segments):
         tm, tn, first, last, at, _ = segment_of(
             segment, at, tiles_m, tiles_n, groups, tiles, GROUP_M
-        )  # fmt: skip
+        )
         for g in range(G + (2 if OUTLIERS else 0)):
             stage = step % STAGES
             mbarrier.wait(empty.index(stage), ((step // STAGES) & 1) ^ 1)
@@ -127,10 +135,30 @@ def _fetch(
 
 @gluon.jit
 def _multiply(
-    HALF: gl.constexpr, SI, UW, UA, OUTLIER, S, BIAS, RESIDUAL, Y, M, N, a_s, p_s, full, empty,
-    G: gl.constexpr, SCALES: gl.constexpr, OUTLIERS: gl.constexpr, HAS_BIAS: gl.constexpr,
-    HAS_RESIDUAL: gl.constexpr, BM: gl.constexpr, STAGES: gl.constexpr, GROUP_M: gl.constexpr,
-):  # fmt: skip
+    HALF: gl.constexpr,
+    SI,
+    UW,
+    UA,
+    OUTLIER,
+    S,
+    BIAS,
+    RESIDUAL,
+    Y,
+    M,
+    N,
+    a_s,
+    p_s,
+    full,
+    empty,
+    G: gl.constexpr,
+    SCALES: gl.constexpr,
+    OUTLIERS: gl.constexpr,
+    HAS_BIAS: gl.constexpr,
+    HAS_RESIDUAL: gl.constexpr,
+    BM: gl.constexpr,
+    STAGES: gl.constexpr,
+    GROUP_M: gl.constexpr,
+):
     """Four warps: half of a tile's rows."""
     mma: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BM, 32]
@@ -164,7 +192,7 @@ def _multiply(
     for segment in range(segments):
         tm, tn, first_g, last_g, at, _ = segment_of(
             segment, at, tiles_m, tiles_n, groups, tiles, GROUP_M
-        )  # fmt: skip
+        )
         n0 = tn * 128 + HALF * 64
         n = n0 + gl.arange(0, 64, layout=gl.SliceLayout(1, mma))
         n = gl.where(n < N, n, 0)
@@ -211,9 +239,7 @@ def _multiply(
             w1 = _scaled(second, low, high, operand)
             acc = warpgroup_mma(w1, a_s.index(2 * stage + 1).permute((1, 0)), acc, is_async=True)
             # The first half is done, too.
-            low, high = warpgroup_mma_wait(
-                1, deps=[low_next.to(gl.int32), high_next.to(gl.int32)]
-            )  # fmt: skip
+            low, high = warpgroup_mma_wait(1, deps=[low_next.to(gl.int32), high_next.to(gl.int32)])
             before = stage
             step += 1
         acc = warpgroup_mma_wait(0, deps=[acc])
@@ -257,11 +283,28 @@ def _multiply(
 
 @gluon.jit(do_not_specialize=["M"])
 def integer_kernel(
-    a_desc, p_desc, SI, UW, UA, OUTLIER, S, BIAS, RESIDUAL, Y, M, N,
-    G: gl.constexpr, SCALES: gl.constexpr, OUTLIERS: gl.constexpr, HAS_BIAS: gl.constexpr,
-    HAS_RESIDUAL: gl.constexpr, BM: gl.constexpr, STAGES: gl.constexpr, GROUP_M: gl.constexpr,
+    a_desc,
+    p_desc,
+    SI,
+    UW,
+    UA,
+    OUTLIER,
+    S,
+    BIAS,
+    RESIDUAL,
+    Y,
+    M,
+    N,
+    G: gl.constexpr,
+    SCALES: gl.constexpr,
+    OUTLIERS: gl.constexpr,
+    HAS_BIAS: gl.constexpr,
+    HAS_RESIDUAL: gl.constexpr,
+    BM: gl.constexpr,
+    STAGES: gl.constexpr,
+    GROUP_M: gl.constexpr,
     num_warps: gl.constexpr,
-):  # fmt: skip
+):
     """Y [M, N] = A W^T. Boxes of A: int8 [BM, 64]; of P: 8 KB."""
     swizzled: gl.constexpr = gl.NVMMASharedLayout(64, 8, 2)
     blocks: gl.constexpr = gl.NVMMASharedLayout(128, 8, 3)
@@ -277,15 +320,57 @@ def integer_kernel(
             (
                 _multiply,
                 (
-                    0, SI, UW, UA, OUTLIER, S, BIAS, RESIDUAL, Y, M, N, a_s, p_s, full, empty,
-                    G, SCALES, OUTLIERS, HAS_BIAS, HAS_RESIDUAL, BM, STAGES, GROUP_M,
+                    0,
+                    SI,
+                    UW,
+                    UA,
+                    OUTLIER,
+                    S,
+                    BIAS,
+                    RESIDUAL,
+                    Y,
+                    M,
+                    N,
+                    a_s,
+                    p_s,
+                    full,
+                    empty,
+                    G,
+                    SCALES,
+                    OUTLIERS,
+                    HAS_BIAS,
+                    HAS_RESIDUAL,
+                    BM,
+                    STAGES,
+                    GROUP_M,
                 ),
             ),
             (
                 _multiply,
                 (
-                    1, SI, UW, UA, OUTLIER, S, BIAS, RESIDUAL, Y, M, N, a_s, p_s, full, empty,
-                    G, SCALES, OUTLIERS, HAS_BIAS, HAS_RESIDUAL, BM, STAGES, GROUP_M,
+                    1,
+                    SI,
+                    UW,
+                    UA,
+                    OUTLIER,
+                    S,
+                    BIAS,
+                    RESIDUAL,
+                    Y,
+                    M,
+                    N,
+                    a_s,
+                    p_s,
+                    full,
+                    empty,
+                    G,
+                    SCALES,
+                    OUTLIERS,
+                    HAS_BIAS,
+                    HAS_RESIDUAL,
+                    BM,
+                    STAGES,
+                    GROUP_M,
                 ),
             ),
             (
@@ -295,4 +380,4 @@ def integer_kernel(
         ],
         [4, 1],
         [232, 40],
-    )  # fmt: skip
+    )

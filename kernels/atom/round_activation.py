@@ -44,11 +44,26 @@ def _sigmoid(x):
 
 @gluon.jit(do_not_specialize=["M"])
 def act_codes_kernel(
-    X, MATRICES, OUT, SCALES, OUTLIER, M, F, eighths, x_stride, MS,
-    G: gl.constexpr, OUTLIERS: gl.constexpr, STEPS: gl.constexpr, SIGNED: gl.constexpr,
-    CLIP: gl.constexpr, ACT: gl.constexpr, ROTATE: gl.constexpr, PDL: gl.constexpr,
+    X,
+    MATRICES,
+    OUT,
+    SCALES,
+    OUTLIER,
+    M,
+    F,
+    eighths,
+    x_stride,
+    MS,
+    G: gl.constexpr,
+    OUTLIERS: gl.constexpr,
+    STEPS: gl.constexpr,
+    SIGNED: gl.constexpr,
+    CLIP: gl.constexpr,
+    ACT: gl.constexpr,
+    ROTATE: gl.constexpr,
+    PDL: gl.constexpr,
     num_warps: gl.constexpr,
-):  # fmt: skip
+):
     """STEPS groups of 64 tokens, or their outliers; x is [M, 2F] for "silu".
 
     `eighths` of the normal channels: loads of 8 are aligned. ACT as in round_kernels.py, rounded to

@@ -69,9 +69,20 @@ def _bytes(q, is_outlier):
 
 @triton.jit
 def _store(
-    q, scale, group, live, row, OUT, SCALES, OUTLIER, MS, G: tl.constexpr, OUTLIERS: tl.constexpr,
-    BITS: tl.constexpr, FORM: tl.constexpr,
-):  # fmt: skip
+    q,
+    scale,
+    group,
+    live,
+    row,
+    OUT,
+    SCALES,
+    OUTLIER,
+    MS,
+    G: tl.constexpr,
+    OUTLIERS: tl.constexpr,
+    BITS: tl.constexpr,
+    FORM: tl.constexpr,
+):
     """Store groups [R, 128] of tokens `row` [R], group values `group` [R]; G is the outliers'."""
     p = tl.arange(0, 128)[None, :]
     is_outlier = group == G
@@ -101,12 +112,33 @@ def _store(
 
 @triton.jit(do_not_specialize=["M"])
 def norm_round_kernel(
-    X, WEIGHT, BIAS, INDEX, OUT, SCALES, OUTLIER, M, K, normal, x_stride, MS, eps,
-    G: tl.constexpr, OUTLIERS: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_K: tl.constexpr,
-    WHOLE: tl.constexpr, BITS: tl.constexpr, SIGNED: tl.constexpr, CLIP: tl.constexpr,
-    NORM: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_INDEX: tl.constexpr, FORM: tl.constexpr,
+    X,
+    WEIGHT,
+    BIAS,
+    INDEX,
+    OUT,
+    SCALES,
+    OUTLIER,
+    M,
+    K,
+    normal,
+    x_stride,
+    MS,
+    eps,
+    G: tl.constexpr,
+    OUTLIERS: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    WHOLE: tl.constexpr,
+    BITS: tl.constexpr,
+    SIGNED: tl.constexpr,
+    CLIP: tl.constexpr,
+    NORM: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    HAS_INDEX: tl.constexpr,
+    FORM: tl.constexpr,
     PDL: tl.constexpr,
-):  # fmt: skip
+):
     """BLOCK_G groups of a token; NORM 0 leaves x, 1 is RMSNorm, 2 LayerNorm.
 
     WHOLE: all groups, and x is put in order through shared memory; else it is read in order, too.
@@ -166,11 +198,26 @@ def _turned(y, R: tl.constexpr):
 
 @triton.jit(do_not_specialize=["M"])
 def act_round_kernel(
-    X, OUT, SCALES, OUTLIER, M, F, normal, x_stride, MS,
-    G: tl.constexpr, OUTLIERS: tl.constexpr, BLOCK_M: tl.constexpr, BITS: tl.constexpr,
-    SIGNED: tl.constexpr, CLIP: tl.constexpr, ACT: tl.constexpr, ROTATE: tl.constexpr,
-    FORM: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+    X,
+    OUT,
+    SCALES,
+    OUTLIER,
+    M,
+    F,
+    normal,
+    x_stride,
+    MS,
+    G: tl.constexpr,
+    OUTLIERS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BITS: tl.constexpr,
+    SIGNED: tl.constexpr,
+    CLIP: tl.constexpr,
+    ACT: tl.constexpr,
+    ROTATE: tl.constexpr,
+    FORM: tl.constexpr,
+    PDL: tl.constexpr,
+):
     """A group of BLOCK_M tokens; x is [M, 2F] for "silu". One warp: no barriers.
 
     ACT: "silu" silu(gate) * up, "relu", "gelu" (tanh form), "none"; rounded to x's dtype. ROTATE
@@ -228,10 +275,20 @@ def _times(byte, steps):
 
 @triton.jit(do_not_specialize=["M"])
 def steps_kernel(
-    CODES8, SCALES, UNIT, M, MS, G: tl.constexpr, OUTLIERS: tl.constexpr, ALL: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_G: tl.constexpr, STEPS: tl.constexpr, PDL: tl.constexpr,
+    CODES8,
+    SCALES,
+    UNIT,
+    M,
+    MS,
+    G: tl.constexpr,
+    OUTLIERS: tl.constexpr,
+    ALL: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+    STEPS: tl.constexpr,
+    PDL: tl.constexpr,
     INTERPRET: tl.constexpr,
-):  # fmt: skip
+):
     """Codes of form 0, in their place: times integers 0 to STEPS, their scales in units.
 
     CODES8 [M, (G + 1) * 128]; UNIT [MS] float32. BLOCK_G groups of BLOCK_M tokens; the unit is that

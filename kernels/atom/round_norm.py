@@ -26,11 +26,31 @@ from llmpq.kernels.atom.group_codes import bytes_of, codes_of
 
 @gluon.jit(do_not_specialize=["M"])
 def norm_codes_kernel(
-    X, WEIGHT, BIAS, INDEX, OUT, SCALES, OUTLIER, M, K, normal, x_stride, MS, eps,
-    G: gl.constexpr, OUTLIERS: gl.constexpr, BLOCK: gl.constexpr, FULL: gl.constexpr,
-    SIGNED: gl.constexpr, CLIP: gl.constexpr, NORM: gl.constexpr, HAS_BIAS: gl.constexpr,
-    HAS_INDEX: gl.constexpr, PDL: gl.constexpr, num_warps: gl.constexpr,
-):  # fmt: skip
+    X,
+    WEIGHT,
+    BIAS,
+    INDEX,
+    OUT,
+    SCALES,
+    OUTLIER,
+    M,
+    K,
+    normal,
+    x_stride,
+    MS,
+    eps,
+    G: gl.constexpr,
+    OUTLIERS: gl.constexpr,
+    BLOCK: gl.constexpr,
+    FULL: gl.constexpr,
+    SIGNED: gl.constexpr,
+    CLIP: gl.constexpr,
+    NORM: gl.constexpr,
+    HAS_BIAS: gl.constexpr,
+    HAS_INDEX: gl.constexpr,
+    PDL: gl.constexpr,
+    num_warps: gl.constexpr,
+):
     """NORM 0 leaves x, 1 is RMSNorm, 2 LayerNorm; FULL: BLOCK channels, none of padding."""
     lying: gl.constexpr = gl.BlockedLayout([8], [32], [num_warps], [0])
     ordered: gl.constexpr = gl.BlockedLayout([16], [32], [num_warps], [0])

@@ -48,9 +48,16 @@ def parts_kernel(x, best, place, columns, parts, BLOCK: tl.constexpr, PDL: tl.co
 
 @triton.jit
 def merge_kernel(
-    best, place, out, slots, table, parts,
-    PARTS: tl.constexpr, REMEMBER: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+    best,
+    place,
+    out,
+    slots,
+    table,
+    parts,
+    PARTS: tl.constexpr,
+    REMEMBER: tl.constexpr,
+    PDL: tl.constexpr,
+):
     """One row."""
     row = tl.program_id(0).to(tl.int64)
     part = tl.arange(0, PARTS)

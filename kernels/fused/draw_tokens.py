@@ -94,9 +94,7 @@ def _around(x, columns, top, rate, threshold, BITS: tl.constexpr, BLOCK: tl.cons
 
 
 @triton.jit
-def sample_kernel(
-    x, how, out, rows, columns, row_stride, BITS: tl.constexpr, BLOCK: tl.constexpr
-):  # fmt: skip
+def sample_kernel(x, how, out, rows, columns, row_stride, BITS: tl.constexpr, BLOCK: tl.constexpr):
     """One row."""
     row = tl.program_id(0).to(tl.int64)
     temperature = tl.load(how + row)
@@ -178,9 +176,16 @@ def sample_rows(logits_BV: Tensor, how_4B: Tensor, *, block: int = BLOCK) -> Ten
         logits_BV = logits_BV.contiguous()
     out = torch.empty(rows, dtype=torch.long, device=logits_BV.device)
     sample_kernel[(rows,)](
-        logits_BV, how_4B.contiguous(), out, rows, columns, logits_BV.stride(0),
-        BITS=KEY_BITS[logits_BV.dtype], BLOCK=block, num_warps=16,
-    )  # fmt: skip
+        logits_BV,
+        how_4B.contiguous(),
+        out,
+        rows,
+        columns,
+        logits_BV.stride(0),
+        BITS=KEY_BITS[logits_BV.dtype],
+        BLOCK=block,
+        num_warps=16,
+    )
     return out
 
 

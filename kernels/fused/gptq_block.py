@@ -23,9 +23,20 @@ _ROWS = 16
 
 @triton.jit
 def block_kernel(
-    W, U, SCALE, ZERO, CODES, ERRORS, N, w_stride, u_stride, low, high,
-    ROWS: tl.constexpr, B: tl.constexpr,
-):  # fmt: skip
+    W,
+    U,
+    SCALE,
+    ZERO,
+    CODES,
+    ERRORS,
+    N,
+    w_stride,
+    u_stride,
+    low,
+    high,
+    ROWS: tl.constexpr,
+    B: tl.constexpr,
+):
     """One program: ROWS rows."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, B)

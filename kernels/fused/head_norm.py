@@ -25,9 +25,18 @@ HEADS = 4
 
 @triton.jit
 def head_norm_kernel(
-    qkv, q_weight, k_weight, row_stride, eps, H: tl.constexpr, G: tl.constexpr, D: tl.constexpr,
-    PADDED: tl.constexpr, HEADS: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+    qkv,
+    q_weight,
+    k_weight,
+    row_stride,
+    eps,
+    H: tl.constexpr,
+    G: tl.constexpr,
+    D: tl.constexpr,
+    PADDED: tl.constexpr,
+    HEADS: tl.constexpr,
+    PDL: tl.constexpr,
+):
     """HEADS heads of one token; rows lie `row_stride` elements apart."""
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
     d = tl.arange(0, PADDED)

@@ -31,9 +31,19 @@ MAX_COLUMNS = 16384
 
 @triton.jit
 def layer_norm_kernel(
-    x_ptr, before_ptr, after_ptr, weight_ptr, bias_ptr, out_ptr, columns, eps,
-    BLOCK: tl.constexpr, BEFORE: tl.constexpr, AFTER: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+    x_ptr,
+    before_ptr,
+    after_ptr,
+    weight_ptr,
+    bias_ptr,
+    out_ptr,
+    columns,
+    eps,
+    BLOCK: tl.constexpr,
+    BEFORE: tl.constexpr,
+    AFTER: tl.constexpr,
+    PDL: tl.constexpr,
+):
     """One row."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)

@@ -27,9 +27,18 @@ Following = tuple[Tensor, float]
 
 @triton.jit
 def norm_behind_kernel(
-    a_ptr, x_ptr, weight_ptr, next_ptr, out_ptr, columns, eps, next_eps,
-    NEXT: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+    a_ptr,
+    x_ptr,
+    weight_ptr,
+    next_ptr,
+    out_ptr,
+    columns,
+    eps,
+    next_eps,
+    NEXT: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
     """One row."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)

@@ -36,10 +36,22 @@ MOST_COLUMNS = 8192
 
 @triton.jit(do_not_specialize=["T", "eps"])
 def norm_logits_kernel(
-    x_ptr, norm_weight, router, normed, shares, T, columns, eps, E: tl.constexpr,
-    CHUNKS: tl.constexpr, BT: tl.constexpr, BE: tl.constexpr, BK: tl.constexpr,
-    PDL: tl.constexpr, INTERPRET: tl.constexpr,
-):  # fmt: skip
+    x_ptr,
+    norm_weight,
+    router,
+    normed,
+    shares,
+    T,
+    columns,
+    eps,
+    E: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    BT: tl.constexpr,
+    BE: tl.constexpr,
+    BK: tl.constexpr,
+    PDL: tl.constexpr,
+    INTERPRET: tl.constexpr,
+):
     """Grid (CHUNKS * blocks of experts, blocks of tokens)."""
     chunk, tile = tl.program_id(0) % CHUNKS, tl.program_id(0) // CHUNKS
     e, k = tile * BE + tl.arange(0, BE), chunk * BK + tl.arange(0, BK)

@@ -24,8 +24,15 @@ MAX_COLUMNS = 16384
 
 @triton.jit
 def rms_norm_kernel(
-    x_ptr, weight_ptr, out_ptr, columns, x_stride, eps, BLOCK: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+    x_ptr,
+    weight_ptr,
+    out_ptr,
+    columns,
+    x_stride,
+    eps,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
     """One row."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)

@@ -48,9 +48,17 @@ def _normed(low, high, weight, eps, HALF: tl.constexpr):
 
 @triton.jit
 def _rotated(
-    pointer, d, live, angle, factor, weight, eps, ROTARY: tl.constexpr, HALF: tl.constexpr,
+    pointer,
+    d,
+    live,
+    angle,
+    factor,
+    weight,
+    eps,
+    ROTARY: tl.constexpr,
+    HALF: tl.constexpr,
     NORM: tl.constexpr,
-):  # fmt: skip
+):
     """Load the halves of some heads [BLOCK, HALF], norm and rotate them in float32."""
     low = tl.load(pointer + d, mask=live, other=0.0)
     high = tl.load(pointer + HALF + d, mask=live, other=0.0)
@@ -73,13 +81,42 @@ def _copy_rest(source, target, D: tl.constexpr, head, most, HALF: tl.constexpr, 
 
 @triton.jit(do_not_specialize=["factor", "eps"])
 def rope_append_kernel(
-    q_ptr, k_ptr, v_ptr, q_out, k_out, v_out, slots, starts, counts, inv_freq, q_norm, k_norm,
-    q_stride, k_stride, v_stride, slot_stride, head_stride, token_stride,
-    Q, factor, eps, H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr,
-    PADDED: tl.constexpr, REST: tl.constexpr, BLOCK: tl.constexpr, ROTARY: tl.constexpr,
-    CACHE: tl.constexpr, PAGE: tl.constexpr, NORM: tl.constexpr, KEEP: tl.constexpr,
-    BY_ROW: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    q_out,
+    k_out,
+    v_out,
+    slots,
+    starts,
+    counts,
+    inv_freq,
+    q_norm,
+    k_norm,
+    q_stride,
+    k_stride,
+    v_stride,
+    slot_stride,
+    head_stride,
+    token_stride,
+    Q,
+    factor,
+    eps,
+    H: tl.constexpr,
+    G: tl.constexpr,
+    D: tl.constexpr,
+    HALF: tl.constexpr,
+    PADDED: tl.constexpr,
+    REST: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ROTARY: tl.constexpr,
+    CACHE: tl.constexpr,
+    PAGE: tl.constexpr,
+    NORM: tl.constexpr,
+    KEEP: tl.constexpr,
+    BY_ROW: tl.constexpr,
+    PDL: tl.constexpr,
+):
     """One token's block of heads; `*_stride` in elements between tokens of an input.
 
     With a PAGE each token has a place of its own, in `slots`: token place % PAGE of a block of a
@@ -134,7 +171,7 @@ def rope_append_kernel(
         at = head[:, None] * D + d[None, :]
         low, high = _rotated(
             q_ptr + token * q_stride, at, live, angle, factor, weight, eps, ROTARY, HALF, NORM
-        )  # fmt: skip
+        )
         out = q_out + token * (H * D) + at
         tl.store(out, low, mask=live)
         tl.store(out + HALF, high, mask=live)
@@ -148,7 +185,7 @@ def rope_append_kernel(
         at = head[:, None] * D + d[None, :]
         low, high = _rotated(
             k_ptr + token * k_stride, at, live, angle, factor, weight, eps, ROTARY, HALF, NORM
-        )  # fmt: skip
+        )
         out = k_out + out_at + head[:, None] * head_stride + d[None, :]
         tl.store(out, low, mask=live)
         tl.store(out + HALF, high, mask=live)
@@ -165,7 +202,7 @@ def rope_append_kernel(
         at = head[:, None] * D + d[None, :]
         low, high = _rotated(
             v_ptr + token * v_stride, at, live, angle, factor, weight, eps, False, HALF, False
-        )  # fmt: skip
+        )
         out = v_out + out_at + head[:, None] * head_stride + d[None, :]
         tl.store(out, low, mask=live)
         tl.store(out + HALF, high, mask=live)

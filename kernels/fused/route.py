@@ -37,12 +37,28 @@ def _largest_two(x_GP):
 
 @triton.jit(do_not_specialize=["T", "scale", "least"])
 def route_kernel(
-    logits, bias, correction, weights, ids, T, scale, least,
-    E: tl.constexpr, PADDED: tl.constexpr, TOP: tl.constexpr, TOP_PADDED: tl.constexpr,
-    SIGMOID: tl.constexpr, CORRECTED: tl.constexpr, GROUPS: tl.constexpr, KEPT: tl.constexpr,
-    TWO: tl.constexpr, NORMALISE: tl.constexpr, HAS_BIAS: tl.constexpr, SHARES: tl.constexpr,
+    logits,
+    bias,
+    correction,
+    weights,
+    ids,
+    T,
+    scale,
+    least,
+    E: tl.constexpr,
+    PADDED: tl.constexpr,
+    TOP: tl.constexpr,
+    TOP_PADDED: tl.constexpr,
+    SIGMOID: tl.constexpr,
+    CORRECTED: tl.constexpr,
+    GROUPS: tl.constexpr,
+    KEPT: tl.constexpr,
+    TWO: tl.constexpr,
+    NORMALISE: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    SHARES: tl.constexpr,
     PDL: tl.constexpr,
-):  # fmt: skip
+):
     """One of T tokens' experts; its logits are the sum of SHARES and a bias."""
     if PDL:
         gdc_launch_dependents()

@@ -23,9 +23,16 @@ BLOCK = 256
 
 @triton.jit
 def weighted_sum_kernel(
-    x_ptr, weights, made, out, columns, TOP: tl.constexpr, BLOCK: tl.constexpr,
-    HAS_X: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+    x_ptr,
+    weights,
+    made,
+    out,
+    columns,
+    TOP: tl.constexpr,
+    BLOCK: tl.constexpr,
+    HAS_X: tl.constexpr,
+    PDL: tl.constexpr,
+):
     """BLOCK columns of one token."""
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)

@@ -37,10 +37,22 @@ _WARPS, _BLOCKS_PER_WARP = 2, 1
 
 @triton.jit
 def fragment_dequantize_kernel(
-    P0, P1, S, Z, OUT, K, blocks, groups,
-    BITS: tl.constexpr, GROUPED: tl.constexpr, SYMMETRIC: tl.constexpr, EVEN_K: tl.constexpr,
-    BH: tl.constexpr, WM: tl.constexpr, INTERPRET: tl.constexpr,
-):  # fmt: skip
+    P0,
+    P1,
+    S,
+    Z,
+    OUT,
+    K,
+    blocks,
+    groups,
+    BITS: tl.constexpr,
+    GROUPED: tl.constexpr,
+    SYMMETRIC: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    BH: tl.constexpr,
+    WM: tl.constexpr,
+    INTERPRET: tl.constexpr,
+):
     """OUT [16 * blocks, K] = w; grid (row tiles, k-groups)."""
     DT: tl.constexpr = OUT.dtype.element_ty
     WORDS: tl.constexpr = 192 if BITS == 3 else 256
@@ -84,9 +96,18 @@ def fragment_dequantize_kernel(
 
 @triton.jit
 def rows_dequantize_kernel(
-    P0, P1, S, Z, OUT, rows, K, groups,
-    BITS: tl.constexpr, GROUPED: tl.constexpr, SYMMETRIC: tl.constexpr,
-):  # fmt: skip
+    P0,
+    P1,
+    S,
+    Z,
+    OUT,
+    rows,
+    K,
+    groups,
+    BITS: tl.constexpr,
+    GROUPED: tl.constexpr,
+    SYMMETRIC: tl.constexpr,
+):
     """OUT [rows, K] = w of ROWS bytes; grid (16-row blocks, k-groups)."""
     DT: tl.constexpr = OUT.dtype.element_ty
     row = tl.program_id(0) * 16 + tl.arange(0, 16)

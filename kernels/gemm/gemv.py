@@ -39,9 +39,20 @@ from llmpq.kernels.gemm.operands.scaled_operand import (
 
 @triton.jit
 def _load(
-    P0, P1, S, Z, left, groups, g, BITS: tl.constexpr, GROUPED: tl.constexpr,
-    SYMMETRIC: tl.constexpr, BH: tl.constexpr, WM: tl.constexpr, FORM: tl.constexpr,
-):  # fmt: skip
+    P0,
+    P1,
+    S,
+    Z,
+    left,
+    groups,
+    g,
+    BITS: tl.constexpr,
+    GROUPED: tl.constexpr,
+    SYMMETRIC: tl.constexpr,
+    BH: tl.constexpr,
+    WM: tl.constexpr,
+    FORM: tl.constexpr,
+):
     if FORM == "":
         return load_tile(P0, P1, S, Z, left, groups, g, BITS, GROUPED, SYMMETRIC, BH, WM, True)
     else:
@@ -52,12 +63,36 @@ def _load(
 
 @triton.jit(do_not_specialize=["M"])
 def gemv_kernel(
-    X, P0, P1, S, Z, BIAS, RESIDUAL, Y, M, N, K, blocks, groups,
-    BITS: tl.constexpr, GROUPED: tl.constexpr, SYMMETRIC: tl.constexpr, EVEN_K: tl.constexpr,
-    EVEN_G: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
-    BH: tl.constexpr, WM: tl.constexpr, STEPS: tl.constexpr, D: tl.constexpr, XD: tl.constexpr,
-    PDL: tl.constexpr, INTERPRET: tl.constexpr, FORM: tl.constexpr, ASM: tl.constexpr,
-):  # fmt: skip
+    X,
+    P0,
+    P1,
+    S,
+    Z,
+    BIAS,
+    RESIDUAL,
+    Y,
+    M,
+    N,
+    K,
+    blocks,
+    groups,
+    BITS: tl.constexpr,
+    GROUPED: tl.constexpr,
+    SYMMETRIC: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    EVEN_G: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr,
+    BH: tl.constexpr,
+    WM: tl.constexpr,
+    STEPS: tl.constexpr,
+    D: tl.constexpr,
+    XD: tl.constexpr,
+    PDL: tl.constexpr,
+    INTERPRET: tl.constexpr,
+    FORM: tl.constexpr,
+    ASM: tl.constexpr,
+):
     """y = x w^T for M <= 8: STEPS * WM >= groups; steps past the last group are multiplied by 0."""
     DT: tl.constexpr = X.dtype.element_ty
     WORDS: tl.constexpr = 192 if BITS == 3 else 256

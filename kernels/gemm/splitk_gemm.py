@@ -38,9 +38,20 @@ from llmpq.kernels.gemm.operands.scaled_operand import (
 
 @triton.jit
 def _load(
-    P0, P1, S, Z, left, groups, g, BITS: tl.constexpr, GROUPED: tl.constexpr,
-    SYMMETRIC: tl.constexpr, BH: tl.constexpr, WM: tl.constexpr, FORM: tl.constexpr,
-):  # fmt: skip
+    P0,
+    P1,
+    S,
+    Z,
+    left,
+    groups,
+    g,
+    BITS: tl.constexpr,
+    GROUPED: tl.constexpr,
+    SYMMETRIC: tl.constexpr,
+    BH: tl.constexpr,
+    WM: tl.constexpr,
+    FORM: tl.constexpr,
+):
     if FORM == "":
         return load_tile(P0, P1, S, Z, left, groups, g, BITS, GROUPED, SYMMETRIC, BH, WM, False)
     else:
@@ -51,13 +62,42 @@ def _load(
 
 @triton.jit(do_not_specialize=["M", "blocks", "groups", "split"])
 def splitk_gemm_kernel(
-    X, P0, P1, S, Z, BIAS, RESIDUAL, Y, PARTIAL, ARRIVED, M, N, K, blocks, groups, split,
-    BITS: tl.constexpr, GROUPED: tl.constexpr, SYMMETRIC: tl.constexpr, EVEN_K: tl.constexpr,
-    HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, SPLIT: tl.constexpr, SCALE_W: tl.constexpr,
-    BH: tl.constexpr, WM: tl.constexpr, BM: tl.constexpr, D: tl.constexpr, STAGES: tl.constexpr,
-    XS: tl.constexpr, PDL: tl.constexpr, KWIDTH4: tl.constexpr, INTERPRET: tl.constexpr,
-    FORM: tl.constexpr, ASM: tl.constexpr,
-):  # fmt: skip
+    X,
+    P0,
+    P1,
+    S,
+    Z,
+    BIAS,
+    RESIDUAL,
+    Y,
+    PARTIAL,
+    ARRIVED,
+    M,
+    N,
+    K,
+    blocks,
+    groups,
+    split,
+    BITS: tl.constexpr,
+    GROUPED: tl.constexpr,
+    SYMMETRIC: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr,
+    SPLIT: tl.constexpr,
+    SCALE_W: tl.constexpr,
+    BH: tl.constexpr,
+    WM: tl.constexpr,
+    BM: tl.constexpr,
+    D: tl.constexpr,
+    STAGES: tl.constexpr,
+    XS: tl.constexpr,
+    PDL: tl.constexpr,
+    KWIDTH4: tl.constexpr,
+    INTERPRET: tl.constexpr,
+    FORM: tl.constexpr,
+    ASM: tl.constexpr,
+):
     """y = x w^T, grid (tiles of BM rows of x, tiles of rows of w, split).
 
     Tiles of x come first so that a long x stays in the L2 and w is streamed once.

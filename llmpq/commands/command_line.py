@@ -196,9 +196,12 @@ class CommandParser:
             if flag not in self._parser._option_string_actions and self._other(flag) is not None:
                 raise self._unknown(word)
         actions = [a for a in self._parser._actions if a.option_strings]
-        blank = argparse.Namespace(**{
-            a.dest: None if isinstance(a, argparse._AppendAction) else _NOT_GIVEN for a in actions
-        })  # fmt: skip
+        blank = argparse.Namespace(
+            **{
+                a.dest: None if isinstance(a, argparse._AppendAction) else _NOT_GIVEN
+                for a in actions
+            }
+        )
         found, unknown = self._parser.parse_known_args(list(argv), blank)
         if unknown:
             raise self._unknown(unknown[0])

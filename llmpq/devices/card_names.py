@@ -12,11 +12,30 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 
-_EMPTY_WORDS = frozenset((
-    "nvidia", "geforce", "tesla", "amd", "radeon", "instinct", "intel", "corporation", "inc",
-    "gpu", "graphics", "card", "video", "edition", "founders", "fe", "generation",
-    "workstation", "server", "blackwell",
-))  # fmt: skip
+_EMPTY_WORDS = frozenset(
+    (
+        "nvidia",
+        "geforce",
+        "tesla",
+        "amd",
+        "radeon",
+        "instinct",
+        "intel",
+        "corporation",
+        "inc",
+        "gpu",
+        "graphics",
+        "card",
+        "video",
+        "edition",
+        "founders",
+        "fe",
+        "generation",
+        "workstation",
+        "server",
+        "blackwell",
+    )
+)
 """Words that stand in a card's full name and tell it from no other card."""
 _FORM_FACTORS = ("pcie", "sxm")
 _MEMORY = re.compile(r"(?:(?<= )|(?<=[a-z]))(\d+(?:\.\d+)?) ?(?:gb|gib)\b|(?<= )(\d+) ?g\b")

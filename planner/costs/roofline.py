@@ -223,8 +223,12 @@ def _prefill(
     regimes = [memory, compute]
     if not device.spec.is_cpu:
         captured = float(CAPTURED_TOKENS)
-        regimes.append(Regime(terms={}, curve=((captured, 0.0), (captured + 1, ENQUEUE_S),
-                                               (captured + 2, ENQUEUE_S))))  # fmt: skip
+        regimes.append(
+            Regime(
+                terms={},
+                curve=((captured, 0.0), (captured + 1, ENQUEUE_S), (captured + 2, ENQUEUE_S)),
+            )
+        )
     return _unpadded(spec, _entry(device, "layer", Phase.PREFILL, precision, dtype, *regimes))
 
 

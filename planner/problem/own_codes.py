@@ -296,10 +296,12 @@ class _Directory:
         if len(names) != len(stems):
             return None
         forms = {
-            (integer_bits(self._held, name, self._described),
-             group_size(self._held, name, self._described))
+            (
+                integer_bits(self._held, name, self._described),
+                group_size(self._held, name, self._described),
+            )
             for name in names
-        }  # fmt: skip
+        }
         if len(forms) > 1:
             return None
         ((bits, size),) = forms

@@ -62,10 +62,13 @@ def main(request: ProfileRequest) -> int:
         actors = {name: _actor(node, stack) for name, node in nodes.items()}
         networks = interfaces(request.network_interface, nodes)
         own = {
-            name: _answer(actor.address.remote(networks[name], nodes[name].address), nodes[name],
-                          "said where it is reached")
+            name: _answer(
+                actor.address.remote(networks[name], nodes[name].address),
+                nodes[name],
+                "said where it is reached",
+            )
             for name, actor in actors.items()
-        }  # fmt: skip
+        }
         found = _profile(request, cluster, nodes, actors)
         costs = reduce(
             CostModel.merged,
@@ -187,10 +190,17 @@ def _links(
         port = _answer(actors[source].port.remote(here), nodes[source], "given a port")
         ends = []
         for rank, name in enumerate((source, target)):
-            job = LinkJob.model_validate({
-                "rank": rank, "port": port, "hidden": hidden, "seconds": seconds, "host": here,
-                "own": own[name], "on_device": {source, target} <= on_gpu,
-            })  # fmt: skip
+            job = LinkJob.model_validate(
+                {
+                    "rank": rank,
+                    "port": port,
+                    "hidden": hidden,
+                    "seconds": seconds,
+                    "host": here,
+                    "own": own[name],
+                    "on_device": {source, target} <= on_gpu,
+                }
+            )
             ends.append(actors[name].link.remote(job.model_dump()))
         answers = [
             _answer(ref, nodes[name], "measured its links", limit_s=_LINK_S)

@@ -112,26 +112,54 @@ _FULL = _Sizes(
     max_tokens=4096,
 )
 _GPU_QUICK = _Sizes(
-    prefill_tokens=(16, 32, 64, 128, 192, 256, 320, 384, 448, 512, 768, 1024, 1280, 2048, 4096,
-                    8192, 16384, 32768),
+    prefill_tokens=(
+        16,
+        32,
+        64,
+        128,
+        192,
+        256,
+        320,
+        384,
+        448,
+        512,
+        768,
+        1024,
+        1280,
+        2048,
+        4096,
+        8192,
+        16384,
+        32768,
+    ),
     splits=2,
     decode_v=(1, 2, 4, 8, 9, 16, 17, 32, 64, 128, 256),
     decode_length=(64, 1024, 8192),
     max_batch=32,
     max_len=1024,
     max_tokens=8192,
-)  # fmt: skip
+)
 _GPU = _Sizes(
     # Every padded size up to 4,096; kernels of few rows change with powers of two.
-    prefill_tokens=(16, 32, *range(64, 512, 64), *range(512, 4097, 256),
-                    5120, 6144, 8192, 12288, 16384, 32768),
+    prefill_tokens=(
+        16,
+        32,
+        *range(64, 512, 64),
+        *range(512, 4097, 256),
+        5120,
+        6144,
+        8192,
+        12288,
+        16384,
+        32768,
+    ),
     splits=3,
     decode_v=(1, 2, 3, 4, 5, 8, 9, 12, 16, 17, 24, 32, 33, 48, 64, 96, 128, 192, 256),
     decode_length=(64, 512, 1024, 2048, 4096, 16384, 65536),
     max_batch=128,
     max_len=4096,
     max_tokens=32768,
-)  # fmt: skip
+)
 
 
 def make_grid(
@@ -252,9 +280,10 @@ def _splits(tokens: int, max_batch: int, longest: int, count: int) -> list[int]:
     fits = [
         v
         for v in range(min(max_batch, tokens), 0, -1)
-        if tokens % v == 0 and (tokens // v >= min(LEAST_LEN, longest) or v == 1)
+        if tokens % v == 0
+        and (tokens // v >= min(LEAST_LEN, longest) or v == 1)
         and tokens // v <= longest
-    ]  # fmt: skip
+    ]
     if len(fits) < 3 or count < 3:
         return fits[:1] + fits[1:][-1:]
     mean = math.sqrt(fits[0] * fits[-1])

@@ -15,13 +15,24 @@ from llmpq.runtime.options import PLANNING, Deadlines, EngineOptions, choices, f
 
 _TOKENS = ("max_model_len", "max_num_batched_tokens")
 _VALUES = {
-    "revision": "NAME", "cluster": "YAML", "dtype": "DTYPE", "kv_cache_dtype": "KV",
-    "costs": "FILE", "generation_config": "DIR", "layer_cache": "DIR", "ray_address": "ADDRESS",
-    "master_addr": "IP", "master_port": "PORT", "network_interface": "NAME", "trace": "FILE",
-    "deadlines": "NAME=S,...", "speculate": "MODE", "gpu_memory_utilization": "SHARE",
+    "revision": "NAME",
+    "cluster": "YAML",
+    "dtype": "DTYPE",
+    "kv_cache_dtype": "KV",
+    "costs": "FILE",
+    "generation_config": "DIR",
+    "layer_cache": "DIR",
+    "ray_address": "ADDRESS",
+    "master_addr": "IP",
+    "master_port": "PORT",
+    "network_interface": "NAME",
+    "trace": "FILE",
+    "deadlines": "NAME=S,...",
+    "speculate": "MODE",
+    "gpu_memory_utilization": "SHARE",
     "min_quality": "BITS",
     "head_bits": "8|16",
-}  # fmt: skip
+}
 """What stands for a flag's value in `--help`; N for the others."""
 _ALSO = {"ray_address": ("--address", "--from-ray")}
 REPLANS = Only(lambda a: a.on_loss == "replan", "without --on-loss replan", "add that")

@@ -22,8 +22,13 @@ if TYPE_CHECKING:
     from llmpq.memory import CpuActivations
 
 JOB: Mapping[str, Any] = {
-    "bits": "w16a16", "kv": "kv16", "dtype": "bfloat16", "batch": 32, "prompt": 512, "gen": 100
-}  # fmt: skip
+    "bits": "w16a16",
+    "kv": "kv16",
+    "dtype": "bfloat16",
+    "batch": 32,
+    "prompt": 512,
+    "gen": 100,
+}
 """What a job of `bench` without a plan is, unless flags say otherwise."""
 DTYPES = ("float16", "bfloat16", "float32")
 Dtype = Literal["float16", "bfloat16", "float32"]
@@ -225,11 +230,14 @@ def bench_parser() -> CommandParser:
     what.revision("model")
     add_engine_flags(what, "load_format", daily=("load_format",))
     _add_job(parser.section("the job, without a plan"))
-    add_speculation(parser.section("speculation"), only=Only(
-        lambda a: a.load_format == "auto" or a.speculate == "off",
-        "on random weights, which accept drafts as no trained model does",
-        "give a directory of weights",
-    ))  # fmt: skip
+    add_speculation(
+        parser.section("speculation"),
+        only=Only(
+            lambda a: a.load_format == "auto" or a.speculate == "off",
+            "on random weights, which accept drafts as no trained model does",
+            "give a directory of weights",
+        ),
+    )
     _add_how(parser.section("how"))
     out = parser.section("results")
     out.flag("--json", daily=True, action="store_true", help="print the report as JSON")

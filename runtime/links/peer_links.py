@@ -124,9 +124,12 @@ class PeerLinks:
         place = self._num_tokens % self._room.tickets * self._room.token_bytes
         with self._on_sending_stream():
             self._deliver(
-                tokens_B1, peer + _CONTROL_BYTES + place, peer + _TOKENS, _OUT_TOKENS,
+                tokens_B1,
+                peer + _CONTROL_BYTES + place,
+                peer + _TOKENS,
+                _OUT_TOKENS,
                 self._num_tokens,
-            )  # fmt: skip
+            )
 
     def expect_tokens(self, rows: int) -> int:
         """Announce a micro-batch whose tokens will come; return its ticket (first stage)."""

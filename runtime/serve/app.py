@@ -46,8 +46,14 @@ _STREAMS: dict[int | str, dict[str, Any]] = {
 
 
 BODIES = (
-    CompletionBody, ChatBody, MessagesBody, ResponsesBody, TokenizeBody, CountBody, DetokenizeBody
-)  # fmt: skip
+    CompletionBody,
+    ChatBody,
+    MessagesBody,
+    ResponsesBody,
+    TokenizeBody,
+    CountBody,
+    DetokenizeBody,
+)
 
 
 LONG_LIST = 1 << 16

@@ -192,8 +192,10 @@ class Chat:
             content = self._echo() + content
         nothing = None if calls or thought or self._forced is not None else ""
         message: dict[str, Any] = {
-            "role": "assistant", "content": content or nothing, "refusal": None
-        }  # fmt: skip
+            "role": "assistant",
+            "content": content or nothing,
+            "refusal": None,
+        }
         if thought:
             message["reasoning_content"] = thought
         if calls:

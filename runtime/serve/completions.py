@@ -88,8 +88,10 @@ class TextCompletion:
     ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
         """Return the answers that are sent, once all have ended, and what they took."""
         choices = await self._service.gather(begun, self._params.n)
-        told = [self._choice(begun[c.index // self._best_of], c, first=True)
-                for c in self._best(choices)]  # fmt: skip
+        told = [
+            self._choice(begun[c.index // self._best_of], c, first=True)
+            for c in self._best(choices)
+        ]
         for index, choice in enumerate(told):
             choice["index"] = index
         answered = sum(len(choice.token_ids) for choice in choices)
@@ -214,8 +216,11 @@ def logprobs_of(
 ) -> dict[str, Any]:
     """Return logprobs in the older form; `behind` is where the first token's text begins."""
     told: dict[str, list[Any]] = {
-        "tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []
-    }  # fmt: skip
+        "tokens": [],
+        "token_logprobs": [],
+        "top_logprobs": [],
+        "text_offset": [],
+    }
     tokenizer = service.tokenizer
     for token, scores in rows:
         shown = token_name(tokenizer, token)
@@ -228,11 +233,13 @@ def logprobs_of(
             continue
         told["token_logprobs"].append(max(scores[token].logprob, LEAST_LOGPROB))
         likeliest = sorted(scores.items(), key=lambda item: item[1].rank)
-        told["top_logprobs"].append({
-            token_name(tokenizer, other): max(score.logprob, LEAST_LOGPROB)
-            for other, score in likeliest
-            if score.rank <= most or other == token
-        })  # fmt: skip
+        told["top_logprobs"].append(
+            {
+                token_name(tokenizer, other): max(score.logprob, LEAST_LOGPROB)
+                for other, score in likeliest
+                if score.rank <= most or other == token
+            }
+        )
     return told
 
 

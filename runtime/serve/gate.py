@@ -144,11 +144,20 @@ class Gate:
             if not (scope["path"] in _PROBES and status in (200, 503)):
                 client = scope.get("client") or ("", 0)
                 now = datetime.now().astimezone().isoformat(timespec="milliseconds")
-                _log.info(json.dumps({
-                    "time": now, "id": name, "client": client[0],
-                    "method": scope["method"], "path": scope["path"], "status": status or 499,
-                    "seconds": round(time.perf_counter() - started_s, 4), **tally,
-                }))  # fmt: skip
+                _log.info(
+                    json.dumps(
+                        {
+                            "time": now,
+                            "id": name,
+                            "client": client[0],
+                            "method": scope["method"],
+                            "path": scope["path"],
+                            "status": status or 499,
+                            "seconds": round(time.perf_counter() - started_s, 4),
+                            **tally,
+                        }
+                    )
+                )
 
     def _leave_root(self, scope: Message) -> None:
         """Take a proxy's prefix from a request's path, which some leave there."""
@@ -167,9 +176,10 @@ class Gate:
         right = [hmac.compare_digest(key, given.strip()) for key in self._keys]
         if not any(right):
             raise ApiError(
-                401, "the API key is missing or wrong; send it as 'Authorization: Bearer KEY'",
+                401,
+                "the API key is missing or wrong; send it as 'Authorization: Bearer KEY'",
                 code="invalid_api_key",
-            )  # fmt: skip
+            )
 
     def _bounded(self, scope: Message, receive: Receive, body: _Body) -> Receive:
         """Return a receive that refuses bodies too large or too slow."""

@@ -97,9 +97,10 @@ class MessagesBody(ChoiceBody):
             return None
         if not isinstance(wanted, dict) or wanted.get("type") != "json_schema":
             raise ApiError(
-                400, f"output_config.format must be of type json_schema, got {wanted!r:.100}",
+                400,
+                f"output_config.format must be of type json_schema, got {wanted!r:.100}",
                 param="output_config",
-            )  # fmt: skip
+            )
         return {"type": "json_schema", "json_schema": {"schema": wanted.get("schema")}}
 
     def _thinks(self) -> dict[str, Any]:
@@ -186,10 +187,14 @@ class Messages:
             content.append({"type": "text", "text": choice["message"]["content"]})
         for call in choice["message"].get("tool_calls", ()):
             function = call["function"]
-            content.append({
-                "type": "tool_use", "id": call["id"], "name": function["name"],
-                "input": _data(function["arguments"]),
-            })  # fmt: skip
+            content.append(
+                {
+                    "type": "tool_use",
+                    "id": call["id"],
+                    "name": function["name"],
+                    "input": _data(function["arguments"]),
+                }
+            )
         return {
             **self._head(),
             "content": content,

@@ -67,8 +67,9 @@ class ResponsesBody(ChoiceBody):
             earlier = store.get(self.previous_response_id, field="previous_response_id").messages
         messages = [*map(dict, earlier), *messages_of(self.items(), store)]
         if not messages:
-            raise ApiError(400, "'input' must be a text or at least one message, got []",
-                           param="input")  # fmt: skip
+            raise ApiError(
+                400, "'input' must be a text or at least one message, got []", param="input"
+            )
         return messages
 
     def as_chat(self, messages: list[Data]) -> ChatBody:

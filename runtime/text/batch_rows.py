@@ -371,6 +371,7 @@ def _number(
 ) -> float:
     value = given.get(key, default)
     if isinstance(value, bool) or not isinstance(value, (int, float) if kind is float else int):
-        raise ValueError(f"'{key}' must be {'a number' if kind is float else 'a whole number'}, "
-                         f"got {value!r}")  # fmt: skip
+        raise ValueError(
+            f"'{key}' must be {'a number' if kind is float else 'a whole number'}, got {value!r}"
+        )
     return value

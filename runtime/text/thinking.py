@@ -24,9 +24,14 @@ _MARKS = (
 )
 MARKS = {marks.name: marks for marks in _MARKS}
 ALIASES = {
-    "qwen3": "think", "deepseek_r1": "think", "deepseek_v3": "think", "glm45": "think",
-    "minimax_m2": "think", "gemma4": "gemma", "openai_gptoss": "harmony",
-}  # fmt: skip
+    "qwen3": "think",
+    "deepseek_r1": "think",
+    "deepseek_v3": "think",
+    "glm45": "think",
+    "minimax_m2": "think",
+    "gemma4": "gemma",
+    "openai_gptoss": "harmony",
+}
 """vLLM's names of the parsers that look for these marks."""
 
 

@@ -25,14 +25,37 @@ from llmpq.runtime.text.text_threads import QUICK_LENGTH
 
 _PLAIN_CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend")
 """Names of one class, before and since Transformers 5."""
-PLAIN_TYPES = ("llama", "qwen3", "qwen3_moe", "gpt_oss", "deepseek_v2", "deepseek_v3", "opt",
-               "bloom", "falcon")  # fmt: skip
+PLAIN_TYPES = (
+    "llama",
+    "qwen3",
+    "qwen3_moe",
+    "gpt_oss",
+    "deepseek_v2",
+    "deepseek_v3",
+    "opt",
+    "bloom",
+    "falcon",
+)
 """Types of models of which Transformers has no class that it prefers to the one that is named."""
-_TEMPLATE_ARGUMENTS = frozenset((
-    "conversation", "messages", "tools", "documents", "chat_template", "add_generation_prompt",
-    "continue_final_message", "tokenize", "padding", "truncation", "max_length", "return_tensors",
-    "return_dict", "return_assistant_tokens_mask", "tokenizer_kwargs",
-))  # fmt: skip
+_TEMPLATE_ARGUMENTS = frozenset(
+    (
+        "conversation",
+        "messages",
+        "tools",
+        "documents",
+        "chat_template",
+        "add_generation_prompt",
+        "continue_final_message",
+        "tokenize",
+        "padding",
+        "truncation",
+        "max_length",
+        "return_tensors",
+        "return_dict",
+        "return_assistant_tokens_mask",
+        "tokenizer_kwargs",
+    )
+)
 """What a template's options cannot be called: they are said in other ways, or fixed."""
 
 
@@ -170,9 +193,11 @@ class Tokenizer:
 
         inner = self._inner
         if {"decode", "_decode"}.isdisjoint(
-            name for kind in type(inner).__mro__ if kind not in PreTrainedTokenizerFast.__mro__
+            name
+            for kind in type(inner).__mro__
+            if kind not in PreTrainedTokenizerFast.__mro__
             for name in vars(kind)
-        ):  # fmt: skip
+        ):
             return self._backend_decode
         return partial(inner.decode, clean_up_tokenization_spaces=False)
 

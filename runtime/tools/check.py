@@ -120,34 +120,42 @@ def judge(
     for stage, place, need in zip(plan.stages, places, _needs(plan, places), strict=True):
         where = f"stage {stage.device} on {stage.node} ({place['host']})"
         if place["kind"] != stage.kind and not stage.is_cpu:
-            problems.append((
-                ExitCode.MISMATCH,
-                f"{where}: planned for {stage.kind}, found {place['gpu'] or place['kind']}; "
-                "re-plan with llmpq-algo --cluster",
-            ))  # fmt: skip
+            problems.append(
+                (
+                    ExitCode.MISMATCH,
+                    f"{where}: planned for {stage.kind}, found {place['gpu'] or place['kind']}; "
+                    "re-plan with llmpq-algo --cluster",
+                )
+            )
         if place["model_problem"] is not None:
             problems.append((ExitCode.USAGE, f"{where}: {place['model_problem']}"))
         elif place["model_fingerprint"] != plan.model.fingerprint:
-            problems.append((
-                ExitCode.MISMATCH,
-                f"{where}: its model is {place['model_fingerprint']}, the plan was made for "
-                f"{plan.model.fingerprint} ({plan.model.name}); copy the right one there",
-            ))  # fmt: skip
+            problems.append(
+                (
+                    ExitCode.MISMATCH,
+                    f"{where}: its model is {place['model_fingerprint']}, the plan was made for "
+                    f"{plan.model.fingerprint} ({plan.model.name}); copy the right one there",
+                )
+            )
         if 0 < place["free_bytes"] < need:
-            problems.append((
-                ExitCode.DOES_NOT_FIT,
-                f"{where}: {format_size(place['free_bytes'])} free, the plan needs "
-                f"{format_size(need)} there; free some, or re-plan with a larger reserve",
-            ))  # fmt: skip
+            problems.append(
+                (
+                    ExitCode.DOES_NOT_FIT,
+                    f"{where}: {format_size(place['free_bytes'])} free, the plan needs "
+                    f"{format_size(need)} there; free some, or re-plan with a larger reserve",
+                )
+            )
     problems += [(ExitCode.MISMATCH, text) for text in differing_versions(plan, places)]
     for index, link in enumerate(links):
         if link["problem"] is not None:
             after = plan.stages[(index + 1) % len(plan.stages)].device
-            problems.append((
-                ExitCode.STAGE_LOST,
-                f"link {plan.stages[index].device} -> {after}: {link['problem']}; open the "
-                "firewall between the hosts or give --master-addr",
-            ))  # fmt: skip
+            problems.append(
+                (
+                    ExitCode.STAGE_LOST,
+                    f"link {plan.stages[index].device} -> {after}: {link['problem']}; open the "
+                    "firewall between the hosts or give --master-addr",
+                )
+            )
     return problems
 
 

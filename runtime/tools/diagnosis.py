@@ -107,35 +107,45 @@ def findings(survey: Survey) -> list[Finding]:
     for number, gpu in enumerate(survey["gpus"]):
         name = f"{host}: GPU {number} ({gpu['reported']})"
         if _torch_serves(survey) and not _has_code(gpu["capability"], survey["torch_arches"]):
-            found.append(_error(
-                f"{name} has compute capability {gpu['capability']}, torch "
-                f"{survey['packages'].get('torch')} holds code for "
-                f"{', '.join(survey['torch_arches'])} only: "
-                f"{_install(survey, gpu['capability'])}, or leave the card out with "
-                "CUDA_VISIBLE_DEVICES"
-            ))  # fmt: skip
+            found.append(
+                _error(
+                    f"{name} has compute capability {gpu['capability']}, torch "
+                    f"{survey['packages'].get('torch')} holds code for "
+                    f"{', '.join(survey['torch_arches'])} only: "
+                    f"{_install(survey, gpu['capability'])}, or leave the card out with "
+                    "CUDA_VISIBLE_DEVICES"
+                )
+            )
         failed = _failed_product(survey, number)
         if _gpu_runs(survey, gpu)[1] and failed is not None:
-            found.append(_error(
-                f"{name} computes wrongly: {failed}; see dmesg and nvidia-smi -q for its errors, "
-                "reset or replace the card, or leave it out with CUDA_VISIBLE_DEVICES"
-            ))  # fmt: skip
+            found.append(
+                _error(
+                    f"{name} computes wrongly: {failed}; see dmesg and nvidia-smi -q for its "
+                    "errors, reset or replace the card, or leave it out with CUDA_VISIBLE_DEVICES"
+                )
+            )
         if gpu["kind"] is None:
-            found.append(_advice(
-                f"{name} is not in the table of cards, its speed is a guess: measure it with "
-                "llmpq-dist run --profile, or describe it by 'spec' in a cluster YAML"
-            ))  # fmt: skip
+            found.append(
+                _advice(
+                    f"{name} is not in the table of cards, its speed is a guess: measure it with "
+                    "llmpq-dist run --profile, or describe it by 'spec' in a cluster YAML"
+                )
+            )
         total, free = gpu["total_bytes"], gpu["free_bytes"]
         if total and free is not None and free < _LITTLE * total:
-            found.append(_advice(
-                f"{name} has {format_size(free)} of {format_size(total)} free: see with nvidia-smi "
-                "who uses it"
-            ))  # fmt: skip
+            found.append(
+                _advice(
+                    f"{name} has {format_size(free)} of {format_size(total)} free: see with "
+                    "nvidia-smi who uses it"
+                )
+            )
     if survey["shm_bytes"] is not None and survey["shm_bytes"] < _SHM_BYTES:
-        found.append(_advice(
-            f"{host}: /dev/shm has {format_size(survey['shm_bytes'])}, Ray keeps 80 MiB there: "
-            "start the container with --shm-size=1g"
-        ))  # fmt: skip
+        found.append(
+            _advice(
+                f"{host}: /dev/shm has {format_size(survey['shm_bytes'])}, Ray keeps 80 MiB there: "
+                "start the container with --shm-size=1g"
+            )
+        )
     return found
 
 
@@ -144,10 +154,12 @@ def differences(surveys: Sequence[Survey]) -> list[Finding]:
     found, first = [], surveys[0]
     for other in surveys[1:]:
         for name, wanted, got in differing(versions_of(first), versions_of(other)):
-            found.append(_error(
-                f"{other['host']} has {name} {got or 'not installed'}, {first['host']} has "
-                f"{wanted or 'none'}: install the same version on every node"
-            ))  # fmt: skip
+            found.append(
+                _error(
+                    f"{other['host']} has {name} {got or 'not installed'}, {first['host']} has "
+                    f"{wanted or 'none'}: install the same version on every node"
+                )
+            )
     return found
 
 
@@ -218,25 +230,31 @@ def _of_versions(survey: Survey) -> list[Finding]:
         have = packages.get(name)
         wanted = ".".join(map(str, least))
         if have is None and name == "ray":
-            found.append(_advice(
-                f"{survey['host']}: Ray is not installed, which only jobs over several machines "
-                "need: pip install 'llmpq[run]'"
-            ))  # fmt: skip
+            found.append(
+                _advice(
+                    f"{survey['host']}: Ray is not installed, which only jobs over several "
+                    "machines need: pip install 'llmpq[run]'"
+                )
+            )
         elif have is None or _version(have) < least:
-            found.append(_error(
-                f"{survey['host']}: {name} {have or 'is not installed'}, expected {wanted} or "
-                f"newer: pip install '{name}>={wanted}'"
-            ))  # fmt: skip
+            found.append(
+                _error(
+                    f"{survey['host']}: {name} {have or 'is not installed'}, expected {wanted} or "
+                    f"newer: pip install '{name}>={wanted}'"
+                )
+            )
     for name in ("safetensors", "transformers"):
         if name not in packages:
-            found.append(_error(
-                f"{survey['host']}: {name} is not installed: pip install 'llmpq[run]'"
-            ))  # fmt: skip
+            found.append(
+                _error(f"{survey['host']}: {name} is not installed: pip install 'llmpq[run]'")
+            )
     if survey["gpus"] and "triton" not in packages:
-        found.append(_error(
-            f"{survey['host']}: Triton is not installed, which quantised layers on GPUs need: "
-            "pip install 'llmpq[gpu]'"
-        ))  # fmt: skip
+        found.append(
+            _error(
+                f"{survey['host']}: Triton is not installed, which quantised layers on GPUs need: "
+                "pip install 'llmpq[gpu]'"
+            )
+        )
     return found
 
 
@@ -247,24 +265,34 @@ def _of_torch(survey: Survey) -> list[Finding]:
     if not survey["gpus"] or seen >= count:
         return []
     if _torch_serves(survey):
-        return [_error(
-            f"{host}: torch sees {seen} of the driver's {count} GPUs: a card that nvidia-smi lists "
-            "cannot be opened; see dmesg for its errors, or leave it out with CUDA_VISIBLE_DEVICES"
-        )]  # fmt: skip
+        return [
+            _error(
+                f"{host}: torch sees {seen} of the driver's {count} GPUs: a card that nvidia-smi "
+                "lists cannot be opened; see dmesg for its errors, or leave it out with "
+                "CUDA_VISIBLE_DEVICES"
+            )
+        ]
     if survey["torch_cuda"] is None:
-        return [_error(f"{host}: torch {torch} has no CUDA, its {count} GPUs lie idle: "
-                       f"{_install(survey)}")]  # fmt: skip
+        return [
+            _error(
+                f"{host}: torch {torch} has no CUDA, its {count} GPUs lie idle: {_install(survey)}"
+            )
+        ]
     serves = survey["driver_cuda"]
     if serves is not None and _version(serves)[0] < _version(survey["torch_cuda"])[0]:
         driver = survey["gpus"][0]["driver"]
-        return [_error(
-            f"{host}: driver {driver} serves CUDA {serves}, torch {torch} is built for "
-            f"{survey['torch_cuda']}: update the driver, or {_install(survey)}"
-        )]  # fmt: skip
-    return [_error(
-        f"{host}: the driver has {count} GPUs, torch sees none: look at CUDA_VISIBLE_DEVICES, at "
-        "who may open /dev/nvidia*, and, in a container, at --gpus all"
-    )]  # fmt: skip
+        return [
+            _error(
+                f"{host}: driver {driver} serves CUDA {serves}, torch {torch} is built for "
+                f"{survey['torch_cuda']}: update the driver, or {_install(survey)}"
+            )
+        ]
+    return [
+        _error(
+            f"{host}: the driver has {count} GPUs, torch sees none: look at CUDA_VISIBLE_DEVICES, "
+            "at who may open /dev/nvidia*, and, in a container, at --gpus all"
+        )
+    ]
 
 
 def _install(survey: Survey, capability: str | None = None) -> str:

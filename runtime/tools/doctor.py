@@ -150,16 +150,27 @@ def _ask(
         wait([call], timeout=max(0.0, end_s - time.monotonic()))
         if not call.done():
             answers.append(None)
-            found.append(Finding(level="error", text=(
-                f"node {index} did not {doing} within {limit_s:.0f} s: look at its host, its GPUs "
-                "(nvidia-smi) and the firewall between the hosts, or raise --timeout"
-            )))  # fmt: skip
+            found.append(
+                Finding(
+                    level="error",
+                    text=(
+                        f"node {index} did not {doing} within {limit_s:.0f} s: look at its host, "
+                        "its GPUs (nvidia-smi) and the firewall between the hosts, or raise "
+                        "--timeout"
+                    ),
+                )
+            )
         elif (error := call.exception()) is not None:
             answers.append(None)
-            found.append(Finding(level="error", text=(
-                f"node {index} could not {doing}: {first_line(error)}; look at its host and, "
-                "where it joins others, at the firewall"
-            )))  # fmt: skip
+            found.append(
+                Finding(
+                    level="error",
+                    text=(
+                        f"node {index} could not {doing}: {first_line(error)}; look at its host "
+                        "and, where it joins others, at the firewall"
+                    ),
+                )
+            )
         else:
             answers.append(call.result())
     return answers, found

@@ -269,9 +269,12 @@ class QuantizedCheckpoint(CheckpointSource):
         """Whether a layer's scheme holds a linear's codes as they are."""
         size = scheme.group_size
         same = size in GROUPS and groups == -(-k // size) and scheme.bits == self._bits(stem)
-        return same and scheme.activation_bits == 16 and scheme.symmetric <= is_centred(
-            self._described, f"{stem}.weight_zero_point" in self.file_of
-        )  # fmt: skip
+        return (
+            same
+            and scheme.activation_bits == 16
+            and scheme.symmetric
+            <= is_centred(self._described, f"{stem}.weight_zero_point" in self.file_of)
+        )
 
     def _bits(self, stem: str) -> int:
         """Return the bits of a linear's integer codes."""

@@ -38,11 +38,36 @@ if TYPE_CHECKING:
 
 @triton.jit(do_not_specialize=["shares", "top", "limit", "slope", "rows", "columns"])
 def e4m3_expert_kernel(
-    X, W, S, BIAS, Y, order, runs, N, K, rows, columns, high, wide, top, shares, limit, slope,
-    SHARED: tl.constexpr, EVEN_K: tl.constexpr, HAS_BIAS: tl.constexpr, GATHER: tl.constexpr,
-    BN: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr,
-    FUSE: tl.constexpr, ACT: tl.constexpr, PDL: tl.constexpr, INTERPRET: tl.constexpr,
-):  # fmt: skip
+    X,
+    W,
+    S,
+    BIAS,
+    Y,
+    order,
+    runs,
+    N,
+    K,
+    rows,
+    columns,
+    high,
+    wide,
+    top,
+    shares,
+    limit,
+    slope,
+    SHARED: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    GATHER: tl.constexpr,
+    BN: tl.constexpr,
+    BM: tl.constexpr,
+    BK: tl.constexpr,
+    STAGES: tl.constexpr,
+    FUSE: tl.constexpr,
+    ACT: tl.constexpr,
+    PDL: tl.constexpr,
+    INTERPRET: tl.constexpr,
+):
     """y of one expert's pairs and BN rows of its w; grid (tiles of rows, runs, shares).
 
     `high`, `wide`: scales of an expert along N and K.
@@ -98,19 +123,60 @@ def e4m3_expert_kernel(
             if FUSE:
                 acc2 *= 256.0
         store_pairs(
-            acc, acc2, Y, BIAS, order, row, live, tile * BN, e, N, limit, slope, BN, HAS_BIAS,
-            not GATHER, FUSE, ACT,
-        )  # fmt: skip
+            acc,
+            acc2,
+            Y,
+            BIAS,
+            order,
+            row,
+            live,
+            tile * BN,
+            e,
+            N,
+            limit,
+            slope,
+            BN,
+            HAS_BIAS,
+            not GATHER,
+            FUSE,
+            ACT,
+        )
 
 
 @triton.jit(do_not_specialize=["shares", "top", "limit", "slope", "rows", "columns"])
 def fragment_expert_kernel(
-    X, W, S, BIAS, Y, order, runs, N, K, rows, columns, high, wide, half, groups, top, shares,
-    limit, slope, SHARED: tl.constexpr, HAS_BIAS: tl.constexpr, GATHER: tl.constexpr,
-    BH: tl.constexpr, WM: tl.constexpr, BM: tl.constexpr, STAGES: tl.constexpr,
-    FUSE: tl.constexpr, ACT: tl.constexpr, PDL: tl.constexpr, KWIDTH4: tl.constexpr,
+    X,
+    W,
+    S,
+    BIAS,
+    Y,
+    order,
+    runs,
+    N,
+    K,
+    rows,
+    columns,
+    high,
+    wide,
+    half,
+    groups,
+    top,
+    shares,
+    limit,
+    slope,
+    SHARED: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    GATHER: tl.constexpr,
+    BH: tl.constexpr,
+    WM: tl.constexpr,
+    BM: tl.constexpr,
+    STAGES: tl.constexpr,
+    FUSE: tl.constexpr,
+    ACT: tl.constexpr,
+    PDL: tl.constexpr,
+    KWIDTH4: tl.constexpr,
     INTERPRET: tl.constexpr,
-):  # fmt: skip
+):
     """The same of codes as tensor cores take them; `half`: words of an expert's h = 0."""
     DT: tl.constexpr = X.dtype.element_ty
     BN: tl.constexpr = BH * WM * 16
@@ -163,9 +229,24 @@ def fragment_expert_kernel(
             if FUSE:
                 acc2 *= 256.0
         store_pairs(
-            acc, acc2, Y, BIAS, order, row, live, block * 16, e, N, limit, slope, BN, HAS_BIAS,
-            not GATHER, FUSE, ACT,
-        )  # fmt: skip
+            acc,
+            acc2,
+            Y,
+            BIAS,
+            order,
+            row,
+            live,
+            block * 16,
+            e,
+            N,
+            limit,
+            slope,
+            BN,
+            HAS_BIAS,
+            not GATHER,
+            FUSE,
+            ACT,
+        )
 
 
 def fp8_product(

@@ -84,10 +84,23 @@ def _write_apart(blocks, count, b, e, total, start, rows, WIDE: tl.constexpr, SH
 
 @triton.jit
 def place_kernel(
-    expert_C, counts, order, runs, blocks, apart, broad, count, C, E, B,
-    EP: tl.constexpr, BLOCK: tl.constexpr, WIDE: tl.constexpr, SHORT: tl.constexpr,
+    expert_C,
+    counts,
+    order,
+    runs,
+    blocks,
+    apart,
+    broad,
+    count,
+    C,
+    E,
+    B,
+    EP: tl.constexpr,
+    BLOCK: tl.constexpr,
+    WIDE: tl.constexpr,
+    SHORT: tl.constexpr,
     PDL: tl.constexpr,
-):  # fmt: skip
+):
     """Place BLOCK pairs behind those of smaller experts and of programs before; write blocks."""
     if PDL:
         gdc_launch_dependents()

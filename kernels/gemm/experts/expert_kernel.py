@@ -65,9 +65,21 @@ def assign_kernel(
 
 @triton.jit
 def _load_group(
-    P0, P1, S, Z, left, groups, S_GROUPS, g, BITS: tl.constexpr, GROUPED: tl.constexpr,
-    SYMMETRIC: tl.constexpr, BH: tl.constexpr, WM: tl.constexpr, E2M1: tl.constexpr,
-):  # fmt: skip
+    P0,
+    P1,
+    S,
+    Z,
+    left,
+    groups,
+    S_GROUPS,
+    g,
+    BITS: tl.constexpr,
+    GROUPED: tl.constexpr,
+    SYMMETRIC: tl.constexpr,
+    BH: tl.constexpr,
+    WM: tl.constexpr,
+    E2M1: tl.constexpr,
+):
     """Words, scales and zeros of one k-group."""
     if E2M1:
         words, exponents = load_e2m1(P0, S, left, groups, g, BH, WM)
@@ -87,10 +99,19 @@ def _load_group(
 
 @triton.jit
 def _add_group(
-    acc, now, x, BITS: tl.constexpr, DT: tl.constexpr, SYMMETRIC: tl.constexpr, BH: tl.constexpr,
-    WM: tl.constexpr, BM: tl.constexpr, KWIDTH4: tl.constexpr, E2M1: tl.constexpr,
+    acc,
+    now,
+    x,
+    BITS: tl.constexpr,
+    DT: tl.constexpr,
+    SYMMETRIC: tl.constexpr,
+    BH: tl.constexpr,
+    WM: tl.constexpr,
+    BM: tl.constexpr,
+    KWIDTH4: tl.constexpr,
+    E2M1: tl.constexpr,
     INTERPRET: tl.constexpr,
-):  # fmt: skip
+):
     """acc + w x of one k-group."""
     if E2M1:
         w = unpack_e2m1(now[0], now[1], DT, BH, WM, KWIDTH4, INTERPRET)
@@ -106,12 +127,40 @@ def _add_group(
 
 @triton.jit(do_not_specialize=["shares", "top", "limit", "slope"])
 def packed_expert_kernel(
-    X, P0, P1, S, Z, BIAS, Y, order, runs, N, K, blocks, groups, top, shares, limit, slope,
-    BITS: tl.constexpr, GROUPED: tl.constexpr, SYMMETRIC: tl.constexpr, EVEN_K: tl.constexpr,
-    HAS_BIAS: tl.constexpr, GATHER: tl.constexpr, BH: tl.constexpr, WM: tl.constexpr,
-    BM: tl.constexpr, STAGES: tl.constexpr, FUSE: tl.constexpr, ACT: tl.constexpr,
-    PDL: tl.constexpr, KWIDTH4: tl.constexpr, INTERPRET: tl.constexpr, E2M1: tl.constexpr = False,
-):  # fmt: skip
+    X,
+    P0,
+    P1,
+    S,
+    Z,
+    BIAS,
+    Y,
+    order,
+    runs,
+    N,
+    K,
+    blocks,
+    groups,
+    top,
+    shares,
+    limit,
+    slope,
+    BITS: tl.constexpr,
+    GROUPED: tl.constexpr,
+    SYMMETRIC: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    GATHER: tl.constexpr,
+    BH: tl.constexpr,
+    WM: tl.constexpr,
+    BM: tl.constexpr,
+    STAGES: tl.constexpr,
+    FUSE: tl.constexpr,
+    ACT: tl.constexpr,
+    PDL: tl.constexpr,
+    KWIDTH4: tl.constexpr,
+    INTERPRET: tl.constexpr,
+    E2M1: tl.constexpr = False,
+):
     """y of one expert's pairs and BN rows of its w; grid (tiles of rows, runs, shares).
 
     FUSE: and of the BN rows half of w further on, which the first are the gate of. E2M1: w is
@@ -158,9 +207,21 @@ def packed_expert_kernel(
             )
             if FUSE:
                 now2 = _load_group(
-                    P0 + words_on, P1 + words_on, S + pairs_on, Z + pairs_on, left, groups,
-                    S_GROUPS, g, BITS, GROUPED, SYMMETRIC, BH, WM, E2M1,
-                )  # fmt: skip
+                    P0 + words_on,
+                    P1 + words_on,
+                    S + pairs_on,
+                    Z + pairs_on,
+                    left,
+                    groups,
+                    S_GROUPS,
+                    g,
+                    BITS,
+                    GROUPED,
+                    SYMMETRIC,
+                    BH,
+                    WM,
+                    E2M1,
+                )
             x = load_x(at, g, live[None, :], k[:, None], K, EVEN_K)
             acc = _add_group(acc, now, x, BITS, DT, SYMMETRIC, BH, WM, BM, KWIDTH4, E2M1, INTERPRET)
             if FUSE:
@@ -168,18 +229,51 @@ def packed_expert_kernel(
                     acc2, now2, x, BITS, DT, SYMMETRIC, BH, WM, BM, KWIDTH4, E2M1, INTERPRET
                 )
         store_pairs(
-            acc, acc2, Y, BIAS, order, row, live, block * 16, e, N, limit, slope, BN, HAS_BIAS,
-            not GATHER, FUSE, ACT,
-        )  # fmt: skip
+            acc,
+            acc2,
+            Y,
+            BIAS,
+            order,
+            row,
+            live,
+            block * 16,
+            e,
+            N,
+            limit,
+            slope,
+            BN,
+            HAS_BIAS,
+            not GATHER,
+            FUSE,
+            ACT,
+        )
 
 
 @triton.jit(do_not_specialize=["shares", "top", "limit", "slope"])
 def dense_expert_kernel(
-    X, W, BIAS, Y, order, runs, N, K, top, shares, limit, slope,
-    HAS_BIAS: tl.constexpr, GATHER: tl.constexpr, BN: tl.constexpr, BM: tl.constexpr,
-    BK: tl.constexpr, STAGES: tl.constexpr, FUSE: tl.constexpr, ACT: tl.constexpr,
-    PDL: tl.constexpr, INTERPRET: tl.constexpr,
-):  # fmt: skip
+    X,
+    W,
+    BIAS,
+    Y,
+    order,
+    runs,
+    N,
+    K,
+    top,
+    shares,
+    limit,
+    slope,
+    HAS_BIAS: tl.constexpr,
+    GATHER: tl.constexpr,
+    BN: tl.constexpr,
+    BM: tl.constexpr,
+    BK: tl.constexpr,
+    STAGES: tl.constexpr,
+    FUSE: tl.constexpr,
+    ACT: tl.constexpr,
+    PDL: tl.constexpr,
+    INTERPRET: tl.constexpr,
+):
     """The same with w [E, N, K] in x's dtype."""
     tile, run, share = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     if PDL:
@@ -215,9 +309,24 @@ def dense_expert_kernel(
             if FUSE:
                 acc2 = _dot(w2, x, acc2, INTERPRET)
         store_pairs(
-            acc, acc2, Y, BIAS, order, row, live, tile * BN, e, N, limit, slope, BN, HAS_BIAS,
-            not GATHER, FUSE, ACT,
-        )  # fmt: skip
+            acc,
+            acc2,
+            Y,
+            BIAS,
+            order,
+            row,
+            live,
+            tile * BN,
+            e,
+            N,
+            limit,
+            slope,
+            BN,
+            HAS_BIAS,
+            not GATHER,
+            FUSE,
+            ACT,
+        )
 
 
 @triton.jit

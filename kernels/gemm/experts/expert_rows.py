@@ -33,9 +33,7 @@ PAIRS = 8
 
 
 @triton.jit
-def _x_step(
-    X, at_row, live_row, step: tl.constexpr, K, WM: tl.constexpr, EVEN_K: tl.constexpr
-):  # fmt: skip
+def _x_step(X, at_row, live_row, step: tl.constexpr, K, WM: tl.constexpr, EVEN_K: tl.constexpr):
     """x of step `step`, [WM, 128 k, 8]; at_row, live_row [16, WM, 8, 4, 2] flat, as it lies."""
     first = step * WM
     f = tl.arange(0, WM * 1024)
@@ -51,9 +49,16 @@ def _x_step(
 
 @triton.jit
 def _multiply(
-    acc, tile, x, BITS: tl.constexpr, DT: tl.constexpr, SYMMETRIC: tl.constexpr, BH: tl.constexpr,
-    WM: tl.constexpr, INTERPRET: tl.constexpr,
-):  # fmt: skip
+    acc,
+    tile,
+    x,
+    BITS: tl.constexpr,
+    DT: tl.constexpr,
+    SYMMETRIC: tl.constexpr,
+    BH: tl.constexpr,
+    WM: tl.constexpr,
+    INTERPRET: tl.constexpr,
+):
     """acc [WM, rows, 8] += scale * (code - zero) x of WM k-groups."""
     words, scale, zero = tile
     zeros = ()
@@ -67,12 +72,36 @@ def _multiply(
 
 @triton.jit(do_not_specialize=["top", "limit", "slope"])
 def rows_expert_kernel(
-    X, P0, P1, S, Z, BIAS, Y, order, runs, N, K, blocks, groups, top, limit, slope,
-    BITS: tl.constexpr, SYMMETRIC: tl.constexpr, EVEN_K: tl.constexpr,
-    HAS_BIAS: tl.constexpr, GATHER: tl.constexpr, BH: tl.constexpr, WM: tl.constexpr,
-    STEPS: tl.constexpr, D: tl.constexpr, FUSE: tl.constexpr, ACT: tl.constexpr,
-    PDL: tl.constexpr, INTERPRET: tl.constexpr,
-):  # fmt: skip
+    X,
+    P0,
+    P1,
+    S,
+    Z,
+    BIAS,
+    Y,
+    order,
+    runs,
+    N,
+    K,
+    blocks,
+    groups,
+    top,
+    limit,
+    slope,
+    BITS: tl.constexpr,
+    SYMMETRIC: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    GATHER: tl.constexpr,
+    BH: tl.constexpr,
+    WM: tl.constexpr,
+    STEPS: tl.constexpr,
+    D: tl.constexpr,
+    FUSE: tl.constexpr,
+    ACT: tl.constexpr,
+    PDL: tl.constexpr,
+    INTERPRET: tl.constexpr,
+):
     """y of one expert's pairs and 16 * BH rows of its w; grid (tiles of rows, runs).
 
     STEPS * WM = groups.
@@ -108,10 +137,21 @@ def rows_expert_kernel(
             if FUSE:
                 tiles += (
                     load_tile(
-                        P0 + words_on, P1 + words_on, S + pairs_on, Z + pairs_on, left, groups, g,
-                        BITS, True, SYMMETRIC, BH, WM, True,
+                        P0 + words_on,
+                        P1 + words_on,
+                        S + pairs_on,
+                        Z + pairs_on,
+                        left,
+                        groups,
+                        g,
+                        BITS,
+                        True,
+                        SYMMETRIC,
+                        BH,
+                        WM,
+                        True,
                     ),
-                )  # fmt: skip
+                )
         pair = m0 + f // 8 % 8
         live = pair < end
         source = pair
@@ -130,10 +170,21 @@ def rows_expert_kernel(
                 if FUSE:
                     tiles += (
                         load_tile(
-                            P0 + words_on, P1 + words_on, S + pairs_on, Z + pairs_on, left, groups,
-                            g, BITS, True, SYMMETRIC, BH, WM, True,
+                            P0 + words_on,
+                            P1 + words_on,
+                            S + pairs_on,
+                            Z + pairs_on,
+                            left,
+                            groups,
+                            g,
+                            BITS,
+                            True,
+                            SYMMETRIC,
+                            BH,
+                            WM,
+                            True,
                         ),
-                    )  # fmt: skip
+                    )
             x = _x_step(X, at_row, live, i, K, WM, EVEN_K)
             acc = _multiply(acc, tiles[i * PARTS], x, BITS, DT, SYMMETRIC, BH, WM, INTERPRET)
             if FUSE:
@@ -144,6 +195,21 @@ def rows_expert_kernel(
         total2 = tl.sum(acc2, axis=0) if FUSE else 0
         row = m0 + tl.arange(0, 8)
         store_pairs(
-            total, total2, Y, BIAS, order, row, row < end, block * 16, e, N, limit, slope, BH * 16,
-            HAS_BIAS, not GATHER, FUSE, ACT,
-        )  # fmt: skip
+            total,
+            total2,
+            Y,
+            BIAS,
+            order,
+            row,
+            row < end,
+            block * 16,
+            e,
+            N,
+            limit,
+            slope,
+            BH * 16,
+            HAS_BIAS,
+            not GATHER,
+            FUSE,
+            ACT,
+        )

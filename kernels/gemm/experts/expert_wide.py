@@ -27,8 +27,18 @@ TAIL = 64
 
 
 @triton.jit
-def _load_w(W, DESC, row, n_left, k0, K, BN: tl.constexpr, BK: tl.constexpr, TMA: tl.constexpr,
-            EVEN: tl.constexpr):  # fmt: skip
+def _load_w(
+    W,
+    DESC,
+    row,
+    n_left,
+    k0,
+    K,
+    BN: tl.constexpr,
+    BK: tl.constexpr,
+    TMA: tl.constexpr,
+    EVEN: tl.constexpr,
+):
     """w [BN, BK] from `row` on, n_left rows and K columns of which count."""
     if TMA:
         return DESC.load([row, k0])
@@ -52,11 +62,34 @@ def _dot(x, w, acc, INTERPRET: tl.constexpr):
 
 @triton.jit
 def _tile(
-    X, W, DESC, BIAS, Y, order, e, m0, end, n_tile, N, K, top, limit, slope,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr,
-    GATHER: tl.constexpr, FUSE: tl.constexpr, ACT: tl.constexpr, HAS_BIAS: tl.constexpr,
-    TMA: tl.constexpr, EVEN_K: tl.constexpr, EVEN_N: tl.constexpr, INTERPRET: tl.constexpr,
-):  # fmt: skip
+    X,
+    W,
+    DESC,
+    BIAS,
+    Y,
+    order,
+    e,
+    m0,
+    end,
+    n_tile,
+    N,
+    K,
+    top,
+    limit,
+    slope,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    BK: tl.constexpr,
+    STAGES: tl.constexpr,
+    GATHER: tl.constexpr,
+    FUSE: tl.constexpr,
+    ACT: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    TMA: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    EVEN_N: tl.constexpr,
+    INTERPRET: tl.constexpr,
+):
     m = m0 + tl.arange(0, BM)
     safe = tl.minimum(m, end - 1)
     source = safe
@@ -98,12 +131,35 @@ def _tile(
 
 @triton.jit(do_not_specialize=["limit", "slope", "top", "tiles"])
 def wide_expert_kernel(
-    X, W, DESC, BIAS, Y, order, blocks, count, N, K, top, tiles, limit, slope,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, TAIL: tl.constexpr,
-    STAGES: tl.constexpr, GATHER: tl.constexpr, FUSE: tl.constexpr, ACT: tl.constexpr,
-    HAS_BIAS: tl.constexpr, TMA: tl.constexpr, EVEN_K: tl.constexpr, EVEN_N: tl.constexpr,
-    PDL: tl.constexpr, INTERPRET: tl.constexpr,
-):  # fmt: skip
+    X,
+    W,
+    DESC,
+    BIAS,
+    Y,
+    order,
+    blocks,
+    count,
+    N,
+    K,
+    top,
+    tiles,
+    limit,
+    slope,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    BK: tl.constexpr,
+    TAIL: tl.constexpr,
+    STAGES: tl.constexpr,
+    GATHER: tl.constexpr,
+    FUSE: tl.constexpr,
+    ACT: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    TMA: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    EVEN_N: tl.constexpr,
+    PDL: tl.constexpr,
+    INTERPRET: tl.constexpr,
+):
     """y of one block of rows and one of `tiles` of w; grid (most blocks x tiles)."""
     if PDL:
         gdc_launch_dependents()
@@ -117,10 +173,62 @@ def wide_expert_kernel(
         place = program - before * tiles
         m0 = first + place % own * BM
         if end - m0 <= TAIL:
-            _tile(X, W, DESC, BIAS, Y, order, e, m0, end, place // own, N, K, top, limit, slope,
-                  TAIL, BN, BK, STAGES, GATHER, FUSE, ACT, HAS_BIAS, TMA, EVEN_K, EVEN_N,
-                  INTERPRET)  # fmt: skip
+            _tile(
+                X,
+                W,
+                DESC,
+                BIAS,
+                Y,
+                order,
+                e,
+                m0,
+                end,
+                place // own,
+                N,
+                K,
+                top,
+                limit,
+                slope,
+                TAIL,
+                BN,
+                BK,
+                STAGES,
+                GATHER,
+                FUSE,
+                ACT,
+                HAS_BIAS,
+                TMA,
+                EVEN_K,
+                EVEN_N,
+                INTERPRET,
+            )
         else:
-            _tile(X, W, DESC, BIAS, Y, order, e, m0, end, place // own, N, K, top, limit, slope,
-                  BM, BN, BK, STAGES, GATHER, FUSE, ACT, HAS_BIAS, TMA, EVEN_K, EVEN_N,
-                  INTERPRET)  # fmt: skip
+            _tile(
+                X,
+                W,
+                DESC,
+                BIAS,
+                Y,
+                order,
+                e,
+                m0,
+                end,
+                place // own,
+                N,
+                K,
+                top,
+                limit,
+                slope,
+                BM,
+                BN,
+                BK,
+                STAGES,
+                GATHER,
+                FUSE,
+                ACT,
+                HAS_BIAS,
+                TMA,
+                EVEN_K,
+                EVEN_N,
+                INTERPRET,
+            )

@@ -43,10 +43,25 @@ _copy = getattr(async_copy, "async_load", async_copy.async_copy_global_to_shared
 
 @gluon.jit
 def _dense_item(
-    xs, outs, step, e, m0, end, n_tile, N, F, slots, WG: gl.constexpr, STAGES: gl.constexpr,
-    FUSE: gl.constexpr, ACT: gl.constexpr, HAS_BIAS: gl.constexpr, GATHER: gl.constexpr,
-    SEEK: gl.constexpr, NT: gl.constexpr,
-):  # fmt: skip
+    xs,
+    outs,
+    step,
+    e,
+    m0,
+    end,
+    n_tile,
+    N,
+    F,
+    slots,
+    WG: gl.constexpr,
+    STAGES: gl.constexpr,
+    FUSE: gl.constexpr,
+    ACT: gl.constexpr,
+    HAS_BIAS: gl.constexpr,
+    GATHER: gl.constexpr,
+    SEEK: gl.constexpr,
+    NT: gl.constexpr,
+):
     """One item of a warpgroup, NT rows of x; returns the next step."""
     ring, ring_w, ready, free = xs
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, NT, 16])
@@ -68,17 +83,22 @@ def _dense_item(
         step += 1
     done = warpgroup_mma_wait(0, deps=(acc0, acc1))
     mbarrier.arrive(free.index((step + STAGES - 1) % STAGES))
-    finish_item(
-        done, outs, e, m0, end, n_tile, N, F, WG, FUSE, ACT, HAS_BIAS, GATHER, NT
-    )  # fmt: skip
+    finish_item(done, outs, e, m0, end, n_tile, N, F, WG, FUSE, ACT, HAS_BIAS, GATHER, NT)
     return step
 
 
 @gluon.jit
 def _dense(
-    common, WG: gl.constexpr, STAGES: gl.constexpr, FUSE: gl.constexpr, ACT: gl.constexpr,
-    HAS_BIAS: gl.constexpr, GATHER: gl.constexpr, SEEK: gl.constexpr, PDL: gl.constexpr,
-):  # fmt: skip
+    common,
+    WG: gl.constexpr,
+    STAGES: gl.constexpr,
+    FUSE: gl.constexpr,
+    ACT: gl.constexpr,
+    HAS_BIAS: gl.constexpr,
+    GATHER: gl.constexpr,
+    SEEK: gl.constexpr,
+    PDL: gl.constexpr,
+):
     """A warpgroup's share of 16-bit items."""
     xs, outs, mailbox, _x_desc, _w_desc, blocks, count, N, F, slots, tiles = common
     if PDL:
@@ -91,14 +111,46 @@ def _dense(
         e, m0, end, n_tile = item_of(item, blocks, total, tiles, ROWS)
         if end - m0 <= TAIL:
             step = _dense_item(
-                xs, outs, step, e, m0, end, n_tile, N, F, slots, WG, STAGES, FUSE, ACT, HAS_BIAS,
-                GATHER, SEEK, TAIL,
-            )  # fmt: skip
+                xs,
+                outs,
+                step,
+                e,
+                m0,
+                end,
+                n_tile,
+                N,
+                F,
+                slots,
+                WG,
+                STAGES,
+                FUSE,
+                ACT,
+                HAS_BIAS,
+                GATHER,
+                SEEK,
+                TAIL,
+            )
         else:
             step = _dense_item(
-                xs, outs, step, e, m0, end, n_tile, N, F, slots, WG, STAGES, FUSE, ACT, HAS_BIAS,
-                GATHER, SEEK, ROWS,
-            )  # fmt: skip
+                xs,
+                outs,
+                step,
+                e,
+                m0,
+                end,
+                n_tile,
+                N,
+                F,
+                slots,
+                WG,
+                STAGES,
+                FUSE,
+                ACT,
+                HAS_BIAS,
+                GATHER,
+                SEEK,
+                ROWS,
+            )
         item = _receive(mailbox, turn)
         turn += 1
 
@@ -138,9 +190,16 @@ def _rows(X, order, m0, end, top, K):
 
 @gluon.jit
 def _request(
-    common, X, order, top, K, STAGES: gl.constexpr, FUSE: gl.constexpr, SEEK: gl.constexpr,
+    common,
+    X,
+    order,
+    top,
+    K,
+    STAGES: gl.constexpr,
+    FUSE: gl.constexpr,
+    SEEK: gl.constexpr,
     PDL: gl.constexpr,
-):  # fmt: skip
+):
     """The warp that asks for x and 16-bit w, and takes the next free item.
 
     SEEK: four warps, which gather x from its tokens' rows with cp.async.
@@ -184,10 +243,30 @@ def _request(
 
 @gluon.jit(do_not_specialize=["limit", "slope", "slots", "tiles", "top"])
 def dense_kernel(
-    x_desc, w_desc, X, top, K, BIAS, Y, order, blocks, count, N, F, slots, tiles, limit, slope,
-    STAGES: gl.constexpr, FUSE: gl.constexpr, ACT: gl.constexpr, HAS_BIAS: gl.constexpr,
-    GATHER: gl.constexpr, SEEK: gl.constexpr, PDL: gl.constexpr,
-):  # fmt: skip
+    x_desc,
+    w_desc,
+    X,
+    top,
+    K,
+    BIAS,
+    Y,
+    order,
+    blocks,
+    count,
+    N,
+    F,
+    slots,
+    tiles,
+    limit,
+    slope,
+    STAGES: gl.constexpr,
+    FUSE: gl.constexpr,
+    ACT: gl.constexpr,
+    HAS_BIAS: gl.constexpr,
+    GATHER: gl.constexpr,
+    SEEK: gl.constexpr,
+    PDL: gl.constexpr,
+):
     """16-bit w [E * N, K] in boxes of [64, 64], x [C, K] in boxes of [128, 64]."""
     DT: gl.constexpr = x_desc.dtype
     ring = gl.allocate_shared_memory(DT, [STAGES, ROWS, DEEP], x_desc.layout)
@@ -211,8 +290,12 @@ def dense_kernel(
     xs = (ring, ring_w, ready, free)
     mailbox = (ids, known, taken)
     common = (xs, outs, mailbox, x_desc, w_desc, blocks, count, N, F, slots, tiles)
-    gl.warp_specialize([
-        (_dense, (common, W0, STAGES, FUSE, ACT, HAS_BIAS, GATHER, SEEK, PDL)),
-        (_dense, (common, W1, STAGES, FUSE, ACT, HAS_BIAS, GATHER, SEEK, PDL)),
-        (_request, (common, X, order, top, K, STAGES, FUSE, SEEK, PDL)),
-    ], [4, 4 if SEEK else 1], [REGISTERS.value, REGISTERS.value])  # fmt: skip
+    gl.warp_specialize(
+        [
+            (_dense, (common, W0, STAGES, FUSE, ACT, HAS_BIAS, GATHER, SEEK, PDL)),
+            (_dense, (common, W1, STAGES, FUSE, ACT, HAS_BIAS, GATHER, SEEK, PDL)),
+            (_request, (common, X, order, top, K, STAGES, FUSE, SEEK, PDL)),
+        ],
+        [4, 4 if SEEK else 1],
+        [REGISTERS.value, REGISTERS.value],
+    )

@@ -43,9 +43,7 @@ def item_of(item, blocks, total, tiles, BLOCK: gl.constexpr):
 
 
 @gluon.jit
-def _leave(
-    acc, staging, Y, order, n0, m0, end, F, GATHER: gl.constexpr, NT: gl.constexpr
-):  # fmt: skip
+def _leave(acc, staging, Y, order, n0, m0, end, F, GATHER: gl.constexpr, NT: gl.constexpr):
     """Store acc [64 of w, NT of x] into y by way of `staging` [128, 64]."""
     OUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     part = staging
@@ -74,9 +72,21 @@ def _with_bias(acc, BIAS, row, left, HAS_BIAS: gl.constexpr):
 
 @gluon.jit
 def finish_item(
-    done, outs, e, m0, end, n_tile, N, F, WG: gl.constexpr, FUSE: gl.constexpr,
-    ACT: gl.constexpr, HAS_BIAS: gl.constexpr, GATHER: gl.constexpr, NT: gl.constexpr,
-):  # fmt: skip
+    done,
+    outs,
+    e,
+    m0,
+    end,
+    n_tile,
+    N,
+    F,
+    WG: gl.constexpr,
+    FUSE: gl.constexpr,
+    ACT: gl.constexpr,
+    HAS_BIAS: gl.constexpr,
+    GATHER: gl.constexpr,
+    NT: gl.constexpr,
+):
     """Bias, gate and store the sums of a warpgroup, of 64 rows of w each."""
     staging, Y, BIAS, order, limit, slope = outs
     own = staging.index(WG)

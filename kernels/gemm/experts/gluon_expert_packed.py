@@ -51,9 +51,17 @@ def _back(broad):
 
 @gluon.jit
 def _words(
-    ws, e, n_tile, group, WG: gl.constexpr, BITS: gl.constexpr, GROUPED: gl.constexpr,
-    SYMMETRIC: gl.constexpr, FUSE: gl.constexpr, BROAD: gl.constexpr,
-):  # fmt: skip
+    ws,
+    e,
+    n_tile,
+    group,
+    WG: gl.constexpr,
+    BITS: gl.constexpr,
+    GROUPED: gl.constexpr,
+    SYMMETRIC: gl.constexpr,
+    FUSE: gl.constexpr,
+    BROAD: gl.constexpr,
+):
     """Words, scales and zeros of a warpgroup's two times 64 rows of one k-group."""
     P0, P1, S, Z, height, every, groups = ws
     first, second = _block(e, n_tile, height, WG, FUSE, BROAD)
@@ -81,9 +89,17 @@ def _block(e, n_tile, height, WG: gl.constexpr, FUSE: gl.constexpr, BROAD: gl.co
 
 @gluon.jit
 def _ahead(
-    ws, e, n_tile, group, WG: gl.constexpr, BITS: gl.constexpr, GROUPED: gl.constexpr,
-    SYMMETRIC: gl.constexpr, FUSE: gl.constexpr, BROAD: gl.constexpr,
-):  # fmt: skip
+    ws,
+    e,
+    n_tile,
+    group,
+    WG: gl.constexpr,
+    BITS: gl.constexpr,
+    GROUPED: gl.constexpr,
+    SYMMETRIC: gl.constexpr,
+    FUSE: gl.constexpr,
+    BROAD: gl.constexpr,
+):
     """Bring what `_words` will load to the L2."""
     P0, P1, S, Z, height, every, groups = ws
     first, second = _block(e, n_tile, height, WG, FUSE, BROAD)
@@ -101,11 +117,28 @@ def _ask(x_desc, ring, ready, slot, m0, k, pred, BLOCK: gl.constexpr):
 
 @gluon.jit
 def _packed_item(
-    xs, outs, ws, ahead, step, here, then, N, F, WG: gl.constexpr, BITS: gl.constexpr,
-    GROUPED: gl.constexpr, SYMMETRIC: gl.constexpr, STAGES: gl.constexpr, FUSE: gl.constexpr,
-    ACT: gl.constexpr, HAS_BIAS: gl.constexpr, GATHER: gl.constexpr, BROAD: gl.constexpr,
-    BLOCK: gl.constexpr, NT: gl.constexpr,
-):  # fmt: skip
+    xs,
+    outs,
+    ws,
+    ahead,
+    step,
+    here,
+    then,
+    N,
+    F,
+    WG: gl.constexpr,
+    BITS: gl.constexpr,
+    GROUPED: gl.constexpr,
+    SYMMETRIC: gl.constexpr,
+    STAGES: gl.constexpr,
+    FUSE: gl.constexpr,
+    ACT: gl.constexpr,
+    HAS_BIAS: gl.constexpr,
+    GATHER: gl.constexpr,
+    BROAD: gl.constexpr,
+    BLOCK: gl.constexpr,
+    NT: gl.constexpr,
+):
     """One item of a warpgroup; returns the next one's first words and the next step."""
     BACK: gl.constexpr = _back(BROAD)
     x_desc, ring, ready, free = xs
@@ -124,9 +157,17 @@ def _packed_item(
     for group in range(groups):
         now = ahead
         ahead = _words(
-            ws, e, n_tile, gl.minimum(group + 1, groups - 1), WG, BITS, GROUPED, SYMMETRIC, FUSE,
+            ws,
+            e,
+            n_tile,
+            gl.minimum(group + 1, groups - 1),
+            WG,
+            BITS,
+            GROUPED,
+            SYMMETRIC,
+            FUSE,
             BROAD,
-        )  # fmt: skip
+        )
         far = gl.minimum(group + FAR, groups - 1)
         _ahead(ws, e, n_tile, far, WG, BITS, GROUPED, SYMMETRIC, FUSE, BROAD)
         for c in gl.static_range(2 * PARTS):
@@ -139,10 +180,15 @@ def _packed_item(
                             free.index((step - BACK) % STAGES), (step - BACK) // STAGES % 2
                         )
                     _ask(
-                        x_desc, ring, ready, (step + STAGES - BACK) % STAGES,
-                        gl.where(k < slots, m0, m2), gl.where(k < slots, k, k - slots),
-                        (k < slots) | more, BLOCK,
-                    )  # fmt: skip
+                        x_desc,
+                        ring,
+                        ready,
+                        (step + STAGES - BACK) % STAGES,
+                        gl.where(k < slots, m0, m2),
+                        gl.where(k < slots, k, k - slots),
+                        (k < slots) | more,
+                        BLOCK,
+                    )
                 mbarrier.wait(ready.index(slot), step // STAGES % 2)
             words, scale, zero = now[c % PARTS]
             if SYMMETRIC == "e2m1":
@@ -163,17 +209,22 @@ def _packed_item(
     done = warpgroup_mma_wait(0, deps=acc + (before,))
     mbarrier.arrive(free.index((step + STAGES - 1) % STAGES))
     ahead = _first(ws, e2, n_tile2, WG, BITS, GROUPED, SYMMETRIC, FUSE, BROAD)
-    finish_item(
-        done[:PARTS], outs, e, m0, end, n_tile, N, F, WG, FUSE, ACT, HAS_BIAS, GATHER, NT
-    )  # fmt: skip
+    finish_item(done[:PARTS], outs, e, m0, end, n_tile, N, F, WG, FUSE, ACT, HAS_BIAS, GATHER, NT)
     return ahead, step
 
 
 @gluon.jit
 def _first(
-    ws, e, n_tile, WG: gl.constexpr, BITS: gl.constexpr, GROUPED: gl.constexpr,
-    SYMMETRIC: gl.constexpr, FUSE: gl.constexpr, BROAD: gl.constexpr,
-):  # fmt: skip
+    ws,
+    e,
+    n_tile,
+    WG: gl.constexpr,
+    BITS: gl.constexpr,
+    GROUPED: gl.constexpr,
+    SYMMETRIC: gl.constexpr,
+    FUSE: gl.constexpr,
+    BROAD: gl.constexpr,
+):
     """Load an item's first words and bring the next ones to the L2."""
     loaded = _words(ws, e, n_tile, e * 0, WG, BITS, GROUPED, SYMMETRIC, FUSE, BROAD)
     for i in gl.static_range(1, FAR):
@@ -184,10 +235,20 @@ def _first(
 
 @gluon.jit
 def _packed(
-    common, WG: gl.constexpr, BITS: gl.constexpr, GROUPED: gl.constexpr, SYMMETRIC: gl.constexpr,
-    STAGES: gl.constexpr, FUSE: gl.constexpr, ACT: gl.constexpr, HAS_BIAS: gl.constexpr,
-    GATHER: gl.constexpr, BROAD: gl.constexpr, BLOCK: gl.constexpr, PDL: gl.constexpr,
-):  # fmt: skip
+    common,
+    WG: gl.constexpr,
+    BITS: gl.constexpr,
+    GROUPED: gl.constexpr,
+    SYMMETRIC: gl.constexpr,
+    STAGES: gl.constexpr,
+    FUSE: gl.constexpr,
+    ACT: gl.constexpr,
+    HAS_BIAS: gl.constexpr,
+    GATHER: gl.constexpr,
+    BROAD: gl.constexpr,
+    BLOCK: gl.constexpr,
+    PDL: gl.constexpr,
+):
     """A warpgroup's share of packed items."""
     BACK: gl.constexpr = _back(BROAD)
     xs, outs, ws, blocks, count, N, F, tiles = common
@@ -207,36 +268,136 @@ def _packed(
         here, then = (e, m0, end, n_tile), (e2, m2, n_tile2, item + programs < total)
         if end - m0 <= TAIL:
             ahead, step = _packed_item(
-                xs, outs, ws, ahead, step, here, then, N, F, WG, BITS, GROUPED, SYMMETRIC, STAGES,
-                FUSE, ACT, HAS_BIAS, GATHER, BROAD, BLOCK, TAIL,
-            )  # fmt: skip
+                xs,
+                outs,
+                ws,
+                ahead,
+                step,
+                here,
+                then,
+                N,
+                F,
+                WG,
+                BITS,
+                GROUPED,
+                SYMMETRIC,
+                STAGES,
+                FUSE,
+                ACT,
+                HAS_BIAS,
+                GATHER,
+                BROAD,
+                BLOCK,
+                TAIL,
+            )
         else:
             if BROAD:
                 if end - m0 <= ROWS:
                     ahead, step = _packed_item(
-                        xs, outs, ws, ahead, step, here, then, N, F, WG, BITS, GROUPED, SYMMETRIC,
-                        STAGES, FUSE, ACT, HAS_BIAS, GATHER, BROAD, BLOCK, ROWS,
-                    )  # fmt: skip
+                        xs,
+                        outs,
+                        ws,
+                        ahead,
+                        step,
+                        here,
+                        then,
+                        N,
+                        F,
+                        WG,
+                        BITS,
+                        GROUPED,
+                        SYMMETRIC,
+                        STAGES,
+                        FUSE,
+                        ACT,
+                        HAS_BIAS,
+                        GATHER,
+                        BROAD,
+                        BLOCK,
+                        ROWS,
+                    )
                 else:
                     ahead, step = _packed_item(
-                        xs, outs, ws, ahead, step, here, then, N, F, WG, BITS, GROUPED, SYMMETRIC,
-                        STAGES, FUSE, ACT, HAS_BIAS, GATHER, BROAD, BLOCK, BLOCK,
-                    )  # fmt: skip
+                        xs,
+                        outs,
+                        ws,
+                        ahead,
+                        step,
+                        here,
+                        then,
+                        N,
+                        F,
+                        WG,
+                        BITS,
+                        GROUPED,
+                        SYMMETRIC,
+                        STAGES,
+                        FUSE,
+                        ACT,
+                        HAS_BIAS,
+                        GATHER,
+                        BROAD,
+                        BLOCK,
+                        BLOCK,
+                    )
             else:  # a third body that is the second makes ptxas wait for every product
                 ahead, step = _packed_item(
-                    xs, outs, ws, ahead, step, here, then, N, F, WG, BITS, GROUPED, SYMMETRIC,
-                    STAGES, FUSE, ACT, HAS_BIAS, GATHER, BROAD, BLOCK, BLOCK,
-                )  # fmt: skip
+                    xs,
+                    outs,
+                    ws,
+                    ahead,
+                    step,
+                    here,
+                    then,
+                    N,
+                    F,
+                    WG,
+                    BITS,
+                    GROUPED,
+                    SYMMETRIC,
+                    STAGES,
+                    FUSE,
+                    ACT,
+                    HAS_BIAS,
+                    GATHER,
+                    BROAD,
+                    BLOCK,
+                    BLOCK,
+                )
         e, m0, end, n_tile = e2, m2, end2, n_tile2
 
 
 @gluon.jit(do_not_specialize=["limit", "slope", "height", "every", "groups", "tiles"])
 def packed_kernel(
-    x_desc, P0, P1, S, Z, BIAS, Y, order, blocks, count, N, F, height, every, groups, tiles,
-    limit, slope, BITS: gl.constexpr, GROUPED: gl.constexpr, SYMMETRIC: gl.constexpr,
-    STAGES: gl.constexpr, FUSE: gl.constexpr, ACT: gl.constexpr, HAS_BIAS: gl.constexpr,
-    GATHER: gl.constexpr, BROAD: gl.constexpr, PDL: gl.constexpr,
-):  # fmt: skip
+    x_desc,
+    P0,
+    P1,
+    S,
+    Z,
+    BIAS,
+    Y,
+    order,
+    blocks,
+    count,
+    N,
+    F,
+    height,
+    every,
+    groups,
+    tiles,
+    limit,
+    slope,
+    BITS: gl.constexpr,
+    GROUPED: gl.constexpr,
+    SYMMETRIC: gl.constexpr,
+    STAGES: gl.constexpr,
+    FUSE: gl.constexpr,
+    ACT: gl.constexpr,
+    HAS_BIAS: gl.constexpr,
+    GATHER: gl.constexpr,
+    BROAD: gl.constexpr,
+    PDL: gl.constexpr,
+):
     """Packed w, `every` block of all experts; x [C, K] in boxes of [128, 64]."""
     DT: gl.constexpr = x_desc.dtype
     BLOCK: gl.constexpr = 256 if BROAD else 128
@@ -253,9 +414,45 @@ def packed_kernel(
     outs = (staging, Y, BIAS, order, limit, slope)
     xs, ws = (x_desc, ring, ready, free), (P0, P1, S, Z, height, every, groups)
     common = (xs, outs, ws, blocks, count, N, F, tiles)
-    gl.warp_specialize([
-        (_packed, (common, W0, BITS, GROUPED, SYMMETRIC, STAGES, FUSE, ACT, HAS_BIAS, GATHER,
-            BROAD, BLOCK, PDL)),
-        (_packed, (common, W1, BITS, GROUPED, SYMMETRIC, STAGES, FUSE, ACT, HAS_BIAS, GATHER,
-            BROAD, BLOCK, PDL)),
-    ], [4], [REGISTERS.value])  # fmt: skip
+    gl.warp_specialize(
+        [
+            (
+                _packed,
+                (
+                    common,
+                    W0,
+                    BITS,
+                    GROUPED,
+                    SYMMETRIC,
+                    STAGES,
+                    FUSE,
+                    ACT,
+                    HAS_BIAS,
+                    GATHER,
+                    BROAD,
+                    BLOCK,
+                    PDL,
+                ),
+            ),
+            (
+                _packed,
+                (
+                    common,
+                    W1,
+                    BITS,
+                    GROUPED,
+                    SYMMETRIC,
+                    STAGES,
+                    FUSE,
+                    ACT,
+                    HAS_BIAS,
+                    GATHER,
+                    BROAD,
+                    BLOCK,
+                    PDL,
+                ),
+            ),
+        ],
+        [4],
+        [REGISTERS.value],
+    )

@@ -12,9 +12,24 @@ from llmpq.kernels.gemm.experts.gated import gated
 
 @triton.jit
 def store_pairs(
-    acc, acc2, Y, BIAS, order, row, live, n0, e, N, limit, slope, BN: tl.constexpr,
-    HAS_BIAS: tl.constexpr, SCATTER: tl.constexpr, FUSE: tl.constexpr, ACT: tl.constexpr,
-):  # fmt: skip
+    acc,
+    acc2,
+    Y,
+    BIAS,
+    order,
+    row,
+    live,
+    n0,
+    e,
+    N,
+    limit,
+    slope,
+    BN: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    SCATTER: tl.constexpr,
+    FUSE: tl.constexpr,
+    ACT: tl.constexpr,
+):
     """Add the expert's bias to acc [BN, BM] and store it, transposed, into y [C, N].
 
     FUSE: acc2 are the rows N / 2 further on; act(acc) * acc2 goes into y [C, N / 2].

@@ -43,9 +43,20 @@ PROGRAMS_PER_SM = 4
 
 @triton.jit
 def half_values(
-    P, S, T, row, inside, group, groups, HALF: tl.constexpr, G: tl.constexpr,
-    E2M1: tl.constexpr, SCALE: tl.constexpr, UPPER: tl.constexpr, BN: tl.constexpr,
-):  # fmt: skip
+    P,
+    S,
+    T,
+    row,
+    inside,
+    group,
+    groups,
+    HALF: tl.constexpr,
+    G: tl.constexpr,
+    E2M1: tl.constexpr,
+    SCALE: tl.constexpr,
+    UPPER: tl.constexpr,
+    BN: tl.constexpr,
+):
     """w [BN, 64] of the lower or upper half of a k-group, float32, without a row's factor."""
     PER: tl.constexpr = HALF // G
     at = (row.to(tl.int64) * groups + group)[:, None] * HALF + tl.arange(0, HALF)[None, :]
@@ -71,10 +82,23 @@ def half_values(
 
 @triton.jit
 def codebook_gemm_kernel(
-    X, P, S, T, OUT, M, N, K, groups, splits,
-    BM: tl.constexpr, BN: tl.constexpr, HALF: tl.constexpr, G: tl.constexpr,
-    E2M1: tl.constexpr, SCALE: tl.constexpr,
-):  # fmt: skip
+    X,
+    P,
+    S,
+    T,
+    OUT,
+    M,
+    N,
+    K,
+    groups,
+    splits,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    HALF: tl.constexpr,
+    G: tl.constexpr,
+    E2M1: tl.constexpr,
+    SCALE: tl.constexpr,
+):
     """OUT [splits, M, N] float32; grid (row tiles of w, row tiles of x, splits)."""
     row = tl.program_id(0) * BN + tl.arange(0, BN)
     m = tl.program_id(1) * BM + tl.arange(0, BM)
@@ -95,10 +119,21 @@ def codebook_gemm_kernel(
 
 @triton.jit
 def codebook_dequantize_kernel(
-    P, S, T, F, OUT, N, K, groups,
-    BN: tl.constexpr, HALF: tl.constexpr, G: tl.constexpr, E2M1: tl.constexpr,
-    SCALE: tl.constexpr, HAS_FACTOR: tl.constexpr,
-):  # fmt: skip
+    P,
+    S,
+    T,
+    F,
+    OUT,
+    N,
+    K,
+    groups,
+    BN: tl.constexpr,
+    HALF: tl.constexpr,
+    G: tl.constexpr,
+    E2M1: tl.constexpr,
+    SCALE: tl.constexpr,
+    HAS_FACTOR: tl.constexpr,
+):
     """OUT [N, K] = w; grid (row tiles, k-groups)."""
     row = tl.program_id(0) * BN + tl.arange(0, BN)
     group = tl.program_id(1)

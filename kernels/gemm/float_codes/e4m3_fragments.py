@@ -66,9 +66,14 @@ def _by_shifts(words, DT: tl.constexpr):
 
 @triton.jit
 def unpack(
-    words, DT: tl.constexpr, BH: tl.constexpr, WM: tl.constexpr, BATCH: tl.constexpr,
-    KWIDTH4: tl.constexpr, INTERPRET: tl.constexpr,
-):  # fmt: skip
+    words,
+    DT: tl.constexpr,
+    BH: tl.constexpr,
+    WM: tl.constexpr,
+    BATCH: tl.constexpr,
+    KWIDTH4: tl.constexpr,
+    INTERPRET: tl.constexpr,
+):
     """Words as an operand [(warp,) rows, 128 k]; of float16 2^-8 of the values."""
     if INTERPRET:
         t = _by_shifts(words, DT)
@@ -119,11 +124,31 @@ def _scale_batch(
 
 @triton.jit(do_not_specialize=["M", "rows", "columns"])
 def e4m3_gemv_kernel(
-    X, W, S, BIAS, RESIDUAL, Y, M, N, K, rows, columns, wide, half, groups,
-    SHARED: tl.constexpr, EVEN_G: tl.constexpr, HAS_BIAS: tl.constexpr,
-    HAS_RESIDUAL: tl.constexpr, BH: tl.constexpr, WM: tl.constexpr, STEPS: tl.constexpr,
-    D: tl.constexpr, PDL: tl.constexpr, INTERPRET: tl.constexpr,
-):  # fmt: skip
+    X,
+    W,
+    S,
+    BIAS,
+    RESIDUAL,
+    Y,
+    M,
+    N,
+    K,
+    rows,
+    columns,
+    wide,
+    half,
+    groups,
+    SHARED: tl.constexpr,
+    EVEN_G: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr,
+    BH: tl.constexpr,
+    WM: tl.constexpr,
+    STEPS: tl.constexpr,
+    D: tl.constexpr,
+    PDL: tl.constexpr,
+    INTERPRET: tl.constexpr,
+):
     """y = x w^T for M <= 8: STEPS * WM >= groups; steps past the last group are multiplied by 0."""
     DT: tl.constexpr = X.dtype.element_ty
     block = tl.program_id(0) * BH
@@ -167,9 +192,17 @@ def e4m3_gemv_kernel(
 
 @triton.jit
 def step(
-    acc, words, scale, x, DT: tl.constexpr, BH: tl.constexpr, WM: tl.constexpr, BM: tl.constexpr,
-    KWIDTH4: tl.constexpr, INTERPRET: tl.constexpr,
-):  # fmt: skip
+    acc,
+    words,
+    scale,
+    x,
+    DT: tl.constexpr,
+    BH: tl.constexpr,
+    WM: tl.constexpr,
+    BM: tl.constexpr,
+    KWIDTH4: tl.constexpr,
+    INTERPRET: tl.constexpr,
+):
     """acc [16 BH WM, BM] += scale (values x) of one k-group."""
     w = unpack(words, DT, BH, WM, False, KWIDTH4, INTERPRET)
     t = dot(w, x, tl.zeros([BH * WM * 16, BM], tl.float32), INTERPRET)
@@ -187,11 +220,35 @@ def columns_of(KWIDTH4: tl.constexpr):
 
 @triton.jit(do_not_specialize=["M", "rows", "columns", "split"])
 def e4m3_splitk_kernel(
-    X, W, S, BIAS, RESIDUAL, Y, PARTIAL, ARRIVED, M, N, K, rows, columns, wide, half, groups, split,
-    SHARED: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, SPLIT: tl.constexpr,
-    BH: tl.constexpr, WM: tl.constexpr, BM: tl.constexpr, STAGES: tl.constexpr,
-    PDL: tl.constexpr, KWIDTH4: tl.constexpr, INTERPRET: tl.constexpr,
-):  # fmt: skip
+    X,
+    W,
+    S,
+    BIAS,
+    RESIDUAL,
+    Y,
+    PARTIAL,
+    ARRIVED,
+    M,
+    N,
+    K,
+    rows,
+    columns,
+    wide,
+    half,
+    groups,
+    split,
+    SHARED: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr,
+    SPLIT: tl.constexpr,
+    BH: tl.constexpr,
+    WM: tl.constexpr,
+    BM: tl.constexpr,
+    STAGES: tl.constexpr,
+    PDL: tl.constexpr,
+    KWIDTH4: tl.constexpr,
+    INTERPRET: tl.constexpr,
+):
     """y = x w^T, grid (tiles of x, tiles of w, split)."""
     DT: tl.constexpr = X.dtype.element_ty
     BN: tl.constexpr = BH * WM * 16
@@ -240,9 +297,20 @@ def e4m3_splitk_kernel(
 
 @triton.jit(do_not_specialize=["rows", "columns"])
 def e4m3_blocks_kernel(
-    W, S, OUT, N, K, rows, columns, wide, half, groups,
-    BH: tl.constexpr, WM: tl.constexpr, INTERPRET: tl.constexpr,
-):  # fmt: skip
+    W,
+    S,
+    OUT,
+    N,
+    K,
+    rows,
+    columns,
+    wide,
+    half,
+    groups,
+    BH: tl.constexpr,
+    WM: tl.constexpr,
+    INTERPRET: tl.constexpr,
+):
     """OUT [N, K] = w, rounded once; grid (tiles of rows, k-groups)."""
     block, group = tl.program_id(0) * (BH * WM), tl.program_id(1)
     W += block.to(tl.int64) * groups * 256

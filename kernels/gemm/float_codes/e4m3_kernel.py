@@ -102,9 +102,15 @@ def scales(s_at, k0, live, columns, SHARED: tl.constexpr):
 
 @triton.jit
 def multiply(
-    acc, code, scale, x, DT: tl.constexpr, BN: tl.constexpr, BM: tl.constexpr,
+    acc,
+    code,
+    scale,
+    x,
+    DT: tl.constexpr,
+    BN: tl.constexpr,
+    BM: tl.constexpr,
     INTERPRET: tl.constexpr,
-):  # fmt: skip
+):
     """acc [BN, BM] += scale (values of code [BN, BK]) x [BK, BM].
 
     A sum of its own each time, of a channel's scale too: Triton 3.6 pipelines a sum that wgmma
@@ -116,11 +122,33 @@ def multiply(
 
 @triton.jit(do_not_specialize=["M", "rows", "columns", "split"])
 def e4m3_kernel(
-    X, W, S, BIAS, RESIDUAL, Y, PARTIAL, ARRIVED, M, N, K, rows, columns, wide, split,
-    HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, SPLIT: tl.constexpr, SHARED: tl.constexpr,
-    EVEN_K: tl.constexpr, BN: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr,
-    STAGES: tl.constexpr, PDL: tl.constexpr, INTERPRET: tl.constexpr,
-):  # fmt: skip
+    X,
+    W,
+    S,
+    BIAS,
+    RESIDUAL,
+    Y,
+    PARTIAL,
+    ARRIVED,
+    M,
+    N,
+    K,
+    rows,
+    columns,
+    wide,
+    split,
+    HAS_BIAS: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr,
+    SPLIT: tl.constexpr,
+    SHARED: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    BN: tl.constexpr,
+    BM: tl.constexpr,
+    BK: tl.constexpr,
+    STAGES: tl.constexpr,
+    PDL: tl.constexpr,
+    INTERPRET: tl.constexpr,
+):
     """y = x w^T, grid (tiles of x, tiles of w, split); `wide`: scales of a row of w."""
     DT: tl.constexpr = X.dtype.element_ty
     m0, n0, part = tl.program_id(0) * BM, tl.program_id(1) * BN, tl.program_id(2)
@@ -170,9 +198,18 @@ def e4m3_kernel(
 
 @triton.jit(do_not_specialize=["rows", "columns"])
 def e4m3_dequantize_kernel(
-    W, S, OUT, N, K, rows, columns, wide, BN: tl.constexpr, BK: tl.constexpr,
+    W,
+    S,
+    OUT,
+    N,
+    K,
+    rows,
+    columns,
+    wide,
+    BN: tl.constexpr,
+    BK: tl.constexpr,
     INTERPRET: tl.constexpr,
-):  # fmt: skip
+):
     """OUT [N, K] = w, rounded once; grid (tiles of rows, tiles of columns)."""
     n = tl.program_id(0) * BN + tl.arange(0, BN)
     k = tl.program_id(1) * BK + tl.arange(0, BK)

@@ -39,9 +39,20 @@ def _load_words(P0, P1, rows, lane, BITS: gl.constexpr, LANES: gl.constexpr):
 
 @gluon.jit
 def load(
-    P0, P1, S, Z, block, blocks, groups, group, WG: gl.constexpr, BH: gl.constexpr,
-    BITS: gl.constexpr, GROUPED: gl.constexpr, SYMMETRIC: gl.constexpr,
-):  # fmt: skip
+    P0,
+    P1,
+    S,
+    Z,
+    block,
+    blocks,
+    groups,
+    group,
+    WG: gl.constexpr,
+    BH: gl.constexpr,
+    BITS: gl.constexpr,
+    GROUPED: gl.constexpr,
+    SYMMETRIC: gl.constexpr,
+):
     """Words, scale and zero pairs of a warpgroup's rows of one k-group: BH tuples of tensors."""
     WORDS: gl.constexpr = 192 if BITS == 3 else 256
     OWN: gl.constexpr = 2 if BITS == 3 else 8
@@ -90,9 +101,20 @@ def _ask(pointers):
 
 @gluon.jit
 def ask_ahead(
-    P0, P1, S, Z, block, blocks, groups, group, WG: gl.constexpr, BH: gl.constexpr,
-    BITS: gl.constexpr, GROUPED: gl.constexpr, SYMMETRIC: gl.constexpr,
-):  # fmt: skip
+    P0,
+    P1,
+    S,
+    Z,
+    block,
+    blocks,
+    groups,
+    group,
+    WG: gl.constexpr,
+    BH: gl.constexpr,
+    BITS: gl.constexpr,
+    GROUPED: gl.constexpr,
+    SYMMETRIC: gl.constexpr,
+):
     """Bring what `load` will read to the L2: registers bridge less than the memory's latency."""
     WORDS: gl.constexpr = 192 if BITS == 3 else 256
     OWN: gl.constexpr = 2 if BITS == 3 else 8
@@ -116,9 +138,22 @@ def ask_ahead(
 
 @gluon.jit
 def load_first(
-    P0, P1, S, Z, block, blocks, groups, first, last, WG: gl.constexpr, BH: gl.constexpr,
-    BITS: gl.constexpr, GROUPED: gl.constexpr, SYMMETRIC: gl.constexpr, FAR: gl.constexpr,
-):  # fmt: skip
+    P0,
+    P1,
+    S,
+    Z,
+    block,
+    blocks,
+    groups,
+    first,
+    last,
+    WG: gl.constexpr,
+    BH: gl.constexpr,
+    BITS: gl.constexpr,
+    GROUPED: gl.constexpr,
+    SYMMETRIC: gl.constexpr,
+    FAR: gl.constexpr,
+):
     """Load a tile's first k-group and bring the next ones to the L2."""
     loaded = load(P0, P1, S, Z, block, blocks, groups, first, WG, BH, BITS, GROUPED, SYMMETRIC)
     for i in gl.static_range(1, FAR):

@@ -68,9 +68,14 @@ def _halves(words):
 
 @gluon.jit
 def _part(
-    words, pairs, zeros, HALF: gl.constexpr, BITS: gl.constexpr, DT: gl.constexpr,
+    words,
+    pairs,
+    zeros,
+    HALF: gl.constexpr,
+    BITS: gl.constexpr,
+    DT: gl.constexpr,
     SYMMETRIC: gl.constexpr,
-):  # fmt: skip
+):
     """Words [128, 4] of one jj/2 as [128, 4, k0, r3]."""
     ROW: gl.constexpr = gl.SliceLayout(1, words[0].type.layout)
     pairs = gl.convert_layout(pairs, ROW, assert_trivial=True)
@@ -94,9 +99,15 @@ def _part(
 
 @gluon.jit
 def parts_operand(
-    words, scales, zeros, HALF: gl.constexpr, BITS: gl.constexpr, DT: gl.constexpr,
-    SYMMETRIC: gl.constexpr, PARTS: gl.constexpr,
-):  # fmt: skip
+    words,
+    scales,
+    zeros,
+    HALF: gl.constexpr,
+    BITS: gl.constexpr,
+    DT: gl.constexpr,
+    SYMMETRIC: gl.constexpr,
+    PARTS: gl.constexpr,
+):
     """W of half HALF as [64 rows, 64 k]; scales and zeros of all parts."""
     first, second = (), ()
     for i in gl.static_range(len(words)):
@@ -112,9 +123,15 @@ def parts_operand(
 
 @gluon.jit
 def operand_of(
-    words, scale, zero, HALF: gl.constexpr, BITS: gl.constexpr, DT: gl.constexpr,
-    SYMMETRIC: gl.constexpr, GROUPED: gl.constexpr,
-):  # fmt: skip
+    words,
+    scale,
+    zero,
+    HALF: gl.constexpr,
+    BITS: gl.constexpr,
+    DT: gl.constexpr,
+    SYMMETRIC: gl.constexpr,
+    GROUPED: gl.constexpr,
+):
     """W of half HALF, of whatever form, as [64 rows, 64 k]."""
     if SYMMETRIC == "e2m1":
         return e2m1_operand(words[0], scale, HALF, DT)

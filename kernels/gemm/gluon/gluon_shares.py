@@ -34,9 +34,7 @@ def work(tiles, groups, whole, SPLIT: gl.constexpr):
 
 
 @gluon.jit
-def segment_of(
-    i, at, m_tiles, n_tiles, groups, whole, together, SPLIT: gl.constexpr = True
-):  # fmt: skip
+def segment_of(i, at, m_tiles, n_tiles, groups, whole, together, SPLIT: gl.constexpr = True):
     """Segment i of this program: tiles of x and w, first and last k-group, where the next starts.
 
     Programs take turns at the first `whole` tiles; the others' k-groups, one long row, are cut
@@ -75,9 +73,16 @@ def owner(unit, tiles, groups):
 
 @gluon.jit
 def add_shares(
-    acc, PARTIAL, ARRIVED, tile, tiles, groups,
-    PART: gl.constexpr, PARTS: gl.constexpr, BT: gl.constexpr,
-):  # fmt: skip
+    acc,
+    PARTIAL,
+    ARRIVED,
+    tile,
+    tiles,
+    groups,
+    PART: gl.constexpr,
+    PARTS: gl.constexpr,
+    BT: gl.constexpr,
+):
     """Leave acc for the program that ends tile last, or add up all programs' sums in order."""
     ACC: gl.constexpr = acc.type.layout
     n = gl.arange(0, 64, layout=gl.SliceLayout(1, ACC))

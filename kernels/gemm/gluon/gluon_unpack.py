@@ -189,9 +189,7 @@ def _join8(a, b, c, d, e, f, g, h):
 
 
 @gluon.jit
-def _operand3(
-    w0, w1, w2, s, z, DT: gl.constexpr, SYMMETRIC: gl.constexpr
-):  # fmt: skip
+def _operand3(w0, w1, w2, s, z, DT: gl.constexpr, SYMMETRIC: gl.constexpr):
     ASM: gl.constexpr = _assembly3(DT, SYMMETRIC)
     if SYMMETRIC:
         o = gl.inline_asm_elementwise(
@@ -225,15 +223,18 @@ def _operand3(
 
 @gluon.jit
 def operand(
-    words, scales, zeros, HALF: gl.constexpr, BITS: gl.constexpr, DT: gl.constexpr,
+    words,
+    scales,
+    zeros,
+    HALF: gl.constexpr,
+    BITS: gl.constexpr,
+    DT: gl.constexpr,
     SYMMETRIC: gl.constexpr,
-):  # fmt: skip
+):
     """(code - zero) * scale of half HALF as [64 rows, 64 k], in the words' registers' order."""
     if BITS == 3:
         w0, w1, w2 = gl.split(words[0]), gl.split(words[1]), gl.split(words[2])
-        return _operand3(
-            w0[HALF], w1[HALF], w2[HALF], scales, zeros, DT, SYMMETRIC
-        )  # fmt: skip
+        return _operand3(w0[HALF], w1[HALF], w2[HALF], scales, zeros, DT, SYMMETRIC)
     else:
         return _operand(words, scales, zeros, HALF, BITS, DT)
 
@@ -249,8 +250,13 @@ def _column(values):
 
 @gluon.jit
 def _operand(
-    words, scales, zeros, HALF: gl.constexpr, BITS: gl.constexpr, DT: gl.constexpr,
-):  # fmt: skip
+    words,
+    scales,
+    zeros,
+    HALF: gl.constexpr,
+    BITS: gl.constexpr,
+    DT: gl.constexpr,
+):
     ASM: gl.constexpr = _assembly(BITS, DT, HALF)
     scales, zeros = _column(scales), _column(zeros)
     if BITS == 4:

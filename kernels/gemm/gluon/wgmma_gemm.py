@@ -58,9 +58,7 @@ def _start(tile_m, m_tiles, M, BT: gl.constexpr):
 
 
 @gluon.jit
-def _load_x(
-    xs, ready, slot, m0, k, pred, BT: gl.constexpr, EXTRA: gl.constexpr, KS: gl.constexpr
-):  # fmt: skip
+def _load_x(xs, ready, slot, m0, k, pred, BT: gl.constexpr, EXTRA: gl.constexpr, KS: gl.constexpr):
     """Ask for KS columns of a tile of x."""
     x_desc, ring, x2_desc, ring2 = xs
     bar = ready.index(slot)
@@ -72,9 +70,22 @@ def _load_x(
 
 @gluon.jit
 def _ask_x(
-    xs, ready, slot, x, segments, M, m_tiles, n_tiles, groups, whole, together,
-    SPLIT: gl.constexpr, BT: gl.constexpr, EXTRA: gl.constexpr, KS: gl.constexpr,
-):  # fmt: skip
+    xs,
+    ready,
+    slot,
+    x,
+    segments,
+    M,
+    m_tiles,
+    n_tiles,
+    groups,
+    whole,
+    together,
+    SPLIT: gl.constexpr,
+    BT: gl.constexpr,
+    EXTRA: gl.constexpr,
+    KS: gl.constexpr,
+):
     """Ask for the next KS columns of x; x: segment, first row, column, where both end, what after.
 
     Returns what to ask for then.
@@ -93,9 +104,14 @@ def _ask_x(
 
 @gluon.jit
 def _request(
-    common, BT: gl.constexpr, EXTRA: gl.constexpr, KS: gl.constexpr, STAGES: gl.constexpr,
-    SPLIT: gl.constexpr, PDL: gl.constexpr,
-):  # fmt: skip
+    common,
+    BT: gl.constexpr,
+    EXTRA: gl.constexpr,
+    KS: gl.constexpr,
+    STAGES: gl.constexpr,
+    SPLIT: gl.constexpr,
+    PDL: gl.constexpr,
+):
     """A warp of its own that asks for x."""
     xs, ready, free = (common[0], common[3], common[7], common[10]), common[4], common[5]
     M, m_tiles, n_tiles = common[20], common[22], common[23]
@@ -108,7 +124,7 @@ def _request(
     for segment in range(segments):
         tile_m, _tile_n, first, last, at, _tile = segment_of(
             segment, at, m_tiles, n_tiles, groups, whole, together, SPLIT
-        )  # fmt: skip
+        )
         m0 = _start(tile_m, m_tiles, M, BT + EXTRA)
         for k in range(first * SLOTS, last * SLOTS):
             if step >= STAGES:
@@ -119,9 +135,22 @@ def _request(
 
 @gluon.jit
 def _store(
-    acc, y_desc, head_desc, staging, BIAS, RESIDUAL, first, m0, n0, M, N, rows,
-    HAS_BIAS: gl.constexpr, HAS_RESIDUAL: gl.constexpr, BT: gl.constexpr,
-):  # fmt: skip
+    acc,
+    y_desc,
+    head_desc,
+    staging,
+    BIAS,
+    RESIDUAL,
+    first,
+    m0,
+    n0,
+    M,
+    N,
+    rows,
+    HAS_BIAS: gl.constexpr,
+    HAS_RESIDUAL: gl.constexpr,
+    BT: gl.constexpr,
+):
     """Add bias and residual to acc [64 of w, BT of x] and store it, transposed, into y."""
     ACC: gl.constexpr = acc.type.layout
     n = gl.arange(0, 64, layout=gl.SliceLayout(1, ACC))
@@ -161,12 +190,25 @@ def _replaced(items, item, at: gl.constexpr):
 
 @gluon.jit
 def _multiply(
-    common, WG: gl.constexpr, WGS: gl.constexpr, BITS: gl.constexpr, GROUPED: gl.constexpr,
-    SYMMETRIC: gl.constexpr, HAS_BIAS: gl.constexpr, HAS_RESIDUAL: gl.constexpr,
-    SPLIT: gl.constexpr, BH: gl.constexpr, BT: gl.constexpr, EXTRA: gl.constexpr,
-    KS: gl.constexpr, STAGES: gl.constexpr, FAR: gl.constexpr, LATE: gl.constexpr,
-    PDL: gl.constexpr, ASKER: gl.constexpr,
-):  # fmt: skip
+    common,
+    WG: gl.constexpr,
+    WGS: gl.constexpr,
+    BITS: gl.constexpr,
+    GROUPED: gl.constexpr,
+    SYMMETRIC: gl.constexpr,
+    HAS_BIAS: gl.constexpr,
+    HAS_RESIDUAL: gl.constexpr,
+    SPLIT: gl.constexpr,
+    BH: gl.constexpr,
+    BT: gl.constexpr,
+    EXTRA: gl.constexpr,
+    KS: gl.constexpr,
+    STAGES: gl.constexpr,
+    FAR: gl.constexpr,
+    LATE: gl.constexpr,
+    PDL: gl.constexpr,
+    ASKER: gl.constexpr,
+):
     """One warpgroup: 64 * BH rows of w of every tile."""
     x_desc, y_desc, head_desc, ring, ready, free, staging = common[:7]
     x2_desc, y2_desc, head2_desc, ring2, staging2 = common[7:12]
@@ -187,22 +229,48 @@ def _multiply(
     segments, at = work(m_tiles * n_tiles, groups, whole, SPLIT)
     tile_m, tile_n, first, last, at, tile = segment_of(
         0, at, m_tiles, n_tiles, groups, whole, together, SPLIT
-    )  # fmt: skip
+    )
     if PDL:
         gdc_launch_dependents()
     ahead = load_first(
-        P0, P1, S, Z, tile_n * HIGH, blocks, groups, first, last,
-        WG, BH, BITS, GROUPED, SYMMETRIC, FAR,
-    )  # fmt: skip
+        P0,
+        P1,
+        S,
+        Z,
+        tile_n * HIGH,
+        blocks,
+        groups,
+        first,
+        last,
+        WG,
+        BH,
+        BITS,
+        GROUPED,
+        SYMMETRIC,
+        FAR,
+    )
     if PDL:  # words are no kernel's output; everything else may be
         gdc_wait()
     if ASKS:  # the next x to ask for
         x = (0, _start(tile_m, m_tiles, M, BT + EXTRA), first * SLOTS, last * SLOTS, at)
         for slot in gl.static_range(STAGES - 2):
             x = _ask_x(
-                xs, ready, slot, x, segments,
-                M, m_tiles, n_tiles, groups, whole, together, SPLIT, BT, EXTRA, KS,
-            )  # fmt: skip
+                xs,
+                ready,
+                slot,
+                x,
+                segments,
+                M,
+                m_tiles,
+                n_tiles,
+                groups,
+                whole,
+                together,
+                SPLIT,
+                BT,
+                EXTRA,
+                KS,
+            )
     step = 0
     for segment in range(segments):
         block = tile_n * HIGH
@@ -215,23 +283,58 @@ def _multiply(
         for group in range(first, last):
             now = ahead
             ahead = load(
-                P0, P1, S, Z, block, blocks, groups, gl.minimum(group + 1, last - 1),
-                WG, BH, BITS, GROUPED, SYMMETRIC,
-            )  # fmt: skip
+                P0,
+                P1,
+                S,
+                Z,
+                block,
+                blocks,
+                groups,
+                gl.minimum(group + 1, last - 1),
+                WG,
+                BH,
+                BITS,
+                GROUPED,
+                SYMMETRIC,
+            )
             if FAR > 0:
                 ask_ahead(
-                    P0, P1, S, Z, block, blocks, groups, gl.minimum(group + FAR, last - 1),
-                    WG, BH, BITS, GROUPED, SYMMETRIC,
-                )  # fmt: skip
+                    P0,
+                    P1,
+                    S,
+                    Z,
+                    block,
+                    blocks,
+                    groups,
+                    gl.minimum(group + FAR, last - 1),
+                    WG,
+                    BH,
+                    BITS,
+                    GROUPED,
+                    SYMMETRIC,
+                )
             for c in gl.static_range(2 * BH):
                 if c % CHUNKS == 0:
                     if ASKS and not LATE:
                         if step >= 2:
                             mbarrier.wait(free.index((step - 2) % STAGES), (step - 2) // STAGES % 2)
                         x = _ask_x(
-                            xs, ready, (step + STAGES - 2) % STAGES, x, segments,
-                            M, m_tiles, n_tiles, groups, whole, together, SPLIT, BT, EXTRA, KS,
-                        )  # fmt: skip
+                            xs,
+                            ready,
+                            (step + STAGES - 2) % STAGES,
+                            x,
+                            segments,
+                            M,
+                            m_tiles,
+                            n_tiles,
+                            groups,
+                            whole,
+                            together,
+                            SPLIT,
+                            BT,
+                            EXTRA,
+                            KS,
+                        )
                     mbarrier.wait(ready.index(step % STAGES), step // STAGES % 2)
                 words, scale, zero = now[_rows_of(c, BH, KS)]
                 w = operand_of(
@@ -262,9 +365,22 @@ def _multiply(
                         if step >= 2:
                             mbarrier.wait(free.index((step - 2) % STAGES), (step - 2) // STAGES % 2)
                         x = _ask_x(
-                            xs, ready, (step + STAGES - 2) % STAGES, x, segments,
-                            M, m_tiles, n_tiles, groups, whole, together, SPLIT, BT, EXTRA, KS,
-                        )  # fmt: skip
+                            xs,
+                            ready,
+                            (step + STAGES - 2) % STAGES,
+                            x,
+                            segments,
+                            M,
+                            m_tiles,
+                            n_tiles,
+                            groups,
+                            whole,
+                            together,
+                            SPLIT,
+                            BT,
+                            EXTRA,
+                            KS,
+                        )
                 if c % CHUNKS == 0:  # the slot before is multiplied
                     bar = free.index((step + STAGES - 1) % STAGES)
                     mbarrier.arrive(bar, pred=(group > first) | (c >= CHUNKS))
@@ -275,13 +391,32 @@ def _multiply(
         m0 = _start(tile_m, m_tiles, M, BT + EXTRA)
         n0, shared = block * 16 + WG * (64 * BH), tile - whole
         tile_m, tile_n, first, last, at, tile = segment_of(
-            gl.minimum(segment + 1, segments - 1), at, m_tiles, n_tiles, groups, whole, together,
+            gl.minimum(segment + 1, segments - 1),
+            at,
+            m_tiles,
+            n_tiles,
+            groups,
+            whole,
+            together,
             SPLIT,
-        )  # fmt: skip
+        )
         ahead = load_first(
-            P0, P1, S, Z, tile_n * HIGH, blocks, groups, first, last,
-            WG, BH, BITS, GROUPED, SYMMETRIC, FAR,
-        )  # fmt: skip
+            P0,
+            P1,
+            S,
+            Z,
+            tile_n * HIGH,
+            blocks,
+            groups,
+            first,
+            last,
+            WG,
+            BH,
+            BITS,
+            GROUPED,
+            SYMMETRIC,
+            FAR,
+        )
         tma.store_wait(0)
         for bh in gl.static_range(BH):
             sums = done[bh]
@@ -293,22 +428,55 @@ def _multiply(
                     )
             if last_one:
                 _store(
-                    sums, y_desc, head_desc, staging.index(WG * BH + bh), BIAS, RESIDUAL, m0 == 0,
-                    m0, n0 + bh * 64, M, N, blocks * 16, HAS_BIAS, HAS_RESIDUAL, BT,
-                )  # fmt: skip
+                    sums,
+                    y_desc,
+                    head_desc,
+                    staging.index(WG * BH + bh),
+                    BIAS,
+                    RESIDUAL,
+                    m0 == 0,
+                    m0,
+                    n0 + bh * 64,
+                    M,
+                    N,
+                    blocks * 16,
+                    HAS_BIAS,
+                    HAS_RESIDUAL,
+                    BT,
+                )
         if EXTRA:
             last_one = True
             if SPLIT:
                 if shared >= 0:
                     tail, last_one = add_shares(
-                        tail, PARTIAL + gl.num_programs(0) * (2 * WGS * 64 * BT),
-                        ARRIVED + rest * WGS, shared, rest, groups, WG, WGS, EXTRA,
-                    )  # fmt: skip
+                        tail,
+                        PARTIAL + gl.num_programs(0) * (2 * WGS * 64 * BT),
+                        ARRIVED + rest * WGS,
+                        shared,
+                        rest,
+                        groups,
+                        WG,
+                        WGS,
+                        EXTRA,
+                    )
             if last_one:
                 _store(
-                    tail, y2_desc, head2_desc, staging2.index(WG), BIAS, RESIDUAL, m0 == 0,
-                    m0 + BT, n0, M, N, blocks * 16, HAS_BIAS, HAS_RESIDUAL, EXTRA,
-                )  # fmt: skip
+                    tail,
+                    y2_desc,
+                    head2_desc,
+                    staging2.index(WG),
+                    BIAS,
+                    RESIDUAL,
+                    m0 == 0,
+                    m0 + BT,
+                    n0,
+                    M,
+                    N,
+                    blocks * 16,
+                    HAS_BIAS,
+                    HAS_RESIDUAL,
+                    EXTRA,
+                )
     tma.store_wait(0)
 
 
@@ -317,15 +485,45 @@ _SIZES = ["M", "N", "m_tiles", "n_tiles", "blocks", "groups", "whole", "together
 
 @gluon.jit(do_not_specialize=_SIZES)
 def wgmma_gemm_kernel(
-    x_desc, y_desc, head_desc, x2_desc, y2_desc, head2_desc,
-    P0, P1, S, Z, BIAS, RESIDUAL, PARTIAL, ARRIVED,
-    M, N, m_tiles, n_tiles, blocks, groups, whole, together,
-    BITS: gl.constexpr, GROUPED: gl.constexpr, SYMMETRIC: gl.constexpr,
-    HAS_BIAS: gl.constexpr, HAS_RESIDUAL: gl.constexpr, SPLIT: gl.constexpr,
-    BH: gl.constexpr, BT: gl.constexpr, EXTRA: gl.constexpr, KS: gl.constexpr,
-    STAGES: gl.constexpr, FAR: gl.constexpr, LATE: gl.constexpr, PDL: gl.constexpr,
-    WGS: gl.constexpr, ASKER: gl.constexpr,
-):  # fmt: skip
+    x_desc,
+    y_desc,
+    head_desc,
+    x2_desc,
+    y2_desc,
+    head2_desc,
+    P0,
+    P1,
+    S,
+    Z,
+    BIAS,
+    RESIDUAL,
+    PARTIAL,
+    ARRIVED,
+    M,
+    N,
+    m_tiles,
+    n_tiles,
+    blocks,
+    groups,
+    whole,
+    together,
+    BITS: gl.constexpr,
+    GROUPED: gl.constexpr,
+    SYMMETRIC: gl.constexpr,
+    HAS_BIAS: gl.constexpr,
+    HAS_RESIDUAL: gl.constexpr,
+    SPLIT: gl.constexpr,
+    BH: gl.constexpr,
+    BT: gl.constexpr,
+    EXTRA: gl.constexpr,
+    KS: gl.constexpr,
+    STAGES: gl.constexpr,
+    FAR: gl.constexpr,
+    LATE: gl.constexpr,
+    PDL: gl.constexpr,
+    WGS: gl.constexpr,
+    ASKER: gl.constexpr,
+):
     """y = x w^T over a persistent one-dimensional grid of WGS times 4 warps.
 
     Descriptors: x [M, K] in boxes of [BT, KS]; y [M, 16 * blocks] in boxes of [BT, 64], and
@@ -349,46 +547,215 @@ def wgmma_gemm_kernel(
     W1: gl.constexpr = 1
     W2: gl.constexpr = 2
     common = (
-        x_desc, y_desc, head_desc, ring, ready, free, staging,
-        x2_desc, y2_desc, head2_desc, ring2, staging2,
-        P0, P1, S, Z, BIAS, RESIDUAL, PARTIAL, ARRIVED,
-        M, N, m_tiles, n_tiles, blocks, groups, whole, together,
-    )  # fmt: skip
+        x_desc,
+        y_desc,
+        head_desc,
+        ring,
+        ready,
+        free,
+        staging,
+        x2_desc,
+        y2_desc,
+        head2_desc,
+        ring2,
+        staging2,
+        P0,
+        P1,
+        S,
+        Z,
+        BIAS,
+        RESIDUAL,
+        PARTIAL,
+        ARRIVED,
+        M,
+        N,
+        m_tiles,
+        n_tiles,
+        blocks,
+        groups,
+        whole,
+        together,
+    )
     if ASKER:
-        gl.warp_specialize([
-            (_multiply, (common,
-                W0, WGS, BITS, GROUPED, SYMMETRIC, HAS_BIAS, HAS_RESIDUAL, SPLIT,
-                BH, BT, EXTRA, KS, STAGES, FAR, LATE, PDL, ASKER,
-            )),
-            (_multiply, (common,
-                W1, WGS, BITS, GROUPED, SYMMETRIC, HAS_BIAS, HAS_RESIDUAL, SPLIT,
-                BH, BT, EXTRA, KS, STAGES, FAR, LATE, PDL, ASKER,
-            )),
-            (_request, (common, BT, EXTRA, KS, STAGES, SPLIT, PDL)),
-        ], [4, 1], [REGISTERS.value, REGISTERS.value])  # fmt: skip
+        gl.warp_specialize(
+            [
+                (
+                    _multiply,
+                    (
+                        common,
+                        W0,
+                        WGS,
+                        BITS,
+                        GROUPED,
+                        SYMMETRIC,
+                        HAS_BIAS,
+                        HAS_RESIDUAL,
+                        SPLIT,
+                        BH,
+                        BT,
+                        EXTRA,
+                        KS,
+                        STAGES,
+                        FAR,
+                        LATE,
+                        PDL,
+                        ASKER,
+                    ),
+                ),
+                (
+                    _multiply,
+                    (
+                        common,
+                        W1,
+                        WGS,
+                        BITS,
+                        GROUPED,
+                        SYMMETRIC,
+                        HAS_BIAS,
+                        HAS_RESIDUAL,
+                        SPLIT,
+                        BH,
+                        BT,
+                        EXTRA,
+                        KS,
+                        STAGES,
+                        FAR,
+                        LATE,
+                        PDL,
+                        ASKER,
+                    ),
+                ),
+                (_request, (common, BT, EXTRA, KS, STAGES, SPLIT, PDL)),
+            ],
+            [4, 1],
+            [REGISTERS.value, REGISTERS.value],
+        )
     elif WGS == 2:
-        gl.warp_specialize([
-            (_multiply, (common,
-                W0, WGS, BITS, GROUPED, SYMMETRIC, HAS_BIAS, HAS_RESIDUAL, SPLIT,
-                BH, BT, EXTRA, KS, STAGES, FAR, LATE, PDL, ASKER,
-            )),
-            (_multiply, (common,
-                W1, WGS, BITS, GROUPED, SYMMETRIC, HAS_BIAS, HAS_RESIDUAL, SPLIT,
-                BH, BT, EXTRA, KS, STAGES, FAR, LATE, PDL, ASKER,
-            )),
-        ], [4], [REGISTERS.value])  # fmt: skip
+        gl.warp_specialize(
+            [
+                (
+                    _multiply,
+                    (
+                        common,
+                        W0,
+                        WGS,
+                        BITS,
+                        GROUPED,
+                        SYMMETRIC,
+                        HAS_BIAS,
+                        HAS_RESIDUAL,
+                        SPLIT,
+                        BH,
+                        BT,
+                        EXTRA,
+                        KS,
+                        STAGES,
+                        FAR,
+                        LATE,
+                        PDL,
+                        ASKER,
+                    ),
+                ),
+                (
+                    _multiply,
+                    (
+                        common,
+                        W1,
+                        WGS,
+                        BITS,
+                        GROUPED,
+                        SYMMETRIC,
+                        HAS_BIAS,
+                        HAS_RESIDUAL,
+                        SPLIT,
+                        BH,
+                        BT,
+                        EXTRA,
+                        KS,
+                        STAGES,
+                        FAR,
+                        LATE,
+                        PDL,
+                        ASKER,
+                    ),
+                ),
+            ],
+            [4],
+            [REGISTERS.value],
+        )
     else:
-        gl.warp_specialize([
-            (_multiply, (common,
-                W0, WGS, BITS, GROUPED, SYMMETRIC, HAS_BIAS, HAS_RESIDUAL, SPLIT,
-                BH, BT, EXTRA, KS, STAGES, FAR, LATE, PDL, ASKER,
-            )),
-            (_multiply, (common,
-                W1, WGS, BITS, GROUPED, SYMMETRIC, HAS_BIAS, HAS_RESIDUAL, SPLIT,
-                BH, BT, EXTRA, KS, STAGES, FAR, LATE, PDL, ASKER,
-            )),
-            (_multiply, (common,
-                W2, WGS, BITS, GROUPED, SYMMETRIC, HAS_BIAS, HAS_RESIDUAL, SPLIT,
-                BH, BT, EXTRA, KS, STAGES, FAR, LATE, PDL, ASKER,
-            )),
-        ], [4, 4], [REGISTERS.value] * 2)  # fmt: skip
+        gl.warp_specialize(
+            [
+                (
+                    _multiply,
+                    (
+                        common,
+                        W0,
+                        WGS,
+                        BITS,
+                        GROUPED,
+                        SYMMETRIC,
+                        HAS_BIAS,
+                        HAS_RESIDUAL,
+                        SPLIT,
+                        BH,
+                        BT,
+                        EXTRA,
+                        KS,
+                        STAGES,
+                        FAR,
+                        LATE,
+                        PDL,
+                        ASKER,
+                    ),
+                ),
+                (
+                    _multiply,
+                    (
+                        common,
+                        W1,
+                        WGS,
+                        BITS,
+                        GROUPED,
+                        SYMMETRIC,
+                        HAS_BIAS,
+                        HAS_RESIDUAL,
+                        SPLIT,
+                        BH,
+                        BT,
+                        EXTRA,
+                        KS,
+                        STAGES,
+                        FAR,
+                        LATE,
+                        PDL,
+                        ASKER,
+                    ),
+                ),
+                (
+                    _multiply,
+                    (
+                        common,
+                        W2,
+                        WGS,
+                        BITS,
+                        GROUPED,
+                        SYMMETRIC,
+                        HAS_BIAS,
+                        HAS_RESIDUAL,
+                        SPLIT,
+                        BH,
+                        BT,
+                        EXTRA,
+                        KS,
+                        STAGES,
+                        FAR,
+                        LATE,
+                        PDL,
+                        ASKER,
+                    ),
+                ),
+            ],
+            [4, 4],
+            [REGISTERS.value] * 2,
+        )

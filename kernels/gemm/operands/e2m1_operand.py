@@ -211,9 +211,15 @@ def _interpreted(w, s, DT: tl.constexpr):
 
 @triton.jit
 def unpack_e2m1(
-    words, exponents, DT: tl.constexpr, BH: tl.constexpr, WM: tl.constexpr,
-    KWIDTH4: tl.constexpr, INTERPRET: tl.constexpr, BATCH: tl.constexpr = False,
-):  # fmt: skip
+    words,
+    exponents,
+    DT: tl.constexpr,
+    BH: tl.constexpr,
+    WM: tl.constexpr,
+    KWIDTH4: tl.constexpr,
+    INTERPRET: tl.constexpr,
+    BATCH: tl.constexpr = False,
+):
     """`load_e2m1` to w as an operand [rows, 128 k], k ordered as packed_operands.unpack says."""
     h0, h1 = tl.split(tl.reshape(exponents, (BH * WM * 32, 2)))
     m0, m1 = _multipliers(h0, DT, INTERPRET), _multipliers(h1, DT, INTERPRET)
@@ -224,9 +230,15 @@ def unpack_e2m1(
 
 @triton.jit
 def unpack_nvfp4(
-    words, scales, DT: tl.constexpr, BH: tl.constexpr, WM: tl.constexpr,
-    KWIDTH4: tl.constexpr, INTERPRET: tl.constexpr, BATCH: tl.constexpr = False,
-):  # fmt: skip
+    words,
+    scales,
+    DT: tl.constexpr,
+    BH: tl.constexpr,
+    WM: tl.constexpr,
+    KWIDTH4: tl.constexpr,
+    INTERPRET: tl.constexpr,
+    BATCH: tl.constexpr = False,
+):
     """`load_nvfp4` to 1 / NVFP4_SHARE of w, without a row's factor: exact in 16 bits."""
     even, odd = tl.split(tl.reshape(scales, (BH * WM * 32, 2, 2)))
     j0, j2 = tl.split(even)
@@ -242,23 +254,40 @@ def unpack_nvfp4(
 
 @triton.jit
 def _times(
-    words, s0, s1, s2, s3, DT: tl.constexpr, BH: tl.constexpr, WM: tl.constexpr,
-    KWIDTH4: tl.constexpr, INTERPRET: tl.constexpr, BATCH: tl.constexpr = False,
-):  # fmt: skip
+    words,
+    s0,
+    s1,
+    s2,
+    s3,
+    DT: tl.constexpr,
+    BH: tl.constexpr,
+    WM: tl.constexpr,
+    KWIDTH4: tl.constexpr,
+    INTERPRET: tl.constexpr,
+    BATCH: tl.constexpr = False,
+):
     """Codes times multipliers of (h, r3), one for each word, as an operand [rows, 128 k]."""
     if INTERPRET:
         t = _interpreted(words, (s0, s1, s2, s3), DT)
     else:
         if DT == tl.float16:
             o = tl.inline_asm_elementwise(
-                F_E2M1, O8I5, [words, s0, s1, s2, s3], dtype=(tl.float16,) * 8, is_pure=True,
+                F_E2M1,
+                O8I5,
+                [words, s0, s1, s2, s3],
+                dtype=(tl.float16,) * 8,
+                is_pure=True,
                 pack=1,
-            )  # fmt: skip
+            )
         else:
             o = tl.inline_asm_elementwise(
-                B_E2M1, O8I5, [words, s0, s1, s2, s3], dtype=(tl.bfloat16,) * 8, is_pure=True,
+                B_E2M1,
+                O8I5,
+                [words, s0, s1, s2, s3],
+                dtype=(tl.bfloat16,) * 8,
+                is_pure=True,
                 pack=1,
-            )  # fmt: skip
+            )
         t = join8(o[0], o[1], o[2], o[3], o[4], o[5], o[6], o[7])
     return placed(t, 4, BH, WM, KWIDTH4, BATCH)
 

@@ -53,10 +53,21 @@ def scale_operand(
 
 @triton.jit
 def add_scaled(
-    acc, tile, x, FORM: tl.constexpr, ASM: tl.constexpr, BITS: tl.constexpr, GROUPED: tl.constexpr,
-    SYMMETRIC: tl.constexpr, DT: tl.constexpr, BH: tl.constexpr, WM: tl.constexpr,
-    BM: tl.constexpr, KWIDTH4: tl.constexpr, INTERPRET: tl.constexpr,
-):  # fmt: skip
+    acc,
+    tile,
+    x,
+    FORM: tl.constexpr,
+    ASM: tl.constexpr,
+    BITS: tl.constexpr,
+    GROUPED: tl.constexpr,
+    SYMMETRIC: tl.constexpr,
+    DT: tl.constexpr,
+    BH: tl.constexpr,
+    WM: tl.constexpr,
+    BM: tl.constexpr,
+    KWIDTH4: tl.constexpr,
+    INTERPRET: tl.constexpr,
+):
     """acc += w x of one k-group of scaled values; a sum of its own, as in expert_kernel.py."""
     w = scaled_operand(
         tile, FORM, ASM, BITS, GROUPED, SYMMETRIC, DT, BH, WM, False, KWIDTH4, INTERPRET

@@ -305,9 +305,13 @@ def unpack(
 
 @triton.jit
 def placed(
-    t, BITS: tl.constexpr, BH: tl.constexpr, WM: tl.constexpr, KWIDTH4: tl.constexpr,
+    t,
+    BITS: tl.constexpr,
+    BH: tl.constexpr,
+    WM: tl.constexpr,
+    KWIDTH4: tl.constexpr,
     BATCH: tl.constexpr,
-):  # fmt: skip
+):
     """Joined values of words as an operand [(warp,) rows, 128 k]."""
     # To (warp, bh, r3, r | h, jj/2, jj%2, k3, c, k0), then the warp and k3 where they belong.
     if BITS == 3:  # bh, warp, r, c, h | k0, r3, k3, jj%2, jj/2
@@ -336,9 +340,13 @@ def load_tile(
     blocks,
     groups,
     group,
-    BITS: tl.constexpr, GROUPED: tl.constexpr, SYMMETRIC: tl.constexpr, BH: tl.constexpr,
-    WM: tl.constexpr, BATCH: tl.constexpr,
-):  # fmt: skip
+    BITS: tl.constexpr,
+    GROUPED: tl.constexpr,
+    SYMMETRIC: tl.constexpr,
+    BH: tl.constexpr,
+    WM: tl.constexpr,
+    BATCH: tl.constexpr,
+):
     """Everything a tile needs from memory: (words, scale pairs, zero pairs)."""
     if BITS == 3:
         words = (

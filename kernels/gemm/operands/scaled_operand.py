@@ -46,9 +46,15 @@ def scale_words(form, grouped):
 
 @triton.jit
 def load_parts(
-    base, blocks, groups, group, PARTS: tl.constexpr, BH: tl.constexpr, WM: tl.constexpr,
+    base,
+    blocks,
+    groups,
+    group,
+    PARTS: tl.constexpr,
+    BH: tl.constexpr,
+    WM: tl.constexpr,
     BATCH: tl.constexpr,
-):  # fmt: skip
+):
     """Scales (or zeros) of rows r and r + 8 of every part, 32-bit pairs: (bh, warp, r, c)."""
     f = tl.arange(0, BH * WM * 32)
     warp, bh = f // 32 % WM, f // (32 * WM)
@@ -64,10 +70,21 @@ def load_parts(
 
 @triton.jit
 def load_scaled(
-    P0, P1, S, Z, blocks, groups, group, FORM: tl.constexpr, BITS: tl.constexpr,
-    GROUPED: tl.constexpr, SYMMETRIC: tl.constexpr, BH: tl.constexpr, WM: tl.constexpr,
+    P0,
+    P1,
+    S,
+    Z,
+    blocks,
+    groups,
+    group,
+    FORM: tl.constexpr,
+    BITS: tl.constexpr,
+    GROUPED: tl.constexpr,
+    SYMMETRIC: tl.constexpr,
+    BH: tl.constexpr,
+    WM: tl.constexpr,
     BATCH: tl.constexpr,
-):  # fmt: skip
+):
     """Words, scales and zeros of a tile's k-group."""
     if FORM == "e2m1":
         words, scales = load_e2m1(P0, S, blocks, groups, group, BH, WM, BATCH)
@@ -106,9 +123,15 @@ def _each(pairs, SUM: tl.constexpr, DT: tl.constexpr, INTERPRET: tl.constexpr):
 
 @triton.jit
 def _of_half(
-    pairs, HALF: tl.constexpr, PARTS: tl.constexpr, SUM: tl.constexpr, DT: tl.constexpr,
-    BH: tl.constexpr, WM: tl.constexpr, INTERPRET: tl.constexpr,
-):  # fmt: skip
+    pairs,
+    HALF: tl.constexpr,
+    PARTS: tl.constexpr,
+    SUM: tl.constexpr,
+    DT: tl.constexpr,
+    BH: tl.constexpr,
+    WM: tl.constexpr,
+    INTERPRET: tl.constexpr,
+):
     """Scales (or zeros) of one half's rows for each word of a lane."""
     first = _each(pairs[HALF * PARTS // 2], SUM, DT, INTERPRET)
     second = _each(pairs[(2 * HALF + 1) * PARTS // 4], SUM, DT, INTERPRET)
@@ -144,9 +167,14 @@ def _rounded(number, DT: tl.constexpr):
 
 @triton.jit
 def _by_shifts(
-    words, scales, zeros, FORM: tl.constexpr, BITS: tl.constexpr, SYMMETRIC: tl.constexpr,
+    words,
+    scales,
+    zeros,
+    FORM: tl.constexpr,
+    BITS: tl.constexpr,
+    SYMMETRIC: tl.constexpr,
     DT: tl.constexpr,
-):  # fmt: skip
+):
     """What the assembly does, for the interpreter: (h, r3, k0)."""
     out = ()
     for h in tl.static_range(2):
@@ -171,10 +199,19 @@ def _by_shifts(
 
 @triton.jit
 def _made(
-    words, scales, zeros, FORM: tl.constexpr, ASM: tl.constexpr, BITS: tl.constexpr,
-    GROUPED: tl.constexpr, SYMMETRIC: tl.constexpr, DT: tl.constexpr, BH: tl.constexpr,
-    WM: tl.constexpr, INTERPRET: tl.constexpr,
-):  # fmt: skip
+    words,
+    scales,
+    zeros,
+    FORM: tl.constexpr,
+    ASM: tl.constexpr,
+    BITS: tl.constexpr,
+    GROUPED: tl.constexpr,
+    SYMMETRIC: tl.constexpr,
+    DT: tl.constexpr,
+    BH: tl.constexpr,
+    WM: tl.constexpr,
+    INTERPRET: tl.constexpr,
+):
     """Eight scaled values (h, r3, k0) of every word."""
     TABLE: tl.constexpr = FORM != "parts"
     SUM: tl.constexpr = TABLE and DT == tl.bfloat16
@@ -202,9 +239,13 @@ def _made(
 
 @triton.jit
 def _of_thirds(
-    pairs, PARTS: tl.constexpr, DT: tl.constexpr, BH: tl.constexpr, WM: tl.constexpr,
+    pairs,
+    PARTS: tl.constexpr,
+    DT: tl.constexpr,
+    BH: tl.constexpr,
+    WM: tl.constexpr,
     INTERPRET: tl.constexpr,
-):  # fmt: skip
+):
     """Scales (or zeros) of a lane's three words: (share of a half h, r3)."""
     SHARES: tl.constexpr = PARTS // 2
     out = ()
@@ -230,9 +271,17 @@ def _thirds_by_shifts(words, scales, zeros, PARTS: tl.constexpr, DT: tl.constexp
 
 @triton.jit
 def _thirds(
-    words, scales, zeros, ASM: tl.constexpr, PARTS: tl.constexpr, SYMMETRIC: tl.constexpr,
-    DT: tl.constexpr, BH: tl.constexpr, WM: tl.constexpr, INTERPRET: tl.constexpr,
-):  # fmt: skip
+    words,
+    scales,
+    zeros,
+    ASM: tl.constexpr,
+    PARTS: tl.constexpr,
+    SYMMETRIC: tl.constexpr,
+    DT: tl.constexpr,
+    BH: tl.constexpr,
+    WM: tl.constexpr,
+    INTERPRET: tl.constexpr,
+):
     """32 scaled values (jj, k3, r3, k0) of every three words."""
     s = _of_thirds(scales, PARTS, DT, BH, WM, INTERPRET)
     z = ()
@@ -255,10 +304,19 @@ def _thirds(
 
 @triton.jit
 def scaled_operand(
-    tile, FORM: tl.constexpr, ASM: tl.constexpr, BITS: tl.constexpr, GROUPED: tl.constexpr,
-    SYMMETRIC: tl.constexpr, DT: tl.constexpr, BH: tl.constexpr, WM: tl.constexpr,
-    BATCH: tl.constexpr, KWIDTH4: tl.constexpr, INTERPRET: tl.constexpr,
-):  # fmt: skip
+    tile,
+    FORM: tl.constexpr,
+    ASM: tl.constexpr,
+    BITS: tl.constexpr,
+    GROUPED: tl.constexpr,
+    SYMMETRIC: tl.constexpr,
+    DT: tl.constexpr,
+    BH: tl.constexpr,
+    WM: tl.constexpr,
+    BATCH: tl.constexpr,
+    KWIDTH4: tl.constexpr,
+    INTERPRET: tl.constexpr,
+):
     """`load_scaled` to an operand [(warp,) rows, 128 k], k ordered as packed_operands.unpack."""
     words, scales, zeros = tile
     if FORM == "e2m1":

@@ -20,10 +20,13 @@ from llmpq.kernels.kernel_table import Kernel, KernelForm, gpu, lines_of
 MOST_TILES = 24
 """Of `wgmma_gemm_kernel` a program: past them the largest tiles are the fastest."""
 
-ROWS_FORMS = {bits: [Config(kernel="gemv", warps=w, depth=d) for w, d in forms] for bits, forms in (
-    (4, ((4, 4), (4, 6), (4, 12), (8, 4))),
-    (8, ((4, 2), (4, 4), (4, 6), (8, 2), (8, 4))),
-)}  # fmt: skip
+ROWS_FORMS = {
+    bits: [Config(kernel="gemv", warps=w, depth=d) for w, d in forms]
+    for bits, forms in (
+        (4, ((4, 4), (4, 6), (4, 12), (8, 4))),
+        (8, ((4, 2), (4, 4), (4, 6), (8, 2), (8, 4))),
+    )
+}
 TILE_FORMS = tuple(
     Config(
         kernel="splitk_gemm", warps=warps, bm=bm, depth=depth, stages=stages, registers=registers

@@ -15,8 +15,16 @@ import torch
 REACHED = 0.83
 """Of the memory's rate, by products on an H200."""
 
-FLOPS_A_CLOCK = {(8, 0): 2048, (8, 6): 512, (8, 7): 1024, (8, 9): 512, (9, 0): 4096, (10, 0): 8192,
-                 (10, 3): 8192, (12, 0): 1024}  # fmt: skip
+FLOPS_A_CLOCK = {
+    (8, 0): 2048,
+    (8, 6): 512,
+    (8, 7): 1024,
+    (8, 9): 512,
+    (9, 0): 4096,
+    (10, 0): 8192,
+    (10, 3): 8192,
+    (12, 0): 1024,
+}
 """Of a multiprocessor, 16-bit inputs and float32 sums. 8.6 and 8.9 are those of consumer cards,
 whose tensor cores halve their rate for float32 sums."""
 

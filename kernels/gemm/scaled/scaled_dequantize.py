@@ -26,10 +26,23 @@ WARPS = 4
 
 @triton.jit
 def scaled_dequantize_kernel(
-    P0, P1, S, Z, OUT, K, blocks, groups, FORM: tl.constexpr, ASM: tl.constexpr,
-    BITS: tl.constexpr, GROUPED: tl.constexpr, SYMMETRIC: tl.constexpr, EVEN_K: tl.constexpr,
-    WM: tl.constexpr, INTERPRET: tl.constexpr,
-):  # fmt: skip
+    P0,
+    P1,
+    S,
+    Z,
+    OUT,
+    K,
+    blocks,
+    groups,
+    FORM: tl.constexpr,
+    ASM: tl.constexpr,
+    BITS: tl.constexpr,
+    GROUPED: tl.constexpr,
+    SYMMETRIC: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    WM: tl.constexpr,
+    INTERPRET: tl.constexpr,
+):
     """OUT [16 * blocks, K] = w; grid (tiles of rows, k-groups)."""
     DT: tl.constexpr = OUT.dtype.element_ty
     block, g = tl.program_id(0) * WM, tl.program_id(1)

@@ -35,10 +35,21 @@ PROGRAMS_PER_SM = 4
 
 @triton.jit
 def half_weights(
-    P0, P1, S, Z, row, inside, group, groups,
-    HALF: tl.constexpr, BITS: tl.constexpr, G: tl.constexpr, SYMMETRIC: tl.constexpr,
-    UPPER: tl.constexpr, BN: tl.constexpr,
-):  # fmt: skip
+    P0,
+    P1,
+    S,
+    Z,
+    row,
+    inside,
+    group,
+    groups,
+    HALF: tl.constexpr,
+    BITS: tl.constexpr,
+    G: tl.constexpr,
+    SYMMETRIC: tl.constexpr,
+    UPPER: tl.constexpr,
+    BN: tl.constexpr,
+):
     """w [BN, 64] of the lower or upper half of a k-group, float32."""
     PER: tl.constexpr = HALF // G
     k_group = (row.to(tl.int64) * groups + group)[:, None]
@@ -68,10 +79,24 @@ def half_weights(
 
 @triton.jit
 def product_kernel(
-    X, P0, P1, S, Z, OUT, M, N, K, groups, splits,
-    BM: tl.constexpr, BN: tl.constexpr, HALF: tl.constexpr, BITS: tl.constexpr, G: tl.constexpr,
+    X,
+    P0,
+    P1,
+    S,
+    Z,
+    OUT,
+    M,
+    N,
+    K,
+    groups,
+    splits,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    HALF: tl.constexpr,
+    BITS: tl.constexpr,
+    G: tl.constexpr,
     SYMMETRIC: tl.constexpr,
-):  # fmt: skip
+):
     """OUT [splits, M, N] float32; grid (row tiles of w, row tiles of x, splits)."""
     row = tl.program_id(0) * BN + tl.arange(0, BN)
     m = tl.program_id(1) * BM + tl.arange(0, BM)
@@ -94,10 +119,20 @@ def product_kernel(
 
 @triton.jit
 def dequantize_kernel(
-    P0, P1, S, Z, OUT, N, K, groups,
-    BN: tl.constexpr, HALF: tl.constexpr, BITS: tl.constexpr, G: tl.constexpr,
+    P0,
+    P1,
+    S,
+    Z,
+    OUT,
+    N,
+    K,
+    groups,
+    BN: tl.constexpr,
+    HALF: tl.constexpr,
+    BITS: tl.constexpr,
+    G: tl.constexpr,
     SYMMETRIC: tl.constexpr,
-):  # fmt: skip
+):
     """OUT [N, K] = w; grid (row tiles, k-groups)."""
     row = tl.program_id(0) * BN + tl.arange(0, BN)
     group = tl.program_id(1)

@@ -101,8 +101,14 @@ class NodeSurvey:
                     small_s, large_s = (self._ping(first, second, n) for n in (_SMALL, _LARGE))
                     if self._index == first:
                         rate = (_LARGE - _SMALL) / max(large_s - small_s, 1e-9)
-                        found.append({"from": first, "to": second, "latency_us": 1e6 * small_s,
-                                      "gbps": 8e-9 * rate})  # fmt: skip
+                        found.append(
+                            {
+                                "from": first,
+                                "to": second,
+                                "latency_us": 1e6 * small_s,
+                                "gbps": 8e-9 * rate,
+                            }
+                        )
         return found
 
     def _ping(self, first: int, second: int, num_bytes: int) -> float:

@@ -144,9 +144,13 @@ def json_of(text: str) -> Any:
 
 _WORDS: Mapping[str, Any] = {"True": True, "False": False, "None": None}
 _TYPES: Mapping[str, type | tuple[type, ...]] = {
-    "integer": int, "number": (int, float), "boolean": bool, "null": type(None), "array": list,
+    "integer": int,
+    "number": (int, float),
+    "boolean": bool,
+    "null": type(None),
+    "array": list,
     "object": dict,
-}  # fmt: skip
+}
 
 
 def typed_value(text: str, schema: object) -> Any:

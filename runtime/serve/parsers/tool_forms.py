@@ -18,19 +18,40 @@ from llmpq.runtime.serve.parsers.tool_form import ToolForm
 
 _FORMS: tuple[ToolForm, ...] = (
     # Those that share marks with another, but are more particular, first.
-    KimiK2(), DeepSeekV32(), DeepSeekV4(), DeepSeek(), MiniMax(), SeedOss(), Gemma(),
-    FunctionGemma(), Mistral(), Granite(), Qwen3Coder(), Glm(), Hermes(), Olmo3(), Pythonic(),
+    KimiK2(),
+    DeepSeekV32(),
+    DeepSeekV4(),
+    DeepSeek(),
+    MiniMax(),
+    SeedOss(),
+    Gemma(),
+    FunctionGemma(),
+    Mistral(),
+    Granite(),
+    Qwen3Coder(),
+    Glm(),
+    Hermes(),
+    Olmo3(),
+    Pythonic(),
     Llama3(),
-)  # fmt: skip
+)
 FORMS = {form.name: form for form in _FORMS}
 NAMES = ("auto", *sorted((*FORMS, HARMONY)))
 """What `--tool-call-parser` may be."""
 ALIASES = {
-    "llama3_json": "llama3", "llama4_json": "llama3", "llama4_pythonic": "pythonic",
-    "phi4_mini_json": "granite", "deepseek_v3": "deepseek", "deepseek_v31": "deepseek",
-    "minimax_m2": "minimax", "qwen3_xml": "qwen3_coder", "glm45": "glm", "glm47": "glm",
-    "openai": HARMONY, "gemma4": "gemma",
-}  # fmt: skip
+    "llama3_json": "llama3",
+    "llama4_json": "llama3",
+    "llama4_pythonic": "pythonic",
+    "phi4_mini_json": "granite",
+    "deepseek_v3": "deepseek",
+    "deepseek_v31": "deepseek",
+    "minimax_m2": "minimax",
+    "qwen3_xml": "qwen3_coder",
+    "glm45": "glm",
+    "glm47": "glm",
+    "openai": HARMONY,
+    "gemma4": "gemma",
+}
 """vLLM's names of the same forms."""
 
 

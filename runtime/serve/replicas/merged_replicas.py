@@ -36,9 +36,7 @@ def merged_page(pages: Sequence[dict[str, Any]], nothing: dict[str, Any]) -> dic
     """
     whole = dict(nothing)
     whole |= {name: sum(one[name] for one in pages) for name in _SUMMED}
-    whole["sums"] = {
-        name: sum(one["sums"][name] for one in pages) for name in nothing["sums"]
-    }  # fmt: skip
+    whole["sums"] = {name: sum(one["sums"][name] for one in pages) for name in nothing["sums"]}
     whole["stages"] = [stage for one in pages for stage in one["stages"]]
     whole["recoveries"] = sorted(
         (recovery for one in pages for recovery in one["recoveries"]),
