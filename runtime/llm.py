@@ -33,7 +33,7 @@ from llmpq.checkpoints.generation_config import (
     read_generation_config,
 )
 from llmpq.cluster import Cluster
-from llmpq.errors import nearest
+from llmpq.errors import LlmpqError, nearest
 from llmpq.model_spec import ModelSpec
 from llmpq.plan import Plan
 from llmpq.runtime.async_submitter import AsyncSubmitter, OutputQueue
@@ -371,6 +371,22 @@ class LLM:
             "recoveries": recoveries,
         }
 
+    def live_stats(self) -> dict[str, Any]:
+        """Return `stats` with what every stage has computed, as `stage_work` does; asks the stages.
+
+        Without stages while lost ones are replaced.
+        """
+        self._engine.check_alive()
+        work: list[dict[str, Any]] = []
+        try:
+            work = [] if self.recovering else self.stage_work()
+        except (LlmpqError, RuntimeError, OSError):
+            self._engine.check_alive()  # what is lost may be replaced
+        found = self.stats()
+        same = len(work) == len(found["stages"])
+        pairs = zip(found["stages"], work, strict=True) if same else ()
+        return {**found, "stages": [{**stage, **own} for stage, own in pairs]}
+
     def generate(
         self,
         prompts: Prompt | Iterable[Prompt],
@@ -381,8 +397,8 @@ class LLM:
     ) -> list[RequestOutput]:
         """Return the answers to prompts, in their order; `ValueError` if one can never run.
 
-        `use_tqdm`: several prompts have a progress bar where stderr is a terminal. `priority`: of
-        each prompt; lower ones are scheduled first.
+        `use_tqdm`: several prompts have a live picture of rows and stages where stderr is a
+        terminal, else a line every 5 s. `priority`: of each prompt; lower ones are scheduled first.
         """
         several = listed(prompts)
         return self._all_of(several, sampling_params, priority=priority, use_tqdm=use_tqdm)
@@ -597,12 +613,27 @@ class LLM:
             with _named("prompt", place, prompts):
                 prepared.append(self.prepare(prompt, own, priority=rank))
         done: dict[int, RequestOutput] = {}
-        with ProgressReporter(len(prepared), quiet=not use_tqdm or len(prepared) < 2) as bar:
+        quiet = not use_tqdm or len(prepared) < 2
+        with self.progress_of(prepared, len(prepared), quiet=quiet) as shown:
             for index, output in self.as_completed(
-                prepared, on_progress=lambda progress: bar.update(progress, len(done))
+                prepared, on_progress=lambda progress: shown.update(progress, len(done))
             ):
                 done[index] = output
+                shown.end(output, prepared[index].most_tokens)
         return [done[index] for index in range(len(prepared))]
+
+    def progress_of(
+        self, prompts: Sequence[PreparedPrompt], num_rows: int, *, quiet: bool = False
+    ) -> ProgressReporter:
+        """Return what shows how far prompts are, of so many rows, and what the stages do."""
+        predicted = self.plan.predicted
+        return ProgressReporter(
+            num_rows,
+            most_tokens=sum(prompt.most_tokens for prompt in prompts),
+            stats=self.live_stats,
+            planned_tokens_per_s=None if predicted is None else predicted.output_tokens_per_s,
+            quiet=quiet,
+        )
 
     def _params_or_default(self, given: object) -> SamplingParams:
         """Return what was given, the model's where nothing was; `ValueError` for another type."""

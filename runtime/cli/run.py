@@ -39,7 +39,6 @@ from llmpq.runtime.report.job_report import (
     without_timeline,
     write_report,
 )
-from llmpq.runtime.report.progress import ProgressReporter
 from llmpq.runtime.request_output import RequestOutput
 from llmpq.runtime.text.batch_io import OrderedWriter, finished_lines, read_rows, require_no_answers
 from llmpq.runtime.text.batch_rows import BatchRow, answer_line, error_line
@@ -234,11 +233,12 @@ def _run(job: Job, options: RunOptions, llm: LLM, writer: OrderedWriter) -> JobR
         _log.info("stage %d: %s (%s: %s), pid %d", index, named, place.host, where, place.pid)
     outputs: list[RequestOutput] = []
     rows, prompts = [job.rows[index] for index in job.prompts], list(job.prompts.values())
-    with ProgressReporter(len(job.rows), quiet=options.json) as bar:
+    with llm.progress_of(prompts, len(job.rows), quiet=options.json) as shown:
         for index, output in llm.as_completed(
-            prompts, on_progress=lambda progress: bar.update(progress, writer.num_finished)
+            prompts, on_progress=lambda progress: shown.update(progress, writer.num_finished)
         ):
             row = rows[index]
+            shown.end(output, prompts[index].most_tokens)
             if output.failure is not None:
                 job.errors[row.index] = output.failure
                 writer.write(row.index, error_line(row, output.failure))

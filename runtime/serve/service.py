@@ -92,16 +92,9 @@ class Service:
         if self.llm is None:
             return {}
         try:
-            self.llm.check_alive()
-            work = [] if self.llm.recovering else self.llm.stage_work()
+            return self.llm.live_stats()
         except (LlmpqError, RuntimeError, OSError):
-            if self.llm.recovering is None:
-                return {}
-            work = []
-        told = self.llm.stats()
-        told["stages"] = told["stages"] if work else []
-        pairs = zip(told["stages"], work, strict=True)
-        return {**told, "stages": [{**stage, **own} for stage, own in pairs]}
+            return {}
 
     def check_engine(self) -> None:
         """Refuse where the engine is lost or could not be loaded; one that loads is well."""

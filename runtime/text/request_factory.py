@@ -59,6 +59,11 @@ class PreparedPrompt:
         """The name and the ids of the requests."""
         return self.name, tuple(request.id for request in self.requests)
 
+    @property
+    def most_tokens(self) -> int:
+        """Tokens that its answers may have together."""
+        return sum(request.max_new for request in self.requests)
+
 
 class RequestFactory:
     """Tokenises and validates prompts, and detokenises their answers, for one model."""
