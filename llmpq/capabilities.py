@@ -59,15 +59,6 @@ def _unlike_heads(spec: ModelSpec, max_len: int) -> bool:
     return bool(spec.global_head_dim or spec.global_kv_heads or spec.value_is_key)
 
 
-def _chunks(spec: ModelSpec, max_len: int) -> bool:
-    """Whether requests are longer than a chunk; shorter ones see all of it."""
-    return spec.chunked_windows and max_len > spec.widest_window
-
-
-def _growth(spec: ModelSpec, max_len: int) -> bool:
-    return spec.query_growth is not None and spec.query_growth.met(max_len)
-
-
 def _bare_layer_norm(spec: ModelSpec, max_len: int) -> bool:
     return spec.norm == "layernorm" and not spec.norm_bias
 
@@ -89,32 +80,25 @@ FEATURES: tuple[Feature, ...] = (
     _feature(
         "layers that share a KV cache",
         lambda spec, _: bool(spec.kv_sources),
-        *("gpu", "drafts", "quantize"),
+        *("drafts", "quantize"),
     ),
-    _feature("layers with unlike heads", _unlike_heads, *("gpu", "drafts", "rounded", "quantize")),
-    _feature("normalised values", lambda spec, _: spec.value_norm, *("gpu", "rounded", "quantize")),
-    _feature("inputs of every layer's own", lambda s, _: s.per_layer_dim > 0, "gpu", "rounded"),
-    _feature("numbers that layers are scaled by", lambda s, _: s.layer_scalar, "gpu", "rounded"),
-    _feature("experts beside an MLP", lambda s, _: s.mixture_beside, "gpu", "rounded"),
+    _feature("layers with unlike heads", _unlike_heads, *("drafts", "rounded", "quantize")),
+    _feature("normalised values", lambda spec, _: spec.value_norm, "rounded", "quantize"),
+    _feature("inputs of every layer's own", lambda s, _: s.per_layer_dim > 0, "rounded"),
+    _feature("numbers that layers are scaled by", lambda s, _: s.layer_scalar, "rounded"),
+    _feature("experts beside an MLP", lambda s, _: s.mixture_beside, "rounded"),
     _feature(
         "sparse attention over chosen tokens",
         lambda spec, _: spec.indexer is not None,
         *("gpu", "drafts", "rounded", "quantize"),
     ),
-    _feature(
-        "several streams (AltUp)",
-        lambda s, _: s.altup is not None,
-        *("gpu", "rounded", "quantize"),
-    ),
-    _feature("sparse gates", lambda s, _: any(s.gate_sparsities), "gpu", "rounded"),
-    _feature("attention in chunks", _chunks, "gpu"),
-    _feature("layers without positions", lambda s, _: bool(s.without_positions), "gpu"),
-    _feature("queries and keys of unit size", lambda s, _: s.qk_unit_norm, "gpu", "rounded"),
-    _feature("queries that grow with their position", _growth, "gpu"),
+    _feature("several streams (AltUp)", lambda s, _: s.altup is not None, "rounded", "quantize"),
+    _feature("sparse gates", lambda s, _: any(s.gate_sparsities), "rounded"),
+    _feature("queries and keys of unit size", lambda s, _: s.qk_unit_norm, "rounded"),
     _feature(
         "weights on what experts are given",
         lambda s, _: s.router.weighs_input,
-        *("gpu", "rounded", "quantize"),
+        *("rounded", "quantize"),
     ),
     _feature("gated attention", lambda spec, _: spec.attention_gate, "rounded"),
     _feature("a gate on the shared MLP", lambda spec, _: spec.shared_gate, "rounded"),
@@ -196,8 +180,12 @@ def gpu_pool_lack(spec: ModelSpec, kv: KVPrecision, dtype: Dtype, *, drafts: boo
     """Return what a pool of KV blocks on a GPU does not go with; empty where it serves a run."""
     lack = " and ".join(lacks(spec, "gpu_pool"))
     latents = spec.latent is not None and padded_head_dim(spec.head_dim) % LATENT_CHANNELS == 0
-    if kv is not KVPrecision.KV16 and spec.head_dim not in GPU_POOL_HEAD_DIMS and not latents:
-        lack = f"a KV cache of {kv.bits} bits and heads of {spec.head_dim} channels"
+    dims = {spec.head_dim, spec.global_head_dim or spec.head_dim}
+    if kv is not KVPrecision.KV16 and not dims <= {*GPU_POOL_HEAD_DIMS} and not latents:
+        (*_, odd) = sorted(dims - {*GPU_POOL_HEAD_DIMS})
+        lack = f"a KV cache of {kv.bits} bits and heads of {odd} channels"
+    if kv is not KVPrecision.KV16 and spec.kv_sources:
+        lack = f"a KV cache of {kv.bits} bits that layers share"
     if kv is not KVPrecision.KV16 and dtype == "float32":  # wrong on an H200
         lack = f"a KV cache of {kv.bits} bits in a model of float32"
     if drafts:

@@ -419,14 +419,17 @@ def paged_attend_reference(
             pool[blocks].transpose(0, 1).flatten(1, 2)[:, :end].double().repeat_interleave(rep, 0)
             for pool in (k_pool, v_pool)
         )
-        ahead = torch.arange(end, device=q_THD.device)
-        ahead = ahead - torch.arange(start, end, device=q_THD.device)[:, None]
+        positions_Q1 = torch.arange(start, end, device=q_THD.device)[:, None]
+        ahead = torch.arange(end, device=q_THD.device) - positions_Q1
         x = q_THD[own].transpose(0, 1).double() @ k.transpose(1, 2) * scale
         if rule.cap:
             x = (x / rule.cap).tanh() * rule.cap
         if alibi_slopes_H is not None:
             x = x + alibi_slopes_H.double()[:, None, None] * ahead
-        x = x.masked_fill((ahead > 0) | (ahead <= -(rule.window or end)), float("-inf"))
+        unseen = ahead > 0
+        if rule.window:
+            unseen |= ahead <= -rule.away(positions_Q1)
+        x = x.masked_fill(unseen, float("-inf"))
         if rule.sinks_H is not None:
             x = torch.cat((x, rule.sinks_H.double()[:, None, None].expand(-1, count, 1)), dim=-1)
         out[own] = (x.softmax(dim=-1)[..., :end] @ v).transpose(0, 1).to(out.dtype)

@@ -25,6 +25,7 @@ class GpuDraftedKV(DraftedKV, GpuPagedKVBase):
         super().__init__(inner, copy)
         self._inner = inner
         self.columns, self.num_work_split = inner.columns, inner.num_work_split
+        self.num_fields = inner.num_fields
 
     def table(
         self,

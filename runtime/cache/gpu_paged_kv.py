@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -188,30 +189,82 @@ class GpuPagedKV(GpuPagedKVBase):
         Keys of whole prompts are rotated where they are, too: they attend to them there.
         """
         assert isinstance(step, PagedStep)
-        windowed, place = self._layers[layer]
-        pool, where = self.whole, step.where
-        if windowed:
-            assert step.where_windowed is not None
-            pool, where = self.windowed, step.where_windowed
-        pools = pool.k[place], pool.v[place]
+        pool, place, where = self._pool_of(layer, step)
         k_TGD, v_TGD = k_BQGD[0], v_BQGD[0]
-        whole = bool(step.prompts) and rule.is_plain and alibi_slopes_H is None
         q_THD = rope_append_pages(
             *(q_BQHD[0], k_TGD, v_TGD),
-            *pools,
+            pool.k[place],
+            pool.v[place],
             where.places_T,
             where.positions_T,
             inv_freq,
             factor,
-            keep=whole,
+            keep=_is_whole(step, rule, alibi_slopes_H),
         )
-        if whole:
+        return self._attended(
+            *(layer, q_THD, k_TGD, v_TGD, step),
+            scale=scale,
+            alibi_slopes_H=alibi_slopes_H,
+            rule=rule,
+        )
+
+    def attend_again(
+        self,
+        layer: int,
+        q_BQHD: Tensor,
+        k_BQGD: Tensor,
+        v_BQGD: Tensor,
+        step: Step,
+        *,
+        scale: float,
+        alibi_slopes_H: Tensor | None = None,
+        rule: ScoreRule = EVERYTHING,
+        **options: Any,
+    ) -> Tensor:
+        """Return the attention of other queries, which have their positions, over a layer."""
+        assert isinstance(step, PagedStep) and options.get("inv_freq") is None
+        return self._attended(
+            *(layer, q_BQHD[0], k_BQGD[0], v_BQGD[0], step),
+            scale=scale,
+            alibi_slopes_H=alibi_slopes_H,
+            rule=rule,
+        )
+
+    def _pool_of(self, layer: int, step: PagedStep) -> tuple[DevicePool, int, TokenPlaces]:
+        """Return a layer's pool, its number there, and where the step's tokens go."""
+        windowed, place = self._layers[layer]
+        if not windowed:
+            return self.whole, place, step.where
+        assert step.where_windowed is not None
+        return self.windowed, place, step.where_windowed
+
+    def _attended(
+        self,
+        layer: int,
+        q_THD: Tensor,
+        k_TGD: Tensor,
+        v_TGD: Tensor,
+        step: PagedStep,
+        *,
+        scale: float,
+        alibi_slopes_H: Tensor | None,
+        rule: ScoreRule,
+    ) -> Tensor:
+        """Return causal attention [1, T, H, D] to keys and values that are in the pool."""
+        if _is_whole(step, rule, alibi_slopes_H):
             return prompt_attend(q_THD, k_TGD, v_TGD, step.prompts, scale=scale)[None]
+        pool, place, _ = self._pool_of(layer, step)
+        rows = (step.rows_FR, step.work_split, pool.table_SM, self.launches)
         out_THD = paged_attend(
-            *(q_THD, *pools, step.rows_FR, step.work_split, pool.table_SM, self.launches),
+            *(q_THD, pool.k[place], pool.v[place], *rows),
             scale=scale,
             alibi_slopes_H=alibi_slopes_H,
             rule=rule,
             chunks=step.chunks,
         )
         return out_THD[None]
+
+
+def _is_whole(step: PagedStep, rule: ScoreRule, alibi_slopes_H: Tensor | None) -> bool:
+    """Whether a step has prompts alone, which attend to their own keys where those are."""
+    return bool(step.prompts) and rule.is_plain and alibi_slopes_H is None

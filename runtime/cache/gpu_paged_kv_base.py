@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from llmpq.kernels.kv.paged.paged_rows import TokenPlaces
+from llmpq.kernels.kv.paged.paged_rows import FIELDS, TokenPlaces
 from llmpq.kernels.kv.reference import EVERYTHING, ScoreRule
 from llmpq.runtime.cache.kv_cache import PagedKV
 from llmpq.runtime.step import Step
@@ -36,6 +36,10 @@ class GpuPagedKVBase(PagedKV):
     ) -> list[list[int]]:
         """Return a step's rows as this pool's kernels read them (paged_rows.py)."""
 
+    has_windows = False
+    """Whether layers with a window have a pool of their own."""
+    num_fields = FIELDS
+    """Rows of the table."""
     num_work_split = 0
     """Numbers that `work_split` returns."""
 

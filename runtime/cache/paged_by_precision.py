@@ -37,7 +37,7 @@ def make_paged_kv(
 
     found = by_shape(spec, own, make)
     alone = len({id(part) for part, _ in found}) == 1
-    pool = found[0][0] if alone else PagedKVByShape(found) if found else make(spec, own)
+    pool = found[0][0] if alone else _by_shape(found) if found else make(spec, own)
     if size.is_copy:
         return pool
     num_states = len(layers_with_state(spec, layers))
@@ -52,6 +52,20 @@ def make_paged_kv(
     )
 
 
+def _is_gpu(device: torch.device | str) -> bool:
+    return torch.device(device).type == "cuda"
+
+
+def _by_shape(found: Sequence[tuple[PagedKV, int]]) -> PagedKV:
+    """Return pools of layers of unlike heads as one."""
+    if found[0][0].pages is None:
+        return PagedKVByShape(found)
+    # Triton is not imported where there is no GPU.
+    from llmpq.runtime.cache.gpu_kv_by_shape import GpuKVByShape
+
+    return GpuKVByShape(found)
+
+
 def _make_pool(
     spec: ModelSpec,
     kv: KVPrecision,
@@ -62,7 +76,7 @@ def _make_pool(
     device: torch.device | str,
 ) -> PagedKV:
     """Allocate the blocks of the layers that keep keys and values."""
-    if torch.device(device).type == "cuda":
+    if _is_gpu(device):
         # Triton is not imported where there is no GPU.
         from llmpq.runtime.cache.gpu_packed_kv import GpuPackedKV
         from llmpq.runtime.cache.gpu_packed_latents import GpuPackedLatents

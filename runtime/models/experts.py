@@ -135,20 +135,25 @@ class MixtureBeside(SparseMLP):
 
     def __init__(
         self,
-        routing: Routing,
-        experts: Sequence[nn.Module],
+        mixture: SparseMLP,
         shared: nn.Module,
         norms: tuple[nn.Module, nn.Module, nn.Module, nn.Module],
     ) -> None:
-        """`norms`: before and behind the MLP, before and behind the experts."""
-        super().__init__(routing, experts, shared)
+        """`mixture`: the experts alone. `norms`: before and behind MLP, before and behind them."""
+        super().__init__(mixture.routing, list(mixture.experts), shared)
+        self.mixture = mixture
         self.shared_norm, self.shared_out_norm, self.experts_norm, self.experts_out_norm = norms
+
+    @property
+    def asks_host(self) -> bool:
+        """As of the mixture."""
+        return self.mixture.asks_host
 
     def forward(self, x_BQh: Tensor) -> Tensor:
         """Return [B, Q, h]."""
         assert self.shared is not None
         x_Th = x_BQh.reshape(-1, x_BQh.shape[-1])
         weight, expert = self.routing(x_Th)
-        mixed = self.experts_out_norm(self.mixed(self.experts_norm(x_Th), weight, expert))
+        mixed = self.mixture.mixed(self.experts_norm(x_Th), weight, expert)
         beside = self.shared_out_norm(self.shared(self.shared_norm(x_Th)))
-        return (mixed + beside).view(x_BQh.shape)
+        return (self.experts_out_norm(mixed) + beside).view(x_BQh.shape)

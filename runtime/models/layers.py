@@ -87,6 +87,12 @@ class Attention(nn.Module):
         """Whether queries of a step grow with their position."""
         return self.growth is not None and self.growth.met(step.max_end)
 
+    def grown(self, q_BQHD: Tensor, step: Step) -> Tensor:
+        """Return queries as their positions make them, where they grow with those."""
+        if self.growth is None or not self.grows(step):
+            return q_BQHD
+        return q_BQHD * query_factors(step, self.growth, q_BQHD.dtype)
+
     def rule_of(self, step: Step) -> ScoreRule | None:
         """Return the rule of a step's scores: chunks do not count up to the first one's end."""
         rule = self.rule
@@ -101,8 +107,7 @@ class Attention(nn.Module):
         if self.gated:
             qkv, gate = qkv.split([self.heads + 2 * self.kv_heads, self.heads], dim=2)
         q, k, v = self._made(qkv, step)
-        if self.growth is not None and self.grows(step):
-            q = q * query_factors(step, self.growth, q.dtype)
+        q = self.grown(q, step)
         del qkv, x_BQh
         if self.sharing.read_by_others:
             kv.keep_for_readers(layer, step)
@@ -120,19 +125,31 @@ class Attention(nn.Module):
         if self.is_plain:
             return self._positioned(qkv_BQND, step)
         if self.sharing.source is not None:
-            assert self.rotary is not None
-            q = qkv_BQND if self.q_norm is None else normed_heads(self.q_norm, qkv_BQND)
-            return self.rotary.rotate(q, step), *step.memo[f"keys of {self.sharing.source}"]
+            return self.with_shared(qkv_BQND, step)
         if self.values_are_keys:
-            qkv_BQND = torch.cat((qkv_BQND, qkv_BQND[:, :, self.heads :]), dim=2)
+            qkv_BQND = self.with_values(qkv_BQND)
         q, k, v = self._positioned(qkv_BQND, step)
         if self.unit_eps is not None:
-            q, k = _unit_norm(q, self.unit_eps), _unit_norm(k, self.unit_eps)
+            q, k = unit_norm(q, self.unit_eps), unit_norm(k, self.unit_eps)
         if self.value_eps is not None:
-            v = _unit_norm(v, self.value_eps)
+            v = unit_norm(v, self.value_eps)
         if self.sharing.read_by_others:
-            step.memo[f"keys of {self.sharing.own}"] = k, v
+            self.share(k, v, step)
         return q, k, v
+
+    def with_shared(self, q_BQHD: Tensor, step: Step) -> tuple[Tensor, Tensor, Tensor]:
+        """Return queries with norms and positions, and the keys and values of another layer."""
+        assert self.rotary is not None
+        q = q_BQHD if self.q_norm is None else normed_heads(self.q_norm, q_BQHD)
+        return self.rotary.rotate(q, step), *step.memo[f"keys of {self.sharing.source}"]
+
+    def share(self, k_BQGD: Tensor, v_BQGD: Tensor, step: Step) -> None:
+        """Leave a step's keys and values, as they are attended with, to layers that share them."""
+        step.memo[f"keys of {self.sharing.own}"] = k_BQGD, v_BQGD
+
+    def with_values(self, qk_BQND: Tensor) -> Tensor:
+        """Return queries, keys and values of keys that are values, before norms and positions."""
+        return torch.cat((qk_BQND, qk_BQND[:, :, self.heads :]), dim=2)
 
     def _positioned(self, qkv_BQND: Tensor, step: Step) -> tuple[Tensor, Tensor, Tensor]:
         """Return q, k with their norms and positions applied, and v."""
@@ -156,7 +173,7 @@ class Attention(nn.Module):
         return normed_heads(self.q_norm, q_BQHD), normed_heads(self.k_norm, k_BQGD)
 
 
-def _unit_norm(x_BQND: Tensor, eps: float) -> Tensor:
+def unit_norm(x_BQND: Tensor, eps: float) -> Tensor:
     """Return heads normalised without a weight."""
     return functional.rms_norm(x_BQND.float(), x_BQND.shape[-1:], None, eps).to(x_BQND.dtype)
 
@@ -230,19 +247,20 @@ class LayerTail(nn.Module):
         self.per_layer_gate, self.per_layer_out, self.norm = gate, out, norm
         self.scalar_1 = scalar_1
 
-    def forward(self, x_BQh: Tensor, step: Step) -> Tensor:
-        """Return [B, Q, h], maybe in place of x."""
+    def forward(self, x_BQh: Tensor, step: Step, *, last_only: bool = False) -> Tensor:
+        """Return [B, Q, h], maybe in place of x; `last_only`: x has each row's last token alone."""
         if self.per_layer_gate is not None:
-            x_BQh.add_(self.own_part(x_BQh, step))
+            x_BQh.add_(self.own_part(x_BQh, step, last_only=last_only))
         return x_BQh if self.scalar_1 is None else x_BQh.mul_(self.scalar_1)
 
-    def own_part(self, x_BQh: Tensor, step: Step) -> Tensor:
+    def own_part(self, x_BQh: Tensor, step: Step, *, last_only: bool = False) -> Tensor:
         """Return what the layer's own input adds to the residual stream, [B, Q, h]."""
         assert self.per_layer_gate is not None
         assert self.per_layer_out is not None and self.norm is not None
         gate = self.per_layer_gate(x_BQh)
         width = gate.shape[-1]
         own = step.memo[PER_LAYER][..., self.index * width : (self.index + 1) * width]
+        own = step.last_valid(own)[:, None] if last_only else own
         return self.norm(self.per_layer_out(self.activation(gate, own.clone())))
 
 
@@ -340,6 +358,12 @@ class LayerRunner(Protocol):
         """Return the residual stream behind a stage's layers; None: they run one by one."""
         ...
 
+    def attention(
+        self, part: Attention, x_BQh: Tensor, index: int, step: Step, kv: KVCache
+    ) -> Tensor:
+        """Return a layer's attention [B, Q, h] to its normed input, the output product included."""
+        ...
+
     def norm(self, part: Norm, x: Tensor) -> Tensor:
         """Return x normalised."""
         ...
@@ -394,6 +418,13 @@ class PlainLayers:
     ) -> Tensor | None:
         """Return None: layers run one by one."""
         return None
+
+    def attention(
+        self, part: Attention, x_BQh: Tensor, index: int, step: Step, kv: KVCache
+    ) -> Tensor:
+        """Return a layer's attention, the output product included."""
+        attended: Tensor = part(x_BQh, index, step, kv)
+        return attended
 
     def norm(self, part: Norm, x: Tensor) -> Tensor:
         """Return x normalised."""

@@ -99,10 +99,14 @@ class GateFunction:
         """Refuse an activation that nobody here computes."""
         require_activation(self.activation, GATED, "a gated MLP")
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether it is no more than the activation: no factor, nothing cut off."""
+        return self.factor == 1.0 and not self.sparsity
+
     def of_both(self, both: Tensor) -> Tensor:
         """Return what it makes of contiguous [..., 2 F], gate first."""
-        plain = self.factor == 1.0 and not self.sparsity
-        if self.activation == "silu" and plain and row_wise.takes(both, both):
+        if self.activation == "silu" and self.is_plain and row_wise.takes(both, both):
             return row_wise.silu_gate(both)
         # Out of place: the halves are strided views, and `down` wants rows without gaps.
         return self(*both.chunk(2, dim=-1))

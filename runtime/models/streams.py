@@ -22,7 +22,7 @@ from torch.nn import functional
 
 from llmpq.families.common.spec_values import AltUp
 from llmpq.runtime.cache.kv_cache import KVCache
-from llmpq.runtime.models.layers import DecoderLayer, LayerTail
+from llmpq.runtime.models.layers import Attention, DecoderLayer, LayerTail
 from llmpq.runtime.models.norms import Norm
 from llmpq.runtime.step import Step
 
@@ -136,10 +136,11 @@ class StreamLayer(DecoderLayer):
 
     def _made(self, streams_BQAh: Tensor, layer: int, step: Step, kv: KVCache) -> Tensor:
         """Return what attention and MLP make of the stream that the layer works on."""
-        assert self.attention is not None and self.mlp is not None
+        assert isinstance(self.attention, Attention) and self.mlp is not None
         active = streams_BQAh[:, :, self.mixing.form.active]
         normed = self.attn_norm(active.contiguous())
         beside = normed + self.laurel_norm(self.mixing.laurel(normed))
-        attended = self.added(self.attention(normed, layer, step, kv), self.attn_out_norm)
+        attended = self.runner.attention(self.attention, normed, layer, step, kv)
+        attended = self.added(attended, self.attn_out_norm)
         y = (active + attended + beside) / 2**0.5
         return y + self.added(self.mlp(self.mlp_norm(y)), self.mlp_out_norm)

@@ -165,7 +165,8 @@ class Wiring:
             names = ("mlp_norm", "shared_out_norm", "experts_norm", "experts_out_norm")
             before, behind, to_experts, of_experts = (parts.norm(name) for name in names)
             norms = (before, behind, to_experts, of_experts)
-            return MixtureBeside(routing, list(experts), shared, norms)
+            mixture = self._runner.sparse_mlp(routing, experts, len(owners), None)
+            return MixtureBeside(mixture, shared, norms)
         return self._runner.sparse_mlp(routing, experts, len(owners), shared)
 
     def head(self, parts: LayerTensors) -> Head:

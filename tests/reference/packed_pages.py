@@ -77,17 +77,18 @@ def attend_packed_pages_reference(
         x = q_THD[own].transpose(0, 1).double() @ k_GND.repeat_interleave(rep, 0).mT * scale
         if alibi_slopes_H is not None:
             x = x + alibi_slopes_H.double()[:, None, None] * away_QN
-        share = _shares(x, seen_QN, away_QN, rule)
+        if rule.window:
+            positions_Q1 = torch.arange(start, start + count, device=device)[:, None]
+            seen_QN = seen_QN & (away_QN > -rule.away(positions_Q1))
+        share = _shares(x, seen_QN, rule)
         out[own] = (share @ v_GND.repeat_interleave(rep, 0)).transpose(0, 1).to(out.dtype)
     return out
 
 
-def _shares(x_HQN: Tensor, seen_QN: Tensor, away_QN: Tensor, rule: ScoreRule) -> Tensor:
-    """Return what each key weighs, under a rule."""
+def _shares(x_HQN: Tensor, seen_QN: Tensor, rule: ScoreRule) -> Tensor:
+    """Return what each key weighs, under a rule's cap and sinks."""
     if rule.cap:
         x_HQN = (x_HQN / rule.cap).tanh() * rule.cap
-    if rule.window:
-        seen_QN = seen_QN & (away_QN > -rule.window)
     x_HQN = x_HQN.masked_fill(~seen_QN, float("-inf"))
     if rule.sinks_H is not None:
         sinks = rule.sinks_H.double()[:, None, None].expand(-1, x_HQN.shape[1], 1)

@@ -146,6 +146,7 @@ SPARSE: dict[str, Any] = {
     "index_topk": 8,
 }
 GEMMA3N: dict[str, Any] = {
+    "num_hidden_layers": 4,
     "head_dim": 16,
     "intermediate_size": [48, 80, 64, 80],
     "sliding_window": WINDOW,
@@ -183,6 +184,8 @@ LLAMA4: dict[str, Any] = {
 MIXTURE_BESIDE = {key: value for key, value in GEMMA4.items() if "experts" in key or "moe" in key}
 SHARED: dict[str, Any] = {
     **GEMMA4,
+    "num_hidden_layers": 4,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
     "enable_moe_block": False,
     "attention_k_eq_v": False,
     "attention_bias": True,
@@ -200,26 +203,6 @@ SHARED: dict[str, Any] = {
         "sliding_attention": {"rope_type": "default", "rope_theta": 1e3},
     },
 }
-RECURRENT = (
-    *(
-        "deepseek_v32",
-        "glm_moe_dsa",
-        "gemma3n",
-        "gemma4",
-        "llama4",
-        "ministral3",
-        "mistral4",
-        "qwen3_next",
-        "qwen3_5",
-        "lfm2",
-        "bamba",
-        "falcon_h1",
-        "nemotron_h",
-    ),
-    "granitemoehybrid",
-)
-"""How kinds begin that run on CPUs alone (shared caches, unlike heads), or have recurrent layers,
-which GPUs keep beside a pool: test_cuda_recurrent_gpu.py."""
 CORRECTIONS = ("correction_bias", "expert_bias", "layer_scalar")
 """Buffers that routers choose by, or layers are scaled by."""
 CONVOLUTIONS = ("conv1d.weight", "conv.conv.weight")
@@ -471,7 +454,7 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
         {
             **GEMMA3N,
             "num_kv_shared_layers": 2,
-            "layer_types": ALTERNATING,
+            "layer_types": ["sliding_attention", "full_attention"] * 2,
             "intermediate_size": 80,
             "altup_num_inputs": 2,
             "altup_active_idx": 1,
@@ -898,9 +881,7 @@ def stage_tokens() -> Any:
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """`family_kind`: a test for every kind."""
     if "family_kind" in metafunc.fixturenames:
-        on_gpus = metafunc.module.__name__.endswith("_gpu")
-        kinds = [kind for kind in KINDS if not (on_gpus and kind.startswith(RECURRENT))]
-        metafunc.parametrize("family_kind", kinds)
+        metafunc.parametrize("family_kind", KINDS)
 
 
 FAR = 140

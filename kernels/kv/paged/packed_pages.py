@@ -185,6 +185,7 @@ def _attend(
         alibi=alibi,
         capped=rule.cap > 0,
         windowed=rule.window > 0,
+        chunked=rule.chunked,
         sinks=rule.sinks_H is not None,
     )
     emulate = q_THD.device.type == "cpu"

@@ -29,6 +29,7 @@ from llmpq.kernels.kv.low_bit.attend import P_SHIFT, TILE
 from llmpq.kernels.kv.low_bit.register_operands import words
 from llmpq.kernels.kv.low_bit.ring_attend import BLOCK, LOG2_E, RING, capped, packed_line
 from llmpq.kernels.kv.low_bit.unpack import TWO_24, unpack
+from llmpq.kernels.kv.paged.paged_attend import reach_of
 
 
 @triton.jit
@@ -44,7 +45,7 @@ def _softmax_step(x, seen, m_i, l_i):
 @triton.jit
 def _packed_keys(
     q, k_words, k_params, v_words, v_params, own_table, head, first, blocks, line, position, slope,
-    score_scale, cap, window, m_i, l_i, acc,
+    score_scale, cap, reach, m_i, l_i, acc,
     G: tl.constexpr, D: tl.constexpr, BITS: tl.constexpr, ALIBI: tl.constexpr,
     CAPPED: tl.constexpr, WINDOWED: tl.constexpr, STAGES: tl.constexpr, EMULATE: tl.constexpr,
 ):  # fmt: skip
@@ -79,7 +80,7 @@ def _packed_keys(
             behind = position[:, None] - (token + half * TILE + block * BLOCK)[None, :]
             if ALIBI:
                 x -= slope[:, None] * behind.to(tl.float32)
-            within = seen & (behind < window) if WINDOWED else seen
+            within = seen & (behind < reach) if WINDOWED else seen
             p, alpha, m_i, l_i = _softmax_step(x, within, m_i, l_i)
             z_i = z_i * alpha + tl.sum(p * tl.load(vp_at + BLOCK).to(tl.float32)[None, :], 1)
             p *= tl.load(vp_at).to(tl.float32)[None, :]
@@ -96,7 +97,7 @@ def _packed_keys(
 @triton.jit
 def _newest_keys(
     q, k_new, v_new, k_ring, v_ring, since, start, end, new_at, ring_at, kv_stride, line, position,
-    slope, score_scale, cap, window, m_i, l_i, acc,
+    slope, score_scale, cap, reach, m_i, l_i, acc,
     D: tl.constexpr, N: tl.constexpr, ALIBI: tl.constexpr, CAPPED: tl.constexpr,
     WINDOWED: tl.constexpr,
 ):  # fmt: skip
@@ -122,7 +123,7 @@ def _newest_keys(
             x -= slope[:, None] * behind.to(tl.float32)
         seen = (behind >= 0) & (t[None, :] >= line[:, None])
         if WINDOWED:
-            seen &= behind < window
+            seen &= behind < reach
         p, alpha, m_i, l_i = _softmax_step(x, seen, m_i, l_i)
         acc = tl.dot(p.to(OPERAND), v, acc * alpha[:, None], input_precision="ieee")
     return l_i, acc
@@ -134,8 +135,8 @@ def chunk_packed(
     sinks, out_ptr, score_scale, num_rows, columns, cap, window, kv_stride,
     H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, BITS: tl.constexpr, M: tl.constexpr,
     N: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr, ALIBI: tl.constexpr,
-    CAPPED: tl.constexpr, WINDOWED: tl.constexpr, SINKS: tl.constexpr, STAGES: tl.constexpr,
-    PDL: tl.constexpr, EMULATE: tl.constexpr,
+    CAPPED: tl.constexpr, WINDOWED: tl.constexpr, CHUNKED: tl.constexpr, SINKS: tl.constexpr,
+    STAGES: tl.constexpr, PDL: tl.constexpr, EMULATE: tl.constexpr,
 ):  # fmt: skip
     """TILE new tokens of a row of several, times the query heads of one key/value head."""
     C: tl.constexpr = H // G
@@ -161,6 +162,7 @@ def chunk_packed(
         new = begin + m // C
         used = (m < TILE * C) & (new < count)
         position = start + tl.minimum(new, count - 1)
+        reach = reach_of(position[:, None], window, CHUNKED)
         line = packed_line(position)
         at = ((place + new) * H + head * C + m % C)[:, None] * D
         d = tl.arange(0, D)
@@ -178,14 +180,14 @@ def chunk_packed(
         since = tl.maximum(start + begin - window + 1, 0) if WINDOWED else 0
         m_i, l_i, acc = _packed_keys(
             q, k_words, k_params, v_words, v_params, table + slot * columns, head, since // BLOCK,
-            packed_line(end - 1) // BLOCK, line, position, slope, score_scale, cap, window, m_i,
+            packed_line(end - 1) // BLOCK, line, position, slope, score_scale, cap, reach, m_i,
             l_i, acc, G, D, BITS, ALIBI, CAPPED, WINDOWED, STAGES, EMULATE,
         )  # fmt: skip
         q = tl.load(q_ptr + at + d[None, :], mask=used[:, None], other=0.0)
         l_i, acc = _newest_keys(
             q, k_new, v_new, k_ring, v_ring, tl.maximum(packed_line(start + begin), since // N * N),
             start, end, place * kv_stride + head * D, (slot * G + head) * (RING * D), kv_stride,
-            line, position, slope, score_scale, cap, window, m_i, l_i, acc,
+            line, position, slope, score_scale, cap, reach, m_i, l_i, acc,
             D, N, ALIBI, CAPPED, WINDOWED,
         )  # fmt: skip
         out = acc / tl.maximum(l_i, 1e-30)[:, None]

@@ -34,6 +34,7 @@ from llmpq.kernels.kv.low_bit.ring_attend import (
     packed_line,
 )
 from llmpq.kernels.kv.low_bit.unpack import TWO_24
+from llmpq.kernels.kv.paged.paged_attend import reach_of
 
 
 @triton.jit
@@ -83,8 +84,8 @@ def decode_packed(
     part_ptr, lse_ptr, score_scale, num_rows, columns, cap, window,
     H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, BITS: tl.constexpr, R: tl.constexpr,
     PROGRAMS: tl.constexpr, TILES: tl.constexpr, STAGES: tl.constexpr, AHEAD: tl.constexpr,
-    ALIBI: tl.constexpr, CAPPED: tl.constexpr, WINDOWED: tl.constexpr, KW: tl.constexpr,
-    KW0: tl.constexpr, PDL: tl.constexpr, EMULATE: tl.constexpr,
+    ALIBI: tl.constexpr, CAPPED: tl.constexpr, WINDOWED: tl.constexpr, CHUNKED: tl.constexpr,
+    KW: tl.constexpr, KW0: tl.constexpr, PDL: tl.constexpr, EMULATE: tl.constexpr,
 ):  # fmt: skip
     """What a program's entries say of the rows' packed tiles and rings, of one key/value head."""
     C: tl.constexpr = H // G
@@ -126,11 +127,12 @@ def decode_packed(
         while row <= row_last:
             if begin < stop:
                 # Steps before the window are dealt, too: their programs have less to do.
-                seen = first_step(position, window, TILES * TILE, WINDOWED)
+                reach = reach_of(position, window, CHUNKED)
+                seen = first_step(position, reach, TILES * TILE, WINDOWED)
                 out, lse = _packed_part(
                     q_ptr, k_words, k_params, v_words, v_params, table, slopes,
                     tl.maximum(begin, seen), stop, slot, position, place, columns, head, first_col,
-                    score_scale, cap, window,
+                    score_scale, cap, reach,
                     H, G, D, BITS, R, TILES, STAGES, ALIBI, CAPPED, WINDOWED, KW, KW0, EMULATE,
                 )  # fmt: skip
                 to = (part.to(tl.int64) * (G * CHUNKS) + head_part) * R
@@ -154,7 +156,7 @@ def decode_packed(
                 out, lse = attend_ring(
                     q_ptr, k_ring, v_ring, slopes, packed_line(position) + begin * RING_STEP,
                     stop - begin, position, position + 1, (slot * G + head) * (RING * D), place,
-                    head, first_col, score_scale, cap, window,
+                    head, first_col, score_scale, cap, reach_of(position, window, CHUNKED),
                     H, G, 1, D, R, ALIBI, CAPPED, WINDOWED,
                 )  # fmt: skip
                 to = (part.to(tl.int64) * (G * CHUNKS) + head_part) * R

@@ -44,6 +44,8 @@ MANY_ROWS_LOOP = {8: (1, 2)}
 with fewer copies in flight (H200, 96 rows of 9,000 tokens: 442 us instead of 519)."""
 MANY_PARTS = 64
 """Rows times key/value heads from which a step has many rows."""
+DECODE_SCORES = ("ALIBI", "CAPPED", "WINDOWED", "CHUNKED")
+"""What `decode_packed` does to scores; sinks come as parts are merged."""
 HEAD_DIMS = (32, 64, 128, 256)
 """What heads may have: reshapes of registers know powers of two."""
 
@@ -205,7 +207,7 @@ class PackedPlan:
                 "KW0": 2,
                 "num_warps": 1,
             }
-            | {name: scores.options[name] for name in ("ALIBI", "CAPPED", "WINDOWED")}
+            | {name: scores.options[name] for name in DECODE_SCORES}
         )
 
     def combine_options(self, rows: int, scores: Scores, *, pdl: bool) -> dict[str, int | bool]:

@@ -15,7 +15,8 @@
 
 A `ScoreRule` caps scores, hides keys behind a window, gives every row a sink (one more score, of a
 key without a value). Keys before the window are not read: decoding rows of windowed layers have a
-line of tiles of their own, as long as the model's widest window.
+line of tiles of their own, as long as the model's widest window. Windows that begin at multiples of
+their size (Llama 4's chunks) are read as far as moving ones are.
 
 Launches have shapes of their own, not the rows': lengths and tables are read on the device
 (paged_rows.py), so a CUDA graph of a step serves any mix of as many places. No kernel writes them,
@@ -68,11 +69,14 @@ def _load_tile(
 
 @triton.jit
 def _seen(
-    q, k, v, t0, position, slope, m_i, l_i, acc, score_scale, cap, window,
+    q, k, v, t0, position, slope, m_i, l_i, acc, score_scale, cap, reach,
     N: tl.constexpr, ALIBI: tl.constexpr, CAPPED: tl.constexpr, WINDOWED: tl.constexpr,
     WHOLE: tl.constexpr = False,
 ):  # fmt: skip
-    """Take a tile of keys and values into query rows' softmax; WHOLE: each row sees all keys."""
+    """Take a tile of keys and values into query rows' softmax; WHOLE: each row sees all keys.
+
+    `reach`: how many keys a row sees, one number or [M, 1].
+    """
     t = t0 + tl.arange(0, N)
     x = tl.dot(q, tl.trans(k), input_precision="ieee") * score_scale
     if CAPPED:  # cap tanh(y / cap), x = y log2 e; tanh(z) = 1 - 2 / (2^(2 z log2 e) + 1)
@@ -82,7 +86,7 @@ def _seen(
         x -= slope[:, None] * behind.to(tl.float32)
     seen = behind >= 0
     if WINDOWED:
-        seen &= behind < window
+        seen &= behind < reach
     if not WHOLE:
         x = tl.where(seen, x, -1.0e30)
     m_new = tl.maximum(m_i, tl.max(x, 1))
@@ -92,6 +96,12 @@ def _seen(
         p = tl.where(seen, p, 0.0)
     acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision="ieee")
     return m_new, l_i * alpha + tl.sum(p, 1), acc
+
+
+@triton.jit
+def reach_of(position, window, CHUNKED: tl.constexpr):
+    """How many keys a query sees of a window; CHUNKED: it begins at multiples of its size."""
+    return position % window + 1 if CHUNKED else window
 
 
 @triton.jit
@@ -130,8 +140,8 @@ def decode_kernel(
     H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, PADDED: tl.constexpr, R: tl.constexpr,
     N: tl.constexpr, PAGE: tl.constexpr, PROGRAMS: tl.constexpr, WORK_SPLIT: tl.constexpr,
     HEADS: tl.constexpr, MERGED: tl.constexpr, COUNTED: tl.constexpr, AHEAD: tl.constexpr,
-    ALIBI: tl.constexpr, CAPPED: tl.constexpr, WINDOWED: tl.constexpr, SINKS: tl.constexpr,
-    STAGES: tl.constexpr, PDL: tl.constexpr,
+    ALIBI: tl.constexpr, CAPPED: tl.constexpr, WINDOWED: tl.constexpr, CHUNKED: tl.constexpr,
+    SINKS: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """An equal share of all rows' key tiles, of one key/value head; zeros for padding."""
     C: tl.constexpr = H // G
@@ -191,6 +201,7 @@ def decode_kernel(
             m_i, l_i = _sums_before(sinks, head, c < C, begin == row_begin, R, SINKS)
             acc = tl.zeros([R, PADDED], tl.float32)
             from_tile = _hidden(end, widest, N, WINDOWED) - row_begin
+            reach = reach_of(end - 1, window, CHUNKED)
             last_tile = stop + from_tile - 1
             for tile in tl.range(begin + from_tile, stop + from_tile, num_stages=STAGES):
                 k, v = _load_tile(
@@ -199,7 +210,7 @@ def decode_kernel(
                 )  # fmt: skip
                 block = tl.load(own_table + tl.minimum(tile + 1, last_tile) * N // PAGE)
                 m_i, l_i, acc = _seen(
-                    q, k, v, tile * N, position, slope, m_i, l_i, acc, score_scale, cap, window,
+                    q, k, v, tile * N, position, slope, m_i, l_i, acc, score_scale, cap, reach,
                     N, ALIBI, CAPPED, WINDOWED,
                 )  # fmt: skip
             out = acc / tl.maximum(l_i, 1e-30)[:, None]
@@ -235,8 +246,8 @@ def chunk_kernel(
     score_scale, cap, window, widest, num_rows, columns, block_stride,
     H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, PADDED: tl.constexpr, M: tl.constexpr,
     N: tl.constexpr, PAGE: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr,
-    ALIBI: tl.constexpr, CAPPED: tl.constexpr, WINDOWED: tl.constexpr, SINKS: tl.constexpr,
-    STAGES: tl.constexpr, PDL: tl.constexpr,
+    ALIBI: tl.constexpr, CAPPED: tl.constexpr, WINDOWED: tl.constexpr, CHUNKED: tl.constexpr,
+    SINKS: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """TILE new tokens of a row of several, times the query heads of one key/value head."""
     C: tl.constexpr = H // G
@@ -261,6 +272,7 @@ def chunk_kernel(
         new = begin + m // C
         used = (m < TILE * C) & (new < count)
         position = start + tl.minimum(new, count - 1)
+        reach = reach_of(position[:, None], window, CHUNKED)
         end = start + tl.minimum(count, begin + TILE)
         d = tl.arange(0, PADDED)
         head = group * C + m % C
@@ -282,7 +294,7 @@ def chunk_kernel(
             )
             block = tl.load(own_table + tl.minimum(t0 + N, end - 1) // PAGE)
             m_i, l_i, acc = _seen(
-                q, k, v, t0, position, slope, m_i, l_i, acc, score_scale, cap, window,
+                q, k, v, t0, position, slope, m_i, l_i, acc, score_scale, cap, reach,
                 N, ALIBI, CAPPED, WINDOWED, True,
             )  # fmt: skip
         for t0 in tl.range(own_first, end, N, num_stages=STAGES):
@@ -291,7 +303,7 @@ def chunk_kernel(
             )
             block = tl.load(own_table + tl.minimum(t0 + N, end - 1) // PAGE)
             m_i, l_i, acc = _seen(
-                q, k, v, t0, position, slope, m_i, l_i, acc, score_scale, cap, window,
+                q, k, v, t0, position, slope, m_i, l_i, acc, score_scale, cap, reach,
                 N, ALIBI, CAPPED, WINDOWED,
             )  # fmt: skip
         out = acc / tl.maximum(l_i, 1e-30)[:, None]
@@ -330,6 +342,7 @@ def paged_attend(
         alibi=alibi_slopes_H is not None,
         capped=rule.cap > 0,
         windowed=rule.window > 0,
+        chunked=rule.chunked,
         sinks=rule.sinks_H is not None,
     )
     decode = plan.decode_options(num_rows, how, pdl=pdl)

@@ -33,6 +33,8 @@ class Scores:
     alibi: bool = False
     capped: bool = False
     windowed: bool = False
+    chunked: bool = False
+    """Windows begin at multiples of their size."""
     sinks: bool = False
 
     @property
@@ -42,6 +44,7 @@ class Scores:
             "ALIBI": self.alibi,
             "CAPPED": self.capped,
             "WINDOWED": self.windowed,
+            "CHUNKED": self.chunked,
             "SINKS": self.sinks,
         }
 

@@ -28,7 +28,7 @@ from llmpq.kernels.gemm.experts.expert_stack import ExpertStack
 from llmpq.kernels.gemm.experts.gated import GateRule
 from llmpq.runtime.models.experts import Routing, SparseMLP
 from llmpq.runtime.models.linear import Linear
-from llmpq.runtime.models.mlps import MLP, GatedMLP
+from llmpq.runtime.models.mlps import MLP, GatedMLP, GateFunction
 from llmpq.runtime.models.norms import Norm
 
 OLDEST = (8, 0)
@@ -99,9 +99,16 @@ def _choice(routing: Routing) -> RouterRule:
     )
 
 
+def _by_rule_alone(routing: Routing) -> bool:
+    """Whether the kernels choose and weigh as a router does, given its logits."""
+    return not routing.rule.weighs_input and routing.expert_scale_E is None
+
+
 def _routed(routing: Routing, x_Th: Tensor) -> tuple[Tensor, Tensor]:
     """Return weights and numbers [T, k] of each token's experts; `Routing.forward` is the twin."""
-    if not route.fits(routing.weight_Eh.shape[0], routing.rule.groups):
+    if not _by_rule_alone(routing) or not route.fits(
+        routing.weight_Eh.shape[0], routing.rule.groups
+    ):
         weight_Tk, expert_Tk = routing(x_Th)
         return weight_Tk, expert_Tk
     return route.route(routing.logits(x_Th), _choice(routing), routing.correction_E)
@@ -109,35 +116,50 @@ def _routed(routing: Routing, x_Th: Tensor) -> tuple[Tensor, Tensor]:
 
 @dataclass(frozen=True)
 class Sending:
-    """Rows that experts take, the weights [T, k] of what they make, and who takes what."""
+    """Rows, what experts take of them, the weights of what they make, and who takes what."""
 
     x_Th: Tensor
+    given: Tensor
+    """The rows themselves, or a row for each pair of token and expert."""
     weight_Tk: Tensor
     dispatch: ExpertDispatch
 
 
 def send(routing: Routing, x_Th: Tensor) -> Sending:
     """Choose the experts of rows that are normed already."""
-    weight_Tk, expert_Tk = _routed(routing, x_Th)
-    return Sending(x_Th, weight_Tk, assign(expert_Tk, routing.weight_Eh.shape[0]))
+    return sending(routing, x_Th, *_routed(routing, x_Th))
+
+
+def sending(routing: Routing, x_Th: Tensor, weight_Tk: Tensor, expert_Tk: Tensor) -> Sending:
+    """Return rows on their way to the experts that were chosen.
+
+    Weights on what experts are given make every pair a row of its own, of one expert.
+    """
+    experts = routing.weight_Eh.shape[0]
+    if not routing.rule.weighs_input:
+        return Sending(x_Th, x_Th, weight_Tk, assign(expert_Tk, experts))
+    given_Ch = (x_Th[:, None] * weight_Tk[:, :, None]).flatten(0, 1)
+    dispatch = assign(expert_Tk.reshape(-1, 1), experts)
+    return Sending(x_Th, given_Ch, torch.ones_like(weight_Tk), dispatch)
 
 
 def norm_and_send(routing: Routing, between: Norm, x_Th: Tensor) -> Sending:
     """Norm rows and choose their experts: of few rows in two launches."""
     experts, rule = routing.weight_Eh.shape[0], routing.rule
-    plain = between.bias is None and between.shape == x_Th.shape[1:]
-    if not plain or not norm_route.takes(x_Th, experts, rule.groups):
+    plain = not between.centred and between.shape == x_Th.shape[1:]
+    of_logits = routing.scale_h is None and _by_rule_alone(routing)
+    if not plain or not of_logits or not norm_route.takes(x_Th, experts, rule.groups):
         return send(routing, _normed(between, x_Th))
     normed_Th, weight_Tk, expert_Tk = norm_route.norm_route(
         *(x_Th, between.weight, between.eps, routing.weight_Eh, _choice(routing)),
         bias_E=routing.bias_E,
         correction_E=routing.correction_E,
     )
-    return Sending(normed_Th, weight_Tk, assign(expert_Tk, experts))
+    return Sending(normed_Th, normed_Th, weight_Tk, assign(expert_Tk, experts))
 
 
 def _normed(part: Norm, x_Th: Tensor) -> Tensor:
-    if part.bias is not None or part.shape != x_Th.shape[1:] or x_Th.shape[1] > MAX_COLUMNS:
+    if part.centred or part.shape != x_Th.shape[1:] or x_Th.shape[1] > MAX_COLUMNS:
         normed: Tensor = part(x_Th)
         return normed
     return rms_norm(x_Th, part.weight, part.eps)
@@ -168,7 +190,9 @@ class GroupedMLP(SparseMLP):
     def _hidden(self, x_Th: Tensor, dispatch: ExpertDispatch) -> Tensor:
         """Return act(gate) * up of every pair [C, F], gated in the product where it can be."""
         gate = self.experts[0].gate
-        assert not isinstance(gate, (Tensor, nn.Module))
+        assert isinstance(gate, GateFunction)
+        if not gate.is_plain:
+            return gate.of_both(self._up.product(x_Th, dispatch))
         if self._up.gates(x_Th, dispatch):
             made = GateRule(gate.activation, gate.limit, gate.slope)
             return self._up.product(x_Th, dispatch, gate=made)
@@ -182,6 +206,12 @@ class GroupedMLP(SparseMLP):
         x_Th = x_BQh.reshape(-1, x_BQh.shape[-1])
         return self._summed(send(self.routing, x_Th), None).view(x_BQh.shape)
 
+    def mixed(self, x_Th: Tensor, weight: Tensor, expert: Tensor) -> Tensor:
+        """Return the weighted sum of each token's experts [T, h], without the shared MLP."""
+        if self.asks_host:
+            return super().mixed(x_Th, weight, expert)
+        return self._experts_sum(sending(self.routing, x_Th, weight, expert), None)
+
     def added(self, residual_BQh: Tensor, between: Norm) -> Tensor:
         """Return r + experts(norm(r)); r may have lost its values then."""
         residual_Th = residual_BQh.reshape(-1, residual_BQh.shape[-1])
@@ -192,9 +222,12 @@ class GroupedMLP(SparseMLP):
         return made.view(residual_BQh.shape)
 
     def _summed(self, rows: Sending, residual_Th: Tensor | None) -> Tensor:
-        hidden_CF = self._hidden(rows.x_Th, rows.dispatch)
-        y_Ch = self._down.product(hidden_CF, rows.dispatch, back=True)
-        y_Th = weighted_sum(rows.weight_Tk, y_Ch, residual_Th)
+        y_Th = self._experts_sum(rows, residual_Th)
         if self.shared is not None:
             y_Th.add_(self.shared(rows.x_Th))
         return y_Th
+
+    def _experts_sum(self, rows: Sending, residual_Th: Tensor | None) -> Tensor:
+        hidden_CF = self._hidden(rows.given, rows.dispatch)
+        y_Ch = self._down.product(hidden_CF, rows.dispatch, back=True)
+        return weighted_sum(rows.weight_Tk, y_Ch, residual_Th)

@@ -20,7 +20,7 @@ Legend: B rows, Q new tokens, h hidden, H query heads, G key/value heads, D head
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 
 import torch
@@ -45,7 +45,7 @@ from llmpq.runtime.cache.plain_kv import PlainKVCache
 from llmpq.runtime.models.attention import attend_cached, score_bias
 from llmpq.runtime.models.experts import Routing, SparseMLP
 from llmpq.runtime.models.latent_attention import LatentAttention
-from llmpq.runtime.models.layers import Attention, DecoderLayer, SideBySide
+from llmpq.runtime.models.layers import Attention, DecoderLayer, SideBySide, unit_norm
 from llmpq.runtime.models.linear import Linear
 from llmpq.runtime.models.mlps import MLP, GatedMLP
 from llmpq.runtime.models.norms import Norm
@@ -78,6 +78,12 @@ class CudaLayers:
         """Return None: layers run one by one, or a graph holds them."""
         return None
 
+    def attention(
+        self, part: Attention, x_BQh: Tensor, index: int, step: Step, kv: KVCache
+    ) -> Tensor:
+        """Return a layer's attention, the output product included."""
+        return product(part.o, attention(part, x_BQh, index, step, kv))
+
     def norm(self, part: Norm, x: Tensor) -> Tensor:
         """Return x normalised."""
         return norm(part, x)
@@ -108,8 +114,24 @@ def decoder_layer(
     `last_only`: after attention go on with the last valid token of each row, [B, 1, h].
     `in_place`: it may take the input's place, which saves a dense o the copying.
     """
+    narrows = last_only and step.q_len > 1
+    last = partial(_last_tokens, step) if narrows else None
+    y = _without_tail(layer, x_BQh, index, step, kv, last=last, in_place=in_place)
+    return y if layer.tail is None else layer.tail(y, step, last_only=narrows)
+
+
+def _without_tail(
+    layer: DecoderLayer,
+    x_BQh: Tensor,
+    index: int,
+    step: Step,
+    kv: KVCache,
+    *,
+    last: Callable[[Tensor], Tensor] | None,
+    in_place: bool,
+) -> Tensor:
+    """Return the residual stream behind attention and MLP; `last`: takes each row's last token."""
     part, mlp = _known_parts(layer)
-    last = partial(_last_tokens, step) if last_only and step.q_len > 1 else None
     if cuda_atom_layers.rounds_inputs(layer):
         assert isinstance(part, Attention)
         inner = partial(attend, part, index=index, step=step, kv=kv)
@@ -232,7 +254,7 @@ def _hidden(mlp: MLP | GatedMLP, wide: Tensor) -> Tensor:
     if not isinstance(mlp, GatedMLP):
         return _activated(mlp, wide)
     gate, made = mlp.gate, product(mlp.gate_up, wide)
-    if gate.factor != 1.0:
+    if not gate.is_plain:
         return gate.of_both(made)
     return gated_mlp.gate_mul(made, gate.activation, limit=gate.limit, slope=gate.slope)
 
@@ -324,26 +346,19 @@ def attend(part: Attention, qkv_BQN: Tensor, index: int, step: Step, kv: KVCache
     qkv, gate = qkv_BQN.view(batch, q_len, -1, part.head_dim), None
     if part.gated:
         qkv, gate = qkv.split([part.heads + 2 * part.kv_heads, part.heads], dim=2)
-    q, k, v = qkv.split([part.heads, part.kv_heads, part.kv_heads], dim=2)
-    rotary, norms = part.rotary, None
-    if part.q_norm is not None and part.k_norm is not None and not part.late_norms:
-        norms = late_norms(part) if kv.plain is not None and kv.dual is None else None
-        if norms is None:
-            q, k = norm_heads(part, qkv)
-    if part.limit:
-        q, k, v = (x.clamp(-part.limit, part.limit) for x in (q, k, v))
-    if part.late_norms:
-        if rotary is not None:
-            q, k = rotary.rotate(q, step), rotary.rotate(k, step)
-        q, k = part.normed(q, k)
-        rotary = None
+    norms = None
+    if kv.plain is not None and kv.dual is None and part.is_plain and not part.late_norms:
+        norms = late_norms(part)
+    q, k, v, rotary = _made(part, qkv, step, with_norms=norms is None)
     whole = rotary is not None and rotary.is_plain(part.head_dim)
-    if kv.plain is not None:
+    if kv.pages is not None:
+        out = _paged(part, rotary, (q, k, v), index, step, kv.pages)
+    elif not part.is_plain or (part.rule is not None and part.rule.chunked):
+        raise ValueError("slots on a GPU know no attention like this layer's: serve from a pool")
+    elif kv.plain is not None:
         out = _plain(part, rotary, (q, k, v), index, step, kv.plain, norms)
         if kv.dual is not None:
             kv.dual.keep(index, step, partial(_append_to_copy, part, rotary, k, v, index, step))
-    elif kv.pages is not None:
-        out = _paged(part, rotary, (q, k, v), index, step, kv.pages)
     elif whole and rotary is not None and (rotating := kv.rotating(step)) is not None:
         rule, rotated = cuda_rules.rule_of(part.rule, step), {"inv_freq": rotary.inv_freq}
         out = rotating.attend(index, q, k, v, step, scale=part.scale, rule=rule, **rotated)
@@ -354,6 +369,38 @@ def attend(part: Attention, qkv_BQN: Tensor, index: int, step: Step, kv: KVCache
         out = cuda_rules.attend_packed(kv, index, q, k, v, step, part.scale, rule, slopes)
     out = out if gate is None else out * gate.sigmoid()
     return out.reshape(batch, q_len, part.heads * part.head_dim)
+
+
+def _made(
+    part: Attention, qkv: Tensor, step: Step, *, with_norms: bool
+) -> tuple[Tensor, Tensor, Tensor, Rotary | None]:
+    """Return q, k and v, and how q and k are still to be rotated; `Attention._made` is the twin.
+
+    Norms of single heads without a weight leave it to the cache to rotate: rotation keeps lengths.
+    """
+    rotary = part.rotary
+    if part.sharing.source is not None:
+        q, k, v = part.with_shared(qkv, step)
+        return part.grown(q, step), k, v, None
+    if part.values_are_keys:
+        qkv = part.with_values(qkv)
+    q, k, v = qkv.split([part.heads, part.kv_heads, part.kv_heads], dim=2)
+    if with_norms and part.q_norm is not None and not part.late_norms:
+        q, k = norm_heads(part, qkv)
+    if part.limit:
+        q, k, v = (x.clamp(-part.limit, part.limit) for x in (q, k, v))
+    scaled = rotary is not None and part.unit_eps is not None and rotary.factor != 1.0
+    if rotary is not None and (part.late_norms or part.sharing.read_by_others or scaled):
+        q, k, rotary = rotary.rotate(q, step), rotary.rotate(k, step), None
+    if part.late_norms:
+        q, k = part.normed(q, k)
+    if part.unit_eps is not None:
+        q, k = unit_norm(q, part.unit_eps), unit_norm(k, part.unit_eps)
+    if part.value_eps is not None:
+        v = unit_norm(v, part.value_eps)
+    if part.sharing.read_by_others:
+        part.share(k, v, step)
+    return part.grown(q, step), k, v, rotary
 
 
 def _append_to_copy(
@@ -422,8 +469,11 @@ def _paged(
     step: Step,
     kv: GpuPagedKVBase,
 ) -> Tensor:
-    """Append to the pool of blocks, then attend to it."""
-    return kv.attend(
+    """Append to the pool of blocks, then attend to it; where keys are another layer's, attend."""
+    if part.sharing.read_by_others:
+        kv.keep_for_readers(index, step)
+    attend_to = kv.attend if part.sharing.source is None else kv.attend_again
+    return attend_to(
         *(index, *qkv, step),
         scale=part.scale,
         alibi_slopes_H=part.alibi_slopes_H,

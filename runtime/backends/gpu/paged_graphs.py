@@ -16,7 +16,6 @@ from torch import Tensor
 from torch.nn import functional
 
 from llmpq.kernels.fused.argmax import argmax
-from llmpq.kernels.kv.paged.paged_rows import FIELDS
 from llmpq.kernels.kv.prompt_attend import prompt_runs
 from llmpq.runtime.backends.gpu.cuda_graphs import DecodeGraphs, StepOutput, rounded_rows
 from llmpq.runtime.cache.gpu_paged_kv_base import GpuPagedKVBase
@@ -108,11 +107,15 @@ class PagedGraphs(DecodeGraphs):
 
     @property
     def _most_values(self) -> int:
-        return self._pages.num_work_split + self._places + FIELDS * self._num_rows(self._places)
+        return self._pages.num_work_split + self._places + self._num_fields(self._places)
 
     def _num_rows(self, size: int) -> int:
         """Return the rows of a step's table; with chunks one more, which is padding."""
         return self._padding_slot + 1 if self._chunks else size
+
+    def _num_fields(self, size: int) -> int:
+        """Return the numbers of a step's table."""
+        return self._pages.num_fields * self._num_rows(size)
 
     def _size(self, message: StepMessage) -> int:
         if self._chunks:
@@ -143,9 +146,9 @@ class PagedGraphs(DecodeGraphs):
     ) -> StepOutput:
         """Run the stage on the static buffers; what a graph records."""
         num_rows = self._num_rows(size)
-        parts = [self._pages.num_work_split, FIELDS * num_rows, size]
+        parts = [self._pages.num_work_split, self._num_fields(size), size]
         work_split, table, tokens_T = self._rows[: sum(parts)].split(parts)
-        rows_FR = table.view(FIELDS, num_rows)
+        rows_FR = table.view(self._pages.num_fields, num_rows)
         step = paged_step(
             *(self._pages, rows_FR, work_split, size),
             padding_slot=self._padding_slot,

@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 
 from llmpq.kernels.fused.argmax import argmax
-from llmpq.kernels.kv.paged.paged_rows import FIELDS
 from llmpq.runtime.backends.gpu.cuda_graphs import DecodeGraphs, StepOutput, rounded_rows
 from llmpq.runtime.backends.gpu.paged_graphs import paged_step
 from llmpq.runtime.cache.gpu_paged_kv_base import GpuPagedKVBase
@@ -64,8 +63,9 @@ class PagedRoundGraphs(DecodeGraphs):
     def _parts(self, num_rows: int) -> list[int]:
         """Return how many values are sent of a round: of its draft steps, its verify, its rows."""
         positions = self._gamma + 1
-        draft = [self._draft_pages.num_work_split, FIELDS * num_rows] * self._gamma
-        verify = [self._pages.num_work_split, FIELDS * (num_rows + 1)]
+        pages, drafted = self._pages, self._draft_pages
+        draft = [drafted.num_work_split, drafted.num_fields * num_rows] * self._gamma
+        verify = [pages.num_work_split, pages.num_fields * (num_rows + 1)]
         return [*draft, *verify, num_rows, num_rows, *[num_rows * positions] * 2]
 
     def _values(self, message: StepMessage, num_rows: int) -> list[int]:
@@ -115,7 +115,7 @@ class PagedRoundGraphs(DecodeGraphs):
             work_split, rows = steps[2 * place : 2 * place + 2]
             step = paged_step(
                 self._draft_pages,
-                rows.view(FIELDS, num_rows),
+                rows.view(self._draft_pages.num_fields, num_rows),
                 work_split,
                 num_rows,
                 padding_slot=self._padding_slot,
@@ -128,7 +128,7 @@ class PagedRoundGraphs(DecodeGraphs):
         work_split, rows = steps[2 * self._gamma :]
         step = paged_step(
             self._pages,
-            rows.view(FIELDS, num_rows + 1),
+            rows.view(self._pages.num_fields, num_rows + 1),
             work_split,
             len(tokens_T),
             padding_slot=self._padding_slot,

@@ -1,4 +1,4 @@
-"""Every family on a GPU in float32, decode steps captured: the tokens of Transformers."""
+"""Every family over a pool on a GPU: a CPU's tokens and scores, or one sentence why not."""
 
 from __future__ import annotations
 
@@ -7,28 +7,74 @@ from typing import Any
 import pytest
 import torch
 
+from llmpq.capabilities import gpu_pool_lack, lacks
 from llmpq.model_spec import ModelSpec
-from llmpq.runtime.backends.build_stage import build_slot_stage
-from llmpq.runtime.backends.gpu.cuda_slot_stage_runner import CudaSlotStageRunner
-from llmpq.runtime.weights.sources import CheckpointSource
+from llmpq.precision import KVPrecision
+from llmpq.runtime.backends.gpu.cuda_stage_runner import CudaStageRunner
+from llmpq.runtime.drafts.drafters import FixedDrafter
+from llmpq.sizes.pool_size import PoolSize
+from reference.family_runs import served, stages_of
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
 ]
-NEW = 12
+NEW, TOLERANCE = 12, 1e-3
+POOL = PoolSize(num_blocks=4, slots=2, max_len=80)
 
 
-def test_tokens_equal_transformers(
-    models: Any, make_plan: Any, random_prompts: Any, stage_tokens: Any, family_kind: str
+def test_tokens_and_scores_equal_a_cpu(
+    models: Any, make_plan: Any, random_prompts: Any, family_kind: str
 ) -> None:
-    """Prompts beyond windows; heads of an odd size are for the interpreter."""
-    prompts, directory = random_prompts(7, 19, 2, 9), models.directory(family_kind)
-    options = {"prompt_len": 19, "gen_len": NEW}
-    plan = make_plan(directory, batch=3, decode_microbatch=3, prefill_microbatch=2, **options)
-    spec, device = ModelSpec.from_directory(directory), torch.device("cuda")
-    compute, _ = build_slot_stage(plan, 0, spec, CheckpointSource(directory, spec), device)
-    assert isinstance(compute, CudaSlotStageRunner) and not compute.model.asks_host
-    found = stage_tokens(compute, plan, prompts, NEW)
-    assert found == models.greedy(family_kind, prompts)
-    assert compute.captured_rows, "decode steps ran without a graph"
+    """In float32: chunks of one token, odd ones and whole prompts, from graphs and without."""
+    directory = models.directory(family_kind)
+    spec, plan = ModelSpec.from_directory(directory), make_plan(directory, batch=2, gen_len=NEW)
+    if missing := lacks(spec, "gpu"):
+        with pytest.raises(ValueError, match=missing[0].replace("(", r"\(").replace(")", r"\)")):
+            stages_of(directory, plan, POOL, device="cuda")
+        return
+    (word,) = random_prompts(5)
+    prompts = [*random_prompts(39), (word * 4)[:18]]
+    on_cpu = stages_of(directory, plan, POOL)
+    captured = stages_of(directory, plan, POOL, device="cuda")
+    plain = stages_of(directory, plan, POOL, device="cuda", graphs=False)
+    want: dict[int, Any] = {}
+    for stages, step_tokens in ((captured, 1), (captured, 33), (captured, 64), (plain, 64)):
+        # Earlier keys stay as dynamic frequencies turned them: chunks are another model there.
+        way = step_tokens if "dynamic" in family_kind else 64
+        if way not in want:
+            want[way] = served(on_cpu, prompts, POOL, new=NEW, step_tokens=way)
+        options = {"step_tokens": step_tokens, "prompts_too": stages is plain}
+        got = served(stages, prompts, POOL, new=NEW, **options)
+        assert got.tokens == want[way].tokens, step_tokens
+        assert got.furthest(want[way]) < TOLERANCE, step_tokens
+    compute = captured.computes[0]
+    assert isinstance(compute, CudaStageRunner) and not compute.model.asks_host
+    assert all(compute.captured), "steps ran without a graph"
+    if not lacks(spec, "drafts"):
+        drafter = FixedDrafter("ngram", 3)
+        drafted = served(captured, prompts, POOL, new=NEW, drafter=drafter)
+        assert drafted.tokens == want[64].tokens and sum(drafter.acceptance.drafted) > 0
+
+
+PACKED = PoolSize(num_blocks=4, slots=2, max_len=300, prefix_cache=False)
+
+
+def test_packed_caches_score_as_on_a_cpu(
+    models: Any, make_plan: Any, random_prompts: Any, family_kind: str
+) -> None:
+    """In float16, over a block's end: nearer to a CPU's than 16-bit keys and values are."""
+    directory = models.directory(family_kind)
+    spec = ModelSpec.from_directory(directory)
+    options = {"batch": 2, "prompt_len": 190, "gen_len": NEW, "dtype": "float16"}
+    plans = {kv: make_plan(directory, kv=kv, **options) for kv in ("kv16", "kv4")}
+    lacking = gpu_pool_lack(spec, KVPrecision.KV4, "float16", drafts=False)
+    if lacking or lacks(spec, "gpu") or spec.positions == "learned":  # too few of them
+        return
+    prompts = random_prompts(190, 140)
+    want = {
+        kv: served(stages_of(directory, plan, PACKED), prompts, PACKED, new=2)
+        for kv, plan in plans.items()
+    }
+    got = served(stages_of(directory, plans["kv4"], PACKED, device="cuda"), prompts, PACKED, new=2)
+    assert got.furthest(want["kv4"]) < 0.5 * want["kv16"].furthest(want["kv4"])

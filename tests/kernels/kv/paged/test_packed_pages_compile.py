@@ -40,7 +40,7 @@ MODELS = [
     (P.KV2, 8, 4, 256, torch.float32),
 ]
 RULED_MODELS = [(P.KV4, 64, 8, 64, torch.bfloat16), (P.KV8, 16, 8, 256, torch.bfloat16)]
-RULED = Scores(capped=True, windowed=True, sinks=True)
+RULED = Scores(capped=True, windowed=True, chunked=True, sinks=True)
 ALL = (*ARCHITECTURES, CONSUMER_BLACKWELL)
 
 

@@ -182,6 +182,7 @@ def test_shapes(mix, heads, groups, dim, dtype, programs, how):
 
 RULES = {
     "window": ScoreRule(window=100),
+    "chunked": ScoreRule(window=70, chunked=True),
     "one": ScoreRule(window=1),
     "cap": ScoreRule(cap=1.0),
     "sinks": ScoreRule(sinks_H=torch.linspace(-2, 4, 4)),

@@ -72,7 +72,7 @@ def plan_for(arch, model, monkeypatch):
 
 
 ALL = (*ARCHITECTURES, CONSUMER_BLACKWELL)
-PLAIN, RULED = Scores(), Scores(capped=True, windowed=True, sinks=True)
+PLAIN, RULED = Scores(), Scores(capped=True, windowed=True, chunked=True, sinks=True)
 
 
 def case(model, arch, scores=None):

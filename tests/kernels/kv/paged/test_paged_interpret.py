@@ -159,6 +159,7 @@ def rules(heads):
     return {
         "window": ScoreRule(window=37),
         "wide": ScoreRule(window=150),
+        "chunked": ScoreRule(window=70, chunked=True),
         "cap": ScoreRule(cap=3.0),
         "sinks": ScoreRule(sinks_H=sinks),
         "all": ScoreRule(window=64, cap=5.0, sinks_H=sinks),
@@ -194,7 +195,9 @@ def test_rules(kind, mix, programs, dtype, widest):
     options |= {"chunks": mix == "mixed"}
     got = paged_attend(q, k, v, rows, work_split(rows, plan), tables(), plan, **options)[:used]
     assert error(got, want) < TOLERANCE[dtype]
-    other = {"window": ScoreRule(window=36), "wide": ScoreRule(window=120)}.get(kind, ScoreRule())
+    others = {"window": ScoreRule(window=36), "wide": ScoreRule(window=120)}
+    others["chunked"] = ScoreRule(window=70)
+    other = others.get(kind, ScoreRule())
     wrong = paged_attend(
         q, k, v, rows, work_split(rows, plan), tables(), plan, **options | {"rule": other}
     )[:used]
