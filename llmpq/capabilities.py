@@ -184,8 +184,6 @@ def gpu_pool_lack(spec: ModelSpec, kv: KVPrecision, dtype: Dtype, *, drafts: boo
     if kv is not KVPrecision.KV16 and not dims <= {*GPU_POOL_HEAD_DIMS} and not latents:
         (*_, odd) = sorted(dims - {*GPU_POOL_HEAD_DIMS})
         lack = f"a KV cache of {kv.bits} bits and heads of {odd} channels"
-    if kv is not KVPrecision.KV16 and spec.kv_sources:
-        lack = f"a KV cache of {kv.bits} bits that layers share"
     if kv is not KVPrecision.KV16 and dtype == "float32":  # wrong on an H200
         lack = f"a KV cache of {kv.bits} bits in a model of float32"
     if drafts:

@@ -169,6 +169,33 @@ class GpuPackedKV(GpuPagedKVBase):
         )
         return out_THD[None]
 
+    def keep_for_readers(self, layer: int, step: Step) -> None:
+        """Keep a layer's newest tokens as they are before the chunks of a step."""
+        assert isinstance(step, PagedStep)
+        if step.chunks:
+            rings = [ring[layer].clone() for ring in self._rings]
+            step.memo[f"rings {id(self)} {layer}"] = rings
+
+    def attend_again(
+        self,
+        layer: int,
+        q_BQHD: Tensor,
+        k_BQGD: Tensor,
+        v_BQGD: Tensor,
+        step: Step,
+        *,
+        scale: float,
+        alibi_slopes_H: Tensor | None = None,
+        **options: Any,
+    ) -> Tensor:
+        """Return the attention of other queries; the step is appended again to what it found."""
+        for ring, kept in zip(
+            self._rings, step.memo.get(f"rings {id(self)} {layer}", ()), strict=False
+        ):
+            ring[layer].copy_(kept)
+        given = (layer, q_BQHD, k_BQGD, v_BQGD, step)
+        return self.attend(*given, scale=scale, alibi_slopes_H=alibi_slopes_H, **options)
+
     def append(self, layer: int, k_BQGD: Tensor, v_BQGD: Tensor, step: Step) -> None:
         """Append the step's keys, with their positions, and values; nothing attends to them yet."""
         assert isinstance(step, PagedStep)

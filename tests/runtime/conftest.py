@@ -122,8 +122,8 @@ GATED_MIXTURE = {
     "shared_expert_intermediate_size": 48,
 }
 GEMMA4: dict[str, Any] = {
-    "head_dim": 16,
-    "global_head_dim": 32,
+    "head_dim": 32,
+    "global_head_dim": 64,
     "num_global_key_value_heads": 1,
     "attention_k_eq_v": True,
     "sliding_window": WINDOW,
@@ -147,7 +147,7 @@ SPARSE: dict[str, Any] = {
 }
 GEMMA3N: dict[str, Any] = {
     "num_hidden_layers": 4,
-    "head_dim": 16,
+    "head_dim": 32,
     "intermediate_size": [48, 80, 64, 80],
     "sliding_window": WINDOW,
     "layer_types": [*["sliding_attention"] * 2, *["full_attention"] * 2],
@@ -162,7 +162,7 @@ GEMMA3N: dict[str, Any] = {
     "pad_token_id": 0,
 }
 LLAMA4: dict[str, Any] = {
-    "head_dim": 24,
+    "head_dim": 32,
     "intermediate_size_mlp": 80,
     "num_local_experts": 6,
     "num_experts_per_tok": 2,
@@ -467,6 +467,7 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
         {
             "text_config": {
                 **LLAMA4,
+                "head_dim": 24,
                 "layer_types": ["full_attention"] * DEPTH,
                 "no_rope_layers": [1, 0, 0, 1],
                 "use_qk_norm": False,

@@ -14,7 +14,8 @@ from triton import knobs
 from llmpq.capabilities import lacks
 from llmpq.kernels.fused.rope_append import rope_append_pages_reference
 from llmpq.kernels.kv import prompt_attend
-from llmpq.kernels.kv.paged import paged_plan
+from llmpq.kernels.kv.paged import packed_pages_plan, paged_plan
+from llmpq.kernels.kv.paged.packed_pages_plan import PackedPlan
 from llmpq.kernels.kv.paged.paged_plan import PagedPlan
 from llmpq.kernels.weights import dense_weight
 from llmpq.model_spec import ModelSpec
@@ -23,8 +24,9 @@ from llmpq.runtime.backends import build_stage
 from llmpq.runtime.backends.cuda import CudaBackend
 from llmpq.runtime.backends.gpu import cuda_layers
 from llmpq.runtime.backends.gpu.cuda_stage_runner import CudaStageRunner
-from llmpq.runtime.cache import gpu_paged_kv, gpu_paged_latents, paged_by_precision
+from llmpq.runtime.cache import gpu_packed_kv, gpu_paged_kv, gpu_paged_latents, paged_by_precision
 from llmpq.runtime.cache.gpu_kv_by_shape import GpuKVByShape
+from llmpq.runtime.cache.gpu_packed_kv import GpuPackedKV
 from llmpq.runtime.models.experts import MixtureBeside
 from llmpq.runtime.models.layers import Attention, LayerTail
 from llmpq.runtime.models.rotary import Rotary
@@ -87,13 +89,14 @@ def on_gpu(models: Any, make_plan: Any, monkeypatch: pytest.MonkeyPatch) -> Iter
     def run(kind: str, prompts: list[list[int]], *, on_cpu: bool = False, **options: Any) -> Served:
         directory, size = models.directory(kind), options.pop("size", POOL)
         splits = models.cuts(kind, options.pop("splits", ()))
-        plan = make_plan(directory, splits, batch=2, prompt_len=len(prompts[0]), gen_len=NEW)
+        shape = {"batch": 2, "prompt_len": len(prompts[0]), "gen_len": NEW}
+        plan = make_plan(directory, splits, kv=options.pop("kv", "kv16"), **shape)
         with monkeypatch.context() as patch:
             if not on_cpu:
                 patch.setattr(dense_weight, "pack_dense", lambda weight_NK: weight_NK)
                 patch.setattr(build_stage, "backend_of", lambda device: CudaBackend())
                 patch.setattr(paged_by_precision, "_is_gpu", lambda device: True)
-                for module in (gpu_paged_kv, gpu_paged_latents):
+                for module in (gpu_paged_kv, gpu_paged_latents, gpu_packed_kv):
                     patch.setattr(module, "rope_append_pages", rope_append_pages_reference)
                 patch.setattr(CudaStageRunner, "run", one_at_a_time)
             stages = stages_of(directory, plan, size)
@@ -138,6 +141,27 @@ def test_pools_of_windows_beside_heads_of_another_shape(
     want = on_gpu("gemma4", prompts, on_cpu=True, size=size)
     got = on_gpu("gemma4", prompts, size=replace(size, window=6, window_blocks=4))
     assert got.tokens == want.tokens and got.furthest(want) < TOLERANCE
+
+
+@pytest.mark.parametrize("kind", ["gemma3n", "gemma4", "llama4"])
+def test_packed_blocks(
+    kind: str, on_gpu: Run, random_prompts: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Chunks over a block's end: of a cache that layers share, of unlike heads, in windows."""
+    monkeypatch.setattr(cuda_layers, "norm", lambda part, x, **_: part(x))  # the twin's
+    monkeypatch.setattr(PackedPlan, "chunk_rows", 128)  # the interpreter is slow
+    monkeypatch.setattr(packed_pages_plan, "programs_per_sm", lambda *_, **__: 1)
+    PackedPlan.of.__func__.cache_clear()  # type: ignore[attr-defined]
+    prompts, size = random_prompts(190), replace(POOL, max_len=300, prefix_cache=False)
+    options = {"size": size, "kv": "kv4", "step_tokens": 100}
+    want = on_gpu(kind, prompts, on_cpu=True, **options)
+    got = on_gpu(kind, prompts, **options)
+    exact = on_gpu(kind, prompts, on_cpu=True, **options | {"kv": "kv16"})
+    few_bits = exact.furthest(want)
+    assert got.tokens == want.tokens and got.furthest(want) < few_bits / 50
+    if kind == "gemma3n":  # planted: readers append to what the step left of the newest tokens
+        monkeypatch.setattr(GpuPackedKV, "keep_for_readers", lambda *_: None)
+        assert on_gpu(kind, prompts, **options).furthest(want) > few_bits / 10
 
 
 def test_a_step_brings_a_table_for_every_shape(models: Any) -> None:
