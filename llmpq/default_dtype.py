@@ -1,4 +1,4 @@
-"""The dtype a model is computed in where nobody says: on GPUs its own, on CPUs what is quickest.
+"""The default compute dtype: on GPUs the checkpoint's own, on CPUs the quickest.
 
 All stages of a plan compute in one dtype, which every GPU of it must have: a model stored in
 bfloat16 is computed in float16 where a GPU has no bfloat16 (older than Ampere), or in float32 where

@@ -100,7 +100,7 @@ class Quantization:
 
 
 def default_head_bits(precisions: Iterable[Precision], *, on_cpu: bool) -> Literal[8, 16]:
-    """Return the output matrix's bits where nobody says: 8 on a CPU if any layer is rounded."""
+    """Return the output matrix's default bits: 8 on a CPU if any layer is rounded."""
     return 8 if on_cpu and any(p.weight_bits <= 8 for p in precisions) else 16
 
 

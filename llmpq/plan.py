@@ -284,7 +284,7 @@ class Plan(FileForm):
             size = name.endswith("_bytes") or name in SIZES or ".bytes." in place
             most = (MAX_BYTES if size else MAX_COUNT) if whole else MAX_FLOAT
             least = 0.0
-            if name in SIGNED:  # nobody computes with them
+            if name in SIGNED:  # shown only, not computed with
                 least, most = -sys.float_info.max, sys.float_info.max
             if not least <= number <= most:  # not a number, too
                 kind = "a whole number" if whole else "a number"

@@ -22,7 +22,7 @@ from llmpq.plan import MAX_COUNT, Plan
 KIND = "llmpq-run"
 """What a shared run says it is: other JSON files of llmpq have no such field."""
 PRIVATE = ("host", "address", "device_uuid", "node")
-"""What a report says of a stage that nobody else is to read."""
+"""Fields of a report's stages that are not published."""
 
 
 class MeasuredStage(FileForm):

@@ -32,8 +32,8 @@ class OutputQueue:
         self.loop = loop
         self._lock = threading.Lock()
         self._waiting: dict[DeltaQueue, list[RequestOutputDelta]] = {}
-        self._told_s = self._busy_s = 0.0
-        """When the loop was told last, and how long its thread had computed by then."""
+        self._delivered_s = self._busy_s = 0.0
+        """When outputs were delivered last, and how long its thread had computed by then."""
 
     def put(self, queue: DeltaQueue, news: RequestOutputDelta) -> None:
         """Put an output into a queue of the loop; called in any thread."""
@@ -42,19 +42,19 @@ class OutputQueue:
             self._waiting.setdefault(queue, []).append(news)
         if first:
             with suppress(RuntimeError):  # the loop is closed: no queue is read any more
-                self.loop.call_soon_threadsafe(self._tell)
+                self.loop.call_soon_threadsafe(self._schedule)
 
-    def _tell(self) -> None:
+    def _schedule(self) -> None:
         # Ends wait as well: what follows them then comes, and its prompts are computed, together.
         busy_s = time.thread_time() - self._busy_s
-        wait_s = busy_s / _NEWS_SHARE - (time.perf_counter() - self._told_s)
+        wait_s = busy_s / _NEWS_SHARE - (time.perf_counter() - self._delivered_s)
         if wait_s > 0:
             self.loop.call_later(min(wait_s, _LONGEST_WAIT_S), self._hand_out)
         else:
             self._hand_out()
 
     def _hand_out(self) -> None:
-        self._told_s, self._busy_s = time.perf_counter(), time.thread_time()
+        self._delivered_s, self._busy_s = time.perf_counter(), time.thread_time()
         with self._lock:
             waiting, self._waiting = self._waiting, {}
         for queue, news in waiting.items():
@@ -75,11 +75,11 @@ class AsyncSubmitter:
 
     async def submit(self, requests: Sequence[Request], listener: Listener) -> None:
         """Queue requests; returns once the first stage has them, or raises why it cannot."""
-        told: asyncio.Future[None] = self.loop.create_future()
-        self._waiting.append(((requests, listener), told))
+        done: asyncio.Future[None] = self.loop.create_future()
+        self._waiting.append(((requests, listener), done))
         if self._sending is None:  # it begins in the next round: who comes in this one goes along
             self._sending = self.loop.create_task(self._send())
-        await told
+        await done
 
     async def _send(self) -> None:
         try:
@@ -101,6 +101,6 @@ class AsyncSubmitter:
             elif not waiting[0][1].done():
                 waiting[0][1].set_exception(error)
             return
-        for _, told in waiting:
-            if not told.done():  # else its caller has gone
-                told.set_result(None)
+        for _, done in waiting:
+            if not done.done():  # else its caller has gone
+                done.set_result(None)

@@ -1,4 +1,4 @@
-"""Host values for a device that is still busy: nobody waits for it."""
+"""Copies host values to a device without waiting for the work that it still has."""
 
 from __future__ import annotations
 

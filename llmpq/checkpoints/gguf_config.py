@@ -44,7 +44,7 @@ class Architecture:
     """What a value of `general.architecture` means."""
 
     model_type: str
-    also: Callable[[Metadata, dict[str, Any]], None] = lambda told, config: None
+    also: Callable[[Metadata, dict[str, Any]], None] = lambda metadata, config: None
     """Adds what only this one has."""
     pairs: bool = False
     """Whether rows of queries and keys lie in pairs of turned channels, llama.cpp's order."""
@@ -61,17 +61,17 @@ class Architecture:
 def config_of_gguf(file: GgufFile) -> dict[str, Any]:
     """Return a config with Hugging Face's keys; `ValueError` for what llmpq does not run."""
     name, architecture = architecture_of(file)
-    told = Metadata(file, name)
-    config = _common(told, architecture)
-    architecture.also(told, config)
+    metadata = Metadata(file, name)
+    config = _common(metadata, architecture)
+    architecture.also(metadata, config)
     # What the file does not say is said here, or the config class's default would count.
-    scaling = _scaling(told, config) or {"rope_type": "default"}
+    scaling = _scaling(metadata, config) or {"rope_type": "default"}
     config.pop("yarn", None)
     config["rope_scaling"] = scaling
     if "original_max_position_embeddings" in scaling:
         key = "original_max_position_embeddings"
         config[key] = scaling[key]
-    told.require_known()
+    metadata.require_known()
     return config
 
 
@@ -100,31 +100,31 @@ def architecture_of(file: GgufFile) -> tuple[str, Architecture]:
     return name, found
 
 
-def _common(told: Metadata, architecture: Architecture) -> dict[str, Any]:
+def _common(metadata: Metadata, architecture: Architecture) -> dict[str, Any]:
     """Return what all architectures have."""
-    file = told.file
+    file = metadata.file
     vocabulary = file.tensors.get("token_embd.weight")
     if vocabulary is None:
         raise ValueError(
             f"'{file.path}' has no tensor 'token_embd.weight': it is not a whole language model; "
             "give the model's own file (of a model in parts, any of them)"
         )
-    hidden, heads = told.number("embedding_length"), told.number("attention.head_count")
-    head_dim = told.number("attention.key_length", default=_head_dim(told, hidden, heads))
-    values = told.number("attention.value_length", default=head_dim)
+    hidden, heads = metadata.number("embedding_length"), metadata.number("attention.head_count")
+    head_dim = metadata.number("attention.key_length", default=_head_dim(metadata, hidden, heads))
+    values = metadata.number("attention.value_length", default=head_dim)
     if values != head_dim and not architecture.latent:
         raise ValueError(f"'{file.path}': keys and values of different sizes are not supported")
     config = {
         "model_type": architecture.model_type,
-        "num_hidden_layers": _layers(told, architecture),
+        "num_hidden_layers": _layers(metadata, architecture),
         "hidden_size": hidden,
         "num_attention_heads": heads,
-        "num_key_value_heads": told.number("attention.head_count_kv", default=heads),
+        "num_key_value_heads": metadata.number("attention.head_count_kv", default=heads),
         "head_dim": head_dim,
-        "max_position_embeddings": told.number("context_length"),
-        **_epsilon(told, architecture),
+        "max_position_embeddings": metadata.number("context_length"),
+        **_epsilon(metadata, architecture),
         "vocab_size": vocabulary.shape[0],
-        "rope_theta": told.number("rope.freq_base", REAL, default=10000.0),
+        "rope_theta": metadata.number("rope.freq_base", REAL, default=10000.0),
         "tie_word_embeddings": "output.weight" not in file.tensors,
         "torch_dtype": _dtype(file),
         "eos_token_id": _ends(file) or None,
@@ -132,44 +132,44 @@ def _common(told: Metadata, architecture: Architecture) -> dict[str, Any]:
     }
     if is_quantised(file):
         config["quantization_config"] = {"quant_method": "gguf"}
-    turned = told.number("rope.dimension_count", default=head_dim)
+    turned = metadata.number("rope.dimension_count", default=head_dim)
     config["partial_rotary_factor"] = turned / head_dim
     if architecture.model_type != "qwen2":
         config["attention_bias"] = "blk.0.attn_q.bias" in file.tensors
     config["mlp_bias"] = "blk.0.ffn_down.bias" in file.tensors
     # Mixtures may have no such key: their experts' size is another.
-    experts = told.get("expert_feed_forward_length")
-    config["intermediate_size"] = told.number("feed_forward_length", default=experts)
+    experts = metadata.get("expert_feed_forward_length")
+    config["intermediate_size"] = metadata.number("feed_forward_length", default=experts)
     return config
 
 
-def _epsilon(told: Metadata, architecture: Architecture) -> dict[str, float]:
+def _epsilon(metadata: Metadata, architecture: Architecture) -> dict[str, float]:
     """Return what norms add to what they divide by, under its name in config.json."""
     if architecture.layer_norm:
-        return {architecture.layer_norm: told.number("attention.layer_norm_epsilon", REAL)}
-    return {"rms_norm_eps": told.number("attention.layer_norm_rms_epsilon", REAL)}
+        return {architecture.layer_norm: metadata.number("attention.layer_norm_epsilon", REAL)}
+    return {"rms_norm_eps": metadata.number("attention.layer_norm_rms_epsilon", REAL)}
 
 
-def _layers(told: Metadata, architecture: Architecture) -> int:
+def _layers(metadata: Metadata, architecture: Architecture) -> int:
     """Return how many layers there are; `ValueError` for more than the file has tensors of."""
-    count: int = told.number("block_count")
+    count: int = metadata.number("block_count")
     further = 0
-    if architecture.further and told.get("nextn_predict_layers"):
-        further = told.number("nextn_predict_layers")
-    numbers = (name.split(".", 2)[1] for name in told.file.tensors if name.startswith("blk."))
+    if architecture.further and metadata.get("nextn_predict_layers"):
+        further = metadata.number("nextn_predict_layers")
+    numbers = (name.split(".", 2)[1] for name in metadata.file.tensors if name.startswith("blk."))
     held = 1 + max((int(number) for number in numbers if number.isdigit()), default=-1)
     if count - further > held:
         raise ValueError(
-            f"'{told.file.path}': metadata 'block_count' is {count}, its tensors are of {held} "
+            f"'{metadata.file.path}': metadata 'block_count' is {count}, its tensors are of {held} "
             "layers; the file is damaged or not whole: download it again"
         )
     return count
 
 
-def _head_dim(told: Metadata, hidden: int, heads: int) -> int:
+def _head_dim(metadata: Metadata, hidden: int, heads: int) -> int:
     if hidden % heads:
         raise ValueError(
-            f"'{told.file.path}': embedding_length={hidden} is not a multiple of "
+            f"'{metadata.file.path}': embedding_length={hidden} is not a multiple of "
             f"head_count={heads} and attention.key_length is not given; the file is damaged"
         )
     return hidden // heads
@@ -190,12 +190,12 @@ def _ends(file: GgufFile) -> list[int]:
     return list(dict.fromkeys(token for token in found if type(token) is int))
 
 
-def _scaling(told: Metadata, config: Mapping[str, Any]) -> dict[str, Any] | None:
+def _scaling(metadata: Metadata, config: Mapping[str, Any]) -> dict[str, Any] | None:
     """Return `rope_scaling`, None where positions turn as they are."""
-    file, scaled = told.file, "rope.scaling."
-    kind = told.get(scaled + "type")
+    file, scaled = metadata.file, "rope.scaling."
+    kind = metadata.get(scaled + "type")
     asked = ("factor", "original_context_length", "attn_factor", "yarn_beta_fast", "yarn_beta_slow")
-    factor, original, attention, fast, slow = (told.get(scaled + key) for key in asked)
+    factor, original, attention, fast, slow = (metadata.get(scaled + key) for key in asked)
     longest = config["max_position_embeddings"]
     if FREQUENCIES in file.tensors:  # what Llama 3 stretches its positions by, worked out already
         factors = file.floats(FREQUENCIES)
@@ -219,7 +219,7 @@ def _scaling(told: Metadata, config: Mapping[str, Any]) -> dict[str, Any] | None
         )
     found = {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": original}
     found |= config.get("yarn") or {}
-    over = told.get(scaled + "yarn_log_multiplier")
+    over = metadata.get(scaled + "yarn_log_multiplier")
     if over and "mscale" not in found:
         found |= {"mscale": over, "mscale_all_dim": over}
     if attention not in (None, 0, 1, 1.0):
@@ -240,31 +240,36 @@ def _stretched(
     return found if attention is None else {**found, "attention_factor": attention}
 
 
-def _llama(told: Metadata, config: dict[str, Any]) -> None:
+def _llama(metadata: Metadata, config: dict[str, Any]) -> None:
     """Llama, Mistral and, with experts, Mixtral."""
-    if told.get("attention.sliding_window"):
-        config |= {"model_type": "mistral", "sliding_window": told.get("attention.sliding_window")}
-    if told.get("expert_count"):
+    if metadata.get("attention.sliding_window"):
+        config |= {
+            "model_type": "mistral",
+            "sliding_window": metadata.get("attention.sliding_window"),
+        }
+    if metadata.get("expert_count"):
         config |= {
             "model_type": "mixtral",
-            "num_local_experts": told.number("expert_count"),
-            "num_experts_per_tok": told.number("expert_used_count"),
+            "num_local_experts": metadata.number("expert_count"),
+            "num_experts_per_tok": metadata.number("expert_used_count"),
         }
 
 
-def _qwen3moe(told: Metadata, config: dict[str, Any]) -> None:
-    _require_softmax(told)
+def _qwen3moe(metadata: Metadata, config: dict[str, Any]) -> None:
+    _require_softmax(metadata)
     config |= {
-        "num_experts": told.number("expert_count"),
-        "num_experts_per_tok": told.number("expert_used_count"),
-        "moe_intermediate_size": told.number("expert_feed_forward_length"),
-        "norm_topk_prob": told.get("expert_weights_norm") is not False,
+        "num_experts": metadata.number("expert_count"),
+        "num_experts_per_tok": metadata.number("expert_used_count"),
+        "moe_intermediate_size": metadata.number("expert_feed_forward_length"),
+        "norm_topk_prob": metadata.get("expert_weights_norm") is not False,
     }
 
 
-def _require_softmax(told: Metadata) -> None:
-    if told.get("expert_gating_func") not in (None, 1):
-        raise ValueError(f"'{told.file.path}': experts are not chosen by softmax, as Qwen3's are")
+def _require_softmax(metadata: Metadata) -> None:
+    if metadata.get("expert_gating_func") not in (None, 1):
+        raise ValueError(
+            f"'{metadata.file.path}': experts are not chosen by softmax, as Qwen3's are"
+        )
 
 
 GEMMA_27B = {"gemma2": 46, "gemma3": 62}
@@ -272,43 +277,43 @@ GEMMA_27B = {"gemma2": 46, "gemma3": 62}
 
 
 def _gemma(kind: str) -> Callable[[Metadata, dict[str, Any]], None]:
-    def also(told: Metadata, config: dict[str, Any]) -> None:
+    def also(metadata: Metadata, config: dict[str, Any]) -> None:
         largest = config["num_hidden_layers"] == GEMMA_27B[kind]
         whole = config["hidden_size"] // config["num_attention_heads"]
         config["query_pre_attn_scalar"] = whole if largest else config["head_dim"]
-        scale = told.get("attention.scale")
+        scale = metadata.get("attention.scale")
         if scale:
             config["query_pre_attn_scalar"] = float(scale) ** -2
-        config["sliding_window"] = told.number("attention.sliding_window")
+        config["sliding_window"] = metadata.number("attention.sliding_window")
         config |= {
-            f"{short}_logit_softcapping": told.get(f"{short}_logit_softcapping")
+            f"{short}_logit_softcapping": metadata.get(f"{short}_logit_softcapping")
             for short in ("attn", "final")
         }
-        pattern = told.get("attention.sliding_window_pattern")
+        pattern = metadata.get("attention.sliding_window_pattern")
         if type(pattern) is int:
             config["sliding_window_pattern"] = pattern
         elif isinstance(pattern, list):
             names = {True: "sliding_attention", False: "full_attention"}
             config["layer_types"] = [names[bool(windowed)] for windowed in pattern]
         if kind == "gemma3":
-            local = told.number("rope.freq_base_swa", REAL, default=10000.0)
+            local = metadata.number("rope.freq_base_swa", REAL, default=10000.0)
             config["rope_local_base_freq"] = local
-            config["rope_theta"] = told.number("rope.freq_base", REAL, default=1e6)
+            config["rope_theta"] = metadata.number("rope.freq_base", REAL, default=1e6)
 
     return also
 
 
-def _window(told: Metadata, config: dict[str, Any]) -> None:
+def _window(metadata: Metadata, config: dict[str, Any]) -> None:
     """Phi 3; Ministral 3 without a temperature that grows with the length, refused as unknown."""
-    config["sliding_window"] = told.get("attention.sliding_window")
+    config["sliding_window"] = metadata.get("attention.sliding_window")
 
 
-def _granite(told: Metadata, config: dict[str, Any]) -> None:
+def _granite(metadata: Metadata, config: dict[str, Any]) -> None:
     config |= {
-        "embedding_multiplier": told.number("embedding_scale", REAL, default=1.0),
-        "attention_multiplier": told.number("attention.scale", REAL, default=1.0),
-        "residual_multiplier": told.number("residual_scale", REAL, default=1.0),
-        "logits_scaling": told.number("logit_scale", REAL, default=1.0),
+        "embedding_multiplier": metadata.number("embedding_scale", REAL, default=1.0),
+        "attention_multiplier": metadata.number("attention.scale", REAL, default=1.0),
+        "residual_multiplier": metadata.number("residual_scale", REAL, default=1.0),
+        "logits_scaling": metadata.number("logit_scale", REAL, default=1.0),
     }
 
 
@@ -316,14 +321,14 @@ NO_POSITIONS_EVERY = 4
 """llama.cpp turns no queries and keys of every fourth layer of SmolLM3."""
 
 
-def _smollm3(told: Metadata, config: dict[str, Any]) -> None:
+def _smollm3(metadata: Metadata, config: dict[str, Any]) -> None:
     config["no_rope_layer_interval"] = NO_POSITIONS_EVERY
 
 
-def _layer_types(told: Metadata, config: dict[str, Any]) -> None:
+def _layer_types(metadata: Metadata, config: dict[str, Any]) -> None:
     """EXAONE 4 and Command R7B and A: windows, a pattern where the file says one."""
-    config["sliding_window"] = told.get("attention.sliding_window")
-    pattern = told.get("attention.sliding_window_pattern")
+    config["sliding_window"] = metadata.get("attention.sliding_window")
+    pattern = metadata.get("attention.sliding_window_pattern")
     if type(pattern) is int:
         config["sliding_window_pattern"] = pattern
     elif isinstance(pattern, list):
@@ -333,36 +338,36 @@ def _layer_types(told: Metadata, config: dict[str, Any]) -> None:
         config["layer_types"] = ["full_attention"] * config["num_hidden_layers"]
 
 
-def _cohere(told: Metadata, config: dict[str, Any]) -> None:
-    config["logit_scale"] = told.number("logit_scale", REAL)
-    config["use_qk_norm"] = "blk.0.attn_q_norm.weight" in told.file.tensors
+def _cohere(metadata: Metadata, config: dict[str, Any]) -> None:
+    config["logit_scale"] = metadata.number("logit_scale", REAL)
+    config["use_qk_norm"] = "blk.0.attn_q_norm.weight" in metadata.file.tensors
 
 
-def _cohere2(told: Metadata, config: dict[str, Any]) -> None:
-    _layer_types(told, config)
-    config["logit_scale"] = told.number("logit_scale", REAL)
+def _cohere2(metadata: Metadata, config: dict[str, Any]) -> None:
+    _layer_types(metadata, config)
+    config["logit_scale"] = metadata.number("logit_scale", REAL)
 
 
-def _seed_oss(told: Metadata, config: dict[str, Any]) -> None:
-    config["attention_out_bias"] = "blk.0.attn_output.bias" in told.file.tensors
+def _seed_oss(metadata: Metadata, config: dict[str, Any]) -> None:
+    config["attention_out_bias"] = "blk.0.attn_output.bias" in metadata.file.tensors
 
 
-def _ernie4_5(told: Metadata, config: dict[str, Any]) -> None:
+def _ernie4_5(metadata: Metadata, config: dict[str, Any]) -> None:
     config["use_bias"] = config.pop("attention_bias")
     config.pop("mlp_bias")
 
 
-def _stablelm(told: Metadata, config: dict[str, Any]) -> None:
-    tensors = told.file.tensors
-    told.get("use_parallel_residual")  # newer files say what their tensors tell
+def _stablelm(metadata: Metadata, config: dict[str, Any]) -> None:
+    tensors = metadata.file.tensors
+    metadata.get("use_parallel_residual")  # newer files say what their tensors tell
     config["use_parallel_residual"] = "blk.0.ffn_norm.weight" not in tensors
     config["qk_layernorm"] = "blk.0.attn_q_norm.weight" in tensors
     config["use_qkv_bias"] = config.pop("attention_bias")
 
 
-def _starcoder2(told: Metadata, config: dict[str, Any]) -> None:
+def _starcoder2(metadata: Metadata, config: dict[str, Any]) -> None:
     config["use_bias"] = config.pop("attention_bias")
-    config["sliding_window"] = told.get("attention.sliding_window")
+    config["sliding_window"] = metadata.get("attention.sliding_window")
     config.pop("mlp_bias")
 
 

@@ -183,10 +183,10 @@ def _opened(parts: tuple[tuple[Path, int, int], ...]) -> GgufFile:
                 f"'{path}': tensor '{twice[0]}' is in another part, too; download again"
             )
         tensors |= own
-    told = first.get("split.tensors.count")
-    if told is not None and told != len(tensors):
+    expected = first.get("split.tensors.count")
+    if expected is not None and expected != len(tensors):
         raise ValueError(
-            f"'{parts[0][0]}' says its parts hold {told} tensors, they hold {len(tensors)}; "
+            f"'{parts[0][0]}' says its parts hold {expected} tensors, they hold {len(tensors)}; "
             "download all parts again"
         )
     files = tuple(path for path, _, _ in parts)

@@ -15,156 +15,156 @@ YARN_STEP = 0.1
 """deepseek2's yarn_log_multiplier is this times `mscale_all_dim`."""
 
 
-def gpt_oss(told: Metadata, config: dict[str, Any]) -> None:
+def gpt_oss(metadata: Metadata, config: dict[str, Any]) -> None:
     """gpt-oss; its yarn does not round its ends, of which the format says nothing."""
     config |= {
-        "num_local_experts": told.number("expert_count"),
-        "num_experts_per_tok": told.number("expert_used_count"),
-        "intermediate_size": told.number("expert_feed_forward_length"),
-        "sliding_window": told.number("attention.sliding_window"),
+        "num_local_experts": metadata.number("expert_count"),
+        "num_experts_per_tok": metadata.number("expert_used_count"),
+        "intermediate_size": metadata.number("expert_feed_forward_length"),
+        "sliding_window": metadata.number("attention.sliding_window"),
         "yarn": {"truncate": False},
     }
     config.pop("mlp_bias", None)
 
 
-def glm4moe(told: Metadata, config: dict[str, Any]) -> None:
+def glm4moe(metadata: Metadata, config: dict[str, Any]) -> None:
     """GLM-4.5 and 4.6."""
-    _require_gate(told, SIGMOID, default=SIGMOID)
-    turned = told.number("rope.dimension_count", default=config["head_dim"])
+    _require_gate(metadata, SIGMOID, default=SIGMOID)
+    turned = metadata.number("rope.dimension_count", default=config["head_dim"])
     config |= {
-        **_experts(told),
-        "norm_topk_prob": told.get("expert_weights_norm") is not False,
-        "use_qk_norm": "blk.0.attn_q_norm.weight" in told.file.tensors,
+        **_experts(metadata),
+        "norm_topk_prob": metadata.get("expert_weights_norm") is not False,
+        "use_qk_norm": "blk.0.attn_q_norm.weight" in metadata.file.tensors,
         "partial_rotary_factor": turned / config["head_dim"],
     }
-    further = told.get("nextn_predict_layers")
+    further = metadata.get("nextn_predict_layers")
     if further:
-        config["num_hidden_layers"] -= told.number("nextn_predict_layers")
+        config["num_hidden_layers"] -= metadata.number("nextn_predict_layers")
         config["num_nextn_predict_layers"] = further
 
 
-def deepseek2(told: Metadata, config: dict[str, Any]) -> None:
+def deepseek2(metadata: Metadata, config: dict[str, Any]) -> None:
     """DeepSeek-V2 and V3, R1 and others of their kind.
 
     Newer files give the sizes of a cached latent as those of keys and values, and a head's beside.
     """
-    sigmoid = told.get("expert_gating_func") == SIGMOID
+    sigmoid = metadata.get("expert_gating_func") == SIGMOID
     if not sigmoid:
-        _require_gate(told, SOFTMAX, default=SOFTMAX)
-    heads, turned = config["num_attention_heads"], told.number("rope.dimension_count")
-    keys = told.number("attention.key_length_mla", default=config["head_dim"])
-    values = told.number("attention.value_length", default=config["head_dim"])
-    kv_rank = told.number("attention.kv_lora_rank")
+        _require_gate(metadata, SOFTMAX, default=SOFTMAX)
+    heads, turned = config["num_attention_heads"], metadata.number("rope.dimension_count")
+    keys = metadata.number("attention.key_length_mla", default=config["head_dim"])
+    values = metadata.number("attention.value_length", default=config["head_dim"])
+    kv_rank = metadata.number("attention.kv_lora_rank")
     if keys <= turned:
         raise ValueError(
-            f"'{told.file.path}': heads of {keys} channels of which {turned} are turned; expected "
-            "more than those: the file is damaged"
+            f"'{metadata.file.path}': heads of {keys} channels of which {turned} are turned; "
+            "expected more than those: the file is damaged"
         )
-    small = told.get("attention.q_lora_rank")
+    small = metadata.get("attention.q_lora_rank")
     config |= {
-        **_experts(told),
+        **_experts(metadata),
         "model_type": "deepseek_v3" if sigmoid else "deepseek_v2",
         "num_key_value_heads": heads,
         "head_dim": turned,
-        "q_lora_rank": told.number("attention.q_lora_rank") if small else None,
+        "q_lora_rank": metadata.number("attention.q_lora_rank") if small else None,
         "kv_lora_rank": kv_rank,
         "qk_nope_head_dim": keys - turned,
         "qk_rope_head_dim": turned,
-        "v_head_dim": told.number("attention.value_length_mla", default=values),
-        "norm_topk_prob": told.get("expert_weights_norm") is True,
+        "v_head_dim": metadata.number("attention.value_length_mla", default=values),
+        "norm_topk_prob": metadata.get("expert_weights_norm") is True,
     }
     config.pop("partial_rotary_factor", None)
     if not sigmoid and config["n_group"] > 1:
         config["topk_method"] = "group_limited_greedy"
-    over = told.get("rope.scaling.yarn_log_multiplier")
+    over = metadata.get("rope.scaling.yarn_log_multiplier")
     if over:
         mscale = round(float(over) / YARN_STEP, 6)
         config["yarn"] = {"mscale": mscale, "mscale_all_dim": mscale}
 
 
-def dots1(told: Metadata, config: dict[str, Any]) -> None:
+def dots1(metadata: Metadata, config: dict[str, Any]) -> None:
     """dots.llm1."""
-    _require_gate(told, SIGMOID, default=SIGMOID)
-    normalised = told.get("expert_weights_norm") is not False
-    config |= {**_experts(told), "norm_topk_prob": normalised}
+    _require_gate(metadata, SIGMOID, default=SIGMOID)
+    normalised = metadata.get("expert_weights_norm") is not False
+    config |= {**_experts(metadata), "norm_topk_prob": normalised}
 
 
-def ernie4_5_moe(told: Metadata, config: dict[str, Any]) -> None:
+def ernie4_5_moe(metadata: Metadata, config: dict[str, Any]) -> None:
     """ERNIE 4.5's mixtures: experts behind the dense layers, in every n-th layer."""
-    _require_gate(told, SOFTMAX, default=SOFTMAX)
-    wide = told.number("expert_feed_forward_length")
-    shared = told.get("expert_shared_feed_forward_length")
-    count = told.get("expert_shared_count")
+    _require_gate(metadata, SOFTMAX, default=SOFTMAX)
+    wide = metadata.number("expert_feed_forward_length")
+    shared = metadata.get("expert_shared_feed_forward_length")
+    count = metadata.get("expert_shared_count")
     config |= {
-        "moe_num_experts": told.number("expert_count"),
-        "moe_k": told.number("expert_used_count"),
+        "moe_num_experts": metadata.number("expert_count"),
+        "moe_k": metadata.number("expert_used_count"),
         "moe_intermediate_size": wide,
         "moe_num_shared_experts": shared // wide if shared else count or 0,
-        "moe_layer_start_index": told.get("leading_dense_block_count") or 0,
-        "moe_layer_interval": told.number("interleave_moe_layer_step", default=1),
+        "moe_layer_start_index": metadata.get("leading_dense_block_count") or 0,
+        "moe_layer_interval": metadata.number("interleave_moe_layer_step", default=1),
         "moe_layer_end_index": -1,
         "use_bias": config.pop("attention_bias"),
     }
     config.pop("mlp_bias")
 
 
-def hunyuan_moe(told: Metadata, config: dict[str, Any]) -> None:
+def hunyuan_moe(metadata: Metadata, config: dict[str, Any]) -> None:
     """Hunyuan's mixtures: experts and the MLP beside them are equally wide."""
-    _require_gate(told, SOFTMAX, default=SOFTMAX)
-    wide = told.number("expert_feed_forward_length", default=config["intermediate_size"])
-    if told.number("expert_shared_feed_forward_length", default=wide) != wide:
+    _require_gate(metadata, SOFTMAX, default=SOFTMAX)
+    wide = metadata.number("expert_feed_forward_length", default=config["intermediate_size"])
+    if metadata.number("expert_shared_feed_forward_length", default=wide) != wide:
         raise ValueError(
-            f"'{told.file.path}': shared and routed experts of different sizes are not supported "
-            "in Hunyuan's mixtures; get the model as safetensors"
+            f"'{metadata.file.path}': shared and routed experts of different sizes are not "
+            "supported in Hunyuan's mixtures; get the model as safetensors"
         )
     config |= {
-        "num_experts": told.number("expert_count"),
-        "moe_topk": told.number("expert_used_count"),
+        "num_experts": metadata.number("expert_count"),
+        "moe_topk": metadata.number("expert_used_count"),
         "intermediate_size": wide,
     }
 
 
-def minimax_m2(told: Metadata, config: dict[str, Any]) -> None:
+def minimax_m2(metadata: Metadata, config: dict[str, Any]) -> None:
     """MiniMax-M2."""
-    _require_gate(told, SIGMOID, default=SIGMOID)
+    _require_gate(metadata, SIGMOID, default=SIGMOID)
     config |= {
-        "num_local_experts": told.number("expert_count"),
-        "num_experts_per_tok": told.number("expert_used_count"),
-        "intermediate_size": told.number(
+        "num_local_experts": metadata.number("expert_count"),
+        "num_experts_per_tok": metadata.number("expert_used_count"),
+        "intermediate_size": metadata.number(
             "expert_feed_forward_length", default=config["intermediate_size"]
         ),
     }
 
 
-def olmoe(told: Metadata, config: dict[str, Any]) -> None:
+def olmoe(metadata: Metadata, config: dict[str, Any]) -> None:
     """OLMoE; llama.cpp does not make the chosen experts' weights sum to one."""
-    _require_gate(told, SOFTMAX, default=SOFTMAX)
+    _require_gate(metadata, SOFTMAX, default=SOFTMAX)
     config |= {
-        "num_experts": told.number("expert_count"),
-        "num_experts_per_tok": told.number("expert_used_count"),
-        "norm_topk_prob": told.get("expert_weights_norm") is True,
-        "clip_qkv": told.get("attention.clamp_kqv"),
+        "num_experts": metadata.number("expert_count"),
+        "num_experts_per_tok": metadata.number("expert_used_count"),
+        "norm_topk_prob": metadata.get("expert_weights_norm") is True,
+        "clip_qkv": metadata.get("attention.clamp_kqv"),
     }
 
 
-def _experts(told: Metadata) -> dict[str, Any]:
+def _experts(metadata: Metadata) -> dict[str, Any]:
     """Return what mixtures with shared experts behind dense layers have."""
     return {
-        "n_routed_experts": told.number("expert_count"),
-        "num_experts_per_tok": told.number("expert_used_count"),
-        "moe_intermediate_size": told.number("expert_feed_forward_length"),
-        "n_shared_experts": told.number("expert_shared_count"),
-        "first_k_dense_replace": told.get("leading_dense_block_count") or 0,
-        "routed_scaling_factor": told.get("expert_weights_scale") or 1.0,
-        "n_group": told.number("expert_group_count", default=1),
-        "topk_group": told.number("expert_group_used_count", default=1),
+        "n_routed_experts": metadata.number("expert_count"),
+        "num_experts_per_tok": metadata.number("expert_used_count"),
+        "moe_intermediate_size": metadata.number("expert_feed_forward_length"),
+        "n_shared_experts": metadata.number("expert_shared_count"),
+        "first_k_dense_replace": metadata.get("leading_dense_block_count") or 0,
+        "routed_scaling_factor": metadata.get("expert_weights_scale") or 1.0,
+        "n_group": metadata.number("expert_group_count", default=1),
+        "topk_group": metadata.number("expert_group_used_count", default=1),
     }
 
 
-def _require_gate(told: Metadata, gate: int, *, default: int) -> None:
-    got = told.get("expert_gating_func")
+def _require_gate(metadata: Metadata, gate: int, *, default: int) -> None:
+    got = metadata.get("expert_gating_func")
     if (default if got in (None, 0) else got) != gate:
         raise ValueError(
-            f"'{told.file.path}': expert_gating_func={got!r}, expected {gate}: llmpq does not "
+            f"'{metadata.file.path}': expert_gating_func={got!r}, expected {gate}: llmpq does not "
             "choose this model's experts in that way; get the model as safetensors"
         )

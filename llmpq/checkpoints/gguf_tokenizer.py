@@ -82,8 +82,8 @@ NFC = ("qwen2", "deepseek-r1-qwen")
 
 def require_tokenizer(file: GgufFile) -> None:
     """Raise `ValueError`, by the name of a key, for a tokenizer that is not whole or not known."""
-    told = file.metadata
-    kind = told.get(KEY + "model")
+    metadata = file.metadata
+    kind = metadata.get(KEY + "model")
     if kind is None:
         raise ValueError(f"'{file.path}' carries no tokenizer (no '{KEY}model'). {ELSEWHERE}")
     if kind not in BUILDERS:
@@ -92,12 +92,12 @@ def require_tokenizer(file: GgufFile) -> None:
             f"{' and '.join(repr(known) for known in BUILDERS)}. {ELSEWHERE}"
         )
     for key in NEEDED[kind]:
-        if not isinstance(told.get(KEY + key), list):
+        if not isinstance(metadata.get(KEY + key), list):
             raise ValueError(
                 f"'{file.path}': its tokenizer is not whole: '{KEY}{key}', which a tokenizer of "
                 f"the kind '{kind}' needs, is missing. {ELSEWHERE}"
             )
-    pre = told.get(KEY + "pre")
+    pre = metadata.get(KEY + "pre")
     if kind == "gpt2" and pre not in PATTERNS:
         how = f"as {shortened(repr(pre))}" if pre else f"in a way that it does not say ('{KEY}pre')"
         raise ValueError(
@@ -111,9 +111,9 @@ def tokenizer_of(file: GgufFile) -> Any:
     from transformers import PreTrainedTokenizerFast
 
     require_tokenizer(file)
-    told = file.metadata
-    tokens, kind = told[KEY + "tokens"], told[KEY + "model"]
-    types = told.get(KEY + "token_type") or [1] * len(tokens)
+    metadata = file.metadata
+    tokens, kind = metadata[KEY + "tokens"], metadata[KEY + "model"]
+    types = metadata.get(KEY + "token_type") or [1] * len(tokens)
     if len(types) != len(tokens) or len(set(tokens)) != len(tokens):
         raise ValueError(
             f"'{file.path}': {len(set(tokens))} different tokens of {len(tokens)}, and "
@@ -125,7 +125,7 @@ def tokenizer_of(file: GgufFile) -> Any:
     names = {
         f"{name}_token": tokens[place]
         for name, key in (("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding"))
-        if type(place := told.get(f"{KEY}{key}_token_id")) is int and 0 <= place < len(tokens)
+        if type(place := metadata.get(f"{KEY}{key}_token_id")) is int and 0 <= place < len(tokens)
     }
     made = PreTrainedTokenizerFast(
         tokenizer_object=backend, clean_up_tokenization_spaces=False, **names
@@ -133,7 +133,7 @@ def tokenizer_of(file: GgufFile) -> Any:
     key = "tokenizer.chat_template"
     named = {
         name.removeprefix(key).removeprefix(".") or "default": template
-        for name, template in told.items()
+        for name, template in metadata.items()
         if (name == key or name.startswith(f"{key}.")) and isinstance(template, str)
     }
     made.chat_template = named if named.keys() - {"default"} else named.get("default")
@@ -144,9 +144,9 @@ def _byte_level(file: GgufFile, tokens: Sequence[str], types: Sequence[int]) -> 
     """Return a byte-level BPE."""
     from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
-    told = file.metadata
-    pre = told[KEY + "pre"]
-    pairs = [tuple(merge.split(" ", 1)) for merge in told[KEY + "merges"]]
+    metadata = file.metadata
+    pre = metadata[KEY + "pre"]
+    pairs = [tuple(merge.split(" ", 1)) for merge in metadata[KEY + "merges"]]
     vocabulary = {token: place for place, token in enumerate(tokens)}
     _require_merges(file, pairs, vocabulary)
     made = Tokenizer(
@@ -180,13 +180,13 @@ def _sentencepiece(file: GgufFile, tokens: Sequence[str], types: Sequence[int]) 
     """Return SentencePiece's BPE, whose next merge is the pair that makes the best-scored token."""
     from tokenizers import Tokenizer, decoders, models, normalizers
 
-    told = file.metadata
-    scores = told[KEY + "scores"]
+    metadata = file.metadata
+    scores = metadata[KEY + "scores"]
     if len(scores) != len(tokens):
         raise ValueError(f"'{file.path}': its tokenizer has no score for each of its tokens")
     vocabulary = {token: place for place, token in enumerate(tokens)}
     plain = {t: i for t, i in vocabulary.items() if types[i] not in (UNKNOWN, CONTROL, BYTE)}
-    unknown = told.get(KEY + "unknown_token_id", 0)
+    unknown = metadata.get(KEY + "unknown_token_id", 0)
     made = Tokenizer(
         models.BPE(
             vocab=vocabulary,
@@ -199,7 +199,7 @@ def _sentencepiece(file: GgufFile, tokens: Sequence[str], types: Sequence[int]) 
     space = "\u2581"
     spaces: list[Any] = [normalizers.Replace(" ", space)]
     steps: list[Any] = [decoders.Replace(space, " "), decoders.ByteFallback(), decoders.Fuse()]
-    if told.get(KEY + "add_space_prefix", True):
+    if metadata.get(KEY + "add_space_prefix", True):
         # One more than the text has, before and behind special tokens: as llama.cpp does it.
         spaces.insert(0, normalizers.Prepend(space))
         steps.append(decoders.Strip(" ", 1, 0))

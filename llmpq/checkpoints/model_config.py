@@ -372,8 +372,8 @@ def other_form(path: Path) -> str | None:
     """Say what a directory holds where that is no model in Hugging Face's form."""
     described = path / "adapter_config.json"
     if described.is_file():
-        told = read_json(described)
-        base = told.get("base_model_name_or_path") if isinstance(told, dict) else None
+        adapter = read_json(described)
+        base = adapter.get("base_model_name_or_path") if isinstance(adapter, dict) else None
         of = f" of '{shortened(str(base))}'" if base else ""
         return (
             f"'{path}' is a LoRA adapter{of}, not a model: merge it into its model (peft: "

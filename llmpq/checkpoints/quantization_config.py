@@ -81,8 +81,8 @@ def quantization_of(model: str | Path | Mapping[str, Any]) -> dict[str, Any] | N
         config, beside, directory = read_config(model), Path(model) / BESIDE, str(model)
     described = section(config, "quantization_config")
     if described is None and beside is not None and beside.is_file():
-        told = read_json(beside)
-        inner = told.get("quantization") if isinstance(told, dict) else None
+        stated = read_json(beside)
+        inner = stated.get("quantization") if isinstance(stated, dict) else None
         if not isinstance(inner, dict):
             raise ValueError(f"'{beside}' has no 'quantization'; download it again")
         described = {"quant_method": "modelopt", **inner}
@@ -209,8 +209,8 @@ def require_read(described: Mapping[str, Any], directory: object) -> None:
             )
     layouts, layout = FORMATS.get(method), layout_of(described)
     given = {key: described.get(key) for key in LAYOUT_KEYS.get(method, ())}
-    told = {str(value).lower() for value in given.values() if value is not None}
-    if layouts and (len(told) > 1 or not {layout or layouts[0]} <= set(layouts)):
+    stated = {str(value).lower() for value in given.values() if value is not None}
+    if layouts and (len(stated) > 1 or not {layout or layouts[0]} <= set(layouts)):
         words = ", ".join(f"{key}='{value}'" for key, value in given.items() if value is not None)
         raise ValueError(
             f"'{directory}': config.json, quantization_config: {method.upper()}'s "

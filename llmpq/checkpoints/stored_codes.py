@@ -58,6 +58,6 @@ def stored_codes(path: str | Path | None) -> frozenset[Precision]:
 def _float_bits(described: Mapping[str, Any]) -> int:
     """Return the bits of a compressed-tensors model's weights where all are floats, else 0."""
     groups = described.get("config_groups")
-    told = [group.get("weights") or {} for group in groups.values()] if groups else []
-    bits = {w.get("num_bits") if w.get("type") == "float" else 0 for w in told}
+    weights = [group.get("weights") or {} for group in groups.values()] if groups else []
+    bits = {w.get("num_bits") if w.get("type") == "float" else 0 for w in weights}
     return int(bits.pop() or 0) if len(bits) == 1 else 0

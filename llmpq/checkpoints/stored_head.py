@@ -45,4 +45,4 @@ def _tensor_names(directory: Path) -> frozenset[str]:
     try:
         return frozenset(json.loads(header))
     except ValueError:
-        return frozenset()  # whoever loads it says what is wrong
+        return frozenset()  # loading the file reports what is wrong

@@ -1,7 +1,7 @@
 """The one way in which every command of llmpq declares, shows and refuses its flags.
 
 A room's `cli/` declares each flag once, with whatever makes it say nothing beside it, and turns the
-parsed words into a frozen request; behind `cli/` nobody sees argparse. Standard library only.
+parsed words into a frozen request; argparse is used in `cli/` only. Standard library only.
 
     parser = CommandParser("llmpq-profile run", "Time the layers of a model on this machine.",
                            example="llmpq-profile --model llama-3.1-8b --cluster my.yaml -o c.json")
@@ -41,7 +41,7 @@ from llmpq.version import __version__
 T = TypeVar("T")
 
 CUT_SHORT = 141
-"""Exit code where nobody reads the output any more: as if by SIGPIPE, as other commands have it."""
+"""Exit code after a closed pipe (`| head`): that of a command ended by SIGPIPE."""
 _NOT_GIVEN: Any = object()
 """Stands for a flag until the command line is read: a default may also be given explicitly."""
 

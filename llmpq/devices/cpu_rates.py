@@ -2,8 +2,8 @@
 
     $XDG_CACHE_HOME/llmpq/cpu/HASH-THREADS-DTYPE.json      HASH: of the processor's name
 
-A plan for a CPU that nobody has profiled is estimated from these rates, if there are any, instead
-of the table's placeholder. They hold for every model; a profile of the model itself is closer.
+A plan for a CPU without a profile is estimated from these rates, if there are any, instead of
+ the table's placeholder. They hold for every model; a profile of the model itself is closer.
 Rates of other kernels than these are not taken.
 """
 

@@ -24,8 +24,8 @@ HOLDBACK_TOKENS = 16
 """The newest tokens that are never packed: the longest draft plus one that a step may verify."""
 
 TAIL_TOKENS = HOLDBACK_TOKENS + 1
-"""16-bit tokens behind a packed block that whoever finds it in a prefix cache goes on from: its
-next query is the first after the one that had the block packed."""
+"""Newest tokens that stay in 16 bits when a block is packed. A request that finds the block in the
+prefix cache starts with them: its next query is the first after the one that packed the block."""
 
 RING_TOKENS = BLOCK_TOKENS + 2 * HOLDBACK_TOKENS
 """16-bit tokens kept per request: what any query of a step still sees, and room for that step."""

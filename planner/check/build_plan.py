@@ -198,7 +198,7 @@ def _uniform_omega(p: Problem, precision: Precision) -> float | None:
     return None if values is None else float(sum(values))
 
 
-def _as_told(p: Problem, outcome: Outcome, job: PhaseTimes) -> Outcome:
+def _with_phase_times(p: Problem, outcome: Outcome, job: PhaseTimes) -> Outcome:
     """Return an outcome whose value is of the time that the plan predicts.
 
     Where that is more than the search counts its bound holds still, but it proves less.
@@ -216,7 +216,7 @@ def _solver_report(
     p: Problem, outcome: Outcome, prefer: Prefer | None, job: PhaseTimes
 ) -> SolverReport:
     """Return what the plan says of its solver; a bound of zero or less says nothing of a time."""
-    outcome = _as_told(p, outcome, job)
+    outcome = _with_phase_times(p, outcome, job)
     notes = (
         outcome.note,
         positions_note(p.spec, p.workload),

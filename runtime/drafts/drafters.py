@@ -87,7 +87,7 @@ class FixedDrafter:
 
     @property
     def rests(self) -> bool:
-        """Whether nobody will be drafted for in the next rounds."""
+        """Whether no request gets drafts in the next rounds."""
         return False
 
     def gamma(self, requests: Sequence[Request]) -> int:

@@ -7,10 +7,10 @@ certain (of a verify the accepted tokens), takes its prediction, and has it go o
 every further draft; what these leave in its cache is overwritten. Drafts travel back with the
 step's tokens.
 
-While nobody asks for drafts hidden states wait here, so that plain steps cost nothing; a request
-with more of them waiting than `MOST_WAITING` drafts no more. Positions of a found prefix are those
-of the request that computed it: one of them, or all if that had no drafts, may hold another token's
-values, which makes drafts worse and changes no token.
+While no request asks for drafts, hidden states wait here, so that plain steps cost nothing; a
+request with more of them waiting than `MOST_WAITING` drafts no more. Positions of a found prefix
+are those of the request that computed it: one of them, or all if that had no drafts, may hold
+another token's values, which makes drafts worse and changes no token.
 
 Legend: T tokens of a step, N hidden states that wait, h hidden.
 """

@@ -32,7 +32,8 @@ MOST_DEATHS, MOST_REFUSALS = 5, 2
 """Starts in a row in which one stage dies, or says why it cannot start, that mean that it has no
 device any more."""
 _DYING_S = 60.0
-"""How long it must have died so: whoever kills stages at random may hit some that start."""
+"""For how long starts must have failed like that: a tester who kills stages at random may hit some
+that start."""
 _KEPT = 1000
 """Recoveries that are remembered."""
 _log = logging.getLogger("llmpq.run")

@@ -1,6 +1,6 @@
 """From GPU to GPU: hidden states to the next stage, sampled tokens back to the first.
 
-    headers, verify's tables    gloo, between hosts: whoever receives must read them
+    headers, verify's tables    gloo, between hosts: the receiver reads them on its CPU
     hidden states, tokens       from device to device:
         peer                    straight into the other GPU's memory (peer_links.py), on one host
         nccl                    one communicator per pair of neighbours, and one for the way back

@@ -78,13 +78,13 @@ class _Ruled:
     chosen: Tensor = field(init=False)
     """The answer's tokens by place, with room for more; on the device of the logits."""
     noted: LogprobOutput = field(default_factory=LogprobOutput)
-    num_told: int = 0
+    num_fetched: int = 0
     """Scores of the answer that were fetched."""
     num_scored: int = 0
     """Tokens of the prompt whose follower was scored."""
     kept: dict[str, Tensor] = field(default_factory=dict)
     """Tensors made of the rules once."""
-    told: list[int] = field(init=False)
+    known: list[int] = field(init=False)
     """Of a guided answer: its tokens that the host knows."""
     coming: tuple[int, _Coming, int] | None = None
     """Of a guided answer: the newest token's place, the step's tokens and its row among them."""
@@ -92,7 +92,7 @@ class _Ruled:
     def __post_init__(self) -> None:
         """Go on from the tokens that the answer has, whose scores were fetched elsewhere."""
         self.chosen = torch.tensor(self.rules.answer, dtype=torch.long)
-        self.told = list(self.rules.answer)
+        self.known = list(self.rules.answer)
 
     @property
     def counts_tokens(self) -> bool:
@@ -106,9 +106,9 @@ class _Ruled:
         """Return a guided answer before a place, waiting for the token before it."""
         if self.coming is not None:
             place, step_tokens, row = self.coming
-            self.told[place:] = [step_tokens.known[row]]
+            self.known[place:] = [step_tokens.known[row]]
             self.coming = None
-        return self.told[:step]
+        return self.known[:step]
 
     def before(self, step: int, device: torch.device) -> Tensor:
         """Return the tokens of the answer [N] before a place."""
@@ -186,9 +186,9 @@ class ConstrainedSampler:
         failure = None if ruled.automaton is None else ruled.automaton.failure
         scored = ruled.noted
         new = LogprobOutput(
-            output=scored.output[ruled.num_told :], prompt=scored.prompt, failure=failure
+            output=scored.output[ruled.num_fetched :], prompt=scored.prompt, failure=failure
         )
-        ruled.num_told += len(new.output)
+        ruled.num_fetched += len(new.output)
         ruled.noted.prompt = []
         return new
 

@@ -58,8 +58,8 @@ def sampler_of(
         # Triton is not imported where there is no GPU.
         from llmpq.kernels.fused.draw_tokens import sample_rows
 
-        told = told_rows(params, steps, vocab=like.shape[-1])
-        return partial(sample_rows, how_4B=upload(told, torch.float64, like.device))
+        rows = sampling_rows(params, steps, vocab=like.shape[-1])
+        return partial(sample_rows, how_4B=upload(rows, torch.float64, like.device))
     return partial(sample_with_torch, params=params, steps=steps)
 
 
@@ -88,7 +88,7 @@ def likeliest(logits: Tensor) -> Tensor:
     return logits.max(dim=-1).indices if logits.device.type == "cpu" else logits.argmax(dim=-1)
 
 
-def told_rows(
+def sampling_rows(
     params: Sequence[SamplerConfig], steps: Sequence[int], *, vocab: int
 ) -> list[list[float]]:
     """Return the kernel's parameters [4, B]: temperatures, k, p and random values."""

@@ -281,4 +281,4 @@ def _one_ahead(readers: Sequence[Reader]) -> Iterator[dict[str, Tensor]]:
                 return
             held = [ahead.result()]
             ahead = pool.submit(following) if following is not None else None
-            yield held.pop()  # nobody but the caller keeps it
+            yield held.pop()  # the caller has the only reference

@@ -186,7 +186,7 @@ def _add_texts(app: FastAPI, service: Service) -> None:
                 param="add_special_tokens",
             )
 
-        def told() -> Response:
+        def response() -> Response:
             if body.messages is not None:
                 tools = [tool.model_dump(exclude_none=True) for tool in body.tools or ()]
                 tokens = service.encode_chat(
@@ -209,7 +209,7 @@ def _add_texts(app: FastAPI, service: Service) -> None:
             return Response(f'{{"tokens":[{ids}],{more}}}', media_type="application/json")
 
         length = conversation_length(body.messages or (), body.tools) + len(body.prompt or "")
-        return await service.read_text(told, length)
+        return await service.read_text(response, length)
 
     @app.post("/v1/messages/count_tokens", openapi_extra=body_of(CountBody))
     async def count_messages(request: Request) -> dict[str, int]:
@@ -227,14 +227,14 @@ def _add_texts(app: FastAPI, service: Service) -> None:
         service.check_model(body.model)
         tokenizer = service.ready().tokenizer
 
-        def told() -> Response:
+        def response() -> Response:
             most, tokens = tokenizer.num_tokens - 1, body.tokens
             wrong = next((token for token in tokens if not 0 <= token <= most), None)
             if wrong is not None:
                 raise ApiError(400, f"tokens must be from 0 to {most}, got {wrong}", param="tokens")
             return AsciiJson({"prompt": tokenizer.decode(tokens)})
 
-        return await service.read_text(told, len(body.tokens))
+        return await service.read_text(response, len(body.tokens))
 
 
 def _add_state(app: FastAPI, service: Service) -> None:

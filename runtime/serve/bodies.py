@@ -307,13 +307,13 @@ def _biases(given: dict[str, float] | None, tokens_of: TokensOf) -> dict[int, fl
     texts = sum(_ID.fullmatch(key) is None for key in given)
     if texts > MAX_TEXTS:
         raise ValueError(f"logit_bias may have {MAX_TEXTS} texts beside token ids, got {texts}")
-    told: dict[int, float] = {}
+    biases: dict[int, float] = {}
     for key, bias in given.items():
         if bias != bias:
             raise ValueError(f"logit_bias must map tokens to numbers, got {key!r:.100}: {bias}")
         for token in _biased(key, tokens_of):
-            told[token] = max(-MAX_BIAS, min(MAX_BIAS, told.get(token, 0.0) + bias))
-    return told
+            biases[token] = max(-MAX_BIAS, min(MAX_BIAS, biases.get(token, 0.0) + bias))
+    return biases
 
 
 def _biased(key: str, tokens_of: TokensOf) -> Iterable[int]:

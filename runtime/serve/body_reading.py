@@ -45,12 +45,12 @@ def describe_bodies(app: FastAPI, forms: Sequence[type[BaseModel]]) -> None:
 
     def with_bodies() -> dict[str, Any]:
         if app.openapi_schema is None:
-            _, told = models_json_schema(
+            _, schema = models_json_schema(
                 [(form, "validation") for form in forms],
                 ref_template="#/components/schemas/{model}",
             )
             schemas = described().setdefault("components", {}).setdefault("schemas", {})
-            schemas.update(told["$defs"])
+            schemas.update(schema["$defs"])
         return described()
 
     app.openapi = with_bodies  # type: ignore[method-assign]

@@ -40,8 +40,8 @@ class Chat:
         """Whether the prompt has opened a thought."""
         if body.top_logprobs and body.logprobs is False:
             raise ApiError(400, "'top_logprobs' needs 'logprobs': true", param="top_logprobs")
-        told = body.logprobs or body.top_logprobs  # the second alone asks for the first
-        self._most = (body.top_logprobs or 0) if told else None
+        wanted = body.logprobs or body.top_logprobs  # the second alone asks for the first
+        self._most = (body.top_logprobs or 0) if wanted else None
         self._guided_by, guide = self._guide()
         if guide is not None:
             body.structured_outputs = guide
@@ -332,12 +332,12 @@ def conversation_length(messages: Sequence[Message], *more: Any) -> int:
 
 def plain_message(message: Message) -> dict[str, Any]:
     """Return a message as templates take it; `ApiError` for what is not text."""
-    told = message.model_dump(
+    fields = message.model_dump(
         exclude_none=True,
         include={"role", "name", "tool_call_id", "reasoning_content", "reasoning", "tool_calls"},
     )
     try:
-        return conversation.plain_message({**told, "content": message.content or ""})
+        return conversation.plain_message({**fields, "content": message.content or ""})
     except ValueError as error:
         raise ApiError(400, str(error), param="messages") from None
 
@@ -349,8 +349,8 @@ def _part(
     reason: str | None = None,
     stop: int | str | None = None,
 ) -> dict[str, Any]:
-    told = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
-    return told if reason is None else {**told, "stop_reason": stop}
+    choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
+    return choice if reason is None else {**choice, "stop_reason": stop}
 
 
 def _tokens_up_to(tokenizer: Decoder, token_ids: Sequence[int], thought: str) -> int:

@@ -80,23 +80,23 @@ class TextCompletion:
 
     async def whole(self) -> dict[str, Any]:
         """Return the answer."""
-        told, used = await self._gathered(await self.begin())
-        return {**self._head, "choices": told, "usage": used}
+        choices, used = await self._gathered(await self.begin())
+        return {**self._head, "choices": choices, "usage": used}
 
     async def _gathered(
         self, begun: list[ResponseStream]
     ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
         """Return the answers that are sent, once all have ended, and what they took."""
         choices = await self._service.gather(begun, self._params.n)
-        told = [
+        best = [
             self._choice(begun[c.index // self._best_of], c, first=True)
             for c in self._best(choices)
         ]
-        for index, choice in enumerate(told):
+        for index, choice in enumerate(best):
             choice["index"] = index
         answered = sum(len(choice.token_ids) for choice in choices)
         cached = sum(c.num_cached_tokens for c in choices if c.index % self._params.n == 0)
-        return told, usage(_prompt_tokens(begun), answered, cached)
+        return best, usage(_prompt_tokens(begun), answered, cached)
 
     def _started(self, prompt: str | Sequence[int]) -> str | Sequence[int]:
         """Return a prompt, one of nothing as the token that begins a text."""
@@ -122,13 +122,13 @@ class TextCompletion:
         running = options is not None and options.continuous_usage_stats
         none = {"usage": None} if with_usage else {}
         if self._best_of > self._n:
-            told_last, used = await self._gathered(begun)
-            for choice in told_last:
+            best, used = await self._gathered(begun)
+            for choice in best:
                 yield event({**self._head, "choices": [choice], **none})
             yield self._end(used if with_usage else None)
             return
         seen: set[int] = set()
-        told: dict[int, int] = {}
+        sent: dict[int, int] = {}
         async with aclosing(self._service.choices(begun, n)) as choices:
             async for new in choices:
                 answered += len(new.token_ids)
@@ -139,8 +139,8 @@ class TextCompletion:
                 first = new.index not in seen
                 seen.add(new.index)
                 answers = begun[new.index // n]
-                choice = self._choice(answers, new, first=first, behind=told.get(new.index, 0))
-                told[new.index] = told.get(new.index, 0) + len(choice["text"])
+                choice = self._choice(answers, new, first=first, behind=sent.get(new.index, 0))
+                sent[new.index] = sent.get(new.index, 0) + len(choice["text"])
                 now = {"usage": usage(_prompt_tokens(begun), answered)} if running else none
                 yield event({**self._head, "choices": [choice], **now})
         yield self._end(usage(_prompt_tokens(begun), answered, cached) if with_usage else None)
@@ -215,7 +215,7 @@ def logprobs_of(
     behind: int = 0,
 ) -> dict[str, Any]:
     """Return logprobs in the older form; `behind` is where the first token's text begins."""
-    told: dict[str, list[Any]] = {
+    logprobs: dict[str, list[Any]] = {
         "tokens": [],
         "token_logprobs": [],
         "top_logprobs": [],
@@ -224,23 +224,23 @@ def logprobs_of(
     tokenizer = service.tokenizer
     for token, scores in rows:
         shown = token_name(tokenizer, token)
-        told["tokens"].append(shown)
-        told["text_offset"].append(behind)
+        logprobs["tokens"].append(shown)
+        logprobs["text_offset"].append(behind)
         behind += len(shown)
         if scores is None:
-            told["token_logprobs"].append(None)
-            told["top_logprobs"].append(None)
+            logprobs["token_logprobs"].append(None)
+            logprobs["top_logprobs"].append(None)
             continue
-        told["token_logprobs"].append(max(scores[token].logprob, LEAST_LOGPROB))
+        logprobs["token_logprobs"].append(max(scores[token].logprob, LEAST_LOGPROB))
         likeliest = sorted(scores.items(), key=lambda item: item[1].rank)
-        told["top_logprobs"].append(
+        logprobs["top_logprobs"].append(
             {
                 token_name(tokenizer, other): max(score.logprob, LEAST_LOGPROB)
                 for other, score in likeliest
                 if score.rank <= most or other == token
             }
         )
-    return told
+    return logprobs
 
 
 def token_name(tokenizer: Tokenizer, token: int) -> str:

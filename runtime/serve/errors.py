@@ -55,7 +55,7 @@ class ApiError(HTTPException):
         self.status, self.message, self.param, self.code = status, message, param, code
 
     @property
-    def told_headers(self) -> dict[str, str]:
+    def response_headers(self) -> dict[str, str]:
         """What the answer says beside its body."""
         if self.status in (429, 503):
             return {"Retry-After": str(RETRY_AFTER_S)}
@@ -108,7 +108,7 @@ def handle_errors(app: FastAPI) -> None:
         found = as_api_error(error)
         if found.status == 404 and found.message == "Not Found":
             found = _no_path(request)
-        return AsciiJson(found.body(request.url.path), found.status, found.told_headers)
+        return AsciiJson(found.body(request.url.path), found.status, found.response_headers)
 
     known = (ApiError, RequestValidationError, HTTPException, ValueError)
     # What is no fault of the program's leaves no traceback in the log, as `Exception` does.

@@ -118,7 +118,7 @@ class Gate:
         kept = [pair for pair in scope["headers"] if pair[0] != b"x-request-id"]
         scope["headers"] = [*kept, (b"x-request-id", name.encode("latin-1"))]  # for replicas
 
-        async def told(message: Message) -> None:
+        async def send_counted(message: Message) -> None:
             nonlocal status, begun
             if message["type"] == "http.response.start":
                 status, begun = message["status"], True
@@ -132,10 +132,10 @@ class Gate:
             await self._turns.wait()
             self._check_key(scope)
             _check_form(scope)
-            await self._app(scope, self._bounded(scope, receive, body), told)
+            await self._app(scope, self._bounded(scope, receive, body), send_counted)
         except ApiError as error:
             if not begun:
-                await _refuse(error, scope["path"], told)
+                await _refuse(error, scope["path"], send_counted)
         except Exception:
             status = status or 500
             raise
@@ -239,8 +239,8 @@ async def _refuse(error: ApiError, path: str, send: Send) -> None:
     headers = {
         "content-type": "application/json",
         "content-length": str(len(body)),
-        **error.told_headers,
+        **error.response_headers,
     }
-    told = [(key.lower().encode(), value.encode()) for key, value in headers.items()]
-    await send({"type": "http.response.start", "status": error.status, "headers": told})
+    pairs = [(key.lower().encode(), value.encode()) for key, value in headers.items()]
+    await send({"type": "http.response.start", "status": error.status, "headers": pairs})
     await send({"type": "http.response.body", "body": body})

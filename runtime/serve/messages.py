@@ -126,7 +126,7 @@ class MessagesBody(ChoiceBody):
         return fields
 
     def _tools(self) -> list[dict[str, Any]] | None:
-        told = [
+        tools = [
             {
                 "type": "function",
                 "function": {
@@ -137,7 +137,7 @@ class MessagesBody(ChoiceBody):
             }
             for tool in self.tools or []
         ]
-        return told or None
+        return tools or None
 
     def _tool_choice(self) -> Any:
         if self.tool_choice is None:
@@ -178,8 +178,8 @@ class Messages:
 
     async def whole(self) -> dict[str, Any]:
         """Return the answer."""
-        told = await self._chat.whole()
-        choice, used = told["choices"][0], told["usage"]
+        answer = await self._chat.whole()
+        choice, used = answer["choices"][0], answer["usage"]
         content: list[dict[str, Any]] = []
         if thought := choice["message"].get("reasoning_content"):
             content.append({"type": "thinking", "thinking": thought, "signature": ""})
@@ -246,23 +246,23 @@ class _Blocks:
 
     def take(self, delta: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
         """Return the events of a chat's delta."""
-        told: list[tuple[str, dict[str, Any]]] = []
+        events: list[tuple[str, dict[str, Any]]] = []
         if delta.get("reasoning_content"):
-            told += self._open("thinking", {"type": "thinking", "thinking": "", "signature": ""})
-            told.append(
+            events += self._open("thinking", {"type": "thinking", "thinking": "", "signature": ""})
+            events.append(
                 self._delta({"type": "thinking_delta", "thinking": delta["reasoning_content"]})
             )
         if delta.get("content"):
-            told += self._open("text", {"type": "text", "text": ""})
-            told.append(self._delta({"type": "text_delta", "text": delta["content"]}))
+            events += self._open("text", {"type": "text", "text": ""})
+            events.append(self._delta({"type": "text_delta", "text": delta["content"]}))
         for call in delta.get("tool_calls", ()):
             self.called = True
             if "id" in call:
                 block = {"type": "tool_use", "id": call["id"], "name": call["function"]["name"]}
-                told += self._open(call["id"], {**block, "input": {}})
+                events += self._open(call["id"], {**block, "input": {}})
             arguments = call["function"]["arguments"]
-            told.append(self._delta({"type": "input_json_delta", "partial_json": arguments}))
-        return told
+            events.append(self._delta({"type": "input_json_delta", "partial_json": arguments}))
+        return events
 
     def close(self) -> list[tuple[str, dict[str, Any]]]:
         """Return the end of the block that is open."""
@@ -278,10 +278,10 @@ class _Blocks:
     def _open(self, kind: str, block: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
         if kind == self._kind:
             return []
-        told = self.close()
+        events = self.close()
         self._index, self._kind = self._index + 1, kind
         name = "content_block_start"
-        return [*told, (name, {"type": name, "index": self._index, "content_block": block})]
+        return [*events, (name, {"type": name, "index": self._index, "content_block": block})]
 
     def _delta(self, delta: dict[str, Any]) -> tuple[str, dict[str, Any]]:
         name = "content_block_delta"
@@ -292,7 +292,7 @@ def _plain(message: AnthropicMessage) -> list[dict[str, Any]]:
     """Return a message in OpenAI's form; results of tools are messages of their own."""
     if isinstance(message.content, str):
         return [{"role": message.role, "content": message.content}]
-    told: list[dict[str, Any]] = []
+    messages: list[dict[str, Any]] = []
     texts, calls, thoughts = [], [], []
     for block in message.content:
         kind = block.get("type")
@@ -301,7 +301,7 @@ def _plain(message: AnthropicMessage) -> list[dict[str, Any]]:
             continue
         if kind == "tool_result":
             result = {"role": "tool", "tool_call_id": str(block.get("tool_use_id", ""))}
-            told.append({**result, "content": _text(block.get("content") or "")})
+            messages.append({**result, "content": _text(block.get("content") or "")})
         elif kind == "tool_use":
             given = block.get("input") or {}
             if not isinstance(given, dict):
@@ -318,8 +318,8 @@ def _plain(message: AnthropicMessage) -> list[dict[str, Any]]:
         own: dict[str, Any] = {"role": message.role, "content": "".join(texts)}
         if any(thoughts):
             own["reasoning_content"] = "".join(thoughts)
-        told.append(own | ({"tool_calls": calls} if calls else {}))
-    return told
+        messages.append(own | ({"tool_calls": calls} if calls else {}))
+    return messages
 
 
 def _text(content: Any) -> str:

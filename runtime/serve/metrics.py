@@ -157,7 +157,7 @@ class Metrics:
         self.answer_tokens = counter("generation_tokens", "Tokens of all answers.").labels(
             **self._labels
         )
-        self.of_requests = {name: histogram(name, *told) for name, told in _OF_REQUESTS.items()}
+        self.of_requests = {name: histogram(name, *bounds) for name, bounds in _OF_REQUESTS.items()}
         self.sums: dict[str, float] = dict.fromkeys(
             ("requests", "tokens", "first_token_s", "first_tokens", "gap_s", "gaps"), 0.0
         )
@@ -309,10 +309,10 @@ class _EngineState:
             yield counter
         yield from _of_steps(prefix, labels, stats.get("stages", ()))
         if "cache" in stats:
-            told = {**labels, **{key: str(value) for key, value in stats["cache"].items()}}
+            of_cache = {**labels, **{key: str(value) for key, value in stats["cache"].items()}}
             about = "How keys and values are kept."
-            info = GaugeMetricFamily(f"{prefix}:cache_config_info", about, labels=[*told])
-            info.add_metric([*told.values()], 1.0)
+            info = GaugeMetricFamily(f"{prefix}:cache_config_info", about, labels=[*of_cache])
+            info.add_metric([*of_cache.values()], 1.0)
             yield info
         yield from _of_stages(stats.get("stages", ()), labels["engine"], held)
         yield from _of_recoveries(stats.get("recoveries", ()), labels["engine"])
@@ -410,7 +410,7 @@ def _step_times(stages: Sequence[Mapping[str, Any]], engine: str) -> Iterator[Me
     ):
         promised = GaugeMetricFamily(f"llmpq:stage_{name}", about, labels=labels)
         for index, stage in enumerate(stages):
-            for kind, told in stage["predicted"].items():
+            for kind, predicted in stage["predicted"].items():
                 own = (engine, str(index), stage["device"], stage["node"], kind)
-                promised.add_metric(own, told[key])
+                promised.add_metric(own, predicted[key])
         yield promised

@@ -50,7 +50,7 @@ class ResponsesBody(ChoiceBody):
     chat_template_kwargs: dict[str, Any] | None = None
 
     @property
-    def tells_logprobs(self) -> bool:
+    def wants_logprobs(self) -> bool:
         """Whether tokens are sent with their logprobs."""
         return _LOGPROBS in (self.include or ()) or bool(self.top_logprobs)
 
@@ -103,7 +103,7 @@ class ResponsesBody(ChoiceBody):
             "tools": self._tools(),
             "tool_choice": self._tool_choice(),
             "parallel_tool_calls": self.parallel_tool_calls,
-            "logprobs": True if self.tells_logprobs else None,
+            "logprobs": True if self.wants_logprobs else None,
             "top_logprobs": self.top_logprobs,
             "reasoning_effort": thinking.get("effort"),
             "chat_template_kwargs": self.chat_template_kwargs,
@@ -122,7 +122,7 @@ class ResponsesBody(ChoiceBody):
     def _tools(self) -> list[Data] | None:
         """Return the functions that may be called, in a chat's form."""
         allowed = self._allowed()
-        told = []
+        tools = []
         for tool in self.tools or ():
             if tool.get("type") != "function":
                 raise ApiError(
@@ -133,8 +133,8 @@ class ResponsesBody(ChoiceBody):
                 )
             function = tool.get("function", {k: v for k, v in tool.items() if k != "type"})
             if allowed is None or function.get("name") in allowed:
-                told.append({"type": "function", "function": function})
-        return told or None
+                tools.append({"type": "function", "function": function})
+        return tools or None
 
     def _allowed(self) -> set[str] | None:
         """Return the tools that `tool_choice` allows, None for all."""
@@ -180,8 +180,8 @@ class Responses:
 
     async def whole(self) -> Data:
         """Return the answer."""
-        told = await self._chat.whole()
-        choice = told["choices"][0]
+        answer = await self._chat.whole()
+        choice = answer["choices"][0]
         message, output = choice["message"], []
         calls = message.get("tool_calls", ())
         status = _status(choice["finish_reason"])
@@ -192,31 +192,31 @@ class Responses:
             output.append(_message(_new("msg"), message["content"], logprobs, status))
         for call in calls:
             output.append(_call(_new("fc"), call["id"], call["function"], "completed"))
-        return self._ended(output, choice["finish_reason"], told["usage"])
+        return self._ended(output, choice["finish_reason"], answer["usage"])
 
     async def events(self, begun: list[ResponseStream]) -> AsyncIterator[str]:
         """Yield the answer as it comes, in numbered events."""
         number = 0
 
-        def told(name: str, data: Data) -> str:
+        def numbered(name: str, data: Data) -> str:
             nonlocal number
             number += 1
             return event({"type": name, "sequence_number": number - 1, **data}, name)
 
         empty = self._response([], None, None)
-        yield told("response.created", {"response": empty})
-        yield told("response.in_progress", {"response": empty})
+        yield numbered("response.created", {"response": empty})
+        yield numbered("response.in_progress", {"response": empty})
         reason, used = "stop", None
-        output = _Output(with_logprobs=self._body.tells_logprobs)
+        output = _Output(with_logprobs=self._body.wants_logprobs)
         async with aclosing(self._chat.parts(begun)) as parts:
             async for choice, now in parts:
                 used, reason = now, choice["finish_reason"] or reason
                 for name, data in output.take(choice):
-                    yield told(name, data)
+                    yield numbered(name, data)
         for name, data in output.end(_status(reason)):
-            yield told(name, data)
+            yield numbered(name, data)
         response = self._ended(output.items, reason, used)
-        yield told(f"response.{response['status']}", {"response": response})
+        yield numbered(f"response.{response['status']}", {"response": response})
 
     def _ended(self, output: list[Data], reason: str, used: Mapping[str, Any] | None) -> Data:
         """Return the response at its end; it is stored if it is to be."""

@@ -33,7 +33,7 @@ def rules_of(
                 f"{name} names token {wrong[0]}, which is not in the vocabulary of {spec.vocab}"
             )
     guided = params.structured_outputs
-    told = params.repetition_penalty != 1.0 or params.prompt_logprobs is not None
+    needs_prompt = params.repetition_penalty != 1.0 or params.prompt_logprobs is not None
     rules = LogitsConstraints(
         repetition_penalty=float(params.repetition_penalty),
         frequency_penalty=float(params.frequency_penalty),
@@ -49,7 +49,7 @@ def rules_of(
         guide=None if guided is None else guided.guide(),
         logprobs=params.logprobs,
         prompt_logprobs=params.prompt_logprobs,
-        prompt=prompt if told else (),
+        prompt=prompt if needs_prompt else (),
     )
     return None if rules == LogitsConstraints() else rules
 

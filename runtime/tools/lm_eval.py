@@ -123,8 +123,10 @@ class LlmpqModel(TemplateLM):
             for index, answer in zip(some, self.llm.generate(prompts, params), strict=True):
                 row = rows[index]
                 judged = min(len(requests[index][2]), len(row) - 1)
-                told = [more for more in answer.prompt_logprobs or () if more is not None]
-                tail = zip(row[len(row) - judged :], told[len(told) - judged :], strict=True)
+                logprobs = [more for more in answer.prompt_logprobs or () if more is not None]
+                tail = zip(
+                    row[len(row) - judged :], logprobs[len(logprobs) - judged :], strict=True
+                )
                 scores = [scored[token] for token, scored in tail]
                 value = sum(score.logprob for score in scores)
                 answers[index] = value, all(score.rank == 1 for score in scores)

@@ -129,8 +129,8 @@ def bitsandbytes_weight(
             f"{stem}.weight has {packed.numel()} bytes, its state says [{n}, {k}] in blocks of "
             f"{group}; expected {n * k // 2}, and rows of whole blocks"
         )
-    table, told = torch.tensor(codebook.values), read(f"{stem}.weight.quant_map").float()
-    if told.shape != table.shape or not torch.allclose(told, table, rtol=0, atol=1e-6):
+    table, stored = torch.tensor(codebook.values), read(f"{stem}.weight.quant_map").float()
+    if stored.shape != table.shape or not torch.allclose(stored, table, rtol=0, atol=1e-6):
         raise ValueError(f"{stem}.weight.quant_map is not the codebook of {codebook.value}")
     scale = _absmax(f"{stem}.weight", state, held, read)
     if scale.numel() != n * k // group:

@@ -198,7 +198,7 @@ class GgufCheckpoint(CheckpointSource):
         return self.names.output
 
     def _is_known(self, name: str, expected: Collection[str]) -> bool:
-        """Whether a tensor is known: of those in no table, only layers nobody runs (MTP)."""
+        """Whether a tensor is known: in a table, or of a layer that is not run (MTP)."""
         match = BLOCK.match(name)
         if match is not None and name not in self._stored:
             return 0 <= int(match[1]) - self.spec.num_layers < self.spec.further_layers

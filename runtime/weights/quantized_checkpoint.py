@@ -194,9 +194,13 @@ class QuantizedCheckpoint(CheckpointSource):
         """Read a fused linear's codes as they are."""
         arranged = self.names.arranged(part)
         order = None if arranged == AS_IT_IS else partial(arranged.ours, spec=self.spec)
-        told: dict[str, Any] = {"block": fp8_block(self._described), "order": order, "dtype": dtype}
+        options: dict[str, Any] = {
+            "block": fp8_block(self._described),
+            "order": order,
+            "dtype": dtype,
+        }
         try:
-            made = fp8_codes(stems, self.file_of, super().read, **told)
+            made = fp8_codes(stems, self.file_of, super().read, **options)
         except ValueError as error:
             raise ValueError(f"'{self.directory}', {' + '.join(stems)}: {error}") from None
         self._require_shape(stems, tuple(made.codes_NK.shape), shape)
@@ -215,8 +219,8 @@ class QuantizedCheckpoint(CheckpointSource):
         form = self._form(stem) if last == "weight" else None
         try:
             if form == "fp8":
-                told = fp8_block(self._described)
-                return fp8_numbers(stem, self.file_of, super().read, told)
+                block = fp8_block(self._described)
+                return fp8_numbers(stem, self.file_of, super().read, block)
             whole = self._table(name, torch.float32)
             if whole is not None:
                 return whole.dequantize(torch.float32)

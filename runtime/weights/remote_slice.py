@@ -34,7 +34,7 @@ _LENGTH = struct.Struct("<Q")
 
 
 class SliceSource(Protocol):
-    """Whoever has the whole checkpoint: `SliceReader`, here or on another host."""
+    """A holder of the whole checkpoint: `SliceReader`, here or on another host."""
 
     def listing(self) -> dict[str, Any]:
         """Return the checkpoint's JSON files, its index and the headers of its weight files."""
@@ -67,10 +67,10 @@ class SliceReader:
             file_of = {name: SINGLE for name in header if name != "__metadata__"}
         headers = {name: _header(self._directory / name) for name in sorted(set(file_of.values()))}
         stats = [(name, (self._directory / name).stat()) for name in headers]
-        told = [texts, headers, [(name, s.st_size, s.st_mtime_ns) for name, s in stats]]
+        stated = [texts, headers, [(name, s.st_size, s.st_mtime_ns) for name, s in stats]]
         return {
             "name": self._directory.name,
-            "mark": hashlib.sha256(json.dumps(told).encode()).hexdigest()[:16],
+            "mark": hashlib.sha256(json.dumps(stated).encode()).hexdigest()[:16],
             "texts": texts,
             "file_of": file_of,
             "headers": headers,
@@ -181,8 +181,8 @@ def _copy_file(
 def _checked(reader: SliceSource, file: str, start: int, end: int) -> bytes:
     """Return a piece whose hash is right; one that arrives broken is asked for once more."""
     for _ in range(2):
-        data, told = reader.piece(file, start, end)
-        if len(data) == end - start and hashlib.sha256(data).hexdigest() == told:
+        data, digest = reader.piece(file, start, end)
+        if len(data) == end - start and hashlib.sha256(data).hexdigest() == digest:
             return data
     raise ValueError(
         f"bytes {start} to {end} of '{file}' arrived broken twice (SHA-256 differs): was the "

@@ -3,8 +3,8 @@
 A source hands out one layer (or embedding, or head) at a time as host tensors by part name, so a
 stage reads its own slice only and never holds more than a few layers unquantised. A part that a
 file stores as it is used (an embedding in the stage's dtype) is that file's pages, mapped, not a
-copy of them: whoever rewrites a checkpoint in place changes what is served from it. Files are let
-go after each part.
+copy of them: rewriting a checkpoint in place changes the weights that are served. Files are closed
+after each part.
 """
 
 from __future__ import annotations
@@ -261,7 +261,7 @@ class CheckpointSource:
             )
 
     def _require_known_tensors(self) -> None:
-        """Refuse tensors that nobody reads: what they do would be missing from every layer."""
+        """Refuse tensors that no layer reads: what they do would be missing from every layer."""
         expected = self._expected()
         others = [name for name in self.file_of if name not in expected]
         unknown = sorted(name for name in others if not self._is_known(name, expected))
@@ -310,7 +310,7 @@ class CheckpointSource:
         return bool(torch.isclose(got, torch.tensor(expected), rtol=1e-2).all())
 
     def _is_further(self, name: str) -> bool:
-        """Whether a tensor is of a layer behind the last one, which nobody runs."""
+        """Whether a tensor is of a layer behind the last one, which is not run."""
         prefix = self.root + self.names.layer_prefix
         number = name.removeprefix(prefix).partition(".")[0] if name.startswith(prefix) else ""
         return number.isdigit() and int(number) >= self.spec.num_layers

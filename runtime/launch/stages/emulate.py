@@ -1,8 +1,8 @@
 """A GPU made to behave as a smaller one: a stream on some SMs, and a cap on memory.
 
 What a stage computes runs on its own stream, and graphs are captured on that, so a stream of a
-green context keeps all of it on that context's SMs. The context is nobody's current one: whoever
-sets a thread's device would leave it.
+green context keeps all of it on that context's SMs. The context is not made any thread's current
+one: setting the thread's device would leave it.
 """
 
 from __future__ import annotations

@@ -56,7 +56,7 @@ class Gemma(ToolForm):
         return _WORDS[word] if word in _WORDS else json.loads(word), found.end()
 
     def _mapping(self, text: str, at: int) -> tuple[dict[str, Any], int]:
-        told: dict[str, Any] = {}
+        values: dict[str, Any] = {}
         while (at := _past(text, at)) < len(text) and text[at] != "}":
             key = _KEY.match(text, at)
             if key is not None:
@@ -64,19 +64,19 @@ class Gemma(ToolForm):
             else:
                 name, at = self._value(text, at)
                 at = text.index(":", at) + 1
-            told[str(name)], at = self._value(text, at)
+            values[str(name)], at = self._value(text, at)
         if text[at] != "}":
             raise ValueError("a mapping is not closed")
-        return told, at + 1
+        return values, at + 1
 
     def _list(self, text: str, at: int) -> tuple[list[Any], int]:
-        told: list[Any] = []
+        values: list[Any] = []
         while (at := _past(text, at)) < len(text) and text[at] != "]":
             value, at = self._value(text, at)
-            told.append(value)
+            values.append(value)
         if text[at] != "]":
             raise ValueError("a list is not closed")
-        return told, at + 1
+        return values, at + 1
 
 
 class FunctionGemma(Gemma):

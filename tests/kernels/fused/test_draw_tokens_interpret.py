@@ -5,7 +5,7 @@ import torch
 from triton import knobs
 
 from llmpq.kernels.fused.draw_tokens import KEY_BITS, sample_rows, sample_rows_reference
-from llmpq.runtime.models.sampling import SamplerConfig, sample, told_rows
+from llmpq.runtime.models.sampling import SamplerConfig, sample, sampling_rows
 
 pytestmark = [
     pytest.mark.interpret,
@@ -34,7 +34,7 @@ def rows(dtype: torch.dtype, columns: int) -> tuple[torch.Tensor, list[SamplerCo
 
 
 def told(params: list[SamplerConfig], steps: list[int], columns: int) -> torch.Tensor:
-    return torch.tensor(told_rows(params, steps, vocab=columns), dtype=torch.float64)
+    return torch.tensor(sampling_rows(params, steps, vocab=columns), dtype=torch.float64)
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from llmpq.runtime.models.sampling import SamplerConfig, sample, told_rows
+from llmpq.runtime.models.sampling import SamplerConfig, sample, sampling_rows
 
 pytestmark = [
     pytest.mark.gpu,
@@ -37,7 +37,7 @@ def test_tokens_are_those_of_their_numbers(dtype, vocab):
     steps = list(range(len(params)))
     logits = (torch.randn(len(params), vocab, device="cuda") * 3).to(dtype)
     got = sample(logits, params, steps).tolist()
-    told = zip(*told_rows(params, steps, vocab=vocab), strict=True)
+    told = zip(*sampling_rows(params, steps, vocab=vocab), strict=True)
     for token, row, (temperature, k, p, number) in zip(got, logits.cpu(), told, strict=True):
         up_to = allowed(row, temperature, k, p).cumsum(0)
         before = float(up_to[token - 1]) if token else 0.0
