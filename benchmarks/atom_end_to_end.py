@@ -42,11 +42,12 @@ from llmpq.memory import stage_memory
 from llmpq.model_spec import ModelSpec
 from llmpq.plan import Plan
 from llmpq.precision import KVPrecision, Precision
-from llmpq.runtime.engine.slot_limits import SlotLimits
-from llmpq.runtime.engine.slot_scheduler import SlotScheduler
+from llmpq.runtime.engine.pool_limits import PoolLimits
+from llmpq.runtime.engine.scheduler import Scheduler
 from llmpq.runtime.launch.plans.manual_plan import manual_plan
 from llmpq.runtime.request import Request
 from llmpq.runtime.weights.sources import RandomSource
+from llmpq.sizes.pool_size import PoolSize, planned_pool
 from llmpq.units import parse_size
 from llmpq.workload import Workload
 from reference.open_stages import OpenStages
@@ -122,14 +123,12 @@ def measure(spec: ModelSpec, precision: Precision, args: argparse.Namespace, bat
     torch.cuda.reset_peak_memory_stats()
     plan = plan_of(spec, precision, args, batch)
     source = (AtomSource if precision is Precision.W4A4 else RandomSource)(spec, device="cuda")
-    engine = OpenStages(plan, spec, source, device="cuda")
+    pool = pool_of(plan, spec)
+    engine = OpenStages(plan, spec, source, pool=pool, device="cuda")
     shown = f"{precision.value} {plan.workload.kv.value} batch {batch}"
     print(f"{shown}: {torch.cuda.memory_allocated() / 1e9:.2f} GB loaded", flush=True)
     for compute in engine.computes:
-        compute.warm_up(batch, max(1, args.prefill_tokens // batch // 2))
-        compute.warm_up_prompts(plan)
-        for rows in (1, 2, 4, *range(8, batch, 8)) if args.lengths == "drawn" else ():
-            compute.warm_up(rows, 0)
+        compute.warm_up(batch, plan.prefill_step_tokens)
     # Prompts of a whole micro-batch and of the last, smaller one: their kernels are compiled here.
     few = plan.prefill_microbatch + batch % plan.prefill_microbatch
     run_job(engine, plan, [replace(r, max_new=3) for r in requests_of(plan, spec, args, 0)[:few]])
@@ -170,6 +169,14 @@ def measure(spec: ModelSpec, precision: Precision, args: argparse.Namespace, bat
     print(f"{shown}: {max(samples):.0f} tok/s, {steps}, used {(total - free) / 2**30:.2f} GiB")
 
 
+def pool_of(plan: Plan, spec: ModelSpec) -> PoolSize:
+    """Return the pool of a job whose prompts share nothing."""
+    size = planned_pool(
+        spec, plan.workload, plan.prefill_chunk, prefill_microbatch=plan.prefill_microbatch
+    )
+    return replace(size, prefix_cache=False, window=0, window_blocks=0)
+
+
 def requests_of(plan: Plan, spec: ModelSpec, args: argparse.Namespace, index: int) -> list[Request]:
     """Return the requests of a job: random tokens, no stop."""
     rng = random.Random(index)
@@ -195,18 +202,20 @@ def run_job(
     engine: OpenStages, plan: Plan, requests: Sequence[Request]
 ) -> tuple[float, dict[str, float]]:
     """Serve requests; return seconds, and by phase."""
-    limits = SlotLimits(
-        num_slots=plan.workload.batch,
-        prompt_len=plan.workload.prompt_len,
-        max_len=plan.workload.max_len,
-        prefill_microbatch=plan.prefill_microbatch,
-        prefill_chunk=plan.prefill_chunk,
-        decode_microbatch=plan.decode_microbatch,
-        num_stages=1,
+    pool = pool_of(plan, engine.spec)
+    limits = PoolLimits(
+        num_blocks=pool.num_blocks,
+        kv=plan.workload.kv,
+        max_rows=pool.slots,
+        max_len=pool.max_len + 1,
+        step_tokens=plan.prefill_step_tokens,
+        decode_rows=plan.decode_microbatch,
+        tokens_ahead=2,
+        prefix_cache=False,
     )
     torch.cuda.synchronize()
     started = time.perf_counter()
-    run = engine.run(SlotScheduler(limits), requests)
+    run = engine.run(Scheduler(limits), requests)
     torch.cuda.synchronize()
     seconds = time.perf_counter() - started
     phases = {}
@@ -256,7 +265,6 @@ def largest_batch(spec: ModelSpec, precision: Precision, args: argparse.Namespac
             prefill_microbatch=plan.prefill_microbatch,
             decode_microbatch=plan.decode_microbatch,
             quantization=plan.settings(),
-            pooled=plan.pooled,
             context_bytes=parse_size(args.context) + parse_size(args.slack),
             on_gpu=True,
         )

@@ -1,6 +1,6 @@
 """A layer of the families beyond Llama on a GPU: decode beside its byte floor, grouped products.
 
-    python benchmarks/families_gpu.py --rows FILE [--parts grouped,latents,packed,layers]
+    python benchmarks/families_gpu.py --rows FILE [--parts grouped,layers,kernels]
         [--models ...] [--precisions ...] [--batches 1,8,32,128]
 
 layers      layers of dummy weights, timed as `llmpq-profile` times them (captured, four distinct
@@ -11,9 +11,6 @@ kernels     the same step, its time told apart by kernel: a kernel is charged fr
             one before to its own end, so that launches which overlap add up to the step
 grouped     the two products of all experts of a layer at 4096 tokens as the runtime calls them,
             each beside one dense product of equal shape, and the sorting of pairs
-latents     attention of decode steps over latents (MLA) beside the bytes that it has to read
-packed      over latents in 8, 4 and 2 bits, keys and values, and over Gemma's and gpt-oss's
-            packed keys and values within their windows
 """
 
 from __future__ import annotations
@@ -28,15 +25,10 @@ import torch
 from llmpq.cost_model import Phase
 from llmpq.devices.device_spec import canonical_kind, device_specs
 from llmpq.kernels.formats.codebooks import E8M0, Codebook
-from llmpq.kernels.formats.kv_block import KVFormat
 from llmpq.kernels.gemm.experts.expert_dispatch import assign
 from llmpq.kernels.gemm.experts.expert_stack import ExpertStack
 from llmpq.kernels.gemm.experts.gated import GateRule
-from llmpq.kernels.gpu_timing import copies_for, time_launches, write_row
-from llmpq.kernels.kv import ruled_attend
-from llmpq.kernels.kv.low_bit.any_size_attend import attend_any_size
-from llmpq.kernels.kv.low_bit.low_bit_cache import QuantizedKVCache
-from llmpq.kernels.kv.reference import ScoreRule
+from llmpq.kernels.gpu_timing import time_launches, write_row
 from llmpq.kernels.weights.codebook_weight import codebook_weight
 from llmpq.kernels.weights.dense_weight import DenseWeight
 from llmpq.kernels.weights.round_to_nearest import quantize_weight
@@ -44,12 +36,11 @@ from llmpq.kernels.weights.weight import Weight
 from llmpq.memory import Quantization, layer_weight_bytes
 from llmpq.model_spec import ModelSpec
 from llmpq.planner.costs.roofline import experts_hit
-from llmpq.precision import KVPrecision, Precision, WeightScheme
+from llmpq.precision import Precision, WeightScheme
 from llmpq.profiler.timing.cases import Effort, Sampling, Target, TimedCase
 from llmpq.profiler.timing.timed_layers import TimedModel
 from llmpq.runtime.models.layer_tensors import LayerTensors
 from llmpq.runtime.models.linear import Linear
-from llmpq.sizes.kv_format import BLOCK_TOKENS, block_bytes
 
 MADE = LayerTensors.linear
 EFFORT = Effort(seconds=0.3, min_repeats=10)
@@ -214,98 +205,6 @@ def stacked(w: torch.Tensor, bits: int, experts: int) -> ExpertStack:
     return stack
 
 
-def latents(args: argparse.Namespace, kind: str) -> None:
-    """Time a decode step's attention over latents; its floor is the cache, read once."""
-    spec = ModelSpec.by_name("deepseek-v2-lite")
-    assert spec.latent is not None
-    rank = spec.latent.kv_rank
-    dim = rank + spec.latent.rope_dim
-    for batch, context in LATENT_CASES:
-        sets = copies_for(2 * batch * context * dim)
-        caches = [
-            torch.randn(batch, 1, context, dim, device="cuda").bfloat16() for _ in range(sets)
-        ]
-        q = torch.randn(batch, 1, spec.heads, dim, device="cuda", dtype=torch.bfloat16)
-        slots = torch.arange(batch, dtype=torch.int32, device="cuda")
-        start, new = torch.full_like(slots, context - 1), torch.ones_like(slots)
-
-        def attend(i: int) -> torch.Tensor:
-            cache = caches[i]  # noqa: B023
-            return ruled_attend.ruled_attend(
-                *(q, cache, cache, slots, start, new),  # noqa: B023
-                max_end=context,  # noqa: B023
-                scale=dim**-0.5,
-                value_dim=rank,
-            )
-
-        samples = time_launches(attend, sets)
-        floor_us = 2 * batch * context * dim / device_specs()[kind].mem_gbps / 1e3
-        what = {"model": spec.name, "batch": batch, "context": context}
-        row(args, "latent attention", what, samples, floor=floor_us)
-        us = statistics.median(samples)
-        print(f"latents {batch} x {context}: {us:.1f} us, {floor_us / us:.2f} of the bandwidth")
-
-
-PACKED_CASES = (
-    ("deepseek-v2-lite", 32, 8192, ScoreRule()),
-    ("gpt-oss-20b", 32, 8192, ScoreRule(window=128)),
-    ("gemma-2-9b", 32, 8192, ScoreRule(window=4096, cap=50.0)),
-    ("gemma-2-9b", 32, 8192, ScoreRule(cap=50.0)),
-)
-
-
-def packed(args: argparse.Namespace, kind: str) -> None:
-    """Time a decode step's attention over packed caches; the floor is what it sees, read once."""
-    for name, batch, context, rule in PACKED_CASES:
-        spec = ModelSpec.by_name(name)
-        if spec.sinks:
-            sinks = torch.randn(spec.heads, device="cuda")
-            rule = ScoreRule(window=rule.window, cap=rule.cap, sinks_H=sinks)
-        for kv in (KVPrecision.KV8, KVPrecision.KV4, KVPrecision.KV2):
-            attend, sets = packed_step(spec, kv, batch, context, rule)
-            seen = min(context, rule.window) if rule.window else context
-            token = block_bytes(kv, kv_heads=spec.kv_heads, head_dim=spec.head_dim) / BLOCK_TOKENS
-            floor_us = batch * seen * token / device_specs()[kind].mem_gbps / 1e3
-            samples = time_launches(attend, sets)
-            what = {"model": name, "batch": batch, "context": context, "kv": kv.value}
-            what |= {"window": rule.window, "cap": rule.cap, "sinks": spec.sinks}
-            row(args, "packed attention", what, samples, floor=floor_us)
-            us = statistics.median(samples)
-            print(f"{name} {kv.value} window {rule.window}: {us:.1f} us, {floor_us / us:.2f}",
-                  flush=True)  # fmt: skip
-
-
-def packed_step(
-    spec: ModelSpec, kv: KVPrecision, batch: int, context: int, rule: ScoreRule
-) -> tuple[Callable[[int], torch.Tensor], int]:
-    """Return a step of one token over one of several caches of random codes, and how many."""
-    fmt = KVFormat(precision=kv, head_dim=spec.head_dim)
-    sets = copies_for(int(batch * context * fmt.block_bytes(spec.kv_heads) / BLOCK_TOKENS))
-    cache = QuantizedKVCache(
-        fmt, num_layers=sets, kv_heads=spec.kv_heads, slots=batch, max_len=context + 1,
-        dtype=torch.bfloat16, device="cuda",
-    )  # fmt: skip
-    for layer in cache.layers:
-        for words in (layer.k_words_PGW, layer.v_words_PGW):
-            words.random_(-(2**31), 2**31 - 1)
-        for params in (layer.k_params_PG, layer.v_params_PG):
-            params.uniform_(0.001, 0.01)
-    slots = torch.arange(batch, device="cuda")
-    start = torch.full_like(slots, context - 1)
-    plan = cache.plan(slots, start, torch.ones_like(slots), q_len=1, fresh=False, max_end=context)
-    q = torch.randn(batch, 1, spec.heads, spec.head_dim, device="cuda", dtype=torch.bfloat16)
-
-    def attend(i: int) -> torch.Tensor:
-        if cache.gathers:
-            return attend_any_size(
-                *(fmt, cache.layers[i], cache.table_SN, q, plan.device_rows),
-                max_end=context, scale=spec.head_dim**-0.5, rule=rule,
-            )  # fmt: skip
-        return cache._decode(plan, i, q, spec.head_dim**-0.5, None, rule)
-
-    return attend, sets
-
-
 def row(
     args: argparse.Namespace,
     bench: str,
@@ -333,7 +232,7 @@ def main() -> None:
     """Measure what is asked for."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--rows", type=Path, required=True)
-    parser.add_argument("--parts", default="grouped,latents,layers")
+    parser.add_argument("--parts", default="grouped,layers")
     parser.add_argument("--models", default=",".join(MODELS))
     parser.add_argument("--precisions", default="w16a16,w4a16")
     parser.add_argument("--batches", default="1,8,32,128")
@@ -346,7 +245,7 @@ def main() -> None:
         if part == "grouped":
             grouped(args)
         else:
-            parts = {"latents": latents, "packed": packed, "layers": layers, "kernels": kernels}
+            parts = {"layers": layers, "kernels": kernels}
             parts[part](args, kind)
 
 

@@ -9,7 +9,7 @@ Then it plays their arrivals at shares of that rate and reports what a reader of
 time to first token, time per output token, the longest gaps, and goodput: the share of requests
 within MLPerf's limits for Llama-3.1-8B. `--shrink` divides lengths, for small models on a CPU.
 `--rate` is for a rate that is known: nothing is served at once first. `--no-chunks` takes prompts
-whole, `--no-mixing` (GPUs) leaves the pool out: prompts have steps of their own.
+whole.
 Without a plan `LLM` takes this machine's devices. On GPUs `--precision w4a16 --max-num-seqs 256`
 makes a plan of a precision by hand, of several stages with `--splits 17` (the layers where they
 end; `--sms 132 48` for smaller cards).
@@ -111,7 +111,7 @@ def report(
         "stages": len(stages),
         "step_tokens": 0 if args.no_chunks else args.step_tokens,
         "precision": ",".join(sorted({p.value for s in stages for p in s.precisions})),
-        "pool": not args.no_mixing,
+        "pool": True,
         "slots": llm.plan.workload.batch,
     }
     if len(stages) > 1:
@@ -177,7 +177,6 @@ def replay(args: argparse.Namespace) -> None:
             kv=args.kv,
             splits=tuple(args.splits),
             sms=tuple(args.sms),
-            pool=not args.no_mixing,
         )
     started_s = time.perf_counter()
     with LLM(
@@ -185,7 +184,6 @@ def replay(args: argparse.Namespace) -> None:
         plan=plan,
         max_num_batched_tokens=step_tokens,
         enable_prefix_caching=not args.no_prefix_cache,
-        kv_pool=False if args.no_mixing else None,
         stages_apart=True,  # as servers have it: who reads the streams computes nothing
     ) as llm:
         print(f"started in {time.perf_counter() - started_s:.1f} s", flush=True)
@@ -316,7 +314,6 @@ def main() -> None:
     parser.add_argument("--sms", type=int, nargs="*", default=[], help="of each stage; 0: all")
     parser.add_argument("--rate", type=float, help="requests/s that can be sustained, if known")
     parser.add_argument("--warm-up", type=int, default=4, help="requests before all others")
-    parser.add_argument("--no-mixing", action="store_true", help="a GPU's slots, for comparison")
     parser.add_argument("--no-chunks", action="store_true", help="prompts whole, for comparison")
     parser.add_argument("--no-prefix-cache", action="store_true")
     parser.add_argument("--noisy", action="store_true", help="others share this machine")

@@ -28,16 +28,15 @@ from llmpq.memory import StageMemory, stage_memory
 from llmpq.model_spec import ModelSpec
 from llmpq.plan import Plan
 from llmpq.precision import KVPrecision, Precision
-from llmpq.runtime.backends.build_stage import build_slot_stage
-from llmpq.runtime.backends.slot_stage_runner import SlotStageRunner
+from llmpq.runtime.backends.build_stage import build_stage
+from llmpq.runtime.backends.gpu.cuda_step_times import step_message
+from llmpq.runtime.backends.stage_runner import StageRunner
 from llmpq.runtime.launch.plans.manual_plan import manual_plan
 from llmpq.runtime.links.peer_links import Room
 from llmpq.runtime.pending import arrived
-from llmpq.runtime.request import StepKind
-from llmpq.runtime.sampling_params import SamplerConfig
-from llmpq.runtime.step_message import StepMessage
 from llmpq.runtime.weights.sources import RandomSource
 from llmpq.sizes.gpu_workspace import OUTPUTS_LEAVING
+from llmpq.sizes.pool_size import PoolSize, planned_pool
 from llmpq.units import format_size
 from llmpq.workload import Workload
 
@@ -109,7 +108,6 @@ def predict(drawn: Drawn, spec: DeviceSpec) -> StageMemory:
         prefill_chunk=plan.prefill_chunk,
         decode_microbatch=plan.decode_microbatch,
         quantization=plan.settings(),
-        pooled=plan.pooled,
         context_bytes=spec.context,
         on_gpu=True,
         unpacks=spec.unpacks_weights,
@@ -125,59 +123,48 @@ def measure(drawn: Drawn, device: torch.device) -> tuple[int, int]:
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
     plan, work = drawn.plan, drawn.plan.workload
-    compute, _ = build_slot_stage(
-        plan, drawn.index, drawn.spec, RandomSource(drawn.spec, device=device), device
+    size = planned_pool(
+        drawn.spec, work, plan.prefill_chunk, prefill_microbatch=plan.prefill_microbatch
+    )
+    compute, _ = build_stage(
+        *(plan, drawn.index, drawn.spec, RandomSource(drawn.spec, device=device), device, size),
+        step_tokens=plan.prefill_step_tokens,
     )
     compute.leave_on_device(hidden=True)
-    compute.warm_up(min(plan.decode_microbatch, work.batch), min(WARM_UP_TOKENS, work.prompt_len))
+    compute.warm_up(min(plan.decode_microbatch, work.batch), WARM_UP_TOKENS)
     # Loading is over: what it needed is given back before prompts come.
     torch.cuda.reset_peak_memory_stats()
-    _run(drawn, compute, device)
+    _run(drawn, compute, size, device)
     peak = torch.cuda.max_memory_allocated()
     free, total = torch.cuda.mem_get_info()
     return peak, total - free - torch.cuda.memory_reserved()
 
 
-def _run(drawn: Drawn, compute: SlotStageRunner, device: torch.device) -> None:
+def _run(drawn: Drawn, compute: StageRunner, size: PoolSize, device: torch.device) -> None:
     """Run every size of micro-batch of both phases, the way neighbours would make it."""
     plan, work = drawn.plan, drawn.plan.workload
-    tokens = plan.prefill_microbatch * work.prompt_len
     room = Room(
-        hidden_bytes=tokens * drawn.spec.hidden * work.dtype_bytes,
+        hidden_bytes=plan.prefill_step_tokens * drawn.spec.hidden * work.dtype_bytes,
         max_rows=work.batch,
         tickets=8,
     )
     inbox = torch.zeros(0 if drawn.first else room.inbox_bytes(1), dtype=torch.uint8, device=device)
     leaving: deque[Any] = deque(maxlen=OUTPUTS_LEAVING)
-    for kind, size, q_len, start in (
-        (StepKind.PREFILL, plan.prefill_microbatch, work.prompt_len, 0),
-        (StepKind.DECODE, plan.decode_microbatch, 1, work.prompt_len),
-        (StepKind.PREFILL, plan.prefill_microbatch, work.prompt_len, 0),
-    ):
-        whole = [min(size, work.batch)] * (1 + OUTPUTS_LEAVING)
-        for rows in [*whole, work.batch % size or size]:
-            hidden = None if drawn.first else _hidden(inbox, rows, q_len, drawn)
-            leaving.append(arrived(compute.run(_message(kind, rows, q_len, start), hidden)))
+    chunks = [(plan.prefill_microbatch, length, start) for start, length in plan.chunks]
+    for most, q_len, start in (*chunks, (plan.decode_microbatch, 1, work.prompt_len), *chunks):
+        whole = [min(most, work.batch)] * (1 + OUTPUTS_LEAVING)
+        for rows in [*whole, work.batch % most or most]:
+            message = step_message(rows, start, q_len, num_blocks=size.num_blocks)
+            hidden = None if drawn.first else _hidden(inbox, rows * q_len, drawn)
+            leaving.append(arrived(compute.run(message, hidden)))
     torch.cuda.synchronize()
 
 
-def _hidden(inbox: Tensor, rows: int, q_len: int, drawn: Drawn) -> Tensor:
+def _hidden(inbox: Tensor, tokens: int, drawn: Drawn) -> Tensor:
     dtype = {"float16": torch.float16, "bfloat16": torch.bfloat16}[drawn.plan.workload.dtype]
-    shape = (rows, q_len, drawn.spec.hidden)
+    shape = (1, tokens, drawn.spec.hidden)
     num_bytes = torch.Size(shape).numel() * dtype.itemsize
     return inbox[1024 : 1024 + num_bytes].view(dtype).view(shape)
-
-
-def _message(kind: StepKind, rows: int, q_len: int, start: int) -> StepMessage:
-    return StepMessage(
-        kind=kind,
-        slots=range(rows),
-        starts=[start] * rows,
-        num_new=[q_len] * rows,
-        sample_steps=[0] * rows,
-        sampling=[SamplerConfig()] * rows,
-        tokens=[[1] * q_len] * rows,
-    )
 
 
 def main() -> None:

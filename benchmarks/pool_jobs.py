@@ -1,10 +1,9 @@
-"""Batch jobs over a pool of KV blocks beside slots, and what the chance of a stop token costs.
+"""Batch jobs on a GPU, and what the chance of a stop token costs.
 
     python benchmarks/pool_jobs.py [--write] [--jobs 32x512/100,32x128/200] [--precisions ...]
 
-Both engines hold Llama-3.1-8B with random weights on one GPU and take the jobs in turns. Rows:
-tokens/s over a pool, with those over slots beside them; and tokens/s where every row may end with
-a token that it happens not to draw, with those of rows that end by their length alone.
+Llama-3.1-8B with random weights takes the jobs in turns. Rows: tokens/s where every row may end
+with a token that it happens not to draw, with those of rows that end by their length alone beside.
 """
 
 from __future__ import annotations
@@ -14,8 +13,6 @@ import random
 import statistics
 import sys
 import time
-from contextlib import ExitStack
-from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -33,7 +30,7 @@ from llmpq.runtime.options import EngineOptions
 from llmpq.runtime.request import Request
 from llmpq.workload import Workload
 
-KINDS = ("slots", "pool", "slots_stop", "pool_stop")
+KINDS = ("pool", "pool_stop")
 
 
 def main() -> None:
@@ -69,26 +66,17 @@ def measured(plan: Plan, spec: ModelSpec, args: argparse.Namespace) -> dict[str,
         model_dir=args.model,
         options=EngineOptions(load_format="dummy", backend="threads", offline=True),
     )
-    with ExitStack() as stack:
-        engines = {
-            pool: stack.enter_context(
-                PipelineClient.start(
-                    plan, replace(settings, options=replace(settings.options, kv_pool=pool))
-                )
-            )
-            for pool in (False, True)
-        }
+    with PipelineClient.start(plan, settings) as engine:
         for round_ in range(1 + args.rounds):
             for kind in KINDS:
                 asked = requests(plan.workload, spec, round_, stops="stop" in kind)
                 started_s = time.perf_counter()
-                finished = engines["pool" in kind].serve(asked)
+                finished = engine.serve(asked)
                 took_s = time.perf_counter() - started_s
                 tokens = sum(len(one.tokens) for one in finished)
                 if round_ > 0:  # the first one warms up
                     rates[kind].append(tokens / took_s)
-        for engine in engines.values():
-            engine.end()
+        engine.end()
     return rates
 
 
@@ -113,25 +101,20 @@ def tell(
     precision: str,
     rates: dict[str, list[float]],
 ) -> None:
-    """Print, and write, pool against slots and stops against none."""
+    """Print, and write, stops against none."""
     medians = {kind: statistics.median(values) for kind, values in rates.items()}
     print(f"{job} {precision}: " + ", ".join(f"{k} {v:.0f}" for k, v in medians.items()))
-    for bench, kind, beside in (
-        ("pool_job", "pool", "slots"),
-        ("pool_job_stops", "pool_stop", "pool"),
-    ):
-        share = medians[kind] / medians[beside]
-        print(f"{bench:>16} {share:.4f} of {beside}", flush=True)
-        if args.write:
-            write_row(
-                "pool.jsonl",
-                bench=bench,
-                case={"model": spec.name, "weights": "dummy", "job": job, "precision": precision},
-                unit="tokens/s",
-                samples=rates[kind],
-                baselines={beside: medians[beside]},
-                device=torch.cuda.get_device_name(0) if torch.cuda.is_available() else None,
-            )
+    print(f"  stops {medians['pool_stop'] / medians['pool']:.4f} of none", flush=True)
+    if args.write:
+        write_row(
+            "pool.jsonl",
+            bench="pool_job_stops",
+            case={"model": spec.name, "weights": "dummy", "job": job, "precision": precision},
+            unit="tokens/s",
+            samples=rates["pool_stop"],
+            baselines={"pool": medians["pool"]},
+            device=torch.cuda.get_device_name(0) if torch.cuda.is_available() else None,
+        )
 
 
 if __name__ == "__main__":

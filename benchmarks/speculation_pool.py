@@ -1,9 +1,9 @@
-"""Drafts by the model on a GPU: over the pool of KV blocks beside slots, and without drafts.
+"""Drafts by the model on a GPU beside plain decoding.
 
     python benchmarks/speculation_pool.py --model DIR --mode w4kv4 --gamma 4 --batch 16
 
-One batch job of prompts of one length, after a warm-up job: plain over the pool, drafts over slots,
-drafts over the pool. Each row says tokens/s and how many answers are those of plain decoding.
+One batch job of prompts of one length, after a warm-up job: plain, then with drafts. Each row says
+tokens/s and how many answers are those of plain decoding.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def main() -> None:
     """Measure and print a row each."""
     what = argparse.ArgumentParser(description=__doc__)
     what.add_argument("--model", required=True)
-    what.add_argument("--mode", default="w4kv4", choices=["qspec", "kv4", "w4kv4"])
+    what.add_argument("--mode", default="w4kv4", choices=["qspec", "kv4", "w4kv4", "ngram"])
     what.add_argument("--gamma", type=int, default=4)
     what.add_argument("--batch", type=int, default=16)
     what.add_argument("--prompt-len", type=int, default=512)
@@ -54,9 +54,8 @@ def main() -> None:
     ]
     drafts = {"speculate": args.mode, "gamma": args.gamma}
     ways = {
-        "plain, pool": {},
-        "drafts, slots": {**drafts, "kv_pool": False},
-        "drafts, pool": {**drafts, "kv_pool": True},
+        "plain": {},
+        "drafts": drafts,
     }
     first = None
     for name, options in ways.items():

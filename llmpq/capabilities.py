@@ -17,14 +17,23 @@ from llmpq.sizes.kv_format import padded_head_dim
 from llmpq.workload import Dtype
 
 Way = Literal[
-    "gpu", "packed_kv", "drafts", "rounded", "gpu_pool", "gpu_rounded", "gpu_drafts", "quantize"
+    "gpu",
+    "packed_kv",
+    "drafts",
+    "rounded",
+    "gpu_packed_kv",
+    "gpu_packed_float32",
+    "gpu_rounded",
+    "gpu_drafts",
+    "quantize",
 ]
 WAYS: dict[Way, str] = {
     "gpu": "a GPU",
     "packed_kv": "a KV cache of 8, 4 or 2 bits",
     "drafts": "speculation",
     "rounded": "rounded activations (w8a8, w4a4)",
-    "gpu_pool": "a pool of KV blocks on a GPU",
+    "gpu_packed_kv": "a KV cache of 8, 4 or 2 bits on a GPU",
+    "gpu_packed_float32": "a KV cache of 8, 4 or 2 bits on a GPU",
     "gpu_rounded": "rounded activations (w8a8, w4a4) on a GPU",
     "gpu_drafts": "speculation on a GPU",
     "quantize": "a copy that llmpq-quantize writes",
@@ -70,6 +79,20 @@ def _changing_rope(spec: ModelSpec, max_len: int) -> bool:
     return long and scaling is not None and scaling.kind == "dynamic"
 
 
+def _odd_heads(spec: ModelSpec, max_len: int) -> bool:
+    latents = spec.latent is not None and padded_head_dim(spec.head_dim) % LATENT_CHANNELS == 0
+    dims = {spec.head_dim, spec.global_head_dim or spec.head_dim}
+    return not latents and not dims <= {*GPU_PACKED_HEAD_DIMS}
+
+
+GPU_PACKED_HEAD_DIMS = (32, 64, 128, 256)
+"""Channels of heads whose packed blocks a GPU's kernels read."""
+
+
+LATENT_CHANNELS = 64
+"""... and of which latents have a multiple."""
+
+
 FEATURES: tuple[Feature, ...] = (
     _feature("latent attention (MLA)", _latents, "rounded"),
     _feature(
@@ -112,6 +135,8 @@ FEATURES: tuple[Feature, ...] = (
     _feature("exact GELU", lambda s, _: s.activation == "gelu_erf", "gpu_rounded"),
     _feature("xIELU", lambda s, _: s.activation == "xielu", "gpu_rounded"),
     _feature("clamped gates", lambda s, _: s.activation == "clamped_silu", "gpu_rounded"),
+    _feature("heads of other than 32, 64, 128 or 256 channels", _odd_heads, "gpu_packed_kv"),
+    _feature("activations in float32", lambda spec, _: True, "gpu_packed_float32"),
 )
 """What a way lacks is refused there, though planned for: its kernels are to come."""
 
@@ -128,16 +153,18 @@ def ways_of(
     kv: KVPrecision,
     drafts: bool,
     precisions: Collection[Precision] = (),
-    pool: bool = False,
+    dtype: Dtype = "bfloat16",
 ) -> tuple[Way, ...]:
-    """Return which ways a run takes; `pool`: KV in one pool of blocks, not a slot a request."""
+    """Return which ways a run takes."""
     rounded = any(precision.activation_bits < 16 for precision in precisions)
+    packed = kv is not KVPrecision.KV16
     taken: dict[Way, bool] = {
         "gpu": gpu,
-        "packed_kv": kv is not KVPrecision.KV16,
+        "packed_kv": packed,
         "drafts": drafts,
         "rounded": rounded,
-        "gpu_pool": gpu and pool,
+        "gpu_packed_kv": gpu and packed,
+        "gpu_packed_float32": gpu and packed and dtype == "float32",
         "gpu_rounded": gpu and rounded,
         "gpu_drafts": gpu and drafts,
     }
@@ -161,43 +188,12 @@ REMEDY: dict[Way, str] = {
     "packed_kv": "plan with --kv 16",
     "drafts": "run without speculation, or with shorter requests",
     "rounded": "plan with weight-only precisions (w8a16, w4a16)",
-    "gpu_pool": "leave kv_pool out: requests then have a slot each",
+    "gpu_packed_kv": "plan with --kv 16",
+    "gpu_packed_float32": "plan with --kv 16, or with --dtype bfloat16",
     "gpu_rounded": "plan with weight-only precisions (w8a16, w4a16)",
     "gpu_drafts": "run without speculation, or plan for CPU devices",
     "quantize": "plan the model itself at fewer bits: its layers are rounded while they load",
 }
-
-
-GPU_POOL_HEAD_DIMS = (32, 64, 128, 256)
-"""What heads may have where a pool on a GPU holds 8, 4 or 2 bits: kernels know powers of two."""
-
-
-LATENT_CHANNELS = 64
-"""... and latents a multiple of, whose kernels take so many at a time."""
-
-
-def gpu_pool_lack(spec: ModelSpec, kv: KVPrecision, dtype: Dtype, *, drafts: bool) -> str:
-    """Return what a pool of KV blocks on a GPU does not go with; empty where it serves a run."""
-    lack = " and ".join(lacks(spec, "gpu_pool"))
-    latents = spec.latent is not None and padded_head_dim(spec.head_dim) % LATENT_CHANNELS == 0
-    dims = {spec.head_dim, spec.global_head_dim or spec.head_dim}
-    if kv is not KVPrecision.KV16 and not dims <= {*GPU_POOL_HEAD_DIMS} and not latents:
-        (*_, odd) = sorted(dims - {*GPU_POOL_HEAD_DIMS})
-        lack = f"a KV cache of {kv.bits} bits and heads of {odd} channels"
-    if kv is not KVPrecision.KV16 and dtype == "float32":  # wrong on an H200
-        lack = f"a KV cache of {kv.bits} bits in a model of float32"
-    if drafts:
-        lack = "speculation"
-    return lack
-
-
-def require_gpu_pool(spec: ModelSpec, kv: KVPrecision, dtype: Dtype, *, drafts: bool) -> None:
-    """Raise `ValueError` for a run whose KV a GPU does not keep in a pool of blocks."""
-    lack = gpu_pool_lack(spec, kv, dtype, drafts=drafts)
-    if lack:
-        raise ValueError(
-            f"a pool of KV blocks on GPUs does not go with {lack} yet; {REMEDY['gpu_pool']}"
-        )
 
 
 def require(spec: ModelSpec, ways: Collection[Way], *, max_len: int) -> None:

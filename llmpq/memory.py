@@ -223,7 +223,6 @@ def stage_memory(
     decode_microbatch: int,
     quantization: Quantization,
     prefill_chunk: int | None = None,
-    pooled: bool = False,
     context_bytes: int = 0,
     on_gpu: bool = False,
     unpacks: bool = True,
@@ -231,9 +230,8 @@ def stage_memory(
 ) -> StageMemory:
     """Return the memory of a stage that holds layers of the given precisions.
 
-    `prefill_chunk`: tokens of a prompt in a step at most, None for whole prompts. `pooled`: whether
-    KV is in a pool of blocks, or in a slot a request. `first_layer`: the number of its first layer,
-    which decides what kind of MLP and which window its layers have.
+    `prefill_chunk`: tokens of a prompt in a step at most, None for whole prompts. `first_layer`:
+    the number of its first layer, which decides what kind of MLP and which window its layers have.
     """
     layers = tuple(precisions)
     dtype_bytes = workload.dtype_bytes
@@ -255,7 +253,6 @@ def stage_memory(
             spec,
             workload,
             range(first_layer, first_layer + len(layers)),
-            pooled=pooled,
             chunk=prefill_chunk,
             prefill_microbatch=prefill_microbatch,
         ),

@@ -268,8 +268,7 @@ class Plan(FileForm):
     nodes: tuple[NodePlan, ...] = ()
     """How to find the stages' machines; one that is not listed is known by its devices."""
     pool: PoolForm | None = None
-    """The KV cache of a run. None: a slot of the longest request for each, as GPUs have it where
-    their pool lacks something."""
+    """The KV cache of a run. None: as large as the workload needs, where devices have room."""
     speculation: Speculation | None = None
     predicted: Predicted | None = None
     inputs: PlanInputs | None = None
@@ -332,11 +331,6 @@ class Plan(FileForm):
     def precisions(self) -> tuple[Precision, ...]:
         """Precision of every layer, in order."""
         return tuple(p for stage in self.stages for p in stage.precisions)
-
-    @property
-    def pooled(self) -> bool:
-        """Whether the stages' KV is counted as a pool of blocks; older plans count slots."""
-        return self.pool is not None and self.prefill_chunk is not None
 
     @property
     def chunks(self) -> tuple[tuple[int, int], ...]:

@@ -1,7 +1,7 @@
 """Errors of the Python API name arguments where those of the commands name flags.
 
     --max-model-len 32k  ->  max_model_len=32k              an argument of what was called
-    --no-kv-pool         ->  kv_pool=False
+    --no-stages-apart    ->  stages_apart=False
     --copy-weights       ->  llmpq-dist run --copy-weights  no argument: the command has it
     llmpq-algo --kv 4    ->  llmpq-algo --kv 4              a command to type
 

@@ -293,10 +293,26 @@ def _next_above(rows: int, known: Sequence[int] | Mapping[int, Line]) -> int:
 
 
 def draft_bytes(plan: Plan, spec: ModelSpec, index: int, mode: SpeculationMode) -> int:
-    """Return what a stage's drafts hold beyond the stage itself.
+    """Return what a stage's drafts hold beyond the stage itself: weights, and of requests."""
+    workload = plan.workload
+    pool = planned_pool(
+        spec, workload, plan.prefill_chunk, prefill_microbatch=plan.prefill_microbatch
+    )
+    return draft_weight_bytes(plan, spec, index, mode) + drafted_bytes(
+        pool,
+        mode,
+        spec,
+        layers=range(*plan.stages[index].layers),
+        kv=workload.kv,
+        dtype_bytes=workload.dtype_bytes,
+    )
 
-    A 4-bit copy of its 16- and 8-bit layers and of its output matrix (w4kv4), of its pool of KV
-    blocks (w4kv4, kv4); notes of recurrent layers; on the last stage the model's own head (mtp).
+
+def draft_weight_bytes(plan: Plan, spec: ModelSpec, index: int, mode: SpeculationMode) -> int:
+    """Return the weights that a stage's drafts hold beside its own.
+
+    A 4-bit copy of its 16- and 8-bit layers and of its output matrix (w4kv4); on the last stage the
+    model's own head (mtp).
     """
     stage, workload = plan.stages[index], plan.workload
     weights = 0
@@ -309,9 +325,6 @@ def draft_bytes(plan: Plan, spec: ModelSpec, index: int, mode: SpeculationMode) 
         )
         if index == len(plan.stages) - 1:
             weights += FOUR_BIT_COPY.nbytes(spec.vocab, spec.hidden, workload.dtype_bytes)
-    pool = planned_pool(
-        spec, workload, plan.prefill_chunk, prefill_microbatch=plan.prefill_microbatch
-    )
     last = index == len(plan.stages) - 1
     if mode == "mtp" and last:
         weights = mtp_weight_bytes(
@@ -321,11 +334,4 @@ def draft_bytes(plan: Plan, spec: ModelSpec, index: int, mode: SpeculationMode) 
             dtype_bytes=workload.dtype_bytes,
             has_embedding=index == 0,
         )
-    return weights + drafted_bytes(
-        pool,
-        mode,
-        spec,
-        layers=range(*stage.layers),
-        kv=workload.kv,
-        dtype_bytes=workload.dtype_bytes,
-    )
+    return weights

@@ -37,11 +37,10 @@ from llmpq.errors import LlmpqError, nearest
 from llmpq.model_spec import ModelSpec
 from llmpq.plan import Plan
 from llmpq.runtime.async_submitter import AsyncSubmitter, OutputQueue
-from llmpq.runtime.engine.pool_limits import PoolLimits
 from llmpq.runtime.launch.engine_starter import EngineStarter, Replan
 from llmpq.runtime.launch.engine_thread import EngineThread, RequestOutputDelta
 from llmpq.runtime.launch.pipeline_client import PipelineClient
-from llmpq.runtime.launch.plans.pool_plan import RequestLimits, request_limits
+from llmpq.runtime.launch.plans.pool_plan import request_limits
 from llmpq.runtime.launch.recovery import Recovery
 from llmpq.runtime.launch.stages.stage_place import StagePlace
 from llmpq.runtime.launch.stages.stage_settings import StageSettings
@@ -155,7 +154,7 @@ class LLM:
                 client,
                 stack.pop_all(),
                 None if self._options.on_loss == "stop" else starter,
-                max_rows=_most_rows(self._limits),
+                max_rows=self._limits.max_rows,
             )
         self._prompts.wait_for_guide = self._running.wait_for_guide
         self.startup_s = time.perf_counter() - started_s
@@ -691,11 +690,6 @@ def _named(what: str, place: int, among: Sequence[object]) -> Iterator[None]:
         if len(among) > 1:
             error.args = (f"{what} {place}: {error}", *error.args[1:])
         raise
-
-
-def _most_rows(limits: RequestLimits) -> int:
-    """Return how many requests run at once at most."""
-    return limits.max_rows if isinstance(limits, PoolLimits) else limits.num_slots
 
 
 def _nothing() -> None:

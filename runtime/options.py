@@ -121,11 +121,6 @@ class EngineOptions:
     stage computes in 0.1 s by the plan's times)."""
     enable_prefix_caching: bool = True
     """Reuse the KV blocks of earlier prompts that begin alike."""
-    kv_pool: bool | None = None
-    """Keep the KV cache of GPUs in a pool of blocks, or (False) one slot for each request (default:
-    a pool, except for what its kernels lack)."""
-    packed_prompts: bool = False
-    """Compute prompts, too, from packed keys and values where each request has a slot."""
     offline: bool = False
     """All requests are known beforehand: steps hold the plan's whole micro-batches of prompts
     instead of the few tokens that keep latency low."""

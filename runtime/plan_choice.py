@@ -11,7 +11,6 @@ import logging
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from llmpq.capabilities import gpu_pool_lack
 from llmpq.checkpoints.gguf_file import is_model
 from llmpq.checkpoints.hub import at_revision, local_model
 from llmpq.checkpoints.model_config import read_config
@@ -22,22 +21,20 @@ from llmpq.errors import DoesNotFitError
 from llmpq.gpu_memory import plan_within
 from llmpq.model_spec import ModelSpec, builtin_name
 from llmpq.plan import Plan
-from llmpq.precision import KVPrecision
 from llmpq.runtime.auto_plan import devices_of, dtype_of, kv_of, named_devices, plan_job
 from llmpq.runtime.launch.plans.complete_plan import complete_plan
 from llmpq.runtime.launch.plans.manual_plan import device_plan
-from llmpq.runtime.launch.plans.pool_plan import PoolPlan
 from llmpq.runtime.options import PLANNING, EngineOptions
-from llmpq.workload import Dtype, Workload
+from llmpq.workload import Workload
 
 _log = logging.getLogger("llmpq.run")
 
 MAX_MODEL_LEN = 2048
 """Tokens of a prompt and its answer, where nothing else is said and the model has as many."""
-SLOTS = {True: 8, False: 32}
+ROWS = {True: 8, False: 32}
 """Requests at once on a cluster of CPUs, and on one with GPUs."""
 POOL_ROWS = 256
-"""Requests at once at most where a GPU keeps KV in blocks: what they hold bounds them."""
+"""Requests at once at most on one GPU: what its blocks hold bounds them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,11 +46,6 @@ class Chosen:
     plan: Plan
     options: EngineOptions
     """`cluster`: the devices, as read; `speculate`, `gamma` and `costs`: the decision on drafts."""
-
-    @property
-    def use_pool(self) -> bool:
-        """Whether stages have one pool of KV blocks, so that options say how long requests are."""
-        return PoolPlan(self.plan, self.spec, self.options).use_paged_engine
 
 
 def choose_plan(
@@ -68,7 +60,6 @@ def choose_plan(
             raise ValueError("the plan names no model directory; give it: LLM('DIR', plan=...)")
         model = given.model.path
     directory, spec = read_model(model, options)
-    made = given is None
     if given is None:
         known = devices_of(options)
         options = replace(options, cluster=known)
@@ -92,10 +83,7 @@ def choose_plan(
         stored_codes(directory),
         mtp=has_mtp_head(directory if options.load_format == "auto" else None, spec),
     )
-    chosen = Chosen(directory=directory, spec=spec, plan=given, options=options)
-    if not made and options.max_model_len is not None and not chosen.use_pool:
-        raise ValueError("max_model_len has no effect with plan=, which says it; leave it out")
-    return chosen
+    return Chosen(directory=directory, spec=spec, plan=given, options=options)
 
 
 def read_model(model: str | Path, options: EngineOptions) -> tuple[Path, ModelSpec]:
@@ -116,28 +104,20 @@ def read_model(model: str | Path, options: EngineOptions) -> tuple[Path, ModelSp
     return directory, ModelSpec.from_directory(directory)
 
 
-def _gpus_page(spec: ModelSpec, kv: KVPrecision, dtype: Dtype, options: EngineOptions) -> bool:
-    """Whether GPUs keep KV in blocks under a plan made here."""
-    if options.kv_pool is not None:
-        return options.kv_pool
-    drafts = options.speculate not in (None, "off")
-    return not gpu_pool_lack(spec, kv, dtype, drafts=drafts)
-
-
 def _made(directory: Path, spec: ModelSpec, known: Cluster, options: EngineOptions) -> Plan:
     """Make a plan for a cluster's devices, or for this machine's."""
     cpus = all(device.spec.is_cpu for device in known.devices)
     max_len = _max_len(spec, options)
-    slots = SLOTS[cpus] if options.max_num_seqs is None else options.max_num_seqs
+    rows = ROWS[cpus] if options.max_num_seqs is None else options.max_num_seqs
     stored = read_config(directory).get("quantization_config") is not None
     one = len(known.devices) == 1 and not options.profile
     if one and not stored and options.prefer in (None, "quality") and options.head_bits != 8:
-        whole = _whole(directory, spec, known, options, max_len=max_len, slots=slots)
+        whole = _whole(directory, spec, known, options, max_len=max_len, rows=rows)
         if whole is not None:
             return whole
     prompt_len = max(1, max_len // 2)
     work = Workload(
-        batch=slots,
+        batch=rows,
         prompt_len=prompt_len,
         gen_len=max_len - prompt_len + 1,
         kv=kv_of(options),
@@ -156,32 +136,23 @@ def _whole(
     options: EngineOptions,
     *,
     max_len: int,
-    slots: int,
+    rows: int,
 ) -> Plan | None:
     """Return the plan of a whole model on the one device there is, None where it does not fit."""
-    dtype, kv, open_end = dtype_of(spec, options, known), kv_of(options), not options.max_num_seqs
-
-    def plan(slots: int, *, pool: bool) -> Plan | None:
+    open_end, on_gpu = not options.max_num_seqs, not known.devices[0].spec.is_cpu
+    try:
         return device_plan(
             spec,
             known.devices[0],
             model_dir=str(directory),
-            dtype=dtype,
-            kv=kv,
+            dtype=dtype_of(spec, options, known),
+            kv=kv_of(options),
             max_len=max_len,
-            slots=slots,
+            rows=POOL_ROWS if on_gpu and open_end else rows,
             may_shrink=open_end,
-            pool=pool,
         )
-
-    on_gpu = not known.devices[0].spec.is_cpu
-    if on_gpu and _gpus_page(spec, kv, dtype, options):
-        try:
-            return plan(POOL_ROWS if open_end else slots, pool=True)
-        except DoesNotFitError:
-            if options.kv_pool:
-                raise
-    return plan(slots, pool=False)
+    except DoesNotFitError:
+        return None  # at fewer bits it may
 
 
 def _max_len(spec: ModelSpec, options: EngineOptions) -> int:

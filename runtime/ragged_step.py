@@ -79,7 +79,6 @@ class RaggedStep(Step):
             q_len=first if width is None else width,
             max_end=max(span.end for span in spans),
             fresh=False,
-            runs=(),
             spans=tuple(spans),
             wanted=tuple(
                 place

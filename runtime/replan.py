@@ -25,9 +25,10 @@ from llmpq.model_spec import ModelSpec
 from llmpq.plan import Plan, StagePlan
 from llmpq.precision import KVPrecision, Precision
 from llmpq.runtime.auto_plan import plan_job
+from llmpq.runtime.engine.pool_limits import PoolLimits
 from llmpq.runtime.launch.engine_starter import Replanned
 from llmpq.runtime.launch.plans.complete_plan import complete_plan
-from llmpq.runtime.launch.plans.pool_plan import RequestLimits, request_limits
+from llmpq.runtime.launch.plans.pool_plan import request_limits
 from llmpq.runtime.options import AUTO, PLANNED, EngineOptions
 
 TIME_LIMIT_S = 2.0
@@ -59,7 +60,7 @@ class Replanner:
         plan: Plan,
         options: EngineOptions,
         *,
-        on_limits: Callable[[RequestLimits], object] = lambda limits: None,
+        on_limits: Callable[[PoolLimits], object] = lambda limits: None,
     ) -> None:
         """`options.cluster`: the devices, where they are known; `on_limits` hears of others."""
         self._directory, self._spec, self._options = directory, spec, options

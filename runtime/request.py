@@ -76,12 +76,10 @@ class Request:
     aborted: bool = False
     """Its tokens are not wanted any more: it ends with the step under way."""
     slot: int = -1
-    """KV slot while running, -1 otherwise."""
+    """Its row of the block tables while running, -1 otherwise."""
     output: list[int] = field(default_factory=list)
     drafts: list[int] = field(default_factory=list)
     """Tokens proposed after `output` and not verified yet."""
-    in_flight: int = 0
-    """Rounds under way, each in one step, whose tokens are not known yet."""
     num_prefix_hits: int = 0
     """Prompt tokens that were found in the prefix cache when the request was first admitted."""
     num_preemptions: int = 0
@@ -91,7 +89,7 @@ class Request:
     def fresh(self) -> Request:
         """Return the request as it was submitted: with the answer that it goes on from, if any."""
         return replace(
-            self, output=list(self.output), drafts=[], slot=-1, in_flight=0, aborted=False,
+            self, output=list(self.output), drafts=[], slot=-1, aborted=False,
             finish_reason=None, num_prefix_hits=0, num_preemptions=0,
         )  # fmt: skip
 
@@ -111,28 +109,9 @@ class Request:
         return self.max_new - len(self.output)
 
 
-@dataclass(eq=False, slots=True)
-class Round:
-    """The steps one group of decoding requests takes together: drafts, then a verify.
-
-    Plain decoding is the round of one step (`gamma` 0).
-    """
-
-    requests: list[Request]
-    gamma: int = 0
-    drafts_done: int = 0
-
-    @property
-    def next_kind(self) -> StepKind:
-        """The kind of the round's next micro-batch."""
-        if self.gamma == 0:
-            return StepKind.DECODE
-        return StepKind.DRAFT if self.drafts_done < self.gamma else StepKind.VERIFY
-
-
 @dataclass(slots=True, kw_only=True)  # not frozen: making one would take three times as long
 class PagedRow:
-    """What a step of the paged engine says of one row beyond its tokens."""
+    """What a step says of one row beyond its tokens."""
 
     slot: int
     samples: bool = True
@@ -175,14 +154,8 @@ class MicroBatch:
     starts: list[int]
     """Tokens in each request's cache before this step."""
     tokens: list[list[int]]
-    round: Round | None = None
-    rows: tuple[PagedRow, ...] = ()
-    """Of the paged engine, one for each request; empty where requests have slots of one length."""
-
-    @property
-    def q_len(self) -> int:
-        """Width of the padded token table."""
-        return max(len(tokens) for tokens in self.tokens)
+    rows: tuple[PagedRow, ...]
+    """One for each request."""
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -225,4 +198,4 @@ class Progress:
     generated_tokens: int = 0
     phase: str = "idle"
     gauges: Mapping[str, int] = field(default_factory=dict)
-    """Of the paged engine: blocks of its pool and what came of the prefix cache."""
+    """Blocks of the pool and what came of the prefix cache."""

@@ -1,17 +1,17 @@
-"""One micro-batch on one stage: which requests, where each stands, how many new tokens.
+"""One forward of a stage: which requests, where each stands, how many new tokens.
 
-One forward serves prefill, decode, chunks, drafts and verification: every row brings `num_new`
-new tokens (right padded to `q_len`) that follow the `start` tokens already in its KV slot.
+`Step` itself has rows that are right padded: the windows of calibration. The engine's steps pack
+their rows, one behind the other (ragged_step.py, paged_step.py).
 
 Everything a forward decides on is a host value, so no device is asked for anything while it runs.
 
-Legend: B rows of the micro-batch, Q new tokens per row, T keys in sight, H query heads.
+Legend: B rows, Q new tokens per row, T keys in sight, H query heads.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import torch
@@ -27,7 +27,7 @@ class Step:
     """The rows of one forward. Build it with `Step.of`, which derives the host flags."""
 
     slots_B: Tensor
-    """KV slot of each row."""
+    """Row of the block tables of each row."""
     start_B: Tensor
     """Tokens already in the cache."""
     num_new_B: Tensor
@@ -37,9 +37,6 @@ class Step:
     """The largest start + num_new: keys beyond it are not read."""
     fresh: bool
     """Every start is 0: attention needs the new tokens only."""
-    runs: tuple[tuple[int, int, int], ...]
-    """Rows whose slots are consecutive, as (first row, first slot, rows): the cache is read in
-    place, a run at a time."""
     uniform: bool = False
     """Every row has the same start and `q_len` valid tokens."""
     memo: dict[str, Any] = field(default_factory=dict, compare=False, repr=False)
@@ -70,7 +67,6 @@ class Step:
             q_len=max(num_new),
             max_end=max(s + n for s, n in zip(starts, num_new, strict=True)),
             fresh=max(starts) == 0,
-            runs=_runs(slots),
             uniform=len(set(starts)) == 1 and len(set(num_new)) == 1,
         )
 
@@ -111,11 +107,6 @@ class Step:
         made: Derived = self.memo[key]
         return made
 
-    def padded(self, q_len: int) -> Step:
-        """Return a fresh step whose rows are padded to `q_len`; what is padding is never read."""
-        assert self.fresh and q_len >= self.q_len
-        return replace(self, q_len=q_len, max_end=q_len, uniform=False, memo={})
-
     def last_valid(self, x_BQH: Tensor) -> Tensor:
         """Return [B, H]: each row at its last valid token."""
         if self.q_len == 1 or self.uniform:
@@ -126,10 +117,3 @@ class Step:
     def _positions(self) -> Tensor:
         start = self.start_B[:1] if self.fresh or self.uniform else self.start_B
         return start[:, None] + torch.arange(self.q_len, device=start.device)
-
-
-def _runs(slots: Sequence[int]) -> tuple[tuple[int, int, int], ...]:
-    """Return the maximal runs of consecutive slots: (first row, first slot, rows)."""
-    starts = [row for row, slot in enumerate(slots) if row == 0 or slot != slots[row - 1] + 1]
-    ends = [*starts[1:], len(slots)]
-    return tuple((a, slots[a], b - a) for a, b in zip(starts, ends, strict=True))

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from llmpq.runtime.request import MicroBatch, PagedRow, StepKind
 from llmpq.runtime.sampling_params import SamplerConfig
-from llmpq.runtime.step import Step
 from llmpq.runtime.token_rules import NO_RULES
 from llmpq.runtime.upload import upload
 
@@ -30,20 +29,18 @@ class StepMessage:
     requests: Sequence[int] = ()
     """Numbers of the rows' requests, by which the last stage knows their rules; -1 without any."""
     tokens: Sequence[Sequence[int]] = field(default=(), repr=False)
-    """New tokens of each row: known to the first stage, and to all in a verify step."""
+    """New tokens of each row: known to the first stage, and to others that ask for them."""
     paged: Sequence[PagedRow] = ()
-    """Of the paged engine, what its cache has to know of each row; empty elsewhere."""
+    """What a stage's cache has to know of each row."""
 
     @property
     def sends_tokens(self) -> bool:
-        """Whether the last stage needs the rows' tokens; over a pool `paged` has the drafts."""
-        if self.paged:
-            return any(row.drafts_wanted >= 0 for row in self.paged)
-        return self.kind is StepKind.VERIFY
+        """Whether the last stage needs the rows' tokens; `paged` has the drafts."""
+        return any(row.drafts_wanted >= 0 for row in self.paged)
 
     @property
     def q_len(self) -> int:
-        """Width of the padded tables."""
+        """New tokens of the longest row."""
         return max(self.num_new, default=0)
 
     @property
@@ -53,19 +50,12 @@ class StepMessage:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Rows and columns of its hidden states: padded, or all rows behind each other in one."""
-        return (1, sum(self.num_new)) if self.paged else (self.num_rows, self.q_len)
+        """Rows and columns of its hidden states: the rows' tokens, one row behind the other."""
+        return 1, sum(self.num_new)
 
-    def step(self, device: torch.device | str) -> Step:
-        """Build the value the model's forward takes."""
-        return Step.of(self.slots, self.starts, self.num_new, device=device)
-
-    def tokens_BQ(self, device: torch.device | str = "cpu") -> Tensor:
-        """Return the new tokens, right padded with 0; of a pool's rows one behind the other."""
-        if self.paged:
-            return upload([[token for row in self.tokens for token in row]], torch.long, device)
-        table = [[*row, *[0] * (self.q_len - len(row))] for row in self.tokens]
-        return upload(table, torch.long, device)
+    def tokens_1T(self, device: torch.device | str = "cpu") -> Tensor:
+        """Return the new tokens, one row's behind the other's."""
+        return upload([[token for row in self.tokens for token in row]], torch.long, device)
 
 
 STOP = StepMessage(kind=StepKind.STOP)
@@ -74,16 +64,13 @@ STOP = StepMessage(kind=StepKind.STOP)
 def describe(micro_batch: MicroBatch) -> StepMessage:
     """Return the message of a micro-batch the scheduler issued."""
     requests, rows = micro_batch.requests, micro_batch.rows
-    # A draft step samples the token after the drafts it has; all others the one after the output.
-    ahead = micro_batch.kind is StepKind.DRAFT
     return StepMessage(
         kind=micro_batch.kind,
         seq=micro_batch.seq,
-        slots=[row.slot for row in rows] or [request.slot for request in requests],
+        slots=[row.slot for row in rows],
         starts=micro_batch.starts,
-        num_new=_counts(micro_batch),
-        sample_steps=[row.sample_step for row in rows]
-        or [len(r.output) + (len(r.drafts) if ahead else 0) for r in requests],
+        num_new=[len(tokens) for tokens in micro_batch.tokens],
+        sample_steps=[row.sample_step for row in rows],
         sampling=[request.sampling for request in requests],
         requests=[NO_RULES if request.rules is None else request.id for request in requests],
         tokens=micro_batch.tokens,
@@ -91,28 +78,19 @@ def describe(micro_batch: MicroBatch) -> StepMessage:
     )
 
 
-def _counts(micro_batch: MicroBatch) -> list[int]:
-    """Return how many positions each row's newest one gets behind it, itself included."""
-    if micro_batch.kind is StepKind.ROUND and micro_batch.round is not None:
-        return [micro_batch.round.gamma + 1] * len(micro_batch.requests)
-    return [len(tokens) for tokens in micro_batch.tokens]
-
-
-def result_width(kind: StepKind, q_len: int, rows: Sequence[PagedRow] = ()) -> int:
+def result_width(rows: Sequence[PagedRow]) -> int:
     """Return the columns of a result: one token, or where drafts were verified a count and tokens.
 
-    `rows`: of a paged step. Where drafts are wanted of the last stage, their count and they follow.
+    Where drafts are wanted of the last stage, their count and they follow.
     """
-    if rows:
-        longest = max(len(row.drafts) for row in rows)
-        wanted = max(row.drafts_wanted for row in rows)
-        return (2 + longest if longest else 1) + (1 + wanted if wanted > 0 else 0)
-    return 1 + q_len if kind is StepKind.VERIFY else 1
+    longest = max(len(row.drafts) for row in rows)
+    wanted = max(row.drafts_wanted for row in rows)
+    return (2 + longest if longest else 1) + (1 + wanted if wanted > 0 else 0)
 
 
 def result_drafts(result_BK: Tensor, rows: Sequence[PagedRow]) -> list[list[int]]:
     """Return the drafts that the last stage sent with a step's tokens; empty where it sent none."""
-    wanted = max(row.drafts_wanted for row in rows) if rows else 0
+    wanted = max(row.drafts_wanted for row in rows)
     if wanted <= 0:
         return []
     table: list[list[int]] = result_BK[:, -1 - wanted :].tolist()

@@ -45,7 +45,7 @@ LONGEST = (
     "engine/test_window_pools.py", "on_ray/test_connect.py", "hosts/test_how_to.py",
     "cli/test_dist_errors.py", "exact/test_deadline.py", "tests/test_readme.py",
     "replicas/test_replicas.py", "nodes/test_two_nodes.py", "launch/test_engine_parity.py",
-    "backends/test_cuda_paged_interpret.py", "backends/test_cuda_speculate_interpret.py",
+    "backends/test_cuda_paged_interpret.py", "backends/test_cuda_families_interpret.py",
     "low_bit/test_latent_codes_compile.py", "paged/test_packed_pages_compile.py",
 )  # fmt: skip
 """Files whose tests take longest, the longest first."""

@@ -26,7 +26,6 @@ def by_hand(
     kv: KVPrecision = KVPrecision.KV16,
     splits: tuple[int, ...] = (),
     sms: tuple[int, ...] = (),
-    pool: bool = True,
     prefill_microbatch: int = 1,
 ) -> Plan:
     """Return a plan; `splits`: layers where stages end, `sms`: of each stage's GPU, 0 for all."""
@@ -49,4 +48,4 @@ def by_hand(
     )
     plan = plan.model_copy(update={"stages": stages})
     memory = torch.cuda.get_device_properties(0).total_memory
-    return with_pool_room(plan, spec, memory, share=SHARE) if pool else plan
+    return with_pool_room(plan, spec, memory, share=SHARE)

@@ -69,7 +69,6 @@ class StepView:
     starts: list[int]
     ends: list[int]
     q_len: int
-    exact_prompt: bool
 
     @cached_property
     def blocks(self) -> int:
@@ -109,8 +108,6 @@ class StepView:
         query_BQ1, key_B1T = self._query_BQ1, self._key_B1T
         line = (query_BQ1 - HOLDBACK_TOKENS).div(BLOCK_TOKENS, rounding_mode="floor").clamp(min=0)
         line = line * BLOCK_TOKENS
-        if self.exact_prompt:
-            line = line.masked_fill((self.rows.start_B == 0)[:, None, None], 0)
         packed = self.blocks * BLOCK_TOKENS
         is_packed = torch.arange(key_B1T.shape[-1], device=key_B1T.device) < packed
         below = key_B1T < line
@@ -148,11 +145,11 @@ def completed_blocks(start: int, end: int) -> range:
     return range(max(1, first) - 1, packed_end(end - 1) // BLOCK_TOKENS)
 
 
-def look(rows: Rows, q_len: int, *, exact_prompt: bool = False) -> StepView:
-    """Derive a step; with `exact_prompt` requests that start at 0 see themselves in 16 bits."""
+def look(rows: Rows, q_len: int) -> StepView:
+    """Derive a step."""
     starts = rows.start_B.tolist()
     ends = [start + count for start, count in zip(starts, rows.num_new_B.tolist(), strict=True)]
-    return StepView(rows, starts, ends, q_len, exact_prompt)
+    return StepView(rows, starts, ends, q_len)
 
 
 def _recent(rows: Rows, request_X: Tensor, pos_XT: Tensor, q_len: int) -> Recent:

@@ -5,7 +5,7 @@ attention's output lives until its layer ends, a packed weight meets many rows a
 Besides there are what libraries keep, a decode graph's input and output, the inbox that a stage
 before writes into, and outputs that are still on their way to the stage behind.
 
-Symbols: v rows, s tokens of a row with its padding, t = v s tokens, e bytes of an element; of
+Symbols: t tokens of a step with its padding, e bytes of an element; of
 `ModelSpec`: h hidden, q = H D query and g = G D key or value features, F ffn, V vocabulary.
 """
 
@@ -18,6 +18,7 @@ from functools import lru_cache
 from llmpq.model_spec import ModelSpec
 from llmpq.precision import KVPrecision, Precision
 from llmpq.sizes.state_size import recurrence_bytes
+from llmpq.sizes.step_padding import gpu_padded
 from llmpq.workload import Workload, chunk_tokens
 
 DENSE_ROWS = 256
@@ -25,10 +26,6 @@ DENSE_ROWS = 256
 
 SHARES_BYTES = 34 << 20
 """Float32 shares of the tiles that the Hopper kernel cuts, in place of an unpacked weight."""
-
-PROMPT_WIDTH = 64
-"""Prompts of so many tokens or more are padded to a multiple: libraries plan anew for every other
-length; below, padding would be a good part of the prompt."""
 
 INBOX_SLOTS = 2
 """Messages an inbox has room for (runtime/links/peer_links.py)."""
@@ -39,14 +36,6 @@ for a slower one behind it (runtime/links/device_links.py, runtime/links/peer_li
 
 LIBRARY_BYTES = 66 << 20
 """cuBLAS takes 32 MiB on each of two streams, prompts' and graphs'; the rest is rounding (H200)."""
-
-
-def padded_prompt(tokens: int, *, longest: int | None = None) -> int:
-    """Return the tokens a row of a fresh prompt takes on a GPU, `longest` at most."""
-    if tokens < PROMPT_WIDTH:
-        return tokens
-    width = -(-tokens // PROMPT_WIDTH) * PROMPT_WIDTH
-    return max(tokens, width if longest is None else min(width, longest))
 
 
 def gpu_workspace_bytes(
@@ -67,16 +56,12 @@ def gpu_workspace_bytes(
     packed weight as one dense matrix; Hopper does without.
     """
     e, kv = workload.dtype_bytes, workload.kv
-    longest = workload.max_len
-    if spec.positions == "learned":
-        longest = min(longest, spec.max_positions)
-    tokens = chunk_tokens(workload.prompt_len, prefill_chunk)
-    width = padded_prompt(tokens, longest=longest)
-    prefill = _Shape(prefill_microbatch, width, e, kv, fresh=True)
-    decode = _Shape(decode_microbatch, 1, e, kv, fresh=False)
+    chunk = chunk_tokens(workload.prompt_len, prefill_chunk)
     # Messages between stages carry no padding.
-    rows = (prefill_microbatch * tokens, decode_microbatch)
-    hidden = [count * spec.hidden * e for count in rows]
+    tokens = (prefill_microbatch * chunk, decode_microbatch)
+    prefill = _Shape(prefill_microbatch, gpu_padded(tokens[0]), e, kv, fresh=True)
+    decode = _Shape(decode_microbatch, decode_microbatch, e, kv, fresh=False)
+    hidden = [count * spec.hidden * e for count in tokens]
     inbox = 0 if first else INBOX_SLOTS * max(hidden)
     moments = []
     for shape, output in zip((prefill, decode), hidden, strict=True):
@@ -100,14 +85,11 @@ class _Shape:
     """One micro-batch."""
 
     rows: int
-    row_tokens: int
+    tokens: int
+    """Of all rows, with the step's padding."""
     element_bytes: int
     kv: KVPrecision
     fresh: bool
-
-    @property
-    def tokens(self) -> int:
-        return self.rows * self.row_tokens
 
     @property
     def unit(self) -> int:
@@ -175,7 +157,7 @@ def _layer_moments(
         own = spec.recurrent
         yield unit * 2 * h + product(own.in_features, h)
         held = unit * (2 * h + own.in_features)
-        yield held + recurrence_bytes(own, shape.rows, shape.row_tokens)
+        yield held + recurrence_bytes(own, shape.rows, -(-shape.tokens // shape.rows))
     if spec.norm_order != "pre":
         yield unit * 4 * h  # what a norm behind is given and gives
     if spec.shared_ffn:

@@ -19,7 +19,6 @@ from llmpq.precision import KVPrecision
 from llmpq.sizes.kv_format import (
     BLOCK_TOKENS,
     HOLDBACK_TOKENS,
-    kv_cache_bytes,
     kv_pool_bytes,
     pool_blocks,
     spanned_blocks,
@@ -225,31 +224,12 @@ def planned_kv_bytes(
     workload: Workload,
     layers: Sequence[int],
     *,
-    pooled: bool,
     chunk: int | None,
     prefill_microbatch: int,
 ) -> int:
-    """Return the bytes of the KV cache that a plan counts for layers, by their numbers.
-
-    A pool's, or without one (`pooled`) those of a slot of the longest request for each.
-    """
-    if pooled:
-        size = planned_pool(spec, workload, chunk, prefill_microbatch=prefill_microbatch)
-        return size.nbytes(spec, workload.kv, layers=layers, dtype_bytes=workload.dtype_bytes)
-    states = state_bytes(spec, layers, slots=workload.batch, dtype_bytes=workload.dtype_bytes)
-    return states + sum(
-        count
-        * kv_cache_bytes(
-            workload.kv,
-            slots=workload.batch,
-            max_len=workload.max_len,
-            kv_heads=kv_heads,
-            vectors=spec.kv_vectors,
-            head_dim=head_dim,
-            dtype_bytes=workload.dtype_bytes,
-        )
-        for (kv_heads, head_dim, _), count in _alike(spec, layers).items()
-    )
+    """Return the bytes of the pool that a plan counts for layers, by their numbers."""
+    size = planned_pool(spec, workload, chunk, prefill_microbatch=prefill_microbatch)
+    return size.nbytes(spec, workload.kv, layers=layers, dtype_bytes=workload.dtype_bytes)
 
 
 def fits(
@@ -259,9 +239,18 @@ def fits(
     workload: Workload,
     *,
     drafts: str | None = None,
+    draft_weights: Sequence[int] = (),
 ) -> bool:
-    """Whether every stage's device has room for a pool, and what drafts of a mode keep beside."""
-    return all(_excess(size, stage, spec, workload, drafts=drafts) <= 0 for stage in stages)
+    """Whether every stage's device has room for a pool, and for what drafts of a mode keep beside.
+
+    `draft_weights`: bytes of weights that drafts hold on each stage.
+    """
+    held = draft_weights or [0] * len(stages)
+    return all(
+        _excess(size, stage, spec, workload, drafts=drafts) + weights <= 0
+        for stage, weights in zip(stages, held, strict=True)
+        if stage.memory is not None
+    )
 
 
 def fitting_pool(
@@ -271,12 +260,13 @@ def fitting_pool(
     workload: Workload,
     *,
     drafts: str | None = None,
+    draft_weights: Sequence[int] = (),
 ) -> PoolSize:
     """Return the pool, smaller where a stage has no room for it; `DoesNotFitError` without any.
 
-    `drafts`: a mode of speculation, for whose drafts there has to be room, too.
+    `drafts`, `draft_weights`: as for `fits`.
     """
-    while not fits(size, stages, spec, workload, drafts=drafts):
+    while not fits(size, stages, spec, workload, drafts=drafts, draft_weights=draft_weights):
         if size.num_blocks == 1:
             raise DoesNotFitError(
                 "the plan leaves no room for a block of 128 tokens of KV cache on every stage; "
@@ -290,9 +280,8 @@ def _excess(
     size: PoolSize, stage: StagePlan, spec: ModelSpec, workload: Workload, *, drafts: str | None
 ) -> int:
     """Return the bytes by which a stage's pool exceeds what its device has left for it."""
-    if stage.memory is None:
-        return 0
     memory = stage.memory
+    assert memory is not None
     room = memory.limit_bytes - (memory.total_bytes - memory.kv_bytes)
     layers, dtype_bytes = range(*stage.layers), workload.dtype_bytes
     nbytes = size.nbytes(spec, workload.kv, layers=layers, dtype_bytes=dtype_bytes)

@@ -18,7 +18,6 @@ from llmpq.plan import (
     MemoryForm,
     ModelRef,
     Plan,
-    PoolForm,
     Predicted,
     Prefer,
     QuantizationForm,
@@ -76,10 +75,16 @@ def build_plan(
             stored=_stored(p, stages),
         ),
         prefill_microbatch=a.prefill_microbatch,
-        prefill_chunk=p.prefill_chunk,
+        prefill_chunk=p.chunk,
         decode_microbatch=a.decode_microbatch,
         stages=stages,
-        pool=_pool(p, stages, a.prefill_microbatch),
+        pool=stated_pool(
+            p.spec,
+            p.workload,
+            stages,
+            chunk=p.chunk,
+            prefill_microbatch=a.prefill_microbatch,
+        ),
         nodes=node_plans(p.cluster, {device.node for device in devices}),
         predicted=_predicted(p, a, times, devices, job),
         inputs=used_inputs(
@@ -102,13 +107,6 @@ def _stored(p: Problem, stages: Sequence[StagePlan]) -> tuple[StoredForm, ...]:
 def _head_bits(p: Problem, last: Device) -> Literal[8, 16]:
     """Return the bits of the output matrix where the last stage has it."""
     return 8 if p.quantization.head(on_cpu=last.spec.is_cpu) is Precision.W8A16 else 16
-
-
-def _pool(p: Problem, stages: Sequence[StagePlan], eta: int) -> PoolForm | None:
-    """Return the pool of KV blocks of a plan; None where GPUs have none for such a model."""
-    if not p.pooled:
-        return None
-    return stated_pool(p.spec, p.workload, stages, chunk=p.prefill_chunk, prefill_microbatch=eta)
 
 
 def stage_precisions(p: Problem, stage: Stage) -> tuple[Precision, ...]:
@@ -139,10 +137,9 @@ def _stage_plan(
         first=position == 0,
         last=position == len(a.stages) - 1,
         prefill_microbatch=a.prefill_microbatch,
-        prefill_chunk=p.prefill_chunk,
+        prefill_chunk=p.chunk,
         decode_microbatch=a.decode_microbatch,
         quantization=p.quantization,
-        pooled=p.pooled,
         context_bytes=device.spec.context,
         on_gpu=not device.spec.is_cpu,
         unpacks=unpacks_prompts(device.spec, precisions, p.quantization),

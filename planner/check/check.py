@@ -117,7 +117,7 @@ def _check_layers_and_memory(plan: Plan, spec: ModelSpec, devices: Sequence[Devi
 
 def _check_pool(plan: Plan, spec: ModelSpec) -> None:
     """Refuse a plan that states another pool than its workload needs."""
-    if not plan.pooled:
+    if plan.pool is None:
         return
     found = stated_pool(
         spec,
@@ -154,7 +154,6 @@ def _check_memory(plan: Plan, spec: ModelSpec, position: int, device: Device) ->
         prefill_chunk=plan.prefill_chunk,
         decode_microbatch=plan.decode_microbatch,
         quantization=plan.settings(),
-        pooled=plan.pooled,
         context_bytes=device.spec.context,
         on_gpu=not device.spec.is_cpu,
         unpacks=unpacks_prompts(device.spec, stage.precisions, plan.settings()),
@@ -173,7 +172,7 @@ def _check_memory(plan: Plan, spec: ModelSpec, position: int, device: Device) ->
     if stage.memory is not None and stage.memory.total_bytes != memory.total_bytes:
         raise BadPlanError(
             f"stage {device.name}: the plan states {stage.memory.total_bytes} bytes, the formulas "
-            f"give {memory.total_bytes}"
+            f"give {memory.total_bytes}: re-plan with llmpq-algo"
         )
 
 

@@ -405,9 +405,7 @@ def token_bytes(p: Problem, layers: Sequence[int]) -> int:
     long = work.model_copy(update={"gen_len": work.gen_len + p.spec.max_positions})
     longer = long.model_copy(update={"gen_len": long.gen_len + BLOCK_TOKENS})
     counted = [
-        planned_kv_bytes(
-            p.spec, job, layers, pooled=p.pooled, chunk=p.prefill_chunk, prefill_microbatch=1
-        )
+        planned_kv_bytes(p.spec, job, layers, chunk=p.chunk, prefill_microbatch=1)
         for job in (long, longer)
     ]
     return (counted[1] - counted[0]) // (work.batch * BLOCK_TOKENS)

@@ -23,7 +23,7 @@ COLUMNS: dict[Way, str] = {
     "packed_kv": "KV 8 4 2",
     "drafts": "speculation",
     "rounded": "w8a8 w4a4",
-    "gpu_pool": "GPU pool",
+    "gpu_packed_kv": "GPU KV 8 4 2",
     "gpu_rounded": "GPU w8a8",
 }
 

@@ -84,8 +84,7 @@ def kv_bytes_of_layers(p: Problem) -> NDArray[np.int64]:
             p.spec,
             p.workload,
             (layer,),
-            pooled=p.pooled,
-            chunk=p.prefill_chunk,
+            chunk=p.chunk,
             prefill_microbatch=p.prefill_microbatch or 1,
         )
 
@@ -173,7 +172,7 @@ def capacity(p: Problem, eta: int, xi: int) -> NDArray[np.int64]:
                     first=first,
                     last=last,
                     prefill_microbatch=eta,
-                    prefill_chunk=p.prefill_chunk,
+                    prefill_chunk=p.chunk,
                     decode_microbatch=xi,
                     on_gpu=on_gpu,
                     unpacks=unpacks,

@@ -17,7 +17,6 @@ from llmpq.families import FAMILIES
 from llmpq.memory import unpacks_prompts
 from llmpq.model_spec import ModelSpec
 from llmpq.plan import MAX_GAMMA, Plan, Speculation
-from llmpq.sizes.pool_size import planned_kv_bytes
 from llmpq.sizes.workspace import workspace_bytes
 from llmpq.speculation import (
     MTP_ON_CPUS,
@@ -138,23 +137,11 @@ def round_bytes(
     """Return what rounds of gamma drafts take beside a stage: their own bytes and the verify's.
 
     A verify of gamma + 1 tokens a request works with what a decode step of so many times as many
-    requests does: on the last stage, with as many logits. On GPUs requests with drafts have slots,
-    and prompts are computed whole.
+    requests does: on the last stage, with as many logits.
     """
     stage = plan.stages[index]
-    on_cpus = all(stage.is_cpu for stage in plan.stages)
 
-    def kv_bytes(*, pooled: bool) -> int:
-        return planned_kv_bytes(
-            spec,
-            plan.workload,
-            range(*stage.layers),
-            pooled=pooled,
-            chunk=plan.prefill_chunk,
-            prefill_microbatch=plan.prefill_microbatch,
-        )
-
-    def workspace(rows: int, chunk: int | None) -> int:
+    def workspace(rows: int) -> int:
         return workspace_bytes(
             spec,
             plan.workload,
@@ -162,17 +149,15 @@ def round_bytes(
             first=index == 0,
             last=index == len(plan.stages) - 1,
             prefill_microbatch=plan.prefill_microbatch,
-            prefill_chunk=chunk,
+            prefill_chunk=plan.prefill_chunk,
             decode_microbatch=rows,
             on_gpu=not device.spec.is_cpu,
             unpacks=unpacks_prompts(device.spec, stage.precisions, plan.settings()),
         )
 
     rows = plan.decode_microbatch
-    chunk = plan.prefill_chunk if on_cpus else None
-    verify = max(0, workspace(rows * (gamma + 1), chunk) - workspace(rows, plan.prefill_chunk))
-    slots = 0 if on_cpus else max(0, kv_bytes(pooled=False) - kv_bytes(pooled=plan.pooled))
-    return draft_bytes(plan, spec, index, mode) + verify + slots
+    verify = max(0, workspace(rows * (gamma + 1)) - workspace(rows))
+    return draft_bytes(plan, spec, index, mode) + verify
 
 
 def _added(plan: Plan, spec: ModelSpec, mode: SpeculationMode, gamma: int, speedup: float) -> Plan:

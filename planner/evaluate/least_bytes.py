@@ -32,7 +32,7 @@ def in_each_chunk(p: Problem) -> list[Problem]:
 
     Not always: a prompt of one chunk needs nothing of the cache's workspace.
     """
-    smaller = small_chunks(p.workload.prompt_len) if p.pooled else ()
+    smaller = small_chunks(p.workload.prompt_len)
     sizes = (p.chunk, *(size for size in smaller if size < p.chunk))
     return [p.with_changes(chunk=size) for size in sizes]
 

@@ -82,7 +82,7 @@ Ring = list[tuple[float, float]]
 def prefill_rings(p: Problem, a: Assignment, size: int) -> list[Ring]:
     """Return the times of each step that the prompts of `size` requests take together."""
     work, last = p.workload, len(a.stages) - 1
-    chunks = prompt_chunks(work.prompt_len, p.prefill_chunk)
+    chunks = prompt_chunks(work.prompt_len, p.chunk)
     rows = np.zeros((len(a.stages), len(chunks)))
     for position, stage in enumerate(a.stages):
         device = p.classes[stage.cls].first
@@ -91,7 +91,7 @@ def prefill_rings(p: Problem, a: Assignment, size: int) -> list[Ring]:
         for group, b in _layers(stage):
             layer = p.costs.entry(device, "layer", Phase.PREFILL, work, p.choices[b])
             entries += [layer] * (p.groups[group][1] - p.groups[group][0])
-        times = {id(entry): chunk_times(entry, work, size, p.prefill_chunk) for entry in entries}
+        times = {id(entry): chunk_times(entry, work, size, p.chunk) for entry in entries}
         rows[position] = sum(times[id(entry)] for entry in entries) * p.costs.factor(device)
     row, back = p.spec.hop_features * work.dtype_bytes, p.class_links.hops(size * 8)
     hops = [p.class_links.hops(size * tokens * row) for _, tokens in chunks]

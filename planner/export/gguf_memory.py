@@ -63,7 +63,6 @@ def gguf_bytes(plan: Plan, spec: ModelSpec, share: GpuShare, how: GgufLayers) ->
         spec,
         job,
         share.kv_layers,
-        pooled=True,
         chunk=plan.prefill_chunk,
         prefill_microbatch=plan.prefill_microbatch,
     )

@@ -268,7 +268,10 @@ def _not_run(spec: ModelSpec, cluster: Cluster, workload: Workload) -> list[str]
         if engine is not None
     ]
     ways = ways_of(
-        gpu=any(not d.spec.is_cpu for d in cluster.devices), kv=workload.kv, drafts=False
+        gpu=any(not d.spec.is_cpu for d in cluster.devices),
+        kv=workload.kv,
+        drafts=False,
+        dtype=workload.dtype,
     )
     lacking = lacking_sentence(spec, ways, max_len=workload.max_len)
     return notes + ([f"warning: {lacking}"] if lacking is not None else [])

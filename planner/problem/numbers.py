@@ -137,7 +137,7 @@ def _one_size(p: Problem, phase: Phase, size: int) -> tuple[Floats, Floats]:
     firsts = [c.first for c in p.classes]
     layers = np.array([end - start for start, end in p.groups], dtype=np.int64)
     if prefill:
-        step = (work, size, p.prefill_chunk)
+        step = (work, size, p.chunk)
         once = [[costs.layer_prefill_s(d, b, *step) for b in p.choices] for d in firsts]
         ends = [costs.ends_prefill_s(d, *step) for d in firsts]
     else:

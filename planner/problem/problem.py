@@ -16,7 +16,6 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from llmpq.capabilities import gpu_pool_lack
 from llmpq.cluster import Cluster, Device
 from llmpq.cost_model import Phase
 from llmpq.memory import Quantization
@@ -255,11 +254,11 @@ class Problem:
             return (fixed,)
         # Pools of windows have room for steps of so many tokens.
         work = self.workload
-        size = planned_pool(self.spec, work, self.prefill_chunk, prefill_microbatch=1)
+        size = planned_pool(self.spec, work, self.chunk, prefill_microbatch=1)
         most = work.batch
-        if self.pooled and size.window:
-            room = window_step_tokens(work, self.prefill_chunk, prefill_microbatch=1)
-            most = room // chunk_tokens(work.prompt_len, self.prefill_chunk)
+        if size.window:
+            room = window_step_tokens(work, self.chunk, prefill_microbatch=1)
+            most = room // chunk_tokens(work.prompt_len, self.chunk)
         return tuple(size for size in distinct_sizes(work.batch) if size <= most)
 
     @cached_property
@@ -278,22 +277,10 @@ class Problem:
         ordered = self.objective == "paper" and not fixed
         return microbatch_pairs(self.prefill_sizes, self.decode_sizes, ordered=ordered)
 
-    @cached_property
-    def pooled(self) -> bool:
-        """Whether stages keep their KV in a pool of blocks; else in a slot a request."""
-        work = self.workload
-        on_cpus = all(device.spec.is_cpu for device in self.cluster.devices)
-        return on_cpus or not gpu_pool_lack(self.spec, work.kv, work.dtype, drafts=False)
-
-    @property
-    def prefill_chunk(self) -> int | None:
-        """Tokens of a prompt in a step at most; None for whole prompts, as slots have them."""
-        return self.chunk if self.pooled else None
-
     @property
     def chunks_of_prompt(self) -> int:
         """Number of steps that a prompt takes."""
-        return num_chunks(self.workload.prompt_len, self.prefill_chunk)
+        return num_chunks(self.workload.prompt_len, self.chunk)
 
     def counts(self, eta: int, xi: int) -> tuple[int, int]:
         """Return the numbers of steps of prefill (chunks of micro-batches) and of a token."""

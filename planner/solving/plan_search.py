@@ -266,9 +266,7 @@ def _variants(
     for kv in options.kvs:
         work = problem.workload.model_copy(update={"kv": kv})
         priced = problem.with_changes(workload=work)
-        # Without a pool prompts are computed whole.
-        sizes = chunks(priced) if priced.pooled else (priced.chunk,)
-        found += [priced.with_changes(chunk=size) for size in sizes]
+        found += [priced.with_changes(chunk=size) for size in chunks(priced)]
     return found
 
 

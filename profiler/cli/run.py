@@ -8,7 +8,7 @@ from functools import reduce
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from llmpq.capabilities import gpu_pool_lack
+from llmpq.capabilities import lacking_sentence, ways_of
 from llmpq.cluster import Cluster, Device
 from llmpq.commands.output_paths import check_files
 from llmpq.cost_model import CostModel
@@ -96,12 +96,10 @@ def make_job(
     kv = tuple(KVPrecision.parse(b) for b in request.kv.split(","))
     dtype = request.dtype or default_dtype(spec, cluster)
     for precision in kv if on_gpu else ():
-        lack = gpu_pool_lack(spec, precision, dtype, drafts=False)
-        if lack:
-            raise ValueError(
-                f"--kv: {precision.value} is not timed on GPUs, whose pool of KV blocks does not "
-                f"go with {lack} yet; leave it out: plans take an estimate of it"
-            )
+        ways = ways_of(gpu=True, kv=precision, drafts=False, dtype=dtype)
+        lacking = lacking_sentence(spec, ways, max_len=1)
+        if lacking is not None:
+            raise ValueError(lacking)
     return ProfileJob(
         model=request.model,
         spec=spec,

@@ -24,7 +24,7 @@ from llmpq.runtime.launch.stages.stage_host import talk_over
 from llmpq.runtime.links.device_links import connect_devices
 from llmpq.runtime.links.transport import GlooTransport, join_gloo, more_connections
 from llmpq.runtime.pending import arrived
-from llmpq.runtime.request import StepKind
+from llmpq.runtime.request import PagedRow, StepKind
 from llmpq.runtime.sampling_params import SamplerConfig
 from llmpq.runtime.step_message import StepMessage
 
@@ -111,7 +111,7 @@ def _round_seconds(
     `least` is for a network's own delay, which nothing makes shorter.
     """
     message = _message(tokens)
-    hidden_BQH = torch.zeros(ROWS, tokens, hidden_size)
+    hidden_1Th = torch.zeros(1, ROWS * tokens, hidden_size)
     samples: list[float] = []
     begin, done = time.perf_counter(), False
     while not done:
@@ -119,7 +119,7 @@ def _round_seconds(
         _compute()
         start = time.perf_counter()
         # A DECODE message tells the other end that its size is done.
-        transport.send_step(replace(message, kind=StepKind.DECODE) if done else message, hidden_BQH)
+        transport.send_step(replace(message, kind=StepKind.DECODE) if done else message, hidden_1Th)
         theirs_ns = int(arrived(transport.receive_tokens(ROWS, 1))[0, 0])
         samples.append(time.perf_counter() - start - theirs_ns / 1e9)
     return max(sorted(samples)[0 if least else len(samples) // 4], 1e-9)
@@ -127,10 +127,10 @@ def _round_seconds(
 
 def _burst_seconds(transport: GlooTransport, hidden_size: int) -> float:
     """Return the time of `BURST` smallest messages at once and the answer to the last."""
-    hidden_BQH = torch.zeros(ROWS, 1, hidden_size)
+    hidden_1Th = torch.zeros(1, ROWS, hidden_size)
     start = time.perf_counter()
     for _ in range(BURST):
-        transport.send_step(_message(1), hidden_BQH)
+        transport.send_step(_message(1), hidden_1Th)
     for _ in range(BURST):
         arrived(transport.receive_tokens(ROWS, 1))
     return time.perf_counter() - start
@@ -150,6 +150,7 @@ def _message(tokens: int) -> StepMessage:
         num_new=[tokens] * ROWS,
         sample_steps=[0] * ROWS,
         sampling=[SamplerConfig()] * ROWS,
+        paged=[PagedRow(slot=row) for row in range(ROWS)],
     )
 
 

@@ -1,16 +1,13 @@
-"""CUDA GPUs: fused layers, captured decode steps, tokens that stay on the device."""
+"""CUDA GPUs: fused layers, captured steps, tokens that stay on the device."""
 
 from __future__ import annotations
 
 import torch
 
-from llmpq.plan import Plan
 from llmpq.runtime.backends.gpu.cuda_layers import CudaLayers
-from llmpq.runtime.backends.gpu.cuda_slot_stage_runner import CudaSlotStageRunner
 from llmpq.runtime.backends.gpu.cuda_stage_runner import CudaStageRunner
-from llmpq.runtime.backends.slot_stage_runner import SlotStageRunner
 from llmpq.runtime.cache.gpu_paged_kv_base import GpuPagedKVBase
-from llmpq.runtime.cache.kv_cache import KVCache, PagedKV
+from llmpq.runtime.cache.kv_cache import PagedKV
 from llmpq.runtime.models.stage_model import StageModel
 from llmpq.sizes.pool_size import PoolSize
 
@@ -21,27 +18,6 @@ class CudaBackend:
     def layers(self) -> CudaLayers:
         """Return the fused kernels."""
         return CudaLayers()
-
-    def slot_stage_runner(
-        self,
-        model: StageModel,
-        kv: KVCache,
-        device: torch.device,
-        dtype: torch.dtype,
-        *,
-        plan: Plan,
-        graphs: bool,
-    ) -> SlotStageRunner:
-        """Return the arithmetic of a stage with KV slots; `graphs`: with captured steps."""
-        return CudaSlotStageRunner(
-            model,
-            kv,
-            device,
-            dtype,
-            workload=plan.workload,
-            decode_microbatch=plan.decode_microbatch,
-            graphs=graphs,
-        )
 
     def stage_runner(
         self,

@@ -67,7 +67,6 @@ class CpuPackedKV(PagedKV):
             device=device,
             table_SN=self._table_SN,
             pages=num_blocks,
-            exact_prompt=False,
         )
         behind = (num_layers, num_blocks if prefix_cache else 0, TAIL_TOKENS)
         shape = (*behind, spec.kv_heads, spec.head_dim)
@@ -201,7 +200,6 @@ class CpuPackedKV(PagedKV):
             starts,
             counts,
             q_len=spans[0].count,
-            fresh=False,
             max_end=max(span.end for span in spans),
         )
 

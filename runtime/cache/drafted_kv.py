@@ -17,7 +17,7 @@ from typing import Any
 from torch import Tensor
 
 from llmpq.plan import MAX_GAMMA
-from llmpq.runtime.cache.kv_cache import PagedKV
+from llmpq.runtime.cache.kv_cache import ForwardingKV, PagedKV
 from llmpq.runtime.request import PagedRow
 from llmpq.runtime.step import Step
 from llmpq.sizes.kv_format import HOLDBACK_TOKENS
@@ -25,11 +25,15 @@ from llmpq.sizes.kv_format import HOLDBACK_TOKENS
 assert MAX_GAMMA < HOLDBACK_TOKENS, "drafts must never be packed"
 
 
-class DraftedKV(PagedKV):
+class DraftedKV(ForwardingKV):
     """The model's side: attends to `inner`, keeps `copy` up to date."""
 
     def __init__(self, inner: PagedKV, copy: PagedKV) -> None:
         self.inner, self.copy, self.states = inner, copy, inner.states
+
+    def part(self, layer: int) -> tuple[PagedKV, int]:
+        """Return the inner one."""
+        return self.inner, layer
 
     @property
     def nbytes(self) -> int:
@@ -58,7 +62,7 @@ class DraftedKV(PagedKV):
     ) -> Tensor:
         """Append the step's keys and values to both, then return attention over the inner one."""
         self.copy.append(layer, k_BQGD, v_BQGD, step)
-        return self.inner.attend(
+        return super().attend(
             *(layer, q_BQHD, k_BQGD, v_BQGD, step),
             scale=scale,
             alibi_slopes_H=alibi_slopes_H,

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from llmpq.kernels.kv.reference import EVERYTHING, ScoreRule
 from llmpq.runtime.cache.kv_cache import KVCache
-from llmpq.runtime.models.attention import attend_fresh
+from llmpq.runtime.models.attention import attend_padded
 from llmpq.runtime.step import Step
 
 
@@ -31,6 +31,6 @@ class FreshAttention(KVCache):
         rule: ScoreRule = EVERYTHING,
     ) -> Tensor:
         """Return plain causal attention [B, Q, H, D]."""
-        return attend_fresh(
+        return attend_padded(
             q_BQHD, k_BQGD, v_BQGD, step, scale=scale, alibi_slopes_H=alibi_slopes_H, rule=rule
         )

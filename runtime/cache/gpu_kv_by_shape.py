@@ -11,19 +11,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import accumulate
-from typing import Any
 
 from torch import Tensor
 
 from llmpq.kernels.kv.paged.paged_rows import TokenPlaces
 from llmpq.runtime.cache.gpu_paged_kv_base import GpuPagedKVBase
-from llmpq.runtime.cache.kv_by_shape import PagedKVByShape
+from llmpq.runtime.cache.kv_by_shape import KVByShape
 from llmpq.runtime.cache.kv_cache import PagedKV
 from llmpq.runtime.paged_step import PagedStep
 from llmpq.runtime.step import Step
 
 
-class GpuKVByShape(PagedKVByShape, GpuPagedKVBase):
+class GpuKVByShape(KVByShape, GpuPagedKVBase):
     """Pools of layers of unlike heads as one."""
 
     def __init__(self, layers: Sequence[tuple[PagedKV, int]]) -> None:
@@ -65,47 +64,7 @@ class GpuKVByShape(PagedKVByShape, GpuPagedKVBase):
                 _, windowed = pool.places(rows_FR[first:], **given)
         return where, windowed
 
-    def attend(
-        self,
-        layer: int,
-        q_BQHD: Tensor,
-        k_BQGD: Tensor,
-        v_BQGD: Tensor,
-        step: Step,
-        *,
-        scale: float,
-        **options: Any,
-    ) -> Tensor:
-        """Append the step's keys and values, then return its causal attention [1, T, H, D]."""
-        own = self._step_of(layer, step)
-        return super().attend(layer, q_BQHD, k_BQGD, v_BQGD, own, scale=scale, **options)
-
-    def keep_for_readers(self, layer: int, step: Step) -> None:
-        """Keep what a step of a layer overwrites and `attend_again` needs."""
-        super().keep_for_readers(layer, self._step_of(layer, step))
-
-    def attend_again(
-        self,
-        layer: int,
-        q_BQHD: Tensor,
-        k_BQGD: Tensor,
-        v_BQGD: Tensor,
-        step: Step,
-        *,
-        scale: float,
-        alibi_slopes_H: Tensor | None = None,
-        **options: Any,
-    ) -> Tensor:
-        """Return the attention of other queries over a layer that has had the step already."""
-        own = self._step_of(layer, step)
-        options |= {"scale": scale, "alibi_slopes_H": alibi_slopes_H}
-        return super().attend_again(layer, q_BQHD, k_BQGD, v_BQGD, own, **options)
-
-    def append(self, layer: int, k_BQGD: Tensor, v_BQGD: Tensor, step: Step) -> None:
-        """Append the step's keys and values."""
-        super().append(layer, k_BQGD, v_BQGD, self._step_of(layer, step))
-
-    def _step_of(self, layer: int, step: Step) -> PagedStep:
+    def step_of(self, layer: int, step: Step) -> PagedStep:
         """Return a step with the rows of the kernels of a layer's shape."""
         assert isinstance(step, PagedStep)
         at = next(i for i, pool in enumerate(self._pools) if pool is self._layers[layer][0])

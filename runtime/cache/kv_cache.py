@@ -15,10 +15,7 @@ from llmpq.runtime.request import PagedRow
 from llmpq.runtime.step import Step
 
 if TYPE_CHECKING:
-    from llmpq.runtime.cache.dual_kv import DualKV
     from llmpq.runtime.cache.gpu_paged_kv_base import GpuPagedKVBase
-    from llmpq.runtime.cache.low_bit_kv import LowBitKV
-    from llmpq.runtime.cache.plain_kv import PlainKVCache
     from llmpq.runtime.cache.recurrent_states import RecurrentStates
 
 
@@ -78,38 +75,14 @@ class KVCache(ABC):
             **options,
         )
 
-    def truncate(self, slots_B: Tensor, length_B: Tensor) -> None:  # noqa: B027
-        """Forget the tokens of these slots from `length` on (a rejected draft).
-
-        Nothing to do where tokens beyond a request's start are never read and get overwritten, and
-        where positions alone decide what is packed: drafts never are (HOLDBACK_TOKENS).
-        """
-
-    @property
-    def plain(self) -> PlainKVCache | None:
-        """The 16-bit tensors that kernels read and append to; None where there are none.
-
-        A kernel that appends to them has to append to the copy of `dual`, too.
-        """
-        return None
-
-    @property
-    def dual(self) -> DualKV | None:
-        """This cache with its copy, where drafts read another than the model; else None."""
-        return None
-
     @property
     def pages(self) -> GpuPagedKVBase | None:
         """The cache if it is a pool of blocks on a GPU, whose steps are ragged; else None."""
         return None
 
-    def rotating(self, step: Step) -> LowBitKV | None:
-        """Return the cache if its append rotates a step's queries and keys itself, else None."""
-        return None
-
 
 class PagedKV(KVCache):
-    """A cache of the paged engine: a pool of blocks; rows have any lengths, packed as [1, T]."""
+    """A stage's pool of blocks; rows have any lengths, packed as [1, T]."""
 
     @abstractmethod
     def take_rows(self, rows: Sequence[PagedRow], starts: Sequence[int]) -> None:
@@ -126,3 +99,72 @@ class PagedKV(KVCache):
     def take_tokens_of(self, other: PagedKV, slot: int, count: int) -> None:
         """Append a request's first tokens as another pool has them; packed pools only."""
         raise NotImplementedError(f"{type(self).__name__} is no copy of another pool")
+
+
+class ForwardingKV(PagedKV):
+    """A pool whose layers are those of other pools."""
+
+    @abstractmethod
+    def part(self, layer: int) -> tuple[PagedKV, int]:
+        """Return the pool that has a layer, and its place there."""
+
+    def step_of(self, layer: int, step: Step) -> Step:
+        """Return a step as the layer's own pool takes it."""
+        return step
+
+    def attend(
+        self,
+        layer: int,
+        q_BQHD: Tensor,
+        k_BQGD: Tensor,
+        v_BQGD: Tensor,
+        step: Step,
+        *,
+        scale: float,
+        alibi_slopes_H: Tensor | None = None,
+        **options: Any,
+    ) -> Tensor:
+        """As of the layer's own pool."""
+        kv, place = self.part(layer)
+        return kv.attend(
+            *(place, q_BQHD, k_BQGD, v_BQGD, self.step_of(layer, step)),
+            scale=scale,
+            alibi_slopes_H=alibi_slopes_H,
+            **options,
+        )
+
+    def keep_for_readers(self, layer: int, step: Step) -> None:
+        """As of the layer's own pool."""
+        kv, place = self.part(layer)
+        kv.keep_for_readers(place, self.step_of(layer, step))
+
+    def attend_again(
+        self,
+        layer: int,
+        q_BQHD: Tensor,
+        k_BQGD: Tensor,
+        v_BQGD: Tensor,
+        step: Step,
+        *,
+        scale: float,
+        alibi_slopes_H: Tensor | None = None,
+        **options: Any,
+    ) -> Tensor:
+        """As of the layer's own pool."""
+        kv, place = self.part(layer)
+        return kv.attend_again(
+            *(place, q_BQHD, k_BQGD, v_BQGD, self.step_of(layer, step)),
+            scale=scale,
+            alibi_slopes_H=alibi_slopes_H,
+            **options,
+        )
+
+    def append(self, layer: int, k_BQGD: Tensor, v_BQGD: Tensor, step: Step) -> None:
+        """As of the layer's own pool."""
+        kv, place = self.part(layer)
+        kv.append(place, k_BQGD, v_BQGD, self.step_of(layer, step))
+
+    def stored_tokens(self, layer: int, slot: int, count: int) -> tuple[Tensor, Tensor]:
+        """As of the layer's own pool."""
+        kv, place = self.part(layer)
+        return kv.stored_tokens(place, slot, count)

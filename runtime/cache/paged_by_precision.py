@@ -1,4 +1,4 @@
-"""Which paged cache a KV precision means."""
+"""Which pool a KV precision means."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from llmpq.model_spec import ModelSpec
 from llmpq.precision import KVPrecision
 from llmpq.runtime.cache.cpu_packed_kv import CpuPackedKV
 from llmpq.runtime.cache.cpu_paged_kv import CpuPagedKV
-from llmpq.runtime.cache.kv_by_shape import PagedKVByShape, by_shape
+from llmpq.runtime.cache.kv_by_shape import KVByShape, by_shape
 from llmpq.runtime.cache.kv_cache import PagedKV
 from llmpq.runtime.cache.recurrent_states import with_states
 from llmpq.sizes.pool_size import PoolSize
@@ -26,9 +26,9 @@ def make_paged_kv(
     dtype: torch.dtype,
     device: torch.device | str = "cpu",
 ) -> PagedKV:
-    """Allocate a stage's pool, and slots of its recurrent layers; `layers`: their numbers.
+    """Allocate a stage's pool, and states of its recurrent layers; `layers`: their numbers.
 
-    On a GPU `capabilities.require_gpu_pool` has said that there is one for the precision.
+    On a GPU llmpq/capabilities.py has refused what its kernels lack.
     """
     own = layers_with_kv(spec, layers)
 
@@ -59,7 +59,7 @@ def _is_gpu(device: torch.device | str) -> bool:
 def _by_shape(found: Sequence[tuple[PagedKV, int]]) -> PagedKV:
     """Return pools of layers of unlike heads as one."""
     if found[0][0].pages is None:
-        return PagedKVByShape(found)
+        return KVByShape(found)
     # Triton is not imported where there is no GPU.
     from llmpq.runtime.cache.gpu_kv_by_shape import GpuKVByShape
 

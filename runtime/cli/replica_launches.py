@@ -56,6 +56,4 @@ def _engine(options: ServeOptions, chosen: Chosen) -> dict[str, Any]:
     given = options.engine.given()
     for name in ("revision", "cluster", *PLANNING):
         given.pop(name, None)
-    if not chosen.use_pool:  # a plan of slots says itself how long requests are
-        given.pop("max_model_len", None)
     return {"plan": chosen.plan.dump_json(), "options": EngineOptions(**given).to_data()}

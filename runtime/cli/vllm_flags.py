@@ -87,7 +87,7 @@ IDLE_FLAGS: Mapping[str, Idle] = {
 }
 """Flags of vLLM that ask for what is so here anyway: charts and scripts have them fixed."""
 
-_POOL = "KV is in a pool of blocks wherever its kernels serve the run: leave it out"
+_POOL = "KV is always in a pool of blocks: leave it out"
 _DEADLINE = "it is --deadlines NAME=S of wait_nodes, placement, load, stall and step"
 FORMER_FLAGS: Mapping[str, str] = {
     "--kv-pool": _POOL,

@@ -415,7 +415,7 @@ class Scheduler:
         self._last_decode = self._seq
         self._rounds[self._seq] = round_
         requests = [req.request for req in reqs]
-        return MicroBatch(self._seq, StepKind.DRAFT, requests, starts, tokens, None, rows)
+        return MicroBatch(self._seq, StepKind.DRAFT, requests, starts, tokens, rows)
 
     def _take_drafts(
         self, round_: DraftRound, micro_batch: MicroBatch, tokens: Sequence[Sequence[int]]
@@ -535,7 +535,7 @@ class Scheduler:
         self._steps += 1
         self._last_was_round = kind is StepKind.ROUND
         requests = [req.request for req in step.reqs]
-        return MicroBatch(self._seq, kind, requests, starts, tokens, None, tuple(rows))
+        return MicroBatch(self._seq, kind, requests, starts, tokens, tuple(rows))
 
     def _go_ahead(self, req: RunningRequest) -> None:
         """Let a request's next token be asked for although the last one is not known yet."""

@@ -21,7 +21,6 @@ from torch import Tensor
 from llmpq.runtime.engine.mailbox import Abort, Mailbox
 from llmpq.runtime.engine.pool_limits import max_ahead, max_in_flight
 from llmpq.runtime.engine.scheduler import Scheduler
-from llmpq.runtime.engine.slot_scheduler import SlotScheduler
 from llmpq.runtime.links.transport import Transport
 from llmpq.runtime.pending import Pending, arrived
 from llmpq.runtime.request import (
@@ -63,16 +62,14 @@ class Compute(Protocol):
         ...
 
 
-def result_tokens(
-    kind: StepKind, result_BK: Tensor, rows_of_pool: Sequence[PagedRow] = ()
-) -> list[list[int]]:
-    """Return the new tokens of each row; `rows_of_pool`: of a paged step."""
-    rows: list[list[int]] = result_BK.tolist()
-    if kind in (StepKind.VERIFY, StepKind.ROUND) or any(row.drafts for row in rows_of_pool):
-        return [row[1 : 1 + row[0]] for row in rows]
-    if any(row.drafts_wanted > 0 for row in rows_of_pool):
-        return [row[:1] for row in rows]
-    return rows
+def result_tokens(kind: StepKind, result_BK: Tensor, rows: Sequence[PagedRow]) -> list[list[int]]:
+    """Return the new tokens of each row."""
+    table: list[list[int]] = result_BK.tolist()
+    if kind is StepKind.ROUND or any(row.drafts for row in rows):
+        return [line[1 : 1 + line[0]] for line in table]
+    if any(row.drafts_wanted > 0 for row in rows):
+        return [line[:1] for line in table]
+    return table
 
 
 def run_following_stage(
@@ -96,21 +93,11 @@ def run_following_stage(
 
 
 @dataclass(frozen=True)
-class _Ahead:
-    """A step whose rows went on before its tokens were known."""
-
-    places: list[tuple[Request, int]]
-    """Whose output, and where in it, each token goes."""
-    finished: list[Request]
-
-
-@dataclass(frozen=True)
 class _Flight:
     """A micro-batch under way; its result is None while it travels through other stages."""
 
     micro_batch: MicroBatch
     result: Tensor | Pending | None
-    ahead: _Ahead | None = None
     slots: Sequence[int] = ()
     """The rows' slots when it was issued."""
 
@@ -120,7 +107,7 @@ class FirstStage:
 
     def __init__(
         self,
-        scheduler: SlotScheduler | Scheduler,
+        scheduler: Scheduler,
         compute: Compute,
         transport: Transport | None,
         mailbox: Mailbox,
@@ -231,12 +218,11 @@ class FirstStage:
         with self._recorder.step(message.kind, message.seq, *shape, numbers):
             output = self._compute.run(message, None)
         if self._transport is None:
-            self._in_flight.append(_Flight(micro_batch, output, self._go_on(micro_batch)))
+            self._in_flight.append(_Flight(micro_batch, output))
         else:
             with self._recorder.waiting(message.kind):
                 self._transport.send_step(message, arrived(output))
-            ahead = self._go_on(micro_batch)
-            self._in_flight.append(_Flight(micro_batch, None, ahead, message.slots))
+            self._in_flight.append(_Flight(micro_batch, None, message.slots))
 
     def _bring_tokens(self, micro_batch: MicroBatch, transport: Transport) -> None:
         """Have the device wait for tokens that this step builds on and the host does not know.
@@ -254,24 +240,6 @@ class FirstStage:
             self._compute.take_tokens(slots, transport.bring_tokens(place, len(slots)))
         self._num_brought = max(self._num_brought, needed)
 
-    def _go_on(self, micro_batch: MicroBatch) -> _Ahead | None:
-        """Let the rows of a step go on without its tokens, if no token can end a request.
-
-        A paged scheduler goes ahead by itself, whatever may end one.
-        """
-        if isinstance(self._scheduler, Scheduler):
-            return None
-        requests = micro_batch.requests
-        may_stop = any(request.stop_ids or request.stop_texts for request in requests)
-        plain = micro_batch.kind in (StepKind.PREFILL, StepKind.DECODE)
-        if not self._runs_ahead or may_stop or not plain or self._scheduler.drafts:
-            return None
-        places = [(request, len(request.output)) for request in requests]
-        finished = self._scheduler.update_from_output(
-            micro_batch, [[PENDING_TOKEN]] * len(requests)
-        )
-        return _Ahead(places, finished)
-
     def _finish_oldest(self) -> None:
         flight = self._in_flight.popleft()
         self._num_brought = max(0, self._num_brought - 1)
@@ -279,21 +247,15 @@ class FirstStage:
         kind = micro_batch.kind
         if result is None:
             assert self._transport is not None
-            width = result_width(kind, micro_batch.q_len, micro_batch.rows)
+            width = result_width(micro_batch.rows)
             result = self._transport.receive_tokens(len(micro_batch.requests), width)
         # Devices work on their own: what one of them never finishes shows here.
         late = isinstance(result, Pending)
         with self._recorder.waiting(kind, self._num_stages) if late else nullcontext():
             table = arrived(result)
             tokens = result_tokens(kind, table, micro_batch.rows)
-        if flight.ahead is None:
-            finished = self._scheduler.update_from_output(micro_batch, tokens)
-            if isinstance(self._scheduler, Scheduler):
-                self._scheduler.take_drafts(micro_batch, result_drafts(table, micro_batch.rows))
-        else:
-            finished = flight.ahead.finished
-            for (request, place), (token,) in zip(flight.ahead.places, tokens, strict=True):
-                request.output[place] = token
+        finished = self._scheduler.update_from_output(micro_batch, tokens)
+        self._scheduler.take_drafts(micro_batch, result_drafts(table, micro_batch.rows))
         now_s = time.perf_counter()
         self._prompt_tokens += micro_batch.num_prompt_tokens
         for request in micro_batch.requests:

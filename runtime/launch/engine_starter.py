@@ -20,10 +20,10 @@ from typing import Any, Protocol, Self
 from llmpq.cluster import Cluster
 from llmpq.errors import DeadlineError, LlmpqError, StageLostError
 from llmpq.plan import Plan
+from llmpq.runtime.engine.pool_limits import PoolLimits
 from llmpq.runtime.launch.choose_launcher import make_launcher
 from llmpq.runtime.launch.launcher import Launcher, OnLoad
 from llmpq.runtime.launch.pipeline_client import PipelineClient
-from llmpq.runtime.launch.plans.pool_plan import RequestLimits
 from llmpq.runtime.launch.recovery import Recovery
 from llmpq.runtime.launch.stages.stage_settings import StageSettings
 from llmpq.runtime.options import EngineOptions
@@ -45,7 +45,7 @@ class Replanned:
 
     plan: Plan
     options: EngineOptions
-    limits: RequestLimits
+    limits: PoolLimits
     change: Mapping[str, Any]
     """What is different, as JSON data."""
 
@@ -72,7 +72,7 @@ class EngineStarter:
         """`replan` makes other plans when a device is gone; without it that is the end."""
         self.plan, self._settings, self._cluster = plan, settings, cluster
         self._replan = replan
-        self.limits: RequestLimits | None = None
+        self.limits: PoolLimits | None = None
         """Of another plan: which requests it has no room for."""
         self.recoveries: list[Recovery] = []
         """What was recovered, and what is; the newest last."""

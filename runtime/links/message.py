@@ -8,14 +8,14 @@ knows what comes:
     (temperature, top_p and min_p are the bits of a float64; what else a request asks of its tokens
     the last stage knows by the request's number, which is -1 where it asks nothing)
 
-`paging` counts the int64 behind the header that say which blocks the rows of a paged step got:
+`paging` counts the int64 behind the header that say which blocks the rows got:
 
     [slot, flags, drafts, first block, new blocks, admission, ..., drafts wanted]
     + drafts, new blocks, ...                                                         for each row
     (flags: 1, it samples; 2, it resumes)
 
-Verify steps over slots send their tokens [B, Q] along, since the last stage must compare them, and
-steps over a pool whose rows the model's own head (MTP) sees theirs, one row's behind the other's.
+Steps whose rows the model's own head (MTP) sees send their tokens along, one row's behind the
+other's.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ def _paging_sizes(rows: Sequence[PagedRow]) -> Iterator[int]:
 
 
 def pack_paging(rows: Sequence[PagedRow]) -> Tensor:
-    """Return which blocks the rows of a paged step got; empty for another step."""
+    """Return which blocks the rows of a step got; empty without rows."""
     values: list[int] = []
     for row in rows:
         flags = int(row.samples) + 2 * int(row.resumes)

@@ -54,7 +54,7 @@ class ThreadTransport(HostTokens):
 
     def send_step(self, message: StepMessage, hidden_BQH: Tensor | None) -> None:
         """Send a micro-batch to the next stage; a STOP has no hidden states."""
-        tokens = message.tokens_BQ() if message.sends_tokens else None
+        tokens = message.tokens_1T() if message.sends_tokens else None
         header, paging = pack_header(message, self._max_rows), pack_paging(message.paged)
         self._ring.steps[self._rank + 1].put((header, paging, hidden_BQH, tokens))
 

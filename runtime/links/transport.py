@@ -142,7 +142,7 @@ class GlooTransport(HostTokens):
         if hidden_BQH is not None:
             parts.append(hidden_BQH.contiguous())
         if message.sends_tokens:
-            parts.append(message.tokens_BQ())
+            parts.append(message.tokens_1T())
         if self._rank == 0 and hidden_BQH is not None:
             self._expect_tokens(message)
         data = torch.cat([part.view(-1).view(torch.uint8) for part in parts])
@@ -219,7 +219,7 @@ class GlooTransport(HostTokens):
 
     def _expect_tokens(self, message: StepMessage) -> None:
         """Post the receive of a micro-batch's tokens, so that they need not wait for it."""
-        shape = (message.num_rows, result_width(message.kind, message.q_len, message.paged))
+        shape = (message.num_rows, result_width(message.paged))
         tokens_BK = torch.empty(shape, dtype=torch.long)
         work = dist.irecv(tokens_BK, self._world - 1)
         assert work is not None
@@ -267,12 +267,9 @@ class _PartReader:
 
 
 def with_tokens(message: StepMessage, tokens: list[list[int]]) -> StepMessage:
-    """Return a message with the table of its new tokens, padding cut off."""
-    if message.paged:
-        rest = iter(tokens[0])
-        return replace(message, tokens=[list(islice(rest, n)) for n in message.num_new])
-    rows = [row[:n] for row, n in zip(tokens, message.num_new, strict=True)]
-    return replace(message, tokens=rows)
+    """Return a message with its new tokens, [1, T], row by row."""
+    rest = iter(tokens[0])
+    return replace(message, tokens=[list(islice(rest, n)) for n in message.num_new])
 
 
 def join_gloo(

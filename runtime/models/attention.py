@@ -1,4 +1,4 @@
-"""Causal attention of a step's new tokens: over themselves when fresh, or over the KV cache.
+"""Causal attention of the tokens of padded rows, and what pools on CPUs share with it.
 
 Legend: B rows, Q new tokens, T keys, H query heads, G key/value heads, R = H / G, D head_dim.
 ALiBi adds slope[h] * (key position - query position) to the scores (BLOOM; Press et al. 2022);
@@ -21,28 +21,28 @@ from llmpq.runtime.step import Step
 NEG_INF = float("-inf")
 
 
-def attend_fresh(
+def attend_padded(
     q_BQHD: Tensor,
-    k_BQGD: Tensor,
-    v_BQGD: Tensor,
+    k_BTGD: Tensor,
+    v_BTGD: Tensor,
     step: Step,
     *,
     scale: float,
     alibi_slopes_H: Tensor | None = None,
     rule: ScoreRule = EVERYTHING,
 ) -> Tensor:
-    """Return o [B, Q, H, D] of prompts that start at position 0: plain causal attention.
+    """Return o [B, Q, H, D] over the keys of each row's request, from its first on: [B, T, G, D].
 
     Rows are padded on the right, so no valid query sees padding.
     """
     if rule.chosen is not None:
-        return _chosen(q_BQHD, [k_QGD[:, 0] for k_QGD in k_BQGD], step, scale, rule)
+        return _chosen(q_BQHD, [k_TGD[:, 0] for k_TGD in k_BTGD], step, scale, rule)
     if rule.is_explicit:
-        k, v = k_BQGD.transpose(1, 2), v_BQGD.transpose(1, 2)
-        return _explicit(q_BQHD, [(k, v)], step, scale, rule)
+        k, v = k_BTGD.transpose(1, 2), v_BTGD.transpose(1, 2)
+        return _explicit(q_BQHD, k, v, step, scale, rule)
     bias = None
     window = rule.window if 0 < rule.window < step.max_end else 0
-    if alibi_slopes_H is not None or window:
+    if alibi_slopes_H is not None or window or not step.fresh:
         bias = step.once(
             f"bias{window} 1",
             lambda: score_bias(
@@ -51,70 +51,14 @@ def attend_fresh(
         )
     o_BHQD = functional.scaled_dot_product_attention(
         q_BQHD.transpose(1, 2),
-        k_BQGD.transpose(1, 2),
-        v_BQGD.transpose(1, 2),
+        k_BTGD.transpose(1, 2),
+        v_BTGD.transpose(1, 2),
         attn_mask=bias,
         is_causal=bias is None,
         scale=scale,
-        enable_gqa=q_BQHD.shape[2] != k_BQGD.shape[2],
+        enable_gqa=q_BQHD.shape[2] != k_BTGD.shape[2],
     )
     return o_BHQD.transpose(1, 2)
-
-
-def attend_cached(
-    q_BQHD: Tensor,
-    k_SGTD: Tensor,
-    v_SGTD: Tensor,
-    step: Step,
-    *,
-    scale: float,
-    alibi_slopes_H: Tensor | None = None,
-    rule: ScoreRule = EVERYTHING,
-) -> Tensor:
-    """Return o [B, Q, H, D] over the cached keys of the rows' slots, the step's own included.
-
-    The R query heads of a key/value head become R * Q query rows, so that the cache is read once
-    and never expanded (bf16, CPU, R = 2: 7x faster than `enable_gqa` at Q = 1). Slots are read in
-    place, one run of consecutive ones at a time: gathering them would copy the cache every step.
-    """
-    if rule.chosen is not None:
-        rows = [k_SGTD[slot, 0] for slot in step.slots_B.tolist()]
-        return _chosen(q_BQHD, rows, step, scale, rule)
-    if rule.is_explicit:
-        pieces = [
-            (
-                k_SGTD[slot : slot + count, :, : step.max_end],
-                v_SGTD[slot : slot + count, :, : step.max_end],
-            )
-            for _, slot, count in step.runs
-        ]
-        return _explicit(q_BQHD, pieces, step, scale, rule)
-    (batch, q_len, heads, dim), groups = q_BQHD.shape, k_SGTD.shape[1]
-    rep = heads // groups
-    bias = None
-    window = rule.window if 0 < rule.window < step.max_end else 0
-    if not (step.uniform and q_len == 1) or alibi_slopes_H is not None or window:
-        bias = step.once(
-            f"bias{window} {rep}",
-            lambda: score_bias(
-                step, alibi_slopes_H, rep, q_BQHD.dtype, rule if window else EVERYTHING
-            ),
-        )
-    q_BGRQD = q_BQHD.view(batch, q_len, groups, rep, dim).permute(0, 2, 3, 1, 4)
-    q = q_BGRQD.reshape(batch, groups, rep * q_len, dim)
-    parts = [
-        functional.scaled_dot_product_attention(
-            q[row : row + count],
-            k_SGTD[slot : slot + count, :, : step.max_end],
-            v_SGTD[slot : slot + count, :, : step.max_end],
-            attn_mask=bias if bias is None or bias.shape[0] == 1 else bias[row : row + count],
-            scale=scale,
-        )
-        for row, slot, count in step.runs
-    ]
-    o = parts[0] if len(parts) == 1 else torch.cat(parts)
-    o_BGRQD = o.view(batch, groups, rep, q_len, dim)
-    return o_BGRQD.permute(0, 3, 1, 2, 4).reshape(batch, q_len, heads, dim)
 
 
 def _chosen(
@@ -132,17 +76,10 @@ def _chosen(
 
 
 def _explicit(
-    q_BQHD: Tensor,
-    pieces: Sequence[tuple[Tensor, Tensor]],
-    step: Step,
-    scale: float,
-    rule: ScoreRule,
+    q_BQHD: Tensor, k_BGTD: Tensor, v_BGTD: Tensor, step: Step, scale: float, rule: ScoreRule
 ) -> Tensor:
-    """Return o [B, Q, H, D] with the scores as values, [rows, G, R * Q, T] in float32.
-
-    `pieces`: keys and values [rows, G, T, D] of consecutive rows.
-    """
-    (batch, q_len, heads, dim), groups = q_BQHD.shape, pieces[0][0].shape[1]
+    """Return o [B, Q, H, D] with the scores as values, [B, G, R * Q, T] in float32."""
+    (batch, q_len, heads, dim), groups = q_BQHD.shape, k_BGTD.shape[1]
     rep = heads // groups
     window = rule.window if 0 < rule.window < step.max_end else 0
     bias = step.once(
@@ -152,13 +89,7 @@ def _explicit(
     q_BGRQD = q_BQHD.view(batch, q_len, groups, rep, dim).permute(0, 2, 3, 1, 4)
     q = q_BGRQD.reshape(batch, groups, rep * q_len, dim)
     sinks = sinks_of(rule, groups, q_len)
-    parts, row = [], 0
-    for k, v in pieces:
-        rows = slice(row, row + k.shape[0])
-        row += k.shape[0]
-        own = bias if bias.shape[0] == 1 else bias[rows]
-        parts.append(with_scores(q[rows], k, v, own, sinks, scale=scale, cap=rule.cap))
-    o = parts[0] if len(parts) == 1 else torch.cat(parts)
+    o = with_scores(q, k_BGTD, v_BGTD, bias, sinks, scale=scale, cap=rule.cap)
     o_BGRQD = o.view(batch, groups, rep, q_len, dim)
     return o_BGRQD.permute(0, 3, 1, 2, 4).reshape(batch, q_len, heads, dim)
 

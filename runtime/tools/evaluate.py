@@ -281,14 +281,13 @@ def measured_plan(
 
 
 def open_model(model: str, plan: Plan) -> LLM:
-    """Load a model whose prompts, too, attend to packed keys and values."""
+    """Load a model for prompts that share nothing, each computed at once."""
     return LLM(
         model,
         plan=plan,
         backend="threads",
         max_num_batched_tokens=plan.workload.prompt_len,
         enable_prefix_caching=False,
-        packed_prompts=True,
     )
 
 

@@ -30,13 +30,14 @@ from llmpq.kernels.kernel_table import TENSOR_CORES
 from llmpq.kernels.weights.weight import Weight
 from llmpq.model_spec import ModelSpec
 from llmpq.plan import Plan, QuantizationForm
-from llmpq.precision import Precision
-from llmpq.runtime.cache.plain_kv import PlainKVCache
+from llmpq.precision import KVPrecision, Precision
 from llmpq.runtime.models.layers import Linear
 from llmpq.runtime.models.stage_model import DTYPES, StageModel
 from llmpq.runtime.weights.dummy import CopiedLayers
 from llmpq.runtime.weights.sources import RandomSource
-from llmpq.sizes.gpu_workspace import padded_prompt
+from llmpq.sizes.kv_format import pool_blocks
+from llmpq.sizes.pool_size import PoolSize
+from llmpq.sizes.step_padding import gpu_padded
 from llmpq.workload import Workload
 
 _log = logging.getLogger("llmpq.tune")
@@ -67,8 +68,8 @@ class TuneJob:
     def rows(self) -> tuple[int, ...]:
         """Rows of the products, those of most steps first."""
         decode = (self.decode_microbatch, 1)
-        width = padded_prompt(self.workload.prompt_len, longest=self.workload.max_len)
-        prompts = (width, self.prefill_microbatch * width)
+        length = self.workload.prompt_len
+        prompts = (gpu_padded(length), gpu_padded(self.prefill_microbatch * length))
         return tuple(dict.fromkeys(r for r in (*decode, *prompts) if r <= 8192))
 
 
@@ -221,30 +222,30 @@ class StepTimer:
             raise RuntimeError(f"its result differs by {error:.1e}")
 
     def _step_us(self, rows: int) -> float:
-        from llmpq.runtime.backends.gpu.cuda_graphs import DecodeGraphs
+        from llmpq.runtime.backends.build_stage import stage_over_pool
+        from llmpq.runtime.backends.gpu.cuda_stage_runner import CudaStageRunner
         from llmpq.runtime.backends.gpu.cuda_step_times import seconds_of, step_message
 
         work = self._job.workload
         context = max(1, min(work.prompt_len + work.gen_len // 2, work.max_len - 1))
-        kv = PlainKVCache(
-            self.model.spec,
-            num_layers=len(self.model.layers),
+        size = PoolSize(
+            num_blocks=rows * pool_blocks(KVPrecision.KV16, context + 1),
             slots=rows,
-            max_len=context + 16,
-            dtype=self._dtype,
-            device=self._device,
+            max_len=context + 1,
         )
-        graphs = DecodeGraphs(
+        compute = stage_over_pool(
             self.model,
-            kv,
-            num_slots=rows,
-            max_len=context + 16,
-            max_rows=rows,
+            KVPrecision.KV16,
+            size,
+            layers=range(len(self.model.layers)),
             dtype=self._dtype,
             device=self._device,
+            step_tokens=rows,
         )
-        message = step_message(rows, context, 1)
-        return seconds_of(lambda: graphs.run(message, None), repeats=REPEATS) * 1e6
+        assert isinstance(compute, CudaStageRunner)
+        message = step_message(rows, context, 1, num_blocks=size.num_blocks)
+        compute.kv.take_rows(message.paged, message.starts)
+        return seconds_of(lambda: compute.plain(message), repeats=REPEATS) * 1e6
 
     @torch.inference_mode()
     def _alone_us(self, weights: Sequence[Weight], rows: int) -> float:

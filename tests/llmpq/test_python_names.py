@@ -20,14 +20,14 @@ pytestmark = pytest.mark.pure
         ("--gamma must be between 1 and 8", "gamma must be"),
         ("plan with --kv 16", "plan with kv_cache_dtype=16"),
         ("re-plan with llmpq-algo --kv 8; drop --kv", "llmpq-algo --kv 8; drop kv_cache_dtype"),
-        ("with --no-kv-pool", "with kv_pool=False"),
+        ("with --no-stages-apart", "with stages_apart=False"),
         ("or give --copy-weights", "or give llmpq-dist run --copy-weights"),
         ("ray start --address A:1 there) and --ray-address A:1", "--address A:1 there) and ray_ad"),
         ("a well-known--dash, and -- two", "a well-known--dash, and -- two"),
     ],
 )
 def test_flags_become_arguments(text, said):
-    options = {"layer_cache", "gamma", "kv_cache_dtype", "kv_pool", "ray_address"}
+    options = {"layer_cache", "gamma", "kv_cache_dtype", "stages_apart", "ray_address"}
     assert said in in_python(text, options, "LLM")
 
 
@@ -45,7 +45,7 @@ def test_the_front_door_spells_and_what_is_behind_it_does_not():
 
 @dataclass
 class Options:
-    kv_pool: bool | None = None
+    stages_apart: bool = False
 
 
 def test_a_class_stays_one():
@@ -54,7 +54,7 @@ def test_a_class_stays_one():
 
         def __init__(self, model: str, *, options: Options | None = None, **more: object) -> None:
             if more:
-                raise ValueError("leave --kv-pool out, or --model-name")
+                raise ValueError("leave --stages-apart out, or --model-name")
             self.model = model
 
         def generate(self, n: int) -> None:
@@ -62,7 +62,9 @@ def test_a_class_stays_one():
 
     door = python_door(LLM)
     assert issubclass(door, LLM) and door.__doc__ == LLM.__doc__
-    with pytest.raises(ValueError, match=r"^leave kv_pool out, or llmpq-dist run --model-name$"):
-        door("x", kv_pool=True)
+    with pytest.raises(
+        ValueError, match=r"^leave stages_apart out, or llmpq-dist run --model-name$"
+    ):
+        door("x", stages_apart=True)
     with pytest.raises(ValueError, match=r"^a smaller n, or another model=DIR$"):
         door("x").generate(3)

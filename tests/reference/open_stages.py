@@ -16,16 +16,13 @@ import torch
 
 from llmpq.model_spec import ModelSpec
 from llmpq.plan import Plan
-from llmpq.runtime.backends.build_stage import build_head, build_slot_stage, build_stage
-from llmpq.runtime.backends.slot_stage_runner import SlotStageRunner
-from llmpq.runtime.backends.stage_runner import StageRunner
+from llmpq.runtime.backends.build_stage import build_head, build_stage
 from llmpq.runtime.engine.mailbox import Mailbox
 from llmpq.runtime.engine.scheduler import Scheduler
-from llmpq.runtime.engine.slot_scheduler import SlotScheduler
 from llmpq.runtime.engine.stage_loop import FirstStage, run_following_stage
 from llmpq.runtime.links.thread_links import ThreadRendezvous
 from llmpq.runtime.request import Finished, Request
-from llmpq.runtime.trace import MAX_EVENTS, LoadReport, Recorder, StageRecord
+from llmpq.runtime.trace import MAX_EVENTS, Recorder, StageRecord
 from llmpq.runtime.weights.sources import TensorSource
 from llmpq.sizes.pool_size import PoolSize
 from llmpq.speculation import SpeculationMode
@@ -53,43 +50,36 @@ class OpenStages:
         spec: ModelSpec,
         source: TensorSource,
         *,
+        pool: PoolSize,
         speculate: SpeculationMode | None = None,
         device: torch.device | str | Sequence[str] = "cpu",
         graphs: bool = True,
-        pool: PoolSize | None = None,
     ) -> None:
-        """`device`: of all stages, or one for each. `pool`: for the paged engine, on CPUs."""
+        """`device`: of all stages, or one for each."""
         self.plan, self.spec, self._pool = plan, spec, pool
         if isinstance(device, (str, torch.device)):
             device = [str(device)] * len(plan.stages)
         self._devices = [torch.device(name) for name in device]
-        built: list[tuple[SlotStageRunner | StageRunner, LoadReport]] = []
+        self.computes: list[Any] = []
+        """`StageRunner`s."""
+        self.loads = []
         for index, place in enumerate(self._devices):
-            if pool is not None:
-                paged, load = build_stage(plan, index, spec, source, place, pool, graphs=graphs)
+            with _current(place):
+                compute, load = build_stage(plan, index, spec, source, place, pool, graphs=graphs)
                 if speculate is not None:
                     layers = range(*plan.stages[index].layers)
                     head = None
                     if speculate == "mtp":
-                        head = build_head(plan, index, source, paged, place)
-                    paged.enable_speculation(
+                        head = build_head(plan, index, source, compute, place)
+                    compute.enable_speculation(
                         speculate, pool, layers=layers, kv=plan.workload.kv, head=head
                     )
-                built.append((paged, load))
-                continue
-            with _current(place):
-                compute, load = build_slot_stage(plan, index, spec, source, place, graphs=graphs)
-                compute.leave_on_device(hidden=place.type == "cuda")
-                if speculate is not None:
-                    compute.enable_speculation(speculate, plan.workload)
-            built.append((compute, load))
-        self.computes: list[Any] = [compute for compute, _ in built]
-        """`SlotStageRunner`s, or `StageRunner`s where there is a pool."""
-        self.loads = [load for _, load in built]
+            self.computes.append(compute)
+            self.loads.append(load)
 
     def run(
         self,
-        scheduler: SlotScheduler | Scheduler,
+        scheduler: Scheduler,
         requests: Sequence[Request],
         *,
         keep_events: bool = False,
@@ -97,10 +87,9 @@ class OpenStages:
         """Serve the requests to their end; a stage's failure is raised here."""
         num_stages = len(self.computes)
         mailbox, rendezvous = Mailbox(), ThreadRendezvous([str(device) for device in self._devices])
-        max_rows = max(self.plan.prefill_microbatch, self.plan.decode_microbatch)
-        if self._pool is not None:
-            max_rows = self._pool.slots
-        links = [rendezvous.transport(rank, max_rows=max_rows) for rank in range(num_stages)]
+        links = [
+            rendezvous.transport(rank, max_rows=self._pool.slots) for rank in range(num_stages)
+        ]
         recorders = [
             Recorder(max_events=MAX_EVENTS if keep_events else 0) for _ in range(num_stages)
         ]

@@ -17,7 +17,6 @@ from llmpq.memory import Quantization
 from llmpq.model_spec import ModelSpec
 from llmpq.precision import KVPrecision, Precision, WeightScheme
 from llmpq.runtime.backends.backend import backend_of
-from llmpq.runtime.cache.kv_by_precision import make_kv_cache
 from llmpq.runtime.cache.kv_cache import KVCache
 from llmpq.runtime.cache.recurrent_states import with_states
 from llmpq.runtime.models.sampling import SamplerConfig, sample
@@ -25,6 +24,7 @@ from llmpq.runtime.models.stage_model import StageModel
 from llmpq.runtime.step import Step
 from llmpq.runtime.weights.quantized_checkpoint import open_checkpoint
 from llmpq.runtime.weights.sources import TensorSource
+from reference.contiguous_kv import make_kv_cache
 
 GREEDY = SamplerConfig()
 _POSITIONS_AT_ONCE = 256

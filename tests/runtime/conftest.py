@@ -14,12 +14,6 @@ import torch
 
 from llmpq.model_spec import ModelSpec
 from llmpq.runtime.backends import stage_runner
-from llmpq.runtime.engine.mailbox import Mailbox
-from llmpq.runtime.engine.slot_limits import SlotLimits
-from llmpq.runtime.engine.slot_scheduler import SlotScheduler
-from llmpq.runtime.engine.stage_loop import FirstStage
-from llmpq.runtime.request import Request
-from llmpq.runtime.trace import Recorder
 
 VOCAB, WINDOW, TRAINED, NEW = 199, 6, 32, 12
 DEPTH = 2 if os.environ.get("TRITON_INTERPRET") == "1" else 4
@@ -853,28 +847,6 @@ def in_processes() -> Callable[..., None]:
 
     def run(function: Callable[..., None], args: tuple[Any, ...], *, count: int) -> None:
         start_processes(function, args, nprocs=count, start_method="forkserver")
-
-    return run
-
-
-@pytest.fixture
-def stage_tokens() -> Any:
-    """Run prompts through a stage of a whole model; return each one's tokens."""
-
-    def run(compute: Any, plan: Any, prompts: list[list[int]], new: int) -> list[list[int]]:
-        mailbox = Mailbox()
-        for i, prompt in enumerate(prompts):
-            mailbox.requests.put(Request(id=i, prompt=tuple(prompt), max_new=new))
-        mailbox.requests.put(None)
-        limits = SlotLimits(
-            num_slots=plan.workload.batch,
-            prompt_len=plan.workload.prompt_len,
-            max_len=plan.workload.max_len,
-            prefill_microbatch=plan.prefill_microbatch,
-            decode_microbatch=plan.decode_microbatch,
-        )
-        FirstStage(SlotScheduler(limits), compute, None, mailbox, Recorder(), num_stages=1).run()
-        return [done.tokens for done in sorted(mailbox.finished, key=lambda done: done.id)]
 
     return run
 

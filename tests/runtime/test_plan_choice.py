@@ -1,17 +1,16 @@
-"""Which plan a GPU runs a model by where none was given, and whether its KV is a pool."""
+"""Which plan a GPU runs a model by where none was given."""
 
 from dataclasses import replace
 
 import pytest
 
 from llmpq.cluster import Cluster
-from llmpq.errors import DoesNotFitError
 from llmpq.model_spec import ModelSpec
 from llmpq.precision import KVPrecision
 from llmpq.runtime.launch.plans import manual_plan
 from llmpq.runtime.launch.plans.pool_plan import PoolPlan
 from llmpq.runtime.options import EngineOptions
-from llmpq.runtime.plan_choice import POOL_ROWS, SLOTS, choose_plan
+from llmpq.runtime.plan_choice import POOL_ROWS, ROWS, choose_plan
 
 pytestmark = pytest.mark.cpu
 
@@ -22,19 +21,12 @@ def h200():
     return Cluster.parse_data({"name": "one", "nodes": [node]}, where="here")
 
 
-def served(chosen, **settings):
-    """Return whether an engine of the plan has a pool, as stages decide it."""
-    settings = EngineOptions(**settings)
-    return PoolPlan(chosen.plan, chosen.spec, settings).use_paged_engine
-
-
 @pytest.mark.parametrize("kv", ["auto", "kv4"])
 def test_a_gpu_has_a_pool_and_as_many_requests_as_its_blocks_hold(kv, demo_model, h200):
     chosen = choose_plan(
         demo_model, None, EngineOptions(cluster=h200, kv_cache_dtype=kv, dtype="bfloat16")
     )
-    assert chosen.use_pool and served(chosen)
-    assert chosen.plan.workload.batch == POOL_ROWS
+    assert chosen.plan.workload.batch == POOL_ROWS and chosen.plan.pool is not None
     (stage,) = chosen.plan.stages
     assert stage.memory is not None, "nothing bounds the pool"
     few = choose_plan(
@@ -44,35 +36,32 @@ def test_a_gpu_has_a_pool_and_as_many_requests_as_its_blocks_hold(kv, demo_model
 
 
 @pytest.mark.parametrize(
-    "wishes,settings",
-    [
-        ({"kv_pool": False}, {"kv_pool": False}),
-        ({"speculate": "ngram", "gamma": 2}, {"speculate": "ngram", "gamma": 2}),
-        ({"kv_cache_dtype": "kv8", "dtype": "float32"}, {}),
-    ],
+    "wishes", [{"speculate": "ngram", "gamma": 2}, {"speculate": "kv4", "dtype": "bfloat16"}]
 )
-def test_slots_where_a_pool_is_not_wished_or_not_known(wishes, settings, demo_model, h200):
-    chosen = choose_plan(demo_model, None, EngineOptions(cluster=h200, **wishes))
-    assert not chosen.use_pool and not served(chosen, **settings)
-    assert chosen.plan.workload.batch == SLOTS[False]
-    with pytest.raises(ValueError, match="max_model_len has no effect with plan="):
-        choose_plan(None, chosen.plan, EngineOptions(max_model_len=100, **_given(wishes)))
+def test_drafts_have_the_pool_of_other_runs_their_copy_taken_off(wishes, demo_model, h200):
+    how = {"cluster": h200, "dtype": "bfloat16", **wishes}
+    chosen = choose_plan(demo_model, None, EngineOptions(**how))
+    plain = choose_plan(
+        demo_model, None, EngineOptions(**how | {"speculate": "off", "gamma": None})
+    )
+    assert chosen.plan.workload.batch == plain.plan.workload.batch == POOL_ROWS
+    assert chosen.plan.pool.num_blocks <= plain.plan.pool.num_blocks
+    pool = PoolPlan(chosen.plan, chosen.spec, chosen.options)
+    assert pool.size.num_blocks == chosen.plan.pool.num_blocks
 
 
-def test_a_plan_that_was_given_has_a_pool_too_and_takes_a_length(demo_model, h200):
-    made = choose_plan(demo_model, None, EngineOptions(cluster=h200, kv_pool=False)).plan
+def test_a_plan_that_was_given_takes_a_length(demo_model, h200):
+    made = choose_plan(demo_model, None, EngineOptions(cluster=h200)).plan
     chosen = choose_plan(None, made, EngineOptions(max_model_len=100))
-    assert chosen.use_pool and served(chosen)
-    drafts = EngineOptions(max_model_len=100, speculate="off")
-    assert choose_plan(None, made, drafts).use_pool
+    assert PoolPlan(chosen.plan, chosen.spec, chosen.options).limits.max_len == 100
 
 
-def test_what_has_no_room_for_a_pool_beside_its_workspace_has_slots(demo_model, h200, monkeypatch):
+def test_what_has_no_room_beside_its_workspace_is_planned_at_fewer_bits(
+    demo_model, h200, monkeypatch
+):
     monkeypatch.setattr(manual_plan, "CONTEXT_BYTES", 1 << 50)
     chosen = choose_plan(demo_model, None, EngineOptions(cluster=h200))
-    assert chosen.plan.workload.batch == SLOTS[False]
-    with pytest.raises(DoesNotFitError, match="for KV beside its weights"):
-        choose_plan(demo_model, None, EngineOptions(cluster=h200, kv_pool=True))
+    assert chosen.plan.workload.batch == ROWS[False] and chosen.plan.solver is not None
 
 
 def test_several_gpus_state_the_pool_of_a_run_that_plans_itself(demo_model, h200):
@@ -82,23 +71,16 @@ def test_several_gpus_state_the_pool_of_a_run_that_plans_itself(demo_model, h200
         demo_model, None, EngineOptions(cluster=two, max_num_seqs=2, max_model_len=500)
     )
     spec = ModelSpec.from_directory(demo_model)
-    assert chosen.plan.pool is not None and chosen.use_pool and served(chosen)
+    assert chosen.plan.pool is not None
     job = PoolPlan(chosen.plan, spec, EngineOptions(offline=True))
-    assert job.use_paged_engine and job.limits.num_blocks == chosen.plan.pool.num_blocks
+    assert job.limits.num_blocks == chosen.plan.pool.num_blocks
     assert chosen.plan.workload.kv is KVPrecision.KV16
     older = replace(job, plan=job.plan.model_copy(update={"pool": None}))
-    assert older.use_paged_engine and older.size == job.size, "GPUs run a pool by default"
-    slots = replace(job, options=EngineOptions(kv_pool=False, offline=True))
-    assert not slots.use_paged_engine
+    assert older.size == job.size
 
 
 def replace_devices(cluster, node):
     return Cluster(name=cluster.name, nodes=(node,), links=cluster.links)
-
-
-def _given(wishes):
-    """Return what may be wished beside a plan."""
-    return {name: value for name, value in wishes.items() if name != "dtype"}
 
 
 @pytest.mark.parametrize(("asked", "bits"), [(None, 8), (8, 8), (16, 16)])

@@ -1,12 +1,9 @@
-"""Decode steps of one stage as CUDA graphs: one launch instead of ten a layer.
+"""Steps of one stage as CUDA graphs: one launch instead of ten a layer.
 
-A graph is captured per number of rows, over the static KV pool and static buffers. What changes
-from step to step (slots, positions, tokens) is copied to the device from pinned memory before the
-replay; numbers of rows in between are rounded up, the extra rows repeating the last one, which
-writes the same values to the same places.
-
-A token of -1 stands for the one its slot produced last: it is read from a table on the device, so
-the host may issue a step before it knows the tokens of the one before.
+A graph is captured per size of a step, over the static KV pool and static buffers; sizes in between
+are rounded up. What changes from step to step (rows, positions, tokens) is copied to the device
+from pinned memory before the replay. What a step is, and what is sent of it, subclasses say
+(paged_graphs.py, paged_rounds.py).
 
 Legend: B rows, h hidden, V vocabulary, S slots.
 """
@@ -15,6 +12,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -22,10 +20,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from llmpq.kernels.fused.argmax import argmax
-from llmpq.runtime.cache.kv_cache import KVCache
+from llmpq.runtime.cache.gpu_paged_kv_base import GpuPagedKVBase
 from llmpq.runtime.models.stage_model import StageModel
-from llmpq.runtime.step import Step
 from llmpq.runtime.step_message import StepMessage
 
 _log = logging.getLogger("llmpq.graphs")
@@ -51,7 +47,7 @@ class StepOutput:
     tokens_B: Tensor | None = None
     """The most likely tokens (last stage)."""
     table_BK: Tensor | None = None
-    """What a round or a verify of several positions yields (see cuda_speculate.py)."""
+    """What a round of drafts yields (paged_rounds.py)."""
 
 
 @dataclass(frozen=True)
@@ -61,20 +57,13 @@ class _Captured:
     output: StepOutput
 
 
-class DecodeGraphs:
-    """Runs decode steps of a stage, captured when a number of rows is first seen.
-
-    Subclasses capture other steps: they say what of a row is sent and what a step computes.
-    """
-
-    fields = 3
-    """Values sent of a row each step: slot, position and token."""
-    staged_dtype = torch.long
+class StepGraphs(ABC):
+    """Runs steps of a stage, captured when their size is first seen."""
 
     def __init__(
         self,
         model: StageModel,
-        kv: KVCache,
+        kv: GpuPagedKVBase,
         *,
         num_slots: int,
         max_len: int,
@@ -84,7 +73,11 @@ class DecodeGraphs:
         capture: bool = True,
         last_token_S: Tensor | None = None,
     ) -> None:
-        """`last_token_S`: another's table of last tokens, to share it."""
+        """`num_slots`: requests at once; `last_token_S`: another's table of last tokens, to share.
+
+        What is sent of a step is int32, as attention reads it: no kernel of a step may write it, it
+        is read early.
+        """
         self._model, self._kv, self._dtype, self._device = model, kv, dtype, device
         self._max_rows = rounded_rows(max_rows, max_rows)
         positions = model.spec.max_positions if model.spec.positions == "learned" else max_len
@@ -93,11 +86,10 @@ class DecodeGraphs:
             last_token_S = torch.zeros(num_slots, dtype=torch.long, device=device)
         self.last_token_S = last_token_S
         # Flat, so that the rows of any step are one piece: only such copies are asynchronous.
-        self._rows = torch.zeros(self._most_values, dtype=self.staged_dtype, device=device)
-        self._ones = torch.ones(self._max_rows, dtype=torch.long, device=device)
+        self._rows = torch.zeros(self._most_values, dtype=torch.int32, device=device)
         pinned = device.type == "cuda"
         shape = (RING, self._most_values)
-        self._staging = torch.zeros(shape, dtype=self.staged_dtype, pin_memory=pinned)
+        self._staging = torch.zeros(shape, dtype=torch.int32, pin_memory=pinned)
         self._copied: list[torch.cuda.Event | None] = [None] * RING
         self._next = 0
         self._captured: dict[int, _Captured] = {}
@@ -108,7 +100,7 @@ class DecodeGraphs:
         self._capture_failed = not capture or model.asks_host or device.type != "cuda"
         self._pool = None if self._capture_failed else torch.cuda.graph_pool_handle()
 
-    def share(self, other: DecodeGraphs) -> None:
+    def share(self, other: StepGraphs) -> None:
         """Capture on another's stream into its memory: their steps never run at once."""
         if not self._capture_failed and not other._capture_failed:
             other._capturing = other._capturing or _capturing_stream(self._device)
@@ -120,12 +112,12 @@ class DecodeGraphs:
         return sorted(self._captured)
 
     def run(self, message: StepMessage, hidden_BQh: Tensor | None) -> StepOutput:
-        """Run one decode step; only as many rows as the message has mean anything."""
+        """Run one step; only as many rows as the message has mean anything."""
         self.stage(message)
         return self.run_staged(message, hidden_BQh)
 
     def stage(self, message: StepMessage) -> None:
-        """Tell the device a step's rows, behind all it was given so far."""
+        """Send the device a step's rows, behind all it was sent so far."""
         self._stage(message, self._size(message))
 
     def run_staged(self, message: StepMessage, hidden_BQh: Tensor | None) -> StepOutput:
@@ -147,17 +139,13 @@ class DecodeGraphs:
         """Keep tokens that were sampled elsewhere (after a prompt, or not greedily)."""
         self.last_token_S[slots_B] = tokens_B
 
-    def slots_B(self, num_rows: int) -> Tensor:
-        """Return the slots of the step that ran last."""
-        return self._rows[:num_rows]
-
     @property
+    @abstractmethod
     def _most_values(self) -> int:
         """Values sent of the largest step."""
-        return self.fields * self._max_rows
 
     def _size(self, message: StepMessage) -> int:
-        """Return the rows that a step is padded to, which is the key of its graph."""
+        """Return the size that a step is padded to, which is the key of its graph: of rows."""
         return rounded_rows(message.num_rows, self._max_rows)
 
     def _captures(self, num_rows: int) -> bool:
@@ -165,66 +153,35 @@ class DecodeGraphs:
         return not self._capture_failed
 
     def _widened(self, hidden_BQh: Tensor, num_rows: int) -> Tensor:
-        """Return hidden states of `num_rows` rows, the last one repeated."""
-        extra = num_rows - hidden_BQh.shape[0]
-        if extra == 0:
-            return hidden_BQh
-        return torch.cat((hidden_BQh, hidden_BQh[-1:].expand(extra, -1, -1)))
-
-    def _table(self, message: StepMessage) -> list[Sequence[int]]:
-        """Return the values sent of the rows, a list per field."""
-        tokens = [row[0] for row in message.tokens] or [0] * message.num_rows
-        return [message.slots, message.starts, tokens]
+        """Return hidden states of a step padded to its size; only whole models take none."""
+        raise NotImplementedError(f"{type(self).__name__} embeds its tokens itself")
 
     def _state(self) -> list[Tensor]:
         """Return what a step changes beside the cache: put back after a capture."""
         return [self.last_token_S]
 
     def _stage(self, message: StepMessage, num_rows: int) -> None:
-        """Copy slots, positions and tokens to the device without waiting for it."""
+        """Copy a step's values to the device without waiting for it."""
         place, self._next = self._next, (self._next + 1) % RING
         copied = self._copied[place]
         if copied is not None:
             copied.synchronize()
         values = self._values(message, num_rows)
         staging = self._staging[place, : len(values)]
-        staging.copy_(torch.tensor(values, dtype=self.staged_dtype))
+        staging.copy_(torch.tensor(values, dtype=torch.int32))
         self._rows[: len(values)].copy_(staging, non_blocking=True)
         if self._device.type == "cuda":
             event = copied or torch.cuda.Event()
             event.record()
             self._copied[place] = event
 
-    def _values(self, message: StepMessage, num_rows: int) -> list[int]:
-        """Return the values sent of a step, field by field, the last row repeated."""
-        extra = num_rows - message.num_rows
-        return [v for row in self._table(message) for v in (*row, *[row[-1]] * extra)]
+    @abstractmethod
+    def _values(self, message: StepMessage, size: int) -> list[int]:
+        """Return the values sent of a step."""
 
-    def _given(self, num_rows: int) -> Tensor:
-        """Return the rows' values on the device [fields, B]."""
-        return self._rows[: self.fields * num_rows].view(self.fields, num_rows)
-
-    def _forward(self, num_rows: int, hidden_BQh: Tensor | None) -> StepOutput:
+    @abstractmethod
+    def _forward(self, size: int, hidden_BQh: Tensor | None) -> StepOutput:
         """Run the stage on the static buffers; what a graph records."""
-        slots_B, start_B, given_B = self._given(num_rows)
-        step = Step(
-            slots_B=slots_B,
-            start_B=start_B,
-            num_new_B=self._ones[:num_rows],
-            q_len=1,
-            max_end=self.max_end,
-            fresh=False,
-            runs=(),
-        )
-        x = hidden_BQh
-        if x is None:
-            x = torch.where(given_B < 0, self.last_token_S[slots_B], given_B)[:, None]
-        y = self._model(x, step, self._kv)
-        if self._model.head is None:
-            return StepOutput(hidden_BQh=y)
-        logits_BV = self._model.logits(y, step)
-        tokens_B = argmax(logits_BV, slots_B=slots_B, table_S=self.last_token_S)
-        return StepOutput(logits_BV=self._shared(logits_BV), tokens_B=tokens_B)
 
     def _shared(self, logits_BV: Tensor) -> Tensor:
         """Return the logits of many rows where every graph leaves them."""

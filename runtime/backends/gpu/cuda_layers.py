@@ -2,9 +2,8 @@
 
     norm        one kernel a row                                   cuda_norms.py
     qkv         one product
-    positions   rotation and the cache's append in one kernel      rope_append.py, kv_append
-                norms of heads with them, over 16-bit slots
-    attention   prompts: torch's; up to 16 new tokens: one kernel that reads lengths from the device
+    positions   rotation and the pool's append in one kernel       rope_append.py
+    attention   the pool's own                                     gpu_paged_kv.py, gpu_packed_kv.py
     o, down     products that add the residual stream themselves
     gate        act(gate) * up in one kernel                       kernels/fused/gated_mlp.py
     rules       windows, soft caps, sinks, latents                 cuda_rules.py
@@ -29,20 +28,15 @@ from torch import Tensor, nn
 from llmpq.kernels.fused import gated_mlp
 from llmpq.kernels.fused import layer_norm as fused_layer_norm
 from llmpq.kernels.fused import rope_append as fused_rope
-from llmpq.kernels.kv import plain_attend
-from llmpq.kernels.kv.prompt_attend import causal_attend
 from llmpq.runtime.backends.gpu import (
     cuda_atom_layers,
     cuda_experts,
     cuda_recurrent,
     cuda_rules,
 )
-from llmpq.runtime.backends.gpu.cuda_norms import added_behind, late_norms, norm, norm_heads
+from llmpq.runtime.backends.gpu.cuda_norms import added_behind, norm, norm_heads
 from llmpq.runtime.cache.gpu_paged_kv_base import GpuPagedKVBase
 from llmpq.runtime.cache.kv_cache import KVCache
-from llmpq.runtime.cache.low_bit_kv import LowBitKV
-from llmpq.runtime.cache.plain_kv import PlainKVCache
-from llmpq.runtime.models.attention import attend_cached, score_bias
 from llmpq.runtime.models.experts import Routing, SparseMLP
 from llmpq.runtime.models.latent_attention import LatentAttention
 from llmpq.runtime.models.layers import Attention, DecoderLayer, SideBySide, unit_norm
@@ -346,34 +340,18 @@ def attend(part: Attention, qkv_BQN: Tensor, index: int, step: Step, kv: KVCache
     qkv, gate = qkv_BQN.view(batch, q_len, -1, part.head_dim), None
     if part.gated:
         qkv, gate = qkv.split([part.heads + 2 * part.kv_heads, part.heads], dim=2)
-    norms = None
-    if kv.plain is not None and kv.dual is None and part.is_plain and not part.late_norms:
-        norms = late_norms(part)
-    q, k, v, rotary = _made(part, qkv, step, with_norms=norms is None)
-    whole = rotary is not None and rotary.is_plain(part.head_dim)
+    q, k, v, rotary = _made(part, qkv, step)
     if kv.pages is not None:
         out = _paged(part, rotary, (q, k, v), index, step, kv.pages)
-    elif not part.is_plain or (part.rule is not None and part.rule.chunked):
-        raise ValueError("slots on a GPU know no attention like this layer's: serve from a pool")
-    elif kv.plain is not None:
-        out = _plain(part, rotary, (q, k, v), index, step, kv.plain, norms)
-        if kv.dual is not None:
-            kv.dual.keep(index, step, partial(_append_to_copy, part, rotary, k, v, index, step))
-    elif whole and rotary is not None and (rotating := kv.rotating(step)) is not None:
-        rule, rotated = cuda_rules.rule_of(part.rule, step), {"inv_freq": rotary.inv_freq}
-        out = rotating.attend(index, q, k, v, step, scale=part.scale, rule=rule, **rotated)
-    else:
+    else:  # calibration
         if rotary is not None:
             q, k = fused_rope.rope(q, k, step.start_B, rotary.step_frequencies(step), rotary.factor)
-        rule, slopes = cuda_rules.rule_of(part.rule, step), part.alibi_slopes_H
-        out = cuda_rules.attend_packed(kv, index, q, k, v, step, part.scale, rule, slopes)
+        out = cuda_rules.attend_fresh(kv, part, index, (q, k, v), step)
     out = out if gate is None else out * gate.sigmoid()
     return out.reshape(batch, q_len, part.heads * part.head_dim)
 
 
-def _made(
-    part: Attention, qkv: Tensor, step: Step, *, with_norms: bool
-) -> tuple[Tensor, Tensor, Tensor, Rotary | None]:
+def _made(part: Attention, qkv: Tensor, step: Step) -> tuple[Tensor, Tensor, Tensor, Rotary | None]:
     """Return q, k and v, and how q and k are still to be rotated; `Attention._made` is the twin.
 
     Norms of single heads without a weight leave it to the cache to rotate: rotation keeps lengths.
@@ -385,7 +363,7 @@ def _made(
     if part.values_are_keys:
         qkv = part.with_values(qkv)
     q, k, v = qkv.split([part.heads, part.kv_heads, part.kv_heads], dim=2)
-    if with_norms and part.q_norm is not None and not part.late_norms:
+    if part.q_norm is not None and not part.late_norms:
         q, k = norm_heads(part, qkv)
     if part.limit:
         q, k, v = (x.clamp(-part.limit, part.limit) for x in (q, k, v))
@@ -401,64 +379,6 @@ def _made(
     if part.sharing.read_by_others:
         part.share(k, v, step)
     return part.grown(q, step), k, v, rotary
-
-
-def _append_to_copy(
-    part: Attention,
-    rotary: Rotary | None,
-    k: Tensor,
-    v: Tensor,
-    index: int,
-    step: Step,
-    copy: LowBitKV,
-) -> None:
-    """Append a layer's keys, not rotated yet if `rotary` is given, and values to the 4-bit copy."""
-    inv_freq = None
-    if rotary is not None and rotary.is_plain(part.head_dim) and copy.rotates(step):
-        inv_freq = rotary.inv_freq
-    elif rotary is not None:
-        k, _ = fused_rope.rope(k, k, step.start_B, rotary.step_frequencies(step), rotary.factor)
-    copy.append(index, k, v, step, inv_freq)
-
-
-def _plain(
-    part: Attention,
-    rotary: Rotary | None,
-    qkv: tuple[Tensor, Tensor, Tensor],
-    index: int,
-    step: Step,
-    kv: PlainKVCache,
-    norms: fused_rope.HeadNorms | None,
-) -> Tensor:
-    """Append to the 16-bit cache, then attend to it; prompts attend to the tokens just written.
-
-    `rotary`: how queries and keys are still to be rotated.
-    """
-    kv.check_room(step)
-    q, k, v = qkv
-    k_SGTD, v_SGTD = kv.k[index], kv.v[index]
-    rows = (step.slots_B, step.start_B, step.num_new_B)
-    slopes = part.alibi_slopes_H
-    inv_freq, factor = (
-        (None, 1.0) if rotary is None else (rotary.step_frequencies(step), rotary.factor)
-    )
-    q_BQHD = fused_rope.rope_append(q, k, v, k_SGTD, v_SGTD, *rows, inv_freq, factor, norms)
-    rule = cuda_rules.rule_of(part.rule, step)
-    if not rule.is_plain:
-        return cuda_rules.attend(q_BQHD, k_SGTD, v_SGTD, step, part.scale, rule)
-    if step.fresh:
-        return _fresh(q_BQHD, k_SGTD, v_SGTD, step, part.scale, slopes)
-    if step.q_len <= plain_attend.MAX_Q_LEN:
-        return plain_attend.plain_attend(
-            q_BQHD,
-            k_SGTD,
-            v_SGTD,
-            *rows,
-            max_end=step.max_end,
-            scale=part.scale,
-            alibi_slopes_H=slopes,
-        )
-    return attend_cached(q_BQHD, k_SGTD, v_SGTD, step, scale=part.scale, alibi_slopes_H=slopes)
 
 
 def _paged(
@@ -481,28 +401,3 @@ def _paged(
         inv_freq=None if rotary is None else rotary.step_frequencies(step),
         factor=1.0 if rotary is None else rotary.factor,
     )
-
-
-def _fresh(
-    q_BQHD: Tensor,
-    k_SGTD: Tensor,
-    v_SGTD: Tensor,
-    step: Step,
-    scale: float,
-    alibi_slopes_H: Tensor | None,
-) -> Tensor:
-    """Causal attention of prompts, keys and values read where they were just written."""
-    bias = None
-    if alibi_slopes_H is not None:
-        bias = step.once("bias", lambda: score_bias(step, alibi_slopes_H, 1, q_BQHD.dtype))
-    q, k, v = q_BQHD.transpose(1, 2), _rows_of(k_SGTD, step), _rows_of(v_SGTD, step)
-    return causal_attend(q, k, v, scale=scale, bias=bias).transpose(1, 2)
-
-
-def _rows_of(cache_SGTD: Tensor, step: Step) -> Tensor:
-    """Return the new tokens' keys or values [B, G, Q, D], in place where slots are consecutive."""
-    tokens = cache_SGTD[:, :, : step.q_len]
-    if len(step.runs) == 1:
-        _, slot, count = step.runs[0]
-        return tokens[slot : slot + count]
-    return tokens[step.slots_B]

@@ -3,7 +3,7 @@
 of the stream       one kernel a row                                   rms_norm.py
 LayerNorm           also adds biases of dense o and down               layer_norm.py
 behind attention    with the sum, and with the norm that follows       norm_behind.py
-of heads            with their rotation, else a launch of their own    head_norm.py
+of heads            queries and keys in place                          head_norm.py
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from llmpq.kernels.fused import layer_norm as fused_layer_norm
 from llmpq.kernels.fused import rms_norm as fused_norm
 from llmpq.kernels.fused.head_norm import head_norm
 from llmpq.kernels.fused.norm_behind import norm_behind
-from llmpq.kernels.fused.rope_append import HeadNorms, takes_norms
 from llmpq.runtime.models.layers import Attention, DecoderLayer
 from llmpq.runtime.models.norms import NoNorm, Norm
 
@@ -60,17 +59,6 @@ def _is_rms(part: Norm) -> bool:
     """Whether a norm is an RMSNorm of rows that a program's registers hold."""
     narrow = 0 < part.weight.numel() <= fused_norm.MAX_COLUMNS
     return narrow and not part.centred and not isinstance(part, NoNorm)
-
-
-def late_norms(part: Attention) -> HeadNorms | None:
-    """Return norms of heads that pass with their rotation; None where they do not."""
-    q_norm, k_norm, rotary = part.q_norm, part.k_norm, part.rotary
-    if q_norm is None or k_norm is None or not _of_heads(q_norm, k_norm, part.head_dim):
-        return None
-    if part.limit:
-        return None
-    whole = takes_norms(part.head_dim, None if rotary is None else rotary.inv_freq)
-    return (q_norm.weight, k_norm.weight, q_norm.eps) if whole else None
 
 
 def norm_heads(part: Attention, qkv_BQND: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,4 +1,4 @@
-"""A stage of the paged engine on a GPU: steps of any rows through graphs, answers that come late.
+"""A stage on a GPU: steps of any rows through graphs, answers that come late.
 
     steps       runtime/backends/gpu/paged_graphs.py
     results     of a whole model on one device: copied behind the step, and a request's next token
@@ -132,10 +132,10 @@ class CudaStageRunner(StageRunner):
         Of a whole model, before it serves.
         """
         # Imported here: it runs the steps of this class.
-        from llmpq.runtime.backends.gpu.cuda_step_times import contexts_of, measure_over_pool
+        from llmpq.runtime.backends.gpu.cuda_step_times import contexts_of, measure
 
         longest = min(self._size.max_len, self._size.num_blocks * BLOCK_TOKENS)
-        return measure_over_pool(
+        return measure(
             self,
             sorted({1, max(1, rows // 4), rows}),
             contexts_of(longest),

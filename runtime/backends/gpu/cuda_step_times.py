@@ -14,8 +14,6 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from llmpq.runtime.backends.gpu.cuda_graphs import DecodeGraphs
-from llmpq.runtime.backends.gpu.cuda_speculate import CudaSpeculation
 from llmpq.runtime.request import PagedRow, StepKind
 from llmpq.runtime.sampling_params import SamplerConfig
 from llmpq.runtime.step_message import StepMessage
@@ -32,51 +30,14 @@ REPEATS = 8
 
 
 def measure(
-    speculation: CudaSpeculation, rows: Sequence[int], contexts: Sequence[int], *, max_len: int
-) -> MeasuredTimes:
-    """Time the steps of a stage whose slots of `max_len` are free; what they write is overwritten.
-
-    Where rounds are whole, verifies are captured here alone: their graphs would keep the logits of
-    every number of rows and positions, so they go once they are timed.
-    """
-
-    def line(graphs: DecodeGraphs, num_rows: int, q_len: int) -> Line:
-        def at(context: int) -> float:
-            message = step_message(num_rows, context, min(q_len, max_len - context))
-            return seconds_of(lambda: graphs.run(message, None))
-
-        return tuple((float(length), at(length)) for length in contexts)
-
-    draft = speculation.draft_graphs
-    verify: dict[tuple[int, int], Line] = {}
-    for q in POSITIONS:
-        verify |= {(r, q): line(speculation.verify_graphs(q), r, q) for r in rows}
-        if speculation.fused_rounds:
-            speculation.forget_verifies()
-    return MeasuredTimes(
-        draft={} if draft is None else {r: line(draft, r, 1) for r in rows},
-        verify=verify,
-        plain={r: line(speculation.plain, r, 1) for r in rows},
-    )
-
-
-def measure_over_pool(
     compute: CudaStageRunner, rows: Sequence[int], contexts: Sequence[int], *, num_blocks: int
 ) -> MeasuredTimes:
     """Time the steps of a whole model over its pool, no block of which is in use yet."""
 
     def line(run: Callable[[StepMessage], object], num_rows: int, q_len: int) -> Line:
         def at(context: int) -> float:
-            message = step_message(num_rows, context, q_len)
-            each = -(-(context + q_len) // BLOCK_TOKENS)
-            paged = [
-                PagedRow(
-                    slot=row,
-                    new_blocks=tuple((row * each + m) % num_blocks for m in range(each)),
-                )
-                for row in range(num_rows)
-            ]
-            compute.kv.take_rows(paged, message.starts)
+            message = step_message(num_rows, context, q_len, num_blocks=num_blocks)
+            compute.kv.take_rows(message.paged, message.starts)
             return seconds_of(lambda: run(message))
 
         return tuple((float(length), at(length)) for length in contexts)
@@ -90,7 +51,7 @@ def measure_over_pool(
 
 
 def contexts_of(max_len: int) -> list[int]:
-    """Return the context lengths to time in slots of `max_len` tokens, verifies included."""
+    """Return the context lengths to time of requests of `max_len` tokens, verifies included."""
     longest = max(0, max_len - MAX_GAMMA - 1)
     return sorted({typical_context(context) for context in (min(max_len // 8, longest), longest)})
 
@@ -116,8 +77,9 @@ def seconds_of(step: Callable[[], object], repeats: int = REPEATS) -> float:
     return statistics.median(a.elapsed_time(b) for a, b in pairs) / 1e3
 
 
-def step_message(rows: int, context: int, q_len: int) -> StepMessage:
-    """Return the message of a step through the slots from 0 on."""
+def step_message(rows: int, context: int, q_len: int, *, num_blocks: int) -> StepMessage:
+    """Return the message of a step of so many rows, whose blocks follow each other in the pool."""
+    each = -(-(context + q_len) // BLOCK_TOKENS)
     return StepMessage(
         kind=StepKind.VERIFY,
         slots=range(rows),
@@ -126,4 +88,11 @@ def step_message(rows: int, context: int, q_len: int) -> StepMessage:
         sample_steps=[1] * rows,
         sampling=[SamplerConfig()] * rows,
         tokens=[[1] * q_len] * rows,
+        paged=[
+            PagedRow(
+                slot=row,
+                new_blocks=tuple((row * each + m) % num_blocks for m in range(each)),
+            )
+            for row in range(rows)
+        ],
     )

@@ -1,8 +1,11 @@
 """Steps over a pool as CUDA graphs: any rows, described by tables that are read on the device.
 
-Two sets: steps in which every row has one token, a graph for every number of rows as in
-cuda_graphs.py; and steps with chunks, a graph for every rung of a ladder of places. Places beyond
-the tokens are padding. A longer step keeps the GPU busy as it comes.
+Two sets: steps in which every row has one token, a graph for every number of rows; and steps with
+chunks, a graph for every rung of a ladder of places. Places beyond the tokens are padding. A longer
+step keeps the GPU busy as it comes.
+
+A token of -1 stands for the one its slot produced last: it is read from a table on the device, so
+the host may issue a step before it knows the tokens of the one before.
 
 Legend: T places, R rows, h hidden, V vocabulary, S slots.
 """
@@ -17,7 +20,7 @@ from torch.nn import functional
 
 from llmpq.kernels.fused.argmax import argmax
 from llmpq.kernels.kv.prompt_attend import prompt_runs
-from llmpq.runtime.backends.gpu.cuda_graphs import DecodeGraphs, StepOutput, rounded_rows
+from llmpq.runtime.backends.gpu.cuda_graphs import StepGraphs, StepOutput, rounded_rows
 from llmpq.runtime.cache.gpu_paged_kv_base import GpuPagedKVBase
 from llmpq.runtime.models.stage_model import StageModel
 from llmpq.runtime.paged_step import PagedStep
@@ -51,7 +54,6 @@ def paged_step(
         q_len=num_places,
         max_end=max_end,
         fresh=False,
-        runs=(),
         rows_FR=rows_FR,
         work_split=work_split,
         where=where,
@@ -61,11 +63,8 @@ def paged_step(
     )
 
 
-class PagedGraphs(DecodeGraphs):
+class PagedGraphs(StepGraphs):
     """Runs steps of a stage over its pool; `size` of a step is its number of places."""
-
-    staged_dtype = torch.int32
-    """What attention reads: no kernel of a step may write it, it is read early."""
 
     def __init__(
         self,

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from llmpq.kernels.fused.argmax import argmax
-from llmpq.runtime.backends.gpu.cuda_graphs import DecodeGraphs, StepOutput, rounded_rows
+from llmpq.runtime.backends.gpu.cuda_graphs import StepGraphs, StepOutput, rounded_rows
 from llmpq.runtime.backends.gpu.paged_graphs import paged_step
 from llmpq.runtime.cache.gpu_paged_kv_base import GpuPagedKVBase
 from llmpq.runtime.drafts.acceptance import agreeing_prefix
@@ -28,10 +28,8 @@ from llmpq.runtime.models.stage_model import StageModel
 from llmpq.runtime.step_message import StepMessage
 
 
-class PagedRoundGraphs(DecodeGraphs):
+class PagedRoundGraphs(StepGraphs):
     """Rounds of at most `gamma` drafts: a graph for each number of rows."""
-
-    staged_dtype = torch.int32
 
     def __init__(
         self,

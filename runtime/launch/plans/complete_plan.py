@@ -12,7 +12,7 @@ from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
 
-from llmpq.capabilities import Way, gpu_pool_lack, lacking_sentence
+from llmpq.capabilities import Way, lacking_sentence, require, ways_of
 from llmpq.cost_model import CostModel
 from llmpq.devices.device_spec import device_specs
 from llmpq.errors import DoesNotFitError
@@ -51,17 +51,22 @@ def complete_plan(
     """Return a plan and options as stages get them: nothing is left open.
 
     The plan has the KV precision of the options, its memory counted anew, and states the pool of KV
-    blocks that its stages allocate, unless requests have slots. The options say who drafts.
-    `stored`, `mtp`: as for `decide_drafts`. `DoesNotFitError` names a device that has no room.
+    blocks that its stages allocate, what drafts keep taken off. The options say who drafts.
+    `stored`, `mtp`: as for `decide_drafts`. `DoesNotFitError` names a device that has no room,
+    `ValueError` what GPUs do not run.
     """
     plan = _with_kv(plan, spec, options)
     options = _known_drafts(plan, spec, decide_drafts(plan, options, stored, mtp=mtp), options)
-    pool = PoolPlan(plan, spec, options)
+    _require_kv(plan, spec, options)
+    planned = None if plan.speculation is None else plan.speculation.mode
+    if options.draft_mode != planned:  # the plan counts what its own drafts keep
+        plan = plan.model_copy(update={"pool": None})
     packed = plan.workload.kv is not KVPrecision.KV16
     if spec.recurrent is not None and packed and options.enable_prefix_caching:
         _log.info("prefix cache: off; states of recurrent layers are kept beside 16-bit KV only")
-    if plan.pool is None and pool.use_paged_engine:
-        plan = plan.model_copy(update={"pool": pool.stated})
+    if plan.pool is None:
+        stated = PoolPlan(plan, spec, options).stated
+        plan = plan.model_copy(update={"pool": stated})
     return plan, options
 
 
@@ -82,6 +87,16 @@ def _known_drafts(
     raise ValueError(lacking)
 
 
+def _require_kv(plan: Plan, spec: ModelSpec, options: EngineOptions) -> None:
+    """Raise `ValueError` for a KV cache, or a packed copy for drafts, that no kernel reads."""
+    work = plan.workload
+    copies = (KVPrecision.KV4,) if options.draft_mode in READS_KV4 else ()
+    for kv in (work.kv, *copies):
+        gpu = not all(stage.is_cpu for stage in plan.stages)
+        ways = ways_of(gpu=gpu, kv=kv, drafts=False, dtype=work.dtype)
+        require(spec, ways, max_len=min(work.max_len, spec.max_positions))
+
+
 def _with_kv(plan: Plan, spec: ModelSpec, options: EngineOptions) -> Plan:
     """Return the plan in the KV precision of the options, its memory counted anew."""
     name = options.kv_cache_dtype
@@ -90,9 +105,7 @@ def _with_kv(plan: Plan, spec: ModelSpec, options: EngineOptions) -> Plan:
         return plan
     _log.info("KV cache: %s instead of the plan's %s", kv.value, plan.workload.kv.value)
     workload = plan.workload.model_copy(update={"kv": kv})
-    on_cpus = all(stage.is_cpu for stage in plan.stages)
-    pooled = on_cpus or not gpu_pool_lack(spec, kv, workload.dtype, drafts=False)
-    chunk = plan.prefill_chunk or CHUNK_TOKENS if pooled else None
+    chunk = plan.prefill_chunk or CHUNK_TOKENS
     plan = plan.model_copy(update={"prefill_chunk": chunk})
     eta = plan.prefill_microbatch
     stages = []
@@ -100,9 +113,7 @@ def _with_kv(plan: Plan, spec: ModelSpec, options: EngineOptions) -> Plan:
         memory = stage.memory
         if memory is not None:
             layers = range(*stage.layers)
-            kv_bytes = planned_kv_bytes(
-                spec, workload, layers, pooled=pooled, chunk=chunk, prefill_microbatch=eta
-            )
+            kv_bytes = planned_kv_bytes(spec, workload, layers, chunk=chunk, prefill_microbatch=eta)
             memory = _changed(memory, kv_bytes, _workspace_bytes(plan, spec, stage, workload))
             short = memory.total_bytes - memory.limit_bytes
             if short > 0:
@@ -112,9 +123,7 @@ def _with_kv(plan: Plan, spec: ModelSpec, options: EngineOptions) -> Plan:
                     f"--kv {kv.value}"
                 )
         stages.append(stage.model_copy(update={"memory": memory}))
-    pool = None
-    if pooled:
-        pool = stated_pool(spec, workload, stages, chunk=chunk, prefill_microbatch=eta)
+    pool = stated_pool(spec, workload, stages, chunk=chunk, prefill_microbatch=eta)
     return plan.model_copy(update={"workload": workload, "stages": tuple(stages), "pool": pool})
 
 

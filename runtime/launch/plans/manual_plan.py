@@ -1,7 +1,6 @@
 """Plans made without a planner: stages between given layers, or a whole model on one device.
 
-A pool of KV blocks takes what its requests need, where slots take the longest request for each: a
-plan for a GPU's pool may have any number of requests, and its blocks are what fits beside weights.
+A plan for a GPU's pool may have any number of requests: its blocks are what fits beside weights.
 """
 
 from __future__ import annotations
@@ -104,40 +103,38 @@ def device_plan(
     dtype: Dtype,
     kv: KVPrecision,
     max_len: int,
-    slots: int,
+    rows: int,
     may_shrink: bool,
-    pool: bool = False,
 ) -> Plan | None:
-    """Return the plan of `slots` requests of up to `max_len` tokens; None where it does not fit.
+    """Return the plan of `rows` requests of up to `max_len` tokens; None where it does not fit.
 
-    `may_shrink`: fewer requests at once will do as well. `pool`: a GPU has a pool of KV blocks, so
-    that its memory bounds those, and not the requests.
+    `may_shrink`: fewer requests at once will do as well; a GPU's memory bounds the blocks that they
+    have together, and `DoesNotFitError` says where that is not even one request's.
     """
-    pool = pool and device.threads is None
+    on_gpu = device.threads is None
     dtype_bytes = DTYPE_BYTES[dtype]
     weights = spec.num_params * dtype_bytes
-    per_slot = planned_kv_bytes(
+    each = planned_kv_bytes(
         spec,
         Workload(batch=1, prompt_len=max_len, gen_len=1, kv=kv, dtype=dtype),
         range(spec.num_layers),
-        pooled=pool or device.threads is not None,
         chunk=CHUNK_TOKENS,
         prefill_microbatch=1,
     )
-    room = int((_MEMORY_SHARE * device.limit_bytes - weights) // per_slot)
-    if room < 1 or (room < slots and not may_shrink and not pool):
+    room = int((_MEMORY_SHARE * device.limit_bytes - weights) // each)
+    if room < 1 or (room < rows and not may_shrink and not on_gpu):
         return None
-    if not pool:
-        slots = min(slots, room)
+    if not on_gpu:
+        rows = min(rows, room)
     threads = None
     if device.threads is not None:
         threads = useful_threads(device.threads, weights)
     plan = manual_plan(
         spec,
         # One new token beyond a prompt as long as the cache: any prompt that fits may come.
-        Workload(batch=slots, prompt_len=max_len, gen_len=1, kv=kv, dtype=dtype),
-        prefill_microbatch=max(1, min(slots, _PREFILL_TOKENS // max_len)),
-        decode_microbatch=slots,
+        Workload(batch=rows, prompt_len=max_len, gen_len=1, kv=kv, dtype=dtype),
+        prefill_microbatch=max(1, min(rows, _PREFILL_TOKENS // max_len)),
+        decode_microbatch=rows,
         model_dir=model_dir,
         threads=threads or 1,
     )
@@ -152,7 +149,7 @@ def device_plan(
     stages = tuple(stage.model_copy(update=change) for stage in plan.stages)
     cluster = ClusterRef(name="this-machine", fingerprint=plan.cluster.fingerprint)
     plan = plan.model_copy(update={"stages": stages, "cluster": cluster})
-    return with_pool_room(plan, spec, device.limit_bytes, share=_POOL_SHARE) if pool else plan
+    return with_pool_room(plan, spec, device.limit_bytes, share=_POOL_SHARE) if on_gpu else plan
 
 
 def with_pool_room(plan: Plan, spec: ModelSpec, memory_bytes: int, *, share: float) -> Plan:
@@ -172,7 +169,6 @@ def with_pool_room(plan: Plan, spec: ModelSpec, memory_bytes: int, *, share: flo
             prefill_chunk=plan.prefill_chunk,
             decode_microbatch=plan.decode_microbatch,
             quantization=plan.settings(),
-            pooled=True,
             context_bytes=CONTEXT_BYTES,
             on_gpu=True,
             first_layer=stage.layers[0],

@@ -1,38 +1,22 @@
-"""Whether, and with what limits, the paged engine serves a plan (llmpq/sizes/pool_size.py)."""
+"""The pool of KV blocks of a plan, and what the scheduler may do with it (sizes/pool_size.py)."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from llmpq.capabilities import (
-    gpu_pool_lack,
-    lacking_sentence,
-    require_gpu_pool,
-    ways_of,
-)
+from llmpq.capabilities import lacking_sentence, ways_of
 from llmpq.devices.device_spec import device_specs
 from llmpq.errors import DoesNotFitError
 from llmpq.model_spec import ModelSpec
 from llmpq.plan import Plan, PoolForm, StagePlan
 from llmpq.precision import KVPrecision
 from llmpq.runtime.engine.pool_limits import PoolLimits
-from llmpq.runtime.engine.slot_limits import SlotLimits
-from llmpq.runtime.launch.stages.stage_settings import limits_of
 from llmpq.runtime.options import EngineOptions
 from llmpq.sizes.kv_format import BLOCK_TOKENS, pool_blocks
-from llmpq.sizes.pool_size import (
-    READS_KV4,
-    PoolSize,
-    fits,
-    fitting_pool,
-    wanted_pool,
-    window_step_tokens,
-)
-from llmpq.speculation import SpeculationMode
+from llmpq.sizes.pool_size import PoolSize, fits, fitting_pool, wanted_pool, window_step_tokens
+from llmpq.speculation import draft_weight_bytes
 from llmpq.workload import CHUNK_TOKENS
-
-RequestLimits = PoolLimits | SlotLimits
 
 HOST_BYTES, HOST_BYTES_PER_S = 4 << 30, 12e9
 """Most bytes of preempted requests that a stage's host stores, and how fast it copies (PCIe 3)."""
@@ -50,26 +34,6 @@ class PoolPlan:
     spec: ModelSpec
     options: EngineOptions
 
-    @cached_property
-    def use_paged_engine(self) -> bool:
-        """Whether KV is in a pool of blocks; else, on GPUs only, a slot for each request.
-
-        The one place that decides it. On GPUs drafts have slots unless `EngineOptions.kv_pool`
-        asks for the pool (benchmarks/speculation_pool.py compares them), and so has what the pool's
-        kernels lack; `ValueError` where the pool is asked for that.
-        """
-        if not self._has_gpus:
-            return True
-        asked, workload = self.options.kv_pool, self.plan.workload
-        run = self.spec, workload.kv, workload.dtype
-        if asked:
-            require_gpu_pool(*run, drafts=False)
-            if self.options.draft_mode in READS_KV4:  # drafts read a packed copy
-                require_gpu_pool(self.spec, KVPrecision.KV4, workload.dtype, drafts=False)
-            return True
-        drafts = self.options.draft_mode is not None
-        return asked is None and not gpu_pool_lack(*run, drafts=drafts)
-
     @property
     def _has_gpus(self) -> bool:
         return not all(stage.is_cpu for stage in self.plan.stages)
@@ -86,7 +50,7 @@ class PoolPlan:
                 f"the plan states a pool of {stated.num_blocks} blocks of KV cache, its stages "
                 f"have room for {counted.num_blocks}; re-plan with this version of llmpq-algo"
             )
-        return self._fitting(self._wanted, drafts=self.options.draft_mode)
+        return self._fitting(self._wanted)
 
     @property
     def stated(self) -> PoolForm:
@@ -109,19 +73,21 @@ class PoolPlan:
 
     @cached_property
     def _counted(self) -> PoolSize:
-        """The pool as plans count it: nothing that only found prefixes need, no copy for drafts."""
+        """The pool as plans count it: nothing that only found prefixes need."""
         wanted = self._wanted
         beside = self._has_tails(wanted) or wanted.snapshots > 0
         plain = replace(wanted, prefix_cache=False, snapshots=0) if beside else wanted
         return self._fitting(plain)
 
-    def _fitting(self, wanted: PoolSize, *, drafts: SpeculationMode | None = None) -> PoolSize:
+    def _fitting(self, wanted: PoolSize) -> PoolSize:
+        """Return the pool, smaller where it and what is drafted with do not fit together."""
+        plan, mode = self.plan, self.options.draft_mode
+        weights: list[int] = []
+        if mode is not None:
+            places = range(len(plan.stages))
+            weights = [draft_weight_bytes(plan, self.spec, index, mode) for index in places]
         return fitting_pool(
-            wanted,
-            self.plan.stages,
-            self.spec,
-            self.plan.workload,
-            drafts=drafts,
+            wanted, plan.stages, self.spec, plan.workload, drafts=mode, draft_weights=weights
         )
 
     def _has_tails(self, size: PoolSize) -> bool:
@@ -282,13 +248,12 @@ class PoolPlan:
         length: then what the plan was made for.
         """
         planned, most = self.plan.workload.max_len, self.spec.max_positions
-        ways = ways_of(gpu=self._has_gpus, kv=self.plan.workload.kv, drafts=False, pool=True)
+        ways = ways_of(gpu=self._has_gpus, kv=self.plan.workload.kv, drafts=False)
         alike = self.spec.at_length(most) == self.spec.at_length(planned)
         able = lacking_sentence(self.spec, ways, max_len=most) is None
         return most if alike and able else min(planned, most)
 
 
-def request_limits(plan: Plan, spec: ModelSpec, options: EngineOptions) -> RequestLimits:
+def request_limits(plan: Plan, spec: ModelSpec, options: EngineOptions) -> PoolLimits:
     """Return what says which requests can never run, of the engine that serves the plan."""
-    pool = PoolPlan(plan, spec, options)
-    return pool.limits if pool.use_paged_engine else limits_of(plan)
+    return PoolPlan(plan, spec, options).limits

@@ -6,8 +6,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from llmpq.plan import Plan
-from llmpq.runtime.engine.slot_limits import SlotLimits
 from llmpq.runtime.options import EngineOptions
 
 
@@ -40,17 +38,3 @@ class StageSettings:
             "end_ids": None if ends is None else tuple(ends),
         }
         return cls(**{**data, **changed})
-
-
-def limits_of(plan: Plan, batching: str = "continuous") -> SlotLimits:
-    """Return the scheduler's limits under a plan."""
-    assert batching in ("continuous", "static")
-    return SlotLimits(
-        num_slots=plan.workload.batch,
-        prompt_len=plan.workload.prompt_len,
-        max_len=plan.workload.max_len,
-        prefill_microbatch=plan.prefill_microbatch,
-        decode_microbatch=plan.decode_microbatch,
-        num_stages=len(plan.stages),
-        batching="static" if batching == "static" else "continuous",
-    )

@@ -24,13 +24,11 @@ from llmpq.errors import StageLostError
 from llmpq.model_spec import ModelSpec
 from llmpq.plan import Plan, StagePlan
 from llmpq.precision import WeightScheme
-from llmpq.runtime.backends.slot_stage_runner import SlotStageRunner
 from llmpq.runtime.backends.stage_runner import StageRunner
 from llmpq.runtime.drafts.drafters import speculation_report
 from llmpq.runtime.engine.mailbox import Abort, EngineOutputs, Mailbox
 from llmpq.runtime.engine.pool_limits import max_ahead
 from llmpq.runtime.engine.scheduler import Scheduler
-from llmpq.runtime.engine.slot_scheduler import SlotScheduler
 from llmpq.runtime.engine.stage_loop import FirstStage, run_following_stage
 from llmpq.runtime.guides import GrammarCompiler
 from llmpq.runtime.launch.nodes.rendezvous import Rendezvous
@@ -39,14 +37,9 @@ from llmpq.runtime.launch.plans.pool_plan import PoolPlan
 from llmpq.runtime.launch.stages.emulate import Emulation
 from llmpq.runtime.launch.stages.load_watch import LoadSigns
 from llmpq.runtime.launch.stages.stage_host import address_on, talk_over
-from llmpq.runtime.launch.stages.stage_loading import (
-    load_with_pool,
-    load_with_slots,
-    make_drafter,
-    timed_drafter,
-)
+from llmpq.runtime.launch.stages.stage_loading import load_stage, make_drafter, timed_drafter
 from llmpq.runtime.launch.stages.stage_place import StagePlace, place_of
-from llmpq.runtime.launch.stages.stage_settings import StageSettings, limits_of
+from llmpq.runtime.launch.stages.stage_settings import StageSettings
 from llmpq.runtime.links.device_links import (
     KINDS,
     DeviceTransport,
@@ -107,8 +100,8 @@ class StageWorker:
             max_events=REPORTED_EVENTS if self._settings.options.trace is None else MAX_EVENTS
         )
         self._mailbox = Mailbox()
-        self._compute: SlotStageRunner | StageRunner | None = None
-        self._pool: PoolPlan | None = None
+        self._compute: StageRunner | None = None
+        self._loaded: PoolPlan | None = None
         self._heartbeat = Heartbeat()
         self._signs: LoadSigns | None = None
         self._stopped = False
@@ -153,24 +146,12 @@ class StageWorker:
         self._use_threads()
         spec, source = self._model(device)
         self._plan.require_model(spec)
-        pool = PoolPlan(self._plan, spec, self._settings.options)
-        if pool.use_paged_engine:
-            self._pool = pool
-            self._compute, report = load_with_pool(
-                self._pool, self._index, source, device, on_layer=self._on_layer
-            )
-        else:
-            self._compute, report = load_with_slots(
-                self._plan,
-                self._index,
-                self._settings.options,
-                spec,
-                source,
-                device,
-                on_layer=self._on_layer,
-            )
+        self._loaded = PoolPlan(self._plan, spec, self._settings.options)
+        self._compute, report = load_stage(
+            self._loaded, self._index, source, device, on_layer=self._on_layer
+        )
         if self._index == 0 and self._drafter is None:
-            rows = self._plan.decode_microbatch if self._pool is None else self._max_rows
+            rows = self._max_rows
             self._drafter = timed_drafter(self._compute, self._settings.options, rows)
         self._signs = None
         return replace(report, runner=type(self._compute).__name__)
@@ -222,17 +203,13 @@ class StageWorker:
             last = self._index == num_stages - 1
             run_following_stage(self._compute, transport, self._recorder, last=last)
 
-    def _scheduler(self) -> SlotScheduler | Scheduler:
-        ends = StopTexts(self._settings.model_dir)
-        if self._pool is not None:
-            return Scheduler(
-                self._pool.limits_over(self._links),
-                drafter=self._drafter,
-                ends_in_stop_text=ends,
-                salt=self._plan.model.fingerprint,
-            )
-        limits = limits_of(self._plan)
-        return SlotScheduler(limits, drafter=self._drafter, ends_in_stop_text=ends)
+    def _scheduler(self) -> Scheduler:
+        return Scheduler(
+            self._pool.limits_over(self._links),
+            drafter=self._drafter,
+            ends_in_stop_text=StopTexts(self._settings.model_dir),
+            salt=self._plan.model.fingerprint,
+        )
 
     def submit(self, requests: Sequence[Request]) -> None:
         """Queue requests (first stage only); they stay the caller's, copies of them run."""
@@ -314,8 +291,6 @@ class StageWorker:
         """Return this stage's links: from device to device where that works for all stages."""
         assert self._compute is not None
         if self._threads is not None:
-            if isinstance(self._compute, SlotStageRunner):
-                self._compute.leave_on_device(hidden=self._gpu is not None)
             return self._threads.transport(self._index, max_rows=self._max_rows)
         make: Callable[..., GlooTransport] = partial(GlooTransport, more=self._more)
         if self._links is not None:
@@ -330,27 +305,23 @@ class StageWorker:
             max_rows=self._max_rows,
             max_tokens=self._max_tokens,
             max_pending=max_ahead(len(self._plan.stages)),
-            max_blocks=0 if self._pool is None else self._pool.max_blocks,
+            max_blocks=self._pool.max_blocks,
         )
+
+    @property
+    def _pool(self) -> PoolPlan:
+        assert self._loaded is not None, "the stage has not been loaded"
+        return self._loaded
 
     @property
     def _max_rows(self) -> int:
-        if self._pool is not None:
-            return self._pool.limits.max_rows
-        return max(self._plan.prefill_microbatch, self._plan.decode_microbatch)
+        return self._pool.limits.max_rows
 
     @property
     def _max_tokens(self) -> int:
-        """Tokens of the largest micro-batch, padding included."""
-        plan, workload = self._plan, self._plan.workload
-        if self._pool is not None:
-            limits = self._pool.limits
-            return max(limits.step_tokens, limits.decode_rows * (MAX_GAMMA + 1) + 1)
-        drafts = self._settings.options.draft_mode is not None
-        longest_round = min(workload.max_len, MAX_GAMMA + 1) if drafts else 1
-        return max(
-            plan.prefill_microbatch * workload.prompt_len, plan.decode_microbatch * longest_round
-        )
+        """Tokens of the largest micro-batch."""
+        limits = self._pool.limits
+        return max(limits.step_tokens, limits.decode_rows * (MAX_GAMMA + 1) + 1)
 
     def _room(self) -> Room:
         """Return the largest messages of the plan."""

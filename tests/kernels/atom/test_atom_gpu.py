@@ -21,12 +21,12 @@ from llmpq.kernels.weights.weight import Weight
 from llmpq.model_spec import ModelSpec
 from llmpq.precision import KVPrecision
 from llmpq.runtime.backends.backend import backend_of
-from llmpq.runtime.cache.kv_by_precision import make_kv_cache
 from llmpq.runtime.models.layer_tensors import LayerTensors
 from llmpq.runtime.models.wiring import Wiring
 from llmpq.runtime.step import Step
 from llmpq.runtime.weights.sources import RandomSource
 from reference import check_atom
+from reference.contiguous_kv import make_kv_cache
 from reference.kernel_commands import main as kernels_main
 
 pytestmark = [

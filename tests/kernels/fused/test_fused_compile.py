@@ -10,7 +10,6 @@ from llmpq.kernels.fused.draw_tokens import BLOCK, KEY_BITS, sample_kernel
 from llmpq.kernels.fused.gated_mlp import gate_kernel
 from llmpq.kernels.fused.head_norm import head_norm_kernel
 from llmpq.kernels.fused.layer_norm import layer_norm_kernel
-from llmpq.kernels.fused.ngram_lookup import look_up_kernel
 from llmpq.kernels.fused.norm_behind import norm_behind_kernel
 from llmpq.kernels.fused.rms_norm import rms_norm_kernel
 from llmpq.kernels.fused.rope_append import rope_append_kernel
@@ -90,11 +89,6 @@ KERNELS = {
         catch_up_kernel,
         {"Q": 4, "G": 8, "D": 128, "BITS": 4, "KEY_GROUP": 128},
         {"num_warps": 8},
-    ),
-    "look-up": (
-        look_up_kernel,
-        {"Q": 4, "LONGEST": 3, "SHORTEST": 2, "LOOK_BACK": 1024, "PADDED": 1024},
-        {"num_warps": 4},
     ),
     "round": (round_kernel, {"GROUP": 128, "GROUPS": 8}, {"num_warps": 4}),
     "argmax-merge": (merge_kernel, {"PARTS": 32, "REMEMBER": True}, {"num_warps": 1}),

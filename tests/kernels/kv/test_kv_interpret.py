@@ -9,20 +9,14 @@ from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from llmpq.kernels.formats.kv_block import KVFormat
-from llmpq.kernels.kv.low_bit.low_bit_cache import QuantizedKVCache
 from llmpq.kernels.kv.storage import DeviceRows, allocate_layer
-from llmpq.model_spec import ModelSpec
 from llmpq.precision import KVPrecision
-from llmpq.runtime.cache.low_bit_kv import LowBitKV
-from llmpq.runtime.step import Step
 from reference import kv_history
-from reference.kv_history import relative_error
 
 triton = pytest.importorskip("triton")
 if not triton.knobs.runtime.interpret:
     pytest.skip("needs TRITON_INTERPRET=1", allow_module_level=True)
 
-from llmpq.kernels.fused import rope_append  # noqa: E402
 from llmpq.kernels.kv import launch_plan, reference, step_view  # noqa: E402
 from llmpq.kernels.kv import ops as kv_ops  # noqa: E402
 from llmpq.kernels.kv.low_bit import attend as kv_attend  # noqa: E402
@@ -86,33 +80,6 @@ def test_positions_are_rotated_in_the_append(heads):
     fmt = KVFormat(precision=P.KV4, head_dim=32)
     steps = [[(0, 142), (0, 20)], [(142, 1), (20, 1)], [(143, 3), (21, 2)]]
     check(fmt, heads=heads, kv_heads=2, steps=steps, rope=True)
-
-
-def test_the_runtime_cache_rotates_where_its_kernels_do(tiny_models, monkeypatch):
-    """Unrotated queries and keys with inv_freq give what rotated ones give without."""
-    monkeypatch.setattr(QuantizedKVCache, "uses_kernels", property(lambda self: True))
-    spec = ModelSpec.from_directory(tiny_models.directory("llama"))
-    heads, groups = spec.heads, spec.kv_heads
-    fmt = KVFormat(precision=P.KV4, head_dim=32)
-    inv_freq = 1e4 ** (-torch.arange(0, 32, 2) / 32)
-    step = Step.of([1, 0], [3, 140], [1, 1])
-    outs = []
-    for fused in (True, False):
-        torch.manual_seed(0)
-        shape = {"num_layers": 1, "slots": 2, "max_len": 160, "dtype": torch.float16}
-        cache = LowBitKV(replace(spec, head_dim=32), P.KV4, **shape)
-        assert cache.rotates(step) and not cache.rotates(Step.of([0], [0], [40]))
-        assert cache.cache.fmt == fmt
-        prompt = torch.randn(2, 2, 140, groups, 32).half()
-        cache.append(0, *prompt, Step.of([1, 0], [0, 0], [3, 140]))
-        q, k = torch.randn(2, 1, heads, 32).half(), torch.randn(2, 1, groups, 32).half()
-        v = torch.randn(2, 1, groups, 32).half()
-        if fused:
-            outs.append(cache.attend(0, q, k, v, step, scale=0.3, inv_freq=inv_freq))
-        else:
-            q, k = rope_append.rope_reference(q, k, step.start_B, inv_freq)
-            outs.append(cache.attend(0, q, k, v, step, scale=0.3))
-    assert relative_error(*outs) < 1e-3
 
 
 @pytest.mark.parametrize(

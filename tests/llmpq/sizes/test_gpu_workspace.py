@@ -10,7 +10,6 @@ from llmpq.sizes.gpu_workspace import (
     LIBRARY_BYTES,
     SHARES_BYTES,
     gpu_workspace_bytes,
-    padded_prompt,
 )
 from llmpq.workload import Workload
 
@@ -87,20 +86,14 @@ def test_a_stage_between_others_has_an_inbox_and_outputs_on_their_way() -> None:
     assert beside(first=False, last=True) == gate + 2 * message + step + 2 * 32 * V
 
 
-def test_prompts_are_padded_and_messages_are_not() -> None:
-    """200 tokens take 256 in the layers, 200 in an inbox; below 64 tokens nothing is padded."""
-    padded, message = 2 * 8 * 256 * (4 * H + 3 * F), 2 * 8 * 200 * H
+def test_steps_are_padded_and_messages_are_not() -> None:
+    """1,600 tokens of 8 prompts take 1,792 in the layers, 1,600 in an inbox; 400 take 448."""
+    padded, message = 2 * 1792 * (4 * H + 3 * F), 2 * 8 * 200 * H
     sizes = {"prompt": 200, "prefill": 8, "decode": 8}
     step = 2 * 8 * H
     assert beside(first=False, last=False, **sizes) == padded + 4 * message + 2 * step
     few = {"prompt": 50, "prefill": 8, "decode": 8}
-    assert beside(**few) == 2 * 8 * 50 * (4 * H + 3 * F) + 8 * 8 * 50 + 2 * 8 * V
-
-
-def test_padding_ends_with_the_cache() -> None:
-    assert [padded_prompt(n) for n in (1, 63, 64, 65, 1000)] == [1, 63, 64, 128, 1024]
-    assert padded_prompt(1000, longest=1016) == 1016
-    assert padded_prompt(1000, longest=1000) == 1000
+    assert beside(**few) == 2 * 448 * (4 * H + 3 * F) + 8 * 448 + 2 * 8 * V
 
 
 def test_experts_hold_what_was_sent_to_them() -> None:

@@ -84,7 +84,6 @@ def test_infeasible_text_is_exact(capsys: pytest.CaptureFixture[str]) -> None:
         last=True,
         prefill_microbatch=1,
         prefill_chunk=128,
-        pooled=True,
         decode_microbatch=1,
         quantization=Quantization(),
         context_bytes=device_specs()["T4"].context,

@@ -8,12 +8,13 @@ import pytest
 
 from llmpq.errors import BadPlanError, DoesNotFitError
 from llmpq.model_spec import ModelSpec
-from llmpq.plan import Plan
+from llmpq.plan import Plan, Speculation
 from llmpq.planner.__main__ import main
 from llmpq.planner.check.check import check_alone
 from llmpq.precision import KVPrecision
 from llmpq.runtime.launch.plans.pool_plan import PoolPlan
 from llmpq.runtime.options import EngineOptions
+from llmpq.speculation import SpeculationMode, draft_bytes, draft_weight_bytes
 
 pytestmark = pytest.mark.pure
 GIB = 1 << 30
@@ -66,7 +67,7 @@ def test_a_plan_counts_the_pool_that_its_run_keeps(
     assert counted == list(plan.pool.stage_bytes)
     assert sum(counted) / GIB == pytest.approx(by_hand, rel=0.005)
     pool = PoolPlan(plan, spec, EngineOptions(offline=not live))
-    assert pool.use_paged_engine and (live or pool.limits.row_tokens == 512)
+    assert live or pool.limits.row_tokens == 512
     if not live or plan.workload.kv is KVPrecision.KV16:
         kept = [
             pool.size.nbytes(
@@ -89,17 +90,56 @@ def test_the_check_counts_the_pool_anew(tmp_path: Path) -> None:
     check_alone(plan)
     assert plan.pool is not None
     fewer = plan.pool.model_copy(update={"num_blocks": plan.pool.num_blocks - 1})
-    for pool in (fewer, None):
-        with pytest.raises((BadPlanError, DoesNotFitError)):
-            check_alone(plan.model_copy(update={"pool": pool}))
+    with pytest.raises(BadPlanError, match="its workload needs"):
+        check_alone(plan.model_copy(update={"pool": fewer}))
+    check_alone(plan.model_copy(update={"pool": None}))
 
 
-def test_what_a_pool_on_gpus_lacks_has_slots_and_whole_prompts(tmp_path: Path) -> None:
+def test_an_older_plan_that_counts_a_slot_for_each_request_is_refused(tmp_path: Path) -> None:
+    flags, model, _ = CASES["rounded to blocks"]
     path = tmp_path / "plan.json"
-    words = "--devices 4090 --model opt-2.7b --kv 8 --batch 4 --prompt-len 600 --gen-len 9"
-    assert main([*words.split(), "-o", str(path)]) == 0
+    assert main([*flags.split(), "--model", model, "-o", str(path)]) == 0
     plan = Plan.load(path)
+    first = plan.stages[0]
+    assert first.memory is not None
+    less = {
+        "kv_bytes": first.memory.kv_bytes - (1 << 20),
+        "total_bytes": first.memory.total_bytes - (1 << 20),
+    }
+    changed = first.model_copy(update={"memory": first.memory.model_copy(update=less)})
+    stages = (changed, *plan.stages[1:])
+    older = {"pool": None, "prefill_chunk": None, "stages": stages}
+    with pytest.raises(BadPlanError, match="the formulas give [0-9]+: re-plan with llmpq-algo"):
+        check_alone(plan.model_copy(update=older))
+
+
+@pytest.mark.parametrize("mode", ["kv4", "w4kv4"])
+def test_the_copy_that_drafts_read_is_counted_beside_the_pool(
+    mode: SpeculationMode, tmp_path: Path
+) -> None:
+    """A run has all blocks that the plan states where it has room for the copy, too."""
+    path, spec = tmp_path / "plan.json", ModelSpec.by_name("llama-2-7b")
+    words = "--devices a6000 --model llama-2-7b --bits 16 --batch 4 --prompt-len 600 --gen-len 200"
+    assert main([*words.split(), "-o", str(path)]) == 0
+    made = Plan.load(path)
+    drafts = Speculation(
+        mode=mode, gamma=2, acceptance=0.8, extra_bytes=draft_bytes(made, spec, 0, mode)
+    )
+    plan = made.model_copy(update={"speculation": drafts})
     check_alone(plan)
-    assert plan.pool is None and plan.prefill_chunk is None and len(plan.chunks) == 1
-    spec = ModelSpec.by_name("opt-2.7b")
-    assert not PoolPlan(plan, spec, EngineOptions(offline=True)).use_paged_engine
+    (stage,) = plan.stages
+    assert plan.pool is not None and stage.memory is not None
+    kept = draft_bytes(plan, spec, 0, mode)
+    copy = kept - draft_weight_bytes(plan, spec, 0, mode)
+    assert 0.2 * plan.pool.stage_bytes[0] < copy < 0.5 * plan.pool.stage_bytes[0]
+    for room, fits in ((kept, True), (kept - 1, False)):
+        memory = stage.memory.model_copy(update={"limit_bytes": stage.memory.total_bytes + room})
+        stages = (stage.model_copy(update={"memory": memory}),)
+        pool = PoolPlan(
+            plan.model_copy(update={"stages": stages}), spec, EngineOptions(speculate=mode, gamma=2)
+        )
+        if fits:
+            assert pool.size.num_blocks == plan.pool.num_blocks
+        else:
+            with pytest.raises(DoesNotFitError, match="its stages have room for"):
+                _ = pool.size

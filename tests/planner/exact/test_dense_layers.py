@@ -48,7 +48,6 @@ def needed(p: Problem, choices: tuple[int, ...], *, last: bool) -> int:
         decode_microbatch=1,
         quantization=p.quantization,
         prefill_chunk=p.prefill_chunk,
-        pooled=p.pooled,
         context_bytes=device.spec.context,
         on_gpu=True,
         unpacks=device.spec.unpacks_weights,

@@ -27,7 +27,7 @@ def test_layers_of_a_kind_keep_as_much(model: str) -> None:
     p = job(model)
     each = [
         planned_kv_bytes(
-            p.spec, p.workload, (layer,), pooled=p.pooled, chunk=p.prefill_chunk,
+            p.spec, p.workload, (layer,), chunk=p.chunk,
             prefill_microbatch=1,
         )
         for layer in range(p.spec.num_layers)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from llmpq.capabilities import gpu_pool_lack, lacks
+from llmpq.capabilities import lacking_sentence, lacks, ways_of
 from llmpq.model_spec import ModelSpec
 from llmpq.precision import KVPrecision
 from llmpq.runtime.backends.gpu.cuda_stage_runner import CudaStageRunner
@@ -68,7 +68,8 @@ def test_packed_caches_score_as_on_a_cpu(
     spec = ModelSpec.from_directory(directory)
     options = {"batch": 2, "prompt_len": 190, "gen_len": NEW, "dtype": "float16"}
     plans = {kv: make_plan(directory, kv=kv, **options) for kv in ("kv16", "kv4")}
-    lacking = gpu_pool_lack(spec, KVPrecision.KV4, "float16", drafts=False)
+    ways = ways_of(gpu=True, kv=KVPrecision.KV4, drafts=False)
+    lacking = lacking_sentence(spec, ways, max_len=300)
     if lacking or lacks(spec, "gpu") or spec.positions == "learned":  # too few of them
         return
     prompts = random_prompts(190, 140)

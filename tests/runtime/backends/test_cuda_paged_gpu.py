@@ -86,6 +86,19 @@ def test_chunks_beside_decoding_rows(kind, greedy, random_prompts, make_plan):
     assert got == wanted
 
 
+def test_stages_of_one_process_capture_their_graphs_in_turn(
+    demo_model, random_prompts, make_plan, caplog
+):
+    spec, prompts = ModelSpec.from_directory(demo_model), random_prompts(9, 30, 3, 17)
+    plan = make_plan(demo_model, (2, 4, 6), batch=3, decode_microbatch=1)
+    source = CheckpointSource(demo_model, spec)
+    for _ in range(4):  # each stage captures at any moment
+        stages = OpenStages(plan, spec, source, device=("cuda:0",) * 4, pool=POOL)
+        served(stages, prompts, new=6, tokens_ahead=1)
+        assert all(compute.captured[0] for compute in stages.computes)
+    assert "without CUDA graphs" not in caplog.text
+
+
 @pytest.mark.parametrize("host_blocks", [0, 12])
 @pytest.mark.parametrize("kind", ["llama", "deepseek_v2"])
 def test_preempted_requests_are_computed_again_or_kept_by_the_host(

@@ -1,4 +1,4 @@
-"""The GPU's paged engine, its kernels interpreted: transformers' tokens under every schedule."""
+"""A GPU's stage, its kernels interpreted: transformers' tokens under every schedule."""
 
 import threading
 
@@ -7,7 +7,7 @@ import torch
 import transformers
 from triton import knobs
 
-from llmpq.capabilities import gpu_pool_lack
+from llmpq.capabilities import require, ways_of
 from llmpq.kernels.fused.rope_append import rope_append_pages_reference
 from llmpq.kernels.kv import prompt_attend
 from llmpq.kernels.kv.paged import packed_pages_plan, paged_plan
@@ -20,13 +20,13 @@ from llmpq.precision import KVPrecision
 from llmpq.runtime.backends import stage_runner
 from llmpq.runtime.backends.build_stage import build_stage
 from llmpq.runtime.backends.gpu import cuda_experts, cuda_graphs, cuda_layers
+from llmpq.runtime.backends.gpu.cuda_graphs import rounded_rows
 from llmpq.runtime.backends.gpu.cuda_stage_runner import CudaStageRunner
 from llmpq.runtime.backends.gpu.paged_graphs import rungs
 from llmpq.runtime.cache import gpu_packed_kv, gpu_paged_kv, gpu_paged_latents
 from llmpq.runtime.cache.gpu_drafted_kv import GpuDraftedKV
 from llmpq.runtime.cache.gpu_packed_kv import GpuPackedKV
 from llmpq.runtime.cache.gpu_packed_latents import GpuPackedLatents
-from llmpq.runtime.cache.gpu_paged_kv import GpuPagedKV
 from llmpq.runtime.cache.gpu_paged_latents import GpuPagedLatents
 from llmpq.runtime.drafts.drafters import FixedDrafter
 from llmpq.runtime.engine.mailbox import Mailbox
@@ -36,13 +36,14 @@ from llmpq.runtime.engine.stage_loop import FirstStage
 from llmpq.runtime.models.layers import DecoderLayer, PlainLayers
 from llmpq.runtime.models.sampling import SamplerConfig
 from llmpq.runtime.paged_step import PagedStep
-from llmpq.runtime.request import PagedRow, Request
+from llmpq.runtime.request import PagedRow, Request, StepKind
 from llmpq.runtime.token_rules import Guide, LogitsConstraints
 from llmpq.runtime.trace import Recorder
 from llmpq.runtime.weights.sources import CheckpointSource
 from llmpq.sizes.kv_format import RING_TOKENS, TAIL_TOKENS
 from llmpq.sizes.pool_size import PoolSize
 from llmpq.sizes.step_padding import CAPTURED_TOKENS, gpu_padded
+from reference.interpreted_stage import gpu_pool, gpu_stage
 from reference.open_stages import OpenStages
 from reference.pipeline import ReferencePipeline
 
@@ -79,24 +80,20 @@ class Counting(CudaStageRunner):
 
     blind_steps = mixed_steps = 0
 
+    def __init__(self, *given, **options):
+        super().__init__(*given, **options)
+        self.kinds = []
+
     def run(self, message, hidden_BQH):
+        self.kinds.append(message.kind)
         self.blind_steps += any(-1 in row for row in message.tokens)
         self.mixed_steps += max(message.num_new) > min(message.num_new) == 1
         with ONE_AT_A_TIME:
             return super().run(message, hidden_BQH)
 
 
-def paged(base, size=POOL, step_tokens=64, first=0, kv=KVPrecision.KV16):
-    """Return a stage's arithmetic as on a GPU, of a stage that was built for the CPU."""
-    model = base.model
-    given = {"layers": range(first, first + len(model.layers)), "size": size, "device": CPU}
-    if kv is KVPrecision.KV16:
-        kind = GpuPagedKV if model.spec.latent is None else GpuPagedLatents
-        pages = kind(model.spec, dtype=torch.float32, **given)
-    else:
-        kind = GpuPackedKV if model.spec.latent is None else GpuPackedLatents
-        pages = kind(model.spec, kv, dtype=torch.float32, **given)
-    return Counting(model, pages, CPU, torch.float32, size=size, step_tokens=step_tokens)
+def paged(base, size=POOL, **options):
+    return gpu_stage(base, size, make=Counting, **options)
 
 
 def stage(plan, model, **options):
@@ -117,13 +114,13 @@ def limits(size=POOL, **changed):
     return PoolLimits(**values | changed)
 
 
-def serve(compute, requests, *, make=Scheduler, **changed):
+def serve(compute, requests, *, make=Scheduler, drafter=None, **changed):
     """Run requests through the first stage's loop; return tokens by request."""
     mailbox = Mailbox()
     for request in requests:
         mailbox.requests.put(request)
     mailbox.requests.put(None)
-    scheduler = make(limits(**changed))
+    scheduler = make(limits(**changed), drafter=drafter)
     FirstStage(scheduler, compute, None, mailbox, Recorder(), num_stages=1).run()
     scheduler.check()
     assert scheduler.idle and scheduler.tables.pool.num_held == 0
@@ -352,7 +349,7 @@ def test_packed_latents_give_the_tokens_of_a_cpu(
     trunk, *tails = random_prompts(147, 9, 30, seed=5)
     prompts = [trunk + tail for tail in tails]
     plan, spec = make_plan(latent_model, batch=3, kv=kv), ModelSpec.from_directory(latent_model)
-    assert not gpu_pool_lack(spec, kv, "bfloat16", drafts=False)
+    require(spec, ways_of(gpu=True, kv=kv, drafts=False), max_len=200)
     own = {"size": size, "kv": kv, "num_blocks": 1, "step_tokens": 100}
     on_cpu = OpenStages(plan, spec, CheckpointSource(latent_model, spec), pool=size)
     want = on_cpu.run(Scheduler(limits(**own, tokens_ahead=1)), asked(prompts, 3)).tokens
@@ -584,11 +581,7 @@ def test_drafts_by_the_model_change_no_token(
     monkeypatch.setattr(PackedPlan, "chunk_rows", 128)  # the interpreter is slow
     monkeypatch.setattr(packed_pages_plan, "programs_per_sm", lambda *_, **__: 1)
     PackedPlan.of.__func__.cache_clear()
-    monkeypatch.setattr(
-        stage_runner,
-        "make_paged_kv",
-        lambda spec, kv, size, **given: GpuPackedKV(spec, kv, size=size, **given),
-    )
+    monkeypatch.setattr(stage_runner, "make_paged_kv", gpu_pool)
     model, new = tiny_models.directory("qwen3"), 7
     (trunk,) = random_prompts(141, seed=4)
     prompts = [trunk, *random_prompts(6, 20, seed=2), [*trunk[:128], 5, 7, 9]]
@@ -622,6 +615,42 @@ def test_drafts_by_the_model_change_no_token(
     assert copied == (mode != "qspec") and len(compute.model.layers) == len(layers_of(compute))
 
 
+class ShortLived(FixedDrafter):
+    """Drafts in two rounds, then says that drafts are in vain."""
+
+    rounds = 0
+
+    @property
+    def in_vain(self):
+        return self.rounds >= 3
+
+    def gamma(self, requests):
+        self.rounds += 1
+        return self._gamma if self.rounds <= 2 else 0
+
+
+@pytest.mark.parametrize("mode", ["kv4", "ngram"])
+def test_drafts_end_for_good_and_tokens_go_on(
+    mode, tiny_models, random_prompts, make_plan, on_gpu_path, monkeypatch
+):
+    """Rounds under way end first; then steps run ahead over the pool without its copy."""
+    monkeypatch.setattr(gpu_packed_kv, "rope_append_pages", rope_append_pages_reference)
+    monkeypatch.setattr(PackedPlan, "chunk_rows", 128)  # the interpreter is slow
+    monkeypatch.setattr(packed_pages_plan, "programs_per_sm", lambda *_, **__: 1)
+    PackedPlan.of.__func__.cache_clear()
+    monkeypatch.setattr(stage_runner, "make_paged_kv", gpu_pool)
+    model, prompts = tiny_models.directory("qwen3"), random_prompts(9, 3)
+    compute = stage(make_plan(model, batch=3), model)
+    compute.enable_speculation(mode, POOL, layers=range(2))
+    got = serve(compute, asked(prompts, 14), drafter=ShortLived(mode, 3), tokens_ahead=1)
+    assert got == tiny_models.greedy("qwen3", prompts, 14)
+    drafted = StepKind.ROUND if mode == "kv4" else StepKind.VERIFY
+    last = len(compute.kinds) - compute.kinds[::-1].index(StepKind.DECODE)
+    assert mode == "ngram" or drafted in compute.kinds
+    assert drafted not in compute.kinds[last:] and compute.blind_steps > 0
+    assert compute.draft is None and not isinstance(compute.kv, GpuDraftedKV)
+
+
 def layers_of(compute):
     """Return the layers of a stage's pool, or of its copy."""
     kv = getattr(compute.kv, "copy", compute.kv)
@@ -648,6 +677,11 @@ def test_warm_up_leaves_nothing_that_a_request_sees(
     compute = stage(make_plan(model, batch=3), model)
     compute.warm_up(3, 16, gamma=2)
     assert serve(compute, asked(prompts)) == tiny_models.greedy("llama", prompts, NEW)
+
+
+def test_rows_are_rounded_up_and_never_beyond_the_plan():
+    assert [rounded_rows(n, 32) for n in (1, 2, 3, 5, 9, 31, 32)] == [1, 2, 4, 8, 16, 32, 32]
+    assert rounded_rows(3, 3) == 3 and rounded_rows(5, 6) == 6 and rounded_rows(12, 12) == 12
 
 
 def test_ladders_have_few_rungs():

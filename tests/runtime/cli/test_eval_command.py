@@ -14,7 +14,6 @@ from llmpq.errors import PlanMismatchError
 from llmpq.model_spec import ModelSpec
 from llmpq.plan import ClusterRef, ModelRef, Plan, StagePlan
 from llmpq.precision import KVPrecision, Precision
-from llmpq.runtime.cache.kv_by_precision import make_kv_cache
 from llmpq.runtime.cli.tool_flags import EvalOptions, eval_parser
 from llmpq.runtime.step import Step
 from llmpq.runtime.text.tokenizer import Tokenizer
@@ -30,6 +29,7 @@ from llmpq.runtime.tools.evaluate import (
 )
 from llmpq.sizes.workspace import QUERIES_AT_ONCE
 from llmpq.workload import Workload
+from reference.contiguous_kv import make_kv_cache
 from reference.pipeline import ReferencePipeline
 
 pytestmark = pytest.mark.cpu
@@ -95,7 +95,6 @@ def test_prompts_are_read_through_the_packed_cache(demo_model, tokens, bits):
         slots=1,
         max_len=len(some),
         dtype=torch.float32,
-        exact_prompt=False,
     )
     parts = []
     for at in range(0, len(some), QUERIES_AT_ONCE):

@@ -15,7 +15,7 @@ from llmpq.runtime.engine.pool_limits import PoolLimits
 from llmpq.runtime.engine.scheduler import Scheduler
 from llmpq.runtime.launch.stages.stage_wire import read_request, write_request
 from llmpq.runtime.links.message import pack_header, unpack_header
-from llmpq.runtime.request import MicroBatch, Request, StepKind
+from llmpq.runtime.request import MicroBatch, PagedRow, Request, StepKind
 from llmpq.runtime.sampling_params import SamplerConfig
 from llmpq.runtime.step_message import StepMessage, describe
 from llmpq.runtime.weights.sources import CheckpointSource
@@ -95,9 +95,9 @@ def test_headers_carry_every_field():
 
 def test_draft_steps_sample_at_their_own_index():
     request = Request(id=0, prompt=(1, 2), max_new=9, slot=3, output=[7, 8], drafts=[9])
-    message = describe(MicroBatch(1, StepKind.DRAFT, [request], [4], [[9]]))
-    assert message.sample_steps == [3]
-    assert describe(MicroBatch(1, StepKind.DECODE, [request], [3], [[8]])).sample_steps == [2]
+    row = PagedRow(slot=3, sample_step=3)
+    message = describe(MicroBatch(1, StepKind.DRAFT, [request], [4], [[9]], (row,)))
+    assert message.sample_steps == [3] and message.slots == [3] and message.num_new == [1]
 
 
 def test_requests_survive_the_way_to_the_first_stage():

@@ -13,7 +13,6 @@ from llmpq.errors import DoesNotFitError
 from llmpq.families.common.spec_values import RopeScaling
 from llmpq.model_spec import ModelSpec
 from llmpq.precision import KVPrecision
-from llmpq.runtime.cache.low_bit_kv import LowBitKV
 from llmpq.runtime.cache.paged_by_precision import make_paged_kv
 from llmpq.runtime.drafts.drafters import FixedDrafter
 from llmpq.runtime.engine.pool_limits import PoolLimits
@@ -29,6 +28,7 @@ from llmpq.runtime.step_message import StepMessage
 from llmpq.runtime.weights.sources import CheckpointSource
 from llmpq.sizes.kv_format import TAIL_TOKENS, kv_pool_bytes
 from llmpq.sizes.pool_size import PoolSize
+from reference.contiguous_kv import make_kv_cache
 from reference.open_stages import OpenStages
 from reference.pipeline import ReferencePipeline
 
@@ -135,14 +135,13 @@ def test_long_requests_are_preempted_and_find_what_they_share(
 
 def packed_greedy(pipeline: ReferencePipeline, kv: KVPrecision, prompt, max_new: int) -> list[int]:
     """Generate with a cache of few bits that nobody shares: what a query sees is by position."""
-    cache = LowBitKV(
+    cache = make_kv_cache(
         pipeline.spec,
         kv,
         num_layers=pipeline.spec.num_layers,
         slots=1,
         max_len=len(prompt) + max_new,
         dtype=torch.float32,
-        exact_prompt=False,
     )
     new, start, tokens = list(prompt), 0, []
     while len(tokens) < max_new:
@@ -337,9 +336,7 @@ def test_a_plan_of_slots_has_as_many_blocks_as_its_device_has_room_for(demo_mode
         return PoolPlan(with_room(tokens), spec, EngineOptions(**told))
 
     for tokens, blocks in ((8 * 128, 8), (8 * 128 - 1, 7), (8 * 47, 2)):
-        held = pool(tokens, offline=not live)
-        assert held.use_paged_engine and held.size.num_blocks == blocks
-    assert pool(8 * 128, speculate="ngram", gamma=2, offline=not live).use_paged_engine
+        assert pool(tokens, offline=not live).size.num_blocks == blocks
 
 
 @pytest.mark.parametrize("kv", ["kv16", "kv4"])

@@ -14,8 +14,6 @@ import llmpq
 from llmpq.kernels.kv.low_bit.low_bit_cache import QuantizedKVCache
 from llmpq.model_spec import ModelSpec
 from llmpq.precision import KVPrecision
-from llmpq.runtime.cache.kv_by_precision import make_kv_cache
-from llmpq.runtime.cache.low_bit_kv import LowBitKV
 from llmpq.runtime.cache.paged_by_precision import make_paged_kv
 from llmpq.runtime.engine.pool_limits import PoolLimits
 from llmpq.runtime.engine.scheduler import Scheduler
@@ -26,6 +24,7 @@ from llmpq.runtime.step import Step
 from llmpq.runtime.weights.sources import CheckpointSource
 from llmpq.sizes.pool_size import PoolSize, wanted_pool
 from llmpq.workload import CHUNK_TOKENS, Workload
+from reference.contiguous_kv import make_kv_cache
 from reference.open_stages import OpenStages
 from reference.pipeline import ReferencePipeline, pad
 
@@ -167,14 +166,13 @@ def test_packed_pools_equal_their_unpaged_twin(
 
 def packed_greedy(pipeline: ReferencePipeline, kv: KVPrecision, prompt: list[int]) -> list[int]:
     """Return the tokens of a prompt alone, every query over packed keys as far as it sees them."""
-    cache = LowBitKV(
+    cache = make_kv_cache(
         pipeline.spec,
         kv,
         num_layers=4,
         slots=1,
         max_len=len(prompt) + NEW,
         dtype=torch.float32,
-        exact_prompt=False,
     )
     tokens, start, new = [], 0, prompt
     for _ in range(NEW):

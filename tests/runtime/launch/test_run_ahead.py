@@ -12,16 +12,12 @@ import torch.distributed as dist
 
 from llmpq.model_spec import ModelSpec
 from llmpq.plan import Plan
-from llmpq.runtime.backends.build_stage import build_stage, load_slots
-from llmpq.runtime.backends.slot_stage_runner import SlotStageRunner
+from llmpq.runtime.backends.build_stage import build_stage
 from llmpq.runtime.backends.stage_runner import StageRunner
 from llmpq.runtime.engine.mailbox import Mailbox
 from llmpq.runtime.engine.pool_limits import PoolLimits
 from llmpq.runtime.engine.scheduler import Scheduler
-from llmpq.runtime.engine.slot_limits import SlotLimits
-from llmpq.runtime.engine.slot_scheduler import SlotScheduler
 from llmpq.runtime.engine.stage_loop import FirstStage, run_following_stage
-from llmpq.runtime.launch.stages.stage_settings import limits_of
 from llmpq.runtime.links.device_links import DeviceTransport, connect_devices
 from llmpq.runtime.links.transport import join_gloo
 from llmpq.runtime.pending import Pending
@@ -55,15 +51,11 @@ class Table:
         return super().run(replace(message, tokens=tokens), hidden_BQH)
 
 
-class TableStage(Table, SlotStageRunner):
-    """A stage of slots."""
+class TableStage(Table, StageRunner):
+    """A stage with such a table."""
 
 
-class PagedTableStage(Table, StageRunner):
-    """A stage of the paged engine."""
-
-
-def stage(rank: int, folder: str, model: str, forgetful: bool, pool: bool) -> None:
+def stage(rank: int, folder: str, model: str, forgetful: bool) -> None:
     """Run one stage; the first one leaves the tokens in the folder."""
     torch.set_num_threads(1)
     plan = Plan.load(f"{folder}/plan.json")
@@ -73,11 +65,8 @@ def stage(rank: int, folder: str, model: str, forgetful: bool, pool: bool) -> No
     spec = ModelSpec.from_directory(model)
     cpu = torch.device("cpu")
     source = CheckpointSource(model, spec)
-    if pool:
-        base, _ = build_stage(plan, rank, spec, source, cpu, POOL)
-        compute = PagedTableStage(base.model, base.kv, cpu, torch.float32)
-    else:
-        compute = TableStage(*load_slots(plan, rank, spec, source, cpu), cpu, torch.float32)
+    base, _ = build_stage(plan, rank, spec, source, cpu, POOL)
+    compute = TableStage(base.model, base.kv, cpu, torch.float32)
     compute.table, compute.forgetful = {}, forgetful
     last = rank == num_stages - 1
     transport = DeviceTransport(
@@ -87,21 +76,19 @@ def stage(rank: int, folder: str, model: str, forgetful: bool, pool: bool) -> No
         max_rows=4,
         max_tokens=64,
         max_pending=16,
-        max_blocks=POOL.num_blocks if pool else 0,
+        max_blocks=POOL.num_blocks,
         tokens_on_device=True,
     )
     if rank:
         run_following_stage(compute, transport, Recorder(), last=last)
     else:
-        lead(plan, compute, transport, folder, scheduler_of(plan, pool))
+        lead(plan, compute, transport, folder)
     dist.barrier()
     dist.destroy_process_group()
 
 
-def scheduler_of(plan: Plan, pool: bool) -> SlotScheduler | Scheduler:
-    if not pool:
-        return SlotScheduler(limits_of(plan))
-    limits = PoolLimits(
+def limits_of(plan: Plan, **changed: int) -> PoolLimits:
+    values = dict(
         num_blocks=POOL.num_blocks,
         max_rows=POOL.slots,
         max_len=POOL.max_len,
@@ -110,17 +97,12 @@ def scheduler_of(plan: Plan, pool: bool) -> SlotScheduler | Scheduler:
         num_stages=len(plan.stages),
         tokens_ahead=2,
     )
-    return Scheduler(limits)
+    return PoolLimits(**values | changed)
 
 
-def lead(
-    plan: Plan,
-    compute: Table,
-    transport: DeviceTransport,
-    folder: str,
-    scheduler: SlotScheduler | Scheduler,
-) -> None:
-    """Serve five requests, one of them late, in three slots."""
+def lead(plan: Plan, compute: Table, transport: DeviceTransport, folder: str) -> None:
+    """Serve six requests, three at a time."""
+    scheduler = Scheduler(limits_of(plan))
     mailbox = Mailbox()
     prompts = torch.load(f"{folder}/prompts.pt", weights_only=True)
     for index, prompt in enumerate(prompts):
@@ -139,39 +121,33 @@ def lead(
 def serve(in_processes):
     """Return what runs a plan's stages in processes."""
 
-    def run(
-        plan: Plan, model: Path, prompts, *, forgetful: bool = False, pool: bool = False
-    ) -> list[list[int]]:
+    def run(plan: Plan, model: Path, prompts, *, forgetful: bool = False) -> list[list[int]]:
         with tempfile.TemporaryDirectory() as folder:
             plan.save_json(f"{folder}/plan.json")
             torch.save(prompts, f"{folder}/prompts.pt")
-            in_processes(stage, (folder, str(model), forgetful, pool), count=len(plan.stages))
+            in_processes(stage, (folder, str(model), forgetful), count=len(plan.stages))
             return torch.load(f"{folder}/tokens.pt", weights_only=True)
 
     return run
 
 
-@pytest.mark.parametrize("pool", [False, True])
 @pytest.mark.parametrize("splits", [(1,), (1, 2)])
-def test_tokens_equal_one_process(serve, splits, pool, tiny_models, random_prompts, make_plan):
+def test_tokens_equal_one_process(serve, splits, tiny_models, random_prompts, make_plan):
     model = tiny_models.directory("llama")
     plan = make_plan(model, batch=3, prefill_microbatch=2, decode_microbatch=2, splits=splits)
     prompts = random_prompts(*LENGTHS)
     want = ReferencePipeline.from_directory(model).generate(prompts, max_new=max(NEW))
     want = [row[:new] for row, new in zip(want, NEW, strict=True)]
-    assert serve(plan, model, prompts, pool=pool) == want
+    assert serve(plan, model, prompts) == want
 
 
-@pytest.mark.parametrize("pool", [False, True])
-def test_tokens_that_are_not_brought_are_missed(
-    serve, pool, tiny_models, random_prompts, make_plan
-):
+def test_tokens_that_are_not_brought_are_missed(serve, tiny_models, random_prompts, make_plan):
     model = tiny_models.directory("llama")
     plan = make_plan(model, batch=3, prefill_microbatch=2, decode_microbatch=2, splits=(1,))
     prompts = random_prompts(*LENGTHS)
     want = ReferencePipeline.from_directory(model).generate(prompts, max_new=max(NEW))
     want = [row[:new] for row, new in zip(want, NEW, strict=True)]
-    assert serve(plan, model, prompts, forgetful=True, pool=pool) != want
+    assert serve(plan, model, prompts, forgetful=True) != want
 
 
 def test_a_wait_for_tokens_is_watched_but_is_no_work():
@@ -205,10 +181,8 @@ def test_a_device_that_never_answers_is_noticed(fused_rounds):
             return Pending(torch.zeros(message.num_rows, 1, dtype=torch.long), Copied())
 
     Stuck.fused_rounds = fused_rounds
-    limits = SlotLimits(
-        num_slots=1, prompt_len=4, max_len=8, prefill_microbatch=1, decode_microbatch=1
-    )
-    first = FirstStage(SlotScheduler(limits), Stuck(), None, mailbox, recorder, num_stages=1)
+    limits = PoolLimits(num_blocks=1, max_rows=1, max_len=8, step_tokens=8, decode_rows=1)
+    first = FirstStage(Scheduler(limits), Stuck(), None, mailbox, recorder, num_stages=1)
     mailbox.requests.put(Request(id=0, prompt=(1, 2), max_new=1))
     mailbox.requests.put(None)
     thread = threading.Thread(target=first.run, daemon=True)

@@ -13,7 +13,7 @@ from llmpq.runtime.links.device_links import KINDS, DeviceTransport, connect_dev
 from llmpq.runtime.links.peer_links import Room
 from llmpq.runtime.links.transport import IDLE_LIMIT, GlooTransport, join_gloo
 from llmpq.runtime.options import choices
-from llmpq.runtime.request import StepKind
+from llmpq.runtime.request import PagedRow, StepKind
 from llmpq.runtime.sampling_params import SamplerConfig
 from llmpq.runtime.step_message import STOP, StepMessage
 
@@ -28,9 +28,12 @@ PREFILL = StepMessage(
     sample_steps=[0, 0],
     sampling=[SamplerConfig()] * 2,
     tokens=[[1] * 5, [2] * 4],
+    paged=(PagedRow(slot=0), PagedRow(slot=3)),
 )
 VERIFY = replace(PREFILL, kind=StepKind.VERIFY, seq=2, starts=[5, 4], num_new=[2, 1],
-                 tokens=[[7, 8], [9]])  # fmt: skip
+                 tokens=[[7, 8], [9]],
+                 paged=(PagedRow(slot=0, drafts=(8,), drafts_wanted=0),
+                        PagedRow(slot=3, drafts_wanted=0)))  # fmt: skip
 
 
 def test_what_may_be_asked_for_is_what_there_is() -> None:
@@ -38,7 +41,7 @@ def test_what_may_be_asked_for_is_what_there_is() -> None:
 
 
 def states(message: StepMessage, rank: int) -> torch.Tensor:
-    shape = (message.num_rows, message.q_len, HIDDEN)
+    shape = (*message.shape, HIDDEN)
     return torch.arange(torch.Size(shape).numel()).view(shape).float() + 1000 * rank
 
 

@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from llmpq.runtime.links.message import pack_header
+from llmpq.runtime.links.message import pack_header, pack_paging
 from llmpq.runtime.links.transport import GlooTransport, join_gloo, more_connections
-from llmpq.runtime.request import StepKind
+from llmpq.runtime.request import PagedRow, StepKind
 from llmpq.runtime.sampling_params import SamplerConfig
 from llmpq.runtime.step_message import STOP, StepMessage
 
@@ -29,7 +29,8 @@ class Wire:
         self.rooms: deque[Tensor] = deque()
 
     def put(self, message: StepMessage, hidden_BQH: Tensor | None) -> None:
-        parts = [pack_header(message, MAX_ROWS)] + ([] if hidden_BQH is None else [hidden_BQH])
+        parts = [pack_header(message, MAX_ROWS), pack_paging(message.paged)]
+        parts += [] if hidden_BQH is None else [hidden_BQH]
         self.messages.append(torch.cat([part.view(-1).view(torch.uint8) for part in parts]))
 
     def irecv(self, room: Tensor, source: int) -> Wire:
@@ -54,7 +55,7 @@ def wire(monkeypatch: pytest.MonkeyPatch) -> Wire:
 def _step(seq: int) -> StepMessage:
     return StepMessage(
         kind=StepKind.DECODE, seq=seq, slots=[0], starts=[3], num_new=[1], sample_steps=[0],
-        sampling=[SamplerConfig()],
+        sampling=[SamplerConfig()], paged=[PagedRow(slot=0)],
     )  # fmt: skip
 
 
@@ -84,6 +85,7 @@ def _prefill(rows: int, tokens: int) -> StepMessage:
     return StepMessage(
         kind=StepKind.PREFILL, slots=range(rows), starts=[0] * rows, num_new=[tokens] * rows,
         sample_steps=[0] * rows, sampling=[SamplerConfig()] * rows,
+        paged=[PagedRow(slot=row) for row in range(rows)],
     )  # fmt: skip
 
 
@@ -95,7 +97,7 @@ def _exchange(rank: int, path: str) -> None:
     )  # fmt: skip
     for number, (rows, tokens) in enumerate(SHAPES):
         torch.manual_seed(number)
-        expected = torch.randn(rows, tokens, HIDDEN)
+        expected = torch.randn(1, rows * tokens, HIDDEN)
         if rank == 0:
             transport.send_step(_prefill(rows, tokens), expected)
             transport.receive_tokens(rows, 1)

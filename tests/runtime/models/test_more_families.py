@@ -18,7 +18,6 @@ from llmpq.model_spec import ModelSpec
 from llmpq.precision import KVPrecision, Precision
 from llmpq.profiler.quantize.layer_walk import CalibrationRun, random_windows
 from llmpq.profiler.quantize.smooth_channels import smoothed
-from llmpq.runtime.cache.kv_by_precision import make_kv_cache
 from llmpq.runtime.engine.pool_limits import PoolLimits
 from llmpq.runtime.engine.scheduler import Scheduler
 from llmpq.runtime.launch.pipeline_client import PipelineClient
@@ -29,6 +28,7 @@ from llmpq.runtime.request import Request
 from llmpq.runtime.step import Step
 from llmpq.runtime.weights.sources import CheckpointSource, RandomSource
 from llmpq.sizes.pool_size import PoolSize
+from reference.contiguous_kv import make_kv_cache
 from reference.open_stages import OpenStages
 from reference.pipeline import ReferencePipeline, pad
 

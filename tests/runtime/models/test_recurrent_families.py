@@ -339,7 +339,6 @@ def test_what_a_plan_counts_is_what_a_stage_allocates(
             spec,
             Workload(batch=batch, prompt_len=length, gen_len=1, dtype="float32"),
             range(spec.num_layers),
-            pooled=True,
             chunk=None,
             prefill_microbatch=1,
         )

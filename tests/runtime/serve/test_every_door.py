@@ -12,11 +12,8 @@ from typing import Any
 import pytest
 
 from llmpq import LLM, SamplingParams
-from llmpq.precision import KVPrecision
 from llmpq.runtime.cli.main import COMMANDS, main
 from llmpq.runtime.cli.serve import open_engine
-from llmpq.runtime.launch.plans.pool_plan import PoolPlan
-from llmpq.runtime.options import EngineOptions
 from llmpq.runtime.request_output import RequestOutput
 from llmpq.runtime.sampling_params import StructuredOutputsParams
 from llmpq.runtime.tools.evaluate import MeasuredJob, measured_plan, open_model
@@ -67,20 +64,6 @@ def test_every_door_runs_the_same_engine(demo_model, make_plan, tmp_path, capsys
     }
     runners = {name: {stage["runner"] for stage in stages} for name, stages in doors.items()}
     assert set.union(*runners.values()) == {"StageRunner"}, runners
-
-
-@pytest.mark.parametrize("kv", list(KVPrecision))
-@pytest.mark.parametrize("drafts", [{}, {"speculate": "ngram", "gamma": 2}, {"speculate": "kv4"}])
-def test_a_job_has_the_engine_of_live_requests_on_gpus_too(demo_model, make_plan, kv, drafts):
-    plan = make_plan(demo_model, (), kv=kv.value)
-    (stage,) = plan.stages
-    stage = stage.model_copy(update={"kind": "H200", "threads": None})
-    plan = plan.model_copy(update={"stages": (stage,)})
-    live, job = (
-        PoolPlan(plan, plan_spec(demo_model), EngineOptions(offline=offline, **drafts))
-        for offline in (False, True)
-    )
-    assert live.use_paged_engine == job.use_paged_engine
 
 
 def plan_spec(model: Any) -> Any:

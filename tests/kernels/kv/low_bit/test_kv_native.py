@@ -27,7 +27,7 @@ def cache_of(fmt, kv_heads, lengths, dtype, *, seed=0):
     table = table[:, : (max(lengths) - 16) // 128 if max(lengths) >= 16 else 0].contiguous()
     cache = QuantizedKVCache(
         fmt, num_layers=1, kv_heads=kv_heads, slots=len(lengths), max_len=max(lengths) + 1,
-        dtype=dtype, table_SN=table, pages=len(lengths) * blocks, exact_prompt=False,
+        dtype=dtype, table_SN=table, pages=len(lengths) * blocks,
     )  # fmt: skip
     history = []
     for slot, length in enumerate(lengths):
@@ -44,7 +44,7 @@ def cache_of(fmt, kv_heads, lengths, dtype, *, seed=0):
 def step(cache, slots, starts, count):
     counts = torch.full((len(slots),), count)
     return cache.plan(
-        torch.tensor(slots), torch.tensor(starts), counts, q_len=count, fresh=False,
+        torch.tensor(slots), torch.tensor(starts), counts, q_len=count,
         max_end=max(starts) + count,
     )  # fmt: skip
 

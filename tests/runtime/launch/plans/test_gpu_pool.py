@@ -1,4 +1,4 @@
-"""Which plans on GPUs are served from a pool of KV blocks: all whose pool lacks nothing."""
+"""The pool of KV blocks of plans on GPUs, and what no kernel of theirs reads."""
 
 from dataclasses import replace
 
@@ -8,6 +8,7 @@ from llmpq.capabilities import require, ways_of
 from llmpq.model_spec import ModelSpec
 from llmpq.plan import MemoryForm
 from llmpq.precision import KVPrecision
+from llmpq.runtime.launch.plans.complete_plan import complete_plan
 from llmpq.runtime.launch.plans.manual_plan import manual_plan
 from llmpq.runtime.launch.plans.pool_plan import PoolPlan, request_limits
 from llmpq.runtime.options import EngineOptions
@@ -29,16 +30,11 @@ def pool_plan(kv=KVPrecision.KV16, model="llama-3.1-8b", **settings):
 
 
 @pytest.mark.parametrize("offline", [True, False])
-def test_a_gpu_has_a_pool_unless_it_is_refused_one(offline):
-    assert pool_plan(offline=offline).use_paged_engine
-    assert not pool_plan(offline=offline, kv_pool=False).use_paged_engine
-    pool = pool_plan(offline=offline, kv_pool=True)
-    assert pool.use_paged_engine
+def test_a_gpu_goes_ahead_over_as_many_blocks_as_requests_fill(offline):
+    pool = pool_plan(offline=offline)
     assert pool.limits.tokens_ahead == 2, "the host waits for tokens"
     assert pool.limits.num_blocks == 4 * 3
-    told = EngineOptions(kv_pool=False, offline=offline)
-    slots = request_limits(pool.plan, pool.spec, told)
-    assert slots.max_len == 299 and pool.limits.max_len == pool.spec.max_positions
+    assert request_limits(pool.plan, pool.spec, pool.options).max_len == pool.spec.max_positions
 
 
 def test_a_job_known_beforehand_has_the_pool_that_its_plan_states():
@@ -47,56 +43,43 @@ def test_a_job_known_beforehand_has_the_pool_that_its_plan_states():
     pool = stated_pool(made.spec, made.plan.workload, made.plan.stages, **sizes)
     assert pool.tokens == 4 * 3 * 128
     stated = replace(made, plan=made.plan.model_copy(update={"pool": pool}))
-    assert stated.use_paged_engine and stated.limits.num_blocks == pool.num_blocks
-    for settings in ({"kv_pool": False}, {"speculate": "ngram"}):
-        assert not replace(stated, options=replace(stated.options, **settings)).use_paged_engine
+    assert stated.limits.num_blocks == pool.num_blocks
 
 
 @pytest.mark.parametrize("kv", [KVPrecision.KV8, KVPrecision.KV4, KVPrecision.KV2])
 def test_packed_precisions_have_a_pool_that_counts_what_is_ever_packed(kv):
-    pool = pool_plan(kv, offline=False, kv_pool=True)
-    assert pool.use_paged_engine and pool.limits.kv is kv
+    pool = pool_plan(kv, offline=False)
+    assert pool.limits.kv is kv
     assert pool.limits.num_blocks == 4 * packed_blocks(300)
-
-
-def test_what_a_gpu_does_not_page_has_slots_and_is_refused_a_pool():
-    odd = KVPrecision.KV8, "opt-2.7b"
-    why = "a KV cache of 8 bits and heads of 80 channels"
-    with pytest.raises(ValueError, match=f"does not go with {why} yet; leave kv_pool out"):
-        _ = pool_plan(*odd, kv_pool=True).use_paged_engine
-    assert not pool_plan(*odd).use_paged_engine
 
 
 @pytest.mark.parametrize("offline", [True, False])
 @pytest.mark.parametrize("mode,gamma", [("ngram", 3), ("kv4", None), ("qspec", 2)])
-def test_drafts_on_a_gpu_have_slots_unless_a_pool_is_asked_for(offline, mode, gamma):
-    drafts = {"offline": offline, "speculate": mode, "gamma": gamma}
-    assert not pool_plan(**drafts).use_paged_engine
-    pool = pool_plan(**drafts, kv_pool=True)
-    assert pool.use_paged_engine
-    assert pool.limits_over(object()).tokens_ahead == 1, "drafts need to know the tokens"
+def test_drafts_on_a_gpu_know_the_tokens(offline, mode, gamma):
+    pool = pool_plan(offline=offline, speculate=mode, gamma=gamma)
+    assert pool.limits_over(object()).tokens_ahead == 1
 
 
-def test_a_copy_that_a_gpus_pool_does_not_pack_is_refused():
-    asked = {"kv_pool": True, "gamma": 2}
-    assert pool_plan(model="opt-2.7b", speculate="qspec", **asked).use_paged_engine
-    with pytest.raises(ValueError, match="a KV cache of 4 bits and heads of 80 channels"):
-        _ = pool_plan(model="opt-2.7b", speculate="kv4", **asked).use_paged_engine
+def completed(kv=KVPrecision.KV16, model="opt-2.7b", dtype="bfloat16", **settings):
+    pool = pool_plan(kv, model, **settings)
+    workload = pool.plan.workload.model_copy(update={"dtype": dtype})
+    plan = pool.plan.model_copy(update={"workload": workload})
+    return complete_plan(plan, pool.spec, pool.options)
 
 
-def test_cpus_have_a_pool_whatever_is_asked():
-    on_cpu = pool_plan()
-    (stage,) = on_cpu.plan.stages
-    stage = stage.model_copy(update={"kind": "CPU", "threads": 1})
-    plan = on_cpu.plan.model_copy(update={"stages": (stage,)})
-    for settings in ({}, {"kv_pool": False}, {"speculate": "kv4", "gamma": 2}):
-        told = EngineOptions(**settings)
-        assert replace(on_cpu, plan=plan, options=told).use_paged_engine
+def test_packed_blocks_that_no_kernel_reads_are_refused():
+    with pytest.raises(ValueError, match="heads of other than .* channels, which .*; plan with"):
+        completed(KVPrecision.KV8)
+    completed(speculate="ngram", gamma=2)
+    with pytest.raises(ValueError, match="heads of other than .* channels"):
+        completed(speculate="kv4", gamma=2)
+    with pytest.raises(ValueError, match="activations in float32, which"):
+        completed(KVPrecision.KV4, "llama-3.1-8b", "float32")
 
 
 def test_a_copy_for_drafts_takes_its_room_from_the_pool():
-    """Where the plan has not counted it; what the plan states it still has to have."""
-    pool = pool_plan(kv_pool=True)
+    """Where the plan has not counted it, another pool is stated."""
+    pool = pool_plan()
     (stage,) = pool.plan.stages
     layers = range(*stage.layers)
     kv_bytes = pool.size.nbytes(pool.spec, KVPrecision.KV16, layers=layers, dtype_bytes=2)
@@ -114,10 +97,12 @@ def test_a_copy_for_drafts_takes_its_room_from_the_pool():
     )
     stages = (stage.model_copy(update={"memory": memory}),)
     plan = pool.plan.model_copy(update={"stages": stages, "pool": stated})
-    for mode, fewer in ((None, False), ("qspec", False), ("kv4", True)):
-        told = replace(pool.options, speculate=mode, gamma=2)
-        own = replace(pool, plan=plan, options=told)
+    for mode, fewer in ((None, False), ("ngram", False), ("kv4", True)):
+        told = replace(pool.options, speculate=mode, gamma=mode and 2)
+        made, told = complete_plan(plan, pool.spec, told)
+        own = replace(pool, plan=made, options=told)
         assert (own.size.num_blocks < stated.num_blocks) == fewer
+        assert own.size.num_blocks == made.pool.num_blocks
         if mode == "kv4":
             copy = draft_pool(own.size)
             parts = ((own.size, KVPrecision.KV16), (copy, KVPrecision.KV4))
@@ -141,17 +126,9 @@ def test_hosts_keep_preempted_requests_where_copying_is_quicker_than_computing()
     assert kept() == 4 * 3, "an H200's host copies 16 MiB sooner"
     assert kept({"prefill_s": 1e-4}) == 0 < kept({"prefill_s": 1.0})
     assert kept({"kind": "CPU", "threads": 1}) == 0
-    assert kept(speculate="ngram", gamma=2, kv_pool=True) == 0
+    assert kept(speculate="ngram", gamma=2) == 0
     assert pool_plan(KVPrecision.KV8, offline=False).limits.host_blocks == 0
     assert pool_plan(model="gemma-2-9b", offline=False).limits.host_blocks == 0
-
-
-def test_packed_blocks_of_a_model_in_float32_are_refused():
-    pool = pool_plan(KVPrecision.KV4, "llama-3.1-8b", offline=False, kv_pool=True)
-    workload = pool.plan.workload.model_copy(update={"dtype": "float32"})
-    pool = replace(pool, plan=pool.plan.model_copy(update={"workload": workload}))
-    with pytest.raises(ValueError, match="a KV cache of 4 bits in a model of float32 yet"):
-        _ = pool.use_paged_engine
 
 
 @pytest.mark.parametrize(
@@ -166,5 +143,5 @@ def test_packed_blocks_of_a_model_in_float32_are_refused():
     ],
 )
 def test_windows_caps_sinks_and_latents_go_over_a_pool(model, kv):
-    pool = ways_of(gpu=True, kv=kv, drafts=False, pool=True)
+    pool = ways_of(gpu=True, kv=kv, drafts=False)
     require(ModelSpec.by_name(model), pool, max_len=8000)

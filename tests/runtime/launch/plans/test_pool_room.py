@@ -15,7 +15,7 @@ GIB = 1 << 30
 SPEC = ModelSpec.by_name("llama-3.1-8b")
 
 
-def plan_of(device, slots, *, pool, max_len=4400, kv=KVPrecision.KV16, may_shrink=False):
+def plan_of(device, rows, *, max_len=4400, kv=KVPrecision.KV16, may_shrink=False):
     return device_plan(
         SPEC,
         device,
@@ -23,9 +23,8 @@ def plan_of(device, slots, *, pool, max_len=4400, kv=KVPrecision.KV16, may_shrin
         dtype="bfloat16",
         kv=kv,
         max_len=max_len,
-        slots=slots,
+        rows=rows,
         may_shrink=may_shrink,
-        pool=pool,
     )
 
 
@@ -39,11 +38,9 @@ def h200():
 
 @pytest.mark.parametrize("kv", [KVPrecision.KV16, KVPrecision.KV4])
 def test_256_long_requests_have_what_memory_there_is(h200, kv):
-    assert kv is not KVPrecision.KV16 or plan_of(h200, 256, pool=False) is None
-    plan = plan_of(h200, 256, pool=True, kv=kv)
+    plan = plan_of(h200, 256, kv=kv)
     (memory,) = (stage.memory for stage in plan.stages)
-    settings = EngineOptions(kv_pool=True)
-    size = PoolPlan(plan, SPEC, settings).size
+    size = PoolPlan(plan, SPEC, EngineOptions()).size
     nbytes = size.nbytes(SPEC, kv, layers=range(SPEC.num_layers), dtype_bytes=2)
     assert size.slots == 256 and memory.total_bytes <= memory.limit_bytes
     assert memory.limit_bytes + memory.reserve_bytes == h200.limit_bytes
@@ -53,13 +50,12 @@ def test_256_long_requests_have_what_memory_there_is(h200, kv):
         assert nbytes > 0.9 * memory.kv_bytes > 90 * GIB, "memory is left unused"
 
 
-def test_a_pool_shrinks_no_plan_to_the_slots_that_fit(h200):
-    shrunk = plan_of(h200, 256, pool=False, may_shrink=True)
-    assert shrunk.workload.batch < 256
-    assert plan_of(h200, 256, pool=True, may_shrink=True).workload.batch == 256
+@pytest.mark.parametrize("may_shrink", [False, True])
+def test_a_gpus_plan_has_all_requests_whatever_fits_at_their_longest(h200, may_shrink):
+    assert plan_of(h200, 256, may_shrink=may_shrink).workload.batch == 256
 
 
 def test_a_request_that_never_fits_is_refused_in_a_sentence(h200):
-    plan = plan_of(h200, 1, pool=False)
+    plan = plan_of(h200, 1)
     with pytest.raises(DoesNotFitError, match="a request of 4400 tokens needs .*; take fewer"):
         with_pool_room(plan, SPEC, 16 * GIB, share=0.9)
