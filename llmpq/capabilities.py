@@ -100,12 +100,8 @@ FEATURES: tuple[Feature, ...] = (
         lambda spec, _: spec.recurrent is not None,
         *("gpu_drafts", "rounded"),
     ),
-    _feature(
-        "layers that share a KV cache",
-        lambda spec, _: bool(spec.kv_sources),
-        *("drafts", "quantize"),
-    ),
-    _feature("layers with unlike heads", _unlike_heads, *("drafts", "rounded", "quantize")),
+    _feature("layers that share a KV cache", lambda spec, _: bool(spec.kv_sources), "quantize"),
+    _feature("layers with unlike heads", _unlike_heads, "rounded", "quantize"),
     _feature("normalised values", lambda spec, _: spec.value_norm, "rounded", "quantize"),
     _feature("inputs of every layer's own", lambda s, _: s.per_layer_dim > 0, "rounded"),
     _feature("numbers that layers are scaled by", lambda s, _: s.layer_scalar, "rounded"),
@@ -113,7 +109,7 @@ FEATURES: tuple[Feature, ...] = (
     _feature(
         "sparse attention over chosen tokens",
         lambda spec, _: spec.indexer is not None,
-        *("gpu", "drafts", "rounded", "quantize"),
+        *("gpu", "rounded", "quantize"),
     ),
     _feature("several streams (AltUp)", lambda s, _: s.altup is not None, "rounded", "quantize"),
     _feature("sparse gates", lambda s, _: any(s.gate_sparsities), "rounded"),

@@ -71,6 +71,6 @@ class GpuKVByShape(KVByShape, GpuPagedKVBase):
         first, last = self._split_ends[at : at + 2]
         rows_FR = step.rows_FR[self._fields[at] : self._fields[at + 1]]
         return step.once(
-            f"step of shape {at}",
+            f"step of shape {at} of {id(self)}",
             lambda: replace(step, rows_FR=rows_FR, work_split=step.work_split[first:last]),
         )

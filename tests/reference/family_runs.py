@@ -63,7 +63,8 @@ def served(
 ) -> Served:
     """Serve greedy requests in chunks of so many tokens; `drafter`: what drafts for them.
 
-    `prompts_too`: whether prompts are scored, in steps that no graph holds.
+    `prompts_too`: whether prompts are scored, in steps that no graph holds. What is drafted for has
+    no scores.
     """
     workload = stages.plan.workload
     limits = PoolLimits(
@@ -81,9 +82,11 @@ def served(
     )
     last, requests = stages.computes[-1], []
     for i, prompt in enumerate(prompts):
-        scored = 0 if prompts_too else None
-        rules = LogitsConstraints(prompt=tuple(prompt), logprobs=0, prompt_logprobs=scored)
-        last.sampler.take_rules(i, rules)
+        rules = None
+        if drafter is None:
+            scored = 0 if prompts_too else None
+            rules = LogitsConstraints(prompt=tuple(prompt), logprobs=0, prompt_logprobs=scored)
+            last.sampler.take_rules(i, rules)
         requests.append(Request(id=i, prompt=tuple(prompt), max_new=new, rules=rules))
     tokens = stages.run(Scheduler(limits, drafter=drafter), requests).tokens
     noted = [last.sampler.noted(i) for i in range(len(prompts))]

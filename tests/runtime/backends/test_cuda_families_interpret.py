@@ -27,6 +27,7 @@ from llmpq.runtime.backends.gpu.cuda_stage_runner import CudaStageRunner
 from llmpq.runtime.cache import gpu_packed_kv, gpu_paged_kv, gpu_paged_latents, paged_by_precision
 from llmpq.runtime.cache.gpu_kv_by_shape import GpuKVByShape
 from llmpq.runtime.cache.gpu_packed_kv import GpuPackedKV
+from llmpq.runtime.drafts.drafters import FixedDrafter
 from llmpq.runtime.models.experts import MixtureBeside
 from llmpq.runtime.models.layers import Attention, LayerTail
 from llmpq.runtime.models.rotary import Rotary
@@ -99,7 +100,7 @@ def on_gpu(models: Any, make_plan: Any, monkeypatch: pytest.MonkeyPatch) -> Iter
                 for module in (gpu_paged_kv, gpu_paged_latents, gpu_packed_kv):
                     patch.setattr(module, "rope_append_pages", rope_append_pages_reference)
                 patch.setattr(CudaStageRunner, "run", one_at_a_time)
-            stages = stages_of(directory, plan, size)
+            stages = stages_of(directory, plan, size, speculate=options.pop("speculate", None))
             assert not stages.computes[0].model.asks_host or on_cpu, "experts run one by one"
             return served(stages, prompts, size, new=NEW, **options)
 
@@ -162,6 +163,20 @@ def test_packed_blocks(
     if kind == "gemma3n":  # planted: readers append to what the step left of the newest tokens
         monkeypatch.setattr(GpuPackedKV, "keep_for_readers", lambda *_: None)
         assert on_gpu(kind, prompts, **options).furthest(want) > few_bits / 10
+
+
+@pytest.mark.parametrize(("kind", "mode"), [("gemma4", "kv4"), ("gemma3n", "w4kv4")])
+def test_drafts(
+    kind: str, mode: Any, on_gpu: Run, random_prompts: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A copy of four bits of every shape, and of a cache that layers share."""
+    monkeypatch.setattr(packed_pages_plan, "programs_per_sm", lambda *_, **__: 1)
+    PackedPlan.of.__func__.cache_clear()  # type: ignore[attr-defined]
+    (word,) = random_prompts(4)
+    prompts, drafter = [(word * 4)[:13], word], FixedDrafter(mode, 3)
+    want = on_gpu(kind, prompts, on_cpu=True)
+    got = on_gpu(kind, prompts, speculate=mode, drafter=drafter)
+    assert got.tokens == want.tokens and sum(drafter.acceptance.accepted) > 0
 
 
 def test_a_step_brings_a_table_for_every_shape(models: Any) -> None:

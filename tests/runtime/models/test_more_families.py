@@ -18,6 +18,7 @@ from llmpq.model_spec import ModelSpec
 from llmpq.precision import KVPrecision, Precision
 from llmpq.profiler.quantize.layer_walk import CalibrationRun, random_windows
 from llmpq.profiler.quantize.smooth_channels import smoothed
+from llmpq.runtime.drafts.drafters import FixedDrafter
 from llmpq.runtime.engine.pool_limits import PoolLimits
 from llmpq.runtime.engine.scheduler import Scheduler
 from llmpq.runtime.launch.pipeline_client import PipelineClient
@@ -29,6 +30,7 @@ from llmpq.runtime.step import Step
 from llmpq.runtime.weights.sources import CheckpointSource, RandomSource
 from llmpq.sizes.pool_size import PoolSize
 from reference.contiguous_kv import make_kv_cache
+from reference.family_runs import served, stages_of
 from reference.open_stages import OpenStages
 from reference.pipeline import ReferencePipeline, pad
 
@@ -78,6 +80,33 @@ def test_an_engine_gives_the_same_tokens(
         ])  # fmt: skip
         found = {d.id: d.tokens for update in engine.updates() for d in update.finished}
     assert [found[i] for i in range(len(prompts))] == models.greedy(kind, prompts)
+
+
+DRAFTED = (
+    ("gemma4", "kv4"),
+    ("gemma4 with shared caches", "w4kv4"),
+    ("gemma3n", "kv4"),
+    ("deepseek_v32", "qspec"),
+    ("llama4", "w4kv4"),
+)
+"""Kinds, and who drafts for them."""
+
+
+@pytest.mark.parametrize(("kind", "mode"), DRAFTED)
+def test_drafts_leave_the_tokens_as_they_are(
+    models: Any, make_plan: Any, random_prompts: Any, kind: str, mode: Any
+) -> None:
+    """Unlike heads, shared caches, chosen tokens; beyond a block, in chunks that others follow."""
+    directory, (word,) = models.directory(kind), random_prompts(5)
+    prompts = [*random_prompts(150), (word * 4)[:18]]
+    size = PoolSize(num_blocks=6, slots=2, max_len=300)
+    bits = "w4a16" if mode == "qspec" else "w16a16"
+    plan = make_plan(directory, batch=2, prompt_len=150, gen_len=NEW, bits=bits)
+    want = served(stages_of(directory, plan, size), prompts, size, new=NEW)
+    drafting, drafter = stages_of(directory, plan, size, speculate=mode), FixedDrafter(mode, 3)
+    got = served(drafting, prompts, size, new=NEW, drafter=drafter, step_tokens=100)
+    assert got.tokens == want.tokens
+    assert sum(drafter.acceptance.accepted) > 0 and drafter.acceptance.refusals > 0
 
 
 def test_chunks_of_a_pool_give_the_same_tokens(
