@@ -68,11 +68,3 @@ class DraftedKV(ForwardingKV):
             alibi_slopes_H=alibi_slopes_H,
             **options,
         )
-
-    def keep_for_readers(self, layer: int, step: Step) -> None:
-        """As of the inner one: nothing reads the copy in a step of the model."""
-        self.inner.keep_for_readers(layer, step)
-
-    def attend_again(self, layer: int, *given: Any, **options: Any) -> Tensor:
-        """As of the inner one; the copy has had the step."""
-        return self.inner.attend_again(layer, *given, **options)

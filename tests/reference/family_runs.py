@@ -29,6 +29,9 @@ class Served:
     prompt_scores: list[list[float]]
     """... and of the prompts', but the first; nothing where they were not asked for."""
 
+    below_best: list[list[float]]
+    """How far those of the prompts' tokens are below the most likely token's."""
+
     def furthest(self, other: Served) -> float:
         """Return how far log-probabilities are apart at most, up to where answers part."""
         apart = [0.0]
@@ -84,16 +87,16 @@ def served(
     for i, prompt in enumerate(prompts):
         rules = None
         if drafter is None:
-            scored = 0 if prompts_too else None
+            scored = 1 if prompts_too else None
             rules = LogitsConstraints(prompt=tuple(prompt), logprobs=0, prompt_logprobs=scored)
             last.sampler.take_rules(i, rules)
         requests.append(Request(id=i, prompt=tuple(prompt), max_new=new, rules=rules))
     tokens = stages.run(Scheduler(limits, drafter=drafter), requests).tokens
     noted = [last.sampler.noted(i) for i in range(len(prompts))]
+    of_prompts = [one.prompt for one in noted] if prompts_too else []
     return Served(
         tokens=[tokens[i] for i in range(len(prompts))],
         scores=[[float(own.logprob) for own, *_ in one.output] for one in noted],
-        prompt_scores=[[float(own.logprob) for own, *_ in one.prompt] for one in noted]
-        if prompts_too
-        else [],
+        prompt_scores=[[float(own.logprob) for own, *_ in row] for row in of_prompts],
+        below_best=[[best.logprob - own.logprob for own, best in row] for row in of_prompts],
     )
