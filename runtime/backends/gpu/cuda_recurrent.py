@@ -1,7 +1,9 @@
 """Recurrent mixers on a GPU: what recurrent.py does, over rows that only the device knows.
 
     convolution   of all rows, each from its tail      kernels/recurrent/convolve.py
-    recurrence    the rows' states read once, written once        state_walk.py
+    recurrence    of short rows token by token, their states      state_walk.py
+                  read once and written once; of long rows by     state_scan.py
+                  blocks of tokens
     gate          with its norm                                   gated_norm.py
 
 Nothing asks the device for a value, so steps are captured, those with chunks too. Steps that are
@@ -21,6 +23,7 @@ from torch.nn import functional
 from llmpq.families.common.spec_values import Recurrent
 from llmpq.kernels.recurrent.convolve import convolve_rows
 from llmpq.kernels.recurrent.gated_norm import gated_norm
+from llmpq.kernels.recurrent.state_scan import FROM_TOKENS, scan_rows
 from llmpq.kernels.recurrent.state_walk import Recurrence, walk_rows
 from llmpq.runtime.cache.kv_cache import KVCache
 from llmpq.runtime.models.recurrent import RecurrentMixer, in_factors
@@ -58,7 +61,12 @@ def mix(part: RecurrentMixer, x_BQh: Tensor, into_BQE: Tensor, step: Step, kv: K
         bias_H=part.step_bias_H,
         skip_H=part.skip_H,
     )
-    out_TC = walk_rows(mixed_TC, steps_TJ, recurrence, states.matrix_SHNP, *rows)
+    given = (mixed_TC, steps_TJ, recurrence, states.matrix_SHNP, step.rows_FR)
+    if chunks:
+        out_TC = walk_rows(*given, rows[1], longest=FROM_TOKENS - 1)
+        scan_rows(*given, step.where.slots_T, rows[1], out_TC)
+    else:
+        out_TC = walk_rows(*given, rows[1])
     norm = part.mixer_norm
     return gated_norm(
         *(

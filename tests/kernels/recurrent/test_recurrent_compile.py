@@ -4,22 +4,30 @@ import pytest
 
 from llmpq.kernels.recurrent.convolve import convolve_kernel, tail_kernel
 from llmpq.kernels.recurrent.gated_norm import gated_norm_kernel
+from llmpq.kernels.recurrent.state_scan import pairs_kernel, scan_kernel
 from llmpq.kernels.recurrent.state_walk import walk_kernel
 from reference.cubin import ARCHITECTURES, SHARED_LIMIT, compile_kernel
 
 pytestmark = pytest.mark.compile
 
 CONVOLVE = {"TAPS": 4, "BIAS": True, "GATED": False, "BLOCK": 128, "STEP": 16, "PARTS": 1}
-WALK = {"HEADS": 32, "SHARED": 2, "N": 128, "P": 128, "PADDED_N": 128, "BLOCK_P": 32, "ZEROS": 32}
+WALK = {"HEADS": 32, "SHARED": 2, "N": 128, "P": 128, "PADDED_N": 128, "BLOCK_P": 64, "ZEROS": 32}
 NORM = {"WIDTH": 128, "PADDED": 128, "GROUPS": 8, "NORM": True, "NORM_FIRST": True, "SHARED": True}
 MAMBA = WALK | {"HEADS": 128, "SHARED": 16, "P": 64, "DELTA": False}
+SCAN = {"HEADS": 32, "SHARED": 2, "N": 128, "P": 128, "PADDED_N": 128, "BLOCK_T": 64}
+SCAN |= {"PRECISION": "tf32"}
 KERNELS = {
     "convolve": (convolve_kernel, CONVOLVE, 4),
     "convolve-single": (convolve_kernel, CONVOLVE | {"STEP": 1}, 1),
     "convolve-gated": (convolve_kernel, CONVOLVE | {"TAPS": 3, "GATED": True, "PARTS": 4}, 4),
     "tail": (tail_kernel, {"TAPS": 4, "GATED": False, "BLOCK": 128}, 1),
-    "delta": (walk_kernel, WALK | {"DELTA": True}, 4),
-    "mamba2": (walk_kernel, MAMBA, 4),
+    "delta": (walk_kernel, WALK | {"DELTA": True}, 2),
+    "delta-few": (walk_kernel, WALK | {"DELTA": True, "BLOCK_P": 32}, 1),
+    "mamba2": (walk_kernel, MAMBA, 2),
+    "pairs": (pairs_kernel, SCAN | {"DELTA": True}, 4),
+    "scan": (scan_kernel, SCAN | {"DELTA": True, "BLOCK_P": 32}, 4),
+    "scan-mamba2": (scan_kernel, SCAN | MAMBA | {"BLOCK_P": 32}, 4),
+    "scan-float32": (scan_kernel, SCAN | {"DELTA": True, "BLOCK_P": 32, "PRECISION": "ieee"}, 4),
     "gated-norm": (gated_norm_kernel, NORM, 4),
     "gate-first": (
         gated_norm_kernel,
@@ -27,7 +35,7 @@ KERNELS = {
         8,
     ),
 }
-INTEGERS = ("num_rows", "longest", "channels", "groups")
+INTEGERS = ("num_rows", "longest", "shortest", "places", "channels", "groups")
 FLOATS = ("scale", "eps")
 
 
@@ -43,19 +51,21 @@ def test_compiles_within_shared_memory(name, arch):
             continue
         if argument in ("rows", "moves"):
             arguments[argument] = "*i32"
-        elif argument == "states":
+        elif argument == "slots":
+            arguments[argument] = "*i64"
+        elif argument in ("states", "sums"):
             arguments[argument] = "*fp32"
         elif argument in FLOATS:
             arguments[argument] = "fp32"
         elif argument in INTEGERS or argument.endswith("stride"):
             arguments[argument] = "i32"
         else:
-            arguments[argument] = "*bf16"
-    loose = (*FLOATS, "num_rows", "longest", "groups")
+            arguments[argument] = "*fp32" if name.endswith("float32") else "*bf16"
+    loose = (*FLOATS, "num_rows", "longest", "shortest", "places", "groups")
     aligned = tuple(argument for argument in arguments if argument not in loose)
-    options = {"num_warps": warps}
+    options = {"num_warps": warps, "num_stages": 1}
     made = compile_kernel(kernel, arch, arguments, constants, aligned=aligned, options=options)
     assert made.cubin and made.shared_bytes <= SHARED_LIMIT[arch]
     assert ("griddepcontrol.wait" in made.ptx) == (arch >= 90)
-    if name in ("delta", "mamba2"):
+    if name.startswith(("delta", "mamba2")):
         assert "ld.global.v4" in made.ptx, "a state is not read 16 bytes at a time"

@@ -6,6 +6,7 @@ from triton import knobs
 
 from llmpq.kernels.recurrent.convolve import convolve_rows, convolve_rows_reference
 from llmpq.kernels.recurrent.gated_norm import gated_norm, gated_norm_reference
+from llmpq.kernels.recurrent.state_scan import FROM_TOKENS, scan_rows
 from llmpq.kernels.recurrent.state_walk import Recurrence, walk_rows, walk_rows_reference
 
 pytestmark = [
@@ -78,7 +79,7 @@ def walked(delta, places, *, heads=4, key_heads=2, key_dim=12, value_dim=20):
 @pytest.mark.parametrize("rows", [SINGLE, CHUNKS], ids=["single", "chunks"])
 @pytest.mark.parametrize("delta", [True, False], ids=["delta", "mamba2"])
 def test_walk(rows, delta, monkeypatch):
-    monkeypatch.setattr("llmpq.kernels.recurrent.state_walk.BLOCK_P", 16)
+    monkeypatch.setattr("llmpq.kernels.recurrent.state_walk.FEW_BLOCK_P", 16)
     rows_FR, places = table(rows)
     mixed, steps, form, states = walked(delta, places)
     want_states = states.clone()
@@ -90,6 +91,43 @@ def test_walk(rows, delta, monkeypatch):
     walk_rows(mixed, steps, form, own, rows_FR, MOVES)
     torch.testing.assert_close(own, want_states)
     assert not torch.equal(want_states, states)
+
+
+LONG = [(1, 0, 70), (3, 9, 1), (0, 64, 20), (2, 0, 17), (4, 5, 131), (-1, 0, 3), (-1, 0, 0)]
+"""Rows that begin and end within blocks of 64 places, beside short ones."""
+
+
+@pytest.mark.parametrize("delta", [True, False], ids=["delta", "mamba2"])
+def test_scan(delta, monkeypatch):
+    """Long rows by blocks, short ones token by token: what all of them give one by one."""
+    monkeypatch.setattr("llmpq.kernels.recurrent.state_scan.BLOCK_P", 16)
+    rows_FR, places = table(LONG)
+    slots_T = torch.tensor([SLOTS if s < 0 else s for s, _, count in LONG for _ in range(count)])
+    mixed, steps, form, states = walked(delta, places, heads=2, key_heads=1)
+    want_states = states.clone()
+    want = walk_rows_reference(mixed, steps, form, want_states, rows_FR)
+    own = states.clone()
+    got = walk_rows(mixed, steps, form, own, rows_FR, MOVES, longest=FROM_TOKENS - 1)
+    moved = own.clone()
+    scan_rows(mixed, steps, form, own, rows_FR, slots_T, STAYS, got)
+    assert torch.equal(own, moved), "a state moved on"
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
+    scan_rows(mixed, steps, form, own, rows_FR, slots_T, MOVES, got)
+    torch.testing.assert_close(own, want_states, rtol=1e-4, atol=1e-5)
+
+
+def test_scan_of_keys_that_are_alike():
+    """All keys are one, nothing decays, every value replaces the last: powers would cancel."""
+    rows_FR, places = table([(0, 0, 130)])
+    mixed, steps, form, states = walked(True, places, heads=2, key_heads=1)
+    mixed[:, :24] = 1.0
+    steps[:, :2], steps[:, 2:] = 9.0, -40.0
+    want_states, got = states.clone(), torch.empty(places, 40)
+    want = walk_rows_reference(mixed, steps, form, want_states, rows_FR)
+    slots_T = torch.zeros(places, dtype=torch.long)
+    scan_rows(mixed, steps, form, states, rows_FR, slots_T, MOVES, got)
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(states, want_states, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize(
