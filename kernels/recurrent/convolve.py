@@ -152,8 +152,16 @@ def convolve_rows(
     blocks, pdl = triton.cdiv(channels, BLOCK), overlaps(x_TE.device)
     common = {"TAPS": taps, "GATED": gated, "BLOCK": BLOCK, "PDL": pdl, "launch_pdl": pdl}
     convolve_kernel[(num_rows, blocks, parts)](
-        *(x_TE, weight_C1K, weight_C1K if bias_C is None else bias_C, tails_SKC, rows_FR, moves_1),
-        *(out, num_rows, x_TE.stride(0), channels),
+        x_TE,
+        weight_C1K,
+        weight_C1K if bias_C is None else bias_C,
+        tails_SKC,
+        rows_FR,
+        moves_1,
+        out,
+        num_rows,
+        x_TE.stride(0),
+        channels,
         BIAS=bias_C is not None,
         STEP=STEP if chunks else 1,
         PARTS=parts,
@@ -162,7 +170,13 @@ def convolve_rows(
     )
     if parts > 1:
         tail_kernel[(num_rows, blocks)](
-            *(x_TE, tails_SKC, rows_FR, moves_1, num_rows, x_TE.stride(0), channels),
+            x_TE,
+            tails_SKC,
+            rows_FR,
+            moves_1,
+            num_rows,
+            x_TE.stride(0),
+            channels,
             num_warps=1,
             **common,
         )

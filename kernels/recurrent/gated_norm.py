@@ -77,8 +77,13 @@ def gated_norm(
     several = max(1, min(triton.next_power_of_2(groups), PROGRAM_CHANNELS // padded))
     out = torch.empty_like(x_TC)
     gated_norm_kernel[(tokens, triton.cdiv(groups, several))](
-        *(x_TC, gate_TC, x_TC if weight is None else weight, out),
-        *(gate_TC.stride(0), groups, eps),
+        x_TC,
+        gate_TC,
+        x_TC if weight is None else weight,
+        out,
+        gate_TC.stride(0),
+        groups,
+        eps,
         WIDTH=width,
         PADDED=padded,
         GROUPS=several,

@@ -37,7 +37,8 @@ from llmpq.kernels.recurrent.state_walk import Recurrence, softplus
 BLOCK_T = 64
 BLOCK_P = 32
 NUM_WARPS = 4
-"""One stage: a second one's blocks of keys do not fit beside the first's on most cards."""
+NUM_STAGES = 1
+"""A second block's keys do not fit beside the first's on most cards."""
 FROM_TOKENS = 17
 """Tokens of a row from which it is scanned; shorter ones are walked."""
 
@@ -194,7 +195,6 @@ def scan_rows(
     shape = (places, heads, BLOCK_T)
     pairs = torch.empty(shape, dtype=mixed_TE.dtype, device=device)
     inverse = torch.empty_like(pairs) if form.delta else pairs
-    strides = mixed_TE.stride(0), steps_TJ.stride(0), key_dim**-0.5
     common: dict[str, Any] = {
         "HEADS": heads,
         "SHARED": heads // form.key_heads,
@@ -206,19 +206,42 @@ def scan_rows(
         "PRECISION": "ieee" if mixed_TE.dtype == torch.float32 else "tf32",
         "PDL": pdl,
         "num_warps": NUM_WARPS,
-        "num_stages": 1,
+        "num_stages": NUM_STAGES,
         "launch_pdl": pdl,
     }
     pairs_kernel[(triton.cdiv(places, BLOCK_T), heads)](
-        *(mixed_TE, steps_TJ, form.decay_H, form.bias_H, slots_T),
-        *(sums_TH, pairs, inverse, places, *strides),
+        mixed_TE,
+        steps_TJ,
+        form.decay_H,
+        form.bias_H,
+        slots_T,
+        sums_TH,
+        pairs,
+        inverse,
+        places,
+        mixed_TE.stride(0),
+        steps_TJ.stride(0),
+        key_dim**-0.5,
         **common,
     )
     block = max(16, min(BLOCK_P, triton.next_power_of_2(value_dim)))
     scan_kernel[(rows_FR.shape[1], heads, triton.cdiv(value_dim, block))](
-        *(mixed_TE, steps_TJ, form.bias_H, form.bias_H if form.skip_H is None else form.skip_H),
-        *(sums_TH, pairs, inverse, states_SHNP, rows_FR, moves_1, out_TC),
-        *(rows_FR.shape[1], FROM_TOKENS, *strides),
+        mixed_TE,
+        steps_TJ,
+        form.bias_H,
+        form.bias_H if form.skip_H is None else form.skip_H,
+        sums_TH,
+        pairs,
+        inverse,
+        states_SHNP,
+        rows_FR,
+        moves_1,
+        out_TC,
+        rows_FR.shape[1],
+        FROM_TOKENS,
+        mixed_TE.stride(0),
+        steps_TJ.stride(0),
+        key_dim**-0.5,
         BLOCK_P=block,
         **common,
     )

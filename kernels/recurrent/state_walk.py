@@ -35,9 +35,9 @@ LENGTH_EPS = 1e-6
 BLOCK_P, NUM_WARPS = 64, 2
 FEW_BLOCK_P, FEW_NUM_WARPS = 32, 1
 FEW_HEADS = 768
-"""Heads of all rows up to which smaller programs fill the GPU better. H200, Qwen3-Next's state, us
-(32 columns by 1 warp / 64 by 2): 1 row 4.4 / 5.1, 8 rows 11.5 / 12.0, 32 rows 43.5 / 43.3, 128 rows
-164 / 149, of which 112 are its bytes at 4.8 TB/s."""
+"""Heads of all rows up to which smaller programs fill the GPU better. H200, Qwen3-Next's state, in us
+by 32 columns and 1 warp, and by 64 and 2: 8 rows 11.5, 12.0; 32 rows 43.5, 43.3; 128 rows 164, 149,
+of which 112 are its bytes at 4.8 TB/s. One row takes 4.4."""
 ZEROS = 32
 """Places of padding at a time."""
 EVERY_ROW = 1 << 30
@@ -156,9 +156,20 @@ def walk_rows(
     block, warps = (FEW_BLOCK_P, FEW_NUM_WARPS) if few else (BLOCK_P, NUM_WARPS)
     block = min(block, triton.next_power_of_2(value_dim))
     walk_kernel[(num_rows, heads, triton.cdiv(value_dim, block))](
-        *(mixed_TE, steps_TJ, form.decay_H, form.bias_H),
-        *(form.bias_H if form.skip_H is None else form.skip_H, states_SHNP, rows_FR, moves_1),
-        *(out_TC, num_rows, longest, mixed_TE.stride(0), steps_TJ.stride(0), key_dim**-0.5),
+        mixed_TE,
+        steps_TJ,
+        form.decay_H,
+        form.bias_H,
+        form.bias_H if form.skip_H is None else form.skip_H,
+        states_SHNP,
+        rows_FR,
+        moves_1,
+        out_TC,
+        num_rows,
+        longest,
+        mixed_TE.stride(0),
+        steps_TJ.stride(0),
+        key_dim**-0.5,
         HEADS=heads,
         SHARED=heads // form.key_heads,
         N=key_dim,

@@ -38,12 +38,23 @@ def mix(part: RecurrentMixer, x_BQh: Tensor, into_BQE: Tensor, step: Step, kv: K
     """
     assert isinstance(step, PagedStep) and kv.states is not None
     form, states = part.form, kv.states.layer(part.place)
-    rows, chunks = (step.rows_FR, kv.states.moves_1), step.chunks
-    into_TE = into_BQE[0]
-    convolved = part.conv_weight_C1K, part.conv_bias_C, states.tail_SKC
+    into_TE, delta = into_BQE[0], form.kind == "gated_delta"
+
+    def convolved(inputs_TE: Tensor) -> Tensor:
+        return convolve_rows(
+            inputs_TE,
+            part.conv_weight_C1K,
+            part.conv_bias_C,
+            states.tail_SKC,
+            step.rows_FR,
+            moves_1,
+            chunks=step.chunks,
+            gated=form.kind == "short_conv",
+        )
+
+    moves_1 = kv.states.moves_1
     if form.kind == "short_conv":
-        return convolve_rows(into_TE, *convolved, *rows, chunks=chunks, gated=True)[None]
-    delta = form.kind == "gated_delta"
+        return convolved(into_TE)[None]
     if delta:
         assert part.step_weight is not None
         steps_TJ = functional.linear(x_BQh[0], part.step_weight)
@@ -52,32 +63,44 @@ def mix(part: RecurrentMixer, x_BQh: Tensor, into_BQE: Tensor, step: Step, kv: K
         if form.in_factors:
             into_TE.mul_(_factors(form, into_TE.dtype, into_TE.device))
         gate_TC, inputs_TC, steps_TJ = into_TE.split([form.inner, form.channels, form.heads], dim=1)
-    mixed_TC = convolve_rows(inputs_TC, *convolved, *rows, chunks=chunks)
+    mixed_TC = convolved(inputs_TC)
+    out_TC = _recurrence(part, mixed_TC, steps_TJ, states.matrix_SHNP, step, moves_1)
+    norm = part.mixer_norm
+    return gated_norm(
+        out_TC,
+        gate_TC,
+        None if norm is None else norm.weight,
+        0.0 if norm is None else norm.eps,
+        groups=form.heads if delta else form.norm_groups,
+        norm_first=delta or form.norm_first,
+    )[None]
+
+
+def _recurrence(
+    part: RecurrentMixer,
+    mixed_TC: Tensor,
+    steps_TJ: Tensor,
+    matrix_SHNP: Tensor,
+    step: PagedStep,
+    moves_1: Tensor,
+) -> Tensor:
+    """Return what every place reads of its row's state, which moves on."""
     assert part.decay_H is not None and part.step_bias_H is not None
+    form, rows_FR = part.form, step.rows_FR
     recurrence = Recurrence(
-        delta=delta,
+        delta=form.kind == "gated_delta",
         key_heads=form.key_heads,
         decay_H=part.decay_H,
         bias_H=part.step_bias_H,
         skip_H=part.skip_H,
     )
-    given = (mixed_TC, steps_TJ, recurrence, states.matrix_SHNP, step.rows_FR)
-    if chunks:
-        out_TC = walk_rows(*given, rows[1], longest=FROM_TOKENS - 1)
-        scan_rows(*given, step.where.slots_T, rows[1], out_TC)
-    else:
-        out_TC = walk_rows(*given, rows[1])
-    norm = part.mixer_norm
-    return gated_norm(
-        *(
-            out_TC,
-            gate_TC,
-            None if norm is None else norm.weight,
-            0.0 if norm is None else norm.eps,
-        ),
-        groups=form.heads if delta else form.norm_groups,
-        norm_first=delta or form.norm_first,
-    )[None]
+    if not step.chunks:
+        return walk_rows(mixed_TC, steps_TJ, recurrence, matrix_SHNP, rows_FR, moves_1)
+    short = FROM_TOKENS - 1
+    out_TC = walk_rows(mixed_TC, steps_TJ, recurrence, matrix_SHNP, rows_FR, moves_1, longest=short)
+    slots_T = step.where.slots_T
+    scan_rows(mixed_TC, steps_TJ, recurrence, matrix_SHNP, rows_FR, slots_T, moves_1, out_TC)
+    return out_TC
 
 
 @lru_cache(maxsize=64)

@@ -7,30 +7,23 @@ from triton import knobs
 from llmpq.kernels.recurrent.convolve import convolve_rows, convolve_rows_reference
 from llmpq.kernels.recurrent.gated_norm import gated_norm, gated_norm_reference
 from llmpq.kernels.recurrent.state_scan import FROM_TOKENS, scan_rows
-from llmpq.kernels.recurrent.state_walk import Recurrence, walk_rows, walk_rows_reference
+from llmpq.kernels.recurrent.state_walk import walk_rows, walk_rows_reference
+from reference.recurrent_rows import (
+    CHUNKS,
+    LONG,
+    SINGLE,
+    SLOTS,
+    normal,
+    recurrent_inputs,
+    slots_of,
+    table,
+)
 
 pytestmark = [
     pytest.mark.interpret,
     pytest.mark.skipif(not knobs.runtime.interpret, reason="needs TRITON_INTERPRET=1"),
 ]
-SLOTS = 5
-SINGLE = [(2, 7), (0, 0), (-1, 0), (4, 300), (-1, 0)]
-"""Slots and starts of rows of one token each; -1: padding."""
-CHUNKS = [(1, 0, 5), (3, 9, 1), (0, 64, 2), (2, 0, 1), (4, 2, 37), (-1, 0, 3), (-1, 0, 0)]
-"""Slots, starts and tokens of rows."""
 MOVES, STAYS = torch.ones(1, dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
-
-
-def normal(*shape, seed=0):
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
-
-
-def table(rows):
-    """Return a rows' table of which the kernels read four fields, and its places."""
-    rows = [row if len(row) == 3 else (*row, 1) for row in rows]
-    firsts = [sum(row[2] for row in rows[:at]) for at in range(len(rows))]
-    columns = [[*row, first, 0, 0, 0] for row, first in zip(rows, firsts, strict=True)]
-    return torch.tensor(columns, dtype=torch.int32).t().contiguous(), sum(row[2] for row in rows)
 
 
 @pytest.mark.parametrize("rows", [SINGLE, CHUNKS], ids=["single", "chunks"])
@@ -57,31 +50,12 @@ def test_convolution(rows, taps, bias, gated, monkeypatch):
     assert not torch.equal(want_tails, tails)
 
 
-def recurrence(delta, heads, key_heads):
-    return Recurrence(
-        delta=delta,
-        key_heads=key_heads,
-        decay_H=normal(heads, seed=5).abs(),
-        bias_H=normal(heads, seed=6) - 3,
-        skip_H=None if delta else normal(heads, seed=7),
-    )
-
-
-def walked(delta, places, *, heads=4, key_heads=2, key_dim=12, value_dim=20):
-    """Return a recurrence's inputs and states."""
-    channels = 2 * key_heads * key_dim + heads * value_dim
-    mixed = normal(places, channels + 3, seed=8)[:, :channels]
-    steps = normal(places, (2 if delta else 1) * heads, seed=9)
-    states = normal(SLOTS, heads, key_dim, value_dim, seed=10)
-    return mixed, steps, recurrence(delta, heads, key_heads), states
-
-
 @pytest.mark.parametrize("rows", [SINGLE, CHUNKS], ids=["single", "chunks"])
 @pytest.mark.parametrize("delta", [True, False], ids=["delta", "mamba2"])
 def test_walk(rows, delta, monkeypatch):
     monkeypatch.setattr("llmpq.kernels.recurrent.state_walk.FEW_BLOCK_P", 16)
     rows_FR, places = table(rows)
-    mixed, steps, form, states = walked(delta, places)
+    mixed, steps, form, states = recurrent_inputs(places, delta=delta)
     want_states = states.clone()
     want = walk_rows_reference(mixed, steps, form, want_states, rows_FR)
     own = states.clone()
@@ -93,17 +67,13 @@ def test_walk(rows, delta, monkeypatch):
     assert not torch.equal(want_states, states)
 
 
-LONG = [(1, 0, 70), (3, 9, 1), (0, 64, 20), (2, 0, 17), (4, 5, 131), (-1, 0, 3), (-1, 0, 0)]
-"""Rows that begin and end within blocks of 64 places, beside short ones."""
-
-
 @pytest.mark.parametrize("delta", [True, False], ids=["delta", "mamba2"])
 def test_scan(delta, monkeypatch):
     """Long rows by blocks, short ones token by token: what all of them give one by one."""
     monkeypatch.setattr("llmpq.kernels.recurrent.state_scan.BLOCK_P", 16)
     rows_FR, places = table(LONG)
-    slots_T = torch.tensor([SLOTS if s < 0 else s for s, _, count in LONG for _ in range(count)])
-    mixed, steps, form, states = walked(delta, places, heads=2, key_heads=1)
+    slots_T = slots_of(LONG)
+    mixed, steps, form, states = recurrent_inputs(places, delta=delta, heads=2, key_heads=1)
     want_states = states.clone()
     want = walk_rows_reference(mixed, steps, form, want_states, rows_FR)
     own = states.clone()
@@ -119,7 +89,7 @@ def test_scan(delta, monkeypatch):
 def test_scan_of_keys_that_are_alike():
     """All keys are one, nothing decays, every value replaces the last: powers would cancel."""
     rows_FR, places = table([(0, 0, 130)])
-    mixed, steps, form, states = walked(True, places, heads=2, key_heads=1)
+    mixed, steps, form, states = recurrent_inputs(places, delta=True, heads=2, key_heads=1)
     mixed[:, :24] = 1.0
     steps[:, :2], steps[:, 2:] = 9.0, -40.0
     want_states, got = states.clone(), torch.empty(places, 40)

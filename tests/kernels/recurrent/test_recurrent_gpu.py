@@ -1,0 +1,96 @@
+"""The kernels of recurrent layers on a GPU, against their twins on the host."""
+
+import pytest
+import torch
+
+from llmpq.kernels.recurrent.convolve import convolve_rows, convolve_rows_reference
+from llmpq.kernels.recurrent.gated_norm import gated_norm, gated_norm_reference
+from llmpq.kernels.recurrent.state_scan import FROM_TOKENS, scan_rows
+from llmpq.kernels.recurrent.state_walk import Recurrence, walk_rows, walk_rows_reference
+from reference.recurrent_rows import (
+    CHUNKS,
+    LONG,
+    SINGLE,
+    SLOTS,
+    normal,
+    recurrent_inputs,
+    slots_of,
+    table,
+)
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
+]
+MANY = [(1, 0, 700), (3, 9, 1), (0, 64, 2), (4, 5, 400), (-1, 0, 3)]
+"""Rows of which several programs take parts."""
+SHAPES = {
+    "tiny": {"heads": 8, "key_heads": 2, "key_dim": 12, "value_dim": 16},
+    "qwen3-next": {"heads": 32, "key_heads": 16, "key_dim": 128, "value_dim": 128},
+    "nemotron": {"heads": 64, "key_heads": 8, "key_dim": 128, "value_dim": 64},
+}
+CLOSE = {
+    torch.float32: {"rtol": 1e-4, "atol": 1e-4},
+    torch.bfloat16: {"rtol": 3e-2, "atol": 3e-2},
+}
+"""Outputs of 16 bits are rounded once, and products of theirs to TF32."""
+
+
+def on_gpu(form):
+    parts = {
+        name: None if tensor is None else tensor.cuda()
+        for name, tensor in vars(form).items()
+        if name.endswith("_H")
+    }
+    return Recurrence(delta=form.delta, key_heads=form.key_heads, **parts)
+
+
+@pytest.mark.parametrize("dtype", CLOSE)
+@pytest.mark.parametrize("rows", [SINGLE, CHUNKS, LONG], ids=["single", "chunks", "long"])
+@pytest.mark.parametrize("delta", [True, False], ids=["delta", "mamba2"])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_recurrence(dtype, rows, delta, shape):
+    rows_FR, places = table(rows)
+    mixed, steps, form, states = recurrent_inputs(places, delta=delta, **SHAPES[shape])
+    mixed, steps = mixed.to(dtype), steps.to(dtype)
+    own, moves = states.cuda(), torch.ones(1, dtype=torch.int32, device="cuda")
+    want = walk_rows_reference(mixed.float(), steps.float(), form, states, rows_FR)
+    short = 1 << 30 if rows is SINGLE else FROM_TOKENS - 1
+    given = mixed.cuda(), steps.cuda(), on_gpu(form), own, rows_FR.cuda()
+    got = walk_rows(*given, moves, longest=short)
+    if rows is not SINGLE:
+        scan_rows(*given, slots_of(rows).cuda(), moves, got)
+    assert len(states) == SLOTS
+    torch.testing.assert_close(got.cpu().float(), want, **CLOSE[dtype])
+    torch.testing.assert_close(own.cpu(), states, **CLOSE[dtype])
+
+
+@pytest.mark.parametrize("rows", [SINGLE, CHUNKS, MANY], ids=["single", "chunks", "parts"])
+@pytest.mark.parametrize(("taps", "gated"), [(4, False), (3, True)])
+@pytest.mark.parametrize("channels", [70, 1024])
+def test_convolution(rows, taps, gated, channels):
+    rows_FR, places = table(rows)
+    x = normal(places, 3 * channels, seed=1)[:, : (3 if gated else 1) * channels]
+    weight, shift = normal(channels, 1, taps, seed=2), normal(channels, seed=3)
+    tails = normal(SLOTS, taps - 1, channels, seed=4)
+    own, moves = tails.cuda(), torch.ones(1, dtype=torch.int32, device="cuda")
+    want = convolve_rows_reference(x, weight, shift, tails, rows_FR, gated=gated)
+    given = x.cuda(), weight.cuda(), shift.cuda(), own, rows_FR.cuda(), moves
+    got = convolve_rows(*given, chunks=rows is not SINGLE, gated=gated)
+    torch.testing.assert_close(got.cpu(), want, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(own.cpu(), tails)
+
+
+@pytest.mark.parametrize("norm_first", [True, False])
+@pytest.mark.parametrize(
+    ("channels", "groups", "weights"),
+    [(128, 1, 128), (96, 2, 96), (4096, 32, 128), (10240, 8, 10240), (5000, 1, 5000), (70, 1, 0)],
+)
+def test_gated_norm(norm_first, channels, groups, weights):
+    x, gate = normal(9, channels), normal(9, 2 * channels + 24, seed=1)[:, :channels]
+    weight = normal(weights, seed=2) if weights else None
+    given = {"groups": groups, "norm_first": norm_first}
+    want = gated_norm_reference(x, gate, weight, 1e-5, **given)
+    wide = normal(9, 2 * channels + 24, seed=1).cuda()[:, :channels]
+    got = gated_norm(x.cuda(), wide, None if weight is None else weight.cuda(), 1e-5, **given)
+    torch.testing.assert_close(got.cpu(), want, rtol=1e-4, atol=1e-5)
