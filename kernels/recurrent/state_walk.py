@@ -35,9 +35,10 @@ LENGTH_EPS = 1e-6
 BLOCK_P, NUM_WARPS = 64, 2
 FEW_BLOCK_P, FEW_NUM_WARPS = 32, 1
 FEW_HEADS = 768
-"""Heads of all rows up to which smaller programs fill the GPU better. H200, Qwen3-Next's state, in us
-by 32 columns and 1 warp, and by 64 and 2: 8 rows 11.5, 12.0; 32 rows 43.5, 43.3; 128 rows 164, 149,
-of which 112 are its bytes at 4.8 TB/s. One row takes 4.4."""
+"""Heads of all rows up to which smaller programs fill the GPU better.
+
+H200, Qwen3-Next's state, in us by 32 columns and 1 warp, and by 64 and 2: 8 rows 11.5, 12.0; 32
+rows 43.5, 43.3; 128 rows 164, 149, of which 112 are its bytes at 4.8 TB/s. One row takes 4.4."""
 ZEROS = 32
 """Places of padding at a time."""
 EVERY_ROW = 1 << 30
