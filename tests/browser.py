@@ -12,6 +12,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -76,21 +77,53 @@ class Browser:
         """Return what the console said since it was last asked."""
         return [line["message"] for line in self._ask("POST", "/se/log", {"type": "browser"})]
 
-    def prefer(self, scheme: str) -> None:
-        """Show pages as people see them who prefer light or dark ones."""
-        media = {"features": [{"name": "prefers-color-scheme", "value": scheme}]}
-        self._ask("POST", "/goog/cdp/execute", {"cmd": "Emulation.setEmulatedMedia",
-                                                "params": media})  # fmt: skip
+    def _tool(self, command: str, **params: Any) -> Any:
+        """Ask Chromium's developer tools."""
+        return self._ask("POST", "/goog/cdp/execute", {"cmd": command, "params": params})
+
+    def prefer(self, scheme: str, *, medium: str = "screen") -> None:
+        """Show pages as people see them who prefer light or dark ones, or on paper (`print`)."""
+        features = [{"name": "prefers-color-scheme", "value": scheme}]
+        self._tool("Emulation.setEmulatedMedia", media=medium, features=features)
+
+    def names(self, role: str) -> list[str]:
+        """Return the names of what has a role, as a screen reader gets them."""
+        nodes = self._tool("Accessibility.getFullAXTree")["nodes"]
+        shown = [node for node in nodes if not node["ignored"] and node["role"]["value"] == role]
+        return [str(node.get("name", {}).get("value", "")) for node in shown]
+
+    def faults(self) -> list[str]:
+        """Return what axe-core finds that keeps people out: serious and critical faults."""
+        self.run((Path(__file__).parent / "axe/axe-core.min.js").read_text())
+        found = self.run(
+            "return axe.run(document, {resultTypes: ['violations']}).then((all) => all.violations)"
+        )
+        return [
+            f"{fault['id']}: {node['html'][:200]}: {node['failureSummary'][:300]}"
+            for fault in found
+            if fault["impact"] in ("serious", "critical")
+            for node in fault["nodes"]
+        ]
+
+    def fetched(self) -> list[str]:
+        """Return the addresses that the page has asked, but for its own."""
+        return list(
+            self.run("return performance.getEntriesByType('resource').map((one) => one.name)")
+        )
 
     def picture(self) -> bytes:
         """Return the window as PNG."""
         return base64.b64decode(self._ask("GET", "/screenshot"))
 
+    def small_picture(self) -> bytes:
+        """Return the window as WebP."""
+        shot = self._tool("Page.captureScreenshot", format="webp", quality=80)
+        return base64.b64decode(shot["data"])
+
     def size(self, width: int, height: int = 1150) -> None:
         """Show pages in a window of so many pixels."""
-        metrics = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}
-        self._ask("POST", "/goog/cdp/execute", {"cmd": "Emulation.setDeviceMetricsOverride",
-                                                "params": metrics})  # fmt: skip
+        self._tool("Emulation.setDeviceMetricsOverride", width=width, height=height,
+                   deviceScaleFactor=1, mobile=False)  # fmt: skip
 
     def close(self) -> None:
         self._ask("DELETE", "")

@@ -29,7 +29,7 @@ App = Callable[[Message, Receive, Send], Awaitable[None]]
 _log = logging.getLogger("llmpq.serve.access")
 _OPEN = ("/health", "/ready", "/ping", "/load", "/version", "/metrics", "/")
 """Paths that need no key: they tell nothing of requests."""
-_PROBES = ("/health", "/ready", "/metrics", "/ping", "/load")
+_PROBES = ("/health", "/ready", "/metrics", "/ping", "/load", "/page/state")
 """Paths that are asked every few seconds: the log has them where something is wrong."""
 
 

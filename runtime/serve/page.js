@@ -1,4 +1,4 @@
-// Draws the state of the server every second, and streams an answer into the page.
+// Draws the state of the server every second.
 "use strict";
 
 const EVERY_MS = 1000, POINTS = 120;
@@ -13,10 +13,22 @@ function shape(name, attributes) {
   return made;
 }
 
-function text(name, value) {
+function text(name, value, kind) {
   const made = document.createElement(name);
   made.textContent = value;
+  if (kind) made.className = kind;
   return made;
+}
+
+// Only what differs is written: screen readers say what is.
+function put(id, value) {
+  if (byId(id).textContent !== String(value)) byId(id).textContent = value;
+}
+
+function size(bytes) {
+  const units = ["B", "KiB", "MiB", "GiB", "TiB"];
+  const power = bytes < 1 ? 0 : Math.min(units.length - 1, Math.floor(Math.log2(bytes) / 10));
+  return `${(bytes / 1024 ** power).toFixed(power ? 1 : 0)} ${units[power]}`;
 }
 
 function bitsOf(precision) {
@@ -44,6 +56,7 @@ function drawPlan(plan) {
 
 function stageCard(stage, index) {
   const card = document.createElement("li"), last = stage.first_layer + stage.bits.length - 1;
+  card.className = stage.lost ? "lost" : "";
   const picture = shape("svg", {
     viewBox: `0 0 ${stage.bits.length} 1`, preserveAspectRatio: "none", role: "img",
     "aria-label": `layers ${stage.first_layer} to ${last}: ${stage.bits.join(", ")}`,
@@ -54,11 +67,13 @@ function stageCard(stage, index) {
   const load = document.createElement("meter");
   load.min = 0; load.max = 1; load.id = `load-${index}`;
   load.setAttribute("aria-label", `load of ${stage.device}`);
-  const share = text("p", "load");
+  const share = text("p", stage.lost ? "lost; another one is started in its place" : "load", stage.lost ? "lost" : "");
   share.id = `share-${index}`;
+  const held = text("p", "");
+  held.id = `held-${index}`;
   card.append(
     text("h3", stage.device), text("p", `${stage.kind} on ${stage.node}`),
-    text("p", `layers ${stage.first_layer} to ${last}`), picture, share, load,
+    text("p", `layers ${stage.first_layer} to ${last}`), picture, held, share, load,
   );
   return card;
 }
@@ -70,7 +85,7 @@ function drawChart(id, title, values) {
   const newest = values.length ? values[values.length - 1] : 0;
   const told = values.length ? `${title}: ${newest.toFixed(1)}, at most ${most.toFixed(1)}` : title;
   chart.setAttribute("aria-label", told);
-  byId(`${id}-title`).textContent = told;
+  put(`${id}-title`, told);
   const points = values.map((value, at) => `${POINTS - values.length + at},${0.95 - 0.9 * value / most}`);
   chart.replaceChildren(shape("polyline", { points: points.join(" ") }));
 }
@@ -81,17 +96,20 @@ function push(list, value) {
 }
 
 function draw(state, now) {
-  byId("model").textContent = state.model;
+  put("model", state.model);
   document.title = `${state.model} - llmpq`;
-  byId("version").textContent = `llmpq ${state.version}`;
-  byId("status").textContent = state.status;
+  put("version", `llmpq ${state.version}`);
+  put("status", state.status);
   byId("status").className = state.status;
-  byId("running").textContent = state.running;
-  byId("waiting").textContent = state.waiting;
-  byId("kv").textContent = `${Math.round(100 * state.blocks_held / Math.max(1, state.blocks))} %`;
-  byId("recoveries").textContent = recovered(state.recoveries);
+  put("running", state.running);
+  put("waiting", state.waiting);
+  const held = state.blocks_held / Math.max(1, state.blocks);
+  put("kv", `${Math.round(100 * held)} %`);
+  put("kv-text", state.blocks ? `${state.blocks_held} of ${state.blocks} blocks` : "");
+  byId("kv-held").value = held;
+  put("recoveries", recovered(state.recoveries));
   drawPlan(state.plan);
-  offer(state.asks);
+  dispatchEvent(new CustomEvent("asks", { detail: state.asks }));
   if (before) {
     const seconds = (now - before.now) / 1000, sums = state.sums, old = before.state.sums;
     const mean = (sum, count) =>
@@ -99,13 +117,14 @@ function draw(state, now) {
     push(series.tokens, (sums.tokens - old.tokens) / seconds);
     push(series.first, mean("first_token_s", "first_tokens"));
     push(series.gap, mean("gap_s", "gaps"));
-    byId("tokens-per-s").textContent = series.tokens[series.tokens.length - 1].toFixed(0);
+    put("tokens-per-s", series.tokens[series.tokens.length - 1].toFixed(0));
     state.stages.forEach((stage, index) => {
       const was = before.state.stages[index], load = byId(`load-${index}`);
       if (!was || !load) return;
+      put(`held-${index}`, `weights ${size(stage.weights_bytes)}, KV cache ${size(stage.kv_bytes)}`);
       load.value = Math.min(1, Math.max(0, (stage.busy_s - was.busy_s) / seconds));
       const share = `load ${Math.round(100 * load.value)} %`;
-      byId(`share-${index}`).textContent = share + stepTime(stage, was);
+      put(`share-${index}`, share + stepTime(stage, was));
     });
   }
   drawChart("chart-tokens", "tokens/s", series.tokens);
@@ -114,14 +133,18 @@ function draw(state, now) {
   before = { state, now };
 }
 
-// What became of stages that were lost.
+// What became of stages that were lost, in words.
 function recovered(recoveries) {
   const last = recoveries[recoveries.length - 1];
   if (!last) return "";
-  if (last.measured_s === null) return `Recovering since ${last.began}: ${last.reason}`;
+  const planned = last.action === "replan" ? "the devices that are left are planned anew" : "another stage is started in its place";
+  if (last.measured_s === null) {
+    const expected = last.predicted_s === null ? "" : `, in about ${last.predicted_s.toFixed(1)} s`;
+    return `A stage was lost: ${last.reason}. Now ${planned}${expected}; answers pause and go on from the tokens that they have.`;
+  }
   const times = recoveries.length === 1 ? "once" : `${recoveries.length} times`;
-  const seconds = `in ${last.measured_s.toFixed(1)} s (predicted ${last.predicted_s.toFixed(1)})`;
-  return `Recovered ${times} from lost stages, last at ${last.began} ${seconds}: ${last.reason}`;
+  const predicted = last.predicted_s === null ? "" : ` (predicted ${last.predicted_s.toFixed(1)})`;
+  return `Recovered ${times} from lost stages, last at ${last.began} in ${last.measured_s.toFixed(1)} s${predicted}: ${last.reason}`;
 }
 
 // What a step of decoding took since the last beat, beside what the plan promised of it.
@@ -139,136 +162,10 @@ async function beat() {
     const answer = await fetch("page/state");
     draw(await answer.json(), performance.now());
   } catch (error) {
-    byId("status").textContent = "not reachable";
+    put("status", "not reachable");
     byId("status").className = "failed";
   }
   setTimeout(beat, EVERY_MS);
 }
 
-let running = null, example = null;
-const said = [];
-
-// Offer what the model can do, once that is known: a chat by its template, else texts to continue.
-function offer(asks) {
-  if (!asks || example !== null) return;
-  example = asks.example;
-  byId("form").value = asks.chat ? "chat" : "text";
-  byId("form").disabled = !asks.chat;
-  show();
-}
-
-function show() {
-  const chat = byId("form").value === "chat", prompt = byId("prompt");
-  byId("turns").hidden = byId("anew").hidden = !chat;
-  byId("continued").hidden = chat;
-  byId("prompt-label").textContent = chat ? "Message" : "Text to continue";
-  if (chat && prompt.value === example) prompt.value = "";
-  if (!chat && prompt.value === "") prompt.value = example || "";
-}
-
-function addTurn(turn) {
-  const item = text("li", turn.content);
-  item.className = turn.role;
-  byId("turns").append(item);
-  return item;
-}
-
-function anew() {
-  if (running) running.abort();
-  said.length = 0;
-  byId("turns").replaceChildren();
-  byId("problem").textContent = "";
-}
-
-async function ask(event) {
-  event.preventDefault();
-  const chat = byId("form").value === "chat", prompt = byId("prompt").value;
-  if (chat && !prompt.trim()) return;
-  if (running) running.abort();
-  const own = running = new AbortController();
-  byId("problem").textContent = "";
-  byId("stop").disabled = false;
-  const headers = { "Content-Type": "application/json" };
-  if (byId("key").value) headers.Authorization = `Bearer ${byId("key").value}`;
-  const body = { max_tokens: Number(byId("max-tokens").value), stream: true };
-  if (byId("temperature").value !== "") body.temperature = Number(byId("temperature").value);
-  const question = { role: "user", content: prompt }, reply = { role: "assistant", content: "" };
-  let shown = byId("answer"), items = [], thoughts = null;
-  if (chat) {
-    body.messages = [...said, question];
-    said.push(question, reply);
-    items = [addTurn(question), addTurn(reply)];
-    shown = items[1];
-    byId("prompt").value = "";
-    byId("turns").scrollTop = byId("turns").scrollHeight;
-  } else {
-    body.prompt = prompt;
-    shown.textContent = "";
-  }
-  try {
-    const path = chat ? "v1/chat/completions" : "v1/completions";
-    const answer = await fetch(path, { method: "POST", headers, body: JSON.stringify(body), signal: own.signal });
-    if (!answer.ok) throw new Error((await answer.json()).error.message);
-    await read(answer.body.getReader(), (choice) => {
-      const thought = (chat && choice.delta.reasoning_content) || "";
-      if (thought) {
-        if (!thoughts) {
-          thoughts = document.createElement("details");
-          thoughts.append(text("summary", "Thoughts"));
-          shown.append(thoughts);
-        }
-        reply.reasoning_content = (reply.reasoning_content || "") + thought;
-        thoughts.append(thought);
-      }
-      const piece = (chat ? choice.delta.content : choice.text) || "";
-      if (!piece) return;
-      reply.content += piece;
-      shown.append(piece);
-    });
-  } catch (error) {
-    if (error.name !== "AbortError") {
-      byId("problem").textContent = error.message;
-      if (chat && !reply.content && !reply.reasoning_content) forget(question, reply, items, prompt);
-    }
-  }
-  if (running === own) { running = null; byId("stop").disabled = true; }
-}
-
-// A turn that was refused is none: its text goes back to where it can be corrected.
-function forget(question, reply, items, prompt) {
-  const place = said.indexOf(question);
-  if (place >= 0) said.splice(place, 2);
-  items.forEach((item) => item.remove());
-  if (byId("prompt").value === "") byId("prompt").value = prompt;
-}
-
-async function read(reader, take) {
-  const decoder = new TextDecoder();
-  let held = "";
-  for (;;) {
-    const { done, value } = await reader.read();
-    if (done) return;
-    held += decoder.decode(value, { stream: true });
-    const events = held.split("\n\n");
-    held = events.pop();
-    for (const one of events) {
-      const data = one.slice("data: ".length);
-      if (data === "[DONE]") continue;
-      const told = JSON.parse(data);
-      if (told.error) throw new Error(told.error.message);
-      told.choices.forEach(take);
-    }
-  }
-}
-
-byId("ask").addEventListener("submit", ask);
-byId("stop").addEventListener("click", () => running && running.abort());
-byId("anew").addEventListener("click", anew);
-byId("form").addEventListener("change", show);
-byId("prompt").addEventListener("keydown", (event) => {
-  if (byId("form").value !== "chat" || event.key !== "Enter" || event.shiftKey || event.isComposing) return;
-  event.preventDefault();
-  byId("ask").requestSubmit();
-});
-show();
 beat();

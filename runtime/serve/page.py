@@ -19,6 +19,8 @@ from llmpq.version import __version__
 _FILES = {
     "/": ("page.html", "text/html"),
     "/page/page.js": ("page.js", "text/javascript"),
+    "/page/chat.js": ("chat.js", "text/javascript"),
+    "/page/markdown-it.min.js": ("markdown/markdown-it.min.js", "text/javascript"),
     "/page/page.css": ("page.css", "text/css"),
 }
 EXAMPLES = ("Once upon a time, there was", "def main():\n    parser =", "The capital of France is")
@@ -118,7 +120,8 @@ def _likeliest(llm: LLM) -> str:
 
 def _plan(service: Service) -> dict[str, Any]:
     assert service.llm is not None
-    plan = service.llm.plan
+    plan, recovery = service.llm.plan, service.llm.recovering
+    lost = None if recovery is None else recovery.stage
     predicted = plan.predicted
     return {
         "kv": plan.workload.kv.value,
@@ -131,7 +134,8 @@ def _plan(service: Service) -> dict[str, Any]:
                 "node": stage.node,
                 "first_layer": stage.layers[0],
                 "bits": [precision.value for precision in stage.precisions],
+                "lost": index == lost,
             }
-            for stage in plan.stages
+            for index, stage in enumerate(plan.stages)
         ],
     }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import json
 import sys
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Iterator
@@ -40,3 +41,22 @@ def test_bars_are_as_long_as_their_rates(pictures: ModuleType) -> None:
     for line, ours, theirs in zip(pictures.LINES, bars[::2], bars[1::2], strict=True):
         ratio = float(line.cells()[4].removesuffix("x"))
         assert ours / theirs == pytest.approx(ratio, abs=0.01)
+
+
+def test_screenshots_are_small_and_shown() -> None:
+    shown = "".join(p.read_text() for p in (ROOT / "docs").rglob("*.md"))
+    for name in ("report-plan", "report-run", "page"):
+        for view in ("light", "dark", "390", "print"):
+            picture = ROOT / "docs" / f"{name}-{view}.webp"
+            assert picture.read_bytes()[8:12] == b"WEBP" and picture.stat().st_size < 150_000
+            assert f"{picture.name})" in shown, f"no page shows {picture.name}"
+    assert not list((ROOT / "docs").glob("*.png"))
+
+
+def test_the_run_that_is_shown_is_a_report() -> None:
+    from llmpq.pictures.run_page import run_page
+    from llmpq.plan import Plan
+
+    report = json.loads((ROOT / "docs/run.json").read_text())
+    plan = Plan.model_validate_json(json.dumps(report["plan"]))
+    assert report["completed"] == 48 and "demo-7m on" in run_page(report, plan)

@@ -1,10 +1,12 @@
-"""Fetches the chart library that reports carry: Vega, Vega-Lite and Vega-Embed from npm's registry.
+"""Fetches the scripts of others that pages carry or tests use, from npm's registry.
 
-    python docs/fetch_vega.py          # writes llmpq/pictures/vega/ from the versions it names
-    python docs/fetch_vega.py --check  # compares what is there
+    python docs/fetch_scripts.py          # writes them, in the versions that are named
+    python docs/fetch_scripts.py --check  # compares what is there
 
-The versions and hashes are those of `llmpq/pictures/vega/versions.json`. Nothing of it is needed to
-use or to test llmpq: the files are committed and in the wheel.
+Reports have Vega, Vega-Lite and Vega-Embed, the server's page markdown-it; tests look for what
+keeps people out of a page with axe-core, which no wheel has. Versions and hashes are those of the
+`versions.json` of each folder. Nothing of it is needed to use or to test llmpq: the files are
+committed.
 """
 
 from __future__ import annotations
@@ -20,7 +22,8 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
-FOLDER = Path(__file__).resolve().parent.parent / "llmpq/pictures/vega"
+ROOT = Path(__file__).resolve().parent.parent
+FOLDERS = ("llmpq/pictures/vega", "runtime/serve/markdown", "tests/axe")
 REGISTRY = "https://registry.npmjs.org"
 
 
@@ -34,7 +37,7 @@ def fetch(package: dict[str, Any]) -> dict[str, bytes]:
     if found != package["integrity"]:
         raise SystemExit(f"{url}: got {found}, expected {package['integrity']}")
     with tarfile.open(fileobj=io.BytesIO(data)) as archive:
-        script = archive.extractfile(f"package/build/{name}.min.js")
+        script = archive.extractfile(f"package/{package['file']}")
         licence = archive.extractfile("package/LICENSE")
         assert script is not None and licence is not None
         text = script.read().split(b"\n//# sourceMappingURL")[0].strip() + b"\n"
@@ -47,14 +50,15 @@ def main() -> int:
     parser.add_argument("--check", action="store_true", help="write nothing")
     args = parser.parse_args()
     differing = []
-    for package in json.loads((FOLDER / "versions.json").read_text())["packages"]:
-        for name, data in fetch(package).items():
-            path = FOLDER / name
-            if path.exists() and path.read_bytes() == data:
-                continue
-            differing.append(name)
-            if not args.check:
-                path.write_bytes(data)
+    for folder in FOLDERS:
+        for package in json.loads((ROOT / folder / "versions.json").read_text())["packages"]:
+            for name, data in fetch(package).items():
+                path = ROOT / folder / name
+                if path.exists() and path.read_bytes() == data:
+                    continue
+                differing.append(name)
+                if not args.check:
+                    path.write_bytes(data)
     sys.stdout.write(f"{'different' if args.check else 'written'}: {', '.join(differing) or '-'}\n")
     return int(args.check and bool(differing))
 
