@@ -1,11 +1,14 @@
-"""The numbers a flag may have: those that mean something, and that the search can bear.
+"""Ranges of flags, and of a job's length against the positions that its model was trained on.
 
-Knows neither models nor devices. Every refusal says the flag, the range and what was given.
+Every refusal says the flag, the range and what was given.
 """
 
 from __future__ import annotations
 
 import math
+
+from llmpq.model_spec import ModelSpec
+from llmpq.workload import Workload
 
 MAX_BATCH = 10_000
 """Requests of a job: a search prices two pairs of micro-batch sizes for each, at 1 ms a pair."""
@@ -53,3 +56,23 @@ def within(flag: str, value: float, most: float, unit: str = "") -> float:
         shown = f"{value:g}" if isinstance(value, (int, float)) else repr(value)
         raise ValueError(f"{flag} must be {wanted}{unit}, got {shown}")
     return value
+
+
+def positions_note(spec: ModelSpec, work: Workload, *, names_context: bool = False) -> str:
+    """Return a warning where a job goes beyond the model's positions, or an empty string.
+
+    `names_context`: the length was given as `--context`. `ValueError` for learned positions: there
+    is no row in the table to look up.
+    """
+    if work.max_len <= spec.max_positions:
+        return ""
+    beyond = (
+        f"prompts of {work.prompt_len} and answers of {work.gen_len} tokens are beyond the "
+        f"{spec.max_positions} positions of {spec.name}"
+    )
+    if spec.positions == "learned":
+        smaller = "--context" if names_context else "--prompt-len or --gen-len"
+        raise ValueError(f"{beyond}; give a smaller {smaller}")
+    if spec.positions == "alibi":
+        return f"{beyond}; ALiBi extrapolates, but check the text's quality"
+    return f"warning: {beyond}; text past what rotary positions were trained for is often unusable"

@@ -22,13 +22,13 @@ from llmpq.model_spec import ModelSpec
 from llmpq.plan import Plan, Prefer
 from llmpq.planner.answer import Answer, answer, solve_options
 from llmpq.planner.evaluate.step_by_step import step_note
+from llmpq.planner.limits import positions_note
 from llmpq.planner.problem.make_problem import (
     BuiltProblem,
     ProblemInputs,
     build_problem,
     make_problem,
 )
-from llmpq.planner.problem.positions import positions_note
 from llmpq.planner.problem.problem import Problem
 from llmpq.planner.problem.requests import DTYPES, PREFERENCES, FitsRequest, PlanRequest
 from llmpq.planner.refusal import NothingFitsError

@@ -83,8 +83,12 @@ class Idle:
 class Section:
     """Flags that stand together in `--help-all`."""
 
-    def __init__(self, parser: CommandParser, group: argparse._ArgumentGroup) -> None:
-        self._parser, self._group = parser, group
+    def __init__(
+        self, parser: CommandParser, title: str, add_argument: Callable[..., argparse.Action]
+    ) -> None:
+        """`add_argument`: of the argument group that has this title."""
+        self._parser, self.title, self._add_argument = parser, title, add_argument
+        self.actions: list[argparse.Action] = []
 
     def flag(
         self,
@@ -103,9 +107,16 @@ class Section:
         hidden = [s for s in dict.fromkeys(spellings) if s not in listed]
         if "dest" not in options:
             options["dest"] = _dest(names)
-        action = self._group.add_argument(*listed, *hidden, **options)
+        action = self._add_argument(*listed, *hidden, **options)
+        self.actions.append(action)
         conditions = (only,) if isinstance(only, Only) else tuple(only)
-        self._parser.declared(action, tuple(listed), daily=daily, only=conditions)
+        self._parser.declared(
+            action,
+            tuple(listed),
+            daily=daily,
+            only=conditions,
+            appends=options.get("action") == "append",
+        )
 
     def revision(self, *models: str) -> None:
         """Declare `--revision` of the model that one of these flags or words names."""
@@ -135,9 +146,14 @@ class CommandParser:
         self.program, self._summary, self._example, self._notes = program, summary, example, notes
         self._parser = _Parser(prog=program, add_help=False, allow_abbrev=False)
         self._parser.shown = {}
-        self._help_all = argparse._StoreTrueAction(
-            ["--help-all"], "help_all", help="all flags (--version: which llmpq this is)"
+        self._help_all = argparse.ArgumentParser(add_help=False).add_argument(
+            "--help-all", action="store_true", help="all flags (--version: which llmpq this is)"
         )
+        self._sections: list[Section] = []
+        self._actions: list[argparse.Action] = []
+        """Flags and words, as they are declared."""
+        self._appended: set[argparse.Action] = set()
+        """Flags that may be given several times, each time with one more value."""
         self._daily: set[argparse.Action] = set()
         self._only: list[tuple[argparse.Action, Only]] = []
         self._positionals: list[argparse.Action] = []
@@ -146,11 +162,15 @@ class CommandParser:
 
     def section(self, title: str) -> Section:
         """Start a group of flags."""
-        return Section(self, self._parser.add_argument_group(title))
+        section = Section(self, title, self._parser.add_argument_group(title).add_argument)
+        self._sections.append(section)
+        return section
 
     def positional(self, name: str, **options: Any) -> None:
         """Declare a word that needs no flag; `--help` shows it."""
-        self._positionals.append(self._parser.add_argument(name, **options))
+        action = self._parser.add_argument(name, **options)
+        self._positionals.append(action)
+        self._actions.append(action)
 
     def declared(
         self,
@@ -159,9 +179,13 @@ class CommandParser:
         *,
         daily: bool,
         only: tuple[Only, ...],
+        appends: bool,
     ) -> None:
-        """Note what `Section.flag` declared."""
+        """Note what `Section.flag` declared; `appends`: every use adds a value."""
         self._parser.shown[action] = listed
+        self._actions.append(action)
+        if appends:
+            self._appended.add(action)
         if daily or action.required:
             self._daily.add(action)
         self._only += [(action, condition) for condition in only]
@@ -193,14 +217,11 @@ class CommandParser:
         argv = list(self._without_idle(argv))
         for word in argv:
             flag = word.partition("=")[0]
-            if flag not in self._parser._option_string_actions and self._other(flag) is not None:
+            if flag not in self._spelled_flags() and self._other(flag) is not None:
                 raise self._unknown(word)
-        actions = [a for a in self._parser._actions if a.option_strings]
+        actions = [a for a in self._actions if a.option_strings]
         blank = argparse.Namespace(
-            **{
-                a.dest: None if isinstance(a, argparse._AppendAction) else _NOT_GIVEN
-                for a in actions
-            }
+            **{a.dest: None if a in self._appended else _NOT_GIVEN for a in actions}
         )
         found, unknown = self._parser.parse_known_args(list(argv), blank)
         if unknown:
@@ -208,9 +229,7 @@ class CommandParser:
         given = set()
         for action in actions:
             value = getattr(found, action.dest)
-            if value is _NOT_GIVEN or (
-                value is None and isinstance(action, argparse._AppendAction)
-            ):
+            if value is _NOT_GIVEN or (value is None and action in self._appended):
                 setattr(found, action.dest, action.default)
             else:
                 given.add(action.dest)
@@ -218,13 +237,17 @@ class CommandParser:
             self._put_at_revision(found)
         return found, given
 
+    def _spelled_flags(self) -> set[str]:
+        """Return every spelling of every flag of the command."""
+        return {name for action in self._actions for name in action.option_strings}
+
     def _without_idle(self, argv: Sequence[str]) -> Iterator[str]:
         """Yield the words without flags that change nothing, each of which is said in a line."""
         words = iter(enumerate(argv))
         for index, word in words:
             flag, equals, value = word.partition("=")
             found = self._idle.get(_spellings(flag)[-1]) if flag.startswith("-") else None
-            if found is None or flag in self._parser._option_string_actions:
+            if found is None or flag in self._spelled_flags():
                 yield word
                 continue
             behind = argv[index + 1] if found.values != () and index + 1 < len(argv) else ""
@@ -257,7 +280,7 @@ class CommandParser:
     def as_typed(self, text: str, argv: Sequence[str]) -> str:
         """Return a message with flags as these words spell them, not as they are listed."""
         typed = {word.partition("=")[0] for word in argv if word.startswith("-")}
-        for action in self._parser._actions:
+        for action in self._actions:
             listed = self._parser.shown.get(action, ())
             own = sorted(typed & set(action.option_strings))
             if len(own) == 1 and own[0] not in listed:
@@ -270,15 +293,13 @@ class CommandParser:
         parser = self._parser
         lines = [f"usage: {self._usage()}", "", self._summary, ""]
         formatter = _HelpFormatter(self.program, parser.shown)
-        for group in parser._action_groups:
-            actions = [
-                a
-                for a in group._group_actions
-                if everything or a in self._daily or not a.option_strings
-            ]
-            if actions:
-                formatter.start_section(group.title if everything else None)
-                formatter.add_arguments(actions)
+        sections = [("positional arguments", self._positionals)]
+        sections += [(section.title, section.actions) for section in self._sections]
+        for title, actions in sections:
+            shown = [a for a in actions if everything or a in self._daily or not a.option_strings]
+            if shown:
+                formatter.start_section(title if everything else None)
+                formatter.add_arguments(shown)
                 formatter.end_section()
         if not everything and self._hides():
             formatter.start_section(None)
@@ -296,7 +317,7 @@ class CommandParser:
 
     def _usage(self) -> str:
         words = [self.program]
-        for action in self._parser._actions:
+        for action in self._actions:
             if not action.option_strings:
                 word = str(action.metavar or action.dest).upper()
                 words.append(f"[{word}]" if action.nargs == "?" else word)

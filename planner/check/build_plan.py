@@ -35,8 +35,8 @@ from llmpq.planner.evaluate.objective import (
     sum_omega,
 )
 from llmpq.planner.evaluate.step_by_step import reported_time, step_note
+from llmpq.planner.limits import positions_note
 from llmpq.planner.problem.outcome import Assignment, Outcome, Stage
-from llmpq.planner.problem.positions import positions_note
 from llmpq.planner.problem.problem import Problem
 from llmpq.precision import Precision
 from llmpq.sizes.stated_pool import stated_pool

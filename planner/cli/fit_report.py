@@ -1,7 +1,7 @@
 """Whether a model fits devices, how far, how fast, and what would make it fit: counted, no search.
 
 The bytes are a plan's, which the runtime allocates by (llmpq/memory.py); the times are those of the
-quickest simple plan (planner/exact/start/quick.py), so that `llmpq-algo plan` finds no slower one.
+quickest simple plan (planner/exact/start/starts.py), so that `llmpq-algo plan` finds no slower one.
 Of the bits that are allowed the most precise that fit are taken.
 """
 
@@ -20,7 +20,7 @@ from llmpq.plan import Plan, StagePlan
 from llmpq.planner.cli.what_if import share_of
 from llmpq.planner.evaluate.least_bytes import longest_context
 from llmpq.planner.evaluate.objective import job_time, sum_omega
-from llmpq.planner.exact.start.quick import quick_plan
+from llmpq.planner.exact.start.starts import quick_plan
 from llmpq.planner.problem.make_problem import GENERIC_NOTE, make_problem, parse_kv
 from llmpq.planner.problem.outcome import Assignment
 from llmpq.planner.problem.problem import Problem

@@ -6,18 +6,22 @@ Per decoder layer, r rows through its matrices (v*s in a prefill, v in a decode 
 
 A layer with E experts of which each token takes k reads those that its rows are expected to hit;
 each gets its share of the rows. Entries are marked `source: estimated`: a profile replaces them.
+
+Rates are of this machine's processor, so cached ones are taken for the cluster that is this machine
+and for one whose file says `planning: {probe_cpu: true}`, which measures those that are missing.
+`--probe-cpu` measures all anew, for the numbers of threads that the cluster's CPUs have.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
 from itertools import chain
-from typing import Any
 
-from llmpq.cluster import Device
+from llmpq.cluster import Cluster, Device
 from llmpq.cost_model import CostModel, LatencyEntry, Phase, Regime
-from llmpq.devices.cpu_rates import CpuRates, ProductRate
+from llmpq.devices.cpu_rates import CpuRates, ProductRate, kept_rates, outdated, probe
+from llmpq.devices.this_machine import is_this_machine
 from llmpq.memory import Quantization
 from llmpq.model_spec import ModelSpec
 from llmpq.planner.costs.cost_book import CostBook
@@ -38,6 +42,50 @@ _SPREAD_ROWS = (2, 8, 32, 128, 512, 1024)
 """Rows between those that were measured: where experts are hit, times are not straight."""
 
 
+def rates_for(
+    cluster: Cluster, dtype: Dtype, *, profiled: Collection[str] = (), probing: bool = False
+) -> list[CpuRates]:
+    """Return the rates of the cluster's CPUs that are not profiled, by threads.
+
+    `ValueError` where `probing` (`--probe-cpu`) has nothing to measure.
+    """
+    threads = _threads(cluster, profiled)
+    if probing and not threads:
+        cpus = any(device.spec.is_cpu for device in cluster.devices)
+        why = "their costs are measured already" if cpus else "there is no CPU among the devices"
+        raise ValueError(f"--probe-cpu: {why}, nothing to measure; leave it out")
+    if probing:
+        return [probe(number, dtype) for number in threads]
+    if cluster.planning.probe_cpu:
+        return [kept_rates(number, dtype) or probe(number, dtype) for number in threads]
+    if not is_this_machine(cluster):
+        return []
+    kept = [kept_rates(number, dtype) for number in threads]
+    return [rates for rates in kept if rates is not None]
+
+
+def outdated_rates(
+    cluster: Cluster,
+    dtype: Dtype,
+    *,
+    profiled: Collection[str] = (),
+    taken: Collection[CpuRates] = (),
+) -> list[str]:
+    """Return a note for each kept rate of this machine that `rates_for` has not `taken`."""
+    if not is_this_machine(cluster):
+        return []
+    known = {rates.threads for rates in taken}
+    open_ones = [number for number in _threads(cluster, profiled) if number not in known]
+    notes = [outdated(number, dtype) for number in open_ones]
+    return [note for note in notes if note is not None]
+
+
+def _threads(cluster: Cluster, profiled: Collection[str]) -> list[int]:
+    """Return what numbers of threads the CPUs have that are not profiled."""
+    cpus = (device for device in cluster.devices if device.spec.is_cpu)
+    return sorted({cpu.threads or 1 for cpu in cpus if cpu.profile_kind not in profiled})
+
+
 def book_of(
     spec: ModelSpec,
     devices: Sequence[Device],
@@ -49,20 +97,20 @@ def book_of(
     kvs: Sequence[KVPrecision],
     quantization: Quantization,
 ) -> CostBook:
-    """Return a profile over what rates say of CPUs over the estimate of all devices."""
-
-    def by(costs: Callable[..., CostModel], *given: Sequence[CpuRates]) -> CostModel:
-        return costs(
-            spec,
-            devices,
-            *given,
-            dtype=dtype,
-            precisions=precisions,
-            kvs=kvs,
-            quantization=quantization,
-        )
-
-    estimate = by(estimate_costs).merged(by(probed_costs, rates))
+    """Return the cost book: measured entries, else those of probed CPUs, else estimates."""
+    estimate = estimate_costs(
+        spec, devices, dtype=dtype, precisions=precisions, kvs=kvs, quantization=quantization
+    )
+    probed = probed_costs(
+        spec,
+        devices,
+        rates,
+        dtype=dtype,
+        precisions=precisions,
+        kvs=kvs,
+        quantization=quantization,
+    )
+    estimate = estimate.merged(probed)
     return CostBook(estimate=estimate, profile=profile, quantization=quantization)
 
 
@@ -86,21 +134,30 @@ def probed_costs(
             continue
         for precision in precisions:
             if precision in WEIGHT_ONLY:
-                given = known, kind, dtype, precision, quantization
-                entries += _layer_entries(spec, given, kvs)
+                costs_of = partial(
+                    _Costs,
+                    rates=known,
+                    kind=kind,
+                    dtype=dtype,
+                    precision=precision,
+                    quantization=quantization,
+                )
+                entries += _layer_entries(spec, costs_of, kvs)
         for head in quantization.heads(on_cpu=True):
             entries += _Costs(spec, known, kind, dtype, head, quantization).head()
     return CostModel(model=spec.name, model_fingerprint=spec.fingerprint(), entries=tuple(entries))
 
 
 def _layer_entries(
-    spec: ModelSpec, given: tuple[Any, ...], kvs: Sequence[KVPrecision]
+    spec: ModelSpec, costs_of: Callable[[ModelSpec], _Costs], kvs: Sequence[KVPrecision]
 ) -> list[LatencyEntry]:
-    def decode(one: ModelSpec, kv: KVPrecision) -> LatencyEntry:
-        return _Costs(one, *given).decode(kv)
+    """Return the prefill entry and one decode entry for each KV precision, means over layers."""
+
+    def decode(layer: ModelSpec, kv: KVPrecision) -> LatencyEntry:
+        return costs_of(layer).decode(kv)
 
     return [
-        mean_of_layers(spec, lambda one: _Costs(one, *given).prefill()),
+        mean_of_layers(spec, lambda layer: costs_of(layer).prefill()),
         *(mean_of_layers(spec, partial(decode, kv=kv)) for kv in kvs),
     ]
 

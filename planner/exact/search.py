@@ -30,13 +30,12 @@ from llmpq.planner.evaluate.least_bytes import least_bytes_plan
 from llmpq.planner.evaluate.objective import Form, make_form
 from llmpq.planner.exact.bounds.box import EVERYWHERE, Box
 from llmpq.planner.exact.bounds.columns import KeptPairs
-from llmpq.planner.exact.bounds.completion import Completion
+from llmpq.planner.exact.bounds.completion import Completion, greedy_plan
 from llmpq.planner.exact.bounds.cutting import cut_boxes, in_steps
 from llmpq.planner.exact.bounds.pairs import PairTables
 from llmpq.planner.exact.bounds.relaxation import ClassRelaxation, Prices
 from llmpq.planner.exact.labels import LabelSearch, LimitReached, SearchLimits
 from llmpq.planner.exact.space import Space, searched, with_true_links
-from llmpq.planner.exact.start.greedy import greedy_plan
 from llmpq.planner.exact.start.improve import improved
 from llmpq.planner.exact.start.starts import Incumbent, first_plans
 from llmpq.planner.ilp.solve import no_plan_fits, no_plan_yet, solve_ilp

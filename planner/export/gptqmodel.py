@@ -10,11 +10,11 @@ from typing import Any
 
 from llmpq.model_spec import ModelSpec
 from llmpq.plan import Plan
-from llmpq.planner.export.module_names import layers_pattern
 from llmpq.planner.export.result import (
     Exported,
     by_precision,
     kv_line,
+    layers_pattern,
     microbatch_line,
     outliers_line,
     quantised,

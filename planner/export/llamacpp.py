@@ -21,7 +21,6 @@ from llmpq.planner.export.gguf_memory import (
     GpuShare,
     memory_lines,
 )
-from llmpq.planner.export.module_names import numbers_pattern
 from llmpq.planner.export.result import (
     Exported,
     by_precision,
@@ -29,6 +28,7 @@ from llmpq.planner.export.result import (
     engine_flags,
     microbatch_line,
     model_id,
+    numbers_pattern,
     quoted,
     ranges,
     said,

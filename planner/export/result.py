@@ -8,6 +8,7 @@ from functools import lru_cache
 from itertools import groupby
 from typing import Any
 
+from llmpq.families import FAMILIES
 from llmpq.memory import Quantization
 from llmpq.model_spec import builtin_ids
 from llmpq.plan import Plan
@@ -162,3 +163,15 @@ def emulated_line(plan: Plan) -> str | None:
 def said(*lines: str | None) -> tuple[str, ...]:
     """Return the lines that have something to say."""
     return tuple(line for line in lines if line)
+
+
+def layers_pattern(family: str, layers: list[int], num_layers: int) -> str:
+    """Return a regular expression of everything inside these layers of a model."""
+    root = FAMILIES[family].layers_at.replace(".", "\\.")
+    return f"{root}\\.{numbers_pattern(layers, num_layers)}\\..*"
+
+
+def numbers_pattern(layers: list[int], num_layers: int) -> str:
+    """Return a regular expression of these layers' numbers."""
+    every = len(layers) == num_layers
+    return "[0-9]+" if every else f"({'|'.join(str(i) for i in layers)})"

@@ -25,8 +25,8 @@ from llmpq.devices.this_machine import assumed, is_this_machine
 from llmpq.memory import CpuActivations, Quantization
 from llmpq.model_spec import ModelSpec
 from llmpq.planner import limits
-from llmpq.planner.costs.probed import book_of
-from llmpq.planner.problem.cpu_here import outdated_rates, rates_for
+from llmpq.planner.costs.probed import book_of, outdated_rates, rates_for
+from llmpq.planner.limits import positions_note
 from llmpq.planner.problem.named_inputs import read_devices_of, read_model
 from llmpq.planner.problem.own_codes import (
     LayerCodes,
@@ -35,7 +35,6 @@ from llmpq.planner.problem.own_codes import (
     rounded_shares,
     with_own_codes,
 )
-from llmpq.planner.problem.positions import positions_note
 from llmpq.planner.problem.problem import Objective, Problem
 from llmpq.planner.problem.requests import PlanRequest
 from llmpq.planner.problem.stored_precisions import (

@@ -22,8 +22,7 @@ from llmpq.runtime.launch.engine_starter import EngineStarter
 from llmpq.runtime.launch.pipeline_client import PipelineClient
 from llmpq.runtime.launch.poison import PoisonHunt
 from llmpq.runtime.launch.recovery import Recovery
-from llmpq.runtime.launch.request_output_delta import Listener, RequestOutputDelta
-from llmpq.runtime.launch.request_record import RequestRecord
+from llmpq.runtime.launch.request_record import Listener, RequestOutputDelta, RequestRecord
 from llmpq.runtime.request import Progress, Request
 from llmpq.runtime.token_rules import Guide, LogprobOutput
 

@@ -11,8 +11,8 @@ import pytest
 from llmpq.model_spec import ModelSpec
 from llmpq.plan import Plan
 from llmpq.planner.__main__ import main
+from llmpq.planner.limits import positions_note
 from llmpq.planner.problem.outcome import Unfinished
-from llmpq.planner.problem.positions import positions_note
 from llmpq.workload import Workload
 
 pytestmark = pytest.mark.pure

@@ -14,6 +14,7 @@ import numpy as np
 
 from llmpq.planner.costs.stage_memory import sort_of
 from llmpq.planner.evaluate.fits import fits
+from llmpq.planner.evaluate.least_bytes import fitting_plan
 from llmpq.planner.evaluate.objective import sum_omega, value
 from llmpq.planner.exact.bounds.pairs import PairTables
 from llmpq.planner.problem.outcome import BUDGET_ROUNDING, Assignment, Infeasible, Stage
@@ -49,6 +50,23 @@ class Incumbent:
             return False
         self.best, self.value = a, worth
         return True
+
+
+def quick_plan(p: Problem) -> tuple[Problem, Assignment] | None:
+    """Return the job, with the chunks of prompts that it needs, and a plan of it; None: none fits.
+
+    Single devices and pipelines of the fastest, one precision for all layers, and the plan of the
+    fewest bytes; the one that takes the least time.
+    """
+    found = fitting_plan(p)
+    if found is None:
+        return None
+    job, least = found
+    incumbent = Incumbent(job.with_changes(theta=0.0))
+    incumbent.offer(least)
+    for plan in first_plans(incumbent.p, PairTables(incumbent.p)):
+        incumbent.offer(plan)
+    return (job, least) if incumbent.best is None else (incumbent.p, incumbent.best)
 
 
 def first_plans(p: Problem, tables: PairTables) -> Iterator[Assignment]:

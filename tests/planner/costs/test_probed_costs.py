@@ -13,9 +13,8 @@ from llmpq.memory import Quantization
 from llmpq.model_spec import ModelSpec
 from llmpq.plan import Plan
 from llmpq.planner.__main__ import main
-from llmpq.planner.costs.probed import probed_costs
-from llmpq.planner.problem import cpu_here
-from llmpq.planner.problem.cpu_here import outdated_rates, rates_for
+from llmpq.planner.costs import probed
+from llmpq.planner.costs.probed import outdated_rates, probed_costs, rates_for
 from llmpq.precision import KVPrecision, Precision
 
 pytestmark = pytest.mark.pure
@@ -95,7 +94,7 @@ def test_other_devices_and_other_threads_keep_their_estimates():
 
 
 def test_kept_rates_are_taken_for_this_machine_alone(monkeypatch):
-    monkeypatch.setattr(cpu_here, "kept_rates", lambda threads, dtype: made_rates(threads))
+    monkeypatch.setattr(probed, "kept_rates", lambda threads, dtype: made_rates(threads))
     elsewhere = read_devices("cpu=64GB+4threads").cluster
     here = Cluster(name=NAME, nodes=elsewhere.nodes)
     assert rates_for(elsewhere, "float32") == []
@@ -104,7 +103,7 @@ def test_kept_rates_are_taken_for_this_machine_alone(monkeypatch):
 
 
 def test_rates_of_other_kernels_have_a_note_for_this_machine(monkeypatch):
-    monkeypatch.setattr(cpu_here, "outdated", lambda threads, dtype: f"{threads} {dtype} are old")
+    monkeypatch.setattr(probed, "outdated", lambda threads, dtype: f"{threads} {dtype} are old")
     elsewhere = read_devices("cpu=64GB+4threads,cpu=64GB+4threads").cluster
     here = Cluster(name=NAME, nodes=elsewhere.nodes)
     assert outdated_rates(elsewhere, "float32") == []
@@ -129,7 +128,7 @@ def planned(tmp_path, *flags: str) -> Plan:
 
 
 def test_the_command_plans_by_what_it_measured(monkeypatch, tmp_path, capsys):
-    monkeypatch.setattr(cpu_here, "probe", lambda threads, dtype: made_rates(threads))
+    monkeypatch.setattr(probed, "probe", lambda threads, dtype: made_rates(threads))
     times = {bits: planned(tmp_path, "--bits", bits).predicted.total_s for bits in ("16", "8", "4")}
     said = " ".join(capsys.readouterr().out.split())
     assert "this CPU's (X, 4 threads, float32) as measured on 2026-01-01: 10 GB/s" in said
@@ -148,11 +147,11 @@ def test_a_cluster_file_may_ask_for_the_probe(monkeypatch):
     )
     assert asking.fingerprint() == described.fingerprint()
     kept = dict.fromkeys([4])
-    monkeypatch.setattr(cpu_here, "kept_rates", lambda threads, dtype: kept[threads])
-    monkeypatch.setattr(cpu_here, "probe", lambda threads, dtype: made_rates(threads))
+    monkeypatch.setattr(probed, "kept_rates", lambda threads, dtype: kept[threads])
+    monkeypatch.setattr(probed, "probe", lambda threads, dtype: made_rates(threads))
     assert rates_for(described, "float32") == []
     assert rates_for(asking, "float32") == [made_rates()]
     assert rates_for(asking, "float32", profiled=[asking.devices[0].profile_kind]) == []
     kept[4] = made_rates()
-    monkeypatch.delattr(cpu_here, "probe")
+    monkeypatch.delattr(probed, "probe")
     assert rates_for(asking, "float32") == [made_rates()]
