@@ -18,6 +18,7 @@ from llmpq.cluster import Device
 from llmpq.errors import DoesNotFitError
 from llmpq.plan import Plan, StagePlan
 from llmpq.planner.cli.what_if import share_of
+from llmpq.planner.evaluate.add_drafts import mtp_notes
 from llmpq.planner.evaluate.least_bytes import longest_context
 from llmpq.planner.evaluate.objective import job_time, sum_omega
 from llmpq.planner.exact.start.starts import quick_plan
@@ -172,6 +173,7 @@ def fit_answer(request: FitsRequest) -> FitAnswer:
         refusal = refusal_of(problem, kvs, names_context=request.prompt_len is None)
     else:
         plan = counted_plan(*best[1], model_path=path)
+        notes = [*notes, *mtp_notes(plan, problem.spec)]
     return FitAnswer(
         report=_report(problem, rows, tuple(forms), plan, refusal, notes),
         plan=plan,

@@ -191,9 +191,13 @@ def test_what_is_left_out_is_not_counted(fits: Any, tmp_path: Path) -> None:
         model = written(folder, {**WITH_MTP, "num_nextn_predict_layers": extra})
         code, report, _ = fits(f"--devices cpu=4GB+1threads --model {model} --dtype float32")
         assert code == 0
-        assert any("MTP" in note for note in report["notes"]) == bool(extra)
         sizes.append(used(report)["CPU-0"]["weights_bytes"])
     assert sizes[0] == sizes[1]
+
+
+def test_layers_for_further_tokens_are_named(fits: Any) -> None:
+    _, report, _ = fits("--model qwen3.5-27b --devices cpu=99GB+60GB/s+8threads")
+    assert any("(MTP)" in note for note in report["notes"])
 
 
 @pytest.mark.parametrize("name", ["strix-halo", "m3-ultra", "gb20", "my spark"])
