@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from llmpq.runtime.drafts import ngram
 from llmpq.runtime.drafts.round_times import RoundTimes
@@ -74,6 +74,13 @@ class FixedDrafter:
             raise ValueError(f"--gamma must be between 1 and {MAX_GAMMA} or auto, got {gamma}")
         self.mode, self._gamma = mode, gamma
         self.acceptance = Acceptance()
+        self.rounds_by_gamma: dict[int, int] = {}
+        """Draft length -> how many rounds were started with it, where lengths are chosen."""
+
+    @property
+    def reported_gamma(self) -> int | Literal["auto"]:
+        """The draft length, or that it is chosen for every round."""
+        return self._gamma
 
     @property
     def in_vain(self) -> bool:
@@ -153,14 +160,17 @@ class AutoDrafter(FixedDrafter):
         self._current: RoundTimes | None = None
         self._times, self._lengths = times, lengths
         self.estimate = PRIOR_ACCEPTANCE[mode] if acceptance is None else acceptance
-        self.chosen: dict[int, int] = {}
-        """Draft length -> how many rounds were started with it."""
         self._last: dict[int, int] = {}
         """Rows of a group -> the draft length chosen last."""
         self._idle_rounds = 0
         self._known = self.PRIOR_TOKENS
         self._corners = corners
         self._in_vain = False
+
+    @property
+    def reported_gamma(self) -> int | Literal["auto"]:
+        """The draft length, or that it is chosen for every round."""
+        return "auto"
 
     @property
     def in_vain(self) -> bool:
@@ -178,7 +188,7 @@ class AutoDrafter(FixedDrafter):
         self._idle_rounds = 0 if gamma > 0 else self._idle_rounds + 1
         if self._idle_rounds % self.LOOK_EVERY == self.LOOK_EVERY - 1:
             self._in_vain = self._pays_nowhere()
-        self.chosen[gamma] = self.chosen.get(gamma, 0) + 1
+        self.rounds_by_gamma[gamma] = self.rounds_by_gamma.get(gamma, 0) + 1
         return gamma
 
     @property
@@ -252,9 +262,9 @@ def speculation_report(drafter: FixedDrafter) -> dict[str, Any]:
     seen = drafter.acceptance
     return {
         "mode": drafter.mode,
-        "gamma": "auto" if isinstance(drafter, AutoDrafter) else drafter.gamma(()),
+        "gamma": drafter.reported_gamma,
         "given_up": drafter.in_vain,
-        "rounds_by_gamma": drafter.chosen if isinstance(drafter, AutoDrafter) else {},
+        "rounds_by_gamma": drafter.rounds_by_gamma,
         "verifies": seen.verifies,
         "acceptance": seen.rate,
         "acceptance_per_token": seen.per_token,

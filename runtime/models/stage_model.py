@@ -36,8 +36,6 @@ from llmpq.runtime.models.layers import (
 from llmpq.runtime.models.linear import Linear
 from llmpq.runtime.models.wiring import Wiring
 from llmpq.runtime.step import Step
-from llmpq.runtime.weights.gguf_checkpoint import GgufCheckpoint
-from llmpq.runtime.weights.quantized_checkpoint import QuantizedCheckpoint
 from llmpq.runtime.weights.sources import TensorSource
 
 DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
@@ -95,8 +93,7 @@ class StageModel(nn.Module):
         place = torch.device(device)
         builder = _Builder(Wiring(spec, place, runner), spec, dtype, place)
         schemes = dict(zip(layers, map(scheme, precisions), strict=True))
-        if isinstance(source, (GgufCheckpoint, QuantizedCheckpoint)):
-            source.keep_codes(schemes)
+        source.keep_codes(schemes)
         readers: list[Reader] = [partial(source.layer, index, dtype) for index in layers]
         if first:
             readers.append(partial(source.embedding, dtype))

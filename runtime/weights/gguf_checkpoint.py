@@ -48,6 +48,7 @@ class GgufCheckpoint(CheckpointSource):
     """A model's GGUF file, in parts or whole."""
 
     DESCRIBED_BY = "its metadata"
+    may_keep_codes = True
 
     def __init__(self, path: str | Path, spec: ModelSpec) -> None:
         self._file = open_gguf(path)

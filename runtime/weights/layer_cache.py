@@ -23,8 +23,6 @@ from llmpq.kernels.weights.quantized_weight import QuantizedWeight, best_layout
 from llmpq.kernels.weights.weight import Weight
 from llmpq.precision import WeightScheme
 from llmpq.runtime.models.layer_tensors import LayerTensors
-from llmpq.runtime.weights.gguf_checkpoint import GgufCheckpoint
-from llmpq.runtime.weights.quantized_checkpoint import QuantizedCheckpoint
 from llmpq.runtime.weights.sources import CheckpointSource, weight_files
 
 LAYOUTS = 4
@@ -46,13 +44,12 @@ class KeptLayers:
         """`schemes`: how each layer of the stage is stored."""
         self._source, self._schemes, self._device = source, schemes, device
         self._folder = Path(folder)
-        self._keeps = False
-        """Whether its own codes may be what a layer has."""
-        if isinstance(source, (GgufCheckpoint, QuantizedCheckpoint)):
-            source.keep_codes(schemes)
-            self._keeps = True
+        source.keep_codes(schemes)
         self.num_read = 0
         """Layers that were found on disk."""
+
+    def keep_codes(self, schemes: Mapping[int, WeightScheme | None]) -> None:
+        """Do nothing: the checkpoint has the schemes of the stage since the constructor."""
 
     def embedding(self, dtype: torch.dtype) -> dict[str, Any]:
         """Return the checkpoint's embedding."""
@@ -99,7 +96,7 @@ class KeptLayers:
             repr(scheme),
             str(dtype),
             self._device.type,
-            *(["codes kept"] if self._keeps else []),
+            *(["codes kept"] if self._source.may_keep_codes else []),
             LAYOUTS,
             layout.value,
         ]

@@ -94,6 +94,8 @@ def stored_kv(directory: str | Path) -> KVPrecision:
 class QuantizedCheckpoint(CheckpointSource):
     """A directory whose config.json has a `quantization_config`."""
 
+    may_keep_codes = True
+
     def __init__(
         self, directory: str | Path, spec: ModelSpec, described: Mapping[str, Any]
     ) -> None:

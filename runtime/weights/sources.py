@@ -21,6 +21,7 @@ from torch import Tensor
 from llmpq.checkpoints.model_config import other_form
 from llmpq.families import FAMILIES
 from llmpq.model_spec import ModelSpec
+from llmpq.precision import WeightScheme
 from llmpq.runtime.models.part_shapes import (
     Shapes,
     embedding_shapes,
@@ -58,6 +59,12 @@ _MAPPED_BYTES = 1 << 20
 class TensorSource(Protocol):
     """Hands out a model's parts, each as [rows, ...] tensors of the asked dtype."""
 
+    def keep_codes(self, schemes: Mapping[int, WeightScheme | None]) -> None:
+        """Hand out linears as the codes they are stored in where a layer's scheme holds those.
+
+        `schemes`: by layer, counted over the whole model; None for 16 bits.
+        """
+
     def embedding(self, dtype: torch.dtype) -> dict[str, Tensor]:
         """Return the parts of the embedding."""
 
@@ -76,6 +83,8 @@ class CheckpointSource:
 
     DESCRIBED_BY = "config.json"
     """What says the model's shapes, in errors."""
+    may_keep_codes = False
+    """Whether `keep_codes` changes what is read: plain values are stored as no codes."""
 
     def __init__(self, directory: str | Path, spec: ModelSpec) -> None:
         self.directory, self.spec = Path(directory), spec
@@ -94,6 +103,9 @@ class CheckpointSource:
         self.root = found[0]
         self._require_no_more_layers()
         self._require_known_tensors()
+
+    def keep_codes(self, schemes: Mapping[int, WeightScheme | None]) -> None:
+        """Do nothing: every linear is stored as values."""
 
     @property
     def where(self) -> Path:
@@ -394,6 +406,9 @@ class RandomSource:
         self, spec: ModelSpec, *, seed: int = 0, device: torch.device | str = "cpu"
     ) -> None:
         self.spec, self.seed, self.device = spec, seed, torch.device(device)
+
+    def keep_codes(self, schemes: Mapping[int, WeightScheme | None]) -> None:
+        """Do nothing: random weights are values."""
 
     def embedding(self, dtype: torch.dtype) -> dict[str, Tensor]:
         """Make the embedding's parts."""

@@ -14,12 +14,14 @@ and, if asked for `everywhere`, which no cache of few bits survives (v has outli
 from __future__ import annotations
 
 import random
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from llmpq.model_spec import ModelSpec
+from llmpq.precision import WeightScheme
 from llmpq.runtime.weights.sources import TensorSource
 
 
@@ -33,6 +35,9 @@ class InjectedSource:
     factor: float
     seed: int = 0
     everywhere: bool = False
+
+    def keep_codes(self, schemes: Mapping[int, WeightScheme | None]) -> None:
+        """Do nothing: outliers are injected into values."""
 
     def embedding(self, dtype: torch.dtype) -> dict[str, Tensor]:
         """Return the embedding as it is."""

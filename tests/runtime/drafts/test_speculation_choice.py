@@ -320,7 +320,7 @@ def test_time_between_groups_of_other_sizes_is_not_theirs():
         for _ in range(rows):
             drafter.observe(gamma, gamma)
     assert all(clocked.gain() is None for clocked in drafter._clocked.values())
-    assert drafter.chosen[0] < 20
+    assert drafter.rounds_by_gamma[0] < 20
 
 
 def test_only_judged_drafts_count_in_the_estimate():
