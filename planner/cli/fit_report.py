@@ -184,9 +184,22 @@ def fit_answer(request: FitsRequest) -> FitAnswer:
 def plan_request(request: FitsRequest) -> PlanRequest:
     """Return what `llmpq-algo plan` would be asked for the same requests."""
     own = (
-        *("model", "model_name", "model_size", "devices", "cluster", "device_names"),
-        *("device_numbers", "from_ray", "batch", "dtype", "bits", "reserve", "costs"),
-        *("omega_file", "gpu_memory_utilization", "probe_cpu"),
+        "model",
+        "model_name",
+        "model_size",
+        "devices",
+        "cluster",
+        "device_names",
+        "device_numbers",
+        "from_ray",
+        "batch",
+        "dtype",
+        "bits",
+        "reserve",
+        "costs",
+        "omega_file",
+        "gpu_memory_utilization",
+        "probe_cpu",
     )
     same = {name: getattr(request, name) for name in own}
     lengths: dict[str, Any] = {"context": request.context, "gen_len": request.gen_len}

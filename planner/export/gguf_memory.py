@@ -17,9 +17,17 @@ from llmpq.sizes.pool_size import planned_kv_bytes
 from llmpq.units import format_size
 
 BITS = {
-    "f32": 32.0, "f16": 16.0, "bf16": 16.0, "q8_0": 8.5, "q5_0": 5.5, "q4_k": 4.5, "q4_0": 4.5,
-    "iq4_nl": 4.5, "q3_k": 3.4375, "mxfp4": 4.25,
-}  # fmt: skip
+    "f32": 32.0,
+    "f16": 16.0,
+    "bf16": 16.0,
+    "q8_0": 8.5,
+    "q5_0": 5.5,
+    "q4_k": 4.5,
+    "q4_0": 4.5,
+    "iq4_nl": 4.5,
+    "q3_k": 3.4375,
+    "mxfp4": 4.25,
+}
 """Bits of a weight (ggml-common.h): a block's codes and scales over the weights it holds."""
 WIDE_BLOCK = 256
 """Weights of a block of q4_k and q3_k: rows must be whole blocks."""

@@ -77,8 +77,10 @@ class PairNumbers:
     def uniform(self) -> bool:
         """Whether all layers take equal time and memory, so that only omega tells them apart."""
         tables = (
-            *(self.prefill_s, self.held_prefill_s),
-            *(self.decode_s, self.held_decode_s),
+            self.prefill_s,
+            self.held_prefill_s,
+            self.decode_s,
+            self.held_decode_s,
             self.layer_bytes,
         )
         return all(bool(np.all(t == t[:1])) for t in tables)

@@ -18,8 +18,10 @@ from llmpq.runtime.serve.replicas.replica_server import ReplicaLaunch
 def launches_of(options: ServeOptions) -> list[ReplicaLaunch]:
     """Return how each replica is started; `ValueError` where the devices are too few."""
     plans = _copies(options) if options.plan is not None else _planned(options)
-    speeds = [None if one.plan.predicted is None else one.plan.predicted.output_tokens_per_s
-              for one, _ in plans]  # fmt: skip
+    speeds = [
+        None if one.plan.predicted is None else one.plan.predicted.output_tokens_per_s
+        for one, _ in plans
+    ]
     known = [speed for speed in speeds if speed]
     return [
         ReplicaLaunch(

@@ -112,7 +112,15 @@ class Attention(nn.Module):
         if self.sharing.read_by_others:
             kv.keep_for_readers(layer, step)
         out_BQHD = attend_by_rule(
-            *(kv, layer, q, k, v, step, self.scale, self.alibi_slopes_H, self.rule_of(step)),
+            kv,
+            layer,
+            q,
+            k,
+            v,
+            step,
+            self.scale,
+            self.alibi_slopes_H,
+            self.rule_of(step),
             again=self.sharing.source is not None,
         )
         del q, k, v

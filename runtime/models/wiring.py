@@ -106,7 +106,7 @@ class Wiring:
             router, predict, correct, scale = (parts.tensor(f"altup.{name}") for name in names)
             left, right = (parts.tensor(f"laurel.{side}.weight") for side in ("left", "right"))
             mixing = Mixing(
-                *(spec.altup, norms["altup_norm"], router, predict, correct, scale, (left, right))
+                spec.altup, norms["altup_norm"], router, predict, correct, scale, (left, right)
             )
             return layer.with_mixing(mixing, norms["laurel_norm"])
         return layer

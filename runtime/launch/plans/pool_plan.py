@@ -196,9 +196,11 @@ class PoolPlan:
         most = size.num_blocks
         for stage in plan.stages:
             one = replace(size, num_blocks=1).nbytes(
-                *(self.spec, kv), layers=range(*stage.layers),
+                self.spec,
+                kv,
+                layers=range(*stage.layers),
                 dtype_bytes=plan.workload.dtype_bytes,
-            )  # fmt: skip
+            )
             if 2 * one / HOST_BYTES_PER_S > BLOCK_TOKENS * self._token_s(stage):
                 return 0
             most = min(most, HOST_BYTES // one)
