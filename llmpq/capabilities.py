@@ -20,7 +20,6 @@ Way = Literal[
     "gpu",
     "packed_kv",
     "drafts",
-    "rounded",
     "gpu_packed_kv",
     "gpu_packed_float32",
     "gpu_rounded",
@@ -31,14 +30,13 @@ WAYS: dict[Way, str] = {
     "gpu": "a GPU",
     "packed_kv": "a KV cache of 8, 4 or 2 bits",
     "drafts": "speculation",
-    "rounded": "rounded activations (w8a8, w4a4)",
     "gpu_packed_kv": "a KV cache of 8, 4 or 2 bits on a GPU",
     "gpu_packed_float32": "a KV cache of 8, 4 or 2 bits on a GPU",
     "gpu_rounded": "rounded activations (w8a8, w4a4) on a GPU",
     "gpu_drafts": "speculation on a GPU",
     "quantize": "a copy that llmpq-quantize writes",
 }
-"""Way -> how a sentence names it. Everything runs on a CPU with 16-bit KV and w16 to w3a16."""
+"""Way -> how a sentence names it. Everything runs on a CPU with 16-bit KV at every precision."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,33 +92,35 @@ LATENT_CHANNELS = 64
 
 
 FEATURES: tuple[Feature, ...] = (
-    _feature("latent attention (MLA)", _latents, "rounded"),
+    _feature("latent attention (MLA)", _latents, "gpu_rounded"),
     _feature(
         "recurrent layers",
         lambda spec, _: spec.recurrent is not None,
-        *("gpu_drafts", "rounded"),
+        *("gpu_drafts", "gpu_rounded"),
     ),
     _feature("layers that share a KV cache", lambda spec, _: bool(spec.kv_sources), "quantize"),
-    _feature("layers with unlike heads", _unlike_heads, "rounded", "quantize"),
-    _feature("normalised values", lambda spec, _: spec.value_norm, "rounded", "quantize"),
-    _feature("inputs of every layer's own", lambda s, _: s.per_layer_dim > 0, "rounded"),
-    _feature("numbers that layers are scaled by", lambda s, _: s.layer_scalar, "rounded"),
-    _feature("experts beside an MLP", lambda s, _: s.mixture_beside, "rounded"),
+    _feature("layers with unlike heads", _unlike_heads, "gpu_rounded", "quantize"),
+    _feature("normalised values", lambda spec, _: spec.value_norm, "gpu_rounded", "quantize"),
+    _feature("inputs of every layer's own", lambda s, _: s.per_layer_dim > 0, "gpu_rounded"),
+    _feature("numbers that layers are scaled by", lambda s, _: s.layer_scalar, "gpu_rounded"),
+    _feature("experts beside an MLP", lambda s, _: s.mixture_beside, "gpu_rounded"),
     _feature(
         "sparse attention over chosen tokens",
         lambda spec, _: spec.indexer is not None,
-        *("gpu", "rounded", "quantize"),
+        *("gpu", "gpu_rounded", "quantize"),
     ),
-    _feature("several streams (AltUp)", lambda s, _: s.altup is not None, "rounded", "quantize"),
-    _feature("sparse gates", lambda s, _: any(s.gate_sparsities), "rounded"),
-    _feature("queries and keys of unit size", lambda s, _: s.qk_unit_norm, "rounded"),
+    _feature(
+        "several streams (AltUp)", lambda s, _: s.altup is not None, "gpu_rounded", "quantize"
+    ),
+    _feature("sparse gates", lambda s, _: any(s.gate_sparsities), "gpu_rounded"),
+    _feature("queries and keys of unit size", lambda s, _: s.qk_unit_norm, "gpu_rounded"),
     _feature(
         "weights on what experts are given",
         lambda s, _: s.router.weighs_input,
-        *("rounded", "quantize"),
+        *("gpu_rounded", "quantize"),
     ),
-    _feature("gated attention", lambda spec, _: spec.attention_gate, "rounded"),
-    _feature("a gate on the shared MLP", lambda spec, _: spec.shared_gate, "rounded"),
+    _feature("gated attention", lambda spec, _: spec.attention_gate, "gpu_rounded"),
+    _feature("a gate on the shared MLP", lambda spec, _: spec.shared_gate, "gpu_rounded"),
     _feature("rope frequencies that change with the length", _changing_rope, "drafts"),
     _feature("norms behind attention and MLP", lambda s, _: s.norm_order != "pre", "gpu_rounded"),
     _feature("a factor on the residual stream", _scaled_stream, "gpu_rounded"),
@@ -158,7 +158,6 @@ def ways_of(
         "gpu": gpu,
         "packed_kv": packed,
         "drafts": drafts,
-        "rounded": rounded,
         "gpu_packed_kv": gpu and packed,
         "gpu_packed_float32": gpu and packed and dtype == "float32",
         "gpu_rounded": gpu and rounded,
@@ -183,7 +182,6 @@ REMEDY: dict[Way, str] = {
     "gpu": "plan for CPU devices, or export the plan to another engine",
     "packed_kv": "plan with --kv 16",
     "drafts": "run without speculation, or with shorter requests",
-    "rounded": "plan with weight-only precisions (w8a16, w4a16)",
     "gpu_packed_kv": "plan with --kv 16",
     "gpu_packed_float32": "plan with --kv 16, or with --dtype bfloat16",
     "gpu_rounded": "plan with weight-only precisions (w8a16, w4a16)",

@@ -22,7 +22,6 @@ COLUMNS: dict[Way, str] = {
     "gpu": "GPU",
     "packed_kv": "KV 8 4 2",
     "drafts": "speculation",
-    "rounded": "w8a8 w4a4",
     "gpu_packed_kv": "GPU KV 8 4 2",
     "gpu_rounded": "GPU w8a8",
 }
@@ -34,7 +33,7 @@ GGUF = {"architectures": "read from GGUF files", "types": "in blocks of"}
 
 @dataclass(frozen=True, kw_only=True)
 class ModelRow:
-    """What one family or model runs with, on CPUs always with 16-bit KV and w16 to w3a16."""
+    """What one family or model runs with, on CPUs always with 16-bit KV."""
 
     name: str
     says: str

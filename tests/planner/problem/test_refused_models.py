@@ -364,7 +364,7 @@ def test_packed_caches_and_drafts_on_gpus_know_every_rule(model: str) -> None:
 @pytest.mark.parametrize(
     ("model", "way"),
     [
-        ("deepseek-v3", "rounded"),
+        ("deepseek-v3", "gpu_rounded"),
         ("gpt-oss-20b", "gpu_rounded"),
     ],
 )
@@ -377,10 +377,12 @@ def test_every_way_is_refused_by_feature(model: str, way: Any) -> None:
 
 
 def test_the_families_of_before_run_every_way() -> None:
+    """Packed blocks on a GPU hang on the size of heads and on the dtype."""
     for name in builtin_configs():
         spec = ModelSpec.by_name(name)
         if spec.family in ("opt", "bloom", "llama", "qwen2", "qwen3", "mixtral"):
-            assert not any(lacks(spec, way) for way in WAYS), name
+            ways = [way for way in WAYS if not way.startswith("gpu_packed")]
+            assert not any(lacks(spec, way) for way in ways), name
 
 
 def test_the_table_is_printed(capsys: Any) -> None:

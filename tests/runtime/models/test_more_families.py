@@ -139,6 +139,33 @@ def test_chunks_of_a_pool_give_the_same_tokens(
     assert [found[i] for i in range(len(prompts))] == models.greedy(family_kind, prompts)
 
 
+ROUNDED = (
+    "afmoe",
+    "deepseek_v3",
+    "deepseek_v32",
+    "gemma3n",
+    "gemma4 in its wrapper",
+    "llama4",
+    "nemotron_h",
+    "qwen3_next",
+)
+"""Kinds with parts beside Llama's in front of and behind their linears."""
+
+
+@pytest.mark.parametrize("kind", ROUNDED)
+def test_rounded_activations_are_near_the_same_weights(
+    models: Any, make_plan: Any, random_prompts: Any, kind: str
+) -> None:
+    directory, prompts = models.directory(kind), random_prompts(40, 18)
+    size, found = PoolSize(num_blocks=4, slots=2, max_len=80), {}
+    for bits in ("w16a16", "w8a16", "w8a8", "w4a16"):
+        plan = make_plan(directory, batch=2, prompt_len=40, gen_len=NEW, bits=bits)
+        scores = served(stages_of(directory, plan, size), prompts, size, new=1).prompt_scores
+        found[bits] = torch.tensor([score for row in scores for score in row])
+    apart = {bits: float((own - found["w16a16"]).abs().mean()) for bits, own in found.items()}
+    assert apart["w8a8"] < 0.5 * apart["w4a16"]
+
+
 FORMS = (("w4a16", "kv8", "bfloat16"), ("w8a16", "kv4", "float16"), ("w3a16", "kv2", "float32"))
 """Bits of weights and of KV, and what is computed in."""
 
