@@ -57,7 +57,7 @@ class Workload(FileForm):
 
     @property
     def max_len(self) -> int:
-        """Tokens one request's KV slot must hold (the last token is never cached)."""
+        """Tokens of one request that are cached at most (the last one never is)."""
         return self.prompt_len + self.gen_len - 1
 
     @property

@@ -1,4 +1,4 @@
-"""One step of the paged engine on a GPU: what `RaggedStep` is to hosts, as tensors of the device.
+"""One step of a stage on a GPU: what `RaggedStep` is to hosts, as tensors of the device.
 
 Nothing of it depends on the rows but values on the device, so that a step is captured once and
 replayed for any rows of as many places.

@@ -1,4 +1,4 @@
-"""One step of the paged engine on one stage: rows of unequal lengths, one behind the other.
+"""One step of a stage on a CPU: rows of unequal lengths, one behind the other.
 
 What `Step` is to padded rows this is to packed ones: hidden states are [1, T, h], the T tokens of
 all rows in turn, padding only behind the last. Norms, products and rotary positions see one long

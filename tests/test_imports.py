@@ -267,7 +267,7 @@ def test_a_right_direction_is_let_through() -> None:
     for module, target in (
         ("llmpq.runtime.engine.stage_loop", "llmpq.runtime.models.layers"),
         ("llmpq.profiler.timing.cases", "llmpq.runtime.step"),
-        ("llmpq.kernels.kv.ops", "llmpq.kernels.formats.kv_block"),
+        ("llmpq.kernels.kv.low_bit.attend", "llmpq.kernels.formats.kv_block"),
         ("llmpq.runtime.auto_plan", "llmpq.planner.make"),
     ):
         assert wrong_edges({module: frozenset({target})}) == []

@@ -1,18 +1,17 @@
-"""Rotary positions and the write into a plain KV cache as one pass over a step's q, k and v.
+"""Rotary positions and the write into a pool of blocks as one pass over a step's q, k and v.
 
     q, k, v [B, Q, N, D] (strided: slices of one qkv)      a program: one token, BLOCK heads
       |  q: rotated          -> q_out [B, Q, H, D]
-      |  k: rotated          -> cache [S, G, T, D] at (slot, g, start + i), or k_out [B, Q, G, D]
-      |  v: as it is         -> cache [S, G, T, D], or nowhere
+      |  k: rotated          -> pool [blocks, G, PAGE, D], or k_out [B, Q, G, D]
+      |  v: as it is         -> pool [blocks, G, PAGE, D], or nowhere
     rotation of halves: (a, b) -> factor (a cos - b sin, b cos + a sin), angle = pos * inv_freq
     of the first 2 * len(inv_freq) channels of a head, the others stay (GLM-4); yarn has a factor,
     rows have frequencies of their own where their lengths decide (BY_ROW: dynamic rope)
-    NORM: queries and keys pass an RMSNorm of their heads first, rounded as if it were a launch
 
 Bytes: each of q, k, v read once and written once. Angles are computed from the position in float32
-and never stored. Tokens beyond a row's count (padding) are not written to the cache.
+and never stored. Tokens without a place (padding) are not written to the pool.
 
-B requests, Q new tokens, H query heads, G key/value heads, D head_dim, S slots, T slot length.
+B requests, Q new tokens, T tokens of a step, H query heads, G key/value heads, D head_dim.
 """
 
 # Triton kernels take no annotations.
@@ -26,44 +25,17 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from llmpq.kernels.fused.rms_norm import rms_norm_reference
 from llmpq.kernels.overlap import overlaps
-
-HeadNorms = tuple[Tensor, Tensor, float]
-"""Weights of queries' and keys' norms, and their eps."""
 
 HEADS_PER_PROGRAM = 8
 """A 32-row decode step of 48 heads makes 192 programs: more than an H200 has SMs."""
 
 
 @triton.jit
-def _normed(low, high, weight, eps, HALF: tl.constexpr):
-    """RMSNorm of heads [BLOCK, 2 HALF] that lie in halves, as their weight does."""
-    a, b = low.to(tl.float32), high.to(tl.float32)
-    scale = tl.rsqrt(tl.sum(a * a + b * b, 1) / (2 * HALF) + eps)[:, None]
-    first, second = weight
-    first, second = first.to(tl.float32)[None, :], second.to(tl.float32)[None, :]
-    return (a * scale * first).to(low.dtype), (b * scale * second).to(high.dtype)
-
-
-@triton.jit
-def _rotated(
-    pointer,
-    d,
-    live,
-    angle,
-    factor,
-    weight,
-    eps,
-    ROTARY: tl.constexpr,
-    HALF: tl.constexpr,
-    NORM: tl.constexpr,
-):
-    """Load the halves of some heads [BLOCK, HALF], norm and rotate them in float32."""
+def _rotated(pointer, d, live, angle, factor, ROTARY: tl.constexpr, HALF: tl.constexpr):
+    """Load the halves of some heads [BLOCK, HALF], and rotate them in float32."""
     low = tl.load(pointer + d, mask=live, other=0.0)
     high = tl.load(pointer + HALF + d, mask=live, other=0.0)
-    if NORM:
-        low, high = _normed(low, high, weight, eps, HALF)
     if ROTARY:
         cos, sin = (tl.cos(angle) * factor)[None, :], (tl.sin(angle) * factor)[None, :]
         a, b = low.to(tl.float32), high.to(tl.float32)
@@ -79,7 +51,7 @@ def _copy_rest(source, target, D: tl.constexpr, head, most, HALF: tl.constexpr, 
     tl.store(target + d[None, :], tl.load(source + d[None, :], mask=live, other=0.0), mask=live)
 
 
-@triton.jit(do_not_specialize=["factor", "eps"])
+@triton.jit(do_not_specialize=["factor"])
 def rope_append_kernel(
     q_ptr,
     k_ptr,
@@ -87,21 +59,17 @@ def rope_append_kernel(
     q_out,
     k_out,
     v_out,
-    slots,
+    places,
     starts,
-    counts,
     inv_freq,
-    q_norm,
-    k_norm,
     q_stride,
     k_stride,
     v_stride,
-    slot_stride,
+    block_stride,
     head_stride,
     token_stride,
     Q,
     factor,
-    eps,
     H: tl.constexpr,
     G: tl.constexpr,
     D: tl.constexpr,
@@ -110,16 +78,14 @@ def rope_append_kernel(
     REST: tl.constexpr,
     BLOCK: tl.constexpr,
     ROTARY: tl.constexpr,
-    CACHE: tl.constexpr,
     PAGE: tl.constexpr,
-    NORM: tl.constexpr,
     KEEP: tl.constexpr,
     BY_ROW: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """One token's block of heads; `*_stride` in elements between tokens of an input.
 
-    With a PAGE each token has a place of its own, in `slots`: token place % PAGE of a block of a
+    With a PAGE each token has a place of its own, in `places`: token place % PAGE of a block of a
     pool, or nowhere if that is negative. KEEP: rotated keys also stay where they came from.
     """
     Q_BLOCKS: tl.constexpr = (H + BLOCK - 1) // BLOCK
@@ -133,15 +99,6 @@ def rope_append_kernel(
     # What no kernel writes is asked for before the kernel in front has ended.
     if ROTARY and not BY_ROW:
         frequency = tl.load(inv_freq + d, mask=inside, other=0.0)
-    weight = (0, 0)
-    if NORM:
-        own = q_norm
-        if block >= Q_BLOCKS:
-            own = k_norm
-        weight = (
-            tl.load(own + d, mask=inside, other=0.0),
-            tl.load(own + HALF + d, mask=inside, other=0.0),
-        )
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
@@ -153,25 +110,18 @@ def rope_append_kernel(
         angle = angle * frequency
     place = b.to(tl.int64)
     if PAGE > 0:
-        at_token = tl.load(slots + b).to(tl.int64)
+        at_token = tl.load(places + b).to(tl.int64)
         written = tl.where(at_token < 0, 0, G)
         place = at_token // PAGE
         i = at_token % PAGE
-    elif CACHE:
-        # Padding goes nowhere: its program has no key and value heads.
-        written = tl.where(i < tl.load(counts + b), G, 0)
-        place = tl.load(slots + b).to(tl.int64)
-        i = position.to(tl.int64)
     else:
         written = G
-    out_at = place * slot_stride + i * token_stride
+    out_at = place * block_stride + i * token_stride
     if block < Q_BLOCKS:
         head = block * BLOCK + tl.arange(0, BLOCK)
         live = (head < H)[:, None] & inside[None, :]
         at = head[:, None] * D + d[None, :]
-        low, high = _rotated(
-            q_ptr + token * q_stride, at, live, angle, factor, weight, eps, ROTARY, HALF, NORM
-        )
+        low, high = _rotated(q_ptr + token * q_stride, at, live, angle, factor, ROTARY, HALF)
         out = q_out + token * (H * D) + at
         tl.store(out, low, mask=live)
         tl.store(out + HALF, high, mask=live)
@@ -183,9 +133,7 @@ def rope_append_kernel(
         head = (block - Q_BLOCKS) * BLOCK + tl.arange(0, BLOCK)
         live = (head < written)[:, None] & inside[None, :]
         at = head[:, None] * D + d[None, :]
-        low, high = _rotated(
-            k_ptr + token * k_stride, at, live, angle, factor, weight, eps, ROTARY, HALF, NORM
-        )
+        low, high = _rotated(k_ptr + token * k_stride, at, live, angle, factor, ROTARY, HALF)
         out = k_out + out_at + head[:, None] * head_stride + d[None, :]
         tl.store(out, low, mask=live)
         tl.store(out + HALF, high, mask=live)
@@ -200,9 +148,7 @@ def rope_append_kernel(
         head = (block - Q_BLOCKS - G_BLOCKS) * BLOCK + tl.arange(0, BLOCK)
         live = (head < written)[:, None] & inside[None, :]
         at = head[:, None] * D + d[None, :]
-        low, high = _rotated(
-            v_ptr + token * v_stride, at, live, angle, factor, weight, eps, False, HALF, False
-        )
+        low, high = _rotated(v_ptr + token * v_stride, at, live, angle, factor, False, HALF)
         out = v_out + out_at + head[:, None] * head_stride + d[None, :]
         tl.store(out, low, mask=live)
         tl.store(out + HALF, high, mask=live)
@@ -210,47 +156,6 @@ def rope_append_kernel(
             source = v_ptr + token * v_stride + (head * D)[:, None]
             target = v_out + out_at + head[:, None] * head_stride
             _copy_rest(source, target, D, head, written, HALF, REST)
-
-
-def rope_append(
-    q_BQHD: Tensor,
-    k_BQGD: Tensor,
-    v_BQGD: Tensor,
-    k_cache_SGTD: Tensor,
-    v_cache_SGTD: Tensor,
-    slots_B: Tensor,
-    start_B: Tensor,
-    num_new_B: Tensor,
-    inv_freq: Tensor | None,
-    factor: float = 1.0,
-    norms: HeadNorms | None = None,
-) -> Tensor:
-    """Write rotated keys and values into the cache; return the rotated queries [B, Q, H, D].
-
-    `inv_freq` ([B,] R / 2): the first R channels are rotated, cosines and sines times `factor`.
-    `norms`: of whole heads that are rotated whole (`takes_norms`), before.
-    """
-    if norms is not None and not takes_norms(q_BQHD.shape[3], inv_freq):
-        raise ValueError("rope_append norms heads only where all of their channels are rotated")
-    q_out = torch.empty(q_BQHD.shape, dtype=q_BQHD.dtype, device=q_BQHD.device)
-    strides = k_cache_SGTD.stride()
-    if strides != v_cache_SGTD.stride() or strides[3] != 1:
-        raise ValueError(f"caches must have equal strides, channels last, got {strides}")
-    _launch(
-        (q_BQHD, k_BQGD, v_BQGD),
-        (q_out, k_cache_SGTD, v_cache_SGTD),
-        (slots_B, start_B, num_new_B),
-        (inv_freq, factor),
-        strides[:3],
-        blocks=2,
-        norms=norms,
-    )
-    return q_out
-
-
-def takes_norms(dim: int, inv_freq: Tensor | None) -> bool:
-    """Whether heads can be normed on the way: a program holds them in two halves."""
-    return inv_freq is None or 2 * inv_freq.shape[-1] == dim
 
 
 def rope_append_pages(
@@ -279,7 +184,7 @@ def rope_append_pages(
     _launch(
         (q_TND[None], k_TGD[None], v_TGD[None]),
         (q_out, k_pool, v_pool),
-        (places_T, positions_T, places_T),
+        (places_T, positions_T),
         (inv_freq, factor),
         k_pool.stride()[:3],
         blocks=2,
@@ -298,7 +203,7 @@ def rope(
     _launch(
         (q_BQHD, k_BQGD, k_BQGD),
         (q_out, k_out, k_out),
-        (start_B, start_B, start_B),
+        (start_B, start_B),
         (inv_freq, factor),
         (q_len * groups * dim, dim, groups * dim),
         blocks=1,
@@ -309,18 +214,18 @@ def rope(
 def _launch(
     inputs: tuple[Tensor, Tensor, Tensor],
     outputs: tuple[Tensor, Tensor, Tensor],
-    rows: tuple[Tensor, Tensor, Tensor],
+    rows: tuple[Tensor, Tensor],
     rotation: tuple[Tensor | None, float],
     strides: tuple[int, ...],
     *,
     blocks: int,
     page: int = 0,
-    norms: HeadNorms | None = None,
     keep: bool = False,
 ) -> None:
-    """`blocks`: 2 writes keys and values to a cache, 1 keys only to a tensor like the input.
+    """`blocks`: 2 writes keys and values to a pool, 1 keys only to a tensor like the input.
 
-    `page`: tokens of a pool's block; then every token is a row of its own. `keep`: as KEEP.
+    `rows`: places and positions. `page`: tokens of a pool's block; then every token is a row of its
+    own. `keep`: as KEEP.
     """
     batch, q_len, heads, dim = inputs[0].shape
     groups, (inv_freq, factor) = inputs[1].shape[2], rotation
@@ -328,20 +233,15 @@ def _launch(
     half = dim // 2 if inv_freq is None else inv_freq.shape[-1]
     rest = triton.next_power_of_2(dim - 2 * half) if dim > 2 * half else 0
     block, pdl = HEADS_PER_PROGRAM, overlaps(inputs[0].device)
-    q_norm, k_norm, eps = norms or (*inputs[:2], 0.0)
     grid = (batch * q_len, triton.cdiv(heads, block) + blocks * triton.cdiv(groups, block))
     rope_append_kernel[grid](
         *(x for x, _ in inputs_2),
         *outputs,
         *rows,
         inv_freq if inv_freq is not None else rows[0],
-        q_norm,
-        k_norm,
         *(stride for _, stride in inputs_2),
         *strides,
-        1 if page else q_len,
-        factor,
-        eps,
+        *(1 if page else q_len, factor),
         H=heads,
         G=groups,
         D=dim,
@@ -350,9 +250,7 @@ def _launch(
         REST=rest,
         BLOCK=block,
         ROTARY=inv_freq is not None,
-        CACHE=blocks == 2,
         PAGE=page,
-        NORM=norms is not None,
         KEEP=keep,
         BY_ROW=inv_freq is not None and inv_freq.dim() > 1,
         PDL=pdl,
@@ -368,32 +266,6 @@ def tokens_of(x_BQND: Tensor) -> tuple[Tensor, int]:
         x_BQND = x_BQND.contiguous()
         s = x_BQND.stride()
     return x_BQND, s[1] if q_len > 1 else s[0]
-
-
-def rope_append_reference(
-    q_BQHD: Tensor,
-    k_BQGD: Tensor,
-    v_BQGD: Tensor,
-    k_cache_SGTD: Tensor,
-    v_cache_SGTD: Tensor,
-    slots_B: Tensor,
-    start_B: Tensor,
-    num_new_B: Tensor,
-    inv_freq: Tensor | None,
-    factor: float = 1.0,
-    norms: HeadNorms | None = None,
-) -> Tensor:
-    """The twin of `rope_append`, in plain torch."""
-    q, k = q_BQHD, k_BQGD
-    if norms is not None:
-        q, k = (rms_norm_reference(x, w, norms[2]) for x, w in zip((q, k), norms[:2], strict=True))
-    if inv_freq is not None:
-        q, k = rope_reference(q, k, start_B, inv_freq, factor)
-    for row in range(q.shape[0]):
-        slot, start, count = int(slots_B[row]), int(start_B[row]), int(num_new_B[row])
-        k_cache_SGTD[slot, :, start : start + count] = k[row, :count].transpose(0, 1)
-        v_cache_SGTD[slot, :, start : start + count] = v_BQGD[row, :count].transpose(0, 1)
-    return q
 
 
 def rope_append_pages_reference(

@@ -1,4 +1,4 @@
 """Attention over the KV cache: append, pack, attend, combine, and how each step is launched.
 
-`low_bit/low_bit_cache.py` is the way in for packed blocks, `plain_attend.py` for 16 bits.
+`paged/` is the way in on GPUs, `low_bit/low_bit_cache.py` for packed blocks on CPUs.
 """

@@ -39,15 +39,6 @@ class KVLayer:
         return sum(getattr(self, f.name).nbytes for f in fields(self))
 
 
-@dataclass(frozen=True, kw_only=True)
-class DeviceRows:
-    """A step's requests as the kernels read them: int32, on the device."""
-
-    slots: Tensor
-    starts: Tensor
-    counts: Tensor
-
-
 def allocate_layer(
     fmt: KVFormat,
     *,

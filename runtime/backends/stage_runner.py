@@ -1,4 +1,4 @@
-"""The arithmetic of one stage of the paged engine: steps of rows of any lengths, packed.
+"""The arithmetic of one stage: steps of rows of any lengths, packed.
 
 The tokens of a step are padded (llmpq/sizes/step_padding.py); padding is never read and never sent.
 """

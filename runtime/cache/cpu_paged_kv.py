@@ -1,4 +1,4 @@
-"""The KV cache of a stage of the paged engine: a pool of blocks, and who has which.
+"""The KV cache of a stage: a pool of blocks, and who has which.
 
 Which block a request has is the scheduler's to say (runtime/engine/block_tables.py); it comes with
 the step, as numbers, and is the same on every stage. What a query sees packed and what in 16 bits

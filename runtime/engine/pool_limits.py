@@ -1,9 +1,8 @@
-"""What the paged engine has room for, and which requests can therefore never run. No torch."""
+"""What an engine has room for, and which requests can therefore never run. No torch."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
 from llmpq.precision import KVPrecision
 from llmpq.runtime.request import ContextLengthError, Request, too_long
@@ -41,8 +40,6 @@ class PoolLimits:
     tokens_ahead: int = 1
     """Steps of one request that may be under way: beyond 1 its next token is asked for before the
     last one is known, and thrown away if that ended the request."""
-    batching: Literal["continuous", "static"] = "continuous"
-    """`static` lets requests in only when all others have ended (for comparison)."""
 
     @property
     def tail(self) -> int:

@@ -88,8 +88,6 @@ class Scheduler:
         self._running: list[RunningRequest] = []
         self._free_slots = list(range(limits.max_rows))
         self._num_submitted = self._seq = 0
-        self._left_to_fill = 0
-        """Of a static batch: requests that may still be admitted."""
         self._steps = 0
         """Steps under way."""
         self._decode_steps = 0
@@ -448,7 +446,6 @@ class Scheduler:
                 yield req
         while self._waiting and self._may_admit(self._waiting[0]):
             req = heappop(self._waiting)
-            self._left_to_fill -= req.admission == 0
             self.tables.begin(req)
             req.request.slot = heappop(self._free_slots)
             self._running.append(req)
@@ -459,10 +456,7 @@ class Scheduler:
         if not self._free_slots or req.in_flight > 0:
             return False
         if not self._running:
-            self._left_to_fill = self.limits.max_rows
             return True
-        if self.limits.batching == "static" and req.admission == 0 and not self._left_to_fill:
-            return False
         return self.tables.fits(req, self._running)
 
     def _grow(

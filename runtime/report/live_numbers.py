@@ -38,7 +38,7 @@ class RunNow:
     waiting: int
     tokens_per_s: float | None
     blocks: int
-    """Of the KV cache's pool on each stage; 0 where requests have slots."""
+    """Of the KV cache's pool on each stage."""
     blocks_held: int
     recoveries: Sequence[Mapping[str, Any]]
     """Stages that were lost, as reports have them."""

@@ -375,7 +375,7 @@ def _of_stages(
         yield gauge
     # Every stage has its layers' part of each of the pool's blocks.
     for name, about, key in (
-        ("kv_blocks", "Blocks of a stage's KV pool; 0 where requests have slots.", "blocks"),
+        ("kv_blocks", "Blocks of a stage's KV pool.", "blocks"),
         ("kv_blocks_held", "Blocks of a stage's KV pool that requests hold.", "blocks_held"),
     ):
         gauge = GaugeMetricFamily(f"llmpq:stage_{name}", about, labels=names)

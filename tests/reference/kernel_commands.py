@@ -51,17 +51,6 @@ class BenchAtom:
 
 
 @dataclass(frozen=True, kw_only=True)
-class BenchKV:
-    """Which cases of the low-bit cache to time."""
-
-    rows: bool
-    setting: str
-    only: str
-    tune: bool
-    repeats: int
-
-
-@dataclass(frozen=True, kw_only=True)
 class CheckGemm:
     """Which weight products to compare with their twins."""
 
@@ -83,15 +72,6 @@ class CheckAtom:
     m: str | None
     shapes: str
     seed: int
-    part: tuple[int, int]
-
-
-@dataclass(frozen=True, kw_only=True)
-class CheckKV:
-    """Which kernels of the low-bit cache to compare with their twins."""
-
-    device: str | None
-    only: str
     part: tuple[int, int]
 
 
@@ -123,19 +103,6 @@ def bench_atom() -> CommandParser:
     return parser
 
 
-def bench_kv() -> CommandParser:
-    """Return the flags of `bench kv`."""
-    parser = _parser("bench kv", "Time attention over the low-bit cache against 16-bit attention.")
-    flags = parser.section("cases")
-    settings = ("single", "batches", "page")
-    flags.flag("--setting", choices=settings, default="", daily=True, help="this one only")
-    flags.flag("--only", default="", daily=True, help="cases whose JSON contains this text")
-    flags.flag("--rows", action="store_true", daily=True, help="append to benchmarks/results")
-    flags.flag("--tune", action="store_true", help="measure launches, write kv/tuning.json")
-    flags.flag("--repeats", type=int, default=20, help="samples of each case (20)")
-    return parser
-
-
 def check_gemm() -> CommandParser:
     """Return the flags of `check gemm`."""
     parser = _parser("check gemm", "Compare the weight kernels with their plain-torch twins.")
@@ -163,23 +130,11 @@ def check_atom() -> CommandParser:
     return parser
 
 
-def check_kv() -> CommandParser:
-    """Return the flags of `check kv`."""
-    parser = _parser("check kv", "Compare the kernels of the low-bit cache with their twins.")
-    flags = parser.section("cases")
-    flags.flag("--device", daily=True, help="cuda where there is one, else cpu")
-    flags.flag("--only", default="", daily=True, help="variants whose line contains this text")
-    _part(flags)
-    return parser
-
-
 COMMANDS: dict[tuple[str, str], tuple[Any, type]] = {
     ("bench", "gemm"): (bench_gemm, BenchGemm),
     ("bench", "atom"): (bench_atom, BenchAtom),
-    ("bench", "kv"): (bench_kv, BenchKV),
     ("check", "gemm"): (check_gemm, CheckGemm),
     ("check", "atom"): (check_atom, CheckAtom),
-    ("check", "kv"): (check_kv, CheckKV),
 }
 """What is done, with which kernels -> its flags, and the request they become."""
 
@@ -222,20 +177,18 @@ def _read_part(text: str) -> tuple[int, int]:
 # Imported only when asked for: each needs torch and Triton, `--help` needs neither.
 _MODULES = {
     ("bench", "gemm"): "lib.bench_gemm",
-    ("bench", "kv"): "lib.bench_kv",
     ("bench", "atom"): "lib.bench_atom",
     ("check", "gemm"): "reference.check_gemm",
-    ("check", "kv"): "reference.check_kv",
     ("check", "atom"): "reference.check_atom",
 }
 
 USAGE = f"""\
-usage: {PROGRAM} {{bench,check}} {{gemm,kv,atom}} [flags]
+usage: {PROGRAM} {{bench,check}} {{gemm,atom}} [flags]
 
-  bench gemm|kv|atom   time kernels on this GPU
-  check gemm|kv|atom   compare kernels with their plain-torch twins
+  bench gemm|atom   time kernels on this GPU
+  check gemm|atom   compare kernels with their plain-torch twins
 
-gemm: weight kernels; kv: the low-bit KV cache; atom: rounded inputs, W4A4 and W8A8.
+gemm: weight kernels; atom: rounded inputs, W4A4 and W8A8.
 Each has its own --help: {PROGRAM} bench gemm --help
 """
 

@@ -1,1 +1,1 @@
-"""The cache in 8, 4 and 2 bits, one run of tokens a request; first file: low_bit_cache.py."""
+"""Packed keys and values of 8, 4 and 2 bits: parts of kernels, and the cache of CPUs."""

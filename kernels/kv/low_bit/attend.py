@@ -1,4 +1,4 @@
-"""Attention over the low-bit KV cache: one pass over packed tiles and 16-bit ring, then a combine.
+"""Attention over packed tiles of keys and values: what a program does with those it takes.
 
     scores^T [64 tokens, R] = K [64, D] q^T [D, R]        K, V^T: packed words, unpacked in
     out^T    [D, R]        += V^T [D, 64] p [64, R]       registers (formats/kv_block.py draws them)
@@ -13,12 +13,6 @@ stored scales make up for a plane's power of two (kv_block.py), sums are GAIN ti
 
 Cost per output: D * bits/4 + (scales) bytes of keys and values per token and key-value head,
 0.63 integer instructions per 4-bit element, 1 mma.m16n8k16 per 256 elements.
-
-Programs: (G * column chunks, B, splits + RING_PARTS). The last 1 or 5 share the 16-bit ring, 32
-tokens a step; the others take equal shares of the packed tiles, TILES at a step, or (DYNAMIC) are
-dealt `first` tiles and draw `chunk` more from a counter until none is left. Each writes its
-normalised output and log2-sum-exp, combine.py merges. Kernels launch early (PDL): before it
-waits for the one in front, a program asks the L2 for its first `ahead` tiles.
 
 B: requests.  Q: new tokens.  H: query heads.  G: key-value heads.  D: head_dim.  X: parts.
 g, t, h, r, m, s: see formats/kv_block.py; thread 4g + t of the warp.
@@ -37,25 +31,16 @@ from llmpq.kernels.kv.low_bit.register_operands import (
     fold_keys,
     from_zero,
     over_scores,
-    prefetch_ring,
-    prefetch_tiles,
     probability_operand,
-    right_operand,
     token_vector,
     words,
     zero_by_thread,
 )
 from llmpq.kernels.kv.low_bit.ring_attend import (
     BLOCK,
-    LOG2_E,
     LOWEST,
     MASKED,
-    RING,
-    RING_STEP,
-    attend_ring,
     capped,
-    column_positions,
-    packed_line,
 )
 from llmpq.kernels.kv.low_bit.unpack import TWO_24, unpack
 
@@ -207,151 +192,3 @@ def _tiles(
             v1 = unpack(words(vw_at + VECS * 128, VECS), D // 16, 4, BITS, KW, EMULATE)
             acc = tl.dot(v1, p1_mat, acc)
     return m_i, l_g, z_g, acc
-
-
-@triton.jit(
-    do_not_specialize=["chunk", "first", "table_width", "num_parts", "ahead", "cap", "window"]
-)
-def attend_split(
-    q_ptr, k_words, k_params, v_words, v_params, k_ring, v_ring, table, slots, starts, counts,
-    slopes, tickets, part_out, part_lse, score_scale, chunk, first, table_width, num_parts,
-    ahead, cap, window,
-    H: tl.constexpr, G: tl.constexpr, Q: tl.constexpr, D: tl.constexpr, BITS: tl.constexpr,
-    KEY_GROUP: tl.constexpr, R: tl.constexpr, PAGED: tl.constexpr, ALIBI: tl.constexpr,
-    CAPPED: tl.constexpr, WINDOWED: tl.constexpr, RING_PARTS: tl.constexpr, TILES: tl.constexpr,
-    STAGES: tl.constexpr, DYNAMIC: tl.constexpr, KW: tl.constexpr, KW0: tl.constexpr,
-    PDL: tl.constexpr, EMULATE: tl.constexpr,
-):  # fmt: skip
-    """One part of one request's one key-value head: see the file's docstring."""
-    C: tl.constexpr = H // G
-    CHUNKS: tl.constexpr = (C * Q + R - 1) // R
-    head = tl.program_id(0) // CHUNKS
-    first_col = tl.program_id(0) % CHUNKS * R
-    b = tl.program_id(1)
-    part = tl.program_id(2)
-    start = tl.load(starts + b)
-    end = start + tl.load(counts + b)
-    slot = tl.load(slots + b).to(tl.int64)
-    line = packed_line(end - 1)
-    programs = num_parts - RING_PARTS  # those of the ring come last
-    share = part
-    ring_part = part - programs
-    hidden = first_step(start, window, TILE * TILES, WINDOWED)
-    steps_all = tl.maximum(line // (TILE * TILES) - hidden, 0)
-    dealers = tl.minimum(programs, steps_all)  # a request shorter than planned is spread as wide
-    dealt, shares = steps_all, dealers
-    if DYNAMIC:
-        # one step at least: the combine reads the first `dealers` programs of a short request alone
-        dealt = tl.minimum(programs * tl.maximum(first // TILES, 1), steps_all)
-        shares = programs + (steps_all - dealt + chunk // TILES - 1) // (chunk // TILES)
-    step0 = hidden + dealt * tl.minimum(share, dealers) // tl.maximum(dealers, 1)
-    step1 = hidden + dealt * tl.minimum(share + 1, dealers) // tl.maximum(dealers, 1)
-    STEPS: tl.constexpr = RING // RING_STEP // RING_PARTS
-    since = packed_line(start) + ring_part * (STEPS * RING_STEP)
-    ring_at = (slot * G + head) * (RING * D)
-    if PDL:
-        # Blocks that the step before this kernel's completes may be packed now: asking the L2 for
-        # them is harmless. Where they are (starts, counts, slots, table) is older than that step.
-        if ahead > 0:
-            if ring_part >= 0:
-                prefetch_ring(
-                    k_ring + ring_at, v_ring + ring_at, since,
-                    tl.minimum(end, since + STEPS * RING_STEP), RING, RING_STEP, D,
-                )  # fmt: skip
-            elif share < shares:
-                prefetch_tiles(
-                    k_words, k_params, v_words, v_params, table, slot, table_width, head,
-                    step0 * TILES, tl.minimum(step0 * TILES + ahead, step1 * TILES), G, D, BITS,
-                    KEY_GROUP, PAGED,
-                )  # fmt: skip
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
-    row_of_all = b * G * CHUNKS + tl.program_id(0)
-    out_at = (row_of_all * num_parts + part).to(tl.int64)
-    c = tl.arange(0, R)
-    used = first_col + c < C * Q
-
-    if ring_part >= 0:
-        if since < end:
-            steps = tl.minimum(STEPS, (end - since + RING_STEP - 1) // RING_STEP)
-            out, lse = attend_ring(
-                q_ptr, k_ring, v_ring, slopes, since, steps, start, end,
-                ring_at, b, head, first_col, score_scale, cap, window, H, G, Q, D, R, ALIBI,
-                CAPPED, WINDOWED,
-            )  # fmt: skip
-            tl.store(part_lse + out_at * R + c, lse, mask=used)
-            o_at = part_out + (out_at * R + c[None, :]) * D + tl.arange(0, D)[:, None]
-            tl.store(o_at, out, mask=used[None, :])
-    else:
-        # equal shares, TILES tiles a step: of all tiles, or (DYNAMIC) of the `first` ones
-        lane = tl.arange(0, 32)
-        if DYNAMIC:  # drawn early, looked at late: a program never waits for its next share
-            to_draw = tickets + row_of_all + lane * 0
-            draw = tl.atomic_add(to_draw, 1, mask=lane < 1, sem="relaxed")
-            if share >= dealers:
-                share = programs + tl.sum(tl.where(lane == 0, draw, 0), 0)
-        if share < shares:
-            NC: tl.constexpr = D // 32
-            NB: tl.constexpr = R // 8
-            GAIN: tl.constexpr = 2 ** (8 - BITS)
-            # ---- queries by thread: column 8n + g, channels t*D/4 + 8c + j
-            row = tl.arange(0, NB * NC * 32)[:, None]
-            channel = row % 4 * (D // 4) + row // 32 % NC * 8 + tl.arange(0, 8)[None, :]
-            q_col = first_col + row // (32 * NC) * 8 + row // 4 % 8
-            q_at = ((b * Q + q_col // C) * H + head * C + q_col % C) * D
-            q_raw = tl.load(q_ptr + q_at + channel, mask=q_col < C * Q, other=0.0)
-            q_thread = tl.reshape(q_raw, (NB, NC, 32, 8)).to(tl.float16)
-            cols = first_col + c
-            q_pos = column_positions(cols, start, end, C)
-            q_line = packed_line(q_pos)
-            q_plain = right_operand(q_thread, D, R, KW0)
-            if KEY_GROUP == 0:
-                plane = (tl.arange(0, 8) // 2) % (8 // BITS)
-                fold = tl.exp2(-BITS * plane.to(tl.float32)).to(tl.float16)
-                q_codes = right_operand(q_thread * fold[None, None, None, :], D, R, KW)
-                q_sum = tl.max(tl.dot(tl.full([16, D], 1.0, tl.float16), q_plain), 0)
-            else:
-                q_codes, q_sum = 0, 0
-            # scores stay in the product's units, and become exponents of 2 in the exponential
-            unit = score_scale if KEY_GROUP == 0 else score_scale * (TWO_24 / GAIN)
-            if ALIBI:
-                slope = tl.load(slopes + head * C + cols % C, mask=used, other=0.0) * LOG2_E / unit
-            else:
-                slope = 0
-            m_i = tl.full([R], LOWEST, tl.float32)
-            l_g = tl.zeros([8, R], tl.float32)
-            z_g = tl.zeros([8, R], tl.float32)
-            acc = tl.zeros([D, R], tl.float32)
-            if not DYNAMIC:
-                m_i, l_g, z_g, acc = _tiles(
-                    step0, step1, m_i, l_g, z_g, acc, k_words, k_params, v_words, v_params, table,
-                    slot, table_width, head, q_plain, q_thread, q_codes, q_sum, q_pos, q_line,
-                    slope, unit, cap, window, G, Q, D, BITS, KEY_GROUP, R, PAGED, ALIBI, CAPPED,
-                    WINDOWED, TILES, STAGES, KW, KW0, EMULATE,
-                )  # fmt: skip
-            else:
-                while share < shares:
-                    m_i, l_g, z_g, acc = _tiles(
-                        step0, step1, m_i, l_g, z_g, acc, k_words, k_params, v_words, v_params,
-                        table, slot, table_width, head, q_plain, q_thread, q_codes, q_sum, q_pos,
-                        q_line, slope, unit, cap, window, G, Q, D, BITS, KEY_GROUP, R, PAGED, ALIBI,
-                        CAPPED, WINDOWED, TILES, STAGES, KW, KW0, EMULATE,
-                    )  # fmt: skip
-                    share = programs + tl.sum(tl.where(lane == 0, draw, 0), 0)
-                    step0 = hidden + dealt + (share - programs) * (chunk // TILES)
-                    step1 = tl.minimum(step0 + chunk // TILES, hidden + steps_all)
-                    left = tl.where(share < shares, 1, 0)
-                    draw = tl.atomic_add(to_draw, 1, mask=lane < left, sem="relaxed")
-            l_i = tl.sum(l_g, 0)
-            z_i = tl.sum(z_g, 0)
-            norm = 1.0 / tl.maximum(l_i, 1e-30)
-            out = (acc * (TWO_24 / GAIN) + z_i[None, :]) * norm[None, :]
-            top = m_i * score_unit(unit, CAPPED) - P_SHIFT
-            lse = tl.where(l_i > 0, top + tl.log2(tl.maximum(l_i, 1e-30)), MASKED)
-            out = tl.permute(tl.reshape(out, (D // 16, 2, 8, R)), (3, 2, 0, 1)).reshape(R, D)
-            tl.store(part_lse + out_at * R + c, lse, mask=used)
-            o_at = part_out + (out_at * R + c[:, None]) * D + tl.arange(0, D)[None, :]
-            tl.store(o_at, out, mask=used[:, None])
-        # each program draws until it finds nothing: the last one leaves the counter at 0
-        if DYNAMIC and share == programs + shares - 1:
-            tl.store(tickets + row_of_all, 0)

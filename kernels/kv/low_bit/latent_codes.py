@@ -1,8 +1,5 @@
 """Attention over latents (MLA) of 8, 4 or 2 bits: codes go from words to tensor cores' registers.
 
-    what a step sees   |0 ....... packed blocks ....... line|line .. ring, 16 bits .. end - 1|
-    programs           |   split 0   |   split 1   |    split 2     |   equal shares of both
-
     scores [R, 64 tokens] = sum of operands of 64 channels (q_c scale_c) [R, 64] K_c^T [64, 64]
     out_c [R, 64 channels] += (p scale) [R, 64 tokens] V_c^T [64, 64]
 
@@ -25,13 +22,9 @@ B requests, Q new tokens, H query heads of the one latent, D channels, C padded 
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
-from llmpq.kernels.formats.kv_block import KVFormat
-from llmpq.kernels.kv.launch_plan import MAX_Q_LEN, capability
 from llmpq.kernels.kv.low_bit.latent_operands import (
     by_token,
     in_columns,
@@ -42,13 +35,7 @@ from llmpq.kernels.kv.low_bit.latent_operands import (
     tokens_of_rows,
     value_channel,
 )
-from llmpq.kernels.kv.low_bit.ring_attend import BLOCK, LOG2_E, LOWEST, RING, packed_line
-from llmpq.kernels.kv.low_bit.unpack import TWO_24
-from llmpq.kernels.kv.ops import WORD_K_WIDTH
-from llmpq.kernels.kv.plain_attend import choose_splits, merge_splits
-from llmpq.kernels.kv.storage import DeviceRows, KVLayer
-from llmpq.kernels.multiprocessors import multiprocessors
-from llmpq.sizes.kv_format import BLOCK_TOKENS
+from llmpq.kernels.kv.low_bit.ring_attend import LOWEST, RING
 
 CHUNK = 64
 """Channels of an operand."""
@@ -231,123 +218,3 @@ def _by_channel(acc, z_i, norm, R: tl.constexpr):
     out = (acc + z_i[:, None]) * norm[:, None]
     out = tl.permute(tl.reshape(out, (R, 2, 4, 8)), (0, 3, 2, 1))  # r m g -> g m r
     return tl.reshape(out, (R, 8, 8))
-
-
-@triton.jit(do_not_specialize=["table_width", "splits"])
-def latent_codes_kernel(
-    q_ptr, k_words, k_params, v_words, v_params, k_ring, v_ring, table, slots, starts, counts,
-    part_ptr, lse_ptr, scale, table_width, splits,
-    Q: tl.constexpr, H: tl.constexpr, D: tl.constexpr, C: tl.constexpr, BITS: tl.constexpr,
-    R: tl.constexpr, PADDED: tl.constexpr, LOOK: tl.constexpr,
-    KW: tl.constexpr, EMULATE: tl.constexpr,
-):  # fmt: skip
-    """One share of the tokens of one request, for R of its rows; grid (splits, rows / R, B)."""
-    split, b = tl.program_id(0), tl.program_id(2)
-    start = tl.load(starts + b)
-    end = start + tl.load(counts + b)
-    slot = tl.load(slots + b).to(tl.int64)
-    at = tl.program_id(1) * R + tl.arange(0, R)
-    used = at < H * Q
-    row = (b * Q + at // H).to(tl.int64) * H + at % H
-    position = tl.minimum(start + at // H, end - 1)
-    line = packed_line(position)
-    GAIN: tl.constexpr = 2 ** (8 - BITS)
-    score_unit = scale * LOG2_E
-    unit = score_unit * (TWO_24 / GAIN)
-
-    # ---- shares of packed blocks, and behind them of the ring, two tiles of 64 at a time
-    blocks, since = packed_line(end - 1) // BLOCK, packed_line(start)
-    share = (blocks + (end - since + BLOCK - 1) // BLOCK + splits - 1) // splits
-    first, last = split * share, split * share + share
-    accs = ()
-    for _ in tl.static_range(C // 64):
-        accs += (tl.zeros([R, 64], tl.float32),)
-    m_i = tl.full([R], LOWEST, tl.float32)
-    l_p = tl.zeros([R, 64], tl.float32)
-    z_p = tl.zeros([R, 64], tl.float32)
-    for block in tl.range(first, tl.minimum(last, blocks), num_stages=1):
-        page = tl.load(table + slot * table_width + block).to(tl.int64)
-        m_i, l_p, z_p, accs = _block(
-            q_ptr, row, used, k_words + page * (4 * C * BITS), k_params + page * (2 * C),
-            v_words + page * (4 * C * BITS), v_params + page * (2 * BLOCK),
-            line <= block * BLOCK, (m_i, l_p, z_p, accs), unit, score_unit,
-            D, C, BITS, R, Q, LOOK, KW, EMULATE,
-        )  # fmt: skip
-    made = ()
-    for c in tl.static_range(C // 64):
-        made += (accs[c] * (TWO_24 / GAIN),)
-    accs = made
-    ring = slot * (RING * D)
-    begin = since + (tl.maximum(first, blocks) - blocks) * BLOCK
-    for t0 in tl.range(begin, tl.minimum(end, since + (last - blocks) * BLOCK), 64, num_stages=1):
-        m_i, l_p, z_p, accs = _take_newest(
-            q_ptr, row, used, k_ring + ring, v_ring + ring, k_ring, t0 + tl.arange(0, 64), start,
-            end, 0, position, line, (m_i, l_p, z_p, accs), score_unit, D, C, R, KW, False,
-        )  # fmt: skip
-
-    # ---- results
-    l_i, z_i = tl.sum(l_p, 1), tl.sum(z_p, 1)
-    norm = 1.0 / tl.maximum(l_i, 1e-30)
-    lse = tl.where(l_i > 0, m_i - P_SHIFT + tl.log2(tl.maximum(l_i, 1e-30)), -1.0e30)
-    to = ((b * tl.num_programs(1) + tl.program_id(1)) * splits + split).to(tl.int64) * R
-    to += tl.arange(0, R)
-    tl.store(lse_ptr + to, lse)
-    for c in tl.static_range(C // 64):
-        channel = value_channel(c, C)[None, :, :]
-        live = used[:, None, None] & (channel < D)
-        out = _by_channel(accs[c], z_i, norm, R)
-        tl.store(part_ptr + to[:, None, None] * PADDED + channel, out, mask=live)
-
-
-def takes(fmt: KVFormat, layer: KVLayer, q_BQHD: Tensor) -> bool:
-    """Whether this kernel is the way: one key/value head, whole chunks, tensor cores for fp16."""
-    one = layer.k_ring_SGRD.shape[1] == 1 and q_BQHD.shape[1] <= MAX_Q_LEN
-    sixteen = q_BQHD.element_size() == 2 and fmt.head_dim > 256
-    device = q_BQHD.device
-    new = device.type != "cuda" or capability(device) >= (8, 0)
-    return one and sixteen and new and fmt.channels % CHUNK == 0 and fmt.key_group == BLOCK_TOKENS
-
-
-def attend_latent_codes(
-    fmt: KVFormat,
-    layer: KVLayer,
-    table_SN: Tensor,
-    q_BQHD: Tensor,
-    rows: DeviceRows,
-    *,
-    max_end: int,
-    scale: float,
-    splits: int | None = None,
-    look: int = LOOK,
-    height: int = ROWS,
-) -> Tensor:
-    """Return o [B, Q, H, D]; the step's own latents are in the cache already."""
-    (batch, q_len, heads, dim), q_BQHD = q_BQHD.shape, q_BQHD.contiguous()
-    chunks = triton.cdiv(heads * q_len, height)
-    if splits is None:
-        sms = multiprocessors(q_BQHD.device)
-        splits = choose_splits(batch * chunks, max_end, BLOCK_TOKENS, sms)
-    out, q_BQHD = torch.empty_like(q_BQHD), q_BQHD.to(torch.float16)
-    padded, parts = triton.next_power_of_2(dim), batch * chunks * splits * height
-    part = q_BQHD.new_empty(parts * padded, dtype=torch.float32)
-    lse = part.new_empty(parts)
-    packed = (layer.k_words_PGW, layer.k_params_PG, layer.v_words_PGW, layer.v_params_PG)
-    latent_codes_kernel[(splits, chunks, batch)](
-        *(q_BQHD, *packed, layer.k_ring_SGRD, layer.v_ring_SGRD, table_SN),
-        *(rows.slots, rows.starts, rows.counts, part, lse),
-        *(float(scale), table_SN.shape[1], splits),
-        Q=q_len,
-        H=heads,
-        D=dim,
-        C=fmt.channels,
-        BITS=fmt.bits,
-        R=height,
-        PADDED=padded,
-        LOOK=look,
-        KW=WORD_K_WIDTH,
-        EMULATE=bool(triton.knobs.runtime.interpret),
-        num_warps=WARPS,
-    )
-    same = {"H": heads, "G": 1, "PADDED": padded, "R": height, "PDL": False}
-    merge_splits(part, lse, out, splits, same)
-    return out

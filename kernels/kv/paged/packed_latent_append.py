@@ -6,7 +6,8 @@
     keep_rings      rows of several tokens, behind their attention: their newest
 
 A latent is key and value at once, but each is rounded on a grid of its own (kv_block.py), and both
-rings are kept. Words gather their channels and tokens as any_size_append.py's do.
+rings are kept. Every word gathers the channels and tokens that the drawing gives it
+(formats/kv_block.py), one load each.
 
 D channels, C padded ones, T places of a step, R rows.
 """
@@ -21,11 +22,31 @@ import triton.language as tl
 from torch import Tensor
 
 from llmpq.kernels.formats.kv_block import KVFormat
-from llmpq.kernels.kv.low_bit.any_size_append import CHANNELS, WORDS, _rounded, _ungained
-from llmpq.kernels.kv.low_bit.pack import _gained, _grid
+from llmpq.kernels.kv.low_bit.pack import _codes, _gained, _grid
 from llmpq.kernels.kv.low_bit.ring_attend import BLOCK, HOLDBACK, RING
 from llmpq.kernels.kv.paged.packed_pages import PackedPages, PackedRows
 from llmpq.sizes.kv_format import BLOCK_TOKENS, RING_TOKENS, TAIL_TOKENS
+
+CHANNELS = tl.constexpr(64)
+"""Channels, or tokens, whose scales a program makes at once."""
+WORDS = tl.constexpr(512)
+"""Words that a program makes."""
+
+
+@triton.jit
+def _rounded(x, scale, zero, inside, BITS: tl.constexpr):
+    """Codes against a stored scale without its gain; 0 of padding."""
+    step = scale.to(tl.float32)
+    one = tl.full(step.shape, 1.0, tl.float32)
+    inverse = tl.where(step > 0, tl.div_rn(one, tl.maximum(step, 1e-30)), 0.0)
+    return tl.where(inside, _codes(x, zero, inverse, BITS), 0)
+
+
+@triton.jit
+def _ungained(scale, octet, BITS: tl.constexpr):
+    """A stored scale without its gain: a power of two, so nothing is rounded."""
+    plane = octet % (8 // BITS)
+    return scale.to(tl.float32) * tl.exp2((BITS - 8 + plane * BITS).to(tl.float32))
 
 
 @triton.jit

@@ -33,9 +33,9 @@ from llmpq.kernels.kv.low_bit.latent_codes import (
 )
 from llmpq.kernels.kv.low_bit.ring_attend import BLOCK, LOG2_E, LOWEST, RING, packed_line
 from llmpq.kernels.kv.low_bit.unpack import TWO_24
-from llmpq.kernels.kv.ops import WORD_K_WIDTH
 from llmpq.kernels.kv.paged.packed_latent_append import append_latents, keep_newest, sizes_of
 from llmpq.kernels.kv.paged.packed_pages import PackedPages, PackedRows
+from llmpq.kernels.kv.paged.packed_pages_plan import WORD_K_WIDTH
 from llmpq.kernels.kv.paged.paged_latents import LatentPlan, combine_latents
 from llmpq.sizes.kv_format import BLOCK_TOKENS
 

@@ -32,7 +32,8 @@ CHUNK_ROWS = 64
 CHUNK_KEYS = 32
 """16-bit keys that a chunk's program takes at once, of the ring and new ones; wide heads: half."""
 WORD_K_WIDTH = 4 if tuple(map(int, triton.__version__.split(".")[:2])) < (3, 7) else 2
-"""As ops.py."""
+"""Consecutive columns of an operand a thread holds, as Triton picks them for unpacked words. The
+other value is right but shuffles: 3.6 halves the source's width at each join, 3.9 does not."""
 MERGED = 4096
 """Values of parts (parts x heads x channels) that a program of the combine loads at once."""
 FEW_PARTS = 16

@@ -32,8 +32,7 @@ from torch import Tensor
 
 from llmpq.kernels.kv.launch_plan import shared_memory
 from llmpq.kernels.kv.paged.paged_rows import summed_rows
-from llmpq.kernels.kv.plain_attend import choose_splits
-from llmpq.kernels.kv.ruled_attend import halves
+from llmpq.kernels.kv.tiles import choose_splits
 from llmpq.kernels.multiprocessors import multiprocessors
 from llmpq.sizes.kv_format import BLOCK_TOKENS
 
@@ -203,6 +202,13 @@ def chunk_latents(
             start + tl.minimum(count, begin + TILE), scale, D, V, MAIN, REST, R, N, PAGE, STAGES,
         )  # fmt: skip
         _store(out_ptr, V, at, used, out, out_rest, V, MAIN, REST)
+
+
+def halves(dim: int) -> tuple[int, int]:
+    """Return the power of two and the rest, a power of two as well or 0, that cover `dim`."""
+    main = max(16, 1 << (dim.bit_length() - 1))
+    rest = dim - main
+    return main, max(16, triton.next_power_of_2(rest)) if rest > 0 else 0
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,19 +15,15 @@ from llmpq.kernels.fused.rms_norm import rms_norm_kernel
 from llmpq.kernels.fused.rope_append import rope_append_kernel
 from llmpq.kernels.fused.round_inputs import round_kernel
 from llmpq.kernels.fused.weighted_sum import weighted_sum_kernel
-from llmpq.kernels.kv.low_bit.catch_up import catch_up_kernel
-from llmpq.kernels.kv.plain_attend import attend_kernel, combine_kernel
 from reference.cubin import ARCHITECTURES, SHARED_LIMIT, compile_kernel
 
 pytestmark = pytest.mark.compile
 
 FLOATS = ("part_ptr", "lse_ptr", "inv_freq", "slopes")
-INDICES = ("slots", "starts", "counts")
+INDICES = ("slots", "places", "starts", "counts")
 NUMBERS = ("eps", "next_eps", "score_scale", "factor", "top", "limit", "slope")
-HEADS = {"H": 32, "G": 8, "Q": 1}
-ROPE = {"H": 32, "G": 8, "BLOCK": 8, "ROTARY": True, "CACHE": True, "NORM": False}
+ROPE = {"H": 32, "G": 8, "BLOCK": 8, "ROTARY": True}
 ROPE |= {"BY_ROW": False}
-ATTEND = HEADS | {"D": 128, "PADDED": 128, "R": 16}
 WHOLE = ROPE | {"D": 128, "HALF": 64, "PADDED": 64, "REST": 0}
 KERNELS = {
     "rope": (
@@ -44,11 +40,6 @@ KERNELS = {
     "rope-part": (
         rope_append_kernel,
         ROPE | {"D": 128, "HALF": 24, "PADDED": 32, "REST": 128, "PAGE": 0, "KEEP": False},
-        {"num_warps": 2},
-    ),
-    "rope-normed": (
-        rope_append_kernel,
-        WHOLE | {"PAGE": 0, "NORM": True, "KEEP": False, "D": 256, "HALF": 128, "PADDED": 128},
         {"num_warps": 2},
     ),
     "rope-keep": (rope_append_kernel, WHOLE | {"PAGE": 128, "KEEP": True}, {"num_warps": 2}),
@@ -73,23 +64,7 @@ KERNELS = {
         {"BLOCK": 8192, "BEFORE": True, "AFTER": True},
         {"num_warps": 16},
     ),
-    "attend": (
-        attend_kernel,
-        ATTEND | {"N": 64, "SPLIT": True, "ALIBI": True, "STAGES": 2, "AHEAD": 2},
-        {"num_warps": 4},
-    ),
-    "attend-float32": (
-        attend_kernel,
-        ATTEND | {"N": 32, "SPLIT": False, "ALIBI": False, "STAGES": 2, "AHEAD": 2},
-        {"num_warps": 4},
-    ),
-    "combine": (combine_kernel, ATTEND | {"X": 32, "ROWS": 4}, {"num_warps": 4}),
     "argmax-parts": (parts_kernel, {"BLOCK": 4096}, {"num_warps": 4}),
-    "catch-up": (
-        catch_up_kernel,
-        {"Q": 4, "G": 8, "D": 128, "BITS": 4, "KEY_GROUP": 128},
-        {"num_warps": 8},
-    ),
     "round": (round_kernel, {"GROUP": 128, "GROUPS": 8}, {"num_warps": 4}),
     "argmax-merge": (merge_kernel, {"PARTS": 32, "REMEMBER": True}, {"num_warps": 1}),
 }

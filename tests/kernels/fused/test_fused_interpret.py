@@ -11,7 +11,7 @@ from llmpq.kernels.fused import norm_behind as fused_behind
 from llmpq.kernels.fused import rms_norm as fused_norm
 from llmpq.kernels.fused import rope_append as fused_rope
 from llmpq.kernels.gemm.reference import relative_error
-from llmpq.kernels.kv import plain_attend
+from llmpq.kernels.kv import tiles
 from reference.cubin import SHARED_LIMIT
 
 pytestmark = [
@@ -29,11 +29,9 @@ def normal(*shape, dtype=torch.float32, seed=0):
 
 
 def qkv(batch, q_len, heads, groups, dim, dtype):
-    """Return q, k, v as slices of one product, and caches of three slots."""
+    """Return q, k, v as slices of one product."""
     fused = normal(batch, q_len, heads + 2 * groups, dim, dtype=dtype)
-    q, k, v = fused.split([heads, groups, groups], dim=2)
-    caches = [torch.full((3, groups, 20, dim), 7.0, dtype=dtype) for _ in range(2)]
-    return q, k, v, caches
+    return fused.split([heads, groups, groups], dim=2)
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
@@ -41,40 +39,21 @@ def qkv(batch, q_len, heads, groups, dim, dtype):
 @pytest.mark.parametrize(("rotated", "factor"), [(1.0, 1.0), (0.5, 1.0), (0.25, 1.4), (0.0, 1.0)])
 def test_rotation_and_append(dtype, heads, groups, dim, rotated, factor):
     """Whole heads, a part of the channels, scaled cosines, no rotation."""
-    q, k, v, caches = qkv(2, 3, heads, groups, dim, dtype)
-    rows = [torch.tensor(x) for x in ([2, 0], [4, 9], [3, 2])]
+    q, k, v = (x[0] for x in qkv(1, 6, heads, groups, dim, dtype))
+    pools = [torch.full((3, groups, 8, dim), 7.0, dtype=dtype) for _ in range(2)]
+    rows = [torch.tensor(x) for x in ([20, 21, -1, 7, 8, -1], [4, 5, 6, 9, 10, 0])]
     inv_freq = 1.0 / 100 ** torch.linspace(0, 1, int(rotated * dim) // 2) if rotated else None
-    expected = [cache.clone() for cache in caches]
-    want = fused_rope.rope_append_reference(q, k, v, *expected, *rows, inv_freq, factor)
-    got = fused_rope.rope_append(q, k, v, *caches, *rows, inv_freq, factor)
-    for mine, theirs in zip((got, *caches), (want, *expected), strict=True):
+    expected = [pool.clone() for pool in pools]
+    given = (*rows, inv_freq, factor)
+    want = fused_rope.rope_append_pages_reference(q, k, v, *expected, *given)
+    got = fused_rope.rope_append_pages(q, k, v, *pools, *given)
+    for mine, theirs in zip((got, *pools), (want, *expected), strict=True):
         assert relative_error(mine, theirs) < TOLERANCE[dtype]
-    assert (caches[0][0, :, 11:] == 7.0).all(), "padding reached the cache"
-
-
-@pytest.mark.parametrize("dtype", TOLERANCE)
-@pytest.mark.parametrize("rotated", [True, False])
-@pytest.mark.parametrize("heads,groups,dim", [(10, 1, 16), (2, 2, 48)])
-def test_norms_before_rotation(dtype, rotated, heads, groups, dim):
-    q, k, v, caches = qkv(2, 3, heads, groups, dim, dtype)
-    rows = [torch.tensor(x) for x in ([2, 0], [4, 9], [3, 2])]
-    inv_freq = 1.0 / 100 ** torch.linspace(0, 1, dim // 2) if rotated else None
-    norms = (normal(dim, dtype=dtype, seed=2), normal(dim, dtype=dtype, seed=3), 1e-3)
-    expected, bare = ([cache.clone() for cache in caches] for _ in range(2))
-    want = fused_rope.rope_append_reference(q, k, v, *expected, *rows, inv_freq, 1.0, norms)
-    got = fused_rope.rope_append(q, k, v, *caches, *rows, inv_freq, 1.0, norms)
-    for mine, theirs in zip((got, *caches), (want, *expected), strict=True):
-        assert relative_error(mine, theirs) < 2 * TOLERANCE[dtype]
-    other = fused_rope.rope_append(
-        q, k, v, *bare, *rows, inv_freq, 1.0, (norms[1], norms[0], norms[2])
-    )
-    assert relative_error(other, want) > 0.1 and relative_error(bare[0], expected[0]) > 0.01
-    with pytest.raises(ValueError, match="all of their channels"):
-        fused_rope.rope_append(q, k, v, *bare, *rows, torch.ones(2), 1.0, norms)
+    assert int((pools[0] != 7.0).any(-1).sum()) == 4 * groups, "padding reached the pool"
 
 
 def test_rotation_without_a_cache():
-    q, k, _, _ = qkv(2, 3, 6, 2, 32, torch.float32)
+    q, k, _ = qkv(2, 3, 6, 2, 32, torch.float32)
     start, inv_freq = torch.tensor([5, 0]), 1.0 / 100 ** torch.linspace(0, 1, 16)
     for mine, theirs in zip(
         fused_rope.rope(q, k, start, inv_freq),
@@ -179,58 +158,18 @@ def test_argmax_of_rows_with_nan_is_a_column_of_the_row(dtype):
     assert torch.equal(fused_argmax.argmax(x), want)
 
 
-def attention_case(q_len, heads, groups, dim, dtype, alibi):
-    q = normal(2, q_len, heads, dim, dtype=dtype)
-    k = normal(3, groups, 200, dim, dtype=dtype, seed=1)
-    v = normal(3, groups, 200, dim, dtype=dtype, seed=2)
-    rows = [torch.tensor(x) for x in ([2, 0], [150, 0], [q_len, max(1, q_len - 1)])]
-    slopes = torch.linspace(0.1, 0.5, heads) if alibi else None
-    return (q, k, v, *rows), {"scale": dim**-0.5, "alibi_slopes_H": slopes}
-
-
-# No bfloat16: the interpreter multiplies its bits as integers.
-@pytest.mark.parametrize("splits", [1, 3])
-@pytest.mark.parametrize(
-    "q_len,heads,groups,dim,dtype,alibi",
-    [
-        (1, 8, 2, 32, torch.float16, False),
-        (1, 4, 1, 128, torch.float32, False),
-        (5, 12, 2, 24, torch.float32, True),
-        (3, 2, 2, 64, torch.float32, False),
-        (16, 4, 1, 16, torch.float16, False),
-        (9, 9, 3, 24, torch.float32, True),
-    ],
-)
-def test_attention(splits, q_len, heads, groups, dim, dtype, alibi):
-    case, options = attention_case(q_len, heads, groups, dim, dtype, alibi)
-    want = plain_attend.plain_attend_reference(*case, **options)
-    got = plain_attend.plain_attend(*case, max_end=200, splits=splits, **options)
-    assert relative_error(got, want) < 2 * TOLERANCE[dtype]
-    shifted = [*case[:4], case[4] + torch.tensor([-1, 1]), case[5]]
-    got = plain_attend.plain_attend(*shifted, max_end=200, splits=splits, **options)
-    assert relative_error(got, want) > 0.02
-
-
 def test_splits_fill_the_gpu_and_are_never_empty():
-    assert plain_attend.choose_splits(256, 612, 64, 132) == 1
-    assert plain_attend.choose_splits(8, 612, 64, 132) == 10
-    assert plain_attend.choose_splits(8, 32768, 64, 132) == 33
+    assert tiles.choose_splits(256, 612, 64, 132) == 1
+    assert tiles.choose_splits(8, 612, 64, 132) == 10
+    assert tiles.choose_splits(8, 32768, 64, 132) == 33
 
 
 def test_stages_let_two_programs_fill_a_multiprocessor_of_any_listed_card():
     tile = 2 * 64 * 128 * 2  # keys and values of 64 tokens
     for arch, limit in SHARED_LIMIT.items():
-        stages = plain_attend.choose_stages(tile, limit, limit + 1024)
-        held = (stages - 1) * tile + plain_attend.BESIDE
+        stages = tiles.choose_stages(tile, limit, limit + 1024)
+        held = (stages - 1) * tile + tiles.BESIDE
         assert held <= limit and stages == (4 if limit > 200_000 else 3 if arch == 80 else 2)
         if stages > 2:
             assert 2 * (held + 1024) <= limit + 1024 < 3 * ((stages - 1) * tile + 1024)
-    assert plain_attend.choose_stages(4 * tile, 101_376, 102_400) == 2
-
-
-def test_the_combine_leaves_multiprocessors_free():
-    assert plain_attend.combine_rows(64, 32 * 128) == 1
-    assert plain_attend.combine_rows(128, 32 * 128) == 2
-    assert plain_attend.combine_rows(162, 4 * 32) == 4
-    assert plain_attend.combine_rows(2048, 4 * 128) == 32
-    assert plain_attend.combine_rows(2048, 64 * 128) == 2, "a program loads too much"
+    assert tiles.choose_stages(4 * tile, 101_376, 102_400) == 2

@@ -1,4 +1,4 @@
-"""The paged engine on a GPU in float32, steps captured: Transformers' tokens whatever happens."""
+"""A GPU in float32, steps captured: Transformers' tokens whatever happens."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""The paged engine with threads for stages: tokens equal transformers' under every schedule."""
+"""The engine with threads for stages: tokens equal transformers' under every schedule."""
 
 from __future__ import annotations
 
@@ -316,8 +316,10 @@ def test_requests_may_be_as_long_as_the_model_unless_it_then_computes_otherwise(
 
 
 @pytest.mark.parametrize("live", [True, False])
-def test_a_plan_of_slots_has_as_many_blocks_as_its_device_has_room_for(demo_model, make_plan, live):
-    """Of 47 tokens a request blocks make 128; drafts by the model have slots."""
+def test_a_plan_that_states_no_pool_has_the_blocks_its_device_has_room_for(
+    demo_model, make_plan, live
+):
+    """Of 47 tokens a request blocks make 128."""
     spec = ModelSpec.from_directory(demo_model)
     plan = make_plan(demo_model, (), batch=8)
     token = 2 * spec.num_layers * spec.kv_heads * spec.head_dim * 4

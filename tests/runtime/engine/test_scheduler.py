@@ -338,7 +338,6 @@ def make_requests(rng: random.Random, count: int, longest: int) -> list[Request]
     stages=st.integers(1, 3),
     mode=st.sampled_from(["plain", "ahead", "drafts", "model", "fused"]),
     prefix_cache=st.booleans(),
-    static=st.booleans(),
     abort_chance=st.sampled_from([0.0, 0.02]),
     window=st.sampled_from([0, 0, 1, 40, 130, 300]),
     host_blocks=st.sampled_from([0, 3, 100]),
@@ -353,7 +352,6 @@ def test_random_schedules_equal_the_simple_one(
     stages,
     mode,
     prefix_cache,
-    static,
     abort_chance,
     window,
     host_blocks,
@@ -372,7 +370,6 @@ def test_random_schedules_equal_the_simple_one(
         num_stages=stages,
         prefix_cache=prefix_cache,
         tokens_ahead=rng.randint(2, 4) if mode == "ahead" else 1,
-        batching="static" if static else "continuous",
     )
     longest = min(300, num_blocks * BLOCK_TOKENS - 160)
     requests = make_requests(rng, rng.randint(1, 10), longest)

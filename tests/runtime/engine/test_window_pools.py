@@ -1,4 +1,4 @@
-"""Models with windows in the paged engine: blocks that left the window are given to others.
+"""Models with windows: blocks that left the window are given to others.
 
 And their caches of few bits, which keep all blocks and see them through the window.
 """
@@ -120,7 +120,7 @@ def test_one_pool_serves_where_windows_would_save_nothing(windowed_model: Any) -
 
 
 def last_logits(pipeline: ReferencePipeline, kv: KVPrecision, prompt: list[int]) -> torch.Tensor:
-    """Return the logits behind a prompt whose last token alone is decoded."""
+    """Return the logits behind a prompt, whose every token reads packed keys and values."""
     spec, first = pipeline.spec, len(prompt) - 1
     cache = make_kv_cache(spec, kv, num_layers=4, slots=1, max_len=len(prompt), dtype=torch.float32)
     pipeline.hidden(pad([prompt[:first]]), Step.of([0], [0], [first]), [cache])
@@ -138,7 +138,7 @@ def test_packed_caches_see_through_the_window_with_caps_and_sinks(
         return float((last_logits(pipeline, kv, prompt) - exact).norm() / exact.norm())
 
     errors = [error(kv) for kv in (KVPrecision.KV8, KVPrecision.KV4, KVPrecision.KV2)]
-    assert 0 < errors[0] < 0.02 and errors[0] < min(errors[1:])
+    assert 0 < errors[0] < 0.03 and errors[0] < min(errors[1:])
     run = QuantizedKVCache.run
     monkeypatch.setattr(QuantizedKVCache, "run", lambda *a, rule, **options: run(*a, **options))
     assert error(KVPrecision.KV8) > 3 * errors[0], "a rule that is forgotten must be seen"

@@ -112,7 +112,7 @@ def test_drafts_leave_the_tokens_as_they_are(
 def test_chunks_of_a_pool_give_the_same_tokens(
     models: Any, make_plan: Any, random_prompts: Any, family_kind: str
 ) -> None:
-    """The paged engine: prompts in chunks of 8 tokens beside decoding rows, two stages."""
+    """Prompts in chunks of 8 tokens beside decoding rows, two stages."""
     if "dynamic" in family_kind:
         return  # earlier keys stay as they were turned: chunks are another model there
     prompts = random_prompts(5, 19, 1, 9)

@@ -3,14 +3,9 @@
 import pytest
 
 pytest.importorskip("triton")
-from llmpq.kernels.kv.low_bit.latent_codes import (  # noqa: E402
-    LOOK,
-    ROWS,
-    WARPS,
-    latent_codes_kernel,
-)
-from llmpq.kernels.kv.ops import WORD_K_WIDTH  # noqa: E402
+from llmpq.kernels.kv.low_bit.latent_codes import LOOK, WARPS  # noqa: E402
 from llmpq.kernels.kv.paged import packed_latent_append, packed_latent_pages  # noqa: E402
+from llmpq.kernels.kv.paged.packed_pages_plan import WORD_K_WIDTH  # noqa: E402
 from reference.cubin import (  # noqa: E402
     ARCHITECTURES,
     CONSUMER_BLACKWELL,
@@ -88,27 +83,3 @@ def test_a_pool_fits(arch, chunks, channels):
         "EMULATE": False,
     }
     assert fits(compiled(packed_latent_pages.attend, arch, constants, WARPS), arch, channels)
-
-
-@FEWER
-@pytest.mark.parametrize(
-    ("arch", "bits"),
-    [
-        *((86, 8), (89, 4)),
-        *map(seldom, ((90, 2), (80, 4), (86, 4), (90, 4), (100, 4), (120, 4), (90, 8))),
-    ],
-)
-def test_it_fits(arch, bits, channels):
-    constants = {
-        "Q": 1,
-        "H": 16,
-        "D": channels,
-        "C": channels,
-        "BITS": bits,
-        "R": ROWS,
-        "PADDED": 1 << channels.bit_length(),
-        "LOOK": LOOK,
-        "KW": WORD_K_WIDTH,
-        "EMULATE": False,
-    }
-    assert fits(compiled(latent_codes_kernel, arch, constants, WARPS), arch, channels)
