@@ -129,6 +129,25 @@ class Browser:
         self._ask("DELETE", "")
 
 
+LOOKS = (
+    ("light", "screen", 1100), ("dark", "screen", 1100), ("light", "screen", 390),
+    ("light", "print", 790),
+)  # fmt: skip
+"""What a reader prefers, the medium, pixels of width."""
+
+
+def faults_in_every_look(page: Browser) -> list[str]:
+    """Return what keeps people out of a page: light, dark, on a phone, on paper."""
+    found = []
+    for scheme, medium, width in LOOKS:
+        page.prefer(scheme, medium=medium)
+        page.size(width)
+        wide = page.run("return document.documentElement.scrollWidth")
+        found += [f"{width} pixels are too few: {wide}"] if wide > width else []
+        found += [f"{scheme} {medium} {width}: {fault}" for fault in page.faults()]
+    return found
+
+
 @contextmanager
 def browser() -> Iterator[Browser]:
     """Return a browser for a block."""

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from browser import browser, needs_browser
+from browser import browser, faults_in_every_look, needs_browser
 from llmpq.pictures.html_page import SCRIPTS
 from llmpq.pictures.memory_parts import device_bytes, layer_runs, memory_parts
 from llmpq.pictures.plan_page import Beside, plan_page
@@ -288,5 +288,10 @@ def test_a_browser_draws_it_without_a_network(plan: Plan, tmp_path: Path) -> Non
         page.until(f"{domain}[1] < {before[1]}")
         page.run("document.querySelector('[data-zoom=all]').click()")
         page.until(f"{domain}[1] === {before[1]}")
+        assert {"Devices", "Zoom in", "Save plan.json"} <= {
+            *page.names("heading"), *page.names("button"),
+        }  # fmt: skip
+        assert all(page.names("image")), "a picture without a name"
+        assert faults_in_every_look(page) == []
         assert page.complaints() == []
     assert len(link_loads(plan)) == 3

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from browser import browser, needs_browser
+from browser import browser, faults_in_every_look, needs_browser
 from llmpq.pictures.html_page import Picture
 from llmpq.pictures.run_page import run_page, timeline_page
 from llmpq.plan import Plan
@@ -99,6 +99,7 @@ class Texts(HTMLParser):
 def known(report: dict[str, Any]) -> set[str]:
     """Every number of a report as a page may write it."""
     found: set[str] = {"99"}  # the percentile
+    found.update(str(len(steps)) for steps in report["timeline"])
 
     def walk(node: Any) -> None:
         if isinstance(node, dict):
@@ -159,6 +160,15 @@ def test_charts_are_of_the_report() -> None:
     assert [v["value"] for v in values] == [s["tokens_per_s"] for s in report["samples"]]
 
 
+def test_the_numbers_of_a_real_run_are_its_reports() -> None:
+    report = json.loads((ROOT / "docs/run.json").read_text())
+    plan = Plan.model_validate_json(json.dumps(report["plan"]))
+    page = Texts(run_page(report))
+    assert {n.replace("\n", "") for n in NUMBER.findall(page.shown)} - known(report) == set()
+    held = json.loads(Texts(run_page(report, plan)).data)
+    assert held["report"] == report and held["plan"] == json.loads(plan.dump_json())
+
+
 def test_a_long_run_over_many_stages_is_a_small_file() -> None:
     report = a_report(requests=10_000, stages=64, steps=46)
     report["errors"] = [{"row": i, "message": "x" * 80} for i in range(1000)]
@@ -198,6 +208,11 @@ def test_a_browser_draws_it_without_a_network(tmp_path: Path) -> None:
         drawn = "document.querySelectorAll('.chart svg').length"
         page.until(f"{drawn} === document.querySelectorAll('.chart').length")
         assert page.run(f"return {drawn}") == 6
+        assert {"The run", "Lost stages", "Over time"} <= set(page.names("heading"))
+        assert {"Save report.json", "Save as SVG"} <= set(page.names("button"))
+        assert "stages: weights and KV cache, mean times of a step, share of the time" in " ".join(
+            page.names("table")
+        )
+        assert faults_in_every_look(page) == []
         assert page.run("return performance.getEntriesByType('resource').length") == 0
-        assert page.run("return document.documentElement.scrollWidth") <= 390
         assert page.complaints() == []

@@ -11,7 +11,7 @@ import urllib.request
 
 import pytest
 
-from browser import browser, needs_browser
+from browser import browser, faults_in_every_look, needs_browser
 from llmpq.units import format_size
 
 pytestmark = pytest.mark.cpu
@@ -295,14 +295,7 @@ def test_nothing_keeps_people_out_of_the_page(server):
         assert {"Send", "Stop", "New conversation", "Copy"} <= set(page.names("button"))
         assert {"Message", "System message", "API key"} <= set(page.names("textbox"))
         assert "conversation" in page.names("list")
-        for scheme, medium, width in (
-            ("light", "screen", 1100), ("dark", "screen", 1100), ("light", "screen", 390),
-            ("light", "print", 790),
-        ):  # fmt: skip
-            page.prefer(scheme, medium=medium)
-            page.size(width)
-            assert page.run("return document.documentElement.scrollWidth") <= width
-            assert page.faults() == [], (scheme, medium, width)
+        assert faults_in_every_look(page) == []
         assert all(one.startswith(server.url) for one in page.fetched())
         assert page.complaints() == []
         page.run("document.querySelector('main').append(document.createElement('img'))")
