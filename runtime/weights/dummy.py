@@ -38,6 +38,9 @@ class CopiedLayers:
         """Return the head that predicts a further token, as it is stored."""
         return self._source.mtp(dtype)
 
+    def keep_codes(self, schemes: Mapping[int, WeightScheme | None]) -> None:
+        """Do nothing: no random weight is stored as codes."""
+
     def layer(self, index: int, dtype: torch.dtype) -> dict[str, Any]:
         """Return a layer's parts, its linears quantised as its scheme says."""
         scheme = self._schemes[index]
