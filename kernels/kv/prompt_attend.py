@@ -22,6 +22,10 @@ LEAST_TOKENS = 512
 """Tokens of a run from which a call of its own pays."""
 
 
+WIDEST = 256
+"""Channels of a head up to which torch's attention makes no matrix of scores."""
+
+
 def prompt_runs(starts: Sequence[int], counts: Sequence[int]) -> tuple[tuple[int, int], ...]:
     """Return a step's rows as runs of (rows, tokens of each) if all are prompts from their start.
 

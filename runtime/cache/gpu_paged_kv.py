@@ -24,7 +24,7 @@ from llmpq.kernels.fused.rope_append import rope_append_pages
 from llmpq.kernels.kv.paged.paged_attend import paged_attend
 from llmpq.kernels.kv.paged.paged_plan import PagedPlan
 from llmpq.kernels.kv.paged.paged_rows import WORK_SPLIT, TokenPlaces, row_table, split_work, spread
-from llmpq.kernels.kv.prompt_attend import prompt_attend
+from llmpq.kernels.kv.prompt_attend import WIDEST, prompt_attend
 from llmpq.kernels.kv.reference import EVERYTHING, ScoreRule
 from llmpq.model_spec import ModelSpec
 from llmpq.precision import KVPrecision
@@ -199,7 +199,7 @@ class GpuPagedKV(GpuPagedKVBase):
             where.positions_T,
             inv_freq,
             factor,
-            keep=_is_whole(step, rule, alibi_slopes_H),
+            keep=self._is_whole(step, rule, alibi_slopes_H),
         )
         return self._attended(
             *(layer, q_THD, k_TGD, v_TGD, step),
@@ -238,6 +238,11 @@ class GpuPagedKV(GpuPagedKVBase):
         assert step.where_windowed is not None
         return self.windowed, place, step.where_windowed
 
+    def _is_whole(self, step: PagedStep, rule: ScoreRule, alibi_slopes_H: Tensor | None) -> bool:
+        """Whether a step has prompts alone, which attend to their own keys where those are."""
+        plain = rule.is_plain and alibi_slopes_H is None
+        return plain and bool(step.prompts) and self.launches.head_dim <= WIDEST
+
     def _attended(
         self,
         layer: int,
@@ -251,7 +256,7 @@ class GpuPagedKV(GpuPagedKVBase):
         rule: ScoreRule,
     ) -> Tensor:
         """Return causal attention [1, T, H, D] to keys and values that are in the pool."""
-        if _is_whole(step, rule, alibi_slopes_H):
+        if self._is_whole(step, rule, alibi_slopes_H):
             return prompt_attend(q_THD, k_TGD, v_TGD, step.prompts, scale=scale)[None]
         pool, place, _ = self._pool_of(layer, step)
         rows = (step.rows_FR, step.work_split, pool.table_SM, self.launches)
@@ -263,8 +268,3 @@ class GpuPagedKV(GpuPagedKVBase):
             chunks=step.chunks,
         )
         return out_THD[None]
-
-
-def _is_whole(step: PagedStep, rule: ScoreRule, alibi_slopes_H: Tensor | None) -> bool:
-    """Whether a step has prompts alone, which attend to their own keys where those are."""
-    return bool(step.prompts) and rule.is_plain and alibi_slopes_H is None

@@ -20,6 +20,10 @@ from llmpq.sizes.kv_format import BLOCK_TOKENS
 CHUNK_ROWS = 64
 """Query rows of a chunk's program: what a warp group of tensor cores multiplies at once. Two groups
 of a program wait for each other (H200, 32 prompts of 512 tokens: 303 us, with 128 rows 332)."""
+LEAST_KEYS = 16
+"""Keys that tensor cores take at once."""
+BESIDE = 8192
+"""Bytes of shared memory that a chunk's program takes beside its tiles, at most."""
 MERGED_VALUES = 8192
 """Numbers of other programs' parts that a program loads at once: 64 registers of a thread."""
 COUNTED_ROWS = 16
@@ -63,6 +67,8 @@ class PagedPlan:
     stages: int
     chunk_rows: int
     """Query rows of a chunk's program."""
+    chunk_keys: int
+    """Keys that such a program takes at once."""
     chunk_stages: int
     chunk_warps: int
     window: int = 0
@@ -81,9 +87,12 @@ class PagedPlan:
     ) -> PagedPlan:
         """Choose as many programs and stages as a device holds at once."""
         shared, item = shared_memory(device), dtype.itemsize
-        tile_bytes = 2 * _tile_keys(head_dim, item) * _padded(head_dim) * item
-        rows = _chunk_rows(heads // kv_heads, item)
-        query_bytes = rows * _padded(head_dim) * item
+        row_bytes, keys = _padded(head_dim) * item, _tile_keys(head_dim, item)
+        tile_bytes = 2 * keys * row_bytes
+        rows, chunk_keys = _chunk_tiles(
+            heads // kv_heads, keys, item, row_bytes=row_bytes, room_bytes=shared[0] - BESIDE
+        )
+        held_bytes = (rows + 4 * chunk_keys) * row_bytes + BESIDE
         return cls(
             heads=heads,
             kv_heads=kv_heads,
@@ -91,8 +100,9 @@ class PagedPlan:
             item=item,
             programs=max(1, PROGRAMS_PER_SM * multiprocessors(device) // kv_heads),
             stages=choose_stages(tile_bytes, *shared),
-            chunk_stages=3 if query_bytes + 2 * tile_bytes + 8192 <= shared[0] else 2,
+            chunk_stages=3 if held_bytes <= shared[0] else 2,
             chunk_rows=rows,
+            chunk_keys=chunk_keys,
             chunk_warps=8 if _padded(head_dim) > 128 or rows > CHUNK_ROWS else 4,
             window=window,
         )
@@ -133,6 +143,7 @@ class PagedPlan:
         """Return the constants of `chunk_kernel` for steps of so many rows."""
         return self._options(scores, pdl=pdl) | {
             "ROWS": triton.next_power_of_2(rows),
+            "N": self.chunk_keys,
             "M": self.chunk_rows,
             "TILE": self.tile_queries,
             "STAGES": self.chunk_stages,
@@ -157,6 +168,22 @@ def _padded(head_dim: int) -> int:
 
 def _tile_keys(head_dim: int, item: int) -> int:
     return 32 if item == 4 or _padded(head_dim) > 128 else 64
+
+
+def _chunk_tiles(
+    queries: int, keys: int, item: int, *, row_bytes: int, room_bytes: int
+) -> tuple[int, int]:
+    """Return query rows and keys of a chunk's program, whose tiles fit the shared memory.
+
+    Heads of 512 channels (Gemma 4) take smaller tiles where a program has 99 KiB.
+    """
+    least, rows = max(16, triton.next_power_of_2(queries)), _chunk_rows(queries, item)
+    while (rows + 2 * keys) * row_bytes > room_bytes and (rows > least or keys > LEAST_KEYS):
+        if rows > least and (rows >= 2 * keys or keys == LEAST_KEYS):
+            rows //= 2
+        else:
+            keys //= 2
+    return rows, keys
 
 
 def _chunk_rows(queries: int, item: int) -> int:

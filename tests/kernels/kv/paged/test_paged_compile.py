@@ -20,7 +20,8 @@ pytestmark = pytest.mark.compile
 NUMBERS = ("num_rows", "columns", "block_stride", "padding_slot", "window", "widest", "num_places")
 LONGS = ("positions", "slots", "places", "row_slots", "lasts")
 NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
-# (query heads, key/value heads, head_dim, dtype): Llama, Qwen2, Phi, OPT, BLOOM and wider.
+# (query heads, key/value heads, head_dim, dtype): Llama, Qwen2, Phi, OPT, BLOOM and wider,
+# Gemma 4's layers that see all tokens.
 MODELS = [
     (32, 8, 128, torch.bfloat16),
     (28, 4, 128, torch.float16),
@@ -30,6 +31,8 @@ MODELS = [
     (16, 2, 192, torch.bfloat16),
     (16, 8, 256, torch.bfloat16),
     (8, 4, 256, torch.float32),
+    (32, 4, 512, torch.bfloat16),
+    (16, 1, 512, torch.bfloat16),
 ]
 
 
@@ -85,7 +88,7 @@ def seldom(model, arch, scores=None):
 
 
 # The widest where memory is least; `make test-all`: each there, the most common everywhere.
-HERE = [(0, 89), (0, 100), (1, 120), (2, 86), (4, 89), (5, 86), (7, 86)]
+HERE = [(0, 89), (0, 100), (1, 120), (2, 86), (4, 89), (5, 86), (7, 86), (8, 86)]
 CASES = [case(MODELS[i], arch) for i, arch in HERE]
 CASES += [seldom(model, 86) for i, model in enumerate(MODELS) if (i, 86) not in HERE]
 CASES += [seldom(MODELS[0], arch) for arch in (80, 90, CONSUMER_BLACKWELL)]
@@ -118,7 +121,7 @@ def test_attention_fits(model, arch, scores, monkeypatch, seeds):
         if element != "fp32":
             assert "cp.async" in made.ptx, "tiles are not fetched ahead"
             assert "mma" in made.ptx, "no tensor core multiplies"
-            tile = 2 * plan.tile_keys * constants["PADDED"] * model[3].itemsize
+            tile = 2 * constants["N"] * constants["PADDED"] * model[3].itemsize
             assert made.shared_bytes >= (constants["STAGES"] - 1) * tile, (
                 "tiles wait for their block"
             )

@@ -215,7 +215,7 @@ def test_a_window_wider_than_planned_is_refused():
         )
 
 
-@pytest.mark.parametrize("dim", [96, 256])
+@pytest.mark.parametrize("dim", [96, 256, 512])
 def test_wide_heads(dim):
     plan = PagedPlan.of(4, 2, dim, torch.float16, CPU)
     rows, places = step(MIXES["mixed"], plan)
