@@ -125,9 +125,9 @@ class ModelSpec:
     sinks: bool = False
     """Each head has a score that takes part in the softmax and brings no value."""
     rotary_dim: int | None = None
-    """Channels of a head that are turned, the first ones; None: all."""
+    """Channels of a head that are rotated, the first ones; None: all."""
     window_rope_theta: float | None = None
-    """Layers with a window turn by this theta, unscaled."""
+    """Layers with a window rotate by this theta, unscaled."""
     embedding_factor: float = 1.0
     residual_factor: float = 1.0
     """What attention and MLP add to the residual stream is multiplied by this."""
@@ -180,9 +180,9 @@ class ModelSpec:
     chunked_windows: bool = False
     """Windows begin at multiples of their size instead of moving with each token."""
     without_positions: tuple[int, ...] = ()
-    """Layers whose queries and keys are not turned, among rotary ones."""
+    """Layers whose queries and keys are not rotated, among rotary ones."""
     qk_unit_norm: bool = False
-    """Queries and keys that are turned are then normalised head by head, without a weight."""
+    """Queries and keys that are rotated are then normalised head by head, without a weight."""
     indexer: Indexer | None = None
     """What chooses the tokens that latent attention looks at; None where it looks at all."""
     altup: AltUp | None = None
@@ -206,7 +206,7 @@ class ModelSpec:
     qk_norm_apart: bool = False
     """The norms of queries and keys have weights of their own for every head."""
     qk_norm_late: bool = False
-    """Queries and keys are turned first, then normalised."""
+    """Queries and keys are rotated first, then normalised."""
     qkv_limit: float = 0.0
     """Queries and keys, behind their norms, and values are kept within +-limit; 0: as they come."""
     head_bias: bool = False

@@ -36,7 +36,7 @@ NOT_MODELS = {
 }
 """`general.type` of files that hold something else -> what they are."""
 UNREAD = frozenset([FREQUENCIES, *FACTORS.values()])
-"""Tensors that say how positions turn; the config carries their numbers."""
+"""Tensors that say how positions rotate; the config carries their numbers."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +47,7 @@ class Architecture:
     also: Callable[[Metadata, dict[str, Any]], None] = lambda metadata, config: None
     """Adds what only this one has."""
     pairs: bool = False
-    """Whether rows of queries and keys lie in pairs of turned channels, llama.cpp's order."""
+    """Whether rows of queries and keys lie in pairs of rotated channels, llama.cpp's order."""
     above_one: bool = False
     """Whether norms are stored as 1 + w."""
     latent: bool = False
@@ -132,8 +132,8 @@ def _common(metadata: Metadata, architecture: Architecture) -> dict[str, Any]:
     }
     if is_quantised(file):
         config["quantization_config"] = {"quant_method": "gguf"}
-    turned = metadata.number("rope.dimension_count", default=head_dim)
-    config["partial_rotary_factor"] = turned / head_dim
+    rotated = metadata.number("rope.dimension_count", default=head_dim)
+    config["partial_rotary_factor"] = rotated / head_dim
     if architecture.model_type != "qwen2":
         config["attention_bias"] = "blk.0.attn_q.bias" in file.tensors
     config["mlp_bias"] = "blk.0.ffn_down.bias" in file.tensors
@@ -191,7 +191,7 @@ def _ends(file: GgufFile) -> list[int]:
 
 
 def _scaling(metadata: Metadata, config: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return `rope_scaling`, None where positions turn as they are."""
+    """Return `rope_scaling`, None where positions rotate as they are."""
     file, scaled = metadata.file, "rope.scaling."
     kind = metadata.get(scaled + "type")
     asked = ("factor", "original_context_length", "attn_factor", "yarn_beta_fast", "yarn_beta_slow")
@@ -318,7 +318,7 @@ def _granite(metadata: Metadata, config: dict[str, Any]) -> None:
 
 
 NO_POSITIONS_EVERY = 4
-"""llama.cpp turns no queries and keys of every fourth layer of SmolLM3."""
+"""llama.cpp rotates no queries and keys of every fourth layer of SmolLM3."""
 
 
 def _smollm3(metadata: Metadata, config: dict[str, Any]) -> None:

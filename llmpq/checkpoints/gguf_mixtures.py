@@ -30,12 +30,12 @@ def gpt_oss(metadata: Metadata, config: dict[str, Any]) -> None:
 def glm4moe(metadata: Metadata, config: dict[str, Any]) -> None:
     """GLM-4.5 and 4.6."""
     _require_gate(metadata, SIGMOID, default=SIGMOID)
-    turned = metadata.number("rope.dimension_count", default=config["head_dim"])
+    rotated = metadata.number("rope.dimension_count", default=config["head_dim"])
     config |= {
         **_experts(metadata),
         "norm_topk_prob": metadata.get("expert_weights_norm") is not False,
         "use_qk_norm": "blk.0.attn_q_norm.weight" in metadata.file.tensors,
-        "partial_rotary_factor": turned / config["head_dim"],
+        "partial_rotary_factor": rotated / config["head_dim"],
     }
     further = metadata.get("nextn_predict_layers")
     if further:
@@ -51,13 +51,13 @@ def deepseek2(metadata: Metadata, config: dict[str, Any]) -> None:
     sigmoid = metadata.get("expert_gating_func") == SIGMOID
     if not sigmoid:
         _require_gate(metadata, SOFTMAX, default=SOFTMAX)
-    heads, turned = config["num_attention_heads"], metadata.number("rope.dimension_count")
+    heads, rotated = config["num_attention_heads"], metadata.number("rope.dimension_count")
     keys = metadata.number("attention.key_length_mla", default=config["head_dim"])
     values = metadata.number("attention.value_length", default=config["head_dim"])
     kv_rank = metadata.number("attention.kv_lora_rank")
-    if keys <= turned:
+    if keys <= rotated:
         raise ValueError(
-            f"'{metadata.file.path}': heads of {keys} channels of which {turned} are turned; "
+            f"'{metadata.file.path}': heads of {keys} channels of which {rotated} are rotated; "
             "expected more than those: the file is damaged"
         )
     small = metadata.get("attention.q_lora_rank")
@@ -65,11 +65,11 @@ def deepseek2(metadata: Metadata, config: dict[str, Any]) -> None:
         **_experts(metadata),
         "model_type": "deepseek_v3" if sigmoid else "deepseek_v2",
         "num_key_value_heads": heads,
-        "head_dim": turned,
+        "head_dim": rotated,
         "q_lora_rank": metadata.number("attention.q_lora_rank") if small else None,
         "kv_lora_rank": kv_rank,
-        "qk_nope_head_dim": keys - turned,
-        "qk_rope_head_dim": turned,
+        "qk_nope_head_dim": keys - rotated,
+        "qk_rope_head_dim": rotated,
         "v_head_dim": metadata.number("attention.value_length_mla", default=values),
         "norm_topk_prob": metadata.get("expert_weights_norm") is True,
     }

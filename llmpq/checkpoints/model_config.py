@@ -306,7 +306,7 @@ def _require_sound(config: Config, fields: Mapping[str, Any]) -> None:
     head_dim = fields.get("head_dim") or size(config, "head_dim", default=hidden // heads)
     if fields["positions"] == "rotary" and head_dim % 2:
         raise ValueError(
-            f"config.json: head_dim={head_dim} is odd; rotary positions turn pairs of "
+            f"config.json: head_dim={head_dim} is odd; rotary positions rotate pairs of "
             "channels. Correct it or download config.json again"
         )
     if heads % kv_heads:

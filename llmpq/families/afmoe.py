@@ -1,7 +1,7 @@
 """AFMoE (Arcee Trinity): gated attention, norms before and behind, DeepSeek-V3's kind of mixture.
 
     x = sqrt(h) * embedding, if mup_enabled
-    x += norm(o(sigmoid(gate) * attention(turn(norm(q)), turn(norm(k)), v)) of norm(x))
+    x += norm(o(sigmoid(gate) * attention(rope(norm(q)), rope(norm(k)), v)) of norm(x))
     x += norm(mlp(norm(x)))
 
 Every fourth layer sees all tokens and has no positions; the others see a window.

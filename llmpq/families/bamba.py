@@ -1,4 +1,4 @@
-"""Bamba: layers of Mamba-2 among layers of attention that turn half of each head.
+"""Bamba: layers of Mamba-2 among layers of attention that rotate half of each head.
 
 Mamba-2: runtime/models/recurrent.py;  MLP: Llama's
 """
@@ -17,9 +17,11 @@ from llmpq.families.record import linear_names, norm_names
 
 def fields(config: Config) -> dict[str, Any]:
     """Return the fields of `ModelSpec`."""
-    base = {**rotary_fields(config, turns_in_part=True), **llama.bias_fields(config)}
+    base = {**rotary_fields(config, partial_rotary=True), **llama.bias_fields(config)}
     for key in ("attn_rotary_emb", "num_logits_to_keep", "z_loss_coefficient", "layer_types"):
-        config.get(key)  # a half is turned whatever they say, they are of training, or say the same
+        config.get(
+            key
+        )  # a half is rotated whatever they say, they are of training, or say the same
     config.get("layers_block_type")
     listed = config.get("attn_layer_indices") or []
     attention = [i in listed for i in range(base["num_layers"])]

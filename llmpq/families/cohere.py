@@ -1,8 +1,8 @@
 """Cohere's Command R and A: attention and MLP side by side on one LayerNorm without a bias.
 
-    x += o(attention(turn(q), turn(k), v)) + down(silu(gate) * up), all of norm(x);  logits times s
+    x += o(attention(rope(q), rope(k), v)) + down(silu(gate) * up), all of norm(x);  logits times s
 
-Channels are turned in pairs. Command R+ norms every query and key head by weights of its own.
+Channels are rotated in pairs. Command R+ norms every query and key head by weights of its own.
 Since Command R7B (`cohere2`) three layers of four see a window; the others have no positions.
 """
 
@@ -59,7 +59,7 @@ def _windows(config: Config) -> dict[str, Any]:
 
 
 def _halves_of(heads: str) -> Arrange:
-    """Return how norms of heads, weights of each head apart, follow the turned channels."""
+    """Return how norms of heads, weights of each head apart, follow the rotated channels."""
 
     def rows(weight: Any, spec: Any) -> Any:
         return pairs_to_halves(weight, getattr(spec, heads), spec.head_dim, spec.head_dim)

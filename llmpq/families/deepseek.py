@@ -1,6 +1,6 @@
 """DeepSeek-V2, V3 (R1) and V3.2, Kimi K2, GLM-5: latents, and a mixture behind the first layers.
 
-    attention: runtime/models/latent_attention.py; the turned channels are stored in pairs
+    attention: runtime/models/latent_attention.py; the rotated channels are stored in pairs
     V2   w = the k largest of softmax(router(x)), of the groups with the best expert; times a scale
     V3   p = sigmoid(router(x)), chosen by p + c of the groups whose two best are best; w = p of the
          chosen, made to sum to one, times a scale
@@ -44,7 +44,7 @@ def latent_fields(config: Config, *, knows: tuple[str, ...] = ()) -> dict[str, A
     expect(config, "moe_layer_freq", 1, default=1)
     for key in ("head_dim", "qk_head_dim"):
         config.get(key)  # the sum of others
-    base = rotary_fields(config, turns_in_part=True, knows=knows)
+    base = rotary_fields(config, partial_rotary=True, knows=knows)
     small = config.get("q_lora_rank") is not None
     latent = Latent(
         q_rank=size(config, "q_lora_rank") if small else 0,
@@ -53,10 +53,10 @@ def latent_fields(config: Config, *, knows: tuple[str, ...] = ()) -> dict[str, A
         rope_dim=size(config, "qk_rope_head_dim"),
         v_dim=size(config, "v_head_dim"),
     )
-    turned = base["rotary_dim"]
-    if turned not in (None, latent.rope_dim):
+    rotated = base["rotary_dim"]
+    if rotated not in (None, latent.rope_dim):
         raise ValueError(
-            f"config.json: partial_rotary_factor turns {turned} channels, qk_rope_head_dim says "
+            f"config.json: partial_rotary_factor rotates {rotated} channels, qk_rope_head_dim says "
             f"{latent.rope_dim}; correct one of them or download config.json again"
         )
     return {
@@ -97,12 +97,12 @@ def _v2(config: Config, ffn: int) -> dict[str, Any]:
 
 
 def _query_halves(rows: Any, spec: Any) -> Any:
-    """Return query rows whose turned channels, the last of each head, are halves."""
+    """Return query rows whose rotated channels, the last of each head, are halves."""
     latent = spec.latent
     by_head = rows.view(spec.heads, latent.q_head_dim, *rows.shape[1:])
     out = by_head.clone()
-    turned = by_head[:, latent.nope_dim :].reshape(-1, *rows.shape[1:])
-    halves = pairs_to_halves(turned, spec.heads, latent.rope_dim, latent.rope_dim)
+    rotated = by_head[:, latent.nope_dim :].reshape(-1, *rows.shape[1:])
+    halves = pairs_to_halves(rotated, spec.heads, latent.rope_dim, latent.rope_dim)
     out[:, latent.nope_dim :] = halves.view(spec.heads, latent.rope_dim, *rows.shape[1:])
     return out.view(rows.shape)
 
@@ -211,13 +211,13 @@ def _listed_dense(config: Config) -> tuple[int, ...] | None:
 
 
 def glm_fields(config: Config) -> dict[str, Any]:
-    """Return the fields of GLM-5, whose indexer turns pairs of channels."""
+    """Return the fields of GLM-5, whose indexer rotates pairs of channels."""
     expect(config, "indexer_rope_interleave", True, default=True)
     return sparse_fields(config)
 
 
 def _index_halves(rows: Any, spec: Any) -> Any:
-    """Return an indexer's rows whose turned channels, the first of each head, are halves."""
+    """Return an indexer's rows whose rotated channels, the first of each head, are halves."""
     heads = rows.shape[0] // spec.indexer.dim
     return pairs_to_halves(rows, heads, spec.indexer.dim, spec.latent.rope_dim)
 

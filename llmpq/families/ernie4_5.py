@@ -1,4 +1,4 @@
-"""ERNIE 4.5, dense and its mixtures: Llama's layer whose channels are turned in pairs.
+"""ERNIE 4.5, dense and its mixtures: Llama's layer whose channels are rotated in pairs.
 
 A mixture chooses experts by softmax(router(x)) + c and weighs the chosen by softmax alone, made to
 sum to one, beside experts that all tokens share; its first layers are dense.

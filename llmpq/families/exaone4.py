@@ -1,6 +1,6 @@
 """EXAONE 4: OLMo 2's norms behind attention and MLP, Qwen3's norms of heads, windows.
 
-    x += norm(o(attention(turn(norm(q)), turn(norm(k)), v)));  x += norm(down(silu(gate) * up))
+    x += norm(o(attention(rope(norm(q)), rope(norm(k)), v)));  x += norm(down(silu(gate) * up))
 
 Where layers have windows, those that see all tokens have no positions.
 """

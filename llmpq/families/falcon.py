@@ -1,6 +1,6 @@
 """Falcon: attention and MLP side by side; few key heads, or one; no biases in published models.
 
-    x += dense(attention(turn(q), turn(k), v)) + down(gelu(up)), all of norm(x)       7B
+    x += dense(attention(rope(q), rope(k), v)) + down(gelu(up)), all of norm(x)       7B
     x += dense(attention(...) of norm(x)) + down(gelu(up)) of norm'(x)               40B, 180B
 
 Older models without `parallel_attn` run the MLP behind attention. ALiBi (Falcon RW) is not run.

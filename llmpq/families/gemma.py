@@ -6,7 +6,7 @@
 Norms multiply by 1 + w, scores by 1 / sqrt(query_pre_attn_scalar). Gemma 1 has no norms behind and
 no windows, and its `hidden_act` "gelu" means the tanh form, as in Transformers. Gemma 2 caps scores
 and logits and gives every other layer a window; Gemma 3 norms query and key heads, gives five
-layers of six a window, and turns those by a theta of their own. Its vision tower is left out.
+layers of six a window, and rotates those by a theta of their own. Its vision tower is left out.
 """
 
 from __future__ import annotations

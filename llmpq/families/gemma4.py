@@ -1,10 +1,10 @@
 """Gemma 4: Gemma 3's layers of two shapes, shared caches, inputs of layers, a mixture beside.
 
-    x += norm(o(attention(turn(norm(q)), turn(norm(k)), norm'(v))) of norm(x)), scores unscaled
+    x += norm(o(attention(rope(norm(q)), rope(norm(k)), norm'(v))) of norm(x)), scores unscaled
     x += norm(MLP(norm(x))), or norm(norm_1(MLP(norm(x))) + norm_2(experts(norm_3(x)) by x))
     x += norm(out(gelu(gate(x)) * the layer's own input));  x *= the layer's number
 
-norm' has no weight. Layers that see all tokens have heads of their own size and number, turn the
+norm' has no weight. Layers that see all tokens have heads of their own size and number, rotate the
 fastest frequencies of theirs alone, and may take their keys, as they come, for values. The last
 layers make queries and attend to the cache of the last layer of their kind in front of them; their
 MLPs may be twice as wide. Its towers for pictures and sound are left out.

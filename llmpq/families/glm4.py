@@ -1,4 +1,4 @@
-"""GLM-4: norms before and behind attention and MLP, half of each head's channels turned in pairs.
+"""GLM-4: norms before and behind attention and MLP, half of each head's channels rotated in pairs.
 
     x += norm(o(attention(...)) of norm(x));  x += norm(down(silu(gate) * up)) of norm(x)
 
@@ -12,7 +12,7 @@ from typing import Any
 
 from llmpq.families import llama
 from llmpq.families.common.config_values import Config, flag
-from llmpq.families.common.rotary_families import pairs_to_halves, rotary_fields, turned_channels
+from llmpq.families.common.rotary_families import pairs_to_halves, rotary_fields, rotated_channels
 from llmpq.families.record import Arrange, linear_names, norm_names
 
 
@@ -20,26 +20,26 @@ def fields(config: Config) -> dict[str, Any]:
     """Return the fields of `ModelSpec`."""
     has_two = config.get("model_type") == "glm4"
     return {
-        **rotary_fields(config, turns_in_part=True),
+        **rotary_fields(config, partial_rotary=True),
         "qkv_bias": flag(config, "attention_bias"),
         "norm_order": "both" if has_two else "pre",
     }
 
 
 def _halves(qkv: Any, spec: Any) -> Any:
-    """Return q, k, v rows with the turned channels of q and k as halves."""
+    """Return q, k, v rows with the rotated channels of q and k as halves."""
     rows = [spec.heads * spec.head_dim, *[spec.kv_heads * spec.head_dim] * 2]
     q, k, v = qkv.split(rows)
     out = qkv.clone()
-    turned = turned_channels(spec)
-    out[: rows[0]] = pairs_to_halves(q, spec.heads, spec.head_dim, turned)
-    out[rows[0] : rows[0] + rows[1]] = pairs_to_halves(k, spec.kv_heads, spec.head_dim, turned)
+    rotated = rotated_channels(spec)
+    out[: rows[0]] = pairs_to_halves(q, spec.heads, spec.head_dim, rotated)
+    out[rows[0] : rows[0] + rows[1]] = pairs_to_halves(k, spec.kv_heads, spec.head_dim, rotated)
     out[rows[0] + rows[1] :] = v
     return out
 
 
 HALVES = Arrange(rows=_halves)
-"""Of queries, keys and values whose turned channels lie in pairs."""
+"""Of queries, keys and values whose rotated channels lie in pairs."""
 _LAYER = {
     **norm_names(
         ("attn_norm", "layers.{i}.input_layernorm"),

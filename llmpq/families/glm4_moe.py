@@ -1,4 +1,4 @@
-"""GLM-4.5 and 4.6: Llama's layer, half of each head turned, and a mixture behind the first layers.
+"""GLM-4.5 and 4.6: Llama's layer, half of each head rotated, and a mixture behind the first layers.
 
     p = sigmoid(router(x));  chosen = the k largest of p + c, of the best groups
     y = scale * sum of w_e expert_e(x) + shared(x),  w = p of the chosen, made to sum to one
@@ -27,7 +27,7 @@ from llmpq.families.record import LAYER_MTP
 
 def fields(config: Config) -> dict[str, Any]:
     """Return the fields of `ModelSpec`."""
-    base = rotary_fields(config, turns_in_part=True)
+    base = rotary_fields(config, partial_rotary=True)
     return {
         **base,
         "qkv_bias": flag(config, "attention_bias"),

@@ -1,6 +1,6 @@
-"""GPT-NeoX, Pythia, Dolly: LayerNorm, biases, a quarter of each head turned.
+"""GPT-NeoX, Pythia, Dolly: LayerNorm, biases, a quarter of each head rotated.
 
-    x += dense(attention(turn(q), turn(k), v) of norm(x)) + down(gelu(up)) of norm'(x)
+    x += dense(attention(rope(q), rope(k), v) of norm(x)) + down(gelu(up)) of norm'(x)
 
 Without `use_parallel_residual` the MLP follows attention. Queries, keys and values are stored head
 by head in one matrix.

@@ -1,6 +1,6 @@
-"""GPT-J and CodeGen: attention and MLP side by side on one LayerNorm, channels turned in pairs.
+"""GPT-J and CodeGen: attention and MLP side by side on one LayerNorm, channels rotated in pairs.
 
-    x += o(attention(turn(q), turn(k), v)) + down(gelu(up)), all of norm(x);  logits + b
+    x += o(attention(rope(q), rope(k), v)) + down(gelu(up)), all of norm(x);  logits + b
 
 CodeGen stores queries, values and keys in one matrix, a quarter of the heads after the other.
 """
@@ -23,10 +23,10 @@ QUARTERS = 4
 def fields(config: Config) -> dict[str, Any]:
     """Return the fields of `ModelSpec`."""
     found = gpt_fields(config)
-    dim, turned = found["hidden"] // found["heads"], size(config, "rotary_dim")
-    if turned % 2 or turned > dim:
+    dim, rotated = found["hidden"] // found["heads"], size(config, "rotary_dim")
+    if rotated % 2 or rotated > dim:
         raise ValueError(
-            f"config.json: rotary_dim={turned} of {dim} channels of a head; expected an even "
+            f"config.json: rotary_dim={rotated} of {dim} channels of a head; expected an even "
             "number of them"
         )
     if config.get("model_type") == "codegen" and found["heads"] % QUARTERS:
@@ -38,7 +38,7 @@ def fields(config: Config) -> dict[str, Any]:
         **found,
         "positions": "rotary",
         "rope_theta": THETA,
-        "rotary_dim": None if turned == dim else turned,
+        "rotary_dim": None if rotated == dim else rotated,
         "parallel_norms": 1,
         "qkv_bias": False,
         "o_bias": False,
@@ -47,7 +47,7 @@ def fields(config: Config) -> dict[str, Any]:
 
 
 def _in_order(qkv: Any, spec: Any) -> Any:
-    """Return the fused rows as q, k, v, turned channels as halves."""
+    """Return the fused rows as q, k, v, rotated channels as halves."""
     parts = qkv.view(QUARTERS, 3, -1, *qkv.shape[1:])
     out = qkv.clone()
     for place, stored in enumerate((0, 2, 1)):

@@ -1,6 +1,6 @@
 """Hunyuan (V1), dense and its mixtures: Llama's layer with norms of heads behind their rotation.
 
-    x += o(attention(norm(turn(q)), norm(turn(k)), v)) of norm(x)
+    x += o(attention(norm(rope(q)), norm(rope(k)), v)) of norm(x)
 
 `alpha` in the rope section stretches theta once: theta * alpha ^ (D / (D - 2)). A mixture's experts
 are chosen by softmax and stand beside an MLP of the same width that all tokens share.

@@ -1,6 +1,6 @@
 """Llama 2 and 3, Mistral, Ministral, Seed-OSS: RMSNorm, rotary, grouped heads, gated SiLU.
 
-    x += o(attention(turn(q), turn(k), v)) of norm(x);  x += down(silu(gate) * up) of norm(x)
+    x += o(attention(rope(q), rope(k), v)) of norm(x);  x += down(silu(gate) * up) of norm(x)
 
 Mistral's layers see a window of tokens where the config gives one.
 """

@@ -1,11 +1,11 @@
 """Llama 4: chunks of tokens, layers without positions, experts that are given less.
 
-    x += o(attention(unit(turn(q)), unit(turn(k)), v)) of norm(x)
+    x += o(attention(unit(rope(q)), unit(rope(k)), v)) of norm(x)
     x += sum of expert_e(s_e x) + shared(x) of norm(x);  s = sigmoid of the k largest of router(x)
 
 unit: each head normalised, without a weight. Most layers attend within chunks: from the last
 multiple of the chunk's size on. Every fourth has no positions and sees all tokens; its queries are
-multiplied by 1 + attn_scale log(1 + floor((p + 1) / floor_scale)). Channels are turned in pairs.
+multiplied by 1 + attn_scale log(1 + floor((p + 1) / floor_scale)). Channels are rotated in pairs.
 Layers without experts have one wider MLP. The vision tower is left out.
 """
 
@@ -29,8 +29,8 @@ def fields(config: Config) -> dict[str, Any]:
     """Return the fields of `ModelSpec`."""
     bias = flag(config, "attention_bias")
     base = rotary_fields(config)
-    unturned = _unturned(config, base["num_layers"])
-    default = [FULL if i in unturned else CHUNKED for i in range(base["num_layers"])]
+    without_rope = _without_rope(config, base["num_layers"])
+    default = [FULL if i in without_rope else CHUNKED for i in range(base["num_layers"])]
     kinds = layer_kinds(config, default, windowed=CHUNKED)
     chunk = size(config, "attention_chunk_size") if CHUNKED in kinds else 0
     config.get("attention_chunk_size")  # no layer has it
@@ -41,14 +41,14 @@ def fields(config: Config) -> dict[str, Any]:
         "o_bias": bias or None,
         "windows": tuple(chunk if kind == CHUNKED else 0 for kind in kinds) if chunk else (),
         "chunked_windows": chunk > 0,
-        "without_positions": unturned,
+        "without_positions": without_rope,
         "qk_unit_norm": flag(config, "use_qk_norm"),
-        "query_growth": growth if unturned else None,
+        "query_growth": growth if without_rope else None,
         **_mixture(config, base["ffn"], base["num_layers"]),
     }
 
 
-def _unturned(config: Config, num_layers: int) -> tuple[int, ...]:
+def _without_rope(config: Config, num_layers: int) -> tuple[int, ...]:
     """Return the layers without positions: listed, or one of so many."""
     every = size(config, "no_rope_layer_interval", default=NO_ROPE_EVERY)
     listed = config.get("no_rope_layers")

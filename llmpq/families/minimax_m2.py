@@ -22,9 +22,9 @@ def fields(config: Config) -> dict[str, Any]:
     expect(config, "scoring_func", "sigmoid", default="sigmoid")
     expect(config, "use_routing_bias", True, default=True)
     expect(config, "shared_intermediate_size", 0, default=0)
-    base = rotary_fields(config, turns_in_part=True)
+    base = rotary_fields(config, partial_rotary=True)
     if is_given(config.get("rotary_dim")) and base["rotary_dim"] is None:
-        base["rotary_dim"] = _turned(config)
+        base["rotary_dim"] = _rotated_channels(config)
     return {
         **base,
         **counts(config, "num_local_experts", "num_experts"),
@@ -34,15 +34,15 @@ def fields(config: Config) -> dict[str, Any]:
     }
 
 
-def _turned(config: Config) -> int | None:
-    """Return how many channels the older key `rotary_dim` turns, None for all."""
-    turned, all_of = size(config, "rotary_dim"), head_size(config)
-    if turned % 2 or turned > all_of:
+def _rotated_channels(config: Config) -> int | None:
+    """Return how many channels the older key `rotary_dim` rotates, None for all."""
+    rotated, all_of = size(config, "rotary_dim"), head_size(config)
+    if rotated % 2 or rotated > all_of:
         raise ValueError(
-            f"config.json: rotary_dim={turned} of {all_of} channels of a head; expected an even "
+            f"config.json: rotary_dim={rotated} of {all_of} channels of a head; expected an even "
             "number of them"
         )
-    return None if turned == all_of else turned
+    return None if rotated == all_of else rotated
 
 
 _NAMES = mixtral.FAMILY.names

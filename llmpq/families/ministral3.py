@@ -1,6 +1,6 @@
 """Ministral 3 and Mistral 4: queries that grow with their position.
 
-Ministral 3   Mistral's layer; the turned queries times 1 + beta log(1 + floor(p / original))
+Ministral 3   Mistral's layer; the rotated queries times 1 + beta log(1 + floor(p / original))
 Mistral 4     DeepSeek's latents with the same; w = the k largest of softmax(router(x)), of the
               groups whose two best are best, made to sum to one, times a scale
 """

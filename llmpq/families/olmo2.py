@@ -1,6 +1,6 @@
 """OLMo 2 and 3: norms behind attention and MLP only, and over all query or key heads at once.
 
-    x += norm(o(attention(turn(norm(q)), turn(norm(k)), v)));  x += norm(down(silu(gate) * up))
+    x += norm(o(attention(rope(norm(q)), rope(norm(k)), v)));  x += norm(down(silu(gate) * up))
 
 OLMo 3 sees a window of tokens but for every fourth layer; only those layers' positions are scaled.
 """

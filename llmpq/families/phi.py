@@ -1,8 +1,8 @@
 """Phi 1, 1.5 and 2: attention and MLP side by side on one LayerNorm, biases everywhere.
 
-    x += dense(attention(turn(q), turn(k), v)) + fc2(gelu(fc1)), all of norm(x);  logits + b
+    x += dense(attention(rope(q), rope(k), v)) + fc2(gelu(fc1)), all of norm(x);  logits + b
 
-A part of each head is turned; with `qk_layernorm` queries and keys pass a LayerNorm first.
+A part of each head is rotated; with `qk_layernorm` queries and keys pass a LayerNorm first.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Phi-3, Phi-3.5 and Phi-4: Llama's layer with queries, keys and values in one stored matrix.
 
-Gate and up are one, too. Longer texts turn by other frequencies (longrope); Phi-4-mini turns only a
+Gate and up are one, too. Longer texts have other frequencies (longrope); Phi-4-mini rotates a
 part of each head's channels.
 """
 
@@ -20,7 +20,7 @@ def fields(config: Config) -> dict[str, Any]:
     for key in ("attention_bias", "mlp_bias", "lm_head_bias"):
         expect(config, key, False, default=False)
     config.get("original_max_position_embeddings")  # longrope reads it
-    base = rotary_fields(config, turns_in_part=True)
+    base = rotary_fields(config, partial_rotary=True)
     return {**base, "windows": everywhere(config)}
 
 

@@ -1,4 +1,4 @@
-"""Qwen3, and Qwen3-VL's text: Llama's layer, RMSNorm on every query and key head before turning."""
+"""Qwen3, and Qwen3-VL's text: Llama's layer, RMSNorm on every query and key head before RoPE."""
 
 from __future__ import annotations
 

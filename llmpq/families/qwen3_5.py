@@ -21,14 +21,14 @@ from llmpq.families.record import MODULE_MTP
 
 def fields(config: Config) -> dict[str, Any]:
     """Return the fields of `ModelSpec`."""
-    return {**rotary_fields(config, turns_in_part=True), **hybrid_fields(config)}
+    return {**rotary_fields(config, partial_rotary=True), **hybrid_fields(config)}
 
 
 def mixture_fields(config: Config) -> dict[str, Any]:
     """Return the fields of a model with a mixture on every layer."""
     config.get("intermediate_size")  # no layer has it
     return {
-        **rotary_fields(config, turns_in_part=True, ffn_key="moe_intermediate_size"),
+        **rotary_fields(config, partial_rotary=True, ffn_key="moe_intermediate_size"),
         **hybrid_fields(config),
         **counts(config, "num_experts"),
         "shared_ffn": size(config, "shared_expert_intermediate_size"),

@@ -26,7 +26,7 @@ _ATTENTION_EVERY = 4
 
 def fields(config: Config) -> dict[str, Any]:
     """Return the fields of `ModelSpec`."""
-    base = {**rotary_fields(config, turns_in_part=True), **hybrid_fields(config)}
+    base = {**rotary_fields(config, partial_rotary=True), **hybrid_fields(config)}
     return {**base, **mixture(config, base["ffn"])}
 
 

@@ -27,13 +27,13 @@ def _without_positions(config: Config) -> tuple[int, ...]:
     count = size(config, "num_hidden_layers")
     given = config.get("no_rope_layers")
     every = size(config, "no_rope_layer_interval", default=4)
-    turned = [(i + 1) % every != 0 for i in range(count)] if given is None else given
-    if not isinstance(turned, list) or len(turned) < count or not set(turned) <= {0, 1}:
+    rotated = [(i + 1) % every != 0 for i in range(count)] if given is None else given
+    if not isinstance(rotated, list) or len(rotated) < count or not set(rotated) <= {0, 1}:
         raise ValueError(
             f"config.json: 'no_rope_layers' must give each of {count} layers 1 (with positions) or "
             "0; correct it or download config.json again"
         )
-    return tuple(i for i in range(count) if not turned[i])
+    return tuple(i for i in range(count) if not rotated[i])
 
 
 FAMILY = replace(llama.FAMILY, name="smollm3", model_types=("smollm3",), fields=fields)

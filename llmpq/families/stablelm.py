@@ -1,4 +1,4 @@
-"""StableLM 2 and 3B: Llama's layer with LayerNorm, a quarter of each head turned.
+"""StableLM 2 and 3B: Llama's layer with LayerNorm, a quarter of each head rotated.
 
     x += o(attention(...)) + down(silu(gate) * up), all of norm(x)         use_parallel_residual
 
@@ -19,7 +19,7 @@ from llmpq.families.common.rotary_families import rotary_fields
 def fields(config: Config) -> dict[str, Any]:
     """Return the fields of `ModelSpec`."""
     found = {
-        **rotary_fields(config, eps_key="layer_norm_eps", turns_in_part=True),
+        **rotary_fields(config, eps_key="layer_norm_eps", partial_rotary=True),
         "norm": "layernorm",
         "qkv_bias": flag(config, "use_qkv_bias"),
         "parallel_norms": 1 if flag(config, "use_parallel_residual") else 0,

@@ -187,7 +187,7 @@ def _layer_moments(
 def _latent_features(spec: ModelSpec) -> int:
     """Return the most features of a token that latent attention holds beside x and the latent.
 
-    Queries as they come, through the keys' matrix, and that beside their turned part; then these
+    Queries as they come, through the keys' matrix, and that beside their rotated part; then these
     and the sums of latents, and values made of them.
     """
     latent = spec.latent

@@ -42,12 +42,12 @@ class Index(nn.Module):
         self.weights_Hh = weights_Hh
 
     def queries(self, small_BQR: Tensor) -> Tensor:
-        """Return [B, Q, heads, I], over the root of I, not yet turned."""
+        """Return [B, Q, heads, I], over the root of I, not yet rotated."""
         made = self.q(small_BQR).unflatten(-1, (self.form.heads, self.form.dim))
         return made * self.form.dim**-0.5
 
     def keys(self, x_BQh: Tensor) -> Tensor:
-        """Return [B, Q, 1, I], not yet turned."""
+        """Return [B, Q, 1, I], not yet rotated."""
         normed: Tensor = self.norm(functional.linear(x_BQh, self.key_Ih))
         return normed[:, :, None]
 

@@ -71,10 +71,10 @@ class Attention(nn.Module):
         self.sharing = sharing or Sharing()
         self.values_are_keys = spec.value_is_key
         self.value_eps = spec.norm_eps if spec.value_norm else None
-        turned = rotary is not None
-        self.unit_eps = spec.norm_eps if spec.qk_unit_norm and turned else None
+        rotated = rotary is not None
+        self.unit_eps = spec.norm_eps if spec.qk_unit_norm and rotated else None
         self.growth = spec.query_growth
-        if self.growth is not None and self.growth.unturned_only and turned:
+        if self.growth is not None and self.growth.unturned_only and rotated:
             self.growth = None
 
     @property

@@ -1,4 +1,4 @@
-"""Reading a config's rotary positions: theta, scaling, and which channels are turned."""
+"""Reading a config's rotary positions: theta, scaling, and which channels are rotated."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def _reach(longest: int, rope: Config, scaling: RopeScaling | None) -> int:
 
 
 def rope_section(config: Config, layers: str = "full_attention") -> Config:
-    """Return how a kind of layers turns: `rope_scaling` where it says anything, which is older.
+    """Return how a kind of layers rotates: `rope_scaling` where it says anything, which is older.
 
     A model whose layers differ gives `rope_parameters` by the kind of layer, and `rope_scaling`
     changes those of full attention.
@@ -149,12 +149,13 @@ def _require_no_other(rope: Config, kind: str) -> None:
         if is_given(rope.get(key)) and rope[key] != neutral:
             raise ValueError(
                 f"config.json, rope scaling '{kind}': '{key}'={rope[key]!r} changes how positions "
-                "turn, and llmpq does not compute it; remove it if the model was trained without it"
+                "rotate, and llmpq does not compute it; remove it if the model was trained "
+                "without it"
             )
 
 
 def _rotary_dim(config: Config, rope: Config) -> int | None:
-    """Return how many of a head's first channels are turned, None for all."""
+    """Return how many of a head's first channels are rotated, None for all."""
     if rope.get("rope_type") == "proportional":  # frequencies rest, of a whole head
         return None
     share = number({**_beside(config), **rope}, "partial_rotary_factor", default=1.0)
@@ -162,13 +163,13 @@ def _rotary_dim(config: Config, rope: Config) -> int | None:
         raise ValueError(f"config.json: partial_rotary_factor={share} must be at most 1")
     if share == 1:
         return None
-    turned = int(head_size(config) * share)
-    if turned < 2 or turned % 2:
+    rotated = int(head_size(config) * share)
+    if rotated < 2 or rotated % 2:
         raise ValueError(
-            f"config.json: partial_rotary_factor={share} turns {turned} channels of a head of "
+            f"config.json: partial_rotary_factor={share} rotates {rotated} channels of a head of "
             f"{head_size(config)}; expected an even number"
         )
-    return turned
+    return rotated
 
 
 def _llama3(config: Config, rope: Config, where: str) -> RopeScaling:
@@ -243,11 +244,11 @@ def _longrope(config: Config, rope: Config, where: str) -> RopeScaling:
 
 
 def _proportional(config: Config, rope: Config, where: str) -> RopeScaling:
-    turned = number(rope, "partial_rotary_factor", default=1.0, where=where)
-    if turned > 1:
-        raise ValueError(f"{where}: partial_rotary_factor={turned} must be at most 1")
+    rotated = number(rope, "partial_rotary_factor", default=1.0, where=where)
+    if rotated > 1:
+        raise ValueError(f"{where}: partial_rotary_factor={rotated} must be at most 1")
     factor = bounded(rope, "factor", FACTORS, default=1.0, where=where)
-    return RopeScaling(kind="proportional", factor=factor, turned=turned)
+    return RopeScaling(kind="proportional", factor=factor, turned=rotated)
 
 
 def _original(config: Config, rope: Config, where: str) -> int:
@@ -264,7 +265,7 @@ def _factors(rope: Config, key: str, count: int, where: str) -> tuple[float, ...
     if len(factors) != count or not all(type(f) in (int, float) and 0 < f < 1e6 for f in factors):
         raise ValueError(
             f"{where}: '{key}' must be {count} positive numbers, one for each pair of a head's "
-            "turned channels; correct it or download config.json again"
+            "rotated channels; correct it or download config.json again"
         )
     return tuple(float(f) for f in factors)
 

@@ -20,14 +20,14 @@ def rotary_fields(
     activation: str = "silu",
     also_called: str | None = None,
     eps_key: str = "rms_norm_eps",
-    turns_in_part: bool = False,
+    partial_rotary: bool = False,
     ffn_key: str = "intermediate_size",
     knows: tuple[str, ...] = (),
     fixed_alpha: bool = False,
 ) -> dict[str, Any]:
     """Return the fields that these families share.
 
-    `also_called`: another word of the family's for its activation. `turns_in_part`: whether
+    `also_called`: another word of the family's for its activation. `partial_rotary`: whether
     `partial_rotary_factor` means something to it. `knows`, `fixed_alpha`: as in `rope_fields`.
     """
     known = CALLED.get(activation, activation)
@@ -35,10 +35,10 @@ def rotary_fields(
     if config.get(key) != also_called:
         expect(config, key, known, default=known)
     rope = rope_fields(config, knows=knows, fixed_alpha=fixed_alpha)
-    if rope["rotary_dim"] is not None and not turns_in_part:
+    if rope["rotary_dim"] is not None and not partial_rotary:
         raise ValueError(
-            f"config.json: model_type '{config.get('model_type')}' turns whole heads, "
-            "partial_rotary_factor says that only a part is turned; remove it if the model was "
+            f"config.json: model_type '{config.get('model_type')}' rotates whole heads, "
+            "partial_rotary_factor says that only a part is rotated; remove it if the model was "
             "trained without it"
         )
     return {
@@ -131,17 +131,17 @@ def everywhere(config: Config) -> tuple[int, ...]:
     return windows(config, layer_kinds(config, [SLIDING] * size(config, "num_hidden_layers")))
 
 
-def pairs_to_halves(rows: Any, heads: int, head_dim: int, turned: int) -> Any:
-    """Return rows [heads * head_dim, ...] of queries or keys whose turned channels lie in pairs.
+def pairs_to_halves(rows: Any, heads: int, head_dim: int, rotated: int) -> Any:
+    """Return rows [heads * head_dim, ...] of queries or keys whose rotated channels lie in pairs.
 
-    Checkpoints that turn (0, 1), (2, 3), ... get channels 0, 2, ... first and 1, 3, ... behind, so
-    that halves are turned; what queries and keys give together is the same.
+    Checkpoints that rotate (0, 1), (2, 3), ... get channels 0, 2, ... first and 1, 3, ... behind,
+    so that halves are rotated; what queries and keys give together is the same.
     """
     by_head = rows.view(heads, head_dim, *rows.shape[1:])
-    order = [*range(0, turned, 2), *range(1, turned, 2), *range(turned, head_dim)]
+    order = [*range(0, rotated, 2), *range(1, rotated, 2), *range(rotated, head_dim)]
     return by_head[:, order].reshape(rows.shape)
 
 
-def turned_channels(spec: Any) -> int:
-    """Return how many channels of a head are turned."""
+def rotated_channels(spec: Any) -> int:
+    """Return how many channels of a head are rotated."""
     return spec.rotary_dim or spec.head_dim

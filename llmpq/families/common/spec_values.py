@@ -37,7 +37,7 @@ class RopeScaling:
     long_factors: tuple[float, ...] = ()
     """... and beyond it."""
     turned: float = 1.0
-    """proportional: the share of a head's frequencies, the fastest, that turn; the others rest."""
+    """proportional: the share of a head's frequencies, the fastest, in use; others are zero."""
 
     @property
     def by_length(self) -> bool:
@@ -117,7 +117,7 @@ class QueryGrowth:
     """Positions up to which nothing grows, and after as many of which it grows on."""
     ahead: int = 0
     unturned_only: bool = False
-    """Only on layers whose queries and keys are not turned."""
+    """Only on layers whose queries and keys have no rotary positions."""
 
     def met(self, max_len: int) -> bool:
         """Whether a request of so many tokens has a query that grows."""

@@ -221,11 +221,11 @@ def test_gpt_oss_and_deepseek_have_their_classes_scalings() -> None:
         ({"rope_scaling": {"rope_type": "linear", "factor": 0.5}}, "'factor'=0.5 is absurd"),
         (
             {"rope_scaling": {"rope_type": "yarn", "factor": 4, "attn_factor": 2}},
-            "'attn_factor'=2 changes how positions turn",
+            "'attn_factor'=2 changes how positions rotate",
         ),
         ({"partial_rotary_factor": 1.5}, "must be at most 1"),
-        ({"partial_rotary_factor": 0.5}, "turns whole heads"),
-        ({"partial_rotary_factor": 0.01}, "turns 1 channels of a head of 128"),
+        ({"partial_rotary_factor": 0.5}, "rotates whole heads"),
+        ({"partial_rotary_factor": 0.01}, "rotates 1 channels of a head of 128"),
         (
             {"rope_scaling": {"rope_type": "yarn", "beta_fast": 1, "beta_slow": 2}},
             "beta_fast=1.0 is below beta_slow=2.0",

@@ -234,9 +234,9 @@ def converted(model: Any, arch: str, *, whole_kv_b: bool = False) -> dict[str, T
                 found[f"blk.{layer}.ffn_{side}_exps.{kind}"] = part
         elif ".experts.down_proj" in name:
             kind = "bias" if name.endswith("bias") else "weight"
-            turned = arch == "gpt-oss" and kind == "weight"
+            transposed = arch == "gpt-oss" and kind == "weight"
             found[f"blk.{layer}.ffn_down_exps.{kind}"] = (
-                tensor.transpose(1, 2) if turned else tensor
+                tensor.transpose(1, 2) if transposed else tensor
             )
         elif "kv_b_proj" in name and not whole_kv_b:
             by_head = tensor.view(config.num_attention_heads, -1, config.kv_lora_rank)
@@ -383,7 +383,12 @@ def test_what_a_file_lacks_or_has_too_much_is_named(tmp_path: Path) -> None:
         ("glm-4.5", "expert_gating_func", 1, "expert_gating_func=1, expected 2"),
         ("deepseek-v2", "expert_gating_func", 3, "expert_gating_func=3, expected 1"),
         ("deepseek-v2", "expert_weights_norm", True, "norm_topk_prob"),
-        ("deepseek-v3", "attention.key_length_mla", 8, "heads of 8 channels of which 8 are turned"),
+        (
+            "deepseek-v3",
+            "attention.key_length_mla",
+            8,
+            "heads of 8 channels of which 8 are rotated",
+        ),
         ("deepseek-v3", "expert_group_count", 3, "8 experts in n_group=3"),
     ],
 )
