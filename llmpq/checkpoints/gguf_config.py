@@ -76,7 +76,7 @@ def config_of_gguf(file: GgufFile) -> dict[str, Any]:
 
 
 def is_quantised(file: GgufFile) -> bool:
-    """Whether any tensor's numbers stand for others."""
+    """Whether any tensor is quantised."""
     return any(tensor.kind not in DTYPE_CODES for tensor in file.tensors.values())
 
 
@@ -176,7 +176,7 @@ def _head_dim(metadata: Metadata, hidden: int, heads: int) -> int:
 
 
 def _dtype(file: GgufFile) -> str:
-    """Return the dtype to compute in: that of most stored numbers, bfloat16 for quantised ones."""
+    """Return the dtype to compute in: that of most stored bytes, bfloat16 for quantised tensors."""
     bytes_of: Counter[str] = Counter()
     for tensor in file.tensors.values():
         bytes_of[tensor.kind] += tensor.nbytes

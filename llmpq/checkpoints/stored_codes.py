@@ -1,6 +1,6 @@
 """Which layers of a checkpoint keep codes of its own, that no draft reads at less cost.
 
-FP8 (w8a16), and 4-bit codes that stand for numbers of a table (w4a16): MXFP4, NVFP4, NF4, FP4, IQ4.
+FP8 (w8a16), and 4-bit codes of a codebook (w4a16): MXFP4, NVFP4, NF4, FP4, IQ4.
 A draft of qspec rounds the inputs of linear 4-bit codes; it leaves these as they are, at the
 target's cost. Reads config.json or GGUF's index.
 """
@@ -21,7 +21,7 @@ from llmpq.checkpoints.quantization_config import (
 from llmpq.precision import Precision
 
 TABLES = ("MXFP4", "IQ4_NL", "IQ4_XS")
-"""GGUF's types whose codes stand for numbers of a table."""
+"""GGUF types whose codes point into a codebook."""
 KEPT = {
     Precision.W8A16: ("FP8 (E4M3)",),
     Precision.W4A16: ("MXFP4", "NVFP4", "NF4", "FP4", "IQ4_NL", "IQ4_XS"),

@@ -93,7 +93,7 @@ def _observed(
 
     from llmpq.profiler.quality.observation import cut_windows, observe
     from llmpq.runtime.backends.backend import usable_device
-    from llmpq.runtime.weights.numbers_source import open_numbers
+    from llmpq.runtime.weights.dequantized_source import open_dequantized
 
     if request.text is None:
         raise ValueError(f"--kind {request.kind} needs calibration text: give --text FILE")
@@ -109,7 +109,7 @@ def _observed(
         task = progress.add_task("layers", total=spec.num_layers)
         observe(
             spec,
-            open_numbers(request.model, spec),
+            open_dequantized(request.model, spec),
             windows,
             observer,
             device=device,

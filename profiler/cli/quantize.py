@@ -49,7 +49,7 @@ def quantize(request: QuantizeRequest) -> int:
     from llmpq.profiler.quantize.layer_progress import QuantizeProgress
     from llmpq.profiler.quantize.whole_model import quantize_model
     from llmpq.runtime.backends.backend import usable_device
-    from llmpq.runtime.weights.numbers_source import open_numbers
+    from llmpq.runtime.weights.dequantized_source import open_dequantized
 
     device = usable_device(request.device)
     if request.output.exists() and not request.output.is_dir():
@@ -61,7 +61,7 @@ def quantize(request: QuantizeRequest) -> int:
     with torch.inference_mode(), QuantizeProgress(spec.num_layers) as progress:
         quantize_model(
             job,
-            open_numbers(request.model, spec),
+            open_dequantized(request.model, spec),
             request.output,
             device=device,
             dtype=torch.float32 if device.type == "cpu" else torch.bfloat16,

@@ -76,7 +76,7 @@ def stored_codebook(
 
 
 def bounded(weight: CodebookWeight, dtype: torch.dtype) -> CodebookWeight:
-    """Return a weight whose numbers a stage's type has; `ValueError` else."""
+    """Return a weight whose values the dtype of a stage can hold; `ValueError` else."""
     most = float(scale_values(weight.scale).abs().max()) * max(map(abs, weight.codebook.values))
     if weight.factor is not None:
         most *= float(weight.factor.abs().max())

@@ -30,7 +30,7 @@ Read = Callable[[str], Tensor]
 """A tensor of the checkpoint by its own name."""
 
 
-def fp8_numbers(stem: str, held: Mapping[str, str], read: Read, block: Any) -> Tensor:
+def fp8_values(stem: str, held: Mapping[str, str], read: Read, block: Any) -> Tensor:
     """Return float32 [N, K] of FP8 codes; `held`: names of the checkpoint's tensors."""
     return from_fp8(read(f"{stem}.weight"), *_fp8_scale(stem, held, read, block))
 

@@ -37,7 +37,7 @@ from llmpq.runtime.weights.sources import ROW, CheckpointSource, stored_name
 PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 """Types whose bytes are the values."""
 IQ4 = ("IQ4_NL", "IQ4_XS")
-"""Types whose numbers are whole ones times a scale."""
+"""Types whose values are integers times a scale."""
 SAMPLED_ROWS = 64
 """Rows by which a second rounding is measured."""
 _log = logging.getLogger("llmpq.weights")

@@ -61,7 +61,7 @@ from llmpq.runtime.weights.codebook_forms import (
     stored_codebook,
     table_of,
 )
-from llmpq.runtime.weights.float_forms import fp8_codes, fp8_numbers, integer_values
+from llmpq.runtime.weights.float_forms import fp8_codes, fp8_values, integer_values
 from llmpq.runtime.weights.gguf_checkpoint import GgufCheckpoint
 from llmpq.runtime.weights.sources import ATOM_ROOT, FLOATING, TRANSPOSED, CheckpointSource
 from llmpq.runtime.weights.stored_fields import DTYPES, FIELDS
@@ -120,7 +120,7 @@ class QuantizedCheckpoint(CheckpointSource):
         """Hand out FP8 codes, and those in groups of 32 or 64, where a layer's scheme has such."""
         self._schemes = schemes
 
-    def has_numbers(self) -> bool:
+    def has_values(self) -> bool:
         """Whether all linears are read as values where no codes are to be kept."""
         integers = ("I8", "I32")
         stems = {name.rpartition(".")[0] for name in self.file_of if LAYER.search(name)}
@@ -143,7 +143,7 @@ class QuantizedCheckpoint(CheckpointSource):
     ) -> dict[str, Any]:
         parts: dict[str, Any] = {}
         for part, shape in shapes.items():
-            # Codes are [N, K], however a family stores its numbers.
+            # Codes are [N, K], whatever order a family stores values in.
             stems = [name.removesuffix(TRANSPOSED).removesuffix(".weight") for name in table[part]]
             kept = self._tables(part, table[part], shape, dtype)
             if kept is not None:
@@ -222,7 +222,7 @@ class QuantizedCheckpoint(CheckpointSource):
         try:
             if form == "fp8":
                 block = fp8_block(self._described)
-                return fp8_numbers(stem, self.file_of, super().read, block)
+                return fp8_values(stem, self.file_of, super().read, block)
             whole = self._table(name, torch.float32)
             if whole is not None:
                 return whole.dequantize(torch.float32)

@@ -49,7 +49,7 @@ LEFT_OUT = re.compile(
 )
 """Parts of a checkpoint beside the language model."""
 FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-"""Dtypes whose numbers are the weights; those of 8 bits and integers stand for others."""
+"""Dtypes that hold the weights themselves; 8-bit floats and integers are codes."""
 
 _PAGE_BYTES = 4096
 _MAPPED_BYTES = 1 << 20

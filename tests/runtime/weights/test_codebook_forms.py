@@ -24,8 +24,8 @@ from llmpq.profiler.quantize.recipes import Settings
 from llmpq.profiler.quantize.whole_model import QuantizeJob, quantize_model
 from llmpq.runtime.step import Step
 from llmpq.runtime.weights.codebook_forms import bitsandbytes_weight
+from llmpq.runtime.weights.dequantized_source import open_dequantized
 from llmpq.runtime.weights.layer_cache import KeptLayers
-from llmpq.runtime.weights.numbers_source import open_numbers
 from llmpq.runtime.weights.quantized_checkpoint import open_checkpoint
 from reference.pipeline import ReferencePipeline, pad
 
@@ -330,7 +330,7 @@ def test_experts_of_gpt_oss_are_quantised_anew(
     )
     for source in (form, numbers):
         with torch.inference_mode():
-            quantize_model(job, open_numbers(source, spec), tmp_path / f"{source.name}-q")
+            quantize_model(job, open_dequantized(source, spec), tmp_path / f"{source.name}-q")
     assert "stored quantised (mxfp4): its values are rounded a second time" in caplog.text
     assert torch.equal(logits(tmp_path / "form-q"), logits(tmp_path / "numbers-q"))
 

@@ -1,4 +1,4 @@
-"""The source of a model that is to be quantised: values, whatever form they are stored in."""
+"""Opens a model that is to be quantised: stored codes are dequantised as they are read."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from llmpq.runtime.weights.sources import CheckpointSource
 _log = logging.getLogger("llmpq.weights")
 
 
-def open_numbers(directory: str | Path, spec: ModelSpec) -> CheckpointSource:
-    """Return the source of a model of 16 or 32 bits, of a GGUF file, or of codes that are values.
+def open_dequantized(directory: str | Path, spec: ModelSpec) -> CheckpointSource:
+    """Return the tensors of a model: 16 or 32 bits, a GGUF file, or quantised codes dequantised.
 
-    Those of FP8, MXFP4, NVFP4 and bitsandbytes are, and what is made of them is rounded a second
+    FP8, MXFP4, NVFP4 and bitsandbytes are; a model that is made of them is rounded a second
     time. Other quantised directories are refused when they are read.
     """
     if is_gguf(directory):
@@ -26,7 +26,7 @@ def open_numbers(directory: str | Path, spec: ModelSpec) -> CheckpointSource:
     described = quantization_of(directory)
     if described is not None:
         stored = QuantizedCheckpoint(directory, spec, described)
-        if stored.has_numbers():
+        if stored.has_values():
             _log.warning(
                 "'%s' is stored quantised (%s): its values are rounded a second time; a plan of "
                 "the directory itself keeps its codes",
