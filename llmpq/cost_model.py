@@ -7,7 +7,7 @@ Latency of one decoder layer is linear in shape terms (paper sec. 4.1):
 An entry may hold several regimes (launch floor, memory bound, compute bound); its time is their
 maximum, which stays linear for the planner once v is fixed. Times in seconds.
 
-Attention counts the keys that a token sees (llmpq/sizes/keys_in_sight.py): on layers with a window
+Attention counts the keys that a token sees (llmpq/sizes/attended_keys.py): on layers with a window
 s^2, s*p and t+s are those of the window, the mean over the model's layers.
 
 v*s*p is attention of a chunk to the blocks before it. Another kernel does it than attends within a
@@ -34,11 +34,11 @@ from llmpq.errors import nearest
 from llmpq.file_form import FileForm
 from llmpq.memory import CpuActivations
 from llmpq.precision import KVPrecision, Precision
-from llmpq.sizes.keys_in_sight import (
+from llmpq.sizes.attended_keys import (
     Tokens,
     Windows,
+    attended_keys,
     keys_before_chunk,
-    keys_in_sight,
     twice_the_pairs,
 )
 from llmpq.sizes.step_padding import cpu_padded, gpu_padded
@@ -133,7 +133,7 @@ def term_values(
     windows: Windows = (),
 ) -> dict[str, float]:
     """Return the value of each shape term; `length` is s in prefill and t+s otherwise."""
-    keys = float(keys_in_sight(length, windows))
+    keys = float(attended_keys(length, windows))
     tokens = new_tokens(phase, v=v, length=length, q_len=q_len, padding=padding)
     values = {
         "1": 1.0,

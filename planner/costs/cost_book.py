@@ -15,7 +15,7 @@ from llmpq.errors import nearest
 from llmpq.memory import Quantization
 from llmpq.planner.costs.code_forms import priced
 from llmpq.precision import KVPrecision, Precision
-from llmpq.sizes.keys_in_sight import keys_in_sight
+from llmpq.sizes.attended_keys import attended_keys
 from llmpq.workload import Workload, prompt_chunks
 
 OCCUPYING_SHARE = {"cpu": 0.5, "gpu": 0.0}
@@ -240,6 +240,6 @@ def mean_decode_s(entry: LatencyEntry, work: Workload, xi: int) -> float:
 
 def decode_times(entry: LatencyEntry, lengths: np.ndarray, xi: int) -> np.ndarray:
     """Return the time of a decode entry at each cache length: the device's, or the host's."""
-    keys = keys_in_sight(lengths, entry.windows)
+    keys = attended_keys(lengths, entry.windows)
     times = [base + slope * keys for base, slope in entry.decode_lines(v=xi)]
     return np.maximum(np.max(np.stack(times), axis=0), entry.launch_s)

@@ -35,7 +35,7 @@ from llmpq.memory import Quantization, expert_weight_bytes, layer_weight_bytes
 from llmpq.model_spec import ModelSpec
 from llmpq.planner.costs.code_forms import as_measured
 from llmpq.precision import KVPrecision, Precision, WeightScheme
-from llmpq.sizes.keys_in_sight import windows_of
+from llmpq.sizes.attended_keys import windows_of
 from llmpq.sizes.kv_format import kv_cache_bytes
 from llmpq.sizes.step_padding import CAPTURED_TOKENS
 from llmpq.workload import DTYPE_BYTES, Dtype

@@ -2,7 +2,8 @@
 
 A model of a hub is planned before its weights are downloaded, a built-in name without any file.
 What `quantization_config` says of linears is spelled out as the headers of safetensors files that
-such a model has, so that everything else reads one form (stored_precisions.py, own_codes.py).
+such a model has, so that everything else reads one form (stored_precisions.py and
+checkpoint_codes.py).
 """
 
 from __future__ import annotations

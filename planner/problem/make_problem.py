@@ -27,14 +27,14 @@ from llmpq.model_spec import ModelSpec
 from llmpq.planner import limits
 from llmpq.planner.costs.probed import book_of, outdated_rates, rates_for
 from llmpq.planner.limits import positions_note
-from llmpq.planner.problem.named_inputs import read_devices_of, read_model
-from llmpq.planner.problem.own_codes import (
+from llmpq.planner.problem.checkpoint_codes import (
     LayerCodes,
+    checkpoint_codes,
     has_others_beside,
-    own_codes,
     rounded_shares,
-    with_own_codes,
+    with_checkpoint_codes,
 )
+from llmpq.planner.problem.named_inputs import read_devices_of, read_model
 from llmpq.planner.problem.problem import Objective, Problem
 from llmpq.planner.problem.requests import PlanRequest
 from llmpq.planner.problem.stored_precisions import (
@@ -121,7 +121,7 @@ def build_problem(inputs: ProblemInputs) -> BuiltProblem:
     if source is not None and tells_layers(source):
         kept = kept_grid(source, spec, cluster.devices, inputs.weight_group_size)
     stored = _stored(source, spec, inputs.bits, kept)
-    codes = own_codes(source, spec) if stored and source is not None else []
+    codes = checkpoint_codes(source, spec) if stored and source is not None else []
     stored = tuple(
         replace(one, others_beside=has_others_beside(own, spec.of_layer(index)))
         for index, (one, own) in enumerate(zip(stored, codes, strict=True))
@@ -135,7 +135,9 @@ def build_problem(inputs: ProblemInputs) -> BuiltProblem:
         cpu_activations=inputs.cpu_activations,
     )
     if codes:
-        quantization = with_own_codes(quantization, codes, spec, choices, workload.dtype_bytes)
+        quantization = with_checkpoint_codes(
+            quantization, codes, spec, choices, workload.dtype_bytes
+        )
     known = () if profile is None else profile.device_kinds
     rates = rates_for(cluster, workload.dtype, profiled=known, probing=inputs.probe_cpu)
     costs = book_of(

@@ -24,7 +24,7 @@ On which grid a checkpoint's own codes are kept: groups of 32 or 64 weights, wit
 
 CPUs keep them. On GPUs they are numbers that are rounded anew in groups of 128, which take fewer
 bytes, unless `--weight-group-size` asks for groups as they are stored. Codes of MXFP4, NVFP4 and
-bitsandbytes are kept on any grid (own_codes.py).
+bitsandbytes are kept on any grid (checkpoint_codes.py).
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ from llmpq.cost_model import (
     term_values,
 )
 from llmpq.profiler.timing.polyline import CURVE_TERMS, MIN_KNOTS, choose_knots, hats
-from llmpq.sizes.keys_in_sight import Windows
+from llmpq.sizes.attended_keys import Windows
 
 Array = NDArray[np.float64]
 

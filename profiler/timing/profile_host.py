@@ -40,7 +40,7 @@ from llmpq.profiler.timing.worker_processes import (
     set_up_for,
     visible_gpus,
 )
-from llmpq.sizes.keys_in_sight import windows_of
+from llmpq.sizes.attended_keys import windows_of
 from llmpq.version import __version__
 from llmpq.workload import Dtype
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 from llmpq.runtime.drafts import ngram
 from llmpq.runtime.drafts.round_times import RoundTimes
@@ -64,6 +64,27 @@ class Acceptance:
     def tokens_per_verify(self) -> float | None:
         """Return the mean number of tokens a verify yielded."""
         return self.tokens / self.verifies if self.verifies else None
+
+
+class Drafter(Protocol):
+    """Chooses how many tokens a group drafts before it verifies, and may supply them itself."""
+
+    @property
+    def in_vain(self) -> bool:
+        """Whether drafts can pay at no batch and context, so that they may end for good."""
+        ...
+
+    def gamma(self, requests: Sequence[Request]) -> int:
+        """Return the draft length for a group; 0 means plain decoding."""
+        ...
+
+    def propose(self, request: Request, gamma: int) -> list[int] | None:
+        """Return up to `gamma` tokens found without the model, None if the model drafts."""
+        ...
+
+    def observe(self, num_drafted: int, num_accepted: int) -> None:
+        """Take note of one request's verify."""
+        ...
 
 
 class FixedDrafter:

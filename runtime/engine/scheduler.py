@@ -26,8 +26,7 @@ from dataclasses import dataclass, field, replace
 from heapq import heappop, heappush
 from operator import attrgetter
 
-from llmpq.runtime.drafts.drafter import Drafter
-from llmpq.runtime.drafts.drafters import FixedDrafter
+from llmpq.runtime.drafts.drafters import Drafter, FixedDrafter
 from llmpq.runtime.engine.block_tables import BlockTables, DraftRound, RunningRequest
 from llmpq.runtime.engine.pool_limits import PoolLimits
 from llmpq.runtime.request import PENDING_TOKEN, FinishReason, MicroBatch, Request, StepKind

@@ -89,7 +89,8 @@ class Chat:
         end = "".join(map(self._service.tokenizer.text_of, tokens[-8:]))
         self._in_thought = self._form.opens_thought(end)
         if self._in_thought and self.params.structured_outputs is not None:
-            # A guide waits for the end of a thought whose mark is one token (text/rules_of.py).
+            # A guide waits for the end of a thought whose mark is one token
+            # (text/logits_constraints.py).
             mark = "" if self._form.thinking is None else self._form.thinking.end
             one = len(self._service.tokenizer.encode(mark, special=False)) == 1
             self._in_thought = one and self._separates

@@ -17,7 +17,7 @@ from llmpq.runtime.request_output import CompletionOutput, Logprob
 from llmpq.runtime.sampling_params import SamplingParams, token_list
 from llmpq.runtime.text.answer_text import TextStream
 from llmpq.runtime.text.conversation import Messages
-from llmpq.runtime.text.rules_of import rules_of
+from llmpq.runtime.text.logits_constraints import logits_constraints
 from llmpq.runtime.text.text_threads import QUICK_LENGTH, TextThreads
 from llmpq.runtime.text.tokenizer import Tokenizer
 from llmpq.runtime.token_rules import Guide, LogprobOutput, TokenScores
@@ -149,7 +149,7 @@ class RequestFactory:
         stops = self._stop_ids(params)
         run = tokens[:-1] if params.max_tokens == 0 and len(tokens) > 1 else tokens
         room = max(1, self.max_len - len(run) + 1)
-        rules = rules_of(params, tokens, stops, self._spec, lambda: self.tokenizer)
+        rules = logits_constraints(params, tokens, stops, self._spec, lambda: self.tokenizer)
         if rules is not None and rules.guide is not None:
             self._tokenizer.result()  # or why there is none
             self._guides.check(rules.guide)

@@ -13,7 +13,7 @@ from llmpq.cluster import Cluster
 from llmpq.commands.ray_address import import_ray
 from llmpq.plan import Plan
 from llmpq.runtime.launch.launcher import StageHandle
-from llmpq.runtime.launch.nodes.here import all_here, this_node, wanted_nodes
+from llmpq.runtime.launch.nodes.local_node import all_here, this_node, wanted_nodes
 from llmpq.runtime.launch.process_launcher import environment_of
 from llmpq.runtime.launch.stages.fork_server import STAGE_PROCESS
 from llmpq.runtime.launch.stages.stage_host import LOCAL_HOST

@@ -17,7 +17,7 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 from llmpq.cluster import Cluster
 from llmpq.errors import PlanMismatchError, StageLostError
 from llmpq.plan import Plan, StagePlan
-from llmpq.runtime.launch.nodes.here import all_here, local_addresses, wanted_nodes
+from llmpq.runtime.launch.nodes.local_node import all_here, local_addresses, wanted_nodes
 from llmpq.runtime.launch.nodes.node_match import (
     RayNode,
     Unmatched,

@@ -15,7 +15,7 @@ from llmpq.model_spec import ModelSpec
 from llmpq.planner.costs.code_forms import FACTORS, form_of, priced
 from llmpq.planner.costs.cost_book import CostBook
 from llmpq.planner.costs.roofline import estimate_costs
-from llmpq.planner.problem.own_codes import own_codes, with_own_codes
+from llmpq.planner.problem.checkpoint_codes import checkpoint_codes, with_checkpoint_codes
 from llmpq.precision import KVPrecision, Precision
 from llmpq.workload import Workload
 
@@ -101,7 +101,7 @@ def test_what_the_codes_of_a_directory_are(tmp_path: Path) -> None:
         linears = ("down_proj",) if name == "down alone" else ("gate_proj", "up_proj")
         held = {f"{layer}.{one}.{last}": t for one in linears for last, t in tensors.items()}
         path = _header(tmp_path / name, held, "any")
-        found = with_own_codes(Quantization(), own_codes(path, one), one, (W4, W8), 2)
+        found = with_checkpoint_codes(Quantization(), checkpoint_codes(path, one), one, (W4, W8), 2)
         assert found.codes == wanted, name
 
 

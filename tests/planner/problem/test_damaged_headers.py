@@ -15,7 +15,7 @@ import pytest
 
 from llmpq.memory import Quantization
 from llmpq.model_spec import ModelSpec
-from llmpq.planner.problem.own_codes import own_codes, with_own_codes
+from llmpq.planner.problem.checkpoint_codes import own_codes, with_own_codes
 from llmpq.planner.problem.stored_precisions import stored_layers
 from llmpq.precision import Precision
 

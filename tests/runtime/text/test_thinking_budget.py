@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from llmpq.runtime.sampling_params import SamplingParams
-from llmpq.runtime.text.rules_of import rules_of
+from llmpq.runtime.text.logits_constraints import logits_constraints
 from llmpq.runtime.token_rules import LogitsConstraints, Thought
 
 pytestmark = pytest.mark.pure
@@ -21,7 +21,9 @@ def budget(prompt, template="{{ '<think>' }}", **params):
         encode=lambda text, special: TOKENS[text],
     )
     own = SamplingParams(**{"thinking_token_budget": 5, **params})
-    return rules_of(own, prompt, frozenset(), SimpleNamespace(vocab=16), lambda: tokenizer)
+    return logits_constraints(
+        own, prompt, frozenset(), SimpleNamespace(vocab=16), lambda: tokenizer
+    )
 
 
 @pytest.mark.parametrize(

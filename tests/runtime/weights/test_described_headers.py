@@ -12,7 +12,7 @@ import pytest
 from llmpq.cluster import Cluster
 from llmpq.memory import Quantization
 from llmpq.model_spec import ModelSpec
-from llmpq.planner.problem.own_codes import own_codes, with_own_codes
+from llmpq.planner.problem.checkpoint_codes import checkpoint_codes, with_checkpoint_codes
 from llmpq.planner.problem.stored_precisions import kept_grid, stored_layers
 from llmpq.precision import Precision
 from tests.profiler.quantize import test_quantized_checkpoint as quantised
@@ -33,7 +33,9 @@ def seen(source: Any, spec: ModelSpec) -> list[object]:
         *(stored_layers(source, spec, kept=grid) for grid in (None, *grids)),
         *grids,
         *(
-            with_own_codes(grid or Quantization(), own_codes(source, spec), spec, choices, 2)
+            with_checkpoint_codes(
+                grid or Quantization(), checkpoint_codes(source, spec), spec, choices, 2
+            )
             for grid in (None, *grids)
         ),
     ]

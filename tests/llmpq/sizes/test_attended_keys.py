@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from llmpq.model_spec import ModelSpec
-from llmpq.sizes.keys_in_sight import (
+from llmpq.sizes.attended_keys import (
+    attended_keys,
     keys_before_chunk,
-    keys_in_sight,
     twice_the_pairs,
     windows_of,
 )
@@ -36,11 +36,11 @@ def test_pairs_are_those_counted(
     assert within + before == pytest.approx(counted(start, start + length, windows), abs=length)
     ends = np.arange(1.0, 800.0)
     expected = [counted(int(t) - 1, int(t), windows) for t in ends]
-    assert np.allclose(keys_in_sight(ends, windows), expected)
+    assert np.allclose(attended_keys(ends, windows), expected)
 
 
 def test_without_windows_every_key_is_seen() -> None:
-    assert keys_in_sight(1000.0, ()) == 1000.0
+    assert attended_keys(1000.0, ()) == 1000.0
     assert twice_the_pairs(1000.0, ()) == 1e6
     assert keys_before_chunk(300.0, 50.0, ()) == 300.0
 

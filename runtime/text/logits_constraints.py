@@ -1,4 +1,4 @@
-"""What a request's parameters mean in tokens of its model: the rules of its last stage."""
+"""From sampling parameters to the constraints on logits that the last stage applies, in tokens."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from llmpq.runtime.text.tokenizer import Tokenizer
 from llmpq.runtime.token_rules import LogitsConstraints, Thought
 
 
-def rules_of(
+def logits_constraints(
     params: SamplingParams,
     prompt: tuple[int, ...],
     stop_ids: frozenset[int],
     spec: ModelSpec,
     tokenizer: Callable[[], Tokenizer],
 ) -> LogitsConstraints | None:
-    """Return a request's rules, None where it has none; `ValueError` for tokens that are not."""
+    """Return a request's constraints, None without any; `ValueError` for unknown tokens."""
     bias = dict(params.logit_bias or {})
     allowed = tuple(sorted({*(params.allowed_token_ids or ())}))
     named = (

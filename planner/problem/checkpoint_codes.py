@@ -96,7 +96,7 @@ LayerCodes = Mapping[str, OwnCodes]
 """Linear -> its codes, of those of a layer that have codes of their own."""
 
 
-def with_own_codes(
+def with_checkpoint_codes(
     grid: Quantization,
     layers: Sequence[LayerCodes],
     spec: ModelSpec,
@@ -174,7 +174,7 @@ def has_others_beside(own: LayerCodes, spec: ModelSpec) -> bool:
     return bool(tables) and any(linear.kind not in tables for linear in _each_once(spec))
 
 
-def own_codes(source: Source, spec: ModelSpec) -> list[LayerCodes]:
+def checkpoint_codes(source: Source, spec: ModelSpec) -> list[LayerCodes]:
     """Return every layer's linears that have codes of their own."""
     if is_gguf_file(source):
         file = open_gguf(source)

@@ -32,7 +32,7 @@ def windows_of(spec: ModelSpec, layers: Iterable[int] | None = None) -> Windows:
     return tuple((window, count / len(caching)) for window, count in sorted(counts.items()))
 
 
-def keys_in_sight(tokens: Tokens, windows: Windows) -> Tokens:
+def attended_keys(tokens: Tokens, windows: Windows) -> Tokens:
     """Return the keys that a token sees which has `tokens` in its cache, itself included."""
     if not windows:
         return tokens
