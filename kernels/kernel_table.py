@@ -152,8 +152,8 @@ LOOKED_UP_SPLITK_ROWS = 64
 """Rows of x above which wgmma_gemm.py hides looking up better (H200: 2048 x 11008, 128 rows, NF4
 23.7 us, in tiles 32.1)."""
 FEW_ROWS = 16
-"""Rows of products with bytes as stored; more are dequantised, sooner (H200: 32 rows, 28672 x 4096,
-188 us by the product; 128 rows by cuBLAS 173)."""
+"""Rows of products with bytes as stored; more are dequantised first, which is faster (H200,
+28672 x 4096: 32 rows 188 us by the product; 128 rows 173 by cuBLAS)."""
 FP8_ROWS = 256
 ATOM_FEW = 64
 """Tokens up to which the weight-only kernels multiply W4A4: they are limited by the same bytes."""

@@ -220,7 +220,7 @@ class ModelSpec:
     from_class: tuple[str, ...] = field(default=(), compare=False)
     """Numbers that `config.json` leaves to Transformers' class of its `model_type`: `key=value`."""
     left_out: tuple[str, ...] = field(default=(), compare=False)
-    """Parts of the checkpoint that are not run, for the user to hear of."""
+    """Parts of the checkpoint that are not run; commands list them."""
     dtype: Literal["float16", "bfloat16", "float32"] = "float16"
     eos_token_ids: tuple[int, ...] = field(default=(), compare=False)
 

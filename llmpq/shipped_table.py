@@ -1,6 +1,6 @@
 """Reads the tables that the package ships as YAML: cards, models, engines' flags.
 
-They are long, so libyaml parses them where PyYAML has it: eight times sooner, to the same values.
+They are long, so libyaml parses them where PyYAML has it: eight times faster, to the same values.
 What people write is read by PyYAML's own parser, whose errors show the line.
 """
 

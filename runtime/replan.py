@@ -37,13 +37,13 @@ _WEIGHTS = (Precision.W16A16, Precision.W8A16, Precision.W4A16, Precision.W3A16)
 _KVS = (KVPrecision.KV16, KVPrecision.KV8, KVPrecision.KV4, KVPrecision.KV2)
 _log = logging.getLogger("llmpq.run")
 
-Place = tuple[str, int]
+DeviceKey = tuple[str, int]
 """A device: its node, and its number there."""
 
 
 @dataclass(frozen=True)
-class Left:
-    """The devices that are left."""
+class RemainingDevices:
+    """The devices of a cluster without those that are gone."""
 
     cluster: Cluster
     devices: Mapping[str, Device]
@@ -62,12 +62,15 @@ class Replanner:
         *,
         on_limits: Callable[[PoolLimits], object] = lambda limits: None,
     ) -> None:
-        """`options.cluster`: the devices, where they are known; `on_limits` hears of others."""
+        """`options.cluster`: the devices, where they are known.
+
+        `on_limits` gets the limits of each new plan.
+        """
         self._directory, self._spec, self._options = directory, spec, options
         known = options.cluster
         self._cluster = known if isinstance(known, Cluster) else None
         self._first, self._on_limits = plan, on_limits
-        self._gone: set[Place] = set()
+        self._gone: set[DeviceKey] = set()
 
     def __call__(self, plan: Plan, index: int, *, whole_node: bool) -> Replanned:
         """Return a plan without the device of a stage, or without any of its node.
@@ -79,10 +82,10 @@ class Replanner:
         for device in cluster.devices:
             if device.node == stage.node and (whole_node or device.index == stage.device_index):
                 self._gone.add((device.node, device.index))
-        left = without(cluster, self._gone)
+        remaining = without_devices(cluster, self._gone)
         began_s = time.perf_counter()
         options = replace(self._options, **PLANNED, kv_cache_dtype=AUTO)
-        made = moved(self._planned(plan, left, options), left)
+        made = with_original_names(self._planned(plan, remaining, options), remaining)
         made, options = self._completed(made, options)
         limits = request_limits(made, self._spec, options)
         self._on_limits(limits)
@@ -90,10 +93,10 @@ class Replanner:
             plan=made,
             options=options,
             limits=limits,
-            change=change(plan, made) | {"planner_s": time.perf_counter() - began_s},
+            change=plan_change(plan, made) | {"planner_s": time.perf_counter() - began_s},
         )
 
-    def _planned(self, plan: Plan, left: Left, options: EngineOptions) -> Plan:
+    def _planned(self, plan: Plan, remaining: RemainingDevices, options: EngineOptions) -> Plan:
         """Return a plan of the same job with as many bits as fit."""
         floor, work = self._options.min_quality, plan.workload
         most = max(precision.weight_bits for precision in plan.precisions)
@@ -104,7 +107,7 @@ class Replanner:
             try:
                 return plan_job(
                     self._directory,
-                    left.cluster,
+                    remaining.cluster,
                     work.model_copy(update={"kv": kv}),
                     replace(options, profile=False),
                     bits=None if self._is_stored else bits,
@@ -115,7 +118,7 @@ class Replanner:
                 refusal = error
         assert refusal is not None
         raise DoesNotFitError(
-            f"the devices that are left ({', '.join(d.name for d in left.devices.values())}) "
+            f"the devices that are left ({', '.join(d.name for d in remaining.devices.values())}) "
             f"cannot hold the model with {floor} bits or more (--min-quality): {refusal}"
         )
 
@@ -141,17 +144,17 @@ class Replanner:
 
 
 def cluster_of(plan: Plan) -> Cluster:
-    """Return the devices that a plan uses as a cluster, as far as the plan tells of them."""
+    """Return the devices that a plan uses as a cluster, as far as the plan describes them."""
     nodes: dict[str, list[dict[str, Any]]] = {}
     for stage in sorted(plan.stages, key=lambda stage: stage.device_index):
         nodes.setdefault(stage.node, []).append(_group_of(stage))
     known = {node.name: node for node in plan.nodes}
-    told = [
+    found = [
         {"name": name, "devices": groups}
         | (known[name].model_dump(exclude_none=True) if name in known else {})
         for name, groups in nodes.items()
     ]
-    return Cluster.parse_data({"name": plan.cluster.name, "nodes": told}, where="the plan")
+    return Cluster.parse_data({"name": plan.cluster.name, "nodes": found}, where="the plan")
 
 
 def _group_of(stage: StagePlan) -> dict[str, Any]:
@@ -169,7 +172,7 @@ def _group_of(stage: StagePlan) -> dict[str, Any]:
     return group
 
 
-def without(cluster: Cluster, gone: Collection[Place]) -> Left:
+def without_devices(cluster: Cluster, gone: Collection[DeviceKey]) -> RemainingDevices:
     """Return a cluster without some devices; `DoesNotFitError` if none is left."""
     kept = [d for d in cluster.devices if (d.node, d.index) not in gone]
     if not kept:
@@ -209,14 +212,16 @@ def without(cluster: Cluster, gone: Collection[Place]) -> Left:
         update={"links": cluster.links.model_copy(update={"pairs": tuple(pairs)})}
     )
     whole = Cluster.parse_data(linked.model_dump(by_alias=True), where="the devices left")
-    return Left(whole, {now.name: was for was, now in zip(kept, whole.devices, strict=True)})
+    return RemainingDevices(
+        whole, {now.name: was for was, now in zip(kept, whole.devices, strict=True)}
+    )
 
 
-def moved(plan: Plan, left: Left) -> Plan:
+def with_original_names(plan: Plan, remaining: RemainingDevices) -> Plan:
     """Return a plan of the devices left with their former names and numbers."""
     stages = []
     for stage in plan.stages:
-        was = left.devices[stage.device]
+        was = remaining.devices[stage.device]
         stages.append(
             stage.model_copy(
                 update={"device": was.name, "node": was.node, "device_index": was.index}
@@ -225,10 +230,10 @@ def moved(plan: Plan, left: Left) -> Plan:
     return plan.model_copy(update={"stages": tuple(stages)})
 
 
-def change(before: Plan, now: Plan) -> dict[str, Any]:
-    """Return what is different of a plan, for logs and reports."""
+def plan_change(before: Plan, now: Plan) -> dict[str, Any]:
+    """Return both plans in short, for logs and reports."""
 
-    def told(plan: Plan) -> dict[str, Any]:
+    def described(plan: Plan) -> dict[str, Any]:
         bits = Counter(precision.value for precision in plan.precisions)
         return {
             "stages": [
@@ -239,4 +244,4 @@ def change(before: Plan, now: Plan) -> dict[str, Any]:
             "requests": plan.workload.batch,
         }
 
-    return {"before": told(before), "now": told(now)}
+    return {"before": described(before), "now": described(now)}

@@ -54,10 +54,10 @@ class _Running:
         self._left, self._engine, self._ended = {*prompt.named[1]}, engine, ended
         self._process = os.getpid()
 
-    def hear(self, heard: RequestOutputDelta) -> None:
+    def add(self, delta: RequestOutputDelta) -> None:
         """Note an end; called in the engine's thread."""
-        if heard.finished is not None or heard.error is not None:
-            self._left.discard(heard.id)
+        if delta.finished is not None or delta.error is not None:
+            self._left.discard(delta.id)
             if not self._left:
                 self._ended()
 
@@ -136,7 +136,7 @@ class ResponseStream:
         put, news, running = self._inbox.put, self._news, self._running
 
         def listen(heard: RequestOutputDelta) -> None:
-            running.hear(heard)
+            running.add(heard)
             put(news, heard)
 
         try:

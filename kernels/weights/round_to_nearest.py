@@ -78,7 +78,7 @@ def _native_has(w_NK: Tensor, scheme: WeightScheme, dtype: torch.dtype) -> bool:
 def _quantize_native(
     w_NK: Tensor, scheme: WeightScheme, dtype: torch.dtype, layout: Layout
 ) -> QuantizedWeight:
-    """Search in C++ (kernels/native/search.h): what `quantize_codes` finds, ten times sooner."""
+    """Search in C++ (kernels/native/search.h): what `quantize_codes` finds, ten times faster."""
     w_NK = w_NK.contiguous()
     n, k = w_NK.shape
     groups = padded_k(k) // GROUP

@@ -143,7 +143,7 @@ def on_loopback(wanted: bool) -> Iterator[None]:
 def import_ray(address: str | None) -> None:
     """Import Ray with the settings that it reads then, for an address or (None) one to start.
 
-    A Ray that was imported before goes by the environment it found.
+    A Ray that was imported before keeps the environment that it found.
     """
     with on_loopback(address is None or named_ray(address)[1]):
         import ray  # noqa: F401

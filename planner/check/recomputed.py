@@ -1,4 +1,4 @@
-"""A plan's times from the entries it carries, written out a second time: what the check goes by.
+"""Recomputes a plan's times from the cost entries that it carries, for the check of the plan.
 
 Shares no code with the search, its closed form or the simulator. The times are those of the closed
 form, with the last micro-batch counted as it is; where they are over 0.5 % from what the job takes

@@ -116,7 +116,7 @@ class UsableColumns:
     tp: Floats
     td: Floats
     held_p: Floats
-    """[K] as the slowest stage goes by."""
+    """[K] means over micro-batches: what P and D are made of."""
     held_d: Floats
     omega: Floats
     cost: Floats

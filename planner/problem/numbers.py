@@ -30,7 +30,7 @@ class SizeNumbers:
     ends_s: Floats
     """[C, 2]"""
     held_layer_s: Floats
-    """[L, C, B] on average, the last micro-batch being smaller: what the slowest stage goes by."""
+    """[L, C, B] mean over all micro-batches (the last is smaller): the bottleneck's time."""
     held_ends_s: Floats
     """[C, 2]"""
     hop: Hops
@@ -53,9 +53,9 @@ class PairNumbers:
     """[C, 2] embedding (as first stage) and head (as last stage)."""
     ends_decode_s: Floats
     held_prefill_s: Floats
-    """[L, C, B] on average, the last micro-batch being smaller: what P goes by."""
+    """[L, C, B] mean over all micro-batches (the last is smaller): P is made of these."""
     held_decode_s: Floats
-    """[L, C, B] the same of D."""
+    """[L, C, B] the same for D."""
     held_ends_prefill_s: Floats
     held_ends_decode_s: Floats
     hop_prefill: Hops

@@ -67,7 +67,7 @@ def observe(
     dtype: torch.dtype = torch.float32,
     on_layer: Callable[[int], None] | None = None,
 ) -> None:
-    """Show every layer to the observer, in order; `on_layer` hears of every finished one."""
+    """Show every layer to the observer, in order; `on_layer` is called after each."""
     tokens = torch.tensor([list(window) for window in windows], device=device)
     cache = _Recorded()
     embedding = _stage(spec, source, range(0), device, dtype)

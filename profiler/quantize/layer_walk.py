@@ -184,11 +184,11 @@ def _tensor_cores() -> Iterator[None]:
 
 
 @contextmanager
-def _watching(layer: DecoderLayer, hear: Callable[[str, Tensor], None]) -> Iterator[None]:
-    """Call `hear(name, x)` with the input of every linear while the block runs."""
+def _watching(layer: DecoderLayer, on_input: Callable[[str, Tensor], None]) -> Iterator[None]:
+    """Call `on_input(name, x)` with the input of every linear while the block runs."""
 
     def hook(name: str) -> Callable[[nn.Module, tuple[Tensor, ...]], None]:
-        return lambda _, inputs: hear(name, inputs[0])
+        return lambda _, inputs: on_input(name, inputs[0])
 
     with ExitStack() as stack:
         for name, linear in linears(layer).items():

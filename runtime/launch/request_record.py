@@ -12,7 +12,7 @@ from llmpq.runtime.token_rules import LogprobOutput, TokenScores
 
 @dataclass(frozen=True, kw_only=True)
 class RequestOutputDelta:
-    """What is new of one request: tokens, its end, or the error that ended the engine."""
+    """The new output of one request: tokens, its end, or the error that ended the engine."""
 
     id: int
     tokens: Sequence[int] = ()
@@ -31,7 +31,7 @@ Listener = Callable[[RequestOutputDelta], None]
 
 @dataclass(eq=False, kw_only=True)
 class RequestRecord:
-    """A request, its tokens so far, and who hears of them."""
+    """A request, its tokens so far, and the listener that gets them."""
 
     request: Request
     listener: Listener

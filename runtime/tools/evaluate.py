@@ -135,7 +135,7 @@ def perplexity(
     whole: bool = False,
     on_window: Callable[[int, float], None] | None = None,
 ) -> Perplexity:
-    """Return the perplexity of a token stream; `on_window` hears of windows done and the value."""
+    """Return the perplexity of a token stream; `on_window` gets the windows done and the value."""
     pieces = windows(tokens, window, stride=stride, whole=whole)
     total, count = 0.0, 0
     for index, piece in enumerate(pieces):

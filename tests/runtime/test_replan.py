@@ -17,7 +17,7 @@ from llmpq.runtime.auto_plan import plan_job
 from llmpq.runtime.launch import engine_starter, thread_launcher
 from llmpq.runtime.launch.stages.stage_worker import StageWorker
 from llmpq.runtime.options import EngineOptions
-from llmpq.runtime.replan import Replanner, cluster_of, without
+from llmpq.runtime.replan import Replanner, cluster_of, without_devices
 from llmpq.workload import Workload
 
 PROMPTS = [f"def function_{number}(self, x):\n    return" for number in range(5)]
@@ -64,7 +64,7 @@ UNLIKE = Cluster.parse_data(
     ],
 )
 def test_devices_left_keep_their_places_and_links(gone, left):
-    found = without(UNLIKE, gone)
+    found = without_devices(UNLIKE, gone)
     assert [device.name for device in found.devices.values()] == left
     assert all((d.node, d.index) not in gone for d in found.devices.values())
     for name, was in found.devices.items():
@@ -79,7 +79,7 @@ def test_devices_left_keep_their_places_and_links(gone, left):
 @pytest.mark.pure
 def test_nothing_left_is_said():
     with pytest.raises(DoesNotFitError, match="no device is left"):
-        without(cluster("26 MiB"), {("here", 0)})
+        without_devices(cluster("26 MiB"), {("here", 0)})
 
 
 @pytest.mark.pure

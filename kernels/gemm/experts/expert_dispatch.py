@@ -1,7 +1,7 @@
 """Which (token, expert) pairs go to which expert, found on the device: nothing comes to the host.
 
 Few pairs: one launch of `expert_kernel.assign_kernel`. Many, a prompt's: the two of
-`expert_blocks.py`, which also write the blocks of rows that `expert_wide.py` goes by.
+`expert_blocks.py`, which also write the blocks of rows that `expert_wide.py` reads.
 """
 
 from __future__ import annotations

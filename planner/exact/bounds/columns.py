@@ -228,7 +228,7 @@ class PairColumns:
     begins: NDArray[np.int64]
     """[M] the first column of m = 1, 2, ... layers."""
     prefill_s: Floats
-    """[C, N] as the slowest stage goes by."""
+    """[C, N] means over micro-batches, of which P and D are made."""
     decode_s: Floats
     middle: NDArray[np.bool_]
     """[C, N] whether a column fits a stage that is neither first nor last."""
@@ -316,9 +316,9 @@ class Weights:
     """What a second of tp and of td costs on each class."""
 
     prefill: Floats
-    """[C] of what the slowest stage goes by, beside one second a second."""
+    """[C] of a second of tp' (mean over micro-batches), above the second itself."""
     decode: Floats
-    """[C] likewise, beside what all decode times cost."""
+    """[C] of a second of td', above what all decode times cost."""
     every_decode: float
     """What a second of any decode time costs, a hop's too."""
 

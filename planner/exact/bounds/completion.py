@@ -1,7 +1,7 @@
 """Lower bounds on finishing a partial plan, for one pair, one kappa and its prices.
 
 With prices lambda, mu a stage costs tp + wS' td + lambda tp' + mu td' + theta omega, whatever else
-the plan does (tp', td': as the slowest stage goes by), and the cheapest way to finish from every
+the plan does (tp', td': means over micro-batches), and the cheapest way to finish from every
 state is a dynamic program over
 
     state s (devices used of each class), last class c, layer boundary a

@@ -6,7 +6,7 @@ device order, with or without devices left out:
     min A P + Bd D + sum (tp + wS td + theta omega) y + Z z
     sum_cb y[g,c,b] = n_g                                 each layer once
     sum_gb bytes y + ends <= count_c capacity_c  (rho_c)  memory of a class
-    sum_gb tp' y + ends <= count_c P   (lambda_c)         prefill, ' as the slowest stage goes by
+    sum_gb tp' y + ends <= count_c P   (lambda_c)         prefill, ': mean over micro-batches
     sum_gb td' y + ends <= count_c D   (mu_c)             decode
     sum_gb y <= count_c m_c                               whole layers: m_c fit box and memory
     sum_gcb tp' y + ends <= most P,  likewise D           no more stages than a box has

@@ -48,7 +48,7 @@ class Scales:
         x = self.form.numbers
         self.tp, self.td = x.prefill_s[0], x.decode_s[0]
         self.paces = x.held_prefill_s[0], x.held_decode_s[0]
-        """[C, B] of prefill and decode, as the slowest stage goes by."""
+        """[C, B] of prefill and decode, means over micro-batches: what P and D are made of."""
         self.tables = np.stack([self.tp, self.td, *self.paces])
         self.ends = np.stack(
             [x.ends_prefill_s, x.ends_decode_s, x.held_ends_prefill_s, x.held_ends_decode_s]

@@ -92,7 +92,7 @@ class ShapeScales:
         """[2, C, B]."""
         self.ends = np.stack([x.ends_prefill_s, x.ends_decode_s])
         self.held = np.stack([x.held_prefill_s[0], x.held_decode_s[0]])
-        """[2, C, B] as the slowest stage goes by."""
+        """[2, C, B] means over micro-batches: what P and D are made of."""
         self.held_ends = np.stack([x.held_ends_prefill_s, x.held_ends_decode_s])
         self.even = np.array_equal(self.held, self.once)
         self.room = x.capacity
