@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, Self
 
 import yaml
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import BeforeValidator, Field, PrivateAttr, model_validator
 
 from llmpq.devices.device_spec import (
     DeviceSpec,
@@ -162,6 +162,8 @@ class Cluster(FileForm):
     nodes: tuple[Node, ...] = Field(min_length=1)
     links: Links = Links()
     planning: PlanningHints = PlanningHints()
+    _only: frozenset[str] | None = PrivateAttr(default=None)
+    """Names of the devices of a part; None: all."""
 
     @model_validator(mode="after")
     def _names_are_unique_and_known(self) -> Self:
@@ -176,7 +178,20 @@ class Cluster(FileForm):
 
     @cached_property
     def devices(self) -> tuple[Device, ...]:
-        """Every device, in file order."""
+        """Every device, in file order; of a part its own."""
+        only = self._only
+        return tuple(d for d in self._listed if only is None or d.name in only)
+
+    def part(self, names: Collection[str]) -> Cluster:
+        """Return these devices with their names, numbers and links; it is no cluster of a file."""
+        part = self.model_copy()
+        part._only = frozenset(names)
+        part.__dict__.pop("devices", None)
+        return part
+
+    @cached_property
+    def _listed(self) -> tuple[Device, ...]:
+        """Every device of the file."""
         counts: dict[str, int] = {}
         devices = []
         for node in self.nodes:
@@ -239,7 +254,7 @@ class Cluster(FileForm):
     def _end(self, name: str) -> tuple[str, str]:
         """Return what an end of a pair is: ("node", its name) or ("device", its name)."""
         nodes = [node.name for node in self.nodes]
-        devices = [d for d in self.devices if name in (d.name, f"{d.node}:{d.index}")]
+        devices = [d for d in self._listed if name in (d.name, f"{d.node}:{d.index}")]
         if name in nodes and not devices:
             return "node", name
         if len(devices) == 1 and name not in nodes:
@@ -249,7 +264,7 @@ class Cluster(FileForm):
                 f"links.pairs: '{name}' is a node and a device, or two devices; name the device by "
                 "its place, such as node:0, and give nodes other names"
             )
-        known = [*nodes, *(d.name for d in self.devices)]
+        known = [*nodes, *(d.name for d in self._listed)]
         shown = ", ".join(known[:20]) + (", ..." if len(known) > 20 else "")
         raise ValueError(
             f"links.pairs: unknown node or device '{name}': {nearest(name, known)}known: {shown}"

@@ -16,7 +16,7 @@ from pydantic import Field, model_validator
 
 from llmpq.devices.device_spec import device_specs
 from llmpq.errors import BadPlanError, PlanMismatchError, short_repr
-from llmpq.file_form import FileForm
+from llmpq.file_form import FileForm, read_json
 from llmpq.memory import CpuActivations, Quantization, StoredBytes, default_head_bits
 from llmpq.model_spec import ModelSpec
 from llmpq.plan_inputs import PlanInputs
@@ -397,9 +397,16 @@ class Plan(FileForm):
 
     @classmethod
     def load(cls, path: str | Path) -> Plan:
-        """Read a plan file; `BadPlanError` names what is wrong with it."""
+        """Read a plan file of one engine; `BadPlanError` names what is wrong with it."""
         try:
-            return cls.load_json(path)
+            data = read_json(path)
+            if isinstance(data, dict) and isinstance(data.get("engines"), list):
+                raise ValueError(
+                    f"'{path}' is a plan of {len(data['engines'])} engines, expected one of a "
+                    "single engine: make it with llmpq-algo --engines 1; llmpq-dist run and serve "
+                    "take several"
+                )
+            return cls.parse_data(data, where=str(path))
         except ValueError as error:
             raise BadPlanError(str(error)) from None
 

@@ -3,18 +3,28 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from llmpq.cluster import Cluster
-from llmpq.plan import Plan, Prefer
+from llmpq.plan import Plan, Prefer, SolverReport
 from llmpq.planner import limits
+from llmpq.planner.evaluate.objective import job_time, value
+from llmpq.planner.front.preference import WEIGHTS
 from llmpq.planner.problem.make_problem import parse_kv, stated_theta
-from llmpq.planner.problem.outcome import Outcome
+from llmpq.planner.problem.outcome import OPTIMAL_GAP, Outcome
 from llmpq.planner.problem.problem import Problem
 from llmpq.planner.problem.requests import PlanRequest
 from llmpq.planner.solving.methods import NO_PLAN, SolveOptions
 from llmpq.planner.solving.plan_search import nothing_fits, variants_with_room
-from llmpq.planner.solving.worker import plan_in_child
+from llmpq.planner.solving.worker import plan_in_child, topology_in_child
+from llmpq.topology import EngineShare, Topology, TopologyPredicted
+from llmpq.version import __version__
+
+if TYPE_CHECKING:
+    from llmpq.planner.solving.topologies import FoundEngine, FoundTopology
+    from llmpq.planner.solving.topology_search import KnownPipeline
 
 DEFAULT_PREFER: Prefer = "balanced"
 
@@ -56,6 +66,125 @@ def answer(problem: Problem, options: SolveOptions, path: str | None) -> Answer:
     valued = priced if options.budget is None else priced.with_changes(theta=0.0)
     plan = checked_plan(valued, outcome, path, options.prefer)
     return Answer(problem=priced, outcome=outcome, plan=plan)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TopologyAnswer:
+    """The best topology of a batch job, and what was found beside it."""
+
+    topology: Topology | None
+    """Engines with their checked plans; None: the one pipeline is not bettered."""
+    plans: tuple[Answer, ...]
+    """Of its engines."""
+    found: FoundTopology
+    known: KnownPipeline
+    """The one pipeline, as topologies are valued."""
+
+
+def answer_topology(
+    problem: Problem,
+    best: Answer,
+    options: SolveOptions,
+    path: str | None,
+    *,
+    exactly: int | None = None,
+) -> TopologyAnswer:
+    """Return the best topology of a job whose best pipeline is known.
+
+    All are compared at what quality is worth to that pipeline: its theta, the preference's price at
+    its time, or the budget, which every engine keeps.
+    """
+    from llmpq.planner.solving.topology_search import KnownPipeline
+
+    theta = _theta_of(problem, best, options)
+    priced = problem.with_changes(theta=theta)
+    own = best.problem.with_changes(theta=theta)
+    bound, at = best.outcome.bound, best.problem.theta
+    known = KnownPipeline(
+        value=value(own, best.outcome.assignment),
+        # A least value is concave in theta, and not below zero at none.
+        bound=max(0.0, bound or 0.0) * (1.0 if theta >= at else theta / at),
+    )
+    found = topology_in_child(priced, options, known, exactly=exactly)
+    plans = tuple(_engine_answer(problem, one, options, path) for one in found.engines)
+    topology = _topology(problem, found, plans, options, theta) if plans else None
+    if topology is not None and exactly is None:
+        least = _reported(best.plan, 1, theta)
+        most = max(_reported(one.plan, one.waves, theta) for one in topology.engines)
+        if most >= least:  # step by step it is not better
+            topology = None
+    return TopologyAnswer(topology=topology, plans=plans, found=found, known=known)
+
+
+def _theta_of(problem: Problem, best: Answer, options: SolveOptions) -> float:
+    """Return what a unit of omega is worth, in seconds of the one pipeline's job."""
+    if options.budget is not None:
+        return 0.0
+    if options.prefer is None:
+        return best.problem.theta
+    unit = problem.sensitivity.four_bit_omega()
+    time_s = job_time(best.problem, best.outcome.assignment).total_s
+    return WEIGHTS[options.prefer] / unit * time_s if unit else 0.0
+
+
+def _reported(plan: Plan, waves: int, theta: float) -> float:
+    assert plan.predicted is not None, "the planner always predicts"
+    return waves * plan.predicted.total_s + theta * plan.predicted.sum_omega
+
+
+def _engine_answer(
+    problem: Problem, engine: FoundEngine, options: SolveOptions, path: str | None
+) -> Answer:
+    """Return the checked plan of an engine, which names the whole cluster."""
+    from llmpq.plan import ClusterRef
+    from llmpq.planner.check.check import check_plan
+
+    own, outcome = engine.solved.problem, engine.solved.outcome
+    plan = checked_plan(own, outcome, path, options.prefer)
+    whole = problem.cluster
+    plan = plan.model_copy(
+        update={"cluster": ClusterRef(name=whole.name, fingerprint=whole.fingerprint())}
+    )
+    check_plan(plan, spec=own.spec, cluster=whole, costs=None)
+    return Answer(problem=own, outcome=outcome, plan=plan)
+
+
+def _topology(
+    problem: Problem,
+    found: FoundTopology,
+    plans: Sequence[Answer],
+    options: SolveOptions,
+    theta: float,
+) -> Topology:
+    """Return the plan file of a topology."""
+    engines = tuple(
+        EngineShare(rows=one.rows, plan=own.plan)
+        for one, own in zip(found.engines, plans, strict=True)
+    )
+    seconds = max(engine.predicted_s or 0.0 for engine in engines)
+    work = problem.workload
+    gap = max(0.0, found.value - found.bound)
+    proven = gap <= OPTIMAL_GAP * found.value
+    return Topology(
+        engines=engines,
+        workload=work,
+        predicted=TopologyPredicted(
+            total_s=seconds,
+            output_tokens_per_s=work.batch * work.gen_len / seconds,
+            sum_omega=max(one.plan.predicted.sum_omega for one in plans if one.plan.predicted),
+        ),
+        solver=SolverReport(
+            method="exact",
+            status="optimal" if proven else "feasible",
+            prefer=options.prefer,
+            theta=theta,
+            value=found.value,
+            bound=found.bound if found.bound > 0 else None,
+            gap=gap / found.bound if found.bound > 0 else None,
+            version=__version__,
+            sensitivity=problem.sensitivity.indicator,
+        ),
+    )
 
 
 def solved(problem: Problem, options: SolveOptions) -> tuple[Problem, Outcome]:

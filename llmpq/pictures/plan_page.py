@@ -36,6 +36,7 @@ from llmpq.units import format_size
 
 if TYPE_CHECKING:
     from llmpq.plan import Plan, StagePlan
+    from llmpq.topology import Topology
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,6 +85,43 @@ def plan_page(plan: Plan, beside: Beside | None = None) -> str:
     page.section("Other methods", *_methods(page, beside))
     page.section("What would change it", lines(beside.changes))
     page.section("Notes", lines(beside.notes))
+    return page.text()
+
+
+def topology_page(topology: Topology, said: Sequence[str] = ()) -> str:
+    """Return the page of a plan of several engines; `said`: what the planner says beside it."""
+    first = topology.engines[0].plan
+    page = HtmlPage(
+        title=f"{first.model.name} on {first.cluster.name}, {len(topology.engines)} engines",
+        data={"plan": json.loads(topology.dump_json()), "beside": {"notes": list(said)}},
+        files={f"engine-{i}.svg": cards_svg(own) for i, own in enumerate(topology.plans)},
+    )
+    predicted = topology.predicted
+    promised = (
+        note("The plan predicts no times.")
+        if predicted is None
+        else numbers(
+            {
+                "engines": str(len(topology.engines)),
+                "tokens/s": f"{predicted.output_tokens_per_s:.1f}",
+                "whole job": f"{predicted.total_s:.3f} s",
+                "quality loss": f"{predicted.sum_omega:.4g}",
+            }
+        )
+    )
+    page.section("The plan", promised, lines(said))
+    for number, engine in enumerate(topology.engines):
+        plan = engine.plan
+        page.section(
+            f"Engine {number}: {engine.rows} rows",
+            headline_numbers(plan),
+            note(job_text(plan)),
+            lines(plain_words(plan)),
+            cards(plan),
+            links_table(plan),
+            stages_table(plan),
+            memory_table(plan),
+        )
     return page.text()
 
 

@@ -1,26 +1,20 @@
-"""What stands beside a plan: other bits, several engines, and the devices that are left out.
+"""What stands beside a plan: other bits, and the devices that are left out.
 
 The next better and the next faster choice of bits are plans of one precision for all layers, as
-people think of them. Several engines are equal shares of the devices, each with its share of the
-batch: one of them is planned. Each alternative is solved, to one percent, and its rate is what that
-plan is predicted to give.
+people think of them. Each alternative is solved, to one percent, and its rate is what that plan is
+predicted to give.
 """
 
 from __future__ import annotations
 
-import math
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from llmpq.errors import DoesNotFitError
 from llmpq.planner.answer import Answer, solved
 from llmpq.planner.cli.speeds import Speed
-from llmpq.planner.cli.what_if import share_of
 from llmpq.planner.evaluate.objective import sum_omega
 from llmpq.planner.evaluate.step_by_step import reported_time
-from llmpq.planner.problem.make_problem import make_problem
-from llmpq.planner.problem.problem import Problem
-from llmpq.planner.problem.requests import PlanRequest
 from llmpq.planner.solving.methods import SolveOptions
 
 GAP = 0.01
@@ -85,45 +79,6 @@ def _line(best: Answer, options: SolveOptions, b: int, own: Rated) -> tuple[str,
     )
 
 
-def engines_line(best: Answer, request: PlanRequest, options: SolveOptions) -> list[str]:
-    """Return what several engines would give, each on an equal share of the devices.
-
-    Nothing where none are faster at no more quality loss, by more than the gap.
-    """
-    p, predicted = best.problem, best.plan.predicted
-    assert predicted is not None, "the planner always predicts"
-    shares = math.gcd(*(cls.count for cls in p.classes))
-    if shares < 2 or request.pin:
-        return []
-    found: list[tuple[float, int, Problem]] = []
-    for engines in range(2, min(shares, p.workload.batch) + 1):
-        if shares % engines:
-            continue
-        batch = -(-p.workload.batch // engines)
-        asked = replace(
-            request,
-            batch=batch,
-            prefill_microbatch=_at_most(request.prefill_microbatch, batch),
-            decode_microbatch=_at_most(request.decode_microbatch, batch),
-        )
-        one, _, _ = make_problem(asked, share_of(p, engines))
-        how = replace(_quickly(options), budget=predicted.sum_omega)
-        with suppress(DoesNotFitError):
-            priced, outcome = solved(one, how)
-            found.append(
-                (_rate(p, reported_time(priced, outcome.assignment).total_s), engines, one)
-            )
-    rate, engines, one = max(found, key=lambda each: each[0], default=(0.0, 0, p))
-    if rate <= predicted.output_tokens_per_s * (1 + GAP):
-        return []
-    batch = one.workload.batch
-    return [
-        f"several engines: {engines}, each on {one.cluster.name} with {batch} requests at once: "
-        f"{rate:.1f} instead of {predicted.output_tokens_per_s:.1f} tokens/s, no more "
-        "quality loss; this plan is of one engine"
-    ]
-
-
 def left_out_lines(best: Answer, options: SolveOptions) -> list[str]:
     """Return what a plan would take that uses a device which this one leaves out, a kind a line."""
     p, used = best.problem, {stage.device for stage in best.plan.stages}
@@ -160,11 +115,3 @@ def _quickly(options: SolveOptions) -> SolveOptions:
         gap=max(GAP, options.gap),
         time_limit_s=min(LONGEST_S, options.time_limit_s),
     )
-
-
-def _at_most(microbatch: int | None, batch: int) -> int | None:
-    return None if microbatch is None else min(microbatch, batch)
-
-
-def _rate(p: Problem, seconds: float) -> float:
-    return p.workload.batch * p.workload.gen_len / seconds

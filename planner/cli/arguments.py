@@ -201,6 +201,14 @@ def _limits(section: Section) -> None:
     section.flag(
         "--pin", action="append", default=[], metavar="LAYERS=DEVICE", help="0-3=T4-0 (may repeat)"
     )
+    section.flag(
+        "--engines",
+        daily=True,
+        default="auto",
+        only=tuple(_one_pipeline(flag) for flag in ("--pareto", "--pin", "--max-devices")),
+        metavar="N",
+        help="pipelines that share the job, each with the whole model (auto: as many as are best)",
+    )
     section.flag("--max-devices", type=int, help="use at most this many devices")
     section.flag(
         "--group",
@@ -218,6 +226,16 @@ def _limits(section: Section) -> None:
         "--cpu-activations", choices=("exact", "int8"), default="exact", help=CPU_ACTIVATIONS
     )
     section.flag("--outliers", type=int, help="w4a4: channels in 8 bits (hidden/32, at most 128)")
+
+
+def _one_pipeline(flag: str) -> Only:
+    """Return that several engines are not planned with a flag that is of one pipeline."""
+    name = flag.removeprefix("--").replace("-", "_")
+    return Only(
+        lambda a: a.engines in ("auto", "1") or not getattr(a, name),
+        f"with {flag}, which is of one pipeline",
+        f"leave {flag} out",
+    )
 
 
 def _how_to_solve(section: Section) -> None:

@@ -10,14 +10,22 @@ from typing import TYPE_CHECKING, Any, get_args
 
 from llmpq.errors import DoesNotFitError
 from llmpq.file_form import check_writable, replace_text
-from llmpq.pictures.plan_page import Beside, plan_page
+from llmpq.pictures.plan_page import Beside, plan_page, topology_page
 from llmpq.pictures.text_pictures import memory_bars, pipeline_lines
 from llmpq.plan import Plan
-from llmpq.planner.answer import Answer, answer, solve_options, solved
-from llmpq.planner.cli.alternatives import bits_lines, engines_line, left_out_lines
+from llmpq.planner.answer import (
+    Answer,
+    TopologyAnswer,
+    answer,
+    answer_topology,
+    solve_options,
+    solved,
+)
+from llmpq.planner.cli.alternatives import bits_lines, left_out_lines
 from llmpq.planner.cli.arguments import read_flag
 from llmpq.planner.cli.method_row import MethodRow
 from llmpq.planner.cli.own_dtype import in_own_dtype
+from llmpq.planner.cli.show_topology import print_topology, topology_lines
 from llmpq.planner.evaluate.step_by_step import reported_time
 from llmpq.planner.problem.make_problem import make_problem
 from llmpq.planner.problem.outcome import Infeasible, Unfinished
@@ -28,6 +36,7 @@ from llmpq.planner.solving.methods import PLANNERS, SolveOptions
 from llmpq.planner.solving.plan_search import nothing_fits, variants_with_room
 from llmpq.precision import Precision, bits_of
 from llmpq.speculation import SpeculationMode
+from llmpq.topology import Topology
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -79,6 +88,10 @@ def make_and_show(request: PlanRequest, job: PlanJob) -> None:
         for line in _what_if(changes, None, path):
             say(open_console(), line)
         raise
+    several = _topology(request, problem, best, options, path)
+    if several is not None and several.topology is not None:
+        _show_topology(request, job, best, several, several.topology)
+        return
     own = None if options.method == "all" else in_own_dtype(request, best, path)
     if own is not None:
         best, said = own
@@ -98,7 +111,9 @@ def make_and_show(request: PlanRequest, job: PlanJob) -> None:
     from llmpq.planner.cli.report import print_plan, remarks_of
     from llmpq.planner.evaluate.step_by_step import step_note
 
-    beside = bits_lines(best, options) + engines_line(best, request, options)
+    beside = bits_lines(best, options)
+    if request.engines != "1":
+        beside += topology_lines(best, several)
     why = _why(best, options, whole=request.explain) if request.explain or request.report else []
     changed = _what_if(changes, best, path)
     found = [best.outcome.note, step_note(best.problem, best.outcome.assignment)]
@@ -126,6 +141,92 @@ def make_and_show(request: PlanRequest, job: PlanJob) -> None:
         say(console, line)
     for path_written in filter(None, (request.output, request.report)):
         say(console, f"wrote {path_written}")
+
+
+ONE_PIPELINE = ("pin", "max_devices", "what_if", "pareto")
+"""Fields of a request that are of one pipeline."""
+
+
+def _topology(
+    request: PlanRequest, problem: Problem, best: Answer, options: SolveOptions, path: str | None
+) -> TopologyAnswer | None:
+    """Return the best topology of the job; None where only one pipeline is asked for, or can be."""
+    exactly = num_engines(request.engines)
+    devices, rows = len(problem.cluster.devices), problem.workload.batch
+    if exactly is None:
+        if _is_alone(request, options) or any(getattr(request, name) for name in ONE_PIPELINE):
+            return None
+    elif exactly > 1 and _is_alone(request, options):
+        raise ValueError(
+            f"--engines {exactly} needs --method exact and --objective makespan; leave the others "
+            "out"
+        )
+    if exactly == 1 or min(devices, rows) < 2:
+        return None
+    if exactly is not None and exactly > min(devices, rows):
+        raise ValueError(
+            f"--engines {exactly} needs as many devices and rows, got {devices} devices and "
+            f"--batch {rows}; ask for fewer"
+        )
+    found = answer_topology(problem, best, options, path, exactly=exactly)
+    if exactly is not None and found.topology is None:
+        raise DoesNotFitError(
+            f"no {exactly} engines were found that have room for the job, each with the whole "
+            "model; ask for fewer with --engines, or for more time with --time-limit"
+        )
+    return found
+
+
+def _is_alone(request: PlanRequest, options: SolveOptions) -> bool:
+    """Whether the way to solve is of one pipeline."""
+    return options.method != "exact" or request.objective != "makespan"
+
+
+def num_engines(text: str) -> int | None:
+    """Return how many engines `--engines` asks for; None: as many as are best."""
+    if text == "auto":
+        return None
+    if not text.isdecimal() or int(text) < 1:
+        raise ValueError(f"--engines must be auto, 1 or another number of engines, got {text}")
+    return int(text)
+
+
+def _show_topology(
+    request: PlanRequest, job: PlanJob, best: Answer, found: TopologyAnswer, topology: Topology
+) -> None:
+    """Write a plan of several engines, and print it."""
+    if request.speculate is not None:
+        topology = _drafting_engines(topology, found, request.speculate)
+    if request.output:
+        topology.save_json(request.output)
+    lines = topology_lines(best, found)
+    if request.report:
+        write_report(request.report, topology_page(topology, [*lines, *job.notes]))
+    if request.json:
+        sys.stdout.write(topology.dump_json())
+        return
+    from llmpq.planner.cli.report import remarks_of
+
+    console = open_console()
+    seconds = best.outcome.seconds + found.found.seconds
+    print_topology(console, topology, lines, job.notes, seconds=seconds)
+    for number, own in enumerate(found.plans if request.explain else ()):
+        for line in _why(own, job.options, whole=False):
+            say(console, f"- engine {number}: {line}")
+    for line in remarks_of(job.notes):
+        say(console, line)
+    for path_written in filter(None, (request.output, request.report)):
+        say(console, f"wrote {path_written}")
+
+
+def _drafting_engines(topology: Topology, found: TopologyAnswer, mode: str) -> Topology:
+    """Return the topology with drafts in each engine's plan that has room for them."""
+    pairs = zip(topology.engines, found.plans, strict=True)
+    engines = tuple(
+        one.model_copy(update={"plan": _drafting(one.plan, own.problem, mode)})
+        for one, own in pairs
+    )
+    return topology.model_copy(update={"engines": engines})
 
 
 def check_outputs(request: PlanRequest) -> None:

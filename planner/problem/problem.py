@@ -8,7 +8,7 @@ and xi the prefill and decode micro-batch sizes, P and D the slowest stage's tim
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Literal
@@ -323,6 +323,10 @@ class Problem:
             kept = {k for k, of in _MADE_OF.items() if not of & other}
         changed.__dict__.update({k: self.__dict__[k] for k in kept & set(self.__dict__)})
         return changed
+
+    def part(self, names: Collection[str]) -> Problem:
+        """Return the problem on some of its devices only, which keep their names."""
+        return self.with_changes(cluster=self.cluster.part(names))
 
     def with_job(self, **changes: Any) -> Problem:
         """Return the problem after changes of its own fields and its workload's.

@@ -61,6 +61,8 @@ class PlanRequest(DevicesRequest):
     gpu_memory_utilization: float | None = None
     pin: Sequence[str] = ()
     max_devices: int | None = None
+    engines: str = "auto"
+    """How many pipelines share the job: `auto`, or a number."""
     group: int = 1
     prefill_microbatch: int | None = None
     decode_microbatch: int | None = None

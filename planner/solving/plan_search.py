@@ -45,8 +45,12 @@ class KvPrecisionSweep:
         problems: Sequence[Problem],
         options: SolveOptions,
         solve: Callable[[Problem, SolveOptions, WarmStart], Outcome] = solve,
+        *,
+        ceiling: float = math.inf,
     ) -> None:
+        """`ceiling`: plans that are not below it need not be found."""
         self.problems, self.options, self.solve = problems, options, solve
+        self.ceiling = ceiling
         self.best: tuple[int, Outcome] | None = None
         """Index of a problem, and its outcome."""
         self.bounds: dict[int, float] = {}
@@ -110,10 +114,11 @@ class KvPrecisionSweep:
     def _solve(self, index: int, limit_s: float) -> None:
         """Solve one problem; keep the plan if it is the best, and what is proven."""
         known = self.bounds.get(index, -math.inf)
-        warm = WarmStart(resumed=index in self.bounds)
+        warm = WarmStart(ceiling=self.ceiling, resumed=index in self.bounds)
         if self.best is not None:
             outcome = self.best[1]
-            warm = replace(warm, ceiling=outcome.value, known=outcome.assignment)
+            ceiling = min(outcome.value, self.ceiling)
+            warm = replace(warm, ceiling=ceiling, known=outcome.assignment)
         try:
             outcome = self.solve(
                 self.problems[index], replace(self.options, time_limit_s=limit_s), warm
@@ -162,7 +167,7 @@ class Solved:
 
 def search_plan(problem: Problem, options: SolveOptions) -> Solved:
     """Return the best plan as asked for; `NothingFitsError` where no plan has the memory."""
-    return _preferred(problem, options) if options.prefer else _solved(problem, options)
+    return _preferred(problem, options) if options.prefer else best_plan(problem, options)
 
 
 def _preferred(problem: Problem, options: SolveOptions) -> Solved:
@@ -175,7 +180,7 @@ def _preferred(problem: Problem, options: SolveOptions) -> Solved:
     def solve_at(theta: float) -> Scored[Solved]:
         share = SOLVE_SHARE * (deadline_s - time.perf_counter())
         limit = share if math.isfinite(share) else options.time_limit_s
-        found = _solved(
+        found = best_plan(
             problem.with_changes(theta=theta), replace(options, time_limit_s=max(0.0, limit))
         )
         omega = sum_omega(found.problem, found.outcome.assignment)
@@ -202,17 +207,23 @@ def _preferred(problem: Problem, options: SolveOptions) -> Solved:
     return replace(best.plan, outcome=replace(best.plan.outcome, seconds=seconds))
 
 
-def _solved(problem: Problem, options: SolveOptions, *, other_bound: float = math.inf) -> Solved:
+def best_plan(
+    problem: Problem,
+    options: SolveOptions,
+    *,
+    other_bound: float = math.inf,
+    ceiling: float = math.inf,
+) -> Solved:
     """Return the best plan over the KV precisions allowed and over prefill chunk sizes.
 
     The bound is the smallest of all of them, and of `other_bound`: that of plans of the same job
-    that this problem does not have.
+    that this problem does not have. `Unfinished` with its bound where no plan is below `ceiling`.
     """
     start_s, limit = time.perf_counter(), options.time_limit_s
-    sweep = KvPrecisionSweep(variants_with_room(problem, options), options)
+    sweep = KvPrecisionSweep(variants_with_room(problem, options), options, ceiling=ceiling)
     sweep.solve_all()
     if sweep.best is None and sweep.unfinished is not None and sweep.bounds:
-        raise sweep.unfinished
+        raise Unfinished(str(sweep.unfinished), bound=min(*sweep.bounds.values(), other_bound))
     if sweep.best is None:
         its_own = options.method not in ("exact", "ilp") or options.budget is not None
         if its_own and not too_big(problem):  # the model as such would fit
@@ -225,7 +236,7 @@ def _solved(problem: Problem, options: SolveOptions, *, other_bound: float = mat
         with suppress(DoesNotFitError, Unfinished):
             # Plans that mix precisions go on with a rounded output matrix: their bound stands.
             options = replace(options, time_limit_s=left)
-            return _solved(with_head_of_16_bits(problem), options, other_bound=bound)
+            return best_plan(with_head_of_16_bits(problem), options, other_bound=bound)
     return Solved(problem=priced, outcome=_over_all(outcome, bound))
 
 

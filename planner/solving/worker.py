@@ -33,9 +33,11 @@ if TYPE_CHECKING:
     from llmpq.planner.baselines.flexgen import OffloadEstimate
     from llmpq.planner.front.front import Front
     from llmpq.planner.solving.plan_search import Solved
+    from llmpq.planner.solving.topologies import FoundTopology
+    from llmpq.planner.solving.topology_search import KnownPipeline
 
 CHILD = (sys.executable, "-m", "llmpq.planner.solving.worker")
-Job = Literal["plan", "front", "offload"]
+Job = Literal["plan", "topology", "front", "offload"]
 
 
 class SolverCrashed(LlmpqError):
@@ -44,12 +46,63 @@ class SolverCrashed(LlmpqError):
 
 def plan_in_child(problem: Problem, options: SolveOptions) -> Solved:
     """Return the best plan of a job; raise what the search raises, `SolverCrashed` if it dies."""
-    from llmpq.planner.solving.plan_search import Solved, nothing_fits, with_head_of_16_bits
+    from llmpq.planner.solving.plan_search import nothing_fits
 
-    asked = {**asdict(options), "kvs": [kv.value for kv in options.kvs]}
-    answer = run_in_child(problem, "plan", asked, method=options.method)
+    answer = run_in_child(problem, "plan", _options_data(options), method=options.method)
     if "nothing_fits" in answer:
         raise nothing_fits(problem.with_changes(theta=answer["theta"]), options)
+    return _solved(problem, answer)
+
+
+def topology_in_child(
+    problem: Problem, options: SolveOptions, known: KnownPipeline, *, exactly: int | None = None
+) -> FoundTopology:
+    """Return the best topology of a batch job, and what simple ones would give.
+
+    `known`: the best plan of one engine; `exactly`: how many engines, any number where none.
+    """
+    from llmpq.planner.solving.topologies import FoundEngine, FoundTopology
+
+    asked = {"options": _options_data(options), "known": asdict(known), "exactly": exactly}
+    answer = run_in_child(problem, "topology", asked, method="exact")
+    engines = tuple(
+        FoundEngine(
+            devices=tuple(one["devices"]),
+            rows=one["rows"],
+            waves=one["waves"],
+            solved=_solved(
+                problem.part(one["devices"]).with_job(batch=one["batch"]), one["solved"]
+            ),
+        )
+        for one in answer.pop("engines")
+    )
+    simple = {name: None if one is None else tuple(one) for name, one in answer["simple"].items()}
+    return FoundTopology(**{**answer, "simple": simple}, engines=engines)
+
+
+def _options_data(options: SolveOptions) -> dict[str, Any]:
+    return {**asdict(options), "kvs": [kv.value for kv in options.kvs]}
+
+
+def _parsed_options(data: dict[str, Any]) -> SolveOptions:
+    kvs = tuple(KVPrecision(kv) for kv in data["kvs"])
+    return SolveOptions(**{**data, "kvs": kvs})
+
+
+def _solved_data(found: Solved) -> dict[str, Any]:
+    return {
+        "kv": found.problem.kv.value,
+        "chunk": found.problem.chunk,
+        "theta": found.problem.theta,
+        "head_of_16_bits": found.problem.quantization.head_bits == 16,
+        "outcome": asdict(found.outcome),
+    }
+
+
+def _solved(problem: Problem, answer: dict[str, Any]) -> Solved:
+    """Return a solved job of its data, and of the problem that was solved."""
+    from llmpq.planner.solving.plan_search import Solved, with_head_of_16_bits
+
     if answer["head_of_16_bits"] and problem.quantization.head_bits is None:
         problem = with_head_of_16_bits(problem)
     work = problem.workload.model_copy(update={"kv": KVPrecision(answer["kv"])})
@@ -99,18 +152,13 @@ def _do(problem: Problem, job: Job, options: dict[str, Any]) -> dict[str, Any]:
     if job == "plan":
         from llmpq.planner.solving.plan_search import search_plan
 
-        kvs = tuple(KVPrecision(kv) for kv in options["kvs"])
         try:
-            found = search_plan(problem, SolveOptions(**{**options, "kvs": kvs}))
+            found = search_plan(problem, _parsed_options(options))
         except NothingFitsError as error:
             return {"nothing_fits": True, "theta": error.problem.theta}
-        return {
-            "kv": found.problem.kv.value,
-            "chunk": found.problem.chunk,
-            "theta": found.problem.theta,
-            "head_of_16_bits": found.problem.quantization.head_bits == 16,
-            "outcome": asdict(found.outcome),
-        }
+        return _solved_data(found)
+    if job == "topology":
+        return _topology(problem, options)
     if job == "front":
         from llmpq.planner.front.front import pareto_front
 
@@ -118,6 +166,36 @@ def _do(problem: Problem, job: Job, options: dict[str, Any]) -> dict[str, Any]:
     from llmpq.planner.baselines.flexgen import estimate_flexgen
 
     return asdict(estimate_flexgen(problem, **options))
+
+
+def _topology(problem: Problem, asked: dict[str, Any]) -> dict[str, Any]:
+    """Search the topologies of a problem; the answer as JSON."""
+    from llmpq.planner.solving.topologies import best_topology
+    from llmpq.planner.solving.topology_search import KnownPipeline
+
+    found = best_topology(
+        problem,
+        _parsed_options(asked["options"]),
+        KnownPipeline(**asked["known"]),
+        exactly=asked["exactly"],
+    )
+    engines = [
+        {
+            "devices": one.devices,
+            "rows": one.rows,
+            "waves": one.waves,
+            "batch": one.solved.problem.workload.batch,
+            "solved": _solved_data(one.solved),
+        }
+        for one in found.engines
+    ]
+    return {
+        "engines": engines,
+        "value": found.value,
+        "bound": found.bound,
+        "seconds": found.seconds,
+        "simple": found.simple,
+    }
 
 
 def _forked(work: Callable[[], dict[str, Any]], method: str) -> dict[str, Any]:

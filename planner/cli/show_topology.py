@@ -1,0 +1,153 @@
+"""How a plan of several engines is shown, and what simpler topologies would give beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from llmpq.plan import Plan
+from llmpq.planner.answer import Answer, TopologyAnswer
+from llmpq.planner.cli.report import bits_text, loss_lines, warnings_of
+from llmpq.planner.cli.speeds import shown
+from llmpq.planner.solving.topology_search import TOPOLOGY_GAP
+from llmpq.topology import Topology
+from llmpq.units import format_size
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+
+    from llmpq.planner.solving.topologies import Simple
+
+
+def topology_lines(best: Answer, found: TopologyAnswer | None) -> list[str]:
+    """Return what is best, and what the best card, pipeline and equal shares give, a line each.
+
+    Nothing where there is one device.
+    """
+    if found is None:
+        return _left_out(best)
+    work, simple = best.problem.workload, found.found.simple
+    pipeline = best.plan.predicted
+    assert pipeline is not None, "the planner always predicts"
+    stages = ", ".join(stage.device for stage in best.plan.stages)
+    own = (f"{stages}", pipeline.total_s, pipeline.sum_omega)
+    rows = work.batch * work.gen_len
+    lines = [_verdict(best, found)]
+    for name, one in (
+        ("best single card", simple["card"]),
+        ("best pipeline", own),
+        ("equal replicas", simple["equal"]),
+    ):
+        if one is None and name == "equal replicas":
+            continue
+        lines.append(f"{name}: {_simple_text(one, rows)}")
+    return lines + (_left_out(best) if found.topology is None else _unused(best, found.topology))
+
+
+def _simple_text(one: Simple | None, tokens: int) -> str:
+    if one is None:
+        return "none has room for the job"
+    where, seconds, omega = one
+    return f"{where}: {shown(tokens / seconds)} tokens/s, quality loss {omega:.4g}"
+
+
+def _verdict(best: Answer, found: TopologyAnswer) -> str:
+    """Return how many engines are best, and how sure that is."""
+    topology, search = found.topology, found.found
+    engines = 1 if topology is None else len(topology.engines)
+    words = "one engine" if engines == 1 else f"{engines} engines"
+    value = found.known.value if topology is None else search.value
+    gap = max(0.0, value / search.bound - 1) if search.bound > 0 else None
+    if gap is None:
+        sure = "no bound over topologies is known"
+    elif gap <= TOPOLOGY_GAP * 1.01:
+        sure = f"proven: no topology is better by more than {gap:.1%}"
+    else:
+        sure = f"the best topology found, at most {gap:.1%} above the best there may be"
+    return f"engines: {words} ({sure})"
+
+
+def _left_out(best: Answer) -> list[str]:
+    used = {stage.device for stage in best.plan.stages}
+    unused = [d.name for d in best.problem.cluster.devices if d.name not in used]
+    return [f"left out, faster without: {', '.join(unused)}"] if unused else []
+
+
+def _unused(best: Answer, topology: Topology) -> list[str]:
+    used = {stage.device for stage in topology.stages}
+    unused = [d.name for d in best.problem.cluster.devices if d.name not in used]
+    return [f"left out, faster without: {', '.join(unused)}"] if unused else []
+
+
+def print_topology(
+    console: Console,
+    topology: Topology,
+    lines: Sequence[str],
+    notes: Sequence[str],
+    *,
+    seconds: float,
+) -> None:
+    """Print a plan of several engines: what it promises, its engines, and their stages."""
+    work, predicted = topology.workload, topology.predicted
+    assert predicted is not None, "the planner always predicts"
+    estimated = any(p.predicted is not None and p.predicted.estimated for p in topology.plans)
+    source = "estimated, not profiled" if estimated else "from the profile"
+    for line in (
+        *warnings_of(notes),
+        f"{topology.model.name} on {topology.cluster.name}: {work.batch} requests of "
+        f"{work.prompt_len} + {work.gen_len} tokens, {work.dtype}, {len(topology.engines)} engines",
+        f"predicted: {predicted.total_s:.3f} s, {shown(predicted.output_tokens_per_s)} tokens/s "
+        f"of all engines; times {source}",
+        *loss_lines(_lossiest(topology)),
+        *lines,
+    ):
+        console.print(line, highlight=False, soft_wrap=True, markup=False)
+    console.print(f"solved in {seconds:.2f} s", highlight=False)
+    console.print(engine_table(topology))
+
+
+def _lossiest(topology: Topology) -> Plan:
+    """Return the plan that loses most."""
+    return max(topology.plans, key=lambda p: p.predicted.sum_omega if p.predicted else 0.0)
+
+
+def engine_table(topology: Topology) -> Table:
+    """Return the engines, each with its rows, and its stages below each other."""
+    from rich import box
+    from rich.table import Table
+
+    table = Table(box=box.SIMPLE_HEAD, title=None, pad_edge=False)
+    for name, justify in (
+        ("engine", "right"),
+        ("rows", "right"),
+        ("at once", "right"),
+        ("time", "right"),
+        ("tokens/s", "right"),
+        ("device", "left"),
+        ("layers", "left"),
+        ("bits", "left"),
+        ("memory", "right"),
+    ):
+        table.add_column(name, justify=justify)  # type: ignore[arg-type]
+    for number, engine in enumerate(topology.engines):
+        plan = engine.plan
+        first = (
+            str(number),
+            str(engine.rows),
+            str(plan.workload.batch),
+            "" if engine.predicted_s is None else f"{engine.predicted_s:.2f} s",
+            "" if engine.tokens_per_s is None else shown(engine.tokens_per_s),
+        )
+        for position, stage in enumerate(plan.stages):
+            memory = stage.memory
+            table.add_row(
+                *(first if position == 0 else ("",) * len(first)),
+                stage.device,
+                f"{stage.layers[0]}-{stage.layers[1] - 1}",
+                bits_text(stage),
+                ""
+                if memory is None
+                else f"{format_size(memory.total_bytes)} / {format_size(memory.limit_bytes)}",
+            )
+    return table

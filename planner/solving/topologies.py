@@ -1,0 +1,155 @@
+"""The best topology of a batch job beside simple ones: single cards, one pipeline, equal shares."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from llmpq.planner.evaluate.fits import fits
+from llmpq.planner.evaluate.objective import job_time, value
+from llmpq.planner.problem.problem import Problem
+from llmpq.planner.solving.count_vectors import Vector
+from llmpq.planner.solving.engine_prices import EnginePrice
+from llmpq.planner.solving.methods import SolveOptions
+from llmpq.planner.solving.plan_search import Solved, best_plan
+from llmpq.planner.solving.topology_search import (
+    TOPOLOGY_GAP,
+    ChosenEngine,
+    KnownPipeline,
+    TopologySearch,
+    dealt_equally,
+    equal_shares,
+)
+
+SAME = 1e-9
+"""Relative difference of the values of one plan on devices that are alike."""
+Simple = tuple[str, float, float]
+"""Of a simple topology: its devices in words, the job's seconds, and its quality loss."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FoundEngine:
+    """An engine of a topology: its devices, its rows, and the plan of one wave of them."""
+
+    devices: tuple[str, ...]
+    rows: int
+    waves: int
+    solved: Solved
+
+
+@dataclass(frozen=True, kw_only=True)
+class FoundTopology:
+    """The best topology that was found."""
+
+    engines: tuple[FoundEngine, ...]
+    """None: nothing was found that is better than the known pipeline."""
+    value: float
+    bound: float
+    """No topology has a lower value."""
+    seconds: float
+    simple: Mapping[str, Simple | None]
+    """`card`: the best single device, `equal`: the best equal shares; None where none fits."""
+
+
+def best_topology(
+    p: Problem,
+    options: SolveOptions,
+    known: KnownPipeline,
+    *,
+    exactly: int | None = None,
+    gap: float = TOPOLOGY_GAP,
+) -> FoundTopology:
+    """Return the best topology of a batch job; the plans of its engines are on their devices."""
+    search = TopologySearch(p, options, known=known, exactly=exactly, gap=gap)
+    card, equal = _best_card(search), _equal(search)
+    found = search.run()
+    engines = tuple(
+        FoundEngine(
+            devices=one.devices, rows=one.rows, waves=one.price.waves, solved=_moved(search, one)
+        )
+        for one in found.engines
+    )
+    return FoundTopology(
+        engines=engines,
+        value=found.value,
+        bound=found.bound,
+        seconds=found.seconds,
+        simple={"card": card, "equal": equal},
+    )
+
+
+def _time_s(price: EnginePrice) -> float:
+    """Return the seconds of an engine's rows."""
+    assert price.solved is not None
+    return price.waves * job_time(price.solved.problem, price.solved.outcome.assignment).total_s
+
+
+def _best_card(search: TopologySearch) -> Simple | None:
+    """Return what the best single device would take for the whole job."""
+    p, found = search.prices.p, list[tuple[float, Simple]]()
+    for at, cls in enumerate(p.classes):
+        v: Vector = tuple(int(c == at) for c in range(len(p.classes)))
+        price = search.prices.price(v, search.prices.rows)
+        if price.solved is not None:
+            found.append((price.value, (cls.first.name, _time_s(price), price.omega)))
+    return min(found)[1] if found else None
+
+
+def _equal(search: TopologySearch) -> Simple | None:
+    """Return what the best equal shares of all devices would take, each for its rows."""
+    counts, rows = search.vectors.counts, search.prices.rows
+    found = list[tuple[float, Simple]]()
+    for engines in equal_shares(counts, rows):
+        v: Vector = tuple(count // engines for count in counts)
+        most = dealt_equally(rows, engines)[0]
+        price = search.prices.price(v, most)
+        if price.solved is not None:
+            each = _in_words(search, v)
+            simple = f"{engines} engines of {each}", _time_s(price), price.omega
+            found.append((price.value, simple))
+    return min(found)[1] if found else None
+
+
+def _in_words(search: TopologySearch, v: Vector) -> str:
+    """Return how many devices of each kind an engine has."""
+    kinds: dict[str, int] = {}
+    for cls, count in zip(search.prices.p.classes, v, strict=True):
+        kinds[cls.first.kind] = kinds.get(cls.first.kind, 0) + count
+    return " + ".join(f"{count} x {kind}" if count > 1 else kind for kind, count in kinds.items())
+
+
+def _moved(search: TopologySearch, engine: ChosenEngine) -> Solved:
+    """Return an engine's plan on its own devices: it was solved for devices that are alike."""
+    found = engine.price.solved
+    assert found is not None
+    rows = found.problem.workload.batch
+    own = search.prices.p.part(engine.devices).with_job(batch=rows)
+    own = own.with_changes(
+        workload=found.problem.workload,
+        chunk=found.problem.chunk,
+        theta=found.problem.theta,
+        quantization=found.problem.quantization,
+        costs=found.problem.costs,
+    )
+    numbers = _numbers_of(found.problem, own)
+    if numbers is not None:
+        stages = tuple(replace(s, cls=numbers[s.cls]) for s in found.outcome.assignment.stages)
+        a = replace(found.outcome.assignment, stages=stages)
+        before, after = value(found.problem, found.outcome.assignment), value(own, a)
+        if fits(own, a) and math.isclose(before, after, rel_tol=SAME):
+            return Solved(problem=own, outcome=replace(found.outcome, assignment=a))
+    return best_plan(own, replace(search.prices.options, kvs=(own.kv,)))
+
+
+def _numbers_of(before: Problem, after: Problem) -> dict[int, int] | None:
+    """Return the class of one problem for each of another's: the next of the same devices."""
+    left = [(cls.first.profile_kind, cls.first.limit_bytes, cls.count) for cls in after.classes]
+    found: dict[int, int] = {}
+    for number, cls in enumerate(before.classes):
+        key = (cls.first.profile_kind, cls.first.limit_bytes, cls.count)
+        at = next((k for k, own in enumerate(left) if own == key and k not in found.values()), None)
+        if at is None:
+            return None
+        found[number] = at
+    return found

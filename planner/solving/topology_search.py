@@ -1,0 +1,235 @@
+"""Looks for the best topology of a batch job: which devices make engines, and who gets which rows.
+
+The value of a topology is the largest of its engines', each with its rows: seconds plus theta times
+its sum of omega; a budget holds for each of them. The search keeps, for every engine, the most rows
+that it may do below the best value so far. The most rows of engines of disjoint devices are a
+dynamic program over counts of devices: where they are fewer than the job has, no topology is
+better. Else the engines it chose are solved for the rows they would get: that is a better topology,
+or it proves that one of them does fewer.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from llmpq.planner.problem.problem import Problem
+from llmpq.planner.solving.count_vectors import CountVectors, Vector
+from llmpq.planner.solving.engine_prices import EnginePrice, EnginePrices
+from llmpq.planner.solving.methods import SolveOptions
+
+TOPOLOGY_GAP = 1e-3
+"""Relative gap to which topologies are searched: more engines must be better by more than this."""
+TOPOLOGY_SHARE = 1 / 12
+"""Share of the time limit that the search of topologies has, after that of one pipeline."""
+ENGINE_SHARE = 0.25
+"""Share of that which one engine may take."""
+MOST_ROUNDS = 2000
+HALVINGS = 30
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChosenEngine:
+    """An engine of a topology."""
+
+    vector: Vector
+    devices: tuple[str, ...]
+    rows: int
+    price: EnginePrice
+
+
+@dataclass(frozen=True, kw_only=True)
+class SearchedTopology:
+    """Engines of disjoint devices, and how good they are known to be."""
+
+    engines: tuple[ChosenEngine, ...]
+    value: float
+    bound: float
+    """No topology has a lower value."""
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class KnownPipeline:
+    """The best plan of one engine, found before; the search may have none to start from."""
+
+    value: float = math.inf
+    bound: float = 0.0
+
+
+class TopologySearch:
+    """The search, anytime: it ends with the best so far when the time is over."""
+
+    def __init__(
+        self,
+        p: Problem,
+        options: SolveOptions,
+        *,
+        known: KnownPipeline | None = None,
+        exactly: int | None = None,
+        gap: float = TOPOLOGY_GAP,
+    ) -> None:
+        """`known`: of one pipeline over any of the devices; `exactly`: how many engines."""
+        self._start_s = time.perf_counter()
+        share = options.time_limit_s * TOPOLOGY_SHARE
+        self.vectors = CountVectors(p)
+        self.prices = EnginePrices(
+            p,
+            self.vectors,
+            options,
+            deadline_s=self._start_s + share,
+            engine_s=share * ENGINE_SHARE,
+        )
+        self._gap, self._exactly = gap, exactly
+        self._given_up: dict[Vector, int] = {}
+        """Rows from which on an engine is not looked at any more, without a proof."""
+        self.best: tuple[ChosenEngine, ...] | None = None
+        """None: the known pipeline, or nothing."""
+        known = known or KnownPipeline()
+        self.value = known.value if exactly in (None, 1) else math.inf
+        if known.value < math.inf:
+            whole = EnginePrice(value=known.value, bound=known.bound)
+            self.prices.note(self.vectors.counts, self.prices.rows, whole)
+
+    def run(self) -> SearchedTopology:
+        """Search; return the best topology. Without engines it is the known pipeline."""
+        self._seed()
+        proven = False
+        for _ in range(MOST_ROUNDS):
+            if self.prices.late:
+                break
+            below = self._target
+            total, chosen = self._most_rows(below)
+            if total < self.prices.rows:
+                proven = not self._given_up and self.vectors.complete
+                break
+            self._try(self._dealt(chosen, below), below)
+        bound = self._target if proven else self._bound()
+        return SearchedTopology(
+            engines=self.best or (),
+            value=self.value,
+            bound=min(bound, self.value),
+            seconds=time.perf_counter() - self._start_s,
+        )
+
+    @property
+    def _target(self) -> float:
+        """Value that a better topology is below."""
+        return self.value * (1 - self._gap) if math.isfinite(self.value) else math.inf
+
+    def _seed(self) -> None:
+        """Begin with equal shares of the devices, where classes can be divided."""
+        counts, rows = self.vectors.counts, self.prices.rows
+        for engines in equal_shares(counts, rows):
+            if self._exactly not in (None, engines):
+                continue
+            v = tuple(count // engines for count in counts)
+            self._try([(v, n) for n in dealt_equally(rows, engines)], self._target)
+        if self._exactly in (None, sum(counts)):
+            self._try_single_devices()
+
+    def _try_single_devices(self) -> None:
+        """Try every device as an engine, dealing rows anew while that is better."""
+        counts, before = self.vectors.counts, math.inf
+        each = [
+            tuple(int(c == own) for c in range(len(counts)))
+            for own, count in enumerate(counts)
+            for _ in range(count)
+        ]
+        while self.value < before and not self.prices.late:
+            before, below = self.value, self._target
+            if sum(self.prices.most(v, below) for v in each) < self.prices.rows:
+                return
+            self._try(self._dealt(each, below), below)
+
+    def _most_rows(self, below: float, *, proven: bool = False) -> tuple[float, list[Vector]]:
+        rows: dict[Vector, float] = {}
+        for v in self.vectors.vectors:
+            most = self.prices.most(v, below)
+            if not proven:
+                most = min(most, self._given_up.get(self.vectors.canonical(v), most))
+            rows[v] = most
+        return self.vectors.most_rows(rows, self._exactly)
+
+    def _dealt(self, chosen: Sequence[Vector], below: float) -> list[tuple[Vector, int]]:
+        """Deal the job's rows to engines in proportion to the rows each may do."""
+        able = []
+        for v in chosen:
+            most = self.prices.most(v, below)
+            able.append(min(most, self._given_up.get(self.vectors.canonical(v), most)))
+        # Engines that must all be there have a row each.
+        least = [int(self._exactly is not None)] * len(able)
+        more = dealt(self.prices.rows - sum(least), [n - 1 if least[0] else n for n in able])
+        return [(v, own + n) for v, own, n in zip(chosen, least, more, strict=True)]
+
+    def _try(self, engines: Sequence[tuple[Vector, int]], below: float) -> None:
+        """Solve the engines of a topology; keep it if all are below."""
+        found = []
+        for v, rows in engines:
+            if rows == 0:
+                continue
+            price = self.prices.price(v, rows, below)
+            if price.value >= below:
+                if price.bound < below:  # not proven, and not found
+                    v = self.vectors.canonical(v)
+                    self._given_up[v] = min(rows - 1, self._given_up.get(v, rows))
+                return
+            found.append((v, rows, price))
+        if self._exactly is not None and len(found) != self._exactly:
+            return
+        used = [0] * len(self.vectors.counts)
+        named = []
+        for v, rows, price in found:
+            devices = self.vectors.names(v, used)
+            named.append(ChosenEngine(vector=v, devices=devices, rows=rows, price=price))
+            used = [n + more for n, more in zip(used, v, strict=True)]
+        if all(price.solved is not None for _, _, price in found):
+            self.best = tuple(named)
+            self.value = max(price.value for _, _, price in found)
+
+    def _bound(self) -> float:
+        """Return the largest value found below which engines cannot do all rows, as is proven."""
+        if not self.vectors.complete:
+            return min(self.prices.floor_of_all(), self.value)
+        low, high = 0.0, self.value
+        if not math.isfinite(high):
+            return low
+        for _ in range(HALVINGS):
+            middle = (low + high) / 2
+            total, _ = self._most_rows(middle, proven=True)
+            if total < self.prices.rows:
+                low = middle
+            else:
+                high = middle
+        return low
+
+
+def equal_shares(counts: Vector, rows: int) -> list[int]:
+    """Return the numbers of engines, more than one, that equal shares of all classes make."""
+    most = min(math.gcd(*counts), rows)
+    return [n for n in range(2, most + 1) if all(count % n == 0 for count in counts)]
+
+
+def dealt_equally(rows: int, engines: int) -> list[int]:
+    """Return rows of engines of one speed."""
+    least, over = divmod(rows, engines)
+    return [least + (at < over) for at in range(engines)]
+
+
+def dealt(rows: int, able: Sequence[int]) -> list[int]:
+    """Deal rows in proportion to what each may have, and not more; those left over to the largest.
+
+    The sum of `able` is not below `rows`.
+    """
+    whole = max(1, sum(able))
+    found = [rows * most // whole for most in able]
+    left = rows - sum(found)
+    order = sorted(range(len(able)), key=lambda at: (found[at] - rows * able[at] / whole, at))
+    while left:
+        for at in order:
+            if left and found[at] < able[at]:
+                found[at] += 1
+                left -= 1
+    return found
