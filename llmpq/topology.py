@@ -77,9 +77,8 @@ class Topology(FileForm):
                         f"engine {number} was planned for another {name} than engine 0 ({other} "
                         f"instead of {ours}); plan all engines together with llmpq-algo"
                     )
-        places = [(s.node, s.device_index, s.is_cpu) for s in self.stages]
         names = [stage.device for stage in self.stages]
-        if len(set(names)) != len(names) or len(set(places)) != len(places):
+        if len(set(names)) != len(names):
             raise ValueError(f"engines share a device: {names}; each device is of one engine")
         rows = sum(engine.rows for engine in self.engines)
         if rows != self.workload.batch:

@@ -333,6 +333,38 @@ class LLM:
             )
         )
 
+    @property
+    def engine_thread(self) -> EngineThread:
+        """What serves requests, for those who deal them to several engines; raises if not up."""
+        return self._engine
+
+    @property
+    def max_rows(self) -> int:
+        """Requests that run at once at most."""
+        return _most_rows(self._limits)
+
+    def has_room(self, prompt: PreparedPrompt) -> bool:
+        """Whether a prompt that another LLM of this model has prepared can run here."""
+        try:
+            for request in prompt.requests:
+                self._limits.check(request)
+        except ValueError:
+            return False
+        return True
+
+    def output_of(
+        self, prompt: PreparedPrompt, finished: Mapping[int, RequestOutputDelta]
+    ) -> RequestOutput:
+        """Return the answers to a prompt whose requests have all ended, by their ids."""
+        return self._output(prompt, finished)
+
+    def trace_parts(self) -> tuple[list[str], list[StageRecord]]:
+        """Return the stages' names and all that they recorded; `close` writes no file then."""
+        self._trace.added(self._engine.engine.records())
+        self._trace.written = True
+        stages = enumerate(self.plan.stages)
+        return [f"stage {i} {stage.device}" for i, stage in stages], self._trace.records
+
     def write_trace(self) -> None:
         """Write the file of the option `trace` with all so far; `close` does it if this did not."""
         self._trace.write(self._engine.engine)

@@ -95,6 +95,8 @@ class RequestOutput:
     """Tokens of the prompt that were found in the prefix cache."""
     failure: str | None = None
     """Why it was given up: it ends whatever stage computes it."""
+    engine: int | None = None
+    """Which engine of a plan of several answered; None where there is one."""
 
     @property
     def text(self) -> str:

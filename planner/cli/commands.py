@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import logging
+import math
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from llmpq.errors import BadPlanError, DoesNotFitError
 from llmpq.planner.problem.requests import (
@@ -17,6 +18,10 @@ from llmpq.planner.problem.requests import (
     ModelsRequest,
     PlanRequest,
 )
+
+if TYPE_CHECKING:
+    from llmpq.plan import Plan
+    from llmpq.topology import Topology
 
 
 def run(command: str, request: Any) -> None:
@@ -62,14 +67,41 @@ def _fits(request: FitsRequest) -> None:
 
 
 def _check(request: CheckRequest) -> None:
-    from llmpq.plan import Plan
-    from llmpq.planner.check.check import check_alone, check_plan
-    from llmpq.planner.problem.named_inputs import model_of_plan, names_devices, read_cluster
+    from llmpq.topology import Topology, read_plan
 
     if _is_run(request.plan):
         _check_shared(request)
         return
-    plan = Plan.load(request.plan)
+    whole = read_plan(request.plan)
+    if isinstance(whole, Topology):
+        _check_engines(request, whole)
+    else:
+        _check_engine(request, whole)
+
+
+def _check_engines(request: CheckRequest, topology: Topology) -> None:
+    """Check every engine of a plan, and that they end when the plan says."""
+    from llmpq.planner.check.check import RELATIVE_TOLERANCE
+
+    for number, engine in enumerate(topology.engines):
+        sys.stdout.write(f"engine {number}, {engine.rows} rows: ")
+        _check_engine(request, engine.plan)
+    seconds = [engine.predicted_s for engine in topology.engines]
+    if topology.predicted is None or None in seconds:
+        return
+    last = max(one for one in seconds if one is not None)
+    if not math.isclose(last, topology.predicted.total_s, rel_tol=RELATIVE_TOLERANCE):
+        raise BadPlanError(
+            f"the plan states {topology.predicted.total_s:.6g} s for all engines, expected "
+            f"{last:.6g} s, when the last of them ends; re-plan with llmpq-algo"
+        )
+    sys.stdout.write(f"all engines: {last:.3f} s\n")
+
+
+def _check_engine(request: CheckRequest, plan: Plan) -> None:
+    from llmpq.planner.check.check import check_alone, check_plan
+    from llmpq.planner.problem.named_inputs import model_of_plan, names_devices, read_cluster
+
     complete = plan.inputs is not None
     if names_devices(request) or not complete:
         if not names_devices(request):

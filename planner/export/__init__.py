@@ -18,6 +18,7 @@ from llmpq.planner.export.sglang import sglang
 from llmpq.planner.export.vllm import vllm
 from llmpq.planner.problem.named_inputs import model_of_plan
 from llmpq.planner.problem.requests import ExportRequest
+from llmpq.topology import Topology, read_plan
 
 WRITERS: dict[str, Callable[[Plan, ModelSpec], Exported]] = {
     "vllm": vllm,
@@ -32,8 +33,11 @@ WRITERS: dict[str, Callable[[Plan, ModelSpec], Exported]] = {
 
 def export_plan(request: ExportRequest) -> None:
     """Write a plan for an engine to `-o` or stdout; the rest goes to stderr, a line each."""
-    plan = Plan.load(request.plan)
-    exported = WRITERS[request.to](plan, model_of_plan(request, plan))
+    plan = read_plan(request.plan)
+    if isinstance(plan, Topology):
+        exported = _engines(request, plan)
+    else:
+        exported = WRITERS[request.to](plan, model_of_plan(request, plan))
     if request.output:
         Path(request.output).write_text(exported.text)
     else:
@@ -42,3 +46,40 @@ def export_plan(request: ExportRequest) -> None:
         sys.stderr.write(f"warning: {line}\n")
     for line in exported.not_expressed:
         sys.stderr.write(f"not expressed: {line}\n")
+
+
+FIRST_PORT = 8000
+SERVERS = ("vllm", "sglang")
+"""Engines whose settings end in a command of a server."""
+CHECKPOINTS = ("compressed-tensors", "gptqmodel")
+"""What is written once for all engines, where they have the same precisions."""
+
+
+def _engines(request: ExportRequest, topology: Topology) -> Exported:
+    """Return a plan of several engines: a server for each, or the checkpoint that all serve."""
+    plans, count = topology.plans, len(topology.engines)
+    write, spec = WRITERS[request.to], model_of_plan(request, plans[0])
+    if request.to in CHECKPOINTS and len({plan.precisions for plan in plans}) == 1:
+        return write(plans[0], spec)
+    if request.to not in SERVERS:
+        raise ValueError(
+            f"--to {request.to} writes one engine's plan, this one has {count}"
+            + (" with different precisions" if request.to in CHECKPOINTS else "")
+            + "; plan with llmpq-algo --engines 1, or export with --to vllm or sglang"
+        )
+    each = [write(plan, spec) for plan in plans]
+    ports = range(FIRST_PORT, FIRST_PORT + count)
+    lines = [f"# {count} engines, a server each; a load balancer sends them these shares of rows:"]
+    for number, (one, share, port) in enumerate(zip(each, topology.engines, ports, strict=True)):
+        part = share.rows / topology.workload.batch
+        lines += [
+            f"# engine {number}, port {port}: {part:.1%}",
+            "(",
+            f"{one.text.rstrip()} --port {port}",
+            ") &",
+        ]
+    missing = dict.fromkeys(
+        ["dealing rows to engines of unequal speed: each command is a server of its own"]
+        + [line for one in each for line in one.not_expressed]
+    )
+    return Exported(text="\n".join([*lines, "wait", ""]), not_expressed=tuple(missing))

@@ -23,8 +23,8 @@ from llmpq.planner.solving.methods import SolveOptions
 TOPOLOGY_GAP = 1e-3
 """Relative gap to which topologies are searched: more engines must be better by more than this."""
 TOPOLOGY_SHARE = 1 / 12
-"""Share of the time limit that the search of topologies has, after that of one pipeline."""
-ENGINE_SHARE = 0.25
+"""Share of the time limit that the search of topologies may compute, after that of one pipeline."""
+ENGINE_SHARE = 0.5
 """Share of that which one engine may take."""
 MOST_ROUNDS = 2000
 HALVINGS = 30
@@ -79,7 +79,7 @@ class TopologySearch:
             p,
             self.vectors,
             options,
-            deadline_s=self._start_s + share,
+            deadline_s=time.process_time() + share,
             engine_s=share * ENGINE_SHARE,
         )
         self._gap, self._exactly = gap, exactly

@@ -25,8 +25,9 @@ from llmpq.errors import CONTINUE, DeadlineError, ExitCode, StageLostError
 from llmpq.model_spec import ModelSpec
 from llmpq.plan import Plan
 from llmpq.runtime.auto_plan import DEFAULT_NEW_TOKENS, Lengths, plan_for
-from llmpq.runtime.cli.plan_file import load_plan
+from llmpq.runtime.cli.plan_file import load_engines
 from llmpq.runtime.cli.run_flags import RunOptions, check_flags, defaults_of
+from llmpq.runtime.engines import Engines
 from llmpq.runtime.launch.choose_launcher import choose_backend
 from llmpq.runtime.llm import LLM
 from llmpq.runtime.options import AUTO, PLANNED, EngineOptions
@@ -45,8 +46,13 @@ from llmpq.runtime.text.batch_rows import BatchRow, answer_line, error_line
 from llmpq.runtime.text.made_with import made_by, made_with
 from llmpq.runtime.text.request_factory import PreparedPrompt
 from llmpq.runtime.text.tokenizer import Tokenizer
+from llmpq.topology import Topology, plans_of
 
 _log = logging.getLogger("llmpq.run")
+
+
+ENGINE = "engine"
+"""Key of an answer's line: which engine of several made it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,29 +73,42 @@ class Job:
 class MadeWith:
     """Says what answers are made with, also where the plan changes meanwhile."""
 
-    def __init__(self, plan: Plan, model_dir: str) -> None:
+    def __init__(self, plan: Plan | Topology, model_dir: str) -> None:
         self._model_dir, self._default_tokens = model_dir, plan.workload.gen_len
-        self._plan, self._common = plan, made_by(plan, model_dir)
+        self._known = [(own, made_by(own, model_dir)) for own in plans_of(plan)]
 
     def __call__(self, row: BatchRow, plan: Plan | None = None) -> Mapping[str, Any]:
         """Return it of a row that ended under a plan; None: the first one."""
-        if plan is not None and plan is not self._plan:
-            self._plan, self._common = plan, made_by(plan, self._model_dir)
-        return made_with(row, self._common, self._default_tokens)
+        common = next((common for own, common in self._known if own is plan or plan is None), None)
+        if common is None:
+            assert plan is not None
+            common = made_by(plan, self._model_dir)
+            self._known = [*self._known[-MOST_PLANS:], (plan, common)]
+        return made_with(row, common, self._default_tokens)
+
+    def any_of(self, row: BatchRow) -> list[Mapping[str, Any]]:
+        """Return it of a row that any engine of the plan has answered."""
+        return [made_with(row, common, self._default_tokens) for _, common in self._known]
+
+
+MOST_PLANS = 64
+"""Plans whose answers' notes are kept at hand."""
 
 
 def main(options: RunOptions) -> int:
     """Run a batch file through a plan; returns the exit code."""
     check_flags(options)
-    plan = None if options.plan is None else load_plan(options.plan)
+    plan = None if options.plan is None else load_engines(options.plan)
     model_dir = options.model or (plan.model.path if plan is not None else None)
     if model_dir is None:
         raise ValueError("the plan names no model directory; give one with --model DIR")
     model_dir = str(local_model(model_dir))
     engine = replace(options.engine, offline=True)
     read_generation_config(model_dir, engine.generation_config)  # before anything is loaded
-    if plan is not None:
-        plan.require_model(ModelSpec.from_directory(model_dir))
+    for own in () if plan is None else plans_of(plan):
+        own.require_model(ModelSpec.from_directory(model_dir))
+    if isinstance(plan, Topology):
+        _require_several(options)
     check_files(
         {"--input": options.input, "--plan": options.plan, "--cluster": _path(engine.cluster)},
         {
@@ -104,16 +123,17 @@ def main(options: RunOptions) -> int:
     if plan is None:
         plan, engine = _made_plan(options, engine, model_dir, rows, tokenizer)
     # before the output is touched
-    llm = LLM(model_dir, plan=plan, options=engine, start=False, use_tqdm=not options.json)
+    llm = _engines(model_dir, plan, engine, use_tqdm=not options.json)
     if options.compare_plain and llm.options.speculate is None and options.engine.speculate != AUTO:
         refuse_without_effect(
             {"--compare-plain": True}, "without drafts, and the plan has none", "give --speculate"
         )
-    if engine.layer_cache is not None and choose_backend(llm.plan, engine) != "ray":
+    on_ray = any(choose_backend(own, engine) == "ray" for own in plans_of(llm.plan))
+    if engine.layer_cache is not None and not on_ray:
         require_folder("--layer-cache", str(engine.layer_cache))  # elsewhere the stages look
     job = _job(rows, options, llm, model_dir, tokenizer)
-    if options.tune and job.prompts:
-        _tune(llm.plan, ModelSpec.from_directory(model_dir))
+    for own in plans_of(llm.plan) if options.tune and job.prompts else ():
+        _tune(own, ModelSpec.from_directory(model_dir))
     with llm, OrderedWriter(options.output, len(rows), done=job.done) as writer:
         try:
             report = _run(job, options, llm, writer)
@@ -124,6 +144,30 @@ def main(options: RunOptions) -> int:
         sys.stderr.write(f"{_failed(job)}; see their 'error' in {options.output}\n")
         return ExitCode.SOME_ROWS_FAILED
     return ExitCode.DONE
+
+
+def _engines(
+    model_dir: str, plan: Plan | Topology, engine: EngineOptions, *, use_tqdm: bool
+) -> LLM | Engines:
+    """Return what answers: one engine, or those of a plan of several."""
+    if isinstance(plan, Topology):
+        return Engines(model_dir, plan, engine, start=False, use_tqdm=use_tqdm)
+    return LLM(model_dir, plan=plan, options=engine, start=False, use_tqdm=use_tqdm)
+
+
+def _require_several(options: RunOptions) -> None:
+    """Refuse what is of one engine alone, where the plan has several."""
+    pages = [path for path in options.report if path.lower().endswith((".html", ".htm"))]
+    if pages:
+        raise ValueError(
+            f"--report '{pages[0]}': a page is of one engine and the plan has several; give a name "
+            "that ends in .json"
+        )
+    if options.compare_plain:
+        raise ValueError(
+            "--compare-plain is of one engine and the plan has several; leave it out, or plan with "
+            "llmpq-algo --engines 1"
+        )
 
 
 def _path(value: object) -> str | None:
@@ -184,17 +228,21 @@ def _tokens(row: BatchRow, tokenizer: Tokenizer) -> list[int]:
 
 
 def _job(
-    rows: Sequence[BatchRow], options: RunOptions, llm: LLM, model_dir: str, tokenizer: Tokenizer
+    rows: Sequence[BatchRow],
+    options: RunOptions,
+    llm: LLM | Engines,
+    model_dir: str,
+    tokenizer: Tokenizer,
 ) -> Job:
     """Turn rows into prompts; one that there is no room for becomes an error."""
     made = MadeWith(llm.plan, model_dir)
-    done = finished_lines(options.output, rows, made) if options.resume else {}
+    done = finished_lines(options.output, rows, made.any_of) if options.resume else {}
     prompts, errors = prepare_rows(rows, llm, tokenizer, skip=done)
     return Job(rows=rows, done=done, prompts=prompts, errors=errors, made_with=made)
 
 
 def prepare_rows(
-    rows: Sequence[BatchRow], llm: LLM, tokenizer: Tokenizer, *, skip: Container[int] = ()
+    rows: Sequence[BatchRow], llm: LLM | Engines, tokenizer: Tokenizer, *, skip: Container[int] = ()
 ) -> tuple[dict[int, PreparedPrompt], dict[int, str]]:
     """Return the prompts of rows, and why the others cannot run, each by the row's index."""
     prompts: dict[int, PreparedPrompt] = {}
@@ -217,7 +265,7 @@ def prepare_rows(
     return prompts, errors
 
 
-def _run(job: Job, options: RunOptions, llm: LLM, writer: OrderedWriter) -> JobReport:
+def _run(job: Job, options: RunOptions, llm: LLM | Engines, writer: OrderedWriter) -> JobReport:
     """Start the engine, write answers as they come; return the report."""
     if not job.prompts:
         _write_errors(job, writer)
@@ -244,16 +292,29 @@ def _run(job: Job, options: RunOptions, llm: LLM, writer: OrderedWriter) -> JobR
                 writer.write(row.index, error_line(row, output.failure))
                 continue
             outputs.append(output)
-            plan = llm.plan
+            plan = plan_of(llm, output)
             line = answer_line(row, output, plan.model.name, job.made_with(row, plan))
-            writer.write(row.index, line)
+            writer.write(row.index, line if output.engine is None else _named(line, output))
     report = llm.job_report(outputs, num_failed=len(job.errors))
     report["errors"] = _error_rows(job)
-    if options.compare_plain and llm.options.speculate is not None:
+    if isinstance(llm, LLM) and options.compare_plain and llm.options.speculate is not None:
         _log.info("again without drafts, to compare")
         plain = [output for _, output in llm.as_completed(prompts, may_draft=False)]
         report["speculation"]["plain"] = plain_comparison(outputs, plain)
     return report
+
+
+def plan_of(llm: LLM | Engines, output: RequestOutput) -> Plan:
+    """Return the plan under which an answer ended."""
+    if isinstance(llm, LLM):
+        return llm.plan
+    assert output.engine is not None
+    return llm.llms[output.engine].plan
+
+
+def _named(line: dict[str, Any], output: RequestOutput) -> dict[str, Any]:
+    """Return the line of a row with the engine that answered it."""
+    return {**line, ENGINE: output.engine}
 
 
 def _write_errors(job: Job, writer: OrderedWriter) -> None:
@@ -274,8 +335,9 @@ def _error_rows(job: Job) -> list[dict[str, Any]]:
     return named[:MOST_ERRORS]
 
 
-def _report_of_nothing(plan: Plan, job: Job) -> JobReport:
+def _report_of_nothing(whole: Plan | Topology, job: Job) -> JobReport:
     """Return the report of a job that had nothing left to run: no stage was started."""
+    plan = plans_of(whole)[0]
     report = build_report(
         JobResult(
             plan=plan.model_copy(update={"stages": ()}),
@@ -306,7 +368,7 @@ def _failed(job: Job) -> str:
     return f"every row was refused, {len(job.rows)} in all (row {index}: {message})"
 
 
-def _show(report: Mapping[str, Any], llm: LLM, options: RunOptions) -> None:
+def _show(report: Mapping[str, Any], llm: LLM | Engines, options: RunOptions) -> None:
     """Print the report and write the files; what one refuses takes nothing of the others."""
 
     def show() -> None:
@@ -320,7 +382,7 @@ def _show(report: Mapping[str, Any], llm: LLM, options: RunOptions) -> None:
     if sys.stdout is not None:
         writers["standard output"] = show
     for path in options.report:
-        writers[path] = partial(write_report, path, report, llm.plan)
+        writers[path] = partial(write_report, path, report, plans_of(llm.plan)[0])
     if options.engine.trace is not None and report["stages"]:
         writers[str(options.engine.trace)] = llm.write_trace
     write_all(writers, kept=f"the answers in '{options.output}' are complete")

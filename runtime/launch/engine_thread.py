@@ -83,6 +83,39 @@ class EngineThread:
             for own, listener in asked
             for request in own
         ]
+        self._queue(records, now_s)
+
+    def take_back(self, request_id: int) -> RequestRecord | None:
+        """Return a request that has not ended, with its tokens so far, and end it here unheard.
+
+        None where it has ended, or where its tokens are not known here.
+        """
+        with self._lock:
+            record = self._records.get(request_id)
+            if record is None or record.aborted or not record.request.recorded:
+                return None
+            del self._records[request_id]
+            self._ruled.discard(request_id)
+            engine, away = self.engine, self.recovery is not None
+        if not away:
+            try:
+                engine.abort([request_id])
+            except Exception as error:
+                if not self._is_lost(engine, error):
+                    raise
+        return record
+
+    def num_tokens(self, request_id: int) -> int:
+        """Return how many tokens of a request are known to have come; 0 where it has ended."""
+        record = self._records.get(request_id)
+        return 0 if record is None else len(record.tokens)
+
+    def adopt(self, record: RequestRecord) -> None:
+        """Go on with a request that another engine gave back, for the same listener."""
+        self._queue([record], time.perf_counter())
+
+    def _queue(self, records: Sequence[RequestRecord], now_s: float) -> None:
+        """Give requests to the stages, all or none."""
         with self._lock:
             self._require_open()
             self._records |= {record.request.id: record for record in records}

@@ -26,6 +26,7 @@ from llmpq.plan import Plan, StagePlan
 from llmpq.runtime.request_output import CompletionOutput, RequestOutput
 from llmpq.runtime.trace import REPORTED_EVENTS, LoadReport, StageRecord
 from llmpq.shared_run import predicted_of
+from llmpq.topology import Topology
 from llmpq.units import format_size
 from llmpq.version import __version__
 
@@ -159,6 +160,76 @@ def _report_data(job: JobResult) -> dict[str, Any]:
             )
         ],
     }
+
+
+def engines_report(
+    topology: Topology,
+    parts: Sequence[JobReport | None],
+    outputs: Sequence[RequestOutput],
+    *,
+    num_failed: int,
+    startup_s: float,
+    ended_s: Sequence[float],
+    taken_over: Sequence[int],
+    lost: Mapping[int, str],
+    samples: Sequence[Mapping[str, Any]] = (),
+) -> JobReport:
+    """Return the report of a job that several engines shared: of all, and under `engines` of each.
+
+    `parts`: of each engine, None of one that was lost; `ended_s`: when each ended its last row,
+    since the job began; `taken_over`: rows that each took over from others; `lost`: why.
+    """
+    finished = _answers(outputs)
+    wall_s = max(ended_s, default=0.0)
+    per_s = 1 / wall_s if wall_s > 0 else 0.0
+    tokens, prompts = _num_tokens(finished), sum(len(o.prompt_token_ids) for o in outputs)
+    engines = [
+        {
+            "engine": number,
+            "planned_rows": share.rows,
+            "rows": sum(output.engine == number for output in outputs),
+            "taken_over": taken_over[number],
+            "ended_s": ended_s[number],
+            "lost": lost.get(number),
+            "output_tokens": sum(_num_tokens(o.outputs) for o in outputs if o.engine == number),
+            "report": None if part is None else without_timeline(part),
+        }
+        for number, (share, part) in enumerate(zip(topology.engines, parts, strict=True))
+    ]
+    present = [(number, part) for number, part in enumerate(parts) if part is not None]
+
+    def of_all(key: str) -> list[Any]:
+        return [{"engine": number, **one} for number, part in present for one in part[key]]
+
+    predicted = topology.predicted
+    share = len(finished) / topology.workload.batch
+    data = {
+        "schema": 1,
+        "model": topology.model.name,
+        "cluster": topology.cluster.name,
+        "workload": topology.workload.model_dump(mode="json"),
+        "completed": len(finished),
+        "failed": num_failed,
+        "total_input_tokens": prompts,
+        "total_output_tokens": tokens,
+        "versions": versions(),
+        "plan": topology.model_dump(mode="json", by_alias=True),
+        "startup_s": startup_s,
+        "predicted": None if predicted is None else predicted.model_dump(mode="json"),
+        "predicted_of_run": None if predicted is None else {"total_s": share * predicted.total_s},
+        "measured": {"prefill_s": None, "decode_s": None, "total_s": wall_s},
+        "request_throughput": len(finished) * per_s,
+        "output_throughput": tokens * per_s,
+        "total_token_throughput": (tokens + prompts) * per_s,
+        **_latencies(finished),
+        "speculation": None,
+        "recoveries": of_all("recoveries"),
+        "samples": list(samples),
+        "timeline": [steps for _, part in present for steps in part["timeline"]],
+        "stages": of_all("stages"),
+        "engines": engines,
+    }
+    return JobReport(data, topology.engines[0].plan)
 
 
 def timeline_data(records: Sequence[StageRecord]) -> list[list[dict[str, Any]]]:
@@ -314,6 +385,8 @@ _SHARES = ("busy", "idle", "sending")
 def print_summary(report: Mapping[str, Any], console: Console) -> None:
     """Print the report for a person: one table of stages, one of the job."""
     table = Table(title="stages (predicted / measured)", title_justify="left")
+    if "engines" in report:
+        print_engines(report["engines"], console)
     columns = ("stage", "layers", "precision", "weights+KV", "prefill ms", "decode ms")
     shown = _SHARES if any(stage["sending_share"] for stage in report["stages"]) else _SHARES[:1]
     for column in (*columns, *shown):
@@ -322,7 +395,7 @@ def print_summary(report: Mapping[str, Any], console: Console) -> None:
         memory, steps = stage["memory"], stage["steps"]
         shares = [stage[f"{name}_share"] for name in shown]
         table.add_row(
-            stage["device"],
+            stage["device"] if "engine" not in stage else f"{stage['engine']}: {stage['device']}",
             "{}-{}".format(stage["layers"][0], stage["layers"][1] - 1),
             stage["precisions"],
             _pair(memory["predicted_bytes"], memory["measured_bytes"], format_size),
@@ -348,6 +421,23 @@ def print_summary(report: Mapping[str, Any], console: Console) -> None:
         f"{report['total_output_tokens']} tokens generated, "
         f"{report['output_throughput']:.0f} tokens/s"
     )
+
+
+def print_engines(engines: Sequence[Mapping[str, Any]], console: Console) -> None:
+    """Print what each of several engines did."""
+    table = Table(title="engines", title_justify="left")
+    for column in ("engine", "rows (planned)", "rows", "taken over", "tokens", "ended after"):
+        table.add_column(column, justify="right")
+    for one in engines:
+        table.add_row(
+            str(one["engine"]),
+            str(one["planned_rows"]),
+            str(one["rows"]),
+            str(one["taken_over"]),
+            str(one["output_tokens"]),
+            "lost" if one["lost"] is not None else _seconds(one["ended_s"]),
+        )
+    console.print(table)
 
 
 def _recoveries_line(recoveries: Sequence[Mapping[str, Any]]) -> str:

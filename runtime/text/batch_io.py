@@ -123,12 +123,12 @@ def _has_failed(line: bytes) -> bool:
 def finished_lines(
     path: str | Path,
     rows: Sequence[BatchRow],
-    made: Callable[[BatchRow], Mapping[str, Any]] | None = None,
+    made: Callable[[BatchRow], Sequence[Mapping[str, Any]]] | None = None,
 ) -> dict[int, dict[str, Any]]:
     """Return the answers an earlier run left, by row index, without failed rows and torn lines.
 
-    `made` tells what a row's answer is made with now. `ValueError` if the file was made from
-    another input, or its answers with another model, precision or sampling.
+    `made` returns what a row's answer is made with now, by any of the engines. `ValueError` if the
+    file was made from another input, or its answers with another model, precision or sampling.
     """
     done: dict[int, dict[str, Any]] = {}
     by_id = {
@@ -168,10 +168,10 @@ def finished_lines(
 
 
 def _require_alike(
-    path: str | Path, index: int, found: Mapping[str, Any], wanted: Mapping[str, Any]
+    path: str | Path, index: int, found: Mapping[str, Any], wanted: Sequence[Mapping[str, Any]]
 ) -> None:
-    """Refuse an answer that this run would have made otherwise."""
-    if unlike := differences(found, wanted):
+    """Refuse an answer that none of this run's engines would have made so."""
+    if unlike := min((differences(found, one) for one in wanted), key=len):
         raise ValueError(
             f"'{path}' was made otherwise, its row {index}: {'; '.join(unlike)}: run it with what "
             "was given before, or give another -o"

@@ -46,9 +46,9 @@ def test_both_spellings_make_the_same_plan(
     )
     spellings = (
         f"--cluster {cluster} --model opt-30b --batch 16 --prompt-len 512 --gen-len 100"
-        f" --omega-file {omega} --theta 1 -o {ours}",
+        f" --omega-file {omega} --theta 1 --engines 1 -o {ours}",
         "--model-name opt --model_size 30b --device_names T4 V100 --device_numbers 3 1"
-        f" --omega_file {omega} --global_bz 16 --s 512 --n 100 --theta 1 --group 1"
+        f" --omega_file {omega} --global_bz 16 --s 512 --n 100 --theta 1 --group 1 --engines 1"
         f" --fit --output {papers}",
     )
     for words in spellings:
@@ -131,6 +131,7 @@ def test_reserve_leaves_memory_free(capsys: pytest.CaptureFixture[str], tmp_path
 def test_kv_bits_are_a_trade(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     out = tmp_path / "plan.json"
     words = ["--cluster", str(PAPER / "09.yaml"), "--model", "opt-30b", "--global_bz", "32"]
+    words += ["--engines", "1"]
     _run(capsys, *words, "--kv", "16,8", "-o", str(out))
     low = Plan.load(out)
     _run(capsys, *words, "--kv", "16", "-o", str(out))
@@ -206,7 +207,13 @@ def test_methods_are_compared_at_equal_quality(capsys: pytest.CaptureFixture[str
             if name != "uniform":
                 continue
             code, text, _ = _run(
-                capsys, *words[:-2], "--quality-budget", str(budget if extra else loss), "--json"
+                capsys,
+                *words[:-2],
+                "--quality-budget",
+                str(budget if extra else loss),
+                "--json",
+                "--engines",
+                "1",
             )
             predicted = Plan.model_validate_json(text).predicted
             assert predicted is not None and exact_s <= predicted.total_s * 1.002

@@ -15,6 +15,7 @@ pytestmark = pytest.mark.pure
 def planned(folder: Path, bits: int, model: str, devices: str) -> Plan:
     path = folder / f"head-{bits}.json"
     job = ["--global-bz", "4", "--s", "128", "--n", "64", "--bits", "4", "--head-bits", str(bits)]
+    job += ["--engines", "1"]
     assert main(["--model", model, "--devices", devices, *job, "-o", str(path)]) == 0
     assert main(["check", str(path)]) == 0
     return Plan.load(path)

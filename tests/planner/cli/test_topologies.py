@@ -1,0 +1,167 @@
+"""`llmpq-algo --engines`: several pipelines that share a job, and the file of such a plan."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from llmpq.plan import Plan
+from llmpq.planner.__main__ import main
+from llmpq.planner.make import make_plan
+from llmpq.topology import Topology, read_plan
+
+pytestmark = pytest.mark.pure
+
+JOB = ["--prompt-len", "512", "--gen-len", "256"]
+ETHERNET = {"between_nodes": {"gbps": 1, "latency_us": 100}}
+
+
+@pytest.fixture
+def planned(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Any:
+    """Plan; return the plan and the lines that were printed."""
+
+    def plan(*words: str) -> tuple[Plan | Topology, list[str]]:
+        out = tmp_path / "plan.json"
+        assert main([*words, "-o", str(out)]) == 0
+        assert main(["check", str(out)]) == 0
+        return read_plan(out), capsys.readouterr().out.splitlines()
+
+    return plan
+
+
+def _nodes(tmp_path: Path, *kinds: str) -> str:
+    nodes = [{"name": f"n{i}", "accelerators": kind} for i, kind in enumerate(kinds)]
+    path = tmp_path / "cluster.yaml"
+    path.write_text(json.dumps({"name": "boxes", "nodes": nodes, "links": ETHERNET}))
+    return str(path)
+
+
+@pytest.mark.parametrize(
+    ("devices", "model", "batch", "engines", "each"),
+    [
+        ("3090:4", "gemma-3-12b", 256, 4, "3090"),
+        ("3090:4", "llama-3.1-8b", 256, 4, "3090"),
+        ("t4:3", "opt-1.3b", 96, 3, "t4"),
+    ],
+)
+def test_equal_cards_that_hold_the_model_are_engines(
+    planned: Any, devices: str, model: str, batch: int, engines: int, each: str
+) -> None:
+    words = ["--model", model, "--bits", "4", "--batch", str(batch), "--prompt-len", "256"]
+    words += ["--gen-len", "128"]
+    plan, lines = planned("--devices", devices, *words)
+    assert isinstance(plan, Topology) and len(plan.engines) == engines
+    assert [engine.rows for engine in plan.engines] == [batch // engines] * engines
+    assert all(len(engine.plan.stages) == 1 for engine in plan.engines)
+    rates = {}
+    for name in ("best single card", "best pipeline", "equal replicas"):
+        (line,) = [line for line in lines if line.startswith(f"{name}: ")]
+        rates[name] = float(line.split(": ")[-1].split()[0].replace(",", ""))
+    alone = make_plan(
+        model, devices=each, batch=batch // engines, prompt_len=256, gen_len=128, bits="4"
+    )
+    assert alone.predicted is not None and plan.predicted is not None
+    rate = engines * alone.predicted.output_tokens_per_s
+    assert plan.predicted.output_tokens_per_s == pytest.approx(rate, rel=1e-3)
+    assert rates["equal replicas"] == pytest.approx(rate, rel=0.01)
+    assert rates["best single card"] < rates["best pipeline"] < rate
+    assert any(line.startswith(f"engines: {engines} engines (") for line in lines)
+
+
+def test_one_request_leaves_the_slower_card_out_and_says_so(planned: Any) -> None:
+    plan, lines = planned("--devices", "5090,3090", "--model", "qwen3-8b", "--batch", "1", *JOB)
+    assert isinstance(plan, Plan) and [s.device for s in plan.stages] == ["RTX-5090-0"]
+    assert "left out, faster without: RTX-3090-0" in lines
+
+
+def test_one_engine_is_the_plan_of_before(planned: Any, tmp_path: Path) -> None:
+    words = ["--devices", "3090:2", "--model", "opt-1.3b", "--batch", "8", *JOB]
+    plan, lines = planned(*words, "--engines", "1")
+    assert isinstance(plan, Plan)
+    alone = make_plan("opt-1.3b", devices="3090:2", batch=8, prompt_len=512, gen_len=256)
+    assert plan == alone
+    assert not any(line.startswith(("engines:", "best pipeline")) for line in lines)
+
+
+def test_slow_links_between_nodes_are_not_crossed(planned: Any, tmp_path: Path) -> None:
+    cluster = _nodes(tmp_path, "3090:2", "3090:2")
+    words = ["--cluster", cluster, "--model", "qwen3-14b", "--bits", "8", "--batch", "16", *JOB]
+    plan, _ = planned(*words)
+    assert isinstance(plan, Topology) and len(plan.engines) >= 2
+    for engine in plan.engines:
+        assert len({stage.node for stage in engine.plan.stages}) == 1
+
+
+def test_unequal_cards_have_rows_by_their_speed(planned: Any) -> None:
+    words = ["--devices", "5090,3090", "--model", "qwen3-8b", "--bits", "8", "--batch", "64"]
+    plan, _ = planned(*words, *JOB, "--prefer", "speed")
+    assert isinstance(plan, Topology)
+    seconds = [engine.predicted_s for engine in plan.engines]
+    assert len(seconds) == 2 and min(seconds) > 0.85 * max(seconds)
+    rows = {engine.plan.stages[0].kind: engine.rows for engine in plan.engines}
+    assert rows["RTX-5090"] > 1.5 * rows["RTX-3090"]
+
+
+def test_so_many_engines_as_are_asked_for(planned: Any) -> None:
+    words = ["--devices", "3090:4", "--model", "qwen3-8b", "--batch", "16", *JOB]
+    plan, _ = planned(*words, "--engines", "2")
+    assert isinstance(plan, Topology) and len(plan.engines) == 2
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "said"),
+    [
+        ("--engines 0", 2, "--engines must be auto, 1 or another number of engines, got 0"),
+        ("--engines many", 2, "--engines must be auto, 1 or another number of engines, got many"),
+        ("--engines 5", 2, "--engines 5 needs as many devices and rows, got 2 devices"),
+        ("--engines 2 --pareto", 2, "--engines has no effect with --pareto"),
+        ("--engines 2 --method ilp", 2, "--engines 2 needs --method exact"),
+        ("--engines 2 --model llama-3.1-70b", 5, "no 2 engines were found"),
+    ],
+)
+def test_what_cannot_be_is_refused(
+    capsys: pytest.CaptureFixture[str], words: str, code: int, said: str
+) -> None:
+    model = [] if "--model" in words else ["--model", "opt-1.3b"]
+    words = f"--devices 3090:2 --bits 4 --batch 4 {words}"
+    assert main([*words.split(), *model]) == code
+    assert said in capsys.readouterr().err
+
+
+def test_a_page_and_exports_have_every_engine(
+    planned: Any, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    page, out = tmp_path / "plan.html", tmp_path / "plan.json"
+    words = ["--devices", "3090:2", "--model", "opt-1.3b", "--batch", "16", *JOB]
+    planned(*words, "--report", str(page), "--engines", "2")
+    assert all(f"Engine {number}: 8 rows" in page.read_text() for number in range(2))
+    assert main(["export", str(out), "--to", "vllm"]) == 0
+    script = capsys.readouterr().out
+    assert script.count("vllm serve ") == 2
+    assert "--port 8000" in script and "--port 8001" in script
+    assert main(["export", str(out), "--to", "llamacpp"]) == 2
+    assert "--to llamacpp writes one engine's plan, this one has 2" in capsys.readouterr().err
+
+
+def test_files_that_are_no_topology_are_refused(planned: Any, tmp_path: Path) -> None:
+    words = ["--devices", "3090:2", "--model", "opt-1.3b", "--batch", "16", *JOB, "--engines", "2"]
+    plan, _ = planned(*words)
+    assert isinstance(plan, Topology)
+    path = tmp_path / "plan.json"
+    with pytest.raises(Exception, match="is a plan of 2 engines, expected one of a single engine"):
+        Plan.load(path)
+    data = json.loads(plan.dump_json())
+    for change, said in (
+        (lambda d: d["engines"][0].update(rows=3), "the engines' rows are"),
+        (lambda d: d["engines"].__setitem__(1, d["engines"][0]), "engines share a device"),
+        (lambda d: d["engines"][0]["plan"]["model"].update(fingerprint="x"), "another model"),
+        (lambda d: d.update(engines=[]), "engines"),
+    ):
+        broken = json.loads(json.dumps(data))
+        change(broken)
+        path.write_text(json.dumps(broken))
+        with pytest.raises(Exception, match=said):
+            read_plan(path)

@@ -1,0 +1,187 @@
+"""The best topology = the best over all groupings of devices and all ways to deal rows."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import os
+import random
+from collections.abc import Iterator
+
+import pytest
+
+from llmpq.cluster import Cluster
+from llmpq.errors import DoesNotFitError
+from llmpq.planner.evaluate.fits import fits
+from llmpq.planner.evaluate.objective import sum_omega, value
+from llmpq.planner.problem.problem import Problem
+from llmpq.planner.solving.count_vectors import CountVectors
+from llmpq.planner.solving.engine_prices import MOST_WAVES
+from llmpq.planner.solving.methods import SolveOptions
+from llmpq.planner.solving.plan_search import best_plan
+from llmpq.planner.solving.topologies import best_topology
+from llmpq.planner.solving.topology_search import KnownPipeline, TopologySearch, dealt
+from reference.random_problems import random_problem
+
+pytestmark = [pytest.mark.pure, pytest.mark.slow]
+
+ALL = "LLMPQ_ALL_TESTS" in os.environ
+OPTIONS = SolveOptions(gap=1e-9, time_limit_s=math.inf)
+
+
+def _problem(seed: int, *, batch: int = 3) -> Problem:
+    """A problem in which some single devices hold the model, and others do not."""
+    rng = random.Random(seed)
+    p = random_problem(rng, layers=(2, 3), kinds=(1, 2), devices=(1, 2), precisions=2, batch=batch)
+    data = p.cluster.model_dump(mode="json", by_alias=True)
+    for node in data["nodes"]:
+        for group in node["devices"]:
+            group["spec"]["memory"] += int(rng.uniform(0, 2) * int(p.all_layer_bytes.sum()))
+    return p.with_changes(cluster=Cluster.parse_data(data, where="test"))
+
+
+class _Oracle:
+    """Every grouping of devices, every way to deal rows: engines solved one by one."""
+
+    def __init__(self, p: Problem, budget: float | None = None) -> None:
+        self.p, self.known = p, dict[tuple[tuple[str, ...], int], float]()
+        self.options = SolveOptions(gap=1e-9, time_limit_s=math.inf, budget=budget)
+
+    def best(self, engines: int | None = None) -> float:
+        names = [device.name for device in self.p.cluster.devices]
+        rows = self.p.workload.batch
+        found = math.inf
+        for groups in _groupings(names):
+            if engines not in (None, len(groups)):
+                continue
+            for dealt_rows in _compositions(rows, len(groups)):
+                worst = max(
+                    self._engine(group, n) for group, n in zip(groups, dealt_rows, strict=True)
+                )
+                found = min(found, worst)
+        return found
+
+    def _engine(self, names: tuple[str, ...], rows: int) -> float:
+        kinds = tuple(sorted(name.rpartition("-")[0] for name in names))
+        if (kinds, rows) not in self.known:
+            best = math.inf
+            for waves in range(1, min(MOST_WAVES, rows) + 1):
+                job = self.p.part(names).with_job(batch=-(-rows // waves))
+                try:
+                    one = best_plan(job.with_changes(theta=self.p.theta / waves), self.options)
+                except DoesNotFitError:
+                    continue
+                best = min(best, waves * one.outcome.value)
+            self.known[kinds, rows] = best
+        return self.known[kinds, rows]
+
+
+def _groupings(names: list[str]) -> Iterator[list[tuple[str, ...]]]:
+    """Yield every set of disjoint, non-empty groups of some of the devices."""
+    if not names:
+        yield []
+        return
+    first, rest = names[0], names[1:]
+    for groups in _groupings(rest):
+        yield groups
+        yield [(first,), *groups]
+        for at, group in enumerate(groups):
+            yield [*groups[:at], (first, *group), *groups[at + 1 :]]
+
+
+def _compositions(rows: int, parts: int) -> Iterator[tuple[int, ...]]:
+    for cuts in itertools.combinations(range(1, rows), parts - 1) if parts else ():
+        yield tuple(b - a for a, b in itertools.pairwise((0, *cuts, rows)))
+
+
+def _check(seed: int, p: Problem, best: float, search: TopologySearch) -> bool:
+    found = search.run()
+    assert found.value == pytest.approx(best, rel=1e-6), f"seed {seed}"
+    assert found.bound <= best * (1 + 1e-9), f"seed {seed}: the bound is above the best"
+    if math.isfinite(best):
+        assert found.bound >= best * (1 - 1e-6), f"seed {seed}: not proven"
+    return len(found.engines) > 1
+
+
+def test_the_best_topology_is_that_of_brute_force() -> None:
+    several = fitting = 0
+    for seed in range(1000 if ALL else 45):
+        p = _problem(seed)
+        best = _Oracle(p).best()
+        fitting += math.isfinite(best)
+        several += _check(seed, p, best, TopologySearch(p, OPTIONS, gap=0.0))
+    assert several > 8 and fitting > 30
+
+
+def test_so_many_engines_are_the_best_of_so_many() -> None:
+    for seed in range(300, 306):
+        p = _problem(seed)
+        oracle = _Oracle(p)
+        for engines in (1, 2, 3):
+            search = TopologySearch(p, OPTIONS, exactly=engines, gap=0.0)
+            assert search.run().value == pytest.approx(oracle.best(engines), rel=1e-6), seed
+
+
+def test_every_engine_keeps_the_budget() -> None:
+    several = 0
+    for seed in range(400, 412):
+        p = _problem(seed).with_changes(theta=0.0)
+        rng = random.Random(seed)
+        budget = rng.uniform(0, float(p.omega.max(axis=1).sum()))
+        options = SolveOptions(gap=1e-9, time_limit_s=math.inf, budget=budget)
+        best = _Oracle(p, budget).best()
+        found = best_topology(p, options, KnownPipeline(), gap=0.0)
+        assert found.value == pytest.approx(best, rel=1e-6), seed
+        several += len(found.engines) > 1
+        for engine in found.engines:
+            loss = sum_omega(engine.solved.problem, engine.solved.outcome.assignment)
+            assert loss <= budget * (1 + 1e-9) + 1e-12
+    assert several > 1
+
+
+def test_engines_have_disjoint_devices_that_hold_their_plans() -> None:
+    for seed in range(500, 510):
+        p = _problem(seed)
+        found = best_topology(p, OPTIONS, KnownPipeline(), gap=0.0)
+        names = [name for engine in found.engines for name in engine.devices]
+        assert len(set(names)) == len(names)
+        assert not found.engines or sum(e.rows for e in found.engines) == p.workload.batch
+        for engine in found.engines:
+            own, a = engine.solved.problem, engine.solved.outcome.assignment
+            assert {d.name for d in own.cluster.devices} == set(engine.devices)
+            assert fits(own, a)
+            assert engine.waves * value(own, a) <= found.value * (1 + 1e-9)
+
+
+def test_a_search_that_is_stopped_gives_what_it_has_and_a_true_bound() -> None:
+    for seed in range(600, 606):
+        p = _problem(seed)
+        best = _Oracle(p).best()
+        hurried = SolveOptions(gap=1e-9, time_limit_s=0.0)
+        known = KnownPipeline(value=2 * best if math.isfinite(best) else math.inf)
+        found = TopologySearch(p, hurried, known=known).run()
+        assert found.bound <= best * (1 + 1e-9) and found.value >= best * (1 - 1e-9)
+
+
+def test_twin_nodes_are_one_engine() -> None:
+    group = {"kind": "T4", "count": 2}
+    nodes = [{"name": f"n{i}", "devices": [group]} for i in range(3)]
+    links = {"between_nodes": {"gbps": 1, "latency_us": 50}}
+    cluster = Cluster.parse_data({"name": "twins", "nodes": nodes, "links": links}, where="test")
+    p = _problem(0).with_changes(cluster=cluster)
+    vectors = CountVectors(p)
+    assert len(vectors.vectors) == 26 and vectors.complete
+    assert len({vectors.canonical(v) for v in vectors.vectors}) == 9
+
+
+def test_rows_are_dealt_in_proportion() -> None:
+    rng = random.Random(1)
+    for _ in range(200):
+        able = [rng.randint(1, 50) for _ in range(rng.randint(1, 6))]
+        rows = rng.randint(1, sum(able))
+        found = dealt(rows, able)
+        assert sum(found) == rows
+        assert all(0 <= n <= most for n, most in zip(found, able, strict=True))
+        assert all(
+            abs(n - rows * m / sum(able)) < 1 + 1e-9 for n, m in zip(found, able, strict=True)
+        )

@@ -1,0 +1,170 @@
+"""Rows dealt to engines of unequal speed: all end together, none is lost with an engine."""
+
+from __future__ import annotations
+
+import heapq
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from llmpq.errors import StageLostError
+from llmpq.runtime.engines import _Dealer
+from llmpq.runtime.launch.request_output_delta import RequestOutputDelta
+from llmpq.runtime.launch.request_record import RequestRecord
+from llmpq.runtime.request import Finished, Request
+from llmpq.runtime.request_output import RequestOutput
+
+pytestmark = pytest.mark.quick
+
+
+@dataclass
+class _Engine:
+    """An engine in virtual time: every step brings a token of each running row."""
+
+    clock: list[float]
+    step_s: float
+    batch: int
+    waiting: list[RequestRecord] = field(default_factory=list)
+    running: list[RequestRecord] = field(default_factory=list)
+    free_s: float = 0.0
+    ended_s: float = 0.0
+    lost: bool = False
+
+    max_rows = 256
+
+    @property
+    def engine_thread(self) -> _Engine:
+        return self
+
+    def has_room(self, prompt: Any) -> bool:
+        return True
+
+    def submit(self, requests: Sequence[Request], listener: Any) -> None:
+        for request in requests:
+            self.adopt(RequestRecord(request=request, listener=listener, submitted_s=self.clock[0]))
+
+    def adopt(self, record: RequestRecord) -> None:
+        if self.lost:
+            raise StageLostError("lost")
+        record.begun_s = self.clock[0]
+        self.waiting.append(record)
+
+    def take_back(self, number: int) -> RequestRecord | None:
+        for held in (self.waiting, self.running):
+            for record in held:
+                if record.request.id == number:
+                    held.remove(record)
+                    self.ended_s = self.clock[0]
+                    return record
+        return None
+
+    def num_tokens(self, number: int) -> int:
+        known = [*self.waiting, *self.running]
+        return next((len(r.tokens) for r in known if r.request.id == number), 0)
+
+    def abort(self, numbers: Sequence[int]) -> None:
+        for number in numbers:
+            self.take_back(number)
+
+    def output_of(self, prompt: Any, finished: Any) -> RequestOutput:
+        return RequestOutput(request_id=prompt.name, prompt=None, prompt_token_ids=[], outputs=[])
+
+    def step(self) -> float:
+        """Compute a step, and return when it ends."""
+        while self.waiting and len(self.running) < self.batch:
+            self.running.append(self.waiting.pop(0))
+        return max(self.free_s, self.clock[0]) + self.step_s * (1 + 0.02 * len(self.running))
+
+    def end_step(self) -> None:
+        self.free_s = self.clock[0]
+        for record in list(self.running):
+            now_s = self.clock[0]
+            record.take([1], None, now_s)
+            if len(record.tokens) < record.request.max_new:
+                continue
+            self.running.remove(record)
+            self.ended_s = now_s
+            first_s = record.first_token_s or now_s
+            ended = Finished(
+                id=record.request.id,
+                tokens=list(record.tokens),
+                finish_reason="length",
+                first_token_s=first_s - record.submitted_s,
+                total_s=now_s - record.submitted_s,
+            )
+            record.listener(RequestOutputDelta(id=record.request.id, finished=ended))
+
+
+def _prompts(lengths: Sequence[int]) -> list[Any]:
+    return [
+        SimpleNamespace(name=str(i), requests=(Request(id=i, prompt=[1], max_new=n),))
+        for i, n in enumerate(lengths)
+    ]
+
+
+def _run(
+    speeds: Sequence[float], batches: Sequence[int], lengths: Sequence[int], *, lose_s: float = 1e9
+) -> tuple[list[_Engine], list[int], Any]:
+    """Run a job; the first engine is lost after `lose_s`. Return engines, answered rows, dealer."""
+    clock = [0.0]
+    engines = [_Engine(clock, s, b) for s, b in zip(speeds, batches, strict=True)]
+    shares = [SimpleNamespace(plan=SimpleNamespace(workload=SimpleNamespace(batch=b)))
+              for b in batches]  # fmt: skip
+    topology: Any = SimpleNamespace(engines=shares)
+    lost: dict[int, str] = {}
+    dealer = _Dealer(engines, topology, _prompts(lengths), lost)  # type: ignore[arg-type]
+    steps = [(0.0, number) for number in range(len(engines))]
+    busy = [False] * len(engines)
+    answered = []
+    while dealer.num_left:
+        clock[0], number = heapq.heappop(steps)
+        engine = engines[number]
+        if number == 0 and clock[0] > lose_s and not engine.lost:
+            engine.lost = True
+            dealer._heard.put((0, RequestOutputDelta(id=-1, error=StageLostError("gone"))))
+        if engine.lost:
+            dealer.hear(0.0)
+            continue
+        if busy[number]:
+            engine.end_step()
+            busy[number] = False
+        while not dealer._heard.empty():
+            heard = dealer.hear(0.0)
+            if heard is not None:
+                answered.append(heard[0])
+        if engine.running or engine.waiting:
+            busy[number] = True
+            heapq.heappush(steps, (engine.step(), number))
+        else:
+            heapq.heappush(steps, (clock[0] + 1e-3, number))
+    return engines, answered, dealer
+
+
+@pytest.mark.parametrize("ratio", [1.0, 1.7, 2.5, 4.0])
+@pytest.mark.parametrize("equal", [True, False])
+def test_two_engines_end_within_three_percent(ratio: float, equal: bool) -> None:
+    rng = random.Random(int(10 * ratio))
+    lengths = [32 if equal else rng.randint(4, 60) for _ in range(500)]
+    engines, answered, _ = _run([0.02 * ratio, 0.02], [8, 8], lengths)
+    assert sorted(answered) == list(range(500))
+    slow_s, fast_s = (engine.ended_s for engine in engines)
+    assert abs(slow_s - fast_s) <= 0.03 * max(slow_s, fast_s)
+
+
+def test_rows_go_by_speed() -> None:
+    engines, _, dealer = _run([0.06, 0.02], [8, 8], [32] * 400)
+    assert max(e.ended_s for e in engines) < 1.08 * 400 * 32 / 8 * 1.16 / (1 / 0.06 + 1 / 0.02)
+
+
+def test_rows_of_a_lost_engine_are_done_by_the_others() -> None:
+    engines, answered, dealer = _run([0.02, 0.02, 0.03], [8, 8, 4], [16] * 120, lose_s=0.9)
+    assert engines[0].lost and sorted(answered) == list(range(120))
+
+
+def test_the_loss_of_the_last_engine_is_raised() -> None:
+    with pytest.raises(StageLostError, match="gone"):
+        _run([0.02], [8], [16] * 120, lose_s=0.9)
