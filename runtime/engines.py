@@ -3,9 +3,9 @@
     with Engines("DIR", topology, options) as engines:
         for index, output in engines.as_completed(prompts): ...
 
-Each engine is an `LLM` with the plan of its own. A row goes to an engine that has room, unless another
-one would end it earlier; at the end, one that has nothing left takes over rows of others,
-with their tokens so far. The rows of an engine that is lost for good are done by the others.
+Each engine is an `LLM` with the plan of its own. A row goes to an engine that has room; at the end,
+one that has nothing left takes over rows of others that it would end sooner, with their tokens so
+far. The rows of an engine that is lost for good are done by the others.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 from llmpq.errors import LlmpqError
 from llmpq.plan import Plan
@@ -31,6 +31,7 @@ from llmpq.runtime.launch.stages.stage_place import StagePlace
 from llmpq.runtime.llm import LLM
 from llmpq.runtime.options import EngineOptions
 from llmpq.runtime.report.job_report import JobReport, engines_report
+from llmpq.runtime.report.progress import ProgressReporter
 from llmpq.runtime.report.samples import JobSamples
 from llmpq.runtime.request import Progress
 from llmpq.runtime.request_output import RequestOutput
@@ -168,6 +169,28 @@ class Engines:
             generated_tokens=sum(one.generated_tokens for one in each),
             phase=busiest.phase,
             gauges={name: sum(one.gauges.get(name, 0) for one in each) for name in busiest.gauges},
+        )
+
+    def live_stats(self) -> dict[str, Any]:
+        """Return what `LLM.live_stats` does, of all engines together; asks the stages."""
+        each = [llm.live_stats() for llm in self._able]
+        return {
+            **asdict(self.progress),
+            "stages": [stage for one in each for stage in one["stages"]],
+            "recoveries": [recovery for one in each for recovery in one["recoveries"]],
+        }
+
+    def progress_of(
+        self, prompts: Sequence[PreparedPrompt], num_rows: int, *, quiet: bool = False
+    ) -> ProgressReporter:
+        """Return what shows how far prompts are, as `LLM.progress_of`."""
+        predicted = self.plan.predicted
+        return ProgressReporter(
+            num_rows,
+            most_tokens=sum(prompt.most_tokens for prompt in prompts),
+            stats=self.live_stats,
+            planned_tokens_per_s=None if predicted is None else predicted.output_tokens_per_s,
+            quiet=quiet,
         )
 
     @property

@@ -341,7 +341,7 @@ class LLM:
     @property
     def max_rows(self) -> int:
         """Requests that run at once at most."""
-        return _most_rows(self._limits)
+        return self._limits.max_rows
 
     def has_room(self, prompt: PreparedPrompt) -> bool:
         """Whether a prompt that another LLM of this model has prepared can run here."""

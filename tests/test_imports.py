@@ -53,7 +53,8 @@ runtime/launch <- runtime/response_stream, runtime/plan_choice, runtime/replan <
 runtime/step_message <- runtime/links <- runtime/engine
 runtime/step_message <- runtime/text <- runtime/launch
 runtime/step_message <- runtime/report <- runtime/llm
-runtime/llm <- runtime/engines <- runtime/serve, runtime/tools, runtime/cli (one level) <- runtime/__main__
+runtime/llm <- runtime/engines <- runtime/serve, runtime/tools, runtime/cli (one level)
+runtime/cli <- runtime/__main__
 """
 """`a <- b`: b may import a and all that a may. A name is a room, a sub-room or a file of a room.
 

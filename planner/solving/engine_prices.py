@@ -183,7 +183,7 @@ class EnginePrices:
         for kv in kvs:
             own = self.p.with_changes(workload=work.model_copy(update={"kv": kv}))
             chunks: tuple[int, ...] = (own.chunk,)
-            if self.options.kvs and own.pooled:
+            if self.options.kvs:
                 chunks = chunk_sizes(1, work.prompt_len, window=own.spec.widest_window)
             found += [own.with_changes(chunk=chunk) for chunk in chunks]
         return found

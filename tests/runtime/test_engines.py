@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import heapq
+import json
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from llmpq.errors import StageLostError
+from llmpq.runtime.cli.main import main
 from llmpq.runtime.engines import _Dealer
-from llmpq.runtime.launch.request_output_delta import RequestOutputDelta
-from llmpq.runtime.launch.request_record import RequestRecord
+from llmpq.runtime.launch.request_record import RequestOutputDelta, RequestRecord
 from llmpq.runtime.request import Finished, Request
 from llmpq.runtime.request_output import RequestOutput
+from llmpq.topology import EngineShare, Topology
 
 pytestmark = pytest.mark.quick
 
@@ -168,3 +171,54 @@ def test_rows_of_a_lost_engine_are_done_by_the_others() -> None:
 def test_the_loss_of_the_last_engine_is_raised() -> None:
     with pytest.raises(StageLostError, match="gone"):
         _run([0.02], [8], [16] * 120, lose_s=0.9)
+
+
+@pytest.mark.cpu
+def test_a_batch_file_is_run_by_two_engines(
+    demo_model: Path, make_plan: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Their greedy tokens are one engine's; what is interrupted goes on; all say which engine."""
+    model = demo_model
+    whole, pair = make_plan(model), make_plan(model, (1,))
+    renamed = tuple(
+        stage.model_copy(update={"device": f"{stage.device}-b", "device_index": 5 + i})
+        for i, stage in enumerate(pair.stages)
+    )
+    shares = [
+        EngineShare(rows=8, plan=whole),
+        EngineShare(rows=4, plan=pair.model_copy(update={"stages": renamed})),
+    ]
+    work = whole.workload.model_copy(update={"batch": 12})
+    topology = Topology(engines=tuple(shares), workload=work)
+    plan, alone = tmp_path / "plan.json", tmp_path / "alone.json"
+    topology.save_json(plan)
+    whole.save_json(alone)
+    rows = [
+        {"prompt": [5 + i, 7, 9], "max_tokens": 4 + i % 9, "ignore_eos": True} for i in range(24)
+    ]
+    given = tmp_path / "in.jsonl"
+    given.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    several, one = tmp_path / "several.jsonl", tmp_path / "one.jsonl"
+    report, trace = tmp_path / "report.json", tmp_path / "trace.json"
+    words = ["run", "--model", str(model), "-i", str(given)]
+    more = ["--plan", str(plan), "--report", str(report), "--trace", str(trace)]
+    assert main([*words, *more, "-o", str(several), "--json"]) == 0
+    assert main([*words, "--plan", str(alone), "-o", str(one), "--json"]) == 0
+    found, expected = (
+        [json.loads(line) for line in path.read_text().splitlines()] for path in (several, one)
+    )
+    assert [row["tokens"] for row in found] == [row["tokens"] for row in expected]
+    assert {row["engine"] for row in found} == {0, 1}
+    told = json.loads(report.read_text())
+    assert sum(one["rows"] for one in told["engines"]) == 24 == told["completed"]
+    assert [stage["engine"] for stage in told["stages"]] == [0, 1, 1]
+    events = json.loads(trace.read_text())["traceEvents"]
+    tracks = {event["args"]["name"] for event in events if event["name"] == "process_name"}
+    assert {track.split(" stage")[0] for track in tracks} == {"engine 0", "engine 1"}
+    several.write_text("".join(json.dumps(row) + "\n" for row in found[:10]))
+    capsys.readouterr()
+    assert main([*words, "--plan", str(plan), "-o", str(several), "--resume", "--json"]) == 0
+    again = [json.loads(line) for line in several.read_text().splitlines()]
+    assert [row["tokens"] for row in again] == [row["tokens"] for row in expected]
+    assert main([*words, "--plan", str(plan), "-o", "x", "--report", "x.html", "--json"]) == 2
+    assert "a page is of one engine and the plan has several" in capsys.readouterr().err
