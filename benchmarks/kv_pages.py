@@ -26,7 +26,7 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from llmpq.kernels.formats.kv_block import KVFormat
+from llmpq.kernels.formats.kv_block import pool_format
 from llmpq.kernels.fused.rope_append import rope_append_pages
 from llmpq.kernels.gpu_timing import copies_for, time_launches, write_row
 from llmpq.kernels.kv.paged import packed_pages
@@ -122,7 +122,7 @@ class Step:
     def __init__(
         self, heads: int, groups: int, dim: int, bits: int, ends: list[int], loop: str = ""
     ) -> None:
-        self.fmt = KVFormat(precision=KVPrecision(f"kv{bits}"), head_dim=dim)
+        self.fmt = pool_format(KVPrecision(f"kv{bits}"), dim)
         self.heads, self.groups, self.ends = heads, groups, ends
         device, batch = torch.device("cuda", 0), len(ends)
         self.plan = PackedPlan.of(self.fmt, heads, groups, DTYPE, device)

@@ -77,18 +77,21 @@ def _changing_rope(spec: ModelSpec, max_len: int) -> bool:
     return long and scaling is not None and scaling.kind == "dynamic"
 
 
-def _odd_heads(spec: ModelSpec, max_len: int) -> bool:
-    latents = spec.latent is not None and padded_head_dim(spec.head_dim) % LATENT_CHANNELS == 0
-    dims = {spec.head_dim, spec.global_head_dim or spec.head_dim}
-    return not latents and not dims <= {*GPU_PACKED_HEAD_DIMS}
+def _wide_heads(spec: ModelSpec, max_len: int) -> bool:
+    return spec.latent is None and max(spec.head_dim, spec.global_head_dim or 0) > MOST_CHANNELS
 
 
-GPU_PACKED_HEAD_DIMS = (32, 64, 128, 256)
-"""Channels of heads whose packed blocks a GPU's kernels read."""
+def _odd_latents(spec: ModelSpec, max_len: int) -> bool:
+    channels = padded_head_dim(spec.head_dim)
+    return spec.latent is not None and channels % LATENT_CHANNELS != 0
+
+
+MOST_CHANNELS = 256
+"""Channels of heads at most whose packed blocks a GPU's kernels read."""
 
 
 LATENT_CHANNELS = 64
-"""... and of which latents have a multiple."""
+"""Of which packed latents on a GPU have a multiple, padded to 32s."""
 
 
 FEATURES: tuple[Feature, ...] = (
@@ -131,7 +134,10 @@ FEATURES: tuple[Feature, ...] = (
     _feature("exact GELU", lambda s, _: s.activation == "gelu_erf", "gpu_rounded"),
     _feature("xIELU", lambda s, _: s.activation == "xielu", "gpu_rounded"),
     _feature("clamped gates", lambda s, _: s.activation == "clamped_silu", "gpu_rounded"),
-    _feature("heads of other than 32, 64, 128 or 256 channels", _odd_heads, "gpu_packed_kv"),
+    _feature(f"heads of more than {MOST_CHANNELS} channels", _wide_heads, "gpu_packed_kv"),
+    _feature(
+        f"latents of no multiple of {LATENT_CHANNELS} channels", _odd_latents, "gpu_packed_kv"
+    ),
     _feature("activations in float32", lambda spec, _: True, "gpu_packed_float32"),
 )
 """What a way lacks is refused there, though planned for: its kernels are to come."""

@@ -16,7 +16,11 @@ a thread loads 16 contiguous bytes and needs no shuffle and no shared memory.
                 4 bits:  plane1 plane0 | plane1 plane0 | plane1 plane0 | plane1 plane0
 
     word    W of thread 4g+t:  W = m * (columns * b / 64) + o   (m: 16 rows, o: 8/b octets)
+            keys by octet:     W = o * 4 + m
     tile    word address = (W // 4) * 128 + (4g + t) * 4 + W % 4      (16 bytes a thread)
+
+Keys of heads whose channels are no power of two stand by octet in a GPU's pool (`pool_format`):
+registers there hold powers of two, and what fills them up is then behind the last word of a tile.
 
 `word & 0x000f000f` is then two fp16 subnormals n * 2**-24 in one instruction, the other plane is
 `word & 0x00f000f0`, n * 2**-20: no conversion and no offset to subtract, only powers of two that
@@ -63,6 +67,7 @@ class KVFormat:
     precision: KVPrecision
     head_dim: int
     key_group: int | None = BLOCK_TOKENS
+    keys_by_octet: bool = False
 
     def __post_init__(self) -> None:
         if self.precision is KVPrecision.KV16:
@@ -84,6 +89,11 @@ class KVFormat:
         return padded_head_dim(self.head_dim)
 
     @property
+    def register_channels(self) -> int:
+        """`channels`, padded to a power of two."""
+        return 1 << (self.channels - 1).bit_length()
+
+    @property
     def block_words(self) -> int:
         """32-bit words of a packed block of keys (values have as many)."""
         return BLOCK_TOKENS * self.channels * self.bits // 32
@@ -100,6 +110,13 @@ class KVFormat:
         return block_bytes(
             self.precision, kv_heads=kv_heads, head_dim=self.head_dim, key_group=self.key_group
         )
+
+
+def pool_format(precision: KVPrecision, head_dim: int) -> KVFormat:
+    """Return the format of blocks in a GPU's pool."""
+    channels = padded_head_dim(head_dim)
+    by_octet = channels & (channels - 1) != 0
+    return KVFormat(precision=precision, head_dim=head_dim, keys_by_octet=by_octet)
 
 
 def quantize(x: Tensor, bits: int, dim: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -119,18 +136,18 @@ def quantize(x: Tensor, bits: int, dim: int) -> tuple[Tensor, Tensor, Tensor]:
     return codes.to(torch.uint8), scale, zero
 
 
-def pack_keys(codes: Tensor, bits: int) -> Tensor:
+def pack_keys(codes: Tensor, bits: int, *, by_octet: bool = False) -> Tensor:
     """Pack key codes [..., 128 tokens, D] into int32 words [..., block_words]."""
     *lead, tokens, channels = codes.shape
     # token 16m + 2g + r of tile n; channel t*D/4 + 2*(o*I + i) + h
     x = codes.reshape(*lead, tokens // TILE_TOKENS, 4, 8, 2, 4, channels * bits // 64, 8 // bits, 2)
-    return _to_words(x, _KEY_AXES, bits).reshape(*lead, -1)
+    return _to_words(x, _KEY_AXES, bits, by_octet).reshape(*lead, -1)
 
 
-def unpack_keys(words: Tensor, bits: int, channels: int) -> Tensor:
+def unpack_keys(words: Tensor, bits: int, channels: int, *, by_octet: bool = False) -> Tensor:
     """Invert `pack_keys`: uint8 codes [..., 128 tokens, D]."""
     lead = words.shape[:-1]
-    x = _from_words(words, 4, channels * bits // 64, _KEY_AXES, bits)
+    x = _from_words(words, 4, channels * bits // 64, _KEY_AXES, bits, by_octet)
     return x.reshape(*lead, BLOCK_TOKENS, channels)
 
 
@@ -189,10 +206,13 @@ def _axes(order: str, names: str, lead: int) -> list[int]:
     return list(range(lead)) + [lead + have.index(name) for name in names.split()]
 
 
-def _to_words(x: Tensor, order: str, bits: int) -> Tensor:
+_WORD_AXES = {False: "n m o g t h r i", True: "n o m g t h r i"}
+
+
+def _to_words(x: Tensor, order: str, bits: int, by_octet: bool = False) -> Tensor:
     """Put axes (tile n, m, o, g, t, h, r, plane i) into words [tile, W // 4, thread, W % 4]."""
     lead = x.dim() - 8
-    x = x.permute(_axes(order, "n m o g t h r i", lead))
+    x = x.permute(_axes(order, _WORD_AXES[by_octet], lead))
     *head, m, o, g, t, _, _, planes = x.shape
     shift = torch.arange(planes, device=x.device, dtype=torch.uint8) * bits
     byte = (x << shift).sum(-1, dtype=torch.uint8).contiguous()
@@ -201,13 +221,16 @@ def _to_words(x: Tensor, order: str, bits: int) -> Tensor:
     return words.contiguous()
 
 
-def _from_words(words: Tensor, m: int, o: int, order: str, bits: int) -> Tensor:
+def _from_words(
+    words: Tensor, m: int, o: int, order: str, bits: int, by_octet: bool = False
+) -> Tensor:
     """Invert `_to_words`, returning the axes in `order`."""
     planes = 8 // bits
     tiles = (BLOCK_TOKENS // TILE_TOKENS, m * o // 4)
     byte = words.contiguous().view(torch.uint8).reshape(*words.shape[:-1], *tiles, 32, 4, 4)
-    byte = byte.transpose(-2, -3).reshape(*words.shape[:-1], tiles[0], m, o, 8, 4, 2, 2)
+    byte = byte.transpose(-2, -3).reshape(
+        *words.shape[:-1], tiles[0], *((o, m) if by_octet else (m, o)), 8, 4, 2, 2
+    )
     codes = torch.stack([(byte >> (bits * i)) & (2**bits - 1) for i in range(planes)], -1)
     lead = codes.dim() - 8
-    names = "n m o g t h r i"
-    return codes.permute(_axes(names, order, lead))
+    return codes.permute(_axes(_WORD_AXES[by_octet], order, lead))

@@ -55,7 +55,7 @@ def pack_block(fmt: KVFormat, k_TD: Tensor, v_TD: Tensor) -> tuple[Tensor, Tenso
     v_params = torch.stack([v_scale, v_zero], -3).squeeze(-1)
     v_params[..., 0, :] *= token_gain(fmt, v_TD.device)
     v_params = to_thread_order(v_params)
-    k_words = pack_keys(F.pad(k_codes, (0, pad)), fmt.bits)
+    k_words = pack_keys(F.pad(k_codes, (0, pad)), fmt.bits, by_octet=fmt.keys_by_octet)
     v_words = pack_values(F.pad(v_codes, (0, pad)), fmt.bits)
     return k_words, k_params, v_words, v_params
 
@@ -65,7 +65,8 @@ def unpack_key_block(
 ) -> Tensor:
     """Dequantise the keys of pages [...] and some heads to [..., G, 128, D]."""
     k_params = layer.k_params_PG[:, heads][pages].to(dtype)
-    k = unpack_keys(layer.k_words_PGW[:, heads][pages], fmt.bits, fmt.channels).to(dtype)
+    words = layer.k_words_PGW[:, heads][pages]
+    k = unpack_keys(words, fmt.bits, fmt.channels, by_octet=fmt.keys_by_octet).to(dtype)
     if fmt.key_group is None:
         k_params = from_thread_order(k_params)
         k = k.mul_(k_params[..., 0, :, None]).add_(k_params[..., 1, :, None])

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from llmpq.kernels.formats.kv_block import KVFormat
+from llmpq.kernels.formats.kv_block import KVFormat, pool_format
 from llmpq.kernels.fused.rope_append import rope_append_pages
 from llmpq.kernels.kv.paged.packed_pages import (
     PackedPages,
@@ -58,7 +58,7 @@ class GpuPackedKV(GpuPagedKVBase):
     ) -> None:
         """`layers`: their numbers in the model."""
         assert not size.window, "llmpq/capabilities.py refuses before"
-        fmt = KVFormat(precision=kv, head_dim=spec.head_dim)
+        fmt = self._format(spec, kv)
         self._device = torch.device(device)
         # A column for the newest tokens, too, which no block holds yet: `spread` looks them up.
         self.columns = pool_blocks(KVPrecision.KV16, size.max_len)
@@ -84,6 +84,10 @@ class GpuPackedKV(GpuPagedKVBase):
         self._layers = [self._layer(index) for index in range(len(layers))]
         self.launches = self._planned(spec, fmt, dtype)
         self.num_work_split = self.launches.num_work_split
+
+    def _format(self, spec: ModelSpec, kv: KVPrecision) -> KVFormat:
+        """Return how blocks are packed."""
+        return pool_format(kv, spec.head_dim)
 
     def _planned(self, spec: ModelSpec, fmt: KVFormat, dtype: torch.dtype) -> Any:
         """Return how steps are launched."""

@@ -16,6 +16,7 @@ from llmpq.kernels.kv.paged.packed_pages import PackedRows
 from llmpq.kernels.kv.paged.paged_latents import LatentPlan
 from llmpq.kernels.kv.reference import EVERYTHING, ScoreRule
 from llmpq.model_spec import ModelSpec
+from llmpq.precision import KVPrecision
 from llmpq.runtime.cache.gpu_packed_kv import GpuPackedKV
 from llmpq.runtime.paged_step import PagedStep
 from llmpq.runtime.step import Step
@@ -23,6 +24,9 @@ from llmpq.runtime.step import Step
 
 class GpuPackedLatents(GpuPackedKV):
     """Packed latents of one stage in blocks."""
+
+    def _format(self, spec: ModelSpec, kv: KVPrecision) -> KVFormat:
+        return KVFormat(precision=kv, head_dim=spec.head_dim)
 
     def _planned(self, spec: ModelSpec, fmt: KVFormat, dtype: torch.dtype) -> LatentPlan:
         assert spec.latent is not None

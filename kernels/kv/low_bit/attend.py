@@ -26,12 +26,14 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from llmpq.kernels.kv.low_bit.float32_products import LOW_GAIN, high_and_low
 from llmpq.kernels.kv.low_bit.register_operands import (
     by_thread,
     fold_keys,
     from_zero,
     over_scores,
     probability_operand,
+    times_codes,
     token_vector,
     words,
     zero_by_thread,
@@ -62,6 +64,19 @@ def first_step(position, window, STEP: tl.constexpr, WINDOWED: tl.constexpr):
 
 
 @triton.jit
+def _weighed(
+    v, p, acc, R: tl.constexpr, KW: tl.constexpr, EMULATE: tl.constexpr, FLOAT32: tl.constexpr
+):
+    """Add values' codes times probabilities and their scales."""
+    if FLOAT32:
+        high, low = high_and_low(p)
+        acc += tl.dot(v, probability_operand(low, R, KW, EMULATE)) * (1.0 / LOW_GAIN)
+    else:
+        high = p.to(tl.float16)
+    return tl.dot(v, probability_operand(high, R, KW, EMULATE), acc)
+
+
+@triton.jit
 def _tiles(
     step0, step1, m_i, l_g, z_g, acc, k_words, k_params, v_words, v_params, table, slot,
     table_width, head, q_plain, q_thread, q_codes, q_sum, q_pos, q_line, slope, unit, cap, window,
@@ -69,16 +84,20 @@ def _tiles(
     KEY_GROUP: tl.constexpr, R: tl.constexpr, PAGED: tl.constexpr, ALIBI: tl.constexpr,
     CAPPED: tl.constexpr, WINDOWED: tl.constexpr,
     TILES: tl.constexpr, STAGES: tl.constexpr, KW: tl.constexpr, KW0: tl.constexpr,
-    EMULATE: tl.constexpr,
+    EMULATE: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
     """Steps step0..step1-1 of TILES packed tiles; m_i, l_g, z_g, acc: the softmax so far.
 
-    `unit` makes scores exponents of 2; those under a cap are so already (`score_unit`).
+    `unit` makes scores exponents of 2; those under a cap are so already (`score_unit`). C channels
+    are stored, their keys by octet where D is more. Queries of float32 are multiplied as such.
     """
     APART: tl.constexpr = KEY_GROUP > 32 and not CAPPED  # a group's zero joins the exponents
     score = unit
     unit = score_unit(unit, CAPPED)
+    FLOAT32: tl.constexpr = q_thread.dtype == tl.float32
     VECS: tl.constexpr = D * BITS // 64  # 16-byte loads a thread needs for a tile
+    STORED: tl.constexpr = C * BITS // 64
+    BY_OCTET: tl.constexpr = C < D
     GAIN: tl.constexpr = 2 ** (8 - BITS)
     row = tl.arange(0, 64)
     row_token = row // 16 * 16 + row % 8 * 2 + row // 8 % 2
@@ -91,13 +110,14 @@ def _tiles(
         else:
             page = slot * table_width + block
         at = page * G + head
-        kw_at = k_words + at * (2 * VECS * 128) + half * (VECS * 128)
-        vw_at = v_words + at * (2 * VECS * 128) + half * (VECS * 128)
+        kw_at = k_words + at * (2 * STORED * 128) + half * (STORED * 128)
+        vw_at = v_words + at * (2 * STORED * 128) + half * (STORED * 128)
         vp_at = v_params + at * (2 * BLOCK) + half * TILE
         # ---- scores of one or two tiles
-        k0 = unpack(words(kw_at, VECS), 4, D // 16, BITS, KW, EMULATE)
+        k0 = unpack(words(kw_at, VECS, STORED), 4, D // 16, BITS, KW, EMULATE, BY_OCTET)
         if TILES == 2:
-            k1 = unpack(words(kw_at + VECS * 128, VECS), 4, D // 16, BITS, KW, EMULATE)
+            kw1 = words(kw_at + STORED * 128, VECS, STORED)
+            k1 = unpack(kw1, 4, D // 16, BITS, KW, EMULATE, BY_OCTET)
         if KEY_GROUP == 0:
             kp_at = k_params + at * (2 * BLOCK) + half * TILE
             x0 = tl.dot(k0, q_codes) * TWO_24
@@ -109,27 +129,27 @@ def _tiles(
                 zero1 = token_vector(kp_at + BLOCK + TILE).to(tl.float32)
                 x1 += q_sum[None, :] * over_scores(zero1, R)
         else:
-            kp_at = k_params + at * (BLOCK // KEY_GROUP * 2 * D)
-            kp_at += half * (TILE // KEY_GROUP * 2 * D)
-            q_mat, init = fold_keys(kp_at, q_plain, q_thread, GAIN, D, R, KW, KW0)
+            kp_at = k_params + at * (BLOCK // KEY_GROUP * 2 * C)
+            kp_at += half * (TILE // KEY_GROUP * 2 * C)
+            q_mat, init = fold_keys(kp_at, q_plain, q_thread, GAIN, D, R, KW, KW0, C)
             if KEY_GROUP > 32:
-                x0 = tl.dot(k0, q_mat)
+                x0 = times_codes(k0, q_mat, FLOAT32)
                 init0 = init
             else:
-                x0 = tl.dot(k0, q_mat, from_zero(init, R))
-                q_mat, init = fold_keys(kp_at + 2 * D, q_plain, q_thread, GAIN, D, R, KW, KW0)
-                x0 = tl.where((row < 32)[:, None], x0, tl.dot(k0, q_mat, from_zero(init, R)))
+                x0 = tl.dot(k0, q_mat[0], from_zero(init, R))
+                q_mat, init = fold_keys(kp_at + 2 * C, q_plain, q_thread, GAIN, D, R, KW, KW0, C)
+                x0 = tl.where((row < 32)[:, None], x0, tl.dot(k0, q_mat[0], from_zero(init, R)))
             if TILES == 2:
                 if KEY_GROUP < 128:
-                    kp1 = kp_at + BLOCK // KEY_GROUP * D
-                    q_mat, init = fold_keys(kp1, q_plain, q_thread, GAIN, D, R, KW, KW0)
+                    kp1 = kp_at + BLOCK // KEY_GROUP * C
+                    q_mat, init = fold_keys(kp1, q_plain, q_thread, GAIN, D, R, KW, KW0, C)
                 if KEY_GROUP > 32:
-                    x1 = tl.dot(k1, q_mat)
+                    x1 = times_codes(k1, q_mat, FLOAT32)
                 else:
-                    x1 = tl.dot(k1, q_mat, from_zero(init, R))
-                    kp1 = kp_at + 6 * D
-                    q_mat, init = fold_keys(kp1, q_plain, q_thread, GAIN, D, R, KW, KW0)
-                    x1 = tl.where((row < 32)[:, None], x1, tl.dot(k1, q_mat, from_zero(init, R)))
+                    x1 = tl.dot(k1, q_mat[0], from_zero(init, R))
+                    kp1 = kp_at + 6 * C
+                    q_mat, init = fold_keys(kp1, q_plain, q_thread, GAIN, D, R, KW, KW0, C)
+                    x1 = tl.where((row < 32)[:, None], x1, tl.dot(k1, q_mat[0], from_zero(init, R)))
         if ALIBI:
             pos = tile * TILE + row_token
             x0 += slope[None, :] * (pos[:, None] - q_pos[None, :]).to(tl.float32)
@@ -183,12 +203,11 @@ def _tiles(
         z_g = z_g * alpha[None, :] + tl.sum(tl.reshape(pz, (8, 8, R)), 0)
         # ---- output
         p0 = p0 * over_scores(token_vector(vp_at).to(tl.float32), R)
-        p0_mat = probability_operand(p0.to(tl.float16), R, KW, EMULATE)
-        v0 = unpack(words(vw_at, VECS), D // 16, 4, BITS, KW, EMULATE)
-        acc = tl.dot(v0, p0_mat, acc * alpha[None, :])
+        v0 = unpack(words(vw_at, VECS, STORED), D // 16, 4, BITS, KW, EMULATE)
+        acc = _weighed(v0, p0, acc * alpha[None, :], R, KW, EMULATE, FLOAT32)
         if TILES == 2:
             p1 = p1 * over_scores(token_vector(vp_at + TILE).to(tl.float32), R)
-            p1_mat = probability_operand(p1.to(tl.float16), R, KW, EMULATE)
-            v1 = unpack(words(vw_at + VECS * 128, VECS), D // 16, 4, BITS, KW, EMULATE)
-            acc = tl.dot(v1, p1_mat, acc)
+            vw1 = words(vw_at + STORED * 128, VECS, STORED)
+            v1 = unpack(vw1, D // 16, 4, BITS, KW, EMULATE)
+            acc = _weighed(v1, p1, acc, R, KW, EMULATE, FLOAT32)
     return m_i, l_g, z_g, acc

@@ -2,9 +2,12 @@
 
 A warp's thread 4g + t loads just what its words hold (formats/kv_block.py), 16 bytes at a time:
 keys: rows of its g, channels t*D/4 ...; values: tokens 4t ..., channels g*D/8 ... . Rounding and
-packing then stay in its registers; only the least and greatest of a group cross threads.
+packing then stay in its registers; only the least and greatest of a group cross threads. Where C,
+the channels that are stored, is no power of two, registers hold P of them: each thread's last are
+padding, keys stand by octet, and a tile's last words are not stored.
 
-D: head_dim.  n: tile of the block.  m r g t o i h M R: see kv_block.py.  j: 8 channels of a load.
+D: head_dim.  C: padded to 32s.  P: to a power of two.  n: tile of the block.  j: 8 channels of a
+load.  m r g t o i h M R: see kv_block.py.
 """
 
 # Triton functions are typed by tl.constexpr alone.
@@ -22,12 +25,12 @@ RING = tl.constexpr(RING_TOKENS)
 
 
 @triton.jit
-def _load(new, ring, pos, d, start, stride_t, D: tl.constexpr, READ_NEW: tl.constexpr):
+def _load(new, ring, pos, d, there, start, stride_t, D: tl.constexpr, READ_NEW: tl.constexpr):
     """Load channels d of positions pos: from the ring below `start`, from the step above."""
-    old = (pos < start) & (d >= 0)
+    old = (pos < start) & there
     x = tl.load(ring + pos % RING * D + d, mask=old, other=0.0)
     if READ_NEW:
-        y = tl.load(new + (pos - start) * stride_t + d, mask=(pos >= start) & (d >= 0), other=0.0)
+        y = tl.load(new + (pos - start) * stride_t + d, mask=(pos >= start) & there, other=0.0)
         x = tl.where(old, x, y)
     return x.to(tl.float32)
 
@@ -58,15 +61,21 @@ def _codes(x, zero, inverse, BITS: tl.constexpr):
 
 
 @triton.jit
-def _store_words(ptr, x, WORDS: tl.constexpr, BITS: tl.constexpr):
-    """(n, m, o, g, t, h, r, i) codes -> words in the order of kv_block.py, WORDS a thread."""
+def _store_words(ptr, x, WORDS: tl.constexpr, STORED: tl.constexpr, BITS: tl.constexpr):
+    """Codes (n, m, o, g, t, h, r, i), or o before m, -> words, STORED of WORDS a thread."""
     PLANES: tl.constexpr = 8 // BITS
     j = tl.arange(0, 4 * PLANES)
     shift = j // (2 * PLANES) * 16 + j // PLANES % 2 * 8 + j % PLANES * BITS
     x = tl.reshape(x, (WORDS * 32, 4 * PLANES)) << shift[None, :]
     x = tl.permute(tl.reshape(tl.sum(x, 1), (WORDS // 4, 4, 32)), (0, 2, 1))
-    to = tl.arange(0, WORDS * 8)[:, None] * 4 + tl.arange(0, 4)[None, :]
-    tl.store(ptr + to, tl.reshape(x, (WORDS * 8, 4)))
+    row = tl.arange(0, WORDS * 8)[:, None]
+    w = tl.arange(0, 4)[None, :]
+    if WORDS == STORED:
+        tl.store(ptr + row * 4 + w, tl.reshape(x, (WORDS * 8, 4)))
+    else:  # a tile after the other
+        to = row // (WORDS * 4) * (STORED * 16) + row % (WORDS * 4) * 4 + w
+        kept = row % (WORDS * 4) + w * 0 < STORED * 4
+        tl.store(ptr + to, tl.reshape(x, (WORDS * 8, 4)), mask=kept)
 
 
 @triton.jit
@@ -75,15 +84,20 @@ def pack_keys(
     D: tl.constexpr, BITS: tl.constexpr, KEY_GROUP: tl.constexpr, READ_NEW: tl.constexpr,
 ):  # fmt: skip
     """Quantise and pack the keys of one block of one head into page-and-head `at`."""
-    Q: tl.constexpr = D // 4
+    C: tl.constexpr = (D + 31) // 32 * 32
+    P: tl.constexpr = triton.next_power_of_2(C)
+    Q: tl.constexpr = P // 4
     VEC: tl.constexpr = min(8, Q)
     NC: tl.constexpr = Q // VEC
+    tl.static_assert(KEY_GROUP > 0 or D == P, "a scale a token is for heads of a power of two")
     row = tl.arange(0, 512 * NC)[:, None]  # r n m c g t
     lane = row % 32
     tile_row = row // (32 * NC) % 4 * 16 + lane // 4 * 2 + row // (256 * NC)
     token = row // (128 * NC) % 2 * 64 + tile_row
-    channel = lane % 4 * Q + row // 32 % NC * VEC + tl.arange(0, VEC)[None, :]
-    x = _load(new, ring, block * BLOCK + token, channel, start, stride_t, D, READ_NEW)
+    own = row // 32 % NC * VEC + tl.arange(0, VEC)[None, :]
+    channel = lane % 4 * (C // 4) + own
+    there = (own < C // 4) & (channel < D)
+    x = _load(new, ring, block * BLOCK + token, channel, there, start, stride_t, D, READ_NEW)
     if KEY_GROUP == 0:
         x = tl.permute(tl.reshape(x, (2, 2, 4, NC, 8, 4, VEC)), (0, 1, 2, 4, 3, 5, 6))
         x = tl.reshape(x, (128, D))  # r n m g, c t j
@@ -99,19 +113,24 @@ def pack_keys(
     else:
         N: tl.constexpr = BLOCK // KEY_GROUP
         x = tl.permute(tl.reshape(x, (2, 2, 2, 2, NC, 8, 4, VEC)), (1, 2, 0, 3, 5, 4, 6, 7))
-        x = tl.reshape(x, (N, KEY_GROUP, D))  # n and half of m first, c t j last
+        x = tl.reshape(x, (N, KEY_GROUP, P))  # n and half of m first, c t j last
         scale, zero, inverse = _grid(tl.min(x, 1), tl.max(x, 1), BITS)
-        k = tl.arange(0, D)
-        channels = k // VEC % 4 * Q + k // (4 * VEC) * VEC + k % VEC
-        to = params + (at * N + tl.arange(0, N))[:, None] * (2 * D) + channels[None, :]
-        tl.store(to, _gained(scale, (channels % Q // 2)[None, :], BITS))
-        tl.store(to + D, zero)
+        k = tl.arange(0, P)
+        own = k // (4 * VEC) * VEC + k % VEC
+        channels = k // VEC % 4 * (C // 4) + own
+        kept = tl.arange(0, N)[:, None] * 0 + own[None, :] < C // 4
+        to = params + (at * N + tl.arange(0, N))[:, None] * (2 * C) + channels[None, :]
+        tl.store(to, _gained(scale, (own // 2)[None, :], BITS), mask=kept)
+        tl.store(to + C, zero, mask=kept)
         codes = _codes(x, zero[:, None, :], inverse[:, None, :], BITS)
         codes = tl.reshape(codes, (2, 2, 2, 2, 8, NC, 4, VEC))
         codes = tl.permute(codes, (0, 1, 3, 4, 6, 2, 5, 7))  # n m m g t r c j
-    codes = tl.reshape(codes, (2, 4, 8, 4, 2, D * BITS // 64, 8 // BITS, 2))  # n m g t r o i h
-    codes = tl.permute(codes, (0, 1, 5, 2, 3, 7, 4, 6))
-    _store_words(words + at * (4 * D * BITS), codes, D * BITS // 8, BITS)
+    codes = tl.reshape(codes, (2, 4, 8, 4, 2, P * BITS // 64, 8 // BITS, 2))  # n m g t r o i h
+    if C < P:
+        codes = tl.permute(codes, (0, 5, 1, 2, 3, 7, 4, 6))
+    else:
+        codes = tl.permute(codes, (0, 1, 5, 2, 3, 7, 4, 6))
+    _store_words(words + at * (4 * C * BITS), codes, P * BITS // 8, C * BITS // 8, BITS)
 
 
 @triton.jit
@@ -120,25 +139,40 @@ def pack_values(
     D: tl.constexpr, BITS: tl.constexpr, READ_NEW: tl.constexpr,
 ):  # fmt: skip
     """Quantise and pack the values of one block of one head into page-and-head `at`."""
-    S: tl.constexpr = D // 8
+    C: tl.constexpr = (D + 31) // 32 * 32
+    P: tl.constexpr = triton.next_power_of_2(C)
+    S: tl.constexpr = P // 8
     VEC: tl.constexpr = min(8, S)
     NC: tl.constexpr = S // VEC
     row = tl.arange(0, 1024 * NC)[:, None]  # h R M%2 c n M//2 g t
     lane = row % 32
     high = row // 64 % 2 * 64 + row // 32 % 2 * 32 + row // (128 * NC) % 2 * 16
     token = high + lane % 4 * 4 + row // (512 * NC) * 2 + row // (256 * NC) % 2
-    channel = lane // 4 * S + row // 128 % NC * VEC + tl.arange(0, VEC)[None, :]
-    x = _load(new, ring, block * BLOCK + token, channel, start, stride_t, D, READ_NEW)
+    own = row // 128 % NC * VEC + tl.arange(0, VEC)[None, :]
+    channel = lane // 4 * (C // 8) + own
+    there = (own < C // 8) & (channel < D)
+    x = _load(new, ring, block * BLOCK + token, channel, there, start, stride_t, D, READ_NEW)
     x = tl.reshape(x, (2, 2, 2, NC, 2, 2, 8, 4, VEC))
-    x = tl.reshape(tl.permute(x, (4, 5, 2, 7, 0, 1, 6, 3, 8)), (128, D))  # n M t h R, g c j
-    scale, zero, inverse = _grid(tl.min(x, 1), tl.max(x, 1), BITS)
+    x = tl.reshape(tl.permute(x, (4, 5, 2, 7, 0, 1, 6, 3, 8)), (128, P))  # n M t h R, g c j
+    if D == P:
+        scale, zero, inverse = _grid(tl.min(x, 1), tl.max(x, 1), BITS)
+    else:
+        e = tl.arange(0, P)
+        own_e = e % S
+        head = (own_e < C // 8) & (e // S * (C // 8) + own_e < D)
+        low = tl.min(tl.where(head[None, :], x, float("inf")), 1)
+        scale, zero, inverse = _grid(
+            low, tl.max(tl.where(head[None, :], x, float("-inf")), 1), BITS
+        )
     k = tl.arange(0, 128)
     to = params + at * (2 * BLOCK) + k // 64 * 64 + k % 16 // 2 * 8 + k % 64 // 16 * 2 + k % 2
     tl.store(to, _gained(scale, k % 64 // 16 * 2 + k % 2, BITS))
     tl.store(to + BLOCK, zero)
     codes = _codes(x, zero[:, None], inverse[:, None], BITS)
-    codes = tl.reshape(codes, (2, 4, 4, 2, 2, 8, D // 16, 2))  # n M t h R g m r
+    if D < P:
+        codes = tl.where(head[None, :], codes, 0)
+    codes = tl.reshape(codes, (2, 4, 4, 2, 2, 8, P // 16, 2))  # n M t h R g m r
     codes = tl.permute(codes, (0, 6, 1, 4, 5, 2, 3, 7))  # n m M R g t h r
-    codes = tl.reshape(codes, (2, D // 16, BITS, 8 // BITS, 8, 4, 2, 2))  # n m o i g t h r
+    codes = tl.reshape(codes, (2, P // 16, BITS, 8 // BITS, 8, 4, 2, 2))  # n m o i g t h r
     codes = tl.permute(codes, (0, 1, 2, 4, 5, 6, 7, 3))
-    _store_words(words + at * (4 * D * BITS), codes, D * BITS // 8, BITS)
+    _store_words(words + at * (4 * C * BITS), codes, P * BITS // 8, C * BITS // 8, BITS)

@@ -3,8 +3,9 @@
 Everything here is a reshape of what each of a warp's 32 threads holds already (kv_block.py): the
 compiler turns it into no instruction at all, except `movmatrix` for the probabilities.
 
-R: columns of a product, 8n + g.  D: head_dim.  KW: consecutive columns of the left operand that a
-thread holds.  Axes n m r g t s half h c: see formats/kv_block.py; c: 8 channels of a thread's D/4.
+R: columns of a product, 8n + g.  D: channels, a power of two, C of them stored.  KW: consecutive
+columns of the left operand that a thread holds.  Axes n m r g t s half h c: see
+formats/kv_block.py; c: 8 channels of a thread's D/4.
 """
 
 # Triton functions are typed by tl.constexpr alone.
@@ -15,6 +16,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from llmpq.kernels.kv.low_bit.float32_products import LOW_GAIN, high_and_low
 from llmpq.kernels.kv.low_bit.unpack import TWO_24
 
 MOVMATRIX = tl.constexpr("movmatrix.sync.aligned.m8n8.trans.b16 $0, $1;")
@@ -25,12 +27,18 @@ PREFETCH = tl.constexpr(
 
 
 @triton.jit
-def lane_vector(ptr, D: tl.constexpr):
-    """Load D halves by channel; [D/32, 32 threads, 8]: thread 4g+t has channels t*D/4 + 8c + j.
+def lane_vector(ptr, D: tl.constexpr, C: tl.constexpr):
+    """Load C halves by channel; [D/32, 32 threads, 8]: thread 4g+t has channels t*C/4 + 8c + j.
 
     One compact load: a load of each thread's own copy costs twice the L2 traffic (ncu, H200).
     """
-    x = tl.permute(tl.reshape(tl.load(ptr + tl.arange(0, D)), (4, D // 32, 8)), (1, 0, 2))
+    e = tl.arange(0, D)
+    if C == D:
+        x = tl.load(ptr + e)
+    else:
+        own = e % (D // 4)
+        x = tl.load(ptr + e // (D // 4) * (C // 4) + own, mask=own < C // 4, other=0.0)
+    x = tl.permute(tl.reshape(x, (4, D // 32, 8)), (1, 0, 2))
     x = tl.broadcast_to(tl.expand_dims(x, 1), (D // 32, 8, 4, 8))
     return tl.reshape(x, (D // 32, 32, 8))
 
@@ -93,11 +101,16 @@ def probability_operand(p, R: tl.constexpr, KW: tl.constexpr, EMULATE: tl.conste
 
 
 @triton.jit
-def words(ptr, V: tl.constexpr):
-    """Load V * 32 * 4 words as int16 halves [V*32, 8], 16 bytes a thread."""
+def words(ptr, V: tl.constexpr, STORED: tl.constexpr):
+    """Load STORED * 32 * 4 words as int16 halves [V*32, 8], 16 bytes a thread, zeros behind."""
     halves = ptr.to(tl.pointer_type(tl.int16))
     row = tl.arange(0, V * 32)[:, None]
-    return tl.load(halves + row * 8 + tl.arange(0, 8)[None, :])
+    at = halves + row * 8 + tl.arange(0, 8)[None, :]
+    if V == STORED:
+        x = tl.load(at)
+    else:
+        x = tl.load(at, mask=row + tl.arange(0, 8)[None, :] * 0 < STORED * 32, other=0)
+    return x
 
 
 @triton.jit
@@ -143,12 +156,13 @@ def prefetch_ring(
     k_ring, v_ring, since, end, RING: tl.constexpr, STEP: tl.constexpr, D: tl.constexpr
 ):
     """Ask the L2 for the ring's steps since..end-1 of keys (lanes 0-15) and values."""
+    TOKEN_BYTES: tl.constexpr = D * k_ring.dtype.element_ty.primitive_bitwidth // 8
     lane = tl.arange(0, 32)
     pos = since + lane % 16 * STEP
     from_k = lane < 16
-    at = pos % RING * (2 * D)
+    at = pos % RING * TOKEN_BYTES
     at += tl.where(from_k, k_ring.to(tl.int64), v_ring.to(tl.int64))
-    prefetch(at, tl.where(pos < end, STEP * D * 2, 0))
+    prefetch(at, tl.where(pos < end, STEP * TOKEN_BYTES, 0))
 
 
 @triton.jit
@@ -161,12 +175,41 @@ def fold_keys(
     R: tl.constexpr,
     KW: tl.constexpr,
     KW0: tl.constexpr,
+    C: tl.constexpr,
 ):
-    """Queries times a group's key scales [D, R]; the scores of its zeros [16, R] to start from."""
-    scale = lane_vector(kp_at, D)
-    zero = lane_vector(kp_at + D, D)
-    q_mat = right_operand(q_thread * scale[None, :, :, :], D, R, KW)
-    return q_mat, tl.dot(zero_rows(zero, D, KW0), q_plain) * (GAIN / TWO_24)
+    """Queries times a group's key scales [D, R]; the scores of its zeros [16, R] to start from.
+
+    Of float32 queries both halves (float32_products.py), `q_plain`'s too, which are 0 of others.
+    """
+    scale = lane_vector(kp_at, D, C)
+    zero = zero_rows(lane_vector(kp_at + C, D, C), D, KW0)
+    folded = q_thread * scale[None, :, :, :]
+    if q_thread.dtype == tl.float32:
+        high, low = high_and_low(folded)
+        q_mat = (right_operand(high, D, R, KW), right_operand(low, D, R, KW))
+    else:
+        q_mat = (right_operand(folded, D, R, KW), 0)
+    return q_mat, times_codes(zero, q_plain, q_thread.dtype == tl.float32) * (GAIN / TWO_24)
+
+
+@triton.jit
+def plain_queries(q_thread, D: tl.constexpr, R: tl.constexpr, KW: tl.constexpr):
+    """Queries by thread as a right operand [D, R], of float32 ones both halves."""
+    if q_thread.dtype == tl.float32:
+        high, low = high_and_low(q_thread)
+        q_mat = (right_operand(high, D, R, KW), right_operand(low, D, R, KW))
+    else:
+        q_mat = (right_operand(q_thread, D, R, KW), 0)
+    return q_mat
+
+
+@triton.jit
+def times_codes(codes, q_mat, FLOAT32: tl.constexpr):
+    """Codes, or other numbers of fp16, times queries (`fold_keys`), which may have two halves."""
+    x = tl.dot(codes, q_mat[0])
+    if FLOAT32:
+        x += tl.dot(codes, q_mat[1]) * (1.0 / LOW_GAIN)
+    return x
 
 
 @triton.jit

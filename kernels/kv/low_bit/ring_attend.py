@@ -13,6 +13,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from llmpq.kernels.kv.low_bit.float32_products import dot_float32
 from llmpq.sizes.kv_format import BLOCK_TOKENS, HOLDBACK_TOKENS, RING_TOKENS
 
 BLOCK = tl.constexpr(BLOCK_TOKENS)
@@ -49,31 +50,37 @@ def attend_ring(
     H: tl.constexpr, G: tl.constexpr, Q: tl.constexpr, D: tl.constexpr, R: tl.constexpr,
     ALIBI: tl.constexpr, CAPPED: tl.constexpr, WINDOWED: tl.constexpr,
 ):  # fmt: skip
-    """16-bit keys, 32 tokens a step, operands through Triton's own layouts: output [D, R], lse [R].
+    """16-bit keys, 32 tokens a step, operands through Triton's own layouts: output [P, R], lse [R].
 
-    bf16 goes through fp16, whose three more bits keep the probabilities' error below 2**-11.
+    bf16 goes through fp16, whose three more bits keep the probabilities' error below 2**-11;
+    float32 is multiplied as such. P: D padded to a power of two.
     """
     C: tl.constexpr = H // G
+    P: tl.constexpr = max(32, triton.next_power_of_2(D))
+    FLOAT32: tl.constexpr = k_ring.dtype.element_ty == tl.float32
     cols = first_col + tl.arange(0, R)
     q_pos = column_positions(cols, start, end, C)
     q_line = packed_line(q_pos)
-    d = tl.arange(0, D)
+    d = tl.arange(0, P)
     q_at = ((b * Q + cols // C) * H + head * C + cols % C) * D
-    q = tl.load(q_ptr + q_at[None, :] + d[:, None], mask=(cols < C * Q)[None, :], other=0.0)
-    q = q.to(tl.float16)
+    asked = (cols < C * Q)[None, :] if P == D else (cols < C * Q)[None, :] & (d < D)[:, None]
+    q = tl.load(q_ptr + q_at[None, :] + d[:, None], mask=asked, other=0.0)
+    if not FLOAT32:
+        q = q.to(tl.float16)
     if ALIBI:
         slope = tl.load(slopes + head * C + cols % C, mask=cols < C * Q, other=0.0) * LOG2_E
     m_i = tl.full([R], LOWEST, tl.float32)
     l_i = tl.zeros([R], tl.float32)
-    acc = tl.zeros([D, R], tl.float32)
+    acc = tl.zeros([P, R], tl.float32)
     for step in tl.range(0, steps, num_stages=1):
         pos = since + step * RING_STEP + tl.arange(0, RING_STEP)
         live = (pos < end)[:, None]  # what is not there is not read: half a step, on average
         here = ring_at + (since + step * RING_STEP) % RING * D  # 32 tokens lie together
         at = tl.arange(0, RING_STEP)[:, None] * D + d[None, :]
-        k = tl.load(k_ring + here + at, mask=live, other=0.0)
-        v = tl.load(v_ring + here + at, mask=live, other=0.0)
-        x = tl.dot(k.to(tl.float16), q) * score_scale
+        there = live if P == D else live & (d < D)[None, :]
+        k = tl.load(k_ring + here + at, mask=there, other=0.0)
+        v = tl.load(v_ring + here + at, mask=there, other=0.0)
+        x = (dot_float32(k, q) if FLOAT32 else tl.dot(k.to(tl.float16), q)) * score_scale
         if CAPPED:
             x = capped(x, cap)
         if ALIBI:
@@ -87,7 +94,10 @@ def attend_ring(
         p = tl.exp2(x - m_new[None, :])
         m_i = m_new
         l_i = l_i * alpha + tl.sum(p, 0)
-        acc = tl.dot(tl.trans(v.to(tl.float16)), p.to(tl.float16), acc * alpha[None, :])
+        if FLOAT32:
+            acc = acc * alpha[None, :] + dot_float32(tl.trans(v), p)
+        else:
+            acc = tl.dot(tl.trans(v.to(tl.float16)), p.to(tl.float16), acc * alpha[None, :])
     norm = 1.0 / tl.maximum(l_i, 1e-30)
     lse = tl.where(l_i > 0, m_i + tl.log2(tl.maximum(l_i, 1e-30)), MASKED)
     return acc * norm[None, :], lse

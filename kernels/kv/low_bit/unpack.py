@@ -122,15 +122,22 @@ def unpack(
     BITS: tl.constexpr,
     KW: tl.constexpr,
     EMULATE: tl.constexpr,
+    BY_OCTET: tl.constexpr = False,
 ):
-    """Halves of words [V*32, 8] of a tile (kv_block.py) -> fp16 [M*16, S*16], planes unscaled."""
+    """Halves of words [V*32, 8] of a tile (kv_block.py) -> fp16 [M*16, S*16], planes unscaled.
+
+    BY_OCTET: of four rows of octets, as keys by octet are.
+    """
     PLANES: tl.constexpr = 8 // BITS
     WIDTH: tl.constexpr = 2 * S // PLANES
     V: tl.constexpr = M * WIDTH // 4
     x = _fields(halves, BITS, EMULATE)
     x = tl.reshape(x, (V, 8, 4, 4, 2, 2, PLANES))  # v g t w h r i
-    x = tl.permute(x, (0, 3, 1, 2, 4, 5, 6))  # v w g t h r i
-    x = tl.reshape(x, (M, WIDTH, 8, 4, 2, 2, PLANES))  # m o g t h r i
-    x = tl.permute(x, (0, 5, 2, 1, 6, 3, 4))  # m r g o i t h
+    if BY_OCTET:
+        x = tl.permute(x, (3, 5, 1, 0, 6, 2, 4))  # w = m, v = o: m r g o i t h
+    else:
+        x = tl.permute(x, (0, 3, 1, 2, 4, 5, 6))  # v w g t h r i
+        x = tl.reshape(x, (M, WIDTH, 8, 4, 2, 2, PLANES))  # m o g t h r i
+        x = tl.permute(x, (0, 5, 2, 1, 6, 3, 4))  # m r g o i t h
     x = tl.reshape(x, (M, 2, 8, S, 2, 4, 2))  # m r g s half t h
     return order_columns(x, M, S, KW)

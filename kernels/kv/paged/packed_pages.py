@@ -191,10 +191,9 @@ def _attend(
     emulate = q_THD.device.type == "cpu"
     # A part is a program's first, or a row's: of packed tiles and of rings.
     num_parts = 2 * (num_rows + plan.programs) * plan.head_parts * plan.columns
-    part = q_THD.new_empty(num_parts * plan.head_dim, dtype=torch.float32)
+    part = q_THD.new_empty(num_parts * plan.register_channels, dtype=torch.float32)
     lse = q_THD.new_empty(num_parts, dtype=torch.float32)
-    # As in ops.py: left alone, ptxas takes registers that keep a twelfth program off an SM.
-    cap = {"maxnreg": 168} if plan.columns == 8 and plan.head_dim <= 128 and not emulate else {}
+    cap = {"maxnreg": plan.max_registers} if plan.max_registers and not emulate else {}
     decode_packed[(plan.head_parts, plan.programs)](
         *(q_THD, *packed, *rings, rows_FR, step.work_split, table_SM, slopes, part, lse, *numbers),
         **plan.decode_options(how, pdl=pdl),
@@ -212,7 +211,7 @@ def _attend(
             launch_pdl=pdl,
         )
     combine = plan.combine_options(num_rows, how, pdl=pdl)
-    grid = (num_rows, -(-plan.heads // combine["N_STEP"]), plan.head_dim // combine["D_STEP"])
+    grid = (num_rows, -(-plan.heads // combine["N_STEP"]), -(-plan.head_dim // combine["D_STEP"]))
     combine_packed[grid](
         *(part, lse, rows_FR, sinks, out, num_rows),
         **combine,

@@ -58,13 +58,13 @@ def _keep_behind(
 ):  # fmt: skip
     """Copy the tokens behind a block, but a new one only with READ_NEW."""
     i = tl.arange(0, PADDED_TAIL)[:, None]
-    d = tl.arange(0, D)[None, :]
+    d = tl.arange(0, triton.next_power_of_2(D))[None, :]
     pos = (block + 1) * BLOCK + i
-    old = (i < TAIL) & (pos < start) & (d >= 0)
+    old = (i < TAIL) & (pos < start) & (d < D)
     x = tl.load(ring + pos % RING * D + d, mask=old, other=0.0)
     live = old
     if READ_NEW:
-        fresh = (i < TAIL) & (pos >= start) & (d >= 0)
+        fresh = (i < TAIL) & (pos >= start) & (d < D)
         x = tl.where(old, x, tl.load(new + (pos - start) * stride + d, mask=fresh, other=0.0))
         live = old | fresh
     tl.store(behind + (at * TAIL + i) * D + d, x, mask=live)
@@ -101,7 +101,8 @@ def append_packed(
     if PDL:  # in this order: who comes next may read what is older than this kernel
         gdc_wait()
         gdc_launch_dependents()
-    d = tl.arange(0, D)
+    d = tl.arange(0, triton.next_power_of_2(D))
+    head_d = d < D
     if number < num_rows:
         slot = tl.load(rows + number).to(tl.int64)
         start = tl.load(rows + num_rows + number)
@@ -110,20 +111,21 @@ def append_packed(
             place = tl.load(rows + 3 * num_rows + number).to(tl.int64)
             new = place * kv_stride + head * D
             ring = (slot * G + head) * (RING * D)
-            k = _turned(k_ptr + new, d, d < D, start, inv_freq, factor, D, HALF, ROTARY)
-            v = tl.load(v_ptr + new + d)
-            tl.store(k_ring + ring + start % RING * D + d, k)
-            tl.store(v_ring + ring + start % RING * D + d, v)
+            k = _turned(k_ptr + new, d, head_d, start, inv_freq, factor, D, HALF, ROTARY)
+            v = tl.load(v_ptr + new + d, mask=head_d)
+            tl.store(k_ring + ring + start % RING * D + d, k, mask=head_d)
+            tl.store(v_ring + ring + start % RING * D + d, v, mask=head_d)
             if not CHUNKS:
                 C: tl.constexpr = H // G
                 C_PAD: tl.constexpr = triton.next_power_of_2(C)
                 c = tl.arange(0, C_PAD)[:, None]
                 q_at = (head * C + c) * D
                 q = _turned(
-                    q_ptr + place * q_stride + q_at, d[None, :], c < C, start, inv_freq, factor, D,
-                    HALF, ROTARY,
+                    q_ptr + place * q_stride + q_at, d[None, :], (c < C) & head_d[None, :], start,
+                    inv_freq, factor, D, HALF, ROTARY,
                 )  # fmt: skip
-                tl.store(q_out + place * (H * D) + q_at + d[None, :], q, mask=c < C)
+                to = q_out + place * (H * D) + q_at + d[None, :]
+                tl.store(to, q, mask=(c < C) & head_d[None, :])
                 done = (start - HOLDBACK) // BLOCK
                 if (start - HOLDBACK == done * BLOCK) & (done > 0):
                     page = tl.load(table + slot * columns + done - 1).to(tl.int64)
@@ -134,8 +136,9 @@ def append_packed(
                         D, BITS, KEY_GROUP, BEHIND, False,
                     )  # fmt: skip
                     if BEHIND > 0:  # the last of those behind it is the new one
-                        tl.store(k_behind + (at * BEHIND + BEHIND - 1) * D + d, k)
-                        tl.store(v_behind + (at * BEHIND + BEHIND - 1) * D + d, v)
+                        last = (at * BEHIND + BEHIND - 1) * D + d
+                        tl.store(k_behind + last, k, mask=head_d)
+                        tl.store(v_behind + last, v, mask=head_d)
     elif CHUNKS:
         r = tl.arange(0, ROWS)
         used = r < num_rows
@@ -182,8 +185,8 @@ def write_rings(
     count = tl.where((slot >= 0) & (count > 1), count, 0)
     place = tl.load(rows + 3 * num_rows + row).to(tl.int64)
     i = tl.maximum(count - RING, 0) + tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
-    d = tl.arange(0, D)[None, :]
-    live = (i < count)[:, None] & (d >= 0)
+    d = tl.arange(0, triton.next_power_of_2(D))[None, :]
+    live = (i < count)[:, None] & (d < D)
     new = (place + i)[:, None] * kv_stride + head * D + d
     to = (slot * G + head) * (RING * D) + ((start + i) % RING)[:, None] * D + d
     tl.store(k_ring + to, tl.load(k_ptr + new, mask=live), mask=live)

@@ -8,12 +8,14 @@ which is unchanged since, new ones where the step has left them. Key scales are 
 queries once a block, value scales into probabilities, so that unpacked codes (subnormals, see
 unpack.py) go to the tensor cores as they are, by way of shared memory. Columns of keys and rows of
 values come out of a word in an order of their own (kv_block.py): queries are loaded in it, and the
-output is put in order once, between the packed and the 16-bit keys.
+output is put in order once, between the packed and the 16-bit keys. Queries of float32, and keys
+and values that are kept in it, are multiplied as such (float32_products.py).
 
 Cost: D * bits / 4 bytes of packed keys and values per token and tile, 4 D operations per query
 head, new token and key, 1.3 integer instructions per 4-bit element and tile.
 
-R rows.  H query heads.  G key/value heads.  D head_dim.  m r g t o h: see kv_block.py.
+Channels: D of a head, C stored (padded to 32s), P in registers (to a power of two).
+R rows.  H query heads.  G key/value heads.  m r g t o h: see kv_block.py.
 """
 
 # Triton kernels take no annotations.
@@ -26,9 +28,11 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from llmpq.kernels.kv.low_bit.attend import P_SHIFT, TILE
+from llmpq.kernels.kv.low_bit.float32_products import LOW_GAIN, dot_float32, high_and_low
 from llmpq.kernels.kv.low_bit.register_operands import words
 from llmpq.kernels.kv.low_bit.ring_attend import BLOCK, LOG2_E, RING, capped, packed_line
 from llmpq.kernels.kv.low_bit.unpack import TWO_24, unpack
+from llmpq.kernels.kv.paged.packed_pages_decode import value_channels
 from llmpq.kernels.kv.paged.paged_attend import reach_of
 
 
@@ -50,11 +54,13 @@ def _packed_keys(
     CAPPED: tl.constexpr, WINDOWED: tl.constexpr, STAGES: tl.constexpr, EMULATE: tl.constexpr,
 ):  # fmt: skip
     """Take packed blocks into the softmax of M queries, which have the keys' order of channels."""
-    VECS: tl.constexpr = D * BITS // 64
+    C: tl.constexpr = (D + 31) // 32 * 32
+    P: tl.constexpr = triton.next_power_of_2(C)
+    VECS: tl.constexpr = P * BITS // 64
+    STORED: tl.constexpr = C * BITS // 64
     UNIT: tl.constexpr = TWO_24 / 2 ** (8 - BITS)
-    OPERAND: tl.constexpr = tl.float32 if (q.dtype == tl.float32) & (D <= 128) else tl.float16
-    c = tl.arange(0, D)
-    channel = c // 2 % 4 * (D // 4) + (c // 16 * 2 + c // 8 % 2) * 2 + c % 2
+    FLOAT32: tl.constexpr = q.dtype == tl.float32
+    channel = key_channels(D)
     row = tl.arange(0, 64)
     m, r, g = row // 16, row // 8 % 2, row % 8
     token = 16 * m + 2 * g + r
@@ -63,18 +69,22 @@ def _packed_keys(
     z_i = tl.zeros_like(m_i)
     for block in tl.range(first, blocks, num_stages=STAGES):
         at = tl.load(own_table + block).to(tl.int64) * G + head
-        kp_at = k_params + at * (2 * D)
-        scale = tl.load(kp_at + channel).to(tl.float32)
-        zero = tl.load(kp_at + D + channel).to(tl.float32)
-        q_codes = (q * scale[None, :]).to(OPERAND)
+        kp_at = k_params + at * (2 * C)
+        if D == P:
+            scale = tl.load(kp_at + channel).to(tl.float32)
+            zero = tl.load(kp_at + C + channel).to(tl.float32)
+        else:
+            scale = tl.load(kp_at + channel, mask=channel < D, other=0.0).to(tl.float32)
+            zero = tl.load(kp_at + C + channel, mask=channel < D, other=0.0).to(tl.float32)
+        q_scaled = q * scale[None, :]
         q_zero = tl.sum(q * zero[None, :], 1)[:, None]
         seen = (line > block * BLOCK)[:, None] & (row >= 0)[None, :]
         for half in tl.static_range(2):
-            tile_at = (2 * at + half) * (VECS * 128)
+            tile_at = (2 * at + half) * (STORED * 128)
             vp_at = v_params + at * (2 * BLOCK) + half * TILE + in_memory
-            k = unpack(words(k_words + tile_at, VECS), 4, D // 16, BITS, 2, EMULATE)
-            x = tl.dot(q_codes, tl.trans(k.to(OPERAND)), input_precision="ieee")
-            x = (x * UNIT + q_zero) * score_scale
+            k = words(k_words + tile_at, VECS, STORED)
+            k = tl.trans(unpack(k, 4, P // 16, BITS, 2, EMULATE, C < P))
+            x = (_by_codes(q_scaled, k, FLOAT32) * UNIT + q_zero) * score_scale
             if CAPPED:
                 x = capped(x, cap)
             behind = position[:, None] - (token + half * TILE + block * BLOCK)[None, :]
@@ -84,14 +94,36 @@ def _packed_keys(
             p, alpha, m_i, l_i = _softmax_step(x, within, m_i, l_i)
             z_i = z_i * alpha + tl.sum(p * tl.load(vp_at + BLOCK).to(tl.float32)[None, :], 1)
             p *= tl.load(vp_at).to(tl.float32)[None, :]
-            v = unpack(words(v_words + tile_at, VECS), D // 16, 4, BITS, 2, EMULATE)
-            acc = tl.dot(
-                p.to(OPERAND), tl.trans(v.to(OPERAND)), acc * alpha[:, None],
-                input_precision="ieee",
-            )  # fmt: skip
+            v = unpack(words(v_words + tile_at, VECS, STORED), P // 16, 4, BITS, 2, EMULATE)
+            if FLOAT32:
+                acc = acc * alpha[:, None] + _by_codes(p, tl.trans(v), True)
+            else:
+                acc = tl.dot(p.to(tl.float16), tl.trans(v), acc * alpha[:, None])
     acc = acc * UNIT + z_i[:, None]
-    acc = tl.permute(tl.reshape(acc, (acc.shape[0], D // 16, 2, 8)), (0, 3, 1, 2))
-    return m_i, l_i, tl.reshape(acc, (acc.shape[0], D))
+    acc = tl.permute(tl.reshape(acc, (acc.shape[0], P // 16, 2, 8)), (0, 3, 1, 2))
+    return m_i, l_i, tl.reshape(acc, (acc.shape[0], P))
+
+
+@triton.jit
+def key_channels(D: tl.constexpr):
+    """The channels of keys in the order of registers [P], those without one from D on."""
+    C: tl.constexpr = (D + 31) // 32 * 32
+    P: tl.constexpr = triton.next_power_of_2(C)
+    c = tl.arange(0, P)
+    own = (c // 16 * 2 + c // 8 % 2) * 2 + c % 2
+    channel = c // 2 % 4 * (C // 4) + own
+    return channel if C == P else tl.where(own < C // 4, channel, P)
+
+
+@triton.jit
+def _by_codes(x, codes, FLOAT32: tl.constexpr):
+    """Float32 numbers times codes of fp16; rounded to fp16 before, unless FLOAT32."""
+    if FLOAT32:
+        high, low = high_and_low(x)
+        product = tl.dot(high, codes, tl.dot(low, codes) * (1.0 / LOW_GAIN))
+    else:
+        product = tl.dot(x.to(tl.float16), codes)
+    return product
 
 
 @triton.jit
@@ -102,20 +134,19 @@ def _newest_keys(
     WINDOWED: tl.constexpr,
 ):  # fmt: skip
     """Take 16-bit tokens since..end-1 into the softmax: below `start` the ring's, then new ones."""
-    OPERAND: tl.constexpr = tl.float32 if (q.dtype == tl.float32) & (D <= 128) else tl.float16
-    q = q.to(OPERAND)
-    d = tl.arange(0, D)[None, :]
+    FLOAT32: tl.constexpr = q.dtype == tl.float32
+    d = value_channels(D)[None, :]
     for t0 in tl.range(since, end, N, num_stages=2):
         t = t0 + tl.arange(0, N)
-        old = (t < start)[:, None] & (d >= 0)
-        new = ((t >= start) & (t < end))[:, None] & (d >= 0)
+        old = (t < start)[:, None] & (d < D)
+        new = ((t >= start) & (t < end))[:, None] & (d < D)
         old_at = ring_at + (t % RING)[:, None] * D + d
         at = new_at + (t - start)[:, None] * kv_stride + d
         k = tl.load(k_ring + old_at, mask=old, other=0.0)
-        k = tl.where(old, k, tl.load(k_new + at, mask=new, other=0.0)).to(OPERAND)
+        k = tl.where(old, k, tl.load(k_new + at, mask=new, other=0.0))
         v = tl.load(v_ring + old_at, mask=old, other=0.0)
-        v = tl.where(old, v, tl.load(v_new + at, mask=new, other=0.0)).to(OPERAND)
-        x = tl.dot(q, tl.trans(k), input_precision="ieee") * score_scale
+        v = tl.where(old, v, tl.load(v_new + at, mask=new, other=0.0))
+        x = _product(q, tl.trans(k), FLOAT32) * score_scale
         if CAPPED:
             x = capped(x, cap)
         behind = position[:, None] - t[None, :]
@@ -125,8 +156,17 @@ def _newest_keys(
         if WINDOWED:
             seen &= behind < reach
         p, alpha, m_i, l_i = _softmax_step(x, seen, m_i, l_i)
-        acc = tl.dot(p.to(OPERAND), v, acc * alpha[:, None], input_precision="ieee")
+        if FLOAT32:
+            acc = acc * alpha[:, None] + dot_float32(p, v)
+        else:
+            acc = tl.dot(p.to(tl.float16), v.to(tl.float16), acc * alpha[:, None])
     return l_i, acc
+
+
+@triton.jit
+def _product(a, b, FLOAT32: tl.constexpr):
+    """A product of 16-bit numbers, by way of fp16, or of float32."""
+    return dot_float32(a, b) if FLOAT32 else tl.dot(a.to(tl.float16), b.to(tl.float16))
 
 
 @triton.jit(do_not_specialize=["num_rows", "columns", "cap", "window"])
@@ -140,6 +180,7 @@ def chunk_packed(
 ):  # fmt: skip
     """TILE new tokens of a row of several, times the query heads of one key/value head."""
     C: tl.constexpr = H // G
+    P: tl.constexpr = triton.next_power_of_2((D + 31) // 32 * 32)
     tile = tl.program_id(0)
     head = tl.program_id(1)
     if PDL:
@@ -165,7 +206,8 @@ def chunk_packed(
         reach = reach_of(position[:, None], window, CHUNKED)
         line = packed_line(position)
         at = ((place + new) * H + head * C + m % C)[:, None] * D
-        d = tl.arange(0, D)
+        d = value_channels(D)[None, :]
+        kept = used[:, None] & (d < D)
         slope = tl.zeros([M], tl.float32)
         if ALIBI:
             slope = tl.load(slopes + head * C + m % C, mask=used, other=0.0) * LOG2_E
@@ -174,16 +216,16 @@ def chunk_packed(
         if SINKS:  # one more score, of a key without a value
             m_i = tl.load(sinks + head * C + m % C).to(tl.float32) * LOG2_E
             l_i += tl.exp2(P_SHIFT)
-        acc = tl.zeros([M, D], tl.float32)
-        channel = d // 2 % 4 * (D // 4) + (d // 16 * 2 + d // 8 % 2) * 2 + d % 2
-        q = tl.load(q_ptr + at + channel[None, :], mask=used[:, None], other=0.0)
+        acc = tl.zeros([M, P], tl.float32)
+        channel = key_channels(D)[None, :]
+        q = tl.load(q_ptr + at + channel, mask=used[:, None] & (channel < D), other=0.0)
         since = tl.maximum(start + begin - window + 1, 0) if WINDOWED else 0
         m_i, l_i, acc = _packed_keys(
             q, k_words, k_params, v_words, v_params, table + slot * columns, head, since // BLOCK,
             packed_line(end - 1) // BLOCK, line, position, slope, score_scale, cap, reach, m_i,
             l_i, acc, G, D, BITS, ALIBI, CAPPED, WINDOWED, STAGES, EMULATE,
         )  # fmt: skip
-        q = tl.load(q_ptr + at + d[None, :], mask=used[:, None], other=0.0)
+        q = tl.load(q_ptr + at + d, mask=kept, other=0.0)
         l_i, acc = _newest_keys(
             q, k_new, v_new, k_ring, v_ring, tl.maximum(packed_line(start + begin), since // N * N),
             start, end, place * kv_stride + head * D, (slot * G + head) * (RING * D), kv_stride,
@@ -191,4 +233,4 @@ def chunk_packed(
             D, N, ALIBI, CAPPED, WINDOWED,
         )  # fmt: skip
         out = acc / tl.maximum(l_i, 1e-30)[:, None]
-        tl.store(out_ptr + at + d[None, :], out.to(out_ptr.dtype.element_ty), mask=used[:, None])
+        tl.store(out_ptr + at + d, out.to(out_ptr.dtype.element_ty), mask=kept)

@@ -6,7 +6,8 @@ a program's entry says what it takes, so that it can ask for its first tiles at 
 normalised, with its log2-sum-exp; `combine_packed` merges a row's. The loops are attend.py's, one
 warp a program; their cost is drawn there.
 
-R rows.  H query heads.  G key/value heads.  D head_dim.
+Channels: D of a head, C stored (padded to 32s), P in registers (to a power of two; kv_block.py).
+R rows.  H query heads.  G key/value heads.
 """
 
 # Triton kernels take no annotations.
@@ -20,9 +21,9 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from llmpq.kernels.kv.low_bit.attend import P_SHIFT, TILE, _tiles, first_step, score_unit
 from llmpq.kernels.kv.low_bit.register_operands import (
+    plain_queries,
     prefetch_ring,
     prefetch_tiles,
-    right_operand,
 )
 from llmpq.kernels.kv.low_bit.ring_attend import (
     LOG2_E,
@@ -45,37 +46,57 @@ def _packed_part(
     TILES: tl.constexpr, STAGES: tl.constexpr, ALIBI: tl.constexpr, CAPPED: tl.constexpr,
     WINDOWED: tl.constexpr, KW: tl.constexpr, KW0: tl.constexpr, EMULATE: tl.constexpr,
 ):  # fmt: skip
-    """Steps begin..stop-1 of a row's packed tiles: output [R, D], log2-sum-exp [R]."""
-    C: tl.constexpr = H // G
-    NC: tl.constexpr = D // 32
+    """Steps begin..stop-1 of a row's packed tiles: output [R, P], log2-sum-exp [R].
+
+    Element e of an output is channel `value_channels`.
+    """
+    GROUP: tl.constexpr = H // G
+    C: tl.constexpr = (D + 31) // 32 * 32
+    P: tl.constexpr = triton.next_power_of_2(C)
+    NC: tl.constexpr = P // 32
     GAIN: tl.constexpr = 2 ** (8 - BITS)
-    # ---- queries by thread: column 8n + g, channels t*D/4 + 8c + j
+    # ---- queries by thread: column 8n + g, channels t*C/4 + 8c + j
     row = tl.arange(0, R * NC * 4)[:, None]
-    channel = row % 4 * (D // 4) + row // 32 % NC * 8 + tl.arange(0, 8)[None, :]
+    own = row // 32 % NC * 8 + tl.arange(0, 8)[None, :]
+    channel = row % 4 * (C // 4) + own
     q_col = first_col + row // (32 * NC) * 8 + row // 4 % 8
-    q_at = (place * H + head * C + q_col) * D
-    q_raw = tl.load(q_ptr + q_at + channel, mask=q_col < C, other=0.0)
-    q_thread = tl.reshape(q_raw, (R // 8, NC, 32, 8)).to(tl.float16)
-    q_plain = right_operand(q_thread, D, R, KW0)
+    q_at = (place * H + head * GROUP + q_col) * D
+    asked = q_col < GROUP if D == P else (q_col < GROUP) & (own < C // 4) & (channel < D)
+    q_raw = tl.load(q_ptr + q_at + channel, mask=asked, other=0.0)
+    q_thread = tl.reshape(q_raw, (R // 8, NC, 32, 8))
+    if q_thread.dtype != tl.float32:
+        q_thread = q_thread.to(tl.float16)
+    q_plain = plain_queries(q_thread, P, R, KW0)
     cols = first_col + tl.arange(0, R)
     q_pos = position + cols * 0
     unit = score_scale * (TWO_24 / GAIN)
     slope = 0
     if ALIBI:
-        slope = tl.load(slopes + head * C + cols, mask=cols < C, other=0.0) * LOG2_E / unit
+        slope = tl.load(slopes + head * GROUP + cols, mask=cols < GROUP, other=0.0)
+        slope *= LOG2_E / unit
     m_i, l_g, z_g, acc = _tiles(
         begin, stop, tl.full([R], LOWEST, tl.float32), tl.zeros([8, R], tl.float32),
-        tl.zeros([8, R], tl.float32), tl.zeros([D, R], tl.float32), k_words, k_params, v_words,
+        tl.zeros([8, R], tl.float32), tl.zeros([P, R], tl.float32), k_words, k_params, v_words,
         v_params, table, slot, columns, head, q_plain, q_thread, 0, 0, q_pos, q_pos, slope, unit,
-        cap, window, G, 1, D, BITS, 128, R, True, ALIBI, CAPPED, WINDOWED, TILES, STAGES, KW, KW0,
-        EMULATE,
+        cap, window, G, 1, P, BITS, 128, R, True, ALIBI, CAPPED, WINDOWED, TILES, STAGES, KW, KW0,
+        EMULATE, C,
     )  # fmt: skip
     l_i = tl.sum(l_g, 0)
     norm = 1.0 / tl.maximum(l_i, 1e-30)
     out = (acc * (TWO_24 / GAIN) + tl.sum(z_g, 0)[None, :]) * norm[None, :]
     top = m_i * score_unit(unit, CAPPED) - P_SHIFT
     lse = tl.where(l_i > 0, top + tl.log2(tl.maximum(l_i, 1e-30)), MASKED)
-    return tl.permute(tl.reshape(out, (D // 16, 2, 8, R)), (3, 2, 0, 1)).reshape(R, D), lse
+    return tl.permute(tl.reshape(out, (P // 16, 2, 8, R)), (3, 2, 0, 1)).reshape(R, P), lse
+
+
+@triton.jit
+def value_channels(D: tl.constexpr):
+    """The channels of values in the order of registers [P], those without one from D on."""
+    C: tl.constexpr = (D + 31) // 32 * 32
+    P: tl.constexpr = triton.next_power_of_2(C)
+    e = tl.arange(0, P)
+    own = e % (P // 8)
+    return e if C == P else tl.where(own < C // 8, e // (P // 8) * (C // 8) + own, P)
 
 
 @triton.jit(do_not_specialize=["num_rows", "columns", "cap", "window"])
@@ -94,8 +115,10 @@ def decode_packed(
     program = tl.program_id(1)
     head = head_part // CHUNKS
     first_col = head_part % CHUNKS * R
+    P: tl.constexpr = triton.next_power_of_2((D + 31) // 32 * 32)
     c = tl.arange(0, R)
-    d = tl.arange(0, D)
+    d = tl.arange(0, P)
+    packed_d = value_channels(D)
     used = first_col + c < C
     row, row_last, begin, last_stop, part, slot, position, place = _entry(work_split + program * 8)
     stop = tl.where(row == row_last, last_stop, packed_line(position) // (TILES * TILE))
@@ -113,7 +136,7 @@ def decode_packed(
                 prefetch_tiles(
                     k_words, k_params, v_words, v_params, table, slot, columns, head,
                     begin * TILES, tl.minimum(begin * TILES + AHEAD, stop * TILES),
-                    G, D, BITS, 128, True,
+                    G, (D + 31) // 32 * 32, BITS, 128, True,
                 )  # fmt: skip
             if (AHEAD > 0) & (ring_row <= ring_last):
                 ring_at = (ring_slot * G + head) * (RING * D)
@@ -137,7 +160,9 @@ def decode_packed(
                 )  # fmt: skip
                 to = (part.to(tl.int64) * (G * CHUNKS) + head_part) * R
                 tl.store(lse_ptr + to + c, lse, mask=used)
-                tl.store(part_ptr + (to + c)[:, None] * D + d[None, :], out, mask=used[:, None])
+                at = part_ptr + (to + c)[:, None] * P + packed_d[None, :]
+                kept = used[:, None] if D == P else used[:, None] & (packed_d < D)[None, :]
+                tl.store(at, out, mask=kept)
                 part += 1
             row += 1
             if row <= row_last:
@@ -161,7 +186,7 @@ def decode_packed(
                 )  # fmt: skip
                 to = (part.to(tl.int64) * (G * CHUNKS) + head_part) * R
                 tl.store(lse_ptr + to + c, lse, mask=used)
-                tl.store(part_ptr + (to + c)[None, :] * D + d[:, None], out, mask=used[None, :])
+                tl.store(part_ptr + (to + c)[None, :] * P + d[:, None], out, mask=used[None, :])
                 part += 1
             row += 1
             begin = 0
@@ -196,7 +221,7 @@ def _next_row(rows, row, num_rows):
 @triton.jit
 def _merge(
     part_ptr, lse_ptr, packed_first, packed, ring_first, ring, at_head, d, used, m_i, l_i,
-    D: tl.constexpr, PARTS: tl.constexpr, N_STEP: tl.constexpr, D_STEP: tl.constexpr,
+    P: tl.constexpr, PARTS: tl.constexpr, N_STEP: tl.constexpr, D_STEP: tl.constexpr,
     X_STEP: tl.constexpr,
 ):  # fmt: skip
     """The sum of weights [N] and of weighted outputs [N, D_STEP], X_STEP parts at a time."""
@@ -207,7 +232,7 @@ def _merge(
         live = (x < packed + ring)[None, :] & used[:, None]
         at = part.to(tl.int64)[None, :] * PARTS + at_head
         lse = tl.load(lse_ptr + at, mask=live, other=MASKED)
-        o_at = part_ptr + at[:, :, None] * D + d[None, None, :]
+        o_at = part_ptr + at[:, :, None] * P + d[None, None, :]
         out = tl.load(o_at, mask=live[:, :, None], other=0.0)
         m_new = tl.maximum(m_i, tl.max(lse, 1))
         alpha = tl.exp2(m_i - m_new)
@@ -232,6 +257,7 @@ def combine_packed(
     C: tl.constexpr = H // G
     CHUNKS: tl.constexpr = (C + R - 1) // R
     PARTS: tl.constexpr = G * CHUNKS * R
+    P: tl.constexpr = triton.next_power_of_2((D + 31) // 32 * 32)
     row = tl.program_id(0)
     n = tl.program_id(1) * N_STEP + tl.arange(0, N_STEP)
     d = tl.program_id(2) * D_STEP + tl.arange(0, D_STEP)
@@ -250,11 +276,12 @@ def combine_packed(
     if PDL:
         gdc_wait()
     used = n < H
+    kept = used[:, None] if D == P else used[:, None] & (d < D)[None, :]
     to = out_ptr + (n * D)[:, None] + d[None, :]
     if slot < 0:
         nothing = tl.zeros([N_STEP, D_STEP], out_ptr.dtype.element_ty)
         for i in range(count):
-            tl.store(to + (place + i) * (H * D), nothing, mask=used[:, None])
+            tl.store(to + (place + i) * (H * D), nothing, mask=kept)
     elif count == 1:
         at_head = ((n // C * CHUNKS + n % C // R) * R + n % C % R)[:, None]
         m_i = tl.full([N_STEP], LOWEST, tl.float32)
@@ -265,12 +292,12 @@ def combine_packed(
         if packed + ring <= X_FEW:
             l_i, acc = _merge(
                 part_ptr, lse_ptr, packed_first, packed, ring_first, ring, at_head, d, used, m_i,
-                l_i, D, PARTS, N_STEP, D_STEP, X_FEW,
+                l_i, P, PARTS, N_STEP, D_STEP, X_FEW,
             )  # fmt: skip
         else:
             l_i, acc = _merge(
                 part_ptr, lse_ptr, packed_first, packed, ring_first, ring, at_head, d, used, m_i,
-                l_i, D, PARTS, N_STEP, D_STEP, X_STEP,
+                l_i, P, PARTS, N_STEP, D_STEP, X_STEP,
             )  # fmt: skip
         out = acc / tl.maximum(l_i, 1e-30)[:, None]
-        tl.store(to + place * (H * D), out.to(out_ptr.dtype.element_ty), mask=used[:, None])
+        tl.store(to + place * (H * D), out.to(out_ptr.dtype.element_ty), mask=kept)

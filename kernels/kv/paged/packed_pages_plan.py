@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 import torch
 import triton
 
-from llmpq.kernels.formats.kv_block import TILE_TOKENS, KVFormat
+from llmpq.kernels.formats.kv_block import TILE_TOKENS, KVFormat, pool_format
 from llmpq.kernels.kv.launch_plan import AHEAD, LOOP_SHAPE, programs_per_sm, shared_memory
 from llmpq.kernels.kv.paged.packed_pages_deal import ENTRY, Deal, deal
 from llmpq.kernels.kv.paged.paged_plan import Scores
@@ -31,6 +31,8 @@ CHUNK_ROWS = 64
 """Query rows of a chunk's program: what a warp group of tensor cores multiplies at once."""
 CHUNK_KEYS = 32
 """16-bit keys that a chunk's program takes at once, of the ring and new ones; wide heads: half."""
+MOST_CHANNELS = 256
+"""Channels of a head at most: registers of a program hold no more (llmpq/capabilities.py)."""
 WORD_K_WIDTH = 4 if tuple(map(int, triton.__version__.split(".")[:2])) < (3, 7) else 2
 """Consecutive columns of an operand a thread holds, as Triton picks them for unpacked words. The
 other value is right but shuffles: 3.6 halves the source's width at each join, 3.9 does not."""
@@ -47,8 +49,6 @@ MANY_PARTS = 64
 """Rows times key/value heads from which a step has many rows."""
 DECODE_SCORES = ("ALIBI", "CAPPED", "WINDOWED", "CHUNKED")
 """What `decode_packed` does to scores; sinks come as parts are merged."""
-HEAD_DIMS = (32, 64, 128, 256)
-"""What heads may have: reshapes of registers know powers of two."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,17 +79,18 @@ class PackedPlan:
         cls, fmt: KVFormat, heads: int, kv_heads: int, dtype: torch.dtype, device: torch.device
     ) -> PackedPlan:
         """Choose as many programs as a device holds at once; `ValueError` for other formats."""
-        if fmt.key_group != BLOCK_TOKENS or fmt.head_dim not in HEAD_DIMS:
+        if fmt != pool_format(fmt.precision, fmt.head_dim) or fmt.head_dim > MOST_CHANNELS:
             raise ValueError(
-                f"a pool of packed blocks takes heads of {HEAD_DIMS} channels and key groups of "
-                f"{BLOCK_TOKENS} tokens, got {fmt.head_dim} and {fmt.key_group}"
+                f"a pool of packed blocks takes heads of at most {MOST_CHANNELS} channels in the "
+                f"format of `pool_format`, got {fmt}"
             )
         columns = 8 if heads // kv_heads <= 8 else 16
         head_parts = kv_heads * -(-heads // kv_heads // columns)
 
         def loop(tiles: int, stages: int) -> tuple[int, int, int]:
             resident = programs_per_sm(
-                *(fmt.bits, fmt.head_dim, columns, tiles, stages), shared=shared_memory(device)[1]
+                *(fmt.bits, fmt.register_channels, columns, tiles, stages),
+                shared=shared_memory(device)[1],
             )
             return tiles, stages, max(1, resident * multiprocessors(device) // head_parts)
 
@@ -117,7 +118,21 @@ class PackedPlan:
     @property
     def fmt(self) -> KVFormat:
         """The format of blocks."""
-        return KVFormat(precision=KVPrecision(f"kv{self.bits}"), head_dim=self.head_dim)
+        return pool_format(KVPrecision(f"kv{self.bits}"), self.head_dim)
+
+    @property
+    def register_channels(self) -> int:
+        """Channels of a head, padded to what registers hold: a power of two."""
+        return self.fmt.register_channels
+
+    @property
+    def max_registers(self) -> int:
+        """Registers of a thread of `decode_packed` at most; 0: as many as ptxas takes.
+
+        Left alone, ptxas takes so many that a twelfth program does not fit an SM.
+        """
+        few = self.columns == 8 and self.register_channels <= 128 and self.item == 2
+        return 168 if few else 0
 
     @property
     def head_parts(self) -> int:
@@ -131,11 +146,8 @@ class PackedPlan:
 
     @property
     def chunk_rows(self) -> int:
-        """Query rows of a chunk's program: fewer where wide heads take the memory.
-
-        Float32 takes more of it and no tensor core; wide heads of float32 are rounded to fp16.
-        """
-        most = CHUNK_ROWS if self.head_dim <= 128 else CHUNK_ROWS // 2
+        """Query rows of a chunk's program: fewer where wide heads or float32 take the memory."""
+        most = CHUNK_ROWS if self.register_channels <= 128 else CHUNK_ROWS // 2
         most = 16 if self.item == 4 else most
         return max(most, triton.next_power_of_2(self.group_heads))
 
@@ -219,7 +231,7 @@ class PackedPlan:
         """
         parts = -(-self.programs // rows) + RING_PARTS
         x_step = min(256, max(FEW_PARTS, triton.next_power_of_2(parts)))
-        d_step = min(self.head_dim, max(16, MERGED // x_step))
+        d_step = min(self.register_channels, max(16, MERGED // x_step))
         n_step = max(1, min(MERGED // (x_step * d_step), triton.next_power_of_2(self.heads)))
         options = self._options(1, pdl=pdl)
         del options["ROWS"]
@@ -234,9 +246,9 @@ class PackedPlan:
             | {
                 "BITS": self.bits,
                 "M": self.chunk_rows,
-                "N": CHUNK_KEYS if self.head_dim <= 128 else CHUNK_KEYS // 2,
+                "N": CHUNK_KEYS if self.register_channels <= 128 else CHUNK_KEYS // 2,
                 "TILE": self.tile_queries,
-                "STAGES": 2 if self.head_dim <= 128 else 1,
+                "STAGES": 2 if self.register_channels <= 128 else 1,
                 "num_warps": 8,
             }
             | scores.options

@@ -67,12 +67,23 @@ def completed(kv=KVPrecision.KV16, model="opt-2.7b", dtype="bfloat16", **setting
     return complete_plan(plan, pool.spec, pool.options)
 
 
+def test_packed_blocks_take_heads_of_any_size():
+    completed(KVPrecision.KV8)
+    completed(speculate="kv4", gamma=2)
+
+
 def test_packed_blocks_that_no_kernel_reads_are_refused():
-    with pytest.raises(ValueError, match="heads of other than .* channels, which .*; plan with"):
-        completed(KVPrecision.KV8)
-    completed(speculate="ngram", gamma=2)
-    with pytest.raises(ValueError, match="heads of other than .* channels"):
-        completed(speculate="kv4", gamma=2)
+    ways = ways_of(gpu=True, kv=KVPrecision.KV8, drafts=False)
+
+    def refused(spec):
+        require(spec, ways, max_len=300)
+
+    spec = ModelSpec.by_name("opt-2.7b")
+    refused(replace(spec, head_dim=250))
+    with pytest.raises(ValueError, match="heads of more than 256 channels, which .*; plan with"):
+        refused(replace(spec, head_dim=264))
+    with pytest.raises(ValueError, match="heads of more than 256 channels"):
+        refused(replace(spec, global_head_dim=512))
     with pytest.raises(ValueError, match="activations in float32, which"):
         completed(KVPrecision.KV4, "llama-3.1-8b", "float32")
 
