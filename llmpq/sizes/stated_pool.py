@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from llmpq.model_spec import ModelSpec
 from llmpq.plan import PoolForm, StagePlan
 from llmpq.sizes.kv_format import BLOCK_TOKENS
-from llmpq.sizes.pool_size import planned_pool
+from llmpq.sizes.pool_size import PoolSize, planned_pool
 from llmpq.sizes.state_size import state_bytes
 from llmpq.workload import Workload
 
@@ -20,15 +20,21 @@ def stated_pool(
     chunk: int | None,
     prefill_microbatch: int,
 ) -> PoolForm:
-    """Return the pool of a plan's stages."""
+    """Return the pool that a plan counts for its stages."""
     size = planned_pool(spec, workload, chunk, prefill_microbatch=prefill_microbatch)
+    return pool_form(size, spec, workload, stages)
+
+
+def pool_form(
+    size: PoolSize, spec: ModelSpec, workload: Workload, stages: Sequence[StagePlan]
+) -> PoolForm:
+    """Return a pool as a plan states it."""
+    states = state_bytes(spec, range(spec.num_layers), slots=1, dtype_bytes=workload.dtype_bytes)
     return PoolForm(
         num_blocks=size.num_blocks,
         tokens=size.num_blocks * BLOCK_TOKENS,
         window_blocks=size.window_blocks,
-        state_bytes=state_bytes(
-            spec, range(spec.num_layers), slots=1, dtype_bytes=workload.dtype_bytes
-        ),
+        state_bytes=states,
         stage_bytes=tuple(
             size.nbytes(
                 spec,

@@ -15,6 +15,7 @@ from llmpq.runtime.engine.pool_limits import PoolLimits
 from llmpq.runtime.options import EngineOptions
 from llmpq.sizes.kv_format import BLOCK_TOKENS, pool_blocks
 from llmpq.sizes.pool_size import PoolSize, fits, fitting_pool, wanted_pool, window_step_tokens
+from llmpq.sizes.stated_pool import pool_form
 from llmpq.speculation import draft_weight_bytes
 from llmpq.workload import CHUNK_TOKENS
 
@@ -55,21 +56,7 @@ class PoolPlan:
     @property
     def stated(self) -> PoolForm:
         """The pool as a plan states it."""
-        size, work = self._counted, self.plan.workload
-        return PoolForm(
-            num_blocks=size.num_blocks,
-            tokens=size.num_blocks * BLOCK_TOKENS,
-            window_blocks=size.window_blocks,
-            stage_bytes=tuple(
-                size.nbytes(
-                    self.spec,
-                    work.kv,
-                    layers=range(*stage.layers),
-                    dtype_bytes=work.dtype_bytes,
-                )
-                for stage in self.plan.stages
-            ),
-        )
+        return pool_form(self._counted, self.spec, self.plan.workload, self.plan.stages)
 
     @cached_property
     def _counted(self) -> PoolSize:
