@@ -46,6 +46,7 @@ def main() -> None:
     what.add_argument("--prompt-len", type=int, default=512)
     what.add_argument("--gen-len", type=int, default=200)
     what.add_argument("--repeats", type=int, default=3)
+    what.add_argument("--dtype", default="auto")
     what.add_argument("--rows", help="append the rows to this file, too")
     args = what.parse_args()
     prompts = [
@@ -54,8 +55,8 @@ def main() -> None:
     ]
     drafts = {"speculate": args.mode, "gamma": args.gamma}
     ways = {
-        "plain": {},
-        "drafts": drafts,
+        "plain": {"dtype": args.dtype},
+        "drafts": {"dtype": args.dtype, **drafts},
     }
     first = None
     for name, options in ways.items():
