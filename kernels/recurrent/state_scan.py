@@ -33,8 +33,9 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from llmpq.kernels.overlap import overlaps
 from llmpq.kernels.recurrent.state_walk import Recurrence, softplus
+from llmpq.sizes.state_size import PAIRED_TOKENS
 
-BLOCK_T = 64
+BLOCK_T = PAIRED_TOKENS
 BLOCK_P = 32
 NUM_WARPS = 4
 NUM_STAGES = 1

@@ -15,9 +15,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
+from llmpq.families.common.spec_values import Recurrent
 from llmpq.model_spec import ModelSpec
 from llmpq.precision import KVPrecision, Precision
-from llmpq.sizes.state_size import recurrence_bytes
+from llmpq.sizes.state_size import PAIRED_TOKENS
 from llmpq.sizes.step_padding import gpu_padded
 from llmpq.workload import Workload, chunk_tokens
 
@@ -156,8 +157,7 @@ def _layer_moments(
     if spec.recurrent is not None:
         own = spec.recurrent
         yield unit * 2 * h + product(own.in_features, h)
-        held = unit * (2 * h + own.in_features)
-        yield held + recurrence_bytes(own, shape.rows, -(-shape.tokens // shape.rows))
+        yield unit * (2 * h + own.in_features) + _recurrence_bytes(own, shape)
     if spec.norm_order != "pre":
         yield unit * 4 * h  # what a norm behind is given and gives
     if spec.shared_ffn:
@@ -182,6 +182,18 @@ def _layer_moments(
     # A dense product without a bias adds to y in place.
     in_place = not quantized and spec.gated
     yield unit * (2 * h + q + f) + (0 if in_place else product(h, f, adds=True))
+
+
+def _recurrence_bytes(form: Recurrent, shape: _Shape) -> int:
+    """Return what a recurrence holds beside what the matrix in front gives.
+
+    Steps, what is convolved and what is read; then pairs of the tokens of a block, or the gated
+    output.
+    """
+    steps = 2 * form.heads if form.kind == "gated_delta" else 0
+    matrices = {"gated_delta": 2, "mamba2": 1, "short_conv": 0}[form.kind]
+    pairs = form.heads * (4 * shape.tokens + matrices * PAIRED_TOKENS * shape.unit)
+    return shape.unit * (steps + form.channels + form.inner) + max(pairs, shape.unit * form.inner)
 
 
 def _latent_features(spec: ModelSpec) -> int:

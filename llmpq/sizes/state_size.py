@@ -13,7 +13,8 @@ from llmpq.families.common.spec_values import Recurrent
 from llmpq.model_spec import ModelSpec
 
 PAIRED_TOKENS = 64
-"""Tokens of a prompt that recurrent layers look at in pairs (runtime/models/recurrence.py)."""
+"""Tokens of a prompt that recurrent layers look at in pairs (runtime/models/recurrence.py, on GPUs
+kernels/recurrent/state_scan.py)."""
 NOTED_TOKENS = 7
 """Tokens of a request that may be drafts at once: `plan.MAX_GAMMA`, as a test holds."""
 

@@ -2,7 +2,7 @@
 
     weight, expert [T, k]    the router's               kernels/fused/route.py, norm_route.py
     dispatch                     pairs sorted by expert     kernels/gemm/experts/expert_stack.py
-    hidden [C, F]            act(gate_up of every pair)
+    hidden [C, F]            act(gate_up, or up, of every pair)
     y [T, k, h]              down, each pair back at its own number
     sum_j weight[t, j] y[t, j]  kernels/fused/weighted_sum.py, which adds the residual stream too
 
@@ -47,11 +47,15 @@ def sparse_mlp(
     own: list[Linear] = []
     stacked = True
     for index, expert in enumerate(experts):
-        fits = stacked and isinstance(expert, GatedMLP) and _fit(up, down, expert)
-        if fits and isinstance(expert, GatedMLP):
-            parts = _put(up, index, expert.gate_up), _put(down, index, expert.down)
-            expert = GatedMLP(*parts, expert.gate)
-            own += parts
+        alike = not made or type(expert) is type(made[0])
+        fits = stacked and alike and _fit(up, down, expert)
+        if fits:
+            wide, back = _put(up, index, _first(expert)), _put(down, index, expert.down)
+            if isinstance(expert, GatedMLP):
+                expert = GatedMLP(wide, back, expert.gate)
+            else:
+                expert = MLP(wide, back, expert.activation)
+            own += (wide, back)
         elif stacked and own:  # rooms for all experts would stay beside what does not fit them
             device = own[0].weight.device
             _move(own, "cpu")
@@ -77,11 +81,18 @@ def _put(stack: ExpertStack, index: int, part: Linear) -> Linear:
     return Linear(*stack.put(index, part.weight, part.bias))
 
 
-def _fit(up: ExpertStack, down: ExpertStack, expert: GatedMLP) -> bool:
+def _first(expert: MLP | GatedMLP) -> Linear:
+    """Return the matrix that makes an expert's hidden features."""
+    return expert.gate_up if isinstance(expert, GatedMLP) else expert.up
+
+
+def _fit(up: ExpertStack, down: ExpertStack, expert: MLP | GatedMLP) -> bool:
+    if isinstance(expert, MLP) and expert.xielu is not None:  # each has numbers of its own
+        return False
     weight = expert.down.weight
     if weight.device.type == "cuda" and torch.cuda.get_device_capability(weight.device) < OLDEST:
         return False
-    parts = ((up, expert.gate_up), (down, expert.down))
+    parts = ((up, _first(expert)), (down, expert.down))
     return all(stack.takes(part.weight, part.bias) for stack, part in parts)
 
 
@@ -183,13 +194,19 @@ class GroupedMLP(SparseMLP):
     def asks_host(self) -> bool:
         """Whether a step waits for the device: where the experts are not those of the stacks."""
         first = self.experts[0]
-        assert isinstance(first, GatedMLP)
-        parts = ((first.gate_up, self._up), (first.down, self._down))
+        assert isinstance(first, (MLP, GatedMLP))
+        parts = ((_first(first), self._up), (first.down, self._down))
         return any(part.weight is not s.first or part._forward_pre_hooks for part, s in parts)
 
     def _hidden(self, x_Th: Tensor, dispatch: ExpertDispatch) -> Tensor:
-        """Return act(gate) * up of every pair [C, F], gated in the product where it can be."""
-        gate = self.experts[0].gate
+        """Return act(gate) * up of every pair [C, F], gated in the product where it can be.
+
+        Without a gate act(up).
+        """
+        first = self.experts[0]
+        if isinstance(first, MLP):
+            return first.activated(self._up.product(x_Th, dispatch))
+        gate = first.gate
         assert isinstance(gate, GateFunction)
         if not gate.is_plain:
             return gate.of_both(self._up.product(x_Th, dispatch))

@@ -22,7 +22,12 @@ PACKED = Precision.parse("4")
 
 
 def beside(
-    precision: Precision = PLAIN, *, first: bool = True, last: bool = True, **job: int
+    precision: Precision = PLAIN,
+    *,
+    first: bool = True,
+    last: bool = True,
+    spec: ModelSpec = LLAMA,
+    **job: int,
 ) -> int:
     work = Workload(
         batch=32,
@@ -32,7 +37,7 @@ def beside(
         dtype="bfloat16",
     )
     found = gpu_workspace_bytes(
-        LLAMA,
+        spec,
         work,
         precisions=[precision],
         first=first,
@@ -47,6 +52,15 @@ def test_the_widest_moment_of_a_prompt_is_the_gate() -> None:
     """x, attention's result, y, its norm, gate and up, and their product; token ids; logits."""
     tokens = 32 * 512
     assert beside() == 2 * tokens * (4 * H + 3 * F) + 8 * tokens + 2 * 32 * V
+
+
+def test_a_recurrence_is_not_the_widest_moment_of_a_hybrid() -> None:
+    """Its kernels keep no float32 beside what they read: x, attention's result, y, norm, gate."""
+    spec = ModelSpec.by_name("qwen3.5-27b")
+    tokens, q = 8192, 24 * 256
+    wide = 2 * tokens * (3 * spec.hidden + q + 3 * spec.ffn)
+    found = beside(spec=spec, prompt=tokens, prefill=1, decode=1)
+    assert found == wide + 8 * tokens + 2 * spec.vocab
 
 
 def test_a_packed_weight_is_a_dense_matrix_beside_many_rows_only() -> None:

@@ -59,6 +59,20 @@ def test_experts_together_give_what_they_give_in_turn(gate, rows):
     assert not torch.allclose(stacked(x.flip(-1)), plain(x), rtol=1e-2)
 
 
+@pytest.mark.parametrize("activation", ["relu2", "gelu_erf"])
+def test_experts_without_gates_together(activation):
+    parts = [(dense(FFN, HIDDEN, e), dense(HIDDEN, FFN, 50 + e)) for e in range(EXPERTS)]
+    made = [MLP(up, down, activation) for up, down in parts]
+    routing = Routing(matrix(EXPERTS, HIDDEN, 99), 2)
+    plain, stacked = (
+        SparseMLP(routing, made, made[0]),
+        sparse_mlp(routing, iter(made), EXPERTS, made[0]),
+    )
+    x = matrix(7, HIDDEN, 7)[:, None]
+    assert isinstance(stacked, GroupedMLP) and not stacked.asks_host
+    torch.testing.assert_close(stacked(x), plain(x), rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize("rows", [1, 20])
 def test_a_layers_experts_are_added_to_the_stream(rows):
     plain, stacked = both(shared=True)
@@ -143,9 +157,12 @@ def test_a_stack_that_some_do_not_fit_is_given_up(kind):
 
 def test_what_cannot_be_stacked_runs_in_turn():
     routing = Routing(matrix(2, HIDDEN, 99), 1)
-    plain = [MLP(dense(FFN, HIDDEN, e), dense(HIDDEN, FFN, e), "gelu") for e in (0, 1)]
+    mixed = [
+        MLP(dense(2 * FFN, HIDDEN, 0), dense(HIDDEN, 2 * FFN, 1), "gelu"),
+        GatedMLP(dense(2 * FFN, HIDDEN, 2), dense(HIDDEN, FFN, 3)),
+    ]
     unlike = [GatedMLP(dense(2 * f, HIDDEN, f), dense(HIDDEN, f, f)) for f in (8, 16)]
-    for experts in (plain, unlike):
+    for experts in (mixed, unlike):
         made = sparse_mlp(routing, experts, 2, None)
         x = matrix(4, HIDDEN, 3)[:, None]
         assert made.asks_host and not isinstance(made, GroupedMLP)
