@@ -82,11 +82,20 @@ def test_the_lines_say_the_same_on_one_and_on_three_stages(
     assert capsys.readouterr().out == whole
 
 
+ROOMS = ("clusters", "kernels", "llmpq", "planner", "profiler", "runtime")
+PAGES = (
+    "pictures/vega/vega.min.js", "pictures/report_page.js", "runtime/serve/page.html",
+    "runtime/serve/chat.js", "runtime/serve/markdown/markdown-it.min.js", "clusters/gpus.yaml",
+    "kernels/native/layer.cpp",
+)  # fmt: skip
+"""Some of what is no Python."""
+
+
 def test_the_lines_run_from_a_wheel_outside_the_repository(tmp_path):
     """The wheel's files alone: neither the repository nor an installed copy is imported."""
     source, site = tmp_path / "source", tmp_path / "site"
     source.mkdir()
-    for name in ("clusters", "kernels", "llmpq", "planner", "profiler", "runtime"):
+    for name in ROOMS:
         ignored = shutil.ignore_patterns("__pycache__")
         shutil.copytree(ROOT / name, source / name, symlinks=True, ignore=ignored)
     for name in ("LICENSE", "README.md", "pyproject.toml"):
@@ -102,6 +111,17 @@ def test_the_lines_run_from_a_wheel_outside_the_repository(tmp_path):
     (wheel,) = tmp_path.glob("llmpq-*.whl")
     with zipfile.ZipFile(wheel) as files:
         files.extractall(site)
+        packed = set(files.namelist())
+    wanted = {
+        (
+            Path("llmpq") / path.relative_to(source / "llmpq" if room == "llmpq" else source)
+        ).as_posix()
+        for room in ROOMS
+        for path in (source / room).rglob("*")
+        if path.is_file() and path.name != "README.md" and "build" not in path.parts
+    }
+    assert wanted - packed == set(), "files that a wheel lacks"
+    assert {f"llmpq/{name}" for name in PAGES} <= packed
     shutil.rmtree(source)
     (tmp_path / "examples").mkdir()
     (tmp_path / "examples" / "demo-7m").symlink_to(ROOT / "examples" / "demo-7m")
