@@ -28,8 +28,10 @@ HEAD_BITS = "bits of the output matrix (8 on CPUs with --bits of 8 or fewer, els
 THETA_OUT = "leave one of them out"
 GROUP_SIZES = "weights that share a scale: 128, 64, 32 (slower on GPUs), or 0 for a channel"
 NOTES = """\
-commands (flags alone mean `plan`): plan, fits, check, export, devices, models; each
-has its own --help.
+commands, each with its own --help (flags alone mean `plan`):
+  fits    whether a model fits, and how far     devices  cards that are known by name
+  plan    which layers where, at which bits     models   models that are known by name
+  check   a plan, or a run that was shared      export   a plan for vLLM, llama.cpp, ..., or SVG
 exit codes: 0 done, 2 usage or bad input, 3 bad plan, 4 plan for another model or cluster,
 5 does not fit, 130 interrupted"""
 
@@ -38,6 +40,11 @@ Bytes are those that a run takes, counted: no GPU and no search. Times are of pl
 found by counting, `llmpq-algo plan` finds the best. exit codes: 0 fits, 2 usage or bad
 input, 5 does not fit"""
 
+
+CHECK_NOTES = """\
+Bytes, times and the proof are computed again by code that shares nothing with the search.
+exit codes: 0 right, 2 usage or bad input, 3 bad plan, 4 plan for another model or cluster, 5
+does not fit"""
 
 PAPER_METHOD = ("--shaq-efficient", "--llm-pq-efficient")
 """The paper's flags for `--method heuristic`."""
@@ -178,8 +185,8 @@ def _how_to_choose(section: Section) -> None:
         only=(no_front, no_budget),
         help="paper's form, instead: seconds one unit of omega is worth, in the indicator's unit",
     )
-    budget = "the fastest plan that loses no more quality than this (sum of omega)"
-    section.flag("--quality-budget", daily=True, type=float, metavar="OMEGA", help=budget)
+    budget = "the fastest plan that loses no more than this (0: nothing, 1: as all at 4 bits)"
+    section.flag("--quality-budget", daily=True, type=float, metavar="LOSS", help=budget)
     section.flag("--pareto", action="store_true", help="list the front of time and sum omega")
     points = f"points at most (default {DEFAULT_POINTS})"
     section.flag("--pareto-points", type=int, only=front, help=points)
@@ -349,10 +356,13 @@ def check_parser() -> CommandParser:
     """Return the flags of `llmpq-algo check`."""
     parser = CommandParser(
         "llmpq-algo check",
-        "Check a plan: by the entries it carries, or against a model and devices.",
+        "Check a plan by what it carries, or against a model and devices; or a shared run.",
+        notes=CHECK_NOTES,
         example="llmpq-algo check plan.json",
     )
-    parser.positional("plan", metavar="PLAN", help="plan JSON")
+    parser.positional(
+        "plan", metavar="PLAN", help="plan.json, or what `llmpq-dist report --share` wrote"
+    )
     add_model(parser.section("model, if not the plan's own"))
     add_cluster(parser.section("devices it should fit, if not those it was made for"))
     return parser

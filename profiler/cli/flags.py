@@ -21,9 +21,12 @@ DTYPES = ("float16", "bfloat16", "float32")
 OBSERVED = ("variance", "hessian", "output")
 """Kinds of indicator that read weights and a text."""
 NOTES = """\
-commands (flags without one mean `run`): run, indicator, merge, tune; each has its own --help.
+commands, each with its own --help (flags without one mean `run`):
+  run        seconds of layers and links     merge  costs.json of several machines as one
+  indicator  quality loss of fewer bits      tune   which kernel multiplies what on a GPU
 Plan with the file: llmpq-algo --costs costs.json"""
 
+METHOD = "gptq: codes that lose least on the text (default); rtn: the nearest ones, quicker"
 SCHEMES = """\
 schemes: w4a4 (Atom: 4-bit weights and activations, outlier channels in 8 bits), w8a8;
 weight-only: w8a16, w4a16, w3a16"""
@@ -297,8 +300,12 @@ def quantize_parser() -> CommandParser:
         example="llmpq-quantize MODEL OUT --scheme w4a4 --text sample.txt",
         notes=SCHEMES,
     )
-    parser.positional("model", type=Path, help="Hugging Face model directory, or GGUF file")
-    parser.positional("output", type=Path, help="directory to write; a stopped run continues")
+    parser.positional(
+        "model", metavar="MODEL", type=Path, help="Hugging Face model directory, or GGUF file"
+    )
+    parser.positional(
+        "output", metavar="OUTPUT", type=Path, help="directory to write; a stopped run continues"
+    )
     what = parser.section("what to write")
     what.revision("model")
     what.flag("--scheme", daily=True, help="precision of all layers, or one per layer with commas")
@@ -311,8 +318,10 @@ def quantize_parser() -> CommandParser:
     )
     what.flag("--kv-cache-dtype", help="KV bits config.json names: 16, 8, 4, 2 (the plan's, or 16)")
     how = parser.section("how to round")
-    how.flag("--text", type=Path, required=True, nargs="+", help="calibration text")
-    how.flag("--method", choices=("gptq", "rtn"), default="gptq", daily=True, help="default gptq")
+    how.flag(
+        "--text", type=Path, required=True, nargs="+", help="text to calibrate on, UTF-8 files"
+    )
+    how.flag("--method", choices=("gptq", "rtn"), default="gptq", daily=True, help=METHOD)
     how.flag("--device", default="cpu", daily=True, help="cpu (default) or cuda")
     how.flag(
         "--variant",

@@ -17,8 +17,12 @@ from llmpq.runtime.sampling_params import SamplerConfig
 from llmpq.runtime.text.batch_rows import Defaults
 
 NOTES = """\
-commands (flags alone mean `run`): run, serve, chat, check, doctor, bench, eval, report, convert;
-each has its own --help.
+commands, each with its own --help (flags alone mean `run`):
+  run     a file of prompts                 doctor   what this machine can run, and what fits
+  serve   OpenAI's API and a page to chat   bench    the speed of equally long prompts
+  chat    in the terminal                   eval     how well a text is predicted (perplexity)
+  check   whether a plan can run here       report   what of a run may be shown to others
+  convert pytorch_model.bin as safetensors
 Make a plan: llmpq-algo --model DIR --cluster my.yaml -o plan.json"""
 
 

@@ -197,7 +197,7 @@ def report_parser() -> CommandParser:
         notes="`llmpq-algo check run.json` computes its prediction again.",
     )
     flags = parser.section("what to share")
-    report = "report of llmpq-dist run --report"
+    report = "report.json of llmpq-dist run or bench --report report.json"
     flags.flag("--share", required=True, metavar="REPORT", help=report)
     flags.flag("-o", "--output", daily=True, metavar="FILE", help="file to write (else stdout)")
     return parser
@@ -288,14 +288,29 @@ def _add_how(how: Section) -> None:
         daily=("backend",),
     )
     how.flag("--warm-up", type=int, default=1, metavar="N", help="jobs that are not timed (1)")
-    how.flag("--repeat", type=int, default=3, daily=True, metavar="N", help="jobs that are (3)")
+    how.flag(
+        "--repeat",
+        type=int,
+        default=3,
+        daily=True,
+        metavar="N",
+        help="jobs that are timed (3); the median counts",
+    )
     how.flag("--seed", type=int, default=0, help="of prompts and dummy weights")
     text = "kill a random stage by this mean interval: stages are restarted, the job goes on"
     how.flag("--chaos", type=float, metavar="SECONDS", help=text)
 
 
 def _default(name: str) -> str:
-    return f"default: {JOB[name]}"
+    what = {
+        "bits": "of all layers",
+        "kv": "of the KV cache",
+        "dtype": "of activations and unquantised weights",
+        "batch": "requests at once",
+        "prompt": "tokens of a prompt",
+        "gen": "tokens to generate of each",
+    }[name]
+    return f"{what} (default {JOB[name]})"
 
 
 def _rounds_weights(flags: Namespace) -> bool:
