@@ -2,7 +2,7 @@
 
 Fitting is counted, not searched: layers of the fewest bytes allowed, micro-batches of one, stages
 filled one after the other. A plan made so (`fitting_plan`) proves that a change is enough: nothing
-is named that has not been planned so, and checked as every plan is.
+is named that has not been planned so, its bytes counted again as the runtime allocates them.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import Any
 from llmpq.cluster import Cluster, Device, DeviceGroup
 from llmpq.devices.device_spec import known_kind
 from llmpq.errors import DoesNotFitError
+from llmpq.memory import stage_memory, unpacks_prompts
 from llmpq.plan import Plan
 from llmpq.planner import limits
 from llmpq.planner.check.build_plan import build_plan
@@ -37,7 +38,7 @@ from llmpq.planner.evaluate.least_bytes import (
     largest,
     smallest_microbatches,
 )
-from llmpq.planner.evaluate.objective import value
+from llmpq.planner.evaluate.objective import job_time, value
 from llmpq.planner.problem.make_problem import generic_sensitivity
 from llmpq.planner.problem.named_inputs import with_reserve
 from llmpq.planner.problem.outcome import Assignment, Outcome
@@ -276,7 +277,7 @@ class _Ways:
         self.p, self.names_flags, self.names_context = p, names_flags, names_context
         self.kv = min(kvs, key=lambda kv: kv.bits)
         """The fewest bits allowed."""
-        self.job = p.with_job(kv=self.kv)
+        self.job = p.with_job(kv=self.kv).prepared()
 
     def found(self) -> list[str]:
         """Return the ways out, each planned: together only where none is enough by itself."""
@@ -376,10 +377,11 @@ class _Ways:
         """Return the memory of a CPU beside the devices, or instead of that of the one there is."""
         for size in CPU_SIZES:
             cluster = _with_cpu(self.p.cluster, size * GB)
-            plan = None if cluster is None else _planned(self.job, cluster=cluster)
-            if plan is not None and plan.predicted is not None:
-                first_s = f"{plan.predicted.prefill_s:,.0f}"
-                return f"cpu={size}GB among the devices (first token after {first_s} s)"
+            found = None if cluster is None else _planned(self.job, cluster=cluster)
+            if found is None:
+                continue
+            first_s = f"{job_time(*found).prefill_s:,.0f}"
+            return f"cpu={size}GB among the devices (first token after {first_s} s)"
         return ""
 
     def _cards(self) -> str:
@@ -433,14 +435,43 @@ def _spelled(precision: Precision) -> str:
     return str(precision.weight_bits) if plain else precision.value
 
 
-def _planned(p: Problem, **changes: Any) -> Plan | None:
-    """Return the checked plan of a changed job, None where none fits."""
+def _planned(p: Problem, **changes: Any) -> tuple[Problem, Assignment] | None:
+    """Return a changed job and a plan of it that fits, None where none does.
+
+    Its bytes are counted again, stage by stage; its times, which say nothing of that, are not.
+    """
     found = fitting_plan(p.with_job(**changes))
-    if found is None:
+    if found is None or not _holds(*found):
         return None
     with suppress(ValueError):  # a profile or an omega file that does not know a precision
-        return counted_plan(repriced(found[0], (found[0].kv,)), found[1])
+        return repriced(found[0], (found[0].kv,)), found[1]
     return None
+
+
+def _holds(p: Problem, a: Assignment) -> bool:
+    """Whether every device holds its stage as the runtime will allocate it."""
+    for position, stage in enumerate(a.stages):
+        device = p.classes[stage.cls].first
+        layers = [i for group in p.groups[stage.start : stage.end] for i in range(*group)]
+        precisions = [p.choices[a.choices[i // p.group]] for i in layers]
+        memory = stage_memory(
+            p.spec,
+            p.workload,
+            precisions,
+            first=position == 0,
+            last=position == len(a.stages) - 1,
+            prefill_microbatch=a.prefill_microbatch,
+            prefill_chunk=p.prefill_chunk,
+            decode_microbatch=a.decode_microbatch,
+            quantization=p.quantization,
+            context_bytes=device.spec.context,
+            on_gpu=not device.spec.is_cpu,
+            unpacks=unpacks_prompts(device.spec, precisions, p.quantization),
+            first_layer=layers[0],
+        )
+        if memory.total_bytes > device.limit_bytes:
+            return False
+    return True
 
 
 def repriced(p: Problem, kvs: Sequence[KVPrecision]) -> Problem:

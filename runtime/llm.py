@@ -456,12 +456,15 @@ class LLM:
         """
         self._require_process()
         several = _conversations(messages)
+        own_params = sampling_params if isinstance(sampling_params, Sequence) else [sampling_params]
+        cut = any(getattr(own, "truncate_prompt_tokens", None) is not None for own in own_params)
         prompts = []
         for place, own in enumerate(several):
             with _named("conversation", place, several):
                 prompts.append(
                     self._prompts.conversation(
                         own,
+                        whole=not cut,
                         tools=tools,
                         template=chat_template,
                         add_generation_prompt=add_generation_prompt,

@@ -23,11 +23,15 @@ class ContextLengthError(ValueError):
     """A prompt, or a prompt and its answer, for which there is no room."""
 
 
-def too_long(length: int, room: int) -> ContextLengthError:
-    """Return the error of a prompt that leaves no room for an answer."""
+def too_long(length: int, room: int, *, counted: bool = True) -> ContextLengthError:
+    """Return the error of a prompt that leaves no room for an answer.
+
+    `counted`: else it has so many tokens at least, by the length of its text.
+    """
+    least = "" if counted else "at least "
     return ContextLengthError(
-        f"the prompt is too long: it has {length} tokens, and the maximum context length of the "
-        f"model and its KV cache is {room} with the answer; shorten it, or give more with "
+        f"the prompt is too long: it has {least}{length} tokens, and the maximum context length of "
+        f"the model and its KV cache is {room} with the answer; shorten it, or give more with "
         "max_model_len or another plan"
     )
 

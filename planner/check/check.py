@@ -8,6 +8,7 @@ Used on every plan the command writes.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import fields
 
 from llmpq.cluster import Cluster, Device
 from llmpq.errors import BadPlanError, DoesNotFitError
@@ -169,11 +170,15 @@ def _check_memory(plan: Plan, spec: ModelSpec, position: int, device: Device) ->
             f"stage {device.name}: needs {format_size(needed)}, the device has "
             f"{format_size(device.limit_bytes)}; short by {format_size(short)}"
         )
-    if stage.memory is not None and stage.memory.total_bytes != memory.total_bytes:
-        raise BadPlanError(
-            f"stage {device.name}: the plan states {stage.memory.total_bytes} bytes, the formulas "
-            f"give {memory.total_bytes}: re-plan with llmpq-algo"
-        )
+    if stage.memory is None:
+        return
+    for part in (*(field.name for field in fields(memory)), "total_bytes"):
+        stated, found = getattr(stage.memory, part), getattr(memory, part)
+        if stated != found:
+            raise BadPlanError(
+                f"stage {device.name}: the plan states {stated} bytes for {part}, the formulas "
+                f"give {found}: re-plan with llmpq-algo"
+            )
 
 
 def _check_times(plan: Plan, times: Recomputed) -> None:

@@ -74,6 +74,10 @@ def _memory_lines(p: Problem, a: Assignment, names: list[str]) -> list[str]:
     return lines
 
 
+NEAR = 0.9
+"""Share of the slowest stage's time above which a stage is taken to be as slow."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Regret:
     """What a wrong cost of one device kind would cost."""
@@ -113,8 +117,16 @@ def cost_error_study(
     return found
 
 
-def regret_lines(study: list[Regret]) -> list[str]:
-    """Return the study as sentences."""
+def is_balanced(p: Problem, a: Assignment) -> bool:
+    """Whether stages of two kinds of device are planned to take about as long for prompts."""
+    times = stage_times(p, a).paces()[0][: len(a.stages)]
+    slowest = max(times)
+    near = [s for s, taken in zip(a.stages, times, strict=True) if taken > NEAR * slowest]
+    return len({p.classes[s.cls].first.profile_kind for s in near}) > 1
+
+
+def regret_lines(study: list[Regret], *, balanced: bool = False) -> list[str]:
+    """Return the study as sentences; `balanced`: which shares of the work decide."""
     if not study:
         return ["how much a cost error loses is not known: no plan was found in time"]
     worst = max(study, key=lambda r: r.loss)
@@ -122,8 +134,10 @@ def regret_lines(study: list[Regret]) -> list[str]:
         f"costs of {r.kind} x {r.factor:.2f}: this plan is {r.loss:.2%} above the best one"
         for r in study
     ]
+    why = ": stages that are to take equally long wait for one that does not" if balanced else ""
     lines.append(
-        f"a cost error of 10 % on one device kind loses at most {worst.loss:.2%} ({worst.kind})"
+        f"a cost error of 10 % on one device kind loses at most {worst.loss:.2%} "
+        f"({worst.kind}){why}"
     )
     return lines
 

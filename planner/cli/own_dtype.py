@@ -1,44 +1,92 @@
-"""A plan in the checkpoint's dtype where the cards that lack it are left out anyway."""
+"""A plan in the checkpoint's dtype where the cards that lack it are left out.
+
+In float16 cards compute as fast as in bfloat16: cards are left out only where they are of no use.
+In float32 they do not: a plan without them may be the better one.
+"""
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 from llmpq.default_dtype import without_bfloat16
+from llmpq.errors import DoesNotFitError
 from llmpq.planner.answer import Answer, answer, solve_options
 from llmpq.planner.cli.what_if import without
+from llmpq.planner.front.preference import WEIGHTS
 from llmpq.planner.problem.make_problem import make_problem
+from llmpq.planner.problem.problem import Problem
 from llmpq.planner.problem.requests import PlanRequest
+from llmpq.planner.solving.methods import SolveOptions
 
 
-def in_own_dtype(request: PlanRequest, best: Answer, path: str | None) -> tuple[Answer, str] | None:
+def in_own_dtype(
+    request: PlanRequest, problem: Problem, best: Answer | None, path: str | None
+) -> tuple[Answer, str] | None:
     """Return the plan over the cards that have bfloat16, and what to say of the others.
 
     All stages compute in one dtype, which every device of the cluster can: cards without bfloat16
-    decide it even where the best plan does not use them. None where it uses one of them, or where
-    the dtype is asked for or is the checkpoint's.
+    decide it even where the best plan does not use them. `best`: the plan of all, None where none
+    fits. None where the plan with them is better, or where the dtype is asked for or is the
+    checkpoint's.
     """
-    cluster = best.problem.cluster
-    lacking, used = without_bfloat16(cluster), {stage.kind for stage in best.plan.stages}
+    cluster = problem.cluster
+    lacking = without_bfloat16(cluster)
     others = any(d.kind not in lacking and not d.spec.is_cpu for d in cluster.devices)
-    if request.dtype != "auto" or not lacking or used & {*lacking} or not others:
+    if request.dtype != "auto" or not lacking or not others:
+        return None
+    stages = () if best is None else best.plan.stages
+    used = any(stage.kind in lacking for stage in stages)
+    pinned = any(cluster.device(name).kind in lacking for name in problem.pins)
+    slower = problem.workload.dtype == "float32"
+    if pinned or ((used or best is None) and not slower):
         return None
     names = {device.name: device.name for device in cluster.devices}
     while gone := [device for device in cluster.devices if device.kind in lacking]:
         cluster, moved = without(cluster, gone[-1])
         names = {old: moved[new] for old, new in names.items() if new in moved}
-    pins = [_moved(pin, best, names) for pin in request.pin]
-    problem, _, _ = make_problem(replace(request, pin=pins), cluster)
-    if problem.workload.dtype == best.problem.workload.dtype:
+    pins = [_moved(pin, problem, names) for pin in request.pin]
+    alone, _, _ = make_problem(replace(request, pin=pins), cluster)
+    if alone.workload.dtype == problem.workload.dtype:
         return None
-    found = answer(problem, solve_options(request, cluster), path)
+    options = solve_options(request, cluster)
+    try:
+        found = answer(alone, options, path)
+    except DoesNotFitError:
+        return None
+    cards = f"{', '.join(lacking)}, which have no bfloat16, are"
+    with_them = "left out: with them all stages would compute in float32"
+    if best is None:
+        return found, f"{cards} {with_them}, and the model would not fit"
+    if not used:
+        own = alone.workload.dtype
+        return found, f"{cards} not used: all stages compute in {own}, the checkpoint's dtype"
+    if _score(found, options) >= _score(best, options):
+        return None
     return found, (
-        f"{', '.join(lacking)}, which have no bfloat16, are not used: all stages compute in "
-        f"{problem.workload.dtype}, the checkpoint's dtype"
+        f"{cards} {with_them}, and the best plan would take {_seconds(best):.3f} instead of "
+        f"{_seconds(found):.3f} s"
     )
 
 
-def _moved(pin: str, best: Answer, names: dict[str, str]) -> str:
+def _score(one: Answer, options: SolveOptions) -> float:
+    """Return what the preference, the budget or theta makes smallest."""
+    predicted, p = one.plan.predicted, one.problem
+    assert predicted is not None, "the planner always predicts"
+    if options.budget is not None:
+        return predicted.total_s
+    if options.prefer is None:
+        return predicted.total_s + p.theta * predicted.sum_omega
+    unit = p.sensitivity.four_bit_omega() or 1.0
+    return math.log(predicted.total_s) + WEIGHTS[options.prefer] * predicted.sum_omega / unit
+
+
+def _seconds(one: Answer) -> float:
+    assert one.plan.predicted is not None, "the planner always predicts"
+    return one.plan.predicted.total_s
+
+
+def _moved(pin: str, problem: Problem, names: dict[str, str]) -> str:
     """Return a `--pin` with its device's name among those that are left."""
     layers, _, device = pin.partition("=")
-    return f"{layers}={names[best.problem.cluster.device(device).name]}"
+    return f"{layers}={names[problem.cluster.device(device).name]}"

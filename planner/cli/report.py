@@ -336,8 +336,8 @@ def comparison_table(rows: Mapping[str, MethodRow | str], *, budget: float | Non
     return table
 
 
-def front_table(plans: Sequence[Plan]) -> Table:
-    """Return the front of time against quality loss, fastest first.
+def front_table(plans: Sequence[Plan], chosen: int) -> Table:
+    """Return the front of time against quality loss, fastest first; a star marks one of them.
 
     Losses are rounded up, so that each is a `--quality-budget` that its plan is within.
     """
@@ -354,7 +354,7 @@ def front_table(plans: Sequence[Plan]) -> Table:
         assert predicted is not None, "the planner always predicts"
         proven = "" if plan.solver.status == "optimal" else " (not proven)"
         table.add_row(
-            str(number),
+            f"{number}*" if number == chosen + 1 else str(number),
             f"{predicted.total_s:.3f} s{proven}",
             f"{predicted.output_tokens_per_s:.1f}",
             f"{rounded_up(predicted.sum_omega):g}",

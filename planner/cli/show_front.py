@@ -50,21 +50,26 @@ def show_front(
         raise ValueError(f"--pareto-points must be at least 2, got {points}")
     check_outputs(request)
     front = list_front(problem, options, path, points)
-    text = json.dumps(_content(front), indent=1) + "\n"
+    unit = problem.sensitivity.four_bit_omega()
+    chosen = chosen_row(front.plans, options, problem.theta, unit)
+    text = json.dumps({**_content(front), "chosen": chosen}, indent=1) + "\n"
     if request.output:
         Path(request.output).write_text(text)
     if request.report:
-        write_report(request.report, front_page(front, problem.sensitivity.four_bit_omega()))
+        write_report(request.report, front_page(front, unit))
     if request.json:
         sys.stdout.write(text)
         return
     from llmpq.planner.cli.report import front_table
 
     console = open_console()
-    console.print(front_table(front.plans))
+    console.print(front_table(front.plans, chosen))
+    how = f"--theta {problem.theta:g}" if options.prefer is None else f"--prefer {options.prefer}"
+    say(console, f"* of these plans the one that {how} takes: the same command without --pareto")
     say(console, coverage(front))
     say(
-        console, "one of these plans: the same command with --quality-budget LOSS, without --pareto"
+        console,
+        "another of these plans: the same command with --quality-budget LOSS, without --pareto",
     )
     if request.output:
         say(console, f"wrote {request.output}: {len(front.plans)} plans")
@@ -85,6 +90,20 @@ def front_page(front: ListedFront, unit: float) -> str:
     balanced = next(i for i, asked in chosen.items() if "balanced" in asked)
     said = Beside(front=front.plans, chosen=chosen, coverage=coverage(front))
     return plan_page(front.plans[balanced], said)
+
+
+def chosen_row(plans: Sequence[Plan], options: SolveOptions, theta: float, unit: float) -> int:
+    """Return the index of the plan that a preference takes, or theta where there is none."""
+    if options.prefer is not None:
+        weight = WEIGHTS[options.prefer]
+        return min(range(len(plans)), key=lambda i: _price(plans[i], weight, unit))
+    return min(range(len(plans)), key=lambda i: _cost(plans[i], theta))
+
+
+def _cost(plan: Plan, theta: float) -> float:
+    predicted = plan.predicted
+    assert predicted is not None, "the planner always predicts"
+    return predicted.total_s + theta * predicted.sum_omega
 
 
 def _price(plan: Plan, weight: float, unit: float) -> float:

@@ -79,20 +79,23 @@ def make_and_show(request: PlanRequest, job: PlanJob) -> None:
     check_outputs(request)
     changes = _changed(request, problem, notes)
     compared: Mapping[str, MethodRow | str] = {}
+    own: tuple[Answer, str] | None = None
     try:
         if options.method == "all":
             best, compared = _compare(request, problem, options, path)
         else:
             best = answer(problem, options, path)
+            own = in_own_dtype(request, problem, best, path)
     except DoesNotFitError:
-        for line in _what_if(changes, None, path):
-            say(open_console(), line)
-        raise
-    several = _topology(request, problem, best, options, path)
+        own = in_own_dtype(request, problem, None, path)
+        if own is None:
+            for line in _what_if(changes, None, path):
+                say(open_console(), line)
+            raise
+    several = None if own is not None else _topology(request, problem, best, options, path)
     if several is not None and several.topology is not None:
         _show_topology(request, job, best, several, several.topology)
         return
-    own = None if options.method == "all" else in_own_dtype(request, best, path)
     if own is not None:
         best, said = own
         notes = [said if "no bfloat16" in note else note for note in notes]
@@ -414,13 +417,20 @@ def _beside_exact(
 
 def _why(best: Answer, options: SolveOptions, *, whole: bool) -> list[str]:
     """Return why this plan; `whole`: also what costs planning again, and how sure it is."""
-    from llmpq.planner.cli.explain import cost_error_study, explain_plan, regret_lines
+    from llmpq.planner.cli.explain import (
+        cost_error_study,
+        explain_plan,
+        is_balanced,
+        regret_lines,
+    )
 
     names = [stage.device for stage in best.plan.stages]
     lines = explain_plan(best.problem, best.outcome.assignment, names)
     if whole:
         lines += left_out_lines(best, options)
-        lines += regret_lines(cost_error_study(best.problem, best.outcome, budget=options.budget))
+        p, outcome = best.problem, best.outcome
+        study = cost_error_study(p, outcome, budget=options.budget)
+        lines += regret_lines(study, balanced=is_balanced(p, outcome.assignment))
     return lines
 
 

@@ -69,7 +69,7 @@ START_SHARE = 0.2
 """Share of the time that looking for first incumbents may take, if that is more than START_S."""
 START_S = 0.8
 """Seconds that it may take, but not more than half of the time."""
-QUICK_SHARE = 0.1
+QUICK_SHARE = 0.25
 """Share of the time of the quick pass: a search from the simplest plans, often a proof."""
 QUICK_IMPROVE_SHARE = 0.005
 """Share of what is left of the quick pass for the local search from one plan."""

@@ -40,7 +40,7 @@ def build_stage(
     *,
     step_tokens: int = CHUNK_TOKENS,
     graphs: bool = True,
-    on_layer: Callable[[int], None] | None = None,
+    on_layer: Callable[[int | None], None] | None = None,
 ) -> tuple[StageRunner, LoadReport]:
     """Load a stage's slice and allocate its pool of KV blocks.
 
@@ -129,7 +129,7 @@ def _load_model(
     spec: ModelSpec,
     source: TensorSource,
     device: torch.device,
-    on_layer: Callable[[int], None] | None,
+    on_layer: Callable[[int | None], None] | None,
 ) -> StageModel:
     stage = plan.stages[index]
     model = StageModel.build(

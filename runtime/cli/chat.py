@@ -51,7 +51,9 @@ class Talk:
             return text
         self._turns.append({"role": "user", "content": text})
         system = [] if self._system is None else [{"role": "system", "content": self._system}]
-        return self._llm.tokenizer.encode_chat([*system, *self._turns], template=self._template)
+        return self._llm.tokenizer.encode_chat(
+            [*system, *self._turns], template=self._template, room=self._llm.max_model_len
+        )
 
     def answered(self, text: str) -> None:
         """Take an answer, or as much of it as there is."""

@@ -211,7 +211,8 @@ def lengths_of(rows: Sequence[BatchRow], tokenizer: Tokenizer, spec: ModelSpec) 
     prompts, new_tokens = [], []
     for row in rows:
         try:
-            length = len(_tokens(row, tokenizer)) if row.error is None else 0
+            room = spec.max_positions
+            length = len(_tokens(row, tokenizer, room)) if row.error is None else 0
         except ValueError:
             continue
         wanted = row.max_tokens or DEFAULT_NEW_TOKENS
@@ -221,10 +222,12 @@ def lengths_of(rows: Sequence[BatchRow], tokenizer: Tokenizer, spec: ModelSpec) 
     return Lengths(prompts=prompts or [1], new_tokens=new_tokens or [1])
 
 
-def _tokens(row: BatchRow, tokenizer: Tokenizer) -> list[int]:
+def _tokens(row: BatchRow, tokenizer: Tokenizer, room: int) -> list[int]:
     if row.messages:
-        return tokenizer.encode_chat(row.messages)
-    return tokenizer.encode(row.prompt) if isinstance(row.prompt, str) else list(row.prompt)
+        return tokenizer.encode_chat(row.messages, room=room)
+    if isinstance(row.prompt, str):
+        return tokenizer.encode(row.prompt, room=room)
+    return list(row.prompt)
 
 
 def _job(
@@ -254,7 +257,7 @@ def prepare_rows(
             if row.error is not None:
                 raise ValueError(row.error)
             prompts[row.index] = llm.prepare(
-                _tokens(row, tokenizer),
+                _tokens(row, tokenizer, llm.max_model_len),
                 row.params(llm.plan.workload.gen_len),
                 request_id=str(row.index),
                 priority=row.priority,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -31,6 +31,8 @@ class LayerTensors:
     norm_eps: float
     shared: frozenset[str] = frozenset()
     """Parts that something else holds, too (a tied output matrix): left as they are."""
+    on_matrix: Callable[[], None] | None = None
+    """Hears of every matrix before it is made; what it raises ends the load."""
 
     def tensor(self, name: str) -> Tensor:
         """Return a part on the stage's device, in the stage's dtype."""
@@ -61,6 +63,8 @@ class LayerTensors:
 
     def linear(self, name: str) -> Linear:
         """Return a linear, quantised on the stage's device when the layer has a scheme."""
+        if self.on_matrix is not None:
+            self.on_matrix()
         bias = self.optional(f"{name}.bias")
         return Linear(self._weight(name), bias)
 

@@ -75,7 +75,7 @@ class StageModel(nn.Module):
         scheme: Callable[[Precision], WeightScheme | None],
         head_precision: Precision = Precision.W16A16,
         source: TensorSource,
-        on_layer: Callable[[int], None] | None = None,
+        on_layer: Callable[[int | None], None] | None = None,
         runner: LayerRunner | None = None,
     ) -> StageModel:
         """Read and quantise layer by layer, while the next part is being read.
@@ -91,7 +91,8 @@ class StageModel(nn.Module):
         if layers:
             spec.require_cut(layers.start, spec.name)
         place = torch.device(device)
-        builder = _Builder(Wiring(spec, place, runner), spec, dtype, place)
+        on_matrix = None if on_layer is None else partial(on_layer, None)
+        builder = _Builder(Wiring(spec, place, runner), spec, dtype, place, on_matrix)
         schemes = dict(zip(layers, map(scheme, precisions), strict=True))
         source.keep_codes(schemes)
         readers: list[Reader] = [partial(source.layer, index, dtype) for index in layers]
@@ -213,6 +214,7 @@ class _Builder:
     spec: ModelSpec
     dtype: torch.dtype
     device: torch.device
+    on_matrix: Callable[[], None] | None
 
     def layer(
         self, tensors: dict[str, Tensor], scheme: WeightScheme | None, index: int
@@ -240,6 +242,7 @@ class _Builder:
             dtype=self.dtype,
             device=self.device,
             norm_eps=self.spec.norm_eps,
+            on_matrix=self.on_matrix,
         )
 
 

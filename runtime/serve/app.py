@@ -260,14 +260,13 @@ def _add_state(app: FastAPI, service: Service) -> None:
         service.check_model(name)
         return described(name)
 
-    @app.get("/health")
-    @app.get("/ping")
-    @app.post("/ping")
+    @app.api_route("/health", methods=["GET", "HEAD"])
+    @app.api_route("/ping", methods=["GET", "HEAD", "POST"])
     async def health() -> dict[str, str]:
         service.check_engine()
         return {"status": "ok"}
 
-    @app.get("/ready")
+    @app.api_route("/ready", methods=["GET", "HEAD"])
     async def ready() -> dict[str, str]:
         llm = service.ready()
         llm.check_alive()

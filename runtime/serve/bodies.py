@@ -14,6 +14,7 @@ from functools import lru_cache
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, FailFast, Field, model_validator
+from pydantic_core import PydanticCustomError
 
 from llmpq.errors import short_repr
 from llmpq.runtime.sampling_params import (
@@ -327,7 +328,7 @@ def _biased(key: str, tokens_of: TokensOf) -> Iterable[int]:
 class CompletionBody(SamplingBody):
     """A body of /v1/completions."""
 
-    prompt: str | Texts | Tokens | Annotated[list[Tokens], FIRST_ERROR] = ""
+    prompt: str | Texts | Tokens | Annotated[list[Tokens], FIRST_ERROR]
     max_tokens: Whole | None = 16
     logprobs: Whole | bool | None = None
     echo: bool = False
@@ -369,6 +370,18 @@ class Message(Body):
     reasoning: str | None = None
     tool_calls: list[ToolCall] | None = None
     tool_call_id: str | None = None
+
+    @model_validator(mode="after")
+    def _says_something(self) -> Self:
+        """Refuse a message without a content, as OpenAI's API does.
+
+        A turn of the model's may come back as it was answered: calls alone, or cut before its text.
+        """
+        if self.content is None and self.role != "assistant":
+            raise PydanticCustomError(
+                "missing", "a message of role '{role}' needs 'content'", {"role": self.role}
+            )
+        return self
 
 
 class Function(Body):

@@ -8,6 +8,7 @@ from bisect import bisect_left
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from llmpq.runtime.request_output import Logprob
@@ -85,7 +86,8 @@ class Chat:
         )
 
     async def _prompted(self) -> list[int]:
-        tokens = await self.prompt()
+        cut = self.params.truncate_prompt_tokens is not None
+        tokens = await self.prompt(room=None if cut else self._service.ready().max_model_len)
         end = "".join(map(self._service.tokenizer.text_of, tokens[-8:]))
         self._in_thought = self._form.opens_thought(end)
         if self._in_thought and self.params.structured_outputs is not None:
@@ -96,14 +98,15 @@ class Chat:
             self._in_thought = one and self._separates
         return tokens
 
-    async def prompt(self) -> list[int]:
-        """Return the conversation's tokens."""
+    async def prompt(self, room: int | None = None) -> list[int]:
+        """Return the conversation's tokens; `room`: how many it may have."""
         self._service.ready()
-        return await self._service.read_text(self._tokens, self._length)
+        return await self._service.read_text(partial(self._tokens, room), self._length)
 
-    def _tokens(self) -> list[int]:
+    def _tokens(self, room: int | None) -> list[int]:
         return self._service.encode_chat(
             [plain_message(message) for message in self._body.messages],
+            room=room,
             tools=self._tools(),
             add_generation_prompt=self._body.add_generation_prompt,
             continue_final_message=self._body.continue_final_message,

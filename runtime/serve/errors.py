@@ -132,9 +132,22 @@ def _of_fields(first: Mapping[str, Any]) -> ApiError:
         return ApiError(400, f"the body is not JSON: {first.get('ctx', {}).get('error', '')}")
     got = repr(first.get("input"))
     shown = got if len(got) <= 100 else got[:100] + "..."
-    what = f"'{name}': {first['msg']}" if name else f"the body: {first['msg']}"
+    said = _EXPECTED.get(first["type"], first["msg"]).format(**first.get("ctx", {}))
+    what = f"'{name}': {said}" if name else f"the body: {said}"
     missing = first["type"] == "missing"
     return ApiError(400, what if missing else f"{what}, got {shown}", param=name or None)
+
+
+_EXPECTED = {
+    "model_type": "expected an object",
+    "model_attributes_type": "expected an object",
+    "dict_type": "expected an object",
+    "dict_attributes_type": "expected an object",
+    "mapping_type": "expected an object",
+    "too_short": "expected at least {min_length} of them",
+    "too_long": "expected at most {max_length} of them",
+}
+"""What is expected, where pydantic's words are Python's."""
 
 
 def _is_type(word: object) -> bool:

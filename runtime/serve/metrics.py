@@ -12,7 +12,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import accumulate
 from typing import Any
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Histogram,
+    ProcessCollector,
+    generate_latest,
+)
 from prometheus_client.core import (
     CounterMetricFamily,
     GaugeMetricFamily,
@@ -121,6 +127,7 @@ class Metrics:
     ) -> None:
         """`gauges` says what the engine holds now, as `LLM.stats` does; empty while it loads."""
         self.registry = CollectorRegistry()
+        self.registry.register(_OwnProcess(engine))
         self._labels = {"model_name": model, "engine": engine}
         self.prefix, self._gauges = prefix, gauges
         self.registry.register(_EngineState(self))
@@ -278,6 +285,22 @@ class AnswerClock:
             self._metrics.per_token_s.observe(mean_s)
         self._metrics.sums["requests"] += 1
         self._metrics.ended(reason)
+
+
+class _OwnProcess:
+    """The server's process (CPU time, memory, open files): one for each engine, by its number."""
+
+    def __init__(self, engine: str) -> None:
+        self._engine, self._process = engine, ProcessCollector(registry=None)
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield prometheus_client's metrics of a process, each with the engine's number."""
+        for metric in self._process.collect():
+            metric.samples = [
+                sample._replace(labels={**sample.labels, "engine": self._engine})
+                for sample in metric.samples
+            ]
+            yield metric
 
 
 class _EngineState:

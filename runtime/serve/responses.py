@@ -8,13 +8,13 @@ from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import aclosing
 from typing import Any, Literal
 
-from pydantic import Field
+from pydantic import Field, ValidationError
 
 from llmpq.runtime.response_stream import ResponseStream
 from llmpq.runtime.serve.answering import event
 from llmpq.runtime.serve.bodies import ChatBody, ChoiceBody, StreamOptions, Whole
 from llmpq.runtime.serve.chat import Chat
-from llmpq.runtime.serve.errors import ApiError
+from llmpq.runtime.serve.errors import ApiError, as_api_error
 from llmpq.runtime.serve.response_store import ResponseStore
 from llmpq.runtime.serve.service import Service
 
@@ -159,12 +159,24 @@ class ResponsesBody(ChoiceBody):
         )
 
 
+def _chat_of(body: ResponsesBody, messages: list[Data]) -> ChatBody:
+    """Return the conversation; what is wrong with a message is said of the input."""
+    try:
+        return body.as_chat(messages)
+    except ValidationError as error:
+        found = as_api_error(error)
+        if not (found.param or "").startswith("messages."):
+            raise
+        text = found.message.replace(f"'{found.param}': ", "'input': ", 1)
+        raise ApiError(400, text, param="input") from None
+
+
 class Responses:
     """One request of /v1/responses."""
 
     def __init__(self, service: Service, body: ResponsesBody) -> None:
         self._messages = body.messages(service.responses)
-        self._chat = Chat(service, body.as_chat(self._messages), format_field="text")
+        self._chat = Chat(service, _chat_of(body, self._messages), format_field="text")
         self._body = body
         self._model = body.model or service.model_name
         self._store = service.responses

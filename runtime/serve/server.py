@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import signal
 import threading
 import time
 from asyncio import TimerHandle, Transport
@@ -172,6 +173,8 @@ class Server(uvicorn.Server):
             self.should_exit = self.force_exit = True
             return
         self.service.draining = True
+        if sig == signal.SIGINT and self.loads:
+            self.failure = KeyboardInterrupt()
         _log.info("ending: no new requests, %d under way", self.service.num_under_way)
 
     async def main_loop(self) -> None:
@@ -191,6 +194,11 @@ class Server(uvicorn.Server):
     def engine_error(self) -> BaseException | None:
         """Return what ended the engine, None while it serves or loads."""
         return None
+
+    @property
+    def loads(self) -> bool:
+        """Whether the engine has not served yet."""
+        return False
 
     def _end_with(self, error: BaseException) -> None:
         """Say that the engine is lost, and end once those who wait have been answered so."""
@@ -212,6 +220,11 @@ class EngineServer(Server):
     """Serves one engine, and ends when it is lost: a supervisor starts the server again."""
 
     service: Service
+
+    @property
+    def loads(self) -> bool:
+        """Whether the model is loading."""
+        return self.service.llm is None and self.failure is None
 
     def engine_error(self) -> BaseException | None:
         """Return what ended the engine."""

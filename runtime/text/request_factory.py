@@ -111,10 +111,15 @@ class RequestFactory:
             return ""
         return self.tokenizer.decode(tokens, skip_special=skip_special)
 
-    def conversation(self, messages: Messages, **how: Any) -> Prompt:
-        """Return a conversation as text and tokens, as `Tokenizer.render_chat` writes it."""
+    def conversation(self, messages: Messages, *, whole: bool = True, **how: Any) -> Prompt:
+        """Return a conversation as text and tokens, as `Tokenizer.render_chat` writes it.
+
+        `whole`: it is not going to be truncated.
+        """
         text = self.tokenizer.render_chat(messages, **how)
-        return {"prompt": text, "prompt_token_ids": self.tokenizer.encode(text, special=False)}
+        room = self.max_model_len if whole else None
+        tokens = self.tokenizer.encode(text, special=False, room=room)
+        return {"prompt": text, "prompt_token_ids": tokens}
 
     async def prepare_async(
         self, prompt: Prompt, params: SamplingParams, **more: Any
@@ -144,7 +149,8 @@ class RequestFactory:
         A prompt that is only scored generates one token all the same, which is dropped: in the
         place of its last token, which need not be run.
         """
-        text, tokens = self._tokens_of(prompt)
+        room = self.max_model_len if params.truncate_prompt_tokens is None else None
+        text, tokens = self._tokens_of(prompt, room)
         tokens = self._truncated(tokens, params)
         stops = self._stop_ids(params)
         run = tokens[:-1] if params.max_tokens == 0 and len(tokens) > 1 else tokens
@@ -273,7 +279,7 @@ class RequestFactory:
             keep = max(1, self.max_len - max(1, params.max_tokens or 1) + 1)
         return tokens[-keep:]
 
-    def _tokens_of(self, prompt: Prompt) -> tuple[str | None, tuple[int, ...]]:
+    def _tokens_of(self, prompt: Prompt, room: int | None) -> tuple[str | None, tuple[int, ...]]:
         """Return a prompt's text, if it has one, and its tokens."""
         text = None
         if isinstance(prompt, Mapping):
@@ -286,7 +292,7 @@ class RequestFactory:
                 raise ValueError(f"'prompt' must be a text, got {text!r:.100}")
             prompt = prompt.get("prompt_token_ids", text)
         if isinstance(prompt, str):
-            return prompt, tuple(self.tokenizer.encode(prompt))
+            return prompt, tuple(self.tokenizer.encode(prompt, room=room))
         tokens = token_list(prompt)
         if tokens is None:
             hint = "; decode it first" if isinstance(prompt, (bytes, bytearray)) else ""

@@ -20,8 +20,10 @@ from llmpq.checkpoints.tokenizer_files import (
     has_merges,
     tokenizer_of_merges,
 )
+from llmpq.runtime.request import too_long
 from llmpq.runtime.text.conversation import Messages, plain_messages, with_text_arguments
 from llmpq.runtime.text.text_threads import QUICK_LENGTH
+from llmpq.runtime.text.token_bytes import longest_token_bytes
 
 _PLAIN_CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend")
 """Names of one class, before and since Transformers 5."""
@@ -98,6 +100,10 @@ def _mark_broken(pieces: list[str]) -> bool:
     return found
 
 
+MUCH = 16
+"""Bytes a token of room from which the longest token is looked up: less is tokenised as quickly."""
+
+
 class Tokenizer:
     """A model's fast tokenizer; nothing is ever downloaded."""
 
@@ -106,15 +112,23 @@ class Tokenizer:
         self._backend.no_truncation()  # as a tokenizer.json may have it
         self._backend.no_padding()
 
-    def encode(self, text: str, *, special: bool = True) -> list[int]:
-        """Return the tokens of a text, with the special tokens the model expects around it."""
+    def encode(self, text: str, *, special: bool = True, room: int | None = None) -> list[int]:
+        """Return the tokens of a text, with the special tokens the model expects around it.
+
+        `room`: tokens that it may have; `ContextLengthError` at once where it surely has more.
+        """
         try:
-            text.encode("utf-8")
+            size = len(text.encode("utf-8"))
         except UnicodeEncodeError as error:
             raise ValueError(
                 f"the text has half a character (a lone surrogate) at position {error.start}: it "
                 "is not valid Unicode and has no tokens"
             ) from None
+        long = room is not None and size > MUCH * room
+        if room is not None and long and self._bytes_of_token is not None:
+            least = -(-size // self._bytes_of_token)
+            if least > room:
+                raise too_long(least, room, counted=False)
         # A batch, as Transformers does: other threads go on meanwhile, which `encode` has wait.
         [found] = self._backend.encode_batch_fast([text], add_special_tokens=special)
         tokens: list[int] = found.ids
@@ -152,6 +166,11 @@ class Tokenizer:
     @property
     def _backend(self) -> Any:
         return self._inner.backend_tokenizer
+
+    @cached_property
+    def _bytes_of_token(self) -> int | None:
+        """Bytes of a text that one token stands for at most; None where it is not known."""
+        return longest_token_bytes(self._backend.to_str())
 
     @cached_property
     def _byte_tokens(self) -> Mapping[int, str]:
@@ -254,9 +273,9 @@ class Tokenizer:
         """Whether the model knows a format for conversations."""
         return bool(self.chat_template() or self.chat_template(tools=True))
 
-    def encode_chat(self, messages: Messages, **how: Any) -> list[int]:
+    def encode_chat(self, messages: Messages, *, room: int | None = None, **how: Any) -> list[int]:
         """Return the tokens of a conversation, ready for the answer; as `render_chat`."""
-        return self.encode(self.render_chat(messages, **how), special=False)
+        return self.encode(self.render_chat(messages, **how), special=False, room=room)
 
     def render_chat(
         self,

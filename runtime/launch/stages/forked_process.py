@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 import threading
+import weakref
 from collections.abc import Mapping
 from typing import IO
 
@@ -108,6 +109,7 @@ class ForkServer:
             env={**os.environ, "OMP_NUM_THREADS": "1"},
         )
         theirs.close()
+        weakref.finalize(self, self._server.kill)  # also at exit: it may still import
         self._control, self._lives, self._answers = ours, True, []
         reader = threading.Thread(target=self._read, args=(ours,), daemon=True, name="llmpq forks")
         reader.start()

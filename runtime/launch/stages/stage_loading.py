@@ -26,7 +26,7 @@ def load_stage(
     source: TensorSource,
     device: torch.device,
     *,
-    on_layer: Callable[[int], None] | None = None,
+    on_layer: Callable[[int | None], None] | None = None,
 ) -> tuple[StageRunner, LoadReport]:
     """Load a stage."""
     limits = pool.limits

@@ -156,10 +156,15 @@ class StageWorker:
         self._signs = None
         return replace(report, runner=type(self._compute).__name__)
 
-    def _on_layer(self, index: int) -> None:
-        """Count a layer that is loaded; the last one where the load is to end."""
+    def _on_layer(self, index: int | None) -> None:
+        """Count a layer that is loaded; None: a matrix of one. The last where the load is to end.
+
+        A matrix is what a load that is interrupted waits for: a thread that computes while the
+        interpreter ends would abort the process.
+        """
         assert self._signs is not None
-        self._signs.on_layer(index)
+        if index is not None:
+            self._signs.on_layer(index)
         if self._stopped:
             raise StageLostError("the stage was stopped while it loaded")
 

@@ -102,9 +102,18 @@ def test_wrong_time_memory_device_model_and_cluster_are_refused() -> None:
     first = plan.stages[0]
     assert first.memory is not None
     assert str(caught.value) == (
-        f"stage {first.device}: the plan states {first.memory.total_bytes + 1} bytes, the formulas "
-        f"give {first.memory.total_bytes}"
+        f"stage {first.device}: the plan states {first.memory.total_bytes + 1} bytes for "
+        f"total_bytes, the formulas give {first.memory.total_bytes}: re-plan with llmpq-algo"
     )
+    parts = ("weights", "embedding", "kv", "workspace", "context")
+    for part in parts:
+
+        def other(stages: list[dict[str, Any]], part: str = part) -> list[dict[str, Any]]:
+            stages[0]["memory"][f"{part}_bytes"] += 1
+            return stages
+
+        with pytest.raises(BadPlanError, match=f"bytes for {part}_bytes, the formulas"):
+            check_plan(_corrupt(plan, stages=other), **others)  # type: ignore[arg-type]
 
     def unlike(stages: list[dict[str, Any]]) -> list[dict[str, Any]]:
         stages[0]["profile_kind"] = "K9"

@@ -329,3 +329,38 @@ def test_cards_that_are_left_out_decide_no_dtype(
         code, out, _ = _run(capsys, *words, *more)
         assert code == 0 and Plan.load(plan).workload.dtype == "float16"
         assert "are not used" not in out
+
+
+@pytest.mark.parametrize(
+    ("devices", "left"),
+    [
+        ("T4:4,3090", "T4, which have no bfloat16, are left out: with them all stages would"),
+        ("V100-32:2,A6000", "V100-32GB, which have no bfloat16, are not used: all stages comp"),
+        ("T4:2,3060", "T4 has no bfloat16, the checkpoint's dtype: all stages compute in float32"),
+    ],
+)
+def test_float32_is_taken_only_where_it_is_better(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, devices: str, left: str
+) -> None:
+    """Gemma 3's values leave float16's range: with T4 or V100 all cards compute in float32."""
+    plan = tmp_path / "plan.json"
+    words = ["--model", "gemma-3-27b", "--devices", devices, "--batch", "2", "-o", str(plan)]
+    code, out, _ = _run(capsys, *words)
+    assert code == 0 and left in out
+    made = Plan.load(plan)
+    alone = "which have no bfloat16" in left
+    assert made.workload.dtype == ("bfloat16" if alone else "float32")
+    assert {stage.kind in ("T4", "V100-32GB") for stage in made.stages} == (
+        {False} if alone else {True, False}
+    )
+
+
+def test_cards_that_only_fit_in_bfloat16_are_not_refused(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """16 bits of gemma-3-12b are 24 GB in bfloat16, 48 GB in float32."""
+    words = ["--model", "gemma-3-12b", "--bits", "16", "--batch", "1", "--method", "uniform"]
+    code, out, _ = _run(capsys, *words, "--devices", "A100-40,T4")
+    assert code == 0 and "float32, and the model would not fit" in out
+    code, _, said = _run(capsys, *words, "--devices", "A100-40,T4", "--dtype", "float32")
+    assert code == 5 and "does not fit" in said

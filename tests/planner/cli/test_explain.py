@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import re
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14,11 +15,13 @@ from llmpq.cluster import Cluster
 from llmpq.plan import Plan, Predicted, SolverReport
 from llmpq.planner.__main__ import main
 from llmpq.planner.cli import explain
-from llmpq.planner.cli.explain import Regret, regret_lines
+from llmpq.planner.cli.explain import Regret, is_balanced, regret_lines
 from llmpq.planner.cli.report import quality_of
 from llmpq.planner.cli.what_if import compared, loss_change, without
-from llmpq.planner.evaluate.objective import StageTimes
+from llmpq.planner.evaluate.objective import StageTimes, value
+from llmpq.planner.problem.make_problem import make_problem
 from llmpq.planner.problem.outcome import Unfinished
+from llmpq.planner.problem.requests import PlanRequest
 from llmpq.planner.solving.methods import SolveOptions, solve
 from reference.random_problems import random_problem
 
@@ -217,6 +220,37 @@ def test_cost_error_study_in_words() -> None:
         "costs of large x 1.10: this plan is 0.00% above the best one",
         "a cost error of 10 % on one device kind loses at most 1.23% (small)",
     ]
+    assert regret_lines(study, balanced=True)[-1].endswith(
+        "1.23% (small): stages that are to take equally long wait for one that does not"
+    )
+
+
+@pytest.mark.parametrize("factor", [0.9, 1.1])
+def test_a_cost_error_loses_what_a_plan_made_with_it_gains(factor: float) -> None:
+    """Two kinds of cards whose prompts take equally long: with the error another cut is best."""
+    request = PlanRequest(
+        model="llama-2-13b", devices="4090,3090", batch=32, prompt_len=512, gen_len=2, bits="8",
+        reserve="0", theta=0.0,
+    )  # fmt: skip
+    p, _, _ = make_problem(request)
+    outcome = solve(p, SolveOptions(method="exact"))
+    first, second = outcome.assignment.stages
+    assert is_balanced(p, outcome.assignment)
+    kind = p.classes[first.cls].first.profile_kind
+    scaled = p.with_changes(costs=replace(p.costs, scale={kind: factor}))
+    choice, layers = first.choices[0], p.spec.num_layers
+    cuts = [
+        (
+            replace(first, end=cut, choices=(choice,) * cut),
+            replace(second, start=cut, choices=(choice,) * (layers - cut)),
+        )
+        for cut in range(1, layers)
+    ]
+    best = min(value(scaled, replace(outcome.assignment, stages=stages)) for stages in cuts)
+    lost = value(scaled, outcome.assignment) / best - 1
+    study = explain.cost_error_study(p, outcome)
+    (found,) = [r.loss for r in study if (r.kind, round(r.factor, 1)) == (kind, factor)]
+    assert found >= lost - 1e-3 and lost > 0.01
 
 
 def test_a_study_without_an_answer_is_said(monkeypatch: pytest.MonkeyPatch) -> None:

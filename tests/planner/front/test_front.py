@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import random
+import re
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -170,10 +171,35 @@ def test_rows_that_buy_nothing_are_not_listed() -> None:
     assert [row.number for row in worth_listing(rows, 0.0)] == [0, 1, 4, 3, 5, 6]
 
 
+def test_the_row_that_the_plain_command_takes_has_a_star(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    words = SMALL
+    code, text, _ = _run(capsys, *words, "--pareto", "--pareto-points", "60", "--json")
+    content = json.loads(text)
+    plans = [Plan.parse_data(plan, where="test").predicted for plan in content["plans"]]
+    code, text, _ = _run(capsys, *words, "--json")
+    taken = Plan.model_validate_json(text).predicted
+    assert code == 0 and taken is not None
+    assert all(plan is not None for plan in plans)
+    near = min(
+        range(len(plans)),
+        key=lambda i: (
+            abs(plans[i].total_s - taken.total_s) + abs(plans[i].sum_omega - taken.sum_omega)
+        ),
+    )
+    assert content["chosen"] == near
+    code, text, _ = _run(capsys, *words, "--pareto", "--pareto-points", "60")
+    starred = [line.split()[0] for line in text.splitlines() if re.match(r" *\d+\*", line)]
+    assert starred == [f"{near + 1}*"]
+    assert "* of these plans the one that --theta " in text, "the cluster file says one"
+
+
 def test_json_is_the_whole_list(capsys: pytest.CaptureFixture[str]) -> None:
     code, text, _ = _run(capsys, *SMALL, "--pareto", "--pareto-points", "3", "--json")
     content = json.loads(text)
-    assert code == 0 and sorted(content) == ["complete", "plans", "resolution", "schema"]
+    keys = ["chosen", "complete", "plans", "resolution", "schema"]
+    assert code == 0 and sorted(content) == keys
     assert 2 <= len(content["plans"]) <= 3 and 0 < content["resolution"] < 1
     code, text, _ = _run(capsys, *SMALL, "--pareto", "--pareto-points", "3")
     line = next(row for row in text.splitlines() if row.startswith("3 points"))

@@ -78,10 +78,8 @@ def test_what_cannot_be_is_refused_in_a_sentence(server, path, body, status, sai
         (COMPLETIONS, completion(seed=-(2**70))),
         (COMPLETIONS, completion(best_of=0)),
         (COMPLETIONS, completion(prompt="")),
-        (COMPLETIONS, {"max_tokens": 1}),
         (COMPLETIONS, completion(max_tokens=0, ignore_eos=False)),
         (CHATS, chat(tools=[TOOL, TOOL], tool_choice=TOOL)),
-        (CHATS, chat(messages=[{"role": "user"}])),
         (CHATS, chat(max_completion_tokens=1.0)),
         (CHATS, chat(top_logprobs=0)),
         (CHATS, chat(stop="")),
@@ -91,6 +89,24 @@ def test_what_is_odd_but_right_is_answered(server, path, body):
     status, told = post(server, path, body)
     assert status == 200, told
     assert len(told["choices"]) == 1
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "said"),
+    [
+        (COMPLETIONS, {"prompt": None}, "'prompt': "),
+        (COMPLETIONS, {}, "'prompt': Field required"),
+        (COMPLETIONS, [1], "the body: expected an object, got [1]"),
+        (CHATS, {"messages": []}, "'messages': expected at least 1 of them, got []"),
+        (CHATS, {"messages": [{"role": "user"}]}, "message of role 'user' needs 'content'"),
+        (CHATS, {"messages": [{"role": "tool", "content": None}]}, "role 'tool' needs 'content'"),
+        ("/v1/responses", {"input": [{"type": "message", "role": "x"}]}, "'input': Input should"),
+    ],
+)
+def test_what_openai_refuses_is_refused_in_words_of_the_request(server, path, body, said):
+    status, told = post(server, path, body)
+    assert status == 400 and said in told["error"]["message"], told
+    assert "Body" not in told["error"]["message"] and "dictionary" not in told["error"]["message"]
 
 
 def test_a_bias_by_text_is_one_of_each_of_its_tokens(server):

@@ -8,12 +8,17 @@ import logging
 import re
 import socket
 import time
+import types
 import urllib.error
 import urllib.request
 from datetime import datetime
 
 import psutil
 import pytest
+from fastapi import FastAPI
+
+from llmpq.runtime.serve.server import EngineServer
+from llmpq.runtime.serve.settings import ServeSettings
 
 pytestmark = pytest.mark.cpu
 JSON = {"Content-Type": "application/json"}
@@ -89,6 +94,34 @@ def test_metrics_count_what_was_answered(server):
     assert took["inference"] == pytest.approx(took["prefill"] + took["decode"], abs=1e-6)
     assert read("vllm:num_requests_running") == 0
     assert 'model_name="demo-7m"' in ask(server, "/metrics")[2]
+
+
+def test_probes_may_ask_for_the_head_alone(server):
+    for path in ("/health", "/ready", "/ping"):
+        connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=30)
+        connection.request("HEAD", path)
+        answer = connection.getresponse()
+        assert (answer.status, answer.read()) == (200, b"")
+        connection.close()
+
+
+def test_metrics_have_the_process(server):
+    text = ask(server, "/metrics")[2]
+    for name in ("cpu_seconds_total", "resident_memory_bytes", "open_fds", "start_time_seconds"):
+        (value,) = re.findall(rf'^process_{name}{{engine="0"}} (\S+)$', text, flags=re.M)
+        assert float(value) > 0
+
+
+def test_an_interrupt_while_the_model_loads_is_one(monkeypatch):
+    """Once it serves, Ctrl-C ends it in order, with 0."""
+    service = types.SimpleNamespace(
+        llm=None, draining=False, num_under_way=0, settings=ServeSettings(model_names=("m",))
+    )
+    for sig, llm, failed in ((2, None, True), (15, None, False), (2, object(), False)):
+        service.llm, service.draining = llm, False
+        server = EngineServer(service, FastAPI(), "127.0.0.1", 1)
+        server.handle_exit(sig, None)
+        assert isinstance(server.failure, KeyboardInterrupt) == failed and service.draining
 
 
 def test_times_are_counted_from_the_arrival_of_a_requests_head(server):
