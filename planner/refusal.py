@@ -461,7 +461,7 @@ def _holds(p: Problem, a: Assignment) -> bool:
             first=position == 0,
             last=position == len(a.stages) - 1,
             prefill_microbatch=a.prefill_microbatch,
-            prefill_chunk=p.prefill_chunk,
+            prefill_chunk=p.chunk,
             decode_microbatch=a.decode_microbatch,
             quantization=p.quantization,
             context_bytes=device.spec.context,
