@@ -92,13 +92,15 @@ def make_and_show(request: PlanRequest, job: PlanJob) -> None:
             for line in _what_if(changes, None, path):
                 say(open_console(), line)
             raise
-    several = None if own is not None else _topology(request, problem, best, options, path)
+    if own is not None:
+        best, said = own
+        problem = best.problem
+        notes = [said if "no bfloat16" in note else note for note in notes]
+        job = replace(job, problem=problem, notes=notes)
+    several = _topology(request, problem, best, options, path)
     if several is not None and several.topology is not None:
         _show_topology(request, job, best, several, several.topology)
         return
-    if own is not None:
-        best, said = own
-        notes = [said if "no bfloat16" in note else note for note in notes]
     from llmpq.planner.evaluate.add_drafts import describe, mtp_notes
 
     if request.speculate is not None:
