@@ -368,13 +368,13 @@ class Plan(FileForm):
         Rows of prefill are chunks of prompts of the workload's length, contexts of decoding rows
         have its mean; empty where nothing is predicted.
         """
-        told = {
+        given = {
             "prefill": (stage.prefill_s, self.prefill_microbatch),
             "decode": (stage.decode_s, self.decode_microbatch),
         }
         return {
             kind: {"seconds": seconds, "rows": rows}
-            for kind, (seconds, rows) in told.items()
+            for kind, (seconds, rows) in given.items()
             if seconds is not None
         }
 

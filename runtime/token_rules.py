@@ -68,7 +68,7 @@ class LogitsConstraints:
     """Most likely tokens reported beside each chosen one; None reports nothing."""
     prompt_logprobs: int | None = None
     prompt: tuple[int, ...] = ()
-    """Told where a rule needs it."""
+    """The prompt's tokens, where a constraint needs them."""
     answer: tuple[int, ...] = ()
     """The tokens of the answer that are there already: it goes on from them."""
 

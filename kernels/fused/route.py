@@ -1,8 +1,8 @@
 """A router's choice as one launch: scores of all experts in, weights and ids of k of them out.
 
     p = softmax(x) or sigmoid(x) of a token's logits [E], in float32      a program: one token
-    wish = p + correction; of G groups only the best stay, by their largest wish or largest two
-    k times: the largest wish, the first of equals; its p is the weight
+    rank_by = p + correction; of G groups only the best stay, by their largest value or largest two
+    k times: the largest rank_by, the first of equals; its p is the weight
     weights / (their sum), times a scale
 
 Bytes: E logits read, k weights and ids written a token; torch takes eight launches for it.
@@ -75,12 +75,12 @@ def route_kernel(
     else:
         share = tl.exp(x - tl.max(x, 0))
         chance = share / tl.sum(share, 0)
-    wish = chance
+    rank_by = chance
     if CORRECTED:
-        wish += tl.load(correction + e, mask=e < E, other=0.0)
-    wish = tl.where(e < E, wish, float("-inf"))
+        rank_by += tl.load(correction + e, mask=e < E, other=0.0)
+    rank_by = tl.where(e < E, rank_by, float("-inf"))
     if GROUPS > 1:  # E is a power of two then
-        by_group = tl.reshape(wish, (GROUPS, PADDED // GROUPS))
+        by_group = tl.reshape(rank_by, (GROUPS, PADDED // GROUPS))
         score = _largest_two(by_group) if TWO else tl.max(by_group, 1)
         group = tl.arange(0, GROUPS)
         kept = tl.zeros([GROUPS], tl.int32)
@@ -89,15 +89,15 @@ def route_kernel(
             kept = tl.where(group == best, 1, kept)
             score = tl.where(group == best, float("-inf"), score)
         by_group = tl.where(kept[:, None] == 1, by_group, float("-inf"))
-        wish = tl.reshape(by_group, (PADDED,))
+        rank_by = tl.reshape(by_group, (PADDED,))
     j = tl.arange(0, TOP_PADDED)
     chosen = tl.zeros([TOP_PADDED], tl.int32)
     weight = tl.zeros([TOP_PADDED], tl.float32)
     for i in tl.static_range(TOP):
-        best = tl.argmax(wish, 0)
+        best = tl.argmax(rank_by, 0)
         chosen = tl.where(j == i, best, chosen)
         weight = tl.where(j == i, tl.sum(tl.where(e == best, chance, 0.0), 0), weight)
-        wish = tl.where(e == best, float("-inf"), wish)
+        rank_by = tl.where(e == best, float("-inf"), rank_by)
     if NORMALISE:
         weight = weight / (tl.sum(weight, 0) + least)
     at = token * TOP + j

@@ -258,7 +258,7 @@ def _rows(p: Problem, kvs: Sequence[KVPrecision], *, listed: bool) -> Iterator[_
 
 
 def _usual(choices: Sequence[Precision]) -> bool:
-    """Whether the choices are those of nobody's asking: all weight-only ones but 3 bits."""
+    """Whether the choices are the default ones: all weight-only precisions but 3 bits."""
     return set(choices) == set(WEIGHT_ONLY) - {Precision.W3A16}
 
 

@@ -22,7 +22,7 @@ from llmpq.planner.problem.microbatch import sizes_of
 from llmpq.planner.problem.outcome import Assignment
 from llmpq.planner.problem.problem import Problem
 
-TOLD = 0.005
+REPORTED_DIFFERENCE = 0.005
 """Relative distance of the closed form above which a plan predicts its time step by step."""
 
 
@@ -46,7 +46,7 @@ def step_by_step_time(p: Problem, a: Assignment) -> PhaseTimes:
 def reported_time(p: Problem, a: Assignment) -> PhaseTimes:
     """Return what a plan predicts: the closed form, or where that is not true what is."""
     predicted, stepwise = job_time(p, a), step_by_step_time(p, a)
-    far = abs(stepwise.total_s - predicted.total_s) > TOLD * predicted.total_s
+    far = abs(stepwise.total_s - predicted.total_s) > REPORTED_DIFFERENCE * predicted.total_s
     return stepwise if far else predicted
 
 

@@ -167,7 +167,7 @@ class _Search:
 def device_orders(p: Problem) -> Iterator[tuple[int, ...]]:
     """Yield each sequence of classes with at most the devices there are, longest first.
 
-    Equal devices are not told apart. A pinned device is in every order.
+    Equal devices are interchangeable. A pinned device is in every order.
     """
     counts = [cls.count for cls in p.classes]
     required = {index for index, cls in enumerate(p.classes) if cls.pinned is not None}

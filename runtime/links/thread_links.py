@@ -153,5 +153,5 @@ class ThreadRendezvous:
         )
 
     def break_off(self) -> None:
-        """Let nobody wait for a stage that has failed."""
+        """Wake all that wait for a stage that has failed."""
         self._ring.broken.set()

@@ -44,14 +44,14 @@ class Routing(nn.Module):
         logits_TE = self.logits(x_Th).float()
         sigmoid = self.rule.score == "sigmoid"
         chance_TE = logits_TE.sigmoid() if sigmoid else logits_TE.softmax(dim=-1)
-        wish_TE = chance_TE
+        score_TE = chance_TE
         if self.correction_E is not None:
-            wish_TE = chance_TE + self.correction_E.float()
+            score_TE = chance_TE + self.correction_E.float()
         if self.rule.groups > 1:
-            wish_TE = self._best_groups(wish_TE)
+            score_TE = self._best_groups(score_TE)
         if self.rule.weighs_input:  # scores near one are alike
-            wish_TE = logits_TE
-        expert = wish_TE.topk(self.per_token, dim=-1).indices
+            score_TE = logits_TE
+        expert = score_TE.topk(self.per_token, dim=-1).indices
         weight = chance_TE.gather(1, expert)
         if self.rule.normalise:
             weight = weight / (weight.sum(-1, keepdim=True) + (1e-20 if sigmoid else 0.0))
@@ -67,9 +67,9 @@ class Routing(nn.Module):
             x_Th = normed.to(x_Th.dtype) * self.scale_h * hidden**-0.5
         return functional.linear(x_Th, self.weight_Eh, self.bias_E)
 
-    def _best_groups(self, wish_TE: Tensor) -> Tensor:
-        """Return the wishes, -inf for experts of groups that a token does not keep."""
-        by_group = wish_TE.unflatten(1, (self.rule.groups, -1))
+    def _best_groups(self, score_TE: Tensor) -> Tensor:
+        """Return router scores [T, E], -inf for experts outside the best groups of each token."""
+        by_group = score_TE.unflatten(1, (self.rule.groups, -1))
         if self.rule.group_score == "max":
             score_TG = by_group.amax(-1)
         else:

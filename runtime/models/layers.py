@@ -129,7 +129,7 @@ class Attention(nn.Module):
         return self.o(out_BQHD.reshape(batch, q_len, self.heads * self.head_dim))
 
     def _made(self, qkv_BQND: Tensor, step: Step) -> tuple[Tensor, Tensor, Tensor]:
-        """Return q, k and v as they are attended with, whoever made k and v."""
+        """Return normalised q, k and v with positions; k and v may be another layer's."""
         if self.is_plain:
             return self._positioned(qkv_BQND, step)
         if self.sharing.source is not None:
@@ -328,8 +328,8 @@ class DecoderLayer(nn.Module):
     ) -> Tensor:
         """Return a new residual stream [B, Q, h].
 
-        `last_only`: nobody reads but the last valid token of each row, [B, 1, h] will do.
-        `in_place`: nobody reads the input again, it need not be left as it was.
+        `last_only`: only the last valid token of each row is needed: [B, 1, h] may be returned.
+        `in_place`: the input may be overwritten.
         """
         return self.runner.decoder_layer(
             self, x_BQh, layer, step, kv, last_only=last_only, in_place=in_place

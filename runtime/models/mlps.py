@@ -36,7 +36,7 @@ XIELU_SLOPE = 0.5
 
 
 def require_activation(name: str, known: Collection[str], where: str) -> None:
-    """Refuse an activation that nobody here computes: another one in its place would be wrong."""
+    """Refuse an activation that is not implemented: another one in its place would be wrong."""
     if name not in known:
         raise ValueError(
             f"activation '{name}' is not supported in {where}; expected {' or '.join(known)}"
@@ -96,7 +96,7 @@ class GateFunction:
     """Gates are cut off below what this share of a normal distribution is below, less that."""
 
     def __post_init__(self) -> None:
-        """Refuse an activation that nobody here computes."""
+        """Refuse an activation that is not implemented."""
         require_activation(self.activation, GATED, "a gated MLP")
 
     @property

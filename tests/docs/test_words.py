@@ -1,4 +1,4 @@
-"""Pages and --help use the terms of the field, none of a few private ones."""
+"""Pages, --help and sources use the terms of the field, none of a few private ones."""
 
 import re
 from pathlib import Path
@@ -21,3 +21,15 @@ PAGES = [
 def test_pages_and_help_use_the_fields_words(path: Path) -> None:
     lines = path.read_text().splitlines()
     assert [line for line in lines if PRIVATE.search(line)] == []
+
+
+@pytest.mark.parametrize("room", ["llmpq", "planner", "profiler", "runtime", "kernels"])
+def test_sources_use_the_fields_words(room: str) -> None:
+    found = [
+        f"{path.relative_to(ROOT)}: {line.strip()}"
+        for path in sorted((ROOT / room).rglob("*.py"))
+        if not any(parent.is_symlink() for parent in path.parents)
+        for line in path.read_text().splitlines()
+        if PRIVATE.search(line)
+    ]
+    assert found == []

@@ -17,10 +17,10 @@ from typing import IO
 from llmpq.runtime.launch.stages.fork_server import FORK_SERVER, PACKET_BYTES
 
 _UNKNOWN_CODE = 1
-"""Of a process whose end the server has not told of: it was lost itself."""
+"""Exit code of a process whose server was lost before it reported the end."""
 _START_S = 60.0
 """How long the server may take to import what stages need, and to fork."""
-_TOLD_S = 2.0
+_REPORT_S = 2.0
 """How long it may take to tell of the end of a process whose pipes are closed."""
 
 
@@ -71,7 +71,7 @@ class ForkServer:
     def wait(self, pid: int) -> int:
         """Wait until a process that has closed its pipes has ended; return how it did."""
         with self._changed:
-            self._changed.wait_for(lambda: pid in self._codes or not self._lives, _TOLD_S)
+            self._changed.wait_for(lambda: pid in self._codes or not self._lives, _REPORT_S)
             return self._codes.get(pid, _UNKNOWN_CODE)
 
     def kill(self, pid: int) -> None:
