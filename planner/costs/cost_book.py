@@ -13,7 +13,7 @@ from llmpq.cluster import Cluster, Device
 from llmpq.cost_model import CostModel, LatencyEntry, Part, Phase
 from llmpq.errors import nearest
 from llmpq.memory import Quantization
-from llmpq.planner.costs.code_forms import priced
+from llmpq.planner.costs.code_factors import with_code_factor
 from llmpq.precision import KVPrecision, Precision
 from llmpq.sizes.attended_keys import attended_keys
 from llmpq.workload import Workload, prompt_chunks
@@ -72,9 +72,9 @@ class CostBook:
         work: Workload,
         precision: Precision = Precision.W16A16,
     ) -> LatencyEntry:
-        """Return the measured entry of a key, else the estimated one, as its codes' form has it."""
+        """Return the entry of a key with the factor of its codes: measured, else estimated."""
         found = self._found(device, part, phase, work, precision)
-        return priced(found, device.spec, self.quantization) if part == "layer" else found
+        return with_code_factor(found, device.spec, self.quantization) if part == "layer" else found
 
     def _found(
         self, device: Device, part: Part, phase: Phase, work: Workload, precision: Precision

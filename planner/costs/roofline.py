@@ -33,7 +33,7 @@ from llmpq.cost_model import CostModel, LatencyEntry, Part, Phase, Regime
 from llmpq.devices.device_spec import DeviceSpec
 from llmpq.memory import Quantization, expert_weight_bytes, layer_weight_bytes
 from llmpq.model_spec import ModelSpec
-from llmpq.planner.costs.code_forms import as_measured
+from llmpq.planner.costs.code_factors import as_group_128
 from llmpq.precision import KVPrecision, Precision, WeightScheme
 from llmpq.sizes.attended_keys import windows_of
 from llmpq.sizes.kv_format import kv_cache_bytes
@@ -69,7 +69,7 @@ def estimate_costs(
             continue
         seen.add(device.profile_kind)
         for precision in precisions:
-            stored = as_measured(quantization, precision, device.spec)
+            stored = as_group_128(quantization, precision, device.spec)
             given: dict[str, Any] = {"device": device, "precision": precision, "dtype": dtype}
             given["quantization"] = stored
             entries.append(mean_of_layers(spec, partial(_prefill, **given)))

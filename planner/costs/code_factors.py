@@ -1,11 +1,11 @@
-"""How much longer a layer takes on a GPU whose codes are no integers in groups of 128.
+"""Time factors of GPU layers whose codes are not integers in groups of 128.
 
-Costs are measured and estimated for those. What a checkpoint's own codes take beside them is the
-products' affair: their times on an H200 at N x K of Llama-3.1-8B, as medians of shapes
-(d2231297:benchmarks/table_products_gpu.py, docs/lab-book/kernels.md), decode of 1 to 32 rows,
-prompts of 512 rows and more. All of a layer but its attention is priced so, its launches too: near
-the truth where it matters. CPUs take all forms alike. Prompts that are quicker than integers in
-groups of 128 are so on Hopper only, whose kernel reads the codes; others dequantise them.
+Costs are measured and estimated for integers in groups of 128. A layer with other codes (a
+codebook, E4M3, small groups) takes a factor longer: medians over the shapes of Llama-3.1-8B on an
+H200 (d2231297:benchmarks/table_products_gpu.py, docs/lab-book/kernels.md), decode of 1 to 32 rows,
+prompts of 512 rows and more. The factor is on everything of a layer but its attention. Factors
+below one are Hopper's, whose kernel reads the codes; other GPUs dequantise them and get at least
+one. CPUs take all forms alike.
 """
 
 from __future__ import annotations
@@ -46,20 +46,22 @@ def form_of(quantization: Quantization, precision: Precision) -> str | None:
     return "small3" if precision.weight_bits == 3 else "small"
 
 
-def as_measured(
+def as_group_128(
     quantization: Quantization, precision: Precision, device: DeviceSpec
 ) -> Quantization:
-    """Return what is estimated of a layer before it is `priced`: integers in groups of 128.
+    """Return the settings that a layer's cost is estimated at: integers in groups of 128.
 
-    Bytes of scales are in the measured times; they are not to be counted twice.
+    `FACTORS` were measured with the bytes of scales: those are not counted twice.
     """
     if device.is_cpu or form_of(quantization, precision) is None:
         return quantization
     return replace(quantization, group_size=GROUP, codes=None, stored=())
 
 
-def priced(entry: LatencyEntry, device: DeviceSpec, quantization: Quantization) -> LatencyEntry:
-    """Return a layer's entry as its codes' form has it."""
+def with_code_factor(
+    entry: LatencyEntry, device: DeviceSpec, quantization: Quantization
+) -> LatencyEntry:
+    """Return a layer's entry with the factor of its codes."""
     form = None if device.is_cpu else form_of(quantization, entry.precision)
     if form is None:
         return entry

@@ -12,7 +12,7 @@ from llmpq.cluster import Cluster
 from llmpq.cost_model import Phase
 from llmpq.memory import Quantization
 from llmpq.model_spec import ModelSpec
-from llmpq.planner.costs.code_forms import FACTORS, form_of, priced
+from llmpq.planner.costs.code_factors import FACTORS, form_of, with_code_factor
 from llmpq.planner.costs.cost_book import CostBook
 from llmpq.planner.costs.roofline import estimate_costs
 from llmpq.planner.problem.checkpoint_codes import checkpoint_codes, with_checkpoint_codes
@@ -139,7 +139,9 @@ def test_verifying_is_priced_as_decoding() -> None:
         Workload(batch=8, prompt_len=512, gen_len=8, dtype="bfloat16"),
         W4,
     )
-    own = priced(
+    own = with_code_factor(
         entry.model_copy(update={"phase": Phase.VERIFY}), DEVICES[0].spec, Quantization(codes="nf4")
     )
-    assert own.regimes == priced(entry, DEVICES[0].spec, Quantization(codes="nf4")).regimes
+    assert (
+        own.regimes == with_code_factor(entry, DEVICES[0].spec, Quantization(codes="nf4")).regimes
+    )
