@@ -1,4 +1,4 @@
-"""What a device is to those who launch on it: how many multiprocessors, and how old."""
+"""Facts of a device for those who launch on it: how many multiprocessors, and how old."""
 
 from __future__ import annotations
 

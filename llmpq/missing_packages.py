@@ -1,4 +1,4 @@
-"""What to type where a package is missing: the extra of llmpq that installs it.
+"""Install hints for a missing package: the extra of llmpq that installs it.
 
 A plain `pip install` plans; running, serving and measuring import what the extras `run`, `serve`,
 `gpu` and others bring. Standard library only.

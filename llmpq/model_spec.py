@@ -1,4 +1,4 @@
-"""What a model is made of: the shapes that decide bytes, time and wiring.
+"""A model's architecture: the shapes that decide bytes, time and wiring.
 
 Read from a Hugging Face `config.json` (`ModelSpec.from_directory`) or by name from `models.yaml`
 (`ModelSpec.by_name`). Anything the code relies on is checked here, once, with a helpful error.

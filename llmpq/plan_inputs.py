@@ -1,4 +1,4 @@
-"""What a plan was computed from: the device, link and cost entries that it uses, and its model.
+"""Inputs of a plan: the device, link and cost entries that it uses, and its model.
 
 A plan carries them, so that its memory and its times can be computed again from the file alone, on
 a machine that has neither the cluster file nor the profile. Knows nothing of how a plan is found.

@@ -1,4 +1,4 @@
-"""What a plan keeps of its cluster's nodes, so that it runs without the cluster file."""
+"""Nodes of a cluster as a plan stores them, so that it runs without the cluster file."""
 
 from __future__ import annotations
 

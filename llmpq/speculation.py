@@ -1,4 +1,4 @@
-"""What speculation costs and gains: the formulas the planner predicts with and the runtime obeys.
+"""Costs and gains of speculation: formulas that the planner predicts with and the runtime obeys.
 
 With acceptance a per token, a round of gamma drafts yields E = (1 - a^(gamma+1)) / (1 - a) tokens
 and takes gamma drafts and one verify of gamma + 1 positions. The speed-up over plain decoding is

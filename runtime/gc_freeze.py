@@ -1,4 +1,4 @@
-"""What a process of ours keeps to its end."""
+"""Keeps what a process has loaded out of garbage collection."""
 
 from __future__ import annotations
 

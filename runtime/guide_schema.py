@@ -1,4 +1,4 @@
-"""What guided decoding reads of a JSON schema: references followed, formats that it knows.
+"""JSON schemas for guided decoding: references followed, formats that it knows.
 
 llguidance checks the rest; its sentences are put into terms of the schema here. Standard library
 only.

@@ -1,4 +1,4 @@
-"""What a request asks of its tokens beyond temperature, top-k, top-p and min-p.
+"""Constraints on a request's tokens beyond temperature, top-k, top-p and min-p.
 
 The last stage gets them once, by the request's number, before the first stage gets the request;
 what it noted (logprobs) is fetched by number, too. Steps carry the number only, so that rules may

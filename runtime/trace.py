@@ -1,4 +1,4 @@
-"""What each stage did when: totals for the report, and events for a Chrome/Perfetto trace.
+"""Traces stages: totals for the report, and events for a Chrome/Perfetto trace.
 
 Standard library only. Times are seconds since the epoch, so that processes of one host line up.
 """

@@ -1,4 +1,4 @@
-"""What round_norm.py and round_activation.py share, in Gluon: groups to codes and scales.
+"""Shared by round_norm.py and round_activation.py, in Gluon: groups to codes and scales.
 
 A code is written as the e4m3 number code * 2^-9. Up to 2^-5 the values of e4m3 lie 2^-9 apart, so
 that the conversion to e4m3 is the rounding to the nearest code, ties to even. Outliers are int8.

@@ -1,4 +1,4 @@
-"""What fp8_kernel.py and int8_kernel.py share: bytes of words as operands of wgmma, barriers, TMA.
+"""Shared by fp8_kernel.py and int8_kernel.py: words as operands of wgmma, barriers, TMA.
 
 Symbols as in fp8_kernel.py.
 """

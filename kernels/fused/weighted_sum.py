@@ -1,4 +1,4 @@
-"""What a mixture's experts made, weighed and added to the residual stream in one launch.
+"""Weighted sum of the outputs of experts, added to the residual stream in one launch.
 
     y [T, h] = x [T, h] + sum_j w [T, k]_j made [T, k, h]_j      program: BLOCK columns of a token
 

@@ -1,4 +1,4 @@
-"""What a linear layer multiplies by: one file a form, each knows its bytes and its products.
+"""Weights of linear layers: one file a form, each knows its bytes and its products.
 
 Start with `weight.py`.
 """

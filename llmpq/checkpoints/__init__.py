@@ -1,1 +1,1 @@
-"""What a model's files say of it: config.json and GGUF, without reading a weight."""
+"""Model files: config.json, GGUF, stored codes, the hub. No weight is read."""

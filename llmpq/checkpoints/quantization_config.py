@@ -1,4 +1,4 @@
-"""What config.json says of how a model is quantised: forms that are read, and what is refused.
+"""Reads config.json's `quantization_config`: which forms are supported, and which are refused.
 
 The names of tensors tell a layer's form; these words tell what the names do not, and would change
 what the model computes if they were ignored.

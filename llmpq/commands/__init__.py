@@ -1,1 +1,1 @@
-"""What every command needs: flags, children, output files, addresses."""
+"""Shared by all commands: flags, children, output files, addresses."""

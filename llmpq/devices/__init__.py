@@ -1,1 +1,1 @@
-"""What devices are, and which ones this machine has."""
+"""Kinds of devices, and the devices of this machine."""

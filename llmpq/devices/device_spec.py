@@ -1,4 +1,4 @@
-"""What one kind of device is: its memory, its peak rates and where the figures come from.
+"""A kind of device: its memory, its peak rates and where the figures come from.
 
 The table is `clusters/gpus.yaml`; a cluster may also describe a device inline.
 """

@@ -1,4 +1,4 @@
-"""What llmpq does not run: families by the feature it lacks, and parts of models it leaves out."""
+"""Families and parts of models that llmpq does not run, by the feature that is missing."""
 
 from __future__ import annotations
 

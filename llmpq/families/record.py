@@ -1,4 +1,4 @@
-"""What a model family is: one record, read by the spec, the runtime, checkpoints and exports.
+"""A model family as one record, read by the spec, the runtime, checkpoints and exports.
 
 A part is one tensor of ours: a norm's weight, a fused matrix, a bias. A family's `NameTable` says
 what each is called in a Hugging Face checkpoint; what parts there are, the spec's fields decide.

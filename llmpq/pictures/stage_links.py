@@ -1,4 +1,4 @@
-"""What each link of a plan carries: bytes of a step's message and the time it takes."""
+"""Messages over each link of a plan: bytes of a step's message and the time it takes."""
 
 from __future__ import annotations
 

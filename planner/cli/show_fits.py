@@ -1,4 +1,4 @@
-"""What `llmpq-algo fits` prints: the answer, the choices of bits, the devices, what would fit."""
+"""Prints `llmpq-algo fits`: the answer, the choices of bits, the devices, what would fit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What people compare of plans, in words: time to the first token and tokens/s.
+"""A plan's speed in words that people compare: time to the first token and tokens/s.
 
 One request at a time is a chat: what counts is how long its first token takes, and its rate from
 then on. Of several at once it is the tokens/s of all of them, prompts included.

@@ -1,4 +1,4 @@
-"""What a plan's job becomes after a change: other devices, or another value of a flag.
+"""Changes a plan's job: other devices, or another value of a flag.
 
 +V100          one more device of a kind, on the node that has it (or, of several nodes, on a new
                one); +V100:2 two, and whatever else `--devices` takes

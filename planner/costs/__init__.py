@@ -1,1 +1,1 @@
-"""What a layer, a message and a stage's memory cost, measured or estimated; knows no plans."""
+"""Costs of layers, messages and stages' memory, measured or estimated; knows no plans."""

@@ -1,4 +1,4 @@
-"""What messages between devices cost: until one has arrived, and for how long it occupies its way.
+"""Costs of messages between devices: until one has arrived, and how long it occupies its way.
 
 A message of b bytes is on its way for delay + handshake + b * per_byte seconds. During all but the
 delay it occupies link, sender and receiver: no other message starts meanwhile, so it bounds how

@@ -1,1 +1,1 @@
-"""What only evaluates: how long a plan takes, and whether it fits."""
+"""Evaluates plans: how long one takes, and whether it fits. No search."""

@@ -1,4 +1,4 @@
-"""What a plan's stages take of their GPUs in llama.cpp: its types have other bytes than ours.
+"""Memory of a plan's stages in llama.cpp, whose types have other bytes than ours.
 
 Weights by the bits of their GGUF type, scales in their blocks included; KV by the type of the
 cache; the output matrix on the last GPU. The embedding is in host memory. Work buffers are counted

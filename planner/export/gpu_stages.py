@@ -1,4 +1,4 @@
-"""What engines that run on GPUs only ask of a plan's stages: vLLM and SGLang."""
+"""A plan's stages for engines that run on GPUs only: vLLM and SGLang."""
 
 from __future__ import annotations
 

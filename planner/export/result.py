@@ -1,4 +1,4 @@
-"""What an exporter returns, and facts about a plan that several of them state."""
+"""The result of an exporter, and facts about a plan that several of them state."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a micro-batch of one size takes on every class of devices, and a pair of sizes.
+"""Coefficients of one micro-batch size, and of a pair of sizes, for every class of devices.
 
 Two times of everything: a whole micro-batch's, for the sums over stages, and the mean over all of
 them, of which the last may be smaller, for the slowest stage (planner/problem/microbatch.py).

@@ -1,4 +1,4 @@
-"""What a solver returns: an assignment of layers to devices, and how good it is known to be.
+"""A solver's result: an assignment of layers to devices, and how good it is known to be.
 
 Choices are indices into `Problem.choices`, classes into `Problem.classes`; layers count groups.
 """

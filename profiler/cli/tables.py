@@ -1,4 +1,4 @@
-"""What a person sees of a profile: errors beside every fit, links, an indicator's layers."""
+"""Tables of a profile for people: errors beside every fit, links, an indicator's layers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the profiler's processes say to each other and keep on disk: cases, samples, set-ups.
+"""Messages and files of the profiler's processes: cases, samples, set-ups.
 
 One JSON object a line, over pipes and in `samples.jsonl`. Knows no torch. v is the micro-batch
 size, `length` the tokens s of a prompt's chunk in prefill and the attended tokens t+s otherwise, q

@@ -1,4 +1,4 @@
-"""What is timed: steps of the engine's own stage over a pool of KV blocks, with random weights.
+"""Times steps of the engine's own stage over a pool of KV blocks, with random weights.
 
 A layer is timed as a stage of a few distinct layers, so that one layer's weights do not sit in a
 cache that the real stage's layers share; the time is divided by their number. Steps are those that

@@ -1,1 +1,1 @@
-"""What differs from device to device: layers, captured steps, memory, the arithmetic of a stage."""
+"""Code that differs by device: layers, captured steps, memory, the arithmetic of a stage."""

@@ -1,4 +1,4 @@
-"""What a sort of device brings: who computes layers, and a stage's arithmetic. One file each.
+"""A sort of device: who computes its layers, and a stage's arithmetic. One file each.
 
 A new sort is a file beside cpu.py and cuda.py and a line in `backend_of`.
 """

@@ -1,4 +1,4 @@
-"""What stands for flags of vLLM, or of earlier versions, that a command does not have."""
+"""Flags of vLLM, and of earlier versions, with what stands for them in each command."""
 
 from __future__ import annotations
 

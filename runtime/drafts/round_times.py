@@ -1,4 +1,4 @@
-"""What rounds really take: seconds a token with drafts and without, by the host's clock.
+"""Measured times of rounds: seconds a token with drafts and without, by the host's clock.
 
 A cost model knows steps of a device. What else a round costs (the host waiting for what was kept,
 proposals, graphs captured on the way) only the clock shows, so that is what decides in the end

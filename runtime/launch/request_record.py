@@ -1,4 +1,4 @@
-"""What the driver knows of a request under way: enough to go on with it on other stages."""
+"""The driver's record of a running request: enough to go on with it on other stages."""
 
 from __future__ import annotations
 

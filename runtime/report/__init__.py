@@ -1,1 +1,1 @@
-"""What a run came to, and how far it is: reports and progress."""
+"""Reports of runs, and their progress."""

@@ -1,4 +1,4 @@
-"""What a job did over time: tokens, requests and KV blocks, a few hundred times at most."""
+"""A job over time: tokens, requests and KV blocks, a few hundred samples at most."""
 
 from __future__ import annotations
 

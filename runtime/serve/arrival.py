@@ -1,4 +1,4 @@
-"""What is known of the request that is answered, wherever its answer is made."""
+"""Context variables of the HTTP request that is being answered."""
 
 from __future__ import annotations
 

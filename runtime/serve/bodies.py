@@ -1,4 +1,4 @@
-"""What requests bring: OpenAI's fields, and the engine's further ones under vLLM's names.
+"""Bodies of requests: OpenAI's fields, and the engine's further ones under vLLM's names.
 
 A field that a path does not obey is refused (fields.py), unless it asks for nothing. Names that no
 API has are ignored, which the log says once of each; nearly a known field's name is refused.

@@ -1,4 +1,4 @@
-"""What all endpoints stand on: the engine behind the server, its limits, answers as they come."""
+"""Shared by all endpoints: the engine behind the server, its limits, answers as they come."""
 
 from __future__ import annotations
 

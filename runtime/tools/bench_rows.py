@@ -1,4 +1,4 @@
-"""What `llmpq-dist bench` measured: the median job's report, and rows for `benchmarks/results`."""
+"""Results of `llmpq-dist bench`: the median job's report, and rows for `benchmarks/results`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a survey of nodes means: what each device can run, what is wrong, what to do about it.
+"""Diagnoses a survey of nodes: what each device can run, what is wrong, what to do about it.
 
 Pure: plain values in (launch/nodes/node_survey.py has their form), sentences out. No torch, no Ray.
 """

@@ -1,4 +1,4 @@
-"""What the tensors of a quantised linear are called, and what they may be stored as."""
+"""Names and dtypes of the tensors of a quantised linear."""
 
 from __future__ import annotations
 

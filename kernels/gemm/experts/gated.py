@@ -1,4 +1,4 @@
-"""What a gated MLP makes of its gate and up rows, as the kernels that compute it share it.
+"""The activation of a gated MLP from its gate and up rows, shared by the expert kernels.
 
 silu          g sigmoid(g) u
 gelu_tanh     g sigmoid(2 sqrt(2 / pi) (g + 0.044715 g^3)) u

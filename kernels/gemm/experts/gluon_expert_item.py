@@ -1,4 +1,4 @@
-"""What the Gluon programs of a mixture's prompts share: items, their order, how sums leave.
+"""Shared by the Gluon programs of a mixture's prompts: items, their order, how sums leave.
 
     program     persistent, a multiprocessor's only one; an item is a block of `expert_blocks.py`
                 (128 rows of x, or 64 where an expert has no more left) by OWN rows of w

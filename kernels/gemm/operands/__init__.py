@@ -1,1 +1,1 @@
-"""What kernels of products share: words to operands in registers, loads of x, sums."""
+"""Operands of GEMM kernels: words to operands in registers, loads of x, sums."""

@@ -1,4 +1,4 @@
-"""What a GPU is to the model of its products: counts and rates, read from the driver once.
+"""A GPU in the model that ranks kernels: counts and rates, read from the driver once.
 
 Rates are those a product reaches, not those of a data sheet: of the memory's 4.81 TB/s an H200's
 products read 4.0. Times measured on the reference machine (`predict.py`) are carried over by clock

@@ -1,1 +1,1 @@
-"""What families share: reading config.json key by key, rotary positions, mixtures."""
+"""Shared by families: reading config.json key by key, rotary positions, mixtures."""

@@ -1,4 +1,4 @@
-"""What Transformers' config class of a `model_type` takes where `config.json` is silent.
+"""Defaults of Transformers' config class of a `model_type`, where `config.json` is silent.
 
 The table, `class_defaults.json`, is written from the installed classes by
 `docs/make_class_defaults.py`.

@@ -1,4 +1,4 @@
-"""What configs and checkpoints of mixtures have in common."""
+"""Shared by mixtures of experts: their configs and the names in their checkpoints."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What older families share: LayerNorm with biases, and MLPs without a gate."""
+"""Shared by older families: LayerNorm with biases, and MLPs without a gate."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What configs and checkpoints of models with recurrent layers have in common."""
+"""Shared by models with recurrent layers: their configs and the names in their checkpoints."""
 
 from __future__ import annotations
 

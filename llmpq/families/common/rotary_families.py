@@ -1,4 +1,4 @@
-"""What the families since Llama share: RMSNorm, rotary positions, grouped heads, gated MLPs."""
+"""Shared by families since Llama: RMSNorm, rotary positions, grouped heads, gated MLPs."""
 
 from __future__ import annotations
 

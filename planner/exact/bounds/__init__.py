@@ -1,1 +1,1 @@
-"""What no plan can beat: relaxations, columns, completions."""
+"""Lower bounds of all plans: relaxations, columns, completions."""

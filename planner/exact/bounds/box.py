@@ -1,4 +1,4 @@
-"""What a node of the search knows of its plans: ranges of P and D, numbers of stages, hops."""
+"""Bounds that hold in a node of the search: ranges of P and D, numbers of stages, hops."""
 
 from __future__ import annotations
 

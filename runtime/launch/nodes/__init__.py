@@ -1,1 +1,1 @@
-"""What the nodes of a plan are and have, asked before a stage loads there."""
+"""Surveys the nodes of a plan before a stage loads there."""

@@ -1,4 +1,4 @@
-"""What a Ray node has installed, and which model it would read: asked before a stage loads.
+"""A Ray node's packages and the model that it would read, asked before a stage loads.
 
 `report` runs on nodes whose llmpq may be another one, or none: it travels as code and imports
 nothing but the standard library.

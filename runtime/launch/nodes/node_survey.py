@@ -1,4 +1,4 @@
-"""What a node has for stages: its GPUs, what torch can do with them, versions, memory, links.
+"""A node's means for stages: its GPUs, what torch can do with them, versions, memory, links.
 
 Runs on the node itself, in a process of its own, and returns plain values; what to think of them
 is tools/doctor.py's part.

@@ -1,4 +1,4 @@
-"""What a stage's place looks like before anything is loaded: versions, device, files, links.
+"""Looks at a stage's place before anything is loaded: versions, device, files, links.
 
 One actor per stage of a plan, placed where the stage would be. Everything it finds is returned as
 plain values; judging them is runtime/tools/check.py's part.

@@ -1,4 +1,4 @@
-"""What a stage asks of its host, with Ray or without: addresses, interfaces, sockets, loopback."""
+"""A stage's host, with Ray or without: addresses, interfaces, sockets, loopback."""
 
 from __future__ import annotations
 

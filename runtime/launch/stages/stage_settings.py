@@ -1,4 +1,4 @@
-"""What a launcher gives its stages beside the plan. No torch."""
+"""Settings that a launcher gives its stages beside the plan. No torch."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""What a model writes, taken apart: its thoughts, its text, its calls of tools. One file a form."""
+"""Parses what a model writes: its thoughts, its text, its calls of tools. One file a form."""

@@ -1,4 +1,4 @@
-"""What was read of an answer so far, as the deltas that leave: thoughts, text, calls of tools."""
+"""The deltas of an answer as it is parsed: thoughts, text, calls of tools."""
 
 from __future__ import annotations
 
