@@ -1,4 +1,8 @@
-"""`llmpq-dist serve --replicas N`: a plan for every replica, made before anything is started."""
+"""A plan for every engine behind one port, made before anything is started.
+
+`llmpq-dist serve --replicas N` plans for shares of the devices, or copies a plan; a plan of several
+engines says what each has.
+"""
 
 from __future__ import annotations
 
@@ -6,18 +10,24 @@ from dataclasses import replace
 from typing import Any
 
 from llmpq.devices.this_machine import read_gpus, visible
+from llmpq.plan import Plan
 from llmpq.runtime.auto_plan import devices_of
-from llmpq.runtime.cli.plan_file import load_plan
+from llmpq.runtime.cli.plan_file import load_engines
 from llmpq.runtime.cli.serve_flags import ServeOptions
 from llmpq.runtime.options import PLANNING, EngineOptions
 from llmpq.runtime.plan_choice import Chosen, choose_plan
 from llmpq.runtime.serve.replicas.device_shares import gpus_of_copies, shares_of
 from llmpq.runtime.serve.replicas.replica_server import ReplicaLaunch
+from llmpq.topology import Topology
 
 
 def launches_of(options: ServeOptions) -> list[ReplicaLaunch]:
     """Return how each replica is started; `ValueError` where the devices are too few."""
-    plans = _copies(options) if options.plan is not None else _planned(options)
+    plan = None if options.plan is None else load_engines(str(options.plan))
+    if isinstance(plan, Topology):
+        plans = _engines(options, plan)
+    else:
+        plans = _planned(options) if plan is None else _copies(options, plan)
     speeds = [
         None if one.plan.predicted is None else one.plan.predicted.output_tokens_per_s
         for one, _ in plans
@@ -34,8 +44,33 @@ def launches_of(options: ServeOptions) -> list[ReplicaLaunch]:
     ]
 
 
-def _copies(options: ServeOptions) -> list[tuple[Chosen, tuple[int, ...]]]:
-    plan = load_plan(str(options.plan))
+def _engines(options: ServeOptions, topology: Topology) -> list[tuple[Chosen, tuple[int, ...]]]:
+    """Return each engine of a plan, and its GPUs."""
+    nodes = {stage.node for stage in topology.stages}
+    if len(nodes) > 1:
+        raise ValueError(
+            f"serve runs several engines as processes of one machine, the plan has {len(nodes)} "
+            "nodes; run one server on each node, with a plan for it"
+        )
+    most = max((s.device_index for s in topology.stages if not s.is_cpu), default=-1) + 1
+    seen = len(visible(read_gpus()))
+    if most > seen:
+        raise ValueError(
+            f"the plan's engines are on {most} GPUs, this machine has {seen}; plan for its devices"
+        )
+    found = []
+    for plan in topology.plans:
+        gpus = tuple(sorted(s.device_index for s in plan.stages if not s.is_cpu))
+        stages = tuple(
+            s if s.is_cpu else s.model_copy(update={"device_index": gpus.index(s.device_index)})
+            for s in plan.stages
+        )
+        own = plan.model_copy(update={"stages": stages})
+        found.append((choose_plan(options.model, own, options.engine), gpus))
+    return found
+
+
+def _copies(options: ServeOptions, plan: Plan) -> list[tuple[Chosen, tuple[int, ...]]]:
     chosen = choose_plan(options.model, plan, options.engine)
     gpus = gpus_of_copies(plan, options.replicas, len(visible(read_gpus())))
     return [(chosen, own) for own in gpus]

@@ -11,15 +11,16 @@ from typing import Any
 from llmpq.checkpoints.gguf_file import is_model
 from llmpq.checkpoints.hub import name_of
 from llmpq.commands.output_paths import check_files
-from llmpq.runtime.cli.plan_file import load_plan
+from llmpq.runtime.cli.plan_file import load_engines, load_plan
 from llmpq.runtime.cli.serve_flags import ServeOptions
 from llmpq.runtime.llm import LLM
 from llmpq.runtime.serve.settings import ServeSettings
+from llmpq.topology import Topology
 
 
 def main(options: ServeOptions) -> int:
     """Serve; 0 once it has ended in order."""
-    options = _with_source(options)
+    options = _with_engines(_with_source(options))
     settings = settings_of(options)
     _check_replicas(options)
     from llmpq.runtime.serve.log_thread import lines_apart
@@ -59,6 +60,26 @@ def _with_source(options: ServeOptions) -> ServeOptions:
             f"'{options.source}' and --model '{options.model}' name two models: give one of them"
         )
     return replace(options, model=options.source)
+
+
+def _with_engines(options: ServeOptions) -> ServeOptions:
+    """Count the engines of a plan of several as replicas."""
+    if options.plan is None:
+        return options
+    plan = load_engines(options.plan)
+    if not isinstance(plan, Topology):
+        return options
+    if options.replicas != 1:
+        raise ValueError(
+            f"--replicas {options.replicas}: the plan has {len(plan.engines)} engines of its own; "
+            "leave --replicas out"
+        )
+    if options.engine.trace is not None:
+        raise ValueError(
+            f"--trace has no effect with a plan of {len(plan.engines)} engines; trace a server of "
+            "one engine"
+        )
+    return replace(options, replicas=len(plan.engines))
 
 
 def _check_replicas(options: ServeOptions) -> None:
@@ -141,7 +162,7 @@ def _folder_name(options: ServeOptions) -> str:
             name_of(options.model) if is_model(options.model) else options.model.partition("@")[0]
         )
     if options.plan is not None:
-        return load_plan(options.plan).model.name
+        return load_engines(options.plan).model.name
     raise ValueError("nothing to serve; give --model DIR or --plan PLAN")
 
 

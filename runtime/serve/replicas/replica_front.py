@@ -1,4 +1,4 @@
-"""Before several engines: one socket, one gate, every request to the replica with the least work.
+"""Before several engines: one socket, one gate, every request to the one that should end it first.
 
 A replica is a child process (replica_process.py), which is asked for its state, and replaced when
 it is gone, silent for long, or has lost its engine.
@@ -21,6 +21,7 @@ from llmpq.runtime.serve.errors import ApiError
 from llmpq.runtime.serve.gate import Message, Receive, Send
 from llmpq.runtime.serve.replicas.merged_replicas import merged_metrics
 from llmpq.runtime.serve.replicas.plain_messages import from_plain, to_plain
+from llmpq.runtime.serve.replicas.routing import ReplicaLoad, RequestWork
 from llmpq.runtime.serve.settings import ServeSettings
 
 _log = logging.getLogger("llmpq.serve")
@@ -82,6 +83,7 @@ class ReplicaHandle:
         self.ready = False
         """What it said last."""
         self.num_under_way = 0
+        self.load = ReplicaLoad()
         self._heard_s = -_SILENT_S
         self.failure: list[str] | None = None
         """Why it could not load: an error's name and its sentence."""
@@ -131,6 +133,7 @@ class ReplicaHandle:
         if self._replace_s is not None and time.monotonic() > self._replace_s:
             self._replace_s, self.ready = None, False
             self._deaf_s = time.monotonic() + _IMPORT_S
+            self.load.forget()
             await asyncio.to_thread(self._process.restart)
 
     def _replace_after(self, seconds: float) -> None:
@@ -240,8 +243,8 @@ class ReplicaFront:
                 with contextlib.suppress(asyncio.CancelledError, Exception):
                     await one
 
-    def choose(self, tried: Sequence[ReplicaHandle]) -> ReplicaHandle:
-        """Return the replica with the least work for its speed, the longest idle of equals."""
+    def choose(self, tried: Sequence[ReplicaHandle], work: RequestWork) -> ReplicaHandle:
+        """Return the replica that should end a request first, the longest idle of equals."""
         able = [one for one in self.replicas if one.ready and one not in tried]
         if not able:
             what = "no replica is ready" if self._was_ready else "the model is loading"
@@ -252,7 +255,7 @@ class ReplicaFront:
             able,
             key=lambda one: (
                 one.silent,
-                (one.num_under_way + 1) / one.speed,
+                one.load.finish(work, one.speed),
                 (one.number - start) % count,
             ),
         )
@@ -270,15 +273,18 @@ class _Answer:
     async def run(self, scope: Message, body: bytes) -> None:
         """Have the first replica that takes it answer."""
         tried: list[ReplicaHandle] = []
+        work = RequestWork.of(body)
         while True:
-            replica = self._front.choose(tried)
+            replica = self._front.choose(tried, work)
             tried.append(replica)
             replica.num_under_way += 1
+            own = replica.load.begin(work)
             try:
                 if await self._answered(replica, scope, body):
                     return
             finally:
                 replica.num_under_way -= 1
+                replica.load.end(own)
             replica.ready = False  # until it says otherwise
 
     async def _answered(self, replica: ReplicaHandle, scope: Message, body: bytes) -> bool:
