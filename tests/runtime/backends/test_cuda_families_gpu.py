@@ -13,7 +13,7 @@ from llmpq.precision import KVPrecision
 from llmpq.runtime.backends.gpu.cuda_stage_runner import CudaStageRunner
 from llmpq.runtime.drafts.drafters import FixedDrafter
 from llmpq.sizes.pool_size import PoolSize
-from reference.family_runs import served, stages_of
+from reference.family_runs import Knowing, served, stages_of
 
 pytestmark = [
     pytest.mark.gpu,
@@ -52,9 +52,10 @@ def test_tokens_and_scores_equal_a_cpu(
     assert isinstance(compute, CudaStageRunner) and not compute.model.asks_host
     assert all(compute.captured), "steps ran without a graph"
     if not lacks(spec, "drafts") and not lacks(spec, "gpu_drafts"):
-        drafter = FixedDrafter("ngram", 3)
+        drafter = Knowing(want[64].tokens, spec.vocab)
         drafted = served(captured, prompts, POOL, new=NEW, drafter=drafter)
-        assert drafted.tokens == want[64].tokens and sum(drafter.acceptance.drafted) > 0
+        assert drafted.tokens == want[64].tokens
+        assert sum(drafter.acceptance.accepted) > 0 and drafter.acceptance.refusals > 0
 
 
 TIE = 0.05
@@ -80,9 +81,9 @@ def test_packed_caches_score_as_on_a_cpu(
     prompts = random_prompts(190, 140)
     on_cpu = {kv: stages_of(directory, plan, PACKED) for kv, plan in plans.items()}
     want = {kv: served(stages, prompts, PACKED, new=2) for kv, stages in on_cpu.items()}
-    few_bits = want["kv16"].furthest(want["kv4"])
+    few_bits = want["kv16"].mostly(want["kv4"])
     got = served(stages_of(directory, plans["kv4"], PACKED, device="cuda"), prompts, PACKED, new=2)
-    assert got.furthest(want["kv4"]) < 0.5 * few_bits
+    assert got.mostly(want["kv4"]) < 0.5 * few_bits  # a code may fall either way, so may an expert
     if lacks(spec, "drafts", max_len=300) or lacks(spec, "gpu_drafts"):
         return
     drafting = stages_of(directory, plans["kv16"], PACKED, device="cuda", speculate="kv4")
