@@ -64,7 +64,7 @@ from llmpq.runtime.text.request_factory import (
 from llmpq.runtime.text.tokenizer import Tokenizer
 from llmpq.runtime.token_rules import LogprobOutput
 from llmpq.runtime.trace import MAX_EVENTS, LoadReport, StageRecord, joined, write_chrome_trace
-from llmpq.runtime.vllm_options import without_neutral
+from llmpq.runtime.vllm_options import VLLM_CALLS, VLLM_METHODS, without_neutral
 from llmpq.sizes.kv_format import BLOCK_TOKENS
 
 __all__ = [
@@ -198,6 +198,12 @@ class LLM:
             state = "running" if getattr(self._end_engine, "alive", False) else "closed"
         stages = ", ".join(stage.device for stage in self._plan.stages)
         return f"<LLM {self._spec.name} on {stages}, {self.max_model_len} tokens, {state}>"
+
+    def __getattr__(self, name: str) -> NoReturn:
+        """Say what stands for a method of vLLM's that there is not."""
+        known = VLLM_METHODS.get(name)
+        more = "" if known is None else f": {known}"
+        raise AttributeError(f"'LLM' has no attribute '{name}'{more}", name=name, obj=self)
 
     def __reduce__(self) -> NoReturn:
         raise TypeError(
@@ -425,12 +431,14 @@ class LLM:
         *,
         use_tqdm: bool = True,
         priority: Sequence[int] | None = None,
+        **others: Any,
     ) -> list[RequestOutput]:
         """Return the answers to prompts, in their order; `ValueError` if one can never run.
 
         `use_tqdm`: several prompts have a live picture of rows and stages where stderr is a
         terminal, else a line every 5 s. `priority`: of each prompt; lower ones are scheduled first.
         """
+        _no_others("LLM.generate", others)
         several = listed(prompts)
         return self._all_of(several, sampling_params, priority=priority, use_tqdm=use_tqdm)
 
@@ -445,6 +453,7 @@ class LLM:
         continue_final_message: bool = False,
         tools: Sequence[Mapping[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        **others: Any,
     ) -> list[RequestOutput]:
         """Return the answer to a conversation, or to each of several, by the model's template.
 
@@ -455,6 +464,7 @@ class LLM:
         `{"enable_thinking": False}`.
         """
         self._require_process()
+        _no_others("LLM.chat", others)
         several = _conversations(messages)
         own_params = sampling_params if isinstance(sampling_params, Sequence) else [sampling_params]
         cut = any(getattr(own, "truncate_prompt_tokens", None) is not None for own in own_params)
@@ -793,6 +803,12 @@ def _options(options: EngineOptions | None, given: Mapping[str, Any]) -> EngineO
         if name not in known:
             raise TypeError(f"LLM has no option '{name}': {nearest(name, known)}see EngineOptions")
     return replace(options or EngineOptions(), **own)
+
+
+def _no_others(called: str, given: Mapping[str, Any]) -> None:
+    """Raise `TypeError` for an argument that a method does not have; vLLM's may change nothing."""
+    for name in without_neutral(given, VLLM_CALLS, whose=f"{called} has no argument"):
+        raise TypeError(f"{called} has no argument '{name}'")
 
 
 def _default_sampling(generation: GenerationConfig) -> SamplingParams:

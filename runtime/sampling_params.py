@@ -8,11 +8,13 @@ from __future__ import annotations
 import json
 import math
 import operator
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
+from functools import wraps
 from typing import Any, Self
 
 from llmpq.runtime.token_rules import Guide
+from llmpq.runtime.vllm_options import VLLM_SAMPLING, without_neutral
 
 MAX_LOGPROBS = 100
 """Most likely tokens that may be reported beside a chosen one."""
@@ -236,6 +238,19 @@ class SamplingParams:
             min_p=float(self.min_p),
             seed=seed % 2**63,
         )
+
+
+def _taking_vllms(own: Callable[..., None]) -> Callable[..., None]:
+    """Return `SamplingParams.__init__` with the arguments of vLLM's whose values change nothing."""
+
+    @wraps(own)
+    def init(self: SamplingParams, **given: Any) -> None:
+        own(self, **without_neutral(given, VLLM_SAMPLING, whose="SamplingParams has no"))
+
+    return init
+
+
+setattr(SamplingParams, "__init__", _taking_vllms(SamplingParams.__init__))  # noqa: B010 (a method)
 
 
 _COUNTS = {

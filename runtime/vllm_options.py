@@ -1,5 +1,5 @@
-"""Arguments of vLLM's `LLM` that ours does not have: values that change nothing, what stands for
-the others. Standard library only.
+"""Arguments and methods of vLLM's `LLM` and `SamplingParams` that ours do not have: values that
+change nothing, what stands for the others. Standard library only.
 """
 
 from __future__ import annotations
@@ -77,16 +77,87 @@ VLLM_OPTIONS: Mapping[str, _Other] = {
 }
 
 
-def without_neutral(given: Mapping[str, Any]) -> dict[str, Any]:
+_BEAMS = "there is no beam search: ask for n answers and choose by cumulative_logprob"
+_PLAIN = "a template gets texts as texts"
+VLLM_SAMPLING: Mapping[str, _Other] = {
+    "detokenize": _Other("answers have their text and token_ids", (True, None)),
+    "spaces_between_special_tokens": _Other("tokens are joined as the tokenizer joins them", _BOTH),
+    "output_kind": _Other("LLM.stream has what is new, LLM.generate whole answers"),
+    "extra_args": _Other("there are no plugins that would read them", (None, {})),
+    "logits_processors": _Other(
+        "use logit_bias, allowed_token_ids, bad_words or structured_outputs", (None, [])
+    ),
+    "guided_decoding": _Other("it is structured_outputs=StructuredOutputsParams(...)"),
+    "best_of": _Other("ask for n answers and choose by cumulative_logprob", (None, 1)),
+    "use_beam_search": _Other(_BEAMS, (False, None)),
+    "length_penalty": _Other(_BEAMS, (1.0, 1, None)),
+    "early_stopping": _Other(_BEAMS, (False, None)),
+    "flat_logprobs": _Other("logprobs are a dict a token", (False, None)),
+    "skip_clone": _Other("parameters are values that nothing changes", (None, *_BOTH)),
+    "skip_reading_prefix_cache": _Other(
+        "a cache_salt of its own keeps a request from found prefixes", (None, False)
+    ),
+    "repetition_detection": _Other("use repetition_penalty or frequency_penalty"),
+}
+VLLM_CALLS: Mapping[str, _Other] = {
+    "lora_request": _Other(_ADAPTERS),
+    "prompt_token_ids": _Other("token ids are prompts: {'prompt_token_ids': [...]}, or the list"),
+    "tokenization_kwargs": _Other(
+        "texts are tokenised as the model's files say; truncate_prompt_tokens is in SamplingParams",
+        (None, {}),
+    ),
+    "guided_options_request": _Other("it is SamplingParams(structured_outputs=...)"),
+    "chat_template_content_format": _Other(_PLAIN, (None, "auto", "string")),
+    "mm_processor_kwargs": _Other("models read text only", (None, {})),
+    "mm_encoder_kwargs": _Other("models read text only", (None, {})),
+}
+"""Of `LLM.generate` and `LLM.chat`."""
+_ONE_PROCESS = "stages are the plan's (LLM.plan), and run no code of a caller's"
+_TEXT_ONLY = "models generate text here"
+_ASLEEP = "weights stay where they are: close the LLM, and make it again (layer_cache= is quick)"
+VLLM_METHODS: Mapping[str, str] = {
+    "beam_search": _BEAMS,
+    "encode": _TEXT_ONLY,
+    "embed": _TEXT_ONLY,
+    "classify": _TEXT_ONLY,
+    "reward": _TEXT_ONLY,
+    "score": "a text's scores are SamplingParams(max_tokens=0, prompt_logprobs=0)",
+    "apply_model": _ONE_PROCESS,
+    "collective_rpc": _ONE_PROCESS,
+    "get_world_size": _ONE_PROCESS,
+    "llm_engine": "stream, submit, abort and stats are LLM's own methods",
+    "enqueue": "it is submit, or as_completed",
+    "wait_for_completion": "it is as_completed",
+    "from_engine_args": "its arguments are LLM's: LLM(model, max_model_len=...)",
+    "set_tokenizer": "files are read from the model's directory",
+    "preprocess_chat": "LLM.get_tokenizer().apply_chat_template makes the prompt",
+    "start_profile": "LLM(trace='trace.json') writes what stages did, as a Chrome trace",
+    "stop_profile": "LLM(trace='trace.json') writes what stages did, as a Chrome trace",
+    "reset_prefix_cache": "blocks are dropped as others need them; requests of another cache_salt "
+    "find none of them, and enable_prefix_caching=False keeps none",
+    "reset_mm_cache": "models read text only",
+    "get_metrics": "counters are LLM.stats(); llmpq-dist serve has /metrics",
+    "sleep": _ASLEEP,
+    "wake_up": _ASLEEP,
+}
+"""Attribute of vLLM's `LLM` -> what stands for it."""
+
+
+def without_neutral(
+    given: Mapping[str, Any],
+    table: Mapping[str, _Other] = VLLM_OPTIONS,
+    *,
+    whose: str = "LLM has no option",
+) -> dict[str, Any]:
     """Return arguments without those of vLLM whose values change nothing.
 
     `TypeError` for another value says what stands for it.
     """
     left = {}
     for name, value in given.items():
-        other = VLLM_OPTIONS.get(name)
+        other = table.get(name)
         if other is None:
             left[name] = value
         elif not any(type(value) is type(known) and value == known for known in other.neutral):
-            raise TypeError(f"LLM has no option '{name}' (got {value!r:.60}): {other.instead}")
+            raise TypeError(f"{whose} '{name}' (got {value!r:.60}): {other.instead}")
     return left

@@ -8,9 +8,15 @@ import shutil
 import pytest
 import torch
 
-from llmpq import LLM
+from llmpq import LLM, SamplingParams
 from llmpq.runtime.options import EngineOptions
-from llmpq.runtime.vllm_options import VLLM_OPTIONS, without_neutral
+from llmpq.runtime.vllm_options import (
+    VLLM_CALLS,
+    VLLM_METHODS,
+    VLLM_OPTIONS,
+    VLLM_SAMPLING,
+    without_neutral,
+)
 
 pytestmark = pytest.mark.cpu
 
@@ -43,6 +49,48 @@ def test_values_that_change_nothing_are_taken(demo_model):
     assert without_neutral(neutral) == {}
     LLM(demo_model, start=False, **neutral).close()
     LLM(demo_model, start=False, disable_log_stats=True).close()
+
+
+@pytest.mark.parametrize("name", VLLM_METHODS)
+def test_a_method_of_vllms_is_answered_with_ours(demo_model, name):
+    llm = LLM(demo_model, start=False)
+    assert not hasattr(LLM, name) and not hasattr(llm, name)
+    with pytest.raises(AttributeError, match=f"'LLM' has no attribute '{name}': .*[a-z]"):
+        getattr(llm, name)
+    with pytest.raises(AttributeError, match="no attribute 'no_such_thing'$"):
+        llm.no_such_thing  # noqa: B018 (it is looked up)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"detokenize": False}, "have their text and token_ids"),
+        ({"best_of": 2}, "ask for n answers"),
+        ({"logits_processors": [print]}, "use logit_bias"),
+        ({"guided_decoding": {}}, "StructuredOutputsParams"),
+        ({"use_beam_search": True}, "no beam search"),
+    ],
+)
+def test_parameters_of_vllms_are_taken_or_answered(given, said):
+    with pytest.raises(TypeError, match=f"SamplingParams has no '{next(iter(given))}'.*{said}"):
+        SamplingParams(**given)
+    neutral = {name: other.neutral[0] for name, other in VLLM_SAMPLING.items()}
+    assert SamplingParams(max_tokens=3, **neutral) == SamplingParams(max_tokens=3)
+    assert not {*VLLM_SAMPLING} & {*SamplingParams.__dataclass_fields__}
+    with pytest.raises(TypeError, match="unexpected keyword argument 'no_such_thing'"):
+        SamplingParams(no_such_thing=1)
+
+
+@pytest.mark.parametrize("method", ["generate", "chat"])
+def test_arguments_of_vllms_calls_are_taken_or_answered(demo_model, method):
+    llm = LLM(demo_model, start=False)
+    call = getattr(llm, method)
+    for name, other in VLLM_CALLS.items():
+        with pytest.raises(TypeError, match=f"LLM.{method} has no argument '{name}'.*: "):
+            call("a", **{name: object()})
+        assert other.neutral
+    with pytest.raises(TypeError, match=f"LLM.{method} has no argument 'no_such_thing'$"):
+        call("a", no_such_thing=1)
 
 
 def test_none_of_them_is_an_option_of_ours():
