@@ -60,6 +60,8 @@ class LoadReport:
     """Layers, and embedding and head where the stage has them."""
     kv_bytes: int
     seconds: float
+    prefix_bytes: int = 0
+    """Of the cache, what only found prefixes need: beside the plan, which counts none."""
     draft_bytes: int = 0
     """What drafts hold beyond the above."""
     runner: str = ""

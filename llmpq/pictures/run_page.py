@@ -124,7 +124,15 @@ def _stage_table(report: Report) -> str:
     caption = (
         "stages: weights and KV cache, mean times of a step, share of the time that it computed"
     )
-    return table(columns, rows, caption=caption, left=("stage", "layers", "bits"))
+    drawn = table(columns, rows, caption=caption, left=("stage", "layers", "bits"))
+    kept = [
+        f"{stage['device']} {format_size(stage['memory']['prefix_bytes'])}"
+        for stage in report["stages"]
+        if stage["memory"].get("prefix_bytes")
+    ]
+    return drawn + (
+        note(f"beside the plan, for prefixes found again: {', '.join(kept)}") if kept else ""
+    )
 
 
 def _step_charts(page: HtmlPage, report: Report) -> list[str]:

@@ -70,6 +70,19 @@ class PoolSize:
             )
         return total
 
+    def prefix_bytes(
+        self, spec: ModelSpec, kv: KVPrecision, *, layers: Sequence[int], dtype_bytes: int
+    ) -> int:
+        """Return how much of `nbytes` only found prefixes need, which no plan counts.
+
+        States of recurrent layers behind prefixes, the 16-bit tokens behind packed blocks.
+        """
+        plain = replace(self, prefix_cache=False, snapshots=0)
+        whole, counted = (
+            size.nbytes(spec, kv, layers=layers, dtype_bytes=dtype_bytes) for size in (self, plain)
+        )
+        return whole - counted
+
     @property
     def state_slots(self) -> int:
         """Recurrent states that it keeps: of requests, and of prefixes."""

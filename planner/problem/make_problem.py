@@ -51,9 +51,8 @@ from llmpq.sensitivity import Sensitivity
 from llmpq.workload import Workload
 
 GENERIC_NOTE = (
-    "no --omega-file: the quality loss is a guess, by the generic indicator: the variance of "
-    "rounding, equal for all layers (1 = every layer at 4 bits); measure it with llmpq-profile "
-    "indicator"
+    "the quality loss is a guess, by the generic indicator: the variance of rounding, equal for "
+    "all layers (1 = every layer at 4 bits); llmpq-profile indicator measures it"
 )
 
 

@@ -73,6 +73,12 @@ def build_stage(
     report = LoadReport(
         weights_bytes=model.weight_nbytes,
         kv_bytes=compute.kv.all_nbytes,
+        prefix_bytes=pool.prefix_bytes(
+            spec,
+            plan.workload.kv,
+            layers=range(*stage.layers),
+            dtype_bytes=plan.workload.dtype_bytes,
+        ),
         seconds=time.perf_counter() - started_s,
     )
     check_memory(plan, index, spec, report, pool)

@@ -348,7 +348,8 @@ def _stage(
         "memory": {
             "weights_bytes": load.weights_bytes,
             "kv_bytes": load.kv_bytes,
-            "measured_bytes": load.weights_bytes + load.kv_bytes,
+            "prefix_bytes": load.prefix_bytes,
+            "measured_bytes": load.weights_bytes + load.kv_bytes - load.prefix_bytes,
             "predicted_bytes": predicted,
             "limit_bytes": memory.limit_bytes if memory is not None else None,
         },
@@ -404,6 +405,13 @@ def print_summary(report: Mapping[str, Any], console: Console) -> None:
             *("-" if share is None else f"{share:.0%}" for share in shares),
         )
     console.print(table)
+    kept = [
+        f"{stage['device']} {format_size(stage['memory']['prefix_bytes'])}"
+        for stage in report["stages"]
+        if stage["memory"]["prefix_bytes"]
+    ]
+    if kept:
+        console.print(f"beside the plan, for prefixes found again: {', '.join(kept)}")
     predicted, measured = report["predicted_of_run"] or {}, report["measured"]
     parts = [
         f"{name} {_pair(predicted.get(key), measured[key], _seconds)}"

@@ -59,7 +59,7 @@ def test_the_loss_stands_beside_that_of_uniform_bits(
         "quality loss: 0.00346 (all layers at 8 bits 0.00346, at 4 bits 1); indicator generic, a "
         "guess from the variance of rounding, equal for all layers"
     )
-    assert "note: no --omega-file: the quality loss is a guess, by the generic indicator" in text
+    assert "note: the quality loss is a guess, by the generic indicator" in text
 
 
 def test_worse_than_four_bits_is_warned_of(capsys: pytest.CaptureFixture[str]) -> None:

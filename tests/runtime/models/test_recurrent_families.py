@@ -256,8 +256,34 @@ def test_states_of_prefixes_are_kept_where_a_device_has_room_beside_the_plan(
     plan = plan.model_copy(update={"stages": (stage.model_copy(update={"memory": memory}),)})
     pool = PoolPlan(plan, spec, EngineOptions())
     assert pool.size.snapshots == spare * LEAST_SNAPSHOTS == pool.limits.snapshots
+    layers, dtype_bytes = range(spec.num_layers), 4
+    beside = pool.size.prefix_bytes(spec, plan.workload.kv, layers=layers, dtype_bytes=dtype_bytes)
+    assert beside == spare * extra
     assert pool.limits.prefix_cache is bool(spare)
     assert pool.stated.stage_bytes == (kv,)
+
+
+@pytest.mark.parametrize("kind", FORMS)
+def test_a_report_says_what_is_kept_of_prefixes_beside_the_plan(models: Any, kind: str) -> None:
+    directory = models.directory(kind)
+    plan = llmpq.make_plan(
+        model=directory, devices="cpu=1GB+1threads", batch=2, prompt_len=100, gen_len=8,
+        bits="16", dtype="float32",
+    )  # fmt: skip
+    with llmpq.LLM(directory, plan=plan, load_format="dummy", backend="threads") as llm:
+        answers = llm.generate([[5, 6, 7]], llmpq.SamplingParams(max_tokens=3, ignore_eos=True))
+        (stage,) = llm.job_report(answers)["stages"]
+    memory = stage["memory"]
+    assert memory["measured_bytes"] == memory["predicted_bytes"], "what the plan counts"
+    assert memory["prefix_bytes"] == state_bytes(
+        ModelSpec.from_directory(directory),
+        range(plan.model.num_layers),
+        slots=LEAST_SNAPSHOTS,
+        dtype_bytes=4,
+    )
+    assert memory["weights_bytes"] + memory["kv_bytes"] == (
+        memory["measured_bytes"] + memory["prefix_bytes"]
+    )
 
 
 def test_snapshots_go_with_their_blocks_then_by_age() -> None:
