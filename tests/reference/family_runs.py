@@ -34,14 +34,6 @@ class Served:
 
     def furthest(self, other: Served) -> float:
         """Return how far log-probabilities are apart at most, up to where answers part."""
-        return max(self._apart(other))
-
-    def mostly(self, other: Served) -> float:
-        """Return how far they are apart on average."""
-        apart = self._apart(other)
-        return sum(apart) / len(apart)
-
-    def _apart(self, other: Served) -> list[float]:
         apart = [0.0]
         for row, own in enumerate(zip(self.tokens, other.tokens, strict=True)):
             ends = (i for i, (a, b) in enumerate(zip(*own, strict=True)) if a != b)
@@ -50,7 +42,7 @@ class Served:
             if self.prompt_scores and other.prompt_scores:
                 pairs += zip(self.prompt_scores[row], other.prompt_scores[row], strict=True)
             apart += [abs(a - b) for a, b in pairs]
-        return apart
+        return max(apart)
 
 
 class Knowing(FixedDrafter):

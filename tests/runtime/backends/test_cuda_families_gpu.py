@@ -58,15 +58,17 @@ def test_tokens_and_scores_equal_a_cpu(
         assert sum(drafter.acceptance.accepted) > 0 and drafter.acceptance.refusals > 0
 
 
-TIE = 0.05
-"""How far below the most likely token another may be that half precision takes for it."""
+NEAR, TIE = 0.15, 0.5
+"""How far log-probabilities may be apart on average in half precision, where a code of a key and
+the choice of an expert may fall either way; and an accepted token below the most likely one. Those
+of tokens by chance are further below."""
 PACKED = PoolSize(num_blocks=4, slots=2, max_len=300, prefix_cache=False)
 
 
-def test_packed_caches_score_as_on_a_cpu(
+def test_packed_caches_and_drafts_from_them_in_half_precision(
     models: Any, make_plan: Any, random_prompts: Any, family_kind: str
 ) -> None:
-    """In float16, over a block's end: nearer to a CPU's than 16-bit keys and values are."""
+    """Over a block's end: a CPU's scores; drafts are accepted, and such as the model would take."""
     directory = models.directory(family_kind)
     spec = ModelSpec.from_directory(directory)
     options = {"batch": 2, "prompt_len": 190, "gen_len": NEW, "dtype": "float16"}
@@ -79,11 +81,13 @@ def test_packed_caches_score_as_on_a_cpu(
     if spec.positions == "learned":
         return  # too few of them
     prompts = random_prompts(190, 140)
-    on_cpu = {kv: stages_of(directory, plan, PACKED) for kv, plan in plans.items()}
-    want = {kv: served(stages, prompts, PACKED, new=2) for kv, stages in on_cpu.items()}
-    few_bits = want["kv16"].mostly(want["kv4"])
-    got = served(stages_of(directory, plans["kv4"], PACKED, device="cuda"), prompts, PACKED, new=2)
-    assert got.mostly(want["kv4"]) < 0.5 * few_bits  # a code may fall either way, so may an expert
+    on_gpu, on_cpu = (
+        served(stages_of(directory, plans["kv4"], PACKED, device=device), prompts, PACKED, new=2)
+        for device in ("cuda", "cpu")
+    )
+    beyond = zip(on_gpu.prompt_scores[0][150:], on_cpu.prompt_scores[0][150:], strict=True)
+    apart = [abs(ours - theirs) for ours, theirs in beyond]
+    assert sum(apart) / len(apart) < NEAR
     if lacks(spec, "drafts", max_len=300) or lacks(spec, "gpu_drafts"):
         return
     drafting = stages_of(directory, plans["kv16"], PACKED, device="cuda", speculate="kv4")
@@ -91,5 +95,6 @@ def test_packed_caches_score_as_on_a_cpu(
     drafted = served(drafting, prompts, PACKED, new=8, drafter=drafter)
     assert sum(drafter.acceptance.accepted) > 0
     answered = [[*p, *t] for p, t in zip(prompts, drafted.tokens, strict=True)]
-    judged = served(on_cpu["kv16"], answered, PACKED, new=1)
+    plain = stages_of(directory, plans["kv16"], PACKED, device="cuda")
+    judged = served(plain, answered, PACKED, new=1)
     assert max(below for row in judged.below_best for below in row[-8:]) < TIE
