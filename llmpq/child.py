@@ -251,7 +251,9 @@ class _Server:
         calls: Collection[str],
         answers: TextIO,
     ) -> None:
-        self._object, self._calls, self._answers = make(first), calls, answers
+        self._object = make(first)
+        self._calls = calls
+        self._answers = answers
         self._lock = threading.Lock()
         self._tasks: dict[int, Any] = {}
         self._start: Callable[[Any], Any]

@@ -68,7 +68,9 @@ class NothingFitsError(DoesNotFitError):
         names_context: bool = False,
     ) -> None:
         super().__init__()
-        self.problem, self._kvs, self._budget = problem, kvs, budget
+        self.problem = problem
+        self._kvs = kvs
+        self._budget = budget
         self._names_flags, self._names_context = names_flags, names_context
 
     @cached_property
@@ -274,7 +276,9 @@ class _Ways:
     def __init__(
         self, p: Problem, kvs: Sequence[KVPrecision], names_flags: bool, names_context: bool
     ) -> None:
-        self.p, self.names_flags, self.names_context = p, names_flags, names_context
+        self.p = p
+        self.names_flags = names_flags
+        self.names_context = names_context
         self.kv = min(kvs, key=lambda kv: kv.bits)
         """The fewest bits allowed."""
         self.job = p.with_job(kv=self.kv).prepared()

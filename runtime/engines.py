@@ -103,7 +103,9 @@ class Engines:
         use_tqdm: bool = True,
     ) -> None:
         """`start=False`: prompts can be prepared, and `start` loads the model."""
-        self.plan, self.options, self._trace = topology, options, options.trace
+        self.plan = topology
+        self.options = options
+        self._trace = options.trace
         self.llms = [
             LLM(
                 model,
@@ -306,7 +308,9 @@ class _Dealer:
 
         `records`: whether the tokens of rows are known here before they end.
         """
-        self._llms, self._lost, self._records = llms, lost, records
+        self._llms = llms
+        self._lost = lost
+        self._records = records
         self._at_once = [
             min(llm.max_rows, engine.plan.workload.batch)
             for llm, engine in zip(llms, topology.engines, strict=True)

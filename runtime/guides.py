@@ -53,7 +53,9 @@ class GrammarCompiler:
 
     def __init__(self, model_dir: str | Path, *, vocab: int, end_ids: Sequence[int]) -> None:
         """Nothing is read before the first guide; `vocab` is that of the logits."""
-        self._path, self._vocab, self._end_ids = Path(model_dir), vocab, list(end_ids)
+        self._path = Path(model_dir)
+        self._vocab = vocab
+        self._end_ids = list(end_ids)
         self._checked: Newest[None] = Newest()
         self._begun: Newest[Future[Any]] = Newest()
         """Matchers that no answer has moved on."""
@@ -197,7 +199,9 @@ class Automaton:
         `executor`: the threads that look at many answers at once; `beside` waits for them.
         """
         self._thought_end = behind.end if behind is not None and behind.is_open else None
-        self._begun, self._end_ids, self._executor = begun, list(end_ids), executor
+        self._begun = begun
+        self._end_ids = list(end_ids)
+        self._executor = executor
         self._matcher: Any = None
         self.failure: str | None = None
         """Why the guide could not be followed to its end: then the answer ends where it is."""

@@ -109,11 +109,9 @@ class LLM:
         )
         self._default_sampling = _default_sampling(self.generation_config)
         self._spec = spec = self.generation_config.with_ends(chosen.spec)
-        self._plan, self._options, self._directory = (
-            chosen.plan,
-            chosen.options,
-            chosen.directory,
-        )
+        self._plan = chosen.plan
+        self._options = chosen.options
+        self._directory = chosen.directory
         self._limits = request_limits(self._plan, spec, self._options)
         self._prompts = RequestFactory(chosen.directory, spec, self._limits)
         self._names = RequestNames()

@@ -66,7 +66,9 @@ class Replanner:
 
         `on_limits` gets the limits of each new plan.
         """
-        self._directory, self._spec, self._options = directory, spec, options
+        self._directory = directory
+        self._spec = spec
+        self._options = options
         known = options.cluster
         self._cluster = known if isinstance(known, Cluster) else None
         self._first, self._on_limits = plan, on_limits

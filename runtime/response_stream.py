@@ -51,7 +51,9 @@ class _Running:
     def __init__(
         self, prompt: PreparedPrompt, engine: EngineThread, ended: Callable[[], None]
     ) -> None:
-        self._left, self._engine, self._ended = {*prompt.named[1]}, engine, ended
+        self._left = {*prompt.named[1]}
+        self._engine = engine
+        self._ended = ended
         self._process = os.getpid()
 
     def add(self, delta: RequestOutputDelta) -> None:
@@ -104,7 +106,9 @@ class ResponseStream:
         `owner`: what lives as long as the stream does, which `ended` may not refer to.
         """
         self._owner = owner
-        self._prompt, self._prompts, self._inbox = prompt, prompts, inbox
+        self._prompt = prompt
+        self._prompts = prompts
+        self._inbox = inbox
         self._news: DeltaQueue = asyncio.Queue()
         self._running = _Running(prompt, engine, ended)
         weakref.finalize(self, self._running.abort).atexit = False

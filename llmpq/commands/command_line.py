@@ -87,7 +87,9 @@ class Section:
         self, parser: CommandParser, title: str, add_argument: Callable[..., argparse.Action]
     ) -> None:
         """`add_argument`: of the argument group that has this title."""
-        self._parser, self.title, self._add_argument = parser, title, add_argument
+        self._parser = parser
+        self.title = title
+        self._add_argument = add_argument
         self.actions: list[argparse.Action] = []
 
     def flag(
@@ -143,7 +145,10 @@ class CommandParser:
         `idle`: those of them that change nothing here, which are taken with a line on stderr.
         """
         self._others, self._idle = others or {}, idle or {}
-        self.program, self._summary, self._example, self._notes = program, summary, example, notes
+        self.program = program
+        self._summary = summary
+        self._example = example
+        self._notes = notes
         self._parser = _Parser(prog=program, add_help=False, allow_abbrev=False)
         self._parser.shown = {}
         self._help_all = argparse.ArgumentParser(add_help=False).add_argument(

@@ -174,7 +174,10 @@ class _Costs:
         precision: Precision,
         quantization: Quantization,
     ) -> None:
-        self.spec, self.rates, self.kind, self.dtype = spec, rates, kind, dtype
+        self.spec = spec
+        self.rates = rates
+        self.kind = kind
+        self.dtype = dtype
         self.precision = precision
         self.product = _rate(rates, precision, quantization)
 

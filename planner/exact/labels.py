@@ -106,7 +106,10 @@ class LabelSearch:
         limits: SearchLimits,
         budget: float | None = None,
     ) -> None:
-        self.p, self.bounds, self.limits, self.budget = p, bounds, limits, budget
+        self.p = p
+        self.bounds = bounds
+        self.limits = limits
+        self.budget = budget
         self.form, self.space = bounds[0].form, bounds[0].space
         self.cells: list[dict[Key, list[Labels]]] = [{} for _ in range(p.num_layers)]
         self.settled: list[Labels] = []

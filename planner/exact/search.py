@@ -129,7 +129,9 @@ class Search:
         budget: float | None = None,
         ceiling: float = math.inf,
     ) -> None:
-        self.true, self.start, self.deadline = p, time.perf_counter(), deadline
+        self.true = p
+        self.start = time.perf_counter()
+        self.deadline = deadline
         self.gap = gap / 2  # half of it for pruning, so that the stated gap is below what was asked
         self.budget, self.ceiling = budget, ceiling
         self.incumbent = Incumbent(p, budget)
@@ -258,7 +260,9 @@ class Search:
         self.deadline = now + NEAREST_SHARE * max(0.0, end - now)
         bound, self.deadline = self._branch_and_bound(), end
         if bound < self.target and time.perf_counter() < end:
-            self.p, self.space, self.tables = self.true, Space(self.true), self.true_tables
+            self.p = self.true
+            self.space = Space(self.true)
+            self.tables = self.true_tables
             self.relaxation, self.pair_columns = ClassRelaxation(self.p), KeptPairs.of(self.p)
             self.unresolved, self.frontier = [], None
             bound = max(bound, self._branch_and_bound())

@@ -85,7 +85,9 @@ class Space:
             for c in range(classes):
                 self.after(state, c)
             if len(self.used) > most:
-                self.used, self._index, self._after = [], {}, {}
+                self.used = []
+                self._index = {}
+                self._after = {}
                 self.number((0,) * len(p.classes))
                 return False
             state += 1

@@ -93,7 +93,10 @@ class _Search:
     def __init__(
         self, p: Problem, backend: Backend, deadline: float, gap: float, budget: float | None
     ) -> None:
-        self.p, self.backend, self.deadline, self.gap = p, backend, deadline, gap
+        self.p = p
+        self.backend = backend
+        self.deadline = deadline
+        self.gap = gap
         self.budget = budget
         most = max(1, MAX_PROGRAMS // len(p.pairs))
         orders = list(itertools.islice(device_orders(p), most + 1))

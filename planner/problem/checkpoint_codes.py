@@ -216,7 +216,9 @@ class _Directory:
     def __init__(
         self, held: Mapping[str, AnyHeader], described: Mapping[str, Any], spec: ModelSpec
     ) -> None:
-        self._held, self._described, self._spec = held, described, spec
+        self._held = held
+        self._described = described
+        self._spec = spec
         self._names = FAMILIES[spec.family].names.used_in(held)
         (token_name,) = self._names.embedding["tokens.weight"]
         roots = (root for root in self._names.roots if root + token_name in held)

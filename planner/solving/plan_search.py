@@ -49,7 +49,9 @@ class KvPrecisionSweep:
         ceiling: float = math.inf,
     ) -> None:
         """`ceiling`: plans that are not below it need not be found."""
-        self.problems, self.options, self.solve = problems, options, solve
+        self.problems = problems
+        self.options = options
+        self.solve = solve
         self.ceiling = ceiling
         self.best: tuple[int, Outcome] | None = None
         """Index of a problem, and its outcome."""

@@ -45,7 +45,9 @@ class VarianceObserver:
 
     def begin(self, index: int, weights: Mapping[str, Tensor]) -> None:
         """Start a layer."""
-        self._weights, self._stats, self._range_squares = weights, {}, []
+        self._weights = weights
+        self._stats = {}
+        self._range_squares = []
 
     def on_input(self, name: str, x: Tensor) -> None:
         """Add a batch to the operator's sums."""

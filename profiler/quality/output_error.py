@@ -45,7 +45,9 @@ class OutputErrorObserver:
 
     def begin(self, index: int, weights: Mapping[str, Tensor]) -> None:
         """Start a layer."""
-        self._weights, self._samples, self._range_squares = weights, {}, []
+        self._weights = weights
+        self._samples = {}
+        self._range_squares = []
         self._tokens = {}
 
     def on_input(self, name: str, x: Tensor) -> None:

@@ -70,7 +70,9 @@ class CalibrationRun:
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
     ) -> None:
-        self.spec, self.source, self.dtype = spec, source, dtype
+        self.spec = spec
+        self.source = source
+        self.dtype = dtype
         self.device = torch.device(device)
         self._index = 0
         """The layer that is being quantised: the one that `view` read last."""

@@ -79,7 +79,9 @@ class TimedModel:
                 f"{spec.name} ({spec.family}) has layers of unlike shapes, which llmpq-profile "
                 "does not time yet; plan without --costs: their times are then estimated"
             )
-        self.spec, self.device, self.quantization = spec, device, quantization
+        self.spec = spec
+        self.device = device
+        self.quantization = quantization
         self._one_layer_tokens = ONE_LAYER_TOKENS * share
         self._sampling = SamplerConfig(
             temperature=sampling.temperature, top_k=sampling.top_k, top_p=sampling.top_p

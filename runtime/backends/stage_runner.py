@@ -49,7 +49,10 @@ class StageRunner:
     def __init__(
         self, model: StageModel, kv: PagedKV, device: torch.device, dtype: torch.dtype
     ) -> None:
-        self.model, self.kv, self._device, self._dtype = model, kv, device, dtype
+        self.model = model
+        self.kv = kv
+        self._device = device
+        self._dtype = dtype
         self.sampler = ConstrainedSampler()
         """Chooses tokens on the last stage; `StageWorker` gives it the requests' rules."""
         self.draft: DraftModel | None = None
@@ -107,7 +110,9 @@ class StageRunner:
 
     def end_speculation(self) -> None:
         """Go on without drafts and free what they take; no draft may be under way."""
-        self.draft, self._draft_probs, self.mtp = None, DraftProbs(), None
+        self.draft = None
+        self._draft_probs = DraftProbs()
+        self.mtp = None
         if self.kv.states is not None:
             self.kv.states.drop_notes()
         if isinstance(self.kv, DraftedKV):

@@ -68,7 +68,9 @@ class MtpDrafts:
 
     def __init__(self, head: MtpHead, kv: PagedKV, probs: DraftProbs) -> None:
         """`probs`: where the distributions that drafts are drawn from are noted."""
-        self.head, self.kv, self._probs = head, kv, probs
+        self.head = head
+        self.kv = kv
+        self._probs = probs
         self._waiting: dict[int, _Waiting] = {}
 
     def draft(

@@ -76,7 +76,9 @@ class RoundTimes:
     def started(self, *, drafting: bool, rows: int) -> None:
         """Say how the round that starts now decodes."""
         self._in_a_row = self._in_a_row + 1 if drafting is self._drafted else 0
-        self._drafted, self._since, self._tokens = drafting, self._clock(), 0
+        self._drafted = drafting
+        self._since = self._clock()
+        self._tokens = 0
         self._rows = rows
 
     def forget_time(self) -> None:

@@ -70,7 +70,9 @@ class EngineStarter:
         replan: Replan | None = None,
     ) -> None:
         """`replan` makes other plans when a device is gone; without it that is the end."""
-        self.plan, self._settings, self._cluster = plan, settings, cluster
+        self.plan = plan
+        self._settings = settings
+        self._cluster = cluster
         self._replan = replan
         self.limits: PoolLimits | None = None
         """Of another plan: which requests it has no room for."""

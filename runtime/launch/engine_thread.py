@@ -51,7 +51,9 @@ class EngineThread:
         `starter`: starts others when stages are lost; without it a loss is the end. `max_rows`:
         requests that run at once.
         """
-        self.engine, self._stack, self._starter = engine, stack, starter
+        self.engine = engine
+        self._stack = stack
+        self._starter = starter
         self._records: dict[int, RequestRecord] = {}
         """Requests that have not ended, by id."""
         self._ruled: set[int] = set()

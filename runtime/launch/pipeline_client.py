@@ -50,7 +50,9 @@ class PipelineClient:
         cluster: Cluster | None,
         on_load: OnLoad | None,
     ) -> None:
-        self.plan, self._settings, self._cluster = plan, settings, cluster
+        self.plan = plan
+        self._settings = settings
+        self._cluster = cluster
         self._on_load = on_load
         self._options, self._deadlines = settings.options, settings.options.deadlines
         self._launcher: Launcher | None = None

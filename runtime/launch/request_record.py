@@ -93,7 +93,10 @@ class RequestRecord:
         `awaited`: every token is waited for.
         """
         request, rules, left_s = self.request, self.request.rules, self.request.timeout_s
-        self.begun, self.held, self.begun_s, self.num_before = True, False, now_s, len(self.tokens)
+        self.begun = True
+        self.held = False
+        self.begun_s = now_s
+        self.num_before = len(self.tokens)
         del self.scores[len(self.tokens) :]
         if rules is not None and self.tokens:
             # The prompt was scored before its first token came.

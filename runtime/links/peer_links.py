@@ -76,7 +76,9 @@ class PeerLinks:
     def __init__(self, device: torch.device, room: Room, *, limit_s: float) -> None:
         """Open the neighbours' inboxes; every stage calls this at the same time."""
         self._rank, self._world = dist.get_rank(), dist.get_world_size()
-        self.device, self._room, self._limit_s = device, room, limit_s
+        self.device = device
+        self._room = room
+        self._limit_s = limit_s
         self._problem: str | None = None
         self._sending, self._fetching = torch.cuda.Stream(device), torch.cuda.Stream(device)
         self._leaving: deque[tuple[torch.cuda.Event, Tensor]] = deque()

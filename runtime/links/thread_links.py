@@ -50,7 +50,9 @@ class ThreadTransport(HostTokens):
     """
 
     def __init__(self, ring: Ring, rank: int, *, max_rows: int) -> None:
-        self._ring, self._rank, self._max_rows = ring, rank, max_rows
+        self._ring = ring
+        self._rank = rank
+        self._max_rows = max_rows
 
     def send_step(self, message: StepMessage, hidden_BQH: Tensor | None) -> None:
         """Send a micro-batch to the next stage; a STOP has no hidden states."""

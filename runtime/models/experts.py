@@ -35,8 +35,12 @@ class Routing(nn.Module):
     ) -> None:
         """`scale_h`: of a normed input; `expert_scale_E`: what weights are multiplied by."""
         super().__init__()
-        self.scale_h, self.norm_eps, self.expert_scale_E = scale_h, norm_eps, expert_scale_E
-        self.weight_Eh, self.per_token, self.rule = weight_Eh, per_token, rule or Router()
+        self.scale_h = scale_h
+        self.norm_eps = norm_eps
+        self.expert_scale_E = expert_scale_E
+        self.weight_Eh = weight_Eh
+        self.per_token = per_token
+        self.rule = rule or Router()
         self.bias_E, self.correction_E = bias_E, correction_E
 
     def forward(self, x_Th: Tensor) -> tuple[Tensor, Tensor]:

@@ -38,7 +38,10 @@ class Index(nn.Module):
     ) -> None:
         """I channels of a key; `q` meets the queries' small vector."""
         super().__init__()
-        self.form, self.q, self.key_Ih, self.norm = form, q, key_Ih, norm
+        self.form = form
+        self.q = q
+        self.key_Ih = key_Ih
+        self.norm = norm
         self.weights_Hh = weights_Hh
 
     def queries(self, small_BQR: Tensor) -> Tensor:
@@ -77,13 +80,18 @@ class LatentAttention(nn.Module):
         super().__init__()
         assert spec.latent is not None and spec.score_factor is not None
         self.growth = spec.query_growth
-        self.latent, self.heads, self.scale = spec.latent, spec.heads, spec.score_factor
+        self.latent = spec.latent
+        self.heads = spec.heads
+        self.scale = spec.score_factor
         self.q: Linear | None = None
         if isinstance(queries, Linear):
             self.q = queries
         else:
             self.q_a, self.q_norm, self.q_b = queries
-        self.kv_a, self.kv_norm, self.kv_b, self.o = kv_a, kv_norm, kv_b, o
+        self.kv_a = kv_a
+        self.kv_norm = kv_norm
+        self.kv_b = kv_b
+        self.o = o
         self.rotary, self.index = rotary, index
 
     def forward(self, x_BQh: Tensor, layer: int, step: Step, kv: KVCache) -> Tensor:

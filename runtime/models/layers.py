@@ -59,9 +59,16 @@ class Attention(nn.Module):
     ) -> None:
         """`sharing`: whose keys and values it attends to, where they are not its own alone."""
         super().__init__()
-        self.qkv, self.o, self.q_norm, self.k_norm = qkv, o, q_norm, k_norm
-        self.rotary, self.alibi_slopes_H, self.rule = rotary, alibi_slopes_H, rule
-        self.heads, self.kv_heads, self.head_dim = spec.heads, spec.kv_heads, spec.head_dim
+        self.qkv = qkv
+        self.o = o
+        self.q_norm = q_norm
+        self.k_norm = k_norm
+        self.rotary = rotary
+        self.alibi_slopes_H = alibi_slopes_H
+        self.rule = rule
+        self.heads = spec.heads
+        self.kv_heads = spec.kv_heads
+        self.head_dim = spec.head_dim
         self.scale = spec.head_dim**-0.5 if spec.score_factor is None else spec.score_factor
         self.gated = spec.attention_gate
         """Whether qkv ends with a gate [H, D] of what attention gives."""
@@ -222,7 +229,9 @@ class SideBySide(nn.Module):
 
     def __init__(self, attention: Attention, recurrent: RecurrentMixer, factor: float) -> None:
         super().__init__()
-        self.attention, self.recurrent, self.factor = attention, recurrent, factor
+        self.attention = attention
+        self.recurrent = recurrent
+        self.factor = factor
 
     def forward(self, x_BQh: Tensor, layer: int, step: Step, kv: KVCache) -> Tensor:
         """Return [B, Q, h] of cache layer `layer`."""
@@ -252,7 +261,9 @@ class LayerTail(nn.Module):
         """`gate`, `out` and `norm` together, or none of them."""
         super().__init__()
         self.index, self.activation = index, activation
-        self.per_layer_gate, self.per_layer_out, self.norm = gate, out, norm
+        self.per_layer_gate = gate
+        self.per_layer_out = out
+        self.norm = norm
         self.scalar_1 = scalar_1
 
     def forward(self, x_BQh: Tensor, step: Step, *, last_only: bool = False) -> Tensor:
@@ -470,7 +481,9 @@ class Embedding(nn.Module):
         """`offset`: rows of learned positions in front of that of position 0."""
         super().__init__()
         self.per_layer, self.streams = per_layer, streams
-        self.tokens_Vh, self.positions_Ph, self.norm = tokens_Vh, positions_Ph, norm
+        self.tokens_Vh = tokens_Vh
+        self.positions_Ph = positions_Ph
+        self.norm = norm
         self.offset = offset
         self.factor = float(torch.tensor(factor, dtype=tokens_Vh.dtype))
 
@@ -511,7 +524,9 @@ class PerLayerInputs(nn.Module):
     def __init__(self, table_VW: Tensor, weight_Wh: Tensor, norm: Norm) -> None:
         """W = layers of the model * P."""
         super().__init__()
-        self.table_VW, self.weight_Wh, self.norm = table_VW, weight_Wh, norm
+        self.table_VW = table_VW
+        self.weight_Wh = weight_Wh
+        self.norm = norm
 
     def forward(self, tokens_BQ: Tensor, x_BQh: Tensor) -> Tensor:
         """Return [B, Q, W] of tokens and their embeddings."""
@@ -566,7 +581,9 @@ class Head(nn.Module):
     ) -> None:
         super().__init__()
         self.streams = streams
-        self.norm, self.output, self.runner = norm, output, runner
+        self.norm = norm
+        self.output = output
+        self.runner = runner
         self.factor, self.cap = factor, cap
 
     def forward(self, x: Tensor) -> Tensor:

@@ -66,7 +66,10 @@ class MLP(nn.Module):
         self, up: Linear, down: Linear, activation: str, xielu: Xielu | None = None
     ) -> None:
         super().__init__()
-        self.up, self.down, self.activation, self.xielu = up, down, activation, xielu
+        self.up = up
+        self.down = down
+        self.activation = activation
+        self.xielu = xielu
         if xielu is None:
             require_activation(activation, ACTIVATIONS, "an MLP")
 

@@ -47,7 +47,9 @@ class MtpHead(nn.Module):
         """`norms`: of token and hidden state. `head`: its own norm and the output matrix."""
         super().__init__()
         self.embedding, (self.token_norm, self.hidden_norm) = embedding, norms
-        self.join, self.layer, self.head = join, layer, head
+        self.join = join
+        self.layer = layer
+        self.head = head
         self.model_norm, self.goes_on_normed = model_norm, goes_on_normed
 
     @classmethod

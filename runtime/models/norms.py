@@ -23,7 +23,9 @@ class Norm(nn.Module):
     ) -> None:
         """`centred`: LayerNorm; one with a bias always is."""
         super().__init__()
-        self.weight, self.bias, self.eps = weight, bias, eps
+        self.weight = weight
+        self.bias = bias
+        self.eps = eps
         self.shape = tuple(weight.shape)
         self.centred = centred or bias is not None
 

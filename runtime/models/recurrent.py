@@ -56,10 +56,14 @@ class RecurrentMixer(nn.Module):
     ) -> None:
         """`step_weight` [2 H, h]: of the delta rule's b and a."""
         super().__init__()
-        self.form, self.mixer_in, self.mixer_out = form, mixer_in, mixer_out
+        self.form = form
+        self.mixer_in = mixer_in
+        self.mixer_out = mixer_out
         self.conv_weight_C1K, self.conv_bias_C = conv_weight_C1K, conv_bias_C
         self.decay_H, self.step_bias_H = decay_H, step_bias_H
-        self.step_weight, self.skip_H, self.mixer_norm = step_weight, skip_H, norm
+        self.step_weight = step_weight
+        self.skip_H = skip_H
+        self.mixer_norm = norm
         self.place = 0
         """Its number among the recurrent layers of its stage."""
 

@@ -37,7 +37,10 @@ class Rotary:
     ) -> None:
         """`dim`: channels of a head that are rotated; `name`: apart from others of the model."""
         _choose_cos_and_sin()
-        self.dim, self._theta, self._scaling, self._name = dim, theta, scaling, name
+        self.dim = dim
+        self._theta = theta
+        self._scaling = scaling
+        self._name = name
         self.factor = 1.0 if scaling is None else scaling.attention_factor
         self.inv_freq = scaled_frequencies(dim, theta, scaling).to(device)
 

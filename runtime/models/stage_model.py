@@ -56,7 +56,9 @@ class StageModel(nn.Module):
         head: Head | None,
     ) -> None:
         super().__init__()
-        self.spec, self.embedding, self.head = spec, embedding, head
+        self.spec = spec
+        self.embedding = embedding
+        self.head = head
         self.layers = nn.ModuleList(layers)
         self._places = _places(layers)
         """Of each layer its number among those of the stage that keep what it keeps."""

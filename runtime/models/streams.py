@@ -77,8 +77,12 @@ class Mixing(nn.Module):
     ) -> None:
         """`predict_CA`: C = A * A; `laurel`: [r, h] and [h, r]."""
         super().__init__()
-        self.form, self.norm, self.router_Ah = form, norm, router_Ah
-        self.predict_CA, self.correct_AA, self.scale_h = predict_CA, correct_AA, scale_h
+        self.form = form
+        self.norm = norm
+        self.router_Ah = router_Ah
+        self.predict_CA = predict_CA
+        self.correct_AA = correct_AA
+        self.scale_h = scale_h
         self.left_rh, self.right_hr = laurel
 
     def predicted(self, streams_BQAh: Tensor) -> Tensor:

@@ -52,7 +52,10 @@ class ApiError(HTTPException):
         self, status: int, message: str, *, param: str | None = None, code: str | None = None
     ) -> None:
         super().__init__(status, message)
-        self.status, self.message, self.param, self.code = status, message, param, code
+        self.status = status
+        self.message = message
+        self.param = param
+        self.code = code
 
     @property
     def response_headers(self) -> dict[str, str]:

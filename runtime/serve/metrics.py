@@ -97,7 +97,9 @@ class Tally:
         self, name: str, about: str, labels: Mapping[str, str], bounds: Sequence[float]
     ) -> None:
         """`bounds` rise; what is above the last is counted, too."""
-        self._name, self._about, self._labels = name, about, labels
+        self._name = name
+        self._about = about
+        self._labels = labels
         self._bounds, self._sum = bounds, 0.0
         self._counts = [0] * (len(bounds) + 1)
 

@@ -125,7 +125,10 @@ class TextStream:
         if not before:
             context = self._tokens
             before = self._decode(context)
-        self._settled, self._context, self._before, self._tokens = text, context, before, []
+        self._settled = text
+        self._context = context
+        self._before = before
+        self._tokens = []
 
 
 def _first_stop(text: str, stop_texts: Sequence[str], behind: int) -> tuple[int, str] | None:

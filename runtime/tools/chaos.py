@@ -22,7 +22,9 @@ class Chaos:
 
     def __init__(self, llm: LLM, mean_s: float, *, seed: int = 0) -> None:
         """`mean_s`: seconds between two kills, on average."""
-        self._llm, self._mean_s, self._random = llm, mean_s, random.Random(seed)
+        self._llm = llm
+        self._mean_s = mean_s
+        self._random = random.Random(seed)
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._kill, daemon=True, name="llmpq chaos")
         self.num_kills = 0

@@ -161,7 +161,9 @@ class StepTimer:
         # Triton is not imported where there is no GPU.
         from llmpq.runtime.backends.backend import backend_of
 
-        self._job, self._precision, self._device = job, precision, device
+        self._job = job
+        self._precision = precision
+        self._device = device
         self._dtype = DTYPES[job.workload.dtype]
         spec = replace(job.spec, num_layers=min(LAYERS, job.spec.num_layers))
         scheme = job.form.settings().scheme

@@ -23,7 +23,9 @@ class CopiedLayers:
         device: torch.device,
     ) -> None:
         """`schemes`: how each layer of the stage is stored."""
-        self._source, self._schemes, self._device = source, schemes, device
+        self._source = source
+        self._schemes = schemes
+        self._device = device
         self._first: dict[tuple[WeightScheme | None, str], dict[str, Any]] = {}
 
     def embedding(self, dtype: torch.dtype) -> dict[str, Any]:

@@ -42,7 +42,9 @@ class KeptLayers:
         device: torch.device,
     ) -> None:
         """`schemes`: how each layer of the stage is stored."""
-        self._source, self._schemes, self._device = source, schemes, device
+        self._source = source
+        self._schemes = schemes
+        self._device = device
         self._folder = Path(folder)
         source.keep_codes(schemes)
         self.num_read = 0

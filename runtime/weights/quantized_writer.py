@@ -49,7 +49,9 @@ class CheckpointWriter:
     """Writes the layers of one model, then everything else with the configuration."""
 
     def __init__(self, directory: Path, spec: ModelSpec, source: CheckpointSource) -> None:
-        self.directory, self.spec, self._source = directory, spec, source
+        self.directory = directory
+        self.spec = spec
+        self._source = source
         self._names = FAMILIES[spec.family].names.with_experts_apart()
 
     def write_layer(

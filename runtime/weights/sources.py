@@ -405,7 +405,9 @@ class RandomSource:
     def __init__(
         self, spec: ModelSpec, *, seed: int = 0, device: torch.device | str = "cpu"
     ) -> None:
-        self.spec, self.seed, self.device = spec, seed, torch.device(device)
+        self.spec = spec
+        self.seed = seed
+        self.device = torch.device(device)
 
     def keep_codes(self, schemes: Mapping[int, WeightScheme | None]) -> None:
         """Do nothing: random weights are values."""

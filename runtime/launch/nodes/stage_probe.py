@@ -70,7 +70,9 @@ class StageProbe:
     """Looks at one stage's place."""
 
     def __init__(self, index: int, num_stages: int, on_gpu: bool) -> None:
-        self._index, self._num_stages, self._on_gpu = index, num_stages, on_gpu
+        self._index = index
+        self._num_stages = num_stages
+        self._on_gpu = on_gpu
         self._rendezvous = Rendezvous(LIMIT)
 
     def look(self, model_dir: str | None) -> dict[str, Any]:

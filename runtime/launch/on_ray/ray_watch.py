@@ -41,7 +41,9 @@ class RayWatch:
 
     def __init__(self, head: str, stages: Sequence[Hearer], silence_s: float) -> None:
         """`head`: address of Ray's head, HOST:PORT; `silence_s`: after which a stage ends."""
-        self._head, self._stages, self._silence_s = head, stages, silence_s
+        self._head = head
+        self._stages = stages
+        self._silence_s = silence_s
         self._lost: StageLostError | None = None
         self._over = threading.Event()
         self._threads = [
@@ -88,7 +90,9 @@ class Heartbeat:
     """The stage's side: ends the process when the driver has not been heard for a while."""
 
     def __init__(self, end: Callable[[], None] = lambda: os._exit(1)) -> None:
-        self._end, self._heard_s, self._limit_s = end, time.monotonic(), 0.0
+        self._end = end
+        self._heard_s = time.monotonic()
+        self._limit_s = 0.0
         self._thread: threading.Thread | None = None
 
     def heard(self, limit_s: float) -> None:

@@ -110,7 +110,9 @@ class ForkServer:
         )
         theirs.close()
         weakref.finalize(self, self._server.kill)  # also at exit: it may still import
-        self._control, self._lives, self._answers = ours, True, []
+        self._control = ours
+        self._lives = True
+        self._answers = []
         reader = threading.Thread(target=self._read, args=(ours,), daemon=True, name="llmpq forks")
         reader.start()
         return ours

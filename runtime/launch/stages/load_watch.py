@@ -59,7 +59,9 @@ class LoadWatch:
         """`num_layers`: of each stage. `on_load`: see `OnLoad`."""
         now_s = time.monotonic()
         self._on_load = on_load
-        self._stages, self._limit_s, self._num_layers = stages, limit_s, num_layers
+        self._stages = stages
+        self._limit_s = limit_s
+        self._num_layers = num_layers
         self._began_s = self._line_s = now_s
         self._asked: dict[int, Future[Any]] = {}
         self._asked_s: dict[int, float] = {}

@@ -33,7 +33,10 @@ class ForcedReader:
 
         `thoughts`: reads the thought that the prompt has opened, behind which the call stands.
         """
-        self._parts, self._name, self._held, self._thoughts = parts, name, "", thoughts
+        self._parts = parts
+        self._name = name
+        self._held = ""
+        self._thoughts = thoughts
 
     def push(self, text: str, *, ended: bool = False, cut: bool = False) -> list[Delta]:
         """Take a piece of text; return what is new of a thought, and the call at the end."""

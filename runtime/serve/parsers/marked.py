@@ -20,7 +20,9 @@ class MarkedReader:
         in_thought: bool = False,
     ) -> None:
         """`in_thought`: the prompt has opened one."""
-        self._parts, self._thinking, self._tools = parts, thinking, tools
+        self._parts = parts
+        self._thinking = thinking
+        self._tools = tools
         self._schemas: Schemas = schemas or {}
         self._held = ""
         """Text that may be a mark or a call, or the beginning of one."""

@@ -61,7 +61,9 @@ class Parts:
             self.content(text)
             return
         if self._begun != "thought":
-            self._begun, self._blank, self._fresh = "thought", "", True
+            self._begun = "thought"
+            self._blank = ""
+            self._fresh = True
         if self._fresh:
             text = text.lstrip()
             if not text:
