@@ -176,11 +176,12 @@ def for_form(plan: ProductPlan, q: PackedWords, rows: int, device: Device) -> Pr
 def choose_plan(x_MK: Tensor, q: PackedWords, residual_MN: Tensor | None) -> ProductPlan:
     """Decide how x, whose rows follow each other, is multiplied by a weight's words."""
     rows, k = x_MK.shape
-    form = (x_MK.dtype, q.symmetric)
-    chosen = plan(q.bits, q.out_features, k, rounded_rows(rows), x_MK.device, *form)
+    chosen = plan(
+        q.bits, q.out_features, k, rounded_rows(rows), x_MK.device, x_MK.dtype, q.symmetric
+    )
     if q.form:
         if is_narrow(chosen, q):
-            chosen = plan(q.bits, q.out_features, k, 8, x_MK.device, *form)
+            chosen = plan(q.bits, q.out_features, k, 8, x_MK.device, x_MK.dtype, q.symmetric)
         chosen = for_form(chosen, q, rows, device_of(q.device))
     if chosen.config.kernel == Kernel.WGMMA_GEMM and not aligned(x_MK, q.out_features, residual_MN):
         return replace(chosen, config=DENSE)

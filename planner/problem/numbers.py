@@ -139,9 +139,10 @@ def _one_size(p: Problem, phase: Phase, size: int) -> tuple[Floats, Floats]:
     firsts = [c.first for c in p.classes]
     layers = np.array([end - start for start, end in p.groups], dtype=np.int64)
     if prefill:
-        step = (work, size, p.chunk)
-        once = [[costs.layer_prefill_s(d, b, *step) for b in p.choices] for d in firsts]
-        ends = [costs.ends_prefill_s(d, *step) for d in firsts]
+        once = [
+            [costs.layer_prefill_s(d, b, work, size, p.chunk) for b in p.choices] for d in firsts
+        ]
+        ends = [costs.ends_prefill_s(d, work, size, p.chunk) for d in firsts]
     else:
         once = [[costs.layer_decode_s(d, b, work, size) for b in p.choices] for d in firsts]
         ends = [costs.ends_decode_s(d, work, size) for d in firsts]

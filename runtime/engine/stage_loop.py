@@ -213,9 +213,10 @@ class FirstStage:
             self._begun_s.setdefault(request.id, now_s)
         message = describe(micro_batch)
         numbers = tuple(request.id for request in micro_batch.requests)
-        shape = message.num_rows, message.q_len
         self._recorder.count_tokens(sum(message.num_new))
-        with self._recorder.step(message.kind, message.seq, *shape, numbers):
+        with self._recorder.step(
+            message.kind, message.seq, message.num_rows, message.q_len, numbers
+        ):
             output = self._compute.run(message, None)
         if self._transport is None:
             self._in_flight.append(_Flight(micro_batch, output))
