@@ -94,7 +94,7 @@ def quick_dtypes() -> frozenset[str]:
 
 
 def quick_by_flags(cpuinfo: list[str]) -> frozenset[str]:
-    """Return the same for the lines of a /proc/cpuinfo."""
+    """Return the 16-bit dtypes that a CPU has products for, by the lines of its /proc/cpuinfo."""
     line = next((line for line in cpuinfo if line.startswith("flags")), "")
     present = set(line.partition(":")[2].split())
     return frozenset(d for d, names in _INSTRUCTIONS.items() if present.intersection(names))

@@ -54,7 +54,7 @@ class AtomScheme:
     """None searches the least squared error per group."""
     activation_clip: float = 0.9
     activation_rule: Rule = "atom"
-    """Whose definition of an 8-bit activation's scale: Atom's, or compressed-tensors'."""
+    """The definition of an 8-bit activation's scale: Atom's, or compressed-tensors'."""
     number: Number = "int"
     signed_scale: bool = False
     rotation: bool = False

@@ -158,7 +158,7 @@ def route_shares(
     bias_E: Tensor | None,
     correction_E: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """Return the same of logits that are the sum of S shares and a bias."""
+    """Route by logits that are the sum of S partial sums and a bias, as `route` does."""
     shares, tokens, experts = logits_STE.shape
     weights = logits_STE.new_empty(tokens, rule.per_token, dtype=dtype)
     ids = torch.empty(weights.shape, dtype=torch.long, device=weights.device)

@@ -215,7 +215,7 @@ class AtomWeight(Weight):
         return restore(self.unpacked()).to(dtype)
 
     def with_activations(self, bits: int) -> AtomWeight:
-        """Return the same tensors met by activations of other bits (16: a weight-only product)."""
+        """Return the weight for activations of other bits (16: a weight-only product)."""
         return replace(self, scheme=replace(self.scheme, activation_bits=bits))
 
     def to(self, device: torch.device | str) -> AtomWeight:

@@ -89,7 +89,7 @@ class MergeRequest:
 
 @dataclass(frozen=True, kw_only=True)
 class TuneRequest:
-    """Whose products `tune` searches, and how long."""
+    """The model whose products `tune` searches, and for how long."""
 
     model: str
     plan: str | None

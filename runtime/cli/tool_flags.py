@@ -111,7 +111,7 @@ class BenchOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class EvalOptions:
-    """Whose perplexity to measure, at which precision, on which text."""
+    """The model whose perplexity is measured, the precision and the text."""
 
     model: str
     text: str

@@ -32,7 +32,7 @@ from llmpq.runtime.step import Step
 
 @dataclass(frozen=True, kw_only=True)
 class Sharing:
-    """Whose keys and values a layer attends to; layers by their numbers in the model."""
+    """Which layer's keys and values a layer attends to; layers by their index in the model."""
 
     own: int = -1
     """The layer's own number."""
