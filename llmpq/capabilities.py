@@ -1,6 +1,6 @@
-"""What runs where: the features of models, and which of our ways to run know each.
+"""What runs where: the features of models, and which of our modes to run know each.
 
-One table for every refusal and for `llmpq-algo models`: a way is a sort of device, packed KV,
+One table for every refusal and for `llmpq-algo models`: a mode is a sort of device, packed KV,
 speculation, rounded activations. A feature that a run does not meet (rope frequencies
 that only longer requests change) does not count.
 """
@@ -16,7 +16,7 @@ from llmpq.precision import KVPrecision, Precision
 from llmpq.sizes.kv_format import padded_head_dim
 from llmpq.workload import Dtype
 
-Way = Literal[
+ExecutionMode = Literal[
     "gpu",
     "packed_kv",
     "drafts",
@@ -26,7 +26,7 @@ Way = Literal[
     "gpu_drafts",
     "quantize",
 ]
-WAYS: dict[Way, str] = {
+EXECUTION_MODES: dict[ExecutionMode, str] = {
     "gpu": "a GPU",
     "packed_kv": "a KV cache of 8, 4 or 2 bits",
     "drafts": "speculation",
@@ -36,7 +36,7 @@ WAYS: dict[Way, str] = {
     "gpu_drafts": "speculation on a GPU",
     "quantize": "a copy that llmpq-quantize writes",
 }
-"""Way -> how a sentence names it. Everything runs on a CPU with 16-bit KV at every precision."""
+"""How a sentence names each. Everything runs on a CPU with 16-bit KV at every precision."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,11 +46,11 @@ class Feature:
     name: str
     met: Callable[[ModelSpec, int], bool]
     """Whether a model's requests of so many tokens meet it."""
-    without: frozenset[Way]
-    """The ways that do not know it."""
+    without: frozenset[ExecutionMode]
+    """The modes that do not know it."""
 
 
-def _feature(name: str, met: Callable[[ModelSpec, int], bool], *without: Way) -> Feature:
+def _feature(name: str, met: Callable[[ModelSpec, int], bool], *without: ExecutionMode) -> Feature:
     return Feature(name=name, met=met, without=frozenset(without))
 
 
@@ -140,27 +140,27 @@ FEATURES: tuple[Feature, ...] = (
     ),
     _feature("activations in float32", lambda spec, _: True, "gpu_packed_float32"),
 )
-"""What a way lacks is refused there, though planned for: its kernels are to come."""
+"""What a mode lacks is refused there, though planned for: its kernels are to come."""
 
 
-def lacks(spec: ModelSpec, way: Way, *, max_len: int | None = None) -> tuple[str, ...]:
-    """Return the features of a model that a way does not know; by default at its full length."""
+def lacks(spec: ModelSpec, mode: ExecutionMode, *, max_len: int | None = None) -> tuple[str, ...]:
+    """Return the features of a model that a mode does not know; by default at its full length."""
     longest = spec.max_positions if max_len is None else max_len
-    return tuple(f.name for f in FEATURES if way in f.without and f.met(spec, longest))
+    return tuple(f.name for f in FEATURES if mode in f.without and f.met(spec, longest))
 
 
-def ways_of(
+def execution_modes(
     *,
     gpu: bool,
     kv: KVPrecision,
     drafts: bool,
     precisions: Collection[Precision] = (),
     dtype: Dtype = "bfloat16",
-) -> tuple[Way, ...]:
-    """Return which ways a run takes."""
+) -> tuple[ExecutionMode, ...]:
+    """Return which modes a run takes."""
     rounded = any(precision.activation_bits < 16 for precision in precisions)
     packed = kv is not KVPrecision.KV16
-    taken: dict[Way, bool] = {
+    taken: dict[ExecutionMode, bool] = {
         "gpu": gpu,
         "packed_kv": packed,
         "drafts": drafts,
@@ -169,22 +169,24 @@ def ways_of(
         "gpu_rounded": gpu and rounded,
         "gpu_drafts": gpu and drafts,
     }
-    return tuple(way for way, is_taken in taken.items() if is_taken)
+    return tuple(mode for mode, is_taken in taken.items() if is_taken)
 
 
-def lacking_sentence(spec: ModelSpec, ways: Collection[Way], *, max_len: int) -> str | None:
+def lacking_sentence(
+    spec: ModelSpec, modes: Collection[ExecutionMode], *, max_len: int
+) -> str | None:
     """Return what a run cannot do and what to do about it, None where it can."""
-    for way in ways:
-        missing = lacks(spec, way, max_len=max_len)
+    for mode in modes:
+        missing = lacks(spec, mode, max_len=max_len)
         if missing:
             return (
                 f"{spec.name} ({spec.family}) has {' and '.join(missing)}, which llmpq does not "
-                f"run with {WAYS[way]} yet; {REMEDY[way]}. See `llmpq-algo models`"
+                f"run with {EXECUTION_MODES[mode]} yet; {REMEDY[mode]}. See `llmpq-algo models`"
             )
     return None
 
 
-REMEDY: dict[Way, str] = {
+REMEDY: dict[ExecutionMode, str] = {
     "gpu": "plan for CPU devices, or export the plan to another engine",
     "packed_kv": "plan with --kv 16",
     "drafts": "run without speculation, or with shorter requests",
@@ -196,8 +198,8 @@ REMEDY: dict[Way, str] = {
 }
 
 
-def require(spec: ModelSpec, ways: Collection[Way], *, max_len: int) -> None:
-    """Raise `ValueError` for a run that meets a feature which one of its ways does not know."""
-    sentence = lacking_sentence(spec, ways, max_len=max_len)
+def require(spec: ModelSpec, modes: Collection[ExecutionMode], *, max_len: int) -> None:
+    """Raise `ValueError` for a run that meets a feature which one of its modes does not know."""
+    sentence = lacking_sentence(spec, modes, max_len=max_len)
     if sentence is not None:
         raise ValueError(sentence)

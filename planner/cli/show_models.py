@@ -11,14 +11,14 @@ import sys
 from dataclasses import dataclass
 from typing import Any
 
-from llmpq.capabilities import WAYS, Way, lacks
+from llmpq.capabilities import EXECUTION_MODES, ExecutionMode, lacks
 from llmpq.checkpoints.gguf_config import ARCHITECTURES
 from llmpq.checkpoints.gguf_file import BLOCKS
 from llmpq.checkpoints.stored_codes import KEPT
 from llmpq.families import FAMILIES
 from llmpq.model_spec import ModelSpec, builtin_configs
 
-COLUMNS: dict[Way, str] = {
+COLUMNS: dict[ExecutionMode, str] = {
     "gpu": "GPU",
     "packed_kv": "KV 8 4 2",
     "drafts": "speculation",
@@ -38,7 +38,7 @@ class ModelRow:
     name: str
     says: str
     """A family's `model_type`s, or a model's size."""
-    missing: dict[Way, tuple[str, ...]]
+    missing: dict[ExecutionMode, tuple[str, ...]]
 
 
 def show_models(*, as_json: bool) -> None:
@@ -81,7 +81,7 @@ def _families() -> list[ModelRow]:
         own = [spec for spec in specs if spec.family == family.name]
         missing = {
             way: tuple(dict.fromkeys(name for spec in own for name in lacks(spec, way)))
-            for way in WAYS
+            for way in EXECUTION_MODES
         }
         rows.append(ModelRow(name=family.name, says=" ".join(family.model_types), missing=missing))
     return rows
@@ -92,7 +92,7 @@ def _model(name: str) -> ModelRow:
     return ModelRow(
         name=name,
         says=f"{spec.num_params / 1e9:.1f}e9",
-        missing={way: lacks(spec, way) for way in WAYS},
+        missing={way: lacks(spec, way) for way in EXECUTION_MODES},
     )
 
 
@@ -115,5 +115,5 @@ def _why(rows: list[ModelRow]) -> str:
     for row in rows:
         for way, missing in row.missing.items():
             if missing:
-                lines.append(f"{row.name}: {WAYS[way]} lacks {', '.join(missing)}")
+                lines.append(f"{row.name}: {EXECUTION_MODES[way]} lacks {', '.join(missing)}")
     return "\n".join(lines) + "\n"

@@ -7,7 +7,7 @@ stage on every device; the speed-up is that of the formulas the runtime obeys
 
 from __future__ import annotations
 
-from llmpq.capabilities import lacking_sentence, ways_of
+from llmpq.capabilities import execution_modes, lacking_sentence
 from llmpq.checkpoints.stored_codes import stored_codes
 from llmpq.checkpoints.stored_head import has_mtp_head
 from llmpq.cluster import Cluster, Device
@@ -39,7 +39,9 @@ def with_speculation(
     of this plan cheaper or is predicted to slow it down.
     """
     gpu = any(not stage.is_cpu for stage in plan.stages)
-    ways = [way for way in ways_of(gpu=gpu, kv=plan.workload.kv, drafts=True) if "drafts" in way]
+    ways = [
+        way for way in execution_modes(gpu=gpu, kv=plan.workload.kv, drafts=True) if "drafts" in way
+    ]
     lacking = lacking_sentence(spec, ways, max_len=plan.workload.max_len)
     if lacking is not None and asked == "auto":
         return plan

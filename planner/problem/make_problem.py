@@ -13,7 +13,7 @@ from itertools import combinations
 from pathlib import Path
 from typing import Literal
 
-from llmpq.capabilities import lacking_sentence, ways_of
+from llmpq.capabilities import execution_modes, lacking_sentence
 from llmpq.checkpoints.gguf_file import is_gguf, open_gguf
 from llmpq.checkpoints.gguf_tokenizer import require_tokenizer
 from llmpq.cluster import Cluster
@@ -267,7 +267,7 @@ def _not_run(spec: ModelSpec, cluster: Cluster, workload: Workload) -> list[str]
         for kind, engine in dict.fromkeys((d.kind, d.spec.export_only) for d in cluster.devices)
         if engine is not None
     ]
-    ways = ways_of(
+    ways = execution_modes(
         gpu=any(not d.spec.is_cpu for d in cluster.devices),
         kv=workload.kv,
         drafts=False,

@@ -8,7 +8,7 @@ from functools import reduce
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from llmpq.capabilities import lacking_sentence, ways_of
+from llmpq.capabilities import execution_modes, lacking_sentence
 from llmpq.cluster import Cluster, Device
 from llmpq.commands.output_paths import check_files
 from llmpq.cost_model import CostModel
@@ -96,7 +96,7 @@ def make_job(
     kv = tuple(KVPrecision.parse(b) for b in request.kv.split(","))
     dtype = request.dtype or default_dtype(spec, cluster)
     for precision in kv if on_gpu else ():
-        ways = ways_of(gpu=True, kv=precision, drafts=False, dtype=dtype)
+        ways = execution_modes(gpu=True, kv=precision, drafts=False, dtype=dtype)
         lacking = lacking_sentence(spec, ways, max_len=1)
         if lacking is not None:
             raise ValueError(lacking)

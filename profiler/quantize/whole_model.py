@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from llmpq.capabilities import Way, require
+from llmpq.capabilities import ExecutionMode, require
 from llmpq.checkpoints.quantization_config import OWN_FORM
 from llmpq.file_form import read_json
 from llmpq.kernels.formats.atom_scheme import AtomScheme
@@ -86,7 +86,7 @@ def quantize_model(
     on_layer: OnLayer = lambda index, size, resumed: None,
 ) -> None:
     """Write the quantised model to `target`; `ValueError` for a model that no copy is read of."""
-    ways: tuple[Way, ...] = ("quantize",)
+    ways: tuple[ExecutionMode, ...] = ("quantize",)
     require(job.spec, ways, max_len=job.spec.max_positions)
     _claim(target, job.description(source, dtype))
     stored = DTYPES[job.spec.dtype]

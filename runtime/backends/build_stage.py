@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 import torch
 
-from llmpq.capabilities import require, ways_of
+from llmpq.capabilities import execution_modes, require
 from llmpq.errors import DoesNotFitError
 from llmpq.model_spec import ModelSpec
 from llmpq.out_of_memory import out_of_memory
@@ -49,7 +49,7 @@ def build_stage(
     """
     longest = pool.max_len - 1  # the last token is never run
     stage, dtype = plan.stages[index], DTYPES[plan.workload.dtype]
-    ways = ways_of(
+    ways = execution_modes(
         gpu=device.type == "cuda",
         kv=plan.workload.kv,
         drafts=plan.speculation is not None,

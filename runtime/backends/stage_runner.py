@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from llmpq.capabilities import Way, require
+from llmpq.capabilities import ExecutionMode, require
 from llmpq.precision import KVPrecision
 from llmpq.runtime.cache.drafted_kv import DraftedKV
 from llmpq.runtime.cache.kv_cache import KVCache, PagedKV
@@ -75,7 +75,7 @@ class StageRunner:
         `layers`: their numbers in the model. `kv`: the pool's precision. `head`: the model's own
         that drafts (mtp), on the last stage.
         """
-        packed: tuple[Way, ...] = ("packed_kv",) if mode in READS_KV4 else ()
+        packed: tuple[ExecutionMode, ...] = ("packed_kv",) if mode in READS_KV4 else ()
         require(self.model.spec, ("drafts", *packed), max_len=size.max_len - 1)
         states, extra = self.kv.states, 0
         if states is not None:

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from llmpq.capabilities import Way, require
+from llmpq.capabilities import ExecutionMode, require
 from llmpq.precision import KVPrecision
 from llmpq.runtime.backends.gpu.cuda_graphs import StepOutput, rounded_rows
 from llmpq.runtime.backends.gpu.device_times import DeviceTimes
@@ -105,7 +105,7 @@ class CudaStageRunner(StageRunner):
         """As `StageRunner.enable_speculation`; the model's own head drafts on CPUs only."""
         if mode == "mtp":
             raise ValueError(MTP_ON_CPUS)
-        drafts: tuple[Way, ...] = ("gpu_drafts",)
+        drafts: tuple[ExecutionMode, ...] = ("gpu_drafts",)
         require(self.model.spec, drafts, max_len=size.max_len - 1)
         extra = super().enable_speculation(mode, size, layers=layers)
         self._make_graphs()

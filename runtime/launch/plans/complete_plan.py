@@ -12,7 +12,7 @@ from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
 
-from llmpq.capabilities import Way, lacking_sentence, require, ways_of
+from llmpq.capabilities import ExecutionMode, execution_modes, lacking_sentence, require
 from llmpq.cost_model import CostModel
 from llmpq.devices.device_spec import device_specs
 from llmpq.errors import DoesNotFitError
@@ -74,7 +74,7 @@ def _known_drafts(
     plan: Plan, spec: ModelSpec, decided: EngineOptions, asked: EngineOptions
 ) -> EngineOptions:
     """Refuse drafts that no device of the plan runs for the model; `auto` goes without them."""
-    ways: tuple[Way, ...] = ("gpu_drafts",)
+    ways: tuple[ExecutionMode, ...] = ("gpu_drafts",)
     on_cpus = all(stage.is_cpu for stage in plan.stages)
     if decided.speculate is None or on_cpus:
         return decided
@@ -93,7 +93,7 @@ def _require_kv(plan: Plan, spec: ModelSpec, options: EngineOptions) -> None:
     copies = (KVPrecision.KV4,) if options.draft_mode in READS_KV4 else ()
     for kv in (work.kv, *copies):
         gpu = not all(stage.is_cpu for stage in plan.stages)
-        ways = ways_of(gpu=gpu, kv=kv, drafts=False, dtype=work.dtype)
+        ways = execution_modes(gpu=gpu, kv=kv, drafts=False, dtype=work.dtype)
         require(spec, ways, max_len=min(work.max_len, spec.max_positions))
 
 

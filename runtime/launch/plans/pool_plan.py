@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from llmpq.capabilities import lacking_sentence, ways_of
+from llmpq.capabilities import execution_modes, lacking_sentence
 from llmpq.devices.device_spec import device_specs
 from llmpq.errors import DoesNotFitError
 from llmpq.model_spec import ModelSpec
@@ -237,7 +237,7 @@ class PoolPlan:
         length: then what the plan was made for.
         """
         planned, most = self.plan.workload.max_len, self.spec.max_positions
-        ways = ways_of(gpu=self._has_gpus, kv=self.plan.workload.kv, drafts=False)
+        ways = execution_modes(gpu=self._has_gpus, kv=self.plan.workload.kv, drafts=False)
         alike = self.spec.at_length(most) == self.spec.at_length(planned)
         able = lacking_sentence(self.spec, ways, max_len=most) is None
         return most if alike and able else min(planned, most)

@@ -9,7 +9,14 @@ from typing import Any
 
 import pytest
 
-from llmpq.capabilities import FEATURES, WAYS, lacking_sentence, lacks, require, ways_of
+from llmpq.capabilities import (
+    EXECUTION_MODES,
+    FEATURES,
+    execution_modes,
+    lacking_sentence,
+    lacks,
+    require,
+)
 from llmpq.families import BY_MODEL_TYPE, FAMILIES
 from llmpq.families.not_run import FEATURE_OF
 from llmpq.model_spec import ModelSpec, builtin_configs
@@ -346,18 +353,20 @@ def test_bloom_by_its_first_configs_name() -> None:
 
 def test_a_feature_beyond_every_request_changes_nothing() -> None:
     dynamic = spec_of("llama-2-7b", rope_scaling={"rope_type": "dynamic", "factor": 2.0})
-    gpu = ways_of(gpu=True, kv=KVPrecision.KV4, drafts=True)
+    gpu = execution_modes(gpu=True, kv=KVPrecision.KV4, drafts=True)
     assert lacking_sentence(dynamic, gpu, max_len=4096) is None
     with pytest.raises(ValueError, match="rope frequencies that change .*without speculation"):
         require(dynamic, gpu, max_len=4097)
-    require(dynamic, ways_of(gpu=True, kv=KVPrecision.KV4, drafts=False), max_len=4097)
-    cpu = ways_of(gpu=False, kv=KVPrecision.KV16, drafts=False, precisions=[Precision.W4A16])
+    require(dynamic, execution_modes(gpu=True, kv=KVPrecision.KV4, drafts=False), max_len=4097)
+    cpu = execution_modes(
+        gpu=False, kv=KVPrecision.KV16, drafts=False, precisions=[Precision.W4A16]
+    )
     require(dynamic, cpu, max_len=8192)
 
 
 @pytest.mark.parametrize("model", ["gemma-2-9b", "gpt-oss-20b", "mistral-7b", "deepseek-v3"])
 def test_packed_caches_and_drafts_on_gpus_know_every_rule(model: str) -> None:
-    ways = ways_of(gpu=True, kv=KVPrecision.KV2, drafts=True, precisions=[Precision.W4A16])
+    ways = execution_modes(gpu=True, kv=KVPrecision.KV2, drafts=True, precisions=[Precision.W4A16])
     require(ModelSpec.by_name(model), ways, max_len=32768)
 
 
@@ -381,7 +390,7 @@ def test_the_families_of_before_run_every_way() -> None:
     for name in builtin_configs():
         spec = ModelSpec.by_name(name)
         if spec.family in ("opt", "bloom", "llama", "qwen2", "qwen3", "mixtral"):
-            ways = [way for way in WAYS if not way.startswith("gpu_packed")]
+            ways = [way for way in EXECUTION_MODES if not way.startswith("gpu_packed")]
             assert not any(lacks(spec, way) for way in ways), name
 
 

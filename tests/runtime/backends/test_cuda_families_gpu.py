@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from llmpq.capabilities import lacking_sentence, lacks, ways_of
+from llmpq.capabilities import execution_modes, lacking_sentence, lacks
 from llmpq.model_spec import ModelSpec
 from llmpq.precision import KVPrecision
 from llmpq.runtime.backends.gpu.cuda_stage_runner import CudaStageRunner
@@ -73,7 +73,7 @@ def test_packed_caches_and_drafts_from_them_in_half_precision(
     spec = ModelSpec.from_directory(directory)
     options = {"batch": 2, "prompt_len": 190, "gen_len": NEW, "dtype": "float16"}
     plans = {kv: make_plan(directory, kv=kv, **options) for kv in ("kv16", "kv4")}
-    ways = ways_of(gpu=True, kv=KVPrecision.KV4, drafts=False)
+    ways = execution_modes(gpu=True, kv=KVPrecision.KV4, drafts=False)
     if lacking_sentence(spec, ways, max_len=300):
         with pytest.raises(ValueError, match="does not run with a"):
             stages_of(directory, plans["kv4"], PACKED, device="cuda")

@@ -7,7 +7,7 @@ import torch
 import transformers
 from triton import knobs
 
-from llmpq.capabilities import require, ways_of
+from llmpq.capabilities import execution_modes, require
 from llmpq.kernels.fused.rope_append import rope_append_pages_reference
 from llmpq.kernels.kv import prompt_attend
 from llmpq.kernels.kv.paged import packed_pages_plan, paged_plan
@@ -349,7 +349,7 @@ def test_packed_latents_give_the_tokens_of_a_cpu(
     trunk, *tails = random_prompts(147, 9, 30, seed=5)
     prompts = [trunk + tail for tail in tails]
     plan, spec = make_plan(latent_model, batch=3, kv=kv), ModelSpec.from_directory(latent_model)
-    require(spec, ways_of(gpu=True, kv=kv, drafts=False), max_len=200)
+    require(spec, execution_modes(gpu=True, kv=kv, drafts=False), max_len=200)
     own = {"size": size, "kv": kv, "num_blocks": 1, "step_tokens": 100}
     on_cpu = OpenStages(plan, spec, CheckpointSource(latent_model, spec), pool=size)
     want = on_cpu.run(Scheduler(limits(**own, tokens_ahead=1)), asked(prompts, 3)).tokens

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from llmpq.capabilities import require, ways_of
+from llmpq.capabilities import execution_modes, require
 from llmpq.model_spec import ModelSpec
 from llmpq.plan import MemoryForm
 from llmpq.precision import KVPrecision
@@ -73,7 +73,7 @@ def test_packed_blocks_take_heads_of_any_size():
 
 
 def test_packed_blocks_that_no_kernel_reads_are_refused():
-    ways = ways_of(gpu=True, kv=KVPrecision.KV8, drafts=False)
+    ways = execution_modes(gpu=True, kv=KVPrecision.KV8, drafts=False)
 
     def refused(spec):
         require(spec, ways, max_len=300)
@@ -154,5 +154,5 @@ def test_hosts_keep_preempted_requests_where_copying_is_quicker_than_computing()
     ],
 )
 def test_windows_caps_sinks_and_latents_go_over_a_pool(model, kv):
-    pool = ways_of(gpu=True, kv=kv, drafts=False)
+    pool = execution_modes(gpu=True, kv=kv, drafts=False)
     require(ModelSpec.by_name(model), pool, max_len=8000)
