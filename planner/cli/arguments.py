@@ -186,7 +186,7 @@ def _how_to_choose(section: Section) -> None:
         help="paper's form, instead: seconds one unit of omega is worth, in the indicator's unit",
     )
     budget = "the fastest plan that loses no more than this (0: nothing, 1: as all at 4 bits)"
-    section.flag("--quality-budget", daily=True, type=float, metavar="LOSS", help=budget)
+    section.flag("--quality-budget", type=float, metavar="LOSS", help=budget)
     section.flag("--pareto", action="store_true", help="list the front of time and sum omega")
     points = f"points at most (default {DEFAULT_POINTS})"
     section.flag("--pareto-points", type=int, only=front, help=points)

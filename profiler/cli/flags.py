@@ -207,8 +207,10 @@ def tune_parser() -> CommandParser:
     what.revision("model")
     what.flag("--plan", daily=True, metavar="PLAN", help="rows and precisions of this plan")
     unplanned = Only(lambda a: a.plan is None, "beside --plan, which says it", "give no plan")
-    what.flag("--bits", default="w4a16", daily=True, only=unplanned, help="default: w4a16")
-    what.flag("--batch", type=int, default=32, daily=True, only=unplanned, help="default: 32")
+    what.flag(
+        "--bits", default="w4a16", daily=True, only=unplanned, help="of the weights (default w4a16)"
+    )
+    what.flag("--batch", type=int, default=32, daily=True, only=unplanned, help="rows at once (32)")
     job = "prompt and new tokens (default 512/100)"
     what.flag("--job", default="512/100", metavar="512/100", only=unplanned, help=job)
     bfloat16 = "default: bfloat16"
@@ -217,7 +219,13 @@ def tune_parser() -> CommandParser:
         "--symmetric", action="store_true", only=unplanned, help="weights without zero points"
     )
     much = parser.section("how long")
-    much.flag("--seconds", type=float, default=90.0, daily=True, help="at most (default 90)")
+    much.flag(
+        "--seconds",
+        type=float,
+        default=90.0,
+        daily=True,
+        help="measure so long at most (default 90)",
+    )
     return parser
 
 

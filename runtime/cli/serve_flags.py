@@ -56,13 +56,18 @@ class ServeOptions:
     log_prompts: bool
 
 
+NOTES = """\
+http://127.0.0.1:8000/ is a page to chat and to watch the stages, the API is under /v1.
+The server listens on this machine only unless --host says otherwise."""
+
+
 def serve_parser() -> CommandParser:
     """Return the flags of `llmpq-dist serve`."""
     parser = CommandParser(
         "llmpq-dist serve",
         "Answer OpenAI's API over HTTP: through a plan, or planned for the devices there are.",
         example="llmpq-dist serve DIR --port 8000",
-        notes="The server listens on this machine only unless --host says otherwise.",
+        notes=NOTES,
         others={**VLLM_FLAGS, **FORMER_FLAGS},
         idle=IDLE_FLAGS,
     )

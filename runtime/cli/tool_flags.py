@@ -210,8 +210,10 @@ def convert_parser() -> CommandParser:
         "Write a directory with pytorch_model.bin files again as safetensors; runs no code of it.",
         example="llmpq-dist convert OLD NEW",
     )
-    parser.positional("source", type=Path, help="directory with pytorch_model*.bin")
-    parser.positional("target", type=Path, help="directory to create")
+    parser.positional(
+        "source", metavar="SOURCE", type=Path, help="directory with pytorch_model*.bin"
+    )
+    parser.positional("target", metavar="TARGET", type=Path, help="directory to create")
     return parser
 
 
