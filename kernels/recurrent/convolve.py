@@ -28,6 +28,8 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from llmpq.kernels.overlap import overlaps
 
 BLOCK = 128
+SINGLE_BLOCK = 256
+"""... of rows of one token: 8 channels a thread, in 16-byte accesses."""
 STEP = 16
 """Tokens at a time of rows that may have several."""
 PART_TOKENS = 256
@@ -66,8 +68,8 @@ def write_tail(
 
 @triton.jit(do_not_specialize=["num_rows"])
 def convolve_kernel(
-    x, weight, bias, tails, rows, moves, out, num_rows, x_stride, channels,
-    TAPS: tl.constexpr, BIAS: tl.constexpr, GATED: tl.constexpr, BLOCK: tl.constexpr,
+    x, weight, bias, tails, rows, moves, out, num_rows, x_stride, channels, weight_stride,
+    tap_stride, TAPS: tl.constexpr, BIAS: tl.constexpr, GATED: tl.constexpr, BLOCK: tl.constexpr,
     STEP: tl.constexpr, PARTS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """A block of channels of one row, or of every PARTS-th group of its tokens."""
@@ -87,7 +89,8 @@ def convolve_kernel(
         mask = (i < count)[:, None] & live[None, :]
         total = tl.zeros((STEP, BLOCK), tl.float32)
         for k in tl.static_range(TAPS):
-            w = tl.load(weight + c * TAPS + k, mask=live, other=0.0).to(tl.float32)
+            own = weight + c * weight_stride + k * tap_stride
+            w = tl.load(own, mask=live, other=0.0).to(tl.float32)
             j = (i - (TAPS - 1) + k)[:, None]
             total += w[None, :] * input_of(
                 x, tails, slot, first, j, c[None, :], mask, going, x_stride, channels, TAPS, GATED
@@ -141,7 +144,8 @@ def convolve_rows(
     """Return y [T, C] and move the rows' tails on, unless `moves_1` is 0.
 
     `x_TE`: rows of [C], or of before, behind and x [3 C] side by side (`gated`), that may lie
-    further apart. `chunks`: rows may have several tokens.
+    further apart. `chunks`: rows may have several tokens. Weights are read best where a tap's lie
+    side by side in memory.
     """
     channels, _, taps = weight_C1K.shape
     tokens, num_rows = x_TE.shape[0], rows_FR.shape[1]
@@ -149,8 +153,9 @@ def convolve_rows(
         raise ValueError(f"a token's inputs must lie side by side, got strides {x_TE.stride()}")
     out = torch.empty((tokens, channels), dtype=x_TE.dtype, device=x_TE.device)
     parts = min(MOST_PARTS, triton.cdiv(tokens, PART_TOKENS)) if chunks else 1
-    blocks, pdl = triton.cdiv(channels, BLOCK), overlaps(x_TE.device)
-    common = {"TAPS": taps, "GATED": gated, "BLOCK": BLOCK, "PDL": pdl, "launch_pdl": pdl}
+    block, pdl = BLOCK if chunks else SINGLE_BLOCK, overlaps(x_TE.device)
+    blocks = triton.cdiv(channels, block)
+    common = {"TAPS": taps, "GATED": gated, "BLOCK": block, "PDL": pdl, "launch_pdl": pdl}
     convolve_kernel[(num_rows, blocks, parts)](
         x_TE,
         weight_C1K,
@@ -162,6 +167,8 @@ def convolve_rows(
         num_rows,
         x_TE.stride(0),
         channels,
+        weight_C1K.stride(0),
+        weight_C1K.stride(2),
         BIAS=bias_C is not None,
         STEP=STEP if chunks else 1,
         PARTS=parts,

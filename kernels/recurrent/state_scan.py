@@ -10,10 +10,12 @@
     pairs, inverse [T, H, 64]   of place t the row t of its block's matrix
 
 Blocks begin at places of the step that 64 divides, wherever rows begin: a matrix is zero between
-tokens of unlike rows, and a row that begins within a block takes off the sum in front of it. The
-inverse is solved row by row: its powers would cancel where keys are alike. A program of `scan`
-takes BLOCK_P columns of a head's state. The arithmetic is float32; products of 16-bit models round
-their factors to TF32.
+tokens of unlike rows, and a row that begins within a block takes off the sum in front of it. Of the
+inverse the 16 x 16 matrices on the diagonal are solved row by row, all at once (their powers would
+cancel where keys are alike); with X those and M = -X times what is beside them, M^4 = 0 and the
+whole is (1 + M) (1 + M^2) X. A program of `scan` takes BLOCK_P columns of a head's state. The
+arithmetic is float32; products of 16-bit models round their factors to TF32, the inverse's to three
+of those.
 
 T places, R rows, S slots, H heads, N key_dim, P value_dim.
 """
@@ -38,6 +40,8 @@ from llmpq.sizes.state_size import PAIRED_TOKENS
 BLOCK_T = PAIRED_TOKENS
 BLOCK_P = 32
 NUM_WARPS = 4
+SOLVED = 16
+"""Rows of a block's inverse that are solved one after the other; the rest is products."""
 NUM_STAGES = 1
 """A second block's keys do not fit beside the first's on most cards."""
 FROM_TOKENS = 17
@@ -54,8 +58,8 @@ def unit(x):
 def pairs_kernel(
     mixed, steps, decay, bias, slots, sums, pairs, inverse, places, mixed_stride, steps_stride,
     scale, HEADS: tl.constexpr, SHARED: tl.constexpr, N: tl.constexpr, P: tl.constexpr,
-    PADDED_N: tl.constexpr, BLOCK_T: tl.constexpr, DELTA: tl.constexpr, PRECISION: tl.constexpr,
-    PDL: tl.constexpr,
+    PADDED_N: tl.constexpr, BLOCK_T: tl.constexpr, SOLVED: tl.constexpr, DELTA: tl.constexpr,
+    PRECISION: tl.constexpr, MERGED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One block of places, one head."""
     head = tl.program_id(1)
@@ -94,13 +98,18 @@ def pairs_kernel(
     if DELTA:
         b = tl.load(steps + place * steps_stride + head, mask=live, other=0.0).to(tl.float32)
         alike = tl.dot(k, tl.trans(k), input_precision=PRECISION) * apart
-        below = i[:, None] > i[None, :]
-        solved = tl.where(below, -alike * tl.sigmoid(b)[:, None], 0.0)
-        for row in range(1, BLOCK_T):
-            mine = tl.sum(tl.where((i == row)[:, None], solved, 0.0), 0)
-            mine += tl.sum(mine[:, None] * solved, 0)
-            solved = tl.where((i == row)[:, None], mine[None, :], solved)
-        solved += tl.where(i[:, None] == i[None, :], 1.0, 0.0)
+        given = tl.where(i[:, None] > i[None, :], -alike * tl.sigmoid(b)[:, None], 0.0)
+        together = (i // SOLVED)[:, None] == (i // SOLVED)[None, :]
+        inner = tl.where(together, given, 0.0)
+        for row in range(1, SOLVED):
+            here = (i % SOLVED == row)[:, None]
+            mine = tl.sum(tl.where(here, inner, 0.0), 0)
+            mine += tl.sum(mine[:, None] * inner, 0)
+            inner = tl.where(here & together, mine[None, :], inner)
+        inner += tl.where(i[:, None] == i[None, :], 1.0, 0.0)
+        m = tl.dot(inner, tl.where(together, 0.0, given), input_precision=MERGED)
+        solved = inner + tl.dot(tl.dot(m, m, input_precision=MERGED), inner, input_precision=MERGED)
+        solved += tl.dot(m, solved, input_precision=MERGED)
         tl.store(inverse + to, solved.to(inverse.dtype.element_ty), mask=live[:, None])
 
 
@@ -196,6 +205,7 @@ def scan_rows(
     shape = (places, heads, BLOCK_T)
     pairs = torch.empty(shape, dtype=mixed_TE.dtype, device=device)
     inverse = torch.empty_like(pairs) if form.delta else pairs
+    halves = mixed_TE.dtype != torch.float32
     common: dict[str, Any] = {
         "HEADS": heads,
         "SHARED": heads // form.key_heads,
@@ -204,7 +214,7 @@ def scan_rows(
         "PADDED_N": max(16, triton.next_power_of_2(key_dim)),
         "BLOCK_T": BLOCK_T,
         "DELTA": form.delta,
-        "PRECISION": "ieee" if mixed_TE.dtype == torch.float32 else "tf32",
+        "PRECISION": "tf32" if halves else "ieee",
         "PDL": pdl,
         "num_warps": NUM_WARPS,
         "num_stages": NUM_STAGES,
@@ -223,6 +233,8 @@ def scan_rows(
         mixed_TE.stride(0),
         steps_TJ.stride(0),
         key_dim**-0.5,
+        SOLVED=SOLVED,
+        MERGED="tf32x3" if halves else "ieee",
         **common,
     )
     block = max(16, min(BLOCK_P, triton.next_power_of_2(value_dim)))

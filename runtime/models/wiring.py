@@ -8,6 +8,7 @@ rotary, ALiBi or learned positions; norms of query and key heads; gated MLPs; ex
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from llmpq.kernels.kv.reference import ScoreRule
 from llmpq.model_spec import SHARED, ModelSpec
@@ -225,7 +226,7 @@ class Wiring:
             form,
             parts.linear("mixer_in"),
             parts.linear("mixer_out"),
-            parts.tensor("conv.weight"),
+            _taps_apart(parts.tensor("conv.weight")),
             parts.optional("conv.bias"),
             decay_H=parts.optional("decay"),
             step_bias_H=parts.optional("step_bias"),
@@ -259,6 +260,13 @@ class Wiring:
         norm = Norm(weight, bias, INDEX_NORM_EPS)
         key, weights = (parts.tensor(f"index_{name}.weight") for name in ("k", "weights"))
         return Index(form, parts.linear("index_q"), key, norm, weights)
+
+
+def _taps_apart(weight_C1K: Tensor) -> Tensor:
+    """Return a convolution's weights as its device reads them best: on GPUs tap by tap."""
+    if not weight_C1K.is_cuda:
+        return weight_C1K
+    return weight_C1K.permute(2, 1, 0).contiguous().permute(2, 1, 0)
 
 
 def _rotaries(spec: ModelSpec, device: torch.device) -> tuple[Rotary | None, Rotary | None]:

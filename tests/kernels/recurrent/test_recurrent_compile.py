@@ -11,23 +11,26 @@ from reference.cubin import ARCHITECTURES, SHARED_LIMIT, compile_kernel
 pytestmark = pytest.mark.compile
 
 CONVOLVE = {"TAPS": 4, "BIAS": True, "GATED": False, "BLOCK": 128, "STEP": 16, "PARTS": 1}
+SINGLE = {"STEP": 1, "BLOCK": 256, "weight_stride": 1}
 WALK = {"HEADS": 32, "SHARED": 2, "N": 128, "P": 128, "PADDED_N": 128, "BLOCK_P": 64, "ZEROS": 32}
 NORM = {"WIDTH": 128, "PADDED": 128, "GROUPS": 8, "NORM": True, "NORM_FIRST": True, "SHARED": True}
-MAMBA = WALK | {"HEADS": 128, "SHARED": 16, "P": 64, "DELTA": False}
+MAMBA = {"HEADS": 128, "SHARED": 16, "P": 64, "DELTA": False}
 SCAN = {"HEADS": 32, "SHARED": 2, "N": 128, "P": 128, "PADDED_N": 128, "BLOCK_T": 64}
 SCAN |= {"PRECISION": "tf32"}
+FLOAT32 = {"DELTA": True, "BLOCK_P": 32, "PRECISION": "ieee", "N": 32, "PADDED_N": 32}
+"""Smaller keys: products without tensor cores are long code."""
 KERNELS = {
     "convolve": (convolve_kernel, CONVOLVE, 4),
-    "convolve-single": (convolve_kernel, CONVOLVE | {"STEP": 1}, 1),
+    "convolve-single": (convolve_kernel, CONVOLVE | SINGLE, 1),
     "convolve-gated": (convolve_kernel, CONVOLVE | {"TAPS": 3, "GATED": True, "PARTS": 4}, 4),
     "tail": (tail_kernel, {"TAPS": 4, "GATED": False, "BLOCK": 128}, 1),
     "delta": (walk_kernel, WALK | {"DELTA": True}, 2),
     "delta-few": (walk_kernel, WALK | {"DELTA": True, "BLOCK_P": 32}, 1),
-    "mamba2": (walk_kernel, MAMBA, 2),
-    "pairs": (pairs_kernel, SCAN | {"DELTA": True}, 4),
+    "mamba2": (walk_kernel, WALK | MAMBA, 2),
+    "pairs": (pairs_kernel, SCAN | {"DELTA": True, "SOLVED": 16, "MERGED": "tf32x3"}, 4),
     "scan": (scan_kernel, SCAN | {"DELTA": True, "BLOCK_P": 32}, 4),
     "scan-mamba2": (scan_kernel, SCAN | MAMBA | {"BLOCK_P": 32}, 4),
-    "scan-float32": (scan_kernel, SCAN | {"DELTA": True, "BLOCK_P": 32, "PRECISION": "ieee"}, 4),
+    "scan-float32": (scan_kernel, SCAN | FLOAT32, 4),
     "gated-norm": (gated_norm_kernel, NORM, 4),
     "gate-first": (
         gated_norm_kernel,
@@ -67,5 +70,7 @@ def test_compiles_within_shared_memory(name, arch):
     made = compile_kernel(kernel, arch, arguments, constants, aligned=aligned, options=options)
     assert made.cubin and made.shared_bytes <= SHARED_LIMIT[arch]
     assert ("griddepcontrol.wait" in made.ptx) == (arch >= 90)
+    if name == "convolve-single":
+        assert "ld.global.v4" in made.ptx, "weights of a tap are not read 16 bytes at a time"
     if name.startswith(("delta", "mamba2")):
         assert "ld.global.v4" in made.ptx, "a state is not read 16 bytes at a time"
