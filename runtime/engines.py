@@ -154,6 +154,11 @@ class Engines:
         self.close()
 
     @property
+    def max_model_len(self) -> int:
+        """Tokens that a prompt and its answer may have: on the widest engine."""
+        return self._widest.max_model_len
+
+    @property
     def stage_places(self) -> Sequence[StagePlace]:
         """Where each stage runs, one engine behind the other."""
         return [place for llm in self.llms for place in llm.stage_places]

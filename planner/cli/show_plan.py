@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
@@ -34,6 +35,7 @@ from llmpq.planner.problem.requests import PlanRequest
 from llmpq.planner.problem.stored_precisions import stored_line
 from llmpq.planner.solving.methods import PLANNERS, SolveOptions
 from llmpq.planner.solving.plan_search import nothing_fits, variants_with_room
+from llmpq.planner.solving.topology_search import TOPOLOGY_GAP
 from llmpq.precision import Precision, bits_of
 from llmpq.speculation import SpeculationMode
 from llmpq.topology import Topology
@@ -81,10 +83,11 @@ def make_and_show(request: PlanRequest, job: PlanJob) -> None:
     compared: Mapping[str, MethodRow | str] = {}
     own: tuple[Answer, str] | None = None
     try:
+        several: TopologyAnswer | None = None
         if options.method == "all":
             best, compared = _compare(request, problem, options, path)
         else:
-            best = answer(problem, options, path)
+            best, several = _best(request, problem, options, path)
             own = in_own_dtype(request, problem, best, path)
     except DoesNotFitError:
         own = in_own_dtype(request, problem, None, path)
@@ -97,7 +100,6 @@ def make_and_show(request: PlanRequest, job: PlanJob) -> None:
         problem = best.problem
         notes = [said if "no bfloat16" in note else note for note in notes]
         job = replace(job, problem=problem, notes=notes)
-    several = _topology(request, problem, best, options, path)
     if several is not None and several.topology is not None:
         _show_topology(request, job, best, several, several.topology)
         return
@@ -152,27 +154,56 @@ ONE_PIPELINE = ("pin", "max_devices", "what_if", "pareto")
 """Fields of a request that are of one pipeline."""
 
 
-def _topology(
-    request: PlanRequest, problem: Problem, best: Answer, options: SolveOptions, path: str | None
-) -> TopologyAnswer | None:
-    """Return the best topology of the job; None where only one pipeline is asked for, or can be."""
+QUICK_S = 5.0
+"""Seconds of the search for a pipeline that topologies are compared with first."""
+
+
+def _best(
+    request: PlanRequest, problem: Problem, options: SolveOptions, path: str | None
+) -> tuple[Answer, TopologyAnswer | None]:
+    """Return the best pipeline, and the best topology where several engines may share the job.
+
+    Engines that are better than any pipeline can be need no more of the search for one.
+    """
+    if not _may_share(request, problem, options):
+        return answer(problem, options, path), None
+    exactly = num_engines(request.engines)
+    if options.time_limit_s > QUICK_S:
+        with suppress(Unfinished):
+            hurried = replace(options, time_limit_s=QUICK_S)
+            quick = answer(problem, hurried, path)
+            found = _topology(problem, quick, options, path, exactly)
+            least = found.known.bound * (1 + TOPOLOGY_GAP)
+            if found.topology is not None and (exactly or found.found.value <= least):
+                return quick, found
+    best = answer(problem, options, path)
+    return best, _topology(problem, best, options, path, exactly)
+
+
+def _may_share(request: PlanRequest, problem: Problem, options: SolveOptions) -> bool:
+    """Whether several engines are asked for, or may be better; `ValueError` where they cannot."""
     exactly = num_engines(request.engines)
     devices, rows = len(problem.cluster.devices), problem.workload.batch
     if exactly is None:
         if _is_alone(request, options) or any(getattr(request, name) for name in ONE_PIPELINE):
-            return None
+            return False
     elif exactly > 1 and _is_alone(request, options):
         raise ValueError(
             f"--engines {exactly} needs --method exact and --objective makespan; leave the others "
             "out"
         )
-    if exactly == 1 or min(devices, rows) < 2:
-        return None
     if exactly is not None and exactly > min(devices, rows):
         raise ValueError(
             f"--engines {exactly} needs as many devices and rows, got {devices} devices and "
             f"--batch {rows}; ask for fewer"
         )
+    return exactly != 1 and min(devices, rows) > 1
+
+
+def _topology(
+    problem: Problem, best: Answer, options: SolveOptions, path: str | None, exactly: int | None
+) -> TopologyAnswer:
+    """Return the best topology of the job."""
     found = answer_topology(problem, best, options, path, exactly=exactly)
     if exactly is not None and found.topology is None:
         raise DoesNotFitError(

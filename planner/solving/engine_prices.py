@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import time
 from bisect import bisect_left, bisect_right
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -28,9 +29,9 @@ from llmpq.planner.solving.plan_search import Solved, best_plan, variants_with_r
 
 MOST_WAVES = 4
 """Waves in which an engine may run its rows."""
-GRID = 1.1
-"""Ratio of the batches at which times of layers are looked up."""
-MONOTONE = 1e-9
+GRID, MOST_SIZES = 1.1, 40
+"""Ratio of the batches at which times of layers are looked up, larger where they were too many."""
+ROUNDING = 1e-9
 """Relative rounding of a bound."""
 
 
@@ -73,7 +74,6 @@ class EnginePrices:
         self._deadline_s, self._engine_s = deadline_s, engine_s
         self.known: dict[Vector, dict[int, EnginePrice]] = {}
         """By rows, of canonical vectors."""
-        self._layers: dict[tuple[int, int], Floats] = {}
         self._floors: dict[tuple[Vector, int], float] = {}
         self.num_solves = 0
 
@@ -112,18 +112,14 @@ class EnginePrices:
         return cap if first == len(grid) else min(cap, grid[first] - 1)
 
     def floor_of_all(self) -> float:
-        """Return a lower bound of every topology: each row where and in batches as it is quickest.
-
-        A batch takes no less than the next smaller one of the grid.
-        """
-        grid = self._grid
+        """Return a lower bound of every topology: each row where and in sizes as it is quickest."""
         each = []
-        for rows, above in zip(grid, [*grid[1:], self.rows + 1], strict=True):
-            for number in range(len(self._variants)):
-                alone = self._layer_s(number, rows).min(axis=2).sum(axis=0)
-                each.append(alone / max(1, above - 1))
+        most = np.array(self._largest(len(self._grid)))[:, None, None, None]
+        for own in self._steps:
+            rows = sum((own[phase] * own.passes[phase] / most).min(axis=0) for phase in own.passes)
+            each.append(np.asarray(rows).min(axis=2).sum(axis=0))
         speeds = np.array(self.vectors.counts) / np.maximum(np.min(each, axis=0), 1e-30)
-        return float(self.rows / speeds.sum()) * (1 - MONOTONE)
+        return float(self.rows / speeds.sum()) * (1 - ROUNDING)
 
     def _priced(self, v: Vector, rows: int, ceiling: float) -> EnginePrice:
         floor = self._floor(v, rows)
@@ -167,8 +163,9 @@ class EnginePrices:
     def _grid(self) -> list[int]:
         """Batches at which times are looked up, ascending, the whole last."""
         found, rows = [self.rows], self.rows
+        ratio = max(GRID, self.rows ** (1 / MOST_SIZES))
         while rows > 1:
-            rows = min(rows - 1, int(rows / GRID))
+            rows = min(rows - 1, int(rows / ratio))
             found.append(max(1, rows))
         return found[::-1]
 
@@ -189,53 +186,79 @@ class EnginePrices:
         return found
 
     @cached_property
-    def _steps(self) -> list[dict[Phase, Floats]]:
-        """Of each variant and phase [sizes, L, C, B] seconds of a layer, all steps of its rows.
-
-        Sizes are those of the grid; one between two of them takes no less than the smaller.
-        """
+    def _steps(self) -> list[_Steps]:
+        """Times of a layer in a step of so many rows, of each variant."""
         found = []
         for own in self._variants:
             passes = {Phase.PREFILL: own.chunks_of_prompt, Phase.DECODE: own.workload.gen_len - 1}
-            found.append(
-                {
-                    phase: count
-                    * np.array([own.size_numbers(phase, size).layer_s for size in self._grid])
-                    for phase, count in passes.items()
-                    if count
-                }
-            )
+            passes = {phase: count for phase, count in passes.items() if count}
+            times = {
+                phase: np.array([own.size_numbers(phase, size).layer_s for size in self._grid])
+                for phase in passes
+            }
+            found.append(_Steps(times=times, passes=passes, loss=own.priced_omega))
         return found
 
-    def _layer_s(self, variant: int, rows: int) -> Floats:
-        """[L, C, B] least seconds of a layer for all tokens of so many rows, which the grid has."""
-        if (variant, rows) not in self._layers:
-            at = self._grid.index(rows) + 1
-            largest = np.array([*(size - 1 for size in self._grid[1:at]), rows])
-            steps = -(-rows // largest)[:, None, None, None]
-            of_phases = [(steps * own[:at]).min(axis=0) for own in self._steps[variant].values()]
-            self._layers[variant, rows] = np.asarray(sum(of_phases))
-        return self._layers[variant, rows]
+    def _largest(self, count: int) -> list[int]:
+        """Return, of the first sizes of the grid, the largest micro-batch below the next one."""
+        grid = self._grid
+        return [*(size - 1 for size in grid[1:count]), grid[count - 1]]
 
     def _floor(self, v: Vector, rows: int) -> float:
-        """Return a lower bound of an engine's value: its layers, spread without loss.
+        """Return a lower bound of an engine's value for rows, in any number of waves."""
+        count = bisect_right(self._grid, rows)
+        if (v, count) not in self._floors:
+            floor = min(self._floor_of(own, v, count) for own in self._steps)
+            self._floors[v, count] = floor * (1 - ROUNDING)
+        return self._floors[v, count]
 
-        For weights lambda of the devices, of sum 1, the slowest device takes at least the weighted
-        sum of what all take; each layer is then charged where that is least.
+    def _floor_of(self, own: _Steps, v: Vector, count: int) -> float:
+        """Return the bound of a variant, for as many rows as the grid has at `count - 1`.
+
+        Each phase takes at least what its layers take spread over the devices without loss, and
+        what they take one behind the other, of one micro-batch; both grow with the bits, which the
+        phases share. Spread: for weights lambda of the devices, of sum 1, the slowest one takes at
+        least the weighted sum of all. A micro-batch takes no less than a smaller one, and a row of
+        it no more.
         """
-        at = self._grid[bisect_right(self._grid, rows) - 1]
-        if (v, at) not in self._floors:
-            used = [c for c, count in enumerate(v) if count]
-            counts, floors = np.array([v[c] for c in used]), []
-            for number, own in enumerate(self._variants):
-                times = self._layer_s(number, at)[:, used, :]
-                loss = own.priced_omega[:, None, :]
-                alone = (times + loss).min(axis=2).sum(axis=0)
-                speed = 1 / np.maximum(alone, 1e-30)
-                weights = speed / (speed * counts).sum()
-                floors.append((weights[None, :, None] * times + loss).min(axis=(1, 2)).sum())
-            self._floors[v, at] = float(min(floors)) * (1 - MONOTONE)
-        return self._floors[v, at]
+        used = [c for c, number in enumerate(v) if number]
+        counts = np.array([v[c] for c in used])
+        steps = (self._grid[count - 1] / np.array(self._largest(count)))[:, None, None]
+        alone = own.loss[:, None, :] + sum(
+            passes * own[phase][count - 1][:, used, :] for phase, passes in own.passes.items()
+        )
+        speed = 1 / np.maximum(alone.min(axis=2).sum(axis=0), 1e-30)
+        weights = (speed / (speed * counts).sum())[None, None, :, None]
+        total: Floats = own.loss[None, None]
+        for axis, (phase, passes) in enumerate(own.passes.items()):
+            times = own[phase][:count][:, :, used, :]
+            again = passes if phase is Phase.DECODE else 1
+            way = again * times.min(axis=2)
+            spread = passes * steps * (weights * times).min(axis=2)
+            # [ways, 1, sizes, 1, L, B] of prefill, [1, ways, 1, sizes, L, B] of decode.
+            both = np.stack([way, spread])
+            shape = [1, 1, 1, 1, *both.shape[2:]]
+            shape[axis], shape[axis + 2] = both.shape[:2]
+            total = total + both.reshape(shape)
+        sums = total.min(axis=-1).sum(axis=-1)
+        while sums.ndim < 4:
+            sums = sums[None]
+        return float(sums.max(axis=(0, 1)).min())
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Steps:
+    """Seconds of a layer in one step, by size of the grid, and how many steps a row takes."""
+
+    times: Mapping[Phase, Floats]
+    """[sizes, L, C, B]"""
+    passes: Mapping[Phase, int]
+    loss: Floats
+    """[L, B] theta omega."""
+
+    def __getitem__(self, phase: Phase) -> Floats:
+        """Return the times of a phase."""
+        return self.times[phase]
 
 
 def _alike(p: Problem) -> bool:
