@@ -25,14 +25,44 @@ RING = tl.constexpr(RING_TOKENS)
 
 
 @triton.jit
-def _load(new, ring, pos, d, there, start, stride_t, D: tl.constexpr, READ_NEW: tl.constexpr):
-    """Load channels d of positions pos: from the ring below `start`, from the step above."""
+def _load_run(
+    new, ring, pos, own, channel, start, stride_t,
+    LIMIT: tl.constexpr, D: tl.constexpr, READ_NEW: tl.constexpr,
+):  # fmt: skip
+    """Load channels of positions `pos`: from the ring below `start`, from the step above."""
+    there = (own < LIMIT) & (channel < D)
     old = (pos < start) & there
-    x = tl.load(ring + pos % RING * D + d, mask=old, other=0.0)
+    x = tl.load(ring + pos % RING * D + channel, mask=old, other=0.0)
     if READ_NEW:
-        y = tl.load(new + (pos - start) * stride_t + d, mask=(pos >= start) & there, other=0.0)
-        x = tl.where(old, x, y)
+        at = new + (pos - start) * stride_t + channel
+        x = tl.where(old, x, tl.load(at, mask=(pos >= start) & there, other=0.0))
     return x.to(tl.float32)
+
+
+@triton.jit
+def _load(
+    new, ring, pos, own, channel, start, stride_t,
+    VEC: tl.constexpr, LIMIT: tl.constexpr, D: tl.constexpr, READ_NEW: tl.constexpr,
+):  # fmt: skip
+    """Load VEC channels a row from a thread's `own`-th on, those from LIMIT on are 0: [rows, VEC].
+
+    A thread has all of its row: of float32, of which 16 bytes hold 4, as two runs.
+    """
+    if ring.dtype.element_ty == tl.float32 and VEC == 8:
+        i = tl.arange(0, 4)[None, :]
+        low = _load_run(
+            new, ring, pos, own + i, channel + i, start, stride_t, LIMIT, D, READ_NEW
+        )  # fmt: skip
+        i += 4
+        high = _load_run(
+            new, ring, pos, own + i, channel + i, start, stride_t, LIMIT, D, READ_NEW
+        )  # fmt: skip
+        x = tl.permute(tl.join(low, high), (0, 2, 1))
+        x = tl.reshape(x, (x.shape[0], VEC))
+    else:
+        i = tl.arange(0, VEC)[None, :]
+        x = _load_run(new, ring, pos, own + i, channel + i, start, stride_t, LIMIT, D, READ_NEW)
+    return x
 
 
 @triton.jit
@@ -94,10 +124,10 @@ def pack_keys(
     lane = row % 32
     tile_row = row // (32 * NC) % 4 * 16 + lane // 4 * 2 + row // (256 * NC)
     token = row // (128 * NC) % 2 * 64 + tile_row
-    own = row // 32 % NC * VEC + tl.arange(0, VEC)[None, :]
+    own = row // 32 % NC * VEC
     channel = lane % 4 * (C // 4) + own
-    there = (own < C // 4) & (channel < D)
-    x = _load(new, ring, block * BLOCK + token, channel, there, start, stride_t, D, READ_NEW)
+    pos = block * BLOCK + token
+    x = _load(new, ring, pos, own, channel, start, stride_t, VEC, C // 4, D, READ_NEW)
     if KEY_GROUP == 0:
         x = tl.permute(tl.reshape(x, (2, 2, 4, NC, 8, 4, VEC)), (0, 1, 2, 4, 3, 5, 6))
         x = tl.reshape(x, (128, D))  # r n m g, c t j
@@ -148,10 +178,10 @@ def pack_values(
     lane = row % 32
     high = row // 64 % 2 * 64 + row // 32 % 2 * 32 + row // (128 * NC) % 2 * 16
     token = high + lane % 4 * 4 + row // (512 * NC) * 2 + row // (256 * NC) % 2
-    own = row // 128 % NC * VEC + tl.arange(0, VEC)[None, :]
+    own = row // 128 % NC * VEC
     channel = lane // 4 * (C // 8) + own
-    there = (own < C // 8) & (channel < D)
-    x = _load(new, ring, block * BLOCK + token, channel, there, start, stride_t, D, READ_NEW)
+    pos = block * BLOCK + token
+    x = _load(new, ring, pos, own, channel, start, stride_t, VEC, C // 8, D, READ_NEW)
     x = tl.reshape(x, (2, 2, 2, NC, 2, 2, 8, 4, VEC))
     x = tl.reshape(tl.permute(x, (4, 5, 2, 7, 0, 1, 6, 3, 8)), (128, P))  # n M t h R, g c j
     if D == P:
