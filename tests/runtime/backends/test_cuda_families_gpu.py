@@ -44,8 +44,8 @@ def test_tokens_and_scores_equal_a_cpu(
         way = step_tokens if "dynamic" in family_kind else 64
         if way not in want:
             want[way] = served(on_cpu, prompts, POOL, new=NEW, step_tokens=way)
-        options = {"step_tokens": step_tokens, "prompts_too": stages is plain}
-        got = served(stages, prompts, POOL, new=NEW, **options)
+        scored = stages is plain
+        got = served(stages, prompts, POOL, new=NEW, step_tokens=step_tokens, prompts_too=scored)
         assert got.tokens == want[way].tokens, step_tokens
         assert got.furthest(want[way]) < TOLERANCE, step_tokens
     compute = captured.computes[0]
