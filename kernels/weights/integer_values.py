@@ -16,20 +16,23 @@ from torch import Tensor
 from llmpq.kernels.weights.interchange import awq_unpack, unpack_stream
 
 
-def values_of_gptq(tensors: Mapping[str, Tensor], *, bits: int, v2: bool = False) -> Tensor:
+def values_of_gptq(
+    tensors: Mapping[str, Tensor], *, bits: int, v2: bool = False, group_size: int | None = None
+) -> Tensor:
     """Return float32 [N, K] of `qweight`, `qzeros`, `scales` and, if any, `g_idx`."""
     n, k = tensors["qweight"].shape[1], tensors["qweight"].shape[0] * 32 // bits
     codes = unpack_stream(tensors["qweight"].t().contiguous(), bits, k)
     zero_GN = unpack_stream(tensors["qzeros"], bits, n)
     if not v2:
         zero_GN = (zero_GN + 1) & (1 << bits) - 1
-    return _numbers(codes, tensors["scales"].t(), zero_GN.t(), tensors.get("g_idx"))
+    scale_NG, order = tensors["scales"].t(), tensors.get("g_idx")
+    return _numbers(codes, scale_NG, zero_GN.t(), order, group_size)
 
 
-def values_of_awq(tensors: Mapping[str, Tensor]) -> Tensor:
+def values_of_awq(tensors: Mapping[str, Tensor], *, group_size: int | None = None) -> Tensor:
     """Return float32 [N, K] of `qweight`, `qzeros` and `scales` (GEMM version)."""
     codes, zero_NG = awq_unpack(tensors["qweight"]).t(), awq_unpack(tensors["qzeros"]).t()
-    return _numbers(codes, tensors["scales"].t(), zero_NG, None)
+    return _numbers(codes, tensors["scales"].t(), zero_NG, None, group_size)
 
 
 def values_of_packed(tensors: Mapping[str, Tensor], *, bits: int) -> Tensor:
@@ -42,11 +45,26 @@ def values_of_packed(tensors: Mapping[str, Tensor], *, bits: int) -> Tensor:
     return _numbers(codes, tensors["weight_scale"], zero_NG, tensors.get("weight_g_idx"))
 
 
-def _numbers(codes_NK: Tensor, scale_NG: Tensor, zero_NG: Tensor, g_idx_K: Tensor | None) -> Tensor:
-    """Return scale (code - zero), each channel by its group's; a zero for all has no dimension."""
+def _numbers(
+    codes_NK: Tensor,
+    scale_NG: Tensor,
+    zero_NG: Tensor,
+    g_idx_K: Tensor | None,
+    group_size: int | None = None,
+) -> Tensor:
+    """Return scale (code - zero), each channel by its group's; a zero for all has no dimension.
+
+    `group_size`: as the checkpoint says; the last group may have fewer channels.
+    """
     k, groups = codes_NK.shape[1], scale_NG.shape[1]
     if g_idx_K is None:
-        g_idx_K = torch.arange(k) // -(-k // groups)
+        size = group_size or k // groups
+        if -(-k // size) != groups:
+            raise ValueError(
+                f"{k} channels have {groups} groups, expected {-(-k // size)} of {size} channels; "
+                "correct group_size in the quantisation's configuration, or get the file anew"
+            )
+        g_idx_K = torch.arange(k) // size
     group_K = g_idx_K.long()
     if len(group_K) != k or int(group_K.min()) < 0 or int(group_K.max()) >= groups:
         raise ValueError(

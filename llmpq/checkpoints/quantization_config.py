@@ -231,3 +231,12 @@ def require_read(described: Mapping[str, Any], directory: object) -> None:
             f"'{directory}': config.json, quantization_config: sparse weights "
             f"(format '{sparse.get('format')}') are not supported; use the dense checkpoint"
         )
+
+
+def stated_group(described: Mapping[str, Any]) -> int | None:
+    """Return the channels of a group as GPTQ's and AWQ's words say; None: one group, or unsaid.
+
+    The number of groups does not tell: 160 channels have two groups of 80, and of 128.
+    """
+    found = described.get("group_size")
+    return found if type(found) is int and found > 0 else None

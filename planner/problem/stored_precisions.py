@@ -47,6 +47,7 @@ from llmpq.checkpoints.quantization_config import (
     is_kept_block,
     quantization_of,
     require_read,
+    stated_group,
 )
 from llmpq.cluster import Device
 from llmpq.errors import shortened
@@ -365,7 +366,8 @@ def _precision(
         rows = header.tensors[name]["shape"][0]
         groups = _groups(file_of, f"{stem}.scales", 0)
         k = rows if awq else rows * 32 // bits
-        if described.get("desc_act") or _is_foreign(groups, k, small):
+        odd = groups not in (None, 1) and (stated_group(described) or GROUP) not in (GROUP, *SMALL)
+        if odd or described.get("desc_act") or _is_foreign(groups, k, small):
             return None
         return _named(name, bits)
     if kind == "weight" and header.tensors[name]["dtype"].startswith("F8"):

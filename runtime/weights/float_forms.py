@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from llmpq.checkpoints.quantization_config import layout_of
+from llmpq.checkpoints.quantization_config import layout_of, stated_group
 from llmpq.kernels.formats.float_codes import from_fp8
 from llmpq.kernels.weights.fp8_weight import Fp8Weight, fp8_weight
 from llmpq.kernels.weights.integer_values import (
@@ -94,6 +94,10 @@ def integer_values(
     tensors = {field: read(f"{stem}.{field}") for field in fields if f"{stem}.{field}" in held}
     if "weight_packed" in tensors:
         return values_of_packed(tensors, bits=bits)
+    # One group of all channels has one scale, whatever the size that is said.
+    one = tensors["scales"].shape[0] == 1
+    group_size = None if one else stated_group(described)
     if described.get("quant_method") == "awq":
-        return values_of_awq(tensors)
-    return values_of_gptq(tensors, bits=bits, v2=layout_of(described) == "gptq_v2")
+        return values_of_awq(tensors, group_size=group_size)
+    v2 = layout_of(described) == "gptq_v2"
+    return values_of_gptq(tensors, bits=bits, v2=v2, group_size=group_size)

@@ -41,6 +41,7 @@ from llmpq.checkpoints.quantization_config import (
     layout_of,
     quantization_of,
     require_read,
+    stated_group,
 )
 from llmpq.families.common.config_values import section, size
 from llmpq.families.record import AS_IT_IS
@@ -261,6 +262,8 @@ class QuantizedCheckpoint(CheckpointSource):
             awq = self._described["quant_method"] == "awq"
             rows, groups = self._header(codes)[1][0], self._header(f"{stem}.scales")[1][0]
             k = rows if awq else rows * 32 // self._bits(stem)
+            if groups > 1 and (stated_group(self._described) or GROUP) not in GROUPS:
+                return True
         if groups in (1, -(-k // GROUP)):
             return False
         scheme = self._scheme_of(stem)
