@@ -28,7 +28,7 @@ from llmpq.kernels.kv.paged.packed_pages import (
     attend_packed_pages,
 )
 from llmpq.kernels.kv.paged.packed_pages_plan import PackedPlan
-from llmpq.kernels.kv.paged.paged_rows import TokenPlaces, spread
+from llmpq.kernels.kv.paged.paged_rows import TokenPlaces
 from llmpq.kernels.kv.reference import EVERYTHING, ScoreRule
 from llmpq.kernels.kv.storage import KVLayer
 from llmpq.model_spec import ModelSpec
@@ -108,31 +108,10 @@ class GpuPackedKV(GpuPagedKVBase):
                 found = row.new_blocks[start // BLOCK_TOKENS - 1 - row.first_block]
                 self._resume(row.slot, start, found)
 
-    def table(
-        self,
-        slots: Sequence[int],
-        starts: Sequence[int],
-        counts: Sequence[int],
-        *,
-        num_rows: int,
-        num_places: int,
-    ) -> list[list[int]]:
-        """Return a step's rows as packed_pages.py reads them."""
-        rows: list[list[int]] = self.launches.table(
-            slots, starts, counts, num_rows=num_rows, num_places=num_places
-        )
-        return rows
-
     def work_split(self, table: Sequence[Sequence[int]]) -> list[int]:
         """Return what each of attention's programs takes of a rows' table."""
         values: list[int] = self.launches.work_split(table)
         return values
-
-    def places(
-        self, rows_FR: Tensor, num_places: int, *, padding_slot: int
-    ) -> tuple[TokenPlaces, TokenPlaces | None]:
-        """Return which tokens are whose; in which block they will be is the table's to say."""
-        return spread(rows_FR, self._table_SM, num_places, padding_slot=padding_slot), None
 
     def attend(
         self,
@@ -158,12 +137,7 @@ class GpuPackedKV(GpuPagedKVBase):
             inv_freq = None
         out_THD = attend_packed_pages(
             *(q_THD, k_TGD, v_TGD, self._layers[layer]),
-            PackedRows(
-                rows_FR=step.rows_FR,
-                work_split=step.work_split,
-                table_SM=self._table_SM,
-                chunks=step.chunks,
-            ),
+            self._rows(step),
             self.launches,
             scale=scale,
             alibi_slopes_H=alibi_slopes_H,
@@ -172,6 +146,15 @@ class GpuPackedKV(GpuPagedKVBase):
             rule=rule,
         )
         return out_THD[None]
+
+    def _rows(self, step: PagedStep) -> PackedRows:
+        """Return a step's rows as the kernels of packed blocks take them."""
+        return PackedRows(
+            rows_FR=step.rows_FR,
+            work_split=step.work_split,
+            table_SM=self._table_SM,
+            chunks=step.chunks,
+        )
 
     def keep_for_readers(self, layer: int, step: Step) -> None:
         """Keep a layer's newest tokens as they are before the chunks of a step."""
@@ -203,13 +186,7 @@ class GpuPackedKV(GpuPagedKVBase):
     def append(self, layer: int, k_BQGD: Tensor, v_BQGD: Tensor, step: Step) -> None:
         """Append the step's keys, with their positions, and values; nothing attends to them yet."""
         assert isinstance(step, PagedStep)
-        rows = PackedRows(
-            rows_FR=step.rows_FR,
-            work_split=step.work_split,
-            table_SM=self._table_SM,
-            chunks=step.chunks,
-        )
-        self._append(layer, k_BQGD[0], v_BQGD[0], rows)
+        self._append(layer, k_BQGD[0], v_BQGD[0], self._rows(step))
 
     def take_tokens_of(self, other: PagedKV, slot: int, count: int) -> None:
         """Append a request's first tokens as another pool has them, outside of captured steps."""

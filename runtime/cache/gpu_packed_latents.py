@@ -1,6 +1,6 @@
 """The pool of packed latents (MLA) of a stage on a GPU: 8, 4 or 2 bits (gpu_packed_kv.py).
 
-A latent is key and value at once; both are kept, each rounded on a grid of its own, as slots do.
+A latent is key and value at once; both are kept, each rounded on a grid of its own.
 
 Legend: T tokens of a step, H query heads, D channels of a latent.
 """
@@ -55,13 +55,7 @@ class GpuPackedLatents(GpuPackedKV):
         assert isinstance(step, PagedStep) and inv_freq is None and rule.is_plain
         out_THV = attend_packed_latents(
             *(q_BQHD[0], k_BQGD[0, :, 0], self._layers[layer]),
-            PackedRows(
-                rows_FR=step.rows_FR,
-                work_split=step.work_split,
-                table_SM=self._table_SM,
-                chunks=step.chunks,
-            ),
-            *(self.launches, self._fmt),
+            *(self._rows(step), self.launches, self._fmt),
             scale=scale,
         )
         return out_THV[None]

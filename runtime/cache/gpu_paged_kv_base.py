@@ -7,11 +7,12 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from llmpq.kernels.kv.paged.paged_rows import FIELDS, TokenPlaces
+from llmpq.kernels.kv.paged.paged_rows import FIELDS, TokenPlaces, spread
 from llmpq.kernels.kv.reference import EVERYTHING, ScoreRule
 from llmpq.runtime.cache.kv_cache import PagedKV
 from llmpq.runtime.step import Step
@@ -23,8 +24,11 @@ class GpuPagedKVBase(PagedKV):
 
     columns: int
     """Blocks of the longest request."""
+    launches: Any
+    """How this pool's kernels are launched."""
+    _table_SM: Tensor
+    """Every slot's blocks, where there is one table of them."""
 
-    @abstractmethod
     def table(
         self,
         slots: Sequence[int],
@@ -35,6 +39,11 @@ class GpuPagedKVBase(PagedKV):
         num_places: int,
     ) -> list[list[int]]:
         """Return a step's rows as this pool's kernels read them (paged_rows.py)."""
+        given = (slots, starts, counts)
+        rows: list[list[int]] = self.launches.table(
+            *given, num_rows=num_rows, num_places=num_places
+        )
+        return rows
 
     has_windows = False
     """Whether layers with a window have a pool of their own."""
@@ -47,11 +56,11 @@ class GpuPagedKVBase(PagedKV):
         """Return what each program of attention takes of a rows' table, if it reads that."""
         return []
 
-    @abstractmethod
     def places(
         self, rows_FR: Tensor, num_places: int, *, padding_slot: int
     ) -> tuple[TokenPlaces, TokenPlaces | None]:
         """Return where a step's tokens stand; also in the pool of windows, if there is one."""
+        return spread(rows_FR, self._table_SM, num_places, padding_slot=padding_slot), None
 
     @abstractmethod
     def attend(

@@ -14,7 +14,6 @@ from torch import Tensor
 
 from llmpq.kernels.fused.rope_append import rope_append_pages
 from llmpq.kernels.kv.paged.paged_latents import LatentPlan, attend_latent_pages
-from llmpq.kernels.kv.paged.paged_rows import TokenPlaces, spread
 from llmpq.kernels.kv.reference import EVERYTHING, ScoreRule
 from llmpq.model_spec import ModelSpec
 from llmpq.precision import KVPrecision
@@ -65,24 +64,6 @@ class GpuPagedLatents(GpuPagedKVBase):
         pool = self._pool[layer]
         k_NGD = tokens_of(pool, self._table_SM[slot], count)
         return k_NGD[None], k_NGD[None]
-
-    def table(
-        self,
-        slots: Sequence[int],
-        starts: Sequence[int],
-        counts: Sequence[int],
-        *,
-        num_rows: int,
-        num_places: int,
-    ) -> list[list[int]]:
-        """Return a step's rows as paged_latents.py reads them."""
-        return self.launches.table(slots, starts, counts, num_rows=num_rows, num_places=num_places)
-
-    def places(
-        self, rows_FR: Tensor, num_places: int, *, padding_slot: int
-    ) -> tuple[TokenPlaces, TokenPlaces | None]:
-        """Return where a step's tokens go."""
-        return spread(rows_FR, self._table_SM, num_places, padding_slot=padding_slot), None
 
     def attend(
         self,
