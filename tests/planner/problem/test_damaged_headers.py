@@ -15,7 +15,7 @@ import pytest
 
 from llmpq.memory import Quantization
 from llmpq.model_spec import ModelSpec
-from llmpq.planner.problem.checkpoint_codes import own_codes, with_own_codes
+from llmpq.planner.problem.checkpoint_codes import checkpoint_codes, with_checkpoint_codes
 from llmpq.planner.problem.stored_precisions import stored_layers
 from llmpq.precision import Precision
 
@@ -89,7 +89,9 @@ def asked(path: Path, named: Path) -> str | None:
     try:
         spec = ModelSpec.from_directory(path)
         stored_layers(path, spec)
-        with_own_codes(Quantization(), own_codes(path, spec), spec, (Precision.W4A16,), 2)
+        with_checkpoint_codes(
+            Quantization(), checkpoint_codes(path, spec), spec, (Precision.W4A16,), 2
+        )
     except ValueError as error:
         said = str(error)
         assert "\n" not in said and len(said) < 700
