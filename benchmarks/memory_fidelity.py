@@ -32,7 +32,7 @@ from llmpq.runtime.backends.build_stage import build_stage
 from llmpq.runtime.backends.gpu.cuda_step_times import step_message
 from llmpq.runtime.backends.stage_runner import StageRunner
 from llmpq.runtime.launch.plans.manual_plan import manual_plan
-from llmpq.runtime.links.peer_links import Room
+from llmpq.runtime.links.peer_links import BufferSizes
 from llmpq.runtime.pending import arrived
 from llmpq.runtime.weights.sources import RandomSource
 from llmpq.sizes.gpu_workspace import OUTPUTS_LEAVING
@@ -143,7 +143,7 @@ def measure(drawn: Drawn, device: torch.device) -> tuple[int, int]:
 def _run(drawn: Drawn, compute: StageRunner, size: PoolSize, device: torch.device) -> None:
     """Run every size of micro-batch of both phases, the way neighbours would make it."""
     plan, work = drawn.plan, drawn.plan.workload
-    room = Room(
+    room = BufferSizes(
         hidden_bytes=plan.prefill_step_tokens * drawn.spec.hidden * work.dtype_bytes,
         max_rows=work.batch,
         tickets=8,

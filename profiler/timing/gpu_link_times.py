@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from llmpq.profiler.timing.cases import LinkTimings
+from llmpq.runtime.host_copy import arrived
 from llmpq.runtime.links.device_links import StageLinks
 from llmpq.runtime.links.peer_links import Room
-from llmpq.runtime.pending import arrived
 
 ROWS = 8
 TOKENS = (1, 16, 256, 2048)

@@ -23,10 +23,10 @@ from llmpq.runtime.cache.paged_by_precision import make_paged_kv
 from llmpq.runtime.drafts.acceptance import DraftProbs, accept, draft_tokens
 from llmpq.runtime.drafts.draft_model import DraftModel, build_draft
 from llmpq.runtime.drafts.mtp_drafts import MtpDrafts
+from llmpq.runtime.host_copy import HostCopy
 from llmpq.runtime.models.mtp_head import MtpHead
 from llmpq.runtime.models.ruled_sampling import ConstrainedSampler
 from llmpq.runtime.models.stage_model import StageModel
-from llmpq.runtime.pending import Pending
 from llmpq.runtime.ragged_step import RaggedStep
 from llmpq.runtime.request import PagedRow, StepKind
 from llmpq.runtime.step_message import StepMessage
@@ -141,7 +141,7 @@ class StageRunner:
         return {}
 
     @torch.inference_mode()
-    def run(self, message: StepMessage, hidden_BQH: Tensor | None) -> Tensor | Pending:
+    def run(self, message: StepMessage, hidden_BQH: Tensor | None) -> Tensor | HostCopy:
         """Return hidden states [1, T, h], or on the last stage the new tokens of each row.
 
         A token each [B, 1], -1 of rows that sample nothing; where drafts were verified, how many
@@ -197,7 +197,7 @@ class StageRunner:
 
     def repeatable(
         self, message: StepMessage, hidden_BQH: Tensor | None
-    ) -> Callable[[], Tensor | Pending]:
+    ) -> Callable[[], Tensor | HostCopy]:
         """Return a step as a call that computes it as often as it is called, to be timed."""
         return partial(self.run, message, hidden_BQH)
 

@@ -21,8 +21,8 @@ from torch import Tensor
 from llmpq.runtime.engine.mailbox import Abort, Mailbox
 from llmpq.runtime.engine.pool_limits import max_ahead, max_in_flight
 from llmpq.runtime.engine.scheduler import Scheduler
+from llmpq.runtime.host_copy import HostCopy, arrived
 from llmpq.runtime.links.transport import Transport
-from llmpq.runtime.pending import Pending, arrived
 from llmpq.runtime.request import (
     PENDING_TOKEN,
     Finished,
@@ -49,7 +49,7 @@ class Compute(Protocol):
         """Whether a round of drafts and its verify can be one step, fused on the device."""
         ...
 
-    def run(self, message: StepMessage, hidden_BQH: Tensor | None) -> Tensor | Pending:
+    def run(self, message: StepMessage, hidden_BQH: Tensor | None) -> Tensor | HostCopy:
         """Return hidden states, or on the last stage the result table of sampled tokens."""
         ...
 
@@ -97,7 +97,7 @@ class _Flight:
     """A micro-batch under way; its result is None while it travels through other stages."""
 
     micro_batch: MicroBatch
-    result: Tensor | Pending | None
+    result: Tensor | HostCopy | None
     slots: Sequence[int] = ()
     """The rows' slots when it was issued."""
 
@@ -251,7 +251,7 @@ class FirstStage:
             width = result_width(micro_batch.rows)
             result = self._transport.receive_tokens(len(micro_batch.requests), width)
         # Devices work on their own: what one of them never finishes shows here.
-        late = isinstance(result, Pending)
+        late = isinstance(result, HostCopy)
         with self._recorder.waiting(kind, self._num_stages) if late else nullcontext():
             table = arrived(result)
             tokens = result_tokens(kind, table, micro_batch.rows)

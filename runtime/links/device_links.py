@@ -27,9 +27,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
-from llmpq.runtime.links.peer_links import PeerLinks, Room
+from llmpq.runtime.host_copy import HostCopy
+from llmpq.runtime.links.peer_links import BufferSizes, PeerLinks
 from llmpq.runtime.links.transport import IDLE_LIMIT, GlooTransport
-from llmpq.runtime.pending import Pending
 from llmpq.runtime.request import StepKind
 from llmpq.runtime.step_message import StepMessage
 from llmpq.sizes.gpu_workspace import OUTPUTS_LEAVING
@@ -77,7 +77,7 @@ class StageLinks(Protocol):
         """Return a micro-batch's tokens [B, 1], ready when the current stream gets to them."""
         ...
 
-    def fetch_tokens(self, ticket: int, rows: int) -> Tensor | Pending:
+    def fetch_tokens(self, ticket: int, rows: int) -> Tensor | HostCopy:
         """Return a micro-batch's tokens on the host, or on their way there."""
         ...
 
@@ -100,14 +100,14 @@ class DeviceLinks:
     def __init__(
         self,
         device: torch.device,
-        room: Room | None = None,
+        sizes: BufferSizes | None = None,
         *,
         backend: str = "nccl",
         limit_s: float = TRIAL_LIMIT_S,
     ) -> None:
         """Make the communicators; every stage calls this at the same time.
 
-        `room` bounds the bytes of what is on its way.
+        `sizes` bounds the bytes of what is on its way.
         """
         self._rank, self._world = dist.get_rank(), dist.get_world_size()
         self.name, self.device = backend, device
@@ -117,7 +117,7 @@ class DeviceLinks:
         self._forward = groups[self._rank] if self._rank < last else None
         self._backward = groups[self._rank - 1] if self._rank > 0 else None
         self._sent: deque[tuple[dist.Work, Tensor]] = deque()
-        self._most_bytes = math.inf if room is None else OUTPUTS_LEAVING * room.hidden_bytes
+        self._most_bytes = math.inf if sizes is None else OUTPUTS_LEAVING * sizes.hidden_bytes
         self._expected: dict[int, tuple[dist.Work, Tensor]] = {}
         self._fetched: deque[Tensor] = deque(maxlen=_MAX_PENDING)
         self._num_tickets = 0
@@ -161,7 +161,7 @@ class DeviceLinks:
             work.wait()
         return tokens_B1
 
-    def fetch_tokens(self, ticket: int, rows: int) -> Tensor | Pending:
+    def fetch_tokens(self, ticket: int, rows: int) -> Tensor | HostCopy:
         """Return a micro-batch's tokens on their way to the host; its ticket ends."""
         if self._fetching is None:
             found = self.tokens(ticket, rows)
@@ -175,7 +175,7 @@ class DeviceLinks:
             copied = torch.cuda.Event()
             copied.record()
         self._fetched.append(tokens_B1)
-        return Pending(value, copied)
+        return HostCopy(value, copied)
 
     def sending_s(self) -> float:
         """Return 0: a communicator does not say when it began."""
@@ -264,24 +264,24 @@ def _group(ranks: list[int], backend: str, limit_s: float) -> dist.ProcessGroup:
 
 def connect_devices(
     device: torch.device,
-    room: Room | None,
+    sizes: BufferSizes | None,
     *,
     kinds: Sequence[str] = KINDS,
     limit_s: float = TRIAL_LIMIT_S,
 ) -> StageLinks | None:
     """Make and try links of one kind after the other; None, for every stage alike, for gloo.
 
-    `peer` needs `room`; any other kind is a backend of torch.distributed. The verdicts travel over
+    `peer` needs `sizes`; any other kind is a backend of torch.distributed. The verdicts travel over
     the stages' gloo group, which is joined already.
     """
     for kind in kinds:
         links: StageLinks | None = None
         try:
             if kind == "peer":
-                assert room is not None
-                links = PeerLinks(device, room, limit_s=limit_s)
+                assert sizes is not None
+                links = PeerLinks(device, sizes, limit_s=limit_s)
             else:
-                links = DeviceLinks(device, room, backend=kind, limit_s=limit_s)
+                links = DeviceLinks(device, sizes, backend=kind, limit_s=limit_s)
             problem = links.trial()
         except RuntimeError as error:
             problem = str(error).splitlines()[0]
@@ -353,7 +353,7 @@ class DeviceTransport(GlooTransport):
         else:
             super().send_tokens(tokens_BK)
 
-    def receive_tokens(self, rows: int, width: int) -> Tensor | Pending:
+    def receive_tokens(self, rows: int, width: int) -> Tensor | HostCopy:
         """Return the sampled tokens of the oldest micro-batch in flight, perhaps on their way."""
         if not self.tokens_on_device:
             return super().receive_tokens(rows, width)

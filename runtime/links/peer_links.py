@@ -28,8 +28,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from llmpq.out_of_memory import first_line
+from llmpq.runtime.host_copy import HostCopy
 from llmpq.runtime.links.cuda_driver import SHARED_BYTES, CudaDriver
-from llmpq.runtime.pending import Pending
 from llmpq.sizes.gpu_workspace import OUTPUTS_LEAVING
 
 SLOTS = 2
@@ -43,7 +43,7 @@ _MAX_TIMED = 100_000
 
 
 @dataclass(frozen=True, kw_only=True)
-class Room:
+class BufferSizes:
     """The largest messages of a plan."""
 
     hidden_bytes: int
@@ -64,8 +64,8 @@ class Room:
 
     def inbox_bytes(self, rank: int) -> int:
         """Size of a stage's inbox: tokens come to the first, hidden states to the others."""
-        room = SLOTS * self.slot_bytes if rank else self.tickets * self.token_bytes
-        return _CONTROL_BYTES + room
+        slots = SLOTS * self.slot_bytes if rank else self.tickets * self.token_bytes
+        return _CONTROL_BYTES + slots
 
 
 class PeerLinks:
@@ -73,11 +73,11 @@ class PeerLinks:
 
     name = "peer"
 
-    def __init__(self, device: torch.device, room: Room, *, limit_s: float) -> None:
+    def __init__(self, device: torch.device, sizes: BufferSizes, *, limit_s: float) -> None:
         """Open the neighbours' inboxes; every stage calls this at the same time."""
         self._rank, self._world = dist.get_rank(), dist.get_world_size()
         self.device = device
-        self._room = room
+        self._sizes = sizes
         self._limit_s = limit_s
         self._problem: str | None = None
         self._sending, self._fetching = torch.cuda.Stream(device), torch.cuda.Stream(device)
@@ -96,7 +96,7 @@ class PeerLinks:
         with self._on_sending_stream() as stream:
             if number > SLOTS:
                 self._driver.wait(self._mine(_READ), number - SLOTS, stream)
-            target = peer + _CONTROL_BYTES + slot * self._room.slot_bytes
+            target = peer + _CONTROL_BYTES + slot * self._sizes.slot_bytes
             self._deliver(tensor, target, peer + _ARRIVED, _OUT_ARRIVED, number)
 
     def receive(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -106,7 +106,7 @@ class PeerLinks:
         """
         self._num_received += 1
         self._driver.wait(self._mine(_ARRIVED), self._num_received, self._current())
-        start = _CONTROL_BYTES + self._num_received % SLOTS * self._room.slot_bytes
+        start = _CONTROL_BYTES + self._num_received % SLOTS * self._sizes.slot_bytes
         return self._view(start, shape, dtype)
 
     def release(self) -> None:
@@ -123,7 +123,7 @@ class PeerLinks:
         """Send sampled tokens to the first stage."""
         self._num_tokens += 1
         peer = self._peers[0]
-        place = self._num_tokens % self._room.tickets * self._room.token_bytes
+        place = self._num_tokens % self._sizes.tickets * self._sizes.token_bytes
         with self._on_sending_stream():
             self._deliver(
                 tokens_B1,
@@ -142,17 +142,17 @@ class PeerLinks:
     def tokens(self, ticket: int, rows: int) -> Tensor:
         """Return a micro-batch's tokens [B, 1], ready when the current stream gets to them."""
         self._driver.wait(self._mine(_TOKENS), ticket, self._current())
-        start = _CONTROL_BYTES + ticket % self._room.tickets * self._room.token_bytes
+        start = _CONTROL_BYTES + ticket % self._sizes.tickets * self._sizes.token_bytes
         return self._view(start, (rows, 1), torch.long)
 
-    def fetch_tokens(self, ticket: int, rows: int) -> Pending:
+    def fetch_tokens(self, ticket: int, rows: int) -> HostCopy:
         """Return a micro-batch's tokens on their way to the host."""
         value = torch.empty(rows, 1, dtype=torch.long, pin_memory=True)
         with torch.cuda.stream(self._fetching):
             value.copy_(self.tokens(ticket, rows), non_blocking=True)
             copied = torch.cuda.Event()
             copied.record()
-        return Pending(value, copied)
+        return HostCopy(value, copied)
 
     def sending_s(self) -> float:
         """Return how long copies have taken since the last call."""
@@ -201,7 +201,7 @@ class PeerLinks:
         try:
             self._driver = CudaDriver()
             # May be more than what is left of the GPU, which the others must know, too.
-            size = self._room.inbox_bytes(self._rank)
+            size = self._sizes.inbox_bytes(self._rank)
             self._inbox = torch.zeros(size, dtype=torch.uint8, device=self.device)
             torch.cuda.synchronize(self.device)
             mine = host_mark() + self._driver.share(self._inbox)
@@ -233,7 +233,7 @@ class PeerLinks:
         end.record(self._sending)
         self._timed.append((start, end))
         self._leaving.append((end, tensor))
-        most = OUTPUTS_LEAVING * self._room.hidden_bytes
+        most = OUTPUTS_LEAVING * self._sizes.hidden_bytes
         # A stage ahead of a slower one waits here: what leaves takes memory.
         while sum(held.nbytes for _, held in self._leaving) > most:
             self._leaving[0][0].synchronize()

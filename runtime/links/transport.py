@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from llmpq.errors import DeadlineError
+from llmpq.runtime.host_copy import HostCopy
 from llmpq.runtime.links.message import (
     header_size,
     max_paging_size,
@@ -30,7 +31,6 @@ from llmpq.runtime.links.message import (
     unpack_header,
     unpack_paging,
 )
-from llmpq.runtime.pending import Pending
 from llmpq.runtime.request import StepKind
 from llmpq.runtime.step_message import StepMessage, result_width
 
@@ -65,7 +65,7 @@ class Transport(Protocol):
         """Send sampled tokens from the last stage to the first."""
         ...
 
-    def receive_tokens(self, rows: int, width: int) -> Tensor | Pending:
+    def receive_tokens(self, rows: int, width: int) -> Tensor | HostCopy:
         """Wait for the sampled tokens [rows, width] of the oldest micro-batch in flight."""
         ...
 
@@ -187,7 +187,7 @@ class GlooTransport(HostTokens):
         """Send sampled tokens from the last stage to the first."""
         self._send(tokens_BK.contiguous(), 0)
 
-    def receive_tokens(self, rows: int, width: int) -> Tensor | Pending:
+    def receive_tokens(self, rows: int, width: int) -> Tensor | HostCopy:
         """Wait for the sampled tokens [rows, width] of the oldest micro-batch in flight."""
         work, tokens_BK = self._expected.popleft()
         assert tokens_BK.shape == (rows, width)

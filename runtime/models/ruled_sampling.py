@@ -24,8 +24,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from llmpq.runtime.host_copy import HostCopy, arrived, to_host_async
 from llmpq.runtime.models.sampling import sample, sampler_of
-from llmpq.runtime.pending import Pending, arrived, on_its_way
 from llmpq.runtime.step_message import StepMessage
 from llmpq.runtime.token_rules import LogitsConstraints, LogprobOutput, TokenScore, TokenScores
 from llmpq.runtime.upload import upload
@@ -61,7 +61,7 @@ class TokenAutomaton(Protocol):
 class _Coming:
     """A step's tokens [B], on their way to the host."""
 
-    tokens_B: Tensor | Pending
+    tokens_B: Tensor | HostCopy
 
     @cached_property
     def known(self) -> list[int]:
@@ -250,7 +250,7 @@ class ConstrainedSampler:
             if known.counts_tokens or known.rules.logprobs is not None:
                 _keep(known, steps[row], tokens_B[row], logits_BV[row])
             if known.automaton is not None:
-                coming = _Coming(on_its_way(tokens_B)) if coming is None else coming
+                coming = _Coming(to_host_async(tokens_B)) if coming is None else coming
                 known.coming = (steps[row], coming, row)
 
     def score_prompts(

@@ -28,9 +28,9 @@ from llmpq.runtime.backends.gpu.paged_rounds import PagedRoundGraphs
 from llmpq.runtime.backends.stage_runner import StageRunner, num_wanted, result_table, rows_of
 from llmpq.runtime.cache.gpu_drafted_kv import GpuDraftedKV
 from llmpq.runtime.cache.gpu_paged_kv_base import GpuPagedKVBase
+from llmpq.runtime.host_copy import HostCopy, to_host_async
 from llmpq.runtime.models.mtp_head import MtpHead
 from llmpq.runtime.models.stage_model import StageModel
-from llmpq.runtime.pending import Pending, on_its_way
 from llmpq.runtime.request import PagedRow, StepKind
 from llmpq.runtime.sampling_params import SamplerConfig
 from llmpq.runtime.step_message import StepMessage
@@ -177,7 +177,7 @@ class CudaStageRunner(StageRunner):
         self._decode.remember(slots_B, tokens_B1[:, 0].to(self._device))
 
     @torch.inference_mode()
-    def run(self, message: StepMessage, hidden_BQH: Tensor | None) -> Tensor | Pending:
+    def run(self, message: StepMessage, hidden_BQH: Tensor | None) -> Tensor | HostCopy:
         """Return hidden states [1, T, h] on the host, or the token of each row [B, 1].
 
         What a row gets that samples nothing means nothing.
@@ -201,7 +201,7 @@ class CudaStageRunner(StageRunner):
     @torch.inference_mode()
     def repeatable(
         self, message: StepMessage, hidden_BQH: Tensor | None
-    ) -> Callable[[], Tensor | Pending]:
+    ) -> Callable[[], Tensor | HostCopy]:
         """Return a step as a call to repeat: its rows are staged once, the rest is as in `run`."""
         self.kv.take_rows(message.paged, message.starts)
         return partial(self._run, self._staged(message), message, hidden_BQH)
@@ -219,7 +219,7 @@ class CudaStageRunner(StageRunner):
 
     def _run(
         self, graphs: PagedGraphs, message: StepMessage, hidden_BQH: Tensor | None
-    ) -> Tensor | Pending:
+    ) -> Tensor | HostCopy:
         scored = self.model.head is not None and self.sampler.scores_prompts(message)
         every = scored and graphs is not self._verify
         out = (graphs.run_every_place if every else graphs.run_staged)(message, hidden_BQH)
@@ -240,7 +240,7 @@ class CudaStageRunner(StageRunner):
             return self._late.result
         return self._answer(self._tokens_B(out, message)[:, None])
 
-    def _round(self, message: StepMessage) -> Tensor | Pending:
+    def _round(self, message: StepMessage) -> Tensor | HostCopy:
         """Return the counts and new tokens of a round's rows."""
         gamma = message.q_len - 1
         if gamma not in self._rounds:
@@ -252,10 +252,10 @@ class CudaStageRunner(StageRunner):
         assert table_BK is not None
         return self._answer(table_BK[: message.num_rows])
 
-    def _answer(self, tokens_B1: Tensor) -> Tensor | Pending:
+    def _answer(self, tokens_B1: Tensor) -> Tensor | HostCopy:
         if self._tokens_stay:
             return tokens_B1.clone()
-        return on_its_way(tokens_B1) if self._whole else tokens_B1.cpu()
+        return to_host_async(tokens_B1) if self._whole else tokens_B1.cpu()
 
     def _drafted_B1(self, out: StepOutput, message: StepMessage) -> Tensor:
         """Return the tokens of a draft step, the most likely ones or drawn."""

@@ -14,7 +14,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from llmpq.runtime.pending import Pending
+from llmpq.runtime.host_copy import HostCopy
 
 
 class LateTokens:
@@ -26,7 +26,7 @@ class LateTokens:
         self._copied: torch.cuda.Event | None = None
         self._drawn = False
         value = torch.empty((num_rows, 1), dtype=torch.long, pin_memory=self._on_gpu)
-        self.result = Pending(value, self)
+        self.result = HostCopy(value, self)
 
     @torch.inference_mode()
     def draw(self) -> None:

@@ -23,7 +23,7 @@ from llmpq.model_spec import ModelSpec
 from llmpq.runtime.launch.nodes.rendezvous import Rendezvous
 from llmpq.runtime.launch.stages.stage_host import talk_over
 from llmpq.runtime.links.device_links import connect_devices
-from llmpq.runtime.links.peer_links import Room
+from llmpq.runtime.links.peer_links import BufferSizes
 from llmpq.runtime.links.transport import join_gloo
 from llmpq.runtime.weights.quantized_checkpoint import open_checkpoint
 
@@ -31,7 +31,7 @@ PACKAGES = ("llmpq", "torch", "triton", "ray", "safetensors", "transformers")
 LIMIT = datetime.timedelta(seconds=30)
 _ROUNDS = 20
 _MESSAGE = 1 << 16
-_PROBE_ROOM = Room(hidden_bytes=_MESSAGE, max_rows=1, tickets=2)
+_PROBE_SIZES = BufferSizes(hidden_bytes=_MESSAGE, max_rows=1, tickets=2)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,7 +105,7 @@ class StageProbe:
             gloo_us = self._ping()
             device = None
             if self._on_gpu:
-                links = connect_devices(torch.device("cuda", 0), _PROBE_ROOM)
+                links = connect_devices(torch.device("cuda", 0), _PROBE_SIZES)
                 device = links.name if links is not None else "none"
         except RuntimeError as error:
             return asdict(LinkReport(gloo_us=None, problem=str(error).splitlines()[0]))

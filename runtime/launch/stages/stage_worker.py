@@ -46,7 +46,7 @@ from llmpq.runtime.links.device_links import (
     StageLinks,
     connect_devices,
 )
-from llmpq.runtime.links.peer_links import Room
+from llmpq.runtime.links.peer_links import BufferSizes
 from llmpq.runtime.links.thread_links import ThreadRendezvous
 from llmpq.runtime.links.transport import (
     GlooTransport,
@@ -182,7 +182,7 @@ class StageWorker:
             self._use_threads()
             wanted = self._settings.options.links
             kinds = {"auto": KINDS, "gloo": ()}.get(wanted, (wanted,))
-            self._links = connect_devices(self._gpu, self._room(), kinds=kinds)
+            self._links = connect_devices(self._gpu, self._buffer_sizes(), kinds=kinds)
         if self._settings.address is not None and self._links is None:
             self._more = more_connections()
 
@@ -328,11 +328,11 @@ class StageWorker:
         limits = self._pool.limits
         return max(limits.step_tokens, limits.decode_rows * (MAX_GAMMA + 1) + 1)
 
-    def _room(self) -> Room:
+    def _buffer_sizes(self) -> BufferSizes:
         """Return the largest messages of the plan."""
         assert self._compute is not None
         hidden_bytes = self._compute.model.spec.hop_features * self._plan.workload.dtype_bytes
-        return Room(
+        return BufferSizes(
             hidden_bytes=self._max_tokens * hidden_bytes,
             max_rows=self._max_rows,
             tickets=max_ahead(len(self._plan.stages)) + 2,

@@ -20,7 +20,7 @@ from llmpq.profiler.timing.shape_grid import Reach, cases, make_grid
 from llmpq.profiler.timing.stopwatch import summarise
 from llmpq.profiler.timing.timed_layers import TimedModel, pool_of, step_message
 from llmpq.runtime.backends.stage_runner import StageRunner
-from llmpq.runtime.pending import Pending
+from llmpq.runtime.host_copy import HostCopy
 from llmpq.runtime.sampling_params import SamplerConfig
 from llmpq.sizes.step_padding import gpu_padded
 
@@ -134,7 +134,7 @@ def test_an_answer_on_its_way_is_waited_for(
         def synchronize(self) -> None:
             waits.append(1)
 
-    monkeypatch.setattr(StageRunner, "run", lambda *_: Pending(torch.zeros(1), Copied()))
+    monkeypatch.setattr(StageRunner, "run", lambda *_: HostCopy(torch.zeros(1), Copied()))
     spec = ModelSpec.from_directory(tiny_models.directory("opt"))
     timed = TimedModel(spec, torch.device("cpu"), Quantization(), Sampling())
     target = Target(device_kind="c", part="layer", phase=Phase.PREFILL, dtype="float32")

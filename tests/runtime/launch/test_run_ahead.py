@@ -18,9 +18,9 @@ from llmpq.runtime.engine.mailbox import Mailbox
 from llmpq.runtime.engine.pool_limits import PoolLimits
 from llmpq.runtime.engine.scheduler import Scheduler
 from llmpq.runtime.engine.stage_loop import FirstStage, run_following_stage
+from llmpq.runtime.host_copy import HostCopy
 from llmpq.runtime.links.device_links import DeviceTransport, connect_devices
 from llmpq.runtime.links.transport import join_gloo
-from llmpq.runtime.pending import Pending
 from llmpq.runtime.request import Request, StepKind
 from llmpq.runtime.trace import Recorder
 from llmpq.runtime.weights.sources import CheckpointSource
@@ -178,7 +178,7 @@ def test_a_device_that_never_answers_is_noticed(fused_rounds):
         runs_ahead = not fused_rounds
 
         def run(self, message, hidden_BQH):
-            return Pending(torch.zeros(message.num_rows, 1, dtype=torch.long), Copied())
+            return HostCopy(torch.zeros(message.num_rows, 1, dtype=torch.long), Copied())
 
     Stuck.fused_rounds = fused_rounds
     limits = PoolLimits(num_blocks=1, max_rows=1, max_len=8, step_tokens=8, decode_rows=1)

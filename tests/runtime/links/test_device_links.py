@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from llmpq.runtime.links import peer_links
 from llmpq.runtime.links.device_links import KINDS, DeviceTransport, connect_devices
-from llmpq.runtime.links.peer_links import Room
+from llmpq.runtime.links.peer_links import BufferSizes
 from llmpq.runtime.links.transport import IDLE_LIMIT, GlooTransport, join_gloo
 from llmpq.runtime.options import choices
 from llmpq.runtime.request import PagedRow, StepKind
@@ -51,7 +51,7 @@ def stage(rank: int, path: str, broken: bool) -> None:
     # A pair that cannot be made: one stage asks for links its device does not have.
     backend = "nccl" if broken and rank == 1 else "gloo"
     limit_s = 3 if broken else 20
-    room = Room(hidden_bytes=10 * HIDDEN * 4, max_rows=4, tickets=6)
+    room = BufferSizes(hidden_bytes=10 * HIDDEN * 4, max_rows=4, tickets=6)
     links = connect_devices(torch.device("cpu"), room, kinds=[backend], limit_s=limit_s)
     if broken:
         assert links is None
@@ -108,7 +108,7 @@ def test_a_gpu_without_room_for_its_inbox_tells_the_others(monkeypatch):
             links = peer_links.PeerLinks.__new__(peer_links.PeerLinks)
             links._rank, links._world, links._problem = 0, 1, None
             links.device = torch.device("cpu")
-            links._room = Room(hidden_bytes=8, max_rows=1 << 40, tickets=1 << 10)
+            links._sizes = BufferSizes(hidden_bytes=8, max_rows=1 << 40, tickets=1 << 10)
             links._open_neighbours()
         finally:
             dist.destroy_process_group()

@@ -7,10 +7,10 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as processes
 
+from llmpq.runtime.host_copy import arrived
 from llmpq.runtime.links.device_links import connect_devices
-from llmpq.runtime.links.peer_links import PeerLinks, Room
+from llmpq.runtime.links.peer_links import BufferSizes, PeerLinks
 from llmpq.runtime.links.transport import join_gloo
-from llmpq.runtime.pending import arrived
 
 pytestmark = [
     pytest.mark.gpu,
@@ -25,7 +25,7 @@ def stage(rank: int, path: str, careless: bool) -> None:
     """Send numbered messages to a slow receiver, which answers each with its number."""
     device = torch.device("cuda", 0)
     join_gloo(dist.FileStore(path, 2), rank, 2)
-    room = Room(hidden_bytes=4 * 4 * 32 * 256, max_rows=4, tickets=MESSAGES + 2)
+    room = BufferSizes(hidden_bytes=4 * 4 * 32 * 256, max_rows=4, tickets=MESSAGES + 2)
     links = connect_devices(device, room, kinds=["peer"])
     assert isinstance(links, PeerLinks)
     ok = True

@@ -1,4 +1,4 @@
-"""A result that is still on its way from a device to the host."""
+"""Asynchronous copies of results from a device to the host."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 class CopyEvent(Protocol):
-    """What tells that a copy has arrived (a `torch.cuda.Event`)."""
+    """An event that is recorded behind a copy (a `torch.cuda.Event`)."""
 
     def synchronize(self) -> None:
         """Wait for it."""
@@ -18,7 +18,7 @@ class CopyEvent(Protocol):
 
 
 @dataclass(frozen=True)
-class Pending:
+class HostCopy:
     """A result in host memory, valid once its copy has arrived."""
 
     value: Tensor
@@ -30,12 +30,12 @@ class Pending:
         return self.value
 
 
-def arrived(result: Tensor | Pending) -> Tensor:
+def arrived(result: Tensor | HostCopy) -> Tensor:
     """Return a result, waiting for it if need be."""
-    return result.wait() if isinstance(result, Pending) else result
+    return result.wait() if isinstance(result, HostCopy) else result
 
 
-def on_its_way(result: Tensor) -> Tensor | Pending:
+def to_host_async(result: Tensor) -> Tensor | HostCopy:
     """Return a result of a device that the host may wait for once it needs it."""
     if not result.is_cuda:
         return result.cpu()
@@ -43,4 +43,4 @@ def on_its_way(result: Tensor) -> Tensor | Pending:
     value.copy_(result, non_blocking=True)
     copied = torch.cuda.Event()
     copied.record()
-    return Pending(value, copied)
+    return HostCopy(value, copied)
