@@ -36,7 +36,7 @@ VIEWS = {
 }
 """End of the file's name -> what the reader prefers, the medium, pixels of width."""
 HIGH = 1150
-QUESTIONS = ("def main():", "class Stack:", "import argparse")
+QUESTIONS = ("def read_lines(path):", "class Stack:", "try:")
 """Python, as that is what the bundled model knows."""
 
 
@@ -68,7 +68,7 @@ def chat(shown: Browser) -> None:
     shown.until("document.getElementById('status').className === 'ready'", 120)
     shown.run("""
         document.getElementById('max-tokens').value = 48;
-        document.getElementById('temperature').value = 0;
+        document.getElementById('temperature').value = 0.8;
     """)
     for number, question in enumerate(QUESTIONS, start=1):
         shown.run(f"""
