@@ -48,6 +48,18 @@ FROM_TOKENS = 17
 """Tokens of a row from which it is scanned; shorter ones are walked."""
 
 
+OLDEST = (8, 0)
+
+
+def scans(device: torch.device) -> bool:
+    """Return whether long rows are scanned on a device, else walked.
+
+    Before sm_80 Triton drives no tensor core, and a block's operands take more shared memory than
+    those cards have.
+    """
+    return device.type != "cuda" or torch.cuda.get_device_capability(device) >= OLDEST
+
+
 @triton.jit
 def unit(x):
     """Rows of length one."""

@@ -23,7 +23,7 @@ from torch.nn import functional
 from llmpq.families.common.spec_values import Recurrent
 from llmpq.kernels.recurrent.convolve import convolve_rows
 from llmpq.kernels.recurrent.gated_norm import gated_norm
-from llmpq.kernels.recurrent.state_scan import FROM_TOKENS, scan_rows
+from llmpq.kernels.recurrent.state_scan import FROM_TOKENS, scan_rows, scans
 from llmpq.kernels.recurrent.state_walk import Recurrence, walk_rows
 from llmpq.runtime.cache.kv_cache import KVCache
 from llmpq.runtime.models.recurrent import RecurrentMixer, in_factors
@@ -94,7 +94,7 @@ def _recurrence(
         bias_H=part.step_bias_H,
         skip_H=part.skip_H,
     )
-    if not step.chunks:
+    if not step.chunks or not scans(mixed_TC.device):
         return walk_rows(mixed_TC, steps_TJ, recurrence, matrix_SHNP, rows_FR, moves_1)
     short = FROM_TOKENS - 1
     out_TC = walk_rows(mixed_TC, steps_TJ, recurrence, matrix_SHNP, rows_FR, moves_1, longest=short)

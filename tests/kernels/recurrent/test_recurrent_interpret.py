@@ -6,7 +6,7 @@ from triton import knobs
 
 from llmpq.kernels.recurrent.convolve import convolve_rows, convolve_rows_reference
 from llmpq.kernels.recurrent.gated_norm import gated_norm, gated_norm_reference
-from llmpq.kernels.recurrent.state_scan import FROM_TOKENS, scan_rows
+from llmpq.kernels.recurrent.state_scan import FROM_TOKENS, scan_rows, scans
 from llmpq.kernels.recurrent.state_walk import walk_rows, walk_rows_reference
 from reference.recurrent_rows import (
     CHUNKS,
@@ -86,6 +86,12 @@ def test_scan(delta, monkeypatch):
     torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
     scan_rows(mixed, steps, form, own, rows_FR, slots_T, MOVES, got)
     torch.testing.assert_close(own, want_states, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(("capability", "scanned"), [((7, 5), False), ((8, 6), True)])
+def test_cards_without_tensor_cores_walk_long_rows(capability, scanned, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    assert scans(torch.device("cuda")) is scanned
 
 
 def test_scan_of_keys_that_are_alike():
