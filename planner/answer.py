@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -79,6 +79,11 @@ class TopologyAnswer:
     found: FoundTopology
     known: KnownPipeline
     """The one pipeline, as topologies are valued."""
+
+    def uses(self, kinds: Collection[str]) -> bool:
+        """Whether an engine has a device of one of these kinds."""
+        stages = () if self.topology is None else self.topology.stages
+        return any(stage.kind in kinds for stage in stages)
 
 
 def answer_topology(

@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
+from llmpq.default_dtype import without_bfloat16
 from llmpq.errors import DoesNotFitError
 from llmpq.file_form import check_writable, replace_text
 from llmpq.pictures.plan_page import Beside, plan_page, topology_page
@@ -95,9 +96,15 @@ def make_and_show(request: PlanRequest, job: PlanJob) -> None:
             for line in _what_if(changes, None, path):
                 say(open_console(), line)
             raise
+    lacking = without_bfloat16(problem.cluster)
+    if several is not None and several.uses(lacking):
+        own = None  # the engines that are best need these cards
     if own is not None:
         best, said = own
         problem = best.problem
+        if several is not None and _may_share(request, problem, options):
+            exactly = num_engines(request.engines)
+            several = _topology(problem, best, options, path, exactly)
         notes = [said if "no bfloat16" in note else note for note in notes]
         job = replace(job, problem=problem, notes=notes)
     if several is not None and several.topology is not None:

@@ -165,3 +165,12 @@ def test_files_that_are_no_topology_are_refused(planned: Any, tmp_path: Path) ->
         path.write_text(json.dumps(broken))
         with pytest.raises(Exception, match=said):
             read_plan(path)
+
+
+def test_cards_without_bfloat16_that_no_engine_has_do_not_decide_the_dtype(planned: Any) -> None:
+    words = ["--devices", "3090:2,t4", "--model", "qwen3-0.6b", "--batch", "16", *JOB]
+    plan, lines = planned(*words, "--prefer", "speed")
+    used = {stage.kind for stage in plan.stages}
+    kept = plan.engines[0].plan if isinstance(plan, Topology) else plan
+    assert kept.workload.dtype == ("float16" if "T4" in used else "bfloat16")
+    assert any("T4" in line and "bfloat16" in line for line in lines)
