@@ -31,9 +31,9 @@ from llmpq.precision import KVPrecision, Precision
 from llmpq.runtime.backends.build_stage import build_stage
 from llmpq.runtime.backends.gpu.cuda_step_times import step_message
 from llmpq.runtime.backends.stage_runner import StageRunner
+from llmpq.runtime.host_copy import arrived
 from llmpq.runtime.launch.plans.manual_plan import manual_plan
 from llmpq.runtime.links.peer_links import BufferSizes
-from llmpq.runtime.pending import arrived
 from llmpq.runtime.weights.sources import RandomSource
 from llmpq.sizes.gpu_workspace import OUTPUTS_LEAVING
 from llmpq.sizes.pool_size import PoolSize, planned_pool

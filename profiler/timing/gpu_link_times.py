@@ -13,7 +13,7 @@ from torch import Tensor
 from llmpq.profiler.timing.cases import LinkTimings
 from llmpq.runtime.host_copy import arrived
 from llmpq.runtime.links.device_links import StageLinks
-from llmpq.runtime.links.peer_links import Room
+from llmpq.runtime.links.peer_links import BufferSizes
 
 ROWS = 8
 TOKENS = (1, 16, 256, 2048)
@@ -24,9 +24,9 @@ BURSTS = 6
 DTYPE = torch.bfloat16
 
 
-def room(hidden: int) -> Room:
+def room(hidden: int) -> BufferSizes:
     """Return the largest messages of the measurement."""
-    return Room(
+    return BufferSizes(
         hidden_bytes=ROWS * max(TOKENS) * hidden * DTYPE.itemsize, max_rows=ROWS, tickets=2 * ROUNDS
     )
 
