@@ -69,6 +69,8 @@ class ProgressReporter:
         self._phase = "starting"
         self._ended = threading.Event()
         self._live: Live | None = None
+        self._stderr = sys.stderr
+        self._logs: list[logging.StreamHandler[Any]] = []
         if not quiet and sys.stderr.isatty():
             console = console or Console(stderr=True)
             self._live = Live(
@@ -85,6 +87,7 @@ class ProgressReporter:
             counting.start()
         if self._live is not None:
             self._live.start()
+            self._logs = _log_above_it(self._stderr)
         return self
 
     def __exit__(
@@ -96,6 +99,8 @@ class ProgressReporter:
         self._ended.set()
         if self._live is not None:
             self._live.stop()
+            for handler in self._logs:
+                handler.setStream(self._stderr)
 
     def _count(self, every_s: float) -> None:
         """Ask the stages what they did, until the job has ended."""
@@ -172,6 +177,21 @@ class ProgressReporter:
             f"{passed}{end}",
         )
         return head
+
+
+def _log_above_it(stderr: Any) -> list[logging.StreamHandler[Any]]:
+    """Let what is logged to a terminal be written above the picture; return whose stream changed.
+
+    `sys.stderr` does so while there is one; handlers hold the one of before.
+    """
+    handlers = [
+        handler
+        for handler in logging.getLogger().handlers
+        if isinstance(handler, logging.StreamHandler) and handler.stream is stderr
+    ]
+    for handler in handlers:
+        handler.setStream(sys.stderr)
+    return handlers
 
 
 def _generated(stats: Callable[[], Mapping[str, Any]]) -> int | None:

@@ -152,6 +152,20 @@ def test_elsewhere_there_are_lines(
     assert "left" in line and sys.stderr.getvalue() == ""
 
 
+def test_what_is_logged_stands_above_the_picture(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stderr", terminal)
+    handler = logging.StreamHandler(terminal)
+    monkeypatch.setattr(logging.getLogger(), "handlers", [handler])
+    with a_reporter(lambda: counted(0, [])):
+        assert handler.stream is sys.stderr is not terminal
+        logging.getLogger("llmpq.runtime").error("stage 1 was lost")
+    assert handler.stream is terminal is sys.stderr
+    said = terminal.getvalue()
+    assert "stage 1 was lost\n" in said
+    assert said.rindex("0/40 rows") > said.index("stage 1 was lost"), "drawn again below it"
+
+
 def test_an_engine_that_cannot_say_holds_nothing_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stderr", Terminal())
 
