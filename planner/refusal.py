@@ -14,6 +14,9 @@ from functools import cached_property
 from itertools import product
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from llmpq.cluster import Cluster, Device, DeviceGroup
 from llmpq.devices.device_spec import known_kind
 from llmpq.errors import DoesNotFitError
@@ -108,13 +111,19 @@ def too_big_in_any_chunks(p: Problem) -> bool:
     return all(too_big(of_size) for of_size in in_each_chunk(p))
 
 
+def _mean_bytes(p: Problem) -> NDArray[np.int64]:
+    """[B] bytes of a layer; where they differ of a mean one, rounded down: as many fit at least."""
+    own = p.unlike_bytes
+    return layer_bytes(p) if own is None else own.sum(axis=0) // len(own)
+
+
 def _room(p: Problem, choice: int | None) -> StageRoom:
     """Return how much of the model fits at a choice of precision and the smallest micro-batches.
 
     Without a choice no plan has more room: every stage has layers of the fewest bytes that its sort
     of weights may have.
     """
-    table, sizes = p.capacity(*smallest_microbatches(p)), layer_bytes(p)
+    table, sizes = p.capacity(*smallest_microbatches(p)), _mean_bytes(p)
     if choice is None:
         units = {
             sort: int(sizes[some].min())
@@ -135,6 +144,8 @@ def _room(p: Problem, choice: int | None) -> StageRoom:
         some_devices = [first] if first == last else list(range(len(devices)))
         used = sorted(some_devices, key=lambda k: -held[k])[:most]
         total = sum(held[k] for k in used)
+        if p.unlike_bytes is not None:  # what is left on each may be room for a smaller layer
+            total += len(used)
         lacking = max(0, p.spec.num_layers - total)
         needs = {
             k: min((held[k] + lacking) * units[sort] - rooms[k][sort] for sort in units)

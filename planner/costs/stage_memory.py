@@ -1,11 +1,11 @@
 """Bytes that a stage has for layers: a device's limit less everything that is not a layer.
 
-Layers are taken to be equal. Their weights are those of the largest of the model: where a mixture
-begins with layers of one MLP (DeepSeek, GLM-4.5), what those take less is room that the first stage
-has for layers. Their KV is the mean of the model's: where some layers have a window (Gemma,
-gpt-oss) or a recurrent state instead (Qwen3-Next, Granite 4), a stage keeps back what the KV of any
-layers that it may have exceeds that by. A plan that was found states what its own layers take
-(llmpq/memory.py).
+Layers are taken to be equal, unless their weights differ much (`unlike_bytes`). Their weights are
+those of the largest of the model: where a mixture begins with layers of one MLP (DeepSeek,
+GLM-4.5), what those take less is room that the first stage has for layers. Their KV is the mean of
+the model's: where some layers have a window (Gemma, gpt-oss) or a recurrent state instead
+(Qwen3-Next, Granite 4), a stage keeps back what the KV of any layers that it may have exceeds that
+by. A plan that was found states what its own layers take (llmpq/memory.py).
 
 What a stage needs beside its layers depends on the sorts of weights it multiplies, not on how many
 layers have them: dense products have a library's workspace, packed ones their own, a stage with
@@ -76,6 +76,33 @@ def largest_weights(p: Problem) -> NDArray[np.int64]:
     return np.asarray(_weights(p, range(p.spec.num_layers)).max(axis=0))
 
 
+UNLIKE = 1.1
+"""How many times the weights of all layers as many of the largest may be, for layers that count as
+equal: beyond it every layer counts for what it takes itself."""
+
+
+def unlike_bytes(p: Problem) -> NDArray[np.int64] | None:
+    """[layers, B] weights and KV of every layer, where weights differ much; None where they do not.
+
+    Nemotron-H's layers of experts have ten times the weights of those of attention between them.
+    Dense layers in front of a mixture are counted otherwise (`_smaller_layers`).
+    """
+    spec = p.spec
+    if not (spec.without_mlp or spec.ffns or spec.mixers or spec.dense_layers):
+        return None
+    if spec.dense_layers == tuple(range(len(spec.dense_layers))) and not spec.without_mlp:
+        return None
+    kinds = [(spec.of_layer(i), p.quantization.of_layer(i)) for i in range(spec.num_layers)]
+    known = {
+        kind: [layer_weight_bytes(kind[0], b, kind[1], p.workload.dtype_bytes) for b in p.choices]
+        for kind in dict.fromkeys(kinds)
+    }
+    weights = np.array([known[kind] for kind in kinds], dtype=np.int64)
+    if (weights.max(axis=0) * len(weights) <= UNLIKE * weights.sum(axis=0)).all():
+        return None
+    return np.asarray(weights + p.kv_bytes_of_layers[:, None])
+
+
 def kv_bytes_of_layers(p: Problem) -> NDArray[np.int64]:
     """[layers] KV of every layer of the model, for the whole batch."""
 
@@ -132,7 +159,7 @@ def _smaller_layers(p: Problem, room: int, sort: int) -> int:
     are fewer. A stage of fewer than that fits, too, whatever it counts for.
     """
     dense = [layer for place, layer in enumerate(p.spec.dense_layers) if place == layer]
-    if not dense or room <= 0:
+    if not dense or room <= 0 or p.unlike_bytes is not None:
         return 0
     allowed = choices_of(p.choices, sort)
     own = _weights(p, dense).max(axis=0)
@@ -162,7 +189,8 @@ def capacity(p: Problem, eta: int, xi: int) -> NDArray[np.int64]:
             )
             for on_gpu in (False, True)
         }
-        kv_above = _above_mean(p, first=first, last=last)
+        known = p.unlike_bytes is not None  # with every layer's own KV
+        kv_above = 0 if known else _above_mean(p, first=first, last=last)
         for sort, precisions in sorts.items():
             workspace = {
                 (on_gpu, unpacks): workspace_bytes(

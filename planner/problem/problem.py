@@ -28,6 +28,7 @@ from llmpq.planner.costs.stage_memory import (
     largest_weights,
     layer_bytes,
     packed_of,
+    unlike_bytes,
 )
 from llmpq.planner.problem.microbatch import distinct_sizes, microbatch_pairs
 from llmpq.planner.problem.numbers import PairNumbers, SizeNumbers, pair_numbers, size_numbers
@@ -376,8 +377,16 @@ class Problem:
         return largest_weights(self)
 
     @cached_property
+    def unlike_bytes(self) -> NDArray[np.int64] | None:
+        """[layers, B] of every layer by itself; None where layers count as equal."""
+        return unlike_bytes(self)
+
+    @cached_property
     def all_layer_bytes(self) -> NDArray[np.int64]:
         """[L, B] weights and the whole batch's KV."""
+        own = self.unlike_bytes
+        if own is not None:
+            return np.array([own[start:end].sum(axis=0) for start, end in self.groups])
         sizes = np.array([end - start for start, end in self.groups], dtype=np.int64)
         return sizes[:, None] * layer_bytes(self)[None, :]
 
