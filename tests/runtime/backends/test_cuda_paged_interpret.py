@@ -1,6 +1,7 @@
 """A GPU's stage, its kernels interpreted: transformers' tokens under every schedule."""
 
 import threading
+from dataclasses import replace
 
 import pytest
 import torch
@@ -245,6 +246,17 @@ def test_who_finds_a_packed_block_gets_the_tokens_behind_it(tiny_models):
         assert torch.equal(ring[:, 2][:, :, at], behind[:, 4])
         assert not ring[:, :2].any() and int(ring[:, 2].any(-1).any(0)[0].sum()) == TAIL_TOKENS
     assert kv._table_SM[2, :2].tolist() == [3, 4] and kv._table_SM[0, 0] == 1
+
+
+@pytest.mark.parametrize("kv", [KVPrecision.KV8, KVPrecision.KV4, KVPrecision.KV2])
+@pytest.mark.parametrize("dim", [40, 72, 80, 96, 112, 192, 256])
+def test_packed_heads_of_any_size_take_the_bytes_of_plans(tiny_models, kv, dim):
+    spec = replace(ModelSpec.from_directory(tiny_models.directory("qwen3")), head_dim=dim)
+    size = PoolSize(num_blocks=3, slots=2, max_len=500, prefix_cache=True)
+    pool = GpuPackedKV(
+        spec, kv, layers=range(2), size=size, dtype=torch.bfloat16, device=torch.device("cpu")
+    )
+    assert pool.nbytes == size.nbytes(spec, kv, layers=range(2), dtype_bytes=2)
 
 
 def windowed(model, make_plan, *, blocks):
