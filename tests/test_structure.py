@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -116,3 +117,33 @@ def test_a_name_of_a_public_class_means_one_thing() -> None:
     )
     found = twice(classes)
     assert not found, found
+
+
+IMPORT = re.compile(r"^ *from (llmpq[\w.]*) import (\([^)]*\)|[^\n(]+)", re.MULTILINE)
+
+
+@cache
+def words_of(path: Path) -> frozenset[str]:
+    return frozenset(re.findall(r"\w+", path.read_text()))
+
+
+def missing_names(path: Path) -> Iterator[str]:
+    """Yield what a file imports of ours whose name stands nowhere in the module."""
+    for module, names in IMPORT.findall(path.read_text()):
+        place = ROOT / module.replace(".", "/")
+        source = place / "__init__.py" if place.is_dir() else place.with_suffix(".py")
+        if not source.is_file():
+            yield module
+            continue
+        for name in re.findall(r"(\w+)(?: as \w+)?(?:,|\)|$)", re.sub(r"#.*|\s+$", "", names)):
+            inside = place / name
+            there = inside.is_dir() or inside.with_suffix(".py").is_file()
+            if name not in words_of(source) and not there:
+                yield f"{module}.{name}"
+
+
+def test_what_is_imported_is_there() -> None:
+    """Benchmarks and tests for GPUs are run seldom; a rename must not pass them by."""
+    others = [p for room in ("benchmarks", "tests", "docs") for p in (ROOT / room).rglob("*.py")]
+    found = {str(p.relative_to(ROOT)): [*missing_names(p)] for p in [*sources(), *others]}
+    assert {path: names for path, names in found.items() if names} == {}
