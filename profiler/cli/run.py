@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from functools import reduce
 
 from rich.console import Console
@@ -13,6 +14,7 @@ from llmpq.cluster import Cluster, Device
 from llmpq.commands.output_paths import check_files
 from llmpq.cost_model import CostModel
 from llmpq.default_dtype import default_dtype
+from llmpq.devices.this_machine import usable_cores
 from llmpq.errors import ExitCode
 from llmpq.missing_packages import require_modules
 from llmpq.model_spec import ModelSpec
@@ -161,9 +163,11 @@ def report(outcome: HostProfile) -> None:
     noise = sorted(outcome.noise.values())
     if noise and noise[len(noise) // 2] > NOISY:
         log.warning(
-            "the times are noisy (median +-%.0f %%): other programs are running; profile again on "
-            "an idle machine",
+            "the times are noisy (median +-%.0f %%), as they are beside other programs (load %.1f "
+            "on %d cores); profile again on an idle machine",
             100 * noise[len(noise) // 2],
+            os.getloadavg()[0],
+            usable_cores(),
         )
 
 
