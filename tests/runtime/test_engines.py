@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import heapq
 import json
+import os
 import random
+import signal
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,10 +17,12 @@ import pytest
 
 from llmpq.errors import StageLostError
 from llmpq.runtime.cli.main import main
-from llmpq.runtime.engines import _Dealer
+from llmpq.runtime.engines import Engines, _Dealer
 from llmpq.runtime.launch.request_record import RequestOutputDelta, RequestRecord
+from llmpq.runtime.options import EngineOptions
 from llmpq.runtime.request import Finished, Request
 from llmpq.runtime.request_output import RequestOutput
+from llmpq.runtime.sampling_params import SamplingParams
 from llmpq.topology import EngineShare, Topology
 
 pytestmark = pytest.mark.quick
@@ -222,3 +226,31 @@ def test_a_batch_file_is_run_by_two_engines(
     assert [row["tokens"] for row in again] == [row["tokens"] for row in expected]
     assert main([*words, "--plan", str(plan), "-o", "x", "--report", "x.html", "--json"]) == 2
     assert "a page is of one engine and the plan has several" in capsys.readouterr().err
+
+
+@pytest.mark.cpu
+def test_rows_of_an_engine_that_is_killed_are_answered_by_the_other(
+    demo_model: Path, make_plan: Any
+) -> None:
+    plans = [make_plan(demo_model, gen_len=64), make_plan(demo_model, gen_len=64)]
+    stage = plans[1].stages[0].model_copy(update={"device": "other"})
+    plans[1] = plans[1].model_copy(update={"stages": (stage,)})
+    topology = Topology(
+        engines=tuple(EngineShare(rows=8, plan=plan) for plan in plans),
+        workload=plans[0].workload.model_copy(update={"batch": 16}),
+    )
+    greedy = SamplingParams(max_tokens=48, temperature=0, ignore_eos=True)
+    options = EngineOptions(on_loss="stop", offline=True)
+    with Engines(demo_model, topology, options, use_tqdm=False) as engines:
+        prompts = [engines.prepare([5 + i, 7, 9], greedy) for i in range(16)]
+        found: dict[int, RequestOutput] = {}
+        for index, output in engines.as_completed(prompts):
+            if not found:
+                os.kill(engines.llms[1].stage_places[0].pid, signal.SIGKILL)
+            found[index] = output
+        report = engines.job_report(list(found.values()))
+    assert sorted(found) == list(range(16))
+    assert all(len(output.outputs[0].token_ids) == 48 for output in found.values())
+    lost = [one["lost"] for one in report["engines"]]
+    assert lost[0] is None and lost[1] is not None
+    assert sum(one["rows"] for one in report["engines"]) == 16 > report["engines"][1]["rows"]
