@@ -27,6 +27,7 @@ from llmpq.runtime.cli import tool_flags
 from llmpq.runtime.cli.chat_flags import chat_parser
 from llmpq.runtime.cli.run_flags import run_parser
 from llmpq.runtime.cli.serve_flags import serve_parser
+from llmpq.topology import Topology
 
 FOLDER = Path(__file__).resolve().parent / "reference"
 MADE = "<!-- made by docs/make_reference.py from the code; do not edit -->\n"
@@ -39,6 +40,9 @@ JSON. `llmpq-algo -o plan.json` writes it, `llmpq-dist --plan plan.json` and `LL
 `llmpq-algo check plan.json` checks it. A plan may be written by hand: a field with a default may
 be left out, an unknown field is refused with the nearest known one. Times are in seconds, sizes in
 bytes. An example: [plan.json](../plan.json).
+
+A plan of several engines, which `llmpq-dist run` and `serve` take, has [`engines`](#topology) in
+place of stages, each with a plan as below.
 """
 CLUSTER = """\
 # The cluster file
@@ -57,10 +61,10 @@ COMMANDS = """\
 """
 
 
-def fields_page(intro: str, top: type[BaseModel]) -> str:
-    """Return a page with a table for `top` and for every type that it is made of."""
+def fields_page(intro: str, top: type[BaseModel], *others: type[BaseModel]) -> str:
+    """Return a page with a table for `top`, for other files, and for every type of their fields."""
     parts = [MADE, intro]
-    for model in models_of(top):
+    for model in dict.fromkeys(one for file in (top, *others) for one in models_of(file)):
         title = "The file" if model is top else f"`{model.__name__}`"
         summary = " ".join((inspect.getdoc(model) or "").split("\n\n")[0].split())
         parts.append(f"\n## {title}\n\n{summary}\n\n| field | type | default | meaning |\n")
@@ -183,7 +187,7 @@ def commands_page() -> str:
 def pages() -> dict[Path, str]:
     """Return every page of the reference, as the code says it now."""
     return {
-        FOLDER / "plan.md": fields_page(PLAN, Plan),
+        FOLDER / "plan.md": fields_page(PLAN, Plan, Topology),
         FOLDER / "cluster.md": fields_page(CLUSTER, Cluster),
         FOLDER / "commands.md": commands_page(),
     }

@@ -403,8 +403,8 @@ class Plan(FileForm):
             if isinstance(data, dict) and isinstance(data.get("engines"), list):
                 raise ValueError(
                     f"'{path}' is a plan of {len(data['engines'])} engines, expected one of a "
-                    "single engine: make it with llmpq-algo --engines 1; llmpq-dist run and serve "
-                    "take several"
+                    "single engine: make it with llmpq-algo --engines 1; llmpq-dist run and serve, "
+                    "and llmpq.runtime.engines.Engines in Python, take several"
                 )
             return cls.parse_data(data, where=str(path))
         except ValueError as error:

@@ -1,7 +1,7 @@
 """Several engines that share a job: rows are dealt as engines have room, and end together.
 
-    with Engines("DIR", topology, options) as engines:
-        for index, output in engines.as_completed(prompts): ...
+    with Engines("DIR", Topology.load("plan.json")) as engines:
+        engines.generate(["A prompt", "Another"], SamplingParams(max_tokens=32))
 
 Each engine is an `LLM` with the plan of its own. A row goes to an engine that has room; at the end,
 one that has nothing left takes over rows of others that it would end sooner, with their tokens so
@@ -15,7 +15,7 @@ import queue
 import statistics
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
@@ -36,7 +36,7 @@ from llmpq.runtime.report.samples import JobSamples
 from llmpq.runtime.request import Progress
 from llmpq.runtime.request_output import RequestOutput
 from llmpq.runtime.sampling_params import SamplingParams
-from llmpq.runtime.text.request_factory import PreparedPrompt, Prompt
+from llmpq.runtime.text.request_factory import PreparedPrompt, Prompt, listed
 from llmpq.runtime.trace import write_chrome_trace
 from llmpq.topology import Topology
 
@@ -97,12 +97,13 @@ class Engines:
         self,
         model: str | Path,
         topology: Topology,
-        options: EngineOptions,
+        options: EngineOptions | None = None,
         *,
         start: bool = True,
         use_tqdm: bool = True,
     ) -> None:
         """`start=False`: prompts can be prepared, and `start` loads the model."""
+        options = options or EngineOptions()
         self.plan = topology
         self.options = options
         self._trace = options.trace
@@ -217,6 +218,24 @@ class Engines:
         return self._widest.prepare(
             prompt, sampling_params, request_id=request_id, priority=priority, whole=whole
         )
+
+    def generate(
+        self,
+        prompts: Prompt | Iterable[Prompt],
+        sampling_params: SamplingParams | None = None,
+        *,
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]:
+        """Return the answers to prompts, in their order, as `LLM.generate`."""
+        prepared = [self.prepare(prompt, sampling_params) for prompt in listed(prompts)]
+        found: dict[int, RequestOutput] = {}
+        quiet = not use_tqdm or len(prepared) < 2
+        with self.progress_of(prepared, len(prepared), quiet=quiet) as shown:
+            for index, output in self.as_completed(
+                prepared, on_progress=lambda progress: shown.update(progress, len(found))
+            ):
+                found[index] = output
+        return [found[index] for index in range(len(prepared))]
 
     def as_completed(
         self,

@@ -25,6 +25,7 @@ from llmpq.runtime.auto_plan import devices_of, dtype_of, kv_of, named_devices, 
 from llmpq.runtime.launch.plans.complete_plan import complete_plan
 from llmpq.runtime.launch.plans.manual_plan import device_plan
 from llmpq.runtime.options import PLANNING, EngineOptions
+from llmpq.topology import Topology
 from llmpq.workload import Workload
 
 _log = logging.getLogger("llmpq.run")
@@ -49,9 +50,14 @@ class Chosen:
 
 
 def choose_plan(
-    model: str | Path | None, plan: Plan | str | Path | None, options: EngineOptions
+    model: str | Path | None, plan: Plan | Topology | str | Path | None, options: EngineOptions
 ) -> Chosen:
     """Return the plan to run; `LlmpqError` or `ValueError` says why there is none."""
+    if isinstance(plan, Topology):
+        raise ValueError(
+            f"an LLM is one engine and the plan has {len(plan.engines)}: run it with "
+            "llmpq.runtime.engines.Engines, llmpq-dist run or serve, or plan one pipeline"
+        )
     given = plan if plan is None or isinstance(plan, Plan) else Plan.load(plan)
     if model is None:
         if given is None:

@@ -19,6 +19,7 @@ from llmpq.errors import StageLostError
 from llmpq.runtime.cli.main import main
 from llmpq.runtime.engines import Engines, _Dealer
 from llmpq.runtime.launch.request_record import RequestOutputDelta, RequestRecord
+from llmpq.runtime.llm import LLM
 from llmpq.runtime.options import EngineOptions
 from llmpq.runtime.request import Finished, Request
 from llmpq.runtime.request_output import RequestOutput
@@ -248,9 +249,15 @@ def test_rows_of_an_engine_that_is_killed_are_answered_by_the_other(
             if not found:
                 os.kill(engines.llms[1].stage_places[0].pid, signal.SIGKILL)
             found[index] = output
+        again = engines.generate([[5, 7, 9], [6, 7, 9]], greedy, use_tqdm=False)
         report = engines.job_report(list(found.values()))
     assert sorted(found) == list(range(16))
     assert all(len(output.outputs[0].token_ids) == 48 for output in found.values())
+    tokens = [found[index].outputs[0].token_ids for index in (0, 1)]
+    assert [output.outputs[0].token_ids for output in again] == tokens
+    with pytest.raises(ValueError, match="an LLM is one engine and the plan has 2"):
+        LLM(demo_model, plan=topology)  # type: ignore[arg-type]
     lost = [one["lost"] for one in report["engines"]]
     assert lost[0] is None and lost[1] is not None
-    assert sum(one["rows"] for one in report["engines"]) == 16 > report["engines"][1]["rows"]
+    rows = [one["rows"] for one in report["engines"]]
+    assert sum(rows) == 16 > rows[1]
