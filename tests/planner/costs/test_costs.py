@@ -68,7 +68,7 @@ def test_profile_wins_and_the_rest_is_marked_estimated(
     assert x.prefill_s[0, 0] == pytest.approx(y.prefill_s[0, 0] * 0.5)
     assert x.prefill_s[0, 1] == pytest.approx(y.prefill_s[0, 1])
     assert x.hop_prefill.total_s[0, 1] == 0.5 and x.hop_prefill.total_s[1, 0] == 0.5
-    assert main([*SMALL.split(), "--costs", str(costs), "-o", str(out)]) == 0
+    assert main([*SMALL.split(), "--costs", str(costs), "--engines", "1", "-o", str(out)]) == 0
     text = " ".join(capsys.readouterr().out.split())
     assert "note: the profile has no 'V100-32GB': its times are estimated" in text
     assert (

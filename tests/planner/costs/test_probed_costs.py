@@ -121,9 +121,10 @@ def test_a_probe_needs_a_cpu_that_is_not_measured():
 
 def planned(tmp_path, *flags: str) -> Plan:
     path = tmp_path / "plan.json"
-    job = ["--batch", "4", "--prompt-len", "128", "--gen-len", "64", "-o", str(path)]
+    job = ["--batch", "4", "--prompt-len", "128", "--gen-len", "64", "--engines", "1"]
     devices = ["--devices", "cpu=64GB+4threads,cpu=64GB+4threads"]
-    assert main(["--model", "llama-3.2-1b", *devices, *job, "--probe-cpu", *flags]) == 0
+    given = ["--model", "llama-3.2-1b", *devices, *job, "--probe-cpu", "-o", str(path), *flags]
+    assert main(given) == 0
     return Plan.load(path)
 
 
