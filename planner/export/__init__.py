@@ -67,6 +67,12 @@ def _engines(request: ExportRequest, topology: Topology) -> Exported:
             + (" with different precisions" if request.to in CHECKPOINTS else "")
             + "; plan with llmpq-algo --engines 1, or export with --to vllm or sglang"
         )
+    nodes = {stage.node for stage in topology.stages}
+    if len(nodes) > 1:
+        raise ValueError(
+            f"--to {request.to} writes the servers of one machine, the plan's engines are on "
+            f"{len(nodes)} nodes; plan for each node by itself and export those plans"
+        )
     each = [write(plan, spec) for plan in plans]
     ports = range(FIRST_PORT, FIRST_PORT + count)
     lines = [f"# {count} engines, a server each; a load balancer sends them these shares of rows:"]

@@ -86,13 +86,17 @@ def test_one_engine_is_the_plan_of_before(planned: Any, tmp_path: Path) -> None:
     assert not any(line.startswith(("engines:", "best pipeline")) for line in lines)
 
 
-def test_slow_links_between_nodes_are_not_crossed(planned: Any, tmp_path: Path) -> None:
+def test_slow_links_between_nodes_are_not_crossed(
+    planned: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     cluster = _nodes(tmp_path, "3090:2", "3090:2")
     words = ["--cluster", cluster, "--model", "qwen3-14b", "--bits", "8", "--batch", "16", *JOB]
     plan, _ = planned(*words)
     assert isinstance(plan, Topology) and len(plan.engines) >= 2
     for engine in plan.engines:
         assert len({stage.node for stage in engine.plan.stages}) == 1
+    assert main(["export", str(tmp_path / "plan.json"), "--to", "vllm"]) == 2
+    assert "the plan's engines are on 2 nodes" in capsys.readouterr().err
 
 
 def test_unequal_cards_have_rows_by_their_speed(planned: Any) -> None:
