@@ -138,7 +138,7 @@ FEATURES: tuple[Feature, ...] = (
     _feature(
         f"latents of no multiple of {LATENT_CHANNELS} channels", _odd_latents, "gpu_packed_kv"
     ),
-    _feature("activations in float32", lambda spec, _: True, "gpu_packed_float32"),
+    _feature("latents in float32", _latents, "gpu_packed_float32"),
 )
 """What a mode lacks is refused there, though planned for: its kernels are to come."""
 

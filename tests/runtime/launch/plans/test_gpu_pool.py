@@ -70,6 +70,7 @@ def completed(kv=KVPrecision.KV16, model="opt-2.7b", dtype="bfloat16", **setting
 def test_packed_blocks_take_heads_of_any_size():
     completed(KVPrecision.KV8)
     completed(speculate="kv4", gamma=2)
+    completed(KVPrecision.KV4, "llama-3.1-8b", "float32")
 
 
 def test_packed_blocks_that_no_kernel_reads_are_refused():
@@ -84,8 +85,10 @@ def test_packed_blocks_that_no_kernel_reads_are_refused():
         refused(replace(spec, head_dim=264))
     with pytest.raises(ValueError, match="heads of more than 256 channels"):
         refused(replace(spec, global_head_dim=512))
-    with pytest.raises(ValueError, match="activations in float32, which"):
-        completed(KVPrecision.KV4, "llama-3.1-8b", "float32")
+    latents = ModelSpec.by_name("deepseek-v2-lite")
+    ways = execution_modes(gpu=True, kv=KVPrecision.KV4, drafts=False, dtype="float32")
+    with pytest.raises(ValueError, match="latents in float32, which"):
+        require(latents, ways, max_len=300)
 
 
 def test_a_copy_for_drafts_takes_its_room_from_the_pool():
