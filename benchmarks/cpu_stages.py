@@ -72,7 +72,8 @@ def measure(args: argparse.Namespace, given: list[str], folder: Path, bits: str)
     """Plan and run the job at some bits; write its row."""
     path = folder / "plan.json"
     run(
-        "llmpq.planner", *given, "--costs", str(folder / "costs.json"), "--batch", str(args.batch),
+        "llmpq.planner", "--engines", "1", *given,
+        "--costs", str(folder / "costs.json"), "--batch", str(args.batch),
         "--prompt-len", str(args.prompt), "--gen-len", str(args.gen), "--bits", bits,
         "--theta", args.theta, "-o", str(path),
     )  # fmt: skip

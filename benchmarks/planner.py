@@ -88,7 +88,7 @@ def run_command(
     environment.pop("PYTHONDONTWRITEBYTECODE", None)  # a user's second start reads bytecode
     with tempfile.TemporaryDirectory() as folder:
         plan = Path(folder) / "plan.json"
-        command = [sys.executable, "-m", "llmpq.planner", *flags, "-o", str(plan)]
+        command = [sys.executable, "-m", "llmpq.planner", *flags, "--engines", "1", "-o", str(plan)]
         for _ in range(repeats):
             start, used = time.perf_counter(), cpu_seconds()
             subprocess.run(

@@ -40,8 +40,8 @@ def main() -> int:
         f"llmpq-profile indicator --kind variance --model {model} --text {HERE}/heldout.txt"
         f" -o {out}/omega.json",
         f"llmpq-algo --cluster {cluster} --model {model} --costs {out}/costs.json"
-        f" --omega_file {out}/omega.json {workload} --theta 0.01 --bits 16,4 -o {out}/plan.json"
-        f" --report {out}/plan.html",
+        f" --omega_file {out}/omega.json {workload} --theta 0.01 --bits 16,4"
+        f" --engines 1 -o {out}/plan.json --report {out}/plan.html",
         f"llmpq-dist --strat_file_name {out}/plan.json --model {model} -i {HERE}/prompts.jsonl"
         f" -o {out}/outputs.jsonl --overwrite --max_tokens {GEN_LEN} --ignore-eos {SAMPLING}"
         f" --seed 1 --backend ray --trace {out}/trace.json --report {out}/report.json"

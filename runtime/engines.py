@@ -24,7 +24,6 @@ from types import TracebackType
 from typing import Any, Self
 
 from llmpq.errors import LlmpqError
-from llmpq.plan import Plan
 from llmpq.runtime.launch.choose_launcher import choose_backend
 from llmpq.runtime.launch.engine_thread import RequestOutputDelta
 from llmpq.runtime.launch.stages.stage_place import StagePlace
@@ -111,7 +110,7 @@ class Engines:
             LLM(
                 model,
                 plan=engine.plan,
-                options=_options_of(options, engine.plan, number),
+                options=_options_of(options, topology, number),
                 start=False,
                 use_tqdm=use_tqdm and number == 0,
             )
@@ -298,13 +297,16 @@ class Engines:
         write_chrome_trace(self._trace, names, records, self._names)
 
 
-def _options_of(options: EngineOptions, plan: Plan, number: int) -> EngineOptions:
+def _options_of(options: EngineOptions, topology: Topology, number: int) -> EngineOptions:
     """Return an engine's options: its stages are processes, so that engines compute side by side.
 
-    Those of several nodes, or at a Ray's address, are Ray's.
+    Those of a plan of several nodes, or at a Ray's address, are Ray's.
     """
-    threads = choose_backend(plan, options) == "threads" and options.backend != "threads"
-    backend = "processes" if threads else options.backend
+    backend, plan = options.backend, topology.engines[number].plan
+    if backend == "auto" and len({stage.node for stage in topology.stages}) > 1:
+        backend = "ray"
+    elif backend == "auto" and choose_backend(plan, options) == "threads":
+        backend = "processes"
     return replace(options, backend=backend, trace=_trace_of(options, number))
 
 

@@ -17,7 +17,7 @@ import pytest
 
 from llmpq.errors import StageLostError
 from llmpq.runtime.cli.main import main
-from llmpq.runtime.engines import Engines, _Dealer
+from llmpq.runtime.engines import Engines, _Dealer, _options_of
 from llmpq.runtime.launch.request_record import RequestOutputDelta, RequestRecord
 from llmpq.runtime.llm import LLM
 from llmpq.runtime.options import EngineOptions
@@ -261,3 +261,18 @@ def test_rows_of_an_engine_that_is_killed_are_answered_by_the_other(
     assert lost[0] is None and lost[1] is not None
     rows = [one["rows"] for one in report["engines"]]
     assert sum(rows) == 16 > rows[1]
+
+
+def test_engines_on_several_nodes_are_rays(make_plan: Any, demo_model: Path) -> None:
+    """One whose devices are all on another node would else be started on this one."""
+    plans = [make_plan(demo_model), make_plan(demo_model)]
+    stage = plans[1].stages[0].model_copy(update={"device": "other", "node": "elsewhere"})
+    plans[1] = plans[1].model_copy(update={"stages": (stage,)})
+    shares = tuple(EngineShare(rows=4, plan=plan) for plan in plans)
+    work = plans[0].workload.model_copy(update={"batch": 8})
+    both = Topology(engines=shares, workload=work)
+    assert [_options_of(EngineOptions(), both, n).backend for n in (0, 1)] == ["ray", "ray"]
+    work = work.model_copy(update={"batch": 4})
+    here = Topology(engines=shares[:1], workload=work)
+    assert _options_of(EngineOptions(), here, 0).backend == "processes"
+    assert _options_of(EngineOptions(backend="threads"), here, 0).backend == "threads"
