@@ -93,7 +93,7 @@ lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	cd benchmarks && MYPYPATH=.:.. ../$(BIN)/mypy --config-file ../pyproject.toml \
+	cd benchmarks && MYPYPATH=.:..:../tests ../$(BIN)/mypy --config-file ../pyproject.toml \
 	  --no-warn-unused-ignores $(LOOSE:%=--disable-error-code=%) *.py
 
 clean:
