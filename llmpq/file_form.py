@@ -105,6 +105,10 @@ def read_json(path: str | Path) -> object:
         raise ValueError(f"'{path}' is not JSON ({error}); llmpq reads no pickle files") from None
 
 
+FORMS = {"tuple_type": "a list", "list_type": "a list", "dict_type": "a table"}
+"""What a file's entry must be, by the error of an entry of another form."""
+
+
 def explain(error: ValidationError, model: type[BaseModel]) -> str:
     """Return the first validation error as one sentence."""
     first = error.errors()[0]
@@ -125,6 +129,11 @@ def explain(error: ValidationError, model: type[BaseModel]) -> str:
         )
     if not first["loc"]:
         return message
+    if first["type"] == "model_type":
+        keys = ", ".join(_keys_near(model, (*first["loc"], "")))
+        return f"'{place}': expected a table with keys of {keys}, got {short_repr(got)}"
+    if (form := FORMS.get(first["type"])) is not None:
+        return f"'{place}': expected {form}, got {short_repr(got)}"
     shown = "" if isinstance(got, (dict, list)) else f" (got {short_repr(got)})"
     return f"'{place}': {message}{shown}"
 

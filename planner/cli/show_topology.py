@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -18,6 +19,9 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from llmpq.planner.solving.topologies import Simple
+
+PROVEN_GAP = TOPOLOGY_GAP * 1.01
+"""Share that a topology may be better by, up to which it is said to be proven the best."""
 
 
 def topology_lines(best: Answer, found: TopologyAnswer | None) -> list[str]:
@@ -42,7 +46,9 @@ def topology_lines(best: Answer, found: TopologyAnswer | None) -> list[str]:
         if one is None and name == "equal replicas":
             continue
         lines.append(f"{name}: {_simple_text(one, rows)}")
-    return lines + (_left_out(best) if found.topology is None else _unused(best, found.topology))
+    if found.topology is None:
+        return lines + _left_out(best)
+    return lines + _unused(best, found.topology, _gap(found))
 
 
 def _simple_text(one: Simple | None, tokens: int) -> str:
@@ -54,18 +60,23 @@ def _simple_text(one: Simple | None, tokens: int) -> str:
 
 def _verdict(best: Answer, found: TopologyAnswer) -> str:
     """Return how many engines are best, and how sure that is."""
-    topology, search = found.topology, found.found
-    engines = 1 if topology is None else len(topology.engines)
+    engines = 1 if found.topology is None else len(found.topology.engines)
     words = "one engine" if engines == 1 else f"{engines} engines"
-    value = found.known.value if topology is None else search.value
-    gap = max(0.0, value / search.bound - 1) if search.bound > 0 else None
-    if gap is None:
+    gap = _gap(found)
+    if math.isinf(gap):
         sure = "no bound over topologies is known"
-    elif gap <= TOPOLOGY_GAP * 1.01:
+    elif gap <= PROVEN_GAP:
         sure = f"proven: no topology is better by more than {gap:.1%}"
     else:
         sure = f"the best topology found, at most {gap:.1%} above the best there may be"
     return f"engines: {words} ({sure})"
+
+
+def _gap(found: TopologyAnswer) -> float:
+    """Return how much better a topology may be, as a share; infinite where no bound is known."""
+    bound = found.found.bound
+    value = found.known.value if found.topology is None else found.found.value
+    return max(0.0, value / bound - 1) if bound > 0 else math.inf
 
 
 def _left_out(best: Answer) -> list[str]:
@@ -74,10 +85,11 @@ def _left_out(best: Answer) -> list[str]:
     return [f"left out, faster without: {', '.join(unused)}"] if unused else []
 
 
-def _unused(best: Answer, topology: Topology) -> list[str]:
+def _unused(best: Answer, topology: Topology, gap: float) -> list[str]:
     used = {stage.device for stage in topology.stages}
     unused = [d.name for d in best.problem.cluster.devices if d.name not in used]
-    return [f"left out, faster without: {', '.join(unused)}"] if unused else []
+    why = "faster without" if gap <= PROVEN_GAP else "nothing faster with them was found"
+    return [f"left out, {why}: {', '.join(unused)}"] if unused else []
 
 
 def print_topology(

@@ -26,6 +26,8 @@ TOPOLOGY_SHARE = 1 / 12
 """Share of the time limit that the search of topologies may compute, after that of one pipeline."""
 ENGINE_SHARE = 0.5
 """Share of that which one engine may take."""
+CEILING_STEP, MOST_ABOVE = 1.25, 100.0
+"""Steps in which engines that must be there are looked for above the value of one pipeline."""
 MOST_ROUNDS = 2000
 HALVINGS = 30
 
@@ -89,6 +91,8 @@ class TopologySearch:
         """None: the known pipeline, or nothing."""
         known = known or KnownPipeline()
         self.value = known.value if exactly in (None, 1) else math.inf
+        self._ceiling = self._first_ceiling = known.value
+        """Value below which engines are looked for; higher once there are none (`exactly`)."""
         if known.value < math.inf:
             whole = EnginePrice(value=known.value, bound=known.bound)
             self.prices.note(self.vectors.counts, self.prices.rows, whole)
@@ -103,6 +107,8 @@ class TopologySearch:
             below = self._target
             total, chosen = self._most_rows(below)
             if total < self.prices.rows:
+                if self._raised():
+                    continue
                 proven = not self._given_up and self.vectors.complete
                 break
             self._try(self._dealt(chosen, below), below)
@@ -117,7 +123,21 @@ class TopologySearch:
     @property
     def _target(self) -> float:
         """Value that a better topology is below."""
-        return self.value * (1 - self._gap) if math.isfinite(self.value) else math.inf
+        value = min(self.value, self._ceiling)
+        return value * (1 - self._gap) if math.isfinite(value) else math.inf
+
+    def _raised(self) -> bool:
+        """Look for engines of a higher value where none are as good as one pipeline.
+
+        Rows are dealt by what engines can do below a value: an infinite one says nothing of them.
+        """
+        if self._ceiling >= self.value:
+            return False
+        self._ceiling *= CEILING_STEP
+        if self._ceiling > self._first_ceiling * MOST_ABOVE:
+            self._ceiling = math.inf
+        self._given_up.clear()
+        return True
 
     def _seed(self) -> None:
         """Begin with equal shares of the devices, where classes can be divided."""
@@ -165,16 +185,19 @@ class TopologySearch:
         return [(v, own + n) for v, own, n in zip(chosen, least, more, strict=True)]
 
     def _try(self, engines: Sequence[tuple[Vector, int]], below: float) -> None:
-        """Solve the engines of a topology; keep it if all are below."""
-        found = []
+        """Solve the engines of a topology; keep it if all are below.
+
+        Where so many engines must be there, it is kept if it is better than the best so far.
+        """
+        found, limit = [], below if self._exactly is None else self.value
         for v, rows in engines:
             if rows == 0:
                 continue
             price = self.prices.price(v, rows, below)
-            if price.value >= below:
-                if price.bound < below:  # not proven, and not found
-                    v = self.vectors.canonical(v)
-                    self._given_up[v] = min(rows - 1, self._given_up.get(v, rows))
+            if price.bound < below <= price.value:  # not proven, and not found
+                like = self.vectors.canonical(v)
+                self._given_up[like] = min(rows - 1, self._given_up.get(like, rows))
+            if price.value >= limit:
                 return
             found.append((v, rows, price))
         if self._exactly is not None and len(found) != self._exactly:

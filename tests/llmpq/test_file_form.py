@@ -67,3 +67,24 @@ def test_nesting_without_end_is_a_sentence(tmp_path: Path) -> None:
     path.write_text("[]")
     with pytest.raises(ValueError, match="got list, expected an object"):
         ModelSpec.from_directory(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("entry", "sentence"),
+    [
+        (
+            "devices: [T4]",
+            r"'nodes.0.devices.0': expected a table with keys of .*kind.*'T4'",
+        ),
+        ("devices: T4:2", r"'nodes.0.devices': expected a list, got 'T4:2'"),
+        ("devices: {kind: T4}", r"'nodes.0.devices': expected a list, got .*T4"),
+        ("labels: [rack]", r"'nodes.0.labels': expected a table, got \['rack'\]"),
+    ],
+)
+def test_an_entry_of_another_form_is_said_in_the_words_of_files(
+    entry: str, sentence: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "cluster.yaml"
+    path.write_text(f"name: lab\nnodes:\n  - name: a\n    {entry}\n")
+    with pytest.raises(ValueError, match=sentence):
+        Cluster.load(path)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
@@ -178,3 +179,19 @@ def test_cards_without_bfloat16_that_no_engine_has_do_not_decide_the_dtype(plann
     kept = plan.engines[0].plan if isinstance(plan, Topology) else plan
     assert kept.workload.dtype == ("float16" if "T4" in used else "bfloat16")
     assert any("T4" in line and "bfloat16" in line for line in lines)
+
+
+@pytest.mark.parametrize(("gap", "why"), [(0.0, "faster without"), (0.5, "nothing faster with")])
+def test_cards_are_called_slower_only_where_that_is_proven(
+    gap: float, why: str, planned: Any
+) -> None:
+    from llmpq.planner.cli.show_topology import _unused
+
+    words = ["--devices", "3090:2,t4", "--model", "opt-1.3b", "--batch", "8", *JOB]
+    plan, _ = planned(*words, "--engines", "2")
+    used = {stage.device for stage in plan.stages}
+    names = [*used, "idle"]
+    devices = [SimpleNamespace(name=name) for name in names]
+    best = SimpleNamespace(problem=SimpleNamespace(cluster=SimpleNamespace(devices=devices)))
+    (line,) = _unused(cast(Any, best), plan, gap)
+    assert line.startswith(f"left out, {why}") and line.endswith(": idle")

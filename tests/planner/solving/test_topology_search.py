@@ -118,8 +118,29 @@ def test_so_many_engines_are_the_best_of_so_many() -> None:
         p = _problem(seed)
         oracle = _Oracle(p)
         for engines in (1, 2, 3):
-            search = TopologySearch(p, OPTIONS, exactly=engines, gap=0.0)
-            assert search.run().value == pytest.approx(oracle.best(engines), rel=1e-6), seed
+            best = oracle.best(engines)
+            known = KnownPipeline(value=oracle.best(1) if engines > 1 else math.inf)
+            for start in (KnownPipeline(), known):
+                search = TopologySearch(p, OPTIONS, known=start, exactly=engines, gap=0.0)
+                assert search.run().value == pytest.approx(best, rel=1e-6), (seed, engines)
+
+
+def test_so_many_engines_are_dealt_by_speed_from_the_first_round_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A search that ends early has engines, though none are as good as the pipeline."""
+    from llmpq.planner.solving import topology_search
+
+    monkeypatch.setattr(topology_search, "MOST_ROUNDS", 2)
+    early = 0
+    for seed in range(300, 304):
+        p = _problem(seed)
+        oracle = _Oracle(p)
+        best, known = oracle.best(2), KnownPipeline(value=oracle.best(1))
+        if math.isfinite(best) and math.isfinite(known.value):
+            found = TopologySearch(p, OPTIONS, known=known, exactly=2, gap=0.0).run()
+            early += len(found.engines) == 2
+    assert early > 1
 
 
 def test_every_engine_keeps_the_budget() -> None:
