@@ -14,7 +14,13 @@ from llmpq.pictures.plan_page import Beside, plan_page
 from llmpq.plan import Plan
 from llmpq.planner.answer import checked_plan
 from llmpq.planner.cli.arguments import DEFAULT_POINTS
-from llmpq.planner.cli.show_plan import check_outputs, open_console, say, write_report
+from llmpq.planner.cli.show_plan import (
+    check_outputs,
+    one_pipeline_notes,
+    open_console,
+    say,
+    write_report,
+)
 from llmpq.planner.evaluate.step_by_step import reported_time
 from llmpq.planner.front.front import FrontPoint
 from llmpq.planner.front.preference import WEIGHTS
@@ -65,12 +71,13 @@ def show_front(
     console = open_console()
     console.print(front_table(front.plans, chosen))
     how = f"--theta {problem.theta:g}" if options.prefer is None else f"--prefer {options.prefer}"
-    say(console, f"* of these plans the one that {how} takes: the same command without --pareto")
+    shared = one_pipeline_notes(request, options, len(problem.cluster.devices))
+    instead = "with --engines 1 instead of --pareto" if shared else "without --pareto"
+    say(console, f"* of these plans the one that {how} takes: the same command {instead}")
     say(console, coverage(front))
-    say(
-        console,
-        "another of these plans: the same command with --quality-budget LOSS, without --pareto",
-    )
+    say(console, f"another of these plans: the same command {instead}, with --quality-budget LOSS")
+    for note in shared:
+        say(console, f"note: {note}")
     if request.output:
         say(console, f"wrote {request.output}: {len(front.plans)} plans")
     if request.report:

@@ -96,6 +96,7 @@ def make_and_show(request: PlanRequest, job: PlanJob) -> None:
             for line in _what_if(changes, None, path):
                 say(open_console(), line)
             raise
+    notes = [*notes, *one_pipeline_notes(request, options, len(problem.cluster.devices))]
     lacking = without_bfloat16(problem.cluster)
     if several is not None and several.uses(lacking):
         own = None  # the engines that are best need these cards
@@ -187,12 +188,30 @@ def _best(
     return best, _topology(problem, best, options, path, exactly)
 
 
+def asked_of_one(request: PlanRequest) -> list[str]:
+    """Return the flags of a request that are of one pipeline."""
+    return [f"--{name.replace('_', '-')}" for name in ONE_PIPELINE if getattr(request, name)]
+
+
+def one_pipeline_notes(request: PlanRequest, options: SolveOptions, devices: int) -> list[str]:
+    """Return that a plan is one pipeline for a flag's sake, where several engines may be better."""
+    flags = asked_of_one(request)
+    may_share = min(devices, request.batch) > 1 and not _is_alone(request, options)
+    if not flags or not may_share or num_engines(request.engines) == 1:
+        return []
+    plans, them = ("plan", "them") if len(flags) > 1 else ("plans", "it")
+    return [
+        f"{' and '.join(flags)} {plans} one pipeline; without {them} several engines are looked "
+        "for, too (not with --engines 1)"
+    ]
+
+
 def _may_share(request: PlanRequest, problem: Problem, options: SolveOptions) -> bool:
     """Whether several engines are asked for, or may be better; `ValueError` where they cannot."""
     exactly = num_engines(request.engines)
     devices, rows = len(problem.cluster.devices), problem.workload.batch
     if exactly is None:
-        if _is_alone(request, options) or any(getattr(request, name) for name in ONE_PIPELINE):
+        if _is_alone(request, options) or asked_of_one(request):
             return False
     elif exactly > 1 and _is_alone(request, options):
         raise ValueError(

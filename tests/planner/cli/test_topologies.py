@@ -195,3 +195,22 @@ def test_cards_are_called_slower_only_where_that_is_proven(
     best = SimpleNamespace(problem=SimpleNamespace(cluster=SimpleNamespace(devices=devices)))
     (line,) = _unused(cast(Any, best), plan, gap)
     assert line.startswith(f"left out, {why}") and line.endswith(": idle")
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        (["--what-if", "batch=4"], "note: --what-if plans one pipeline; without it several"),
+        (["--max-devices", "2"], "note: --max-devices plans one pipeline; without it several"),
+        (["--pareto", "--pareto-points", "2"], "with --engines 1 instead of --pareto"),
+        (["--what-if", "batch=4", "--engines", "1"], ""),
+        (["--what-if", "batch=4", "--batch", "1"], ""),
+    ],
+)
+def test_flags_of_one_pipeline_say_that_they_are(
+    more: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["--devices", "4090,3090", "--model", "opt-1.3b", "--batch", "8", *JOB, *more]
+    assert main(words) == 0
+    text = capsys.readouterr().out
+    assert said in text if said else "one pipeline" not in text
