@@ -135,6 +135,9 @@ def _of_fields(first: Mapping[str, Any]) -> ApiError:
         return ApiError(400, f"the body is not JSON: {first.get('ctx', {}).get('error', '')}")
     got = repr(first.get("input"))
     shown = got if len(got) <= 100 else got[:100] + "..."
+    if first["type"] == "value_error":  # of our own validators: a whole sentence
+        said = str(first["ctx"]["error"])
+        return ApiError(400, f"'{name}': {said}" if name else said, param=name or None)
     said = _EXPECTED.get(first["type"], first["msg"]).format(**first.get("ctx", {}))
     what = f"'{name}': {said}" if name else f"the body: {said}"
     missing = first["type"] == "missing"

@@ -84,6 +84,8 @@ class ReplicaHandle:
         """What it said last."""
         self.num_under_way = 0
         self.load = ReplicaLoad()
+        self._logged_ready = False
+        """Whether the log's last word of it is that it is ready."""
         self._heard_s = -_SILENT_S
         self.failure: list[str] | None = None
         """Why it could not load: an error's name and its sentence."""
@@ -112,10 +114,10 @@ class ReplicaHandle:
         try:
             state = await self.ask("state")
         except Exception as error:
-            if self.ready:
+            if self._logged_ready:
                 why = self._process.obituary or f"no answer: {error or type(error).__name__}"
                 _log.info("replica %d is lost: %s", self.number, why)
-            self.ready = False
+            self.ready = self._logged_ready = False
             obituary = self._process.obituary
             if obituary is not None and self._heard_s < 0:
                 self.failure = ["StageLostError", f"replica {self.number} was lost: {obituary}"]
@@ -123,8 +125,9 @@ class ReplicaHandle:
                 self._replace_after(_PAUSE_S)
         else:
             self._heard_s, self._deaf_s = time.monotonic(), time.monotonic() + _DEAF_S
-            if state["ready"] and not self.ready:
+            if state["ready"] and not self._logged_ready:
                 _log.info("replica %d is ready", self.number)
+            self._logged_ready = state["ready"]
             self.ready, self.failure = state["ready"], state["failure"]
             if state["lost"]:
                 self._replace_after(_PAUSE_S)
@@ -293,7 +296,8 @@ class _Answer:
             try:
                 taken = await asyncio.wait_for(anext(parts), _TAKEN_S)
             except Exception as error:
-                _log.info("replica %d took no request (%s)", replica.number, type(error).__name__)
+                why = str(error) or type(error).__name__
+                _log.info("replica %d took no request: %s", replica.number, why)
                 return False
             if taken is None:
                 return False
@@ -317,7 +321,8 @@ class _Answer:
             if self.whole:
                 return
             replica.ready = False
-            _log.info("replica %d lost an answer (%s)", replica.number, type(error).__name__)
+            why = str(error) or type(error).__name__
+            _log.info("replica %d lost an answer: %s", replica.number, why)
             await self.end(ApiError(503, _LOST))
 
     def left(self) -> None:

@@ -72,6 +72,24 @@ def test_what_cannot_be_is_refused_in_a_sentence(server, path, body, status, sai
 
 
 @pytest.mark.parametrize(
+    ("path", "body", "said"),
+    [
+        (COMPLETIONS, completion(temprature=1), "unknown field 'temprature', did you mean 'temper"),
+        (RESPONSES, {"input": "a", "instruction": "b"}, "unknown field 'instruction', did you"),
+        (
+            CHATS,
+            chat(stream=True, stream_options={"include_usag": True}),
+            "'stream_options': unknown field 'include_usag', did you mean 'include_usage'?",
+        ),
+    ],
+)
+def test_a_field_with_a_slip_is_named_without_the_rest_of_the_body(server, path, body, said):
+    status, answer = post(server, path, body)
+    message = answer["error"]["message"]
+    assert status == 400 and message.startswith(said) and message.endswith("?"), message
+
+
+@pytest.mark.parametrize(
     ("path", "body"),
     [
         (COMPLETIONS, completion(n=1.0, seed=7.0, max_tokens=2.0, prompt=[5.0], logprobs=0.0)),

@@ -141,6 +141,24 @@ def test_a_replica_is_ready_once_it_says_so_and_not_where_it_is_dead():
     assert [one.silent for one in (dead, other)] == [True, False]
 
 
+def test_the_log_says_why_a_replica_that_answered_is_lost(caplog):
+    caplog.set_level("INFO", "llmpq.serve")
+    replica = Replica([], [STREAM, part(b"data: a\n\n", True)])
+    front = front_of(replica)
+    (handle,) = front.replicas
+    asyncio.run(handle.look())
+    replica.dies, replica.obituary = True, "killed by SIGKILL"
+    answered(front)
+    for _ in range(2):
+        asyncio.run(handle.look())
+    lines = [record.getMessage() for record in caplog.records]
+    assert lines == [
+        "replica 0 is ready",
+        "replica 0 lost an answer: its process died",
+        "replica 0 is lost: killed by SIGKILL",
+    ]
+
+
 def test_a_dead_replica_is_started_again_after_a_pause(monkeypatch):
     monkeypatch.setattr(replica_front, "_PAUSE_S", 0.01)
     dead = Replica(dies=True)
