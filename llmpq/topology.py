@@ -112,7 +112,13 @@ class Topology(FileForm):
     def load(cls, path: str | Path) -> Topology:
         """Read a plan of several engines; `BadPlanError` names what is wrong with it."""
         try:
-            return cls.load_json(path)
+            data = read_json(path)
+            if isinstance(data, dict) and "engines" not in data and "stages" in data:
+                raise ValueError(
+                    f"'{path}' is a plan of a single engine, expected one of several: "
+                    "LLM(model, plan=...) runs it, and llmpq-algo --engines 2 plans two"
+                )
+            return cls.parse_data(data, where=str(path))
         except ValueError as error:
             raise BadPlanError(str(error)) from None
 

@@ -1,6 +1,6 @@
 """Several engines that share a job: rows are dealt as engines have room, and end together.
 
-    with Engines("DIR", Topology.load("plan.json")) as engines:
+    with Engines("DIR", "plan.json") as engines:
         engines.generate(["A prompt", "Another"], SamplingParams(max_tokens=32))
 
 Each engine is an `LLM` with the plan of its own. A row goes to an engine that has room; at the end,
@@ -95,13 +95,17 @@ class Engines:
     def __init__(
         self,
         model: str | Path,
-        topology: Topology,
+        plan: Topology | str | Path,
         options: EngineOptions | None = None,
         *,
         start: bool = True,
         use_tqdm: bool = True,
     ) -> None:
-        """`start=False`: prompts can be prepared, and `start` loads the model."""
+        """`plan`: of several engines, or its file; `BadPlanError` if it is none.
+
+        `start=False`: prompts can be prepared, and `start` loads the model.
+        """
+        topology = plan if isinstance(plan, Topology) else Topology.load(plan)
         options = options or EngineOptions()
         self.plan = topology
         self.options = options
@@ -120,10 +124,10 @@ class Engines:
         self._widest = max(self.llms, key=lambda llm: llm.max_model_len)
         self._samples = JobSamples()
         self._names: dict[int, str] = {}
-        self._answered: list[list[RequestOutput]] = [[] for _ in self.llms]
         self._ended_s = [0.0] * len(self.llms)
         self._num_taken = Counter[int]()
         self._lost: dict[int, str] = {}
+        self._state = "not started"
         if start:
             self.start()
 
@@ -135,10 +139,12 @@ class Engines:
                 llm.start()
                 stack.callback(llm.close)
             stack.pop_all()
+        self._state = "running"
         self.startup_s = time.perf_counter() - began_s
 
     def close(self) -> None:
         """Take all engines down."""
+        self._state = "closed"
         for llm in self.llms:
             llm.close()
 
@@ -200,6 +206,12 @@ class Engines:
             quiet=quiet,
         )
 
+    def _require_running(self) -> None:
+        if self._state == "closed":
+            raise RuntimeError("these Engines are closed; make others")
+        if self._state == "not started":
+            raise RuntimeError("these Engines have not been started; call start()")
+
     @property
     def _able(self) -> list[LLM]:
         return [llm for number, llm in enumerate(self.llms) if number not in self._lost]
@@ -226,6 +238,7 @@ class Engines:
         use_tqdm: bool = True,
     ) -> list[RequestOutput]:
         """Return the answers to prompts, in their order, as `LLM.generate`."""
+        self._require_running()
         prepared = [self.prepare(prompt, sampling_params) for prompt in listed(prompts)]
         found: dict[int, RequestOutput] = {}
         quiet = not use_tqdm or len(prepared) < 2
@@ -246,6 +259,7 @@ class Engines:
 
         `RequestOutput.engine` says on which. Leaving the loop early aborts what has not ended.
         """
+        self._require_running()
         self._names |= {r.id: prompt.name for prompt in prompts for r in prompt.requests}
         self._samples = samples = JobSamples()
         records = self.options.on_loss != "stop"
@@ -254,8 +268,7 @@ class Engines:
             while dealer.num_left:
                 heard = dealer.hear(_PROGRESS_S)
                 if heard is not None:
-                    index, number, output = heard
-                    self._answered[number].append(output)
+                    index, output = heard
                     self._ended_s = dealer.ended_s
                     yield index, output
                 samples.add(self.progress, last=not dealer.num_left)
@@ -268,8 +281,13 @@ class Engines:
     def job_report(self, outputs: Sequence[RequestOutput], *, num_failed: int = 0) -> JobReport:
         """Return what a job came to, of all engines and of each; as `LLM.job_report`."""
         parts = [
-            None if number in self._lost else llm.job_report(own)
-            for number, (llm, own) in enumerate(zip(self.llms, self._answered, strict=True))
+            None
+            if number in self._lost
+            else llm.job_report(
+                [output for output in outputs if output.engine == number],
+                took_s=self._ended_s[number],
+            )
+            for number, llm in enumerate(self.llms)
         ]
         return engines_report(
             self.plan,
@@ -369,8 +387,8 @@ class _Dealer:
         """Seconds since the job began."""
         return time.perf_counter() - self._began_s
 
-    def hear(self, timeout_s: float) -> tuple[int, int, RequestOutput] | None:
-        """Wait for an answer; return its index, its engine and itself, None if there was none."""
+    def hear(self, timeout_s: float) -> tuple[int, RequestOutput] | None:
+        """Wait for an answer; return its index and itself, None if there was none."""
         try:
             number, delta = self._heard.get(timeout=timeout_s)
         except queue.Empty:
@@ -395,7 +413,7 @@ class _Dealer:
         self._deal()
         ended = {r.id: self._ended.pop(r.id) for r in row.prompt.requests}
         output = self._llms[number].output_of(row.prompt, ended)
-        return row.index, number, replace(output, engine=number)
+        return row.index, replace(output, engine=number)
 
     def abort(self) -> None:
         """End what is under way."""

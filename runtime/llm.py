@@ -315,11 +315,13 @@ class LLM:
         *,
         plain: Sequence[RequestOutput] | None = None,
         num_failed: int = 0,
+        took_s: float | None = None,
     ) -> JobReport:
         """Return what a job came to, predicted beside measured, as JSON data that draws itself.
 
         `outputs`: of the prompts since the last report; `plain`: of the same prompts served again
-        without drafts; `num_failed`: prompts that could not be served.
+        without drafts; `num_failed`: prompts that could not be served; `took_s`: seconds of the
+        job, where prompts were not all submitted at once.
         """
         return build_report(
             JobResult(
@@ -334,6 +336,7 @@ class LLM:
                 plain=plain,
                 recoveries=[recovery.as_report() for recovery in self.recoveries],
                 samples=self._samples.as_report(),
+                took_s=took_s,
             )
         )
 

@@ -54,6 +54,8 @@ class JobResult:
     """What was done each time that a stage was lost, predicted beside measured."""
     samples: Sequence[Mapping[str, Any]] = ()
     """Rates, requests and KV blocks over time."""
+    took_s: float | None = None
+    """Of the job, where its requests were not all submitted at once."""
 
     @property
     def finished(self) -> list[CompletionOutput]:
@@ -67,8 +69,8 @@ class JobResult:
 
     @property
     def wall_s(self) -> float:
-        """Time from the submission of the requests to the end of the last one."""
-        return _wall_s(self.finished)
+        """Time from the submission of the first request to the end of the last one."""
+        return _wall_s(self.finished) if self.took_s is None else self.took_s
 
     @property
     def generated_tokens(self) -> int:
@@ -118,7 +120,7 @@ def build_report(job: JobResult) -> JobReport:
 
 def _report_data(job: JobResult) -> dict[str, Any]:
     plan, wall_s = job.plan, job.wall_s
-    # With more requests than slots prompts and tokens are interleaved: there are no two phases.
+    # With more requests than run at once prompts and tokens are interleaved: no two phases.
     fixed = len(job.finished) <= plan.workload.batch
     prefill_s = max((r.first_token_s for r in job.finished), default=0.0) if fixed else None
     decode_s = wall_s - prefill_s if prefill_s is not None else None

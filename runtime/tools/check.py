@@ -11,6 +11,7 @@ import logging
 import sys
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, wait
+from itertools import islice
 from typing import Any
 
 from rich.console import Console
@@ -20,16 +21,17 @@ from llmpq.checkpoints.hub import local_model
 from llmpq.child import CallFailed
 from llmpq.cluster import Cluster
 from llmpq.errors import DeadlineError, ExitCode, StageLostError
-from llmpq.plan import Plan
+from llmpq.plan import Plan, StagePlan
 from llmpq.plan_nodes import nodes_of
 from llmpq.runtime.auto_plan import devices_of
-from llmpq.runtime.cli.plan_file import load_plan
+from llmpq.runtime.cli.plan_file import load_engines
 from llmpq.runtime.cli.run_flags import check_timeouts
 from llmpq.runtime.cli.tool_flags import CheckOptions
 from llmpq.runtime.launch.launcher import StageHandle
 from llmpq.runtime.launch.nodes.node_report import differing, versions_of
 from llmpq.runtime.launch.nodes.probes import stage_probes
 from llmpq.runtime.launch.stages.stage_host import meeting_host
+from llmpq.topology import plans_of
 from llmpq.units import format_size
 
 _log = logging.getLogger("llmpq.check")
@@ -39,19 +41,29 @@ def main(options: CheckOptions) -> int:
     """Look at every stage's place; returns 0 if the plan can run, else the worst outcome's code."""
     check_timeouts({"--timeout": options.timeout})
     engine = options.engine
-    plan = load_plan(options.plan)
+    plans = plans_of(load_engines(options.plan))
     cluster = None
     if engine.cluster is not None:
         cluster = devices_of(engine)
-        plan.require_cluster(cluster.name, cluster.fingerprint())
-    with stage_probes(plan, cluster, engine.ray_address, engine.deadlines) as (probes, addresses):
-        places, links = look(plan, cluster, probes, addresses, options)
-    problems = judge(plan, places, links)
+        plans[0].require_cluster(cluster.name, cluster.fingerprint())
+    looks = []
+    for plan in plans:
+        with stage_probes(plan, cluster, engine.ray_address, engine.deadlines) as (probes, hosts):
+            looks.append(look(plan, cluster, probes, hosts, options))
+    problems = judge_engines(plans, looks)
     if options.json:
-        found = {"places": places, "links": links, "problems": [text for _, text in problems]}
+        every: list[dict[str, Any]] = [
+            {"places": places, "links": links} for places, links in looks
+        ]
+        found = every[0]
+        if len(plans) > 1:
+            found = {"engines": [{"engine": number, **one} for number, one in enumerate(every)]}
+        found["problems"] = [text for _, text in problems]
         sys.stdout.write(json.dumps(found, indent=1) + "\n")
     else:
-        show(plan, places, links, Console(width=None if sys.stdout.isatty() else 120))
+        console = Console(width=None if sys.stdout.isatty() else 120)
+        for number, (plan, (places, links)) in enumerate(zip(plans, looks, strict=True)):
+            show(plan, places, links, console, engine=number if len(plans) > 1 else None)
     for _, text in problems:
         sys.stderr.write(f"{text}\n")
     if problems:
@@ -63,13 +75,17 @@ def main(options: CheckOptions) -> int:
 _SEVERITY = (ExitCode.USAGE, ExitCode.DOES_NOT_FIT, ExitCode.MISMATCH, ExitCode.STAGE_LOST)
 
 
+Look = tuple[list[dict[str, Any]], list[dict[str, Any]]]
+"""Places and links of an engine."""
+
+
 def look(
     plan: Plan,
     cluster: Cluster | None,
     probes: Sequence[StageHandle],
     addresses: Sequence[str],
     options: CheckOptions,
-) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+) -> Look:
     """Ask one probe per stage; return places and links."""
     directories = [_directory(plan, cluster, index, options.model) for index in range(len(probes))]
     looks = [probe.call("look", path) for probe, path in zip(probes, directories, strict=True)]
@@ -112,12 +128,30 @@ def _all(plan: Plan, calls: Sequence[Future[Any]], doing: str, limit_s: float) -
         ) from None
 
 
+def judge_engines(plans: Sequence[Plan], looks: Sequence[Look]) -> list[tuple[ExitCode, str]]:
+    """Return what `judge` does, of engines that run side by side and share their hosts' memory."""
+    stages = [stage for plan in plans for stage in plan.stages]
+    needs = iter(_needs(stages, [place for places, _ in looks for place in places]))
+    return [
+        problem
+        for plan, (places, links) in zip(plans, looks, strict=True)
+        for problem in judge(plan, places, links, list(islice(needs, len(places))))
+    ]
+
+
 def judge(
-    plan: Plan, places: Sequence[Mapping[str, Any]], links: Sequence[Mapping[str, Any]]
+    plan: Plan,
+    places: Sequence[Mapping[str, Any]],
+    links: Sequence[Mapping[str, Any]],
+    needs: Sequence[int] | None = None,
 ) -> list[tuple[ExitCode, str]]:
-    """Return every reason why the plan cannot run as it is, with its exit code."""
+    """Return every reason why the plan cannot run as it is, with its exit code.
+
+    `needs`: bytes asked of each place, where other engines share them.
+    """
     problems = []
-    for stage, place, need in zip(plan.stages, places, _needs(plan, places), strict=True):
+    needs = _needs(plan.stages, places) if needs is None else needs
+    for stage, place, need in zip(plan.stages, places, needs, strict=True):
         where = f"stage {stage.device} on {stage.node} ({place['host']})"
         if place["kind"] != stage.kind and not stage.is_cpu:
             problems.append(
@@ -159,11 +193,11 @@ def judge(
     return problems
 
 
-def _needs(plan: Plan, places: Sequence[Mapping[str, Any]]) -> list[int]:
+def _needs(stages: Sequence[StagePlan], places: Sequence[Mapping[str, Any]]) -> list[int]:
     """Return the bytes each stage asks of its place, CPU stages of one host through the first."""
-    needs = [stage.memory.total_bytes if stage.memory is not None else 0 for stage in plan.stages]
+    needs = [stage.memory.total_bytes if stage.memory is not None else 0 for stage in stages]
     first_of: dict[str, int] = {}
-    for index, (stage, place) in enumerate(zip(plan.stages, places, strict=True)):
+    for index, (stage, place) in enumerate(zip(stages, places, strict=True)):
         first = first_of.setdefault(place["host"], index) if stage.is_cpu else index
         if first != index:
             needs[first] += needs[index]
@@ -188,9 +222,13 @@ def show(
     places: Sequence[Mapping[str, Any]],
     links: Sequence[Mapping[str, Any]],
     console: Console,
+    *,
+    engine: int | None = None,
 ) -> None:
-    """Print the table of places."""
-    table = Table(title=f"plan of {plan.model.name}, {len(places)} stages", title_justify="left")
+    """Print the table of places; `engine`: which, of a plan of several."""
+    of = "" if engine is None else f", engine {engine}"
+    stages = "1 stage" if len(places) == 1 else f"{len(places)} stages"
+    table = Table(title=f"plan of {plan.model.name}{of}, {stages}", title_justify="left")
     for column in ("stage", "node", "host", "device", "needs", "free", "torch", "next link"):
         table.add_column(column)
     for index, (stage, place) in enumerate(zip(plan.stages, places, strict=True)):

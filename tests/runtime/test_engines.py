@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from llmpq.errors import StageLostError
+from llmpq.errors import BadPlanError, StageLostError
 from llmpq.runtime.cli.main import main
 from llmpq.runtime.engines import Engines, _Dealer, _options_of
 from llmpq.runtime.launch.request_record import RequestOutputDelta, RequestRecord
@@ -217,6 +217,9 @@ def test_a_batch_file_is_run_by_two_engines(
     told = json.loads(report.read_text())
     assert sum(one["rows"] for one in told["engines"]) == 24 == told["completed"]
     assert [stage["engine"] for stage in told["stages"]] == [0, 1, 1]
+    ended = [one["report"]["measured"]["total_s"] for one in told["engines"]]
+    assert ended == [one["ended_s"] for one in told["engines"]]
+    assert all(stage["busy_share"] <= 1 for stage in told["stages"])
     events = json.loads(trace.read_text())["traceEvents"]
     tracks = {event["args"]["name"] for event in events if event["name"] == "process_name"}
     assert {track.split(" stage")[0] for track in tracks} == {"engine 0", "engine 1"}
@@ -231,7 +234,7 @@ def test_a_batch_file_is_run_by_two_engines(
 
 @pytest.mark.cpu
 def test_rows_of_an_engine_that_is_killed_are_answered_by_the_other(
-    demo_model: Path, make_plan: Any
+    demo_model: Path, make_plan: Any, tmp_path: Path
 ) -> None:
     plans = [make_plan(demo_model, gen_len=64), make_plan(demo_model, gen_len=64)]
     stage = plans[1].stages[0].model_copy(update={"device": "other"})
@@ -242,7 +245,11 @@ def test_rows_of_an_engine_that_is_killed_are_answered_by_the_other(
     )
     greedy = SamplingParams(max_tokens=48, temperature=0, ignore_eos=True)
     options = EngineOptions(on_loss="stop", offline=True)
-    with Engines(demo_model, topology, options, use_tqdm=False) as engines:
+    topology.save_json(tmp_path / "several.json")
+    plans[0].save_json(tmp_path / "one.json")
+    with pytest.raises(BadPlanError, match="is a plan of a single engine, expected one of several"):
+        Engines(demo_model, tmp_path / "one.json")
+    with Engines(demo_model, tmp_path / "several.json", options, use_tqdm=False) as engines:
         prompts = [engines.prepare([5 + i, 7, 9], greedy) for i in range(16)]
         found: dict[int, RequestOutput] = {}
         for index, output in engines.as_completed(prompts):
@@ -255,6 +262,8 @@ def test_rows_of_an_engine_that_is_killed_are_answered_by_the_other(
     assert all(len(output.outputs[0].token_ids) == 48 for output in found.values())
     tokens = [found[index].outputs[0].token_ids for index in (0, 1)]
     assert [output.outputs[0].token_ids for output in again] == tokens
+    with pytest.raises(RuntimeError, match="these Engines are closed; make others"):
+        engines.generate([[5, 7, 9]], greedy)
     with pytest.raises(ValueError, match="an LLM is one engine and the plan has 2"):
         LLM(demo_model, plan=topology)  # type: ignore[arg-type]
     lost = [one["lost"] for one in report["engines"]]

@@ -8,7 +8,8 @@ import pytest
 from llmpq.errors import ExitCode
 from llmpq.plan import MemoryForm
 from llmpq.runtime.cli.main import main
-from llmpq.runtime.tools.check import judge
+from llmpq.runtime.tools.check import judge, judge_engines
+from llmpq.topology import EngineShare, Topology
 
 pytestmark = pytest.mark.cluster
 
@@ -62,8 +63,8 @@ def test_a_model_that_is_not_the_plans(demo_model, tiny_models, plan_file, ray_s
     assert "copy the right one there" in capsys.readouterr().err
 
 
-def test_cpu_stages_share_their_hosts_memory(demo_model, make_plan):
-    plan = make_plan(demo_model, splits=(4,))
+def needing_7_gib(plan):
+    """Return a plan whose stages need that each."""
     memory = MemoryForm(
         weights_bytes=7 << 30,
         embedding_bytes=0,
@@ -74,12 +75,40 @@ def test_cpu_stages_share_their_hosts_memory(demo_model, make_plan):
         limit_bytes=8 << 30,
     )
     stages = tuple(stage.model_copy(update={"memory": memory}) for stage in plan.stages)
-    plan = plan.model_copy(update={"stages": stages})
+    return plan.model_copy(update={"stages": stages})
+
+
+def test_cpu_stages_share_their_hosts_memory(demo_model, make_plan):
+    plan = needing_7_gib(make_plan(demo_model, splits=(4,)))
     places = [place(plan, free_bytes=10 << 30), place(plan, free_bytes=10 << 30)]
     ((code, text),) = judge(plan, places, [])
     assert code == ExitCode.DOES_NOT_FIT
     assert "10.0 GiB free, the plan needs 14.0 GiB there" in text
     assert judge(plan, [places[0], {**places[1], "host": "another"}], []) == []
+
+
+def test_engines_share_their_hosts_memory_and_each_is_looked_at(
+    demo_model, make_plan, tmp_path, capsys
+):
+    own = make_plan(demo_model)
+    (stage,) = own.stages
+    other = own.model_copy(update={"stages": (stage.model_copy(update={"device": "other"}),)})
+    topology = Topology(
+        engines=(EngineShare(rows=8, plan=own), EngineShare(rows=4, plan=other)),
+        workload=own.workload.model_copy(update={"batch": 12}),
+    )
+    path = tmp_path / "plan.json"
+    topology.save_json(path)
+    assert main(["check", str(path), "--model", str(demo_model), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert [one["engine"] for one in found["engines"]] == [0, 1] and not found["problems"]
+    assert [len(one["places"]) for one in found["engines"]] == [1, 1]
+    assert main(["check", str(path), "--model", str(demo_model)]) == 0
+    assert "engine 1, 1 stage" in capsys.readouterr().out
+    plans = [needing_7_gib(plan) for plan in topology.plans]
+    for free_gib, codes in ((14, []), (13, [ExitCode.DOES_NOT_FIT])):
+        looks = [([place(plan, free_bytes=free_gib << 30)], []) for plan in plans]
+        assert [code for code, _ in judge_engines(plans, looks)] == codes
 
 
 def test_judgements(demo_model, make_plan):
