@@ -144,7 +144,8 @@ def make_and_show(request: PlanRequest, job: PlanJob) -> None:
     if request.json:
         return
     console = open_console()
-    print_plan(console, best.plan, seconds=best.outcome.seconds, alternatives=beside, notes=notes)
+    seconds = best.outcome.seconds + (0.0 if several is None else several.found.seconds)
+    print_plan(console, best.plan, seconds=seconds, alternatives=beside, notes=notes)
     if request.explain:
         for drawn in (*memory_bars(best.plan), *pipeline_lines(best.plan)):
             console.print(drawn, soft_wrap=True)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from llmpq.plan import Plan
 from llmpq.planner.answer import Answer, TopologyAnswer
 from llmpq.planner.cli.report import bits_text, loss_lines, warnings_of
-from llmpq.planner.cli.speeds import shown
+from llmpq.planner.cli.speeds import Speed, shown
 from llmpq.planner.solving.topology_search import TOPOLOGY_GAP
 from llmpq.topology import Topology
 from llmpq.units import format_size
@@ -66,7 +66,7 @@ def _verdict(best: Answer, found: TopologyAnswer) -> str:
     if math.isinf(gap):
         sure = "no bound over topologies is known"
     elif gap <= PROVEN_GAP:
-        sure = f"proven: no topology is better by more than {gap:.1%}"
+        sure = f"proven: no topology is better by more than {TOPOLOGY_GAP:.1%}"
     else:
         sure = f"the best topology found, at most {gap:.1%} above the best there may be"
     return f"engines: {words} ({sure})"
@@ -111,12 +111,31 @@ def print_topology(
         f"{work.prompt_len} + {work.gen_len} tokens, {work.dtype}, {len(topology.engines)} engines",
         f"predicted: {predicted.total_s:.3f} s, {shown(predicted.output_tokens_per_s)} tokens/s "
         f"of all engines; times {source}",
+        wait_line(topology),
         *loss_lines(_lossiest(topology)),
         *lines,
     ):
         console.print(line, highlight=False, soft_wrap=True, markup=False)
     console.print(f"solved in {seconds:.2f} s", highlight=False)
     console.print(engine_table(topology))
+
+
+def wait_line(topology: Topology) -> str:
+    """Return how long the last request waits for its first token, and its tokens/s from then on.
+
+    Rows that an engine has no room for at once begin once those before have ended.
+    """
+    speeds = [(engine.waves - 1, Speed.of_plan(engine.plan)) for engine in topology.engines]
+    last = max(before * speed.total_s + speed.first_token_s for before, speed in speeds)
+    rates = [speed.request_per_s for _, speed in speeds if speed.request_per_s is not None]
+    line = (
+        f"first token of the last request after {last:.3f} s (all {topology.workload.batch} sent "
+        "at once)"
+    )
+    if not rates:
+        return line
+    least, most = shown(min(rates)), shown(max(rates))
+    return f"{line}, then {least if least == most else f'{least} to {most}'} tokens/s a request"
 
 
 def _lossiest(topology: Topology) -> Plan:

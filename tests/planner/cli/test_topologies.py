@@ -214,3 +214,25 @@ def test_flags_of_one_pipeline_say_that_they_are(
     assert main(words) == 0
     text = capsys.readouterr().out
     assert said in text if said else "one pipeline" not in text
+
+
+def test_requests_of_engines_know_what_they_wait_and_get() -> None:
+    from llmpq.planner.cli.show_topology import wait_line
+
+    def engine(prefill_s: float, decode_s: float, waves: int) -> SimpleNamespace:
+        predicted = SimpleNamespace(
+            prefill_s=prefill_s, decode_s=decode_s, total_s=prefill_s + decode_s
+        )
+        plan = SimpleNamespace(predicted=predicted, workload=SimpleNamespace(batch=2, gen_len=11))
+        return SimpleNamespace(plan=plan, waves=waves)
+
+    def line(*engines: SimpleNamespace) -> str:
+        work = SimpleNamespace(batch=6)
+        return wait_line(cast(Any, SimpleNamespace(engines=engines, workload=work)))
+
+    sent = "(all 6 sent at once), then"
+    one, two = engine(1.0, 2.0, 2), engine(3.5, 4.0, 1)
+    wait = "first token of the last request after"
+    assert line(one, two) == f"{wait} 4.000 s {sent} 2.50 to 5.00 tokens/s a request"
+    assert line(two, two) == f"{wait} 3.500 s {sent} 2.50 tokens/s a request"
+    assert line(engine(1.0, 0.0, 1)) == f"{wait} 1.000 s (all 6 sent at once)"
