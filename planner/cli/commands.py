@@ -84,8 +84,10 @@ def _check_engines(request: CheckRequest, topology: Topology) -> None:
     from llmpq.planner.check.check import RELATIVE_TOLERANCE
 
     for number, engine in enumerate(topology.engines):
-        sys.stdout.write(f"engine {number}, {engine.rows} rows: ")
-        _check_engine(request, engine.plan)
+        try:
+            _check_engine(request, engine.plan, f"engine {number}, {engine.rows} rows: ")
+        except BadPlanError as error:
+            raise BadPlanError(f"engine {number}: {error}") from error
     seconds = [engine.predicted_s for engine in topology.engines]
     if topology.predicted is None or None in seconds:
         return
@@ -98,7 +100,7 @@ def _check_engines(request: CheckRequest, topology: Topology) -> None:
     sys.stdout.write(f"all engines: {last:.3f} s\n")
 
 
-def _check_engine(request: CheckRequest, plan: Plan) -> None:
+def _check_engine(request: CheckRequest, plan: Plan, which: str = "") -> None:
     from llmpq.planner.check.check import check_alone, check_plan
     from llmpq.planner.problem.named_inputs import model_of_plan, names_devices, read_cluster
 
@@ -115,7 +117,7 @@ def _check_engine(request: CheckRequest, plan: Plan) -> None:
     elif request.model or request.model_name or request.model_size:
         model_of_plan(request, plan)
     times = check_alone(plan) if complete else None
-    sys.stdout.write(f"{request.plan}: {len(plan.stages)} stages, complete, fits\n")
+    sys.stdout.write(f"{which}{request.plan}: {len(plan.stages)} stages, complete, fits\n")
     if times is not None:
         sys.stdout.write(
             f"recomputed from its own entries: {times.total_s:.3f} s (prefill "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -233,6 +234,11 @@ def _topology(
     """Return the best topology of the job."""
     found = answer_topology(problem, best, options, path, exactly=exactly)
     if exactly is not None and found.topology is None:
+        if math.isinf(found.found.bound):
+            raise DoesNotFitError(
+                f"no {exactly} engines have room for the job, each with the whole model; ask for "
+                "fewer with --engines"
+            )
         raise DoesNotFitError(
             f"no {exactly} engines were found that have room for the job, each with the whole "
             "model; ask for fewer with --engines, or for more time with --time-limit"

@@ -124,7 +124,7 @@ def test_so_many_engines_as_are_asked_for(planned: Any) -> None:
         ("--engines 5", 2, "--engines 5 needs as many devices and rows, got 2 devices"),
         ("--engines 2 --pareto", 2, "--engines has no effect with --pareto"),
         ("--engines 2 --method ilp", 2, "--engines 2 needs --method exact"),
-        ("--engines 2 --model llama-3.1-70b", 5, "no 2 engines were found"),
+        ("--engines 2 --model llama-3.1-70b", 5, "no 2 engines have room for the job"),
     ],
 )
 def test_what_cannot_be_is_refused(
@@ -236,3 +236,20 @@ def test_requests_of_engines_know_what_they_wait_and_get() -> None:
     assert line(one, two) == f"{wait} 4.000 s {sent} 2.50 to 5.00 tokens/s a request"
     assert line(two, two) == f"{wait} 3.500 s {sent} 2.50 tokens/s a request"
     assert line(engine(1.0, 0.0, 1)) == f"{wait} 1.000 s (all 6 sent at once)"
+
+
+def test_a_bad_engine_of_a_plan_is_named(
+    planned: Any, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    out = tmp_path / "plan.json"
+    words = ["--devices", "3090:2", "--model", "opt-1.3b", "--batch", "16", *JOB]
+    planned(*words, "--engines", "2")
+    data = json.loads(out.read_text())
+    data["engines"][1]["plan"]["predicted"]["total_s"] *= 2
+    out.write_text(json.dumps(data))
+    assert main(["check", str(out)]) == 3
+    said = capsys.readouterr()
+    assert said.out.startswith("engine 0, 8 rows: ") and "engine 1" not in said.out
+    assert "llmpq-algo: engine 1: the plan predicts " in said.err
+    assert main(["check", str(out), "--devices", "3090", "--model", "opt-1.3b"]) == 4
+    assert capsys.readouterr().err.startswith("llmpq-algo: the plan was made for cluster")
