@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from llmpq.commands.command_line import CommandParser, Only, Section, token_count
 from llmpq.runtime.auto_plan import DEFAULT_NEW_TOKENS
 from llmpq.runtime.cli.engine_flags import add_engine_flags
-from llmpq.runtime.cli.vllm_flags import FORMER_FLAGS, IDLE_FLAGS, VLLM_FLAGS
+from llmpq.runtime.cli.vllm_flags import IDLE_FLAGS, OTHER_FLAGS
 from llmpq.runtime.options import MAX_TIMEOUT_S, EngineOptions
 from llmpq.runtime.sampling_params import SamplerConfig
 from llmpq.runtime.text.batch_rows import Defaults
@@ -56,7 +56,7 @@ def run_parser() -> CommandParser:
         "Run a file of prompts: through a plan, or planned for the devices there are.",
         example="llmpq-dist --model DIR -i prompts.jsonl -o outputs.jsonl",
         notes=NOTES,
-        others={**VLLM_FLAGS, **FORMER_FLAGS},
+        others=OTHER_FLAGS,
         idle=IDLE_FLAGS,
     )
     job = parser.section("job")

@@ -1,4 +1,4 @@
-"""Flags of vLLM, and of earlier versions, with what stands for them in each command."""
+"""Flags of vLLM, of llmpq-algo and of earlier versions, with what stands for them in a command."""
 
 from __future__ import annotations
 
@@ -103,3 +103,50 @@ FORMER_FLAGS: Mapping[str, str] = {
     "--step-timeout": _DEADLINE,
 }
 """Flags that earlier versions had -> what stands for them now."""
+
+_PLANNING = [
+    "batch",
+    "bits",
+    "context",
+    "costs",
+    "cpu-activations",
+    "decode-microbatch",
+    "dtype",
+    "engines",
+    "explain",
+    "gen-len",
+    "group",
+    "head-bits",
+    "max-devices",
+    "method",
+    "objective",
+    "omega-file",
+    "outliers",
+    "pareto",
+    "pin",
+    "prefer",
+    "prefill-microbatch",
+    "prompt-len",
+    "quality-budget",
+    "reserve",
+    "solver",
+    "symmetric",
+    "theta",
+    "time-limit",
+    "weight-group-size",
+    "what-if",
+]
+
+PLAN_FLAGS: Mapping[str, str] = {
+    **{
+        f"--{name}": f"plans are made with it: llmpq-algo --{name} ... -o plan.json, then --plan "
+        "plan.json here"
+        for name in _PLANNING
+    },
+    "--devices": _DEVICES,
+    "--kv": "the bits of the KV cache are --kv-cache-dtype",
+}
+"""Flags of llmpq-algo -> what to do with them."""
+
+OTHER_FLAGS: Mapping[str, str] = {**PLAN_FLAGS, **VLLM_FLAGS, **FORMER_FLAGS}
+"""All of these, for a command that runs a model."""

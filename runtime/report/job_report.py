@@ -422,8 +422,8 @@ def print_summary(report: Mapping[str, Any], console: Console) -> None:
     requests = f"{report['completed']} request{'s' * (report['completed'] != 1)}"
     whose = "predicted for their tokens / measured"
     console.print(f"time of {requests} ({whose}): " + ", ".join(parts))
-    if report["speculation"] is not None:
-        console.print(_speculation_line(report["speculation"]))
+    for line in speculation_lines(report):
+        console.print(line)
     if report["recoveries"]:
         console.print(_recoveries_line(report["recoveries"]))
     console.print(
@@ -458,6 +458,16 @@ def _recoveries_line(recoveries: Sequence[Mapping[str, Any]]) -> str:
     count = f"{len(recoveries)} recover{'y' if len(recoveries) == 1 else 'ies'}"
     times = _pair(seconds["predicted"], seconds["measured"], _seconds)
     return f"{count} from lost stages (predicted / measured): {times} in all"
+
+
+def speculation_lines(report: Mapping[str, Any]) -> list[str]:
+    """Return what came of the drafts, of each engine where there are several."""
+    lines = [] if report["speculation"] is None else [_speculation_line(report["speculation"])]
+    for one in report.get("engines", ()):
+        seen = None if one["report"] is None else one["report"]["speculation"]
+        if seen is not None:
+            lines.append(f"engine {one['engine']}: {_speculation_line(seen)}")
+    return lines
 
 
 def _speculation_line(seen: Mapping[str, Any]) -> str:

@@ -8,7 +8,7 @@ import pytest
 
 from llmpq.planner.cli.arguments import plan_parser
 from llmpq.runtime.cli.main import COMMANDS, main
-from llmpq.runtime.cli.vllm_flags import IDLE_FLAGS, VLLM_FLAGS
+from llmpq.runtime.cli.vllm_flags import IDLE_FLAGS, PLAN_FLAGS, VLLM_FLAGS
 
 pytestmark = pytest.mark.cpu
 
@@ -17,7 +17,7 @@ def flags_of(parser) -> set[str]:
     return set(parser._parser._option_string_actions)
 
 
-@pytest.mark.parametrize("command", ["run", "serve", "bench"])
+@pytest.mark.parametrize("command", ["run", "serve", "chat", "bench"])
 def test_a_flag_of_vllms_is_answered_with_ours(command, capsys):
     known = flags_of(COMMANDS[command].parser())
     answered = [flag for flag in VLLM_FLAGS if flag not in known]
@@ -28,6 +28,19 @@ def test_a_flag_of_vllms_is_answered_with_ours(command, capsys):
         assert f"has no '{flag}': " in said and said.count("\n") == 1
     assert main([command, "--tensor_parallel_size=4"]) == 2
     assert "CUDA_VISIBLE_DEVICES" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["run", "serve", "chat", "bench"])
+def test_a_flag_that_plans_is_answered_with_the_way_to_plan(command, capsys):
+    assert set(PLAN_FLAGS) <= flags_of(plan_parser())
+    known = flags_of(COMMANDS[command].parser())
+    answered = [flag for flag in PLAN_FLAGS if flag not in known | set(VLLM_FLAGS)]
+    assert {"--engines", "--devices", "--gen-len"} <= set(answered)
+    for flag in answered:
+        assert main([command, flag, "2"]) == 2
+        said = capsys.readouterr().err
+        assert f"has no '{flag}': " in said and said.count("\n") == 1
+        assert f"llmpq-algo {flag}" in said or flag == "--kv" and "--kv-cache-dtype" in said
 
 
 def test_answers_name_flags_that_exist():
