@@ -292,7 +292,9 @@ class _Ways:
         self.names_context = names_context
         self.kv = min(kvs, key=lambda kv: kv.bits)
         """The fewest bits allowed."""
-        self.job = p.with_job(kv=self.kv).prepared()
+        job = p.with_job(kv=self.kv)
+        # Links of many devices are a table of all pairs, which few changes of theirs would share.
+        self.job = job if len(p.cluster.devices) > MANY_DEVICES else job.prepared()
 
     def found(self) -> list[str]:
         """Return the ways out, each planned: together only where none is enough by itself."""

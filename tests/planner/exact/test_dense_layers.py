@@ -47,7 +47,7 @@ def needed(p: Problem, choices: tuple[int, ...], *, last: bool) -> int:
         prefill_microbatch=1,
         decode_microbatch=1,
         quantization=p.quantization,
-        prefill_chunk=p.prefill_chunk,
+        prefill_chunk=p.chunk,
         context_bytes=device.spec.context,
         on_gpu=True,
         unpacks=device.spec.unpacks_weights,

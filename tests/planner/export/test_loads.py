@@ -80,7 +80,7 @@ def test_llamacpp_says_which_gpu_is_short(
 
 @pytest.mark.parametrize("engine", ["vllm", "sglang", "llamacpp", "accelerate"])
 def test_every_export_of_gpus_says_their_order(tmp_path: Path, engine: str) -> None:
-    words = ("--devices", "4090:2", "--bits", "16", "--batch", "8")
+    words = ("--devices", "4090:2", "--bits", "16", "--batch", "8", "--engines", "1")
     text = exported(tmp_path, engine, "llama-2-7b", *words)
     plan = Plan.load(tmp_path / "plan.json")
     spec = read_model(ModelRequest(model="llama-2-7b", model_name=None, model_size=None)).spec

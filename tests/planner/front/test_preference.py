@@ -176,7 +176,15 @@ def test_theta_is_another_form_and_a_cluster_may_state_it(
     assert main([*CARDS, "--theta", "1", "--prefer", "speed"]) == 2
     assert "--prefer has no effect with --theta" in capsys.readouterr().err
     root = Path(__file__).resolve().parents[3]
-    words = ["--cluster", str(root / "clusters/paper/03.yaml"), "--model", "opt-30b", "--json"]
+    words = [
+        "--cluster",
+        str(root / "clusters/paper/03.yaml"),
+        "--model",
+        "opt-30b",
+        "--json",
+        "--engines",
+        "1",
+    ]
     for extra, prefer in (([], None), (["--prefer", "speed"], "speed")):
         assert main([*words, *extra]) == 0
         solver = Plan.model_validate_json(capsys.readouterr().out).solver
@@ -184,7 +192,7 @@ def test_theta_is_another_form_and_a_cluster_may_state_it(
 
 
 def test_the_next_choices_stand_beside_the_plan(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--devices", "4090,3090", "--model", "llama-3.1-8b"]) == 0
+    assert main(["--devices", "4090,3090", "--model", "llama-3.1-8b", "--engines", "1"]) == 0
     lines = capsys.readouterr().out.splitlines()
     (own,) = [line for line in lines if line.startswith("first token of the last request ")]
     rate = own.split("; the job ")[1].split()[0]

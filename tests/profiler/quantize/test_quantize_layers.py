@@ -194,6 +194,7 @@ class Changed:
     def __init__(self, source: CheckpointSource, index: int, parts: dict) -> None:  # type: ignore[type-arg]
         self._source, self._index, self._parts = source, index, parts
         self.embedding, self.head = source.embedding, source.head
+        self.keep_codes = source.keep_codes
 
     def layer(self, index: int, dtype: torch.dtype) -> object:
         return self._parts if index == self._index else self._source.layer(index, dtype)

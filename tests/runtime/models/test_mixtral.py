@@ -226,7 +226,7 @@ def test_layers_are_timed(tiny: tuple[Path, ModelSpec, CheckpointSource]) -> Non
 def test_a_plan_places_experts_by_their_bytes(tmp_path: Path) -> None:
     out = tmp_path / "plan.json"
     words = "--model mixtral-8x7b --device-names A100-40GB --device-numbers 2 --global_bz 8 --s 512"
-    words += f" --n 100 --theta 0 --bits 4,8,w4a4 -o {out}"
+    words += f" --n 100 --theta 0 --engines 1 --bits 4,8,w4a4 -o {out}"
     assert plan_main(words.split()) == 0
     made, spec = Plan.load(out), ModelSpec.by_name("mixtral-8x7b")
     assert sum(stage.num_layers for stage in made.stages) == spec.num_layers
