@@ -56,6 +56,11 @@ class Workload(FileForm):
     """Dtype of activations, of unquantised weights and of the 16-bit KV cache (float32 allowed)."""
 
     @property
+    def requests(self) -> str:
+        """How many requests there are, in words."""
+        return f"{self.batch} request{'' if self.batch == 1 else 's'}"
+
+    @property
     def max_len(self) -> int:
         """Tokens of one request that are cached at most (the last one never is)."""
         return self.prompt_len + self.gen_len - 1

@@ -216,7 +216,7 @@ def plan_title(plan: Plan) -> str:
     """Return model, requests and micro-batches."""
     work = plan.workload
     return (
-        f"{plan.model.name}: {work.batch} requests of {work.prompt_len} + {work.gen_len} tokens, "
+        f"{plan.model.name}: {work.requests} of {work.prompt_len} + {work.gen_len} tokens, "
         f"micro-batches of {plan.prefill_microbatch} and {plan.decode_microbatch}"
     )
 

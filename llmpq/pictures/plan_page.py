@@ -157,7 +157,7 @@ def job_text(plan: Plan) -> str:
     work = plan.workload
     chunk = "" if plan.prefill_chunk is None else f", chunks of {plan.prefill_chunk} tokens"
     return (
-        f"{work.batch} requests of {work.prompt_len} prompt tokens and {work.gen_len} new ones; "
+        f"{work.requests} of {work.prompt_len} prompt tokens and {work.gen_len} new ones; "
         f"micro-batches of {plan.prefill_microbatch} (prefill{chunk}) and "
         f"{plan.decode_microbatch} (decode); {work.dtype}, {work.kv.value}"
     )

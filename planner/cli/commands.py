@@ -117,7 +117,8 @@ def _check_engine(request: CheckRequest, plan: Plan, which: str = "") -> None:
     elif request.model or request.model_name or request.model_size:
         model_of_plan(request, plan)
     times = check_alone(plan) if complete else None
-    sys.stdout.write(f"{which}{request.plan}: {len(plan.stages)} stages, complete, fits\n")
+    stages = "1 stage" if len(plan.stages) == 1 else f"{len(plan.stages)} stages"
+    sys.stdout.write(f"{which}{request.plan}: {stages}, complete, fits\n")
     if times is not None:
         sys.stdout.write(
             f"recomputed from its own entries: {times.total_s:.3f} s (prefill "

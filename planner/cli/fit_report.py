@@ -365,10 +365,10 @@ def work_kv(plan: Plan) -> str:
 def _sentence(p: Problem, plan: Plan | None) -> str:
     assert plan is not None, "what fits has a plan"
     work = plan.workload
-    count = "1 request" if work.batch == 1 else f"{work.batch} requests"
     return (
-        f"{p.spec.name} fits {p.cluster.name}: {count} of {work.prompt_len + work.gen_len:,} "
-        f"tokens with weights in {bits_of(plan.precisions)} and a {work_kv(plan)}"
+        f"{p.spec.name} fits {p.cluster.name}: {work.requests} of "
+        f"{work.prompt_len + work.gen_len:,} tokens with weights in {bits_of(plan.precisions)} "
+        f"and a {work_kv(plan)}"
     )
 
 

@@ -135,7 +135,7 @@ def headline(plan: Plan) -> list[str]:
     """Return what the plan promises, in a few lines."""
     work, predicted, solver = plan.workload, plan.predicted, plan.solver
     lines = [
-        f"{plan.model.name} on {plan.cluster.name}: {work.batch} requests of {work.prompt_len} + "
+        f"{plan.model.name} on {plan.cluster.name}: {work.requests} of {work.prompt_len} + "
         f"{work.gen_len} tokens, {work.dtype}, {_cache_text(work)}",
         f"micro-batches: prefill {plan.prefill_microbatch}, decode {plan.decode_microbatch}"
         + (f"; {chunks_line(plan)}" if plan.prefill_chunk is not None else ""),

@@ -107,7 +107,7 @@ def print_topology(
     source = "estimated, not profiled" if estimated else "from the profile"
     for line in (
         *warnings_of(notes),
-        f"{topology.model.name} on {topology.cluster.name}: {work.batch} requests of "
+        f"{topology.model.name} on {topology.cluster.name}: {work.requests} of "
         f"{work.prompt_len} + {work.gen_len} tokens, {work.dtype}, {len(topology.engines)} engines",
         f"predicted: {predicted.total_s:.3f} s, {shown(predicted.output_tokens_per_s)} tokens/s "
         f"of all engines; times {source}",

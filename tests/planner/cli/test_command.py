@@ -254,7 +254,7 @@ def test_check_command_and_its_exit_codes(
     _run(capsys, *SMALL, "-o", str(out))
     devices = ["--device-names", "T4", "V100", "--device-numbers", "1", "1"]
     code, text, _ = _run(capsys, "check", str(out), "--model", "opt-13b", *devices)
-    assert code == 0 and text.startswith(f"{out}: 1 stages, complete, fits\n")
+    assert code == 0 and text.startswith(f"{out}: 1 stage, complete, fits\n")
     assert _run(capsys, "check", str(out), "--model", "opt-30b", *devices)[0] == 4
     other = ["--device-names", "T4", "--device-numbers", "4"]
     assert _run(capsys, "check", str(out), "--model", "opt-13b", *other)[0] == 4

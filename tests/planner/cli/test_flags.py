@@ -30,7 +30,7 @@ def test_a_plan_is_checked_against_its_own_model(
     out = tmp_path / "plan.json"
     assert _run(capsys, *SMALL, "-o", str(out))[0] == 0
     code, text, err = _run(capsys, "check", str(out), *DEVICES)
-    assert (code, err) == (0, "") and text.startswith(f"{out}: 1 stages, complete, fits\n")
+    assert (code, err) == (0, "") and text.startswith(f"{out}: 1 stage, complete, fits\n")
     assert _run(capsys, "check", str(out), *DEVICES, "--model", "opt-125m")[0] == 4
 
 

@@ -76,6 +76,7 @@ def test_one_request_leaves_the_slower_card_out_and_says_so(planned: Any) -> Non
     plan, lines = planned("--devices", "5090,3090", "--model", "qwen3-8b", "--batch", "1", *JOB)
     assert isinstance(plan, Plan) and [s.device for s in plan.stages] == ["RTX-5090-0"]
     assert "left out, faster without: RTX-3090-0" in lines
+    assert plan.workload.requests == "1 request" and ": 1 request of 512 + " in lines[0]
 
 
 def test_one_engine_is_the_plan_of_before(planned: Any, tmp_path: Path) -> None:
