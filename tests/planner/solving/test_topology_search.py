@@ -120,9 +120,9 @@ def test_so_many_engines_are_the_best_of_so_many() -> None:
         for engines in (1, 2, 3):
             best = oracle.best(engines)
             known = KnownPipeline(value=oracle.best(1) if engines > 1 else math.inf)
-            for start in (KnownPipeline(), known):
-                search = TopologySearch(p, OPTIONS, known=start, exactly=engines, gap=0.0)
-                assert search.run().value == pytest.approx(best, rel=1e-6), (seed, engines)
+            start = known if seed % 2 else KnownPipeline()
+            search = TopologySearch(p, OPTIONS, known=start, exactly=engines, gap=0.0)
+            assert search.run().value == pytest.approx(best, rel=1e-6), (seed, engines)
 
 
 def test_so_many_engines_are_dealt_by_speed_from_the_first_round_on(
