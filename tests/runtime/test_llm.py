@@ -268,6 +268,10 @@ def test_requests_of_any_lengths_share_a_pool_and_their_beginnings(demo_model, m
     for on in (True, False):
         options = {"backend": "threads", "enable_prefix_caching": on, "max_num_batched_tokens": 48}
         with LLM(plan=plan, **options) as llm:
+            end_s = time.monotonic() + 60
+            while not llm.stats()["gauges"] and time.monotonic() < end_s:
+                time.sleep(0.01)
+            assert llm.stats()["cache"]["num_gpu_blocks"] == 4 * 3, "before any request"
             for _ in range(2):
                 found = llm.generate(prompts, greedy)
                 answers.append([answer.outputs[0].token_ids for answer in found])
