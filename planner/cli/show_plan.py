@@ -130,6 +130,8 @@ def make_and_show(request: PlanRequest, job: PlanJob) -> None:
     beside = bits_lines(best, options)
     if request.engines != "1":
         beside += topology_lines(best, several)
+        if several is None and _may_ask(request, problem, options):
+            beside.append(ONE_FITS)
     why = _why(best, options, whole=request.explain) if request.explain or request.report else []
     changed = _what_if(changes, best, path)
     found = [best.outcome.note, step_note(best.problem, best.outcome.assignment)]
@@ -163,6 +165,8 @@ def make_and_show(request: PlanRequest, job: PlanJob) -> None:
 ONE_PIPELINE = ("pin", "max_devices", "what_if", "pareto")
 """Fields of a request that are of one pipeline."""
 
+
+ONE_FITS = "engines: one engine (no two groups of these devices each have room for the model)"
 
 QUICK_S = 5.0
 """Seconds of the search for a pipeline that topologies are compared with first."""
@@ -213,19 +217,27 @@ def _may_share(request: PlanRequest, problem: Problem, options: SolveOptions) ->
     exactly = num_engines(request.engines)
     devices, rows = len(problem.cluster.devices), problem.workload.batch
     if exactly is None:
-        if _is_alone(request, options) or asked_of_one(request):
-            return False
-    elif exactly > 1 and _is_alone(request, options):
+        from llmpq.planner.solving.topologies import two_fit
+
+        return _may_ask(request, problem, options) and two_fit(problem, options)
+    if exactly > 1 and _is_alone(request, options):
         raise ValueError(
             f"--engines {exactly} needs --method exact and --objective makespan; leave the others "
             "out"
         )
-    if exactly is not None and exactly > min(devices, rows):
+    if exactly > min(devices, rows):
         raise ValueError(
             f"--engines {exactly} needs as many devices and rows, got {devices} devices and "
             f"--batch {rows}; ask for fewer"
         )
     return exactly != 1 and min(devices, rows) > 1
+
+
+def _may_ask(request: PlanRequest, problem: Problem, options: SolveOptions) -> bool:
+    """Whether a request that leaves the number of engines open is one of several at all."""
+    if _is_alone(request, options) or asked_of_one(request):
+        return False
+    return min(len(problem.cluster.devices), problem.workload.batch) > 1
 
 
 def _topology(

@@ -76,6 +76,17 @@ def largest_weights(p: Problem) -> NDArray[np.int64]:
     return np.asarray(_weights(p, range(p.spec.num_layers)).max(axis=0))
 
 
+def weights_of_groups(p: Problem) -> NDArray[np.int64]:
+    """[L, B] weights of the layers, or groups of layers, each by itself."""
+    kinds = [(p.spec.of_layer(i), p.quantization.of_layer(i)) for i in range(p.spec.num_layers)]
+    known = {
+        (spec, grid): [layer_weight_bytes(spec, b, grid, p.workload.dtype_bytes) for b in p.choices]
+        for spec, grid in dict.fromkeys(kinds)
+    }
+    each = np.array([known[kind] for kind in kinds], dtype=np.int64)
+    return np.array([each[start:end].sum(axis=0) for start, end in p.groups])
+
+
 UNLIKE = 1.1
 """How many times the weights of all layers as many of the largest may be, for layers that count as
 equal: beyond it every layer counts for what it takes itself."""

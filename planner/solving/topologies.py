@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+import numpy as np
+
+from llmpq.planner.costs.stage_memory import weights_of_groups
 from llmpq.planner.evaluate.fits import fits
-from llmpq.planner.evaluate.objective import job_time, value
+from llmpq.planner.evaluate.objective import BUDGET_ROUNDING, job_time, value
 from llmpq.planner.problem.problem import Problem
-from llmpq.planner.solving.count_vectors import Vector
+from llmpq.planner.solving.count_vectors import MOST_VECTORS, Vector
 from llmpq.planner.solving.engine_prices import EnginePrice
 from llmpq.planner.solving.methods import SolveOptions
 from llmpq.planner.solving.plan_search import Solved, best_plan
@@ -77,6 +81,40 @@ def best_topology(
         seconds=found.seconds,
         simple={"card": card, "equal": equal},
     )
+
+
+def two_fit(p: Problem, options: SolveOptions) -> bool:
+    """Whether two disjoint groups of devices may have room for the model's layers, each for all.
+
+    False is proven: no two groups have the memory for the fewest bytes that the allowed choices and
+    the quality budget leave, where the layers of a choice may be fractions.
+    """
+    least = _least_bytes(p, options)
+    room = [(cls.count, cls.first.limit_bytes) for cls in p.classes]
+    whole = sum(count * limit for count, limit in room)
+    if whole < 2 * least or math.prod(count + 1 for count, _ in room) > MOST_VECTORS:
+        return whole >= 2 * least
+    groups = itertools.product(*(range(count + 1) for count, _ in room))
+    each = (sum(n * limit for n, (_, limit) in zip(v, room, strict=True)) for v in groups)
+    return any(least <= own <= whole - least for own in each)
+
+
+def _least_bytes(p: Problem, options: SolveOptions) -> float:
+    """Return a lower bound of the weights of all layers, by the Lagrangian of the budget."""
+    kv = max(options.kvs or (p.kv,), key=lambda kv: kv.bits)
+    p = p.with_job(kv=kv)
+    weights = np.where(p.open, weights_of_groups(p), np.inf)
+    if options.budget is None:
+        return float(weights.min(axis=1).sum())
+    omega, budget = p.omega, options.budget * (1 + BUDGET_ROUNDING)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        saved = weights[:, :, None] - weights[:, None]
+        slopes = saved / (omega[:, None] - omega[:, :, None])
+    prices = np.unique(slopes[np.isfinite(slopes) & (slopes > 0)])
+    bounds = [
+        (weights + price * omega).min(axis=1).sum() - price * budget for price in (0.0, *prices)
+    ]
+    return float(max(bounds))
 
 
 def _time_s(price: EnginePrice) -> float:

@@ -19,7 +19,7 @@ from llmpq.planner.solving.count_vectors import CountVectors
 from llmpq.planner.solving.engine_prices import MOST_WAVES
 from llmpq.planner.solving.methods import SolveOptions
 from llmpq.planner.solving.plan_search import best_plan
-from llmpq.planner.solving.topologies import best_topology
+from llmpq.planner.solving.topologies import best_topology, two_fit
 from llmpq.planner.solving.topology_search import KnownPipeline, TopologySearch, dealt
 from reference.random_problems import random_problem
 
@@ -206,3 +206,21 @@ def test_rows_are_dealt_in_proportion() -> None:
         assert all(
             abs(n - rows * m / sum(able)) < 1 + 1e-9 for n, m in zip(found, able, strict=True)
         )
+
+
+def test_where_no_two_groups_have_room_there_are_no_two_engines() -> None:
+    without = 0
+    for seed in range(60 if not ALL else 600):
+        p = _problem(seed, batch=2)
+        whole = sum_omega_of(p, 0)
+        for budget in (None, 0.3 * whole):
+            options = SolveOptions(gap=1e-9, time_limit_s=math.inf, budget=budget)
+            if not two_fit(p, options):
+                without += 1
+                assert _Oracle(p, budget).best(2) == math.inf
+    assert without > 10
+
+
+def sum_omega_of(p: Problem, choice: int) -> float:
+    """Sum of omega with every layer at one choice."""
+    return float(p.omega[:, choice].sum())
