@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -143,6 +144,8 @@ class Broken(StageWorker):
     """A stage whose device fails for good once somebody says so."""
 
     fails = threading.Event()
+    pause_s = 0.0
+    """In front of each of its steps: answers last until the test has said so."""
     device = "CPU-1"
 
     def run(self) -> None:
@@ -150,6 +153,7 @@ class Broken(StageWorker):
             step = self._compute.run
 
             def run(*given):
+                time.sleep(self.pause_s)
                 if self.fails.is_set():
                     raise RuntimeError("CUDA error: uncorrectable ECC error encountered")
                 return step(*given)
@@ -210,7 +214,7 @@ def test_without_it_the_loss_is_the_end(demo_model, make_plan, breaking, on_loss
 
 
 @pytest.mark.cpu
-def test_lower_bits_go_on_from_the_tokens_so_far(demo_model, breaking):
+def test_lower_bits_go_on_from_the_tokens_so_far(demo_model, breaking, monkeypatch):
     """From the change on an answer is what the new plan gives to what was there."""
     how = {"max_model_len": 160, "max_num_seqs": 2, "dtype": "float32", "backend": "threads"}
     devices = cluster("26 MiB", "24 MiB")
@@ -218,6 +222,7 @@ def test_lower_bits_go_on_from_the_tokens_so_far(demo_model, breaking):
     with LLM(demo_model, cluster=devices, on_loss="replan", **how) as llm:
         before = llm.plan
         assert {stage.device for stage in before.stages} == {"CPU-0", "CPU-1"}
+        monkeypatch.setattr(Broken, "pause_s", 0.05)
         asked = [llm.prepare(PROMPTS[0], greedy)]
         ((_, output),) = llm.as_completed(
             asked, on_progress=lambda progress: progress.generated_tokens > 5 and breaking.set()
