@@ -38,7 +38,7 @@ def command(plan: Path, *more: object) -> list[str]:
 
 def run(plan: Path, *more: object, **options) -> subprocess.CompletedProcess[str]:
     words = command(plan, *more)
-    return subprocess.run(words, capture_output=True, text=True, timeout=90, **options)
+    return subprocess.run(words, capture_output=True, text=True, timeout=180, **options)
 
 
 def last_line(done: subprocess.CompletedProcess[str]) -> str:
