@@ -43,7 +43,8 @@ demo: setup
 
 # Threads of torch spin while another process has their core: one each where two processes test.
 # A file's tests stay together: they share models. In `cluster` each process has one Ray of its own.
-# Two tiers that heed no clock compute beside the two others at the lowest priority: whenever these wait.
+# Two tiers that heed no clock compute beside the two others at the lowest priority: whenever these wait,
+# so a test of theirs may take long.
 # Ctrl-C, and TERM to make, reach every tier: `&` alone would have the two ignore Ctrl-C, and `wait`
 # ends early. (An `env` that cannot say so, as macOS's, runs them as they are.)
 HEARS := $(shell env --default-signal=INT,QUIT true 2>/dev/null && echo env --default-signal=INT,QUIT)
@@ -67,11 +68,11 @@ test-cpu: setup
 	$(noted)
 test-interpret: setup
 	$(begun)
-	env OMP_NUM_THREADS=1 TRITON_INTERPRET=1 $(BIN)/python -m pytest -q $(WORKERS) -m interpret
+	env OMP_NUM_THREADS=1 TRITON_INTERPRET=1 $(BIN)/python -m pytest -q $(WORKERS) --timeout 1500 -m interpret
 	$(noted)
 test-compile: setup
 	$(begun)
-	$(BIN)/python -m pytest -q $(WORKERS) -m compile
+	$(BIN)/python -m pytest -q $(WORKERS) --timeout 1500 -m compile
 	$(noted)
 test-cluster: setup
 	$(begun)
