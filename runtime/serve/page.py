@@ -55,8 +55,8 @@ def _file(name: str, kind: str) -> Any:
 
 def state_of(service: Service) -> dict[str, Any]:
     """Return what the page draws; asks the stages."""
-    told = service.stats()
-    gone = service.failure is not None or (service.llm is not None and not told)
+    stats = service.stats()
+    gone = service.failure is not None or (service.llm is not None and not stats)
     status = "failed" if gone else "ending" if service.draining else "ready"
     if status == "ready" and service.llm is not None and service.llm.recovering is not None:
         status = "recovering"
@@ -74,14 +74,14 @@ def state_of(service: Service) -> dict[str, Any]:
                     "kv_bytes",
                 )
             }
-            for stage in told.get("stages", ())
+            for stage in stats.get("stages", ())
         ],
-        "running": told.get("running", 0),
-        "waiting": told.get("waiting", 0),
-        "blocks": told.get("gauges", {}).get("blocks", 0),
-        "blocks_held": told.get("gauges", {}).get("blocks_held", 0),
+        "running": stats.get("running", 0),
+        "waiting": stats.get("waiting", 0),
+        "blocks": stats.get("gauges", {}).get("blocks", 0),
+        "blocks_held": stats.get("gauges", {}).get("blocks_held", 0),
         "sums": service.metrics.sums,
-        "recoveries": told.get("recoveries", []),
+        "recoveries": stats.get("recoveries", []),
     }
 
 
@@ -112,8 +112,8 @@ def _likeliest(llm: LLM) -> str:
     def mean(output: RequestOutput) -> float:
         rows = output.prompt_logprobs or ()
         pairs = zip(output.prompt_token_ids, rows, strict=True)
-        told = [row[token].logprob for token, row in pairs if row]
-        return sum(told) / len(output.prompt or " ")
+        logprobs = [row[token].logprob for token, row in pairs if row]
+        return sum(logprobs) / len(output.prompt or " ")
 
     return EXAMPLES[max(range(len(scored)), key=lambda place: mean(scored[place]))]
 

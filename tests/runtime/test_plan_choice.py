@@ -36,10 +36,10 @@ def test_a_gpu_has_a_pool_and_as_many_requests_as_its_blocks_hold(kv, demo_model
 
 
 @pytest.mark.parametrize(
-    "wishes", [{"speculate": "ngram", "gamma": 2}, {"speculate": "kv4", "dtype": "bfloat16"}]
+    "drafting", [{"speculate": "ngram", "gamma": 2}, {"speculate": "kv4", "dtype": "bfloat16"}]
 )
-def test_drafts_have_the_pool_of_other_runs_their_copy_taken_off(wishes, demo_model, h200):
-    how = {"cluster": h200, "dtype": "bfloat16", **wishes}
+def test_drafts_have_the_pool_of_other_runs_their_copy_taken_off(drafting, demo_model, h200):
+    how = {"cluster": h200, "dtype": "bfloat16", **drafting}
     chosen = choose_plan(demo_model, None, EngineOptions(**how))
     plain = choose_plan(
         demo_model, None, EngineOptions(**how | {"speculate": "off", "gamma": None})
