@@ -25,15 +25,8 @@ def us_beside(row: Row) -> str:
 
 
 def us_beside_sixteen_bits(row: Row) -> str:
-    """Return microseconds of a step (over our 16-bit pool) and of attention (the best in 16 bits).
-
-    Earlier rows: a step (over slots, and torch's best attention in 16 bits).
-    """
+    """Return microseconds of a step (over our 16-bit pool) and of attention (the best in 16 bits)."""
     peers, us = dict(row["baselines"]), f"{row['value']:.1f}"
-    if "attention" not in peers:
-        slots = peers.pop("slots")
-        best = f", {min(peers.values()):.1f}" if peers else ""
-        return f"{us} ({slots:.1f}{best})"
     attention, step = peers.pop("attention"), peers.pop("pages16")
     return f"{us} ({step:.1f}), {attention:.1f} ({min(peers.values()):.1f})"
 
@@ -131,7 +124,11 @@ KERNEL_TABLES = {
         bench="kv_pages",
         index=("heads", "kv_heads", "head_dim", "kv", "rows"),
         column="tokens",
-        where={"kv": frozenset({"kv8", "kv4"}), "rows": frozenset({1, 8, 96})},
+        where={
+            "kv": frozenset({"kv8", "kv4", "kv2"}),
+            "rows": frozenset({1, 8, 32}),
+            "tokens": frozenset({"300", "1500", "9000", "33000"}),
+        },
         show=us_beside_sixteen_bits,
         newest=True,
     ),
