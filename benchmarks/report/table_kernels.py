@@ -25,7 +25,7 @@ def us_beside(row: Row) -> str:
 
 
 def us_beside_sixteen_bits(row: Row) -> str:
-    """Return microseconds of a step (over our 16-bit pool) and of attention (the best in 16 bits)."""
+    """Return a step's us (over our pool in 16 bits) and attention's (the best in 16 bits)."""
     peers, us = dict(row["baselines"]), f"{row['value']:.1f}"
     attention, step = peers.pop("attention"), peers.pop("pages16")
     return f"{us} ({step:.1f}), {attention:.1f} ({min(peers.values()):.1f})"
