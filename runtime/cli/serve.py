@@ -31,10 +31,10 @@ def main(options: ServeOptions) -> int:
         logging.getLogger("llmpq.serve.access").setLevel(logging.WARNING)
     if not 0 < options.port < 65536:
         raise ValueError(f"--port must be 1 to 65535, got {options.port}")
-    if options.uds is None:
+    if settings.uds is None:
         _require_free(options.host, options.port)
     else:
-        _require_free_socket(options.uds)
+        _require_free_socket(settings.uds)
     if options.engine.trace is not None:
         check_files({"--plan": options.plan}, {"--trace": str(options.engine.trace)})
     where: dict[str, Any] = {"host": options.host, "port": options.port}
@@ -108,40 +108,28 @@ def settings_of(options: ServeOptions) -> ServeSettings:
         keys += [line.strip() for line in lines if line.strip()]
         if not keys:
             raise ValueError(f"--api-key-file '{options.api_key_file}' has no key; one a line")
-    template = options.chat_template
+    template, server = options.chat_template, options.server
     for name in ("max_requests", "max_prompts", "max_n", "max_body_bytes"):
-        value = getattr(options, name)
+        value = getattr(server, name)
         if value < 1:
             raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {value}")
-    if options.max_stored_responses < 0:
+    if server.max_stored_responses < 0:
         raise ValueError(
-            f"--max-stored-responses must be 0 or more, got {options.max_stored_responses}"
+            f"--max-stored-responses must be 0 or more, got {server.max_stored_responses}"
         )
     for name in ("request_timeout", "read_timeout", "write_timeout", "drain_timeout"):
-        seconds = getattr(options, name)
+        seconds = getattr(server, f"{name}_s")
         if seconds is not None and not 0 <= seconds < float("inf"):
             raise ValueError(f"--{name.replace('_', '-')} must be seconds from 0 on, got {seconds}")
-    return ServeSettings(
+    _check_tls(server)
+    return replace(
+        server,
         model_names=tuple(options.served_model_name or (_folder_name(options),)),
         api_keys=tuple(keys),
-        max_body_bytes=options.max_body_bytes,
-        max_prompts=options.max_prompts,
-        max_n=options.max_n,
-        max_requests=options.max_requests,
         # Each replica would have its own.
-        max_stored_responses=0 if options.replicas > 1 else options.max_stored_responses,
-        request_timeout_s=options.request_timeout,
-        read_timeout_s=options.read_timeout,
-        write_timeout_s=options.write_timeout,
-        drain_timeout_s=options.drain_timeout,
-        uds=options.uds,
-        root_path=_root_path(options.root_path),
-        **_tls(options),
-        cors_origins=tuple(options.cors_origin or ()),
-        log_prompts=options.log_prompts,
-        metrics_prefix=options.metrics_prefix,
-        tool_parser=options.tool_call_parser,
-        reasoning_parser=options.reasoning_parser,
+        max_stored_responses=0 if options.replicas > 1 else server.max_stored_responses,
+        root_path=_root_path(server.root_path),
+        cors_origins=tuple(server.cors_origins),
         chat_template=None if template is None else _text_of("--chat-template", template),
     )
 
@@ -184,16 +172,16 @@ def _root_path(given: str) -> str:
     return path
 
 
-def _tls(options: ServeOptions) -> dict[str, Any]:
-    """Return the settings of TLS; `ValueError` for files that cannot be used, before a model is."""
+def _check_tls(server: ServeSettings) -> None:
+    """Raise `ValueError` for certificates that cannot be used, before a model is loaded."""
     import ssl
 
-    certificate, key = options.ssl_certfile, options.ssl_keyfile
+    certificate, key = server.ssl_certfile, server.ssl_keyfile
     if certificate is None:
         for name in ("ssl_keyfile", "ssl_ca_certs", "ssl_cert_reqs"):
-            if getattr(options, name) is not None:
+            if getattr(server, name) is not None:
                 raise ValueError(f"--{name.replace('_', '-')} needs --ssl-certfile")
-        return {}
+        return
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     try:
         # No one is asked for a password: a server starts on its own.
@@ -203,21 +191,15 @@ def _tls(options: ServeOptions) -> dict[str, Any]:
             f"--ssl-certfile '{certificate}'{f' with --ssl-keyfile {key!r}' if key else ''} cannot "
             f"be used: {error}; expected a PEM certificate and its key without a password"
         ) from None
-    authorities = options.ssl_ca_certs
+    authorities = server.ssl_ca_certs
     if authorities is not None:
         try:
             context.load_verify_locations(authorities)
         except (OSError, ValueError) as error:
             raise ValueError(f"--ssl-ca-certs '{authorities}' cannot be used: {error}") from None
-    wanted = options.ssl_cert_reqs
+    wanted = server.ssl_cert_reqs
     if wanted and authorities is None:
         raise ValueError(f"--ssl-cert-reqs {wanted} needs --ssl-ca-certs")
-    return {
-        "ssl_certfile": certificate,
-        "ssl_keyfile": key,
-        "ssl_ca_certs": authorities,
-        "ssl_cert_reqs": wanted if wanted is not None else 0 if authorities is None else 2,
-    }
 
 
 def _require_free_socket(path: str) -> None:

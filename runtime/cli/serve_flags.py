@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
 
 from llmpq.commands.command_line import CommandParser, Only, Section
 from llmpq.runtime.cli.engine_flags import add_engine_flags
@@ -15,7 +14,7 @@ from llmpq.runtime.serve.parsers.harmony import HARMONY
 from llmpq.runtime.serve.settings import ServeSettings
 from llmpq.runtime.text import thinking
 
-DEFAULTS = ServeSettings(model_names=())
+DEFAULTS = ServeSettings()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,34 +25,15 @@ class ServeOptions:
     source: str | None
     model: str | None
     engine: EngineOptions = field(default_factory=EngineOptions)
+    server: ServeSettings = field(default_factory=ServeSettings)
     replicas: int
     host: str
     port: int
-    uds: str | None
-    root_path: str
-    ssl_certfile: str | None
-    ssl_keyfile: str | None
-    ssl_ca_certs: str | None
-    ssl_cert_reqs: int | None
     served_model_name: list[str] | None
     api_key: list[str] | None
     api_key_file: str | None
     chat_template: str | None
-    tool_call_parser: str
-    reasoning_parser: str | None
-    max_body_bytes: int
-    max_prompts: int
-    max_n: int
-    max_requests: int
-    max_stored_responses: int
-    request_timeout: float | None
-    read_timeout: float
-    write_timeout: float
-    drain_timeout: float
-    cors_origin: list[str] | None
-    metrics_prefix: Literal["vllm", "llmpq"]
     no_access_log: bool
-    log_prompts: bool
 
 
 NOTES = """\
@@ -105,6 +85,7 @@ def serve_parser() -> CommandParser:
     what.flag("--chat-template", metavar="FILE", help="Jinja, instead of the model's own")
     what.flag(
         "--tool-call-parser",
+        dest="tool_parser",
         type=lambda name: tool_forms.ALIASES.get(name, name),
         choices=tool_forms.NAMES,
         default="auto",
@@ -161,7 +142,9 @@ def _add_server(server: Section) -> None:
     )
     server.flag(
         "--cors-origin",
+        dest="cors_origins",
         action="append",
+        default=[],
         metavar="URL",
         help="allow pages of this origin (may repeat)",
     )
@@ -177,6 +160,7 @@ def _add_server(server: Section) -> None:
     add_engine_flags(server, "trace", only=alone)
     server.flag(
         "--drain-timeout",
+        dest="drain_timeout_s",
         daily=True,
         type=float,
         default=DEFAULTS.drain_timeout_s,
@@ -202,12 +186,12 @@ def _add_limits(limits: Section) -> None:
         ),
     ):
         limits.flag(name, type=int, default=value, metavar="N", help=f"{text} ({value})")
-    limits.flag(
-        "--request-timeout", type=float, metavar="S", help="seconds an answer may take (any)"
-    )
+    text = "seconds an answer may take (any)"
+    limits.flag("--request-timeout", dest="request_timeout_s", type=float, metavar="S", help=text)
     for name, seconds, text in (
         ("--read-timeout", DEFAULTS.read_timeout_s, "a request's head, and its body, may take"),
         ("--write-timeout", DEFAULTS.write_timeout_s, "a client may stop reading its answer"),
     ):
+        dest = name.strip("-").replace("-", "_") + "_s"
         help_text = f"seconds {text} ({seconds:g})"
-        limits.flag(name, type=float, default=seconds, metavar="S", help=help_text)
+        limits.flag(name, dest=dest, type=float, default=seconds, metavar="S", help=help_text)

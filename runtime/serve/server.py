@@ -150,7 +150,7 @@ class Server(uvicorn.Server):
             ssl_certfile=settings.ssl_certfile,
             ssl_keyfile=settings.ssl_keyfile,
             ssl_ca_certs=settings.ssl_ca_certs,
-            ssl_cert_reqs=settings.ssl_cert_reqs,
+            ssl_cert_reqs=settings.client_certificates,
             http=protocol(settings.read_timeout_s, settings.write_timeout_s),
             ws="none",
             loop="asyncio",

@@ -10,7 +10,7 @@ from typing import Literal
 class ServeSettings:
     """How the server answers; the defaults are those of the flags."""
 
-    model_names: tuple[str, ...]
+    model_names: tuple[str, ...] = ()
     """Names that requests may call the model by; answers carry the first."""
     api_keys: tuple[str, ...] = ()
     """Any of them opens the server; none: it is open."""
@@ -40,8 +40,8 @@ class ServeSettings:
     """None: the key is in the certificate's file."""
     ssl_ca_certs: str | None = None
     """Who signs the clients' certificates."""
-    ssl_cert_reqs: int = 0
-    """Whether clients must show one: 0 no, 1 a right one if any, 2 yes."""
+    ssl_cert_reqs: int | None = None
+    """Whether clients must show one: 0 no, 1 a right one if any, 2 yes; None: with a CA yes."""
     cors_origins: tuple[str, ...] = ()
     log_prompts: bool = False
     """Whether the log tells what was asked."""
@@ -52,6 +52,13 @@ class ServeSettings:
     """Name of the marks between which it thinks; None: thoughts stay part of the text."""
     chat_template: str | None = None
     """A template's text instead of the model's own."""
+
+    @property
+    def client_certificates(self) -> int:
+        """Whether clients must show one, `None` resolved."""
+        if self.ssl_cert_reqs is not None:
+            return self.ssl_cert_reqs
+        return 0 if self.ssl_ca_certs is None else 2
 
     def url(self, host: str, port: int) -> str:
         """Return where the server is to be found."""
