@@ -26,6 +26,7 @@ def main(argv: list[str] | None = None) -> int:
 PARSERS: dict[str, tuple[Callable[[], CommandParser], type[Any]]] = {
     "plan": (flags.plan_parser, requests.PlanRequest),
     "fits": (flags.fits_parser, requests.FitsRequest),
+    "simulate": (flags.simulate_parser, requests.SimulateRequest),
     "check": (flags.check_parser, requests.CheckRequest),
     "export": (flags.export_parser, requests.ExportRequest),
     "devices": (flags.devices_parser, requests.ListRequest),

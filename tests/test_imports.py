@@ -37,6 +37,7 @@ planner/evaluate <- planner/baselines, planner/ilp (one level) <- planner/exact 
 planner/evaluate <- planner/check
 planner/check, planner/problem <- planner/refusal
 planner/front, planner/refusal <- planner/solving
+planner/problem <- planner/traffic <- planner/cli
 planner/solving <- planner <- planner/cli <- planner/make, planner/__main__
 planner/export <- planner/cli
 
@@ -49,6 +50,7 @@ runtime/request_output, runtime/sampling_params, runtime/step, runtime/step_mess
 runtime/token_rules, runtime/trace, runtime/upload, runtime/vllm_options (one level)
 runtime/step_message <- runtime/models, runtime/weights, runtime/cache (one level) <- runtime/drafts
 runtime/drafts <- runtime/backends <- runtime/engine <- runtime/launch
+runtime/launch <- runtime/simulate
 runtime/launch <- runtime/async_submitter <- runtime/response_stream
 runtime/launch <- runtime/response_stream, runtime/plan_choice, runtime/replan <- runtime/llm
 runtime/step_message <- runtime/links <- runtime/engine
@@ -68,8 +70,11 @@ ON_FIRST_USE = {
     ("llmpq", "planner/make"),
     ("runtime/auto_plan", "planner/make"),
     ("runtime/auto_plan", "planner/problem/discovery"),
+    ("planner/traffic/simulated", "runtime/simulate/measures"),
+    ("planner/traffic/simulated", "runtime/simulate/simulation"),
 }
-"""The few imports upward: the front door, and the one place where a run asks for a plan."""
+"""The few imports upward: the front door, the one place where a run asks for a plan, and the one
+where the planner has the runtime's scheduler simulated."""
 
 Graph = Mapping[str, frozenset[str]]
 """Module -> modules of this package that it imports."""

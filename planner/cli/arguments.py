@@ -19,7 +19,7 @@ READ_GGUF = ("ollama", "lm-studio", "lmstudio", "koboldcpp", "gguf", "jan")
 """Programs that have no command of their own to write, and run what is made for llama.cpp."""
 DEFAULT_POINTS = 25
 """Points of a front, unless `--pareto-points` says."""
-COMMANDS = ("plan", "fits", "check", "export", "devices", "models")
+COMMANDS = ("plan", "fits", "simulate", "check", "export", "devices", "models")
 CPU_ACTIVATIONS = (
     "on CPUs, inputs of 3-, 4- and 8-bit weights: exact (16 bits) or rounded to int8 (exact)"
 )
@@ -32,6 +32,7 @@ commands, each with its own --help (flags alone mean `plan`):
   fits    whether a model fits, and how far     devices  cards that are known by name
   plan    which layers where, at which bits     models   models that are known by name
   check   a plan, or a run that was shared      export   a plan for vLLM, llama.cpp, ..., or SVG
+  simulate  how a plan serves live traffic
 exit codes: 0 done, 2 usage or bad input, 3 bad plan, 4 plan for another model or cluster,
 5 does not fit, 130 interrupted"""
 
@@ -40,6 +41,12 @@ Bytes are those that a run takes, counted: no GPU and no search. Times are of pl
 found by counting, `llmpq-algo plan` finds the best. exit codes: 0 fits, 2 usage or bad
 input, 5 does not fit"""
 
+
+SIMULATE_NOTES = """\
+The engines' own scheduler decides every step (chunked prefill, admission, preemption), which
+takes as long as the plan's cost entries say. Files of a trace: arrival, prompt and answer in
+at_s, prompt_tokens, output_tokens, or the columns of Azure, Mooncake and BurstGPT. exit codes: 0
+done, 2 usage or bad input, 3 bad plan"""
 
 CHECK_NOTES = """\
 Bytes, times and the proof are computed again by code that shares nothing with the search.
@@ -350,6 +357,44 @@ def _what_to_fit(section: Section) -> None:
     prompt = "its prompt, instead of --context"
     section.flag("--prompt-len", type=token_count, only=whole, metavar="N", help=prompt)
     section.flag("--gen-len", type=token_count, default=100, metavar="N", help="its answer (100)")
+
+
+def add_traffic(section: Section) -> None:
+    """Declare the ways to say which requests come."""
+    trace = "requests of a service: Azure's CSV, Mooncake's or our JSON lines, ..."
+    section.flag("--trace", daily=True, metavar="FILE", help=trace)
+    for name, example in (("prompt", "1020,2735,4142"), ("gen", "129,424,601")):
+        what = "of prompts" if name == "prompt" else "of answers"
+        section.flag(
+            f"--{name}",
+            daily=True,
+            metavar="N,N",
+            help=f"instead: lengths {what}, each as likely, such as {example}",
+        )
+    rate = "requests a second, or max: the highest within the limits (default: the trace's)"
+    section.flag("--rate", daily=True, metavar="R|max", help=rate)
+    section.flag("--ttft", daily=True, type=float, metavar="S", help="limit of the first token")
+    section.flag("--tpot", daily=True, type=float, metavar="S", help="limit of a further token")
+    section.flag(
+        "--requests", type=int, metavar="N", help="requests to simulate (200; of a trace its first)"
+    )
+
+
+def simulate_parser() -> CommandParser:
+    """Return the flags of `llmpq-algo simulate`."""
+    parser = CommandParser(
+        "llmpq-algo simulate",
+        "Predict how a plan's engines serve live traffic: first tokens, further tokens, rates.",
+        example="llmpq-algo simulate plan.json --prompt 512,2048 --gen 128 --rate 2 --ttft 2",
+        notes=SIMULATE_NOTES,
+    )
+    parser.positional("plan", metavar="PLAN", help="plan.json, of one engine or of several")
+    add_traffic(parser.section("traffic"))
+    how = parser.section("engine and output")
+    budget = "token budget of a step, as of llmpq-dist serve (default: the plan's)"
+    how.flag("--max-num-batched-tokens", type=int, metavar="N", help=budget)
+    how.flag("--json", daily=True, action="store_true", help="print all of it as JSON")
+    return parser
 
 
 def check_parser() -> CommandParser:

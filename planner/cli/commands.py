@@ -17,6 +17,7 @@ from llmpq.planner.problem.requests import (
     ListRequest,
     ModelsRequest,
     PlanRequest,
+    SimulateRequest,
 )
 
 if TYPE_CHECKING:
@@ -34,6 +35,7 @@ def run(command: str, request: Any) -> None:
     commands: dict[str, Callable[[Any], None]] = {
         "plan": _plan,
         "fits": _fits,
+        "simulate": _simulate,
         "check": _check,
         "export": _export,
         "devices": _devices,
@@ -64,6 +66,12 @@ def _fits(request: FitsRequest) -> None:
     from llmpq.planner.cli.show_fits import show_fits
 
     show_fits(request)
+
+
+def _simulate(request: SimulateRequest) -> None:
+    from llmpq.planner.cli.show_simulation import show_simulation
+
+    show_simulation(request)
 
 
 def _check(request: CheckRequest) -> None:

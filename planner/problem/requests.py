@@ -37,6 +37,23 @@ class DevicesRequest(ModelRequest):
 
 
 @dataclass(frozen=True, kw_only=True)
+class TrafficFlags:
+    """Which requests come, how often, and what they are to be served within."""
+
+    trace: str | None = None
+    """A file of arrivals and lengths."""
+    prompt: str | None = None
+    """Lengths of prompts, such as `1020,2735,4142`."""
+    gen: str | None = None
+    """Lengths of answers."""
+    rate: str | None = None
+    """Requests a second, or `max`."""
+    requests: int | None = None
+    ttft: float | None = None
+    tpot: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
 class PlanRequest(DevicesRequest):
     """What to plan, how to choose, how to solve, what to print."""
 
@@ -115,6 +132,15 @@ class CheckRequest(DevicesRequest):
     """Which plan to check, against what."""
 
     plan: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class SimulateRequest(TrafficFlags):
+    """Which plan to simulate, under which traffic."""
+
+    plan: str
+    max_num_batched_tokens: int | None = None
+    json: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,0 +1,153 @@
+"""One engine in predicted time: the runtime's scheduler, and stages that take as long as predicted.
+
+The loop is that of the first stage (engine/stage_loop.py): it takes what has come, issues steps
+while more may be under way, then waits for the oldest one's tokens. A CPU stage computes in that
+loop, a GPU beside it. Stages and links are resources, each of which serves steps in order.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from llmpq.runtime.engine.pool_limits import PoolLimits, max_ahead, max_in_flight
+from llmpq.runtime.engine.scheduler import Scheduler
+from llmpq.runtime.request import MicroBatch, Request
+from llmpq.runtime.simulate.step_times import StepRows, TimedStage
+
+TOKEN = 5
+"""Stands for any token of an answer."""
+
+
+@dataclass(frozen=True)
+class ServedRequest:
+    """When a request's tokens were known."""
+
+    number: int
+    at_s: float
+    first_token_s: float
+    end_s: float
+    prompt_tokens: int
+    output_tokens: int
+    preemptions: int = 0
+
+    @property
+    def ttft_s(self) -> float:
+        """Seconds until the first token."""
+        return self.first_token_s - self.at_s
+
+    @property
+    def tpot_s(self) -> float | None:
+        """Seconds a token behind the first; None of an answer of one token."""
+        if self.output_tokens < 2:
+            return None
+        return (self.end_s - self.first_token_s) / (self.output_tokens - 1)
+
+    @property
+    def latency_s(self) -> float:
+        """Seconds until the last token."""
+        return self.end_s - self.at_s
+
+
+class SimulatedEngine:
+    """The scheduler of one engine, and the clock of its first stage."""
+
+    def __init__(
+        self,
+        limits: PoolLimits,
+        stages: Sequence[TimedStage],
+        *,
+        first_is_cpu: bool,
+        host_s: float = 0.0,
+    ) -> None:
+        """`host_s`: what the host needs for each step beside the stages."""
+        self._scheduler = Scheduler(limits)
+        self._stages = stages
+        self._first_is_cpu, self._host_s = first_is_cpu, host_s
+        ahead = limits.tokens_ahead > 1
+        self._most = max_ahead(len(stages)) if ahead else max_in_flight(len(stages))
+        self._free = [0.0] * (2 * len(stages))
+        self._under_way: deque[tuple[MicroBatch, float]] = deque()
+        self._inbox: deque[tuple[float, Request]] = deque()
+        self._at: dict[int, float] = {}
+        self._first: dict[int, float] = {}
+        self.now = 0.0
+        self.served: list[ServedRequest] = []
+        self.num_steps = 0
+
+    def submit(self, at_s: float, request: Request) -> None:
+        """Queue a request that comes at a time, not before those submitted so far."""
+        self._inbox.append((at_s, request))
+
+    def advance(self, until_s: float = math.inf) -> None:
+        """Go on until the clock is there, or nothing is left to do."""
+        while self.now < until_s:
+            if not self._under_way and self._scheduler.idle:
+                if not self._inbox or self._inbox[0][0] >= until_s:
+                    return
+                self.now = max(self.now, self._inbox[0][0])
+            self._take()
+            while len(self._under_way) < self._most:
+                micro_batch = self._scheduler.next_micro_batch()
+                if micro_batch is None:
+                    break
+                self._issue(micro_batch)
+            assert self._under_way, "requests wait that no step takes"
+            self._finish_oldest()
+
+    def _take(self) -> None:
+        while self._inbox and self._inbox[0][0] <= self.now:
+            at_s, request = self._inbox.popleft()
+            self._at[request.id] = at_s
+            self._scheduler.submit(request)
+
+    def _issue(self, micro_batch: MicroBatch) -> None:
+        self.now += self._host_s
+        rows, free = step_rows(micro_batch), self._free
+        arrives, self.num_steps = self.now, self.num_steps + 1
+        for place, stage in enumerate(self._stages):
+            begin = max(arrives, free[2 * place])
+            arrives = free[2 * place] = begin + stage.seconds(rows)
+            if place == 0 and self._first_is_cpu:
+                self.now = arrives
+            occupied, total = stage.hop(rows)
+            begin = max(arrives, free[2 * place + 1])
+            free[2 * place + 1] = begin + occupied
+            arrives = begin + total
+        self._under_way.append((micro_batch, arrives))
+
+    def _finish_oldest(self) -> None:
+        micro_batch, done_s = self._under_way.popleft()
+        self.now = max(self.now, done_s)
+        tokens = [[TOKEN] if row.samples else [] for row in micro_batch.rows]
+        ended = self._scheduler.update_from_output(micro_batch, tokens)
+        for request, row in zip(micro_batch.requests, micro_batch.rows, strict=True):
+            if row.samples and request.id in self._at:
+                self._first.setdefault(request.id, self.now)
+        for request in ended:
+            self.served.append(
+                ServedRequest(
+                    number=request.id,
+                    at_s=self._at.pop(request.id),
+                    first_token_s=self._first.pop(request.id),
+                    end_s=self.now,
+                    prompt_tokens=len(request.prompt),
+                    output_tokens=len(request.output),
+                    preemptions=request.num_preemptions,
+                )
+            )
+
+
+def step_rows(micro_batch: MicroBatch) -> StepRows:
+    """Return the rows of a step: those of one token behind others decode."""
+    chunks, caches = [], []
+    for start, tokens in zip(micro_batch.starts, micro_batch.tokens, strict=True):
+        count = len(tokens)
+        if count == 1 and start:
+            caches.append(start + 1)
+        else:
+            chunks.append((start, count))
+    samples = sum(row.samples for row in micro_batch.rows)
+    return StepRows(chunks=chunks, caches=caches, samples=samples)

@@ -1,0 +1,138 @@
+"""Simulates a plan under a traffic: its engines' own schedulers over predicted step times.
+
+Requests go to the engine that is predicted to end them first, as `serve` routes them
+(serve/replicas/routing.py). Needs neither torch nor the model: a plan carries its cost entries.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from llmpq.plan import Plan
+from llmpq.runtime.engine.pool_limits import PoolLimits
+from llmpq.runtime.launch.plans.pool_plan import PoolPlan
+from llmpq.runtime.options import EngineOptions
+from llmpq.runtime.request import Request
+from llmpq.runtime.simulate.engine import ServedRequest, SimulatedEngine
+from llmpq.runtime.simulate.measures import ServiceLimits, ServiceMeasures
+from llmpq.runtime.simulate.step_times import TimedStage, stage_times
+from llmpq.topology import Topology, plans_of
+from llmpq.traffic import Arrival
+
+PROMPT_WORK = 1 / 16
+"""Work of a prompt's token, in tokens of answers, as `serve` counts it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineModel:
+    """What is simulated of an engine: what its scheduler may do, and its stages' times."""
+
+    limits: PoolLimits
+    stages: tuple[TimedStage, ...]
+    first_is_cpu: bool
+    speed: float = 1.0
+    """Output tokens/s that are predicted of it: how routing weighs its work."""
+    host_s: float = 0.0
+
+    @classmethod
+    def of_plan(cls, plan: Plan, *, max_num_batched_tokens: int | None = None) -> EngineModel:
+        """Return the engine that `serve` makes of a plan."""
+        times = stage_times(plan)
+        assert plan.inputs is not None
+        options = EngineOptions(max_num_batched_tokens=max_num_batched_tokens)
+        limits = PoolPlan(plan, plan.inputs.model, options).limits
+        predicted = plan.predicted
+        return cls(
+            limits=limits,
+            stages=times,
+            first_is_cpu=plan.stages[0].is_cpu,
+            speed=1.0 if predicted is None else max(predicted.output_tokens_per_s, 1e-9),
+        )
+
+    def engine(self) -> SimulatedEngine:
+        """Return it, idle at 0 s."""
+        return SimulatedEngine(
+            self.limits, self.stages, first_is_cpu=self.first_is_cpu, host_s=self.host_s
+        )
+
+
+@dataclass
+class _Replica:
+    engine: SimulatedEngine
+    speed: float
+    under_way: float = 0.0
+    ends: list[tuple[float, float]] = field(default_factory=list)
+    """(when it ended, its work) of requests that are still counted."""
+    num_counted: int = 0
+
+
+def simulate(
+    models: Sequence[EngineModel], traffic: Sequence[Arrival], *, vocab: int = 1000
+) -> list[ServedRequest]:
+    """Return when each request of a traffic is served, in order of arrival.
+
+    `ValueError` names a request for which no engine has room.
+    """
+    shares_blocks = any(arrival.blocks for arrival in traffic)
+    replicas = [_Replica(engine=one.engine(), speed=one.speed) for one in models]
+    work: dict[int, float] = {}
+    for number, arrival in enumerate(traffic):
+        if len(replicas) > 1:
+            for replica in replicas:
+                replica.engine.advance(arrival.at_s)
+                _count_ended(replica, arrival.at_s, work)
+        own = arrival.output_tokens + PROMPT_WORK * arrival.prompt_tokens
+        best = min(replicas, key=lambda one: (one.under_way + own) / one.speed)
+        best.under_way += own
+        work[number] = own
+        request = _request(number, arrival, vocab, plain=not shares_blocks)
+        try:
+            models[replicas.index(best)].limits.check(request)
+        except ValueError as error:
+            raise ValueError(f"request {number} of the traffic: {error}") from None
+        best.engine.submit(arrival.at_s, request)
+    for replica in replicas:
+        replica.engine.advance()
+    return sorted(
+        (one for replica in replicas for one in replica.engine.served), key=lambda one: one.number
+    )
+
+
+def _count_ended(replica: _Replica, now_s: float, work: dict[int, float]) -> None:
+    """Take off the work of what has ended by now."""
+    served = replica.engine.served
+    for one in served[replica.num_counted :]:
+        heapq.heappush(replica.ends, (one.end_s, work[one.number]))
+    replica.num_counted = len(served)
+    while replica.ends and replica.ends[0][0] <= now_s:
+        replica.under_way -= heapq.heappop(replica.ends)[1]
+
+
+def _request(number: int, arrival: Arrival, vocab: int, *, plain: bool) -> Request:
+    """Return a request of a traffic; `plain`: no two prompts begin alike, whatever the tokens."""
+    tokens = () if plain else tuple(arrival.prompt(vocab, number))
+    prompt = tokens or (number,) + (0,) * (arrival.prompt_tokens - 1)
+    return Request(id=number, prompt=prompt, max_new=arrival.output_tokens, cache_salt=None)
+
+
+def simulate_plan(
+    plan: Plan | Topology,
+    traffic: Sequence[Arrival],
+    limits: ServiceLimits | None = None,
+    *,
+    max_num_batched_tokens: int | None = None,
+) -> ServiceMeasures:
+    """Return how a plan's engines serve a traffic, as predicted."""
+    models = [
+        EngineModel.of_plan(one, max_num_batched_tokens=max_num_batched_tokens)
+        for one in plans_of(plan)
+    ]
+    served = simulate(models, traffic, vocab=_vocab(plan))
+    return ServiceMeasures.of(served, limits or ServiceLimits())
+
+
+def _vocab(plan: Plan | Topology) -> int:
+    inputs = plans_of(plan)[0].inputs
+    return 1000 if inputs is None else inputs.model.vocab

@@ -1,0 +1,142 @@
+"""The simulator: hand-counted steps, the planner's own times, limits, engines, no torch."""
+
+from __future__ import annotations
+
+import math
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+
+from llmpq.plan import Plan
+from llmpq.planner.make import make_plan
+from llmpq.runtime.simulate.engine import ServedRequest
+from llmpq.runtime.simulate.measures import Quantiles, ServiceLimits, ServiceMeasures
+from llmpq.runtime.simulate.simulation import EngineModel, simulate, simulate_plan
+from llmpq.traffic import Arrival, at_rate, poisson_traffic
+
+pytestmark = pytest.mark.pure
+
+
+def _plan(devices: str, **job: int) -> Plan:
+    work = {"batch": 8, "prompt_len": 256, "gen_len": 32, **job}
+    return make_plan("opt-1.3b", devices=devices, bits="16", **work)  # type: ignore[arg-type]
+
+
+@pytest.fixture(scope="module")
+def pipeline() -> Plan:
+    return _plan("t4:2", batch=1)
+
+
+def test_one_request_takes_what_the_plan_predicts(pipeline: Plan) -> None:
+    assert pipeline.predicted is not None
+    (served,) = simulate([EngineModel.of_plan(pipeline)], [Arrival(3.0, 256, 32)])
+    assert served.ttft_s == pytest.approx(pipeline.predicted.prefill_s, rel=1e-6)
+    assert served.latency_s == pytest.approx(pipeline.predicted.total_s, rel=1e-3)
+    assert served.at_s == 3.0 and served.output_tokens == 32 and served.preemptions == 0
+
+
+@pytest.mark.parametrize("devices", ["t4", "t4:2", "v100,t4"])
+def test_a_batch_at_once_takes_about_what_the_plan_predicts(devices: str) -> None:
+    """The scheduler fills steps its own way, with prompts beside decoding rows."""
+    plan = _plan(devices)
+    assert plan.predicted is not None
+    budget = plan.prefill_step_tokens
+    found = simulate_plan(plan, [Arrival(0.0, 256, 32)] * 8, max_num_batched_tokens=budget)
+    assert found.seconds == pytest.approx(plan.predicted.total_s, rel=0.15)
+    assert found.requests == 8 and found.output_tokens_per_s == pytest.approx(
+        8 * 32 / found.seconds
+    )
+
+
+def test_requests_far_apart_do_not_wait_for_each_other(pipeline: Plan) -> None:
+    alone = simulate([EngineModel.of_plan(pipeline)], [Arrival(0.0, 256, 32)])[0].latency_s
+    traffic = [Arrival(n * 10 * alone, 256, 32) for n in range(4)]
+    for one in simulate([EngineModel.of_plan(pipeline)], traffic):
+        assert one.latency_s == pytest.approx(alone, rel=1e-9)
+
+
+def test_more_requests_a_second_wait_longer() -> None:
+    model = EngineModel.of_plan(_plan("t4"))
+    traffic = poisson_traffic([100, 500], [8, 40], requests=40)
+    means = []
+    for rate in (0.05, 2.0, math.inf):
+        served = simulate([model], at_rate(traffic, rate))
+        assert [one.output_tokens for one in served] == [one.output_tokens for one in traffic]
+        means.append(ServiceMeasures.of(served, ServiceLimits()).latency_s.mean)
+    assert means[0] < means[1] < means[2]
+
+
+def test_a_small_pool_preempts_and_serves_all() -> None:
+    model = EngineModel.of_plan(_plan("t4"))
+    small = replace(model, limits=replace(model.limits, num_blocks=8))
+    traffic = [Arrival(0.0, 200, 300)] * 4
+    served, plenty = simulate([small], traffic), simulate([model], traffic)
+    assert [one.output_tokens for one in served] == [300] * 4
+    assert sum(one.preemptions for one in served) > 0 == sum(one.preemptions for one in plenty)
+    assert max(one.end_s for one in served) > max(one.end_s for one in plenty)
+
+
+def test_prefixes_that_a_trace_repeats_are_not_computed_again() -> None:
+    model = EngineModel.of_plan(_plan("t4", prompt_len=1024))
+    assert model.limits.prefix_cache
+
+    def ttft(blocks: Sequence[tuple[int, ...]]) -> float:
+        traffic = [Arrival(n * 100.0, 1024, 4, own) for n, own in enumerate(blocks)]
+        return simulate([model], traffic)[1].ttft_s
+
+    assert ttft([(1, 2), (1, 3)]) < 0.7 * ttft([(1, 2), (4, 3)])
+
+
+def test_several_engines_share_a_traffic_by_their_speed() -> None:
+    quick, slow = EngineModel.of_plan(_plan("v100")), EngineModel.of_plan(_plan("t4"))
+    assert quick.speed > slow.speed
+    traffic = [Arrival(0.0, 256, 32)] * 60
+    both = ServiceMeasures.of(simulate([quick, slow], traffic), ServiceLimits())
+    for alone in (quick, slow):
+        one = ServiceMeasures.of(simulate([alone], traffic), ServiceLimits())
+        assert both.latency_s.mean < one.latency_s.mean
+
+
+def test_a_request_without_room_is_named(pipeline: Plan) -> None:
+    model = EngineModel.of_plan(pipeline)
+    with pytest.raises(ValueError, match="request 1 of the traffic: the prompt is too long"):
+        simulate([model], [Arrival(0.0, 10, 2), Arrival(0.0, model.limits.room + 1, 2)])
+
+
+def test_plans_without_costs_are_refused(pipeline: Plan) -> None:
+    bare = pipeline.model_copy(update={"inputs": None})
+    with pytest.raises(ValueError, match="carries no cost entries"):
+        EngineModel.of_plan(bare)
+
+
+def test_goodput_counts_those_within_both_limits() -> None:
+    served = [
+        ServedRequest(n, 0.0, ttft, ttft + 9 * tpot, 5, 10) for n, (ttft, tpot) in enumerate(CASES)
+    ]
+    found = ServiceMeasures.of(served, ServiceLimits(ttft_s=1.0, tpot_s=0.1))
+    assert found.attained == 0.25
+    assert found.goodput_per_s == pytest.approx(1 / max(one.end_s for one in served))
+    assert ServiceMeasures.of(served, ServiceLimits()).attained == 1.0
+    single = ServedRequest(0, 0.0, 0.5, 0.5, 5, 1)
+    assert single.tpot_s is None and ServiceLimits(tpot_s=1e-9).keeps(single)
+
+
+CASES = [(0.5, 0.05), (2.0, 0.05), (0.5, 0.2), (2.0, 0.2)]
+
+
+def test_quantiles_are_straight_between_values() -> None:
+    found = Quantiles.of([4.0, 1.0, 3.0, 2.0, 5.0])
+    assert (found.mean, found.p50) == (3.0, 3.0)
+    assert found.p90 == pytest.approx(4.6) and found.p99 == pytest.approx(4.96)
+    assert Quantiles.of([7.0]).p99 == 7.0
+
+
+def test_it_needs_no_torch() -> None:
+    code = (
+        "import sys; sys.modules['torch'] = sys.modules['ray'] = None\n"
+        "import llmpq.planner.traffic.simulated"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
