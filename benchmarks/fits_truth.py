@@ -190,9 +190,8 @@ def _ran(kind: str, folder: str, drawn: Drawn, plan: Plan) -> Found:
         memory = stage.memory
         assert memory is not None, "the planner counts memory"
         predicted = memory.weights_bytes + memory.embedding_bytes + memory.kv_bytes
-        # What recurrent layers keep of prefixes is beside the plan, where a device has room.
-        taken = load.weights_bytes + load.kv_bytes - load.prefix_bytes
-        errors.append(taken / predicted - 1)
+        predicted += memory.prefix_bytes
+        errors.append((load.weights_bytes + load.kv_bytes) / predicted - 1)
     done = all(len(answer.outputs[0].token_ids) == GEN for answer in answers)
     wrong = "" if done else "an answer is short"
     if max(map(abs, errors)) > 0.01:

@@ -68,7 +68,16 @@ def plan_within(plan: Plan, share: float | None) -> Plan:
     if share is None:
         return plan
     part = require_share(share)
-    return plan.model_copy(update={"stages": tuple(_within(s, part) for s in plan.stages)})
+    stages = [_within(stage, part) for stage in plan.stages]
+    if any(s.memory and s.memory.total_bytes > s.memory.limit_bytes for s in stages):
+        stages = [_without_prefixes(stage) for stage in stages]
+    return plan.model_copy(update={"stages": tuple(stages)})
+
+
+def _without_prefixes(stage: StagePlan) -> StagePlan:
+    if stage.memory is None:
+        return stage
+    return stage.model_copy(update={"memory": stage.memory.with_prefix_bytes(0)})
 
 
 def _within(stage: StagePlan, share: float) -> StagePlan:
@@ -77,9 +86,9 @@ def _within(stage: StagePlan, share: float) -> StagePlan:
         return stage
     whole = memory.limit_bytes + memory.reserve_bytes
     limit = min(memory.limit_bytes, int(share * whole))
-    if memory.total_bytes > limit:
+    if memory.least_bytes > limit:
         raise DoesNotFitError(
-            f"the plan has {format_size(memory.total_bytes)} on {stage.device}, and "
+            f"the plan has {format_size(memory.least_bytes)} on {stage.device}, and "
             f"--gpu-memory-utilization {share:g} leaves {format_size(limit)} of its "
             f"{format_size(whole)}; re-plan with llmpq-algo --gpu-memory-utilization {share:g}"
         )

@@ -117,9 +117,21 @@ class MemoryForm(FileForm):
     """The largest temporary of either phase."""
     context_bytes: int
     """What the framework takes for itself."""
+    prefix_bytes: int = Field(default=0, ge=0)
+    """States of recurrent layers that are kept of prefixes; 0 where not every stage has room."""
     total_bytes: int
     limit_bytes: int
     reserve_bytes: int = 0
+
+    @property
+    def least_bytes(self) -> int:
+        """What a run cannot do without: all but what only found prefixes need."""
+        return self.total_bytes - self.prefix_bytes
+
+    def with_prefix_bytes(self, prefix_bytes: int) -> MemoryForm:
+        """Return the form with another number of bytes of kept states."""
+        change = {"prefix_bytes": prefix_bytes, "total_bytes": self.least_bytes + prefix_bytes}
+        return self.model_copy(update=change)
 
 
 class PoolForm(FileForm):

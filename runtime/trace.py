@@ -61,7 +61,7 @@ class LoadReport:
     kv_bytes: int
     seconds: float
     prefix_bytes: int = 0
-    """Of the cache, what only found prefixes need: beside the plan, which counts none."""
+    """Of the cache, what only found prefixes need."""
     draft_bytes: int = 0
     """What drafts hold beyond the above."""
     runner: str = ""

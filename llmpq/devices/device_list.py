@@ -185,17 +185,22 @@ def _readable(item: str) -> bool:
 
 
 def _parts(item: str) -> tuple[str, int, str]:
-    """Return name, count and what stands after the `=`; the count is where a known name is left."""
+    """Return name, count and what stands after the `=`; the count is where a known name is left.
+
+    What follows a colon is a count, also where the card has as many GB: `V100:16` are 16 cards.
+    """
     likely = _COUNTED[0].fullmatch(item)
+    found = None
     for pattern in _COUNTED:
         match = pattern.fullmatch(item)
         if match is None:
             continue
         name, _, described = match["name"].partition("=")
         if described or known_kind(name.strip()) is not None:
-            likely = match
+            found = likely = match
             break
-    if known_kind(item) is not None or likely is None:
+    counted = found is not None and item[: found.start("count")].rstrip()[-1:] in (":", "*")
+    if likely is None or (known_kind(item) is not None and not counted):
         name, _, described = item.partition("=")
         return name.strip(), 1, described.strip()
     name, _, described = likely["name"].partition("=")
@@ -230,7 +235,14 @@ def _group(item: str, where: str) -> tuple[dict[str, Any], list[str]]:
     group: dict[str, Any] = {"kind": kind, "count": count}
     if facts.memory is not None:
         return {**group, "memory": facts.memory}, []
-    return group, which_version(name, kind)
+    return group, which_version(name, kind) + _count_or_memory(item, name, count)
+
+
+def _count_or_memory(item: str, name: str, count: int) -> list[str]:
+    """Say that a number behind a colon is a count, where there are cards of as many GB."""
+    if ":" not in item or count == 1 or known_kind(f"{name} {count}GB") is None:
+        return []
+    return [f"{item} is {count} cards; one of {count} GB is {name}-{count}gb"]
 
 
 def _described_anew(

@@ -50,6 +50,7 @@ def memory_parts(plan: Plan, index: int) -> list[MemoryPart]:
         ("embedding, head", memory.embedding_bytes),
         ("KV cache", memory.kv_bytes - states),
         ("recurrent state", states),
+        ("states of prefixes", memory.prefix_bytes),
         ("workspace", memory.workspace_bytes),
         ("framework", memory.context_bytes),
         ("free", memory.limit_bytes - memory.total_bytes),

@@ -126,9 +126,9 @@ def _stage_table(report: Report) -> str:
     )
     drawn = table(columns, rows, caption=caption, left=("stage", "layers", "bits"))
     kept = [
-        f"{stage['device']} {format_size(stage['memory']['prefix_bytes'])}"
+        f"{stage['device']} {format_size(stage['memory']['beside_plan_bytes'])}"
         for stage in report["stages"]
-        if stage["memory"].get("prefix_bytes")
+        if stage["memory"].get("beside_plan_bytes")
     ]
     return drawn + (
         note(f"beside the plan, for prefixes found again: {', '.join(kept)}") if kept else ""

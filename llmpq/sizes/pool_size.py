@@ -73,9 +73,10 @@ class PoolSize:
     def prefix_bytes(
         self, spec: ModelSpec, kv: KVPrecision, *, layers: Sequence[int], dtype_bytes: int
     ) -> int:
-        """Return how much of `nbytes` only found prefixes need, which no plan counts.
+        """Return how much of `nbytes` only found prefixes need.
 
-        States of recurrent layers behind prefixes, the 16-bit tokens behind packed blocks.
+        States of recurrent layers behind prefixes (which a plan states where there is room), the
+        16-bit tokens behind packed blocks (which no plan counts).
         """
         plain = replace(self, prefix_cache=False, snapshots=0)
         whole, counted = (
@@ -181,6 +182,16 @@ LEAST_SNAPSHOTS = 4
 """States of prefixes that a pool keeps at least; else as many as there are requests at once."""
 
 
+def num_snapshots(spec: ModelSpec, workload: Workload) -> int:
+    """Return how many prefixes' recurrent states are kept where there is room.
+
+    None of packed caches: snapshots are taken at block ends, where no packed cache begins.
+    """
+    if spec.recurrent is None or workload.kv is not KVPrecision.KV16:
+        return 0
+    return max(LEAST_SNAPSHOTS, workload.batch)
+
+
 def window_step_tokens(workload: Workload, chunk: int | None, *, prefill_microbatch: int) -> int:
     """Return the prompt tokens of a step for which a plan's pools of windows have room."""
     tokens = min(workload.prompt_len, chunk or workload.prompt_len)
@@ -194,7 +205,8 @@ def planned_pool(
     """Return the pool that a plan counts.
 
     Packed blocks have no 16-bit tokens behind them, and no states of recurrent layers are kept,
-    which only found prefixes need: a run has those where its devices have room beside this.
+    which only found prefixes need: a run has those where its devices have room beside this
+    (a plan's `prefix_bytes`, sizes/prefix_states.py).
     """
     return wanted_pool(
         spec,
@@ -224,7 +236,7 @@ def wanted_pool(
         slots=workload.batch,
         max_len=max_len,
         prefix_cache=prefix_cache,
-        snapshots=max(LEAST_SNAPSHOTS, workload.batch) if prefix_cache and spec.recurrent else 0,
+        snapshots=num_snapshots(spec, workload) if prefix_cache else 0,
     )
     # Packed caches keep all blocks, a quarter of the bytes or less: their tables are one.
     window = spec.widest_window if workload.kv is KVPrecision.KV16 else 0
@@ -295,7 +307,7 @@ def _excess(
     """Return the bytes by which a stage's pool exceeds what its device has left for it."""
     memory = stage.memory
     assert memory is not None
-    room = memory.limit_bytes - (memory.total_bytes - memory.kv_bytes)
+    room = memory.limit_bytes - (memory.least_bytes - memory.kv_bytes)
     layers, dtype_bytes = range(*stage.layers), workload.dtype_bytes
     nbytes = size.nbytes(spec, workload.kv, layers=layers, dtype_bytes=dtype_bytes)
     beside = 0

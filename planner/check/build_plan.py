@@ -39,6 +39,7 @@ from llmpq.planner.limits import positions_note
 from llmpq.planner.problem.outcome import Assignment, Outcome, Stage
 from llmpq.planner.problem.problem import Problem
 from llmpq.precision import Precision
+from llmpq.sizes.prefix_states import with_prefix_states
 from llmpq.sizes.stated_pool import stated_pool
 from llmpq.version import __version__
 
@@ -54,8 +55,10 @@ def build_plan(
     a = outcome.assignment
     times, job = stage_times(p, a), reported_time(p, a)
     devices = list(_devices(p, a))
-    stages = tuple(
-        _stage_plan(p, a, position, device, times) for position, device in enumerate(devices)
+    stages = with_prefix_states(
+        [_stage_plan(p, a, position, device, times) for position, device in enumerate(devices)],
+        p.spec,
+        p.workload,
     )
     return Plan(
         model=ModelRef(

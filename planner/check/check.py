@@ -20,6 +20,7 @@ from llmpq.planner.check.plan_entries import used_inputs
 from llmpq.planner.check.recomputed import Recomputed, recomputed
 from llmpq.planner.costs.cost_book import CostBook
 from llmpq.planner.evaluate.add_drafts import round_bytes
+from llmpq.sizes.prefix_states import with_prefix_states
 from llmpq.sizes.stated_pool import stated_pool
 from llmpq.units import format_size
 
@@ -114,6 +115,7 @@ def _check_layers_and_memory(plan: Plan, spec: ModelSpec, devices: Sequence[Devi
     _check_pool(plan, spec)
     for position, device in enumerate(devices):
         _check_memory(plan, spec, position, device)
+    _check_prefix_states(plan, spec, devices)
 
 
 def _check_pool(plan: Plan, spec: ModelSpec) -> None:
@@ -172,13 +174,32 @@ def _check_memory(plan: Plan, spec: ModelSpec, position: int, device: Device) ->
         )
     if stage.memory is None:
         return
-    for part in (*(field.name for field in fields(memory)), "total_bytes"):
-        stated, found = getattr(stage.memory, part), getattr(memory, part)
-        if stated != found:
-            raise BadPlanError(
-                f"stage {device.name}: the plan states {stated} bytes for {part}, the formulas "
-                f"give {found}: re-plan with llmpq-algo"
-            )
+    total = memory.total_bytes + stage.memory.prefix_bytes
+    for part in (field.name for field in fields(memory)):
+        _require_bytes(device, part, getattr(stage.memory, part), getattr(memory, part))
+    _require_bytes(device, "total_bytes", stage.memory.total_bytes, total)
+
+
+def _check_prefix_states(plan: Plan, spec: ModelSpec, devices: Sequence[Device]) -> None:
+    """Refuse a plan that states other bytes of kept states than a run keeps."""
+    drafts = plan.speculation
+    beside = [
+        0 if drafts is None else round_bytes(plan, spec, index, device, drafts.mode, drafts.gamma)
+        for index, device in enumerate(devices)
+    ]
+    found = with_prefix_states(plan.stages, spec, plan.workload, beside=beside)
+    for stage, own, device in zip(plan.stages, found, devices, strict=True):
+        if stage.memory is not None and own.memory is not None:
+            stated = stage.memory.prefix_bytes
+            _require_bytes(device, "prefix_bytes", stated, own.memory.prefix_bytes)
+
+
+def _require_bytes(device: Device, part: str, stated: int, found: int) -> None:
+    if stated != found:
+        raise BadPlanError(
+            f"stage {device.name}: the plan states {stated} bytes for {part}, the formulas "
+            f"give {found}: re-plan with llmpq-algo"
+        )
 
 
 def _check_times(plan: Plan, times: Recomputed) -> None:

@@ -38,6 +38,7 @@ from llmpq.planner.solving.plan_search import search_plan, with_head_of_16_bits
 from llmpq.precision import WEIGHT_ONLY, KVPrecision, Precision, bits_of
 from llmpq.sizes.kv_format import BLOCK_TOKENS
 from llmpq.sizes.pool_size import planned_kv_bytes
+from llmpq.sizes.prefix_states import prefix_notes
 from llmpq.sizes.state_size import state_bytes
 
 USUAL_BATCH = 8
@@ -68,6 +69,8 @@ class DeviceFit:
     kv_bytes_per_token: int = 0
     state_bytes_per_request: int = 0
     """Of recurrent layers, whatever the request's length."""
+    prefix_bytes: int = 0
+    """States of recurrent layers kept of prefixes, for which all devices have room."""
     workspace_bytes: int = 0
     context_bytes: int = 0
     """What CUDA and the framework take for themselves."""
@@ -173,7 +176,7 @@ def fit_answer(request: FitsRequest) -> FitAnswer:
         refusal = refusal_of(problem, kvs, names_context=request.prompt_len is None)
     else:
         plan = counted_plan(*best[1], model_path=path)
-        notes = [*notes, *mtp_notes(plan, problem.spec)]
+        notes = [*notes, *mtp_notes(plan, problem.spec), *prefix_notes(plan, problem.spec)]
     return FitAnswer(
         report=_report(problem, rows, tuple(forms), plan, refusal, notes),
         plan=plan,
@@ -404,6 +407,7 @@ def _device(p: Problem, device: Device, stage: StagePlan | None) -> DeviceFit:
         kv_bytes=memory.kv_bytes,
         kv_bytes_per_token=token_bytes(p, layers),
         state_bytes_per_request=_state_bytes(p, layers),
+        prefix_bytes=memory.prefix_bytes,
         workspace_bytes=memory.workspace_bytes,
         context_bytes=memory.context_bytes,
         total_bytes=memory.total_bytes,

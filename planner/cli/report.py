@@ -110,8 +110,11 @@ def memory_table(plan: Plan) -> Table:
     from rich.table import Table
 
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    columns = ("device", "weights", "embed/head", "KV", "workspace", "context", "total", "limit")
-    for name in (*columns, "free"):
+    prefixes = any(stage.memory and stage.memory.prefix_bytes for stage in plan.stages)
+    columns = ["device", "weights", "embed/head", "KV", "prefixes", "workspace", "context"]
+    if not prefixes:
+        columns.remove("prefixes")
+    for name in (*columns, "total", "limit", "free"):
         table.add_column(name, justify="left" if name == "device" else "right")
     for stage in plan.stages:
         m = stage.memory
@@ -121,6 +124,7 @@ def memory_table(plan: Plan) -> Table:
             m.weights_bytes,
             m.embedding_bytes,
             m.kv_bytes,
+            *([m.prefix_bytes] if prefixes else []),
             m.workspace_bytes,
             m.context_bytes,
             m.total_bytes,

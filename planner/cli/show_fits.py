@@ -128,14 +128,14 @@ def devices_table(report: FitReport) -> Table:
     table.add_column("device")
     table.add_column("layers")
     names = ["memory", "left free", "weights", "embed/head", "KV", "of it a token"]
-    names += ["a request"] if _has_state(report) else []
+    names += ["a request", "of prefixes"] if _has_state(report) else []
     for name in (*names, "workspace", "CUDA, torch", "free"):
         table.add_column(name, justify="right")
     for own in report.devices:
         layers = "left out" if own.layers is None else f"{own.layers[0]}-{own.layers[1] - 1}"
         sizes = [own.memory_bytes, own.reserve_bytes, own.weights_bytes, own.embedding_bytes]
         sizes += [own.kv_bytes, own.kv_bytes_per_token]
-        sizes += [own.state_bytes_per_request] if _has_state(report) else []
+        sizes += [own.state_bytes_per_request, own.prefix_bytes] if _has_state(report) else []
         sizes += [own.workspace_bytes, own.context_bytes, own.free_bytes]
         table.add_row(own.device, layers, *(format_size(size) for size in sizes))
     return table

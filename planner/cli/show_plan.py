@@ -39,6 +39,7 @@ from llmpq.planner.solving.methods import PLANNERS, SolveOptions
 from llmpq.planner.solving.plan_search import nothing_fits, variants_with_room
 from llmpq.planner.solving.topology_search import TOPOLOGY_GAP
 from llmpq.precision import Precision, bits_of
+from llmpq.sizes.prefix_states import prefix_notes
 from llmpq.speculation import SpeculationMode
 from llmpq.topology import Topology
 
@@ -117,7 +118,7 @@ def make_and_show(request: PlanRequest, job: PlanJob) -> None:
     if request.speculate is not None:
         best = replace(best, plan=_drafting(best.plan, problem, request.speculate))
         notes = [*notes, describe(best.plan)]
-    notes = [*notes, *mtp_notes(best.plan, problem.spec)]
+    notes = [*notes, *mtp_notes(best.plan, problem.spec), *prefix_notes(best.plan, problem.spec)]
     if request.output:
         best.plan.save_json(request.output)
     if request.json:

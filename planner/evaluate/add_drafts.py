@@ -17,6 +17,7 @@ from llmpq.families import FAMILIES
 from llmpq.memory import unpacks_prompts
 from llmpq.model_spec import ModelSpec
 from llmpq.plan import MAX_GAMMA, Plan, Speculation
+from llmpq.sizes.prefix_states import with_prefix_states
 from llmpq.sizes.workspace import workspace_bytes
 from llmpq.speculation import (
     MTP_ON_CPUS,
@@ -70,7 +71,7 @@ def with_speculation(
     if asked == "auto":
         found = {mode: best(mode) for mode in usable}
         most = max(usable, key=lambda mode: found[mode][1])
-        return plan if found[most][0] == 0 else _added(plan, spec, most, *found[most])
+        return plan if found[most][0] == 0 else _added(plan, spec, cluster, most, *found[most])
     for mode in usable:
         if mode == asked:
             short = shortfall(plan, spec, cluster, mode, 1)
@@ -82,7 +83,7 @@ def with_speculation(
                     f"drafts of {mode} are not predicted to pay at a batch of {rows} and a context "
                     f"of {context:.0f}; leave --speculate out, or --speculate auto takes what pays"
                 )
-            return _added(plan, spec, mode, gamma, speedup)
+            return _added(plan, spec, cluster, mode, gamma, speedup)
     raise ValueError(
         f"--speculate {asked}: this plan can use auto, {', '.join(usable)}; other modes need "
         "layers it does not have, or whose codes drafts cannot read at less cost"
@@ -126,7 +127,7 @@ def shortfall(
         if stage.memory is None:
             continue
         device = cluster.device(stage.device)
-        wanted = stage.memory.total_bytes + round_bytes(plan, spec, index, device, mode, gamma)
+        wanted = stage.memory.least_bytes + round_bytes(plan, spec, index, device, mode, gamma)
         short = wanted - stage.memory.limit_bytes
         if short > 0:
             return f"{stage.device} is short by {format_size(short)}"
@@ -162,7 +163,15 @@ def round_bytes(
     return draft_bytes(plan, spec, index, mode) + verify
 
 
-def _added(plan: Plan, spec: ModelSpec, mode: SpeculationMode, gamma: int, speedup: float) -> Plan:
+def _added(
+    plan: Plan,
+    spec: ModelSpec,
+    cluster: Cluster,
+    mode: SpeculationMode,
+    gamma: int,
+    speedup: float,
+) -> Plan:
+    """Return the plan with drafts; states of prefixes are kept where there is room beside them."""
     chosen = Speculation(
         mode=mode,
         gamma=gamma,
@@ -170,4 +179,9 @@ def _added(plan: Plan, spec: ModelSpec, mode: SpeculationMode, gamma: int, speed
         extra_bytes=sum(draft_bytes(plan, spec, i, mode) for i in range(len(plan.stages))),
         predicted_speedup=speedup,
     )
-    return plan.model_copy(update={"speculation": chosen})
+    beside = [
+        round_bytes(plan, spec, index, cluster.device(stage.device), mode, gamma)
+        for index, stage in enumerate(plan.stages)
+    ]
+    stages = with_prefix_states(plan.stages, spec, plan.workload, beside=beside)
+    return plan.model_copy(update={"speculation": chosen, "stages": stages})

@@ -259,8 +259,8 @@ def _not_run(spec: ModelSpec, cluster: Cluster, workload: Workload) -> list[str]
     notes = [f"left out: {part}" for part in spec.left_out]
     if spec.recurrent is not None:
         packed = workload.kv is not KVPrecision.KV16
-        kept = "not kept with --kv below 16" if packed else "kept in memory beside the plan's only"
-        notes.append(f"prefix cache: states of recurrent layers are {kept}")
+        if packed:
+            notes.append("prefix cache: states of recurrent layers are not kept with --kv below 16")
     notes += [
         f"warning: llmpq-dist does not run on {kind}: export the plan (llmpq-algo export --to "
         f"{engine})"

@@ -340,8 +340,11 @@ def _latencies(finished: Sequence[CompletionOutput]) -> dict[str, float]:
 def _stage(
     stage: StagePlan, load: LoadReport, record: StageRecord, wall_s: float
 ) -> dict[str, Any]:
-    memory = stage.memory
-    predicted = memory.weights_bytes + memory.embedding_bytes + memory.kv_bytes if memory else None
+    memory, predicted = stage.memory, None
+    # A run may be without prefixes; what it keeps of them beyond the plan is beside it.
+    prefix = 0 if memory is None else min(memory.prefix_bytes, load.prefix_bytes)
+    if memory is not None:
+        predicted = memory.weights_bytes + memory.embedding_bytes + memory.kv_bytes + prefix
     return {
         "device": stage.device,
         "node": stage.node,
@@ -351,7 +354,8 @@ def _stage(
             "weights_bytes": load.weights_bytes,
             "kv_bytes": load.kv_bytes,
             "prefix_bytes": load.prefix_bytes,
-            "measured_bytes": load.weights_bytes + load.kv_bytes - load.prefix_bytes,
+            "beside_plan_bytes": load.prefix_bytes - prefix,
+            "measured_bytes": load.weights_bytes + load.kv_bytes - load.prefix_bytes + prefix,
             "predicted_bytes": predicted,
             "limit_bytes": memory.limit_bytes if memory is not None else None,
         },
@@ -408,9 +412,9 @@ def print_summary(report: Mapping[str, Any], console: Console) -> None:
         )
     console.print(table)
     kept = [
-        f"{stage['device']} {format_size(stage['memory']['prefix_bytes'])}"
+        f"{stage['device']} {format_size(stage['memory']['beside_plan_bytes'])}"
         for stage in report["stages"]
-        if stage["memory"]["prefix_bytes"]
+        if stage["memory"]["beside_plan_bytes"]
     ]
     if kept:
         console.print(f"beside the plan, for prefixes found again: {', '.join(kept)}")

@@ -195,7 +195,7 @@ def judge(
 
 def _needs(stages: Sequence[StagePlan], places: Sequence[Mapping[str, Any]]) -> list[int]:
     """Return the bytes each stage asks of its place, CPU stages of one host through the first."""
-    needs = [stage.memory.total_bytes if stage.memory is not None else 0 for stage in stages]
+    needs = [stage.memory.least_bytes if stage.memory is not None else 0 for stage in stages]
     first_of: dict[str, int] = {}
     for index, (stage, place) in enumerate(zip(stages, places, strict=True)):
         first = first_of.setdefault(place["host"], index) if stage.is_cpu else index
@@ -232,7 +232,7 @@ def show(
     for column in ("stage", "node", "host", "device", "needs", "free", "torch", "next link"):
         table.add_column(column)
     for index, (stage, place) in enumerate(zip(plan.stages, places, strict=True)):
-        need = format_size(stage.memory.total_bytes) if stage.memory is not None else "-"
+        need = format_size(stage.memory.least_bytes) if stage.memory is not None else "-"
         table.add_row(
             stage.device,
             stage.node,

@@ -23,6 +23,7 @@ from llmpq.precision import KVPrecision, Precision
 from llmpq.runtime.launch.plans.pool_plan import PoolPlan
 from llmpq.runtime.options import AUTO, EngineOptions
 from llmpq.sizes.pool_size import READS_KV4, planned_kv_bytes
+from llmpq.sizes.prefix_states import with_prefix_states
 from llmpq.sizes.stated_pool import stated_pool
 from llmpq.sizes.workspace import workspace_bytes
 from llmpq.speculation import (
@@ -115,7 +116,7 @@ def _with_kv(plan: Plan, spec: ModelSpec, options: EngineOptions) -> Plan:
             layers = range(*stage.layers)
             kv_bytes = planned_kv_bytes(spec, workload, layers, chunk=chunk, prefill_microbatch=eta)
             memory = _changed(memory, kv_bytes, _workspace_bytes(plan, spec, stage, workload))
-            short = memory.total_bytes - memory.limit_bytes
+            short = memory.least_bytes - memory.limit_bytes
             if short > 0:
                 raise DoesNotFitError(
                     f"stage {stage.device} has no room for a {kv.value} cache: short by "
@@ -123,8 +124,9 @@ def _with_kv(plan: Plan, spec: ModelSpec, options: EngineOptions) -> Plan:
                     f"--kv {kv.value}"
                 )
         stages.append(stage.model_copy(update={"memory": memory}))
-    pool = stated_pool(spec, workload, stages, chunk=chunk, prefill_microbatch=eta)
-    return plan.model_copy(update={"workload": workload, "stages": tuple(stages), "pool": pool})
+    kept = with_prefix_states(stages, spec, workload)
+    pool = stated_pool(spec, workload, kept, chunk=chunk, prefill_microbatch=eta)
+    return plan.model_copy(update={"workload": workload, "stages": kept, "pool": pool})
 
 
 def _workspace_bytes(plan: Plan, spec: ModelSpec, stage: StagePlan, workload: Workload) -> int:

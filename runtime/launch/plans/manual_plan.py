@@ -16,6 +16,7 @@ from llmpq.model_spec import ModelSpec
 from llmpq.plan import ClusterRef, MemoryForm, ModelRef, Plan, QuantizationForm, StagePlan
 from llmpq.precision import KVPrecision, Precision
 from llmpq.sizes.pool_size import planned_kv_bytes
+from llmpq.sizes.prefix_states import with_prefix_states
 from llmpq.units import format_size
 from llmpq.workload import CHUNK_TOKENS, DTYPE_BYTES, Dtype, Workload
 
@@ -193,4 +194,5 @@ def with_pool_room(plan: Plan, spec: ModelSpec, memory_bytes: int, *, share: flo
             reserve_bytes=memory_bytes - limit,
         )
         stages.append(stage.model_copy(update={"memory": memory}))
-    return plan.model_copy(update={"stages": tuple(stages)})
+    kept = with_prefix_states(stages, spec, plan.workload)
+    return plan.model_copy(update={"stages": kept})

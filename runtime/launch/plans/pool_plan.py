@@ -69,13 +69,25 @@ class PoolPlan:
     def _fitting(self, wanted: PoolSize) -> PoolSize:
         """Return the pool, smaller where it and what is drafted with do not fit together."""
         plan, mode = self.plan, self.options.draft_mode
-        weights: list[int] = []
-        if mode is not None:
-            places = range(len(plan.stages))
-            weights = [draft_weight_bytes(plan, self.spec, index, mode) for index in places]
+        weights = self._draft_weights
         return fitting_pool(
             wanted, plan.stages, self.spec, plan.workload, drafts=mode, draft_weights=weights
         )
+
+    def _fits(self, size: PoolSize) -> bool:
+        """Whether a pool and what is drafted with fit together."""
+        plan, mode = self.plan, self.options.draft_mode
+        weights = self._draft_weights
+        return fits(size, plan.stages, self.spec, plan.workload, drafts=mode, draft_weights=weights)
+
+    @cached_property
+    def _draft_weights(self) -> list[int]:
+        """Bytes of weights that drafts hold on each stage."""
+        plan, mode = self.plan, self.options.draft_mode
+        if mode is None:
+            return []
+        places = range(len(plan.stages))
+        return [draft_weight_bytes(plan, self.spec, index, mode) for index in places]
 
     def _has_tails(self, size: PoolSize) -> bool:
         """Whether a pool has 16-bit tokens behind packed blocks, for prefixes found again.
@@ -100,12 +112,12 @@ class PoolPlan:
             self.spec,
             work,
             max_len=self.options.max_model_len or min(self._longest + 1, self.spec.max_positions),
-            # Snapshots of states are taken at block ends, where no packed cache begins.
+            # No states are kept beside a packed cache (`num_snapshots`).
             prefix_cache=self.options.enable_prefix_caching
             and (self.spec.recurrent is None or work.kv is KVPrecision.KV16),
             step_tokens=max(planned, self.options.max_num_batched_tokens or 0),
         )
-        if size.snapshots and not fits(size, plan.stages, self.spec, work):
+        if size.snapshots and not self._fits(size):
             return replace(size, prefix_cache=False, snapshots=0)
         whole = not self.options.offline or not self._has_tails(size)
         if whole or fits(size, plan.stages, self.spec, work):

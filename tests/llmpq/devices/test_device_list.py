@@ -336,3 +336,24 @@ def test_absurd_texts_end_in_a_short_sentence(text: str) -> None:
     with pytest.raises(ValueError) as caught:
         read_devices(text)
     assert len(str(caught.value)) < 700 and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "name", "count"),
+    [
+        ("4090:24", "RTX-4090", 24),
+        ("v100:16", "V100-32GB", 16),
+        ("3060 : 12", "RTX-3060", 12),
+        ("7900xtx*24", "RX-7900-XTX", 24),
+        ("a100 80gb:8", "A100-80GB", 8),
+        ("a100 80", "A100-80GB", 1),
+        ("4060ti-16gb", "RTX-4060-Ti-16GB", 1),
+    ],
+)
+def test_a_number_behind_a_colon_is_a_count_also_where_a_card_has_as_many_gb(
+    text: str, name: str, count: int
+) -> None:
+    found = read_devices(text)
+    assert [device.kind for device in found.cluster.devices] == [name] * count
+    said = [line for line in found.assumptions if f"is {count} cards; one of" in line]
+    assert bool(said) is (":" in text and "gb" not in text), "as many GB are offered, too"

@@ -264,7 +264,7 @@ def test_states_of_prefixes_are_kept_where_a_device_has_room_beside_the_plan(
 
 
 @pytest.mark.parametrize("kind", FORMS)
-def test_a_report_says_what_is_kept_of_prefixes_beside_the_plan(models: Any, kind: str) -> None:
+def test_a_plan_counts_the_states_that_a_run_keeps_of_prefixes(models: Any, kind: str) -> None:
     directory = models.directory(kind)
     plan = llmpq.make_plan(
         model=directory, devices="cpu=1GB+1threads", batch=2, prompt_len=100, gen_len=8,
@@ -274,15 +274,16 @@ def test_a_report_says_what_is_kept_of_prefixes_beside_the_plan(models: Any, kin
         answers = llm.generate([[5, 6, 7]], llmpq.SamplingParams(max_tokens=3, ignore_eos=True))
         (stage,) = llm.job_report(answers)["stages"]
     memory = stage["memory"]
+    planned = plan.stages[0].memory
+    assert planned is not None and planned.prefix_bytes == memory["prefix_bytes"]
     assert memory["measured_bytes"] == memory["predicted_bytes"], "what the plan counts"
+    assert memory["weights_bytes"] + memory["kv_bytes"] == memory["predicted_bytes"]
+    assert memory["beside_plan_bytes"] == 0
     assert memory["prefix_bytes"] == state_bytes(
         ModelSpec.from_directory(directory),
         range(plan.model.num_layers),
         slots=LEAST_SNAPSHOTS,
         dtype_bytes=4,
-    )
-    assert memory["weights_bytes"] + memory["kv_bytes"] == (
-        memory["measured_bytes"] + memory["prefix_bytes"]
     )
 
 
