@@ -1,7 +1,7 @@
 """Measured or estimated costs: how long a layer, an embedding, a head or a message takes.
 
 Latency of one decoder layer is linear in shape terms (paper sec. 4.1):
-    prefill  1, v, s, v*s, v*s^2, v*s*p   v micro-batch size, s tokens of a chunk, p before it
+    prefill  1, v, s, v*s, v*s^2, v*s*p, p   v micro-batch size, s tokens of a chunk, p before it
     decode   1, v, v*(t+s), t+s           t+s tokens in the cache
     verify   1, v, v*q, v*(t+s), t+s      q new tokens a request
 An entry may hold several regimes (launch floor, memory bound, compute bound); its time is their
@@ -12,6 +12,8 @@ s^2, s*p and t+s are those of the window, the mean over the model's layers.
 
 v*s*p is attention of a chunk to the blocks before it. Another kernel does it than attends within a
 prompt, and it reads KV as it is stored, so it is measured; where it is not, 2 v*s^2 stand for it.
+p is what the program of a chunk takes to walk over the keys before it: all that counts of short
+chunks, whose programs do not fill a GPU.
 
 A GPU takes tiles of rows, and another kernel every so many rows, which no term follows. A regime
 may therefore add a polyline in the new tokens of the micro-batch (v*s, v or v*q) to its terms. New
@@ -92,12 +94,12 @@ class Regime(FileForm):
 
 
 TERMS: Mapping[Phase, tuple[str, ...]] = {
-    Phase.PREFILL: ("1", "v", "s", "v*s", "v*s^2", "v*s*p"),
+    Phase.PREFILL: ("1", "v", "s", "v*s", "v*s^2", "v*s*p", "p"),
     Phase.DECODE: ("1", "v", "v*(t+s)", "t+s"),
     Phase.VERIFY: ("1", "v", "v*q", "v*(t+s)", "t+s"),
 }
 
-ATTENTION_TERMS = ("v*s^2", "v*s*p", "v*(t+s)", "t+s")
+ATTENTION_TERMS = ("v*s^2", "v*s*p", "p", "v*(t+s)", "t+s")
 
 Padding = Literal["none", "cpu", "gpu"]
 """Whether new tokens are padded: not, or as `cpu_padded` or `gpu_padded` of step_padding.py say."""
@@ -135,6 +137,7 @@ def term_values(
     """Return the value of each shape term; `length` is s in prefill and t+s otherwise."""
     keys = float(attended_keys(length, windows))
     tokens = new_tokens(phase, v=v, length=length, q_len=q_len, padding=padding)
+    before = float(keys_before_chunk(start, length, windows))
     values = {
         "1": 1.0,
         "v": tokens if phase is Phase.DECODE else float(v),
@@ -142,7 +145,8 @@ def term_values(
         "s": length,
         "v*s": tokens,
         "v*s^2": v * float(twice_the_pairs(length, windows)),
-        "v*s*p": v * length * float(keys_before_chunk(start, length, windows)),
+        "v*s*p": v * length * before,
+        "p": before,
         "v*(t+s)": v * keys,
         "t+s": keys,
     }
@@ -203,7 +207,8 @@ class LatencyEntry(FileForm):
         length = taken_length(self.phase, length, self.padded_to)
         at = self._device_s(v=v, length=length)
         before = [r.terms.get("v*s*p", 2 * r.terms.get("v*s^2", 0.0)) for r in self.regimes]
-        return [(s, c * v * length) for s, c in zip(at, before, strict=True)]
+        walked = [r.terms.get("p", 0.0) for r in self.regimes]
+        return [(s, c * v * length + walk) for s, c, walk in zip(at, before, walked, strict=True)]
 
     def keys_before(self, start: Tokens, length: float) -> Tokens:
         """Return the keys before a chunk of `length` tokens that each of them sees, on average."""

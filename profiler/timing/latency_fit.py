@@ -2,7 +2,8 @@
 
 One regime is tried first. Where its held-out error misses the target, two regimes are fitted whose
 maximum is the time (a floor and a slope, say), then a polyline in the new tokens beside the terms
-of attention (polyline.py); each is taken if it is clearly better on held-out samples. Knows no
+of attention (polyline.py); two are taken if they are clearly better on held-out samples, a polyline
+if it is better at all: it goes through what a form of a kernel's tiles costs. Knows no
 torch: values in, coefficients out.
 """
 
@@ -33,8 +34,8 @@ TARGET_ERROR = 0.05
 CLEARLY = 0.8
 """A second regime must bring the held-out error below this share of the first one's."""
 FOLDS = 5
-BEHIND = "v*s*p"
-"""The term that only chunks behind other tokens can be fitted with."""
+BEHIND = ("v*s*p", "p")
+"""Terms that only chunks behind other tokens can be fitted with."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,7 +73,7 @@ def fit_latency(
     `padding`: of the steps that were timed.
     """
     behind = any(point.start for point in points)
-    names = tuple(name for name in terms or TERMS[phase] if behind or name != BEHIND)
+    names = tuple(name for name in terms or TERMS[phase] if behind or name not in BEHIND)
     if len(points) < 3:
         raise ValueError(
             f"{len(points)} samples are too few to fit {phase.value} times to {len(names)} terms; "
@@ -89,7 +90,7 @@ def fit_latency(
             count, held_out = 2, two
     if held_out.mean() > target and (phase is not Phase.PREFILL or terms is None):
         curve = _Curve.of(phase, points, names, padding)
-        if curve is not None and (errors := curve.cross_check()).mean() < CLEARLY * held_out.mean():
+        if curve is not None and (errors := curve.cross_check()).mean() < held_out.mean():
             return Fit(regimes=(curve.fit(),), held_out=_stats(errors))
     coefficients = _fit_max(x_SK, y_S, count)
     return Fit(
@@ -186,7 +187,7 @@ def _regime(names: Sequence[str], c_K: Array) -> Regime:
 def _positive(names: Sequence[str], c_K: Array) -> dict[str, float]:
     """Return the terms that count; what was measured as nothing behind a chunk is said."""
     pairs = zip(names, c_K, strict=True)
-    return {name: float(c) for name, c in pairs if c > 0 or name == BEHIND}
+    return {name: float(c) for name, c in pairs if c > 0 or name == BEHIND[0]}
 
 
 def _values(phase: Phase, p: Point, padding: Padding) -> dict[str, float]:

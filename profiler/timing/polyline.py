@@ -19,7 +19,7 @@ from llmpq.cost_model import Phase
 Array = NDArray[np.float64]
 
 CURVE_TERMS: dict[Phase, tuple[str, ...]] = {
-    Phase.PREFILL: ("v", "v*s^2", "v*s*p"),
+    Phase.PREFILL: ("v", "v*s^2", "v*s*p", "p"),
     Phase.DECODE: ("v*(t+s)", "t+s"),
     Phase.VERIFY: ("v*(t+s)", "t+s"),
 }

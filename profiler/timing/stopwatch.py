@@ -1,7 +1,8 @@
 """Time one call: warm-up, then repeats until a share of a second is spent; medians, never means.
 
 On a GPU the host runs ahead between two events, as the engine does: what is timed is the longer of
-the device's work and the host's.
+the device's work and the host's. A call that is not timed goes before, so that the device has work
+while the host issues the first timed one.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ from llmpq.profiler.timing.cases import CaseTime, Effort
 WARM_UP = 2
 MAX_REPEATS = 1000
 LONG_BURST_S = 0.05
-"""Calls on a GPU from which what the host does before its first kernel is nothing."""
+"""Calls on a GPU from which what the host does before its first kernel is nothing: none goes before
+them."""
 LONG_S = 4e-4
 """Calls on a GPU from which its power, and with it its clocks, may be those of load."""
 
@@ -105,13 +107,12 @@ def _samples_on(
     sustained = once > LONG_S and effort.sustain_s > 0
     if sustained:
         _burst(call, stream, max(1, int(effort.sustain_s / once)))
-    # Two at least, so that the device has work while the host issues the next.
-    least = 2 if once < LONG_BURST_S else 1
-    burst = max(least, min(50, int(effort.seconds / max(once, 1e-6) / effort.min_repeats)))
-    samples = [once] if burst == 1 and not sustained else []
+    long = once >= LONG_BURST_S
+    burst = max(1, min(50, int(effort.seconds / max(once, 1e-6) / effort.min_repeats)))
+    samples = [once] if long and not sustained else []
     begin = time.perf_counter()
     while _goes_on(samples, time.perf_counter() - begin, effort):
-        samples.append(_burst(call, stream, burst))
+        samples.append(_burst(call, stream, burst, follows=not long))
     return samples
 
 
@@ -121,10 +122,14 @@ def _timing_stream() -> torch.cuda.Stream:
     return torch.cuda.Stream()
 
 
-def _burst(call: Callable[[], object], stream: torch.cuda.Stream, count: int) -> float:
-    """Return the device seconds of one of `count` back-to-back runs."""
+def _burst(
+    call: Callable[[], object], stream: torch.cuda.Stream, count: int, *, follows: bool = False
+) -> float:
+    """Return the device seconds of one of `count` back-to-back runs; `follows`: behind another."""
     start = torch.cuda.Event(enable_timing=True)
     end = torch.cuda.Event(enable_timing=True)
+    if follows:
+        call()
     start.record(stream)
     for _ in range(count):
         call()

@@ -117,7 +117,7 @@ def test_timing_begins_when_the_callers_stream_has_made_everything(
     log: list[str] = []
     timing, callers = _Stream("timing", log), _Stream("callers", log)
     monkeypatch.setattr(stopwatch, "_timing_stream", lambda: timing)
-    monkeypatch.setattr(stopwatch, "_burst", lambda *_: 1e-3)
+    monkeypatch.setattr(stopwatch, "_burst", lambda *_, **__: 1e-3)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: callers)
     monkeypatch.setattr(torch.cuda, "stream", lambda _: nullcontext())
 
@@ -132,3 +132,31 @@ def test_timing_begins_when_the_callers_stream_has_made_everything(
         stopwatch.time_call(call, device=device, effort=effort, layers=1)
     assert log[0] == "timing waits for callers" and log[-1] == "callers waits for timing"
     assert set(log[1:-1]) == {"call"}
+
+
+@pytest.mark.parametrize("follows", [True, False])
+def test_a_burst_begins_behind_a_call_that_is_not_timed(
+    follows: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else the device waits for what the host does before its first kernel."""
+    log: list[str] = []
+
+    class Event:
+        def __init__(self, *, enable_timing: bool) -> None:
+            assert enable_timing
+
+        def record(self, _: Any) -> None:
+            log.append("record")
+
+        def synchronize(self) -> None:
+            log.append("wait")
+
+        def elapsed_time(self, _: Any) -> float:
+            return 6.0
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    stream: Any = _Stream("timing", log)
+    took = stopwatch._burst(lambda: log.append("call"), stream, 2, follows=follows)
+    before = ["call"] if follows else []
+    assert log == [*before, "record", "call", "call", "record", "wait"]
+    assert took == pytest.approx(3e-3)

@@ -114,6 +114,44 @@ def test_products_that_change_kernels_are_a_curve(phase: Phase) -> None:
     assert np.abs(errors(without)).mean() > 3 * np.abs(errors(fit)).mean()
 
 
+def test_short_chunks_take_what_the_keys_before_them_take() -> None:
+    """A chunk's programs walk over all keys before it, however few tokens it has."""
+    terms = {"1": 5e-5, "v*s": 8e-7, "v*s^2": 1e-11, "v*s*p": 2e-11, "p": 1.5e-8}
+    shapes = [(v, s, p) for v in (1, 4, 7) for s in (16, 128, 512, 700) for p in (0, 1000, 4000)]
+    made = []
+    for v, s, start in shapes:
+        values = term_values(Phase.PREFILL, v=v, length=s, start=start)
+        seconds = sum(c * values[t] for t, c in terms.items())
+        made.append(Point(v=v, length=s, start=start, seconds=seconds))
+    fit = fit_latency(Phase.PREFILL, made)
+    assert fit.held_out.mean < 1e-3
+    entry = LatencyEntry(
+        device_kind="gpu",
+        part="layer",
+        phase=Phase.PREFILL,
+        precision=Precision.W4A16,
+        dtype="bfloat16",
+        regimes=fit.regimes,
+        source="profile",
+    )
+    for v, s, start in ((5, 35, 3947), (1, 600, 2000)):
+        values = term_values(Phase.PREFILL, v=v, length=s, start=start)
+        true = sum(c * values[t] for t, c in terms.items())
+        assert entry.chunk_s(v=v, start=start, length=s) == pytest.approx(true, rel=1e-3)
+
+
+def test_a_curve_is_taken_where_it_is_better_at_all() -> None:
+    """Steps of a kernel's tiles are within a line's few percent, and still no noise."""
+    tokens = (64, 128, 192, 256, 320, 384, 448, 512, 768, 1024, 1280, 1536)
+    made = [
+        Point(v=v, length=t // v, seconds=(1e-4 + 8e-7 * t) * (1.045 if i % 2 else 0.955))
+        for i, t in enumerate(tokens)
+        for v in (1, 2, 4)
+    ]
+    fit = fit_latency(Phase.PREFILL, made, target=0.01)
+    assert fit.regimes[0].curve and fit.held_out.mean < 0.045
+
+
 def test_terms_can_be_limited() -> None:
     made = [Point(v=v, length=100, seconds=1e-5 + 2e-6 * v) for v in (1, 2, 4, 8)]
     fit = fit_latency(Phase.DECODE, made, terms=("1", "v"))
