@@ -11,7 +11,7 @@ Legend: B rows, T tokens, h hidden, R rows that sample.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from llmpq.capabilities import ExecutionMode, require
+from llmpq.kernels.compile_missing import compiling_ahead
 from llmpq.precision import KVPrecision
 from llmpq.runtime.backends.gpu.cuda_graphs import StepOutput, rounded_rows
 from llmpq.runtime.backends.gpu.device_times import DeviceTimes
@@ -38,6 +39,7 @@ from llmpq.runtime.trace import KindTotals
 from llmpq.runtime.upload import upload
 from llmpq.sizes.kv_format import BLOCK_TOKENS
 from llmpq.sizes.pool_size import PoolSize
+from llmpq.sizes.step_padding import CAPTURED_TOKENS
 from llmpq.speculation import MAX_GAMMA, MTP_ON_CPUS, MeasuredTimes, SpeculationMode
 
 
@@ -208,14 +210,21 @@ class CudaStageRunner(StageRunner):
 
     def _staged(self, message: StepMessage) -> PagedGraphs:
         """Send a step's rows to the device; return what runs such steps."""
-        graphs = self._mixed if max(message.num_new) > 1 else self._decode
-        if message.kind is StepKind.DRAFT:
-            assert self._drafts is not None, "drafts need enable_speculation"
-            graphs = self._drafts
-        elif self.model.head is not None and any(row.drafts for row in message.paged):
-            graphs = self._verify
+        graphs = self._graphs_of(message)
+        assert isinstance(graphs, PagedGraphs)
         graphs.stage(message)
         return graphs
+
+    def _graphs_of(self, message: StepMessage) -> PagedGraphs | PagedRoundGraphs:
+        """Return what runs such steps."""
+        if message.kind is StepKind.ROUND:
+            return self._round_graphs(message.q_len - 1)
+        if message.kind is StepKind.DRAFT:
+            assert self._drafts is not None, "drafts need enable_speculation"
+            return self._drafts
+        if self.model.head is not None and any(row.drafts for row in message.paged):
+            return self._verify
+        return self._mixed if max(message.num_new) > 1 else self._decode
 
     def _run(
         self, graphs: PagedGraphs, message: StepMessage, hidden_BQH: Tensor | None
@@ -242,15 +251,17 @@ class CudaStageRunner(StageRunner):
 
     def _round(self, message: StepMessage) -> Tensor | HostCopy:
         """Return the counts and new tokens of a round's rows."""
-        gamma = message.q_len - 1
+        table_BK = self._round_graphs(message.q_len - 1).run(message, None).table_BK
+        assert table_BK is not None
+        return self._answer(table_BK[: message.num_rows])
+
+    def _round_graphs(self, gamma: int) -> PagedRoundGraphs:
         if gamma not in self._rounds:
             assert self.draft is not None and isinstance(self.kv, GpuPagedKVBase)
             own = (self.model, self.kv, self.draft, gamma)
             self._rounds[gamma] = PagedRoundGraphs(*own, **self._graph_options)
             self._rounds[gamma].share(self._decode)
-        table_BK = self._rounds[gamma].run(message, None).table_BK
-        assert table_BK is not None
-        return self._answer(table_BK[: message.num_rows])
+        return self._rounds[gamma]
 
     def _answer(self, tokens_B1: Tensor) -> Tensor | HostCopy:
         if self._tokens_stay:
@@ -327,29 +338,53 @@ class CudaStageRunner(StageRunner):
     def warm_up(self, rows: int, step_tokens: int, *, gamma: int = 0) -> None:
         """Capture steps of chunks and decode steps of up to so many rows, the largest first.
 
-        None is left to be captured while requests wait. No request owns what they leave in
-        the cache.
+        None is left to be captured while requests wait. Their kernels, and those of longer steps,
+        are compiled before, side by side. No request owns what they leave in the cache.
         """
+        captured = [*self._captured_steps(rows, step_tokens, gamma)]
+        with compiling_ahead():
+            for step in (*self._long_steps(step_tokens), *captured):
+                message, hidden = self._zeros(*step)
+                self.kv.take_rows(message.paged, message.starts)
+                self._graphs_of(message).run_through(message, hidden)
+        for step in captured:
+            self.run(*self._zeros(*step))
+        self._times.forget()
+
+    def _captured_steps(
+        self, rows: int, step_tokens: int, gamma: int
+    ) -> Iterator[tuple[StepKind, list[int], Sequence[int]]]:
+        """Yield the steps that are captured: kind, tokens of each row, drafts of each."""
         longest = self._columns * BLOCK_TOKENS
         for places in rungs(max(step_tokens, rows + 1)):
-            self._run_rows(StepKind.PREFILL, [min(places, longest)])
+            yield StepKind.PREFILL, [min(places, longest)], ()
         for count in self._decode.sizes(rows):
-            self._run_rows(StepKind.DECODE, [1] * count)
+            yield StepKind.DECODE, [1] * count, ()
         for count in self._drafts.sizes(rows) if self._drafts is not None else ():
-            self._run_rows(StepKind.DRAFT, [1] * count)
+            yield StepKind.DRAFT, [1] * count, ()
+        drafts = (0,) * gamma
         if gamma and self.fused_rounds:
             for count in sorted({rounded_rows(n, rows) for n in range(1, rows + 1)}, reverse=True):
-                self._run_rows(StepKind.ROUND, [gamma + 1] * count, (0,) * gamma)
+                yield StepKind.ROUND, [gamma + 1] * count, drafts
         elif gamma and self.model.head is not None:
-            drafts = (0,) * gamma
             for places in rungs(max(step_tokens, rows * (gamma + 1))):
                 counts = [gamma + 1] * max(1, min(rows, places // (gamma + 1)))
                 counts[0] = min(longest, places - sum(counts[1:]))
-                self._run_rows(StepKind.MIXED, counts, drafts)
-        self._times.forget()
+                yield StepKind.MIXED, counts, drafts
 
-    def _run_rows(self, kind: StepKind, counts: list[int], drafts: Sequence[int] = ()) -> None:
-        """Run rows of zeros that all stand at the start of slot 0, in block 0."""
+    def _long_steps(self, step_tokens: int) -> Iterator[tuple[StepKind, list[int], Sequence[int]]]:
+        """Yield prompts' steps that are not captured: the longest, half of it and so on."""
+        longest = self._columns * BLOCK_TOKENS
+        tokens = min(step_tokens, self._size.slots * longest)
+        while tokens > CAPTURED_TOKENS:
+            whole, rest = divmod(tokens, longest)
+            yield StepKind.PREFILL, [longest] * whole + [rest] * (rest > 0), ()
+            tokens //= 2
+
+    def _zeros(
+        self, kind: StepKind, counts: list[int], drafts: Sequence[int]
+    ) -> tuple[StepMessage, Tensor | None]:
+        """Return a step of rows of zeros that all stand at the start of slot 0, in block 0."""
         count = len(counts)
         blocks = (0,) * -(-max(counts) // BLOCK_TOKENS)
         message = StepMessage(
@@ -365,4 +400,4 @@ class CudaStageRunner(StageRunner):
         hidden = None
         if self.model.embedding is None:
             hidden = torch.zeros((1, sum(counts), self.model.spec.hop_features), dtype=self._dtype)
-        self.run(message, hidden)
+        return message, hidden

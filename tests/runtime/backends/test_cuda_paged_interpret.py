@@ -693,6 +693,7 @@ def test_warm_up_leaves_nothing_that_a_request_sees(
 
 def test_rows_are_rounded_up_and_never_beyond_the_plan():
     assert [rounded_rows(n, 32) for n in (1, 2, 3, 5, 9, 31, 32)] == [1, 2, 4, 8, 16, 32, 32]
+    assert [rounded_rows(n, 250) for n in (33, 49, 65, 128, 225)] == [48, 64, 96, 128, 250]
     assert rounded_rows(3, 3) == 3 and rounded_rows(5, 6) == 6 and rounded_rows(12, 12) == 12
 
 

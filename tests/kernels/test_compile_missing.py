@@ -1,0 +1,109 @@
+"""Kernels are compiled side by side, and not launched, before code that needs them runs.
+
+Without a GPU: a driver that knows its target, and whose launches would fail.
+"""
+
+import threading
+from types import SimpleNamespace
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+from triton.backends.compiler import GPUTarget
+
+from llmpq.kernels.compile_missing import compiling_ahead
+
+pytestmark = pytest.mark.compile
+
+
+@triton.jit
+def _double(x_ptr, N: tl.constexpr):
+    at = tl.arange(0, N)
+    tl.store(x_ptr + at, 2 * tl.load(x_ptr + at))
+
+
+@triton.jit
+def _broken(x_ptr, N: tl.constexpr):
+    tl.store(x_ptr + tl.arange(0, N), tl.dot(1, 2))
+
+
+@pytest.fixture
+def no_gpu(tmp_path, monkeypatch):
+    """A Hopper that compiles to an empty folder and launches nothing."""
+    monkeypatch.setattr(triton.knobs.cache, "dir", str(tmp_path))
+    driver = SimpleNamespace(
+        get_current_target=lambda: GPUTarget("cuda", 90, 32),
+        get_current_device=lambda: 0,
+        get_current_stream=lambda device: 0,
+        get_benchmarker=None,
+    )
+    before = triton.runtime.driver._active
+    triton.runtime.driver.set_active(driver)
+    for kernel in (_double, _broken):
+        kernel.device_caches.clear()
+    yield driver
+    triton.runtime.driver._active = before
+    for kernel in (_double, _broken):
+        kernel.device_caches.clear()
+
+
+def _kernels(function):
+    return [made for made in function.device_caches[0][0].values() if made is not None]
+
+
+def test_what_is_missing_is_compiled_once_by_others_and_not_launched(no_gpu):
+    compilers = []
+
+    def listener(*, src, **_):
+        compilers.append((src.name, threading.current_thread()))
+
+    x = torch.ones(64)
+    with triton.knobs.compilation.scope():
+        triton.knobs.compilation.listener = listener
+        with compiling_ahead(threads=2):
+            for size in (16, 32, 16, 32):
+                assert _double[(1,)](x, size) is None
+    assert [name for name, _ in compilers] == ["_double"] * 2
+    assert threading.current_thread() not in {thread for _, thread in compilers}
+    assert x.tolist() == [1] * 64
+    assert [bool(made.asm["cubin"]) for made in _kernels(_double)] == [True, True]
+
+
+def test_what_does_not_compile_says_so_when_it_is_launched(no_gpu):
+    x = torch.ones(64)
+    with compiling_ahead(threads=1):
+        _broken[(1,)](x, 16)
+        _double[(1,)](x, 16)
+    assert not _kernels(_broken) and len(_kernels(_double)) == 1
+    with pytest.raises(Exception, match="dot"):
+        _broken[(1,)](x, 16)
+
+
+def test_other_threads_compile_and_launch_as_ever(no_gpu):
+    """Another engine of the process is not held up, and never gets a kernel that does nothing."""
+    x, seen = torch.ones(64), []
+
+    def other():
+        try:
+            _double[(1,)](x, 32)
+        except AttributeError as error:  # this driver launches nothing
+            seen.append(error)
+
+    with compiling_ahead(threads=1):
+        _double[(1,)](x, 32)
+        thread = threading.Thread(target=other)
+        thread.start()
+        thread.join()
+    assert len(seen) == 1
+
+
+def test_memory_without_values_is_zeroed_within(no_gpu):
+    """What a kernel would have written may be an index."""
+    full = torch.full((1 << 16,), 7)
+    with compiling_ahead(threads=1):
+        for made in (
+            torch.empty(1 << 16, dtype=torch.long), full.new_empty(1 << 16),
+            torch.empty_like(full), torch.empty_strided((4, 5), (1, 4), dtype=torch.long),
+        ):  # fmt: skip
+            assert not made.any()
