@@ -18,23 +18,19 @@ import sys
 import tempfile
 import threading
 import time
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from lib.kills import DEMO, quantile, strike, unequal_plan
 from lib.rows import write_row
 
 from llmpq import LLM, SamplingParams
 from llmpq.model_spec import ModelSpec
-from llmpq.precision import Precision
-from llmpq.runtime.launch.plans.manual_plan import manual_plan
 from llmpq.runtime.request_output import RequestOutput
 from llmpq.runtime.sampling_params import StructuredOutputsParams
 from llmpq.runtime.text.request_factory import PreparedPrompt
-from llmpq.workload import Workload
 
-DEMO = Path(__file__).parents[1] / "examples" / "demo-7m"
 MOMENTS = (
     "anywhen", "first", "last", "middle", "two at once", "all at once", "prefill", "decode",
     "loading", "recovering", "connecting", "stopped",
@@ -73,22 +69,9 @@ class Case:
 
     def llm(self, backend: Literal["threads", "processes"]) -> LLM:
         """Return it over three unequal stages."""
-        spec = ModelSpec.from_directory(self.directory)
-        first = spec.num_layers // 4
-        plan = manual_plan(
-            spec,
-            splits=(first, spec.num_layers - first),
-            precision=Precision.W16A16,
-            prefill_microbatch=4,
-            decode_microbatch=4,
-            model_dir=str(self.directory),
-            workload=Workload.parse_data(
-                {"batch": 8, "prompt_len": 48, "gen_len": 96, "dtype": "float32"}, where="chaos"
-            ),
-        )
         return LLM(
             self.directory,
-            plan=plan,
+            plan=unequal_plan(self.directory, batch=8, prompt_len=48, gen_len=96),
             backend=backend,
             speculate=self.speculate,
             gamma=None if self.speculate is None else 3,
@@ -222,12 +205,6 @@ def kill(llm: LLM, chaos: Chaos, over: threading.Event, case: Case) -> None:
                 return
 
 
-def strike(pid: int, how: signal.Signals) -> None:
-    """Send a signal to a stage, which may be gone."""
-    with suppress(ProcessLookupError):
-        os.kill(pid, how)
-
-
 def requests(vocab: int, *, guided: bool) -> tuple[list[list[int]], list[SamplingParams]]:
     """Return prompts and options: greedy, sampled, with rules and scores."""
     rng = random.Random(5)
@@ -268,11 +245,6 @@ def random_model(folder: Path) -> Path:
     )  # fmt: skip
     Qwen3ForCausalLM(config).save_pretrained(folder / "random")
     return folder / "random"
-
-
-def quantile(ordered: list[float], share: float) -> float | None:
-    """Return the least value that a share of sorted values does not exceed."""
-    return ordered[min(len(ordered) - 1, int(share * len(ordered)))] if ordered else None
 
 
 if __name__ == "__main__":

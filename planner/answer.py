@@ -17,7 +17,7 @@ from llmpq.planner.problem.outcome import OPTIMAL_GAP, Outcome
 from llmpq.planner.problem.problem import Problem
 from llmpq.planner.problem.requests import PlanRequest
 from llmpq.planner.solving.methods import NO_PLAN, SolveOptions
-from llmpq.planner.solving.plan_search import nothing_fits, variants_with_room
+from llmpq.planner.solving.plan_search import nothing_fits, search_plan, variants_with_room
 from llmpq.planner.solving.worker import plan_in_child, topology_in_child
 from llmpq.topology import EngineShare, Topology, TopologyPredicted
 from llmpq.version import __version__
@@ -196,7 +196,7 @@ def solved(problem: Problem, options: SolveOptions) -> tuple[Problem, Outcome]:
     """Return the job with what is chosen of it (KV precision, chunk, theta), and the outcome."""
     if not variants_with_room(problem, options):  # known without a search
         raise nothing_fits(problem, options)
-    found = plan_in_child(problem, options)
+    found = (plan_in_child if options.in_child else search_plan)(problem, options)
     return found.problem, found.outcome
 
 

@@ -190,13 +190,16 @@ def plan_workload(
     head_bits: Literal[8, 16] | None = None,
     time_limit_s: float = TIME_LIMIT_S,
     spec: ModelSpec | None = None,
+    chunk: int | None = None,
+    in_child: bool = True,
 ) -> MadePlan:
     """Return a plan of a job on the devices of a cluster; `DoesNotFitError` says what is short.
 
     `spec`: the model, where it has been read from the directory, or is none that has one.
     `costs`: measured, of some kinds of device or all; the others are estimated. `windows`: batch
     sizes that will do instead of the workload's, best first: the first that fits is taken.
-    `head_bits`: of the output matrix.
+    `head_bits`: of the output matrix. `chunk`: of prompts, where it has room. `in_child`: solve in
+    a child process, which takes half a second to start where this one has threads.
     """
     path = str(Path(model_dir))
     inputs = ProblemInputs(
@@ -209,7 +212,12 @@ def plan_workload(
         head_bits=head_bits,
     )
     options = SolveOptions(
-        time_limit_s=time_limit_s, kvs=(workload.kv,), prefer=prefer, names_flags=False
+        time_limit_s=time_limit_s,
+        kvs=(workload.kv,),
+        prefer=prefer,
+        names_flags=False,
+        chunk=chunk,
+        in_child=in_child,
     )
     usual = build_problem(inputs)
     best = _first_that_fits(

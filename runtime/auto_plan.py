@@ -104,10 +104,13 @@ def plan_job(
     bits: Sequence[Precision] | None = None,
     time_limit_s: float = PLAN_LIMIT_S,
     spec: ModelSpec | None = None,
+    chunk: int | None = None,
+    in_child: bool = True,
 ) -> MadePlan:
     """Return a plan of a job on a cluster's devices; a batch that does not fit is halved.
 
     `bits`: what layers may have; None: whatever the planner offers. `spec`: the model, if known.
+    `chunk` and `in_child` as for `plan_workload`.
     `profile` measures this machine's devices first and stores the costs.
     """
     from llmpq.planner.make import plan_workload
@@ -135,6 +138,8 @@ def plan_job(
         windows=halved(work.batch),
         time_limit_s=time_limit_s,
         spec=spec,
+        chunk=chunk,
+        in_child=in_child,
     )
     if options.head_bits is None and made.plan.settings().head_bits == 8:
         _log.warning(

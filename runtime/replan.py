@@ -13,6 +13,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +32,10 @@ from llmpq.runtime.launch.plans.complete_plan import complete_plan
 from llmpq.runtime.launch.plans.pool_plan import request_limits
 from llmpq.runtime.options import AUTO, PLANNED, EngineOptions
 
-TIME_LIMIT_S = 2.0
-"""How long the planner may search for each precision of the KV cache that it tries."""
+TIME_LIMIT_S, BUSY_LIMIT_S = 0.6, 2.0
+"""How long the planner may search while requests wait; and where others keep the processors."""
+_WORK_S = 0.2
+"""Of a processor: what a search needs, at least, for a plan that is near the best."""
 _WEIGHTS = (Precision.W16A16, Precision.W8A16, Precision.W4A16, Precision.W3A16)
 _KVS = (KVPrecision.KV16, KVPrecision.KV8, KVPrecision.KV4, KVPrecision.KV2)
 _log = logging.getLogger("llmpq.run")
@@ -106,16 +109,24 @@ class Replanner:
         kvs = [kv for kv in _KVS[_KVS.index(work.kv) :] if kv is work.kv or kv.bits >= floor]
         refusal: DoesNotFitError | None = None
         for kv in kvs:
+            search = partial(
+                plan_job,
+                self._directory,
+                remaining.cluster,
+                work.model_copy(update={"kv": kv}),
+                replace(options, profile=False),
+                bits=None if self._is_stored else bits,
+                spec=self._spec,
+                chunk=plan.prefill_chunk,
+                in_child=False,
+            )
+            began_s = time.thread_time()
             try:
-                return plan_job(
-                    self._directory,
-                    remaining.cluster,
-                    work.model_copy(update={"kv": kv}),
-                    replace(options, profile=False),
-                    bits=None if self._is_stored else bits,
-                    time_limit_s=TIME_LIMIT_S,
-                    spec=self._spec,
-                ).plan
+                made = search(time_limit_s=TIME_LIMIT_S).plan
+                proven = made.solver.status == "optimal"
+                if not proven and time.thread_time() - began_s < _WORK_S:
+                    made = search(time_limit_s=BUSY_LIMIT_S).plan
+                return made
             except DoesNotFitError as error:
                 refusal = error
         assert refusal is not None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from report.configs_table import ConfigsTable
 from report.front_table import FrontTable
+from report.kills_tables import CommandsTable, PausesTable, ReplanTable
 from report.live_table import LiveTable
 from report.planner_tables import AblationTable, OddTable, ProofsTable
 from report.table_cells import (
@@ -37,10 +38,23 @@ POWERS_OF_TWO = frozenset(1 << i for i in range(14))
 
 
 TABLES: dict[
-    str, ConfigsTable | Pivot | FrontTable | LiveTable | OddTable | ProofsTable | AblationTable
+    str,
+    ConfigsTable
+    | Pivot
+    | FrontTable
+    | LiveTable
+    | OddTable
+    | ProofsTable
+    | AblationTable
+    | PausesTable
+    | CommandsTable
+    | ReplanTable,
 ] = {
     "front": FrontTable(),
     "published_configs": ConfigsTable(),
+    "pauses": PausesTable(),
+    "commands_under_kills": CommandsTable(),
+    "replan": ReplanTable(),
     "live": LiveTable(stages=1),
     "live_stages": LiveTable(stages=2),
     "pool_job": Pivot(

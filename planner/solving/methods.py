@@ -37,6 +37,10 @@ class SolveOptions:
     """Which plan of the front to take; None: the best for the problem's theta, or a budget."""
     names_flags: bool = True
     """Whether a refusal names flags of llmpq-algo; else it says the same in words."""
+    chunk: int | None = None
+    """The prefill chunk to plan for where it has room; None: the best one."""
+    in_child: bool = True
+    """Whether solvers run in a child process, so that a crash inside one ends nothing else."""
     names_context: bool = False
     """Whether the job's length was given as a context, which a refusal then names."""
 

@@ -258,6 +258,11 @@ def variants_with_room(problem: Problem, options: SolveOptions) -> list[Problem]
 
     Smaller chunks than usual only where nothing else fits.
     """
+    chunk = options.chunk
+    if chunk is not None:
+        kept = [p for p in _variants(problem, options, lambda p: (chunk,)) if not too_big(p)]
+        if kept:
+            return kept
 
     def usual_chunks(p: Problem) -> tuple[int, ...]:
         work = p.workload

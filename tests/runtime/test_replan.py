@@ -248,3 +248,20 @@ def test_lower_bits_go_on_from_the_tokens_so_far(demo_model, breaking, monkeypat
 )
 def test_a_stage_that_is_killed_often_still_has_its_device(deaths, refusals, seconds, hopeless):
     assert engine_starter.EngineStarter._is_hopeless(deaths, refusals, seconds) is hopeless
+
+
+def test_a_recovery_plans_in_its_own_process_with_the_chunk_as_it_was(demo_model, monkeypatch):
+    """A process takes half a second to start, and each chunk is a search of its own."""
+    options = EngineOptions(cluster=cluster("26 MiB", "24 MiB"), dtype="float32", max_num_seqs=2)
+    llm = LLM(demo_model, options=options, start=False)
+    chunk = 64
+    before = llm.plan.model_copy(update={"prefill_chunk": chunk})
+    assert llm.plan.prefill_chunk != chunk
+
+    def no_child(*given: object) -> None:
+        raise AssertionError("a child process was started")
+
+    monkeypatch.setattr("llmpq.planner.answer.plan_in_child", no_child)
+    made = Replanner(demo_model, llm.model_spec, before, llm.options)(before, 1, whole_node=False)
+    assert made.plan.prefill_chunk == chunk
+    assert [stage.device for stage in made.plan.stages] == ["CPU-0"]

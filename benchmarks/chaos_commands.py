@@ -1,0 +1,386 @@
+"""Kills stages of `llmpq-dist run` and of `serve` by the clock, and says what became of them.
+
+    python benchmarks/chaos_commands.py batch --rows 500 --every 20 [--write]
+    python benchmarks/chaos_commands.py serve --seconds 300 --every 30 [--write]
+
+Both run the demo model in float32 over three CPU stages, each a process. `batch` runs a file of
+rows twice, undisturbed and with a random stage killed every so many seconds: the exit code must be
+0, and the two output files must be equal, row for row. Its row lists every recovery, predicted and
+measured.
+
+`serve` replays Azure's trace of conversations (lengths divided by 8, arrivals spread so that the
+server could take `1 / --load` as many) twice, too. No request may see another error than 503 with
+Retry-After before its stream has begun, after which it comes again as a client would; every stream
+that has begun must end whole, with the text of the undisturbed replay. Told beside that: goodput,
+the tokens/s that came between two faults (from the end of a recovery to the next kill) by those of
+the same seconds undisturbed; requests within MLPerf's limits; and the driver's memory.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import urllib.request
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+from lib.kills import DEMO, Killer, quantile, unequal_plan
+from lib.rows import write_row
+from lib.traces import Arrival, read_trace
+
+COMMAND = [sys.executable, "-m", "llmpq.runtime"]
+SHRINK = 8
+LIMIT_S = (2.0, 0.1)
+"""MLPerf inference, Llama-3.1-8B, server: seconds to the first token, and per token."""
+MOST_TRIES = 60
+SAMPLE_S = 2.0
+
+
+def main() -> int:
+    """Run one of the two; 1 if something was lost or differs."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    modes = parser.add_subparsers(dest="mode", required=True)
+    batch, serve = modes.add_parser("batch"), modes.add_parser("serve")
+    batch.add_argument("--rows", type=int, default=500)
+    batch.add_argument("--tokens", type=int, default=256, help="of each answer")
+    batch.add_argument("--every", type=float, default=20.0, help="seconds between two kills")
+    serve.add_argument("--seconds", type=float, default=300.0)
+    serve.add_argument("--every", type=float, default=30.0, help="seconds between two kills")
+    serve.add_argument("--load", type=float, default=0.5, help="share of what it could take")
+    for one in (batch, serve):
+        one.add_argument("--seed", type=int, default=0)
+        one.add_argument("--write", action="store_true", help="add a row to results/chaos.jsonl")
+    given = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        return (batch_job if given.mode == "batch" else server_load)(given, Path(folder))
+
+
+def batch_job(given: argparse.Namespace, folder: Path) -> int:
+    """Run the rows without and with kills, and compare."""
+    plan, rows = folder / "plan.json", folder / "rows.jsonl"
+    job = {"batch": 32, "prompt_len": 64, "gen_len": given.tokens}
+    plan.write_text(unequal_plan(DEMO, **job).dump_json())
+    write_rows(rows, given.rows, given.tokens)
+    whole, whole_s, _ = run_rows(plan, rows, folder / "whole.jsonl")
+    took, took_s, kills = run_rows(plan, rows, folder / "killed.jsonl", given)
+    report = json.loads((folder / "killed.json").read_text())
+    recoveries = report["recoveries"]
+    different = [
+        index for index, pair in enumerate(zip(whole, took, strict=False)) if pair[0] != pair[1]
+    ]
+    in_order = [json.loads(line)["index"] for line in took] == list(range(given.rows))
+    for one in recoveries:
+        print(f"{one['reason'][:70]}...: {one['action']}, predicted {one['predicted_s']:.2f} s, "
+              f"measured {one['measured_s']:.2f} s, pause {one['pause_s'] or 0:.2f} s")  # fmt: skip
+    print(
+        f"{given.rows} rows in {took_s:.1f} s ({whole_s:.1f} s undisturbed), {kills} kills, "
+        f"{len(recoveries)} recoveries, in order: {in_order}, different: {different}"
+    )
+    if given.write:
+        write_row(
+            "chaos.jsonl",
+            bench="batch_under_kills",
+            case={
+                "model": "demo-7m", "stages": 3, "rows": given.rows, "every_s": given.every,
+                "kills": kills, "in_order": in_order, "different": len(different),
+                "recoveries": [
+                    {key: one[key] for key in ("action", "predicted_s", "measured_s", "pause_s")}
+                    for one in recoveries
+                ],
+                "load_average": os.getloadavg()[0],
+            },
+            unit="s", samples=[took_s], baselines={"undisturbed": whole_s}, noisy=is_noisy(),
+        )  # fmt: skip
+    listed = all(one["measured_s"] and one["predicted_s"] for one in recoveries)
+    return int(bool(different) or not in_order or len(took) != given.rows or not listed)
+
+
+def write_rows(path: Path, count: int, tokens: int) -> None:
+    """Write rows of different lengths, greedy and sampled."""
+    rng = random.Random(11)
+    with path.open("w") as file:
+        for number in range(count):
+            row = {
+                "prompt": [rng.randrange(3, 4000) for _ in range(rng.randint(1, 60))],
+                "temperature": 0 if number % 2 else 0.8,
+                "seed": number,
+                "max_tokens": rng.randint(tokens // 4, tokens),
+                "ignore_eos": True,
+            }
+            file.write(json.dumps(row) + "\n")
+
+
+def run_rows(
+    plan: Path, rows: Path, output: Path, given: argparse.Namespace | None = None
+) -> tuple[list[str], float, int]:
+    """Run a batch file, under kills where they are `given`: lines, seconds, kills."""
+    began_s = time.monotonic()
+    command = [*COMMAND, "run", "--plan", str(plan), "-i", str(rows), "-o", str(output),
+               "--report", str(output.with_suffix(".json"))]  # fmt: skip
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+    kills = 0
+    if given is not None:
+        with Killer(psutil.Process(process.pid), given.every, seed=given.seed) as killer:
+            process.wait()
+        kills = len(killer.kills)
+    if process.wait():
+        sys.exit(f"the command ended with code {process.returncode}")
+    return output.read_text().splitlines(), time.monotonic() - began_s, kills
+
+
+@dataclass
+class Seen:
+    """What clients and a watcher saw of one replay; times by `time.monotonic`."""
+
+    began_s: float
+    texts: dict[int, str] = field(default_factory=dict)
+    """Of the streams that ended, by request."""
+    token_times_s: list[float] = field(default_factory=list)
+    wrong: list[str] = field(default_factory=list)
+    refused: int = 0
+    """503 with Retry-After."""
+    within: int = 0
+    """Requests within the limits, counted from when they were taken."""
+    driver_bytes: list[int] = field(default_factory=list)
+    down_s: list[tuple[float, float]] = field(default_factory=list)
+    """When stages were being recovered."""
+
+
+def server_load(given: argparse.Namespace, folder: Path) -> int:
+    """Replay the trace without and with kills, and compare."""
+    plan = folder / "plan.json"
+    plan.write_text(unequal_plan(DEMO, batch=16, prompt_len=512, gen_len=256).dump_json())
+    jobs = trace_jobs(given)
+    whole, _, _ = replayed(plan, jobs, given.seconds)
+    seen, kills, recoveries = replayed(plan, jobs, given.seconds, given)
+    differ = [number for number, text in seen.texts.items() if whole.texts.get(number) != text]
+    lost = len(jobs) - len(seen.texts)
+    third = len(seen.driver_bytes) // 3
+    memory = [sum(part) / len(part) / 2**20 for part in
+              (seen.driver_bytes[third : 2 * third], seen.driver_bytes[2 * third :])]  # fmt: skip
+    up = between(seen, [at_s for at_s, _ in kills], given.seconds)
+    share = tokens_in(seen, up) / max(1, tokens_in(whole, up))
+    for found in (whole, seen):
+        print(*found.wrong[:5], sep="\n")
+    said = {
+        "model": "demo-7m", "stages": 3, "trace": "azure_2023_conv", "requests": len(jobs),
+        "every_s": given.every, "kills": len(kills), "recoveries": len(recoveries),
+        "wrong": len(seen.wrong), "lost": lost, "different": len(differ), "refused": seen.refused,
+        "within_limits": seen.within / len(jobs),
+        "within_limits_undisturbed": whole.within / len(jobs),
+        "measured_s": sorted(one["measured_s"] for one in recoveries),
+        "predicted_s": sorted(one["predicted_s"] for one in recoveries),
+        "pause_p50_s": quantile(sorted(one["pause_s"] or 0.0 for one in recoveries), 0.5),
+        "driver_mib": memory, "load_average": os.getloadavg()[0],
+    }  # fmt: skip
+    print(json.dumps({"goodput between faults": share} | said, indent=1))
+    if given.write:
+        write_row("chaos.jsonl", bench="goodput_under_kills", case=said, unit="of undisturbed",
+                  samples=[share], noisy=is_noisy())  # fmt: skip
+    return int(bool(whole.wrong or seen.wrong or lost or differ))
+
+
+def trace_jobs(given: argparse.Namespace) -> list[tuple[float, Arrival]]:
+    """Return when each request comes, in seconds, and its lengths."""
+    rows = read_trace("azure_2023_conv")
+    taken = [
+        Arrival(row.at_s, min(480, max(1, row.prompt_tokens // SHRINK)),
+                min(240, max(1, row.output_tokens // SHRINK)))
+        for row in rows
+    ]  # fmt: skip
+    # What three stages of one thread each do of such requests on two cores, measured: 14 a second.
+    spread = (len(rows) / rows[-1].at_s) / (14.0 * given.load)
+    return [(row.at_s * spread, row) for row in taken if row.at_s * spread < given.seconds]
+
+
+def replayed(
+    plan: Path,
+    jobs: Sequence[tuple[float, Arrival]],
+    seconds: float,
+    given: argparse.Namespace | None = None,
+) -> tuple[Seen, list[tuple[float, int]], list[dict[str, Any]]]:
+    """Start a server, send the requests, under kills where they are `given`."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    command = [*COMMAND, "serve", "--plan", str(plan), "--port", str(port), "--no-access-log",
+               "--max-requests", "10000"]  # fmt: skip
+    with subprocess.Popen(command) as process:
+        try:
+            while process.poll() is None and get(port, "/ready") is None:
+                time.sleep(0.1)
+            server, seen = psutil.Process(process.pid), Seen(time.monotonic())
+            over = threading.Event()
+            watcher = threading.Thread(target=watch, args=(port, server, seen, over))
+            watcher.start()
+            kills: list[tuple[float, int]] = []
+            if given is None:
+                asyncio.run(play(port, jobs, seen))
+            else:
+                with Killer(server, given.every, seed=given.seed) as killer:
+                    asyncio.run(play(port, jobs, seen))
+                kills = [(kill.at_s, kill.pid) for kill in killer.kills]
+            over.set()
+            watcher.join()
+            stats = json.loads(get(port, "/page/state") or b"{}")
+        finally:
+            process.send_signal(signal.SIGTERM)
+    if process.returncode:
+        seen.wrong.append(f"the server ended with code {process.returncode}")
+    return seen, kills, [r for r in stats["recoveries"] if r["measured_s"] is not None]
+
+
+def get(port: int, path: str) -> bytes | None:
+    """Return the body of a page of the server, None unless it is 200."""
+    try:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=30) as answer:
+            return bytes(answer.read())
+    except OSError:
+        return None
+
+
+def watch(port: int, server: psutil.Process, seen: Seen, over: threading.Event) -> None:
+    """Note the driver's memory, and when the server is not ready."""
+    down_s, sampled_s = None, 0.0
+    while not over.wait(0.05):
+        now_s = time.monotonic()
+        ready = get(port, "/ready") is not None
+        if ready and down_s is not None:
+            seen.down_s.append((down_s, time.monotonic()))
+        down_s = None if ready else down_s or now_s
+        if now_s - sampled_s > SAMPLE_S:
+            sampled_s = now_s
+            with suppress(psutil.Error):
+                seen.driver_bytes.append(server.memory_info().rss)
+
+
+async def play(port: int, jobs: Sequence[tuple[float, Arrival]], seen: Seen) -> None:
+    """Send every request at its time."""
+
+    async def one(number: int, at_s: float, row: Arrival) -> None:
+        await asyncio.sleep(max(0.0, seen.began_s + at_s - time.monotonic()))
+        try:
+            async with asyncio.timeout(300):
+                await stream(port, number, row, seen)
+        except (OSError, TimeoutError, IndexError, ValueError) as error:
+            seen.wrong.append(f"request {number}: {type(error).__name__} {error}")
+
+    await asyncio.gather(*(one(number, *job) for number, job in enumerate(jobs)))
+
+
+async def stream(port: int, number: int, row: Arrival, seen: Seen) -> None:
+    """Send a request, again where it is refused as it may be, and read its stream to the end."""
+    body = json.dumps(
+        {
+            "prompt": row.prompt(4096, number), "max_tokens": row.output_tokens,
+            "temperature": 0 if number % 2 else 0.8, "seed": number, "ignore_eos": True,
+            "stream": True, "stream_options": {"include_usage": True},
+        }
+    ).encode()  # fmt: skip
+    head = (
+        "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n"
+        f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+    )
+    for _ in range(MOST_TRIES):
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        try:
+            writer.write(head.encode() + body)
+            sent_s, status, headers = time.monotonic(), *await head_of(reader)
+            if status == 503 and "retry-after" in headers:
+                seen.refused += 1
+                await asyncio.sleep(float(headers["retry-after"]))
+                continue
+            if status != 200:
+                seen.wrong.append(f"request {number}: status {status}")
+                return
+            await read_stream(reader, number, row, seen, sent_s)
+            return
+        finally:
+            writer.close()
+    seen.wrong.append(f"request {number}: refused {MOST_TRIES} times")
+
+
+async def head_of(reader: asyncio.StreamReader) -> tuple[int, dict[str, str]]:
+    """Return the status and the headers of an answer."""
+    status = int((await reader.readline()).split(b" ", 2)[1])
+    headers = {}
+    while (line := (await reader.readline()).decode().strip()) != "":
+        name, _, value = line.partition(":")
+        headers[name.lower()] = value.strip()
+    return status, headers
+
+
+async def read_stream(
+    reader: asyncio.StreamReader, number: int, row: Arrival, seen: Seen, sent_s: float
+) -> None:
+    """Read a stream to its end; note its text, and when its tokens came."""
+    text, done, tokens, pieces_s = "", False, 0, list[float]()
+    async for line in reader:
+        if not line.startswith(b"data: "):
+            continue
+        data = line[6:].strip()
+        if data == b"[DONE]":
+            done = True
+            break
+        event = json.loads(data)
+        if "error" in event:
+            seen.wrong.append(f"request {number}: {event['error']}")
+            return
+        text += "".join(choice["text"] for choice in event["choices"])
+        tokens = (event.get("usage") or {}).get("completion_tokens", tokens)
+        if event["choices"]:
+            pieces_s.append(time.monotonic())
+    if not done or tokens != row.output_tokens:
+        seen.wrong.append(f"request {number}: {tokens} of {row.output_tokens} tokens, done: {done}")
+        return
+    seen.texts[number] = text
+    seen.token_times_s += pieces_s
+    first_s, per_token_s = LIMIT_S
+    mean_s = (pieces_s[-1] - pieces_s[0]) / max(1, tokens - 1)
+    seen.within += pieces_s[0] - sent_s <= first_s and mean_s <= per_token_s
+
+
+def between(seen: Seen, kills_s: Sequence[float], seconds: float) -> list[tuple[float, float]]:
+    """Return the times between faults, in seconds since the replay began."""
+    edges, start_s = list[tuple[float, float]](), seen.began_s
+    for kill_s in [*kills_s, seen.began_s + seconds]:
+        if kill_s > start_s:
+            edges.append((start_s - seen.began_s, kill_s - seen.began_s))
+        ends_s = [end_s for began_s, end_s in seen.down_s if end_s > kill_s]
+        start_s = min(ends_s, default=kill_s)
+    return edges
+
+
+def tokens_in(seen: Seen, spans: Sequence[tuple[float, float]]) -> int:
+    """Return how many pieces of streams came within spans of time since the replay began."""
+    counts = Counter(
+        any(start_s <= at_s - seen.began_s < end_s for start_s, end_s in spans)
+        for at_s in seen.token_times_s
+    )
+    return counts[True]
+
+
+def is_noisy() -> bool:
+    """Whether others keep the machine busy."""
+    return os.getloadavg()[0] > 2 * (os.cpu_count() or 1)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,112 @@
+"""The tables of stages that are killed: pauses, commands under kills, plans of what is left."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from report.table_cells import Row, load, markdown
+
+FAILURES = ("lost", "twice", "different", "hung")
+
+
+class PausesTable:
+    """A line for each row of `chaos.py`."""
+
+    def render(self) -> str:
+        """Return the table as Markdown."""
+        body = [
+            [
+                row["case"]["model"],
+                row["case"]["drafts"] or "none",
+                str(row["case"]["kills"]),
+                str(row["case"]["answers"]),
+                *(str(row["case"][name]) for name in FAILURES),
+                f"{row['value']:.2f}",
+                f"{row['case']['p99_s']:.2f}",
+                f"{row['case']['load_average']:.0f}",
+            ]
+            for row in load("chaos.jsonl", "pause", {})
+        ]
+        head = ("model", "drafts", "kills", "answers", *FAILURES, "pause p50 s", "p99 s", "load")
+        return markdown(head, body)
+
+
+class CommandsTable:
+    """A line for each row of `chaos_commands.py`."""
+
+    def render(self) -> str:
+        """Return the tables as Markdown."""
+        batch = [
+            [
+                f"{row['case']['rows']}",
+                f"{row['case']['every_s']:g}",
+                str(row["case"]["kills"]),
+                str(len(row["case"]["recoveries"])),
+                "yes" if row["case"]["in_order"] else "no",
+                str(row["case"]["different"]),
+                _seconds([one["predicted_s"] for one in row["case"]["recoveries"]]),
+                _seconds([one["measured_s"] for one in row["case"]["recoveries"]]),
+                f"{row['value']:.0f} ({row['baselines']['undisturbed']:.0f})",
+                f"{row['case']['load_average']:.0f}",
+            ]
+            for row in load("chaos.jsonl", "batch_under_kills", {})
+        ]
+        serve = [_served(row) for row in load("chaos.jsonl", "goodput_under_kills", {})]
+        return "\n\n".join(
+            [
+                markdown(
+                    ("rows", "a kill every s", "kills", "recoveries", "in order", "different",
+                     "predicted s", "measured s", "whole job s (undisturbed)", "load"),
+                    batch,
+                ),
+                markdown(
+                    ("requests", "a kill every s", "kills", "recoveries", "wrong, lost, different",
+                     "503 before a stream", "predicted s", "measured s", "goodput between faults",
+                     "driver MiB, middle and last third", "load"),
+                    serve,
+                ),
+            ]
+        )  # fmt: skip
+
+
+class ReplanTable:
+    """The newest row of each cluster and unit."""
+
+    def render(self) -> str:
+        """Return the table as Markdown."""
+        newest = {
+            (row["case"]["cluster"], row["unit"]): row for row in load("replan.jsonl", "replan", {})
+        }
+        clusters = sorted({cluster for cluster, _ in newest})
+        body = [
+            [
+                str(cluster),
+                newest[cluster, "s"]["case"]["model"],
+                str(newest[cluster, "s"]["n"]),
+                *(f"{newest[cluster, unit]['spread'][1]:.2f}" for unit in ("s", "s of CPU")),
+            ]
+            for cluster in clusters
+        ]
+        return markdown(("cluster", "model", "devices removed, each", "longest s", "of CPU"), body)
+
+
+def _served(row: Row) -> list[str]:
+    case = row["case"]
+    return [
+        str(case["requests"]),
+        f"{case['every_s']:g}",
+        str(case["kills"]),
+        str(case["recoveries"]),
+        ", ".join(str(case[name]) for name in ("wrong", "lost", "different")),
+        str(case["refused"]),
+        _seconds(case["predicted_s"]),
+        _seconds(case["measured_s"]),
+        f"{row['value']:.2f}",
+        ", ".join(f"{size:.0f}" for size in case["driver_mib"]),
+        f"{case['load_average']:.0f}",
+    ]
+
+
+def _seconds(values: Sequence[float]) -> str:
+    """Return the least and the most."""
+    return f"{min(values):.1f} to {max(values):.1f}" if values else ""
