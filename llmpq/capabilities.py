@@ -126,6 +126,7 @@ FEATURES: tuple[Feature, ...] = (
     _feature("a gate on the shared MLP", lambda spec, _: spec.shared_gate, "gpu_rounded"),
     _feature("rope frequencies that change with the length", _changing_rope, "drafts"),
     _feature("norms behind attention and MLP", lambda s, _: s.norm_order != "pre", "gpu_rounded"),
+    _feature("a stream of norms", lambda s, _: s.normed_stream is not None, "gpu_rounded"),
     _feature("a factor on the residual stream", _scaled_stream, "gpu_rounded"),
     _feature("gates of GELU", lambda s, _: s.gated and s.activation == "gelu_tanh", "gpu_rounded"),
     _feature("attention and MLP side by side", lambda s, _: s.parallel_norms > 0, "gpu_rounded"),

@@ -27,6 +27,7 @@ from llmpq.families.common.spec_values import (
     Indexer,
     Latent,
     Mixer,
+    NormedStream,
     QueryGrowth,
     Recurrent,
     RopeScaling,
@@ -39,6 +40,8 @@ Norm = Literal["layernorm", "rmsnorm"]
 NormOrder = Literal["pre", "post", "both"]
 FIRST_OPTIONAL = ("qk_norm", "embedding_norm", "rope_theta", "rope_scaling")
 """Fields with a default that every fingerprint counts."""
+KEPT_MATRICES = ("kv_b", "step", "mixer_decay", "mixer_gate")
+"""Matrices beside the linears that every token is multiplied with; they are never quantised."""
 SHARED = "shared."
 """What the names of the linears begin with that every token goes through beside its experts."""
 Activation = Literal[
@@ -207,6 +210,10 @@ class ModelSpec:
     """The norms of queries and keys have weights of their own for every head."""
     qk_norm_late: bool = False
     """Queries and keys are rotated first, then normalised."""
+    normed_stream: NormedStream | None = None
+    """How the residual stream goes on from what norms give; None: from what they are given."""
+    recurrent_norm_order: NormOrder | None = None
+    """Where layers of a recurrence have norms, if not where others have them."""
     qkv_limit: float = 0.0
     """Queries and keys, behind their norms, and values are kept within +-limit; 0: as they come."""
     head_bias: bool = False
@@ -502,7 +509,7 @@ class ModelSpec:
             for s in self.linears()
         ]
         whole = self.kept_whole
-        made = sum(math.prod(whole.get(part, (0,))) for part in ("kv_b.weight", "step.weight"))
+        made = sum(math.prod(whole.get(f"{part}.weight", (0,))) for part in KEPT_MATRICES)
         return round(sum(shares)) + self.experts * self.hidden + made
 
     @property
@@ -565,6 +572,12 @@ class ModelSpec:
             content["rope_scaling"] = {
                 k: v for k, v in content["rope_scaling"].items() if v != SCALING_ADDED.get(k)
             }
+        if content.get("recurrent") is not None:
+            content["recurrent"] = {
+                k: v
+                for k, v in content["recurrent"].items()
+                if k not in RECURRENT_ADDED or v != RECURRENT_ADDED[k]
+            }
         if "router" in content:
             content["router"] = {
                 k: v for k, v in content["router"].items() if k not in ROUTER_ADDED or v
@@ -598,6 +611,7 @@ class ModelSpec:
             ("query_growth", QueryGrowth),
             ("altup", AltUp),
             ("indexer", Indexer),
+            ("normed_stream", NormedStream),
         )
         for name, kind in kinds:
             if made[name] is not None:
@@ -639,6 +653,12 @@ SCALING_ADDED = {
     if found.default is not MISSING
     and found.name not in ("low_freq_factor", "high_freq_factor", "original_max_positions")
 }
+RECURRENT_ADDED = {
+    found.name: found.default
+    for found in fields(Recurrent)
+    if found.name in ("norm_eps", "gate", "beta_factor", "low_rank")
+}
+"""Of a recurrence, what came after the first fingerprints."""
 ROUTER_ADDED = ("normed", "expert_scale", "weighs_input")
 """Flags of a router that came after the first fingerprints."""
 
@@ -667,6 +687,8 @@ def _layer_like(
         without_mlp=(),
         head_dim=(spec.global_head_dim if sees_all else None) or spec.head_dim,
         kv_heads=(spec.global_kv_heads if sees_all else None) or spec.kv_heads,
+        norm_order=(spec.recurrent_norm_order if mixer == "recurrent" else None) or spec.norm_order,
+        recurrent_norm_order=None,
         global_head_dim=None,
         global_kv_heads=None,
         value_is_key=spec.value_is_key and sees_all,

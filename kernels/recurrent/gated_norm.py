@@ -4,6 +4,8 @@
     gate first   y = rmsnorm(x * silu(gate)) * w
     no norm      y = x * silu(gate)
 
+or the gate's sigmoid in place of its silu.
+
 Bytes: x and gate read once, y written once; float32 inside, one rounding. A program takes GROUPS
 groups of one token.
 
@@ -14,6 +16,8 @@ T tokens, C channels.
 # mypy: allow-untyped-defs, allow-incomplete-defs
 
 from __future__ import annotations
+
+from typing import Literal
 
 import torch
 import triton
@@ -32,7 +36,7 @@ PROGRAM_CHANNELS = 1024
 def gated_norm_kernel(
     x, gate, weight, out, gate_stride, groups, eps, WIDTH: tl.constexpr, PADDED: tl.constexpr,
     GROUPS: tl.constexpr, NORM: tl.constexpr, NORM_FIRST: tl.constexpr, SHARED: tl.constexpr,
-    PDL: tl.constexpr,
+    SIGMOID: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """GROUPS groups of one token."""
     token = tl.program_id(0).to(tl.int64)
@@ -45,7 +49,7 @@ def gated_norm_kernel(
         gdc_wait()
     y = tl.load(x + token * groups * WIDTH + c, mask=live, other=0.0).to(tl.float32)
     z = tl.load(gate + token * gate_stride + c, mask=live, other=0.0).to(tl.float32)
-    z *= tl.sigmoid(z)
+    z = tl.sigmoid(z) if SIGMOID else z * tl.sigmoid(z)
     if not NORM_FIRST:
         y *= z
     if NORM:
@@ -64,6 +68,7 @@ def gated_norm(
     *,
     groups: int,
     norm_first: bool,
+    gate: Literal["silu", "sigmoid"] = "silu",
 ) -> Tensor:
     """Return y [T, C]; `weight` [C], [C / groups] of every group, or None: nothing is normalised.
 
@@ -90,6 +95,7 @@ def gated_norm(
         NORM=weight is not None,
         NORM_FIRST=norm_first,
         SHARED=weight is not None and weight.numel() == width,
+        SIGMOID=gate == "sigmoid",
         PDL=pdl,
         num_warps=max(1, min(8, several * padded // 256)),
         launch_pdl=pdl,
@@ -105,9 +111,10 @@ def gated_norm_reference(
     *,
     groups: int,
     norm_first: bool,
+    gate: Literal["silu", "sigmoid"] = "silu",
 ) -> Tensor:
     """The twin: float32 arithmetic, one rounding."""
-    y, z = x_TC.float(), functional.silu(gate_TC.float())
+    y, z = x_TC.float(), _gated(gate_TC.float(), gate)
     y = y if norm_first else y * z
     if weight is not None:
         by_group = y.unflatten(-1, (groups, -1))
@@ -116,3 +123,7 @@ def gated_norm_reference(
         shared = own.numel() == by_group.shape[-1]
         y = (by_group * own).flatten(1) if shared else by_group.flatten(1) * own
     return (y * z if norm_first else y).to(x_TC.dtype)
+
+
+def _gated(gate_TC: Tensor, gate: str) -> Tensor:
+    return gate_TC.sigmoid() if gate == "sigmoid" else functional.silu(gate_TC)

@@ -2,7 +2,8 @@
 
     pairs    every block of 64 places by itself: c, the running sums of log decays; of tokens t >= s
              of one row  D . q k^T, and by the delta rule the inverse of 1 + (b D . k k^T, t > s)
-    scan     a row's blocks in turn:    u = inverse (b (v - e^c k S)),  Mamba-2 u = dt v
+    scan     a row's blocks in turn:    u = inverse (b (v - e^c k S)),  Mamba-2 u = dt v,
+                                        lightning u = v
                                         o = e^c q S + (D . q k^T) u
                                         S = e^(c_last) S + sum_t e^(c_last - c_t) k_t u_t^T
              with D = e^(c_t - c_s)
@@ -69,9 +70,10 @@ def unit(x):
 @triton.jit
 def pairs_kernel(
     mixed, steps, decay, bias, slots, sums, pairs, inverse, places, mixed_stride, steps_stride,
-    scale, HEADS: tl.constexpr, SHARED: tl.constexpr, N: tl.constexpr, P: tl.constexpr,
-    PADDED_N: tl.constexpr, BLOCK_T: tl.constexpr, SOLVED: tl.constexpr, DELTA: tl.constexpr,
-    PRECISION: tl.constexpr, MERGED: tl.constexpr, PDL: tl.constexpr,
+    scale, beta_factor, HEADS: tl.constexpr, SHARED: tl.constexpr, N: tl.constexpr,
+    P: tl.constexpr, PADDED_N: tl.constexpr, BLOCK_T: tl.constexpr, SOLVED: tl.constexpr,
+    DELTA: tl.constexpr, FIXED: tl.constexpr, PRECISION: tl.constexpr, MERGED: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """One block of places, one head."""
     head = tl.program_id(1)
@@ -79,7 +81,8 @@ def pairs_kernel(
     t = tl.program_id(0) * BLOCK_T + i
     n = tl.arange(0, PADDED_N)
     rate = -tl.exp(tl.load(decay + head).to(tl.float32))
-    shift = tl.load(bias + head).to(tl.float32)
+    if not FIXED:
+        shift = tl.load(bias + head).to(tl.float32)
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
@@ -87,7 +90,7 @@ def pairs_kernel(
     place = t.to(tl.int64)
     slot = tl.load(slots + t, mask=live, other=-1)
     KEYS: tl.constexpr = HEADS // SHARED * N
-    if DELTA:
+    if DELTA or FIXED:
         q_at, k_at, step_at = 0, KEYS, HEADS + head
     else:
         q_at, k_at, step_at = HEADS * P + KEYS, HEADS * P, head
@@ -95,8 +98,11 @@ def pairs_kernel(
     has = live[:, None] & (n < N)[None, :]
     q = tl.load(at + q_at, mask=has, other=0.0).to(tl.float32)
     k = tl.load(at + k_at, mask=has, other=0.0).to(tl.float32)
-    step = tl.load(steps + place * steps_stride + step_at, mask=live, other=0.0).to(tl.float32)
-    c = tl.cumsum(tl.where(live, rate * softplus(step + shift), 0.0), 0)
+    if FIXED:
+        c = tl.cumsum(tl.where(live, rate, 0.0), 0)
+    else:
+        step = tl.load(steps + place * steps_stride + step_at, mask=live, other=0.0).to(tl.float32)
+        c = tl.cumsum(tl.where(live, rate * softplus(step + shift), 0.0), 0)
     tl.store(sums + place * HEADS + head, c, mask=live)
     own = slot[:, None] == slot[None, :]
     known = own & (i[:, None] >= i[None, :])
@@ -110,7 +116,8 @@ def pairs_kernel(
     if DELTA:
         b = tl.load(steps + place * steps_stride + head, mask=live, other=0.0).to(tl.float32)
         alike = tl.dot(k, tl.trans(k), input_precision=PRECISION) * apart
-        given = tl.where(i[:, None] > i[None, :], -alike * tl.sigmoid(b)[:, None], 0.0)
+        share = tl.sigmoid(b) * beta_factor
+        given = tl.where(i[:, None] > i[None, :], -alike * share[:, None], 0.0)
         together = (i // SOLVED)[:, None] == (i // SOLVED)[None, :]
         inner = tl.where(together, given, 0.0)
         for row in range(1, SOLVED):
@@ -128,9 +135,10 @@ def pairs_kernel(
 @triton.jit(do_not_specialize=["num_rows", "shortest"])
 def scan_kernel(
     mixed, steps, bias, skip, sums, pairs, inverse, states, rows, moves, out, num_rows, shortest,
-    mixed_stride, steps_stride, scale, HEADS: tl.constexpr, SHARED: tl.constexpr, N: tl.constexpr,
-    P: tl.constexpr, PADDED_N: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_T: tl.constexpr,
-    DELTA: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
+    mixed_stride, steps_stride, scale, beta_factor, HEADS: tl.constexpr, SHARED: tl.constexpr,
+    N: tl.constexpr, P: tl.constexpr, PADDED_N: tl.constexpr, BLOCK_P: tl.constexpr,
+    BLOCK_T: tl.constexpr, DELTA: tl.constexpr, FIXED: tl.constexpr, PRECISION: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """A block of columns of a head of one row of at least `shortest` tokens."""
     row, head = tl.program_id(0), tl.program_id(1)
@@ -150,7 +158,7 @@ def scan_kernel(
     held = has_n[:, None] & has_p[None, :] & mine
     s = tl.load(own, mask=held & (start > 0), other=0.0)
     KEYS: tl.constexpr = HEADS // SHARED * N
-    if DELTA:
+    if DELTA or FIXED:
         q_at, k_at, v_at = 0, KEYS, 2 * KEYS
     else:
         q_at, k_at, v_at = HEADS * P + KEYS, HEADS * P, 0
@@ -180,15 +188,18 @@ def scan_kernel(
             k = unit(k)
             b = tl.load(steps + place * steps_stride + head, mask=live, other=0.0).to(tl.float32)
             said = tl.dot(k, s, input_precision=PRECISION) * tl.exp(c)[:, None]
-            given = tl.where(live[:, None], (v - said) * tl.sigmoid(b)[:, None], 0.0)
+            share = tl.sigmoid(b) * beta_factor
+            given = tl.where(live[:, None], (v - said) * share[:, None], 0.0)
             solved = tl.load(inverse + matrix, mask=live[:, None], other=0.0).to(tl.float32)
             u = tl.dot(solved, given, input_precision=PRECISION)
+        elif FIXED:
+            u = v
         else:
             step = tl.load(steps + place * steps_stride + head, mask=live, other=0.0)
             u = v * softplus(step.to(tl.float32) + shift)[:, None]
         o = tl.dot(q, s, input_precision=PRECISION) * tl.exp(c)[:, None]
         o += tl.dot(scores, u, input_precision=PRECISION)
-        if not DELTA:
+        if not DELTA and not FIXED:
             o += through * v
         to = out + place[:, None] * (HEADS * P) + (head * P + p)[None, :]
         tl.store(to, o.to(out.dtype.element_ty), mask=values)
@@ -213,6 +224,7 @@ def scan_rows(
     """
     places, (_, heads, key_dim, value_dim) = mixed_TE.shape[0], states_SHNP.shape
     device, pdl = mixed_TE.device, overlaps(mixed_TE.device)
+    assert not form.by_channel, "rows of decays by channel are walked"
     sums_TH = torch.empty((places, heads), dtype=torch.float32, device=device)
     shape = (places, heads, BLOCK_T)
     pairs = torch.empty(shape, dtype=mixed_TE.dtype, device=device)
@@ -226,6 +238,7 @@ def scan_rows(
         "PADDED_N": max(16, triton.next_power_of_2(key_dim)),
         "BLOCK_T": BLOCK_T,
         "DELTA": form.delta,
+        "FIXED": form.fixed,
         "PRECISION": "tf32" if halves else "ieee",
         "PDL": pdl,
         "num_warps": NUM_WARPS,
@@ -236,7 +249,7 @@ def scan_rows(
         mixed_TE,
         steps_TJ,
         form.decay_H,
-        form.bias_H,
+        form.decay_H if form.bias_H is None else form.bias_H,
         slots_T,
         sums_TH,
         pairs,
@@ -245,6 +258,7 @@ def scan_rows(
         mixed_TE.stride(0),
         steps_TJ.stride(0),
         key_dim**-0.5,
+        form.beta_factor,
         SOLVED=SOLVED,
         MERGED="tf32x3" if halves else "ieee",
         **common,
@@ -253,8 +267,8 @@ def scan_rows(
     scan_kernel[(rows_FR.shape[1], heads, triton.cdiv(value_dim, block))](
         mixed_TE,
         steps_TJ,
-        form.bias_H,
-        form.bias_H if form.skip_H is None else form.skip_H,
+        form.decay_H if form.bias_H is None else form.bias_H,
+        form.decay_H if form.skip_H is None else form.skip_H,
         sums_TH,
         pairs,
         inverse,
@@ -267,6 +281,7 @@ def scan_rows(
         mixed_TE.stride(0),
         steps_TJ.stride(0),
         key_dim**-0.5,
+        form.beta_factor,
         BLOCK_P=block,
         **common,
     )

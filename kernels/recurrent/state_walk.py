@@ -2,11 +2,13 @@
 
     state      S_t = a_t S_(t-1) + k_t u_t^T      o_t = S_t^T q_t
     delta rule u = b (v - (a S)^T k); q, k of length one; b = sigmoid(.), a = exp(-e^A softplus(.))
+    KDA        the delta rule with an a of every channel of keys
     Mamba-2    u = dt v; o += skip v; dt = softplus(.), a = exp(-e^A dt); q = C, k = B
+    lightning  u = v; a = exp(-e^A), the same for all tokens
 
     mixed [T, E]        what the convolution gives: q, k, v, or of Mamba-2 v, k, q, head by head;
                         SHARED heads have the queries and keys of one
-    steps [T, .]        b and a of every head, or dt
+    steps [T, .]        b and a of every head (KDA: channel), or dt, or nothing
     states [S, H, N, P] float32: zeros where a row starts at position 0
 
 A program takes BLOCK_P columns of a head's state of one row: its columns need no others. Bytes of a
@@ -49,12 +51,21 @@ class Recurrence:
     """The tensors of a layer's recurrence."""
 
     delta: bool
-    """By the delta rule, else Mamba-2's."""
+    """By the delta rule, else Mamba-2's, or lightning attention's."""
     key_heads: int
     decay_H: Tensor
-    bias_H: Tensor
+    bias_H: Tensor | None
+    """[H], KDA's [H N]; None where decays are fixed."""
     skip_H: Tensor | None = None
     """Mamba-2's."""
+    by_channel: bool = False
+    """KDA: every channel of keys has a decay."""
+    beta_factor: float = 1.0
+
+    @property
+    def fixed(self) -> bool:
+        """Whether a head's decay is the same for all tokens (lightning attention)."""
+        return self.bias_H is None
 
 
 @triton.jit
@@ -70,9 +81,9 @@ def softplus(x):
 @triton.jit(do_not_specialize=["num_rows", "longest"])
 def walk_kernel(
     mixed, steps, decay, bias, skip, states, rows, moves, out, num_rows, longest, mixed_stride,
-    steps_stride, scale, HEADS: tl.constexpr, SHARED: tl.constexpr, N: tl.constexpr,
+    steps_stride, scale, beta_factor, HEADS: tl.constexpr, SHARED: tl.constexpr, N: tl.constexpr,
     P: tl.constexpr, PADDED_N: tl.constexpr, BLOCK_P: tl.constexpr, ZEROS: tl.constexpr,
-    DELTA: tl.constexpr, PDL: tl.constexpr,
+    DELTA: tl.constexpr, BY_CHANNEL: tl.constexpr, FIXED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """A block of columns of a head of one row of at most `longest` tokens."""
     row, head = tl.program_id(0), tl.program_id(1)
@@ -80,7 +91,10 @@ def walk_kernel(
     p = tl.program_id(2) * BLOCK_P + tl.arange(0, BLOCK_P)
     has_n, has_p = n < N, p < P
     rate = -tl.exp(tl.load(decay + head).to(tl.float32))
-    shift = tl.load(bias + head).to(tl.float32)
+    if BY_CHANNEL:
+        shift = tl.load(bias + head * N + n, mask=has_n, other=0.0).to(tl.float32)
+    elif not FIXED:
+        shift = tl.load(bias + head).to(tl.float32)
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
@@ -94,7 +108,7 @@ def walk_kernel(
     held = has_n[:, None] & has_p[None, :] & mine & (count > 0)
     s = tl.load(own, mask=held & (start > 0), other=0.0)
     KEYS: tl.constexpr = HEADS // SHARED * N
-    if DELTA:
+    if DELTA or FIXED:
         q_at, k_at, v_at = 0, KEYS, 2 * KEYS
     else:
         q_at, k_at, v_at = HEADS * P + KEYS, HEADS * P, 0
@@ -110,18 +124,26 @@ def walk_kernel(
         v = tl.load(at + v_own, mask=has_p, other=0.0).to(tl.float32)
         if DELTA:
             b = tl.load(steps + place * steps_stride + head).to(tl.float32)
-            a = tl.load(steps + place * steps_stride + HEADS + head).to(tl.float32)
+            step_at = steps + place * steps_stride + HEADS
             q *= tl.rsqrt(tl.sum(q * q, 0) + 1e-6) * scale
             k *= tl.rsqrt(tl.sum(k * k, 0) + 1e-6)
-            s *= tl.exp(rate * softplus(a + shift))
-            u = (v - tl.sum(k[:, None] * s, 0)) * tl.sigmoid(b)
+            if BY_CHANNEL:
+                a = tl.load(step_at + head * N + n, mask=has_n, other=0.0).to(tl.float32)
+                s *= tl.exp(rate * softplus(a + shift))[:, None]
+            else:
+                a = tl.load(step_at + head).to(tl.float32)
+                s *= tl.exp(rate * softplus(a + shift))
+            u = (v - tl.sum(k[:, None] * s, 0)) * (tl.sigmoid(b) * beta_factor)
+        elif FIXED:
+            s *= tl.exp(rate)
+            u = v
         else:
             dt = softplus(tl.load(steps + place * steps_stride + head).to(tl.float32) + shift)
             s *= tl.exp(rate * dt)
             u = v * dt
         s += k[:, None] * u[None, :]
         o = tl.sum(q[:, None] * s, 0)
-        if not DELTA:
+        if not DELTA and not FIXED:
             o += through * v
         to = out + place * (HEADS * P) + head * P + p
         tl.store(to, o.to(out.dtype.element_ty), mask=has_p)
@@ -160,8 +182,8 @@ def walk_rows(
         mixed_TE,
         steps_TJ,
         form.decay_H,
-        form.bias_H,
-        form.bias_H if form.skip_H is None else form.skip_H,
+        form.decay_H if form.bias_H is None else form.bias_H,
+        form.decay_H if form.skip_H is None else form.skip_H,
         states_SHNP,
         rows_FR,
         moves_1,
@@ -171,6 +193,7 @@ def walk_rows(
         mixed_TE.stride(0),
         steps_TJ.stride(0),
         key_dim**-0.5,
+        form.beta_factor,
         HEADS=heads,
         SHARED=heads // form.key_heads,
         N=key_dim,
@@ -179,6 +202,8 @@ def walk_rows(
         BLOCK_P=block,
         ZEROS=ZEROS,
         DELTA=form.delta,
+        BY_CHANNEL=form.by_channel,
+        FIXED=form.fixed,
         PDL=pdl,
         num_warps=warps,
         launch_pdl=pdl,
@@ -192,18 +217,21 @@ def walk_rows_reference(
     """The twin, in float32, row by row and token by token; padding gets zeros."""
     _, heads, key_dim, value_dim = states_SHNP.shape
     keys, inner = form.key_heads * key_dim, heads * value_dim
-    sizes = [keys, keys, inner] if form.delta else [inner, keys, keys]
+    ahead = form.delta or form.fixed
+    sizes = [keys, keys, inner] if ahead else [inner, keys, keys]
     parts = mixed_TE.float().split(sizes, dim=1)
-    q, k, v = parts if form.delta else parts[::-1]
+    q, k, v = parts if ahead else parts[::-1]
     q, k = (
         x.unflatten(1, (form.key_heads, key_dim)).repeat_interleave(heads // form.key_heads, 1)
         for x in (q, k)
     )
-    v, rate = v.unflatten(1, (heads, value_dim)), -form.decay_H.float().exp()
-    if form.delta:
+    v, rate = v.unflatten(1, (heads, value_dim)), -form.decay_H.float().exp()[:, None]
+    if form.bias_H is None:
+        step = torch.ones((len(mixed_TE), heads))
+    elif form.delta:
         q, k = (x * torch.rsqrt(x.square().sum(-1, keepdim=True) + LENGTH_EPS) for x in (q, k))
         q = q * key_dim**-0.5
-        beta, step = steps_TJ.float().chunk(2, dim=1)
+        beta, step = steps_TJ.float().tensor_split([heads], dim=1)
         step = torch.nn.functional.softplus(step + form.bias_H.float())
     else:
         step = torch.nn.functional.softplus(steps_TJ.float() + form.bias_H.float())
@@ -213,10 +241,10 @@ def walk_rows_reference(
             continue
         s = states_SHNP[slot] if start else torch.zeros_like(states_SHNP[slot])
         for t in range(first, first + count):
-            s = s * (rate * step[t]).exp()[:, None, None]
+            s = s * (rate * step[t].view(heads, -1)).exp()[:, :, None]
             if form.delta:
                 said = torch.einsum("hn,hnp->hp", k[t], s)
-                u = (v[t] - said) * beta[t].sigmoid()[:, None]
+                u = (v[t] - said) * beta[t].sigmoid()[:, None] * form.beta_factor
             else:
                 u = v[t] * step[t][:, None]
             s = s + k[t][:, :, None] * u[:, None]

@@ -118,7 +118,7 @@ def _key_halves(rows: Any, spec: Any) -> Any:
 
 
 _SELF = "layers.{i}.self_attn"
-_ATTENTION = {
+ATTENTION = {
     **llama.NORMS,
     **linear_names(
         ("q", (f"{_SELF}.q_proj",)),
@@ -138,8 +138,8 @@ FAMILY = replace(
     fields=fields,
     names=replace(
         llama.FAMILY.names,
-        layer={**_ATTENTION, **expert_names("layers.{i}.mlp", shared=True)},
-        dense={**_ATTENTION, **llama.MLP},
+        layer={**ATTENTION, **expert_names("layers.{i}.mlp", shared=True)},
+        dense={**ATTENTION, **llama.MLP},
         mtp=LAYER_MTP,
         arrange={
             "q.weight": Arrange(rows=_query_halves),
@@ -177,7 +177,7 @@ def sparse_fields(config: Config) -> dict[str, Any]:
     )
     return {
         **base,
-        **_v3(config, base["ffn"], _listed_dense(config)),
+        **_v3(config, base["ffn"], listed_dense(config)),
         "indexer": indexer,
         "head_dim": base["head_dim"] + indexer.dim,
     }
@@ -195,7 +195,7 @@ def _require_own_indexers(config: Config) -> None:
         )
 
 
-def _listed_dense(config: Config) -> tuple[int, ...] | None:
+def listed_dense(config: Config) -> tuple[int, ...] | None:
     """Return the layers with one MLP where the config lists them, else None."""
     kinds = config.get("mlp_layer_types")
     config.get("first_k_dense_replace")  # what they come of

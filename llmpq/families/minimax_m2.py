@@ -24,7 +24,7 @@ def fields(config: Config) -> dict[str, Any]:
     expect(config, "shared_intermediate_size", 0, default=0)
     base = rotary_fields(config, partial_rotary=True)
     if is_given(config.get("rotary_dim")) and base["rotary_dim"] is None:
-        base["rotary_dim"] = _rotated_channels(config)
+        base["rotary_dim"] = rotated_channels(config)
     return {
         **base,
         **counts(config, "num_local_experts", "num_experts"),
@@ -34,7 +34,7 @@ def fields(config: Config) -> dict[str, Any]:
     }
 
 
-def _rotated_channels(config: Config) -> int | None:
+def rotated_channels(config: Config) -> int | None:
     """Return how many channels the older key `rotary_dim` rotates, None for all."""
     rotated, all_of = size(config, "rotary_dim"), head_size(config)
     if rotated % 2 or rotated > all_of:

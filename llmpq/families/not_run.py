@@ -35,8 +35,6 @@ FEATURE_OF = {
     "zamba2": RECURRENT,
     "rwkv": RECURRENT,
     "recurrent_gemma": RECURRENT,
-    "minimax": RECURRENT,
-    "kimi_linear": RECURRENT,
     "qwen3_vl_moe": "experts of a layer stored as one tensor, without biases",
     "phimoe": "a router that masks its second choice (sparse mixer)",
     "t5": _ENCODER,

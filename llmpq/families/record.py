@@ -106,6 +106,8 @@ class NameTable:
     """Last words of the names of constants that checkpoints carry, and the value that each has."""
     apart: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """Parts of experts as quantised checkpoints call them, where others keep all in one tensor."""
+    otherwise: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """Parts -> what they are called in a checkpoint that has nothing by the names of the table."""
     mtp: MtpNames | None = None
     """Of a head that predicts a further token; None where no checkpoint of the family has one."""
 
@@ -122,7 +124,24 @@ class NameTable:
         ]
         stems = tuple({f"{name.rpartition('.')[0]}." for name in first})
         apart = any(stem in name for name in stored if ".experts.0." in name for stem in stems)
-        return self.with_experts_apart() if apart else self
+        used = self.with_experts_apart() if apart else self
+        tails = {_tail_of(name) for name in stored} if self.otherwise else set()
+        renamed = {
+            part: names
+            for part, names in self.otherwise.items()
+            if _tail_of(self._named(part)) not in tails
+        }
+        if not renamed:
+            return used
+        layer, dense = (
+            {part: renamed.get(part, names) for part, names in table.items()}
+            for table in (used.layer, used.dense)
+        )
+        return replace(used, layer=layer, dense=dense)
+
+    def _named(self, part: str) -> str:
+        """Return the first name of a part in the tables of layers."""
+        return (self.dense.get(part) or self.layer[part])[0]
 
     def of_layer(self, spec: Any, index: int) -> dict[str, tuple[str, ...]]:
         """Return the entries of decoder layer `index`, those of every expert spelled out."""
@@ -182,6 +201,11 @@ class Family:
     """And behind them."""
     published_as: str | None = None
     """The form in which its makers publish experts, where it is not 16 bits: `mxfp4`."""
+
+
+def _tail_of(name: str) -> str:
+    """Return what stands behind a layer's number, or its place in a table of names."""
+    return re.split(r"layers\.(?:\{i\}|[0-9]+)(?=\.)", name, maxsplit=1)[-1]
 
 
 def norm_names(*parts: tuple[str, str]) -> dict[str, tuple[str, ...]]:

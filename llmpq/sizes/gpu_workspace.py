@@ -158,7 +158,7 @@ def _layer_moments(
         own = spec.recurrent
         yield unit * 2 * h + product(own.in_features, h)
         yield unit * (2 * h + own.in_features) + _recurrence_bytes(own, shape)
-    if spec.norm_order != "pre":
+    if spec.norm_order != "pre" or spec.normed_stream is not None:
         yield unit * 4 * h  # what a norm behind is given and gives
     if spec.shared_ffn:
         yield unit * (5 * h + q + 3 * spec.shared_ffn)
@@ -190,8 +190,9 @@ def _recurrence_bytes(form: Recurrent, shape: _Shape) -> int:
     Steps, what is convolved and what is read; then pairs of the tokens of a block, or the gated
     output.
     """
-    steps = 2 * form.heads if form.kind == "gated_delta" else 0
-    matrices = {"gated_delta": 2, "mamba2": 1, "short_conv": 0}[form.kind]
+    steps = form.steps if form.is_delta else 0
+    steps += 2 * form.low_rank + (form.inner if form.kind == "kda" else 0)
+    matrices = {"gated_delta": 2, "mamba2": 1, "lightning": 1}.get(form.kind, 0)
     pairs = form.heads * (4 * shape.tokens + matrices * PAIRED_TOKENS * shape.unit)
     return shape.unit * (steps + form.channels + form.inner) + max(pairs, shape.unit * form.inner)
 

@@ -15,6 +15,8 @@ from llmpq.model_spec import ModelSpec
 PAIRED_TOKENS = 64
 """Tokens of a prompt that recurrent layers look at in pairs (runtime/models/recurrence.py, on GPUs
 kernels/recurrent/state_scan.py)."""
+PAIRED_BY_CHANNEL = 16
+"""... where every channel of keys has a decay of its own: a pair is as many products."""
 NOTED_TOKENS = 7
 """Tokens of a request that may be drafts at once: `plan.MAX_GAMMA`, as a test holds."""
 
@@ -49,11 +51,16 @@ def recurrence_bytes(form: Recurrent, rows: int, row_tokens: int) -> int:
     """Return what a step's recurrence needs beside its matrices, mostly float32.
 
     What is convolved and what comes of it; queries and keys for every head; values, what is read
-    and its gate. Of a chunk the pairs of its tokens thrice, of rows of one token their states.
+    and its gate; decays of channels. Of a chunk the pairs of its tokens thrice, of rows of one
+    token their states.
     """
     wide = 3 * form.channels + 2 * form.heads * form.key_dim + 4 * form.inner
+    by_channel = form.decays > form.heads
+    wide += 4 * form.decays if by_channel else 0
     single = row_tokens == 1
     states = rows if single else 1
-    pairs = 0 if single else 3 * form.heads * min(row_tokens, PAIRED_TOKENS) ** 2
+    each = form.decays if by_channel else form.heads
+    most = PAIRED_BY_CHANNEL if by_channel else PAIRED_TOKENS
+    pairs = 0 if single else 3 * each * min(row_tokens, most) ** 2
     kept = 3 * form.matrix_elements + 2 * (form.tail_elements + form.channels)
     return 4 * (rows * row_tokens * wide + pairs + states * kept)

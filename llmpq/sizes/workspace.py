@@ -195,7 +195,7 @@ def _layer_moments(spec: ModelSpec, shape: _Shape, *, quantized: bool) -> Iterat
         yield once + unit * 2 * h + linear(form.in_features, h)
         yield once + unit * (2 * h + form.in_features) + beside
         yield once + unit * (2 * h + form.inner) + linear(h, form.inner)
-    if spec.norm_order != "pre":
+    if spec.norm_order != "pre" or spec.normed_stream is not None:
         yield once + unit * 5 * h  # what a norm behind is given and gives, and its float32
     if spec.shared_ffn:
         yield once + unit * (5 * h + 3 * spec.shared_ffn)

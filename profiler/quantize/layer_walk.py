@@ -56,6 +56,8 @@ class LayerView:
     index: int
     tensors: Mapping[str, Tensor]
     hessians: Mapping[str, Hessian]
+    norms_go_on: bool = False
+    """What norms give goes on in the residual stream, beside the linears that read it."""
 
 
 class CalibrationRun:
@@ -99,7 +101,8 @@ class CalibrationRun:
         with _watching(layer, lambda name, x: found[name].add(x)):
             for x, step in self._batches:
                 layer(x, 0, step, FRESH)
-        return LayerView(index=index, tensors=tensors, hessians=found)
+        norms_go_on = self.spec.normed_stream is not None
+        return LayerView(index=index, tensors=tensors, hessians=found, norms_go_on=norms_go_on)
 
     def inputs(self, tensors: Mapping[str, Tensor | Weight], name: str) -> Iterator[Tensor]:
         """Yield what a layer of these tensors feeds its linear `name`, [T, K], batch by batch."""

@@ -32,6 +32,8 @@ READERS = {
 
 def smoothed(view: LayerView, *, share: float = 0.5) -> LayerView:
     """Return the same layer with balanced channels; `share` is a, what activations give away."""
+    if view.norms_go_on:
+        return view
     tensors, hessians = dict(view.tensors), dict(view.hessians)
     # An MLP beside attention may read attention's norm.
     shared = "mlp_norm.weight" not in tensors

@@ -1,7 +1,7 @@
 """Multi-head latent attention (DeepSeek-V2): a token caches one small vector for all heads.
 
     c = norm(A x)[:L], r = rotate(A x)[L:]        cached, L + P values a token, one "head"
-    q = B norm(C x) or B x, per head (n, p)     n: without positions, p: with rotary positions
+    q = B norm(C x) or B x, per head (n, p)     n: without positions, p: with rotary ones, if any
     score = n . (K c) + p . r = (K^T n) . c + p . r
     out   = V sum_t a_t c_t                     K, V [H, ., L]: the halves of kv_b
 
@@ -70,12 +70,13 @@ class LatentAttention(nn.Module):
         kv_norm: Norm,
         kv_b: Tensor,
         o: Linear,
-        rotary: Rotary,
+        rotary: Rotary | None,
         index: Index | None = None,
     ) -> None:
         """`queries`: one matrix, or the small vector's matrix, its norm and the second matrix.
 
-        `index`: what chooses the tokens that are attended to.
+        `rotary`: None where no channel has positions. `index`: what chooses the tokens that are
+        attended to.
         """
         super().__init__()
         assert spec.latent is not None and spec.score_factor is not None
@@ -108,11 +109,11 @@ class LatentAttention(nn.Module):
         """Return o(attention) over the tokens that the indexer chooses, all while they are few."""
         form, width = index.form, self.latent.kv_rank + self.latent.rope_dim
         q = functional.pad(self.queries(x_BQh, step), (0, form.dim))
-        key_BQ1I = self.rotary.rotate(index.keys(x_BQh), step)
+        key_BQ1I = self._rotated(index.keys(x_BQh), step)
         cached = torch.cat((self.cached(x_BQh, step), key_BQ1I), dim=-1)
         options: dict[str, Any] = {}
         if step.max_end > form.topk:
-            made = self.rotary.rotate(index.queries(self.q_norm(self.q_a(x_BQh))), step)
+            made = self._rotated(index.queries(self.q_norm(self.q_a(x_BQh))), step)
             own = functional.pad(made, (width, 0))
             own[..., 0] = index.weights(x_BQh)
             q = torch.cat((q, own), dim=2)
@@ -126,10 +127,13 @@ class LatentAttention(nn.Module):
         q = self._queries(x_BQh).view(batch, q_len, self.heads, self.latent.q_head_dim)
         plain, rope = q.split([self.latent.nope_dim, self.latent.rope_dim], dim=-1)
         absorbed_BQHL = torch.einsum("bqhn,hnl->bqhl", plain, self._halves()[0])
-        made = torch.cat((absorbed_BQHL, self.rotary.rotate(rope, step)), dim=-1)
+        made = torch.cat((absorbed_BQHL, self._rotated(rope, step)), dim=-1)
         if self.growth is None or not self.growth.met(step.max_end):
             return made
         return made.mul_(query_factors(step, self.growth, made.dtype))
+
+    def _rotated(self, x_BQND: Tensor, step: Step) -> Tensor:
+        return x_BQND if self.rotary is None else self.rotary.rotate(x_BQND, step)
 
     def values(self, summed_BQHL: Tensor) -> Tensor:
         """Return what the output matrix takes, [B, Q, H * V], of sums of latents."""
@@ -145,7 +149,7 @@ class LatentAttention(nn.Module):
         """Return what a token caches, [B, Q, 1, L + P]."""
         made = self.kv_a(x_BQh)
         latent, rope = made.split([self.latent.kv_rank, self.latent.rope_dim], dim=-1)
-        positioned = self.rotary.rotate(rope[:, :, None], step)
+        positioned = self._rotated(rope[:, :, None], step)
         return torch.cat((self.kv_norm(latent)[:, :, None], positioned), dim=-1)
 
     def _halves(self) -> tuple[Tensor, Tensor]:

@@ -50,16 +50,17 @@ class LayerTensors:
         """Return a part, or None where the architecture has none."""
         return self.tensor(name) if name in self.tensors else None
 
-    def norm(self, name: str, *, centred: bool = False, of_each: int = 0) -> Norm:
+    def norm(self, name: str, *, centred: bool = False, of_each: int = 0, eps: float = 0.0) -> Norm:
         """Return a norm: LayerNorm if `centred` or with a bias, else RMSNorm.
 
-        `of_each`: channels of a head, where every head has weights of its own.
+        `of_each`: channels of a head, where every head has weights of its own. `eps`: what it adds
+        if not what the model's norms add.
         """
         weight, bias = self.tensor(f"{name}.weight"), self.optional(f"{name}.bias")
         if of_each:
             weight = weight.view(-1, of_each)
             bias = None if bias is None else bias.view(-1, of_each)
-        return Norm(weight, bias, self.norm_eps, centred=centred)
+        return Norm(weight, bias, eps or self.norm_eps, centred=centred)
 
     def linear(self, name: str) -> Linear:
         """Return a linear, quantised on the stage's device when the layer has a scheme."""

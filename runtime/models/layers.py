@@ -283,11 +283,20 @@ class LayerTail(nn.Module):
         return self.norm(self.per_layer_out(self.activation(gate, own.clone())))
 
 
+@dataclass(frozen=True)
+class StreamFactors:
+    """What a residual stream that goes on from norms is multiplied by, and what is added to it."""
+
+    mixer: tuple[float, float]
+    mlp: tuple[float, float]
+
+
 class DecoderLayer(nn.Module):
     """A decoder layer: x += attention(norm(x)); x += mlp(norm(x)), or one of the two.
 
     With norms behind attention and MLP, and a factor, x += factor * norm(attention(norm(x))), ...
-    Side by side, x += attention(norm(x)) + mlp(norm(x)), of one norm or of two.
+    Side by side, x += attention(norm(x)) + mlp(norm(x)), of one norm or of two. With `stream`,
+    n = norm(x); x = a n + b attention(n), and likewise the MLP.
     """
 
     def __init__(
@@ -304,10 +313,11 @@ class DecoderLayer(nn.Module):
         mlp_factor: float = 1.0,
         tail: LayerTail | None = None,
         parallel_norms: int = 0,
+        stream: StreamFactors | None = None,
     ) -> None:
         """`parallel_norms`: norms of an attention and an MLP side by side, 1 or 2."""
         super().__init__()
-        self.tail = tail
+        self.tail, self.stream = tail, stream
         self.parallel_norms = parallel_norms
         self.attn_norm, self.attention = attn_norm, attention
         self.mlp_norm, self.mlp = mlp_norm, mlp
@@ -320,7 +330,7 @@ class DecoderLayer(nn.Module):
         """Whether attention and MLP are added to the residual stream as they come."""
         behind = self.attn_out_norm is not None or self.mlp_out_norm is not None
         factors = self.residual_factor == self.mlp_factor == 1.0
-        return not behind and factors and self.tail is None
+        return not behind and factors and self.tail is None and self.stream is None
 
     def added(self, y: Tensor, norm: Norm | None) -> Tensor:
         """Return what attention or MLP adds to the residual stream, in place of what it gave."""
@@ -345,6 +355,12 @@ class DecoderLayer(nn.Module):
         return self.runner.decoder_layer(
             self, x_BQh, layer, step, kv, last_only=last_only, in_place=in_place
         )
+
+
+def go_on(normed: Tensor, made: Tensor, factors: tuple[float, float]) -> Tensor:
+    """Return what a residual stream is behind attention or an MLP, in place of what it gave."""
+    carried, added = factors
+    return made.mul_(added).add_(normed, alpha=carried)
 
 
 def recurrence_of(layer: DecoderLayer) -> RecurrentMixer | None:
@@ -413,6 +429,13 @@ class PlainLayers:
         in_place: bool = False,
     ) -> Tensor:
         """Return the new residual stream; all tokens go on, the input stays as it was."""
+        if layer.stream is not None:
+            assert layer.attention is not None and layer.mlp is not None
+            normed = layer.attn_norm(x_BQh)
+            made = layer.attention(normed, index, step, kv)
+            y = go_on(normed, made, layer.stream.mixer)
+            normed = layer.mlp_norm(y)
+            return go_on(normed, layer.mlp(normed), layer.stream.mlp)
         shared = None
         if layer.attention is None:
             y = x_BQh.clone()
@@ -557,7 +580,9 @@ def held_weights(part: nn.Module) -> list[HeldBytes]:
     if isinstance(part, Attention):
         sinks = None if part.rule is None else part.rule.sinks_H
         return [] if sinks is None else [HeldBytes(id(sinks), sinks.nbytes)]
-    own = [*vars(part).values(), *(vars(part).get("weights") or ())]
+    # Constants that a layer's place makes, a few numbers, no plan counts: as rotary frequencies.
+    read = [held for name, held in vars(part).items() if not name.startswith("fixed_")]
+    own = [*read, *(vars(part).get("weights") or ())]
     tensors = [held for held in own if isinstance(held, Tensor)]
     found = [HeldBytes(id(tensor), tensor.nbytes) for tensor in tensors]
     if isinstance(part, Linear):

@@ -2,8 +2,8 @@
 
 Everything is float32 and exact from chunk to chunk: a prompt cut anywhere gives the same state.
 
-    state      S_t = a_t S_(t-1) + k_t u_t^T          a_t = exp(log decay), one number per head
-    output     o_t = S_t^T q_t
+    state      S_t = a_t S_(t-1) + k_t u_t^T          a_t = exp(log decay), one number per head,
+    output     o_t = S_t^T q_t                        or one per head and channel of keys (KDA)
     Mamba-2    u_t = v_t                               q = C, k = B, v = dt x
     delta rule u_t = b_t (v_t - (a_t S_(t-1))^T k_t)   what the state already says is taken off
 
@@ -11,6 +11,8 @@ Over a chunk, with c_t the sum of log decays up to t and D_ts = exp(c_t - c_s) f
 
     o = exp(c) q S + (D . q k^T) u;    S' = exp(c_T) S + sum_t exp(c_T - c_t) k_t u_t^T
     delta rule: (I + strictly lower (b D . k k^T)) u = b (v - exp(c) k S)
+
+Where every channel n has its decay, D . k k^T stands for sum_n k_tn D_tsn k_sn.
 
 Legend: B rows of one token, T tokens of one row, K taps, C channels, H heads, N key_dim,
 P value_dim.
@@ -22,7 +24,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from llmpq.sizes.state_size import PAIRED_TOKENS
+from llmpq.sizes.state_size import PAIRED_BY_CHANNEL, PAIRED_TOKENS
 
 
 def convolve(
@@ -51,15 +53,20 @@ def scan(
     state_HNP: Tensor,
     beta_TH: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return o [T, H, P] of one row's tokens and the state behind them; `beta`: by delta rule."""
-    outs = []
-    for at in range(0, len(q_THN), PAIRED_TOKENS):
-        part = slice(at, at + PAIRED_TOKENS)
-        out, state_HNP = _chunk(
+    """Return o [T, H, P] of one row's tokens and the state behind them; `beta`: by delta rule.
+
+    Log decays are [T, H], or [T, H, N] of channels of keys.
+    """
+    outs, by_channel = [], log_decay_TH.ndim > 2
+    tokens = PAIRED_BY_CHANNEL if by_channel else PAIRED_TOKENS
+    chunk = _chunk_by_channel if by_channel else _chunk
+    for at in range(0, len(q_THN), tokens):
+        part = slice(at, at + tokens)
+        out, state_HNP = chunk(
             q_THN[part].transpose(0, 1),
             k_THN[part].transpose(0, 1),
             v_THP[part].transpose(0, 1),
-            log_decay_TH[part].t(),
+            log_decay_TH[part].transpose(0, 1),
             state_HNP,
             None if beta_TH is None else beta_TH[part].t(),
         )
@@ -93,6 +100,31 @@ def _chunk(
     return out, state + torch.matmul((k_HTN * to_end).transpose(1, 2), u_HTP)
 
 
+def _chunk_by_channel(
+    q_HTN: Tensor,
+    k_HTN: Tensor,
+    v_HTP: Tensor,
+    log_decay_HTN: Tensor,
+    state_HNP: Tensor,
+    beta_HT: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    sums_HTN = log_decay_HTN.cumsum(dim=1)
+    # Of a pair (t, s) the decay of what s brought, for s <= t: never above one.
+    apart_HTTN = (sums_HTN[:, :, None] - sums_HTN[:, None]).clamp_(max=0.0).exp_()
+    decayed_HTTN = apart_HTTN.mul_(k_HTN[:, None])
+    from_start = sums_HTN.exp()
+    u_HTP = v_HTP
+    if beta_HT is not None:
+        system = torch.einsum("htn,htsn->hts", k_HTN, decayed_HTTN).mul_(beta_HT[..., None])
+        target = (v_HTP - torch.matmul(k_HTN * from_start, state_HNP)) * beta_HT[..., None]
+        u_HTP = torch.linalg.solve_triangular(system, target, upper=False, unitriangular=True)
+    scores = torch.einsum("htn,htsn->hts", q_HTN, decayed_HTTN).tril_()
+    out = torch.matmul(q_HTN * from_start, state_HNP) + torch.matmul(scores, u_HTP)
+    to_end = (sums_HTN[:, -1:] - sums_HTN).exp_()
+    state = state_HNP * from_start[:, -1, :, None]
+    return out, state + torch.matmul((k_HTN * to_end).transpose(1, 2), u_HTP)
+
+
 def scan_step(
     q_BHN: Tensor,
     k_BHN: Tensor,
@@ -101,8 +133,9 @@ def scan_step(
     state_BHNP: Tensor,
     beta_BH: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return o [B, H, P] of rows of one token and their states behind it."""
-    state = state_BHNP * log_decay_BH.exp()[..., None, None]
+    """Return o [B, H, P] of rows of one token and their states behind it; decays as in `scan`."""
+    decay = log_decay_BH.exp()
+    state = state_BHNP * (decay[..., None, None] if decay.ndim == 2 else decay[..., None])
     u_BHP = v_BHP
     if beta_BH is not None:
         said = torch.einsum("bhn,bhnp->bhp", k_BHN, state)

@@ -1,7 +1,12 @@
-"""Recurrent mixers of decoder layers: gated delta rule, Mamba-2, short convolutions.
+"""Recurrent mixers of decoder layers: delta rules, Mamba-2, lightning attention, convolutions.
 
     gated delta  q, k, v = silu(conv(W x)); z = W' x; b, a = W'' x
                  log decay = -exp(A) softplus(a + bias); out = O (norm(delta rule) * silu(z))
+    KDA          the same but q, k, v = silu(conv(W x)); b, f, g = W'' x; z = W_g g
+                 log decay = -exp(A) softplus(W_f f + bias), of every channel of keys
+                 out = O (norm(delta rule) * sigmoid(z))
+    lightning    q, k, v = silu(W x); z = W' x; the decay of a head is a number that its layer has
+                 out = O (norm(scan) * sigmoid(z)), of all channels
     Mamba-2      z, xBC, dt = W x; x, B, C = silu(conv(xBC)); dt = softplus(dt + bias)
                  log decay = -exp(A) dt; y = scan + D x; out = O norm(y * silu(z)), norm by groups
     short conv   b, c, x = W x; out = O (c * conv(b * x))
@@ -15,6 +20,7 @@ P value_dim.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -45,7 +51,7 @@ class RecurrentMixer(nn.Module):
         form: Recurrent,
         mixer_in: Linear,
         mixer_out: Linear,
-        conv_weight_C1K: Tensor,
+        conv_weight_C1K: Tensor | None,
         conv_bias_C: Tensor | None,
         *,
         decay_H: Tensor | None = None,
@@ -53,15 +59,24 @@ class RecurrentMixer(nn.Module):
         step_weight: Tensor | None = None,
         skip_H: Tensor | None = None,
         norm: Norm | None = None,
+        decay_weight: Tensor | None = None,
+        gate_weight: Tensor | None = None,
+        fixed_decay_H: Tensor | None = None,
     ) -> None:
-        """`step_weight` [2 H, h]: of the delta rule's b and a."""
+        """`step_weight` [2 H, h]: of the delta rule's b and a; KDA's [H + 2 R, h]: of b, f and g.
+
+        `decay_weight` [H N, R], `gate_weight` [H P, R]: what KDA makes of f and g. `fixed_decay_H`:
+        the logarithms of what lightning attention's heads lose each token; no checkpoint has them.
+        """
         super().__init__()
         self.form = form
         self.mixer_in = mixer_in
         self.mixer_out = mixer_out
         self.conv_weight_C1K, self.conv_bias_C = conv_weight_C1K, conv_bias_C
         self.decay_H, self.step_bias_H = decay_H, step_bias_H
+        self.fixed_decay_H = fixed_decay_H
         self.step_weight = step_weight
+        self.decay_weight, self.gate_weight = decay_weight, gate_weight
         self.skip_H = skip_H
         self.mixer_norm = norm
         self.place = 0
@@ -75,7 +90,9 @@ class RecurrentMixer(nn.Module):
         runs = step.once("state runs", lambda: states.begin(spans, width=len(x_Th)))
         split, read, finish = {
             "gated_delta": (self._split_delta, self._read_delta, self._finish_delta),
-            "mamba2": (self._split_mamba2, self._read_mamba2, self._finish_mamba2),
+            "kda": (self._split_delta, self._read_delta, self._finish_delta),
+            "lightning": (self._split_gate, self._read_lightning, self._finish_groups),
+            "mamba2": (self._split_mamba2, self._read_mamba2, self._finish_groups),
             "short_conv": (self._split_conv, self._read_conv, self._finish_conv),
         }[self.form.kind]
         inputs_TE, gate_TC = split(x_Th, self.mixer_in(x_Th))
@@ -108,14 +125,39 @@ class RecurrentMixer(nn.Module):
         return out_TC * gate_TC
 
     def _split_delta(self, x_Th: Tensor, into: Tensor) -> tuple[Tensor, Tensor]:
+        gate, steps = self.gate_and_steps(x_Th, into)
+        return torch.cat((into[:, : self.form.channels], steps), dim=-1), gate
+
+    def gate_and_steps(self, x_Th: Tensor, into: Tensor) -> tuple[Tensor, Tensor]:
+        """Return a delta rule's gate [T, H P], and its steps: b and a of every head, or channel."""
         assert self.step_weight is not None
+        steps, form = functional.linear(x_Th, self.step_weight), self.form
+        if form.kind == "gated_delta":
+            return into[:, form.channels :], steps
+        assert self.decay_weight is not None and self.gate_weight is not None
+        beta, decay, gate = steps.split([form.heads, form.low_rank, form.low_rank], dim=-1)
+        decays = functional.linear(decay, self.decay_weight)
+        return functional.linear(gate, self.gate_weight), torch.cat((beta, decays), dim=-1)
+
+    def _split_gate(self, x_Th: Tensor, into: Tensor) -> tuple[Tensor, Tensor]:
         mixed, gate = into.split([self.form.channels, self.form.inner], dim=-1)
-        return torch.cat((mixed, functional.linear(x_Th, self.step_weight)), dim=-1), gate
+        return mixed, gate
+
+    def _read_lightning(
+        self, inputs_TE: Tensor, runs: Sequence[StateRun], state: LayerState
+    ) -> Tensor:
+        form = self.form
+        assert self.fixed_decay_H is not None
+        mixed = functional.silu(inputs_TE).float().view(-1, 3, form.heads, form.key_dim)
+        q, k, v = mixed.unbind(1)
+        log_decay = -self.fixed_decay_H.exp().expand(len(mixed), -1)
+        out = self._scanned(q, k, v, log_decay, None, runs, state)
+        return out.flatten(1).to(inputs_TE.dtype)
 
     def _read_delta(self, inputs_TE: Tensor, runs: Sequence[StateRun], state: LayerState) -> Tensor:
         form = self.form
         assert self.decay_H is not None and self.step_bias_H is not None
-        mixed, steps = inputs_TE.split([form.channels, 2 * form.heads], dim=-1)
+        mixed, steps = inputs_TE.split([form.channels, form.steps], dim=-1)
         mixed = functional.silu(self._convolved(mixed, runs, state)).float()
         width = form.key_heads * form.key_dim
         q, k, v = mixed.split([width, width, form.inner], dim=-1)
@@ -126,14 +168,19 @@ class RecurrentMixer(nn.Module):
             )
             for x in (q, k)
         )
-        b, a = steps.float().chunk(2, dim=-1)
-        log_decay = -self.decay_H.float().exp() * functional.softplus(a + self.step_bias_H.float())
+        b, a = steps.float().split([form.heads, form.decays], dim=-1)
+        rate = -self.decay_H.float().exp()
+        log_decay = functional.softplus(a + self.step_bias_H.float())
+        if form.kind == "kda":
+            log_decay = log_decay.unflatten(-1, (form.heads, form.key_dim)) * rate[:, None]
+        else:
+            log_decay = log_decay * rate
         return self._scanned(
             q * form.key_dim**-0.5,
             k,
             v.unflatten(-1, (form.heads, form.value_dim)),
             log_decay,
-            b.sigmoid(),
+            b.sigmoid() * form.beta_factor,
             runs,
             state,
         ).to(inputs_TE.dtype)
@@ -141,7 +188,10 @@ class RecurrentMixer(nn.Module):
     def _finish_delta(self, out_THP: Tensor, gate_TC: Tensor) -> Tensor:
         assert self.mixer_norm is not None
         normed = self.mixer_norm(out_THP).float()
-        return (normed * functional.silu(gate_TC.float()).view(normed.shape)).flatten(1)
+        return (normed * self._gated(gate_TC.float()).view(normed.shape)).flatten(1)
+
+    def _gated(self, gate_TC: Tensor) -> Tensor:
+        return functional.silu(gate_TC) if self.form.gate == "silu" else gate_TC.sigmoid()
 
     def _split_mamba2(self, x_Th: Tensor, into: Tensor) -> tuple[Tensor, Tensor]:
         form = self.form
@@ -171,13 +221,10 @@ class RecurrentMixer(nn.Module):
         out = self._scanned(q, k, x_THP * dt[..., None], log_decay, None, runs, state)
         return (out + x_THP * self.skip_H.float()[:, None]).flatten(1)
 
-    def _finish_mamba2(self, out_TC: Tensor, gate_TC: Tensor) -> Tensor:
-        return self._gated_by_groups(out_TC, gate_TC.float())
-
-    def _gated_by_groups(self, out_TC: Tensor, gate_TC: Tensor) -> Tensor:
-        """Return Mamba-2's output, gated and normalised in the order that its family has."""
+    def _finish_groups(self, out_TC: Tensor, gate_TC: Tensor) -> Tensor:
+        """Return the output, gated and normalised in the order that its family has."""
         form, norm = self.form, self.mixer_norm
-        gate_TC = functional.silu(gate_TC)
+        gate_TC = self._gated(gate_TC.float())
         if norm is None:
             return out_TC * gate_TC
         if not form.norm_first:
@@ -189,6 +236,7 @@ class RecurrentMixer(nn.Module):
 
     def _convolved(self, x_TC: Tensor, runs: Sequence[StateRun], state: LayerState) -> Tensor:
         """Return the convolution of every row, whose tail its slot has, and gets."""
+        assert self.conv_weight_C1K is not None
         out, tails = torch.zeros_like(x_TC), state.tail_SKC
         weight, bias = self.conv_weight_C1K, self.conv_bias_C
         rows, slots = _single(runs)
@@ -236,6 +284,15 @@ class RecurrentMixer(nn.Module):
                 if settles:
                     matrices[run.slot] = matrix
         return out
+
+
+def lightning_decays(heads: int, layer: int, num_layers: int) -> list[float]:
+    """Return the logarithms of what lightning attention's heads lose of a token's step.
+
+    Slopes are ALiBi's, less the deeper the layer (Qin et al., "Lightning Attention-2", 2024).
+    """
+    share = 1 - layer / (num_layers - 1 + 1e-5) + 1e-5
+    return [math.log(2.0 ** (-8.0 * (head + 1) / heads) * share) for head in range(heads)]
 
 
 def in_factors(form: Recurrent, like: Tensor) -> Tensor:

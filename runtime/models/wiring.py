@@ -27,6 +27,7 @@ from llmpq.runtime.models.layers import (
     PlainLayers,
     Sharing,
     SideBySide,
+    StreamFactors,
 )
 from llmpq.runtime.models.mlps import (
     MLP,
@@ -37,7 +38,7 @@ from llmpq.runtime.models.mlps import (
     Xielu,
 )
 from llmpq.runtime.models.norms import NoNorm, Norm
-from llmpq.runtime.models.recurrent import RecurrentMixer
+from llmpq.runtime.models.recurrent import RecurrentMixer, lightning_decays
 from llmpq.runtime.models.rotary import Rotary
 from llmpq.runtime.models.streams import Mixing, StreamLayer, Streams
 
@@ -100,6 +101,7 @@ class Wiring:
             mlp_factor=spec.mlp_factor,
             tail=self._tail(spec, parts, index),
             parallel_norms=spec.parallel_norms,
+            stream=_stream_factors(spec),
         )
         if isinstance(layer, StreamLayer):
             assert spec.altup is not None
@@ -136,10 +138,10 @@ class Wiring:
         if spec.mixer == "none":
             return None
         if spec.mixer == "recurrent":
-            return self._recurrent(parts)
+            return self._recurrent(parts, index)
         if spec.mixer == "both":
             attention = self._attention(parts, index)
-            return SideBySide(attention, self._recurrent(parts), spec.attention_factor)
+            return SideBySide(attention, self._recurrent(parts, index), spec.attention_factor)
         if spec.latent:
             return self._latent_attention(parts)
         return self._attention(parts, index)
@@ -218,26 +220,32 @@ class Wiring:
             return Sharing(own=index, read_by_others=True)
         return Sharing()
 
-    def _recurrent(self, parts: LayerTensors) -> RecurrentMixer:
+    def _recurrent(self, parts: LayerTensors, index: int) -> RecurrentMixer:
         form = self._spec.recurrent
         assert form is not None
         normed = "mixer_norm.weight" in parts.tensors
+        fixed = None
+        if form.kind == "lightning":
+            fixed = lightning_decays(form.heads, index, self._spec.num_layers)
         return RecurrentMixer(
             form,
             parts.linear("mixer_in"),
             parts.linear("mixer_out"),
-            _taps_apart(parts.tensor("conv.weight")),
+            _taps_apart(parts.tensor("conv.weight")) if form.taps > 1 else None,
             parts.optional("conv.bias"),
             decay_H=parts.optional("decay"),
             step_bias_H=parts.optional("step_bias"),
             step_weight=parts.optional("step.weight"),
             skip_H=parts.optional("skip"),
-            norm=parts.norm("mixer_norm") if normed else None,
+            norm=parts.norm("mixer_norm", eps=form.norm_eps) if normed else None,
+            decay_weight=parts.optional("mixer_decay.weight"),
+            gate_weight=parts.optional("mixer_gate.weight"),
+            fixed_decay_H=None if fixed is None else torch.tensor(fixed, device=parts.device),
         )
 
     def _latent_attention(self, parts: LayerTensors) -> LatentAttention:
         spec = self._spec
-        assert spec.latent is not None and self._rotary is not None
+        assert spec.latent is not None
         small = spec.latent.q_rank > 0
         return LatentAttention(
             spec,
@@ -260,6 +268,14 @@ class Wiring:
         norm = Norm(weight, bias, INDEX_NORM_EPS)
         key, weights = (parts.tensor(f"index_{name}.weight") for name in ("k", "weights"))
         return Index(form, parts.linear("index_q"), key, norm, weights)
+
+
+def _stream_factors(spec: ModelSpec) -> StreamFactors | None:
+    """Return how the residual stream of a layer goes on from its norms, where it does."""
+    form = spec.normed_stream
+    if form is None:
+        return None
+    return StreamFactors(form.recurrent if spec.mixer == "recurrent" else form.attention, form.mlp)
 
 
 def _taps_apart(weight_C1K: Tensor) -> Tensor:

@@ -41,8 +41,10 @@ ROW = re.compile(r"(?P<name>.+)\[(?P<index>[0-9]+)\](?P<transposed>\^T)?")
 TRANSPOSED = "^T"
 UNREAD = re.compile(
     r"rotary_emb\.|\.(masked_bias|position_ids|[kvq]_scale|output_scale)$|^lm_head\."
+    r"|\.(slope_rate|(query|key|diagonal)_decay)$"
 )
-"""Buffers that old checkpoints carry, scales of a KV cache in 8 bits, and tied heads."""
+"""Buffers that old checkpoints carry, scales of a KV cache in 8 bits, and tied heads; constants of
+lightning attention."""
 LEFT_OUT = re.compile(
     r"(^|\.)(vision(_tower|_model|_embedder)?|visual|audio_tower|multi_modal_projector|mm_projector"
     r"|embed_vision|embed_audio|mtp)\."
@@ -194,7 +196,7 @@ class CheckpointSource:
 
     def _stack(self, names: tuple[str, ...], shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Return tensors stacked along the first dimension; one alone as it is mapped."""
-        pieces = [self.read(name, FLOATING) for name in names]
+        pieces = [_without_ones(self.read(name, FLOATING), len(shape)) for name in names]
         rows = sum(piece.shape[0] for piece in pieces)
         for name, piece in zip(names, pieces, strict=True):
             if rows != shape[0] or piece.shape[1:] != shape[1:]:
@@ -362,6 +364,13 @@ class CheckpointSource:
         if other is not None:
             return other
         return f"no {SINGLE} or {INDEX} in '{self.directory}': expected a local model directory"
+
+
+def _without_ones(piece: Tensor, dims: int) -> Tensor:
+    """Return a tensor without dimensions of one, where it has more than the part it is of."""
+    many = [n for n in piece.shape if n != 1]
+    beyond = piece.ndim > dims and len(many) <= dims
+    return piece.reshape([1] * (dims - len(many)) + many) if beyond else piece
 
 
 def _serves_mapped(piece: Tensor, dtype: torch.dtype) -> bool:

@@ -35,21 +35,28 @@ def slots_of(rows: Rows) -> Tensor:
     return torch.tensor([SLOTS if s < 0 else s for s, _, count in rows for _ in range(count)])
 
 
-def recurrence(*, delta: bool, heads: int, key_heads: int) -> Recurrence:
+KINDS = ("delta", "kda", "mamba2", "lightning")
+
+
+def recurrence(kind: str, *, heads: int, key_heads: int, key_dim: int) -> Recurrence:
     """Return a recurrence's tensors."""
+    decays = heads * (key_dim if kind == "kda" else 1)
+    fixed = kind == "lightning"
     return Recurrence(
-        delta=delta,
+        delta=kind in ("delta", "kda"),
         key_heads=key_heads,
-        decay_H=normal(heads, seed=5).abs(),
-        bias_H=normal(heads, seed=6) - 3,
-        skip_H=None if delta else normal(heads, seed=7),
+        decay_H=normal(heads, seed=5).abs() - (3 if fixed else 0),
+        bias_H=None if fixed else normal(decays, seed=6) - 3,
+        skip_H=normal(heads, seed=7) if kind == "mamba2" else None,
+        by_channel=kind == "kda",
+        beta_factor=1.7 if kind == "delta" else 1.0,
     )
 
 
 def recurrent_inputs(
     places: int,
+    kind: str,
     *,
-    delta: bool,
     heads: int = 4,
     key_heads: int = 2,
     key_dim: int = 12,
@@ -58,6 +65,8 @@ def recurrent_inputs(
     """Return what is convolved [T, E], steps, the recurrence, and states [S, H, N, P]."""
     channels = 2 * key_heads * key_dim + heads * value_dim
     mixed = normal(places, channels + 3, seed=8)[:, :channels]
-    steps = normal(places, (2 if delta else 1) * heads, seed=9)
+    counts = {"delta": 2, "kda": 1 + key_dim, "mamba2": 1, "lightning": 1}
+    steps = normal(places, counts[kind] * heads, seed=9)
     states = normal(SLOTS, heads, key_dim, value_dim, seed=10)
-    return mixed, steps, recurrence(delta=delta, heads=heads, key_heads=key_heads), states
+    form = recurrence(kind, heads=heads, key_heads=key_heads, key_dim=key_dim)
+    return mixed, steps, form, states

@@ -109,6 +109,8 @@ GRANITE = {
     "residual_multiplier": 0.5,
     "logits_scaling": 4.0,
 }
+KIMI_CALLS = {"n_routed_experts": "num_local_experts", "first_k_dense_replace": ""}
+"""What other mixtures call it, and what Kimi Linear does, if at all."""
 GATED_MIXTURE = {
     "num_experts": 6,
     "num_experts_per_tok": 3,
@@ -412,6 +414,51 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
             "n_groups": 2,
             "ssm_state_size": 10,
             "moe_shared_expert_intermediate_size": 48,
+        },
+    ),
+    "olmo_hybrid": (
+        "OlmoHybrid",
+        {**{k: v for k, v in DELTA_RULE.items() if k != "rope_parameters"}, "pad_token_id": 0},
+    ),
+    "olmo_hybrid without positions": (
+        "OlmoHybrid",
+        {
+            **DELTA_RULE,
+            "pad_token_id": 0,
+            "linear_key_head_dim": 12,
+            "linear_allow_neg_eigval": False,
+            "layer_types": ["full_attention", "linear_attention"] * (DEPTH // 2),
+            "rope_parameters": {"rope_type": "default", "rope_theta": None},
+        },
+    ),
+    "minimax": (
+        "MiniMax",
+        {
+            "head_dim": 24,
+            "num_local_experts": 6,
+            "num_experts_per_tok": 3,
+            "block_size": 8,
+            "layer_types": ["full_attention", "linear_attention"] * (DEPTH // 2),
+            "sliding_window": WINDOW,
+            "full_attn_alpha_factor": 1.5,
+            "full_attn_beta_factor": 0.8,
+            "linear_attn_alpha_factor": 1.3,
+            "linear_attn_beta_factor": 1.7,
+            "mlp_alpha_factor": 0.6,
+            "mlp_beta_factor": 1.2,
+        },
+    ),
+    "kimi_linear": (
+        "KimiLinear",
+        {
+            **{k: v for k, v in MIXTURE.items() if k not in KIMI_CALLS},
+            **{theirs: MIXTURE[ours] for ours, theirs in KIMI_CALLS.items() if theirs},
+            **LATENT,
+            "layer_types": ["linear_attention", "full_attention"] * (DEPTH // 2),
+            "linear_num_heads": 3,
+            "linear_head_dim": 16,
+            "bos_token_id": 0,
+            "pad_token_id": 0,
         },
     ),
     "granitemoehybrid": (

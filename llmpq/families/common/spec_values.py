@@ -147,7 +147,21 @@ class Latent:
         return self.nope_dim + self.rope_dim
 
 
-RecurrentKind = Literal["gated_delta", "mamba2", "short_conv"]
+@dataclass(frozen=True, kw_only=True)
+class NormedStream:
+    """A residual stream that goes on from its norm: n = norm(x); x = carried n + added f(n).
+
+    Each pair is (carried, added) of layers' attention, of their recurrences, of their MLPs.
+    """
+
+    attention: tuple[float, float]
+    recurrent: tuple[float, float]
+    mlp: tuple[float, float]
+
+
+RecurrentKind = Literal["gated_delta", "kda", "mamba2", "lightning", "short_conv"]
+DELTA_RULES = ("gated_delta", "kda")
+"""Kinds whose state forgets what it says of a key before it takes the key's new value."""
 Mixer = Literal["attention", "recurrent", "both", "none"]
 """What mixes the tokens of a layer: attention, a recurrence, both side by side, or nothing."""
 
@@ -162,9 +176,9 @@ class Recurrent:
 
     kind: RecurrentKind
     taps: int
-    """Tokens that the causal convolution in front of the recurrence spans."""
+    """Tokens that the causal convolution in front of the recurrence spans; 1: there is none."""
     channels: int
-    """Channels of that convolution."""
+    """Channels of that convolution: queries, keys and values."""
     heads: int = 0
     key_heads: int = 0
     """Heads of queries and keys (Mamba-2: groups of B and C); each serves heads / key_heads."""
@@ -183,7 +197,15 @@ class Recurrent:
     out_factor: float = 1.0
     """What the matrix behind gives is multiplied by this."""
     norm_groups: int = 1
-    """Of Mamba-2's norm: its channels are normalised in so many groups."""
+    """Of the norm of all channels: it normalises so many groups of them."""
+    norm_eps: float = 0.0
+    """What the norm of the recurrence's output adds; 0: what the model's norms add."""
+    gate: Literal["silu", "sigmoid"] = "silu"
+    """What becomes of the output's gate before the output is multiplied by it."""
+    beta_factor: float = 1.0
+    """Of delta rules: shares of what is forgotten and taken are sigmoids times this, up to 2."""
+    low_rank: int = 0
+    """Of KDA: channels between the two matrices that make decays, and those that make the gate."""
 
     @property
     def inner(self) -> int:
@@ -191,18 +213,34 @@ class Recurrent:
         return self.heads * self.value_dim if self.heads else self.channels
 
     @property
+    def is_delta(self) -> bool:
+        """Whether its state moves by a delta rule."""
+        return self.kind in DELTA_RULES
+
+    @property
     def in_features(self) -> int:
         """Outputs of the matrix in front: what is convolved, the gate, Mamba-2's time steps."""
         if self.kind == "short_conv":
             return 3 * self.channels
+        if self.kind == "kda":
+            return self.channels
         return self.channels + self.inner + (self.heads if self.kind == "mamba2" else 0)
+
+    @property
+    def decays(self) -> int:
+        """Decays of a token that are computed: one of every head, KDA's of every key channel."""
+        each = {"gated_delta": 1, "kda": self.key_dim, "mamba2": 1}.get(self.kind, 0)
+        return each * self.heads
+
+    @property
+    def steps(self) -> int:
+        """Numbers of a token beside what is convolved: shares and decays of heads."""
+        return self.decays + (self.heads if self.is_delta else 0)
 
     @property
     def inputs(self) -> int:
         """Inputs that a token moves the state on by: what is convolved, and its steps."""
-        return (
-            self.channels + {"gated_delta": 2, "mamba2": 1, "short_conv": 0}[self.kind] * self.heads
-        )
+        return self.channels + self.steps
 
     @property
     def tail_elements(self) -> int:
@@ -220,22 +258,30 @@ class Recurrent:
 
     def kept_whole(self, hidden: int) -> dict[str, tuple[int, ...]]:
         """Return the shapes of the parts that are never quantised."""
-        shapes: dict[str, tuple[int, ...]] = {"conv.weight": (self.channels, 1, self.taps)}
+        shapes: dict[str, tuple[int, ...]] = {}
+        if self.taps > 1:
+            shapes["conv.weight"] = (self.channels, 1, self.taps)
         if self.conv_bias:
             shapes["conv.bias"] = (self.channels,)
         if self.kind == "short_conv":
             return shapes
-        shapes |= {"decay": (self.heads,), "step_bias": (self.heads,)}
-        if self.kind == "gated_delta":
-            shapes["step.weight"] = (2 * self.heads, hidden)
+        if self.decays:
+            shapes |= {"decay": (self.heads,), "step_bias": (self.decays,)}
+        if self.is_delta:
+            small = 2 * self.low_rank if self.kind == "kda" else self.heads
+            shapes["step.weight"] = (self.heads + small, hidden)
             shapes["mixer_norm.weight"] = (self.value_dim,)
+            if self.kind == "kda":
+                shapes["mixer_decay.weight"] = (self.decays, self.low_rank)
+                shapes["mixer_gate.weight"] = (self.inner, self.low_rank)
             return shapes
-        shapes["skip"] = (self.heads,)
+        if self.kind == "mamba2":
+            shapes["skip"] = (self.heads,)
         if self.gated_norm:
             shapes["mixer_norm.weight"] = (self.inner,)
         return shapes
 
     def flops(self) -> float:
         """Return the operations of one token beside the matrices: convolution and recurrence."""
-        per_element = 8 if self.kind == "gated_delta" else 6
+        per_element = 8 if self.is_delta else 6
         return 2.0 * self.taps * self.channels + per_element * self.matrix_elements

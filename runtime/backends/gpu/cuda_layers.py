@@ -39,7 +39,7 @@ from llmpq.runtime.cache.gpu_paged_kv_base import GpuPagedKVBase
 from llmpq.runtime.cache.kv_cache import KVCache
 from llmpq.runtime.models.experts import Routing, SparseMLP
 from llmpq.runtime.models.latent_attention import LatentAttention
-from llmpq.runtime.models.layers import Attention, DecoderLayer, SideBySide, unit_norm
+from llmpq.runtime.models.layers import Attention, DecoderLayer, SideBySide, go_on, unit_norm
 from llmpq.runtime.models.linear import Linear
 from llmpq.runtime.models.mlps import MLP, GatedMLP
 from llmpq.runtime.models.norms import Norm
@@ -133,6 +133,13 @@ def _without_tail(
     if part is None:
         return _with_mlp(layer, mlp, x_BQh if last is None else last(x_BQh), None)
     normed = norm(layer.attn_norm, x_BQh)
+    if layer.stream is not None:
+        assert mlp is not None
+        made = _mixer_output(part, normed, index, step, kv)
+        if last is not None:
+            made, normed = last(made), last(normed)
+        wide = norm(layer.mlp_norm, go_on(normed, made, layer.stream.mixer))
+        return go_on(wide, _mlp_output(mlp, wide), layer.stream.mlp)
     if isinstance(part, SideBySide) or mlp is None or layer.mlp_factor != 1.0 or _alone(part, step):
         made = _mixer_output(part, normed, index, step, kv)
         del normed

@@ -3,7 +3,8 @@
     convolution   of all rows, each from its tail      kernels/recurrent/convolve.py
     recurrence    of short rows token by token, their states      state_walk.py
                   read once and written once; of long rows by     state_scan.py
-                  blocks of tokens
+                  blocks of tokens, but where channels decay
+                  apart (KDA)
     gate          with its norm                                   gated_norm.py
 
 Nothing asks the device for a value, so steps are captured, those with chunks too. Steps that are
@@ -38,9 +39,11 @@ def mix(part: RecurrentMixer, x_BQh: Tensor, into_BQE: Tensor, step: Step, kv: K
     """
     assert isinstance(step, PagedStep) and kv.states is not None
     form, states = part.form, kv.states.layer(part.place)
-    into_TE, delta = into_BQE[0], form.kind == "gated_delta"
+    into_TE, delta = into_BQE[0], form.is_delta
 
     def convolved(inputs_TE: Tensor) -> Tensor:
+        if part.conv_weight_C1K is None:
+            return functional.silu(inputs_TE)
         return convolve_rows(
             inputs_TE,
             part.conv_weight_C1K,
@@ -56,9 +59,11 @@ def mix(part: RecurrentMixer, x_BQh: Tensor, into_BQE: Tensor, step: Step, kv: K
     if form.kind == "short_conv":
         return convolved(into_TE)[None]
     if delta:
-        assert part.step_weight is not None
-        steps_TJ = functional.linear(x_BQh[0], part.step_weight)
+        gate_TC, steps_TJ = part.gate_and_steps(x_BQh[0], into_TE)
+        inputs_TC = into_TE[:, : form.channels]
+    elif form.kind == "lightning":
         inputs_TC, gate_TC = into_TE.split([form.channels, form.inner], dim=1)
+        steps_TJ = inputs_TC  # unread
     else:
         if form.in_factors:
             into_TE.mul_(_factors(form, into_TE.dtype, into_TE.device))
@@ -73,6 +78,7 @@ def mix(part: RecurrentMixer, x_BQh: Tensor, into_BQE: Tensor, step: Step, kv: K
         0.0 if norm is None else norm.eps,
         groups=form.heads if delta else form.norm_groups,
         norm_first=delta or form.norm_first,
+        gate=form.gate,
     )[None]
 
 
@@ -85,16 +91,19 @@ def _recurrence(
     moves_1: Tensor,
 ) -> Tensor:
     """Return what every place reads of its row's state, which moves on."""
-    assert part.decay_H is not None and part.step_bias_H is not None
+    decay_H = part.decay_H if part.fixed_decay_H is None else part.fixed_decay_H
+    assert decay_H is not None
     form, rows_FR = part.form, step.rows_FR
     recurrence = Recurrence(
-        delta=form.kind == "gated_delta",
+        delta=form.is_delta,
         key_heads=form.key_heads,
-        decay_H=part.decay_H,
+        decay_H=decay_H,
         bias_H=part.step_bias_H,
         skip_H=part.skip_H,
+        by_channel=form.kind == "kda",
+        beta_factor=form.beta_factor,
     )
-    if not step.chunks or not scans(mixed_TC.device):
+    if not step.chunks or recurrence.by_channel or not scans(mixed_TC.device):
         return walk_rows(mixed_TC, steps_TJ, recurrence, matrix_SHNP, rows_FR, moves_1)
     short = FROM_TOKENS - 1
     out_TC = walk_rows(mixed_TC, steps_TJ, recurrence, matrix_SHNP, rows_FR, moves_1, longest=short)

@@ -13,10 +13,13 @@ pytestmark = pytest.mark.compile
 CONVOLVE = {"TAPS": 4, "BIAS": True, "GATED": False, "BLOCK": 128, "STEP": 16, "PARTS": 1}
 SINGLE = {"STEP": 1, "BLOCK": 256, "weight_stride": 1}
 WALK = {"HEADS": 32, "SHARED": 2, "N": 128, "P": 128, "PADDED_N": 128, "BLOCK_P": 64, "ZEROS": 32}
+WALK |= {"BY_CHANNEL": False, "FIXED": False}
 NORM = {"WIDTH": 128, "PADDED": 128, "GROUPS": 8, "NORM": True, "NORM_FIRST": True, "SHARED": True}
+NORM |= {"SIGMOID": False}
+FIXED = {"DELTA": False, "FIXED": True, "SHARED": 1}
 MAMBA = {"HEADS": 128, "SHARED": 16, "P": 64, "DELTA": False}
 SCAN = {"HEADS": 32, "SHARED": 2, "N": 128, "P": 128, "PADDED_N": 128, "BLOCK_T": 64}
-SCAN |= {"PRECISION": "tf32"}
+SCAN |= {"PRECISION": "tf32", "FIXED": False}
 FLOAT32 = {"DELTA": True, "BLOCK_P": 32, "PRECISION": "ieee", "N": 32, "PADDED_N": 32}
 """Smaller keys: products without tensor cores are long code."""
 KERNELS = {
@@ -26,12 +29,17 @@ KERNELS = {
     "tail": (tail_kernel, {"TAPS": 4, "GATED": False, "BLOCK": 128}, 1),
     "delta": (walk_kernel, WALK | {"DELTA": True}, 2),
     "delta-few": (walk_kernel, WALK | {"DELTA": True, "BLOCK_P": 32}, 1),
+    "delta-kda": (walk_kernel, WALK | {"DELTA": True, "BY_CHANNEL": True, "SHARED": 1}, 2),
     "mamba2": (walk_kernel, WALK | MAMBA, 2),
+    "lightning": (walk_kernel, WALK | FIXED, 2),
+    "pairs-lightning": (pairs_kernel, SCAN | FIXED | {"SOLVED": 16, "MERGED": "tf32x3"}, 4),
+    "scan-lightning": (scan_kernel, SCAN | FIXED | {"BLOCK_P": 32}, 4),
     "pairs": (pairs_kernel, SCAN | {"DELTA": True, "SOLVED": 16, "MERGED": "tf32x3"}, 4),
     "scan": (scan_kernel, SCAN | {"DELTA": True, "BLOCK_P": 32}, 4),
     "scan-mamba2": (scan_kernel, SCAN | MAMBA | {"BLOCK_P": 32}, 4),
     "scan-float32": (scan_kernel, SCAN | FLOAT32, 4),
     "gated-norm": (gated_norm_kernel, NORM, 4),
+    "gated-norm-sigmoid": (gated_norm_kernel, NORM | {"SIGMOID": True}, 4),
     "gate-first": (
         gated_norm_kernel,
         NORM | {"WIDTH": 1280, "PADDED": 2048, "GROUPS": 1, "NORM_FIRST": False, "SHARED": False},
@@ -39,7 +47,7 @@ KERNELS = {
     ),
 }
 INTEGERS = ("num_rows", "longest", "shortest", "places", "channels", "groups")
-FLOATS = ("scale", "eps")
+FLOATS = ("scale", "eps", "beta_factor")
 
 
 @pytest.mark.thin
@@ -56,7 +64,7 @@ def test_compiles_within_shared_memory(name, arch):
             arguments[argument] = "*i32"
         elif argument == "slots":
             arguments[argument] = "*i64"
-        elif argument in ("states", "sums"):
+        elif argument in ("states", "sums") or (argument == "decay" and "lightning" in name):
             arguments[argument] = "*fp32"
         elif argument in FLOATS:
             arguments[argument] = "fp32"

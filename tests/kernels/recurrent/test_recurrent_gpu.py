@@ -1,14 +1,17 @@
 """The kernels of recurrent layers on a GPU, against their twins on the host."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from llmpq.kernels.recurrent.convolve import convolve_rows, convolve_rows_reference
 from llmpq.kernels.recurrent.gated_norm import gated_norm, gated_norm_reference
 from llmpq.kernels.recurrent.state_scan import FROM_TOKENS, scan_rows
-from llmpq.kernels.recurrent.state_walk import Recurrence, walk_rows, walk_rows_reference
+from llmpq.kernels.recurrent.state_walk import walk_rows, walk_rows_reference
 from reference.recurrent_rows import (
     CHUNKS,
+    KINDS,
     LONG,
     SINGLE,
     SLOTS,
@@ -49,23 +52,24 @@ def on_gpu(form):
         for name, tensor in vars(form).items()
         if name.endswith("_H")
     }
-    return Recurrence(delta=form.delta, key_heads=form.key_heads, **parts)
+    return replace(form, **parts)
 
 
 @pytest.mark.parametrize("rows", [SINGLE, CHUNKS, LONG], ids=["single", "chunks", "long"])
-@pytest.mark.parametrize("delta", [True, False], ids=["delta", "mamba2"])
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("shape", SHAPES)
-def test_recurrence(rows, delta, shape):
+def test_recurrence(rows, kind, shape):
     dtype = torch.float32 if shape.endswith("float32") else torch.bfloat16
     rows_FR, places = table(rows)
-    mixed, steps, form, states = recurrent_inputs(places, delta=delta, **SHAPES[shape])
+    mixed, steps, form, states = recurrent_inputs(places, kind, **SHAPES[shape])
     mixed, steps = mixed.to(dtype), steps.to(dtype)
     own, moves = states.cuda(), torch.ones(1, dtype=torch.int32, device="cuda")
     want = walk_rows_reference(mixed.float(), steps.float(), form, states, rows_FR)
-    short = 1 << 30 if rows is SINGLE else FROM_TOKENS - 1
+    walked = rows is SINGLE or form.by_channel
+    short = 1 << 30 if walked else FROM_TOKENS - 1
     given = mixed.cuda(), steps.cuda(), on_gpu(form), own, rows_FR.cuda()
     got = walk_rows(*given, moves, longest=short)
-    if rows is not SINGLE:
+    if not walked:
         scan_rows(*given, slots_of(rows).cuda(), moves, got)
     assert len(states) == SLOTS
     assert_close(got, want, dtype)

@@ -1,5 +1,7 @@
 """The kernels of recurrent layers, interpreted, against their twins."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from triton import knobs
@@ -10,6 +12,7 @@ from llmpq.kernels.recurrent.state_scan import FROM_TOKENS, scan_rows, scans
 from llmpq.kernels.recurrent.state_walk import walk_rows, walk_rows_reference
 from reference.recurrent_rows import (
     CHUNKS,
+    KINDS,
     LONG,
     SINGLE,
     SLOTS,
@@ -53,11 +56,11 @@ def test_convolution(rows, taps, bias, gated, monkeypatch):
 
 
 @pytest.mark.parametrize("rows", [SINGLE, CHUNKS], ids=["single", "chunks"])
-@pytest.mark.parametrize("delta", [True, False], ids=["delta", "mamba2"])
-def test_walk(rows, delta, monkeypatch):
+@pytest.mark.parametrize("kind", KINDS)
+def test_walk(rows, kind, monkeypatch):
     monkeypatch.setattr("llmpq.kernels.recurrent.state_walk.FEW_BLOCK_P", 16)
     rows_FR, places = table(rows)
-    mixed, steps, form, states = recurrent_inputs(places, delta=delta)
+    mixed, steps, form, states = recurrent_inputs(places, kind)
     want_states = states.clone()
     want = walk_rows_reference(mixed, steps, form, want_states, rows_FR)
     own = states.clone()
@@ -69,13 +72,13 @@ def test_walk(rows, delta, monkeypatch):
     assert not torch.equal(want_states, states)
 
 
-@pytest.mark.parametrize("delta", [True, False], ids=["delta", "mamba2"])
-def test_scan(delta, monkeypatch):
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "kda"])
+def test_scan(kind, monkeypatch):
     """Long rows by blocks, short ones token by token: what all of them give one by one."""
     monkeypatch.setattr("llmpq.kernels.recurrent.state_scan.BLOCK_P", 16)
     rows_FR, places = table(LONG)
     slots_T = slots_of(LONG)
-    mixed, steps, form, states = recurrent_inputs(places, delta=delta, heads=2, key_heads=1)
+    mixed, steps, form, states = recurrent_inputs(places, kind, heads=2, key_heads=1)
     want_states = states.clone()
     want = walk_rows_reference(mixed, steps, form, want_states, rows_FR)
     own = states.clone()
@@ -97,9 +100,10 @@ def test_cards_without_tensor_cores_walk_long_rows(capability, scanned, monkeypa
 def test_scan_of_keys_that_are_alike():
     """All keys are one, nothing decays, every value replaces the last: powers would cancel."""
     rows_FR, places = table([(0, 0, 130)])
-    mixed, steps, form, states = recurrent_inputs(places, delta=True, heads=2, key_heads=1)
+    mixed, steps, form, states = recurrent_inputs(places, "delta", heads=2, key_heads=1)
     mixed[:, :24] = 1.0
     steps[:, :2], steps[:, 2:] = 9.0, -40.0
+    form = replace(form, beta_factor=1.0)
     want_states, got = states.clone(), torch.empty(places, 40)
     want = walk_rows_reference(mixed, steps, form, want_states, rows_FR)
     slots_T = torch.zeros(places, dtype=torch.long)
@@ -109,12 +113,18 @@ def test_scan_of_keys_that_are_alike():
 
 
 @pytest.mark.parametrize(
-    ("groups", "weights", "norm_first"),
-    [(5, 12, True), (5, 60, False), (1, 60, True), (1, 0, False)],
+    ("groups", "weights", "norm_first", "act"),
+    [
+        (5, 12, True, "silu"),
+        (5, 60, False, "silu"),
+        (1, 60, True, "sigmoid"),
+        (5, 12, True, "sigmoid"),
+        (1, 0, False, "silu"),
+    ],
 )
-def test_gated_norm(groups, weights, norm_first):
+def test_gated_norm(groups, weights, norm_first, act):
     x, gate = normal(7, 60), normal(7, 90, seed=1)[:, 10:70]
     weight = normal(weights, seed=2) if weights else None
-    given = {"groups": groups, "norm_first": norm_first}
+    given = {"groups": groups, "norm_first": norm_first, "gate": act}
     got = gated_norm(x, gate, weight, 1e-5, **given)
     torch.testing.assert_close(got, gated_norm_reference(x, gate, weight, 1e-5, **given))

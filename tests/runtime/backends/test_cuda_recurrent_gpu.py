@@ -39,8 +39,12 @@ KINDS = (
     "nemotron_h",
     "granitemoehybrid",
     "granitemoehybrid with positions, dense",
+    "olmo_hybrid",
+    "olmo_hybrid without positions",
+    "minimax",
+    "kimi_linear",
 )
-FORMS = ("qwen3_next", "lfm2", "bamba")
+FORMS = ("qwen3_next", "lfm2", "bamba", "kimi_linear", "minimax")
 """Kinds whose recurrent layers are of each form."""
 
 

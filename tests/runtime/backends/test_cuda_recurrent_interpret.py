@@ -16,6 +16,7 @@ from llmpq.runtime.backends.gpu import cuda_experts, cuda_layers
 from llmpq.runtime.backends.gpu.cuda_stage_runner import CudaStageRunner
 from llmpq.runtime.cache import gpu_paged_kv
 from llmpq.runtime.cache.gpu_paged_kv import GpuPagedKV
+from llmpq.runtime.cache.gpu_paged_latents import GpuPagedLatents
 from llmpq.runtime.cache.recurrent_states import with_states
 from llmpq.runtime.engine.pool_limits import PoolLimits
 from llmpq.runtime.engine.scheduler import Scheduler
@@ -41,6 +42,9 @@ KINDS = (
     "falcon_h1 without its norm",
     "nemotron_h",
     "granitemoehybrid",
+    "olmo_hybrid",
+    "minimax",
+    "kimi_linear",
 )
 
 
@@ -67,7 +71,9 @@ def stages_of(directory: Any, make_plan: Any, *, step_tokens: int) -> OpenStages
     base, _ = build_stage(plan, 0, spec, CheckpointSource(directory, spec), CPU, POOL)
     layers = [n for n in range(spec.num_layers) if spec.has_kv(n)]
     pages = with_states(
-        GpuPagedKV(spec, layers=layers, size=POOL, dtype=torch.float32, device=CPU),
+        (GpuPagedLatents if spec.latent else GpuPagedKV)(
+            spec, layers=layers, size=POOL, dtype=torch.float32, device=CPU
+        ),
         spec,
         num_layers=sum(map(spec.has_state, range(spec.num_layers))),
         slots=POOL.slots,

@@ -36,20 +36,24 @@ from reference.open_stages import OpenStages
 pytestmark = pytest.mark.cpu
 NEW = 12
 """As in tests/runtime/conftest.py."""
-FORMS = ("qwen3_next", "lfm2", "bamba")
+FORMS = ("qwen3_next", "lfm2", "bamba", "kimi_linear", "minimax")
 """Kinds whose recurrent layers are of each form."""
 COUNTS = (1, 2, 63, 64, 65, 7)
 
 
+@pytest.mark.parametrize("by_channel", [False, True])
 @pytest.mark.parametrize("with_beta", [False, True])
-def test_a_prompt_cut_anywhere_leaves_the_state_of_its_tokens_one_by_one(with_beta: bool) -> None:
+def test_a_prompt_cut_anywhere_leaves_the_state_of_its_tokens_one_by_one(
+    with_beta: bool, by_channel: bool
+) -> None:
     """In float64 only the order of sums differs: by chunks of every size and by steps."""
     torch.manual_seed(3)
     tokens, heads, key, value = sum(COUNTS), 3, 5, 7
     q, k = torch.randn(2, tokens, heads, key, dtype=torch.float64)
     k = k / k.norm(dim=-1, keepdim=True)
     v = torch.randn(tokens, heads, value, dtype=torch.float64)
-    log_decay = -torch.rand(tokens, heads, dtype=torch.float64)
+    decays = (tokens, heads, key) if by_channel else (tokens, heads)
+    log_decay = -torch.rand(decays, dtype=torch.float64)
     beta = torch.rand(tokens, heads, dtype=torch.float64) if with_beta else None
     state = stepped = torch.randn(heads, key, value, dtype=torch.float64)
     wanted = []
