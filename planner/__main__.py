@@ -28,6 +28,7 @@ PARSERS: dict[str, tuple[Callable[[], CommandParser], type[Any]]] = {
     "fits": (flags.fits_parser, requests.FitsRequest),
     "simulate": (flags.simulate_parser, requests.SimulateRequest),
     "check": (flags.check_parser, requests.CheckRequest),
+    "verify": (flags.verify_parser, requests.VerifyRequest),
     "export": (flags.export_parser, requests.ExportRequest),
     "devices": (flags.devices_parser, requests.ListRequest),
     "models": (flags.models_parser, requests.ModelsRequest),

@@ -19,7 +19,7 @@ READ_GGUF = ("ollama", "lm-studio", "lmstudio", "koboldcpp", "gguf", "jan")
 """Programs that have no command of their own to write, and run what is made for llama.cpp."""
 DEFAULT_POINTS = 25
 """Points of a front, unless `--pareto-points` says."""
-COMMANDS = ("plan", "fits", "simulate", "check", "export", "devices", "models")
+COMMANDS = ("plan", "fits", "simulate", "check", "verify", "export", "devices", "models")
 CPU_ACTIVATIONS = (
     "on CPUs, inputs of 3-, 4- and 8-bit weights: exact (16 bits) or rounded to int8 (exact)"
 )
@@ -33,6 +33,7 @@ commands, each with its own --help (flags alone mean `plan`):
   plan    which layers where, at which bits     models   models that are known by name
   check   a plan, or a run that was shared      export   a plan for vLLM, llama.cpp, ..., or SVG
   simulate  how a plan serves live traffic
+  verify  a plan by its certificate
 exit codes: 0 done, 2 usage or bad input, 3 bad plan, 4 plan for another model or cluster,
 5 does not fit, 130 interrupted"""
 
@@ -47,6 +48,12 @@ The engines' own scheduler decides every step (chunked prefill, admission, preem
 takes as long as the plan's cost entries say. Files of a trace: arrival, prompt and answer in
 at_s, prompt_tokens, output_tokens, or the columns of Azure, Mooncake and BurstGPT. exit codes: 0
 done, 2 usage or bad input, 3 bad plan"""
+
+VERIFY_NOTES = """\
+The certificate has the costs of layers, messages and memory that the plan was made from, and
+multipliers from which a bound of all plans follows. The check computes in whole numbers and
+shares no code with the search; its gap is often larger than the search's own. exit codes: 0 all
+holds, 2 usage or no certificate, 3 a line does not hold"""
 
 CHECK_NOTES = """\
 Bytes, times and the proof are computed again by code that shares nothing with the search.
@@ -410,6 +417,20 @@ def check_parser() -> CommandParser:
     )
     add_model(parser.section("model, if not the plan's own"))
     add_cluster(parser.section("devices it should fit, if not those it was made for"))
+    return parser
+
+
+def verify_parser() -> CommandParser:
+    """Return the flags of `llmpq-algo verify`."""
+    parser = CommandParser(
+        "llmpq-algo verify",
+        "Check by the certificate beside a plan that it is feasible, and how near the best it is.",
+        notes=VERIFY_NOTES,
+        example="llmpq-algo verify plan.json",
+    )
+    parser.positional("plan", metavar="PLAN", help="plan.json, which llmpq-algo -o wrote")
+    section = parser.section("what it is checked by")
+    section.flag("--certificate", metavar="FILE", help="default: PLAN.certificate.json beside it")
     return parser
 
 

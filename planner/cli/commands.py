@@ -18,6 +18,7 @@ from llmpq.planner.problem.requests import (
     ModelsRequest,
     PlanRequest,
     SimulateRequest,
+    VerifyRequest,
 )
 
 if TYPE_CHECKING:
@@ -37,6 +38,7 @@ def run(command: str, request: Any) -> None:
         "fits": _fits,
         "simulate": _simulate,
         "check": _check,
+        "verify": _verify,
         "export": _export,
         "devices": _devices,
         "models": _models,
@@ -164,6 +166,12 @@ def _check_shared(request: CheckRequest) -> None:
         f"{run.completed} requests: predicted {predicted} (recomputed), measured "
         f"{run.total_s:.3f} s, {run.output_throughput:.1f} tokens/s\n"
     )
+
+
+def _verify(request: VerifyRequest) -> None:
+    from llmpq.planner.cli.certificates import verify_file
+
+    verify_file(request)
 
 
 def _export(request: ExportRequest) -> None:

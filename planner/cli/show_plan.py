@@ -26,6 +26,7 @@ from llmpq.planner.answer import (
 )
 from llmpq.planner.cli.alternatives import bits_lines, left_out_lines
 from llmpq.planner.cli.arguments import read_flag
+from llmpq.planner.cli.certificates import write_certificate, write_topology_certificate
 from llmpq.planner.cli.method_row import MethodRow
 from llmpq.planner.cli.own_dtype import in_own_dtype
 from llmpq.planner.cli.show_topology import print_topology, topology_lines
@@ -119,8 +120,10 @@ def make_and_show(request: PlanRequest, job: PlanJob) -> None:
         best = replace(best, plan=_drafting(best.plan, problem, request.speculate))
         notes = [*notes, describe(best.plan)]
     notes = [*notes, *mtp_notes(best.plan, problem.spec), *prefix_notes(best.plan, problem.spec)]
+    proof: Path | None = None
     if request.output:
         best.plan.save_json(request.output)
+        proof = write_certificate(request.output, best, options)
     if request.json:
         sys.stdout.write(best.plan.dump_json())
         if request.report is None:
@@ -159,7 +162,7 @@ def make_and_show(request: PlanRequest, job: PlanJob) -> None:
         say(console, line)
     for line in remarks_of(notes):
         say(console, line)
-    for path_written in filter(None, (request.output, request.report)):
+    for path_written in filter(None, (request.output, proof, request.report)):
         say(console, f"wrote {path_written}")
 
 
@@ -279,8 +282,12 @@ def _show_topology(
     """Write a plan of several engines, and print it."""
     if request.speculate is not None:
         topology = _drafting_engines(topology, found, request.speculate)
+    proof: Path | None = None
     if request.output:
         topology.save_json(request.output)
+        proof = write_topology_certificate(
+            request.output, topology, found, job.problem, job.options
+        )
     lines = topology_lines(best, found)
     if request.report:
         write_report(request.report, topology_page(topology, [*lines, *job.notes]))
@@ -297,7 +304,7 @@ def _show_topology(
             say(console, f"- engine {number}: {line}")
     for line in remarks_of(job.notes):
         say(console, line)
-    for path_written in filter(None, (request.output, request.report)):
+    for path_written in filter(None, (request.output, proof, request.report)):
         say(console, f"wrote {path_written}")
 
 

@@ -144,6 +144,14 @@ class SimulateRequest(TrafficFlags):
 
 
 @dataclass(frozen=True, kw_only=True)
+class VerifyRequest:
+    """Which plan to check against which certificate."""
+
+    plan: str
+    certificate: str | None
+
+
+@dataclass(frozen=True, kw_only=True)
 class ExportRequest(ModelRequest):
     """Which plan to write, for which engine, where to."""
 

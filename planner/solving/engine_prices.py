@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import time
 from bisect import bisect_left, bisect_right
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -26,6 +26,7 @@ from llmpq.planner.problem.problem import Problem
 from llmpq.planner.solving.count_vectors import CountVectors, Vector
 from llmpq.planner.solving.methods import SolveOptions
 from llmpq.planner.solving.plan_search import Solved, best_plan, variants_with_room
+from llmpq.precision import KVPrecision
 
 MOST_WAVES = 4
 """Waves in which an engine may run its rows."""
@@ -170,26 +171,10 @@ class EnginePrices:
         return found[::-1]
 
     @cached_property
-    def _variants(self) -> list[Problem]:
-        """The job at every KV precision and usual prefill chunk that some engine may have.
-
-        Smaller chunks, of engines that have no room for these, take no less time.
-        """
-        kvs = self.options.kvs or (self.p.kv,)
-        work, found = self.p.workload, []
-        for kv in kvs:
-            own = self.p.with_changes(workload=work.model_copy(update={"kv": kv}))
-            chunks: tuple[int, ...] = (own.chunk,)
-            if self.options.kvs:
-                chunks = chunk_sizes(1, work.prompt_len, window=own.spec.widest_window)
-            found += [own.with_changes(chunk=chunk) for chunk in chunks]
-        return found
-
-    @cached_property
     def _steps(self) -> list[_Steps]:
         """Times of a layer in a step of so many rows, of each variant."""
         found = []
-        for own in self._variants:
+        for own in engine_variants(self.p, self.options.kvs):
             passes = {Phase.PREFILL: own.chunks_of_prompt, Phase.DECODE: own.workload.gen_len - 1}
             passes = {phase: count for phase, count in passes.items() if count}
             times = {
@@ -244,6 +229,21 @@ class EnginePrices:
         while sums.ndim < 4:
             sums = sums[None]
         return float(sums.max(axis=(0, 1)).min())
+
+
+def engine_variants(p: Problem, kvs: Sequence[KVPrecision]) -> list[Problem]:
+    """Return the job at every KV precision and usual prefill chunk that some engine may have.
+
+    Smaller chunks, of engines that have no room for these, take no less time.
+    """
+    work, found = p.workload, []
+    for kv in kvs or (p.kv,):
+        own = p.with_changes(workload=work.model_copy(update={"kv": kv}))
+        chunks: tuple[int, ...] = (own.chunk,)
+        if kvs:
+            chunks = chunk_sizes(1, work.prompt_len, window=own.spec.widest_window)
+        found += [own.with_changes(chunk=chunk) for chunk in chunks]
+    return found
 
 
 @dataclass(frozen=True, kw_only=True)

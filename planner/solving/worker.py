@@ -30,6 +30,7 @@ from llmpq.planner.solving.problem_json import parse_problem, problem_data
 from llmpq.precision import KVPrecision
 
 if TYPE_CHECKING:
+    from llmpq.plan import Plan
     from llmpq.planner.baselines.flexgen import OffloadEstimate
     from llmpq.planner.front.front import Front
     from llmpq.planner.solving.plan_search import Solved
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
     from llmpq.planner.solving.topology_search import KnownPipeline
 
 CHILD = (sys.executable, "-m", "llmpq.planner.solving.worker")
-Job = Literal["plan", "topology", "front", "offload"]
+Job = Literal["plan", "topology", "certificate", "front", "offload"]
 
 
 class SolverCrashed(LlmpqError):
@@ -78,6 +79,23 @@ def topology_in_child(
     )
     simple = {name: None if one is None else tuple(one) for name, one in answer["simple"].items()}
     return FoundTopology(**{**answer, "simple": simple}, engines=engines)
+
+
+def certificate_in_child(
+    plan: Plan,
+    problem: Problem,
+    assignment: Assignment,
+    variants: Sequence[Problem],
+    budget: float | None,
+) -> dict[str, Any]:
+    """Return the certificate of a plan; `ValueError` says why it has none."""
+    asked = {
+        "plan": json.loads(plan.dump_json()),
+        "assignment": asdict(assignment),
+        "variants": [[one.kv.value, one.chunk] for one in variants],
+        "budget": budget,
+    }
+    return run_in_child(problem, "certificate", asked, method="exact")
 
 
 def _options_data(options: SolveOptions) -> dict[str, Any]:
@@ -159,6 +177,8 @@ def _do(problem: Problem, job: Job, options: dict[str, Any]) -> dict[str, Any]:
         return _solved_data(found)
     if job == "topology":
         return _topology(problem, options)
+    if job == "certificate":
+        return _certificate(problem, options)
     if job == "front":
         from llmpq.planner.front.front import pareto_front
 
@@ -166,6 +186,19 @@ def _do(problem: Problem, job: Job, options: dict[str, Any]) -> dict[str, Any]:
     from llmpq.planner.baselines.flexgen import estimate_flexgen
 
     return asdict(estimate_flexgen(problem, **options))
+
+
+def _certificate(problem: Problem, asked: dict[str, Any]) -> dict[str, Any]:
+    """Make the certificate of a plan."""
+    from llmpq.plan import Plan
+    from llmpq.planner.solving.certificate import certificate
+
+    variants = [
+        problem.with_job(kv=KVPrecision(kv)).with_changes(chunk=chunk)
+        for kv, chunk in asked["variants"]
+    ]
+    plan = Plan.parse_data(asked["plan"], where="plan")
+    return certificate(plan, problem, _assignment(asked["assignment"]), variants, asked["budget"])
 
 
 def _topology(problem: Problem, asked: dict[str, Any]) -> dict[str, Any]:
@@ -292,9 +325,12 @@ def _fields(text: bytes, signal_number: int, method: str) -> dict[str, Any]:
 
 
 def _outcome(answer: dict[str, Any]) -> Outcome:
-    a = answer["assignment"]
-    stages = tuple(Stage(**{**s, "choices": tuple(s["choices"])}) for s in a["stages"])
-    return Outcome(**{**answer, "assignment": Assignment(**{**a, "stages": stages})})
+    return Outcome(**{**answer, "assignment": _assignment(answer["assignment"])})
+
+
+def _assignment(data: dict[str, Any]) -> Assignment:
+    stages = tuple(Stage(**{**s, "choices": tuple(s["choices"])}) for s in data["stages"])
+    return Assignment(**{**data, "stages": stages})
 
 
 def main() -> int:

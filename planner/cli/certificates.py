@@ -1,0 +1,125 @@
+"""Certificates of plans: written beside a plan, and checked by `llmpq-algo verify`."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from llmpq.errors import BadPlanError
+from llmpq.file_form import read_json, replace_text
+from llmpq.planner.answer import Answer, TopologyAnswer
+from llmpq.planner.check.verify import Refused, Verified, verify
+from llmpq.planner.problem.requests import VerifyRequest
+from llmpq.planner.solving.methods import SolveOptions
+from llmpq.planner.solving.plan_search import variants_with_room
+from llmpq.planner.solving.worker import certificate_in_child
+
+if TYPE_CHECKING:
+    from llmpq.planner.problem.problem import Problem
+    from llmpq.topology import Topology
+
+NEAR = 0.05
+"""How far above the best a plan may be that is said to stay near it."""
+
+
+def certificate_path(plan_path: str) -> Path:
+    """Return where the certificate of a plan file is."""
+    path = Path(plan_path)
+    return path.with_name(path.name.removesuffix(".json") + ".certificate.json")
+
+
+def write_certificate(output: str, best: Answer, options: SolveOptions) -> Path | None:
+    """Write the certificate of a written plan; None where such plans have none."""
+    if options.method != "exact":
+        return None
+    variants = variants_with_room(best.problem, options)
+    try:
+        data = certificate_in_child(
+            best.plan, best.problem, best.outcome.assignment, variants, options.budget
+        )
+    except ValueError:
+        return None
+    return _written(output, data)
+
+
+def write_topology_certificate(
+    output: str, topology: Topology, found: TopologyAnswer, problem: Problem, options: SolveOptions
+) -> Path | None:
+    """Write the certificate of a written plan of several engines; None where it has none."""
+    from llmpq.planner.solving.certificate import topology_certificate
+    from llmpq.planner.solving.engine_prices import engine_variants
+
+    engines = [(own.problem, own.outcome.assignment) for own in found.plans]
+    variants = engine_variants(problem, options.kvs)
+    try:
+        data = topology_certificate(topology, problem, engines, variants, options.budget)
+    except ValueError:
+        return None
+    return _written(output, data)
+
+
+def _written(output: str, data: dict[str, Any]) -> Path:
+    path = certificate_path(output)
+    replace_text(path, json.dumps(data, separators=(",", ":")) + "\n")
+    return path
+
+
+def verify_file(request: VerifyRequest) -> None:
+    """Check a plan file against the certificate beside it; results on stdout."""
+    path = Path(request.certificate or certificate_path(request.plan))
+    if not path.exists():
+        raise ValueError(
+            f"'{path}' is not there: llmpq-algo -o writes it beside a plan of --method exact and "
+            "--objective makespan without drafts; plan again, or name it with --certificate"
+        )
+    plan: Any = read_json(request.plan)
+    certificate: Any = read_json(path)
+    try:
+        found = verify(plan, certificate)
+    except Refused as error:
+        raise BadPlanError(f"'{request.plan}' does not agree with '{path}': {error}") from None
+    except (LookupError, TypeError, ValueError, ArithmeticError, AttributeError) as error:
+        raise BadPlanError(
+            f"'{path}' is no certificate of '{request.plan}': {type(error).__name__}: {error}"
+        ) from None
+    sys.stdout.write("".join(f"{line}\n" for line in verified_lines(request.plan, plan, found)))
+
+
+def verified_lines(name: str, plan: dict[str, Any], found: Verified) -> list[str]:
+    """Return what was found to hold, a line each."""
+    engines = len(plan.get("engines", [plan]))
+    of = "" if engines == 1 else f"{engines} engines on devices of their own, all rows dealt; "
+    what, loss = "plan", found.value - found.time_s
+    if "engines" in plan:
+        what = "grouping of these devices into engines"
+    lines = [
+        f"{name}: {of}every layer once, at bits that it may have, within memory",
+        f"value {found.value:.6g} s, as its costs give it"
+        + (f" ({found.time_s:.6g} s, and {loss:.4g} s for quality loss)" if loss > 0 else ""),
+        f"bound {found.bound:.6g} s: no {what} has less; computed from {found.parts:,} "
+        f"part{'s' * (found.parts != 1)} of the proof",
+    ]
+    stated = plan["solver"].get("gap")
+    if found.bound > 0:
+        said = "" if stated is None else f" (the search, which knows more, says {stated:.4%})"
+        lines.append(f"gap {found.value / found.bound - 1:.4%}{said}")
+    lines.append(robust_line(found))
+    return lines
+
+
+def robust_line(found: Verified) -> str:
+    """Return by how much all costs may be wrong at least for the plan to stay near the best.
+
+    If each time is wrong by at most a share x, the plan takes (1 + x) of its own time at most, any
+    other (1 - x) of its at least.
+    """
+    most = (1 + NEAR) * found.bound
+    share = (most - found.value) / (most + found.time_s)
+    if share <= 0:
+        return f"the bound does not show that the plan stays within {NEAR:.0%} of the best"
+    return (
+        f"robust: every cost may be off by up to {share:.2%} either way, each by itself, and the "
+        f"plan is within {NEAR:.0%} of the best"
+    )

@@ -1,0 +1,273 @@
+"""Certificates: those of random problems hold, and what was changed in them or a plan does not."""
+
+from __future__ import annotations
+
+import ast
+import copy
+import json
+import math
+import os
+import random
+import sys
+from collections.abc import Callable, Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from llmpq.errors import DoesNotFitError
+from llmpq.planner.__main__ import main
+from llmpq.planner.check import verify as verify_module
+from llmpq.planner.check.build_plan import build_plan
+from llmpq.planner.check.verify import UNIT, Refused, Tables, bounds_of, digest, verify
+from llmpq.planner.evaluate.objective import sum_omega
+from llmpq.planner.solving import certificate as certificate_module
+from llmpq.planner.solving.certificate import certificate
+from llmpq.planner.solving.methods import SolveOptions
+from llmpq.planner.solving.plan_search import best_plan
+from reference.random_problems import random_problem
+
+pytestmark = [pytest.mark.pure]
+
+ALL = "LLMPQ_ALL_TESTS" in os.environ
+Pair = tuple[dict[str, Any], dict[str, Any]]
+
+
+@pytest.fixture(autouse=True)
+def _few_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Proofs of few parts: looser, quicker."""
+    monkeypatch.setattr(certificate_module, "MOST_PARTS", 8)
+
+
+@cache
+def _certified(seed: int) -> Pair | None:
+    """Return the plan of a random problem and its certificate; None where nothing fits."""
+    rng = random.Random(seed)
+    p = random_problem(
+        rng, layers=(2, 5), devices=(1, 2), precisions=2, batch=rng.choice([1, 2, 3])
+    )
+    options = SolveOptions(gap=1e-9, time_limit_s=math.inf)
+    budget = None
+    try:
+        found = best_plan(p, options)
+        if seed % 3 == 0:
+            loss = sum_omega(found.problem, found.outcome.assignment)
+            budget = loss * rng.uniform(1.0, 1.5)
+            options = SolveOptions(gap=1e-9, time_limit_s=math.inf, budget=budget)
+            found = best_plan(p, options)
+    except DoesNotFitError:
+        return None
+    own = found.problem if budget is None else found.problem.with_changes(theta=0.0)
+    plan = build_plan(own, found.outcome)
+    made = certificate(plan, found.problem, found.outcome.assignment, [found.problem], budget)
+    return json.loads(plan.dump_json()), json.loads(json.dumps(made))
+
+
+def _pairs(count: int) -> Iterator[tuple[int, Pair]]:
+    for seed in range(count):
+        pair = _certified(seed)
+        if pair is not None:
+            yield seed, copy.deepcopy(pair)
+
+
+def test_certificates_of_random_problems_hold() -> None:
+    near = whole = 0
+    for seed, (plan, made) in _pairs(1000 if ALL else 60):
+        found = verify(plan, made)
+        # The value is the best there is: a bound above it would be wrong.
+        assert 0 < found.bound <= found.value * (1 + 1e-9), seed
+        near += found.bound > 0.9 * found.value
+        whole += 1
+    assert whole > 45 and near > whole / 4
+
+
+def _leaves(data: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    if isinstance(data, dict | list):
+        for key, inner in data.items() if isinstance(data, dict) else enumerate(data):
+            yield from _leaves(inner, (*path, key))
+    elif path:
+        yield path
+
+
+def _mutated(rng: random.Random, value: Any) -> Any:
+    if isinstance(value, bool):
+        return not value
+    if isinstance(value, int):
+        return value + rng.choice([-1, 1, 7])
+    if isinstance(value, float):
+        return value * rng.choice([0.5, 0.999, 1.001, 2.0]) + 1e-9
+    return "x" if value is None else f"{value}x"
+
+
+def test_a_thousand_changed_plans_and_certificates_are_refused() -> None:
+    rng, pairs, refused = random.Random(0), list(_pairs(20)), 0
+    while refused < 1000:
+        _, pair = rng.choice(pairs)
+        changed = copy.deepcopy(pair)
+        which = rng.choice(changed)
+        path = rng.choice(list(_leaves(which)))
+        inner: Any = which
+        for key in path[:-1]:
+            inner = inner[key]
+        inner[path[-1]] = _mutated(rng, inner[path[-1]])
+        with pytest.raises((Refused, LookupError, TypeError, ValueError)):
+            verify(*changed)
+        refused += 1
+
+
+def _signed(plan: dict[str, Any], made: dict[str, Any]) -> Pair:
+    """Return a plan and a certificate whose digests are those of what they now hold."""
+    made["plan_sha256"] = digest(plan)
+    made["sha256"] = digest(made)
+    return plan, made
+
+
+def _first_leaf(node: dict[str, Any]) -> dict[str, Any]:
+    while "split" in node:
+        node = node["high"]
+    return node
+
+
+def _bound(plan: dict[str, Any], made: dict[str, Any]) -> None:
+    made["bound"] += 0.01 * made["value"]
+
+
+def _value(plan: dict[str, Any], made: dict[str, Any]) -> None:
+    made["value"] *= 0.99
+
+
+def _layer_missing(plan: dict[str, Any], made: dict[str, Any]) -> None:
+    stage = plan["stages"][-1]
+    stage["layers"][1] -= 1
+    stage["precisions"].pop()
+
+
+def _bits_not_allowed(plan: dict[str, Any], made: dict[str, Any]) -> None:
+    plan["stages"][0]["precisions"][0] = "w8a8"
+
+
+def _other_bits(plan: dict[str, Any], made: dict[str, Any]) -> None:
+    bits = plan["stages"][0]["precisions"]
+    bits[0] = next(one for one in made["choices"] if one != bits[0])
+
+
+def _faster(plan: dict[str, Any], made: dict[str, Any]) -> None:
+    plan["predicted"]["total_s"] *= 0.99
+    made["plan"]["total_s"] *= 0.99
+
+
+def _less_loss(plan: dict[str, Any], made: dict[str, Any]) -> None:
+    plan["predicted"]["sum_omega"] = plan["predicted"]["sum_omega"] * 0.9 - 1e-3
+
+
+def _other_device(plan: dict[str, Any], made: dict[str, Any]) -> None:
+    plan["stages"][0]["device"] = "elsewhere"
+
+
+def _lighter(plan: dict[str, Any], made: dict[str, Any]) -> None:
+    plan["stages"][0]["memory"]["weights_bytes"] -= 1
+
+
+def _less_room(plan: dict[str, Any], made: dict[str, Any]) -> None:
+    made["plan"]["room"] = [
+        [[[0 for _ in sort] for sort in last] for last in first] for first in made["plan"]["room"]
+    ]
+
+
+def _negative_price(plan: dict[str, Any], made: dict[str, Any]) -> None:
+    _first_leaf(made["proof"][0])["memory"][0] = -1e-9
+
+
+def _kappa(plan: dict[str, Any], made: dict[str, Any]) -> None:
+    _first_leaf(made["proof"][0])["kappa"] = 1.5
+
+
+def _split_outside(plan: dict[str, Any], made: dict[str, Any]) -> None:
+    tree = made["proof"][0]
+    made["proof"][0] = {"split": "prefill", "at": 99, "low": tree, "high": tree}
+
+
+def _no_proof(plan: dict[str, Any], made: dict[str, Any]) -> None:
+    made["proof"] = []
+
+
+FORGED: list[Callable[[dict[str, Any], dict[str, Any]], None]] = [
+    _bound, _value, _layer_missing, _bits_not_allowed, _other_bits, _faster, _less_loss,
+    _other_device, _lighter, _less_room, _negative_price, _kappa, _split_outside,
+    _no_proof,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("forge", FORGED, ids=lambda forge: forge.__name__.strip("_"))
+def test_what_is_forged_is_refused_though_its_digests_are_right(
+    forge: Callable[[dict[str, Any], dict[str, Any]], None],
+) -> None:
+    for seed, (plan, made) in _pairs(12):
+        forge(plan, made)
+        with pytest.raises((Refused, LookupError, TypeError, ValueError)):
+            verify(*_signed(plan, made))
+            pytest.fail(f"seed {seed}")
+
+
+def test_a_bound_without_a_part_of_the_plans_is_noticed() -> None:
+    """A range that ends early leaves plans out: the part above it has a bound of its own."""
+    for _, (plan, made) in _pairs(12):
+        tree = made["proof"][0]
+        made["proof"][0] = {"split": "P", "at": 1e-12, "low": tree, "high": {}}
+        with pytest.raises((Refused, LookupError)):
+            verify(*_signed(plan, made))
+
+
+def _reweighed(rng: random.Random, node: dict[str, Any], classes: list[Any]) -> None:
+    """Give every part of a tree other multipliers that are in their range."""
+    if "split" in node:
+        for side in ("low", "high"):
+            _reweighed(rng, node[side], classes)
+        return
+    for phase in ("prefill", "decode"):
+        shares = [rng.random() for _ in classes]
+        total = sum(len(one["devices"]) * x for one, x in zip(classes, shares, strict=True))
+        node[phase] = [x / total * rng.choice([0.0, 0.5, 0.999999]) for x in shares]
+    scale = rng.choice([0.0, 0.5, 2.0])
+    node["memory"] = [x * scale * rng.random() for x in node["memory"]]
+    node["kappa"], node["loss"] = rng.random(), node["loss"] * 2 * rng.random()
+    node["path"] = rng.random() < 0.7
+
+
+def test_no_multipliers_prove_more_than_is_so() -> None:
+    rng = random.Random(1)
+    for seed, (_, made) in _pairs(40):
+        (variant,), (tree,) = made["variants"], made["proof"]
+        for _ in range(3):
+            _reweighed(rng, tree, made["classes"])
+            proven = min(bounds_of(Tables(made, variant), tree)) / UNIT
+            assert proven <= made["value"] * (1 + 1e-9), seed
+
+
+def test_it_imports_the_standard_library_alone() -> None:
+    source = Path(verify_module.__file__).read_text(encoding="utf-8")
+    for node in ast.walk(ast.parse(source)):
+        names = [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+        names += [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+        assert all(name.partition(".")[0] in sys.stdlib_module_names for name in names), names
+
+
+def test_the_command_says_what_holds_and_what_does_not(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "plan.json"
+    flags = ["--devices", "4090,3060", "--model", "opt-1.3b", "--batch", "4", "-o", str(path)]
+    for engines in ("1", "2"):
+        assert main([*flags, "--engines", engines]) == 0
+        assert main(["verify", str(path)]) == 0
+        said = capsys.readouterr().out
+        assert "every layer once" in said and "bound" in said and "5% of the best" in said
+    data = json.loads(path.read_text())
+    data["engines"][0]["plan"]["stages"][0]["memory"]["weights_bytes"] -= 1
+    path.write_text(json.dumps(data))
+    assert main(["verify", str(path)]) == 3
+    assert "it is of another plan" in capsys.readouterr().err
+    (tmp_path / "plan.certificate.json").unlink()
+    assert main(["verify", str(path)]) == 2
+    assert "is not there" in capsys.readouterr().err
