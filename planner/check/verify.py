@@ -194,13 +194,13 @@ def _time(plan: Data, c: Data, v: Data, stages: Sequence[tuple[int, list[int]]])
             held.append(Fraction(hops["back_held_s"][ends[0]][ends[1]]))
         back.append(Fraction(hops["back_s"][ends[0]][ends[1]]) if ring else Fraction(0))
         sums, slow, counts = [*sums, total], [*slow, max(held)], [*counts, own["count"]]
-    w = Weights(c["gen_len"], *counts)
+    w = TermCounts(c["gen_len"], *counts)
     period = max(w.md * slow[1], sums[1] + back[1])
     once = w.a * slow[0] + sums[0] + (c["gen_len"] > 1) * back[0]
     return once + w.bd * slow[1] + w.ws * sums[1] + w.back * back[1] + w.z * period
 
 
-class Weights:
+class TermCounts:
     """How often times count in F, of n tokens in so many steps of prefill and of a token."""
 
     def __init__(self, n: int, mp: int, md: int) -> None:
@@ -267,7 +267,7 @@ class Part:
         signs = min(self.memory + shares[0] + shares[1]) >= 0 <= min(loss, kappa)
         _require(signs and kappa <= PRICE, "proof: a multiplier is out of its range")
         self.spare = 0 if t.budget is None else -loss * t.budget // PRICE
-        w = Weights(t.n, self.pre["count"], self.dec["count"])
+        w = TermCounts(t.n, self.pre["count"], self.dec["count"])
         self.s_weight = w.ws * PRICE + (PRICE - kappa) * w.z
         self.weights = w.a * PRICE, w.bd * PRICE + kappa * w.z * w.md
         self.slow = [
