@@ -32,8 +32,7 @@ commands, each with its own --help (flags alone mean `plan`):
   fits    whether a model fits, and how far     devices  cards that are known by name
   plan    which layers where, at which bits     models   models that are known by name
   check   a plan, or a run that was shared      export   a plan for vLLM, llama.cpp, ..., or SVG
-  simulate  how a plan serves live traffic
-  verify  a plan by its certificate
+  verify  a plan by its certificate             simulate how a plan serves live traffic
 exit codes: 0 done, 2 usage or bad input, 3 bad plan, 4 plan for another model or cluster,
 5 does not fit, 130 interrupted"""
 
