@@ -1,5 +1,6 @@
-"""Arguments and methods of vLLM's `LLM` and `SamplingParams` that ours do not have: values that
-change nothing, what stands for the others. Standard library only.
+"""Options and methods of vLLM's that ours do not have: values that change nothing, what stands for
+the others. An option is an argument of `LLM` and a flag of the commands that run a model
+(runtime/cli/vllm_flags.py). Standard library only.
 """
 
 from __future__ import annotations
@@ -12,104 +13,166 @@ _DEVICES = (
     "a model runs over all devices of this machine, or of cluster='cluster.yaml', as a plan says "
     "(plan='plan.json')"
 )
+_OWN_DEVICES = (
+    "a model runs over all devices of this machine; choose others with CUDA_VISIBLE_DEVICES, or "
+    "plan for them: llmpq-algo --devices"
+)
 _FILES = "files are read from the model's directory"
+_LEAVE_FILES = "files are read from the model's directory: leave it out"
 _BITS = "a checkpoint's own form is found in its files; fewer bits are a plan's (make_plan, bits=)"
+_PLAN_BITS = (
+    "a checkpoint's own form is found in its files; for fewer bits plan with llmpq-algo --bits"
+)
 _ADAPTERS = "adapters are not run: merge them into the model first"
 _DRAFTS = "drafts are speculate='ngram' or another mode, with gamma="
+_DRAFT_FLAGS = "drafts are --speculate MODE with --gamma N"
+_TEXT = "models read text only"
+_MAKES_TEXT = "a model generates text"
 _BOTH = (True, False)
 
 
 @dataclass(frozen=True)
-class _Other:
-    """What stands for an argument, as a sentence, and the values that change nothing here."""
+class Other:
+    """What stands for an option, as a sentence, and the values that change nothing here."""
 
     instead: str
-    neutral: tuple[Any, ...] = (None,)
+    neutral: tuple[Any, ...] | None = (None,)
+    """None: all."""
+    flag: str = ""
+    """What stands for its flag, where that is another sentence."""
+    why: str = ""
+    """Why its neutral values change nothing, where that is another sentence."""
+    short: str = ""
+    """The flag's short spelling."""
+
+    def is_neutral(self, value: Any) -> bool:
+        """Whether a value changes nothing."""
+        return self.neutral is None or any(
+            type(value) is type(known) and value == known for known in self.neutral
+        )
 
 
-VLLM_OPTIONS: Mapping[str, _Other] = {
-    "tensor_parallel_size": _Other(_DEVICES, (1,)),
-    "pipeline_parallel_size": _Other(_DEVICES, (1,)),
-    "data_parallel_size": _Other("several engines are llmpq-dist serve --replicas N", (1,)),
-    "distributed_executor_backend": _Other("how stages run is backend="),
-    "device": _Other(_DEVICES, (None, "auto")),
-    "trust_remote_code": _Other("no code of a model is ever run", (False,)),
-    "seed": _Other("a seed is each request's: SamplingParams(seed=...)"),
-    "tokenizer": _Other(_FILES),
-    "tokenizer_mode": _Other(_FILES, (None, "auto")),
-    "tokenizer_revision": _Other(_FILES),
-    "skip_tokenizer_init": _Other("a model without tokenizer files runs on token ids", (False,)),
-    "hf_config_path": _Other(_FILES),
-    "hf_overrides": _Other("a model is run as its config.json says", (None, {})),
-    "hf_token": _Other("the hub's token is HF_TOKEN in the environment"),
-    "download_dir": _Other("models of the hub lie in its cache: set HF_HOME"),
-    "config_format": _Other(_FILES, (None, "auto")),
-    "quantization": _Other(_BITS),
-    "enable_lora": _Other(_ADAPTERS, (None, False)),
-    "max_loras": _Other(_ADAPTERS),
-    "max_lora_rank": _Other(_ADAPTERS),
-    "swap_space": _Other(
-        "preempted requests are computed again or copied by themselves", (None, 0)
+_NO_CODE = "no code of a model is ever run"
+_BY_PLAN = "the plan says which devices run the model"
+_SEVERAL = "several engines are llmpq-dist serve --replicas N"
+VLLM_OPTIONS: Mapping[str, Other] = {
+    "tensor_parallel_size": Other(_DEVICES, (1,), _OWN_DEVICES, _BY_PLAN, "-tp"),
+    "pipeline_parallel_size": Other(_DEVICES, (1,), _OWN_DEVICES, _BY_PLAN, "-pp"),
+    "data_parallel_size": Other(_SEVERAL, (1,), "", "one engine is the default", "-dp"),
+    "distributed_executor_backend": Other(
+        "how stages run is backend=", flag="how stages run is --backend"
     ),
-    "cpu_offload_gb": _Other("layers run on the CPU instead: cluster= or plan=", (None, 0)),
-    "kv_cache_memory_bytes": _Other("memory that is used is gpu_memory_utilization="),
-    "block_size": _Other("a block of the KV cache has 128 tokens", (None, 128)),
-    "enable_chunked_prefill": _Other("long prompts are always prefilled in chunks", (None, True)),
-    "disable_sliding_window": _Other("windows are the model's", (None, False)),
-    "max_seq_len_to_capture": _Other("graphs are captured for every length"),
-    "disable_log_stats": _Other("counters are LLM.stats()", (None, *_BOTH)),
-    "disable_custom_all_reduce": _Other(_DEVICES, (None, *_BOTH)),
-    "use_v2_block_manager": _Other("there is one block manager", (None, *_BOTH)),
-    "compilation_config": _Other("no graphs are enforce_eager=True"),
-    "speculative_config": _Other(_DRAFTS),
-    "speculative_model": _Other(_DRAFTS),
-    "num_speculative_tokens": _Other(_DRAFTS),
-    "guided_decoding_backend": _Other("guides are llguidance's", (None, "auto", "guidance")),
-    "structured_outputs_config": _Other("guides are llguidance's"),
-    "limit_mm_per_prompt": _Other("models read text only", (None, {})),
-    "mm_processor_kwargs": _Other("models read text only"),
-    "task": _Other("a model generates text", (None, "auto", "generate")),
-    "runner": _Other("a model generates text", (None, "auto", "generate")),
-    "convert": _Other("a model generates text", (None, "auto", "none")),
-    "served_model_name": _Other("names of a server are llmpq-dist serve --served-model-name"),
-    "max_logprobs": _Other("up to 100 logprobs may be asked for"),
-    "override_generation_config": _Other("answers are sampled by SamplingParams", (None, {})),
+    "device": Other(_DEVICES, (None, "auto"), _OWN_DEVICES, "all devices are found"),
+    "trust_remote_code": Other(_NO_CODE, _BOTH),
+    "seed": Other(
+        "a seed is each request's: SamplingParams(seed=...)",
+        (None, 0),
+        "a seed is each request's own",
+        "a seed is each request's own",
+    ),
+    "tokenizer": Other(_FILES, flag=_LEAVE_FILES),
+    "tokenizer_mode": Other(_FILES, (None, "auto", "hf"), _LEAVE_FILES, _FILES),
+    "tokenizer_revision": Other(_FILES, flag=_LEAVE_FILES),
+    "skip_tokenizer_init": Other("a model without tokenizer files runs on token ids", (False,)),
+    "hf_config_path": Other(_FILES, flag=_LEAVE_FILES),
+    "hf_overrides": Other("a model is run as its config.json says", (None, {})),
+    "hf_token": Other("the hub's token is HF_TOKEN in the environment"),
+    "download_dir": Other("models of the hub lie in its cache: set HF_HOME"),
+    "config_format": Other(_FILES, (None, "auto"), _LEAVE_FILES, _FILES),
+    "quantization": Other(_BITS, (None,), _PLAN_BITS, "", "-q"),
+    "enable_lora": Other(_ADAPTERS, (None, False)),
+    "lora_modules": Other(_ADAPTERS),
+    "max_loras": Other(_ADAPTERS),
+    "max_lora_rank": Other(_ADAPTERS),
+    "swap_space": Other("preempted requests are computed again or copied by themselves", None),
+    "cpu_offload_gb": Other(
+        "layers run on the CPU instead: cluster= or plan=",
+        (None, 0),
+        "layers run on the CPU instead: llmpq-algo --devices 4090,cpu",
+        "no weights are moved while a model runs",
+    ),
+    "kv_cache_memory_bytes": Other(
+        "memory that is used is gpu_memory_utilization=",
+        flag="memory that is left free is the plan's: llmpq-algo --reserve",
+    ),
+    "block_size": Other(
+        "a block of the KV cache has 128 tokens",
+        (None, 128),
+        "a block of the KV cache has 128 tokens: leave it out",
+        "a block of the KV cache has 128 tokens",
+    ),
+    "enable_chunked_prefill": Other(
+        "long prompts are always prefilled in chunks", (None, True), "", "it is on"
+    ),
+    "disable_sliding_window": Other("windows are the model's", (None, False)),
+    "max_seq_len_to_capture": Other("graphs are captured for every length", None),
+    "disable_log_stats": Other(
+        "counters are LLM.get_metrics()", (None, *_BOTH), "", "counters are at /metrics, not logged"
+    ),
+    "disable_custom_all_reduce": Other(_BY_PLAN, (None, *_BOTH)),
+    "use_v2_block_manager": Other("there is one block manager", (None, *_BOTH)),
+    "compilation_config": Other(
+        "no graphs are enforce_eager=True", flag="no graphs are --enforce-eager"
+    ),
+    "speculative_config": Other(_DRAFTS, flag=_DRAFT_FLAGS),
+    "speculative_model": Other(_DRAFTS, flag=_DRAFT_FLAGS),
+    "num_speculative_tokens": Other(_DRAFTS, flag=_DRAFT_FLAGS),
+    "guided_decoding_backend": Other("guides are llguidance's", (None, "auto", "guidance")),
+    "structured_outputs_config": Other("guides are llguidance's"),
+    "limit_mm_per_prompt": Other(_TEXT, (None, {})),
+    "mm_processor_kwargs": Other(_TEXT),
+    "task": Other(_MAKES_TEXT, (None, "auto", "generate")),
+    "runner": Other(_MAKES_TEXT, (None, "auto", "generate")),
+    "convert": Other(_MAKES_TEXT, (None, "auto", "none")),
+    "served_model_name": Other(
+        "names of a server are llmpq-dist serve --served-model-name", flag="llmpq-dist serve has it"
+    ),
+    "max_logprobs": Other(
+        "up to 100 logprobs may be asked for",
+        flag="a request may ask for as many as the API allows: leave it out",
+    ),
+    "override_generation_config": Other(
+        "answers are sampled by SamplingParams",
+        (None, {}),
+        "a server's defaults are llmpq-dist serve --generation-config",
+    ),
 }
+"""Argument of `LLM`; its flag has dashes."""
 
 
 _BEAMS = "there is no beam search: ask for n answers and choose by cumulative_logprob"
 _PLAIN = "a template gets texts as texts"
-VLLM_SAMPLING: Mapping[str, _Other] = {
-    "detokenize": _Other("answers have their text and token_ids", (True, None)),
-    "spaces_between_special_tokens": _Other("tokens are joined as the tokenizer joins them", _BOTH),
-    "output_kind": _Other("LLM.stream has what is new, LLM.generate whole answers"),
-    "extra_args": _Other("there are no plugins that would read them", (None, {})),
-    "logits_processors": _Other(
+VLLM_SAMPLING: Mapping[str, Other] = {
+    "detokenize": Other("answers have their text and token_ids", (True, None)),
+    "spaces_between_special_tokens": Other("tokens are joined as the tokenizer joins them", _BOTH),
+    "output_kind": Other("LLM.stream has what is new, LLM.generate whole answers"),
+    "extra_args": Other("there are no plugins that would read them", (None, {})),
+    "logits_processors": Other(
         "use logit_bias, allowed_token_ids, bad_words or structured_outputs", (None, [])
     ),
-    "guided_decoding": _Other("it is structured_outputs=StructuredOutputsParams(...)"),
-    "best_of": _Other("ask for n answers and choose by cumulative_logprob", (None, 1)),
-    "use_beam_search": _Other(_BEAMS, (False, None)),
-    "length_penalty": _Other(_BEAMS, (1.0, 1, None)),
-    "early_stopping": _Other(_BEAMS, (False, None)),
-    "flat_logprobs": _Other("logprobs are a dict a token", (False, None)),
-    "skip_clone": _Other("parameters are values that nothing changes", (None, *_BOTH)),
-    "skip_reading_prefix_cache": _Other(
+    "guided_decoding": Other("it is structured_outputs=StructuredOutputsParams(...)"),
+    "best_of": Other("ask for n answers and choose by cumulative_logprob", (None, 1)),
+    "use_beam_search": Other(_BEAMS, (False, None)),
+    "length_penalty": Other(_BEAMS, (1.0, 1, None)),
+    "early_stopping": Other(_BEAMS, (False, None)),
+    "flat_logprobs": Other("logprobs are a dict a token", (False, None)),
+    "skip_clone": Other("parameters are values that nothing changes", (None, *_BOTH)),
+    "skip_reading_prefix_cache": Other(
         "a cache_salt of its own keeps a request from found prefixes", (None, False)
     ),
-    "repetition_detection": _Other("use repetition_penalty or frequency_penalty"),
+    "repetition_detection": Other("use repetition_penalty or frequency_penalty"),
 }
-VLLM_CALLS: Mapping[str, _Other] = {
-    "lora_request": _Other(_ADAPTERS),
-    "prompt_token_ids": _Other("token ids are prompts: {'prompt_token_ids': [...]}, or the list"),
-    "tokenization_kwargs": _Other(
+VLLM_CALLS: Mapping[str, Other] = {
+    "lora_request": Other(_ADAPTERS),
+    "prompt_token_ids": Other("token ids are prompts: {'prompt_token_ids': [...]}, or the list"),
+    "tokenization_kwargs": Other(
         "texts are tokenised as the model's files say; truncate_prompt_tokens is in SamplingParams",
         (None, {}),
     ),
-    "guided_options_request": _Other("it is SamplingParams(structured_outputs=...)"),
-    "chat_template_content_format": _Other(_PLAIN, (None, "auto", "string")),
-    "mm_processor_kwargs": _Other("models read text only", (None, {})),
-    "mm_encoder_kwargs": _Other("models read text only", (None, {})),
+    "guided_options_request": Other("it is SamplingParams(structured_outputs=...)"),
+    "chat_template_content_format": Other(_PLAIN, (None, "auto", "string")),
+    "mm_processor_kwargs": Other("models read text only", (None, {})),
+    "mm_encoder_kwargs": Other("models read text only", (None, {})),
 }
 """Of `LLM.generate` and `LLM.chat`."""
 _ONE_PROCESS = "stages are the plan's (LLM.plan), and run no code of a caller's"
@@ -145,7 +208,7 @@ VLLM_METHODS: Mapping[str, str] = {
 
 def without_neutral(
     given: Mapping[str, Any],
-    table: Mapping[str, _Other] = VLLM_OPTIONS,
+    table: Mapping[str, Other] = VLLM_OPTIONS,
     *,
     whose: str = "LLM has no option",
 ) -> dict[str, Any]:
@@ -158,6 +221,6 @@ def without_neutral(
         other = table.get(name)
         if other is None:
             left[name] = value
-        elif not any(type(value) is type(known) and value == known for known in other.neutral):
+        elif not other.is_neutral(value):
             raise TypeError(f"{whose} '{name}' (got {value!r:.60}): {other.instead}")
     return left

@@ -1,52 +1,63 @@
-"""Flags of vLLM, of llmpq-algo and of earlier versions, with what stands for them in a command."""
+"""Flags of vLLM, of llmpq-algo and of earlier versions, with what stands for them in a command.
+
+What vLLM has as arguments of `LLM`, too, is in runtime/vllm_options.py.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 from llmpq.commands.command_line import Idle
+from llmpq.runtime.vllm_options import VLLM_OPTIONS, Other
 
-_DEVICES = (
-    "a model runs over all devices of this machine; choose others with CUDA_VISIBLE_DEVICES, or "
-    "plan for them: llmpq-algo --devices"
-)
-_BITS = "a checkpoint's own form is found in its files; for fewer bits plan with llmpq-algo --bits"
 _LENGTH = "lengths are each request's own; a plan's are llmpq-algo --prompt-len and --gen-len"
-_FILES = "files are read from the model's directory: leave it out"
+_DEVICES = VLLM_OPTIONS["tensor_parallel_size"].flag
+
+
+def _flags(name: str, other: Other) -> list[str]:
+    return [f"--{name.replace('_', '-')}", *filter(None, [other.short])]
+
+
+def _answers() -> Iterator[tuple[str, str]]:
+    """Yield what stands for an option's flags, where a value does not change nothing."""
+    for name, other in VLLM_OPTIONS.items():
+        if other.neutral is not None and True not in _switches(other):
+            yield from ((flag, other.flag or other.instead) for flag in _flags(name, other))
+
+
+def _switches(other: Other) -> list[bool]:
+    """Return the neutral values of an option that is on or off."""
+    return [value for value in other.neutral or () if isinstance(value, bool)]
+
+
+def _idle() -> Iterator[tuple[str, Idle]]:
+    """Yield an option's flags, and the values with which they change nothing."""
+    for name, other in VLLM_OPTIONS.items():
+        why = other.why or other.flag or other.instead
+        flags, switches = _flags(name, other), _switches(other)
+        if switches:
+            yield from ((flag, Idle(why)) for flag in flags if True in switches)
+            if False in switches:
+                yield flags[0].replace("--", "--no-", 1), Idle(why)
+            continue
+        values = None if other.neutral is None else tuple(map(str, other.neutral))
+        if values != ("None",):  # which is not typed
+            yield from ((flag, Idle(why, values)) for flag in flags)
+
 
 VLLM_FLAGS: Mapping[str, str] = {
-    "--tensor-parallel-size": _DEVICES,
-    "-tp": _DEVICES,
-    "--pipeline-parallel-size": _DEVICES,
-    "-pp": _DEVICES,
-    "--data-parallel-size": "several engines: llmpq-dist serve --replicas N",
-    "-dp": "several engines: llmpq-dist serve --replicas N",
+    **dict(_answers()),
     "--ray-serve": "replicas are processes of this machine: leave it out, --replicas N is enough",
-    "--distributed-executor-backend": "how stages run is --backend",
     "--max-model-len": _LENGTH,
     "--max-seq-len": _LENGTH,
     "--max-num-seqs": "requests at once are the plan's: llmpq-algo --batch",
     "--max-num-batched-tokens": "a step's tokens are the plan's",
     "--dtype": "the dtype is the plan's: llmpq-algo --dtype",
-    "--quantization": _BITS,
-    "-q": _BITS,
-    "--load-format": _BITS,
+    "--load-format": VLLM_OPTIONS["quantization"].flag,
     "--gpu-memory-utilization": "the memory used is the plan's: llmpq-algo has the flag",
-    "--kv-cache-memory-bytes": "memory that is left free is the plan's: llmpq-algo --reserve",
-    "--cpu-offload-gb": "layers run on the CPU instead: llmpq-algo --devices 4090,cpu",
     "--enforce-eager": "leave it out; llmpq-dist bench has it",
-    "--tokenizer": _FILES,
-    "--hf-config-path": _FILES,
-    "--download-dir": "models of the hub lie in its cache: set HF_HOME",
-    "--tokenizer-mode": _FILES,
-    "--block-size": "a block of the KV cache has 128 tokens: leave it out",
     "--no-enable-prefix-caching": "llmpq-dist serve has it",
     "--max-tokens": "answers' lengths are the requests' own",
-    "--speculative-config": "drafts are --speculate MODE with --gamma N",
-    "--speculative-model": "drafts are --speculate MODE with --gamma N",
-    "--num-speculative-tokens": "drafts are --speculate MODE with --gamma N",
-    "--seed": "a seed is each request's own",
-    "--max-logprobs": "a request may ask for as many as the API allows: leave it out",
     "--api-server-count": "one process answers HTTP: leave it out; several engines: --replicas N",
     "--uvicorn-log-level": "llmpq-dist serve has --no-access-log",
     "--chat-template-content-format": "contents go to a template as texts: leave it out",
@@ -56,8 +67,6 @@ VLLM_FLAGS: Mapping[str, str] = {
     "-c": _LENGTH,
     "-ngl": _DEVICES,
     "--disable-uvicorn-access-log": "llmpq-dist serve has --no-access-log",
-    "--enable-lora": "adapters are not run: merge them into the model first",
-    "--lora-modules": "adapters are not run: merge them into the model first",
     "--num-prompts": "requests of a bench are --batch",
     "--input-len": "tokens of a bench's prompts are --prompt",
     "--output-len": "new tokens of a bench are --gen",
@@ -65,25 +74,14 @@ VLLM_FLAGS: Mapping[str, str] = {
 }
 """Flag of vLLM -> what stands for it here, as the end of a sentence."""
 
-_ONE = ("1",)
 IDLE_FLAGS: Mapping[str, Idle] = {
-    **dict.fromkeys(
-        ("--tensor-parallel-size", "-tp", "--pipeline-parallel-size", "-pp"),
-        Idle("the plan says which devices run the model", _ONE),
-    ),
-    **dict.fromkeys(("--data-parallel-size", "-dp"), Idle("one engine is the default", _ONE)),
+    **dict(_idle()),
     "--enable-prefix-caching": Idle("it is on"),
-    "--enable-chunked-prefill": Idle("it is on"),
     "--enable-auto-tool-choice": Idle("tools are on wherever the model's template has them"),
     "--enable-reasoning": Idle("thoughts leave apart from the text by themselves"),
-    "--trust-remote-code": Idle("no code of a model is ever run"),
     "--disable-log-requests": Idle("prompts are not logged unless --log-prompts asks"),
     "--no-enable-log-requests": Idle("prompts are not logged unless --log-prompts asks"),
-    "--disable-log-stats": Idle("counters are at /metrics, not in the log"),
-    "--swap-space": Idle("preempted requests are computed again or copied by themselves", None),
-    "--seed": Idle("a seed is each request's own", ("0", "None")),
     "--load-format": Idle("a checkpoint's form is found in its files", ("auto", "safetensors")),
-    "--tokenizer-mode": Idle("it is found in the model's files", ("auto", "hf")),
 }
 """Flags of vLLM that ask for what is so here anyway: charts and scripts have them fixed."""
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from llmpq import LLM, SamplingParams
+from llmpq.runtime.cli.vllm_flags import IDLE_FLAGS, VLLM_FLAGS
 from llmpq.runtime.options import EngineOptions
 from llmpq.runtime.vllm_options import (
     VLLM_CALLS,
@@ -27,10 +28,9 @@ pytestmark = pytest.mark.cpu
         ({"tensor_parallel_size": 2}, "cluster='cluster.yaml', as a plan says"),
         ({"tensor_parallel_size": True}, "cluster="),
         ({"pipeline_parallel_size": 4}, "plan='plan.json'"),
-        ({"trust_remote_code": True}, "no code of a model is ever run"),
         ({"seed": 3}, r"SamplingParams\(seed=...\)"),
         ({"tokenizer": "gpt2"}, "files are read from the model's directory"),
-        ({"swap_space": 4}, "preempted requests"),
+        ({"block_size": 16}, "has 128 tokens"),
         ({"quantization": "awq"}, "own form is found in its files"),
         ({"enable_lora": True}, "merge them into the model"),
         ({"device": "cuda"}, "runs over all devices"),
@@ -45,10 +45,25 @@ def test_what_stands_for_an_argument_is_said(demo_model, given, said):
 
 
 def test_values_that_change_nothing_are_taken(demo_model):
-    neutral = {name: other.neutral[0] for name, other in VLLM_OPTIONS.items()}
+    neutral = {name: (other.neutral or (4,))[0] for name, other in VLLM_OPTIONS.items()}
     assert without_neutral(neutral) == {}
     LLM(demo_model, start=False, **neutral).close()
-    LLM(demo_model, start=False, disable_log_stats=True).close()
+    LLM(demo_model, start=False, disable_log_stats=True, trust_remote_code=True, seed=0).close()
+
+
+def test_a_command_takes_the_values_that_the_library_takes():
+    """An option is said once: a flag with a value is taken just where the argument is."""
+    for name, other in VLLM_OPTIONS.items():
+        flag = f"--{name.replace('_', '-')}"
+        idle = IDLE_FLAGS.get(flag)
+        assert idle is not None or flag in VLLM_FLAGS
+        for value in ("1", "0", "auto", "4", "awq", "hf"):
+            given = int(value) if value.isdigit() else value
+            taken = idle is not None and (idle.values is None or value in idle.values)
+            assert taken is other.is_neutral(given), (flag, value)
+        assert (idle is not None and idle.values == ()) is (
+            other.neutral is not None and other.is_neutral(True)
+        )
 
 
 @pytest.mark.parametrize("name", VLLM_METHODS)
