@@ -37,6 +37,7 @@ from llmpq.errors import LlmpqError, nearest
 from llmpq.model_spec import ModelSpec
 from llmpq.plan import Plan
 from llmpq.runtime.async_submitter import AsyncSubmitter, OutputQueue
+from llmpq.runtime.engine_metrics import Metric, metrics_of, token_counters
 from llmpq.runtime.launch.engine_starter import EngineStarter, Replan
 from llmpq.runtime.launch.engine_thread import EngineThread, RequestOutputDelta
 from llmpq.runtime.launch.pipeline_client import PipelineClient
@@ -424,6 +425,23 @@ class LLM:
         same = len(work) == len(found["stages"])
         pairs = zip(found["stages"], work, strict=True) if same else ()
         return {**found, "stages": [{**stage, **own} for stage, own in pairs]}
+
+    def get_metrics(self) -> list[Metric]:
+        """Return what the engine counts under vLLM's names, as `/metrics` of a server has it.
+
+        Gauges, counters and histograms: `name`, `labels`, `value`, or `count`, `sum`, `buckets`.
+        """
+        labels = {"model_name": self._spec.name, "engine": "0"}
+        stats = self.live_stats()
+        return [*metrics_of(stats, labels), *token_counters(stats, labels)]
+
+    def reset_prefix_cache(self) -> bool:
+        """Let prompts to come find nothing that was computed up to now; True, as it always is.
+
+        Requests under way go on. For timing, or where earlier prompts must not be found.
+        """
+        self._engine.reset_prefix_cache()
+        return True
 
     def generate(
         self,

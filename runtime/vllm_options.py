@@ -196,10 +196,7 @@ VLLM_METHODS: Mapping[str, str] = {
     "preprocess_chat": "LLM.get_tokenizer().apply_chat_template makes the prompt",
     "start_profile": "LLM(trace='trace.json') writes what stages did, as a Chrome trace",
     "stop_profile": "LLM(trace='trace.json') writes what stages did, as a Chrome trace",
-    "reset_prefix_cache": "blocks are dropped as others need them; requests of another cache_salt "
-    "find none of them, and enable_prefix_caching=False keeps none",
     "reset_mm_cache": "models read text only",
-    "get_metrics": "counters are LLM.stats(); llmpq-dist serve has /metrics",
     "sleep": _ASLEEP,
     "wake_up": _ASLEEP,
 }

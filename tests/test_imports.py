@@ -45,7 +45,7 @@ profiler/timing, profiler/quality, profiler/quantize <- profiler/cli <- profiler
 
 runtime/auto_plan, runtime/guide_schema, runtime/guides, runtime/gc_freeze, runtime/options, \
 runtime/host_copy, runtime/paged_step, runtime/ragged_step, runtime/request, \
-runtime/request_names, \
+runtime/request_names, runtime/engine_metrics, \
 runtime/request_output, runtime/sampling_params, runtime/step, runtime/step_message, \
 runtime/token_rules, runtime/trace, runtime/upload, runtime/vllm_options (one level)
 runtime/step_message <- runtime/models, runtime/weights, runtime/cache (one level) <- runtime/drafts

@@ -171,6 +171,13 @@ class BlockTables:
         self.prefix_queries = self.prefix_hits = 0
         """Tokens of admitted prompts, and how many of them the prefix cache had."""
 
+    def forget_prefixes(self) -> None:
+        """Find nothing for requests to come of what was computed up to now.
+
+        Requests under way go on; blocks that nobody finds are evicted as any.
+        """
+        self._root = chain_root(self._root, "reset")
+
     def new_request(self, request: Request, arrival: int) -> RunningRequest:
         """Return a request without blocks."""
         own = request.cache_salt

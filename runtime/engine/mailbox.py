@@ -32,11 +32,18 @@ class Abort:
     """None: that all do."""
 
 
+@dataclass(frozen=True)
+class ResetPrefixCache:
+    """Lets requests behind it find nothing that was computed before it."""
+
+
 @dataclass
 class Mailbox:
     """Requests on their way to the first stage's loop, and its outputs on their way back."""
 
-    requests: queue.Queue[Request | Abort | None] = field(default_factory=queue.Queue)
+    requests: queue.Queue[Request | Abort | ResetPrefixCache | None] = field(
+        default_factory=queue.Queue
+    )
     """Submissions; None closes: the loop ends when all submitted requests have ended."""
     finished: deque[Finished] = field(default_factory=deque)
     tokens: dict[int, list[int]] = field(default_factory=dict)

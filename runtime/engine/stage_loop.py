@@ -18,7 +18,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from llmpq.runtime.engine.mailbox import Abort, Mailbox
+from llmpq.runtime.engine.mailbox import Abort, Mailbox, ResetPrefixCache
 from llmpq.runtime.engine.pool_limits import max_ahead, max_in_flight
 from llmpq.runtime.engine.scheduler import Scheduler
 from llmpq.runtime.host_copy import HostCopy, arrived
@@ -185,6 +185,8 @@ class FirstStage:
                 self._closed = True
             elif isinstance(request, Abort):
                 self._abort(request.id)
+            elif isinstance(request, ResetPrefixCache):
+                self._scheduler.tables.forget_prefixes()
             else:
                 now_s = self._submitted_s[request.id] = time.perf_counter()
                 if request.timeout_s is not None:

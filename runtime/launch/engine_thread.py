@@ -155,6 +155,22 @@ class EngineThread:
             if not self._is_lost(engine, error):
                 raise
 
+    def reset_prefix_cache(self) -> None:
+        """Let requests to come find no prefix of those before.
+
+        Stages that take the place of lost ones begin with none.
+        """
+        with self._lock:
+            self._require_open()
+            engine, away = self.engine, self.recovery is not None
+        if away:
+            return
+        try:
+            engine.reset_prefix_cache()
+        except Exception as error:
+            if not self._is_lost(engine, error):
+                raise
+
     def wait_for_guide(self, guide: Guide) -> None:
         """Return once the last stage has compiled a guide, or is lost: the next one compiles it."""
         engine = self.engine

@@ -173,6 +173,10 @@ class PipelineClient:
         """End requests as soon as the steps under way for them have; their outputs come as ever."""
         self._ask_first("abort", list(request_ids))
 
+    def reset_prefix_cache(self) -> None:
+        """Let requests to come find no prefix of those before."""
+        self._ask_first("reset_prefix_cache")
+
     def noted(self, request_ids: Sequence[int], ended: Sequence[int]) -> dict[int, LogprobOutput]:
         """Return the scores of requests since the last call; the last stage forgets the ended."""
         found: dict[int, LogprobOutput] = self._ask_last("noted", list(request_ids), list(ended))

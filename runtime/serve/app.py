@@ -277,6 +277,12 @@ def _add_state(app: FastAPI, service: Service) -> None:
     async def load() -> dict[str, int]:
         return {"server_load": service.num_under_way}
 
+    @app.post("/reset_prefix_cache")
+    def reset_prefix_cache() -> Response:
+        # In a thread: the first stage is asked.
+        service.ready().reset_prefix_cache()
+        return Response()
+
     @app.get("/version")
     async def version() -> dict[str, str]:
         return {"version": __version__}

@@ -27,9 +27,10 @@ from prometheus_client.core import (
 )
 from prometheus_client.utils import floatToGoString
 
+from llmpq.runtime import engine_metrics
+from llmpq.runtime.engine_metrics import metrics_of
 from llmpq.runtime.request_output import CompletionDelta
 from llmpq.runtime.serve.arrival import ARRIVED_S
-from llmpq.runtime.trace import STEP_TOKENS
 
 SECONDS = (
     0.001,
@@ -314,31 +315,8 @@ class _EngineState:
     def collect(self) -> Iterator[Metric]:
         """Yield the gauges."""
         stats, labels = self._metrics.state()
-        prefix, values = self._metrics.prefix, tuple(labels.values())
         held = stats.get("gauges", {})
-        for name, about, value in (
-            ("num_requests_running", "Requests that hold memory.", stats.get("running", 0)),
-            ("num_requests_waiting", "Requests that wait for memory.", stats.get("waiting", 0)),
-            ("kv_cache_usage_perc", "Share of the KV memory in use.", kv_usage(held)),
-        ):
-            gauge = GaugeMetricFamily(f"{prefix}:{name}", about, labels=LABELS)
-            gauge.add_metric(values, float(value))
-            yield gauge
-        for name, about, key in (
-            ("prefix_cache_queries", "Prompt tokens looked up.", "prefix_queries"),
-            ("prefix_cache_hits", "Prompt tokens found.", "prefix_hits"),
-            ("num_preemptions", "Requests set aside for others.", "preemptions"),
-        ):
-            counter = CounterMetricFamily(f"{prefix}:{name}", about, labels=LABELS)
-            counter.add_metric(values, float(held.get(key, 0)))
-            yield counter
-        yield from _of_steps(prefix, labels, stats.get("stages", ()))
-        if "cache" in stats:
-            of_cache = {**labels, **{key: str(value) for key, value in stats["cache"].items()}}
-            about = "How keys and values are kept."
-            info = GaugeMetricFamily(f"{prefix}:cache_config_info", about, labels=[*of_cache])
-            info.add_metric([*of_cache.values()], 1.0)
-            yield info
+        yield from map(_family, metrics_of(stats, labels, prefix=self._metrics.prefix))
         yield from _of_stages(stats.get("stages", ()), labels["engine"], held)
         yield from _of_recoveries(stats.get("recoveries", ()), labels["engine"])
 
@@ -365,23 +343,21 @@ def _of_recoveries(recoveries: Sequence[Mapping[str, Any]], engine: str) -> Iter
     yield gauge
 
 
-def _of_steps(
-    prefix: str, labels: Mapping[str, str], stages: Sequence[Mapping[str, Any]]
-) -> Iterator[Metric]:
-    """Yield how many tokens the engine's steps have had: the first stage knows."""
-    if stages:
-        names = [*map(floatToGoString, STEP_TOKENS), "+Inf"]
-        totals = accumulate(stages[0]["steps_by_tokens"])
-        about = "Tokens of a step of the engine, of prompts and answers."
-        made = HistogramMetricFamily(f"{prefix}:iteration_tokens_total", about, labels=[*labels])
-        buckets = [*zip(names, totals, strict=True)]
-        made.add_metric([*labels.values()], buckets, stages[0]["tokens"])
-        yield made
-
-
-def kv_usage(held: Mapping[str, int]) -> float:
-    """Return the share of the pool's blocks that requests hold."""
-    return held.get("blocks_held", 0) / max(1, held.get("blocks", 0))
+def _family(metric: engine_metrics.Metric) -> Metric:
+    """Return an engine's metric as Prometheus has it."""
+    names, values = [*metric.labels], [*metric.labels.values()]
+    if isinstance(metric, engine_metrics.Histogram):
+        made = HistogramMetricFamily(metric.name, metric.about, labels=names)
+        made.add_metric(values, [*metric.buckets.items()], metric.sum)
+        return made
+    if isinstance(metric, engine_metrics.Counter):
+        counter = CounterMetricFamily(metric.name, metric.about, labels=names)
+        counter.add_metric(values, float(metric.value))
+        return counter
+    assert isinstance(metric, engine_metrics.Gauge), "there are three kinds"
+    gauge = GaugeMetricFamily(metric.name, metric.about, labels=names)
+    gauge.add_metric(values, metric.value)
+    return gauge
 
 
 def _of_stages(

@@ -332,3 +332,54 @@ def test_a_seed_gives_its_tokens_where_steps_are_the_requests_own(demo_model, dt
         together = [answer.outputs[0].token_ids for answer in llm.generate(prompts, params)]
         for i in (5, 2, 7, 0):
             assert llm.generate(prompts[i], params[i])[0].outputs[0].token_ids == together[i]
+
+
+@pytest.mark.cpu
+def test_prefixes_are_forgotten_and_counted_under_vllms_names(one):
+    prompt = [17 + n % 23 for n in range(300)]
+    greedy = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+
+    def cached() -> int:
+        (answer,) = one.generate([prompt], greedy)
+        assert answer.outputs[0].token_ids == first.outputs[0].token_ids
+        return answer.num_cached_tokens
+
+    (first,) = one.generate([prompt], greedy)
+    assert cached() == 256
+    before = {metric.name: metric for metric in one.get_metrics()}
+    assert one.reset_prefix_cache() is True
+    assert cached() == 0 and cached() == 256, "it is computed again once"
+    after = {metric.name: metric for metric in one.get_metrics()}
+    gained = {
+        name: metric.value - before[name].value
+        for name, metric in after.items()
+        if hasattr(metric, "value") and not name.endswith("_info")
+    }
+    assert gained["vllm:prefix_cache_queries"] == gained["vllm:prompt_tokens"] == 600
+    assert gained["vllm:prefix_cache_hits"] == 256
+    assert gained["vllm:generation_tokens"] == 8 and gained["vllm:request_success"] == 2
+    assert after["vllm:num_requests_running"].value == 0
+    steps = after["vllm:iteration_tokens_total"]
+    assert steps.count == steps.buckets["+Inf"] and steps.sum > 600
+    assert after["vllm:cache_config_info"].labels["block_size"] == "128"
+
+
+@pytest.mark.cpu
+def test_a_request_under_way_goes_on_while_prefixes_are_forgotten(one):
+    prompt = [29 + n % 31 for n in range(300)]
+    greedy = SamplingParams(temperature=0, max_tokens=150, ignore_eos=True)
+    (whole,) = one.generate([prompt], greedy)
+    one.reset_prefix_cache()
+
+    async def streamed() -> str:
+        text = ""
+        async for new in one.stream(prompt, greedy):
+            if not text:
+                one.reset_prefix_cache()
+            text += new
+        return text
+
+    assert asyncio.run(streamed()) == whole.outputs[0].text
+    (again,) = one.generate([prompt], greedy)
+    assert again.num_cached_tokens == 0, "what it computed before is not found"
+    assert again.outputs[0].token_ids == whole.outputs[0].token_ids

@@ -26,7 +26,7 @@ from llmpq.plan import Plan, StagePlan
 from llmpq.precision import WeightScheme
 from llmpq.runtime.backends.stage_runner import StageRunner
 from llmpq.runtime.drafts.drafters import speculation_report
-from llmpq.runtime.engine.mailbox import Abort, EngineOutputs, Mailbox
+from llmpq.runtime.engine.mailbox import Abort, EngineOutputs, Mailbox, ResetPrefixCache
 from llmpq.runtime.engine.pool_limits import max_ahead
 from llmpq.runtime.engine.scheduler import Scheduler
 from llmpq.runtime.engine.stage_loop import FirstStage, run_following_stage
@@ -225,6 +225,10 @@ class StageWorker:
         """End requests as soon as their steps under way have (first stage only)."""
         for request_id in request_ids:
             self._mailbox.requests.put(Abort(request_id))
+
+    def reset_prefix_cache(self) -> None:
+        """Let requests to come find no prefix of those before (first stage only)."""
+        self._mailbox.requests.put(ResetPrefixCache())
 
     def stop(self) -> None:
         """End the loop as soon as the steps under way have, and a load after its current layer."""

@@ -28,7 +28,7 @@ from llmpq.runtime.serve.replicas.plain_messages import from_plain, to_plain
 from llmpq.runtime.serve.service import Service
 from llmpq.runtime.serve.settings import ServeSettings
 
-CALLS = ("answer", "state", "metrics", "page")
+CALLS = ("answer", "state", "metrics", "page", "reset_prefix_cache")
 
 
 class Replica:
@@ -120,6 +120,10 @@ class Replica:
     async def metrics(self) -> str:
         """Return its metrics in Prometheus' text format; asks the stages."""
         return (await asyncio.to_thread(self._service.metrics.text)).decode()
+
+    async def reset_prefix_cache(self) -> None:
+        """Let requests to come find no prefix of those before."""
+        await asyncio.to_thread(self._service.ready().reset_prefix_cache)
 
     async def page(self) -> dict[str, Any]:
         """Return what the page draws of it; asks the stages."""

@@ -208,6 +208,10 @@ class ReplicaFront:
         texts = [text.encode() for text in await self._all("metrics")]
         return merged_metrics([*texts, generate_latest(self.metrics.registry)])
 
+    async def reset_prefix_caches(self) -> None:
+        """Let requests to come find no prefix of those before, on any replica."""
+        await self._all("reset_prefix_cache")
+
     async def pages(self) -> list[Any]:
         """Return what the page draws of each replica that answers."""
         return await self._all("page")

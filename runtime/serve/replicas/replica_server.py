@@ -112,6 +112,12 @@ def front_app(front: ReplicaFront) -> FastAPI:
     async def load() -> dict[str, int]:
         return {"server_load": front.num_under_way}
 
+    @app.post("/reset_prefix_cache")
+    async def reset_prefix_cache() -> Response:
+        front.check_ready()
+        await front.reset_prefix_caches()
+        return Response()
+
     @app.get("/version")
     async def version() -> dict[str, str]:
         return {"version": __version__}

@@ -58,6 +58,20 @@ def until(done, limit_s=30.0):
     assert done()
 
 
+def test_prefixes_are_forgotten_on_request(server):
+    body = {"prompt": [7 + n % 19 for n in range(300)], "max_tokens": 1}
+
+    def cached():
+        usage = ask(server, "/v1/completions", body)[2]["usage"]
+        return (usage.get("prompt_tokens_details") or {}).get("cached_tokens", 0)
+
+    cached()
+    assert cached() == 256
+    assert ask(server, "/reset_prefix_cache", {})[0] == 200
+    assert ask(server, "/reset_prefix_cache", method="GET")[0] == 405
+    assert cached() == 0 and cached() == 256
+
+
 def test_state_is_told_without_asking_for_tokens(server):
     assert ask(server, "/health")[2] == {"status": "ok"}
     assert ask(server, "/ready")[2] == {"status": "ready"}

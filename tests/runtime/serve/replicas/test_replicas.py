@@ -168,6 +168,9 @@ def test_chats_streams_tools_and_schemas_pass_through(client, twin):
 
 
 def test_refusals_and_state_are_those_of_one_server(started, client):
+    reset = urllib.request.Request(started.url + "/reset_prefix_cache", method="POST")
+    with urllib.request.urlopen(reset, timeout=30) as answer:
+        assert answer.status == 200, "every replica has answered"
     for options, status, said in (
         ({"model": "other"}, 404, "the model 'other' does not exist"),
         ({"temperature": -1}, 400, "temperature must be 0"),
