@@ -204,9 +204,11 @@ def refusal_of(
         return PlanRefusal(said=only, remedy=verb)
     lack = _shortfall(p, problems)
     said = f"{p.spec.name} does not fit {p.cluster.name}: {lack.text}"
+    context, positions = p.workload.prompt_len + p.workload.gen_len, p.spec.max_positions
     if not _some_fit(problems, prompt_len=1, gen_len=1):
         said += ", whatever the context"
-    context, positions = p.workload.prompt_len + p.workload.gen_len, p.spec.max_positions
+    elif p.workload.batch > 1:
+        said += f" for {p.workload.requests} of {context:,} tokens at once"
     if context > positions and p.spec.positions != "alibi":
         said += f"; {context} tokens are also beyond the model's {positions} positions"
     ways = _Ways(p, kvs, names_flags, names_context).found()
@@ -301,7 +303,7 @@ class _Ways:
         ways = [way for way in (self._kv(), self._bits()) if way] or [self._bits_and_kv()]
         if len(self.p.cluster.devices) > MANY_DEVICES:  # the rest takes minutes
             return [way for way in ways if way]
-        ways += [self._length(), self._batch()]
+        ways += [self._batch() or self._batch_of_fewer_bits(), self._length()]
         if not any(ways):
             ways = [self._least_and_length()]
         reserve = self._reserve() if self.names_flags else ""
@@ -360,6 +362,20 @@ class _Ways:
     def _batch(self) -> str:
         most = self._most("batch", below=self.p.workload.batch)
         return self._said(batch=most) if most else ""
+
+    def _batch_of_fewer_bits(self) -> str:
+        """Return how many requests of the whole context fit at once, with as few bits as needed."""
+        if self.p.workload.batch == 1:
+            return ""
+        weights, caches = self._fewer_bits(), self._fewer_kv()
+        both = product([None, *weights], [None, *caches])
+        for bits, kv in sorted(both, key=lambda own: (own[0] is not None, own[1] is not None)):
+            change: dict[str, Any] = {} if bits is None else {"choices": (bits,)}
+            change |= {} if kv is None else {"kv": kv}
+            if change and fitting_plan(self.job.with_job(**change, batch=1)) is not None:
+                most = self._most("batch", below=self.p.workload.batch, **change)
+                return self._said(bits=bits, kv=kv, batch=most) if most else ""
+        return ""
 
     def _most(self, name: str, *, below: int, **change: Any) -> int:
         """Return the largest value of a field of the job, below one, with which it fits."""

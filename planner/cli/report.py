@@ -343,20 +343,21 @@ def comparison_table(rows: Mapping[str, MethodRow | str], *, budget: float | Non
 def front_table(plans: Sequence[Plan], chosen: int) -> Table:
     """Return the front of time against quality loss, fastest first; a star marks one of them.
 
-    Losses are rounded up, so that each is a `--quality-budget` that its plan is within.
+    Losses are rounded up, so that each is a `--quality-budget` that its plan is within. Behind a
+    time of a plan that is not proven stands a `?`.
     """
     from rich import box
     from rich.table import Table
 
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    columns = ("", "time", "tokens/s", "quality loss", "bits", "KV", "micro-batches", "stages")
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
+    columns = ("", "time", "tokens/s", "loss", "bits", "KV", "micro-\nbatches", "stages")
     for name in columns:
         left = name in ("bits", "stages")
-        table.add_column(name, justify="left" if left else "right")
+        table.add_column(name, justify="left" if left else "right", overflow="fold")
     for number, plan in enumerate(plans, start=1):
         predicted = plan.predicted
         assert predicted is not None, "the planner always predicts"
-        proven = "" if plan.solver.status == "optimal" else " (not proven)"
+        proven = " " if plan.solver.status == "optimal" else "?"
         table.add_row(
             f"{number}*" if number == chosen + 1 else str(number),
             f"{predicted.total_s:.3f} s{proven}",
@@ -365,6 +366,6 @@ def front_table(plans: Sequence[Plan], chosen: int) -> Table:
             bits_of(plan.precisions),
             str(plan.workload.kv.bits),
             f"{plan.prefill_microbatch}, {plan.decode_microbatch}",
-            " | ".join(f"{s.device} {s.layers[0]}-{s.layers[1] - 1}" for s in plan.stages),
+            "\n".join(f"{s.device} {s.layers[0]}-{s.layers[1] - 1}" for s in plan.stages),
         )
     return table

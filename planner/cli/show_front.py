@@ -31,6 +31,9 @@ from llmpq.planner.solving.methods import SolveOptions
 from llmpq.planner.solving.plan_search import nothing_fits, variants_with_room
 from llmpq.planner.solving.worker import front_in_child
 
+TABLE_COLUMNS = 100
+"""Columns of a terminal that the table takes at most."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class ListedFront:
@@ -69,13 +72,15 @@ def show_front(
     from llmpq.planner.cli.report import front_table
 
     console = open_console()
-    console.print(front_table(front.plans, chosen))
+    console.print(front_table(front.plans, chosen), width=min(console.width, TABLE_COLUMNS))
     how = f"--theta {problem.theta:g}" if options.prefer is None else f"--prefer {options.prefer}"
     shared = one_pipeline_notes(request, options, len(problem.cluster.devices))
     instead = "with --engines 1 instead of --pareto" if shared else "without --pareto"
     say(console, f"* of these plans the one that {how} takes: the same command {instead}")
     say(console, coverage(front))
     say(console, f"another of these plans: the same command {instead}, with --quality-budget LOSS")
+    if any(plan.solver.status != "optimal" for plan in front.plans):
+        say(console, "?: not proven; a longer --time-limit may find a faster plan of that loss")
     for note in shared:
         say(console, f"note: {note}")
     if request.output:

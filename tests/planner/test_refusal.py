@@ -20,6 +20,8 @@ REFUSED = {
     "a long answer": "--devices 4060 --model qwen3-8b --bits 4 --batch 1 --gen-len 30000",
     "many requests": "--devices 3060,4060 --model qwen3-8b --bits 4,8 --kv 16,8 --batch 400",
     "a mixture": "--devices 4060:2 --model gpt-oss-20b --batch 2",
+    "requests of bits that fit by none alone": "--devices 4070 --model qwen3-14b --bits 4 "
+    "--context 16k --batch 16",
     "no bfloat16": "--devices t4:2 --model qwen3-32b --batch 1",
     "a CPU too small": "--devices 4060,cpu=8GB+4threads --model qwen3-32b --bits 4 --batch 1",
     "a fixed micro-batch": "--devices 3060 --model qwen3-14b --batch 200 --decode-microbatch 200",
@@ -86,7 +88,7 @@ def test_limits_that_were_given_are_named_and_no_other(
     words = "--devices 4060:2 --model llama-3.1-8b --bits 8 --batch 64 --prompt-len 180 --gen-len 8"
     line = refusal(capsys, [*words.split(), *flags.split()])
     assert text in line
-    assert set(re.findall(r"--[a-z-]+", line)) <= {*flags.split(), "--bits", "--kv"}
+    assert set(re.findall(r"--[a-z-]+", line)) <= {*flags.split(), "--bits", "--kv", "--batch"}
 
 
 def test_a_context_is_refused_and_mended_as_a_context(capsys: pytest.CaptureFixture[str]) -> None:

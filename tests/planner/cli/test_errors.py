@@ -77,7 +77,7 @@ ERRORS = {
         ["--device-names", "T4", "--device-numbers", "1", "--model", "opt-30b"],
         5,
         "llmpq-algo: opt-30b does not fit T4x1: even at w4a16 and kv16, T4-0 is short by 14.5 GiB, "
-        "whatever the context; what fits: 2 more T4\n",
+        "whatever the context; what fits: --bits 3,4 --batch 2, or 2 more T4\n",
     ),
     "bad pin": (
         [*SMALL, "--pin", "0-99=T4-0"],

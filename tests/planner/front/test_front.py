@@ -258,6 +258,15 @@ def test_a_kv_precision_out_of_time_is_said(
     assert _run(capsys, *words) == (5, "", text)
 
 
+def test_the_table_is_at_most_as_wide_as_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    devices = ["--devices", "3060,3070,3080,3090,4060,4070", "--model", "qwen3-32b", "--batch", "4"]
+    code, text, _ = _run(capsys, *devices, "--pareto", "--pareto-points", "2", "--time-limit", "2")
+    assert code == 0
+    table = text[: text.index("* of these plans")].splitlines()
+    assert max(map(len, table)) <= 100
+    assert any("not proven" in line for line in text.splitlines()) is ("s?" in text)
+
+
 def test_front_of_two_kv_precisions_is_merged(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["--pareto", "--pareto-points", "3", "--kv", "16,8", "--json"]
     code, text, _ = _run(capsys, *SMALL, *words)

@@ -168,7 +168,8 @@ def test_chats_streams_tools_and_schemas_pass_through(client, twin):
 
 
 def test_refusals_and_state_are_those_of_one_server(started, client):
-    reset = urllib.request.Request(started.url + "/reset_prefix_cache", method="POST")
+    key = {"Authorization": f"Bearer {KEY}"}
+    reset = urllib.request.Request(f"{started.url}/reset_prefix_cache", None, key, method="POST")
     with urllib.request.urlopen(reset, timeout=30) as answer:
         assert answer.status == 200, "every replica has answered"
     for options, status, said in (
