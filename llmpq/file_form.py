@@ -5,10 +5,12 @@ from __future__ import annotations
 import errno
 import json
 import os
+from functools import cache
 from pathlib import Path
-from typing import Any, Self
+from types import NoneType
+from typing import Any, Self, get_args
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 
 from llmpq.errors import nearest, short_repr
 
@@ -20,6 +22,16 @@ class FileForm(BaseModel):
     """A frozen file type. Unknown keys are errors; units stand in the key names."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", populate_by_name=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_switches(cls, data: object) -> object:
+        """Refuse `yes` and `no` of YAML in the place of a number, which they are in Python."""
+        if isinstance(data, dict):
+            for key in _number_keys(cls):
+                if isinstance(data.get(key), bool):
+                    raise ValueError(f"'{key}': expected a number, got {data[key]}")
+        return data
 
     @classmethod
     def parse_data(cls, data: object, *, where: str) -> Self:
@@ -55,6 +67,19 @@ class FileForm(BaseModel):
             raise ValueError(
                 f"cannot write '{path}': {reason}; {kept}{do}give another place"
             ) from None
+
+
+@cache
+def _number_keys(model: type[BaseModel]) -> tuple[str, ...]:
+    """Return the keys of the fields that are a number, or none."""
+    return tuple(
+        field.alias or name
+        for name, field in model.model_fields.items()
+        if set(get_args(field.annotation) or (field.annotation,)) - {NoneType} in _NUMBERS
+    )
+
+
+_NUMBERS = ({int}, {float}, {int, float})
 
 
 def replace_text(path: Path, text: str) -> None:
@@ -105,8 +130,33 @@ def read_json(path: str | Path) -> object:
         raise ValueError(f"'{path}' is not JSON ({error}); llmpq reads no pickle files") from None
 
 
-FORMS = {"tuple_type": "a list", "list_type": "a list", "dict_type": "a table"}
-"""What a file's entry must be, by the error of an entry of another form."""
+_WHOLE, _NUMBER, _TEXT, _SWITCH = "a whole number", "a number", "a text in quotes", "true or false"
+FORMS = {
+    "tuple_type": "a list",
+    "list_type": "a list",
+    "dict_type": "a table",
+    "int_type": _WHOLE,
+    "int_parsing": _WHOLE,
+    "int_from_float": _WHOLE,
+    "float_type": _NUMBER,
+    "float_parsing": _NUMBER,
+    "finite_number": "a finite number",
+    "string_type": _TEXT,
+    "bool_type": _SWITCH,
+    "bool_parsing": _SWITCH,
+    "greater_than": "more than {gt}",
+    "greater_than_equal": "at least {ge}",
+    "less_than": "less than {lt}",
+    "less_than_equal": "at most {le}",
+    "literal_error": "{expected}",
+    "enum": "{expected}",
+}
+"""What a file's entry must be, by the error of an entry of another form or size."""
+SIZES = {
+    "too_short": "expected a list of at least {min_length}, got {actual_length}",
+    "too_long": "expected a list of at most {max_length}, got {actual_length}",
+}
+"""What is said of a list of too few or too many."""
 
 
 def explain(error: ValidationError, model: type[BaseModel]) -> str:
@@ -118,6 +168,8 @@ def explain(error: ValidationError, model: type[BaseModel]) -> str:
         known = _keys_near(model, first["loc"])
         return f"unknown key '{place}': {nearest(key, known)}valid keys: {', '.join(known)}"
     message = first["msg"].removeprefix("Value error, ")
+    if place and message.startswith("'") and first["type"] == "value_error":  # of a key in it
+        return f"'{place}.{message[1:]}"
     if first["type"] == "missing":
         known = _keys_near(model, first["loc"])
         return f"'{place}': {message}; valid keys: {', '.join(known)}"
@@ -132,9 +184,12 @@ def explain(error: ValidationError, model: type[BaseModel]) -> str:
     if first["type"] == "model_type":
         keys = ", ".join(_keys_near(model, (*first["loc"], "")))
         return f"'{place}': expected a table with keys of {keys}, got {short_repr(got)}"
+    context = first.get("ctx", {})
+    if (size := SIZES.get(first["type"])) is not None:
+        return f"'{place}': {size.format(**context)}"
     if (form := FORMS.get(first["type"])) is not None:
-        return f"'{place}': expected {form}, got {short_repr(got)}"
-    shown = "" if isinstance(got, (dict, list)) else f" (got {short_repr(got)})"
+        return f"'{place}': expected {form.format(**context)}, got {short_repr(got)}"
+    shown = "" if isinstance(got, (dict, list)) or "got" in message else f" (got {short_repr(got)})"
     return f"'{place}': {message}{shown}"
 
 

@@ -174,7 +174,7 @@ class BlockTables:
     def forget_prefixes(self) -> None:
         """Find nothing for requests to come of what was computed up to now.
 
-        Requests under way go on; blocks that nobody finds are evicted as any.
+        Requests under way go on; their blocks and the cached ones are evicted as others are.
         """
         self._root = chain_root(self._root, "reset")
 

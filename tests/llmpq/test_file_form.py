@@ -88,3 +88,30 @@ def test_an_entry_of_another_form_is_said_in_the_words_of_files(
     path.write_text(f"name: lab\nnodes:\n  - name: a\n    {entry}\n")
     with pytest.raises(ValueError, match=sentence):
         Cluster.load(path)
+
+
+@pytest.mark.parametrize(
+    ("key", "text", "said"),
+    [
+        ("count", "yes", "'nodes.0.devices.0.count': expected a number, got True"),
+        ("count", "two", "'nodes.0.devices.0.count': expected a whole number, got 'two'"),
+        ("count", "1.5", "'nodes.0.devices.0.count': expected a whole number, got 1.5"),
+        ("count", "-1", "'nodes.0.devices.0.count': expected more than 0, got -1"),
+        ("count", "[1]", r"'nodes.0.devices.0.count': expected a whole number, got \[1\]"),
+        ("threads", "no", "'nodes.0.devices.0.threads': expected a number, got False"),
+        ("kind", "on", "'nodes.0.devices.0.kind': expected a text in quotes, got True"),
+        ("kind", "2026-01-01", "'nodes.0.devices.0.kind': expected a text in quotes, got "),
+        ("memory", "lots", "'nodes.0.devices.0.memory': expected a size such as .*, got 'lots'$"),
+    ],
+)
+def test_scalars_of_yaml_are_refused_in_words_of_a_file(
+    tmp_path: Path, key: str, text: str, said: str
+) -> None:
+    path = tmp_path / "cluster.yaml"
+    device = {"kind": "RTX-4090", key: text}
+    lines = "\n".join(f"          {name}: {value}" for name, value in device.items())
+    path.write_text(
+        f"schema: 1\nname: home\nnodes:\n  - name: pc\n    devices:\n      -\n{lines}\n"
+    )
+    with pytest.raises(ValueError, match=said):
+        Cluster.load(path)

@@ -315,7 +315,7 @@ def test_costs_of_different_models_do_not_merge(
         ("--model opt-13b --bits 7", "unknown precision '7'"),
         ("--model opt-13b --verify x", "--verify: expected numbers such as 2,4, got 'x'"),
         ("--model opt-13b --verify 1", "--verify: a verify step has at least 2 tokens, got '1'"),
-        ("--model opt-13b --temperature 1 --top-p 2", "sampling: 'top_p': Input should be less"),
+        ("--model opt-13b --temperature 1 --top-p 2", "sampling: 'top_p': expected at most 1"),
         ("--model opt-13b --copies 0", "--copies must be at least 1, got 0"),
         ("--model opt-13b --max-len 4", "--max-len must be at least 16 tokens, got 4"),
     ],

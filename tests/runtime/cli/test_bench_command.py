@@ -52,7 +52,10 @@ def test_in_process_with_dummy_weights(demo_model, tmp_path, capsys):
         ([], "nothing to run"),
         (["--model", "llama-9", "--load-format", "dummy"], "unknown model"),
         (["--model", "opt-13b", "--load-format", "dummy", "--repeat", "0"], "--repeat"),
-        (["--model", "opt-13b", "--load-format", "dummy", "--batch", "0"], "'batch': Input should"),
+        (
+            ["--model", "opt-13b", "--load-format", "dummy", "--batch", "0"],
+            "'batch': expected more than 0",
+        ),
         (
             ["--plan", "plan.json", "--batch", "32", "--kv", "kv4"],
             "--kv, --batch have no effect with --plan",

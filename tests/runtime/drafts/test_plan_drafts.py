@@ -26,9 +26,7 @@ def stage(kind: str, threads: int | None = None) -> StagePlan:
 def test_a_plan_drafts_no_more_than_the_runtime_takes() -> None:
     data = {"mode": "kv4", "gamma": MAX_GAMMA, "acceptance": 0.9}
     assert Speculation.parse_data(data, where="plan").gamma == MAX_GAMMA
-    with pytest.raises(
-        ValueError, match=f"'gamma': Input should be less than or equal to {MAX_GAMMA}"
-    ):
+    with pytest.raises(ValueError, match=f"'gamma': expected at most {MAX_GAMMA}"):
         Speculation.parse_data(data | {"gamma": MAX_GAMMA + 1}, where="plan")
 
 
