@@ -221,10 +221,12 @@ class PoolPlan:
     def _live_tokens(self) -> int:
         """Return the tokens of a step of live requests, as many as every stage computes in time.
 
-        At most the plan's chunk, by the plan's costs; CPUs without measured costs take the
-        default chunk at most.
+        What a plan for live traffic states. Else the plan's chunk at most, by its costs; CPUs
+        without measured costs take the default chunk at most.
         """
         plan, most = self.plan, self.plan.prefill_chunk or CHUNK_TOKENS
+        if plan.traffic is not None:
+            return plan.traffic.step_tokens
         measured = plan.predicted is not None and not plan.predicted.estimated
         for stage in plan.stages:
             if stage.prefill_s and stage.decode_s and (measured or not stage.is_cpu):
