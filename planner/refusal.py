@@ -303,7 +303,8 @@ class _Ways:
         ways = [way for way in (self._kv(), self._bits()) if way] or [self._bits_and_kv()]
         if len(self.p.cluster.devices) > MANY_DEVICES:  # the rest takes minutes
             return [way for way in ways if way]
-        ways += [self._batch() or self._batch_of_fewer_bits(), self._length()]
+        fewer_at_once = self._batch() or ("" if any(ways) else self._batch_of_fewer_bits())
+        ways += [fewer_at_once, self._length()]
         if not any(ways):
             ways = [self._least_and_length()]
         reserve = self._reserve() if self.names_flags else ""

@@ -114,7 +114,7 @@ def known_kind(name: str, memory_bytes: int | None = None) -> str | None:
     """Return the table's name of a device kind, None where it has none of this name."""
     specs = device_specs()
     sizes = {kind: spec.memory / GIB for kind, spec in specs.items()}
-    kind = find_kind(name, _spellings(), sizes)
+    kind = name if name in specs else find_kind(name, _spellings(), sizes)
     if kind is None or memory_bytes is None:
         return kind
     alike = [other for other in siblings(kind) if not specs[other].is_cpu]

@@ -94,13 +94,25 @@ class ClassLinks:
 
 
 def link_tables(cluster: Cluster, devices: Sequence[Device], costs: CostBook) -> LinkTables:
-    """Return the coefficients of every link between devices of a cluster."""
-    count = len(devices)
-    tables = np.zeros((3, count, count))
-    for i, source in enumerate(devices):
-        for j, target in enumerate(devices):
-            if i != j:
-                terms = costs.link(cluster, source, target)
-                tables[:, i, j] = terms.delay_s, terms.handshake_s, terms.per_byte_s
+    """Return the coefficients of every link between devices of a cluster.
+
+    Devices of a kind and node have the same, unless a link names one of them.
+    """
+    alike: dict[tuple[str, ...], Device] = {}
+    of_device = []
+    for device in devices:
+        own = device.name if cluster.has_own_links(device) else ""
+        key = (device.profile_kind, device.node, own)
+        alike.setdefault(key, device)
+        of_device.append(key)
+    number = {key: k for k, key in enumerate(alike)}
+    of_kinds = np.zeros((3, len(alike), len(alike)))
+    for i, source in enumerate(alike.values()):
+        for j, target in enumerate(alike.values()):
+            terms = costs.link(cluster, source, target)
+            of_kinds[:, i, j] = terms.delay_s, terms.handshake_s, terms.per_byte_s
+    place = np.array([number[key] for key in of_device])
+    tables = of_kinds[:, place[:, None], place[None, :]]
+    tables[:, range(len(devices)), range(len(devices))] = 0.0
     delay, handshake, per_byte = tables
     return LinkTables(delay_s=delay, handshake_s=handshake, per_byte_s=per_byte)
