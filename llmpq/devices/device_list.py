@@ -1,6 +1,6 @@
 """Devices as one says them: `4090,3090:2,cpu`, in one text, for a machine without a cluster YAML.
 
-    DEVICES   one device or several, separated by commas: 4090,3090:2,cpu
+    DEVICES   one device or several, separated by commas (or + and ;): 4090,3090:2,cpu
     device    NAME, NAME:COUNT or COUNTxNAME; a card's name in any common spelling
     a card that is not in the table        mycard=24GB+936GB/s+71TFLOPS
     a card whose memory was changed        4090=48GB
@@ -45,6 +45,10 @@ _COUNTED = (
     re.compile(r"(?P<count>\d{1,9})(?:\s*[xX*]\s*|\s+)(?P<name>[^=|].*)"),
 )
 """Ways to say how many: `3090:2`, `3090x2` and `RTX 3090 x2`, `2x3090` and `2 x RTX 3090`."""
+_ANY_CARD = re.compile(r"(?:n?gpus?|cuda|nvidia|amd|auto|all|any|local|here)[ :_-]?\d*")
+"""What people write for the cards that there are."""
+_JOINED = re.compile(r"[;+&]|\band\b")
+"""What people write for a comma: `4090 + 3090`, `4090 and 2x 3090`."""
 _NUMBER = re.compile(r"(\d+(?:\.\d+)?)\s*([a-z/]+)", re.IGNORECASE)
 _BANDWIDTH = {"gb/s": 1.0, "gbps": 1.0, "gbs": 1.0, "tb/s": 1e3, "tbps": 1e3, "tbs": 1e3}
 _RATE = ("tflops", "tflop/s", "tflop", "tf", "tflops/s")
@@ -162,7 +166,10 @@ def _machine(cluster: Cluster) -> Iterator[str]:
 def _items(text: str) -> Iterator[str]:
     """Yield one device each: between commas, or words that are several devices without them."""
     for part in text.split(","):
-        if part.strip():
+        own = [one.strip() for one in _JOINED.split(part)] if "=" not in part else []
+        if len(own) > 1 and all(map(_readable, own)):
+            yield from own
+        elif part.strip():
             yield from _several(part.split()) or [part.strip()]
 
 
@@ -211,6 +218,11 @@ def _group(item: str, where: str) -> tuple[dict[str, Any], list[str]]:
     """Return the device group of one item, and what is assumed for it."""
     name, count, described = _parts(item)
     item = shortened(item)
+    if _ANY_CARD.fullmatch(name.lower()) and not described:
+        own = f"leave {where} out for what this machine has, or " if where == "--devices" else ""
+        raise ValueError(
+            f"{where} {item}: '{name}' names no card; {own}say which cards, such as 4090,3090:2"
+        )
     if not 1 <= count <= MAX_COUNT:
         raise ValueError(f"{where} {item}: expected 1 to {MAX_COUNT:,} devices, got {count:,}")
     facts = _facts(described, item, where) if "=" in item else _Facts()

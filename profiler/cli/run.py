@@ -22,6 +22,7 @@ from llmpq.precision import KVPrecision, Precision
 from llmpq.profiler.cli.flags import MergeRequest, ProfileRequest, job_lengths
 from llmpq.profiler.cli.tables import links_table, profile_tables
 from llmpq.profiler.timing.cases import Effort, Sampling, TimedCase, model_spec
+from llmpq.profiler.timing.expected_time import expected_s
 from llmpq.profiler.timing.profile_host import (
     HostProfile,
     ProfileJob,
@@ -51,8 +52,10 @@ def main(request: ProfileRequest) -> int:
         {"--cluster": str(request.cluster)},
         {"--output": str(request.output), "--samples": str(samples_path)},
     )
+    log.info("%s", foresight(job))
     with SampleLog(samples_path) as samples, _progress() as progress:
-        task = progress.add_task("starting", total=_num_cases(job))
+        total = sum(len(_cases_of(job, device)) for device in job.devices)
+        task = progress.add_task("starting", total=total)
 
         def on_case(case: TimedCase) -> None:
             progress.update(task, advance=1, description=case.target.title)
@@ -181,20 +184,38 @@ def _progress() -> Progress:
     )
 
 
-def _num_cases(job: ProfileJob) -> int:
-    total = 0
-    for device in job.devices:
-        kind = device.profile_kind
-        total += len(
-            cases(
-                job.grid,
-                device_kind=kind,
-                dtype=job.dtype,
-                precisions=job.precisions,
-                kv=job.kv,
-            )
+def _cases_of(job: ProfileJob, device: Device) -> tuple[TimedCase, ...]:
+    return tuple(
+        cases(
+            job.grid,
+            device_kind=device.profile_kind,
+            dtype=job.dtype,
+            precisions=job.precisions,
+            kv=job.kv,
         )
-    return total
+    )
+
+
+def foresight(job: ProfileJob) -> str:
+    """Return how many cases a job has, and about how long they take."""
+    found = [(device, _cases_of(job, device)) for device in job.devices]
+    seconds = sum(expected_s(job.spec, device, own, job.effort) for device, own in found)
+    count = sum(len(own) for _, own in found)
+    on_gpu = any(not device.spec.is_cpu for device, _ in found)
+    compiling = ", and some for compiling kernels" if on_gpu else ""
+    return (
+        f"{count:,} cases on {', '.join(device.profile_kind for device, _ in found)}: about "
+        f"{_about(seconds)} where nothing else runs{compiling}; fewer with --quick, --bits or "
+        "--job; those on disk are not timed again"
+    )
+
+
+def _about(seconds: float) -> str:
+    """Return a time as people say it: 40 seconds, 5 minutes, 2 hours."""
+    for size, name in ((3600, "hour"), (60, "minute"), (10, "0 second")):
+        if seconds >= 1.5 * size:
+            return f"{seconds / size:.0f}{name if name[0] == '0' else f' {name}'}s"
+    return "20 seconds"
 
 
 def _counts(text: str) -> tuple[int, ...]:

@@ -115,6 +115,9 @@ def test_memory_tells_cards_of_one_name_apart() -> None:
         ("2x3090", "RTX-3090-0 RTX-3090-1"),
         ("rtx4090*2", "RTX-4090-0 RTX-4090-1"),
         ("4090 3090:2 cpu", "RTX-4090-0 RTX-3090-0 RTX-3090-1 CPU-0"),
+        ("4090 + 2x 3090", "RTX-4090-0 RTX-3090-0 RTX-3090-1"),
+        ("4090;3090:2", "RTX-4090-0 RTX-3090-0 RTX-3090-1"),
+        ("a100 80gb:2 & RTX 3060 12GB and cpu", "A100-80GB-0 A100-80GB-1 RTX-3060-0 CPU-0"),
         ("RTX 4090 A100 80GB", "RTX-4090-0 A100-80GB-0"),
         ("mi300x:2", "MI300X-0 MI300X-1"),
         ("GeForce RTX 3060 12GB,Tesla T4", "RTX-3060-0 T4-0"),
@@ -336,6 +339,12 @@ def test_absurd_texts_end_in_a_short_sentence(text: str) -> None:
     with pytest.raises(ValueError) as caught:
         read_devices(text)
     assert len(str(caught.value)) < 700 and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("text", ["gpu", "cuda:0", "GPU0", "nvidia", "auto", "4090,gpus", "all:2"])
+def test_the_cards_that_there_are_need_no_name(text: str) -> None:
+    with pytest.raises(ValueError, match="names no card; leave --devices out for what this"):
+        read_devices(text)
 
 
 @pytest.mark.parametrize(
