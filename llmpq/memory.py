@@ -10,6 +10,7 @@ where embedding and head really live.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -20,6 +21,7 @@ from llmpq.model_spec import LinearShape, ModelSpec
 from llmpq.precision import K_PADDING, Precision, WeightScheme, default_scheme
 from llmpq.sizes.pool_size import planned_kv_bytes
 from llmpq.sizes.workspace import workspace_bytes
+from llmpq.tensor_parallel import Member
 from llmpq.workload import Workload
 
 INDEX_BYTES = 4
@@ -97,6 +99,20 @@ class Quantization:
             symmetric=self.symmetric,
             outliers=self.outliers,
         )
+
+
+def of_member(quantization: Quantization, member: Member) -> Quantization:
+    """Return how one device of a stage stores its part: of the checkpoint's own codes, its part of
+    their bytes."""
+    own: list[StoredBytes] = []
+    for one in quantization.stored:
+        layer = one.layers[0]
+        weights = {s.kind: s.num_weights for s in member.spec.of_layer(layer).linears()}
+        mine = {s.kind: s.num_weights for s in member.own.of_layer(layer).linears()}
+        parts = ((kind, size * mine[kind] / weights[kind]) for kind, size in one.linears)
+        linears = tuple((kind, math.ceil(size)) for kind, size in parts)
+        own.append(replace(one, linears=linears))
+    return replace(quantization, stored=tuple(own))
 
 
 def default_head_bits(precisions: Iterable[Precision], *, on_cpu: bool) -> Literal[8, 16]:

@@ -7,12 +7,12 @@ A plan is a file (`plan.json`, `schema: 1`). It can be written by hand: what the
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from llmpq.devices.device_spec import device_specs
 from llmpq.errors import BadPlanError, PlanMismatchError, short_repr
@@ -21,7 +21,7 @@ from llmpq.memory import CpuActivations, Quantization, StoredBytes, default_head
 from llmpq.model_spec import ModelSpec
 from llmpq.plan_inputs import PlanInputs
 from llmpq.precision import Precision
-from llmpq.service_measures import Quantiles, ServiceLimits, ServiceMeasures
+from llmpq.tensor_parallel import Member
 from llmpq.workload import Workload, prompt_chunks
 
 if TYPE_CHECKING:
@@ -150,8 +150,23 @@ class PoolForm(FileForm):
     """Of these, what every request takes for recurrent layers, all stages, whatever its length."""
 
 
+class MemberPlan(FileForm):
+    """A device of a stage in tensor parallel; what is left out is as of the stage."""
+
+    device: str
+    """Name in the cluster."""
+    device_index: int | None = None
+    """Number of the device on its node; left out: as far behind the stage's as in its list."""
+    kind: str | None = None
+    profile_kind: str | None = None
+    threads: int | None = Field(default=None, ge=1, le=65536)
+    sms: int | None = Field(default=None, gt=0)
+    memory: MemoryForm | None = None
+    """Predicted, of its part."""
+
+
 class StagePlan(FileForm):
-    """One stage: a device and the half-open range of layers it runs."""
+    """One stage: a device, or several of a node, and the half-open range of layers it runs."""
 
     device: str
     """Name in the cluster, such as T4-1."""
@@ -176,6 +191,58 @@ class StagePlan(FileForm):
     to the next stage is not included."""
     decode_s: float | None = None
     """Predicted mean time of one decode micro-batch, hops not included."""
+    devices: tuple[MemberPlan, ...] = ()
+    """Devices of the node that share every layer in tensor parallel, which `device` and `memory`
+    then stand for together; none: a device of its own. A name is enough for devices that are
+    alike."""
+    shares: tuple[Annotated[int, Field(ge=1, le=MAX_COUNT)], ...] = ()
+    """What each of `devices` has of heads and MLP channels, in parts of their sum."""
+
+    @field_validator("devices", mode="before")
+    @classmethod
+    def _names_are_devices(cls, given: object) -> object:
+        if not isinstance(given, (list, tuple)):
+            return given
+        return [{"device": one} if isinstance(one, str) else one for one in given]
+
+    @model_validator(mode="after")
+    def _shares_belong_to_devices(self) -> Self:
+        if not self.devices and not self.shares:
+            return self
+        if len(self.devices) < 2 or len(self.devices) != len(self.shares):
+            raise ValueError(
+                f"stage {self.device}: got {len(self.devices)} devices and {len(self.shares)} "
+                "shares; expected two devices or more, and a share of each"
+            )
+        rounded = [one.value for one in self.precisions if one.activation_bits < 16]
+        if rounded:
+            raise ValueError(
+                f"stage {self.device}: layers of {rounded[0]} round their inputs, which devices "
+                "in tensor parallel do not share; give the stage one device, or other precisions"
+            )
+        return self
+
+    @property
+    def members(self) -> tuple[StagePlan, ...]:
+        """Its devices, each as a stage that has the layers alone."""
+        if not self.devices:
+            return (self,)
+        alone: dict[str, object] = {"devices": (), "shares": ()}
+        found = []
+        for number, one in enumerate(self.devices):
+            given = {
+                name: value
+                for name in ("kind", "profile_kind", "threads", "sms", "device_index")
+                if (value := getattr(one, name)) is not None
+            }
+            place = {"device_index": self.device_index + number, "device": one.device}
+            found.append(self.model_copy(update={**alone, **place, **given, "memory": one.memory}))
+        return tuple(found)
+
+    @property
+    def device_names(self) -> tuple[str, ...]:
+        """Names of its devices."""
+        return tuple(one.device for one in self.devices) or (self.device,)
 
     @property
     def num_layers(self) -> int:
@@ -187,6 +254,31 @@ class StagePlan(FileForm):
         """Whether the stage runs on its host's cores: it names threads, or a CPU of the table."""
         spec = device_specs().get(self.kind)
         return self.threads is not None or (spec is not None and spec.is_cpu)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Worker:
+    """One device of a plan and what it has to do."""
+
+    stage: int
+    """Number of its stage."""
+    member: int
+    """Its number among the stage's devices; the first leads the others."""
+    shares: tuple[int, ...]
+    """Of the stage's devices; empty of a stage of one."""
+    place: StagePlan
+    """Its device, as a stage that has the layers alone."""
+
+    @property
+    def leads(self) -> bool:
+        """Whether it is the first of its stage, which receives and sends."""
+        return self.member == 0
+
+    def member_of(self, spec: ModelSpec) -> Member | None:
+        """Return what it holds of a model's layers; None: all of each."""
+        if not self.shares:
+            return None
+        return Member(spec=spec, shares=self.shares, index=self.member)
 
 
 class NodePlan(FileForm):
@@ -261,27 +353,6 @@ class Speculation(FileForm):
     predicted_speedup: float | None = None
 
 
-class TrafficForm(FileForm):
-    """The live traffic that a plan was made for, and how it is predicted to be served.
-
-    Of a plan of several engines each says what holds for all of them, and its own step.
-    """
-
-    objective: Literal["throughput", "rate", "latency"]
-    requests: int = Field(ge=1, le=MAX_COUNT)
-    """How many were simulated."""
-    prompt_tokens: Quantiles
-    output_tokens: Quantiles
-    limits: ServiceLimits
-    step_tokens: int = Field(ge=1, le=MAX_COUNT)
-    """Tokens of a step at most, chunks of prompts and decoding rows: what `serve` takes."""
-    rate_per_s: float
-    """Requests a second that the prediction is of."""
-    highest_rate_per_s: float | None = None
-    """The highest rate that was found within the limits; none: it was not looked for."""
-    predicted: ServiceMeasures
-
-
 class Plan(FileForm):
     """A complete, ordered partition of a model over devices, with its micro-batches."""
 
@@ -304,9 +375,6 @@ class Plan(FileForm):
     pool: PoolForm | None = None
     """The KV cache of a run. None: as large as the workload needs, where devices have room."""
     speculation: Speculation | None = None
-    traffic: TrafficForm | None = None
-    """What it serves, where it was planned for live traffic; `workload` then says how many run at
-    once (`batch`) and what blocks there are for them."""
     predicted: Predicted | None = None
     inputs: PlanInputs | None = None
     """The entries the prediction was computed from; `llmpq-algo check` needs no other file."""
@@ -356,13 +424,46 @@ class Plan(FileForm):
         listed = [node.name for node in self.nodes]
         if len(set(listed)) != len(listed):
             raise ValueError(f"a node is listed more than once: {listed}")
-        devices = [stage.device for stage in self.stages]
+        devices = [name for stage in self.stages for name in stage.device_names]
         if len(set(devices)) != len(devices):
             raise ValueError(f"a device has more than one stage: {devices}")
         for name in ("prefill_microbatch", "decode_microbatch"):
             if getattr(self, name) > self.workload.batch:
                 raise ValueError(f"{name} is larger than the batch of {self.workload.batch}")
         return self
+
+    @property
+    def workers(self) -> tuple[Worker, ...]:
+        """The devices of all stages, in order: each runs a process of its own."""
+        return tuple(
+            Worker(stage=number, member=member, shares=stage.shares, place=place)
+            for number, stage in enumerate(self.stages)
+            for member, place in enumerate(stage.members)
+        )
+
+    @property
+    def last_leader(self) -> int:
+        """The number among `workers` of the last stage's first device, which samples."""
+        return len(self.workers) - len(self.stages[-1].members)
+
+    @property
+    def places(self) -> tuple[StagePlan, ...]:
+        """The devices of all stages, in order, each as a stage that has its layers alone."""
+        return tuple(place for stage in self.stages for place in stage.members)
+
+    def with_memory(self, memory: Sequence[MemoryForm | None]) -> Plan:
+        """Return the plan with the memory of each of its `workers`."""
+        stages = list(self.stages)
+        for worker, own in zip(self.workers, memory, strict=True):
+            stage, change = stages[worker.stage], dict[str, object]()
+            if not worker.shares:
+                change["memory"] = own
+            else:
+                devices = list(stage.devices)
+                devices[worker.member] = devices[worker.member].model_copy(update={"memory": own})
+                change["devices"] = tuple(devices)
+            stages[worker.stage] = stage.model_copy(update=change)
+        return self.model_copy(update={"stages": tuple(stages)})
 
     @property
     def precisions(self) -> tuple[Precision, ...]:

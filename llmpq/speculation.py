@@ -293,45 +293,56 @@ def _next_above(rows: int, known: Sequence[int] | Mapping[int, Line]) -> int:
 
 
 def draft_bytes(plan: Plan, spec: ModelSpec, index: int, mode: SpeculationMode) -> int:
-    """Return what a stage's drafts hold beyond the stage itself: weights, and of requests."""
+    """Return what a device's drafts hold beyond its part itself: weights, and of requests.
+
+    `index`: of `plan.workers`.
+    """
     workload = plan.workload
+    own = _held(plan, spec, index)
     pool = planned_pool(
         spec, workload, plan.prefill_chunk, prefill_microbatch=plan.prefill_microbatch
     )
     return draft_weight_bytes(plan, spec, index, mode) + drafted_bytes(
         pool,
         mode,
-        spec,
-        layers=range(*plan.stages[index].layers),
+        own,
+        layers=range(*plan.places[index].layers),
         kv=workload.kv,
         dtype_bytes=workload.dtype_bytes,
     )
 
 
 def draft_weight_bytes(plan: Plan, spec: ModelSpec, index: int, mode: SpeculationMode) -> int:
-    """Return the weights that a stage's drafts hold beside its own.
+    """Return the weights that a device's drafts hold beside its own; `index`: of `plan.workers`.
 
     A 4-bit copy of its 16- and 8-bit layers and of its output matrix (w4kv4); on the last stage the
     model's own head (mtp).
     """
-    stage, workload = plan.stages[index], plan.workload
-    weights = 0
+    stage, workload = plan.places[index], plan.workload
+    own, weights = _held(plan, spec, index), 0
+    worker = plan.workers[index]
+    last = worker.leads and worker.stage == len(plan.stages) - 1
     if mode == "w4kv4":
         copied = DRAFT_PRECISION[mode]
         weights = sum(
             FOUR_BIT_COPY.nbytes(s.out_features, s.in_features, workload.dtype_bytes)
             for layer, precision in zip(range(*stage.layers), stage.precisions, strict=True)
-            for s in (spec.of_layer(layer).linears() if precision in copied else ())
+            for s in (own.of_layer(layer).linears() if precision in copied else ())
         )
-        if index == len(plan.stages) - 1:
+        if last:
             weights += FOUR_BIT_COPY.nbytes(spec.vocab, spec.hidden, workload.dtype_bytes)
-    last = index == len(plan.stages) - 1
     if mode == "mtp" and last:
         weights = mtp_weight_bytes(
             spec,
             stage.precisions[-1],
             plan.settings(),
             dtype_bytes=workload.dtype_bytes,
-            has_embedding=index == 0,
+            has_embedding=worker.stage == 0,
         )
     return weights
+
+
+def _held(plan: Plan, spec: ModelSpec, index: int) -> ModelSpec:
+    """Return what a device of a plan has of the model."""
+    member = plan.workers[index].member_of(spec)
+    return spec if member is None else member.own

@@ -77,7 +77,7 @@ class Topology(FileForm):
                         f"engine {number} was planned for another {name} than engine 0 ({other} "
                         f"instead of {ours}); plan all engines together with llmpq-algo"
                     )
-        names = [stage.device for stage in self.stages]
+        names = [place.device for place in self.places]
         if len(set(names)) != len(names):
             raise ValueError(f"engines share a device: {names}; each device is of one engine")
         rows = sum(engine.rows for engine in self.engines)
@@ -107,6 +107,11 @@ class Topology(FileForm):
     def stages(self) -> tuple[StagePlan, ...]:
         """The stages of all engines, one engine behind the other."""
         return tuple(stage for engine in self.engines for stage in engine.plan.stages)
+
+    @property
+    def places(self) -> tuple[StagePlan, ...]:
+        """The devices of all stages, each as a stage that has its layers alone."""
+        return tuple(place for engine in self.engines for place in engine.plan.places)
 
     @classmethod
     def load(cls, path: str | Path) -> Topology:

@@ -195,7 +195,7 @@ class LLM:
         state = "not started"
         if self._running is not None:
             state = "running" if getattr(self._end_engine, "alive", False) else "closed"
-        stages = ", ".join(stage.device for stage in self._plan.stages)
+        stages = ", ".join(stage.device for stage in self._plan.places)
         return f"<LLM {self._spec.name} on {stages}, {self.max_model_len} tokens, {state}>"
 
     def __getattr__(self, name: str) -> NoReturn:
@@ -370,7 +370,7 @@ class LLM:
         """Return the stages' names and all that they recorded; `close` writes no file then."""
         self._trace.added(self._engine.engine.records())
         self._trace.written = True
-        stages = enumerate(self.plan.stages)
+        stages = enumerate(self.plan.places)
         return [f"stage {i} {stage.device}" for i, stage in stages], self._trace.records
 
     def write_trace(self) -> None:
@@ -380,7 +380,7 @@ class LLM:
     def stats(self) -> dict[str, Any]:
         """Return counters of the run so far and what every stage holds."""
         engine = self._engine.engine
-        parts = zip(engine.plan.stages, engine.stage_pids(), engine.load_reports, strict=True)
+        parts = zip(engine.plan.places, engine.stage_pids(), engine.load_reports, strict=True)
         stages = [
             {
                 "device": stage.device,
@@ -798,7 +798,7 @@ class _Trace:
         if self.path is None:
             return
         self.added(engine.records())
-        stages = [f"stage {i} {stage.device}" for i, stage in enumerate(engine.plan.stages)]
+        stages = [f"stage {i} {stage.device}" for i, stage in enumerate(engine.plan.places)]
         write_chrome_trace(self.path, stages, self.records, self.names)
         self.written = True
 

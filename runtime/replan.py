@@ -82,7 +82,7 @@ class Replanner:
 
         `DoesNotFitError` says what is short.
         """
-        stage = plan.stages[index]
+        stage = plan.places[index]
         cluster = self._cluster or cluster_of(self._first)
         for device in cluster.devices:
             if device.node == stage.node and (whole_node or device.index == stage.device_index):
@@ -159,7 +159,7 @@ class Replanner:
 def cluster_of(plan: Plan) -> Cluster:
     """Return the devices that a plan uses as a cluster, as far as the plan describes them."""
     nodes: dict[str, list[dict[str, Any]]] = {}
-    for stage in sorted(plan.stages, key=lambda stage: stage.device_index):
+    for stage in sorted(plan.places, key=lambda stage: stage.device_index):
         nodes.setdefault(stage.node, []).append(_group_of(stage))
     known = {node.name: node for node in plan.nodes}
     found = [
@@ -250,7 +250,7 @@ def plan_change(before: Plan, now: Plan) -> dict[str, Any]:
         bits = Counter(precision.value for precision in plan.precisions)
         return {
             "stages": [
-                {"device": s.device, "node": s.node, "layers": list(s.layers)} for s in plan.stages
+                {"device": s.device, "node": s.node, "layers": list(s.layers)} for s in plan.places
             ],
             "weights": ", ".join(f"{name} x{count}" for name, count in sorted(bits.items())),
             "kv": plan.workload.kv.value,

@@ -331,6 +331,7 @@ def make_plan() -> Callable[..., Any]:
             prefill_microbatch=values.pop("prefill_microbatch", half),
             decode_microbatch=values.pop("decode_microbatch", half),
             model_dir=str(model),
+            shares=values.pop("shares", ()),
             workload=Workload.parse_data(values, where="make_plan"),
         )
 

@@ -32,7 +32,7 @@ from llmpq.kernels.formats.codebooks import (
 from llmpq.kernels.formats.weight_layout import BLOCK_ROWS, GROUP, Layout
 from llmpq.kernels.kernel_table import KernelForm
 from llmpq.kernels.multiprocessors import older_than
-from llmpq.kernels.weights.weight import Weight
+from llmpq.kernels.weights.weight import Weight, finer_group
 from llmpq.precision import WeightScheme, padded_k
 
 BITS = 4
@@ -183,6 +183,33 @@ class CodebookWeight(Weight):
             out_features=stop - start,
             plane=run(self.plane),
             scale=run(self.scale),
+            factor=factor,
+        )
+
+    def of_rows(self, runs: Sequence[tuple[int, int]]) -> CodebookWeight:
+        """Return some rows; of FRAGMENT, packed anew as ROWS."""
+        rows = torch.cat([torch.arange(*run, device=self.device) for run in runs])
+        return self._repacked(self.codes()[rows], self.scale_NG()[rows], self.group_size, rows)
+
+    def of_columns(self, start: int, stop: int) -> CodebookWeight:
+        """Return inputs start..stop; groups that they begin inside of are cut finer."""
+        size = finer_group(self.group_size, start, GROUPS)
+        places = torch.arange(start, stop, size, device=self.device)
+        scale_NG = self.scale_NG()[:, places.div_(self.group_size, rounding_mode="floor")]
+        return self._repacked(self.codes()[:, start:stop], scale_NG, size, None)
+
+    def _repacked(
+        self, codes_NK: Tensor, scale_NG: Tensor, group_size: int, rows: Tensor | None
+    ) -> CodebookWeight:
+        """Return the weight of other codes; `rows`: which of the factors are theirs, None: all."""
+        factor = self.factor if self.factor is None or rows is None else self.factor[rows]
+        k = self.in_features if rows is not None else codes_NK.shape[1]
+        scale_NG = scale_NG[:, : -(-k // group_size)].contiguous()
+        return codebook_weight(
+            codes_NK[:, :k],
+            scale_NG,
+            codebook=self.codebook,
+            group_size=group_size,
             factor=factor,
         )
 

@@ -29,7 +29,7 @@ from llmpq.kernels.cpu.fp8_linear import fp8_linear_cpu
 from llmpq.kernels.formats.weight_layout import BLOCK_ROWS, GROUP
 from llmpq.kernels.kernel_table import KernelForm
 from llmpq.kernels.weights.quantized_weight import four_bit_copy
-from llmpq.kernels.weights.weight import DraftMode, Weight
+from llmpq.kernels.weights.weight import DraftMode, Weight, finer_group
 
 LARGEST = 448.0
 """E4M3's largest number."""
@@ -134,6 +134,23 @@ class Fp8Weight(Weight):
         codes, scale = self.rows_of_codes(start, stop), self.scale_NC(start, stop)
         cut = replace(self, codes_NK=codes, scale=scale.contiguous(), rows=1, fragment=False)
         return cut.in_fragments() if self.fragment else cut
+
+    def of_columns(self, start: int, stop: int) -> Fp8Weight:
+        """Return inputs start..stop; blocks that they begin inside of are cut finer."""
+        columns, scale, width = self.columns, self.scale, stop - start
+        if columns < self.in_features:
+            columns = finer_group(columns, start, (STEP, GROUP))
+            places = torch.arange(start, stop, columns, device=scale.device)
+            scale = scale[:, places.div_(self.columns, rounding_mode="floor")]
+        codes = self.rows_of_codes()[:, start:stop].contiguous()
+        made = replace(
+            self,
+            codes_NK=codes,
+            scale=scale.contiguous(),
+            columns=min(columns, width),
+            fragment=False,
+        )
+        return made.in_fragments() if self.fragment else made
 
     @classmethod
     def stack(cls, pieces: Sequence[Fp8Weight]) -> Fp8Weight:

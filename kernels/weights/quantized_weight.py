@@ -20,11 +20,18 @@ from llmpq.kernels.formats import cpu_layout
 from llmpq.kernels.formats import weight_layout as formats
 from llmpq.kernels.formats.atom_rounding import Grid
 from llmpq.kernels.formats.atom_scheme import AtomScheme
-from llmpq.kernels.formats.weight_layout import BLOCK_ROWS, GROUP, NATIVE, SMALL, Layout
+from llmpq.kernels.formats.weight_layout import (
+    BLOCK_ROWS,
+    GROUP,
+    GROUPS,
+    NATIVE,
+    SMALL,
+    Layout,
+)
 from llmpq.kernels.kernel_table import KernelForm
 from llmpq.kernels.multiprocessors import older_than
 from llmpq.kernels.native.library import DTYPE_CODES, library
-from llmpq.kernels.weights.weight import DraftMode, Weight
+from llmpq.kernels.weights.weight import DraftMode, Weight, finer_group
 from llmpq.precision import padded_k
 
 
@@ -225,6 +232,38 @@ class QuantizedWeight(Weight):
             group_size=self.group_size,
             in_features=self.in_features,
             layout=self.layout,
+        )
+        return replace(made, activation_bits=self.activation_bits)
+
+    def of_rows(self, runs: Sequence[tuple[int, int]]) -> QuantizedWeight:
+        """Return some rows, packed anew."""
+        rows = torch.cat([torch.arange(*run, device=self.device) for run in runs])
+        zero_NG = None if self.zero is None else self.zero_NG()[rows]
+        return self._repacked(self.codes()[rows], self.scale_NG()[rows], zero_NG)
+
+    def of_columns(self, start: int, stop: int) -> QuantizedWeight:
+        """Return inputs start..stop, packed anew; groups that they begin inside of are cut finer,
+        each with the scale that it had."""
+        group, width = self.group_size, stop - start
+        wide = padded_k(width)
+        codes_NK = functional.pad(self.codes()[:, start:stop], (0, wide - width))
+        scale_NG, zero_NG = self.scale_NG(), None if self.zero is None else self.zero_NG()
+        if group is not None:
+            size = finer_group(group, start, GROUPS)
+            places = torch.arange(start, start + wide, size, device=self.device).div_(
+                group, rounding_mode="floor"
+            )
+            places = places.clamp_(max=scale_NG.shape[1] - 1)
+            scale_NG, group = scale_NG[:, places], size
+            zero_NG = None if zero_NG is None else zero_NG[:, places]
+        made = from_codes(
+            codes_NK,
+            scale_NG.contiguous(),
+            None if zero_NG is None else zero_NG.contiguous(),
+            bits=self.bits,
+            group_size=group,
+            in_features=width,
+            layout=self.layout if group == self.group_size else None,
         )
         return replace(made, activation_bits=self.activation_bits)
 

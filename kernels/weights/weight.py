@@ -27,6 +27,22 @@ from llmpq.kernels.cpu.native_layer import Matrix
 from llmpq.kernels.kernel_table import KernelForm
 from llmpq.precision import WeightScheme
 
+
+def finer_group(group: int, start: int, sizes: Sequence[int]) -> int:
+    """Return how many inputs of a group of `group` stay together, so that one begins at `start`.
+
+    `group` itself where one does; `ValueError` where none of the `sizes` that kernels read fits.
+    """
+    found = [size for size in (group, *sorted(sizes, reverse=True)) if group % size == 0]
+    fits = next((size for size in found if start % size == 0), None)
+    if fits is None:
+        raise ValueError(
+            f"input {start} of a linear lies inside a group of {group} stored codes; devices in "
+            f"tensor parallel can share it at multiples of {min(found)}: give them other shares"
+        )
+    return fits
+
+
 DraftMode = Literal["qspec", "w4kv4", "kv4"]
 """How a model drafts for itself: inputs rounded to 4 bits, a 4-bit copy, its own weights."""
 
@@ -207,6 +223,15 @@ class Weight(ABC):
     @abstractmethod
     def cut(self, start: int, stop: int) -> Weight:
         """Return rows start..stop (multiples of 16) as a weight of their own."""
+
+    def of_rows(self, runs: Sequence[tuple[int, int]]) -> Weight:
+        """Return some rows, in half-open runs of any bounds, as a weight of the same codes."""
+        return type(self).stack([self.cut(start, stop) for start, stop in runs])
+
+    def of_columns(self, start: int, stop: int) -> Weight:
+        """Return inputs start..stop as a weight of the same codes; `ValueError` where their groups
+        would be cut at what no kernel reads."""
+        raise ValueError(f"a {type(self).__name__} cannot be cut along its inputs")
 
     @classmethod
     @abstractmethod

@@ -24,6 +24,7 @@ from llmpq.sizes.kv_format import (
     spanned_blocks,
 )
 from llmpq.sizes.state_size import layers_with_kv, note_bytes, state_bytes
+from llmpq.tensor_parallel import Member
 from llmpq.workload import CHUNK_TOKENS, Workload
 
 if TYPE_CHECKING:
@@ -257,6 +258,18 @@ def planned_kv_bytes(
     return size.nbytes(spec, workload.kv, layers=layers, dtype_bytes=workload.dtype_bytes)
 
 
+def held_specs(stages: Sequence[StagePlan], spec: ModelSpec) -> list[tuple[StagePlan, ModelSpec]]:
+    """Return every device of stages, as a stage of its own, and what it has of the model."""
+    found = []
+    for stage in stages:
+        for number, place in enumerate(stage.members):
+            own = spec
+            if stage.shares:
+                own = Member(spec=spec, shares=stage.shares, index=number).own
+            found.append((place, own))
+    return found
+
+
 def fits(
     size: PoolSize,
     stages: Sequence[StagePlan],
@@ -268,13 +281,14 @@ def fits(
 ) -> bool:
     """Whether every stage's device has room for a pool, and for what drafts of a mode keep beside.
 
-    `draft_weights`: bytes of weights that drafts hold on each stage.
+    `draft_weights`: bytes of weights that drafts hold on each device.
     """
-    held = draft_weights or [0] * len(stages)
+    places = held_specs(stages, spec)
+    held = draft_weights or [0] * len(places)
     return all(
-        _excess(size, stage, spec, workload, drafts=drafts) + weights <= 0
-        for stage, weights in zip(stages, held, strict=True)
-        if stage.memory is not None
+        _excess(size, place, own, workload, drafts=drafts) + weights <= 0
+        for (place, own), weights in zip(places, held, strict=True)
+        if place.memory is not None
     )
 
 

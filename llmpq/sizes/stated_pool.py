@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from llmpq.model_spec import ModelSpec
 from llmpq.plan import PoolForm, StagePlan
 from llmpq.sizes.kv_format import BLOCK_TOKENS
-from llmpq.sizes.pool_size import PoolSize, planned_pool
+from llmpq.sizes.pool_size import PoolSize, held_specs, planned_pool
 from llmpq.sizes.state_size import state_bytes
 from llmpq.workload import Workload
 
@@ -36,11 +36,14 @@ def pool_form(
         window_blocks=size.window_blocks,
         state_bytes=states,
         stage_bytes=tuple(
-            size.nbytes(
-                spec,
-                workload.kv,
-                layers=range(*stage.layers),
-                dtype_bytes=workload.dtype_bytes,
+            sum(
+                size.nbytes(
+                    own,
+                    workload.kv,
+                    layers=range(*place.layers),
+                    dtype_bytes=workload.dtype_bytes,
+                )
+                for place, own in held_specs([stage], spec)
             )
             for stage in stages
         ),

@@ -34,6 +34,12 @@ WRITERS: dict[str, Callable[[Plan, ModelSpec], Exported]] = {
 def export_plan(request: ExportRequest) -> None:
     """Write a plan for an engine to `-o` or stdout; the rest goes to stderr, a line each."""
     plan = read_plan(request.plan)
+    shared = [stage.device for stage in plan.stages if stage.devices]
+    if shared and request.to not in CHECKPOINTS:
+        raise ValueError(
+            f"stage {shared[0]} is shared by several devices (tensor parallel), which --to "
+            f"{request.to} does not write; export to {' or '.join(CHECKPOINTS)}, or plan without"
+        )
     if isinstance(plan, Topology):
         exported = _engines(request, plan)
     else:

@@ -12,7 +12,6 @@ if TYPE_CHECKING:  # --help opens without what sizes need
 
 DTYPES = ("auto", "float16", "bfloat16", "float32")
 PREFERENCES = ("quality", "balanced", "speed")
-TRAFFIC_OBJECTIVES = ("throughput", "rate", "latency")
 METHODS = ("exact", "ilp", "heuristic", "adabits", "uniform", "pipeedge", "flexgen", "all")
 """`flexgen` is an estimate, `all` compares the others: neither makes a plan."""
 
@@ -55,7 +54,7 @@ class TrafficFlags:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PlanRequest(DevicesRequest, TrafficFlags):
+class PlanRequest(DevicesRequest):
     """What to plan, how to choose, how to solve, what to print."""
 
     batch: int = 16
@@ -90,8 +89,7 @@ class PlanRequest(DevicesRequest, TrafficFlags):
     cpu_activations: CpuActivations = "exact"
     outliers: int | None = None
     method: str | None = None
-    objective: Any = "makespan"
-    """`makespan` or `paper` of a batch job, a name of `TRAFFIC_OBJECTIVES` of live traffic."""
+    objective: Literal["makespan", "paper"] = "makespan"
     solver: Any = None
     """A name of `milp.Backend`."""
     gap: float = 1e-6

@@ -17,9 +17,10 @@ from llmpq.precision import KVPrecision
 from llmpq.runtime.backends.backend import backend_of
 from llmpq.runtime.backends.stage_runner import StageRunner
 from llmpq.runtime.cache.paged_by_precision import make_paged_kv
-from llmpq.runtime.models.linear import round_activations
+from llmpq.runtime.models.linear import Reduce, round_activations
 from llmpq.runtime.models.mtp_head import MtpHead
 from llmpq.runtime.models.stage_model import DTYPES, StageModel
+from llmpq.runtime.models.wiring import Split
 from llmpq.runtime.trace import LoadReport
 from llmpq.runtime.weights.sources import TensorSource
 from llmpq.sizes.pool_size import PoolSize
@@ -41,14 +42,23 @@ def build_stage(
     step_tokens: int = CHUNK_TOKENS,
     graphs: bool = True,
     on_layer: Callable[[int | None], None] | None = None,
+    reduce: Reduce | None = None,
 ) -> tuple[StageRunner, LoadReport]:
-    """Load a stage's slice and allocate its pool of KV blocks.
+    """Load a device's slice and allocate its pool of KV blocks; `index`: of `plan.workers`.
 
     On a GPU, `graphs` captures steps, which have `step_tokens` tokens at most. `on_layer` hears of
-    every layer that is loaded. `ValueError` for a feature of the model that nothing here computes.
+    every layer that is loaded. `reduce`: sums over the devices of its stage, where it has several.
+    `ValueError` for a feature of the model that nothing here computes.
     """
     longest = pool.max_len - 1  # the last token is never run
-    stage, dtype = plan.stages[index], DTYPES[plan.workload.dtype]
+    stage, dtype = plan.places[index], DTYPES[plan.workload.dtype]
+    whole = spec.at_length(longest)
+    member = plan.workers[index].member_of(whole)
+    own = whole if member is None else member.own
+    split = None
+    if member is not None:
+        assert reduce is not None, "a stage of several devices needs their sum"
+        split = Split(member, reduce)
     ways = execution_modes(
         gpu=device.type == "cuda",
         kv=plan.workload.kv,
@@ -59,7 +69,7 @@ def build_stage(
     require(spec, ways, max_len=longest)
     started_s = time.perf_counter()
     with _blaming_memory(plan, index):
-        model = _load_model(plan, index, spec.at_length(longest), source, device, on_layer)
+        model = _load_model(plan, index, whole, source, device, on_layer, split)
         compute = stage_over_pool(
             model,
             plan.workload.kv,
@@ -74,14 +84,14 @@ def build_stage(
         weights_bytes=model.weight_nbytes,
         kv_bytes=compute.kv.all_nbytes,
         prefix_bytes=pool.prefix_bytes(
-            spec,
+            own,
             plan.workload.kv,
             layers=range(*stage.layers),
             dtype_bytes=plan.workload.dtype_bytes,
         ),
         seconds=time.perf_counter() - started_s,
     )
-    check_memory(plan, index, spec, report, pool)
+    check_memory(plan, index, own, report, pool)
     return compute, report
 
 
@@ -113,13 +123,13 @@ def build_head(
 
     Its linears have the precision of the stage's last layer.
     """
-    stage, model = plan.stages[index], compute.model
+    stage, model = plan.places[index], compute.model
     if model.head is None:
         return None
     dtype = DTYPES[plan.workload.dtype]
     with _blaming_memory(plan, index):
         return MtpHead.build(
-            model.spec,
+            model.whole_spec,
             model,
             source.mtp(dtype),
             None if model.embedding is not None else source.embedding(dtype),
@@ -136,14 +146,15 @@ def _load_model(
     source: TensorSource,
     device: torch.device,
     on_layer: Callable[[int | None], None] | None,
+    split: Split | None,
 ) -> StageModel:
-    stage = plan.stages[index]
+    stage, worker = plan.places[index], plan.workers[index]
     model = StageModel.build(
         spec,
         range(*stage.layers),
         stage.precisions,
-        first=index == 0,
-        last=index == len(plan.stages) - 1,
+        first=worker.stage == 0,
+        last=worker.leads and worker.stage == len(plan.stages) - 1,
         dtype=DTYPES[plan.workload.dtype],
         device=device,
         scheme=plan.settings().scheme,
@@ -151,6 +162,7 @@ def _load_model(
         source=source,
         on_layer=on_layer,
         runner=backend_of(device).layers(),
+        split=split,
     )
     if device.type == "cpu" and plan.quantization.cpu_activations == "int8":
         round_activations(model)
@@ -160,7 +172,7 @@ def _load_model(
 @contextmanager
 def _blaming_memory(plan: Plan, index: int) -> Iterator[None]:
     """Say which stage ran out of memory."""
-    stage = plan.stages[index]
+    stage = plan.places[index]
     try:
         yield
     except (RuntimeError, MemoryError) as error:
@@ -177,9 +189,9 @@ def check_memory(
 ) -> None:
     """Refuse a stage that took more than was predicted by more than `MEMORY_TOLERANCE`.
 
-    The pool says itself what it takes, and was made to fit.
+    The pool says itself what it takes, and was made to fit. `spec`: what the device has.
     """
-    stage, workload = plan.stages[index], plan.workload
+    stage, workload = plan.places[index], plan.workload
     if stage.memory is None:
         return
     layers = range(*stage.layers)

@@ -174,6 +174,8 @@ def _form(layer: DecoderLayer) -> LayerForm | None:
     ):
         return None
     dtype, linears = layer.attn_norm.weight.dtype, _linears(layer)
+    if any(type(linear) is not Linear for linear in linears):
+        return None  # sums over devices lie between the products
     products = [linear.weight.native_matrix(dtype) for linear in linears]
     if any(matrix is None for matrix in products):
         return None

@@ -76,13 +76,13 @@ class StageRunner:
         that drafts (mtp), on the last stage.
         """
         packed: tuple[ExecutionMode, ...] = ("packed_kv",) if mode in READS_KV4 else ()
-        require(self.model.spec, ("drafts", *packed), max_len=size.max_len - 1)
+        require(self.model.whole_spec, ("drafts", *packed), max_len=size.max_len - 1)
         states, extra = self.kv.states, 0
         if states is not None:
             extra = states.keep_notes(NOTED_TOKENS)
         if mode == "mtp" and head is not None:
             own = make_paged_kv(
-                self.model.spec.of_mtp(),
+                self.model.whole_spec.of_mtp(),
                 kv,
                 mtp_pool(size),
                 layers=range(1),

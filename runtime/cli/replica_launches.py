@@ -52,7 +52,7 @@ def _engines(options: ServeOptions, topology: Topology) -> list[tuple[Chosen, tu
             f"serve runs several engines as processes of one machine, the plan has {len(nodes)} "
             "nodes; run one server on each node, with a plan for it"
         )
-    most = max((s.device_index for s in topology.stages if not s.is_cpu), default=-1) + 1
+    most = max((s.device_index for s in topology.places if not s.is_cpu), default=-1) + 1
     seen = len(visible(read_gpus()))
     if most > seen:
         raise ValueError(
@@ -60,7 +60,7 @@ def _engines(options: ServeOptions, topology: Topology) -> list[tuple[Chosen, tu
         )
     found = []
     for plan in topology.plans:
-        gpus = tuple(sorted(s.device_index for s in plan.stages if not s.is_cpu))
+        gpus = tuple(sorted(s.device_index for s in plan.places if not s.is_cpu))
         stages = tuple(
             s if s.is_cpu else s.model_copy(update={"device_index": gpus.index(s.device_index)})
             for s in plan.stages

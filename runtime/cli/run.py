@@ -278,7 +278,8 @@ def _run(job: Job, options: RunOptions, llm: LLM | Engines, writer: OrderedWrite
     _log.info("starting %d stage%s", len(stages), "" if len(stages) == 1 else "s")
     llm.start()
     _write_errors(job, writer)
-    for index, (stage, place) in enumerate(zip(stages, llm.stage_places, strict=True)):
+    devices = [(index, device) for index, stage in enumerate(stages) for device in stage.members]
+    for (index, stage), place in zip(devices, llm.stage_places, strict=True):
         where = ", ".join(filter(None, (place.address, place.device, place.uuid)))
         named = f"{stage.device} on {stage.node}"
         _log.info("stage %d: %s (%s: %s), pid %d", index, named, place.host, where, place.pid)

@@ -52,7 +52,7 @@ def build_draft(mode: DraftMode, model: StageModel, kv: KVCache) -> DraftModel:
             return part
         if mode == "w4kv4":  # a copy; the others read the same codes
             held.append(weight)
-        return Linear(weight, part.bias)
+        return part.with_weight(weight)
 
     view = copy.copy(model)
     view._modules = dict(model._modules)

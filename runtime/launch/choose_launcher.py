@@ -11,14 +11,15 @@ from llmpq.runtime.options import Backend, EngineOptions
 def choose_backend(plan: Plan, options: EngineOptions) -> Backend:
     """Return how the stages of a plan are started where nothing else is asked for.
 
-    One stage runs in this process unless it is to be apart, several of one node as processes of
+    One device runs in this process unless it is to be apart, several of one node as processes of
     this host, those of several nodes, or at a Ray's address, through Ray.
     """
     if options.backend != "auto":
         return options.backend
     if options.ray_address is not None or len({stage.node for stage in plan.stages}) > 1:
         return "ray"
-    return "threads" if len(plan.stages) == 1 and not options.stages_apart else "processes"
+    alone = len(plan.workers) == 1 and not options.stages_apart
+    return "threads" if alone else "processes"
 
 
 def make_launcher(plan: Plan, options: EngineOptions) -> Launcher:

@@ -27,10 +27,15 @@ def is_consequence(failure: CallFailed) -> bool:
 
 
 def named_stage(plan: Plan, index: int, pid: int) -> str:
-    """Return what sentences call a stage; `pid` 0 where it is not known."""
-    stage = plan.stages[index]
+    """Return what sentences call a stage, or one of its devices; `pid` 0 where it is not known.
+
+    `index`: of `plan.workers`.
+    """
+    worker = plan.workers[index]
+    stage = worker.place
     process = f", pid {pid}" if pid else ""
-    return f"stage {index} ({stage.device} on {stage.node}{process})"
+    of = f"device {worker.member} of stage" if worker.shares else "stage"
+    return f"{of} {worker.stage} ({stage.device} on {stage.node}{process})"
 
 
 def lost_stage(failure: CallFailed, plan: Plan, index: int, *, phase: str, pid: int) -> Exception:

@@ -125,7 +125,7 @@ class PipelineClient:
             watch=LoadWatch(
                 self._stages,
                 self._deadlines.stall_s,
-                [stage.num_layers for stage in self.plan.stages],
+                [place.num_layers for place in self.plan.places],
                 self._on_load,
             ),
         )
@@ -255,8 +255,8 @@ class PipelineClient:
         return self._gather([self._stages[0].call(method, *args)], self._limit_s)[0]
 
     def _ask_last(self, method: str, *args: object) -> Any:
-        """Return the last stage's answer."""
-        last = len(self._stages) - 1
+        """Return the answer of the last stage's first device."""
+        last = self.plan.last_leader
         return self._gather([self._stages[last].call(method, *args)], self._limit_s, first=last)[0]
 
     def _all(self, method: str, limit_s: float, *args: object) -> list[Any]:
@@ -285,7 +285,7 @@ class PipelineClient:
                     raise self._stalled(still)
             if not done and wait_s == left_s:
                 names = ", ".join(
-                    self.plan.stages[index].device
+                    self.plan.places[index].device
                     for call, index in index_of.items()
                     if call in pending
                 )

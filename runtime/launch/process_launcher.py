@@ -23,7 +23,7 @@ from llmpq.runtime.launch.stages.stage_wire import plan_data, read_answer, write
 
 
 class ProcessLauncher:
-    """One process per stage; a GPU stage sees the GPU of its plan's device number."""
+    """One process per device of a stage; a GPU stage sees the GPU of its plan's device number."""
 
     needs_rendezvous = True
 
@@ -59,9 +59,9 @@ class ProcessLauncher:
     def start(
         self, plan: Plan, settings: Sequence[StageSettings], cluster: Cluster | None
     ) -> list[ProcessStage]:
-        """Start a process per stage; they import, make their workers and wait for calls."""
+        """Start a process per device; they import, make their workers and wait for calls."""
         data = plan_data(plan)
-        for index, stage in enumerate(plan.stages):
+        for index, stage in enumerate(plan.places):
             first: dict[str, Any] = {"index": index, "plan": data}
             first |= {"settings": settings[index].to_data()}
             first |= {"lowest_priority": self._behind_server and stage.is_cpu}

@@ -75,8 +75,8 @@ class ThreadLauncher:
         self, plan: Plan, settings: Sequence[StageSettings], cluster: Cluster | None
     ) -> list[ThreadStage]:
         """Make an actor per stage."""
-        devices = ["cpu" if s.is_cpu else f"cuda:{s.device_index}" for s in plan.stages]
-        self._rendezvous = ThreadRendezvous(devices)
+        devices = ["cpu" if s.is_cpu else f"cuda:{s.device_index}" for s in plan.places]
+        self._rendezvous = ThreadRendezvous(devices, plan.workers)
         for index, own in enumerate(settings):
             actor = StageWorker(index, plan, own, threads=self._rendezvous)
             self._stages.append(ThreadStage(actor, self._rendezvous))

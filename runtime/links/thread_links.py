@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 import torch
 from torch import Tensor
 
+from llmpq.plan import Worker
 from llmpq.runtime.links.message import pack_header, pack_paging, unpack_header, unpack_paging
 from llmpq.runtime.links.transport import HostTokens, with_tokens
 from llmpq.runtime.step_message import StepMessage
@@ -49,14 +50,15 @@ class ThreadTransport(HostTokens):
     Headers are packed here too, so that both transports carry the same bytes.
     """
 
-    def __init__(self, ring: Ring, rank: int, *, max_rows: int) -> None:
+    def __init__(self, ring: Ring, rank: int, *, max_rows: int, one_way: bool = False) -> None:
+        """`one_way`: as of `GlooTransport`."""
         self._ring = ring
         self._rank = rank
-        self._max_rows = max_rows
+        self._max_rows, self._one_way = max_rows, one_way
 
     def send_step(self, message: StepMessage, hidden_BQH: Tensor | None) -> None:
         """Send a micro-batch to the next stage; a STOP has no hidden states."""
-        tokens = message.tokens_1T() if message.sends_tokens else None
+        tokens = message.tokens_1T() if self._one_way or message.sends_tokens else None
         header, paging = pack_header(message, self._max_rows), pack_paging(message.paged)
         self._ring.steps[self._rank + 1].put((header, paging, hidden_BQH, tokens))
 
@@ -127,19 +129,56 @@ class _DeviceTransport(ThreadTransport):
         return message, hidden_BQH
 
 
+class ThreadSum:
+    """The sum over threads that are the devices of one stage."""
+
+    def __init__(self, count: int) -> None:
+        self._parts: list[Tensor | None] = [None] * count
+        self._barrier = threading.Barrier(count)
+
+    def of(self, member: int) -> Callable[[Tensor], Tensor]:
+        """Return a device's all-reduce."""
+
+        def total(part: Tensor) -> Tensor:
+            self._parts[member] = part
+            try:
+                self._barrier.wait()
+                parts = [one for one in self._parts if one is not None]
+                summed = sum(parts[1:], parts[0].clone())
+                self._barrier.wait()
+            except threading.BrokenBarrierError:
+                raise ConnectionError("another stage's thread failed") from None
+            return part.copy_(summed)
+
+        return total
+
+    def break_off(self) -> None:
+        """Wake all that wait."""
+        self._barrier.abort()
+
+
 class ThreadRendezvous:
     """Where the stages of one process find each other; it is made before they are."""
 
-    def __init__(self, devices: Sequence[str]) -> None:
-        """`devices`: of each stage, as torch names them."""
+    def __init__(self, devices: Sequence[str], workers: Sequence[Worker] = ()) -> None:
+        """`devices`: of each worker, as torch names them; without `workers` each is a stage."""
         self.devices = tuple(torch.device(name) for name in devices)
-        self._ring = Ring.of(len(devices))
+        leaders = [w.leads for w in workers] or [True] * len(devices)
+        pairs = zip(self.devices, leaders, strict=True)
+        self._of_stages = tuple(device for device, leads in pairs if leads)
+        self._ring = Ring.of(len(self._of_stages))
+        self._sums = {w.stage: ThreadSum(len(w.shares)) for w in workers if w.shares}
+        self._followed = {
+            (w.stage, w.member): replace(Ring.of(2), broken=self._ring.broken)
+            for w in workers
+            if not w.leads
+        }
         self._lock = threading.Lock()
         self._hops: tuple[_Hop, ...] | None = None
 
     def transport(self, rank: int, *, max_rows: int) -> ThreadTransport:
         """Return a stage's links; between GPUs hidden states never wait for other work."""
-        devices = self.devices
+        devices = self._of_stages
         if len(set(devices)) == 1 or any(device.type != "cuda" for device in devices):
             return ThreadTransport(self._ring, rank, max_rows=max_rows)
         with self._lock:
@@ -154,6 +193,17 @@ class ThreadRendezvous:
             into=self._hops[rank - 1] if rank > 0 else None,
         )
 
+    def followed(self, stage: int, member: int, *, leads: bool, max_rows: int) -> ThreadTransport:
+        """Return an end of the link from a stage's first device to another: the one that leads."""
+        ring = self._followed[stage, member]
+        return ThreadTransport(ring, 0 if leads else 1, max_rows=max_rows, one_way=True)
+
+    def sum_of(self, worker: Worker) -> Callable[[Tensor], Tensor]:
+        """Return a device's sum over those of its stage."""
+        return self._sums[worker.stage].of(worker.member)
+
     def break_off(self) -> None:
         """Wake all that wait for a stage that has failed."""
         self._ring.broken.set()
+        for total in self._sums.values():
+            total.break_off()

@@ -110,13 +110,19 @@ class GlooTransport(HostTokens):
         max_pending: int,
         max_blocks: int = 0,
         more: Sequence[dist.ProcessGroup] = (),
+        ring: Sequence[int] = (),
+        one_way: bool = False,
     ) -> None:
         """`max_tokens`: rows times padded length of the largest micro-batch.
 
         `max_blocks`: of a request's table, where the engine is a paged one. `more`: connections
-        beside the first (`more_connections`).
+        beside the first (`more_connections`). `ring`: processes of the group that exchange
+        messages, in order; all of them by default. `one_way`: no tokens come back; every message
+        has its own.
         """
-        self._rank, self._world = dist.get_rank(), dist.get_world_size()
+        self._ring = tuple(ring) or tuple(range(dist.get_world_size()))
+        self._rank, self._world = self._ring.index(dist.get_rank()), len(self._ring)
+        self._one_way = one_way
         self._hidden, self._dtype = hidden, dtype
         self._max_rows, self._max_pending = max_rows, max_pending
         self._pending: deque[tuple[list[dist.Work], Tensor]] = deque()
@@ -132,7 +138,7 @@ class GlooTransport(HostTokens):
         self._read: Tensor | None = None
         part_bytes = max(math.ceil(most_bytes / (1 + len(more))), self._header_bytes)
         self._more = [
-            _PartReader(group, self._rank - 1, part_bytes, ahead)
+            _PartReader(group, self._ring[self._rank - 1], part_bytes, ahead)
             for group in (more if most_bytes > _SHARED_BYTES else ())
         ]
 
@@ -141,14 +147,14 @@ class GlooTransport(HostTokens):
         parts = [pack_header(message, self._max_rows), pack_paging(message.paged)]
         if hidden_BQH is not None:
             parts.append(hidden_BQH.contiguous())
-        if message.sends_tokens:
+        if self._one_way or message.sends_tokens:
             parts.append(message.tokens_1T())
-        if self._rank == 0 and hidden_BQH is not None:
+        if self._rank == 0 and hidden_BQH is not None and not self._one_way:
             self._expect_tokens(message)
         data = torch.cat([part.view(-1).view(torch.uint8) for part in parts])
         first, *others = self._shares(len(data))
         works = [
-            dist.isend(data[share], self._rank + 1, group=reader.group)
+            dist.isend(data[share], self._ring[self._rank + 1], group=reader.group)
             for share, reader in zip(others, self._more, strict=False)
         ]
         self._send(data[first], self._rank + 1, works)
@@ -173,12 +179,13 @@ class GlooTransport(HostTokens):
         message = unpack_paging(message, paging)
         shape = (*message.shape, self._hidden)
         end = tokens_at = hidden_at + math.prod(shape) * self._dtype.itemsize
-        if message.sends_tokens:
+        has_tokens = self._one_way or message.sends_tokens
+        if has_tokens:
             end += math.prod(shape[:2]) * torch.long.itemsize
         for share, reader in zip(self._shares(end)[1:], self._more, strict=False):
             reader.read_into(room[share])
         hidden_BQH = room[hidden_at:tokens_at].view(self._dtype).view(shape)
-        if message.sends_tokens:
+        if has_tokens:
             tokens_BQ = room[tokens_at:end].clone().view(torch.long).view(shape[:2])
             message = with_tokens(message, tokens_BQ.tolist())
         return message, hidden_BQH
@@ -213,7 +220,7 @@ class GlooTransport(HostTokens):
             reader.offer()
         while self._free:
             room = self._free.popleft()
-            work = dist.irecv(room, self._rank - 1)
+            work = dist.irecv(room, self._ring[self._rank - 1])
             assert work is not None
             self._coming.append((work, room))
 
@@ -221,12 +228,13 @@ class GlooTransport(HostTokens):
         """Post the receive of a micro-batch's tokens, so that they need not wait for it."""
         shape = (message.num_rows, result_width(message.paged))
         tokens_BK = torch.empty(shape, dtype=torch.long)
-        work = dist.irecv(tokens_BK, self._world - 1)
+        work = dist.irecv(tokens_BK, self._ring[-1])
         assert work is not None
         self._expected.append((work, tokens_BK))
 
     def _send(self, tensor: Tensor, target: int, others: Sequence[dist.Work | None] = ()) -> None:
-        works = [work for work in (*others, dist.isend(tensor, target)) if work is not None]
+        sent = dist.isend(tensor, self._ring[target])
+        works = [work for work in (*others, sent) if work is not None]
         self._pending.append((works, tensor))
         # Older sends have been received: no more micro-batches than this are in flight.
         while len(self._pending) > self._max_pending:

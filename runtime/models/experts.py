@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from llmpq.families.common.spec_values import Router
+from llmpq.runtime.models.linear import Reduce
 
 
 class Routing(nn.Module):
@@ -97,6 +98,8 @@ class SparseMLP(nn.Module):
         super().__init__()
         self.routing, self.shared = routing, shared
         self.experts = nn.ModuleList(experts)
+        self.reduce: Reduce | None = None
+        """Sums over the devices of a stage, where each has a part of every expert."""
 
     @property
     def asks_host(self) -> bool:
@@ -109,7 +112,11 @@ class SparseMLP(nn.Module):
         y_Th = self.mixed(x_Th, *self.routing(x_Th))
         if self.shared is not None:
             y_Th.add_(self.shared(x_Th))
-        return y_Th.view(x_BQh.shape)
+        return self.summed(y_Th).view(x_BQh.shape)
+
+    def summed(self, y_Th: Tensor) -> Tensor:
+        """Return what experts give, over all devices that have parts of them."""
+        return y_Th if self.reduce is None else self.reduce(y_Th)
 
     def mixed(self, x_Th: Tensor, weight: Tensor, expert: Tensor) -> Tensor:
         """Return the weighted sum of each token's experts [T, h]; weights and experts [T, k]."""
@@ -158,6 +165,6 @@ class MixtureBeside(SparseMLP):
         assert self.shared is not None
         x_Th = x_BQh.reshape(-1, x_BQh.shape[-1])
         weight, expert = self.routing(x_Th)
-        mixed = self.mixture.mixed(self.experts_norm(x_Th), weight, expert)
+        mixed = self.mixture.summed(self.mixture.mixed(self.experts_norm(x_Th), weight, expert))
         beside = self.shared_out_norm(self.shared(self.shared_norm(x_Th)))
         return (self.experts_out_norm(mixed) + beside).view(x_BQh.shape)

@@ -6,10 +6,15 @@ attribute is the cheapest to read.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from torch import Tensor, nn
 
 from llmpq.kernels.weights.dense_weight import DenseWeight
 from llmpq.kernels.weights.weight import Weight
+
+Reduce = Callable[[Tensor], Tensor]
+"""Returns the sum of a tensor over the devices of a stage in tensor parallel, maybe in place."""
 
 
 def round_activations(model: nn.Module, bits: int = 8) -> None:
@@ -30,3 +35,23 @@ class Linear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Return y [..., N] in x's dtype."""
         return self.weight.matmul(x, self.bias)
+
+    def with_weight(self, weight: Weight) -> Linear:
+        """Return the same product with a weight in another form."""
+        return Linear(weight, self.bias)
+
+
+class RowParallelLinear(Linear):
+    """A product of which a device has some of the inputs: the sum over a stage's devices is y."""
+
+    def __init__(self, weight: Weight | Tensor, bias: Tensor | None, reduce: Reduce) -> None:
+        super().__init__(weight, bias)
+        self.reduce = reduce
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return y [..., N] in x's dtype, of all devices' inputs."""
+        return self.reduce(super().forward(x))
+
+    def with_weight(self, weight: Weight) -> RowParallelLinear:
+        """Return the same product with a weight in another form."""
+        return RowParallelLinear(weight, self.bias, self.reduce)

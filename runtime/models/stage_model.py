@@ -34,7 +34,7 @@ from llmpq.runtime.models.layers import (
     recurrence_of,
 )
 from llmpq.runtime.models.linear import Linear
-from llmpq.runtime.models.wiring import Wiring
+from llmpq.runtime.models.wiring import Split, Wiring
 from llmpq.runtime.step import Step
 from llmpq.runtime.weights.sources import TensorSource
 
@@ -54,9 +54,12 @@ class StageModel(nn.Module):
         layers: Sequence[DecoderLayer],
         embedding: Embedding | None,
         head: Head | None,
+        *,
+        whole: ModelSpec | None = None,
     ) -> None:
+        """`whole`: the model's spec, where `spec` is what one of a stage's devices has of it."""
         super().__init__()
-        self.spec = spec
+        self.spec, self.whole_spec = spec, whole or spec
         self.embedding = embedding
         self.head = head
         self.layers = nn.ModuleList(layers)
@@ -79,6 +82,7 @@ class StageModel(nn.Module):
         source: TensorSource,
         on_layer: Callable[[int | None], None] | None = None,
         runner: LayerRunner | None = None,
+        split: Split | None = None,
     ) -> StageModel:
         """Read and quantise layer by layer, while the next part is being read.
 
@@ -86,7 +90,8 @@ class StageModel(nn.Module):
 
         `scheme` says how a precision is stored (`Quantization.scheme`), `head_precision` the output
         matrix's, which is then a copy of its own where it is tied; `on_layer` hears of every
-        finished layer; `runner` computes the layers, torch's operators by default.
+        finished layer; `runner` computes the layers, torch's operators by default; `split`: how
+        the layers are shared with other devices.
         """
         if len(precisions) != len(layers):
             raise ValueError(f"{len(precisions)} precisions for {len(layers)} layers")
@@ -94,7 +99,10 @@ class StageModel(nn.Module):
             spec.require_cut(layers.start, spec.name)
         place = torch.device(device)
         on_matrix = None if on_layer is None else partial(on_layer, None)
-        builder = _Builder(Wiring(spec, place, runner), spec, dtype, place, on_matrix)
+        own = spec if split is None else split.member.own
+        if split is not None:
+            source.take_member(split.member)
+        builder = _Builder(Wiring(own, place, runner, split=split), own, dtype, place, on_matrix)
         schemes = dict(zip(layers, map(scheme, precisions), strict=True))
         source.keep_codes(schemes)
         readers: list[Reader] = [partial(source.layer, index, dtype) for index in layers]
@@ -114,7 +122,7 @@ class StageModel(nn.Module):
                 tied = {"output.weight": embedding.tokens_Vh}
             tensors = source.head(dtype, with_output=not tied)
             head = builder.head(tensors, tied, scheme(head_precision))
-        return cls(spec, built, embedding, head)
+        return cls(own, built, embedding, head, whole=spec)
 
     @property
     def num_recurrent(self) -> int:

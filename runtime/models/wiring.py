@@ -7,6 +7,9 @@ rotary, ALiBi or learned positions; norms of query and key heads; gated MLPs; ex
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
@@ -29,6 +32,7 @@ from llmpq.runtime.models.layers import (
     SideBySide,
     StreamFactors,
 )
+from llmpq.runtime.models.linear import Linear, Reduce, RowParallelLinear
 from llmpq.runtime.models.mlps import (
     MLP,
     XIELU,
@@ -41,6 +45,16 @@ from llmpq.runtime.models.norms import NoNorm, Norm
 from llmpq.runtime.models.recurrent import RecurrentMixer, lightning_decays
 from llmpq.runtime.models.rotary import Rotary
 from llmpq.runtime.models.streams import Mixing, StreamLayer, Streams
+from llmpq.tensor_parallel import Member
+
+
+@dataclass(frozen=True)
+class Split:
+    """How a device shares layers with others of its stage."""
+
+    member: Member
+    reduce: Reduce
+
 
 INDEX_NORM_EPS = 1e-6
 """What the norm of an indexer's keys adds, whatever the model's norms do."""
@@ -50,14 +64,24 @@ class Wiring:
     """Wiring of one model on one device."""
 
     def __init__(
-        self, spec: ModelSpec, device: torch.device, runner: LayerRunner | None = None
+        self,
+        spec: ModelSpec,
+        device: torch.device,
+        runner: LayerRunner | None = None,
+        *,
+        split: Split | None = None,
     ) -> None:
-        """`runner`: who computes the layers; torch's operators by default."""
-        self._spec, self._runner = spec, runner or PlainLayers()
+        """`runner`: who computes the layers; torch's operators by default.
+
+        `split`: where several devices share the layers, of which `spec` is what this one has.
+        """
+        self._spec, self._runner, self._split = spec, runner or PlainLayers(), split
         self._rotary, self._window_rotary = _rotaries(spec, device)
         self._slopes_H = None
         if spec.positions == "alibi":
-            self._slopes_H = alibi_slopes(spec.heads).to(device)
+            whole = alibi_slopes(spec.heads if split is None else split.member.spec.heads)
+            own = None if split is None else split.member.heads
+            self._slopes_H = (whole if own is None else whole[own.start : own.stop]).to(device)
 
     def embedding(self, parts: LayerTensors) -> Embedding:
         """Wire the first stage's embedding."""
@@ -128,6 +152,20 @@ class Wiring:
             parts.tensor("scalar") if spec.layer_scalar else None,
         )
 
+    def _summed(self, part: Linear, *, cut: bool) -> Linear:
+        """Return the last product of attention or an MLP: a sum over devices where that is cut."""
+        if self._split is None or not cut:
+            return part
+        return RowParallelLinear(part.weight, part.bias, self._split.reduce)
+
+    @property
+    def _cuts_attention(self) -> bool:
+        return self._split is not None and self._split.member.heads is not None
+
+    @property
+    def _cuts_mlps(self) -> bool:
+        return self._split is not None and self._split.member.cuts_mlps
+
     def _norm(self, parts: LayerTensors, name: str) -> Norm:
         """Return a norm over the hidden size."""
         return parts.norm(name, centred=self._spec.norm == "layernorm")
@@ -148,7 +186,7 @@ class Wiring:
 
     def _mlp(self, spec: ModelSpec, parts: LayerTensors) -> MLP | GatedMLP | SparseMLP:
         if not spec.experts:
-            return _dense_mlp(spec, parts, "")
+            return self._alone(_dense_mlp(spec, parts, ""))
         rule = spec.router
         routing = Routing(
             parts.tensor("router.weight"),
@@ -168,9 +206,27 @@ class Wiring:
             names = ("mlp_norm", "shared_out_norm", "experts_norm", "experts_out_norm")
             before, behind, to_experts, of_experts = (parts.norm(name) for name in names)
             norms = (before, behind, to_experts, of_experts)
-            mixture = self._runner.sparse_mlp(routing, experts, len(owners), None)
-            return MixtureBeside(mixture, shared, norms)
-        return self._runner.sparse_mlp(routing, experts, len(owners), shared)
+            mixture = self._mixture(routing, experts, len(owners), None)
+            return MixtureBeside(mixture, self._alone(shared), norms)
+        return self._mixture(routing, experts, len(owners), shared)
+
+    def _alone(self, mlp: MLP | GatedMLP) -> MLP | GatedMLP:
+        """Return an MLP that no expert's output is added to."""
+        mlp.down = self._summed(mlp.down, cut=self._cuts_mlps)
+        return mlp
+
+    def _mixture(
+        self,
+        routing: Routing,
+        experts: Iterable[MLP | GatedMLP],
+        count: int,
+        shared: MLP | GatedMLP | None,
+    ) -> SparseMLP:
+        """Return experts: where they are cut, one sum over devices of all of them."""
+        mixture = self._runner.sparse_mlp(routing, experts, count, shared)
+        if self._split is not None and self._cuts_mlps:
+            mixture.reduce = self._split.reduce
+        return mixture
 
     def head(self, parts: LayerTensors) -> Head:
         """Wire the last stage's norm and output matrix."""
@@ -195,7 +251,7 @@ class Wiring:
         return Attention(
             spec,
             parts.linear(spec.attention_input),
-            parts.linear("o"),
+            self._summed(parts.linear("o"), cut=self._cuts_attention),
             rotary=None if index in spec.without_positions else rotary,
             alibi_slopes_H=self._slopes_H,
             q_norm=self._head_norm(spec, parts, "q_norm"),
@@ -255,7 +311,7 @@ class Wiring:
             parts.linear("kv_a"),
             parts.norm("kv_norm"),
             parts.tensor("kv_b.weight"),
-            parts.linear("o"),
+            self._summed(parts.linear("o"), cut=self._cuts_attention),
             self._rotary,
             self._index(parts),
         )

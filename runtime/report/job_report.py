@@ -154,10 +154,10 @@ def _report_data(job: JobResult) -> dict[str, Any]:
         "stages": [
             {**_stage(stage, load, record, wall_s), **place}
             for stage, load, record, place in zip(
-                plan.stages,
+                plan.places,
                 job.loads,
                 job.records,
-                job.places or [{}] * len(plan.stages),
+                job.places or [{}] * len(plan.places),
                 strict=True,
             )
         ],

@@ -106,7 +106,7 @@ def look(
 def _directory(plan: Plan, cluster: Cluster | None, index: int, model: str | None) -> str | None:
     """Return where a stage's node keeps the model."""
     for node in nodes_of(plan, cluster):
-        if node.name == plan.stages[index].node and node.model_dir is not None:
+        if node.name == plan.places[index].node and node.model_dir is not None:
             return node.model_dir
     path = model or plan.model.path
     return None if path is None else str(local_model(path))
@@ -115,7 +115,7 @@ def _directory(plan: Plan, cluster: Cluster | None, index: int, model: str | Non
 def _all(plan: Plan, calls: Sequence[Future[Any]], doing: str, limit_s: float) -> list[Any]:
     _, waiting = wait(calls, limit_s)
     if waiting:
-        names = ", ".join(plan.stages[calls.index(call)].device for call in waiting)
+        names = ", ".join(plan.places[calls.index(call)].device for call in waiting)
         raise DeadlineError(
             f"no answer from {names} while {doing} within {limit_s:.0f} s; look at its host and "
             "firewall, or raise --timeout"
@@ -130,7 +130,7 @@ def _all(plan: Plan, calls: Sequence[Future[Any]], doing: str, limit_s: float) -
 
 def judge_engines(plans: Sequence[Plan], looks: Sequence[Look]) -> list[tuple[ExitCode, str]]:
     """Return what `judge` does, of engines that run side by side and share their hosts' memory."""
-    stages = [stage for plan in plans for stage in plan.stages]
+    stages = [stage for plan in plans for stage in plan.places]
     needs = iter(_needs(stages, [place for places, _ in looks for place in places]))
     return [
         problem
@@ -150,8 +150,8 @@ def judge(
     `needs`: bytes asked of each place, where other engines share them.
     """
     problems = []
-    needs = _needs(plan.stages, places) if needs is None else needs
-    for stage, place, need in zip(plan.stages, places, needs, strict=True):
+    needs = _needs(plan.places, places) if needs is None else needs
+    for stage, place, need in zip(plan.places, places, needs, strict=True):
         where = f"stage {stage.device} on {stage.node} ({place['host']})"
         if place["kind"] != stage.kind and not stage.is_cpu:
             problems.append(
@@ -182,11 +182,11 @@ def judge(
     problems += [(ExitCode.MISMATCH, text) for text in differing_versions(plan, places)]
     for index, link in enumerate(links):
         if link["problem"] is not None:
-            after = plan.stages[(index + 1) % len(plan.stages)].device
+            after = plan.places[(index + 1) % len(plan.places)].device
             problems.append(
                 (
                     ExitCode.STAGE_LOST,
-                    f"link {plan.stages[index].device} -> {after}: {link['problem']}; open the "
+                    f"link {plan.places[index].device} -> {after}: {link['problem']}; open the "
                     "firewall between the hosts or give --master-addr",
                 )
             )
@@ -208,7 +208,7 @@ def _needs(stages: Sequence[StagePlan], places: Sequence[Mapping[str, Any]]) -> 
 def differing_versions(plan: Plan, places: Sequence[Mapping[str, Any]]) -> list[str]:
     """Return a line for every package whose version differs from the first stage's."""
     first, lines = places[0], []
-    for stage, place in zip(plan.stages[1:], places[1:], strict=True):
+    for stage, place in zip(plan.places[1:], places[1:], strict=True):
         for name, wanted, got in differing(versions_of(first), versions_of(place)):
             lines.append(
                 f"stage {stage.device} on {stage.node}: {name} {got}, the first stage has "
@@ -231,7 +231,7 @@ def show(
     table = Table(title=f"plan of {plan.model.name}{of}, {stages}", title_justify="left")
     for column in ("stage", "node", "host", "device", "needs", "free", "torch", "next link"):
         table.add_column(column)
-    for index, (stage, place) in enumerate(zip(plan.stages, places, strict=True)):
+    for index, (stage, place) in enumerate(zip(plan.places, places, strict=True)):
         need = format_size(stage.memory.least_bytes) if stage.memory is not None else "-"
         table.add_row(
             stage.device,

@@ -11,6 +11,7 @@ import torch
 from llmpq.precision import WeightScheme
 from llmpq.runtime.models.layer_tensors import LayerTensors
 from llmpq.runtime.weights.sources import RandomSource
+from llmpq.tensor_parallel import Member
 
 
 class CopiedLayers:
@@ -42,6 +43,10 @@ class CopiedLayers:
 
     def keep_codes(self, schemes: Mapping[int, WeightScheme | None]) -> None:
         """Do nothing: no random weight is stored as codes."""
+
+    def take_member(self, member: Member) -> None:
+        """Hand out of decoder layers what one device of a stage in tensor parallel holds."""
+        self._source.take_member(member)
 
     def layer(self, index: int, dtype: torch.dtype) -> dict[str, Any]:
         """Return a layer's parts, its linears quantised as its scheme says."""

@@ -29,6 +29,7 @@ from llmpq.model_spec import ModelSpec
 from llmpq.precision import WeightScheme
 from llmpq.runtime.models.part_shapes import layer_shapes
 from llmpq.runtime.weights.codebook_forms import table_of
+from llmpq.runtime.weights.cut_parts import cut_weights
 from llmpq.runtime.weights.gguf_codebooks import codebook_of_blocks, keeps_kind, whole_numbers
 from llmpq.runtime.weights.gguf_codes import GROUP, codes_of, kept_weight
 from llmpq.runtime.weights.gguf_layout import ONE_BELOW, Stored, layout
@@ -82,7 +83,8 @@ class GgufCheckpoint(CheckpointSource):
         if scheme is not None and scheme.activation_bits == 16:
             again = [f"{s.name}.weight" for s in spec.linears() if f"{s.name}.weight" in rest]
             self._say_rounded({name for part in again for name in table[part]}, scheme, dtype)
-        return {**self._parts(rest, table, dtype), **kept}
+        cuts = self._cuts(index)
+        return {**self._parts(rest, table, dtype, cuts), **cut_weights(kept, cuts)}
 
     def _kept(
         self,

@@ -24,6 +24,7 @@ from llmpq.kernels.weights.weight import Weight
 from llmpq.precision import WeightScheme
 from llmpq.runtime.models.layer_tensors import LayerTensors
 from llmpq.runtime.weights.sources import CheckpointSource, weight_files
+from llmpq.tensor_parallel import Member
 
 LAYOUTS = 4
 """One more when a layout's bytes change; which one this device has is in the mark, too."""
@@ -46,12 +47,18 @@ class KeptLayers:
         self._schemes = schemes
         self._device = device
         self._folder = Path(folder)
+        self._member: Member | None = None
         source.keep_codes(schemes)
         self.num_read = 0
         """Layers that were found on disk."""
 
     def keep_codes(self, schemes: Mapping[int, WeightScheme | None]) -> None:
         """Do nothing: the checkpoint has the schemes of the stage since the constructor."""
+
+    def take_member(self, member: Member) -> None:
+        """Hand out of decoder layers what one device of a stage in tensor parallel holds."""
+        self._member = member
+        self._source.take_member(member)
 
     def embedding(self, dtype: torch.dtype) -> dict[str, Any]:
         """Return the checkpoint's embedding."""
@@ -101,6 +108,7 @@ class KeptLayers:
             *(["codes kept"] if self._source.may_keep_codes else []),
             LAYOUTS,
             layout.value,
+            *([] if self._member is None else [self._member.shares, self._member.index]),
         ]
         mark = hashlib.sha256(json.dumps(what).encode()).hexdigest()[:16]
         return self._folder / mark / f"{index}.safetensors"

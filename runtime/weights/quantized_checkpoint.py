@@ -62,6 +62,7 @@ from llmpq.runtime.weights.codebook_forms import (
     stored_codebook,
     table_of,
 )
+from llmpq.runtime.weights.cut_parts import NO_CUTS, Cuts, cut_weights
 from llmpq.runtime.weights.float_forms import fp8_codes, fp8_values, integer_values
 from llmpq.runtime.weights.gguf_checkpoint import GgufCheckpoint
 from llmpq.runtime.weights.sources import ATOM_ROOT, FLOATING, TRANSPOSED, CheckpointSource
@@ -136,11 +137,20 @@ class QuantizedCheckpoint(CheckpointSource):
     def layer(self, index: int, dtype: torch.dtype) -> dict[str, Any]:
         """Read one decoder layer's parts, its linears packed."""
         if f"{ATOM_ROOT}{index}.qkv.codes" in self.file_of:
+            if self._member is not None:
+                raise ValueError(
+                    f"'{self.directory}': layer {index} rounds its inputs, which devices in tensor "
+                    "parallel do not share; give its stage one device"
+                )
             return self._atom_layer(index, dtype)
         return super().layer(index, dtype)
 
     def _parts(
-        self, shapes: Shapes, table: Mapping[str, tuple[str, ...]], dtype: torch.dtype
+        self,
+        shapes: Shapes,
+        table: Mapping[str, tuple[str, ...]],
+        dtype: torch.dtype,
+        cuts: Cuts = NO_CUTS,
     ) -> dict[str, Any]:
         parts: dict[str, Any] = {}
         for part, shape in shapes.items():
@@ -154,8 +164,8 @@ class QuantizedCheckpoint(CheckpointSource):
             elif part.endswith(".weight") and self._is_packed(stems[0]):
                 parts[part] = self._weight(part, stems, shape, dtype)
             else:
-                parts |= super()._parts({part: shape}, table, dtype)
-        return parts
+                parts |= super()._parts({part: shape}, table, dtype, cuts)
+        return cut_weights(parts, cuts)
 
     def _tables(
         self, part: str, names: Sequence[str], shape: tuple[int, ...], dtype: torch.dtype

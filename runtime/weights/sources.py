@@ -20,6 +20,7 @@ from torch import Tensor
 
 from llmpq.checkpoints.model_config import other_form
 from llmpq.families import FAMILIES
+from llmpq.families.record import AS_IT_IS
 from llmpq.model_spec import ModelSpec
 from llmpq.precision import WeightScheme
 from llmpq.runtime.models.part_shapes import (
@@ -29,7 +30,9 @@ from llmpq.runtime.models.part_shapes import (
     layer_shapes,
     mtp_shapes,
 )
+from llmpq.runtime.weights.cut_parts import NO_CUTS, Cuts, cut_parts, cut_pieces, cut_tensor
 from llmpq.runtime.weights.weight_map import read_weight_map
+from llmpq.tensor_parallel import Member, PartSlice
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -67,6 +70,9 @@ class TensorSource(Protocol):
         `schemes`: by layer, counted over the whole model; None for 16 bits.
         """
 
+    def take_member(self, member: Member) -> None:
+        """Hand out of decoder layers what one device of a stage in tensor parallel holds."""
+
     def embedding(self, dtype: torch.dtype) -> dict[str, Tensor]:
         """Return the parts of the embedding."""
 
@@ -92,6 +98,7 @@ class CheckpointSource:
         self.directory, self.spec = Path(directory), spec
         self.names = FAMILIES[spec.family].names
         self._open: dict[str, Any] = {}
+        self._member: Member | None = None
         self.file_of = self._index()
         self.names = self.names.used_in(self.file_of)
         (token_name,) = self.names.embedding["tokens.weight"]
@@ -109,6 +116,17 @@ class CheckpointSource:
     def keep_codes(self, schemes: Mapping[int, WeightScheme | None]) -> None:
         """Do nothing: every linear is stored as values."""
 
+    def take_member(self, member: Member) -> None:
+        """Read of decoder layers what one device of a stage in tensor parallel holds.
+
+        Parts whose rows a family stores in another order are read whole first, one by one.
+        """
+        self._member = member
+
+    def _cuts(self, index: int) -> Cuts:
+        """Return what is read of the parts of a layer."""
+        return NO_CUTS if self._member is None else self._member.cuts(index)
+
     @property
     def where(self) -> Path:
         """Where it is, in errors."""
@@ -125,7 +143,8 @@ class CheckpointSource:
             part: self._rooted(names)
             for part, names in self.names.of_layer(self.spec, index).items()
         }
-        return self._let_go_after(layer_shapes(self.spec.of_layer(index)), table, dtype)
+        shapes = layer_shapes(self.spec.of_layer(index))
+        return self._let_go_after(shapes, table, dtype, self._cuts(index))
 
     def head(self, dtype: torch.dtype, *, with_output: bool = True) -> dict[str, Tensor]:
         """Read the head's parts; without the output matrix where the embedding is at hand."""
@@ -175,27 +194,48 @@ class CheckpointSource:
         return tuple(self.root + name for name in names)
 
     def _let_go_after(
-        self, shapes: Shapes, table: Mapping[str, tuple[str, ...]], dtype: torch.dtype
+        self,
+        shapes: Shapes,
+        table: Mapping[str, tuple[str, ...]],
+        dtype: torch.dtype,
+        cuts: Cuts = NO_CUTS,
     ) -> dict[str, Tensor]:
         """Read parts and close the files: only pages of what is kept of them stay mapped."""
         try:
-            return self._parts(shapes, table, dtype)
+            return self._parts(shapes, table, dtype, cuts)
         finally:
             self._open.clear()
 
     def _parts(
-        self, shapes: Shapes, table: Mapping[str, tuple[str, ...]], dtype: torch.dtype
+        self,
+        shapes: Shapes,
+        table: Mapping[str, tuple[str, ...]],
+        dtype: torch.dtype,
+        cuts: Cuts = NO_CUTS,
     ) -> dict[str, Tensor]:
         """Read the parts of `shapes`, stacking and rearranging as the family's table says."""
         parts = {}
         for part, shape in shapes.items():
             stored = torch.float32 if part in FLOAT32_PARTS else dtype
-            stacked = self._stack(table[part], shape, stored)
-            parts[part] = self.names.arranged(part).ours(stacked, self.spec)
+            arranged, cut = self.names.arranged(part), cuts.get(part)
+            if arranged == AS_IT_IS:
+                parts[part] = self._stack(table[part], shape, stored, cut)
+                continue
+            ours = arranged.ours(self._stack(table[part], shape, stored), self.spec)
+            parts[part] = ours if cut is None else cut_tensor(ours, cut)
         return parts
 
-    def _stack(self, names: tuple[str, ...], shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Return tensors stacked along the first dimension; one alone as it is mapped."""
+    def _stack(
+        self,
+        names: tuple[str, ...],
+        shape: tuple[int, ...],
+        dtype: torch.dtype,
+        cut: PartSlice | None = None,
+    ) -> Tensor:
+        """Return tensors stacked along the first dimension; one alone as it is mapped.
+
+        `cut`: what of them is read.
+        """
         pieces = [_without_ones(self.read(name, FLOATING), len(shape)) for name in names]
         rows = sum(piece.shape[0] for piece in pieces)
         for name, piece in zip(names, pieces, strict=True):
@@ -206,6 +246,9 @@ class CheckpointSource:
                     f"{' + '.join(names)} must have shape {list(shape)} together, as "
                     f"{self.DESCRIBED_BY} says: the two do not belong together"
                 )
+        if cut is not None:
+            pieces = cut_pieces(pieces, cut)
+            shape = (sum(piece.shape[0] for piece in pieces), *pieces[0].shape[1:])
         if len(pieces) == 1 and _serves_mapped(pieces[0], dtype):
             return _read_in(pieces[0])
         stacked = torch.empty(shape, dtype=dtype)
@@ -417,6 +460,11 @@ class RandomSource:
         self.spec = spec
         self.seed = seed
         self.device = torch.device(device)
+        self._member: Member | None = None
+
+    def take_member(self, member: Member) -> None:
+        """Hand out of decoder layers what one device of a stage in tensor parallel holds."""
+        self._member = member
 
     def keep_codes(self, schemes: Mapping[int, WeightScheme | None]) -> None:
         """Do nothing: random weights are values."""
@@ -427,7 +475,8 @@ class RandomSource:
 
     def layer(self, index: int, dtype: torch.dtype) -> dict[str, Tensor]:
         """Make one decoder layer's parts."""
-        return self._parts(layer_shapes(self.spec.of_layer(index)), 1 + index, dtype)
+        whole = self._parts(layer_shapes(self.spec.of_layer(index)), 1 + index, dtype)
+        return whole if self._member is None else cut_parts(whole, self._member.cuts(index))
 
     def head(self, dtype: torch.dtype, *, with_output: bool = True) -> dict[str, Tensor]:
         """Make the head's parts; a tied output matrix is the embedding's."""

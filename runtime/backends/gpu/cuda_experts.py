@@ -221,7 +221,7 @@ class GroupedMLP(SparseMLP):
         if self.asks_host:
             return super().forward(x_BQh)
         x_Th = x_BQh.reshape(-1, x_BQh.shape[-1])
-        return self._summed(send(self.routing, x_Th), None).view(x_BQh.shape)
+        return self.summed(self._summed(send(self.routing, x_Th), None)).view(x_BQh.shape)
 
     def mixed(self, x_Th: Tensor, weight: Tensor, expert: Tensor) -> Tensor:
         """Return the weighted sum of each token's experts [T, h], without the shared MLP."""
@@ -235,8 +235,10 @@ class GroupedMLP(SparseMLP):
         if self.asks_host:
             made = super().forward(_normed(between, residual_Th)[None])
             return residual_BQh.add_(made.view(residual_BQh.shape))
-        made = self._summed(norm_and_send(self.routing, between, residual_Th), residual_Th)
-        return made.view(residual_BQh.shape)
+        rows = norm_and_send(self.routing, between, residual_Th)
+        if self.reduce is not None:
+            return residual_BQh.add_(self.summed(self._summed(rows, None)).view_as(residual_BQh))
+        return self._summed(rows, residual_Th).view(residual_BQh.shape)
 
     def _summed(self, rows: Sending, residual_Th: Tensor | None) -> Tensor:
         y_Th = self._experts_sum(rows, residual_Th)

@@ -25,7 +25,7 @@ def wanted_nodes(plan: Plan, cluster: Cluster | None) -> list[WantedNode]:
         WantedNode(
             node=node,
             addresses=frozenset() if node.host is None else addresses_of(node.host),
-            stages=tuple(stage for stage in plan.stages if stage.node == node.name),
+            stages=tuple(stage for stage in plan.places if stage.node == node.name),
         )
         for node in nodes_of(plan, cluster)
     ]

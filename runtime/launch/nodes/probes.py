@@ -30,15 +30,15 @@ def stage_probes(
     plan: Plan, cluster: Cluster | None, ray_address: str | None, deadlines: Deadlines
 ) -> Iterator[Probes]:
     """Yield a `StageProbe` at every stage's place; errors are those of starting the stages."""
-    num_stages = len(plan.stages)
-    arguments = [(index, num_stages, not stage.is_cpu) for index, stage in enumerate(plan.stages)]
+    num_stages = len(plan.places)
+    arguments = [(index, num_stages, not stage.is_cpu) for index, stage in enumerate(plan.places)]
     with ExitStack() as stack:
         if ray_address is None:
             all_here(wanted_nodes(plan, cluster), this_node())
             names = ("index", "num_stages", "on_gpu")
             children = [
                 _child(stack, {"probe": dict(zip(names, own, strict=True))}, environment_of(stage))
-                for own, stage in zip(arguments, plan.stages, strict=True)
+                for own, stage in zip(arguments, plan.places, strict=True)
             ]
             yield children, [LOCAL_HOST] * num_stages
             return
@@ -65,7 +65,7 @@ def stage_probes(
             actor_class("llmpq.runtime.launch.nodes.stage_probe", "StageProbe", PROBE_CALLS)
         )
         actors: list[StageHandle] = []
-        for own, stage in zip(arguments, plan.stages, strict=True):
+        for own, stage in zip(arguments, plan.places, strict=True):
             options = probe.options(
                 num_cpus=0,
                 num_gpus=0 if stage.is_cpu else 1,

@@ -67,10 +67,10 @@ def reserve(
     where that one was chosen, its successor is looked for.
     """
     wanted = wanted_nodes(plan, cluster)
-    bundles = [bundle_of(stage) for stage in plan.stages]
+    bundles = [bundle_of(stage) for stage in plan.places]
     while True:
         found = wait_for_nodes(wanted, wait_s) if joined else all_here(wanted, alive_nodes()[0])
-        nodes = tuple(found[stage.node] for stage in plan.stages)
+        nodes = tuple(found[stage.node] for stage in plan.places)
         selectors = [{NODE_ID: node.id} for node in nodes]
         group = placement_group(bundles, strategy="PACK", bundle_label_selector=selectors)
         gone = _wait_placed(group, nodes, timeout_s)
@@ -127,7 +127,7 @@ def alive_nodes() -> list[RayNode]:
 
 def _asked(plan: Plan, nodes: Sequence[RayNode]) -> str:
     parts = []
-    for stage, node in zip(plan.stages, nodes, strict=True):
+    for stage, node in zip(plan.places, nodes, strict=True):
         what = "a CPU" if stage.is_cpu else "1 GPU"
         parts.append(f"{stage.device} needs {what} of {node.shown()}")
     return ", ".join(parts)

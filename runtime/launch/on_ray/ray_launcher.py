@@ -113,7 +113,7 @@ class RayLauncher:
         remote_class, data = ray.remote(RemoteStageWorker), plan_data(plan)
         stages: list[RayStage] = []
         reader: WeightServer | None = None
-        for index, stage in enumerate(plan.stages):
+        for index, stage in enumerate(plan.places):
             options = remote_class.options(
                 num_cpus=0,
                 num_gpus=0 if stage.is_cpu else 1,

@@ -6,14 +6,24 @@ A plan for a GPU's pool may have any number of requests: its blocks are what fit
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from llmpq.cluster import Device
 from llmpq.devices.device_spec import canonical_kind
 from llmpq.devices.this_machine import useful_threads
 from llmpq.errors import DoesNotFitError
-from llmpq.memory import stage_memory
+from llmpq.member_memory import member_memory
 from llmpq.model_spec import ModelSpec
-from llmpq.plan import ClusterRef, MemoryForm, ModelRef, Plan, QuantizationForm, StagePlan
+from llmpq.plan import (
+    ClusterRef,
+    MemberPlan,
+    MemoryForm,
+    ModelRef,
+    Plan,
+    QuantizationForm,
+    StagePlan,
+    Worker,
+)
 from llmpq.precision import KVPrecision, Precision
 from llmpq.sizes.pool_size import planned_kv_bytes
 from llmpq.sizes.prefix_states import with_prefix_states
@@ -42,25 +52,31 @@ def manual_plan(
     decode_microbatch: int = 1,
     model_dir: str | None = None,
     threads: int = 1,
+    shares: Sequence[Sequence[int]] = (),
 ) -> Plan:
     """Return a plan whose stages end at the layers `splits` and at the last one.
 
-    `precision`: of all layers, or of each.
+    `precision`: of all layers, or of each. `shares`: of the devices of each stage, in tensor
+    parallel; one device each by default.
     """
     each = (precision,) * spec.num_layers if isinstance(precision, Precision) else tuple(precision)
     bounds = [0, *splits, spec.num_layers]
+    layers = list(zip(bounds, bounds[1:], strict=False))
+    own = [tuple(one) for one in shares] or [(1,)] * len(layers)
+    firsts = [sum(map(len, own[:index])) for index in range(len(layers))]
     stages = [
         StagePlan(
-            device=f"CPU-{index}",
+            device=f"CPU-{first}",
             node="local",
-            device_index=index,
+            device_index=first,
             kind="CPU",
             profile_kind=f"CPU@{threads}t",
             threads=threads,
             layers=(start, end),
             precisions=each[start:end],
+            **shared_by([f"CPU-{first + i}" for i in range(len(parts))], parts),
         )
-        for index, (start, end) in enumerate(zip(bounds, bounds[1:], strict=False))
+        for (start, end), first, parts in zip(layers, firsts, own, strict=True)
     ]
     return Plan(
         model=ModelRef(
@@ -77,6 +93,14 @@ def manual_plan(
         decode_microbatch=decode_microbatch,
         stages=tuple(stages),
     )
+
+
+def shared_by(devices: Sequence[str], shares: Sequence[int]) -> dict[str, Any]:
+    """Return the fields of a stage that devices share in tensor parallel; none of one device."""
+    if len(devices) < 2:
+        return {}
+    members = tuple(MemberPlan(device=name) for name in devices)
+    return {"devices": members, "shares": tuple(shares)}
 
 
 def on_gpu(plan: Plan, number: int = 0) -> Plan:
@@ -158,41 +182,42 @@ def with_pool_room(plan: Plan, spec: ModelSpec, memory_bytes: int, *, share: flo
 
     `DoesNotFitError` where not even one request of the plan's length would fit.
     """
-    stages, limit = [], int(share * memory_bytes)
-    for index, stage in enumerate(plan.stages):
-        needed = stage_memory(
-            spec,
-            plan.workload,
-            stage.precisions,
-            first=index == 0,
-            last=index == len(plan.stages) - 1,
-            prefill_microbatch=plan.prefill_microbatch,
-            prefill_chunk=plan.prefill_chunk,
-            decode_microbatch=plan.decode_microbatch,
-            quantization=plan.settings(),
-            context_bytes=CONTEXT_BYTES,
-            on_gpu=True,
-            first_layer=stage.layers[0],
+    limit = int(share * memory_bytes)
+    held = [_memory_of(plan, worker, spec, memory_bytes, limit) for worker in plan.workers]
+    places = plan.with_memory(held).places
+    kept = with_prefix_states(places, spec, plan.workload)
+    return plan.with_memory([place.memory for place in kept])
+
+
+def _memory_of(
+    plan: Plan, worker: Worker, spec: ModelSpec, memory_bytes: int, limit: int
+) -> MemoryForm:
+    """Return a device's memory: what its part needs, and KV in the rest of a limit."""
+    stage = worker.place
+    needed = member_memory(
+        plan,
+        worker,
+        spec,
+        quantization=plan.settings(),
+        context_bytes=CONTEXT_BYTES,
+        on_gpu=True,
+    )
+    room = limit - (needed.total_bytes - needed.kv_bytes)
+    each = -(-needed.kv_bytes // plan.workload.batch)
+    if room < each:
+        raise DoesNotFitError(
+            f"stage {stage.device} has {format_size(max(0, room))} for KV beside its weights, "
+            f"a request of {plan.workload.max_len} tokens needs {format_size(each)}; take "
+            "fewer tokens (max_model_len) or fewer bits"
         )
-        room = limit - (needed.total_bytes - needed.kv_bytes)
-        each = -(-needed.kv_bytes // plan.workload.batch)
-        if room < each:
-            raise DoesNotFitError(
-                f"stage {stage.device} has {format_size(max(0, room))} for KV beside its weights, "
-                f"a request of {plan.workload.max_len} tokens needs {format_size(each)}; take "
-                "fewer tokens (max_model_len) or fewer bits"
-            )
-        kv_bytes = min(needed.kv_bytes, room)
-        memory = MemoryForm(
-            weights_bytes=needed.weights_bytes,
-            embedding_bytes=needed.embedding_bytes,
-            kv_bytes=kv_bytes,
-            workspace_bytes=needed.workspace_bytes,
-            context_bytes=needed.context_bytes,
-            total_bytes=needed.total_bytes - needed.kv_bytes + kv_bytes,
-            limit_bytes=limit,
-            reserve_bytes=memory_bytes - limit,
-        )
-        stages.append(stage.model_copy(update={"memory": memory}))
-    kept = with_prefix_states(stages, spec, plan.workload)
-    return plan.model_copy(update={"stages": kept})
+    kv_bytes = min(needed.kv_bytes, room)
+    return MemoryForm(
+        weights_bytes=needed.weights_bytes,
+        embedding_bytes=needed.embedding_bytes,
+        kv_bytes=kv_bytes,
+        workspace_bytes=needed.workspace_bytes,
+        context_bytes=needed.context_bytes,
+        total_bytes=needed.total_bytes - needed.kv_bytes + kv_bytes,
+        limit_bytes=limit,
+        reserve_bytes=memory_bytes - limit,
+    )

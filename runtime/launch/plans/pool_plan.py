@@ -86,7 +86,7 @@ class PoolPlan:
         plan, mode = self.plan, self.options.draft_mode
         if mode is None:
             return []
-        places = range(len(plan.stages))
+        places = range(len(plan.workers))
         return [draft_weight_bytes(plan, self.spec, index, mode) for index in places]
 
     def _has_tails(self, size: PoolSize) -> bool:
@@ -158,9 +158,11 @@ class PoolPlan:
     def _runs_ahead(self) -> bool:
         """Whether a device that samples by itself gets a step before it knows the last tokens.
 
-        Not where tokens are looked up in the text for drafts of the next.
+        Not where tokens are looked up in the text for drafts of the next, nor where several devices
+        share a stage: one of them samples.
         """
-        return self._has_gpus and self.options.draft_mode is None
+        alone = len(self.plan.workers) == len(self.plan.stages)
+        return alone and self._has_gpus and self.options.draft_mode is None
 
     @property
     def _step_tokens(self) -> int:
@@ -221,12 +223,10 @@ class PoolPlan:
     def _live_tokens(self) -> int:
         """Return the tokens of a step of live requests, as many as every stage computes in time.
 
-        What a plan for live traffic states. Else the plan's chunk at most, by its costs; CPUs
-        without measured costs take the default chunk at most.
+        At most the plan's chunk, by the plan's costs; CPUs without measured costs take the
+        default chunk at most.
         """
         plan, most = self.plan, self.plan.prefill_chunk or CHUNK_TOKENS
-        if plan.traffic is not None:
-            return plan.traffic.step_tokens
         measured = plan.predicted is not None and not plan.predicted.estimated
         for stage in plan.stages:
             if stage.prefill_s and stage.decode_s and (measured or not stage.is_cpu):

@@ -14,6 +14,7 @@ from llmpq.runtime.backends.build_stage import build_head, build_stage
 from llmpq.runtime.backends.stage_runner import StageRunner
 from llmpq.runtime.drafts.drafters import AutoDrafter, FixedDrafter
 from llmpq.runtime.launch.plans.pool_plan import PoolPlan
+from llmpq.runtime.models.linear import Reduce
 from llmpq.runtime.options import EngineOptions
 from llmpq.runtime.trace import LoadReport
 from llmpq.runtime.weights.sources import TensorSource
@@ -27,18 +28,22 @@ def load_stage(
     device: torch.device,
     *,
     on_layer: Callable[[int | None], None] | None = None,
+    reduce: Reduce | None = None,
 ) -> tuple[StageRunner, LoadReport]:
-    """Load a stage."""
+    """Load what a device holds; `index`: of `plan.workers`, `reduce`: as for `build_stage`."""
     limits = pool.limits
     compute, report = build_stage(
         *(pool.plan, index, pool.spec, source, device, pool.size),
         step_tokens=limits.step_tokens,
-        graphs=not pool.options.enforce_eager,
+        # Steps are captured before the devices are connected, and sums between them are not part
+        # of a graph.
+        graphs=reduce is None and not pool.options.enforce_eager,
         on_layer=on_layer,
+        reduce=reduce,
     )
     mode, drafted = pool.options.draft_mode, 0
     if mode is not None:
-        layers = range(*pool.plan.stages[index].layers)
+        layers = range(*pool.plan.places[index].layers)
         head = build_head(pool.plan, index, source, compute, device) if mode == "mtp" else None
         extra = compute.enable_speculation(
             mode, pool.size, layers=layers, kv=pool.plan.workload.kv, head=head

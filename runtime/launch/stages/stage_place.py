@@ -87,7 +87,7 @@ def _gpu(stage: StagePlan, number: int, host: str) -> tuple[str, str]:
 def settings_of_stages(
     plan: Plan, cluster: Cluster | None, settings: StageSettings
 ) -> list[StageSettings]:
-    """Return each stage's settings: a node may keep the model, and be reached, in its own way."""
+    """Return every device's settings: a node may keep the model, and be reached, in its own way."""
     folders = {node.name: node.model_dir for node in nodes_of(plan, cluster)}
     networks = interfaces(settings.options.network_interface, folders)
     return [
@@ -102,7 +102,7 @@ def settings_of_stages(
             model_dir=folders[stage.node] or settings.model_dir,
             network_interface=networks[stage.node],
         )
-        for stage in plan.stages
+        for stage in plan.places
     ]
 
 

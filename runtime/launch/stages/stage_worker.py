@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import datetime
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any
@@ -29,7 +29,8 @@ from llmpq.runtime.drafts.drafters import speculation_report
 from llmpq.runtime.engine.mailbox import Abort, EngineOutputs, Mailbox, ResetPrefixCache
 from llmpq.runtime.engine.pool_limits import max_ahead
 from llmpq.runtime.engine.scheduler import Scheduler
-from llmpq.runtime.engine.stage_loop import FirstStage, run_following_stage
+from llmpq.runtime.engine.shared_stage import LeadingCompute, run_follower
+from llmpq.runtime.engine.stage_loop import Compute, FirstStage, run_following_stage
 from llmpq.runtime.guides import GrammarCompiler
 from llmpq.runtime.launch.nodes.rendezvous import Rendezvous
 from llmpq.runtime.launch.on_ray.ray_watch import Heartbeat
@@ -46,6 +47,7 @@ from llmpq.runtime.links.device_links import (
     StageLinks,
     connect_devices,
 )
+from llmpq.runtime.links.member_links import AllReduce, Followers
 from llmpq.runtime.links.peer_links import BufferSizes
 from llmpq.runtime.links.thread_links import ThreadRendezvous
 from llmpq.runtime.links.transport import (
@@ -88,13 +90,16 @@ class StageWorker:
         threads: ThreadRendezvous | None = None,
         weights: SliceSource | None = None,
     ) -> None:
-        """`threads`: the rendezvous of stages that are threads of one process; else by address.
+        """`index`: of `plan.workers`, the devices of all stages.
+
+        `threads`: the rendezvous of stages that are threads of one process; else by address.
 
         `weights`: who gives the stage's slice of the checkpoint, if it is not on this host.
         """
         # Streams that wait for a neighbour must not hold others up in a shared queue (default: 8).
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
-        self._index = index
+        self._index, self._worker = index, plan.workers[index]
+        self._reduce = AllReduce() if self._worker.shares else None
         self._plan, self._settings = plan, settings
         self._recorder = Recorder(
             max_events=REPORTED_EVENTS if self._settings.options.trace is None else MAX_EVENTS
@@ -123,7 +128,7 @@ class StageWorker:
 
     @property
     def _stage(self) -> StagePlan:
-        return self._plan.stages[self._index]
+        return self._worker.place
 
     def identity(self) -> StagePlace:
         """Return where this stage is; refuse a device of another kind."""
@@ -148,7 +153,9 @@ class StageWorker:
         self._plan.require_model(spec)
         self._loaded = PoolPlan(self._plan, spec, self._settings.options)
         self._compute, report = load_stage(
-            self._loaded, self._index, source, device, on_layer=self._on_layer
+            *(self._loaded, self._index, source, device),
+            on_layer=self._on_layer,
+            reduce=self._reduce,
         )
         if self._index == 0 and self._drafter is None:
             rows = self._max_rows
@@ -176,9 +183,13 @@ class StageWorker:
         """Join the stages' process group."""
         talk_over(host, address_on(self._settings.network_interface, self._settings.address))
         store = self._rendezvous.store(host, port)
-        join_gloo(dist.PrefixStore("stages", store), self._index, len(self._plan.stages))
+        workers = self._plan.workers
+        join_gloo(dist.PrefixStore("stages", store), self._index, len(workers))
+        (self._reduce or AllReduce()).join(workers, self._index, on_gpu=self._gpu is not None)
+        # Links between GPUs know stages of one device; others talk over their hosts.
+        alone = len(workers) == len(self._plan.stages)
         on_gpus = not any(stage.is_cpu for stage in self._plan.stages)
-        if on_gpus and self._gpu is not None:
+        if alone and on_gpus and self._gpu is not None:
             self._use_threads()
             wanted = self._settings.options.links
             kinds = {"auto": KINDS, "gloo": ()}.get(wanted, (wanted,))
@@ -190,14 +201,23 @@ class StageWorker:
         """Run the stage's loop until the job ends."""
         self._use_threads()
         assert self._compute is not None
+        if self._threads is not None and self._reduce is not None:
+            self._reduce.connect(self._threads.sum_of(self._worker))
         if self._stage.is_cpu:
             self._compute.warm_up(1, 1)  # what libraries keep per thread
+        if not self._worker.leads:
+            run_follower(self._compute, self._followed(self._index), self._recorder)
+            return
         num_stages = len(self._plan.stages)
         transport = self._transport() if num_stages > 1 else None
+        followers = Followers([self._followed(rank) for rank in self._following])
+        compute: Compute = self._compute
+        if self._following:
+            compute = LeadingCompute(self._compute, followers)
         if self._index == 0:
             FirstStage(
                 self._scheduler(),
-                self._compute,
+                compute,
                 transport,
                 self._mailbox,
                 self._recorder,
@@ -205,8 +225,29 @@ class StageWorker:
             ).run()
         else:
             assert transport is not None
-            last = self._index == num_stages - 1
-            run_following_stage(self._compute, transport, self._recorder, last=last)
+            last = self._worker.stage == num_stages - 1
+            run_following_stage(compute, transport, self._recorder, last=last)
+        followers.close()
+
+    @property
+    def _following(self) -> range:
+        """The numbers of the devices that this one leads."""
+        count = max(1, len(self._worker.shares))
+        return range(self._index + 1, self._index + count)
+
+    def _followed(self, rank: int) -> Transport:
+        """Return the link between the first device of this stage and another of it."""
+        leader = self._index - self._worker.member
+        if self._threads is not None:
+            return self._threads.followed(
+                self._worker.stage,
+                rank - leader,
+                leads=self._worker.leads,
+                max_rows=self._max_rows,
+            )
+        return self._over_hosts(
+            hidden=0 if self._worker.stage == 0 else None, ring=(leader, rank), one_way=True
+        )
 
     def _scheduler(self) -> Scheduler:
         return Scheduler(
@@ -300,15 +341,26 @@ class StageWorker:
         """Return this stage's links: from device to device where that works for all stages."""
         assert self._compute is not None
         if self._threads is not None:
-            return self._threads.transport(self._index, max_rows=self._max_rows)
-        make: Callable[..., GlooTransport] = partial(GlooTransport, more=self._more)
+            return self._threads.transport(self._worker.stage, max_rows=self._max_rows)
         if self._links is not None:
             # Speculation's tables are made and read by hosts.
             on_device = self._settings.options.draft_mode is None
             make = partial(DeviceTransport, self._links, tokens_on_device=on_device)
             last = self._index == len(self._plan.stages) - 1
             self._compute.leave_on_device(hidden=True, tokens=on_device and last)
-        return make(
+            return make(**self._most())
+        leaders = [rank for rank, worker in enumerate(self._plan.workers) if worker.leads]
+        return self._over_hosts(ring=leaders, more=self._more)
+
+    def _over_hosts(self, *, hidden: int | None = None, **options: Any) -> GlooTransport:
+        """Return a link over hosts' memory; `hidden`: numbers of a token, where not all go."""
+        most = self._most()
+        return GlooTransport(**(most if hidden is None else {**most, "hidden": hidden}), **options)
+
+    def _most(self) -> dict[str, Any]:
+        """Return how large messages can be."""
+        assert self._compute is not None
+        return dict(
             hidden=self._compute.model.spec.hop_features,
             dtype=DTYPES[self._plan.workload.dtype],
             max_rows=self._max_rows,

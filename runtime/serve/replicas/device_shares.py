@@ -55,7 +55,7 @@ def gpus_of_copies(plan: Plan, replicas: int, visible: int) -> list[tuple[int, .
             f"--replicas runs plans of one machine, got one of {len(nodes)} nodes; run one server "
             "on each of them, with a plan for it"
         )
-    gpus = [stage.device_index for stage in plan.stages if not stage.is_cpu]
+    gpus = [stage.device_index for stage in plan.places if not stage.is_cpu]
     if not gpus:
         _require_cores(replicas)
         return [()] * replicas

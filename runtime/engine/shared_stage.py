@@ -1,0 +1,50 @@
+"""A stage that several devices share in tensor parallel: one leads, the others follow its steps."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from llmpq.runtime.engine.stage_loop import Compute
+from llmpq.runtime.host_copy import HostCopy
+from llmpq.runtime.links.member_links import Followers
+from llmpq.runtime.links.transport import Transport
+from llmpq.runtime.request import StepKind
+from llmpq.runtime.step_message import StepMessage
+from llmpq.runtime.trace import Recorder
+
+
+class LeadingCompute:
+    """The arithmetic of the first device, which gives each step to the others before it."""
+
+    runs_ahead = fused_rounds = False
+
+    def __init__(self, compute: Compute, followers: Followers) -> None:
+        self._compute, self._followers = compute, followers
+
+    def run(self, message: StepMessage, hidden_BQH: Tensor | None) -> Tensor | HostCopy:
+        """Return what the first device's part returns: the sums are of all."""
+        self._followers.give(message, hidden_BQH)
+        return self._compute.run(message, hidden_BQH)
+
+    def take_tokens(self, slots: Sequence[int], tokens_B1: Tensor) -> None:
+        """Not here: the host knows the tokens of every step."""
+        raise RuntimeError(f"a shared stage got tokens of slots {list(slots)}")
+
+    def end_speculation(self) -> None:
+        """Go on without drafts; what the others hold for them stays unused."""
+        self._compute.end_speculation()
+
+
+def run_follower(compute: Compute, transport: Transport, recorder: Recorder) -> None:
+    """Compute a device's part of every step that the first one gives, until STOP."""
+    while True:
+        message, hidden_BQH = transport.receive_step()
+        if message.kind is StepKind.STOP:
+            break
+        assert hidden_BQH is not None
+        given = hidden_BQH if hidden_BQH.shape[-1] else None
+        with recorder.step(message.kind, message.seq, message.num_rows, message.q_len):
+            compute.run(message, given)
+    transport.close()
