@@ -148,6 +148,8 @@ float16's, would be expected too fast (timed in layers, H100)."""
 SPLITK_ROWS = 256
 """Most rows of splitk_gemm.py: past them each tile of w is unpacked many times."""
 WGMMA_FROM = 33
+PIECES_FROM = 513
+"""Rows of x from which Hopper may make w in 16 bits first, piece by piece."""
 LOOKED_UP_SPLITK_ROWS = 64
 """Rows of x above which wgmma_gemm.py hides looking up better (H200: 2048 x 11008, 128 rows, NF4
 23.7 us, in tiles 32.1)."""
@@ -245,6 +247,9 @@ def _table() -> Iterator[Line]:
         beyond = (GEMV_ROWS + 1, None)
         yield from _lines(forms, k.DEQUANTIZE, g + file, _AMPERE, beyond, ranked=True)
         yield from _lines(forms, k.DEQUANTIZE, g + file, _BLACKWELL, beyond, ranked=True)
+        if forms is _INTEGERS:
+            long = (PIECES_FROM, None)
+            yield from _lines(forms, k.DEQUANTIZE, g + file, _HOPPER, long, ranked=True)
         yield from _lines(forms, k.DEQUANTIZE, g + file, _HOPPER)
     by_torch = "weights/quantized_weight.py"
     yield from _lines(_INTEGERS, k.DEQUANTIZE, g + "dequantize.py", _TURING)

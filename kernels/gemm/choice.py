@@ -163,6 +163,8 @@ def for_form(plan: ProductPlan, q: PackedWords, rows: int, device: Device) -> Pr
     config, kernels = plan.config, eligible(q.kernel_form, device, rows)
     if config.scale_w:
         config = replace(config, scale_w=False)
+    if config.piece_mib:
+        config = BROAD  # timed of integers alone
     if config.kernel == Kernel.WGMMA_GEMM:
         if Kernel.WGMMA_GEMM in kernels:
             config = _wgmma(config, q, rows)

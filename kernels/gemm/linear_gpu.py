@@ -23,7 +23,7 @@ from llmpq.kernels.gemm.dequantize import dequantize_triton
 from llmpq.kernels.gemm.gemv import gemv_kernel
 from llmpq.kernels.gemm.gluon import gluon_launch
 from llmpq.kernels.gemm.operands.forms import form_constants
-from llmpq.kernels.gemm.ranking.config import Config, ProductPlan
+from llmpq.kernels.gemm.ranking.config import Config, ProductPlan, piece_rows
 from llmpq.kernels.gemm.scaled import small_groups
 from llmpq.kernels.gemm.scaled.scaled_dequantize import scaled_dequantize
 from llmpq.kernels.gemm.splitk_gemm import splitk_gemm_kernel
@@ -53,6 +53,10 @@ def run(
     x_MK = x_MK.contiguous()
     gluon = plan.config.kernel == Kernel.WGMMA_GEMM
     if plan.config.kernel == Kernel.DEQUANTIZE:
+        rows = piece_rows(plan.config.piece_mib, q.out_features, q.in_features)
+        if rows and x_MK.shape[0]:
+            y_MN = residual_MN if into_residual else None
+            return _dense_by_pieces(x_MK, q, bias, residual_MN, plan.interpret, rows, y_MN)
         return _dense(x_MK, q, bias, residual_MN, plan.interpret, into_residual)
     if gluon and into_residual and residual_MN is not None:
         y_MN = residual_MN
@@ -120,6 +124,32 @@ def _dense(
             return (residual.addmm_ if into_residual else partial(torch.addmm, residual))(x, w.t())
         y = functional.linear(x, w, bias)
     return y if residual is None else y + residual
+
+
+def _dense_by_pieces(
+    x: Tensor,
+    q: PackedWords,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    interpret: bool,
+    rows: int,
+    y: Tensor | None,
+) -> Tensor:
+    """Make so many rows of w at a time, and the columns of y that are theirs; `y`: where to."""
+    n = q.out_features
+    y = x.new_empty(x.shape[0], n) if y is None else y
+    with _float32_sums():
+        for first in range(0, n, rows):
+            last = min(n, first + rows)
+            w, to = _dequantized(q.cut(first, last), x.dtype, interpret), y[:, first:last]
+            if residual is not None:
+                torch.addmm(residual[:, first:last], x, w.t(), out=to)
+            elif bias is not None:
+                torch.addmm(bias[first:last], x, w.t(), out=to)
+            else:
+                torch.mm(x, w.t(), out=to)
+            del w  # the next piece takes its place, in the L2 too
+    return y if bias is None or residual is None else y.add_(bias)
 
 
 @contextlib.contextmanager

@@ -28,6 +28,10 @@ DENSE_ROWS = 256
 SHARES_BYTES = 34 << 20
 """Float32 shares of the tiles that the Hopper kernel cuts, in place of an unpacked weight."""
 
+PIECE_BYTES, PIECES_ABOVE = 128 << 20, 512
+"""The largest piece of an 8-bit weight that cuBLAS meets in place of these shares, and the tokens
+above which it may (kernels/gemm/ranking/config.py, kernels/kernel_table.py)."""
+
 INBOX_SLOTS = 2
 """Messages an inbox has room for (runtime/links/peer_links.py)."""
 
@@ -54,7 +58,7 @@ def gpu_workspace_bytes(
     """Return the bytes beside weights and cache when a stage's prompts and tokens need most.
 
     `prefill_chunk`: tokens of a prompt in a step at most. `unpacks`: whether long prompts meet a
-    packed weight as one dense matrix; Hopper does without.
+    packed weight as one dense matrix; on Hopper 8-bit ones meet cuBLAS in pieces, others not.
     """
     e, kv = workload.dtype_bytes, workload.kv
     chunk = chunk_tokens(workload.prompt_len, prefill_chunk)
@@ -71,14 +75,17 @@ def gpu_workspace_bytes(
         moments.append(held + _phase_bytes(spec, shape, precisions, last=last, unpacks=unpacks))
     # Packed weights meet kernels of our own; cuBLAS multiplies dense ones and the head's.
     dense = last or unpacks or any(p.weight_bits == 16 for p in precisions)
+    dense = dense or (prefill.tokens > PIECES_ABOVE and Precision.W8A16 in precisions)
     libraries = LIBRARY_BYTES if dense else 0
     return libraries + inbox + _graph_bytes(spec, decode, first=first, last=last) + max(moments)
 
 
 @lru_cache(maxsize=1 << 14)  # planners ask for every pair of sizes
-def _widest_moment(spec: ModelSpec, shape: _Shape, quantized: bool, unpacks: bool) -> int:
+def _widest_moment(
+    spec: ModelSpec, shape: _Shape, quantized: bool, unpacked_bytes: int | None
+) -> int:
     """Return the most that lives at once while one micro-batch passes through a layer."""
-    return max(_layer_moments(spec, shape, quantized=quantized, unpacks=unpacks))
+    return max(_layer_moments(spec, shape, quantized=quantized, unpacked_bytes=unpacked_bytes))
 
 
 @dataclass(frozen=True)
@@ -108,8 +115,9 @@ def _phase_bytes(
 ) -> int:
     """Return the most that lives at once while one micro-batch passes through the layers."""
     moments = [0]
-    for quantized in {p.weight_bits < 16 for p in precisions}:
-        moments.append(_widest_moment(spec, shape, quantized, unpacks))
+    for quantized, eight in {(p.weight_bits < 16, p is Precision.W8A16) for p in precisions}:
+        pieces = PIECE_BYTES if eight and shape.tokens > PIECES_ABOVE else 0
+        moments.append(_widest_moment(spec, shape, quantized, None if unpacks else pieces))
     if last:
         e = shape.element_bytes
         moments.append(head_bytes(spec, tokens=shape.tokens, rows=shape.rows, element_bytes=e))
@@ -123,9 +131,11 @@ def _graph_bytes(spec: ModelSpec, shape: _Shape, *, first: bool, last: bool) -> 
 
 
 def _layer_moments(
-    spec: ModelSpec, shape: _Shape, *, quantized: bool, unpacks: bool
+    spec: ModelSpec, shape: _Shape, *, quantized: bool, unpacked_bytes: int | None
 ) -> Iterator[int]:
     """Yield the bytes alive at each wide moment of a layer, its input x counted.
+
+    `unpacked_bytes`: of a packed weight that are dense at a time at most, None for all.
 
     Attention: x, its norm, qkv, rotated queries (and keys, for a low-bit cache), the result and a
     float32 per head. MLP: x, attention's result, the new residual stream y, and what is wide.
@@ -140,8 +150,9 @@ def _layer_moments(
         """Bytes of y [t, n]: a whole packed weight beside it, and y again plus the residual."""
         if not quantized or shape.tokens <= DENSE_ROWS:
             return unit * n
-        if not unpacks:
-            return SHARES_BYTES + unit * n
+        if unpacked_bytes is not None:
+            own = min(unpacked_bytes, n * k * shape.element_bytes)
+            return max(SHARES_BYTES, own) + unit * n
         return max(n * k * shape.element_bytes + unit * n, unit * 2 * n if adds else 0)
 
     if spec.latent is not None:

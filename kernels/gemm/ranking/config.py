@@ -46,6 +46,9 @@ class Config:
     """wgmma_gemm: warpgroups of 64 * blocks rows of w: 2 or 3."""
     asker: bool = False
     """wgmma_gemm: a warp of its own asks for x, not the first warpgroup."""
+    piece_mib: int = 0
+    """dequantize: of w in x's type, made and multiplied one piece after the other; 0: all at once.
+    A piece that the L2 holds is not read from memory, and all of w is never there."""
 
     def __post_init__(self) -> None:
         # Triton 3.6 overlaps the next step's operand with wgmma still reading the last one's
@@ -68,6 +71,8 @@ class Config:
 
 
 DENSE = Config(kernel="dequantize")
+PIECES = tuple(Config(kernel="dequantize", piece_mib=mib) for mib in (32, 128))
+"""What the L2 holds, and what plans of Hopper have room for (llmpq/sizes/gpu_workspace.py)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,3 +102,18 @@ def config_entry(config: Config) -> dict[str, object]:
     """Return the fields of a configuration that differ from the defaults, for `tuned/*.json`."""
     plain = asdict(Config(kernel=config.kernel))
     return {k: v for k, v in asdict(config).items() if k == "kernel" or v != plain[k]}
+
+
+PIECE_ROWS = 256
+"""Rows of w in cuBLAS's tiles: of which pieces have whole ones."""
+
+
+def piece_rows(piece_mib: int, n: int, k: int) -> int:
+    """Return the rows of w that are made at a time, 0: all of them are one piece.
+
+    Pieces are as large as each other, so that the last one fills the GPU too.
+    """
+    most = max(PIECE_ROWS, (piece_mib << 20) // (2 * k) // PIECE_ROWS * PIECE_ROWS)
+    if not piece_mib or most >= n:
+        return 0
+    return -(-n // -(-n // most) // PIECE_ROWS) * PIECE_ROWS

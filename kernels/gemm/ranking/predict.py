@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from llmpq.kernels.formats.weight_layout import BLOCK_ROWS, GROUP
-from llmpq.kernels.gemm.ranking.config import Config
+from llmpq.kernels.gemm.ranking.config import Config, piece_rows
 from llmpq.kernels.gemm.ranking.machine import REFERENCE, Machine
 from llmpq.kernels.gemm.ranking.wgmma_plan import schedule, tile_rows, tiles_of
 
@@ -34,6 +34,34 @@ THREE_BIT_STEPS = 1.15
 """Of 4 bits': planes of 2 and 1 bits take more instructions."""
 PAST_ROWS = 0.4
 """Of a step, were all rows past the end."""
+THREE_BIT_WGMMA = 1.04
+"""... of `wgmma_gemm_kernel`, whose tensor cores set the pace: on an H200 layers of Llama-3.1-8B
+take as long as of 4 bits in the median, 2,304 to 16,384 tokens."""
+EIGHT_BIT_ZEROS = 1.06
+"""Of a step of `wgmma_gemm_kernel`, 8 bits in bfloat16 with zeros beside float16 without."""
+CUBLAS_RATE = 0.78
+"""Of a multiprocessor's tensor cores, by cuBLAS's largest tiles."""
+CUBLAS_TILES = (
+    (128, 256, 1.0),
+    (256, 128, 1.0),
+    (128, 192, 0.97),
+    (192, 128, 0.97),
+    (128, 128, 0.87),
+    (64, 256, 0.85),
+    (64, 192, 0.8),
+    (64, 128, 0.72),
+)
+"""Rows of x, rows of w, rate beside the largest's; K is shared by up to four of a tile."""
+CUBLAS_SPLIT_US = 2.0
+CUBLAS_SUMS_A_S = 6e12
+"""Bytes of float32 shares a second."""
+L2_PIECE = 0.6
+"""Of the L2: a piece of w that is at most as large is not written to memory before it is read."""
+UNPACKED_A_S = 2.4e12
+"""Weights that are made 16-bit numbers in a second at most."""
+PIECE_US = 3.0
+"""Of a piece's two launches. These constants are fitted to what products of seven shapes took on an
+H200, 333 to 4,096 rows of 8 bits: ours over pieces, over w as one, and cuBLAS's over ours."""
 X_IN_L2 = 0.25
 """Of the L2: where x is larger, tiles cut at other k-groups than their neighbours read it again."""
 
@@ -115,13 +143,12 @@ def step_time(config: Config, bits: int, weights: str | None = None) -> StepTime
     """
     key, table = form_key(config, 4 if bits == 3 else bits), _table()[1]
     found = table.get((key, weights)) or table.get((key, None))
-    if found is None or bits != 3:
+    wgmma = config.kernel == "wgmma_gemm"
+    if found is None or not (bits == 3 or (bits == 8 and wgmma and weights == "bf16 zeros")):
         return found
+    slower = EIGHT_BIT_ZEROS if bits == 8 else THREE_BIT_WGMMA if wgmma else THREE_BIT_STEPS
     return StepTime(
-        found.start_us,
-        found.step_us * THREE_BIT_STEPS,
-        found.share_us * THREE_BIT_STEPS,
-        found.registers,
+        found.start_us, found.step_us * slower, found.share_us * slower, found.registers
     )
 
 
@@ -210,6 +237,8 @@ def past_the_end(config: Config, rows: int) -> float:
 
 def expected_us(config: Config, product: Product, machine: Machine) -> float:
     """Return the microseconds that the model expects; infinite where a form does not fit."""
+    if config.piece_mib:
+        return pieces_us(config, product, machine)
     if config.kernel == "dequantize":
         return dense_us(product, machine)
     time = step_time(config, product.bits, product.form)
@@ -279,6 +308,38 @@ def dense_us(product: Product, machine: Machine) -> float:
     flops = 2 * product.rows * product.n * product.k
     reads = max(flops / rate, (copy + 2 * product.rows * product.k) / machine.bandwidth)
     return 6.0 + 1e6 * ((product.moved_bytes + copy) / machine.bandwidth + reads)
+
+
+def pieces_us(config: Config, product: Product, machine: Machine) -> float:
+    """Return the time of making a piece of w and multiplying by it, piece after piece."""
+    n, k, rows = product.n, product.k, product.rows
+    each = piece_rows(config.piece_mib, n, k) or n
+    found = 0.0
+    for first in range(0, n, each):
+        own = min(each, n - first)
+        words = own * (k * product.bits / 8 + 4 * product.groups)
+        kept = 0 if 2 * own * k <= L2_PIECE * machine.l2_bytes else 2 * own * k
+        made_us = 1e6 * (words + kept) / machine.bandwidth
+        made_us = max(made_us, 1e6 * own * k / UNPACKED_A_S)
+        found += PIECE_US + made_us + cublas_us(rows, own, k, machine)
+    return found
+
+
+def cublas_us(rows: int, n: int, k: int, machine: Machine) -> float:
+    """Return the time of a 16-bit product of many rows: waves of the tiles that suit it best."""
+    a_clock = machine.flops_a_clock * machine.clock_hz * CUBLAS_RATE
+    times = []
+    for m_tile, n_tile, rate in CUBLAS_TILES:
+        tiles = -(-rows // m_tile) * -(-n // n_tile)
+        for split in range(1, 5):
+            if split > 1 and (tiles * split > 2 * machine.multiprocessors or k < 1024 * split):
+                break
+            waves = -(-tiles * split // machine.multiprocessors)
+            us = waves * 2e6 * m_tile * n_tile * k / split / (a_clock * rate)
+            if split > 1:
+                us += CUBLAS_SPLIT_US + 1e6 * 8 * split * rows * n / CUBLAS_SUMS_A_S
+            times.append(us)
+    return min(times)
 
 
 @functools.cache

@@ -9,9 +9,10 @@ import triton.language as tl
 from triton import knobs
 
 from llmpq.kernels.formats.weight_layout import Layout
+from llmpq.kernels.gemm import linear_gpu
 from llmpq.kernels.gemm.dequantize import dequantize_triton
 from llmpq.kernels.gemm.linear_gpu import run
-from llmpq.kernels.gemm.ranking.config import DENSE, Config, make_plan
+from llmpq.kernels.gemm.ranking.config import DENSE, PIECES, Config, make_plan
 from llmpq.kernels.gemm.reference import linear_reference, relative_error
 from llmpq.kernels.weights.round_to_nearest import quantize_weight
 from llmpq.precision import WeightScheme
@@ -72,6 +73,27 @@ def test_products_match_their_twin(config, bits, symmetric):
         exact = linear_reference(x, q, bias, exact=True)
         exact = exact if residual is None else exact + residual.double()
         assert relative_error(y, exact) < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("extra", [(), ("bias",), ("residual",), ("bias", "residual")])
+@pytest.mark.parametrize("in_place", [False, True])
+def test_w_may_be_made_piece_by_piece(extra, in_place, monkeypatch):
+    """The last piece has rows past the last whole block."""
+    monkeypatch.setattr(linear_gpu, "piece_rows", lambda *_: 32)
+    made = []
+    whole = linear_gpu._dequantized
+    monkeypatch.setattr(
+        linear_gpu, "_dequantized", lambda q, *rest: made.append(q.out_features) or whole(q, *rest)
+    )
+    q, x = _weight(70, 200, 4, symmetric=False), _random(5, 200).half()
+    bias = _random(70).half() if "bias" in extra else None
+    residual = _random(5, 70).half() if "residual" in extra else None
+    exact = linear_reference(x, q, bias, exact=True)
+    exact = exact if residual is None else exact + residual.double()
+    plan = make_plan(PIECES[0], (9, 0), interpret=True)
+    y = run(plan, x, q, bias, residual, into_residual=in_place and residual is not None)
+    assert made == [32, 32, 6] and relative_error(y, exact) < TOLERANCE[torch.float16]
+    assert not in_place or residual is None or y is residual
 
 
 def test_many_rows_of_x_and_older_tensor_cores():

@@ -8,6 +8,7 @@ from llmpq.model_spec import ModelSpec
 from llmpq.precision import KVPrecision, Precision
 from llmpq.sizes.gpu_workspace import (
     LIBRARY_BYTES,
+    PIECE_BYTES,
     SHARES_BYTES,
     gpu_workspace_bytes,
 )
@@ -81,6 +82,22 @@ def test_hopper_does_not_unpack() -> None:
     assert found[0] - found[1] == 2 * 2 * F * H - SHARES_BYTES
 
 
+def test_hopper_makes_8_bit_weights_dense_in_pieces_beside_many_tokens() -> None:
+    def found(precision: Precision, rows: int, *, unpacks: bool) -> int:
+        work = Workload(batch=32, prompt_len=64, gen_len=100, dtype="bfloat16")
+        sizes = {"first": True, "last": True, "prefill_microbatch": rows, "decode_microbatch": 1}
+        return gpu_workspace_bytes(LLAMA, work, precisions=[precision], unpacks=unpacks, **sizes)
+
+    eight = Precision.W8A16
+    assert found(eight, 8, unpacks=False) == found(PACKED, 8, unpacks=False)
+    assert found(eight, 9, unpacks=False) - found(PACKED, 9, unpacks=False) == (
+        PIECE_BYTES - SHARES_BYTES
+    )
+    assert found(eight, 9, unpacks=True) - found(eight, 9, unpacks=False) == (
+        2 * 2 * F * H - PIECE_BYTES
+    )
+
+
 def test_packed_weights_alone_need_no_library() -> None:
     work = Workload(batch=8, prompt_len=64, gen_len=16, dtype="bfloat16")
     sizes = {"first": True, "prefill_microbatch": 2, "decode_microbatch": 2, "unpacks": False}
@@ -90,6 +107,10 @@ def test_packed_weights_alone_need_no_library() -> None:
 
     assert found(PACKED, PLAIN) - found(PACKED) == LIBRARY_BYTES
     assert found(PACKED, PLAIN, last=True) == found(PACKED, last=True)
+    sizes["prefill_microbatch"] = 8
+    assert found(PACKED, Precision.W8A16) == found(Precision.W8A16), "512 tokens: our own alone"
+    sizes["prefill_microbatch"] = 9
+    assert found(PACKED, Precision.W8A16) == found(Precision.W8A16, PLAIN), "pieces meet cuBLAS"
 
 
 def test_a_stage_between_others_has_an_inbox_and_outputs_on_their_way() -> None:

@@ -12,7 +12,7 @@ from llmpq.kernels.gemm.ranking.candidates import (
     TILE_FORMS,
     candidates,
 )
-from llmpq.kernels.gemm.ranking.config import DENSE, Config
+from llmpq.kernels.gemm.ranking.config import Config, piece_rows
 from llmpq.kernels.gemm.ranking.machine import REFERENCE, Machine
 from llmpq.kernels.gemm.ranking.predict import Product, expected_us, shared_estimate, step_time
 from llmpq.kernels.gemm.ranking.wgmma_plan import shared_bytes
@@ -74,7 +74,7 @@ def test_what_is_chosen_fits_the_machine(name, form):
         assert math.isfinite(expected_us(config, product, machine))
         if config.kernel == "wgmma_gemm":
             assert machine.capability == (9, 0) and shared_bytes(config) <= machine.shared_block
-        elif config != DENSE:
+        elif config.kernel != "dequantize":
             assert shared_estimate(config, bits, machine) <= machine.shared_block
             assert config.split <= max(1, k // 128)
         assert config.kernel != "gemv" or rows <= 8
@@ -122,3 +122,17 @@ def test_programs_past_the_last_wave_cost_another_one():
         times[split] = expected_us(config, product, REFERENCE)
     assert times[8] > 1.15 * times[6]
     assert times[6] == pytest.approx(17.3, rel=0.1) and times[8] == pytest.approx(22.6, rel=0.1)
+
+
+def test_pieces_of_w_have_whole_tiles_and_are_alike():
+    assert piece_rows(0, 4096, 4096) == 0 and piece_rows(32, 4096, 4096) == 0
+    assert piece_rows(32, 28672, 4096) == 4096 and piece_rows(128, 28672, 4096) == 14336
+    assert piece_rows(32, 5000, 4096) == 2560, "not 4096 and 904"
+    assert piece_rows(1, 512, 8192) == 256, "one of cuBLAS's tiles at least"
+
+
+@pytest.mark.parametrize("form", ["fp16", "bf16 zeros"])
+def test_long_prompts_of_8_bits_are_made_16_bits_first(form):
+    """On Hopper too, from where unpacking each tile again costs more than unpacking once."""
+    chosen = {rows: choose(Product(8, 4096, 14336, rows, form), REFERENCE) for rows in (256, 4096)}
+    assert chosen[256].kernel == "wgmma_gemm" and chosen[4096].piece_mib
