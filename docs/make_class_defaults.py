@@ -94,8 +94,13 @@ def _keywords(kind: Any) -> set[str]:
 
 
 def _modelling(kind: Any) -> Path:
-    path = Path(inspect.getsourcefile(kind) or "")
-    return path.with_name(path.name.replace("configuration_", "modeling_"))
+    """Return the file of a config's model: its own, or that of the class that it is made of."""
+    for own in kind.__mro__:
+        path = Path(inspect.getsourcefile(own) or "")
+        model = path.with_name(path.name.replace("configuration_", "modeling_"))
+        if model != path and model.exists():
+            return model
+    raise ValueError(f"no model of {kind.__name__} is installed")
 
 
 def _module_path(name: str) -> Path:

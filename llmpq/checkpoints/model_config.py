@@ -41,6 +41,7 @@ BOOKKEEPING = frozenset(
     [
         "initializer_range",
         "initializer_factor",
+        "embedding_initializer_range",
         "init_std",
         "use_cache",
         "pretraining_tp",

@@ -7,6 +7,7 @@ Norms multiply by 1 + w, scores by 1 / sqrt(query_pre_attn_scalar). Gemma 1 has 
 no windows, and its `hidden_act` "gelu" means the tanh form, as in Transformers. Gemma 2 caps scores
 and logits and gives every other layer a window; Gemma 3 norms query and key heads, gives five
 layers of six a window, and rotates those by a theta of their own. Its vision tower is left out.
+VaultGemma is Gemma 2 without norms behind.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from llmpq.families.common.rope import window_theta
 from llmpq.families.common.rotary_families import alternating, layer_kinds, rotary_fields, windows
 from llmpq.families.record import ABOVE_ONE, norm_names
 
-FULL_EVERY = {"gemma2": 2, "gemma3": 6}
+FULL_EVERY = {"gemma2": 2, "vaultgemma": 2, "gemma3": 6}
 
 
 def fields(config: Config) -> dict[str, Any]:
@@ -38,7 +39,7 @@ def fields(config: Config) -> dict[str, Any]:
     score_cap, logit_cap = (cap(config, f"{what}_logit_softcapping") for what in ("attn", "final"))
     found = {
         **rotary_fields(config, activation="gelu_tanh"),
-        "norm_order": "both",
+        "norm_order": "pre" if kind == "vaultgemma" else "both",
         "windows": windows(config, layer_kinds(config, alternating(config, every))),
         "score_factor": number(config, "query_pre_attn_scalar") ** -0.5,
         "score_cap": score_cap,
@@ -85,6 +86,7 @@ FAMILY = replace(
         arrange=_ARRANGE,
     ),
 )
+VAULT = replace(FAMILY, name="vaultgemma", model_types=("vaultgemma",))
 FIRST = replace(
     llama.FAMILY,
     name="gemma1",

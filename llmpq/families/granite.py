@@ -4,7 +4,9 @@ x = e * embedding;  x += r * attention(norm(x)), scores times a;  x += r * mlp(n
 logits = head(norm(x)) / l
 
 Granite 4 has experts beside an MLP that all tokens share, or that MLP alone; its attention has no
-positions, or Llama's.
+positions, or Llama's. The mixtures of Granite 3 have experts, with that MLP or without.
+HyperCLOVA X has norms behind attention and MLP as well, and its logits are multiplied by
+`logits_scaling`.
 """
 
 from __future__ import annotations
@@ -13,11 +15,19 @@ from dataclasses import replace
 from typing import Any
 
 from llmpq.families import llama
-from llmpq.families.common.config_values import Config, expect, number, size
+from llmpq.families.common.config_values import (
+    Config,
+    expect,
+    flag,
+    head_size,
+    is_given,
+    number,
+    size,
+)
 from llmpq.families.common.mixture_config import counts
 from llmpq.families.common.recurrent_config import mamba2, mixer_names, mixers
 from llmpq.families.common.rotary_families import rotary_fields
-from llmpq.families.record import linear_names
+from llmpq.families.record import linear_names, norm_names
 
 SHARED = "shared."
 
@@ -59,7 +69,43 @@ def hybrid_fields(config: Config) -> dict[str, Any]:
     return {**base, **counts(config, "num_local_experts"), "shared_ffn": shared}
 
 
+def mixture_fields(config: Config) -> dict[str, Any]:
+    """Return the fields of a mixture of Granite 3."""
+    given = config.get("shared_intermediate_size")
+    shared = size(config, "shared_intermediate_size") if is_given(given) else 0
+    return {**fields(config), **counts(config, "num_local_experts"), "shared_ffn": shared}
+
+
+def clova_fields(config: Config) -> dict[str, Any]:
+    """Return the fields of HyperCLOVA X."""
+    head = head_size(config)
+    if config.get("attention_multiplier") is None:
+        config = {**config, "attention_multiplier": head**-0.5}
+    both = flag(config, "use_post_norm", default=True)
+    return {
+        **fields(config),
+        "logit_factor": number(config, "logits_scaling"),
+        "norm_order": "both" if both else "pre",
+    }
+
+
 FAMILY = replace(llama.FAMILY, name="granite", model_types=("granite",), fields=fields)
+CLOVA = replace(
+    llama.FAMILY,
+    name="hyperclovax",
+    model_types=("hyperclovax",),
+    fields=clova_fields,
+    names=replace(
+        llama.FAMILY.names,
+        layer={
+            **llama.FAMILY.names.layer,
+            **norm_names(
+                ("attn_out_norm", "layers.{i}.post_norm1"),
+                ("mlp_out_norm", "layers.{i}.post_norm2"),
+            ),
+        },
+    ),
+)
 _EXPERTS = "layers.{i}.block_sparse_moe"
 _ONE = f"{_EXPERTS}.experts.{{e}}"
 _LAYER = {**llama.NORMS, **llama.QKV, **llama.OUT, **mixer_names("layers.{i}.mamba")}
@@ -90,4 +136,10 @@ HYBRID = replace(
             )
         ),
     ),
+)
+MIXTURE = replace(
+    HYBRID,
+    name="granitemoe",
+    model_types=("granitemoe", "granitemoeshared"),
+    fields=mixture_fields,
 )

@@ -1,8 +1,8 @@
-"""Llama 2 and 3, Mistral, Ministral, Seed-OSS: RMSNorm, rotary, grouped heads, gated SiLU.
+"""Llama 2 and 3, Mistral, Ministral, Seed-OSS, CWM: RMSNorm, rotary, grouped heads, gated SiLU.
 
     x += o(attention(rope(q), rope(k), v)) of norm(x);  x += down(silu(gate) * up) of norm(x)
 
-Mistral's layers see a window of tokens where the config gives one.
+Mistral's layers see a window of tokens where the config gives one, CWM's but for every fourth.
 """
 
 from __future__ import annotations
@@ -10,8 +10,17 @@ from __future__ import annotations
 from typing import Any
 
 from llmpq.families.common.config_values import Config, flag
-from llmpq.families.common.rotary_families import everywhere, rotary_fields
+from llmpq.families.common.rotary_families import (
+    FULL,
+    SLIDING,
+    everywhere,
+    layer_kinds,
+    rotary_fields,
+    windows,
+)
 from llmpq.families.record import Family, NameTable, linear_names, norm_names
+
+CWM_FULL_EVERY = 4
 
 
 def fields(config: Config) -> dict[str, Any]:
@@ -19,6 +28,9 @@ def fields(config: Config) -> dict[str, Any]:
     found = {**rotary_fields(config), **bias_fields(config)}
     if config.get("model_type") in ("mistral", "ministral"):
         found["windows"] = everywhere(config)
+    if config.get("model_type") == "cwm":
+        kinds = [SLIDING if i % CWM_FULL_EVERY else FULL for i in range(found["num_layers"])]
+        found["windows"] = windows(config, layer_kinds(config, kinds))
     return found
 
 
@@ -56,7 +68,9 @@ ROOTS = ("model.", "model.language_model.", "language_model.model.", "")
 
 FAMILY = Family(
     name="llama",
-    model_types=("llama", "mistral", "ministral", "seed_oss"),
+    model_types=(
+        *("llama", "mistral", "ministral", "seed_oss", "cwm", "internlm3", "iquestcoder"),
+    ),
     fields=fields,
     names=NameTable(
         roots=ROOTS,

@@ -770,6 +770,98 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt_bigcode with heads apart": ("GPTBigCode", {"multi_query": False}),
     "gptj": ("GPTJ", {"rotary_dim": 8}),
     "codegen": ("CodeGen", {"rotary_dim": 16}),
+    "cwm": ("Cwm", {"head_dim": 24, "sliding_window": WINDOW, "pad_token_id": 0}),
+    "internlm3 with biases": (
+        "InternLM3",
+        {"head_dim": 24, "attention_bias": True, "mlp_bias": True, "pad_token_id": 0},
+    ),
+    "qwen2_moe": (
+        "Qwen2Moe",
+        {
+            **GATED_MIXTURE,
+            "use_sliding_window": True,
+            "sliding_window": WINDOW,
+            "max_window_layers": DEPTH // 2,
+            "mlp_only_layers": [1],
+            "norm_topk_prob": True,
+        },
+    ),
+    "helium": ("Helium", {"head_dim": 16, "attention_bias": True, "pad_token_id": 0}),
+    "nemotron": ("Nemotron", {"attention_bias": True, "mlp_bias": True, "pad_token_id": 0}),
+    "jais2": ("Jais2", {"head_dim": 24, "pad_token_id": 0}),
+    "flex_olmo": (
+        "FlexOlmo",
+        {"num_experts": 6, "num_experts_per_tok": 3, "norm_topk_prob": True, "pad_token_id": 0},
+    ),
+    "exaone_moe": (
+        "ExaoneMoe",
+        {
+            **{k: v for k, v in MIXTURE.items() if k != "n_routed_experts"},
+            "num_experts": 8,
+            "num_shared_experts": 2,
+            "head_dim": 24,
+            "sliding_window": WINDOW,
+            "layer_types": ALTERNATING,
+        },
+    ),
+    "youtu": ("Youtu", {**LATENT, "q_lora_rank": 20, "rope_parameters": YARN}),
+    "vaultgemma": (
+        "VaultGemma",
+        {**GEMMA, "attn_logit_softcapping": 5.0, "final_logit_softcapping": 3.0},
+    ),
+    "granitemoe": (
+        "GraniteMoe",
+        {**GRANITE, "attention_bias": True, "num_local_experts": 6, "num_experts_per_tok": 3},
+    ),
+    "granitemoeshared": (
+        "GraniteMoeShared",
+        {
+            **GRANITE,
+            "num_local_experts": 6,
+            "num_experts_per_tok": 3,
+            "shared_intermediate_size": 48,
+            "pad_token_id": 0,
+        },
+    ),
+    "granite_swa": (
+        "GraniteSWA",
+        {
+            **GRANITE,
+            "sliding_window": WINDOW,
+            "layer_types": ALTERNATING,
+            "layer_rope_theta": [1e3, 1e4, 1e3, 0][:DEPTH],
+            "pad_token_id": 0,
+        },
+    ),
+    "granitemoe_swa": (
+        "GraniteMoeSWA",
+        {
+            **GRANITE,
+            "sliding_window": WINDOW,
+            "layer_rope_theta": [0, 5e3, 5e3, 5e3][:DEPTH],
+            "num_local_experts": 6,
+            "num_experts_per_tok": 3,
+            "shared_intermediate_size": 48,
+        },
+    ),
+    "mellum": (
+        "Mellum",
+        {
+            "head_dim": 24,
+            "sliding_window": WINDOW,
+            "layer_types": ALTERNATING,
+            "mlp_layer_types": ["dense", "sparse"] * (DEPTH // 2),
+            "num_experts": 6,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 40,
+            "attention_bias": True,
+            "rope_parameters": {
+                "full_attention": YARN,
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1e3},
+            },
+        },
+    ),
+    "hyperclovax": ("HyperCLOVAX", {**GRANITE, "head_dim": 24, "mlp_bias": True}),
     "qwen3_5 in its wrapper": (
         "Qwen3_5",
         {"text_config": {**DELTA_RULE, "head_dim": 32}, "vision_config": VISION},
