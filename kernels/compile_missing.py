@@ -1,14 +1,14 @@
-"""Compiles kernels in threads: those that a piece of code would launch, all of them at once.
+"""Compiles kernels side by side: those that a piece of code would launch and that are not there.
 
-    with compiling_ahead():
+    with compiling_missing():
         forward()     launches nothing that has yet to be compiled, so its results mean nothing
     forward()         finds every kernel
 
-Triton compiles a kernel when it is first launched, seconds each and one after the other. Here a
-launch that finds no kernel starts a thread that compiles it and returns: code runs through in
-milliseconds and its kernels are compiled side by side. Four fifths of a compilation hold no
-interpreter lock (Triton 3.6 and 3.9: passes, LLVM, ptxas). What was compiled is kept on disk, by
-content, and in memory.
+Triton compiles a kernel when it is first launched, a second or two each and one after the other.
+Here a launch that finds no kernel is noted and left out, so that code runs through in milliseconds;
+then forked processes compile what was noted, each its share, into Triton's folder of kernels, where
+this process finds them by their content. Threads would not do: a third of a compilation holds the
+interpreter's lock (51 kernels on an H200's 16 cores took 34 s in threads, 103 s in all).
 
 Kernels that are there are launched as ever, over what others did not compute. So memory that is
 taken meanwhile is zeroed: indices made of it are valid, and asking a tensor for a value is too.
@@ -17,9 +17,11 @@ taken meanwhile is zeroed: indices made of it are valid, and asking a tensor for
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+import signal
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -27,30 +29,47 @@ import triton
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-MOST_THREADS = 16
-"""Compilations at once: the interpreter's lock keeps more from being quicker."""
+MOST_PROCESSES = 16
+"""Compilations at once."""
+LIMIT_S = 120.0
+"""How long a process may take for its share; what it leaves is compiled when it is launched."""
+_POLL_S = 0.01
 
 
 @contextmanager
-def compiling_ahead(threads: int | None = None) -> Iterator[None]:
-    """Have this thread's launches compile what is missing instead, by so many others.
+def compiling_missing(processes: int | None = None) -> Iterator[None]:
+    """Have this thread's launches note what is missing instead; so many processes compile it.
 
     Ends once everything is compiled. What does not compile raises its error when it is launched.
     """
-    count = threads or min(MOST_THREADS, len(os.sched_getaffinity(0)))
-    with ThreadPoolExecutor(count) as pool, _CompileOnly(pool, ignore_errors=True), _Zeroed():
+    missing = _Missing()
+    with missing, _Zeroed():
         yield
+    found = [*missing.noted.values()]
+    _compile_forked(found, processes or min(MOST_PROCESSES, len(os.sched_getaffinity(0))))
+    for compilation in found:
+        with suppress(Exception):  # which its launch raises
+            compilation.finish(compilation.compile())
 
 
-class _CompileOnly(triton.AsyncCompileMode):
-    """Compiles as Triton's mode does, but a launch of what is not there yet is left out.
+@dataclass(frozen=True)
+class _Compilation:
+    compile: Callable[[], Any]
+    """Returns the kernel, from Triton's folder if it is there."""
+    finish: Callable[[Any], None]
+    """Has launches find it."""
 
-    Triton's own waits for the kernel at its launch.
-    """
 
-    def submit(self, *compilation: Any) -> None:
-        """Start a compilation, once; None stands for no kernel, which is not launched."""
-        super().submit(*compilation)
+class _Missing(triton.AsyncCompileMode):
+    """Notes what launches miss, as Triton tells its own mode, which would wait for each kernel."""
+
+    def __init__(self) -> None:
+        super().__init__(executor=None)
+        self.noted: dict[Any, _Compilation] = {}
+
+    def submit(self, key: Any, compile_: Callable[[], Any], finish: Any, *_: Any) -> None:
+        """Note a compilation, once; None stands for no kernel, which is not launched."""
+        self.noted.setdefault(key, _Compilation(compile_, finish))
 
 
 class _Zeroed(TorchDispatchMode):
@@ -76,3 +95,42 @@ class _Zeroed(TorchDispatchMode):
         """Run an operator, and zero what it leaves open."""
         out = func(*args, **(kwargs or {}))
         return out.zero_() if func in self._EMPTY and isinstance(out, Tensor) else out
+
+
+def _compile_forked(found: Sequence[_Compilation], processes: int) -> None:
+    """Have forked processes compile, each every so-manieth, into Triton's folder of kernels."""
+    count = min(processes, len(found))
+    if count < 2:
+        return
+    children = [_fork(found[number::count]) for number in range(count)]
+    until_s = time.monotonic() + LIMIT_S
+    for child in children:
+        while os.waitpid(child, os.WNOHANG) == (0, 0):
+            if time.monotonic() > until_s:
+                os.kill(child, signal.SIGKILL)
+                os.waitpid(child, 0)
+                break
+            time.sleep(_POLL_S)
+
+
+def _fork(share: Sequence[_Compilation]) -> int:
+    """Start a process that compiles and ends; return its number.
+
+    It touches no GPU, which it could not, and leaves no trace but files: pipes and sockets of this
+    process are closed there, so that nobody takes it for this one, and nothing is run at its end.
+    """
+    child = os.fork()
+    if child:
+        return child
+    try:
+        os.closerange(0, os.sysconf("SC_OPEN_MAX"))
+        for _ in range(3):  # standard input, output and error
+            os.open(os.devnull, os.O_RDWR)
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, signal.SIG_DFL)
+        signal.alarm(int(LIMIT_S))  # should this process be gone, too
+        for compilation in share:
+            with suppress(Exception):
+                compilation.compile()
+    finally:
+        os._exit(0)

@@ -117,8 +117,9 @@ class EngineOptions:
     kv_cache_dtype: str = AUTO
     """Precision of the KV cache: kv16, kv8, kv4 or kv2 (int8, int4, int2; default: the plan's)."""
     max_num_batched_tokens: int | None = None
-    """Token budget of a step: longer prompts are prefilled in chunks (default: 512, or what every
-    stage computes in 0.1 s by the plan's times)."""
+    """Token budget of a step: longer prompts are prefilled in chunks (default, by the plan's times
+    and memory: what every stage computes in 0.1 s, at most 2,048, while requests decode, in 0.5 s
+    while none does; 512 on CPUs whose times are not known)."""
     enable_prefix_caching: bool = True
     """Reuse the KV blocks of earlier prompts that begin alike."""
     offline: bool = False

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from llmpq.precision import KVPrecision
 from llmpq.runtime.request import ContextLengthError, Request, too_long
 from llmpq.sizes.kv_format import BLOCK_TOKENS, HOLDBACK_TOKENS, TAIL_TOKENS, spanned_blocks
+
+ROUND_TOKENS = 32
+"""Steps of prompts alone on several stages have a multiple of so many tokens."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,6 +30,10 @@ class PoolLimits:
     """Tokens of a prompt and its answer (the model's positions or less)."""
     step_tokens: int
     """Tokens of a step, unless rows that decode, and their drafts, are more."""
+    mixed_tokens: int | None = None
+    """Tokens of a step while requests decode, if fewer: their next tokens wait for it."""
+    fill_tokens: float = 0.0
+    """Tokens of a prompt that take a stage as long as a step takes at least; 0: not known."""
     prompt_tokens: int | None = None
     """Tokens of one prompt in a step at most, if fewer: other prompts go beside it."""
     decode_rows: int
@@ -53,6 +61,23 @@ class PoolLimits:
         if not self.window:
             return most
         return min(most, (self.window_blocks - 1) * BLOCK_TOKENS + 2 - self.window)
+
+    def prompt_tokens_of_step(self, *, waiting: int, decoding: int) -> int:
+        """Return the tokens of a step that has prompts, while so many requests decode.
+
+        `waiting`: tokens of prompts to compute. Where nobody decodes, a single stage takes all that
+        a step may have. Of D stages each computes a share of them while the others have the next:
+        W tokens in C shares take C + D - 1 times as long as fill_tokens + W / C tokens, which is
+        least for C = sqrt(W (D - 1) / fill_tokens).
+        """
+        if decoding:
+            return min(self.step_tokens, self.mixed_tokens or self.step_tokens)
+        others = self.num_stages - 1
+        if not others or not self.fill_tokens:
+            return self.step_tokens
+        shares = max(1, round(math.sqrt(waiting * others / self.fill_tokens)))
+        share = -(-waiting // (shares * ROUND_TOKENS)) * ROUND_TOKENS
+        return max(1, min(self.step_tokens, share))
 
     @property
     def room(self) -> int:

@@ -191,7 +191,7 @@ class Scheduler:
             if round_ is not None:
                 return self._issue_round(round_)
         decoding = len(step.reqs)
-        room = max(1, self.limits.step_tokens - sum(step.counts))
+        room = self._prompt_room(sets, taken=sum(step.counts))
         for req in self._prompts(sets.prompts):
             count = min(room, self._left_of_prompt(req), self.limits.row_tokens)
             count = self.tables.cut(req, count)
@@ -285,6 +285,15 @@ class Scheduler:
         found.ready.sort(key=_order)
         found.prompts.sort(key=_order)
         return found
+
+    def _prompt_room(self, sets: ReadySets, *, taken: int) -> int:
+        """Return the tokens of prompts that a step takes, beside those it has."""
+        limits, waiting = self.limits, 0
+        if not sets.num_decoding and limits.num_stages > 1:
+            waiting = sum(self._left_of_prompt(req) for req in sets.prompts)
+            waiting += sum(req.num_tokens for req in self._waiting)
+        most = limits.prompt_tokens_of_step(waiting=waiting, decoding=sets.num_decoding)
+        return max(1, most - taken)
 
     def _left_of_prompt(self, req: RunningRequest) -> int:
         """Return how many tokens a request has yet to compute as a prompt.

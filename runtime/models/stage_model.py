@@ -124,6 +124,25 @@ class StageModel(nn.Module):
             head = builder.head(tensors, tied, scheme(head_precision))
         return cls(own, built, embedding, head, whole=spec)
 
+    def abridged(self) -> StageModel:
+        """Return a stage of the first layer, the last and one of each kind between them.
+
+        They are this stage's own and call the kernels that all of them call. All layers where some
+        attend to others' keys and values.
+        """
+        layers = cast("Sequence[DecoderLayer]", self.layers)
+        readers = (layer.attention for layer in layers if isinstance(layer.attention, Attention))
+        if any(attention.sharing.source is not None for attention in readers):
+            return self
+        between: dict[object, int] = {}
+        for place, layer in enumerate(layers[1:-1], start=1):
+            between.setdefault(_kind(layer), place)
+        chosen = sorted({0, *between.values(), len(layers) - 1}) if len(layers) else []
+        short = StageModel(self.spec, [], self.embedding, self.head)
+        short.layers = nn.ModuleList(layers[place] for place in chosen)
+        short._places = [self._places[place] for place in chosen]
+        return short
+
     @property
     def num_recurrent(self) -> int:
         """Layers that keep a state of fixed size."""
@@ -192,6 +211,17 @@ class StageModel(nn.Module):
                 f"a request of {step.max_end} tokens exceeds the {self.spec.max_positions} learned "
                 f"positions of {self.spec.name}; shorten the prompt or generate fewer tokens"
             )
+
+
+def _kind(layer: DecoderLayer) -> object:
+    """Return what a layer's kernels hang on: its parts, bytes of weights, rules of scores."""
+    kind = []
+    for name, part in layer.named_modules():
+        rule = getattr(part, "rule", None)
+        scores = () if rule is None else (rule.window > 0, rule.cap > 0, rule.chunked)
+        weights = tuple(held.nbytes for held in held_weights(part))
+        kind.append((name, type(part), type(getattr(part, "weight", None)), weights, scores))
+    return tuple(kind)
 
 
 def _places(layers: Sequence[DecoderLayer]) -> list[int]:

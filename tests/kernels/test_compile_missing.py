@@ -3,7 +3,10 @@
 Without a GPU: a driver that knows its target, and whose launches would fail.
 """
 
+import os
+import signal
 import threading
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -12,7 +15,8 @@ import triton
 import triton.language as tl
 from triton.backends.compiler import GPUTarget
 
-from llmpq.kernels.compile_missing import compiling_ahead
+from llmpq.kernels import compile_missing
+from llmpq.kernels.compile_missing import compiling_missing
 
 pytestmark = pytest.mark.compile
 
@@ -52,27 +56,45 @@ def _kernels(function):
     return [made for made in function.device_caches[0][0].values() if made is not None]
 
 
-def test_what_is_missing_is_compiled_once_by_others_and_not_launched(no_gpu):
-    compilers = []
+@pytest.mark.parametrize("processes", [1, 2, 5])
+def test_what_is_missing_is_compiled_once_by_others_and_not_launched(no_gpu, processes):
+    """A listener hears of a compilation here: by forked processes there is none."""
+    heard, x = [], torch.ones(64)
 
-    def listener(*, src, **_):
-        compilers.append((src.name, threading.current_thread()))
+    def listener(*, src, cache_hit, **_):
+        heard.append((src.name, cache_hit))
 
-    x = torch.ones(64)
     with triton.knobs.compilation.scope():
         triton.knobs.compilation.listener = listener
-        with compiling_ahead(threads=2):
+        with compiling_missing(processes=processes):
             for size in (16, 32, 16, 32):
                 assert _double[(1,)](x, size) is None
-    assert [name for name, _ in compilers] == ["_double"] * 2
-    assert threading.current_thread() not in {thread for _, thread in compilers}
+    assert heard == [("_double", processes > 1)] * 2
     assert x.tolist() == [1] * 64
     assert [bool(made.asm["cubin"]) for made in _kernels(_double)] == [True, True]
 
 
+@pytest.mark.parametrize("hangs", [True, False])
+def test_processes_that_hang_or_die_leave_their_share_to_this_one(no_gpu, monkeypatch, hangs):
+    x, own = torch.ones(64), os.getpid()
+    plain = triton.compile
+
+    def compile_(*given, **options):
+        if os.getpid() != own:
+            time.sleep(60) if hangs else os.kill(os.getpid(), signal.SIGKILL)
+        return plain(*given, **options)
+
+    monkeypatch.setattr(compile_missing, "LIMIT_S", 1.5)
+    monkeypatch.setattr(triton.compiler, "compile", compile_)
+    with compiling_missing(processes=2):
+        _double[(1,)](x, 16)
+        _double[(1,)](x, 32)
+    assert len(_kernels(_double)) == 2
+
+
 def test_what_does_not_compile_says_so_when_it_is_launched(no_gpu):
     x = torch.ones(64)
-    with compiling_ahead(threads=1):
+    with compiling_missing(processes=1):
         _broken[(1,)](x, 16)
         _double[(1,)](x, 16)
     assert not _kernels(_broken) and len(_kernels(_double)) == 1
@@ -90,7 +112,7 @@ def test_other_threads_compile_and_launch_as_ever(no_gpu):
         except AttributeError as error:  # this driver launches nothing
             seen.append(error)
 
-    with compiling_ahead(threads=1):
+    with compiling_missing(processes=1):
         _double[(1,)](x, 32)
         thread = threading.Thread(target=other)
         thread.start()
@@ -101,7 +123,7 @@ def test_other_threads_compile_and_launch_as_ever(no_gpu):
 def test_memory_without_values_is_zeroed_within(no_gpu):
     """What a kernel would have written may be an index."""
     full = torch.full((1 << 16,), 7)
-    with compiling_ahead(threads=1):
+    with compiling_missing(processes=1):
         for made in (
             torch.empty(1 << 16, dtype=torch.long), full.new_empty(1 << 16),
             torch.empty_like(full), torch.empty_strided((4, 5), (1, 4), dtype=torch.long),

@@ -136,15 +136,19 @@ class StepGraphs(ABC):
         return captured.output
 
     def run_through(self, message: StepMessage, hidden_BQh: Tensor | None) -> None:
-        """Run a step as it comes for what its code calls: its outcome means nothing."""
+        """Run a step through a layer of each kind, for the kernels that it calls alone."""
         self.stage(message)
         size, states = self._size(message), self._kv.states
         if hidden_BQh is not None:
             hidden_BQh = self._widened(hidden_BQh.to(self._device), size)
         before = [state.clone() for state in self._state()]
-        with nullcontext() if states is None else states.still():
-            self._forward(size, hidden_BQh)
-        self._put_back(before)
+        whole, self._model = self._model, self._model.abridged()
+        try:
+            with nullcontext() if states is None else states.still():
+                self._forward(size, hidden_BQh)
+        finally:
+            self._model = whole
+            self._put_back(before)
 
     def remember(self, slots_B: Tensor, tokens_B: Tensor) -> None:
         """Keep tokens that were sampled elsewhere (after a prompt, or not greedily)."""

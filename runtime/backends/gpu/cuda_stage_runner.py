@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from llmpq.capabilities import ExecutionMode, require
-from llmpq.kernels.compile_missing import compiling_ahead
+from llmpq.kernels.compile_missing import compiling_missing
 from llmpq.precision import KVPrecision
 from llmpq.runtime.backends.gpu.cuda_graphs import StepOutput, rounded_rows
 from llmpq.runtime.backends.gpu.device_times import DeviceTimes
@@ -342,7 +342,7 @@ class CudaStageRunner(StageRunner):
         are compiled before, side by side. No request owns what they leave in the cache.
         """
         captured = [*self._captured_steps(rows, step_tokens, gamma)]
-        with compiling_ahead():
+        with compiling_missing():
             for step in (*self._long_steps(step_tokens), *captured):
                 message, hidden = self._zeros(*step)
                 self.kv.take_rows(message.paged, message.starts)

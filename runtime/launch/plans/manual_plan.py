@@ -6,6 +6,7 @@ A plan for a GPU's pool may have any number of requests: its blocks are what fit
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 from llmpq.cluster import Device
@@ -34,6 +35,9 @@ _MEMORY_SHARE = 0.85
 """Of a device's memory: the rest is for temporaries and other processes."""
 _POOL_SHARE = 0.9
 """Of a GPU's memory where temporaries are counted beside weights and blocks."""
+_LONG_CHUNKS = (8192, 4096, 2048, 1024)
+_CHUNK_SHARE = 0.02
+"""Of the KV cache: what temporaries of longer chunks may take off it."""
 _PREFILL_TOKENS = 2048
 """Prompt tokens that share a micro-batch, about."""
 CONTEXT_BYTES = 1 << 30
@@ -174,7 +178,28 @@ def device_plan(
     stages = tuple(stage.model_copy(update=change) for stage in plan.stages)
     cluster = ClusterRef(name="this-machine", fingerprint=plan.cluster.fingerprint)
     plan = plan.model_copy(update={"stages": stages, "cluster": cluster})
-    return with_pool_room(plan, spec, device.limit_bytes, share=_POOL_SHARE) if on_gpu else plan
+    return _with_chunk(plan, spec, device.limit_bytes) if on_gpu else plan
+
+
+def _with_chunk(plan: Plan, spec: ModelSpec, memory_bytes: int) -> Plan:
+    """Return a plan of one GPU with memory stated, in the longest chunks that cost few blocks.
+
+    Alone on the device a prompt is computed in one such step.
+    """
+    plain = with_pool_room(plan, spec, memory_bytes, share=_POOL_SHARE)
+    for chunk in _LONG_CHUNKS:
+        if chunk > max(CHUNK_TOKENS, plan.workload.prompt_len):
+            continue
+        longer = plan.model_copy(update={"prefill_chunk": chunk, "prefill_microbatch": 1})
+        with suppress(DoesNotFitError):
+            longer = with_pool_room(longer, spec, memory_bytes, share=_POOL_SHARE)
+            if _kv_bytes(longer) >= (1 - _CHUNK_SHARE) * _kv_bytes(plain):
+                return longer
+    return plain
+
+
+def _kv_bytes(plan: Plan) -> int:
+    return sum(stage.memory.kv_bytes for stage in plan.stages if stage.memory is not None)
 
 
 def with_pool_room(plan: Plan, spec: ModelSpec, memory_bytes: int, *, share: float) -> Plan:

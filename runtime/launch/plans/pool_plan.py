@@ -25,6 +25,13 @@ LEAST_TOKENS = 32
 STEP_S = 0.1
 """Longest step, unless its decoding rows take half of that by themselves: a streamed answer waits
 for one step a token (MLPerf's servers allow 100 ms)."""
+MIXED_TOKENS = 2048
+"""Most tokens of a step beside rows that decode. Of 512 each, prompts of a busy server wait in line
+for steps that are no quicker for it: Llama-3.1-8B on an H200 by its costs, 15 Azure conversations a
+second: first token 216 ms at 512, 47 at 2,048; a further token 13.5 and 10.8 ms."""
+FIRST_STEP_S = 0.5
+"""Longest step of prompts where nobody decodes: a prompt that comes then waits for its end
+(MLPerf's interactive servers allow 450 to 500 ms for a first token)."""
 
 
 @dataclass(frozen=True)
@@ -137,6 +144,8 @@ class PoolPlan:
             max_rows=size.slots,
             max_len=size.max_len,
             step_tokens=self._step_tokens,
+            mixed_tokens=self._mixed_tokens,
+            fill_tokens=self._fill_tokens,
             prompt_tokens=self._prompt_tokens,
             decode_rows=min(plan.decode_microbatch, size.slots),
             num_stages=len(plan.stages),
@@ -166,13 +175,35 @@ class PoolPlan:
 
     @property
     def _step_tokens(self) -> int:
-        """Return the tokens of a step: of a job known beforehand, the plan's chunks together."""
+        """Return the tokens of a step: of a job known beforehand, the plan's chunks together.
+
+        Steps of live prompts alone have as many as every stage computes before it is long for a
+        first token, and no more than the plan counts memory for.
+        """
         if self.options.max_num_batched_tokens is not None:
             return self.options.max_num_batched_tokens
-        if not self.options.offline:
-            return self._live_tokens
-        least = min(CHUNK_TOKENS, self.plan.prefill_chunk or CHUNK_TOKENS)
-        return max(least, self.plan.prefill_step_tokens)
+        if self.options.offline:
+            least = min(CHUNK_TOKENS, self.plan.prefill_chunk or CHUNK_TOKENS)
+            return max(least, self.plan.prefill_step_tokens)
+        return max(self._tokens_within(FIRST_STEP_S, self._counted_tokens), self._live_tokens)
+
+    @property
+    def _mixed_tokens(self) -> int | None:
+        """Return the tokens of a step while requests decode; None: as many as without."""
+        whole = self.options.offline or self.options.max_num_batched_tokens is not None
+        return None if whole else self._live_tokens
+
+    @property
+    def _fill_tokens(self) -> float:
+        """Return the tokens of prompts that take the slowest stage as long as a step of decoding.
+
+        As short as that a step of prompts is no quicker; 0 where it is not known.
+        """
+        stages = [stage for stage in self.plan.stages if stage.decode_s and self._token_s(stage)]
+        if self.options.offline or len(stages) < len(self.plan.stages):
+            return 0.0
+        slowest = max(stages, key=self._token_s)
+        return (slowest.decode_s or 0.0) / self._token_s(slowest)
 
     @property
     def _prompt_tokens(self) -> int:
@@ -220,20 +251,37 @@ class PoolPlan:
         return 2 * self.spec.num_params * share / rate
 
     @property
-    def _live_tokens(self) -> int:
-        """Return the tokens of a step of live requests, as many as every stage computes in time.
+    def _counted_tokens(self) -> int:
+        """Return the tokens of the largest step that the plan counts memory for, at least a chunk.
 
-        At most the plan's chunk, by the plan's costs; CPUs without measured costs take the
-        default chunk at most.
+        Prompts of live requests may be longer than those of the plan.
         """
-        plan, most = self.plan, self.plan.prefill_chunk or CHUNK_TOKENS
+        return max(self.plan.prefill_chunk or CHUNK_TOKENS, self.plan.prefill_step_tokens)
+
+    @property
+    def _live_tokens(self) -> int:
+        """Return the tokens of a step beside requests that decode.
+
+        As many as every stage computes within what a streamed answer may wait for a token.
+        """
+        return self._tokens_within(STEP_S, min(self._counted_tokens, MIXED_TOKENS))
+
+    def _tokens_within(self, limit_s: float, most: int) -> int:
+        """Return how many tokens every stage computes in time, by the plan's costs; `most` at most.
+
+        No stage gets less time than twice its decoding rows take. CPUs without measured costs, and
+        stages of which nothing is known, take the default chunk at most.
+        """
+        plan = self.plan
         measured = plan.predicted is not None and not plan.predicted.estimated
         for stage in plan.stages:
+            token_s = self._token_s(stage)
             if stage.prefill_s and stage.decode_s and (measured or not stage.is_cpu):
-                in_time = max(STEP_S, 2 * stage.decode_s) / self._token_s(stage)
-                most = min(most, int(in_time))
-            else:
+                most = min(most, int(max(limit_s, 2 * stage.decode_s) / token_s))
+            elif stage.is_cpu or not token_s:
                 most = min(most, CHUNK_TOKENS)
+            else:
+                most = min(most, max(CHUNK_TOKENS, int(limit_s / token_s)))
         return max(LEAST_TOKENS, most - most % LEAST_TOKENS)
 
     @property

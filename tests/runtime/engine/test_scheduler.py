@@ -334,6 +334,8 @@ def make_requests(rng: random.Random, count: int, longest: int) -> list[Request]
     num_blocks=st.integers(5, 24),
     max_rows=st.integers(1, 6),
     step_tokens=st.sampled_from([1, 7, 64, 129, 1000]),
+    mixed_tokens=st.sampled_from([None, 3, 100]),
+    fill_tokens=st.sampled_from([0.0, 0.3, 40.0]),
     prompt_tokens=st.sampled_from([None, 5, 64]),
     stages=st.integers(1, 3),
     mode=st.sampled_from(["plain", "ahead", "drafts", "model", "fused"]),
@@ -348,6 +350,8 @@ def test_random_schedules_equal_the_simple_one(
     num_blocks,
     max_rows,
     step_tokens,
+    mixed_tokens,
+    fill_tokens,
     prompt_tokens,
     stages,
     mode,
@@ -365,6 +369,8 @@ def test_random_schedules_equal_the_simple_one(
         window_blocks=spanned_blocks(window, BLOCK_TOKENS) + rng.randint(0, 4) if window else 0,
         max_rows=max_rows,
         step_tokens=step_tokens,
+        mixed_tokens=mixed_tokens,
+        fill_tokens=fill_tokens,
         prompt_tokens=prompt_tokens,
         decode_rows=rng.randint(1, max_rows),
         num_stages=stages,
@@ -431,6 +437,49 @@ def test_a_long_prompt_goes_in_chunks_beside_decoding_rows():
         seen.append((step.kind, [len(tokens) for tokens in step.tokens]))
         scheduler.update_from_output(step, [[3]] * len(step.requests))
     assert seen == [(StepKind.MIXED, [1, 31])] * 3 + [(StepKind.MIXED, [1, 7])]
+
+
+def counts(step) -> list[int]:
+    assert step is not None
+    return [len(tokens) for tokens in step.tokens]
+
+
+def test_prompts_alone_take_a_large_step_and_beside_decoding_rows_a_small_one():
+    scheduler = Scheduler(limits(num_blocks=40, step_tokens=1000, mixed_tokens=50))
+    scheduler.submit(Request(id=0, prompt=(1,) * 600, max_new=3))
+    scheduler.submit(Request(id=1, prompt=(2,) * 300, max_new=1))
+    scheduler.submit(Request(id=2, prompt=(3,) * 300, max_new=1))
+    first = scheduler.next_micro_batch()
+    assert counts(first) == [600, 300, 100]  # packed
+    scheduler.update_from_output(first, [[5], [5], [-1]])
+    second = scheduler.next_micro_batch()
+    assert second.kind is StepKind.MIXED and counts(second) == [1, 49]
+    scheduler.update_from_output(second, [[5], [-1]])
+    third = scheduler.next_micro_batch()
+    assert counts(third) == [1, 49]
+    scheduler.update_from_output(third, [[5], [-1]])  # the last token of the one that decodes
+    assert counts(scheduler.next_micro_batch()) == [102]
+
+
+def test_rows_whose_token_is_under_way_decode_too():
+    """The next step would hold up what comes behind the token that is not known yet."""
+    scheduler = Scheduler(limits(num_blocks=40, step_tokens=500, mixed_tokens=50, num_stages=2))
+    scheduler.submit(Request(id=0, prompt=(1,) * 400, max_new=3))
+    assert counts(scheduler.next_micro_batch()) == [400]
+    scheduler.submit(Request(id=1, prompt=(2,) * 300, max_new=1))
+    assert counts(scheduler.next_micro_batch()) == [50]
+
+
+def test_a_prompt_alone_is_shared_out_over_stages():
+    shared = limits(num_blocks=40, step_tokens=1000, num_stages=3, fill_tokens=50.0)
+    scheduler, seen = Scheduler(shared), []
+    scheduler.submit(Request(id=0, prompt=(1,) * 900, max_new=2))
+    while (step := scheduler.next_micro_batch()) is not None:
+        seen += counts(step)
+    assert seen == [160, 160, 128, 128, 96, 96, 96, 36]  # ever less is left
+    assert shared.prompt_tokens_of_step(waiting=10**6, decoding=0) == 1000
+    alone = limits(step_tokens=1000, fill_tokens=50.0)
+    assert alone.prompt_tokens_of_step(waiting=900, decoding=0) == 1000
 
 
 class FourDrafts(DraftsByTheModel):

@@ -1,5 +1,7 @@
 """A pool on a GPU bounds blocks by memory, and not how many requests there are."""
 
+from dataclasses import replace
+
 import pytest
 
 from llmpq.cluster import Cluster
@@ -48,6 +50,22 @@ def test_256_long_requests_have_what_memory_there_is(h200, kv):
     assert nbytes + others <= memory.limit_bytes
     if kv is KVPrecision.KV16:
         assert nbytes > 0.9 * memory.kv_bytes > 90 * GIB, "memory is left unused"
+
+
+def test_chunks_are_as_long_as_costs_few_blocks(h200):
+    """Memory that is stated counts them; a card that weights fill has shorter ones."""
+    plan = plan_of(h200, 256, max_len=9000)
+    assert plan.prefill_chunk == plan.prefill_step_tokens == 8192
+    (memory,) = (stage.memory for stage in plan.stages)
+    short = with_pool_room(
+        plan.model_copy(update={"prefill_chunk": 512}), SPEC, h200.limit_bytes, share=0.9
+    )
+    (least,) = (stage.memory for stage in short.stages)
+    assert memory.workspace_bytes > least.workspace_bytes
+    assert 0.98 * least.kv_bytes < memory.kv_bytes < least.kv_bytes
+    tight = replace(h200, memory_bytes=22 * GIB)
+    assert plan_of(tight, 256, max_len=9000).prefill_chunk == 1024
+    assert plan_of(h200, 256, max_len=900).prefill_chunk == 512
 
 
 @pytest.mark.parametrize("may_shrink", [False, True])

@@ -7,7 +7,7 @@ import pytest
 from llmpq.model_spec import ModelSpec
 from llmpq.plan import Predicted
 from llmpq.runtime.launch.plans.manual_plan import manual_plan
-from llmpq.runtime.launch.plans.pool_plan import LEAST_TOKENS, PoolPlan
+from llmpq.runtime.launch.plans.pool_plan import LEAST_TOKENS, MIXED_TOKENS, PoolPlan
 from llmpq.runtime.options import EngineOptions
 from llmpq.workload import CHUNK_TOKENS, Workload
 
@@ -15,11 +15,13 @@ pytestmark = pytest.mark.cpu
 SPEC = ModelSpec.by_name("llama-3.1-8b")
 
 
-def step_tokens(times, *, gpu=False, estimated=False, **settings):
-    """Return a step's tokens under a plan whose stages take (prefill_s, decode_s) a micro-batch."""
-    work = Workload(batch=4, prompt_len=200, gen_len=100)
-    plan = manual_plan(SPEC, work, splits=(9,)[: len(times) - 1], prefill_microbatch=2)
-    card = {"kind": "NVIDIA H200", "threads": None} if gpu else {}
+def limits_of(times, *, gpu=False, estimated=False, prompt_len=200, chunk=512, **settings):
+    """Return the limits of a plan whose stages take (prefill_s, decode_s) a micro-batch of two."""
+    work = Workload(batch=4, prompt_len=prompt_len, gen_len=100)
+    plan = manual_plan(
+        SPEC, work, splits=(9,)[: len(times) - 1], prefill_microbatch=2, prefill_chunk=chunk
+    )
+    card = {"kind": "H200", "threads": None} if gpu else {}
     stages = tuple(
         stage.model_copy(update={"prefill_s": prefill_s, "decode_s": decode_s, **card})
         for stage, (prefill_s, decode_s) in zip(plan.stages, times, strict=True)
@@ -34,7 +36,18 @@ def step_tokens(times, *, gpu=False, estimated=False, **settings):
         estimated=estimated,
     )
     plan = plan.model_copy(update={"stages": stages, "predicted": told})
-    return PoolPlan(plan, SPEC, EngineOptions(**settings)).limits.step_tokens
+    return PoolPlan(plan, SPEC, EngineOptions(**settings)).limits
+
+
+def step_tokens(times, **settings):
+    """Return the tokens of a step beside requests that decode."""
+    limits = limits_of(times, **settings)
+    return limits.prompt_tokens_of_step(waiting=1 << 20, decoding=1)
+
+
+def alone_tokens(times, *, waiting=1 << 20, **settings):
+    """Return the tokens of a step while nobody decodes."""
+    return limits_of(times, **settings).prompt_tokens_of_step(waiting=waiting, decoding=0)
 
 
 def test_a_job_runs_the_chunks_that_its_plan_states():
@@ -73,3 +86,29 @@ def test_placeholders_of_cpus_say_nothing_and_cards_in_the_table_do():
 
 def test_who_says_a_number_has_it():
     assert step_tokens([(0.4, 0.01)], max_num_batched_tokens=300) == 300
+    assert alone_tokens([(0.4, 0.01)], max_num_batched_tokens=300) == 300
+
+
+def test_a_prompt_alone_takes_what_memory_is_counted_for_and_half_a_second():
+    long = {"prompt_len": 4000, "chunk": 2048}  # 4,096 tokens a step are counted
+    assert alone_tokens([(0.004, 0.002)], **long) == 4096
+    assert step_tokens([(0.004, 0.002)], **long) == MIXED_TOKENS
+    assert alone_tokens([(1.0, 0.01)], **long) == 1984  # 2,000 tokens in 0.5 s
+    assert step_tokens([(1.0, 0.01)], **long) == 384
+    assert alone_tokens([(None, None)], **long) == CHUNK_TOKENS  # of a CPU whose times nobody knows
+    card = {"gpu": True, "estimated": True}
+    assert alone_tokens([(None, None)], **card, **long) == 4096  # by the table's rates
+
+
+def test_stages_share_a_prompt_out_so_that_they_compute_at_once():
+    """The least of (shares + stages - 1) x (fill + tokens / shares), by trying every number."""
+    long = {"prompt_len": 4000, "chunk": 4096}
+    times = [(0.4, 0.02), (0.4, 0.02)]
+    fill = limits_of(times, **long).fill_tokens
+    assert fill == pytest.approx(0.02 / (0.4 / 8000))
+    for waiting in (100, 1000, 4000):
+        best = min(range(1, 50), key=lambda n: (n + 1) * (fill + waiting / n))
+        got = -(-waiting // alone_tokens(times, waiting=waiting, **long))
+        assert (got + 1) * (fill + waiting / got) <= 1.05 * (best + 1) * (fill + waiting / best)
+    assert limits_of(times, offline=True).fill_tokens == 0
+    assert limits_of([(None, None), (0.4, 0.02)]).fill_tokens == 0
