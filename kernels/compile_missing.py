@@ -117,7 +117,7 @@ def _fork(share: Sequence[_Compilation]) -> int:
     """Start a process that compiles and ends; return its number.
 
     It touches no GPU, which it could not, and leaves no trace but files: pipes and sockets of this
-    process are closed there, so that nobody takes it for this one, and nothing is run at its end.
+    process are closed there, so that none takes it for this one, and nothing is run at its end.
     """
     child = os.fork()
     if child:

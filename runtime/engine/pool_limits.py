@@ -65,7 +65,7 @@ class PoolLimits:
     def prompt_tokens_of_step(self, *, waiting: int, decoding: int) -> int:
         """Return the tokens of a step that has prompts, while so many requests decode.
 
-        `waiting`: tokens of prompts to compute. Where nobody decodes, a single stage takes all that
+        `waiting`: tokens of prompts to compute. Where none decodes, a single stage takes all that
         a step may have. Of D stages each computes a share of them while the others have the next:
         W tokens in C shares take C + D - 1 times as long as fill_tokens + W / C tokens, which is
         least for C = sqrt(W (D - 1) / fill_tokens).

@@ -30,7 +30,7 @@ MIXED_TOKENS = 2048
 for steps that are no quicker for it: Llama-3.1-8B on an H200 by its costs, 15 Azure conversations a
 second: first token 216 ms at 512, 47 at 2,048; a further token 13.5 and 10.8 ms."""
 FIRST_STEP_S = 0.5
-"""Longest step of prompts where nobody decodes: a prompt that comes then waits for its end
+"""Longest step of prompts where none decodes: a prompt that comes then waits for its end
 (MLPerf's interactive servers allow 450 to 500 ms for a first token)."""
 
 
