@@ -134,7 +134,7 @@ class Member:
 
     def cuts(self, layer: int) -> dict[str, PartSlice]:
         """Return what it takes of the parts of a layer; it has the others whole."""
-        whole, found = self.spec.of_layer(layer), {}
+        whole, found = self.spec.of_layer(layer), dict[str, PartSlice]()
         if self.heads is not None and whole.mixer in ("attention", "both"):
             found |= self._attention_cuts(whole, self.heads)
         if self.cuts_mlps and whole.has_mlp:
