@@ -21,6 +21,7 @@ from llmpq.memory import CpuActivations, Quantization, StoredBytes, default_head
 from llmpq.model_spec import ModelSpec
 from llmpq.plan_inputs import PlanInputs
 from llmpq.precision import Precision
+from llmpq.service_measures import Quantiles, ServiceLimits, ServiceMeasures
 from llmpq.tensor_parallel import Member
 from llmpq.workload import Workload, prompt_chunks
 
@@ -353,6 +354,27 @@ class Speculation(FileForm):
     predicted_speedup: float | None = None
 
 
+class TrafficForm(FileForm):
+    """The live traffic that a plan was made for, and how it is predicted to be served.
+
+    Of a plan of several engines each says what holds for all of them, and its own step.
+    """
+
+    objective: Literal["throughput", "rate", "latency"]
+    requests: int = Field(ge=1, le=MAX_COUNT)
+    """How many were simulated."""
+    prompt_tokens: Quantiles
+    output_tokens: Quantiles
+    limits: ServiceLimits
+    step_tokens: int = Field(ge=1, le=MAX_COUNT)
+    """Tokens of a step at most, chunks of prompts and decoding rows: what `serve` takes."""
+    rate_per_s: float
+    """Requests a second that the prediction is of."""
+    highest_rate_per_s: float | None = None
+    """The highest rate that was found within the limits; none: it was not looked for."""
+    predicted: ServiceMeasures
+
+
 class Plan(FileForm):
     """A complete, ordered partition of a model over devices, with its micro-batches."""
 
@@ -375,6 +397,9 @@ class Plan(FileForm):
     pool: PoolForm | None = None
     """The KV cache of a run. None: as large as the workload needs, where devices have room."""
     speculation: Speculation | None = None
+    traffic: TrafficForm | None = None
+    """What it serves, where it was planned for live traffic; `workload` then says how many run at
+    once (`batch`) and what blocks there are for them."""
     predicted: Predicted | None = None
     inputs: PlanInputs | None = None
     """The entries the prediction was computed from; `llmpq-algo check` needs no other file."""

@@ -37,7 +37,7 @@ planner/evaluate <- planner/baselines, planner/ilp (one level) <- planner/exact 
 planner/evaluate <- planner/check
 planner/check, planner/problem <- planner/refusal
 planner/front, planner/refusal <- planner/solving
-planner/problem <- planner/traffic <- planner/cli
+planner <- planner/traffic <- planner/cli
 planner/solving <- planner <- planner/cli <- planner/make, planner/__main__
 planner/export <- planner/cli
 
@@ -70,8 +70,8 @@ ON_FIRST_USE = {
     ("llmpq", "planner/make"),
     ("runtime/auto_plan", "planner/make"),
     ("runtime/auto_plan", "planner/problem/discovery"),
-    ("planner/traffic/simulated", "runtime/simulate/measures"),
     ("planner/traffic/simulated", "runtime/simulate/simulation"),
+    ("planner/traffic/simulated", "runtime/simulate/step_times"),
 }
 """The few imports upward: the front door, the one place where a run asks for a plan, and the one
 where the planner has the runtime's scheduler simulated."""

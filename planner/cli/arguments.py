@@ -12,7 +12,13 @@ from llmpq.commands.command_line import CommandParser, Only, Section, token_coun
 from llmpq.errors import nearest
 from llmpq.gpu_memory import GPU_SHARE_HELP
 from llmpq.planner.limits import MAX_BATCH
-from llmpq.planner.problem.requests import DTYPES, METHODS, PREFERENCES, PlanRequest
+from llmpq.planner.problem.requests import (
+    DTYPES,
+    METHODS,
+    PREFERENCES,
+    TRAFFIC_OBJECTIVES,
+    PlanRequest,
+)
 
 EXPORTS = ("vllm", "sglang", "llamacpp", "accelerate", "compressed-tensors", "gptqmodel", "svg")
 READ_GGUF = ("ollama", "lm-studio", "lmstudio", "koboldcpp", "gguf", "jan")
@@ -102,6 +108,7 @@ def plan_parser() -> CommandParser:
         notes=NOTES,
     )
     _what_to_plan(parser.section("model, devices, job"))
+    add_traffic(parser.section("live traffic, instead of a batch"))
     _how_to_choose(parser.section("quality"))
     _limits(parser.section("constraints"))
     _how_to_solve(parser.section("solving"))
@@ -112,12 +119,18 @@ def plan_parser() -> CommandParser:
 def _what_to_plan(section: Section) -> None:
     add_model(section)
     add_cluster(section)
+    no_traffic = Only(
+        lambda a: a.trace is None and a.prompt is None,
+        "with live traffic, which says it",
+        "leave --trace or --prompt out",
+    )
     section.flag(
         "--batch",
         also=("--global-bz", "--global-batch-size"),
         daily=True,
         type=int,
         default=16,
+        only=no_traffic,
         metavar="N",
         help=f"requests in flight, at most {MAX_BATCH:,} (16)",
     )
@@ -132,13 +145,15 @@ def _what_to_plan(section: Section) -> None:
             daily=True,
             type=token_count,
             default=default,
-            only=whole if name == "prompt" else (),
+            only=(whole, no_traffic) if name == "prompt" else no_traffic,
             metavar="N",
             help=f"{what} ({default})",
         )
     context = "prompt and answer together, such as 32k (k: 1,024); --gen-len of it is answer"
     other = ("--ctx-size", "--max-model-len")
-    section.flag("--context", also=other, type=token_count, metavar="N", help=context)
+    section.flag(
+        "--context", also=other, type=token_count, only=no_traffic, metavar="N", help=context
+    )
     section.flag(
         "--costs",
         daily=True,
@@ -262,9 +277,10 @@ def _how_to_solve(section: Section) -> None:
     section.flag("--method", choices=METHODS, metavar="METHOD", help=", ".join(METHODS))
     section.flag(
         "--objective",
-        choices=("makespan", "paper"),
+        choices=("makespan", "paper", *TRAFFIC_OBJECTIVES),
         default="makespan",
-        help="makespan: the true pipeline time; paper: its eq. (4)",
+        help="makespan: the true pipeline time; paper: its eq. (4). Of live traffic: throughput, "
+        "rate (the highest within the limits, the default where there are some) or latency",
     )
     section.flag(
         "--solver",

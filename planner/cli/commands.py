@@ -48,7 +48,13 @@ def run(command: str, request: Any) -> None:
 
 def _plan(request: PlanRequest) -> None:
     from llmpq.planner.cli.show_plan import make_and_show, read_job
+    from llmpq.planner.cli.show_traffic import check_objective, show_traffic
+    from llmpq.planner.traffic.named_traffic import has_traffic
 
+    if has_traffic(request):
+        show_traffic(request)
+        return
+    check_objective(request.objective)
     job = read_job(request)
     try:
         if request.pareto:

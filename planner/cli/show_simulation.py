@@ -10,7 +10,8 @@ from llmpq.planner.cli.show_plan import open_console, say
 from llmpq.planner.problem.requests import SimulateRequest
 from llmpq.planner.traffic.named_traffic import NamedTraffic, has_traffic, named_traffic
 from llmpq.planner.traffic.rates import highest_rate, measured_at
-from llmpq.planner.traffic.simulated import ATTAINMENT, EngineModel, ServiceLimits, ServiceMeasures
+from llmpq.planner.traffic.simulated import EngineModel
+from llmpq.service_measures import ATTAINMENT, ServiceLimits, ServiceMeasures
 from llmpq.topology import plans_of, read_plan
 
 if TYPE_CHECKING:

@@ -12,6 +12,7 @@ if TYPE_CHECKING:  # --help opens without what sizes need
 
 DTYPES = ("auto", "float16", "bfloat16", "float32")
 PREFERENCES = ("quality", "balanced", "speed")
+TRAFFIC_OBJECTIVES = ("throughput", "rate", "latency")
 METHODS = ("exact", "ilp", "heuristic", "adabits", "uniform", "pipeedge", "flexgen", "all")
 """`flexgen` is an estimate, `all` compares the others: neither makes a plan."""
 
@@ -54,7 +55,7 @@ class TrafficFlags:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PlanRequest(DevicesRequest):
+class PlanRequest(DevicesRequest, TrafficFlags):
     """What to plan, how to choose, how to solve, what to print."""
 
     batch: int = 16
@@ -89,7 +90,8 @@ class PlanRequest(DevicesRequest):
     cpu_activations: CpuActivations = "exact"
     outliers: int | None = None
     method: str | None = None
-    objective: Literal["makespan", "paper"] = "makespan"
+    objective: Any = "makespan"
+    """`makespan` or `paper` of a batch job, a name of `TRAFFIC_OBJECTIVES` of live traffic."""
     solver: Any = None
     """A name of `milp.Backend`."""
     gap: float = 1e-6

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 
 from llmpq.planner.problem.requests import TrafficFlags
-from llmpq.planner.traffic.simulated import ServiceLimits
+from llmpq.service_measures import ServiceLimits
 from llmpq.traffic import Arrival, at_rate, poisson_traffic, rate_of, read_traffic
 
 MOST_REQUESTS = 100_000
@@ -26,12 +26,12 @@ class NamedTraffic:
 
     @property
     def prompt_tokens(self) -> list[int]:
-        """Lengths of the prompts, ascending."""
+        """MeanLengths of the prompts, ascending."""
         return sorted(one.prompt_tokens for one in self.arrivals)
 
     @property
     def output_tokens(self) -> list[int]:
-        """Lengths of the answers, ascending."""
+        """MeanLengths of the answers, ascending."""
         return sorted(one.output_tokens for one in self.arrivals)
 
 

@@ -6,13 +6,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from llmpq.planner.traffic.simulated import (
-    ATTAINMENT,
-    EngineModel,
-    ServiceLimits,
-    ServiceMeasures,
-    simulate,
-)
+from llmpq.planner.traffic.simulated import EngineModel, simulate
+from llmpq.service_measures import ATTAINMENT, ServiceLimits, ServiceMeasures
 from llmpq.traffic import Arrival, at_rate
 
 RATE_STEP = 0.03
@@ -41,30 +36,35 @@ def measured_at(
 
 
 def highest_rate(
-    models: Sequence[EngineModel], traffic: Sequence[Arrival], limits: ServiceLimits
+    models: Sequence[EngineModel],
+    traffic: Sequence[Arrival],
+    limits: ServiceLimits,
+    *,
+    guess_per_s: float | None = None,
 ) -> RateFound:
     """Return the highest rate at which `ATTAINMENT` of the requests are within the limits.
 
-    Without limits it is the rate at which all are done where they all come at once. Found by
-    bisection below that: more often than it is able, no engine ends requests.
+    Without limits it is the rate at which all are done where they all come at once, which is the
+    most with limits, too: more often than that no few requests show what many would wait. Found
+    by bisection, from a guess where there is one.
     """
     at_once = measured_at(models, traffic, limits, math.inf)
-    high = at_once.requests_per_s
-    if at_once.attained >= ATTAINMENT:
-        return RateFound(rate_per_s=high, measures=at_once)
-    low, best = 0.0, None
-    rate, worst = high, at_once
+    most = at_once.requests_per_s
+    if limits.ttft_s is None and limits.tpot_s is None:
+        return RateFound(rate_per_s=most, measures=at_once)
+    most = max(most, guess_per_s or 0.0)
+    low, high, best = 0.0, math.inf, None
+    rate = guess_per_s or most
     for _ in range(MOST_TRIES):
         found = measured_at(models, traffic, limits, rate)
         if found.attained >= ATTAINMENT:
             low, best = rate, found
         else:
             high, worst = rate, found
-        if low and high - low <= RATE_STEP * high:
+        if low >= most or (low and high - low <= RATE_STEP * high):
             break
-        if low >= high:  # what it does at once is within the limits as it comes
-            break
-        rate = (low + high) / 2 if low else high / 2
+        middle = (low + high) / 2 if low else high / 2
+        rate = min(most, low * 1.5) if math.isinf(high) else middle
     if best is None:
         return RateFound(rate_per_s=0.0, measures=worst)
     return RateFound(rate_per_s=low, measures=best)

@@ -10,45 +10,15 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from llmpq.runtime.engine.pool_limits import PoolLimits, max_ahead, max_in_flight
 from llmpq.runtime.engine.scheduler import Scheduler
 from llmpq.runtime.request import MicroBatch, Request
 from llmpq.runtime.simulate.step_times import StepRows, TimedStage
+from llmpq.service_measures import ServedRequest
 
 TOKEN = 5
 """Stands for any token of an answer."""
-
-
-@dataclass(frozen=True)
-class ServedRequest:
-    """When a request's tokens were known."""
-
-    number: int
-    at_s: float
-    first_token_s: float
-    end_s: float
-    prompt_tokens: int
-    output_tokens: int
-    preemptions: int = 0
-
-    @property
-    def ttft_s(self) -> float:
-        """Seconds until the first token."""
-        return self.first_token_s - self.at_s
-
-    @property
-    def tpot_s(self) -> float | None:
-        """Seconds a token behind the first; None of an answer of one token."""
-        if self.output_tokens < 2:
-            return None
-        return (self.end_s - self.first_token_s) / (self.output_tokens - 1)
-
-    @property
-    def latency_s(self) -> float:
-        """Seconds until the last token."""
-        return self.end_s - self.at_s
 
 
 class SimulatedEngine:

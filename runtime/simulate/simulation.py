@@ -16,8 +16,8 @@ from llmpq.runtime.launch.plans.pool_plan import PoolPlan
 from llmpq.runtime.options import EngineOptions
 from llmpq.runtime.request import Request
 from llmpq.runtime.simulate.engine import ServedRequest, SimulatedEngine
-from llmpq.runtime.simulate.measures import ServiceLimits, ServiceMeasures
 from llmpq.runtime.simulate.step_times import TimedStage, stage_times
+from llmpq.service_measures import ServiceLimits, ServiceMeasures
 from llmpq.topology import Topology, plans_of
 from llmpq.traffic import Arrival
 

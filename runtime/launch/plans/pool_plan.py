@@ -185,6 +185,8 @@ class PoolPlan:
         if self.options.offline:
             least = min(CHUNK_TOKENS, self.plan.prefill_chunk or CHUNK_TOKENS)
             return max(least, self.plan.prefill_step_tokens)
+        if self.plan.traffic is not None:
+            return self._live_tokens
         return max(self._tokens_within(FIRST_STEP_S, self._counted_tokens), self._live_tokens)
 
     @property
@@ -262,8 +264,11 @@ class PoolPlan:
     def _live_tokens(self) -> int:
         """Return the tokens of a step beside requests that decode.
 
-        As many as every stage computes within what a streamed answer may wait for a token.
+        What a plan for live traffic states. Else as many as every stage computes within what a
+        streamed answer may wait for a token.
         """
+        if self.plan.traffic is not None:
+            return self.plan.traffic.step_tokens
         return self._tokens_within(STEP_S, min(self._counted_tokens, MIXED_TOKENS))
 
     def _tokens_within(self, limit_s: float, most: int) -> int:

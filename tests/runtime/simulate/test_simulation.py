@@ -12,9 +12,8 @@ import pytest
 
 from llmpq.plan import Plan
 from llmpq.planner.make import make_plan
-from llmpq.runtime.simulate.engine import ServedRequest
-from llmpq.runtime.simulate.measures import Quantiles, ServiceLimits, ServiceMeasures
 from llmpq.runtime.simulate.simulation import EngineModel, simulate, simulate_plan
+from llmpq.service_measures import Quantiles, ServedRequest, ServiceLimits, ServiceMeasures
 from llmpq.traffic import Arrival, at_rate, poisson_traffic
 
 pytestmark = pytest.mark.pure

@@ -1,19 +1,49 @@
-"""What a traffic is served with: quantiles of TTFT, TPOT and latency, tokens/s, goodput."""
+"""How requests of a traffic are served: TTFT, TPOT and latency, their quantiles, goodput."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Self
 
 from pydantic import Field
 
 from llmpq.file_form import FileForm
-from llmpq.runtime.simulate.engine import ServedRequest
 
 ATTAINMENT = 0.9
 """Share of the requests that has to be within the limits of TTFT and TPOT at a rate that is kept
 (DistServe, OSDI 2024)."""
+
+
+@dataclass(frozen=True)
+class ServedRequest:
+    """When a request's tokens were known."""
+
+    number: int
+    at_s: float
+    first_token_s: float
+    end_s: float
+    prompt_tokens: int
+    output_tokens: int
+    preemptions: int = 0
+
+    @property
+    def ttft_s(self) -> float:
+        """Seconds until the first token."""
+        return self.first_token_s - self.at_s
+
+    @property
+    def tpot_s(self) -> float | None:
+        """Seconds a token behind the first; None of an answer of one token."""
+        if self.output_tokens < 2:
+            return None
+        return (self.end_s - self.first_token_s) / (self.output_tokens - 1)
+
+    @property
+    def latency_s(self) -> float:
+        """Seconds until the last token."""
+        return self.end_s - self.at_s
 
 
 class Quantiles(FileForm):

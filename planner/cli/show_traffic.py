@@ -1,0 +1,181 @@
+"""What `llmpq-algo` does with live traffic: plans for it, writes the plan, says what it gives."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+
+from llmpq.planner.cli.report import print_plan, remarks_of
+from llmpq.planner.cli.show_plan import check_outputs, open_console, read_job, say, write_report
+from llmpq.planner.cli.show_simulation import highest_line, limits_in_words, print_measures
+from llmpq.planner.cli.show_topology import print_topology
+from llmpq.planner.problem.requests import TRAFFIC_OBJECTIVES, PlanRequest
+from llmpq.planner.traffic.named_traffic import NamedTraffic, named_traffic
+from llmpq.planner.traffic.steady_state import MeanLengths
+from llmpq.planner.traffic.traffic_search import (
+    TrafficAnswer,
+    TrafficObjective,
+    Valued,
+    search_traffic,
+)
+from llmpq.topology import Topology
+
+OF_A_BATCH = {
+    "pareto": False,
+    "pin": (),
+    "what_if": (),
+    "max_devices": None,
+    "prefill_microbatch": None,
+    "decode_microbatch": None,
+    "speculate": None,
+    "explain": False,
+    "engines": "auto",
+}
+"""Fields that are of a batch job, and what they are where they are not given."""
+
+
+def show_traffic(request: PlanRequest) -> None:
+    """Plan for live traffic, check, write `-o`, and print."""
+    _check(request)
+    traffic = named_traffic(request)
+    objective = _objective(request, traffic)
+    check_outputs(request)
+    lengths = MeanLengths.of(traffic)
+    job = read_job(
+        replace(
+            request,
+            objective="makespan",
+            prompt_len=min(512, math.ceil(lengths.prompt)),
+            gen_len=min(100, math.ceil(lengths.output)),
+        )
+    )
+    most = job.problem.spec.max_positions
+    if lengths.longest > most:
+        raise ValueError(
+            f"the traffic has requests of {lengths.longest:,} tokens, prompt and answer together, "
+            f"and {job.problem.spec.name} has {most:,} positions: leave those out of it"
+        )
+    found = search_traffic(job.problem, job.options, job.path, traffic, objective)
+    plan = found.plan
+    if request.output:
+        plan.save_json(request.output)
+    lines = traffic_lines(found, traffic, objective)
+    if request.report:
+        from llmpq.pictures.plan_page import Beside, plan_page, topology_page
+
+        page = (
+            topology_page(plan, [*lines, *job.notes])
+            if isinstance(plan, Topology)
+            else plan_page(plan, Beside(why=[], changes=lines, notes=job.notes, methods=[]))
+        )
+        write_report(request.report, page)
+    if request.json:
+        sys.stdout.write(plan.dump_json())
+        return
+    console = open_console()
+    if isinstance(plan, Topology):
+        print_topology(console, plan, lines, job.notes, seconds=found.seconds)
+    else:
+        print_plan(console, plan, seconds=found.seconds, alternatives=lines, notes=job.notes)
+    rate = found.best.rate.rate_per_s if traffic.rate_per_s is None else traffic.rate_per_s
+    print_measures(console, found.best.served, traffic.limits, rate)
+    for line in remarks_of(job.notes):
+        say(console, line)
+    for path_written in filter(None, (request.output, request.report)):
+        say(console, f"wrote {path_written}")
+
+
+def check_objective(name: str) -> None:
+    """`ValueError` for an objective of live traffic where there is none."""
+    if name in TRAFFIC_OBJECTIVES:
+        raise ValueError(
+            f"--objective {name} is of live traffic: give --trace FILE, or --prompt, --gen and "
+            "--rate"
+        )
+
+
+def _check(request: PlanRequest) -> None:
+    """`ValueError` for flags that have no meaning for live traffic."""
+    for name, usual in OF_A_BATCH.items():
+        given = getattr(request, name)
+        if (tuple(given) if usual == () else given) != usual:
+            raise ValueError(
+                f"--{name.replace('_', '-')} is of a batch job, not of live traffic (--trace, "
+                "--prompt): leave one of them out"
+            )
+    if (request.method or "exact") != "exact" or request.objective == "paper":
+        raise ValueError(
+            "live traffic (--trace, --prompt) is planned by --method exact, and not for "
+            "--objective paper: leave these out"
+        )
+
+
+def _objective(request: PlanRequest, traffic: NamedTraffic) -> TrafficObjective:
+    limited = bool(limits_in_words(traffic.limits))
+    if request.objective == "makespan":
+        return "rate" if limited else "throughput"
+    if request.objective == "rate" and not limited:
+        raise ValueError(
+            "--objective rate is the highest rate within limits: give --ttft, --tpot or both"
+        )
+    if request.objective == "latency" and traffic.rate_per_s is None:
+        raise ValueError("--objective latency is of requests at a rate: give --rate R, not max")
+    found: TrafficObjective = request.objective
+    return found
+
+
+def traffic_lines(
+    found: TrafficAnswer, traffic: NamedTraffic, objective: TrafficObjective
+) -> list[str]:
+    """Return what the plan gives, and what simpler ways would."""
+    best, rows = found.best, len(traffic.arrivals)
+    prompts, outputs = traffic.prompt_tokens, traffic.output_tokens
+    comes = "" if traffic.rate_per_s is None else f", {traffic.rate_per_s:.3g} a second"
+    lines = [
+        f"traffic: {rows} requests{comes}, prompts of {sum(prompts) / rows:,.0f} tokens on average "
+        f"(longest {prompts[-1]:,}), answers of {sum(outputs) / rows:,.0f} (longest "
+        f"{outputs[-1]:,})",
+        f"engines: {_engines(best)}",
+        highest_line(best.rate.rate_per_s, traffic),
+    ]
+    names = {"card": "best single card", "pipeline": "one pipeline", "replicas": "replicas"}
+    for key, name in names.items():
+        one = found.beside.get(key)
+        if one is None:
+            if key == "card" or len(found.beside) > 1:
+                lines.append(f"{name}: none fits and keeps the limits")
+        elif one.engines == best.engines:
+            lines.append(f"{name}: the same")
+        else:
+            lines.append(f"{name}: {_gives(one, objective)} ({_engines(one)})")
+    searched = f"{found.tried} plans of engines were compared by their steady state"
+    lines.append(searched if found.complete else f"{searched}; --time-limit ended the search")
+    return lines
+
+
+def _engines(valued: Valued) -> str:
+    """Return engines in words: devices, requests at once, tokens of a step, KV bits."""
+    words: list[str] = []
+    for one in valued.engines:
+        plan = one.plan
+        devices = " + ".join(_counted([stage.kind for stage in plan.stages]))
+        words.append(
+            f"{devices} ({plan.workload.batch} requests at once, steps of {one.step_tokens} "
+            f"tokens, {plan.workload.kv.bits}-bit KV)"
+        )
+    return "; ".join(_counted(words))
+
+
+def _counted(words: Sequence[str]) -> list[str]:
+    counts = {word: words.count(word) for word in words}
+    return [word if n == 1 else f"{n} x {word}" for word, n in counts.items()]
+
+
+def _gives(valued: Valued, objective: TrafficObjective) -> str:
+    if objective == "latency":
+        return f"{valued.served.latency_s.mean:.3g} s an answer"
+    if objective == "throughput":
+        return f"{valued.rate.measures.output_tokens_per_s:.4g} tokens/s"
+    return f"{valued.rate.rate_per_s:.3g} requests/s"

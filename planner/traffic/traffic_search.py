@@ -1,0 +1,314 @@
+"""The best plan for live traffic: engines valued by their steady state, then by the simulator.
+
+Every group of devices is planned for several numbers of requests at once; the highest steady rates
+of disjoint groups are summed by a dynamic program over counts of devices. What comes first, and
+beside it the simplest ways (a card, one pipeline, equal replicas), is refined by the tokens of a
+step and simulated; the simulator decides.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from llmpq.errors import DoesNotFitError
+from llmpq.plan import Plan, TrafficForm
+from llmpq.planner.problem.problem import Problem
+from llmpq.planner.solving.count_vectors import CountVectors, Vector
+from llmpq.planner.solving.methods import SolveOptions
+from llmpq.planner.solving.topology_search import equal_shares
+from llmpq.planner.traffic.engine_plans import EnginePlan, EnginePlanner
+from llmpq.planner.traffic.named_traffic import NamedTraffic
+from llmpq.planner.traffic.rates import RateFound, highest_rate, measured_at
+from llmpq.planner.traffic.steady_state import USED, MeanLengths
+from llmpq.service_measures import Quantiles, ServiceMeasures
+from llmpq.topology import EngineShare, Topology, TopologyPredicted
+
+TrafficObjective = Literal["throughput", "rate", "latency"]
+REQUESTS_AT_ONCE = (64, 16, 256, 4, 1)
+STEP_TOKENS = (512, 256, 1024, 2048, 128)
+"""Tried in this order while time is left."""
+SOLVING_SHARE = 0.5
+"""Share of the time that plans are looked for; then they are simulated."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Valued:
+    """Engines, and how they serve the traffic."""
+
+    name: str
+    engines: tuple[EnginePlan, ...]
+    rate: RateFound
+    """The highest rate within the limits (or without any, all at once)."""
+    served: ServiceMeasures
+    """At the traffic's own rate, or where that is to be found at the highest."""
+
+    def worth(self, objective: TrafficObjective) -> float:
+        """Return what is to be largest."""
+        if objective == "latency":
+            return -self.served.latency_s.mean
+        if objective == "throughput":
+            return self.rate.measures.output_tokens_per_s
+        return self.rate.rate_per_s
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrafficAnswer:
+    """The best plan for a traffic, and the simple ways beside it."""
+
+    best: Valued
+    plan: Plan | Topology
+    beside: Mapping[str, Valued | None]
+    """`card`, `pipeline`, `replicas`, as far as they fit and keep the limits in a steady state."""
+    tried: int
+    """Engines that were planned."""
+    complete: bool
+    """Whether all groups of devices were planned for before the time was over."""
+    seconds: float
+
+
+@dataclass
+class _Search:
+    planner: EnginePlanner
+    vectors: CountVectors
+    deadline_s: float
+    traffic: NamedTraffic
+    objective: TrafficObjective
+    known: dict[tuple[Vector, int, int], EnginePlan | None] = field(default_factory=dict)
+
+    def left_s(self) -> float:
+        return self.deadline_s - time.perf_counter()
+
+    def engine(self, v: Vector, requests: int, step_tokens: int) -> EnginePlan | None:
+        """Return the plan of an engine of alike devices, solved once."""
+        key = self.vectors.canonical(v), requests, step_tokens
+        if key not in self.known:
+            names = self.vectors.names(key[0])
+            self.known[key] = self.planner.plan(names, requests, step_tokens)
+        return self.known[key]
+
+    def best_of(self, v: Vector) -> EnginePlan | None:
+        """Return the best plan that is known of an engine."""
+        like = self.vectors.canonical(v)
+        found = [one for (own, _, _), one in self.known.items() if own == like and one is not None]
+        return max(found, key=lambda one: one.steady.rate_per_s, default=None)
+
+    def own(self, v: Vector, used: list[int]) -> EnginePlan | None:
+        """Return that plan on the next devices that are not used."""
+        best = self.best_of(v)
+        if best is None:
+            return None
+        names = self.vectors.names(v, used)
+        if {stage.device for stage in best.plan.stages} <= set(names):
+            return best
+        batch = best.plan.workload.batch
+        return self.planner.plan(names, batch, best.step_tokens)
+
+    def engines(self, chosen: Sequence[Vector]) -> tuple[EnginePlan, ...] | None:
+        """Return the plans of disjoint engines; None where one has none."""
+        used, found = [0] * len(self.vectors.counts), []
+        for v in chosen:
+            one = self.own(v, used)
+            if one is None:
+                return None
+            found.append(one)
+            used = [n + more for n, more in zip(used, v, strict=True)]
+        return tuple(found)
+
+
+def search_traffic(
+    problem: Problem,
+    options: SolveOptions,
+    path: str | None,
+    traffic: NamedTraffic,
+    objective: TrafficObjective,
+) -> TrafficAnswer:
+    """Return the best plan for a traffic; `DoesNotFitError` where no engine fits or is in time."""
+    start_s = time.perf_counter()
+    lengths = MeanLengths.of(traffic)
+    search = _Search(
+        planner=EnginePlanner(problem, options, path, lengths, traffic.limits),
+        vectors=CountVectors(problem),
+        deadline_s=start_s + options.time_limit_s * SOLVING_SHARE,
+        traffic=traffic,
+        objective=objective,
+    )
+    complete = _plan_all(search)
+    chosen = _chosen(search)
+    if not chosen:
+        raise DoesNotFitError(_nothing(traffic, complete))
+    search.deadline_s = start_s + options.time_limit_s
+    beside: dict[str, Valued | None] = {}
+    for name, vectors in _simple(search).items():
+        beside[name] = _valued(search, name, vectors)
+    names = {"best": chosen, **{f"few {n}": few for n, few in _others(search, chosen).items()}}
+    valued = [one for one in beside.values() if one is not None]
+    for name, vectors in names.items():
+        if name == "best" or not valued or search.left_s() > 0:
+            one = _valued(search, name, vectors)
+            valued += [one] if one is not None else []
+    best = max(valued, key=lambda one: (one.worth(objective), -len(one.engines)))
+    return TrafficAnswer(
+        best=best,
+        plan=_plan_file(best, traffic, objective),
+        beside=beside,
+        tried=len(search.known),
+        complete=complete,
+        seconds=time.perf_counter() - start_s,
+    )
+
+
+def _plan_all(search: _Search) -> bool:
+    """Plan every engine for several numbers of requests at once, then of other steps."""
+    counts = search.vectors.counts
+    alone = [tuple(int(c == own) for c in range(len(counts))) for own in range(len(counts))]
+    first = [counts, *alone]
+    rest = sorted((v for v in search.vectors.vectors if v not in first), key=sum)
+    wanted = [search.vectors.canonical(v) for v in (*first, *rest)]
+    order = list(dict.fromkeys(wanted))
+    for requests in REQUESTS_AT_ONCE:
+        for v in order:
+            if search.left_s() < 0 and search.known:
+                return False
+            search.engine(v, requests, STEP_TOKENS[0])
+    for step_tokens in STEP_TOKENS[1:]:
+        for v in order:
+            best = search.best_of(v)
+            requests = REQUESTS_AT_ONCE[0] if best is None else best.plan.workload.batch
+            if search.left_s() < 0:
+                return search.vectors.complete
+            search.engine(v, requests, step_tokens)
+    return search.vectors.complete
+
+
+def _chosen(search: _Search) -> list[Vector]:
+    """Return the disjoint engines of the highest sum of steady rates."""
+    rates: dict[Vector, float] = {}
+    for v in search.vectors.vectors:
+        best = search.best_of(v)
+        if best is not None:
+            rates[v] = best.steady.rate_per_s
+    if not rates:
+        return []
+    if search.objective == "latency":
+        return [min(rates, key=lambda v: _latency(search, v))]
+    return search.vectors.most_rows(rates)[1]
+
+
+def _latency(search: _Search, v: Vector) -> float:
+    best = search.best_of(v)
+    assert best is not None
+    steady = best.steady
+    return steady.ttft_s + steady.tpot_s * search.planner.lengths.output
+
+
+def _simple(search: _Search) -> dict[str, list[Vector]]:
+    """Return the best single card, the best pipeline of all, and the best equal replicas."""
+    counts = search.vectors.counts
+    found: dict[str, list[Vector]] = {}
+    cards = [tuple(int(c == own) for c in range(len(counts))) for own in range(len(counts))]
+
+    def rate(v: Vector) -> float:
+        best = search.best_of(v)
+        return 0.0 if best is None else best.steady.rate_per_s
+
+    best_card = max(cards, key=rate)
+    if rate(best_card):
+        found["card"] = [best_card]
+    if sum(counts) > 1 and rate(counts):
+        found["pipeline"] = [counts]
+    shares = [
+        [tuple(count // n for count in counts)] * n for n in equal_shares(counts, sum(counts))
+    ]
+    shares.append([v for v, count in zip(cards, counts, strict=True) for _ in range(count)])
+    able = [one for one in shares if len(one) > 1 and all(rate(v) for v in one)]
+    if able:
+        found["replicas"] = max(able, key=lambda one: sum(map(rate, one)))
+    return found
+
+
+def _others(search: _Search, chosen: Sequence[Vector]) -> dict[int, list[Vector]]:
+    """Return the best topologies of other numbers of engines, where steady rates are near."""
+    if search.objective == "latency":
+        return {}
+    rates = {v: one.steady.rate_per_s for v in search.vectors.vectors if (one := search.best_of(v))}
+    found = {}
+    most, _ = search.vectors.most_rows(rates)
+    for number in range(1, min(len(chosen) + 2, sum(search.vectors.counts)) + 1):
+        if number != len(chosen):
+            total, vectors = search.vectors.most_rows(rates, number)
+            if vectors and total > 0.8 * most:
+                found[number] = vectors
+    return found
+
+
+def _valued(search: _Search, name: str, vectors: Sequence[Vector]) -> Valued | None:
+    """Simulate engines: the highest rate, and the traffic's own."""
+    engines = search.engines(vectors)
+    if engines is None:
+        return None
+    traffic = search.traffic
+    models = [one.model for one in engines]
+    guess = USED * sum(one.steady.rate_per_s for one in engines)
+    rate = highest_rate(models, traffic.arrivals, traffic.limits, guess_per_s=guess)
+    served = rate.measures
+    if traffic.rate_per_s is not None:
+        served = measured_at(models, traffic.arrivals, traffic.limits)
+    return Valued(name=name, engines=engines, rate=rate, served=served)
+
+
+def _plan_file(best: Valued, traffic: NamedTraffic, objective: TrafficObjective) -> Plan | Topology:
+    """Return the plan with its traffic, of one engine or several."""
+    rate = best.rate.rate_per_s if traffic.rate_per_s is None else traffic.rate_per_s
+
+    def with_traffic(engine: EnginePlan) -> Plan:
+        form = TrafficForm(
+            objective=objective,
+            requests=len(traffic.arrivals),
+            prompt_tokens=Quantiles.of(map(float, traffic.prompt_tokens)),
+            output_tokens=Quantiles.of(map(float, traffic.output_tokens)),
+            limits=traffic.limits,
+            step_tokens=engine.step_tokens,
+            rate_per_s=rate,
+            highest_rate_per_s=best.rate.rate_per_s,
+            predicted=best.served,
+        )
+        return engine.plan.model_copy(update={"traffic": form})
+
+    plans = [with_traffic(engine) for engine in best.engines]
+    if len(plans) == 1:
+        return plans[0]
+    shares = tuple(EngineShare(rows=plan.workload.batch, plan=plan) for plan in plans)
+    first: Callable[[str], float] = lambda name: max(  # noqa: E731
+        getattr(plan.predicted, name) for plan in plans
+    )
+    rows = sum(share.rows for share in shares)
+    work = plans[0].workload.model_copy(update={"batch": rows})
+    return Topology(
+        engines=shares,
+        workload=work,
+        predicted=TopologyPredicted(
+            total_s=first("total_s"),
+            output_tokens_per_s=rows * work.gen_len / first("total_s"),
+            sum_omega=first("sum_omega"),
+        ),
+    )
+
+
+def _nothing(traffic: NamedTraffic, complete: bool) -> str:
+    limits = traffic.limits
+    asked = [
+        f"{name} {seconds:g} s"
+        for name, seconds in (("--ttft", limits.ttft_s), ("--tpot", limits.tpot_s))
+        if seconds is not None
+    ]
+    longest = max(one.prompt_tokens + one.output_tokens for one in traffic.arrivals)
+    kept = f" within {' and '.join(asked)}" if asked else ""
+    more = "" if complete else "; --time-limit gives the search more time"
+    return (
+        f"no engine on these devices serves requests of up to {longest} tokens{kept}, even one at "
+        f"a time: allow fewer bits (--bits 4, --kv 8), shorter requests"
+        f"{', longer limits' if asked else ''} or another card{more}"
+    )

@@ -1,0 +1,145 @@
+"""Plans for live traffic: the steady state is what the simulator settles at, the best is chosen."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from llmpq.plan import Plan
+from llmpq.planner.__main__ import main
+from llmpq.planner.make import make_plan
+from llmpq.planner.traffic.named_traffic import NamedTraffic
+from llmpq.planner.traffic.simulated import EngineModel, simulate
+from llmpq.planner.traffic.steady_state import MeanLengths, best_state, steady_state
+from llmpq.runtime.launch.plans.pool_plan import PoolPlan
+from llmpq.runtime.options import EngineOptions
+from llmpq.service_measures import ServiceLimits, ServiceMeasures
+from llmpq.topology import Topology, plans_of, read_plan
+from llmpq.traffic import Arrival
+
+pytestmark = pytest.mark.pure
+
+
+def _model(devices: str, batch: int) -> EngineModel:
+    plan = make_plan(
+        "opt-1.3b", devices=devices, bits="16", batch=batch, prompt_len=128, gen_len=64
+    )
+    return EngineModel.of_plan(plan, max_num_batched_tokens=256)
+
+
+def _even(count: int) -> NamedTraffic:
+    arrivals = tuple(Arrival(0.0, 128, 64) for _ in range(count))
+    return NamedTraffic(arrivals=arrivals, limits=ServiceLimits(), rate_per_s=None)
+
+
+@pytest.mark.parametrize(("devices", "batch"), [("t4", 8), ("t4:2", 8), ("v100,t4", 16)])
+def test_what_is_simulated_settles_at_the_steady_state(devices: str, batch: int) -> None:
+    model, traffic = _model(devices, batch), _even(10 * batch)
+    found = best_state(model, MeanLengths.of(traffic), ServiceLimits())
+    assert found is not None and found.running == batch
+    served = simulate([model], traffic.arrivals)
+    ends = sorted(one.end_s for one in served)
+    first, last = 3 * batch, 8 * batch  # the pipeline is full
+    rate = (last - first) / (ends[last] - ends[first])
+    assert rate == pytest.approx(found.rate_per_s, rel=0.1)
+    mean = ServiceMeasures.of(served[first:last], ServiceLimits()).tpot_s.mean
+    assert mean == pytest.approx(found.tpot_s, rel=0.1)
+
+
+def test_limits_bound_how_many_run_at_once() -> None:
+    model, lengths = _model("t4", 64), MeanLengths.of(_even(4))
+    free = best_state(model, lengths, ServiceLimits())
+    assert free is not None
+    bound = ServiceLimits(tpot_s=free.tpot_s * 0.5)
+    few = best_state(model, lengths, bound)
+    assert few is not None and few.running < free.running and few.tpot_s <= free.tpot_s * 0.5
+    assert best_state(model, lengths, ServiceLimits(tpot_s=1e-6)) is None
+    assert steady_state(model, lengths, 65) is None
+
+
+TRAFFIC = ["--prompt", "64,256", "--gen", "16,48", "--requests", "30"]
+
+
+def _planned(words: list[str], path: Path) -> Plan | Topology:
+    assert main(["--model", "opt-1.3b", "--bits", "16", *TRAFFIC, *words, "-o", str(path)]) == 0
+    assert main(["check", str(path)]) == 0
+    return read_plan(path)
+
+
+def test_cards_that_hold_the_model_are_engines_of_their_own(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["--devices", "t4:2", "--rate", "max", "--ttft", "0.5", "--tpot", "0.05"]
+    plan = _planned(words, tmp_path / "plan.json")
+    text = capsys.readouterr().out
+    assert isinstance(plan, Topology) and len(plan.engines) == 2
+    for own in plan.plans:
+        traffic = own.traffic
+        assert traffic is not None and traffic.objective == "rate"
+        assert traffic.predicted.attained >= 0.9
+        assert traffic.rate_per_s == traffic.highest_rate_per_s > 0
+    for line in ("traffic: 30 requests", "highest rate:", "best single card:", "one pipeline:"):
+        assert line in text
+    assert "replicas: the same" in text
+
+
+def test_a_run_takes_the_step_and_the_requests_of_the_plan(tmp_path: Path) -> None:
+    words = ["--devices", "t4", "--rate", "4", "--tpot", "0.05"]
+    plan = _planned(words, tmp_path / "plan.json")
+    assert isinstance(plan, Plan) and plan.traffic is not None and plan.inputs is not None
+    limits = PoolPlan(plan, plan.inputs.model, EngineOptions()).limits
+    assert limits.step_tokens == plan.traffic.step_tokens
+    assert limits.max_rows == plan.workload.batch
+    own = PoolPlan(plan, plan.inputs.model, EngineOptions(max_num_batched_tokens=96)).limits
+    assert own.step_tokens == 96
+
+
+def test_a_model_that_needs_both_cards_is_one_pipeline(tmp_path: Path) -> None:
+    words = ["--devices", "t4=3GB+320GB/s+65TFLOPS,v100=3GB+900GB/s+112TFLOPS"]
+    plan = _planned([*words, "--rate", "2"], tmp_path / "plan.json")
+    assert isinstance(plan, Plan) and len(plan.stages) == 2
+    assert plan.traffic is not None and plan.traffic.objective == "throughput"
+
+
+def test_the_lowest_latency_is_of_the_quickest_card(tmp_path: Path) -> None:
+    words = ["--devices", "t4,v100", "--rate", "0.2", "--objective", "latency"]
+    plan = _planned(words, tmp_path / "plan.json")
+    (stage,) = [stage for own in plans_of(plan) for stage in own.stages]
+    assert stage.kind.startswith("V100")
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "said"),
+    [
+        (["--rate", "1", "--objective", "rate"], 2, "give --ttft, --tpot or both"),
+        (["--rate", "max", "--objective", "latency"], 2, "give --rate R, not max"),
+        (["--rate", "1", "--batch", "4"], 2, "--batch has no effect with live traffic"),
+        (["--rate", "1", "--context", "4k"], 2, "--context has no effect with live traffic"),
+        (["--rate", "1", "--pareto"], 2, "--pareto is of a batch job"),
+        (["--rate", "1", "--what-if", "+t4"], 2, "--what-if is of a batch job"),
+        (["--rate", "1", "--method", "ilp"], 2, "planned by --method exact"),
+        (["--rate", "1", "--tpot", "1e-6"], 5, "within --tpot 1e-06 s, even one at a time"),
+        (["--rate", "1", "--prompt", "3000"], 2, "has 2,048 positions"),
+    ],
+)
+def test_what_is_wrong_is_said_in_one_sentence(
+    words: list[str], code: int, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = ["--model", "opt-1.3b", "--devices", "t4", *TRAFFIC, *words]
+    assert main(flags) == code
+    assert said in capsys.readouterr().err
+
+
+def test_objectives_of_traffic_need_one(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--model", "opt-1.3b", "--devices", "t4", "--objective", "rate"]) == 2
+    assert "--objective rate is of live traffic" in capsys.readouterr().err
+
+
+def test_the_plan_as_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    capsys.readouterr()
+    flags = ["--model", "opt-1.3b", "--devices", "t4", *TRAFFIC, "--rate", "2", "--json"]
+    assert main(flags) == 0
+    data = json.loads(capsys.readouterr().out)
+    assert data["traffic"]["requests"] == 30 and data["traffic"]["predicted"]["ttft_s"]["p50"] > 0
