@@ -306,7 +306,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--shares", type=float, nargs="*", default=[0.5, 0.7, 0.9])
     parser.add_argument("--shrink", type=int, default=1, help="divides all lengths")
-    parser.add_argument("--step-tokens", type=int, default=512)
+    parser.add_argument("--step-tokens", type=int, help="of any step (default: the engine's own)")
     parser.add_argument("--precision", help="plan a GPU by hand: w16a16, w4a16, ...")
     parser.add_argument("--kv", type=KVPrecision, default=KVPrecision.KV16, help="with --precision")
     parser.add_argument("--max-num-seqs", type=int, default=256, help="with --precision")

@@ -53,10 +53,10 @@ def main() -> None:
                 stdout=subprocess.PIPE, text=True, check=True,
             )  # fmt: skip
             found = json.loads(done.stdout.splitlines()[-1])
-            _show(start, found)
             if args.rows:
                 with args.rows.open("a") as file:
                     file.write(json.dumps({"start": start, **found}) + "\n")
+            _show(start, found)
 
 
 def _show(start: str, found: dict[str, Any]) -> None:
@@ -99,6 +99,7 @@ def _start(args: argparse.Namespace) -> dict[str, Any]:
     import torch
     import triton
 
+    from llmpq.kernels import compile_missing
     from llmpq.model_spec import ModelSpec
     from llmpq.precision import Precision
     from llmpq.runtime.backends.gpu import cuda_stage_runner
@@ -115,6 +116,10 @@ def _start(args: argparse.Namespace) -> dict[str, Any]:
     clock.around(cuda_stage_runner.CudaStageRunner, "warm_up", "warm_up")
     clock.around(StepGraphs, "run_through", "run_through")
     clock.around(StepGraphs, "_record", "record")
+    clock.around(compile_missing, "_compile_forked", "compile_forked")
+    clock.around(cuda_stage_runner.CudaStageRunner, "_staged", "staged")
+    clock.around(cuda_stage_runner.CudaStageRunner, "_answer", "answer")
+    clock.around(torch.cuda.CUDAGraph, "replay", "replay")
     clock.around(torch.cuda.graph, "__enter__", "capture_begin")
     clock.around(torch.cuda.graph, "__exit__", "capture_end")
 

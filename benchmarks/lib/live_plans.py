@@ -27,6 +27,7 @@ def by_hand(
     splits: tuple[int, ...] = (),
     sms: tuple[int, ...] = (),
     prefill_microbatch: int = 1,
+    prefill_chunk: int = 8192,
 ) -> Plan:
     """Return a plan; `splits`: layers where stages end, `sms`: of each stage's GPU, 0 for all."""
     spec = ModelSpec.from_directory(Path(model))
@@ -36,6 +37,7 @@ def by_hand(
         splits=splits,
         precision=Precision(precision),
         prefill_microbatch=prefill_microbatch,
+        prefill_chunk=prefill_chunk,
         decode_microbatch=slots,
         model_dir=model,
     )
