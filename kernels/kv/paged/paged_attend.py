@@ -228,7 +228,7 @@ def decode_kernel(
                     if tl.atomic_add(counter, 1, sem="acq_rel") == to_program - from_program:
                         merge_parts(
                             part_ptr, lse_ptr, out_ptr, from_program, to_program, row, group, place,
-                            H, G, D, PADDED, R, HEADS, MERGED,
+                            0, H, G, D, PADDED, R, HEADS, MERGED, PADDED,
                         )  # fmt: skip
                         tl.store(counter, 0)
         row_begin, row_end = row_end, after_row_end
@@ -356,9 +356,11 @@ def paged_attend(
         launch_pdl=pdl,
     )
     if not decode["COUNTED"]:
-        combine_kernel[(num_rows, groups)](
+        combine = plan.combine_options(num_rows, how, pdl=pdl)
+        pieces = int(combine["PADDED"]) // int(combine["CHANNELS"])
+        combine_kernel[(num_rows, groups, pieces)](
             *(part, lse, rows_FR, work_split, out, num_rows),
-            **plan.combine_options(num_rows, how, pdl=pdl),
+            **combine,
             launch_pdl=pdl,
         )
     if chunks:

@@ -16,18 +16,21 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 @triton.jit
 def merge_parts(
-    part_ptr, lse_ptr, out_ptr, first, last, row, group, place,
+    part_ptr, lse_ptr, out_ptr, first, last, row, group, place, channel,
     H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, PADDED: tl.constexpr, R: tl.constexpr,
-    HEADS: tl.constexpr, X: tl.constexpr,
+    HEADS: tl.constexpr, X: tl.constexpr, CHANNELS: tl.constexpr,
 ):  # fmt: skip
-    """Merge what programs first..last have of a row, of a key/value head's query heads."""
+    """Merge what programs first..last have of a row, of a key/value head's query heads.
+
+    Of its channels those from `channel` on.
+    """
     C: tl.constexpr = H // G
     h = tl.arange(0, HEADS)
     x = tl.arange(0, X)
-    d = tl.arange(0, PADDED)
+    d = channel + tl.arange(0, CHANNELS)
     top = tl.full([HEADS], -1.0e30, tl.float32)
     total = tl.zeros([HEADS], tl.float32)
-    acc = tl.zeros([HEADS, PADDED], tl.float32)
+    acc = tl.zeros([HEADS, CHANNELS], tl.float32)
     for program in range(first, last + 1, X):
         live = (program + x <= last)[:, None] & (h < C)[None, :]
         part = ((row + program + x).to(tl.int64) * G + group)[:, None] * R + h[None, :]
@@ -50,9 +53,13 @@ def combine_kernel(
     part_ptr, lse_ptr, rows, work_split, out_ptr, num_rows,
     H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, PADDED: tl.constexpr, R: tl.constexpr,
     PROGRAMS: tl.constexpr, HEADS: tl.constexpr, MERGED: tl.constexpr,
-    WINDOWED: tl.constexpr, PDL: tl.constexpr, WORK_SPLIT: tl.constexpr,
+    WINDOWED: tl.constexpr, PDL: tl.constexpr, WORK_SPLIT: tl.constexpr, CHANNELS: tl.constexpr,
 ):  # fmt: skip
-    """Merge the parts of one row, of one key/value head, if several programs had some."""
+    """Merge the parts of one row, of channels of one key/value head, if several programs had some.
+
+    A program takes few channels, so that it has many parts at once: one row's parts are those of
+    all programs, and each round of them takes what memory takes to answer.
+    """
     row = tl.program_id(0)
     group = tl.program_id(1)
     if PDL:
@@ -69,5 +76,5 @@ def combine_kernel(
     if first < last:
         merge_parts(
             part_ptr, lse_ptr, out_ptr, first, last, row, group, place,
-            H, G, D, PADDED, R, HEADS, MERGED,
+            tl.program_id(2) * CHANNELS, H, G, D, PADDED, R, HEADS, MERGED, CHANNELS,
         )  # fmt: skip

@@ -26,6 +26,8 @@ BESIDE = 8192
 """Bytes of shared memory that a chunk's program takes beside its tiles, at most."""
 MERGED_VALUES = 8192
 """Numbers of other programs' parts that a program loads at once: 64 registers of a thread."""
+COMBINED_CHANNELS = 32
+"""Channels of a program that merges parts: 128 bytes, of which it loads many parts' at once."""
 COUNTED_ROWS = 16
 """Rows of a step from which on the last program of a row merges its parts."""
 
@@ -137,7 +139,9 @@ class PagedPlan:
         own = ("H", "G", "D", "PADDED", "R", "PROGRAMS", "WORK_SPLIT", "HEADS", "MERGED",
                "WINDOWED", "PDL", "num_warps")  # fmt: skip
         options = self.decode_options(rows, scores, pdl=pdl)
-        return {name: options[name] for name in own}
+        channels = min(COMBINED_CHANNELS, _padded(self.head_dim))
+        merged = max(1, MERGED_VALUES // (options["HEADS"] * channels))
+        return {name: options[name] for name in own} | {"CHANNELS": channels, "MERGED": merged}
 
     def chunk_options(self, rows: int, scores: Scores, *, pdl: bool) -> dict[str, int | bool]:
         """Return the constants of `chunk_kernel` for steps of so many rows."""
