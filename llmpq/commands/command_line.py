@@ -25,10 +25,14 @@ import argparse
 import os
 import re
 import select
+import signal
 import sys
 import textwrap
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, fields, is_dataclass
+from types import FrameType
 from typing import IO, Any, TypeVar
 
 from llmpq.checkpoints.hub import at_revision
@@ -406,12 +410,14 @@ def end_of(
 ) -> int:
     """Run a command and return its exit code; whatever ends it early is one sentence on stderr.
 
-    `extras`: those of pyproject.toml that the command needs. `spelled` brings the sentence's flags
-    to the spelling that the user typed.
+    SIGTERM and SIGHUP end it as Ctrl-C does: what it has started goes with it. `extras`: those of
+    pyproject.toml that the command needs. `spelled` brings the sentence's flags to the spelling
+    that the user typed.
     """
     try:
-        code = int(run())
-        sys.stdout.flush()
+        with _ended_as_by_keyboard():
+            code = int(run())
+            sys.stdout.flush()
         return code
     except LlmpqError as error:
         message, code = str(error), error.exit_code
@@ -434,6 +440,26 @@ def end_of(
         message, code = interrupted, ExitCode.INTERRUPTED
     (err or sys.stderr).write(f"{program}: {spelled(' '.join(message.split()))}\n")
     return int(code)
+
+
+@contextmanager
+def _ended_as_by_keyboard() -> Iterator[None]:
+    """Let SIGTERM and SIGHUP raise `KeyboardInterrupt`; under nohup SIGHUP stays ignored."""
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        raise KeyboardInterrupt
+
+    before = {}
+    if threading.current_thread() is threading.main_thread():
+        for name in ("SIGTERM", "SIGHUP"):
+            number = getattr(signal, name, None)  # Windows has no SIGHUP
+            if number is not None and signal.getsignal(number) is not signal.SIG_IGN:
+                before[number] = signal.signal(number, interrupt)
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _nobody_reads(out: IO[str]) -> bool:

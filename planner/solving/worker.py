@@ -9,6 +9,7 @@ as a JSON line on stdin and answers on stdout (`python -m llmpq.planner.solving.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import json
 import os
 import signal
@@ -38,6 +39,8 @@ if TYPE_CHECKING:
     from llmpq.planner.solving.topology_search import KnownPipeline
 
 CHILD = (sys.executable, "-m", "llmpq.planner.solving.worker")
+_PR_SET_PDEATHSIG = 1
+"""Of prctl(2): which signal a process gets when its parent ends."""
 Job = Literal["plan", "topology", "certificate", "front", "offload"]
 
 
@@ -269,6 +272,7 @@ def _answer_and_exit(work: Callable[[], dict[str, Any]], writer: int) -> None:
     """Do the work, write the answer, leave without the parent's clean-up."""
     code = 0
     try:
+        _end_with_parent()
         answer = _answer_of(work)
         with os.fdopen(writer, "w", encoding="utf-8") as pipe:
             write_line(pipe, answer)
@@ -280,6 +284,12 @@ def _answer_and_exit(work: Callable[[], dict[str, Any]], writer: int) -> None:
         code = 1
     finally:
         os._exit(code)
+
+
+def _end_with_parent() -> None:
+    """Have the system end this process with its parent, however that ends (Linux)."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _spawned(

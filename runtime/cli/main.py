@@ -11,11 +11,9 @@ from __future__ import annotations
 import importlib
 import logging
 import os
-import signal
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from types import FrameType
 from typing import Any
 
 from llmpq.commands.command_line import CommandParser, end_of
@@ -71,9 +69,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     name = words.pop(0) if words and not words[0].startswith("-") else "run"
     logging.basicConfig(format="%(message)s", level=logging.WARNING, stream=sys.stderr)
     logging.getLogger("llmpq").setLevel(logging.INFO)
-    signal.signal(signal.SIGTERM, _interrupt)
-    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # under nohup it stays ignored
-        signal.signal(signal.SIGHUP, _interrupt)
     return end_of(
         "llmpq-dist",
         lambda: _run(name, words),
@@ -130,7 +125,3 @@ def _interrupted(command: str) -> str:
             "--resume and the same arguments"
         )
     return f"'{command}' was interrupted before its end; run it again"
-
-
-def _interrupt(signum: int, frame: FrameType | None) -> None:
-    raise KeyboardInterrupt

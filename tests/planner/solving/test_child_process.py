@@ -6,13 +6,15 @@ import faulthandler
 import os
 import random
 import signal
+import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
+import psutil
 import pytest
 
 from llmpq.planner.__main__ import main
@@ -224,3 +226,38 @@ def test_an_interrupt_ends_the_child(monkeypatch: pytest.MonkeyPatch) -> None:
         signal.signal(signal.SIGALRM, before)
     with pytest.raises(ChildProcessError):  # there is none left
         os.waitpid(-1, os.WNOHANG)
+
+
+WAITS = """
+import os, sys, time
+from llmpq.planner.__main__ import main
+from llmpq.planner.solving import worker
+
+def wait(*_):
+    print("solving", os.getpid(), flush=True)
+    time.sleep(600)
+
+worker._do = wait
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGTERM, 130), (signal.SIGHUP, 130), (signal.SIGKILL, -9)]
+)
+def test_a_solver_ends_with_its_command(number: signal.Signals, code: int) -> None:
+    words = ["--devices", "3060,3070", "--model", "opt-1.3b", "--batch", "1"]
+    with subprocess.Popen(
+        [sys.executable, "-c", WAITS, *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as command:
+        assert command.stdout is not None and command.stderr is not None
+        child = psutil.Process(int(command.stdout.readline().split()[1]))
+        command.send_signal(number)
+        assert command.wait(60) == code
+        said = command.stderr.read().decode().splitlines()
+        assert said[-1:] == (["llmpq-algo: interrupted"] if code == 130 else said[-1:])
+    end_s = time.monotonic() + 60
+    with suppress(psutil.NoSuchProcess):
+        while child.is_running() and child.status() != psutil.STATUS_ZOMBIE:
+            assert time.monotonic() < end_s, "the solver goes on without its command"
+            time.sleep(0.05)
