@@ -40,7 +40,12 @@ class Precision(Enum):
         try:
             return cls(name)
         except ValueError:
-            raise unknown_name("precision", text, [p.value for p in cls]) from None
+            raise unknown_name("precision", text, [p.typed for p in cls]) from None
+
+    @property
+    def typed(self) -> str:
+        """How it is typed: `4` for weights of 4 bits met by activations of 16, else `w8a8`."""
+        return str(self.weight_bits) if self.activation_bits == 16 else self.value
 
     @property
     def weight_bits(self) -> int:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from llmpq.commands.command_line import CommandParser, end_of
+from llmpq.errors import nearest
 from llmpq.planner.cli import arguments as flags
 from llmpq.planner.problem import requests
 
@@ -17,7 +18,7 @@ def main(argv: list[str] | None = None) -> int:
     command = words.pop(0) if words and words[0] in flags.COMMANDS else "plan"
     return end_of(
         "llmpq-algo",
-        lambda: _run(command, words),
+        lambda: _run(_known(command, words), words),
         interrupted="interrupted",
         spelled=lambda text: PARSERS[command][0]().as_typed(text, words),
     )
@@ -34,6 +35,15 @@ PARSERS: dict[str, tuple[Callable[[], CommandParser], type[Any]]] = {
     "models": (flags.models_parser, requests.ModelsRequest),
 }
 """The flags of each command, and what they are read into."""
+
+
+def _known(command: str, words: list[str]) -> str:
+    """Return the command; `ValueError` where the first word is nearly the name of one."""
+    first = words[0] if command == "plan" and words else "-"
+    meant = "" if first.startswith("-") else nearest(first, flags.COMMANDS)
+    if meant:
+        raise ValueError(f"unknown command '{first}': {meant}see llmpq-algo --help")
+    return command
 
 
 def _run(command: str, words: list[str]) -> int:

@@ -143,12 +143,14 @@ class CommandParser:
         notes: str = "",
         others: Mapping[str, str] | None = None,
         idle: Mapping[str, Idle] | None = None,
+        flag_of: Callable[[str], str] | None = None,
     ) -> None:
         """`others`: flags of other programs that people know, and what stands for them here.
 
         `idle`: those of them that change nothing here, which are taken with a line on stderr.
+        `flag_of`: which flag a word without one is most likely meant for.
         """
-        self._others, self._idle = others or {}, idle or {}
+        self._others, self._idle, self._flag_of = others or {}, idle or {}, flag_of
         self.program = program
         self._summary = summary
         self._example = example
@@ -354,7 +356,8 @@ class CommandParser:
 
     def _unknown(self, word: str) -> ValueError:
         if not word.startswith("-"):
-            return ValueError(f"'{word}' belongs to no flag; see {self.program} --help-all")
+            hint = "" if self._flag_of is None else f": write {self._flag_of(word)} {word}"
+            return ValueError(f"'{word}' belongs to no flag{hint}; see {self.program} --help-all")
         flag = word.partition("=")[0]
         other = self._other(flag)
         if other is not None:

@@ -99,6 +99,17 @@ def read_flag(name: str, value: str) -> dict[str, object]:
     return plan_parser().read_given([f"--{name}={value}"])
 
 
+def _flag_of(word: str) -> str:
+    """Return the flag of a word that has none: cards' names are devices, others are models."""
+    from llmpq.devices.device_list import read_devices
+
+    try:
+        read_devices(word)
+    except ValueError:
+        return "--model"
+    return "--devices"
+
+
 def plan_parser() -> CommandParser:
     """Return the flags of `llmpq-algo [plan]`."""
     parser = CommandParser(
@@ -106,6 +117,7 @@ def plan_parser() -> CommandParser:
         "Plan which layers of a model run on which device at which precision.",
         example="llmpq-algo --devices 4090,3090:2,cpu --model qwen3-32b --batch 8 -o plan.json",
         notes=NOTES,
+        flag_of=_flag_of,
     )
     _what_to_plan(parser.section("model, devices, job"))
     add_traffic(parser.section("live traffic, instead of a batch"))
@@ -349,6 +361,7 @@ def fits_parser() -> CommandParser:
         "Say whether a model fits these devices, with which context, how fast, and what would.",
         example="llmpq-algo fits --model qwen3-32b --devices 4090,3090 --context 32k",
         notes=FITS_NOTES,
+        flag_of=_flag_of,
     )
     section = parser.section("model and devices")
     add_model(section)

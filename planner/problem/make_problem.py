@@ -246,6 +246,7 @@ def _with_prompt_of_context(request: PlanRequest) -> PlanRequest:
     """Return the request with the prompt that `--context` and `--gen-len` leave."""
     if request.context is None:
         return request
+    limits.whole("--context", request.context, 2 * limits.MAX_TOKENS)
     if request.context <= request.gen_len:
         raise ValueError(
             f"--context {request.context} has no room for a prompt before the {request.gen_len} "

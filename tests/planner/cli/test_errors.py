@@ -97,7 +97,7 @@ ERRORS = {
     "bad bits": (
         [*SMALL, "--bits", "4,5"],
         2,
-        "llmpq-algo: unknown precision '5': known: w16a16, w3a16, w4a16, w4a4, w8a16, w8a8\n",
+        "llmpq-algo: unknown precision '5': known: 16, 3, 4, 8, w4a4, w8a8\n",
     ),
     "bad what-if": (
         [*SMALL, "--what-if", "rows=3"],

@@ -77,3 +77,22 @@ def test_a_cluster_without_a_name_is_no_table_of_kinds(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match=r"cluster\.yaml: '") as caught:
             Cluster.load(path)
         assert "table" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("fit --model qwen3-32b", "unknown command 'fit': did you mean 'fits'? see"),
+        ("exports plan.json", "unknown command 'exports': did you mean 'export'? see"),
+        ("qwen3-32b --devices 4090", "'qwen3-32b' belongs to no flag: write --model qwen3-32b;"),
+        ("fits --model qwen3-32b 3090:2", "'3090:2' belongs to no flag: write --devices 3090:2;"),
+        ("--model qwen3-32b 4090,cpu", "'4090,cpu' belongs to no flag: write --devices 4090,cpu;"),
+        ("fits --model qwen3-32b --devices 4090 --context 32000k", "--context must be between 1 "),
+        ("--model qwen3-32b --devices 4090 --bits q4", "unknown precision 'q4': did you mean '4'?"),
+    ],
+)
+def test_a_word_in_a_wrong_place_is_answered(
+    capsys: pytest.CaptureFixture[str], line: str, said: str
+) -> None:
+    assert main(line.split()) == 2
+    assert capsys.readouterr().err.splitlines()[-1].startswith(f"llmpq-algo: {said}")

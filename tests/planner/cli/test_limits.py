@@ -75,7 +75,7 @@ NUMBERS = {
     "--pin 5-3=T4-0": "--pin 5-3=T4-0: expected the first layer before the last",
     "--pin 0-3=T4-0 --pin 3=V100-32GB-0": "--pin gives layers 0-3 to T4-0 and 3-3 to V100-32GB-0, "
     "a device's pins joined; give each layer to one device",
-    "--bits=": "unknown precision '': known: w16a16, w3a16, w4a16, w4a4, w8a16, w8a8",
+    "--bits=": "unknown precision '': known: 16, 3, 4, 8, w4a4, w8a8",
 }
 
 
