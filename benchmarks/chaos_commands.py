@@ -8,8 +8,8 @@ rows twice, undisturbed and with a random stage killed every so many seconds: th
 0, and the two output files must be equal, row for row. Its row lists every recovery, predicted and
 measured.
 
-`serve` replays Azure's trace of conversations (lengths divided by 8, arrivals spread so that the
-server could take `1 / --load` as many) twice, too. No request may see another error than 503 with
+`serve` replays Azure's trace of conversations (lengths divided by 8, arrivals spread to `--rate`)
+twice, too. No request may see another error than 503 with
 Retry-After before its stream has begun, after which it comes again as a client would; every stream
 that has begun must end whole, with the text of the undisturbed replay. Told beside that: goodput,
 the tokens/s that came between two faults (from the end of a recovery to the next kill) by those of
@@ -63,7 +63,7 @@ def main() -> int:
     batch.add_argument("--every", type=float, default=20.0, help="seconds between two kills")
     serve.add_argument("--seconds", type=float, default=300.0)
     serve.add_argument("--every", type=float, default=30.0, help="seconds between two kills")
-    serve.add_argument("--load", type=float, default=0.5, help="share of what it could take")
+    serve.add_argument("--rate", type=float, default=2.0, help="requests a second")
     for one in (batch, serve):
         one.add_argument("--seed", type=int, default=0)
         one.add_argument("--write", action="store_true", help="add a row to results/chaos.jsonl")
@@ -181,6 +181,7 @@ def server_load(given: argparse.Namespace, folder: Path) -> int:
         print(*found.wrong[:5], sep="\n")
     said = {
         "model": "demo-7m", "stages": 3, "trace": "azure_2023_conv", "requests": len(jobs),
+        "rate": given.rate,
         "every_s": given.every, "kills": len(kills), "recoveries": len(recoveries),
         "wrong": len(seen.wrong), "lost": lost, "different": len(differ), "refused": seen.refused,
         "within_limits": seen.within / len(jobs),
@@ -205,8 +206,7 @@ def trace_jobs(given: argparse.Namespace) -> list[tuple[float, Arrival]]:
                 min(240, max(1, row.output_tokens // SHRINK)))
         for row in rows
     ]  # fmt: skip
-    # What three stages of one thread each do of such requests on two cores, measured: 14 a second.
-    spread = (len(rows) / rows[-1].at_s) / (14.0 * given.load)
+    spread = (len(rows) / rows[-1].at_s) / given.rate
     return [(row.at_s * spread, row) for row in taken if row.at_s * spread < given.seconds]
 
 

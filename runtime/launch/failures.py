@@ -17,6 +17,9 @@ _BROKEN_LINK = re.compile(
     re.IGNORECASE,
 )
 
+_SOURCE_LINE = re.compile(r"\[[^\]]*\.(cc|cpp|h):\d+\] ")
+"""Where in gloo's sources an error was raised."""
+
 
 def is_consequence(failure: CallFailed) -> bool:
     """Whether a stage failed because a neighbour did: its link broke, it did not die itself."""
@@ -48,5 +51,10 @@ def lost_stage(failure: CallFailed, plan: Plan, index: int, *, phase: str, pid: 
         return DoesNotFitError(
             f"{who} ran out of memory during {phase}: {first_line(cause)}; re-plan with "
             "a larger reserve for this device"
+        )
+    if cause is not None and is_consequence(failure):
+        how = _SOURCE_LINE.sub("", first_line(cause)).partition(". This is typically")[0]
+        return StageLostError(
+            f"{who} was lost during {phase}: its connection to another stage broke ({how})"
         )
     return StageLostError(f"{who} was lost during {phase}: {failure}")

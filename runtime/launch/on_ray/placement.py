@@ -69,7 +69,7 @@ def reserve(
     wanted = wanted_nodes(plan, cluster)
     bundles = [bundle_of(stage) for stage in plan.places]
     while True:
-        found = wait_for_nodes(wanted, wait_s) if joined else all_here(wanted, alive_nodes()[0])
+        found = wait_for_nodes(wanted, wait_s) if joined else all_here(wanted, _own_node())
         nodes = tuple(found[stage.node] for stage in plan.places)
         selectors = [{NODE_ID: node.id} for node in nodes]
         group = placement_group(bundles, strategy="PACK", bundle_label_selector=selectors)
@@ -123,6 +123,21 @@ def wait_for_nodes(wanted: Sequence[WantedNode], wait_s: float) -> dict[str, Ray
 def alive_nodes() -> list[RayNode]:
     """Return the nodes of the Ray that this process has joined, its own first."""
     return ray_nodes(ray.nodes(), ray.get_runtime_context().get_node_id())
+
+
+def _own_node() -> RayNode:
+    """Return this host, where it alone is the Ray."""
+    nodes = alive_nodes()
+    if not nodes:
+        raise StageLostError("no node of this process's Ray is alive; start Ray again")
+    return nodes[0]
+
+
+def own_raylet() -> tuple[str, int]:
+    """Return where Ray's process on this host listens."""
+    own = ray.get_runtime_context().get_node_id()
+    node = next(node for node in ray.nodes() if node["NodeID"] == own)
+    return node["NodeManagerAddress"], int(node["NodeManagerPort"])
 
 
 def _asked(plan: Plan, nodes: Sequence[RayNode]) -> str:

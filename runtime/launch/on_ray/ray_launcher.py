@@ -19,9 +19,9 @@ from llmpq.plan import Plan
 from llmpq.runtime.launch.nodes.node_questions import require_same
 from llmpq.runtime.launch.on_ray.actor_class import actor_class
 from llmpq.runtime.launch.on_ray.connect import ray_cluster
-from llmpq.runtime.launch.on_ray.placement import reserve
+from llmpq.runtime.launch.on_ray.placement import own_raylet, reserve
 from llmpq.runtime.launch.on_ray.ray_stage import RayStage
-from llmpq.runtime.launch.on_ray.ray_watch import SILENCE, RayWatch
+from llmpq.runtime.launch.on_ray.ray_watch import SILENCE, Raylet, RayWatch
 from llmpq.runtime.launch.stages.stage_settings import StageSettings
 from llmpq.runtime.launch.stages.stage_wire import plan_data
 from llmpq.runtime.options import EngineOptions
@@ -70,9 +70,11 @@ class RayLauncher:
         self._address, self._deadlines = options.ray_address, options.deadlines
         self._ray, self._started = ExitStack(), ExitStack()
         self._watch: RayWatch | None = None
+        self._raylet: Raylet | None = None
 
     def __enter__(self) -> Self:
         self._ray.enter_context(ray_cluster(self._address))
+        self._raylet = Raylet(*own_raylet())
         return self
 
     def __exit__(
@@ -92,8 +94,9 @@ class RayLauncher:
         self._watch = None
 
     def lost(self) -> StageLostError | None:
-        """Return what to say once Ray's head is gone."""
-        return None if self._watch is None else self._watch.lost()
+        """Return what to say once Ray's head, or its process on this host, is gone."""
+        lost = None if self._watch is None else self._watch.lost()
+        return lost if lost is not None or self._raylet is None else self._raylet.lost()
 
     def start(
         self, plan: Plan, settings: Sequence[StageSettings], cluster: Cluster | None

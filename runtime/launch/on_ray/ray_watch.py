@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import os
+import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -25,6 +26,8 @@ SILENCE = 0.8
 HEAD_S = 15.0
 """How long Ray's head may be silent; a cable may be out for a few seconds."""
 
+_LOOK_S, _ANSWER_S = 0.2, 1.0
+"""Seconds between two looks at the raylet, and that one may take: others wait for it."""
 _log = logging.getLogger("llmpq.ray")
 
 
@@ -84,6 +87,34 @@ class RayWatch:
                         "ray start --head"
                     )
                     return
+
+
+class Raylet:
+    """Ray's process on the driver's host: workers of this host end with it, drivers do not.
+
+    Ray takes up to a minute to find it dead; nothing listens at its port from then on.
+    """
+
+    def __init__(self, host: str, port: int) -> None:
+        self._address = host, port
+        self._lost: StageLostError | None = None
+        self._looked_s = time.monotonic()
+
+    def lost(self) -> StageLostError | None:
+        """Return what to say once it is gone."""
+        now_s = time.monotonic()
+        if self._lost is None and now_s - self._looked_s >= _LOOK_S:
+            self._looked_s = now_s
+            try:
+                socket.create_connection(self._address, timeout=_ANSWER_S).close()
+            except ConnectionRefusedError:
+                self._lost = StageLostError(
+                    f"Ray's own process on this host (raylet, {self._address[0]}:"
+                    f"{self._address[1]}) has ended, and the stages of this host with it"
+                )
+            except OSError:
+                pass  # busy: it is there
+        return self._lost
 
 
 class Heartbeat:

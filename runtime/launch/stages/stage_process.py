@@ -6,6 +6,7 @@ The first line is {"index": 0, "plan": {...}, "settings": {...}, "lowest_priorit
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 from typing import Any
@@ -14,7 +15,8 @@ from llmpq.child import serve_calls
 
 _LOWEST = 19
 """The nice value of a stage that computes on a server's own CPUs: what is computed is sent before
-more is. With the same priority a token waits for a core while the stages have them."""
+more is. With the same priority a token waits for a core while the stages have them. It loads as
+others do: nothing is sent until it has."""
 SWITCH_S = 0.0005
 """How long the loop that feeds a device may wait for a thread that answers a call."""
 CALLS = (
@@ -44,8 +46,6 @@ CALLS = (
 
 def make(first: dict[str, Any]) -> Any:
     """Return the stage, survey or probe of a first line."""
-    if first.get("lowest_priority"):  # before threads are started: they inherit it
-        os.nice(_LOWEST)
     # Imported here: what cannot be imported is the answer to the first call.
     if "survey" in first:
         from llmpq.runtime.launch.nodes.node_survey import NodeSurvey
@@ -64,7 +64,19 @@ def make(first: dict[str, Any]) -> Any:
             gc_freeze()  # the process has nothing else
             return report
 
+        def run(self) -> Any:
+            if first.get("lowest_priority"):
+                lower_priority()
+            return self.__getattr__("run")()
+
     return ProcessWorker(first["index"], first["plan"], first["settings"])
+
+
+def lower_priority() -> None:
+    """Give every thread of this process the lowest priority; those that they start inherit it."""
+    for thread in os.listdir("/proc/self/task"):
+        with contextlib.suppress(ProcessLookupError):  # it has ended
+            os.setpriority(os.PRIO_PROCESS, int(thread), _LOWEST)
 
 
 if __name__ == "__main__":
