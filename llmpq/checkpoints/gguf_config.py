@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from llmpq.checkpoints.gguf_file import GgufFile
+from llmpq.checkpoints.gguf_hybrids import granite_hybrid, lfm2, lfm2_moe
 from llmpq.checkpoints.gguf_metadata import REAL, Metadata
 from llmpq.checkpoints.gguf_mixtures import (
     deepseek2,
@@ -54,6 +55,8 @@ class Architecture:
     """Whether attention is over latents, whose keys and values differ in size."""
     layer_norm: str = ""
     """What config.json calls the epsilon of LayerNorms; empty: the model has RMSNorms."""
+    recurrent: bool = False
+    """Whether layers without key and value heads are recurrent ones."""
     further: bool = False
     """Whether `block_count` counts layers that predict further tokens, which a file may lack."""
 
@@ -119,7 +122,7 @@ def _common(metadata: Metadata, architecture: Architecture) -> dict[str, Any]:
         "num_hidden_layers": _layers(metadata, architecture),
         "hidden_size": hidden,
         "num_attention_heads": heads,
-        "num_key_value_heads": metadata.number("attention.head_count_kv", default=heads),
+        "num_key_value_heads": _kv_heads(metadata, architecture, heads),
         "head_dim": head_dim,
         "max_position_embeddings": metadata.number("context_length"),
         **_epsilon(metadata, architecture),
@@ -141,6 +144,20 @@ def _common(metadata: Metadata, architecture: Architecture) -> dict[str, Any]:
     experts = metadata.get("expert_feed_forward_length")
     config["intermediate_size"] = metadata.number("feed_forward_length", default=experts)
     return config
+
+
+def _kv_heads(metadata: Metadata, architecture: Architecture, heads: int) -> int:
+    """Return the key and value heads of layers that have any."""
+    given = metadata.get("attention.head_count_kv")
+    if not architecture.recurrent or not isinstance(given, list):
+        return int(metadata.number("attention.head_count_kv", default=heads))
+    found = {number for number in given if number}
+    if len(found) > 1 or not all(type(number) is int and number > 0 for number in found):
+        raise ValueError(
+            f"'{metadata.file.path}': attention.head_count_kv is {sorted(found)[:4]} in layers of "
+            "attention; expected one number of heads, and 0 in other layers"
+        )
+    return found.pop() if found else heads
 
 
 def _epsilon(metadata: Metadata, architecture: Architecture) -> dict[str, float]:
@@ -397,6 +414,11 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "minimax-m2": Architecture(model_type="minimax_m2", also=minimax_m2),
     "olmoe": Architecture(model_type="olmoe", also=olmoe),
     "dots1": Architecture(model_type="dots1", also=dots1),
+    "lfm2": Architecture(model_type="lfm2", also=lfm2, recurrent=True),
+    "lfm2moe": Architecture(model_type="lfm2_moe", also=lfm2_moe, recurrent=True),
+    "granitehybrid": Architecture(
+        model_type="granitemoehybrid", also=granite_hybrid, pairs=True, recurrent=True
+    ),
     "command-r": Architecture(model_type="cohere", also=_cohere, layer_norm="layer_norm_eps"),
     "cohere2": Architecture(model_type="cohere2", also=_cohere2, layer_norm="layer_norm_eps"),
     "stablelm": Architecture(model_type="stablelm", also=_stablelm, layer_norm="layer_norm_eps"),

@@ -8,6 +8,8 @@ Most names follow from the `gguf` package's table. The others:
                               at a time, where the file has no attn_kv_b
     e_score_correction_bias   exp_probs_b.bias
     q_layernorm.norms.3       StableLM: row 3 of attn_q_norm, as of k
+    A_log, D, norm, conv      Mamba-2: log(-ssm_a); others without dimensions, or with one, of one
+    input_linear              Granite 4: gates above ups, of an MLP, or of all experts
 
 Legend: H heads, L kv_rank, N nope_dim, V v_dim.
 """
@@ -29,7 +31,13 @@ HEAD_NORM = re.compile(
     r"\.norms\.(?P<head>[0-9]+)\.weight"
 )
 SUFFIXES = (".weight", ".bias")
-CORRECTION = "e_score_correction_bias"
+CORRECTIONS = {
+    "e_score_correction_bias": "e_score_correction.bias",
+    "feed_forward.expert_bias": "feed_forward.expert_bias.bias",
+}
+"""How a name ends that the package's table knows with a dot more."""
+EXPERT_PARTS = {"w1": "gate", "w2": "down", "w3": "up"}
+"""What LFM2 calls an expert's matrices, which the package's table leaves out."""
 
 Make = Callable[[list[Tensor]], Tensor]
 
@@ -52,7 +60,7 @@ def layout(names: Collection[str], table: Any, tensors: Mapping[str, Any]) -> di
     """
     found = {}
     for name in sorted(names):
-        for stored in (_made(name), _plain(name, table)):
+        for stored in (_made(name, tensors), _plain(name, table)):
             if stored is not None and all(own in tensors for own in stored.names):
                 found[name] = stored
                 break
@@ -67,7 +75,11 @@ def _plain(name: str, table: Any) -> Stored | None:
         return Stored(names=(own,), expert=int(of_head["head"]))
     match = EXPERT.fullmatch(name)
     merged = name if match is None else f"{match['before']}.{match['behind']}"
-    own = table.get_name(merged.replace(CORRECTION, "e_score_correction.bias"), SUFFIXES)
+    for theirs, spelled in CORRECTIONS.items():
+        merged = merged.removesuffix(theirs) + spelled if merged.endswith(theirs) else merged
+    own = table.get_name(merged, SUFFIXES)
+    if own is None and match is not None:
+        own = _expert_named(merged)
     if own is None:
         return None
     if not own.endswith(SUFFIXES):
@@ -75,13 +87,25 @@ def _plain(name: str, table: Any) -> Stored | None:
     return Stored(names=(own,), expert=None if match is None else int(match["index"]))
 
 
-def _made(name: str) -> Stored | None:
+def _expert_named(merged: str) -> str | None:
+    """Return what a file calls the experts' matrices that are numbered parts."""
+    match = LAYER.fullmatch(merged)
+    part = EXPERT_PARTS.get(merged.removesuffix(".weight").rpartition(".")[2])
+    if match is None or part is None:
+        return None
+    return f"blk.{match['layer']}.ffn_{part}_exps.weight"
+
+
+def _made(name: str, tensors: Collection[str]) -> Stored | None:
     """Return what a tensor is made of where the file keeps it in another form."""
     match = LAYER.fullmatch(name)
     if match is None or match["part"] not in MADE:
         return None
     parts, make = MADE[match["part"]]
-    return Stored(names=tuple(f"blk.{match['layer']}.{part}" for part in parts), make=make)
+    if parts[0] not in SHARED_OR_NOT or f"blk.{match['layer']}.{parts[0]}" in tensors:
+        return Stored(names=tuple(f"blk.{match['layer']}.{part}" for part in parts), make=make)
+    shared = (f"blk.{match['layer']}.{part.replace('.', '_shexp.')}" for part in parts)
+    return Stored(names=tuple(shared), make=make)
 
 
 def _in_turn(pieces: list[Tensor]) -> Tensor:
@@ -111,6 +135,27 @@ def _first(pieces: list[Tensor]) -> Tensor:
     return pieces[0]
 
 
+def _above(pieces: list[Tensor]) -> Tensor:
+    """Return [..., 2 N, K] of gates and ups [..., N, K]."""
+    return torch.cat([piece.float() for piece in pieces], dim=-2)
+
+
+def _apart(pieces: list[Tensor]) -> Tensor:
+    """Return a convolution's [C, 1, K]."""
+    return pieces[0].flatten(0, -2)[:, None]
+
+
+def _flat(pieces: list[Tensor]) -> Tensor:
+    return pieces[0].flatten()
+
+
+def _logarithm(pieces: list[Tensor]) -> Tensor:
+    """Return A's logarithm; a file has what becomes of it, -e^A."""
+    return (-pieces[0].float()).log().flatten()
+
+
+SHARED_OR_NOT = ("ffn_gate.weight", "ffn_down.weight")
+"""Of an MLP that a file of a mixture calls `shexp`, since it stands beside experts."""
 _EXPERTS = "mlp.experts."
 MADE: Mapping[str, tuple[tuple[str, ...], Make]] = {
     f"{_EXPERTS}gate_up_proj": (
@@ -120,6 +165,19 @@ MADE: Mapping[str, tuple[tuple[str, ...], Make]] = {
     f"{_EXPERTS}gate_up_proj_bias": (("ffn_gate_exps.bias", "ffn_up_exps.bias"), _in_turn),
     f"{_EXPERTS}down_proj": (("ffn_down_exps.weight",), _transposed),
     f"{_EXPERTS}down_proj_bias": (("ffn_down_exps.bias",), _first),
+    "conv.conv.weight": (("shortconv.conv.weight",), _apart),
+    "mamba.conv1d.weight": (("ssm_conv1d.weight",), _apart),
+    "mamba.A_log": (("ssm_a",), _logarithm),
+    "mamba.D": (("ssm_d",), _flat),
+    "mamba.dt_bias": (("ssm_dt.bias",), _first),
+    "mamba.norm.weight": (("ssm_norm.weight",), _flat),
+    "shared_mlp.input_linear.weight": (("ffn_gate.weight", "ffn_up.weight"), _above),
+    "shared_mlp.output_linear.weight": (("ffn_down.weight",), _first),
+    "block_sparse_moe.input_linear.weight": (
+        ("ffn_gate_exps.weight", "ffn_up_exps.weight"),
+        _above,
+    ),
+    "block_sparse_moe.output_linear.weight": (("ffn_down_exps.weight",), _first),
     "self_attn.kv_b_proj.weight": (("attn_k_b.weight", "attn_v_b.weight"), _by_head),
 }
 """A layer's tensor -> the layer's tensors in the file, and what makes it of them."""

@@ -64,6 +64,35 @@ YARN = {
     "factor": 4.0,
     "original_max_position_embeddings": 32,
 }
+GRANITE_4 = {
+    "layer_types": ["mamba", "attention"],
+    "position_embedding_type": None,
+    "num_local_experts": 0,
+    "shared_intermediate_size": 80,
+    "mamba_n_heads": 8,
+    "mamba_n_groups": 2,
+    "mamba_d_state": 12,
+    "mamba_d_head": 16,
+    "mamba_d_conv": 4,
+    "mamba_chunk_size": 16,
+    "embedding_multiplier": 3.0,
+    "attention_multiplier": 0.2,
+    "residual_multiplier": 0.5,
+    "logits_scaling": 4.0,
+}
+GRANITE_4_SAYS = {
+    "attention.head_count_kv": [0, 2],
+    "feed_forward_length": 80,
+    "ssm.inner_size": 128,
+    "ssm.time_step_rank": 8,
+    "ssm.state_size": 12,
+    "ssm.group_count": 2,
+    "ssm.conv_kernel": 4,
+    "embedding_scale": 3.0,
+    "attention.scale": 0.2,
+    "residual_scale": 0.5,
+    "logit_scale": 4.0,
+}
 KINDS: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
     # What it is: Transformers' class, the file's architecture, config, metadata beside the common.
     "llama": ("Llama", "llama", {}, {}),
@@ -83,6 +112,57 @@ KINDS: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
             "rope.scaling.type": "yarn",
             "rope.scaling.factor": 4.0,
             "rope.scaling.original_context_length": 32,
+        },
+    ),
+    "lfm2": (
+        "Lfm2",
+        "lfm2",
+        {"conv_L_cache": 3, "layer_types": ["conv", "full_attention"], "block_multiple_of": 16},
+        {
+            "attention.head_count_kv": [0, 2],
+            "shortconv.l_cache": 3,
+            "feed_forward_length": 64,
+        },
+    ),
+    "lfm2moe": (
+        "Lfm2Moe",
+        "lfm2moe",
+        {
+            "conv_L_cache": 4,
+            "layer_types": ["full_attention", "conv"],
+            "num_dense_layers": 1,
+            "num_experts": 6,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 40,
+        },
+        {
+            "attention.head_count_kv": [2, 0],
+            "shortconv.l_cache": 4,
+            "leading_dense_block_count": 1,
+            "expert_count": 6,
+            "expert_used_count": 3,
+            "expert_feed_forward_length": 40,
+            "expert_gating_func": 2,
+        },
+    ),
+    "granitehybrid": ("GraniteMoeHybrid", "granitehybrid", GRANITE_4, GRANITE_4_SAYS),
+    "granitehybrid with positions, a mixture": (
+        "GraniteMoeHybrid",
+        "granitehybrid",
+        {
+            **GRANITE_4,
+            "position_embedding_type": "rope",
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "shared_intermediate_size": 48,
+        },
+        {
+            **GRANITE_4_SAYS,
+            "rope.scaling.finetuned": True,
+            "expert_count": 4,
+            "expert_used_count": 2,
+            "expert_shared_feed_forward_length": 48,
+            "feed_forward_length": 96,
         },
     ),
     "qwen3": ("Qwen3", "qwen3", {"head_dim": 32}, {}),
@@ -210,7 +290,7 @@ KINDS: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
         {"attention.sliding_window": 6},
     ),
 }
-IN_PAIRS = ("llama", "granite", "smollm3", "arcee")
+IN_PAIRS = ("granitehybrid", "llama", "granite", "smollm3", "arcee")
 """Architectures whose files have rows in pairs where Transformers has halves."""
 
 
@@ -232,6 +312,18 @@ def in_pairs(rows: Tensor, heads: int) -> Tensor:
     """llama.cpp's order: channel i of a head's first half, then channel i of its second."""
     by_half = rows.reshape(heads, 2, -1, *rows.shape[1:])
     return by_half.transpose(1, 2).reshape(rows.shape)
+
+
+HYBRID: dict[str, tuple[str, Callable[[Tensor, Any], Tensor]]] = {
+    "conv.conv.weight": ("shortconv.conv.weight", lambda t, _: t[:, 0]),
+    "mamba.conv1d.weight": ("ssm_conv1d.weight", lambda t, _: t[:, 0]),
+    "mamba.conv1d.bias": ("ssm_conv1d.bias", lambda t, _: t),
+    "mamba.A_log": ("ssm_a", lambda t, _: -t.exp()[:, None]),
+    "mamba.D": ("ssm_d", lambda t, _: t[:, None]),
+    "mamba.dt_bias": ("ssm_dt.bias", lambda t, _: t),
+    "mamba.norm.weight": ("ssm_norm.weight", lambda t, c: t.view(c.mamba_n_groups, -1)),
+}
+"""A part of a recurrent layer -> what a file calls it, and its form there."""
 
 
 def converted(model: Any, kind: str) -> dict[str, Tensor]:
@@ -257,6 +349,16 @@ def converted(model: Any, kind: str) -> dict[str, Tensor]:
                 f"blk.{layer}.ffn_gate_exps.weight": gate,
                 f"blk.{layer}.ffn_up_exps.weight": up,
             }
+        elif name.endswith(tuple(HYBRID)):
+            part = next(part for part in HYBRID if name.endswith(part))
+            stored, turn = HYBRID[part]
+            found[f"blk.{name.split('.')[2]}.{stored}"] = turn(tensor, config)
+        elif name.endswith("shared_mlp.input_linear.weight"):
+            beside = "_shexp" if config.num_local_experts else ""
+            for half, piece in zip(("gate", "up"), tensor.chunk(2), strict=True):
+                found[f"blk.{name.split('.')[2]}.ffn_{half}{beside}.weight"] = piece
+        elif name.endswith("shared_mlp.output_linear.weight") and not config.num_local_experts:
+            found[f"blk.{name.split('.')[2]}.ffn_down.weight"] = tensor
         elif name.endswith("experts.down_proj"):
             found[f"blk.{name.split('.')[2]}.ffn_down_exps.weight"] = tensor
         elif ".norms." in name:  # of every head apart, one below the other
@@ -267,7 +369,10 @@ def converted(model: Any, kind: str) -> dict[str, Tensor]:
             found[stored] = torch.cat((rows, tensor[None]))
         else:
             stored = table.get_name(name, try_suffixes=(".weight", ".bias"))
-            if stored is None and ".mlp.gate." in name:
+            if name.endswith("feed_forward.expert_bias"):
+                stored = f"blk.{name.split('.')[2]}.exp_probs_b.bias"
+            gates = (".mlp.gate.", ".feed_forward.gate.", ".block_sparse_moe.router.")
+            if stored is None and any(gate in name for gate in gates):
                 stored = f"blk.{name.split('.')[2]}.ffn_gate_inp.weight"
             assert stored is not None, name
             found[stored] = tensor
@@ -316,8 +421,9 @@ def common(config: Any, arch: str) -> dict[str, Any]:
 
 
 def norm_epsilon(config: Any) -> dict[str, float]:
-    if hasattr(config, "rms_norm_eps"):
-        return {"attention.layer_norm_rms_epsilon": config.rms_norm_eps}
+    rms = getattr(config, "rms_norm_eps", None) or getattr(config, "norm_eps", None)
+    if rms is not None and not hasattr(config, "layer_norm_eps"):
+        return {"attention.layer_norm_rms_epsilon": rms}
     found = getattr(config, "layer_norm_eps", None) or config.norm_epsilon
     return {"attention.layer_norm_epsilon": found}
 
