@@ -172,6 +172,9 @@ class LatencyEntry(FileForm):
     uncaptured step takes as it runs."""
     padded_to: int = Field(default=1, ge=1, le=2**20)
     """In older profiles, a multiple of which prompts of so many tokens or more take."""
+    mixed_attention: float = Field(default=1.0, ge=0, le=100)
+    """Of a decode entry: how many times as long attention of decoding rows takes in a step with
+    chunks of prompts, where the kernel that takes both is slower for them. llmpq's are two."""
     sampled_v: tuple[int, int] | None = None
     """Smallest and largest micro-batch that was measured; None for an estimate."""
     sampled_length: tuple[int, int] | None = None

@@ -27,6 +27,7 @@ def main(argv: list[str] | None = None) -> int:
 PARSERS: dict[str, tuple[Callable[[], CommandParser], type[Any]]] = {
     "plan": (flags.plan_parser, requests.PlanRequest),
     "fits": (flags.fits_parser, requests.FitsRequest),
+    "costs": (flags.costs_parser, requests.CostsRequest),
     "simulate": (flags.simulate_parser, requests.SimulateRequest),
     "check": (flags.check_parser, requests.CheckRequest),
     "verify": (flags.verify_parser, requests.VerifyRequest),

@@ -25,7 +25,7 @@ READ_GGUF = ("ollama", "lm-studio", "lmstudio", "koboldcpp", "gguf", "jan")
 """Programs that have no command of their own to write, and run what is made for llama.cpp."""
 DEFAULT_POINTS = 25
 """Points of a front, unless `--pareto-points` says."""
-COMMANDS = ("plan", "fits", "simulate", "check", "verify", "export", "devices", "models")
+COMMANDS = ("plan", "fits", "simulate", "costs", "check", "verify", "export", "devices", "models")
 CPU_ACTIVATIONS = (
     "on CPUs, inputs of 3-, 4- and 8-bit weights: exact (16 bits) or rounded to int8 (exact)"
 )
@@ -47,6 +47,11 @@ Bytes are those that a run takes, counted: no GPU and no search. Times are of pl
 found by counting, `llmpq-algo plan` finds the best. exit codes: 0 fits, 2 usage or bad
 input, 5 does not fit"""
 
+
+COSTS_NOTES = """\
+SOURCE: `aiconfigurator` (the installed package aiconfigurator-core), its wheel (pip download
+--no-deps aiconfigurator-core), or a profile of LLMServingSim, a folder with tp1/dense.csv.
+exit codes: 0 done, 2 usage or bad input"""
 
 SIMULATE_NOTES = """\
 The engines' own scheduler decides every step (chunked prefill, admission, preemption), which
@@ -429,6 +434,32 @@ def simulate_parser() -> CommandParser:
     budget = "token budget of a step, as of llmpq-dist serve (default: the plan's)"
     how.flag("--max-num-batched-tokens", type=int, metavar="N", help=budget)
     how.flag("--json", daily=True, action="store_true", help="print all of it as JSON")
+    return parser
+
+
+def costs_parser() -> CommandParser:
+    """Return the flags of `llmpq-algo costs import`."""
+    parser = CommandParser(
+        "llmpq-algo costs",
+        "Import tables of kernels that others measured as the costs of a model.",
+        example="llmpq-algo costs import aiconfigurator --system h100_sxm --model llama-3.1-8b "
+        "-o costs.json",
+        notes=COSTS_NOTES,
+    )
+    parser.positional("action", metavar="import", choices=("import",), help="what to do")
+    parser.positional("source", metavar="SOURCE", help="aiconfigurator, its wheel, or a folder")
+    add_model(parser.section("model"))
+    which = parser.section("which of the tables, and output")
+    system = "of AIConfigurator: a100_sxm, h100_sxm, h200_sxm, l40s, rtx_pro_6000_server, ..."
+    which.flag("--system", daily=True, metavar="NAME", help=system)
+    engine = "whose kernels: vllm, trtllm or sglang (the first that there is)"
+    which.flag("--engine", daily=True, metavar="NAME", help=engine)
+    kind = "the card, as `llmpq-algo devices --known` names it (default: the system's)"
+    which.flag("--kind", daily=True, metavar="CARD", help=kind)
+    which.flag("--dtype", choices=DTYPES, default="auto", help="of 16-bit values (the model's own)")
+    merge = "add to the file that is there, other cards say, instead of writing it anew"
+    which.flag("--merge", daily=True, action="store_true", help=merge)
+    which.flag("-o", "--output", daily=True, metavar="FILE", help="costs.json to write")
     return parser
 
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from llmpq.errors import BadPlanError, DoesNotFitError
 from llmpq.planner.problem.requests import (
     CheckRequest,
+    CostsRequest,
     ExportRequest,
     FitsRequest,
     ListRequest,
@@ -36,6 +37,7 @@ def run(command: str, request: Any) -> None:
     commands: dict[str, Callable[[Any], None]] = {
         "plan": _plan,
         "fits": _fits,
+        "costs": _costs,
         "simulate": _simulate,
         "check": _check,
         "verify": _verify,
@@ -74,6 +76,12 @@ def _fits(request: FitsRequest) -> None:
     from llmpq.planner.cli.show_fits import show_fits
 
     show_fits(request)
+
+
+def _costs(request: CostsRequest) -> None:
+    from llmpq.planner.cli.import_costs import import_costs
+
+    import_costs(request)
 
 
 def _simulate(request: SimulateRequest) -> None:

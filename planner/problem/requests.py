@@ -137,6 +137,20 @@ class CheckRequest(DevicesRequest):
 
 
 @dataclass(frozen=True, kw_only=True)
+class CostsRequest(ModelRequest):
+    """Which tables of others to import as costs of a model."""
+
+    action: str
+    source: str
+    system: str | None = None
+    engine: str | None = None
+    kind: str | None = None
+    dtype: str = "auto"
+    merge: bool = False
+    output: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
 class SimulateRequest(TrafficFlags):
     """Which plan to simulate, under which traffic."""
 

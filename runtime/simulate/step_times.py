@@ -6,7 +6,7 @@ equal rows; of rows of other lengths each term is the sum, or the longest, that 
     prompts   "v*s" and the curve at all tokens of the step, padded; "v*s^2" and "v*s*p" summed over
               the chunks; "v" their number; "s" the longest
     decoding  "v*(t+s)" the sum of the caches, "t+s" the longest; beside prompts only what the
-              caches add: the products are counted with the prompts'
+              caches add (times the entry's `mixed_attention`): products are counted with prompts'
     head      "v" the rows that sample, nothing where none does
 """
 
@@ -92,7 +92,8 @@ class _Part:
             return self.count * decode_s(self.decode, rows) if rows.caches else 0.0
         own = chunks_s(self.prefill, rows)
         if rows.caches:
-            own += max(0.0, _decode_s(self.decode, rows) - _decode_s(self.decode, rows, keys=False))
+            keys = _decode_s(self.decode, rows) - _decode_s(self.decode, rows, keys=False)
+            own += self.decode.mixed_attention * max(0.0, keys)
         return self.count * own
 
 
