@@ -164,7 +164,8 @@ def docstrings(model: type[BaseModel]) -> dict[str, str]:
 
 
 def parsers() -> Iterator[CommandParser]:
-    yield from (arguments.plan_parser(), arguments.fits_parser(), arguments.check_parser())
+    yield from (arguments.plan_parser(), arguments.fits_parser(), arguments.simulate_parser())
+    yield from (arguments.costs_parser(), arguments.check_parser())
     yield arguments.export_parser()
     yield arguments.devices_parser()
     yield arguments.models_parser()
