@@ -259,6 +259,13 @@ KERNEL_TABLES = {
         column="rows",
         show=lambda row: f"{row['baselines']['before']:.1f} -> {row['value']:.1f}",
     ),
+    "long_steps": Pivot(
+        file="step.jsonl",
+        bench="long_step",
+        index=("model", "precision", "kv", "chunks", "behind"),
+        column="step",
+        show=lambda row: f"{row['value']:.0f} ({row['baselines']['host']:.0f})",
+    ),
     "gemm_untuned": Pivot(
         file="gemm_choice.jsonl",
         bench="gemm",
