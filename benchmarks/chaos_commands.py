@@ -228,7 +228,7 @@ def replayed(
                 time.sleep(0.1)
             server, seen = psutil.Process(process.pid), Seen(time.monotonic())
             over = threading.Event()
-            watcher = threading.Thread(target=watch, args=(port, server, seen, over))
+            watcher = threading.Thread(target=watch, args=(port, server, seen, over), daemon=True)
             watcher.start()
             kills: list[tuple[float, int]] = []
             if given is None:

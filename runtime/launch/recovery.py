@@ -45,6 +45,11 @@ class Recovery:
         """When it began, as ISO 8601."""
         return datetime.fromtimestamp(self.began_s, UTC).isoformat(timespec="milliseconds")
 
+    @property
+    def left_s(self) -> float:
+        """How much longer it is expected to take; 0 where it takes longer than predicted."""
+        return max(0.0, (self.predicted_s or 0.0) - (time.perf_counter() - self.clock_s))
+
     def as_report(self) -> dict[str, Any]:
         """Return it as JSON data."""
         return {

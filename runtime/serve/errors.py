@@ -49,19 +49,27 @@ class ApiError(HTTPException):
     """A request that is refused, and why."""
 
     def __init__(
-        self, status: int, message: str, *, param: str | None = None, code: str | None = None
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        retry_after_s: int = RETRY_AFTER_S,
     ) -> None:
+        """`retry_after_s`: what a client that gets 429 or 503 is to wait."""
         super().__init__(status, message)
         self.status = status
         self.message = message
         self.param = param
         self.code = code
+        self.retry_after_s = retry_after_s
 
     @property
     def response_headers(self) -> dict[str, str]:
         """What the answer says beside its body."""
         if self.status in (429, 503):
-            return {"Retry-After": str(RETRY_AFTER_S)}
+            return {"Retry-After": str(self.retry_after_s)}
         return {"WWW-Authenticate": "Bearer"} if self.status == 401 else {}
 
     def body(self, path: str = "") -> dict[str, Any]:

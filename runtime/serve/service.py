@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import math
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
@@ -17,7 +18,7 @@ from llmpq.runtime.request_output import CompletionDelta, Logprob
 from llmpq.runtime.response_stream import ResponseStream
 from llmpq.runtime.sampling_params import SamplingParams
 from llmpq.runtime.serve.arrival import ARRIVED_S, REQUEST_ID, TALLY
-from llmpq.runtime.serve.errors import ApiError
+from llmpq.runtime.serve.errors import RETRY_AFTER_S, ApiError
 from llmpq.runtime.serve.metrics import AnswerClock, Metrics
 from llmpq.runtime.serve.parsers.reading import AnswerForm
 from llmpq.runtime.serve.response_store import ResponseStore
@@ -120,6 +121,7 @@ class Service:
                 503,
                 f"being recovered since {recovery.since}: {recovery.reason}; try again in a moment",
                 code="recovering",
+                retry_after_s=max(RETRY_AFTER_S, math.ceil(recovery.left_s)),
             )
 
     @property

@@ -328,7 +328,7 @@ def test_a_stage_that_dies_is_recovered_behind_streams(demo_model, make_plan, ru
         until(lambda: server.llm.recovering is not None)
         status, found, told = ask(server, "/v1/completions", {"prompt": "a", "max_tokens": 1})
         if status != 200:  # it may have been over
-            assert status == 503 and found["Retry-After"] == "1"
+            assert status == 503 and int(found["Retry-After"]) >= 1
             assert told["error"]["code"] == "recovering"
             assert "being recovered since 20" in told["error"]["message"]
         assert ask(server, "/health")[0] == 200
