@@ -30,7 +30,6 @@ import sys
 import textwrap
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, fields, is_dataclass
 from types import FrameType
 from typing import IO, Any, TypeVar
@@ -418,7 +417,7 @@ def end_of(
     that the user typed.
     """
     try:
-        with _ended_as_by_keyboard():
+        with _Interrupts():
             code = int(run())
             sys.stdout.flush()
         return code
@@ -445,24 +444,59 @@ def end_of(
     return int(code)
 
 
-@contextmanager
-def _ended_as_by_keyboard() -> Iterator[None]:
-    """Let SIGTERM and SIGHUP raise `KeyboardInterrupt`; under nohup SIGHUP stays ignored."""
+AGAIN_S = 1.0
+"""After which a command that has lost its interrupt is interrupted again."""
 
-    def interrupt(number: int, frame: FrameType | None) -> None:
+
+class _Interrupts:
+    """Lets SIGTERM and SIGHUP raise `KeyboardInterrupt`; under nohup SIGHUP stays ignored.
+
+    What is raised while a library is imported may be lost in it: it is raised again unless it is
+    being handled by then.
+    """
+
+    def __init__(self) -> None:
+        self._before: dict[int, Any] = {}
+        self._timer: threading.Timer | None = None
+        self._insists = self._over = False
+
+    def __enter__(self) -> None:
+        if threading.current_thread() is threading.main_thread():
+            for name in ("SIGTERM", "SIGHUP"):
+                number = getattr(signal, name, None)  # Windows has no SIGHUP
+                if number is not None and signal.getsignal(number) is not signal.SIG_IGN:
+                    self._before[number] = signal.signal(number, self._interrupt)
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self._over = True
+        if self._timer is not None:
+            self._timer.cancel()
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+        if self._timer is not None and kind is not None and issubclass(kind, Exception):
+            raise KeyboardInterrupt  # of an import that was cut off, say
+
+    def _interrupt(self, number: int, frame: FrameType | None) -> None:
+        insists, self._insists = self._insists, False
+        if insists and (self._over or _is_interrupted(sys.exc_info()[1])):
+            return
+        self._timer = threading.Timer(AGAIN_S, self._insist, (number,))
+        self._timer.daemon = True
+        self._timer.start()
         raise KeyboardInterrupt
 
-    before = {}
-    if threading.current_thread() is threading.main_thread():
-        for name in ("SIGTERM", "SIGHUP"):
-            number = getattr(signal, name, None)  # Windows has no SIGHUP
-            if number is not None and signal.getsignal(number) is not signal.SIG_IGN:
-                before[number] = signal.signal(number, interrupt)
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+    def _insist(self, number: int) -> None:
+        ident = threading.main_thread().ident
+        if ident is not None and not self._over:
+            self._insists = True
+            signal.pthread_kill(ident, number)
+
+
+def _is_interrupted(error: BaseException | None) -> bool:
+    """Whether an interrupt is being handled, or what came of handling it."""
+    while error is not None and not isinstance(error, KeyboardInterrupt):
+        error = error.__context__
+    return error is not None
 
 
 def _nobody_reads(out: IO[str]) -> bool:
