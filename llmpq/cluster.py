@@ -36,6 +36,32 @@ class Emulate(FileForm):
     memory: Size | None = None
 
 
+class Link(FileForm):
+    """A connection: 1e9 bits per second one way, and latency of one message."""
+
+    gbps: float = Field(ge=1e-6, le=1e9)
+    """Gigabits per second, one way."""
+    latency_us: float = Field(ge=0, le=1e9)
+    """Microseconds that a message of no bytes takes."""
+
+    def seconds(self, num_bytes: float) -> float:
+        """Return the time one message of `num_bytes` takes."""
+        return self.latency_us * 1e-6 + num_bytes * 8 / (self.gbps * 1e9)
+
+
+class JoinedDevice(FileForm):
+    """A device of a group that shares stages in tensor parallel (devices/joined_devices.py)."""
+
+    device: str
+    index: int = Field(ge=0)
+    kind: str
+    profile_kind: str
+    threads: int | None = None
+    sms: int | None = None
+    memory: Size
+    reserve: Size = 0
+
+
 class DeviceGroup(FileForm):
     """`count` equal devices of one node."""
 
@@ -51,19 +77,13 @@ class DeviceGroup(FileForm):
     emulate: Emulate | None = None
     spec: DeviceSpec | None = None
     """Inline description of a kind that is not in the table."""
-
-
-class Link(FileForm):
-    """A connection: 1e9 bits per second one way, and latency of one message."""
-
-    gbps: float = Field(ge=1e-6, le=1e9)
-    """Gigabits per second, one way."""
-    latency_us: float = Field(ge=0, le=1e9)
-    """Microseconds that a message of no bytes takes."""
-
-    def seconds(self, num_bytes: float) -> float:
-        """Return the time one message of `num_bytes` takes."""
-        return self.latency_us * 1e-6 + num_bytes * 8 / (self.gbps * 1e9)
+    joined: tuple[JoinedDevice, ...] = ()
+    """Devices that this one stands for: they share its stages in tensor parallel. Made by
+    `llmpq-algo --tensor-parallel`."""
+    shares: tuple[int, ...] = ()
+    """Of `joined`."""
+    sum_link: Link | None = None
+    """How sums between `joined` travel."""
 
 
 class PairLink(Link):
@@ -133,6 +153,10 @@ class Device:
     reserve_bytes: int
     threads: int | None
     emulate: Emulate | None
+    joined: tuple[JoinedDevice, ...] = ()
+    """Devices that it stands for, which share its stages."""
+    shares: tuple[int, ...] = ()
+    sum_link: Link | None = None
 
     @property
     def limit_bytes(self) -> int:
@@ -376,4 +400,7 @@ def resolve(node: Node, group: DeviceGroup, index: int, counts: dict[str, int]) 
         reserve_bytes=reserve,
         threads=threads,
         emulate=emulate,
+        joined=group.joined,
+        shares=group.shares,
+        sum_link=group.sum_link,
     )

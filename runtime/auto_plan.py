@@ -21,6 +21,7 @@ from llmpq.cluster import Cluster
 from llmpq.cost_model import CostModel
 from llmpq.costs_cache import cache_folder, cached_costs, store_costs
 from llmpq.default_dtype import default_dtype, require_dtype
+from llmpq.devices.joined_devices import one_group
 from llmpq.devices.this_machine import assumed, this_machine, useful_threads
 from llmpq.errors import ExitCode, StageLostError
 from llmpq.gpu_memory import cluster_within
@@ -116,6 +117,8 @@ def plan_job(
     from llmpq.planner.make import plan_workload
 
     spec = spec or ModelSpec.from_directory(model_dir)
+    if options.tensor_parallel_size > 1:
+        cluster = one_group(cluster, options.tensor_parallel_size, spec, work)
     if options.profile:
         if options.ray_address is not None:
             raise ValueError(

@@ -34,7 +34,7 @@ Speculate = SpeculationMode | Literal["auto", "off"]
 _SHORT_DTYPES = {"half": "float16", "float": "float32"}
 MAX_TIMEOUT_S = 10**7
 """The longest deadline: four months."""
-PLANNING = ("prefer", "profile", "dtype", "max_num_seqs", "head_bits")
+PLANNING = ("prefer", "profile", "dtype", "max_num_seqs", "head_bits", "tensor_parallel_size")
 """Fields that only matter where the plan is made here: a given plan states them."""
 
 
@@ -108,6 +108,9 @@ class EngineOptions:
     head_bits: Literal[8, 16] | None = None
     """Bits of the output matrix, 16 (as stored) or 8 (default: 8 on CPUs where layers have 8 bits
     or fewer, else 16)."""
+    tensor_parallel_size: int = 1
+    """Devices of one machine, alike, that share every layer evenly (tensor parallel); a CPU's cores
+    are divided."""
     max_model_len: int | None = None
     """Tokens of a prompt and its answer (default: the model's positions, at most what fits)."""
     max_num_seqs: int | None = None
@@ -175,7 +178,12 @@ class EngineOptions:
     def __post_init__(self) -> None:
         dtype = str(self.dtype).removeprefix("torch.")  # torch's own are taken, too
         object.__setattr__(self, "dtype", _SHORT_DTYPES.get(dtype, dtype))
-        for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens"):
+        for name in (
+            "max_model_len",
+            "max_num_seqs",
+            "max_num_batched_tokens",
+            "tensor_parallel_size",
+        ):
             value: object = getattr(self, name)
             if value is not None and (type(value) is not int or value < 1):
                 raise ValueError(f"{name} must be a whole number from 1 on, got {value!r}")

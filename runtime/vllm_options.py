@@ -56,7 +56,6 @@ _NO_CODE = "no code of a model is ever run"
 _BY_PLAN = "the plan says which devices run the model"
 _SEVERAL = "several engines are llmpq-dist serve --replicas N"
 VLLM_OPTIONS: Mapping[str, Other] = {
-    "tensor_parallel_size": Other(_DEVICES, (1,), _OWN_DEVICES, _BY_PLAN, "-tp"),
     "pipeline_parallel_size": Other(_DEVICES, (1,), _OWN_DEVICES, _BY_PLAN, "-pp"),
     "data_parallel_size": Other(_SEVERAL, (1,), "", "one engine is the default", "-dp"),
     "distributed_executor_backend": Other(

@@ -6,15 +6,19 @@ left out of the file unless asked for.
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Literal
 
 from llmpq.cluster import Device
+from llmpq.errors import DoesNotFitError
+from llmpq.member_memory import member_memory
 from llmpq.memory import stage_memory, unpacks_prompts
 from llmpq.plan import (
     ClusterRef,
+    MemberPlan,
     MemoryForm,
     ModelRef,
     Plan,
@@ -24,6 +28,7 @@ from llmpq.plan import (
     SolverReport,
     StagePlan,
     StoredForm,
+    Worker,
 )
 from llmpq.plan_nodes import node_plans
 from llmpq.planner.check.plan_entries import used_inputs
@@ -41,6 +46,7 @@ from llmpq.planner.problem.problem import Problem
 from llmpq.precision import Precision
 from llmpq.sizes.prefix_states import with_prefix_states
 from llmpq.sizes.stated_pool import stated_pool
+from llmpq.units import format_size
 from llmpq.version import __version__
 
 
@@ -60,7 +66,7 @@ def build_plan(
         p.spec,
         p.workload,
     )
-    return Plan(
+    plan = Plan(
         model=ModelRef(
             name=p.spec.name,
             num_layers=p.spec.num_layers,
@@ -98,6 +104,79 @@ def build_plan(
             [(d, s.precisions) for d, s in zip(devices, stages, strict=True)],
         ),
         solver=_solver_report(p, outcome, prefer, job),
+    )
+    return _with_members(p, plan, devices)
+
+
+def _with_members(p: Problem, plan: Plan, devices: Sequence[Device]) -> Plan:
+    """Return the plan with the devices that share a stage, each with its own memory.
+
+    `DoesNotFitError` where one has no room for its part: a group's memory is counted about.
+    """
+    if not any(device.joined for device in devices):
+        return plan
+    stages = []
+    for stage, device in zip(plan.stages, devices, strict=True):
+        members = tuple(
+            MemberPlan(
+                device=one.device,
+                device_index=one.index,
+                kind=one.kind,
+                profile_kind=one.profile_kind,
+                threads=one.threads,
+                sms=one.sms,
+            )
+            for one in device.joined
+        )
+        update = {"devices": members, "shares": device.shares}
+        stages.append(stage.model_copy(update=update))
+    shared = plan.model_copy(update={"stages": tuple(stages)})
+    memory = [
+        _member_memory(p, shared, worker, devices[worker.stage])
+        if worker.shares
+        else worker.place.memory
+        for worker in shared.workers
+    ]
+    # As read from a file: what a stage may not have is refused here.
+    whole = Plan.parse_data(json.loads(shared.with_memory(memory).dump_json()), where="the plan")
+    pool = stated_pool(
+        p.spec,
+        p.workload,
+        whole.stages,
+        chunk=p.chunk,
+        prefill_microbatch=plan.prefill_microbatch,
+    )
+    return whole.model_copy(update={"pool": pool})
+
+
+def _member_memory(p: Problem, plan: Plan, worker: Worker, device: Device) -> MemoryForm:
+    own = device.joined[worker.member]
+    context = 0 if device.spec.is_cpu else device.spec.context
+    needed = member_memory(
+        plan,
+        worker,
+        p.spec,
+        quantization=plan.settings(),
+        context_bytes=context,
+        on_gpu=not device.spec.is_cpu,
+        unpacks=unpacks_prompts(device.spec, worker.place.precisions, p.quantization),
+    )
+    limit = own.memory - own.reserve
+    if needed.total_bytes > limit:
+        raise DoesNotFitError(
+            f"stage {plan.stages[worker.stage].device}: {own.device} needs "
+            f"{format_size(needed.total_bytes)} for its share, it has {format_size(limit)}; give "
+            "other shares, a larger --reserve or fewer bits"
+        )
+    return MemoryForm(
+        weights_bytes=needed.weights_bytes,
+        embedding_bytes=needed.embedding_bytes,
+        kv_bytes=needed.kv_bytes,
+        workspace_bytes=needed.workspace_bytes,
+        context_bytes=needed.context_bytes,
+        total_bytes=needed.total_bytes,
+        limit_bytes=limit,
+        reserve_bytes=own.reserve,
     )
 
 

@@ -263,6 +263,11 @@ def _limits(section: Section) -> None:
     )
     section.flag("--max-devices", type=int, help="use at most this many devices")
     section.flag(
+        "--tensor-parallel",
+        metavar="N|SHARES",
+        help="devices of a node that share each stage: 2 (alike, evenly), or shares, such as 3:1",
+    )
+    section.flag(
         "--group",
         also=("--group-size",),
         type=int,

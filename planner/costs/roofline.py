@@ -220,7 +220,7 @@ def _prefill(
         },
         curve=_over(experts, speed) if packed else (),
     )
-    regimes = [memory, compute]
+    regimes = [_with_sums(one, spec, device, width, "v*s") for one in (memory, compute)]
     if not device.spec.is_cpu:
         captured = float(CAPTURED_TOKENS)
         regimes.append(
@@ -229,6 +229,9 @@ def _prefill(
                 curve=((captured, 0.0), (captured + 1, ENQUEUE_S), (captured + 2, ENQUEUE_S)),
             )
         )
+    regimes = [_with_sums(regime, spec, device, width, "v*s") for regime in regimes[:2]] + regimes[
+        2:
+    ]
     return _unpadded(spec, _entry(device, "layer", Phase.PREFILL, precision, dtype, *regimes))
 
 
@@ -253,8 +256,24 @@ def _decode(
     terms = {"1": floor + weights / speed, **reading, **(state if state["v"] else {})}
     memory = Regime(terms=terms, curve=_over(experts, speed))
     compute = Regime(terms={"1": floor, "v": _linear_flops(spec) / rate, **reading})
-    entry = _entry(device, "layer", Phase.DECODE, precision, dtype, memory, compute, kv=kv)
+    summed = [_with_sums(regime, spec, device, width, "v") for regime in (memory, compute)]
+    entry = _entry(device, "layer", Phase.DECODE, precision, dtype, *summed, kv=kv)
     return _unpadded(spec, entry)
+
+
+def _with_sums(regime: Regime, spec: ModelSpec, device: Device, width: int, tokens: str) -> Regime:
+    """Return what a layer takes with its two sums over devices that share it.
+
+    Each takes the link's latency, and a ring's share of the tokens' hidden states at its rate.
+    """
+    link, count = device.sum_link, len(device.shares)
+    if link is None or count < 2:
+        return regime
+    sent = 2.0 * (count - 1) / count * spec.hidden * width
+    fixed_s = 2 * link.seconds(0)
+    added = {"1": fixed_s, tokens: 2 * link.seconds(sent) - fixed_s}
+    terms = {term: regime.terms.get(term, 0.0) + s for term, s in added.items()}
+    return regime.model_copy(update={"terms": {**regime.terms, **terms}})
 
 
 def _unpadded(spec: ModelSpec, entry: LatencyEntry) -> LatencyEntry:

@@ -21,6 +21,7 @@ from llmpq.cost_model import CostModel
 from llmpq.costs_cache import cache_folder, cached_costs
 from llmpq.default_dtype import default_dtype, dtype_note, require_dtype
 from llmpq.devices.cpu_rates import CpuRates
+from llmpq.devices.joined_devices import joined
 from llmpq.devices.this_machine import assumed, is_this_machine
 from llmpq.memory import CpuActivations, Quantization
 from llmpq.model_spec import ModelSpec
@@ -87,6 +88,8 @@ class ProblemInputs:
     outliers: int | None = None
     probe_cpu: bool = False
     """Measure this machine's CPU now."""
+    shares: tuple[int, ...] = ()
+    """Of as many devices of a node that share each stage in tensor parallel; none: one each."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,6 +117,8 @@ class BuiltProblem:
 def build_problem(inputs: ProblemInputs) -> BuiltProblem:
     """Return the problem of these values, with what was not given filled in."""
     spec, cluster, workload = inputs.spec, inputs.cluster, inputs.workload
+    if inputs.shares:
+        cluster = joined(cluster, inputs.shares, spec, workload)
     profile, source = inputs.profile, inputs.source
     kvs = inputs.kvs or (workload.kv,)
     kept = None
@@ -227,6 +232,7 @@ def make_problem(
             cpu_activations=request.cpu_activations,
             outliers=request.outliers,
             probe_cpu=request.probe_cpu,
+            shares=parse_shares(request.tensor_parallel),
         )
     )
     notes = (
@@ -434,6 +440,26 @@ def parse_bits(text: str) -> tuple[Precision, ...]:
     """Read `3,4,8,16` or `w8a8,w4a16`."""
     found = dict.fromkeys(Precision.parse(part) for part in text.replace(" ", "").split(","))
     return tuple(found)
+
+
+def parse_shares(text: str | None) -> tuple[int, ...]:
+    """Read `2`, devices that share stages evenly, or their shares, `3:1`; none of one device."""
+    if text is None:
+        return ()
+    parts = text.split(":")
+    if not all(part.isdecimal() and 0 < int(part) <= MAX_SHARE for part in parts):
+        raise ValueError(
+            f"--tensor-parallel must be a number of devices, such as 2, or their shares, such as "
+            f"3:1, got '{text}'"
+        )
+    shares = tuple(map(int, parts)) if len(parts) > 1 else (1,) * int(text)
+    if len(shares) > MAX_JOINED:
+        raise ValueError(f"--tensor-parallel {text}: at most {MAX_JOINED} devices share a stage")
+    return shares if len(shares) > 1 else ()
+
+
+MAX_JOINED, MAX_SHARE = 64, 10_000
+"""Most devices of a stage; most that a share may be."""
 
 
 def parse_kv(text: str) -> tuple[KVPrecision, ...]:

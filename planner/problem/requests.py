@@ -79,6 +79,8 @@ class PlanRequest(DevicesRequest, TrafficFlags):
     gpu_memory_utilization: float | None = None
     pin: Sequence[str] = ()
     max_devices: int | None = None
+    tensor_parallel: str | None = None
+    """Devices of a node that share each stage: their number, or shares such as `3:1`."""
     engines: str = "auto"
     """How many pipelines share the job: `auto`, or a number."""
     group: int = 1

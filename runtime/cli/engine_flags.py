@@ -34,7 +34,7 @@ _VALUES = {
     "head_bits": "8|16",
 }
 """What stands for a flag's value in `--help`; N for the others."""
-_ALSO = {"ray_address": ("--address", "--from-ray")}
+_ALSO = {"ray_address": ("--address", "--from-ray"), "tensor_parallel_size": ("-tp",)}
 REPLANS = Only(lambda a: a.on_loss == "replan", "without --on-loss replan", "add that")
 UNPLANNED = Only(lambda a: a.plan is None, "with --plan, whose plan says it", "re-plan")
 

@@ -86,6 +86,7 @@ def run_parser() -> CommandParser:
         "profile",
         "prefer",
         "head_bits",
+        "tensor_parallel_size",
         "gpu_memory_utilization",
         "kv_cache_dtype",
         "generation_config",

@@ -68,6 +68,7 @@ def serve_parser() -> CommandParser:
         "generation_config",
         "prefer",
         "head_bits",
+        "tensor_parallel_size",
         "dtype",
         "kv_cache_dtype",
         "gpu_memory_utilization",

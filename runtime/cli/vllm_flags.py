@@ -11,7 +11,8 @@ from llmpq.commands.command_line import Idle
 from llmpq.runtime.vllm_options import VLLM_OPTIONS, Other
 
 _LENGTH = "lengths are each request's own; a plan's are llmpq-algo --prompt-len and --gen-len"
-_DEVICES = VLLM_OPTIONS["tensor_parallel_size"].flag
+_DEVICES = VLLM_OPTIONS["pipeline_parallel_size"].flag
+_SHARED = "devices that share layers are a plan's: llmpq-algo --tensor-parallel N"
 
 
 def _flags(name: str, other: Other) -> list[str]:
@@ -47,6 +48,8 @@ def _idle() -> Iterator[tuple[str, Idle]]:
 
 VLLM_FLAGS: Mapping[str, str] = {
     **dict(_answers()),
+    "--tensor-parallel-size": _SHARED,
+    "-tp": _SHARED,
     "--ray-serve": "replicas are processes of this machine: leave it out, --replicas N is enough",
     "--max-model-len": _LENGTH,
     "--max-seq-len": _LENGTH,
@@ -76,6 +79,8 @@ VLLM_FLAGS: Mapping[str, str] = {
 
 IDLE_FLAGS: Mapping[str, Idle] = {
     **dict(_idle()),
+    "--tensor-parallel-size": Idle("a stage has one device unless a plan says so", ("1",)),
+    "-tp": Idle("a stage has one device unless a plan says so", ("1",)),
     "--enable-prefix-caching": Idle("it is on"),
     "--enable-auto-tool-choice": Idle("tools are on wherever the model's template has them"),
     "--enable-reasoning": Idle("thoughts leave apart from the text by themselves"),

@@ -25,8 +25,7 @@ pytestmark = pytest.mark.cpu
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ({"tensor_parallel_size": 2}, "cluster='cluster.yaml', as a plan says"),
-        ({"tensor_parallel_size": True}, "cluster="),
+        ({"pipeline_parallel_size": True}, "cluster='cluster.yaml', as a plan says"),
         ({"pipeline_parallel_size": 4}, "plan='plan.json'"),
         ({"seed": 3}, r"SamplingParams\(seed=...\)"),
         ({"tokenizer": "gpt2"}, "files are read from the model's directory"),

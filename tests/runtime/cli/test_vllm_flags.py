@@ -21,12 +21,12 @@ def flags_of(parser) -> set[str]:
 def test_a_flag_of_vllms_is_answered_with_ours(command, capsys):
     known = flags_of(COMMANDS[command].parser())
     answered = [flag for flag in VLLM_FLAGS if flag not in known]
-    assert {"--tensor-parallel-size", "--quantization", "--tokenizer"} <= set(answered)
+    assert {"--pipeline-parallel-size", "--quantization", "--tokenizer"} <= set(answered)
     for flag in answered:
         assert main([command, flag, "2"]) == 2
         said = capsys.readouterr().err
         assert f"has no '{flag}': " in said and said.count("\n") == 1
-    assert main([command, "--tensor_parallel_size=4"]) == 2
+    assert main([command, "--pipeline_parallel_size=4"]) == 2
     assert "CUDA_VISIBLE_DEVICES" in capsys.readouterr().err
 
 
@@ -71,8 +71,8 @@ def test_flags_that_change_nothing_are_taken_with_a_line(command, capsys):
     asked += ["-tp 1", "--pipeline-parallel-size 1", "--swap-space", "--seed 0"]
     expected = [word for word in asked if word.partition(" ")[0] not in own]
     assert [line.partition(": ")[2].partition(" changes nothing: ")[0] for line in said] == expected
-    assert main([command, "--model", "nowhere", "-tp", "2"]) == 2
-    assert "has no '-tp'" in capsys.readouterr().err
+    assert main([command, "--model", "nowhere", "-pp", "2"]) == 2
+    assert "has no '-pp'" in capsys.readouterr().err
 
 
 def test_a_flag_is_either_taken_or_answered():

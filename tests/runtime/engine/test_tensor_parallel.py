@@ -173,3 +173,26 @@ def test_a_device_holds_no_more_than_its_part(wide_model):
     assert [one.heads for one in own] == [6, 2] and [one.kv_heads for one in own] == [3, 1]
     assert sum(one.ffn for one in own) == spec.ffn
     assert [place.device for place in plan.places] == ["CPU-0", "CPU-1"]
+
+
+def test_a_size_is_enough(wide_model, random_prompts):
+    """Without a plan the CPU's cores are divided, and each device's memory is counted."""
+    prompts = random_prompts(9, 40)
+    given = [{"prompt_token_ids": prompt} for prompt in prompts]
+    asked = llmpq.SamplingParams(max_tokens=12, temperature=0, ignore_eos=True)
+    found = []
+    for size in (1, 2):
+        how = {"tensor_parallel_size": size, "dtype": "float32", "max_num_seqs": 2}
+        with llmpq.LLM(str(wide_model), backend="threads", max_model_len=256, **how) as llm:
+            found.append([o.outputs[0].token_ids for o in llm.generate(given, asked)])
+            assert len(llm.plan.places) == size and len(llm.load_reports) == size
+            for place, load in zip(llm.plan.places, llm.load_reports, strict=True):
+                memory = place.memory
+                if memory is not None:
+                    assert load.weights_bytes == memory.weights_bytes + memory.embedding_bytes
+    assert found[0] == found[1]
+    with pytest.raises(ValueError, match="tensor_parallel_size must be a whole number"):
+        llmpq.LLM(str(wide_model), tensor_parallel_size=True)
+    plan = planned(wide_model)
+    with pytest.raises(ValueError, match="tensor_parallel_size has no effect with plan="):
+        llmpq.LLM(str(wide_model), plan=plan, tensor_parallel_size=2)
