@@ -102,6 +102,18 @@ class RunningRequest:
 
         `num_ahead`: how many tokens behind the next one it samples. The others: as `PagedRow`.
         """
+        num_blocks = len(self.blocks)
+        new = num_blocks > self.num_sent or self.window.blocks or self.loads
+        if not (new or drafts or self.resumes or self.load_state >= 0):  # as most rows are
+            return PagedRow(
+                slot=self.request.slot,
+                samples=samples,
+                first_block=num_blocks,
+                sample_step=self.num_sampled + num_ahead,
+                admission=self.admission,
+                drafts_wanted=drafts_wanted,
+                saves_state=saves_state,
+            )
         first_window_block, new_window_blocks = self.window.take_unsent()
         row = PagedRow(
             slot=self.request.slot,
@@ -192,6 +204,10 @@ class BlockTables:
     def holds(self, req: RunningRequest, tokens: int) -> bool:
         """Whether a request has the blocks of so many tokens, and none to give back."""
         return self.windows is None and self.blocks(tokens) <= len(req.blocks)
+
+    def has_block(self, req: RunningRequest) -> bool:
+        """Whether a request is sure to have the block of its next token, and none to give back."""
+        return self.windows is None and req.num_computed < BLOCK_TOKENS * len(req.blocks)
 
     def lacks(self, req: RunningRequest, tokens: int) -> int:
         """Return how many blocks more than are available a request of so many tokens needs."""
@@ -301,6 +317,10 @@ class BlockTables:
         """Free the host slots of a request."""
         self._free_host_slots += req.offloaded
         req.offloaded, req.num_offloaded, req.loads = [], 0, []
+
+    def may_register(self, req: RunningRequest, end: int) -> bool:
+        """Whether the tokens before `end` may fill a block that is not entered yet."""
+        return not self._plain or end >= (req.num_registered + 1) * BLOCK_TOKENS
 
     def register(self, req: RunningRequest, end: int) -> None:
         """Enter the blocks that the tokens before `end` fill into the prefix cache."""

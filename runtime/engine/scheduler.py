@@ -31,6 +31,7 @@ from llmpq.runtime.engine.block_tables import BlockTables, DraftRound, RunningRe
 from llmpq.runtime.engine.pool_limits import PoolLimits
 from llmpq.runtime.request import PENDING_TOKEN, FinishReason, MicroBatch, Request, StepKind
 
+NO_DRAFTS: tuple[int, ...] = ()
 _order = attrgetter("order")
 
 
@@ -40,16 +41,25 @@ class StepBuilder:
 
     reqs: list[RunningRequest] = field(default_factory=list)
     counts: list[int] = field(default_factory=list)
-    drafts: list[list[int]] = field(default_factory=list)
+    drafts: list[Sequence[int]] = field(default_factory=list)
     wanted: list[int] = field(default_factory=list)
     """Drafts wanted behind each, as `PagedRow.drafts_wanted`."""
 
-    def add(self, req: RunningRequest, count: int, drafts: list[int], *, wanted: int = -1) -> None:
+    def add(
+        self, req: RunningRequest, count: int, drafts: Sequence[int], *, wanted: int = -1
+    ) -> None:
         """Add `count` tokens of a request, the last of them its drafts."""
         self.reqs.append(req)
         self.counts.append(count)
         self.drafts.append(drafts)
         self.wanted.append(wanted)
+
+    def complete(self) -> None:
+        """Give requests that were added by themselves a token each, without drafts."""
+        count = len(self.reqs) - len(self.counts)
+        self.counts += [1] * count
+        self.drafts += [NO_DRAFTS] * count
+        self.wanted += [-1] * count
 
 
 @dataclass
@@ -234,7 +244,9 @@ class Scheduler:
             end = micro_batch.starts[index] + len(micro_batch.tokens[index])
             reason = None
             if row.samples:
-                new = tokens[index][: request.max_new - row.sample_step]
+                new = tokens[index]
+                if len(new) > 1:
+                    new = new[: request.max_new - row.sample_step]
                 if self._drafter is not None and row.drafts:
                     self._drafter.observe(len(row.drafts), len(tokens[index]) - 1)
                 reason = self._append(req, row.sample_step, new)
@@ -242,7 +254,8 @@ class Scheduler:
             if row.admission == req.admission and request.slot >= 0:
                 if row.drafts:
                     req.num_computed = end
-                self.tables.register(req, min(end, req.num_tokens))
+                if self.tables.may_register(req, end):
+                    self.tables.register(req, min(end, req.num_tokens))
             if reason is not None:
                 self._end(req, reason)
                 finished.append(request)
@@ -274,7 +287,8 @@ class Scheduler:
         """Look once at every admitted request: steps are short, and they are many."""
         found = ReadySets()
         for req in self._running:
-            left = req.remaining
+            request = req.request
+            left = len(request.prompt) + len(request.output) - req.num_computed
             if left > 1 or req.num_sampled == 0:
                 if self._left_of_prompt(req) > 0:
                     found.prompts.append(req)
@@ -339,6 +353,15 @@ class Scheduler:
         size = -(-decoding // num_groups)
         if num_groups > 1:
             ready = [h for h in ready if h.in_flight == 0 or h.last_step != self._last_decode]
+        if self._drafter is None:
+            for req in ready[:size]:
+                # Blocks of a row are most often there, and rows are many.
+                if req.request.slot >= 0 and (
+                    self.tables.has_block(req) or self._grow(req, req.num_computed + 1, step)
+                ):
+                    step.reqs.append(req)
+            step.complete()
+            return None
         drafts, gamma = self._drafts(ready[:size], plain=plain)
         by_model = any(found is None for _, _, found in drafts)
         round_ = DraftRound()
@@ -513,27 +536,39 @@ class Scheduler:
 
     def _issue(self, kind: StepKind, step: StepBuilder) -> MicroBatch:
         starts, tokens, rows = [], [], []
+        tables, number = self.tables, self._seq + 1
+        with_states, tokens_ahead = self.limits.snapshots > 0, self.limits.tokens_ahead
         parts = zip(step.reqs, step.counts, step.drafts, step.wanted, strict=True)
-        for req, count, drafts, wanted in parts:
-            start = req.num_computed
-            end = start + count - len(drafts)
+        for req, count, drafts, wanted in parts:  # short: a step has hundreds of rows
+            request, start = req.request, req.num_computed
+            end, behind = start + count, start - len(request.prompt)
             starts.append(start)
-            tokens.append([*req.tokens(start, end), *drafts])
-            samples = end == req.num_tokens
-            saves = self.tables.snapshot(req, start + count)
-            rows.append(
-                req.row(samples=samples, drafts=drafts, drafts_wanted=wanted, saves_state=saves)
-            )
-            self.tables.state_loaded(req)
-            req.request.drafts = []
-            self.tables.drop_offloaded(req)
-            req.num_computed, req.last_step = start + count, self._seq + 1
+            if count == 1 and behind >= 0:
+                tokens.append([request.output[behind]])
+            else:
+                tokens.append([*req.tokens(start, end - len(drafts)), *drafts])
+            samples = end - len(drafts) == len(request.prompt) + len(request.output)
+            if with_states:
+                saves = tables.snapshot(req, end)
+                row = req.row(
+                    samples=samples, drafts=drafts, drafts_wanted=wanted, saves_state=saves
+                )
+                tables.state_loaded(req)
+            else:
+                row = req.row(samples=samples, drafts=drafts, drafts_wanted=wanted)
+            rows.append(row)
+            if request.drafts:
+                request.drafts = []
+            if req.offloaded:
+                tables.drop_offloaded(req)
+            req.num_computed, req.last_step = end, number
             if samples:
                 req.num_sampled += 1
                 req.in_flight += 1
-                self._go_ahead(req)
-        rows[0].saves, self.tables.saves = tuple(self.tables.saves), []
-        self._seq += 1
+                if req.in_flight < tokens_ahead:
+                    self._go_ahead(req)
+        rows[0].saves, tables.saves = tuple(tables.saves), []
+        self._seq = number
         self._steps += 1
         self._last_was_round = kind is StepKind.ROUND
         requests = [req.request for req in step.reqs]
@@ -541,24 +576,28 @@ class Scheduler:
 
     def _go_ahead(self, req: RunningRequest) -> None:
         """Let a request's next token be asked for although the last one is not known yet."""
-        output = req.request.output
-        missing = len(output) < req.num_sampled < req.request.max_new
-        if missing and req.in_flight < self.limits.tokens_ahead:
-            output.append(PENDING_TOKEN)
+        request = req.request
+        if len(request.output) < req.num_sampled < request.max_new:
+            request.output.append(PENDING_TOKEN)
 
     def _append(self, req: RunningRequest, place: int, new: Sequence[int]) -> FinishReason | None:
         """Put tokens into the output up to the first stop or the limit; why it ends, if it does."""
-        output = req.request.output
+        request, output = req.request, req.request.output
         req.in_flight -= 1
         req.num_sampled += len(new) - 1
         for index, token in enumerate(new, start=place):
-            output[index : index + 1] = [token]
+            if index < len(output):
+                output[index] = token
+            else:
+                output.append(token)
             self.generated_tokens += 1
-            reason = self._ends(req.request, index)
-            if reason is not None:
-                del output[index + 1 :]
-                return reason
-        self._go_ahead(req)
+            if token in request.stop_ids or request.stop_texts or index + 1 == request.max_new:
+                reason = self._ends(request, index)
+                if reason is not None:
+                    del output[index + 1 :]
+                    return reason
+        if req.in_flight < self.limits.tokens_ahead:
+            self._go_ahead(req)
         return None
 
     def _ends(self, request: Request, index: int) -> FinishReason | None:

@@ -62,12 +62,15 @@ class Compute(Protocol):
         ...
 
 
+_WITH_PROMPTS = (StepKind.PREFILL, StepKind.MIXED)
+
+
 def result_tokens(kind: StepKind, result_BK: Tensor, rows: Sequence[PagedRow]) -> list[list[int]]:
     """Return the new tokens of each row."""
     table: list[list[int]] = result_BK.tolist()
-    if kind is StepKind.ROUND or any(row.drafts for row in rows):
+    if kind is StepKind.ROUND or any([row.drafts for row in rows]):
         return [line[1 : 1 + line[0]] for line in table]
-    if any(row.drafts_wanted > 0 for row in rows):
+    if any([row.drafts_wanted > 0 for row in rows]):
         return [line[:1] for line in table]
     return table
 
@@ -213,9 +216,10 @@ class FirstStage:
     def _issue(self, micro_batch: MicroBatch) -> None:
         if self._transport is not None and self._runs_ahead:
             self._bring_tokens(micro_batch, self._transport)
-        now_s = time.perf_counter()
-        for request in micro_batch.requests:
-            self._begun_s.setdefault(request.id, now_s)
+        if len(self._begun_s) < len(self._open):
+            now_s = time.perf_counter()
+            for request in micro_batch.requests:
+                self._begun_s.setdefault(request.id, now_s)
         message = describe(micro_batch)
         numbers = tuple(request.id for request in micro_batch.requests)
         self._recorder.count_tokens(sum(message.num_new))
@@ -263,10 +267,12 @@ class FirstStage:
         finished = self._scheduler.update_from_output(micro_batch, tokens)
         self._scheduler.take_drafts(micro_batch, result_drafts(table, micro_batch.rows))
         now_s = time.perf_counter()
-        self._prompt_tokens += micro_batch.num_prompt_tokens
-        for request in micro_batch.requests:
-            if request.output and request.id in self._open:
-                self._first_token_s.setdefault(request.id, now_s)
+        if kind in _WITH_PROMPTS:
+            self._prompt_tokens += micro_batch.num_prompt_tokens
+        if len(self._first_token_s) < len(self._open):
+            for request in micro_batch.requests:
+                if request.output and request.id in self._open:
+                    self._first_token_s.setdefault(request.id, now_s)
         self._publish(kind, finished, now_s, micro_batch.requests)
 
     def _publish(
