@@ -142,9 +142,11 @@ class ThreadSum:
         def total(part: Tensor) -> Tensor:
             self._parts[member] = part
             try:
+                _settle(part)
                 self._barrier.wait()
-                parts = [one for one in self._parts if one is not None]
+                parts = [one.to(part.device) for one in self._parts if one is not None]
                 summed = sum(parts[1:], parts[0].clone())
+                _settle(part)
                 self._barrier.wait()
             except threading.BrokenBarrierError:
                 raise ConnectionError("another stage's thread failed") from None
@@ -155,6 +157,12 @@ class ThreadSum:
     def break_off(self) -> None:
         """Wake all that wait."""
         self._barrier.abort()
+
+
+def _settle(part: Tensor) -> None:
+    """Wait for a GPU's stream: another thread's works on its own."""
+    if part.is_cuda:
+        torch.cuda.current_stream(part.device).synchronize()
 
 
 class ThreadRendezvous:
