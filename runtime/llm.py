@@ -38,6 +38,7 @@ from llmpq.model_spec import ModelSpec
 from llmpq.plan import Plan
 from llmpq.runtime.async_submitter import AsyncSubmitter, OutputQueue
 from llmpq.runtime.engine_metrics import Metric, metrics_of, token_counters
+from llmpq.runtime.launch.choose_launcher import choose_backend
 from llmpq.runtime.launch.engine_starter import EngineStarter, Replan
 from llmpq.runtime.launch.engine_thread import EngineThread, RequestOutputDelta
 from llmpq.runtime.launch.pipeline_client import PipelineClient
@@ -66,6 +67,7 @@ from llmpq.runtime.text.tokenizer import Tokenizer
 from llmpq.runtime.token_rules import LogprobOutput
 from llmpq.runtime.trace import MAX_EVENTS, LoadReport, StageRecord, joined, write_chrome_trace
 from llmpq.runtime.vllm_options import VLLM_CALLS, VLLM_METHODS, without_neutral
+from llmpq.runtime.weights.ram_folder import ram_folder
 from llmpq.sizes.kv_format import BLOCK_TOKENS
 
 __all__ = [
@@ -119,6 +121,11 @@ class LLM:
         self._process = os.getpid()
         self._trace = _Trace(self._plan, self._options.trace)
         self._samples = JobSamples()  # of the job of `as_completed`
+        if self._options.keep_layers_in and choose_backend(self._plan, self._options) == "ray":
+            raise ValueError(
+                "keep_layers_in='ram' is for stages of this host: with Ray give layer_cache=DIR, a "
+                "folder of each node"
+            )
         folder = self._options.layer_cache
         self._settings = StageSettings(
             model_dir=str(chosen.directory),
@@ -143,9 +150,12 @@ class LLM:
         started_s, cluster = time.perf_counter(), self._options.cluster
         with LoadBar(quiet=not self._use_tqdm) as bar, ExitStack() as stack:
             known = cluster if isinstance(cluster, Cluster) else None
-            starter = EngineStarter(
-                self._plan, self._settings, cluster=known, replan=self._replanner()
-            )
+            settings = self._settings
+            if self._options.keep_layers_in == "ram":
+                kept = stack.enter_context(ram_folder(_kept_bytes(self._plan)))
+                options = replace(settings.options, keep_layers_in=None, layer_cache=str(kept))
+                settings = replace(settings, options=options)
+            starter = EngineStarter(self._plan, settings, cluster=known, replan=self._replanner())
             self._starter = starter
             client = stack.enter_context(starter).start(bar.on_load)
             self._prompts.wait_until_read()
@@ -754,6 +764,15 @@ def _named(what: str, place: int, among: Sequence[object]) -> Iterator[None]:
         if len(among) > 1:
             error.args = (f"{what} {place}: {error}", *error.args[1:])
         raise
+
+
+def _kept_bytes(plan: Plan) -> int:
+    """Return what a plan's quantised layers take, as far as the plan says it."""
+    return sum(
+        0 if stage.memory is None else stage.memory.weights_bytes
+        for stage in plan.stages
+        if any(precision.weight_bits < 16 for precision in stage.precisions)
+    )
 
 
 def _nothing() -> None:

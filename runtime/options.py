@@ -144,6 +144,9 @@ class EngineOptions:
     alike in all layers)."""
     layer_cache: str | Path | None = None
     """Folder that stores quantised layers, so that a restart reads them."""
+    keep_layers_in: Literal["ram"] | None = None
+    """Keep quantised layers in this host's memory, too (ram), so that a stage that is lost has them
+    again without quantising; they are gone with the command."""
     copy_weights: bool = False
     """Send each host its stage's slice of the model, which its layer cache stores."""
     enforce_eager: bool = False
@@ -212,7 +215,11 @@ class EngineOptions:
             raise ValueError(
                 f"master_port must be 1 to 65535, or 0 for a free one, got {self.master_port}"
             )
-
+        if self.keep_layers_in is not None and self.layer_cache is not None:
+            raise ValueError(
+                "keep_layers_in='ram' and layer_cache both say where quantised layers are kept: "
+                "leave one out"
+            )
         if self.ray_address is not None and self.backend not in (AUTO, "ray"):
             raise ValueError(
                 f"ray_address has no effect with backend='{self.backend}': leave one out"

@@ -103,6 +103,7 @@ def run_parser() -> CommandParser:
         "network_interface",
         "copy_weights",
         "layer_cache",
+        "keep_layers_in",
         "links",
         "deadlines",
         "on_loss",

@@ -77,6 +77,8 @@ def serve_parser() -> CommandParser:
         "costs",
         "backend",
         "ray_address",
+        "layer_cache",
+        "keep_layers_in",
         "deadlines",
         "on_loss",
         "min_quality",

@@ -185,7 +185,10 @@ class EngineStarter:
         except (LlmpqError, ValueError) as error:
             raise type(error)(f"{error}; what was lost: {reason}") from None
         self.plan, self.limits = made.plan, made.limits
-        self._settings = replace(self._settings, options=made.options)
+        kept = self._settings.options.layer_cache
+        self._settings = replace(
+            self._settings, options=replace(made.options, keep_layers_in=None, layer_cache=kept)
+        )
         self._cluster = None
         recovery.action, recovery.plan, recovery.stage = "replan", made.change, None
         now = made.change["now"]
