@@ -244,7 +244,10 @@ def engine_lines(llm: LLM) -> Iterator[str]:
     for number, stage in enumerate(plan.stages):
         first, end = stage.layers
         bits = bits_of(stage.precisions)
-        yield f"stage {number}: {stage.device} on {stage.node}, layers {first}-{end - 1}, {bits}"
+        devices = " + ".join(stage.device_names)
+        if stage.shares:
+            devices += f" (shares {':'.join(map(str, stage.shares))})"
+        yield f"stage {number}: {devices} on {stage.node}, layers {first}-{end - 1}, {bits}"
     work, pool = plan.workload, plan.pool
     tokens = "" if pool is None else f", {pool.tokens:,} tokens at once"
     yield (

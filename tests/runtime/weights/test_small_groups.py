@@ -22,8 +22,10 @@ from llmpq.planner.problem.stored_precisions import small_groups, stored_layers
 from llmpq.precision import Precision, WeightScheme
 from llmpq.runtime.backends.build_stage import build_stage
 from llmpq.runtime.step import Step
+from llmpq.runtime.weights.cut_parts import cut_tensor
 from llmpq.runtime.weights.quantized_checkpoint import open_checkpoint
 from llmpq.sizes.pool_size import PoolSize
+from llmpq.tensor_parallel import Member
 from reference.pipeline import ReferencePipeline, pad
 
 pytestmark = pytest.mark.cpu
@@ -109,6 +111,39 @@ def test_codes_are_kept(
         assert float((got - numbers).norm() / numbers.norm()) < 2e-6
     rounded = logits(target, precisions=precisions)
     assert float((rounded - numbers).norm() / numbers.norm()) > 1e-2, "rounded a second time"
+
+
+@pytest.mark.thin(2)
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("group", [32, 64, 128])
+def test_devices_that_share_a_stage_read_their_codes(
+    llama: Path, tmp_path: Path, form: str, group: int
+) -> None:
+    """Values are those of the whole's codes, also where a share begins inside a group."""
+    target = write(llama, tmp_path / "q", form, group, symmetric=True)
+    spec = ModelSpec.from_directory(target)
+    scheme = WeightScheme(bits=4, group_size=group, symmetric=True)
+
+    def layer(member: Member | None) -> dict[str, Any]:
+        source = open_checkpoint(target, spec)
+        source.keep_codes({0: scheme})
+        if member is not None:
+            source.take_member(member)
+        return source.layer(0, torch.float32)
+
+    def values(part: Any) -> torch.Tensor:
+        return part if isinstance(part, torch.Tensor) else part.dequantize(torch.float32)
+
+    whole = layer(None)
+    for index in range(2):
+        member = Member(spec=spec, shares=(2, 1), index=index)
+        cuts = member.cuts(0)
+        assert {"qkv.weight", "o.weight", "down.weight"} <= cuts.keys()
+        for name, part in layer(member).items():
+            assert isinstance(part, QuantizedWeight) == isinstance(whole[name], QuantizedWeight)
+            expected = values(whole[name])
+            expected = cut_tensor(expected, cuts[name]) if name in cuts else expected
+            assert torch.equal(values(part), expected), name
 
 
 @pytest.mark.parametrize("form", FORMS)
