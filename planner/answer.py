@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from llmpq.cluster import Cluster
+from llmpq.errors import DoesNotFitError
 from llmpq.plan import Plan, Prefer, SolverReport
 from llmpq.planner import limits
 from llmpq.planner.evaluate.objective import job_time, value
@@ -119,6 +120,23 @@ def answer_topology(
         if most >= least:  # step by step it is not better
             topology = None
     return TopologyAnswer(topology=topology, plans=plans, found=found, known=known)
+
+
+def pipeline_below(
+    problem: Problem, best: Answer, options: SolveOptions, path: str | None, found: TopologyAnswer
+) -> Answer | None:
+    """Return a pipeline that is better than the topology found; None where none was found."""
+    theta = _theta_of(problem, best, options)
+    fixed = replace(options, prefer=None)
+    try:
+        solved = plan_in_child(problem.with_changes(theta=theta), fixed, ceiling=found.found.value)
+    except DoesNotFitError:  # or none that is better
+        return None
+    if solved.outcome.value >= found.found.value:
+        return None
+    valued = solved.problem if options.budget is None else solved.problem.with_changes(theta=0.0)
+    plan = checked_plan(valued, solved.outcome, path, options.prefer)
+    return Answer(problem=solved.problem, outcome=solved.outcome, plan=plan)
 
 
 def _theta_of(problem: Problem, best: Answer, options: SolveOptions) -> float:

@@ -49,7 +49,7 @@ def write_topology_certificate(
 ) -> Path | None:
     """Write the certificate of a written plan of several engines; None where it has none."""
     from llmpq.planner.solving.certificate import topology_certificate
-    from llmpq.planner.solving.engine_prices import engine_variants
+    from llmpq.planner.solving.engine_floors import engine_variants
 
     engines = [(own.problem, own.outcome.assignment) for own in found.plans]
     variants = engine_variants(problem, options.kvs)

@@ -21,6 +21,7 @@ from llmpq.planner.answer import (
     TopologyAnswer,
     answer,
     answer_topology,
+    pipeline_below,
     solve_options,
     solved,
 )
@@ -172,8 +173,10 @@ ONE_PIPELINE = ("pin", "max_devices", "what_if", "pareto")
 
 ONE_FITS = "engines: one engine (no two groups of these devices each have room for the model)"
 
-QUICK_S = 5.0
+QUICK_S = 3.0
 """Seconds of the search for a pipeline that topologies are compared with first."""
+AGAIN_SHARE = 1 / 12
+"""Share of the time in which a pipeline is looked for that is better than the topology found."""
 
 
 def _best(
@@ -186,16 +189,34 @@ def _best(
     if not _may_share(request, problem, options):
         return answer(problem, options, path), None
     exactly = num_engines(request.engines)
-    if options.time_limit_s > QUICK_S:
-        with suppress(Unfinished):
-            hurried = replace(options, time_limit_s=QUICK_S)
-            quick = answer(problem, hurried, path)
-            found = _topology(problem, quick, options, path, exactly)
-            least = found.known.bound * (1 + TOPOLOGY_GAP)
-            if found.topology is not None and (exactly or found.found.value <= least):
-                return quick, found
-    best = answer(problem, options, path)
-    return best, _topology(problem, best, options, path, exactly)
+    best = _quick(problem, options, path)
+    found = _topology(problem, best, options, path, exactly)
+    if exactly is not None or found.known.bound * (1 + TOPOLOGY_GAP) >= found.known.value:
+        return best, found
+    if found.topology is not None:
+        if found.found.value <= found.known.bound * (1 + TOPOLOGY_GAP):
+            return best, found
+        hurried = replace(options, time_limit_s=options.time_limit_s * AGAIN_SHARE)
+        better = pipeline_below(problem, best, hurried, path, found)
+        return (best, found) if better is None else (better, _without_engines(found, better))
+    more = answer(problem, options, path)
+    if more.outcome.value >= best.outcome.value * (1 - TOPOLOGY_GAP):
+        return more, found
+    return more, _topology(problem, more, options, path, exactly)
+
+
+def _quick(problem: Problem, options: SolveOptions, path: str | None) -> Answer:
+    """Return the best pipeline that a short search finds; of the whole time where it finds none."""
+    with suppress(Unfinished):
+        hurried = replace(options, time_limit_s=min(QUICK_S, options.time_limit_s))
+        return answer(problem, hurried, path)
+    return answer(problem, options, path)
+
+
+def _without_engines(found: TopologyAnswer, better: Answer) -> TopologyAnswer:
+    """Return what topologies are worth where a pipeline was found that is better."""
+    known = replace(found.known, value=better.outcome.value)
+    return replace(found, topology=None, plans=(), known=known)
 
 
 def asked_of_one(request: PlanRequest) -> list[str]:

@@ -25,7 +25,7 @@ PROVEN_GAP = TOPOLOGY_GAP * 1.01
 
 
 def topology_lines(best: Answer, found: TopologyAnswer | None) -> list[str]:
-    """Return what is best, and what the best card, pipeline and equal shares give, a line each.
+    """Return what is best, and what the best card, pipeline and replicas give, a line each.
 
     Nothing where there is one device.
     """
@@ -41,6 +41,7 @@ def topology_lines(best: Answer, found: TopologyAnswer | None) -> list[str]:
     for name, one in (
         ("best single card", simple["card"]),
         ("best pipeline", own),
+        ("one engine a card", simple["each"]),
         ("equal replicas", simple["equal"]),
     ):
         if one is None and name == "equal replicas":

@@ -135,6 +135,12 @@ def size_numbers(p: Problem, phase: Phase, size: int) -> SizeNumbers:
 
 def _one_size(p: Problem, phase: Phase, size: int) -> tuple[Floats, Floats]:
     """[L, C, B] and [C, 2] of micro-batches of one size."""
+    if (phase, size) not in p.size_costs:
+        p.size_costs[phase, size] = _costs_of_size(p, phase, size)
+    return p.size_costs[phase, size]
+
+
+def _costs_of_size(p: Problem, phase: Phase, size: int) -> tuple[Floats, Floats]:
     work, costs, prefill = p.workload, p.costs, phase is Phase.PREFILL
     firsts = [c.first for c in p.classes]
     layers = np.array([end - start for start, end in p.groups], dtype=np.int64)

@@ -320,8 +320,13 @@ class Problem:
             kept = {k for k in self.__dict__ if k not in own}
         else:
             same_dtype = changed.workload.dtype == self.workload.dtype
+            only_rows = changed.workload == self.workload.model_copy(
+                update={"batch": changed.workload.batch}
+            )
             other = set(changes) - ({"workload"} if same_dtype else set())
             kept = {k for k, of in _MADE_OF.items() if not of & other}
+            if only_rows and set(changes) <= {"workload", "theta"}:
+                kept.add("size_costs")
         changed.__dict__.update({k: self.__dict__[k] for k in kept & set(self.__dict__)})
         return changed
 
@@ -358,6 +363,11 @@ class Problem:
 
     @cached_property
     def _sizes(self) -> dict[tuple[Phase, int], SizeNumbers]:
+        return {}
+
+    @cached_property
+    def size_costs(self) -> dict[tuple[Phase, int], tuple[Floats, Floats]]:
+        """Times of layers and ends by size of a micro-batch: those of every batch."""
         return {}
 
     def size_numbers(self, phase: Phase, size: int) -> SizeNumbers:

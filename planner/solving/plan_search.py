@@ -167,9 +167,14 @@ class Solved:
     outcome: Outcome
 
 
-def search_plan(problem: Problem, options: SolveOptions) -> Solved:
-    """Return the best plan as asked for; `NothingFitsError` where no plan has the memory."""
-    return _preferred(problem, options) if options.prefer else best_plan(problem, options)
+def search_plan(problem: Problem, options: SolveOptions, *, ceiling: float = math.inf) -> Solved:
+    """Return the best plan as asked for; `NothingFitsError` where no plan has the memory.
+
+    `Unfinished` where none is below `ceiling`, which is of one theta or a budget.
+    """
+    if options.prefer:
+        return _preferred(problem, options)
+    return best_plan(problem, options, ceiling=ceiling)
 
 
 def _preferred(problem: Problem, options: SolveOptions) -> Solved:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -53,7 +53,8 @@ class FoundTopology:
     """No topology has a lower value."""
     seconds: float
     simple: Mapping[str, Simple | None]
-    """`card`: the best single device, `equal`: the best equal shares; None where none fits."""
+    """`card`: the best single device, `each`: an engine on every device that has room, `equal`: the
+    best equal shares; None where none fits."""
 
 
 def best_topology(
@@ -67,6 +68,8 @@ def best_topology(
     """Return the best topology of a batch job; the plans of its engines are on their devices."""
     search = TopologySearch(p, options, known=known, exactly=exactly, gap=gap)
     card, equal = _best_card(search), _equal(search)
+    each = search.one_a_device()
+    search.offer([(v, rows) for v, rows, _ in each])
     found = search.run()
     engines = tuple(
         FoundEngine(
@@ -79,7 +82,7 @@ def best_topology(
         value=found.value,
         bound=found.bound,
         seconds=found.seconds,
-        simple={"card": card, "equal": equal},
+        simple={"card": card, "each": _each(search, each), "equal": equal},
     )
 
 
@@ -132,6 +135,20 @@ def _best_card(search: TopologySearch) -> Simple | None:
         if price.solved is not None:
             found.append((price.value, (cls.first.name, _time_s(price), price.omega)))
     return min(found)[1] if found else None
+
+
+def _each(
+    search: TopologySearch, engines: Sequence[tuple[Vector, int, EnginePrice]]
+) -> Simple | None:
+    """Return what an engine on every device takes; None where none fits."""
+    if not engines:
+        return None
+    devices = search.prices.vectors.counts
+    left_out = sum(devices) - len(engines)
+    words = f"{len(engines)} engine{'s' * (len(engines) > 1)}"
+    words += f", {left_out} device{'s' * (left_out > 1)} left out" if left_out else ""
+    times = [_time_s(price) for _, _, price in engines]
+    return words, max(times), max(price.omega for _, _, price in engines)
 
 
 def _equal(search: TopologySearch) -> Simple | None:

@@ -22,7 +22,7 @@ from llmpq.planner.solving.methods import SolveOptions
 
 TOPOLOGY_GAP = 1e-3
 """Relative gap to which topologies are searched: more engines must be better by more than this."""
-TOPOLOGY_SHARE = 1 / 12
+TOPOLOGY_SHARE = 1 / 20
 """Share of the time limit that the search of topologies may compute, after that of one pipeline."""
 ENGINE_SHARE = 0.5
 """Share of that which one engine may take."""
@@ -97,6 +97,11 @@ class TopologySearch:
             whole = EnginePrice(value=known.value, bound=known.bound)
             self.prices.note(self.vectors.counts, self.prices.rows, whole)
 
+    def offer(self, engines: Sequence[tuple[Vector, int]]) -> None:
+        """Start from engines whose prices are known, if they are better than the best so far."""
+        if engines and self._exactly in (None, len(engines)):
+            self._try(engines, self._target)
+
     def run(self) -> SearchedTopology:
         """Search; return the best topology. Without engines it is the known pipeline."""
         self._seed()
@@ -152,17 +157,43 @@ class TopologySearch:
 
     def _try_single_devices(self) -> None:
         """Try every device as an engine, dealing rows anew while that is better."""
-        counts, before = self.vectors.counts, math.inf
-        each = [
-            tuple(int(c == own) for c in range(len(counts)))
-            for own, count in enumerate(counts)
-            for _ in range(count)
-        ]
+        each, before = self.single_devices, math.inf
         while self.value < before and not self.prices.late:
             before, below = self.value, self._target
             if sum(self.prices.most(v, below) for v in each) < self.prices.rows:
                 return
             self._try(self._dealt(each, below), below)
+
+    @property
+    def single_devices(self) -> list[Vector]:
+        """Every device as an engine."""
+        counts = self.vectors.counts
+        return [
+            tuple(int(c == own) for c in range(len(counts)))
+            for own, count in enumerate(counts)
+            for _ in range(count)
+        ]
+
+    def one_a_device(self) -> list[tuple[Vector, int, EnginePrice]]:
+        """Return engines of one device each, with the rows that let all end about together.
+
+        Devices that have no room for the model, or are too slow for a row, have none; no engines
+        where so few rows or devices are left.
+        """
+        each, high = self.single_devices, 1.0
+        able = [self.prices.most(v, math.inf) for v in each]
+        if sum(able) < self.prices.rows:
+            return []
+        while sum(self.prices.most(v, high) for v in each) < self.prices.rows:
+            high *= 2
+        low = 0.0
+        for _ in range(HALVINGS):
+            middle = (low + high) / 2
+            enough = sum(self.prices.most(v, middle) for v in each) >= self.prices.rows
+            low, high = (low, middle) if enough else (middle, high)
+        engines = [(v, n) for v, n in self._dealt(each, high) if n]
+        found = [(v, n, self.prices.price(v, n)) for v, n in engines]
+        return found if all(price.solved is not None for _, _, price in found) else []
 
     def _most_rows(self, below: float, *, proven: bool = False) -> tuple[float, list[Vector]]:
         rows: dict[Vector, float] = {}

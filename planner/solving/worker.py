@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import json
+import math
 import os
 import signal
 import subprocess
@@ -48,11 +49,15 @@ class SolverCrashed(LlmpqError):
     """The solver's process died; nothing is known of the problem."""
 
 
-def plan_in_child(problem: Problem, options: SolveOptions) -> Solved:
-    """Return the best plan of a job; raise what the search raises, `SolverCrashed` if it dies."""
+def plan_in_child(problem: Problem, options: SolveOptions, *, ceiling: float = math.inf) -> Solved:
+    """Return the best plan of a job; raise what the search raises, `SolverCrashed` if it dies.
+
+    `Unfinished` where none is found below `ceiling`.
+    """
     from llmpq.planner.solving.plan_search import nothing_fits
 
-    answer = run_in_child(problem, "plan", _options_data(options), method=options.method)
+    asked = {"options": _options_data(options), "ceiling": ceiling}
+    answer = run_in_child(problem, "plan", asked, method=options.method)
     if "nothing_fits" in answer:
         raise nothing_fits(problem.with_changes(theta=answer["theta"]), options)
     return _solved(problem, answer)
@@ -174,7 +179,9 @@ def _do(problem: Problem, job: Job, options: dict[str, Any]) -> dict[str, Any]:
         from llmpq.planner.solving.plan_search import search_plan
 
         try:
-            found = search_plan(problem, _parsed_options(options))
+            found = search_plan(
+                problem, _parsed_options(options["options"]), ceiling=options["ceiling"]
+            )
         except NothingFitsError as error:
             return {"nothing_fits": True, "theta": error.problem.theta}
         return _solved_data(found)

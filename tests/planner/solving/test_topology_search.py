@@ -16,7 +16,7 @@ from llmpq.planner.evaluate.fits import fits
 from llmpq.planner.evaluate.objective import sum_omega, value
 from llmpq.planner.problem.problem import Problem
 from llmpq.planner.solving.count_vectors import CountVectors
-from llmpq.planner.solving.engine_prices import MOST_WAVES
+from llmpq.planner.solving.engine_floors import MOST_WAVES, EngineFloors
 from llmpq.planner.solving.methods import SolveOptions
 from llmpq.planner.solving.plan_search import best_plan
 from llmpq.planner.solving.topologies import best_topology, two_fit
@@ -56,12 +56,12 @@ class _Oracle:
                 continue
             for dealt_rows in _compositions(rows, len(groups)):
                 worst = max(
-                    self._engine(group, n) for group, n in zip(groups, dealt_rows, strict=True)
+                    self.engine(group, n) for group, n in zip(groups, dealt_rows, strict=True)
                 )
                 found = min(found, worst)
         return found
 
-    def _engine(self, names: tuple[str, ...], rows: int) -> float:
+    def engine(self, names: tuple[str, ...], rows: int) -> float:
         kinds = tuple(sorted(name.rpartition("-")[0] for name in names))
         if (kinds, rows) not in self.known:
             best = math.inf
@@ -111,6 +111,46 @@ def test_the_best_topology_is_that_of_brute_force() -> None:
         fitting += math.isfinite(best)
         several += _check(seed, p, best, TopologySearch(p, OPTIONS, gap=0.0))
     assert several > 8 and fitting > 30
+
+
+def test_no_engine_is_quicker_than_its_floor() -> None:
+    """Whatever rows an engine has; of one device the floor is what it takes, but for memory."""
+    near = known = 0
+    for seed in range(400 if ALL else 12):
+        p = _problem(seed, batch=4)
+        budget = float(p.omega.min(axis=1).sum()) * 1.3 + 1e-6 if seed % 3 == 0 else None
+        oracle, vectors = _Oracle(p, budget), CountVectors(p)
+        own = p if budget is None else p.with_changes(theta=0.0)
+        floors = EngineFloors(own, vectors.vectors, (), budget)
+        for v in vectors.vectors:
+            for rows in (1, 3, 4):
+                took, floor = oracle.engine(vectors.names(v), rows), floors.floor(v, rows)
+                assert floor <= took * (1 + 1e-9), (seed, v, rows)
+                if math.isfinite(took):
+                    known, near = known + 1, near + (floor > 0.8 * took)
+    assert near > known / 3 > 10
+
+
+def test_it_is_never_worse_than_simple_topologies() -> None:
+    """Not than one card, one pipeline, or an engine a card, all valued alike."""
+    compared = 0
+    for seed in range(500, 505):
+        p = _problem(seed)
+        try:
+            pipeline = best_plan(p, OPTIONS).outcome.value
+        except DoesNotFitError:
+            continue
+        known = KnownPipeline(value=pipeline, bound=pipeline)
+        search = TopologySearch(p, OPTIONS, known=known, gap=0.0)
+        each, cards = search.one_a_device(), search.single_devices
+        search.offer([(v, rows) for v, rows, _ in each])
+        alone = [search.prices.price(v, search.prices.rows).value for v in set(cards)]
+        worst = max((price.value for _, _, price in each), default=math.inf)
+        assert sum(rows for _, rows, _ in each) in (0, 3)
+        found = search.run().value
+        assert found <= min(pipeline, worst, *alone) * (1 + 1e-9), seed
+        compared += math.isfinite(worst)
+    assert compared > 1
 
 
 def test_so_many_engines_are_the_best_of_so_many() -> None:
