@@ -160,7 +160,7 @@ class TopologySearch:
         each, before = self.single_devices, math.inf
         while self.value < before and not self.prices.late:
             before, below = self.value, self._target
-            if sum(self.prices.most(v, below) for v in each) < self.prices.rows:
+            if sum(self._able(v, below) for v in each) < self.prices.rows:
                 return
             self._try(self._dealt(each, below), below)
 
@@ -191,7 +191,8 @@ class TopologySearch:
             middle = (low + high) / 2
             enough = sum(self.prices.most(v, middle) for v in each) >= self.prices.rows
             low, high = (low, middle) if enough else (middle, high)
-        engines = [(v, n) for v, n in self._dealt(each, high) if n]
+        rows = dealt(self.prices.rows, [self.prices.most(v, high) for v in each])
+        engines = [(v, n) for v, n in zip(each, rows, strict=True) if n]
         found = [(v, n, self.prices.price(v, n)) for v, n in engines]
         return found if all(price.solved is not None for _, _, price in found) else []
 
@@ -204,12 +205,14 @@ class TopologySearch:
             rows[v] = most
         return self.vectors.most_rows(rows, self._exactly)
 
+    def _able(self, v: Vector, below: float) -> int:
+        """Return the most rows that an engine may be tried with."""
+        most = self.prices.most(v, below)
+        return min(most, self._given_up.get(self.vectors.canonical(v), most))
+
     def _dealt(self, chosen: Sequence[Vector], below: float) -> list[tuple[Vector, int]]:
         """Deal the job's rows to engines in proportion to the rows each may do."""
-        able = []
-        for v in chosen:
-            most = self.prices.most(v, below)
-            able.append(min(most, self._given_up.get(self.vectors.canonical(v), most)))
+        able = [self._able(v, below) for v in chosen]
         # Engines that must all be there have a row each.
         least = [int(self._exactly is not None)] * len(able)
         more = dealt(self.prices.rows - sum(least), [n - 1 if least[0] else n for n in able])
@@ -277,6 +280,7 @@ def dealt(rows: int, able: Sequence[int]) -> list[int]:
 
     The sum of `able` is not below `rows`.
     """
+    assert sum(able) >= rows, "there are engines for all rows"
     whole = max(1, sum(able))
     found = [rows * most // whole for most in able]
     left = rows - sum(found)
