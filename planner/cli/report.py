@@ -105,7 +105,7 @@ def _slowest(plan: Plan) -> list[str]:
 
 
 def memory_table(plan: Plan) -> Table:
-    """Return where each stage's memory goes."""
+    """Return where each stage's memory goes, and that of the devices that share one."""
     from rich import box
     from rich.table import Table
 
@@ -116,7 +116,12 @@ def memory_table(plan: Plan) -> Table:
         columns.remove("prefixes")
     for name in (*columns, "total", "limit", "free"):
         table.add_column(name, justify="left" if name == "device" else "right")
-    for stage in plan.stages:
+    shown = [
+        (stage is not one, one)
+        for stage in plan.stages
+        for one in (stage, *(stage.members if stage.shares else ()))
+    ]
+    for is_member, stage in shown:
         m = stage.memory
         if m is None:
             continue
@@ -131,7 +136,8 @@ def memory_table(plan: Plan) -> Table:
             m.limit_bytes,
             m.limit_bytes - m.total_bytes,
         )
-        table.add_row(stage.device, *(format_size(size) for size in sizes))
+        name = f"  {stage.device}" if is_member else stage.device
+        table.add_row(name, *(format_size(size) for size in sizes))
     return table
 
 

@@ -160,7 +160,8 @@ def round_bytes(
 
     rows = plan.decode_microbatch
     verify = max(0, workspace(rows * (gamma + 1)) - workspace(rows))
-    return draft_bytes(plan, spec, index, mode) + verify
+    own = (rank for rank, worker in enumerate(plan.workers) if worker.stage == index)
+    return sum(draft_bytes(plan, spec, rank, mode) for rank in own) + verify
 
 
 def _added(
@@ -176,7 +177,7 @@ def _added(
         mode=mode,
         gamma=gamma,
         acceptance=PRIOR_ACCEPTANCE[mode],
-        extra_bytes=sum(draft_bytes(plan, spec, i, mode) for i in range(len(plan.stages))),
+        extra_bytes=sum(draft_bytes(plan, spec, i, mode) for i in range(len(plan.workers))),
         predicted_speedup=speedup,
     )
     beside = [

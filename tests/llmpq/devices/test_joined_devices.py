@@ -71,7 +71,9 @@ def test_too_few_devices_are_refused():
         ("mixtral-8x7b", "3090:4", "3:1", ["RTX-3090-0", "RTX-3090-1"]),
     ],
 )
-def test_a_plan_of_groups_says_what_each_device_holds(tmp_path, model, devices, shares, names):
+def test_a_plan_of_groups_says_what_each_device_holds(
+    tmp_path, capsys, model, devices, shares, names
+):
     path = tmp_path / "plan.json"
     words = ["--model", model, "--devices", devices, "--tensor-parallel", shares]
     assert planner([*words, "--engines", "1", "--batch", "4", "-o", str(path)]) == 0
@@ -83,6 +85,8 @@ def test_a_plan_of_groups_says_what_each_device_holds(tmp_path, model, devices, 
         own = member_memory(plan, worker, spec, quantization=plan.settings(), on_gpu=True)
         assert memory.weights_bytes == own.weights_bytes and memory.kv_bytes == own.kv_bytes
         assert place.kind in place.device
+    said = capsys.readouterr().out
+    assert all(f"  {name} " in said for name in names), said
     assert planner(["check", str(path)]) == 0
     one = tmp_path / "one.json"
     words[3] = devices.replace(":2", "").replace(":4", "").partition(",")[0]
