@@ -24,6 +24,12 @@ def us_beside(row: Row) -> str:
     return f"{row['value']:.1f} ({others})"
 
 
+def over_cublas_and_tiles(row: Row) -> str:
+    """Return how many times as long cuBLAS takes in 16 bits, and the best tiles."""
+    beside = row["baselines"]
+    return f"{beside['cublas'] / row['value']:.2f}x ({beside['tiles'] / row['value']:.2f})"
+
+
 def us_beside_sixteen_bits(row: Row) -> str:
     """Return a step's us (over our pool in 16 bits) and attention's (the best in 16 bits)."""
     peers, us = dict(row["baselines"]), f"{row['value']:.1f}"
@@ -265,6 +271,20 @@ KERNEL_TABLES = {
         index=("model", "precision", "kv", "chunks", "behind"),
         column="step",
         show=lambda row: f"{row['value']:.0f} ({row['baselines']['host']:.0f})",
+    ),
+    "merged_parts": Pivot(
+        file="step.jsonl",
+        bench="merged_parts",
+        index=("model", "context", "requests"),
+        column="channels",
+        show=lambda row: f"{row['value']:.2f} ({row['baselines']['merging, us']:.0f})",
+    ),
+    "gemm_between": Pivot(
+        file="gemm_choice.jsonl",
+        bench="gemm_between",
+        index=("precision", "weights", "shape"),
+        column="m",
+        show=over_cublas_and_tiles,
     ),
     "gemm_untuned": Pivot(
         file="gemm_choice.jsonl",

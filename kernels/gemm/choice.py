@@ -37,6 +37,12 @@ M_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 320, *range(384, 2048, 128), 2048
 NEAR = 0.875
 """Of a bucket of more than 16 rows: fewer take what the model says for their number."""
 
+OWN_FORM_ROWS = 1024
+"""Rows above which an entry serves its own form of weights alone.
+
+H200, 4 bits in bfloat16 with zeros, 4096 x 28672 (K x N): by float16's entry and by the best of the
+model's, 1,500 rows 510 and 462 us, 2,048 rows 690 and 597."""
+
 
 def bucket(rows: int) -> int | None:
     """Return the least of `M_BUCKETS` that holds `rows`, or None above all."""
@@ -135,11 +141,17 @@ def choose(product: Product, machine: Machine) -> Config:
 
 
 def _measured(machine: Machine, product: Product) -> Config | None:
-    """The nearest measurement; 3 bits and forms without their own use those of 4 bits, float16."""
+    """The nearest measurement; 3 bits and forms without their own use those of 4 bits, float16.
+
+    Of many rows they do not.
+    """
     gpu = (*machine.capability, machine.multiprocessors)
     own, rows = bucket(product.rows), product.rows
     if own is None or (own > 16 and rows < NEAR * own):
         return None
+    if rows > OWN_FORM_ROWS and (product.bits == 3 or product.form != "fp16"):
+        config = _tuned().get(_Key(gpu, product.bits, product.n, product.k, own, product.form))
+        return config if config is not None and suits(config, product.bits) else None
     kinds = ((product.bits, product.form), (product.bits, None))
     for b, f in (*kinds, (4, product.form), (4, None)) if product.bits == 3 else kinds:
         config = _tuned().get(_Key(gpu, b, product.n, product.k, own, f))

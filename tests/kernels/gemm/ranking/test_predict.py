@@ -5,7 +5,7 @@ import math
 
 import pytest
 
-from llmpq.kernels.gemm.choice import choose
+from llmpq.kernels.gemm.choice import _measured, choose
 from llmpq.kernels.gemm.ranking.candidates import (
     GLUON_FORMS,
     ROWS_FORMS,
@@ -136,3 +136,14 @@ def test_long_prompts_of_8_bits_are_made_16_bits_first(form):
     """On Hopper too, from where unpacking each tile again costs more than unpacking once."""
     chosen = {rows: choose(Product(8, 4096, 14336, rows, form), REFERENCE) for rows in (256, 4096)}
     assert chosen[256].kernel == "wgmma_gemm" and chosen[4096].piece_mib
+
+
+def test_entries_of_many_rows_serve_their_own_form_alone():
+    """Few rows of other forms, and of 3 bits, are close to float16's without zeros."""
+
+    def found(bits: int, rows: int, form: str) -> Config | None:
+        return _measured(REFERENCE, Product(bits, 28672, 4096, rows, form))
+
+    assert found(4, 2048, "fp16") is not None
+    assert found(4, 2048, "bf16 zeros") is None and found(3, 2048, "fp16") is None
+    assert found(4, 1024, "bf16 zeros") == found(4, 1024, "fp16") is not None
