@@ -13,6 +13,7 @@ from llmpq.runtime.vllm_options import VLLM_OPTIONS, Other
 _LENGTH = "lengths are each request's own; a plan's are llmpq-algo --prompt-len and --gen-len"
 _DEVICES = VLLM_OPTIONS["pipeline_parallel_size"].flag
 _SHARED = "devices that share layers are a plan's: llmpq-algo --tensor-parallel N"
+_PROMPT = "prompts are rows of llmpq-dist run -i FILE; one at a time: llmpq-dist chat"
 
 
 def _flags(name: str, other: Other) -> list[str]:
@@ -65,6 +66,8 @@ VLLM_FLAGS: Mapping[str, str] = {
     "--uvicorn-log-level": "llmpq-dist serve has --no-access-log",
     "--chat-template-content-format": "contents go to a template as texts: leave it out",
     "--default-chat-template-kwargs": "requests say them: chat_template_kwargs of a body",
+    "-p": _PROMPT,
+    "--prompt": _PROMPT,
     "-m": "the model is --model DIR, or a plan --plan FILE",
     "--ctx-size": _LENGTH,
     "-c": _LENGTH,
