@@ -69,6 +69,13 @@ def format_size(num_bytes: float) -> str:
     return f"{sign}{size:.1f} TiB"
 
 
+def short_size(num_bytes: float) -> str:
+    """Return bytes as `format_size` does, in eight characters: `512 MiB`, `23.6 GiB`."""
+    number, unit = format_size(num_bytes).split()
+    whole = number.endswith(".0") or len(number) > 4
+    return f"{float(number):.0f} {unit}" if whole else f"{number} {unit}"
+
+
 def _written(num_bytes: int) -> int | str:
     """Return a size as a file holds it: few bytes with their unit, or they would be asked back."""
     return num_bytes if num_bytes == 0 or num_bytes >= LEAST_BARE else f"{num_bytes} B"

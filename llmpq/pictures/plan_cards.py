@@ -25,6 +25,7 @@ PARTS = {
     "embedding, head": "#6b7fa3",
     "KV cache": "#8fbf8f",
     "recurrent state": "#5f8f5f",
+    "states of prefixes": "#8fbf8f",
     "workspace": "#c9b8dd",
     "framework": "#a9a9b4",
     "free": "#ffffff",

@@ -21,6 +21,7 @@ LETTERS = {
     "embedding, head": ("E", "blue"),
     "KV cache": ("K", "green"),
     "recurrent state": ("S", "green"),
+    "states of prefixes": ("s", "green"),
     "workspace": ("w", "magenta"),
     "framework": ("f", "white"),
     "free": (".", "dim"),

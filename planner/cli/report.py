@@ -12,7 +12,7 @@ from llmpq.planner.cli.speeds import Speed, shown
 from llmpq.planner.problem.outcome import rounded_up
 from llmpq.precision import KVPrecision, Precision, bits_of
 from llmpq.sizes.kv_format import BLOCK_TOKENS
-from llmpq.units import format_size
+from llmpq.units import format_size, short_size
 from llmpq.workload import Workload
 
 if TYPE_CHECKING:
@@ -104,8 +104,15 @@ def _slowest(plan: Plan) -> list[str]:
     return [f"<- slowest of {' and '.join(phases)}" if phases else "" for phases in found]
 
 
-def memory_table(plan: Plan) -> Table:
-    """Return where each stage's memory goes, and that of the devices that share one."""
+WIDE = 140
+"""Columns of a terminal from which on tables have their sizes in full."""
+
+
+def memory_table(plan: Plan, width: int = WIDE) -> Table:
+    """Return where each stage's memory goes, and that of the devices that share one.
+
+    `width`: columns of the terminal.
+    """
     from rich import box
     from rich.table import Table
 
@@ -115,13 +122,15 @@ def memory_table(plan: Plan) -> Table:
     if not prefixes:
         columns.remove("prefixes")
     for name in (*columns, "total", "limit", "free"):
-        table.add_column(name, justify="left" if name == "device" else "right")
-    shown = [
+        left = name == "device"
+        table.add_column(name, justify="left" if left else "right", no_wrap=left)
+    written = format_size if width >= WIDE else short_size
+    listed = [
         (stage is not one, one)
         for stage in plan.stages
         for one in (stage, *(stage.members if stage.shares else ()))
     ]
-    for is_member, stage in shown:
+    for is_member, stage in listed:
         m = stage.memory
         if m is None:
             continue
@@ -137,7 +146,7 @@ def memory_table(plan: Plan) -> Table:
             m.limit_bytes - m.total_bytes,
         )
         name = f"  {stage.device}" if is_member else stage.device
-        table.add_row(name, *(format_size(size) for size in sizes))
+        table.add_row(name, *map(written, sizes))
     return table
 
 
@@ -308,7 +317,7 @@ def print_plan(
     if seconds is not None:
         console.print(f"solved in {seconds:.2f} s", highlight=False)
     console.print(stage_table(plan))
-    console.print(memory_table(plan))
+    console.print(memory_table(plan, console.width))
 
 
 def _ms(seconds: float) -> str:

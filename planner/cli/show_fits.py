@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 from llmpq.errors import DoesNotFitError
 from llmpq.planner.cli.fit_report import BatchFit, BitsFit, FitReport, fit_answer
-from llmpq.planner.cli.report import GUESSES, remarks_of, warnings_of
+from llmpq.planner.cli.report import GUESSES, WIDE, remarks_of, warnings_of
 from llmpq.planner.cli.show_plan import open_console, say
 from llmpq.planner.problem.requests import FitsRequest
-from llmpq.units import format_size
+from llmpq.units import format_size, short_size
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -64,7 +64,7 @@ def print_fits(console: Console, report: FitReport) -> None:
     times = "estimated from the table of devices" if report.estimated else "from a profile"
     say(console, f"tokens/s: of all requests together, at the end of the context; {times}")
     if report.fits:
-        console.print(devices_table(report))
+        console.print(devices_table(report, console.width))
         if report.engines is not None:
             say(console, f"faster: {report.engines}")
     elif report.remedies:
@@ -119,14 +119,15 @@ def _rate(rate: float | None) -> str:
     return "-" if rate is None else f"{rate:.3g}"
 
 
-def devices_table(report: FitReport) -> Table:
-    """Return where the memory of every device goes."""
+def devices_table(report: FitReport, width: int) -> Table:
+    """Return where the memory of every device goes, for a terminal of so many columns."""
     from rich import box
     from rich.table import Table
 
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    table.add_column("device")
-    table.add_column("layers")
+    narrow = width < WIDE
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 0) if narrow else (0, 1))
+    table.add_column("device", no_wrap=True)
+    table.add_column("layers", no_wrap=True)
     names = ["memory", "left free", "weights", "embed/head", "KV", "of it a token"]
     names += ["a request", "of prefixes"] if _has_state(report) else []
     for name in (*names, "workspace", "CUDA, torch", "free"):
@@ -137,7 +138,7 @@ def devices_table(report: FitReport) -> Table:
         sizes += [own.kv_bytes, own.kv_bytes_per_token]
         sizes += [own.state_bytes_per_request, own.prefix_bytes] if _has_state(report) else []
         sizes += [own.workspace_bytes, own.context_bytes, own.free_bytes]
-        table.add_row(own.device, layers, *(format_size(size) for size in sizes))
+        table.add_row(own.device, layers, *map(short_size if narrow else format_size, sizes))
     return table
 
 

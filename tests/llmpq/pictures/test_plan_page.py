@@ -12,9 +12,11 @@ import pytest
 from browser import browser, faults_in_every_look, needs_browser
 from llmpq.pictures.html_page import SCRIPTS
 from llmpq.pictures.memory_parts import device_bytes, layer_runs, memory_parts
+from llmpq.pictures.plan_cards import cards_svg
 from llmpq.pictures.plan_page import Beside, plan_page
 from llmpq.pictures.predicted_steps import predicted_steps
 from llmpq.pictures.stage_links import link_loads
+from llmpq.pictures.text_pictures import memory_bars
 from llmpq.plan import Plan
 from llmpq.planner.__main__ import main
 from llmpq.units import format_size
@@ -164,6 +166,9 @@ def test_a_recurrent_models_states_are_apart_from_its_kv(tmp_path: Path) -> None
     sizes = {part.name: part.nbytes for part in memory_parts(plan, 0)}
     assert sizes["recurrent state"] == 2 * plan.pool.state_bytes
     assert sizes["recurrent state"] + sizes["KV cache"] == plan.stages[0].memory.kv_bytes
+    assert sizes["states of prefixes"] == plan.stages[0].memory.prefix_bytes > 0
+    assert "states of prefixes" in plan_page(plan) and "states of prefixes" in cards_svg(plan)
+    assert "s states of prefixes" in "\n".join(map(str, memory_bars(plan)))
 
 
 def test_a_plan_by_hand_has_a_page(plan: Plan) -> None:
