@@ -8,7 +8,7 @@ Triton compiles a kernel when it is first launched, a second or two each and one
 Here a launch that finds no kernel is noted and left out, so that code runs through in milliseconds;
 then forked processes compile what was noted, each its share, into Triton's folder of kernels, where
 this process finds them by their content. Threads would not do: a third of a compilation holds the
-interpreter's lock (51 kernels on an H200's 16 cores took 34 s in threads, 103 s in all).
+interpreter's lock (51 kernels of Llama-3.1-8B's steps, H200 and 16 cores: 30 s in threads, 9 so).
 
 Kernels that are there are launched as ever, over what others did not compute. So memory that is
 taken meanwhile is zeroed: indices made of it are valid, and asking a tensor for a value is too.
@@ -27,7 +27,7 @@ from typing import Any
 import torch
 import triton
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.overrides import TorchFunctionMode
 
 MOST_PROCESSES = 16
 """Compilations at once."""
@@ -72,29 +72,33 @@ class _Missing(triton.AsyncCompileMode):
         self.noted.setdefault(key, _Compilation(compile_, finish))
 
 
-class _Zeroed(TorchDispatchMode):
-    """Zeroes tensors that are made without values."""
+class _Zeroed(TorchFunctionMode):
+    """Zeroes tensors that are made without values.
+
+    What operators allocate themselves they fill. A `TorchDispatchMode` would see that, too, and
+    import torch._dynamo for it, which takes about five seconds of a start.
+    """
 
     _EMPTY = frozenset(
         {
-            torch.ops.aten.empty.memory_format,
-            torch.ops.aten.empty_like.default,
-            torch.ops.aten.empty_strided.default,
-            torch.ops.aten.new_empty.default,
-            torch.ops.aten.new_empty_strided.default,
+            torch.empty,
+            torch.empty_like,
+            torch.empty_strided,
+            Tensor.new_empty,
+            Tensor.new_empty_strided,
         }
     )
 
-    def __torch_dispatch__(
+    def __torch_function__(
         self,
         func: Any,
-        types: Sequence[type],
+        types: Any,
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         """Run an operator, and zero what it leaves open."""
         out = func(*args, **(kwargs or {}))
-        return out.zero_() if func in self._EMPTY and isinstance(out, Tensor) else out
+        return out.zero_() if func in self._EMPTY else out
 
 
 def _compile_forked(found: Sequence[_Compilation], processes: int) -> None:

@@ -5,6 +5,8 @@ Without a GPU: a driver that knows its target, and whose launches would fail.
 
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 from types import SimpleNamespace
@@ -129,3 +131,14 @@ def test_memory_without_values_is_zeroed_within(no_gpu):
             torch.empty_like(full), torch.empty_strided((4, 5), (1, 4), dtype=torch.long),
         ):  # fmt: skip
             assert not made.any()
+
+
+def test_a_start_does_not_import_what_nothing_of_it_calls():
+    code = (
+        "import sys, torch\n"
+        "from llmpq.kernels.compile_missing import compiling_missing\n"
+        "with compiling_missing(), torch.inference_mode():\n"
+        "    x = torch.empty(3, 4).new_empty(2, 2) @ torch.ones(2, 2)\n"
+        "assert 'torch._dynamo' not in sys.modules and not x.any()\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
