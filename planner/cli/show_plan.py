@@ -134,7 +134,7 @@ def make_and_show(request: PlanRequest, job: PlanJob) -> None:
 
     beside = bits_lines(best, options)
     if request.engines != "1":
-        beside += topology_lines(best, several)
+        beside += topology_lines(best, several, num_engines(request.engines))
         if several is None and _may_ask(request, problem, options):
             beside.append(ONE_FITS)
     why = _why(best, options, whole=request.explain) if request.explain or request.report else []
@@ -309,7 +309,7 @@ def _show_topology(
         proof = write_topology_certificate(
             request.output, topology, found, job.problem, job.options
         )
-    lines = topology_lines(best, found)
+    lines = topology_lines(best, found, num_engines(request.engines))
     if request.report:
         write_report(request.report, topology_page(topology, [*lines, *job.notes]))
     if request.json:

@@ -24,10 +24,12 @@ PROVEN_GAP = TOPOLOGY_GAP * 1.01
 """Share that a topology may be better by, up to which it is said to be proven the best."""
 
 
-def topology_lines(best: Answer, found: TopologyAnswer | None) -> list[str]:
+def topology_lines(
+    best: Answer, found: TopologyAnswer | None, exactly: int | None = None
+) -> list[str]:
     """Return what is best, and what the best card, pipeline and replicas give, a line each.
 
-    Nothing where there is one device.
+    Nothing where there is one device. `exactly`: so many engines were to be there.
     """
     if found is None:
         return _left_out(best)
@@ -37,7 +39,7 @@ def topology_lines(best: Answer, found: TopologyAnswer | None) -> list[str]:
     stages = ", ".join(stage.device for stage in best.plan.stages)
     own = (f"{stages}", pipeline.total_s, pipeline.sum_omega)
     rows = work.batch * work.gen_len
-    lines = [_verdict(best, found)]
+    lines = [_verdict(found, exactly)]
     for name, one in (
         ("best single card", simple["card"]),
         ("best pipeline", own),
@@ -59,7 +61,7 @@ def _simple_text(one: Simple | None, tokens: int) -> str:
     return f"{where}: {shown(tokens / seconds)} tokens/s, quality loss {omega:.4g}"
 
 
-def _verdict(best: Answer, found: TopologyAnswer) -> str:
+def _verdict(found: TopologyAnswer, exactly: int | None) -> str:
     """Return how many engines are best, and how sure that is."""
     engines = 1 if found.topology is None else len(found.topology.engines)
     words = "one engine" if engines == 1 else f"{engines} engines"
@@ -67,9 +69,11 @@ def _verdict(best: Answer, found: TopologyAnswer) -> str:
     if math.isinf(gap):
         sure = "no bound over topologies is known"
     elif gap <= PROVEN_GAP:
-        sure = f"proven: no topology is better by more than {TOPOLOGY_GAP:.1%}"
+        others = "topology is" if exactly is None else f"{exactly} engines are"
+        sure = f"proven: no {others} better by more than {TOPOLOGY_GAP:.1%}"
     else:
-        sure = f"the best topology found, at most {gap:.1%} above the best there may be"
+        what = "topology" if exactly is None else f"{exactly} engines"
+        sure = f"the best {what} found, at most {gap:.1%} above the best there may be"
     return f"engines: {words} ({sure})"
 
 

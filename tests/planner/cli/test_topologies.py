@@ -113,7 +113,10 @@ def test_unequal_cards_have_rows_by_their_speed(planned: Any) -> None:
 
 def test_so_many_engines_as_are_asked_for(planned: Any) -> None:
     words = ["--devices", "3090:4", "--model", "qwen3-8b", "--batch", "16", *JOB]
-    plan, _ = planned(*words, "--engines", "2")
+    plan, lines = planned(*words, "--engines", "2")
+    (verdict,) = [line for line in lines if line.startswith("engines: 2 engines (")]
+    assert "topology" not in verdict  # of two engines alone
+    assert any(line.startswith("one engine a card: ") for line in lines)
     assert isinstance(plan, Topology) and len(plan.engines) == 2
 
 
