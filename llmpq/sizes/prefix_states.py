@@ -26,13 +26,14 @@ def with_prefix_states(
 ) -> tuple[StagePlan, ...]:
     """Return the stages with the bytes of kept states, if all have room for them.
 
-    `beside`: bytes that drafts take of each stage's device.
+    None are counted where devices share a stage: a run keeps theirs beside the plan. `beside`:
+    bytes that drafts take of each stage's device.
     """
     layers = [range(*stage.layers) for stage in stages]
     slots, dtype_bytes = num_snapshots(spec, workload), workload.dtype_bytes
     each = [state_bytes(spec, own, slots=slots, dtype_bytes=dtype_bytes) for own in layers]
     taken = beside or [0] * len(stages)
-    has_room = all(
+    has_room = not any(stage.shares for stage in stages) and all(
         stage.memory.least_bytes + drafts + size <= stage.memory.limit_bytes
         for stage, drafts, size in zip(stages, taken, each, strict=True)
         if stage.memory is not None
@@ -49,7 +50,8 @@ def prefix_notes(plan: Plan, spec: ModelSpec) -> list[str]:
     """Say that a run finds no prefixes for want of room; nothing where it does, or never would."""
     counted = [stage.memory for stage in plan.stages if stage.memory is not None]
     slots = num_snapshots(spec, plan.workload)
-    if not counted or not slots or any(memory.prefix_bytes for memory in counted):
+    shared = any(stage.shares for stage in plan.stages)
+    if not counted or not slots or shared or any(memory.prefix_bytes for memory in counted):
         return []
     layers, dtype_bytes = range(spec.num_layers), plan.workload.dtype_bytes
     size = state_bytes(spec, layers, slots=slots, dtype_bytes=dtype_bytes)

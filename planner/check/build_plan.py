@@ -146,7 +146,8 @@ def _with_members(p: Problem, plan: Plan, devices: Sequence[Device]) -> Plan:
         chunk=p.chunk,
         prefill_microbatch=plan.prefill_microbatch,
     )
-    return whole.model_copy(update={"pool": pool})
+    kept = with_prefix_states(whole.stages, p.spec, p.workload)
+    return whole.model_copy(update={"pool": pool, "stages": kept})
 
 
 def _member_memory(p: Problem, plan: Plan, worker: Worker, device: Device) -> MemoryForm:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 import llmpq
 from llmpq.errors import BadPlanError
 from llmpq.model_spec import ModelSpec
 from llmpq.plan import MemoryForm, Plan
+from llmpq.planner.__main__ import main
 from llmpq.planner.check.check import check_alone
 from llmpq.sizes.pool_size import LEAST_SNAPSHOTS
 from llmpq.sizes.prefix_states import prefix_notes, with_prefix_states
@@ -70,3 +73,13 @@ def test_one_stage_without_room_means_none_on_any(plan: Plan) -> None:
         found = tight.model_copy(update={"stages": stages})
         assert [memory.prefix_bytes > 0 for memory in _memories(found)] == [has_room] * len(stages)
         assert bool(prefix_notes(found, _spec(plan))) is not has_room
+
+
+def test_devices_that_share_a_stage_count_none(tmp_path: Path) -> None:
+    made = tmp_path / "plan.json"
+    words = "--model qwen3.5-27b --devices 3090:2 --tensor-parallel 2 --batch 2 --bits 4 --json"
+    assert main([*words.split(), "-o", str(made)]) == 0
+    plan = Plan.load(made)
+    assert [memory.prefix_bytes for memory in _memories(plan)] == [0]
+    check_alone(plan)
+    assert prefix_notes(plan, _spec(plan)) == []
