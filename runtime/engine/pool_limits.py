@@ -9,8 +9,11 @@ from llmpq.precision import KVPrecision
 from llmpq.runtime.request import ContextLengthError, Request, too_long
 from llmpq.sizes.kv_format import BLOCK_TOKENS, HOLDBACK_TOKENS, TAIL_TOKENS, spanned_blocks
 
-ROUND_TOKENS = 32
-"""Steps of prompts alone on several stages have a multiple of so many tokens."""
+ROUND_TOKENS = 64
+"""Steps of prompts alone on several stages have a multiple of so many tokens, as GPUs pad them."""
+MORE_SHARES = 1.5
+"""Times the best number of shares where a step's floor and its tokens add up: where the longer of
+the two counts, three times as many are best."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,14 +71,14 @@ class PoolLimits:
         `waiting`: tokens of prompts to compute. Where none decodes, a single stage takes all that
         a step may have. Of D stages each computes a share of them while the others have the next:
         W tokens in C shares take C + D - 1 times as long as fill_tokens + W / C tokens, which is
-        least for C = sqrt(W (D - 1) / fill_tokens).
+        least for C = sqrt(W (D - 1) / fill_tokens), if the two add up.
         """
         if decoding:
             return min(self.step_tokens, self.mixed_tokens or self.step_tokens)
         others = self.num_stages - 1
         if not others or not self.fill_tokens:
             return self.step_tokens
-        shares = max(1, round(math.sqrt(waiting * others / self.fill_tokens)))
+        shares = max(1, round(MORE_SHARES * math.sqrt(waiting * others / self.fill_tokens)))
         share = -(-waiting // (shares * ROUND_TOKENS)) * ROUND_TOKENS
         return max(1, min(self.step_tokens, share))
 

@@ -39,17 +39,18 @@ def test_one_request_takes_what_the_plan_predicts(pipeline: Plan) -> None:
     assert served.at_s == 3.0 and served.output_tokens == 32 and served.preemptions == 0
 
 
-def test_a_prompt_alone_has_its_first_token_sooner_in_shares() -> None:
+@pytest.mark.parametrize("tokens", [500, 1000])
+def test_a_prompt_alone_has_its_first_token_sooner_in_shares(tokens: int) -> None:
     """Two stages compute at once; the shares are as quick as the best of one size."""
     model = EngineModel.of_plan(_plan("t4:2"))
     assert model.limits.num_stages == 2
 
     def first_s(**changed: float) -> float:
         own = replace(model, limits=replace(model.limits, **changed))
-        return simulate([own], [Arrival(0.0, 256, 2)])[0].ttft_s
+        return simulate([own], [Arrival(0.0, tokens, 2)])[0].ttft_s
 
     whole = first_s(fill_tokens=0.0)
-    best = min(first_s(fill_tokens=0.0, step_tokens=size) for size in (32, 64, 96, 128, 160))
+    best = min(first_s(fill_tokens=0.0, step_tokens=size) for size in (32, 64, 96, 128, 160, 256))
     assert model.limits.fill_tokens > 0 and best < whole
     assert first_s() < 1.1 * best
 

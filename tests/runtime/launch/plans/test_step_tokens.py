@@ -100,15 +100,20 @@ def test_a_prompt_alone_takes_what_memory_is_counted_for_and_half_a_second():
     assert alone_tokens([(None, None)], **card, **long) == 4096  # by the table's rates
 
 
-def test_stages_share_a_prompt_out_so_that_they_compute_at_once():
-    """The least of (shares + stages - 1) x (fill + tokens / shares), by trying every number."""
+@pytest.mark.parametrize("together", [sum, max])
+def test_stages_share_a_prompt_out_so_that_they_compute_at_once(together):
+    """Near the best number of shares, whether a step's floor and its tokens add up or overlap."""
     long = {"prompt_len": 4000, "chunk": 4096}
-    times = [(0.4, 0.02), (0.4, 0.02)]
+    times = [(0.4, 0.005), (0.4, 0.005)]
     fill = limits_of(times, **long).fill_tokens
-    assert fill == pytest.approx(0.02 / (0.4 / 8000))
-    for waiting in (100, 1000, 4000):
-        best = min(range(1, 50), key=lambda n: (n + 1) * (fill + waiting / n))
+    assert fill == pytest.approx(0.005 / (0.4 / 8000))
+
+    def cost(shares, waiting):
+        return (shares + 1) * together((fill, waiting / shares))
+
+    for waiting in (1000, 2000, 4000):
+        best = min(cost(shares, waiting) for shares in range(1, 50))
         got = -(-waiting // alone_tokens(times, waiting=waiting, **long))
-        assert (got + 1) * (fill + waiting / got) <= 1.05 * (best + 1) * (fill + waiting / best)
+        assert cost(got, waiting) <= 1.2 * best < cost(1, waiting)
     assert limits_of(times, offline=True).fill_tokens == 0
     assert limits_of([(None, None), (0.4, 0.02)]).fill_tokens == 0
