@@ -170,6 +170,22 @@ def test_drafts_of_the_head_change_no_token(
     assert hits > 0 or step_tokens == 1 or stages.spec.recurrent is not None
 
 
+@pytest.mark.parametrize(("splits", "shares"), [((), [(2, 1)]), ((2,), [(1, 1), (3, 1)])])
+def test_devices_that_share_stages_draft_with_the_head(
+    either: MtpModel, jobs: Any, make_plan: Any, splits: Any, shares: Any
+) -> None:
+    """The head is the last stage's first device's; the others compute its verifies."""
+    prompts, expected = jobs
+    short = [number for number, prompt in enumerate(prompts) if len(prompt) < 100]
+    plan = make_plan(either.directory, splits, batch=4, prompt_len=40, gen_len=NEW, shares=shares)
+    asked = SamplingParams(max_tokens=NEW, temperature=0, ignore_eos=True)
+    with LLM(plan=plan, backend="threads", speculate="mtp", gamma=3) as llm:
+        answers = llm.generate([{"prompt_token_ids": prompts[i]} for i in short], asked)
+        counted = llm.speculation()
+    assert [a.outputs[0].token_ids for a in answers] == [expected[i] for i in short]
+    assert counted is not None and counted["verifies"] > 0
+
+
 class EndsOne(Scheduler):
     """Ends a request while a step of it is under way."""
 
