@@ -45,6 +45,7 @@ RemoteStageWorker = actor_class(
         "run",
         "submit",
         "abort",
+        "reset_prefix_cache",
         "stop",
         "take_rules",
         "guide_is_ready",

@@ -27,6 +27,7 @@ CALLS = (
     "run",
     "submit",
     "abort",
+    "reset_prefix_cache",
     "take_rules",
     "guide_is_ready",
     "noted",
