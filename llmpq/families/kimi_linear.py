@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from llmpq.families import deepseek, llama
-from llmpq.families.common.config_values import Config, epsilon, expect, flag, section, size
+from llmpq.families.common.config_values import Config, epsilon, expect, section, size
 from llmpq.families.common.mixture_config import expert_names
 from llmpq.families.common.plain_families import Renamed
 from llmpq.families.common.recurrent_config import mixer_names, mixers
@@ -41,6 +41,7 @@ def fields(given: Config) -> dict[str, Any]:
     expect(config, "moe_layer_freq", 1, default=1)
     for key in ("head_dim", "qk_head_dim", "num_key_value_heads", "use_grouped_topk"):
         config.get(key)  # the sum of others, unread, or said by `n_group`
+    config.get("tie_word_embeddings")  # its class has an output matrix whatever this says
     small = config.get("q_lora_rank") is not None
     latent = Latent(
         q_rank=size(config, "q_lora_rank") if small else 0,
@@ -74,7 +75,7 @@ def fields(given: Config) -> dict[str, Any]:
         "gated": True,
         "qkv_bias": False,
         "linear_bias": False,
-        "tied_embeddings": flag(config, "tie_word_embeddings", default=False),
+        "tied_embeddings": False,
         "latent": latent,
         "score_factor": latent.q_head_dim**-0.5,
         "mixers": _mixers(config, delta),

@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from llmpq.sizes.state_size import PAIRED_BY_CHANNEL, PAIRED_TOKENS
 
@@ -31,9 +30,14 @@ def convolve(
     x_TC: Tensor, tail_KC: Tensor, weight_C1K: Tensor, bias_C: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """Return [T, C] of a causal convolution over each channel, and the new tail [K - 1, C]."""
-    seen = torch.cat((tail_KC, x_TC))
-    out = functional.conv1d(seen.t()[None], weight_C1K, bias_C, groups=x_TC.shape[1])
-    return out[0].t(), seen[len(x_TC) :]
+    seen, count = torch.cat((tail_KC, x_TC)), len(x_TC)
+    taps_KC = weight_C1K[:, 0].t().float()
+    # Tap by tap: torch's own convolution of 16-bit channels by themselves takes 40 times as long.
+    out = seen[:count] * taps_KC[0]
+    for tap in range(1, len(taps_KC)):
+        out.addcmul_(seen[tap : tap + count].float(), taps_KC[tap])
+    out = out if bias_C is None else out.add_(bias_C.float())
+    return out.to(x_TC.dtype), seen[count:]
 
 
 def convolve_step(
@@ -41,8 +45,9 @@ def convolve_step(
 ) -> tuple[Tensor, Tensor]:
     """Return [B, C] of rows of one token, and their new tails [B, K - 1, C]."""
     seen = torch.cat((tail_BKC, x_BC[:, None]), dim=1)
-    out = torch.einsum("bkc,ck->bc", seen, weight_C1K[:, 0])
-    return out if bias_C is None else out + bias_C, seen[:, 1:]
+    out = (seen * weight_C1K[:, 0].t().float()).sum(dim=1)
+    out = out if bias_C is None else out.add_(bias_C.float())
+    return out.to(x_BC.dtype), seen[:, 1:]
 
 
 def scan(
@@ -132,16 +137,22 @@ def scan_step(
     log_decay_BH: Tensor,
     state_BHNP: Tensor,
     beta_BH: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Return o [B, H, P] of rows of one token and their states behind it; decays as in `scan`."""
+) -> Tensor:
+    """Return o [B, H, P] of rows of one token, whose states move on in place; decays as in `scan`.
+
+        o = S'^T q = S^T (a q) + (q . k) u        so that a state is read once, then moved on
+
+    One core, 16 heads of 128 x 128: 0.19 ms a row; with temporaries of a state's size 2.0 ms.
+    """
     decay = log_decay_BH.exp()
-    state = state_BHNP * (decay[..., None, None] if decay.ndim == 2 else decay[..., None])
-    u_BHP = v_BHP
-    if beta_BH is not None:
-        said = torch.einsum("bhn,bhnp->bhp", k_BHN, state)
-        u_BHP = (v_BHP - said) * beta_BH[..., None]
-    state = state + k_BHN[..., None] * u_BHP[..., None, :]
-    return torch.einsum("bhn,bhnp->bhp", q_BHN, state), state
+    decay_BHN = decay[..., None] if decay.ndim == 2 else decay
+    both_BH2N = torch.stack((q_BHN, k_BHN), dim=2) * decay_BHN[:, :, None]
+    read_BH2P = torch.matmul(both_BH2N, state_BHNP)
+    u_BHP = v_BHP if beta_BH is None else (v_BHP - read_BH2P[:, :, 1]) * beta_BH[..., None]
+    state_BHNP.mul_(decay_BHN[..., None])
+    heads = state_BHNP.view(-1, *state_BHNP.shape[2:])
+    heads.baddbmm_(k_BHN.flatten(0, 1)[..., None], u_BHP.flatten(0, 1)[:, None])
+    return read_BH2P[:, :, 0] + (q_BHN * k_BHN).sum(-1, keepdim=True) * u_BHP
 
 
 def unit_length(x: Tensor) -> Tensor:

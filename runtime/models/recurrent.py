@@ -42,6 +42,9 @@ from llmpq.runtime.models.recurrence import (
 from llmpq.runtime.ragged_step import RaggedStep, Span
 from llmpq.runtime.step import Step
 
+_SMALL = 1 << 15
+"""Elements of all rows' states up to which they are gathered and move on together."""
+
 
 class RecurrentMixer(nn.Module):
     """A layer's mixer whose memory of a request is a slot of `RecurrentStates`."""
@@ -269,12 +272,22 @@ class RecurrentMixer(nn.Module):
         def of(part: slice | list[int]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
             return q_THN[part], k_THN[part], v_THP[part], log_decay_TH[part]
 
-        if rows:
-            before = matrices[slots]
-            _begin(before, runs)
-            q, k, v, decay = of(rows)
-            beta = None if beta_TH is None else beta_TH[rows]
-            out[rows], matrices[slots] = scan_step(q, k, v, decay, before, beta)
+        if len(rows) * self.form.matrix_elements < _SMALL:
+            parts = [(rows, slots)] if rows else []
+        else:  # a row's state where it lies: copies of it cost more than calls
+            parts = [([row], [slot]) for row, slot in zip(rows, slots, strict=True)]
+        fresh = {run.slot for run in runs if run.fresh}
+        for part_rows, part_slots in parts:
+            alone = len(part_slots) == 1
+            first = part_slots[0]
+            states = matrices[first : first + 1] if alone else matrices[part_slots]
+            if any(slot in fresh for slot in part_slots):
+                states[[slot in fresh for slot in part_slots]] = 0
+            q, k, v, decay = of(part_rows)
+            beta = None if beta_TH is None else beta_TH[part_rows]
+            out[part_rows] = scan_step(q, k, v, decay, states, beta)
+            if not alone:
+                matrices[part_slots] = states
         for run in _longer(runs):
             matrix = torch.zeros_like(matrices[run.slot]) if run.fresh else matrices[run.slot]
             for part, settles in _parts(run):

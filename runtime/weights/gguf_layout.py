@@ -71,8 +71,8 @@ def _plain(name: str, table: Any) -> Stored | None:
     """Return what the package's table says."""
     of_head = HEAD_NORM.fullmatch(name)
     if of_head is not None:
-        own = f"blk.{of_head['layer']}.attn_{of_head['kind']}_norm.weight"
-        return Stored(names=(own,), expert=int(of_head["head"]))
+        norm = f"blk.{of_head['layer']}.attn_{of_head['kind']}_norm.weight"
+        return Stored(names=(norm,), expert=int(of_head["head"]))
     match = EXPERT.fullmatch(name)
     merged = name if match is None else f"{match['before']}.{match['behind']}"
     for theirs, spelled in CORRECTIONS.items():
