@@ -15,6 +15,7 @@ from llmpq.planner.problem.requests import TRAFFIC_OBJECTIVES, PlanRequest
 from llmpq.planner.traffic.named_traffic import NamedTraffic, named_traffic
 from llmpq.planner.traffic.steady_state import MeanLengths
 from llmpq.planner.traffic.traffic_search import (
+    COMPARED,
     TrafficAnswer,
     TrafficObjective,
     Valued,
@@ -151,6 +152,8 @@ def traffic_lines(
         else:
             lines.append(f"{name}: {_gives(one, objective)} ({_engines(one)})")
     searched = f"{found.tried} plans of engines were compared by their steady state"
+    if rows > COMPARED:
+        searched += f", these ways by the first {COMPARED} requests"
     lines.append(searched if found.complete else f"{searched}; --time-limit ended the search")
     return lines
 

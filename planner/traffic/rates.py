@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -10,9 +11,11 @@ from llmpq.planner.traffic.simulated import EngineModel, simulate
 from llmpq.service_measures import ATTAINMENT, ServiceLimits, ServiceMeasures
 from llmpq.traffic import Arrival, at_rate
 
-RATE_STEP = 0.03
+RATE_STEP = 0.05
 """Relative distance to which the highest rate is found."""
 MOST_TRIES = 12
+DOWN = 0.7
+"""Of a rate that is too high, the next to try until one is kept."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,30 +44,33 @@ def highest_rate(
     limits: ServiceLimits,
     *,
     guess_per_s: float | None = None,
+    deadline_s: float = math.inf,
 ) -> RateFound:
     """Return the highest rate at which `ATTAINMENT` of the requests are within the limits.
 
     Without limits it is the rate at which all are done where they all come at once, which is the
     most with limits, too: more often than that no few requests show what many would wait. Found
-    by bisection, from a guess where there is one.
+    by bisection, from a guess of that most where there is one; `deadline_s`: when what was found is
+    good enough, by `time.perf_counter`.
     """
-    at_once = measured_at(models, traffic, limits, math.inf)
-    most = at_once.requests_per_s
-    if limits.ttft_s is None and limits.tpot_s is None:
-        return RateFound(rate_per_s=most, measures=at_once)
-    most = max(most, guess_per_s or 0.0)
+    unlimited = limits.ttft_s is None and limits.tpot_s is None
+    if unlimited or guess_per_s is None:
+        at_once = measured_at(models, traffic, limits, math.inf)
+        guess_per_s = at_once.requests_per_s
+        if unlimited:
+            return RateFound(rate_per_s=guess_per_s, measures=at_once)
+    most = rate = guess_per_s
     low, high, best = 0.0, math.inf, None
-    rate = guess_per_s or most
     for _ in range(MOST_TRIES):
         found = measured_at(models, traffic, limits, rate)
         if found.attained >= ATTAINMENT:
             low, best = rate, found
         else:
             high, worst = rate, found
-        if low >= most or (low and high - low <= RATE_STEP * high):
+        near = high - low <= RATE_STEP * high or time.perf_counter() > deadline_s
+        if low >= most or (low and near):
             break
-        middle = (low + high) / 2 if low else high / 2
-        rate = min(most, low * 1.5) if math.isinf(high) else middle
+        rate = (low + high) / 2 if low else high * DOWN
     if best is None:
         return RateFound(rate_per_s=0.0, measures=worst)
     return RateFound(rate_per_s=low, measures=best)

@@ -21,9 +21,6 @@ from llmpq.planner.traffic.simulated import EngineModel, StepRows
 from llmpq.service_measures import ServiceLimits
 from llmpq.sizes.kv_format import BLOCK_TOKENS
 
-USED = 0.9
-"""Share of the highest steady rate that arrivals at random leave within limits of TTFT."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class MeanLengths:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from llmpq.errors import DoesNotFitError
@@ -22,7 +22,7 @@ from llmpq.planner.solving.topology_search import equal_shares
 from llmpq.planner.traffic.engine_plans import EnginePlan, EnginePlanner
 from llmpq.planner.traffic.named_traffic import NamedTraffic
 from llmpq.planner.traffic.rates import RateFound, highest_rate, measured_at
-from llmpq.planner.traffic.steady_state import USED, MeanLengths
+from llmpq.planner.traffic.steady_state import MeanLengths
 from llmpq.service_measures import Quantiles, ServiceMeasures
 from llmpq.topology import EngineShare, Topology, TopologyPredicted
 
@@ -30,7 +30,9 @@ TrafficObjective = Literal["throughput", "rate", "latency"]
 REQUESTS_AT_ONCE = (64, 16, 256, 4, 1)
 STEP_TOKENS = (512, 256, 1024, 2048, 128)
 """Tried in this order while time is left."""
-SOLVING_SHARE = 0.5
+COMPARED = 64
+"""Requests by which plans are compared; the best is simulated under all."""
+SOLVING_SHARE = 0.4
 """Share of the time that plans are looked for; then they are simulated."""
 
 
@@ -150,6 +152,7 @@ def search_traffic(
             one = _valued(search, name, vectors)
             valued += [one] if one is not None else []
     best = max(valued, key=lambda one: (one.worth(objective), -len(one.engines)))
+    best = _of_all(search, best)
     return TrafficAnswer(
         best=best,
         plan=_plan_file(best, traffic, objective),
@@ -251,12 +254,27 @@ def _valued(search: _Search, name: str, vectors: Sequence[Vector]) -> Valued | N
         return None
     traffic = search.traffic
     models = [one.model for one in engines]
-    guess = USED * sum(one.steady.rate_per_s for one in engines)
-    rate = highest_rate(models, traffic.arrivals, traffic.limits, guess_per_s=guess)
+    few, limits = traffic.arrivals[:COMPARED], traffic.limits
+    guess = sum(one.steady.rate_per_s for one in engines)
+    rate = highest_rate(models, few, limits, guess_per_s=guess, deadline_s=search.deadline_s)
+    served = rate.measures
+    if search.objective == "latency":
+        served = measured_at(models, few, limits)
+    return Valued(name=name, engines=engines, rate=rate, served=served)
+
+
+def _of_all(search: _Search, best: Valued) -> Valued:
+    """Simulate the chosen engines under the whole traffic."""
+    traffic, models = search.traffic, [one.model for one in best.engines]
+    every, rate = traffic.arrivals, best.rate
+    if len(every) > COMPARED and rate.rate_per_s:
+        guess = 1.2 * rate.rate_per_s
+        late = search.deadline_s
+        rate = highest_rate(models, every, traffic.limits, guess_per_s=guess, deadline_s=late)
     served = rate.measures
     if traffic.rate_per_s is not None:
-        served = measured_at(models, traffic.arrivals, traffic.limits)
-    return Valued(name=name, engines=engines, rate=rate, served=served)
+        served = measured_at(models, every, traffic.limits)
+    return replace(best, rate=rate, served=served)
 
 
 def _plan_file(best: Valued, traffic: NamedTraffic, objective: TrafficObjective) -> Plan | Topology:
