@@ -110,7 +110,10 @@ SAME_NAME = (
     *("apertus", "codegen", "cohere", "deepseek_v32", "ernie4_5_moe", "exaone4", "falcon"),
     *("gemma3n", "gemma4", "glm4_moe_lite", "glm_moe_dsa", "gpt2", "gpt_bigcode", "gpt_neox"),
     *("gptj", "hunyuan", "hunyuan_moe", "llama4", "minimax_m2", "ministral3", "olmoe", "phi"),
-    *("smollm3", "solar_open", "starcoder2", "afmoe", "ernie4_5"),
+    *("smollm3", "solar_open", "starcoder2", "afmoe", "ernie4_5", "exaone_moe", "flex_olmo"),
+    *("granite_swa", "granitemoe", "granitemoe_swa", "helium", "hyperclovax", "jais2"),
+    *("kimi_linear", "mellum", "minimax", "nemotron", "olmo_hybrid", "qwen2_moe", "vaultgemma"),
+    "youtu",
 )
 """Families whose configs here are those of the engine's tests."""
 
