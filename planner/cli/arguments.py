@@ -38,7 +38,9 @@ commands, each with its own --help (flags alone mean `plan`):
   fits    whether a model fits, and how far     devices  cards that are known by name
   plan    which layers where, at which bits     models   models that are known by name
   check   a plan, or a run that was shared      export   a plan for vLLM, llama.cpp, ..., or SVG
-  verify  a plan by its certificate             simulate how a plan serves live traffic
+  verify  a plan by its certificate             costs    times that others measured
+  simulate how a plan serves live traffic
+live traffic instead of a batch: --trace FILE, or --prompt, --gen and --rate (--help-all)
 exit codes: 0 done, 2 usage or bad input, 3 bad plan, 4 plan for another model or cluster,
 5 does not fit, 130 interrupted"""
 
@@ -125,7 +127,7 @@ def plan_parser() -> CommandParser:
         flag_of=_flag_of,
     )
     _what_to_plan(parser.section("model, devices, job"))
-    add_traffic(parser.section("live traffic, instead of a batch"))
+    add_traffic(parser.section("live traffic, instead of a batch"), daily=False)
     _how_to_choose(parser.section("quality"))
     _limits(parser.section("constraints"))
     _how_to_solve(parser.section("solving"))
@@ -404,22 +406,22 @@ def _what_to_fit(section: Section) -> None:
     section.flag("--gen-len", type=token_count, default=100, metavar="N", help="its answer (100)")
 
 
-def add_traffic(section: Section) -> None:
-    """Declare the ways to say which requests come."""
+def add_traffic(section: Section, *, daily: bool) -> None:
+    """Declare the ways to say which requests come; `daily`: in `--help`, too."""
     trace = "requests of a service: Azure's CSV, Mooncake's or our JSON lines, ..."
-    section.flag("--trace", daily=True, metavar="FILE", help=trace)
+    section.flag("--trace", daily=daily, metavar="FILE", help=trace)
     for name, example in (("prompt", "1020,2735,4142"), ("gen", "129,424,601")):
         what = "of prompts" if name == "prompt" else "of answers"
         section.flag(
             f"--{name}",
-            daily=True,
+            daily=daily,
             metavar="N,N",
             help=f"instead: lengths {what}, each as likely, such as {example}",
         )
     rate = "requests a second, or max: the highest within the limits (default: the trace's)"
-    section.flag("--rate", daily=True, metavar="R|max", help=rate)
-    section.flag("--ttft", daily=True, type=float, metavar="S", help="limit of the first token")
-    section.flag("--tpot", daily=True, type=float, metavar="S", help="limit of a further token")
+    section.flag("--rate", daily=daily, metavar="R|max", help=rate)
+    section.flag("--ttft", daily=daily, type=float, metavar="S", help="limit of the first token")
+    section.flag("--tpot", daily=daily, type=float, metavar="S", help="limit of a further token")
     section.flag(
         "--requests", type=int, metavar="N", help="requests to simulate (200; of a trace its first)"
     )
@@ -434,7 +436,7 @@ def simulate_parser() -> CommandParser:
         notes=SIMULATE_NOTES,
     )
     parser.positional("plan", metavar="PLAN", help="plan.json, of one engine or of several")
-    add_traffic(parser.section("traffic"))
+    add_traffic(parser.section("traffic"), daily=True)
     how = parser.section("engine and output")
     budget = "token budget of a step, as of llmpq-dist serve (default: the plan's)"
     how.flag("--max-num-batched-tokens", type=int, metavar="N", help=budget)
