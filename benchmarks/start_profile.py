@@ -23,6 +23,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from llmpq.kernels.gpu_timing import write_row
+
 EVERY_S = 0.005
 STARTS = ("first", "second", "batch")
 SHOWN = 14
@@ -54,9 +56,25 @@ def main() -> None:
             )  # fmt: skip
             found = json.loads(done.stdout.splitlines()[-1])
             if args.rows:
-                with args.rows.open("a") as file:
-                    file.write(json.dumps({"start": start, **found}) + "\n")
+                _write(args, start, found)
             _show(start, found)
+
+
+def _write(args: argparse.Namespace, start: str, found: dict[str, Any]) -> None:
+    """Append a row: seconds without imports, and beside them those of its phases."""
+    case = {"model": args.model, "bits": args.bits, "requests": args.requests, "start": start}
+    if start == "batch":
+        case["requests"] = args.batch
+    phases = ("import_s", "compile_forked_s", "record_s", "warm_up_s", "all_s")
+    write_row(
+        args.rows,
+        bench="start",
+        case=case,
+        unit="s",
+        samples=[found["start_s"]],
+        baselines={name: found[name] for name in phases},
+        program="python benchmarks/start_profile.py",
+    )
 
 
 def _show(start: str, found: dict[str, Any]) -> None:

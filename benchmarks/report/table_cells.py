@@ -137,6 +137,13 @@ def increase_over_baseline(name: str) -> Callable[[Row], str]:
     return show
 
 
+def of_phases(row: Row) -> str:
+    """Return seconds of a start, and those of what it consists of."""
+    phases = row["baselines"]
+    compiling, graphs = phases["compile_forked_s"], phases["record_s"]
+    return f"{row['value']:.1f} s ({compiling:.1f}, {graphs:.1f}; {phases['all_s']:.1f})"
+
+
 def seconds_and_cpu(row: Row) -> str:
     """Show wall and CPU seconds, and the paper's where it has them."""
     paper = row["baselines"].get("paper_table_10")

@@ -16,6 +16,7 @@ from report.table_cells import (
     gib_of_limit,
     increase_over_baseline,
     of_norm,
+    of_phases,
     over_cublas_and_w4a16,
     over_plain_and_best,
     over_plain_of_s,
@@ -175,6 +176,13 @@ TABLES: dict[
         index=("model", "kinds", "bits", "kernels", "cases"),
         show=lambda row: f"{row['value']:.0f} s",
         value_title="llmpq-profile",
+    ),
+    "start": Pivot(
+        file="start.jsonl",
+        bench="start",
+        index=("model", "bits", "requests", "start"),
+        show=of_phases,
+        value_title="start (compiling, graphs; with imports)",
     ),
     "host_memory": Pivot(
         file="fidelity.jsonl",
