@@ -8,6 +8,7 @@ two sums over the devices: 2 x (latency + 2 (n - 1) / n x bytes of a token's hid
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 
 from llmpq.cluster import Cluster, Device, DeviceGroup, JoinedDevice, Link
@@ -34,9 +35,14 @@ def joined(cluster: Cluster, shares: Sequence[int], spec: ModelSpec, work: Workl
         nodes.append(node.model_copy(update={"devices": tuple(groups), "accelerators": None}))
     if not any(group.joined for node in nodes for group in node.devices):
         kinds = ", ".join(sorted({device.name for device in cluster.devices}))
+        even, remedy = len(set(shares)) == 1, "take fewer"
+        most = max(Counter(device.node for device in cluster.devices).values())
+        if even and most >= len(shares):
+            uneven = ":".join(["3", *"1" * (len(shares) - 1)])
+            remedy += f", or say which share each has, such as {uneven}"
         raise ValueError(
             f"tensor parallel of {len(shares)} needs as many devices of one node"
-            f"{' that are alike' if len(set(shares)) == 1 else ''}, got {kinds}; ask for fewer"
+            f"{' that are alike' if even else ''}, got {kinds}; {remedy}"
         )
     # Links of whole nodes stay; those of single devices have lost their ends.
     names = {node.name for node in cluster.nodes}

@@ -266,6 +266,7 @@ def _limits(section: Section) -> None:
     section.flag("--max-devices", type=int, help="use at most this many devices")
     section.flag(
         "--tensor-parallel",
+        also=("--tensor-parallel-size", "-tp"),
         metavar="N|SHARES",
         help="devices of a node that share each stage: 2 (alike, evenly), or shares, such as 3:1",
     )

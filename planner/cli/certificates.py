@@ -69,12 +69,12 @@ def _written(output: str, data: dict[str, Any]) -> Path:
 def verify_file(request: VerifyRequest) -> None:
     """Check a plan file against the certificate beside it; results on stdout."""
     path = Path(request.certificate or certificate_path(request.plan))
+    plan: Any = read_json(request.plan)
     if not path.exists():
         raise ValueError(
             f"'{path}' is not there: llmpq-algo -o writes it beside a plan of --method exact and "
             "--objective makespan without drafts; plan again, or name it with --certificate"
         )
-    plan: Any = read_json(request.plan)
     certificate: Any = read_json(path)
     try:
         found = verify(plan, certificate)

@@ -59,8 +59,10 @@ def test_a_cpu_is_divided():
 def test_too_few_devices_are_refused():
     spec = ModelSpec.by_name("opt-1.3b")
     cluster = cluster_of({"kind": "A100-80GB"}, {"kind": "T4"})
-    with pytest.raises(ValueError, match="tensor parallel of 2 needs as many devices"):
+    with pytest.raises(ValueError, match="as many devices of one node that are .*such as 3:1$"):
         joined(cluster, (1, 1), spec, WORK)
+    with pytest.raises(ValueError, match="tensor parallel of 3 needs as many .*; take fewer$"):
+        joined(cluster, (2, 1, 1), spec, WORK)
 
 
 @pytest.mark.parametrize(
