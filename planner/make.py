@@ -60,6 +60,7 @@ def make_plan(
     quality_budget: float | None = None,
     reserve: str | None = None,
     method: str | None = None,
+    tensor_parallel: int | str | None = None,
     time_limit_s: float = 60.0,
 ) -> Plan:
     """Return the best plan of a job, as `llmpq-algo` makes it with the flags of these names.
@@ -103,6 +104,7 @@ def make_plan(
         quality_budget=quality_budget,
         reserve=reserve,
         method=method,
+        tensor_parallel=None if tensor_parallel is None else str(tensor_parallel),
         time_limit=time_limit_s,
     )
     problem, path, _ = make_problem(request)

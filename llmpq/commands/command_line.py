@@ -361,6 +361,9 @@ class CommandParser:
         other = self._other(flag)
         if other is not None:
             return ValueError(f"this command has no '{flag}': {other}")
+        for action in self._positionals:
+            if action.dest == flag.strip("-").replace("-", "_"):
+                return ValueError(f"write {action.metavar} without '{flag}': {self._example}")
         known = [name for names in self._parser.shown.values() for name in names]
         hint = nearest(flag, known)
         return ValueError(f"unknown flag '{word}': {hint}see {self.program} --help-all")

@@ -23,6 +23,12 @@ def test_values_and_flags_state_the_same_job() -> None:
     assert plan.workload == problem.workload and plan.workload.prompt_len == 2000
 
 
+@pytest.mark.parametrize("shares", [2, "3:1"])
+def test_devices_may_share_a_stage(shares: int | str) -> None:
+    plan = llmpq.make_plan("llama-3.1-8b", devices="4090:2", batch=4, tensor_parallel=shares)
+    assert [len(stage.devices) for stage in plan.stages] == [2]
+
+
 @pytest.mark.parametrize(
     ("asked", "said"),
     [
@@ -32,6 +38,7 @@ def test_values_and_flags_state_the_same_job() -> None:
         ({"context": 64, "prompt_len": 8}, "context is prompt and answer together"),
         ({"context": 64, "gen_len": 64}, "context=64 has no room for a prompt"),
         ({"theta": 1.0, "prefer": "speed"}, "prefer and theta both say which plan is best"),
+        ({"tensor_parallel": 0}, "tensor_parallel must be a number of devices"),
         ({"method": "all"}, "unknown method 'all'"),
     ],
 )

@@ -86,6 +86,7 @@ def test_a_cluster_without_a_name_is_no_table_of_kinds(tmp_path: Path) -> None:
         ("exports plan.json", "unknown command 'exports': did you mean 'export'? see"),
         ("qwen3-32b --devices 4090", "'qwen3-32b' belongs to no flag: write --model qwen3-32b;"),
         ("fits --model qwen3-32b 3090:2", "'3090:2' belongs to no flag: write --devices 3090:2;"),
+        ("verify --plan p.json", "write PLAN without '--plan': llmpq-algo verify plan.json"),
         ("--model qwen3-32b 4090,cpu", "'4090,cpu' belongs to no flag: write --devices 4090,cpu;"),
         ("fits --model qwen3-32b --devices 4090 --context 32000k", "--context must be between 1 "),
         ("--model qwen3-32b --devices 4090 --bits q4", "unknown precision 'q4': did you mean '4'?"),
