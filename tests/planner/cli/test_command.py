@@ -95,12 +95,12 @@ def test_infeasible_text_is_exact(capsys: pytest.CaptureFixture[str]) -> None:
     assert code == 5
     found = re.fullmatch(
         rf"llmpq-algo: opt-30b does not fit T4x1: at w3a16 and kv16, T4-0 is short by "
-        rf"{format_size(short)}; what fits: --s (\d+), or --global_bz (\d), or cpu=16GB among "
-        r"the devices \(first token after \d+ s\), or one more T4\n",
+        rf"{format_size(short)} for 8 requests of 612 tokens at once; what fits: --global_bz (\d), "
+        r"or --s (\d+), or cpu=16GB among the devices \(first token after \d+ s\), or one more T4\n",
         err,
     )
     assert found is not None, err
-    for flag, most in (("--s", int(found[1])), ("--global_bz", int(found[2]))):
+    for flag, most in (("--global_bz", int(found[1])), ("--s", int(found[2]))):
         for value, expected in ((most, 0), (most + 1, 5)):
             assert _run(capsys, *words.split(), "--n", "100", flag, str(value))[0] == expected
 

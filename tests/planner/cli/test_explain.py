@@ -72,9 +72,9 @@ def _predicted(capsys: pytest.CaptureFixture[str], *flags: str) -> Predicted:
 SHORT = {
     "bits, KV, context or batch": (
         "--global_bz 33 --bits 8,16",
-        "even at w8a16 and kv16, large-0 is short by #; what fits: --kv 8, or --bits 4,8, or "
-        "--s #, or --global_bz #, or cpu=16GB among the devices (first token after # s), or one "
-        "more small",
+        "even at w8a16 and kv16, large-0 is short by # for 33 requests of 612 tokens at once; what "
+        "fits: --kv 8, or --bits 4,8, or --global_bz #, or --s #, or cpu=16GB among the devices "
+        "(first token after # s), or one more small",
     ),
     "bits alone": (
         "--global_bz 1 --bits 16 --max-devices 1",
