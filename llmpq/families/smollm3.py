@@ -15,10 +15,11 @@ def fields(config: Config) -> dict[str, Any]:
     base = {**rotary_fields(config), **llama.bias_fields(config)}
     bare = _without_positions(config)
     windowed = flag(config, "use_sliding_window", default=False)
-    default = [SLIDING if i in bare else FULL for i in range(base["num_layers"])]
+    windowed = windowed and config.get("sliding_window") is not None
+    default = [SLIDING if windowed and i in bare else FULL for i in range(base["num_layers"])]
+    # Layers that `layer_types` calls sliding are so without `use_sliding_window`, too.
     kinds = layer_kinds(config, default)
-    config.get("sliding_window")  # read, and without effect where no layer has one
-    own = {"windows": windows(config, kinds)} if windowed else {}
+    own = {"windows": windows(config, kinds)} if SLIDING in kinds else {}
     return {**base, "without_positions": bare, **own}
 
 

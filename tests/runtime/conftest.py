@@ -670,7 +670,7 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
             "attention_bias": True,
             "mlp_bias": True,
             "no_rope_layers": [1, 0] * (DEPTH // 2),
-            "use_sliding_window": True,
+            "use_sliding_window": False,
             "sliding_window": WINDOW,
             "layer_types": ALTERNATING[::-1],
             "pad_token_id": 0,
