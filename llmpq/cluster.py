@@ -163,6 +163,17 @@ class Device:
         """Memory a stage may use, the framework's context included."""
         return self.memory_bytes - self.reserve_bytes
 
+    def alone(self) -> DeviceGroup:
+        """Return it as a group of one, for another cluster."""
+        return DeviceGroup(
+            kind=self.kind,
+            memory=self.memory_bytes,
+            reserve=self.reserve_bytes,
+            threads=self.threads,
+            emulate=self.emulate,
+            spec=self.spec,
+        )
+
 
 class PlanningHints(FileForm):
     """What the cluster's author recommends for planning; command-line flags override it."""

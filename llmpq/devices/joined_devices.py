@@ -81,19 +81,8 @@ def _groups(
             found.append(_together(run, shares, link, spec, work))
             left = left[len(run) :]
         else:
-            found.append(_alone(left.pop(0)))
+            found.append(left.pop(0).alone())
     return found
-
-
-def _alone(device: Device) -> DeviceGroup:
-    return DeviceGroup(
-        kind=device.kind,
-        memory=device.memory_bytes,
-        reserve=device.reserve_bytes,
-        threads=device.threads,
-        emulate=device.emulate,
-        spec=device.spec,
-    )
 
 
 def _divided(cpu: Device, shares: tuple[int, ...], spec: ModelSpec, work: Workload) -> DeviceGroup:

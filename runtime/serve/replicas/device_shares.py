@@ -80,7 +80,7 @@ def _require_cores(replicas: int) -> None:
 def _divided(cpu: Device, replicas: int) -> list[DeviceGroup]:
     """Return a CPU's parts."""
     _require_cores(replicas)
-    group = _group(cpu)
+    group = cpu.alone()
     part = {
         "threads": max(1, (cpu.threads or 1) // replicas),
         "memory": cpu.memory_bytes // replicas,
@@ -90,21 +90,10 @@ def _divided(cpu: Device, replicas: int) -> list[DeviceGroup]:
 
 
 def _share(cluster: Cluster, devices: Sequence[Device | DeviceGroup]) -> DeviceShare:
-    groups = tuple(_group(one) if isinstance(one, Device) else one for one in devices)
+    groups = tuple(one.alone() if isinstance(one, Device) else one for one in devices)
     node = cluster.nodes[0].model_copy(update={"devices": groups, "accelerators": None})
     links = Links(between_nodes=cluster.links.between_nodes, within_node=cluster.links.within_node)
     own = cluster.model_copy(update={"nodes": (node,), "links": links})
     own = Cluster.parse_data(own.model_dump(mode="json", by_alias=True), where="a share")
     gpus = [one.index for one in devices if isinstance(one, Device) and not one.spec.is_cpu]
     return DeviceShare(cluster=own, gpus=tuple(gpus))
-
-
-def _group(device: Device) -> DeviceGroup:
-    return DeviceGroup(
-        kind=device.kind,
-        memory=device.memory_bytes,
-        reserve=device.reserve_bytes,
-        threads=device.threads,
-        emulate=device.emulate,
-        spec=device.spec,
-    )
