@@ -127,10 +127,11 @@ def outcome(module: Any, kind: str, options: dict[str, Any], folder: Path) -> tu
     if spec.num_params != made.num_params(kind):
         return "differs", f"{spec.num_params} parameters, Transformers has {made.num_params(kind)}"
     for splits in ((), (1, 3)):
-        most = max(map(len, prompts)) + module.NEW
-        cut = made.cuts(kind, splits)
-        pipeline = ReferencePipeline.from_directory(directory, splits=cut, max_len=most)
-        got = pipeline.generate(prompts, max_new=module.NEW)
+        pipeline = ReferencePipeline.from_directory(directory, splits=made.cuts(kind, splits))
+        try:
+            got = pipeline.generate(prompts, max_new=module.NEW)
+        except ValueError as error:  # rope that changes while a request grows
+            return "refused", str(error)
         if got != want:
             return "differs", f"stages {splits}: {got} for {want}"
     return "equal", ""

@@ -136,8 +136,8 @@ class CheckpointWriter:
             kv = self.spec.kv_heads * self.spec.head_dim
             q = (whole.shape[0] - 2 * kv) // (pieces - 2)
             sizes = [q, kv, kv, q][:pieces]
-        if pieces == 2 and part.startswith("mixer_in.") and self.spec.recurrent is not None:
-            sizes = [self.spec.recurrent.channels, self.spec.recurrent.inner]
+        if self.spec.recurrent is not None:
+            sizes = list(self.spec.recurrent.rows_of_pieces(part, pieces) or sizes)
         return tuple(rows.contiguous() for rows in whole.split(sizes))
 
     def _is_of_a_layer(self, name: str) -> bool:

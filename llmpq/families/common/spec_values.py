@@ -252,6 +252,18 @@ class Recurrent:
         """Elements of the matrix state that a request keeps on a layer, in float32."""
         return self.heads * self.key_dim * self.value_dim
 
+    def rows_of_pieces(self, part: str, pieces: int) -> tuple[int, ...] | None:
+        """Return the rows of each tensor of a checkpoint that a part stacks; None: equal ones."""
+        qk, v = self.key_heads * self.key_dim, self.heads * self.value_dim
+        known = {
+            ("mixer_in", 2): (self.channels, self.inner),
+            ("mixer_in", 3): (qk, qk, v),
+            ("mixer_in", 4): (qk, qk, v, self.inner),
+            ("conv", 3): (qk, qk, v),
+            ("step", 3): (self.heads, self.low_rank, self.low_rank),
+        }
+        return known.get((part.partition(".")[0], pieces))
+
     def state_bytes(self, dtype_bytes: int) -> int:
         """Return the bytes that a request keeps on a layer, whatever its length."""
         return self.tail_elements * dtype_bytes + 4 * self.matrix_elements
