@@ -125,7 +125,9 @@ class NameTable:
         stems = tuple({f"{name.rpartition('.')[0]}." for name in first})
         apart = any(stem in name for name in stored if ".experts.0." in name for stem in stems)
         used = self.with_experts_apart() if apart else self
-        tails = {_tail_of(name) for name in stored} if self.otherwise else set()
+        # Codes and scales of a weight stand for it.
+        names = {n for one in stored for n in (one, f"{one.rpartition('.')[0]}.weight")}
+        tails = {_tail_of(name) for name in names} if self.otherwise else set()
         renamed = {
             part: names
             for part, names in self.otherwise.items()
