@@ -200,8 +200,10 @@ def _shrunk_text(config: dict[str, Any], kind: str) -> dict[str, Any]:
         found |= {"n_group": 1, "topk_group": 1} if said["n_group"] == 1 else GROUPED
     if said.get("first_k_dense_replace"):
         found["first_k_dense_replace"] = 1
-    for key in ("pad_token_id", "bos_token_id", "eos_token_id"):
-        found[key] = None
+    found |= {"pad_token_id": 0, "bos_token_id": None, "eos_token_id": None}
+    if said.get("head_dim") and said["head_dim"] == said.get("qk_head_dim"):
+        both = LATENT["qk_nope_head_dim"] + LATENT["qk_rope_head_dim"]
+        found |= {"head_dim": both, "qk_head_dim": both}
     _shrink_rope(found, said)
     return found
 
