@@ -105,18 +105,18 @@ def _check(seed: int, p: Problem, best: float, search: TopologySearch) -> bool:
 
 def test_the_best_topology_is_that_of_brute_force() -> None:
     several = fitting = 0
-    for seed in range(1000 if ALL else 45):
+    for seed in range(1000 if ALL else 16):
         p = _problem(seed)
         best = _Oracle(p).best()
         fitting += math.isfinite(best)
         several += _check(seed, p, best, TopologySearch(p, OPTIONS, gap=0.0))
-    assert several > 8 and fitting > 30
+    assert several > 2 and fitting > 8
 
 
 def test_no_engine_is_quicker_than_its_floor() -> None:
     """Whatever rows an engine has; of one device the floor is what it takes, but for memory."""
     near = known = 0
-    for seed in range(400 if ALL else 12):
+    for seed in range(400 if ALL else 6):
         p = _problem(seed, batch=4)
         budget = float(p.omega.min(axis=1).sum()) * 1.3 + 1e-6 if seed % 3 == 0 else None
         oracle, vectors = _Oracle(p, budget), CountVectors(p)
@@ -185,7 +185,7 @@ def test_so_many_engines_are_dealt_by_speed_from_the_first_round_on(
 
 def test_every_engine_keeps_the_budget() -> None:
     several = 0
-    for seed in range(400, 412):
+    for seed in range(400, 500 if ALL else 405):
         p = _problem(seed).with_changes(theta=0.0)
         rng = random.Random(seed)
         budget = rng.uniform(0, float(p.omega.max(axis=1).sum()))
@@ -197,7 +197,7 @@ def test_every_engine_keeps_the_budget() -> None:
         for engine in found.engines:
             loss = sum_omega(engine.solved.problem, engine.solved.outcome.assignment)
             assert loss <= budget * (1 + 1e-9) + 1e-12
-    assert several > 1
+    assert several > 0
 
 
 def test_engines_have_disjoint_devices_that_hold_their_plans() -> None:
