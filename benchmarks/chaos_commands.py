@@ -11,7 +11,7 @@ measured.
 `serve` replays Azure's trace of conversations (lengths divided by 8, arrivals spread to `--rate`).
 No request may see another error than 503 with Retry-After before its stream has begun, after which
 it comes again as a client would; every stream that has begun must end whole, with the text that an
-engine of this process has made before. Told beside that: goodput, the tokens that came between two
+engine of this process has made before. Beside that: goodput, the tokens that came between two
 faults (from the end of a recovery to the next kill) by those of the requests that came in these
 times; requests within MLPerf's limits; and the driver's memory.
 """

@@ -9,7 +9,7 @@ The answers of every prompt are made first, by an engine of this process that is
 engines of it as processes. Of so many clients, each asking
 again and again, 10 % of the requests are malformed, 10 % read slowly, 10 % left in the middle
 (`--streams-only`: none). Every answer that is read to its end must be its twin's text, whole;
-every malformed request must be refused. Told beside that: tokens/s, the memory of every process of
+every malformed request must be refused. Beside that: tokens/s, the memory of every process of
 the server over time, and how long the server itself held a token (`token_delivery_seconds`: from
 its being read from the stages to its bytes' being sent; quantiles are read off the buckets).
 """

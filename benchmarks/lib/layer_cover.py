@@ -9,7 +9,7 @@ layer.
 
     maximise t      sum over nodes with layer l of T(k) >= t  for every layer l
 
-Rates above t are worth t. Nodes of a kind are counted, not told apart. A rate is proven too high
+Rates above t are worth t. Nodes of a kind are counted, not named. A rate is proven too high
 where no counts of ranges, whole numbers, cover all layers with it (HiGHS).
 """
 

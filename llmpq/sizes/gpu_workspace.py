@@ -29,7 +29,7 @@ SHARES_BYTES = 34 << 20
 """Float32 shares of the tiles that the Hopper kernel cuts, in place of an unpacked weight."""
 
 PIECE_BYTES, PIECES_ABOVE = 128 << 20, 512
-"""The largest piece of an 8-bit weight that cuBLAS meets in place of these shares, and the tokens
+"""The largest piece of an 8-bit weight that cuBLAS reads in place of these shares, and the tokens
 above which it may (kernels/gemm/ranking/config.py, kernels/kernel_table.py)."""
 
 INBOX_SLOTS = 2

@@ -46,7 +46,7 @@ def step_tokens(times, **settings):
 
 
 def alone_tokens(times, *, waiting=1 << 20, **settings):
-    """Return the tokens of a step while nobody decodes."""
+    """Return the tokens of a step while no request decodes."""
     return limits_of(times, **settings).prompt_tokens_of_step(waiting=waiting, decoding=0)
 
 
@@ -95,7 +95,7 @@ def test_a_prompt_alone_takes_what_memory_is_counted_for_and_half_a_second():
     assert step_tokens([(0.004, 0.002)], **long) == MIXED_TOKENS
     assert alone_tokens([(1.0, 0.01)], **long) == 1984  # 2,000 tokens in 0.5 s
     assert step_tokens([(1.0, 0.01)], **long) == 384
-    assert alone_tokens([(None, None)], **long) == CHUNK_TOKENS  # of a CPU whose times nobody knows
+    assert alone_tokens([(None, None)], **long) == CHUNK_TOKENS  # of a CPU of unknown times
     card = {"gpu": True, "estimated": True}
     assert alone_tokens([(None, None)], **card, **long) == 4096  # by the table's rates
 
