@@ -17,7 +17,6 @@ from typing import Any
 from llmpq.families import llama
 from llmpq.families.common.config_values import (
     Config,
-    expect,
     flag,
     head_size,
     is_given,
@@ -59,10 +58,8 @@ def hybrid_fields(config: Config) -> dict[str, Any]:
             config.get(key)  # read, and without effect where all layers are attention
     if "recurrent" in found:
         base |= {"mixers": found, "recurrent": mamba2(config)}
-    if config.get("position_embedding_type") is None:
+    if config.get("position_embedding_type") != "rope":  # published: "nope"
         base |= {"positions": "none", "rope_theta": None, "rope_scaling": None, "rotary_dim": None}
-    else:
-        expect(config, "position_embedding_type", "rope", default=None)
     shared = size(config, "shared_intermediate_size")
     if not config.get("num_local_experts"):
         return {**base, "ffn": shared}
