@@ -44,8 +44,8 @@ from llmpq.runtime.cache.paged_by_precision import make_paged_kv
 from llmpq.runtime.models.linear import round_activations
 from llmpq.runtime.models.sampling import likeliest
 from llmpq.runtime.models.stage_model import DTYPES
-from llmpq.runtime.ragged_step import RaggedStep
 from llmpq.runtime.request import PagedRow
+from llmpq.runtime.step import RaggedStep
 from llmpq.runtime.weights.dummy import CopiedLayers
 from llmpq.runtime.weights.sources import RandomSource
 from llmpq.sizes.kv_format import BLOCK_TOKENS, packed_blocks

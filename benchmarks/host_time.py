@@ -64,11 +64,10 @@ def step_us(rows: int) -> float:
     """Return the processor time of a step of so many rows, in microseconds."""
     import torch
 
-    from llmpq.runtime.engine.mailbox import Mailbox
     from llmpq.runtime.engine.pool_limits import PoolLimits
     from llmpq.runtime.engine.scheduler import Scheduler
     from llmpq.runtime.engine.stage_loop import FirstStage
-    from llmpq.runtime.request import Request
+    from llmpq.runtime.request import Mailbox, Request
     from llmpq.runtime.trace import Recorder
 
     class Nothing:

@@ -31,7 +31,7 @@ from llmpq.precision import KVPrecision, Precision
 from llmpq.runtime.backends.build_stage import build_stage
 from llmpq.runtime.backends.gpu.cuda_step_times import step_message
 from llmpq.runtime.backends.stage_runner import StageRunner
-from llmpq.runtime.host_copy import arrived
+from llmpq.runtime.device_copies import arrived
 from llmpq.runtime.launch.plans.manual_plan import manual_plan
 from llmpq.runtime.links.peer_links import BufferSizes
 from llmpq.runtime.weights.sources import RandomSource

@@ -36,7 +36,6 @@ from llmpq.cluster import Cluster
 from llmpq.errors import LlmpqError, nearest
 from llmpq.model_spec import ModelSpec
 from llmpq.plan import Plan
-from llmpq.runtime.async_submitter import AsyncSubmitter, OutputQueue
 from llmpq.runtime.engine_metrics import Metric, metrics_of, token_counters
 from llmpq.runtime.launch.choose_launcher import choose_backend
 from llmpq.runtime.launch.engine_starter import EngineStarter, Replan
@@ -52,15 +51,15 @@ from llmpq.runtime.report.job_report import JobReport, JobResult, build_report
 from llmpq.runtime.report.progress import LoadBar, ProgressReporter
 from llmpq.runtime.report.samples import JobSamples
 from llmpq.runtime.request import Progress
-from llmpq.runtime.request_names import RequestNames
 from llmpq.runtime.request_output import CompletionOutput, RequestOutput
-from llmpq.runtime.response_stream import ResponseStream
+from llmpq.runtime.response_stream import AsyncSubmitter, OutputQueue, ResponseStream
 from llmpq.runtime.sampling_params import SamplingParams, StructuredOutputsParams
 from llmpq.runtime.text.conversation import Messages
 from llmpq.runtime.text.request_factory import (
     PreparedPrompt,
     Prompt,
     RequestFactory,
+    RequestNames,
     listed,
 )
 from llmpq.runtime.text.tokenizer import Tokenizer

@@ -1,7 +1,10 @@
-"""One forward of a stage: which requests, where each stands, how many new tokens.
+"""One step: as it goes from stage to stage, and as a stage computes it.
 
-`Step` itself has rows that are right padded: the windows of calibration. The engine's steps pack
-their rows, one behind the other (ragged_step.py, paged_step.py).
+`StepMessage` is what every stage gets of a micro-batch: which requests, where each stands, how many
+new tokens. A stage makes a `Step` of it. `Step` itself has rows that are right padded: the windows
+of calibration. The engine's steps pack their rows, one behind the other: `RaggedStep` on CPUs,
+`PagedStep` (paged_step.py) on GPUs. Norms, products and rotary positions see one long row; only
+attention and the choice of tokens know where each row is.
 
 Everything a forward decides on is a host value, so no device is asked for anything while it runs.
 
@@ -17,9 +20,95 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from llmpq.runtime.upload import upload
+from llmpq.runtime.device_copies import upload
+from llmpq.runtime.request import MicroBatch, PagedRow, StepKind
+from llmpq.runtime.sampling_params import SamplerConfig
+from llmpq.runtime.token_rules import NO_RULES
 
 Derived = TypeVar("Derived")
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepMessage:
+    """One micro-batch as a stage sees it: numbers only, no request objects."""
+
+    kind: StepKind
+    seq: int = 0
+    slots: Sequence[int] = ()
+    starts: Sequence[int] = ()
+    num_new: Sequence[int] = ()
+    sample_steps: Sequence[int] = ()
+    """Index of the token each row samples, which seeds its random draw."""
+    sampling: Sequence[SamplerConfig] = ()
+    requests: Sequence[int] = ()
+    """Numbers of the rows' requests, by which the last stage knows their rules; -1 without any."""
+    tokens: Sequence[Sequence[int]] = field(default=(), repr=False)
+    """New tokens of each row: known to the first stage, and to others that ask for them."""
+    paged: Sequence[PagedRow] = ()
+    """What a stage's cache has to know of each row."""
+
+    @property
+    def sends_tokens(self) -> bool:
+        """Whether the last stage needs the rows' tokens; `paged` has the drafts."""
+        return any(row.drafts_wanted >= 0 for row in self.paged)
+
+    @property
+    def q_len(self) -> int:
+        """New tokens of the longest row."""
+        return max(self.num_new, default=0)
+
+    @property
+    def num_rows(self) -> int:
+        """Requests in the micro-batch."""
+        return len(self.slots)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Rows and columns of its hidden states: the rows' tokens, one row behind the other."""
+        return 1, sum(self.num_new)
+
+    def tokens_1T(self, device: torch.device | str = "cpu") -> Tensor:
+        """Return the new tokens, one row's behind the other's."""
+        return upload([[token for row in self.tokens for token in row]], torch.long, device)
+
+
+STOP = StepMessage(kind=StepKind.STOP)
+
+
+def describe(micro_batch: MicroBatch) -> StepMessage:
+    """Return the message of a micro-batch the scheduler issued."""
+    requests, rows = micro_batch.requests, micro_batch.rows
+    return StepMessage(
+        kind=micro_batch.kind,
+        seq=micro_batch.seq,
+        slots=[row.slot for row in rows],
+        starts=micro_batch.starts,
+        num_new=[len(tokens) for tokens in micro_batch.tokens],
+        sample_steps=[row.sample_step for row in rows],
+        sampling=[request.sampling for request in requests],
+        requests=[NO_RULES if request.rules is None else request.id for request in requests],
+        tokens=micro_batch.tokens,
+        paged=rows,
+    )
+
+
+def result_width(rows: Sequence[PagedRow]) -> int:
+    """Return the columns of a result: one token, or where drafts were verified a count and tokens.
+
+    Where drafts are wanted of the last stage, their count and they follow.
+    """
+    longest = max(len(row.drafts) for row in rows)
+    wanted = max(row.drafts_wanted for row in rows)
+    return (2 + longest if longest else 1) + (1 + wanted if wanted > 0 else 0)
+
+
+def result_drafts(result_BK: Tensor, rows: Sequence[PagedRow]) -> list[list[int]]:
+    """Return the drafts that the last stage sent with a step's tokens; empty where it sent none."""
+    wanted = max(row.drafts_wanted for row in rows)
+    if wanted <= 0:
+        return []
+    table: list[list[int]] = result_BK[:, -1 - wanted :].tolist()
+    return [row[1 : 1 + row[0]] for row in table]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,3 +206,95 @@ class Step:
     def _positions(self) -> Tensor:
         start = self.start_B[:1] if self.fresh or self.uniform else self.start_B
         return start[:, None] + torch.arange(self.q_len, device=start.device)
+
+
+@dataclass(frozen=True)
+class Span:
+    """One row: `count` tokens from position `start` of its request, at `first` of the step."""
+
+    slot: int
+    start: int
+    count: int
+    first: int
+    revocable: int = 0
+    """How many of its last tokens are drafts, which the request's next step may leave out."""
+
+    @property
+    def end(self) -> int:
+        """Tokens of its request after this step."""
+        return self.start + self.count
+
+
+@dataclass(frozen=True, kw_only=True)
+class RaggedStep(Step):
+    """The rows of one forward; `q_len` counts all tokens, padding included."""
+
+    spans: tuple[Span, ...]
+    wanted: tuple[int, ...]
+    """Places of the step whose hidden states the head is asked for."""
+
+    @classmethod
+    def of_rows(
+        cls,
+        slots: Sequence[int],
+        starts: Sequence[int],
+        counts: Sequence[int],
+        *,
+        wanted: Sequence[int],
+        revocable: Sequence[int] | None = None,
+        width: int | None = None,
+        device: torch.device | str = "cpu",
+    ) -> RaggedStep:
+        """Build the step of rows at `starts` that bring `counts` tokens each.
+
+        `wanted`: of how many of each row's last tokens the hidden state is asked for. `revocable`:
+        how many of each row's last tokens are drafts. `width`: places in all.
+        """
+        if not len(slots) == len(starts) == len(counts) > 0:
+            raise ValueError(
+                f"a step needs equally many slots, starts and counts, got {len(slots)}, "
+                f"{len(starts)}, {len(counts)}"
+            )
+        if min(counts) < 1 or min(starts) < 0:
+            raise ValueError(f"a row needs a new token and a start >= 0, got {counts}, {starts}")
+        spans, first = [], 0
+        drafts = revocable or [0] * len(slots)
+        for slot, start, count, last in zip(slots, starts, counts, drafts, strict=True):
+            spans.append(Span(slot, start, count, first, last))
+            first += count
+        rows = upload([slots, starts, counts], torch.long, device)
+        return cls(
+            slots_B=rows[0],
+            start_B=rows[1],
+            num_new_B=rows[2],
+            q_len=first if width is None else width,
+            max_end=max(span.end for span in spans),
+            fresh=False,
+            spans=tuple(spans),
+            wanted=tuple(
+                place
+                for span, last in zip(spans, wanted, strict=True)
+                for place in range(span.first + span.count - last, span.first + span.count)
+            ),
+        )
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of all rows, without padding."""
+        return self.spans[-1].first + self.spans[-1].count
+
+    @property
+    def lengths_BQ(self) -> Tensor:
+        """Tokens of every token's request with this step, [1, T]; 0 for padding."""
+        lengths = [span.end for span in self.spans for _ in range(span.count)]
+        lengths += [0] * (self.q_len - len(lengths))
+        return torch.tensor([lengths])
+
+    def last_valid(self, x_BQH: Tensor) -> Tensor:
+        """Return [wanted places, H]."""
+        return x_BQH[0, list(self.wanted)]
+
+    def _positions(self) -> Tensor:
+        positions = [p for span in self.spans for p in range(span.start, span.end)]
+        positions += [0] * (self.q_len - len(positions))
+        return upload([positions], torch.long, self.start_B.device)

@@ -44,18 +44,16 @@ planner/export <- planner/cli
 profiler/timing, profiler/quality, profiler/quantize <- profiler/cli <- profiler/__main__
 
 runtime/auto_plan, runtime/guide_schema, runtime/guides, runtime/gc_freeze, runtime/options, \
-runtime/host_copy, runtime/paged_step, runtime/ragged_step, runtime/request, \
-runtime/request_names, runtime/engine_metrics, \
-runtime/request_output, runtime/sampling_params, runtime/step, runtime/step_message, \
-runtime/token_rules, runtime/trace, runtime/upload, runtime/vllm_options (one level)
-runtime/step_message <- runtime/models, runtime/weights, runtime/cache (one level) <- runtime/drafts
+runtime/device_copies, runtime/paged_step, runtime/request, runtime/engine_metrics, \
+runtime/request_output, runtime/sampling_params, runtime/step, \
+runtime/token_rules, runtime/trace, runtime/vllm_options (one level)
+runtime/step <- runtime/models, runtime/weights, runtime/cache (one level) <- runtime/drafts
 runtime/drafts <- runtime/backends <- runtime/engine <- runtime/launch
 runtime/launch <- runtime/simulate
-runtime/launch <- runtime/async_submitter <- runtime/response_stream
 runtime/launch <- runtime/response_stream, runtime/plan_choice, runtime/replan <- runtime/llm
-runtime/step_message <- runtime/links <- runtime/engine
-runtime/step_message <- runtime/text <- runtime/launch
-runtime/step_message <- runtime/report <- runtime/llm
+runtime/step <- runtime/links <- runtime/engine
+runtime/step <- runtime/text <- runtime/launch
+runtime/step <- runtime/report <- runtime/llm
 runtime/llm <- runtime/engines <- runtime/serve, runtime/tools, runtime/cli (one level)
 runtime/cli <- runtime/__main__
 """

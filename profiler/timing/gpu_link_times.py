@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from llmpq.profiler.timing.cases import LinkTimings
-from llmpq.runtime.host_copy import arrived
+from llmpq.runtime.device_copies import arrived
 from llmpq.runtime.links.device_links import StageLinks
 from llmpq.runtime.links.peer_links import BufferSizes
 

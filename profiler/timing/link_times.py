@@ -20,13 +20,13 @@ import torch.distributed as dist
 
 from llmpq.profiler.timing.cases import LinkJob, LinkTimings
 from llmpq.profiler.timing.gpu_link_times import room, run_rounds
-from llmpq.runtime.host_copy import arrived
+from llmpq.runtime.device_copies import arrived
 from llmpq.runtime.launch.stages.stage_host import talk_over
 from llmpq.runtime.links.device_links import connect_devices
 from llmpq.runtime.links.transport import GlooTransport, join_gloo, more_connections
 from llmpq.runtime.request import PagedRow, StepKind
 from llmpq.runtime.sampling_params import SamplerConfig
-from llmpq.runtime.step_message import StepMessage
+from llmpq.runtime.step import StepMessage
 
 ROWS = 8
 TOKENS = (1, 8, 64, 256)

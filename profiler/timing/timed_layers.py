@@ -25,13 +25,13 @@ from llmpq.profiler.timing.shape_grid import TIMED_LAYERS
 from llmpq.profiler.timing.stopwatch import time_call
 from llmpq.runtime.backends.backend import backend_of
 from llmpq.runtime.backends.build_stage import stage_over_pool
-from llmpq.runtime.host_copy import arrived
+from llmpq.runtime.device_copies import arrived
 from llmpq.runtime.models.layers import DecoderLayer
 from llmpq.runtime.models.linear import round_activations
 from llmpq.runtime.models.stage_model import DTYPES, StageModel
 from llmpq.runtime.request import PagedRow, StepKind
 from llmpq.runtime.sampling_params import SamplerConfig
-from llmpq.runtime.step_message import StepMessage
+from llmpq.runtime.step import StepMessage
 from llmpq.runtime.weights.sources import RandomSource
 from llmpq.sizes.kv_format import first_seen_block, pool_blocks
 from llmpq.sizes.pool_size import PoolSize

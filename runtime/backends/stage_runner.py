@@ -20,18 +20,16 @@ from llmpq.precision import KVPrecision
 from llmpq.runtime.cache.drafted_kv import DraftedKV
 from llmpq.runtime.cache.kv_cache import KVCache, PagedKV
 from llmpq.runtime.cache.paged_by_precision import make_paged_kv
+from llmpq.runtime.device_copies import HostCopy, upload
 from llmpq.runtime.drafts.acceptance import DraftProbs, accept, draft_tokens
 from llmpq.runtime.drafts.draft_model import DraftModel, build_draft
 from llmpq.runtime.drafts.mtp_drafts import MtpDrafts
-from llmpq.runtime.host_copy import HostCopy
 from llmpq.runtime.models.mtp_head import MtpHead
 from llmpq.runtime.models.ruled_sampling import ConstrainedSampler
 from llmpq.runtime.models.stage_model import StageModel
-from llmpq.runtime.ragged_step import RaggedStep
 from llmpq.runtime.request import PagedRow, StepKind
-from llmpq.runtime.step_message import StepMessage
+from llmpq.runtime.step import RaggedStep, StepMessage
 from llmpq.runtime.trace import KindTotals
-from llmpq.runtime.upload import upload
 from llmpq.sizes.pool_size import READS_KV4, PoolSize, draft_pool, mtp_pool
 from llmpq.sizes.state_size import NOTED_TOKENS
 from llmpq.sizes.step_padding import EXACT_TOKENS, cpu_padded

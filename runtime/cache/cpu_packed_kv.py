@@ -22,9 +22,8 @@ from llmpq.kernels.kv.step_view import completed_blocks
 from llmpq.model_spec import ModelSpec
 from llmpq.precision import KVPrecision
 from llmpq.runtime.cache.kv_cache import PagedKV
-from llmpq.runtime.ragged_step import RaggedStep, Span
 from llmpq.runtime.request import PagedRow
-from llmpq.runtime.step import Step
+from llmpq.runtime.step import RaggedStep, Span, Step
 from llmpq.sizes.kv_format import BLOCK_TOKENS, RING_TOKENS, TAIL_TOKENS, packed_blocks
 from llmpq.sizes.workspace import QUERIES_AT_ONCE
 

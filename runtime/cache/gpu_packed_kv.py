@@ -35,10 +35,10 @@ from llmpq.model_spec import ModelSpec
 from llmpq.precision import KVPrecision
 from llmpq.runtime.cache.gpu_paged_kv_base import GpuPagedKVBase, write_blocks
 from llmpq.runtime.cache.kv_cache import PagedKV
+from llmpq.runtime.device_copies import upload
 from llmpq.runtime.paged_step import PagedStep
 from llmpq.runtime.request import PagedRow
 from llmpq.runtime.step import Step
-from llmpq.runtime.upload import upload
 from llmpq.sizes.kv_format import BLOCK_TOKENS, RING_TOKENS, TAIL_TOKENS, pool_blocks
 from llmpq.sizes.pool_size import PoolSize
 

@@ -15,8 +15,8 @@ from torch import Tensor
 from llmpq.kernels.kv.paged.paged_rows import FIELDS, TokenPlaces, spread
 from llmpq.kernels.kv.reference import EVERYTHING, ScoreRule
 from llmpq.runtime.cache.kv_cache import PagedKV
+from llmpq.runtime.device_copies import upload
 from llmpq.runtime.step import Step
-from llmpq.runtime.upload import upload
 
 
 class GpuPagedKVBase(PagedKV):

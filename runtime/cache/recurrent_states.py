@@ -27,8 +27,8 @@ from torch import Tensor
 from llmpq.families.common.spec_values import Recurrent
 from llmpq.model_spec import ModelSpec
 from llmpq.runtime.cache.kv_cache import KVCache
-from llmpq.runtime.ragged_step import Span
 from llmpq.runtime.request import PagedRow
+from llmpq.runtime.step import Span
 
 Cache = TypeVar("Cache", bound=KVCache)
 

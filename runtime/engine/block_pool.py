@@ -1,14 +1,22 @@
-"""The blocks of the KV pool: reference counts, free blocks, cached blocks. Pure Python.
+"""The blocks of the KV pool, and the keys by which full ones are found again. Pure Python.
 
 A block is a number; every stage stores the same tokens of a request under it. A block is in one of
 three states: in use by one request or more (its reference count), free, or cached: no request uses
 it, but its key finds it until it is evicted, the least recently used first.
+
+A key says what a block holds, as a chained hash: the tokens from the request's first on, since keys
+and values of a token depend on all before it, and what the chain was begun with (model, KV
+precision, a salt).
 """
 
 from __future__ import annotations
 
+from array import array
 from collections import Counter, OrderedDict, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from hashlib import blake2b
+
+from llmpq.sizes.kv_format import BLOCK_TOKENS
 
 
 class BlockPool:
@@ -108,3 +116,47 @@ class BlockPool:
             del self._block_of[self._key_of.pop(block)]
         self._ref_counts[block] = 1
         return block
+
+
+_DIGEST_BYTES = 16
+
+
+def chain_root(*parts: object) -> bytes:
+    """Return what a chain begins with: equal parts, equal keys."""
+    return _digest(repr(parts).encode())
+
+
+class PrefixKeys:
+    """The keys of one request's blocks, made as its tokens become known.
+
+    Block m counts as full `tail` tokens after its last: a packed block comes with the 16-bit
+    tokens behind it, which a prefix hit needs, too (TAIL_TOKENS, llmpq/sizes/kv_format.py).
+    """
+
+    def __init__(self, root: bytes, *, tail: int = 0) -> None:
+        self._chain, self._tail = [root], tail
+        self._keys: list[bytes] = []
+
+    def upto(
+        self, tokens: Callable[[int, int], Sequence[int]], num_tokens: int, count: int
+    ) -> list[bytes]:
+        """Return the keys of the first blocks that the tokens fill, `count` of them at most.
+
+        `tokens(start, end)` returns a range of the request's first `num_tokens`.
+        """
+        full = max(0, num_tokens - self._tail) // BLOCK_TOKENS
+        for block in range(len(self._keys), min(count, full)):
+            end = (block + 1) * BLOCK_TOKENS
+            link = _digest(self._chain[-1] + _bytes(tokens(end - BLOCK_TOKENS, end)))
+            self._chain.append(link)
+            behind = tokens(end, end + self._tail)
+            self._keys.append(_digest(link + _bytes(behind)) if behind else link)
+        return self._keys[: min(count, full)]
+
+
+def _bytes(tokens: Sequence[int]) -> bytes:
+    return array("q", tokens).tobytes()
+
+
+def _digest(data: bytes) -> bytes:
+    return blake2b(data, digest_size=_DIGEST_BYTES).digest()

@@ -6,12 +6,12 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
+from llmpq.runtime.device_copies import HostCopy
 from llmpq.runtime.engine.stage_loop import Compute
-from llmpq.runtime.host_copy import HostCopy
 from llmpq.runtime.links.member_links import Followers
 from llmpq.runtime.links.transport import Transport
 from llmpq.runtime.request import StepKind
-from llmpq.runtime.step_message import StepMessage
+from llmpq.runtime.step import StepMessage
 from llmpq.runtime.trace import Recorder
 
 

@@ -18,21 +18,23 @@ from typing import Protocol
 
 from torch import Tensor
 
-from llmpq.runtime.engine.mailbox import Abort, Mailbox, ResetPrefixCache
+from llmpq.runtime.device_copies import HostCopy, arrived
 from llmpq.runtime.engine.pool_limits import max_ahead, max_in_flight
 from llmpq.runtime.engine.scheduler import Scheduler
-from llmpq.runtime.host_copy import HostCopy, arrived
 from llmpq.runtime.links.transport import Transport
 from llmpq.runtime.request import (
     PENDING_TOKEN,
+    Abort,
     Finished,
+    Mailbox,
     MicroBatch,
     PagedRow,
     Progress,
     Request,
+    ResetPrefixCache,
     StepKind,
 )
-from llmpq.runtime.step_message import STOP, StepMessage, describe, result_drafts, result_width
+from llmpq.runtime.step import STOP, StepMessage, describe, result_drafts, result_width
 from llmpq.runtime.trace import Recorder
 
 

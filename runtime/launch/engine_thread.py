@@ -17,13 +17,12 @@ from typing import Any
 
 from llmpq.child import CallFailed
 from llmpq.errors import DeadlineError, LlmpqError, StageLostError
-from llmpq.runtime.engine.mailbox import EngineOutputs
 from llmpq.runtime.launch.engine_starter import EngineStarter
 from llmpq.runtime.launch.pipeline_client import PipelineClient
 from llmpq.runtime.launch.poison import PoisonHunt
 from llmpq.runtime.launch.recovery import Recovery
 from llmpq.runtime.launch.request_record import Listener, RequestOutputDelta, RequestRecord
-from llmpq.runtime.request import Progress, Request
+from llmpq.runtime.request import EngineOutputs, Progress, Request
 from llmpq.runtime.token_rules import Guide, LogprobOutput
 
 __all__ = ["EngineThread", "Listener", "RequestOutputDelta"]

@@ -23,7 +23,6 @@ from llmpq.child import CallFailed
 from llmpq.cluster import Cluster
 from llmpq.errors import DeadlineError
 from llmpq.plan import Plan
-from llmpq.runtime.engine.mailbox import EngineOutputs
 from llmpq.runtime.launch.choose_launcher import make_launcher
 from llmpq.runtime.launch.failures import GRACE_S, is_consequence, lost_stage, named_stage
 from llmpq.runtime.launch.launcher import Launcher, OnLoad, StageHandle
@@ -31,7 +30,7 @@ from llmpq.runtime.launch.stages.load_watch import LoadWatch
 from llmpq.runtime.launch.stages.stage_host import meeting_host, process_space
 from llmpq.runtime.launch.stages.stage_place import StagePlace, settings_of_stages
 from llmpq.runtime.launch.stages.stage_settings import StageSettings
-from llmpq.runtime.request import Finished, Progress, Request
+from llmpq.runtime.request import EngineOutputs, Finished, Progress, Request
 from llmpq.runtime.token_rules import Guide, LogprobOutput
 from llmpq.runtime.trace import LoadReport, StageRecord
 

@@ -27,11 +27,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
-from llmpq.runtime.host_copy import HostCopy
+from llmpq.runtime.device_copies import HostCopy
 from llmpq.runtime.links.peer_links import BufferSizes, PeerLinks
 from llmpq.runtime.links.transport import IDLE_LIMIT, GlooTransport
 from llmpq.runtime.request import StepKind
-from llmpq.runtime.step_message import StepMessage
+from llmpq.runtime.step import StepMessage
 from llmpq.sizes.gpu_workspace import OUTPUTS_LEAVING
 
 _log = logging.getLogger("llmpq.links")

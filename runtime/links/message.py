@@ -30,7 +30,7 @@ from torch import Tensor
 
 from llmpq.runtime.request import PagedRow, StepKind
 from llmpq.runtime.sampling_params import SamplerConfig
-from llmpq.runtime.step_message import StepMessage
+from llmpq.runtime.step import StepMessage
 from llmpq.runtime.token_rules import NO_RULES
 from llmpq.speculation import MAX_GAMMA
 

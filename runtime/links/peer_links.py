@@ -28,7 +28,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from llmpq.out_of_memory import first_line
-from llmpq.runtime.host_copy import HostCopy
+from llmpq.runtime.device_copies import HostCopy
 from llmpq.runtime.links.cuda_driver import SHARED_BYTES, CudaDriver
 from llmpq.sizes.gpu_workspace import OUTPUTS_LEAVING
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from llmpq.plan import Worker
 from llmpq.runtime.links.message import pack_header, pack_paging, unpack_header, unpack_paging
 from llmpq.runtime.links.transport import HostTokens, with_tokens
-from llmpq.runtime.step_message import StepMessage
+from llmpq.runtime.step import StepMessage
 
 _T = TypeVar("_T")
 

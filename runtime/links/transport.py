@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from llmpq.errors import DeadlineError
-from llmpq.runtime.host_copy import HostCopy
+from llmpq.runtime.device_copies import HostCopy
 from llmpq.runtime.links.message import (
     header_size,
     max_paging_size,
@@ -32,7 +32,7 @@ from llmpq.runtime.links.message import (
     unpack_paging,
 )
 from llmpq.runtime.request import StepKind
-from llmpq.runtime.step_message import StepMessage, result_width
+from llmpq.runtime.step import StepMessage, result_width
 
 IDLE_LIMIT = timedelta(hours=24)
 """A receive may wait this long for work; whether a stage still lives is the driver's to watch."""

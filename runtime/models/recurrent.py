@@ -39,8 +39,7 @@ from llmpq.runtime.models.recurrence import (
     scan_step,
     unit_length,
 )
-from llmpq.runtime.ragged_step import RaggedStep, Span
-from llmpq.runtime.step import Step
+from llmpq.runtime.step import RaggedStep, Span, Step
 
 _SMALL = 1 << 15
 """Elements of all rows' states up to which they are gathered and move on together."""

@@ -24,11 +24,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from llmpq.runtime.host_copy import HostCopy, arrived, to_host_async
+from llmpq.runtime.device_copies import HostCopy, arrived, to_host_async, upload
 from llmpq.runtime.models.sampling import sample, sampler_of
-from llmpq.runtime.step_message import StepMessage
+from llmpq.runtime.step import StepMessage
 from llmpq.runtime.token_rules import LogitsConstraints, LogprobOutput, TokenScore, TokenScores
-from llmpq.runtime.upload import upload
 
 _POSITIONS_AT_ONCE = 64
 """Positions of a prompt whose logits are made together: a few float copies of them live at once."""

@@ -15,8 +15,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from llmpq.runtime.device_copies import upload
 from llmpq.runtime.sampling_params import SamplerConfig
-from llmpq.runtime.upload import upload
 
 __all__ = [
     "SamplerConfig",

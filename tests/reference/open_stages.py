@@ -17,11 +17,10 @@ import torch
 from llmpq.model_spec import ModelSpec
 from llmpq.plan import Plan
 from llmpq.runtime.backends.build_stage import build_head, build_stage
-from llmpq.runtime.engine.mailbox import Mailbox
 from llmpq.runtime.engine.scheduler import Scheduler
 from llmpq.runtime.engine.stage_loop import FirstStage, run_following_stage
 from llmpq.runtime.links.thread_links import ThreadRendezvous
-from llmpq.runtime.request import Finished, Request
+from llmpq.runtime.request import Finished, Mailbox, Request
 from llmpq.runtime.trace import MAX_EVENTS, Recorder, StageRecord
 from llmpq.runtime.weights.sources import TensorSource
 from llmpq.sizes.pool_size import PoolSize

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from llmpq.runtime.cache.gpu_paged_kv_base import GpuPagedKVBase
 from llmpq.runtime.models.stage_model import StageModel
-from llmpq.runtime.step_message import StepMessage
+from llmpq.runtime.step import StepMessage
 
 _log = logging.getLogger("llmpq.graphs")
 

@@ -29,14 +29,13 @@ from llmpq.runtime.backends.gpu.paged_rounds import PagedRoundGraphs
 from llmpq.runtime.backends.stage_runner import StageRunner, num_wanted, result_table, rows_of
 from llmpq.runtime.cache.gpu_drafted_kv import GpuDraftedKV
 from llmpq.runtime.cache.gpu_paged_kv_base import GpuPagedKVBase
-from llmpq.runtime.host_copy import HostCopy, to_host_async
+from llmpq.runtime.device_copies import HostCopy, to_host_async, upload
 from llmpq.runtime.models.mtp_head import MtpHead
 from llmpq.runtime.models.stage_model import StageModel
 from llmpq.runtime.request import PagedRow, StepKind
 from llmpq.runtime.sampling_params import SamplerConfig
-from llmpq.runtime.step_message import StepMessage
+from llmpq.runtime.step import StepMessage
 from llmpq.runtime.trace import KindTotals
-from llmpq.runtime.upload import upload
 from llmpq.sizes.kv_format import BLOCK_TOKENS
 from llmpq.sizes.pool_size import PoolSize
 from llmpq.sizes.step_padding import CAPTURED_TOKENS

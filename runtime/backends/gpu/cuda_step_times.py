@@ -16,7 +16,7 @@ import torch
 
 from llmpq.runtime.request import PagedRow, StepKind
 from llmpq.runtime.sampling_params import SamplerConfig
-from llmpq.runtime.step_message import StepMessage
+from llmpq.runtime.step import StepMessage
 from llmpq.sizes.kv_format import BLOCK_TOKENS, HOLDBACK_TOKENS
 from llmpq.speculation import MAX_GAMMA, Line, MeasuredTimes
 

@@ -14,7 +14,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from llmpq.runtime.host_copy import HostCopy
+from llmpq.runtime.device_copies import HostCopy
 
 
 class LateTokens:

@@ -24,7 +24,7 @@ from llmpq.runtime.backends.gpu.cuda_graphs import StepGraphs, StepOutput, round
 from llmpq.runtime.cache.gpu_paged_kv_base import GpuPagedKVBase
 from llmpq.runtime.models.stage_model import StageModel
 from llmpq.runtime.paged_step import PagedStep
-from llmpq.runtime.step_message import StepMessage
+from llmpq.runtime.step import StepMessage
 from llmpq.sizes.step_padding import CAPTURED_TOKENS, gpu_padded
 
 

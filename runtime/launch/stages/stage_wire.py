@@ -12,10 +12,9 @@ from dataclasses import asdict
 from typing import Any
 
 from llmpq.plan import Plan
-from llmpq.runtime.engine.mailbox import EngineOutputs
 from llmpq.runtime.launch.stages.stage_place import StagePlace
 from llmpq.runtime.launch.stages.stage_settings import StageSettings
-from llmpq.runtime.request import Finished, Progress, Request
+from llmpq.runtime.request import EngineOutputs, Finished, Progress, Request
 from llmpq.runtime.sampling_params import SamplerConfig
 from llmpq.runtime.token_rules import LogitsConstraints, LogprobOutput
 from llmpq.runtime.trace import LoadReport, StageRecord

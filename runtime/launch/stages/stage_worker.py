@@ -26,7 +26,6 @@ from llmpq.plan import Plan, StagePlan
 from llmpq.precision import WeightScheme
 from llmpq.runtime.backends.stage_runner import StageRunner
 from llmpq.runtime.drafts.drafters import speculation_report
-from llmpq.runtime.engine.mailbox import Abort, EngineOutputs, Mailbox, ResetPrefixCache
 from llmpq.runtime.engine.pool_limits import max_ahead
 from llmpq.runtime.engine.scheduler import Scheduler
 from llmpq.runtime.engine.shared_stage import LeadingCompute, run_follower
@@ -57,7 +56,7 @@ from llmpq.runtime.links.transport import (
     more_connections,
 )
 from llmpq.runtime.models.stage_model import DTYPES
-from llmpq.runtime.request import Request
+from llmpq.runtime.request import Abort, EngineOutputs, Mailbox, Request, ResetPrefixCache
 from llmpq.runtime.text.stop_texts import StopTexts
 from llmpq.runtime.token_rules import Guide, GuideKind, LogitsConstraints, LogprobOutput
 from llmpq.runtime.trace import (

@@ -20,7 +20,7 @@ from llmpq.profiler.timing.shape_grid import Reach, cases, make_grid
 from llmpq.profiler.timing.stopwatch import summarise
 from llmpq.profiler.timing.timed_layers import TimedModel, pool_of, step_message
 from llmpq.runtime.backends.stage_runner import StageRunner
-from llmpq.runtime.host_copy import HostCopy
+from llmpq.runtime.device_copies import HostCopy
 from llmpq.runtime.sampling_params import SamplerConfig
 from llmpq.sizes.step_padding import gpu_padded
 

@@ -12,8 +12,8 @@ from llmpq.precision import Precision
 from llmpq.runtime.backends.build_stage import build_stage
 from llmpq.runtime.launch.plans.manual_plan import manual_plan
 from llmpq.runtime.models.linear import Linear
-from llmpq.runtime.ragged_step import RaggedStep
 from llmpq.runtime.request import PagedRow
+from llmpq.runtime.step import RaggedStep
 from llmpq.runtime.weights.sources import CheckpointSource
 from llmpq.sizes.pool_size import PoolSize
 from llmpq.workload import Workload

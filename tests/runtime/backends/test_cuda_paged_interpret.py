@@ -30,14 +30,13 @@ from llmpq.runtime.cache.gpu_packed_kv import GpuPackedKV
 from llmpq.runtime.cache.gpu_packed_latents import GpuPackedLatents
 from llmpq.runtime.cache.gpu_paged_latents import GpuPagedLatents
 from llmpq.runtime.drafts.drafters import FixedDrafter
-from llmpq.runtime.engine.mailbox import Mailbox
 from llmpq.runtime.engine.pool_limits import PoolLimits
 from llmpq.runtime.engine.scheduler import Scheduler
 from llmpq.runtime.engine.stage_loop import FirstStage
 from llmpq.runtime.models.layers import DecoderLayer, PlainLayers
 from llmpq.runtime.models.sampling import SamplerConfig
 from llmpq.runtime.paged_step import PagedStep
-from llmpq.runtime.request import PagedRow, Request, StepKind
+from llmpq.runtime.request import Mailbox, PagedRow, Request, StepKind
 from llmpq.runtime.token_rules import Guide, LogitsConstraints
 from llmpq.runtime.trace import Recorder
 from llmpq.runtime.weights.sources import CheckpointSource

@@ -5,13 +5,12 @@ import torch
 
 from llmpq.kernels.native import library
 from llmpq.precision import KVPrecision, Precision
-from llmpq.runtime.backends.native_layers import NativeLayers
+from llmpq.runtime.backends.cpu import NativeLayers
 from llmpq.runtime.cache.paged_by_precision import make_paged_kv
 from llmpq.runtime.models.layers import PlainLayers
 from llmpq.runtime.models.linear import round_activations
-from llmpq.runtime.ragged_step import RaggedStep
 from llmpq.runtime.request import PagedRow
-from llmpq.runtime.step import Step
+from llmpq.runtime.step import RaggedStep, Step
 from llmpq.sizes.kv_format import packed_blocks
 from llmpq.sizes.pool_size import PoolSize
 from reference.pipeline import ReferencePipeline

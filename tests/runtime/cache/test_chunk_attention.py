@@ -18,8 +18,8 @@ from llmpq.precision import KVPrecision
 from llmpq.runtime.cache import cpu_paged_kv
 from llmpq.runtime.cache.paged_by_precision import make_paged_kv
 from llmpq.runtime.models.attention import alibi_slopes
-from llmpq.runtime.ragged_step import RaggedStep
 from llmpq.runtime.request import PagedRow
+from llmpq.runtime.step import RaggedStep
 from llmpq.sizes.pool_size import wanted_pool
 from llmpq.workload import Workload
 

@@ -18,9 +18,9 @@ from llmpq.runtime.engine.pool_limits import PoolLimits
 from llmpq.runtime.engine.scheduler import Scheduler
 from llmpq.runtime.launch.plans.complete_plan import complete_plan, decide_drafts
 from llmpq.runtime.options import EngineOptions
-from llmpq.runtime.ragged_step import RaggedStep
 from llmpq.runtime.request import MicroBatch, PagedRow, Request
 from llmpq.runtime.sampling_params import SamplerConfig
+from llmpq.runtime.step import RaggedStep
 from llmpq.runtime.weights.sources import CheckpointSource
 from llmpq.sizes.pool_size import PoolSize, planned_pool
 from llmpq.speculation import draft_bytes, expected_tokens, usable_modes

@@ -20,7 +20,7 @@ from llmpq.runtime.engine.scheduler import Scheduler
 from llmpq.runtime.models.sampling import probabilities
 from llmpq.runtime.request import PagedRow, Request, StepKind
 from llmpq.runtime.sampling_params import SamplerConfig
-from llmpq.runtime.step_message import StepMessage
+from llmpq.runtime.step import StepMessage
 from llmpq.runtime.weights.sources import CheckpointSource
 from llmpq.sizes.kv_format import packed_end
 from llmpq.sizes.pool_size import PoolSize, planned_pool

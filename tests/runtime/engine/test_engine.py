@@ -17,7 +17,7 @@ from llmpq.runtime.launch.stages.stage_wire import read_request, write_request
 from llmpq.runtime.links.message import pack_header, unpack_header
 from llmpq.runtime.request import MicroBatch, PagedRow, Request, StepKind
 from llmpq.runtime.sampling_params import SamplerConfig
-from llmpq.runtime.step_message import StepMessage, describe
+from llmpq.runtime.step import StepMessage, describe
 from llmpq.runtime.weights.sources import CheckpointSource
 from llmpq.sizes.pool_size import PoolSize
 from reference.open_stages import OpenStages

@@ -23,8 +23,7 @@ from llmpq.runtime.links.message import pack_paging, unpack_paging
 from llmpq.runtime.options import EngineOptions
 from llmpq.runtime.request import Finished, PagedRow, Request, StepKind
 from llmpq.runtime.sampling_params import SamplerConfig
-from llmpq.runtime.step import Step
-from llmpq.runtime.step_message import StepMessage
+from llmpq.runtime.step import Step, StepMessage
 from llmpq.runtime.weights.sources import CheckpointSource
 from llmpq.sizes.kv_format import TAIL_TOKENS, kv_pool_bytes
 from llmpq.sizes.pool_size import PoolSize
@@ -219,7 +218,7 @@ def test_aborts_free_blocks_and_leave_the_others_alone(tiny_models, random_promp
 
 def drive(bench: Bench, scheduler: Scheduler) -> set[int]:
     """Run what was submitted through the stages, one step at a time; return who ended."""
-    from llmpq.runtime.step_message import describe
+    from llmpq.runtime.step import describe
 
     ended = set()
     while not scheduler.idle:

@@ -10,14 +10,13 @@ import pytest
 import torch.distributed as dist
 
 from llmpq.errors import DeadlineError
-from llmpq.runtime.engine.mailbox import EngineOutputs
 from llmpq.runtime.launch import thread_launcher
 from llmpq.runtime.launch.pipeline_client import PipelineClient
 from llmpq.runtime.launch.stages.stage_settings import StageSettings
 from llmpq.runtime.launch.stages.stage_worker import StageWorker
 from llmpq.runtime.links.transport import join_gloo
 from llmpq.runtime.options import Deadlines, EngineOptions
-from llmpq.runtime.request import Progress, Request
+from llmpq.runtime.request import EngineOutputs, Progress, Request
 from llmpq.runtime.trace import LoadReport
 
 pytestmark = pytest.mark.cluster

@@ -15,7 +15,7 @@ from llmpq.runtime.links.transport import IDLE_LIMIT, GlooTransport, join_gloo
 from llmpq.runtime.options import choices
 from llmpq.runtime.request import PagedRow, StepKind
 from llmpq.runtime.sampling_params import SamplerConfig
-from llmpq.runtime.step_message import STOP, StepMessage
+from llmpq.runtime.step import STOP, StepMessage
 
 pytestmark = pytest.mark.cluster
 STAGES, HIDDEN = 3, 24

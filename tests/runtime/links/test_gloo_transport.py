@@ -14,7 +14,7 @@ from llmpq.runtime.links.message import pack_header, pack_paging
 from llmpq.runtime.links.transport import GlooTransport, join_gloo, more_connections
 from llmpq.runtime.request import PagedRow, StepKind
 from llmpq.runtime.sampling_params import SamplerConfig
-from llmpq.runtime.step_message import STOP, StepMessage
+from llmpq.runtime.step import STOP, StepMessage
 
 pytestmark = pytest.mark.cpu
 

@@ -25,8 +25,8 @@ from llmpq.runtime.cache.cpu_paged_kv import CpuPagedKV
 from llmpq.runtime.cache.paged_by_precision import make_paged_kv
 from llmpq.runtime.models.experts import Routing, SparseMLP
 from llmpq.runtime.models.stage_model import DTYPES, StageModel
-from llmpq.runtime.ragged_step import RaggedStep
 from llmpq.runtime.request import PagedRow
+from llmpq.runtime.step import RaggedStep
 from llmpq.runtime.weights.sources import RandomSource
 from llmpq.sizes.kv_format import kv_pool_bytes, pool_blocks
 from llmpq.sizes.pool_size import PoolSize

@@ -12,7 +12,7 @@ from llmpq.runtime.models.ruled_sampling import ConstrainedSampler, scores
 from llmpq.runtime.models.sampling import probabilities, sample
 from llmpq.runtime.request import StepKind
 from llmpq.runtime.sampling_params import SamplerConfig
-from llmpq.runtime.step_message import StepMessage
+from llmpq.runtime.step import StepMessage
 from llmpq.runtime.token_rules import LogitsConstraints, LogprobOutput, Thought
 
 pytestmark = pytest.mark.cpu

@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 
-from llmpq.runtime import async_submitter
-from llmpq.runtime.async_submitter import AsyncSubmitter, DeltaQueue, OutputQueue
+from llmpq.runtime import response_stream
 from llmpq.runtime.launch.engine_thread import RequestOutputDelta
 from llmpq.runtime.request import Finished, Request
+from llmpq.runtime.response_stream import AsyncSubmitter, DeltaQueue, OutputQueue
 
 pytestmark = pytest.mark.cpu
-SHARE, LONGEST_S = async_submitter._NEWS_SHARE, async_submitter._LONGEST_WAIT_S
+SHARE, LONGEST_S = response_stream._NEWS_SHARE, response_stream._LONGEST_WAIT_S
 
 
 class ByHand:
@@ -61,7 +61,7 @@ def by_hand(monkeypatch) -> ByHand:
     clocks = SimpleNamespace(
         perf_counter=lambda: made.now_s, thread_time=lambda: made.computed_s - 100.0
     )
-    monkeypatch.setattr(async_submitter, "time", clocks)
+    monkeypatch.setattr(response_stream, "time", clocks)
     return made
 
 

@@ -1,7 +1,8 @@
-"""Asynchronous copies of results from a device to the host."""
+"""Copies between host and device that wait for nothing: values up, results down."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -44,3 +45,17 @@ def to_host_async(result: Tensor) -> Tensor | HostCopy:
     copied = torch.cuda.Event()
     copied.record()
     return HostCopy(value, copied)
+
+
+Values = Sequence[int] | Sequence[float] | Sequence[Sequence[int]] | Sequence[Sequence[float]]
+
+
+def upload(values: Values, dtype: torch.dtype, device: torch.device | str) -> Tensor:
+    """Return a tensor of `values` that the device's current stream finds there.
+
+    From pageable memory torch would wait until the stream has got so far.
+    """
+    device = torch.device(device)
+    if device.type != "cuda":
+        return torch.tensor(values, dtype=dtype, device=device)
+    return torch.tensor(values, dtype=dtype, pin_memory=True).to(device, non_blocking=True)
