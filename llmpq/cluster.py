@@ -49,19 +49,6 @@ class Link(FileForm):
         return self.latency_us * 1e-6 + num_bytes * 8 / (self.gbps * 1e9)
 
 
-class JoinedDevice(FileForm):
-    """A device of a group that shares stages in tensor parallel (devices/joined_devices.py)."""
-
-    device: str
-    index: int = Field(ge=0)
-    kind: str
-    profile_kind: str
-    threads: int | None = None
-    sms: int | None = None
-    memory: Size
-    reserve: Size = 0
-
-
 class DeviceGroup(FileForm):
     """`count` equal devices of one node."""
 
@@ -77,13 +64,6 @@ class DeviceGroup(FileForm):
     emulate: Emulate | None = None
     spec: DeviceSpec | None = None
     """Inline description of a kind that is not in the table."""
-    joined: tuple[JoinedDevice, ...] = ()
-    """Devices that this one stands for: they share its stages in tensor parallel. Made by
-    `llmpq-algo --tensor-parallel`."""
-    shares: tuple[int, ...] = ()
-    """Of `joined`."""
-    sum_link: Link | None = None
-    """How sums between `joined` travel."""
 
 
 class PairLink(Link):
@@ -153,10 +133,13 @@ class Device:
     reserve_bytes: int
     threads: int | None
     emulate: Emulate | None
-    joined: tuple[JoinedDevice, ...] = ()
-    """Devices that it stands for, which share its stages."""
+    joined: tuple[Device, ...] = ()
+    """Devices that it stands for, which share its stages in tensor parallel
+    (devices/joined_devices.py)."""
     shares: tuple[int, ...] = ()
+    """Of `joined`."""
     sum_link: Link | None = None
+    """How sums between `joined` travel."""
 
     @property
     def limit_bytes(self) -> int:
@@ -199,6 +182,8 @@ class Cluster(FileForm):
     planning: PlanningHints = PlanningHints()
     _only: frozenset[str] | None = PrivateAttr(default=None)
     """Names of the devices of a part; None: all."""
+    _grouped: tuple[Device, ...] | None = PrivateAttr(default=None)
+    """Devices that stand for those of the file; None: those themselves."""
 
     @model_validator(mode="after")
     def _names_are_unique_and_known(self) -> Self:
@@ -214,8 +199,8 @@ class Cluster(FileForm):
     @cached_property
     def devices(self) -> tuple[Device, ...]:
         """Every device, in file order; of a part its own."""
-        only = self._only
-        return tuple(d for d in self._listed if only is None or d.name in only)
+        only, all_of_them = self._only, self._grouped or self._listed
+        return tuple(d for d in all_of_them if only is None or d.name in only)
 
     def part(self, names: Collection[str]) -> Cluster:
         """Return these devices with their names, numbers and links; it is no cluster of a file."""
@@ -223,6 +208,25 @@ class Cluster(FileForm):
         part._only = frozenset(names)
         part.__dict__.pop("devices", None)
         return part
+
+    def grouped(self, devices: Sequence[Device]) -> Cluster:
+        """Return the cluster with these devices instead, which may be groups of its own.
+
+        It is the same cluster still: its fingerprint is that of the file's devices.
+        """
+        whole = self.model_copy()
+        whole._grouped = tuple(devices)
+        whole.__dict__.pop("devices", None)
+        return whole
+
+    def ungrouped(self) -> Cluster:
+        """Return the cluster with the devices of its file."""
+        if self._grouped is None:
+            return self
+        whole = self.model_copy()
+        whole._grouped = whole._only = None
+        whole.__dict__.pop("devices", None)
+        return whole
 
     @cached_property
     def _listed(self) -> tuple[Device, ...]:
@@ -257,7 +261,8 @@ class Cluster(FileForm):
 
     def own_link(self, source: Device, target: Device) -> Link | None:
         """Return the link that names one of two devices, or both; None where none does."""
-        devices, nodes = (source.name, target.name), (source.node, target.node)
+        devices = _leading(source).name, _leading(target).name
+        nodes = source.node, target.node
         for ends in (
             {("device", devices[0]), ("device", devices[1])},
             {("device", devices[0]), ("node", nodes[1])},
@@ -270,7 +275,7 @@ class Cluster(FileForm):
 
     def has_own_links(self, device: Device) -> bool:
         """Whether a link names the device: it is then unlike all others of its kind."""
-        return any(("device", device.name) in ends for ends in self._pair_links)
+        return any(("device", _leading(device).name) in ends for ends in self._pair_links)
 
     @cached_property
     def _pair_links(self) -> dict[frozenset[tuple[str, str]], Link]:
@@ -307,9 +312,8 @@ class Cluster(FileForm):
 
     def fingerprint(self) -> str:
         """Return a short hash of devices and links; names of the file and hosts do not count."""
-        devices = [
-            [d.name, d.profile_kind, d.memory_bytes, d.reserve_bytes, d.node] for d in self.devices
-        ]
+        own = self._listed if self._only is None else self.devices
+        devices = [[d.name, d.profile_kind, d.memory_bytes, d.reserve_bytes, d.node] for d in own]
         content = {"devices": devices, "links": self.links.model_dump(mode="json")}
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
 
@@ -345,6 +349,11 @@ class Cluster(FileForm):
         ]
         title = "-".join(f"{n}x{c}" for n, c in zip(names, counts, strict=True))
         return cls.parse_data({"name": title, "nodes": nodes}, where="--device_names")
+
+
+def _leading(device: Device) -> Device:
+    """Return the device that receives and sends for a group, or it itself."""
+    return device.joined[0] if device.joined else device
 
 
 def _is_table_of_kinds(data: object) -> bool:
@@ -411,7 +420,4 @@ def resolve(node: Node, group: DeviceGroup, index: int, counts: dict[str, int]) 
         reserve_bytes=reserve,
         threads=threads,
         emulate=emulate,
-        joined=group.joined,
-        shares=group.shares,
-        sum_link=group.sum_link,
     )

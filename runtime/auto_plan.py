@@ -118,7 +118,7 @@ def plan_job(
 
     spec = spec or ModelSpec.from_directory(model_dir)
     if options.tensor_parallel_size > 1:
-        cluster = one_group(cluster, options.tensor_parallel_size, spec, work)
+        cluster = one_group(cluster, options.tensor_parallel_size, spec)
     if options.profile:
         if options.ray_address is not None:
             raise ValueError(

@@ -1,39 +1,47 @@
 """Devices of a node that share stages in tensor parallel, as one device that plans can use.
 
-A group is as fast and as large as its shares let its devices be: with shares s of rates r, the sum
-of s times the least r / s; memory alike. What every device holds whole, embedding and output matrix
-and the temporaries of a step, is taken off once for each. What a layer takes beside the products is
-two sums over the devices: 2 x (latency + 2 (n - 1) / n x bytes of a token's hidden state / rate).
+A layer has two parts that end in a sum over the devices, attention and MLP: each takes as long as
+the device whose cut of it (`Member.own`) takes longest, so a group's rates are those of the whole
+layer over the sum of both. Sums take 2 x (latency + 2 (n - 1) / n x bytes of a token's hidden state
+/ rate). The output matrix is the first device's alone. What a group has room for is counted device
+by device (planner/costs/stage_memory.py); its own memory is that of all together.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
-from llmpq.cluster import Cluster, Device, DeviceGroup, JoinedDevice, Link
-from llmpq.memory import embedding_bytes
+from llmpq.cluster import Cluster, Device, Link
 from llmpq.model_spec import ModelSpec
-from llmpq.workload import CHUNK_TOKENS, Workload
+from llmpq.tensor_parallel import Member
 
 HOST_LINK = Link(gbps=40, latency_us=100)
 """Sums between processes of one host over gloo, about."""
-SPREAD_TOKENS = 8
-"""Numbers that a token's temporaries take on every device, in hidden states, about."""
+RATES = {
+    "mem_gbps": "memory_efficiency",
+    **dict.fromkeys(
+        ("fp16_tflops", "fp32_tflops", "int8_tops", "fp8_tflops", "int4_tops"), "matmul_efficiency"
+    ),
+}
+"""Rates of a device's kind -> the share of them that it reaches."""
 
 
-def joined(cluster: Cluster, shares: Sequence[int], spec: ModelSpec, work: Workload) -> Cluster:
+def joined(cluster: Cluster, shares: Sequence[int], spec: ModelSpec) -> Cluster:
     """Return a cluster whose nodes' devices are groups of as many as there are shares.
 
     Neighbours make a group, even shares only of devices that are alike; those left over stay as
     they are. A CPU is divided by the shares. `ValueError` where no node has a group.
     """
-    nodes = []
-    for node in cluster.nodes:
-        own = [device for device in cluster.devices if device.node == node.name]
-        groups = list(_groups(own, tuple(shares), cluster, spec, work))
-        nodes.append(node.model_copy(update={"devices": tuple(groups), "accelerators": None}))
-    if not any(group.joined for node in nodes for group in node.devices):
+    devices = [
+        device
+        for node in cluster.nodes
+        for device in _grouped(
+            [one for one in cluster.devices if one.node == node.name], tuple(shares), cluster, spec
+        )
+    ]
+    if not any(device.joined for device in devices):
         kinds = ", ".join(sorted({device.name for device in cluster.devices}))
         even, remedy = len(set(shares)) == 1, "take fewer"
         most = max(Counter(device.node for device in cluster.devices).values())
@@ -44,132 +52,135 @@ def joined(cluster: Cluster, shares: Sequence[int], spec: ModelSpec, work: Workl
             f"tensor parallel of {len(shares)} needs as many devices of one node"
             f"{' that are alike' if even else ''}, got {kinds}; {remedy}"
         )
-    # Links of whole nodes stay; those of single devices have lost their ends.
-    names = {node.name for node in cluster.nodes}
-    pairs = tuple(pair for pair in cluster.links.pairs if set(pair.between) <= names)
-    links = cluster.links.model_copy(update={"pairs": pairs})
-    return Cluster(name=cluster.name, nodes=tuple(nodes), links=links, planning=cluster.planning)
+    return cluster.grouped(devices)
 
 
-def one_group(cluster: Cluster, size: int, spec: ModelSpec, work: Workload) -> Cluster:
+def one_group(cluster: Cluster, size: int, spec: ModelSpec) -> Cluster:
     """Return the first devices that are `size` of one node and alike, as the only device."""
-    whole = joined(cluster, (1,) * size, spec, work)
-    node, group = next((n, g) for n in whole.nodes for g in n.devices if g.joined)
-    alone = node.model_copy(update={"devices": (group,)})
-    links = whole.links.model_copy(update={"pairs": ()})
-    return Cluster(name=cluster.name, nodes=(alone,), links=links)
+    whole = joined(cluster, (1,) * size, spec)
+    return whole.grouped([next(device for device in whole.devices if device.joined)])
 
 
-def _groups(
-    devices: Sequence[Device],
-    shares: tuple[int, ...],
-    cluster: Cluster,
-    spec: ModelSpec,
-    work: Workload,
-) -> list[DeviceGroup]:
-    found, left = [], list(devices)
+def group_of(
+    cluster: Cluster, names: Sequence[str], shares: Sequence[int], spec: ModelSpec
+) -> Device:
+    """Return the group of devices named as in a plan; parts of a CPU are `CPU-0.0`."""
+    cluster = cluster.ungrouped()
+    known = {device.name for device in cluster.devices}
+    whole = names[0].rpartition(".")[0]
+    if names[0] not in known and whole in known:
+        return _divided(cluster.device(whole), tuple(shares), spec)
+    return together([cluster.device(name) for name in names], tuple(shares), cluster, spec)
+
+
+def together(
+    devices: Sequence[Device], shares: tuple[int, ...], cluster: Cluster, spec: ModelSpec
+) -> Device:
+    """Return devices of a node as one, with a part of every layer each."""
+    links = [cluster.link(devices[0], other) for other in devices[1:]]
+    slowest = max(links, key=lambda link: link.seconds(spec.hidden * 2))
+    return _group(devices, shares, slowest, spec)
+
+
+def _grouped(
+    devices: Sequence[Device], shares: tuple[int, ...], cluster: Cluster, spec: ModelSpec
+) -> Iterator[Device]:
+    left = list(devices)
     while left:
-        first = left[0]
-        if first.spec.is_cpu:
-            found.append(_divided(left.pop(0), shares, spec, work))
+        if left[0].spec.is_cpu:
+            yield _divided(left.pop(0), shares, spec)
             continue
         run = left[: len(shares)]
         alike = len({device.kind for device in run}) == 1
         whole = len(run) == len(shares) and not any(device.spec.is_cpu for device in run)
         if whole and (alike or len(set(shares)) > 1):
-            link = cluster.link(run[0], run[1])
-            found.append(_together(run, shares, link, spec, work))
+            yield together(run, shares, cluster, spec)
             left = left[len(run) :]
         else:
-            found.append(left.pop(0).alone())
-    return found
+            yield left.pop(0)
 
 
-def _divided(cpu: Device, shares: tuple[int, ...], spec: ModelSpec, work: Workload) -> DeviceGroup:
+def _divided(cpu: Device, shares: tuple[int, ...], spec: ModelSpec) -> Device:
     """Return a CPU whose cores and memory processes share."""
     threads, total = cpu.threads or 1, sum(shares)
-    members = tuple(
-        JoinedDevice(
-            device=f"{cpu.name}.{number}",
-            index=cpu.index + number,
-            kind=cpu.kind,
-            profile_kind=f"{cpu.kind}@{max(1, threads * share // total)}t",
-            threads=max(1, threads * share // total),
-            memory=cpu.memory_bytes * share // total,
-            reserve=cpu.reserve_bytes * share // total,
-        )
-        for number, share in enumerate(shares)
-    )
-    limits = [one.memory - one.reserve for one in members]
-    return DeviceGroup(
-        kind=_kind_of((cpu.kind,) * len(shares), shares),
-        memory=_room(limits, shares, _whole_bytes(spec, work, on_gpu=False)),
-        reserve=0,
-        threads=threads,
-        spec=cpu.spec,
-        joined=members,
-        shares=shares,
-        sum_link=HOST_LINK,
-    )
-
-
-def _together(
-    devices: Sequence[Device],
-    shares: tuple[int, ...],
-    link: Link,
-    spec: ModelSpec,
-    work: Workload,
-) -> DeviceGroup:
-    total = sum(shares)
-
-    def least(values: Sequence[float | None]) -> float | None:
-        known = [value for value in values if value is not None]
-        if len(known) < len(values):
-            return None
-        return total * min(value / share for value, share in zip(known, shares, strict=True))
-
-    specs = [device.spec for device in devices]
-    rates = ("mem_gbps", "fp16_tflops", "fp32_tflops", "int8_tops", "fp8_tflops", "int4_tops")
-    change: dict[str, object] = {
-        name: least([getattr(one, name) for one in specs]) for name in rates
-    }
-    whole = _whole_bytes(spec, work, on_gpu=True) + specs[0].context
-    memory = _room([device.limit_bytes for device in devices], shares, whole)
-    return DeviceGroup(
-        kind=_kind_of([device.kind for device in devices], shares),
-        memory=memory,
-        reserve=0,
-        spec=specs[0].model_copy(update={**change, "memory": memory, "reserve": 0, "sms": None}),
-        joined=tuple(
-            JoinedDevice(
-                device=device.name,
-                index=device.index,
-                kind=device.kind,
-                profile_kind=device.profile_kind,
-                sms=device.emulate.sms if device.emulate else None,
-                memory=device.memory_bytes,
-                reserve=device.reserve_bytes,
+    parts = []
+    for number, share in enumerate(shares):
+        own = max(1, threads * share // total)
+        parts.append(
+            replace(
+                cpu,
+                name=f"{cpu.name}.{number}",
+                index=cpu.index + number,
+                profile_kind=f"{cpu.kind}@{own}t",
+                threads=own,
+                memory_bytes=cpu.memory_bytes * share // total,
+                reserve_bytes=cpu.reserve_bytes * share // total,
             )
-            for device in devices
-        ),
+        )
+    group = _group(parts, shares, HOST_LINK, spec)
+    return replace(group, spec=cpu.spec, threads=cpu.threads)  # as fast as the whole CPU
+
+
+def _group(
+    devices: Sequence[Device], shares: tuple[int, ...], link: Link, spec: ModelSpec
+) -> Device:
+    first = devices[0]
+    members = [Member(spec=spec, shares=shares, index=index) for index in range(len(shares))]
+    of_spec: dict[str, object] = {
+        name: min(getattr(device.spec, name) for device in devices) for name in RATES.values()
+    }
+    for name, efficiency in RATES.items():
+        known = [getattr(device.spec, name) for device in devices]
+        reached = [getattr(device.spec, efficiency) * _compute(device) for device in devices]
+        of_spec[name] = None
+        if None not in known:
+            each = [rate * own for rate, own in zip(known, reached, strict=True)]
+            of_spec[name] = together_rate(members, each) / float(str(of_spec[efficiency]))
+    memory = sum(device.limit_bytes for device in devices)
+    of_spec |= {"memory": memory, "reserve": 0, "sms": None}
+    kind = _kind_of([device.kind for device in devices], shares)
+    measured = _kind_of([device.profile_kind for device in devices], shares)
+    return Device(
+        name=f"{kind}-{first.name.removeprefix(f'{first.kind}-')}",
+        kind=kind,
+        profile_kind=f"{measured}, {link.gbps:g} Gb/s, {link.latency_us:g} us",
+        node=first.node,
+        index=first.index,
+        spec=first.spec.model_copy(update=of_spec),
+        memory_bytes=memory,
+        reserve_bytes=0,
+        threads=None,
+        emulate=None,
+        joined=tuple(devices),
         shares=shares,
         sum_link=link,
     )
 
 
-def _room(limits: Sequence[int], shares: Sequence[int], whole: int) -> int:
-    """Return the memory of a group: what shared parts may take, and once what each holds whole."""
-    total = sum(shares)
-    parts = [(limit - whole) * total / share for limit, share in zip(limits, shares, strict=True)]
-    return max(1, int(min(parts)) + whole)
+def _compute(device: Device) -> float:
+    """Return the share of its card's SMs that a device has."""
+    if device.emulate is not None and device.emulate.sms and device.spec.sms:
+        return min(1.0, device.emulate.sms / device.spec.sms)
+    return 1.0
 
 
-def _whole_bytes(spec: ModelSpec, work: Workload, *, on_gpu: bool) -> int:
-    """Return about what every device of a group holds whole."""
-    width = work.dtype_bytes
-    ends = embedding_bytes(spec, first=True, last=True, dtype_bytes=width, on_gpu=on_gpu)
-    tokens = min(CHUNK_TOKENS, work.prompt_len) * min(work.batch, 8)
-    return ends + SPREAD_TOKENS * tokens * spec.hidden * width
+def together_rate(members: Sequence[Member], rates: Sequence[float]) -> float:
+    """Return the rate at which devices pass a layer: the whole over what its two parts take."""
+    whole = _parts(members[0].spec)
+    seconds = [0.0, 0.0]
+    for member, rate in zip(members, rates, strict=True):
+        seconds = [max(s, own / rate) for s, own in zip(seconds, _parts(member.own), strict=True)]
+    return sum(whole) / sum(seconds)
+
+
+def _parts(spec: ModelSpec) -> tuple[int, int]:
+    """Return the weights of attention (or another mixer) and of the MLPs, all layers' mean."""
+    kinds = Counter(map(spec.of_layer, range(spec.num_layers)))
+    found = [0, 0]
+    for layer, count in kinds.items():
+        for linear in layer.linears():
+            found[linear.kind.endswith(("up", "down"))] += count * linear.num_weights
+    return found[0], found[1]
 
 
 def _kind_of(kinds: Sequence[str], shares: Sequence[int]) -> str:

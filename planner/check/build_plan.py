@@ -111,7 +111,7 @@ def build_plan(
 def _with_members(p: Problem, plan: Plan, devices: Sequence[Device]) -> Plan:
     """Return the plan with the devices that share a stage, each with its own memory.
 
-    `DoesNotFitError` where one has no room for its part: a group's memory is counted about.
+    `DoesNotFitError` where one has no room for its part.
     """
     if not any(device.joined for device in devices):
         return plan
@@ -119,12 +119,12 @@ def _with_members(p: Problem, plan: Plan, devices: Sequence[Device]) -> Plan:
     for stage, device in zip(plan.stages, devices, strict=True):
         members = tuple(
             MemberPlan(
-                device=one.device,
+                device=one.name,
                 device_index=one.index,
                 kind=one.kind,
                 profile_kind=one.profile_kind,
                 threads=one.threads,
-                sms=one.sms,
+                sms=one.emulate.sms if one.emulate else None,
             )
             for one in device.joined
         )
@@ -162,10 +162,10 @@ def _member_memory(p: Problem, plan: Plan, worker: Worker, device: Device) -> Me
         on_gpu=not device.spec.is_cpu,
         unpacks=unpacks_prompts(device.spec, worker.place.precisions, p.quantization),
     )
-    limit = own.memory - own.reserve
+    limit = own.limit_bytes
     if needed.total_bytes > limit:
         raise DoesNotFitError(
-            f"stage {plan.stages[worker.stage].device}: {own.device} needs "
+            f"stage {plan.stages[worker.stage].device}: {own.name} needs "
             f"{format_size(needed.total_bytes)} for its share, it has {format_size(limit)}; give "
             "other shares, a larger --reserve or fewer bits"
         )
@@ -177,7 +177,7 @@ def _member_memory(p: Problem, plan: Plan, worker: Worker, device: Device) -> Me
         context_bytes=needed.context_bytes,
         total_bytes=needed.total_bytes,
         limit_bytes=limit,
-        reserve_bytes=own.reserve,
+        reserve_bytes=own.reserve_bytes,
     )
 
 

@@ -11,10 +11,11 @@ from collections.abc import Sequence
 from dataclasses import fields
 
 from llmpq.cluster import Cluster, Device
+from llmpq.devices.joined_devices import group_of
 from llmpq.errors import BadPlanError, DoesNotFitError
 from llmpq.memory import stage_memory, unpacks_prompts
 from llmpq.model_spec import ModelSpec
-from llmpq.plan import Plan, PoolForm
+from llmpq.plan import Plan, PoolForm, StagePlan
 from llmpq.plan_inputs import PlanInputs
 from llmpq.planner.check.plan_entries import used_inputs
 from llmpq.planner.check.recomputed import Recomputed, recomputed
@@ -35,7 +36,7 @@ def check_plan(plan: Plan, *, spec: ModelSpec, cluster: Cluster, costs: CostBook
     """
     plan.require_model(spec)
     plan.require_cluster(cluster.name, cluster.fingerprint())
-    devices = [_device(cluster, stage.device, stage.profile_kind) for stage in plan.stages]
+    devices = [_device(cluster, stage, spec) for stage in plan.stages]
     _check_layers_and_memory(plan, spec, devices)
     if costs is not None:
         precisions = [stage.precisions for stage in plan.stages]
@@ -90,9 +91,12 @@ def _check_entries(plan: Plan) -> PlanInputs:
     return inputs
 
 
-def _device(cluster: Cluster, name: str, profile_kind: str) -> Device:
-    device = cluster.device(name)
-    _require_kind(device, name, profile_kind, "the cluster")
+def _device(cluster: Cluster, stage: StagePlan, spec: ModelSpec) -> Device:
+    if stage.shares:
+        device = group_of(cluster, stage.device_names, stage.shares, spec)
+    else:
+        device = cluster.device(stage.device)
+    _require_kind(device, stage.device, stage.profile_kind, "the cluster")
     return device
 
 

@@ -23,6 +23,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from functools import cache, partial
 from typing import Any
 
@@ -229,9 +230,6 @@ def _prefill(
                 curve=((captured, 0.0), (captured + 1, ENQUEUE_S), (captured + 2, ENQUEUE_S)),
             )
         )
-    regimes = [_with_sums(regime, spec, device, width, "v*s") for regime in regimes[:2]] + regimes[
-        2:
-    ]
     return _unpadded(spec, _entry(device, "layer", Phase.PREFILL, precision, dtype, *regimes))
 
 
@@ -308,7 +306,12 @@ def _over(reads: tuple[tuple[float, float], ...], speed: float) -> tuple[tuple[f
 def _ends(
     spec: ModelSpec, device: Device, dtype: Dtype, quantization: Quantization
 ) -> list[LatencyEntry]:
-    """Embedding and head, both phases; the head works on the last position of each request."""
+    """Embedding and head, both phases; the head works on the last position of each request.
+
+    Of devices that share a stage the first has it alone.
+    """
+    kind = device.profile_kind
+    device = replace(device.joined[0], profile_kind=kind) if device.joined else device
     width, speed = DTYPE_BYTES[dtype], bandwidth(device)
     floor = _floor(device.spec)
     token = 3.0 * spec.hidden * width / speed

@@ -14,6 +14,7 @@ both has the larger of each.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from itertools import product
 from typing import TYPE_CHECKING
@@ -24,13 +25,16 @@ from numpy.typing import NDArray
 from llmpq.memory import (
     embedding_bytes,
     layer_weight_bytes,
+    of_member,
     unpacks_prompts,
 )
 from llmpq.precision import Precision
 from llmpq.sizes.pool_size import kv_kinds, planned_kv_bytes
 from llmpq.sizes.workspace import workspace_bytes
+from llmpq.tensor_parallel import Member
 
 if TYPE_CHECKING:
+    from llmpq.cluster import Device
     from llmpq.planner.problem.problem import DeviceClass, Problem
 
 DENSE, PACKED, MIXED = 0, 1, 2
@@ -219,6 +223,12 @@ def capacity(p: Problem, eta: int, xi: int) -> NDArray[np.int64]:
                 for on_gpu, unpacks in kinds
             }
             for index, cls in enumerate(p.classes):
+                if cls.first.joined:
+                    room = _room_of_members(p, cls.first, precisions, (first, last), (eta, xi))
+                    room -= kv_above
+                    room += _smaller_layers(p, room, sort) if first else 0
+                    table[index, int(first), int(last), sort] = room
+                    continue
                 fixed = (
                     cls.first.spec.context
                     + kv_above
@@ -229,6 +239,79 @@ def capacity(p: Problem, eta: int, xi: int) -> NDArray[np.int64]:
                 room += _smaller_layers(p, room, sort) if first else 0
                 table[index, int(first), int(last), sort] = room
     return table
+
+
+def _room_of_members(
+    p: Problem,
+    group: Device,
+    precisions: Sequence[Precision],
+    ends: tuple[bool, bool],
+    sizes: tuple[int, int],
+) -> int:
+    """Return the bytes of layers for which every device of a group has room for its part.
+
+    `ends`: whether the stage is the first, the last; `sizes`: of micro-batches of either phase.
+    """
+    rooms = []
+    for index, device in enumerate(group.joined):
+        member = Member(spec=p.spec, shares=group.shares, index=index)
+        first, last = ends[0], ends[1] and index == 0
+        on_gpu = not device.spec.is_cpu
+        fixed = (
+            device.spec.context
+            + embedding_bytes(
+                p.spec,
+                first=first,
+                last=last,
+                dtype_bytes=p.workload.dtype_bytes,
+                quantization=p.quantization,
+                on_gpu=on_gpu,
+            )
+            + workspace_bytes(
+                member.own,
+                p.workload,
+                precisions=precisions,
+                first=first,
+                last=last,
+                prefill_microbatch=sizes[0],
+                prefill_chunk=p.chunk,
+                decode_microbatch=sizes[1],
+                on_gpu=on_gpu,
+                unpacks=unpacks_prompts(device.spec, p.choices, p.quantization),
+            )
+        )
+        rooms.append((device.limit_bytes - fixed) / _part_of(p, member))
+    return math.floor(min(rooms))
+
+
+def _part_of(p: Problem, member: Member) -> float:
+    """Return the largest share that a member has of a layer's weights, or of its KV."""
+    key = (member.shares, member.index)
+    if key not in p.parts_of_members:
+        p.parts_of_members[key] = _largest_part(p, member)
+    return p.parts_of_members[key]
+
+
+def _largest_part(p: Problem, member: Member) -> float:
+    width, own = p.workload.dtype_bytes, of_member(p.quantization, member)
+    kinds: dict[object, int] = {}
+    for layer in range(p.spec.num_layers):
+        kinds.setdefault((p.spec.of_layer(layer), p.quantization.of_layer(layer)), layer)
+    shares = [0.0]
+    for layer in kinds.values():
+        grids = own.of_layer(layer), p.quantization.of_layer(layer)
+        shares += [
+            layer_weight_bytes(member.own.of_layer(layer), b, grids[0], width)
+            / layer_weight_bytes(p.spec.of_layer(layer), b, grids[1], width)
+            for b in p.choices
+        ]
+    given = {"chunk": p.chunk, "prefill_microbatch": p.prefill_microbatch or 1}
+    for layer in set(kv_kinds(p.spec)):
+        mine, whole = (
+            planned_kv_bytes(spec, p.workload, (layer,), **given) for spec in (member.own, p.spec)
+        )
+        shares += [mine / whole] if whole else []
+    return max(shares)
 
 
 def _sorts(choices: Sequence[Precision]) -> dict[int, tuple[Precision, ...]]:

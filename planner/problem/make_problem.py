@@ -118,7 +118,7 @@ def build_problem(inputs: ProblemInputs) -> BuiltProblem:
     """Return the problem of these values, with what was not given filled in."""
     spec, cluster, workload = inputs.spec, inputs.cluster, inputs.workload
     if inputs.shares:
-        cluster = joined(cluster, inputs.shares, spec, workload)
+        cluster = joined(cluster, inputs.shares, spec)
     profile, source = inputs.profile, inputs.source
     kvs = inputs.kvs or (workload.kv,)
     kept = None

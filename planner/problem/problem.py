@@ -362,6 +362,11 @@ class Problem:
         return self.with_job(prompt_len=max(1, tokens - answer), gen_len=answer)
 
     @cached_property
+    def parts_of_members(self) -> dict[tuple[tuple[int, ...], int], float]:
+        """By shares and number, what a device of a group has of a layer's bytes at most."""
+        return {}
+
+    @cached_property
     def _sizes(self) -> dict[tuple[Phase, int], SizeNumbers]:
         return {}
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from llmpq.cluster import Cluster
 from llmpq.cost_model import CostModel
+from llmpq.devices.joined_devices import group_of
 from llmpq.memory import Quantization
 from llmpq.model_spec import ModelSpec
 from llmpq.plan import StoredForm
@@ -35,6 +36,10 @@ def problem_data(p: Problem) -> dict[str, Any]:
         **{name: getattr(p, name) for name in PLAIN},
         "spec": asdict(p.spec),
         "cluster": p.cluster.model_dump(mode="json", by_alias=True),
+        "devices": [
+            [[one.name for one in d.joined], d.shares] if d.joined else d.name
+            for d in p.cluster.devices
+        ],
         "workload": p.workload.model_dump(mode="json", by_alias=True),
         "choices": [choice.value for choice in p.choices],
         "sensitivity": p.sensitivity.model_dump(mode="json", by_alias=True),
@@ -60,10 +65,11 @@ def parse_problem(data: dict[str, Any]) -> Problem:
         scale=data["scale"],
         quantization=quantization,
     )
+    spec = ModelSpec.from_fields(data["spec"])
     return Problem(
         **{name: data[name] for name in PLAIN},
-        spec=ModelSpec.from_fields(data["spec"]),
-        cluster=Cluster.parse_data(data["cluster"], where=where),
+        spec=spec,
+        cluster=_cluster(data, spec),
         workload=Workload.parse_data(data["workload"], where=where),
         choices=tuple(Precision(value) for value in data["choices"]),
         sensitivity=Sensitivity.parse_data(data["sensitivity"], where=where),
@@ -71,4 +77,19 @@ def parse_problem(data: dict[str, Any]) -> Problem:
         quantization=quantization,
         pins={name: (layers[0], layers[1]) for name, layers in data["pins"].items()},
         offered=tuple(tuple(Precision(value) for value in layer) for layer in data["offered"]),
+    )
+
+
+def _cluster(data: dict[str, Any], spec: ModelSpec) -> Cluster:
+    """Return the cluster with the devices that the problem has, groups among them."""
+    cluster = Cluster.parse_data(data["cluster"], where="problem")
+    if data["devices"] == [device.name for device in cluster.devices]:
+        return cluster
+    if all(isinstance(one, str) for one in data["devices"]):
+        return cluster.part(data["devices"])
+    return cluster.grouped(
+        [
+            cluster.device(one) if isinstance(one, str) else group_of(cluster, one[0], one[1], spec)
+            for one in data["devices"]
+        ]
     )

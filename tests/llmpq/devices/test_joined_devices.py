@@ -7,14 +7,11 @@ import json
 import pytest
 
 from llmpq.cluster import Cluster
-from llmpq.devices.joined_devices import joined, one_group
+from llmpq.devices.joined_devices import group_of, joined, one_group
 from llmpq.member_memory import member_memory
 from llmpq.model_spec import ModelSpec
 from llmpq.plan import Plan
 from llmpq.planner.__main__ import main as planner
-from llmpq.workload import Workload
-
-WORK = Workload(batch=4, prompt_len=128, gen_len=16)
 
 
 def cluster_of(*devices: dict[str, object]) -> Cluster:
@@ -25,8 +22,8 @@ def cluster_of(*devices: dict[str, object]) -> Cluster:
 def test_even_groups_are_of_devices_that_are_alike():
     spec = ModelSpec.by_name("opt-1.3b")
     cluster = cluster_of({"kind": "A100-80GB", "count": 3}, {"kind": "T4", "count": 2})
-    whole = joined(cluster, (1, 1), spec, WORK)
-    assert [[one.device for one in d.joined] for d in whole.devices] == [
+    whole = joined(cluster, (1, 1), spec)
+    assert [[one.name for one in d.joined] for d in whole.devices] == [
         ["A100-80GB-0", "A100-80GB-1"],
         [],
         ["T4-0", "T4-1"],
@@ -34,25 +31,48 @@ def test_even_groups_are_of_devices_that_are_alike():
     pair, alone = whole.devices[0], cluster.devices[0]
     assert pair.spec.mem_gbps == 2 * alone.spec.mem_gbps
     assert pair.spec.fp16_tflops == 2 * alone.spec.fp16_tflops
-    assert alone.limit_bytes < pair.limit_bytes < 2 * alone.limit_bytes
+    assert pair.limit_bytes == 2 * alone.limit_bytes
     assert len({d.kind for d in whole.devices}) == 3
-    (only,) = one_group(cluster, 2, spec, WORK).devices
-    assert [one.device for one in only.joined] == ["A100-80GB-0", "A100-80GB-1"]
+    (only,) = one_group(cluster, 2, spec).devices
+    assert [one.name for one in only.joined] == ["A100-80GB-0", "A100-80GB-1"]
 
 
 def test_unlike_devices_are_as_fast_as_their_shares_let_them():
     spec = ModelSpec.by_name("opt-1.3b")
     cluster = cluster_of({"kind": "RTX-5090"}, {"kind": "RTX-3090", "count": 2})
-    (group,) = joined(cluster, (2, 1, 1), spec, WORK).devices
+    (group,) = joined(cluster, (2, 1, 1), spec).devices
     large, small = cluster.devices[0].spec, cluster.devices[1].spec
     assert group.spec.mem_gbps == 4 * min(large.mem_gbps / 2, small.mem_gbps)
     assert group.shares == (2, 1, 1) and group.kind.endswith("(2:1:1)")
 
 
+def test_devices_that_are_left_over_keep_their_places():
+    spec = ModelSpec.by_name("opt-1.3b")
+    cluster = cluster_of({"kind": "RTX-3090", "count": 2}, {"kind": "RTX-4090"})
+    whole = joined(cluster, (1, 1), spec)
+    assert [(d.name, d.index) for d in whole.devices] == [("2 x RTX-3090-0", 0), ("RTX-4090-0", 2)]
+    assert whole.fingerprint() == cluster.fingerprint()
+    again = group_of(whole, ("RTX-3090-0", "RTX-3090-1"), (1, 1), spec)
+    assert again == whole.devices[0]
+
+
+def test_a_group_goes_as_fast_as_the_parts_of_its_layers_let_it():
+    """Attention and MLP each take as long as the device that takes longest over its part."""
+    spec = ModelSpec.by_name("qwen3-8b")
+    cluster = cluster_of({"kind": "RTX-5090"}, {"kind": "RTX-3090", "count": 2})
+    rates = {}
+    for shares in ((2, 1, 1), (5, 4, 4), (5, 1, 1)):
+        (group,) = joined(cluster, shares, spec).devices
+        rates[shares] = group.spec.mem_gbps
+    small, large = cluster.devices[1].spec.mem_gbps, cluster.devices[0].spec.mem_gbps
+    assert rates[2, 1, 1] > max(rates[5, 4, 4], rates[5, 1, 1])
+    assert all(rate < large + 2 * small for rate in rates.values())
+
+
 def test_a_cpu_is_divided():
     spec = ModelSpec.by_name("opt-1.3b")
     cluster = cluster_of({"kind": "CPU", "threads": 8, "memory": "32GiB"})
-    (group,) = joined(cluster, (3, 1), spec, WORK).devices
+    (group,) = joined(cluster, (3, 1), spec).devices
     assert [one.threads for one in group.joined] == [6, 2] and group.threads == 8
 
 
@@ -60,9 +80,9 @@ def test_too_few_devices_are_refused():
     spec = ModelSpec.by_name("opt-1.3b")
     cluster = cluster_of({"kind": "A100-80GB"}, {"kind": "T4"})
     with pytest.raises(ValueError, match="as many devices of one node that are .*such as 3:1$"):
-        joined(cluster, (1, 1), spec, WORK)
+        joined(cluster, (1, 1), spec)
     with pytest.raises(ValueError, match="tensor parallel of 3 needs as many .*; take fewer$"):
-        joined(cluster, (2, 1, 1), spec, WORK)
+        joined(cluster, (2, 1, 1), spec)
 
 
 @pytest.mark.parametrize(
@@ -90,6 +110,7 @@ def test_a_plan_of_groups_says_what_each_device_holds(
     said = capsys.readouterr().out
     assert all(f"  {name} " in said for name in names), said
     assert planner(["check", str(path)]) == 0
+    assert planner(["check", str(path), "--devices", devices]) == 0  # the same cluster
     one = tmp_path / "one.json"
     words[3] = devices.replace(":2", "").replace(":4", "").partition(",")[0]
     if planner([*words[:4], "--engines", "1", "--batch", "4", "-o", str(one)]) == 0:
