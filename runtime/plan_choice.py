@@ -63,7 +63,7 @@ def choose_plan(
         if given is None:
             raise ValueError("nothing to run: give a model directory, or plan= that names one")
         if given.model.path is None:
-            raise ValueError("the plan names no model directory; give it: LLM('DIR', plan=...)")
+            raise ValueError("the plan names no model directory; give it with model='DIR'")
         model = given.model.path
     directory, spec = read_model(model, options)
     if given is None:

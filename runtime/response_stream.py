@@ -246,7 +246,15 @@ class ResponseStream:
             raise
 
     async def deltas(self) -> AsyncGenerator[CompletionDelta]:
-        """Yield what is new of each answer, until all have ended; leaving early aborts them."""
+        """Yield what is new of each answer, until all have ended; leaving early aborts them.
+
+        `RuntimeError` in another event loop than that of `LLM.submit`, which brings the tokens.
+        """
+        if asyncio.get_running_loop() is not self._inbox.loop:
+            raise RuntimeError(
+                f"request '{self.request_id}' was submitted in another event loop; read it there, "
+                "or submit it again in this one"
+            )
         try:
             while self._open:
                 for heard in self._waiting(await self._news.get()):

@@ -118,6 +118,8 @@ def open_bench(options: BenchOptions) -> LLM:
     """Return the engine of the plan, or of a whole model on one device; `start` loads it."""
     plan = load_plan(options.plan) if options.plan is not None else None
     model = options.model or (plan.model.path if plan is not None else None)
+    if model is None and plan is not None:
+        raise ValueError("the plan names no model directory; give one with --model DIR")
     if model is None:
         raise ValueError("nothing to run: give --plan PLAN or --model DIR|NAME")
     engine = replace(options.engine, offline=True)

@@ -15,6 +15,7 @@ from contextlib import suppress
 import pytest
 
 from llmpq import LLM, SamplingParams, StructuredOutputsParams
+from llmpq.runtime.response_stream import ResponseStream
 
 pytestmark = pytest.mark.cpu
 SHORT = SamplingParams(temperature=0, max_tokens=2)
@@ -110,6 +111,24 @@ def test_a_stream_is_freed_with_its_event_loop(llm):
 
     asyncio.run(work())
     gc.collect()
+    wait_until(lambda: is_idle(llm))
+
+
+@pytest.mark.parametrize("read", ["not", "begun"])
+def test_a_stream_of_another_event_loop_is_an_error_and_not_a_wait(llm, read):
+    async def submit() -> ResponseStream:
+        begun = await llm.submit("a", LONG, request_id="k")
+        if read == "begun":
+            await anext(begun.deltas())
+        return begun
+
+    async def first_of(begun: ResponseStream) -> None:
+        await anext(begun.deltas())
+
+    begun = asyncio.run(submit())
+    with pytest.raises(RuntimeError, match="'k' was submitted in another event loop; read it th"):
+        asyncio.run(first_of(begun))
+    begun.give_up()
     wait_until(lambda: is_idle(llm))
 
 

@@ -141,6 +141,18 @@ def test_a_run_that_cannot_work_ends_before_it_starts(job_files, started, capsys
     assert {path: path.read_bytes() for path in folder.iterdir()} == before
 
 
+@pytest.mark.parametrize("command", ["run", "serve", "chat", "bench"])
+def test_a_plan_that_names_no_model_is_answered_in_the_commands_words(job_files, capsys, command):
+    words, folder = job_files
+    files = ["-i", words[-1], "-o", str(folder / "out.jsonl")] if command == "run" else []
+    plan = json.loads((folder / "plan.json").read_text())
+    plan["model"].pop("path", None)
+    (folder / "plan.json").write_text(json.dumps(plan))
+    assert main([command, "--plan", str(folder / "plan.json"), *files]) == ExitCode.USAGE
+    said = last_line(capsys)
+    assert "the plan names no model directory; give " in said and said.endswith(" --model DIR")
+
+
 def test_with_nothing_left_to_do_the_report_is_still_written(job_files, started, capsys):
     words, folder = job_files
     out, report = folder / "out.jsonl", folder / "report.json"
