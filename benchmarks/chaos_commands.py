@@ -39,12 +39,13 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from lib.kills import DEMO, Killer, quantile, unequal_plan
+from lib.kills import DEMO, quantile, stage_pids, unequal_plan
 from lib.rows import write_row
 from lib.traces import Arrival, read_trace
 
 from llmpq import LLM, SamplingParams
 from llmpq.plan import Plan
+from llmpq.runtime.tools.chaos import Chaos
 
 COMMAND = [sys.executable, "-m", "llmpq.runtime"]
 SHRINK = 8
@@ -130,6 +131,11 @@ def write_rows(path: Path, count: int, tokens: int) -> None:
             file.write(json.dumps(row) + "\n")
 
 
+def killing(command: psutil.Process, given: argparse.Namespace) -> Chaos:
+    """Return what kills stages of a command every so many seconds."""
+    return Chaos(lambda: stage_pids(command), given.every, evenly=True, seed=given.seed)
+
+
 def run_rows(
     plan: Path, rows: Path, output: Path, given: argparse.Namespace | None = None
 ) -> tuple[list[str], float, int]:
@@ -140,9 +146,9 @@ def run_rows(
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
     kills = 0
     if given is not None:
-        with Killer(psutil.Process(process.pid), given.every, seed=given.seed) as killer:
+        with killing(psutil.Process(process.pid), given) as chaos:
             process.wait()
-        kills = len(killer.kills)
+        kills = len(chaos.kills)
     if process.wait():
         sys.exit(f"the command ended with code {process.returncode}")
     return output.read_text().splitlines(), time.monotonic() - began_s, kills
@@ -249,9 +255,9 @@ def replayed(
             over = threading.Event()
             watcher = threading.Thread(target=watch, args=(port, server, seen, over), daemon=True)
             watcher.start()
-            with Killer(server, given.every, seed=given.seed) as killer:
+            with killing(server, given) as chaos:
                 asyncio.run(play(port, jobs, seen))
-            kills = [(kill.at_s, kill.pid) for kill in killer.kills]
+            kills = [(kill.at_s, kill.pid) for kill in chaos.kills]
             over.set()
             watcher.join()
             stats = json.loads(get(port, "/page/state") or b"{}")

@@ -24,6 +24,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from llmpq.errors import LlmpqError
+from llmpq.plan import Plan
 from llmpq.runtime.launch.choose_launcher import choose_backend
 from llmpq.runtime.launch.engine_thread import RequestOutputDelta
 from llmpq.runtime.launch.stages.stage_place import StagePlace
@@ -192,6 +193,11 @@ class Engines:
             "stages": [stage for one in each for stage in one["stages"]],
             "recoveries": [recovery for one in each for recovery in one["recoveries"]],
         }
+
+    def plan_of(self, output: RequestOutput) -> Plan:
+        """Return the plan of the engine that answered."""
+        assert output.engine is not None
+        return self.llms[output.engine].plan
 
     def progress_of(
         self, prompts: Sequence[PreparedPrompt], num_rows: int, *, quiet: bool = False

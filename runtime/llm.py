@@ -242,6 +242,10 @@ class LLM:
         """Who holds which layers at which bits, and what was predicted: the plan that runs."""
         return self._plan if self._running is None else self._running.engine.plan
 
+    def plan_of(self, output: RequestOutput) -> Plan:
+        """Return the plan under which an answer ended: of `Engines` each has its own."""
+        return self.plan
+
     @property
     def model_spec(self) -> ModelSpec:
         """The model's architecture and its end-of-text tokens."""
@@ -537,18 +541,15 @@ class LLM:
         self,
         prompts: Sequence[PreparedPrompt],
         *,
-        may_draft: bool = True,
         on_progress: Callable[[Progress], None] | None = None,
     ) -> Iterator[tuple[int, RequestOutput]]:
         """Yield index and answers of prepared prompts as each has ended, all running together.
 
-        `may_draft=False` decodes without drafts. `on_progress` gets the engine's counters a few
-        times a second. Leaving the loop early aborts what has not ended.
+        `on_progress` gets the engine's counters a few times a second. Leaving the loop early aborts
+        what has not ended.
         """
         deltas: queue.SimpleQueue[RequestOutputDelta] = queue.SimpleQueue()
         requests = [request for prompt in prompts for request in prompt.requests]
-        if not may_draft:
-            requests = [replace(request, may_draft=False) for request in requests]
         index_of = {r.id: i for i, prompt in enumerate(prompts) for r in prompt.requests}
         left = {i: len(prompt.requests) for i, prompt in enumerate(prompts)}
         finished: dict[int, RequestOutputDelta] = {}

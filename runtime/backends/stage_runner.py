@@ -17,7 +17,7 @@ from torch.nn import functional
 
 from llmpq.capabilities import ExecutionMode, require
 from llmpq.precision import KVPrecision
-from llmpq.runtime.cache.drafted_kv import DraftedKV
+from llmpq.runtime.cache.forwarding_kv import DraftedKV
 from llmpq.runtime.cache.kv_cache import KVCache, PagedKV
 from llmpq.runtime.cache.paged_by_precision import make_paged_kv
 from llmpq.runtime.device_copies import HostCopy, upload

@@ -10,7 +10,7 @@ from llmpq.model_spec import ModelSpec
 from llmpq.precision import KVPrecision
 from llmpq.runtime.cache.cpu_packed_kv import CpuPackedKV
 from llmpq.runtime.cache.cpu_paged_kv import CpuPagedKV
-from llmpq.runtime.cache.kv_by_shape import KVByShape, by_shape
+from llmpq.runtime.cache.forwarding_kv import KVByShape, by_shape
 from llmpq.runtime.cache.kv_cache import PagedKV
 from llmpq.runtime.cache.recurrent_states import with_states
 from llmpq.sizes.pool_size import PoolSize
@@ -61,7 +61,7 @@ def _by_shape(found: Sequence[tuple[PagedKV, int]]) -> PagedKV:
     if found[0][0].pages is None:
         return KVByShape(found)
     # Triton is not imported where there is no GPU.
-    from llmpq.runtime.cache.gpu_kv_by_shape import GpuKVByShape
+    from llmpq.runtime.cache.gpu_forwarding_kv import GpuKVByShape
 
     return GpuKVByShape(found)
 

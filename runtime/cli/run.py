@@ -296,24 +296,17 @@ def _run(job: Job, options: RunOptions, llm: LLM | Engines, writer: OrderedWrite
                 writer.write(row.index, error_line(row, output.failure))
                 continue
             outputs.append(output)
-            plan = plan_of(llm, output)
+            plan = llm.plan_of(output)
             line = answer_line(row, output, plan.model.name, job.made_with(row, plan))
             writer.write(row.index, line if output.engine is None else _named(line, output))
     report = llm.job_report(outputs, num_failed=len(job.errors))
     report["errors"] = _error_rows(job)
-    if isinstance(llm, LLM) and options.compare_plain and llm.options.speculate is not None:
+    if options.compare_plain and llm.options.speculate is not None:
         _log.info("again without drafts, to compare")
-        plain = [output for _, output in llm.as_completed(prompts, may_draft=False)]
+        undrafted = [prompt.without_drafts() for prompt in prompts]
+        plain = [output for _, output in llm.as_completed(undrafted)]
         report["speculation"]["plain"] = plain_comparison(outputs, plain)
     return report
-
-
-def plan_of(llm: LLM | Engines, output: RequestOutput) -> Plan:
-    """Return the plan under which an answer ended."""
-    if isinstance(llm, LLM):
-        return llm.plan
-    assert output.engine is not None
-    return llm.llms[output.engine].plan
 
 
 def _named(line: dict[str, Any], output: RequestOutput) -> dict[str, Any]:

@@ -6,7 +6,7 @@
     kv4     the same weights; the KV cache is read at 4 bits
 
 A view shares norms, embedding and (of qspec and kv4) head with its stage; what it adds in bytes is
-stated. It attends to the stage's own KV cache, or to a 4-bit copy of it (drafted_kv.py); the
+stated. It attends to the stage's own KV cache, or to a 4-bit copy of it (forwarding_kv.py); the
 verifier
 overwrites the KV that a draft leaves.
 """

@@ -26,12 +26,13 @@ from llmpq.runtime.serve.responses import Responses, ResponsesBody
 from llmpq.runtime.serve.service import Service
 from llmpq.version import __version__
 
-_T = TypeVar("_T", bound=BaseModel)
+_T = TypeVar("_T")
+Body = TypeVar("Body", bound=BaseModel)
 PARSED_AT_ONCE = 8
 """Bytes of a body that are read in the time in which one character is tokenised."""
 
 
-def parsed(form: type[_T], raw: bytes) -> _T:
+def parsed(form: type[Body], raw: bytes) -> Body:
     """Return a body; `ApiError` or `ValidationError` for one that is not of this form."""
     if not raw:
         raise ApiError(400, "the body is empty; expected a JSON object")
@@ -114,10 +115,6 @@ class Answering(Protocol):
     def events(self, begun: list[ResponseStream]) -> AsyncIterator[str]:
         """Yield the answer as it comes."""
         ...
-
-
-_T = TypeVar("_T")
-Body = TypeVar("Body", bound=BaseModel)
 
 
 async def _read(

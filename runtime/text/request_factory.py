@@ -65,6 +65,11 @@ class PreparedPrompt:
         """Tokens that its answers may have together."""
         return sum(request.max_new for request in self.requests)
 
+    def without_drafts(self) -> PreparedPrompt:
+        """Return the prompt to be decoded plainly, whatever the engine's drafter wants."""
+        plain = [replace(request, may_draft=False) for request in self.requests]
+        return replace(self, requests=tuple(plain))
+
 
 class RequestFactory:
     """Tokenises and validates prompts, and detokenises their answers, for one model."""

@@ -48,7 +48,7 @@ from llmpq.runtime.report.job_report import (
 from llmpq.runtime.sampling_params import SamplingParams
 from llmpq.runtime.text.request_factory import PreparedPrompt
 from llmpq.runtime.tools.bench_rows import add_rows, read_baselines, summary
-from llmpq.runtime.tools.chaos import Chaos
+from llmpq.runtime.tools.chaos import chaos_of
 from llmpq.workload import DTYPE_BYTES, Workload
 
 _log = logging.getLogger("llmpq.bench")
@@ -70,7 +70,7 @@ def main(options: BenchOptions) -> int:
     with open_bench(options) as llm:
         llm.start()
         _log.info("loaded in %.1f s", llm.startup_s)
-        chaos = None if options.chaos is None else Chaos(llm, options.chaos, seed=options.seed)
+        chaos = None if options.chaos is None else chaos_of(llm, options.chaos, seed=options.seed)
         with chaos or nullcontext():
             reports = run_jobs(
                 llm,
@@ -167,7 +167,8 @@ def run_jobs(
         outputs = [output for _, output in llm.as_completed(prompts)]
         report = llm.job_report(outputs)
         if compare and llm.options.speculate is not None:
-            plain = [output for _, output in llm.as_completed(prompts, may_draft=False)]
+            undrafted = [prompt.without_drafts() for prompt in prompts]
+            plain = [output for _, output in llm.as_completed(undrafted)]
             report["speculation"]["plain"] = plain_comparison(outputs, plain)
             llm.stage_records()  # what the plain job left is no part of the next one's
         _log.info("job %d: %.1f tokens/s", index, report["output_throughput"])

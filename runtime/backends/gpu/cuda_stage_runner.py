@@ -27,7 +27,7 @@ from llmpq.runtime.backends.gpu.late_tokens import LateTokens
 from llmpq.runtime.backends.gpu.paged_graphs import PagedGraphs, rungs
 from llmpq.runtime.backends.gpu.paged_rounds import PagedRoundGraphs
 from llmpq.runtime.backends.stage_runner import StageRunner, num_wanted, result_table, rows_of
-from llmpq.runtime.cache.gpu_drafted_kv import GpuDraftedKV
+from llmpq.runtime.cache.gpu_forwarding_kv import GpuDraftedKV
 from llmpq.runtime.cache.gpu_paged_kv_base import GpuPagedKVBase
 from llmpq.runtime.device_copies import HostCopy, to_host_async, upload
 from llmpq.runtime.models.mtp_head import MtpHead

@@ -25,7 +25,7 @@ from llmpq.runtime.backends.cuda import CudaBackend
 from llmpq.runtime.backends.gpu import cuda_layers
 from llmpq.runtime.backends.gpu.cuda_stage_runner import CudaStageRunner
 from llmpq.runtime.cache import gpu_packed_kv, gpu_paged_kv, gpu_paged_latents, paged_by_precision
-from llmpq.runtime.cache.gpu_kv_by_shape import GpuKVByShape
+from llmpq.runtime.cache.gpu_forwarding_kv import GpuKVByShape
 from llmpq.runtime.cache.gpu_packed_kv import GpuPackedKV
 from llmpq.runtime.drafts.drafters import FixedDrafter
 from llmpq.runtime.models.experts import MixtureBeside

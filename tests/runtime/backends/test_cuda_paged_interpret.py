@@ -25,7 +25,7 @@ from llmpq.runtime.backends.gpu.cuda_graphs import rounded_rows
 from llmpq.runtime.backends.gpu.cuda_stage_runner import CudaStageRunner
 from llmpq.runtime.backends.gpu.paged_graphs import rungs
 from llmpq.runtime.cache import gpu_packed_kv, gpu_paged_kv, gpu_paged_latents
-from llmpq.runtime.cache.gpu_drafted_kv import GpuDraftedKV
+from llmpq.runtime.cache.gpu_forwarding_kv import GpuDraftedKV
 from llmpq.runtime.cache.gpu_packed_kv import GpuPackedKV
 from llmpq.runtime.cache.gpu_packed_latents import GpuPackedLatents
 from llmpq.runtime.cache.gpu_paged_latents import GpuPagedLatents

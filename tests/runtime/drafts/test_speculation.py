@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from llmpq.model_spec import ModelSpec
 from llmpq.runtime.backends.stage_runner import StageRunner
-from llmpq.runtime.cache.drafted_kv import DraftedKV
+from llmpq.runtime.cache.forwarding_kv import DraftedKV
 from llmpq.runtime.drafts import acceptance, ngram
 from llmpq.runtime.drafts.drafters import FixedDrafter
 from llmpq.runtime.engine.pool_limits import PoolLimits
