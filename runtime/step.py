@@ -46,6 +46,9 @@ class StepMessage:
     """New tokens of each row: known to the first stage, and to others that ask for them."""
     paged: Sequence[PagedRow] = ()
     """What a stage's cache has to know of each row."""
+    every_place: bool = False
+    """Whether hidden states of all places are wanted behind the last layer, by the first of a
+    stage's devices, which has the head and gives this message to the others."""
 
     @property
     def sends_tokens(self) -> bool:

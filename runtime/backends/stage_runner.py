@@ -130,6 +130,11 @@ class StageRunner:
         """Say what this stage's links take from the device; a CPU's are the host's own."""
         assert not hidden and not tokens, "hosts keep nothing on a device"
 
+    def wants_every_place(self, message: StepMessage) -> bool:
+        """Whether hidden states of all places of a step are wanted behind the last layer."""
+        own = self.model.head is not None and self.sampler.scores_prompts(message)
+        return own or message.every_place
+
     def take_tokens(self, slots: Sequence[int], tokens_B1: Tensor) -> None:
         """Not here: the host knows the tokens of a step before it issues the next."""
         raise RuntimeError(f"a stage that does not run ahead got tokens of slots {list(slots)}")

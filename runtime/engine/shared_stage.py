@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
+from typing import Protocol
 
 from torch import Tensor
 
@@ -15,16 +17,31 @@ from llmpq.runtime.step import StepMessage
 from llmpq.runtime.trace import Recorder
 
 
+class LeaderCompute(Compute, Protocol):
+    """The arithmetic of a shared stage's first device."""
+
+    def wants_every_place(self, message: StepMessage) -> bool:
+        """Whether hidden states of all places of a step are wanted behind the last layer."""
+        ...
+
+
 class LeadingCompute:
     """The arithmetic of the first device, which gives each step to the others before it."""
 
-    runs_ahead = fused_rounds = False
+    fused_rounds = False
 
-    def __init__(self, compute: Compute, followers: Followers) -> None:
+    def __init__(self, compute: LeaderCompute, followers: Followers) -> None:
         self._compute, self._followers = compute, followers
+
+    @property
+    def runs_ahead(self) -> bool:
+        """Whether a step may name tokens by -1: the first device gives the others its tokens."""
+        return self._compute.runs_ahead
 
     def run(self, message: StepMessage, hidden_BQH: Tensor | None) -> Tensor | HostCopy:
         """Return what the first device's part returns: the sums are of all."""
+        # What it decides by what it alone knows: all devices are to compute the same places.
+        message = replace(message, every_place=self._compute.wants_every_place(message))
         self._followers.give(message, hidden_BQH)
         return self._compute.run(message, hidden_BQH)
 

@@ -1,20 +1,31 @@
 """How the devices of a stage in tensor parallel work on one step: its message, and their sums.
 
 The first device receives and sends as a stage of one does, and gives every message to the others,
-with the hidden states that came or, on the first stage, tokens. Sums are all-reduces of a process
-group of the stage's own: gloo between CPUs, NCCL between GPUs.
+with the hidden states that came or, on the first stage, tokens. Sums are all-reduces over the
+stage's devices:
+
+    CPUs     gloo
+    GPUs     one launch over peer memory (peer_sum.py) for as many values as that takes, NCCL for
+             more; without NCCL piece by piece over peer memory; gloo, through the hosts, where GPUs
+             are no peers and there is no NCCL
+
+Every kind is tried when the devices are connected, and all of them take the first that works.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from llmpq.out_of_memory import first_line
 from llmpq.plan import Worker
 from llmpq.runtime.links.transport import Transport
 from llmpq.runtime.step import STOP, StepMessage
@@ -22,6 +33,34 @@ from llmpq.runtime.step import STOP, StepMessage
 SUM_LIMIT = timedelta(hours=1)
 """How long a device may wait in a sum for the others, which began the same step: whether they live
 is the driver's to watch."""
+KINDS = ("peer", "nccl")
+"""Between GPUs, what is tried; gloo needs neither."""
+_log = logging.getLogger("llmpq.links")
+
+
+class Total(Protocol):
+    """A sum over connected devices."""
+
+    captures: bool
+    """Whether a graph can hold it."""
+
+    def __call__(self, part: Tensor, residual: Tensor | None = None) -> Tensor:
+        """As of `Reduce`."""
+        ...
+
+
+class HostTotal:
+    """A sum that hosts wait for, of a function that sums in a tensor's place."""
+
+    captures = False
+
+    def __init__(self, in_place: Callable[[Tensor], Tensor]) -> None:
+        self._in_place = in_place
+
+    def __call__(self, part: Tensor, residual: Tensor | None = None) -> Tensor:
+        """Return the sum of all devices' parts, plus the residual."""
+        total = self._in_place(part)
+        return total if residual is None else total.add_(residual)
 
 
 class AllReduce:
@@ -31,29 +70,152 @@ class AllReduce:
     """
 
     def __init__(self) -> None:
-        self._total: Callable[[Tensor], Tensor] | None = None
+        self._total: Total | None = None
+        self._is_apart = False
+        self.kinds: tuple[str, ...] = ()
+        """What sums go over, by their size, the smallest first; empty until connected."""
 
-    def connect(self, total: Callable[[Tensor], Tensor]) -> None:
+    def connect(self, total: Total, *kinds: str) -> None:
         """Sum by a function from now on."""
-        self._total = total
+        self._total, self.kinds = total, kinds
 
-    def join(self, workers: Sequence[Worker], index: int, *, on_gpu: bool) -> None:
-        """Connect the devices of every stage; each process of the plan calls it, in one order."""
+    @property
+    def captures(self) -> bool:
+        """Whether the devices are connected, by sums that a graph can hold."""
+        return self._total is not None and self._total.captures
+
+    @contextmanager
+    def apart(self) -> Iterator[None]:
+        """Leave the others out meanwhile: of steps that not all devices run."""
+        before, self._is_apart = self._is_apart, True
+        try:
+            yield
+        finally:
+            self._is_apart = before
+
+    def join(
+        self,
+        workers: Sequence[Worker],
+        index: int,
+        *,
+        device: torch.device | None,
+        dtype: torch.dtype,
+        kinds: Sequence[str] = KINDS,
+    ) -> None:
+        """Connect the devices of every stage; each process of the plan calls it, in one order.
+
+        `device`: this one's GPU, None of a CPU; `dtype`: of hidden states.
+        """
         for stage in sorted({worker.stage for worker in workers if worker.shares}):
             ranks = [rank for rank, worker in enumerate(workers) if worker.stage == stage]
-            backend = "nccl" if on_gpu else "gloo"
-            group = dist.new_group(ranks, backend=backend, timeout=SUM_LIMIT)
-            if index in ranks:
-                self._total = partial(_all_reduced, group)
+            group = dist.new_group(ranks, backend="gloo", timeout=SUM_LIMIT)
+            on_gpu = not workers[ranks[0]].place.is_cpu
+            nccl = None
+            if on_gpu and "nccl" in kinds and dist.is_nccl_available():
+                nccl = dist.new_group(ranks, backend="nccl", timeout=SUM_LIMIT)
+            if index not in ranks:
+                continue
+            assert isinstance(group, dist.ProcessGroup)
+            if device is None:
+                self.connect(HostTotal(partial(_all_reduced, group)), "gloo")
+                continue
+            peer = None
+            if "peer" in kinds:
+                peer = _peer_sum(device, group, dtype, ranks.index(index))
+            large = None
+            if isinstance(nccl, dist.ProcessGroup):
+                large = nccl if _agreed("NCCL", group, _nccl_trial(nccl, device)) else None
+            names = (("peer", peer), ("nccl", large))
+            found = [name for name, link in names if link is not None] or ["gloo"]
+            self.connect(GpuTotal(peer, large, group), *found)
+            if index == ranks[0]:
+                _log.info("sums over the devices of stage %d: %s", stage, ", ".join(found))
 
-    def __call__(self, part: Tensor) -> Tensor:
-        """Return the sum of all devices' tensors, in place of this one's."""
-        return part if self._total is None else self._total(part)
+    def __call__(self, part: Tensor, residual: Tensor | None = None) -> Tensor:
+        """Return the sum of all devices' tensors, plus the residual, in place of this one's."""
+        if self._total is None or self._is_apart:
+            return part if residual is None else part.add_(residual)
+        return self._total(part, residual)
+
+
+class GpuTotal:
+    """The sum over GPUs, by what works between them."""
+
+    def __init__(
+        self,
+        peer: PeerTotal | None,
+        nccl: dist.ProcessGroup | None,
+        hosts: dist.ProcessGroup,
+    ) -> None:
+        self._peer, self._nccl, self._hosts = peer, nccl, hosts
+        self.captures = peer is not None or nccl is not None
+
+    def __call__(self, part: Tensor, residual: Tensor | None = None) -> Tensor:
+        """Return the sum of all devices' parts, plus the residual, in the part's place."""
+        if self._peer is not None and self._peer.takes(part, residual):
+            return self._peer(part, residual)
+        part = part.contiguous()
+        if self._nccl is not None:
+            dist.all_reduce(part, group=self._nccl)
+        elif self._peer is not None:
+            self._peer.in_pieces(part)
+        else:
+            part.copy_(_all_reduced(self._hosts, part.cpu()))
+        return part if residual is None else part.add_(residual)
+
+
+class PeerTotal(Protocol):
+    """What `PeerSum` does."""
+
+    def takes(self, part: Tensor, residual: Tensor | None) -> bool:
+        """Whether a tensor is summed in one launch."""
+        ...
+
+    def __call__(self, part: Tensor, residual: Tensor | None = None) -> Tensor:
+        """Return the sum, plus the residual."""
+        ...
+
+    def in_pieces(self, part: Tensor) -> Tensor:
+        """Return the sum of a tensor of any size."""
+        ...
+
+
+def _peer_sum(
+    device: torch.device, group: dist.ProcessGroup, dtype: torch.dtype, member: int
+) -> PeerTotal | None:
+    """Return the sum over peer memory; None, on every device, where it does not work."""
+    from llmpq.runtime.links.peer_sum import PeerSum  # Triton: half a second
+
+    members = dist.get_world_size(group)
+    made = PeerSum(device, group, dtype, member=member, members=members)
+    if not _agreed("peer memory", group, made.problem):
+        return None
+    return made if _agreed("peer memory", group, made.trial()) else None
 
 
 def _all_reduced(group: dist.ProcessGroup, part: Tensor) -> Tensor:
     dist.all_reduce(part, group=group)
     return part
+
+
+def _agreed(name: str, group: dist.ProcessGroup, problem: str | None) -> bool:
+    """Whether all devices of a stage have no problem; says which one this has."""
+    verdict = torch.tensor([0 if problem else 1])
+    dist.all_reduce(verdict, op=dist.ReduceOp.MIN, group=group)
+    if problem is not None:
+        _log.warning("sums over %s failed: %s", name, problem)
+    return int(verdict) == 1
+
+
+def _nccl_trial(group: dist.ProcessGroup, device: torch.device) -> str | None:
+    """Sum ones; return what went wrong."""
+    try:
+        ones = torch.ones(1, device=device)
+        dist.all_reduce(ones, group=group)
+        count = dist.get_world_size(group)
+        return None if float(ones) == count else f"the sum of {count} ones was {float(ones)}"
+    except RuntimeError as error:
+        return first_line(error)
 
 
 class Followers:

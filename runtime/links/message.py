@@ -3,7 +3,7 @@
 The header is one int64 tensor of fixed size, so that a receiver can post its receive before it
 knows what comes:
 
-    [kind, seq, rows, q_len, has_tokens, paging, 0, ...]
+    [kind, seq, rows, q_len, has_tokens, paging, every_place, 0, ...]
     [slot, start, num_new, step, temperature, top_k, top_p, min_p, seed, request]  a line per row
     (temperature, top_p and min_p are the bits of a float64; what else a request asks of its tokens
     the last stage knows by the request's number, which is -1 where it asks nothing)
@@ -50,6 +50,7 @@ def pack_header(message: StepMessage, max_rows: int) -> Tensor:
     has_tokens = int(message.sends_tokens)
     paging = sum(_paging_sizes(message.paged))
     values = [message.kind, message.seq, message.num_rows, message.q_len, has_tokens, paging]
+    values.append(int(message.every_place))
     values += [0] * (_WIDTH - len(values))
     for row in range(message.num_rows):
         sampling = message.sampling[row]
@@ -84,6 +85,7 @@ def unpack_header(header: Tensor) -> StepMessage:
         sample_steps=[row[3] for row in rows],
         sampling=[_choice(*row[4:9]) for row in rows],
         requests=[row[9] for row in rows],
+        every_place=bool(values[6]),
     )
 
 

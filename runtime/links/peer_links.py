@@ -38,7 +38,8 @@ _ALIGNED = 256
 _ARRIVED, _TOKENS, _READ, _OUT_ARRIVED, _OUT_TOKENS, _OUT_READ = (64 * i for i in range(6))
 """Places of the numbers in an inbox; the last three are what is copied to others."""
 _CONTROL_BYTES = 1024
-_HOST_BYTES = 16
+HOST_BYTES = 16
+"""Of what says which host a process is on."""
 _MAX_TIMED = 100_000
 
 
@@ -197,7 +198,7 @@ class PeerLinks:
 
     def _open_neighbours(self) -> None:
         """Exchange the inboxes' handles over gloo; a failure waits until the trial reports it."""
-        mine = bytes(_HOST_BYTES + SHARED_BYTES)
+        mine = bytes(HOST_BYTES + SHARED_BYTES)
         try:
             self._driver = CudaDriver()
             # May be more than what is left of the GPU, which the others must know, too.
@@ -211,14 +212,14 @@ class PeerLinks:
         gathered = [torch.empty_like(sent) for _ in range(self._world)]
         dist.all_gather(gathered, sent)
         texts = [bytes(part.tolist()) for part in gathered]
-        if len({text[:_HOST_BYTES] for text in texts}) > 1:
+        if len({text[:HOST_BYTES] for text in texts}) > 1:
             self._problem = self._problem or "the stages are on several hosts"
             return
         last = self._world - 1
         wanted = {self._rank - 1, self._rank + 1} | ({0} if self._rank == last else set())
         try:
             for peer in wanted & set(range(self._world)):
-                self._peers[peer] = self._driver.open(texts[peer][_HOST_BYTES:])
+                self._peers[peer] = self._driver.open(texts[peer][HOST_BYTES:])
         except (AttributeError, RuntimeError) as error:
             self._problem = self._problem or str(error)
 
@@ -282,4 +283,4 @@ def host_mark() -> bytes:
     """Return 16 bytes that processes of one boot of one host share."""
     boot = Path("/proc/sys/kernel/random/boot_id")
     text = socket.gethostname() + (boot.read_text() if boot.exists() else "")
-    return hashlib.sha256(text.encode()).digest()[:_HOST_BYTES]
+    return hashlib.sha256(text.encode()).digest()[:HOST_BYTES]

@@ -207,7 +207,7 @@ class ThreadRendezvous:
         return ThreadTransport(ring, 0 if leads else 1, max_rows=max_rows, one_way=True)
 
     def sum_of(self, worker: Worker) -> Callable[[Tensor], Tensor]:
-        """Return a device's sum over those of its stage."""
+        """Return a device's sum over those of its stage, in a tensor's place."""
         return self._sums[worker.stage].of(worker.member)
 
     def break_off(self) -> None:

@@ -6,15 +6,30 @@ attribute is the cheapest to read.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Protocol
 
 from torch import Tensor, nn
 
 from llmpq.kernels.weights.dense_weight import DenseWeight
 from llmpq.kernels.weights.weight import Weight
 
-Reduce = Callable[[Tensor], Tensor]
-"""Returns the sum of a tensor over the devices of a stage in tensor parallel, maybe in place."""
+
+class Reduce(Protocol):
+    """Sums over the devices of a stage in tensor parallel; all of them call it in one order."""
+
+    @property
+    def captures(self) -> bool:
+        """Whether the devices are connected, by sums that a graph can hold."""
+        ...
+
+    def apart(self) -> AbstractContextManager[None]:
+        """Leave the other devices out meanwhile: of what not all of them run."""
+        ...
+
+    def __call__(self, part: Tensor, residual: Tensor | None = None) -> Tensor:
+        """Return the sum of all devices' parts, plus the residual, maybe in the part's place."""
+        ...
 
 
 def round_activations(model: nn.Module, bits: int = 8) -> None:
@@ -48,9 +63,9 @@ class RowParallelLinear(Linear):
         super().__init__(weight, bias)
         self.reduce = reduce
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Return y [..., N] in x's dtype, of all devices' inputs."""
-        return self.reduce(super().forward(x))
+    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        """Return y [..., N] in x's dtype, of all devices' inputs, plus the residual."""
+        return self.reduce(super().forward(x), residual)
 
     def with_weight(self, weight: Weight) -> RowParallelLinear:
         """Return the same product with a weight in another form."""

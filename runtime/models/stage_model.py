@@ -33,7 +33,7 @@ from llmpq.runtime.models.layers import (
     held_weights,
     recurrence_of,
 )
-from llmpq.runtime.models.linear import Linear
+from llmpq.runtime.models.linear import Linear, Reduce
 from llmpq.runtime.models.wiring import Split, Wiring
 from llmpq.runtime.step import Step
 from llmpq.runtime.weights.sources import TensorSource
@@ -56,10 +56,19 @@ class StageModel(nn.Module):
         head: Head | None,
         *,
         whole: ModelSpec | None = None,
+        is_last: bool | None = None,
+        reduce: Reduce | None = None,
     ) -> None:
-        """`whole`: the model's spec, where `spec` is what one of a stage's devices has of it."""
+        """`whole`: the model's spec, where `spec` is what one of a stage's devices has of it.
+
+        `is_last`: whether these are the model's last layers, of which a stage's first device alone
+        has the head; by default where there is a head. `reduce`: the sum over a stage's devices,
+        where it has several.
+        """
         super().__init__()
         self.spec, self.whole_spec = spec, whole or spec
+        self.is_last = head is not None if is_last is None else is_last
+        self.reduce = reduce
         self.embedding = embedding
         self.head = head
         self.layers = nn.ModuleList(layers)
@@ -75,6 +84,7 @@ class StageModel(nn.Module):
         *,
         first: bool,
         last: bool,
+        has_head: bool = True,
         dtype: torch.dtype,
         device: torch.device | str,
         scheme: Callable[[Precision], WeightScheme | None],
@@ -91,7 +101,7 @@ class StageModel(nn.Module):
         `scheme` says how a precision is stored (`Quantization.scheme`), `head_precision` the output
         matrix's, which is then a copy of its own where it is tied; `on_layer` hears of every
         finished layer; `runner` computes the layers, torch's operators by default; `split`: how
-        the layers are shared with other devices.
+        the layers are shared with other devices, of which one of the last stage `has_head`.
         """
         if len(precisions) != len(layers):
             raise ValueError(f"{len(precisions)} precisions for {len(layers)} layers")
@@ -116,13 +126,14 @@ class StageModel(nn.Module):
                 on_layer(index)
         embedding = builder.embedding(next(parts)) if first else None
         head = None
-        if last:
+        if last and has_head:
             tied = {}
             if embedding is not None and spec.tied_embeddings:
                 tied = {"output.weight": embedding.tokens_Vh}
             tensors = source.head(dtype, with_output=not tied)
             head = builder.head(tensors, tied, scheme(head_precision))
-        return cls(own, built, embedding, head, whole=spec)
+        reduce = None if split is None else split.reduce
+        return cls(own, built, embedding, head, whole=spec, is_last=last, reduce=reduce)
 
     def abridged(self) -> StageModel:
         """Return a stage of the first layer, the last and one of each kind between them.
@@ -138,7 +149,8 @@ class StageModel(nn.Module):
         for place, layer in enumerate(layers[1:-1], start=1):
             between.setdefault(_kind(layer), place)
         chosen = sorted({0, *between.values(), len(layers) - 1}) if len(layers) else []
-        short = StageModel(self.spec, [], self.embedding, self.head)
+        ends = self.embedding, self.head
+        short = StageModel(self.spec, [], *ends, is_last=self.is_last, reduce=self.reduce)
         short.layers = nn.ModuleList(layers[place] for place in chosen)
         short._places = [self._places[place] for place in chosen]
         return short

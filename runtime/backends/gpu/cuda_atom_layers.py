@@ -21,7 +21,7 @@ from torch import Tensor
 
 from llmpq.kernels.weights.atom_weight import AtomTiles
 from llmpq.runtime.models.layers import Attention, DecoderLayer
-from llmpq.runtime.models.linear import Linear
+from llmpq.runtime.models.linear import Linear, RowParallelLinear
 from llmpq.runtime.models.mlps import MLP, GatedMLP
 from llmpq.runtime.models.norms import Norm
 
@@ -87,25 +87,29 @@ def _normed(norm: Norm, x_MK: Tensor, part: Linear) -> Tensor:
 
 def _ordered(x_MK: Tensor, part: Linear, residual_MN: Tensor) -> Tensor:
     """Return part(x) + residual."""
-    kernels, weight = _kernels(), _weight(part)
-    tokens = kernels.any_input(x_MK, weight)
-    y_MN: Tensor = kernels.product(
-        tokens, weight, dtype=x_MK.dtype, bias=part.bias, residual_MN=residual_MN
-    )
-    return y_MN
+    tokens = _kernels().any_input(x_MK, _weight(part))
+    return _added(tokens, part, residual_MN, into_residual=False)
 
 
 def _activated(wide: Tensor, activation: str, part: Linear, residual_MN: Tensor) -> Tensor:
     """Return part(activation(wide)) + residual, in the residual's place."""
-    kernels, weight = _kernels(), _weight(part)
-    tokens = kernels.activation_input(wide, weight, activation)
+    tokens = _kernels().activation_input(wide, _weight(part), activation)
+    return _added(tokens, part, residual_MN, into_residual=True)
+
+
+def _added(tokens: Any, part: Linear, residual_MN: Tensor, *, into_residual: bool) -> Tensor:
+    """Return the product with rounded tokens plus the residual, maybe in its place."""
+    kernels, weight, dtype = _kernels(), _weight(part), residual_MN.dtype
+    if isinstance(part, RowParallelLinear):
+        own_MN: Tensor = kernels.product(tokens, weight, dtype=dtype, bias=part.bias)
+        return part.reduce(own_MN, residual_MN)
     y_MN: Tensor = kernels.product(
         tokens,
         weight,
-        dtype=wide.dtype,
+        dtype=dtype,
         bias=part.bias,
         residual_MN=residual_MN,
-        into_residual=True,
+        into_residual=into_residual,
     )
     return y_MN
 

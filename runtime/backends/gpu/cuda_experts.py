@@ -237,7 +237,7 @@ class GroupedMLP(SparseMLP):
             return residual_BQh.add_(made.view(residual_BQh.shape))
         rows = norm_and_send(self.routing, between, residual_Th)
         if self.reduce is not None:
-            return residual_BQh.add_(self.summed(self._summed(rows, None)).view_as(residual_BQh))
+            return self.reduce(self._summed(rows, None), residual_Th).view(residual_BQh.shape)
         return self._summed(rows, residual_Th).view(residual_BQh.shape)
 
     def _summed(self, rows: Sending, residual_Th: Tensor | None) -> Tensor:

@@ -14,7 +14,7 @@ import logging
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -99,6 +99,7 @@ class StepGraphs(ABC):
         # Experts that are not stacked ask the device how many tokens each gets (SparseMLP).
         self._capture_failed = not capture or model.asks_host or device.type != "cuda"
         self._pool = None if self._capture_failed else torch.cuda.graph_pool_handle()
+        self._reduce = model.reduce
 
     def share(self, other: StepGraphs) -> None:
         """Capture on another's stream into its memory: their steps never run at once."""
@@ -144,7 +145,7 @@ class StepGraphs(ABC):
         before = [state.clone() for state in self._state()]
         whole, self._model = self._model, self._model.abridged()
         try:
-            with nullcontext() if states is None else states.still():
+            with self._apart(), nullcontext() if states is None else states.still():
                 self._forward(size, hidden_BQh)
         finally:
             self._model = whole
@@ -165,7 +166,14 @@ class StepGraphs(ABC):
 
     def _captures(self, num_rows: int) -> bool:
         """Whether steps of so many rows run from graphs."""
-        return not self._capture_failed
+        return not self._capture_failed and (self._reduce is None or self._reduce.captures)
+
+    def _apart(self) -> AbstractContextManager[None]:
+        """Leave sums over a stage's devices out: of what is not a step of all of them.
+
+        So each sums as often as the others, whichever of them captures.
+        """
+        return nullcontext() if self._reduce is None else self._reduce.apart()
 
     def _widened(self, hidden_BQh: Tensor, num_rows: int) -> Tensor:
         """Return hidden states of a step padded to its size; only whole models take none."""
@@ -225,7 +233,8 @@ class StepGraphs(ABC):
         graph = torch.cuda.CUDAGraph()
         try:
             with torch.cuda.stream(stream):
-                self._forward(num_rows, static)
+                with self._apart():
+                    self._forward(num_rows, static)
                 self._put_back(before)
                 stream.synchronize()
                 # Other threads (a communicator's watchdog) may go on asking the driver.

@@ -40,7 +40,7 @@ from llmpq.runtime.cache.kv_cache import KVCache
 from llmpq.runtime.models.experts import Routing, SparseMLP
 from llmpq.runtime.models.latent_attention import LatentAttention
 from llmpq.runtime.models.layers import Attention, DecoderLayer, SideBySide, go_on, unit_norm
-from llmpq.runtime.models.linear import Linear
+from llmpq.runtime.models.linear import Linear, RowParallelLinear
 from llmpq.runtime.models.mlps import MLP, GatedMLP
 from llmpq.runtime.models.norms import Norm
 from llmpq.runtime.models.recurrent import RecurrentMixer
@@ -332,6 +332,9 @@ def product(
         left_out = not with_bias and part.weight.matrix is not None
         bias = None if left_out else part.bias
         return part.weight.matmul(x, bias, residual, into_residual=into_residual)
+    if residual is not None and isinstance(part, RowParallelLinear):
+        summed: Tensor = part(x, residual)
+        return summed
     y_plain: Tensor = part(x)
     return y_plain if residual is None else y_plain.add_(residual)
 

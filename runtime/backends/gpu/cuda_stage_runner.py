@@ -32,7 +32,7 @@ from llmpq.runtime.cache.gpu_paged_kv_base import GpuPagedKVBase
 from llmpq.runtime.device_copies import HostCopy, to_host_async, upload
 from llmpq.runtime.models.mtp_head import MtpHead
 from llmpq.runtime.models.stage_model import StageModel
-from llmpq.runtime.request import PagedRow, StepKind
+from llmpq.runtime.request import PENDING_TOKEN, PagedRow, StepKind
 from llmpq.runtime.sampling_params import SamplerConfig
 from llmpq.runtime.step import StepMessage
 from llmpq.runtime.trace import KindTotals
@@ -70,7 +70,8 @@ class CudaStageRunner(StageRunner):
             dtype=dtype,
             device=device,
             capture=graphs,
-            last_token_S=torch.zeros(size.slots + 1, dtype=torch.long, device=device),
+            # Even, so that devices of a shared stage sum it as it is (`_share_tokens`).
+            last_token_S=torch.zeros(size.slots + 2 & ~1, dtype=torch.long, device=device),
         )
         self._hidden_stay = self._tokens_stay = False
         self._late: LateTokens | None = None
@@ -125,7 +126,7 @@ class CudaStageRunner(StageRunner):
     @property
     def fused_rounds(self) -> bool:
         """Whether a round of drafts and its verify can be one step."""
-        return self._whole and self.draft is not None
+        return self._whole and self.draft is not None and self.model.reduce is None
 
     def step_times(self, rows: int) -> MeasuredTimes:
         """Time drafts, verifies and plain steps of up to so many rows, to choose draft lengths by.
@@ -190,6 +191,7 @@ class CudaStageRunner(StageRunner):
         graphs = self._staged(message)
         if self._late is not None:
             self._late.draw()  # in front of this step, which may build on its tokens
+        self._share_tokens(message)
         run = partial(self._run, graphs, message, hidden_BQH)
         states = self.kv.states
         if states is None:
@@ -207,6 +209,16 @@ class CudaStageRunner(StageRunner):
         self.kv.take_rows(message.paged, message.starts)
         return partial(self._run, self._staged(message), message, hidden_BQH)
 
+    def _share_tokens(self, message: StepMessage) -> None:
+        """Give the devices of a stage the tokens that a step names by -1: the first drew them."""
+        reduce = self.model.reduce
+        if reduce is None or not any(PENDING_TOKEN in row for row in message.tokens):
+            return
+        table_S = self._decode.last_token_S
+        if self.model.head is None:
+            table_S.zero_()
+        reduce(table_S)
+
     def _staged(self, message: StepMessage) -> PagedGraphs:
         """Send a step's rows to the device; return what runs such steps."""
         graphs = self._graphs_of(message)
@@ -221,14 +233,14 @@ class CudaStageRunner(StageRunner):
         if message.kind is StepKind.DRAFT:
             assert self._drafts is not None, "drafts need enable_speculation"
             return self._drafts
-        if self.model.head is not None and any(row.drafts for row in message.paged):
+        if self.model.is_last and any(row.drafts for row in message.paged):
             return self._verify
         return self._mixed if max(message.num_new) > 1 else self._decode
 
     def _run(
         self, graphs: PagedGraphs, message: StepMessage, hidden_BQH: Tensor | None
     ) -> Tensor | HostCopy:
-        scored = self.model.head is not None and self.sampler.scores_prompts(message)
+        scored = self.wants_every_place(message)
         every = scored and graphs is not self._verify
         out = (graphs.run_every_place if every else graphs.run_staged)(message, hidden_BQH)
         if self.model.head is None:
@@ -365,7 +377,7 @@ class CudaStageRunner(StageRunner):
         if gamma and self.fused_rounds:
             for count in sorted({rounded_rows(n, rows) for n in range(1, rows + 1)}, reverse=True):
                 yield StepKind.ROUND, [gamma + 1] * count, drafts
-        elif gamma and self.model.head is not None:
+        elif gamma and self.model.is_last:
             for places in rungs(max(step_tokens, rows * (gamma + 1))):
                 counts = [gamma + 1] * max(1, min(rows, places // (gamma + 1)))
                 counts[0] = min(longest, places - sum(counts[1:]))

@@ -122,7 +122,7 @@ class PagedGraphs(StepGraphs):
         return rounded_rows(message.num_rows, self._places)
 
     def _captures(self, size: int) -> bool:
-        return not self._capture_failed and (not self._chunks or size <= CAPTURED_TOKENS)
+        return super()._captures(size) and (not self._chunks or size <= CAPTURED_TOKENS)
 
     def _widened(self, hidden_BQh: Tensor, size: int) -> Tensor:
         return functional.pad(hidden_BQh, (0, 0, 0, size - hidden_BQh.shape[1]))
@@ -160,7 +160,7 @@ class PagedGraphs(StepGraphs):
             last_T = self.last_token_S[step.where.slots_T]
             x = torch.where(tokens_T < 0, last_T, tokens_T)[None]
         every_place = every_place or self._verifies
-        last_only = self._chunks and self._model.head is not None and not every_place
+        last_only = self._chunks and self._model.is_last and not every_place
         y = self._model(x, step, self._kv, last_only=last_only)
         if self._model.head is None or self._verifies:
             return StepOutput(hidden_BQh=y)

@@ -168,9 +168,9 @@ class PoolPlan:
         """Whether a device that samples by itself gets a step before it knows the last tokens.
 
         Not where tokens are looked up in the text for drafts of the next, nor where several devices
-        share a stage: one of them samples.
+        share one of several stages: links between GPUs know stages of one device.
         """
-        alone = len(self.plan.workers) == len(self.plan.stages)
+        alone = len(self.plan.workers) == len(self.plan.stages) or len(self.plan.stages) == 1
         return alone and self._has_gpus and self.options.draft_mode is None
 
     @property

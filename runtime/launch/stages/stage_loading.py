@@ -35,9 +35,7 @@ def load_stage(
     compute, report = build_stage(
         *(pool.plan, index, pool.spec, source, device, pool.size),
         step_tokens=limits.step_tokens,
-        # Steps are captured before the devices are connected, and sums between them are not part
-        # of a graph.
-        graphs=reduce is None and not pool.options.enforce_eager,
+        graphs=not pool.options.enforce_eager,
         on_layer=on_layer,
         reduce=reduce,
     )
@@ -51,6 +49,13 @@ def load_stage(
         report, drafted = replace(report, draft_bytes=extra), pool.options.fixed_gamma or 0
     compute.warm_up(limits.decode_rows, limits.step_tokens, gamma=drafted)
     return compute, report
+
+
+def warm_up_together(pool: PoolPlan, compute: StageRunner) -> None:
+    """Warm up a device of a shared stage, once all are connected: sums are part of its graphs."""
+    limits = pool.limits
+    drafted = (pool.options.fixed_gamma or 0) if pool.options.draft_mode is not None else 0
+    compute.warm_up(limits.decode_rows, limits.step_tokens, gamma=drafted)
 
 
 def make_drafter(plan: Plan, options: EngineOptions) -> FixedDrafter | None:

@@ -37,7 +37,12 @@ from llmpq.runtime.launch.plans.pool_plan import PoolPlan
 from llmpq.runtime.launch.stages.emulate import Emulation
 from llmpq.runtime.launch.stages.load_watch import LoadSigns
 from llmpq.runtime.launch.stages.stage_host import address_on, talk_over
-from llmpq.runtime.launch.stages.stage_loading import load_stage, make_drafter, timed_drafter
+from llmpq.runtime.launch.stages.stage_loading import (
+    load_stage,
+    make_drafter,
+    timed_drafter,
+    warm_up_together,
+)
 from llmpq.runtime.launch.stages.stage_place import StagePlace, place_of
 from llmpq.runtime.launch.stages.stage_settings import StageSettings
 from llmpq.runtime.links.device_links import (
@@ -46,7 +51,8 @@ from llmpq.runtime.links.device_links import (
     StageLinks,
     connect_devices,
 )
-from llmpq.runtime.links.member_links import AllReduce, Followers
+from llmpq.runtime.links.member_links import KINDS as SUM_KINDS
+from llmpq.runtime.links.member_links import AllReduce, Followers, HostTotal
 from llmpq.runtime.links.peer_links import BufferSizes
 from llmpq.runtime.links.thread_links import ThreadRendezvous
 from llmpq.runtime.links.transport import (
@@ -184,7 +190,7 @@ class StageWorker:
         store = self._rendezvous.store(host, port)
         workers = self._plan.workers
         join_gloo(dist.PrefixStore("stages", store), self._index, len(workers))
-        (self._reduce or AllReduce()).join(workers, self._index, on_gpu=self._gpu is not None)
+        self._connect_members()
         # Links between GPUs know stages of one device; others talk over their hosts.
         alone = len(workers) == len(self._plan.stages)
         on_gpus = not any(stage.is_cpu for stage in self._plan.stages)
@@ -196,15 +202,30 @@ class StageWorker:
         if self._settings.address is not None and self._links is None:
             self._more = more_connections()
 
+    def _connect_members(self) -> None:
+        """Connect the devices of shared stages; on GPUs, capture steps with their sums."""
+        options = self._settings.options
+        if self._gpu is not None:
+            self._use_threads()
+        reduce = self._reduce or AllReduce()
+        kinds = {"auto": SUM_KINDS, "gloo": ()}.get(options.links, (options.links,))
+        dtype = DTYPES[self._plan.workload.dtype]
+        reduce.join(self._plan.workers, self._index, device=self._gpu, dtype=dtype, kinds=kinds)
+        if reduce.captures and not options.enforce_eager:
+            assert self._compute is not None
+            warm_up_together(self._pool, self._compute)
+
     def run(self) -> None:
         """Run the stage's loop until the job ends."""
         self._use_threads()
         assert self._compute is not None
         if self._threads is not None and self._reduce is not None:
-            self._reduce.connect(self._threads.sum_of(self._worker))
+            self._reduce.connect(HostTotal(self._threads.sum_of(self._worker)), "threads")
         if self._stage.is_cpu:
             self._compute.warm_up(1, 1)  # what libraries keep per thread
         if not self._worker.leads:
+            if self._gpu is not None:  # the first device sends what all of them made
+                self._compute.leave_on_device(hidden=True)
             run_follower(self._compute, self._followed(self._index), self._recorder)
             return
         num_stages = len(self._plan.stages)

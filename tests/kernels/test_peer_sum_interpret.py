@@ -1,0 +1,69 @@
+"""The sum over GPUs in one launch: what is sent and what is made of it, of each device in turn."""
+
+import pytest
+import torch
+from triton import knobs
+
+from llmpq.kernels.peer_sum import inbox_words, packed_words, peer_sum
+
+pytestmark = [
+    pytest.mark.interpret,
+    pytest.mark.skipif(not knobs.runtime.interpret, reason="needs TRITON_INTERPRET=1"),
+]
+CAPACITY, PROGRAMS = 512, 3
+
+
+def launched(parts, member, number, inboxes, counters, residual=None):
+    """Run a device's launch with what the others have sent already; return its sum."""
+    for sender, part in enumerate(parts):
+        if sender != member:
+            words = packed_words(part, number)
+            at = ((number & 1) * len(parts) + sender) * CAPACITY
+            inboxes[member][at : at + words.numel()] = words
+    addresses = torch.tensor([inbox.data_ptr() for inbox in inboxes])
+    return peer_sum(
+        parts[member].clone(),
+        residual,
+        addresses,
+        counters[member],
+        member=member,
+        capacity=CAPACITY,
+        warps=1,
+        overlaps=False,
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("members", [2, 3])
+def test_a_sum_is_that_of_all_devices(members, dtype):
+    torch.manual_seed(0)
+    inboxes = [
+        torch.zeros(inbox_words(members, CAPACITY), dtype=torch.long) for _ in range(members)
+    ]
+    counters = [torch.zeros(PROGRAMS, dtype=torch.int32) for _ in range(members)]
+    for number, count in enumerate((496, 16, 408), start=1):
+        parts = [torch.randn(count).to(dtype) for _ in range(members)]
+        residual = torch.randn(count).to(dtype) if number != 2 else None
+        exact = sum(part.float() for part in parts)
+        exact = (exact if residual is None else exact + residual.float()).to(dtype)
+        sums = [
+            launched(parts, member, number, inboxes, counters, residual)
+            for member in range(members)
+        ]
+        for member, total in enumerate(sums):
+            assert torch.equal(total, exact)
+            assert counters[member].tolist() == [number] * PROGRAMS
+            for peer in range(members):  # what each has sent is what the others were given
+                words = packed_words(parts[member], number)
+                at = ((number & 1) * members + member) * CAPACITY
+                assert torch.equal(inboxes[peer][at : at + words.numel()], words) or peer == member
+
+
+def test_integers_of_one_device_come_to_all():
+    tokens = torch.tensor([5, 0, 151_935, 7])
+    parts = [tokens, torch.zeros_like(tokens)]
+    inboxes = [torch.zeros(inbox_words(2, CAPACITY), dtype=torch.long) for _ in range(2)]
+    counters = [torch.full((PROGRAMS,), -1, dtype=torch.int32) for _ in range(2)]
+    for member in range(2):  # behind the last number comes 2: zero is what an inbox begins with
+        assert torch.equal(launched(parts, member, 2, inboxes, counters), tokens)
+    assert [counter.tolist() for counter in counters] == [[2] * PROGRAMS] * 2

@@ -1,0 +1,218 @@
+"""A stage that several GPUs share, their kernels interpreted: one order of sums, one's tokens."""
+
+import contextlib
+import threading
+from functools import partial
+
+import pytest
+import torch
+from triton import knobs
+
+from llmpq.kernels.fused.rope_append import rope_append_pages_reference
+from llmpq.kernels.weights import dense_weight
+from llmpq.model_spec import ModelSpec
+from llmpq.runtime.backends.build_stage import build_stage
+from llmpq.runtime.backends.gpu import cuda_experts, cuda_layers
+from llmpq.runtime.cache import gpu_paged_kv
+from llmpq.runtime.drafts.drafters import FixedDrafter
+from llmpq.runtime.engine.mailbox import Mailbox
+from llmpq.runtime.engine.pool_limits import PoolLimits
+from llmpq.runtime.engine.scheduler import Scheduler
+from llmpq.runtime.engine.shared_stage import LeadingCompute, run_follower
+from llmpq.runtime.engine.stage_loop import FirstStage
+from llmpq.runtime.links.member_links import AllReduce, Followers, HostTotal
+from llmpq.runtime.links.thread_links import ThreadRendezvous
+from llmpq.runtime.models.layers import DecoderLayer, PlainLayers
+from llmpq.runtime.models.sampling import SamplerConfig
+from llmpq.runtime.request import Request
+from llmpq.runtime.token_rules import LogitsConstraints
+from llmpq.runtime.trace import Recorder
+from llmpq.runtime.weights.sources import CheckpointSource
+from llmpq.sizes.pool_size import PoolSize
+from reference.interpreted_stage import gpu_stage
+
+pytestmark = [
+    pytest.mark.interpret,
+    pytest.mark.skipif(not knobs.runtime.interpret, reason="needs TRITON_INTERPRET=1"),
+]
+CPU, NEW = torch.device("cpu"), 5
+POOL = PoolSize(num_blocks=8, slots=4, max_len=300)
+
+
+@pytest.fixture(autouse=True)
+def _gpu_path(monkeypatch):
+    torch.set_num_threads(1)
+    monkeypatch.setattr(gpu_paged_kv, "rope_append_pages", rope_append_pages_reference)
+    monkeypatch.setattr(dense_weight, "pack_dense", lambda weight_NK: weight_NK)
+    monkeypatch.setattr(
+        PlainLayers, "sparse_mlp", lambda _, *given: cuda_experts.sparse_mlp(*given)
+    )
+    monkeypatch.setattr(
+        DecoderLayer,
+        "forward",
+        lambda layer, *given, **options: cuda_layers.decoder_layer(layer, *given, **options),
+    )
+
+
+class InTurns:
+    """Sums over threads of which one computes at a time: the interpreter serves one thread.
+
+    Notes the shapes that each device's sums have, in their order.
+    """
+
+    def __init__(self, count):
+        self.shapes = [[] for _ in range(count)]
+        self._parts = [None] * count
+        self._barrier, self.turn = threading.Barrier(count, timeout=60), threading.Lock()
+
+    def of(self, member):
+        reduce = AllReduce()
+        reduce.connect(HostTotal(partial(self._total, member)))
+        return reduce
+
+    def _total(self, member, part):
+        self.shapes[member].append(tuple(part.shape))
+        self._parts[member] = part
+        self._meet()
+        total = sum(self._parts[1:], self._parts[0].clone())
+        self._meet()
+        return part.copy_(total)
+
+    def _meet(self):
+        self.turn.release()
+        try:
+            self._barrier.wait()
+        finally:
+            self.turn.acquire()
+
+
+class OutOfTurn:
+    """A link whose waits are no one's turn."""
+
+    def __init__(self, link, turn):
+        self._link, self._turn = link, turn
+
+    def receive_step(self):
+        self._turn.release()
+        try:
+            return self._link.receive_step()
+        finally:
+            self._turn.acquire()
+
+    def close(self):
+        self._link.close()
+
+
+def served(plan, directory, requests, *, drafter=None, speculate=None, spoil=None):
+    """Return requests' tokens by a stage of several devices, their sums' shapes, the computes."""
+    spec, count = ModelSpec.from_directory(directory), len(plan.workers)
+    sums, links = InTurns(count), ThreadRendezvous(["cpu"] * count, plan.workers)
+    computes, failures = [], []
+    for index in range(count):
+        source = CheckpointSource(directory, spec)
+        reduce = sums.of(index) if count > 1 else None
+        base, _ = build_stage(plan, index, spec, source, CPU, POOL, reduce=reduce)
+        compute = gpu_stage(base, POOL)
+        if speculate is not None:
+            compute.enable_speculation(speculate, POOL, layers=range(spec.num_layers))
+        if spoil is not None and index:
+            spoil(compute.model)
+        computes.append(compute)
+    ends, leaders = (
+        [links.followed(0, rank, leads=leads, max_rows=POOL.slots) for rank in range(1, count)]
+        for leads in (False, True)
+    )
+
+    def follow(rank):
+        with sums.turn:
+            try:
+                run_follower(computes[rank], OutOfTurn(ends[rank - 1], sums.turn), Recorder())
+            except BaseException as error:
+                failures.append(error)
+                sums._barrier.abort()
+
+    threads = [threading.Thread(target=follow, args=(rank,)) for rank in range(1, count)]
+    for thread in threads:
+        thread.start()
+    mailbox = Mailbox()
+    for request in requests:
+        if request.rules is not None:
+            computes[0].sampler.take_rules(request.id, request.rules, None)
+        mailbox.requests.put(request)
+    mailbox.requests.put(None)
+    limits = PoolLimits(
+        num_blocks=POOL.num_blocks,
+        max_rows=POOL.slots,
+        max_len=POOL.max_len,
+        step_tokens=64,
+        decode_rows=POOL.slots,
+        tokens_ahead=2 if drafter is None else 1,
+    )
+    followers = Followers(leaders)
+    with sums.turn:
+        leading = LeadingCompute(computes[0], followers) if count > 1 else computes[0]
+        scheduler = Scheduler(limits, drafter=drafter)
+        with contextlib.suppress(threading.BrokenBarrierError):
+            FirstStage(scheduler, leading, None, mailbox, Recorder(), num_stages=1).run()
+        followers.close()
+    for thread in threads:
+        thread.join(60)
+    assert not failures, failures
+    tokens = {finished.id: finished.tokens for finished in mailbox.finished}
+    return [tokens[request.id] for request in requests], sums.shapes, computes
+
+
+def asked(prompts, new=NEW, **options):
+    return [Request(id=i, prompt=tuple(p), max_new=new, **options) for i, p in enumerate(prompts)]
+
+
+@pytest.mark.parametrize(
+    ("kind", "shares"), [("llama", (1, 1)), ("opt", (2, 1, 1)), ("mixtral", (1, 1))]
+)
+def test_tokens_are_those_of_one_device(kind, shares, tiny_models, random_prompts, make_plan):
+    directory, prompts = tiny_models.directory(kind), random_prompts(70, 24, 1, 7)
+    plan = make_plan(directory, batch=4, shares=[shares])
+    tokens, shapes, computes = served(plan, directory, asked(prompts))
+    assert tokens == tiny_models.greedy(kind, prompts, NEW)
+    assert len(shapes[0]) > 0 and all(own == shapes[0] for own in shapes)
+    tables = [compute._decode.last_token_S for compute in computes]
+    assert all(torch.equal(table, tables[0]) for table in tables), "no step named tokens by -1"
+
+
+def test_what_the_first_device_alone_knows_changes_no_sum(tiny_models, random_prompts, make_plan):
+    """Scores of prompts want all places of the last layer, samples are drawn by one device."""
+    directory, prompts = tiny_models.directory("llama"), random_prompts(40, 9)
+    rules = LogitsConstraints(prompt=tuple(prompts[0]), logprobs=1, prompt_logprobs=0)
+    found, scores = [], []
+    for shares in ([], [(1, 1)]):
+        requests = asked(prompts, sampling=SamplerConfig(temperature=0.8, seed=3))
+        requests[0].rules = rules
+        plan = make_plan(directory, batch=4, shares=shares)
+        tokens, shapes, computes = served(plan, directory, requests)
+        assert all(own == shapes[0] for own in shapes)
+        found.append(tokens)
+        noted = computes[0].sampler.noted(0)
+        scores.append([position[0].logprob for position in noted.prompt[1:]])
+    assert found[0] == found[1]
+    assert scores[1] == pytest.approx(scores[0], abs=1e-4)
+
+
+def test_drafts_are_verified_by_all_devices(tiny_models, random_prompts, make_plan):
+    directory, (word,) = tiny_models.directory("llama"), random_prompts(6)
+    prompts = [word * 6]
+    plan, drafter = make_plan(directory, batch=4, shares=[(1, 1)]), FixedDrafter("ngram", 3)
+    requests = asked(prompts, 12)
+    tokens, shapes, _ = served(plan, directory, requests, drafter=drafter, speculate="ngram")
+    assert tokens == tiny_models.greedy("llama", prompts, 12)
+    assert shapes[0] == shapes[1]
+    assert drafter.acceptance.refusals + sum(drafter.acceptance.accepted) > 0
+
+
+def test_another_order_of_sums_is_seen(tiny_models, random_prompts, make_plan):
+    """The planted fault: a device that computes more places than the first one."""
+    directory, prompts = tiny_models.directory("llama"), random_prompts(40, 9)
+    plan = make_plan(directory, batch=4, shares=[(1, 1)])
+    with pytest.raises((RuntimeError, AssertionError)):
+        served(
+            plan, directory, asked(prompts), spoil=lambda model: setattr(model, "is_last", False)
+        )
