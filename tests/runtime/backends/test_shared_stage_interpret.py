@@ -15,7 +15,6 @@ from llmpq.runtime.backends.build_stage import build_stage
 from llmpq.runtime.backends.gpu import cuda_experts, cuda_layers
 from llmpq.runtime.cache import gpu_paged_kv
 from llmpq.runtime.drafts.drafters import FixedDrafter
-from llmpq.runtime.engine.mailbox import Mailbox
 from llmpq.runtime.engine.pool_limits import PoolLimits
 from llmpq.runtime.engine.scheduler import Scheduler
 from llmpq.runtime.engine.shared_stage import LeadingCompute, run_follower
@@ -24,7 +23,7 @@ from llmpq.runtime.links.member_links import AllReduce, Followers, HostTotal
 from llmpq.runtime.links.thread_links import ThreadRendezvous
 from llmpq.runtime.models.layers import DecoderLayer, PlainLayers
 from llmpq.runtime.models.sampling import SamplerConfig
-from llmpq.runtime.request import Request
+from llmpq.runtime.request import Mailbox, Request
 from llmpq.runtime.token_rules import LogitsConstraints
 from llmpq.runtime.trace import Recorder
 from llmpq.runtime.weights.sources import CheckpointSource
@@ -175,8 +174,8 @@ def test_tokens_are_those_of_one_device(kind, shares, tiny_models, random_prompt
     tokens, shapes, computes = served(plan, directory, asked(prompts))
     assert tokens == tiny_models.greedy(kind, prompts, NEW)
     assert len(shapes[0]) > 0 and all(own == shapes[0] for own in shapes)
-    tables = [compute._decode.last_token_S for compute in computes]
-    assert all(torch.equal(table, tables[0]) for table in tables), "no step named tokens by -1"
+    shared = [bool(compute._decode.last_token_S.any()) for compute in computes]
+    assert all(shared), "no step named tokens that the first device alone had drawn"
 
 
 def test_what_the_first_device_alone_knows_changes_no_sum(tiny_models, random_prompts, make_plan):
