@@ -5,7 +5,7 @@ with the hidden states that came or, on the first stage, tokens. Sums are all-re
 stage's devices:
 
     CPUs     gloo
-    GPUs     one launch over peer memory (peer_sum.py) for as many values as that takes, NCCL for
+    GPUs     one launch over peer memory (peer_total.py) for as many values as that takes, NCCL for
              more; without NCCL piece by piece over peer memory; gloo, through the hosts, where GPUs
              are no peers and there is no NCCL
 
@@ -184,7 +184,7 @@ def _peer_sum(
     device: torch.device, group: dist.ProcessGroup, dtype: torch.dtype, member: int
 ) -> PeerTotal | None:
     """Return the sum over peer memory; None, on every device, where it does not work."""
-    from llmpq.runtime.links.peer_sum import PeerSum  # Triton: half a second
+    from llmpq.runtime.links.peer_total import PeerSum  # Triton: half a second
 
     members = dist.get_world_size(group)
     made = PeerSum(device, group, dtype, member=member, members=members)
