@@ -1,8 +1,8 @@
 """The sum of a tensor over GPUs that see each other's memory, in one launch.
 
 Every device writes its values into an inbox of each other one, then adds up what has come into its
-own. A word of 64 bits carries 32 of values and the number of the sum, so that whoever waits for a
-word sees values and arrival at once: no barrier, no fence, nothing that is set back.
+own. A word of 64 bits carries 32 of values and the number of the sum, so that a device that waits
+for a word sees values and arrival at once: no barrier, no fence, nothing that is set back.
 
     inbox of a device    [parity of the number, sender, CAPACITY] words of 64 bits
     word                 [number of the sum : 32 | two values of 16 bits, or one of 32 : 32]
