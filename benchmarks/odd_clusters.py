@@ -39,8 +39,7 @@ from llmpq.errors import BadPlanError, DoesNotFitError
 from llmpq.planner.answer import Answer, answer
 from llmpq.planner.check.check import check_plan
 from llmpq.planner.evaluate.objective import job_time, sum_omega, value
-from llmpq.planner.evaluate.simulator import replay
-from llmpq.planner.evaluate.step_by_step import reported_time
+from llmpq.planner.evaluate.simulator import replay, reported_time
 from llmpq.planner.problem.outcome import BUDGET_ROUNDING, Assignment, Unfinished
 from llmpq.planner.problem.problem import Problem
 from llmpq.planner.solving.methods import SolveOptions

@@ -28,7 +28,7 @@ from report.planner_tables import AblationTable
 
 from llmpq.errors import DoesNotFitError
 from llmpq.planner.exact import search
-from llmpq.planner.exact.start import begin, improve, walk
+from llmpq.planner.exact.start import improve, walk
 from llmpq.planner.problem.outcome import Assignment, Unfinished
 from llmpq.planner.solving.methods import SolveOptions
 from llmpq.planner.solving.plan_search import search_plan
@@ -47,7 +47,7 @@ def without_improve() -> None:
         incumbent.offer(start)
         return start
 
-    for module in (search, begin, walk, improve):
+    for module in (search, walk, improve):
         module.improved = offered  # type: ignore[attr-defined]
 
 
@@ -77,7 +77,7 @@ def put(module: Any, name: str, value: Any) -> Callable[[], None]:
 
 
 PARTS: dict[str, Callable[[], None]] = {
-    "methods": put(begin, "other_methods", no_plans),
+    "methods": put(walk, "other_methods", no_plans),
     "walk": put(walk.Walk, "from_each", nothing),
     "walk at the start": without_walk_at_the_start,
     "improve": without_improve,

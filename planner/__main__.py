@@ -1,13 +1,14 @@
-"""`llmpq-algo`: reads the command line, nothing else; the work is in planner/cli/commands.py."""
+"""`llmpq-algo`: reads the command line, and calls what does the command's work."""
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Callable
 from typing import Any
 
 from llmpq.commands.command_line import CommandParser, end_of
-from llmpq.errors import nearest
+from llmpq.errors import DoesNotFitError, nearest
 from llmpq.planner.cli import arguments as flags
 from llmpq.planner.problem import requests
 
@@ -52,10 +53,79 @@ def _run(command: str, words: list[str]) -> int:
     parser, request = PARSERS[command]
     words = flags.without_paper_flags(words) if command == "plan" else words
     asked: Any = parser().read_as(request, words)
-    from llmpq.planner.cli import commands
-
-    commands.run(command, asked)
+    logging.basicConfig(
+        level=logging.DEBUG if getattr(asked, "debug", False) else logging.WARNING,
+        format="%(message)s",
+        stream=sys.stderr,
+    )
+    _worker(command)(asked)
     return 0
+
+
+def _worker(command: str) -> Callable[[Any], None]:
+    """Return what does a command's work, imported here: --help opens without a solver."""
+    if command == "plan":
+        return _plan
+    if command == "fits":
+        from llmpq.planner.cli.show_fits import show_fits
+
+        return show_fits
+    if command == "costs":
+        from llmpq.planner.cli.import_costs import import_costs
+
+        return import_costs
+    if command == "simulate":
+        from llmpq.planner.cli.show_simulation import show_simulation
+
+        return show_simulation
+    if command == "check":
+        from llmpq.planner.cli.show_check import show_check
+
+        return show_check
+    if command == "verify":
+        from llmpq.planner.cli.certificates import verify_file
+
+        return verify_file
+    if command == "export":
+        from llmpq.planner.export import export_plan
+
+        return export_plan
+    if command == "devices":
+        from llmpq.planner.problem.discovery import show_devices
+
+        return show_devices
+    from llmpq.planner.cli.show_models import show_models
+
+    return show_models
+
+
+def _plan(request: requests.PlanRequest) -> None:
+    """Plan a batch job or live traffic, or list the front; the answer on stdout."""
+    if request.has_traffic:
+        from llmpq.planner.cli.show_traffic import show_traffic
+
+        show_traffic(request)
+        return
+    if request.objective in requests.TRAFFIC_OBJECTIVES:
+        raise ValueError(
+            f"--objective {request.objective} is of live traffic: give --trace FILE, or --prompt, "
+            "--gen and --rate"
+        )
+    from llmpq.planner.cli.show_plan import make_and_show, read_job
+
+    job = read_job(request)
+    try:
+        if request.pareto:
+            from llmpq.planner.cli.show_front import show_front
+
+            show_front(request, job.problem, job.options, job.path)
+        else:
+            make_and_show(request, job)
+    except DoesNotFitError:
+        for note in job.notes:
+            if note.startswith("assumed: "):
+                sys.stderr.write(f"llmpq-algo: {note}\n")
+        raise
 
 
 def _joined(words: list[str]) -> list[str]:

@@ -21,7 +21,7 @@ from llmpq.errors import DoesNotFitError, unknown_name
 from llmpq.model_spec import ModelSpec
 from llmpq.plan import Plan, Prefer
 from llmpq.planner.answer import Answer, answer, solve_options
-from llmpq.planner.evaluate.step_by_step import step_note
+from llmpq.planner.evaluate.simulator import step_note
 from llmpq.planner.limits import positions_note
 from llmpq.planner.problem.make_problem import (
     BuiltProblem,

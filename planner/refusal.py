@@ -34,7 +34,7 @@ from llmpq.planner.costs.stage_memory import (
     layer_bytes,
     sort_of_stage,
 )
-from llmpq.planner.evaluate.least_bytes import (
+from llmpq.planner.evaluate.fits import (
     end_pairs,
     fitting_plan,
     in_each_chunk,

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from report.table_cells import ROOT
 
-from llmpq.planner.check.check_run import check_run
+from llmpq.planner.check.check import check_run
 from llmpq.precision import bits_of
 from llmpq.shared_run import SharedRun
 

@@ -31,7 +31,7 @@ from llmpq.plan import (
     Worker,
 )
 from llmpq.plan_nodes import node_plans
-from llmpq.planner.check.plan_entries import used_inputs
+from llmpq.planner.check.check import used_inputs
 from llmpq.planner.evaluate.objective import (
     PhaseTimes,
     StageTimes,
@@ -39,7 +39,7 @@ from llmpq.planner.evaluate.objective import (
     stage_times,
     sum_omega,
 )
-from llmpq.planner.evaluate.step_by_step import reported_time, step_note
+from llmpq.planner.evaluate.simulator import reported_time, step_note
 from llmpq.planner.limits import positions_note
 from llmpq.planner.problem.outcome import Assignment, Outcome, Stage
 from llmpq.planner.problem.problem import Problem

@@ -9,21 +9,25 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import fields
+from itertools import pairwise
 
 from llmpq.cluster import Cluster, Device
+from llmpq.cost_model import LatencyEntry, Phase
 from llmpq.devices.joined_devices import group_of
 from llmpq.errors import BadPlanError, DoesNotFitError
 from llmpq.memory import stage_memory, unpacks_prompts
 from llmpq.model_spec import ModelSpec
 from llmpq.plan import Plan, PoolForm, StagePlan
-from llmpq.plan_inputs import PlanInputs
-from llmpq.planner.check.plan_entries import used_inputs
+from llmpq.plan_inputs import DeviceInput, LinkInput, PlanInputs
 from llmpq.planner.check.recomputed import Recomputed, recomputed
 from llmpq.planner.costs.cost_book import CostBook
 from llmpq.planner.evaluate.add_drafts import round_bytes
+from llmpq.precision import Precision
+from llmpq.shared_run import SharedRun, predicted_of
 from llmpq.sizes.prefix_states import with_prefix_states
 from llmpq.sizes.stated_pool import stated_pool
 from llmpq.units import format_size
+from llmpq.workload import Workload
 
 RELATIVE_TOLERANCE = 1e-6
 """Sums in another order differ in the last bits; a wrong layer differs by far more."""
@@ -238,3 +242,78 @@ def _check_times(plan: Plan, times: Recomputed) -> None:
 
 def _differ(stated: float, found: float) -> bool:
     return not abs(stated - found) <= RELATIVE_TOLERANCE * max(abs(found), 1e-12)
+
+
+def used_inputs(
+    spec: ModelSpec,
+    cluster: Cluster,
+    costs: CostBook,
+    work: Workload,
+    stages: Sequence[tuple[Device, Sequence[Precision]]],
+) -> PlanInputs:
+    """Return the entries of stages, given as their devices and the precisions of their layers."""
+    devices = [device for device, _ in stages]
+    ways = [*pairwise(devices), (devices[-1], devices[0])] if len(devices) > 1 else []
+    entries: dict[tuple[object, ...], LatencyEntry] = {}
+    for position, (device, precisions) in enumerate(stages):
+        ends = ("embedding",) * (position == 0) + ("head",) * (position == len(stages) - 1)
+        for phase in (Phase.PREFILL, Phase.DECODE):
+            for precision in sorted(set(precisions), key=lambda p: p.value):
+                entry = costs.entry(device, "layer", phase, work, precision)
+                entries[device.profile_kind, "layer", phase, precision] = entry
+            for part in ends:
+                entry = costs.entry(device, part, phase, work)  # type: ignore[arg-type]
+                entries[device.profile_kind, part, phase, None] = entry
+    return PlanInputs(
+        model=spec,
+        devices=tuple(DeviceInput.of(d, time_factor=costs.factor(d)) for d in devices),
+        links=tuple(_link(cluster, costs, source, target) for source, target in ways),
+        costs=tuple(entries.values()),
+    )
+
+
+def _link(cluster: Cluster, costs: CostBook, source: Device, target: Device) -> LinkInput:
+    terms = costs.link(cluster, source, target)
+    return LinkInput(
+        source=source.name,
+        target=target.name,
+        delay_s=terms.delay_s,
+        handshake_s=terms.handshake_s,
+        per_byte_s=terms.per_byte_s,
+    )
+
+
+def check_run(run: SharedRun) -> None:
+    """Raise `BadPlanError` unless a shared run's numbers follow from one another.
+
+    The plan's prediction is computed again from its entries; what was measured cannot be.
+    """
+    check_alone(run.plan)
+    if len(run.stages) != len(run.plan.stages):
+        raise BadPlanError(
+            f"the run has {len(run.stages)} measured stages, its plan {len(run.plan.stages)}; "
+            "share the report again with llmpq-dist report --share"
+        )
+    predicted = predicted_of(
+        run.plan,
+        completed=run.completed,
+        prompt_tokens=run.total_input_tokens,
+        output_tokens=run.total_output_tokens,
+    )
+    _agree("output_throughput", run.output_throughput, run.total_output_tokens / run.total_s)
+    expected = None if predicted is None else predicted["total_s"]
+    if (expected is None) != (run.predicted_s is None):
+        raise BadPlanError(f"predicted_s is {run.predicted_s}, the plan's entries give {expected}")
+    if expected is not None and run.predicted_s is not None:
+        _agree("predicted_s", run.predicted_s, expected)
+    for stage in run.stages:
+        if stage.busy_share is not None and not 0 <= stage.busy_share <= 1 + 1e-6:
+            raise BadPlanError(f"busy_share is a share of time, got {stage.busy_share:g}")
+
+
+def _agree(name: str, said: float, computed: float) -> None:
+    if abs(said - computed) > RELATIVE_TOLERANCE * abs(computed):
+        raise BadPlanError(
+            f"{name} is {said:.9g}, the run's other numbers give {computed:.9g}; share the report "
+            "again with llmpq-dist report --share"
+        )

@@ -19,7 +19,7 @@ from llmpq.errors import DoesNotFitError
 from llmpq.plan import Plan, StagePlan
 from llmpq.planner.cli.what_if import share_of
 from llmpq.planner.evaluate.add_drafts import mtp_notes
-from llmpq.planner.evaluate.least_bytes import longest_context
+from llmpq.planner.evaluate.fits import longest_context
 from llmpq.planner.evaluate.objective import job_time, sum_omega
 from llmpq.planner.exact.start.starts import quick_plan
 from llmpq.planner.problem.make_problem import GENERIC_NOTE, make_problem, parse_kv

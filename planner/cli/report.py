@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from llmpq.devices.device_list import ELSEWHERE
 from llmpq.plan import Plan, StagePlan
-from llmpq.planner.cli.speeds import Speed, shown
+from llmpq.planner.cli.alternatives import Speed, shown
 from llmpq.planner.problem.outcome import rounded_up
 from llmpq.precision import KVPrecision, Precision, bits_of
 from llmpq.sizes.kv_format import BLOCK_TOKENS
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-    from llmpq.planner.cli.method_row import MethodRow
+    from llmpq.planner.cli.alternatives import MethodRow
 
 
 def bits_text(stage: StagePlan) -> str:

@@ -21,7 +21,7 @@ from llmpq.planner.cli.show_plan import (
     say,
     write_report,
 )
-from llmpq.planner.evaluate.step_by_step import reported_time
+from llmpq.planner.evaluate.simulator import reported_time
 from llmpq.planner.front.front import FrontPoint
 from llmpq.planner.front.preference import WEIGHTS
 from llmpq.planner.problem.outcome import Infeasible, Unfinished

@@ -17,6 +17,7 @@ from llmpq.checkpoints.gguf_file import BLOCKS
 from llmpq.checkpoints.stored_codes import KEPT
 from llmpq.families import FAMILIES
 from llmpq.model_spec import ModelSpec, builtin_configs
+from llmpq.planner.problem.requests import ModelsRequest
 
 COLUMNS: dict[ExecutionMode, str] = {
     "gpu": "GPU",
@@ -42,10 +43,10 @@ class ModelRow:
     missing: dict[ExecutionMode, tuple[str, ...]]
 
 
-def show_models(*, as_json: bool) -> None:
+def show_models(request: ModelsRequest) -> None:
     """Print the tables, or both as one JSON object."""
     families, models = _families(), [_model(name) for name in builtin_configs()]
-    if as_json:
+    if request.json:
         found: dict[str, Any] = {
             kind: [
                 {

@@ -25,13 +25,12 @@ from llmpq.planner.answer import (
     solve_options,
     solved,
 )
-from llmpq.planner.cli.alternatives import bits_lines, left_out_lines
+from llmpq.planner.cli.alternatives import MethodRow, bits_lines, left_out_lines
 from llmpq.planner.cli.arguments import read_flag
 from llmpq.planner.cli.certificates import write_certificate, write_topology_certificate
-from llmpq.planner.cli.method_row import MethodRow
 from llmpq.planner.cli.own_dtype import in_own_dtype
 from llmpq.planner.cli.show_topology import print_topology, topology_lines
-from llmpq.planner.evaluate.step_by_step import reported_time
+from llmpq.planner.evaluate.simulator import reported_time
 from llmpq.planner.problem.make_problem import make_problem
 from llmpq.planner.problem.outcome import Infeasible, Unfinished
 from llmpq.planner.problem.problem import Problem
@@ -130,7 +129,7 @@ def make_and_show(request: PlanRequest, job: PlanJob) -> None:
         if request.report is None:
             return
     from llmpq.planner.cli.report import print_plan, remarks_of
-    from llmpq.planner.evaluate.step_by_step import step_note
+    from llmpq.planner.evaluate.simulator import step_note
 
     beside = bits_lines(best, options)
     if request.engines != "1":

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from llmpq.planner.cli.show_plan import open_console, say
 from llmpq.planner.problem.requests import SimulateRequest
-from llmpq.planner.traffic.named_traffic import NamedTraffic, has_traffic, named_traffic
+from llmpq.planner.traffic.named_traffic import NamedTraffic, named_traffic
 from llmpq.planner.traffic.rates import highest_rate, measured_at
 from llmpq.planner.traffic.simulated import EngineModel
 from llmpq.service_measures import ATTAINMENT, ServiceLimits, ServiceMeasures
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 def show_simulation(request: SimulateRequest) -> None:
     """Simulate a plan under a traffic; the answer on stdout."""
-    if not has_traffic(request):
+    if not request.has_traffic:
         raise ValueError("nothing to simulate: give --trace FILE, or --prompt, --gen and --rate")
     traffic = named_traffic(request)
     plan = read_plan(request.plan)

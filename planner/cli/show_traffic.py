@@ -11,7 +11,7 @@ from llmpq.planner.cli.report import print_plan, remarks_of
 from llmpq.planner.cli.show_plan import check_outputs, open_console, read_job, say, write_report
 from llmpq.planner.cli.show_simulation import highest_line, limits_in_words, print_measures
 from llmpq.planner.cli.show_topology import print_topology
-from llmpq.planner.problem.requests import TRAFFIC_OBJECTIVES, PlanRequest
+from llmpq.planner.problem.requests import PlanRequest
 from llmpq.planner.traffic.named_traffic import NamedTraffic, named_traffic
 from llmpq.planner.traffic.steady_state import MeanLengths
 from llmpq.planner.traffic.traffic_search import (
@@ -86,15 +86,6 @@ def show_traffic(request: PlanRequest) -> None:
         say(console, line)
     for path_written in filter(None, (request.output, request.report)):
         say(console, f"wrote {path_written}")
-
-
-def check_objective(name: str) -> None:
-    """`ValueError` for an objective of live traffic where there is none."""
-    if name in TRAFFIC_OBJECTIVES:
-        raise ValueError(
-            f"--objective {name} is of live traffic: give --trace FILE, or --prompt, --gen and "
-            "--rate"
-        )
 
 
 def _check(request: PlanRequest) -> None:

@@ -21,7 +21,7 @@ from llmpq.errors import LlmpqError
 from llmpq.gpu_memory import cluster_within
 from llmpq.plan import Plan
 from llmpq.planner import limits
-from llmpq.planner.cli.speeds import Speed
+from llmpq.planner.cli.alternatives import Speed
 from llmpq.planner.problem.problem import Problem
 from llmpq.planner.problem.requests import PlanRequest
 from llmpq.precision import bits_of

@@ -34,7 +34,7 @@ from llmpq.cost_model import CostModel, LatencyEntry, Part, Phase, Regime
 from llmpq.devices.device_spec import DeviceSpec
 from llmpq.memory import Quantization, expert_weight_bytes, layer_weight_bytes
 from llmpq.model_spec import ModelSpec
-from llmpq.planner.costs.code_factors import as_group_128
+from llmpq.planner.costs.cost_book import as_group_128
 from llmpq.precision import KVPrecision, Precision, WeightScheme
 from llmpq.sizes.attended_keys import windows_of
 from llmpq.sizes.kv_format import kv_cache_bytes

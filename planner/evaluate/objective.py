@@ -7,7 +7,7 @@ rp, rd   the sampled tokens' way from the last stage back to the first
 bhp ...  the part of each of these that occupies the link: the rest only delays the message
 mp, md   numbers of prefill steps (micro-batches times the chunks of a prompt) and of decode
          micro-batches; n tokens a request
-x'       the mean of x over micro-batches, of which the last may be smaller (microbatch.py)
+x'       the mean of x over micro-batches, of which the last may be smaller (numbers.py)
 
     P = max(tp', bhp', brp')   D = max(td', bhd', brd')   S = sum td + sum hd
 
@@ -22,7 +22,7 @@ prompt's first token takes (C-1) P + sum tp, not C sum tp.
 Exact for equal micro-batches (simulator.py agrees), but for a way back that is slower than every
 stage. With a smaller last one, or chunks of which the later ones see more keys, it is exact where
 the pipeline is full; it is off by less than what the last one takes of two stages more or less,
-once a job. Where that is much, a plan predicts its time step by step (step_by_step.py).
+once a job. Where that is much, a plan predicts its time step by step (simulator.py).
 
 As coefficients of what a plan decides, of one pair of micro-batch sizes (`Coefficients`):
 

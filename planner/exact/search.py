@@ -1,6 +1,6 @@
 """Best-bound branch and bound over micro-batch sizes, all device orders at once.
 
-1. First incumbents (planner/exact/start/begin.py), improved by local search.
+1. First incumbents (planner/exact/start/walk.py), improved by local search.
 2. A root node for every pair of micro-batch sizes (and case of plans). The pair with the smallest
    bound has its relaxation solved; its multipliers bound all other pairs, too.
 3. The open node with the smallest bound is bounded again by the completion program, then solved by
@@ -26,13 +26,13 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from llmpq.planner.evaluate.least_bytes import least_bytes_plan
+from llmpq.planner.evaluate.fits import least_bytes_plan
 from llmpq.planner.evaluate.objective import Form, make_form
-from llmpq.planner.exact.bounds.box import EVERYWHERE, Box
 from llmpq.planner.exact.bounds.columns import KeptPairs
 from llmpq.planner.exact.bounds.completion import Completion, greedy_plan
 from llmpq.planner.exact.bounds.cutting import cut_boxes, in_steps
 from llmpq.planner.exact.bounds.pairs import PairTables
+from llmpq.planner.exact.bounds.plan_cases import EVERYWHERE, Box
 from llmpq.planner.exact.bounds.relaxation import ClassRelaxation, Prices
 from llmpq.planner.exact.labels import LabelSearch, LimitReached, SearchLimits
 from llmpq.planner.exact.space import Space, searched, with_true_links
@@ -229,7 +229,7 @@ class Search:
 
     def begin(self, known: Assignment | None = None) -> None:
         """Look for first incumbents: simple plans and a known one, improved."""
-        from llmpq.planner.exact.start.begin import begin
+        from llmpq.planner.exact.start.walk import begin
 
         now = time.perf_counter()
         left = max(0.0, self.deadline - now)

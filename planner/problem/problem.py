@@ -3,6 +3,9 @@
 Knows nothing of solvers. Devices that can take each other's place form a class; a stage runs on one
 device of a class. Symbols: L layers (or groups of layers), C classes, B choices of precision, eta
 and xi the prefill and decode micro-batch sizes, P and D the slowest stage's time in either phase.
+
+Two devices are alike if their kind, free memory, limits, pins and links to all others agree. Two
+nodes are twins if exchanging all their devices changes no link. The names of nodes decide nothing.
 """
 
 from __future__ import annotations
@@ -30,9 +33,14 @@ from llmpq.planner.costs.stage_memory import (
     packed_of,
     unlike_bytes,
 )
-from llmpq.planner.problem.microbatch import distinct_sizes, microbatch_pairs
-from llmpq.planner.problem.numbers import PairNumbers, SizeNumbers, pair_numbers, size_numbers
-from llmpq.planner.problem.symmetry import alike_devices, device_key, twin_nodes
+from llmpq.planner.problem.numbers import (
+    PairNumbers,
+    SizeNumbers,
+    distinct_sizes,
+    microbatch_pairs,
+    pair_numbers,
+    size_numbers,
+)
 from llmpq.precision import KVPrecision, Precision
 from llmpq.sensitivity import Sensitivity
 from llmpq.sizes.pool_size import planned_pool, window_step_tokens
@@ -45,7 +53,7 @@ MANY_DEVICES = 256
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceClass:
-    """Devices that are interchangeable in a plan (planner/problem/symmetry.py)."""
+    """Devices that are interchangeable in a plan (`alike_devices`)."""
 
     devices: tuple[Device, ...]
     pinned: tuple[int, int] | None = None
@@ -424,3 +432,77 @@ class Problem:
         if (eta, xi) not in self._numbers:
             self._numbers[eta, xi] = pair_numbers(self, eta, xi)
         return self._numbers[eta, xi]
+
+
+def device_key(device: Device, pins: Mapping[str, tuple[int, int]]) -> Hashable:
+    """Return what makes a device's speed, memory and duties."""
+    pinned = device.name if device.name in pins else ""
+    return device.profile_kind, device.limit_bytes, device.spec.context, pinned
+
+
+def alike_devices(
+    devices: Sequence[Device], keys: Sequence[Hashable], links: LinkTables | None
+) -> list[list[int]]:
+    """Return the classes of devices that are alike; without `links` by their keys only."""
+    classes: list[list[int]] = []
+    for i in range(len(devices)):
+        for members in classes:
+            same = keys[members[0]] == keys[i]
+            if same and (links is None or links.same_from(members[0], i)):
+                members.append(i)
+                break
+        else:
+            classes.append([i])
+    return classes
+
+
+def twin_nodes(
+    devices: Sequence[Device],
+    keys: Sequence[Hashable],
+    classes: Sequence[Sequence[int]],
+    links: LinkTables,
+) -> list[list[tuple[int, ...]]]:
+    """Return groups of interchangeable nodes, each node as the numbers of its classes.
+
+    Only nodes whose classes lie wholly within them: elsewhere their devices are alike already.
+    """
+    own: dict[str, list[int]] = {}
+    for c, members in enumerate(classes):
+        nodes = {devices[i].node for i in members}
+        if len(nodes) == 1:
+            own.setdefault(nodes.pop(), []).append(c)
+    of_node: dict[str, list[int]] = {}
+    for i, device in enumerate(devices):
+        of_node.setdefault(device.node, []).append(i)
+    whole = {
+        node: tuple(cs)
+        for node, cs in own.items()
+        if sum(len(classes[c]) for c in cs) == len(of_node[node])
+    }
+    groups: list[list[str]] = []
+    for node in whole:
+        for group in groups:
+            if _twins(whole[group[0]], whole[node], classes, keys, links):
+                group.append(node)
+                break
+        else:
+            groups.append([node])
+    return [[whole[node] for node in group] for group in groups if len(group) > 1]
+
+
+def _twins(
+    one: Sequence[int],
+    other: Sequence[int],
+    classes: Sequence[Sequence[int]],
+    keys: Sequence[Hashable],
+    links: LinkTables,
+) -> bool:
+    """Whether exchanging the devices of two nodes, class by class, changes nothing."""
+    if len(one) != len(other):
+        return False
+    order = np.arange(len(keys))
+    for c, d in zip(one, other, strict=True):
+        if len(classes[c]) != len(classes[d]) or keys[classes[c][0]] != keys[classes[d][0]]:
+            return False
+        order[list(classes[c])], order[list(classes[d])] = list(classes[d]), list(classes[c])
+    return links.unchanged_by(order)

@@ -53,6 +53,20 @@ class TrafficFlags:
     ttft: float | None = None
     tpot: float | None = None
 
+    @property
+    def has_traffic(self) -> bool:
+        """Whether requests are named; `ValueError` where a rate or a limit is, and they are not."""
+        others = ("rate", "ttft", "tpot", "requests")
+        given = [f"--{name}" for name in others if getattr(self, name) is not None]
+        if self.trace is None and self.prompt is None and self.gen is None:
+            if given:
+                raise ValueError(
+                    f"{' and '.join(given)} need requests: give --trace FILE, or --prompt and "
+                    "--gen, such as --prompt 1020,2735 --gen 129,424"
+                )
+            return False
+        return True
+
 
 @dataclass(frozen=True, kw_only=True)
 class PlanRequest(DevicesRequest, TrafficFlags):

@@ -29,7 +29,7 @@ from llmpq.planner.evaluate.objective import (
     make_form,
     value,
 )
-from llmpq.planner.exact.bounds.box import Box
+from llmpq.planner.exact.bounds.plan_cases import Box
 from llmpq.planner.exact.bounds.relaxation import ClassRelaxation, Prices
 from llmpq.planner.problem.numbers import SizeNumbers
 from llmpq.planner.problem.outcome import Assignment

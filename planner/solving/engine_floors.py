@@ -20,7 +20,7 @@ from llmpq.cost_model import Phase
 from llmpq.planner.costs.links import Floats
 from llmpq.planner.evaluate.objective import BUDGET_ROUNDING, coefficients
 from llmpq.planner.exact.bounds.relaxation import layer_groups
-from llmpq.planner.problem.microbatch import chunk_sizes, distinct_sizes, last_share
+from llmpq.planner.problem.numbers import chunk_sizes, distinct_sizes, last_share
 from llmpq.planner.problem.problem import Problem
 from llmpq.planner.solving.count_vectors import Vector
 from llmpq.precision import KVPrecision

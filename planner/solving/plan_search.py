@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from llmpq.errors import DoesNotFitError
 from llmpq.planner.evaluate.objective import sum_omega
 from llmpq.planner.front.preference import WEIGHTS, Scored, look_around, preferred
-from llmpq.planner.problem.microbatch import chunk_sizes, small_chunks
+from llmpq.planner.problem.numbers import chunk_sizes, small_chunks
 from llmpq.planner.problem.outcome import (
     OPTIMAL_GAP,
     Assignment,

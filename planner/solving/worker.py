@@ -272,7 +272,7 @@ def _import_what_comes_next() -> None:
 
     import llmpq.planner.check.build_plan
     import llmpq.planner.check.check
-    import llmpq.planner.evaluate.step_by_step  # noqa: F401
+    import llmpq.planner.evaluate.simulator  # noqa: F401
 
 
 def _answer_and_exit(work: Callable[[], dict[str, Any]], writer: int) -> None:

@@ -26,27 +26,13 @@ class NamedTraffic:
 
     @property
     def prompt_tokens(self) -> list[int]:
-        """MeanLengths of the prompts, ascending."""
+        """Lengths of the prompts, ascending."""
         return sorted(one.prompt_tokens for one in self.arrivals)
 
     @property
     def output_tokens(self) -> list[int]:
-        """MeanLengths of the answers, ascending."""
+        """Lengths of the answers, ascending."""
         return sorted(one.output_tokens for one in self.arrivals)
-
-
-def has_traffic(flags: TrafficFlags) -> bool:
-    """Whether flags are of a traffic; `ValueError` where they are and name none."""
-    others = ("rate", "ttft", "tpot", "requests")
-    given = [f"--{name}" for name in others if getattr(flags, name) is not None]
-    if flags.trace is None and flags.prompt is None and flags.gen is None:
-        if given:
-            raise ValueError(
-                f"{' and '.join(given)} need requests: give --trace FILE, or --prompt and --gen, "
-                "such as --prompt 1020,2735 --gen 129,424"
-            )
-        return False
-    return True
 
 
 def named_traffic(flags: TrafficFlags) -> NamedTraffic:

@@ -10,7 +10,7 @@ from llmpq.cost_model import TERMS, CostModel, LatencyEntry, Phase, Regime
 from llmpq.model_spec import ModelSpec
 from llmpq.planner.costs.cost_book import CostBook
 from llmpq.planner.costs.stage_memory import capacity, layer_bytes
-from llmpq.planner.problem.microbatch import distinct_sizes
+from llmpq.planner.problem.numbers import distinct_sizes
 from llmpq.planner.problem.problem import Objective, Problem
 from llmpq.precision import WEIGHT_ONLY, Precision
 from llmpq.sensitivity import Sensitivity

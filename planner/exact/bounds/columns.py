@@ -33,7 +33,7 @@ from numpy.typing import NDArray
 
 from llmpq.planner.costs.stage_memory import DENSE, MIXED, NEVER, PACKED, choices_of, sort_of
 from llmpq.planner.evaluate.objective import Form
-from llmpq.planner.exact.bounds.box import Box
+from llmpq.planner.exact.bounds.plan_cases import Box
 from llmpq.planner.problem.numbers import PairNumbers
 from llmpq.planner.problem.problem import Floats, Problem
 

@@ -25,7 +25,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llmpq.planner.evaluate.objective import Form
-from llmpq.planner.exact.bounds.box import EVERYWHERE, Box
 from llmpq.planner.exact.bounds.columns import (
     Columns,
     KeptPairs,
@@ -37,7 +36,7 @@ from llmpq.planner.exact.bounds.columns import (
     stages_by_price,
     stages_by_table,
 )
-from llmpq.planner.exact.bounds.plan_cases import Islands, most_priced
+from llmpq.planner.exact.bounds.plan_cases import EVERYWHERE, Box, Islands, most_priced
 from llmpq.planner.exact.bounds.relaxation import Prices
 from llmpq.planner.exact.space import Space
 from llmpq.planner.problem.outcome import Assignment, Stage

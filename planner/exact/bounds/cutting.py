@@ -11,7 +11,7 @@ import math
 import numpy as np
 
 from llmpq.planner.evaluate.objective import Form
-from llmpq.planner.exact.bounds.box import Box
+from llmpq.planner.exact.bounds.plan_cases import Box
 from llmpq.planner.exact.bounds.relaxation import ClassRelaxation
 from llmpq.planner.problem.problem import Problem
 

@@ -23,8 +23,8 @@ from llmpq.planner.evaluate.objective import (
     make_form,
     weighed,
 )
-from llmpq.planner.exact.bounds.box import Box
 from llmpq.planner.exact.bounds.plan_cases import (
+    Box,
     Case,
     Islands,
     by_stages,

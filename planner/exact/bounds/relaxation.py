@@ -27,8 +27,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llmpq.planner.evaluate.objective import Form
-from llmpq.planner.exact.bounds.box import EVERYWHERE, Box
-from llmpq.planner.exact.bounds.plan_cases import find_islands, most_priced
+from llmpq.planner.exact.bounds.plan_cases import EVERYWHERE, Box, find_islands, most_priced
 from llmpq.planner.ilp.milp import make_highs
 from llmpq.planner.problem.numbers import PairNumbers
 from llmpq.planner.problem.problem import Floats, Problem

@@ -13,8 +13,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from llmpq.planner.costs.stage_memory import sort_of
-from llmpq.planner.evaluate.fits import fits
-from llmpq.planner.evaluate.least_bytes import fitting_plan
+from llmpq.planner.evaluate.fits import fits, fitting_plan
 from llmpq.planner.evaluate.objective import sum_omega, value
 from llmpq.planner.exact.bounds.pairs import PairTables
 from llmpq.planner.problem.outcome import BUDGET_ROUNDING, Assignment, Infeasible, Stage

@@ -8,8 +8,8 @@ from dataclasses import replace
 import pytest
 
 from llmpq.plan import Plan
+from llmpq.planner.cli.alternatives import Speed, shown
 from llmpq.planner.cli.report import speed_line, stage_table
-from llmpq.planner.cli.speeds import Speed, shown
 from llmpq.planner.make import make_plan
 
 pytestmark = pytest.mark.pure

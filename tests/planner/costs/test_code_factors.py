@@ -12,8 +12,7 @@ from llmpq.cluster import Cluster
 from llmpq.cost_model import Phase
 from llmpq.memory import Quantization
 from llmpq.model_spec import ModelSpec
-from llmpq.planner.costs.code_factors import FACTORS, form_of, with_code_factor
-from llmpq.planner.costs.cost_book import CostBook
+from llmpq.planner.costs.cost_book import FACTORS, CostBook, form_of, with_code_factor
 from llmpq.planner.costs.roofline import estimate_costs
 from llmpq.planner.problem.checkpoint_codes import checkpoint_codes, with_checkpoint_codes
 from llmpq.precision import KVPrecision, Precision

@@ -13,11 +13,10 @@ from llmpq.planner.answer import checked_plan
 from llmpq.planner.check.check import check_alone
 from llmpq.planner.cli.arguments import plan_request
 from llmpq.planner.evaluate.objective import job_time, stage_times
-from llmpq.planner.evaluate.simulator import replay
-from llmpq.planner.evaluate.step_by_step import step_by_step_time
+from llmpq.planner.evaluate.simulator import replay, step_by_step_time
 from llmpq.planner.exact.search import solve_exact
 from llmpq.planner.problem.make_problem import make_problem
-from llmpq.planner.problem.microbatch import chunk_sizes
+from llmpq.planner.problem.numbers import chunk_sizes
 from llmpq.planner.problem.outcome import Assignment, Infeasible, Stage
 from llmpq.planner.problem.problem import Problem
 from llmpq.planner.refusal import too_big

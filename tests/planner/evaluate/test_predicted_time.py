@@ -17,10 +17,15 @@ from llmpq.planner.evaluate.objective import (
     paper_time,
     published_code_time,
 )
-from llmpq.planner.evaluate.simulator import replay, simulate
-from llmpq.planner.evaluate.step_by_step import reported_time, step_by_step_time, step_note
+from llmpq.planner.evaluate.simulator import (
+    replay,
+    reported_time,
+    simulate,
+    step_by_step_time,
+    step_note,
+)
 from llmpq.planner.problem.make_problem import make_problem
-from llmpq.planner.problem.microbatch import distinct_sizes, microbatch_pairs, sizes_of
+from llmpq.planner.problem.numbers import distinct_sizes, microbatch_pairs, sizes_of
 from llmpq.planner.problem.outcome import Assignment, Stage
 from llmpq.planner.problem.problem import Problem
 from reference.random_problems import random_problem

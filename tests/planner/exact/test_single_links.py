@@ -13,8 +13,7 @@ from llmpq.cluster import Cluster
 from llmpq.cost_model import LinkCost
 from llmpq.plan import ClusterRef, ModelRef, Plan, StagePlan
 from llmpq.planner.check.build_plan import build_plan
-from llmpq.planner.check.check import check_plan, recomputed
-from llmpq.planner.check.plan_entries import used_inputs
+from llmpq.planner.check.check import check_plan, recomputed, used_inputs
 from llmpq.planner.cli.what_if import with_added, without
 from llmpq.planner.costs.cost_book import CostBook
 from llmpq.planner.problem.problem import Problem

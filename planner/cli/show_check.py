@@ -1,98 +1,25 @@
-"""What `llmpq-algo` does after its flags are read; results on stdout."""
+"""`llmpq-algo check`: a plan, its engines or a shared run, by what the file carries."""
 
 from __future__ import annotations
 
-import logging
 import math
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from llmpq.errors import BadPlanError, DoesNotFitError
-from llmpq.planner.problem.requests import (
-    CheckRequest,
-    CostsRequest,
-    ExportRequest,
-    FitsRequest,
-    ListRequest,
-    ModelsRequest,
-    PlanRequest,
-    SimulateRequest,
-    VerifyRequest,
-)
+from llmpq.errors import BadPlanError
+from llmpq.planner.check.check import RELATIVE_TOLERANCE, check_alone, check_plan, check_run
+from llmpq.planner.problem.named_inputs import model_of_plan, names_devices, read_cluster
+from llmpq.planner.problem.requests import CheckRequest
+from llmpq.shared_run import SharedRun, is_shared_run
+from llmpq.topology import Topology, read_plan
 
 if TYPE_CHECKING:
     from llmpq.plan import Plan
-    from llmpq.topology import Topology
 
 
-def run(command: str, request: Any) -> None:
-    """Do what a request asks for; results on stdout."""
-    logging.basicConfig(
-        level=logging.DEBUG if getattr(request, "debug", False) else logging.WARNING,
-        format="%(message)s",
-        stream=sys.stderr,
-    )
-    commands: dict[str, Callable[[Any], None]] = {
-        "plan": _plan,
-        "fits": _fits,
-        "costs": _costs,
-        "simulate": _simulate,
-        "check": _check,
-        "verify": _verify,
-        "export": _export,
-        "devices": _devices,
-        "models": _models,
-    }
-    commands[command](request)
-
-
-def _plan(request: PlanRequest) -> None:
-    from llmpq.planner.cli.show_plan import make_and_show, read_job
-    from llmpq.planner.cli.show_traffic import check_objective, show_traffic
-    from llmpq.planner.traffic.named_traffic import has_traffic
-
-    if has_traffic(request):
-        show_traffic(request)
-        return
-    check_objective(request.objective)
-    job = read_job(request)
-    try:
-        if request.pareto:
-            from llmpq.planner.cli.show_front import show_front
-
-            show_front(request, job.problem, job.options, job.path)
-        else:
-            make_and_show(request, job)
-    except DoesNotFitError:
-        for note in job.notes:
-            if note.startswith("assumed: "):
-                sys.stderr.write(f"llmpq-algo: {note}\n")
-        raise
-
-
-def _fits(request: FitsRequest) -> None:
-    from llmpq.planner.cli.show_fits import show_fits
-
-    show_fits(request)
-
-
-def _costs(request: CostsRequest) -> None:
-    from llmpq.planner.cli.import_costs import import_costs
-
-    import_costs(request)
-
-
-def _simulate(request: SimulateRequest) -> None:
-    from llmpq.planner.cli.show_simulation import show_simulation
-
-    show_simulation(request)
-
-
-def _check(request: CheckRequest) -> None:
-    from llmpq.topology import Topology, read_plan
-
+def show_check(request: CheckRequest) -> None:
+    """Check a file; what holds on stdout, `BadPlanError` for what does not."""
     if _is_run(request.plan):
         _check_shared(request)
         return
@@ -105,8 +32,6 @@ def _check(request: CheckRequest) -> None:
 
 def _check_engines(request: CheckRequest, topology: Topology) -> None:
     """Check every engine of a plan, and that they end when the plan says."""
-    from llmpq.planner.check.check import RELATIVE_TOLERANCE
-
     for number, engine in enumerate(topology.engines):
         try:
             _check_engine(request, engine.plan, f"engine {number}, {engine.rows} rows: ")
@@ -125,9 +50,6 @@ def _check_engines(request: CheckRequest, topology: Topology) -> None:
 
 
 def _check_engine(request: CheckRequest, plan: Plan, which: str = "") -> None:
-    from llmpq.planner.check.check import check_alone, check_plan
-    from llmpq.planner.problem.named_inputs import model_of_plan, names_devices, read_cluster
-
     complete = plan.inputs is not None
     if names_devices(request) or not complete:
         if not names_devices(request):
@@ -151,8 +73,6 @@ def _check_engine(request: CheckRequest, plan: Plan, which: str = "") -> None:
 
 
 def _is_run(path: str) -> bool:
-    from llmpq.shared_run import is_shared_run
-
     try:
         return is_shared_run(Path(path).read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError):
@@ -160,10 +80,6 @@ def _is_run(path: str) -> bool:
 
 
 def _check_shared(request: CheckRequest) -> None:
-    from llmpq.planner.check.check_run import check_run
-    from llmpq.planner.problem.named_inputs import names_devices
-    from llmpq.shared_run import SharedRun
-
     if names_devices(request) or request.model or request.model_name or request.model_size:
         raise ValueError(
             f"'{request.plan}' is a shared run, which carries its model and devices; leave "
@@ -180,27 +96,3 @@ def _check_shared(request: CheckRequest) -> None:
         f"{run.completed} requests: predicted {predicted} (recomputed), measured "
         f"{run.total_s:.3f} s, {run.output_throughput:.1f} tokens/s\n"
     )
-
-
-def _verify(request: VerifyRequest) -> None:
-    from llmpq.planner.cli.certificates import verify_file
-
-    verify_file(request)
-
-
-def _export(request: ExportRequest) -> None:
-    from llmpq.planner.export import export_plan
-
-    export_plan(request)
-
-
-def _devices(request: ListRequest) -> None:
-    from llmpq.planner.problem.discovery import show_devices
-
-    show_devices(request)
-
-
-def _models(request: ModelsRequest) -> None:
-    from llmpq.planner.cli.show_models import show_models
-
-    show_models(as_json=request.json)
