@@ -313,7 +313,9 @@ class EngineThread:
         assert self._starter is not None
         with self._lock:
             self.recovery = self._starter.lost(error)
-            self._suspect, failed = None, self._hunt.note_loss(self._records.values())
+            raised = self.engine.was_refused
+            failed = self._hunt.note_loss(self._records.values(), raised=raised)
+            self._suspect = None
             aborted = [record for record in self._records.values() if record.aborted]
             self._base = replace(self.progress, waiting=0, running=0, gauges={})
         _log.warning("%s; it is recovered", error)

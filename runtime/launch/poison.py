@@ -3,7 +3,8 @@
 A request is suspected once two engines in a row were lost before they brought a token of it.
 Stages then get half of the suspects, and the others when those have brought a token each: what ends
 the next stages is in the half that they had. The last suspect runs alone, and once it has ended two
-fresh engines so it is failed, and the rest go on. A stage that is lost for reasons of its own, at
+fresh engines so it is failed, and the rest go on; once is enough where the stages did not die but
+raised an error, and had before. A stage that is lost for reasons of its own, at
 whatever moment, hardly ever looks like that: its requests bring tokens when they are asked again.
 """
 
@@ -30,20 +31,29 @@ class PoisonHunt:
         """Suspects that the engine has; the other ones wait until these have brought a token."""
         self._alone: RequestRecord | None = None
         self._num_failed = 0
+        self._raised = False
+        """Whether the last loss was an error that a stage raised."""
 
     @property
     def holds_all(self) -> bool:
         """Whether the engine has one request and is to get no other."""
         return self._alone is not None
 
-    def note_loss(self, records: Iterable[RequestRecord]) -> list[RequestRecord]:
-        """Take in that the engine of these unfinished requests was lost; return who is to fail."""
+    def note_loss(
+        self, records: Iterable[RequestRecord], *, raised: bool = False
+    ) -> list[RequestRecord]:
+        """Take in that the engine of these unfinished requests was lost; return who is to fail.
+
+        `raised`: by an error of a step, which comes again, rather than by a death.
+        """
+        again, self._raised = raised and self._raised, raised
         ordered = sorted((r for r in records if r.begun), key=lambda record: record.order)
         for record in ordered[: self._max_rows]:
             if record.brought_nothing:
                 record.strikes += 1
                 record.strikes_alone += record is self._alone
-        failed = [record for record in ordered if record.strikes_alone >= STRIKES]
+        sure = again and len(ordered) == 1 and ordered[0].brought_nothing
+        failed = [record for record in ordered if sure or record.strikes_alone >= STRIKES]
         self._num_failed += len(failed)
         return failed
 

@@ -57,14 +57,15 @@ class PeerSum:
         self._dtypes = {dtype, torch.int64}
         self._overlaps = overlaps(device)
         words = [inbox_words(members, channel.capacity) for channel in channels]
-        mine, self.problem = bytes(HOST_BYTES + SHARED_BYTES), None
+        mine = bytes(HOST_BYTES + SHARED_BYTES)
+        self.problem: str | None = None
         try:
             driver = CudaDriver()
             self._inbox = torch.zeros(sum(words), dtype=torch.long, device=device)
             torch.cuda.synchronize(device)  # before anybody writes
             mine = host_mark() + driver.share(self._inbox)
         except (AttributeError, RuntimeError) as error:
-            self.problem: str | None = first_line(error)
+            self.problem = first_line(error)
         sent = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
         gathered = [torch.empty_like(sent) for _ in range(members)]
         dist.all_gather(gathered, sent, group=group)

@@ -33,7 +33,9 @@ def submit(chosen: list[RequestRecord], all_of_them: list[RequestRecord]) -> Non
         record.resumed(1e3)
 
 
-def hunted(count: int, poison: set[int], max_rows: int, *, others_get_on: bool) -> tuple[set, int]:
+def hunted(
+    count: int, poison: set[int], max_rows: int, *, others_get_on: bool, raised: bool = False
+) -> tuple[set, int]:
     """Return who is failed by engines that some requests end, and how many engines that took."""
     left, hunt, failed = records(count), PoisonHunt(max_rows), set()
     submit(left, left)
@@ -56,7 +58,7 @@ def hunted(count: int, poison: set[int], max_rows: int, *, others_get_on: bool) 
             for record in rows:
                 if record.request.id not in poison:
                     record.take([5], None, 2e3)
-        for record in hunt.note_loss(left):
+        for record in hunt.note_loss(left, raised=raised):
             failed.add(record.request.id)
             left.remove(record)
         if hunt.broken():
@@ -77,6 +79,20 @@ def test_the_requests_that_end_every_stage_are_failed_and_no_other(
     assert failed == poison
     # It is suspected, halved out of what runs beside it, and seen alone.
     assert num_lost <= len(poison) * (2 * STRIKES + max_rows.bit_length())
+
+
+@pytest.mark.parametrize(("count", "poison", "most"), [(1, {0}, 2), (3, {1}, 5), (9, {4}, 7)])
+def test_an_error_that_a_step_raises_again_is_seen_sooner(count, poison, most):
+    """Two losses of one request are enough; of several, they are halved as ever."""
+    failed, num_lost = hunted(count, poison, 16, others_get_on=False, raised=True)
+    assert failed == poison and num_lost <= most
+    _, slower = hunted(count, poison, 16, others_get_on=False)
+    assert num_lost < slower
+
+
+def test_an_engine_in_which_every_step_raises_is_given_up():
+    failed, num_lost = hunted(3, {0, 1, 2}, 8, others_get_on=False, raised=True)
+    assert len(failed) == MOST_POISON and num_lost <= STRIKES + MOST_POISON
 
 
 def test_an_engine_that_every_request_ends_is_given_up():
