@@ -89,11 +89,12 @@ class RequestFailedError(RuntimeError):
     """A request that ends whatever stage computes it; the others go on without it."""
 
 
-def nearest(name: str, options: Iterable[str]) -> str:
-    """Return `did you mean 'x'? ` for the option closest to `name`, or an empty string."""
+def nearest(name: str, options: Iterable[str], most: int = 1) -> str:
+    """Return `did you mean 'x'? ` for the options closest to `name`, `most` at most, or nothing."""
     by_lower = {option.lower(): option for option in options}
-    found = _most_alike(name.lower(), list(by_lower))
-    return f"did you mean '{by_lower[found[0]]}'? " if found else ""
+    found = [f"'{by_lower[one]}'" for one in _most_alike(name.lower(), list(by_lower))[:most]]
+    *others, last = found or [""]
+    return f"did you mean {' or '.join(filter(None, (', '.join(others), last)))}? " if found else ""
 
 
 def _most_alike(name: str, options: list[str]) -> list[str]:
@@ -123,9 +124,13 @@ def short_repr(value: object) -> str:
         return "a number of thousands of digits"
 
 
+MOST_NAMES = 12
+"""Names that an error lists; of more it has the nearest, and says where all are."""
+
+
 def unknown_name(what: str, name: str, options: Iterable[str], see: str = "") -> ValueError:
     """Build the error for a name that is not among `options`; `see`: where all are listed."""
-    known = sorted(options)
-    more = len(known) - 40
-    shown = ", ".join(known[:40]) + (f" and {more} more{see}" if more > 0 else "")
-    return ValueError(f"unknown {what} '{shortened(name)}': {nearest(name, known)}known: {shown}")
+    known, got = sorted(options), f"unknown {what} '{shortened(name)}': "
+    if see and len(known) > MOST_NAMES:
+        return ValueError(f"{got}{nearest(name, known, most=3)}{see}")
+    return ValueError(f"{got}{nearest(name, known)}known: {', '.join(known)}")

@@ -625,8 +625,8 @@ class ModelSpec:
         known, found = builtin_configs(), builtin_name(full)
         if found is None:
             see = (
-                "; all: llmpq-algo models; others by a directory with their config.json, or by "
-                "their name on Hugging Face's hub, such as Qwen/Qwen3-32B"
+                f"llmpq-algo models lists the {len(known)} known names; others by a directory with "
+                "their config.json, or by their name on Hugging Face's hub, such as Qwen/Qwen3-32B"
             )
             raise unknown_name("model", full.lower().rsplit("/", 1)[-1], known, see)
         return cls.from_config(known[found], name=found)

@@ -76,6 +76,14 @@ def short_size(num_bytes: float) -> str:
     return f"{float(number):.0f} {unit}" if whole else f"{number} {unit}"
 
 
+def shown(number: float, digits: int = 3) -> str:
+    """Return a number of seconds or tokens/s: three digits, and none before the point dropped."""
+    whole = len(str(int(number))) if number >= 1 else 0
+    if whole:
+        return f"{number:,.{max(0, digits - whole)}f}"
+    return f"{number:.{digits}g}"
+
+
 def _written(num_bytes: int) -> int | str:
     """Return a size as a file holds it: few bytes with their unit, or they would be asked back."""
     return num_bytes if num_bytes == 0 or num_bytes >= LEAST_BARE else f"{num_bytes} B"

@@ -47,7 +47,7 @@ from llmpq.planner.problem.named_inputs import with_reserve
 from llmpq.planner.problem.outcome import Assignment, Outcome
 from llmpq.planner.problem.problem import Problem
 from llmpq.precision import WEIGHT_ONLY, KVPrecision, Precision
-from llmpq.units import format_size
+from llmpq.units import format_size, shown
 
 GB = 10**9
 CPU_SIZES = (16, 32, 64, 128, 256, 512)
@@ -171,7 +171,7 @@ class PlanRefusal:
     """The device that is closest to holding what is missing of the best form allowed."""
     missing_bytes: int = 0
     ways: tuple[str, ...] = ()
-    """Changes that fit, cheapest first; each has been planned."""
+    """Changes that fit, cheapest first, a CPU's memory last; each has been planned."""
 
     @property
     def text(self) -> str:
@@ -308,7 +308,7 @@ class _Ways:
         if not any(ways):
             ways = [self._least_and_length()]
         reserve = self._reserve() if self.names_flags else ""
-        return [way for way in (reserve, *ways, self._cpu(), self._cards()) if way]
+        return [way for way in (reserve, *ways, self._cards(), self._cpu()) if way]
 
     def _fewer_bits(self) -> list[Precision]:
         """Return the precisions below those allowed, most bits first."""
@@ -408,14 +408,19 @@ class _Ways:
         return "--reserve 0" if more and _planned(self.job, cluster=whole) else ""
 
     def _cpu(self) -> str:
-        """Return the memory of a CPU beside the devices, or instead of that of the one there is."""
+        """Return the memory of a CPU beside the devices, or instead of that of the one there is:
+        last of all ways, and with its speed, which may be of hours."""
         for size in CPU_SIZES:
             cluster = _with_cpu(self.p.cluster, size * GB)
             found = None if cluster is None else _planned(self.job, cluster=cluster)
             if found is None:
                 continue
-            first_s = f"{job_time(*found).prefill_s:,.0f}"
-            return f"cpu={size}GB among the devices (first token after {first_s} s)"
+            times = job_time(*found)
+            steps = self.p.workload.gen_len - 1
+            rate = f", then {shown(steps / times.decode_s)} tokens/s a request" if steps else ""
+            return (
+                f"cpu={size}GB among the devices (first token after {_wait(times.prefill_s)}{rate})"
+            )
         return ""
 
     def _cards(self) -> str:
@@ -461,6 +466,11 @@ class _Ways:
         if gen_len is None or not self.names_context:
             return f"--gen-len {gen_len}"
         return f"--context {self.p.workload.prompt_len + gen_len} --gen-len {gen_len}"
+
+
+def _wait(seconds: float) -> str:
+    """Return a time as people say it: `346 s`, `5.4 hours`."""
+    return f"{seconds:,.0f} s" if seconds < 3600 else f"{seconds / 3600:,.1f} hours"
 
 
 def _spelled(precision: Precision) -> str:

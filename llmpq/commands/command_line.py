@@ -74,6 +74,28 @@ def token_count(text: str) -> int:
 _TOKENS = {"k": 1 << 10, "m": 1 << 20}
 
 
+def whole_number(text: str) -> int:
+    """Read a whole number."""
+    try:
+        return int(text)
+    except ValueError:
+        pass
+    raise argparse.ArgumentTypeError(f"expected a whole number, got '{text[:40]}'")
+
+
+def number(text: str) -> float:
+    """Read a number, without a unit or a percent sign."""
+    try:
+        return float(text)
+    except ValueError:
+        pass
+    raise argparse.ArgumentTypeError(f"expected a number such as 0.5, got '{text[:40]}'")
+
+
+_READ: Mapping[Any, Callable[[str], Any]] = {int: whole_number, float: number}
+"""A flag's `type` -> what reads it, and says in a sentence what it expected."""
+
+
 @dataclass(frozen=True)
 class Idle:
     """A flag of another program that asks for what is so anyway."""
@@ -112,6 +134,7 @@ class Section:
         hidden = [s for s in dict.fromkeys(spellings) if s not in listed]
         if "dest" not in options:
             options["dest"] = _dest(names)
+        options |= {"type": _READ[kind]} if (kind := options.get("type")) in _READ else {}
         action = self._add_argument(*listed, *hidden, **options)
         self.actions.append(action)
         conditions = (only,) if isinstance(only, Only) else tuple(only)

@@ -21,6 +21,7 @@ from llmpq.planner.answer import Answer, solved
 from llmpq.planner.evaluate.objective import PhaseTimes, sum_omega
 from llmpq.planner.evaluate.simulator import reported_time
 from llmpq.planner.solving.methods import SolveOptions
+from llmpq.units import shown
 from llmpq.workload import Workload
 
 GAP = 0.01
@@ -175,14 +176,6 @@ class Speed:
             return f"{shown(self.job_per_s)} tokens/s"
         first, rate = shown(self.first_token_s), shown(self.request_per_s)
         return f"first token after {first} s, then {rate} tokens/s"
-
-
-def shown(number: float, digits: int = 3) -> str:
-    """Return a number of seconds or tokens/s: three digits, and none before the point dropped."""
-    whole = len(str(int(number))) if number >= 1 else 0
-    if whole:
-        return f"{number:,.{max(0, digits - whole)}f}"
-    return f"{number:.{digits}g}"
 
 
 def _pair(new: float, old: float) -> str:

@@ -536,8 +536,9 @@ def models_parser() -> CommandParser:
     parser = CommandParser(
         "llmpq-algo models",
         "List model families and built-in models, and what each runs with.",
-        example="llmpq-algo models",
+        example="llmpq-algo models qwen3",
     )
+    parser.positional("word", metavar="WORD", nargs="?", help="only names that have it (all)")
     section = parser.section("how")
     section.flag("--json", daily=True, action="store_true", help="machine-readable")
     return parser

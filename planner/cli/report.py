@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING
 
 from llmpq.devices.device_list import ELSEWHERE
 from llmpq.plan import Plan, StagePlan
-from llmpq.planner.cli.alternatives import Speed, shown
+from llmpq.planner.cli.alternatives import Speed
 from llmpq.planner.problem.outcome import rounded_up
 from llmpq.precision import KVPrecision, Precision, bits_of
 from llmpq.sizes.kv_format import BLOCK_TOKENS
-from llmpq.units import format_size, short_size
+from llmpq.units import format_size, short_size, shown
 from llmpq.workload import Workload
 
 if TYPE_CHECKING:

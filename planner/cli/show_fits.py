@@ -112,11 +112,16 @@ def _context(load: BatchFit) -> str:
 
 
 def _seconds(seconds: float | None) -> str:
-    return "-" if seconds is None else f"{seconds:.3g} s"
+    return "-" if seconds is None else f"{_number(seconds)} s"
 
 
 def _rate(rate: float | None) -> str:
-    return "-" if rate is None else f"{rate:.3g}"
+    return "-" if rate is None else _number(rate)
+
+
+def _number(value: float) -> str:
+    """Return a number of three digits, and of all before the point."""
+    return f"{value:,.0f}" if value >= 999.5 else f"{value:.3g}"
 
 
 def devices_table(report: FitReport, width: int) -> Table:

@@ -15,6 +15,7 @@ from llmpq.capabilities import EXECUTION_MODES, ExecutionMode, lacks
 from llmpq.checkpoints.gguf_config import ARCHITECTURES
 from llmpq.checkpoints.gguf_file import BLOCKS
 from llmpq.checkpoints.stored_codes import KEPT
+from llmpq.errors import unknown_name
 from llmpq.families import FAMILIES
 from llmpq.model_spec import ModelSpec, builtin_configs
 from llmpq.planner.problem.requests import ModelsRequest
@@ -33,6 +34,9 @@ GGUF = {"architectures": "read from GGUF files", "types": "in blocks of"}
 """What of GGUF files is listed -> how it is called."""
 
 
+ALL = "llmpq-algo models without a word lists all"
+
+
 @dataclass(frozen=True, kw_only=True)
 class ModelRow:
     """What one family or model runs with, on CPUs always with 16-bit KV."""
@@ -44,8 +48,13 @@ class ModelRow:
 
 
 def show_models(request: ModelsRequest) -> None:
-    """Print the tables, or both as one JSON object."""
+    """Print the tables, or both as one JSON object; of a word: only names that have it."""
     families, models = _families(), [_model(name) for name in builtin_configs()]
+    word = request.word
+    if word is not None:
+        families, models = _with(word, families), _with(word, models)
+        if not models and not families:
+            raise unknown_name("model", word, builtin_configs(), see=ALL)
     if request.json:
         found: dict[str, Any] = {
             kind: [
@@ -62,13 +71,34 @@ def show_models(request: ModelsRequest) -> None:
         found["kept"] = {precision.value: list(forms) for precision, forms in KEPT.items()}
         sys.stdout.write(json.dumps(found, indent=1) + "\n")
         return
-    sys.stdout.write(_table("family", "model_type in config.json", families))
-    sys.stdout.write("\n" + _table("built-in model", "parameters", models))
+    tables = [
+        _table(title, says, rows)
+        for title, says, rows in (
+            ("family", "model_type in config.json", families),
+            ("built-in model", "parameters", models),
+        )
+        if rows
+    ]
+    sys.stdout.write("\n".join(tables))
+    if word is not None:
+        why = _why(families or models)
+        sys.stdout.write(f"\n{why}" if why.strip() else "")
+        return
     for what, names in _gguf().items():
         sys.stdout.write(f"\n{GGUF[what]}: {' '.join(names)}")
     for precision, forms in KEPT.items():
         sys.stdout.write(f"\ncodes kept as stored at {precision.value}: {', '.join(forms)}")
     sys.stdout.write("\n\n" + _why(families))
+
+
+def _with(word: str, rows: list[ModelRow]) -> list[ModelRow]:
+    """Return the rows that have a word in their name or `model_type`s, dashes or none."""
+    plain = _plain(word)
+    return [row for row in rows if plain in _plain(row.name) or plain in _plain(row.says)]
+
+
+def _plain(name: str) -> str:
+    return name.lower().replace("-", "").replace("_", "").replace(" ", "")
 
 
 def _gguf() -> dict[str, list[str]]:

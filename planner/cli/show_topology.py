@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING
 
 from llmpq.plan import Plan
 from llmpq.planner.answer import Answer, TopologyAnswer
-from llmpq.planner.cli.alternatives import Speed, shown
+from llmpq.planner.cli.alternatives import Speed
 from llmpq.planner.cli.report import bits_text, loss_lines, warnings_of
 from llmpq.planner.solving.topology_search import TOPOLOGY_GAP
 from llmpq.topology import Topology
-from llmpq.units import format_size
+from llmpq.units import format_size, shown
 
 if TYPE_CHECKING:
     from rich.console import Console

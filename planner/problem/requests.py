@@ -60,8 +60,9 @@ class TrafficFlags:
         given = [f"--{name}" for name in others if getattr(self, name) is not None]
         if self.trace is None and self.prompt is None and self.gen is None:
             if given:
+                need = "needs" if len(given) == 1 else "need"
                 raise ValueError(
-                    f"{' and '.join(given)} need requests: give --trace FILE, or --prompt and "
+                    f"{' and '.join(given)} {need} requests: give --trace FILE, or --prompt and "
                     "--gen, such as --prompt 1020,2735 --gen 129,424"
                 )
             return False
@@ -194,8 +195,9 @@ class ExportRequest(ModelRequest):
 
 @dataclass(frozen=True, kw_only=True)
 class ModelsRequest:
-    """How to list what models run where."""
+    """Which models to list, and how."""
 
+    word: str | None
     json: bool
 
 

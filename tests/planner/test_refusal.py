@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import time
 
@@ -9,6 +10,7 @@ import pytest
 
 from llmpq import capabilities
 from llmpq.capabilities import Feature
+from llmpq.plan import Plan
 from llmpq.planner.__main__ import main
 
 pytestmark = pytest.mark.pure
@@ -113,6 +115,30 @@ def test_a_context_is_refused_and_mended_as_a_context(capsys: pytest.CaptureFixt
     (longest,) = [way for way in ways if "--gen-len" in way]
     assert main([*answers.split(), *longest.split(), *JOB.split()]) == 0
     assert "first token after" in next(way for way in ways if way.startswith("cpu="))
+
+
+@pytest.mark.parametrize(
+    ("devices", "job", "unit"),
+    [
+        ("4090,3090:2", "--model llama-3.3-70b --context 128k", "hours"),
+        ("4060", "--model qwen3-30b-a3b --context 4k", "s"),
+    ],
+)
+def test_a_cpu_is_offered_last_with_its_speed(
+    capsys: pytest.CaptureFixture[str], devices: str, job: str, unit: str
+) -> None:
+    line = refusal(capsys, ["--devices", devices, "--batch", "1", *job.split()])
+    ways = line.partition("what fits: ")[2].split(", or ")
+    assert len(ways) > 1 and not any(way.startswith("cpu=") for way in ways[:-1])
+    said = r"cpu=\d+GB among the devices \(first token after ([\d.]+) (\w+), then ([\d.]+) .*\)"
+    found = re.fullmatch(said, ways[-1])
+    assert found is not None and found[2] == unit, ways
+    wait_s, rate = float(found[1]) * {"s": 1, "hours": 3600}[unit], float(found[3])
+    words = [*job.split(), "--batch", "1", "--prefer", "speed", "--json", *JOB.split()]
+    assert main(["--devices", f"{devices},{ways[-1].split()[0]}", *words]) == 0
+    plan = Plan.parse_data(json.loads(capsys.readouterr().out), where="test")
+    assert plan.predicted is not None
+    assert plan.predicted.total_s <= 1.02 * (wait_s + 99 / rate)  # a search finds no worse
 
 
 def test_a_changed_length_is_planned_whichever_flag_gave_it(

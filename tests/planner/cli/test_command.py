@@ -96,7 +96,8 @@ def test_infeasible_text_is_exact(capsys: pytest.CaptureFixture[str]) -> None:
     found = re.fullmatch(
         rf"llmpq-algo: opt-30b does not fit T4x1: at w3a16 and kv16, T4-0 is short by "
         rf"{format_size(short)} for 8 requests of 612 tokens at once; what fits: --global_bz (\d), "
-        r"or --s (\d+), or cpu=16GB among the devices \(first token after \d+ s\), or one more T4"
+        r"or --s (\d+), or one more T4, or cpu=16GB among the devices \(first token after \d+ s, "
+        r"then [\d.]+ tokens/s a request\)"
         r"\n",
         err,
     )

@@ -73,24 +73,24 @@ SHORT = {
     "bits, KV, context or batch": (
         "--global_bz 33 --bits 8,16",
         "even at w8a16 and kv16, large-0 is short by # for 33 requests of 612 tokens at once; what "
-        "fits: --kv 8, or --bits 4,8, or --global_bz #, or --s #, or cpu=16GB among the devices "
-        "(first token after # s), or one more small",
+        "fits: --kv 8, or --bits 4,8, or --global_bz #, or --s #, or one more small, or cpu=16GB "
+        "among the devices (first token after # s, then # tokens/s a request)",
     ),
     "bits alone": (
         "--global_bz 1 --bits 16 --max-devices 1",
         "at w16a16 and kv16, large-0 is short by #, whatever the context; what fits: --bits 4,16, "
-        "or cpu=64GB among the devices (first token after # s)",
+        "or cpu=64GB among the devices (first token after # s, then # tokens/s a request)",
     ),
     "batch alone": (
         "--global_bz 400 --bits 3 --kv 2",
         "at w3a16 and kv2, large-0 is short by #, whatever the context; what fits: "
-        "--global_bz #, or cpu=128GB among the devices (first token after # s), or 4 "
-        "more large",
+        "--global_bz #, or 4 more large, or cpu=128GB among the devices (first token after # "
+        "hours, then # tokens/s a request)",
     ),
     "no flag": (
         "--global_bz 1 --bits 3 --kv 2 --reserve 15GiB --max-devices 1",
         "at w3a16 and kv2, large-0 is short by #, whatever the context; what fits: cpu=16GB among "
-        "the devices (first token after # s)",
+        "the devices (first token after # s, then # tokens/s a request)",
     ),
 }
 
@@ -102,7 +102,10 @@ def test_infeasible_names_the_device_its_bytes_and_changes_that_fit(
     flags, text = SHORT[name]
     code, out, err = _run(capsys, *words, *flags.split())
     shown = re.sub(
-        r"(?<=by )[\d.]+ [GM]iB|(?<=--s )\d+|(?<=--global_bz )\d+|(?<=after )[\d,]+", "#", err
+        r"(?<=by )[\d.]+ [GM]iB|(?<=--s )\d+|(?<=--global_bz )\d+|(?<=after )[\d,.]+|"
+        r"(?<=then )[\d.]+",
+        "#",
+        err,
     )
     assert (code, out) == (5, "") and shown == f"llmpq-algo: opt-30b does not fit pair: {text}\n"
     for way in err.strip().partition("what fits: ")[2].split(", or "):

@@ -290,7 +290,7 @@ def test_every_remedy_is_typed_and_fits(fits: Any) -> None:
     assert code == 5
     ways = report["remedies"]
     kinds = ["more" if " more " in way else way.split()[0].partition("=")[0] for way in ways]
-    order = ["--reserve", "--kv", "--bits", "--context", "cpu", "more"]
+    order = ["--reserve", "--kv", "--bits", "--context", "more", "cpu"]
     assert kinds == sorted(kinds, key=order.index) and {"--bits", "cpu", "more"} <= set(kinds)
     for way in ways:
         if way.startswith("cpu"):

@@ -69,8 +69,8 @@ NUMBERS = {
     "--reserve=": "--reserve: expected a size such as '14.8 GiB', got ''",
     f"--what-if batch={HUGE}": f"--what-if batch must be between 1 and 10,000, got {HUGE}",
     f"--what-if s={HUGE}": f"--what-if s {TOKENS} {HUGE}",
-    "--what-if batch=\u00b2": "--what-if batch=\u00b2: argument --global-bz: invalid int value: "
-    "'\u00b2'; see llmpq-algo plan --help",
+    "--what-if batch=\u00b2": "--what-if batch=\u00b2: argument --global-bz: expected a whole "
+    "number, got '\u00b2'; see llmpq-algo plan --help",
     "--pin \u00b2=T4-0": "--pin \u00b2=T4-0: expected LAYERS=DEVICE, such as 0-3=T4-0",
     "--pin 5-3=T4-0": "--pin 5-3=T4-0: expected the first layer before the last",
     "--pin 0-3=T4-0 --pin 3=V100-32GB-0": "--pin gives layers 0-3 to T4-0 and 3-3 to V100-32GB-0, "

@@ -64,7 +64,7 @@ def test_the_highest_rate_keeps_the_limits_and_a_higher_one_does_not(
     ("words", "said"),
     [
         ([], "nothing to simulate: give --trace FILE, or --prompt, --gen and --rate"),
-        (["--rate", "2"], "--rate need requests: give --trace FILE, or --prompt and --gen"),
+        (["--rate", "2"], "--rate needs requests: give --trace FILE, or --prompt and --gen"),
         (["--prompt", "64"], "--prompt needs --gen beside it"),
         (["--gen", "64"], "--gen needs --prompt beside it"),
         (DRAWN, "give --rate, in requests a second, or --rate max"),

@@ -8,9 +8,10 @@ from dataclasses import replace
 import pytest
 
 from llmpq.plan import Plan
-from llmpq.planner.cli.alternatives import Speed, shown
+from llmpq.planner.cli.alternatives import Speed
 from llmpq.planner.cli.report import speed_line, stage_table
 from llmpq.planner.make import make_plan
+from llmpq.units import shown
 
 pytestmark = pytest.mark.pure
 

@@ -8,6 +8,7 @@ import pytest
 
 from llmpq.cluster import Cluster
 from llmpq.errors import nearest
+from llmpq.model_spec import builtin_configs
 from llmpq.plan import Plan
 from llmpq.planner.__main__ import main
 from llmpq.planner.cli.arguments import export_parser, plan_request
@@ -120,3 +121,42 @@ def test_a_gap_says_where_it_comes_from() -> None:
 
 def replace_solver(plan: Plan, solver: object) -> Plan:
     return plan.model_copy(update={"solver": solver})
+
+
+def test_an_unknown_model_gets_near_names_and_where_all_are(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for name, near in {
+        "mistral-large": ["mistral-7b", "mistral-nemo-12b"],
+        "deepseek-r1-distill-llama-70b": ["llama-3-70b", "llama-3.3-70b"],
+        "gemma": ["gemma-2-9b"],
+        "zzzz": [],
+    }.items():
+        assert main(["--devices", "4090", "--model", name]) == 2
+        line = capsys.readouterr().err
+        assert all(f"'{one}'" in line for one in near) and "llmpq-algo models lists the" in line
+        assert len(re.findall(r"'[^ ']+'", line)) <= 1 + 3 and ("did you mean" in line) == bool(
+            near
+        )
+
+
+def test_models_of_a_word(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["models", "Llama 3"]) == 0
+    rows = capsys.readouterr().out.splitlines()
+    assert {row.split()[0] for row in rows[1:] if row} == {
+        name for name in builtin_configs() if name.startswith("llama-3")
+    }
+    assert main(["models", "qwen3-33b"]) == 2
+    assert "did you mean 'qwen3-32b'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("flags", "got"),
+    [("--quality-budget 10%", "10%"), ("--ttft 3s", "3s"), ("--batch 4x", "4x")],
+)
+def test_a_number_that_is_none_is_a_sentence(
+    capsys: pytest.CaptureFixture[str], flags: str, got: str
+) -> None:
+    assert main(["--devices", "4090", "--model", "qwen3-8b", *flags.split()]) == 2
+    line = capsys.readouterr().err
+    assert "number" in line and f"got '{got}'" in line and "invalid" not in line
