@@ -144,6 +144,114 @@ def peer_sum_kernel(
     tl.store(numbers + program, number)
 
 
+@triton.jit(do_not_specialize=["num_rows", "columns", "eps"])
+def peer_sum_norm_kernel(
+    part,
+    residual,
+    weight,
+    normed,
+    inboxes,
+    numbers,
+    num_rows,
+    columns,
+    eps,
+    MEMBER: tl.constexpr,
+    MEMBERS: tl.constexpr,
+    CAPACITY: tl.constexpr,
+    KIND: tl.constexpr,
+    ROW_WORDS: tl.constexpr,
+    WORDS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Sum rows of `part`, plus the residual, in its place; `normed` gets the sum's RMSNorm.
+
+    A program takes a row. Everything else is as of `peer_sum_kernel`.
+    """
+    row = tl.program_id(0)
+    lane = tl.arange(0, WORDS)
+    live = lane < ROW_WORDS
+    factors = tl.load(weight + lane, mask=live, other=0)
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    number = tl.load(numbers + row) + 1
+    number = tl.where(number == 0, 2, number)
+    parity = number & 1
+    if row < num_rows:
+        at = row * ROW_WORDS + lane
+        word = tl.load(part + at, mask=live, other=0)
+        sent = (word.to(tl.int64) & 0xFFFFFFFF) | (number.to(tl.int64) << 32)
+        for step in tl.static_range(1, MEMBERS):
+            peer = (MEMBER + step) % MEMBERS
+            inbox = tl.load(inboxes + peer).to(tl.pointer_type(tl.int64))
+            inbox = tl.multiple_of(inbox, 16)
+            tl.store(inbox + (parity * MEMBERS + MEMBER) * CAPACITY + at, sent, mask=live)
+        added = tl.load(residual + at, mask=live, other=0)
+        own = tl.load(inboxes + MEMBER).to(tl.pointer_type(tl.int64))
+        own = tl.multiple_of(own, 16)
+        low = tl.zeros([WORDS], tl.float32)
+        high = tl.zeros([WORDS], tl.float32)
+        for sender in tl.static_range(MEMBERS):
+            came = word
+            if sender != MEMBER:
+                source = own + (parity * MEMBERS + sender) * CAPACITY + at
+                got = tl.load(source, mask=live, other=0, volatile=True)
+                while tl.max(tl.where(live & ((got >> 32).to(tl.int32) != number), 1, 0), 0) != 0:
+                    got = tl.load(source, mask=live, other=0, volatile=True)
+                came = got.to(tl.int32)
+            first, second = _halves(came, KIND)
+            low += first
+            high += second
+        first, second = _halves(added, KIND)
+        total = _word(low + first, high + second, KIND)
+        tl.store(part + at, total, mask=live)
+        low, high = _halves(total, KIND)
+        squares = low * low if KIND == "fp32" else low * low + high * high
+        scale = tl.rsqrt(tl.sum(squares, 0) / columns + eps)
+        first, second = _halves(factors, KIND)
+        tl.store(normed + at, _word(low * scale * first, high * scale * second, KIND), mask=live)
+    tl.store(numbers + row, number)
+
+
+def peer_sum_norm(
+    part: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    eps: float,
+    inboxes: Tensor,
+    numbers: Tensor,
+    *,
+    member: int,
+    capacity: int,
+    overlaps: bool,
+) -> tuple[Tensor, Tensor]:
+    """Sum rows [..., h] over devices as `peer_sum`, plus the residual; return them and their norm.
+
+    `numbers`: of as many programs as there are rows at most; `weight` [h] of the RMSNorm.
+    """
+    columns = part.shape[-1]
+    normed, row_words = torch.empty_like(part), columns * part.element_size() // 4
+    words = triton.next_power_of_2(row_words)
+    peer_sum_norm_kernel[(numbers.numel(),)](
+        *(tensor.view(-1).view(torch.int32) for tensor in (part, residual, weight, normed)),
+        inboxes,
+        numbers,
+        part.numel() // columns,
+        columns,
+        eps,
+        MEMBER=member,
+        MEMBERS=inboxes.numel(),
+        CAPACITY=capacity,
+        KIND=KINDS[part.dtype],
+        ROW_WORDS=row_words,
+        WORDS=words,
+        PDL=overlaps,
+        num_warps=max(1, min(32, words // (32 * LANE_WORDS))),
+        launch_pdl=overlaps,
+    )
+    return part, normed
+
+
 def peer_sum(
     part: Tensor,
     residual: Tensor | None,

@@ -48,6 +48,12 @@ class Total(Protocol):
         """As of `Reduce`."""
         ...
 
+    def normed(
+        self, part: Tensor, residual: Tensor, weight: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor | None]:
+        """As of `Reduce`."""
+        ...
+
 
 class HostTotal:
     """A sum that hosts wait for, of a function that sums in a tensor's place."""
@@ -61,6 +67,12 @@ class HostTotal:
         """Return the sum of all devices' parts, plus the residual."""
         total = self._in_place(part)
         return total if residual is None else total.add_(residual)
+
+    def normed(
+        self, part: Tensor, residual: Tensor, weight: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return the sum plus the residual, which the caller is to norm."""
+        return self(part, residual), None
 
 
 class AllReduce:
@@ -100,11 +112,12 @@ class AllReduce:
         *,
         device: torch.device | None,
         dtype: torch.dtype,
+        columns: int,
         kinds: Sequence[str] = KINDS,
     ) -> None:
         """Connect the devices of every stage; each process of the plan calls it, in one order.
 
-        `device`: this one's GPU, None of a CPU; `dtype`: of hidden states.
+        `device`: this one's GPU, None of a CPU; `dtype` and `columns`: of hidden states.
         """
         for stage in sorted({worker.stage for worker in workers if worker.shares}):
             ranks = [rank for rank, worker in enumerate(workers) if worker.stage == stage]
@@ -121,7 +134,7 @@ class AllReduce:
                 continue
             peer = None
             if "peer" in kinds:
-                peer = _peer_sum(device, group, dtype, ranks.index(index))
+                peer = _peer_sum(device, group, dtype, columns, ranks.index(index))
             large = None
             if isinstance(nccl, dist.ProcessGroup):
                 large = nccl if _agreed("NCCL", group, _nccl_trial(nccl, device)) else None
@@ -136,6 +149,14 @@ class AllReduce:
         if self._total is None or self._is_apart:
             return part if residual is None else part.add_(residual)
         return self._total(part, residual)
+
+    def normed(
+        self, part: Tensor, residual: Tensor, weight: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return the sum plus the residual, and that by an RMSNorm if it costs no further pass."""
+        if self._total is None or self._is_apart:
+            return self(part, residual), None
+        return self._total.normed(part, residual, weight, eps)
 
 
 class GpuTotal:
@@ -163,6 +184,14 @@ class GpuTotal:
             part.copy_(_all_reduced(self._hosts, part.cpu()))
         return part if residual is None else part.add_(residual)
 
+    def normed(
+        self, part: Tensor, residual: Tensor, weight: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return the sum plus the residual, and of few rows that by an RMSNorm."""
+        if self._peer is not None and self._peer.takes_rows(part, residual, weight):
+            return self._peer.normed(part, residual, weight, eps)
+        return self(part, residual), None
+
 
 class PeerTotal(Protocol):
     """What `PeerSum` does."""
@@ -175,19 +204,29 @@ class PeerTotal(Protocol):
         """Return the sum, plus the residual."""
         ...
 
+    def takes_rows(self, part: Tensor, residual: Tensor, weight: Tensor) -> bool:
+        """Whether rows are summed and normed in one launch."""
+        ...
+
+    def normed(
+        self, part: Tensor, residual: Tensor, weight: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        """Return the sum of rows plus the residual, and that by an RMSNorm."""
+        ...
+
     def in_pieces(self, part: Tensor) -> Tensor:
         """Return the sum of a tensor of any size."""
         ...
 
 
 def _peer_sum(
-    device: torch.device, group: dist.ProcessGroup, dtype: torch.dtype, member: int
+    device: torch.device, group: dist.ProcessGroup, dtype: torch.dtype, columns: int, member: int
 ) -> PeerTotal | None:
     """Return the sum over peer memory; None, on every device, where it does not work."""
     from llmpq.runtime.links.peer_total import PeerSum  # Triton: half a second
 
     members = dist.get_world_size(group)
-    made = PeerSum(device, group, dtype, member=member, members=members)
+    made = PeerSum(device, group, dtype, columns=columns, member=member, members=members)
     if not _agreed("peer memory", group, made.problem):
         return None
     return made if _agreed("peer memory", group, made.trial()) else None

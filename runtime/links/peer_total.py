@@ -15,7 +15,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from llmpq.kernels.overlap import overlaps
-from llmpq.kernels.peer_sum import PIECE_WORDS, WORD_BYTES, fits, inbox_words, peer_sum
+from llmpq.kernels.peer_sum import (
+    PIECE_WORDS,
+    WORD_BYTES,
+    fits,
+    inbox_words,
+    peer_sum,
+    peer_sum_norm,
+)
 from llmpq.out_of_memory import first_line
 from llmpq.runtime.links.cuda_driver import SHARED_BYTES, CudaDriver
 from llmpq.runtime.links.peer_links import HOST_BYTES, host_mark
@@ -33,6 +40,8 @@ class Channel:
 CHANNELS = (Channel(32, 1, 1 << 12), Channel(64, 8, 1 << 18))
 """A token's hidden states (4,096 values of 16 bits are 2,048 words, one access of each thread), and
 those of up to 128 such tokens."""
+NORMED_ROWS = 64
+"""Rows that are summed and normed in one launch, a program each."""
 
 
 class PeerSum:
@@ -44,19 +53,25 @@ class PeerSum:
         group: dist.ProcessGroup,
         dtype: torch.dtype,
         *,
+        columns: int,
         member: int,
         members: int,
         channels: tuple[Channel, ...] = CHANNELS,
     ) -> None:
         """Open the others' inboxes; `group`: the devices', over gloo.
 
-        `dtype`: of what is summed, beside integers of 64 bits. `problem` says why there are none,
+        `dtype`: of what is summed, beside integers of 64 bits; `columns`: of hidden states, whose
+        rows have a channel of their own. `problem` says why there are none,
         of this device or another.
         """
         self._device, self._member, self._channels = device, member, channels
         self._dtypes = {dtype, torch.int64}
         self._overlaps = overlaps(device)
-        words = [inbox_words(members, channel.capacity) for channel in channels]
+        self._columns, row_bytes = columns, columns * dtype.itemsize
+        rows = Channel(
+            NORMED_ROWS, 0, NORMED_ROWS * -(-row_bytes // (4 * PIECE_WORDS)) * PIECE_WORDS
+        )
+        words = [inbox_words(members, channel.capacity) for channel in (*channels, rows)]
         mine = bytes(HOST_BYTES + SHARED_BYTES)
         self.problem: str | None = None
         try:
@@ -83,7 +98,8 @@ class PeerSum:
             self.problem = first_line(error)
             return
         self._inboxes, self._numbers, before = [], [], 0
-        for channel, count in zip(channels, words, strict=True):
+        self._rows = rows
+        for channel, count in zip((*channels, rows), words, strict=True):
             addresses = [start + before * WORD_BYTES for start in starts]
             self._inboxes.append(torch.tensor(addresses, dtype=torch.long, device=device))
             numbers = torch.zeros(channel.programs, dtype=torch.int32, device=device)
@@ -110,6 +126,25 @@ class PeerSum:
             member=self._member,
             capacity=channel.capacity,
             warps=channel.warps,
+            overlaps=self._overlaps,
+        )
+
+    def takes_rows(self, part: Tensor, residual: Tensor, weight: Tensor) -> bool:
+        """Whether rows of hidden states are summed and normed in one launch."""
+        rows = part.numel() <= NORMED_ROWS * self._columns and part.shape[-1] == self._columns
+        whole = self._columns * part.element_size() % (4 * PIECE_WORDS) == 0
+        normed = weight.shape == part.shape[-1:] and weight.dtype == part.dtype
+        aligned = weight.is_contiguous() and weight.data_ptr() % 16 == 0
+        return rows and whole and normed and aligned and self.takes(part, residual)
+
+    def normed(
+        self, part: Tensor, residual: Tensor, weight: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        """Return the sum of rows that this takes plus the residual, and that by an RMSNorm."""
+        return peer_sum_norm(
+            *(part, residual, weight, eps, self._inboxes[-1], self._numbers[-1]),
+            member=self._member,
+            capacity=self._rows.capacity,
             overlaps=self._overlaps,
         )
 
@@ -143,5 +178,10 @@ class PeerSum:
                     part = torch.full((count,), own, dtype=dtype, device=self._device)
                     residual = torch.ones_like(part) if extra else None
                     wrong.append((self(part, residual) != total + extra).any())
+        dtype = next(dtype for dtype in self._dtypes if dtype.is_floating_point)
+        row = torch.ones(1, self._columns, dtype=dtype, device=self._device)
+        if self.takes_rows(row, row, row[0]):
+            total, normed = self.normed(row.clone(), row, row[0], 0.0)
+            wrong.append(((total != members + 1) | ((normed - 1).abs() > 0.01)).any())
         found = sum(map(int, wrong))
         return f"{found} of {len(wrong)} sums were wrong" if found else None

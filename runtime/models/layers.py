@@ -241,6 +241,8 @@ class SideBySide(nn.Module):
 
 PER_LAYER = "inputs of layers"
 """What `Step.memo` calls the layers' own inputs [B, Q, layers of the model * P]."""
+FOLLOWING = "following norm"
+"""What it calls the norm before the layer behind, where several devices share a stage."""
 
 
 class LayerTail(nn.Module):

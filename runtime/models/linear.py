@@ -18,6 +18,12 @@ from llmpq.kernels.weights.weight import Weight
 class Reduce(Protocol):
     """Sums over the devices of a stage in tensor parallel; all of them call it in one order."""
 
+    def normed(
+        self, part: Tensor, residual: Tensor, weight: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return the sum plus the residual, and that by an RMSNorm if it costs no further pass."""
+        ...
+
     @property
     def captures(self) -> bool:
         """Whether the devices are connected, by sums that a graph can hold."""
@@ -66,6 +72,12 @@ class RowParallelLinear(Linear):
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         """Return y [..., N] in x's dtype, of all devices' inputs, plus the residual."""
         return self.reduce(super().forward(x), residual)
+
+    def normed(
+        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return y as `forward`, and y by an RMSNorm if that costs no further pass."""
+        return self.reduce.normed(super().forward(x), residual, weight, eps)
 
     def with_weight(self, weight: Weight) -> RowParallelLinear:
         """Return the same product with a weight in another form."""

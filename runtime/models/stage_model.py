@@ -24,6 +24,7 @@ from llmpq.runtime.cache.kv_cache import KVCache
 from llmpq.runtime.models.experts import SparseMLP
 from llmpq.runtime.models.layer_tensors import LayerTensors
 from llmpq.runtime.models.layers import (
+    FOLLOWING,
     PER_LAYER,
     Attention,
     DecoderLayer,
@@ -186,6 +187,9 @@ class StageModel(nn.Module):
             return done
         for index, layer in enumerate(self.layers):
             options = {"last_only": True} if last_only and index + 1 == len(self.layers) else {}
+            if self.reduce is not None:
+                behind = self.layers[index + 1] if index + 1 < len(self.layers) else None
+                step.memo[FOLLOWING] = None if behind is None else behind.attn_norm
             x = layer(x, self._places[index], step, kv, in_place=index > 0, **options)
         if self.spec.per_layer_dim and self.head is None:
             x = torch.cat((x, step.memo[PER_LAYER]), dim=-1)

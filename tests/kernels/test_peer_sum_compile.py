@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from llmpq.kernels.peer_sum import peer_sum_kernel
+from llmpq.kernels.peer_sum import peer_sum_kernel, peer_sum_norm_kernel
 from reference.cubin import ARCHITECTURES, compile_kernel
 
 pytestmark = pytest.mark.compile
@@ -32,6 +32,33 @@ def test_words_are_written_and_read_whole(kind, arch):
         aligned=("part", "residual"),
         options={"num_warps": 1},
     )
+    whole_words(made)
+
+
+@pytest.mark.thin
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_rows_that_are_normed_are_too(arch):
+    arguments = {name: "*i32" for name in ("part", "residual", "weight", "normed", "numbers")}
+    arguments |= {"inboxes": "*i64", "num_rows": "i32", "columns": "i32", "eps": "fp32"}
+    constants = {
+        "MEMBER": 0,
+        "MEMBERS": 2,
+        "CAPACITY": 1 << 17,
+        "KIND": "bf16",
+        "ROW_WORDS": 2048,
+        "WORDS": 2048,
+        "PDL": arch >= 90,
+    }
+    aligned = ("part", "residual", "weight", "normed")
+    options = {"num_warps": 32}
+    whole_words(
+        compile_kernel(
+            peer_sum_norm_kernel, arch, arguments, constants, aligned=aligned, options=options
+        )
+    )
+
+
+def whole_words(made):
     assert made.cubin and "multimem" not in made.ptx
     # Values and number in one access: a part of it must not come later than the rest.
     assert re.search(r"ld\.volatile\.global\.v2\.b64", made.ptx)

@@ -4,7 +4,8 @@ import pytest
 import torch
 from triton import knobs
 
-from llmpq.kernels.peer_sum import inbox_words, packed_words, peer_sum
+from llmpq.kernels.fused.rms_norm import rms_norm_reference
+from llmpq.kernels.peer_sum import inbox_words, packed_words, peer_sum, peer_sum_norm
 
 pytestmark = [
     pytest.mark.interpret,
@@ -13,24 +14,22 @@ pytestmark = [
 CAPACITY, PROGRAMS = 512, 3
 
 
-def launched(parts, member, number, inboxes, counters, residual=None):
-    """Run a device's launch with what the others have sent already; return its sum."""
+def launched(parts, member, number, inboxes, counters, residual=None, weight=None):
+    """Run a device's launch with what the others have sent already; return its sum.
+
+    With a norm's `weight` the sum of rows and their norm.
+    """
     for sender, part in enumerate(parts):
         if sender != member:
             words = packed_words(part, number)
             at = ((number & 1) * len(parts) + sender) * CAPACITY
             inboxes[member][at : at + words.numel()] = words
     addresses = torch.tensor([inbox.data_ptr() for inbox in inboxes])
-    return peer_sum(
-        parts[member].clone(),
-        residual,
-        addresses,
-        counters[member],
-        member=member,
-        capacity=CAPACITY,
-        warps=1,
-        overlaps=False,
-    )
+    own = (addresses, counters[member])
+    how = {"member": member, "capacity": CAPACITY, "overlaps": False}
+    if weight is not None:
+        return peer_sum_norm(parts[member].clone(), residual, weight, 1e-6, *own, **how)
+    return peer_sum(parts[member].clone(), residual, *own, **how, warps=1)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -57,6 +56,24 @@ def test_a_sum_is_that_of_all_devices(members, dtype):
                 words = packed_words(parts[member], number)
                 at = ((number & 1) * members + member) * CAPACITY
                 assert torch.equal(inboxes[peer][at : at + words.numel()], words) or peer == member
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("columns", [64, 96])
+def test_rows_are_summed_and_normed(columns, dtype):
+    torch.manual_seed(0)
+    inboxes = [torch.zeros(inbox_words(2, CAPACITY), dtype=torch.long) for _ in range(2)]
+    counters = [torch.zeros(4, dtype=torch.int32) for _ in range(2)]
+    weight = torch.randn(columns).to(dtype)
+    for number, rows in enumerate((1, 3, 2), start=1):
+        parts = [torch.randn(rows, columns).to(dtype) for _ in range(2)]
+        residual = torch.randn(rows, columns).to(dtype)
+        exact = (parts[0].float() + parts[1].float() + residual.float()).to(dtype)
+        for member in range(2):
+            total, normed = launched(parts, member, number, inboxes, counters, residual, weight)
+            assert torch.equal(total, exact)
+            torch.testing.assert_close(normed, rms_norm_reference(exact, weight, 1e-6))
+            assert counters[member].tolist() == [number] * 4
 
 
 def test_integers_of_one_device_come_to_all():

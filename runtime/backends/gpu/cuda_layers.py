@@ -21,6 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from typing import TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -34,12 +35,19 @@ from llmpq.runtime.backends.gpu import (
     cuda_recurrent,
     cuda_rules,
 )
-from llmpq.runtime.backends.gpu.cuda_norms import added_behind, norm, norm_heads
+from llmpq.runtime.backends.gpu.cuda_norms import added_behind, is_rms, norm, norm_heads
 from llmpq.runtime.cache.gpu_paged_kv_base import GpuPagedKVBase
 from llmpq.runtime.cache.kv_cache import KVCache
 from llmpq.runtime.models.experts import Routing, SparseMLP
 from llmpq.runtime.models.latent_attention import LatentAttention
-from llmpq.runtime.models.layers import Attention, DecoderLayer, SideBySide, go_on, unit_norm
+from llmpq.runtime.models.layers import (
+    FOLLOWING,
+    Attention,
+    DecoderLayer,
+    SideBySide,
+    go_on,
+    unit_norm,
+)
 from llmpq.runtime.models.linear import Linear, RowParallelLinear
 from llmpq.runtime.models.mlps import MLP, GatedMLP
 from llmpq.runtime.models.norms import Norm
@@ -47,6 +55,9 @@ from llmpq.runtime.models.recurrent import RecurrentMixer
 from llmpq.runtime.models.rotary import Rotary
 from llmpq.runtime.paged_step import PagedStep
 from llmpq.runtime.step import Step
+
+_NORMED = "normed"
+"""In a step's memo: a layer's output, and that by the norm of the layer behind it."""
 
 
 class CudaLayers:
@@ -132,7 +143,7 @@ def _without_tail(
         return cuda_atom_layers.decoder_layer(layer, x_BQh, inner, last=last)
     if part is None:
         return _with_mlp(layer, mlp, x_BQh if last is None else last(x_BQh), None)
-    normed = norm(layer.attn_norm, x_BQh)
+    normed = _normed_before(layer, x_BQh, step)
     if layer.stream is not None:
         assert mlp is not None
         made = _mixer_output(part, normed, index, step, kv)
@@ -162,7 +173,13 @@ def _without_tail(
     if last is not None:
         attended, x_BQh = last(attended), last(x_BQh)
     if layer.adds_plainly:
-        return _plainly_added(o, layer.mlp_norm, mlp, attended, x_BQh, in_place=in_place)
+        following = None if layer.tail is not None else step.memo.get(FOLLOWING)
+        y, normed_next = _plainly_added(
+            *(o, layer.mlp_norm, mlp, attended, x_BQh, following), in_place=in_place
+        )
+        if normed_next is not None:
+            step.memo[_NORMED] = y, normed_next
+        return y
     made = product(o, attended)
     y, wide = added_behind(layer, made, x_BQh, layer.attn_out_norm, layer.mlp_norm)
     return _with_mlp(layer, mlp, y, wide)
@@ -225,21 +242,45 @@ def _plainly_added(
     mlp: MLP | GatedMLP | SparseMLP,
     attended: Tensor,
     x_BQh: Tensor,
+    following: Norm | None,
     *,
     in_place: bool,
-) -> Tensor:
-    """Return x + o(attended), plus the MLP of that: products add to the stream themselves."""
+) -> tuple[Tensor, Tensor | None]:
+    """Return x + o(attended), plus the MLP of that: products add to the stream themselves.
+
+    And that by the norm of the following layer, where sums over devices made it on the way.
+    """
     if isinstance(mlp, SparseMLP):
         y = product(o, attended, residual=x_BQh)
         if isinstance(mlp, cuda_experts.GroupedMLP):
-            return mlp.added(y, between)
-        return y.add_(mlp(norm(between, y)))
+            return mlp.added(y, between), None
+        return y.add_(mlp(norm(between, y))), None
     early, late = (_bias_for(between, part) for part in (o, mlp.down))
-    y = product(o, attended, residual=x_BQh, into_residual=in_place, with_bias=early is None)
-    wide = norm(between, y, before=early, after=late)
+    if _sums_rows(o, between):
+        y, wide = o.normed(attended, x_BQh, between.weight, between.eps)
+        wide = norm(between, y) if wide is None else wide
+    else:
+        y = product(o, attended, residual=x_BQh, into_residual=in_place, with_bias=early is None)
+        wide = norm(between, y, before=early, after=late)
     hidden = _hidden(mlp, wide)
     del wide
-    return product(mlp.down, hidden, residual=y, into_residual=True, with_bias=late is None)
+    if following is not None and _sums_rows(mlp.down, following):
+        return mlp.down.normed(hidden, y, following.weight, following.eps)
+    down = partial(product, mlp.down, hidden, residual=y, into_residual=True)
+    return down(with_bias=late is None), None
+
+
+def _sums_rows(part: nn.Module, behind: Norm) -> TypeGuard[RowParallelLinear]:
+    """Whether a product is summed over devices, which may norm the sum on the way."""
+    return isinstance(part, RowParallelLinear) and not part._forward_pre_hooks and is_rms(behind)
+
+
+def _normed_before(layer: DecoderLayer, x_BQh: Tensor, step: Step) -> Tensor:
+    """Return what a layer's attention takes: the layer before may have made it."""
+    y, normed = step.memo.pop(_NORMED, (None, None))
+    if y is x_BQh and isinstance(normed, Tensor):
+        return normed
+    return norm(layer.attn_norm, x_BQh)
 
 
 def _mlp_output(mlp: MLP | GatedMLP | SparseMLP, wide: Tensor) -> Tensor:

@@ -44,18 +44,18 @@ def added_behind(
     layer: DecoderLayer, a: Tensor, x_BQh: Tensor, behind: Norm | None, following: Norm | None
 ) -> tuple[Tensor, Tensor]:
     """Return y = x + factor * behind(a) in a's place, and y by the norm that follows."""
-    known = behind is not None and _is_rms(behind) and layer.residual_factor == 1.0
+    known = behind is not None and is_rms(behind) and layer.residual_factor == 1.0
     if behind is None or not known or not a.is_contiguous():
         y = layer.added(a, behind).add_(x_BQh)
         return y, y if following is None else norm(following, y)
     own = (a, x_BQh, behind.weight, behind.eps)
-    if following is not None and _is_rms(following):
+    if following is not None and is_rms(following):
         return norm_behind(*own, (following.weight, following.eps))
     y, _ = norm_behind(*own)
     return y, y if following is None else norm(following, y)
 
 
-def _is_rms(part: Norm) -> bool:
+def is_rms(part: Norm) -> bool:
     """Whether a norm is an RMSNorm of rows that a program's registers hold."""
     narrow = 0 < part.weight.numel() <= fused_norm.MAX_COLUMNS
     return narrow and not part.centred and not isinstance(part, NoNorm)

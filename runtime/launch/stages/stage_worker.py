@@ -210,9 +210,11 @@ class StageWorker:
         reduce = self._reduce or AllReduce()
         kinds = {"auto": SUM_KINDS, "gloo": ()}.get(options.links, (options.links,))
         dtype = DTYPES[self._plan.workload.dtype]
-        reduce.join(self._plan.workers, self._index, device=self._gpu, dtype=dtype, kinds=kinds)
+        assert self._compute is not None
+        columns = self._compute.model.spec.hidden
+        own = {"device": self._gpu, "dtype": dtype, "columns": columns}
+        reduce.join(self._plan.workers, self._index, **own, kinds=kinds)
         if reduce.captures and not options.enforce_eager:
-            assert self._compute is not None
             warm_up_together(self._pool, self._compute)
 
     def run(self) -> None:

@@ -8,6 +8,7 @@ import pytest
 import torch
 from triton import knobs
 
+from llmpq.kernels.fused.rms_norm import rms_norm_reference
 from llmpq.kernels.fused.rope_append import rope_append_pages_reference
 from llmpq.kernels.weights import dense_weight
 from llmpq.model_spec import ModelSpec
@@ -53,6 +54,14 @@ def _gpu_path(monkeypatch):
     )
 
 
+class Norming(HostTotal):
+    """Norms what it sums, as sums over peer memory do."""
+
+    def normed(self, part, residual, weight, eps):
+        total = self(part, residual)
+        return total, rms_norm_reference(total, weight, eps)
+
+
 class InTurns:
     """Sums over threads of which one computes at a time: the interpreter serves one thread.
 
@@ -66,7 +75,7 @@ class InTurns:
 
     def of(self, member):
         reduce = AllReduce()
-        reduce.connect(HostTotal(partial(self._total, member)))
+        reduce.connect(Norming(partial(self._total, member)))
         return reduce
 
     def _total(self, member, part):
