@@ -173,6 +173,7 @@ def parsers() -> Iterator[CommandParser]:
     yield tool_flags.bench_parser()
     yield from (tool_flags.eval_parser(), tool_flags.convert_parser(), tool_flags.doctor_parser())
     yield tool_flags.report_parser()
+    yield tool_flags.devices_parser()
     yield from (profiler_flags.run_parser(), profiler_flags.indicator_parser())
     yield from (profiler_flags.merge_parser(), profiler_flags.quantize_parser())
 

@@ -170,7 +170,7 @@ class Child:
                 assert on_part is not None, "a part of a call that streams none"
                 on_part(message["part"])
             elif "error" in message:
-                _settle(answer, _failure(message["error"], message["text"]))
+                _settle(answer, failure_of(message["error"], message["text"]))
             else:
                 with contextlib.suppress(InvalidStateError):  # who waited has gone
                     answer.set_result(message["value"])
@@ -207,7 +207,8 @@ def _settle(answer: Future[Any], error: Exception) -> None:
         answer.set_exception(error)
 
 
-def _failure(name: str, text: str) -> CallFailed:
+def failure_of(name: str, text: str) -> CallFailed:
+    """Return the failure that an error's name and text (`described_error`) stand for."""
     kind = _RAISED.get(name)
     cause = kind(text) if kind is not None else RuntimeError(f"{name}: {text}")
     return CallFailed(f"{name}: {text}", cause)
@@ -270,7 +271,7 @@ class _Server:
         try:
             self._send({"number": number, "value": self._made(message)})
         except BaseException as error:  # the caller's to judge
-            self._send({"number": number, **_described(error)})
+            self._send({"number": number, **described_error(error)})
 
     async def answer_in_loop(self, messages: Iterator[dict[str, Any]]) -> None:
         """Make each call in a task until the pipe closes."""
@@ -310,7 +311,7 @@ class _Server:
                 value = await made
             self._send({"number": number, "value": value})
         except BaseException as error:
-            self._send({"number": number, **_described(error)})
+            self._send({"number": number, **described_error(error)})
 
     def _made(self, message: dict[str, Any]) -> Any:
         assert message["call"] in self._calls, message["call"]
@@ -321,7 +322,7 @@ class _Server:
             write_line(self._answers, message)
 
 
-def _described(error: BaseException) -> dict[str, str]:
+def described_error(error: BaseException) -> dict[str, str]:
     """Return an error's kind, or the kind of outcome it stands for, and its text.
 
     Of an error that a native stack may follow, the text is the first line.

@@ -7,9 +7,10 @@ they must (planner/front/preference.py).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Literal
 
 from llmpq.checkpoints.gguf_file import is_model
@@ -21,8 +22,9 @@ from llmpq.errors import DoesNotFitError, unknown_name
 from llmpq.model_spec import ModelSpec
 from llmpq.plan import Plan, Prefer
 from llmpq.planner.answer import Answer, answer, solve_options
-from llmpq.planner.evaluate.simulator import step_note
+from llmpq.planner.evaluate.simulator import reported_time, step_note
 from llmpq.planner.limits import positions_note
+from llmpq.planner.problem.known_plan import KnownPlan
 from llmpq.planner.problem.make_problem import (
     BuiltProblem,
     ProblemInputs,
@@ -124,6 +126,8 @@ class MadePlan:
     plan: Plan
     seconds: float
     notes: tuple[str, ...]
+    known_s: float | None = None
+    """Seconds of the job by the plan that was known, at the same costs; None without one."""
 
     def with_notes(self, notes: Sequence[str]) -> MadePlan:
         """Return it with more to say."""
@@ -194,6 +198,8 @@ def plan_workload(
     spec: ModelSpec | None = None,
     chunk: int | None = None,
     in_child: bool = True,
+    known: KnownPlan | None = None,
+    slowdowns: Mapping[str, float] = MappingProxyType({}),
 ) -> MadePlan:
     """Return a plan of a job on the devices of a cluster; `DoesNotFitError` says what is short.
 
@@ -201,7 +207,9 @@ def plan_workload(
     `costs`: measured, of some kinds of device or all; the others are estimated. `windows`: batch
     sizes that will do instead of the workload's, best first: the first that fits is taken.
     `head_bits`: of the output matrix. `chunk`: of prompts, where it has room. `in_child`: solve in
-    a child process, which takes half a second to start where this one has threads.
+    a child process, which takes half a second to start where this one has threads. `known`: a plan
+    to start from, and to compare with, where it is not `in_child`. `slowdowns`: by device, how many
+    times as long as by the costs it takes.
     """
     path = str(Path(model_dir))
     inputs = ProblemInputs(
@@ -220,11 +228,11 @@ def plan_workload(
         names_flags=False,
         chunk=chunk,
         in_child=in_child,
+        known=known,
     )
     usual = build_problem(inputs)
-    best = _first_that_fits(
-        _ways(inputs, usual, prefer), windows or (workload.batch,), options, path
-    )
+    ways = [way.slowed(slowdowns) for way in _ways(inputs, usual, prefer)]
+    best = _first_that_fits(ways, windows or (workload.batch,), options, path)
     work = best.problem.workload
     notes = [
         dtype_note(inputs.spec, cluster, work.dtype),
@@ -237,7 +245,14 @@ def plan_workload(
         plan=best.plan,
         seconds=best.outcome.seconds,
         notes=tuple(note for note in notes if note),
+        known_s=None if known is None else _known_s(best, known),
     )
+
+
+def _known_s(best: Answer, known: KnownPlan) -> float | None:
+    """Return the seconds of the job by a known plan, as the best one's are predicted."""
+    assignment = known.in_numbers_of(best.problem)
+    return None if assignment is None else reported_time(best.problem, assignment).total_s
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -246,6 +261,13 @@ class _Way:
 
     problem: Problem
     least_window: int = 1
+
+    def slowed(self, slowdowns: Mapping[str, float]) -> _Way:
+        """Return it with devices that take longer than their costs say."""
+        costs = self.problem.costs
+        scale = {**costs.scale, **slowdowns}
+        problem = self.problem.with_changes(costs=replace(costs, scale=scale))
+        return replace(self, problem=problem) if slowdowns else self
 
 
 def _ways(inputs: ProblemInputs, usual: BuiltProblem, prefer: Prefer) -> list[_Way]:

@@ -12,9 +12,10 @@ import logging
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, cast
 
 from llmpq.cluster import Cluster
@@ -34,6 +35,7 @@ _log = logging.getLogger("llmpq.run")
 
 if TYPE_CHECKING:
     from llmpq.planner.make import FitHere, MadePlan
+    from llmpq.planner.problem.known_plan import KnownPlan
 
 PLAN_LIMIT_S = 60.0
 """How long the planner may search."""
@@ -107,11 +109,13 @@ def plan_job(
     spec: ModelSpec | None = None,
     chunk: int | None = None,
     in_child: bool = True,
+    known: KnownPlan | None = None,
+    slowdowns: Mapping[str, float] = MappingProxyType({}),
 ) -> MadePlan:
     """Return a plan of a job on a cluster's devices; a batch that does not fit is halved.
 
     `bits`: what layers may have; None: whatever the planner offers. `spec`: the model, if known.
-    `chunk` and `in_child` as for `plan_workload`.
+    `chunk`, `in_child`, `known` and `slowdowns` as for `plan_workload`.
     `profile` measures this machine's devices first and stores the costs.
     """
     from llmpq.planner.make import plan_workload
@@ -143,6 +147,8 @@ def plan_job(
         spec=spec,
         chunk=chunk,
         in_child=in_child,
+        known=known,
+        slowdowns=slowdowns,
     )
     if options.head_bits is None and made.plan.settings().head_bits == 8:
         _log.warning(

@@ -36,9 +36,10 @@ from llmpq.cluster import Cluster
 from llmpq.errors import LlmpqError, nearest
 from llmpq.model_spec import ModelSpec
 from llmpq.plan import Plan
+from llmpq.runtime.elastic import HORIZON_S, DeviceChange, Elastic
 from llmpq.runtime.engine_metrics import Metric, metrics_of, token_counters
 from llmpq.runtime.launch.choose_launcher import choose_backend
-from llmpq.runtime.launch.engine_starter import EngineStarter, Replan
+from llmpq.runtime.launch.engine_starter import EngineStarter
 from llmpq.runtime.launch.engine_thread import EngineThread, RequestOutputDelta
 from llmpq.runtime.launch.pipeline_client import PipelineClient
 from llmpq.runtime.launch.plans.pool_plan import request_limits
@@ -47,6 +48,7 @@ from llmpq.runtime.launch.stages.stage_place import StagePlace
 from llmpq.runtime.launch.stages.stage_settings import StageSettings
 from llmpq.runtime.options import Deadlines, EngineOptions
 from llmpq.runtime.plan_choice import choose_plan
+from llmpq.runtime.replan import Replanner
 from llmpq.runtime.report.job_report import JobReport, JobResult, build_report
 from llmpq.runtime.report.progress import LoadBar, ProgressReporter
 from llmpq.runtime.report.samples import JobSamples
@@ -138,6 +140,7 @@ class LLM:
         """Seconds that the stages took to start and load."""
         self._running: EngineThread | None = None
         self._starter: EngineStarter | None = None
+        self._elastic: Elastic | None = None
         self._end_engine: Callable[[], object] = _nothing
         if start:
             self.start()
@@ -154,8 +157,17 @@ class LLM:
                 kept = stack.enter_context(ram_folder(_kept_bytes(self._plan)))
                 options = replace(settings.options, keep_layers_in=None, layer_cache=str(kept))
                 settings = replace(settings, options=options)
-            starter = EngineStarter(self._plan, settings, cluster=known, replan=self._replanner())
+            replanner = Replanner(
+                self._directory,
+                self._spec,
+                self._plan,
+                self._options,
+                on_limits=self._prompts.use_limits,
+            )
+            replan = replanner if self._options.on_loss == "replan" else None
+            starter = EngineStarter(self._plan, settings, cluster=known, replan=replan)
             self._starter = starter
+            self._elastic = Elastic(replanner, starter, partial(_engine_of, weakref.ref(self)))
             client = stack.enter_context(starter).start(bar.on_load)
             self._prompts.wait_until_read()
             self._running = EngineThread(
@@ -178,20 +190,6 @@ class LLM:
                 f"this LLM belongs to process {self._process}, and a forked child has none of its "
                 "threads; make an LLM here, in a process that multiprocessing starts by 'spawn'"
             )
-
-    def _replanner(self) -> Replan | None:
-        """Return what plans again once a device is gone, if that is wanted."""
-        if self._options.on_loss != "replan":
-            return None
-        from llmpq.runtime.replan import Replanner  # of few jobs
-
-        return Replanner(
-            self._directory,
-            self._spec,
-            self._plan,
-            self._options,
-            on_limits=self._prompts.use_limits,
-        )
 
     @property
     def _engine(self) -> EngineThread:
@@ -292,6 +290,43 @@ class LLM:
     def recoveries(self) -> Sequence[Recovery]:
         """What was recovered since the start, and what is, the newest last."""
         return () if self._starter is None else self._starter.recoveries
+
+    def add_devices(
+        self,
+        name: str,
+        *,
+        cluster: Cluster | str | Path | None = None,
+        horizon_s: float = HORIZON_S,
+    ) -> DeviceChange:
+        """Use a node's devices, or one device, too, if that pays; requests go on after a pause.
+
+        `cluster`: a file that describes them beside the devices in use; without it they were given
+        up, drained or left out before. It pays where the job, which goes on for `horizon_s`, comes
+        further in spite of the pause, or where layers get bits back.
+        """
+        self._require_elastic()
+        known = Cluster.load(cluster) if isinstance(cluster, (str, Path)) else cluster
+        assert self._elastic is not None
+        return self._elastic.add(name, cluster=known, horizon_s=horizon_s)
+
+    def drain_devices(self, name: str) -> DeviceChange:
+        """Leave a node's devices, or one device, free; requests go on after a pause.
+
+        Layers lose bits, down to `min_quality`, where they have to; `DoesNotFitError` says what is
+        short where that is not enough.
+        """
+        self._require_elastic()
+        assert self._elastic is not None
+        return self._elastic.drain(name)
+
+    def _require_elastic(self) -> None:
+        """Refuse other devices where nothing moves to them."""
+        self._engine.check_alive()
+        if any(worker.shares for worker in self.plan.workers):
+            raise ValueError(
+                "stages of several devices (tensor parallel) are not moved while they serve: end "
+                "the command, plan again and start it"
+            )
 
     def stage_work(self) -> list[dict[str, Any]]:
         """Return how long each stage has computed, and its steps by kind; asks the stages."""
@@ -874,3 +909,11 @@ def _signature() -> inspect.Signature:
 
 
 setattr(LLM, "__signature__", _signature())  # noqa: B010 (no attribute of a class to type checkers)
+
+
+def _engine_of(llm: weakref.ref[LLM]) -> EngineThread:
+    """Return what serves an LLM that is there still."""
+    found = llm()
+    if found is None:
+        raise RuntimeError("the LLM is gone")
+    return found.engine_thread

@@ -1,4 +1,4 @@
-"""Another plan once a device is gone: the same job on the devices that are left.
+"""Another plan once devices are gone, come, or are slow: the same job on those that there are.
 
 What is left are the devices of the cluster, also those that the plan had left out; without a
 cluster file those of the plan's other stages. Layers keep the bits that they have where they fit.
@@ -9,19 +9,20 @@ then fewer requests run at once.
 from __future__ import annotations
 
 import logging
+import re
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from llmpq.checkpoints.gguf_file import is_gguf, is_model
 from llmpq.checkpoints.model_config import read_config
 from llmpq.checkpoints.stored_codes import stored_codes
 from llmpq.cluster import Cluster, Device
-from llmpq.errors import DoesNotFitError
+from llmpq.errors import DoesNotFitError, unknown_name
 from llmpq.model_spec import ModelSpec
 from llmpq.plan import Plan, StagePlan
 from llmpq.precision import KVPrecision, Precision
@@ -31,6 +32,10 @@ from llmpq.runtime.launch.engine_starter import Replanned
 from llmpq.runtime.launch.plans.complete_plan import complete_plan
 from llmpq.runtime.launch.plans.pool_plan import request_limits
 from llmpq.runtime.options import AUTO, PLANNED, EngineOptions
+
+if TYPE_CHECKING:
+    from llmpq.planner.make import MadePlan
+    from llmpq.planner.problem.known_plan import KnownPlan
 
 TIME_LIMIT_S, BUSY_LIMIT_S = 0.6, 2.0
 """How long the planner may search while requests wait; and where others keep the processors."""
@@ -54,7 +59,7 @@ class RemainingDevices:
 
 
 class Replanner:
-    """Plans an engine's job again, each time that a device of it is gone."""
+    """Plans an engine's job again, each time that its devices are others."""
 
     def __init__(
         self,
@@ -67,15 +72,16 @@ class Replanner:
     ) -> None:
         """`options.cluster`: the devices, where they are known.
 
-        `on_limits` gets the limits of each new plan.
+        `on_limits` gets the limits of each new plan that is carried out.
         """
         self._directory = directory
         self._spec = spec
         self._options = options
         known = options.cluster
-        self._cluster = known if isinstance(known, Cluster) else None
-        self._first, self._on_limits = plan, on_limits
+        self._given = known if isinstance(known, Cluster) else None
+        self._first, self.on_limits = plan, on_limits
         self._gone: set[DeviceKey] = set()
+        self._slowdowns: dict[DeviceKey, float] = {}
 
     def __call__(self, plan: Plan, index: int, *, whole_node: bool) -> Replanned:
         """Return a plan without the device of a stage, or without any of its node.
@@ -83,30 +89,97 @@ class Replanner:
         `DoesNotFitError` says what is short.
         """
         stage = plan.places[index]
-        cluster = self._cluster or cluster_of(self._first)
-        for device in cluster.devices:
+        for device in self._cluster.devices:
             if device.node == stage.node and (whole_node or device.index == stage.device_index):
                 self._gone.add((device.node, device.index))
-        remaining = without_devices(cluster, self._gone)
+        made = self._made(plan, self._cluster, self._gone, self._slowdowns)
+        self.on_limits(made.limits)
+        return made
+
+    def with_devices(self, plan: Plan, name: str, cluster: Cluster | None = None) -> Change:
+        """Return a plan that may use a node's devices, or one device, too.
+
+        They are those of `cluster`, which has the devices of the plan as well, or were given up,
+        drained or left out before.
+        """
+        known = self._cluster if cluster is None else cluster
+        if cluster is not None:
+            _require_devices(cluster, plan)
+        added = devices_named(known, name)
+        if {(s.node, s.device_index) for s in plan.places} >= added:
+            raise ValueError(f"{name} is in use already")
+        before = {(d.node, d.index) for d in self._cluster.devices} - self._gone
+        gone = {(d.node, d.index) for d in known.devices} - before - added
+        slow = {key: factor for key, factor in self._slowdowns.items() if key not in added}
+        return Change(self._made(plan, known, gone, slow), known, gone, slow)
+
+    def without(self, plan: Plan, name: str) -> Change:
+        """Return a plan without a node's devices, or without one device.
+
+        `DoesNotFitError` says what is short.
+        """
+        gone = self._gone | devices_named(self._cluster, name)
+        made = self._made(plan, self._cluster, gone, self._slowdowns)
+        return Change(made, self._cluster, gone, self._slowdowns)
+
+    def at_measured_times(self, plan: Plan, slowdowns: Mapping[int, float]) -> Change:
+        """Return a plan for devices that take so many times as long as they are planned to.
+
+        `slowdowns`: by the number of their stage.
+        """
+        slow = dict(self._slowdowns)
+        for index, factor in slowdowns.items():
+            key = plan.places[index].node, plan.places[index].device_index
+            slow[key] = slow.get(key, 1.0) * factor
+        return Change(
+            self._made(plan, self._cluster, self._gone, slow), self._cluster, self._gone, slow
+        )
+
+    def accept(self, change: Change) -> None:
+        """Go on from a change that is carried out."""
+        self._given, self._gone = change.cluster, set(change.gone)
+        self._slowdowns = dict(change.slowdowns)
+        self.on_limits(change.made.limits)
+
+    @property
+    def _cluster(self) -> Cluster:
+        return self._given or cluster_of(self._first)
+
+    def _made(
+        self,
+        plan: Plan,
+        cluster: Cluster,
+        gone: Collection[DeviceKey],
+        slowdowns: Mapping[DeviceKey, float],
+    ) -> Replanned:
+        remaining = without_devices(cluster, gone)
         began_s = time.perf_counter()
         options = replace(self._options, **PLANNED, kv_cache_dtype=AUTO)
-        made = with_original_names(self._planned(plan, remaining, options), remaining)
-        made, options = self._completed(made, options)
-        limits = request_limits(made, self._spec, options)
-        self._on_limits(limits)
+        found = self._planned(plan, remaining, options, slowdowns)
+        there = {(was.node, was.index) for was in remaining.devices.values()}
+        stays = all((s.node, s.device_index) in there for s in plan.places)
+        made, options = self._completed(with_original_names(found.plan, remaining), options)
         return Replanned(
             plan=made,
             options=options,
-            limits=limits,
+            limits=request_limits(made, self._spec, options),
             change=plan_change(plan, made) | {"planner_s": time.perf_counter() - began_s},
+            before_s=found.known_s if stays else None,
         )
 
-    def _planned(self, plan: Plan, remaining: RemainingDevices, options: EngineOptions) -> Plan:
+    def _planned(
+        self,
+        plan: Plan,
+        remaining: RemainingDevices,
+        options: EngineOptions,
+        slowdowns: Mapping[DeviceKey, float],
+    ) -> MadePlan:
         """Return a plan of the same job with as many bits as fit."""
-        floor, work = self._options.min_quality, plan.workload
-        most = max(precision.weight_bits for precision in plan.precisions)
+        floor, work = self._options.min_quality, self._first.workload
+        most = max(precision.weight_bits for precision in self._first.precisions)
         bits = [p for p in _WEIGHTS if floor <= p.weight_bits <= most]
         kvs = [kv for kv in _KVS[_KVS.index(work.kv) :] if kv is work.kv or kv.bits >= floor]
+        names = {(was.node, was.index): name for name, was in remaining.devices.items()}
         refusal: DoesNotFitError | None = None
         for kv in kvs:
             search = partial(
@@ -119,20 +192,23 @@ class Replanner:
                 spec=self._spec,
                 chunk=plan.prefill_chunk,
                 in_child=False,
+                known=known_plan(plan, names),
+                slowdowns={names[key]: f for key, f in slowdowns.items() if key in names},
             )
             began_s = time.thread_time()
             try:
-                made = search(time_limit_s=TIME_LIMIT_S).plan
-                proven = made.solver.status == "optimal"
+                made = search(time_limit_s=TIME_LIMIT_S)
+                proven = made.plan.solver.status == "optimal"
                 if not proven and time.thread_time() - began_s < _WORK_S:
-                    made = search(time_limit_s=BUSY_LIMIT_S).plan
+                    made = search(time_limit_s=BUSY_LIMIT_S)
                 return made
             except DoesNotFitError as error:
                 refusal = error
         assert refusal is not None
         raise DoesNotFitError(
             f"the devices that are left ({', '.join(d.name for d in remaining.devices.values())}) "
-            f"cannot hold the model with {floor} bits or more (--min-quality): {refusal}"
+            f"cannot hold the model with {floor} bits or more (--min-quality): "
+            f"{_with_names(str(refusal), remaining)}"
         )
 
     @property
@@ -154,6 +230,59 @@ class Replanner:
             _log.warning("drafts end: %s", error)
             plain = replace(options, speculate="off", gamma=None, costs=None)
             return complete_plan(plan, self._spec, plain, stored)
+
+
+@dataclass(frozen=True)
+class Change:
+    """Another plan, and the devices that it was made for."""
+
+    made: Replanned
+    cluster: Cluster
+    gone: Collection[DeviceKey]
+    """Devices of the cluster that must not be used."""
+    slowdowns: Mapping[DeviceKey, float]
+
+
+def devices_named(cluster: Cluster, name: str) -> set[DeviceKey]:
+    """Return the devices of a node, or the one of a name; `ValueError` where there are none."""
+    nodes = [node.name for node in cluster.nodes]
+    found = {(d.node, d.index) for d in cluster.devices if name in (d.node, d.name)}
+    if not found:
+        known = [*nodes, *(device.name for device in cluster.devices)]
+        raise unknown_name("node or device", name, known)
+    return found
+
+
+def _require_devices(cluster: Cluster, plan: Plan) -> None:
+    """Refuse a cluster that lacks a device of the plan that runs."""
+    known = {(d.node, d.index): d.kind for d in cluster.devices}
+    for place in plan.places:
+        if known.get((place.node, place.device_index)) != place.kind:
+            raise ValueError(
+                f"cluster '{cluster.name}' has no {place.kind} with number {place.device_index} on "
+                f"node {place.node}, which {place.device} of the plan that runs is: give a cluster "
+                "file with the devices in use and the new ones"
+            )
+
+
+def known_plan(plan: Plan, names: Mapping[DeviceKey, str]) -> KnownPlan | None:
+    """Return a plan on those of its devices that have a name; None where there are none.
+
+    Stages of several devices are not known: a cluster counts those as one.
+    """
+    if any(worker.shares for worker in plan.workers):
+        return None
+    from llmpq.planner.problem.known_plan import KnownPlan, KnownStage
+
+    whole = KnownPlan(
+        stages=tuple(
+            KnownStage(device=s.device, layers=s.layers, precisions=s.precisions)
+            for s in plan.stages
+        ),
+        prefill_microbatch=plan.prefill_microbatch,
+        decode_microbatch=plan.decode_microbatch,
+    )
+    return whole.without([names.get((s.node, s.device_index)) for s in plan.stages])
 
 
 def cluster_of(plan: Plan) -> Cluster:
@@ -228,6 +357,13 @@ def without_devices(cluster: Cluster, gone: Collection[DeviceKey]) -> RemainingD
     return RemainingDevices(
         whole, {now.name: was for was, now in zip(kept, whole.devices, strict=True)}
     )
+
+
+def _with_names(text: str, remaining: RemainingDevices) -> str:
+    """Return a sentence about the devices left with their former names."""
+    known = {now: was.name for now, was in remaining.devices.items()}
+    words = "|".join(re.escape(name) for name in known)
+    return re.sub(rf"(?<![\w-])({words})(?![\w-])", lambda found: known[found[1]], text)
 
 
 def with_original_names(plan: Plan, remaining: RemainingDevices) -> Plan:

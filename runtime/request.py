@@ -232,11 +232,16 @@ class ResetPrefixCache:
     """Lets requests behind it find nothing that was computed before it."""
 
 
+@dataclass(frozen=True)
+class Halt:
+    """Ends all loops with the steps under way; requests stay as they are."""
+
+
 @dataclass
 class Mailbox:
     """Requests on their way to the first stage's loop, and its outputs on their way back."""
 
-    requests: queue.Queue[Request | Abort | ResetPrefixCache | None] = field(
+    requests: queue.Queue[Request | Abort | ResetPrefixCache | Halt | None] = field(
         default_factory=queue.Queue
     )
     """Submissions; None closes: the loop ends when all submitted requests have ended."""

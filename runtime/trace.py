@@ -64,6 +64,12 @@ class LoadReport:
     """Of the cache, what only found prefixes need."""
     draft_bytes: int = 0
     """What drafts hold beyond the above."""
+    layers_s: float = 0.0
+    """Of `seconds`, what reading and quantising took."""
+    num_held: int = 0
+    """Layers that the device had already, from the stage before on it."""
+    compiled_s: float = 0.0
+    """What compiling kernels took that were not there."""
     runner: str = ""
     """Class that computes the stage's steps: which engine it is, read off."""
 

@@ -67,7 +67,8 @@ class CostBook:
     estimate: CostModel
     profile: CostModel | None = None
     scale: dict[str, float] = field(default_factory=dict)
-    """Device kind -> factor on its times: what the +-10 % study changes."""
+    """Device kind, or a device's name -> factor on its times: what the +-10 % study changes, and
+    what was measured of one device."""
     quantization: Quantization = Quantization()
     """Of the plan: the output matrix has a precision of its own."""
 
@@ -120,7 +121,7 @@ class CostBook:
 
     def factor(self, device: Device) -> float:
         """Return the factor on a device's times."""
-        return self.scale.get(device.profile_kind, 1.0)
+        return self.scale.get(device.name, 1.0) * self.scale.get(device.profile_kind, 1.0)
 
     def layer_prefill_s(
         self, device: Device, b: Precision, work: Workload, eta: int, chunk: int | None

@@ -125,7 +125,8 @@ class Problem:
 
     @cached_property
     def _keys(self) -> list[Hashable]:
-        return [device_key(device, self.pins) for device in self.cluster.devices]
+        factor = self.costs.factor
+        return [(device_key(d, self.pins), factor(d)) for d in self.cluster.devices]
 
     @cached_property
     def links(self) -> LinkTables:

@@ -12,6 +12,7 @@ from llmpq.precision import KVPrecision
 
 if TYPE_CHECKING:
     from llmpq.planner.ilp.milp import Backend
+    from llmpq.planner.problem.known_plan import KnownPlan
 
 PLANNERS = ("exact", "ilp", "heuristic", "adabits", "pipeedge", "uniform")
 """Methods that make plans, best first; `flexgen` is an estimate beside them."""
@@ -41,6 +42,8 @@ class SolveOptions:
     """The prefill chunk to plan for where it has room; None: the best one."""
     in_child: bool = True
     """Whether solvers run in a child process, so that a crash inside one ends nothing else."""
+    known: KnownPlan | None = None
+    """A plan to start from, which need not fit; of solvers in this process."""
     names_context: bool = False
     """Whether the job's length was given as a context, which a refusal then names."""
 

@@ -121,6 +121,9 @@ class KvPrecisionSweep:
             outcome = self.best[1]
             ceiling = min(outcome.value, self.ceiling)
             warm = replace(warm, ceiling=ceiling, known=outcome.assignment)
+        elif self.options.known is not None:
+            known_plan = self.options.known.in_numbers_of(self.problems[index])
+            warm = replace(warm, known=known_plan)
         try:
             outcome = self.solve(
                 self.problems[index], replace(self.options, time_limit_s=limit_s), warm

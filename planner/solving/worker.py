@@ -107,6 +107,7 @@ def certificate_in_child(
 
 
 def _options_data(options: SolveOptions) -> dict[str, Any]:
+    assert options.known is None, "known plans are for solvers in this process"
     return {**asdict(options), "kvs": [kv.value for kv in options.kvs]}
 
 

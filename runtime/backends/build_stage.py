@@ -19,7 +19,7 @@ from llmpq.runtime.backends.stage_runner import StageRunner
 from llmpq.runtime.cache.paged_by_precision import make_paged_kv
 from llmpq.runtime.models.linear import Reduce, round_activations
 from llmpq.runtime.models.mtp_head import MtpHead
-from llmpq.runtime.models.stage_model import DTYPES, StageModel
+from llmpq.runtime.models.stage_model import DTYPES, HeldParts, StageModel
 from llmpq.runtime.models.wiring import Split
 from llmpq.runtime.trace import LoadReport
 from llmpq.runtime.weights.sources import TensorSource
@@ -43,11 +43,13 @@ def build_stage(
     graphs: bool = True,
     on_layer: Callable[[int | None], None] | None = None,
     reduce: Reduce | None = None,
+    held: HeldParts | None = None,
 ) -> tuple[StageRunner, LoadReport]:
     """Load a device's slice and allocate its pool of KV blocks; `index`: of `plan.workers`.
 
     On a GPU, `graphs` captures steps, which have `step_tokens` tokens at most. `on_layer` hears of
     every layer that is loaded. `reduce`: sums over the devices of its stage, where it has several.
+    `held`: what the device has of the model already.
     `ValueError` for a feature of the model that nothing here computes.
     """
     longest = pool.max_len - 1  # the last token is never run
@@ -69,7 +71,8 @@ def build_stage(
     require(spec, ways, max_len=longest)
     started_s = time.perf_counter()
     with _blaming_memory(plan, index):
-        model = _load_model(plan, index, whole, source, device, on_layer, split)
+        model = _load_model(plan, index, whole, source, device, on_layer, split, held)
+        layers_s = time.perf_counter() - started_s
         compute = stage_over_pool(
             model,
             plan.workload.kv,
@@ -90,6 +93,8 @@ def build_stage(
             dtype_bytes=plan.workload.dtype_bytes,
         ),
         seconds=time.perf_counter() - started_s,
+        layers_s=layers_s,
+        num_held=model.num_held,
     )
     check_memory(plan, index, own, report, pool)
     return compute, report
@@ -147,6 +152,7 @@ def _load_model(
     device: torch.device,
     on_layer: Callable[[int | None], None] | None,
     split: Split | None,
+    held: HeldParts | None,
 ) -> StageModel:
     stage, worker = plan.places[index], plan.workers[index]
     model = StageModel.build(
@@ -164,6 +170,7 @@ def _load_model(
         on_layer=on_layer,
         runner=backend_of(device).layers(),
         split=split,
+        held=held,
     )
     if device.type == "cpu" and plan.quantization.cpu_activations == "int8":
         round_activations(model)

@@ -55,6 +55,8 @@ class StageRunner:
         """Chooses tokens on the last stage; `StageWorker` gives it the requests' rules."""
         self.draft: DraftModel | None = None
         """How the model drafts, if it does."""
+        self.compiled_s = 0.0
+        """Seconds that kernels took to compile when it warmed up."""
         self.mtp: MtpDrafts | None = None
         """The model's own head that drafts, on the last stage."""
         self._draft_probs = DraftProbs()
@@ -243,11 +245,14 @@ class StageRunner:
             own = hidden_BQH[:, span.first : span.first + span.count]
             self.sampler.score_prompts(self.model.head, own, rows_of(message, [row]))
 
-    def warm_up(self, rows: int, step_tokens: int, *, gamma: int = 0) -> None:
+    def warm_up(self, rows: int, step_tokens: int, *, gamma: int = 0, capture: bool = True) -> None:
         """Run steps of zeros through the first block, so that first times count as others.
 
-        No request owns what they leave in the cache. `gamma`: drafts that rows will have.
+        No request owns what they leave in the cache. `gamma`: drafts that rows will have. Without
+        `capture` what the process has run before is left out: here all of it.
         """
+        if not capture:
+            return
         left_s, token_s = WARM_UP_S, 0.0
         counts = [*range(rows, 0, -1), *_rungs(step_tokens)]
         for count in counts:

@@ -1,7 +1,7 @@
 """`llmpq-dist`: run or serve a plan, look at its places, time it, evaluate it.
 
     llmpq-dist [run] --plan plan.json --model DIR -i prompts.jsonl -o outputs.jsonl
-    llmpq-dist chat DIR | serve | doctor | check plan.json | bench ... | convert ... | eval ...
+    llmpq-dist chat DIR | serve | doctor | check plan.json | bench ... | devices drain NODE | ...
 
 Every failure ends with one sentence on stderr and the exit code of its outcome.
 """
@@ -46,6 +46,9 @@ COMMANDS = {
     ),
     "report": Command(
         tool_flags.report_parser, tool_flags.ReportOptions, "llmpq.runtime.tools.share_report"
+    ),
+    "devices": Command(
+        tool_flags.devices_parser, tool_flags.DevicesOptions, "llmpq.runtime.tools.devices"
     ),
     "convert": Command(
         tool_flags.convert_parser,

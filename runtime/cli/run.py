@@ -11,6 +11,7 @@ import logging
 import shutil
 import sys
 from collections.abc import Callable, Container, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -27,6 +28,7 @@ from llmpq.plan import Plan
 from llmpq.runtime.auto_plan import DEFAULT_NEW_TOKENS, Lengths, plan_for
 from llmpq.runtime.cli.plan_file import load_engines
 from llmpq.runtime.cli.run_flags import RunOptions, check_flags, defaults_of
+from llmpq.runtime.control_socket import answering
 from llmpq.runtime.engines import Engines
 from llmpq.runtime.launch.choose_launcher import choose_backend
 from llmpq.runtime.llm import LLM
@@ -285,7 +287,10 @@ def _run(job: Job, options: RunOptions, llm: LLM | Engines, writer: OrderedWrite
         _log.info("stage %d: %s (%s: %s), pid %d", index, named, place.host, where, place.pid)
     outputs: list[RequestOutput] = []
     rows, prompts = [job.rows[index] for index in job.prompts], list(job.prompts.values())
-    with llm.progress_of(prompts, len(job.rows), quiet=options.json) as shown:
+    with ExitStack() as stack:
+        if isinstance(llm, LLM):
+            stack.enter_context(answering(llm))
+        shown = stack.enter_context(llm.progress_of(prompts, len(job.rows), quiet=options.json))
         for index, output in llm.as_completed(
             prompts, on_progress=lambda progress: shown.update(progress, writer.num_finished)
         ):

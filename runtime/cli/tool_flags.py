@@ -72,6 +72,18 @@ class ReportOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
+class DevicesOptions:
+    """Which devices a command that runs is to get, or to leave."""
+
+    action: Literal["add", "drain", "list"]
+    name: str | None
+    cluster: str | None
+    horizon: float | None
+    pid: int | None
+    json: bool
+
+
+@dataclass(frozen=True, kw_only=True)
 class ConvertOptions:
     """Which checkpoint to write again, and where to."""
 
@@ -200,6 +212,32 @@ def report_parser() -> CommandParser:
     report = "report.json of llmpq-dist run or bench --report report.json"
     flags.flag("--share", required=True, metavar="REPORT", help=report)
     flags.flag("-o", "--output", daily=True, metavar="FILE", help="file to write (else stdout)")
+    return parser
+
+
+def devices_parser() -> CommandParser:
+    """Return the flags of `llmpq-dist devices`."""
+    parser = CommandParser(
+        "llmpq-dist devices",
+        "Give devices to a `run` or `serve` that goes on, or take them from it: requests wait and"
+        " go on.",
+        example="llmpq-dist devices drain node-b",
+        notes="add moves layers if that pays: if the job comes further within the horizon in\n"
+        "spite of the pause, or layers get bits back. drain moves them if the others have room,\n"
+        "at fewer bits if need be (--min-quality of the command). Both say what was done, or why\n"
+        "not.",
+    )
+    parser.positional("action", metavar="add|drain|list", choices=("add", "drain", "list"))
+    name = "a node of the cluster, or one of its devices (as plans call it: CPU-1)"
+    parser.positional("name", nargs="?", metavar="NODE", help=name)
+    flags = parser.section("which devices, of which command")
+    cluster = "cluster file with the new devices and those in use (default: devices known before)"
+    flags.flag("--cluster", daily=True, metavar="FILE", help=cluster)
+    horizon = "how long the job goes on (default: 3600)"
+    flags.flag("--horizon", daily=True, type=float, metavar="SECONDS", help=horizon)
+    pid = "process of the run or serve, where several run"
+    flags.flag("--pid", daily=True, type=int, metavar="N", help=pid)
+    flags.flag("--json", daily=True, action="store_true", help="what was done as JSON")
     return parser
 
 

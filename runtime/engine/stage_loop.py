@@ -26,6 +26,7 @@ from llmpq.runtime.request import (
     PENDING_TOKEN,
     Abort,
     Finished,
+    Halt,
     Mailbox,
     MicroBatch,
     PagedRow,
@@ -131,7 +132,7 @@ class FirstStage:
         self._in_flight: deque[_Flight] = deque()
         self._num_brought = 0
         """Flights, from the oldest on, whose tokens were brought to the device's table."""
-        self._closed = False
+        self._closed = self._halted = False
         self._open: dict[int, Request] = {}
         """Requests that have not ended, by id."""
         self._submitted_s: dict[int, float] = {}
@@ -147,18 +148,22 @@ class FirstStage:
             mailbox.changed.notify_all()
 
     def run(self) -> None:
-        """Serve requests until the mailbox is closed and all of them have ended."""
+        """Serve requests until the mailbox is closed and all of them have ended, or it halts."""
         while True:
             self._take_submissions(wait=self._scheduler.idle and not self._in_flight)
             self._end_late()
-            while len(self._in_flight) < self._max_in_flight and not self._drafts_are_ending():
+            while (
+                not self._halted
+                and len(self._in_flight) < self._max_in_flight
+                and not self._drafts_are_ending()
+            ):
                 micro_batch = self._scheduler.next_micro_batch()
                 if micro_batch is None:
                     break
                 self._issue(micro_batch)
             if self._in_flight:
                 self._finish_oldest()
-            elif self._closed and self._scheduler.idle:
+            elif self._halted or (self._closed and self._scheduler.idle):
                 break
         if self._transport is not None:
             self._transport.send_step(STOP, None)
@@ -190,6 +195,9 @@ class FirstStage:
                 self._closed = True
             elif isinstance(request, Abort):
                 self._abort(request.id)
+            elif isinstance(request, Halt):
+                self._halted = True
+                return
             elif isinstance(request, ResetPrefixCache):
                 self._scheduler.tables.forget_prefixes()
             else:

@@ -1,18 +1,17 @@
 """Starts an engine's stages, and starts others when they are lost.
 
-Stages that are lost are started anew, all of them, by the same launcher: what fork servers, Ray and
-the system's page cache have is there still. One that is lost again and again before it serves has
-no device: then `EngineOptions.on_loss` says whether to plan for the devices that are left, or to
-give up.
+A stage that is lost is started anew by the same launcher: what fork servers, Ray and the system's
+page cache have is there still. The others' processes go on with the layers that they hold, where
+the launcher can have that. One that is lost again and again before it serves has no device: then
+`EngineOptions.on_loss` says whether to plan for the devices that are left, or to give up.
 """
 
 from __future__ import annotations
 
 import logging
-import statistics
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any, Protocol, Self
@@ -21,21 +20,28 @@ from llmpq.cluster import Cluster
 from llmpq.errors import DeadlineError, LlmpqError, StageLostError
 from llmpq.plan import Plan
 from llmpq.runtime.engine.pool_limits import PoolLimits
-from llmpq.runtime.launch.choose_launcher import make_launcher
-from llmpq.runtime.launch.launcher import Launcher, OnLoad
+from llmpq.runtime.launch.choose_launcher import choose_backend, make_launcher
+from llmpq.runtime.launch.launcher import Launcher, OnLoad, StageHandle
 from llmpq.runtime.launch.pipeline_client import PipelineClient
 from llmpq.runtime.launch.recovery import Recovery
+from llmpq.runtime.launch.stages.stage_place import DeviceOf, device_of
 from llmpq.runtime.launch.stages.stage_settings import StageSettings
-from llmpq.runtime.options import EngineOptions
+from llmpq.runtime.launch.start_times import StartModel
+from llmpq.runtime.options import Backend, EngineOptions
 
 MOST_DEATHS, MOST_REFUSALS = 5, 2
 """Starts in a row in which one stage dies, or says why it cannot start, that mean that it has no
 device any more."""
+_ALL_ANEW = 3
+"""The start in a row, of those that fail, for which no process goes on: whatever one of them has
+come to, it has not then."""
 _DYING_S = 60.0
 """For how long starts must have failed like that: a tester who kills stages at random may hit some
 that start."""
 _KEPT = 1000
 """Recoveries that are remembered."""
+_ORDER: Sequence[Backend] = ("threads", "processes", "ray")
+"""Each can start what those before it can."""
 _log = logging.getLogger("llmpq.run")
 
 
@@ -48,6 +54,9 @@ class Replanned:
     limits: PoolLimits
     change: Mapping[str, Any]
     """What is different, as JSON data."""
+    before_s: float | None = None
+    """Seconds of the job by the plan before, on the devices and at the costs of this one; None
+    where it is not known."""
 
 
 class Replan(Protocol):
@@ -79,11 +88,15 @@ class EngineStarter:
         self.recoveries: list[Recovery] = []
         """What was recovered, and what is; the newest last."""
         self._launcher: Launcher | None = None
+        self._backend: Backend = "threads"
+        """How the launcher starts stages."""
         self.client: PipelineClient | None = None
         """Of the stages that were started last, which may be loading still."""
-        self._start_s: list[float] = []
-        """How long the stages took to start, each time after the first."""
-        self._first_load_s = 0.0
+        self._before: tuple[Plan, StageSettings, Cluster | None, PoolLimits | None] | None = None
+        """What ran before a plan that has yet to start."""
+        self._times = StartModel()
+        self._started_plan = plan
+        """That of the stages that were started last."""
         self._cancelled = self._is_recovered = False
 
     @property
@@ -128,15 +141,56 @@ class EngineStarter:
                     reason=str(error),
                     phase="start-up" if client is None else client.phase,
                     stage=None if client is None else client.failed_stage,
-                    predicted_s=self.predicted_s(),
+                    predicted_s=self.predicted_s(
+                        lost=None if client is None else client.failed_stage
+                    ),
                 )
             )
         self._is_recovered = False
         return self.recoveries[-1]
 
-    def predicted_s(self) -> float:
-        """Return how long stages take to start again: as long as before, or as their loading."""
-        return statistics.median(self._start_s) if self._start_s else self._first_load_s
+    def planned(self, made: Replanned, *, reason: str, action: str) -> Recovery:
+        """Note that the stages will be those of another plan; return what begins with that.
+
+        The next `restart` starts them, or those that there were where they cannot be started.
+        """
+        self.recoveries = self.recoveries[-_KEPT:]
+        self.recoveries.append(
+            Recovery(
+                reason=reason,
+                phase="start-up" if self.client is None else self.client.phase,
+                action=action,
+                plan=made.change,
+                predicted_s=self.predicted_s(made.plan),
+            )
+        )
+        self._before = (self.plan, self._settings, self._cluster, self.limits)
+        self._use(made)
+        return self.recoveries[-1]
+
+    def _go_back(self, error: Exception) -> None:
+        """Take the plan before, as the one that was chosen instead cannot be started."""
+        assert self._before is not None
+        self.plan, self._settings, self._cluster, self.limits = self._before
+        self._before = None
+        recovery = self.recoveries[-1]
+        recovery.undone = str(error)
+        _log.warning("%s; the plan before goes on", error)
+
+    def predicted_s(self, plan: Plan | None = None, *, lost: int | None = None) -> float:
+        """Return how long stages of a plan take to start in place of those that there are.
+
+        `plan`: the one that runs, by default; `lost`: the stage whose process is gone.
+        """
+        launcher, before = self._launcher, self._started_plan
+        left: set[DeviceOf] = set()
+        if launcher is not None and launcher.moves_stages and not (plan is None and lost is None):
+            left = {
+                device_of(place)
+                for index, place in enumerate(before.places)
+                if index != lost and not before.workers[index].shares
+            }
+        return self._times.predicted_s(plan or self.plan, before, left)
 
     def restart(self, on_load: OnLoad | None = None) -> PipelineClient:
         """Start other stages in place of those that were lost, as often as it takes."""
@@ -144,9 +198,8 @@ class EngineStarter:
         failures, refusals = Counter[int | None](), Counter[int | None]()
         while True:
             recovery.num_attempts += 1
-            began_s = time.perf_counter()
             try:
-                client = self._started(on_load)
+                client = self._started(on_load, keep=failures.total() + 1 != _ALL_ANEW)
             except Exception as error:
                 if self._cancelled:
                     raise
@@ -155,6 +208,11 @@ class EngineStarter:
                 placed = self.client is not None and self.client.is_placed
                 failures[blamed] += 1
                 refusals[blamed] += not died
+                if self._before is not None and failures.total() >= MOST_REFUSALS:
+                    self._go_back(error)
+                    failures.clear()
+                    refusals.clear()
+                    continue
                 tried_s = time.perf_counter() - recovery.clock_s
                 if placed and not self._is_hopeless(failures[blamed], refusals[blamed], tried_s):
                     _log.warning("%s; it is started again", error)
@@ -167,7 +225,11 @@ class EngineStarter:
                 failures.clear()
                 refusals.clear()
                 continue
-            self._start_s.append(time.perf_counter() - began_s)
+            self._before = None
+            recovery.num_held = sum(load.num_held for load in client.load_reports)
+            recovery.num_loaded = (
+                sum(place.num_layers for place in self.plan.places) - recovery.num_held
+            )
             return client
 
     @staticmethod
@@ -184,13 +246,18 @@ class EngineStarter:
             made = self._replan(self.plan, index, whole_node=whole_node)
         except (LlmpqError, ValueError) as error:
             raise type(error)(f"{error}; what was lost: {reason}") from None
+        self._use(made)
+        recovery.action, recovery.plan, recovery.stage = "replan", made.change, None
+        passed_s = time.perf_counter() - recovery.clock_s
+        recovery.predicted_s = passed_s + self.predicted_s(made.plan, lost=index)
+
+    def _use(self, made: Replanned) -> None:
         self.plan, self.limits = made.plan, made.limits
         kept = self._settings.options.layer_cache
         self._settings = replace(
             self._settings, options=replace(made.options, keep_layers_in=None, layer_cache=kept)
         )
         self._cluster = None
-        recovery.action, recovery.plan, recovery.stage = "replan", made.change, None
         now = made.change["now"]
         _log.warning(
             "planned again: weights %s (before: %s), KV %s, %d requests at once, over %s",
@@ -231,24 +298,35 @@ class EngineStarter:
         """
         return self.client is None or not self.client.was_refused
 
-    def _started(self, on_load: OnLoad | None) -> PipelineClient:
-        """Start all stages, in place of those that there were."""
+    def _started(self, on_load: OnLoad | None, *, keep: bool = False) -> PipelineClient:
+        """Start all stages, in place of those that there were; `keep`: in their processes."""
+        left: Mapping[DeviceOf, StageHandle] = {}
         if self.client is not None:
-            self.client.kill()
+            began_s = time.perf_counter()
+            if keep:
+                left = self.client.leave()
+            else:
+                self.client.kill()
+            self._times.leave_s = time.perf_counter() - began_s
             self.client = None
-        if self._launcher is not None and self._launcher.lost() is not None:
-            self._launcher.__exit__(None, None, None)
-            self._launcher = None
+        backend = choose_backend(self.plan, self._settings.options)
+        launcher = self._launcher
+        if launcher is not None and (launcher.lost() is not None or self._outgrown(backend)):
+            launcher.__exit__(None, None, None)
+            self._launcher, left = None, {}
         if self._launcher is None:
             self._launcher = make_launcher(self.plan, self._settings.options).__enter__()
-        else:
-            self._launcher.stop()
+            self._backend = backend
         client = PipelineClient(self.plan, self._settings, self._cluster, on_load)
         self.client = client
         if self._cancelled:
             raise StageLostError("the engine was closed")
-        client.place(self._launcher)
-        began_s = time.perf_counter()
+        client.place(self._launcher, left)
+        self._started_plan = self.plan
         client.begin()
-        self._first_load_s = self._first_load_s or time.perf_counter() - began_s
+        self._times.learn(self.plan, client.took, client.load_reports, client.moved)
         return client
+
+    def _outgrown(self, backend: Backend) -> bool:
+        """Whether a plan has stages that the launcher of a smaller one cannot start."""
+        return _ORDER.index(backend) > _ORDER.index(self._backend)

@@ -17,7 +17,7 @@ from typing import Any
 
 from llmpq.child import CallFailed
 from llmpq.errors import DeadlineError, LlmpqError, StageLostError
-from llmpq.runtime.launch.engine_starter import EngineStarter
+from llmpq.runtime.launch.engine_starter import EngineStarter, Replanned
 from llmpq.runtime.launch.pipeline_client import PipelineClient
 from llmpq.runtime.launch.poison import PoisonHunt
 from llmpq.runtime.launch.recovery import Recovery
@@ -62,6 +62,8 @@ class EngineThread:
         self._suspect: tuple[PipelineClient, BaseException] | None = None
         """An engine that a caller found lost before this thread did."""
         self._closed = False
+        self._moved = threading.Event()
+        """Set once the stages are those of a plan that was chosen, or there are none."""
         self._hunt = PoisonHunt(max_rows)
         self.recovery: Recovery | None = None
         """What is being recovered; None while the stages work."""
@@ -212,6 +214,34 @@ class EngineThread:
             self._thread.join(_END_S)
             self._fail(StageLostError("the engine was closed"))
 
+    def move_to(self, made: Replanned, *, reason: str, action: str) -> Recovery:
+        """Go on by another plan; return once its stages have what is under way.
+
+        The steps under way end first. `RuntimeError` while stages are recovered, or where there is
+        no record of requests.
+        """
+        with self._lock:
+            self._require_open()
+            if self._starter is None:
+                raise RuntimeError(
+                    "with on_loss='stop' there is no record of requests, without which none can go "
+                    "on elsewhere: start with on_loss='restart' or 'replan'"
+                )
+            if self.recovery is not None:
+                raise RuntimeError("stages are being recovered: try again once they serve")
+            self._moved.clear()
+            self.recovery = recovery = self._starter.planned(made, reason=reason, action=action)
+            engine = self.engine
+        try:
+            engine.halt()
+        except Exception as error:
+            if not self._is_lost(engine, error):
+                raise
+        self._moved.wait()
+        if self._error is not None:
+            raise self._error
+        return recovery
+
     def check_alive(self) -> None:
         """Raise what ended the engine, if it has ended."""
         self._require_open()
@@ -244,7 +274,13 @@ class EngineThread:
         while True:
             try:
                 self._hand_out(self.engine)
-                return
+                if self.recovery is None or not self._may_recover():
+                    return
+                try:
+                    self._go_on([])
+                except BaseException as final:
+                    self._fail(final)
+                    return
             except BaseException as error:
                 if not (self._may_recover() and isinstance(error, _LOSSES)):
                     self._fail(error)
@@ -317,12 +353,18 @@ class EngineThread:
             failed = self._hunt.note_loss(self._records.values(), raised=raised)
             self._suspect = None
             aborted = [record for record in self._records.values() if record.aborted]
-            self._base = replace(self.progress, waiting=0, running=0, gauges={})
         _log.warning("%s; it is recovered", error)
         self._end_records(failed, failure=f"the request ends every stage that gets it: {error}")
-        self._end_records(aborted)
         if self._hunt.broken():
             raise error
+        self._go_on(aborted)
+
+    def _go_on(self, aborted: Sequence[RequestRecord]) -> None:
+        """Have stages started, and give them what has not ended."""
+        assert self._starter is not None
+        with self._lock:
+            self._base = replace(self.progress, waiting=0, running=0, gauges={})
+        self._end_records(aborted)
         while True:
             engine = self._starter.restart()
             try:
@@ -336,6 +378,7 @@ class EngineThread:
         self._starter.resubmitted(
             num_requests=len(begun), num_kept=sum(record.num_before for record in begun)
         )
+        self._moved.set()
 
     def _resubmit(self, engine: PipelineClient) -> None:
         """Give fresh stages what has not ended, also what comes meanwhile."""
@@ -395,6 +438,7 @@ class EngineThread:
             self._error = self._error or error
             self.recovery = None
             left, self._records = self._records, {}
+        self._moved.set()
         for number, record in left.items():
             record.listener(RequestOutputDelta(id=number, error=self._error))
 

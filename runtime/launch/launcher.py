@@ -7,9 +7,9 @@ connecting, watching, blaming) is the engine's and the same for all. A call that
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
-from types import TracebackType
+from types import MappingProxyType, TracebackType
 from typing import Any, Protocol, Self
 
 from llmpq.cluster import Cluster
@@ -37,6 +37,8 @@ class Launcher(Protocol):
 
     needs_rendezvous: bool
     """Whether the stages find each other at a host and a port."""
+    moves_stages: bool
+    """Whether a stage's process may go on as a stage of another plan."""
 
     def __enter__(self) -> Self: ...
 
@@ -51,12 +53,20 @@ class Launcher(Protocol):
         """Return what to raise once Ray, which holds the stages, is gone; else None."""
         ...
 
-    def stop(self) -> None:
-        """Take down the stages that were started, so that others may be."""
+    def stop(self, *, but: Collection[StageHandle] = ()) -> None:
+        """Take down the stages that were started, so that others may be; `but` some of them."""
         ...
 
     def start(
-        self, plan: Plan, settings: Sequence[StageSettings], cluster: Cluster | None
+        self,
+        plan: Plan,
+        settings: Sequence[StageSettings],
+        cluster: Cluster | None,
+        left: Mapping[int, StageHandle] = MappingProxyType({}),
     ) -> Sequence[StageHandle]:
-        """Start every stage of a plan, each with its settings."""
+        """Start every stage of a plan, each with its settings.
+
+        `left`: by their numbers in the plan, stages that have left another one, whose processes
+        and layers go on.
+        """
         ...

@@ -13,23 +13,31 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future
 from concurrent.futures import wait as wait_for
 from contextlib import ExitStack, contextmanager
+from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 from llmpq.child import CallFailed
 from llmpq.cluster import Cluster
-from llmpq.errors import DeadlineError
+from llmpq.errors import DeadlineError, StageLostError
 from llmpq.plan import Plan
 from llmpq.runtime.launch.choose_launcher import make_launcher
 from llmpq.runtime.launch.failures import GRACE_S, is_consequence, lost_stage, named_stage
 from llmpq.runtime.launch.launcher import Launcher, OnLoad, StageHandle
 from llmpq.runtime.launch.stages.load_watch import LoadWatch
 from llmpq.runtime.launch.stages.stage_host import meeting_host, process_space
-from llmpq.runtime.launch.stages.stage_place import StagePlace, settings_of_stages
+from llmpq.runtime.launch.stages.stage_place import (
+    DeviceOf,
+    StagePlace,
+    device_of,
+    settings_of_stages,
+)
 from llmpq.runtime.launch.stages.stage_settings import StageSettings
+from llmpq.runtime.launch.start_times import StartTimes
 from llmpq.runtime.request import EngineOutputs, Finished, Progress, Request
 from llmpq.runtime.token_rules import Guide, LogprobOutput
 from llmpq.runtime.trace import LoadReport, StageRecord
@@ -37,6 +45,10 @@ from llmpq.runtime.trace import LoadReport, StageRecord
 _POLL_S = 0.25
 _STILL_STEPS = 4
 """Step deadlines after which a pipeline that computes nothing while rows wait is given up."""
+_LEAVE_S = 3.0
+"""How long a stage may take to leave: for the step under way, and for what is on its device."""
+_MOVE_S = 10.0
+"""How long one that has left may take to free what is not held."""
 
 
 class PipelineClient:
@@ -74,6 +86,10 @@ class PipelineClient:
         """Whether every stage was given its place; they may be loading."""
         self.was_refused = False
         """Whether it said why it could not go on; it died or was silent otherwise."""
+        self.took = StartTimes()
+        self._placed_s = time.perf_counter()
+        self.moved: frozenset[int] = frozenset()
+        """Stages whose process had one of another plan before."""
         self._progress = Progress()
         self._num_submitted, self._closed = 0, False
         self._moved_s = time.monotonic()
@@ -115,11 +131,16 @@ class PipelineClient:
     def begin(self) -> None:
         """Load and connect the stages and start their loops."""
         self.places = self._all("identity", self._deadlines.load_s)
+        self.took.started_s = time.perf_counter() - self._placed_s
         here = process_space()
         self._pids = [place.pid if place.space == here else 0 for place in self.places]
         self.phase = "loading"
+        began_s = time.perf_counter()
+        loads = [stage.call("load") for stage in self._stages]
+        for index, load in enumerate(loads):
+            load.add_done_callback(partial(self.took.note_load, index, began_s))
         self.load_reports = self._gather(
-            [stage.call("load") for stage in self._stages],
+            loads,
             self._deadlines.load_s,
             watch=LoadWatch(
                 self._stages,
@@ -128,7 +149,9 @@ class PipelineClient:
                 self._on_load,
             ),
         )
+        began_s = time.perf_counter()
         self._connect()
+        self.took.connected_s = time.perf_counter() - began_s
         self.phase = "prefill"
         self._running = {stage.call("run"): i for i, stage in enumerate(self._stages)}
 
@@ -226,12 +249,66 @@ class PipelineClient:
         """Return the process of every stage."""
         return list(self._pids)
 
-    def place(self, launcher: Launcher) -> None:
-        """Start a stage each; a node may have the model at a path of its own."""
+    def place(
+        self, launcher: Launcher, left: Mapping[DeviceOf, StageHandle] = MappingProxyType({})
+    ) -> None:
+        """Start a stage each; a node may have the model at a path of its own.
+
+        `left`: stages that have left another plan, by their devices; where this one has a stage
+        there, their process goes on as that.
+        """
         settings = settings_of_stages(self.plan, self._cluster, self._settings)
         self._launcher = launcher
-        self._stages = launcher.start(self.plan, settings, self._cluster)
+        moved = {
+            index: left[device_of(place)]
+            for index, place in enumerate(self.plan.places)
+            if device_of(place) in left
+        }
+        launcher.stop(but=moved.values())
+        self.moved = frozenset(moved)
+        self._stages = launcher.start(self.plan, settings, self._cluster, moved)
+        self._placed_s = time.perf_counter()  # a launcher may have had to start itself
         self.is_placed = True
+        calls = {i: one.call("move", i, self.plan, settings[i]) for i, one in moved.items()}
+        for index, call in calls.items():
+            try:
+                call.result(_MOVE_S)
+            except (CallFailed, TimeoutError) as error:
+                self.failed_stage = index
+                raise StageLostError(
+                    f"{self._named(index)} did not go on as part of another plan: {error}"
+                ) from None
+
+    def halt(self) -> None:
+        """Let the loops end with the steps under way; requests that have not ended go on later."""
+        self._ask_first("halt")
+
+    def leave(self) -> dict[DeviceOf, StageHandle]:
+        """End this pipeline; return the stages whose processes may go on as others, by devices.
+
+        Those are the ones that are not to blame, and whose loops end.
+        """
+        launcher = self._launcher
+        if launcher is None or not launcher.moves_stages or not self.is_placed:
+            self.kill()
+            return {}
+        lost = self.failed_stage
+        if lost is not None:
+            self._stages[lost].kill(self._pids[lost] if self._pids else 0)
+        others = [index for index in range(len(self._stages)) if index != lost]
+        calls = {index: self._stages[index].call("leave", _LEAVE_S) for index in others}
+        end_s = time.monotonic() + 2 * _LEAVE_S
+        found = {}
+        for index, call in calls.items():
+            try:
+                left = bool(call.result(max(0.0, end_s - time.monotonic())))
+            except (CallFailed, TimeoutError):
+                left = False
+            if left:
+                found[device_of(self.plan.places[index])] = self._stages[index]
+            else:
+                self._stages[index].kill(self._pids[index] if self._pids else 0)
+        return found
 
     def _connect(self) -> None:
         """Open the rendezvous and let every stage join it."""

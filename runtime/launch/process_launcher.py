@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import Future
-from types import TracebackType
+from types import MappingProxyType, TracebackType
 from typing import Any, Self
 
 from llmpq.child import Child, ChildProcess
 from llmpq.cluster import Cluster
 from llmpq.plan import Plan, StagePlan
+from llmpq.runtime.launch.launcher import StageHandle
 from llmpq.runtime.launch.stages.fork_server import STAGE_PROCESS
 from llmpq.runtime.launch.stages.forked_process import ForkServer
 from llmpq.runtime.launch.stages.stage_settings import StageSettings
@@ -25,7 +26,7 @@ from llmpq.runtime.launch.stages.stage_wire import plan_data, read_answer, write
 class ProcessLauncher:
     """One process per device of a stage; a GPU stage sees the GPU of its plan's device number."""
 
-    needs_rendezvous = True
+    needs_rendezvous = moves_stages = True
 
     def __init__(self, *, behind_server: bool = False) -> None:
         """`behind_server`: stages on CPUs leave them to this process whenever it wants one."""
@@ -45,29 +46,39 @@ class ProcessLauncher:
         self.stop()
         self._forks.close()
 
-    def stop(self) -> None:
-        """End the stages that were started."""
-        for stage in self._stages:
+    def stop(self, *, but: Collection[StageHandle] = ()) -> None:
+        """End the stages that were started, but some."""
+        ended = [stage for stage in self._stages if stage not in but]
+        for stage in ended:
             stage.kill()
-        for stage in self._stages:
+        for stage in ended:
             stage.wait()
-        self._stages.clear()
+        self._stages = [stage for stage in self._stages if stage in but]
 
     def lost(self) -> None:
         """Return None: the stages are this process's children."""
 
     def start(
-        self, plan: Plan, settings: Sequence[StageSettings], cluster: Cluster | None
-    ) -> list[ProcessStage]:
+        self,
+        plan: Plan,
+        settings: Sequence[StageSettings],
+        cluster: Cluster | None,
+        left: Mapping[int, StageHandle] = MappingProxyType({}),
+    ) -> list[StageHandle]:
         """Start a process per device; they import, make their workers and wait for calls."""
         data = plan_data(plan)
+        stages: list[StageHandle] = []
         for index, stage in enumerate(plan.places):
+            if index in left:
+                stages.append(left[index])
+                continue
             first: dict[str, Any] = {"index": index, "plan": data}
             first |= {"settings": settings[index].to_data()}
             first |= {"lowest_priority": self._behind_server and stage.is_cpu}
             forks = self._forks if stage.is_cpu else None
             self._stages.append(ProcessStage(first, environment_of(stage), forks))
-        return list(self._stages)
+            stages.append(self._stages[-1])
+        return stages
 
 
 class ProcessStage:

@@ -1,4 +1,4 @@
-"""A recovery from the loss of a stage: what was lost, what was done about it, how long it took."""
+"""A recovery from the loss of a stage, or a move to other devices: why, what was done, how long."""
 
 from __future__ import annotations
 
@@ -14,13 +14,19 @@ class Recovery:
     """What is being recovered, or was."""
 
     reason: str
-    """What was lost, and how: a sentence."""
+    """What was lost, and how, or why layers are moved: a sentence."""
     phase: str
     """What the engine did then: start-up, loading, prefill, decode, ..."""
     stage: int | None = None
     """The stage that was lost first, None where it is not known."""
     action: str = "restart"
-    """`restart`: the same plan on fresh stages; `replan`: another plan on the devices left."""
+    """`restart`: the same plan on fresh stages; `replan`: another plan on the devices left.
+
+    Without a loss, `add`: another plan for more devices; `drain`: for fewer; `slow`: as one takes
+    longer than planned.
+    """
+    undone: str | None = None
+    """Why the plan before goes on: the other one could not be started."""
     began_s: float = field(default_factory=time.time)
     """Since 1970."""
     predicted_s: float | None = None
@@ -33,6 +39,10 @@ class Recovery:
     """Requests that went on."""
     num_kept: int = 0
     """Tokens that they had, which are recomputed."""
+    num_held: int = 0
+    """Layers that devices had, and that were not loaded again."""
+    num_loaded: int = 0
+    """Layers that were loaded, by the start that served."""
     num_attempts: int = 0
     """How often stages were started: they may be lost again meanwhile."""
     plan: Mapping[str, Any] | None = None
@@ -61,8 +71,11 @@ class Recovery:
             "attempts": self.num_attempts,
             "requests": self.num_requests,
             "tokens_kept": self.num_kept,
+            "layers_held": self.num_held,
+            "layers_loaded": self.num_loaded,
             "predicted_s": self.predicted_s,
             "measured_s": self.measured_s,
             "pause_s": self.pause_s,
+            "undone": self.undone,
             "plan": self.plan,
         }

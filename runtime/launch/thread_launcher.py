@@ -6,9 +6,9 @@ import ctypes
 import gc
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import Future
-from types import TracebackType
+from types import MappingProxyType, TracebackType
 from typing import Any, Self
 
 import torch
@@ -17,6 +17,7 @@ from llmpq.child import CallFailed
 from llmpq.cluster import Cluster
 from llmpq.out_of_memory import first_line
 from llmpq.plan import Plan
+from llmpq.runtime.launch.launcher import StageHandle
 from llmpq.runtime.launch.stages.stage_settings import StageSettings
 from llmpq.runtime.launch.stages.stage_worker import StageWorker
 from llmpq.runtime.links.thread_links import ThreadRendezvous
@@ -33,7 +34,7 @@ _LOAD_END_S = 10.0
 class ThreadLauncher:
     """All stages in this process; those on GPUs use the devices of the plan's numbers."""
 
-    needs_rendezvous = False
+    needs_rendezvous = moves_stages = False
 
     def __init__(self) -> None:
         self._stages: list[ThreadStage] = []
@@ -50,8 +51,9 @@ class ThreadLauncher:
     ) -> None:
         self.stop(broken=error is not None)
 
-    def stop(self, *, broken: bool = True) -> None:
+    def stop(self, *, but: Collection[StageHandle] = (), broken: bool = True) -> None:
         """End the stages; `broken`: without waiting for those that wait for each other."""
+        assert not but, "threads of a plan end together"
         end_s = time.monotonic() + _END_S
         if self._rendezvous is not None and broken:
             self._rendezvous.break_off()
@@ -72,9 +74,14 @@ class ThreadLauncher:
         """Return None: the stages are threads of this process."""
 
     def start(
-        self, plan: Plan, settings: Sequence[StageSettings], cluster: Cluster | None
+        self,
+        plan: Plan,
+        settings: Sequence[StageSettings],
+        cluster: Cluster | None,
+        left: Mapping[int, StageHandle] = MappingProxyType({}),
     ) -> list[ThreadStage]:
         """Make an actor per stage."""
+        assert not left, "threads of a plan end together"
         devices = ["cpu" if s.is_cpu else f"cuda:{s.device_index}" for s in plan.places]
         self._rendezvous = ThreadRendezvous(devices, plan.workers)
         for index, own in enumerate(settings):

@@ -93,6 +93,10 @@ class StageLinks(Protocol):
         """Wait until everything sent has left."""
         ...
 
+    def break_off(self) -> None:
+        """End what waits for stages that are gone; called by another thread."""
+        ...
+
 
 class DeviceLinks:
     """Links over torch.distributed: NCCL, or gloo where there are no GPUs (tests)."""
@@ -187,6 +191,11 @@ class DeviceLinks:
             self._sent.popleft()[0].wait()
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
+
+    def break_off(self) -> None:
+        """Abort the communicators."""
+        for group in self.groups:
+            group.abort()
 
     def trial(self) -> str | None:
         """Exchange a tensor with both neighbours; return what went wrong, None if nothing did."""

@@ -41,6 +41,8 @@ _CONTROL_BYTES = 1024
 HOST_BYTES = 16
 """Of what says which host a process is on."""
 _MAX_TIMED = 100_000
+_LAST = 2**31 - 1
+"""No wait is for a later message."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -167,6 +169,13 @@ class PeerLinks:
         """Wait until everything sent has left and everything enqueued is done."""
         torch.cuda.synchronize(self.device)
         self._leaving.clear()
+
+    def break_off(self) -> None:
+        """Let streams go on that wait for stages that are gone: what they compute is for nobody."""
+        with torch.cuda.device(self.device), torch.cuda.stream(torch.cuda.Stream(self.device)):
+            for place in (_ARRIVED, _TOKENS, _READ):
+                self._view(place, (1,), torch.int32).fill_(_LAST)
+            torch.cuda.current_stream(self.device).synchronize()
 
     def trial(self) -> str | None:
         """Send a number round the ring, within the deadline; return what went wrong."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from types import MappingProxyType
 from typing import TypeVar, cast
@@ -44,6 +44,8 @@ DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch
 
 Reader = Callable[[], dict[str, Tensor]]
 Part = TypeVar("Part", DecoderLayer, Head)
+HeadKey = tuple[WeightScheme | None, bool]
+"""How an output matrix is stored, and whether it is the embedding's."""
 
 
 class StageModel(nn.Module):
@@ -59,14 +61,18 @@ class StageModel(nn.Module):
         whole: ModelSpec | None = None,
         is_last: bool | None = None,
         reduce: Reduce | None = None,
+        held: HeldParts | None = None,
     ) -> None:
         """`whole`: the model's spec, where `spec` is what one of a stage's devices has of it.
 
         `is_last`: whether these are the model's last layers, of which a stage's first device alone
         has the head; by default where there is a head. `reduce`: the sum over a stage's devices,
-        where it has several.
+        where it has several. `held`: the same parts, for a stage that takes this one's place.
         """
         super().__init__()
+        self.held = held
+        self.num_held = 0
+        """Layers that were on the device before this stage was made."""
         self.spec, self.whole_spec = spec, whole or spec
         self.is_last = head is not None if is_last is None else is_last
         self.reduce = reduce
@@ -94,6 +100,7 @@ class StageModel(nn.Module):
         on_layer: Callable[[int | None], None] | None = None,
         runner: LayerRunner | None = None,
         split: Split | None = None,
+        held: HeldParts | None = None,
     ) -> StageModel:
         """Read and quantise layer by layer, while the next part is being read.
 
@@ -103,6 +110,8 @@ class StageModel(nn.Module):
         matrix's, which is then a copy of its own where it is tied; `on_layer` hears of every
         finished layer; `runner` computes the layers, torch's operators by default; `split`: how
         the layers are shared with other devices, of which one of the last stage `has_head`.
+        `held`: what the device has of the model from the stage before on it; of that, what is
+        wanted is not read again, and the rest is freed.
         """
         if len(precisions) != len(layers):
             raise ValueError(f"{len(precisions)} precisions for {len(layers)} layers")
@@ -115,26 +124,50 @@ class StageModel(nn.Module):
             source.take_member(split.member)
         builder = _Builder(Wiring(own, place, runner, split=split), own, dtype, place, on_matrix)
         schemes = dict(zip(layers, map(scheme, precisions), strict=True))
+        tied = first and last and spec.tied_embeddings
+        with_head = last and has_head
+        head_key: HeadKey | None = (scheme(head_precision), tied) if with_head else None
+        found = None
+        if held is not None:  # what is not wanted is freed before anything is read
+            like = held.builder.is_like(builder, split)
+            found = held.take(schemes if like else {}, first=first and like, head_key=head_key)
+            builder = replace(found.builder, on_matrix=on_matrix) if like else builder
+        held_layers = {} if found is None else found.layers
         source.keep_codes(schemes)
-        readers: list[Reader] = [partial(source.layer, index, dtype) for index in layers]
-        if first:
+        missing = [index for index in layers if index not in held_layers]
+        readers: list[Reader] = [partial(source.layer, index, dtype) for index in missing]
+        embedding = None if found is None else found.embedding
+        if first and embedding is None:
             readers.append(partial(source.embedding, dtype))
         parts = _one_ahead([_on_this_stream(reader, builder.device) for reader in readers])
-        built = []
-        for index, precision in zip(layers, precisions, strict=True):
-            built.append(builder.layer(next(parts), scheme(precision), index))
+        built: dict[int, DecoderLayer] = {}
+        for index in layers:
+            known = held_layers.get(index)
+            built[index] = known or builder.layer(next(parts), schemes[index], index)
             if on_layer is not None:
                 on_layer(index)
-        embedding = builder.embedding(next(parts)) if first else None
-        head = None
-        if last and has_head:
-            tied = {}
-            if embedding is not None and spec.tied_embeddings:
-                tied = {"output.weight": embedding.tokens_Vh}
-            tensors = source.head(dtype, with_output=not tied)
-            head = builder.head(tensors, tied, scheme(head_precision))
-        reduce = None if split is None else split.reduce
-        return cls(own, built, embedding, head, whole=spec, is_last=last, reduce=reduce)
+        if first and embedding is None:
+            embedding = builder.embedding(next(parts))
+        head = None if found is None else found.head
+        if head_key is not None and head is None:
+            shared = {}
+            if tied:
+                assert embedding is not None
+                shared = {"output.weight": embedding.tokens_Vh}
+            tensors = source.head(dtype, with_output=not shared)
+            head = builder.head(tensors, shared, scheme(head_precision))
+        made = cls(
+            own,
+            [*built.values()],
+            embedding,
+            head,
+            whole=spec,
+            is_last=last,
+            reduce=None if split is None else split.reduce,
+            held=HeldParts(builder, schemes, built, embedding, head, head_key),
+        )
+        made.num_held = len(built) - len(missing)
+        return made
 
     def abridged(self) -> StageModel:
         """Return a stage of the first layer, the last and one of each kind between them.
@@ -272,6 +305,11 @@ class _Builder:
     device: torch.device
     on_matrix: Callable[[], None] | None
 
+    def is_like(self, other: _Builder, split: Split | None) -> bool:
+        """Whether its parts are those that another one would make; `split`: of the other."""
+        own = (self.spec, self.dtype, self.device)
+        return own == (other.spec, other.dtype, other.device) and self.wiring.split == split
+
     def layer(
         self, tensors: dict[str, Tensor], scheme: WeightScheme | None, index: int
     ) -> DecoderLayer:
@@ -300,6 +338,38 @@ class _Builder:
             norm_eps=self.spec.norm_eps,
             on_matrix=self.on_matrix,
         )
+
+
+@dataclass
+class HeldParts:
+    """Parts of a model that lie on a device, and how they were made."""
+
+    builder: _Builder
+    schemes: Mapping[int, WeightScheme | None]
+    """How each layer is stored, by its number in the model."""
+    layers: Mapping[int, DecoderLayer]
+    embedding: Embedding | None
+    head: Head | None
+    head_key: HeadKey | None
+
+    def take(
+        self,
+        schemes: Mapping[int, WeightScheme | None],
+        *,
+        first: bool,
+        head_key: HeadKey | None,
+    ) -> HeldParts:
+        """Return what of it a stage of these layers uses, and let go of everything."""
+        layers = {
+            index: layer
+            for index, layer in self.layers.items()
+            if index in schemes and schemes[index] == self.schemes[index]
+        }
+        embedding = self.embedding if first else None
+        head = self.head if head_key is not None and head_key == self.head_key else None
+        found = replace(self, layers=layers, embedding=embedding, head=head)
+        self.layers, self.embedding, self.head = {}, None, None
+        return found
 
 
 def _together(part: Part) -> Part:

@@ -75,7 +75,7 @@ class Wiring:
 
         `split`: where several devices share the layers, of which `spec` is what this one has.
         """
-        self._spec, self._runner, self._split = spec, runner or PlainLayers(), split
+        self._spec, self._runner, self.split = spec, runner or PlainLayers(), split
         self._rotary, self._window_rotary = _rotaries(spec, device)
         self._slopes_H = None
         if spec.positions == "alibi":
@@ -154,17 +154,17 @@ class Wiring:
 
     def _summed(self, part: Linear, *, cut: bool) -> Linear:
         """Return the last product of attention or an MLP: a sum over devices where that is cut."""
-        if self._split is None or not cut:
+        if self.split is None or not cut:
             return part
-        return RowParallelLinear(part.weight, part.bias, self._split.reduce)
+        return RowParallelLinear(part.weight, part.bias, self.split.reduce)
 
     @property
     def _cuts_attention(self) -> bool:
-        return self._split is not None and self._split.member.heads is not None
+        return self.split is not None and self.split.member.heads is not None
 
     @property
     def _cuts_mlps(self) -> bool:
-        return self._split is not None and self._split.member.cuts_mlps
+        return self.split is not None and self.split.member.cuts_mlps
 
     def _norm(self, parts: LayerTensors, name: str) -> Norm:
         """Return a norm over the hidden size."""
@@ -224,8 +224,8 @@ class Wiring:
     ) -> SparseMLP:
         """Return experts: where they are cut, one sum over devices of all of them."""
         mixture = self._runner.sparse_mlp(routing, experts, count, shared)
-        if self._split is not None and self._cuts_mlps:
-            mixture.reduce = self._split.reduce
+        if self.split is not None and self._cuts_mlps:
+            mixture.reduce = self.split.reduce
         return mixture
 
     def head(self, parts: LayerTensors) -> Head:

@@ -9,6 +9,7 @@ import threading
 import time
 from asyncio import TimerHandle, Transport
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from types import FrameType
 from typing import Any, Protocol
 
@@ -17,6 +18,7 @@ from fastapi import FastAPI
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from llmpq.precision import bits_of
+from llmpq.runtime.control_socket import answering
 from llmpq.runtime.gc_freeze import gc_freeze
 from llmpq.runtime.llm import LLM
 from llmpq.runtime.serve.app import make_app
@@ -266,10 +268,12 @@ def serve(
 ) -> BaseException | None:
     """Serve until asked to end; return why the engine could not be loaded or what ended it."""
     server = EngineServer(service, make_app(service), host, port)
+    control = ExitStack()
 
     def load() -> None:
         try:
             service.llm = open_llm()
+            control.enter_context(answering(service.llm))
             gc_freeze()
             if sampling := dict(service.llm.generation_config.sampling):
                 _log.info(
@@ -292,6 +296,7 @@ def serve(
     try:
         server.run()
     finally:
+        control.close()
         if service.llm is not None:
             service.llm.close()
     return server.failure

@@ -11,6 +11,7 @@ Legend: B rows, T tokens, h hidden, R rows that sample.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
@@ -346,19 +347,22 @@ class CudaStageRunner(StageRunner):
             self.sampler.score_prompts(self.model.head, own, rows_of(message, [row]))
             first += count
 
-    def warm_up(self, rows: int, step_tokens: int, *, gamma: int = 0) -> None:
+    def warm_up(self, rows: int, step_tokens: int, *, gamma: int = 0, capture: bool = True) -> None:
         """Capture steps of chunks and decode steps of up to so many rows, the largest first.
 
-        None is left to be captured while requests wait. Their kernels, and those of longer steps,
-        are compiled before, side by side. No request owns what they leave in the cache.
+        None is left to be captured while requests wait, but without `capture`: then each is when it
+        first comes. Their kernels, and those of longer steps, are compiled before, side by side. No
+        request owns what they leave in the cache.
         """
         captured = [*self._captured_steps(rows, step_tokens, gamma)]
+        began_s = time.perf_counter()
         with compiling_missing():
             for step in (*self._long_steps(step_tokens), *captured):
                 message, hidden = self._zeros(*step)
                 self.kv.take_rows(message.paged, message.starts)
                 self._graphs_of(message).run_through(message, hidden)
-        for step in captured:
+        self.compiled_s = time.perf_counter() - began_s
+        for step in captured if capture else ():
             self.run(*self._zeros(*step))
         self._times.forget()
 

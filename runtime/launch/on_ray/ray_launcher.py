@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from types import TracebackType
+from types import MappingProxyType, TracebackType
 from typing import TYPE_CHECKING, Self
 
 import ray
@@ -16,6 +16,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from llmpq.cluster import Cluster
 from llmpq.errors import StageLostError
 from llmpq.plan import Plan
+from llmpq.runtime.launch.launcher import StageHandle
 from llmpq.runtime.launch.nodes.node_questions import require_same
 from llmpq.runtime.launch.on_ray.actor_class import actor_class
 from llmpq.runtime.launch.on_ray.connect import ray_cluster
@@ -43,6 +44,7 @@ RemoteStageWorker = actor_class(
         "open_rendezvous",
         "join",
         "run",
+        "halt",
         "submit",
         "abort",
         "reset_prefix_cache",
@@ -64,7 +66,7 @@ RemoteStageWorker = actor_class(
 class RayLauncher:
     """One actor per stage, in a placement group with one bundle each."""
 
-    needs_rendezvous = True
+    needs_rendezvous, moves_stages = True, False
 
     def __init__(self, options: EngineOptions) -> None:
         """`ray_address`: a running Ray; else this process's is used, or one started for the job."""
@@ -87,8 +89,9 @@ class RayLauncher:
         self.stop()
         self._ray.__exit__(kind, error, trace)
 
-    def stop(self) -> None:
+    def stop(self, *, but: Collection[StageHandle] = ()) -> None:
         """End the actors that were started, and give their bundles back."""
+        assert not but, "actors end with their placement group"
         if self._watch is not None:
             self._watch.close()
         self._started.close()
@@ -100,9 +103,14 @@ class RayLauncher:
         return lost if lost is not None or self._raylet is None else self._raylet.lost()
 
     def start(
-        self, plan: Plan, settings: Sequence[StageSettings], cluster: Cluster | None
+        self,
+        plan: Plan,
+        settings: Sequence[StageSettings],
+        cluster: Cluster | None,
+        left: Mapping[int, StageHandle] = MappingProxyType({}),
     ) -> list[RayStage]:
         """Reserve the bundles and start an actor in each; nodes of other versions are refused."""
+        assert not left, "actors end with their placement group"
         joined = self._address is not None
         placed = reserve(
             plan,

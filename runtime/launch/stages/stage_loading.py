@@ -15,6 +15,7 @@ from llmpq.runtime.backends.stage_runner import StageRunner
 from llmpq.runtime.drafts.drafters import AutoDrafter, FixedDrafter
 from llmpq.runtime.launch.plans.pool_plan import PoolPlan
 from llmpq.runtime.models.linear import Reduce
+from llmpq.runtime.models.stage_model import HeldParts
 from llmpq.runtime.options import EngineOptions
 from llmpq.runtime.trace import LoadReport
 from llmpq.runtime.weights.sources import TensorSource
@@ -29,8 +30,13 @@ def load_stage(
     *,
     on_layer: Callable[[int | None], None] | None = None,
     reduce: Reduce | None = None,
+    held: HeldParts | None = None,
+    capture: bool = True,
 ) -> tuple[StageRunner, LoadReport]:
-    """Load what a device holds; `index`: of `plan.workers`, `reduce`: as for `build_stage`."""
+    """Load what a device has to hold; `index`: of `plan.workers`, the rest as for `build_stage`.
+
+    `capture` as for `StageRunner.warm_up`.
+    """
     limits = pool.limits
     compute, report = build_stage(
         *(pool.plan, index, pool.spec, source, device, pool.size),
@@ -38,6 +44,7 @@ def load_stage(
         graphs=not pool.options.enforce_eager,
         on_layer=on_layer,
         reduce=reduce,
+        held=held,
     )
     mode, drafted = pool.options.draft_mode, 0
     if mode is not None:
@@ -47,8 +54,8 @@ def load_stage(
             mode, pool.size, layers=layers, kv=pool.plan.workload.kv, head=head
         )
         report, drafted = replace(report, draft_bytes=extra), pool.options.fixed_gamma or 0
-    compute.warm_up(limits.decode_rows, limits.step_tokens, gamma=drafted)
-    return compute, report
+    compute.warm_up(limits.decode_rows, limits.step_tokens, gamma=drafted, capture=capture)
+    return compute, replace(report, compiled_s=compute.compiled_s)
 
 
 def warm_up_together(pool: PoolPlan, compute: StageRunner) -> None:

@@ -16,6 +16,14 @@ from llmpq.plan_nodes import nodes_of
 from llmpq.runtime.launch.stages.stage_host import process_space
 from llmpq.runtime.launch.stages.stage_settings import StageSettings
 
+DeviceOf = tuple[str, int, str, int | None, int | None]
+"""A device, and how much of it a stage uses: node, number there, kind, threads, SMs."""
+
+
+def device_of(stage: StagePlan) -> DeviceOf:
+    """Return a stage's device."""
+    return stage.node, stage.device_index, stage.kind, stage.threads, stage.sms
+
 
 @dataclass(frozen=True, kw_only=True)
 class StagePlace:

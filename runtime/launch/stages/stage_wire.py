@@ -26,6 +26,9 @@ def write_args(method: str, args: Sequence[Any]) -> list[Any]:
         return [[write_request(request) for request in args[0]]]
     if method == "take_rules":
         return [[[number, rules.to_data()] for number, rules in args[0]]]
+    if method == "move":
+        index, plan, settings = args
+        return [index, plan_data(plan), settings.to_data()]
     return list(args)
 
 
@@ -83,6 +86,12 @@ class RemoteStageWorker:
 
         self._worker = StageWorker(
             index, Plan.parse_data(plan, where="plan"), StageSettings.from_data(settings), **more
+        )
+
+    def move(self, index: int, plan: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
+        """Let another stage, of another plan perhaps, take the place of this one, which left."""
+        self._worker = self._worker.successor(
+            index, Plan.parse_data(plan, where="plan"), StageSettings.from_data(settings)
         )
 
     def __getattr__(self, method: str) -> Callable[..., Any]:

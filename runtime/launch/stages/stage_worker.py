@@ -8,11 +8,14 @@ while others answer `poll` and `health`.
 from __future__ import annotations
 
 import datetime
+import gc
 import os
+import threading
+import traceback
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property, partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -35,6 +38,7 @@ from llmpq.runtime.launch.nodes.rendezvous import Rendezvous
 from llmpq.runtime.launch.on_ray.ray_watch import Heartbeat
 from llmpq.runtime.launch.plans.pool_plan import PoolPlan
 from llmpq.runtime.launch.stages.emulate import Emulation
+from llmpq.runtime.launch.stages.held_stage import HeldStage
 from llmpq.runtime.launch.stages.load_watch import LoadSigns
 from llmpq.runtime.launch.stages.stage_host import address_on, talk_over
 from llmpq.runtime.launch.stages.stage_loading import (
@@ -62,7 +66,7 @@ from llmpq.runtime.links.transport import (
     more_connections,
 )
 from llmpq.runtime.models.stage_model import DTYPES
-from llmpq.runtime.request import Abort, EngineOutputs, Mailbox, Request, ResetPrefixCache
+from llmpq.runtime.request import Abort, EngineOutputs, Halt, Mailbox, Request, ResetPrefixCache
 from llmpq.runtime.text.stop_texts import StopTexts
 from llmpq.runtime.token_rules import Guide, GuideKind, LogitsConstraints, LogprobOutput
 from llmpq.runtime.trace import (
@@ -82,6 +86,8 @@ from llmpq.speculation import MAX_GAMMA
 STORE_LIMIT = datetime.timedelta(seconds=60)
 """How long a stage may look for the first one's store; `join_gloo` then waits for all of them."""
 
+_State = Literal["new", "loading", "loaded", "joining", "joined", "running", "ended", "left"]
+
 
 class StageWorker:
     """Holds one stage; calls take and return values (`stage_wire.py`: as JSON data)."""
@@ -94,12 +100,15 @@ class StageWorker:
         *,
         threads: ThreadRendezvous | None = None,
         weights: SliceSource | None = None,
+        held: HeldStage | None = None,
     ) -> None:
         """`index`: of `plan.workers`, the devices of all stages.
 
         `threads`: the rendezvous of stages that are threads of one process; else by address.
 
         `weights`: who gives the stage's slice of the checkpoint, if it is not on this host.
+
+        `held`: what this process has of the stage before, which has left.
         """
         # Streams that wait for a neighbour must not hold others up in a shared queue (default: 8).
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
@@ -118,7 +127,10 @@ class StageWorker:
         self._rendezvous = Rendezvous(STORE_LIMIT)
         self._gpu: torch.device | None = None
         self._emulation: Emulation | None = None
-        self._stream: torch.cuda.Stream | None = None
+        self._held = held
+        self._stream: torch.cuda.Stream | None = None if held is None else held.stream
+        self._state: _State = "new"
+        self._ended = threading.Event()
         self._links: StageLinks | None = None
         self._more: list[dist.ProcessGroup] = []
         self._threads, self._weights = threads, weights
@@ -150,22 +162,32 @@ class StageWorker:
         os._exit(1)
 
     def load(self) -> LoadReport:
-        """Check the device, load the stage's slice, warm it up; returns what it allocated."""
+        """Check the device, load the stage's slice, warm it up; returns what it allocated.
+
+        Layers that the device holds already, at the plan's precision, are not loaded again.
+        """
+        if self._state != "new":
+            raise StageLostError("the stage has left its plan")
+        self._state = "loading"
         self._signs = LoadSigns()
         device = self._device()
         self._use_threads()
         spec, source = self._model(device)
         self._plan.require_model(spec)
         self._loaded = PoolPlan(self._plan, spec, self._settings.options)
+        held, self._held = self._held, None
         self._compute, report = load_stage(
             *(self._loaded, self._index, source, device),
             on_layer=self._on_layer,
             reduce=self._reduce,
+            held=None if held is None else held.parts_for(self._plan),
+            capture=held is None,
         )
         if self._index == 0 and self._drafter is None:
             rows = self._max_rows
             self._drafter = timed_drafter(self._compute, self._settings.options, rows)
         self._signs = None
+        self._state = "loaded"
         return replace(report, runner=type(self._compute).__name__)
 
     def _on_layer(self, index: int | None) -> None:
@@ -186,6 +208,7 @@ class StageWorker:
 
     def join(self, host: str, port: int) -> None:
         """Join the stages' process group."""
+        self._state = "joining"
         talk_over(host, address_on(self._settings.network_interface, self._settings.address))
         store = self._rendezvous.store(host, port)
         workers = self._plan.workers
@@ -201,6 +224,7 @@ class StageWorker:
             self._links = connect_devices(self._gpu, self._buffer_sizes(), kinds=kinds)
         if self._settings.address is not None and self._links is None:
             self._more = more_connections()
+        self._state = "joined"
 
     def _connect_members(self) -> None:
         """Connect the devices of shared stages; on GPUs, capture steps with their sums."""
@@ -218,7 +242,79 @@ class StageWorker:
             warm_up_together(self._pool, self._compute)
 
     def run(self) -> None:
-        """Run the stage's loop until the job ends."""
+        """Run the stage's loop until the job ends.
+
+        Where it fails the links to the other stages are cut, so that theirs fail, too.
+        """
+        self._state = "running"
+        try:
+            self._run()
+        except BaseException as error:
+            traceback.clear_frames(error.__traceback__)  # which have the connections
+            if self._threads is None:
+                self._disconnect()
+            raise
+        finally:
+            self._state = "ended"
+            self._ended.set()
+
+    def halt(self) -> None:
+        """Let all loops end with the steps under way (first stage only).
+
+        Requests stay as they are: whoever has their tokens goes on with them.
+        """
+        self._mailbox.requests.put(Halt())
+
+    def leave(self, limit_s: float) -> bool:
+        """End the loop, whatever it waits for, and the links; return whether that was done in time.
+
+        The layers stay, for `successor`. Not of a stage that loads, or is one of several devices.
+        """
+        if self._state in ("loading", "joining") or self._worker.shares:
+            return False
+        if self._state == "new":
+            self._state = "left"
+            return True
+        self._mailbox.requests.put(Halt())
+        if self._state == "running":
+            if self._links is not None:
+                self._links.break_off()
+            if not self._ended.wait(limit_s):
+                return False
+        elif self._links is not None:
+            self._links.break_off()
+        if self._gpu is not None:
+            torch.cuda.synchronize(self._gpu)  # raises what the device has come to
+        self._disconnect()
+        return True
+
+    def successor(self, index: int, plan: Plan, settings: StageSettings) -> StageWorker:
+        """Return the next stage of this process, with the layers that this one, which left, has.
+
+        Once all stages have left: until then others may write into this one's memory.
+        """
+        compute, self._compute = self._compute, None
+        self._links = None
+        if compute is None:  # it has not loaded
+            return StageWorker(index, plan, settings, weights=self._weights, held=self._held)
+        parts = compute.model.held
+        del compute
+        gc.unfreeze()
+        gc.collect()  # models, graphs and their modules refer to each other
+        if self._gpu is not None:
+            torch.cuda.empty_cache()
+        same = plan.places[index].sms == self._stage.sms
+        held = HeldStage(plan=self._plan, parts=parts, stream=self._stream if same else None)
+        return StageWorker(index, plan, settings, weights=self._weights, held=held)
+
+    def _disconnect(self) -> None:
+        """Close the connections of this stage's host."""
+        self._more = []
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        self._rendezvous = Rendezvous(STORE_LIMIT)
+
+    def _run(self) -> None:
         self._use_threads()
         assert self._compute is not None
         if self._threads is not None and self._reduce is not None:

@@ -1,0 +1,86 @@
+"""A plan that runs, as a plan of another problem: of fewer or more devices, or other costs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from llmpq.planner.problem.outcome import Assignment, Stage
+from llmpq.planner.problem.problem import Problem
+from llmpq.precision import Precision
+
+
+@dataclass(frozen=True, kw_only=True)
+class KnownStage:
+    """What a device of a problem's cluster holds."""
+
+    device: str
+    layers: tuple[int, int]
+    precisions: tuple[Precision, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class KnownPlan:
+    """Stages on devices of a cluster; together they hold all layers."""
+
+    stages: tuple[KnownStage, ...]
+    prefill_microbatch: int
+    decode_microbatch: int
+
+    def without(self, devices: Sequence[str | None]) -> KnownPlan | None:
+        """Return it on some of its devices, each by its name there, or None of one that is gone.
+
+        Half of what was on a device goes to either neighbour. None where no device is left.
+        """
+        kept = [i for i, device in enumerate(devices) if device is not None]
+        if not kept:
+            return None
+        bits = [precision for stage in self.stages for precision in stage.precisions]
+        ends = [0]
+        for left, right in zip(kept, kept[1:], strict=False):
+            gap = (self.stages[left].layers[1], self.stages[right].layers[0])
+            ends.append(sum(gap) // 2)
+        ends.append(len(bits))
+        stages = []
+        for place, (start, end) in zip(kept, zip(ends, ends[1:], strict=False), strict=True):
+            name, own = devices[place], tuple(bits[start:end])
+            assert name is not None
+            stages.append(KnownStage(device=name, layers=(start, end), precisions=own))
+        return KnownPlan(
+            stages=tuple(stages),
+            prefill_microbatch=self.prefill_microbatch,
+            decode_microbatch=self.decode_microbatch,
+        )
+
+    def in_numbers_of(self, p: Problem) -> Assignment | None:
+        """Return it as a solver of a problem has it; None where it has no such device or groups.
+
+        A precision that is not offered there becomes the next one below, or else the lowest.
+        """
+        class_of = {d.name: i for i, own in enumerate(p.classes) for d in own.devices}
+        starts = {group[0]: i for i, group in enumerate(p.groups)} | {
+            p.spec.num_layers: p.num_layers
+        }
+        stages = []
+        for stage in self.stages:
+            start, end = (starts.get(edge) for edge in stage.layers)
+            cls = class_of.get(stage.device)
+            if start is None or end is None or cls is None:
+                return None
+            firsts = [p.groups[group][0] - stage.layers[0] for group in range(start, end)]
+            choices = tuple(_choice(p, stage.precisions[first]) for first in firsts)
+            stages.append(Stage(cls=cls, start=start, end=end, choices=choices))
+        batch = p.workload.batch
+        return Assignment(
+            prefill_microbatch=min(self.prefill_microbatch, batch),
+            decode_microbatch=min(self.decode_microbatch, batch),
+            stages=tuple(stages),
+        )
+
+
+def _choice(p: Problem, precision: Precision) -> int:
+    if precision in p.choices:
+        return p.choices.index(precision)
+    below = [c for c in p.choices if c.weight_bits <= precision.weight_bits]
+    best = max(below or p.choices, key=lambda c: c.weight_bits if below else -c.weight_bits)
+    return p.choices.index(best)

@@ -1,0 +1,94 @@
+"""How long the parts of a start took, and from that how long the next one will take.
+
+A process that is fresh has to be there; every stage loads the layers that it does not hold, warms
+up, and is connected to the others. Stages do so side by side.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Collection, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any
+
+from llmpq.plan import Plan, StagePlan
+from llmpq.runtime.launch.stages.stage_place import DeviceOf, device_of
+from llmpq.runtime.trace import LoadReport
+
+
+@dataclass
+class StartTimes:
+    """Of one start."""
+
+    started_s: float = 0.0
+    """Until every process answered."""
+    connected_s: float = 0.0
+    load_s: dict[int, float] = field(default_factory=dict)
+    """By stage: until it was loaded and warm."""
+
+    def note_load(self, index: int, began_s: float, call: Future[Any]) -> None:
+        """Note that a stage's load has ended."""
+        self.load_s[index] = time.perf_counter() - began_s
+
+
+class StartModel:
+    """What is known of starts so far."""
+
+    def __init__(self) -> None:
+        self._fresh_s = self._moved_s = self._connect_s = 0.0
+        self.leave_s = 0.0
+        """How long the stages took to leave the plan before, the last time."""
+        self._layer_s: dict[DeviceOf, float] = {}
+        """Seconds that a layer took on a device, its share of embedding and head included."""
+        self._warm_s: dict[DeviceOf, float] = {}
+        """Seconds of a load that layers did not take: the KV cache, warming up."""
+
+    def learn(
+        self,
+        plan: Plan,
+        took: StartTimes,
+        loads: Sequence[LoadReport],
+        moved: Collection[int],
+    ) -> None:
+        """Note how long a start took; `moved`: stages whose processes were there."""
+        if len(moved) < len(plan.places):
+            self._fresh_s = took.started_s
+        else:
+            self._moved_s = took.started_s
+        self._connect_s = took.connected_s
+        for index, (place, load) in enumerate(zip(plan.places, loads, strict=True)):
+            own, num_new = device_of(place), place.num_layers - load.num_held
+            if num_new > 0:
+                self._layer_s[own] = load.layers_s / num_new
+            rest_s = took.load_s.get(index, load.seconds) - load.layers_s - load.compiled_s
+            self._warm_s[own] = max(0.0, rest_s)
+
+    def predicted_s(self, plan: Plan, before: Plan, left: Collection[DeviceOf]) -> float:
+        """Return how long a start of a plan will take.
+
+        `left`: devices on which processes go on with the layers of the plan before.
+        """
+        fresh = any(device_of(place) not in left for place in plan.places)
+        loads_s = [self._load_s(place, before, device_of(place) in left) for place in plan.places]
+        start_s = self._fresh_s if fresh else self._moved_s
+        return self.leave_s + start_s + max(loads_s) + self._connect_s
+
+    def _load_s(self, place: StagePlan, before: Plan, is_left: bool) -> float:
+        num_new = place.num_layers - (num_held(place, before) if is_left else 0)
+        own = device_of(place)
+        usual_s = statistics.median(self._layer_s.values()) if self._layer_s else 0.0
+        warm_s = statistics.median(self._warm_s.values()) if self._warm_s else 0.0
+        return self._warm_s.get(own, warm_s) + num_new * self._layer_s.get(own, usual_s)
+
+
+def num_held(place: StagePlan, before: Plan) -> int:
+    """Return how many of a stage's layers its device has, at their precision, by another plan."""
+    found = 0
+    for other in before.places:
+        if device_of(other) == device_of(place):
+            had = dict(zip(range(*other.layers), other.precisions, strict=True))
+            new = zip(range(*place.layers), place.precisions, strict=True)
+            found += sum(had.get(index) == precision for index, precision in new)
+    return found
