@@ -19,7 +19,7 @@ import itertools
 import math
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING
 
@@ -206,8 +206,8 @@ class Search:
         """Search for a short time from the simplest plans; return the bound, often a proof."""
         end, now = self.deadline, time.perf_counter()
         self.deadline = now + QUICK_SHARE * max(0.0, end - now)
-        if known is not None:
-            self.incumbent.offer(known)
+        if known is not None and not self.incumbent.offer(known):  # it has to be changed to fit
+            improved(self.incumbent, self.true_tables, known, (now + self.deadline) / 2)
         for plan in first_plans(self.true, self.true_tables):
             self.incumbent.offer(plan)
         if self.best is None:
@@ -242,6 +242,18 @@ class Search:
         from llmpq.planner.exact.start.walk import Walk
 
         return Walk(self.incumbent, self.true_tables)
+
+    def retime(self) -> None:
+        """Give the incumbent the micro-batch sizes that suit it best.
+
+        Where quality counts most their time hardly does, and a short search ends without them.
+        """
+        if self.best is not None:
+            pair = self.true_tables.best_pair(self.best.stages, math.inf)
+            if pair is not None:
+                self.incumbent.offer(
+                    replace(self.best, prefill_microbatch=pair[0], decode_microbatch=pair[1])
+                )
 
     def run(self) -> float:
         """Search, improve an incumbent that is not proven; return the proven lower bound."""
@@ -419,4 +431,5 @@ def solve_exact(
     if bound < search.target:
         (search.resume if warm.resumed else search.begin)(warm.known)
         bound = search.run()
+    search.retime()
     return search.outcome(bound, "")
