@@ -51,9 +51,11 @@ runtime/step <- runtime/models, runtime/weights, runtime/cache (one level) <- ru
 runtime/drafts <- runtime/backends <- runtime/engine <- runtime/launch
 runtime/launch <- runtime/simulate
 runtime/launch <- runtime/response_stream, runtime/plan_choice, runtime/replan <- runtime/llm
+runtime/replan <- runtime/elastic <- runtime/llm
 runtime/step <- runtime/links <- runtime/engine
 runtime/step <- runtime/text <- runtime/launch
 runtime/step <- runtime/report <- runtime/llm
+runtime/llm <- runtime/control_socket <- runtime/serve, runtime/tools, runtime/cli
 runtime/llm <- runtime/engines <- runtime/serve, runtime/tools, runtime/cli (one level)
 runtime/cli <- runtime/__main__
 """
@@ -68,6 +70,7 @@ ON_FIRST_USE = {
     ("llmpq", "planner/make"),
     ("runtime/auto_plan", "planner/make"),
     ("runtime/auto_plan", "planner/problem/discovery"),
+    ("runtime/replan", "planner/problem/known_plan"),
     ("planner/traffic/simulated", "runtime/simulate/simulation"),
     ("planner/traffic/simulated", "runtime/simulate/step_times"),
 }

@@ -171,7 +171,7 @@ class PeerLinks:
         self._leaving.clear()
 
     def break_off(self) -> None:
-        """Let streams go on that wait for stages that are gone: what they compute is for nobody."""
+        """Let streams go on that wait for stages that are gone; what they compute is dropped."""
         with torch.cuda.device(self.device), torch.cuda.stream(torch.cuda.Stream(self.device)):
             for place in (_ARRIVED, _TOKENS, _READ):
                 self._view(place, (1,), torch.int32).fill_(_LAST)

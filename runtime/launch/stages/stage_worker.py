@@ -261,7 +261,7 @@ class StageWorker:
     def halt(self) -> None:
         """Let all loops end with the steps under way (first stage only).
 
-        Requests stay as they are: whoever has their tokens goes on with them.
+        Requests stay as they are: their tokens were published, and other stages go on from them.
         """
         self._mailbox.requests.put(Halt())
 
