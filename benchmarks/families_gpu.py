@@ -53,7 +53,6 @@ MODELS = (
     "deepseek-v2-lite",
 )
 PREFILL_TOKENS = 4096
-LATENT_CASES = ((32, 8192), (8, 8192), (128, 1024))
 PAUSE_US = 5.0
 """Idle time between two kernels beyond which it is the host's, between two calls."""
 

@@ -4,8 +4,6 @@
     python benchmarks/speculation.py --model DIR --text FILE --gammas 3
     python benchmarks/speculation.py --on cuda:0 --dtype bfloat16 --rows FILE   acceptance on a GPU
 
-Speed on a GPU: speculation_pool.py.
-
 `acceptance`: at many places of held-out text, draft gamma tokens once and verify them, greedily;
 the value is the share of judged drafts (those up to the first refused one) that are accepted. Free
 running text would flatter: small models repeat themselves. `speculation`: tokens per second of CPU

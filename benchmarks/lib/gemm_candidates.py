@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from llmpq.kernels.gemm.ranking.config import Config
-from llmpq.kernels.gemm.ranking.wgmma_plan import shared_bytes, suits, tile_rows, tiles_of
+from llmpq.kernels.gemm.ranking.wgmma_plan import shared_bytes, suits, tiles_of
 
 FEW_ROWS = 8
 """Most rows of x that `gemv_kernel` multiplies."""
@@ -107,8 +107,3 @@ def gluon_candidates(
         if tiles < programs // 2:
             even = tiles * (programs // tiles)
             yield replace(base, cut=1, programs=even)
-
-
-def tile_rows_of(config: Config) -> int:
-    """Return the rows of w of a program's tile."""
-    return tile_rows(config) if config.kernel == "wgmma_gemm" else 16 * config.blocks * config.warps
