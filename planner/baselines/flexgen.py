@@ -60,10 +60,11 @@ def _estimate(p: Problem, choice: int) -> OffloadEstimate:
     share = -(-p.spec.num_layers // len(devices))
     each = [_stage(p, cls.first, share, p.choices[choice]) for cls in p.classes]
     stages = [each[c] for c, cls in enumerate(p.classes) for _ in cls.devices]
+    prefills, decodes, shares_held = zip(*stages, strict=True)
     mp = md = len(devices)  # the batch is cut by the number of stages, as in the paper
-    prefill = sum(s[0] for s in stages) + (mp - 1) * max(s[0] for s in stages)
-    decode = max(md * max(s[1] for s in stages), sum(s[1] for s in stages))
-    held = sum(s[2] for s in stages) / len(stages)
+    prefill = sum(prefills) + (mp - 1) * max(prefills)
+    decode = max(md * max(decodes), sum(decodes))
+    held = sum(shares_held) / len(stages)
     steps = max(0, p.workload.gen_len - 1)
     return OffloadEstimate(
         total_s=prefill + steps * decode,

@@ -37,7 +37,7 @@ from llmpq.workload import DTYPE_BYTES, Dtype
 
 PACKAGE = "aiconfigurator_core"
 ENGINES = ("vllm", "trtllm", "sglang")
-"""Whose kernels, the first that a system has unless one is named."""
+"""Engines whose kernels have tables; the first of a system's is taken unless one is named."""
 PRECISIONS = {
     "bfloat16": Precision.W16A16,
     "float16": Precision.W16A16,

@@ -24,7 +24,6 @@ from llmpq.devices.cpu_rates import CpuRates, ProductRate, kept_rates, outdated,
 from llmpq.devices.this_machine import is_this_machine
 from llmpq.memory import Quantization
 from llmpq.model_spec import ModelSpec
-from llmpq.planner.costs.cost_book import CostBook
 from llmpq.planner.costs.roofline import (
     CPU_FLOOR_S,
     attention_flops,
@@ -86,32 +85,24 @@ def _threads(cluster: Cluster, profiled: Collection[str]) -> list[int]:
     return sorted({cpu.threads or 1 for cpu in cpus if cpu.profile_kind not in profiled})
 
 
-def book_of(
+def estimated_costs(
     spec: ModelSpec,
     devices: Sequence[Device],
-    profile: CostModel | None,
     rates: Sequence[CpuRates],
     *,
     dtype: Dtype,
     precisions: Sequence[Precision],
     kvs: Sequence[KVPrecision],
     quantization: Quantization,
-) -> CostBook:
-    """Return the cost book: measured entries, else those of probed CPUs, else estimates."""
+) -> CostModel:
+    """Return estimates of all devices: of probed CPUs by their rates, of others by the roofline."""
     estimate = estimate_costs(
         spec, devices, dtype=dtype, precisions=precisions, kvs=kvs, quantization=quantization
     )
     probed = probed_costs(
-        spec,
-        devices,
-        rates,
-        dtype=dtype,
-        precisions=precisions,
-        kvs=kvs,
-        quantization=quantization,
+        spec, devices, rates, dtype=dtype, precisions=precisions, kvs=kvs, quantization=quantization
     )
-    estimate = estimate.merged(probed)
-    return CostBook(estimate=estimate, profile=profile, quantization=quantization)
+    return estimate.merged(probed)
 
 
 def probed_costs(

@@ -41,7 +41,7 @@ class FrontPoint:
     theta: float
     """Seconds a unit of omega costs here: the slope of the front."""
     supported: bool
-    """Whether the plan is the best one for its theta; others no theta finds."""
+    """Whether the plan is the best one for its theta; a plan that is not is the best for none."""
     outcome: Outcome
 
     @property

@@ -26,7 +26,8 @@ from llmpq.devices.this_machine import assumed, is_this_machine
 from llmpq.memory import CpuActivations, Quantization
 from llmpq.model_spec import ModelSpec
 from llmpq.planner import limits
-from llmpq.planner.costs.probed import book_of, outdated_rates, rates_for
+from llmpq.planner.costs.cost_book import CostBook
+from llmpq.planner.costs.probed import estimated_costs, outdated_rates, rates_for
 from llmpq.planner.limits import positions_note
 from llmpq.planner.problem.checkpoint_codes import (
     LayerCodes,
@@ -144,16 +145,16 @@ def build_problem(inputs: ProblemInputs) -> BuiltProblem:
         )
     known = () if profile is None else profile.device_kinds
     rates = rates_for(cluster, workload.dtype, profiled=known, probing=inputs.probe_cpu)
-    costs = book_of(
+    estimate = estimated_costs(
         spec,
         cluster.devices,
-        profile,
         rates,
         dtype=workload.dtype,
         precisions=choices,
         kvs=kvs,
         quantization=quantization,
     )
+    costs = CostBook(estimate=estimate, profile=profile, quantization=quantization)
     problem = Problem(
         spec=spec,
         cluster=cluster,

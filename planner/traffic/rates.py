@@ -48,10 +48,10 @@ def highest_rate(
 ) -> RateFound:
     """Return the highest rate at which `ATTAINMENT` of the requests are within the limits.
 
-    Without limits it is the rate at which all are done where they all come at once, which is the
-    most with limits, too: more often than that no few requests show what many would wait. Found
-    by bisection, from a guess of that most where there is one; `deadline_s`: when what was found is
-    good enough, by `time.perf_counter`.
+    Without limits it is the rate at which requests end that all arrive at once. With limits no
+    higher rate is tried either: beyond it a queue grows for ever, which a short trace does not
+    show. Found by bisection that begins at `guess_per_s`, a guess of that highest rate.
+    `deadline_s`: the time of `time.perf_counter` from which the best rate so far is returned.
     """
     unlimited = limits.ttft_s is None and limits.tpot_s is None
     if unlimited or guess_per_s is None:

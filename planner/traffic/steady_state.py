@@ -1,8 +1,9 @@
 """A steady state of an engine under live traffic: what its step takes, and the rate it keeps up.
 
-R requests decode at once, in as many groups as there are stages; each ends after G tokens, so R / G
-new ones begin a step and bring R P / G tokens of prompts with them, computed in the same steps. A
-step takes a group's r rows and its share of the prompts, at most the step's budget of tokens:
+P and G are the mean tokens of a prompt and of an answer. R requests decode at once, in as many
+groups as there are stages; each ends after G tokens, so R / G new ones begin a step and bring
+R P / G tokens of prompts with them, computed in the same steps. A step takes a group's r rows and
+its share of the prompts, at most the step's budget of tokens:
 
     T      max(groups x the slowest stage, all stages and links)   seconds a token of each request
     rate   R / (G T)
