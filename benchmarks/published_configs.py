@@ -56,6 +56,7 @@ PLAIN = {
     "shared_intermediate_size": 80,
     "ffn_dim": 96,
     "moe_intermediate_size": 40,
+    "moe_latent_size": 48,
     "moe_shared_expert_intermediate_size": 48,
     "shared_expert_intermediate_size": 48,
     "linear_num_key_heads": 2,

@@ -57,7 +57,7 @@ def described(kind: Any) -> dict[str, Any]:
     reads = _keywords(kind) | _read_in(_modelling(kind))
     found = {
         "defaults": defaults,
-        "nullable": sorted(f.name for f in fields if _takes_null(kind, f.name)),
+        "nullable": sorted(f.name for f in fields if _takes_null(kind, f)),
         "reads": sorted(reads - set(defaults)),
         "aliases": dict(kind.attribute_map),
     }
@@ -113,9 +113,11 @@ def _read_in(path: Path) -> set[str]:
     return {name for pair in found for name in pair if name} - OF_BASE
 
 
-def _takes_null(kind: Any, key: str) -> bool:
+def _takes_null(kind: Any, field: dataclasses.Field[Any]) -> bool:
+    if "None" in str(field.type):  # which may need other keys beside it (EXAONE 4's windows)
+        return True
     try:
-        kind(**{key: None})
+        kind(**{field.name: None})
     except Exception:  # whatever the class trips over: it does not take null
         return False
     return True

@@ -106,6 +106,8 @@ class ModelSpec:
     experts: int = 0
     """MLPs of a layer that a router chooses from for each token; 0: one MLP, no router."""
     experts_per_token: int = 0
+    latent_experts: int = 0
+    """Features that experts read and give, between two matrices of a layer; 0: its hidden ones."""
     router: Router = Router()
     shared_ffn: int = 0
     """Width of an MLP that every token goes through beside its experts."""
@@ -248,8 +250,13 @@ class ModelSpec:
         up = "gate_up" if self.gated else "up"
         for owner in self.mlps() if self.has_mlp else ():
             shapes += [
-                (f"{owner}{up}", up_out, self.hidden, self.linear_bias),
-                (f"{owner}down", self.hidden, self.ffn, self.linear_bias),
+                (f"{owner}{up}", up_out, self.mlp_hidden, self.linear_bias),
+                (f"{owner}down", self.mlp_hidden, self.ffn, self.linear_bias),
+            ]
+        if self.experts and self.latent_experts:
+            shapes += [
+                ("latent_in", self.latent_experts, self.hidden, self.linear_bias),
+                ("latent_out", self.hidden, self.latent_experts, self.linear_bias),
             ]
         if self.shared_ffn:
             wide = 2 * self.shared_ffn if self.gated else self.shared_ffn
@@ -293,6 +300,11 @@ class ModelSpec:
     def attention_input(self) -> str:
         """What a layer's attention makes of its input, and what the matrix is called."""
         return "q" if self.reads_kv else "qk" if self.value_is_key else "qkv"
+
+    @property
+    def mlp_hidden(self) -> int:
+        """Features that a layer's MLP, or each of its experts, reads and gives."""
+        return (self.latent_experts if self.experts else 0) or self.hidden
 
     def at_length(self, max_len: int) -> ModelSpec:
         """Return the spec of a run whose requests may have `max_len` tokens."""

@@ -8,6 +8,7 @@ unless it is switched off, has the class's default or is `BOOKKEEPING`. What is 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -39,25 +40,16 @@ from llmpq.file_form import read_json
 
 BOOKKEEPING = frozenset(
     [
-        "initializer_range",
-        "initializer_factor",
-        "embedding_initializer_range",
         "init_std",
+        "gradient_clipping",
+        "rescale_prenorm_residual",
+        "time_step_floor",
+        "num_logits_to_keep",
+        "use_mamba_kernels",
+        "mamba_ssm_cache_dtype",
+        "moe_shared_expert_overlap",
         "use_cache",
         "pretraining_tp",
-        "dropout",
-        "attention_dropout",
-        "hidden_dropout",
-        "activation_dropout",
-        "layerdrop",
-        "attn_pdrop",
-        "resid_pdrop",
-        "embd_pdrop",
-        "classifier_dropout",
-        "residual_dropout",
-        "bos_token_id",
-        "eos_token_id",
-        "pad_token_id",
         "output_router_logits",
         "router_aux_loss_coef",
         "router_jitter_noise",
@@ -65,14 +57,13 @@ BOOKKEEPING = frozenset(
         "max_window_layers",
         "vision_config",
         "text_config",
-        "image_token_id",
-        "video_token_id",
-        "vision_start_token_id",
-        "vision_end_token_id",
         "deepstack_visual_indexes",
     ]
 )
 """Keys that config classes read and that change nothing of what a trained model computes."""
+
+BOOKKEEPING_KINDS = re.compile(r"^_|drop(out|$)|layerdrop|_token_ids?$|initializer")
+"""Kinds of such keys: of the file itself, of training, of tokens."""
 
 CHANGING = frozenset(
     [
@@ -268,7 +259,7 @@ def _require_known(config: Config, asked: set[str], kind: ConfigClass, model_typ
 
     A key that Transformers' class and model do not read changes nothing.
     """
-    left = {k: v for k, v in config.items() if k not in asked and k not in BOOKKEEPING}
+    left = {k: v for k, v in config.items() if k not in asked and not _is_bookkeeping(k)}
     for key, value in left.items():
         read = key in kind.reads and key not in LEFT_OUT and key not in MTP_LAYERS
         changing = read or key in CHANGING or key in NOT_CAUSAL
@@ -279,6 +270,11 @@ def _require_known(config: Config, asked: set[str], kind: ConfigClass, model_typ
                 f"computes, and llmpq does not run {model_type} with it; remove it from "
                 "config.json if the model was trained without it"
             )
+
+
+def _is_bookkeeping(key: str) -> bool:
+    """Whether a key that its family does not read says nothing of what a trained model computes."""
+    return key in BOOKKEEPING or BOOKKEEPING_KINDS.search(key) is not None
 
 
 def _is_beyond(window: Any, config: Config) -> bool:

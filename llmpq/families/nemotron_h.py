@@ -3,6 +3,7 @@
     x += one(norm(x)); attention has no positions, MLPs and experts are down(relu(up(x))^2)
     p = sigmoid(router(x)); chosen = the k largest of p + c, of the best groups
     y = scale * sum of w_e expert_e(x) + shared(x),  w = p of the chosen, made to sum to one
+    Nemotron 3 Super and Ultra: y = B sum of w_e expert_e(A x) + shared(x), A x being narrow
 
 A lower limit of time steps changes nothing here, as in other engines. Layers that predict further
 tokens (MTP) are left out.
@@ -32,7 +33,6 @@ def fields(config: Config) -> dict[str, Any]:
     """Return the fields of `ModelSpec`."""
     expect(config, "mlp_hidden_act", "relu2", default="relu2")
     expect(config, "mamba_hidden_act", "silu", default="silu")
-    expect(config, "moe_latent_size", None, default=None)
     expect(config, "attention_bias", False, default=False)
     for key in (
         "residual_in_fp32",
@@ -118,6 +118,7 @@ def _mixture(config: Config, kinds: list[str], ffn: int) -> dict[str, Any]:
         **found,
         "ffn": size(config, "moe_intermediate_size"),
         "shared_ffn": size(config, "moe_shared_expert_intermediate_size"),
+        "latent_experts": size(config, "moe_latent_size", default=0),
         "router": Router(
             score="sigmoid",
             normalise=flag(config, "norm_topk_prob"),
@@ -155,6 +156,8 @@ FAMILY = replace(
             "router.weight": (f"{_MIXER}.gate.weight",),
             "router.correction": (f"{_MIXER}.gate.e_score_correction_bias",),
             **linear_names(
+                ("latent_in", (f"{_MIXER}.fc1_latent_proj",)),
+                ("latent_out", (f"{_MIXER}.fc2_latent_proj",)),
                 ("experts.{e}.up", (f"{_ONE}.up_proj",)),
                 ("experts.{e}.down", (f"{_ONE}.down_proj",)),
                 ("shared.up", (f"{_SHARED}.up_proj",)),

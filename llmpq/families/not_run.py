@@ -35,7 +35,6 @@ FEATURE_OF = {
     "zamba2": RECURRENT,
     "rwkv": RECURRENT,
     "recurrent_gemma": RECURRENT,
-    "qwen3_vl_moe": "experts of a layer stored as one tensor, without biases",
     "mimo_v2_flash": "values of fewer channels than keys, and sinks on layers with a window alone",
     "cohere2_moe": "a mixture beside attention whose two parts are averaged",
     "olmo": "norms without weights",
@@ -82,7 +81,7 @@ OWN_FORMS = (
 DRAFT_HEADS = ("draft_vocab_size", "eagle_config", "dflash_config")
 """Keys of layers that draft for another model: they have no tokens of their own."""
 
-TOWERS = ("patch_size", "conv_stride")
+TOWERS = ("patch_size", "conv_stride", "depth")
 """Keys of what reads images or sound; without a vocabulary beside them, it is that alone."""
 
 

@@ -1,4 +1,4 @@
-"""Qwen2, Qwen2.5 and their VL models' text: Llama's layer, biases on queries, keys and values.
+"""Qwen2, Qwen2.5, their VL models' text, MiMo 7B: Llama's layer, with biases on q, k and v.
 
 With `use_sliding_window` the layers from `max_window_layers` on see a window of tokens.
 """
@@ -16,7 +16,15 @@ from llmpq.families.record import Family
 
 def fields(config: Config) -> dict[str, Any]:
     """Return the fields of `ModelSpec`."""
-    return {**rotary_fields(config), "qkv_bias": True, "windows": late_windows(config)}
+    biased = flag(config, "attention_bias", default=True) if _is_mimo(config) else True
+    return {**rotary_fields(config), "qkv_bias": biased, "windows": late_windows(config)}
+
+
+def _is_mimo(config: Config) -> bool:
+    if config.get("model_type") != "mimo":
+        return False
+    config.get("use_mrope")  # of text alone, positions count alike in every direction
+    return True
 
 
 def late_windows(config: Config) -> tuple[int, ...]:
@@ -35,6 +43,6 @@ def late_windows(config: Config) -> tuple[int, ...]:
 FAMILY: Family = replace(
     llama.FAMILY,
     name="qwen2",
-    model_types=("qwen2", "qwen2_vl_text", "qwen2_5_vl_text"),
+    model_types=("qwen2", "qwen2_vl_text", "qwen2_5_vl_text", "mimo"),
     fields=fields,
 )

@@ -1,6 +1,6 @@
-"""Qwen3's mixtures: Qwen3's attention, and experts that a router chooses from for each token.
+"""Qwen3's mixtures, and Qwen3-VL's: Qwen3's attention, experts that a router chooses per token.
 
-w = the k largest of softmax(router(x)), made to sum to one if `norm_topk_prob`
+w = the k largest of softmax(router(x)), made to sum to one if `norm_topk_prob` (Qwen3-VL: always)
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 from llmpq.families import llama, qwen3
 from llmpq.families.common.config_values import Config, expect, flag, size
 from llmpq.families.common.mixture_config import counts, expert_names
-from llmpq.families.common.rotary_families import SLIDING, windows
+from llmpq.families.common.rotary_families import SLIDING, rotary_fields, windows
 from llmpq.families.common.spec_values import Router
 
 
@@ -50,6 +50,20 @@ def dense_layers(config: Config, ffn: int) -> dict[str, Any]:
     return {"dense_layers": dense, "dense_ffn": ffn} if dense else {}
 
 
+def vision_fields(config: Config) -> dict[str, Any]:
+    """Return the fields of the text model of a Qwen3-VL with experts: no layer has a window."""
+    for key in ("norm_topk_prob", "use_sliding_window", "sliding_window", "max_window_layers"):
+        config.get(key)  # without effect there
+    base = {**rotary_fields(config), **llama.bias_fields(config), "qk_norm": True}
+    return {
+        **base,
+        **counts(config, "num_experts", "num_local_experts"),
+        "ffn": size(config, "moe_intermediate_size"),
+        "router": Router(),
+        **dense_layers(config, base["ffn"]),
+    }
+
+
 _ATTENTION = {**llama.NORMS, **llama.QKV, **llama.OUT, **llama.HEAD_NORMS}
 FAMILY = replace(
     llama.FAMILY,
@@ -60,5 +74,22 @@ FAMILY = replace(
         llama.FAMILY.names,
         layer={**_ATTENTION, **expert_names("layers.{i}.mlp")},
         dense={**_ATTENTION, **llama.MLP},
+    ),
+)
+_EXPERTS = expert_names("layers.{i}.mlp")
+VISION = replace(
+    FAMILY,
+    name="qwen3_vl_moe",
+    model_types=("qwen3_vl_moe_text",),
+    fields=vision_fields,
+    names=replace(
+        FAMILY.names,
+        layer={
+            **_ATTENTION,
+            **_EXPERTS,
+            "experts.{e}.gate_up.weight": ("layers.{i}.mlp.experts.gate_up_proj[{e}]^T",),
+            "experts.{e}.down.weight": ("layers.{i}.mlp.experts.down_proj[{e}]^T",),
+        },
+        apart={part: names for part, names in _EXPERTS.items() if part.startswith("experts.")},
     ),
 )

@@ -177,12 +177,12 @@ def _layer_moments(
         # Beside x, attention's result, y and its norm live the sum over experts and who goes where;
         # of every pair of token and expert its hidden features, then what it adds. Experts that
         # cannot be stacked run one by one, and all tokens may go to one.
-        k = spec.experts_per_token
+        k, inner = spec.experts_per_token, spec.mlp_hidden
         held = unit * (5 * h + q) + shape.tokens * (4 * spec.experts + k * 36)
         yield held + unit * k * 3 * f
-        yield held + unit * k * (f + h)
-        yield held + product(2 * f, h)
-        yield held + unit * f + product(h, f)
+        yield held + unit * k * (f + inner)
+        yield held + product(2 * f, inner)
+        yield held + unit * f + product(inner, f)
         return
     if spec.gated:
         yield unit * (3 * h + q) + product(2 * f, h)

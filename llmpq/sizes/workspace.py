@@ -203,9 +203,13 @@ def _layer_moments(spec: ModelSpec, shape: _Shape, *, quantized: bool) -> Iterat
         # All tokens may be sent to one expert. Beside x, its norm and the new residual stream live
         # the sum over experts and the tokens gathered for one.
         held = once + unit * 5 * h + _routing_bytes(spec, shape)
-        yield held + linear(2 * f, h)
+        inner = spec.mlp_hidden
+        if spec.latent_experts:
+            held += 2 * unit * inner  # what experts read, and what they give
+            yield held + linear(inner, h)
+        yield held + linear(2 * f, inner)
         yield held + unit * 3 * f
-        yield held + unit * f + linear(h, f)
+        yield held + unit * f + linear(inner, f)
         return
     if spec.gated:
         yield once + unit * 3 * h + linear(2 * f, h)

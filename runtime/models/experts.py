@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from llmpq.families.common.spec_values import Router
-from llmpq.runtime.models.linear import Reduce
+from llmpq.runtime.models.linear import Linear, Reduce
 
 
 class Routing(nn.Module):
@@ -136,6 +136,35 @@ class SparseMLP(nn.Module):
                     y_Th.index_add_(0, tokens, mlp(given_Ch).mul_(weights))
                 start += count
         return y_Th
+
+
+class LatentMixture(SparseMLP):
+    """Experts on few features, between two matrices: out(experts(into(x))) + shared(x).
+
+    Routed by x (Nemotron 3 Super).
+    """
+
+    def __init__(
+        self, mixture: SparseMLP, shared: nn.Module | None, latent_in: Linear, latent_out: Linear
+    ) -> None:
+        """`mixture`: the experts alone."""
+        super().__init__(mixture.routing, list(mixture.experts), shared)
+        self.mixture = mixture
+        self.latent_in, self.latent_out = latent_in, latent_out
+
+    @property
+    def asks_host(self) -> bool:
+        """As of the mixture."""
+        return self.mixture.asks_host
+
+    def forward(self, x_BQh: Tensor) -> Tensor:
+        """Return [B, Q, h]."""
+        x_Th = x_BQh.reshape(-1, x_BQh.shape[-1])
+        mixed = self.mixture.mixed(self.latent_in(x_Th), *self.routing(x_Th))
+        y_Th: Tensor = self.latent_out(self.mixture.summed(mixed))
+        if self.shared is not None:
+            y_Th = y_Th + self.shared(x_Th)
+        return y_Th.view(x_BQh.shape)
 
 
 class MixtureBeside(SparseMLP):

@@ -16,7 +16,7 @@ from torch import Tensor
 from llmpq.kernels.kv.reference import ScoreRule
 from llmpq.model_spec import SHARED, ModelSpec
 from llmpq.runtime.models.attention import alibi_slopes
-from llmpq.runtime.models.experts import MixtureBeside, Routing, SparseMLP
+from llmpq.runtime.models.experts import LatentMixture, MixtureBeside, Routing, SparseMLP
 from llmpq.runtime.models.latent_attention import Index, LatentAttention
 from llmpq.runtime.models.layer_tensors import LayerTensors
 from llmpq.runtime.models.layers import (
@@ -208,6 +208,10 @@ class Wiring:
             norms = (before, behind, to_experts, of_experts)
             mixture = self._mixture(routing, experts, len(owners), None)
             return MixtureBeside(mixture, self._alone(shared), norms)
+        if spec.latent_experts:
+            around = parts.linear("latent_in"), parts.linear("latent_out")
+            mixture = self._mixture(routing, experts, len(owners), None)
+            return LatentMixture(mixture, None if shared is None else self._alone(shared), *around)
         return self._mixture(routing, experts, len(owners), shared)
 
     def _alone(self, mlp: MLP | GatedMLP) -> MLP | GatedMLP:

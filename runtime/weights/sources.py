@@ -50,7 +50,7 @@ UNREAD = re.compile(
 lightning attention."""
 LEFT_OUT = re.compile(
     r"(^|\.)(vision(_tower|_model|_embedder)?|visual|audio_tower|multi_modal_projector|mm_projector"
-    r"|embed_vision|embed_audio|mtp)\."
+    r"|embed_vision|embed_audio|mtp(_layers)?)\."
 )
 """Parts of a checkpoint beside the language model."""
 FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -237,6 +237,10 @@ class CheckpointSource:
         `cut`: what of them is read.
         """
         pieces = [_without_ones(self.read(name, FLOATING), len(shape)) for name in names]
+        if names[0].endswith(TRANSPOSED) and pieces[0].shape == shape[::-1] != shape:
+            pieces = [
+                pieces[0].t()
+            ]  # newer Transformers save as they multiply (Qwen3-VL's experts)
         rows = sum(piece.shape[0] for piece in pieces)
         for name, piece in zip(names, pieces, strict=True):
             if rows != shape[0] or piece.shape[1:] != shape[1:]:

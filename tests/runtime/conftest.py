@@ -416,6 +416,21 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
             "moe_shared_expert_intermediate_size": 48,
         },
     ),
+    "nemotron_h with experts on few features": (
+        "NemotronH",
+        {
+            **{k: v for k, v in MIXTURE.items() if k != "first_k_dense_replace"},
+            "layers_block_type": NEMOTRON,
+            "num_hidden_layers": None,
+            "head_dim": 24,
+            "mamba_num_heads": 4,
+            "mamba_head_dim": 12,
+            "n_groups": 1,
+            "ssm_state_size": 10,
+            "moe_shared_expert_intermediate_size": 48,
+            "moe_latent_size": 40,
+        },
+    ),
     "olmo_hybrid": (
         "OlmoHybrid",
         {**{k: v for k, v in DELTA_RULE.items() if k != "rope_parameters"}, "pad_token_id": 0},
@@ -662,6 +677,21 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
             },
             "vision_config": VISION,
             "tie_word_embeddings": True,
+        },
+    ),
+    "qwen3_vl_moe": (
+        "Qwen3VLMoe",
+        {
+            "text_config": {
+                "head_dim": 32,
+                "num_experts": 6,
+                "num_experts_per_tok": 2,
+                "moe_intermediate_size": 40,
+                "mlp_only_layers": [1],
+                "rope_parameters": {**MROPE, "mrope_section": [8, 4, 4]},
+            },
+            "vision_config": VISION,
+            "tie_word_embeddings": False,
         },
     ),
     "smollm3": (

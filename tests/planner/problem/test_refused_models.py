@@ -87,7 +87,7 @@ GEMMA4 = {"global_head_dim": 512, "num_kv_shared_layers": 0, "hidden_size_per_la
         ("gemma9", {**GEMMA4, "enable_moe_block": True}, "a mixture of experts beside", "share"),
         ("gemma9", {**GEMMA4, "num_kv_shared_layers": 20}, "share a KV cache", "per-layer emb"),
         ("mistral3", {"model_type": "recurrent_gemma"}, "recurrent state", "share"),
-        ("kimi_k25", {"model_type": "kimi_k2", "kv_lora_rank": 512}, "'kimi_k2' inside is", "form"),
+        ("kimi_k9", {"model_type": "kimi_k2", "kv_lora_rank": 512}, "'kimi_k2' inside is", "form"),
     ],
 )
 def test_a_refusal_is_true_of_the_config(kind: str, text: dict, has: str, has_not: str) -> None:  # type: ignore[type-arg]

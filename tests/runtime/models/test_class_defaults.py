@@ -30,6 +30,20 @@ SAID: dict[str, dict[str, Any]] = {
     },
 }
 """What a class takes no sound default for."""
+OF_TRAINING = {
+    "_name_or_path": "somewhere",
+    "attention_dropout": 0.1,
+    "embedding_dropout": 0.1,
+    "embd_pdrop": 0.1,
+    "hidden_dropout_prob": 0.1,
+    "initializer_range": 0.018,
+    "eod_token_id": 5,
+    "sep_token_id": 6,
+    "use_mamba_kernels": False,
+    "num_logits_to_keep": 2,
+    "gradient_clipping": 10.0,
+}
+"""Keys of files, training, tokens and kernels, which published configs have."""
 
 
 @pytest.fixture(scope="module")
@@ -60,3 +74,14 @@ def test_a_silent_config_is_the_class_without_arguments(kind: str) -> None:
     spelled_out = json.loads(CONFIG_MAPPING[kind](**said).to_json_string(False))
     spec = ModelSpec.from_config(spelled_out, name="spelled out")
     assert ModelSpec.from_config({"model_type": kind, **said}, name="spelled out") == spec
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_keys_of_training_tokens_and_kernels_change_nothing(kind: str) -> None:
+    said = {"model_type": kind, "num_hidden_layers": 8, **SAID.get(kind, {})}
+    beside = {**said, **OF_TRAINING}
+    if kind in WRAPPERS:
+        said = {"model_type": kind, "text_config": {**said, "model_type": config_class(kind).text}}
+        beside = {**said, "text_config": {**said["text_config"], **OF_TRAINING}}
+    spec = ModelSpec.from_config(said, name="said")
+    assert ModelSpec.from_config(beside, name="said") == spec

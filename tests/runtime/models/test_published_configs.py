@@ -16,9 +16,12 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 from llmpq.families import BY_MODEL_TYPE, llama
 from llmpq.model_spec import ModelSpec
+from reference.pipeline import ReferencePipeline
 
 pytestmark = pytest.mark.cpu
 ALL = "LLMPQ_ALL_TESTS" in os.environ
@@ -186,6 +189,19 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         "head_dim": 128,
         "rope_theta": 10000000.0,
     },
+    "MiMo 7B: Qwen2's layers, and one that predicts a further token": {
+        **SIZES,
+        "model_type": "mimo",
+        "attention_bias": True,
+        "head_dim": 16,
+        "rope_theta": 640000,
+        "sliding_window": 32768,
+        "max_window_layers": 32,
+        "use_sliding_window": False,
+        "use_mrope": False,
+        "num_nextn_predict_layers": 1,
+        "tie_word_embeddings": False,
+    },
     "Gemma 1 says gelu": {**SIZES, "model_type": "gemma", "hidden_act": "gelu"},
     "StableLM 3B": {
         **SIZES,
@@ -237,8 +253,12 @@ def script() -> ModuleType:
     return module
 
 
-SAMPLE = [name for i, name in enumerate(PUBLISHED) if ALL or i % 3 == 0 or "Granite" in name]
-"""Every third one in `make test`, and those whose positions depend on a word."""
+CHOSEN = (
+    "Granite 4.0 H says that there are no positions",
+    "MiMo 7B: Qwen2's layers, and one that predicts a further token",
+)
+SAMPLE = [name for i, name in enumerate(PUBLISHED) if ALL or i % 3 == 0 or name in CHOSEN]
+"""Every third one in `make test`, and what no other test has."""
 
 
 @pytest.mark.parametrize("name", SAMPLE)
@@ -246,6 +266,45 @@ def test_a_published_config_runs_as_in_transformers(script: ModuleType, name: st
     config = PUBLISHED[name]
     assert ModelSpec.from_config(config, name=name).num_layers
     assert script.runs_equal(script.shrunk(config))
+
+
+def test_the_text_of_kimi_k2_5_is_run(script: ModuleType, tmp_path: Path) -> None:
+    """As published: `language_model.` in front of Kimi K2's names, beside a vision tower."""
+    text = {
+        **SIZES,
+        **MIXTURE,
+        "model_type": "deepseek_v3",
+        "num_key_value_heads": 4,
+        "kv_lora_rank": 24,
+        "q_lora_rank": 20,
+        "qk_nope_head_dim": 16,
+        "qk_rope_head_dim": 8,
+        "v_head_dim": 12,
+        "n_group": 1,
+        "topk_group": 1,
+        "rope_theta": 50000.0,
+        "tie_word_embeddings": False,
+        "torch_dtype": "float32",
+    }
+    bare, wrapped = tmp_path / "bare", tmp_path / "wrapped"
+    script.random_model(text).save_pretrained(bare)
+    tensors = load_file(bare / "model.safetensors")
+    wrapped.mkdir()
+    tower = {"vision_tower.patch_embed.proj.bias": torch.zeros(4)}
+    renamed = {f"language_model.{name}": tensor for name, tensor in tensors.items()} | tower
+    save_file(renamed, wrapped / "model.safetensors")
+    config = {
+        "model_type": "kimi_k25",
+        "text_config": {**text, "model_type": "kimi_k2"},
+        "vision_config": {"patch_size": 14, "vt_num_hidden_layers": 27},
+        "tie_word_embeddings": False,
+    }
+    (wrapped / "config.json").write_text(json.dumps(config))
+    outputs = []
+    for directory in (bare, wrapped):
+        pipeline = ReferencePipeline.from_directory(directory, max_len=10)
+        outputs.append(pipeline.generate([[5, 17, 120, 3]], max_new=6))
+    assert outputs[0] == outputs[1]
 
 
 def test_a_wrong_theta_would_be_seen(script: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
