@@ -7,7 +7,8 @@
 
 A member computes what a smaller model would (`Member.own`); the sum over members of what its last
 products give is the layer's. Parts that cannot be cut are computed by every member, without a sum.
-The head is the first member's.
+The head is the first member's; GPUs that have room for a part of it compute the logits of few rows
+together.
 
 Legend: H query heads, G key/value heads, D channels of a head, F channels of an MLP's middle.
 """
@@ -107,6 +108,14 @@ class Member:
             return range(width)
         unit = _unit(width, self.shares)
         return _scaled(apportioned(width // unit, self.shares)[self.index], unit)
+
+    @cached_property
+    def tokens(self) -> range:
+        """Its tokens of the vocabulary, where all devices compute logits together; else empty."""
+        unit = _unit(self.spec.vocab, self.shares)
+        if unit == 0:
+            return range(0)
+        return _scaled(apportioned(self.spec.vocab // unit, self.shares)[self.index], unit)
 
     @cached_property
     def own(self) -> ModelSpec:

@@ -12,7 +12,7 @@ from llmpq.capabilities import execution_modes, require
 from llmpq.errors import DoesNotFitError
 from llmpq.model_spec import ModelSpec
 from llmpq.out_of_memory import out_of_memory
-from llmpq.plan import Plan
+from llmpq.plan import Plan, Worker
 from llmpq.precision import KVPrecision
 from llmpq.runtime.backends.backend import backend_of
 from llmpq.runtime.backends.stage_runner import StageRunner
@@ -162,6 +162,7 @@ def _load_model(
         first=worker.stage == 0,
         last=worker.stage == len(plan.stages) - 1,
         has_head=worker.leads,
+        cuts_head=_cuts_head(plan, worker, spec, device),
         dtype=DTYPES[plan.workload.dtype],
         device=device,
         scheme=plan.settings().scheme,
@@ -175,6 +176,27 @@ def _load_model(
     if device.type == "cpu" and plan.quantization.cpu_activations == "int8":
         round_activations(model)
     return model
+
+
+def _cuts_head(plan: Plan, worker: Worker, spec: ModelSpec, device: torch.device) -> bool:
+    """Whether GPUs that share a stage have room for a part of the output matrix each.
+
+    Plans count it on the first alone. All devices decide by the plan, so alike.
+    """
+    if device.type != "cuda":
+        return False
+    tied = spec.tied_embeddings and worker.stage == 0
+    for other in plan.workers:
+        member = other.member_of(spec)
+        if member is None or other.stage != worker.stage or other.leads:
+            continue
+        bytes_more = 0 if tied else len(member.tokens) * spec.hidden * plan.workload.dtype_bytes
+        memory = other.place.memory
+        if not member.tokens:
+            return False
+        if memory is not None and memory.total_bytes + bytes_more > memory.limit_bytes:
+            return False
+    return bool(worker.shares)
 
 
 @contextmanager

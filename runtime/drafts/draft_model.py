@@ -58,8 +58,10 @@ def build_draft(mode: DraftMode, model: StageModel, kv: KVCache) -> DraftModel:
     view._modules = dict(model._modules)
     view.layers = nn.ModuleList([_with_linears(layer, drafted) for layer in model.layers])
     _say_what_drafts_cost(mode, model)
-    if mode == "w4kv4" and model.head is not None:
-        view.head = _with_linears(model.head, drafted)
+    if mode == "w4kv4":
+        view.cut_head = None
+        if model.head is not None:
+            view.head = _with_linears(model.head, drafted)
     return DraftModel(view, kv, sum(weight.nbytes for weight in held))
 
 

@@ -86,6 +86,7 @@ class AllReduce:
         self._is_apart = False
         self.kinds: tuple[str, ...] = ()
         """What sums go over, by their size, the smallest first; empty until connected."""
+        self._hosts: dist.ProcessGroup | None = None
 
     def connect(self, total: Total, *kinds: str) -> None:
         """Sum by a function from now on."""
@@ -129,6 +130,7 @@ class AllReduce:
             if index not in ranks:
                 continue
             assert isinstance(group, dist.ProcessGroup)
+            self._hosts = group
             if device is None:
                 self.connect(HostTotal(partial(_all_reduced, group)), "gloo")
                 continue
@@ -143,6 +145,14 @@ class AllReduce:
             self.connect(GpuTotal(peer, large, group), *found)
             if index == ranks[0]:
                 _log.info("sums over the devices of stage %d: %s", stage, ", ".join(found))
+
+    def all_have(self, own: object) -> bool:
+        """Whether all devices have something that this one may have; each asks it once."""
+        if self._hosts is None:
+            return False
+        verdict = torch.tensor([int(own is not None)])
+        dist.all_reduce(verdict, op=dist.ReduceOp.MIN, group=self._hosts)
+        return int(verdict) == 1
 
     def __call__(self, part: Tensor, residual: Tensor | None = None) -> Tensor:
         """Return the sum of all devices' tensors, plus the residual, in place of this one's."""

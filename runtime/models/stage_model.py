@@ -21,6 +21,7 @@ from llmpq.kernels.cpu.pack_contiguous import pack_contiguous
 from llmpq.model_spec import ModelSpec
 from llmpq.precision import Precision, WeightScheme
 from llmpq.runtime.cache.kv_cache import KVCache
+from llmpq.runtime.models.cut_head import CutHead
 from llmpq.runtime.models.experts import SparseMLP
 from llmpq.runtime.models.layer_tensors import LayerTensors
 from llmpq.runtime.models.layers import (
@@ -76,6 +77,8 @@ class StageModel(nn.Module):
         self.spec, self.whole_spec = spec, whole or spec
         self.is_last = head is not None if is_last is None else is_last
         self.reduce = reduce
+        self.cut_head: CutHead | None = None
+        """A part of the head, where the devices of the last stage share it, too."""
         self.embedding = embedding
         self.head = head
         self.layers = nn.ModuleList(layers)
@@ -92,6 +95,7 @@ class StageModel(nn.Module):
         first: bool,
         last: bool,
         has_head: bool = True,
+        cuts_head: bool = False,
         dtype: torch.dtype,
         device: torch.device | str,
         scheme: Callable[[Precision], WeightScheme | None],
@@ -109,9 +113,9 @@ class StageModel(nn.Module):
         `scheme` says how a precision is stored (`Quantization.scheme`), `head_precision` the output
         matrix's, which is then a copy of its own where it is tied; `on_layer` hears of every
         finished layer; `runner` computes the layers, torch's operators by default; `split`: how
-        the layers are shared with other devices, of which one of the last stage `has_head`.
-        `held`: what the device has of the model from the stage before on it; of that, what is
-        wanted is not read again, and the rest is freed.
+        the layers are shared with other devices, of which one of the last stage `has_head`, and
+        each a part of it where that `cuts_head`. `held`: what the device has of the model from the
+        stage before on it; of that, what is wanted is not read again, and the rest is freed.
         """
         if len(precisions) != len(layers):
             raise ValueError(f"{len(precisions)} precisions for {len(layers)} layers")
@@ -167,6 +171,12 @@ class StageModel(nn.Module):
             held=HeldParts(builder, schemes, built, embedding, head, head_key),
         )
         made.num_held = len(built) - len(missing)
+        if split is not None and last and cuts_head and scheme(head_precision) is None:
+            tokens = split.member.tokens
+            if head is not None:
+                made.cut_head = CutHead.of_whole(head, tokens, split.reduce)
+            else:
+                made.cut_head = builder.cut_head(source, embedding, tokens, split.reduce)
         return made
 
     def abridged(self) -> StageModel:
@@ -238,10 +248,17 @@ class StageModel(nn.Module):
         if self.head is None:
             raise ValueError("only the last stage has a head; build it with last=True")
         if not all_positions:
-            alone = hidden_BQh.shape[1] == 1
-            hidden_BQh = hidden_BQh[:, -1] if alone else step.last_valid(hidden_BQh)
+            hidden_BQh = _last_of_rows(hidden_BQh, step)
         output: Tensor = self.head(hidden_BQh)
         return output
+
+    @torch.inference_mode()
+    def logits_together(self, hidden_BQh: Tensor, step: Step) -> Tensor | None:
+        """Return logits as `logits` where all devices of the stage make them; None elsewhere."""
+        if self.cut_head is None:
+            return None
+        hidden_Rh = _last_of_rows(hidden_BQh, step)
+        return self.cut_head.logits(hidden_Rh) if self.cut_head.takes(len(hidden_Rh)) else None
 
     @property
     def weight_nbytes(self) -> int:
@@ -260,6 +277,11 @@ class StageModel(nn.Module):
                 f"a request of {step.max_end} tokens exceeds the {self.spec.max_positions} learned "
                 f"positions of {self.spec.name}; shorten the prompt or generate fewer tokens"
             )
+
+
+def _last_of_rows(hidden_BQh: Tensor, step: Step) -> Tensor:
+    """Return [R, h]: each row at its last valid token."""
+    return hidden_BQh[:, -1] if hidden_BQh.shape[1] == 1 else step.last_valid(hidden_BQh)
 
 
 def _kind(layer: DecoderLayer) -> object:
@@ -322,6 +344,25 @@ class _Builder:
         self, tensors: dict[str, Tensor], tied: dict[str, Tensor], scheme: WeightScheme | None
     ) -> Head:
         return _together(self.wiring.head(self._parts(tensors, scheme, tied)))
+
+    def cut_head(
+        self, source: TensorSource, embedding: Embedding | None, tokens: range, reduce: Reduce
+    ) -> CutHead | None:
+        """Return a part of the head; None where the matrix is stored as codes."""
+        tied = embedding is not None and self.spec.tied_embeddings
+        tensors = source.head(self.dtype, with_output=not tied)
+        if embedding is not None and tied:
+            tensors["output.weight"] = embedding.tokens_Vh
+        whole = tensors["output.weight"]
+        if not isinstance(whole, Tensor):
+            return None
+        vocab, part = whole.shape[0], slice(tokens.start, tokens.stop)
+        for name in ("output.weight", "output.bias"):
+            if name in tensors:
+                tensors[name] = tensors[name][part]
+        shared = frozenset({"output.weight"} if tied else ())
+        own = self.wiring.head(replace(self._parts(tensors, None), shared=shared))
+        return CutHead(own, tokens.start, vocab, reduce)
 
     def _parts(
         self,

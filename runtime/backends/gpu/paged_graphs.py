@@ -162,9 +162,11 @@ class PagedGraphs(StepGraphs):
         every_place = every_place or self._verifies
         last_only = self._chunks and self._model.is_last and not every_place
         y = self._model(x, step, self._kv, last_only=last_only)
+        logits_RV = None if self._verifies else self._model.logits_together(y, step)
         if self._model.head is None or self._verifies:
             return StepOutput(hidden_BQh=y)
-        logits_RV = self._model.logits(y, step)
+        if logits_RV is None:
+            logits_RV = self._model.logits(y, step)
         tokens_R = argmax(logits_RV, slots_B=step.slots_B, table_S=self.last_token_S)
         hidden = y if every_place else None
         return StepOutput(hidden_BQh=hidden, logits_BV=self._shared(logits_RV), tokens_B=tokens_R)

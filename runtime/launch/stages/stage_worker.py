@@ -238,6 +238,9 @@ class StageWorker:
         columns = self._compute.model.spec.hidden
         own = {"device": self._gpu, "dtype": dtype, "columns": columns}
         reduce.join(self._plan.workers, self._index, **own, kinds=kinds)
+        cut_head = self._compute.model.cut_head
+        if reduce.all_have(cut_head) and cut_head is not None:
+            cut_head.is_everywhere = True
         if reduce.captures and not options.enforce_eager:
             warm_up_together(self._pool, self._compute)
 

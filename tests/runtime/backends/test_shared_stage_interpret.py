@@ -12,6 +12,7 @@ from llmpq.kernels.fused.rms_norm import rms_norm_reference
 from llmpq.kernels.fused.rope_append import rope_append_pages_reference
 from llmpq.kernels.weights import dense_weight
 from llmpq.model_spec import ModelSpec
+from llmpq.runtime.backends import build_stage as stage_building
 from llmpq.runtime.backends.build_stage import build_stage
 from llmpq.runtime.backends.gpu import cuda_experts, cuda_layers
 from llmpq.runtime.cache import gpu_paged_kv
@@ -55,7 +56,9 @@ def _gpu_path(monkeypatch):
 
 
 class Norming(HostTotal):
-    """Norms what it sums, as sums over peer memory do."""
+    """Norms what it sums, as sums over peer memory do, which graphs can hold."""
+
+    captures = True
 
     def normed(self, part, residual, weight, eps):
         total = self(part, residual)
@@ -125,6 +128,8 @@ def served(plan, directory, requests, *, drafter=None, speculate=None, spoil=Non
             compute.enable_speculation(speculate, POOL, layers=range(spec.num_layers))
         if spoil is not None and index:
             spoil(compute.model)
+        if compute.model.cut_head is not None:
+            compute.model.cut_head.is_everywhere = True
         computes.append(compute)
     ends, leaders = (
         [links.followed(0, rank, leads=leads, max_rows=POOL.slots) for rank in range(1, count)]
@@ -214,6 +219,28 @@ def test_drafts_are_verified_by_all_devices(tiny_models, random_prompts, make_pl
     assert tokens == tiny_models.greedy("llama", prompts, 12)
     assert shapes[0] == shapes[1]
     assert drafter.acceptance.refusals + sum(drafter.acceptance.accepted) > 0
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen2"])
+def test_the_vocabulary_is_cut(kind, tiny_models, random_prompts, make_plan, monkeypatch):
+    """Devices compute logits of few rows together; prompts' scores are the first one's."""
+    monkeypatch.setattr(stage_building, "_cuts_head", lambda *_: True)
+    directory, prompts = tiny_models.directory(kind), random_prompts(40, 9)
+    plan, requests = make_plan(directory, batch=4, shares=[(2, 1)]), asked(prompts)
+    requests[0].rules = LogitsConstraints(prompt=tuple(prompts[0]), prompt_logprobs=0)
+    tokens, shapes, computes = served(plan, directory, requests)
+    assert tokens == tiny_models.greedy(kind, prompts, NEW)
+    vocab = computes[0].model.whole_spec.vocab
+    logits = [shape for shape in shapes[0] if shape[-1] == vocab]
+    assert len(logits) >= NEW and all(own == shapes[0] for own in shapes)
+    found = [compute.model.cut_head for compute in computes]
+    assert all(part is not None for part in found) and computes[1].model.head is None
+    hidden = torch.randn(3, computes[0].model.spec.hidden)
+    for part in found:
+        part._reduce = lambda part: part
+    with torch.inference_mode():
+        total = sum(part.logits(hidden) for part in found)
+        torch.testing.assert_close(total, computes[0].model.head(hidden))
 
 
 def test_another_order_of_sums_is_seen(tiny_models, random_prompts, make_plan):
