@@ -56,6 +56,7 @@ from llmpq.runtime.request import Progress
 from llmpq.runtime.request_output import CompletionOutput, RequestOutput
 from llmpq.runtime.response_stream import AsyncSubmitter, OutputQueue, ResponseStream
 from llmpq.runtime.sampling_params import SamplingParams, StructuredOutputsParams
+from llmpq.runtime.slow_watch import SlowWatch, may_watch
 from llmpq.runtime.text.conversation import Messages
 from llmpq.runtime.text.request_factory import (
     PreparedPrompt,
@@ -170,6 +171,9 @@ class LLM:
             self._elastic = Elastic(replanner, starter, partial(_engine_of, weakref.ref(self)))
             client = stack.enter_context(starter).start(bar.on_load)
             self._prompts.wait_until_read()
+            if self._options.on_loss != "stop" and may_watch(self._plan):
+                watch = SlowWatch(self._elastic, partial(_engine_of, weakref.ref(self)))
+                stack.callback(watch.close)
             self._running = EngineThread(
                 client,
                 stack.pop_all(),

@@ -51,7 +51,7 @@ runtime/step <- runtime/models, runtime/weights, runtime/cache (one level) <- ru
 runtime/drafts <- runtime/backends <- runtime/engine <- runtime/launch
 runtime/launch <- runtime/simulate
 runtime/launch <- runtime/response_stream, runtime/plan_choice, runtime/replan <- runtime/llm
-runtime/replan <- runtime/elastic <- runtime/llm
+runtime/replan <- runtime/elastic <- runtime/slow_watch <- runtime/llm
 runtime/step <- runtime/links <- runtime/engine
 runtime/step <- runtime/text <- runtime/launch
 runtime/step <- runtime/report <- runtime/llm
