@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from llmpq.devices.device_spec import canonical_kind
+from llmpq.plan import MemberPlan
 from llmpq.runtime.launch.pipeline_client import PipelineClient
 from llmpq.runtime.launch.stages.stage_settings import StageSettings
 from llmpq.runtime.options import Deadlines, EngineOptions
@@ -60,9 +61,36 @@ def test_tokens_equal_the_cpus(splits, links, wanted, demo_model, make_plan, cap
         ),
     )
     plan = on_gpus(make_plan(demo_model, splits, gen_len=NEW), gpus)
+    got = generated(plan, settings, prompts)
+    assert "link failed" not in capfd.readouterr().err
+    assert got == tokens
+
+
+def generated(plan, settings, prompts):
+    """Return greedy tokens of prompts."""
     with PipelineClient.start(plan, settings) as engine:
         requests = [Request(id=i, prompt=tuple(p), max_new=NEW) for i, p in enumerate(prompts)]
         rows = {done.id: done.tokens for done in engine.serve(requests)}
         engine.end()
-    assert "link failed" not in capfd.readouterr().err
-    assert [rows[index] for index in range(len(prompts))] == tokens
+    return [rows[index] for index in range(len(prompts))]
+
+
+@pytest.mark.parametrize("backend", ["processes", "threads"])
+@pytest.mark.parametrize("shares", [(1, 1), (2, 1)])
+def test_devices_that_share_a_stage_give_the_cpus_tokens(
+    shares, backend, wanted, demo_model, make_plan
+):
+    """On one GPU, or one each; as processes their steps are captured with their sums."""
+    prompts, tokens = wanted
+    settings = StageSettings(
+        model_dir=str(demo_model),
+        options=EngineOptions(backend=backend, deadlines=Deadlines(load_s=90.0, step_s=90.0)),
+    )
+    plan = on_gpus(make_plan(demo_model, gen_len=NEW), [0])
+    members = tuple(
+        MemberPlan(device=f"GPU-{i}", device_index=i % torch.cuda.device_count())
+        for i in range(len(shares))
+    )
+    change = {"devices": members, "shares": shares}
+    stages = (plan.stages[0].model_copy(update=change),)
+    assert generated(plan.model_copy(update={"stages": stages}), settings, prompts) == tokens
