@@ -41,6 +41,9 @@ ALONE = {
 APART = frozenset((*ALONE, "hosts")) - {"quick"}
 """Tiers that are asked for alone: a file of nothing else has no test of another."""
 LONGEST = (
+    "models/test_more_families.py", "models/test_recurrent_families.py",
+    "engine/test_tensor_parallel.py", "serve/test_every_door.py", "drafts/test_speculation.py",
+    "solving/test_topology_search.py", "engine/test_paged_engine.py",
     "exact/test_exact.py", "front/test_front.py", "cli/test_eval_command.py",
     "engine/test_window_pools.py", "on_ray/test_connect.py", "hosts/test_how_to.py",
     "cli/test_dist_errors.py", "exact/test_deadline.py", "tests/test_readme.py",

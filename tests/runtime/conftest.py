@@ -908,6 +908,7 @@ class Models:
 
     def __init__(self, folder: Path) -> None:
         self._folder, self._made = folder, {}
+        self._greedy: dict[tuple[Any, ...], list[int]] = {}
 
     def reference(self, kind: str) -> Any:
         import transformers
@@ -976,6 +977,8 @@ class Models:
         return self._folder / kind
 
     def greedy(self, kind: str, prompts: list[list[int]]) -> list[list[int]]:
+        """Return what Transformers generates, one prompt at a time, each once per session."""
+
         def one(prompt: list[int]) -> list[int]:
             tokens = self.reference(kind).generate(
                 torch.tensor([prompt]),
@@ -986,7 +989,10 @@ class Models:
             )
             return tokens[0, len(prompt) :].tolist()
 
-        return [one(prompt) for prompt in prompts]
+        for prompt in prompts:
+            if (kind, *prompt) not in self._greedy:
+                self._greedy[kind, *prompt] = one(prompt)
+        return [list(self._greedy[kind, *prompt]) for prompt in prompts]
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -80,9 +80,10 @@ def _covered(plan: tuple[float, float], points: Points, width: float) -> bool:
 
 @pytest.mark.slow
 def test_whole_front_is_brute_force(monkeypatch: pytest.MonkeyPatch, seeds: Seeds) -> None:
-    """Of problems whose whole front takes seconds; limits count this process's own time."""
+    """Of problems whose whole front takes seconds, those first that take least; limits count this
+    process's own time."""
     monkeypatch.setattr(time, "perf_counter", time.process_time)
-    tried, between = seeds((0, 1, 2, 7, 8, 9, 11, 13, 15)), 0
+    tried, between = seeds((9, 0, 1, 11, 7, 2, 8, 13, 15)), 0
     for seed in tried:
         p, plans = _tiny(seed)
         front = pareto_front(p, points=200, time_limit_s=600)
@@ -175,7 +176,7 @@ def test_the_row_that_the_plain_command_takes_has_a_star(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     words = SMALL
-    code, text, _ = _run(capsys, *words, "--pareto", "--pareto-points", "60", "--json")
+    code, text, _ = _run(capsys, *words, "--pareto", "--pareto-points", "20", "--json")
     content = json.loads(text)
     plans = [Plan.parse_data(plan, where="test").predicted for plan in content["plans"]]
     code, text, _ = _run(capsys, *words, "--json")
@@ -189,7 +190,7 @@ def test_the_row_that_the_plain_command_takes_has_a_star(
         ),
     )
     assert content["chosen"] == near
-    code, text, _ = _run(capsys, *words, "--pareto", "--pareto-points", "60")
+    code, text, _ = _run(capsys, *words, "--pareto", "--pareto-points", "20")
     starred = [line.split()[0] for line in text.splitlines() if re.match(r" *\d+\*", line)]
     assert starred == [f"{near + 1}*"]
     assert "* of these plans the one that --theta " in text, "the cluster file says one"

@@ -138,7 +138,7 @@ def test_greedy_tokens_are_those_of_plain_decoding(engines, texts, mode, splits)
     for limits in ({}, {"num_blocks": 3, "step_tokens": 40, "make": Preempting}):
         drafter = FixedDrafter(mode, 4)
         scheduler = scheduler_of(engine, drafter, **limits)
-        for _ in range(2):
+        for _ in range(1 if limits else 2):
             assert serve_over(engine, scheduler, requests(texts)) == plain
         rates.append(drafter.acceptance.rate)
         hits += scheduler.tables.prefix_hits
@@ -289,7 +289,7 @@ def test_any_sequence_of_drafts_and_verifies_leaves_the_plain_cache(engines, tex
         assert torch.equal(drafted, plain)
 
 
-VOCAB, DRAWS = 6, 3000
+VOCAB, DRAWS = 6, 1200
 
 
 def _verified_tokens(accept, q_logits, p_logits, gamma: int) -> torch.Tensor:
@@ -444,7 +444,7 @@ def test_a_draft_holds_the_bytes_the_planner_counts(engines, bits):
 def test_speculation_over_a_low_bit_cache_loses_nothing(engines, texts):
     """What is packed depends on positions alone, so a verify sees what plain decoding sees."""
     rng = random.Random(3)
-    noise = [tuple(rng.randrange(3, 4000) for _ in range(160)) for _ in range(5)]
+    noise = [tuple(rng.randrange(3, 4000) for _ in range(160)) for _ in range(3)]
     plain = serve(engines("w4a16", kv="kv2"), requests(noise))
     assert plain != serve(engines("w4a16"), requests(noise)), "2-bit keys must change tokens"
     engine = engines("w4a16", (3,), "qspec", kv="kv2")

@@ -117,7 +117,7 @@ def test_long_requests_are_preempted_and_find_what_they_share(
     prompts = [trunk + tail for tail in tails]
     roomy = PoolSize(num_blocks=40, slots=4, max_len=1000)
     alone = Bench(make_plan, tiny_models.directory(kind), (), pool=roomy)
-    expected = alone.run(alone.scheduler(step_tokens=1000, prefix_cache=False), asked(prompts, 40))
+    expected = alone.run(alone.scheduler(step_tokens=1000, prefix_cache=False), asked(prompts, 16))
     assert not any(end.num_preemptions for end in alone.finished.values())
     pool = PoolSize(num_blocks=7, slots=4, max_len=1000)
     preempted = hits = 0
@@ -125,7 +125,7 @@ def test_long_requests_are_preempted_and_find_what_they_share(
         bench = Bench(make_plan, tiny_models.directory(kind), splits, pool=pool)
         scheduler = Preempting(bench.scheduler(step_tokens=100, prefix_cache=prefix_cache))
         for _ in range(2):  # the second time with what the first has left
-            assert bench.run(scheduler, asked(prompts, 40)) == expected
+            assert bench.run(scheduler, asked(prompts, 16)) == expected
             preempted += sum(end.num_preemptions for end in bench.finished.values())
             hits += sum(end.num_prefix_hits for end in bench.finished.values())
             assert prefix_cache or not any(e.num_prefix_hits for e in bench.finished.values())
@@ -160,7 +160,7 @@ def test_packed_caches_equal_their_unpaged_twin_under_every_schedule(
     prompts = [trunk + tail for tail in tails] + random_prompts(20, 143, seed=8)
     model = tiny_models.directory("qwen3")
     pipeline = ReferencePipeline.from_directory(model)
-    expected = [packed_greedy(pipeline, kv, prompt, 30) for prompt in prompts]
+    expected = [packed_greedy(pipeline, kv, prompt, 20) for prompt in prompts]
     pool = PoolSize(num_blocks=6, slots=4, max_len=1000)
     hits = 0
     schedules = [((), 64), ((1, 2), 1000), ((1,), 129)]
@@ -168,7 +168,7 @@ def test_packed_caches_equal_their_unpaged_twin_under_every_schedule(
         bench = Bench(make_plan, model, splits, pool=pool, kv=kv)
         scheduler = Preempting(bench.scheduler(step_tokens=step_tokens))
         for _ in range(2):
-            assert bench.run(scheduler, asked(prompts, 30)) == expected
+            assert bench.run(scheduler, asked(prompts, 20)) == expected
             hits += sum(end.num_prefix_hits for end in bench.finished.values())
     assert hits > 0
 

@@ -107,15 +107,16 @@ def planned(directory: Path, shares=(), splits=(), *, bits="w16a16", kv="kv16", 
     )
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize("kv", ["kv16", "kv8", "kv4"])
 @pytest.mark.parametrize("bits", ["w16a16", "w8a16", "w4a16", "w3a16"])
 def test_precisions_give_the_tokens_of_one_device(wide_model, random_prompts, bits, kv):
     """Groups of inputs stay whole, so devices hold the codes that one device holds."""
     prompts = random_prompts(170, 33, 90)
     one = planned(wide_model, bits=bits, kv=kv)
-    alone = generated(wide_model, one, prompts, 20)
+    alone = generated(wide_model, one, prompts)
     plan = planned(wide_model, [(3, 1)], bits=bits, kv=kv)
-    shared = generated(wide_model, plan, prompts, 20)
+    shared = generated(wide_model, plan, prompts)
     same = [own == other for own, other in zip(shared.tokens, alone.tokens, strict=True)]
     # Sums in another order turn a value that lies between two codes of a packed cache.
     assert all(same) if kv == "kv16" else sum(same) >= 2
@@ -125,13 +126,14 @@ def test_precisions_give_the_tokens_of_one_device(wide_model, random_prompts, bi
     assert held[1] < held[0] < alone.loads[0].weights_bytes
 
 
+@pytest.mark.thin
 @pytest.mark.parametrize("shares", [[(1, 1)], [(2, 1, 1)], [(3, 2, 1, 1, 1)]])
 def test_prefixes_chunks_and_preemptions(wide_model, random_prompts, shares):
     """Blocks are found, freed and computed again on every device of a stage alike."""
     trunk, *tails = random_prompts(140, 4, 60, 33)
-    prompts = [*random_prompts(100, 104, 108, 112), *(trunk + tail for tail in tails)]
+    prompts = [*random_prompts(112, 113, 114, 115), *(trunk + tail for tail in tails)]
     one = planned(wide_model, batch=8, prompt_len=300)
-    expected = generated(wide_model, one, prompts, 40).tokens
+    expected = generated(wide_model, one, prompts, 26).tokens
     plan = planned(wide_model, shares, batch=8, prompt_len=300)
     spec = ModelSpec.from_directory(wide_model)
     counted = with_pool_room(plan, spec, 1 << 40, share=1.0).places[0].memory
@@ -143,8 +145,10 @@ def test_prefixes_chunks_and_preemptions(wide_model, random_prompts, shares):
         (small, {"max_num_batched_tokens": 64}),
         (plan, {"enable_prefix_caching": False}),
     ):
-        got = generated(wide_model, own, prompts, 40, **options)
-        assert got.tokens == expected and (got.num_preempted > 0) == (own is small)
+        count = 26 if own is small else 8
+        got = generated(wide_model, own, prompts, count, **options)
+        assert got.tokens == [row[:count] for row in expected]
+        assert (got.num_preempted > 0) == (own is small)
         for place, load in zip(own.places, got.loads, strict=True):
             memory = place.memory
             if memory is not None:
@@ -152,6 +156,7 @@ def test_prefixes_chunks_and_preemptions(wide_model, random_prompts, shares):
                 assert load.kv_bytes <= memory.limit_bytes
 
 
+@pytest.mark.thin
 @pytest.mark.parametrize(
     ("mode", "bits"),
     [("ngram", "w16a16"), ("kv4", "w16a16"), ("w4kv4", "w8a16"), ("qspec", "w4a16")],

@@ -172,7 +172,13 @@ class Preempting(Scheduler):
 @pytest.mark.parametrize("kind", FORMS)
 @pytest.mark.parametrize(
     ("mode", "splits"),
-    [("ngram", ()), ("ngram", (2,)), ("ngram", (1, 3)), ("w4kv4", (2,)), ("qspec", ())],
+    [
+        pytest.param("ngram", (), marks=pytest.mark.seldom),
+        pytest.param("ngram", (2,), marks=pytest.mark.seldom),
+        ("ngram", (1, 3)),
+        ("w4kv4", (2,)),
+        ("qspec", ()),
+    ],
 )
 def test_refused_drafts_leave_no_state(
     models: Any, make_plan: Any, random_prompts: Any, kind: str, mode: str, splits: Any
@@ -185,24 +191,27 @@ def test_refused_drafts_leave_no_state(
     source = CheckpointSource(directory, spec)
     prompts = random_prompts(33, 70, 3, 1, 5)
 
-    def requests() -> list[Request]:
-        return [Request(id=i, prompt=tuple(p), max_new=NEW) for i, p in enumerate(prompts)]
+    def requests(some: Sequence[int]) -> list[Request]:
+        return [Request(id=i, prompt=tuple(prompts[i]), max_new=NEW) for i in some]
 
-    one = make_plan(directory, (), bits={"qspec": "w4a16"}.get(mode, "w16a16"), batch=3)
-    plain = OpenStages(one, spec, source, pool=pool)
-    expected = plain.run(Scheduler(_limits(pool, num_stages=1)), requests()).tokens
-    if mode != "qspec":
-        assert expected == dict(enumerate(models.greedy(kind, prompts)))
+    expected = dict(enumerate(models.greedy(kind, prompts)))
+    if mode == "qspec":
+        one = make_plan(directory, (), bits="w4a16", batch=3)
+        plain = OpenStages(one, spec, source, pool=pool)
+        scheduler = Scheduler(_limits(pool, num_stages=1))
+        expected = plain.run(scheduler, requests(range(5))).tokens
     stages = OpenStages(plan, spec, source, pool=pool, speculate=cast("SpeculationMode", mode))
-    for step_tokens, make in ((1, Scheduler), (64, Preempting)):
+    for step_tokens, make, some in ((1, Scheduler, (0, 2, 3)), (64, Preempting, range(5))):
         drafter = Guesses(expected) if mode == "ngram" else FixedDrafter(cast("Any", mode), 3)
         limits = _limits(pool, step_tokens=step_tokens, num_stages=len(splits) + 1)
         scheduler = make(limits, drafter=drafter)
-        assert stages.run(scheduler, requests()).tokens == expected
+        found = stages.run(scheduler, requests(some)).tokens
+        assert found == {i: expected[i] for i in some}
         seen = drafter.acceptance
         assert seen.refusals > 0 < sum(seen.accepted), "drafts of both ends"
 
 
+@pytest.mark.thin
 @pytest.mark.parametrize("kind", FORMS)
 @pytest.mark.parametrize(("mode", "splits"), [(None, (2,)), ("ngram", ()), ("w4kv4", (1, 3))])
 def test_the_next_turn_of_a_chat_goes_on_from_the_state_of_the_last(

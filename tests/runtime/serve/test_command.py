@@ -69,7 +69,7 @@ def test_one_line_serves_listens_once_and_ends_in_order(demo_model, tmp_path):
     assert "sesame" not in said and '"path": "/v1/completions", "status": 200' in said
 
 
-@pytest.mark.parametrize("splits", [(), (4,)])
+@pytest.mark.parametrize("splits", [pytest.param((), marks=pytest.mark.seldom), (4,)])
 def test_a_stage_that_dies_ends_the_server_with_its_code(demo_model, make_plan, tmp_path, splits):
     (tmp_path / "plan.json").write_text(make_plan(demo_model, splits=splits).dump_json())
     with socket.socket() as probe:

@@ -184,6 +184,7 @@ def where(request, demo_model, make_plan):
     return {"plan": plan}
 
 
+@pytest.mark.thin
 @pytest.mark.parametrize("mode", MODES)
 def test_python_and_http_obey_or_refuse_every_field(demo_model, where, mode, running):
     llm = LLM(demo_model, **where, **MODES[mode], backend="threads")
@@ -260,6 +261,7 @@ def seen_of_json(answer: Mapping[str, Any]) -> Seen:
     )
 
 
+@pytest.mark.thin
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("planned", [True, False])
 def test_batch_files_obey_or_refuse_every_field(demo_model, make_plan, tmp_path, mode, planned):
