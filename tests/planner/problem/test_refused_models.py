@@ -102,7 +102,6 @@ def test_a_refusal_is_true_of_the_config(kind: str, text: dict, has: str, has_no
     ("model", "change", "message"),
     [
         ("granite", {"layer_types": ["mamba", "sliding"] * 16}, "layers of type 'sliding'"),
-        ("granite", {"position_embedding_type": "nope"}, "position_embedding_type='nope'"),
         ("falcon", {"alibi": True}, "alibi=True"),
         ("hunyuan_v1_moe", {"num_experts": [4, 8]}, "'num_experts' differs from layer to layer"),
         ("ernie4_5_moe", {"moe_norm_min": 0.5}, "moe_norm_min=0.5 would change"),
