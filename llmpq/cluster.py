@@ -84,6 +84,19 @@ class Links(FileForm):
     within_node: Link = Link(gbps=64, latency_us=20)
     pairs: tuple[PairLink, ...] = ()
 
+    @model_validator(mode="before")
+    @classmethod
+    def _rest_by_default(cls, data: object) -> object:
+        """Take of a link that is said in part the rest from its default."""
+        if not isinstance(data, dict):
+            return data
+        whole = {
+            key: {**cls.model_fields[key].get_default().model_dump(), **data[key]}
+            for key in ("between_nodes", "within_node")
+            if isinstance(data.get(key), dict)
+        }
+        return {**data, **whole}
+
 
 class Node(FileForm):
     """One machine."""

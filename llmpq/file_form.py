@@ -160,8 +160,10 @@ SIZES = {
 
 
 def explain(error: ValidationError, model: type[BaseModel]) -> str:
-    """Return the first validation error as one sentence."""
-    first = error.errors()[0]
+    """Return the first validation error as one sentence; unknown keys before those they miss."""
+    errors = error.errors()
+    unknown = [e for e in errors if e["type"] == "extra_forbidden"]
+    first = unknown[0] if unknown and errors[0]["type"] == "missing" else errors[0]
     place = ".".join(str(part) for part in first["loc"])
     if first["type"] == "extra_forbidden":
         key = str(first["loc"][-1])

@@ -361,7 +361,7 @@ def _what_to_print(section: Section) -> None:
         default=[],
         metavar="CHANGE",
         only=tables,
-        help="re-plan with +V100, -T4:2, prompt-len=8000 or bits=8 and compare (may repeat)",
+        help="re-plan with +V100, -T4:2, bits=8 or several, -T4,+V100, and compare (may repeat)",
     )
     section.flag("--json", action="store_true", help="print the plan as JSON, nothing else")
     section.flag("--debug", action="store_true", help="log what the solver does")

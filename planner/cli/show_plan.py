@@ -32,7 +32,7 @@ from llmpq.planner.cli.own_dtype import in_own_dtype
 from llmpq.planner.cli.show_topology import print_topology, topology_lines
 from llmpq.planner.evaluate.simulator import reported_time
 from llmpq.planner.problem.make_problem import make_problem
-from llmpq.planner.problem.outcome import Infeasible, Unfinished
+from llmpq.planner.problem.outcome import OPTIMAL_GAP, Infeasible, Unfinished
 from llmpq.planner.problem.problem import Problem
 from llmpq.planner.problem.requests import PlanRequest
 from llmpq.planner.problem.stored_precisions import stored_line
@@ -371,16 +371,19 @@ def _changed(
 
     A change that cannot be is refused. `known`: notes of the job as it is.
     """
-    from llmpq.planner.cli.what_if import changed_devices, changed_request
+    from llmpq.planner.cli.what_if import changed_devices, changed_request, parts_of
 
     found = []
     for change in request.what_if:
-        if change[:1] in ("+", "-") and not change.startswith("--"):
-            changed, devices = changed_devices(request, problem.cluster, change)
-            other, _, notes = make_problem(changed, devices)
-        else:
-            changed = changed_request(request, change, read_flag)
-            other, _, notes = make_problem(changed)
+        changed, other, devices, notes = request, problem, None, []
+        for part in parts_of(change):
+            if part[:1] in ("+", "-") and not part.startswith("--"):
+                changed, devices = changed_devices(changed, other.cluster, part)
+            else:
+                changed = changed_request(changed, part, read_flag)
+            other, _, made = make_problem(changed, devices)
+            notes += made
+        notes = list(dict.fromkeys(notes))
         new = [n for n in notes if n.startswith("assumed: ") and n not in known]
         own = [n for n in new if "stay free" not in n]
         said = f"{change} ({'; '.join(own)})" if own else change
@@ -464,7 +467,13 @@ def _compare(
             open_console().print(comparison_table(named, budget=options.budget))
     least = min(a.outcome.value for a in made.values())
     best = [a for a in made.values() if a.outcome.value <= least + SAME_VALUE * abs(least)]
-    return min(best, key=lambda a: a.plan.solver.gap or 0.0 if a.outcome.bound else 1.0), named
+    return min(best, key=_unproven), named
+
+
+def _unproven(one: Answer) -> float:
+    """Return how far a plan is from what is proven, 0 where it is proven optimal."""
+    gap = one.plan.solver.gap or 0.0 if one.outcome.bound else 1.0
+    return 0.0 if gap <= OPTIMAL_GAP else gap
 
 
 def _row(plan: Plan, seconds: float) -> MethodRow:

@@ -4,12 +4,14 @@
                one); +V100:2 two, and whatever else `--devices` takes
 -T4-0          without a device; -T4 without the last one of a kind, -T4:2 without two
 batch=16       another value of a flag: prompt-len=8000, context=32k, bits=8, kv=8, prefer=speed
+-T4,+V100      several changes as one
 
 What was fixed stays fixed: pins follow their devices, micro-batches shrink with the batch.
 """
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
@@ -52,7 +54,7 @@ INSTEAD = ("prefer", "theta", "quality_budget")
 """Flags of which one at most is given."""
 EXPECTED = (
     "+KIND, +KIND:2, -KIND, -DEVICE, or another value of a flag, such as batch=16, "
-    "prompt-len=8000, bits=8 or kv=8"
+    "prompt-len=8000, bits=8 or kv=8, or several of these with commas"
 )
 
 
@@ -91,6 +93,19 @@ def changed_request(
 
 def _within(microbatch: int | None, batch: int) -> int | None:
     return None if microbatch is None else min(microbatch, batch)
+
+
+_NEXT = re.compile(r",(?=[+-]|[a-z][a-z_-]*=)")
+
+
+def parts_of(change: str) -> list[str]:
+    """Return the changes that a comma joins: devices that are added, that go, values of flags.
+
+    `-3090,+5090`, `+3090,batch=8`; the comma of `bits=4,8` is the value's own.
+    """
+    kinds = {"+": 0, "-": 1}
+    parts = _NEXT.split(change)
+    return sorted(parts, key=lambda one: 2 if one.startswith("--") else kinds.get(one[:1], 2))
 
 
 def changed_devices(

@@ -115,3 +115,18 @@ def test_scalars_of_yaml_are_refused_in_words_of_a_file(
     )
     with pytest.raises(ValueError, match=said):
         Cluster.load(path)
+
+
+def test_an_unknown_key_is_named_before_what_is_missing_without_it() -> None:
+    with pytest.raises(ValueError, match="unknown key 'devices'"):
+        Cluster.parse_data({"devices": [{"kind": "T4"}]}, where="my.yaml")
+    with pytest.raises(ValueError, match="unknown key 'nodes.0.nmae': did you mean 'name'"):
+        Cluster.parse_data({"name": "lab", "nodes": [{"nmae": "a"}]}, where="my.yaml")
+
+
+def test_a_link_said_in_part_has_the_rest_of_its_default() -> None:
+    nodes = [{"name": name, "accelerators": "T4:1"} for name in "ab"]
+    links = {"between_nodes": {"gbps": 25}, "within_node": {"latency_us": 5}}
+    made = Cluster.parse_data({"name": "lab", "nodes": nodes, "links": links}, where="x").links
+    assert (made.between_nodes.gbps, made.between_nodes.latency_us) == (25, 50)
+    assert (made.within_node.gbps, made.within_node.latency_us) == (64, 5)

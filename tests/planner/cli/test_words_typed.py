@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 
 import pytest
@@ -160,3 +161,26 @@ def test_a_number_that_is_none_is_a_sentence(
     assert main(["--devices", "4090", "--model", "qwen3-8b", *flags.split()]) == 2
     line = capsys.readouterr().err
     assert "number" in line and f"got '{got}'" in line and "invalid" not in line
+
+
+def test_changes_with_a_comma_are_one_change(capsys: pytest.CaptureFixture[str]) -> None:
+    job = "--model llama-3.1-8b --batch 2 --bits 8 --engines 1"
+    for change, devices, flags in (
+        ("-3090,+5090", "4090,3090,5090", ""),
+        ("+5090,-3090:2,batch=4,bits=4,8", "4090,5090", "--batch 4 --bits 4,8"),
+    ):
+        assert main(["--devices", "4090,3090:2", *job.split(), "--what-if", change]) == 0
+        (line,) = [x for x in capsys.readouterr().out.splitlines() if x.startswith("what if")]
+        assert main(["--devices", devices, *job.split(), *flags.split(), "--json"]) == 0
+        plan = Plan.parse_data(json.loads(capsys.readouterr().out), where="test")
+        assert plan.predicted is not None
+        assert line.startswith(f"what if {change}: {plan.predicted.total_s:.3f} s")
+
+
+def test_of_methods_with_one_plan_the_exact_one_is_shown(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main([*CARD.split(), "--bits", "8", "--method", "all", "--time-limit", "5"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert any(line.startswith("exact: ") for line in lines)
+    assert not any(line.startswith("ilp: ") for line in lines)
