@@ -11,6 +11,7 @@ from dataclasses import replace
 
 from llmpq.default_dtype import without_bfloat16
 from llmpq.errors import DoesNotFitError
+from llmpq.plan import Predicted
 from llmpq.planner.answer import Answer, answer, solve_options
 from llmpq.planner.cli.what_if import without
 from llmpq.planner.front.preference import WEIGHTS
@@ -18,6 +19,7 @@ from llmpq.planner.problem.make_problem import make_problem
 from llmpq.planner.problem.problem import Problem
 from llmpq.planner.problem.requests import PlanRequest
 from llmpq.planner.solving.methods import SolveOptions
+from llmpq.topology import Topology, TopologyPredicted
 
 
 def in_own_dtype(
@@ -61,7 +63,7 @@ def in_own_dtype(
     if not used:
         own = alone.workload.dtype
         return found, f"{cards} not used: all stages compute in {own}, the checkpoint's dtype"
-    if _score(found, options) >= _score(best, options):
+    if _score(found, found.plan.predicted, options) >= _score(best, best.plan.predicted, options):
         return None
     return found, (
         f"{cards} {with_them}, and the best plan would take {_seconds(best):.3f} instead of "
@@ -69,9 +71,17 @@ def in_own_dtype(
     )
 
 
-def _score(one: Answer, options: SolveOptions) -> float:
+def beats(own: Answer, topology: Topology, options: SolveOptions) -> bool:
+    """Whether a plan of the cards that have bfloat16 is better than engines of all cards."""
+    alone = _score(own, own.plan.predicted, options)
+    return alone < _score(own, topology.predicted, options)
+
+
+def _score(
+    one: Answer, predicted: Predicted | TopologyPredicted | None, options: SolveOptions
+) -> float:
     """Return what the preference, the budget or theta makes smallest."""
-    predicted, p = one.plan.predicted, one.problem
+    p = one.problem
     assert predicted is not None, "the planner always predicts"
     if options.budget is not None:
         return predicted.total_s

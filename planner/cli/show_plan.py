@@ -28,7 +28,7 @@ from llmpq.planner.answer import (
 from llmpq.planner.cli.alternatives import MethodRow, bits_lines, left_out_lines
 from llmpq.planner.cli.arguments import read_flag
 from llmpq.planner.cli.certificates import write_certificate, write_topology_certificate
-from llmpq.planner.cli.own_dtype import in_own_dtype
+from llmpq.planner.cli.own_dtype import beats, in_own_dtype
 from llmpq.planner.cli.show_topology import print_topology, topology_lines
 from llmpq.planner.evaluate.simulator import reported_time
 from llmpq.planner.problem.make_problem import make_problem
@@ -101,14 +101,16 @@ def make_and_show(request: PlanRequest, job: PlanJob) -> None:
             raise
     notes = [*notes, *one_pipeline_notes(request, options, len(problem.cluster.devices))]
     lacking = without_bfloat16(problem.cluster)
-    if several is not None and several.uses(lacking):
+    engines = None if several is None or not several.uses(lacking) else several.topology
+    if own is not None and engines is not None and not beats(own[0], engines, options):
         own = None  # the engines that are best need these cards
     if own is not None:
         best, said = own
         problem = best.problem
-        if several is not None and _may_share(request, problem, options):
+        if several is not None:  # of the job with all cards
             exactly = num_engines(request.engines)
-            several = _topology(problem, best, options, path, exactly)
+            shared = _may_share(request, problem, options)
+            several = _topology(problem, best, options, path, exactly) if shared else None
         notes = [said if "no bfloat16" in note else note for note in notes]
         job = replace(job, problem=problem, notes=notes)
     if several is not None and several.topology is not None:
@@ -366,7 +368,7 @@ def method_data(rows: Mapping[str, MethodRow | str]) -> list[dict[str, Any]]:
 
 def _changed(
     request: PlanRequest, problem: Problem, known: Sequence[str]
-) -> list[tuple[str, Problem, SolveOptions]]:
+) -> list[tuple[str, PlanRequest, Problem, SolveOptions]]:
     """Return the job after every `--what-if`, which says what is assumed of devices it adds.
 
     A change that cannot be is refused. `known`: notes of the job as it is.
@@ -387,7 +389,7 @@ def _changed(
         new = [n for n in notes if n.startswith("assumed: ") and n not in known]
         own = [n for n in new if "stay free" not in n]
         said = f"{change} ({'; '.join(own)})" if own else change
-        found.append((said, other, solve_options(changed, other.cluster)))
+        found.append((said, changed, other, solve_options(changed, other.cluster)))
     return found
 
 
@@ -550,7 +552,9 @@ def _why(best: Answer, options: SolveOptions, *, whole: bool) -> list[str]:
 
 
 def _what_if(
-    changes: list[tuple[str, Problem, SolveOptions]], best: Answer | None, path: str | None
+    changes: list[tuple[str, PlanRequest, Problem, SolveOptions]],
+    best: Answer | None,
+    path: str | None,
 ) -> list[str]:
     """Return what each change would do, planned by the same method: of all, by the best one.
 
@@ -559,14 +563,21 @@ def _what_if(
     from llmpq.planner.cli.what_if import compared, made_possible
 
     lines = []
-    for change, problem, options in changes:
-        if options.method == "all":
+    for change, request, problem, options in changes:
+        all_methods = options.method == "all"
+        if all_methods:
             options = replace(options, method="exact" if best is None else best.outcome.method)
+        other: Answer | None = None
         try:
-            other = answer(problem, options, path).plan
+            other = answer(problem, options, path)
         except DoesNotFitError as error:
-            lines.append(f"what if {change}: {error}")
+            why = f"what if {change}: {error}"
+        own = None if all_methods else in_own_dtype(request, problem, other, path)
+        if own is not None:
+            other, _ = own
+        if other is None:
+            lines.append(why)
             continue
-        said = made_possible(other) if best is None else compared(best.plan, other)
+        said = made_possible(other.plan) if best is None else compared(best.plan, other.plan)
         lines.append(f"what if {change}: {said}")
     return lines

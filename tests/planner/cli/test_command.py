@@ -357,6 +357,25 @@ def test_float32_is_taken_only_where_it_is_better(
     )
 
 
+def test_engines_in_float32_are_held_against_the_cards_that_have_bfloat16(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """Two engines with the T4s, in float32, beat one; the A100 alone in bfloat16 beats both."""
+    path = tmp_path / "plan.json"
+    words = ["--model", "glm-4-9b", "--batch", "4", "--context", "4k", "--kv", "8"]
+    words += ["--devices", "A100-40,T4:2", "-o", str(path)]
+    code, out, _ = _run(capsys, *words)
+    made = Plan.load(path)
+    assert code == 0 and made.workload.dtype == "bfloat16"
+    assert [stage.device for stage in made.stages] == ["A100-40GB-0"]
+    assert "are left out: with them all stages would compute in float32" in out
+    assert "best single card" not in out, "of the job in float32"
+    code, out, _ = _run(capsys, *words, "--what-if", "batch=8")
+    (line,) = [line for line in out.splitlines() if line.startswith("what if")]
+    found = re.search(r"([\d.]+) instead of ([\d.]+) tokens/s", line)
+    assert found is not None and float(found[1]) > float(found[2]), "in bfloat16, too"
+
+
 def test_cards_that_only_fit_in_bfloat16_are_not_refused(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
