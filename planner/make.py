@@ -109,11 +109,20 @@ def make_plan(
         tensor_parallel=None if tensor_parallel is None else str(tensor_parallel),
         time_limit=time_limit_s,
     )
+    from llmpq.planner.cli.own_dtype import in_own_dtype
+
     problem, path, _ = make_problem(request)
+    best, refused = None, ""
     try:
-        return answer(problem, solve_options(request, problem.cluster), path).plan
-    except NothingFitsError as error:  # worked out here, so that its flags become arguments
-        raise DoesNotFitError(str(error)) from None
+        best = answer(problem, solve_options(request, problem.cluster), path)
+    except NothingFitsError as error:
+        refused = str(error)  # worked out here, so that its flags become arguments
+    own = in_own_dtype(request, problem, best, path)
+    if own is not None:
+        best, _ = own
+    if best is None:
+        raise DoesNotFitError(refused)
+    return best.plan
 
 
 EXAMPLES = {"devices": '"4090,3090:2,cpu"', "bits": '"4,8"', "kv": '"16,8"', "reserve": '"1GiB"'}

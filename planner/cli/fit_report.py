@@ -17,6 +17,7 @@ from llmpq.capabilities import lacks
 from llmpq.cluster import Device
 from llmpq.errors import DoesNotFitError
 from llmpq.plan import Plan, StagePlan
+from llmpq.planner.cli.own_dtype import instead_of_float32
 from llmpq.planner.cli.what_if import share_of
 from llmpq.planner.evaluate.add_drafts import mtp_notes
 from llmpq.planner.evaluate.fits import longest_context
@@ -156,6 +157,7 @@ def fit_answer(request: FitsRequest) -> FitAnswer:
     says_length = request.context is not None or request.prompt_len is not None
     usual = None if says_length else FITS_CONTEXT
     problem, path, notes = make_problem(asked, usual_context=usual)
+    problem, notes = instead_of_float32(asked, problem, notes, usual_context=usual)
     kvs = parse_kv(asked.kv)
     context = problem.workload.prompt_len + problem.workload.gen_len
     rows = list(_rows(problem, kvs, listed=request.kv is None))

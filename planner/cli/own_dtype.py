@@ -7,6 +7,7 @@ In float32 they do not: a plan without them may be the better one.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 
 from llmpq.default_dtype import without_bfloat16
@@ -18,6 +19,7 @@ from llmpq.planner.front.preference import WEIGHTS
 from llmpq.planner.problem.make_problem import make_problem
 from llmpq.planner.problem.problem import Problem
 from llmpq.planner.problem.requests import PlanRequest
+from llmpq.planner.refusal import too_big_in_any_chunks
 from llmpq.planner.solving.methods import SolveOptions
 from llmpq.topology import Topology, TopologyPredicted
 
@@ -34,30 +36,21 @@ def in_own_dtype(
     """
     cluster = problem.cluster
     lacking = without_bfloat16(cluster)
-    others = any(d.kind not in lacking and not d.spec.is_cpu for d in cluster.devices)
-    if request.dtype != "auto" or not lacking or not others:
-        return None
     stages = () if best is None else best.plan.stages
     used = any(stage.kind in lacking for stage in stages)
     pinned = any(cluster.device(name).kind in lacking for name in problem.pins)
     slower = problem.workload.dtype == "float32"
     if pinned or ((used or best is None) and not slower):
         return None
-    names = {device.name: device.name for device in cluster.devices}
-    while gone := [device for device in cluster.devices if device.kind in lacking]:
-        cluster, moved = without(cluster, gone[-1])
-        names = {old: moved[new] for old, new in names.items() if new in moved}
-    pins = [_moved(pin, problem, names) for pin in request.pin]
-    alone, _, _ = make_problem(replace(request, pin=pins), cluster)
-    if alone.workload.dtype == problem.workload.dtype:
+    alone = over_own_dtype(request, problem)
+    if alone is None:
         return None
-    options = solve_options(request, cluster)
+    options = solve_options(request, alone.cluster)
     try:
         found = answer(alone, options, path)
     except DoesNotFitError:
         return None
-    cards = f"{', '.join(lacking)}, which have no bfloat16, are"
-    with_them = "left out: with them all stages would compute in float32"
+    cards, with_them = f"{_cards(lacking)} are", LEFT_OUT
     if best is None:
         return found, f"{cards} {with_them}, and the model would not fit"
     if not used:
@@ -69,6 +62,56 @@ def in_own_dtype(
         f"{cards} {with_them}, and the best plan would take {_seconds(best):.3f} instead of "
         f"{_seconds(found):.3f} s"
     )
+
+
+LEFT_OUT = "left out: with them all stages would compute in float32"
+
+
+def _cards(kinds: Sequence[str]) -> str:
+    return f"{', '.join(kinds)}, which have no bfloat16,"
+
+
+def over_own_dtype(
+    request: PlanRequest, problem: Problem, *, usual_context: int | None = None
+) -> Problem | None:
+    """Return the job over the cards that have bfloat16, in the checkpoint's own dtype.
+
+    None where all cards have it or none does, or where the dtype is asked for.
+    """
+    cluster = problem.cluster
+    lacking = without_bfloat16(cluster)
+    others = any(d.kind not in lacking and not d.spec.is_cpu for d in cluster.devices)
+    if request.dtype != "auto" or not lacking or not others:
+        return None
+    names = {device.name: device.name for device in cluster.devices}
+    while gone := [device for device in cluster.devices if device.kind in lacking]:
+        cluster, moved = without(cluster, gone[-1])
+        names = {old: moved[new] for old, new in names.items() if new in moved}
+    if any(name not in names for name in problem.pins):
+        return None
+    pins = [_moved(pin, problem, names) for pin in request.pin]
+    alone, _, _ = make_problem(replace(request, pin=pins), cluster, usual_context=usual_context)
+    return None if alone.workload.dtype == problem.workload.dtype else alone
+
+
+def instead_of_float32(
+    request: PlanRequest,
+    problem: Problem,
+    notes: Sequence[str],
+    *,
+    usual_context: int | None = None,
+) -> tuple[Problem, list[str]]:
+    """Return the job to plan where plans of both are not held against each other, and its notes.
+
+    Float32 is several times slower on cards that have bfloat16: those that lack it are left out,
+    if the model fits the others.
+    """
+    if problem.workload.dtype == "float32":
+        alone = over_own_dtype(request, problem, usual_context=usual_context)
+        if alone is not None and not too_big_in_any_chunks(alone):
+            said = f"{_cards(without_bfloat16(problem.cluster))} are {LEFT_OUT}"
+            return alone, [said if "no bfloat16" in note else note for note in notes]
+    return problem, list(notes)
 
 
 def beats(own: Answer, topology: Topology, options: SolveOptions) -> bool:

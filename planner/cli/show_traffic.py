@@ -7,6 +7,8 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 
+from llmpq.planner.answer import solve_options
+from llmpq.planner.cli.own_dtype import instead_of_float32
 from llmpq.planner.cli.report import print_plan, remarks_of
 from llmpq.planner.cli.show_plan import check_outputs, open_console, read_job, say, write_report
 from llmpq.planner.cli.show_simulation import highest_line, limits_in_words, print_measures
@@ -44,13 +46,16 @@ def show_traffic(request: PlanRequest) -> None:
     objective = _objective(request, traffic)
     check_outputs(request)
     lengths = MeanLengths.of(traffic)
-    job = read_job(
-        replace(
-            request,
-            objective="makespan",
-            prompt_len=min(512, math.ceil(lengths.prompt)),
-            gen_len=min(100, math.ceil(lengths.output)),
-        )
+    of_means = replace(
+        request,
+        objective="makespan",
+        prompt_len=min(512, math.ceil(lengths.prompt)),
+        gen_len=min(100, math.ceil(lengths.output)),
+    )
+    job = read_job(of_means)
+    problem, notes = instead_of_float32(of_means, job.problem, job.notes)
+    job = replace(
+        job, problem=problem, notes=notes, options=solve_options(of_means, problem.cluster)
     )
     most = job.problem.spec.max_positions
     if lengths.longest > most:

@@ -15,6 +15,7 @@ from llmpq.memory import Quantization, stage_memory
 from llmpq.model_spec import ModelSpec
 from llmpq.plan import Plan
 from llmpq.planner.__main__ import main
+from llmpq.planner.make import make_plan
 from llmpq.precision import Precision
 from llmpq.units import format_size
 from llmpq.workload import Workload
@@ -374,6 +375,23 @@ def test_engines_in_float32_are_held_against_the_cards_that_have_bfloat16(
     (line,) = [line for line in out.splitlines() if line.startswith("what if")]
     found = re.search(r"([\d.]+) instead of ([\d.]+) tokens/s", line)
     assert found is not None and float(found[1]) > float(found[2]), "in bfloat16, too"
+
+
+def test_float32_is_left_to_the_cards_that_need_it_at_every_door(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    made = make_plan("glm-4-9b", devices="a100-40gb,t4", batch=1, bits="8", gen_len=20)
+    assert made.workload.dtype == "bfloat16"
+    assert [stage.device for stage in made.stages] == ["A100-40GB-0"]
+    code, out, _ = _run(
+        capsys, "fits", "--model", "glm-4-9b", "--devices", "a100-40gb,t4", "--context", "8k"
+    )
+    assert code == 0 and "KV cache 40.0 KiB a token (bfloat16)" in out and "T4-0" not in out
+    assert "T4, which have no bfloat16, are left out" in out
+    words = ["fits", "--model", "gemma-3-12b", "--bits", "16", "--devices", "a100-40gb,t4"]
+    assert _run(capsys, *words)[0] == 0, "as the plan of the same words"
+    words = ["fits", "--model", "gemma-3-27b", "--bits", "16", "--devices", "a100-40gb,t4:2"]
+    assert _run(capsys, *words)[0] == 5
 
 
 def test_cards_that_only_fit_in_bfloat16_are_not_refused(
