@@ -185,7 +185,7 @@ class PeerSum:
         dtype = next(dtype for dtype in self._dtypes if dtype.is_floating_point)
         row = torch.ones(1, self._columns, dtype=dtype, device=self._device)
         if self.takes_rows(row, row, row[0]):
-            total, normed = self.normed(row.clone(), row, row[0], 0.0)
-            wrong.append(((total != members + 1) | ((normed - 1).abs() > 0.01)).any())
+            summed, normed = self.normed(row.clone(), row, row[0], 0.0)
+            wrong.append(((summed != members + 1) | ((normed - 1).abs() > 0.01)).any())
         found = sum(map(int, wrong))
         return f"{found} of {len(wrong)} sums were wrong" if found else None

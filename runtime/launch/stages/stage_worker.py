@@ -233,11 +233,14 @@ class StageWorker:
             self._use_threads()
         reduce = self._reduce or AllReduce()
         kinds = {"auto": SUM_KINDS, "gloo": ()}.get(options.links, (options.links,))
-        dtype = DTYPES[self._plan.workload.dtype]
         assert self._compute is not None
-        columns = self._compute.model.spec.hidden
-        own = {"device": self._gpu, "dtype": dtype, "columns": columns}
-        reduce.join(self._plan.workers, self._index, **own, kinds=kinds)
+        reduce.join(
+            *(self._plan.workers, self._index),
+            device=self._gpu,
+            dtype=DTYPES[self._plan.workload.dtype],
+            columns=self._compute.model.spec.hidden,
+            kinds=kinds,
+        )
         cut_head = self._compute.model.cut_head
         if reduce.all_have(cut_head) and cut_head is not None:
             cut_head.is_everywhere = True
