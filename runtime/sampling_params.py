@@ -20,6 +20,8 @@ MAX_LOGPROBS = 100
 """Most likely tokens that may be reported beside a chosen one."""
 MAX_TEXTS = 1024
 """Stop texts, or bad words, of one request: each is looked for at every token."""
+MAX_BAD_LENGTH = 65536
+"""Characters of all bad words of a request: their tokens go to the last stage."""
 MAX_BIAS = 100.0
 """Most that may be added to a token's logit, or taken from it."""
 
@@ -202,6 +204,11 @@ class SamplingParams:
         if isinstance(self.bad_words, str):
             raise ValueError(f"bad_words must be a list of texts, got {self.bad_words!r:.100}")
         _check_texts("bad_words", self.bad_words)
+        length = sum(map(len, self.bad_words or ()))
+        if length > MAX_BAD_LENGTH:
+            raise ValueError(
+                f"bad_words may have {MAX_BAD_LENGTH} characters together, got {length}"
+            )
         _check_allowed(self)
         if self.n > 1 and self.temperature == 0:
             raise ValueError(

@@ -8,7 +8,7 @@ be of any size. Standard library only; the arithmetic is in models/ruled_samplin
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Literal
 
 GuideKind = Literal["json", "regex", "choice", "grammar", "calls"]
@@ -93,7 +93,12 @@ class LogitsConstraints:
 
     def to_data(self) -> dict[str, Any]:
         """Return the rules as JSON data."""
-        return asdict(self) | {"logit_bias": [list(pair) for pair in self.logit_bias.items()]}
+        own = {one.name: getattr(self, one.name) for one in fields(self)}  # `asdict` copies
+        return own | {
+            "logit_bias": [list(pair) for pair in self.logit_bias.items()],
+            "guide": None if self.guide is None else asdict(self.guide),
+            "thinking": None if self.thinking is None else asdict(self.thinking),
+        }
 
     @classmethod
     def from_data(cls, data: Mapping[str, Any]) -> LogitsConstraints:

@@ -407,6 +407,32 @@ class NamedTool(Body):
     function: Function
 
 
+def unknown_tool(name: str, tools: Sequence[Tool] | None) -> ApiError:
+    """Return the refusal of a `tool_choice` that names a tool which is not there."""
+    if not tools:
+        return ApiError(400, "'tool_choice' needs 'tools'", param="tool_choice")
+    known = ", ".join(tool.function.name for tool in tools)
+    return ApiError(
+        400,
+        f"'tool_choice' names '{name}', which is not one of the tools {known}",
+        param="tool_choice",
+    )
+
+
+class NamedTools(Body):
+    """The tools of which one may, or must, be called."""
+
+    mode: str = "auto"
+    tools: list[NamedTool] = Field(default_factory=list)
+
+
+class AllowedTools(Body):
+    """A choice among some of the tools."""
+
+    type: Literal["allowed_tools"]
+    allowed_tools: NamedTools
+
+
 class ChatBody(SamplingBody):
     """A body of /v1/chat/completions."""
 
@@ -416,7 +442,8 @@ class ChatBody(SamplingBody):
     logprobs: bool | None = None
     top_logprobs: Whole | None = None
     tools: list[Tool] | None = None
-    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | AllowedTools | None = None
+    """Of `AllowedTools` the mode is left, and `tools` are theirs."""
     parallel_tool_calls: bool = True
     """False: calls after the first are dropped."""
     add_generation_prompt: bool = True
@@ -431,6 +458,24 @@ class ChatBody(SamplingBody):
     separate_reasoning: bool = True
     """False: thoughts are part of the text, marks and all."""
     chat_template_kwargs: dict[str, Any] | None = None
+
+    @model_validator(mode="after")
+    def _allows_some(self) -> Self:
+        if isinstance(self.tool_choice, AllowedTools):
+            chosen = self.tool_choice.allowed_tools
+            if chosen.mode not in ("auto", "required") or not chosen.tools:
+                raise ApiError(
+                    400,
+                    "'tool_choice' of allowed_tools needs a mode, auto or required, and at least 1 "
+                    f"tool, got mode {chosen.mode!r:.100} and {len(chosen.tools)} tools",
+                    param="tool_choice",
+                )
+            allowed = {tool.function.name for tool in chosen.tools}
+            for name in sorted(allowed - {tool.function.name for tool in self.tools or ()}):
+                raise unknown_tool(name, self.tools)
+            self.tools = [tool for tool in self.tools or () if tool.function.name in allowed]
+            self.tool_choice = "required" if chosen.mode == "required" else "auto"
+        return self
 
     @model_validator(mode="after")
     def _goes_on(self) -> Self:

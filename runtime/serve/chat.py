@@ -14,7 +14,7 @@ from typing import Any
 from llmpq.runtime.request_output import Logprob
 from llmpq.runtime.response_stream import ResponseStream
 from llmpq.runtime.serve.answering import DONE, event
-from llmpq.runtime.serve.bodies import ChatBody, Message, NamedTool
+from llmpq.runtime.serve.bodies import ChatBody, Message, NamedTool, unknown_tool
 from llmpq.runtime.serve.completions import LEAST_LOGPROB, prompt_scores
 from llmpq.runtime.serve.errors import ApiError
 from llmpq.runtime.serve.parsers.forced import ForcedReader, forced_guide
@@ -59,7 +59,11 @@ class Chat:
             tokens_of=service.tokens_of,
             defaults=service.default_sampling,
         )
-        self._length = conversation_length(body.messages, self._tools(), body.chat_template_kwargs)
+        self._tools = self._offered()
+        """What the template shows; made here, as all that takes long for many of them."""
+        functions = [tool.function.model_dump() for tool in body.tools or []]
+        self._functions = functions if self._tools else []
+        self._length = conversation_length(body.messages, self._tools, body.chat_template_kwargs)
         self._head = {
             "id": f"chatcmpl-{uuid.uuid4().hex}",
             "created": int(time.time()),
@@ -70,7 +74,7 @@ class Chat:
         """Queue the conversation."""
         body, service = self._body, self._service
         service.ready()
-        self._form = service.answer_form(tools=self._tools() is not None)
+        self._form = service.answer_form(tools=self._tools is not None)
         # Marks that are special tokens must be in the text that is read.
         shown = service.tokenizer.names_special(self._form.marks)
         params = replace(self.params, skip_special_tokens=False) if shown else self.params
@@ -107,7 +111,7 @@ class Chat:
         return self._service.encode_chat(
             [plain_message(message) for message in self._body.messages],
             room=room,
-            tools=self._tools(),
+            tools=self._tools,
             add_generation_prompt=self._body.add_generation_prompt,
             continue_final_message=self._body.continue_final_message,
             options=self._body.template_options(),
@@ -251,10 +255,9 @@ class Chat:
         if self._forced is not None:
             thoughts = self._form.reader(in_thought=True) if self._in_thought else None
             return ForcedReader(Parts(), self._forced, thoughts)
-        tools = [tool.function.model_dump() for tool in self._body.tools or []]
         return self._form.reader(
             separate=self._separates,
-            tools=tools if self._tools() else [],
+            tools=self._functions,
             one_call=self._body.parallel_tool_calls is False,
             in_thought=self._in_thought,
         )
@@ -264,7 +267,7 @@ class Chat:
         """Whether thoughts leave apart from the text."""
         return self._service.settings.reasoning_parser is not None and self._body.separate_reasoning
 
-    def _tools(self) -> list[dict[str, Any]] | None:
+    def _offered(self) -> list[dict[str, Any]] | None:
         if not self._body.tools or self._body.tool_choice == "none":
             return None
         return [tool.model_dump(exclude_none=True) for tool in self._body.tools]
@@ -279,14 +282,8 @@ class Chat:
         if choice == "required":
             return ""
         assert isinstance(choice, NamedTool)
-        names = [tool.function.name for tool in tools]
-        if choice.function.name not in names:
-            raise ApiError(
-                400,
-                f"'tool_choice' names '{choice.function.name}', which is not one of the tools "
-                f"{', '.join(names)}",
-                param="tool_choice",
-            )
+        if choice.function.name not in [tool.function.name for tool in tools]:
+            raise unknown_tool(choice.function.name, tools)
         return choice.function.name
 
     def _guide(self) -> tuple[str, dict[str, Any] | None]:

@@ -29,7 +29,7 @@ class AnthropicMessage(Body):
 class AnthropicTool(Body):
     """A tool that the client runs."""
 
-    type: Literal["custom"] = "custom"
+    type: str = "custom"
     name: str
     description: str | None = None
     input_schema: dict[str, Any] | None = None
@@ -126,6 +126,14 @@ class MessagesBody(ChoiceBody):
         return fields
 
     def _tools(self) -> list[dict[str, Any]] | None:
+        for tool in self.tools or ():
+            if tool.type != "custom":
+                raise ApiError(
+                    400,
+                    f"tools of type '{tool.type:.100}' are not known here: this server takes those "
+                    "that have an input_schema, which the client runs",
+                    param="tools",
+                )
         tools = [
             {
                 "type": "function",

@@ -121,42 +121,40 @@ class ResponsesBody(ChoiceBody):
 
     def _tools(self) -> list[Data] | None:
         """Return the functions that may be called, in a chat's form."""
-        allowed = self._allowed()
         tools = []
         for tool in self.tools or ():
             if tool.get("type") != "function":
                 raise ApiError(
                     400,
-                    f"tools of type {tool.get('type')!r:.100} are run by OpenAI; this server takes "
-                    "functions, which the client runs",
+                    f"tools of type {tool.get('type')!r:.100} are not known here: this server "
+                    "takes functions, which the client runs",
                     param="tools",
                 )
             function = tool.get("function", {k: v for k, v in tool.items() if k != "type"})
-            if allowed is None or function.get("name") in allowed:
-                tools.append({"type": "function", "function": function})
+            tools.append({"type": "function", "function": function})
         return tools or None
-
-    def _allowed(self) -> set[str] | None:
-        """Return the tools that `tool_choice` allows, None for all."""
-        choice = self.tool_choice
-        if not isinstance(choice, dict) or choice.get("type") != "allowed_tools":
-            return None
-        return {tool.get("name", "") for tool in choice.get("tools", ())}
 
     def _tool_choice(self) -> Any:
         choice = self.tool_choice
         if not isinstance(choice, dict):
             return choice
-        if choice.get("type") == "allowed_tools":
-            return choice.get("mode", "auto")
         if choice.get("type") == "function":
-            return {"type": "function", "function": {"name": choice.get("name", "")}}
+            return _named(choice)
+        if choice.get("type") == "allowed_tools":
+            named = [_named(tool) for tool in choice.get("tools") or ()]
+            allowed = {"mode": choice.get("mode", "auto"), "tools": named}
+            return {"type": "allowed_tools", "allowed_tools": allowed}
         raise ApiError(
             400,
             "'tool_choice' must be none, auto, required, a function or allowed_tools, got "
             f"{choice!r:.100}",
             param="tool_choice",
         )
+
+
+def _named(tool: Data) -> Data:
+    """Return a tool that is named, in a chat's form."""
+    return {"type": "function", "function": {"name": tool.get("name", "")}}
 
 
 def _chat_of(body: ResponsesBody, messages: list[Data]) -> ChatBody:

@@ -95,7 +95,7 @@ def _text_of_part(part: object) -> str:
 
 
 def _plain_calls(calls: object) -> list[dict[str, Any]]:
-    """Return calls with their arguments as data; `ValueError` for what is no JSON."""
+    """Return calls with their arguments as data; `ValueError` for what is no JSON object."""
     if not isinstance(calls, Sequence) or isinstance(calls, str):
         raise ValueError(f"tool_calls must be a list of calls, got {calls!r:.100}")
     plain = []
@@ -103,14 +103,25 @@ def _plain_calls(calls: object) -> list[dict[str, Any]]:
         function = call.get("function") if isinstance(call, Mapping) else None
         if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
             raise ValueError(f"a call needs a function with a name, got {call!r:.100}")
-        arguments = function.get("arguments", "")
-        if isinstance(arguments, str):
-            try:
-                arguments = json.loads(arguments) if arguments.strip() else {}
-            except (ValueError, RecursionError):
-                raise ValueError(
-                    f"the arguments of a call of {function['name']!r:.100} must be JSON, "
-                    f"got {arguments!r:.100}"
-                ) from None
-        plain.append({**call, "function": {**function, "arguments": arguments}})
+        given = function.get("arguments")
+        plain.append(
+            {**call, "function": {**function, "arguments": _arguments(function["name"], given)}}
+        )
     return plain
+
+
+def _arguments(name: str, given: object) -> Mapping[str, Any]:
+    """Return a call's arguments as data; none at all where nothing is said of them."""
+    arguments = given
+    if isinstance(given, str):
+        try:
+            arguments = json.loads(given) if given.strip() else None
+        except (ValueError, RecursionError):
+            arguments = given
+    if arguments is None:
+        return {}
+    if not isinstance(arguments, Mapping):
+        raise ValueError(
+            f"the arguments of a call of {name!r:.100} must be a JSON object, got {given!r:.100}"
+        )
+    return arguments

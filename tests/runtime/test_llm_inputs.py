@@ -80,7 +80,7 @@ def test_messages_reach_the_template_as_texts(llm, message, shown):
         ([{"role": "assistant", "tool_calls": [{}]}], "needs a function with a name"),
         (
             [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}],
-            "arguments of a call of 'f' must be JSON",
+            "arguments of a call of 'f' must be a JSON object",
         ),
         ("hi", "a conversation is a list of messages .*got 'hi'"),
         (TALK[0], "a conversation is a list of messages"),

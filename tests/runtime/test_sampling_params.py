@@ -45,6 +45,7 @@ BAD = [
     ({"stop": b"a"}, "stop must be a text"),
     ({"stop": {"a": 1}}, "stop must be a text"),
     ({"bad_words": 5}, "bad_words must be a text"),
+    ({"bad_words": ["a" * 40_000, "b" * 30_000]}, "65536 characters together, got 70000"),
     ({"stop_token_ids": 3}, "stop_token_ids must be a list of token ids, got 3"),
     ({"stop_token_ids": "a"}, "stop_token_ids must be a list of token ids, got 'a'"),
     ({"stop_token_ids": ["a"]}, "stop_token_ids must be a list of token ids"),

@@ -8,6 +8,7 @@ import json
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
+import pydantic
 import pytest
 
 pytestmark = pytest.mark.cpu
@@ -151,3 +152,20 @@ def test_long_texts_do_not_hold_the_others_up(server, monkeypatch, path, body, s
         connection.close()
         read_on.set()
         assert asked.result()[0] == status
+
+
+def test_many_tools_are_read_beside_the_event_loop(server, monkeypatch):
+    from llmpq.runtime.serve.bodies import Function, Tool
+
+    threads = set()
+
+    def noting(self, **options):
+        threads.add(threading.current_thread().name)
+        return pydantic.BaseModel.model_dump(self, **options)
+
+    for kind in (Function, Tool):
+        monkeypatch.setattr(kind, "model_dump", noting)
+    tools = [{"type": "function", "function": {"name": f"tool{i}"}} for i in range(2000)]
+    status, _, told = post(server, "/v1/chat/completions", {**TALK, "tools": tools})
+    assert status == 400 and b"the prompt is too long" in told
+    assert threads and all(name.startswith("llmpq ") for name in threads), threads

@@ -279,6 +279,62 @@ def test_one_call_is_answered_where_no_more_are_wanted(hermes):
         assert len(message["tool_calls"]) == count
 
 
+def allowed(mode, *names):
+    tools = [{"type": "function", "function": {"name": name}} for name in names]
+    return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": tools}}
+
+
+def test_only_the_allowed_tools_are_called(hermes):
+    tools = [tool(name) for name in ("clock", "list", "tree")]
+    for seed in range(4):
+        body = chat(tools=tools, seed=seed, temperature=1.5)
+        only = post(hermes, CHATS, body | {"tool_choice": allowed("required", "list")})
+        twin = post(hermes, CHATS, body | {"tools": [tool("list")], "tool_choice": "required"})
+        (one,), (two,) = (json.loads(text)["choices"] for _, text in (only, twin))
+        assert one["finish_reason"] == two["finish_reason"]
+        called = [
+            [call["function"] for call in choice["message"].get("tool_calls", ())]
+            for choice in (one, two)
+        ]
+        assert called[0] == called[1] and all(call["name"] == "list" for call in called[0])
+    answer = post(hermes, CHATS, says(CLOCK, tool_choice=allowed("auto", "clock")))[1]
+    assert json.loads(answer)["choices"][0]["message"]["tool_calls"]
+
+
+@pytest.mark.parametrize(
+    ("choice", "said"),
+    [
+        (allowed("required", "nope"), "names 'nope', which is not one of the tools clock"),
+        (allowed("auto", "clock", "nope"), "names 'nope', which is not one of the tools clock"),
+        (allowed("auto"), "at least 1"),
+        (allowed("none", "clock"), "needs a mode, auto or required"),
+    ],
+)
+def test_a_choice_of_tools_that_are_not_there_is_refused(hermes, choice, said):
+    status, text = post(hermes, CHATS, chat(tools=[tool("clock")], tool_choice=choice))
+    assert status == 400 and said in json.loads(text)["error"]["message"], text
+    answer = {"model": "demo-7m", "input": "a", "tools": [{"type": "function", "name": "clock"}]}
+    names = [one["function"]["name"] for one in choice["allowed_tools"]["tools"]]
+    answer["tool_choice"] = {
+        "type": "allowed_tools",
+        "mode": choice["allowed_tools"]["mode"],
+        "tools": [{"type": "function", "name": name} for name in names],
+    }
+    status, text = post(hermes, RESPONSES, answer)
+    assert status == 400 and said in json.loads(text)["error"]["message"], text
+
+
+@pytest.mark.parametrize(
+    ("path", "kind"),
+    [(RESPONSES, "custom"), (RESPONSES, "local_shell"), (MESSAGES, "web_search_20250305")],
+)
+def test_tools_that_are_no_functions_are_named(hermes, path, kind):
+    body = {"model": "demo-7m", "tools": [{"type": kind, "name": "a"}]}
+    status, text = post(hermes, path, body | ({"input": "a"} if path == RESPONSES else chat()))
+    assert status == 400
+    assert f"tools of type '{kind}' are not known here" in json.loads(text)["error"]["message"]
+
+
 @pytest.mark.parametrize(
     ("message", "status"),
     [
@@ -288,6 +344,11 @@ def test_one_call_is_answered_where_no_more_are_wanted(hermes):
         ({"tool_calls": [{"function": {"name": "clock", "arguments": {"a": 1}}}]}, 200),
         ({"tool_calls": [{"function": {"name": "clock", "arguments": ""}}]}, 200),
         ({"tool_calls": [{"function": {"name": "clock"}}]}, 200),
+        ({"tool_calls": [{"function": {"name": "clock", "arguments": None}}]}, 200),
+        ({"tool_calls": [{"function": {"name": "clock", "arguments": "null"}}]}, 200),
+        ({"tool_calls": [{"function": {"name": "clock", "arguments": "[1]"}}]}, 400),
+        ({"tool_calls": [{"function": {"name": "clock", "arguments": '"zone"'}}]}, 400),
+        ({"tool_calls": [{"function": {"name": "clock", "arguments": r'"{\"a\": 1}"'}}]}, 400),
         ({"tool_calls": [{"function": {"name": "clock", "arguments": "{"}}]}, 400),
         ({"tool_calls": [{"function": {"name": "clock", "arguments": "zone=UTC"}}]}, 400),
         ({"tool_calls": [{"function": {"name": "clock", "arguments": "[" * 9999}}]}, 400),
@@ -304,7 +365,7 @@ def test_calls_of_a_history_are_read_or_refused(hermes, message, status):
         got, text = post(hermes, CHATS, chat(messages=talk, max_tokens=1, stream=stream))
         assert got == status, text
         if status == 400:
-            assert "must be JSON, got" in json.loads(text)["error"]["message"]
+            assert "must be a JSON object, got" in json.loads(text)["error"]["message"]
     inputs = {"role": "assistant", "content": [{"type": "tool_use", "name": "a", "input": "{"}]}
     body = {"model": "demo-7m", "max_tokens": 1, "messages": [inputs]}
     assert post(hermes, MESSAGES, body)[0] == 400
