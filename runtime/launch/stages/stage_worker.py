@@ -175,13 +175,15 @@ class StageWorker:
         spec, source = self._model(device)
         self._plan.require_model(spec)
         self._loaded = PoolPlan(self._plan, spec, self._settings.options)
-        held, self._held = self._held, None
+        moved, parts = self._held is not None, None
+        if self._held is not None:
+            parts, self._held = self._held.parts_for(self._plan), None  # others are freed
         self._compute, report = load_stage(
             *(self._loaded, self._index, source, device),
             on_layer=self._on_layer,
             reduce=self._reduce,
-            held=None if held is None else held.parts_for(self._plan),
-            capture=held is None,
+            held=parts,
+            capture=not moved,
         )
         if self._index == 0 and self._drafter is None:
             rows = self._max_rows
