@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from llmpq.runtime.engine.block_pool import BlockPool, PrefixKeys, chain_root
+from llmpq.runtime.engine.block_pool import BlockPool, PrefixKeys, StateSnapshots, chain_root
 from llmpq.runtime.engine.pool_limits import PoolLimits
-from llmpq.runtime.engine.state_snapshots import StateSnapshots
 from llmpq.runtime.engine.window_tables import WindowTable, WindowTables
 from llmpq.runtime.request import PagedRow, Request
 from llmpq.sizes.kv_format import BLOCK_TOKENS, HOLDBACK_TOKENS, pool_blocks

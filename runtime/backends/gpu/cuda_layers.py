@@ -6,7 +6,7 @@
     attention   the pool's own                                     gpu_paged_kv.py, gpu_packed_kv.py
     o, down     products that add the residual stream themselves
     gate        act(gate) * up in one kernel                       kernels/fused/gated_mlp.py
-    rules       windows, soft caps, sinks, latents                 cuda_rules.py
+    rules       windows, soft caps, sinks, latents                 `rule_of`
 
     experts     all of a layer in two products                     cuda_experts.py
     recurrence  convolution, state and gate in a kernel each       cuda_recurrent.py
@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import TypeGuard
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -29,11 +29,11 @@ from torch import Tensor, nn
 from llmpq.kernels.fused import gated_mlp
 from llmpq.kernels.fused import layer_norm as fused_layer_norm
 from llmpq.kernels.fused import rope_append as fused_rope
+from llmpq.kernels.kv.reference import EVERYTHING, ScoreRule
 from llmpq.runtime.backends.gpu import (
     cuda_atom_layers,
     cuda_experts,
     cuda_recurrent,
-    cuda_rules,
 )
 from llmpq.runtime.backends.gpu.cuda_norms import added_behind, is_rms, norm, norm_heads
 from llmpq.runtime.cache.gpu_paged_kv_base import GpuPagedKVBase
@@ -204,7 +204,7 @@ def _mixed(
 ) -> tuple[Linear, Tensor]:
     """Return the matrix behind what mixes a layer's tokens, and what it is to multiply."""
     if isinstance(part, LatentAttention):
-        return part.o, cuda_rules.attend_latents(part, normed, index, step, kv)
+        return part.o, attend_latents(part, normed, index, step, kv)
     if isinstance(part, RecurrentMixer):
         into = product(part.mixer_in, normed)
         return part.mixer_out, cuda_recurrent.mix(part, normed, into, step, kv)
@@ -397,7 +397,7 @@ def attend(part: Attention, qkv_BQN: Tensor, index: int, step: Step, kv: KVCache
     else:  # calibration
         if rotary is not None:
             q, k = fused_rope.rope(q, k, step.start_B, rotary.step_frequencies(step), rotary.factor)
-        out = cuda_rules.attend_fresh(kv, part, index, (q, k, v), step)
+        out = attend_fresh(kv, part, index, (q, k, v), step)
     out = out if gate is None else out * gate.sigmoid()
     return out.reshape(batch, q_len, part.heads * part.head_dim)
 
@@ -448,7 +448,36 @@ def _paged(
         *(index, *qkv, step),
         scale=part.scale,
         alibi_slopes_H=part.alibi_slopes_H,
-        rule=cuda_rules.rule_of(part.rule, step),
+        rule=rule_of(part.rule, step),
         inv_freq=None if rotary is None else rotary.step_frequencies(step),
         factor=1.0 if rotary is None else rotary.factor,
     )
+
+
+def rule_of(rule: ScoreRule | None, step: Step) -> ScoreRule:
+    """Return what of a rule changes what a step computes: a window that no row fills does not."""
+    if rule is None or not (rule.is_explicit or 0 < rule.window < step.max_end):
+        return EVERYTHING
+    return rule
+
+
+def attend_fresh(
+    kv: KVCache, part: Attention, index: int, qkv: tuple[Tensor, Tensor, Tensor], step: Step
+) -> Tensor:
+    """Return attention [B, Q, H, D] of windows that no cache keeps."""
+    rule = rule_of(part.rule, step)
+    options: dict[str, Any] = {} if rule.is_plain else {"rule": rule}
+    return kv.attend(
+        *(index, *qkv, step), scale=part.scale, alibi_slopes_H=part.alibi_slopes_H, **options
+    )
+
+
+def attend_latents(
+    part: LatentAttention, x_BQh: Tensor, index: int, step: Step, kv: KVCache
+) -> Tensor:
+    """Append a step's latents, return attention [B, Q, H * V] before the output product."""
+    new_BQ1D = part.cached(x_BQh, step)
+    given = (index, part.queries(x_BQh, step), new_BQ1D, new_BQ1D, step)
+    if kv.pages is not None:
+        return part.values(kv.pages.attend(*given, scale=part.scale))
+    return part.values(kv.attend(*given, scale=part.scale)[..., : part.latent.kv_rank])

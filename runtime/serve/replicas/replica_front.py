@@ -1,6 +1,6 @@
 """Before several engines: one socket, one gate, every request to the one that should end it first.
 
-A replica is a child process (replica_process.py), which is asked for its state, and replaced when
+A replica is a child process (replica_server.py), which is asked for its state, and replaced when
 it is gone, silent for long, or has lost its engine.
 """
 

@@ -383,7 +383,7 @@ def test_what_a_window_lacks_is_seen(
     if fault == "table":
         monkeypatch.setattr(compute.kv.windowed.__class__, "take", lambda *_: None)
     else:
-        monkeypatch.setattr(cuda_layers.cuda_rules, "rule_of", lambda *_: EVERYTHING)
+        monkeypatch.setattr(cuda_layers, "rule_of", lambda *_: EVERYTHING)
     assert serve(compute, asked(prompts), **options) != windowed_model.greedy(prompts, NEW)
 
 

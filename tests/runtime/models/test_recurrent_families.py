@@ -19,9 +19,9 @@ from llmpq.plan import MAX_GAMMA, MemoryForm
 from llmpq.precision import KVPrecision
 from llmpq.runtime.backends.build_stage import build_stage
 from llmpq.runtime.drafts.drafters import FixedDrafter
+from llmpq.runtime.engine.block_pool import StateSnapshots
 from llmpq.runtime.engine.pool_limits import PoolLimits
 from llmpq.runtime.engine.scheduler import Scheduler
-from llmpq.runtime.engine.state_snapshots import StateSnapshots
 from llmpq.runtime.launch.plans.pool_plan import PoolPlan
 from llmpq.runtime.models.recurrence import convolve, convolve_step, scan, scan_step
 from llmpq.runtime.options import EngineOptions
