@@ -178,10 +178,10 @@ class ScoreRule:
     sinks_H: Tensor | None = None
     """A score per head that takes part in the softmax and brings no value (gpt-oss)."""
     chunked: bool = False
-    chosen: ChosenKeys | None = None
-    """Only the keys that an indexer chooses are attended to (DeepSeek-V3.2)."""
     """Windows begin at multiples of their size: the query at p sees the keys from there (Llama 4).
     """
+    chosen: ChosenKeys | None = None
+    """Only the keys that an indexer chooses are attended to (DeepSeek-V3.2)."""
 
     @property
     def is_explicit(self) -> bool:
@@ -224,6 +224,15 @@ class ScoreRule:
 
 
 EVERYTHING = ScoreRule()
+
+
+@dataclass(frozen=True, eq=False)
+class Scoring:
+    """How a layer makes scores of queries and keys: scaled, with ALiBi's slopes, by a rule."""
+
+    scale: float
+    alibi_slopes_H: Tensor | None = None
+    rule: ScoreRule = EVERYTHING
 
 
 def attend_chosen(

@@ -11,11 +11,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
+from llmpq.kernels.kv.reference import Scoring
 from llmpq.memory import Quantization
 from llmpq.model_spec import ModelSpec
 from llmpq.precision import Precision
@@ -33,11 +34,17 @@ class _Recorded(FreshAttention):
     """Attention within windows; it holds the keys and values [B, Q, G, D] of the last layer."""
 
     def attend(
-        self, layer: int, q_BQHD: Tensor, k_BQGD: Tensor, v_BQGD: Tensor, step: Step, **how: Any
+        self,
+        layer: int,
+        q_BQHD: Tensor,
+        k_BQGD: Tensor,
+        v_BQGD: Tensor,
+        step: Step,
+        scoring: Scoring,
     ) -> Tensor:
         """As `FreshAttention.attend`."""
         self.k_BQGD, self.v_BQGD = k_BQGD, v_BQGD
-        return super().attend(layer, q_BQHD, k_BQGD, v_BQGD, step, **how)
+        return super().attend(layer, q_BQHD, k_BQGD, v_BQGD, step, scoring)
 
 
 class Observer(Protocol):

@@ -23,12 +23,12 @@ from llmpq.kernels.cpu.native_layer import (
     PoolPlace,
     native_layer,
 )
-from llmpq.kernels.kv.reference import EVERYTHING, ScoreRule
+from llmpq.kernels.kv.reference import ScoreRule
 from llmpq.kernels.weights.weight import Weight
 from llmpq.runtime.backends.stage_runner import StageRunner
 from llmpq.runtime.cache.cpu_paged_kv import CpuPagedKV
 from llmpq.runtime.cache.kv_cache import KVCache, PagedKV
-from llmpq.runtime.models.layers import Attention, DecoderLayer, PlainLayers, attend_by_rule
+from llmpq.runtime.models.layers import Attention, DecoderLayer, PlainLayers
 from llmpq.runtime.models.linear import Linear
 from llmpq.runtime.models.mlps import GatedMLP
 from llmpq.runtime.models.norms import Norm
@@ -76,16 +76,13 @@ class NativeLayers(PlainLayers):
         if attention.rotary is not None:
             angles = attention.rotary.angles(step, x_BQh)
         y = x_BQh if in_place else torch.empty_like(x_BQh)
-        rule = attention.rule_of(step)
-        place = _place(kv, index, step, rule)
+        scoring = attention.scoring_of(step)
+        place = _place(kv, index, step, scoring.rule)
         if place is not None:
             native.whole(x_BQh, y, angles, place)
             return y
         q, k, v = native.before(x_BQh, angles)
-        out = attend_by_rule(
-            kv, index, q, k, v, step, attention.scale, attention.alibi_slopes_H, rule
-        )
-        native.behind(out, x_BQh, y)
+        native.behind(kv.attend(index, q, k, v, step, scoring), x_BQh, y)
         return y
 
     def all_layers(
@@ -122,7 +119,7 @@ class NativeLayers(PlainLayers):
             attention = layer.attention
             if native is None or not isinstance(attention, Attention):
                 continue
-            explicit = attention.rule is not None and attention.rule.needs_mask
+            explicit = attention.rule.needs_mask
             if isinstance(first, Attention) and attention.rotary is first.rotary and not explicit:
                 whole.append(native)
         return _Stack(weights, NativeStack(whole) if len(whole) == len(layers) else None)
@@ -139,10 +136,10 @@ class NativeLayers(PlainLayers):
         return known
 
 
-def _place(kv: KVCache, index: int, step: Step, rule: ScoreRule | None) -> PoolPlace | None:
+def _place(kv: KVCache, index: int, step: Step, rule: ScoreRule) -> PoolPlace | None:
     if not isinstance(kv, CpuPagedKV):
         return None
-    return kv.place_of_tokens(index, step, EVERYTHING if rule is None else rule)
+    return kv.place_of_tokens(index, step, rule)
 
 
 def _linears(layer: DecoderLayer) -> tuple[Linear, ...]:
@@ -159,7 +156,7 @@ def _form(layer: DecoderLayer) -> LayerForm | None:
         return None
     norms = [layer.attn_norm, layer.mlp_norm]
     heads = [norm for norm in (attention.q_norm, attention.k_norm) if norm is not None]
-    rotary, rule = attention.rotary, attention.rule or EVERYTHING
+    rotary, rule = attention.rotary, attention.rule
     if (
         not all(type(norm) is Norm and not norm.centred for norm in norms + heads)
         or layer.parallel_norms > 0

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from llmpq.kernels.formats.kv_block import KVFormat
 from llmpq.kernels.kv.low_bit.low_bit_cache import QuantizedKVCache, StepPlan
-from llmpq.kernels.kv.reference import EVERYTHING, ScoreRule
+from llmpq.kernels.kv.reference import Scoring
 from llmpq.kernels.kv.step_view import completed_blocks
 from llmpq.model_spec import ModelSpec
 from llmpq.precision import KVPrecision
@@ -97,16 +97,13 @@ class CpuPackedKV(PagedKV):
         k_BQGD: Tensor,
         v_BQGD: Tensor,
         step: Step,
-        *,
-        scale: float,
-        alibi_slopes_H: Tensor | None = None,
-        rule: ScoreRule = EVERYTHING,
+        scoring: Scoring,
     ) -> Tensor:
         """Append the step's keys and values, then return its causal attention [1, T, H, D]."""
         assert isinstance(step, RaggedStep)
         if step is not self._step:
             self._step, self._parts = step, self._planned(step)
-        shape = (*q_BQHD.shape[:2], rule.heads_of(q_BQHD), q_BQHD.shape[3])
+        shape = (*q_BQHD.shape[:2], scoring.rule.heads_of(q_BQHD), q_BQHD.shape[3])
         out = torch.zeros(shape, dtype=q_BQHD.dtype, device=q_BQHD.device)
         for spans, plan in self._parts:
             places = torch.tensor([range(s.first, s.first + s.count) for s in spans])
@@ -119,9 +116,9 @@ class CpuPackedKV(PagedKV):
                 q,
                 k,
                 v,
-                scale=scale,
-                alibi_slopes_H=alibi_slopes_H,
-                rule=rule,
+                scale=scoring.scale,
+                alibi_slopes_H=scoring.alibi_slopes_H,
+                rule=scoring.rule,
             )
         return out
 
@@ -142,17 +139,14 @@ class CpuPackedKV(PagedKV):
         k_BQGD: Tensor,
         v_BQGD: Tensor,
         step: Step,
-        *,
-        scale: float,
-        alibi_slopes_H: Tensor | None = None,
+        scoring: Scoring,
         **options: Any,
     ) -> Tensor:
         """Return the attention of other queries; the step is appended again to what it found."""
         rings = self.cache.layers[layer]
         for slot, keys, values in step.memo[f"rings {id(rings)}"]:
             rings.k_ring_SGRD[slot], rings.v_ring_SGRD[slot] = keys, values
-        given = (layer, q_BQHD, k_BQGD, v_BQGD, step)
-        return self.attend(*given, scale=scale, alibi_slopes_H=alibi_slopes_H, **options)
+        return self.attend(layer, q_BQHD, k_BQGD, v_BQGD, step, scoring, **options)
 
     def append(self, layer: int, k_BQGD: Tensor, v_BQGD: Tensor, step: Step) -> None:
         """Append the step's keys and values; nothing attends to them yet."""

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from llmpq.kernels.cpu.block_attention import BlockRows, attend_blocks, native_takes
 from llmpq.kernels.cpu.native_layer import PoolPlace, PoolPlaces
-from llmpq.kernels.kv.reference import EVERYTHING, ScoreRule, attend_chosen
+from llmpq.kernels.kv.reference import ScoreRule, Scoring, attend_chosen
 from llmpq.kernels.native import huge_pages
 from llmpq.model_spec import ModelSpec
 from llmpq.runtime.cache.kv_cache import PagedKV
@@ -225,10 +225,7 @@ class CpuPagedKV(PagedKV):
         k_BQGD: Tensor,
         v_BQGD: Tensor,
         step: Step,
-        *,
-        scale: float,
-        alibi_slopes_H: Tensor | None = None,
-        rule: ScoreRule = EVERYTHING,
+        scoring: Scoring,
     ) -> Tensor:
         """Append the step's keys and values, then return its causal attention [1, T, H, D]."""
         assert isinstance(step, RaggedStep)
@@ -237,20 +234,18 @@ class CpuPagedKV(PagedKV):
         places_T = step.once(f"places {pool.window}", lambda: pool.places(step))
         for stored, news in ((k_pool, k_BQGD), (v_pool, v_BQGD))[: 1 if pool.v is pool.k else 2]:
             stored.index_copy_(0, places_T, news[0, : len(places_T)])
-        if rule.chosen is not None:
-            return self._chosen(q_BQHD, pool, k_pool, step, scale, rule)
+        if scoring.rule.chosen is not None:
+            return self._chosen(q_BQHD, pool, k_pool, step, scoring)
         decode = partial(
             self._decode,
             pool=pool,
             k_pool=k_pool,
             v_pool=v_pool,
             step=step,
-            scale=scale,
-            alibi_slopes_H=alibi_slopes_H,
-            rule=rule,
+            scoring=scoring,
         )
         single = step.once("single", lambda: [span for span in step.spans if span.count == 1])
-        gathers = rule.needs_mask or not native_takes(q_BQHD, k_pool)
+        gathers = scoring.rule.needs_mask or not native_takes(q_BQHD, k_pool)
         width = k_pool.shape[1] * k_pool.shape[2]
         groups = [single] if single else []
         if gathers:
@@ -270,9 +265,7 @@ class CpuPagedKV(PagedKV):
                     v_BQGD[0, part],
                     partial(self._past, pool, k_pool, v_pool, span, step),
                     span.start,
-                    scale=scale,
-                    alibi_slopes_H=alibi_slopes_H,
-                    rule=rule,
+                    scoring,
                 )
         return out
 
@@ -282,10 +275,10 @@ class CpuPagedKV(PagedKV):
         pool: BlockStorage,
         k_pool: Tensor,
         step: RaggedStep,
-        scale: float,
-        rule: ScoreRule,
+        scoring: Scoring,
     ) -> Tensor:
         """Return [1, T, H, D] over the keys that an indexer chooses, row by row."""
+        rule = scoring.rule
         assert rule.chosen is not None
         shape = (*q_BQHD.shape[:2], rule.heads_of(q_BQHD), q_BQHD.shape[3])
         out = torch.zeros(shape, dtype=q_BQHD.dtype, device=q_BQHD.device)
@@ -294,7 +287,7 @@ class CpuPagedKV(PagedKV):
             k_ND = k_pool[step.once(f"context {span.slot} 0", partial(pool.in_sight, span))][:, 0]
             seen_QN = torch.arange(len(k_ND)) <= torch.arange(span.start, span.end)[:, None]
             given = (q_BQHD[0, part], k_ND, seen_QN, rule.chosen)
-            out[0, part] = attend_chosen(*given, scale=scale)
+            out[0, part] = attend_chosen(*given, scale=scoring.scale)
         return out
 
     @staticmethod
@@ -320,11 +313,10 @@ class CpuPagedKV(PagedKV):
         v_pool: Tensor,
         group: Sequence[Span],
         step: RaggedStep,
-        scale: float,
-        alibi_slopes_H: Tensor | None,
-        rule: ScoreRule,
+        scoring: Scoring,
     ) -> Tensor:
         """Return [B, H, D] of rows of one token, over their blocks."""
+        rule = scoring.rule
         rows = step.once(f"blocks {group[0].first} {pool.window}", lambda: pool.rows(group))
         if not rule.needs_mask:
             return attend_blocks(
@@ -332,9 +324,9 @@ class CpuPagedKV(PagedKV):
                 k_pool,
                 v_pool,
                 rows,
-                scale=scale,
+                scale=scoring.scale,
                 window=rule.window,
-                alibi_slopes_H=alibi_slopes_H,
+                alibi_slopes_H=scoring.alibi_slopes_H,
             )
         (batch, heads, dim), kv_heads = q_BHD.shape, k_pool.shape[1]
         seen_BN = rows.seen(rule.window)
@@ -347,7 +339,7 @@ class CpuPagedKV(PagedKV):
         q = q_BHD.view(batch, kv_heads, heads // kv_heads, dim)
         k, v = rows.gathered(k_pool), rows.gathered(v_pool)
         sinks = sinks_of(rule, kv_heads, 1)
-        out = with_scores(q, k, v, bias, sinks, scale=scale, cap=rule.cap)
+        out = with_scores(q, k, v, bias, sinks, scale=scoring.scale, cap=rule.cap)
         return out.reshape(batch, heads, dim)
 
 
@@ -361,21 +353,18 @@ def attend_chunk(
     v_QGD: Tensor,
     past: Past,
     start: int,
-    *,
-    scale: float,
-    alibi_slopes_H: Tensor | None = None,
-    rule: ScoreRule = EVERYTHING,
+    scoring: Scoring,
 ) -> Tensor:
     """Return [Q, H, D] of a chunk's queries from position `start` on, over its request's keys.
 
     The chunk's own keys come first, then those before it in pieces, whose shares are added up by
     their softmax's sums: what is held does not grow with the context.
     """
-    piece = partial(_attend_piece, q_QHD, start, scale=scale, slopes_H=alibi_slopes_H, rule=rule)
+    piece, rule = partial(_attend_piece, q_QHD, start, scoring), scoring.rule
     out, total = piece(k_QGD, v_QGD, start)
     heads, groups = q_QHD.shape[1], k_QGD.shape[1]
     most = CHUNK_ELEMENTS // (groups * q_QHD.shape[2])
-    if rule.is_explicit or alibi_slopes_H is not None:
+    if rule.is_explicit or scoring.alibi_slopes_H is not None:
         most = min(most, CHUNK_ELEMENTS // (heads * len(q_QHD)))
     for at, k_NGD, v_NGD in past(max(most, LEAST_KEYS)):
         if at + len(k_NGD) <= rule.first_seen(start):
@@ -391,17 +380,10 @@ def attend_chunk(
 
 
 def _attend_piece(
-    q_QHD: Tensor,
-    start: int,
-    k_NGD: Tensor,
-    v_NGD: Tensor,
-    first: int,
-    *,
-    scale: float,
-    slopes_H: Tensor | None,
-    rule: ScoreRule,
+    q_QHD: Tensor, start: int, scoring: Scoring, k_NGD: Tensor, v_NGD: Tensor, first: int
 ) -> tuple[Tensor, Tensor]:
     """Return [H, Q, D] over keys from position `first` on, and [H, Q]: the log of softmax's sum."""
+    scale, slopes_H, rule = scoring.scale, scoring.alibi_slopes_H, scoring.rule
     (q_len, heads, dim), groups = q_QHD.shape, k_NGD.shape[1]
     own = first == start
     seen = own or first < rule.first_seen(start + q_len - 1)

@@ -20,6 +20,7 @@ from typing import Any, cast
 
 from torch import Tensor
 
+from llmpq.kernels.kv.reference import Scoring
 from llmpq.model_spec import ModelSpec
 from llmpq.plan import MAX_GAMMA
 from llmpq.runtime.cache.kv_cache import PagedKV
@@ -46,18 +47,13 @@ class ForwardingKV(PagedKV):
         k_BQGD: Tensor,
         v_BQGD: Tensor,
         step: Step,
-        *,
-        scale: float,
-        alibi_slopes_H: Tensor | None = None,
+        scoring: Scoring,
         **options: Any,
     ) -> Tensor:
         """As of the layer's own pool."""
         kv, place = self.part(layer)
         return kv.attend(
-            *(place, q_BQHD, k_BQGD, v_BQGD, self.step_of(layer, step)),
-            scale=scale,
-            alibi_slopes_H=alibi_slopes_H,
-            **options,
+            place, q_BQHD, k_BQGD, v_BQGD, self.step_of(layer, step), scoring, **options
         )
 
     def keep_for_readers(self, layer: int, step: Step) -> None:
@@ -72,18 +68,13 @@ class ForwardingKV(PagedKV):
         k_BQGD: Tensor,
         v_BQGD: Tensor,
         step: Step,
-        *,
-        scale: float,
-        alibi_slopes_H: Tensor | None = None,
+        scoring: Scoring,
         **options: Any,
     ) -> Tensor:
         """As of the layer's own pool."""
         kv, place = self.part(layer)
         return kv.attend_again(
-            *(place, q_BQHD, k_BQGD, v_BQGD, self.step_of(layer, step)),
-            scale=scale,
-            alibi_slopes_H=alibi_slopes_H,
-            **options,
+            place, q_BQHD, k_BQGD, v_BQGD, self.step_of(layer, step), scoring, **options
         )
 
     def append(self, layer: int, k_BQGD: Tensor, v_BQGD: Tensor, step: Step) -> None:
@@ -174,16 +165,9 @@ class DraftedKV(ForwardingKV):
         k_BQGD: Tensor,
         v_BQGD: Tensor,
         step: Step,
-        *,
-        scale: float,
-        alibi_slopes_H: Tensor | None = None,
+        scoring: Scoring,
         **options: Any,
     ) -> Tensor:
         """Append the step's keys and values to both, then return attention over the inner one."""
         self.copy.append(layer, k_BQGD, v_BQGD, step)
-        return super().attend(
-            *(layer, q_BQHD, k_BQGD, v_BQGD, step),
-            scale=scale,
-            alibi_slopes_H=alibi_slopes_H,
-            **options,
-        )
+        return super().attend(layer, q_BQHD, k_BQGD, v_BQGD, step, scoring, **options)

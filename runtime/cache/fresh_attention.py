@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from llmpq.kernels.kv.reference import EVERYTHING, ScoreRule
+from llmpq.kernels.kv.reference import Scoring
 from llmpq.runtime.cache.kv_cache import KVCache
 from llmpq.runtime.models.attention import attend_padded
 from llmpq.runtime.step import Step
@@ -25,12 +25,7 @@ class FreshAttention(KVCache):
         k_BQGD: Tensor,
         v_BQGD: Tensor,
         step: Step,
-        *,
-        scale: float,
-        alibi_slopes_H: Tensor | None = None,
-        rule: ScoreRule = EVERYTHING,
+        scoring: Scoring,
     ) -> Tensor:
         """Return plain causal attention [B, Q, H, D]."""
-        return attend_padded(
-            q_BQHD, k_BQGD, v_BQGD, step, scale=scale, alibi_slopes_H=alibi_slopes_H, rule=rule
-        )
+        return attend_padded(q_BQHD, k_BQGD, v_BQGD, step, scoring)

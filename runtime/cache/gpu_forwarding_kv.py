@@ -17,10 +17,12 @@ from typing import Any
 from torch import Tensor
 
 from llmpq.kernels.kv.paged.paged_rows import TokenPlaces
+from llmpq.kernels.kv.reference import Scoring
 from llmpq.runtime.cache.forwarding_kv import DraftedKV, ForwardingKV, KVByShape
-from llmpq.runtime.cache.gpu_packed_kv import new_places, turned
+from llmpq.runtime.cache.gpu_packed_kv import turned
 from llmpq.runtime.cache.gpu_paged_kv_base import GpuPagedKVBase
 from llmpq.runtime.cache.kv_cache import PagedKV
+from llmpq.runtime.models.rotary import StepRotation
 from llmpq.runtime.paged_step import PagedStep
 from llmpq.runtime.step import Step
 
@@ -101,19 +103,17 @@ class GpuDraftedKV(DraftedKV, GpuForwardingKV):
         k_BQGD: Tensor,
         v_BQGD: Tensor,
         step: Step,
+        scoring: Scoring,
         *,
-        inv_freq: Tensor | None = None,
-        factor: float = 1.0,
+        rotation: StepRotation | None = None,
         **options: Any,
     ) -> Tensor:
         """Append the step's keys and values to both, then return attention over the inner one.
 
-        With `inv_freq` queries and keys get their positions first, which both pools need.
+        With `rotation` queries and keys get their positions first, which both pools need.
         """
         assert isinstance(step, PagedStep)
-        if inv_freq is not None:
-            places_T = step.once("new places", lambda: new_places(step.where))
-            at = (places_T, step.where.positions_T, inv_freq, factor)
-            q_THD, k_TGD, v_TGD = turned(q_BQHD[0], k_BQGD[0], v_BQGD[0], *at)
+        if rotation is not None:
+            q_THD, k_TGD, v_TGD = turned(q_BQHD[0], k_BQGD[0], v_BQGD[0], step, rotation)
             q_BQHD, k_BQGD, v_BQGD = q_THD[None], k_TGD[None], v_TGD[None]
-        return super().attend(layer, q_BQHD, k_BQGD, v_BQGD, step, **options)
+        return super().attend(layer, q_BQHD, k_BQGD, v_BQGD, step, scoring, **options)

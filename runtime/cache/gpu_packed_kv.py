@@ -29,13 +29,14 @@ from llmpq.kernels.kv.paged.packed_pages import (
 )
 from llmpq.kernels.kv.paged.packed_pages_plan import PackedPlan
 from llmpq.kernels.kv.paged.paged_rows import TokenPlaces
-from llmpq.kernels.kv.reference import EVERYTHING, ScoreRule
+from llmpq.kernels.kv.reference import Scoring
 from llmpq.kernels.kv.storage import KVLayer
 from llmpq.model_spec import ModelSpec
 from llmpq.precision import KVPrecision
 from llmpq.runtime.cache.gpu_paged_kv_base import GpuPagedKVBase, write_blocks
 from llmpq.runtime.cache.kv_cache import PagedKV
 from llmpq.runtime.device_copies import upload
+from llmpq.runtime.models.rotary import StepRotation
 from llmpq.runtime.paged_step import PagedStep
 from llmpq.runtime.request import PagedRow
 from llmpq.runtime.step import Step
@@ -120,30 +121,25 @@ class GpuPackedKV(GpuPagedKVBase):
         k_BQGD: Tensor,
         v_BQGD: Tensor,
         step: Step,
+        scoring: Scoring,
         *,
-        scale: float,
-        alibi_slopes_H: Tensor | None = None,
-        rule: ScoreRule = EVERYTHING,
-        inv_freq: Tensor | None = None,
-        factor: float = 1.0,
+        rotation: StepRotation | None = None,
     ) -> Tensor:
         """Append the step's keys and values, then return its causal attention [1, T, H, D]."""
         assert isinstance(step, PagedStep)
         q_THD, k_TGD, v_TGD = q_BQHD[0], k_BQGD[0], v_BQGD[0]
-        if inv_freq is not None and (step.chunks or inv_freq.dim() > 1):
-            places_T = step.once("new places", lambda: new_places(step.where))
-            at = (places_T, step.where.positions_T, inv_freq, factor)
-            q_THD, k_TGD, v_TGD = turned(q_THD, k_TGD, v_TGD, *at)
-            inv_freq = None
+        if rotation is not None and (step.chunks or rotation.inv_freq.dim() > 1):
+            q_THD, k_TGD, v_TGD = turned(q_THD, k_TGD, v_TGD, step, rotation)
+            rotation = None
         out_THD = attend_packed_pages(
             *(q_THD, k_TGD, v_TGD, self._layers[layer]),
             self._rows(step),
             self.launches,
-            scale=scale,
-            alibi_slopes_H=alibi_slopes_H,
-            inv_freq=inv_freq,
-            factor=factor,
-            rule=rule,
+            scale=scoring.scale,
+            alibi_slopes_H=scoring.alibi_slopes_H,
+            inv_freq=None if rotation is None else rotation.inv_freq,
+            factor=1.0 if rotation is None else rotation.factor,
+            rule=scoring.rule,
         )
         return out_THD[None]
 
@@ -170,9 +166,7 @@ class GpuPackedKV(GpuPagedKVBase):
         k_BQGD: Tensor,
         v_BQGD: Tensor,
         step: Step,
-        *,
-        scale: float,
-        alibi_slopes_H: Tensor | None = None,
+        scoring: Scoring,
         **options: Any,
     ) -> Tensor:
         """Return the attention of other queries; the step is appended again to what it found."""
@@ -180,8 +174,7 @@ class GpuPackedKV(GpuPagedKVBase):
             self._rings, step.memo.get(f"rings {id(self)} {layer}", ()), strict=False
         ):
             ring[layer].copy_(kept)
-        given = (layer, q_BQHD, k_BQGD, v_BQGD, step)
-        return self.attend(*given, scale=scale, alibi_slopes_H=alibi_slopes_H, **options)
+        return self.attend(layer, q_BQHD, k_BQGD, v_BQGD, step, scoring, **options)
 
     def append(self, layer: int, k_BQGD: Tensor, v_BQGD: Tensor, step: Step) -> None:
         """Append the step's keys, with their positions, and values; nothing attends to them yet."""
@@ -222,25 +215,20 @@ class GpuPackedKV(GpuPagedKVBase):
             ring[:, slot].index_copy_(2, places, behind[:, block])
 
 
-def new_places(where: TokenPlaces) -> Tensor:
-    """Return each token's own place in the step, -1 for padding."""
-    numbers = torch.arange(len(where.places_T), device=where.places_T.device)
-    return torch.where(where.places_T < 0, -1, numbers)
-
-
 def turned(
-    q_THD: Tensor,
-    k_TGD: Tensor,
-    v_TGD: Tensor,
-    places_T: Tensor,
-    positions_T: Tensor,
-    inv_freq: Tensor,
-    factor: float = 1.0,
+    q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, step: PagedStep, rotation: StepRotation
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return a step's queries and keys rotated, and its values; `places_T`: `new_places`."""
+    """Return a step's queries and keys rotated, and its values."""
     # They lie as a pool of blocks of one token, in the step's order.
     shape = (*k_TGD.shape[:2], 1, k_TGD.shape[2])
     k_new, v_new = (torch.empty(shape, dtype=k_TGD.dtype, device=k_TGD.device) for _ in "kv")
-    at = (places_T, positions_T, inv_freq, factor)
+    places_T = step.once("new places", lambda: _new_places(step.where))
+    at = (places_T, step.where.positions_T, rotation.inv_freq, rotation.factor)
     q_THD = rope_append_pages(q_THD, k_TGD, v_TGD, k_new, v_new, *at)
     return q_THD, k_new[:, :, 0], v_new[:, :, 0]
+
+
+def _new_places(where: TokenPlaces) -> Tensor:
+    """Return each token's own place in the step, -1 for padding."""
+    numbers = torch.arange(len(where.places_T), device=where.places_T.device)
+    return torch.where(where.places_T < 0, -1, numbers)

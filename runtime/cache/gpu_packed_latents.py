@@ -14,10 +14,11 @@ from llmpq.kernels.formats.kv_block import KVFormat
 from llmpq.kernels.kv.paged.packed_latent_pages import append_packed_latents, attend_packed_latents
 from llmpq.kernels.kv.paged.packed_pages import PackedRows
 from llmpq.kernels.kv.paged.paged_latents import LatentPlan
-from llmpq.kernels.kv.reference import EVERYTHING, ScoreRule
+from llmpq.kernels.kv.reference import Scoring
 from llmpq.model_spec import ModelSpec
 from llmpq.precision import KVPrecision
 from llmpq.runtime.cache.gpu_packed_kv import GpuPackedKV
+from llmpq.runtime.models.rotary import StepRotation
 from llmpq.runtime.paged_step import PagedStep
 from llmpq.runtime.step import Step
 
@@ -44,18 +45,15 @@ class GpuPackedLatents(GpuPackedKV):
         k_BQGD: Tensor,
         v_BQGD: Tensor,
         step: Step,
+        scoring: Scoring,
         *,
-        scale: float,
-        alibi_slopes_H: Tensor | None = None,
-        rule: ScoreRule = EVERYTHING,
-        inv_freq: Tensor | None = None,
-        factor: float = 1.0,
+        rotation: StepRotation | None = None,
     ) -> Tensor:
         """Append the step's latents (their positions are in them), return sums [1, T, H, rank]."""
-        assert isinstance(step, PagedStep) and inv_freq is None and rule.is_plain
+        assert isinstance(step, PagedStep) and rotation is None and scoring.rule.is_plain
         out_THV = attend_packed_latents(
             *(q_BQHD[0], k_BQGD[0, :, 0], self._layers[layer]),
             *(self._rows(step), self.launches, self._fmt),
-            scale=scale,
+            scale=scoring.scale,
         )
         return out_THV[None]

@@ -25,11 +25,12 @@ from llmpq.kernels.kv.paged.paged_attend import paged_attend
 from llmpq.kernels.kv.paged.paged_plan import PagedPlan
 from llmpq.kernels.kv.paged.paged_rows import WORK_SPLIT, TokenPlaces, row_table, split_work, spread
 from llmpq.kernels.kv.prompt_attend import WIDEST, prompt_attend
-from llmpq.kernels.kv.reference import EVERYTHING, ScoreRule
+from llmpq.kernels.kv.reference import Scoring
 from llmpq.model_spec import ModelSpec
 from llmpq.precision import KVPrecision
 from llmpq.runtime.cache.gpu_paged_kv_base import GpuPagedKVBase, tokens_of, write_blocks
 from llmpq.runtime.cache.host_blocks import HostBlocks
+from llmpq.runtime.models.rotary import StepRotation
 from llmpq.runtime.paged_step import PagedStep
 from llmpq.runtime.request import PagedRow
 from llmpq.runtime.step import Step
@@ -177,12 +178,9 @@ class GpuPagedKV(GpuPagedKVBase):
         k_BQGD: Tensor,
         v_BQGD: Tensor,
         step: Step,
+        scoring: Scoring,
         *,
-        scale: float,
-        alibi_slopes_H: Tensor | None = None,
-        rule: ScoreRule = EVERYTHING,
-        inv_freq: Tensor | None = None,
-        factor: float = 1.0,
+        rotation: StepRotation | None = None,
     ) -> Tensor:
         """Append the step's keys and values, then return its causal attention [1, T, H, D].
 
@@ -197,16 +195,10 @@ class GpuPagedKV(GpuPagedKVBase):
             pool.v[place],
             where.places_T,
             where.positions_T,
-            inv_freq,
-            factor,
-            keep=self._is_whole(step, rule, alibi_slopes_H),
+            *(None, 1.0) if rotation is None else (rotation.inv_freq, rotation.factor),
+            keep=self._is_whole(step, scoring),
         )
-        return self._attended(
-            *(layer, q_THD, k_TGD, v_TGD, step),
-            scale=scale,
-            alibi_slopes_H=alibi_slopes_H,
-            rule=rule,
-        )
+        return self._attended(layer, q_THD, k_TGD, v_TGD, step, scoring)
 
     def attend_again(
         self,
@@ -215,20 +207,12 @@ class GpuPagedKV(GpuPagedKVBase):
         k_BQGD: Tensor,
         v_BQGD: Tensor,
         step: Step,
-        *,
-        scale: float,
-        alibi_slopes_H: Tensor | None = None,
-        rule: ScoreRule = EVERYTHING,
+        scoring: Scoring,
         **options: Any,
     ) -> Tensor:
         """Return the attention of other queries, which have their positions, over a layer."""
-        assert isinstance(step, PagedStep) and options.get("inv_freq") is None
-        return self._attended(
-            *(layer, q_BQHD[0], k_BQGD[0], v_BQGD[0], step),
-            scale=scale,
-            alibi_slopes_H=alibi_slopes_H,
-            rule=rule,
-        )
+        assert isinstance(step, PagedStep) and options.get("rotation") is None
+        return self._attended(layer, q_BQHD[0], k_BQGD[0], v_BQGD[0], step, scoring)
 
     def _pool_of(self, layer: int, step: PagedStep) -> tuple[DevicePool, int, TokenPlaces]:
         """Return a layer's pool, its number there, and where the step's tokens go."""
@@ -238,9 +222,9 @@ class GpuPagedKV(GpuPagedKVBase):
         assert step.where_windowed is not None
         return self.windowed, place, step.where_windowed
 
-    def _is_whole(self, step: PagedStep, rule: ScoreRule, alibi_slopes_H: Tensor | None) -> bool:
+    def _is_whole(self, step: PagedStep, scoring: Scoring) -> bool:
         """Whether a step has prompts alone, which attend to their own keys where those are."""
-        plain = rule.is_plain and alibi_slopes_H is None
+        plain = scoring.rule.is_plain and scoring.alibi_slopes_H is None
         return plain and bool(step.prompts) and self.launches.head_dim <= WIDEST
 
     def _attended(
@@ -250,21 +234,18 @@ class GpuPagedKV(GpuPagedKVBase):
         k_TGD: Tensor,
         v_TGD: Tensor,
         step: PagedStep,
-        *,
-        scale: float,
-        alibi_slopes_H: Tensor | None,
-        rule: ScoreRule,
+        scoring: Scoring,
     ) -> Tensor:
         """Return causal attention [1, T, H, D] to keys and values that are in the pool."""
-        if self._is_whole(step, rule, alibi_slopes_H):
-            return prompt_attend(q_THD, k_TGD, v_TGD, step.prompts, scale=scale)[None]
+        if self._is_whole(step, scoring):
+            return prompt_attend(q_THD, k_TGD, v_TGD, step.prompts, scale=scoring.scale)[None]
         pool, place, _ = self._pool_of(layer, step)
         rows = (step.rows_FR, step.work_split, pool.table_SM, self.launches)
         out_THD = paged_attend(
             *(q_THD, pool.k[place], pool.v[place], *rows),
-            scale=scale,
-            alibi_slopes_H=alibi_slopes_H,
-            rule=rule,
+            scale=scoring.scale,
+            alibi_slopes_H=scoring.alibi_slopes_H,
+            rule=scoring.rule,
             chunks=step.chunks,
         )
         return out_THD[None]

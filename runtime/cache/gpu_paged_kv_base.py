@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 
 from llmpq.kernels.kv.paged.paged_rows import FIELDS, TokenPlaces, spread
-from llmpq.kernels.kv.reference import EVERYTHING, ScoreRule
+from llmpq.kernels.kv.reference import Scoring
 from llmpq.runtime.cache.kv_cache import PagedKV
 from llmpq.runtime.device_copies import upload
+from llmpq.runtime.models.rotary import StepRotation
 from llmpq.runtime.step import Step
 
 
@@ -70,16 +71,13 @@ class GpuPagedKVBase(PagedKV):
         k_BQGD: Tensor,
         v_BQGD: Tensor,
         step: Step,
+        scoring: Scoring,
         *,
-        scale: float,
-        alibi_slopes_H: Tensor | None = None,
-        rule: ScoreRule = EVERYTHING,
-        inv_freq: Tensor | None = None,
-        factor: float = 1.0,
+        rotation: StepRotation | None = None,
     ) -> Tensor:
         """Append the step's keys and values, then return its causal attention [1, T, H, D].
 
-        With `inv_freq` queries and keys come without their positions; `factor` is on their cosines.
+        With `rotation` queries and keys come without their positions.
         """
 
     @property

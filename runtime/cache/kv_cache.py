@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from llmpq.kernels.kv.reference import Scoring
 from llmpq.runtime.request import PagedRow
 from llmpq.runtime.step import Step
 
@@ -43,9 +44,7 @@ class KVCache(ABC):
         k_BQGD: Tensor,
         v_BQGD: Tensor,
         step: Step,
-        *,
-        scale: float,
-        alibi_slopes_H: Tensor | None = None,
+        scoring: Scoring,
     ) -> Tensor:
         """Append the step's keys and values, then return its causal attention [B, Q, H, D]."""
 
@@ -59,21 +58,14 @@ class KVCache(ABC):
         k_BQGD: Tensor,
         v_BQGD: Tensor,
         step: Step,
-        *,
-        scale: float,
-        alibi_slopes_H: Tensor | None = None,
+        scoring: Scoring,
         **options: Any,
     ) -> Tensor:
         """Return the attention of other queries over a layer that has had the step already.
 
         Its keys and values are appended again, which leaves the cache as it is.
         """
-        return self.attend(
-            *(layer, q_BQHD, k_BQGD, v_BQGD, step),
-            scale=scale,
-            alibi_slopes_H=alibi_slopes_H,
-            **options,
-        )
+        return self.attend(layer, q_BQHD, k_BQGD, v_BQGD, step, scoring, **options)
 
     @property
     def pages(self) -> GpuPagedKVBase | None:

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from llmpq.families.common.spec_values import QueryGrowth
-from llmpq.kernels.kv.reference import EVERYTHING, ScoreRule, attend_chosen
+from llmpq.kernels.kv.reference import EVERYTHING, ScoreRule, Scoring, attend_chosen
 from llmpq.runtime.step import Step
 
 NEG_INF = float("-inf")
@@ -26,15 +26,13 @@ def attend_padded(
     k_BTGD: Tensor,
     v_BTGD: Tensor,
     step: Step,
-    *,
-    scale: float,
-    alibi_slopes_H: Tensor | None = None,
-    rule: ScoreRule = EVERYTHING,
+    scoring: Scoring,
 ) -> Tensor:
     """Return o [B, Q, H, D] over the keys of each row's request, from its first on: [B, T, G, D].
 
     Rows are padded on the right, so no valid query sees padding.
     """
+    scale, alibi_slopes_H, rule = scoring.scale, scoring.alibi_slopes_H, scoring.rule
     if rule.chosen is not None:
         return _chosen(q_BQHD, [k_TGD[:, 0] for k_TGD in k_BTGD], step, scale, rule)
     if rule.is_explicit:

@@ -13,14 +13,12 @@ Legend: B rows, Q new tokens, h hidden, H query heads, L kv_rank, P rope_dim, N 
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
 from llmpq.families.common.spec_values import Indexer
-from llmpq.kernels.kv.reference import ChosenKeys, ScoreRule
+from llmpq.kernels.kv.reference import EVERYTHING, ChosenKeys, ScoreRule, Scoring
 from llmpq.model_spec import ModelSpec
 from llmpq.runtime.cache.kv_cache import KVCache
 from llmpq.runtime.models.attention import query_factors
@@ -101,7 +99,7 @@ class LatentAttention(nn.Module):
             return self._indexed(self.index, x_BQh, layer, step, kv)
         q_BQHD, cached_BQ1D = self.queries(x_BQh, step), self.cached(x_BQh, step)
         del x_BQh
-        out = kv.attend(layer, q_BQHD, cached_BQ1D, cached_BQ1D, step, scale=self.scale)
+        out = kv.attend(layer, q_BQHD, cached_BQ1D, cached_BQ1D, step, Scoring(self.scale))
         del q_BQHD, cached_BQ1D
         return self.o(self.values(out[..., : self.latent.kv_rank]))
 
@@ -111,14 +109,14 @@ class LatentAttention(nn.Module):
         q = functional.pad(self.queries(x_BQh, step), (0, form.dim))
         key_BQ1I = self._rotated(index.keys(x_BQh), step)
         cached = torch.cat((self.cached(x_BQh, step), key_BQ1I), dim=-1)
-        options: dict[str, Any] = {}
+        rule = EVERYTHING
         if step.max_end > form.topk:
             made = self._rotated(index.queries(self.q_norm(self.q_a(x_BQh))), step)
             own = functional.pad(made, (width, 0))
             own[..., 0] = index.weights(x_BQh)
             q = torch.cat((q, own), dim=2)
-            options["rule"] = ScoreRule(chosen=ChosenKeys(form.heads, form.topk, form.dim))
-        out = kv.attend(layer, q, cached, cached, step, scale=self.scale, **options)
+            rule = ScoreRule(chosen=ChosenKeys(form.heads, form.topk, form.dim))
+        out = kv.attend(layer, q, cached, cached, step, Scoring(self.scale, rule=rule))
         return self.o(self.values(out[..., : self.latent.kv_rank]))
 
     def queries(self, x_BQh: Tensor, step: Step) -> Tensor:

@@ -10,13 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from llmpq.kernels.kv.reference import ScoreRule
+from llmpq.kernels.kv.reference import EVERYTHING, ScoreRule, Scoring
 from llmpq.model_spec import ModelSpec
 from llmpq.runtime.cache.kv_cache import KVCache
 from llmpq.runtime.models.attention import query_factors
@@ -65,7 +65,7 @@ class Attention(nn.Module):
         self.k_norm = k_norm
         self.rotary = rotary
         self.alibi_slopes_H = alibi_slopes_H
-        self.rule = rule
+        self.rule = rule or EVERYTHING
         self.heads = spec.heads
         self.kv_heads = spec.kv_heads
         self.head_dim = spec.head_dim
@@ -100,12 +100,16 @@ class Attention(nn.Module):
             return q_BQHD
         return q_BQHD * query_factors(step, self.growth, q_BQHD.dtype)
 
-    def rule_of(self, step: Step) -> ScoreRule | None:
+    def rule_of(self, step: Step) -> ScoreRule:
         """Return the rule of a step's scores: chunks do not count up to the first one's end."""
         rule = self.rule
-        if rule is not None and rule.chunked and step.max_end <= rule.window:
-            return None if rule.is_plain else replace(rule, window=0, chunked=False)
+        if rule.chunked and step.max_end <= rule.window:
+            return EVERYTHING if rule.is_plain else replace(rule, window=0, chunked=False)
         return rule
+
+    def scoring_of(self, step: Step) -> Scoring:
+        """Return how a step's scores are made."""
+        return Scoring(self.scale, self.alibi_slopes_H, self.rule_of(step))
 
     def forward(self, x_BQh: Tensor, layer: int, step: Step, kv: KVCache) -> Tensor:
         """Return o(attention(q, k, v)) [B, Q, h] of cache layer `layer`."""
@@ -118,18 +122,8 @@ class Attention(nn.Module):
         del qkv, x_BQh
         if self.sharing.read_by_others:
             kv.keep_for_readers(layer, step)
-        out_BQHD = attend_by_rule(
-            kv,
-            layer,
-            q,
-            k,
-            v,
-            step,
-            self.scale,
-            self.alibi_slopes_H,
-            self.rule_of(step),
-            again=self.sharing.source is not None,
-        )
+        attend = kv.attend if self.sharing.source is None else kv.attend_again
+        out_BQHD = attend(layer, q, k, v, step, self.scoring_of(step))
         del q, k, v
         if gate is not None:
             out_BQHD = out_BQHD * gate.sigmoid()
@@ -198,30 +192,6 @@ def normed_heads(norm: Norm, x_BQND: Tensor) -> Tensor:
     if norm.shape[-1] == x_BQND.shape[-1]:
         return norm(x_BQND)
     return norm(x_BQND.flatten(2)).view(x_BQND.shape)
-
-
-def attend_by_rule(
-    kv: KVCache,
-    layer: int,
-    q_BQHD: Tensor,
-    k_BQGD: Tensor,
-    v_BQGD: Tensor,
-    step: Step,
-    scale: float,
-    alibi_slopes_H: Tensor | None,
-    rule: ScoreRule | None,
-    *,
-    again: bool = False,
-) -> Tensor:
-    """Attend through a cache; only one that knows rules gets one (llmpq/capabilities.py).
-
-    `again`: the keys and values are another layer's, which has appended them.
-    """
-    options: dict[str, Any] = {} if rule is None else {"rule": rule}
-    attend = kv.attend_again if again else kv.attend
-    return attend(
-        layer, q_BQHD, k_BQGD, v_BQGD, step, scale=scale, alibi_slopes_H=alibi_slopes_H, **options
-    )
 
 
 class SideBySide(nn.Module):
@@ -580,7 +550,7 @@ def held_weights(part: nn.Module) -> list[HeldBytes]:
     if not known and not hasattr(part, "holds_weights"):
         return []
     if isinstance(part, Attention):
-        sinks = None if part.rule is None else part.rule.sinks_H
+        sinks = part.rule.sinks_H
         return [] if sinks is None else [HeldBytes(id(sinks), sinks.nbytes)]
     # Constants that a layer's place makes, a few numbers, no plan counts: as rotary frequencies.
     read = [held for name, held in vars(part).items() if not name.startswith("fixed_")]

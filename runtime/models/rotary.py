@@ -14,6 +14,7 @@ Legend: B rows, Q new tokens, N heads, D channels that are rotated.
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -21,6 +22,16 @@ from torch import Tensor
 from llmpq.families.common.spec_values import RopeScaling
 from llmpq.kernels.cpu import row_wise
 from llmpq.runtime.step import Step
+
+
+@dataclass(frozen=True, eq=False)
+class StepRotation:
+    """Rotary positions that a cache is to give a step's queries and keys."""
+
+    inv_freq: Tensor
+    """[D / 2], or [T, D / 2] where a request's length decides."""
+    factor: float
+    """On cosines and sines."""
 
 
 class Rotary:
@@ -62,6 +73,10 @@ class Rotary:
         if not self.is_dynamic:
             return self.inv_freq
         return step.once(f"frequencies{self._name}", lambda: self._by_device(step.ends))
+
+    def rotation_of(self, step: Step) -> StepRotation:
+        """Return what kernels that append a step's keys rotate them by."""
+        return StepRotation(self.step_frequencies(step), self.factor)
 
     def _by_device(self, length_R: Tensor) -> Tensor:
         scaling, dim = self._scaling, self.dim

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from llmpq.kernels.formats.kv_block import KVFormat
 from llmpq.kernels.kv.low_bit.low_bit_cache import QuantizedKVCache
-from llmpq.kernels.kv.reference import EVERYTHING, ScoreRule
+from llmpq.kernels.kv.reference import Scoring
 from llmpq.model_spec import ModelSpec
 from llmpq.precision import KVPrecision
 from llmpq.runtime.cache.kv_cache import KVCache
@@ -71,10 +71,7 @@ class ContiguousKV(KVCache):
         k_BQGD: Tensor,
         v_BQGD: Tensor,
         step: Step,
-        *,
-        scale: float,
-        alibi_slopes_H: Tensor | None = None,
-        rule: ScoreRule = EVERYTHING,
+        scoring: Scoring,
     ) -> Tensor:
         assert step.max_end <= self.max_len, "a request outgrows the cache"
         rows = zip(
@@ -86,9 +83,7 @@ class ContiguousKV(KVCache):
             if self.v is not self.k:
                 self.v[layer][slot, :, start:end] = v_BQGD[row, :count].transpose(0, 1)
         k, v = (x[layer][step.slots_B, :, : step.max_end].transpose(1, 2) for x in (self.k, self.v))
-        return attend_padded(
-            q_BQHD, k, v, step, scale=scale, alibi_slopes_H=alibi_slopes_H, rule=rule
-        )
+        return attend_padded(q_BQHD, k, v, step, scoring)
 
 
 class PackedContiguousKV(KVCache):
@@ -128,10 +123,7 @@ class PackedContiguousKV(KVCache):
         k_BQGD: Tensor,
         v_BQGD: Tensor,
         step: Step,
-        *,
-        scale: float,
-        alibi_slopes_H: Tensor | None = None,
-        rule: ScoreRule = EVERYTHING,
+        scoring: Scoring,
     ) -> Tensor:
         cache = self.layers[layer]
         plan = cache.plan(
@@ -139,9 +131,9 @@ class PackedContiguousKV(KVCache):
         )
         return cache.run(
             *(plan, 0, q_BQHD, k_BQGD, v_BQGD),
-            scale=scale,
-            alibi_slopes_H=alibi_slopes_H,
-            rule=rule,
+            scale=scoring.scale,
+            alibi_slopes_H=scoring.alibi_slopes_H,
+            rule=scoring.rule,
         )
 
     def keep_for_readers(self, layer: int, step: Step) -> None:

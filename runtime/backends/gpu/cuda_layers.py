@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Any, TypeGuard
+from typing import TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from llmpq.kernels.fused import gated_mlp
 from llmpq.kernels.fused import layer_norm as fused_layer_norm
 from llmpq.kernels.fused import rope_append as fused_rope
-from llmpq.kernels.kv.reference import EVERYTHING, ScoreRule
+from llmpq.kernels.kv.reference import EVERYTHING, ScoreRule, Scoring
 from llmpq.runtime.backends.gpu import (
     cuda_atom_layers,
     cuda_experts,
@@ -445,18 +445,18 @@ def _paged(
         kv.keep_for_readers(index, step)
     attend_to = kv.attend if part.sharing.source is None else kv.attend_again
     return attend_to(
-        *(index, *qkv, step),
-        scale=part.scale,
-        alibi_slopes_H=part.alibi_slopes_H,
-        rule=rule_of(part.rule, step),
-        inv_freq=None if rotary is None else rotary.step_frequencies(step),
-        factor=1.0 if rotary is None else rotary.factor,
+        *(index, *qkv, step, _scoring(part, step)),
+        rotation=None if rotary is None else rotary.rotation_of(step),
     )
 
 
-def rule_of(rule: ScoreRule | None, step: Step) -> ScoreRule:
+def _scoring(part: Attention, step: Step) -> Scoring:
+    return Scoring(part.scale, part.alibi_slopes_H, rule_of(part.rule, step))
+
+
+def rule_of(rule: ScoreRule, step: Step) -> ScoreRule:
     """Return what of a rule changes what a step computes: a window that no row fills does not."""
-    if rule is None or not (rule.is_explicit or 0 < rule.window < step.max_end):
+    if not (rule.is_explicit or 0 < rule.window < step.max_end):
         return EVERYTHING
     return rule
 
@@ -465,11 +465,7 @@ def attend_fresh(
     kv: KVCache, part: Attention, index: int, qkv: tuple[Tensor, Tensor, Tensor], step: Step
 ) -> Tensor:
     """Return attention [B, Q, H, D] of windows that no cache keeps."""
-    rule = rule_of(part.rule, step)
-    options: dict[str, Any] = {} if rule.is_plain else {"rule": rule}
-    return kv.attend(
-        *(index, *qkv, step), scale=part.scale, alibi_slopes_H=part.alibi_slopes_H, **options
-    )
+    return kv.attend(index, *qkv, step, _scoring(part, step))
 
 
 def attend_latents(
@@ -477,7 +473,6 @@ def attend_latents(
 ) -> Tensor:
     """Append a step's latents, return attention [B, Q, H * V] before the output product."""
     new_BQ1D = part.cached(x_BQh, step)
-    given = (index, part.queries(x_BQh, step), new_BQ1D, new_BQ1D, step)
-    if kv.pages is not None:
-        return part.values(kv.pages.attend(*given, scale=part.scale))
-    return part.values(kv.attend(*given, scale=part.scale)[..., : part.latent.kv_rank])
+    scoring = Scoring(part.scale)
+    out = kv.attend(index, part.queries(x_BQh, step), new_BQ1D, new_BQ1D, step, scoring)
+    return part.values(out if kv.pages is not None else out[..., : part.latent.kv_rank])

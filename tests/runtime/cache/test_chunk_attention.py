@@ -12,7 +12,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from llmpq.kernels.kv.reference import ScoreRule
+from llmpq.kernels.kv.reference import ScoreRule, Scoring
 from llmpq.model_spec import ModelSpec
 from llmpq.precision import KVPrecision
 from llmpq.runtime.cache import cpu_paged_kv
@@ -68,9 +68,8 @@ def test_pieces_are_the_whole(name: str, start: int, monkeypatch: pytest.MonkeyP
         monkeypatch.setattr(cpu_paged_kv, "CHUNK_ELEMENTS", elements)
         monkeypatch.setattr(cpu_paged_kv, "LEAST_KEYS", least)
         with torch.inference_mode():
-            got = cpu_paged_kv.attend_chunk(
-                q, k[start:], v[start:], past, start, scale=0.3, alibi_slopes_H=slopes, rule=rule
-            )
+            scoring = Scoring(0.3, slopes, rule)
+            got = cpu_paged_kv.attend_chunk(q, k[start:], v[start:], past, start, scoring)
         assert torch.allclose(got.double(), want, atol=1e-5)
 
 
@@ -109,7 +108,7 @@ def _attending_bytes(spec: ModelSpec, kv: KVPrecision, context: int) -> int:
     slopes = alibi_slopes(spec.heads) if spec.positions == "alibi" else None
     gc.collect()
     with torch.no_grad(), _Live() as live:
-        cache.attend(0, q, k, v, step, scale=0.1, alibi_slopes_H=slopes)
+        cache.attend(0, q, k, v, step, Scoring(0.1, slopes))
     return live.peak
 
 
