@@ -23,7 +23,7 @@ from llmpq.profiler.timing.gpu_link_times import room, run_rounds
 from llmpq.runtime.device_copies import arrived
 from llmpq.runtime.launch.stages.stage_host import talk_over
 from llmpq.runtime.links.device_links import connect_devices
-from llmpq.runtime.links.transport import GlooTransport, join_gloo, more_connections
+from llmpq.runtime.links.transport import GlooTransport, MessageSizes, join_gloo, more_connections
 from llmpq.runtime.request import PagedRow, StepKind
 from llmpq.runtime.sampling_params import SamplerConfig
 from llmpq.runtime.step import StepMessage
@@ -51,12 +51,15 @@ def run_link(job: LinkJob, device: torch.device) -> LinkTimings:
         if found is not None:
             return found
     join_gloo(dist.PrefixStore("hosts", store), job.rank, 2)
-    transport = GlooTransport(
+    most = MessageSizes(
         hidden=job.hidden,
         dtype=torch.float32,
         max_rows=ROWS,
         max_tokens=ROWS * max(TOKENS),
         max_pending=BURST,
+    )
+    transport = GlooTransport(
+        most,
         more=more_connections() if job.own is not None else (),  # as stages of several hosts have
     )
     sizes = tuple(ROWS * tokens * job.hidden * 4 for tokens in TOKENS)

@@ -19,6 +19,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import replace
 from datetime import timedelta
 from typing import Protocol
 
@@ -29,7 +30,7 @@ from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from llmpq.runtime.device_copies import HostCopy
 from llmpq.runtime.links.peer_links import BufferSizes, PeerLinks
-from llmpq.runtime.links.transport import IDLE_LIMIT, GlooTransport
+from llmpq.runtime.links.transport import IDLE_LIMIT, GlooTransport, MessageSizes
 from llmpq.runtime.request import StepKind
 from llmpq.runtime.step import StepMessage
 from llmpq.sizes.gpu_workspace import OUTPUTS_LEAVING
@@ -310,28 +311,16 @@ class DeviceTransport(GlooTransport):
     def __init__(
         self,
         links: StageLinks,
+        sizes: MessageSizes,
         *,
-        hidden: int,
-        dtype: torch.dtype,
-        max_rows: int,
-        max_tokens: int,
-        max_pending: int,
-        max_blocks: int = 0,
         tokens_on_device: bool = False,
     ) -> None:
         """As `GlooTransport`; gloo messages carry no hidden states, hence no hidden size.
 
         `tokens_on_device`: they return over the device links, every step's.
         """
-        super().__init__(
-            hidden=0,
-            dtype=dtype,
-            max_rows=max_rows,
-            max_tokens=max_tokens,
-            max_pending=max_pending,
-            max_blocks=max_blocks,
-        )
-        self._links, self._size = links, hidden
+        super().__init__(replace(sizes, hidden=0))
+        self._links, self._size = links, sizes.hidden
         self.tokens_on_device = tokens_on_device
         self._tickets: deque[int] = deque()
 

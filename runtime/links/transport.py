@@ -11,7 +11,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from itertools import islice
 from typing import Protocol
@@ -88,6 +88,22 @@ class HostTokens:
         raise RuntimeError(f"tokens of micro-batch {place} ({rows} rows) come through the host")
 
 
+@dataclass(frozen=True, kw_only=True)
+class MessageSizes:
+    """How large the messages between two stages can be."""
+
+    hidden: int
+    """Values of a token's hidden state."""
+    dtype: torch.dtype
+    max_rows: int
+    max_tokens: int
+    """Rows times padded length of the largest micro-batch."""
+    max_pending: int
+    """Micro-batches under way."""
+    max_blocks: int = 0
+    """Of a request's block table."""
+
+
 class GlooTransport(HostTokens):
     """torch.distributed point-to-point over gloo; the process group is joined already.
 
@@ -102,36 +118,29 @@ class GlooTransport(HostTokens):
 
     def __init__(
         self,
+        sizes: MessageSizes,
         *,
-        hidden: int,
-        dtype: torch.dtype,
-        max_rows: int,
-        max_tokens: int,
-        max_pending: int,
-        max_blocks: int = 0,
         more: Sequence[dist.ProcessGroup] = (),
         ring: Sequence[int] = (),
         one_way: bool = False,
     ) -> None:
-        """`max_tokens`: rows times padded length of the largest micro-batch.
+        """`more`: connections beside the first (`more_connections`).
 
-        `max_blocks`: of a request's table, where the engine is a paged one. `more`: connections
-        beside the first (`more_connections`). `ring`: processes of the group that exchange
-        messages, in order; all of them by default. `one_way`: no tokens come back; every message
-        has its own.
+        `ring`: processes of the group that exchange messages, in order; all of them by default.
+        `one_way`: no tokens come back; every message has its own.
         """
         self._ring = tuple(ring) or tuple(range(dist.get_world_size()))
         self._rank, self._world = self._ring.index(dist.get_rank()), len(self._ring)
         self._one_way = one_way
-        self._hidden, self._dtype = hidden, dtype
-        self._max_rows, self._max_pending = max_rows, max_pending
+        self._hidden, self._dtype = sizes.hidden, sizes.dtype
+        self._max_rows, self._max_pending = sizes.max_rows, sizes.max_pending
         self._pending: deque[tuple[list[dist.Work], Tensor]] = deque()
         self._expected: deque[tuple[dist.Work, Tensor]] = deque()
-        token_bytes = hidden * dtype.itemsize + torch.long.itemsize
-        self._header_bytes = header_size(max_rows) * torch.long.itemsize
-        paging_bytes = max_paging_size(max_rows, max_blocks) * torch.long.itemsize
-        most_bytes = self._header_bytes + paging_bytes + max_tokens * token_bytes
-        ahead = min(max(1, max_pending), _MOST_AHEAD)
+        token_bytes = sizes.hidden * sizes.dtype.itemsize + torch.long.itemsize
+        self._header_bytes = header_size(sizes.max_rows) * torch.long.itemsize
+        paging_bytes = max_paging_size(sizes.max_rows, sizes.max_blocks) * torch.long.itemsize
+        most_bytes = self._header_bytes + paging_bytes + sizes.max_tokens * token_bytes
+        ahead = min(max(1, sizes.max_pending), _MOST_AHEAD)
         self._rooms = [torch.empty(most_bytes, dtype=torch.uint8) for _ in range(1 + ahead)]
         self._free = deque(self._rooms)
         self._coming: deque[tuple[dist.Work, Tensor]] = deque()

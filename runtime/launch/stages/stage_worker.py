@@ -14,7 +14,7 @@ import threading
 import traceback
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any, Literal
 
 import torch
@@ -61,6 +61,7 @@ from llmpq.runtime.links.peer_links import BufferSizes
 from llmpq.runtime.links.thread_links import ThreadRendezvous
 from llmpq.runtime.links.transport import (
     GlooTransport,
+    MessageSizes,
     Transport,
     join_gloo,
     more_connections,
@@ -471,22 +472,23 @@ class StageWorker:
         if self._links is not None:
             # Speculation's tables are made and read by hosts.
             on_device = self._settings.options.draft_mode is None
-            make = partial(DeviceTransport, self._links, tokens_on_device=on_device)
             last = self._index == len(self._plan.stages) - 1
             self._compute.leave_on_device(hidden=True, tokens=on_device and last)
-            return make(**self._most())
+            return DeviceTransport(self._links, self._sizes(), tokens_on_device=on_device)
         leaders = [rank for rank, worker in enumerate(self._plan.workers) if worker.leads]
         return self._over_hosts(ring=leaders, more=self._more)
 
     def _over_hosts(self, *, hidden: int | None = None, **options: Any) -> GlooTransport:
         """Return a link over hosts' memory; `hidden`: numbers of a token, where not all go."""
-        most = self._most()
-        return GlooTransport(**(most if hidden is None else {**most, "hidden": hidden}), **options)
+        sizes = self._sizes()
+        if hidden is not None:
+            sizes = replace(sizes, hidden=hidden)
+        return GlooTransport(sizes, **options)
 
-    def _most(self) -> dict[str, Any]:
+    def _sizes(self) -> MessageSizes:
         """Return how large messages can be."""
         assert self._compute is not None
-        return dict(
+        return MessageSizes(
             hidden=self._compute.model.spec.hop_features,
             dtype=DTYPES[self._plan.workload.dtype],
             max_rows=self._max_rows,

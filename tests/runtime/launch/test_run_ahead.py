@@ -19,7 +19,7 @@ from llmpq.runtime.engine.pool_limits import PoolLimits
 from llmpq.runtime.engine.scheduler import Scheduler
 from llmpq.runtime.engine.stage_loop import FirstStage, run_following_stage
 from llmpq.runtime.links.device_links import DeviceTransport, connect_devices
-from llmpq.runtime.links.transport import join_gloo
+from llmpq.runtime.links.transport import MessageSizes, join_gloo
 from llmpq.runtime.request import Mailbox, Request, StepKind
 from llmpq.runtime.trace import Recorder
 from llmpq.runtime.weights.sources import CheckpointSource
@@ -68,16 +68,15 @@ def stage(rank: int, folder: str, model: str, forgetful: bool) -> None:
     compute = TableStage(base.model, base.kv, cpu, torch.float32)
     compute.table, compute.forgetful = {}, forgetful
     last = rank == num_stages - 1
-    transport = DeviceTransport(
-        links,
+    sizes = MessageSizes(
         hidden=spec.hidden,
         dtype=torch.float32,
         max_rows=4,
         max_tokens=64,
         max_pending=16,
         max_blocks=POOL.num_blocks,
-        tokens_on_device=True,
     )
+    transport = DeviceTransport(links, sizes, tokens_on_device=True)
     if rank:
         run_following_stage(compute, transport, Recorder(), last=last)
     else:

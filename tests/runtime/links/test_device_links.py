@@ -11,7 +11,7 @@ import torch.distributed as dist
 from llmpq.runtime.links import peer_links
 from llmpq.runtime.links.device_links import KINDS, DeviceTransport, connect_devices
 from llmpq.runtime.links.peer_links import BufferSizes
-from llmpq.runtime.links.transport import IDLE_LIMIT, GlooTransport, join_gloo
+from llmpq.runtime.links.transport import IDLE_LIMIT, GlooTransport, MessageSizes, join_gloo
 from llmpq.runtime.options import choices
 from llmpq.runtime.request import PagedRow, StepKind
 from llmpq.runtime.sampling_params import SamplerConfig
@@ -62,8 +62,10 @@ def stage(rank: int, path: str, broken: bool) -> None:
     # A message may wait longer for the steps before it than a trial for its answer.
     for group in links.groups:
         assert group._get_backend(torch.device("cpu")).options._timeout == IDLE_LIMIT
-    options = {"hidden": HIDDEN, "dtype": torch.float32, "max_rows": 4, "max_tokens": 20}
-    transport = DeviceTransport(links, max_pending=4, **options)
+    sizes = MessageSizes(
+        hidden=HIDDEN, dtype=torch.float32, max_rows=4, max_tokens=20, max_pending=4
+    )
+    transport = DeviceTransport(links, sizes)
     for message in (PREFILL, VERIFY):
         if rank > 0:
             got, hidden = transport.receive_step()

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from llmpq.runtime.links.message import pack_header, pack_paging
-from llmpq.runtime.links.transport import GlooTransport, join_gloo, more_connections
+from llmpq.runtime.links.transport import GlooTransport, MessageSizes, join_gloo, more_connections
 from llmpq.runtime.request import PagedRow, StepKind
 from llmpq.runtime.sampling_params import SamplerConfig
 from llmpq.runtime.step import STOP, StepMessage
@@ -60,9 +60,10 @@ def _step(seq: int) -> StepMessage:
 
 
 def test_the_next_receive_is_posted_while_the_last_message_is_in_use(wire: Wire) -> None:
-    transport = GlooTransport(
+    sizes = MessageSizes(
         hidden=HIDDEN, dtype=torch.float32, max_rows=MAX_ROWS, max_tokens=2, max_pending=2
     )
+    transport = GlooTransport(sizes)
     for seq in range(3):
         wire.put(_step(seq), torch.full((1, 1, HIDDEN), float(seq)))
     wire.put(STOP, None)
@@ -91,10 +92,10 @@ def _prefill(rows: int, tokens: int) -> StepMessage:
 
 def _exchange(rank: int, path: str) -> None:
     join_gloo(dist.FileStore(path, 2), rank, 2)
-    transport = GlooTransport(
-        hidden=HIDDEN, dtype=torch.float32, max_rows=2, max_tokens=2 * 262_144, max_pending=2,
-        more=more_connections(),
-    )  # fmt: skip
+    sizes = MessageSizes(
+        hidden=HIDDEN, dtype=torch.float32, max_rows=2, max_tokens=2 * 262_144, max_pending=2
+    )
+    transport = GlooTransport(sizes, more=more_connections())
     for number, (rows, tokens) in enumerate(SHAPES):
         torch.manual_seed(number)
         expected = torch.randn(1, rows * tokens, HIDDEN)
