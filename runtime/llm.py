@@ -416,7 +416,24 @@ class LLM:
         self, prompt: PreparedPrompt, finished: Mapping[int, RequestOutputDelta]
     ) -> RequestOutput:
         """Return the answers to a prompt whose requests have all ended, by their ids."""
-        return self._output(prompt, finished)
+        ends = [finished[request.id] for request in prompt.requests]
+        noted = ends[0].noted
+        scores = None
+        if prompt.params.prompt_logprobs is not None and noted is not None:
+            scores = [None, *self._prompts.logprobs(noted.prompt)]
+        return RequestOutput(
+            request_id=prompt.name,
+            prompt=prompt.prompt,
+            prompt_token_ids=list(prompt.tokens),
+            outputs=[
+                self._prompts.output(prompt, index, end.finished, end.noted or LogprobOutput())
+                for index, end in enumerate(ends)
+                if end.finished is not None
+            ],
+            prompt_logprobs=scores,
+            failure=next((str(end.error) for end in ends if end.error is not None), None),
+            num_cached_tokens=ends[0].finished.num_prefix_hits if ends[0].finished else 0,
+        )
 
     def trace_parts(self) -> tuple[list[str], list[StageRecord]]:
         """Return the stages' names and all that they recorded; `close` writes no file then."""
@@ -611,7 +628,7 @@ class LLM:
                     left[index] -= 1
                     if not left[index]:
                         self._names.end(prompts[index].named)
-                        yield index, self._output(prompts[index], finished)
+                        yield index, self.output_of(prompts[index], finished)
                 samples.add(self._engine.progress, last=len(finished) == len(requests))
                 if on_progress is not None:
                     on_progress(self._engine.progress)
@@ -757,28 +774,6 @@ class LLM:
                 f"got {given!r:.100}"
             )
         return given
-
-    def _output(
-        self, prompt: PreparedPrompt, finished: Mapping[int, RequestOutputDelta]
-    ) -> RequestOutput:
-        ends = [finished[request.id] for request in prompt.requests]
-        noted = ends[0].noted
-        scores = None
-        if prompt.params.prompt_logprobs is not None and noted is not None:
-            scores = [None, *self._prompts.logprobs(noted.prompt)]
-        return RequestOutput(
-            request_id=prompt.name,
-            prompt=prompt.prompt,
-            prompt_token_ids=list(prompt.tokens),
-            outputs=[
-                self._prompts.output(prompt, index, end.finished, end.noted or LogprobOutput())
-                for index, end in enumerate(ends)
-                if end.finished is not None
-            ],
-            prompt_logprobs=scores,
-            failure=next((str(end.error) for end in ends if end.error is not None), None),
-            num_cached_tokens=ends[0].finished.num_prefix_hits if ends[0].finished else 0,
-        )
 
     def _begin(self, prompts: Sequence[PreparedPrompt]) -> None:
         self._names.begin([prompt.named for prompt in prompts])

@@ -1,4 +1,4 @@
-"""Checkpoints quantised elsewhere to our packed weights and back, bit for bit.
+"""Checkpoints quantised elsewhere to our packed weights, bit for bit.
 
 Published forms (b bits, G groups of 128; int32 words hold a little-endian stream of b-bit codes:
 code i fills bits b*i .. b*i+b-1, and may straddle two words when b = 3):
@@ -29,7 +29,8 @@ from llmpq.kernels.formats.weight_layout import GROUP, GROUPS, Layout
 from llmpq.kernels.weights.quantized_weight import QuantizedWeight, from_codes
 from llmpq.precision import padded_k
 
-_AWQ_COLUMNS = (0, 2, 4, 6, 1, 3, 5, 7)
+AWQ_COLUMNS = (0, 2, 4, 6, 1, 3, 5, 7)
+"""Which column of its eight each nibble of a word is."""
 
 
 def pack_stream(codes: Tensor, bits: int) -> Tensor:
@@ -81,20 +82,6 @@ def from_gptq(
     return _build(codes, scale_NG, zero.t(), bits, group_size, layout)
 
 
-def to_gptq(q: QuantizedWeight, *, v2: bool = False) -> dict[str, Tensor]:
-    """Return one layer's GPTQ tensors; v1 files cannot tell zero 2^b from 0, and none is 2^b."""
-    k = _whole_k(q, "GPTQ")
-    zero = _own(q, q.zero_NG()).to(torch.uint8)
-    if not v2:
-        zero = (zero.int() - 1 & (1 << q.bits) - 1).to(torch.uint8)
-    return {
-        "qweight": pack_stream(q.codes()[:, :k], q.bits).t().contiguous(),
-        "qzeros": pack_stream(zero.t(), q.bits),
-        "scales": _own(q, q.scale_NG()).t().contiguous(),
-        "g_idx": (torch.arange(k) // (q.group_size or k)).int(),
-    }
-
-
 def from_awq(tensors: Mapping[str, Tensor], *, layout: Layout | None = None) -> QuantizedWeight:
     """Convert `qweight`, `qzeros` and `scales` of one AWQ (GEMM version) layer."""
     scale_NG = tensors["scales"].t()
@@ -102,20 +89,6 @@ def from_awq(tensors: Mapping[str, Tensor], *, layout: Layout | None = None) -> 
     codes = awq_unpack(tensors["qweight"]).t()
     zero_NG = awq_unpack(tensors["qzeros"]).t()
     return _build(codes, scale_NG, zero_NG, 4, _group_size(k, scale_NG.shape[1]), layout)
-
-
-def to_awq(q: QuantizedWeight) -> dict[str, Tensor]:
-    """Return one 4-bit layer's AWQ (GEMM version) tensors."""
-    if q.bits != 4 or q.out_features % 8:
-        raise ValueError(
-            f"AWQ: got {q.bits} bits, N = {q.out_features}, expected 4 bits, N a multiple of 8"
-        )
-    k = _whole_k(q, "AWQ")
-    return {
-        "qweight": _awq_pack(q.codes()[:, :k].t()),
-        "qzeros": _awq_pack(_own(q, q.zero_NG()).to(torch.uint8).t()),
-        "scales": _own(q, q.scale_NG()).t().contiguous(),
-    }
 
 
 def from_compressed_tensors(
@@ -131,13 +104,6 @@ def from_compressed_tensors(
     return _build(codes, scale_NG, zero_NG, bits, _group_size(k, scale_NG.shape[1]), layout)
 
 
-def to_compressed_tensors(q: QuantizedWeight) -> dict[str, Tensor]:
-    """Return one layer's compressed-tensors "pack-quantized" tensors."""
-    zero_NG = None if q.zero is None else _own(q, q.zero_NG())
-    codes_NK, scale_NG = q.codes()[:, : q.in_features], _own(q, q.scale_NG())
-    return pack_quantized(q.bits, codes_NK, scale_NG, zero_NG)
-
-
 def pack_quantized(
     bits: int, codes_NK: Tensor, scale_NG: Tensor, zero_NG: Tensor | None = None
 ) -> dict[str, Tensor]:
@@ -151,11 +117,6 @@ def pack_quantized(
         zero_GN = zero_NG.to(torch.uint8).t()
         packed["weight_zero_point"] = pack_stream(zero_GN, bits).t().contiguous()
     return packed
-
-
-def _own(q: QuantizedWeight, values_NG: Tensor) -> Tensor:
-    """Return the scales or zeros of groups that have weights: K is padded to whole k-groups."""
-    return values_NG[:, : -(-q.in_features // (q.group_size or q.in_features))]
 
 
 def _group_size(k: int, groups: int) -> int | None:
@@ -202,26 +163,9 @@ def _build(
     )
 
 
-def _whole_k(q: QuantizedWeight, name: str) -> int:
-    if q.in_features % 32 or q.out_features % 32:
-        raise ValueError(
-            f"{name}: got N = {q.out_features}, K = {q.in_features}, expected multiples of 32: its "
-            "words have no room for a remainder"
-        )
-    return q.in_features
-
-
-def _awq_pack(codes_RN: Tensor) -> Tensor:
-    columns = codes_RN.int().reshape(codes_RN.shape[0], -1, 8)
-    words = torch.zeros(columns.shape[:2], dtype=torch.int32, device=codes_RN.device)
-    for i, column in enumerate(_AWQ_COLUMNS):
-        words |= columns[:, :, column] << (4 * i)
-    return words
-
-
 def awq_unpack(words: Tensor) -> Tensor:
     """Return the codes [R, N] of AWQ words [R, N / 8], columns in order."""
     codes = torch.empty(*words.shape, 8, dtype=torch.uint8, device=words.device)
-    for i, column in enumerate(_AWQ_COLUMNS):
+    for i, column in enumerate(AWQ_COLUMNS):
         codes[:, :, column] = (words >> (4 * i) & 15).to(torch.uint8)
     return codes.view(words.shape[0], -1)

@@ -69,11 +69,6 @@ class RunningRequest:
         request = self.request
         return len(request.prompt) + len(request.output) - self.num_computed
 
-    @property
-    def decodes(self) -> bool:
-        """Whether it has nothing left to compute but its newest token."""
-        return self.remaining <= 1 and self.num_sampled > 0
-
     def tokens(self, start: int, end: int) -> list[int]:
         """Return a range of its tokens."""
         prompt, output = self.request.prompt, self.request.output

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from llmpq.kernels.weights.integer_values import values_of_awq
-from llmpq.kernels.weights.interchange import _awq_pack, from_awq
+from llmpq.kernels.weights.interchange import from_awq
+from reference.interchange import awq_pack
 
 pytestmark = [pytest.mark.cpu, pytest.mark.quick]
 
@@ -17,7 +18,7 @@ def awq_layer(k: int, size: int) -> tuple[dict[str, torch.Tensor], torch.Tensor]
     groups = -(-k // size)
     codes_KN, zeros_GN = torch.randint(0, 16, (k, 16)), torch.randint(0, 16, (groups, 16))
     scales_GN = torch.rand(groups, 16) + 0.5
-    packed = {"qweight": _awq_pack(codes_KN), "qzeros": _awq_pack(zeros_GN), "scales": scales_GN}
+    packed = {"qweight": awq_pack(codes_KN), "qzeros": awq_pack(zeros_GN), "scales": scales_GN}
     at = torch.arange(k) // size
     return packed, ((codes_KN - zeros_GN[at]) * scales_GN[at]).t()
 

@@ -9,6 +9,7 @@ from llmpq.kernels.formats.weight_layout import Layout
 from llmpq.kernels.weights import interchange
 from llmpq.kernels.weights.round_to_nearest import quantize_weight
 from llmpq.precision import WeightScheme
+from reference.interchange import to_awq, to_compressed_tensors, to_gptq
 
 pytestmark = pytest.mark.cpu
 
@@ -29,17 +30,17 @@ def _same(a, b):
 def test_round_trips(bits, symmetric, group):
     q = _weight(96, 256, bits, symmetric, group)
     for v2 in (False, True):
-        tensors = interchange.to_gptq(q, v2=v2)
+        tensors = to_gptq(q, v2=v2)
         _same(interchange.from_gptq(tensors, bits=bits, v2=v2, layout=Layout.FRAGMENT), q)
-    _same(interchange.from_compressed_tensors(interchange.to_compressed_tensors(q), bits=bits), q)
+    _same(interchange.from_compressed_tensors(to_compressed_tensors(q), bits=bits), q)
     if bits == 4:
-        _same(interchange.from_awq(interchange.to_awq(q)), q)
+        _same(interchange.from_awq(to_awq(q)), q)
 
 
 def test_gptq_words_as_published():
     """qweight word [i, n], bits 4j: the code of k = 8i + j; qzeros: zero - 1 of column 8i + j."""
     q = _weight(32, 128, 4, False)
-    tensors, codes, zero = interchange.to_gptq(q), q.codes(), q.zero_NG()
+    tensors, codes, zero = to_gptq(q), q.codes(), q.zero_NG()
     assert tensors["qweight"].shape == (16, 32) and tensors["qzeros"].shape == (1, 4)
     for i, j, n in itertools.product((0, 7, 15), range(8), (0, 31)):
         assert tensors["qweight"][i, n] >> 4 * j & 15 == codes[n, 8 * i + j]
@@ -62,7 +63,7 @@ def test_gptq_3_bits_straddle_words_as_published():
 
 def test_awq_words_as_published():
     q = _weight(32, 128, 4, False)
-    tensors, codes = interchange.to_awq(q), q.codes()
+    tensors, codes = to_awq(q), q.codes()
     assert tensors["qweight"].shape == (128, 4)
     for k, word, (i, column) in itertools.product(
         (0, 100), range(4), enumerate((0, 2, 4, 6, 1, 3, 5, 7))
@@ -75,7 +76,7 @@ def test_compressed_tensors_agrees_with_its_own_packer(bits):
     from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32
 
     q = _weight(48, 200, bits, False)
-    ours = interchange.to_compressed_tensors(q)
+    ours = to_compressed_tensors(q)
     signed = (q.codes()[:, :200].int() - 2 ** (bits - 1)).to(torch.int8)
     assert torch.equal(ours["weight_packed"], pack_to_int32(signed, bits))
     zero = (q.zero_NG().int() - 2 ** (bits - 1)).to(torch.int8)
@@ -85,13 +86,13 @@ def test_compressed_tensors_agrees_with_its_own_packer(bits):
 
 def test_what_cannot_be_converted_is_refused():
     q = _weight(32, 256, 4, False)
-    tensors = interchange.to_gptq(q)
+    tensors = to_gptq(q)
     tensors["g_idx"] = tensors["g_idx"].flip(0)
     with pytest.raises(ValueError, match="desc_act=False"):
         interchange.from_gptq(tensors, bits=4)
-    tensors = interchange.to_gptq(q)
+    tensors = to_gptq(q)
     tensors["scales"] = tensors["scales"].repeat(3, 1)
     with pytest.raises(ValueError, match="groups of 128"):
         interchange.from_gptq(tensors, bits=4)
     with pytest.raises(ValueError, match="expected 4 bits"):
-        interchange.to_awq(_weight(32, 128, 8, False))
+        to_awq(_weight(32, 128, 8, False))

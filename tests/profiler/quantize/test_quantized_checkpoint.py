@@ -16,7 +16,6 @@ from safetensors.torch import load_file, save_file
 
 from llmpq.kernels.atom.reference import atom_linear_reference
 from llmpq.kernels.weights.atom_weight import AtomWeight
-from llmpq.kernels.weights.interchange import to_awq, to_gptq
 from llmpq.kernels.weights.quantized_weight import QuantizedWeight
 from llmpq.kernels.weights.round_to_nearest import quantize_weight
 from llmpq.memory import Quantization
@@ -31,6 +30,7 @@ from llmpq.runtime.tools.evaluate import MeasuredJob, measured_plan, open_model,
 from llmpq.runtime.weights.quantized_checkpoint import open_checkpoint, stored_kv
 from llmpq.runtime.weights.quantized_writer import layer_file
 from llmpq.runtime.weights.sources import CheckpointSource
+from reference.interchange import to_awq, to_gptq
 from reference.pipeline import ReferencePipeline
 
 pytestmark = pytest.mark.cpu

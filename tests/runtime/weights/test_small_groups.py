@@ -12,7 +12,6 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from llmpq.kernels.formats.weight_layout import Layout
-from llmpq.kernels.weights import interchange
 from llmpq.kernels.weights.quantized_weight import QuantizedWeight
 from llmpq.kernels.weights.round_to_nearest import quantize_weight
 from llmpq.memory import Quantization
@@ -26,6 +25,7 @@ from llmpq.runtime.weights.cut_parts import cut_tensor
 from llmpq.runtime.weights.quantized_checkpoint import open_checkpoint
 from llmpq.sizes.pool_size import PoolSize
 from llmpq.tensor_parallel import Member
+from reference.interchange import to_awq, to_compressed_tensors, to_gptq
 from reference.pipeline import ReferencePipeline, pad
 
 pytestmark = pytest.mark.cpu
@@ -35,9 +35,9 @@ FORMS = {
     "compressed-tensors": {"quant_method": "compressed-tensors", "format": "pack-quantized"},
 }
 TO = {
-    "gptq": interchange.to_gptq,
-    "awq": interchange.to_awq,
-    "compressed-tensors": interchange.to_compressed_tensors,
+    "gptq": to_gptq,
+    "awq": to_awq,
+    "compressed-tensors": to_compressed_tensors,
 }
 CENTRED = {"gptq": "sym", "awq": "zero_point"}
 
