@@ -30,21 +30,22 @@ if TYPE_CHECKING:
 
 _JSON_STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 _MAKERS = 4
-"""Threads that make automata of requests to come while others are answered."""
+"""Threads that compile guides of requests to come while others are answered."""
 _MASK_THREADS = max(1, min(8, (os.cpu_count() or 1) // 2))
-"""Threads that find what may come next, of several answers: it must be there before a GPU's next
-step ends (5 ms). Inside a text of bounded length it takes 2 ms for one answer over 128,256 tokens,
-0.04 elsewhere: 1.0 to 1.2 ms for 32 answers (median, 8 and 16 cores), one step in ten over 4.6. On
-cores that others keep busy more threads take longer: all wait for the one that is woken last."""
+"""Threads that compute the masks of several answers, which must be there before a GPU's next step
+ends (5 ms). One of 128,256 tokens takes 2 ms inside a text of bounded length, 0.04 elsewhere: 1.0
+to 1.2 ms for 32 answers (median, 8 and 16 cores), one step in ten over 4.6. On cores that others
+keep busy more threads take longer: all wait for the one that is woken last."""
 _SHARED_OUT = 8
-"""Answers from which on threads are woken for it."""
+"""Answers from which on these threads compute the masks."""
 _LONGEST = 1 << 20
 """Characters of a guide."""
 _LIMITS = {"max_items_in_row": 10_000, "verbose_errors": False}
-"""Ways that are followed at once: of 3,000 branches of an anyOf a mask takes 11 ms."""
+"""Of llguidance: alternatives that are followed at once. With 3,000 branches of an anyOf a mask
+takes 11 ms."""
 _SAYS = {"json": "JSON schema", "calls": "tools' parameters"}
 _KEPT = 256
-"""GrammarCompiler that are known when they are asked for again."""
+"""Guides of which a `Newest` remembers what was made."""
 _Made = TypeVar("_Made")
 
 
@@ -141,7 +142,7 @@ class GrammarCompiler:
 
 
 class Newest(Generic[_Made]):
-    """What was made of guides, those asked for last; for any thread."""
+    """A cache by guide, of which the least recently used are forgotten; for any thread."""
 
     def __init__(self) -> None:
         self._kept: OrderedDict[Guide, _Made] = OrderedDict()
@@ -194,7 +195,8 @@ class Automaton:
         beside: _Beside,
         behind: Thought | None = None,
     ) -> None:
-        """`begun`: what this one copies. `behind`: a thought, while which any text may come.
+        """`begun`: the compiled guide, of which this is a copy. `behind`: a thought that comes
+        first, in which any text may stand.
 
         `executor`: the threads that look at many answers at once; `beside` waits for them.
         """
@@ -216,10 +218,11 @@ class Automaton:
         pinned: bool = False,
         meanwhile: bool = False,
     ) -> Callable[[], Tensor]:
-        """Find which tokens may follow each of several answers so far; the call returned has them.
+        """Return a call that returns masks: the tokens that may follow each of several answers.
 
-        Bits of bytes, on the host; `pinned`: in memory from which a GPU copies on its own.
-        `meanwhile`: by other threads, from now on.
+        A mask is a row of bytes on the host, token t at bit t % 8 of byte t // 8; `pinned`: in
+        memory from which a GPU copies on its own. They are computed in that call, or, `meanwhile`,
+        by other threads from now on.
         """
         import torch  # a server checks guides without it
 

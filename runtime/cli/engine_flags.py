@@ -48,7 +48,7 @@ def add_engine_flags(
 ) -> None:
     """Declare the flags of these fields of `EngineOptions`; `only`: when they have an effect.
 
-    `defaults`: those of a command that has others.
+    `daily`: those that the short help shows. `defaults`: those of a command that has others.
     """
     types, docs, usual = get_type_hints(EngineOptions), field_docs(), EngineOptions()
     for name in names:

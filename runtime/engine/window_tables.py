@@ -41,11 +41,10 @@ class WindowTables:
     """Gives blocks of the window layers' pool to requests and takes them back."""
 
     def __init__(self, limits: PoolLimits, watermark: int) -> None:
-        self.pool, self._limits, self._watermark = (
-            BlockPool(limits.window_blocks),
-            limits,
-            watermark,
-        )
+        """`watermark`: blocks that stay free when a request is admitted beside others."""
+        self.pool = BlockPool(limits.window_blocks)
+        self._limits = limits
+        self._watermark = watermark
 
     def pass_by(self, table: WindowTable, position: int) -> None:
         """Give back what the query at a position, and all behind it, no longer see."""
@@ -67,7 +66,7 @@ class WindowTables:
             table.blocks += self.pool.take(needed)
 
     def usable(self, keys: Sequence[bytes]) -> int:
-        """Return from behind how many of a prompt's first blocks somebody can go on at most."""
+        """Return the longest prefix, in blocks, of which all that its next token sees is cached."""
         best = run = 0
         for number, key in enumerate(keys, start=1):
             run = run + 1 if self.pool.find([key]) else 0
@@ -76,7 +75,7 @@ class WindowTables:
         return best
 
     def begin(self, table: WindowTable, keys: Sequence[bytes]) -> None:
-        """Give a request the blocks in sight behind `keys`, which are `usable`."""
+        """Give a request the cached blocks that the token behind `keys` sees; `keys`: `usable`."""
         first = first_seen_block(len(keys) * BLOCK_TOKENS, self._limits.window) if keys else 0
         table.first = table.num_sent = first
         table.blocks = self.pool.find(keys[first:])

@@ -10,9 +10,11 @@ knows what comes:
 
 `paging` counts the int64 behind the header that say which blocks the rows got:
 
-    [slot, flags, drafts, first block, new blocks, admission, ..., drafts wanted]
-    + drafts, new blocks, ...                                                         for each row
-    (flags: 1, it samples; 2, it resumes)
+    [slot, flags, drafts, first block, new blocks, admission, first window block, new window
+     blocks, saves, loads, drafts wanted, loads state, saves state]
+    + drafts, new blocks, new window blocks, saves, loads                             for each row
+    (flags: 1, it samples; 2, it resumes; of lists the first line has the lengths; `PagedRow` says
+    what each is)
 
 Steps whose rows the model's own head (MTP) sees send their tokens along, one row's behind the
 other's.
@@ -95,7 +97,7 @@ def paging_size(header: Tensor) -> int:
 
 
 def max_paging_size(max_rows: int, max_blocks: int) -> int:
-    """Return the int64 of the longest paging: each row tells a whole table of `max_blocks`.
+    """Return the int64 of the longest paging: each row brings a whole table of `max_blocks`.
 
     Hosts may keep as many, and get as many back.
     """

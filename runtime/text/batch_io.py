@@ -35,7 +35,7 @@ _JSON_SUFFIXES = (".jsonl", ".json", ".ndjson")
 
 
 def read_rows(path: str | Path, defaults: Defaults) -> list[BatchRow]:
-    """Read a batch file: JSON lines, or one prompt a line in any other file; blank lines drop.
+    """Read a batch file: JSON lines, or one prompt a line in any other file, without blank lines.
 
     A pipe has no name that says which: its first line does.
     """

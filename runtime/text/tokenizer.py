@@ -100,8 +100,11 @@ def _mark_broken(pieces: list[str]) -> bool:
     return found
 
 
-MUCH = 16
-"""Bytes a token of room from which the longest token is looked up: less is tokenised as quickly."""
+LONG_BYTES = 16
+"""Bytes of text, for each token that it may have, from which it counts as long.
+
+A long text is refused by its length, if it surely has too many tokens, before it is tokenised.
+"""
 
 
 class Tokenizer:
@@ -124,7 +127,7 @@ class Tokenizer:
                 f"the text has half a character (a lone surrogate) at position {error.start}: it "
                 "is not valid Unicode and has no tokens"
             ) from None
-        long = room is not None and size > MUCH * room
+        long = room is not None and size > LONG_BYTES * room
         if room is not None and long and self._bytes_of_token is not None:
             least = -(-size // self._bytes_of_token)
             if least > room:

@@ -42,9 +42,10 @@ class RowsForm:
 def form_of(
     q: PackedWords, pairs: int, experts: int, programs: int, *, fused: bool
 ) -> RowsForm | None:
-    """Return how few pairs are multiplied; None: by programs that walk over K (H200, 4 bits).
+    """Return the form in which few pairs are multiplied; None where programs that walk over K are
+    faster (H200, 4 bits).
 
-    `programs`: a multiprocessor's share of those.
+    `programs`: how many of the latter a multiprocessor would have.
     """
     groups = -(-q.in_features // 128)
     whole = q.group_size is not None and q.in_features % 128 == 0

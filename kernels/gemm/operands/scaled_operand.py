@@ -8,7 +8,8 @@ splitk_gemm.py multiply where a k-group of a row has more scales than one, or co
     nvfp4    E2M1                                        8 of E4M3, and a factor of every row
 
 Scales are multiplied in, rounded once (E2M1: exact), so that a k-group is one product. Legend as in
-packed_operands.py; ASM: code_assembly.py's text.
+packed_operands.py; ASM: code_assembly.py's text. (h, r3, k0): bits of a row's and of k's number by
+which the values of a word are told apart (packed_operands.py).
 """
 
 # mypy: ignore-errors
@@ -143,7 +144,7 @@ def _of_half(
 
 @triton.jit
 def _chosen(code, FORM: tl.constexpr):
-    """Numbers of a table by shifts of nothing: for the interpreter."""
+    """The values of codes, one entry of the table after the other: for the interpreter."""
     number = code.to(tl.float32) * 0.0
     for i in tl.static_range(16):
         if FORM == "nf4":

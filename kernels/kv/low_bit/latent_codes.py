@@ -45,7 +45,6 @@ WARPS = 4
 """One for each 16 rows of a tile's 64."""
 LOOK = 3
 """Operands that loads are ahead of products."""
-MUL = tl.constexpr("mul.rn.f16x2 $0, $1, $2;")
 P_SHIFT = tl.constexpr(4.0)
 """Probabilities are kept times 2**4: fp16 keeps its precision down to 2**-14."""
 

@@ -11,7 +11,7 @@ from llmpq.runtime.serve.parsers.tool_form import Call, calls_in_json
 
 
 def forced_guide(functions: Sequence[Mapping[str, Any]], name: str) -> dict[str, Any]:
-    """Return what an answer must be that calls a tool, any of them where the name is empty."""
+    """Return the guide of an answer that calls the named tool, or any where the name is empty."""
     if name:
         return {"json": _arguments(next(f for f in functions if f["name"] == name))}
     return {"calls": [(f["name"], _arguments(f)) for f in functions]}

@@ -41,6 +41,7 @@ def calls_in_tags(text: str, schemas: Schemas, *, prefix: str = "") -> list[Call
     )
     calls, place = [], 0
     while place < len(text):
+        # Parameters are read one by one: the value of one may have the text of a closing tag.
         found = invoke.match(text, place)
         if found is None:
             return []

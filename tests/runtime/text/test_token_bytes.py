@@ -13,7 +13,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre
 
 from llmpq.runtime.request import ContextLengthError
 from llmpq.runtime.text.token_bytes import longest_token_bytes
-from llmpq.runtime.text.tokenizer import MUCH
+from llmpq.runtime.text.tokenizer import LONG_BYTES
 from llmpq.runtime.text.tokenizer import Tokenizer as Ours
 
 pytestmark = [pytest.mark.cpu, pytest.mark.quick]
@@ -109,7 +109,7 @@ def test_a_text_that_is_surely_too_long_is_not_tokenised(
         '{"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<end>"}'
     )
     ours = Ours(tmp_path)
-    text = "x" * (MUCH * 20)
+    text = "x" * (LONG_BYTES * 20)
     assert len(ours.encode(text)) == len(text) and len(ours.encode(text, room=1000)) == len(text)
     with pytest.raises(ContextLengthError, match="it has at least 41 tokens.* is 20 with"):
         ours.encode(text + "x" * 8, room=20)
