@@ -472,6 +472,11 @@ class Plan(FileForm):
         return len(self.workers) - len(self.stages[-1].members)
 
     @property
+    def plans(self) -> tuple[Plan, ...]:
+        """Itself: a plan of several engines (topology.py) has one of each."""
+        return (self,)
+
+    @property
     def places(self) -> tuple[StagePlan, ...]:
         """The devices of all stages, in order, each as a stage that has its layers alone."""
         return tuple(place for stage in self.stages for place in stage.members)

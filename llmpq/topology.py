@@ -6,7 +6,6 @@ engine alone would have it, and its share of the job's rows. Engines have no dev
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Self
 
@@ -136,8 +135,3 @@ def read_plan(path: str | Path) -> Plan | Topology:
         raise BadPlanError(str(error)) from None
     several = isinstance(data, dict) and "engines" in data
     return Topology.load(path) if several else Plan.load(path)
-
-
-def plans_of(plan: Plan | Topology) -> Sequence[Plan]:
-    """Return the plan of each engine."""
-    return plan.plans if isinstance(plan, Topology) else (plan,)

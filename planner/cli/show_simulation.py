@@ -12,7 +12,7 @@ from llmpq.planner.traffic.named_traffic import NamedTraffic, named_traffic
 from llmpq.planner.traffic.rates import highest_rate, measured_at
 from llmpq.planner.traffic.simulated import EngineModel
 from llmpq.service_measures import ATTAINMENT, ServiceLimits, ServiceMeasures
-from llmpq.topology import plans_of, read_plan
+from llmpq.topology import read_plan
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -25,7 +25,7 @@ def show_simulation(request: SimulateRequest) -> None:
     traffic = named_traffic(request)
     plan = read_plan(request.plan)
     budget = request.max_num_batched_tokens
-    models = [EngineModel.of_plan(one, max_num_batched_tokens=budget) for one in plans_of(plan)]
+    models = [EngineModel.of_plan(one, max_num_batched_tokens=budget) for one in plan.plans]
     if traffic.rate_per_s is None:
         found = highest_rate(models, traffic.arrivals, traffic.limits)
         rate, measures = found.rate_per_s, found.measures

@@ -48,7 +48,7 @@ from llmpq.runtime.text.batch_rows import BatchRow, answer_line, error_line
 from llmpq.runtime.text.made_with import made_by, made_with
 from llmpq.runtime.text.request_factory import PreparedPrompt
 from llmpq.runtime.text.tokenizer import Tokenizer
-from llmpq.topology import Topology, plans_of
+from llmpq.topology import Topology
 
 _log = logging.getLogger("llmpq.run")
 
@@ -77,7 +77,7 @@ class MadeWith:
 
     def __init__(self, plan: Plan | Topology, model_dir: str) -> None:
         self._model_dir, self._default_tokens = model_dir, plan.workload.gen_len
-        self._known = [(own, made_by(own, model_dir)) for own in plans_of(plan)]
+        self._known = [(own, made_by(own, model_dir)) for own in plan.plans]
 
     def __call__(self, row: BatchRow, plan: Plan | None = None) -> Mapping[str, Any]:
         """Return it of a row that ended under a plan; None: the first one."""
@@ -107,7 +107,7 @@ def main(options: RunOptions) -> int:
     model_dir = str(local_model(model_dir))
     engine = replace(options.engine, offline=True)
     read_generation_config(model_dir, engine.generation_config)  # before anything is loaded
-    for own in () if plan is None else plans_of(plan):
+    for own in () if plan is None else plan.plans:
         own.require_model(ModelSpec.from_directory(model_dir))
     if isinstance(plan, Topology):
         _require_several(options)
@@ -130,11 +130,11 @@ def main(options: RunOptions) -> int:
         refuse_without_effect(
             {"--compare-plain": True}, "without drafts, and the plan has none", "give --speculate"
         )
-    on_ray = any(choose_backend(own, engine) == "ray" for own in plans_of(llm.plan))
+    on_ray = any(choose_backend(own, engine) == "ray" for own in llm.plan.plans)
     if engine.layer_cache is not None and not on_ray:
         require_folder("--layer-cache", str(engine.layer_cache))  # elsewhere the stages look
     job = _job(rows, options, llm, model_dir, tokenizer)
-    for own in plans_of(llm.plan) if options.tune and job.prompts else ():
+    for own in llm.plan.plans if options.tune and job.prompts else ():
         _tune(own, ModelSpec.from_directory(model_dir))
     with llm, OrderedWriter(options.output, len(rows), done=job.done) as writer:
         try:
@@ -339,7 +339,7 @@ def _error_rows(job: Job) -> list[dict[str, Any]]:
 
 def _report_of_nothing(whole: Plan | Topology, job: Job) -> JobReport:
     """Return the report of a job that had nothing left to run: no stage was started."""
-    plan = plans_of(whole)[0]
+    plan = whole.plans[0]
     report = build_report(
         JobResult(
             plan=plan.model_copy(update={"stages": ()}),
@@ -384,7 +384,7 @@ def _show(report: Mapping[str, Any], llm: LLM | Engines, options: RunOptions) ->
     if sys.stdout is not None:
         writers["standard output"] = show
     for path in options.report:
-        writers[path] = partial(write_report, path, report, plans_of(llm.plan)[0])
+        writers[path] = partial(write_report, path, report, llm.plan.plans[0])
     if options.engine.trace is not None and report["stages"]:
         writers[str(options.engine.trace)] = llm.write_trace
     write_all(writers, kept=f"the answers in '{options.output}' are complete")

@@ -18,7 +18,7 @@ from llmpq.runtime.request import Request
 from llmpq.runtime.simulate.engine import ServedRequest, SimulatedEngine
 from llmpq.runtime.simulate.step_times import TimedStage, stage_times
 from llmpq.service_measures import ServiceLimits, ServiceMeasures
-from llmpq.topology import Topology, plans_of
+from llmpq.topology import Topology
 from llmpq.traffic import Arrival
 
 PROMPT_WORK = 1 / 16
@@ -127,12 +127,12 @@ def simulate_plan(
     """Return how a plan's engines serve a traffic, as predicted."""
     models = [
         EngineModel.of_plan(one, max_num_batched_tokens=max_num_batched_tokens)
-        for one in plans_of(plan)
+        for one in plan.plans
     ]
     served = simulate(models, traffic, vocab=_vocab(plan))
     return ServiceMeasures.of(served, limits or ServiceLimits())
 
 
 def _vocab(plan: Plan | Topology) -> int:
-    inputs = plans_of(plan)[0].inputs
+    inputs = plan.plans[0].inputs
     return 1000 if inputs is None else inputs.model.vocab

@@ -31,7 +31,6 @@ from llmpq.runtime.launch.launcher import StageHandle
 from llmpq.runtime.launch.nodes.node_report import differing, versions_of
 from llmpq.runtime.launch.nodes.probes import stage_probes
 from llmpq.runtime.launch.stages.stage_host import meeting_host
-from llmpq.topology import plans_of
 from llmpq.units import format_size
 
 _log = logging.getLogger("llmpq.check")
@@ -41,7 +40,7 @@ def main(options: CheckOptions) -> int:
     """Look at every stage's place; returns 0 if the plan can run, else the worst outcome's code."""
     check_timeouts({"--timeout": options.timeout})
     engine = options.engine
-    plans = plans_of(load_engines(options.plan))
+    plans = load_engines(options.plan).plans
     cluster = None
     if engine.cluster is not None:
         cluster = devices_of(engine)

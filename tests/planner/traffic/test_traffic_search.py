@@ -16,7 +16,7 @@ from llmpq.planner.traffic.steady_state import MeanLengths, best_state, steady_s
 from llmpq.runtime.launch.plans.pool_plan import PoolPlan
 from llmpq.runtime.options import EngineOptions
 from llmpq.service_measures import ServiceLimits, ServiceMeasures
-from llmpq.topology import Topology, plans_of, read_plan
+from llmpq.topology import Topology, read_plan
 from llmpq.traffic import Arrival
 
 pytestmark = pytest.mark.pure
@@ -106,7 +106,7 @@ def test_a_model_that_needs_both_cards_is_one_pipeline(tmp_path: Path) -> None:
 def test_the_lowest_latency_is_of_the_quickest_card(tmp_path: Path) -> None:
     words = ["--devices", "t4,v100", "--rate", "0.2", "--objective", "latency"]
     plan = _planned(words, tmp_path / "plan.json")
-    (stage,) = [stage for own in plans_of(plan) for stage in own.stages]
+    (stage,) = [stage for own in plan.plans for stage in own.stages]
     assert stage.kind.startswith("V100")
 
 
