@@ -30,7 +30,7 @@ from prometheus_client.utils import floatToGoString
 from llmpq.runtime import engine_metrics
 from llmpq.runtime.engine_metrics import metrics_of
 from llmpq.runtime.request_output import CompletionDelta
-from llmpq.runtime.serve.arrival import ARRIVED_S
+from llmpq.runtime.serve.gate import ARRIVED_S
 
 SECONDS = (
     0.001,

@@ -22,8 +22,7 @@ from llmpq.runtime.control_socket import answering
 from llmpq.runtime.gc_freeze import gc_freeze
 from llmpq.runtime.llm import LLM
 from llmpq.runtime.serve.app import make_app
-from llmpq.runtime.serve.arrival import ARRIVED
-from llmpq.runtime.serve.gate import Gated
+from llmpq.runtime.serve.gate import ARRIVED, Gated
 from llmpq.runtime.serve.service import Service
 
 _log = logging.getLogger("llmpq.serve")

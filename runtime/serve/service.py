@@ -17,8 +17,8 @@ from llmpq.runtime.llm import LLM
 from llmpq.runtime.request_output import CompletionDelta, Logprob
 from llmpq.runtime.response_stream import ResponseStream
 from llmpq.runtime.sampling_params import SamplingParams
-from llmpq.runtime.serve.arrival import ARRIVED_S, REQUEST_ID, TALLY
 from llmpq.runtime.serve.errors import RETRY_AFTER_S, ApiError
+from llmpq.runtime.serve.gate import ARRIVED_S, REQUEST_ID, TALLY
 from llmpq.runtime.serve.metrics import AnswerClock, Metrics
 from llmpq.runtime.serve.parsers.reading import AnswerForm
 from llmpq.runtime.serve.response_store import ResponseStore

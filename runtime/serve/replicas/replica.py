@@ -21,8 +21,7 @@ from llmpq.runtime.gc_freeze import gc_freeze
 from llmpq.runtime.llm import LLM
 from llmpq.runtime.options import EngineOptions
 from llmpq.runtime.serve.app import make_app
-from llmpq.runtime.serve.arrival import ARRIVED, ARRIVED_S, REQUEST_ID, TALLIED, TALLY
-from llmpq.runtime.serve.gate import Message
+from llmpq.runtime.serve.gate import ARRIVED, ARRIVED_S, REQUEST_ID, TALLIED, TALLY, Message
 from llmpq.runtime.serve.page import state_of
 from llmpq.runtime.serve.replicas.plain_messages import from_plain, to_plain
 from llmpq.runtime.serve.service import Service

@@ -16,9 +16,8 @@ from typing import Any, Protocol
 from prometheus_client import CollectorRegistry, Counter, generate_latest
 
 from llmpq.runtime.serve.answering import event
-from llmpq.runtime.serve.arrival import ARRIVED, TALLIED, TALLY
 from llmpq.runtime.serve.errors import ApiError
-from llmpq.runtime.serve.gate import Message, Receive, Send
+from llmpq.runtime.serve.gate import ARRIVED, TALLIED, TALLY, Message, Receive, Send
 from llmpq.runtime.serve.replicas.merged_replicas import merged_metrics
 from llmpq.runtime.serve.replicas.plain_messages import from_plain, to_plain
 from llmpq.runtime.serve.replicas.routing import ReplicaLoad, RequestWork

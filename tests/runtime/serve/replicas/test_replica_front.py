@@ -7,8 +7,8 @@ import asyncio
 import pytest
 
 from llmpq.child import CallFailed
-from llmpq.runtime.serve.arrival import TALLIED, TALLY
 from llmpq.runtime.serve.errors import ApiError
+from llmpq.runtime.serve.gate import TALLIED, TALLY
 from llmpq.runtime.serve.replicas import replica_front
 from llmpq.runtime.serve.replicas.plain_messages import to_plain
 from llmpq.runtime.serve.replicas.replica_front import ReplicaFront, ReplicaHandle
