@@ -25,6 +25,7 @@ from llmpq.runtime.cache.kv_cache import PagedKV
 from llmpq.runtime.request import PagedRow
 from llmpq.runtime.step import RaggedStep, Span, Step
 from llmpq.sizes.kv_format import BLOCK_TOKENS, RING_TOKENS, TAIL_TOKENS, packed_blocks
+from llmpq.sizes.pool_size import PoolSize
 from llmpq.sizes.workspace import QUERIES_AT_ONCE
 
 
@@ -44,30 +45,26 @@ class CpuPackedKV(PagedKV):
         spec: ModelSpec,
         kv: KVPrecision,
         *,
-        num_layers: int,
-        slots: int,
-        num_blocks: int,
-        max_len: int,
-        prefix_cache: bool,
+        layers: Sequence[int],
+        size: PoolSize,
         dtype: torch.dtype,
         device: torch.device | str = "cpu",
-        key_group: int | None = BLOCK_TOKENS,
     ) -> None:
-        """`max_len`: tokens of the longest request; tables have room for its blocks."""
-        columns = packed_blocks(max_len)
-        self._table_SN = torch.zeros((slots, columns), dtype=torch.int32, device=device)
+        """`layers`: their numbers in the model."""
+        columns = packed_blocks(size.max_len)
+        self._table_SN = torch.zeros((size.slots, columns), dtype=torch.int32, device=device)
         self.cache = QuantizedKVCache(
-            KVFormat(precision=kv, head_dim=spec.head_dim, key_group=key_group),
-            num_layers=num_layers,
+            KVFormat(precision=kv, head_dim=spec.head_dim, key_group=BLOCK_TOKENS),
+            num_layers=len(layers),
             kv_heads=spec.kv_heads,
-            slots=slots,
-            max_len=max_len,
+            slots=size.slots,
+            max_len=size.max_len,
             dtype=dtype,
             device=device,
             table_SN=self._table_SN,
-            pages=num_blocks,
+            pages=size.num_blocks,
         )
-        behind = (num_layers, num_blocks if prefix_cache else 0, TAIL_TOKENS)
+        behind = (len(layers), size.num_blocks if size.prefix_cache else 0, TAIL_TOKENS)
         shape = (*behind, spec.kv_heads, spec.head_dim)
         self._k_behind = torch.zeros(shape, dtype=dtype, device=device)
         self._v_behind = torch.zeros(shape, dtype=dtype, device=device)

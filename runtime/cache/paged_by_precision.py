@@ -92,14 +92,4 @@ def _make_pool(
         return GpuPackedKV(spec, kv, layers=layers, size=size, dtype=dtype, device=device)
     if kv is KVPrecision.KV16:
         return CpuPagedKV(spec, layers=layers, size=size, dtype=dtype, device=device)
-    return CpuPackedKV(
-        spec,
-        kv,
-        num_layers=len(layers),
-        slots=size.slots,
-        num_blocks=size.num_blocks,
-        max_len=size.max_len,
-        prefix_cache=size.prefix_cache,
-        dtype=dtype,
-        device=device,
-    )
+    return CpuPackedKV(spec, kv, layers=layers, size=size, dtype=dtype, device=device)
