@@ -31,8 +31,8 @@ from llmpq.runtime.launch.stages.stage_place import StagePlace
 from llmpq.runtime.llm import LLM
 from llmpq.runtime.options import EngineOptions
 from llmpq.runtime.report.job_report import JobReport, engines_report
+from llmpq.runtime.report.live_numbers import JobSamples
 from llmpq.runtime.report.progress import ProgressReporter
-from llmpq.runtime.report.samples import JobSamples
 from llmpq.runtime.request import Progress
 from llmpq.runtime.request_output import RequestOutput
 from llmpq.runtime.sampling_params import SamplingParams

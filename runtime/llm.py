@@ -50,8 +50,8 @@ from llmpq.runtime.options import Deadlines, EngineOptions
 from llmpq.runtime.plan_choice import choose_plan
 from llmpq.runtime.replan import Replanner
 from llmpq.runtime.report.job_report import JobReport, JobResult, build_report
+from llmpq.runtime.report.live_numbers import JobSamples
 from llmpq.runtime.report.progress import LoadBar, ProgressReporter
-from llmpq.runtime.report.samples import JobSamples
 from llmpq.runtime.request import Progress
 from llmpq.runtime.request_output import CompletionOutput, RequestOutput
 from llmpq.runtime.response_stream import AsyncSubmitter, OutputQueue, ResponseStream

@@ -1,4 +1,4 @@
-"""What a run does at the moment, made of the counters that the engine gives now and then.
+"""What a run does, at the moment and over time, made of the counters that the engine gives.
 
 Shares of work, times of steps and rates are those between two counts; when a job ends is said by
 the tokens that its requests still want at the rate so far. Knows nothing of how it is shown.
@@ -6,9 +6,12 @@ the tokens that its requests still want at the rate so far. Knows nothing of how
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
+
+from llmpq.runtime.request import Progress
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,3 +136,54 @@ class TokensLeft:
         taken = self._ended / self._ended_most if self._ended_most else 1.0
         wanted = self._ended + taken * (self.most - self._ended_most)
         return max(0.0, wanted - generated) * passed_s / made
+
+
+MOST_SAMPLES = 240
+"""Samples of a job; of a longer one every other is dropped, and the next ones are rarer."""
+SAMPLE_S = 0.1
+"""Time between two samples, at first."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Sample:
+    t_s: float
+    tokens: int
+    progress: Progress
+
+
+@dataclass
+class JobSamples:
+    """Samples of one job; `add` takes the engine's counters as often as it likes."""
+
+    _found: list[_Sample] = field(default_factory=list)
+    _began_s: float = field(default_factory=lambda: time.monotonic())
+    _every_s: float = SAMPLE_S
+
+    def add(self, progress: Progress, *, last: bool = False) -> None:
+        """Take the counters, unless the last ones are too young; `last`: in any case."""
+        now_s = time.monotonic() - self._began_s
+        if self._found and not last and now_s - self._found[-1].t_s < self._every_s:
+            return
+        if len(self._found) >= MOST_SAMPLES:
+            self._found = self._found[::2]
+            self._every_s *= 2
+        self._found.append(_Sample(now_s, progress.generated_tokens, progress))
+
+    def as_report(self) -> list[dict[str, Any]]:
+        """Return them as JSON data: the rate is that since the sample before."""
+        rows = []
+        for before, now in zip(self._found, self._found[1:], strict=False):
+            gauges, passed_s = now.progress.gauges, now.t_s - before.t_s
+            if passed_s <= 0:
+                continue
+            rows.append(
+                {
+                    "t_s": round(now.t_s, 3),
+                    "tokens_per_s": round((now.tokens - before.tokens) / passed_s, 2),
+                    "running": now.progress.running,
+                    "waiting": now.progress.waiting,
+                    "blocks_held": gauges.get("blocks_held"),
+                    "blocks": gauges.get("blocks"),
+                }
+            )
+        return rows

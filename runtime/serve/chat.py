@@ -96,7 +96,7 @@ class Chat:
         self._in_thought = self._form.opens_thought(end)
         if self._in_thought and self.params.structured_outputs is not None:
             # A guide waits for the end of a thought whose mark is one token
-            # (text/logits_constraints.py).
+            # (text/request_factory.py).
             mark = "" if self._form.thinking is None else self._form.thinking.end
             one = len(self._service.tokenizer.encode(mark, special=False)) == 1
             self._in_thought = one and self._separates

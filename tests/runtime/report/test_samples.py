@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from llmpq.runtime.report import samples as module
+from llmpq.runtime.report import live_numbers as module
 from llmpq.runtime.report.job_report import MOST_BARS, timeline_data
-from llmpq.runtime.report.samples import MOST, JobSamples
+from llmpq.runtime.report.live_numbers import MOST_SAMPLES, JobSamples
 from llmpq.runtime.request import Progress
 from llmpq.runtime.trace import StageRecord, TraceEvent
 
@@ -23,7 +23,7 @@ def test_samples_are_few_and_their_rates_add_up_to_the_tokens(monkeypatch) -> No
         counters = Progress(running=2, waiting=1, generated_tokens=3 * tick, gauges=gauges)
         job.add(counters, last=tick == 20_000)
     rows = job.as_report()
-    assert 50 < len(rows) <= MOST
+    assert 50 < len(rows) <= MOST_SAMPLES
     at, tokens = 0.0, 0.0
     for row in rows:
         tokens += row["tokens_per_s"] * (row["t_s"] - at)

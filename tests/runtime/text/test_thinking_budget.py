@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from llmpq.runtime.sampling_params import SamplingParams
-from llmpq.runtime.text.logits_constraints import logits_constraints
+from llmpq.runtime.text.request_factory import logits_constraints
 from llmpq.runtime.token_rules import LogitsConstraints, Thought
 
 pytestmark = pytest.mark.pure
