@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from llmpq.planner.solving.topology_search import KnownPipeline
 
 DEFAULT_PREFER: Prefer = "balanced"
+PROVEN = 1.01e-3
+"""Relative gap up to which one engine is said to be the best of all topologies."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,6 +58,7 @@ def solve_options(request: PlanRequest, cluster: Cluster) -> SolveOptions:
         prefer=None
         if budget is not None or stated_theta(request, cluster) is not None
         else request.prefer or DEFAULT_PREFER,
+        groups=request.tensor_parallel is None,
         names_context=request.context is not None,
     )
 
@@ -80,11 +83,20 @@ class TopologyAnswer:
     found: FoundTopology
     known: KnownPipeline
     """The one pipeline, as topologies are valued."""
+    pipeline: Answer
+    """The best plan of one engine whose stages have a device each."""
 
     def uses(self, kinds: Collection[str]) -> bool:
         """Whether an engine has a device of one of these kinds."""
-        stages = () if self.topology is None else self.topology.stages
-        return any(stage.kind in kinds for stage in stages)
+        places = () if self.topology is None else self.topology.places
+        return any(place.kind in kinds for place in places)
+
+    @property
+    def single(self) -> Answer | None:
+        """The one engine that is best, where it runs all rows at once."""
+        if self.topology is None or len(self.plans) != 1 or self.topology.engines[0].waves > 1:
+            return None
+        return self.plans[0]
 
 
 def answer_topology(
@@ -112,14 +124,18 @@ def answer_topology(
         bound=max(0.0, bound or 0.0) * (1.0 if theta >= at else theta / at),
     )
     found = topology_in_child(priced, options, known, exactly=exactly)
-    plans = tuple(_engine_answer(problem, one, options, path) for one in found.engines)
+    alone = len(found.engines) == 1 and found.engines[0].waves == 1
+    bound_of_one = min(found.bound, found.value) if alone else None
+    plans = tuple(
+        _engine_answer(problem, one, options, path, bound_of_one) for one in found.engines
+    )
     topology = _topology(problem, found, plans, options, theta) if plans else None
     if topology is not None and exactly is None:
         least = _reported(best.plan, 1, theta)
         most = max(_reported(one.plan, one.waves, theta) for one in topology.engines)
-        if most >= least:  # step by step it is not better
+        if most * found.gain >= least:  # step by step it is not better
             topology = None
-    return TopologyAnswer(topology=topology, plans=plans, found=found, known=known)
+    return TopologyAnswer(topology=topology, plans=plans, found=found, known=known, pipeline=best)
 
 
 def pipeline_below(
@@ -127,12 +143,12 @@ def pipeline_below(
 ) -> Answer | None:
     """Return a pipeline that is better than the topology found; None where none was found."""
     theta = _theta_of(problem, best, options)
-    fixed = replace(options, prefer=None)
+    fixed, below = replace(options, prefer=None), found.found.value * found.found.gain
     try:
-        solved = plan_in_child(problem.with_changes(theta=theta), fixed, ceiling=found.found.value)
+        solved = plan_in_child(problem.with_changes(theta=theta), fixed, ceiling=below)
     except DoesNotFitError:  # or none that is better
         return None
-    if solved.outcome.value >= found.found.value:
+    if solved.outcome.value >= below:
         return None
     valued = solved.problem if options.budget is None else solved.problem.with_changes(theta=0.0)
     plan = checked_plan(valued, solved.outcome, path, options.prefer)
@@ -156,13 +172,20 @@ def _reported(plan: Plan, waves: int, theta: float) -> float:
 
 
 def _engine_answer(
-    problem: Problem, engine: FoundEngine, options: SolveOptions, path: str | None
+    problem: Problem,
+    engine: FoundEngine,
+    options: SolveOptions,
+    path: str | None,
+    bound: float | None,
 ) -> Answer:
     """Return the checked plan of an engine, which names the whole cluster."""
     from llmpq.plan import ClusterRef
     from llmpq.planner.check.check import check_plan
 
     own, outcome = engine.solved.problem, engine.solved.outcome
+    if bound is not None:  # of all topologies, of which this is one engine
+        proven = outcome.value - bound <= PROVEN * abs(outcome.value)
+        outcome = replace(outcome, bound=bound, status="optimal" if proven else "feasible")
     plan = checked_plan(own, outcome, path, options.prefer)
     whole = problem.cluster
     plan = plan.model_copy(

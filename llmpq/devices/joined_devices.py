@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import lru_cache
 
 from llmpq.cluster import Cluster, Device, Link
 from llmpq.model_spec import ModelSpec
@@ -26,6 +27,9 @@ RATES = {
     ),
 }
 """Rates of a device's kind -> the share of them that it reaches."""
+
+Parts = tuple[int, int]
+"""Weights of attention, and of MLPs."""
 
 
 def joined(cluster: Cluster, shares: Sequence[int], spec: ModelSpec) -> Cluster:
@@ -125,7 +129,7 @@ def _group(
     devices: Sequence[Device], shares: tuple[int, ...], link: Link, spec: ModelSpec
 ) -> Device:
     first = devices[0]
-    members = [Member(spec=spec, shares=shares, index=index) for index in range(len(shares))]
+    parts = [_parts(member.own) for member in members_of(spec, shares)]
     of_spec: dict[str, object] = {
         name: min(getattr(device.spec, name) for device in devices) for name in RATES.values()
     }
@@ -135,7 +139,7 @@ def _group(
         of_spec[name] = None
         if None not in known:
             each = [rate * own for rate, own in zip(known, reached, strict=True)]
-            of_spec[name] = together_rate(members, each) / float(str(of_spec[efficiency]))
+            of_spec[name] = _rate(_parts(spec), parts, each) / float(str(of_spec[efficiency]))
     memory = sum(device.limit_bytes for device in devices)
     of_spec |= {"memory": memory, "reserve": 0, "sms": None}
     kind = _kind_of([device.kind for device in devices], shares)
@@ -164,16 +168,20 @@ def _compute(device: Device) -> float:
     return 1.0
 
 
-def together_rate(members: Sequence[Member], rates: Sequence[float]) -> float:
+def _rate(whole: Parts, parts: Sequence[Parts], rates: Sequence[float]) -> float:
     """Return the rate at which devices pass a layer: the whole over what its two parts take."""
-    whole = _parts(members[0].spec)
-    seconds = [0.0, 0.0]
-    for member, rate in zip(members, rates, strict=True):
-        seconds = [max(s, own / rate) for s, own in zip(seconds, _parts(member.own), strict=True)]
+    seconds = [max(own[at] / rate for own, rate in zip(parts, rates, strict=True)) for at in (0, 1)]
     return sum(whole) / sum(seconds)
 
 
-def _parts(spec: ModelSpec) -> tuple[int, int]:
+@lru_cache(maxsize=1024)
+def members_of(spec: ModelSpec, shares: tuple[int, ...]) -> tuple[Member, ...]:
+    """Return what each device of a group holds."""
+    return tuple(Member(spec=spec, shares=shares, index=index) for index in range(len(shares)))
+
+
+@lru_cache(maxsize=4096)
+def _parts(spec: ModelSpec) -> Parts:
     """Return the weights of attention (or another mixer) and of the MLPs, all layers' mean."""
     kinds = Counter(map(spec.of_layer, range(spec.num_layers)))
     found = [0, 0]

@@ -268,7 +268,8 @@ def _limits(section: Section) -> None:
         "--tensor-parallel",
         also=("--tensor-parallel-size", "-tp"),
         metavar="N|SHARES",
-        help="devices of a node that share each stage: 2 (alike, evenly), or shares, such as 3:1",
+        help="devices of a node that share each stage: 2 (alike, evenly), or shares, such as 3:1 "
+        "(1: none; left out: as is best)",
     )
     section.flag(
         "--group",

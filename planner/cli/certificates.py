@@ -51,6 +51,8 @@ def write_topology_certificate(
     from llmpq.planner.solving.certificate import topology_certificate
     from llmpq.planner.solving.engine_floors import engine_variants
 
+    if any(stage.shares for stage in topology.stages):
+        return None  # the proof knows devices alone
     engines = [(own.problem, own.outcome.assignment) for own in found.plans]
     variants = engine_variants(problem, options.kvs)
     try:
@@ -73,7 +75,8 @@ def verify_file(request: VerifyRequest) -> None:
     if not path.exists():
         raise ValueError(
             f"'{path}' is not there: llmpq-algo -o writes it beside a plan of --method exact and "
-            "--objective makespan without drafts; plan again, or name it with --certificate"
+            "--objective makespan without drafts, of several engines if they share no stages; plan "
+            "again, or name it with --certificate"
         )
     certificate: Any = read_json(path)
     try:
@@ -92,8 +95,10 @@ def verified_lines(name: str, plan: dict[str, Any], found: Verified) -> list[str
     engines = len(plan.get("engines", [plan]))
     of = "" if engines == 1 else f"{engines} engines on devices of their own, all rows dealt; "
     what, loss = "plan", found.value - found.time_s
+    if any(stage.get("shares") for stage in plan.get("stages", ())):
+        what = "plan of these devices, grouped as they are,"
     if "engines" in plan:
-        what = "grouping of these devices into engines"
+        what = "grouping of these devices into engines of stages of one device"
     lines = [
         f"{name}: {of}every layer once, at bits that it may have, within memory",
         f"value {found.value:.6g} s, as its costs give it"

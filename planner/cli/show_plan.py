@@ -36,6 +36,7 @@ from llmpq.planner.problem.outcome import OPTIMAL_GAP, Infeasible, Unfinished
 from llmpq.planner.problem.problem import Problem
 from llmpq.planner.problem.requests import PlanRequest
 from llmpq.planner.problem.stored_precisions import stored_line
+from llmpq.planner.solving.device_groups import may_group
 from llmpq.planner.solving.methods import PLANNERS, SolveOptions
 from llmpq.planner.solving.plan_search import nothing_fits, variants_with_room
 from llmpq.planner.solving.topology_search import TOPOLOGY_GAP
@@ -113,7 +114,9 @@ def make_and_show(request: PlanRequest, job: PlanJob) -> None:
             several = _topology(problem, best, options, path, exactly) if shared else None
         notes = [said if "no bfloat16" in note else note for note in notes]
         job = replace(job, problem=problem, notes=notes)
-    if several is not None and several.topology is not None:
+    if several is not None and several.single is not None:
+        best, several = several.single, replace(several, topology=None)
+    elif several is not None and several.topology is not None:
         _show_topology(request, job, best, several, several.topology)
         return
     from llmpq.planner.evaluate.add_drafts import describe, mtp_notes
@@ -136,8 +139,8 @@ def make_and_show(request: PlanRequest, job: PlanJob) -> None:
     beside = bits_lines(best, options)
     if request.engines != "1":
         beside += topology_lines(best, several, num_engines(request.engines))
-        if several is None and _may_ask(request, problem, options):
-            beside.append(ONE_FITS)
+        if several is None and problem.workload.batch > 1:
+            beside += [ONE_FITS] if _may_ask(request, problem, options) else []
     why = _why(best, options, whole=request.explain) if request.explain or request.report else []
     changed = _what_if(changes, best, path)
     found = [best.outcome.note, step_note(best.problem, best.outcome.assignment)]
@@ -190,12 +193,15 @@ def _best(
     if not _may_share(request, problem, options):
         return answer(problem, options, path), None
     exactly = num_engines(request.engines)
+    if exactly is None and not _may_divide(problem, options):
+        best = answer(problem, options, path)
+        return best, _topology(problem, best, options, path, exactly)
     best = _quick(problem, options, path)
     found = _topology(problem, best, options, path, exactly)
     if exactly is not None or found.known.bound * (1 + TOPOLOGY_GAP) >= found.known.value:
         return best, found
     if found.topology is not None:
-        if found.found.value <= found.known.bound * (1 + TOPOLOGY_GAP):
+        if found.found.value * found.found.gain <= found.known.bound * (1 + TOPOLOGY_GAP):
             return best, found
         hurried = replace(options, time_limit_s=options.time_limit_s * AGAIN_SHARE)
         better = pipeline_below(problem, best, hurried, path, found)
@@ -243,9 +249,10 @@ def _may_share(request: PlanRequest, problem: Problem, options: SolveOptions) ->
     exactly = num_engines(request.engines)
     devices, rows = len(problem.cluster.devices), problem.workload.batch
     if exactly is None:
-        from llmpq.planner.solving.topologies import two_fit
-
-        return _may_ask(request, problem, options) and two_fit(problem, options)
+        may_divide = _may_divide(problem, options)
+        return _may_ask(request, problem, options) and (
+            may_divide or (options.groups and may_group(problem))
+        )
     if exactly > 1 and _is_alone(request, options):
         raise ValueError(
             f"--engines {exactly} needs --method exact and --objective makespan; leave the others "
@@ -263,7 +270,14 @@ def _may_ask(request: PlanRequest, problem: Problem, options: SolveOptions) -> b
     """Whether a request that leaves the number of engines open is one of several at all."""
     if _is_alone(request, options) or asked_of_one(request):
         return False
-    return min(len(problem.cluster.devices), problem.workload.batch) > 1
+    return len(problem.cluster.devices) > 1
+
+
+def _may_divide(problem: Problem, options: SolveOptions) -> bool:
+    """Whether engines may divide the rows: two have room for the model."""
+    from llmpq.planner.solving.topologies import two_fit
+
+    return problem.workload.batch > 1 and two_fit(problem, options)
 
 
 def _topology(

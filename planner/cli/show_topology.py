@@ -10,6 +10,7 @@ from llmpq.plan import Plan
 from llmpq.planner.answer import Answer, TopologyAnswer
 from llmpq.planner.cli.alternatives import Speed
 from llmpq.planner.cli.report import bits_text, loss_lines, warnings_of
+from llmpq.planner.solving.engine_prices import GROUP_GAIN
 from llmpq.planner.solving.topology_search import TOPOLOGY_GAP
 from llmpq.topology import Topology
 from llmpq.units import format_size, shown
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
+    from llmpq.cluster import Device
     from llmpq.planner.solving.topologies import Simple
 
 PROVEN_GAP = TOPOLOGY_GAP * 1.01
@@ -32,26 +34,40 @@ def topology_lines(
     Nothing where there is one device. `exactly`: so many engines were to be there.
     """
     if found is None:
-        return _left_out(best)
+        return _left_out(best, None)
     work, simple = best.problem.workload, found.found.simple
-    pipeline = best.plan.predicted
+    pipeline = found.pipeline.plan.predicted
     assert pipeline is not None, "the planner always predicts"
-    stages = ", ".join(stage.device for stage in best.plan.stages)
+    stages = ", ".join(stage.device for stage in found.pipeline.plan.stages)
     own = (f"{stages}", pipeline.total_s, pipeline.sum_omega)
     rows = work.batch * work.gen_len
     lines = [_verdict(found, exactly)]
     for name, one in (
         ("best single card", simple["card"]),
         ("best pipeline", own),
+        ("even tensor parallel", simple["shared"]),
         ("one engine a card", simple["each"]),
         ("equal replicas", simple["equal"]),
     ):
-        if one is None and name == "equal replicas":
+        if one is None and name in ("equal replicas", "even tensor parallel"):
             continue
         lines.append(f"{name}: {_simple_text(one, rows)}")
+    lines += _searched(found)
     if found.topology is None:
-        return lines + _left_out(best)
-    return lines + _unused(best, found.topology, _gap(found))
+        return lines + _left_out(best, found)
+    return lines + _unused(found, found.topology, _gap(found))
+
+
+def _searched(found: TopologyAnswer) -> list[str]:
+    """Return which groups of devices were looked at, where there can be some."""
+    kinds, left_out = found.found.groups, found.found.groups_left_out
+    if not kinds + left_out:
+        return []
+    more = f", {left_out} more sets of devices were not" if left_out else ""
+    return [
+        f"tensor parallel: {kinds} kinds of groups of a node's devices searched as stages{more}; "
+        f"they are taken where they gain over {GROUP_GAIN - 1:.0%}"
+    ]
 
 
 def _simple_text(one: Simple | None, tokens: int) -> str:
@@ -80,19 +96,25 @@ def _verdict(found: TopologyAnswer, exactly: int | None) -> str:
 def _gap(found: TopologyAnswer) -> float:
     """Return how much better a topology may be, as a share; infinite where no bound is known."""
     bound = found.found.bound
-    value = found.known.value if found.topology is None else found.found.value
+    value = found.found.value if found.plans else found.known.value
     return max(0.0, value / bound - 1) if bound > 0 else math.inf
 
 
-def _left_out(best: Answer) -> list[str]:
-    used = {stage.device for stage in best.plan.stages}
-    unused = [d.name for d in best.problem.cluster.devices if d.name not in used]
+def _left_out(best: Answer, found: TopologyAnswer | None) -> list[str]:
+    used = {place.device for place in best.plan.places}
+    whole = best if found is None else found.pipeline
+    unused = [d.name for d in whole.problem.cluster.devices if _unused_of(d, used)]
     return [f"left out, faster without: {', '.join(unused)}"] if unused else []
 
 
-def _unused(best: Answer, topology: Topology, gap: float) -> list[str]:
-    used = {stage.device for stage in topology.stages}
-    unused = [d.name for d in best.problem.cluster.devices if d.name not in used]
+def _unused_of(device: Device, used: set[str]) -> bool:
+    own = {one.name for one in device.joined} or {device.name}
+    return not own & used
+
+
+def _unused(found: TopologyAnswer, topology: Topology, gap: float) -> list[str]:
+    used = {place.device for place in topology.places}
+    unused = [d.name for d in found.pipeline.problem.cluster.devices if _unused_of(d, used)]
     why = "faster without" if gap <= PROVEN_GAP else "nothing faster with them was found"
     return [f"left out, {why}: {', '.join(unused)}"] if unused else []
 

@@ -38,7 +38,8 @@ def export_plan(request: ExportRequest) -> None:
     if shared and request.to not in CHECKPOINTS:
         raise ValueError(
             f"stage {shared[0]} is shared by several devices (tensor parallel), which --to "
-            f"{request.to} does not write; export to {' or '.join(CHECKPOINTS)}, or plan without"
+            f"{request.to} does not write; export to {' or '.join(CHECKPOINTS)}, or plan with "
+            "--tensor-parallel 1"
         )
     if isinstance(plan, Topology):
         exported = _engines(request, plan)

@@ -116,13 +116,13 @@ def pair_numbers(p: Problem, eta: int, xi: int) -> PairNumbers:
 def size_numbers(p: Problem, phase: Phase, size: int) -> SizeNumbers:
     """Return the times of one phase at one size."""
     work, prefill = p.workload, phase is Phase.PREFILL
-    layer_s, ends_s = _one_size(p, phase, size)
+    layer_s, ends_s = one_size(p, phase, size)
     held_layer_s, held_ends_s, share = layer_s, ends_s, 0.0
     rest = work.batch % size
     if rest and p.objective == "makespan":
         passes = p.chunks_of_prompt if prefill else work.gen_len - 1
         share = last_share(-(-work.batch // size), passes)
-        last_layer_s, last_ends_s = _one_size(p, phase, rest)
+        last_layer_s, last_ends_s = one_size(p, phase, rest)
         held_layer_s = layer_s + share * (last_layer_s - layer_s)
         held_ends_s = ends_s + share * (last_ends_s - ends_s)
     tokens = work.prompt_len / p.chunks_of_prompt if prefill else 1
@@ -137,8 +137,8 @@ def size_numbers(p: Problem, phase: Phase, size: int) -> SizeNumbers:
     )
 
 
-def _one_size(p: Problem, phase: Phase, size: int) -> tuple[Floats, Floats]:
-    """[L, C, B] and [C, 2] of micro-batches of one size."""
+def one_size(p: Problem, phase: Phase, size: int) -> tuple[Floats, Floats]:
+    """[L, C, B] and [C, 2]: what layers and ends take of micro-batches of one size."""
     if (phase, size) not in p.size_costs:
         p.size_costs[phase, size] = _costs_of_size(p, phase, size)
     return p.size_costs[phase, size]

@@ -1,6 +1,7 @@
 """Which engines a cluster's devices can make: how many devices of each class one has.
 
-Devices of a class are alike, so an engine is a vector of counts; of nodes that are twins, vectors
+Devices of a class are alike, so an engine is a vector of counts: of devices of each class, and of
+groups of each kind, whose devices share stages in tensor parallel. Of nodes that are twins, vectors
 that differ by an exchange of the nodes are the same engine.
 """
 
@@ -12,42 +13,106 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+from llmpq.cluster import Device
 from llmpq.planner.problem.problem import Problem
 
 Vector = tuple[int, ...]
-"""Devices of each class."""
+"""Devices of each class; behind them groups of each kind."""
 MOST_VECTORS, MOST_STATES = 2000, 20_000
 """Engines, and counts of devices left, up to which all groupings are seen."""
 FEWER = 1e-6
 """Rows that one more engine costs: of equal sums the one of fewer engines is taken."""
 
 
+Place = str | tuple[tuple[str, ...], tuple[int, ...]]
+"""A device, or several that share a stage, with their shares."""
+
+
+def count_vectors(
+    counts: Sequence[int], uses: Sequence[Sequence[int]], most: int
+) -> list[Vector] | None:
+    """Return all vectors of some devices and groups that are disjoint; None of more than `most`.
+
+    `uses`: how many devices of each class a group has. Numbers of groups stand behind the classes'.
+    """
+    chosen: list[tuple[Vector, Vector]] = [((), tuple(counts))]
+    for use in uses:
+        fuller = []
+        for groups, left in chosen:
+            room = min(n // own for n, own in zip(left, use, strict=True) if own)
+            for number in range(room + 1):
+                rest = tuple(n - number * own for n, own in zip(left, use, strict=True))
+                fuller.append(((*groups, number), rest))
+        chosen = fuller
+        if len(chosen) > most:
+            return None
+    if sum(math.prod(n + 1 for n in left) for _, left in chosen) > most + 1:
+        return None
+    return [
+        (*alone, *groups)
+        for groups, left in chosen
+        for alone in itertools.product(*(range(n + 1) for n in left))
+        if any(alone) or any(groups)
+    ]
+
+
 class CountVectors:
-    """The engines that the devices of a problem can make."""
+    """The engines that the devices of a problem can make, groups that share stages among them."""
 
     def __init__(self, p: Problem) -> None:
-        self.counts: Vector = tuple(cls.count for cls in p.classes)
+        alone = [cls for cls in p.classes if not cls.first.joined]
+        self._groups = [cls.first for cls in p.classes if cls.first.joined]
+        self.counts: Vector = tuple(cls.count for cls in alone)
+        """Devices of each class, groups left out."""
+        number = {device.name: c for c, cls in enumerate(alone) for device in cls.devices}
+        self._uses = [
+            [[number[one.name] for one in group.joined].count(c) for c in range(len(alone))]
+            for group in self._groups
+        ]
+        self._members = [[number[one.name] for one in group.joined] for group in self._groups]
         self._names = [[device.name for device in cls.devices] for cls in p.classes]
         self._twins = p.node_twins
         states = math.prod(count + 1 for count in self.counts)
-        self.complete = states <= MOST_STATES and states <= MOST_VECTORS
+        listed = count_vectors(self.counts, self._uses, MOST_VECTORS)
+        self.complete = states <= MOST_STATES and listed is not None
         """Whether all engines are listed; else those of few devices, and that of all."""
-        self.vectors: list[Vector] = (
-            [v for v in itertools.product(*(range(n + 1) for n in self.counts)) if any(v)]
-            if self.complete
-            else self._small()
-        )
+        self.vectors: list[Vector] = listed if self.complete and listed else self._small()
+
+    @property
+    def whole(self) -> Vector:
+        """All devices, none in a group."""
+        return self.alone(self.counts)
+
+    def alone(self, counts: Sequence[int]) -> Vector:
+        """Return the engine of so many devices of each class, none in a group."""
+        return (*counts, *(0,) * len(self._groups))
+
+    @property
+    def groups(self) -> dict[Vector, Device]:
+        """Engines of one group each."""
+        kinds = len(self.counts)
+        return {
+            tuple(int(c == kinds + g) for c in range(kinds + len(self._groups))): group
+            for g, group in enumerate(self._groups)
+        }
+
+    def used(self, v: Vector) -> Vector:
+        """Return how many devices of each class an engine has."""
+        kinds, found = len(self.counts), list(v[: len(self.counts)])
+        for number, use in zip(v[kinds:], self._uses, strict=True):
+            found = [n + number * own for n, own in zip(found, use, strict=True)]
+        return tuple(found)
 
     def _small(self) -> list[Vector]:
         """Return vectors of few devices, as many as there is room for, and the whole."""
-        found: list[Vector] = [self.counts]
+        found: list[Vector] = [self.whole]
         kinds = len(self.counts)
         for size in range(1, sum(self.counts)):
             new = []
             for chosen in itertools.combinations_with_replacement(range(kinds), size):
                 v = tuple(chosen.count(c) for c in range(kinds))
                 if all(n <= most for n, most in zip(v, self.counts, strict=True)):
-                    new.append(v)
+                    new.append(self.alone(v))
                 if len(found) + len(new) > MOST_VECTORS:
                     return found
             found += new
@@ -64,13 +129,27 @@ class CountVectors:
         return tuple(found)
 
     def names(self, v: Vector, used: Sequence[int] | None = None) -> tuple[str, ...]:
-        """Return devices of an engine: those behind the `used` ones of each class."""
+        """Return devices and groups of an engine: those behind the `used` ones of each class."""
         start = used or [0] * len(v)
         return tuple(
             name
             for own, at, count in zip(self._names, start, v, strict=True)
             for name in own[at : at + count]
         )
+
+    def places(self, v: Vector, used: Sequence[int]) -> tuple[Place, ...]:
+        """Return an engine's own devices, behind the `used` ones of each class; groups first."""
+        kinds, at, found = len(self.counts), list(used), list[Place]()
+        for number, group, members in zip(v[kinds:], self._groups, self._members, strict=True):
+            for _ in range(number):
+                names = []
+                for c in members:
+                    names.append(self._names[c][at[c]])
+                    at[c] += 1
+                found.append((tuple(names), group.shares))
+        for c, count in enumerate(v[:kinds]):
+            found += self._names[c][at[c] : at[c] + count]
+        return tuple(found)
 
     def most_rows(
         self, rows: Mapping[Vector, float], exactly: int | None = None
@@ -79,14 +158,15 @@ class CountVectors:
 
         `exactly`: how many engines; None: any number.
         """
-        able = [(v, done - FEWER) for v, done in rows.items() if done > 0]
+        able = [(self.used(v), done - FEWER) for v, done in rows.items() if done > 0]
+        listed = [v for v, done in rows.items() if done > 0]
         shape = tuple(count + 1 for count in self.counts)
         best = np.zeros(shape)
         if exactly is None:
             via = np.full(shape, -1)
             for number, (v, done) in enumerate(able):
                 _add(best, best, via, v, done, number, repeat=max(self.counts))
-            return self._found(able, lambda _: via, exactly)
+            return self._found(able, listed, lambda _: via, exactly)
         layers = []
         for _ in range(exactly):
             after, via = np.full(shape, -np.inf), np.full(shape, -1)
@@ -94,11 +174,12 @@ class CountVectors:
                 _add(best, after, via, v, done, number, repeat=1)
             layers.append(via)
             best = after
-        return self._found(able, lambda left: layers[left - 1], exactly)
+        return self._found(able, listed, lambda left: layers[left - 1], exactly)
 
     def _found(
         self,
         able: Sequence[tuple[Vector, float]],
+        listed: Sequence[Vector],
         via_of: object,
         exactly: int | None,
     ) -> tuple[float, list[Vector]]:
@@ -111,7 +192,7 @@ class CountVectors:
             if number < 0:
                 break
             v, done = able[number]
-            chosen.append(v)
+            chosen.append(listed[number])
             total += done + FEWER
             state = [n - used for n, used in zip(state, v, strict=True)]
             left = None if left is None else left - 1

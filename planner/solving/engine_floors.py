@@ -20,7 +20,7 @@ from llmpq.cost_model import Phase
 from llmpq.planner.costs.links import Floats
 from llmpq.planner.evaluate.objective import BUDGET_ROUNDING, coefficients
 from llmpq.planner.exact.bounds.relaxation import layer_groups
-from llmpq.planner.problem.numbers import chunk_sizes, distinct_sizes, last_share
+from llmpq.planner.problem.numbers import chunk_sizes, distinct_sizes, last_share, one_size
 from llmpq.planner.problem.problem import Problem
 from llmpq.planner.solving.count_vectors import Vector
 from llmpq.precision import KVPrecision
@@ -207,8 +207,8 @@ class _Variant:
         """[C, B] and [C, 2] of a micro-batch of the largest size looked up that is not larger."""
         size = self._grid[bisect_right(self._grid, size) - 1]
         if (phase, size) not in self._sizes:
-            x = self.p.size_numbers(phase, size)
-            self._sizes[phase, size] = x.layer_s.min(axis=0), x.ends_s
+            layer_s, ends_s = one_size(self.p, phase, size)
+            self._sizes[phase, size] = layer_s.min(axis=0), ends_s
         return self._sizes[phase, size]
 
     def phase(self, phase: Phase, batch: int) -> _Phase:

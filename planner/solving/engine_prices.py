@@ -21,6 +21,9 @@ from llmpq.planner.solving.engine_floors import MOST_WAVES, EngineFloors
 from llmpq.planner.solving.methods import SolveOptions
 from llmpq.planner.solving.plan_search import Solved, best_plan, variants_with_room
 
+GROUP_GAIN = 1.05
+"""How many times better an engine with shared stages must be than others: what sums between devices
+take is estimated from links, not measured."""
 GRID, MOST_SIZES = 1.1, 40
 """Ratio of the batches at which times of layers are looked up, larger where they were too many."""
 
@@ -30,7 +33,8 @@ class EnginePrice:
     """The best plan of an engine for its rows, as far as it is known."""
 
     value: float
-    """Seconds, plus theta times the sum of omega; infinite where no plan was found."""
+    """Seconds, plus theta times the sum of omega; infinite where no plan was found. Of engines with
+    shared stages GROUP_GAIN times that."""
     bound: float
     """No plan has a lower value."""
     waves: int = 1
@@ -89,8 +93,15 @@ class EnginePrices:
         own = self.known.setdefault(v, {})
         found = own.get(rows)
         if found is None or (found.solved is None and found.bound < ceiling > found.ceiling):
-            own[rows] = self._priced(v, rows, ceiling)
+            gain = self.gain(v)
+            raw = self._priced(v, rows, ceiling / gain)
+            bound, value = raw.bound * gain, raw.value * gain
+            own[rows] = replace(raw, value=value, bound=bound, ceiling=ceiling)
         return own[rows]
+
+    def gain(self, v: Vector) -> float:
+        """Return how many times its own value an engine is compared by."""
+        return GROUP_GAIN if any(v[len(self.vectors.counts) :]) else 1.0
 
     def most(self, v: Vector, below: float) -> int:
         """Return rows above which an engine is proven to take `below` or more."""
@@ -100,7 +111,7 @@ class EnginePrices:
             if price.bound >= below:
                 cap = min(cap, rows - 1)
         grid = self._grid
-        first = bisect_left(grid, below, key=lambda rows: self._floor(v, rows))
+        first = bisect_left(grid, below, key=lambda rows: self.floor(v, rows))
         return cap if first == len(grid) else min(cap, grid[first] - 1)
 
     def floor_of_all(self) -> float:
@@ -108,7 +119,7 @@ class EnginePrices:
         return self._floors.of_all()
 
     def _priced(self, v: Vector, rows: int, ceiling: float) -> EnginePrice:
-        floor = self._floor(v, rows)
+        floor = self._floors.floor(v, rows)
         best = EnginePrice(value=math.inf, bound=math.inf, ceiling=ceiling)
         part = self._part(v)
         for waves in range(1, min(MOST_WAVES, rows) + 1):
@@ -159,6 +170,6 @@ class EnginePrices:
             found.append(max(1, rows))
         return found[::-1]
 
-    def _floor(self, v: Vector, rows: int) -> float:
+    def floor(self, v: Vector, rows: int) -> float:
         """Return a lower bound of an engine's value for rows, in any number of waves."""
-        return self._floors.floor(v, rows)
+        return self._floors.floor(self.vectors.canonical(v), rows) * self.gain(v)

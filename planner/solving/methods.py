@@ -44,6 +44,8 @@ class SolveOptions:
     """Whether solvers run in a child process, so that a crash inside one ends nothing else."""
     known: KnownPlan | None = None
     """A plan to start from, which need not fit; of solvers in this process."""
+    groups: bool = True
+    """Whether devices of a node may share stages in tensor parallel."""
     names_context: bool = False
     """Whether the job's length was given as a context, which a refusal then names."""
 

@@ -13,7 +13,8 @@ from llmpq.planner.costs.stage_memory import weights_of_groups
 from llmpq.planner.evaluate.fits import fits
 from llmpq.planner.evaluate.objective import BUDGET_ROUNDING, job_time, value
 from llmpq.planner.problem.problem import Problem
-from llmpq.planner.solving.count_vectors import MOST_VECTORS, Vector
+from llmpq.planner.solving.count_vectors import MOST_VECTORS, Place, Vector
+from llmpq.planner.solving.device_groups import on_places, with_groups
 from llmpq.planner.solving.engine_prices import EnginePrice
 from llmpq.planner.solving.methods import SolveOptions
 from llmpq.planner.solving.plan_search import Solved, best_plan
@@ -36,7 +37,7 @@ Simple = tuple[str, float, float]
 class FoundEngine:
     """An engine of a topology: its devices, its rows, and the plan of one wave of them."""
 
-    devices: tuple[str, ...]
+    places: tuple[Place, ...]
     rows: int
     waves: int
     solved: Solved
@@ -50,11 +51,19 @@ class FoundTopology:
     """None: nothing was found that is better than the known pipeline."""
     value: float
     bound: float
-    """No topology has a lower value."""
+    """No topology has a lower value; where this one has no shared stages, none that has them has
+    GROUP_GAIN times a lower one."""
+    gain: float
+    """GROUP_GAIN where an engine has shared stages, else 1."""
     seconds: float
     simple: Mapping[str, Simple | None]
     """`card`: the best single device, `each`: an engine on every device that has room, `equal`: the
-    best equal shares; None where none fits."""
+    best equal shares, `shared`: the best engine whose devices all share every layer evenly; None
+    where none fits."""
+    groups: int = 0
+    """Kinds of groups of devices that were looked at as stages in tensor parallel."""
+    groups_left_out: int = 0
+    """Sets of devices that were not."""
 
 
 def best_topology(
@@ -66,23 +75,32 @@ def best_topology(
     gap: float = TOPOLOGY_GAP,
 ) -> FoundTopology:
     """Return the best topology of a batch job; the plans of its engines are on their devices."""
-    search = TopologySearch(p, options, known=known, exactly=exactly, gap=gap)
-    card, equal = _best_card(search), _equal(search)
+    grouped = with_groups(p, options.kvs) if options.groups else None
+    among = p if grouped is None else grouped.problem
+    search = TopologySearch(among, options, known=known, exactly=exactly, gap=gap)
+    card, equal, shared = _best_card(search), _equal(search), _best_shared(search)
     each = search.one_a_device()
     search.offer([(v, rows) for v, rows, _ in each])
     found = search.run()
+    gain = max((search.prices.gain(one.vector) for one in found.engines), default=1.0)
     engines = tuple(
         FoundEngine(
-            devices=one.devices, rows=one.rows, waves=one.price.waves, solved=_moved(search, one)
+            places=one.places,
+            rows=one.rows,
+            waves=one.price.waves,
+            solved=_moved(search, one, p),
         )
         for one in found.engines
     )
     return FoundTopology(
         engines=engines,
-        value=found.value,
-        bound=found.bound,
+        value=found.value / gain,
+        bound=found.bound / gain,
+        gain=gain,
         seconds=found.seconds,
-        simple={"card": card, "each": _each(search, each), "equal": equal},
+        simple={"card": card, "each": _each(search, each), "equal": equal, "shared": shared},
+        groups=len(search.vectors.groups),
+        groups_left_out=0 if grouped is None else grouped.left_out,
     )
 
 
@@ -130,10 +148,29 @@ def _best_card(search: TopologySearch) -> Simple | None:
     """Return what the best single device would take for the whole job."""
     p, found = search.prices.p, list[tuple[float, Simple]]()
     for at, cls in enumerate(p.classes):
+        if cls.first.joined:
+            continue
         v: Vector = tuple(int(c == at) for c in range(len(p.classes)))
         price = search.prices.price(v, search.prices.rows)
         if price.solved is not None:
             found.append((price.value, (cls.first.name, _time_s(price), price.omega)))
+    return min(found)[1] if found else None
+
+
+def _best_shared(search: TopologySearch) -> Simple | None:
+    """Return what the best group of even shares would take for the whole job, as one stage.
+
+    Of the largest groups.
+    """
+    found = list[tuple[float, Simple]]()
+    even = {v: g for v, g in search.vectors.groups.items() if len(set(g.shares)) == 1}
+    most = max((len(group.shares) for group in even.values()), default=0)
+    for v, group in even.items():
+        if len(group.shares) < most:
+            continue
+        price = search.prices.price(v, search.prices.rows)
+        if price.solved is not None:
+            found.append((price.value, (group.kind, _time_s(price), price.omega)))
     return min(found)[1] if found else None
 
 
@@ -156,7 +193,7 @@ def _equal(search: TopologySearch) -> Simple | None:
     counts, rows = search.vectors.counts, search.prices.rows
     found = list[tuple[float, Simple]]()
     for engines in equal_shares(counts, rows):
-        v: Vector = tuple(count // engines for count in counts)
+        v = search.vectors.alone([count // engines for count in counts])
         most = dealt_equally(rows, engines)[0]
         price = search.prices.price(v, most)
         if price.solved is not None:
@@ -170,16 +207,19 @@ def _in_words(search: TopologySearch, v: Vector) -> str:
     """Return how many devices of each kind an engine has."""
     kinds: dict[str, int] = {}
     for cls, count in zip(search.prices.p.classes, v, strict=True):
+        if not count:
+            continue
         kinds[cls.first.kind] = kinds.get(cls.first.kind, 0) + count
     return " + ".join(f"{count} x {kind}" if count > 1 else kind for kind, count in kinds.items())
 
 
-def _moved(search: TopologySearch, engine: ChosenEngine) -> Solved:
+def _moved(search: TopologySearch, engine: ChosenEngine, p: Problem) -> Solved:
     """Return an engine's plan on its own devices: it was solved for devices that are alike."""
     found = engine.price.solved
     assert found is not None
     rows = found.problem.workload.batch
-    own = search.prices.p.part(engine.devices).with_job(batch=rows)
+    own = on_places(search.prices.p.with_changes(cluster=p.cluster), engine.places, ())
+    own = own.with_job(batch=rows)
     own = own.with_changes(
         workload=found.problem.workload,
         chunk=found.problem.chunk,

@@ -13,10 +13,10 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from llmpq.planner.problem.problem import Problem
-from llmpq.planner.solving.count_vectors import CountVectors, Vector
+from llmpq.planner.solving.count_vectors import CountVectors, Place, Vector
 from llmpq.planner.solving.engine_prices import EnginePrice, EnginePrices
 from llmpq.planner.solving.methods import SolveOptions
 
@@ -30,6 +30,8 @@ CEILING_STEP, MOST_ABOVE = 1.25, 100.0
 """Steps in which engines that must be there are looked for above the value of one pipeline."""
 MOST_ROUNDS = 2000
 HALVINGS = 30
+MOST_TRIED = 4
+"""Engines with groups of devices that are tried first."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,7 +39,7 @@ class ChosenEngine:
     """An engine of a topology."""
 
     vector: Vector
-    devices: tuple[str, ...]
+    places: tuple[Place, ...]
     rows: int
     price: EnginePrice
 
@@ -80,7 +82,7 @@ class TopologySearch:
         self.prices = EnginePrices(
             p,
             self.vectors,
-            options,
+            replace(options, gap=max(options.gap, gap / 2)),
             deadline_s=time.process_time() + share,
             engine_s=share * ENGINE_SHARE,
         )
@@ -95,7 +97,7 @@ class TopologySearch:
         """Value below which engines are looked for; higher once there are none (`exactly`)."""
         if known.value < math.inf:
             whole = EnginePrice(value=known.value, bound=known.bound)
-            self.prices.note(self.vectors.counts, self.prices.rows, whole)
+            self.prices.note(self.vectors.whole, self.prices.rows, whole)
 
     def offer(self, engines: Sequence[tuple[Vector, int]]) -> None:
         """Start from engines whose prices are known, if they are better than the best so far."""
@@ -150,10 +152,22 @@ class TopologySearch:
         for engines in equal_shares(counts, rows):
             if self._exactly not in (None, engines):
                 continue
-            v = tuple(count // engines for count in counts)
+            v = self.vectors.alone([count // engines for count in counts])
             self._try([(v, n) for n in dealt_equally(rows, engines)], self._target)
         if self._exactly in (None, sum(counts)):
             self._try_single_devices()
+        if self._exactly in (None, 1):
+            self._try_groups()
+
+    def _try_groups(self) -> None:
+        """Try all rows on one engine with groups, those that may be quickest first."""
+        rows, kinds = self.prices.rows, len(self.vectors.counts)
+        able = [v for v in self.vectors.vectors if any(v[kinds:])]
+        floors = {v: self.prices.floor(v, rows) for v in able}
+        for v in sorted(able, key=lambda v: floors[v])[:MOST_TRIED]:
+            if floors[v] >= self._target or self.prices.late:
+                return
+            self._try([(v, rows)], self._target)
 
     def _try_single_devices(self) -> None:
         """Try every device as an engine, dealing rows anew while that is better."""
@@ -169,7 +183,7 @@ class TopologySearch:
         """Every device as an engine."""
         counts = self.vectors.counts
         return [
-            tuple(int(c == own) for c in range(len(counts)))
+            self.vectors.alone([int(c == own) for c in range(len(counts))])
             for own, count in enumerate(counts)
             for _ in range(count)
         ]
@@ -239,9 +253,9 @@ class TopologySearch:
         used = [0] * len(self.vectors.counts)
         named = []
         for v, rows, price in found:
-            devices = self.vectors.names(v, used)
-            named.append(ChosenEngine(vector=v, devices=devices, rows=rows, price=price))
-            used = [n + more for n, more in zip(used, v, strict=True)]
+            places = self.vectors.places(v, used)
+            named.append(ChosenEngine(vector=v, places=places, rows=rows, price=price))
+            used = [n + more for n, more in zip(used, self.vectors.used(v), strict=True)]
         if all(price.solved is not None for _, _, price in found):
             self.best = tuple(named)
             self.value = max(price.value for _, _, price in found)

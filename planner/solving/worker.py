@@ -70,23 +70,29 @@ def topology_in_child(
 
     `known`: the best plan of one engine; `exactly`: how many engines, any number where none.
     """
+    from llmpq.planner.solving.device_groups import on_places
     from llmpq.planner.solving.topologies import FoundEngine, FoundTopology
 
     asked = {"options": _options_data(options), "known": asdict(known), "exactly": exactly}
     answer = run_in_child(problem, "topology", asked, method="exact")
     engines = tuple(
         FoundEngine(
-            devices=tuple(one["devices"]),
+            places=(places := tuple(map(_place, one["places"]))),
             rows=one["rows"],
             waves=one["waves"],
             solved=_solved(
-                problem.part(one["devices"]).with_job(batch=one["batch"]), one["solved"]
+                on_places(problem, places, options.kvs).with_job(batch=one["batch"]), one["solved"]
             ),
         )
         for one in answer.pop("engines")
     )
     simple = {name: None if one is None else tuple(one) for name, one in answer["simple"].items()}
     return FoundTopology(**{**answer, "simple": simple}, engines=engines)
+
+
+def _place(data: Any) -> Any:
+    """Return a device's name, or the names and shares of several."""
+    return data if isinstance(data, str) else (tuple(data[0]), tuple(data[1]))
 
 
 def certificate_in_child(
@@ -225,7 +231,7 @@ def _topology(problem: Problem, asked: dict[str, Any]) -> dict[str, Any]:
     )
     engines = [
         {
-            "devices": one.devices,
+            "places": one.places,
             "rows": one.rows,
             "waves": one.waves,
             "batch": one.solved.problem.workload.batch,
@@ -239,6 +245,9 @@ def _topology(problem: Problem, asked: dict[str, Any]) -> dict[str, Any]:
         "bound": found.bound,
         "seconds": found.seconds,
         "simple": found.simple,
+        "gain": found.gain,
+        "groups": found.groups,
+        "groups_left_out": found.groups_left_out,
     }
 
 

@@ -147,6 +147,7 @@ def test_kv_bits_are_a_trade(capsys: pytest.CaptureFixture[str], tmp_path: Path)
 def test_budget_is_kept_and_proven(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     out = tmp_path / "plan.json"
     words = ["--cluster", str(PAPER / "09.yaml"), "--model", "opt-30b", "--global_bz", "8"]
+    words += ["--tensor-parallel", "1"]
     code, text, _ = _run(capsys, *words, "--quality-budget", "1.0", "-o", str(out))
     plan = Plan.load(out)
     assert code == 0 and plan.predicted is not None and plan.predicted.sum_omega <= 1.0

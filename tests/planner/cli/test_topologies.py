@@ -97,6 +97,10 @@ def test_slow_links_between_nodes_are_not_crossed(
     assert isinstance(plan, Topology) and len(plan.engines) >= 2
     for engine in plan.engines:
         assert len({stage.node for stage in engine.plan.stages}) == 1
+    assert any(stage.shares for stage in plan.stages)  # the devices of a node, each layer
+    assert main(["export", str(tmp_path / "plan.json"), "--to", "vllm"]) == 2
+    assert "--tensor-parallel 1" in capsys.readouterr().err
+    planned(*words, "--tensor-parallel", "1")
     assert main(["export", str(tmp_path / "plan.json"), "--to", "vllm"]) == 2
     assert "the plan's engines are on 2 nodes" in capsys.readouterr().err
 
@@ -195,9 +199,9 @@ def test_cards_are_called_slower_only_where_that_is_proven(
     plan, _ = planned(*words, "--engines", "2")
     used = {stage.device for stage in plan.stages}
     names = [*used, "idle"]
-    devices = [SimpleNamespace(name=name) for name in names]
+    devices = [SimpleNamespace(name=name, joined=()) for name in names]
     best = SimpleNamespace(problem=SimpleNamespace(cluster=SimpleNamespace(devices=devices)))
-    (line,) = _unused(cast(Any, best), plan, gap)
+    (line,) = _unused(cast(Any, SimpleNamespace(pipeline=best)), plan, gap)
     assert line.startswith(f"left out, {why}") and line.endswith(": idle")
 
 
