@@ -223,7 +223,7 @@ def _quick(problem: Problem, options: SolveOptions, path: str | None) -> Answer:
 def _without_engines(found: TopologyAnswer, better: Answer) -> TopologyAnswer:
     """Return what topologies are worth where a pipeline was found that is better."""
     known = replace(found.known, value=better.outcome.value)
-    return replace(found, topology=None, plans=(), known=known)
+    return replace(found, topology=None, plans=(), known=known, pipeline=better)
 
 
 def asked_of_one(request: PlanRequest) -> list[str]:

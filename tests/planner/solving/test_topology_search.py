@@ -7,6 +7,7 @@ import math
 import os
 import random
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 
@@ -26,7 +27,7 @@ from reference.random_problems import random_problem
 pytestmark = [pytest.mark.pure, pytest.mark.slow]
 
 ALL = "LLMPQ_ALL_TESTS" in os.environ
-OPTIONS = SolveOptions(gap=1e-9, time_limit_s=math.inf)
+OPTIONS = SolveOptions(gap=1e-9, time_limit_s=math.inf, groups=False)
 
 
 def _problem(seed: int, *, batch: int = 3) -> Problem:
@@ -189,7 +190,7 @@ def test_every_engine_keeps_the_budget() -> None:
         p = _problem(seed).with_changes(theta=0.0)
         rng = random.Random(seed)
         budget = rng.uniform(0, float(p.omega.max(axis=1).sum()))
-        options = SolveOptions(gap=1e-9, time_limit_s=math.inf, budget=budget)
+        options = replace(OPTIONS, budget=budget)
         best = _Oracle(p, budget).best()
         found = best_topology(p, options, KnownPipeline(), gap=0.0)
         assert found.value == pytest.approx(best, rel=1e-6), seed
@@ -204,12 +205,12 @@ def test_engines_have_disjoint_devices_that_hold_their_plans() -> None:
     for seed in range(500, 510):
         p = _problem(seed)
         found = best_topology(p, OPTIONS, KnownPipeline(), gap=0.0)
-        names = [name for engine in found.engines for name in engine.devices]
+        names = [name for engine in found.engines for name in engine.places]
         assert len(set(names)) == len(names)
         assert not found.engines or sum(e.rows for e in found.engines) == p.workload.batch
         for engine in found.engines:
             own, a = engine.solved.problem, engine.solved.outcome.assignment
-            assert {d.name for d in own.cluster.devices} == set(engine.devices)
+            assert {d.name for d in own.cluster.devices} == set(engine.places)
             assert fits(own, a)
             assert engine.waves * value(own, a) <= found.value * (1 + 1e-9)
 
