@@ -129,6 +129,21 @@ class _Read(Mapping[str, Any]):
         return len({**self._kind.defaults, **self._config})
 
 
+MOST_LAYERS = 10_000
+"""Layers of which every one is planned; published models have up to 130."""
+
+
+def _require_countable(config: Config) -> None:
+    """Raise `ValueError` for more layers than any model has: lists of them would fill memory."""
+    for key in ("num_hidden_layers", "n_layer", "n_layers", "num_layers"):
+        count = config.get(key)
+        if isinstance(count, int) and count > MOST_LAYERS:
+            raise ValueError(
+                f"config.json: {key}={short_repr(count)}, expected {MOST_LAYERS:,} layers at most; "
+                "correct it or download config.json again"
+            )
+
+
 def spec_fields(config: Config, name: str) -> dict[str, Any]:
     """Return the `ModelSpec` fields for a config; `ValueError` if it is not supported."""
     other = no_language_model(config)
@@ -138,6 +153,7 @@ def spec_fields(config: Config, name: str) -> dict[str, Any]:
     family = BY_MODEL_TYPE.get(model_type)
     if family is None:
         raise _unknown_family(model_type, config, inner)
+    _require_countable(inner)
     section(config, "quantization_config")  # The runtime reads it; a plan is refused already.
     kind = config_class(model_type)
     read = _Read(inner, kind)

@@ -24,17 +24,18 @@ WITHOUT_EQUATION = (
     "a record of this family (what its layers compute and what its tensors are called)"
 )
 
-RECURRENT = "recurrent state beside the KV cache (linear attention, state-space layers)"
+RECURRENT = "this family's form of recurrent layers (linear attention, state-space layers)"
+_MAMBA1 = "Mamba-1 layers"
 _ENCODER = "encoder layers: it runs decoder-only models"
 
 FEATURE_OF = {
-    "mamba": RECURRENT,
-    "mamba2": RECURRENT,
-    "falcon_mamba": RECURRENT,
-    "jamba": RECURRENT,
-    "zamba2": RECURRENT,
-    "rwkv": RECURRENT,
-    "recurrent_gemma": RECURRENT,
+    "mamba": _MAMBA1,
+    "mamba2": "models of Mamba-2 layers alone, without attention",
+    "falcon_mamba": _MAMBA1,
+    "jamba": _MAMBA1,
+    "zamba2": "attention that layers share, each with an adapter of its own",
+    "rwkv": "RWKV's layers",
+    "recurrent_gemma": "gated linear recurrences (RG-LRU)",
     "mimo_v2_flash": "values of fewer channels than keys, and sinks on layers with a window alone",
     "cohere2_moe": "a mixture beside attention whose two parts are averaged",
     "olmo": "norms without weights",
@@ -64,7 +65,7 @@ SIGNS = (
 
 KINDS_OF_LAYERS = {
     "linear_attention": RECURRENT,
-    "mamba": RECURRENT,
+    "mamba": _MAMBA1,
     "recurrent": RECURRENT,
     "conv": RECURRENT,
     "chunked_attention": "attention in chunks",

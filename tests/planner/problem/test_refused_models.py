@@ -36,7 +36,9 @@ def spec_of(model: str, **change: Any) -> ModelSpec:
 @pytest.mark.parametrize(
     ("model_type", "feature"),
     [
-        ("falcon_mamba", "recurrent state beside the KV cache"),
+        ("falcon_mamba", "lacks Mamba-1 layers"),
+        ("mamba2", "models of Mamba-2 layers alone"),
+        ("rwkv", "RWKV's layers"),
         ("t5", "decoder-only"),
         ("qwen4", "a record of this family"),
     ],
@@ -50,19 +52,28 @@ def test_a_family_is_refused_by_what_llmpq_lacks(model_type: str, feature: str) 
 @pytest.mark.parametrize(
     ("keys", "feature"),
     [
-        ({"mamba_d_state": 16}, "recurrent state"),
+        ({"mamba_d_state": 16}, "this family's form of recurrent layers"),
         ({"n_routed_experts": 64}, "this family's mixture of experts"),
         ({"vision_config": {"depth": 2}}, "a record of this family .*leave out its vision tower"),
         ({"num_kv_shared_layers": 10}, "layers that share a KV cache"),
-        ({"layer_types": ["conv", "full_attention"]}, "recurrent state"),
+        ({"layer_types": ["conv", "full_attention"]}, "form of recurrent layers"),
         ({"text_config": {"model_type": "llama"}}, "'llama' inside is run if saved"),
-        ({"text_config": {"linear_num_key_heads": 16}}, "recurrent state"),
+        ({"text_config": {"linear_num_key_heads": 16}}, "form of recurrent layers"),
         ({"text_config": {"model_type": "qwen3_5_moe_text"}}, "'qwen3_5_moe_text' inside is run"),
     ],
 )
 def test_a_family_nobody_has_listed_is_judged_by_its_keys(keys: dict, feature: str) -> None:  # type: ignore[type-arg]
     with pytest.raises(ValueError, match=feature):
         spec_of("llama-3-8b", model_type="brand_new", **keys)
+
+
+@pytest.mark.parametrize(
+    ("model", "key"), [("llama-3-8b", "num_hidden_layers"), ("gemma-3-12b", "num_hidden_layers")]
+)
+@pytest.mark.parametrize("count", [2**31, 10**30, 10_001])
+def test_layers_without_end_are_refused_at_once(model: str, key: str, count: int) -> None:
+    with pytest.raises(ValueError, match=f"{key}=.*10,000 layers at most"):
+        spec_of(model, **{key: count})
 
 
 QWEN35 = {
@@ -80,13 +91,13 @@ GEMMA4 = {"global_head_dim": 512, "num_kv_shared_layers": 0, "hidden_size_per_la
         (
             "qwen4_exp",
             QWEN35,
-            "recurrent state .*, and would leave out its vision tower",
+            "form of recurrent layers .*, and would leave out its vision tower",
             "mixture",
         ),
         ("gemma9", {**GEMMA4, "attention_k_eq_v": True}, "values that are .* keys", "share"),
         ("gemma9", {**GEMMA4, "enable_moe_block": True}, "a mixture of experts beside", "share"),
         ("gemma9", {**GEMMA4, "num_kv_shared_layers": 20}, "share a KV cache", "per-layer emb"),
-        ("mistral3", {"model_type": "recurrent_gemma"}, "recurrent state", "share"),
+        ("mistral3", {"model_type": "recurrent_gemma"}, "RG-LRU", "share"),
         ("kimi_k9", {"model_type": "kimi_k2", "kv_lora_rank": 512}, "'kimi_k2' inside is", "form"),
     ],
 )
