@@ -2,11 +2,10 @@
 
     python benchmarks/lost_gpu.py --model DIR --memory "14 GiB" [--rows]
 
-Random weights over two devices that have so much memory of theirs. First a plan for one of them
-starts, which compiles its kernels. Then one for both: a stage is killed under load and starts again
-on its card; it is killed once more and its card is hidden, so that the job moves to the other one,
-with as many bits as fit there. Tokens/s after each are compared with those of the fresh starts. One
-line for each. `--cpu`: with cores in the place of cards.
+Random weights over two devices that have so much memory of theirs. A stage is killed under load and
+starts again on its card; it is killed once more and its card is hidden, so that the job moves to the
+other one, with as many bits as fit there. Tokens/s after each are compared with those of fresh
+starts. One line for each. `--cpu`: with cores in the place of cards.
 """
 
 from __future__ import annotations
@@ -44,20 +43,22 @@ def main() -> None:
     if given.cpu:
         device = {"kind": "CPU", "threads": 1, "memory": given.memory, "reserve": 0}
     bench = Bench(given)
-    fresh = []
-    for count in (1, 2):
+    moved = None
+    for count in (2, 1):
         node = {"name": "here", "devices": [device] * count}
         cluster = Cluster.parse_data({"name": "two", "nodes": [node]}, where="the benchmark")
         with bench.llm(cluster) as llm, bench.load(llm):
-            fresh.append(bench.rate(llm))
+            fresh = bench.rate(llm)
             print(
-                f"fresh start in {llm.startup_s:.1f} s: {stages_of(llm.plan)}; {fresh[-1]:.0f} "
+                f"fresh start in {llm.startup_s:.1f} s: {stages_of(llm.plan)}; {fresh:.0f} "
                 "tokens/s",
                 flush=True,
             )
             if count == 2:
-                bench.lose(llm, fresh[1], hide=False)
-                bench.lose(llm, fresh[0], hide=True)
+                bench.lose(llm, fresh, hide=False)
+                moved = bench.lose(llm, None, hide=True)
+            elif moved is not None:
+                print(f"after the move {moved / fresh:.3f} of a fresh start's tokens/s")
 
 
 class Bench:
@@ -109,7 +110,7 @@ class Bench:
         time.sleep(self.given.seconds)
         return (generated(llm) - before) / (time.perf_counter() - began_s)
 
-    def lose(self, llm: LLM, fresh: float, *, hide: bool) -> None:
+    def lose(self, llm: LLM, fresh: float | None, *, hide: bool) -> float | None:
         """Kill the last stage, hide its card, and say what came of it."""
         client = llm.stages_started
         assert client is not None
@@ -124,11 +125,11 @@ class Bench:
             llm.check_alive()
             if time.perf_counter() - began_s > LIMIT_S:
                 print(f"not recovered within {LIMIT_S:.0f} s: {llm.recoveries[-1:]}", flush=True)
-                return
+                return None
         recovery = llm.recoveries[-1]
         measured, predicted = recovery.measured_s or 0.0, recovery.predicted_s or 0.0
         rate = self.rate(llm)
-        share = f" ({rate / fresh:.3f} of a fresh start's)"
+        share = "" if fresh is None else f" ({rate / fresh:.3f} of a fresh start's)"
         print(
             f"{recovery.action}: serves again after {measured:.2f} s, {predicted:.2f} s predicted "
             f"({measured / max(predicted, 1e-9):.2f}); next token after {recovery.pause_s:.2f} s; "
@@ -148,6 +149,7 @@ class Bench:
                 samples=[measured],
                 predicted=predicted,
             )  # fmt: skip
+        return rate
 
 
 def generated(llm: LLM) -> int:

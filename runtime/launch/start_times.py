@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from llmpq.plan import Plan, StagePlan
+from llmpq.precision import Precision
 from llmpq.runtime.launch.stages.stage_place import DeviceOf, device_of
 from llmpq.runtime.trace import LoadReport
 
@@ -42,6 +43,11 @@ class StartModel:
         """How long the stages took to leave the plan before, the last time."""
         self._layer_s: dict[DeviceOf, float] = {}
         """Seconds that a layer took on a device, its share of embedding and head included."""
+        self._compile_s = 0.0
+        """The most that compiling a stage's kernels took: where some were not there, those of
+        other precisions are not either."""
+        self._precisions: set[Precision] = set()
+        """Of layers that were loaded so far."""
         self._warm_s: dict[DeviceOf, float] = {}
         """Seconds of a load that layers did not take: the KV cache, warming up."""
 
@@ -62,6 +68,8 @@ class StartModel:
             own, num_new = device_of(place), place.num_layers - load.num_held
             if num_new > 0:
                 self._layer_s[own] = load.layers_s / num_new
+            self._compile_s = max(self._compile_s, load.compiled_s)
+            self._precisions.update(place.precisions)
             rest_s = took.load_s.get(index, load.seconds) - load.layers_s - load.compiled_s
             self._warm_s[own] = max(0.0, rest_s)
 
@@ -80,7 +88,8 @@ class StartModel:
         own = device_of(place)
         usual_s = statistics.median(self._layer_s.values()) if self._layer_s else 0.0
         warm_s = statistics.median(self._warm_s.values()) if self._warm_s else 0.0
-        return self._warm_s.get(own, warm_s) + num_new * self._layer_s.get(own, usual_s)
+        compile_s = 0.0 if self._precisions.issuperset(place.precisions) else self._compile_s
+        return self._warm_s.get(own, warm_s) + compile_s + num_new * self._layer_s.get(own, usual_s)
 
 
 def num_held(place: StagePlan, before: Plan) -> int:

@@ -1,0 +1,34 @@
+"""How long a start is predicted to take: only what has to be loaded counts."""
+
+import pytest
+
+from llmpq.precision import Precision
+from llmpq.runtime.launch.stages.stage_place import device_of
+from llmpq.runtime.launch.start_times import StartModel, StartTimes, num_held
+from llmpq.runtime.trace import LoadReport
+
+pytestmark = pytest.mark.pure
+
+
+def report(layers_s: float, compiled_s: float = 0.0) -> LoadReport:
+    return LoadReport(
+        weights_bytes=1, kv_bytes=1, seconds=layers_s, layers_s=layers_s, compiled_s=compiled_s
+    )
+
+
+def test_layers_that_are_there_cost_nothing(demo_model, make_plan):
+    before, now = (make_plan(demo_model, splits, batch=2) for splits in ((4,), (2,)))
+    lower = make_plan(demo_model, (4,), bits="w8a16", batch=2)
+    model = StartModel()
+    took = StartTimes(started_s=10.0, connected_s=0.5, load_s={0: 6.0, 1: 7.0})
+    model.learn(before, took, [report(4.0, 1.5), report(4.0, 2.0)], moved=())
+    first, last = map(device_of, before.places)
+    whole_s = 10.0 + (4 * 1.0 + 1.0) + 0.5
+    assert model.predicted_s(before, before, ()) == pytest.approx(whole_s)
+    assert model.predicted_s(before, before, {first}) == pytest.approx(whole_s)
+    assert [num_held(place, before) for place in now.places] == [2, 4]
+    held = model.predicted_s(now, before, {first, last})  # two layers more on the second
+    assert held == pytest.approx(2 * 1.0 + 1.0 + 0.5)
+    other = model.predicted_s(lower, before, {first, last})  # kernels have to be compiled, too
+    assert other == pytest.approx(4 * 1.0 + 1.0 + 0.5 + 2.0)
+    assert lower.places[0].precisions[0] is Precision.W8A16
