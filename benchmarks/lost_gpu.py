@@ -2,10 +2,10 @@
 
     python benchmarks/lost_gpu.py --model DIR --memory "14 GiB" [--rows]
 
-Random weights over two devices that have so much memory of theirs. A stage is killed under load and
-starts again on its card; it is killed once more and its card is hidden, so that the job moves to the
-other one, with as many bits as fit there. Tokens/s after each are compared with those of fresh
-starts. One line for each. `--cpu`: with cores in the place of cards.
+Random weights over two devices that have so much memory of theirs. A stage is killed under load
+and starts again on its card; it is killed once more and its card is hidden, so that the job moves
+to the other one, with as many bits as fit there. Tokens/s after each are compared with those of
+fresh starts. One line for each. `--cpu`: with cores in the place of cards.
 """
 
 from __future__ import annotations
