@@ -20,10 +20,9 @@ from numpy.typing import NDArray
 from llmpq.cluster import Cluster, Device, DeviceGroup
 from llmpq.devices.device_spec import known_kind
 from llmpq.errors import DoesNotFitError
-from llmpq.memory import stage_memory, unpacks_prompts
 from llmpq.plan import Plan
 from llmpq.planner import limits
-from llmpq.planner.check.build_plan import build_plan
+from llmpq.planner.check.build_plan import assigned_memory, build_plan
 from llmpq.planner.check.check import check_plan
 from llmpq.planner.costs.roofline import estimate_costs
 from llmpq.planner.costs.stage_memory import (
@@ -496,23 +495,7 @@ def _holds(p: Problem, a: Assignment) -> bool:
     """Whether every device holds its stage as the runtime will allocate it."""
     for position, stage in enumerate(a.stages):
         device = p.classes[stage.cls].first
-        layers = [i for group in p.groups[stage.start : stage.end] for i in range(*group)]
-        precisions = [p.choices[a.choices[i // p.group]] for i in layers]
-        memory = stage_memory(
-            p.spec,
-            p.workload,
-            precisions,
-            first=position == 0,
-            last=position == len(a.stages) - 1,
-            prefill_microbatch=a.prefill_microbatch,
-            prefill_chunk=p.chunk,
-            decode_microbatch=a.decode_microbatch,
-            quantization=p.quantization,
-            context_bytes=device.spec.context,
-            on_gpu=not device.spec.is_cpu,
-            unpacks=unpacks_prompts(device.spec, precisions, p.quantization),
-            first_layer=layers[0],
-        )
+        memory = assigned_memory(p, a, position, device)
         if memory.total_bytes > device.limit_bytes:
             return False
     return True

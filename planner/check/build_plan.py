@@ -15,7 +15,7 @@ from typing import Literal
 from llmpq.cluster import Device
 from llmpq.errors import DoesNotFitError
 from llmpq.member_memory import member_memory
-from llmpq.memory import stage_memory, unpacks_prompts
+from llmpq.memory import StageMemory, stage_memory, unpacks_prompts
 from llmpq.plan import (
     ClusterRef,
     MemberPlan,
@@ -201,19 +201,11 @@ def stage_precisions(p: Problem, stage: Stage) -> tuple[Precision, ...]:
     return tuple(found)
 
 
-def _devices(p: Problem, a: Assignment) -> Iterator[Device]:
-    """Give each stage the next unused device of its class."""
-    unused = [list(cls.devices) for cls in p.classes]
-    for stage in a.stages:
-        yield unused[stage.cls].pop(0)
-
-
-def _stage_plan(
-    p: Problem, a: Assignment, position: int, device: Device, times: StageTimes
-) -> StagePlan:
+def assigned_memory(p: Problem, a: Assignment, position: int, device: Device) -> StageMemory:
+    """Return what a device holds of an assignment's stage, as the runtime will allocate it."""
     stage = a.stages[position]
     precisions = stage_precisions(p, stage)
-    memory = stage_memory(
+    return stage_memory(
         p.spec,
         p.workload,
         precisions,
@@ -228,6 +220,21 @@ def _stage_plan(
         unpacks=unpacks_prompts(device.spec, precisions, p.quantization),
         first_layer=p.groups[stage.start][0],
     )
+
+
+def _devices(p: Problem, a: Assignment) -> Iterator[Device]:
+    """Give each stage the next unused device of its class."""
+    unused = [list(cls.devices) for cls in p.classes]
+    for stage in a.stages:
+        yield unused[stage.cls].pop(0)
+
+
+def _stage_plan(
+    p: Problem, a: Assignment, position: int, device: Device, times: StageTimes
+) -> StagePlan:
+    stage = a.stages[position]
+    precisions = stage_precisions(p, stage)
+    memory = assigned_memory(p, a, position, device)
     return StagePlan(
         device=device.name,
         node=device.node,

@@ -18,8 +18,8 @@ from llmpq.cluster import Device
 from llmpq.errors import DoesNotFitError
 from llmpq.plan import Plan, StagePlan
 from llmpq.planner.cli.own_dtype import instead_of_float32
+from llmpq.planner.cli.report import mtp_notes
 from llmpq.planner.cli.what_if import share_of
-from llmpq.planner.evaluate.add_drafts import mtp_notes
 from llmpq.planner.evaluate.fits import longest_context
 from llmpq.planner.evaluate.objective import job_time, sum_omega
 from llmpq.planner.exact.start.starts import quick_plan

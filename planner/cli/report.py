@@ -6,7 +6,10 @@ from collections.abc import Mapping, Sequence
 from itertools import groupby
 from typing import TYPE_CHECKING
 
+from llmpq.checkpoints.stored_head import has_mtp_head
 from llmpq.devices.device_list import ELSEWHERE
+from llmpq.families import FAMILIES
+from llmpq.model_spec import ModelSpec
 from llmpq.plan import Plan, StagePlan
 from llmpq.planner.cli.alternatives import Speed
 from llmpq.planner.problem.outcome import rounded_up
@@ -384,3 +387,20 @@ def front_table(plans: Sequence[Plan], chosen: int) -> Table:
             "\n".join(f"{s.device} {s.layers[0]}-{s.layers[1] - 1}" for s in plan.stages),
         )
     return table
+
+
+def mtp_notes(plan: Plan, spec: ModelSpec) -> list[str]:
+    """Say what becomes of the layers that predict further tokens; nothing where a plan has them."""
+    drafting = plan.speculation is not None and plan.speculation.mode == "mtp"
+    if drafting or not spec.mtp_layers:
+        return []
+    layers = f"{spec.mtp_layers} layer{'s' * (spec.mtp_layers > 1)}"
+    if FAMILIES[spec.family].names.mtp is None:
+        return [f"left out: {layers} for further tokens (MTP), which llmpq does not run here"]
+    if not has_mtp_head(plan.model.path, spec):
+        return []
+    if all(stage.is_cpu for stage in plan.stages):
+        how = "--speculate mtp drafts with the first one"
+    else:
+        how = "drafts with it (--speculate mtp) are made on CPUs only"
+    return [f"not loaded: {layers} for further tokens (MTP): {how}"]

@@ -119,9 +119,11 @@ def make_and_show(request: PlanRequest, job: PlanJob) -> None:
     elif several is not None and several.topology is not None:
         _show_topology(request, job, best, several, several.topology)
         return
-    from llmpq.planner.evaluate.add_drafts import describe, mtp_notes
+    from llmpq.planner.cli.report import mtp_notes, print_plan, remarks_of
 
     if request.speculate is not None:
+        from llmpq.planner.evaluate.add_drafts import describe
+
         best = replace(best, plan=_drafting(best.plan, problem, request.speculate))
         notes = [*notes, describe(best.plan)]
     notes = [*notes, *mtp_notes(best.plan, problem.spec), *prefix_notes(best.plan, problem.spec)]
@@ -133,7 +135,6 @@ def make_and_show(request: PlanRequest, job: PlanJob) -> None:
         sys.stdout.write(best.plan.dump_json())
         if request.report is None:
             return
-    from llmpq.planner.cli.report import print_plan, remarks_of
     from llmpq.planner.evaluate.simulator import step_note
 
     beside = bits_lines(best, options)

@@ -13,7 +13,6 @@ from llmpq.checkpoints.stored_head import has_mtp_head
 from llmpq.cluster import Cluster, Device
 from llmpq.cost_model import CostModel
 from llmpq.errors import DoesNotFitError
-from llmpq.families import FAMILIES
 from llmpq.memory import unpacks_prompts
 from llmpq.model_spec import ModelSpec
 from llmpq.plan import MAX_GAMMA, Plan, Speculation
@@ -100,23 +99,6 @@ def describe(plan: Plan) -> str:
         f"as fast if {chosen.acceptance:.0%} of the tokens are accepted, "
         f"{format_size(chosen.extra_bytes)} more memory"
     )
-
-
-def mtp_notes(plan: Plan, spec: ModelSpec) -> list[str]:
-    """Say what becomes of the layers that predict further tokens; nothing where a plan has them."""
-    drafting = plan.speculation is not None and plan.speculation.mode == "mtp"
-    if drafting or not spec.mtp_layers:
-        return []
-    layers = f"{spec.mtp_layers} layer{'s' * (spec.mtp_layers > 1)}"
-    if FAMILIES[spec.family].names.mtp is None:
-        return [f"left out: {layers} for further tokens (MTP), which llmpq does not run here"]
-    if not has_mtp_head(plan.model.path, spec):
-        return []
-    if all(stage.is_cpu for stage in plan.stages):
-        how = "--speculate mtp drafts with the first one"
-    else:
-        how = "drafts with it (--speculate mtp) are made on CPUs only"
-    return [f"not loaded: {layers} for further tokens (MTP): {how}"]
 
 
 def shortfall(

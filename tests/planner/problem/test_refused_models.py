@@ -22,7 +22,7 @@ from llmpq.families.not_run import FEATURE_OF
 from llmpq.model_spec import ModelSpec, builtin_configs
 from llmpq.plan import Speculation
 from llmpq.planner.__main__ import main as planner
-from llmpq.planner.evaluate.add_drafts import mtp_notes
+from llmpq.planner.cli.report import mtp_notes
 from llmpq.planner.make import make_plan
 from llmpq.precision import KVPrecision, Precision
 
