@@ -13,6 +13,13 @@ from llmpq.runtime.vllm_options import VLLM_OPTIONS, Other
 _LENGTH = "lengths are each request's own; a plan's are llmpq-algo --prompt-len and --gen-len"
 _DEVICES = VLLM_OPTIONS["pipeline_parallel_size"].flag
 _SHARED = "devices that share layers are a plan's: llmpq-algo --tensor-parallel N"
+_NO_PLUGINS = "no code of others is loaded: leave it out"
+_CORS = "pages of other origins are llmpq-dist serve --cors-origin URL"
+_LOGS = "lines of the log are llmpq-dist serve --no-access-log and --log-prompts"
+_HOSTS = "several machines are --cluster YAML, or a Ray: --ray-address HOST:PORT"
+_TRACES = "what stages did is --trace FILE"
+_GRAPHS = "graphs are captured for every length: leave it out"
+_AS_CONFIG = "a model is run as its config.json says"
 _PROMPT = "prompts are rows of llmpq-dist run -i FILE; one at a time: llmpq-dist chat"
 
 
@@ -77,6 +84,58 @@ VLLM_FLAGS: Mapping[str, str] = {
     "--input-len": "tokens of a bench's prompts are --prompt",
     "--output-len": "new tokens of a bench are --gen",
     "--batch-size": "requests of a bench are --batch",
+    "--config": "flags are typed, not read from a file",
+    "--log-level": _LOGS,
+    "--log-config-file": _LOGS,
+    "--max-log-len": _LOGS,
+    "--enable-log-requests": _LOGS,
+    "--enable-log-outputs": "answers are never logged: leave it out",
+    "--allowed-origins": _CORS,
+    "--allowed-methods": _CORS,
+    "--allowed-headers": _CORS,
+    "--allow-credentials": _CORS,
+    "--ssl-ciphers": "ciphers are those of Python's defaults: leave it out",
+    "--enable-ssl-refresh": "certificates are read at start: leave it out",
+    "--middleware": _NO_PLUGINS,
+    "--logits-processors": _NO_PLUGINS,
+    "--tool-parser-plugin": "forms of calls are --tool-call-parser FORM",
+    "--reasoning-parser-plugin": "marks of thoughts are --reasoning-parser FORM",
+    "--tool-server": "tools are run by the client: leave it out",
+    "--trust-request-chat-template": "the template is the model's, or --chat-template FILE",
+    "--enable-tokenizer-info-endpoint": "texts are tokenised at /tokenize: leave it out",
+    "--enable-force-include-usage": "streams count where they ask: stream_options of a body",
+    "--headless": _HOSTS,
+    "--nnodes": _HOSTS,
+    "--node-rank": _HOSTS,
+    "--master-addr": _HOSTS,
+    "--enable-expert-parallel": "devices share layers by --tensor-parallel-size: leave it out",
+    "--attention-backend": "kernels are those of llmpq-dist doctor's table: leave it out",
+    "--kv-transfer-config": "KV caches stay on the devices that made them: leave it out",
+    "--kv-events-config": "KV caches stay on the devices that made them: leave it out",
+    "--num-gpu-blocks-override": VLLM_OPTIONS["kv_cache_memory_bytes"].flag,
+    "--cuda-graph-sizes": _GRAPHS,
+    "--optimization-level": _GRAPHS,
+    "-O": _GRAPHS,
+    "--otlp-traces-endpoint": _TRACES,
+    "--collect-detailed-traces": _TRACES,
+    "--rope-scaling": _AS_CONFIG,
+    "--rope-theta": _AS_CONFIG,
+    "--code-revision": VLLM_OPTIONS["trust_remote_code"].instead,
+    "--no-async-scheduling": "several steps are always under way: leave it out",
+    "--no-enable-chunked-prefill": VLLM_OPTIONS["enable_chunked_prefill"].instead,
+    "--enable-sleep-mode": "weights stay where they are: leave it out",
+    "--context-length": "the longest request is --max-model-len N",
+    "--mem-fraction-static": "it is --gpu-memory-utilization SHARE",
+    "--alias": "it is --served-model-name NAME",
+    "--parallel": "requests at once are --max-num-seqs N",
+    "-np": "requests at once are --max-num-seqs N",
+    "--threads": "threads of a CPU are a cluster file's (threads:), or OMP_NUM_THREADS",
+    "-t": "threads of a CPU are a cluster file's (threads:), or OMP_NUM_THREADS",
+    "--n-gpu-layers": _DEVICES,
+    "--timeout": "seconds of an answer are --request-timeout, of a silent client --read-timeout",
+    "--max-concurrency": "requests taken at once are --max-requests N",
+    "--max-concurrent-requests": "requests taken at once are --max-requests N",
+    "--workers": VLLM_OPTIONS["data_parallel_size"].instead,
 }
 """Flag of vLLM -> what stands for it here, as the end of a sentence."""
 
@@ -89,6 +148,23 @@ IDLE_FLAGS: Mapping[str, Idle] = {
     "--enable-reasoning": Idle("thoughts leave apart from the text by themselves"),
     "--disable-log-requests": Idle("prompts are not logged unless --log-prompts asks"),
     "--no-enable-log-requests": Idle("prompts are not logged unless --log-prompts asks"),
+    "--async-scheduling": Idle("several steps are always under way"),
+    "--scheduling-policy": Idle(
+        "requests go in order, by their 'priority' first", ("fcfs", "priority")
+    ),
+    "--enable-prompt-tokens-details": Idle("usage has them"),
+    "--enable-server-load-tracking": Idle("/load is there"),
+    "--enable-request-id-headers": Idle("answers have X-Request-Id"),
+    "--language-model-only": Idle("models read text only"),
+    "--skip-mm-profiling": Idle("models read text only"),
+    "--disable-cascade-attn": Idle("there is none"),
+    "--use-tqdm-on-load": Idle("loading says how far it is"),
+    "--api-server-count": Idle("one process answers HTTP", ("1",)),
+    "--stream-interval": Idle("tokens are sent as they come", ("1",)),
+    "--response-role": Idle("answers are the assistant's", ("assistant",)),
+    "--model-impl": Idle("there is one implementation of a family", ("auto",)),
+    "--logprobs-mode": Idle("logprobs are the model's own", ("raw_logprobs",)),
+    "--jinja": Idle("chat templates are Jinja"),
     "--load-format": Idle("a checkpoint's form is found in its files", ("auto", "safetensors")),
 }
 """Flags of vLLM that ask for what is so here anyway: charts and scripts have them fixed."""

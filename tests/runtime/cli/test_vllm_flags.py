@@ -78,3 +78,34 @@ def test_flags_that_change_nothing_are_taken_with_a_line(command, capsys):
 def test_a_flag_is_either_taken_or_answered():
     both = VLLM_FLAGS.keys() & {flag for flag, idle in IDLE_FLAGS.items() if idle.values is None}
     assert not both
+
+
+SERVED = """--async-scheduling --scheduling-policy=priority --enable-prompt-tokens-details
+--enable-server-load-tracking --enable-request-id-headers --language-model-only
+--api-server-count=1 --stream-interval=1 --response-role=assistant --logprobs-mode=raw_logprobs"""
+
+
+def test_what_deployments_of_vllm_have_fixed_is_taken_by_a_server(capsys):
+    assert main(["serve", "nowhere", *SERVED.split()]) == 2
+    *said, refusal = capsys.readouterr().err.splitlines()
+    assert "no such model directory" in refusal and len(said) == len(SERVED.split())
+    assert all(" changes nothing: " in line for line in said)
+
+
+@pytest.mark.parametrize(
+    ("flag", "ours"),
+    [
+        ("--allowed-origins", "--cors-origin"),
+        ("--enable-log-requests", "--log-prompts"),
+        ("--otlp-traces-endpoint", "--trace"),
+        ("--nnodes", "--cluster"),
+        ("--api-server-count=2", "--replicas"),
+        ("--no-async-scheduling", "leave it out"),
+        ("--mem-fraction-static", "--gpu-memory-utilization"),
+        ("--parallel", "--max-num-seqs"),
+    ],
+)
+def test_a_server_names_what_stands_for_a_flag(flag, ours, capsys):
+    assert main(["serve", "nowhere", flag, "2"]) == 2
+    said = capsys.readouterr().err
+    assert f"has no '{flag.partition('=')[0]}': " in said and ours in said
