@@ -6,9 +6,10 @@
 
 Triton compiles a kernel when it is first launched, a second or two each and one after the other.
 Here a launch that finds no kernel is noted and left out, so that code runs through in milliseconds;
-then forked processes compile what was noted, each its share, into Triton's folder of kernels, where
-this process finds them by their content. Threads would not do: a third of a compilation holds the
-interpreter's lock (51 kernels of Llama-3.1-8B's steps, H200 and 16 cores: 30 s in threads, 9 so).
+then forked processes compile what was noted, each its share, into Triton's folder of kernels (that
+of nvrtc.py for CUDA C++), where this process finds them by their content. Threads would not do: a
+third of a compilation holds the interpreter's lock (51 kernels of Llama-3.1-8B's steps, H200 and 16
+cores: 30 s in threads, 9 so).
 
 Kernels that are there are launched as ever, over what others did not compute. So memory that is
 taken meanwhile is zeroed: indices made of it are valid, and asking a tensor for a value is too.
@@ -29,6 +30,8 @@ import triton
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from llmpq.kernels.nvrtc import noting_missing
+
 MOST_PROCESSES = 16
 """Compilations at once."""
 LIMIT_S = 120.0
@@ -42,10 +45,10 @@ def compiling_missing(processes: int | None = None) -> Iterator[None]:
 
     Ends once everything is compiled. What does not compile raises its error when it is launched.
     """
-    missing = _Missing()
-    with missing, _Zeroed():
+    missing, texts = _Missing(), dict[str, Callable[[], object]]()
+    with missing, _Zeroed(), noting_missing(texts):
         yield
-    found = [*missing.noted.values()]
+    found = [*missing.noted.values(), *(_Compilation(make, _nothing) for make in texts.values())]
     _compile_forked(found, processes or min(MOST_PROCESSES, len(os.sched_getaffinity(0))))
     for compilation in found:
         with suppress(Exception):  # which its launch raises
@@ -58,6 +61,10 @@ class _Compilation:
     """Returns the kernel, from Triton's folder if it is there."""
     finish: Callable[[Any], None]
     """Has launches find it."""
+
+
+def _nothing(made: Any) -> None:
+    """A launch finds machine code of CUDA C++ in its own folder."""
 
 
 class _Missing(triton.AsyncCompileMode):

@@ -70,6 +70,7 @@ class Kernel(StrEnum):
     GEMV = "gemv"
     SPLITK_GEMM = "splitk_gemm"
     WGMMA_GEMM = "wgmma_gemm"
+    WGMMA_ROWS = "wgmma_rows"
     DEQUANTIZE = "dequantize"
     DEQUANTIZE_TORCH = "dequantize_torch"
     ROWS_GEMM = "rows_gemm"
@@ -90,6 +91,7 @@ HELP = {
     Kernel.GEMV: "one program takes 16 rows of w and all of K",
     Kernel.SPLITK_GEMM: "tiles of w, K split over programs",
     Kernel.WGMMA_GEMM: "wgmma fed from registers, x by TMA (Gluon)",
+    Kernel.WGMMA_ROWS: "the same, any multiple of 8 rows a tile (CUDA C++)",
     Kernel.DEQUANTIZE: "w in x's type, then cuBLAS or oneDNN",
     Kernel.DEQUANTIZE_TORCH: "w by torch's operators, then cuBLAS or oneDNN",
     Kernel.ROWS_GEMM: "bytes as a checkpoint has them",
@@ -148,6 +150,9 @@ float16's, would be expected too fast (timed in layers, H100)."""
 SPLITK_ROWS = 256
 """Most rows of splitk_gemm.py: past them each tile of w is unpacked many times."""
 WGMMA_FROM = 33
+WGMMA_ROWS_SPAN = (65, 2048)
+"""Rows of x at which wgmma_rows.cu is as quick as wgmma_gemm.py or quicker, so that it takes its
+place where it is compiled (H200, eight shapes; longer ones were not timed)."""
 PIECES_FROM = 513
 """Rows of x from which Hopper may make w in 16 bits first, piece by piece."""
 LOOKED_UP_SPLITK_ROWS = 64
@@ -199,6 +204,7 @@ _EXPERTS = (
 _PACKED = (KernelForm.WORDS, KernelForm.PARTS, KernelForm.PARTS_3)
 
 _ALIGNED = "x, w and y start on 16 bytes"
+_COMPILED = _ALIGNED + ", NVRTC"
 _GLUON_EXPERTS = "16-bit x, K in eights from 256"
 
 
@@ -243,6 +249,10 @@ def _table() -> Iterator[Line]:
     yield from _lines(looked_up, k.SPLITK_GEMM, tiles, _BLACKWELL, many, ranked=True)
     wgmma, flowing = g + "gluon/wgmma_gemm.py", (*_INTEGERS, *_HALVED, KernelForm.LOOKED_UP)
     yield from _lines(flowing, k.WGMMA_GEMM, wgmma, _HOPPER, more, ranked=True, needs=_ALIGNED)
+    between, rows_file = WGMMA_ROWS_SPAN, g + "cuda/wgmma_rows.cu"
+    yield from _lines(
+        _INTEGERS, k.WGMMA_ROWS, rows_file, _HOPPER, between, ranked=True, needs=_COMPILED
+    )
     for forms, file in ((_INTEGERS, "dequantize.py"), (_SCALED, "scaled/scaled_dequantize.py")):
         beyond = (GEMV_ROWS + 1, None)
         yield from _lines(forms, k.DEQUANTIZE, g + file, _AMPERE, beyond, ranked=True)

@@ -24,6 +24,8 @@ llmpq <- kernels <- runtime <- profiler
 llmpq <- planner
 
 kernels/kernel_table <- kernels/arrivals, kernels/multiprocessors, kernels/overlap, kernels/native
+kernels/nvrtc <- kernels/arrivals, kernels/multiprocessors, kernels/overlap, kernels/native
+kernels/nvrtc <- kernels/compile_missing
 kernels/arrivals, kernels/multiprocessors, kernels/overlap, kernels/native <- kernels/formats
 kernels/formats <- kernels/gemm
 kernels/gemm <- kernels/atom <- kernels/fused

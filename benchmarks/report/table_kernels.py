@@ -30,6 +30,13 @@ def over_cublas_and_tiles(row: Row) -> str:
     return f"{beside['cublas'] / row['value']:.2f}x ({beside['tiles'] / row['value']:.2f})"
 
 
+def over_cublas_and_before(row: Row) -> str:
+    """Return how many times as long cuBLAS takes in 16 bits, and the kernels before."""
+    beside, us = row["baselines"], row["value"]
+    before = f" ({beside['before'] / us:.2f})" if "before" in beside else ""
+    return f"{beside['cublas'] / us:.2f}x{before}"
+
+
 def us_beside_sixteen_bits(row: Row) -> str:
     """Return a step's us (over our pool in 16 bits) and attention's (the best in 16 bits)."""
     peers, us = dict(row["baselines"]), f"{row['value']:.1f}"
@@ -285,6 +292,16 @@ KERNEL_TABLES = {
         index=("precision", "weights", "shape"),
         column="m",
         show=over_cublas_and_tiles,
+    ),
+    "rows_between": Pivot(
+        file="gemm_choice.jsonl",
+        bench="rows_between",
+        index=("precision", "weights", "shape"),
+        column="m",
+        order=tuple(
+            ["96", "128", "200", "256", "333", "512", "640", "777", "1024", "1280", "1500", "2048"],
+        ),
+        show=over_cublas_and_before,
     ),
     "gemm_untuned": Pivot(
         file="gemm_choice.jsonl",

@@ -15,6 +15,7 @@ from __future__ import annotations
 import functools
 import json
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -53,7 +54,7 @@ def rounded_rows(rows: int) -> int:
     """Return the number of rows that a plan is made for: plans are kept, and not for every one."""
     if rows <= 8:
         return 1 << (rows - 1).bit_length()
-    step = 16 if rows <= 256 else 32 if rows <= 1024 else 128
+    step = 16 if rows <= 512 else 32 if rows <= 2048 else 128
     return -(-rows // step) * step
 
 
@@ -103,8 +104,13 @@ def plan(
     device: torch.device,
     dtype: torch.dtype = torch.float16,
     symmetric: bool = True,
+    *,
+    words: bool = True,
 ) -> ProductPlan:
-    """Decide how to multiply `rows` rows of x by a weight [n, k] on `device`."""
+    """Decide how to multiply `rows` rows of x by a weight [n, k] on `device`.
+
+    `words`: whether a row or a k-group of it has one scale.
+    """
     if device.type != "cuda":
         raise ValueError(f"plan: got device {device}, expected a CUDA GPU")
     machine = machine_of(device)
@@ -112,7 +118,9 @@ def plan(
     if n < BLOCK_ROWS or not ranked_kernels(product, machine):
         return make_plan(DENSE, machine.capability)
     config = _tried.get(product) or learned(device).get(product)
-    config = config or _measured(machine, product) or choose(product, machine)
+    config = config or _measured(machine, product)
+    if config is None or (config.kernel == Kernel.WGMMA_ROWS and not (words and machine.nvrtc)):
+        config = choose(product, machine, words=words)
     return make_plan(config, machine.capability)
 
 
@@ -134,9 +142,12 @@ def read_again() -> None:
     plan.cache_clear()
 
 
-def choose(product: Product, machine: Machine) -> Config:
-    """Return the configuration that the model of the machine expects to be the fastest."""
-    found = candidates(product, machine)
+def choose(product: Product, machine: Machine, *, words: bool = True) -> Config:
+    """Return the configuration that the model of the machine expects to be the fastest.
+
+    `words`: as of `candidates`.
+    """
+    found = candidates(product, machine, words=words)
     return min(found, key=lambda config: expected_us(config, product, machine), default=DENSE)
 
 
@@ -159,6 +170,8 @@ def _measured(machine: Machine, product: Product) -> Config | None:
             return config
     return None
 
+
+_BY_TMA = (Kernel.WGMMA_GEMM, Kernel.WGMMA_ROWS)
 
 PROGRAMS = 3
 """Of a multiprocessor, of forms that Gluon's kernel lacks."""
@@ -190,14 +203,13 @@ def for_form(plan: ProductPlan, q: PackedWords, rows: int, device: Device) -> Pr
 def choose_plan(x_MK: Tensor, q: PackedWords, residual_MN: Tensor | None) -> ProductPlan:
     """Decide how x, whose rows follow each other, is multiplied by a weight's words."""
     rows, k = x_MK.shape
-    chosen = plan(
-        q.bits, q.out_features, k, rounded_rows(rows), x_MK.device, x_MK.dtype, q.symmetric
-    )
+    make = partial(plan, q.bits, q.out_features, k, words=not q.form)
+    chosen = make(rounded_rows(rows), x_MK.device, x_MK.dtype, q.symmetric)
     if q.form:
         if is_narrow(chosen, q):
-            chosen = plan(q.bits, q.out_features, k, 8, x_MK.device, x_MK.dtype, q.symmetric)
+            chosen = make(8, x_MK.device, x_MK.dtype, q.symmetric)
         chosen = for_form(chosen, q, rows, device_of(q.device))
-    if chosen.config.kernel == Kernel.WGMMA_GEMM and not aligned(x_MK, q.out_features, residual_MN):
+    if chosen.config.kernel in _BY_TMA and not aligned(x_MK, q.out_features, residual_MN):
         return replace(chosen, config=DENSE)
     return chosen
 

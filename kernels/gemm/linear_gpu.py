@@ -19,6 +19,7 @@ from llmpq.kernels.arrivals import arrivals
 from llmpq.kernels.formats.packed_words import PackedWords
 from llmpq.kernels.formats.weight_layout import BLOCK_ROWS
 from llmpq.kernels.gemm.choice import choose_plan
+from llmpq.kernels.gemm.cuda import rows_launch
 from llmpq.kernels.gemm.dequantize import dequantize_triton
 from llmpq.kernels.gemm.gemv import gemv_kernel
 from llmpq.kernels.gemm.gluon import gluon_launch
@@ -29,6 +30,9 @@ from llmpq.kernels.gemm.scaled.scaled_dequantize import scaled_dequantize
 from llmpq.kernels.gemm.splitk_gemm import splitk_gemm_kernel
 from llmpq.kernels.kernel_table import Kernel, KernelForm, eligible
 from llmpq.kernels.multiprocessors import device_of
+
+_BY_TMA = {Kernel.WGMMA_GEMM: gluon_launch.launch, Kernel.WGMMA_ROWS: rows_launch.launch}
+"""Kernels that store y tile by tile, so that it may be the residual's memory."""
 
 
 def run(
@@ -51,21 +55,21 @@ def run(
             "the weight was quantised for. Quantise with dtype=x.dtype."
         )
     x_MK = x_MK.contiguous()
-    gluon = plan.config.kernel == Kernel.WGMMA_GEMM
+    by_tma = _BY_TMA.get(Kernel(plan.config.kernel))
     if plan.config.kernel == Kernel.DEQUANTIZE:
         rows = piece_rows(plan.config.piece_mib, q.out_features, q.in_features)
         if rows and x_MK.shape[0]:
             y_MN = residual_MN if into_residual else None
             return _dense_by_pieces(x_MK, q, bias, residual_MN, plan.interpret, rows, y_MN)
         return _dense(x_MK, q, bias, residual_MN, plan.interpret, into_residual)
-    if gluon and into_residual and residual_MN is not None:
+    if by_tma and into_residual and residual_MN is not None:
         y_MN = residual_MN
     else:
         y_MN = x_MK.new_empty(x_MK.shape[0], q.out_features)
     if x_MK.shape[0] == 0:
         return y_MN
-    if gluon:
-        gluon_launch.launch(plan.config, x_MK, q, bias, residual_MN, y_MN, arrivals)
+    if by_tma:
+        by_tma(plan.config, x_MK, q, bias, residual_MN, y_MN, arrivals)
     else:
         launch = _launch_rows if plan.config.kernel == Kernel.GEMV else _launch_tiles
         launch(plan, x_MK, q, bias, residual_MN, y_MN)

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 _PACKAGE = Path(__file__).parent.parent
-_OF_A_KERNEL = {".py", ".h", ".cpp", ".json"}
+_OF_A_KERNEL = {".py", ".h", ".cpp", ".cu", ".json"}
 _CPU, _BOTH, _NEITHER = {"cpu", "native"}, {"formats", "weights", "kernel_table.py"}, {"tools"}
 _STAGE = ("runtime/backends", "runtime/cache", "runtime/models", "profiler/timing/timed_layers.py")
 

@@ -17,10 +17,15 @@ from torch import Tensor
 from llmpq.kernels.formats.packed_words import INTEGERS, PackedWords
 from llmpq.kernels.formats.weight_layout import BLOCK_ROWS, GROUP
 from llmpq.kernels.gemm.ranking.config import Config
-from llmpq.kernels.gemm.ranking.wgmma_plan import parts_of, schedule, slot_columns, tile_rows
+from llmpq.kernels.gemm.ranking.wgmma_plan import (
+    parts_of,
+    schedule,
+    slot_columns,
+    tile_rows,
+    tiles_together,
+)
 from llmpq.kernels.multiprocessors import multiprocessors
 
-_TOGETHER_BYTES = 16 << 20
 _FAR = 4  # k-groups between the L2's request for words and their use
 
 
@@ -70,7 +75,7 @@ def launch(
         blocks,
         groups,
         whole,
-        _tiles_together(k, config.bm),
+        tiles_together(k, config.bm),
         HAS_BIAS=bias is not None,
         HAS_RESIDUAL=residual_MN is not None,
         SPLIT=whole < tiles,
@@ -140,8 +145,3 @@ def _constants(config: Config, q: PackedWords) -> dict[str, int | bool | str]:
 def _late(config: Config) -> bool:
     """Whether x is asked for between products; ptxas serialises those of two row blocks then."""
     return config.blocks == 1
-
-
-def _tiles_together(k: int, bt: int) -> int:
-    """Tiles of x that take turns under a tile of w: what stays in the L2 beside the words."""
-    return max(4, _TOGETHER_BYTES // (2 * k * bt))

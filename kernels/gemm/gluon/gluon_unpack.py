@@ -104,6 +104,27 @@ _ASSEMBLY = {
     for half in (0, 1)
 }
 _ASSEMBLY3 = {(kind, s): _three(kind, s) for kind in ("f16", "bf16") for s in (True, False)}
+CONSTANTS = {
+    (3, "f16"): (0x64046404, 0x64046404, 0xD820D820, 0xD820D820, 0xCD00CD00, 0xCD00CD00),
+    (3, "bf16"): (0xC304C304, 0xC304C304, 0xC1A0C1A0, 0xC1A0C1A0),
+    (4, "f16"): (0x64086408, 0xD480D480),
+    (4, "bf16"): (0xC308C308, 0xC308C308),
+    (8, "f16"): (0x64806480, 0x64806480),
+    (8, "bf16"): (0xC508C508, 0xC508C508, 0xC300C300, 0xC300C300),
+}
+"""What a symmetric weight's unpacking takes off, as pairs: immediates of 3 bits' assembly."""
+
+
+def scaled_text(bits: int, kind: str, *, half: int = 0, symmetric: bool = True) -> str:
+    """Return the assembly of half a k-group's scaled pairs; 3 bits have one for both halves."""
+    return _ASSEMBLY3[kind, symmetric] if bits == 3 else _ASSEMBLY[bits, kind, half]
+
+
+def zero_text(bits: int, kind: str) -> str:
+    """Return the assembly that makes zero constants of a pair of zeros."""
+    texts = {(3, "f16"): FZ3, (4, "f16"): FZ4, (8, "f16"): FZ8}
+    texts |= {(3, "bf16"): BZ3, (4, "bf16"): BZ4, (8, "bf16"): BZ8}
+    return str(texts[bits, kind].value)
 
 
 @gluon.constexpr_function

@@ -13,12 +13,15 @@ from dataclasses import replace
 
 from llmpq.kernels.gemm.ranking.config import DENSE, PIECES, Config
 from llmpq.kernels.gemm.ranking.machine import Machine
-from llmpq.kernels.gemm.ranking.predict import Product, resident, step_time
+from llmpq.kernels.gemm.ranking.predict import X_IN_L2, Product, resident, step_time
 from llmpq.kernels.gemm.ranking.wgmma_plan import schedule, shared_bytes, suits, tiles_of
 from llmpq.kernels.kernel_table import Kernel, KernelForm, gpu, lines_of
 
 MOST_TILES = 24
 """Of `wgmma_gemm_kernel` a program: past them the largest tiles are the fastest."""
+
+PAST_THE_END = 1.25
+"""Rows of tiles of `wgmma_rows` over rows of x at most."""
 
 PIECES_BITS = 8
 """Whose unpacking in the product costs more than making w in pieces. Of 4 bits (H200, float16,
@@ -62,17 +65,31 @@ GLUON_FORMS = (
     Config(kernel="wgmma_gemm", bm=192, stages=7),
     Config(kernel="wgmma_gemm", bm=256, stages=5),
 )
+ROWS_TILES = tuple(
+    (warpgroups, rows)
+    for warpgroups, tiles in (
+        (2, (64, 80, 88, 96, 104, 112, 128, 136, 144, 160, 168, 176, 192, 200, 208, 216, 224, 256)),
+        (3, (88, 96, 112, 128, 136, 144, 160, 168)),
+    )
+    for rows in tiles
+)
+"""Tiles of `wgmma_rows`: each is a text of its own, which NVRTC compiles in some three seconds."""
 
 
-def candidates(product: Product, machine: Machine) -> list[Config]:
-    """Return every configuration that may serve a product on a machine."""
+def candidates(product: Product, machine: Machine, *, words: bool = True) -> list[Config]:
+    """Return every configuration that may serve a product on a machine.
+
+    `words`: whether a row or a k-group has one scale; only such weights take `wgmma_rows`.
+    """
     found: list[Config] = []
     kernels = ranked_kernels(product, machine)
     if Kernel.GEMV in kernels:
         found += ROWS_FORMS[8 if product.bits == 8 else 4]
     if Kernel.SPLITK_GEMM in kernels:
         found += tile_candidates(product, machine)
-    if Kernel.WGMMA_GEMM in kernels:
+    if Kernel.WGMMA_ROWS in kernels and machine.nvrtc and words:
+        found += rows_candidates(product, machine)
+    elif Kernel.WGMMA_GEMM in kernels:
         found += gluon_candidates(product, machine)
     if Kernel.DEQUANTIZE in kernels:
         if Kernel.WGMMA_GEMM not in kernels:
@@ -109,6 +126,29 @@ def tile_candidates(product: Product, machine: Machine) -> Iterator[Config]:
         for split in sorted(even):
             if 1 <= split <= max(1, min(32, product.groups // 4)):
                 yield replace(form, split=split)
+
+
+def rows_candidates(product: Product, machine: Machine) -> Iterator[Config]:
+    """Yield tiles of `wgmma_rows` that leave few rows past the end, whole or with K shared out.
+
+    Where the L2 does not hold x beside the rest, two waves that share K read it again (H200, 14336
+    x 4096, 2,048 rows in tiles of 256: 392 us, 335 with one).
+    """
+    x_stays = 2 * product.rows * product.k <= X_IN_L2 * machine.l2_bytes
+    for warpgroups, bm in ROWS_TILES:
+        m_tiles = -(-product.rows // bm)
+        if m_tiles * bm > PAST_THE_END * product.rows + 8:
+            continue
+        whole = Config(kernel="wgmma_rows", bm=bm, warpgroups=warpgroups)
+        tiles = tiles_of(whole, product.n, product.rows)
+        found = {schedule(whole, tiles, product.groups, machine.multiprocessors)}
+        yield whole
+        for cut in (1, 2) if x_stays else (1,):
+            shared = replace(whole, cut=cut)
+            made = schedule(shared, tiles, product.groups, machine.multiprocessors)
+            if made not in found:
+                found.add(made)
+                yield shared
 
 
 def gluon_candidates(product: Product, machine: Machine) -> Iterator[Config]:

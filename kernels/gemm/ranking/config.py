@@ -7,10 +7,14 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 
+MOST_ROWS = {2: 256, 3: 192}
+"""wgmma_rows: rows of x at most, by warpgroups: what a thread's registers hold."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """One way to compute a product by a kernel: "gemv", "splitk_gemm", "wgmma_gemm", "dequantize".
+    """One way to compute a product by a kernel: "gemv", "splitk_gemm", "wgmma_gemm", "wgmma_rows",
+    "dequantize".
 
     The last makes w in x's type, for cuBLAS.
     """
@@ -24,8 +28,8 @@ class Config:
     x_depth: int = 2
     """gemv: k-groups of x in flight."""
     bm: int = 16
-    """splitk_gemm, wgmma_gemm: rows of x a program multiplies; of wgmma_gemm a power of two, or the
-    sum of two, as 160."""
+    """splitk_gemm, wgmma_gemm, wgmma_rows: rows of x a program multiplies; of wgmma_gemm a power of
+    two, or the sum of two, as 160; of wgmma_rows any multiple of 8."""
     stages: int = 1
     """splitk_gemm: cp.async stages; 1 keeps weights in registers instead. wgmma_gemm: slots of x's
     ring."""
@@ -39,11 +43,12 @@ class Config:
     registers: int | None = None
     """splitk_gemm, wgmma_gemm: registers of a thread at most; None leaves it to the launch."""
     cut: int = 0
-    """wgmma_gemm: last waves of tiles whose K is shared out evenly, the unfinished one first."""
+    """wgmma_gemm, wgmma_rows: last waves of tiles whose K is shared out evenly, the unfinished one
+    first."""
     programs: int = 0
-    """wgmma_gemm: programs at most; 0: one a multiprocessor."""
+    """wgmma_gemm, wgmma_rows: programs at most; 0: one a multiprocessor."""
     warpgroups: int = 2
-    """wgmma_gemm: warpgroups of 64 * blocks rows of w: 2 or 3."""
+    """wgmma_gemm, wgmma_rows: warpgroups of 64 * blocks rows of w: 2 or 3."""
     asker: bool = False
     """wgmma_gemm: a warp of its own asks for x, not the first warpgroup."""
     piece_mib: int = 0
@@ -60,6 +65,15 @@ class Config:
                 f"asker: got {self.warpgroups} warpgroups with tiles of {self.blocks} x {self.bm}, "
                 "expected 2 and at most 128: with its warp, a thread has 168 registers"
             )
+        if self.kernel == "wgmma_rows":
+            most = MOST_ROWS.get(self.warpgroups, 0)
+            # With two blocks of rows of w and K shared out, sums were wrong now and then (H200).
+            if self.bm < 8 or self.bm % 8 or self.bm > most or self.blocks != 1:
+                raise ValueError(
+                    f"wgmma_rows: got {self.warpgroups} warpgroups with tiles of {self.blocks} x "
+                    f"{self.bm}, expected 2 or 3, one block and a multiple of 8, at most {most}"
+                )
+            return
         rest = self.bm - (1 << self.bm.bit_length() - 1)
         if rest and (
             self.kernel != "wgmma_gemm" or self.blocks > 1 or rest < 8 or rest & (rest - 1)

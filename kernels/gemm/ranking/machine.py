@@ -12,6 +12,8 @@ from dataclasses import dataclass
 
 import torch
 
+from llmpq.kernels import nvrtc
+
 REACHED = 0.83
 """Of the memory's rate, by products on an H200."""
 
@@ -47,6 +49,8 @@ class Machine:
     bandwidth: float = 4.0e12
     """Bytes a second that products read."""
     clock_hz: float = 1.98e9
+    nvrtc: bool = True
+    """Whether kernels in CUDA C++ can be compiled."""
 
     @property
     def flops_a_clock(self) -> int:
@@ -73,4 +77,5 @@ def machine_of(device: torch.device) -> Machine:
         l2_bytes=getattr(p, "L2_cache_size", 4 << 20),
         bandwidth=bandwidth * REACHED,
         clock_hz=1e3 * (getattr(p, "clock_rate", 0) or 1_700_000),
+        nvrtc=nvrtc.available(),
     )

@@ -59,6 +59,17 @@ L2_PIECE = 0.6
 """Of the L2: a piece of w that is at most as large is not written to memory before it is read."""
 UNPACKED_A_S = 2.4e12
 """Weights that are made 16-bit numbers in a second at most."""
+ROWS_RATE = 0.713
+"""Of a multiprocessor's tensor cores at the card's clock, by the products of `wgmma_rows`."""
+UNPACK_CLOCKS = {3: 400, 4: 400, 8: 880}
+"""Of 64 rows of a k-group."""
+ROWS_STEP_CLOCKS, ROWS_TILE_CLOCKS, ROWS_SHARED_CLOCKS = 28, 350, 13_600
+"""More of a k-group, of a tile, and where K is shared out."""
+ROWS_SHARES_A_CLOCK = 115
+"""Bytes of shares, written and read."""
+ROWS_LAUNCH_US = 0.5
+"""These are fitted to 1,800 times of tiles (H200, eight shapes, 96 to 2,048 rows, 3 to 8 bits):
+what they choose takes 2 % longer than the best of these tiles."""
 PIECE_US = 3.0
 """Of a piece's two launches. These constants are fitted to what products of seven shapes took on an
 H200, 333 to 4,096 rows of 8 bits: ours over pieces, over w as one, and cuBLAS's over ours."""
@@ -241,6 +252,8 @@ def expected_us(config: Config, product: Product, machine: Machine) -> float:
         return pieces_us(config, product, machine)
     if config.kernel == "dequantize":
         return dense_us(product, machine)
+    if config.kernel == "wgmma_rows":
+        return rows_us(config, product, machine)
     time = step_time(config, product.bits, product.form)
     if time is None:
         return math.inf
@@ -323,6 +336,24 @@ def pieces_us(config: Config, product: Product, machine: Machine) -> float:
         made_us = max(made_us, 1e6 * own * k / UNPACKED_A_S)
         found += PIECE_US + made_us + cublas_us(rows, own, k, machine)
     return found
+
+
+def rows_us(config: Config, product: Product, machine: Machine) -> float:
+    """Return the time of tiles of any multiple of 8 rows: of tensor cores, or of unpacking."""
+    tiles, groups = tiles_of(config, product.n, product.rows), product.groups
+    programs, whole = schedule(config, tiles, groups, machine.multiprocessors)
+    rest = tiles - whole
+    products = 2 * tile_rows(config) * config.bm * GROUP / (machine.flops_a_clock * ROWS_RATE)
+    unpacking = UNPACK_CLOCKS[product.bits] * config.warpgroups
+    step = (products**4 + unpacking**4) ** 0.25 + ROWS_STEP_CLOCKS
+    clocks = -(-whole // programs) * (groups * step + ROWS_TILE_CLOCKS)
+    if rest:
+        shares = 8 * tile_rows(config) * config.bm * max(1.0, programs / rest)
+        clocks += -(-rest * groups // programs) * step
+        clocks += ROWS_SHARED_CLOCKS + shares / ROWS_SHARES_A_CLOCK
+    own_us = 1e6 * clocks / machine.clock_hz
+    memory_us = 1e6 * product.moved_bytes / machine.bandwidth
+    return ROWS_LAUNCH_US + (own_us**SHARPNESS + memory_us**SHARPNESS) ** (1 / SHARPNESS)
 
 
 def cublas_us(rows: int, n: int, k: int, machine: Machine) -> float:

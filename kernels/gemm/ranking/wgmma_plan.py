@@ -1,4 +1,4 @@
-"""How `wgmma_gemm_kernel` divides a product: tiles, shared memory, schedules."""
+"""How `wgmma_gemm_kernel` and `wgmma_rows` divide a product: tiles, shared memory, schedules."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ SHARED_BYTES = 232_448
 """Shared memory a program may use on Hopper."""
 
 _LEAST_GROUPS = 2  # of a program where K is shared out
+_TOGETHER_BYTES = 16 << 20
 
 
 def slot_columns(config: Config) -> int:
@@ -54,6 +55,11 @@ def schedule(config: Config, tiles: int, groups: int, multiprocessors: int) -> t
     if whole == 0:
         programs = max(1, min(programs, tiles * groups // _LEAST_GROUPS))
     return programs, whole
+
+
+def tiles_together(k: int, bm: int) -> int:
+    """Tiles of x that take turns under a tile of w: what stays in the L2 beside the words."""
+    return max(4, _TOGETHER_BYTES // (2 * k * bm))
 
 
 def suits(config: Config, bits: int) -> bool:

@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from dataclasses import replace
 
 import pytest
 
@@ -74,6 +75,8 @@ def test_what_is_chosen_fits_the_machine(name, form):
         assert math.isfinite(expected_us(config, product, machine))
         if config.kernel == "wgmma_gemm":
             assert machine.capability == (9, 0) and shared_bytes(config) <= machine.shared_block
+        elif config.kernel == "wgmma_rows":
+            assert machine.capability == (9, 0) and rows > 64
         elif config.kernel != "dequantize":
             assert shared_estimate(config, bits, machine) <= machine.shared_block
             assert config.split <= max(1, k // 128)
@@ -107,6 +110,26 @@ def test_what_programs_read_of_x_is_a_bound():
     assert found == pytest.approx(202, rel=0.12)
 
 
+def test_tiles_have_as_many_rows_as_x():
+    """4096 x 4096, 777 rows: four tiles of 200 rows are one wave; tiles of 256 leave 247 empty."""
+    product = Product(4, 4096, 4096, 777, "bf16 zeros")
+    fit = Config(kernel="wgmma_rows", bm=200)
+    wide = expected_us(replace(fit, bm=256), product, REFERENCE)
+    assert expected_us(fit, product, REFERENCE) < 0.85 * wide
+    half = expected_us(fit, product, Machine(multiprocessors=64))
+    assert half > 1.7 * expected_us(fit, product, REFERENCE)
+
+
+def test_without_nvrtc_no_kernel_in_cuda_is_chosen():
+    product = Product(4, 4096, 4096, 777, "bf16 zeros")
+    assert any(c.kernel == "wgmma_rows" for c in candidates(product, REFERENCE))
+    none = Machine(nvrtc=False)
+    assert all(c.kernel != "wgmma_rows" for c in candidates(product, none))
+    assert choose(product, none).kernel == "wgmma_gemm"
+    parts = candidates(product, REFERENCE, words=False)
+    assert all(c.kernel != "wgmma_rows" for c in parts), "scales of groups of 32 are not read"
+
+
 def test_long_k_of_one_row_is_split_over_programs():
     assert choose(Product(4, 5120, 17408, 1), REFERENCE).kernel == "splitk_gemm"
     assert choose(Product(4, 5120, 17408, 1), REFERENCE).split > 1
@@ -135,7 +158,7 @@ def test_pieces_of_w_have_whole_tiles_and_are_alike():
 def test_long_prompts_of_8_bits_are_made_16_bits_first(form):
     """On Hopper too, from where unpacking each tile again costs more than unpacking once."""
     chosen = {rows: choose(Product(8, 4096, 14336, rows, form), REFERENCE) for rows in (256, 4096)}
-    assert chosen[256].kernel == "wgmma_gemm" and chosen[4096].piece_mib
+    assert chosen[256].kernel.startswith("wgmma") and chosen[4096].piece_mib
 
 
 def test_entries_of_many_rows_serve_their_own_form_alone():
@@ -144,6 +167,6 @@ def test_entries_of_many_rows_serve_their_own_form_alone():
     def found(bits: int, rows: int, form: str) -> Config | None:
         return _measured(REFERENCE, Product(bits, 28672, 4096, rows, form))
 
-    assert found(4, 2048, "fp16") is not None
-    assert found(4, 2048, "bf16 zeros") is None and found(3, 2048, "fp16") is None
-    assert found(4, 1024, "bf16 zeros") == found(4, 1024, "fp16") is not None
+    assert found(4, 4096, "fp16") is not None
+    assert found(4, 4096, "bf16 zeros") is None and found(3, 4096, "fp16") is None
+    assert found(4, 128, "bf16 zeros") == found(4, 128, "fp16") is not None

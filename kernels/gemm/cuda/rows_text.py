@@ -1,0 +1,155 @@
+"""The CUDA C++ of one tile of `wgmma_rows.cu`: its constants, unpacking and product before it.
+
+Unpacking is gluon_unpack.py's assembly, so that products of the same tiles have the same bits.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from llmpq.kernels.gemm.gluon.gluon_unpack import CONSTANTS, scaled_text, zero_text
+from llmpq.kernels.gemm.ranking.wgmma_plan import SHARED_BYTES
+
+_ALIGNMENT, _BARRIERS = 1024, 512
+_MOST_SLOTS = 8
+_TYPES = "typedef unsigned short u16;\ntypedef unsigned int u32;\ntypedef unsigned long long u64;\n"
+_REGISTERS = {2: (232, 40), 3: (160, 32)}
+"""Of a thread that multiplies and of one that asks, by warpgroups: what a multiprocessor has."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowsTile:
+    """What a compiled kernel is for."""
+
+    bits: int
+    kind: str
+    """"f16" or "bf16"."""
+    zeros: bool
+    grouped: bool
+    """Whether a k-group has a scale of its own; else a row has one."""
+    rows: int
+    """Rows of x: any multiple of 8."""
+    warpgroups: int
+
+    @property
+    def high(self) -> int:
+        """16-row blocks of w."""
+        return 4 * self.warpgroups
+
+    @property
+    def slot_bytes(self) -> int:
+        """Words and scales of a k-group."""
+        words = {3: 768, 4: 1024, 8: 2048}[self.bits]
+        return self.high * (words + (32 * (1 + self.zeros) if self.grouped else 0))
+
+    @property
+    def slots(self) -> tuple[int, int]:
+        """Slots of x, 64 k each, and of words, 128 k each; raises `ValueError` for too many rows.
+
+        Three of words where four of x still fit beside them.
+        """
+        held = _ALIGNMENT + _BARRIERS + self.warpgroups * self.rows * 128
+        for words in (3, 2):
+            x = (SHARED_BYTES - held - words * self.slot_bytes) // (self.rows * 128)
+            if x >= (4 if words > 2 else 3):
+                return min(x, _MOST_SLOTS), words
+        raise ValueError(f"a tile of {self.rows} rows of x: got no shared memory for it")
+
+    @property
+    def shared_bytes(self) -> int:
+        """Shared memory of a program."""
+        x, words = self.slots
+        rows = (x + self.warpgroups) * self.rows * 128
+        return _ALIGNMENT + rows + words * self.slot_bytes + _BARRIERS
+
+
+@functools.lru_cache(maxsize=256)
+def text(tile: RowsTile) -> str:
+    """Return the kernel's whole text."""
+    x, words = tile.slots
+    registers, asking = _REGISTERS[tile.warpgroups]
+    constants = {
+        "BITS": tile.bits,
+        "IS_BF16": int(tile.kind == "bf16"),
+        "ZEROS": int(tile.zeros),
+        "GROUPED": int(tile.grouped),
+        "NT": tile.rows,
+        "WGS": tile.warpgroups,
+        "BH": 1,
+        "XS": x,
+        "WS": words,
+        "ZC": _zero_count(tile),
+        "REGISTERS": registers,
+        "REGISTERS_ASKING": asking,
+    }
+    head = _TYPES + "".join(f"#define {name} {value}\n" for name, value in constants.items())
+    body = Path(__file__).with_name("wgmma_rows.cu").read_text()
+    return head + _unpacking(tile) + _zero_constants(tile) + _product(tile) + body
+
+
+def _zero_count(tile: RowsTile) -> int:
+    return len(CONSTANTS[tile.bits, tile.kind])
+
+
+def _unpacking(tile: RowsTile) -> str:
+    """Return device functions from words to pairs of scaled numbers."""
+    zeros = [f'"r"(z[{i}])' for i in range(_zero_count(tile))]
+    scales = ['"r"(s[0])', '"r"(s[1])']
+    if tile.bits == 3:
+        inputs = [f'"r"(w{i})' for i in range(3)] + (zeros if tile.zeros else []) + scales
+        assembly = _assembly(scaled_text(3, tile.kind, symmetric=not tile.zeros), 16)
+        outputs = ", ".join(f'"=&r"(a[{i}])' for i in range(16))
+        return (
+            "__device__ __forceinline__ void unpack(u32 (&a)[16], u32 w0, u32 w1, u32 w2, "
+            f'const u32 (&s)[2], const u32 (&z)[ZC]) {{\n  asm("{assembly}" : {outputs} : '
+            f"{', '.join(inputs)});\n}}\n"
+        )
+    found = ""
+    words = ['"r"(w)', '"r"(v)'] if tile.bits == 8 else ['"r"(w)']
+    for half in (0, 1):
+        assembly = _assembly(scaled_text(tile.bits, tile.kind, half=half), 2)
+        found += (
+            f"__device__ __forceinline__ void unpack{half}(u32 &p, u32 &q, u32 w, u32 v, "
+            f'const u32 (&s)[2], const u32 (&z)[ZC]) {{\n  asm("{assembly}" : "=&r"(p), "=&r"(q) : '
+            f"{', '.join(words + scales + zeros)});\n}}\n"
+        )
+    return found
+
+
+def _assembly(triton: str, pairs: int) -> str:
+    """Return Triton's text, whose pairs are two outputs of 16 bits, with outputs of 32."""
+    for i in range(pairs):
+        triton = triton.replace(
+            f"mov.b32 {{${2 * i}, ${2 * i + 1}}}, p{i};", f"mov.b32 %{i}, p{i};"
+        )
+    return re.sub(r"\$(\d+)", lambda found: f"%{int(found[1]) - pairs}", triton)
+
+
+def _zero_constants(tile: RowsTile) -> str:
+    """Return the device function that makes what unpacking takes off of a pair of zeros."""
+    start = "__device__ __forceinline__ void zero_constants(u32 (&z)[ZC], u32 pairs) {\n"
+    if not tile.zeros:
+        values = CONSTANTS[tile.bits, tile.kind]
+        return start + "".join(f"  z[{i}] = {v:#010x}u;\n" for i, v in enumerate(values)) + "}\n"
+    outputs = ", ".join(f'"=&r"(z[{i}])' for i in range(_zero_count(tile)))
+    assembly = re.sub(r"\$(\d+)", r"%\1", zero_text(tile.bits, tile.kind))
+    return f'{start}  asm("{assembly}" : {outputs} : "r"(pairs));\n}}\n'
+
+
+def _product(tile: RowsTile) -> str:
+    """Return the device function of one wgmma: 64 rows of w, 16 k, all rows of x."""
+    count = tile.rows // 2
+    sums = ", ".join(f"%{i}" for i in range(count))
+    left = ", ".join(f"%{count + i}" for i in range(4))
+    outputs = ", ".join(f'"+f"(d[{i}])' for i in range(count))
+    operands = ", ".join(f'"r"(a[4 * j + {i}])' for i in range(4))
+    name = f"wgmma.mma_async.sync.aligned.m64n{tile.rows}k16.f32.{tile.kind}.{tile.kind}"
+    return (
+        f"__device__ __forceinline__ void mma(float (&d)[{count}], const u32 (&a)[16], int j, "
+        f'u64 x) {{\n  asm volatile("{{.reg .pred p;setp.ne.b32 p, %{count + 5}, 0;{name} '
+        f'{{{sums}}}, {{{left}}}, %{count + 4}, p, 1, 1, 0;}}" : {outputs} : {operands}, '
+        f'"l"(x), "r"(1));\n}}\n'
+    )
