@@ -65,7 +65,7 @@ SIGNS = (
 
 KINDS_OF_LAYERS = {
     "linear_attention": RECURRENT,
-    "mamba": _MAMBA1,
+    "mamba": RECURRENT,
     "recurrent": RECURRENT,
     "conv": RECURRENT,
     "chunked_attention": "attention in chunks",
@@ -121,6 +121,8 @@ def lacking(
     if not found and not text_is_run:
         found = _signs(config, OWN_FORMS)
     found = list(dict.fromkeys(found))
+    if any(kind in FEATURE_OF for kind in kinds):  # whose own features are named
+        found = [one for one in found if one != RECURRENT]
     own = [one for one in found if not any(one in other for other in found if other != one)]
     return ", and ".join(own) or None
 

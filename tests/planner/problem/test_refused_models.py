@@ -49,6 +49,13 @@ def test_a_family_is_refused_by_what_llmpq_lacks(model_type: str, feature: str) 
     assert "did you mean" not in str(refused.value) and "qwen3_moe" in str(refused.value)
 
 
+def test_a_listed_recurrence_is_named_once() -> None:
+    with pytest.raises(ValueError, match="lacks Mamba-1 layers; it runs"):
+        spec_of("llama-3-8b", model_type="jamba", mamba_d_state=16, layers_block_type=["mamba"])
+    with pytest.raises(ValueError, match="lacks this family's form of recurrent layers"):
+        spec_of("llama-3-8b", model_type="brand_new", layer_types=["mamba", "full_attention"])
+
+
 @pytest.mark.parametrize(
     ("keys", "feature"),
     [
