@@ -41,7 +41,8 @@ def words(tmp_path: Path) -> list[str]:
     """The flags of a small job on the inline cluster."""
     file = tmp_path / "pair.yaml"
     file.write_text(CARDS)
-    return ["--cluster", str(file), "--model", "opt-30b", "--s", "512", "--n", "100"]
+    job = ["--model", "opt-30b", "--s", "512", "--n", "100"]
+    return ["--cluster", str(file), *job, "--tensor-parallel", "1"]
 
 
 def _run(capsys: pytest.CaptureFixture[str], *flags: str) -> tuple[int, str, str]:
