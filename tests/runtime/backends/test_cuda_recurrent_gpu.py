@@ -37,6 +37,7 @@ KINDS = (
     "falcon_h1",
     "falcon_h1 without its norm",
     "nemotron_h",
+    "nemotron_h with experts on few features",
     "granitemoehybrid",
     "granitemoehybrid with positions, dense",
     "olmo_hybrid",
