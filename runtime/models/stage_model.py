@@ -359,8 +359,8 @@ class _Builder:
         vocab, part = whole.shape[0], slice(tokens.start, tokens.stop)
         for name in ("output.weight", "output.bias"):
             if name in tensors:
-                own = tensors[name][part]
-                tensors[name] = own if tied else own.clone()  # what others have of it is freed
+                rows = tensors[name][part]
+                tensors[name] = rows if tied else rows.clone()  # what others have of it is freed
         shared = frozenset({"output.weight"} if tied else ())
         own = self.wiring.head(replace(self._parts(tensors, None), shared=shared))
         return CutHead(own, tokens.start, vocab, reduce)
