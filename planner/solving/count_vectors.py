@@ -60,8 +60,14 @@ class CountVectors:
     """The engines that the devices of a problem can make, groups that share stages among them."""
 
     def __init__(self, p: Problem) -> None:
-        alone = [cls for cls in p.classes if not cls.first.joined]
-        self._groups = [cls.first for cls in p.classes if cls.first.joined]
+        known = {device.name for device in p.cluster.devices}
+        # Devices that a command shares by itself are joined, too, of others that are not there.
+        made_of = [[one.name for one in cls.first.joined] for cls in p.classes]
+        self.is_group = [bool(names) and known.issuperset(names) for names in made_of]
+        """Of each class of devices: whether it is a group of others of them."""
+        both = list(zip(p.classes, self.is_group, strict=True))
+        alone = [cls for cls, is_group in both if not is_group]
+        self._groups = [cls.first for cls, is_group in both if is_group]
         self.counts: Vector = tuple(cls.count for cls in alone)
         """Devices of each class, groups left out."""
         number = {device.name: c for c, cls in enumerate(alone) for device in cls.devices}

@@ -148,7 +148,7 @@ def _best_card(search: TopologySearch) -> Simple | None:
     """Return what the best single device would take for the whole job."""
     p, found = search.prices.p, list[tuple[float, Simple]]()
     for at, cls in enumerate(p.classes):
-        if cls.first.joined:
+        if search.vectors.is_group[at]:
             continue
         v: Vector = tuple(int(c == at) for c in range(len(p.classes)))
         price = search.prices.price(v, search.prices.rows)

@@ -88,6 +88,14 @@ def test_one_engine_is_the_plan_of_before(planned: Any, tmp_path: Path) -> None:
     assert not any(line.startswith(("engines:", "best pipeline")) for line in lines)
 
 
+def test_devices_shared_by_a_flag_make_engines(planned: Any) -> None:
+    words = ["--devices", "3090:4", "--model", "gemma-3-12b", "--batch", "8", *JOB]
+    plan, lines = planned(*words, "--tensor-parallel", "2")
+    assert isinstance(plan, Topology) and len(plan.engines) == 2
+    assert all(stage.shares == (1, 1) for stage in plan.stages)
+    assert any(line.startswith("best single card: 2 x RTX-3090") for line in lines)
+
+
 def test_slow_links_between_nodes_are_not_crossed(
     planned: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
