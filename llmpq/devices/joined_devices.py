@@ -20,6 +20,9 @@ from llmpq.tensor_parallel import Member
 
 HOST_LINK = Link(gbps=40, latency_us=100)
 """Sums between processes of one host over gloo, about."""
+PEER_GBPS, PEER_SUM_US = 800, 3.0
+"""Links from which on GPUs write to each other's memory (NVLink), and what a sum of few tokens
+takes then: 2.2 to 3.9 us on two H200, in a captured step (docs/lab-book/runtime.md)."""
 RATES = {
     "mem_gbps": "memory_efficiency",
     **dict.fromkeys(
@@ -129,6 +132,8 @@ def _group(
     devices: Sequence[Device], shares: tuple[int, ...], link: Link, spec: ModelSpec
 ) -> Device:
     first = devices[0]
+    if link.gbps >= PEER_GBPS:
+        link = link.model_copy(update={"latency_us": min(link.latency_us, PEER_SUM_US)})
     parts = [_parts(member.own) for member in members_of(spec, shares)]
     of_spec: dict[str, object] = {
         name: min(getattr(device.spec, name) for device in devices) for name in RATES.values()
