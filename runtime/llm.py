@@ -108,7 +108,7 @@ class LLM:
         plans: prompts can be prepared, and `start` loads the model. `use_tqdm`: loading has a
         progress bar where stderr is a terminal; else a line every 5 s.
         """
-        chosen = choose_plan(model, plan, _options(options, fields))
+        chosen = choose_plan(model, plan, _options(options, fields, model))
         self.generation_config = read_generation_config(
             chosen.directory, chosen.options.generation_config
         )
@@ -864,17 +864,31 @@ class _Trace:
             _log.warning("the trace '%s' could not be written: %s", self.path, error)
 
 
-def _options(options: EngineOptions | None, given: Mapping[str, Any]) -> EngineOptions:
+def _options(
+    options: EngineOptions | None, given: Mapping[str, Any], model: str | Path | None
+) -> EngineOptions:
     """Return options with some fields replaced; `TypeError` for what is no field.
 
-    Arguments of vLLM's are taken where their value changes nothing.
+    Arguments of vLLM's are taken where their value changes nothing, as a tokenizer's directory that
+    is the model's.
     """
     known = [f.name for f in fields(EngineOptions)]
+    tokenizer = given.get("tokenizer")
+    if model is not None and tokenizer is not None and _is_same(tokenizer, model):
+        given = {**given, "tokenizer": None}
     own = without_neutral(given)
     for name in own:
         if name not in known:
             raise TypeError(f"LLM has no option '{name}': {nearest(name, known)}see EngineOptions")
     return replace(options or EngineOptions(), **own)
+
+
+def _is_same(tokenizer: object, model: str | Path) -> bool:
+    """Whether both are one directory or file, or one name on the hub."""
+    if not isinstance(tokenizer, (str, os.PathLike)):
+        return False
+    given, own = Path(os.fspath(tokenizer)), Path(model)
+    return given == own or given.resolve() == own.resolve()
 
 
 def _no_others(called: str, given: Mapping[str, Any]) -> None:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from functools import wraps
 from typing import Any, Self
 
+from llmpq.errors import nearest
 from llmpq.runtime.token_rules import Guide
 from llmpq.runtime.vllm_options import VLLM_SAMPLING, without_neutral
 
@@ -248,11 +249,22 @@ class SamplingParams:
 
 
 def _taking_vllms(own: Callable[..., None]) -> Callable[..., None]:
-    """Return `SamplingParams.__init__` with the arguments of vLLM's whose values change nothing."""
+    """Return `SamplingParams.__init__` with the arguments of vLLM's whose values change nothing.
+
+    It says which field is nearest to a name that is none.
+    """
 
     @wraps(own)
     def init(self: SamplingParams, **given: Any) -> None:
-        own(self, **without_neutral(given, VLLM_SAMPLING, whose="SamplingParams has no"))
+        known = SamplingParams.__dataclass_fields__
+        left = without_neutral(given, VLLM_SAMPLING, whose="SamplingParams has no")
+        for name in left:
+            if name not in known:
+                raise TypeError(
+                    f"SamplingParams has no '{name}': {nearest(name, known)}see "
+                    "help(SamplingParams)"
+                )
+        own(self, **left)
 
     return init
 

@@ -292,6 +292,7 @@ class RequestFactory:
             if not prompt or set(prompt) - {*_KEYS}:
                 raise ValueError(
                     f"a prompt has one of {', '.join(_KEYS)}, got {sorted(map(str, prompt))}"
+                    f"{_hint(prompt)}"
                 )
             text = prompt.get("prompt")
             if not isinstance(text, str | None):
@@ -301,14 +302,26 @@ class RequestFactory:
             return prompt, tuple(self.tokenizer.encode(prompt, room=room))
         tokens = token_list(prompt)
         if tokens is None:
-            hint = "; decode it first" if isinstance(prompt, (bytes, bytearray)) else ""
             raise ValueError(
-                f"a prompt is a text or a list of token ids, got {prompt!r:.100}{hint}"
+                f"a prompt is a text or a list of token ids, got {prompt!r:.100}{_hint(prompt)}"
             )
         wrong = [token for token in tokens if not 0 <= token < self._spec.vocab]
         if wrong:
             raise ValueError(f"token {wrong[0]} is not in the vocabulary of {self._spec.vocab}")
         return text, tuple(tokens)
+
+
+def _hint(prompt: object) -> str:
+    """Return what to do with what is no prompt but like one."""
+    if isinstance(prompt, (bytes, bytearray)):
+        return "; decode it first"
+    first = next(iter(prompt), None) if isinstance(prompt, Sequence) else prompt
+    if isinstance(first, Mapping) and "role" in first:
+        return (
+            "; messages go to LLM.chat, or as LLM.tokenizer.encode_chat(messages) to what takes "
+            "prompts"
+        )
+    return ""
 
 
 def _max_new(asked: int | None, room: int, *, whole: bool) -> int:

@@ -161,6 +161,25 @@ def test_what_is_no_prompt_is_refused_by_its_place(llm, prompt, said):
     assert llm.stats()["requests"] == []
 
 
+def test_messages_given_as_a_prompt_are_shown_where_they_go(llm):
+    async def streamed(prompt) -> str:
+        return "".join([text async for text in llm.stream(prompt, SHORT)])
+
+    said = r"; messages go to LLM.chat, or as LLM.tokenizer.encode_chat\(messages\)"
+    for prompts in (TALK, [TALK], TALK[0], ["a", TALK], [TALK, TALK]):
+        with pytest.raises(ValueError, match=said):
+            llm.generate(prompts, SHORT)
+    for prompt in (TALK, TALK[0]):
+        with pytest.raises(ValueError, match=said):
+            asyncio.run(streamed(prompt))
+    for prompt in ([{"prompt": "a"}], {"text": "a"}, []):
+        with pytest.raises(ValueError, match="prompt") as caught:
+            asyncio.run(streamed(prompt))
+        assert "chat" not in str(caught.value)
+    (answer,) = llm.chat(TALK, SHORT)
+    assert asyncio.run(streamed(llm.tokenizer.encode_chat(TALK))) == answer.outputs[0].text
+
+
 @pytest.mark.parametrize(
     "prompts",
     [

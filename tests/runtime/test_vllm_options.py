@@ -50,6 +50,19 @@ def test_values_that_change_nothing_are_taken(demo_model):
     LLM(demo_model, start=False, disable_log_stats=True, trust_remote_code=True, seed=0).close()
 
 
+def test_a_tokenizer_that_is_the_models_own_is_taken(demo_model, tmp_path, monkeypatch):
+    link = tmp_path / "link"
+    link.symlink_to(demo_model)
+    monkeypatch.chdir(demo_model.parent)
+    for same in (demo_model, str(demo_model), f"{demo_model}/", demo_model.name, link):
+        LLM(demo_model, start=False, tokenizer=same).close()
+        LLM(str(same), start=False, tokenizer=demo_model).close()
+    copied = shutil.copytree(demo_model, tmp_path / "copied")
+    for other in (copied, demo_model.parent, "gpt2", 5):
+        with pytest.raises(TypeError, match="LLM has no option 'tokenizer'"):
+            LLM(demo_model, start=False, tokenizer=other)
+
+
 def test_a_command_takes_the_values_that_the_library_takes():
     """An option is said once: a flag with a value is taken just where the argument is."""
     for name, other in VLLM_OPTIONS.items():
@@ -91,8 +104,19 @@ def test_parameters_of_vllms_are_taken_or_answered(given, said):
     neutral = {name: other.neutral[0] for name, other in VLLM_SAMPLING.items()}
     assert SamplingParams(max_tokens=3, **neutral) == SamplingParams(max_tokens=3)
     assert not {*VLLM_SAMPLING} & {*SamplingParams.__dataclass_fields__}
-    with pytest.raises(TypeError, match="unexpected keyword argument 'no_such_thing'"):
-        SamplingParams(no_such_thing=1)
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("max_token", r"did you mean 'max_tokens'\? see help\(SamplingParams\)$"),
+        ("Temprature", "did you mean 'temperature'"),
+        ("no_such_thing", r"see help\(SamplingParams\)$"),
+    ],
+)
+def test_a_parameter_that_is_none_is_answered_with_the_nearest(name, said):
+    with pytest.raises(TypeError, match=f"SamplingParams has no '{name}': .*{said}"):
+        SamplingParams(**{name: 1})
 
 
 @pytest.mark.parametrize("method", ["generate", "chat"])
