@@ -55,7 +55,7 @@ def require_dtype(cluster: Cluster, dtype: str) -> None:
     lacking = without_bfloat16(cluster) if dtype == "bfloat16" else []
     if lacking:
         raise ValueError(
-            f"dtype bfloat16: {', '.join(lacking)} {_has(lacking)} no bfloat16; leave the dtype "
+            f"--dtype bfloat16: {', '.join(lacking)} {_has(lacking)} no bfloat16; leave --dtype "
             "out or give float16 or float32"
         )
 

@@ -387,9 +387,42 @@ class CommandParser:
         for action in self._positionals:
             if action.dest == flag.strip("-").replace("-", "_"):
                 return ValueError(f"write {action.metavar} without '{flag}': {self._example}")
+        typed = flag.replace("_", "-")
         known = [name for names in self._parser.shown.values() for name in names]
-        hint = nearest(flag, known)
+        hint = nearest(typed, [name for name in known if _is_like(typed, name)])
         return ValueError(f"unknown flag '{word}': {hint}see {self.program} --help-all")
+
+
+def _is_like(typed: str, flag: str) -> bool:
+    """Whether a flag may be meant: a word of it is or begins so, or it is a slip or two away.
+
+    Two edits of a short name make another (`--cert`, `--port`): one for every three letters.
+    """
+    own, other = typed.strip("-"), flag.strip("-")
+    words = other.split("-")
+    for word in own.split("-"):
+        if word not in ("", "no") and (word in words or (len(word) > 2 and _begins(word, words))):
+            return True
+    return other.startswith(own) or _edits(own, other) <= min(2, len(own) // 3)
+
+
+def _begins(word: str, words: Sequence[str]) -> bool:
+    return any(other.startswith(word) for other in words)
+
+
+def _edits(a: str, b: str) -> int:
+    """Return how many letters are wrong, missing, too many or swapped with the next one."""
+    before: list[int] = []
+    last = list(range(len(b) + 1))
+    for i, letter in enumerate(a, 1):
+        row = [i]
+        for j, other in enumerate(b, 1):
+            least = min(last[j] + 1, row[-1] + 1, last[j - 1] + (letter != other))
+            if i > 1 and j > 1 and letter == b[j - 2] and a[i - 2] == other:
+                least = min(least, before[j - 2] + 1)
+            row.append(least)
+        before, last = last, row
+    return last[-1]
 
 
 def exit_codes_lines() -> list[str]:

@@ -6,11 +6,13 @@ from dataclasses import replace
 
 import pytest
 
+import llmpq
 from llmpq import default_dtype as module
 from llmpq.cluster import Cluster
 from llmpq.default_dtype import default_dtype, dtype_note, quick_by_flags, require_dtype
 from llmpq.devices.this_machine import NAME
 from llmpq.model_spec import ModelSpec
+from llmpq.planner.__main__ import main as planner_main
 
 pytestmark = pytest.mark.pure
 
@@ -76,9 +78,21 @@ def test_a_plan_has_a_dtype_that_every_gpu_computes_in(kinds, model, dtype, note
 
 
 def test_a_dtype_that_a_gpu_lacks_is_refused():
-    with pytest.raises(ValueError, match="dtype bfloat16: T4 has no bfloat16; leave the dtype out"):
+    with pytest.raises(
+        ValueError, match="^--dtype bfloat16: T4 has no bfloat16; leave --dtype out"
+    ):
         require_dtype(cluster("T4", "A100"), "bfloat16")
     require_dtype(cluster("T4", "A100"), "float16")
     require_dtype(cluster("A100", "CPU"), "bfloat16")
     gemma = ModelSpec.by_name("gemma-2-9b")
     assert "answers may be wrong" in (dtype_note(gemma, cluster("A100"), "float16") or "")
+
+
+def test_the_refusal_of_a_dtype_has_the_words_that_were_typed(capsys):
+    typed = ["--model", "opt-1.3b", "--devices", "t4", "--dtype", "bfloat16"]
+    assert planner_main(typed) == 2
+    assert "llmpq-algo: --dtype bfloat16: T4 has no bfloat16; leave --dtype out" in (
+        capsys.readouterr().err
+    )
+    with pytest.raises(ValueError, match="^dtype bfloat16: T4 has no bfloat16; leave dtype out"):
+        llmpq.make_plan("opt-1.3b", devices="t4", dtype="bfloat16")

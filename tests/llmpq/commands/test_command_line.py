@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import io
 import os
+import re
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -87,6 +88,35 @@ def test_a_default_that_is_given_counts_as_given() -> None:
 def test_wrong_words_are_value_errors_that_name_the_flag(words: str, named: str) -> None:
     with pytest.raises(ValueError, match=named):
         read(words)
+
+
+@pytest.mark.parametrize(
+    ("typed", "meant"),
+    [
+        ("--modle", "--model"),
+        ("--mod", "--model"),
+        ("--max_token", "--max-tokens"),
+        ("--tempratuer", "--temperature"),
+        ("--most-tokens", "--max-tokens"),
+        ("--pni", "--pin"),
+        ("--cert", None),
+        ("--listen", None),
+        ("--headless", None),
+        ("--no-node", None),
+        ("--pan", "--pin"),
+        ("--my-temp", "--temperature"),
+        ("--my-te", None),
+        ("--pal", None),
+        ("--odel-line", None),
+    ],
+)
+def test_an_unknown_flag_gets_a_guess_only_at_what_is_like_it(
+    typed: str, meant: str | None
+) -> None:
+    with pytest.raises(ValueError, match="unknown flag") as refused:
+        read(f"--model m {typed}")
+    said = re.findall("did you mean '(.*?)'", str(refused.value))
+    assert said == ([] if meant is None else [meant])
 
 
 def test_help_shows_daily_flags_and_help_all_every_one(capsys: pytest.CaptureFixture[str]) -> None:
