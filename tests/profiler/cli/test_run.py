@@ -309,7 +309,7 @@ def test_costs_of_different_models_do_not_merge(
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ("--model opt-31b", "unknown model 'opt-31b': did you mean 'opt-30b'?"),
+        ("--model opt-31b", "unknown model 'opt-31b': did you mean 'opt-30b'"),
         ("--model opt-13b --cluster none.yaml", "no such cluster file: 'none.yaml'"),
         ("--model opt-13b --device T5", "unknown device kind 'T5'"),
         ("--model opt-13b --bits 7", "unknown precision '7'"),

@@ -275,7 +275,7 @@ def test_w4a4_keeps_the_channels_that_a_checkpoint_would(
         ("--model {demo} --text /none.txt", "--text '/none.txt' cannot be read as UTF-8 text"),
         ("--model {demo} --bits 5", "unknown precision '5'"),
         ("--model {demo} --kv 3", "unknown KV cache dtype '3'"),
-        ("--model opt-31b --kind random", "unknown model 'opt-31b': did you mean 'opt-30b'?"),
+        ("--model opt-31b --kind random", "unknown model 'opt-31b': did you mean 'opt-30b'"),
         ("--model {demo} --text {demo}/config.json --window 0", "--window must be at least 1"),
     ],
 )
