@@ -41,6 +41,11 @@ def named_stage(plan: Plan, index: int, pid: int) -> str:
     return f"{of} {worker.stage} ({stage.device} on {stage.node}{process})"
 
 
+def when(phase: str) -> str:
+    """Return a phase of `PipelineClient` as part of a sentence."""
+    return "while idle" if phase == "idle" else f"during {phase}"
+
+
 def lost_stage(failure: CallFailed, plan: Plan, index: int, *, phase: str, pid: int) -> Exception:
     """Return the outcome of a stage's failure; `pid` 0 where it is not known."""
     cause = failure.cause
@@ -49,12 +54,12 @@ def lost_stage(failure: CallFailed, plan: Plan, index: int, *, phase: str, pid: 
     who = named_stage(plan, index, pid)
     if cause is not None and out_of_memory(cause):
         return DoesNotFitError(
-            f"{who} ran out of memory during {phase}: {first_line(cause)}; re-plan with "
+            f"{who} ran out of memory {when(phase)}: {first_line(cause)}; re-plan with "
             "a larger reserve for this device"
         )
     if cause is not None and is_consequence(failure):
         how = _SOURCE_LINE.sub("", first_line(cause)).partition(". This is typically")[0]
         return StageLostError(
-            f"{who} was lost during {phase}: its connection to another stage broke ({how})"
+            f"{who} was lost {when(phase)}: its connection to another stage broke ({how})"
         )
-    return StageLostError(f"{who} was lost during {phase}: {failure}")
+    return StageLostError(f"{who} was lost {when(phase)}: {failure}")

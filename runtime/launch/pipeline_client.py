@@ -26,7 +26,7 @@ from llmpq.cluster import Cluster
 from llmpq.errors import DeadlineError, StageLostError
 from llmpq.plan import Plan
 from llmpq.runtime.launch.choose_launcher import make_launcher
-from llmpq.runtime.launch.failures import GRACE_S, is_consequence, lost_stage, named_stage
+from llmpq.runtime.launch.failures import GRACE_S, is_consequence, lost_stage, named_stage, when
 from llmpq.runtime.launch.launcher import Launcher, OnLoad, StageHandle
 from llmpq.runtime.launch.stages.load_watch import LoadWatch
 from llmpq.runtime.launch.stages.stage_host import meeting_host, process_space
@@ -79,7 +79,7 @@ class PipelineClient:
         self._asked_s: dict[int, float] = {}
         """When `_health` was asked for: a reader who takes long must not count as a silence."""
         self.phase = "start-up"
-        """What the stages do, as far as is known."""
+        """What the stages do, as far as is known; `idle`: no request is under way."""
         self.failed_stage: int | None = None
         """The stage that was lost first, once one was."""
         self.is_placed = False
@@ -152,7 +152,7 @@ class PipelineClient:
         began_s = time.perf_counter()
         self._connect()
         self.took.connected_s = time.perf_counter() - began_s
-        self.phase = "prefill"
+        self.phase = "idle"
         self._running = {stage.call("run"): i for i, stage in enumerate(self._stages)}
 
     def serve(self, requests: Sequence[Request]) -> list[Finished]:
@@ -177,6 +177,8 @@ class PipelineClient:
             self._ask_last("take_rules", ruled)
         self._ask_first("submit", requests)
         self._num_submitted += len(requests)
+        if requests and self.phase == "idle":
+            self.phase = "prefill"
         self._closed, self._moved_s = not more, time.monotonic()
         if not more:
             self._ask_first("finish_submitting")
@@ -366,7 +368,7 @@ class PipelineClient:
                     if call in pending
                 )
                 raise DeadlineError(
-                    f"no answer from {names} during {self.phase} within {limit_s:.0f} s; look at "
+                    f"no answer from {names} {when(self.phase)} within {limit_s:.0f} s; look at "
                     "the stage's host, or allow more time",
                     deadline="load" if self._starting else "step",
                 )
@@ -407,9 +409,11 @@ class PipelineClient:
 
     def _read_poll(self, poll: Future[Any]) -> EngineOutputs:
         news: EngineOutputs = self._result(poll, 0)
-        if news.progress.phase != "idle":
-            self.phase = news.progress.phase
         idle = not self._closed and news.progress.finished >= self._num_submitted
+        if idle:
+            self.phase = "idle"
+        elif news.progress.phase != "idle":
+            self.phase = news.progress.phase
         if idle or news.progress != self._progress:
             self._progress, self._moved_s = news.progress, time.monotonic()
         return news
@@ -434,7 +438,7 @@ class PipelineClient:
                 self._num_begun[index] = health["num_begun"]
                 del self._health[index]
                 if stuck_s > limit_s:
-                    raise self._silent(index, f"has been in one {self.phase} step for")
+                    raise self._silent(index, "has been in one step for")
                 self._last_answer_s[index] = now_s
             if index not in self._health:
                 if now_s - self._last_answer_s[index] >= min(1.0, limit_s / 4):
@@ -444,7 +448,7 @@ class PipelineClient:
                 raise self._silent(index, "has not answered for")
         if self._running and now_s - self._moved_s > _STILL_STEPS * limit_s:
             raise DeadlineError(
-                f"no stage has computed for {_STILL_STEPS * limit_s:.0f} s during {self.phase} "
+                f"no stage has computed for {_STILL_STEPS * limit_s:.0f} s {when(self.phase)} "
                 "while rows wait: a message between two stages is lost or very late; look at the "
                 "network between their hosts, or allow more time",
                 deadline="step",
@@ -454,7 +458,7 @@ class PipelineClient:
         self.failed_stage = index
         return DeadlineError(
             f"{self._named(index)} {what} "
-            f"{self._deadlines.step_s:.0f} s during {self.phase} (step deadline); look at its "
+            f"{self._deadlines.step_s:.0f} s {when(self.phase)} (step deadline); look at its "
             "host, or allow more time",
             deadline="step",
         )

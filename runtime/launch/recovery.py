@@ -16,7 +16,7 @@ class Recovery:
     reason: str
     """What was lost, and how, or why layers are moved: a sentence."""
     phase: str
-    """What the engine did then: start-up, loading, prefill, decode, ..."""
+    """What the engine did then: start-up, loading, idle, prefill, decode, ..."""
     stage: int | None = None
     """The stage that was lost first, None where it is not known."""
     action: str = "restart"

@@ -11,6 +11,11 @@ import time
 import pytest
 
 from llmpq import LLM, SamplingParams
+from llmpq.errors import StageLostError
+from llmpq.runtime.launch.pipeline_client import PipelineClient
+from llmpq.runtime.launch.stages.stage_settings import StageSettings
+from llmpq.runtime.options import EngineOptions
+from llmpq.runtime.request import Request
 from llmpq.runtime.sampling_params import StructuredOutputsParams
 
 pytestmark = pytest.mark.cluster
@@ -179,3 +184,20 @@ def test_a_stage_that_dies_while_it_loads_first_is_started_again(demo_model, und
         llm.start()
         assert killed and llm.recoveries[0].phase == "loading"
         assert [stage["pid"] for stage in llm.stats()["stages"]][1] != killed[0]
+
+
+@pytest.mark.parametrize("num_before", [0, 1], ids=["before requests", "between requests"])
+def test_a_stage_lost_without_a_request_is_lost_while_idle(demo_model, make_plan, num_before):
+    plan = make_plan(demo_model, (4,), prompt_len=8, gen_len=8)
+    settings = StageSettings(model_dir=str(demo_model), options=EngineOptions(backend="processes"))
+    with (
+        pytest.raises(StageLostError, match=r"stage 1 .* was lost while idle: .*SIGKILL") as lost,
+        PipelineClient.start(plan, settings) as pipeline,
+    ):
+        for number in range(num_before):
+            pipeline.serve([Request(id=number, prompt=(3, 4, 5), max_new=4)])
+        assert pipeline.phase == "idle"
+        os.kill(pipeline.stage_pids()[1], signal.SIGKILL)
+        for _ in pipeline.updates():
+            pass
+    assert "during" not in str(lost.value)
