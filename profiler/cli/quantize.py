@@ -156,7 +156,7 @@ def make_job(request: QuantizeRequest, spec: ModelSpec) -> QuantizeJob:
         ),
         kv=_kv(request, plan),
         windows_WT=random_windows(
-            _tokens(request),
+            _tokens(request, spec.vocab),
             count=request.windows,
             length=min(request.window, spec.max_positions),
             seed=request.seed,
@@ -249,7 +249,7 @@ def _group_size(text: str) -> int | None:
     return int(text)
 
 
-def _tokens(request: QuantizeRequest) -> list[int]:
+def _tokens(request: QuantizeRequest, vocab: int) -> list[int]:
     from llmpq.runtime.text.tokenizer import Tokenizer
 
     texts = []
@@ -258,7 +258,13 @@ def _tokens(request: QuantizeRequest) -> list[int]:
             texts.append(path.read_text(encoding="utf-8"))
         except (OSError, UnicodeDecodeError) as error:
             raise ValueError(f"--text '{path}' cannot be read as UTF-8 text: {error}") from None
-    return Tokenizer(request.model).encode("\n\n".join(texts), special=False)
+    tokens = Tokenizer(request.model).encode("\n\n".join(texts), special=False)
+    if max(tokens, default=0) >= vocab:
+        raise ValueError(
+            f"'{request.model}': its tokenizer makes token {max(tokens)} of --text, config.json says "
+            f"{vocab} tokens: the two do not belong together; download the model again"
+        )
+    return tokens
 
 
 if __name__ == "__main__":

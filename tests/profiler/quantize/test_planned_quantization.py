@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -76,3 +78,15 @@ def test_the_number_of_outliers_is_planned(
     with pytest.raises(AssertionError):
         plan(demo_model, omega, tmp_path, "--outliers", "256")
     assert "--outliers 256: expected 0 to 255" in capsys.readouterr().err
+
+
+def test_a_tokenizer_of_another_model_is_named(
+    demo_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = tmp_path / "model"
+    shutil.copytree(demo_model, model)
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps({**config, "vocab_size": 100}))
+    words = [str(model), str(tmp_path / "out"), "--scheme", "w4a16", "--text", str(TEXT)]
+    assert quantize_main(words) == 2
+    assert "config.json says 100 tokens: the two do not belong together" in capsys.readouterr().err
