@@ -261,8 +261,8 @@ def _tokens(request: QuantizeRequest, vocab: int) -> list[int]:
     tokens = Tokenizer(request.model).encode("\n\n".join(texts), special=False)
     if max(tokens, default=0) >= vocab:
         raise ValueError(
-            f"'{request.model}': its tokenizer makes token {max(tokens)} of --text, config.json says "
-            f"{vocab} tokens: the two do not belong together; download the model again"
+            f"'{request.model}': its tokenizer makes token {max(tokens)} of --text, config.json "
+            f"says {vocab} tokens: the two do not belong together; download the model again"
         )
     return tokens
 
